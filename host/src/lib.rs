@@ -2,7 +2,7 @@
 //!
 //! # Layout
 //! - [`python`]: calls of Python code in a pool of forked processes, with timeouts, memory limits and a log
-//! - `sandbox`: programs that nothing is known of, with bounds on what they can reach and use (Linux)
+//! - `sandbox`: untrusted programs, with limits on the files, calls and resources that they can use (Linux)
 //! - `reaper`: kills the processes of both if this process is killed
 //! - [`random`]: text that other processes cannot guess
 //!

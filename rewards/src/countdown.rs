@@ -5,7 +5,7 @@
 //! `ground_truth`, in `reward_model.ground_truth`, or as JSON in the reference answer. The whole completion is searched, where
 //! TinyZero takes its last line only.
 //!
-//! Invariant: arithmetic is exact and of bounded size; what Python would not evaluate is a wrong answer.
+//! Invariant: arithmetic is exact and of bounded size; an expression that Python would not evaluate is a wrong answer.
 
 use std::sync::LazyLock;
 

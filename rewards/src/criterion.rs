@@ -8,8 +8,8 @@ use trajectory::Component;
 use crate::RewardSpec;
 
 /// Kinds that compare an answer with a reference or run its tests, and are worth 1 for a correct one. `regex` is one of them
-/// where it compares (`compare = true`). Formats, lengths, functions of users, judges and reward models are not: what they
-/// call correct has to be declared.
+/// where it compares (`compare = true`). Formats, lengths, functions of users, judges and reward models are not: their
+/// threshold has to be declared.
 pub const VERIFIABLE: [&str; 7] = ["math", "math_dapo", "hendrycks", "gsm8k", "countdown", "exact", "code"];
 
 /// Which answers are correct: those for which one reward, before weighting, is worth at least the threshold.
@@ -22,7 +22,7 @@ pub struct Criterion {
 }
 
 impl Criterion {
-    /// What a verifiable reward is worth for a correct answer.
+    /// The value of a verifiable reward for a correct answer.
     pub const FULL: f64 = 1.0;
 
     /// The first verifiable reward of `specs`, at full value; `None` if none of them is.

@@ -1,6 +1,6 @@
-//! Everything that can go wrong between a recipe's `[[rewards]]` and a score.
+//! The errors of rewards, from a recipe's `[[rewards]]` to a score.
 //!
-//! Invariant: each message names the reward, shows what was found and says what to change.
+//! Invariant: each message names the reward, shows the value that was found and the change to make.
 
 use crate::TrajectoryRef;
 
@@ -8,7 +8,7 @@ use crate::TrajectoryRef;
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RewardError {
-    /// There is nothing to sum up.
+    /// There is no reward.
     #[error("no reward is configured; add at least one `[[rewards]]` entry")]
     Empty,
     /// Two rewards would be logged under one name.
@@ -17,23 +17,23 @@ pub enum RewardError {
         /// The name.
         name: String,
     },
-    /// What is correct is to be judged by a reward that is not there.
+    /// The criterion of correct answers names a reward that does not exist.
     #[error("there is no reward `{name}` to judge what is correct; there are {known}")]
     UnknownCriterion {
         /// The name.
         name: String,
-        /// The names that there are, as text.
+        /// The existing names, as text.
         known: String,
     },
-    /// A kind that there is none of.
+    /// An unknown kind.
     #[error("there is no reward of kind `{kind}`; there are {known}")]
     UnknownKind {
         /// The kind.
         kind: String,
-        /// The kinds that there are, as text.
+        /// The existing kinds, as text.
         known: String,
     },
-    /// A reward that waits has nowhere to do so.
+    /// A reward that waits has no runtime.
     #[error(
         "reward `{reward}` waits for others and needs a runtime with timers; give one in the `RewardContext`"
     )]
@@ -41,7 +41,7 @@ pub enum RewardError {
         /// Name of the reward.
         reward: String,
     },
-    /// A name that cannot stand in a metric.
+    /// A name that is not valid in a metric.
     #[error("a reward of kind `{kind}` has an empty name; leave `name` out to call it `{kind}`")]
     EmptyName {
         /// The kind.
@@ -59,7 +59,7 @@ pub enum RewardError {
         /// The parameters that the kind reads, as text.
         takes: String,
     },
-    /// A parameter that the kind cannot do without.
+    /// A required parameter is missing.
     #[error("reward `{reward}` of kind `{kind}` needs `{field}`")]
     MissingField {
         /// Name of the reward.
@@ -69,14 +69,14 @@ pub enum RewardError {
         /// The parameter.
         field: String,
     },
-    /// A pattern that is no regular expression.
+    /// A pattern that is not a regular expression.
     #[error("reward `{reward}`: pattern `{pattern}` is not a regular expression: {reason}")]
     Pattern {
         /// Name of the reward.
         reward: String,
         /// The pattern.
         pattern: String,
-        /// What the parser says.
+        /// The message of the parser.
         reason: String,
     },
     /// A pattern is to be compared with the answer but captures nothing.
@@ -118,7 +118,7 @@ pub enum RewardError {
     NoAnswer {
         /// Name of the reward.
         reward: String,
-        /// What was scored.
+        /// The trajectory.
         trajectory: TrajectoryRef,
     },
     /// A reward returned a value that cannot be trained on.
@@ -126,7 +126,7 @@ pub enum RewardError {
     NotFinite {
         /// Name of the reward, or `total` for the weighted sum.
         reward: String,
-        /// What was scored.
+        /// The trajectory.
         trajectory: TrajectoryRef,
         /// The value.
         value: f64,
@@ -138,7 +138,7 @@ pub enum RewardError {
     Timeout {
         /// Name of the reward.
         reward: String,
-        /// What was scored.
+        /// The trajectory.
         trajectory: TrajectoryRef,
         /// The timeout, seconds.
         seconds: f64,
@@ -150,15 +150,15 @@ pub enum RewardError {
         reward: String,
         /// The parameter.
         field: String,
-        /// What is wrong with it, as the end of a sentence.
+        /// The reason, as the end of a sentence.
         reason: String,
     },
-    /// What a reward needs to judge (a process, a model, a sandbox) cannot be started.
+    /// A process, a model or a sandbox that a reward needs cannot be started.
     #[error("reward `{reward}` cannot be started: {reason}")]
     Start {
         /// Name of the reward.
         reward: String,
-        /// What happened and what to do.
+        /// The reason and the remedy.
         reason: String,
     },
     /// Something outside this crate (a process, a server, a model) failed.
@@ -166,9 +166,9 @@ pub enum RewardError {
     Failed {
         /// Name of the reward.
         reward: String,
-        /// What was scored.
+        /// The trajectory.
         trajectory: TrajectoryRef,
-        /// What happened and what to do.
+        /// The reason and the remedy.
         reason: String,
     },
 }

@@ -1,7 +1,7 @@
 //! `format`: 1 if the whole text has a form, else 0. By default: `<think>...</think>`, then `<answer>...</answer>`.
 //!
 //! Invariant: the form must cover the text from its first to its last character (white space at the ends aside), and
-//! the default form admits each tag exactly once. It does not judge what is between the tags.
+//! the default form admits each tag exactly once. The text between the tags is not judged.
 
 use std::sync::LazyLock;
 
@@ -38,7 +38,7 @@ impl Form {
     /// The pattern is no regular expression; `reward` is the name under which that is reported.
     pub fn new(reward: &str, pattern: Option<&str>) -> Result<Self, RewardError> {
         let Some(pattern) = pattern else { return Ok(Self { own: None }) };
-        // Compiled bare first, so that a parser message shows what the user wrote, and so that a pattern like `)|(`
+        // Compiled bare first, so that a message of the parser shows the pattern of the user, and so that a pattern like `)|(`
         // cannot close the group around it. The line break ends a comment of `(?x)` and is a character otherwise.
         compile(reward, pattern.to_owned())?;
         let whole = compile(reward, format!(r"\A(?:{pattern})\z"))

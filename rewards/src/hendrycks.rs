@@ -1,7 +1,7 @@
 //! `hendrycks`: verl's `math_reward`, which is lm-eval's `hendrycks_math`, character by character: 1 or 0.
 //!
 //! Invariant: same verdict as verl's `math_reward.py`, its quirks included: a `\fbox` is found and never right, one
-//! `\boxed ` with a blank anywhere decides over all with braces, and what cannot be normalised is compared as it is.
+//! `\boxed ` with a blank anywhere has priority over all with braces, and text that cannot be normalised is compared as it is.
 
 use crate::registry::{RewardKind, pure};
 use crate::{RewardError, RewardInput};

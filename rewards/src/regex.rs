@@ -1,7 +1,7 @@
 //! `regex`: 1 if a pattern occurs in the text or, with `compare`, captures the reference answer; else 0.
 //!
 //! Invariant: linear time in the text whatever the pattern (no backtracking, hence no look-around and no
-//! back-references). It does not normalise what it captured beyond white space at the ends.
+//! back-references). The captured text is not normalised, except for white space at its ends.
 
 use ::regex::Regex;
 

@@ -36,7 +36,7 @@ pub struct WeightedReward {
     pub on_error: OnError,
 }
 
-/// What the failure of a reward means for the trajectory. The failure is recorded in any case.
+/// The effect of a failed reward on the trajectory. The failure is recorded in any case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnError {
@@ -98,7 +98,7 @@ impl RewardSet {
         self.criterion.as_ref()
     }
 
-    /// Builds what a recipe states.
+    /// Builds the rewards of a recipe.
     ///
     /// # Errors
     /// Those of [`Registry::build`] and of [`RewardSet::new`].

@@ -31,7 +31,7 @@ pub struct RewardSpec {
     #[serde(default = "one")]
     // resume = reward, worker = run
     pub weight: f64,
-    /// What a failure does.
+    /// The effect of a failure.
     #[serde(default)]
     // resume = changes, worker = run
     pub on_error: OnError,
@@ -68,7 +68,7 @@ pub struct RewardSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = run
     pub strict: Option<bool>,
-    /// `math`: what is done where the reference cannot be read; zero if not given.
+    /// `math`: the outcome if the reference cannot be read; zero if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = run
     pub on_unknown: Option<OnUnknown>,
@@ -109,7 +109,7 @@ pub struct RewardSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub threads: Option<usize>,
-    /// `python`: what one call gets. `group`: all completions of a task that are sampled together, the default for
+    /// `python`: the input of one call. `group`: all completions of a task that are sampled together, the default for
     /// functions that take lists (dialects `trl`, `verl_batch`, `slime_group`, `verifiers_group`). `trajectory`: a
     /// completion as soon as it ends; functions that take lists get those that wait, of any tasks, and must judge each
     /// by itself.
@@ -139,7 +139,7 @@ pub struct RewardSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = run
     pub language: Option<String>,
-    /// `code`: what runs a program of another language, with `{file}` for its file.
+    /// `code`: command that runs a program of another language, with `{file}` for its file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = operator
     pub command: Option<Vec<String>>,
@@ -155,7 +155,7 @@ pub struct RewardSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub cpu_s: Option<f64>,
-    /// `code`: KiB that a program may write, or twice what is expected of it if that is more; 64 if not given.
+    /// `code`: KiB that a program may write, or twice the expected output if that is more; 64 if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub max_output_kib: Option<usize>,
@@ -180,7 +180,7 @@ pub struct RewardSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = operator
     pub token_env: Option<String>,
-    /// `http`, `judge`: how often a request is repeated that found nobody or a busy server; 4 if not given.
+    /// `http`, `judge`: most repetitions of a request that failed to connect or found a busy server; 4 if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub retries: Option<u32>,
@@ -196,7 +196,7 @@ pub struct RewardSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = run
     pub system: Option<String>,
-    /// `judge`: what the model is asked, with `{prompt}`, `{completion}`, `{answer}` and `{columns.NAME}`.
+    /// `judge`: the question to the model, with `{prompt}`, `{completion}`, `{answer}` and `{columns.NAME}`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = run
     pub template: Option<String>,
@@ -212,11 +212,11 @@ pub struct RewardSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = run
     pub parse: Option<String>,
-    /// `judge`: words and what each is worth; one stands on a line alone or after a label. Instead of `parse`.
+    /// `judge`: words and their values; the verdict is one of them, alone in a line or after a label. Instead of `parse`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = run
     pub choices: Option<BTreeMap<String, f64>>,
-    /// `judge`: what a parsed score is divided by; 1 if not given, 10 with the default question.
+    /// `judge`: divisor of a parsed score; 1 if not given, 10 with the default question.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = run
     pub scale: Option<f64>,

@@ -78,7 +78,7 @@ pub(super) struct ForkedWorker {
     pub(super) exit: oneshot::Receiver<WorkerExit>,
 }
 
-/// What a fork server needs to start, and to start again after it died.
+/// Everything to start a fork server, and to restart it after it died.
 #[derive(Debug)]
 pub(super) struct ServerSetup {
     code: PythonCode,

@@ -1,4 +1,4 @@
-//! What user code prints: written to a file of bounded size; the last lines stay in memory for error messages.
+//! Output of user code: written to a file of limited size; the last lines stay in memory for error messages.
 //!
 //! Invariant: a process that prints waits for no longer than a write takes, and all of its output takes at most twice
 //! [`MAX_BYTES`] on disk: a full log is renamed to `.old` and replaces the older one.

@@ -6,9 +6,9 @@
 //!   the conventions of other frameworks
 //! - `fork_server`: the process that imports the code once and forks the workers
 //! - `pool`: the queue and the workers; `batch`: the calls that one worker makes, and what becomes of each when it ends badly
-//! - `protocol`, `log`: what the processes send, and what they print
+//! - `protocol`, `log`: the messages of the processes, and their output
 //!
-//! # What ends with what
+//! # Ends of processes
 //! A call that takes longer than its timeout ends with its whole process group, and with what left the group: a worker's
 //! orphans become children of the fork server, which kills them. All processes end with the pool, and when this process is
 //! killed. Only if this process and the fork server are killed at the same moment can a program survive that user code started
@@ -130,7 +130,7 @@ pub enum CallError {
     /// It raised an exception, crashed, or could not be made.
     #[error("{reason}")]
     Failed {
-        /// What happened, with the end of the traceback or of the output.
+        /// The reason, with the end of the traceback or of the output.
         reason: String,
     },
 }

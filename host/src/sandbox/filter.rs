@@ -14,7 +14,7 @@ use seccompiler::{
     sock_filter,
 };
 
-/// What a program may do beside computing.
+/// Calls that a program may make in addition to those that are always allowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AllowedCalls {
     /// Start processes; threads are always allowed.

@@ -1,4 +1,4 @@
-//! Is what a program gave what was expected?
+//! Compares the output or the result of a program with the expected one.
 //!
 //! Invariant: where a whole number is expected it must be exactly that one; a number that is expected with a point or an exponent
 //! may differ by 1e-5 of its size and 1e-8, as in the testers of APPS. White space at the ends of lines and of the text never

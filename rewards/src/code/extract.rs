@@ -133,7 +133,7 @@ fn fence(line: &str) -> Option<Fence<'_>> {
     opens.then_some(Fence { mark, length, info: info.trim() })
 }
 
-/// The language in what stands after a fence: `python title="a"`, `python:a.py`, `{.python}`.
+/// The language in the text after a fence: `python title="a"`, `python:a.py`, `{.python}`.
 fn tag(info: &str) -> &str {
     let info = info.trim_start_matches(['{', '.', ' ']);
     info.split([' ', '\t', '{', '}', ',', ';', ':', '(']).next().unwrap_or_default()

@@ -1,10 +1,10 @@
-//! Words around a number: do they state it as the answer, or say something else with it?
+//! Words around a number: do they state it as the answer, or give it another meaning?
 //!
 //! [`introduces`] is an allow-list for words that stand directly between `answer is` or an opening brace and a value.
 //! [`states`] is for a number somewhere in running text, where any noun and verb may stand before it: there the words
 //! that take a statement back or make another value of the number refuse it.
 //!
-//! Invariant: only the clause of the number is looked at, so that a condition in an earlier one does not count.
+//! Invariant: only the clause of the number is examined, so that a condition in an earlier clause does not count.
 
 /// Longest clause, characters.
 const MAX_CLAUSE: usize = 500;
@@ -73,7 +73,7 @@ const NEUTRAL: [&str; 60] = [
     "both",
 ];
 
-/// Verbs and pronouns that a sentence about an amount is made of.
+/// Words of a sentence about an amount: pronouns, and words for having and getting.
 const STATING: [&str; 50] = [
     "he", "she", "they", "we", "you", "i", "has", "have", "had", "needs", "need", "makes", "make", "made",
     "earns", "earn", "earned", "gets", "get", "costs", "spends", "spent", "spend", "pays", "paid", "pay",
@@ -186,7 +186,7 @@ const FUNCTIONS: [&str; 17] = [
     "negative",
 ];
 
-/// What a number labels and does not count.
+/// Nouns that a number labels and does not count.
 const LABELS: [&str; 30] = [
     "step", "steps", "section", "figure", "fig", "question", "problem", "example", "equation", "eq", "case",
     "part", "chapter", "page", "table", "theorem", "lemma", "line", "exercise", "method", "attempt",

@@ -15,10 +15,10 @@
 //!   `0 < f(x) < 1` and `|x - 1| > 2` the sets that they describe; systems and functions are compared by name.
 //!
 //! # What is unknown
-//! A reference outside of the grammar, unless both answers are the same text. The reward's `on_unknown` says what then.
+//! A reference outside of the grammar, unless both answers are the same text. The reward's `on_unknown` has the outcome.
 //!
-//! Invariants: the verdict depends on the two texts alone; no input takes more than some milliseconds (length of what is
-//! read, depth, size of numbers, evaluations and comparisons are bounded) and none panics.
+//! Invariants: the verdict depends on the two texts alone; no input takes more than some milliseconds (length of the
+//! text, depth, size of numbers, evaluations and comparisons are bounded) and none panics.
 
 mod approx;
 mod calculus;
@@ -56,16 +56,16 @@ use node::Node;
 use parse::Options;
 use units::Side;
 
-/// What the grader says about one completion.
+/// The verdict of the grader on one completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MathVerdict {
     /// Whether the completion answers as the reference does; `None` if that is unknown.
     pub equal: Option<bool>,
-    /// What decided.
+    /// The comparison that decided.
     pub decided_by: DecidedBy,
 }
 
-/// How a [`MathVerdict`] came about.
+/// The comparison that decided a [`MathVerdict`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DecidedBy {
     /// Both answers are, or are not, the same text.

@@ -19,7 +19,7 @@ pub(super) const PRIME: u64 = (1 << 61) - 1;
 /// Variables and their values; `\pi` under its own name.
 pub(super) type ResiduePoint<'a> = [(&'a str, u64)];
 
-/// Why there is no value.
+/// Why an expression has no value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Absent {
     /// Not a rational expression.

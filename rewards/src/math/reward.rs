@@ -25,14 +25,14 @@ pub(crate) fn kind() -> RewardKind {
     })
 }
 
-/// What the grader does where it cannot tell.
+/// The outcome of an unknown verdict.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnUnknown {
     /// The value is 0.
     #[default]
     Zero,
-    /// The reward fails for this trajectory; the recipe's `on_error` says what then.
+    /// The reward fails for this trajectory; the recipe's `on_error` has the effect.
     Skip,
     /// Math-Verify decides, run by the interpreter that `python` names.
     MathVerify,

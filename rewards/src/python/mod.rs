@@ -109,7 +109,7 @@ impl PythonReward {
     /// Starts the processes and blocks until the file is imported.
     ///
     /// # Errors
-    /// What keeps the function from being used: no such file, an import that fails, an unclear choice, no interpreter.
+    /// The function cannot be used: no such file, a failed import, an ambiguous choice, no interpreter.
     pub fn new(spec: &RewardSpec, context: &RewardContext) -> Result<Self, RewardError> {
         Self::start(spec, context, None)
     }

@@ -3,8 +3,8 @@
 //! Invariant: a request without the token, if there is one, is not scored; a body that is too long, too slow or invalid is
 //! refused with the reason. Concurrent requests are packed together; the number of bodies in memory is limited.
 //!
-//! - `POST /v1/scores`: one sequence, as tokens or as texts: what `kind = "model"` with a `url` sends
-//! - `POST /get_reward`: `{"query": [..]}` -> `{"rewards": [..]}`: what OpenRLHF and `kind = "http"` send
+//! - `POST /v1/scores`: one sequence, as tokens or as texts: the request of `kind = "model"` with a `url`
+//! - `POST /get_reward`: `{"query": [..]}` -> `{"rewards": [..]}`: the request of OpenRLHF and of `kind = "http"`
 //! - `GET /v1/model`: the description of the model; `GET /healthz`: liveness of the process
 
 use std::future::Future;

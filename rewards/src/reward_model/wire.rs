@@ -121,7 +121,7 @@ impl<'de> Deserialize<'de> for WirePrompt {
 pub(super) struct ScoreResponse {
     /// The score.
     pub(super) score: Option<f32>,
-    /// What went wrong.
+    /// The reason of a failure.
     pub(super) error: Option<String>,
 }
 
