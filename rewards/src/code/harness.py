@@ -1,4 +1,4 @@
-"""Runs a program in the sandbox and reports what it did. What is expected of a call is never told here.
+"""Runs a program in the sandbox and reports its results. The expected result of a call is never sent here.
 
 It reads orders, one JSON object a line, and writes reports likewise, both on descriptors of their own, so that the program
 has its standard streams for itself. The program runs in this same interpreter: nothing here can be kept from it.
@@ -33,7 +33,7 @@ def main():
     sys.modules[module.__name__] = module
     namespace = module.__dict__
     if form != "script":
-        # If this fails, no program is to blame: the harness is not ready.
+        # A failure here is not the fault of the program: the harness is not ready.
         exec(order["prelude"], namespace)
     if form == "tests":
         counter = [0]
@@ -79,7 +79,7 @@ def find(namespace, name):
 
 
 class Untested(Exception):
-    """The test says nothing about any program."""
+    """No program can fail the test."""
 
 
 def counting(counter):
@@ -98,7 +98,7 @@ def functions(program):
 
 
 def test(namespace, code, entry_point, counter, defined):
-    """Runs test code beside the program, and what it defines: `check`, test functions, test cases of unittest."""
+    """Runs test code after the program, and its `check`, test functions and test cases of unittest."""
     try:
         tree = marked(code, "<test>")
     except (SyntaxError, ValueError) as error:
@@ -139,7 +139,7 @@ def test(namespace, code, entry_point, counter, defined):
 
 
 def marked(code, name):
-    """Test code, in which what can fail says that it was reached."""
+    """Test code with a call of REACHED before each statement that can fail."""
     import ast
 
     def within(nodes):

@@ -353,7 +353,7 @@ class Status(enum.Enum):
 
 
 class Sample:
-    """What slime's custom reward functions get: one response with what it answers."""
+    """slime's Sample: one response with its prompt, label and metadata."""
 
     Status = Status
 
@@ -500,7 +500,7 @@ def listing(value, length, what):
 
 
 def detail(value, depth=0):
-    """A value as JSON can say it; what it cannot is said in words."""
+    """A value as JSON; text for a value that JSON cannot carry."""
     if isinstance(value, int) and value.bit_length() > 63:
         return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, (bool, int)):
