@@ -41,7 +41,7 @@ const WORDS: [&str; 21] = [
     include_str!("../../rewards/src/reward.rs"),
     include_str!("../../rewards/src/set.rs"),
     include_str!("../../rollout/src/prompts.rs"),
-    include_str!("../../rollout/src/worker.rs"),
+    include_str!("../../rollout/src/sampler.rs"),
     include_str!("../../trainer/src/algorithm/mod.rs"),
     include_str!("../../trainer/src/advantage/group.rs"),
     include_str!("../../trainer/src/critic.rs"),
