@@ -41,6 +41,7 @@ const LEARNER: LearnerConfig = LearnerConfig {
     recompute: Recompute::None,
     microbatch_tokens: 256,
     world: 1,
+    leaves: 1,
     zero: 1,
     wait: WAIT,
     device: None,
