@@ -7,7 +7,7 @@ use crate::{CollectiveError, Position};
 
 /// A call of a rank; ranks that make the same call have equal ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Call {
+pub(crate) struct CollectiveCall {
     pub(crate) operation: &'static str,
     /// The rank that sends or receives alone, if there is one.
     pub(crate) root: Option<usize>,
@@ -24,7 +24,7 @@ pub(crate) struct Sides<'a> {
     pub(crate) received: usize,
 }
 
-impl Call {
+impl CollectiveCall {
     pub(crate) const REDUCE_SCATTER: &str = "reduce_scatter";
     pub(crate) const ALL_GATHER: &str = "all_gather";
     pub(crate) const GATHER: &str = "gather";
@@ -136,7 +136,7 @@ impl Call {
     }
 }
 
-impl fmt::Display for Call {
+impl fmt::Display for CollectiveCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "`{}`", self.operation)?;
         if let Some(root) = self.root {

@@ -7,9 +7,9 @@ use std::ops::Range;
 
 use device::{DeviceGroup, Element, View, ViewMut};
 
-use crate::{Collective, CollectiveError, OnDevice, Position, even_shards};
+use crate::{Collective, CollectiveError, InDeviceMemory, Position, even_shards};
 
-impl<T: Element> Collective<OnDevice<T>> for DeviceGroup {
+impl<T: Element> Collective<InDeviceMemory<T>> for DeviceGroup {
     fn position(&self) -> Position {
         Position { rank: DeviceGroup::rank(self), world: DeviceGroup::world(self) }
     }

@@ -1,7 +1,7 @@
 //! Collective operations of ranks: sums, gathers, broadcasts and all-to-all.
 //!
 //! Ranks are SPMD: all ranks make the same calls in the same order, and a call returns when this rank has its result.
-//! [`Collective`] has one set of operations for values in the memory of hosts ([`Host`]) and of devices ([`OnDevice`]).
+//! [`Collective`] has one set of operations for values in the memory of hosts ([`InHostMemory`]) and of devices ([`InDeviceMemory`]).
 //!
 //! # Layout
 //! - [`threads`]: ranks that are threads of one process
@@ -43,7 +43,7 @@ pub struct Position {
 }
 
 /// Where the values of ranks are.
-pub trait Memory: fmt::Debug + 'static {
+pub trait ValueMemory: fmt::Debug + 'static {
     /// Element of values that are moved unchanged. Sums are of f32.
     type Element: Element;
     /// `[n]` values to read.
@@ -54,24 +54,24 @@ pub trait Memory: fmt::Debug + 'static {
 
 /// The memory of a host: slices of f32.
 #[derive(Clone, Copy, Debug)]
-pub struct Host;
+pub struct InHostMemory;
 
 /// The memory of a device, whose values are moved as `T`.
 #[derive(Clone, Copy, Debug)]
-pub struct OnDevice<T>(PhantomData<T>);
+pub struct InDeviceMemory<T>(PhantomData<T>);
 
 /// `[n]` elements to read.
-pub type Values<'a, M> = <M as Memory>::Values<'a, <M as Memory>::Element>;
+pub type ValuesIn<'a, M> = <M as ValueMemory>::Values<'a, <M as ValueMemory>::Element>;
 /// `[n]` elements to write.
-pub type ValuesMut<'a, M> = <M as Memory>::ValuesMut<'a, <M as Memory>::Element>;
+pub type ValuesInMut<'a, M> = <M as ValueMemory>::ValuesMut<'a, <M as ValueMemory>::Element>;
 
-impl Memory for Host {
+impl ValueMemory for InHostMemory {
     type Element = f32;
     type Values<'a, T: Element> = &'a [T];
     type ValuesMut<'a, T: Element> = &'a mut [T];
 }
 
-impl<E: Element> Memory for OnDevice<E> {
+impl<E: Element> ValueMemory for InDeviceMemory<E> {
     type Element = E;
     type Values<'a, T: Element> = View<'a, T>;
     type ValuesMut<'a, T: Element> = ViewMut<'a, T>;
@@ -79,7 +79,7 @@ impl<E: Element> Memory for OnDevice<E> {
 
 /// The calls of one rank, which come one after the other. Ranges are in elements: one per rank, ascending, without gaps from
 /// 0 to the number of all elements; ranges may be empty. On devices a call returns when it is on the stream of the device.
-pub trait Collective<M: Memory = Host>: Send + Sync + fmt::Debug {
+pub trait Collective<M: ValueMemory = InHostMemory>: Send + Sync + fmt::Debug {
     /// This rank and the number of ranks.
     fn position(&self) -> Position;
 
@@ -107,16 +107,16 @@ pub trait Collective<M: Memory = Host>: Send + Sync + fmt::Debug {
     /// As [`Self::all_reduce`].
     fn all_gather(
         &self,
-        own: Values<'_, M>,
+        own: ValuesIn<'_, M>,
         shards: &[Range<usize>],
-        all: ValuesMut<'_, M>,
+        all: ValuesInMut<'_, M>,
     ) -> Result<(), CollectiveError>;
 
     /// Writes the `values`, `[n]`, of `root` to those of all ranks.
     ///
     /// # Errors
     /// As [`Self::all_reduce`].
-    fn broadcast(&self, root: usize, values: ValuesMut<'_, M>) -> Result<(), CollectiveError>;
+    fn broadcast(&self, root: usize, values: ValuesInMut<'_, M>) -> Result<(), CollectiveError>;
 
     /// Sends the values at `sends[peer]` to every rank `peer`, and writes those of the peer to `receives[peer]` of
     /// `received`. What one rank sends to another has the length that the other expects.
@@ -125,9 +125,9 @@ pub trait Collective<M: Memory = Host>: Send + Sync + fmt::Debug {
     /// As [`Self::all_reduce`].
     fn all_to_all(
         &self,
-        values: Values<'_, M>,
+        values: ValuesIn<'_, M>,
         sends: &[Range<usize>],
-        received: ValuesMut<'_, M>,
+        received: ValuesInMut<'_, M>,
         receives: &[Range<usize>],
     ) -> Result<(), CollectiveError>;
 
@@ -149,7 +149,7 @@ pub trait Collective<M: Memory = Host>: Send + Sync + fmt::Debug {
 }
 
 /// Ranks on hosts, which also exchange messages whose length only the sender knows.
-pub trait HostCollective: Collective<Host> {
+pub trait HostCollective: Collective<InHostMemory> {
     /// [`Collective::all_gather`] to `root` alone, which gives `Some(all)`; the others give `None`.
     ///
     /// # Errors
@@ -183,7 +183,10 @@ pub fn even_shards(len: usize, world: usize) -> Vec<Range<usize>> {
 }
 
 /// [`Collective::all_reduce`] on a host: every rank sums its shard, then gathers those of the others.
-fn all_reduce_on_host(ranks: &impl Collective<Host>, values: &mut [f32]) -> Result<(), CollectiveError> {
+fn all_reduce_on_host(
+    ranks: &impl Collective<InHostMemory>,
+    values: &mut [f32],
+) -> Result<(), CollectiveError> {
     let Position { rank, world } = ranks.position();
     let shards = even_shards(values.len(), world);
     let mut own = vec![0.0; shards[rank].len()];

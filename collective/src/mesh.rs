@@ -1,18 +1,18 @@
 //! Ranks that send each other frames: every call is one exchange of frames between pairs of ranks.
 //!
 //! Invariant: every rank counts its calls. A frame has the number of its call, and a digest of the operation, the root and
-//! the shards; a frame of another call is an error. Sums are computed here, so every [`Wire`] gives the same bits.
+//! the shards; a frame of another call is an error. Sums are computed here, so every [`FrameTransport`] gives the same bits.
 
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use crate::call::{Call, Sides};
+use crate::call::{CollectiveCall, Sides};
 use crate::sum::sum_as_tree;
 use crate::{Collective, CollectiveError, HostCollective, Position, all_reduce_on_host};
 
 /// Transport of frames between this rank and the others.
-pub trait Wire: Send + fmt::Debug {
+pub trait FrameTransport: Send + fmt::Debug {
     /// This rank.
     fn rank(&self) -> usize;
 
@@ -75,7 +75,7 @@ struct MeshState<W> {
     parts: Vec<f32>,
 }
 
-impl<W: Wire> Mesh<W> {
+impl<W: FrameTransport> Mesh<W> {
     pub(crate) fn new(wire: W) -> Self {
         let (rank, world) = (wire.rank(), wire.world());
         let state = MeshState { wire, number: 0, failure: None, parts: Vec::new() };
@@ -85,7 +85,7 @@ impl<W: Wire> Mesh<W> {
     /// Makes `call` with the other ranks.
     fn exchange(
         &self,
-        call: &Call,
+        call: &CollectiveCall,
         sends: &[Option<&[u8]>],
         receives: &mut [Receive<'_>],
     ) -> Result<(), CollectiveError> {
@@ -119,10 +119,10 @@ impl<W: Wire> Mesh<W> {
     }
 }
 
-impl<W: Wire> MeshState<W> {
+impl<W: FrameTransport> MeshState<W> {
     fn exchange(
         &mut self,
-        call: &Call,
+        call: &CollectiveCall,
         sends: &[Option<&[u8]>],
         receives: &mut [Receive<'_>],
     ) -> Result<(), CollectiveError> {
@@ -132,14 +132,14 @@ impl<W: Wire> MeshState<W> {
         }
         let stamp = Stamp { operation, number: self.number, digest: call.digest() };
         self.number += 1;
-        let patient = operation == Call::BROADCAST_BYTES && call.root != Some(rank);
+        let patient = operation == CollectiveCall::BROADCAST_BYTES && call.root != Some(rank);
         let done = self.wire.exchange(&stamp, sends, receives, patient);
         self.failure = done.as_ref().err().map(ToString::to_string);
         done
     }
 }
 
-impl Call {
+impl CollectiveCall {
     /// 64-bit FNV-1a digest of everything that is the same on all ranks.
     fn digest(&self) -> u64 {
         let root = self.root.map_or(u64::MAX, |root| root as u64);
@@ -150,7 +150,7 @@ impl Call {
     }
 }
 
-impl<W: Wire> Collective for Mesh<W> {
+impl<W: FrameTransport> Collective for Mesh<W> {
     fn position(&self) -> Position {
         Position { rank: self.rank, world: self.world }
     }
@@ -165,7 +165,7 @@ impl<W: Wire> Collective for Mesh<W> {
         shards: &[Range<usize>],
         own: &mut [f32],
     ) -> Result<(), CollectiveError> {
-        let call = Call::of(Call::REDUCE_SCATTER).with(shards);
+        let call = CollectiveCall::of(CollectiveCall::REDUCE_SCATTER).with(shards);
         let call = call.check(self.position(), own.len(), Some(values.len()))?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let mut parts = std::mem::take(&mut state.parts);
@@ -203,14 +203,14 @@ impl<W: Wire> Collective for Mesh<W> {
         shards: &[Range<usize>],
         all: &mut [f32],
     ) -> Result<(), CollectiveError> {
-        let call = Call::of(Call::ALL_GATHER).with(shards);
+        let call = CollectiveCall::of(CollectiveCall::ALL_GATHER).with(shards);
         let call = call.check(self.position(), own.len(), Some(all.len()))?;
         let mut receives = self.shards_to_fill(own, shards, all);
         self.exchange(&call, &self.to_all(bytemuck::cast_slice(own)), &mut receives)
     }
 
     fn broadcast(&self, root: usize, values: &mut [f32]) -> Result<(), CollectiveError> {
-        let call = Call::of(Call::BROADCAST).to(root).check_root(self.position())?;
+        let call = CollectiveCall::of(CollectiveCall::BROADCAST).to(root).check_root(self.position())?;
         let mut receives: Vec<_> = (0..self.world).map(|_| Receive::Nothing).collect();
         if self.rank == root {
             return self.exchange(&call, &self.to_all(bytemuck::cast_slice(values)), &mut receives);
@@ -226,7 +226,7 @@ impl<W: Wire> Collective for Mesh<W> {
         received: &mut [f32],
         receives: &[Range<usize>],
     ) -> Result<(), CollectiveError> {
-        let call = Call::of(Call::ALL_TO_ALL);
+        let call = CollectiveCall::of(CollectiveCall::ALL_TO_ALL);
         let own = &values[call.check_all_to_all(
             self.position(),
             Sides { sends, values: values.len(), receives, received: received.len() },
@@ -242,11 +242,11 @@ impl<W: Wire> Collective for Mesh<W> {
     fn barrier(&self) -> Result<(), CollectiveError> {
         let receive = |peer| if peer == self.rank { Receive::Nothing } else { Receive::Exactly(&mut []) };
         let mut receives: Vec<_> = (0..self.world).map(receive).collect();
-        self.exchange(&Call::of(Call::BARRIER), &self.to_all(&[]), &mut receives)
+        self.exchange(&CollectiveCall::of(CollectiveCall::BARRIER), &self.to_all(&[]), &mut receives)
     }
 }
 
-impl<W: Wire> HostCollective for Mesh<W> {
+impl<W: FrameTransport> HostCollective for Mesh<W> {
     fn gather(
         &self,
         root: usize,
@@ -254,7 +254,7 @@ impl<W: Wire> HostCollective for Mesh<W> {
         shards: &[Range<usize>],
         all: Option<&mut [f32]>,
     ) -> Result<(), CollectiveError> {
-        let call = Call::of(Call::GATHER).to(root).with(shards);
+        let call = CollectiveCall::of(CollectiveCall::GATHER).to(root).with(shards);
         let call = call.check_gather(self.position(), own.len(), all.as_deref().map(<[f32]>::len))?;
         let mut sends = vec![None; self.world];
         let mut receives = match all {
@@ -268,7 +268,8 @@ impl<W: Wire> HostCollective for Mesh<W> {
     }
 
     fn broadcast_bytes(&self, root: usize, bytes: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
-        let call = Call::of(Call::BROADCAST_BYTES).to(root).check_root(self.position())?;
+        let call =
+            CollectiveCall::of(CollectiveCall::BROADCAST_BYTES).to(root).check_root(self.position())?;
         let mut receives: Vec<_> = (0..self.world).map(|_| Receive::Nothing).collect();
         if self.rank == root {
             self.exchange(&call, &self.to_all(&bytes), &mut receives)?;
@@ -282,7 +283,11 @@ impl<W: Wire> HostCollective for Mesh<W> {
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let receive = |peer| if peer == self.rank { Receive::Nothing } else { Receive::Any(Vec::new()) };
         let mut receives: Vec<_> = (0..self.world).map(receive).collect();
-        self.exchange(&Call::of(Call::ALL_GATHER_BYTES), &self.to_all(&bytes), &mut receives)?;
+        self.exchange(
+            &CollectiveCall::of(CollectiveCall::ALL_GATHER_BYTES),
+            &self.to_all(&bytes),
+            &mut receives,
+        )?;
         let mut all: Vec<_> = receives.into_iter().map(Receive::into_bytes).collect();
         all[self.rank] = bytes;
         Ok(all)
@@ -295,7 +300,7 @@ impl Receive<'_> {
         if let Self::Any(bytes) = self { bytes } else { Vec::new() }
     }
 
-    /// Memory for a frame of `len` bytes; `None` if another length or no frame is expected, or memory is short.
+    /// ValueMemory for a frame of `len` bytes; `None` if another length or no frame is expected, or memory is short.
     pub(crate) fn buffer(&mut self, len: usize) -> Option<&mut [u8]> {
         match self {
             Self::Nothing => None,
@@ -319,9 +324,9 @@ pub(crate) const WAITS: u64 = u64::MAX - 1;
 /// First bytes of every frame.
 const MAGIC: u64 = u64::from_le_bytes(*b"rlrunfr1");
 
-/// Header of a frame.
+/// FrameHeader of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Header {
+pub(crate) struct FrameHeader {
     /// Calls of the rank before, or [`GIVEN_UP`] or [`WAITS`].
     pub number: u64,
     pub digest: u64,
@@ -329,7 +334,7 @@ pub(crate) struct Header {
     pub len: u64,
 }
 
-impl Header {
+impl FrameHeader {
     pub(crate) fn of(stamp: &Stamp, len: usize) -> Self {
         Self { number: stamp.number, digest: stamp.digest, len: len as u64 }
     }
@@ -349,7 +354,7 @@ impl Header {
         (magic == MAGIC).then_some(Self { number, digest, len })
     }
 
-    /// Memory in `receive` for the frame that `peer` sends with this header, if it is the expected frame.
+    /// ValueMemory in `receive` for the frame that `peer` sends with this header, if it is the expected frame.
     pub(crate) fn buffer<'a>(
         self,
         stamp: &Stamp,

@@ -18,7 +18,7 @@ use ::mpi::topology::{Communicator, SimpleCommunicator};
 use ::mpi::traits::{Destination, Source};
 
 use crate::CollectiveError;
-use crate::mesh::{HEADER, Header, Mesh, Receive, Stamp, Wire};
+use crate::mesh::{FrameHeader, FrameTransport, HEADER, Mesh, Receive, Stamp};
 
 /// A rank that exchanges frames with the others over MPI.
 pub type Mpi = Mesh<Transfers>;
@@ -49,7 +49,7 @@ pub fn start(deadline: Duration) -> Result<Mpi, CollectiveError> {
     let ranks = universe.world().duplicate();
     let place = |place: i32| usize::try_from(place).unwrap_or_default();
     let (rank, world) = (place(ranks.rank()), place(ranks.size()));
-    let mpi = ManuallyDrop::new(Running { ranks, _universe: universe });
+    let mpi = ManuallyDrop::new(MpiRuntime { ranks, _universe: universe });
     Ok(Mesh::new(Transfers { rank, world, deadline, mpi, failed: false }))
 }
 
@@ -60,23 +60,23 @@ pub struct Transfers {
     world: usize,
     deadline: Duration,
     /// Dropped only if no call has failed.
-    mpi: ManuallyDrop<Running>,
+    mpi: ManuallyDrop<MpiRuntime>,
     failed: bool,
 }
 
 /// MPI; the fields are dropped in this order.
-struct Running {
+struct MpiRuntime {
     ranks: SimpleCommunicator,
     _universe: Universe,
 }
 
 #[expect(unsafe_code, reason = "a handle of MPI is a pointer, which is not Send")]
 // SAFETY: MPI was started with calls from any thread, one after the other, and `Mesh` has a lock around every call.
-unsafe impl Send for Running {}
+unsafe impl Send for MpiRuntime {}
 
-impl std::fmt::Debug for Running {
+impl std::fmt::Debug for MpiRuntime {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Running")
+        f.write_str("MpiRuntime")
     }
 }
 
@@ -98,14 +98,14 @@ struct Transfer {
 }
 
 impl Transfer {
-    fn send(mpi: &Running, peer: i32, bytes: &[u8]) -> Self {
+    fn send(mpi: &MpiRuntime, peer: i32, bytes: &[u8]) -> Self {
         let memory: *mut [u8] = Box::into_raw(Box::<[u8]>::from(bytes));
         let bytes = Self::lend(memory);
         let request = mpi.ranks.process_at_rank(peer).immediate_send(StaticScope, &*bytes);
         Self { request: Some(request), memory }
     }
 
-    fn receive(mpi: &Running, peer: i32, len: usize) -> Self {
+    fn receive(mpi: &MpiRuntime, peer: i32, len: usize) -> Self {
         let memory: *mut [u8] = Box::into_raw(vec![0; len].into_boxed_slice());
         let request = mpi.ranks.process_at_rank(peer).immediate_receive_into(StaticScope, Self::lend(memory));
         Self { request: Some(request), memory }
@@ -144,14 +144,14 @@ impl Drop for Transfer {
 }
 
 /// A frame of a peer that is not complete.
-struct Incoming {
+struct IncomingFrame {
     peer: usize,
     header: Transfer,
     /// Once the header is there.
     parts: Option<Vec<Transfer>>,
 }
 
-impl Incoming {
+impl IncomingFrame {
     /// Continues with what was received: whether the frame is complete, and whether bytes were received since the last poll.
     fn poll(
         &mut self,
@@ -164,7 +164,7 @@ impl Incoming {
             if !self.header.poll() {
                 return Ok((false, false));
             }
-            let header = self.header.bytes().try_into().ok().and_then(Header::from_bytes);
+            let header = self.header.bytes().try_into().ok().and_then(FrameHeader::from_bytes);
             let Some(header) = header else {
                 let found = "something that is no frame of rlrun".to_owned();
                 return Err(CollectiveError::OutOfStep { rank, peer, operation: stamp.operation, found });
@@ -200,13 +200,13 @@ impl Transfers {
         let expected = |peer: &usize| *peer != self.rank && !matches!(receives[*peer], Receive::Nothing);
         let incoming = |peer| {
             let header = Transfer::receive(&self.mpi, number(peer), HEADER);
-            Incoming { peer, header, parts: None }
+            IncomingFrame { peer, header, parts: None }
         };
-        let mut incoming: Vec<Incoming> = (0..self.world).filter(expected).map(incoming).collect();
+        let mut incoming: Vec<IncomingFrame> = (0..self.world).filter(expected).map(incoming).collect();
         let mut outgoing: Vec<(usize, Transfer)> = Vec::new();
         for (peer, bytes) in sends.iter().enumerate().filter(|(peer, _)| *peer != self.rank) {
             let Some(bytes) = bytes else { continue };
-            let header = Header::of(stamp, bytes.len()).to_bytes();
+            let header = FrameHeader::of(stamp, bytes.len()).to_bytes();
             let parts = [&header[..]].into_iter().chain(bytes.chunks(MAX_MESSAGE));
             outgoing.extend(parts.map(|part| (peer, Transfer::send(&self.mpi, number(peer), part))));
         }
@@ -242,7 +242,7 @@ impl Transfers {
     }
 }
 
-impl Wire for Transfers {
+impl FrameTransport for Transfers {
     fn rank(&self) -> usize {
         self.rank
     }

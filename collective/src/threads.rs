@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::call::{Call, Sides};
+use crate::call::{CollectiveCall, Sides};
 use crate::sum::sum_as_tree;
 use crate::{Collective, CollectiveError, HostCollective, Position, all_reduce_on_host, even_shards};
 
@@ -53,12 +53,12 @@ struct ThreadsState {
     /// Calls of all ranks that have ended.
     finished: u64,
     /// Why the collective is closed; the first reason stays.
-    failure: Option<Failure>,
+    failure: Option<CallFailure>,
 }
 
 #[derive(Clone, Debug)]
 struct PostedCall {
-    call: Call,
+    call: CollectiveCall,
     payload: Payload,
 }
 
@@ -102,12 +102,12 @@ impl Lent {
 }
 
 #[derive(Clone, Debug)]
-enum Failure {
+enum CallFailure {
     Gone(usize),
     GivenUp { by: usize, reason: String },
 }
 
-impl Failure {
+impl CallFailure {
     fn seen_by(&self, rank: usize, operation: &'static str) -> CollectiveError {
         match self {
             Self::Gone(peer) => CollectiveError::Gone { rank, peer: *peer, operation },
@@ -194,7 +194,7 @@ impl SharedCalls {
     }
 
     /// Closes the collective because of `failure`, unless it is closed already.
-    fn fail(&self, state: &mut ThreadsState, failure: Failure) {
+    fn fail(&self, state: &mut ThreadsState, failure: CallFailure) {
         state.failure.get_or_insert(failure);
         self.changed.notify_all();
     }
@@ -207,7 +207,7 @@ impl ThreadsState {
     }
 
     /// The first rank that has made another call than `rank`, with its call.
-    fn out_of_step(&self, rank: usize) -> Option<(usize, &Call)> {
+    fn out_of_step(&self, rank: usize) -> Option<(usize, &CollectiveCall)> {
         let call = |post: &'_ Option<PostedCall>| post.as_ref().map(|post| post.call.clone());
         let own = call(&self.posts[rank]);
         let mut posts = self.posts.iter().enumerate();
@@ -222,13 +222,13 @@ impl Threads {
     #[expect(unsafe_code, reason = "all ranks read now")]
     fn call<R>(
         &self,
-        call: Call,
+        call: CollectiveCall,
         payload: Payload,
         read: impl FnOnce(&[Lending<'_>]) -> R,
     ) -> Result<R, CollectiveError> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let (rank, operation, shared) = (self.rank, call.operation, &*self.shared);
-        let leader = call.root.filter(|_| operation == Call::BROADCAST_BYTES);
+        let leader = call.root.filter(|_| operation == CollectiveCall::BROADCAST_BYTES);
         let mut state = shared.lock();
         if let Some(failure) = &state.failure {
             return Err(failure.seen_by(rank, operation));
@@ -238,7 +238,7 @@ impl Threads {
             if let Some((peer, found)) = state.out_of_step(rank) {
                 let error = CollectiveError::OutOfStep { rank, peer, operation, found: found.to_string() };
                 state.posts[rank] = None;
-                shared.fail(&mut state, Failure::GivenUp { by: rank, reason: error.to_string() });
+                shared.fail(&mut state, CallFailure::GivenUp { by: rank, reason: error.to_string() });
                 return Err(error);
             }
             state.reading = true;
@@ -284,7 +284,7 @@ impl Threads {
                 let seconds = shared.deadline.as_secs_f64();
                 let error = CollectiveError::Deadline { rank, waits_for, operation, seconds };
                 state.posts[rank] = None;
-                shared.fail(&mut state, Failure::GivenUp { by: rank, reason: error.to_string() });
+                shared.fail(&mut state, CallFailure::GivenUp { by: rank, reason: error.to_string() });
                 return Err(error);
             }
             state = shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -296,7 +296,7 @@ impl Threads {
 impl Drop for Threads {
     fn drop(&mut self) {
         let shared = &*self.shared;
-        shared.fail(&mut shared.lock(), Failure::Gone(self.rank));
+        shared.fail(&mut shared.lock(), CallFailure::Gone(self.rank));
     }
 }
 
@@ -315,7 +315,7 @@ impl Collective for Threads {
         shards: &[Range<usize>],
         own: &mut [f32],
     ) -> Result<(), CollectiveError> {
-        let call = Call::of(Call::REDUCE_SCATTER).with(shards);
+        let call = CollectiveCall::of(CollectiveCall::REDUCE_SCATTER).with(shards);
         let call = call.check(self.position(), own.len(), Some(values.len()))?;
         let shard = shards[self.rank].clone();
         self.call(call, Payload::lend(values), |lent| {
@@ -330,13 +330,13 @@ impl Collective for Threads {
         shards: &[Range<usize>],
         all: &mut [f32],
     ) -> Result<(), CollectiveError> {
-        let call = Call::of(Call::ALL_GATHER).with(shards);
+        let call = CollectiveCall::of(CollectiveCall::ALL_GATHER).with(shards);
         let call = call.check(self.position(), own.len(), Some(all.len()))?;
         self.call(call, Payload::lend(own), |lent| collect(lent, shards, all))
     }
 
     fn broadcast(&self, root: usize, values: &mut [f32]) -> Result<(), CollectiveError> {
-        let call = Call::of(Call::BROADCAST).to(root).with(&even_shards(values.len(), 1));
+        let call = CollectiveCall::of(CollectiveCall::BROADCAST).to(root).with(&even_shards(values.len(), 1));
         let call = call.check_root(self.position())?;
         if self.rank == root {
             return self.call(call, Payload::lend(values), |_| ());
@@ -351,7 +351,7 @@ impl Collective for Threads {
         received: &mut [f32],
         receives: &[Range<usize>],
     ) -> Result<(), CollectiveError> {
-        let call = Call::of(Call::ALL_TO_ALL);
+        let call = CollectiveCall::of(CollectiveCall::ALL_TO_ALL);
         let (rank, operation) = (self.rank, call.operation);
         let sides = Sides { sends, values: values.len(), receives, received: received.len() };
         call.check_all_to_all(self.position(), sides)?;
@@ -368,14 +368,14 @@ impl Collective for Threads {
             Ok(())
         })?;
         if let Err(error) = &read {
-            let failure = Failure::GivenUp { by: rank, reason: error.to_string() };
+            let failure = CallFailure::GivenUp { by: rank, reason: error.to_string() };
             self.shared.fail(&mut self.shared.lock(), failure);
         }
         read
     }
 
     fn barrier(&self) -> Result<(), CollectiveError> {
-        self.call(Call::of(Call::BARRIER), Payload::Nothing, |_| ())
+        self.call(CollectiveCall::of(CollectiveCall::BARRIER), Payload::Nothing, |_| ())
     }
 }
 
@@ -387,7 +387,7 @@ impl HostCollective for Threads {
         shards: &[Range<usize>],
         all: Option<&mut [f32]>,
     ) -> Result<(), CollectiveError> {
-        let call = Call::of(Call::GATHER).to(root).with(shards);
+        let call = CollectiveCall::of(CollectiveCall::GATHER).to(root).with(shards);
         let call = call.check_gather(self.position(), own.len(), all.as_deref().map(<[f32]>::len))?;
         self.call(call, Payload::lend(own), |lent| {
             if let Some(all) = all {
@@ -397,14 +397,15 @@ impl HostCollective for Threads {
     }
 
     fn broadcast_bytes(&self, root: usize, bytes: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
-        let call = Call::of(Call::BROADCAST_BYTES).to(root).check_root(self.position())?;
+        let call =
+            CollectiveCall::of(CollectiveCall::BROADCAST_BYTES).to(root).check_root(self.position())?;
         let mine = self.rank == root;
         let payload = if mine { Payload::Bytes(Arc::new(bytes)) } else { Payload::Nothing };
         self.call(call, payload, |lent| lent[root].bytes())
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let call = Call::of(Call::ALL_GATHER_BYTES);
+        let call = CollectiveCall::of(CollectiveCall::ALL_GATHER_BYTES);
         self.call(call, Payload::Bytes(Arc::new(bytes)), |lent| lent.iter().map(|one| one.bytes()).collect())
     }
 }

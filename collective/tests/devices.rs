@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::Duration;
 
-use collective::{Collective, OnDevice, even_shards};
+use collective::{Collective, InDeviceMemory, even_shards};
 use device::device::DeviceLocation;
 use device::group::DeviceGroupId;
 use device::{Device, DeviceGroup};
@@ -34,7 +34,7 @@ fn values(rank: usize, len: usize) -> Vec<f32> {
 #[test]
 fn devices_sum_gather_and_broadcast() {
     on_all(|group| {
-        let ranks: &dyn Collective<OnDevice<f32>> = &group;
+        let ranks: &dyn Collective<InDeviceMemory<f32>> = &group;
         let (device, rank, len) = (group.device(), ranks.rank(), 10);
         let expected: Vec<f32> = (0..len).map(|at| (0..WORLD).map(|r| values(r, len)[at]).sum()).collect();
         let mut sums = device.upload(&values(rank, len)).expect("it has memory");
@@ -56,7 +56,7 @@ fn devices_sum_gather_and_broadcast() {
 #[test]
 fn every_pair_of_devices_exchanges() {
     on_all(|group| {
-        let ranks: &dyn Collective<OnDevice<u32>> = &group;
+        let ranks: &dyn Collective<InDeviceMemory<u32>> = &group;
         let (device, rank) = (group.device(), ranks.rank());
         // Rank `from` sends `from + to` values to rank `to`.
         let ranges = |len: &dyn Fn(usize) -> usize| -> Vec<std::ops::Range<usize>> {

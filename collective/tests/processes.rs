@@ -27,12 +27,12 @@ const SECRET: &[u8] = b"of the tests";
 const MANY: usize = 4 << 20;
 
 /// A process that is a rank.
-struct Rank {
+struct RankProcess {
     process: Child,
     output: BufReader<ChildStdout>,
 }
 
-impl Rank {
+impl RankProcess {
     fn start(addr: SocketAddr, rank: usize, deadline: Duration, does: &str) -> Self {
         let mut process = Command::new(env::current_exe().expect("this program has a path"))
             .args(["--exact", "processes::a_rank", "--ignored", "--nocapture", "--quiet"])
@@ -63,7 +63,7 @@ impl Rank {
     }
 }
 
-impl Drop for Rank {
+impl Drop for RankProcess {
     fn drop(&mut self) {
         // Dead already, or killed here.
         let _ = self.process.kill();
@@ -75,11 +75,11 @@ fn anywhere() -> SocketAddr {
     SocketAddr::from((Ipv4Addr::LOCALHOST, 0))
 }
 
-/// Rank 0 in this process and the others in theirs, doing what `does` says.
-fn ranks(world: usize, deadline: Duration, does: &str) -> (Tcp, Vec<Rank>) {
+/// RankProcess 0 in this process and the others in theirs, doing what `does` says.
+fn ranks(world: usize, deadline: Duration, does: &str) -> (Tcp, Vec<RankProcess>) {
     let listener = Listener::bind(anywhere(), SECRET).expect("a port is free");
     let addr = listener.local_addr().expect("it listens");
-    let others = (1..world).map(|rank| Rank::start(addr, rank, deadline, does)).collect();
+    let others = (1..world).map(|rank| RankProcess::start(addr, rank, deadline, does)).collect();
     (listener.accept(world, deadline).expect("all join"), others)
 }
 

@@ -1,13 +1,13 @@
-//! A trainer that takes turns with a sampler on one device, and what of it is in memory meanwhile.
+//! A trainer that shares a device with a sampler in turns, and its memory while the sampler computes.
 //!
-//! While the sampler has its turn, gradients are dropped: every step begins them at zero. The state of the optimizer,
-//! then the weights (with an adapter also the frozen ones under it), of the policy and then of a critic of its own, stay in
-//! memory as far as the budget has room for them. What does not fit goes to one file per network and comes back before the
-//! next step. The files have no name, so that nothing is left behind, however the process ends. What a device has of them is
-//! kept there or leaves it likewise; the copy of a frozen network leaves it in any case.
+//! During the turn of the sampler, the gradients are freed, because every step starts them at zero. The optimizer state and
+//! then the weights (with an adapter also the frozen ones under it), of the policy and then of a separate critic, stay in
+//! memory as far as the budget allows. The rest is written to one file per network and read back before the next step. The
+//! files have no name, so the system removes them however the process ends. Memory of a device is treated likewise; the copy
+//! of a frozen network is freed in any case.
 //!
-//! Invariant: what comes back has the bits that went, and nothing computes in between; a run ends with the same weights
-//! wherever they were.
+//! Invariant: values that are read back have the bits that were written, and no step runs in between, so a run ends with the
+//! same weights wherever they were.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
@@ -30,14 +30,14 @@ pub struct Colocation {
     turn: DeviceTurn,
     directory: PathBuf,
     /// Of the policy, then of the critic.
-    places: Vec<Place>,
+    places: Vec<NetworkResidency>,
     resting: bool,
     freed_bytes: u64,
 }
 
 /// Where the numbers of one network are while it rests.
 #[derive(Debug, Default)]
-struct Place {
+struct NetworkResidency {
     optimizer_stays: bool,
     weights_stay: bool,
     file: Option<File>,
@@ -55,10 +55,10 @@ impl Colocation {
     ) -> Self {
         let place = |network: &mut Learner| {
             let [optimizer, weights] = network.bytes_to_keep();
-            Place {
+            NetworkResidency {
                 optimizer_stays: budget.claim(optimizer),
                 weights_stay: budget.claim(weights),
-                ..Place::default()
+                ..NetworkResidency::default()
             }
         };
         let places = networks.into_iter().map(place).collect();
@@ -130,7 +130,7 @@ impl Colocation {
     }
 }
 
-impl Place {
+impl NetworkResidency {
     /// Takes what does not stay off the device, to the host. Returns the bytes.
     fn leave_device(&self, network: &mut Learner) -> Result<u64, TrainerError> {
         network.leave_device(!self.optimizer_stays, !self.weights_stay)

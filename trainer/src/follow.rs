@@ -1,8 +1,7 @@
-//! A process that shares the work of a trainer which another one leads.
+//! A follower: a process that is one rank of a trainer and executes the commands of the leader.
 //!
-//! Invariant: it decides nothing. Models, states of optimizers and batches come from the leader, and it makes the calls
-//! that the leader makes; what it computes differs from the leader's by its number alone. It waits for the next command as
-//! long as the leader lives.
+//! Invariant: models, optimizer states and batches come from the leader, and the follower makes the same calls as the leader.
+//! Its computation depends on the commands and its rank alone. It waits for the next command as long as the leader lives.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -15,17 +14,18 @@ use weights::direct::round::PushPlan;
 use crate::TrainerError;
 use crate::batch::Batch;
 use crate::lead::{
-    Command, Comparison, Header, UpdateCommand, decode, receive_units, receive_values, received,
+    NetworkHeader, PairComparison, RankCommand, UpdateCommand, decode, receive_units, receive_values,
+    received,
 };
 use crate::learner::{Frozen, Learner};
 use crate::lora::Adapter;
 use crate::optimizer::{Optimizer, TensorState};
-use crate::rank::{Membership, Weights};
+use crate::rank::{MemberSeed, RankWeights};
 use crate::supervised::{DemonstrationLoss, PairLoss};
 use crate::update::PolicyUpdate;
 use collective::HostCollective;
 
-/// Does what the leader of `collective`, rank 0, says until it says stop, computing on the cores of `pool`.
+/// Executes the commands of the leader of `collective`, rank 0, until it sends stop; computes on the cores of `pool`.
 ///
 /// # Errors
 /// If the leader or another rank is gone, or this one cannot do its part. Dropping the collective then ends the others.
@@ -47,55 +47,55 @@ impl Follower {
     /// Does one command; whether there will be another.
     fn turn(&mut self) -> Result<bool, TrainerError> {
         let bytes = self.collective.broadcast_bytes(0, Vec::new())?;
-        let command: Command<'static> = decode(&bytes)?;
+        let command: RankCommand<'static> = decode(&bytes)?;
         drop(bytes);
         let done = match command {
-            Command::Stop => return Ok(false),
-            Command::Network(header) => self.receive(header),
-            Command::Forget { network } => {
+            RankCommand::Stop => return Ok(false),
+            RankCommand::Network(header) => self.receive(header),
+            RankCommand::Forget { network } => {
                 self.networks.remove(&network);
                 self.references.remove(&network);
                 Ok(())
             }
-            Command::Reference { network, model } => self.receive_reference(network, &model),
-            Command::Update(command) => self.update(*command),
-            Command::Imitate { network, rows, learning_rate } => {
+            RankCommand::Reference { network, model } => self.receive_reference(network, &model),
+            RankCommand::Update(command) => self.update(*command),
+            RankCommand::Imitate { network, rows, learning_rate } => {
                 let rows: Vec<&Sample> = rows.iter().map(|row| &**row).collect();
                 let learner = self.learner(network)?;
                 learner.step(&rows, &DemonstrationLoss::over(&rows), learning_rate).map(drop)
             }
-            Command::Compare { network, comparison, rows, learning_rate } => {
+            RankCommand::Compare { network, comparison, rows, learning_rate } => {
                 self.compare(network, comparison, &rows, learning_rate)
             }
-            Command::Send { network, plan } => {
+            RankCommand::Send { network, plan } => {
                 let plan = PushPlan::from_bytes(&plan)?;
                 // What went wrong is for the leader to judge.
                 self.learner(network)?.send_own(&plan, None).map(drop)
             }
-            Command::GatherWeights { network } => self.learner(network)?.give_weights(),
-            Command::GatherOptimizer { network } => self.learner(network)?.give_optimizer(),
+            RankCommand::GatherWeights { network } => self.learner(network)?.give_weights(),
+            RankCommand::GatherOptimizer { network } => self.learner(network)?.give_optimizer(),
         };
         match done {
-            // All ranks met it, and it is the leader's to say what follows.
+            // All ranks met it, and the leader decides what follows.
             Err(TrainerError::GradientNotFinite { .. }) | Ok(()) => Ok(true),
             Err(error) => Err(error),
         }
     }
 
-    fn receive(&mut self, header: Header) -> Result<(), TrainerError> {
-        let Header { network, config, model, adapter, updates } = header;
+    fn receive(&mut self, header: NetworkHeader) -> Result<(), TrainerError> {
+        let NetworkHeader { network, config, model, adapter, updates } = header;
         let model = received(&model)?;
         let layout = Arc::new(Layout::new(&model));
         let collective = &*self.collective;
         let skeleton = adapter.map(|config| Adapter::skeleton(config, layout.specs()));
         let optimizer_config = config.optimizer;
-        let member = Membership::new(config, model, &layout, skeleton, Arc::clone(&self.collective));
+        let member = MemberSeed::new(config, model, &layout, skeleton, Arc::clone(&self.collective));
         let weights = if member.owns_weights() {
             let mut own = Vec::new();
             receive_units(collective, &layout, |unit, values| own.extend(member.own_of(unit, &values)))?;
-            Weights::Own(own)
+            RankWeights::Own(own)
         } else {
-            Weights::Whole(Arc::new(receive_parameters(collective, &layout)?))
+            RankWeights::Whole(Arc::new(receive_parameters(collective, &layout)?))
         };
         let mut member = member;
         if let Some(adapter) = member.adapter_mut() {
@@ -156,13 +156,13 @@ impl Follower {
     fn compare(
         &mut self,
         network: u32,
-        comparison: Comparison,
+        comparison: PairComparison,
         rows: &[Cow<'_, Sample>],
         learning_rate: Option<f32>,
     ) -> Result<(), TrainerError> {
         let loss = match comparison {
-            Comparison::Reward { margin } => PairLoss::Reward { margin },
-            Comparison::Preference(preference) => {
+            PairComparison::Reward { margin } => PairLoss::Reward { margin },
+            PairComparison::Preference(preference) => {
                 let reference = self.references.get(&network).cloned().ok_or_else(|| unknown(network))?;
                 PairLoss::Preference { preference, reference: Box::new(reference) }
             }

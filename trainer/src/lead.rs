@@ -1,11 +1,11 @@
-//! The first of several processes that train together, and what it tells the others.
+//! The leader of several processes that train together, and the commands that it sends to the followers.
 //!
 //! The leader holds the trainer; the others run [`follow`](crate::follow::follow()) and get everything from it: models,
-//! states of optimizers, batches. Data of a model follow its `Command::Network` as broadcasts, in the order of
+//! states of optimizers, batches. Data of a model follow its `RankCommand::Network` as broadcasts, in the order of
 //! [`Leader::learner`].
 //!
-//! Invariant: whatever the leader does with its ranks it tells first, so that all make the same calls. A process cannot
-//! be told anything while it does what it was told before.
+//! Invariant: the leader sends a command before it makes the calls of the command, so that all processes make the same calls.
+//! A follower receives the next command when it has completed the one before.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::learner::{Frozen, Learner, LearnerConfig};
 use crate::lora::{Adapter, LoraConfig};
 use crate::loss::preference::Preference;
 use crate::optimizer::Optimizer;
-use crate::rank::Seed;
+use crate::rank::LearnerSeed;
 use collective::HostCollective;
 
 /// The first process of a trainer of several. Dropping it ends the others.
@@ -34,34 +34,39 @@ pub struct Leader {
     networks: AtomicU32,
 }
 
-/// What a follower is to do.
+/// A command to the followers.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) enum Command<'a> {
-    /// To receive its part of a model.
-    Network(Header),
-    /// To let go of a model.
+pub(crate) enum RankCommand<'a> {
+    /// Receive its shards of a model.
+    Network(NetworkHeader),
+    /// Drop a model.
     Forget { network: u32 },
-    /// To receive the model that a policy is compared with.
+    /// Receive the reference model of a policy.
     Reference { network: u32, model: serde_json::Value },
-    /// To make all updates of one batch.
+    /// Make all updates of one batch.
     Update(Box<UpdateCommand<'a>>),
-    /// To make a step on demonstrations.
+    /// Make a step on demonstrations.
     Imitate { network: u32, rows: Vec<Cow<'a, Sample>>, learning_rate: f32 },
-    /// To compare pairs, and make a step if there is a learning rate.
-    Compare { network: u32, comparison: Comparison, rows: Vec<Cow<'a, Sample>>, learning_rate: Option<f32> },
-    /// To give its weights to the leader.
+    /// Compare pairs, and make a step if there is a learning rate.
+    Compare {
+        network: u32,
+        comparison: PairComparison,
+        rows: Vec<Cow<'a, Sample>>,
+        learning_rate: Option<f32>,
+    },
+    /// Send its weights to the leader.
     GatherWeights { network: u32 },
-    /// To send its shard of the weights to samplers.
+    /// Send its shard of the weights to samplers.
     Send { network: u32, plan: Vec<u8> },
-    /// To give its states of the optimizer to the leader.
+    /// Send its optimizer state to the leader.
     GatherOptimizer { network: u32 },
-    /// To end.
+    /// Exit.
     Stop,
 }
 
 /// A model in training.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Header {
+pub(crate) struct NetworkHeader {
     pub(crate) network: u32,
     pub(crate) config: LearnerConfig,
     pub(crate) model: serde_json::Value,
@@ -87,16 +92,16 @@ pub(crate) struct UpdateCommand<'a> {
 
 /// How pairs are compared.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) enum Comparison {
+pub(crate) enum PairComparison {
     /// With the reference.
     Preference(Preference),
     /// By their values.
     Reward { margin: f64 },
 }
 
-/// A learner whose other ranks are told what to do.
+/// The followers of a learner, which receive its commands.
 #[derive(Debug)]
-pub(crate) struct Remote {
+pub(crate) struct Followers {
     leader: Arc<Leader>,
     pub(crate) network: u32,
     has_reference: AtomicBool,
@@ -127,7 +132,7 @@ impl Leader {
             adapter.merge(parameters.values_mut(), &ThreadPool::single());
         }
         let network = self.networks.fetch_add(1, Ordering::Relaxed);
-        self.tell(&Command::Network(Header {
+        self.tell(&RankCommand::Network(NetworkHeader {
             network,
             config: config.clone(),
             model: sent(&model)?,
@@ -142,8 +147,8 @@ impl Leader {
         for state in optimizer.iter().flat_map(Optimizer::states) {
             self.collective.broadcast_bytes(0, encode(state)?)?;
         }
-        let remote = Remote { leader: Arc::clone(self), network, has_reference: AtomicBool::new(false) };
-        let seed = Seed { config, model, parameters: Arc::new(parameters), adapter, optimizer };
+        let remote = Followers { leader: Arc::clone(self), network, has_reference: AtomicBool::new(false) };
+        let seed = LearnerSeed { config, model, parameters: Arc::new(parameters), adapter, optimizer };
         let rank = seed.member(Arc::clone(&self.collective))?;
         Ok(Learner::spread(rank, Arc::clone(&self.collective), Some(remote)))
     }
@@ -156,7 +161,7 @@ impl Leader {
         Ok(())
     }
 
-    fn tell(&self, command: &Command<'_>) -> Result<(), TrainerError> {
+    fn tell(&self, command: &RankCommand<'_>) -> Result<(), TrainerError> {
         self.collective.broadcast_bytes(0, encode(command)?)?;
         Ok(())
     }
@@ -164,17 +169,17 @@ impl Leader {
 
 impl Drop for Leader {
     fn drop(&mut self) {
-        // If the others are gone there is nobody to stop, and the error has been seen by whoever met it.
-        let _ = self.tell(&Command::Stop);
+        // If the followers are gone none has to stop, and the error was reported where it was met.
+        let _ = self.tell(&RankCommand::Stop);
     }
 }
 
-impl Remote {
-    /// Tells the other ranks what this one does next.
+impl Followers {
+    /// Sends the command of the next calls to the other ranks.
     ///
     /// # Errors
     /// If one of them is gone.
-    pub(crate) fn tell(&self, command: &Command<'_>) -> Result<(), TrainerError> {
+    pub(crate) fn tell(&self, command: &RankCommand<'_>) -> Result<(), TrainerError> {
         self.leader.tell(command)
     }
 
@@ -187,15 +192,15 @@ impl Remote {
             return Ok(());
         }
         let model = sent(frozen.weights.config())?;
-        self.tell(&Command::Reference { network: self.network, model })?;
+        self.tell(&RankCommand::Reference { network: self.network, model })?;
         self.leader.send_units(&*frozen.weights.get()?)
     }
 }
 
-impl Drop for Remote {
+impl Drop for Followers {
     fn drop(&mut self) {
         // As in the leader's.
-        let _ = self.tell(&Command::Forget { network: self.network });
+        let _ = self.tell(&RankCommand::Forget { network: self.network });
     }
 }
 

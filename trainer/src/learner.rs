@@ -23,12 +23,12 @@ use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
 
 use crate::TrainerError;
-use crate::lead::{Command, Remote, decode, encode};
+use crate::lead::{Followers, RankCommand, decode, encode};
 use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, DeviceWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
 use crate::plan::{MicroBatch, leaves, plan};
-use crate::rank::{Rank, Scored, Seed, Step, Task};
+use crate::rank::{LearnerSeed, PlannedRows, Rank, ScoredRows, StepInputs};
 use crate::ranks::{make, on_each};
 use collective::HostCollective;
 
@@ -66,15 +66,15 @@ pub struct Learner {
     ranks: Vec<Rank>,
     pool: Arc<ThreadPool>,
     /// Where every rank is a process.
-    spread: Option<Spread>,
+    spread: Option<LearnerProcesses>,
 }
 
 /// The other processes of a learner.
 #[derive(Debug)]
-struct Spread {
+struct LearnerProcesses {
     collective: Arc<dyn HostCollective>,
     /// Of the leader.
-    remote: Option<Remote>,
+    remote: Option<Followers>,
 }
 
 /// A model that is not trained: a reference policy or a teacher.
@@ -125,7 +125,7 @@ impl Learner {
     /// Trains all of `parameters`; `optimizer` is `None` for a fresh one. With several ranks these are threads.
     ///
     /// # Errors
-    /// If a device of the configuration is not there, or has no room.
+    /// If a device of the configuration is not available, or its memory is too small.
     pub fn new(
         config: LearnerConfig,
         model: Config,
@@ -133,7 +133,7 @@ impl Learner {
         optimizer: Option<Optimizer>,
     ) -> Result<Self, TrainerError> {
         let parameters = Arc::new(parameters);
-        Self::with(Seed { config, model, parameters, adapter: None, optimizer })
+        Self::with(LearnerSeed { config, model, parameters, adapter: None, optimizer })
     }
 
     /// Trains `adapter` alone; the weights are those it was made for, changed by it. `optimizer` is `None` for a fresh
@@ -150,10 +150,10 @@ impl Learner {
     ) -> Result<Self, TrainerError> {
         adapter.merge(parameters.values_mut(), &ThreadPool::single());
         let parameters = Arc::new(parameters);
-        Self::with(Seed { config, model, parameters, adapter: Some(adapter), optimizer })
+        Self::with(LearnerSeed { config, model, parameters, adapter: Some(adapter), optimizer })
     }
 
-    fn with(seed: Seed) -> Result<Self, TrainerError> {
+    fn with(seed: LearnerSeed) -> Result<Self, TrainerError> {
         let (config, model, pool) = (seed.config.clone(), seed.model.clone(), Arc::new(ThreadPool::single()));
         let ranks = if config.world > 1 {
             let group = collective::threads::group(config.world, config.wait);
@@ -164,10 +164,10 @@ impl Learner {
         Ok(Self { config, model, ranks, pool, spread: None })
     }
 
-    /// One of several processes, of which the leader has the others told what to do.
-    pub(crate) fn spread(rank: Rank, collective: Arc<dyn HostCollective>, remote: Option<Remote>) -> Self {
+    /// One of several processes; the leader has the followers.
+    pub(crate) fn spread(rank: Rank, collective: Arc<dyn HostCollective>, remote: Option<Followers>) -> Self {
         let (config, model) = (rank.config().clone(), rank.model().clone());
-        let spread = Some(Spread { collective, remote });
+        let spread = Some(LearnerProcesses { collective, remote });
         Self { config, model, ranks: vec![rank], pool: Arc::new(ThreadPool::single()), spread }
     }
 
@@ -234,7 +234,7 @@ impl Learner {
         Ok(values)
     }
 
-    /// Writes the weights to `values`, which has room for them: every rank what it owns.
+    /// Writes the weights to `values`, `[weights]`: every rank writes its shards.
     ///
     /// # Errors
     /// If a rank has failed.
@@ -246,7 +246,7 @@ impl Learner {
             values.copy_from_slice(whole.values());
             return Ok(());
         }
-        if self.tell(|network| Command::GatherWeights { network })? {
+        if self.tell(|network| RankCommand::GatherWeights { network })? {
             return self.first().gather_weights(Some(values));
         }
         for (range, own) in self.owned()? {
@@ -265,7 +265,7 @@ impl Learner {
         plan: &PushPlan,
         hub: &Hub,
     ) -> Result<Result<Vec<Digest>, WeightsError>, TrainerError> {
-        if self.tell(|network| Command::Send { network, plan: plan.to_bytes() })? {
+        if self.tell(|network| RankCommand::Send { network, plan: plan.to_bytes() })? {
             return self.send_own(plan, Some(hub));
         }
         let sent = on_each(self.ranks.iter().collect(), |rank| Ok(rank.send(plan, Some(hub))))?;
@@ -318,12 +318,15 @@ impl Learner {
     }
 
     /// What tells the other processes, if this one leads any.
-    pub(crate) fn remote(&self) -> Option<&Remote> {
+    pub(crate) fn remote(&self) -> Option<&Followers> {
         self.spread.as_ref().and_then(|spread| spread.remote.as_ref())
     }
 
     /// Tells the other processes to do what this one does next, if it leads any. Whether it does.
-    pub(crate) fn tell<'a>(&self, command: impl FnOnce(u32) -> Command<'a>) -> Result<bool, TrainerError> {
+    pub(crate) fn tell<'a>(
+        &self,
+        command: impl FnOnce(u32) -> RankCommand<'a>,
+    ) -> Result<bool, TrainerError> {
         let Some(remote) = self.remote() else { return Ok(false) };
         remote.tell(&command(remote.network))?;
         Ok(true)
@@ -353,7 +356,7 @@ impl Learner {
         if self.first().fragments().is_none() {
             return self.first().whole_optimizer();
         }
-        if self.tell(|network| Command::GatherOptimizer { network })? {
+        if self.tell(|network| RankCommand::GatherOptimizer { network })? {
             return Ok(Cow::Owned(self.first().gather_optimizer()?));
         }
         let states = self.ranks.iter().map(Rank::states).collect::<Result<Vec<_>, _>>()?;
@@ -464,15 +467,15 @@ impl Learner {
     fn scored(
         &self,
         rows: &[&Sample],
-        score: impl Fn(&Rank, Task<'_>) -> Result<Scored, TrainerError> + Sync,
+        score: impl Fn(&Rank, PlannedRows<'_>) -> Result<ScoredRows, TrainerError> + Sync,
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         let plan = self.plan(rows, self.config.world);
-        let task = Task { rows, plan: &plan };
+        let task = PlannedRows { rows, plan: &plan };
         let mut scored = vec![Vec::new(); rows.len()];
         for rank in on_each(self.ranks.iter().collect(), |rank| score(rank, task))? {
             rank.into_iter().for_each(|(row, predictions)| scored[row] = predictions);
         }
-        if let Some(Spread { collective, .. }) = &self.spread {
+        if let Some(LearnerProcesses { collective, .. }) = &self.spread {
             exchange_predictions(&**collective, task, &mut scored)?;
         }
         Ok(scored)
@@ -495,12 +498,12 @@ impl Learner {
             return Ok((0.0, Vec::new()));
         }
         let pool = &self.rank_pool(&self.pool);
-        let step = Step { task: Task { rows, plan: &plan }, loss, learning_rate, pool };
+        let step = StepInputs { task: PlannedRows { rows, plan: &plan }, loss, learning_rate, pool };
         let work = |rank: &mut &mut Rank| rank.step(&step);
         let done = on_each(self.ranks.iter_mut().collect(), work)?;
         let norm = done.first().map_or(0.0, |(norm, _)| *norm);
         let mut reports: Vec<Vec<L::Report>> = done.into_iter().map(|(_, reports)| reports).collect();
-        if let (Some(Spread { collective, .. }), Some(own)) = (&self.spread, reports.first()) {
+        if let (Some(LearnerProcesses { collective, .. }), Some(own)) = (&self.spread, reports.first()) {
             let all = collective.all_gather_bytes(encode(own)?)?;
             reports = all.iter().map(|reports| decode(reports)).collect::<Result<_, _>>()?;
         }
@@ -544,7 +547,7 @@ fn in_order_of_leaf<R>(reports: Vec<Vec<R>>, accumulates: bool) -> Vec<R> {
 /// Gets the predictions of the other processes into `scored`, and gives them those of this one.
 fn exchange_predictions(
     collective: &dyn HostCollective,
-    task: Task<'_>,
+    task: PlannedRows<'_>,
     scored: &mut [Vec<Prediction>],
 ) -> Result<(), TrainerError> {
     const BYTES: usize = 12;

@@ -27,7 +27,6 @@ pub mod checkpoint;
 pub mod colocation;
 pub mod critic;
 mod error;
-mod exchange;
 pub mod follow;
 pub mod lead;
 pub mod learner;
@@ -49,13 +48,12 @@ mod rank;
 mod ranks;
 pub mod report;
 pub mod schedule;
-mod shards;
 pub mod supervised;
 pub mod weight_publisher;
 
 pub mod trainer;
-mod tree;
 pub mod update;
+mod zero;
 
 pub use checkpoint::{Checkpoint, TrainerState};
 pub use colocation::Colocation;

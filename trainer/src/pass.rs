@@ -10,16 +10,16 @@ use model::{
 use std::sync::Arc;
 
 use crate::TrainerError;
-use crate::exchange::Gathering;
 use crate::on_device::DevicePass;
 use crate::packing::Packed;
+use crate::zero::ParameterGathering;
 
 /// The network of a rank.
 pub(crate) enum Pass<'a> {
     /// All weights are there.
     Whole(Decoder),
     /// Layers are gathered from all ranks.
-    Gathered(Decoder, Gathering<'a>),
+    Gathered(Decoder, ParameterGathering<'a>),
     /// It computes on a device.
     Device(Box<dyn DevicePass + 'a>),
 }
@@ -44,7 +44,7 @@ impl<'a> Pass<'a> {
     pub(crate) fn gathered(
         model: &Config,
         layout: &Arc<Layout>,
-        mut source: Gathering<'a>,
+        mut source: ParameterGathering<'a>,
         recompute: Recompute,
     ) -> Result<Self, TrainerError> {
         let [embedding, tail] = source.ends()?;

@@ -34,7 +34,7 @@ pub struct MicroBatch {
 
 /// What a row brings along.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Size {
+struct RowSize {
     /// Tokens before the first trained one: what rows of a group have in common.
     prompt: usize,
     /// Tokens after that which go through the network.
@@ -45,7 +45,7 @@ struct Size {
 
 /// Rows that share a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Unit {
+struct PromptUnit {
     rows: Vec<usize>,
     tokens: usize,
     /// FLOPs of the forward.
@@ -54,7 +54,7 @@ struct Unit {
 
 /// What a forward takes, FLOPs. A backward takes about twice that of everything, so it changes no comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Cost {
+struct ForwardCost {
     /// Of a token: the matrices of all layers.
     token: u64,
     /// Of a key that a token attends to: its score and its value, in all layers.
@@ -67,11 +67,11 @@ struct Cost {
 /// its own. A leaf may have none.
 #[must_use]
 pub fn plan(rows: &[&Sample], model: &Config, budget: usize, leaves: usize) -> Vec<Vec<MicroBatch>> {
-    let sizes: Vec<Size> = rows.iter().map(|sample| Size::of(sample)).collect();
+    let sizes: Vec<RowSize> = rows.iter().map(|sample| RowSize::of(sample)).collect();
     let same_prompt = |a: &usize, b: &usize| prompt(rows[*a]) == prompt(rows[*b]);
     let all: Vec<usize> = (0..rows.len()).collect();
     let groups: Vec<&[usize]> = all.chunk_by(same_prompt).collect();
-    Planner { sizes: &sizes, cost: Cost::of(model), budget }.plan(&groups, leaves)
+    Planner { sizes: &sizes, cost: ForwardCost::of(model), budget }.plan(&groups, leaves)
 }
 
 /// Tokens of a row that go through the network: everything before its last trained token.
@@ -86,14 +86,14 @@ pub(crate) fn prompt(sample: &Sample) -> &[u32] {
     &sample.token_ids()[..trained.unwrap_or(0)]
 }
 
-impl Size {
+impl RowSize {
     fn of(sample: &Sample) -> Self {
         let prompt = prompt(sample).len();
         Self { prompt, rest: row_tokens(sample) - prompt, predictions: sample.trained_tokens() }
     }
 }
 
-impl Cost {
+impl ForwardCost {
     fn of(model: &Config) -> Self {
         const MULTIPLY_ADD: u64 = 2;
         let [hidden, matrices, layers, heads, head_dim, vocabulary] = [
@@ -132,7 +132,7 @@ pub(crate) struct Slot {
 
 /// One forward and backward of a rank.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Turn<'a> {
+pub(crate) struct StepPass<'a> {
     /// `None` if only other ranks have a micro-batch.
     pub(crate) batch: Option<&'a MicroBatch>,
     /// Position of its gradients in the sum over leaves.
@@ -157,44 +157,51 @@ pub fn sum_buffers(slots: usize, rounds: usize) -> usize {
     if rounds > 1 { 1 + of_round } else { of_round.max(1) }
 }
 
-/// The turns of a rank in a step that is planned as `leaves`. All ranks have the same number of turns if gradients are
-/// reduced in every turn.
+/// The step_passes of a rank in a step that is planned as `leaves`. All ranks have the same number of step_passes if gradients are
+/// reduced in every pass.
 ///
 /// With `accumulates` (ZeRO stage 1) a rank has neighbouring leaves and computes one after the other: the micro-batches of
-/// a leaf are one chain, and a slot is a leaf. Otherwise (stages 2 and 3) every turn reduces its gradients over all ranks:
+/// a leaf are one chain, and a slot is a leaf. Otherwise (stages 2 and 3) every pass reduces its gradients over all ranks:
 /// a round has one micro-batch of every leaf, ranks have every `world`th leaf, and the rounds are one chain.
-pub(crate) fn turns(leaves: &[Vec<MicroBatch>], position: Position, accumulates: bool) -> Vec<Turn<'_>> {
+pub(crate) fn step_passes(
+    leaves: &[Vec<MicroBatch>],
+    position: Position,
+    accumulates: bool,
+) -> Vec<StepPass<'_>> {
     let Position { rank, world } = position;
     let count = leaves.len() / world;
     if accumulates {
         let own = leaves[rank * count..(rank + 1) * count].iter().enumerate();
         let of_leaf = |(index, leaf): (usize, &'_ Vec<MicroBatch>)| {
-            // A leaf without rows has one turn, whose gradients are zero.
+            // A leaf without rows has one pass, whose gradients are zero.
             (0..leaf.len().max(1)).map(move |at| (Slot { round: 0, index, count }, at))
         };
-        let turn = |(slot, at): (Slot, usize)| {
+        let pass = |(slot, at): (Slot, usize)| {
             let leaf = &leaves[rank * count + slot.index];
-            Turn { batch: leaf.get(at), slot, complete: at + 1 >= leaf.len() }
+            StepPass { batch: leaf.get(at), slot, complete: at + 1 >= leaf.len() }
         };
-        return own.flat_map(of_leaf).map(turn).collect();
+        return own.flat_map(of_leaf).map(pass).collect();
     }
     let rounds = leaves.iter().map(Vec::len).max().unwrap_or(0);
     let slots = (0..rounds).flat_map(|round| (0..count).map(move |index| Slot { round, index, count }));
-    let turn =
-        |slot: Slot| Turn { batch: leaves[slot.index * world + rank].get(slot.round), slot, complete: true };
-    slots.map(turn).collect()
+    let pass = |slot: Slot| StepPass {
+        batch: leaves[slot.index * world + rank].get(slot.round),
+        slot,
+        complete: true,
+    };
+    slots.map(pass).collect()
 }
 
 struct Planner<'a> {
-    sizes: &'a [Size],
-    cost: Cost,
+    sizes: &'a [RowSize],
+    cost: ForwardCost,
     budget: usize,
 }
 
 impl Planner<'_> {
     fn plan(&self, groups: &[&[usize]], leaves: usize) -> Vec<Vec<MicroBatch>> {
         let whole = groups.iter().flat_map(|rows| self.split(&self.unit(rows.to_vec()), u64::MAX));
-        let whole: Vec<Unit> = whole.collect();
+        let whole: Vec<PromptUnit> = whole.collect();
         let share = total(&whole) / leaves.max(1) as u64;
         let whole_groups = spread(whole.clone(), leaves);
         let finer = if leaves > 1 { &[1, 2, 4][..] } else { &[] };
@@ -207,20 +214,20 @@ impl Planner<'_> {
     }
 
     /// These rows, whose prompt is the same.
-    fn unit(&self, mut rows: Vec<usize>) -> Unit {
+    fn unit(&self, mut rows: Vec<usize>) -> PromptUnit {
         rows.sort_unstable();
         let prompt = rows.first().map_or(0, |row| self.sizes[*row].prompt);
         let sizes = || rows.iter().map(|row| self.sizes[*row]);
         let tokens = prompt + sizes().map(|size| size.rest).sum::<usize>();
-        let of_row = |size: Size| {
+        let of_row = |size: RowSize| {
             self.cost.of_tokens(size.rest, prompt) + size.predictions as u64 * self.cost.prediction
         };
         let cost = self.cost.of_tokens(prompt, 0) + sizes().map(of_row).sum::<u64>();
-        Unit { rows, tokens, cost }
+        PromptUnit { rows, tokens, cost }
     }
 
     /// Parts of a unit, as few as are each within the budget and cost no more than `limit`, or single rows.
-    fn split(&self, unit: &Unit, limit: u64) -> Vec<Unit> {
+    fn split(&self, unit: &PromptUnit, limit: u64) -> Vec<PromptUnit> {
         let mut rows = unit.rows.clone();
         rows.sort_by_key(|row| Reverse(self.sizes[*row].rest));
         let parts = |n: usize| {
@@ -233,7 +240,7 @@ impl Planner<'_> {
             }
             parts.into_iter().map(|(_, rows)| self.unit(rows)).collect::<Vec<_>>()
         };
-        let fits = |part: &Unit| part.tokens <= self.budget && part.cost <= limit;
+        let fits = |part: &PromptUnit| part.tokens <= self.budget && part.cost <= limit;
         let at_least =
             unit.tokens.div_ceil(self.budget.max(1)).max(unit.cost.div_ceil(limit.max(1)) as usize);
         let fitting = (at_least.max(1)..rows.len()).map(parts).find(|parts| parts.iter().all(fits));
@@ -241,21 +248,21 @@ impl Planner<'_> {
     }
 }
 
-/// Cost of a step, FLOPs: the mean of a step of one rank, which computes every leaf, and of one rank per leaf, which ends
+/// ForwardCost of a step, FLOPs: the mean of a step of one rank, which computes every leaf, and of one rank per leaf, which ends
 /// with the most expensive leaf; times twice the number of leaves. The number of ranks is not known here.
-fn time(leaves: &[Vec<Unit>]) -> u64 {
+fn time(leaves: &[Vec<PromptUnit>]) -> u64 {
     let costs = || leaves.iter().map(|leaf| total(leaf));
     costs().sum::<u64>().saturating_add(costs().max().unwrap_or(0).saturating_mul(leaves.len() as u64))
 }
 
-fn total(units: &[Unit]) -> u64 {
+fn total(units: &[PromptUnit]) -> u64 {
     units.iter().map(|unit| unit.cost).sum()
 }
 
 /// Assigns units to `leaves` leaves: the most expensive first, each to the leaf with the least cost.
-fn spread(mut units: Vec<Unit>, leaves: usize) -> Vec<Vec<Unit>> {
+fn spread(mut units: Vec<PromptUnit>, leaves: usize) -> Vec<Vec<PromptUnit>> {
     units.sort_by_key(|unit| Reverse(unit.cost));
-    let mut costs: Vec<(u64, Vec<Unit>)> = vec![(0, Vec::new()); leaves.max(1)];
+    let mut costs: Vec<(u64, Vec<PromptUnit>)> = vec![(0, Vec::new()); leaves.max(1)];
     for unit in units {
         if let Some((cost, leaf)) = costs.iter_mut().min_by_key(|(cost, _)| *cost) {
             *cost += unit.cost;
@@ -266,7 +273,7 @@ fn spread(mut units: Vec<Unit>, leaves: usize) -> Vec<Vec<Unit>> {
 }
 
 /// Puts units into as few micro-batches as first-fit-decreasing needs, or fewer, filled evenly where they can be.
-fn micro_batches(mut units: Vec<Unit>, budget: usize) -> Vec<MicroBatch> {
+fn micro_batches(mut units: Vec<PromptUnit>, budget: usize) -> Vec<MicroBatch> {
     units.sort_by_key(|unit| Reverse(unit.tokens));
     let mut fewest: Vec<MicroBatch> = Vec::new();
     for unit in &units {
@@ -283,7 +290,7 @@ fn micro_batches(mut units: Vec<Unit>, budget: usize) -> Vec<MicroBatch> {
 }
 
 /// Puts each of the units, the largest first, into the emptiest of `n` micro-batches; `None` if one does not fit.
-fn even_batches(units: &[Unit], budget: usize, n: usize) -> Option<Vec<MicroBatch>> {
+fn even_batches(units: &[PromptUnit], budget: usize, n: usize) -> Option<Vec<MicroBatch>> {
     let mut batches = vec![MicroBatch::default(); n];
     for unit in units {
         let emptiest = batches.iter_mut().min_by_key(|batch| batch.tokens)?;
@@ -296,11 +303,11 @@ fn even_batches(units: &[Unit], budget: usize, n: usize) -> Option<Vec<MicroBatc
 }
 
 impl MicroBatch {
-    fn takes(&self, unit: &Unit, budget: usize) -> bool {
+    fn takes(&self, unit: &PromptUnit, budget: usize) -> bool {
         self.rows.is_empty() || self.tokens + unit.tokens <= budget
     }
 
-    fn push(&mut self, unit: &Unit) {
+    fn push(&mut self, unit: &PromptUnit) {
         self.rows.extend(&unit.rows);
         self.tokens += unit.tokens;
     }
@@ -326,11 +333,11 @@ mod tests {
     }
 
     /// Groups as their prompts with what each row has beyond it.
-    fn groups_of(groups: &[(usize, Vec<usize>)]) -> (Vec<Size>, Vec<Vec<usize>>) {
+    fn groups_of(groups: &[(usize, Vec<usize>)]) -> (Vec<RowSize>, Vec<Vec<usize>>) {
         let (mut sizes, mut rows) = (Vec::new(), Vec::new());
         for (prompt, rests) in groups {
             rows.push((sizes.len()..sizes.len() + rests.len()).collect());
-            sizes.extend(rests.iter().map(|rest| Size {
+            sizes.extend(rests.iter().map(|rest| RowSize {
                 prompt: *prompt,
                 rest: *rest,
                 predictions: rest + 1,
@@ -344,9 +351,9 @@ mod tests {
         groups: &[(usize, Vec<usize>)],
         budget: usize,
         leaves: usize,
-    ) -> (Vec<Vec<MicroBatch>>, Vec<u64>, Vec<Unit>) {
+    ) -> (Vec<Vec<MicroBatch>>, Vec<u64>, Vec<PromptUnit>) {
         let (sizes, rows) = groups_of(groups);
-        let planner = Planner { sizes: &sizes, cost: Cost::of(&model()), budget };
+        let planner = Planner { sizes: &sizes, cost: ForwardCost::of(&model()), budget };
         let rows: Vec<&[usize]> = rows.iter().map(Vec::as_slice).collect();
         let plan = planner.plan(&rows, leaves);
         let of_group = |leaf: &[usize]| planner.unit(leaf.to_vec());
@@ -444,11 +451,11 @@ mod tests {
 
     #[test]
     fn costs_are_those_of_the_matrices() {
-        let Cost { token, pair, prediction } = Cost::of(&model());
+        let ForwardCost { token, pair, prediction } = ForwardCost::of(&model());
         // Query and output 32 x 32, key and value 32 x 16, gate, up and down 32 x 48; two layers.
         assert_eq!(token, 2 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48));
         assert_eq!((pair, prediction), (2 * 2 * 2 * 32, 2 * 32 * 100));
-        let cost = Cost { token: 0, pair: 1, prediction: 0 };
+        let cost = ForwardCost { token: 0, pair: 1, prediction: 0 };
         assert_eq!((cost.of_tokens(3, 0), cost.of_tokens(2, 3)), (6, 3 * 2 + 3));
     }
 }

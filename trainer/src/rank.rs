@@ -1,4 +1,4 @@
-//! One rank of a learner: its weights, its share of the optimizer, its part of every step.
+//! One rank of a learner: its weights, its shard of the optimizer state, its part of every step.
 //!
 //! With several ranks (ZeRO, Rajbhandari et al. 2019, arXiv 1910.02054) each has the optimizer's state of its own shards
 //! only and updates them alone. Stage 1: a rank sums the gradients of its leaves, and reduce-scatter overlaps the backward
@@ -9,14 +9,14 @@
 //! the same bits for every number of ranks that is a power of two. In stages 2 and 3 the tree is over one micro-batch of
 //! each leaf, and these sums are a chain; with one micro-batch per leaf all stages have the same bits.
 //!
-//! Invariant: all ranks make the same calls with the same rows, plan and rate. What they have in common (weights after an
-//! update, the norm of the gradient, whether it is finite) has the same bits on all of them.
+//! Invariant: all ranks make the same calls with the same rows, plan and learning rate. Replicated state (weights after an
+//! update, the norm of the gradient, whether it is finite) has the same bits on all ranks.
 
 mod memory;
 mod on_device;
 mod step;
 
-pub(crate) use step::Step;
+pub(crate) use step::StepInputs;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -25,7 +25,6 @@ use model::{Config, Decoder, Layout, ParameterSpec, Parameters, Prediction, Thre
 use trajectory::Sample;
 
 use crate::TrainerError;
-use crate::exchange::{Ends, Line, Pool, exchange};
 use crate::lead::{decode, encode};
 use crate::learner::{Frozen, LearnerConfig, OwnedValues};
 use crate::lora::Adapter;
@@ -34,25 +33,24 @@ use crate::optimizer::{Optimizer, TensorState};
 use crate::packing::pack;
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
-use crate::shards::{Fragment, Shards};
-use crate::tree::TreeSums;
+use crate::zero::{BufferPool, Communication, Fragment, Requests, Shards, TreeSums, with_communication};
 use collective::HostCollective;
 
-/// What a rank is made of, or all ranks of a learner.
+/// State that a single rank, or all ranks of a learner, start from.
 #[derive(Debug)]
-pub(crate) struct Seed {
+pub(crate) struct LearnerSeed {
     pub(crate) config: LearnerConfig,
     pub(crate) model: Config,
     pub(crate) parameters: Arc<Parameters>,
-    /// What is trained in place of the weights, merged into them.
+    /// The adapter that is trained in place of the weights, and merged into them.
     pub(crate) adapter: Option<Adapter>,
-    /// Of whole tensors.
+    /// Optimizer state of whole tensors.
     pub(crate) optimizer: Option<Optimizer>,
 }
 
-/// What a rank among others needs to know before it has any weights.
+/// Configuration and shards of one of several ranks, before it has weights.
 #[derive(Debug)]
-pub(crate) struct Membership {
+pub(crate) struct MemberSeed {
     config: LearnerConfig,
     model: Config,
     layout: Arc<Layout>,
@@ -69,55 +67,55 @@ pub(crate) struct Rank {
     config: LearnerConfig,
     model: Config,
     layout: Arc<Layout>,
-    weights: Weights,
+    weights: RankWeights,
     optimizer: Optimizer,
     adapter: Option<Adapter>,
-    /// Its place among others, if there are any.
-    place: Option<Place>,
-    /// Where it computes, if not on the processor.
-    device: Option<on_device::OnDevice>,
+    /// Its membership, if there are several ranks.
+    place: Option<RankMembership>,
+    /// Its device; `None` if it computes on the processor.
+    device: Option<on_device::RankDevice>,
     /// Sums of the gradients that this rank owns, kept from step to step because writing is cheaper than allocating.
     sums: TreeSums,
-    pool: Pool,
+    buffers: BufferPool,
 }
 
 /// The weights that a rank has.
 #[derive(Debug)]
-pub(crate) enum Weights {
-    /// All of them. Nobody else holds them between two calls.
+pub(crate) enum RankWeights {
+    /// All weights. This is the only reference between two calls.
     Whole(Arc<Parameters>),
-    /// The own shards, one after the other.
+    /// The shards of this rank, concatenated.
     Own(Vec<f32>),
-    /// All of them, on the device.
+    /// All weights, on the device.
     Device(Mirror<Parameters>),
-    /// The own shards, one after the other, on the device.
+    /// The shards of this rank, concatenated, on the device.
     DeviceOwn(Mirror<Vec<f32>>),
 }
 
 #[derive(Debug)]
-struct Place {
+struct RankMembership {
     rank: usize,
-    /// `None` once something went wrong, which the others notice by that.
+    /// `None` after an error; dropping it ends the calls of the other ranks.
     collective: Mutex<Option<Arc<dyn HostCollective>>>,
-    /// How what is trained is shared.
+    /// Shards of what is trained.
     trained: Shards,
-    /// How the weights are shared.
+    /// Shards of the weights.
     weights: Shards,
 }
 
-/// What a step or a score computes.
+/// The rows of a step or a scoring pass, with their plan.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Task<'a> {
+pub(crate) struct PlannedRows<'a> {
     pub(crate) rows: &'a [&'a Sample],
     /// The micro-batches of every leaf of a step, or of every rank that scores.
     pub(crate) plan: &'a [Vec<MicroBatch>],
 }
 
-/// Predictions of some rows, each with the index of its row.
-pub(crate) type Scored = Vec<(usize, Vec<Prediction>)>;
+/// Predictions of rows, each with the index of its row.
+pub(crate) type ScoredRows = Vec<(usize, Vec<Prediction>)>;
 
-impl Place {
-    /// What this rank owns, which is `values` one after the other: where it lies in the flat parameters, and what it is.
+impl RankMembership {
+    /// The shards of this rank, concatenated in `values`: their ranges in the flat parameters, and their values.
     fn owned<'a>(&self, values: &'a [f32]) -> OwnedValues<'a> {
         let Self { rank, weights, .. } = self;
         let of = |unit| (weights.owned(*rank, unit), &values[weights.packed(*rank, unit)]);
@@ -125,24 +123,24 @@ impl Place {
     }
 }
 
-impl Seed {
-    /// A learner of one rank.
+impl LearnerSeed {
+    /// The only rank of a learner.
     ///
     /// # Errors
-    /// If its device is not there, or has no room.
+    /// If its device is not available, or its memory is too small.
     pub(crate) fn alone(self) -> Result<Rank, TrainerError> {
         let specs = self.adapter.as_ref().map_or(self.parameters.layout().specs(), Adapter::specs);
         let trained = specs.last().map_or(0, |spec| spec.range().end);
         let optimizer = self.optimizer.unwrap_or_else(|| Optimizer::new(self.config.optimizer, specs));
         let rank = Rank {
             layout: Arc::clone(self.parameters.layout()),
-            weights: Weights::Whole(self.parameters),
+            weights: RankWeights::Whole(self.parameters),
             optimizer,
             adapter: self.adapter,
             place: None,
             device: None,
             sums: TreeSums::new(trained),
-            pool: Pool::default(),
+            buffers: BufferPool::default(),
             config: self.config,
             model: self.model,
         };
@@ -152,22 +150,22 @@ impl Seed {
     /// One of the ranks of `collective`.
     ///
     /// # Errors
-    /// If its device is not there, or has no room.
+    /// If its device is not available, or its memory is too small.
     pub(crate) fn member(&self, collective: Arc<dyn HostCollective>) -> Result<Rank, TrainerError> {
         let (model, adapter, layout) = (self.model.clone(), self.adapter.clone(), self.parameters.layout());
-        let member = Membership::new(self.config.clone(), model, layout, adapter, collective);
+        let member = MemberSeed::new(self.config.clone(), model, layout, adapter, collective);
         let weights = if member.owns_weights() {
-            Weights::Own(member.weights.pack(member.rank, self.parameters.values()))
+            RankWeights::Own(member.weights.pack(member.rank, self.parameters.values()))
         } else {
-            Weights::Whole(Arc::new(Parameters::clone(&self.parameters)))
+            RankWeights::Whole(Arc::new(Parameters::clone(&self.parameters)))
         };
         let optimizer = self.optimizer.as_ref().map(|optimizer| optimizer.cut(member.fragments()));
         member.rank(weights, optimizer)
     }
 }
 
-impl Membership {
-    /// The place of this rank of `collective` in training a model, or its `adapter`.
+impl MemberSeed {
+    /// This rank of `collective`, which trains a model or its `adapter`.
     pub(crate) fn new(
         config: LearnerConfig,
         model: Config,
@@ -184,13 +182,13 @@ impl Membership {
         Self { config, model, layout: Arc::clone(layout), adapter, collective, rank, trained, weights }
     }
 
-    /// Whether this rank has its own shards of the weights only. With an adapter, which is small, all weights are read
-    /// to merge it, and every rank has them.
+    /// Whether this rank has only its shards of the weights. With an adapter, merging reads all weights, so every rank has
+    /// them.
     pub(crate) fn owns_weights(&self) -> bool {
         self.config.shares_weights() && self.adapter.is_none()
     }
 
-    /// What it owns of the values of a unit.
+    /// The shard of this rank of the values of a unit, `[unit values]`.
     pub(crate) fn own_of<'a>(&self, unit: usize, values: &'a [f32]) -> &'a [f32] {
         &values[self.weights.cuts(unit)[self.rank].clone()]
     }
@@ -200,26 +198,31 @@ impl Membership {
         self.adapter.as_ref().map_or(self.layout.specs(), Adapter::specs)
     }
 
-    /// What it owns of them.
+    /// The parts of the trained tensors that this rank owns.
     pub(crate) fn fragments(&self) -> &[Fragment] {
         self.trained.fragments(self.rank)
     }
 
-    /// The adapter, to fill in what is in it.
+    /// The adapter, to receive its values.
     pub(crate) fn adapter_mut(&mut self) -> Option<&mut Adapter> {
         self.adapter.as_mut()
     }
 
-    /// The rank with its weights and the optimizer of its fragments; `None` for a fresh one.
+    /// The rank with its weights and the optimizer of its fragments; `None` for a new one.
     ///
     /// # Errors
-    /// If its device is not there, or has no room.
-    pub(crate) fn rank(self, weights: Weights, optimizer: Option<Optimizer>) -> Result<Rank, TrainerError> {
+    /// If its device is not available, or its memory is too small.
+    pub(crate) fn rank(
+        self,
+        weights: RankWeights,
+        optimizer: Option<Optimizer>,
+    ) -> Result<Rank, TrainerError> {
         let fresh = || Optimizer::of_fragments(self.config.optimizer, self.trained(), self.fragments());
         let optimizer = optimizer.unwrap_or_else(fresh);
         let collective = Mutex::new(Some(self.collective));
         let owned = self.trained.len(self.rank);
-        let place = Place { rank: self.rank, collective, trained: self.trained, weights: self.weights };
+        let place =
+            RankMembership { rank: self.rank, collective, trained: self.trained, weights: self.weights };
         let rank = Rank {
             config: self.config,
             model: self.model,
@@ -230,7 +233,7 @@ impl Membership {
             place: Some(place),
             device: None,
             sums: TreeSums::new(owned),
-            pool: Pool::default(),
+            buffers: BufferPool::default(),
         };
         rank.on_device()
     }
@@ -247,9 +250,9 @@ impl Rank {
     /// If they are on a device, and it fails.
     pub(crate) fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
         match &self.weights {
-            Weights::Whole(parameters) => Ok(Some(parameters)),
-            Weights::Own(_) | Weights::DeviceOwn(_) => Ok(None),
-            Weights::Device(mirror) => self.mirrored(mirror).map(Some),
+            RankWeights::Whole(parameters) => Ok(Some(parameters)),
+            RankWeights::Own(_) | RankWeights::DeviceOwn(_) => Ok(None),
+            RankWeights::Device(mirror) => self.mirrored(mirror).map(Some),
         }
     }
 
@@ -267,26 +270,26 @@ impl Rank {
         &self.optimizer
     }
 
-    /// What the optimizer has states of; `None` for all tensors.
+    /// The parts of tensors that the optimizer has states of; `None` for all tensors.
     pub(crate) fn fragments(&self) -> Option<&[Fragment]> {
         self.place.as_ref().map(|place| place.trained.fragments(place.rank))
     }
 
-    /// The weights that this rank owns: where they lie in the flat parameters, and what they are.
+    /// The weights that this rank owns: their ranges in the flat parameters, and their values.
     ///
     /// # Errors
     /// If they are on a device, and it fails.
     pub(crate) fn owned(&self) -> Result<OwnedValues<'_>, TrainerError> {
         Ok(match (&self.weights, &self.place) {
-            (Weights::Device(mirror), _) => vec![(0..self.layout.len(), self.mirrored(mirror)?.values())],
-            (Weights::Whole(parameters), None) => vec![(0..self.layout.len(), parameters.values())],
-            (Weights::Whole(parameters), Some(place)) => {
+            (RankWeights::Device(mirror), _) => vec![(0..self.layout.len(), self.mirrored(mirror)?.values())],
+            (RankWeights::Whole(parameters), None) => vec![(0..self.layout.len(), parameters.values())],
+            (RankWeights::Whole(parameters), Some(place)) => {
                 let owned = (0..place.weights.units()).map(|unit| place.weights.owned(place.rank, unit));
                 owned.map(|range| (range.clone(), &parameters.values()[range])).collect()
             }
-            (Weights::Own(values), Some(place)) => place.owned(values),
-            (Weights::DeviceOwn(mirror), Some(place)) => place.owned(self.mirrored_own(mirror)?),
-            (Weights::Own(_) | Weights::DeviceOwn(_), None) => {
+            (RankWeights::Own(values), Some(place)) => place.owned(values),
+            (RankWeights::DeviceOwn(mirror), Some(place)) => place.owned(self.mirrored_own(mirror)?),
+            (RankWeights::Own(_) | RankWeights::DeviceOwn(_), None) => {
                 unreachable!("a rank that is alone has all weights")
             }
         })
@@ -305,19 +308,19 @@ impl Rank {
         &self.model
     }
 
-    /// Collects the weights of all ranks into `all` of rank 0; the others give `None`.
+    /// Gathers the weights of all ranks into `all`, `[weights]`, of rank 0; the others give `None`.
     ///
     /// # Errors
-    /// If another rank does not take part.
+    /// If another rank does not make the call.
     pub(crate) fn gather_weights(&self, mut all: Option<&mut [f32]>) -> Result<(), TrainerError> {
         let own = match &self.weights {
-            Weights::Own(own) => &own[..],
-            Weights::DeviceOwn(mirror) => self.mirrored_own(mirror)?,
-            Weights::Whole(_) | Weights::Device(_) => {
+            RankWeights::Own(own) => &own[..],
+            RankWeights::DeviceOwn(mirror) => self.mirrored_own(mirror)?,
+            RankWeights::Whole(_) | RankWeights::Device(_) => {
                 unreachable!("weights that every rank has are not collected")
             }
         };
-        let Some(Place { rank, weights, .. }) = &self.place else {
+        let Some(RankMembership { rank, weights, .. }) = &self.place else {
             unreachable!("a rank that is alone has all weights")
         };
         let collective = self.collective()?;
@@ -328,12 +331,12 @@ impl Rank {
         Ok(())
     }
 
-    /// The optimizer of whole tensors, collected from all ranks.
+    /// The optimizer of whole tensors, gathered from all ranks.
     ///
     /// # Errors
-    /// If another rank does not take part.
+    /// If another rank does not make the call.
     pub(crate) fn gather_optimizer(&self) -> Result<Optimizer, TrainerError> {
-        let Some(Place { trained, .. }) = &self.place else {
+        let Some(RankMembership { trained, .. }) = &self.place else {
             unreachable!("an optimizer that one rank has is not collected")
         };
         let all = self.collective()?.all_gather_bytes(encode(&&*self.states()?)?)?;
@@ -343,17 +346,17 @@ impl Rank {
         Ok(Optimizer::join(self.config.optimizer, self.optimizer.updates(), self.trained(), ranks))
     }
 
-    /// What it does with others.
+    /// The collective of the ranks.
     ///
     /// # Errors
-    /// If something went wrong before, or there are no others.
+    /// If an earlier error has closed it, or there is a single rank.
     pub(crate) fn collective(&self) -> Result<Arc<dyn HostCollective>, TrainerError> {
         let place = self.place.as_ref();
         let collective = place.and_then(|place| lock(&place.collective).clone());
         collective.ok_or(TrainerError::RanksEnded)
     }
 
-    /// Lets the other ranks know that this one does not go on.
+    /// Leaves the other ranks, whose calls end with an error.
     pub(crate) fn leave(&self) {
         if let Some(place) = &self.place {
             lock(&place.collective).take();
@@ -366,40 +369,40 @@ impl Rank {
     /// Predictions of this rank's rows under the current weights.
     ///
     /// # Errors
-    /// If a token lies beyond the vocabulary, another rank does not take part, or the device fails.
-    pub(crate) fn score(&self, task: Task<'_>, pool: &ThreadPool) -> Result<Scored, TrainerError> {
+    /// If a token is outside the vocabulary, another rank does not make the call, or the device fails.
+    pub(crate) fn score(&self, task: PlannedRows<'_>, pool: &ThreadPool) -> Result<ScoredRows, TrainerError> {
         match (&self.weights, &self.place) {
-            (Weights::Own(values), Some(place)) => {
+            (RankWeights::Own(values), Some(place)) => {
                 let collective = self.collective()?;
-                let line = Line {
+                let communication = Communication {
                     collective: &*collective,
                     trained: &place.trained,
                     weights: Some((&place.weights, values)),
-                    pool: &self.pool,
+                    buffers: &self.buffers,
                 };
-                exchange(&line, &mut TreeSums::default(), |ends| {
+                with_communication(&communication, &mut TreeSums::default(), |ends| {
                     score_with(&mut self.pass(Some(ends), None)?, place.rank, task, pool)
                 })
             }
-            (Weights::Whole(_) | Weights::Device(_) | Weights::DeviceOwn(_), place) => {
+            (RankWeights::Whole(_) | RankWeights::Device(_) | RankWeights::DeviceOwn(_), place) => {
                 let rank = place.as_ref().map_or(0, |place| place.rank);
                 score_with(&mut self.pass(None, None)?, rank, task, pool)
             }
-            (Weights::Own(_), None) => unreachable!("a rank that is alone has all weights"),
+            (RankWeights::Own(_), None) => unreachable!("a rank that is alone has all weights"),
         }
     }
 
     /// The same under another network, whose weights are `parameters`.
     ///
     /// # Errors
-    /// If a token lies beyond its vocabulary, or the device has no room for it.
+    /// If a token is outside its vocabulary, or the memory of the device is too small.
     pub(crate) fn score_under(
         &self,
         frozen: &Frozen,
         parameters: &Arc<Parameters>,
-        task: Task<'_>,
+        task: PlannedRows<'_>,
         pool: &ThreadPool,
-    ) -> Result<Scored, TrainerError> {
+    ) -> Result<ScoredRows, TrainerError> {
         if let Some(device) = &self.device {
             return self.score_frozen(device, (frozen, parameters), task, pool);
         }
@@ -408,18 +411,18 @@ impl Rank {
         score_with(&mut Pass::Whole(decoder), rank, task, pool)
     }
 
-    /// The network under the current weights, which come through `ends` if every rank has its own only. On a device
-    /// gradients are added up in `sums`, if there is such a place.
+    /// The network under the current weights, which are gathered over `ends` if they are sharded. On a device gradients are
+    /// accumulated in `sums`, if there is such a buffer.
     fn pass<'a>(
         &'a self,
-        ends: Option<Ends>,
+        ends: Option<Requests>,
         sums: Option<&'a mut Buffer<f32>>,
     ) -> Result<Pass<'a>, TrainerError> {
-        let gathering = ends.map(|ends| ends.gathering(&self.layout, &self.pool));
+        let gathering = ends.map(|ends| ends.gathering(&self.layout, &self.buffers));
         Ok(match (&self.device, gathering, &self.weights) {
             (Some(device), None, _) => Pass::Device(device.engine.pass(sums, None)?),
             (Some(device), Some(gathering), _) => Pass::Device(device.engine.gathered(gathering, sums)?),
-            (None, None, Weights::Whole(parameters)) => {
+            (None, None, RankWeights::Whole(parameters)) => {
                 Pass::whole(&self.model, parameters, self.config.recompute)
             }
             (None, Some(gathering), _) => {
@@ -430,15 +433,15 @@ impl Rank {
     }
 }
 
-/// Predictions of the rows of a rank, which takes part in the passes of the others.
+/// Predictions of the rows of a rank, which also makes the gathering calls of the passes of the others.
 fn score_with(
     pass: &mut Pass<'_>,
     rank: usize,
-    task: Task<'_>,
+    task: PlannedRows<'_>,
     pool: &ThreadPool,
-) -> Result<Scored, TrainerError> {
+) -> Result<ScoredRows, TrainerError> {
     let most = task.plan.iter().map(Vec::len).max().unwrap_or(0);
-    let mut scored = Scored::new();
+    let mut scored = ScoredRows::new();
     for round in 0..most {
         let Some(batch) = task.plan.get(rank).and_then(|mine| mine.get(round)) else {
             pass.skip_forward()?;

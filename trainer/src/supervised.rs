@@ -9,7 +9,7 @@ use model::{Prediction, PredictionGradient};
 use trajectory::Sample;
 
 use crate::TrainerError;
-use crate::lead::{Command, Comparison};
+use crate::lead::{PairComparison, RankCommand};
 use crate::learner::{Frozen, Learner, RowLoss};
 use crate::loss::preference::{Preference, PreferencePair, bradley_terry};
 
@@ -51,7 +51,7 @@ pub fn imitate(
     learning_rate: f32,
 ) -> Result<(f32, f64), TrainerError> {
     let samples = || rows.iter().copied().map(Cow::Borrowed).collect();
-    learner.tell(|network| Command::Imitate { network, rows: samples(), learning_rate })?;
+    learner.tell(|network| RankCommand::Imitate { network, rows: samples(), learning_rate })?;
     let (norm, losses) = learner.step(rows, &DemonstrationLoss::over(rows), learning_rate)?;
     Ok((norm, losses.iter().sum()))
 }
@@ -132,14 +132,14 @@ impl PairLoss {
     ) -> Result<(), TrainerError> {
         let Some(remote) = learner.remote() else { return Ok(()) };
         let comparison = match self {
-            Self::Reward { margin } => Comparison::Reward { margin: *margin },
+            Self::Reward { margin } => PairComparison::Reward { margin: *margin },
             Self::Preference { preference, reference } => {
                 remote.send_reference(reference)?;
-                Comparison::Preference(*preference)
+                PairComparison::Preference(*preference)
             }
         };
         let (network, rows) = (remote.network, rows.iter().copied().map(Cow::Borrowed).collect());
-        remote.tell(&Command::Compare { network, comparison, rows, learning_rate })
+        remote.tell(&RankCommand::Compare { network, comparison, rows, learning_rate })
     }
 
     fn compare(

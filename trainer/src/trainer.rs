@@ -21,7 +21,7 @@ use crate::checkpoint::{
 };
 use crate::colocation::Colocation;
 use crate::critic::{Critic, CriticNetwork};
-use crate::lead::{Command, UpdateCommand};
+use crate::lead::{RankCommand, UpdateCommand};
 use crate::learner::{Frozen, Learner};
 use crate::quarantine::Quarantine;
 use crate::report::{BatchStatistics, LogprobMismatch, StepReport, StepTime};
@@ -460,7 +460,7 @@ impl Trainer {
         }
         let number = |network: &CriticNetwork| network.learner.remote().map(|remote| remote.network);
         let critic = self.auxiliary.critic.as_ref();
-        remote.tell(&Command::Update(Box::new(UpdateCommand {
+        remote.tell(&RankCommand::Update(Box::new(UpdateCommand {
             network: remote.network,
             critic: critic.map(|critic| (critic.config, critic.network.as_ref().and_then(number))),
             algorithm: Cow::Borrowed(&self.config.algorithm),

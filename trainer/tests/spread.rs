@@ -412,7 +412,7 @@ fn gradients_leave_before_the_backward_has_reached_the_first_layer() {
     let count = |wanted: (&str, usize)| calls.iter().filter(|call| **call == wanted).count();
     assert_eq!(count(("gather", layer)), 2 * LAYERS - 1, "{calls:?}");
     assert_eq!((count(("reduce", layer)), count(("reduce", tail))), (LAYERS, 1), "{calls:?}");
-    assert!(log.iter().all(|(_, _, thread)| thread == "exchange 0"), "{log:?}");
+    assert!(log.iter().all(|(_, _, thread)| thread == "communication 0"), "{log:?}");
     drop((learner, leader));
     follower.join().unwrap().unwrap();
 }

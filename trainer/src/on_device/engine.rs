@@ -1,10 +1,10 @@
-//! The weights that a rank has on its device, and the optimizer where it is there too.
+//! The weights of a rank on its device, and the optimizer state if it is there too.
 //!
-//! A rank that is alone trains all weights. One that meets others on their devices trains those that it owns, which lie one
-//! after the other, in the order of its fragments; it computes with all of them, or gets them layer by layer.
+//! A single rank trains all weights. A rank of a device group trains its shards, which are concatenated in the order of its
+//! fragments; it computes with all weights, or gathers them layer by layer.
 //!
-//! Invariant: what computes is the rounded form of what is trained, and changes with it. Where a rank that is alone computes
-//! in f32 both are one buffer.
+//! Invariant: the weights that are computed with are the rounded form of the master weights, and change with them. If a single
+//! rank computes in f32 both are one buffer.
 
 use std::any::Any;
 use std::fmt;
@@ -21,46 +21,44 @@ use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
 
 use super::DevicePass;
-use super::pass::{NetworkPass, Source, Uploading, upload};
-use super::share::{Collecting, Reducing, Share};
+use super::pass::{NetworkPass, ParameterSource, ParameterUpload, upload};
 use crate::TrainerError;
 use crate::adamw::AdamwUpdate;
-use crate::exchange::Gathering;
 use crate::moments::Moments;
 use crate::optimizer::TensorState;
-use crate::shards::Fragment;
+use crate::zero::{DeviceGathering, DeviceReduction, DeviceSharding, Fragment, ParameterGathering};
 
-/// What no code path can bring about.
+/// Why master weights are always found.
 const ROUNDED: &str = "rounded weights that are trained have what they are rounded from beside them";
 
-/// What a rank has on its device.
-pub(crate) trait Engine: fmt::Debug + Send + Sync {
+/// The weights and the optimizer state of a rank on its device. The trait erases the storage type of the weights, f32 or bf16.
+pub(crate) trait DeviceRank: fmt::Debug + Send + Sync {
     fn device(&self) -> &Device;
 
-    /// From now on the rank meets others on their devices. Comes before any weights.
-    fn meet(&mut self, share: Share);
+    /// Joins the device group of the ranks. Is called before any weights are loaded.
+    fn meet(&mut self, share: DeviceSharding);
 
-    /// Lets the others know that this rank does not go on.
+    /// Leaves the other ranks, whose calls end with an error.
     fn leave(&self);
 
-    /// Brings weights to the device, of a rank that meets others those that it owns. With `trained` they are updated there.
+    /// Copies weights, `[weights]` or the shards of this rank, to the device. With `trained` they are updated there.
     fn load(&mut self, values: &[f32], trained: bool) -> device::Result<()>;
 
-    /// The weights that are updated there.
+    /// Copies the master weights, `[trained values]`, to the host.
     fn read(&self, values: &mut [f32]) -> device::Result<()>;
 
-    /// Gives up the memory of the weights.
+    /// Frees the weights.
     fn unload(&mut self);
 
     fn has_weights(&self) -> bool;
 
-    /// Brings the moments of all tensors to the device, which are f32.
+    /// Copies the moments of all tensors, in f32, to the device.
     fn load_moments(&mut self, states: &[TensorState]) -> device::Result<()>;
 
-    /// The moments that are there, of each tensor or fragment; `None` if they are on the host.
+    /// The moments of each tensor or fragment; `None` if they are on the host.
     fn read_moments(&self) -> device::Result<Option<Vec<TensorState>>>;
 
-    /// Gives up the memory of the moments.
+    /// Frees the moments.
     fn unload_moments(&mut self);
 
     /// The sum of the squares of `gradients`, which are of what is trained here.
@@ -83,7 +81,7 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// A pass with weights that come from all ranks through the host.
     fn gathered<'a>(
         &'a self,
-        gathering: Gathering<'a>,
+        gathering: ParameterGathering<'a>,
         sums: Option<&'a mut Buffer<f32>>,
     ) -> Result<Box<dyn DevicePass + 'a>, TrainerError>;
 
@@ -96,7 +94,7 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
         keep: bool,
     ) -> device::Result<Arc<dyn FrozenNetwork>>;
 
-    /// Gives up the memory of a network that is not trained; its bytes.
+    /// Frees a network that is not trained; its bytes.
     fn forget(&self) -> u64;
 
     /// The weights that are computed with, if they are there.
@@ -125,34 +123,34 @@ pub enum DeviceWeights<'a> {
 }
 
 /// The engine of weights that are computed with in `T`.
-struct OnDevice<T: Storage> {
+struct TypedDeviceRank<T: Storage> {
     device: Device,
     layout: Arc<Layout>,
     recompute: Recompute,
     decoder: DeviceDecoder<T>,
-    held: Option<Held<T>>,
+    parameters: Option<DeviceParameters<T>>,
     /// First and second.
     moments: Option<[Buffer<f32>; 2]>,
     /// What is trained here, in its order.
     pieces: Vec<Piece>,
-    share: Option<Share>,
+    share: Option<DeviceSharding>,
     /// Its end of broadcasts to samplers.
     owner: Mutex<Option<PushOwner<T>>>,
-    frozen: Mutex<Option<Arc<Frozen<T>>>>,
+    frozen: Mutex<Option<Arc<FrozenOnDevice<T>>>>,
 }
 
 /// Weights on the device.
-enum Held<T: Storage> {
+enum DeviceParameters<T: Storage> {
     /// All, of a rank that is alone. What is trained stands beside them where they are its rounded form.
     Alone { weights: Buffer<T>, masters: Option<Buffer<f32>> },
     /// All, which is what all ranks own, gathered.
-    Gathered { weights: Buffer<T>, own: Own<T> },
+    Gathered { weights: Buffer<T>, own: OwnedShards<T> },
     /// What this rank owns; a pass collects the layers that it is at.
-    Sharded(Own<T>),
+    Sharded(OwnedShards<T>),
 }
 
 /// What a rank that meets others owns, and trains.
-struct Own<T: Storage> {
+struct OwnedShards<T: Storage> {
     masters: Buffer<f32>,
     rounded: Buffer<T>,
 }
@@ -167,7 +165,7 @@ struct Piece {
 }
 
 /// A network that is not trained.
-struct Frozen<T: Storage> {
+struct FrozenOnDevice<T: Storage> {
     device: Device,
     /// What it was made of, by which it is recognised.
     parameters: Arc<Parameters>,
@@ -185,15 +183,15 @@ pub(crate) fn open(
     model: &Config,
     layout: &Arc<Layout>,
     recompute: Recompute,
-) -> device::Result<Box<dyn Engine>> {
+) -> device::Result<Box<dyn DeviceRank>> {
     let device = Device::open(place)?;
     Ok(match dtype {
-        Dtype::F32 => Box::new(OnDevice::<f32>::new(device, model, layout, recompute)?),
-        Dtype::Bf16 => Box::new(OnDevice::<bf16>::new(device, model, layout, recompute)?),
+        Dtype::F32 => Box::new(TypedDeviceRank::<f32>::new(device, model, layout, recompute)?),
+        Dtype::Bf16 => Box::new(TypedDeviceRank::<bf16>::new(device, model, layout, recompute)?),
     })
 }
 
-impl<T: Storage> OnDevice<T> {
+impl<T: Storage> TypedDeviceRank<T> {
     fn new(
         device: Device,
         model: &Config,
@@ -208,7 +206,7 @@ impl<T: Storage> OnDevice<T> {
             layout: Arc::clone(layout),
             recompute,
             decoder,
-            held: None,
+            parameters: None,
             moments: None,
             pieces,
             share: None,
@@ -223,31 +221,35 @@ impl<T: Storage> OnDevice<T> {
         let masters = device.upload(values)?;
         let mut rounded = device.uninit(values.len())?;
         cast(&self.device, masters.all(), rounded.all_mut())?;
-        let own = Own { masters, rounded };
-        self.held = Some(if self.share.as_ref().is_some_and(|share| share.weights) {
-            Held::Sharded(own)
+        let own = OwnedShards { masters, rounded };
+        self.parameters = Some(if self.share.as_ref().is_some_and(|share| share.weights) {
+            DeviceParameters::Sharded(own)
         } else {
-            Held::Gathered { weights: device.uninit(self.layout.len())?, own }
+            DeviceParameters::Gathered { weights: device.uninit(self.layout.len())?, own }
         });
         self.gather()
     }
 
     /// Computes with what all ranks have updated.
     fn gather(&mut self) -> device::Result<()> {
-        match (&self.share, &mut self.held) {
-            (Some(share), Some(Held::Gathered { weights, own })) => share.gather(own.rounded.all(), weights),
+        match (&self.share, &mut self.parameters) {
+            (Some(share), Some(DeviceParameters::Gathered { weights, own })) => {
+                share.gather(own.rounded.all(), weights)
+            }
             _ => Ok(()),
         }
     }
 
-    /// The weights, of whoever cannot be called before they are there.
-    fn held(&self) -> &Held<T> {
-        let Some(held) = &self.held else { unreachable!("weights come to the device before somebody asks") };
-        held
+    /// The weights, after they are loaded.
+    fn parameters(&self) -> &DeviceParameters<T> {
+        let Some(parameters) = &self.parameters else {
+            unreachable!("weights are loaded before the first pass")
+        };
+        parameters
     }
 }
 
-impl<T: Storage> Held<T> {
+impl<T: Storage> DeviceParameters<T> {
     /// All of them, if they are here.
     fn all(&self) -> Option<&Buffer<T>> {
         match self {
@@ -281,7 +283,7 @@ impl<T: Storage> Held<T> {
     }
 
     fn bytes(&self) -> u64 {
-        let own = |own: &Own<T>| own.masters.bytes() + own.rounded.bytes();
+        let own = |own: &OwnedShards<T>| own.masters.bytes() + own.rounded.bytes();
         match self {
             Self::Alone { weights, masters } => weights.bytes() + masters.as_ref().map_or(0, Buffer::bytes),
             Self::Gathered { weights, own: shard } => weights.bytes() + own(shard),
@@ -296,12 +298,12 @@ impl Piece {
     }
 }
 
-impl<T: Storage> Engine for OnDevice<T> {
+impl<T: Storage> DeviceRank for TypedDeviceRank<T> {
     fn device(&self) -> &Device {
         &self.device
     }
 
-    fn meet(&mut self, share: Share) {
+    fn meet(&mut self, share: DeviceSharding) {
         let specs = self.layout.specs();
         let pieces = share.fragments().iter();
         let piece =
@@ -321,26 +323,26 @@ impl<T: Storage> Engine for OnDevice<T> {
             return self.load_own(values);
         }
         let device = self.device.labelled("weights");
-        let mut weights = match self.held.take() {
-            Some(Held::Alone { weights, .. }) => weights,
+        let mut weights = match self.parameters.take() {
+            Some(DeviceParameters::Alone { weights, .. }) => weights,
             _ => device.uninit(values.len())?,
         };
         upload(&self.device, values, weights.all_mut())?;
         let masters = if trained && T::NARROW { Some(device.upload(values)?) } else { None };
-        self.held = Some(Held::Alone { weights, masters });
+        self.parameters = Some(DeviceParameters::Alone { weights, masters });
         Ok(())
     }
 
     fn read(&self, values: &mut [f32]) -> device::Result<()> {
-        self.device.download_to(self.held().trained().all(), values)
+        self.device.download_to(self.parameters().trained().all(), values)
     }
 
     fn unload(&mut self) {
-        self.held = None;
+        self.parameters = None;
     }
 
     fn has_weights(&self) -> bool {
-        self.held.is_some()
+        self.parameters.is_some()
     }
 
     fn load_moments(&mut self, states: &[TensorState]) -> device::Result<()> {
@@ -381,10 +383,11 @@ impl<T: Storage> Engine for OnDevice<T> {
     }
 
     fn update(&mut self, adam: &AdamwUpdate, gradients: View<'_, f32>) -> device::Result<()> {
-        let Self { device, held: Some(held), moments: Some([first, second]), pieces, .. } = self else {
+        let Self { device, parameters: Some(parameters), moments: Some([first, second]), pieces, .. } = self
+        else {
             unreachable!("weights that are trained on the device are there, with their moments")
         };
-        let (values, mut rounded) = held.trained_mut();
+        let (values, mut rounded) = parameters.trained_mut();
         for (place, step) in steps(adam, pieces) {
             let rounded = rounded.as_mut().map(|rounded| rounded.view_mut(place.clone()));
             let (first, second) = (first.view_mut(place.clone()), second.view_mut(place.clone()));
@@ -403,20 +406,20 @@ impl<T: Storage> Engine for OnDevice<T> {
         sums: Option<&'a mut Buffer<f32>>,
         own: Option<&'a mut Buffer<f32>>,
     ) -> device::Result<Box<dyn DevicePass + 'a>> {
-        let source = match (self.held(), &self.share) {
-            (Held::Sharded(own), Some(share)) => {
-                let collecting = Collecting::new(&self.device, &self.layout, share, own.rounded.all())?;
-                Source::Collected(Box::new(collecting))
+        let source = match (self.parameters(), &self.share) {
+            (DeviceParameters::Sharded(own), Some(share)) => {
+                let collecting = DeviceGathering::new(&self.device, &self.layout, share, own.rounded.all())?;
+                ParameterSource::Collected(Box::new(collecting))
             }
-            (Held::Sharded(_), None) => unreachable!("who owns a shard meets the others"),
-            (Held::Alone { weights, .. } | Held::Gathered { weights, .. }, _) => {
-                Source::Whole(weights.all(), &self.layout)
+            (DeviceParameters::Sharded(_), None) => unreachable!("who owns a shard meets the others"),
+            (DeviceParameters::Alone { weights, .. } | DeviceParameters::Gathered { weights, .. }, _) => {
+                ParameterSource::Whole(weights.all(), &self.layout)
             }
         };
         let pass = NetworkPass::new((&self.device, &self.layout), &self.decoder, source, sums);
         Ok(match (&self.share, own) {
             (Some(share), Some(own)) => {
-                Box::new(pass.reducing(Reducing { share, own, leave: true, first: true }))
+                Box::new(pass.reducing(DeviceReduction { share, own, leave: true, first: true }))
             }
             _ => Box::new(pass),
         })
@@ -424,10 +427,11 @@ impl<T: Storage> Engine for OnDevice<T> {
 
     fn gathered<'a>(
         &'a self,
-        gathering: Gathering<'a>,
+        gathering: ParameterGathering<'a>,
         sums: Option<&'a mut Buffer<f32>>,
     ) -> Result<Box<dyn DevicePass + 'a>, TrainerError> {
-        let source = Source::Gathered(Box::new(Uploading::new(&self.device, &self.layout, gathering)?));
+        let source =
+            ParameterSource::Gathered(Box::new(ParameterUpload::new(&self.device, &self.layout, gathering)?));
         Ok(Box::new(NetworkPass::new((&self.device, &self.layout), &self.decoder, source, sums)))
     }
 
@@ -447,7 +451,7 @@ impl<T: Storage> Engine for OnDevice<T> {
         *kept = None;
         let mut weights = self.device.labelled("frozen weights").uninit(parameters.layout().len())?;
         upload(&self.device, parameters.values(), weights.all_mut())?;
-        let frozen = Arc::new(Frozen {
+        let frozen = Arc::new(FrozenOnDevice {
             device: self.device.clone(),
             parameters: Arc::clone(parameters),
             decoder: DeviceDecoder::new(&self.device, config, parameters.layout(), self.recompute)?,
@@ -465,14 +469,14 @@ impl<T: Storage> Engine for OnDevice<T> {
     }
 
     fn weights(&self) -> Option<DeviceWeights<'_>> {
-        let weights = self.held.as_ref()?.all()? as &dyn Any;
+        let weights = self.parameters.as_ref()?.all()? as &dyn Any;
         let f32s = weights.downcast_ref::<Buffer<f32>>().map(|weights| DeviceWeights::F32(weights.all()));
         f32s.or_else(|| Some(DeviceWeights::Bf16(weights.downcast_ref::<Buffer<bf16>>()?.all())))
     }
 
     fn send(&self, plan: &PushPlan, index: usize, hub: Option<&Hub>) -> Result<Digest, WeightsError> {
         let (cut, what) = (plan.cut(index), "send weights");
-        let all = self.held.as_ref().and_then(Held::all).filter(|all| cut.end <= all.len());
+        let all = self.parameters.as_ref().and_then(DeviceParameters::all).filter(|all| cut.end <= all.len());
         let Some(weights) = all else {
             let reason =
                 format!("{} does not have all weights, of which it is to send {cut:?}", self.device.name());
@@ -491,20 +495,20 @@ impl<T: Storage> Engine for OnDevice<T> {
 
     fn bytes(&self) -> [u64; 2] {
         let moments = self.moments.iter().flatten().map(Buffer::bytes).sum();
-        [self.held.as_ref().map_or(0, Held::bytes), moments]
+        [self.parameters.as_ref().map_or(0, DeviceParameters::bytes), moments]
     }
 }
 
-impl<T: Storage> fmt::Debug for OnDevice<T> {
+impl<T: Storage> fmt::Debug for TypedDeviceRank<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OnDevice").field("device", &self.device).finish_non_exhaustive()
+        f.debug_struct("TypedDeviceRank").field("device", &self.device).finish_non_exhaustive()
     }
 }
 
-impl<T: Storage> FrozenNetwork for Frozen<T> {
+impl<T: Storage> FrozenNetwork for FrozenOnDevice<T> {
     fn pass(&self) -> Box<dyn DevicePass + '_> {
         let layout = self.parameters.layout();
-        let source = Source::Whole(self.weights.all(), layout);
+        let source = ParameterSource::Whole(self.weights.all(), layout);
         Box::new(NetworkPass::new((&self.device, layout), &self.decoder, source, None))
     }
 }

@@ -1,6 +1,6 @@
 //! The host's copy of weights that are trained on a device: of all of them, or of those that a rank owns.
 //!
-//! Invariant: it is made when somebody asks for it and once per version, into the memory that the one before had.
+//! Invariant: it is copied on demand and at most once per version, into the memory of the copy before.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -8,13 +8,13 @@ use model::Parameters;
 
 use crate::TrainerError;
 
-/// Values that a copy can be made in.
-pub(crate) trait Values {
+/// MirroredValues that a copy can be made in.
+pub(crate) trait MirroredValues {
     fn all(&self) -> &[f32];
     fn all_mut(&mut self) -> &mut [f32];
 }
 
-impl Values for Parameters {
+impl MirroredValues for Parameters {
     fn all(&self) -> &[f32] {
         self.values()
     }
@@ -24,7 +24,7 @@ impl Values for Parameters {
     }
 }
 
-impl Values for Vec<f32> {
+impl MirroredValues for Vec<f32> {
     fn all(&self) -> &[f32] {
         self
     }
@@ -34,7 +34,7 @@ impl Values for Vec<f32> {
     }
 }
 
-/// A copy that may be out of date, and then is made anew.
+/// A copy that may be out of date, and is then copied again.
 #[derive(Debug)]
 pub(crate) struct Mirror<V> {
     current: OnceLock<Arc<V>>,
@@ -42,13 +42,13 @@ pub(crate) struct Mirror<V> {
     spare: Mutex<Option<V>>,
 }
 
-impl<V: Values> Mirror<V> {
+impl<V: MirroredValues> Mirror<V> {
     /// One that is up to date.
     pub(crate) fn of(values: Arc<V>) -> Self {
         Self { current: OnceLock::from(values), spare: Mutex::default() }
     }
 
-    /// The copy; if it is out of date, `read` writes the weights where they go, which `new` makes if there is no room.
+    /// The copy. If it is out of date, `read` writes the weights to memory that `new` allocates if there is none.
     ///
     /// # Errors
     /// That of `read`.

@@ -11,19 +11,16 @@
 //! - `config`: which device, and what is on it
 //! - `engine`: the weights on a device, and the optimizer
 //! - `pass`: forward and backward there; `mirror`: the host's copy of what is there
-//! - `share`: what ranks exchange from device to device
 
 mod config;
 mod engine;
 mod mirror;
 mod pass;
-mod share;
 #[cfg(all(test, feature = "emulator"))]
 mod tests;
 
 pub use config::{CollectivePlace, DeviceConfig, OptimizerPlace};
 pub use engine::DeviceWeights;
-pub(crate) use engine::{Engine, open};
+pub(crate) use engine::{DeviceRank, open};
 pub(crate) use mirror::Mirror;
 pub(crate) use pass::DevicePass;
-pub(crate) use share::Share;

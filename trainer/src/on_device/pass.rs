@@ -8,10 +8,9 @@ use device::{Buffer, Device, DeviceError, Storage, View, ViewMut};
 use model::on_device::{DeviceDecoder, DeviceTrace, UnitGradients, UnitWeights};
 use model::{GradientSink, LayerSource, Layout, Prediction, PredictionGradient, Unit};
 
-use super::share::{Collecting, Reducing};
 use crate::TrainerError;
-use crate::exchange::{Gathering, number};
 use crate::packing::Packed;
+use crate::zero::{DeviceGathering, DeviceReduction, ParameterGathering, number};
 
 /// Values that go to a device at a time, where they are rounded on the way.
 const STAGED: usize = 1 << 22;
@@ -50,30 +49,30 @@ pub(crate) struct NetworkPass<'a, T: Storage> {
     device: &'a Device,
     decoder: &'a DeviceDecoder<T>,
     layout: &'a Layout,
-    source: Source<'a, T>,
+    source: ParameterSource<'a, T>,
     /// Sums of all gradients, laid out as the weights are, where they are kept; otherwise a unit has its own until it is
     /// done.
     sums: Option<&'a mut Buffer<f32>>,
     /// Where ranks meet on their devices.
-    reducing: Option<Reducing<'a>>,
+    reducing: Option<DeviceReduction<'a>>,
     /// What the last forward left.
     trace: Option<DeviceTrace<T>>,
 }
 
 /// Where the weights are.
-pub(crate) enum Source<'a, T: Storage> {
+pub(crate) enum ParameterSource<'a, T: Storage> {
     /// All on the device.
     Whole(View<'a, T>, &'a Layout),
     /// Layers come from all ranks, through the host, when they are needed.
-    Gathered(Box<Uploading<'a, T>>),
+    Gathered(Box<ParameterUpload<'a, T>>),
     /// The same from device to device.
-    Collected(Box<Collecting<'a, T>>),
+    Collected(Box<DeviceGathering<'a, T>>),
 }
 
 /// Layers on their way from the other ranks to the device.
-pub(crate) struct Uploading<'a, T: Storage> {
+pub(crate) struct ParameterUpload<'a, T: Storage> {
     device: &'a Device,
-    gathering: Gathering<'a>,
+    gathering: ParameterGathering<'a>,
     /// Embedding and tail.
     ends: [Buffer<T>; 2],
     /// The layer that was asked for last.
@@ -82,14 +81,14 @@ pub(crate) struct Uploading<'a, T: Storage> {
 }
 
 /// The way of gradients to the host, or to the devices of their owners.
-struct Handing<'a, 'b, 'c> {
+struct GradientTransfer<'a, 'b, 'c> {
     device: &'a Device,
     layout: &'a Layout,
     sums: Option<&'a mut Buffer<f32>>,
     /// Those of units that are not done.
     units: Vec<Option<Buffer<f32>>>,
     sink: Option<&'a mut (dyn GradientSink + 'b)>,
-    reducing: Option<&'a mut Reducing<'c>>,
+    reducing: Option<&'a mut DeviceReduction<'c>>,
     /// On the host, used again.
     values: Vec<f32>,
 }
@@ -120,14 +119,14 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
     pub(crate) fn new(
         (device, layout): (&'a Device, &'a Layout),
         decoder: &'a DeviceDecoder<T>,
-        source: Source<'a, T>,
+        source: ParameterSource<'a, T>,
         sums: Option<&'a mut Buffer<f32>>,
     ) -> Self {
         Self { device, decoder, layout, source, sums, reducing: None, trace: None }
     }
 
     /// The same, whose gradients go to their owners.
-    pub(crate) fn reducing(self, reducing: Reducing<'a>) -> Self {
+    pub(crate) fn reducing(self, reducing: DeviceReduction<'a>) -> Self {
         Self { reducing: Some(reducing), ..self }
     }
 }
@@ -154,7 +153,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     ) -> Result<(), TrainerError> {
         let Some(trace) = self.trace.take() else { unreachable!("a backward follows a forward") };
         self.source.turn(true);
-        let mut handing = Handing {
+        let mut handing = GradientTransfer {
             device: self.device,
             layout: self.layout,
             sums: self.sums.as_deref_mut(),
@@ -176,9 +175,9 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError> {
         self.source.turn(backward);
         match &mut self.source {
-            Source::Whole(..) => {}
-            Source::Gathered(uploading) => drop(uploading.gathering.layer(index)?),
-            Source::Collected(collecting) => collecting.skip(index)?,
+            ParameterSource::Whole(..) => {}
+            ParameterSource::Gathered(uploading) => drop(uploading.gathering.layer(index)?),
+            ParameterSource::Collected(collecting) => collecting.skip(index)?,
         }
         Ok(())
     }
@@ -200,7 +199,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     }
 }
 
-impl<T: Storage> Source<'_, T> {
+impl<T: Storage> ParameterSource<'_, T> {
     fn turn(&mut self, backward: bool) {
         match self {
             Self::Whole(..) => {}
@@ -210,7 +209,7 @@ impl<T: Storage> Source<'_, T> {
     }
 }
 
-impl<T: Storage> UnitWeights<T> for Source<'_, T> {
+impl<T: Storage> UnitWeights<T> for ParameterSource<'_, T> {
     fn unit(&mut self, unit: Unit) -> device::Result<View<'_, T>> {
         match self {
             Self::Whole(all, layout) => Ok(all.slice(layout.unit(unit))),
@@ -220,7 +219,7 @@ impl<T: Storage> UnitWeights<T> for Source<'_, T> {
     }
 }
 
-impl<'a, T: Storage> Uploading<'a, T> {
+impl<'a, T: Storage> ParameterUpload<'a, T> {
     /// Layers of `layout` that come through `gathering`; embedding and tail stay as long as this does.
     ///
     /// # Errors
@@ -228,7 +227,7 @@ impl<'a, T: Storage> Uploading<'a, T> {
     pub(crate) fn new(
         device: &'a Device,
         layout: &Layout,
-        mut gathering: Gathering<'a>,
+        mut gathering: ParameterGathering<'a>,
     ) -> Result<Self, TrainerError> {
         let weights = device.labelled("weights");
         let to_device = |values: &[f32]| -> device::Result<Buffer<T>> {
@@ -262,7 +261,7 @@ impl<'a, T: Storage> Uploading<'a, T> {
     }
 }
 
-impl UnitGradients for Handing<'_, '_, '_> {
+impl UnitGradients for GradientTransfer<'_, '_, '_> {
     fn unit(&mut self, unit: Unit) -> device::Result<ViewMut<'_, f32>> {
         let place = self.layout.unit(unit);
         if let Some(sums) = &mut self.sums {

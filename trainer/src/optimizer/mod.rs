@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::adamw::AdamwUpdate;
 use crate::moments::{BLOCK, Coded, MIN_CODED, MomentChunk, Moments};
-use crate::shards::Fragment;
+use crate::zero::Fragment;
 
 /// Optimizer kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

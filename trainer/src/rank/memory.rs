@@ -1,10 +1,10 @@
-//! What a rank has in memory, and what of it can leave while somebody else has the device.
+//! The memory of a rank, and what of it moves away while the sampler has the device.
 
 use std::sync::Arc;
 
 use model::Parameters;
 
-use super::{Rank, Weights};
+use super::{Rank, RankWeights};
 use crate::lora::Adapter;
 use crate::optimizer::StateStream;
 
@@ -12,17 +12,17 @@ impl Rank {
     /// Memory of weights, gradients and optimizer, bytes.
     pub(crate) fn bytes(&self) -> u64 {
         let weights = match &self.weights {
-            Weights::Whole(parameters) => size_of_val(parameters.values()),
-            Weights::Own(own) => size_of_val(&own[..]),
-            Weights::Device(mirror) => mirror.bytes(),
-            Weights::DeviceOwn(mirror) => mirror.bytes(),
+            RankWeights::Whole(parameters) => size_of_val(parameters.values()),
+            RankWeights::Own(own) => size_of_val(&own[..]),
+            RankWeights::Device(mirror) => mirror.bytes(),
+            RankWeights::DeviceOwn(mirror) => mirror.bytes(),
         };
         let host = weights as u64 + self.sums.bytes() + self.optimizer.bytes();
         host + self.device_bytes().iter().sum::<u64>()
     }
 
-    /// Memory of the optimizer and of the weights with the frozen ones under an adapter, bytes: where they count, and
-    /// what a device computes with.
+    /// Memory of the optimizer and of the weights with the frozen ones under an adapter, bytes, on the host and on the
+    /// device.
     pub(crate) fn bytes_to_keep(&mut self) -> [u64; 2] {
         let on_device = self.device_bytes();
         let on_host = [(true, false), (false, true)].map(|(optimizer, weights)| {
@@ -31,20 +31,20 @@ impl Rank {
         [on_host[0] + on_device[0], on_host[1] + on_device[1]]
     }
 
-    /// Gives up the gradients that are only kept because zeroing is cheaper than allocating. Returns their bytes.
+    /// Frees the buffers of gradients, which are kept from step to step only to save allocations. Returns their bytes.
     pub(crate) fn drop_gradients(&mut self) -> u64 {
-        self.sums.clear() + self.pool.clear() + self.drop_sums()
+        self.sums.clear() + self.buffers.clear() + self.drop_sums()
     }
 
-    /// The numbers of the optimizer, of the weights with the frozen ones under an adapter, or of both.
+    /// The values of the optimizer state, of the weights with the frozen ones under an adapter, or of both.
     pub(crate) fn streams(&mut self, of_optimizer: bool, of_weights: bool) -> Vec<StateStream<'_>> {
         let mut streams = if of_optimizer { self.optimizer.streams() } else { Vec::new() };
         if of_weights {
             let weights = match &mut self.weights {
-                Weights::Whole(parameters) => Arc::get_mut(parameters).map(Parameters::buffer_mut),
-                Weights::Own(own) => Some(own),
-                // It is brought to the host before it leaves.
-                Weights::Device(_) | Weights::DeviceOwn(_) => None,
+                RankWeights::Whole(parameters) => Arc::get_mut(parameters).map(Parameters::buffer_mut),
+                RankWeights::Own(own) => Some(own),
+                // It is copied to the host before it moves away.
+                RankWeights::Device(_) | RankWeights::DeviceOwn(_) => None,
             };
             let frozen = self.adapter.as_mut().map(Adapter::base_mut);
             streams.extend(weights.into_iter().chain(frozen).map(StateStream::F32));

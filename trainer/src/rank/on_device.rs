@@ -1,8 +1,8 @@
 //! The part of a rank that is on a device.
 //!
-//! Invariant: weights and optimizer are in one place that counts: on the device, where the rank trains there, or on the
-//! host. They move as a whole and unchanged. A rank that meets others on their devices owns its shards of the weights alone,
-//! whatever it computes with.
+//! Invariant: master weights and optimizer state are on the device if the rank updates them there, and on the host otherwise.
+//! They move as a whole and unchanged. A rank of a device group owns only its shards of the master weights, whatever it
+//! computes with.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -13,21 +13,22 @@ use model::{Parameters, ThreadPool};
 use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
 
-use super::step::{Step, finite, norm_of_all};
-use super::{Place, Rank, Task, Weights};
+use super::step::{StepInputs, finite, norm_of_all};
+use super::{PlannedRows, Rank, RankWeights};
 use crate::TrainerError;
 use crate::learner::{Frozen, RowLoss};
 use crate::norm::{SquareSum, clip};
-use crate::on_device::{CollectivePlace, DeviceWeights, Engine, Mirror, OptimizerPlace, Share, open};
+use crate::on_device::{CollectivePlace, DeviceRank, DeviceWeights, Mirror, OptimizerPlace, open};
 use crate::optimizer::{Optimizer, OptimizerKind, TensorState};
 use crate::pass::Pass;
-use crate::plan::turns;
-use crate::rank::{Scored, score_with};
+use crate::plan::step_passes;
+use crate::rank::{ScoredRows, score_with};
+use crate::zero::DeviceSharding;
 
 /// What a rank has on its device.
 #[derive(Debug)]
-pub(super) struct OnDevice {
-    pub(super) engine: Box<dyn Engine>,
+pub(super) struct RankDevice {
+    pub(super) engine: Box<dyn DeviceRank>,
     /// Sums of gradients, kept from step to step as the host's are.
     sums: Option<Buffer<f32>>,
     /// Sums over all ranks that this one owns, where it meets the others on their devices.
@@ -38,8 +39,8 @@ pub(super) struct OnDevice {
     pub(super) meets: bool,
 }
 
-impl OnDevice {
-    /// Weights that others have updated, computed with from now on.
+impl RankDevice {
+    /// RankWeights that others have updated, computed with from now on.
     fn refresh(&mut self, parameters: &Parameters) -> Result<(), TrainerError> {
         Ok(self.engine.load(parameters.values(), false)?)
     }
@@ -49,7 +50,7 @@ impl Rank {
     /// Opens the device of the configuration, if there is one, and brings there what belongs there.
     ///
     /// # Errors
-    /// If the device is not there, or has no room.
+    /// If the device is not available, or its memory is too small.
     pub(super) fn on_device(mut self) -> Result<Self, TrainerError> {
         let Some(config) = &self.config.device else { return Ok(self) };
         let rank = self.place.as_ref().map_or(0, |place| place.rank);
@@ -64,16 +65,16 @@ impl Rank {
         }
         let meets = movable && self.meet(&mut *engine, config.collective)?;
         let trains = movable && (meets || self.place.is_none());
-        if let (true, Some(place), Weights::Whole(all)) = (meets, &self.place, &self.weights) {
-            self.weights = Weights::Own(place.weights.pack(rank, all.values()));
+        if let (true, Some(place), RankWeights::Whole(all)) = (meets, &self.place, &self.weights) {
+            self.weights = RankWeights::Own(place.weights.pack(rank, all.values()));
         }
-        self.device = Some(OnDevice { engine, sums: None, own: None, trains, meets });
+        self.device = Some(RankDevice { engine, sums: None, own: None, trains, meets });
         self.enter_device()?;
         Ok(self)
     }
 
     /// Meets the other ranks on their devices, if there are any and that is possible. Whether it does.
-    fn meet(&self, engine: &mut dyn Engine, wish: CollectivePlace) -> Result<bool, TrainerError> {
+    fn meet(&self, engine: &mut dyn DeviceRank, wish: CollectivePlace) -> Result<bool, TrainerError> {
         let Some(place) = self.place.as_ref().filter(|_| wish != CollectivePlace::Host) else {
             return Ok(false);
         };
@@ -89,29 +90,29 @@ impl Rank {
         let id = if place.rank == 0 { DeviceGroupId::new(device)?.to_bytes() } else { Vec::new() };
         let id = DeviceGroupId::from_bytes(&collective.broadcast_bytes(0, id)?);
         let group = DeviceGroup::join(device, &id, place.rank, collective.world(), self.config.wait)?;
-        engine.meet(Share::new(group, place.weights.clone(), self.config.shares_weights()));
+        engine.meet(DeviceSharding::new(group, place.weights.clone(), self.config.shares_weights()));
         Ok(true)
     }
 
     /// Brings to the device what belongs there and is on the host.
     ///
     /// # Errors
-    /// If the device has no room.
+    /// If the memory of the device is too small.
     pub(crate) fn enter_device(&mut self) -> Result<(), TrainerError> {
-        let Some(OnDevice { engine, trains, meets, .. }) = &mut self.device else { return Ok(()) };
+        let Some(RankDevice { engine, trains, meets, .. }) = &mut self.device else { return Ok(()) };
         if !engine.has_weights() {
             match &mut self.weights {
-                Weights::Whole(parameters) => {
+                RankWeights::Whole(parameters) => {
                     engine.load(parameters.values(), *trains)?;
                     if *trains {
-                        self.weights = Weights::Device(Mirror::of(Arc::clone(parameters)));
+                        self.weights = RankWeights::Device(Mirror::of(Arc::clone(parameters)));
                     }
                 }
-                Weights::Own(own) if *meets => {
+                RankWeights::Own(own) if *meets => {
                     engine.load(own, true)?;
-                    self.weights = Weights::DeviceOwn(Mirror::of(Arc::new(std::mem::take(own))));
+                    self.weights = RankWeights::DeviceOwn(Mirror::of(Arc::new(std::mem::take(own))));
                 }
-                Weights::Own(_) | Weights::Device(_) | Weights::DeviceOwn(_) => {}
+                RankWeights::Own(_) | RankWeights::Device(_) | RankWeights::DeviceOwn(_) => {}
             }
         }
         if *trains && !self.optimizer.states().is_empty() {
@@ -127,17 +128,17 @@ impl Rank {
     /// # Errors
     /// If the device fails.
     pub(crate) fn leave_device(&mut self, optimizer: bool, weights: bool) -> Result<u64, TrainerError> {
-        let Some(OnDevice { engine, meets: false, .. }) = &mut self.device else { return Ok(0) };
+        let Some(RankDevice { engine, meets: false, .. }) = &mut self.device else { return Ok(0) };
         let before = engine.bytes().iter().sum::<u64>();
         if optimizer && let Some(states) = engine.read_moments()? {
             self.optimizer.put_states(states);
             engine.unload_moments();
         }
         if weights {
-            if let Weights::Device(mirror) = &self.weights {
+            if let RankWeights::Device(mirror) = &self.weights {
                 let read = |values: &mut [f32]| Ok(engine.read(values)?);
                 let new = || Parameters::zeros(Arc::clone(&self.layout));
-                self.weights = Weights::Whole(Arc::clone(mirror.get(new, read)?));
+                self.weights = RankWeights::Whole(Arc::clone(mirror.get(new, read)?));
             }
             engine.unload();
         }
@@ -230,14 +231,14 @@ impl Rank {
     /// Predictions under another network on the device.
     ///
     /// # Errors
-    /// If the device has no room for its weights.
+    /// If the memory of the device is too small for its weights.
     pub(super) fn score_frozen(
         &self,
-        device: &OnDevice,
+        device: &RankDevice,
         (frozen, parameters): (&Frozen, &Arc<Parameters>),
-        task: Task<'_>,
+        task: PlannedRows<'_>,
         pool: &ThreadPool,
-    ) -> Result<Scored, TrainerError> {
+    ) -> Result<ScoredRows, TrainerError> {
         // A model that is swapped in is let go on the device as it is on the host.
         let keep = !frozen.weights.is_swapped();
         let network = device.engine.frozen(frozen.weights.config(), parameters, keep)?;
@@ -273,7 +274,7 @@ impl Rank {
     /// If the device fails.
     pub(super) fn refresh(&mut self) -> Result<(), TrainerError> {
         match (&mut self.device, &self.weights) {
-            (Some(device), Weights::Whole(parameters)) => device.refresh(parameters),
+            (Some(device), RankWeights::Whole(parameters)) => device.refresh(parameters),
             _ => Ok(()),
         }
     }
@@ -282,7 +283,7 @@ impl Rank {
     pub(super) fn step_on_device<L: RowLoss>(
         &mut self,
         sums: &mut Buffer<f32>,
-        step: &Step<'_, L>,
+        step: &StepInputs<'_, L>,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let Some(on_device) = &mut self.device else { unreachable!("sums are taken of a device") };
         let mut pass = Pass::Device(on_device.engine.pass(Some(&mut *sums), None)?);
@@ -300,18 +301,18 @@ impl Rank {
             }
             let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), step.learning_rate);
             on_device.engine.update(&adam, sums.all())?;
-            if let Weights::Device(mirror) = &mut self.weights {
+            if let RankWeights::Device(mirror) = &mut self.weights {
                 mirror.outdate();
             }
             return Ok((norm, reports));
         }
-        let mut gradients = self.pool.take(sums.len());
+        let mut gradients = self.buffers.take(sums.len());
         let downloaded = on_device.engine.device().download_to(sums.all(), &mut gradients);
         let norm = downloaded.map_err(TrainerError::from).and_then(|()| {
             let adapted = self.adapter.as_ref().map(|adapter| adapter.gradients(&gradients, step.pool));
             self.update_alone(adapted.as_deref().unwrap_or(&gradients), step)
         });
-        self.pool.put(gradients);
+        self.buffers.put(gradients);
         let norm = norm?;
         self.refresh()?;
         Ok((norm, reports))
@@ -321,13 +322,13 @@ impl Rank {
     pub(super) fn step_on_devices<L: RowLoss>(
         &mut self,
         sums: Option<&mut Buffer<f32>>,
-        step: &Step<'_, L>,
+        step: &StepInputs<'_, L>,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let collective = self.collective()?;
-        let (Some(on_device), Some(Place { rank, .. })) = (&mut self.device, &self.place) else {
+        let Some(on_device) = &mut self.device else {
             unreachable!("ranks that meet on their devices have a place and a device")
         };
-        let OnDevice { engine, own, .. } = on_device;
+        let RankDevice { engine, own, .. } = on_device;
         let own = match own {
             Some(own) => {
                 engine.device().clear(own.all_mut())?;
@@ -336,14 +337,14 @@ impl Rank {
             None => own.insert(engine.device().labelled("gradients").zeros(engine.trained())?),
         };
         let position = collective.position();
-        let turns = turns(step.task.plan, position, !self.config.shares_gradients());
+        let step_passes = step_passes(step.task.plan, position, !self.config.shares_gradients());
         let mut reports = step.reports(position.world);
         let mut pass = Pass::Device(engine.pass(sums, Some(&mut *own))?);
-        for turn in turns {
-            pass.reduces(turn.complete, turn.slot.round == 0);
-            match turn.batch {
+        for current in step_passes {
+            pass.reduces(current.complete, current.slot.round == 0);
+            match current.batch {
                 Some(batch) => {
-                    step.reverse(&mut pass, batch, &mut reports[turn.slot.index], None)?;
+                    step.reverse(&mut pass, batch, &mut reports[current.slot.index], None)?;
                 }
                 None => pass.skip(None)?,
             }
@@ -358,7 +359,7 @@ impl Rank {
         }
         let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), step.learning_rate);
         engine.update(&adam, own.all())?;
-        if let Weights::DeviceOwn(mirror) = &mut self.weights {
+        if let RankWeights::DeviceOwn(mirror) = &mut self.weights {
             mirror.outdate();
         }
         Ok((norm, reports))

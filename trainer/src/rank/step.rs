@@ -1,4 +1,4 @@
-//! What a rank does in a step.
+//! The training step of a rank: forward, backward, gradient reduction, clipping, optimizer step.
 //!
 //! Invariant: a step that fails leaves the weights as they were, unless the error is one of a device or of another rank. A
 //! gradient that is zero everywhere makes no update: weights, moments and the number of updates stay as they are, nothing
@@ -9,24 +9,24 @@ use std::sync::Arc;
 use device::Buffer;
 use model::{GradientSink, ParameterSpec, Parameters, ThreadPool};
 
-use super::{Place, Rank, Task, Weights};
+use super::{PlannedRows, Rank, RankMembership, RankWeights};
 use crate::TrainerError;
-use crate::exchange::{Line, Network, Reducing, exchange};
 use crate::learner::RowLoss;
 use crate::lora::Adapter;
 use crate::norm::{SquareSum, clip, squares};
 use crate::optimizer::{Optimizer, OwnedFragment, ScaledGradients};
 use crate::packing::pack;
 use crate::pass::Pass;
-use crate::plan::{MicroBatch, turns};
-use crate::shards::{Fragment, Shards};
-use crate::tree::TreeSums;
-use collective::{Collective as _, HostCollective, Position};
+use crate::plan::{MicroBatch, step_passes};
+use crate::zero::{
+    Communication, Fragment, GradientReduction, Shards, TrainedNetwork, TreeSums, with_communication,
+};
+use collective::{HostCollective, Position};
 
 /// An optimizer step on the sum of `loss` over all rows of `task`.
 #[derive(Debug)]
-pub(crate) struct Step<'a, L> {
-    pub(crate) task: Task<'a>,
+pub(crate) struct StepInputs<'a, L> {
+    pub(crate) task: PlannedRows<'a>,
     pub(crate) loss: &'a L,
     pub(crate) learning_rate: f32,
     pub(crate) pool: &'a ThreadPool,
@@ -40,7 +40,7 @@ impl Rank {
     /// are then as before.
     pub(crate) fn step<L: RowLoss>(
         &mut self,
-        step: &Step<'_, L>,
+        step: &StepInputs<'_, L>,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let mut sums = self.take_sums()?;
         let done = match &mut sums {
@@ -55,10 +55,10 @@ impl Rank {
         done
     }
 
-    /// A step of a rank that is alone.
+    /// A step of a single rank on the host.
     fn step_on_host<L: RowLoss>(
         &mut self,
-        step: &Step<'_, L>,
+        step: &StepInputs<'_, L>,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let mut sums = std::mem::take(&mut self.sums);
         let done = self.accumulate(&mut sums, step).and_then(|reports| {
@@ -73,20 +73,24 @@ impl Rank {
     fn accumulate<L: RowLoss>(
         &self,
         sums: &mut TreeSums,
-        step: &Step<'_, L>,
+        step: &StepInputs<'_, L>,
     ) -> Result<Vec<L::Report>, TrainerError> {
-        let Step { task, pool, .. } = step;
+        let StepInputs { task, pool, .. } = step;
         let mut pass = self.pass(None, None)?;
         let mut reports = step.reports(self.world());
-        let network =
-            Network { layout: &self.layout, adapter: self.adapter.as_ref(), pool: &self.pool, threads: pool };
-        let mut sink = Reducing::alone(network, sums);
+        let network = TrainedNetwork {
+            layout: &self.layout,
+            adapter: self.adapter.as_ref(),
+            buffers: &self.buffers,
+            threads: pool,
+        };
+        let mut sink = GradientReduction::single(network, sums);
         let alone = Position { rank: 0, world: 1 };
-        for turn in turns(task.plan, alone, !self.config.shares_gradients()) {
-            (sink.slot, sink.complete) = (turn.slot, turn.complete);
-            match turn.batch {
+        for current in step_passes(task.plan, alone, !self.config.shares_gradients()) {
+            (sink.slot, sink.complete) = (current.slot, current.complete);
+            match current.batch {
                 Some(batch) => {
-                    step.reverse(&mut pass, batch, &mut reports[turn.slot.index], Some(&mut sink))?
+                    step.reverse(&mut pass, batch, &mut reports[current.slot.index], Some(&mut sink))?
                 }
                 None => pass.skip(Some(&mut sink))?,
             }
@@ -94,14 +98,14 @@ impl Rank {
         Ok(reports)
     }
 
-    /// Updates all weights, or the adapter, on the host for the `gradients` of what is trained, `[trained values]`. Returns
+    /// Updates all weights, or the adapter, on the host with the `gradients` of what is trained, `[trained values]`. Returns
     /// the norm of the gradient.
     pub(super) fn update_alone<L>(
         &mut self,
         gradients: &[f32],
-        &Step { task, learning_rate, pool, .. }: &Step<'_, L>,
+        &StepInputs { task, learning_rate, pool, .. }: &StepInputs<'_, L>,
     ) -> Result<f32, TrainerError> {
-        let Weights::Whole(parameters) = &mut self.weights else {
+        let RankWeights::Whole(parameters) = &mut self.weights else {
             unreachable!("weights that are updated on the host are there, all of a rank that is alone")
         };
         let specs = self.adapter.as_ref().map_or(self.layout.specs(), Adapter::specs);
@@ -122,11 +126,11 @@ impl Rank {
         Ok(norm)
     }
 
-    /// A step of a rank among others, whose device has `sums` for gradients that stay for longer than a pass.
+    /// A step of one of several ranks. Its device, if any, accumulates gradients in `sums` over several passes.
     fn step_among_others<L: RowLoss>(
         &mut self,
         sums: Option<&mut Buffer<f32>>,
-        step: &Step<'_, L>,
+        step: &StepInputs<'_, L>,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let mut own = std::mem::take(&mut self.sums);
         let done = self.reduced((&mut own, sums), step).and_then(|reports| {
@@ -139,38 +143,40 @@ impl Rank {
         Ok(done)
     }
 
-    /// Makes `own` the sums over all ranks of the gradients that this rank owns.
+    /// Writes the sums over all ranks of the gradients that this rank owns to `own`.
     fn reduced<L: RowLoss>(
         &self,
         (own, sums): (&mut TreeSums, Option<&mut Buffer<f32>>),
-        step: &Step<'_, L>,
+        step: &StepInputs<'_, L>,
     ) -> Result<Vec<L::Report>, TrainerError> {
         let (Some(place), collective) = (&self.place, self.collective()?) else {
             unreachable!("a rank that is alone reduces nothing")
         };
-        let Place { rank, trained, weights, .. } = place;
+        let RankMembership { trained, weights, .. } = place;
         let shared = match &self.weights {
-            Weights::Whole(_) | Weights::Device(_) | Weights::DeviceOwn(_) => None,
-            Weights::Own(values) => Some((weights, &values[..])),
+            RankWeights::Whole(_) | RankWeights::Device(_) | RankWeights::DeviceOwn(_) => None,
+            RankWeights::Own(values) => Some((weights, &values[..])),
         };
-        let line = Line { collective: &*collective, trained, weights: shared, pool: &self.pool };
+        let communication =
+            Communication { collective: &*collective, trained, weights: shared, buffers: &self.buffers };
         let (plan, pool) = (step.task.plan, step.pool);
         let accumulates = !self.config.shares_gradients();
         let position = collective.position();
-        // Gradients that stay do so where they are computed.
+        // Gradients are accumulated where they are computed.
         let on_device = sums.is_some();
-        exchange(&line, own, |ends| {
+        with_communication(&communication, own, |ends| {
             let adapter = self.adapter.as_ref();
-            let network = Network { layout: &self.layout, adapter, pool: &self.pool, threads: pool };
+            let network =
+                TrainedNetwork { layout: &self.layout, adapter, buffers: &self.buffers, threads: pool };
             let mut sink = ends.reducing(network, accumulates);
             let mut pass = self.pass(shared.is_some().then_some(ends), sums)?;
             let mut reports = step.reports(self.world());
-            for turn in turns(plan, position, accumulates) {
-                (sink.slot, sink.complete) = (turn.slot, turn.complete);
-                if let Some(batch) = turn.batch {
+            for current in step_passes(plan, position, accumulates) {
+                (sink.slot, sink.complete) = (current.slot, current.complete);
+                if let Some(batch) = current.batch {
                     let to: Option<&mut dyn GradientSink> =
-                        if turn.complete || !on_device { Some(&mut sink) } else { None };
-                    step.reverse(&mut pass, batch, &mut reports[turn.slot.index], to)?;
+                        if current.complete || !on_device { Some(&mut sink) } else { None };
+                    step.reverse(&mut pass, batch, &mut reports[current.slot.index], to)?;
                 } else {
                     pass.skip(Some(&mut sink))?;
                 }
@@ -179,15 +185,15 @@ impl Rank {
         })
     }
 
-    /// Updates what this rank owns for its gradients `own`, and gets what the others own. Returns the norm of the whole
-    /// gradient.
+    /// Updates the shards of this rank with their gradients `own`, and gathers the shards of the others. Returns the norm of
+    /// the whole gradient.
     fn update_own<L>(
         &mut self,
         own: &[f32],
-        &Step { task, learning_rate, pool, .. }: &Step<'_, L>,
+        &StepInputs { task, learning_rate, pool, .. }: &StepInputs<'_, L>,
     ) -> Result<f32, TrainerError> {
         let collective = self.collective()?;
-        let Some(Place { rank, trained, .. }) = &self.place else {
+        let Some(RankMembership { rank, trained, .. }) = &self.place else {
             unreachable!("a rank that is alone owns everything")
         };
         let fragments = trained.fragments(*rank);
@@ -207,7 +213,7 @@ impl Rank {
             let owned = owned(specs, fragments, values, false, own);
             self.optimizer.update_owned(specs, owned, scale, learning_rate, pool);
             gather(&*collective, trained, values)?;
-            let Weights::Whole(parameters) = &mut self.weights else {
+            let RankWeights::Whole(parameters) = &mut self.weights else {
                 unreachable!("with an adapter every rank has all weights")
             };
             adapter.merge(unshared(parameters).values_mut(), pool);
@@ -215,17 +221,17 @@ impl Rank {
         }
         let specs = self.layout.specs();
         match &mut self.weights {
-            Weights::Whole(parameters) => {
+            RankWeights::Whole(parameters) => {
                 let values = unshared(parameters).values_mut();
                 let owned = owned(specs, fragments, values, false, own);
                 self.optimizer.update_owned(specs, owned, scale, learning_rate, pool);
                 gather(&*collective, trained, values)?;
             }
-            Weights::Own(values) => {
+            RankWeights::Own(values) => {
                 let owned = owned(specs, fragments, values, true, own);
                 self.optimizer.update_owned(specs, owned, scale, learning_rate, pool);
             }
-            Weights::Device(_) | Weights::DeviceOwn(_) => {
+            RankWeights::Device(_) | RankWeights::DeviceOwn(_) => {
                 unreachable!("ranks that exchange through the host update there")
             }
         }
@@ -233,13 +239,13 @@ impl Rank {
     }
 }
 
-impl<L: RowLoss> Step<'_, L> {
+impl<L: RowLoss> StepInputs<'_, L> {
     /// Empty reports of the leaves of one of `world` ranks.
     pub(super) fn reports(&self, world: usize) -> Vec<L::Report> {
         (0..self.task.plan.len() / world).map(|_| L::Report::default()).collect()
     }
 
-    /// Adds the gradients of a micro-batch to `sink`, or to what the device sums up, and what its loss says to `report`.
+    /// Adds the gradients of a micro-batch to `sink`, or to the sums on the device, and its losses to `report`.
     pub(super) fn reverse(
         &self,
         pass: &mut Pass<'_>,
@@ -271,8 +277,8 @@ pub(super) fn norm_of_all(collective: &dyn HostCollective, squares: &SquareSum) 
     Ok(sum.norm())
 }
 
-/// What an update changes: of `values` those of `fragments`, which are all that is there if it is `packed`. `gradients`
-/// are packed.
+/// The parts of `values` that an update changes: those of `fragments`, which are concatenated if `packed`. `gradients` are
+/// concatenated.
 fn owned<'a>(
     specs: &[ParameterSpec],
     fragments: &[Fragment],
@@ -292,7 +298,7 @@ fn owned<'a>(
     fragments.iter().map(of).collect()
 }
 
-/// Gets into `values` what the other ranks own of them.
+/// Gathers the shards of the other ranks into `values`, `[trained values]`.
 fn gather(collective: &dyn HostCollective, shards: &Shards, values: &mut [f32]) -> Result<(), TrainerError> {
     for unit in 0..shards.units() {
         let own = values[shards.owned(collective.rank(), unit)].to_vec();
@@ -301,7 +307,7 @@ fn gather(collective: &dyn HostCollective, shards: &Shards, values: &mut [f32]) 
     Ok(())
 }
 
-pub(super) fn finite(norm: f32, optimizer: &Optimizer, task: Task<'_>) -> Result<(), TrainerError> {
+pub(super) fn finite(norm: f32, optimizer: &Optimizer, task: PlannedRows<'_>) -> Result<(), TrainerError> {
     if norm.is_finite() {
         return Ok(());
     }
@@ -311,7 +317,7 @@ pub(super) fn finite(norm: f32, optimizer: &Optimizer, task: Task<'_>) -> Result
 /// The parameters, to change.
 fn unshared(parameters: &mut Arc<Parameters>) -> &mut Parameters {
     let Some(parameters) = Arc::get_mut(parameters) else {
-        unreachable!("the decoders of this step are gone, and nobody else is given the parameters")
+        unreachable!("the decoders of this step are dropped, and the rank has the only other reference")
     };
     parameters
 }

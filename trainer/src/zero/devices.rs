@@ -3,19 +3,18 @@
 //! Everything is work on the one stream of the rank's device, in the order of the passes; a rank without rows makes the
 //! same calls with gradients of zero.
 //!
-//! Invariant: nothing that waits for the device follows a call of the group before [`Share::wait`] has, which knows the
+//! Invariant: nothing that waits for the device follows a call of the group before [`DeviceSharding::wait`] has, which knows the
 //! deadline and the operation. What comes from the host counts as such.
 
 use device::ops::vectors::add;
 use device::{Buffer, Device, DeviceGroup, Element, Storage, View, ViewMut};
 use model::{Layout, Unit};
 
-use crate::exchange::number;
-use crate::shards::{Fragment, Shards};
+use super::{Fragment, Shards, number};
 
 /// The place of a rank among those that exchange on their devices.
 #[derive(Debug)]
-pub(crate) struct Share {
+pub(crate) struct DeviceSharding {
     group: DeviceGroup,
     /// Who owns what, of weights and gradients alike.
     shards: Shards,
@@ -24,8 +23,8 @@ pub(crate) struct Share {
 }
 
 /// The way of gradients to their owners.
-pub(crate) struct Reducing<'a> {
-    pub(crate) share: &'a Share,
+pub(crate) struct DeviceReduction<'a> {
+    pub(crate) share: &'a DeviceSharding,
     /// The sums that this rank owns, one after the other.
     pub(crate) own: &'a mut Buffer<f32>,
     /// Whether units leave when they are done, or stay to be added to.
@@ -35,8 +34,8 @@ pub(crate) struct Reducing<'a> {
 }
 
 /// Layers that come from their owners when they are needed.
-pub(crate) struct Collecting<'a, T: Storage> {
-    share: &'a Share,
+pub(crate) struct DeviceGathering<'a, T: Storage> {
+    share: &'a DeviceSharding,
     layout: &'a Layout,
     /// What this rank owns, one after the other.
     own: View<'a, T>,
@@ -49,7 +48,7 @@ pub(crate) struct Collecting<'a, T: Storage> {
     pub(crate) backward: bool,
 }
 
-impl Share {
+impl DeviceSharding {
     /// The part in `group` of a rank, whose `shards` are of the model that is trained.
     pub(crate) fn new(group: DeviceGroup, shards: Shards, weights: bool) -> Self {
         Self { group, shards, weights }
@@ -89,7 +88,7 @@ impl Share {
     }
 }
 
-impl Reducing<'_> {
+impl DeviceReduction<'_> {
     /// Adds up a unit over all ranks; those of this rank are `values`, or zero.
     pub(crate) fn unit(
         &mut self,
@@ -97,7 +96,7 @@ impl Reducing<'_> {
         unit: usize,
         values: Option<View<'_, f32>>,
     ) -> device::Result<()> {
-        let Share { group, shards, .. } = self.share;
+        let DeviceSharding { group, shards, .. } = self.share;
         let cuts = shards.cuts(unit);
         let zeros = match values {
             Some(_) => None,
@@ -116,12 +115,12 @@ impl Reducing<'_> {
     }
 }
 
-impl<'a, T: Storage> Collecting<'a, T> {
+impl<'a, T: Storage> DeviceGathering<'a, T> {
     /// Layers of `layout`, of which this rank owns `own`.
     pub(crate) fn new(
         device: &Device,
         layout: &'a Layout,
-        share: &'a Share,
+        share: &'a DeviceSharding,
         own: View<'a, T>,
     ) -> device::Result<Self> {
         let weights = device.labelled("weights");

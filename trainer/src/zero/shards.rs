@@ -1,11 +1,11 @@
-//! Which rank owns which values: every unit is cut into one contiguous shard per rank.
+//! The shards of the ranks: every unit is cut into one contiguous shard per rank.
 //!
 //! A unit is cut where an optimizer can be: between two blocks of 256 values of a tensor, counted from its start, or
 //! between tensors, and never within a matrix that Muon or Dion moves as a whole. What a rank owns of all units lies one
 //! after the other in a buffer of its own, in the order of the units.
 //!
 //! Invariant: the cuts are a function of the tensors, the optimizer and the number of ranks, so that every rank knows
-//! what the others own. Every value has one owner.
+//! the shards of the others. Every value has one owner.
 
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ pub(crate) struct Fragment {
     pub(crate) within: Range<usize>,
 }
 
-/// Who owns what of some tensors.
+/// The shards of some tensors.
 #[derive(Clone, Debug)]
 pub(crate) struct Shards {
     units: Vec<SharedUnit>,
@@ -32,7 +32,7 @@ pub(crate) struct Shards {
     fragments: Vec<Vec<Fragment>>,
 }
 
-/// One unit with its owners.
+/// One unit with its shards.
 #[derive(Clone, Debug)]
 struct SharedUnit {
     /// Where it lies among all values.

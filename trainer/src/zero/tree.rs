@@ -1,4 +1,4 @@
-//! Sums the gradients of the slots of a step as a balanced binary tree.
+//! Sums the gradients of the slots of a step as a balanced binary tree (TBIK, arXiv 2511.17826).
 //!
 //! The slots of a round arrive in order. A sum that is complete waits until its neighbour of the same height is, as in a
 //! binary counter, so a round of `n` slots needs `log2(n)` buffers. The sums of rounds are one chain.

@@ -1,0 +1,190 @@
+//! Gradients of one step: they leave unit by unit, each as soon as the backward pass has completed it.
+
+use std::ops::Range;
+use std::sync::mpsc::SyncSender;
+
+use model::{GradientSink, Layout, ThreadPool, Unit};
+
+use super::tree::{Merge, TreeSums, add};
+use super::{BufferPool, Request, number};
+use crate::lora::Adapter;
+use crate::plan::Slot;
+
+/// The network whose gradients are computed.
+#[derive(Clone, Copy)]
+pub(crate) struct TrainedNetwork<'a> {
+    pub(crate) layout: &'a Layout,
+    /// Trained in place of the weights.
+    pub(crate) adapter: Option<&'a Adapter>,
+    pub(crate) buffers: &'a BufferPool,
+    pub(crate) threads: &'a ThreadPool,
+}
+
+/// Reduction of the gradients of a step, unit by unit.
+pub(crate) struct GradientReduction<'a> {
+    units: SlotGradients<'a>,
+    target: ReductionTarget<'a>,
+    /// Position of the current gradients in the sum.
+    pub(crate) slot: Slot,
+    /// Whether the slot is complete at the end of the backward pass.
+    pub(crate) complete: bool,
+}
+
+/// Gradients of the current slot, unit by unit.
+struct SlotGradients<'a> {
+    network: TrainedNetwork<'a>,
+    units: Vec<Option<Vec<f32>>>,
+}
+
+/// Where the gradients of a complete slot are summed.
+enum ReductionTarget<'a> {
+    /// Over all ranks. If `local` is some, the slots of this rank are summed first, and their sum is sent.
+    Ranks { requests: SyncSender<Request>, local: Option<LocalSums> },
+    /// In the sums of a single rank.
+    Single { sums: &'a mut TreeSums, written: Vec<bool> },
+}
+
+/// Partial sums of the slots of a rank, by unit; in each the highest first.
+struct LocalSums(Vec<Vec<Vec<f32>>>);
+
+impl<'a> SlotGradients<'a> {
+    fn new(network: TrainedNetwork<'a>) -> Self {
+        Self { network, units: network.layout.units().map(|_| None).collect() }
+    }
+
+    /// Gradients of a unit, to add to; zero at first.
+    fn get(&mut self, unit: Unit) -> &mut [f32] {
+        let TrainedNetwork { layout, buffers, .. } = self.network;
+        let len = layout.unit(unit).len();
+        self.units[number(layout, unit)].get_or_insert_with(|| {
+            let mut values = buffers.take(len);
+            values.fill(0.0);
+            values
+        })
+    }
+
+    /// The gradients of a unit of what is trained, with its number; `None` if nothing of the unit is.
+    fn take(&mut self, unit: Unit) -> Option<(usize, Vec<f32>)> {
+        self.get(unit);
+        let TrainedNetwork { layout, adapter, buffers, threads } = self.network;
+        let values = self.units[number(layout, unit)].take()?;
+        match (adapter, unit) {
+            (None, unit) => Some((number(layout, unit), values)),
+            (Some(adapter), Unit::Layer(index)) => {
+                let gradients = adapter.gradients_within(&layout.unit(unit), &values, threads);
+                buffers.put(values);
+                // A buffer of the pool, because it returns there.
+                let mut own = buffers.take(gradients.len());
+                own.copy_from_slice(&gradients);
+                Some((index, own))
+            }
+            (Some(_), Unit::Embedding | Unit::Tail) => {
+                buffers.put(values);
+                None
+            }
+        }
+    }
+
+    /// Where the gradients of a unit of what is trained lie among all.
+    fn range(&self, unit: Unit) -> Range<usize> {
+        let range = self.network.layout.unit(unit);
+        self.network.adapter.map_or(range.clone(), |adapter| adapter.within(&range))
+    }
+}
+
+impl LocalSums {
+    /// Adds the gradients of a unit of `slot`; the sum of all slots when they are complete.
+    fn add(
+        &mut self,
+        unit: usize,
+        mut values: Vec<f32>,
+        slot: Slot,
+        network: TrainedNetwork<'_>,
+    ) -> Option<Vec<f32>> {
+        let waiting = &mut self.0[unit];
+        let Merge { height, below } = slot.merge();
+        for mut sum in waiting.drain(below..below + height).rev() {
+            add(&mut sum, &values, network.threads);
+            network.buffers.put(std::mem::replace(&mut values, sum));
+        }
+        if slot.is_last() {
+            return Some(values);
+        }
+        waiting.push(values);
+        None
+    }
+}
+
+impl<'a> GradientReduction<'a> {
+    /// The gradients of a single rank, summed in `sums`.
+    pub(crate) fn single(network: TrainedNetwork<'a>, sums: &'a mut TreeSums) -> Self {
+        let units = SlotGradients::new(network);
+        let written = vec![false; units.units.len()];
+        Self { units, target: ReductionTarget::Single { sums, written }, slot: Slot::ONLY, complete: true }
+    }
+
+    /// The gradients of one of several ranks. If it `accumulates`, it sums its own slots before they leave.
+    pub(super) fn among_ranks(
+        network: TrainedNetwork<'a>,
+        requests: SyncSender<Request>,
+        accumulates: bool,
+    ) -> Self {
+        let units = SlotGradients::new(network);
+        let local = accumulates.then(|| LocalSums(vec![Vec::new(); units.units.len()]));
+        let target = ReductionTarget::Ranks { requests, local };
+        Self { units, target, slot: Slot::ONLY, complete: true }
+    }
+}
+
+impl GradientSink for GradientReduction<'_> {
+    fn unit(&mut self, unit: Unit) -> &mut [f32] {
+        let Self { units, target, slot, .. } = self;
+        if let ReductionTarget::Single { sums, written } = target
+            && units.network.adapter.is_none()
+        {
+            let number = number(units.network.layout, unit);
+            // Two calls, because the borrow of the first would last as long as this one.
+            if sums.place(units.range(unit), *slot).is_some() {
+                let first = !std::mem::replace(&mut written[number], true);
+                let Some(values) = sums.place(units.range(unit), *slot) else { return units.get(unit) };
+                if first {
+                    values.fill(0.0);
+                }
+                return values;
+            }
+        }
+        units.get(unit)
+    }
+
+    fn done(&mut self, unit: Unit) {
+        if !self.complete {
+            return;
+        }
+        // A unit without gradients is zero.
+        self.unit(unit);
+        let Self { units, target, slot, .. } = self;
+        if let ReductionTarget::Single { written, .. } = target
+            && std::mem::take(&mut written[number(units.network.layout, unit)])
+        {
+            return;
+        }
+        let Some((number, mut values)) = units.take(unit) else { return };
+        match target {
+            ReductionTarget::Single { sums, .. } => {
+                sums.add(units.range(unit), &values, *slot, units.network.threads);
+                units.network.buffers.put(values);
+            }
+            ReductionTarget::Ranks { requests, local } => {
+                let mut sent = *slot;
+                if let Some(local) = local {
+                    let Some(sum) = local.add(number, values, *slot, units.network) else {
+                        return;
+                    };
+                    (values, sent) = (sum, Slot::ONLY);
+                }
+                // If the thread has ended, its error is reported.
+                let _ = requests.send(Request::Reduce { unit: number, values, slot: sent });
+            }
+        }
+    }
+}

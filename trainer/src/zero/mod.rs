@@ -1,0 +1,174 @@
+//! ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054) over the crate `collective`: reduction of gradients to the shards of their
+//! owners, and gathering of parameters from theirs.
+//!
+//! On hosts a rank has a communication thread, so that reduce-scatter overlaps the backward pass and all-gather prefetches the
+//! next layer. On devices both are work on the stream of the device.
+//!
+//! Invariant: the communication thread serves requests in the order in which they are made. That order is the same on all
+//! ranks, because all ranks make the same passes; a rank without a micro-batch makes the requests of one. The computing thread
+//! waits for the communication thread alone, so there is no cycle. At most [`WAITING`] + 2 units are in flight.
+//!
+//! # Layout
+//! - `shards`: which rank owns which values
+//! - `gradients`: gradients of one step, unit by unit; `tree`: their sum over leaves
+//! - `parameters`: layers that are gathered one ahead of the pass
+//! - `devices`: both on devices
+
+mod devices;
+mod gradients;
+mod parameters;
+mod shards;
+mod tree;
+
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Mutex, PoisonError};
+
+use collective::{CollectiveError, HostCollective};
+use model::{Layout, ThreadPool, Unit};
+
+use crate::TrainerError;
+use crate::plan::Slot;
+
+pub(crate) use devices::{DeviceGathering, DeviceReduction, DeviceSharding};
+pub(crate) use gradients::{GradientReduction, TrainedNetwork};
+pub(crate) use parameters::ParameterGathering;
+pub(crate) use shards::{Fragment, Shards};
+pub(crate) use tree::TreeSums;
+
+/// Requests that wait while the communication thread serves one.
+const WAITING: usize = 1;
+/// Gathered units that the pass has not taken yet: both ends of a model, or the next layer.
+const AHEAD: usize = 2;
+
+/// Buffers that are reused, by length.
+#[derive(Debug, Default)]
+pub(crate) struct BufferPool(Mutex<Vec<Vec<f32>>>);
+
+/// What the communication thread works on.
+pub(crate) struct Communication<'a> {
+    pub(crate) collective: &'a dyn HostCollective,
+    /// Shards of what is trained.
+    pub(crate) trained: &'a Shards,
+    /// Shards of the weights, and the weights that this rank owns; `None` if every rank has all weights.
+    pub(crate) weights: Option<(&'a Shards, &'a [f32])>,
+    pub(crate) buffers: &'a BufferPool,
+}
+
+/// A request to the communication thread.
+enum Request {
+    /// Sums the gradients of a unit over all ranks, and adds this rank's shard of them to the tree as `slot`.
+    Reduce { unit: usize, values: Vec<f32>, slot: Slot },
+    /// Gathers the weights of a unit.
+    Gather { unit: usize },
+}
+
+/// The end of the computing thread.
+pub(crate) struct Requests {
+    requests: SyncSender<Request>,
+    gathered: Receiver<Vec<f32>>,
+}
+
+/// Runs `body` with a communication thread. `own` receives the sums of the gradients that this rank owns.
+///
+/// # Errors
+/// The error of the communication if it failed, because an error of `body` is a consequence of it; otherwise that of `body`.
+pub(crate) fn with_communication<R>(
+    communication: &Communication<'_>,
+    own: &mut TreeSums,
+    body: impl FnOnce(Requests) -> Result<R, TrainerError>,
+) -> Result<R, TrainerError> {
+    std::thread::scope(|scope| {
+        let (requests, incoming) = sync_channel(WAITING);
+        let (collected, gathered) = sync_channel(AHEAD);
+        let name = format!("communication {}", communication.collective.rank());
+        let serve = move || serve(communication, own, &incoming, &collected);
+        let thread = std::thread::Builder::new().name(name).spawn_scoped(scope, serve);
+        let thread = thread.map_err(|source| TrainerError::Thread { source })?;
+        // The channel closes with the body, and the thread ends.
+        let result = body(Requests { requests, gathered });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        result
+    })
+}
+
+/// Serves requests until the channel is closed.
+fn serve(
+    communication: &Communication<'_>,
+    own: &mut TreeSums,
+    requests: &Receiver<Request>,
+    gathered: &SyncSender<Vec<f32>>,
+) -> Result<(), CollectiveError> {
+    let Communication { collective, trained, weights, buffers } = communication;
+    let rank = collective.rank();
+    let (mut sums, threads) = (Vec::new(), ThreadPool::single());
+    for request in requests {
+        match request {
+            Request::Reduce { unit, values, slot } => {
+                let range = trained.packed(rank, unit);
+                if let Some(place) = own.place(range.clone(), slot) {
+                    collective.reduce_scatter(&values, trained.cuts(unit), place)?;
+                } else {
+                    sums.resize(range.len(), 0.0);
+                    collective.reduce_scatter(&values, trained.cuts(unit), &mut sums)?;
+                    own.add(range, &sums, slot, &threads);
+                }
+                buffers.put(values);
+            }
+            Request::Gather { unit } => {
+                let Some((shards, own)) = weights else { unreachable!("only sharded weights are gathered") };
+                let mut all = buffers.take(shards.place(unit).len());
+                collective.all_gather(&own[shards.packed(rank, unit)], shards.cuts(unit), &mut all)?;
+                if gathered.send(all).is_err() {
+                    break;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+impl BufferPool {
+    /// Frees all buffers. Returns their bytes.
+    pub(crate) fn clear(&self) -> u64 {
+        let buffers = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        buffers.iter().map(|buffer| size_of_val(&buffer[..]) as u64).sum()
+    }
+
+    /// A buffer of `len` values with arbitrary contents.
+    pub(crate) fn take(&self, len: usize) -> Vec<f32> {
+        let mut buffers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = buffers.iter().position(|buffer| buffer.len() == len);
+        found.map_or_else(|| vec![0.0; len], |at| buffers.swap_remove(at))
+    }
+
+    /// Returns a buffer to the pool.
+    pub(crate) fn put(&self, buffer: Vec<f32>) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+    }
+}
+
+impl Requests {
+    /// The gradients of passes over a model of this `layout`, or of its `adapter`. If the rank `accumulates`, it sums its
+    /// own slots before they leave.
+    pub(crate) fn reducing<'a>(
+        &self,
+        network: TrainedNetwork<'a>,
+        accumulates: bool,
+    ) -> GradientReduction<'a> {
+        GradientReduction::among_ranks(network, self.requests.clone(), accumulates)
+    }
+
+    /// The layers of passes over a model of this `layout`, of which every rank has its shards.
+    pub(crate) fn gathering<'a>(self, layout: &'a Layout, buffers: &'a BufferPool) -> ParameterGathering<'a> {
+        ParameterGathering::new(self, layout, buffers)
+    }
+}
+
+/// Index of a unit among all units of the layout.
+pub(crate) fn number(layout: &Layout, unit: Unit) -> usize {
+    match unit {
+        Unit::Embedding => 0,
+        Unit::Layer(index) => index + 1,
+        Unit::Tail => layout.layers().len() + 1,
+    }
+}
