@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use model::ModelDirectory;
-use rollout::evaluate::{Evaluation, EvaluationConfig, EvaluationSet, Failures, EvaluationObserver, evaluate};
+use rollout::evaluate::{
+    Evaluation, EvaluationConfig, EvaluationObserver, EvaluationSet, Failures, evaluate,
+};
 use rollout::{Engine, EpisodeConfig, LocalSampler, Network, PromptSet};
 use trajectory::PolicyVersion;
 

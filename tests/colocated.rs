@@ -42,7 +42,9 @@ fn runs_of_every_kind_end_and_keep_the_bound() {
 #[test]
 fn what_does_not_stay_leaves_memory_and_nothing_behind() {
     let home = Home::new();
-    let colocated = ["placement.policy=\"colocated\"", "buffer.max_staleness=0", "trainer.steps=3"];
+    // With one leaf a step has one buffer of gradients.
+    let colocated =
+        ["placement.policy=\"colocated\"", "buffer.max_staleness=0", "trainer.steps=3", "trainer.leaves=1"];
     let freed = |name: &str, sets: &[&str]| {
         let run = home.small(name, &[&colocated, sets].concat());
         let mut files: Vec<_> =

@@ -248,10 +248,7 @@ fn nothing_is_left_for_later() {
 
 #[test]
 fn documents_name_only_files_that_exist() {
-    for document in
-        ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "recipes/README.md", "benches/README.md"]
-    {
-        let text = read(&root().join(document));
+    for Source { path, text } in documents() {
         let named = text.split(|c: char| c.is_whitespace() || "`()[],;'\"".contains(c));
         let source = |word: &&str| {
             [".rs", ".py"].iter().any(|ending| word.trim_end_matches(['.', ':']).ends_with(ending))
@@ -259,8 +256,13 @@ fn documents_name_only_files_that_exist() {
         for name in named.filter(source) {
             let name = name.trim_end_matches(['.', ':']);
             assert!(
-                name.starts_with("http") || root().join(name).is_file(),
-                "{document} speaks of `{name}`, which is not there; write the path from the root, or correct the text"
+                // `my_` is a file of the reader's own.
+                name.starts_with("http")
+                    || name.starts_with("my_")
+                    || root().join(name).is_file()
+                    || root().join(&path).with_file_name(name).is_file(),
+                "{} names `{name}`, which does not exist; write the path from the root, or correct the text",
+                path.display()
             );
         }
     }
@@ -287,9 +289,9 @@ fn every_recipe_is_explained() {
 }
 
 /// A source file; its path is relative to the root.
-struct Source {
-    path: PathBuf,
-    text: String,
+pub(crate) struct Source {
+    pub(crate) path: PathBuf,
+    pub(crate) text: String,
 }
 
 impl Source {
@@ -302,16 +304,31 @@ impl Source {
     }
 }
 
-fn root() -> &'static Path {
+/// All documents for people: those of the root, of `docs` and of the folders.
+pub(crate) fn documents() -> Vec<Source> {
+    let docs = std::fs::read_dir(root().join("docs")).expect("there is a folder docs");
+    let docs = docs.map(|entry| entry.expect("an entry of a folder that can be read").path());
+    let mut paths: Vec<PathBuf> =
+        docs.filter(|path| path.extension().is_some_and(|end| end == "md")).collect();
+    paths.sort();
+    let root_files = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"];
+    let of_folders = ["recipes", "benches", "buffer", "rewards"].map(|folder| format!("{folder}/README.md"));
+    paths.extend(root_files.iter().map(|name| root().join(name)));
+    paths.extend(of_folders.iter().map(|name| root().join(name)));
+    let relative = |path: &Path| path.strip_prefix(root()).unwrap_or(path).to_path_buf();
+    paths.iter().map(|path| Source { path: relative(path), text: read(path) }).collect()
+}
+
+pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
 /// Whether a file is part of a test binary.
-fn is_test(path: &Path) -> bool {
+pub(crate) fn is_test(path: &Path) -> bool {
     path.components().any(|part| part.as_os_str() == "tests")
 }
 
-fn read(path: &Path) -> String {
+pub(crate) fn read(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
@@ -343,7 +360,7 @@ fn reachable<'a>(from: &str, edges: &BTreeMap<&'a str, &'a [&'a str]>) -> BTreeS
 }
 
 /// All Rust files of the house; never empty.
-fn sources() -> Vec<Source> {
+pub(crate) fn sources() -> Vec<Source> {
     let mut found = Vec::new();
     for folder in EDGES.iter().map(|(name, _)| *name).chain(["tests", "benches"]) {
         let path = root().join(folder);

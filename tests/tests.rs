@@ -28,4 +28,5 @@ mod staleness;
 mod stops;
 mod structure;
 mod support;
+mod words;
 mod workers;

@@ -49,7 +49,7 @@ pub(super) fn check(
     check_replay(&raw.buffer, &mut checker);
     check_store(&mut raw.buffer, &mut checker);
     check_bitwise(&raw.rollout, &mut checker);
-    check_reduction(&raw, &mut checker);
+    check_reduction(reduction, &raw.rollout, &mut checker);
     check_rounding(&raw, &mut checker);
     check_trainer(&raw.trainer, &mut checker);
     check_lora(raw.lora.as_mut(), &mut checker);
@@ -369,8 +369,8 @@ fn check_batch(raw: &RawRecipe, checker: &mut Checker<'_>) {
 }
 
 /// An int8 layer quantises activations by the range of a whole row, which shards of the row do not know.
-fn check_reduction(raw: &RawRecipe, checker: &mut Checker<'_>) {
-    if raw.model.reduction == Reduction::Tree && raw.rollout.quantization != Quantization::None {
+fn check_reduction(reduction: Reduction, rollout: &Rollout, checker: &mut Checker<'_>) {
+    if reduction == Reduction::Tree && rollout.quantization != Quantization::None {
         let message = "`model.reduction` is \"tree\", which promises the bits of any number of tensor-parallel ranks; \
                        `rollout.quantization` cannot, because a rank knows only its part of a row";
         let help = "set `model.reduction = \"chain\"` or `rollout.quantization = \"none\"`";

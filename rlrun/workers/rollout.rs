@@ -171,9 +171,15 @@ fn first(
             Dtype::F32 => {
                 first_from_device(remote, place, config, recipe, stop, StagedWeights::F32, WeightSource::F32)
             }
-            Dtype::Bf16 => {
-                first_from_device(remote, place, config, recipe, stop, StagedWeights::Bf16, WeightSource::Bf16)
-            }
+            Dtype::Bf16 => first_from_device(
+                remote,
+                place,
+                config,
+                recipe,
+                stop,
+                StagedWeights::Bf16,
+                WeightSource::Bf16,
+            ),
         };
     }
     let subscriber = RemoteSubscriber::connect(remote)?;

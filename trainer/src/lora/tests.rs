@@ -218,7 +218,7 @@ fn unsupported_adapters_are_rejected_with_the_reason() {
     for (from, to, says) in [
         ("\"use_dora\": false", "\"use_dora\": true", "has `use_dora` true"),
         ("\"LORA\"", "\"IA3\"", "has `peft_type` \"IA3\""),
-        ("\"q_proj\"", "\"embed_tokens\"", "changes `embed_tokens`, which cannot be trained"),
+        ("\"q_proj\"", "\"embed_tokens\"", "adapts `embed_tokens`, which is not supported"),
         ("\"modules_to_save\": null", "\"modules_to_save\": [\"lm_head\"]", "has `modules_to_save`"),
         ("\"init_lora_weights\": true", "\"init_lora_weights\": \"pissa\"", "initialised with \"pissa\""),
         ("{", "[", "is not JSON"),

@@ -1,0 +1,193 @@
+//! The language of the repository: plain technical English, unique type names, shapes on functions over numbers.
+//!
+//! Invariant: these tests read sources and documents and nothing else. They refuse words that a reader of this field
+//! would have to translate; they do not judge grammar. `docs/glossary.md` has the words to use.
+
+use std::collections::BTreeMap;
+
+use crate::structure::{Source, documents, is_test, read, root, sources};
+
+/// Words and phrases that are refused, with what to write instead. Lower case; whole words, across one line.
+const REFUSED: [(&str, &str); 16] = [
+    ("house", "the repository, the workspace, the layout"),
+    ("room", "capacity, space, memory"),
+    ("told", "notified, informed, or the active verb"),
+    ("held", "reserved, kept, owned"),
+    ("whoever", "the role: the caller, the owner, a client"),
+    ("nobody", "no thread, no client, no role"),
+    ("somebody", "a thread, a client, a caller"),
+    ("as many as", "a number: `n`"),
+    ("verbs", "methods, operations, commands"),
+    ("who waits", "the idle role"),
+    ("goes on from", "resumes from, restores"),
+    ("go on from", "resume from, restore"),
+    ("gives up its memory", "frees its memory"),
+    ("a seat", "a registration"),
+    ("the door", "the listener"),
+    ("lets nobody", "closes"),
+];
+
+/// Where a refused word is the field's own term, or a literal of a test's data.
+const FIELD_TERMS: [&str; 2] = ["held-out", "clean room"];
+
+/// Type names that several modules may define because they are the same idea.
+const SHARED_NAMES: [&str; 1] = ["BoxFuture"];
+
+/// What makes a parameter a tensor or a slice of numbers.
+const NUMBERS: [&str; 12] = [
+    "&[f32]",
+    "&mut [f32]",
+    "&[f64]",
+    "&mut [f64]",
+    "&[u32]",
+    "&mut [u32]",
+    "&[bf16]",
+    "&[i8]",
+    "Vec<f32>",
+    "Vec<f64>",
+    "Tensor",
+    "View<",
+];
+
+#[test]
+fn sources_and_documents_use_the_words_of_the_field() {
+    let mut found = Vec::new();
+    for source in texts() {
+        for (line, text) in (1..).zip(source.text.lines()) {
+            let mut text = text.to_lowercase();
+            for term in FIELD_TERMS {
+                text = text.replace(term, "");
+            }
+            for (word, instead) in REFUSED.iter().filter(|(word, _)| contains_word(&text, word)) {
+                found.push(format!("{}:{line}: `{word}`; write {instead}", source.path.display()));
+            }
+        }
+    }
+    assert!(found.is_empty(), "{} lines need plain English:\n{}", found.len(), found.join("\n"));
+}
+
+#[test]
+fn every_type_has_a_name_of_its_own() {
+    let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for source in sources().iter().filter(|source| !is_test(&source.path) && !is_fuzz(source)) {
+        for (line, text) in (1..).zip(source.text.lines()) {
+            // Items of a module; an associated type of an implementation is indented.
+            if let Some(name) = type_name(text) {
+                places.entry(name.to_owned()).or_default().push(format!("{}:{line}", source.path.display()));
+            }
+        }
+    }
+    let twice = places.iter().filter(|(name, at)| at.len() > 1 && !SHARED_NAMES.contains(&&name[..]));
+    let twice: Vec<String> = twice.map(|(name, at)| format!("{name}: {}", at.join(", "))).collect();
+    assert!(twice.is_empty(), "qualify these by the noun of their module:\n{}", twice.join("\n"));
+}
+
+#[test]
+fn public_functions_over_numbers_state_shapes() {
+    let mut missing = Vec::new();
+    for source in sources().iter().filter(|source| !is_test(&source.path) && !is_fuzz(source)) {
+        let lines: Vec<&str> = source.text.lines().collect();
+        for (index, line) in lines.iter().enumerate() {
+            if !is_public_function(line.trim_start()) {
+                continue;
+            }
+            let rest = lines[index..].join(" ");
+            let signature = rest.split('{').next().unwrap_or(&rest);
+            if NUMBERS.iter().any(|numbers| signature.contains(numbers)) && !has_shape(&lines[..index]) {
+                missing.push(format!("{}:{}", source.path.display(), index + 1));
+            }
+        }
+    }
+    assert!(
+        missing.is_empty(),
+        "state the shapes, such as `[tokens, hidden]`, in the documentation of:\n{}",
+        missing.join("\n")
+    );
+}
+
+#[test]
+fn the_glossary_names_types_that_exist() {
+    let text = read(&root().join("docs/glossary.md"));
+    let rows = text.lines().filter(|line| line.starts_with("| ") && line.contains(".rs`"));
+    let mut count = 0;
+    for row in rows {
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        let [_, term, _, types, files, _] = cells[..] else {
+            panic!("`{row}` needs four cells: term, meaning, types, files");
+        };
+        let files: Vec<String> = quoted(files).map(|file| read(&root().join(file))).collect();
+        for name in quoted(types) {
+            let item = name.rsplit("::").next().unwrap_or(name);
+            assert!(
+                files.iter().any(|file| defines(file, item)),
+                "docs/glossary.md: `{name}` of \"{term}\" is not defined in the files of its row"
+            );
+            count += 1;
+        }
+    }
+    assert!(count > 0, "the glossary names no type; did its table change?");
+}
+
+/// Sources, scripts and documents, without this file, which has to name what it refuses.
+fn texts() -> Vec<Source> {
+    let mut all = sources();
+    all.retain(|source| !source.path.ends_with("words.rs"));
+    all.extend(documents());
+    all
+}
+
+/// Whether `text` contains `word` between characters that are not part of a word.
+fn contains_word(text: &str, word: &str) -> bool {
+    let part = |c: char| c.is_alphanumeric() || c == '_';
+    text.match_indices(word).any(|(at, _)| {
+        !text[..at].chars().next_back().is_some_and(part)
+            && !text[at + word.len()..].chars().next().is_some_and(part)
+    })
+}
+
+/// The name of the type that this line of a module begins to define.
+fn type_name(line: &str) -> Option<&str> {
+    let item =
+        ["pub(crate) ", "pub(super) ", "pub "].iter().find_map(|p| line.strip_prefix(p)).unwrap_or(line);
+    let name =
+        ["struct ", "enum ", "trait ", "type ", "union "].iter().find_map(|kind| item.strip_prefix(kind))?;
+    let end = name.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(name.len());
+    Some(&name[..end]).filter(|name| !name.is_empty())
+}
+
+fn is_public_function(line: &str) -> bool {
+    line.strip_prefix("pub ").is_some_and(|item| {
+        let item = item.strip_prefix("const ").unwrap_or(item);
+        item.strip_prefix("unsafe ").unwrap_or(item).starts_with("fn ")
+    })
+}
+
+/// Whether the documentation that ends with these lines has a shape in brackets.
+fn has_shape(lines: &[&str]) -> bool {
+    let above = lines.iter().rev().map(|line| line.trim_start());
+    let mut docs =
+        above.take_while(|line| line.starts_with("///") || line.starts_with('#') || line.ends_with(']'));
+    docs.any(|line| {
+        line.split('[').skip(1).any(|rest| {
+            let Some((inside, after)) = rest.split_once(']') else { return false };
+            let letters = |c: char| c.is_ascii_alphanumeric() || " _,.+*/()-".contains(c);
+            // `[`Self::x`]` and `[text](link)` are links.
+            !inside.is_empty() && inside.chars().all(letters) && !after.starts_with('(')
+        })
+    })
+}
+
+/// Whether a source defines a type, function or constant of this name.
+fn defines(text: &str, name: &str) -> bool {
+    let kinds = ["struct", "enum", "trait", "type", "fn", "const", "mod"];
+    kinds.iter().any(|kind| contains_word(text, &format!("{kind} {name}")))
+}
+
+/// What stands between backticks.
+fn quoted(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2)
+}
+
+fn is_fuzz(source: &Source) -> bool {
+    source.path.components().any(|part| part.as_os_str() == "fuzz")
+}
