@@ -90,7 +90,7 @@ impl FromStr for MemoryHandle {
 
 /// One matrix of a product: address, row stride in values, and whether it is transposed.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Operand {
+pub(crate) struct ProductOperand {
     pub(crate) address: u64,
     pub(crate) stride: usize,
     pub(crate) transposed: bool,
@@ -102,9 +102,9 @@ pub(crate) struct Product {
     pub(crate) m: usize,
     pub(crate) n: usize,
     pub(crate) k: usize,
-    pub(crate) a: Operand,
-    pub(crate) b: Operand,
-    pub(crate) c: Operand,
+    pub(crate) a: ProductOperand,
+    pub(crate) b: ProductOperand,
+    pub(crate) c: ProductOperand,
     /// Whether `a` and `b` are bf16.
     pub(crate) narrow_inputs: bool,
     /// Whether `c` is bf16.

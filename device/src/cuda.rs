@@ -22,7 +22,7 @@ pub(crate) use self::libraries::Library;
 pub(crate) use self::listing::inventory;
 use self::modules::Modules;
 pub(crate) use self::modules::{compile_all, keep_in};
-use crate::backend::{AllocationKind, Backend, Launch, MemoryHandle, Operand, Product, Recording};
+use crate::backend::{AllocationKind, Backend, Launch, MemoryHandle, Product, ProductOperand, Recording};
 use crate::error::{DeviceError, Result};
 
 /// Out of memory.
@@ -398,7 +398,7 @@ impl Backend for Cuda {
             true => cublas_sys::cudaDataType::CUDA_R_16BF,
             false => cublas_sys::cudaDataType::CUDA_R_32F,
         };
-        let operation = |operand: Operand| match operand.transposed {
+        let operation = |operand: ProductOperand| match operand.transposed {
             true => cublas_sys::cublasOperation_t::CUBLAS_OP_T,
             false => cublas_sys::cublasOperation_t::CUBLAS_OP_N,
         };

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use crate::backend::{AllocationKind, Argument, Backend, Launch, MemoryHandle};
 use crate::element::Element;
 use crate::error::{ByteCount, DeviceError, MemoryUsage, Result};
-use crate::memory::{Buffer, View, ViewMut};
+use crate::memory::{DeviceBuffer, View, ViewMut};
 
 /// Largest number of blocks in the second and third dimension of a grid.
 const MAX_BLOCKS: usize = 65_535;
@@ -115,15 +115,15 @@ impl Device {
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
-    pub fn uninit<T: Element>(&self, len: usize) -> Result<Buffer<T>> {
-        Buffer::allocate(&self.inner, self.label, len, AllocationKind::Own)
+    pub fn uninit<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
+        DeviceBuffer::allocate(&self.inner, self.label, len, AllocationKind::Own)
     }
 
     /// Allocates `[len]` zeros.
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
-    pub fn zeros<T: Element>(&self, len: usize) -> Result<Buffer<T>> {
+    pub fn zeros<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
         let mut buffer = self.uninit(len)?;
         self.clear(buffer.all_mut())?;
         Ok(buffer)
@@ -133,8 +133,8 @@ impl Device {
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
-    pub fn shared<T: Element>(&self, len: usize) -> Result<Buffer<T>> {
-        let mut buffer = Buffer::allocate(&self.inner, self.label, len, AllocationKind::Shared)?;
+    pub fn shared<T: Element>(&self, len: usize) -> Result<DeviceBuffer<T>> {
+        let mut buffer = DeviceBuffer::allocate(&self.inner, self.label, len, AllocationKind::Shared)?;
         self.clear(buffer.all_mut())?;
         Ok(buffer)
     }
@@ -144,16 +144,16 @@ impl Device {
     ///
     /// # Errors
     /// If the handle is of another kind of device, or its process has ended.
-    pub fn open_shared<T: Element>(&self, handle: &MemoryHandle, len: usize) -> Result<Buffer<T>> {
+    pub fn open_shared<T: Element>(&self, handle: &MemoryHandle, len: usize) -> Result<DeviceBuffer<T>> {
         let address = self.inner.backend.open(handle, len * size_of::<T>())?;
-        Ok(Buffer::opened(&self.inner, address, len))
+        Ok(DeviceBuffer::opened(&self.inner, address, len))
     }
 
     /// Allocates and uploads `values [n]`.
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
-    pub fn upload<T: Element>(&self, values: &[T]) -> Result<Buffer<T>> {
+    pub fn upload<T: Element>(&self, values: &[T]) -> Result<DeviceBuffer<T>> {
         let mut buffer = self.uninit(values.len())?;
         self.upload_to(values, buffer.all_mut())?;
         Ok(buffer)

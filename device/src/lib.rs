@@ -39,5 +39,5 @@ pub use error::{DeviceError, Result};
 pub use graph::Graph;
 pub use group::{DeviceGroup, DeviceGroupId, GroupTimeout};
 pub use half::bf16;
-pub use memory::{Buffer, View, ViewMut};
+pub use memory::{DeviceBuffer, View, ViewMut};
 pub use product::{Matrix, MatrixMut};

@@ -14,7 +14,7 @@ use crate::error::{DeviceError, Result};
 
 /// Values `[len]` in device memory, freed on drop.
 #[derive(Debug)]
-pub struct Buffer<T: Element> {
+pub struct DeviceBuffer<T: Element> {
     inner: Arc<DeviceInner>,
     label: &'static str,
     address: u64,
@@ -46,7 +46,7 @@ pub struct ViewMut<'a, T: Element> {
     values: PhantomData<&'a mut T>,
 }
 
-impl<T: Element> Buffer<T> {
+impl<T: Element> DeviceBuffer<T> {
     pub(crate) fn allocate(
         inner: &Arc<DeviceInner>,
         label: &'static str,
@@ -131,7 +131,7 @@ impl<T: Element> Buffer<T> {
     }
 }
 
-impl<T: Element> Drop for Buffer<T> {
+impl<T: Element> Drop for DeviceBuffer<T> {
     fn drop(&mut self) {
         let bytes = self.len * size_of::<T>();
         match self.origin {

@@ -1,6 +1,6 @@
 //! Matrix products (GEMM): cuBLAS on a GPU.
 
-use crate::backend::{Operand, Product};
+use crate::backend::{Product, ProductOperand};
 use crate::device::Device;
 use crate::element::Storage;
 use crate::error::Result;
@@ -92,7 +92,7 @@ impl Device {
         if c.rows == 0 || c.columns == 0 {
             return Ok(());
         }
-        let operand = |m: Matrix<'_, A>| Operand {
+        let operand = |m: Matrix<'_, A>| ProductOperand {
             address: m.values.address(),
             stride: m.stride,
             transposed: m.transposed,
@@ -103,7 +103,7 @@ impl Device {
             k: a.columns,
             a: operand(a),
             b: operand(b),
-            c: Operand { address: c.values.address(), stride: c.columns, transposed: false },
+            c: ProductOperand { address: c.values.address(), stride: c.columns, transposed: false },
             narrow_inputs: A::NARROW,
             narrow_output: C::NARROW,
             scale,

@@ -15,7 +15,7 @@ use ::rollout::{Engine, LocalSampler, Network, Progress, Worker, WorkerConfig};
 use buffer::Producer;
 use buffer::http::ClientConfig;
 use device::device::DeviceLocation;
-use device::{Buffer, Device, Storage};
+use device::{Device, DeviceBuffer, Storage};
 use model::on_device::{DeviceSampler, Dtype, StagedWeights};
 use model::{Config, Head, Layout, Parameters, Quantization, SharedCores};
 use trajectory::PolicyVersion;
@@ -201,7 +201,7 @@ fn first_from_device<T: Storage>(
     config: &Config,
     recipe: &Recipe,
     stop: &AtomicBool,
-    stage: impl FnOnce(Buffer<T>) -> StagedWeights,
+    stage: impl FnOnce(DeviceBuffer<T>) -> StagedWeights,
     incoming: impl FnOnce(Arc<dyn DeviceSubscriber<T>>) -> WeightSource,
 ) -> Result<Option<FirstWeights>, Failure> {
     let device = Device::open(place)?;

@@ -225,7 +225,7 @@ impl ReadyWeights {
     /// Weights that are on the device already.
     fn of_device<T: device::Storage>(
         weights: DeviceWeights<T>,
-        stage: impl FnOnce(device::Buffer<T>) -> StagedWeights,
+        stage: impl FnOnce(device::DeviceBuffer<T>) -> StagedWeights,
     ) -> Self {
         let DeviceWeights { version, values, digest, received } = weights;
         let served = Some(ServedWeights::Device(stage(values)));

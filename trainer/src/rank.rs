@@ -20,7 +20,7 @@ pub(crate) use step::StepInputs;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use device::Buffer;
+use device::DeviceBuffer;
 use model::{Config, Decoder, Layout, ParameterSpec, Parameters, Prediction, ThreadPool};
 use trajectory::Sample;
 
@@ -416,7 +416,7 @@ impl Rank {
     fn pass<'a>(
         &'a self,
         ends: Option<Requests>,
-        sums: Option<&'a mut Buffer<f32>>,
+        sums: Option<&'a mut DeviceBuffer<f32>>,
     ) -> Result<Pass<'a>, TrainerError> {
         let gathering = ends.map(|ends| ends.gathering(&self.layout, &self.buffers));
         Ok(match (&self.device, gathering, &self.weights) {

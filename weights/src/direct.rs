@@ -30,7 +30,7 @@ mod tests;
 
 use std::time::{Duration, Instant};
 
-use device::{Buffer, Device, DeviceError, Storage, View};
+use device::{Device, DeviceBuffer, DeviceError, Storage, View};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
@@ -110,7 +110,7 @@ pub trait DeviceSubscriber<T: Storage>: Send + Sync {
 
     /// Returns a buffer for reuse, such as that of the previous version, once no work on any stream reads it.
     /// Otherwise every version allocates memory.
-    fn give_back(&self, values: Buffer<T>);
+    fn give_back(&self, values: DeviceBuffer<T>);
 
     /// As [`Subscriber::applied`](crate::Subscriber::applied).
     ///
@@ -125,7 +125,7 @@ pub struct DeviceWeights<T: Storage> {
     /// The version.
     pub version: PolicyVersion,
     /// `[parameters]` weights, flat, in the canonical order of the model.
-    pub values: Buffer<T>,
+    pub values: DeviceBuffer<T>,
     /// Their digest, computed on the device.
     pub digest: Digest,
     /// Cost of receiving them.

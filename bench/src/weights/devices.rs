@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use device::device::DeviceLocation;
-use device::{Buffer, Device, bf16};
+use device::{Device, DeviceBuffer, bf16};
 use rlrun::failure::Failure;
 use serde_json::{Map, Value};
 use trajectory::PolicyVersion;
@@ -50,7 +50,7 @@ struct Devices<'a, 'b> {
     device: Device,
     place: DeviceLocation,
     /// `[parameters]`
-    trained: Buffer<bf16>,
+    trained: DeviceBuffer<bf16>,
     /// Copies, 10^9 bytes per second.
     copy: f64,
 }

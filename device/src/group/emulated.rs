@@ -43,12 +43,12 @@ struct GroupRendezvousState {
     /// Ranks that have left.
     left_group: Vec<bool>,
     /// Calls in progress, by number.
-    pending: BTreeMap<u64, CollectiveCall>,
+    pending: BTreeMap<u64, EmulatedCall>,
 }
 
 /// One collective call of all members.
 #[derive(Debug)]
-struct CollectiveCall {
+struct EmulatedCall {
     /// Description of the call, and the first rank that made it.
     call: (String, usize),
     /// Contribution of each member.
@@ -108,7 +108,7 @@ impl EmulatedMember {
         let call = format!("{operation}{what}");
         let mut state = self.rendezvous.state();
         let world = state.joined.len();
-        let pending_call = state.pending.entry(number).or_insert_with(|| CollectiveCall {
+        let pending_call = state.pending.entry(number).or_insert_with(|| EmulatedCall {
             call: (call.clone(), self.rank),
             given: vec![None; world],
             taken: 0,

@@ -12,7 +12,7 @@ use crate::backend::Argument;
 use crate::device::Device;
 use crate::element::Storage;
 use crate::error::Result;
-use crate::memory::{Buffer, View, ViewMut};
+use crate::memory::{DeviceBuffer, View, ViewMut};
 
 /// Queries, and keys, per block, as in `kernels/attention.cu`.
 pub(super) const TILE: usize = 64;
@@ -42,15 +42,15 @@ pub struct Segments {
     /// Whether every row is in a segment.
     whole: bool,
     /// `[segments, 4]`: start and end of rows, start and end of prefix.
-    segments: Buffer<i32>,
+    segments: DeviceBuffer<i32>,
     /// `[tiles, 2]`: segment, first query.
-    tiles: Buffer<i32>,
+    tiles: DeviceBuffer<i32>,
     /// `[jobs, 5]`: first key, number of keys, start and end in `seen`, slot in the scratch or -1.
-    jobs: Buffer<i32>,
+    jobs: DeviceBuffer<i32>,
     /// `[_, 4]`: start and end of queries, start and end of keys.
-    seen: Buffer<i32>,
+    seen: DeviceBuffer<i32>,
     /// `[_, 4]`: first key, number of keys, start and end of slots.
-    splits: Buffer<i32>,
+    splits: DeviceBuffer<i32>,
     slots: usize,
 }
 

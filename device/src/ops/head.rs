@@ -9,7 +9,7 @@ use crate::backend::Argument;
 use crate::device::Device;
 use crate::element::Storage;
 use crate::error::Result;
-use crate::memory::{Buffer, View, ViewMut};
+use crate::memory::{DeviceBuffer, View, ViewMut};
 
 /// Threads per block; one block per row. The sampling kernel has the same number.
 pub(super) const ROW_THREADS: usize = 512;
@@ -18,13 +18,13 @@ pub(super) const ROW_THREADS: usize = 512;
 #[derive(Debug)]
 pub struct HeadTargets {
     /// Target tokens, `[len]`.
-    tokens: Buffer<u32>,
+    tokens: DeviceBuffer<u32>,
     /// Temperatures, `[len]`.
-    temperatures: Buffer<f32>,
+    temperatures: DeviceBuffer<f32>,
     /// `[len + 1]`: row i is truncated to the tokens `ids[starts[i]..starts[i + 1]]`; an empty range means no
     /// truncation.
-    starts: Buffer<u64>,
-    ids: Buffer<u32>,
+    starts: DeviceBuffer<u64>,
+    ids: DeviceBuffer<u32>,
 }
 
 impl HeadTargets {

@@ -14,7 +14,7 @@ use super::{rows_of, size};
 use crate::device::Device;
 use crate::element::Storage;
 use crate::error::Result;
-use crate::memory::{Buffer, View, ViewMut};
+use crate::memory::{DeviceBuffer, View, ViewMut};
 
 /// Consecutive new tokens of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub struct Chunk {
 #[derive(Debug)]
 pub struct Chunks {
     /// `[tiles, 4]`: start and end of rows, position of the first, sequence.
-    tiles: Buffer<i32>,
+    tiles: DeviceBuffer<i32>,
     /// End of the last row.
     end: usize,
     /// Sequences that the page table must have, and pages of the longest.

@@ -7,7 +7,7 @@ use crate::backend::Argument;
 use crate::device::Device;
 use crate::element::Storage;
 use crate::error::Result;
-use crate::memory::{Buffer, View, ViewMut};
+use crate::memory::{DeviceBuffer, View, ViewMut};
 
 /// Smallest number of rows per block in a column sum, eight per warp.
 const SLAB: usize = 64;
@@ -38,7 +38,7 @@ pub fn gather_rows<T: Storage>(
 #[derive(Debug)]
 pub struct RowGroups {
     /// Distinct keys, start of each group (and the end of the last), and positions in order of groups.
-    lists: Buffer<u32>,
+    lists: DeviceBuffer<u32>,
     groups: usize,
     positions: usize,
     /// One more than the largest key.

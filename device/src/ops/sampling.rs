@@ -8,7 +8,7 @@ use super::head::ROW_THREADS;
 use super::{rows_of, size};
 use crate::device::Device;
 use crate::error::Result;
-use crate::memory::{Buffer, View};
+use crate::memory::{DeviceBuffer, View};
 
 /// Largest number of tokens after truncation for a row that is sampled on the device.
 pub const KEPT: usize = 4096;
@@ -48,12 +48,12 @@ pub struct SampledToken {
 #[derive(Debug)]
 pub struct SampledRows {
     /// `[rows, 3]`, decoded by [`SampledToken::unpack`].
-    pub draws: Buffer<u32>,
+    pub draws: DeviceBuffer<u32>,
     /// `[rows, KEPT]` ids of the kept tokens, ascending; the rest of each row is undefined.
-    pub kept_ids: Buffer<u32>,
+    pub kept_ids: DeviceBuffer<u32>,
     /// `[rows * KEPT]` the lists of `kept_ids` concatenated by [`pack_kept`]; rows with more than [`KEPT`] tokens have
     /// none.
-    pub packed_ids: Buffer<u32>,
+    pub packed_ids: DeviceBuffer<u32>,
 }
 
 impl RowSampling {

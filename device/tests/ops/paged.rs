@@ -5,7 +5,7 @@ use device::ops::heads::HeadShape;
 use device::ops::paged::{
     NO_SLOT, PAGE, PagedTokens, copy_pages, page_len, paged_attention, scratch_len, write_pages,
 };
-use device::{Buffer, Device, Storage, bf16};
+use device::{Device, DeviceBuffer, Storage, bf16};
 
 use crate::common::{assert_close, devices, noise};
 
@@ -20,8 +20,8 @@ pub(super) struct Cached<T: Storage> {
     pub(super) qkv: Vec<T>,
     /// Rows of each sequence.
     pub(super) segments: Vec<Segment>,
-    pub(super) tables: Buffer<u32>,
-    pub(super) cache: Buffer<T>,
+    pub(super) tables: DeviceBuffer<u32>,
+    pub(super) cache: DeviceBuffer<T>,
 }
 
 impl<T: Storage> Cached<T> {

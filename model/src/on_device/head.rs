@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use device::ops::head::{HeadTargets, predict, predict_backward};
-use device::{Buffer, Matrix, MatrixMut, Result, Storage, View};
+use device::{DeviceBuffer, Matrix, MatrixMut, Result, Storage, View};
 
 use super::layer::{input_gradient, weight_gradient};
 use super::units::{UnitGradients, UnitWeights, within};
@@ -51,7 +51,7 @@ impl<T: Storage> DeviceDecoder<T> {
     }
 
     /// `[rows, V]` logits of `hidden [rows, d]`.
-    pub(super) fn logits(&self, hidden: View<'_, T>, weight: View<'_, T>) -> Result<Buffer<f32>> {
+    pub(super) fn logits(&self, hidden: View<'_, T>, weight: View<'_, T>) -> Result<DeviceBuffer<f32>> {
         let (width, vocabulary) = (self.config.hidden_size, self.config.vocab_size);
         let mut logits = self.activations.uninit(hidden.len() / width * vocabulary)?;
         let (hidden, weight) = (Matrix::new(hidden, width), Matrix::new(weight, width).transposed());
@@ -63,7 +63,7 @@ impl<T: Storage> DeviceDecoder<T> {
     pub(super) fn predictions(
         &self,
         weights: &mut dyn UnitWeights<T>,
-        normed: &Buffer<T>,
+        normed: &DeviceBuffer<T>,
         asked: &DeviceTargets,
     ) -> Result<Vec<Prediction>> {
         let (width, rows) = (self.config.hidden_size, asked.len);
@@ -100,11 +100,11 @@ impl<T: Storage> DeviceDecoder<T> {
     pub(super) fn predictions_backward(
         &self,
         weights: &mut dyn UnitWeights<T>,
-        normed: &Buffer<T>,
+        normed: &DeviceBuffer<T>,
         asked: &DeviceTargets,
         slopes: &[PredictionGradient],
         gradients: &mut dyn UnitGradients,
-    ) -> Result<Buffer<T>> {
+    ) -> Result<DeviceBuffer<T>> {
         let (device, width) = (&self.activations, self.config.hidden_size);
         let mut d_normed = device.zeros::<T>(normed.len())?;
         if self.config.head != Head::Value {

@@ -9,7 +9,7 @@ use device::ops::heads::{HeadNorm, head_norm_gradient, prepare, prepare_backward
 use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use device::ops::rows::{add_bias, column_sums};
 use device::ops::swiglu::{swiglu, swiglu_backward};
-use device::{Buffer, Device, Matrix, MatrixMut, Result, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
 use super::{DeviceAngles, DeviceDecoder};
 use crate::layer::{LayerRanges, Operand};
@@ -19,22 +19,22 @@ use crate::layer::{LayerRanges, Operand};
 pub(super) struct LayerActivations<T: Storage> {
     attention: AttentionActivations<T>,
     /// `[T, 2 m]`
-    gate_up: Buffer<T>,
+    gate_up: DeviceBuffer<T>,
 }
 
 /// Activations of the attention half.
 #[derive(Debug)]
 pub(super) struct AttentionActivations<T: Storage> {
     /// `[T, width]` the projection before norm and rotation, if heads are normalised.
-    raw: Option<Buffer<T>>,
+    raw: Option<DeviceBuffer<T>>,
     /// `[T, width]`
-    prepared: Buffer<T>,
+    prepared: DeviceBuffer<T>,
     /// `[T, heads * head_dim]`
-    attended: Buffer<T>,
+    attended: DeviceBuffer<T>,
     /// `[heads, T]`
-    log_sums: Buffer<f32>,
+    log_sums: DeviceBuffer<f32>,
     /// `[T, d]` the residual stream after this half.
-    middle: Buffer<T>,
+    middle: DeviceBuffer<T>,
 }
 
 /// A layer in a pass over a pack.
@@ -65,7 +65,7 @@ pub(super) fn input_gradient<T: Storage>(
     device: &Device,
     g: View<'_, T>,
     (weight, input): (View<'_, T>, usize),
-) -> Result<Buffer<T>> {
+) -> Result<DeviceBuffer<T>> {
     let output = weight.len() / input;
     let mut out = device.uninit(g.len() / output * input)?;
     let (g, weight) = (Matrix::new(g, output), Matrix::new(weight, input));
@@ -117,7 +117,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
     }
 
     /// `[T, d]` a row of the stream, normalised by the weight at `norm`.
-    fn normed(&self, x: View<'_, T>, norm: &Range<usize>) -> Result<Buffer<T>> {
+    fn normed(&self, x: View<'_, T>, norm: &Range<usize>) -> Result<DeviceBuffer<T>> {
         let mut out = self.on().uninit(x.len())?;
         rms_norm(self.on(), x, self.at(norm), self.eps(), out.all_mut())?;
         Ok(out)
@@ -126,9 +126,9 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
     /// Forward on `x [T, d]`. Returns the residual stream after it, and the activations for the backward if `keep`.
     pub(super) fn forward(
         &self,
-        x: &Buffer<T>,
+        x: &DeviceBuffer<T>,
         keep: bool,
-    ) -> Result<(Buffer<T>, Option<LayerActivations<T>>)> {
+    ) -> Result<(DeviceBuffer<T>, Option<LayerActivations<T>>)> {
         let attention = self.attention(x)?;
         let gate_up = self.gate_up(attention.middle.all())?;
         let mut out = self.on().uninit(x.len())?;
@@ -140,7 +140,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
     }
 
     /// Forward of the attention half.
-    fn attention(&self, x: &Buffer<T>) -> Result<AttentionActivations<T>> {
+    fn attention(&self, x: &DeviceBuffer<T>) -> Result<AttentionActivations<T>> {
         let (device, ranges, shape) = (self.on(), self.ranges(), self.decoder.shape);
         let rows = x.len() / self.hidden();
         let normed = self.normed(x.all(), &ranges[Operand::AttentionNorm])?;
@@ -180,12 +180,12 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
     }
 
     /// `[T, 2 m]` of the second half for its input `middle [T, d]`.
-    fn gate_up(&self, middle: View<'_, T>) -> Result<Buffer<T>> {
+    fn gate_up(&self, middle: View<'_, T>) -> Result<DeviceBuffer<T>> {
         let normed = self.normed(middle, &self.ranges()[Operand::FeedForwardNorm])?;
         self.gate_up_of(normed.all())
     }
 
-    fn gate_up_of(&self, normed: View<'_, T>) -> Result<Buffer<T>> {
+    fn gate_up_of(&self, normed: View<'_, T>) -> Result<DeviceBuffer<T>> {
         let rows = normed.len() / self.hidden();
         let mut out = self.on().uninit(rows * 2 * self.decoder.config.intermediate_size)?;
         linear(
@@ -199,7 +199,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
     }
 
     /// `[T, m]`
-    fn activated(&self, gate_up: View<'_, T>) -> Result<Buffer<T>> {
+    fn activated(&self, gate_up: View<'_, T>) -> Result<DeviceBuffer<T>> {
         let mut out = self.on().uninit(gate_up.len() / 2)?;
         swiglu(self.on(), gate_up, self.decoder.config.intermediate_size, out.all_mut())?;
         Ok(out)
@@ -210,12 +210,12 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
     /// `chunk` rows.
     pub(super) fn backward(
         &self,
-        x: &Buffer<T>,
+        x: &DeviceBuffer<T>,
         kept: Option<LayerActivations<T>>,
-        g: &Buffer<T>,
+        g: &DeviceBuffer<T>,
         gradients: &mut ViewMut<'_, f32>,
         chunk: usize,
-    ) -> Result<Buffer<T>> {
+    ) -> Result<DeviceBuffer<T>> {
         let (attention, gate_up) = match kept {
             Some(LayerActivations { attention, gate_up }) => (attention, Some(gate_up)),
             None => (self.attention(x)?, None),
@@ -229,12 +229,12 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
     /// Backward of the feed-forward half: the gradient of `middle`.
     fn feed_forward_backward(
         &self,
-        middle: &Buffer<T>,
-        gate_up: Option<&Buffer<T>>,
-        g: &Buffer<T>,
+        middle: &DeviceBuffer<T>,
+        gate_up: Option<&DeviceBuffer<T>>,
+        g: &DeviceBuffer<T>,
         gradients: &mut ViewMut<'_, f32>,
         chunk: usize,
-    ) -> Result<Buffer<T>> {
+    ) -> Result<DeviceBuffer<T>> {
         let (device, ranges, hidden) = (self.on(), self.ranges(), self.hidden());
         let width = self.decoder.config.intermediate_size;
         let mut d_middle = device.uninit(middle.len())?;
@@ -279,11 +279,11 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
     /// Backward of the attention half: the gradient of `x`.
     fn attention_backward(
         &self,
-        x: &Buffer<T>,
+        x: &DeviceBuffer<T>,
         kept: AttentionActivations<T>,
-        d_middle: &Buffer<T>,
+        d_middle: &DeviceBuffer<T>,
         gradients: &mut ViewMut<'_, f32>,
-    ) -> Result<Buffer<T>> {
+    ) -> Result<DeviceBuffer<T>> {
         let (device, ranges, shape) = (self.on(), self.ranges(), self.decoder.shape);
         let AttentionActivations { raw, prepared, attended, log_sums, middle } = kept;
         drop(middle);
@@ -313,7 +313,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
             let of_norm = gradients.slice_mut(ranges[Operand::QueryKeyNorm].clone());
             head_norm_gradient(device, raw.all(), shape, self.eps(), cos, sin, d_qkv.all(), of_norm)?;
         }
-        let raw = raw.as_ref().map(Buffer::all);
+        let raw = raw.as_ref().map(DeviceBuffer::all);
         prepare_backward(device, raw, shape, self.head_norm(), cos, sin, d_qkv.all_mut())?;
         let normed = self.normed(x.all(), &ranges[Operand::AttentionNorm])?;
         let of_qkv = gradients.slice_mut(ranges[Operand::Qkv].clone());

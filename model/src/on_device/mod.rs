@@ -20,7 +20,7 @@ mod units;
 use std::sync::Arc;
 
 use device::ops::heads::{HeadShape, angles};
-use device::{Buffer, Device, Result, Storage, bf16};
+use device::{Device, DeviceBuffer, Result, Storage, bf16};
 use serde::{Deserialize, Serialize};
 
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
@@ -61,7 +61,7 @@ pub struct DeviceDecoder<T: Storage> {
     config: Config,
     layout: Arc<Layout>,
     shape: HeadShape,
-    inv_freq: Buffer<f32>,
+    inv_freq: DeviceBuffer<f32>,
     recompute: Recompute,
     storage: std::marker::PhantomData<T>,
 }
@@ -70,9 +70,9 @@ pub struct DeviceDecoder<T: Storage> {
 #[derive(Debug)]
 struct DeviceAngles {
     /// `[T, head_dim / 2]`
-    cos: Buffer<f32>,
+    cos: DeviceBuffer<f32>,
     /// `[T, head_dim / 2]`
-    sin: Buffer<f32>,
+    sin: DeviceBuffer<f32>,
 }
 
 impl<T: Storage> DeviceDecoder<T> {
@@ -135,7 +135,7 @@ impl<T: Storage> DeviceDecoder<T> {
     }
 
     /// Token ids on the device, checked: a kernel would read beyond the table.
-    fn ids(&self, token_ids: &[u32]) -> Result<Buffer<u32>> {
+    fn ids(&self, token_ids: &[u32]) -> Result<DeviceBuffer<u32>> {
         check_ids(&self.device, "gather_rows", token_ids, self.config.vocab_size)?;
         self.activations.upload(token_ids)
     }

@@ -11,7 +11,7 @@ use device::ops::paged::copy_pages;
 use device::ops::sampling::{
     DRAW, KEPT, RowSampling, SETTINGS, SampledRows, SampledToken, pack_kept, sample,
 };
-use device::{Buffer, Device, Result, Storage, bf16};
+use device::{Device, DeviceBuffer, Result, Storage, bf16};
 
 use super::steps::{CacheShape, RecordedSteps};
 use super::{DeviceDecoder, Dtype, FlatWeights, UnitWeights, check_ids};
@@ -32,9 +32,9 @@ pub struct DrawRequest {
 #[derive(Debug)]
 pub enum StagedWeights {
     /// Stored in f32.
-    F32(Buffer<f32>),
+    F32(DeviceBuffer<f32>),
     /// Stored in bf16.
-    Bf16(Buffer<bf16>),
+    Bf16(DeviceBuffer<bf16>),
 }
 
 /// A decoder to sample with on a device, with its cache.
@@ -187,24 +187,24 @@ struct TypedSampler<T: Storage> {
     decoder: DeviceDecoder<T>,
     weights: FlatWeights<T>,
     /// `[layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
-    cache: Option<Buffer<T>>,
+    cache: Option<DeviceBuffer<T>>,
     steps: RecordedSteps<T>,
     /// Memory of draws.
     drawing: Option<SampledRows>,
 }
 
 impl<T: Storage> TypedSampler<T> {
-    fn new(device: &Device, config: &Config, layout: &Arc<Layout>, weights: Buffer<T>) -> Result<Self> {
+    fn new(device: &Device, config: &Config, layout: &Arc<Layout>, weights: DeviceBuffer<T>) -> Result<Self> {
         let decoder = DeviceDecoder::new(device, config, layout, Recompute::None)?;
         let weights = FlatWeights::of(weights, layout);
         Ok(Self { decoder, weights, cache: None, steps: RecordedSteps::default(), drawing: None })
     }
 
     fn bytes(&self) -> u64 {
-        self.weights.buffer().bytes() + self.cache.as_ref().map_or(0, Buffer::bytes)
+        self.weights.buffer().bytes() + self.cache.as_ref().map_or(0, DeviceBuffer::bytes)
     }
 
-    fn swap(&mut self, weights: Buffer<T>) -> Buffer<T> {
+    fn swap(&mut self, weights: DeviceBuffer<T>) -> DeviceBuffer<T> {
         let layout = Arc::clone(self.decoder.layout());
         std::mem::replace(&mut self.weights, FlatWeights::of(weights, &layout)).into_buffer()
     }
@@ -313,7 +313,7 @@ impl<T: Storage> DeviceDecoder<T> {
         &self,
         weights: &mut dyn UnitWeights<T>,
         hidden: device::View<'_, T>,
-    ) -> Result<Buffer<f32>> {
+    ) -> Result<DeviceBuffer<f32>> {
         let (unit, place) = self.head_place();
         let weight = weights.unit(unit)?.slice(place);
         self.logits(hidden, weight)

@@ -13,7 +13,7 @@ use device::ops::paged::{PagedTokens, paged_attention, scratch_len, write_pages}
 use device::ops::prefill::{Chunk, Chunks, prefill_attention};
 use device::ops::rows::{add_bias, gather_rows};
 use device::ops::swiglu::swiglu;
-use device::{Buffer, Device, Graph, Result, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, Graph, Result, Storage, View, ViewMut};
 
 use super::DeviceDecoder;
 use super::layer::linear;
@@ -43,7 +43,7 @@ pub(super) struct RecordedSteps<T: Storage> {
     recorded: HashMap<RecordingKey, Graph>,
     memory: Option<StepMemory<T>>,
     /// `[wanted, d]` of the last step, after the final norm.
-    hidden: Option<Buffer<T>>,
+    hidden: Option<DeviceBuffer<T>>,
     /// Recordings that failed in a row.
     failed: usize,
 }
@@ -80,7 +80,7 @@ impl StepSizes {
 #[derive(Debug)]
 struct StepMemory<T: Storage> {
     tokens: usize,
-    numbers: Buffer<u32>,
+    numbers: DeviceBuffer<u32>,
     cos: RowBuffer<f32>,
     sin: RowBuffer<f32>,
     x: RowBuffer<T>,
@@ -89,13 +89,13 @@ struct StepMemory<T: Storage> {
     attended: RowBuffer<T>,
     gate_up: RowBuffer<T>,
     activated: RowBuffer<T>,
-    scratch: Buffer<f32>,
+    scratch: DeviceBuffer<f32>,
 }
 
 /// A row for each token.
 #[derive(Debug)]
 struct RowBuffer<T: Storage> {
-    buffer: Buffer<T>,
+    buffer: DeviceBuffer<T>,
     width: usize,
 }
 
@@ -125,7 +125,7 @@ impl<T: Storage> RecordedSteps<T> {
         &mut self,
         decoder: &DeviceDecoder<T>,
         weights: &mut FlatWeights<T>,
-        cache: &mut Buffer<T>,
+        cache: &mut DeviceBuffer<T>,
         shape: CacheShape,
         sequences: &[StepSequence<'_>],
     ) -> Result<()> {
@@ -170,9 +170,9 @@ impl<T: Storage> RecordedSteps<T> {
 
     /// Hidden states of the last step: of those that were wanted, the ones with these numbers, each below
     /// [`Self::wanted`].
-    pub(super) fn hidden(&self, decoder: &DeviceDecoder<T>, rows: View<'_, u32>) -> Result<Buffer<T>> {
+    pub(super) fn hidden(&self, decoder: &DeviceDecoder<T>, rows: View<'_, u32>) -> Result<DeviceBuffer<T>> {
         let width = decoder.config().hidden_size;
-        let hidden = self.hidden.as_ref().map_or_else(|| unreachable!("a step was made"), Buffer::all);
+        let hidden = self.hidden.as_ref().map_or_else(|| unreachable!("a step was made"), DeviceBuffer::all);
         let device = decoder.device().labelled("steps");
         let mut out = device.uninit(rows.len() * width)?;
         gather_rows(&device, hidden, rows, width, out.all_mut())?;
@@ -181,7 +181,7 @@ impl<T: Storage> RecordedSteps<T> {
 
     /// How many hidden states of the last step were wanted.
     pub(super) fn wanted(&self, decoder: &DeviceDecoder<T>) -> usize {
-        self.hidden.as_ref().map_or(0, Buffer::len) / decoder.config().hidden_size
+        self.hidden.as_ref().map_or(0, DeviceBuffer::len) / decoder.config().hidden_size
     }
 }
 
@@ -207,7 +207,7 @@ fn pick<T: Storage>(
     decoder: &DeviceDecoder<T>,
     normed: View<'_, T>,
     sequences: &[StepSequence<'_>],
-) -> Result<Buffer<T>> {
+) -> Result<DeviceBuffer<T>> {
     let (device, width) = (decoder.device().labelled("steps"), decoder.config().hidden_size);
     let mut rows: Vec<u32> = Vec::new();
     let mut end = 0;
@@ -307,7 +307,7 @@ struct StepLayer<'a, T: Storage> {
 fn layers<T: Storage>(
     decoder: &DeviceDecoder<T>,
     weights: &mut FlatWeights<T>,
-    cache: &mut Buffer<T>,
+    cache: &mut DeviceBuffer<T>,
     shape: CacheShape,
     (memory, sizes, chunks): (&mut StepMemory<T>, StepSizes, Option<&Chunks>),
 ) -> Result<()> {

@@ -11,7 +11,7 @@ use std::ops::Range;
 use device::ops::attention::Segments;
 use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use device::ops::rows::{RowGroups, add_rows, gather_rows, scatter_rows};
-use device::{Buffer, Result, Storage};
+use device::{DeviceBuffer, Result, Storage};
 
 use super::head::DeviceTargets;
 use super::layer::{DeviceLayer, LayerActivations};
@@ -31,8 +31,8 @@ pub struct DeviceTrace<T: Storage> {
     asked: DeviceTargets,
     groups: Groups,
     /// `[rows, d]` before and after the final norm.
-    picked: Buffer<T>,
-    normed: Buffer<T>,
+    picked: DeviceBuffer<T>,
+    normed: DeviceBuffer<T>,
 }
 
 /// Rows that are added to one row.
@@ -46,7 +46,7 @@ struct Groups {
 
 #[derive(Debug)]
 struct DeviceLayerTrace<T: Storage> {
-    input: Buffer<T>,
+    input: DeviceBuffer<T>,
     /// Empty if it is computed again.
     kept: Option<LayerActivations<T>>,
 }

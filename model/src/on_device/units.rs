@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use device::ops::vectors::cast;
-use device::{Buffer, Device, Result, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, Result, Storage, View, ViewMut};
 
 use crate::{Layout, Parameters, Unit};
 
@@ -36,14 +36,14 @@ pub trait UnitGradients {
 /// All weights of a model in one buffer.
 #[derive(Debug)]
 pub struct FlatWeights<T: Storage> {
-    buffer: Buffer<T>,
+    buffer: DeviceBuffer<T>,
     layout: Arc<Layout>,
 }
 
 /// The gradients of all weights in one buffer.
 #[derive(Debug)]
 pub struct FlatGradients {
-    buffer: Buffer<f32>,
+    buffer: DeviceBuffer<f32>,
     layout: Arc<Layout>,
 }
 
@@ -74,31 +74,31 @@ impl<T: Storage> FlatWeights<T> {
     /// # Panics
     /// If the buffer has another length.
     #[must_use]
-    pub fn of(buffer: Buffer<T>, layout: &Arc<Layout>) -> Self {
+    pub fn of(buffer: DeviceBuffer<T>, layout: &Arc<Layout>) -> Self {
         assert_eq!(buffer.len(), layout.len(), "weights have the length of their layout");
         Self { buffer, layout: Arc::clone(layout) }
     }
 
     /// `[layout.len()]` values.
     #[must_use]
-    pub fn buffer(&self) -> &Buffer<T> {
+    pub fn buffer(&self) -> &DeviceBuffer<T> {
         &self.buffer
     }
 
     /// `[layout.len()]` values, writable.
-    pub fn buffer_mut(&mut self) -> &mut Buffer<T> {
+    pub fn buffer_mut(&mut self) -> &mut DeviceBuffer<T> {
         &mut self.buffer
     }
 
     /// Returns the buffer.
     #[must_use]
-    pub fn into_buffer(self) -> Buffer<T> {
+    pub fn into_buffer(self) -> DeviceBuffer<T> {
         self.buffer
     }
 }
 
 /// Writes `values` to a buffer as the nearest values of its type.
-pub(super) fn upload_as<T: Storage>(device: &Device, values: &[f32], to: &mut Buffer<T>) -> Result<()> {
+pub(super) fn upload_as<T: Storage>(device: &Device, values: &[f32], to: &mut DeviceBuffer<T>) -> Result<()> {
     for (number, piece) in values.chunks(PIECE).enumerate() {
         let start = number * PIECE;
         let staged = device.upload(piece)?;
@@ -132,12 +132,12 @@ impl FlatGradients {
 
     /// `[layout.len()]` values.
     #[must_use]
-    pub fn buffer(&self) -> &Buffer<f32> {
+    pub fn buffer(&self) -> &DeviceBuffer<f32> {
         &self.buffer
     }
 
     /// `[layout.len()]` values, writable.
-    pub fn buffer_mut(&mut self) -> &mut Buffer<f32> {
+    pub fn buffer_mut(&mut self) -> &mut DeviceBuffer<f32> {
         &mut self.buffer
     }
 }

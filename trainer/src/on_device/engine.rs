@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use device::ops::adamw::{AdamwStep, adamw};
 use device::ops::vectors::{cast, sum_of_squares};
-use device::{Buffer, Device, Storage, View, bf16};
+use device::{Device, DeviceBuffer, Storage, View, bf16};
 use model::on_device::{DeviceDecoder, Dtype};
 use model::{Config, Layout, ParameterSpec, Parameters, Recompute};
 use weights::direct::nccl::PushOwner;
@@ -74,15 +74,15 @@ pub(crate) trait DeviceRank: fmt::Debug + Send + Sync {
     /// in a buffer of their own for each unit; those that this rank owns of the sums over all ranks go to `own`.
     fn pass<'a>(
         &'a self,
-        sums: Option<&'a mut Buffer<f32>>,
-        own: Option<&'a mut Buffer<f32>>,
+        sums: Option<&'a mut DeviceBuffer<f32>>,
+        own: Option<&'a mut DeviceBuffer<f32>>,
     ) -> device::Result<Box<dyn DevicePass + 'a>>;
 
     /// A pass with weights that come from all ranks through the host.
     fn gathered<'a>(
         &'a self,
         gathering: ParameterGathering<'a>,
-        sums: Option<&'a mut Buffer<f32>>,
+        sums: Option<&'a mut DeviceBuffer<f32>>,
     ) -> Result<Box<dyn DevicePass + 'a>, TrainerError>;
 
     /// Another network, which is not trained. With `keep` it stays on the device until another one comes or
@@ -130,7 +130,7 @@ struct TypedDeviceRank<T: Storage> {
     decoder: DeviceDecoder<T>,
     parameters: Option<DeviceParameters<T>>,
     /// First and second.
-    moments: Option<[Buffer<f32>; 2]>,
+    moments: Option<[DeviceBuffer<f32>; 2]>,
     /// What is trained here, in its order.
     pieces: Vec<Piece>,
     share: Option<DeviceSharding>,
@@ -142,17 +142,17 @@ struct TypedDeviceRank<T: Storage> {
 /// Weights on the device.
 enum DeviceParameters<T: Storage> {
     /// All, of a rank that is alone. What is trained stands beside them where they are its rounded form.
-    Alone { weights: Buffer<T>, masters: Option<Buffer<f32>> },
+    Alone { weights: DeviceBuffer<T>, masters: Option<DeviceBuffer<f32>> },
     /// All, which is what all ranks own, gathered.
-    Gathered { weights: Buffer<T>, own: OwnedShards<T> },
+    Gathered { weights: DeviceBuffer<T>, own: OwnedShards<T> },
     /// What this rank owns; a pass collects the layers that it is at.
     Sharded(OwnedShards<T>),
 }
 
 /// What a rank that meets others owns, and trains.
 struct OwnedShards<T: Storage> {
-    masters: Buffer<f32>,
-    rounded: Buffer<T>,
+    masters: DeviceBuffer<f32>,
+    rounded: DeviceBuffer<T>,
 }
 
 /// A tensor or a part of one.
@@ -170,7 +170,7 @@ struct FrozenOnDevice<T: Storage> {
     /// What it was made of, by which it is recognised.
     parameters: Arc<Parameters>,
     decoder: DeviceDecoder<T>,
-    weights: Buffer<T>,
+    weights: DeviceBuffer<T>,
 }
 
 /// Opens a device for a network, without weights.
@@ -251,7 +251,7 @@ impl<T: Storage> TypedDeviceRank<T> {
 
 impl<T: Storage> DeviceParameters<T> {
     /// All of them, if they are here.
-    fn all(&self) -> Option<&Buffer<T>> {
+    fn all(&self) -> Option<&DeviceBuffer<T>> {
         match self {
             Self::Alone { weights, .. } | Self::Gathered { weights, .. } => Some(weights),
             Self::Sharded(_) => None,
@@ -259,7 +259,7 @@ impl<T: Storage> DeviceParameters<T> {
     }
 
     /// What is trained here.
-    fn trained(&self) -> &Buffer<f32> {
+    fn trained(&self) -> &DeviceBuffer<f32> {
         match self {
             Self::Alone { masters: Some(masters), .. } => masters,
             Self::Alone { weights, .. } => match (weights as &dyn Any).downcast_ref() {
@@ -271,7 +271,7 @@ impl<T: Storage> DeviceParameters<T> {
     }
 
     /// What is trained here, and its rounded form, if that is something else.
-    fn trained_mut(&mut self) -> (&mut Buffer<f32>, Option<&mut Buffer<T>>) {
+    fn trained_mut(&mut self) -> (&mut DeviceBuffer<f32>, Option<&mut DeviceBuffer<T>>) {
         match self {
             Self::Alone { weights, masters: Some(masters) } => (masters, Some(weights)),
             Self::Alone { weights, masters: None } => match (weights as &mut dyn Any).downcast_mut() {
@@ -285,7 +285,9 @@ impl<T: Storage> DeviceParameters<T> {
     fn bytes(&self) -> u64 {
         let own = |own: &OwnedShards<T>| own.masters.bytes() + own.rounded.bytes();
         match self {
-            Self::Alone { weights, masters } => weights.bytes() + masters.as_ref().map_or(0, Buffer::bytes),
+            Self::Alone { weights, masters } => {
+                weights.bytes() + masters.as_ref().map_or(0, DeviceBuffer::bytes)
+            }
             Self::Gathered { weights, own: shard } => weights.bytes() + own(shard),
             Self::Sharded(shard) => own(shard),
         }
@@ -363,7 +365,7 @@ impl<T: Storage> DeviceRank for TypedDeviceRank<T> {
 
     fn read_moments(&self) -> device::Result<Option<Vec<TensorState>>> {
         let Some([first, second]) = &self.moments else { return Ok(None) };
-        let of = |buffer: &Buffer<f32>, place: Range<usize>| self.device.download(buffer.view(place));
+        let of = |buffer: &DeviceBuffer<f32>, place: Range<usize>| self.device.download(buffer.view(place));
         let state = |(_, place): (Piece, Range<usize>)| {
             let (first, second) = (of(first, place.clone())?, of(second, place)?);
             Ok(TensorState::Moments(Moments::Full { first, second }))
@@ -403,8 +405,8 @@ impl<T: Storage> DeviceRank for TypedDeviceRank<T> {
 
     fn pass<'a>(
         &'a self,
-        sums: Option<&'a mut Buffer<f32>>,
-        own: Option<&'a mut Buffer<f32>>,
+        sums: Option<&'a mut DeviceBuffer<f32>>,
+        own: Option<&'a mut DeviceBuffer<f32>>,
     ) -> device::Result<Box<dyn DevicePass + 'a>> {
         let source = match (self.parameters(), &self.share) {
             (DeviceParameters::Sharded(own), Some(share)) => {
@@ -428,7 +430,7 @@ impl<T: Storage> DeviceRank for TypedDeviceRank<T> {
     fn gathered<'a>(
         &'a self,
         gathering: ParameterGathering<'a>,
-        sums: Option<&'a mut Buffer<f32>>,
+        sums: Option<&'a mut DeviceBuffer<f32>>,
     ) -> Result<Box<dyn DevicePass + 'a>, TrainerError> {
         let source =
             ParameterSource::Gathered(Box::new(ParameterUpload::new(&self.device, &self.layout, gathering)?));
@@ -470,8 +472,9 @@ impl<T: Storage> DeviceRank for TypedDeviceRank<T> {
 
     fn weights(&self) -> Option<DeviceWeights<'_>> {
         let weights = self.parameters.as_ref()?.all()? as &dyn Any;
-        let f32s = weights.downcast_ref::<Buffer<f32>>().map(|weights| DeviceWeights::F32(weights.all()));
-        f32s.or_else(|| Some(DeviceWeights::Bf16(weights.downcast_ref::<Buffer<bf16>>()?.all())))
+        let f32s =
+            weights.downcast_ref::<DeviceBuffer<f32>>().map(|weights| DeviceWeights::F32(weights.all()));
+        f32s.or_else(|| Some(DeviceWeights::Bf16(weights.downcast_ref::<DeviceBuffer<bf16>>()?.all())))
     }
 
     fn send(&self, plan: &PushPlan, index: usize, hub: Option<&Hub>) -> Result<Digest, WeightsError> {
@@ -494,7 +497,7 @@ impl<T: Storage> DeviceRank for TypedDeviceRank<T> {
     }
 
     fn bytes(&self) -> [u64; 2] {
-        let moments = self.moments.iter().flatten().map(Buffer::bytes).sum();
+        let moments = self.moments.iter().flatten().map(DeviceBuffer::bytes).sum();
         [self.parameters.as_ref().map_or(0, DeviceParameters::bytes), moments]
     }
 }

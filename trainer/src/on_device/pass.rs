@@ -4,7 +4,7 @@
 //! that skip a pass stay in step with those that make it.
 
 use device::ops::vectors::cast;
-use device::{Buffer, Device, DeviceError, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
 use model::on_device::{DeviceDecoder, DeviceTrace, UnitGradients, UnitWeights};
 use model::{GradientSink, LayerSource, Layout, Prediction, PredictionGradient, Unit};
 
@@ -52,7 +52,7 @@ pub(crate) struct NetworkPass<'a, T: Storage> {
     source: ParameterSource<'a, T>,
     /// Sums of all gradients, laid out as the weights are, where they are kept; otherwise a unit has its own until it is
     /// done.
-    sums: Option<&'a mut Buffer<f32>>,
+    sums: Option<&'a mut DeviceBuffer<f32>>,
     /// Where ranks meet on their devices.
     reducing: Option<DeviceReduction<'a>>,
     /// What the last forward left.
@@ -74,9 +74,9 @@ pub(crate) struct ParameterUpload<'a, T: Storage> {
     device: &'a Device,
     gathering: ParameterGathering<'a>,
     /// Embedding and tail.
-    ends: [Buffer<T>; 2],
+    ends: [DeviceBuffer<T>; 2],
     /// The layer that was asked for last.
-    layer: Buffer<T>,
+    layer: DeviceBuffer<T>,
     index: Option<usize>,
 }
 
@@ -84,9 +84,9 @@ pub(crate) struct ParameterUpload<'a, T: Storage> {
 struct GradientTransfer<'a, 'b, 'c> {
     device: &'a Device,
     layout: &'a Layout,
-    sums: Option<&'a mut Buffer<f32>>,
+    sums: Option<&'a mut DeviceBuffer<f32>>,
     /// Those of units that are not done.
-    units: Vec<Option<Buffer<f32>>>,
+    units: Vec<Option<DeviceBuffer<f32>>>,
     sink: Option<&'a mut (dyn GradientSink + 'b)>,
     reducing: Option<&'a mut DeviceReduction<'c>>,
     /// On the host, used again.
@@ -120,7 +120,7 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
         (device, layout): (&'a Device, &'a Layout),
         decoder: &'a DeviceDecoder<T>,
         source: ParameterSource<'a, T>,
-        sums: Option<&'a mut Buffer<f32>>,
+        sums: Option<&'a mut DeviceBuffer<f32>>,
     ) -> Self {
         Self { device, decoder, layout, source, sums, reducing: None, trace: None }
     }
@@ -230,7 +230,7 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
         mut gathering: ParameterGathering<'a>,
     ) -> Result<Self, TrainerError> {
         let weights = device.labelled("weights");
-        let to_device = |values: &[f32]| -> device::Result<Buffer<T>> {
+        let to_device = |values: &[f32]| -> device::Result<DeviceBuffer<T>> {
             let mut buffer = weights.uninit(values.len())?;
             upload(device, values, buffer.all_mut())?;
             Ok(buffer)
@@ -283,7 +283,7 @@ impl UnitGradients for GradientTransfer<'_, '_, '_> {
         let own = self.units[number(self.layout, unit)].take();
         let from = match (&self.sums, &own) {
             (Some(sums), _) => Some(sums.view(self.layout.unit(unit))),
-            (None, own) => own.as_ref().map(Buffer::all),
+            (None, own) => own.as_ref().map(DeviceBuffer::all),
         };
         if let Some(reducing) = &mut self.reducing {
             return reducing.unit(self.device, number(self.layout, unit), from);

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use device::group::{DeviceGroup, DeviceGroupId, GroupCandidate};
-use device::{Buffer, Device};
+use device::{Device, DeviceBuffer};
 use model::{Parameters, ThreadPool};
 use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
@@ -30,9 +30,9 @@ use crate::zero::DeviceSharding;
 pub(super) struct RankDevice {
     pub(super) engine: Box<dyn DeviceRank>,
     /// Sums of gradients, kept from step to step as the host's are.
-    sums: Option<Buffer<f32>>,
+    sums: Option<DeviceBuffer<f32>>,
     /// Sums over all ranks that this one owns, where it meets the others on their devices.
-    own: Option<Buffer<f32>>,
+    own: Option<DeviceBuffer<f32>>,
     /// Whether the weights are updated there.
     trains: bool,
     /// Whether the ranks meet on their devices.
@@ -148,7 +148,7 @@ impl Rank {
     /// Gives up the device's gradients. Returns their bytes.
     pub(super) fn drop_sums(&mut self) -> u64 {
         let Some(device) = &mut self.device else { return 0 };
-        [device.sums.take(), device.own.take()].iter().flatten().map(Buffer::bytes).sum()
+        [device.sums.take(), device.own.take()].iter().flatten().map(DeviceBuffer::bytes).sum()
     }
 
     /// The device's memory of optimizer and weights, bytes.
@@ -248,7 +248,7 @@ impl Rank {
 
     /// A place for sums of gradients on the device, all zero: where there is one, and gradients stay for longer than a
     /// pass.
-    pub(super) fn take_sums(&mut self) -> Result<Option<Buffer<f32>>, TrainerError> {
+    pub(super) fn take_sums(&mut self) -> Result<Option<DeviceBuffer<f32>>, TrainerError> {
         let stay = self.place.is_none() || !self.config.shares_gradients();
         let Some(on_device) = self.device.as_mut().filter(|_| stay) else { return Ok(None) };
         let device = on_device.engine.device();
@@ -262,7 +262,7 @@ impl Rank {
     }
 
     /// Puts back what [`Self::take_sums`] took.
-    pub(super) fn put_sums(&mut self, sums: Option<Buffer<f32>>) {
+    pub(super) fn put_sums(&mut self, sums: Option<DeviceBuffer<f32>>) {
         if let Some(device) = &mut self.device {
             device.sums = sums;
         }
@@ -282,7 +282,7 @@ impl Rank {
     /// A step of a rank that is alone and computes on a device: like that of the processor, with gradients in `sums`.
     pub(super) fn step_on_device<L: RowLoss>(
         &mut self,
-        sums: &mut Buffer<f32>,
+        sums: &mut DeviceBuffer<f32>,
         step: &StepInputs<'_, L>,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let Some(on_device) = &mut self.device else { unreachable!("sums are taken of a device") };
@@ -321,7 +321,7 @@ impl Rank {
     /// A step of a rank that meets the others on their devices, with gradients in `sums` if they stay for longer than a pass.
     pub(super) fn step_on_devices<L: RowLoss>(
         &mut self,
-        sums: Option<&mut Buffer<f32>>,
+        sums: Option<&mut DeviceBuffer<f32>>,
         step: &StepInputs<'_, L>,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let collective = self.collective()?;

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use device::Buffer;
+use device::DeviceBuffer;
 use model::{GradientSink, ParameterSpec, Parameters, ThreadPool};
 
 use super::{PlannedRows, Rank, RankMembership, RankWeights};
@@ -129,7 +129,7 @@ impl Rank {
     /// A step of one of several ranks. Its device, if any, accumulates gradients in `sums` over several passes.
     fn step_among_others<L: RowLoss>(
         &mut self,
-        sums: Option<&mut Buffer<f32>>,
+        sums: Option<&mut DeviceBuffer<f32>>,
         step: &StepInputs<'_, L>,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let mut own = std::mem::take(&mut self.sums);
@@ -146,7 +146,7 @@ impl Rank {
     /// Writes the sums over all ranks of the gradients that this rank owns to `own`.
     fn reduced<L: RowLoss>(
         &self,
-        (own, sums): (&mut TreeSums, Option<&mut Buffer<f32>>),
+        (own, sums): (&mut TreeSums, Option<&mut DeviceBuffer<f32>>),
         step: &StepInputs<'_, L>,
     ) -> Result<Vec<L::Report>, TrainerError> {
         let (Some(place), collective) = (&self.place, self.collective()?) else {

@@ -7,7 +7,7 @@
 //! deadline and the operation. What comes from the host counts as such.
 
 use device::ops::vectors::add;
-use device::{Buffer, Device, DeviceGroup, Element, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, DeviceGroup, Element, Storage, View, ViewMut};
 use model::{Layout, Unit};
 
 use super::{Fragment, Shards, number};
@@ -26,7 +26,7 @@ pub(crate) struct DeviceSharding {
 pub(crate) struct DeviceReduction<'a> {
     pub(crate) share: &'a DeviceSharding,
     /// The sums that this rank owns, one after the other.
-    pub(crate) own: &'a mut Buffer<f32>,
+    pub(crate) own: &'a mut DeviceBuffer<f32>,
     /// Whether units leave when they are done, or stay to be added to.
     pub(crate) leave: bool,
     /// Whether they are the first of their step to leave.
@@ -40,9 +40,9 @@ pub(crate) struct DeviceGathering<'a, T: Storage> {
     /// What this rank owns, one after the other.
     own: View<'a, T>,
     /// Embedding and tail, for as long as this lives.
-    ends: [Buffer<T>; 2],
+    ends: [DeviceBuffer<T>; 2],
     /// The layer that was asked for last.
-    layer: Buffer<T>,
+    layer: DeviceBuffer<T>,
     index: Option<usize>,
     /// Whether a backward follows, or goes on.
     pub(crate) backward: bool,
@@ -60,7 +60,11 @@ impl DeviceSharding {
     }
 
     /// Puts what all ranks own of every unit into `all`.
-    pub(crate) fn gather<T: Element>(&self, own: View<'_, T>, all: &mut Buffer<T>) -> device::Result<()> {
+    pub(crate) fn gather<T: Element>(
+        &self,
+        own: View<'_, T>,
+        all: &mut DeviceBuffer<T>,
+    ) -> device::Result<()> {
         for unit in 0..self.shards.units() {
             self.gather_unit(unit, own, all.view_mut(self.shards.place(unit)))?;
         }
@@ -102,7 +106,7 @@ impl DeviceReduction<'_> {
             Some(_) => None,
             None => Some(device.labelled("gradients").zeros(shards.place(unit).len())?),
         };
-        let Some(values) = values.or_else(|| zeros.as_ref().map(Buffer::all)) else {
+        let Some(values) = values.or_else(|| zeros.as_ref().map(DeviceBuffer::all)) else {
             unreachable!("what has no values has zeros")
         };
         let mut own = self.own.view_mut(shards.packed(group.rank(), unit));

@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use device::{Buffer, Device, Storage, View};
+use device::{Device, DeviceBuffer, Storage, View};
 use trajectory::PolicyVersion;
 
 use super::hub_connection::{HubConnection, OVERTAKEN};
@@ -36,7 +36,7 @@ struct ColocatedState<T: Storage> {
 #[derive(Debug)]
 struct Mailbox<T: Storage> {
     spares: SpareBuffers<T>,
-    newest: Mutex<Option<(PolicyVersion, Buffer<T>)>>,
+    newest: Mutex<Option<(PolicyVersion, DeviceBuffer<T>)>>,
     /// The last version that was put here.
     put: Mutex<Option<PolicyVersion>>,
 }
@@ -172,7 +172,7 @@ impl<T: Storage> DeviceSubscriber<T> for ColocatedSubscriber<T> {
         }
     }
 
-    fn give_back(&self, values: Buffer<T>) {
+    fn give_back(&self, values: DeviceBuffer<T>) {
         self.mailbox.spares.give_back(values);
     }
 

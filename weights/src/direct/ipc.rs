@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use device::{Buffer, Device, Storage, View};
+use device::{Device, DeviceBuffer, Storage, View};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
@@ -89,7 +89,7 @@ struct DeviceSlots<T: Storage> {
 struct DeviceSlot<T: Storage> {
     path: PathBuf,
     file: File,
-    buffer: Buffer<T>,
+    buffer: DeviceBuffer<T>,
     handle: String,
 }
 
@@ -111,7 +111,7 @@ struct OpenedSlot<T: Storage> {
     handle: String,
     /// Its lock file, which shows whether the publisher lives.
     lock: PathBuf,
-    buffer: Buffer<T>,
+    buffer: DeviceBuffer<T>,
 }
 
 impl<T: Storage> IpcPublisher<T> {
@@ -347,7 +347,7 @@ impl<T: Storage> IpcSubscriber<T> {
         at: &SlotAddress,
         version: PolicyVersion,
         opened: &mut OpenedSlots<T>,
-        spare: &mut Buffer<T>,
+        spare: &mut DeviceBuffer<T>,
     ) -> Result<bool, WeightsError> {
         let Some(lock) = SlotCopyGuard::take(&at.lock, self.control.name(), version)? else {
             return Ok(false);
@@ -367,7 +367,12 @@ impl<T: Storage> IpcSubscriber<T> {
 
 impl<T: Storage> OpenedSlots<T> {
     /// The opened memory of a slot.
-    fn open(&mut self, at: &SlotAddress, device: &Device, len: usize) -> Result<&Buffer<T>, WeightsError> {
+    fn open(
+        &mut self,
+        at: &SlotAddress,
+        device: &Device,
+        len: usize,
+    ) -> Result<&DeviceBuffer<T>, WeightsError> {
         let known = self.0.iter().position(|slot| slot.handle == at.handle && slot.buffer.len() == len);
         let index = match known {
             Some(index) => index,
@@ -470,7 +475,7 @@ impl<T: Storage> DeviceSubscriber<T> for IpcSubscriber<T> {
         }
     }
 
-    fn give_back(&self, values: Buffer<T>) {
+    fn give_back(&self, values: DeviceBuffer<T>) {
         self.spares.give_back(values);
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use device::{Buffer, Device, Storage};
+use device::{Device, DeviceBuffer, Storage};
 
 use super::failed;
 use crate::WeightsError;
@@ -14,7 +14,7 @@ const KEPT: usize = 2;
 #[derive(Debug)]
 pub(super) struct SpareBuffers<T: Storage> {
     device: Device,
-    free: Mutex<Vec<Buffer<T>>>,
+    free: Mutex<Vec<DeviceBuffer<T>>>,
 }
 
 impl<T: Storage> SpareBuffers<T> {
@@ -28,7 +28,7 @@ impl<T: Storage> SpareBuffers<T> {
     }
 
     /// An unused buffer of `len` weights, with arbitrary content.
-    pub(super) fn take(&self, len: usize) -> Result<Buffer<T>, WeightsError> {
+    pub(super) fn take(&self, len: usize) -> Result<DeviceBuffer<T>, WeightsError> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.retain(|buffer| buffer.len() == len);
         if let Some(buffer) = free.pop() {
@@ -42,7 +42,7 @@ impl<T: Storage> SpareBuffers<T> {
     }
 
     /// Returns a buffer for reuse.
-    pub(super) fn give_back(&self, buffer: Buffer<T>) {
+    pub(super) fn give_back(&self, buffer: DeviceBuffer<T>) {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         if free.len() == KEPT {
             free.remove(0);

@@ -10,7 +10,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
 use device::device::DeviceLocation;
-use device::{Buffer, bf16};
+use device::{DeviceBuffer, bf16};
 use tokio::runtime::Runtime;
 
 use super::colocated::ColocatedPublisher;
@@ -48,7 +48,7 @@ fn next<T: Storage>(subscriber: &dyn DeviceSubscriber<T>, after: u64) -> DeviceW
     new.expect("a version in time")
 }
 
-fn found<T: Storage>(values: &Buffer<T>) -> Vec<T> {
+fn found<T: Storage>(values: &DeviceBuffer<T>) -> Vec<T> {
     emulated().download(values.all()).unwrap()
 }
 

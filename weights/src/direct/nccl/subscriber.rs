@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use device::{Buffer, Device, DeviceError, DeviceGroup, GroupTimeout, Storage};
+use device::{Device, DeviceBuffer, DeviceError, DeviceGroup, GroupTimeout, Storage};
 use trajectory::PolicyVersion;
 
 use super::super::hub_connection::HubConnection;
@@ -132,7 +132,7 @@ impl ReceiveState {
         (device, control): (&Device, &Arc<HubConnection>),
         round: &BroadcastRound,
         rank: usize,
-        into: &mut Buffer<T>,
+        into: &mut DeviceBuffer<T>,
     ) -> Result<(), RoundFailure> {
         if self.joined.as_ref().is_none_or(|joined| joined.epoch != round.epoch) {
             self.leave();
@@ -222,7 +222,7 @@ impl<T: Storage> DeviceSubscriber<T> for NcclSubscriber<T> {
         }
     }
 
-    fn give_back(&self, values: Buffer<T>) {
+    fn give_back(&self, values: DeviceBuffer<T>) {
         self.spares.give_back(values);
     }
 
