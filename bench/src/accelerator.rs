@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use device::device::DeviceLocation;
 use device::{Device, Matrix, MatrixMut, Storage, bf16};
-use model::on_device::Dtype;
+use model::on_device::DeviceDtype;
 use rlrun::args::DeviceArgs;
 use rlrun::failure::Failure;
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ pub struct Accelerator {
     /// Which it is.
     pub place: DeviceLocation,
     /// What weights and activations are stored in.
-    pub dtype: Dtype,
+    pub dtype: DeviceDtype,
     device: Device,
 }
 
@@ -49,8 +49,8 @@ impl Accelerator {
     /// If the device fails or has no memory.
     pub fn peaks(&self) -> Result<Peaks, Failure> {
         match self.dtype {
-            Dtype::F32 => self.measured::<f32>(),
-            Dtype::Bf16 => self.measured::<bf16>(),
+            DeviceDtype::F32 => self.measured::<f32>(),
+            DeviceDtype::Bf16 => self.measured::<bf16>(),
         }
     }
 
@@ -68,8 +68,8 @@ impl Accelerator {
 
     fn word(&self) -> &'static str {
         match self.dtype {
-            Dtype::F32 => "f32",
-            Dtype::Bf16 => "bf16",
+            DeviceDtype::F32 => "f32",
+            DeviceDtype::Bf16 => "bf16",
         }
     }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use device::device::DeviceLocation;
 use device::{Device, Storage, bf16};
 use model::on_device::{
-    DeviceDecoder, DeviceSampler, DrawRequest, Dtype, FlatGradients, FlatWeights, StagedWeights,
+    DeviceDecoder, DeviceDtype, DeviceSampler, DrawRequest, FlatGradients, FlatWeights, StagedWeights,
 };
 use model::{
     Config, Decoder, Draw, Gradients, Head, KvCache, LayerSpec, Pack, Parameters, PredictionGradient,
@@ -192,7 +192,7 @@ fn tokens_beyond_the_vocabulary_are_refused() {
 
 /// Three sequences that share a prompt, step by step, with the logits of the processor: prefilled in two chunks, then one
 /// token at a time, so that recorded steps of one size are replayed.
-fn decodes(dtype: Dtype, config: &Config, tolerance: f32) {
+fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
     let parameters = parameters(config);
     let device = Device::open(DeviceLocation::Emulated).unwrap();
     let staged = StagedWeights::upload(&device, dtype, &parameters).unwrap();
@@ -226,7 +226,7 @@ fn decodes(dtype: Dtype, config: &Config, tolerance: f32) {
             let expected = Draw::new(&mut own.to_vec(), sampling, uniform);
             let request = DrawRequest { row, sampling, uniform };
             let drawn = sampler.draw(&[request]).unwrap().remove(0);
-            if dtype == Dtype::F32 {
+            if dtype == DeviceDtype::F32 {
                 assert_eq!(drawn.token, expected.token, "step {step}, sequence {i}");
             }
             if drawn.token == expected.token {
@@ -263,9 +263,9 @@ fn decodes(dtype: Dtype, config: &Config, tolerance: f32) {
 
 #[test]
 fn decoding_gives_the_tokens_of_the_processor() {
-    decodes(Dtype::F32, &config(false, true, Head::Language), 1e-4);
-    decodes(Dtype::F32, &config(true, false, Head::Language), 1e-4);
-    decodes(Dtype::Bf16, &config(false, true, Head::Language), 0.3);
+    decodes(DeviceDtype::F32, &config(false, true, Head::Language), 1e-4);
+    decodes(DeviceDtype::F32, &config(true, false, Head::Language), 1e-4);
+    decodes(DeviceDtype::Bf16, &config(false, true, Head::Language), 0.3);
 }
 
 /// A sequence goes on token by token while a long prompt comes in beside it, in chunks of more and of less than a tile.
@@ -274,7 +274,7 @@ fn prompts_come_in_beside_the_decoding() {
     let config = config(false, true, Head::Language);
     let parameters = parameters(&config);
     let device = Device::open(DeviceLocation::Emulated).unwrap();
-    let staged = StagedWeights::upload(&device, Dtype::F32, &parameters).unwrap();
+    let staged = StagedWeights::upload(&device, DeviceDtype::F32, &parameters).unwrap();
     let mut sampler = DeviceSampler::new(&device, &config, staged).unwrap();
     let decoder = Decoder::new(&config, &parameters);
     let mut caches = [KvCache::new(&config, 16 * 16), KvCache::elsewhere(&config, 16 * 16)];
@@ -334,7 +334,7 @@ fn new_weights_are_served_from_the_next_step_on() {
     };
     let stage = |seed| {
         let parameters = Parameters::random(&config, seed);
-        StagedWeights::upload(&device, Dtype::F32, &parameters).unwrap()
+        StagedWeights::upload(&device, DeviceDtype::F32, &parameters).unwrap()
     };
     let fresh = |seed| {
         let mut cache = KvCache::elsewhere(&config, 16);

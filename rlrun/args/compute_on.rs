@@ -3,7 +3,7 @@
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use device::device::DeviceLocation;
-use model::on_device::Dtype;
+use model::on_device::DeviceDtype;
 
 use crate::failure::Failure;
 
@@ -15,7 +15,7 @@ pub struct DeviceArgs {
     pub device: Option<DeviceLocation>,
     /// What weights and activations are stored in there: f32 or bf16 [default: bf16 on a GPU]
     #[arg(long, value_parser = dtype())]
-    pub dtype: Option<Dtype>,
+    pub dtype: Option<DeviceDtype>,
 }
 
 impl DeviceArgs {
@@ -23,21 +23,23 @@ impl DeviceArgs {
     ///
     /// # Errors
     /// A dtype that only devices have, without one.
-    pub fn device(&self) -> Result<Option<(DeviceLocation, Dtype)>, Failure> {
+    pub fn device(&self) -> Result<Option<(DeviceLocation, DeviceDtype)>, Failure> {
         match (self.device, self.dtype) {
-            (None, None | Some(Dtype::F32)) => Ok(None),
-            (None, Some(Dtype::Bf16)) => {
+            (None, None | Some(DeviceDtype::F32)) => Ok(None),
+            (None, Some(DeviceDtype::Bf16)) => {
                 let what = "--dtype bf16 needs --device: the processor computes in f32".to_owned();
                 Err(Failure::Argument(what))
             }
-            (Some(place @ DeviceLocation::Cuda(_)), dtype) => Ok(Some((place, dtype.unwrap_or(Dtype::Bf16)))),
-            (Some(place), dtype) => Ok(Some((place, dtype.unwrap_or(Dtype::F32)))),
+            (Some(place @ DeviceLocation::Cuda(_)), dtype) => {
+                Ok(Some((place, dtype.unwrap_or(DeviceDtype::Bf16))))
+            }
+            (Some(place), dtype) => Ok(Some((place, dtype.unwrap_or(DeviceDtype::F32)))),
         }
     }
 }
 
 /// The words of `model.dtype` that name a type.
-fn dtype() -> impl TypedValueParser<Value = Dtype> {
+fn dtype() -> impl TypedValueParser<Value = DeviceDtype> {
     PossibleValuesParser::new(["f32", "bf16"])
-        .map(|word| if word == "f32" { Dtype::F32 } else { Dtype::Bf16 })
+        .map(|word| if word == "f32" { DeviceDtype::F32 } else { DeviceDtype::Bf16 })
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use device::device::DeviceLocation;
 use device::{Device, Storage, bf16};
-use model::on_device::Dtype;
+use model::on_device::DeviceDtype;
 use rollout::applier::WeightSource;
 use trainer::WeightPublisher;
 use weights::direct::colocated::ColocatedPublisher;
@@ -121,8 +121,8 @@ impl WeightPublishing {
             return Ok(Self::Host(Arc::new(HubPublisher::new(hub.clone(), recipe.publish(served))?)));
         };
         Ok(match recipe.dtype_on(trainer) {
-            Dtype::F32 => Self::F32(DevicePublishing::new(recipe, hub, place, transport)?),
-            Dtype::Bf16 => Self::Bf16(DevicePublishing::new(recipe, hub, place, transport)?),
+            DeviceDtype::F32 => Self::F32(DevicePublishing::new(recipe, hub, place, transport)?),
+            DeviceDtype::Bf16 => Self::Bf16(DevicePublishing::new(recipe, hub, place, transport)?),
         })
     }
 

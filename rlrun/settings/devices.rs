@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use device::device::DeviceLocation;
 use device::{Device as Opened, DeviceError};
 use model::Quantization;
-use model::on_device::Dtype;
+use model::on_device::DeviceDtype;
 use rollout::ServeOn;
 use trainer::on_device::{CollectivePlace, DeviceConfig, OptimizerPlace};
 
@@ -92,12 +92,14 @@ impl Recipe {
 
     /// What weights and activations are stored in there.
     #[must_use]
-    pub fn dtype_on(&self, place: Option<DeviceLocation>) -> Dtype {
+    pub fn dtype_on(&self, place: Option<DeviceLocation>) -> DeviceDtype {
         match (self.dtype, place) {
             (_, None) | (ModelDtype::F32, _) | (ModelDtype::Auto, Some(DeviceLocation::Emulated)) => {
-                Dtype::F32
+                DeviceDtype::F32
             }
-            (ModelDtype::Bf16, Some(_)) | (ModelDtype::Auto, Some(DeviceLocation::Cuda(_))) => Dtype::Bf16,
+            (ModelDtype::Bf16, Some(_)) | (ModelDtype::Auto, Some(DeviceLocation::Cuda(_))) => {
+                DeviceDtype::Bf16
+            }
         }
     }
 }

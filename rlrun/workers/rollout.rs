@@ -16,7 +16,7 @@ use buffer::Producer;
 use buffer::http::ClientConfig;
 use device::device::DeviceLocation;
 use device::{Device, DeviceBuffer, Storage};
-use model::on_device::{DeviceSampler, Dtype, StagedWeights};
+use model::on_device::{DeviceDtype, DeviceSampler, StagedWeights};
 use model::{Config, Head, Layout, Parameters, Quantization, SharedCores};
 use trajectory::PolicyVersion;
 use weights::direct::ipc::IpcSubscriber;
@@ -168,10 +168,10 @@ fn first(
     let place = recipe.devices().rollout;
     if let Some(place) = place.filter(|_| recipe.weights.transport.is_between_devices()) {
         return match recipe.dtype_on(Some(place)) {
-            Dtype::F32 => {
+            DeviceDtype::F32 => {
                 first_from_device(remote, place, config, recipe, stop, StagedWeights::F32, WeightSource::F32)
             }
-            Dtype::Bf16 => first_from_device(
+            DeviceDtype::Bf16 => first_from_device(
                 remote,
                 place,
                 config,

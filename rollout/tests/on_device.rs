@@ -6,7 +6,7 @@
 use device::Device;
 use device::device::DeviceLocation;
 use model::Sampling;
-use model::on_device::Dtype;
+use model::on_device::DeviceDtype;
 use rollout::{Completion, Engine, EngineConfig, Network, ServeOn};
 use trajectory::PolicyVersion;
 
@@ -15,7 +15,7 @@ use crate::{CONFIG, Model, complete, request};
 const TRUNCATED: Sampling = Sampling { temperature: 0.8, top_p: 0.9, top_k: 12, min_p: 0.01 };
 
 fn on() -> ServeOn {
-    ServeOn::Device(Device::open(DeviceLocation::Emulated).unwrap(), Dtype::F32)
+    ServeOn::Device(Device::open(DeviceLocation::Emulated).unwrap(), DeviceDtype::F32)
 }
 
 fn engine(model: &Model, config: EngineConfig) -> Engine {

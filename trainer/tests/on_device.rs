@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use device::device::DeviceLocation;
 use device::{DeviceError, bf16};
-use model::on_device::Dtype;
+use model::on_device::DeviceDtype;
 use model::{
     Config, Head, Layout, MemoryBudget, ModelDirectory, Parameters, Prediction, PredictionGradient,
     Recompute, ResidentParameters, ThreadPool,
@@ -34,11 +34,11 @@ fn smooth(kind: OptimizerKind) -> LearnerConfig {
 }
 
 /// The same on a device.
-fn on_device(dtype: Dtype) -> LearnerConfig {
+fn on_device(dtype: DeviceDtype) -> LearnerConfig {
     emulated(dtype, OptimizerPlace::Device, &smooth(OptimizerKind::Adamw))
 }
 
-fn emulated(dtype: Dtype, optimizer: OptimizerPlace, settings: &LearnerConfig) -> LearnerConfig {
+fn emulated(dtype: DeviceDtype, optimizer: OptimizerPlace, settings: &LearnerConfig) -> LearnerConfig {
     let device = DeviceConfig { optimizer, ..DeviceConfig::new(DeviceLocation::Emulated, dtype) };
     LearnerConfig { device: Some(device), ..settings.clone() }
 }
@@ -87,7 +87,7 @@ fn steps_in_f32_are_those_of_the_processor() {
     let (expected, norms, sums) = steps(learner(smooth(OptimizerKind::Adamw)), 5);
     assert!(difference(&expected[0], &expected[4]) > 1e-2, "the steps move weights");
     for place in [OptimizerPlace::Device, OptimizerPlace::Host] {
-        let settings = emulated(Dtype::F32, place, &smooth(OptimizerKind::Adamw));
+        let settings = emulated(DeviceDtype::F32, place, &smooth(OptimizerKind::Adamw));
         let (found, other, reported) = steps(learner(settings), 5);
         for step in [0, 4] {
             assert_same(&found[step], &expected[step], 1e-5, &format!("{place:?}, step {step}"));
@@ -105,7 +105,7 @@ fn a_gradient_of_zero_is_no_update_on_a_device() {
     let rows = samples(&groups);
     for place in [OptimizerPlace::Device, OptimizerPlace::Host] {
         for (world, zero) in [(1, 1), (2, 3)] {
-            let settings = emulated(Dtype::F32, place, &smooth(OptimizerKind::Adamw));
+            let settings = emulated(DeviceDtype::F32, place, &smooth(OptimizerKind::Adamw));
             let mut learner = learner(LearnerConfig { world, zero, ..settings });
             advance(&mut learner, 1);
             let (before, optimizer) = (values(&learner), learner.optimizer().unwrap().into_owned());
@@ -119,7 +119,7 @@ fn a_gradient_of_zero_is_no_update_on_a_device() {
 
 #[test]
 fn an_optimizer_on_the_host_makes_the_updates_of_one_on_the_device() {
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    for dtype in [DeviceDtype::F32, DeviceDtype::Bf16] {
         let run = |place| {
             let mut learner = learner(emulated(dtype, place, &smooth(OptimizerKind::Adamw)));
             advance(&mut learner, 3);
@@ -138,7 +138,7 @@ fn an_optimizer_on_the_host_makes_the_updates_of_one_on_the_device() {
 fn other_optimizers_and_adapters_are_updated_on_the_host() {
     for kind in [OptimizerKind::Adamw8bit, OptimizerKind::Muon, OptimizerKind::Dion] {
         let (expected, _, _) = steps(learner(smooth(kind)), 2);
-        let settings = emulated(Dtype::F32, OptimizerPlace::Device, &smooth(kind));
+        let settings = emulated(DeviceDtype::F32, OptimizerPlace::Device, &smooth(kind));
         let (found, _, _) = steps(learner(settings), 2);
         // 8-bit moments round up or down by what is beyond the 4 bits that they keep.
         let tolerance = if kind == OptimizerKind::Adamw8bit { 1e-3 } else { 1e-5 };
@@ -157,7 +157,7 @@ fn other_optimizers_and_adapters_are_updated_on_the_host() {
     };
     let (expected, merged) = adapting(smooth(OptimizerKind::Adamw));
     for world in [1, 2] {
-        let (found, other) = adapting(LearnerConfig { world, zero: 2, ..on_device(Dtype::F32) });
+        let (found, other) = adapting(LearnerConfig { world, zero: 2, ..on_device(DeviceDtype::F32) });
         assert_same(&found, &expected, 1e-5, "the adapter");
         assert_same(&other, &merged, 1e-5, "what it is merged into");
     }
@@ -176,7 +176,7 @@ fn bf16_learns_as_f32_does() {
         };
         (0..10).map(&mut step).collect::<Vec<f64>>()
     };
-    let (full, rounded) = (losses(Dtype::F32), losses(Dtype::Bf16));
+    let (full, rounded) = (losses(DeviceDtype::F32), losses(DeviceDtype::Bf16));
     assert!(full[9] < 0.7 * full[0], "from {} to {}", full[0], full[9]);
     assert_ne!(full, rounded);
     for (step, (full, rounded)) in full.iter().zip(&rounded).enumerate() {
@@ -186,7 +186,7 @@ fn bf16_learns_as_f32_does() {
 
 #[test]
 fn what_is_trained_keeps_updates_that_bf16_would_lose() {
-    let mut learner = learner(on_device(Dtype::Bf16));
+    let mut learner = learner(on_device(DeviceDtype::Bf16));
     let start = values(&learner);
     for _ in 0..3 {
         policy_step(&mut learner, &batch(), 1e-6);
@@ -206,7 +206,7 @@ fn what_is_trained_keeps_updates_that_bf16_would_lose() {
 
 #[test]
 fn what_is_computed_again_has_the_same_bits() {
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    for dtype in [DeviceDtype::F32, DeviceDtype::Bf16] {
         let run = |recompute| steps(learner(LearnerConfig { recompute, ..on_device(dtype) }), 2);
         let expected = run(Recompute::None);
         assert!(expected == run(Recompute::None), "{dtype:?}: the same steps twice");
@@ -219,11 +219,11 @@ fn what_is_computed_again_has_the_same_bits() {
 #[test]
 fn resuming_from_a_checkpoint_gives_the_same_bits() {
     for (dtype, place, world, zero) in [
-        (Dtype::F32, OptimizerPlace::Device, 1, 1),
-        (Dtype::Bf16, OptimizerPlace::Device, 1, 1),
-        (Dtype::Bf16, OptimizerPlace::Host, 1, 1),
-        (Dtype::Bf16, OptimizerPlace::Device, 2, 2),
-        (Dtype::F32, OptimizerPlace::Device, 3, 3),
+        (DeviceDtype::F32, OptimizerPlace::Device, 1, 1),
+        (DeviceDtype::Bf16, OptimizerPlace::Device, 1, 1),
+        (DeviceDtype::Bf16, OptimizerPlace::Host, 1, 1),
+        (DeviceDtype::Bf16, OptimizerPlace::Device, 2, 2),
+        (DeviceDtype::F32, OptimizerPlace::Device, 3, 3),
     ] {
         let settings = LearnerConfig { world, zero, ..emulated(dtype, place, &LEARNER) };
         let files = tempfile::tempdir().unwrap();
@@ -261,10 +261,10 @@ fn exchanging(collective: CollectivePlace, settings: LearnerConfig) -> LearnerCo
 
 #[test]
 fn ranks_that_share_a_step_make_that_of_one() {
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    for dtype in [DeviceDtype::F32, DeviceDtype::Bf16] {
         let (expected, norms, sums) = steps(learner(on_device(dtype)), 2);
         // Ranks add up in another order; where that turns the last bit of an f32 it may turn that of a bf16 too.
-        let tolerance = if dtype == Dtype::F32 { 1e-5 } else { 2e-3 };
+        let tolerance = if dtype == DeviceDtype::F32 { 1e-5 } else { 2e-3 };
         for collective in [CollectivePlace::Host, CollectivePlace::Device] {
             let run = |world, zero, microbatch_tokens| {
                 let settings = LearnerConfig { world, zero, microbatch_tokens, ..on_device(dtype) };
@@ -291,7 +291,7 @@ fn ranks_that_share_a_step_make_that_of_one() {
 fn ranks_that_meet_on_their_devices_update_what_they_own_there() {
     let all = 4 * Layout::new(&config()).len() as u64;
     for (zero, computed) in [(1, 2 * all), (3, 0)] {
-        let settings = LearnerConfig { world: 2, zero, ..on_device(Dtype::F32) };
+        let settings = LearnerConfig { world: 2, zero, ..on_device(DeviceDtype::F32) };
         let [mut meeting, mut apart] = [CollectivePlace::Device, CollectivePlace::Host]
             .map(|collective| learner(exchanging(collective, settings.clone())));
         advance(&mut meeting, 1);
@@ -310,7 +310,7 @@ fn ranks_that_meet_on_their_devices_update_what_they_own_there() {
 
 #[test]
 fn ranks_that_cannot_meet_on_their_devices_say_why() {
-    let settings = LearnerConfig { world: 2, ..emulated(Dtype::F32, OptimizerPlace::Host, &LEARNER) };
+    let settings = LearnerConfig { world: 2, ..emulated(DeviceDtype::F32, OptimizerPlace::Host, &LEARNER) };
     let parameters = || Parameters::random(&config(), 5);
     let wished = exchanging(CollectivePlace::Device, settings.clone());
     let error = Learner::new(wished, config(), parameters(), None).unwrap_err().to_string();
@@ -323,7 +323,7 @@ fn ranks_that_cannot_meet_on_their_devices_say_why() {
 fn a_rank_that_is_gone_ends_the_step_of_those_on_devices() {
     let groups = batch();
     let rows = samples(&groups);
-    let settings = LearnerConfig { world: 2, zero: 2, microbatch_tokens: 30, ..on_device(Dtype::F32) };
+    let settings = LearnerConfig { world: 2, zero: 2, microbatch_tokens: 30, ..on_device(DeviceDtype::F32) };
     let settings = LearnerConfig { wait: Duration::from_secs(20), ..settings };
     let mut ranks = collective::threads::group(2, settings.wait).into_iter();
     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
@@ -360,7 +360,7 @@ fn a_device_belongs_to_every_process_of_a_trainer() {
         (2, CollectivePlace::Auto),
         (3, CollectivePlace::Auto),
     ] {
-        let settings = LearnerConfig { world: 2, zero, microbatch_tokens: 30, ..on_device(Dtype::F32) };
+        let settings = LearnerConfig { world: 2, zero, microbatch_tokens: 30, ..on_device(DeviceDtype::F32) };
         let settings = exchanging(collective, settings);
         let parameters = || Parameters::random(&config(), 5);
         let step = |learner: &mut Learner| {
@@ -402,7 +402,7 @@ fn scores_are_those_of_the_processor() {
     let expected_under = flat(processor.score_under(&frozen[0], &rows).unwrap());
     assert!(difference(&expected, &expected_under) > 0.1);
     for (world, zero) in [(1, 1), (2, 1), (3, 3)] {
-        let learner = learner(LearnerConfig { world, zero, ..on_device(Dtype::F32) });
+        let learner = learner(LearnerConfig { world, zero, ..on_device(DeviceDtype::F32) });
         assert_same(&flat(learner.score(&rows).unwrap()), &expected, 1e-5, "its own weights");
         for frozen in frozen.iter().chain(&frozen[..1]) {
             let scored = flat(learner.score_under(frozen, &rows).unwrap());
@@ -414,7 +414,7 @@ fn scores_are_those_of_the_processor() {
             assert_eq!(frozen, Some(4 * Layout::new(&config()).len() as u64), "one copy stays: {held}");
         }
     }
-    let rounded = flat(learner(on_device(Dtype::Bf16)).score(&rows).unwrap());
+    let rounded = flat(learner(on_device(DeviceDtype::Bf16)).score(&rows).unwrap());
     assert!(rounded != expected);
     assert_same(&rounded, &expected, 0.1, "bf16");
 }
@@ -447,7 +447,7 @@ fn a_critic_learns_on_a_device() {
         (losses, values(&critic))
     };
     let (losses, expected) = run(smooth(OptimizerKind::Adamw));
-    let (other, found) = run(on_device(Dtype::F32));
+    let (other, found) = run(on_device(DeviceDtype::F32));
     assert!(losses[2] < losses[0]);
     assert!(losses.iter().zip(&other).all(|(a, b)| (a - b).abs() < 1e-4 * a), "{losses:?} {other:?}");
     assert_same(&found, &expected, 1e-5, "weights");
@@ -468,10 +468,10 @@ impl RowLoss for Infinite {
 #[test]
 fn a_gradient_that_is_not_finite_leaves_everything_as_it_was() {
     for (world, dtype, place) in [
-        (1, Dtype::F32, OptimizerPlace::Device),
-        (1, Dtype::Bf16, OptimizerPlace::Device),
-        (1, Dtype::Bf16, OptimizerPlace::Host),
-        (2, Dtype::F32, OptimizerPlace::Device),
+        (1, DeviceDtype::F32, OptimizerPlace::Device),
+        (1, DeviceDtype::Bf16, OptimizerPlace::Device),
+        (1, DeviceDtype::Bf16, OptimizerPlace::Host),
+        (2, DeviceDtype::F32, OptimizerPlace::Device),
     ] {
         let settings = LearnerConfig { world, ..emulated(dtype, place, &LEARNER) };
         let [mut learner, mut undisturbed] = [settings.clone(), settings].map(learner);
@@ -488,8 +488,10 @@ fn a_gradient_that_is_not_finite_leaves_everything_as_it_was() {
 
 #[test]
 fn a_device_that_is_not_there_or_too_small_is_an_error_with_its_text() {
-    let settings =
-        LearnerConfig { device: Some(DeviceConfig::new(DeviceLocation::Cuda(99), Dtype::F32)), ..LEARNER };
+    let settings = LearnerConfig {
+        device: Some(DeviceConfig::new(DeviceLocation::Cuda(99), DeviceDtype::F32)),
+        ..LEARNER
+    };
     let parameters = Parameters::random(&config(), 5);
     let error = Learner::new(settings, config(), parameters, None).unwrap_err();
     assert!(matches!(error, TrainerError::Device(_)) && error.to_string().contains("cuda:99"), "{error}");
@@ -497,7 +499,7 @@ fn a_device_that_is_not_there_or_too_small_is_an_error_with_its_text() {
     // Zeros that nobody reads take no memory of the host.
     let huge = Config { vocab_size: 70_000_000, ..config() };
     let parameters = Parameters::zeros(Arc::new(Layout::new(&huge)));
-    let settings = on_device(Dtype::F32);
+    let settings = on_device(DeviceDtype::F32);
     let optimizer = Optimizer::from_states(settings.optimizer, 0, Vec::new());
     let error = Learner::new(settings, huge, parameters, Some(optimizer)).unwrap_err();
     let TrainerError::Device(own @ DeviceError::OutOfMemory { label: "weights", .. }) = &error else {
@@ -509,7 +511,8 @@ fn a_device_that_is_not_there_or_too_small_is_an_error_with_its_text() {
 
 #[test]
 fn off_policy_tokens_are_weighted_on_a_device() {
-    let (_, sums) = policy_step(&mut learner(on_device(Dtype::F32)), &[group(0, &[1.0, 0.0], -0.3)], 1e-3);
+    let (_, sums) =
+        policy_step(&mut learner(on_device(DeviceDtype::F32)), &[group(0, &[1.0, 0.0], -0.3)], 1e-3);
     let mean = sums.mean(sums.behavior_weight);
     assert!((mean - 0.3_f64.exp()).abs() < 1e-4, "{mean}");
 }

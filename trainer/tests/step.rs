@@ -136,7 +136,7 @@ fn a_sampler_that_subscribes_during_a_wait_receives_the_published_version() {
     let emulated = || Device::open(DeviceLocation::Emulated).unwrap();
     let hub = Hub::new(HubConfig::default());
     let publisher = NcclPublisher::<f32>::new(hub.clone(), &emulated(), NcclConfig::default());
-    let device = DeviceConfig::new(DeviceLocation::Emulated, model::on_device::Dtype::F32);
+    let device = DeviceConfig::new(DeviceLocation::Emulated, model::on_device::DeviceDtype::F32);
     let learner = LearnerConfig { device: Some(device), ..LEARNER };
     let mut bench = bench_of(learner, (WeightPublisher::F32(Arc::new(publisher)), ()), |_| {});
     let stop = Arc::clone(&bench.stop);

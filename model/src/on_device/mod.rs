@@ -33,7 +33,7 @@ use crate::{Config, Layout, Recompute, Reduction};
 /// Storage type of weights and activations on a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Dtype {
+pub enum DeviceDtype {
     /// f32, as on the processor.
     #[default]
     F32,
@@ -41,7 +41,7 @@ pub enum Dtype {
     Bf16,
 }
 
-impl Dtype {
+impl DeviceDtype {
     /// Size of a value, bytes.
     #[must_use]
     pub fn bytes(self) -> usize {

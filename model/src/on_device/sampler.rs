@@ -14,7 +14,7 @@ use device::ops::sampling::{
 use device::{Device, DeviceBuffer, Result, Storage, bf16};
 
 use super::steps::{CacheShape, RecordedSteps};
-use super::{DeviceDecoder, Dtype, FlatWeights, UnitWeights, check_ids};
+use super::{DeviceDecoder, DeviceDtype, FlatWeights, UnitWeights, check_ids};
 use crate::{Config, Draw, KvCache, Layout, Parameters, Recompute, Sampling, StepSequence};
 
 /// A token to draw.
@@ -64,10 +64,10 @@ impl StagedWeights {
     ///
     /// # Errors
     /// [`device::DeviceError::OutOfMemory`].
-    pub fn upload(device: &Device, dtype: Dtype, parameters: &Parameters) -> Result<Self> {
+    pub fn upload(device: &Device, dtype: DeviceDtype, parameters: &Parameters) -> Result<Self> {
         Ok(match dtype {
-            Dtype::F32 => Self::F32(FlatWeights::upload(device, parameters)?.into_buffer()),
-            Dtype::Bf16 => Self::Bf16(FlatWeights::upload(device, parameters)?.into_buffer()),
+            DeviceDtype::F32 => Self::F32(FlatWeights::upload(device, parameters)?.into_buffer()),
+            DeviceDtype::Bf16 => Self::Bf16(FlatWeights::upload(device, parameters)?.into_buffer()),
         })
     }
 
@@ -116,10 +116,10 @@ impl DeviceSampler {
 
     /// What weights are stored in.
     #[must_use]
-    pub fn dtype(&self) -> Dtype {
+    pub fn dtype(&self) -> DeviceDtype {
         match self.inner {
-            AnySampler::F32(_) => Dtype::F32,
-            AnySampler::Bf16(_) => Dtype::Bf16,
+            AnySampler::F32(_) => DeviceDtype::F32,
+            AnySampler::Bf16(_) => DeviceDtype::Bf16,
         }
     }
 

@@ -11,7 +11,7 @@ use std::fmt;
 use device::DeviceError;
 use device::device::DeviceLocation;
 use device::inventory::{Inventory, NCCL_REMEDY, OLDEST_NCCL, inventory_of};
-use model::on_device::Dtype;
+use model::on_device::DeviceDtype;
 use model::{Config, Quantization, Recompute};
 
 use self::roles::{phase, sampling, training};
@@ -37,7 +37,7 @@ pub struct DeviceMemory {
     /// Who computes on it, in words.
     pub roles: String,
     /// What they store values in.
-    pub dtype: Dtype,
+    pub dtype: DeviceDtype,
     /// What takes its memory.
     pub parts: Vec<Part>,
     /// Whether it is a device of this machine for sure; workers from elsewhere bring their own.
@@ -172,7 +172,7 @@ impl DeviceMemory {
             "decoding" => Some("lower `rollout.prefill_chunk` or `rollout.max_running`"),
             "master" | "optimizer" => Some("set `placement.optimizer = \"host\"`, or raise `trainer.world`"),
             "gradients" => Some("share them over more ranks (`trainer.world`, `trainer.zero = 2`)"),
-            "policy" | "served" | "next" | "slots" | "reference" if self.dtype == Dtype::F32 => {
+            "policy" | "served" | "next" | "slots" | "reference" if self.dtype == DeviceDtype::F32 => {
                 Some("set `model.dtype = \"bf16\"`")
             }
             "policy" | "reference" => Some("share it over more ranks (`trainer.world`, `trainer.zero = 3`)"),
@@ -187,8 +187,8 @@ impl DeviceMemory {
 impl fmt::Display for DeviceMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let dtype = match self.dtype {
-            Dtype::F32 => "f32",
-            Dtype::Bf16 => "bf16",
+            DeviceDtype::F32 => "f32",
+            DeviceDtype::Bf16 => "bf16",
         };
         writeln!(f, "{}: {}, in {dtype}", self.place, self.roles)?;
         self.parts.iter().try_for_each(|part| writeln!(f, "{part}"))?;
@@ -317,7 +317,7 @@ fn part(name: &'static str, what: &'static str, bytes: u64) -> Part {
 }
 
 /// Bytes of a value.
-fn width(dtype: Dtype) -> u64 {
+fn width(dtype: DeviceDtype) -> u64 {
     dtype.bytes() as u64
 }
 

@@ -1,7 +1,7 @@
 //! Devices in a recipe: what is said about them, what is refused, and where roles end up.
 
 use device::device::DeviceLocation;
-use model::on_device::Dtype;
+use model::on_device::DeviceDtype;
 
 use super::super::words::{Collective, Device, ModelDtype, WeightTransport};
 use super::{Case, MINIMAL, Recipe};
@@ -327,11 +327,11 @@ fn values_are_stored_as_the_device_is_fast_with_unless_the_recipe_says_otherwise
         [None, Some(DeviceLocation::Emulated), Some(DeviceLocation::Cuda(0))]
             .map(|place| recipe.dtype_on(place))
     };
-    assert_eq!(of(&recipe), [Dtype::F32, Dtype::F32, Dtype::Bf16]);
+    assert_eq!(of(&recipe), [DeviceDtype::F32, DeviceDtype::F32, DeviceDtype::Bf16]);
     recipe.dtype = ModelDtype::Bf16;
-    assert_eq!(of(&recipe), [Dtype::F32, Dtype::Bf16, Dtype::Bf16]);
+    assert_eq!(of(&recipe), [DeviceDtype::F32, DeviceDtype::Bf16, DeviceDtype::Bf16]);
     recipe.dtype = ModelDtype::F32;
-    assert_eq!(of(&recipe), [Dtype::F32; 3]);
+    assert_eq!(of(&recipe), [DeviceDtype::F32; 3]);
 }
 
 #[test]

@@ -5,7 +5,7 @@
 use device::Device;
 use device::ops::digest::digest;
 use device::ops::vectors::cast;
-use model::on_device::{DeviceSampler, DrawRequest, Dtype, StagedWeights};
+use model::on_device::{DeviceDtype, DeviceSampler, DrawRequest, StagedWeights};
 use model::{Config, Decoder, Draw, KvCache, Parameters, Quantization, StepSequence, ThreadPool};
 use weights::Digest;
 
@@ -17,7 +17,7 @@ pub enum ServeOn {
     /// On the processor, packed, or quantised.
     Host(Quantization),
     /// On a device.
-    Device(Device, Dtype),
+    Device(Device, DeviceDtype),
 }
 
 /// Weights that can be served at once.
@@ -52,8 +52,8 @@ impl ServeOn {
         // The digest of the values after the upload.
         let digest = Digest::from_bytes(digest(&device, whole.all())?);
         let staged = match dtype {
-            Dtype::F32 => StagedWeights::F32(whole),
-            Dtype::Bf16 => {
+            DeviceDtype::F32 => StagedWeights::F32(whole),
+            DeviceDtype::Bf16 => {
                 let mut narrow = device.uninit(whole.len())?;
                 cast(&device, whole.all(), narrow.all_mut())?;
                 StagedWeights::Bf16(narrow)

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use device::device::DeviceLocation;
-use model::on_device::Dtype;
+use model::on_device::DeviceDtype;
 use serde::{Deserialize, Serialize};
 
 /// Where ranks compute.
@@ -18,7 +18,7 @@ pub struct DeviceConfig {
     #[serde(with = "texts", default = "nowhere")]
     pub places: Arc<[DeviceLocation]>,
     /// What weights are computed with, and activations kept in. What is trained is f32 whatever this is.
-    pub dtype: Dtype,
+    pub dtype: DeviceDtype,
     /// Where the weights are updated.
     pub optimizer: OptimizerPlace,
     /// Where ranks exchange gradients and weights.
@@ -53,7 +53,7 @@ pub enum OptimizerPlace {
 impl DeviceConfig {
     /// Everything on one device, or on those that follow it.
     #[must_use]
-    pub fn new(place: DeviceLocation, dtype: Dtype) -> Self {
+    pub fn new(place: DeviceLocation, dtype: DeviceDtype) -> Self {
         let (optimizer, collective) = (OptimizerPlace::Device, CollectivePlace::Auto);
         Self { place, places: nowhere(), dtype, optimizer, collective }
     }
@@ -117,19 +117,19 @@ mod tests {
 
     #[test]
     fn ranks_have_the_devices_that_follow_or_those_that_are_listed() {
-        let mut config = DeviceConfig::new(DeviceLocation::Cuda(2), Dtype::Bf16);
+        let mut config = DeviceConfig::new(DeviceLocation::Cuda(2), DeviceDtype::Bf16);
         assert_eq!([0, 1, 3].map(|rank| config.place_of(rank)), [2, 3, 5].map(DeviceLocation::Cuda));
         config.places = [DeviceLocation::Cuda(5), DeviceLocation::Cuda(1)].into();
         assert_eq!([0, 1, 2].map(|rank| config.place_of(rank)), [5, 1, 5].map(DeviceLocation::Cuda));
-        let emulated = DeviceConfig::new(DeviceLocation::Emulated, Dtype::F32);
+        let emulated = DeviceConfig::new(DeviceLocation::Emulated, DeviceDtype::F32);
         assert_eq!(emulated.place_of(3), DeviceLocation::Emulated);
     }
 
     #[test]
     fn a_configuration_comes_out_of_a_message_as_it_went_in() {
-        let mut config = DeviceConfig::new(DeviceLocation::Cuda(2), Dtype::Bf16);
+        let mut config = DeviceConfig::new(DeviceLocation::Cuda(2), DeviceDtype::Bf16);
         config.places = [DeviceLocation::Cuda(5), DeviceLocation::Emulated].into();
-        for config in [config, DeviceConfig::new(DeviceLocation::Emulated, Dtype::F32)] {
+        for config in [config, DeviceConfig::new(DeviceLocation::Emulated, DeviceDtype::F32)] {
             let message = crate::lead::encode(&config).unwrap();
             assert_eq!(crate::lead::decode::<DeviceConfig>(&message).unwrap(), config);
         }

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use device::ops::adamw::{AdamwStep, adamw};
 use device::ops::vectors::{cast, sum_of_squares};
 use device::{Device, DeviceBuffer, Storage, View, bf16};
-use model::on_device::{DeviceDecoder, Dtype};
+use model::on_device::{DeviceDecoder, DeviceDtype};
 use model::{Config, Layout, ParameterSpec, Parameters, Recompute};
 use weights::direct::nccl::PushOwner;
 use weights::direct::round::PushPlan;
@@ -179,15 +179,15 @@ struct FrozenOnDevice<T: Storage> {
 /// If the device is not there.
 pub(crate) fn open(
     place: device::device::DeviceLocation,
-    dtype: Dtype,
+    dtype: DeviceDtype,
     model: &Config,
     layout: &Arc<Layout>,
     recompute: Recompute,
 ) -> device::Result<Box<dyn DeviceRank>> {
     let device = Device::open(place)?;
     Ok(match dtype {
-        Dtype::F32 => Box::new(TypedDeviceRank::<f32>::new(device, model, layout, recompute)?),
-        Dtype::Bf16 => Box::new(TypedDeviceRank::<bf16>::new(device, model, layout, recompute)?),
+        DeviceDtype::F32 => Box::new(TypedDeviceRank::<f32>::new(device, model, layout, recompute)?),
+        DeviceDtype::Bf16 => Box::new(TypedDeviceRank::<bf16>::new(device, model, layout, recompute)?),
     })
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use device::Device;
 use device::device::DeviceLocation;
-use model::on_device::Dtype;
+use model::on_device::DeviceDtype;
 use model::{Config, Layout, MemoryBudget, Parameters, Recompute, Sizes, ThreadPool};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
 use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
@@ -30,7 +30,7 @@ fn model() -> Config {
     })
 }
 
-fn settings(dtype: Dtype, optimizer: OptimizerPlace) -> LearnerConfig {
+fn settings(dtype: DeviceDtype, optimizer: OptimizerPlace) -> LearnerConfig {
     LearnerConfig {
         optimizer: OptimizerConfig::standard(OptimizerKind::Adamw, 0.95),
         max_grad_norm: 1.0,
@@ -44,7 +44,7 @@ fn settings(dtype: Dtype, optimizer: OptimizerPlace) -> LearnerConfig {
     }
 }
 
-fn learner(dtype: Dtype, optimizer: OptimizerPlace) -> Learner {
+fn learner(dtype: DeviceDtype, optimizer: OptimizerPlace) -> Learner {
     Learner::new(settings(dtype, optimizer), model(), Parameters::random(&model(), 3), None).unwrap()
 }
 
@@ -69,9 +69,9 @@ fn step(learner: &mut Learner) {
 fn what_leaves_the_device_for_a_sampler_comes_back_as_it_was() {
     let len = Layout::new(&model()).len() as u64;
     for (dtype, place, computed) in [
-        (Dtype::F32, OptimizerPlace::Device, 4),
-        (Dtype::Bf16, OptimizerPlace::Device, 6),
-        (Dtype::Bf16, OptimizerPlace::Host, 2),
+        (DeviceDtype::F32, OptimizerPlace::Device, 4),
+        (DeviceDtype::Bf16, OptimizerPlace::Device, 6),
+        (DeviceDtype::Bf16, OptimizerPlace::Host, 2),
     ] {
         let mut undisturbed = learner(dtype, place);
         (0..3).for_each(|_| step(&mut undisturbed));
@@ -101,7 +101,7 @@ fn what_leaves_the_device_for_a_sampler_comes_back_as_it_was() {
 
 #[test]
 fn ranks_in_processes_of_their_own_broadcast_a_shard_each() {
-    let settings = LearnerConfig { world: 2, zero: 2, ..settings(Dtype::F32, OptimizerPlace::Device) };
+    let settings = LearnerConfig { world: 2, zero: 2, ..settings(DeviceDtype::F32, OptimizerPlace::Device) };
     let mut ranks = collective::threads::group(2, Duration::from_secs(60)).into_iter();
     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
     let leader = Leader::new(Arc::new(first));
