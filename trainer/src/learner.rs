@@ -25,7 +25,7 @@ use weights::{Digest, Hub, WeightsError};
 use crate::TrainerError;
 use crate::lead::{Followers, RankCommand, decode, encode};
 use crate::lora::Adapter;
-use crate::on_device::{DeviceConfig, DeviceWeights};
+use crate::on_device::{DeviceConfig, LearnerWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
 use crate::plan::{MicroBatch, leaves, plan};
 use crate::rank::{LearnerSeed, PlannedRows, Rank, ScoredRows, StepInputs};
@@ -208,7 +208,7 @@ impl Learner {
     /// The device of the first rank and the weights that it computes with; `None` if it computes on the processor, or they
     /// are not all there.
     #[must_use]
-    pub fn device_weights(&self) -> Option<(&Device, DeviceWeights<'_>)> {
+    pub fn device_weights(&self) -> Option<(&Device, LearnerWeights<'_>)> {
         self.first().device_weights()
     }
 

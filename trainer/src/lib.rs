@@ -61,7 +61,7 @@ pub use error::TrainerError;
 pub use follow::follow;
 pub use lead::Leader;
 pub use learner::{Frozen, Learner, LearnerConfig};
-pub use on_device::{CollectivePlace, DeviceConfig, DeviceWeights, OptimizerPlace};
+pub use on_device::{CollectivePlace, DeviceConfig, LearnerWeights, OptimizerPlace};
 pub use report::StepReport;
 pub use trainer::{AuxiliaryModels, Trainer, TrainerConfig, TrainerParts};
 pub use weight_publisher::WeightPublisher;

@@ -12,7 +12,7 @@ use weights::{DevicePublisher, Digest, Hub, Publisher, Snapshot, WeightsError};
 
 use crate::TrainerError;
 use crate::learner::Learner;
-use crate::on_device::DeviceWeights;
+use crate::on_device::LearnerWeights;
 
 /// The trainer's weight publisher.
 #[derive(Clone)]
@@ -47,10 +47,10 @@ impl WeightPublisher {
                 Some(whole) => publisher.publish_values(version, whole.values())?,
                 None => publisher.publish(Snapshot::new(version, learner.snapshot()?.into()))?,
             },
-            (Self::F32(publisher), Some((device, DeviceWeights::F32(values)))) => {
+            (Self::F32(publisher), Some((device, LearnerWeights::F32(values)))) => {
                 publish_from(&**publisher, version, learner, (device, values))?;
             }
-            (Self::Bf16(publisher), Some((device, DeviceWeights::Bf16(values)))) => {
+            (Self::Bf16(publisher), Some((device, LearnerWeights::Bf16(values)))) => {
                 publish_from(&**publisher, version, learner, (device, values))?;
             }
             (Self::F32(_) | Self::Bf16(_), _) => return Err(TrainerError::NotOnDevice),
@@ -65,10 +65,10 @@ impl WeightPublisher {
     /// If the transport fails.
     pub(crate) fn resend(&self, learner: &Learner) -> Result<(), TrainerError> {
         match (self, learner.device_weights()) {
-            (Self::F32(publisher), Some((_, DeviceWeights::F32(values)))) => {
+            (Self::F32(publisher), Some((_, LearnerWeights::F32(values)))) => {
                 resend_from(&**publisher, learner, values)?
             }
-            (Self::Bf16(publisher), Some((_, DeviceWeights::Bf16(values)))) => {
+            (Self::Bf16(publisher), Some((_, LearnerWeights::Bf16(values)))) => {
                 resend_from(&**publisher, learner, values)?
             }
             // New subscribers read it from the host.

@@ -18,7 +18,7 @@ use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind, TensorState}
 use trainer::report::TokenSums;
 use trainer::supervised::DemonstrationLoss;
 use trainer::{
-    CollectivePlace, DeviceConfig, DeviceWeights, Frozen, Leader, Learner, LearnerConfig, OptimizerPlace,
+    CollectivePlace, DeviceConfig, Frozen, Leader, Learner, LearnerConfig, LearnerWeights, OptimizerPlace,
     TrainerError, TrainerState, follow,
 };
 use trajectory::{Group, PolicyVersion, Sample, SampleStreams, VersionRun};
@@ -194,7 +194,7 @@ fn what_is_trained_keeps_updates_that_bf16_would_lose() {
     let moved = values(&learner);
     let changed = moved.iter().zip(&start).filter(|(a, b)| a != b).count();
     assert!(changed > moved.len() / 2, "{changed} of {} weights have moved", moved.len());
-    let (device, DeviceWeights::Bf16(weights)) = learner.device_weights().unwrap() else {
+    let (device, LearnerWeights::Bf16(weights)) = learner.device_weights().unwrap() else {
         panic!("bf16 was asked for")
     };
     let rounded: Vec<bf16> = moved.iter().map(|value| bf16::from_f32(*value)).collect();

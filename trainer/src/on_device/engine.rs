@@ -98,7 +98,7 @@ pub(crate) trait DeviceRank: fmt::Debug + Send + Sync {
     fn forget(&self) -> u64;
 
     /// The weights that are computed with, if they are there.
-    fn weights(&self) -> Option<DeviceWeights<'_>>;
+    fn weights(&self) -> Option<LearnerWeights<'_>>;
 
     /// Sends its shard of the weights, as the owner with the number `index`, to all samplers of `plan`; its digest. `hub` is
     /// that of the samplers, in the process that has it.
@@ -115,7 +115,7 @@ pub(crate) trait FrozenNetwork: Send + Sync {
 
 /// All weights of a model on a device, in the order of its layout.
 #[derive(Clone, Copy, Debug)]
-pub enum DeviceWeights<'a> {
+pub enum LearnerWeights<'a> {
     /// As they are trained.
     F32(View<'a, f32>),
     /// Rounded.
@@ -470,11 +470,11 @@ impl<T: Storage> DeviceRank for TypedDeviceRank<T> {
         frozen.map_or(0, |frozen| frozen.weights.bytes())
     }
 
-    fn weights(&self) -> Option<DeviceWeights<'_>> {
+    fn weights(&self) -> Option<LearnerWeights<'_>> {
         let weights = self.parameters.as_ref()?.all()? as &dyn Any;
         let f32s =
-            weights.downcast_ref::<DeviceBuffer<f32>>().map(|weights| DeviceWeights::F32(weights.all()));
-        f32s.or_else(|| Some(DeviceWeights::Bf16(weights.downcast_ref::<DeviceBuffer<bf16>>()?.all())))
+            weights.downcast_ref::<DeviceBuffer<f32>>().map(|weights| LearnerWeights::F32(weights.all()));
+        f32s.or_else(|| Some(LearnerWeights::Bf16(weights.downcast_ref::<DeviceBuffer<bf16>>()?.all())))
     }
 
     fn send(&self, plan: &PushPlan, index: usize, hub: Option<&Hub>) -> Result<Digest, WeightsError> {

@@ -20,7 +20,7 @@ mod pass;
 mod tests;
 
 pub use config::{CollectivePlace, DeviceConfig, OptimizerPlace};
-pub use engine::DeviceWeights;
+pub use engine::LearnerWeights;
 pub(crate) use engine::{DeviceRank, open};
 pub(crate) use mirror::Mirror;
 pub(crate) use pass::DevicePass;

@@ -18,7 +18,7 @@ use super::{PlannedRows, Rank, RankWeights};
 use crate::TrainerError;
 use crate::learner::{Frozen, RowLoss};
 use crate::norm::{SquareSum, clip};
-use crate::on_device::{CollectivePlace, DeviceRank, DeviceWeights, Mirror, OptimizerPlace, open};
+use crate::on_device::{CollectivePlace, DeviceRank, LearnerWeights, Mirror, OptimizerPlace, open};
 use crate::optimizer::{Optimizer, OptimizerKind, TensorState};
 use crate::pass::Pass;
 use crate::plan::step_passes;
@@ -178,7 +178,7 @@ impl Rank {
     }
 
     /// The device and the weights that it computes with, if they are there.
-    pub(crate) fn device_weights(&self) -> Option<(&Device, DeviceWeights<'_>)> {
+    pub(crate) fn device_weights(&self) -> Option<(&Device, LearnerWeights<'_>)> {
         let engine = &self.device.as_ref()?.engine;
         Some((engine.device(), engine.weights()?))
     }
