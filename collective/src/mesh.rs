@@ -324,9 +324,9 @@ pub(crate) const WAITS: u64 = u64::MAX - 1;
 /// First bytes of every frame.
 const MAGIC: u64 = u64::from_le_bytes(*b"rlrunfr1");
 
-/// FrameHeader of a frame.
+/// Header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct FrameHeader {
+pub(crate) struct MeshFrameHeader {
     /// Calls of the rank before, or [`GIVEN_UP`] or [`WAITS`].
     pub number: u64,
     pub digest: u64,
@@ -334,7 +334,7 @@ pub(crate) struct FrameHeader {
     pub len: u64,
 }
 
-impl FrameHeader {
+impl MeshFrameHeader {
     pub(crate) fn of(stamp: &Stamp, len: usize) -> Self {
         Self { number: stamp.number, digest: stamp.digest, len: len as u64 }
     }

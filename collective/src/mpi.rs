@@ -18,7 +18,7 @@ use ::mpi::topology::{Communicator, SimpleCommunicator};
 use ::mpi::traits::{Destination, Source};
 
 use crate::CollectiveError;
-use crate::mesh::{FrameHeader, FrameTransport, HEADER, Mesh, Receive, Stamp};
+use crate::mesh::{FrameTransport, HEADER, Mesh, MeshFrameHeader, Receive, Stamp};
 
 /// A rank that exchanges frames with the others over MPI.
 pub type Mpi = Mesh<Transfers>;
@@ -164,7 +164,7 @@ impl IncomingFrame {
             if !self.header.poll() {
                 return Ok((false, false));
             }
-            let header = self.header.bytes().try_into().ok().and_then(FrameHeader::from_bytes);
+            let header = self.header.bytes().try_into().ok().and_then(MeshFrameHeader::from_bytes);
             let Some(header) = header else {
                 let found = "something that is no frame of rlrun".to_owned();
                 return Err(CollectiveError::OutOfStep { rank, peer, operation: stamp.operation, found });
@@ -206,7 +206,7 @@ impl Transfers {
         let mut outgoing: Vec<(usize, Transfer)> = Vec::new();
         for (peer, bytes) in sends.iter().enumerate().filter(|(peer, _)| *peer != self.rank) {
             let Some(bytes) = bytes else { continue };
-            let header = FrameHeader::of(stamp, bytes.len()).to_bytes();
+            let header = MeshFrameHeader::of(stamp, bytes.len()).to_bytes();
             let parts = [&header[..]].into_iter().chain(bytes.chunks(MAX_MESSAGE));
             outgoing.extend(parts.map(|part| (peer, Transfer::send(&self.mpi, number(peer), part))));
         }

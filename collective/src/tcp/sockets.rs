@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::CollectiveError;
-use crate::mesh::{FrameHeader, FrameTransport, GIVEN_UP, HEADER, Receive, Stamp, WAITS};
+use crate::mesh::{FrameTransport, GIVEN_UP, HEADER, MeshFrameHeader, Receive, Stamp, WAITS};
 
 /// Time in which a rank that gives up tries to send the others the reason.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -43,7 +43,7 @@ struct Receiving {
     header: [u8; HEADER],
     /// Bytes received so far, header included.
     got: usize,
-    frame: Option<FrameHeader>,
+    frame: Option<MeshFrameHeader>,
     /// The error of the peer, if it sends one.
     reason: Vec<u8>,
     /// The rank that the peer waits for, if it has sent that.
@@ -113,8 +113,8 @@ impl Sockets {
             let until_notice = (self.deadline / 2).saturating_sub(waited);
             if until_notice.is_zero() && !patient && !notified {
                 notified = true;
-                let header =
-                    FrameHeader { number: WAITS, digest: self.waits_for(links) as u64, len: 0 }.to_bytes();
+                let header = MeshFrameHeader { number: WAITS, digest: self.waits_for(links) as u64, len: 0 }
+                    .to_bytes();
                 for link in links.iter_mut().filter(|link| link.sending.is_none()) {
                     link.sending = Some(Sending { header, bytes: Cow::Borrowed(&[]), sent: 0 });
                     link.send();
@@ -141,7 +141,7 @@ impl Sockets {
     /// effort: a peer that does not receive the error notices that this rank is gone.
     fn give_up(links: &mut [Link<'_, '_>], error: &CollectiveError) {
         let reason = error.to_string();
-        let header = FrameHeader { number: GIVEN_UP, digest: 0, len: reason.len() as u64 }.to_bytes();
+        let header = MeshFrameHeader { number: GIVEN_UP, digest: 0, len: reason.len() as u64 }.to_bytes();
         let until = Instant::now() + LAST_WORDS;
         let mut partings = vec![Parting::Open; links.len()];
         for link in &mut *links {
@@ -199,7 +199,7 @@ impl FrameTransport for Sockets {
         let mut links: Vec<Link<'_, '_>> = peers
             .filter_map(|(peer, ((stream, bytes), receive))| {
                 let sending = bytes.map(|bytes| {
-                    let header = FrameHeader::of(stamp, bytes.len()).to_bytes();
+                    let header = MeshFrameHeader::of(stamp, bytes.len()).to_bytes();
                     Sending { header, bytes: Cow::Borrowed(bytes), sent: 0 }
                 });
                 let expects = !matches!(receive, Receive::Nothing);
@@ -343,7 +343,7 @@ impl Receiving {
         stamp: &Stamp,
         receive: &mut Receive<'_>,
     ) -> Result<(), CollectiveError> {
-        let Some(header) = FrameHeader::from_bytes(&self.header) else {
+        let Some(header) = MeshFrameHeader::from_bytes(&self.header) else {
             let found = "something that is no frame of rlrun".to_owned();
             return Err(CollectiveError::OutOfStep { rank, peer, operation: stamp.operation, found });
         };
@@ -398,7 +398,7 @@ mod tests {
         let stamp = Stamp { operation: "all_gather", number: 0, digest: 0 };
         let said = thread::scope(|scope| {
             scope.spawn(|| {
-                let header = FrameHeader::of(&stamp, MANY).to_bytes();
+                let header = MeshFrameHeader::of(&stamp, MANY).to_bytes();
                 // Ends early, with what is read of it.
                 (&far).write_all(&header).and_then(|()| (&far).write_all(&vec![0; MANY]))
             });
