@@ -32,7 +32,7 @@ use crate::reward::{Judged, each};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
 use remote::RemoteModel;
 use service::ScoringService;
-use wire::ScoreRequest;
+use wire::RewardModelRequest;
 
 /// Default for the tokens of a packed batch.
 const BATCH_TOKENS: usize = 8192;
@@ -150,9 +150,12 @@ impl RewardModel {
                 let request = match sampled {
                     Some(tokens) => {
                         let tokens = checked(tokens, remote.max_context()).map_err(failed)?;
-                        ScoreRequest::Tokens { prompt_ids: tokens.prompt, completion_ids: tokens.completion }
+                        RewardModelRequest::Tokens {
+                            prompt_ids: tokens.prompt,
+                            completion_ids: tokens.completion,
+                        }
                     }
-                    None => ScoreRequest::Texts {
+                    None => RewardModelRequest::Texts {
                         prompt: (&input.task.prompt).into(),
                         completion: input.text.to_owned(),
                         ended,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
-use super::wire::{MODEL, ModelDescription, SCORES, ScoreRequest, ScoreResponse};
+use super::wire::{MODEL, ModelDescription, RewardModelRequest, SCORES, ScoreResponse};
 use crate::http::transport::{HttpTransport, RequestError, seed};
 use crate::load::WaitingTrajectory;
 use crate::{RewardContext, RewardError, RewardInput, RewardSpec};
@@ -67,7 +67,7 @@ impl RemoteModel {
     /// The score of a sequence.
     pub(super) async fn score(
         &self,
-        request: ScoreRequest,
+        request: RewardModelRequest,
         waiting: WaitingTrajectory<'_>,
         input: &RewardInput<'_>,
     ) -> Result<f32, RewardError> {

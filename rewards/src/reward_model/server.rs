@@ -28,7 +28,7 @@ use serde_json::{Value, json};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::service::ScoringService;
-use super::wire::{MODEL, ModelDescription, SCORES, ScoreRequest, ScoreResponse};
+use super::wire::{MODEL, ModelDescription, RewardModelRequest, SCORES, ScoreResponse};
 use super::{BATCH_TOKENS, checked};
 use crate::{RewardError, RewardSpec};
 
@@ -217,10 +217,10 @@ async fn scores(
 ) -> Result<Response, RequestRefusal> {
     let (request, _permit) = served.body(request).await?;
     let tokens = match request {
-        ScoreRequest::Tokens { prompt_ids: prompt, completion_ids: completion } => {
+        RewardModelRequest::Tokens { prompt_ids: prompt, completion_ids: completion } => {
             Ok(PromptCompletion { prompt, completion })
         }
-        ScoreRequest::Texts { prompt, completion, ended } => {
+        RewardModelRequest::Texts { prompt, completion, ended } => {
             served.scorer.encode(&prompt.into(), &completion, ended).map_err(|error| error.to_string())
         }
     };

@@ -29,7 +29,7 @@ pub(super) struct ModelDescription {
 /// A sequence to be scored.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged, try_from = "ScoreRequestFields")]
-pub(super) enum ScoreRequest {
+pub(super) enum RewardModelRequest {
     /// The tokens that were sampled.
     Tokens {
         /// The prompt.
@@ -48,7 +48,7 @@ pub(super) enum ScoreRequest {
     },
 }
 
-/// Both kinds of [`ScoreRequest`], read field by field: serde would buffer an untagged enum in many times its size.
+/// Both kinds of [`RewardModelRequest`], read field by field: serde would buffer an untagged enum in many times its size.
 #[derive(Deserialize)]
 struct ScoreRequestFields {
     prompt_ids: Option<Vec<u32>>,
@@ -58,7 +58,7 @@ struct ScoreRequestFields {
     ended: Option<bool>,
 }
 
-impl TryFrom<ScoreRequestFields> for ScoreRequest {
+impl TryFrom<ScoreRequestFields> for RewardModelRequest {
     type Error = &'static str;
 
     fn try_from(fields: ScoreRequestFields) -> Result<Self, Self::Error> {
