@@ -60,7 +60,7 @@ pub fn run(args: &BufferBenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let scratch = scratch.map_err(system("make a directory for the journal"))?;
     let tokio = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let tokio = tokio.map_err(system("start the clients"))?;
-    let mut bench = Bench { args, out, tokio };
+    let mut bench = BufferBench { args, out, tokio };
     bench.appends(&scratch.path().join("appends"))?;
     if args.reopen_gib > 0.0 {
         bench.reopen(&scratch.path().join("reopen"))?;
@@ -68,13 +68,13 @@ pub fn run(args: &BufferBenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
     bench.in_process(&scratch.path().join("in_process"))
 }
 
-struct Bench<'a> {
+struct BufferBench<'a> {
     args: &'a BufferBenchArgs,
     out: &'a mut dyn Write,
     tokio: tokio::runtime::Runtime,
 }
 
-impl Bench<'_> {
+impl BufferBench<'_> {
     /// Appends of single groups by each number of clients, then leases of what they left.
     fn appends(&mut self, directory: &Path) -> Result<(), Failure> {
         let served = Served::start(directory)?;

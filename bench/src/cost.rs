@@ -69,7 +69,7 @@ pub struct Shape {
 
 /// Completions as the engine samples them.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sampling {
+pub struct SamplingWork {
     /// Prompts, each read once.
     pub prompts: f64,
     /// Tokens of each.
@@ -110,8 +110,8 @@ impl Shape {
 
     /// Sampling with a cache.
     #[must_use]
-    pub fn sampling(&self, work: &Sampling) -> Cost {
-        let Sampling { prompts, prompt, completions, new, passes, quantization } = *work;
+    pub fn sampling(&self, work: &SamplingWork) -> Cost {
+        let SamplingWork { prompts, prompt, completions, new, passes, quantization } = *work;
         let weight = if quantization == Quantization::Int8 { 1.0 } else { self.number };
         let seen_by_prompt = prompt * (prompt + 1.0) / 2.0;
         let decoded = (new - 1.0).max(0.0);
@@ -184,14 +184,14 @@ mod tests {
         // A prompt of 2 tokens, 2 completions of 3: each reads 2 of its tokens, which see 3 and 4 tokens.
         let quantization = Quantization::None;
         let work =
-            Sampling { prompts: 1.0, prompt: 2.0, completions: 2.0, new: 3.0, passes: 3.0, quantization };
+            SamplingWork { prompts: 1.0, prompt: 2.0, completions: 2.0, new: 3.0, passes: 3.0, quantization };
         let cost = shape().sampling(&work);
         let (matrices, logits, seen) = (6.0 * 480.0, 5.0 * 80.0, 32.0 * (3.0 + 2.0 * 7.0));
         assert_eq!(cost.flops, matrices + logits + seen);
         // Three passes over 280 weights; a key and a value of width 2 in 2 layers for each of the 14 tokens seen.
         assert_eq!(cost.bytes, 4.0 * (3.0 * 280.0 + 2.0 * 2.0 * 2.0 * 14.0));
         assert_eq!(shape().stored_in(2).sampling(&work).bytes, cost.bytes / 2.0);
-        let quantized = shape().sampling(&Sampling { quantization: Quantization::Int8, ..work });
+        let quantized = shape().sampling(&SamplingWork { quantization: Quantization::Int8, ..work });
         assert_eq!(cost.bytes - quantized.bytes, 3.0 * 3.0 * 240.0, "a byte for a weight of a layer");
     }
 }

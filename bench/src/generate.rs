@@ -17,7 +17,7 @@ use trajectory::{GroupId, PolicyVersion};
 
 use crate::accelerator::Accelerator;
 use crate::args::GenerateBenchArgs;
-use crate::cost::{Sampling, Shape};
+use crate::cost::{SamplingWork, Shape};
 use crate::measure::Work;
 use crate::suite::{device_mib, model_name, with_device};
 
@@ -68,7 +68,7 @@ pub fn work(
     }
     let number = on.map_or(size_of::<f32>(), |on| on.dtype.bytes());
     let shape = Shape::new(directory.config()).stored_in(number);
-    let sampling = Sampling {
+    let sampling = SamplingWork {
         prompts: (batch / group) as f64,
         prompt: args.prompt as f64,
         completions: batch as f64,

@@ -19,7 +19,7 @@ use rlrun::run_dir::{RecipeTexts, RunDir};
 use serde_json::{Map, Value, json};
 
 use crate::args::LoopBenchArgs;
-use crate::cost::{Sampling, Shape};
+use crate::cost::{SamplingWork, Shape};
 use crate::measure::{Work, median};
 use crate::suite::model_name;
 
@@ -174,7 +174,7 @@ fn result(recipe: &Recipe, steps: &Steps, directory: &ModelDirectory, prepared: 
     let side_by_side = completions.min(recipe.rollout.max_running as f64);
     let passes = new * completions / side_by_side;
     let quantization = recipe.rollout.quantization;
-    let sampling = Sampling { prompts, prompt, completions, new, passes, quantization };
+    let sampling = SamplingWork { prompts, prompt, completions, new, passes, quantization };
     let rows = completions * trained;
     let length = prompt + new - 1.0;
     let passes = (rows * length / recipe.trainer.microbatch_tokens as f64).ceil();

@@ -64,7 +64,7 @@ pub fn run(args: &WeightsBenchArgs, out: &mut dyn Write) -> Result<(), Failure> 
         };
     }
     let threads = args.threads.unwrap_or(PublishConfig::default().threads);
-    let mut bench = Bench { args, out, threads, copy_one: f64::NAN, copy_threads: f64::NAN };
+    let mut bench = WeightsBench { args, out, threads, copy_one: f64::NAN, copy_threads: f64::NAN };
     if args.density {
         return density::measure(&mut bench);
     }
@@ -83,7 +83,7 @@ pub fn run(args: &WeightsBenchArgs, out: &mut dyn Write) -> Result<(), Failure> 
 }
 
 /// Measurements one after the other.
-struct Bench<'a> {
+struct WeightsBench<'a> {
     args: &'a WeightsBenchArgs,
     out: &'a mut dyn Write,
     threads: usize,
@@ -92,7 +92,7 @@ struct Bench<'a> {
     copy_threads: f64,
 }
 
-impl Bench<'_> {
+impl WeightsBench<'_> {
     /// Copies between two buffers that are in use.
     fn copies(&mut self, values: &[f32]) -> Result<(), Failure> {
         let mut target = values.to_vec();

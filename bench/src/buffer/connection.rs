@@ -35,7 +35,7 @@ pub struct Answer<'a> {
 }
 
 /// Where the parts of an answer are in what was received.
-struct Head {
+struct ResponseHead {
     status: u16,
     length: usize,
     body: usize,
@@ -82,7 +82,7 @@ impl Connection {
             }
         }
         let head = loop {
-            if let Some(head) = Head::parse(&self.received)? {
+            if let Some(head) = ResponseHead::parse(&self.received)? {
                 break head;
             }
             self.receive().await?;
@@ -111,7 +111,7 @@ impl Connection {
     }
 }
 
-impl Head {
+impl ResponseHead {
     /// `None` while it has not arrived.
     fn parse(received: &[u8]) -> Result<Option<Self>, Error> {
         let Some(end) = received.windows(4).position(|bytes| bytes == b"\r\n\r\n") else {
@@ -148,11 +148,11 @@ mod tests {
     fn heads_are_read_when_they_are_whole() {
         let answer = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nContent-Length: 2\r\n\r\n{}";
         for end in 0..answer.len() - 2 {
-            assert!(Head::parse(&answer[..end]).unwrap().is_none(), "{end} bytes");
+            assert!(ResponseHead::parse(&answer[..end]).unwrap().is_none(), "{end} bytes");
         }
-        let head = Head::parse(answer).unwrap().unwrap();
+        let head = ResponseHead::parse(answer).unwrap().unwrap();
         assert_eq!((head.status, head.length, head.body), (429, 2, answer.len() - 2));
-        assert!(Head::parse(b"HTTP/1.1 200 OK\r\n\r\n").is_err());
-        assert!(Head::parse(b"SSH-2.0\r\ncontent-length: 1\r\n\r\n").is_err());
+        assert!(ResponseHead::parse(b"HTTP/1.1 200 OK\r\n\r\n").is_err());
+        assert!(ResponseHead::parse(b"SSH-2.0\r\ncontent-length: 1\r\n\r\n").is_err());
     }
 }

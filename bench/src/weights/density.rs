@@ -15,7 +15,7 @@ use trainer::{Learner, LearnerConfig};
 use trajectory::{PolicyVersion, Sample};
 use weights::{DeltaConfig, Dtype, Hub, HubConfig, HubPublisher, PublishConfig, Publisher};
 
-use super::{Bench, set};
+use super::{WeightsBench, set};
 use crate::generate::random_tokens;
 use crate::measure::median;
 use crate::train::sequence;
@@ -27,7 +27,7 @@ const SEQUENCES: usize = 32;
 const TOKENS: usize = 32;
 
 /// Trains a model at each learning rate, and writes what each step changed.
-pub(super) fn measure(bench: &mut Bench<'_>) -> Result<(), Failure> {
+pub(super) fn measure(bench: &mut WeightsBench<'_>) -> Result<(), Failure> {
     let scratch = tempfile::tempdir();
     let scratch =
         scratch.map_err(|source| Failure::System { what: "make a directory".to_owned(), source })?;

@@ -16,7 +16,7 @@ use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
 use weights::{DevicePublisher, DevicePush, DeviceSubscriber, Hub, HubConfig, WeightsError};
 
 use super::receiver::{self, Receiver};
-use super::{Bench, SOON, WARM_UP, random_values, set};
+use super::{SOON, WARM_UP, WeightsBench, random_values, set};
 use crate::measure::median;
 
 /// What a push took.
@@ -28,13 +28,13 @@ struct Taken {
 }
 
 /// Measures all transports that `place` allows: two GPUs are needed for a broadcast.
-pub(super) fn measure(bench: &mut Bench<'_>, place: DeviceLocation) -> Result<(), Failure> {
+pub(super) fn measure(bench: &mut WeightsBench<'_>, place: DeviceLocation) -> Result<(), Failure> {
     let device = Device::open(place)?;
     let values: Vec<bf16> =
         random_values(bench.args.megabytes * 1_000_000 / 4).into_iter().map(bf16::from_f32).collect();
     let trained = device.upload(&values)?;
     drop(values);
-    let mut devices = Devices { bench, device, place, trained, copy: f64::NAN };
+    let mut devices = DevicesBench { bench, device, place, trained, copy: f64::NAN };
     devices.copies()?;
     devices.memory()?;
     devices.ipc()?;
@@ -45,8 +45,8 @@ pub(super) fn measure(bench: &mut Bench<'_>, place: DeviceLocation) -> Result<()
 }
 
 /// Measurements one after the other.
-struct Devices<'a, 'b> {
-    bench: &'a mut Bench<'b>,
+struct DevicesBench<'a, 'b> {
+    bench: &'a mut WeightsBench<'b>,
     device: Device,
     place: DeviceLocation,
     /// `[parameters]`
@@ -55,7 +55,7 @@ struct Devices<'a, 'b> {
     copy: f64,
 }
 
-impl Devices<'_, '_> {
+impl DevicesBench<'_, '_> {
     /// Copies between two buffers of the device.
     fn copies(&mut self) -> Result<(), Failure> {
         let mut target = self.device.zeros::<bf16>(self.trained.len())?;

@@ -30,7 +30,7 @@ pub struct Receiver {
 
 /// When a version was there.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub struct Received {
+pub struct ReceivedVersion {
     /// Which.
     pub version: u64,
     /// When, nanoseconds since 1970.
@@ -67,12 +67,12 @@ impl Receiver {
     ///
     /// # Errors
     /// A process that ended; it has said why on standard error.
-    pub fn wait(&mut self, version: u64) -> Result<Received, Failure> {
+    pub fn wait(&mut self, version: u64) -> Result<ReceivedVersion, Failure> {
         let mut line = String::new();
         let system =
             |source| Failure::System { what: "hear from a process that receives".to_owned(), source };
         self.said.read_line(&mut line).map_err(system)?;
-        let received = serde_json::from_str(&line).ok().filter(|it: &Received| it.version == version);
+        let received = serde_json::from_str(&line).ok().filter(|it: &ReceivedVersion| it.version == version);
         received.ok_or_else(|| {
             Failure::NotThere(format!(
                 "the process that receives did not get version {version}; it said: {line:?}"
@@ -107,7 +107,7 @@ pub fn receive(url: &str, (over_http, shm): (bool, &Path), out: &mut dyn Write) 
             Ok(None) | Err(WeightsError::PublisherGone { .. }) => return Ok(()),
             Err(error) => return Err(error.into()),
         };
-        let received = Received { version: new.version.0, at_ns: now_ns(), bytes: new.received.bytes };
+        let received = ReceivedVersion { version: new.version.0, at_ns: now_ns(), bytes: new.received.bytes };
         after = Some(new.version);
         let (version, digest, bytes) = (new.version, Digest::of(&new.values), received.bytes);
         subscriber.applied(Receipt {
@@ -143,7 +143,7 @@ pub fn receive_on_device(
             Ok(None) | Err(WeightsError::PublisherGone { .. }) => return Ok(()),
             Err(error) => return Err(error.into()),
         };
-        let received = Received { version: new.version.0, at_ns: now_ns(), bytes: new.received.bytes };
+        let received = ReceivedVersion { version: new.version.0, at_ns: now_ns(), bytes: new.received.bytes };
         after = Some(new.version);
         subscriber.applied(new.receipt(Duration::ZERO))?;
         subscriber.flush()?;
@@ -152,7 +152,7 @@ pub fn receive_on_device(
     }
 }
 
-fn say(received: Received, out: &mut dyn Write) -> Result<(), Failure> {
+fn say(received: ReceivedVersion, out: &mut dyn Write) -> Result<(), Failure> {
     let line = serde_json::to_string(&received).map_err(|error| Failure::Internal(error.to_string()))?;
     let system = |source| Failure::System { what: "say what was received".to_owned(), source };
     writeln!(out, "{line}").and_then(|()| out.flush()).map_err(system)
