@@ -31,7 +31,7 @@ use crate::recipe::Recipe;
 use crate::recipe::words::Ranks;
 use crate::run_dir::{JsonLines, RunDir};
 use crate::signals::Signals;
-use crate::workers::registry::Role;
+use crate::workers::registry::WorkerRole;
 use crate::workers::reward::is_served;
 use child::{Child, ExitReason};
 use health::Health;
@@ -116,7 +116,7 @@ fn tokens(run: &Path) -> Result<PathBuf, Failure> {
 }
 
 /// A worker that a run has.
-enum Worker {
+enum ChildWorker {
     Rollout(usize),
     /// This rank of the trainer; the lead is the first.
     Rank(usize),
@@ -125,16 +125,16 @@ enum Worker {
 }
 
 /// Those that the recipe wants, in the order in which they are started: the lead waits for rewards.
-fn workers(recipe: &Recipe) -> Result<Vec<Worker>, Failure> {
+fn workers(recipe: &Recipe) -> Result<Vec<ChildWorker>, Failure> {
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let reward = |spec: &rewards::RewardSpec| {
         let socket = TcpListener::bind(loopback).map_err(system("listen on a port of loopback"))?;
-        Ok(Worker::Reward(spec.name().to_owned(), socket))
+        Ok(ChildWorker::Reward(spec.name().to_owned(), socket))
     };
     let rewards = recipe.rewards.iter().filter(|spec| is_served(spec)).map(reward);
     let ranks = if recipe.trainer.ranks == Ranks::Processes { 1..recipe.trainer.world } else { 0..0 };
-    let ranks = ranks.map(|rank| Ok(Worker::Rank(rank)));
-    let rollouts = (0..recipe.rollout_workers()).map(|number| Ok(Worker::Rollout(number)));
+    let ranks = ranks.map(|rank| Ok(ChildWorker::Rank(rank)));
+    let rollouts = (0..recipe.rollout_workers()).map(|number| Ok(ChildWorker::Rollout(number)));
     rewards.chain(ranks).chain(rollouts).collect()
 }
 
@@ -164,7 +164,7 @@ struct Start<'a> {
     url: String,
     token_file: PathBuf,
     listener: TcpListener,
-    workers: Vec<Worker>,
+    workers: Vec<ChildWorker>,
     shares: Shares,
     loudness: Loudness,
     recipe: &'a Recipe,
@@ -185,7 +185,7 @@ impl Start<'_> {
 
     fn worker(&self, number: usize) -> Result<Child, Failure> {
         let (name, mut args, socket) = match &self.workers[number] {
-            Worker::Rollout(number) => {
+            ChildWorker::Rollout(number) => {
                 let threads = self.shares.rollout.to_string();
                 let mut args: Vec<OsString> = vec!["rollout".into(), "--threads".into(), threads.into()];
                 let devices = self.recipe.placement.rollout_devices.as_ref();
@@ -194,12 +194,12 @@ impl Start<'_> {
                 }
                 (format!("rollout {number}"), args, None)
             }
-            Worker::Rank(rank) => {
+            ChildWorker::Rank(rank) => {
                 let (rank, threads) = (rank.to_string(), self.shares.lead.to_string());
                 let args = ["trainer", "--rank", &rank, "--threads", &threads].map(OsString::from);
                 (format!("trainer {rank}"), args.to_vec(), None)
             }
-            Worker::Reward(reward, socket) => {
+            ChildWorker::Reward(reward, socket) => {
                 let args = vec!["reward".into(), "--socket".into(), "--reward".into(), reward.into()];
                 let socket = socket.try_clone().map_err(system("share the socket of a reward"))?;
                 (format!("reward {reward}"), args, Some(socket))
@@ -209,7 +209,7 @@ impl Start<'_> {
         args.extend(["--join".into(), (&self.url).into()]);
         args.extend(["--token-file".into(), self.token_file.clone().into_os_string()]);
         args.extend(["--name".into(), (&name).into()]);
-        if !matches!(self.workers[number], Worker::Rank(_)) {
+        if !matches!(self.workers[number], ChildWorker::Rank(_)) {
             // What the recipe names on this machine is its owner's own.
             args.extend(["--recipe".into(), self.recipe_file.clone().into_os_string()]);
         }
@@ -353,7 +353,8 @@ impl Controller<'_> {
         };
         if let Some(silent) = since.map(|since| since.elapsed()).filter(|silent| *silent > limit) {
             worker.kill(&format!("said nothing for {:.0} s", silent.as_secs_f64()));
-        } else if member.is_some_and(|(member, _)| member.sampled_tokens > 0 || member.role != Role::Rollout)
+        } else if member
+            .is_some_and(|(member, _)| member.sampled_tokens > 0 || member.role != WorkerRole::Rollout)
         {
             let recovered = worker.recovered();
             return self.recovered(&name, recovered);

@@ -13,7 +13,7 @@ use crate::failure::Failure;
 
 /// What is learnt to follow a prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Completion {
+pub(crate) enum ConversationCompletion {
     /// One answer.
     Text(String),
     /// A conversation whose assistant turns from `learnt` on are in the loss.
@@ -30,9 +30,9 @@ pub(crate) enum Completion {
 ///
 /// # Errors
 /// If the task has no such column, it is neither, or no assistant turn follows the prompt.
-pub(crate) fn completion(task: &Task, column: &str) -> Result<Completion, Failure> {
+pub(crate) fn completion(task: &Task, column: &str) -> Result<ConversationCompletion, Failure> {
     let Some(list @ Value::Array(_)) = task.columns.get(column) else {
-        return Ok(Completion::Text(demonstrations::text(task, Some(column))?));
+        return Ok(ConversationCompletion::Text(demonstrations::text(task, Some(column))?));
     };
     let messages = messages(task, column, list)?;
     let before = match &task.prompt {
@@ -48,18 +48,20 @@ pub(crate) fn completion(task: &Task, column: &str) -> Result<Completion, Failur
     let learnt = before.len();
     match &answers[..] {
         // One answer to the prompt as it is sampled from.
-        [answer] if answer.role == "assistant" => return Ok(Completion::Text(answer.content.clone())),
+        [answer] if answer.role == "assistant" => {
+            return Ok(ConversationCompletion::Text(answer.content.clone()));
+        }
         answers if answers.iter().any(|message| message.role == "assistant") => {}
         _ => return Err(wrong(task, column, "has no assistant turn after the prompt")),
     }
-    Ok(Completion::Messages { messages: before.into_iter().chain(answers).collect(), learnt })
+    Ok(ConversationCompletion::Messages { messages: before.into_iter().chain(answers).collect(), learnt })
 }
 
 /// The conversation in `column`, of which every assistant turn is learnt; `None` if the task has no such column.
 ///
 /// # Errors
 /// If it is no list of messages, or has no assistant turn.
-pub(crate) fn conversation(task: &Task, column: &str) -> Result<Option<Completion>, Failure> {
+pub(crate) fn conversation(task: &Task, column: &str) -> Result<Option<ConversationCompletion>, Failure> {
     let Some(value) = task.columns.get(column) else { return Ok(None) };
     let mut messages = messages(task, column, value)?;
     if !messages.iter().any(|message| message.role == "assistant") {
@@ -72,10 +74,10 @@ pub(crate) fn conversation(task: &Task, column: &str) -> Result<Option<Completio
         messages.retain(|message| message.role != "system");
         messages.insert(0, system.clone());
     }
-    Ok(Some(Completion::Messages { messages, learnt: 0 }))
+    Ok(Some(ConversationCompletion::Messages { messages, learnt: 0 }))
 }
 
-impl Completion {
+impl ConversationCompletion {
     /// Prompt and completion as something to learn.
     ///
     /// # Errors
@@ -213,11 +215,14 @@ mod tests {
         let prompt = || Prompt::Messages(vec![turn("user", "a")]);
         for value in [json!("b"), json!([answer]), json!([ask, answer])] {
             let task = task(prompt(), &json!({ "completion": value }));
-            assert_eq!(completion(&task, "completion").unwrap(), Completion::Text("b".to_owned()));
+            assert_eq!(
+                completion(&task, "completion").unwrap(),
+                ConversationCompletion::Text("b".to_owned())
+            );
         }
         // A prompt that is text, beside whole conversations.
         let text = task(Prompt::Text("a".to_owned()), &json!({ "chosen": [ask, answer] }));
-        assert_eq!(completion(&text, "chosen").unwrap(), Completion::Text("b".to_owned()));
+        assert_eq!(completion(&text, "chosen").unwrap(), ConversationCompletion::Text("b".to_owned()));
         let turns = json!({ "completion": [answer, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}] });
         let several = task(prompt(), &turns);
         let sample = completion(&several, "completion").unwrap().sample(&directory, &several).unwrap();

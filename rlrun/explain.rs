@@ -10,7 +10,7 @@ use crate::recipe::decode::nearest;
 use crate::recipe::manual::{self, Key, Section};
 use crate::recipe::peers;
 use crate::recipe::resume::{Rule, rule};
-use crate::recipe::schema::Algorithm;
+use crate::recipe::schema::AlgorithmSection;
 use crate::recipe::words::AlgorithmKind;
 use crate::report::wrapped;
 
@@ -168,7 +168,7 @@ fn words(word: &str, program: &Program) -> Vec<String> {
 
 /// The keys of `[algorithm]` as an algorithm has them.
 fn of_algorithm(kind: AlgorithmKind) -> String {
-    let table = toml::Table::try_from(Algorithm::usual(kind)).unwrap_or_default();
+    let table = toml::Table::try_from(AlgorithmSection::usual(kind)).unwrap_or_default();
     let keys = table.iter().filter(|(key, _)| *key != "kind");
     let lines: Vec<String> = keys.map(|(key, value)| format!("    {key} = {value}")).collect();
     format!("  its keys of [algorithm], if they are not given:\n{}", lines.join("\n"))

@@ -18,7 +18,7 @@ pub mod sigmoid;
 use curve::{Curve, Measured, Window};
 use numeric::{fisher_3_95, scanned_minimum};
 use power::PowerLaw;
-use sigmoid::{Fit, Margin, Point, Problem, Sigmoid};
+use sigmoid::{Fit, FitProblem, Margin, Point, Sigmoid};
 
 use crate::args::FitArgs;
 use crate::failure::Failure;
@@ -109,7 +109,7 @@ impl Plan {
             );
             return Err(Failure::Argument(message));
         }
-        let problem = Problem::new(&measured.points, ceiling.value);
+        let problem = FitProblem::new(&measured.points, ceiling.value);
         let fit = problem.fit();
         let far = MORE * last;
         if fit.curve.asymptote <= fit.curve.start || !is_more_than_noise(&measured.points, &fit) {
@@ -141,9 +141,9 @@ impl Plan {
     /// The asymptote with the least squared error over all runs together, each error in units of the run's own noise,
     /// and the curves that have it.
     fn common(&self, fitted: &[Fitted]) -> Common {
-        let problems: Vec<(Problem<'_>, &Fitted)> = fitted
+        let problems: Vec<(FitProblem<'_>, &Fitted)> = fitted
             .iter()
-            .map(|fitted| (Problem::new(&fitted.measured.points, fitted.ceiling.value), fitted))
+            .map(|fitted| (FitProblem::new(&fitted.measured.points, fitted.ceiling.value), fitted))
             .collect();
         let error = |asymptote: f64| -> f64 {
             let errors = problems.iter().map(|(problem, fitted)| {

@@ -46,7 +46,7 @@ pub struct Observer<'a> {
     events: JsonLines,
     dropped_stale: u64,
     /// What came from outside and was refused or set aside.
-    counts: peers::Counts,
+    counts: peers::PeerCounts,
     /// Whether trajectories that do not say whether they are correct have been named.
     unjudged_named: bool,
     /// Steps in a row of which no trajectory could be scored.
@@ -55,7 +55,7 @@ pub struct Observer<'a> {
 
 /// Everything that is known of a step.
 #[derive(Debug)]
-pub struct StepInputs<'a> {
+pub struct ObserverInputs<'a> {
     /// What the trainer says.
     pub step: &'a StepReport,
     /// Answers to the held-out tasks, if it was time for them.
@@ -90,7 +90,7 @@ impl<'a> Observer<'a> {
             first: PolicyVersion(0),
             events,
             dropped_stale: 0,
-            counts: peers::Counts::default(),
+            counts: peers::PeerCounts::default(),
             unjudged_named: false,
             unscored: 0,
         })
@@ -204,7 +204,7 @@ impl<'a> Observer<'a> {
     ///
     /// # Errors
     /// If a file cannot be written.
-    pub fn step(&mut self, inputs: &StepInputs<'_>) -> Result<(), Failure> {
+    pub fn step(&mut self, inputs: &ObserverInputs<'_>) -> Result<(), Failure> {
         self.dropped_stale += inputs.step.dropped_stale;
         let mut metrics = Metrics::default();
         self.policy(&mut metrics, inputs);
@@ -240,7 +240,7 @@ impl<'a> Observer<'a> {
     }
 
     /// Shows the first failure of every reward in full, and ends a run whose rewards judge nothing any more.
-    fn failures(&mut self, inputs: &StepInputs<'_>) -> Result<(), Failure> {
+    fn failures(&mut self, inputs: &ObserverInputs<'_>) -> Result<(), Failure> {
         for (name, load) in inputs.rewards {
             if let Some(example) = &load.example {
                 self.report.first_failure(name, example);
@@ -282,7 +282,7 @@ impl<'a> Observer<'a> {
         Ok(())
     }
 
-    fn policy(&self, metrics: &mut Metrics, inputs: &StepInputs<'_>) {
+    fn policy(&self, metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
         let StepReport { version, counts, sums, grad_norm, updates, learning_rate, batch, .. } = inputs.step;
         let groups = counts.groups.max(1) as f64;
         metrics.set("step", version.0 as f64);
@@ -406,7 +406,7 @@ fn readable(group: &Group) -> serde_json::Value {
     })
 }
 
-fn speed(metrics: &mut Metrics, inputs: &StepInputs<'_>) {
+fn speed(metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
     let time = &inputs.step.time;
     let (before, after) = inputs.sampler;
     let (busy, idle) = (after.busy_s - before.busy_s, after.idle_s - before.idle_s);

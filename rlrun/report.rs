@@ -67,7 +67,7 @@ struct Out {
     writer: Box<dyn Write + Send>,
     rows: usize,
     /// The columns of the last header.
-    layout: Option<table::Layout>,
+    layout: Option<table::TableLayout>,
     /// A copy of every line, whatever the style.
     log: Option<File>,
 }
@@ -89,7 +89,7 @@ impl std::fmt::Debug for Report {
 
 /// A part of the run with a known length, such as the warm-up. Dropped, its bar disappears.
 #[derive(Debug)]
-pub struct Phase<'a> {
+pub struct ReportPhase<'a> {
     report: &'a Report,
     name: String,
     bar: Option<ProgressBar>,
@@ -123,7 +123,7 @@ impl Report {
 
     /// Starts a part of the run of `total` units (steps, tasks or trajectories).
     #[must_use]
-    pub fn phase(&self, name: &str, total: u64) -> Phase<'_> {
+    pub fn phase(&self, name: &str, total: u64) -> ReportPhase<'_> {
         if matches!(self.style, Style::Plain | Style::Quiet) {
             self.write(&format!("{name}: {total} to do"));
         }
@@ -132,12 +132,12 @@ impl Report {
 
     /// The same for a part that comes often: without a terminal it is not announced.
     #[must_use]
-    pub fn bar(&self, name: &str, total: u64) -> Phase<'_> {
+    pub fn bar(&self, name: &str, total: u64) -> ReportPhase<'_> {
         let bar = match self.style {
             Style::Terminal { .. } => Some(self.bars.add(new_bar(name, total))),
             Style::Plain | Style::Quiet => None,
         };
-        Phase { report: self, name: name.to_owned(), bar }
+        ReportPhase { report: self, name: name.to_owned(), bar }
     }
 
     /// Shows a training step.
@@ -145,7 +145,7 @@ impl Report {
         match self.style {
             Style::Quiet | Style::Plain => self.write(&table::line(metrics)),
             Style::Terminal { color } => {
-                let layout = table::Layout::fitting(self.width());
+                let layout = table::TableLayout::fitting(self.width());
                 let header_due = {
                     let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
                     out.rows += 1;
@@ -209,7 +209,7 @@ impl Report {
     }
 }
 
-impl Phase<'_> {
+impl ReportPhase<'_> {
     /// Shows how far the phase is.
     pub fn set(&self, position: u64, message: &str) {
         if let Some(bar) = &self.bar {
@@ -227,7 +227,7 @@ impl Phase<'_> {
     }
 }
 
-impl Drop for Phase<'_> {
+impl Drop for ReportPhase<'_> {
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();

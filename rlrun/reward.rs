@@ -63,7 +63,7 @@ pub fn grade(
 }
 
 /// One line of the input.
-struct Case {
+struct RewardCase {
     task: Task,
     text: String,
     /// Keys of the reward that the case gives, as JSON.
@@ -80,7 +80,7 @@ struct Grader<'a> {
 }
 
 impl Grader<'_> {
-    fn case(&mut self, number: u64, line: &str) -> Result<Case, Failure> {
+    fn case(&mut self, number: u64, line: &str) -> Result<RewardCase, Failure> {
         let wrong = |reason: String| Failure::Argument(format!("case in line {number}: {reason}"));
         let row: Map<String, Value> =
             serde_json::from_str(line).map_err(|error| wrong(format!("not a JSON object: {error}")))?;
@@ -113,7 +113,7 @@ impl Grader<'_> {
             _ => String::new(),
         };
         let task = Task { id: TaskId(number), prompt: Prompt::Text(prompt), answer: gold, columns: row };
-        Ok(Case { task, text, keys })
+        Ok(RewardCase { task, text, keys })
     }
 
     fn build(&self, keys: &str) -> Result<Box<dyn Reward>, Failure> {
@@ -133,7 +133,7 @@ impl Grader<'_> {
         Ok(self.program.registry().build(&spec, &context)?)
     }
 
-    fn grade(&self, cases: &[Case]) -> Result<Vec<Value>, Failure> {
+    fn grade(&self, cases: &[RewardCase]) -> Result<Vec<Value>, Failure> {
         let mut verdicts: Vec<Value> = vec![Value::Null; cases.len()];
         for (keys, reward) in &self.built {
             let places: Vec<usize> = (0..cases.len()).filter(|place| cases[*place].keys == *keys).collect();

@@ -18,7 +18,7 @@ use crate::failure::Failure;
 use crate::peers::Peers;
 use crate::prepare::RewardRuntime;
 use crate::recipe::Recipe;
-use crate::recipe::words::Store;
+use crate::recipe::words::StoreWord;
 use crate::report::Report;
 use crate::workers::membership::token;
 
@@ -75,9 +75,9 @@ impl BufferSetup<'_> {
     pub(crate) fn open(&self, routes: Vec<(Role, Router)>) -> Result<RunBuffer, Failure> {
         let config = self.recipe.buffer_config();
         let own = match self.recipe.buffer.store {
-            Store::Redb => Buffer::open(self.journal()?, config)?,
-            Store::Memory => Buffer::in_memory(config)?,
-            Store::Http => return connect(self.recipe),
+            StoreWord::Redb => Buffer::open(self.journal()?, config)?,
+            StoreWord::Memory => Buffer::in_memory(config)?,
+            StoreWord::Http => return connect(self.recipe),
         };
         let own = Arc::new(own);
         let peers = Arc::clone(self.peers);

@@ -39,7 +39,7 @@ pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
     let buffer = Arc::new(Buffer::open(&path, keep)?);
     let reopen = buffer.reopen();
     runtime()?.block_on(async {
-        let signals = Signals::listen()?;
+        let signals = ServerSignals::listen()?;
         let config = ServerConfig { reopen, ..config };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
         let server = Server::bind(config, buffer).await?;
@@ -69,7 +69,7 @@ pub fn reward(args: &ServeRewardArgs) -> Result<String, Failure> {
         timeout: SCORE_TIME,
     };
     runtime()?.block_on(async {
-        let signals = Signals::listen()?;
+        let signals = ServerSignals::listen()?;
         let server = reward_model::server::RewardModelServer::bind(&args.model, config, args.listen).await?;
         say(&format!("listening on http://{}", server.local_addr()));
         let served = server.serve(signals.stop()).await;
@@ -144,12 +144,12 @@ impl KeepArgs {
 }
 
 /// Ctrl-C and SIGTERM: the first stops the server, the second ends the process at once.
-struct Signals {
+struct ServerSignals {
     interrupt: Signal,
     terminate: Signal,
 }
 
-impl Signals {
+impl ServerSignals {
     fn listen() -> Result<Self, Failure> {
         let of = |kind| {
             signal(kind).map_err(|source| Failure::System { what: "listen for signals".to_owned(), source })

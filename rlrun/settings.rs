@@ -26,8 +26,8 @@ use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
 use weights::{DeltaConfig, Dtype, HubConfig, PublishConfig};
 
-use crate::recipe::schema::{Checkpoint, EvalSet, RandomModel};
-use crate::recipe::words::{PolicyPlacement, SupervisedKind, WeightDtype, WeightTransport};
+use crate::recipe::schema::{CheckpointSection, EvalSet, RandomModel};
+use crate::recipe::words::{PolicyPlacement, SupervisedKind, WeightDtypeWord, WeightTransport};
 use crate::recipe::{DataSource, Recipe};
 
 mod devices;
@@ -274,8 +274,8 @@ impl Recipe {
     #[must_use]
     pub fn hub(&self) -> HubConfig {
         let dtype = match self.weights.dtype {
-            WeightDtype::F32 => Dtype::F32,
-            WeightDtype::Bf16 => Dtype::Bf16,
+            WeightDtypeWord::F32 => Dtype::F32,
+            WeightDtypeWord::Bf16 => Dtype::Bf16,
         };
         HubConfig { hold: Duration::from_secs_f64(self.deadlines.heartbeat_s), dtype }
     }
@@ -407,7 +407,7 @@ impl Recipe {
     /// Which checkpoints stay.
     #[must_use]
     pub fn retention(&self) -> Retention {
-        let Checkpoint { keep_last, keep_every, .. } = self.checkpoint;
+        let CheckpointSection { keep_last, keep_every, .. } = self.checkpoint;
         Retention { keep_last, keep_every }
     }
 }

@@ -11,7 +11,7 @@ use trainer::supervised::{PairLoss, PairReport, imitate};
 use trainer::{Frozen, Learner};
 use trajectory::{GroupId, Sample, Task};
 
-use crate::conversations::{self, Completion};
+use crate::conversations::{self, ConversationCompletion};
 use crate::demonstrations::{self, masked};
 use crate::failure::Failure;
 use crate::metrics::Metrics;
@@ -182,11 +182,13 @@ impl<'a> SupervisedTraining<'a> {
         self.completions(task)?.iter().map(|completion| self.row(task, completion)).collect()
     }
 
-    fn completions(&self, task: &Task) -> Result<Vec<Completion>, Failure> {
+    fn completions(&self, task: &Task) -> Result<Vec<ConversationCompletion>, Failure> {
         let Supervised { kind, completion_column, messages_column, chosen_column, rejected_column, .. } =
             self.config;
         let completions = match (kind, self.generated) {
-            (SupervisedKind::Sft, true) => vec![Completion::Text(demonstrations::text(task, None)?)],
+            (SupervisedKind::Sft, true) => {
+                vec![ConversationCompletion::Text(demonstrations::text(task, None)?)]
+            }
             (SupervisedKind::Sft, false) => {
                 let whole = || conversations::conversation(task, messages_column);
                 let given = task.columns.contains_key(completion_column);
@@ -197,7 +199,7 @@ impl<'a> SupervisedTraining<'a> {
             }
             (_, true) => {
                 let sum = Sum::of(task)?;
-                let text = |kind| Completion::Text(sum.demonstration(kind));
+                let text = |kind| ConversationCompletion::Text(sum.demonstration(kind));
                 [Demonstration::Right, Demonstration::Wrong].map(text).to_vec()
             }
             (_, false) => [chosen_column, rejected_column]
@@ -209,7 +211,7 @@ impl<'a> SupervisedTraining<'a> {
         Ok(if same { Vec::new() } else { completions })
     }
 
-    fn row(&self, task: &Task, completion: &Completion) -> Result<Sample, Failure> {
+    fn row(&self, task: &Task, completion: &ConversationCompletion) -> Result<Sample, Failure> {
         let mut sample = completion.sample(&self.directory, task)?;
         if self.config.kind == SupervisedKind::RewardModel {
             // The value head scores the last token; one more token is appended that is never read.

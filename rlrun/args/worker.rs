@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args, Subcommand};
 
 use super::{Loudness, at_least_one};
-use crate::recipe::words::Device;
+use crate::recipe::words::DeviceWord;
 
 /// What a worker does for a run.
 #[derive(Debug, Subcommand)]
@@ -76,7 +76,7 @@ pub struct RolloutArgs {
     pub threads: Option<usize>,
     /// Where it computes, such as cuda:1 [default: where the recipe's `placement` says]
     #[arg(long, value_name = "DEVICE")]
-    pub device: Option<Device>,
+    pub device: Option<DeviceWord>,
 }
 
 /// `rlrun worker trainer`.

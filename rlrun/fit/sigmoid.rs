@@ -96,7 +96,7 @@ fn gained(log_ratio: f64) -> f64 {
     1.0 / (1.0 + log_ratio.exp())
 }
 
-/// The parameters as they are searched: value at `Problem::pivot`, `R_0`, ln `C_mid`, ln B.
+/// The parameters as they are searched: value at `FitProblem::pivot`, `R_0`, ln `C_mid`, ln B.
 type Params = [f64; 4];
 const TOP: usize = 0;
 const HALF: usize = 2;
@@ -110,7 +110,7 @@ struct Solution {
 
 /// Points and the box that parameters are searched in.
 #[derive(Clone, Debug)]
-pub(super) struct Problem<'a> {
+pub(super) struct FitProblem<'a> {
     points: &'a [Point],
     bounds: [(f64, f64); 4],
     /// The compute at which the first parameter is the curve's value: infinite for A itself, finite for the margin of
@@ -118,7 +118,7 @@ pub(super) struct Problem<'a> {
     pivot: f64,
 }
 
-impl<'a> Problem<'a> {
+impl<'a> FitProblem<'a> {
     /// The fit of `points`, with no asymptote above `ceiling`. Call it with [`MIN_POINTS`] points or more, of which
     /// some have compute above 0.
     pub(super) fn new(points: &'a [Point], ceiling: f64) -> Self {
@@ -155,7 +155,7 @@ impl<'a> Problem<'a> {
     /// The value of `curve` at `compute` with its margin: the profile of the same curve, described by that value in the
     /// place of A.
     pub(super) fn predict(&self, curve: &Sigmoid, compute: f64) -> Margin {
-        let problem = Problem { pivot: compute, ..self.clone() };
+        let problem = FitProblem { pivot: compute, ..self.clone() };
         let value = curve.at(compute);
         let start = [value, curve.start, curve.half_gain.ln(), curve.exponent.ln()];
         let best = problem.refined(start, None);

@@ -8,7 +8,7 @@ use std::io::Write;
 use serde_json::json;
 use trainer::report::Quarantined;
 
-use super::{Observer, StepInputs, readable};
+use super::{Observer, ObserverInputs, readable};
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::peers::Refused;
@@ -18,7 +18,7 @@ const WRITTEN: u64 = 256;
 
 /// How much there was so far.
 #[derive(Debug, Default)]
-pub(super) struct Counts {
+pub(super) struct PeerCounts {
     quarantined: u64,
     refused: u64,
     written: u64,
@@ -26,7 +26,11 @@ pub(super) struct Counts {
 
 impl Observer<'_> {
     /// Counts and names what was refused and set aside since the step before.
-    pub(super) fn peers(&mut self, metrics: &mut Metrics, inputs: &StepInputs<'_>) -> Result<(), Failure> {
+    pub(super) fn peers(
+        &mut self,
+        metrics: &mut Metrics,
+        inputs: &ObserverInputs<'_>,
+    ) -> Result<(), Failure> {
         let step = inputs.step;
         let now: u64 = inputs.refused.iter().map(|refused| refused.count).sum();
         self.counts.quarantined += step.quarantined_groups;

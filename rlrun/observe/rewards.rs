@@ -5,7 +5,7 @@
 
 use rewards::{LoadCounts, RewardSpec};
 
-use super::StepInputs;
+use super::ObserverInputs;
 use crate::metrics::Metrics;
 
 /// Share of a step from which the time until a trajectory is judged counts as long.
@@ -25,7 +25,7 @@ const OURS: [&str; 9] = [
 ];
 
 /// Sets `reward/NAME/...` for every reward.
-pub(super) fn measure(specs: &[RewardSpec], metrics: &mut Metrics, inputs: &StepInputs<'_>) {
+pub(super) fn measure(specs: &[RewardSpec], metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
     for (name, component) in &inputs.step.batch.components {
         if component.applied > 0 {
             metrics.set(&format!("reward/{name}/mean"), component.values.mean);
@@ -53,7 +53,7 @@ pub(super) fn measure(specs: &[RewardSpec], metrics: &mut Metrics, inputs: &Step
 /// Adds to what the step line says: rewards that failed, and the reward that the run waits for.
 ///
 /// A run waits for a reward if a role was idle and judging a trajectory, queue included, took a good part of the step.
-pub(super) fn name_culprits(metrics: &mut Metrics, inputs: &StepInputs<'_>) {
+pub(super) fn name_culprits(metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
     let mut notes = Vec::new();
     let idle = |role: &str| metrics.get(&format!("{role}/idle_ratio")).unwrap_or(0.0) > super::CLEAR;
     let took = |load: &LoadCounts| load.waited.p95_s + load.ran.p95_s;

@@ -10,8 +10,8 @@ use super::samplers::Samplers;
 use super::weights::WeightPublishing;
 use crate::evaluation::Evaluated;
 use crate::failure::Failure;
-use crate::observe::{Observer, StepInputs};
-use crate::recipe::words::Store;
+use crate::observe::{Observer, ObserverInputs};
+use crate::recipe::words::StoreWord;
 use crate::trainer_progress::TrainerPhase;
 
 impl Run<'_> {
@@ -45,7 +45,7 @@ impl Run<'_> {
                 window = (window.1, now);
             }
             let (lags, refused) = (weights.lags()?, self.peers.take());
-            observer.step(&StepInputs {
+            observer.step(&ObserverInputs {
                 step: &step,
                 push: (weights.last()?, &lags),
                 evaluation: evaluation.as_ref(),
@@ -59,7 +59,7 @@ impl Run<'_> {
             if trainer.checkpoint_due() {
                 observer.sync()?;
                 trainer.checkpoint()?;
-            } else if self.recipe.checkpoint.interval == 0 && self.recipe.buffer.store == Store::Memory {
+            } else if self.recipe.checkpoint.interval == 0 && self.recipe.buffer.store == StoreWord::Memory {
                 trainer.forget()?;
             }
             phase.set(version, &format!("reward {:.3}", step.batch.reward.mean));

@@ -15,7 +15,7 @@ use super::words::{AlgorithmKind, CorrectionKind, CriticKind, Proximal};
 /// Factor of the value loss of a critic that is a head of the policy.
 const SHARED_COEF: f64 = 0.5;
 
-impl schema::Algorithm {
+impl schema::AlgorithmSection {
     /// The algorithm that the keys describe. Weights of rewards are not among them.
     #[must_use]
     pub fn algorithm(&self) -> Algorithm {
@@ -235,7 +235,7 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
     }
 }
 
-fn check_values(algorithm: &schema::Algorithm, checker: &mut Checker<'_>) {
+fn check_values(algorithm: &schema::AlgorithmSection, checker: &mut Checker<'_>) {
     let (low, high) = (algorithm.behavior_weight_floor, algorithm.behavior_weight_cap);
     if let (Some(low), Some(high)) = (low, high)
         && low >= high

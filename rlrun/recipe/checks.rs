@@ -12,9 +12,9 @@ use super::diagnostic::Diagnostic;
 use super::layers::{Origin, Origins};
 use super::placement::check_placement;
 use super::ranges::{Checker, check_ranges};
-use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, Rollout, Warmup};
+use super::schema::{BufferSection, RandomModel, RawData, RawModel, RawRecipe, Rollout, Warmup};
 use super::training::{check_lora, check_trainer};
-use super::words::{OnStale, Quantization, Reduction, SampleOrder, Store, WeightDtype};
+use super::words::{OnStale, Quantization, Reduction, SampleOrder, StoreWord, WeightDtypeWord};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Most leaves of a step.
@@ -86,7 +86,7 @@ pub(super) fn check(
     if checker.errors.is_empty() { Ok(recipe) } else { Err(checker.errors) }
 }
 
-fn check_replay(buffer: &Buffer, checker: &mut Checker<'_>) {
+fn check_replay(buffer: &BufferSection, checker: &mut Checker<'_>) {
     let replays = buffer.order != SampleOrder::Fifo || buffer.max_uses > 1;
     if replays && buffer.on_stale == OnStale::Wait {
         let message = "no waiting keeps slow groups within the bound if groups are taken out of order or more than once \
@@ -96,11 +96,11 @@ fn check_replay(buffer: &Buffer, checker: &mut Checker<'_>) {
     }
 }
 
-impl Buffer {
+impl BufferSection {
     /// The keys that say nothing about the store that was chosen.
     pub(super) fn keys_without_effect(&self) -> &'static [&'static str] {
         match self.store {
-            Store::Http => {
+            StoreWord::Http => {
                 const OF_OWN: &[&str] = &[
                     "on_stale",
                     "order",
@@ -115,14 +115,14 @@ impl Buffer {
                 ];
                 OF_OWN
             }
-            Store::Redb | Store::Memory if self.listen.is_some() => &["url"],
-            Store::Redb | Store::Memory => &["url", "token_file", "tls_cert", "tls_key", "insecure"],
+            StoreWord::Redb | StoreWord::Memory if self.listen.is_some() => &["url"],
+            StoreWord::Redb | StoreWord::Memory => &["url", "token_file", "tls_cert", "tls_key", "insecure"],
         }
     }
 }
 
-fn check_store(buffer: &mut Buffer, checker: &mut Checker<'_>) {
-    let remote = buffer.store == Store::Http;
+fn check_store(buffer: &mut BufferSection, checker: &mut Checker<'_>) {
+    let remote = buffer.store == StoreWord::Http;
     if remote && buffer.url.is_none() {
         let help = "name the address that `rlrun serve buffer` printed";
         checker.report("buffer.store", "`buffer.store` is \"http\", but there is no `buffer.url`", help);
@@ -146,7 +146,7 @@ fn check_store(buffer: &mut Buffer, checker: &mut Checker<'_>) {
 }
 
 /// Nobody may come in from other machines without a token, and no token may go there for all to read.
-fn check_listen(buffer: &mut Buffer, checker: &mut Checker<'_>) {
+fn check_listen(buffer: &mut BufferSection, checker: &mut Checker<'_>) {
     for (key, file) in [("tls_cert", &mut buffer.tls_cert), ("tls_key", &mut buffer.tls_key)] {
         if let Some(named) = file.take() {
             *file = existing(&named, &format!("buffer.{key}"), "name a PEM file", checker);
@@ -380,7 +380,7 @@ fn check_reduction(reduction: Reduction, rollout: &Rollout, checker: &mut Checke
 
 /// Samplers of rounded weights compute other bits than the trainer.
 fn check_rounding(raw: &RawRecipe, checker: &mut Checker<'_>) {
-    if raw.rollout.bitwise && raw.weights.dtype == WeightDtype::Bf16 {
+    if raw.rollout.bitwise && raw.weights.dtype == WeightDtypeWord::Bf16 {
         let message = "`rollout.bitwise` promises that sampler and trainer compute the same bits, which \
                        `weights.dtype` cannot";
         let paths = ["weights.dtype", "rollout.bitwise"];

@@ -4,8 +4,8 @@
 //! an interruption fits is known when there is a tokenizer, not here.
 
 use super::ranges::{Checker, FRACTION, POSITIVE, SHARE};
-use super::schema::{Buffer, Curation, RawRecipe, Rollout};
-use super::words::{OnStale, Store};
+use super::schema::{BufferSection, CurationSection, RawRecipe, Rollout};
+use super::words::{OnStale, StoreWord};
 
 /// Checks both.
 pub(super) fn check_curation(raw: &RawRecipe, checker: &mut Checker<'_>) {
@@ -16,7 +16,7 @@ pub(super) fn check_curation(raw: &RawRecipe, checker: &mut Checker<'_>) {
     check_interruption(&raw.rollout, checker);
 }
 
-fn check_ranges(curation: &Curation, checker: &mut Checker<'_>) {
+fn check_ranges(curation: &CurationSection, checker: &mut Checker<'_>) {
     for (path, value, bounds) in [
         ("curation.max_refill_ratio", curation.max_refill_ratio, POSITIVE),
         ("curation.max_pass_rate", curation.max_pass_rate.unwrap_or(1.0), FRACTION),
@@ -34,7 +34,7 @@ fn check_ranges(curation: &Curation, checker: &mut Checker<'_>) {
 }
 
 /// Keys that need others would be silently ignored without them.
-fn check_needs(curation: &Curation, checker: &mut Checker<'_>) {
+fn check_needs(curation: &CurationSection, checker: &mut Checker<'_>) {
     for (key, needs) in curation.keys_without_effect() {
         let path = format!("curation.{key}");
         if checker.given(&path) {
@@ -52,7 +52,7 @@ fn check_needs(curation: &Curation, checker: &mut Checker<'_>) {
 }
 
 /// Groups need two trajectories to differ in.
-fn check_groups(curation: &Curation, rollout: &Rollout, checker: &mut Checker<'_>) {
+fn check_groups(curation: &CurationSection, rollout: &Rollout, checker: &mut Checker<'_>) {
     let whole = rollout.group_size;
     if curation.dynamic_sampling && whole == 1 {
         let message =
@@ -71,11 +71,11 @@ fn check_groups(curation: &Curation, rollout: &Rollout, checker: &mut Checker<'_
 }
 
 /// Waiting for slow groups counts on none being older than its admission.
-fn check_success_pool(curation: &Curation, buffer: &Buffer, checker: &mut Checker<'_>) {
+fn check_success_pool(curation: &CurationSection, buffer: &BufferSection, checker: &mut Checker<'_>) {
     if !curation.success_pool {
         return;
     }
-    if buffer.store == Store::Http {
+    if buffer.store == StoreWord::Http {
         let message = "`curation.success_pool` needs a buffer that drops what is too old, and one that is served elsewhere \
                        does not say whether it does";
         let paths = ["curation.success_pool", "buffer.store"];

@@ -271,7 +271,7 @@ fn kind_of(section: &str, field: &Field, words: &[Words]) -> Kind {
     let text = match &bare[..] {
         "PathBuf" => Kind::Path,
         "SocketAddr" => Kind::Form("address and port, such as 127.0.0.1:8700"),
-        "Device" => Kind::Form("device: cpu, cuda, cuda:N or emulated"),
+        "DeviceWord" => Kind::Form("device: cpu, cuda, cuda:N or emulated"),
         _ => Kind::Text,
     };
     let says = |value: Value| refusal(section, &field.name, value);

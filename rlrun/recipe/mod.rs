@@ -35,8 +35,9 @@ pub use eval::DEFAULT_SET;
 pub use layers::{Origin, Origins};
 pub use resume::{Change, Resumption};
 use schema::{
-    Algorithm, Arithmetic, Buffer, Checkpoint, Critic, Curation, Deadlines, Eval, Log, Lora, Placement,
-    RandomModel, Rollout, Supervised, Trainer, Warmup, Weights,
+    AlgorithmSection, ArithmeticSection, BufferSection, CheckpointSection, CriticSection, CurationSection,
+    Deadlines, Eval, Log, Lora, PlacementSection, RandomModel, Rollout, Supervised, TrainerSection, Warmup,
+    Weights,
 };
 pub use source::Layer;
 use words::{ModelDtype, Overlong, Reduction};
@@ -67,21 +68,21 @@ pub struct Recipe {
     /// At least one; names are filled in and unique.
     pub rewards: Vec<RewardSpec>,
     /// Which tasks are drawn and which groups are trained on.
-    pub curation: Curation,
+    pub curation: CurationSection,
     /// What stands between rollout and trainer.
-    pub buffer: Buffer,
+    pub buffer: BufferSection,
     /// Advantages and loss.
-    pub algorithm: Algorithm,
+    pub algorithm: AlgorithmSection,
     /// What the advantages of an actor-critic algorithm are measured against.
-    pub critic: Option<Critic>,
+    pub critic: Option<CriticSection>,
     /// The update.
-    pub trainer: Trainer,
+    pub trainer: TrainerSection,
     /// What of the policy is updated, if not all of it; the path in it is absolute.
     pub lora: Option<Lora>,
     /// Which answers are correct, by a named reward if anything says so, and how accuracy is measured; paths are absolute.
     pub eval: Eval,
     /// What is kept to resume from.
-    pub checkpoint: Checkpoint,
+    pub checkpoint: CheckpointSection,
     /// How versions get to samplers.
     pub weights: Weights,
     /// What is written down beside the metrics.
@@ -89,7 +90,7 @@ pub struct Recipe {
     /// How long one role waits for another.
     pub deadlines: Deadlines,
     /// Who computes where.
-    pub placement: Placement,
+    pub placement: PlacementSection,
 }
 
 /// Where the policy comes from.
@@ -120,7 +121,7 @@ pub enum DataSource {
     /// Rows of files.
     Files(Files),
     /// Generated additions.
-    Arithmetic(Arithmetic),
+    Arithmetic(ArithmeticSection),
 }
 
 /// Datasets in files, and how a row becomes a task.

@@ -6,8 +6,8 @@
 use super::Recipe;
 use super::ranges::Checker;
 use super::words::{
-    Collective, CriticKind, Device, DeviceLocation, ModelDtype, OptimizerHome, OptimizerKind, Quantization,
-    Ranks, Reduction, Store, WeightDtype, WeightTransport,
+    CollectiveWord, CriticKind, DeviceLocation, DeviceWord, ModelDtype, OptimizerHome, OptimizerKind,
+    Quantization, Ranks, Reduction, StoreWord, WeightDtypeWord, WeightTransport,
 };
 use crate::settings::Devices;
 
@@ -81,7 +81,7 @@ fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
     if recipe.supervised.is_some() {
         cannot("supervised", "`placement.processes` has no effect without sampling", "remove it");
     }
-    if recipe.buffer.store != Store::Redb {
+    if recipe.buffer.store != StoreWord::Redb {
         let message = "processes of a run (`placement.processes`) share its journal, so that nothing is lost when one dies";
         cannot("buffer.store", message, "set `buffer.store` to \"redb\"");
     }
@@ -125,7 +125,7 @@ fn check_ranks_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     // Ranks that are processes may be on machines of their own.
     let here = recipe.trainer.ranks == Ranks::Threads;
     let twice = list.iter().enumerate().find(|(rank, device)| {
-        here && matches!(device, Device::At(DeviceLocation::Cuda(_))) && list[..*rank].contains(device)
+        here && matches!(device, DeviceWord::At(DeviceLocation::Cuda(_))) && list[..*rank].contains(device)
     });
     if let Some((_, device)) = twice {
         let message = format!("`{path}` names \"{device}\" twice, and NCCL takes a GPU for one rank alone");
@@ -149,7 +149,7 @@ fn check_samplers_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
 fn check_list(
     checker: &mut Checker<'_>,
     (path, one): (&str, Option<&str>),
-    list: &[Device],
+    list: &[DeviceWord],
     (key, count, member, who): (&str, usize, &str, &str),
 ) {
     if let Some(one) = one {
@@ -160,7 +160,7 @@ fn check_list(
         let message = format!("`{path}` names {} devices for {count} {member}s (`{key}`)", list.len());
         checker.report_latest(&[path, key], message, &format!("name one for each {member}"));
     }
-    if list.len() > 1 && list.contains(&Device::Cpu) {
+    if list.len() > 1 && list.contains(&DeviceWord::Cpu) {
         let help = format!("name devices alone, or none for {member}s on the processor");
         checker.report(path, format!("`{path}` has the processor among devices"), &help);
     }
@@ -256,7 +256,7 @@ fn check_optimizer(recipe: &Recipe, checker: &mut Checker<'_>) {
 /// Ranks exchange from device to device where each has one and updates weights there.
 fn check_collective(recipe: &Recipe, checker: &mut Checker<'_>) {
     let (path, collective) = ("trainer.collective", recipe.trainer.collective);
-    if collective == Collective::Auto {
+    if collective == CollectiveWord::Auto {
         return;
     }
     let devices = recipe.devices();
@@ -265,7 +265,7 @@ fn check_collective(recipe: &Recipe, checker: &mut Checker<'_>) {
         checker.report(path, message, "remove it, or set `placement.device` and `trainer.world`");
         return;
     }
-    if collective == Collective::Host || devices.meets {
+    if collective == CollectiveWord::Host || devices.meets {
         return;
     }
     let (keys, why): (&[&str], _) = if recipe.is_colocated() {
@@ -340,7 +340,7 @@ fn check_transport(recipe: &Recipe, checker: &mut Checker<'_>) {
         let message = format!("`{path}` \"{word}\" is between devices that store weights alike");
         checker.report(path, message, "set `model.dtype`, or use \"auto\"");
     }
-    if recipe.weights.dtype == WeightDtype::Bf16 {
+    if recipe.weights.dtype == WeightDtypeWord::Bf16 {
         let message = format!(
             "`weights.dtype` has no effect with `{path}` \"{word}\": what is sent is what a device has"
         );

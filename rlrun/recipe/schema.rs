@@ -22,13 +22,13 @@ mod placement;
 mod supervised;
 mod trainer;
 
-pub use algorithm::{Algorithm, Critic};
-pub use curation::Curation;
+pub use algorithm::{AlgorithmSection, CriticSection};
+pub use curation::CurationSection;
 pub use eval::{Correct, Eval, EvalSet};
 pub use lora::Lora;
-pub use placement::Placement;
+pub use placement::PlacementSection;
 pub use supervised::Supervised;
-pub use trainer::Trainer;
+pub use trainer::TrainerSection;
 
 /// A recipe as written: all layers merged, nothing checked yet.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -60,25 +60,25 @@ pub struct RawRecipe {
     /// What trajectories are worth: a weighted sum.
     pub rewards: Vec<RewardSpec>,
     /// Which tasks are drawn and which groups are trained on.
-    pub curation: Curation,
+    pub curation: CurationSection,
     /// What stands between rollout and trainer.
-    pub buffer: Buffer,
+    pub buffer: BufferSection,
     /// How advantages and the loss are made.
-    pub algorithm: Algorithm,
+    pub algorithm: AlgorithmSection,
     /// What the advantages of an actor-critic algorithm are measured against.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub critic: Option<Critic>,
+    pub critic: Option<CriticSection>,
     /// How the policy is updated.
-    pub trainer: Trainer,
+    pub trainer: TrainerSection,
     /// What of the policy is updated; all of it without this section.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lora: Option<Lora>,
     /// Who computes where.
-    pub placement: Placement,
+    pub placement: PlacementSection,
     /// Which answers are correct, and how accuracy is measured.
     pub eval: Eval,
     /// What is kept to resume from.
-    pub checkpoint: Checkpoint,
+    pub checkpoint: CheckpointSection,
     /// How versions get to samplers.
     pub weights: Weights,
     /// What is written down beside the metrics.
@@ -164,7 +164,7 @@ pub struct RawData {
     pub eval: Vec<PathBuf>,
     /// Generated additions instead of files.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub arithmetic: Option<Arithmetic>,
+    pub arithmetic: Option<ArithmeticSection>,
     /// Column of the prompt; found by its usual names if not given. verl `data.prompt_key`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = tasks, worker = run
@@ -216,7 +216,7 @@ impl Default for RawData {
 /// `[data.arithmetic]`: additions such as `37+48=`, training and held-out tasks disjoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Arithmetic {
+pub struct ArithmeticSection {
     /// Largest operand; the smallest is 0.
     // resume = tasks, worker = run
     pub max_operand: u32,
@@ -228,7 +228,7 @@ pub struct Arithmetic {
     pub eval_tasks: usize,
 }
 
-impl Default for Arithmetic {
+impl Default for ArithmeticSection {
     fn default() -> Self {
         Self { max_operand: 99, train_tasks: 8000, eval_tasks: 500 }
     }
@@ -359,7 +359,7 @@ impl Default for Rollout {
 /// `[buffer]`: batches, staleness and durability.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Buffer {
+pub struct BufferSection {
     /// Groups per training step. verl `data.train_batch_size`.
     // resume = groups, worker = run
     pub batch_groups: usize,
@@ -373,7 +373,7 @@ pub struct Buffer {
     pub on_stale: OnStale,
     /// Where groups wait.
     // resume = groups, worker = ignored
-    pub store: Store,
+    pub store: StoreWord,
     /// Which groups a step takes first. All but `fifo` need `on_stale = "drop"`. TBA samples by recency and by reward.
     // resume = changes, worker = run
     pub order: SampleOrder,
@@ -414,7 +414,7 @@ pub struct Buffer {
     pub insecure: bool,
 }
 
-impl Default for Buffer {
+impl Default for BufferSection {
     fn default() -> Self {
         // AReaL measures no loss up to 8 with the corrected loss and full throughput from 2 on; 4 leaves room on
         // both sides and is what TRL and SkyRL users have.
@@ -422,7 +422,7 @@ impl Default for Buffer {
             batch_groups: 32,
             max_staleness: 4,
             on_stale: OnStale::Wait,
-            store: Store::Redb,
+            store: StoreWord::Redb,
             order: SampleOrder::Fifo,
             reward_temperature: 1.0,
             max_uses: 1,
@@ -450,7 +450,7 @@ pub struct Weights {
     /// What is sampled with: the weights as they are trained (`f32`), or rounded to `bf16`, half as large; what that changes
     /// is measured and corrected as any mismatch is. prime-rl `weight_broadcast` and vLLM sample in bf16.
     // resume = changes, worker = run
-    pub dtype: WeightDtype,
+    pub dtype: WeightDtypeWord,
     /// Over HTTP only what has changed is sent, and everything at least every so many pushes; 1: everything always.
     // resume = changes, worker = run
     pub full_every: usize,
@@ -461,14 +461,19 @@ pub struct Weights {
 
 impl Default for Weights {
     fn default() -> Self {
-        Self { transport: WeightTransport::Auto, dtype: WeightDtype::F32, full_every: 20, compress: false }
+        Self {
+            transport: WeightTransport::Auto,
+            dtype: WeightDtypeWord::F32,
+            full_every: 20,
+            compress: false,
+        }
     }
 }
 
 /// `[checkpoint]`: what a run resumes from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Checkpoint {
+pub struct CheckpointSection {
     /// Steps between checkpoints; 0 is only at the end. TRL `save_steps`, verl `save_freq`.
     // resume = changes, worker = ignored
     pub interval: u64,
@@ -483,7 +488,7 @@ pub struct Checkpoint {
     pub asynchronous: bool,
 }
 
-impl Default for Checkpoint {
+impl Default for CheckpointSection {
     fn default() -> Self {
         Self { interval: 50, keep_last: 2, keep_every: 0, asynchronous: true }
     }

@@ -350,7 +350,7 @@ fn set_takes_toml_and_bare_words() {
     let (recipe, _) = Case::new(MINIMAL).load(&sets, &[]).unwrap();
     assert_eq!(recipe.rollout.on_update, words::OnUpdate::Drain);
     assert_eq!(recipe.rollout.stop, ["a", "b"]);
-    assert_eq!((recipe.buffer.batch_groups, recipe.buffer.store), (4, words::Store::Memory));
+    assert_eq!((recipe.buffer.batch_groups, recipe.buffer.store), (4, words::StoreWord::Memory));
     for (set, message) in [
         ("trainer.steps", "`trainer.steps` has no `=`"),
         ("=3", "`` is not a key"),

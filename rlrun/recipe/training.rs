@@ -5,13 +5,13 @@
 
 use super::checks::existing;
 use super::ranges::Checker;
-use super::schema::{Lora, Trainer};
+use super::schema::{Lora, TrainerSection};
 use super::words::{OptimizerKind, ScheduleShape};
 
 /// Largest rank of an adapter: more than any layer is wide.
 const MAX_RANK: usize = 1 << 16;
 
-impl Trainer {
+impl TrainerSection {
     /// The keys that say nothing here, each with what it would need.
     pub(super) fn keys_without_effect(&self) -> Vec<(&'static str, &'static str)> {
         let mut keys = Vec::new();
@@ -29,7 +29,7 @@ impl Trainer {
 }
 
 /// Keys of an optimizer or a schedule, and how long a schedule is.
-pub(super) fn check_trainer(trainer: &Trainer, checker: &mut Checker<'_>) {
+pub(super) fn check_trainer(trainer: &TrainerSection, checker: &mut Checker<'_>) {
     for (key, needs) in trainer.keys_without_effect() {
         let path = format!("trainer.{key}");
         if checker.given(&path) {

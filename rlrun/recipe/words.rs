@@ -25,7 +25,7 @@ pub use trainer::schedule::ScheduleShape;
 /// Where groups wait between rollout and trainer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Store {
+pub enum StoreWord {
     /// A journal in the run directory; nothing acknowledged is lost in a crash.
     #[default]
     Redb,
@@ -86,7 +86,7 @@ impl WeightTransport {
 /// What is sampled with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum WeightDtype {
+pub enum WeightDtypeWord {
     /// The weights as they are trained.
     #[default]
     F32,
@@ -121,7 +121,7 @@ pub enum OptimizerHome {
 /// Where ranks that compute on devices exchange gradients and weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Collective {
+pub enum CollectiveWord {
     /// From device to device where that can be, through the host where not.
     #[default]
     Auto,
@@ -133,7 +133,7 @@ pub enum Collective {
 
 /// Where a role computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Device {
+pub enum DeviceWord {
     /// On the processor.
     #[default]
     Cpu,
@@ -141,7 +141,7 @@ pub enum Device {
     At(DeviceLocation),
 }
 
-impl Device {
+impl DeviceWord {
     /// The device, if it is one.
     #[must_use]
     pub fn place(self) -> Option<DeviceLocation> {
@@ -152,7 +152,7 @@ impl Device {
     }
 }
 
-impl fmt::Display for Device {
+impl fmt::Display for DeviceWord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cpu => f.write_str("cpu"),
@@ -161,7 +161,7 @@ impl fmt::Display for Device {
     }
 }
 
-impl FromStr for Device {
+impl FromStr for DeviceWord {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -172,23 +172,23 @@ impl FromStr for Device {
     }
 }
 
-impl Serialize for Device {
+impl Serialize for DeviceWord {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         to.collect_str(self)
     }
 }
 
-impl<'de> Deserialize<'de> for Device {
+impl<'de> Deserialize<'de> for DeviceWord {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
         struct Visitor;
         impl de::Visitor<'_> for Visitor {
-            type Value = Device;
+            type Value = DeviceWord;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a string")
             }
 
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Device, E> {
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<DeviceWord, E> {
                 text.parse().map_err(E::custom)
             }
         }

@@ -33,7 +33,7 @@ const COLUMNS: [Column; 10] = [
 
 /// The columns that a terminal has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Layout {
+pub(super) struct TableLayout {
     /// Columns whose `spared` is above are left out.
     spare: u8,
     /// Spaces between columns.
@@ -42,7 +42,7 @@ pub(super) struct Layout {
     width: usize,
 }
 
-impl Layout {
+impl TableLayout {
     /// The most columns that fit into `width` characters.
     pub(super) fn fitting(width: usize) -> Self {
         let most = COLUMNS.iter().map(|column| column.spared).max().unwrap_or(0);
@@ -210,13 +210,13 @@ mod tests {
             " step   reward  accuracy       loss     stale  sample/s   train/s   idle s/t     time  bottleneck",
             "   12    0.457         -   -0.01235     1.2/4     12.3k      1.0k     3%/40%    1.23s    sampling",
         ];
-        let layout = Layout::fitting(120);
+        let layout = TableLayout::fitting(120);
         assert_eq!([layout.header(), layout.row(&metrics())], expected);
         let expected = [
             " step  reward accuracy      loss    stale sample/s  train/s  idle s/t    time",
             "   12   0.457        -  -0.01235    1.2/4    12.3k     1.0k    3%/40%   1.23s",
         ];
-        let layout = Layout::fitting(80);
+        let layout = TableLayout::fitting(80);
         assert_eq!([layout.header(), layout.row(&metrics())], expected);
     }
 
@@ -240,7 +240,7 @@ mod tests {
         }
         large.notes.push(format!("reward `code` failed:\n\t{}, and so on", "x".repeat(100)));
         for width in 14..200 {
-            let layout = Layout::fitting(width);
+            let layout = TableLayout::fitting(width);
             let note_room = 27;
             for shown in [layout.header(), layout.row(&metrics()), layout.row(&large)] {
                 for line in shown.lines() {
@@ -249,14 +249,14 @@ mod tests {
             }
             assert!(layout.header().starts_with(" step"), "{width}");
         }
-        assert_eq!(Layout::fitting(1).header(), " step  reward");
+        assert_eq!(TableLayout::fitting(1).header(), " step  reward");
     }
 
     #[test]
     fn notes_stand_below_the_row_and_in_the_line() {
         let mut metrics = metrics();
         metrics.notes.push("reward `a`: 2 errors\nTraceback".to_owned());
-        let shown = Layout::fitting(80).row(&metrics);
+        let shown = TableLayout::fitting(80).row(&metrics);
         assert_eq!(shown.lines().nth(1), Some("      reward `a`: 2 errors Traceback"));
         let line = line(&metrics);
         assert!(line.ends_with("% of the time; reward `a`: 2 errors Traceback"), "{line}");
@@ -268,7 +268,7 @@ mod tests {
     fn rewards_of_batches_while_the_buffer_fills_have_a_star() {
         let mut metrics = metrics();
         metrics.set("buffer/filling", 1.0);
-        let row = Layout::fitting(200).row(&metrics);
+        let row = TableLayout::fitting(200).row(&metrics);
         assert!(row.starts_with("   12   0.457* "), "{row}");
         assert!(line(&metrics).contains("reward 0.457*, "));
     }

@@ -5,14 +5,14 @@
 use std::collections::BTreeSet;
 
 use device::device::DeviceLocation;
-use device::{Device as Opened, DeviceError};
+use device::{Device, DeviceError};
 use model::Quantization;
 use model::on_device::DeviceDtype;
 use rollout::ServeOn;
 use trainer::on_device::{CollectivePlace, DeviceConfig, OptimizerPlace};
 
 use crate::recipe::Recipe;
-use crate::recipe::words::{Collective, Device, ModelDtype, OptimizerHome, OptimizerKind, Ranks};
+use crate::recipe::words::{CollectiveWord, DeviceWord, ModelDtype, OptimizerHome, OptimizerKind, Ranks};
 
 /// Whether ranks on these devices can exchange from one to the other: GPUs that differ, emulators of one process.
 fn reach_each_other(devices: &[Option<DeviceLocation>], ranks: Ranks) -> bool {
@@ -124,9 +124,9 @@ impl Recipe {
     fn collective(&self) -> CollectivePlace {
         match self.trainer.collective {
             _ if self.is_colocated() => CollectivePlace::Host,
-            Collective::Auto => CollectivePlace::Auto,
-            Collective::Device => CollectivePlace::Device,
-            Collective::Host => CollectivePlace::Host,
+            CollectiveWord::Auto => CollectivePlace::Auto,
+            CollectiveWord::Device => CollectivePlace::Device,
+            CollectiveWord::Host => CollectivePlace::Host,
         }
     }
 
@@ -150,17 +150,17 @@ impl Recipe {
         let place = self.devices().rollout;
         Ok(match place {
             None => ServeOn::Host(quantization),
-            Some(at) => ServeOn::Device(Opened::open(at)?, self.dtype_on(place)),
+            Some(at) => ServeOn::Device(Device::open(at)?, self.dtype_on(place)),
         })
     }
 }
 
 /// The GPU `rank` places after this one.
-fn further(first: Device, rank: usize) -> Device {
+fn further(first: DeviceWord, rank: usize) -> DeviceWord {
     match first {
-        Device::At(DeviceLocation::Cuda(ordinal)) => {
-            Device::At(DeviceLocation::Cuda(ordinal.saturating_add(rank)))
+        DeviceWord::At(DeviceLocation::Cuda(ordinal)) => {
+            DeviceWord::At(DeviceLocation::Cuda(ordinal.saturating_add(rank)))
         }
-        Device::Cpu | Device::At(DeviceLocation::Emulated) => first,
+        DeviceWord::Cpu | DeviceWord::At(DeviceLocation::Emulated) => first,
     }
 }

@@ -18,7 +18,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::registry::{Heartbeat, JoinRefused, Role, WorkerRegistry};
+use super::registry::{Heartbeat, JoinRefused, WorkerRegistry, WorkerRole};
 use crate::failure::Failure;
 
 /// A file of a model directory that is not weights is at most this large, bytes; tokenizers of large vocabularies have
@@ -51,7 +51,7 @@ pub(crate) struct JoinRequest {
     /// The worker's [`PROTOCOL`].
     pub(crate) protocol: u32,
     /// Its role.
-    pub(crate) role: Role,
+    pub(crate) role: WorkerRole,
     /// The name it asks for; `None`: any.
     pub(crate) name: Option<String>,
 }
@@ -180,12 +180,12 @@ async fn join(State(api): State<Arc<WorkerApi>>, headers: HeaderMap, body: Bytes
         );
     }
     let model = match (role, api.model.get()) {
-        (Role::Rollout, None) => return answer(&headers, &JoinReply { protocol, joined: None }),
-        (Role::Rollout, Some(model)) => model.clone(),
-        (Role::Trainer | Role::Reward, _) => ModelFiles::default(),
+        (WorkerRole::Rollout, None) => return answer(&headers, &JoinReply { protocol, joined: None }),
+        (WorkerRole::Rollout, Some(model)) => model.clone(),
+        (WorkerRole::Trainer | WorkerRole::Reward, _) => ModelFiles::default(),
     };
     let ranks = *api.ranks.lock().unwrap_or_else(PoisonError::into_inner);
-    if role == Role::Trainer && ranks.is_none() {
+    if role == WorkerRole::Trainer && ranks.is_none() {
         return answer(&headers, &JoinReply { protocol, joined: None });
     }
     let (name, instance) = match api.registry.join(role, name) {

@@ -17,7 +17,7 @@ use buffer::http::{Client, ClientConfig};
 
 use super::api::{JoinReply, JoinRequest, MODEL_FILES, PROTOCOL, WorkerAssignment};
 use super::permissions::Permissions;
-use super::registry::{Heartbeat, HeartbeatReply, Role};
+use super::registry::{Heartbeat, HeartbeatReply, WorkerRole};
 use crate::args::JoinArgs;
 use crate::failure::Failure;
 use crate::recipe::schema::RawRecipe;
@@ -51,7 +51,7 @@ pub(crate) struct Membership {
     token: Option<String>,
     /// The answer of the run.
     pub(crate) joined: WorkerAssignment,
-    role: Role,
+    role: WorkerRole,
     lost: Arc<Mutex<Option<BufferError>>>,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -95,7 +95,11 @@ impl Membership {
     ///
     /// # Errors
     /// A run that cannot be reached in time, or refuses this worker.
-    pub(crate) fn join(role: Role, args: &JoinArgs, stop: &Arc<AtomicBool>) -> Result<Option<Self>, Failure> {
+    pub(crate) fn join(
+        role: WorkerRole,
+        args: &JoinArgs,
+        stop: &Arc<AtomicBool>,
+    ) -> Result<Option<Self>, Failure> {
         let config = ClientConfig { give_up: Some(Arc::clone(stop)), ..client_config(args)? };
         let token = config.token.clone();
         let client = Arc::new(Client::new(config)?);

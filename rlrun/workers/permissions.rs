@@ -76,7 +76,7 @@ struct Code {
 }
 
 /// A value of the run that only the operator could have chosen.
-struct Refused {
+struct RefusedKey {
     key: String,
     value: String,
     /// Why, and what allows it.
@@ -164,11 +164,11 @@ impl Permissions {
         own.or_else(|| self.path(&named)).ok_or_else(|| {
             let value = format!("{:?}", named.display().to_string());
             let key = format!("path` of the reward `{}", spec.name());
-            refusal(&[Refused { key, value, why: READS.to_owned() }])
+            refusal(&[RefusedKey { key, value, why: READS.to_owned() }])
         })
     }
 
-    fn section(&self, path: &str, sent: Table, refused: &mut Vec<Refused>) -> Table {
+    fn section(&self, path: &str, sent: Table, refused: &mut Vec<RefusedKey>) -> Table {
         let mut kept = Table::new();
         for (key, value) in sent {
             let full = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
@@ -184,7 +184,7 @@ impl Permissions {
                 }
                 (by, value) => {
                     let why = if by.is_some() { "it reads files of this machine" } else { UNKNOWN };
-                    refused.push(Refused { key: full, value: value.to_string(), why: why.to_owned() });
+                    refused.push(RefusedKey { key: full, value: value.to_string(), why: why.to_owned() });
                     None
                 }
             };
@@ -193,7 +193,7 @@ impl Permissions {
         kept
     }
 
-    fn datasets(&self, sent: &Value, refused: &mut Vec<Refused>) -> Option<Value> {
+    fn datasets(&self, sent: &Value, refused: &mut Vec<RefusedKey>) -> Option<Value> {
         let text = |path: PathBuf| Value::from(path.display().to_string());
         if let Some(train) = self.recipe.as_ref().and_then(|recipe| recipe.train.clone()) {
             return Some(Value::Array(train.into_iter().map(text).collect()));
@@ -208,16 +208,16 @@ impl Permissions {
             let (key, value) = ("data.train".to_owned(), sent.to_string());
             let lacks = |own: &Local| format!("{READS}; {} has no `data.train`", own.path.display());
             let why = self.recipe.as_ref().map_or_else(|| READS.to_owned(), lacks);
-            refused.push(Refused { key, value, why });
+            refused.push(RefusedKey { key, value, why });
         }
         allowed.map(|paths| Value::Array(paths.into_iter().map(text).collect()))
     }
 
     /// A reward of the run, with what the operator decides of it.
-    fn reward(&self, index: usize, sent: Value, refused: &mut Vec<Refused>) -> Value {
+    fn reward(&self, index: usize, sent: Value, refused: &mut Vec<RefusedKey>) -> Value {
         let at = |key: &str| format!("rewards[{index}].{key}");
         let Value::Table(sent) = sent else {
-            refused.push(Refused { key: at(""), value: sent.to_string(), why: UNKNOWN.to_owned() });
+            refused.push(RefusedKey { key: at(""), value: sent.to_string(), why: UNKNOWN.to_owned() });
             return Table::new().into();
         };
         let text = |key: &str| sent.get(key).and_then(Value::as_str).unwrap_or_default().to_owned();
@@ -228,7 +228,7 @@ impl Permissions {
                 Some(By::Run) => drop(kept.insert(key, value)),
                 Some(_) => drop(owned.insert(key, value)),
                 None => {
-                    refused.push(Refused {
+                    refused.push(RefusedKey {
                         key: at(&key),
                         value: value.to_string(),
                         why: UNKNOWN.to_owned(),
@@ -254,7 +254,7 @@ impl Permissions {
             kind if PURE.contains(&kind) || !Registry::builtin().names().any(|known| known == kind) => {}
             other => owned.extend([("kind".to_owned(), Value::from(other))]),
         }
-        refused.extend(owned.into_iter().map(|(key, value)| Refused {
+        refused.extend(owned.into_iter().map(|(key, value)| RefusedKey {
             why: why((&kind, &key), &value),
             key: at(&key),
             value: value.to_string(),
@@ -346,13 +346,13 @@ fn why((kind, key): (&str, &str), value: &Value) -> String {
     }
 }
 
-fn refusal(refused: &[Refused]) -> Failure {
+fn refusal(refused: &[RefusedKey]) -> Failure {
     let mut text = "the run asks for what only the operator of this machine may allow:".to_owned();
     // Nothing that a run sends controls a terminal.
     let plain = |text: &str| -> String {
         text.chars().take(SHOWN).map(|c| if c.is_control() { ' ' } else { c }).collect()
     };
-    for Refused { key, value, why } in refused {
+    for RefusedKey { key, value, why } in refused {
         // Writing to a string cannot fail.
         let _ = write!(text, "\n  `{}` = {}: {}", plain(key), plain(value), plain(why));
     }

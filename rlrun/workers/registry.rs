@@ -26,7 +26,7 @@ const MAX_REWARDS: usize = 64;
 /// The role of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Role {
+pub(crate) enum WorkerRole {
     /// Samples.
     #[default]
     Rollout,
@@ -36,7 +36,7 @@ pub(crate) enum Role {
     Reward,
 }
 
-impl Role {
+impl WorkerRole {
     /// As in names and messages.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
@@ -53,7 +53,7 @@ pub(crate) struct Heartbeat {
     /// Its name in the run.
     pub(crate) name: String,
     /// Its role.
-    pub(crate) role: Role,
+    pub(crate) role: WorkerRole,
     /// The instance id from [`WorkerRegistry::join`]; a restarted worker gets a new one.
     pub(crate) instance: u64,
     /// Its process id.
@@ -96,7 +96,7 @@ pub(crate) struct WorkerStatus {
     /// Its name.
     pub(crate) name: String,
     /// Its role.
-    pub(crate) role: Role,
+    pub(crate) role: WorkerRole,
     /// Its process id.
     pub(crate) pid: u32,
     /// Its instance id.
@@ -172,7 +172,7 @@ impl WorkerRegistry {
     ///
     /// # Errors
     /// An invalid name, too many workers.
-    pub(crate) fn join(&self, role: Role, name: Option<String>) -> Result<(String, u64), JoinRefused> {
+    pub(crate) fn join(&self, role: WorkerRole, name: Option<String>) -> Result<(String, u64), JoinRefused> {
         name.as_deref().map_or(Ok(()), check_name)?;
         let mut state = self.state();
         state.check_capacity(name.as_deref())?;
@@ -304,8 +304,9 @@ impl WorkerRegistry {
         self.state().stopping = true;
         let deadline = Instant::now() + wait;
         // Ranks of the trainer end with rank 0.
-        let stay =
-            |state: &RegistryState| state.workers.values().any(|worker| worker.beat.role != Role::Trainer);
+        let stay = |state: &RegistryState| {
+            state.workers.values().any(|worker| worker.beat.role != WorkerRole::Trainer)
+        };
         while Instant::now() < deadline && stay(&self.state()) {
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -399,14 +400,14 @@ mod tests {
         registry.on_lost(move |_, instance| heard.lock().unwrap().push(instance));
         let sampled = || registry.progress(None).engine.sampled_tokens;
         let served = || registry.progress(None).served;
-        assert_eq!(registry.join(Role::Rollout, None), Ok(("guest rollout 0".to_owned(), 101)));
-        assert_eq!(registry.join(Role::Rollout, None), Ok(("guest rollout 1".to_owned(), 102)));
+        assert_eq!(registry.join(WorkerRole::Rollout, None), Ok(("guest rollout 0".to_owned(), 101)));
+        assert_eq!(registry.join(WorkerRole::Rollout, None), Ok(("guest rollout 1".to_owned(), 102)));
         assert_eq!(registry.heartbeat(beat("guest rollout 0", 101, 10)), Ok(HeartbeatReply::default()));
         registry.heartbeat(beat("guest rollout 1", 102, 20)).unwrap();
         assert_eq!((sampled(), served()), (30, PolicyVersion(10)));
         // Killed and started again: a new process under the old name begins at zero.
         assert_eq!(
-            registry.join(Role::Rollout, Some("guest rollout 0".to_owned())),
+            registry.join(WorkerRole::Rollout, Some("guest rollout 0".to_owned())),
             Ok(("guest rollout 0".to_owned(), 103))
         );
         assert_eq!((sampled(), served()), (30, PolicyVersion(20)));
@@ -455,7 +456,10 @@ mod tests {
         let registry = WorkerRegistry::after(0);
         let long = "x".repeat(100_000);
         for name in [&long[..], "", "a\nb"] {
-            assert!(matches!(registry.join(Role::Rollout, Some(name.to_owned())), Err(JoinRefused::Name(_))));
+            assert!(matches!(
+                registry.join(WorkerRole::Rollout, Some(name.to_owned())),
+                Err(JoinRefused::Name(_))
+            ));
             assert!(matches!(registry.heartbeat(beat(name, 1, 1)), Err(JoinRefused::Name(_))));
         }
         let counts = LoadCounts { example: Some(long.clone()), scored: u64::MAX, ..LoadCounts::default() };
@@ -470,9 +474,9 @@ mod tests {
         assert_eq!((loads.len(), loads[0].1.scored), (MAX_REWARDS, u64::MAX));
         assert!(loads.iter().all(|(_, load)| load.example.as_ref().unwrap().len() == MAX_TEXT));
         for n in 0..MAX_WORKERS - 2 {
-            registry.join(Role::Rollout, Some(format!("w{n}"))).unwrap();
+            registry.join(WorkerRole::Rollout, Some(format!("w{n}"))).unwrap();
         }
-        assert_eq!(registry.join(Role::Rollout, None), Err(JoinRefused::TooMany));
+        assert_eq!(registry.join(WorkerRole::Rollout, None), Err(JoinRefused::TooMany));
         assert_eq!(registry.heartbeat(beat("another", 9, 1)), Err(JoinRefused::TooMany));
         registry.heartbeat(beat("a", 1, u64::MAX)).unwrap();
         // What is left out stays out.

@@ -18,7 +18,7 @@ use model::{Placement, Quantization};
 
 use super::membership::{Membership, WorkerReport, derived};
 use super::permissions::Permissions;
-use super::registry::Role;
+use super::registry::WorkerRole;
 use crate::args::RewardWorkerArgs;
 use crate::failure::Failure;
 use crate::program::Program;
@@ -40,7 +40,9 @@ pub(crate) fn run(args: &RewardWorkerArgs, program: &Program) -> Result<(), Fail
     let permissions = Permissions::new(&args.allow, &[], program)?;
     let signals = Signals::listen()?;
     let stop = signals.stop_flag();
-    let Some(mut membership) = Membership::join(Role::Reward, &args.join, &stop)? else { return Ok(()) };
+    let Some(mut membership) = Membership::join(WorkerRole::Reward, &args.join, &stop)? else {
+        return Ok(());
+    };
     let listener = listener(args)?;
     let served = served(args, &permissions, &membership)?;
     let address = listener.local_addr().map_err(socket)?;

@@ -27,13 +27,13 @@ use weights::{DeviceSubscriber, Subscriber};
 
 use super::membership::{Membership, WorkerReport, client_config};
 use super::permissions::Permissions;
-use super::registry::Role;
+use super::registry::WorkerRole;
 use crate::args::RolloutArgs;
 use crate::failure::Failure;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::recipe::Recipe;
-use crate::recipe::words::{Device as Where, WeightTransport};
+use crate::recipe::words::{DeviceWord, WeightTransport};
 use crate::signals::{Signals, end_with_parent};
 
 /// Longest wait for the first weights between two looks at the stop flag.
@@ -50,7 +50,9 @@ pub(crate) fn run(args: &RolloutArgs, program: &Program) -> Result<(), Failure> 
     let permissions = Permissions::new(&args.allow, &args.code, program)?;
     let signals = Signals::listen()?;
     let stop = signals.stop_flag();
-    let Some(mut membership) = Membership::join(Role::Rollout, &args.join, &stop)? else { return Ok(()) };
+    let Some(mut membership) = Membership::join(WorkerRole::Rollout, &args.join, &stop)? else {
+        return Ok(());
+    };
     eprintln!("joined {} as {}", args.join.join, membership.joined.name);
     let status = Arc::new(SamplerStatus::default());
     membership.start_heartbeat(SamplerReport(Arc::clone(&status)), Arc::clone(&stop))?;
@@ -113,7 +115,7 @@ fn sample(
 }
 
 /// Sets the device of this sampler in `recipe`; without `device` that of all samplers.
-fn settle_device(recipe: &mut Recipe, device: Option<Where>) -> Result<(), Failure> {
+fn settle_device(recipe: &mut Recipe, device: Option<DeviceWord>) -> Result<(), Failure> {
     let refused = |text: &str| Err(Failure::Argument(text.to_owned()));
     let placement = &mut recipe.placement;
     match (device, &placement.rollout_devices) {

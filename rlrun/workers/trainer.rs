@@ -16,7 +16,7 @@ use collective::{Collective, tcp};
 use model::{SharedCores, ThreadPool};
 
 use super::membership::{Membership, WorkerReport, derived};
-use super::registry::Role;
+use super::registry::WorkerRole;
 use crate::args::TrainerWorkerArgs;
 use crate::failure::Failure;
 use crate::program::Program;
@@ -43,7 +43,9 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
     }
     let signals = Signals::listen()?;
     let stop = signals.stop_flag();
-    let Some(mut membership) = Membership::join(Role::Trainer, &args.join, &stop)? else { return Ok(()) };
+    let Some(mut membership) = Membership::join(WorkerRole::Trainer, &args.join, &stop)? else {
+        return Ok(());
+    };
     let recipe = membership.raw_recipe()?;
     let rank = rank(args, program.environment(), recipe.trainer.world)?;
     let wait = Duration::try_from_secs_f64(recipe.deadlines.wait_s.min(LONGEST_WAIT_S)).map_err(|error| {

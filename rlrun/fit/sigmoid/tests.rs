@@ -28,7 +28,7 @@ fn noisy(seed: u64, count: usize, last: f64, noise: f64) -> Vec<Point> {
 #[test]
 fn a_curve_without_noise_is_recovered() {
     let points = noisy(0, 40, 20_000.0, 0.0);
-    let problem = Problem::new(&points, 1.0);
+    let problem = FitProblem::new(&points, 1.0);
     let fit = problem.fit();
     let Sigmoid { asymptote, start, half_gain, exponent } = fit.curve;
     assert!((asymptote - 0.645).abs() < 1e-6 && (start - 0.27).abs() < 1e-6, "{fit:?}");
@@ -42,7 +42,7 @@ fn a_curve_without_noise_is_recovered() {
 fn derivatives_agree_with_differences() {
     let points = noisy(0, 12, 20_000.0, 0.01);
     for pivot in [f64::INFINITY, 50_000.0] {
-        let problem = Problem { pivot, ..Problem::new(&points, 1.0) };
+        let problem = FitProblem { pivot, ..FitProblem::new(&points, 1.0) };
         let params = [0.6, 0.3, 8.2, 0.4];
         for compute in [0.0, 10.0, 3000.0, 20_000.0, 1e9] {
             let (_, gradient) = problem.value(&params, compute);
@@ -65,7 +65,7 @@ fn derivatives_agree_with_differences() {
 fn the_asymptote_is_recovered_from_noise_within_the_margin_of_the_paper() {
     for seed in 0..20 {
         let points = noisy(seed, 60, 30_000.0, 0.01);
-        let fit = Problem::new(&points, 1.0).fit();
+        let fit = FitProblem::new(&points, 1.0).fit();
         assert!((fit.curve.asymptote - TRUTH.asymptote).abs() < 0.02, "seed {seed}: {fit:?}");
     }
 }
@@ -77,7 +77,7 @@ fn a_margin_covers_the_truth_as_often_as_it_says() {
     let mut covered = [0; 4];
     for seed in 100..200 {
         let points = noisy(seed, 40, 25_000.0, 0.01);
-        let problem = Problem::new(&points, 1.0);
+        let problem = FitProblem::new(&points, 1.0);
         let fit = problem.fit();
         let far = problem.predict(&fit.curve, 250_000.0);
         let truths = [
@@ -100,7 +100,7 @@ fn the_power_law_promises_too_much_where_the_sigmoid_does_not() {
         let points = noisy(seed, 60, 30_000.0, 0.005).into_iter();
         let early: Vec<Point> = points.filter(|p| (1000.0..12_000.0).contains(&p.compute)).collect();
         let power = PowerLaw::fit(&early).unwrap();
-        let sigmoid = Problem::new(&early, 1.0).fit();
+        let sigmoid = FitProblem::new(&early, 1.0).fit();
         assert!(power.asymptote > TRUTH.asymptote + 0.2, "seed {seed}: {power:?}");
         assert!((sigmoid.curve.asymptote - TRUTH.asymptote).abs() < 0.05, "seed {seed}: {sigmoid:?}");
         assert!(sigmoid.asymptote.high < power.asymptote, "seed {seed}: {power:?} {sigmoid:?}");
@@ -111,7 +111,7 @@ fn the_power_law_promises_too_much_where_the_sigmoid_does_not() {
 fn what_has_not_bent_has_no_upper_margin_and_stops_at_the_ceiling() {
     let early: Vec<Point> =
         noisy(3, 200, 30_000.0, 0.01).into_iter().filter(|p| p.compute < 3000.0).collect();
-    let fit = Problem::new(&early, 1.0).fit();
+    let fit = FitProblem::new(&early, 1.0).fit();
     assert!(!fit.asymptote.closed_above && fit.asymptote.high == 1.0, "{fit:?}");
     assert!(fit.asymptote.low < TRUTH.asymptote, "{fit:?}");
 }
@@ -119,10 +119,10 @@ fn what_has_not_bent_has_no_upper_margin_and_stops_at_the_ceiling() {
 #[test]
 fn the_same_points_give_the_same_bits_also_when_many_are_averaged_for_the_grid() {
     let points = noisy(5, 1000, 30_000.0, 0.02);
-    let fit = |points: &[Point]| format!("{:?}", Problem::new(points, 1.0).fit());
+    let fit = |points: &[Point]| format!("{:?}", FitProblem::new(points, 1.0).fit());
     assert_eq!(fit(&points), fit(&points));
     assert!(averaged(&points).len() <= GRID_POINTS + 1);
-    let found = Problem::new(&points, 1.0).fit().curve.asymptote;
+    let found = FitProblem::new(&points, 1.0).fit().curve.asymptote;
     assert!((found - TRUTH.asymptote).abs() < 0.02, "{found}");
 }
 
@@ -131,7 +131,7 @@ fn a_flat_or_falling_curve_is_fitted_without_a_number_that_is_not_finite() {
     for slope in [0.0, -0.01] {
         let points: Vec<Point> =
             (0..10).map(|n| Point { compute: f64::from(n), value: 0.5 + slope * f64::from(n) }).collect();
-        let fit = Problem::new(&points, 1.0).fit();
+        let fit = FitProblem::new(&points, 1.0).fit();
         let Sigmoid { asymptote, start, half_gain, exponent } = fit.curve;
         assert!([asymptote, start, half_gain, exponent].iter().all(|x| x.is_finite()), "{fit:?}");
     }

@@ -46,14 +46,14 @@ pub struct DeviceMemory {
 
 /// How many of each role compute on a device.
 #[derive(Clone, Copy, Debug)]
-struct Counts {
+struct DeviceCounts {
     ranks: u64,
     samplers: u64,
     reference: bool,
     leads: bool,
 }
 
-impl Counts {
+impl DeviceCounts {
     fn of(recipe: &Recipe, devices: &Devices, place: DeviceLocation) -> Self {
         let on = |device: &Option<DeviceLocation>| *device == Some(place);
         let samplers = devices.rollouts.iter().filter(|device| recipe.supervised.is_none() && on(device));
@@ -102,7 +102,7 @@ impl DeviceMemory {
     }
 
     fn on(place: DeviceLocation, recipe: &Recipe, config: &Config, devices: &Devices) -> Self {
-        let (counts, dtype) = (Counts::of(recipe, devices, place), recipe.dtype_on(Some(place)));
+        let (counts, dtype) = (DeviceCounts::of(recipe, devices, place), recipe.dtype_on(Some(place)));
         // Of the two ways to compute again, a device has the coarser.
         let recompute = match recipe.trainer.recompute {
             Recompute::None => Recompute::None,
@@ -332,11 +332,11 @@ mod tests {
     use crate::plan::tests::recipe;
     use crate::recipe::schema::Lora;
     use crate::recipe::words::{
-        Collective, Device, ModelDtype, OptimizerHome, PolicyPlacement, WeightTransport,
+        CollectiveWord, DeviceWord, ModelDtype, OptimizerHome, PolicyPlacement, WeightTransport,
     };
 
-    const GPU: Device = Device::At(DeviceLocation::Cuda(0));
-    const NEXT: Device = Device::At(DeviceLocation::Cuda(1));
+    const GPU: DeviceWord = DeviceWord::At(DeviceLocation::Cuda(0));
+    const NEXT: DeviceWord = DeviceWord::At(DeviceLocation::Cuda(1));
 
     fn config() -> Config {
         Config::fresh(&Sizes {
@@ -350,7 +350,7 @@ mod tests {
         })
     }
 
-    fn on(device: Device) -> Recipe {
+    fn on(device: DeviceWord) -> Recipe {
         let mut recipe = recipe();
         recipe.placement.device = device;
         recipe
@@ -421,7 +421,7 @@ mod tests {
         let (config, mut recipe) = (config(), on(GPU));
         let weights = Layout::new(&config).len() as u64;
         recipe.trainer.world = 2;
-        recipe.placement.rollout_device = Some(Device::At(DeviceLocation::Cuda(2)));
+        recipe.placement.rollout_device = Some(DeviceWord::At(DeviceLocation::Cuda(2)));
         let devices = DeviceMemory::of(&recipe, &config);
         let places: Vec<_> = devices.iter().map(|device| (device.place, &device.roles[..])).collect();
         let expected = [
@@ -437,11 +437,11 @@ mod tests {
         assert_eq!(bytes(&devices[1], "gradients"), Some((4 * weights + 2 * 4 * weights).div_ceil(2)));
         assert_eq!(bytes(&devices[2], "policy"), None);
         assert_eq!(bytes(&devices[2], "cuda"), Some((512 + 32) << 20));
-        recipe.trainer.collective = Collective::Host;
+        recipe.trainer.collective = CollectiveWord::Host;
         let by_host = &DeviceMemory::of(&recipe, &config)[1];
         assert_eq!((bytes(by_host, "master"), bytes(by_host, "optimizer")), (None, None));
         recipe.placement.trainer_devices = Some(vec![NEXT, NEXT]);
-        recipe.placement.rollout_device = Some(Device::Cpu);
+        recipe.placement.rollout_device = Some(DeviceWord::Cpu);
         let both = DeviceMemory::of(&recipe, &config);
         assert_eq!((both.len(), &both[0].roles[..]), (1, "2 ranks of the trainer"));
         assert_eq!(bytes(&both[0], "policy"), Some(4 * weights));
@@ -518,7 +518,7 @@ mod tests {
         assert!(described.ends_with("; fits: 1.0 GiB are free"), "{described}");
         let described = describe(&recipe, &config, &Inventory::default()).unwrap();
         assert!(described.ends_with("; it is not there, so nothing is compared"), "{described}");
-        assert_eq!(describe(&on(Device::Cpu), &config, &with_free(0)), None);
+        assert_eq!(describe(&on(DeviceWord::Cpu), &config, &with_free(0)), None);
     }
 
     #[test]
@@ -535,8 +535,8 @@ mod tests {
         let without = Inventory { missing: vec!["no driver: install it".to_owned()], ..Inventory::default() };
         let error = refuse(&on(GPU), &config, &without).unwrap_err();
         assert_eq!(error.to_string(), "device cuda:0 cannot be used: no driver: install it");
-        refuse(&on(Device::At(DeviceLocation::Emulated)), &config, &without).unwrap();
-        refuse(&on(Device::Cpu), &config, &without).unwrap();
+        refuse(&on(DeviceWord::At(DeviceLocation::Emulated)), &config, &without).unwrap();
+        refuse(&on(DeviceWord::Cpu), &config, &without).unwrap();
         // Ranks that join bring devices of their own.
         let mut joined = on(GPU);
         (joined.trainer.world, joined.trainer.ranks) = (2, Ranks::Processes);
@@ -555,7 +555,7 @@ mod tests {
         recipe.placement.optimizer = OptimizerHome::Host;
         let kept = names(&recipe);
         assert!(["policy", "gradients", "optimizer"].iter().all(|name| kept.contains(name)), "{kept:?}");
-        recipe.placement.rollout_device = Some(Device::Cpu);
+        recipe.placement.rollout_device = Some(DeviceWord::Cpu);
         assert!(names(&recipe).contains(&"kv cache") && names(&recipe).contains(&"published"));
     }
 

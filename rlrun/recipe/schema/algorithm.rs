@@ -15,7 +15,7 @@ use crate::recipe::words::{
 /// says nothing to the kind is an error.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Algorithm {
+pub struct AlgorithmSection {
     /// Which algorithm. `process` judges the turns of a trajectory by rewards of their own; rlrun's own rollouts have one
     /// turn without any, of which it makes what `grpo` does. verl `adv_estimator` and `policy_loss.loss_mode`, TRL
     /// `loss_type`.
@@ -137,7 +137,7 @@ pub struct Algorithm {
 /// `[critic]`: of `ppo` and `vapo`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Critic {
+pub struct CriticSection {
     /// A network of its own, or a head of the policy.
     // resume = state, worker = ignored
     pub kind: CriticKind,
@@ -163,7 +163,7 @@ pub struct Critic {
     pub pretrain_steps: Option<u64>,
 }
 
-impl Default for Critic {
+impl Default for CriticSection {
     fn default() -> Self {
         Self {
             kind: CriticKind::Separate,

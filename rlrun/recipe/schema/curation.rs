@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 /// sampled of it, in this run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Curation {
+pub struct CurationSection {
     /// Drop groups whose rewards are all equal and sample others in their place, so that every group of a batch teaches
     /// something (DAPO). verl `filter_groups.enable`.
     // resume = changes, worker = ignored
@@ -54,7 +54,7 @@ pub struct Curation {
     pub success_pool: bool,
 }
 
-impl Default for Curation {
+impl Default for CurationSection {
     fn default() -> Self {
         Self {
             dynamic_sampling: false,
@@ -72,7 +72,7 @@ impl Default for Curation {
     }
 }
 
-impl Curation {
+impl CurationSection {
     /// Whether anything is on.
     #[must_use]
     pub fn is_on(&self) -> bool {

@@ -2,35 +2,35 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::super::words::{Device, ModelPlacement, OptimizerHome, PolicyPlacement};
+use super::super::words::{DeviceWord, ModelPlacement, OptimizerHome, PolicyPlacement};
 
 /// `[placement]`: who computes where. In one process sampler and trainer share the cores of the machine; a core that one
 /// does not use is the other's.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Placement {
+pub struct PlacementSection {
     /// Where sampler and trainer compute: on the processor (`cpu`), on a GPU (`cuda` is `cuda:0`, the first visible one), or
     /// on the emulator of GPUs (`emulated`), which is for tests.
     // resume = changes, worker = run
-    pub device: Device,
+    pub device: DeviceWord,
     /// Where the trainer computes, if elsewhere, and with it critic and reference: the first of its ranks; rank r takes the
     /// GPU r places further on.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
-    pub trainer_device: Option<Device>,
+    pub trainer_device: Option<DeviceWord>,
     /// Of `trainer.world` ranks, where each computes, instead: such as `["cuda:0", "cuda:2"]`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
-    pub trainer_devices: Option<Vec<Device>>,
+    pub trainer_devices: Option<Vec<DeviceWord>>,
     /// Where the sampler computes, if elsewhere; with `processes` every sampler.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
-    pub rollout_device: Option<Device>,
+    pub rollout_device: Option<DeviceWord>,
     /// Of `rollout_workers` samplers that are processes, where each computes, instead: such as `["cuda:1", "cuda:2"]`. Who
     /// joins from elsewhere says it with `rlrun worker rollout --device`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
-    pub rollout_devices: Option<Vec<Device>>,
+    pub rollout_devices: Option<Vec<DeviceWord>>,
     /// Of a trainer on a device: where the f32 weights and the state of the optimizer are, and are moved. The host has more
     /// memory and every optimizer, and LoRA; the device has AdamW. verl `optimizer_offload`.
     // resume = changes, worker = run

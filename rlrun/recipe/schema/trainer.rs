@@ -7,7 +7,7 @@ use super::super::words::*;
 /// `[trainer]`: the update.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Trainer {
+pub struct TrainerSection {
     /// Training steps of the run; required. TRL `max_steps`, verl `total_training_steps`.
     // resume = changes, worker = run
     pub steps: u64,
@@ -87,10 +87,10 @@ pub struct Trainer {
     /// it owns there, which needs a GPU for each and AdamW; through the host they meet in its memory. `auto` is the first where
     /// that can be.
     // resume = changes, worker = run
-    pub collective: Collective,
+    pub collective: CollectiveWord,
 }
 
-impl Default for Trainer {
+impl Default for TrainerSection {
     fn default() -> Self {
         Self {
             steps: 0,
@@ -114,7 +114,7 @@ impl Default for Trainer {
             leaves: 4,
             ranks: Ranks::Threads,
             zero: 1,
-            collective: Collective::Auto,
+            collective: CollectiveWord::Auto,
         }
     }
 }

@@ -3,7 +3,7 @@
 use device::device::DeviceLocation;
 use model::on_device::DeviceDtype;
 
-use super::super::words::{Collective, Device, ModelDtype, WeightTransport};
+use super::super::words::{CollectiveWord, DeviceWord, ModelDtype, WeightTransport};
 use super::{Case, MINIMAL, Recipe};
 
 const EMULATED: &str = "placement.device=emulated";
@@ -21,15 +21,15 @@ fn recipe(sets: &[&str]) -> Recipe {
 #[test]
 fn devices_are_read_as_they_are_written() {
     for (text, device) in [
-        ("cpu", Device::Cpu),
-        ("emulated", Device::At(DeviceLocation::Emulated)),
-        ("cuda:0", Device::At(DeviceLocation::Cuda(0))),
-        ("cuda:3", Device::At(DeviceLocation::Cuda(3))),
+        ("cpu", DeviceWord::Cpu),
+        ("emulated", DeviceWord::At(DeviceLocation::Emulated)),
+        ("cuda:0", DeviceWord::At(DeviceLocation::Cuda(0))),
+        ("cuda:3", DeviceWord::At(DeviceLocation::Cuda(3))),
     ] {
         assert_eq!(text.parse(), Ok(device));
         assert_eq!(device.to_string(), text);
     }
-    assert_eq!("cuda".parse(), Ok(Device::At(DeviceLocation::Cuda(0))));
+    assert_eq!("cuda".parse(), Ok(DeviceWord::At(DeviceLocation::Cuda(0))));
     for text in ["gpu", "cuda:", "cuda:-1", "CPU", ""] {
         let expected = format!("`placement.device`: `{text}` is no device; write \"cuda\" for the first GPU");
         refused(&[&format!("placement.device={text:?}")], &expected, "--set:1:");
@@ -292,9 +292,9 @@ fn ranks_exchange_from_device_to_device_where_they_can() {
     let mut recipe = recipe(&[two]);
     let meets = |recipe: &Recipe| (recipe.devices().meets, recipe.devices().optimizer_on_device);
     assert_eq!(meets(&recipe), (false, false));
-    recipe.placement.device = Device::At(DeviceLocation::Cuda(0));
+    recipe.placement.device = DeviceWord::At(DeviceLocation::Cuda(0));
     assert_eq!(meets(&recipe), (true, true));
-    recipe.trainer.collective = Collective::Host;
+    recipe.trainer.collective = CollectiveWord::Host;
     assert_eq!(meets(&recipe), (false, false), "what exchanges through the host is updated there");
     recipe.trainer.world = 1;
     assert_eq!(meets(&recipe), (false, true), "there is nobody to meet");
@@ -305,17 +305,17 @@ fn roles_are_where_the_most_specific_key_says() {
     let mut recipe = recipe(&["trainer.world=3", "algorithm.kl_coef=0.1"]);
     let cuda = |ordinal| Some(DeviceLocation::Cuda(ordinal));
     assert!(!recipe.devices().any());
-    recipe.placement.device = Device::At(DeviceLocation::Cuda(1));
+    recipe.placement.device = DeviceWord::At(DeviceLocation::Cuda(1));
     let devices = recipe.devices();
     assert_eq!(devices.trainer, [cuda(1), cuda(2), cuda(3)]);
     assert_eq!((devices.rollout, devices.reference), (cuda(1), cuda(1)));
     assert!(devices.optimizer_on_device);
-    recipe.placement.trainer_device = Some(Device::At(DeviceLocation::Cuda(4)));
-    recipe.placement.rollout_device = Some(Device::Cpu);
+    recipe.placement.trainer_device = Some(DeviceWord::At(DeviceLocation::Cuda(4)));
+    recipe.placement.rollout_device = Some(DeviceWord::Cpu);
     let devices = recipe.devices();
     assert_eq!(devices.trainer, [cuda(4), cuda(5), cuda(6)]);
     assert_eq!((devices.rollout, devices.reference), (None, cuda(4)));
-    recipe.placement.device = Device::At(DeviceLocation::Emulated);
+    recipe.placement.device = DeviceWord::At(DeviceLocation::Emulated);
     recipe.placement.trainer_device = None;
     assert_eq!(recipe.devices().trainer, [Some(DeviceLocation::Emulated); 3]);
 }
@@ -349,7 +349,7 @@ fn the_resolved_recipe_says_where_roles_compute() {
         "{resolved}"
     );
     assert!(!resolved.contains("optimizer = \"device\""), "{resolved}");
-    recipe.placement.device = Device::At(DeviceLocation::Cuda(2));
+    recipe.placement.device = DeviceWord::At(DeviceLocation::Cuda(2));
     recipe.weights.transport = WeightTransport::CudaIpc;
     let resolved = recipe.resolved_toml(&origins);
     for line in ["\ndevice = \"cuda:2\" ", "\noptimizer = \"device\" ", "\ntransport = \"cuda-ipc\" "] {

@@ -5,13 +5,13 @@ use std::fs;
 use super::*;
 
 /// What this machine has: a dataset, a file with code, and whatever a test writes.
-struct Machine {
+struct WorkerMachine {
     directory: tempfile::TempDir,
 }
 
 const REST: &str = "[model.random]\n[trainer]\nsteps = 5\n";
 
-impl Machine {
+impl WorkerMachine {
     fn new() -> Self {
         let machine = Self { directory: tempfile::tempdir().unwrap() };
         machine.write("data/tasks.jsonl", "{\"prompt\": \"1+1=\", \"answer\": \"2\"}\n");
@@ -57,7 +57,7 @@ fn python(path: &str, more: &str) -> String {
 /// What a run sends is its resolved recipe, with every value spelled out.
 #[test]
 fn data_is_taken_as_it_is() {
-    let machine = Machine::new();
+    let machine = WorkerMachine::new();
     let recipe = machine.write(
         "run.toml",
         "[model.random]\n[data.arithmetic]\ntrain_tasks = 7\n[rollout]\ntemperature = 0.5\n\
@@ -80,7 +80,7 @@ fn data_is_taken_as_it_is() {
 /// Each key alone, with the words by which it is refused.
 #[test]
 fn what_only_the_operator_may_allow_is_refused_by_name() {
-    let machine = Machine::new();
+    let machine = WorkerMachine::new();
     let permissions = machine.allow(None, &[], &[]);
     let (tasks, file) = (machine.shown("data/tasks.jsonl"), machine.shown("code/score.py"));
     for (sent, parts) in [
@@ -149,7 +149,7 @@ fn what_only_the_operator_may_allow_is_refused_by_name() {
 
 #[test]
 fn code_is_allowed_by_file_and_function() {
-    let machine = Machine::new();
+    let machine = WorkerMachine::new();
     machine.write("other/score.py", "");
     let file = machine.shown("code/score.py");
     let named = format!("{file}:score");
@@ -186,7 +186,7 @@ fn code_is_allowed_by_file_and_function() {
 
 #[test]
 fn paths_are_allowed_with_what_is_under_them() {
-    let machine = Machine::new();
+    let machine = WorkerMachine::new();
     let secret = machine.write("secret/tasks.jsonl", "");
     std::os::unix::fs::symlink(&secret, machine.path("data/link.jsonl")).unwrap();
     let permissions = machine.allow(None, &["data"], &[]);
@@ -212,7 +212,7 @@ fn paths_are_allowed_with_what_is_under_them() {
 
 #[test]
 fn a_recipe_of_this_machine_has_what_a_run_may_not_choose() {
-    let machine = Machine::new();
+    let machine = WorkerMachine::new();
     let own = format!(
         "{REST}[data]\ntrain = \"data/tasks.jsonl\"\n[rollout]\ntemperature = 0.25\n{}\
          [[rewards]]\nkind = \"code\"\nsandbox = \"landlock\"\npython = \"python3\"\ncpu_s = 1.0\n",

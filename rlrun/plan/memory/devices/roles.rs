@@ -8,7 +8,7 @@ use model::{Config, Layout};
 use super::super::{
     F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, micro_batch_tokens, of_ranks, product,
 };
-use super::{Counts, HEAD_ROWS, part};
+use super::{DeviceCounts, HEAD_ROWS, part};
 use crate::recipe::Recipe;
 use crate::recipe::words::{CriticKind, WeightTransport};
 use crate::settings::Devices;
@@ -17,7 +17,7 @@ use crate::settings::Devices;
 pub(super) fn training(
     parts: &mut Vec<Part>,
     (recipe, config): (&Recipe, &Config),
-    counts: Counts,
+    counts: DeviceCounts,
     (size, devices): (&Size, &Devices),
 ) {
     let (layout, ranks, world) = (Layout::new(config), counts.ranks, (recipe.trainer.world as u64).max(1));
