@@ -1,6 +1,6 @@
 //! The storage seam: what the ledger needs of a store, memory, a file or a database.
 //!
-//! The [`Ledger`](crate::ledger) decides and a [`Store`] keeps. The ledger is a state machine in memory, behind a lock, in
+//! The `Ledger` decides and a [`Store`] keeps. The ledger is a state machine in memory, behind a lock, in
 //! one process. A store knows neither slots nor staleness. It keeps two kinds of data: immutable payloads, and narrow
 //! records (rows, leases, keys, watermarks). [`Recovered`] is all records: from it the ledger continues after a restart.
 //!

@@ -1,4 +1,4 @@
-//! The cases of the contract of [`Producer`] and [`Consumer`]. Invariant: a case uses these two traits alone, so it holds for any
+//! The cases of the contract of `Producer` and `Consumer`. Invariant: a case uses these two traits alone, so it holds for any
 //! store and over HTTP.
 
 mod quarantine;

@@ -1,4 +1,4 @@
-//! The table of model families: what a `model_type` of Hugging Face means for [`Config`].
+//! The table of model families: what a `model_type` of Hugging Face means for `Config`.
 //!
 //! A new family is a variant of [`Architecture`] and a row of [`FAMILIES`]; a layer that computes something new needs a
 //! variant in `layer.rs` and its operation too.

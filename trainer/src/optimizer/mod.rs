@@ -5,7 +5,7 @@
 //! carry over. The singular values of Dion's updates are `sqrt(rows / columns)`; its paper uses a learning rate of 0.01
 //! where AdamW has about 0.0003.
 //!
-//! Under ZeRO a data-parallel rank has the optimizer state of its fragments only ([`Optimizer::of_fragments`]). Weights
+//! Under ZeRO a data-parallel rank has the optimizer state of its fragments only (`Optimizer::of_fragments`). Weights
 //! passed to [`Optimizer::update`] are the f32 master weights.
 //!
 //! Invariant: an update consists of independent tasks (a whole matrix, or a fixed chunk of another tensor), so its bits
