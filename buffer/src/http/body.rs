@@ -374,8 +374,8 @@ fn too_large(limit: usize) -> Problem {
 /// Reserves memory for a large body. Waits for other bodies.
 async fn reserve(shared: &ServerState, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
     let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
-    let room = Arc::clone(&shared.bodies).acquire_many_owned(kib);
-    match tokio::time::timeout(shared.limits.body_read, room).await {
+    let permits = Arc::clone(&shared.bodies).acquire_many_owned(kib);
+    match tokio::time::timeout(shared.limits.body_read, permits).await {
         Ok(Ok(reserved)) => Ok(reserved),
         _ => Err(Problem::new(
             ProblemCode::Busy,

@@ -82,11 +82,11 @@ impl ServerState {
         access: AccessControl,
         entry: GroupValidation,
     ) -> Self {
-        let room = limits.bodies_bytes.max(limits.body_bytes).max(limits.decoded_bytes);
+        let reservable = limits.bodies_bytes.max(limits.body_bytes).max(limits.decoded_bytes);
         Self {
             served: RwLock::new(BufferStatus::Buffer(buffer)),
             interruptions: watch::Sender::default(),
-            bodies: Arc::new(Semaphore::new(room.div_ceil(1024))),
+            bodies: Arc::new(Semaphore::new(reservable.div_ceil(1024))),
             limits,
             access,
             entry,

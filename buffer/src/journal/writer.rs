@@ -170,8 +170,8 @@ impl JournalWriter {
                     changes.push(change);
                 }
             }
-            let room = bytes < TRANSACTION_BYTES && promises.done.len() < TRANSACTION_REQUESTS;
-            next = if room { requests.try_recv().ok() } else { None };
+            let below_limits = bytes < TRANSACTION_BYTES && promises.done.len() < TRANSACTION_REQUESTS;
+            next = if below_limits { requests.try_recv().ok() } else { None };
         }
         let mut transaction = database.begin_write()?;
         transaction.set_quick_repair(true);

@@ -124,8 +124,8 @@ impl Ledger {
             all += live;
             taken += in_batch.get(version).copied().unwrap_or(0);
             // Capacity of this and later steps beside the batch.
-            let room = self.room_through(self.last_step_of(*version)).saturating_sub(before) + after;
-            taken >= all.saturating_sub(room).min(batch.len())
+            let capacity = self.capacity_through(self.last_step_of(*version)).saturating_sub(before) + after;
+            taken >= all.saturating_sub(capacity).min(batch.len())
         })
     }
 }

@@ -37,7 +37,7 @@ impl Ledger {
     }
 
     /// Number of groups that the steps from the current one to `last` can still take, if each takes a full batch.
-    pub(super) fn room_through(&self, last: PolicyVersion) -> usize {
+    pub(super) fn capacity_through(&self, last: PolicyVersion) -> usize {
         let Some(later) = last.0.checked_sub(self.step.0) else { return 0 };
         let batch = self.config.batch_groups;
         let steps = usize::try_from(later).unwrap_or(usize::MAX).saturating_add(1);
@@ -58,7 +58,7 @@ impl Ledger {
         }
         let mut slots = self.config.slots();
         if !self.config.replays() {
-            slots = slots.min(self.room_through(self.last_step_of(served)));
+            slots = slots.min(self.capacity_through(self.last_step_of(served)));
         }
         slots.saturating_sub(self.flights.len() + self.pool.len())
     }

@@ -1,5 +1,6 @@
-//! kill -9 at random moments. The child is this test binary again: it samples and trains on a journal, and says what it
-//! was told only after it was told. The parent kills it, starts it again from its last checkpoint, and compares.
+//! kill -9 at random moments. The child is this test binary again. It samples and trains on a journal, and prints an
+//! answer of the buffer after it received the answer. The parent kills it, restarts it from its last checkpoint, and
+//! compares.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};

@@ -1,4 +1,4 @@
-//! The buffer over HTTP, spoken to byte by byte. Every answer is held against the OpenAPI document as well.
+//! The buffer over HTTP, byte by byte. The tests also compare every answer with the OpenAPI document.
 
 mod auth;
 mod bodies;

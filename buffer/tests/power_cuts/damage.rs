@@ -1,8 +1,7 @@
-//! Bytes that are not what the buffer wrote: flipped, cut off, or of somebody else.
+//! Bytes that the buffer did not write: flipped bits, files that were cut off, files of other programs.
 //!
-//! Invariant: the answer to any bytes whatever is a journal that holds nothing but what was stored, or an error that says
-//! what is wrong and what to do. That a group of a damaged journal can be lost is not held against it; that the buffer
-//! keeps quiet about it is.
+//! Invariant: the answer to any bytes is a journal that contains nothing but what was stored, or an error that says what
+//! is wrong and what to do. A damaged journal may lose a group. It may not lose one without an error.
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,7 +18,7 @@ use super::{DamageCase, NOW, cases, group_of};
 
 const CONFIG: fn() -> BufferConfig = || BufferConfig::new(4, 1000);
 
-/// A journal with groups of all sizes, two leases and a group that is gone; with what it holds.
+/// A journal with groups of all sizes, two leases and a removed group; its content.
 fn journal() -> (Vec<u8>, Content) {
     let disk = SimulatedDisk::empty();
     let buffer = Buffer::open_on(disk.clone(), CONFIG()).unwrap();
@@ -37,14 +36,14 @@ fn journal() -> (Vec<u8>, Content) {
     (disk.image(), content)
 }
 
-/// What came of opening and reading everything in some bytes.
+/// Outcome of opening some bytes as a journal and reading all of it.
 #[derive(Debug)]
 enum DamageOutcome {
-    /// All that was stored is there.
+    /// All stored groups and leases are there.
     Whole,
-    /// An error said so.
-    Told(BufferError),
-    /// Something else is there, and nothing was said.
+    /// An error reported the damage.
+    Reported(BufferError),
+    /// The content differs, without an error.
     Silent(Vec<String>),
 }
 
@@ -54,7 +53,7 @@ fn outcome(image: Vec<u8>, stored: &Content) -> DamageOutcome {
         Content::of(&buffer)
     };
     match catch_unwind(AssertUnwindSafe(read)).expect("no bytes make the buffer panic") {
-        Err(error) => DamageOutcome::Told(error),
+        Err(error) => DamageOutcome::Reported(error),
         Ok(found) if found == *stored => DamageOutcome::Whole,
         Ok(found) => DamageOutcome::Silent(super::workload::differences(stored, &found)),
     }
@@ -67,10 +66,10 @@ fn assert_says_what_to_do(error: &BufferError) {
 }
 
 #[test]
-fn a_flipped_bit_is_harmless_or_told() {
+fn a_flipped_bit_is_harmless_or_reported() {
     let (image, stored) = journal();
     let written: Vec<usize> = written_sectors(&image);
-    let mut told = 0;
+    let mut reported = 0;
     for seed in cases(300) {
         let case = DamageCase(seed);
         let mut dice = TestRng(seed);
@@ -79,21 +78,21 @@ fn a_flipped_bit_is_harmless_or_told() {
         damaged[at] ^= 1 << dice.below(8);
         match outcome(damaged, &stored) {
             DamageOutcome::Whole => {}
-            DamageOutcome::Told(error) => {
+            DamageOutcome::Reported(error) => {
                 assert_says_what_to_do(&error);
-                told += 1;
+                reported += 1;
             }
-            DamageOutcome::Silent(differences) => panic!("byte {at}: nobody said that {differences:?}"),
+            DamageOutcome::Silent(differences) => panic!("byte {at}: no error said that {differences:?}"),
         }
         drop(case);
     }
-    assert!(told > 0, "no flip hit anything that matters");
+    assert!(reported > 0, "no flip hit anything that matters");
 }
 
 /// A fuzzer found this byte: the list of free pages then names one that does not exist, on which redb panics in the midst
 /// of a commit, and once more while that unwinds, which ends the process.
 #[test]
-fn a_free_page_that_does_not_exist_is_told() {
+fn a_free_page_that_does_not_exist_is_reported() {
     let disk = SimulatedDisk::empty();
     let buffer = Buffer::open_on(disk.clone(), CONFIG()).unwrap();
     for n in 0..20 {
@@ -123,14 +122,14 @@ fn a_free_page_that_does_not_exist_is_told() {
     let mut image = disk.image();
     image[0x403a] = 0x49;
     match outcome(image, &stored) {
-        DamageOutcome::Told(error) => assert_says_what_to_do(&error),
-        other => panic!("nobody said that a page does not exist: {other:?}"),
+        DamageOutcome::Reported(error) => assert_says_what_to_do(&error),
+        other => panic!("no error said that a page does not exist: {other:?}"),
     }
 }
 
 /// Unless all checksums are compared first, redb panics on some of these, and keeps quiet about others.
 #[test]
-fn a_damaged_byte_in_what_redb_keeps_for_itself_is_harmless_or_told() {
+fn a_damaged_byte_in_what_redb_keeps_for_itself_is_harmless_or_reported() {
     let disk = SimulatedDisk::empty();
     let buffer = Buffer::open_on(disk.clone(), CONFIG()).unwrap();
     for n in 0..20 {
@@ -140,39 +139,41 @@ fn a_damaged_byte_in_what_redb_keeps_for_itself_is_harmless_or_told() {
     drop(buffer);
     let image = disk.image();
     let bytes = written_sectors(&image).into_iter().flat_map(|sector| sector * SECTOR..(sector + 1) * SECTOR);
-    let mut told = 0;
+    let mut reported = 0;
     for at in bytes.step_by(23) {
         let mut damaged = image.clone();
         damaged[at] = if damaged[at] == 0x49 { 0xff } else { 0x49 };
         match outcome(damaged, &stored) {
             DamageOutcome::Whole => {}
-            DamageOutcome::Told(error) => {
+            DamageOutcome::Reported(error) => {
                 assert_says_what_to_do(&error);
-                told += 1;
+                reported += 1;
             }
-            DamageOutcome::Silent(differences) => panic!("byte {at}: nobody said that {differences:?}"),
+            DamageOutcome::Silent(differences) => panic!("byte {at}: no error said that {differences:?}"),
         }
     }
-    assert!(told > 0, "no damage hit anything that matters");
+    assert!(reported > 0, "no damage hit anything that matters");
 }
 
 #[test]
-fn a_file_that_was_cut_off_is_told() {
+fn a_file_that_was_cut_off_is_reported() {
     let (image, stored) = journal();
     for seed in cases(100) {
         let case = DamageCase(seed);
         let length = TestRng(seed).below(image.len() - 1) + 1;
         match outcome(image[..length].to_vec(), &stored) {
-            DamageOutcome::Told(error) => assert_says_what_to_do(&error),
+            DamageOutcome::Reported(error) => assert_says_what_to_do(&error),
             DamageOutcome::Whole => {}
-            DamageOutcome::Silent(differences) => panic!("{length} bytes: nobody said that {differences:?}"),
+            DamageOutcome::Silent(differences) => {
+                panic!("{length} bytes: no error said that {differences:?}")
+            }
         }
         drop(case);
     }
 }
 
 #[test]
-fn a_file_of_somebody_else_is_refused_and_left_alone() {
+fn a_file_of_another_program_is_refused_and_left_alone() {
     let mut dice = TestRng(1);
     let noise: Vec<u8> = (0..100_000).map(|_| u8::try_from(dice.below(256)).unwrap()).collect();
     let text = b"step,reward\n1,0.5\n".repeat(1000);
@@ -191,9 +192,9 @@ fn a_file_of_somebody_else_is_refused_and_left_alone() {
         if image.starts_with(b"redb") {
             let database = redb::Builder::new().create_with_backend(disk).unwrap();
             let tables = database.begin_write().unwrap().list_tables().unwrap().count();
-            assert_eq!(tables, 1, "a table was added to a file of somebody else");
+            assert_eq!(tables, 1, "a table was added to a file of another program");
         } else {
-            assert_eq!(disk.image(), image, "a file of somebody else was changed");
+            assert_eq!(disk.image(), image, "a file of another program was changed");
         }
     }
 }

@@ -19,7 +19,7 @@ use trajectory::{
     Trajectory, Turn, VersionRun,
 };
 
-use simulated_disk::{Room, SimulatedDisk, TestRng};
+use simulated_disk::{DiskLimit, SimulatedDisk, TestRng};
 use workload::{Content, Workload};
 
 /// For what must not wait.
@@ -29,8 +29,8 @@ const NOW: Duration = Duration::ZERO;
 const LIVES: usize = 3;
 /// Most operations of the disk in one life.
 const OPERATIONS: usize = 700;
-/// More than a life has.
-const VERBS: usize = 100_000;
+/// Calls, more than one life has.
+const CALLS: usize = 100_000;
 
 #[test]
 fn what_was_acknowledged_survives_power_cuts() {
@@ -120,11 +120,11 @@ fn a_full_disk_is_an_error_and_costs_nothing_that_was_acknowledged() {
         let mut workload = Workload::new(seed);
         let disk = SimulatedDisk::holding(fresh_image(workload.config()));
         let more = workload.dice().below(200 << 10);
-        let room = match seed % 2 {
-            0 => Room::Length(disk.image().len() + more),
-            _ => Room::Written(disk.bytes_written() + more),
+        let limit = match seed % 2 {
+            0 => DiskLimit::Length(disk.image().len() + more),
+            _ => DiskLimit::Written(disk.bytes_written() + more),
         };
-        disk.limit(Some(room));
+        disk.limit(Some(limit));
         let buffer = Buffer::open_on(disk.clone(), workload.config()).unwrap();
         // Some of the workloads forget as much as they store.
         if let Err(error) = workload.run(&buffer, 200) {
@@ -178,12 +178,12 @@ fn live_until_power_cut(workload: &mut Workload, image: Vec<u8>) -> Vec<u8> {
     let cut = workload.dice().below(OPERATIONS) as u64;
     let disk = SimulatedDisk::holding(image).cut_power_at(cut);
     if let Ok(buffer) = Buffer::open_on(disk.clone(), workload.config()) {
-        workload.run(&buffer, VERBS).expect_err("the power fails some time");
+        workload.run(&buffer, CALLS).expect_err("the power fails some time");
     }
     disk.image_after_power_cut(workload.dice())
 }
 
-/// An empty journal. What a cut leaves of a journal that is being made is nobody's loss.
+/// An empty journal. The power does not fail while it is created, because no group could be lost then.
 fn fresh_image(config: BufferConfig) -> Vec<u8> {
     let disk = SimulatedDisk::empty();
     drop(Buffer::open_on(disk.clone(), config).unwrap());

@@ -1,9 +1,9 @@
-//! A disk that loses its power, runs full or forgets.
+//! A disk that loses its power, runs full or forgets writes.
 //!
-//! Invariant: it is no kinder than a real one. Of a write it keeps, until the next sync, nothing for certain: each sector
-//! written since holds what it held at the sync or what any of the writes left in it, whatever became of the others, and
-//! only the length of the file changes in order, as in the journal of a file system. What was synced stays. It does not
-//! damage what nobody wrote to; tests that want that do it themselves on an image.
+//! Invariant: it is no safer than a real disk. Synced bytes stay. After a power cut, each sector written since the last
+//! sync contains its bytes at the sync or after any one of the writes, independently of the other sectors. Only changes
+//! of the file's length stay in order, as in the journal of a file system. Sectors without a write are never damaged;
+//! tests of damage change an image.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -22,9 +22,9 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Clone)]
 pub(crate) struct SimulatedDisk(Arc<(Mutex<DiskState>, Condvar)>);
 
-/// When a disk has no room.
+/// When a disk is full.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Room {
+pub(crate) enum DiskLimit {
     /// The file may not be longer, bytes: a quota.
     Length(usize),
     /// So many bytes may be written at new places, though the file may be any length: a file with holes.
@@ -40,14 +40,14 @@ struct DiskState {
     pending: Vec<DiskChange>,
     /// Sectors that hold something.
     written: BTreeSet<usize>,
-    room: Option<Room>,
+    limit: Option<DiskLimit>,
     /// Writes, changes of the length and syncs so far.
     operations: u64,
     /// The operation at which the power fails.
     cut_at: Option<u64>,
     /// Syncs do not end.
     slow: bool,
-    /// Somebody waits for one.
+    /// A thread waits for a sync.
     syncing: bool,
 }
 
@@ -69,7 +69,7 @@ impl SimulatedDisk {
             live: image,
             pending: Vec::new(),
             written,
-            room: None,
+            limit: None,
             operations: 0,
             cut_at: None,
             slow: false,
@@ -88,8 +88,8 @@ impl SimulatedDisk {
         self
     }
 
-    pub(crate) fn limit(&self, room: Option<Room>) {
-        self.state().room = room;
+    pub(crate) fn limit(&self, limit: Option<DiskLimit>) {
+        self.state().limit = limit;
     }
 
     /// Lets `meanwhile` happen while the sync that it finds or that comes next does not end.
@@ -212,12 +212,12 @@ impl DiskState {
         self.cut_at.is_none_or(|cut| self.operations <= cut)
     }
 
-    /// An error if the disk has no room for a file of `length` bytes with `range` written.
-    fn has_room(&self, length: usize, range: std::ops::Range<usize>) -> Result<(), Error> {
-        let full = match self.room {
+    /// An error if a file of `length` bytes with `range` written does not fit on the disk.
+    fn check_space(&self, length: usize, range: std::ops::Range<usize>) -> Result<(), Error> {
+        let full = match self.limit {
             None => false,
-            Some(Room::Length(most)) => length > self.live.len() && length > most,
-            Some(Room::Written(most)) => {
+            Some(DiskLimit::Length(most)) => length > self.live.len() && length > most,
+            Some(DiskLimit::Written(most)) => {
                 let sectors = range.start / SECTOR..range.end.div_ceil(SECTOR);
                 let new = sectors.filter(|sector| !self.written.contains(sector)).count();
                 new > 0 && (self.written.len() + new) * SECTOR > most
@@ -260,7 +260,7 @@ impl StorageBackend for SimulatedDisk {
         let power = state.power();
         let length = position(length)?;
         if had_power {
-            state.has_room(length, 0..0)?;
+            state.check_space(length, 0..0)?;
             state.resize(length);
         }
         power
@@ -298,7 +298,7 @@ impl StorageBackend for SimulatedDisk {
         if had_power {
             let at = position(offset)?;
             let end = at.checked_add(data.len()).ok_or(ErrorKind::FileTooLarge)?;
-            state.has_room(end, at..end)?;
+            state.check_space(end, at..end)?;
             if end > state.live.len() {
                 state.resize(end);
             }
@@ -385,12 +385,12 @@ fn without_power_nothing_works_and_the_last_write_may_be_there() {
 #[test]
 fn a_full_disk_takes_no_more_and_keeps_what_it_has() {
     let disk = SimulatedDisk::holding(vec![1; SECTOR]);
-    disk.limit(Some(Room::Written(2 * SECTOR)));
+    disk.limit(Some(DiskLimit::Written(2 * SECTOR)));
     disk.set_len(9 * SECTOR as u64).unwrap();
     disk.write(SECTOR as u64, &[2]).unwrap();
     assert_eq!(disk.write(2 * SECTOR as u64, &[3]).unwrap_err().kind(), ErrorKind::StorageFull);
     disk.write(0, &[4]).unwrap();
-    disk.limit(Some(Room::Length(10 * SECTOR)));
+    disk.limit(Some(DiskLimit::Length(10 * SECTOR)));
     assert_eq!(disk.set_len(11 * SECTOR as u64).unwrap_err().kind(), ErrorKind::StorageFull);
     disk.limit(None);
     disk.write(2 * SECTOR as u64, &[3]).unwrap();

@@ -1,9 +1,8 @@
-//! Everything that samplers, trainers and people ask of a buffer, in random order, and what must be true of the buffer
-//! because it answered.
+//! All calls of samplers, trainers and people to a buffer, in random order, and what follows from its answers.
 //!
-//! Invariant: [`Workload::check`] looks at the buffer through its public face only, and accepts nothing that an answer
-//! contradicts: a verb that was answered has happened as a whole, the one that was cut off has happened as a whole or not at
-//! all, and everything else is as it was. Groups that the bound on staleness lets go are not pursued further.
+//! Invariant: [`Workload::check`] reads the buffer through its public interface only, and accepts no content that
+//! contradicts an answer. A call that was answered has its full effect. A call that was cut off has its full effect or
+//! none. Everything else is unchanged. Groups that were dropped over the bound on staleness are not checked further.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -83,13 +82,13 @@ enum AppendOutcome {
 enum Doubt {
     #[default]
     Nothing,
-    /// A verb that leaves this, if it happened.
-    Verb(Content),
+    /// A call that leaves this content, if it took effect.
+    Call(Content),
     /// A lease for this consumer.
     Lease(&'static str),
 }
 
-/// The workload with all that it was told.
+/// The workload and all answers of the buffer.
 #[derive(Debug)]
 pub(crate) struct Workload {
     dice: TestRng,
@@ -139,9 +138,9 @@ impl Workload {
         &mut self.dice
     }
 
-    /// Asks for `verbs` things, until one fails; that one is remembered as in doubt.
-    pub(crate) fn run(&mut self, buffer: &Buffer, verbs: usize) -> Result<(), BufferError> {
-        (0..verbs).try_for_each(|_| self.ask(buffer))
+    /// Makes `calls` calls, until one fails; the effect of that one is in doubt.
+    pub(crate) fn run(&mut self, buffer: &Buffer, calls: usize) -> Result<(), BufferError> {
+        (0..calls).try_for_each(|_| self.ask(buffer))
     }
 
     fn ask(&mut self, buffer: &Buffer) -> Result<(), BufferError> {
@@ -343,10 +342,10 @@ impl Workload {
     fn settle(
         &mut self,
         after: Content,
-        verb: impl FnOnce() -> Result<(), BufferError>,
+        call: impl FnOnce() -> Result<(), BufferError>,
     ) -> Result<(), BufferError> {
-        if let Err(error) = verb() {
-            self.doubt = Doubt::Verb(after);
+        if let Err(error) = call() {
+            self.doubt = Doubt::Call(after);
             return Err(error);
         }
         let before = std::mem::replace(&mut self.content, after);
@@ -354,7 +353,7 @@ impl Workload {
         Ok(())
     }
 
-    /// Holds a buffer that was opened again against all that was answered, then goes on from what it holds.
+    /// Compares a buffer that was opened again with all answers, and takes its content as the expected one.
     pub(crate) fn check(&mut self, buffer: &Buffer) {
         let mut found = Content::of(buffer).expect("what was written can be read");
         let version = buffer.stats().expect("the buffer works").policy_version;
@@ -372,7 +371,7 @@ impl Workload {
         }
         self.stale.retain(|id| found.groups.remove(id).is_some());
         match std::mem::take(&mut self.doubt) {
-            Doubt::Verb(after) if found == after => drop(self.settle(after, || Ok(()))),
+            Doubt::Call(after) if found == after => drop(self.settle(after, || Ok(()))),
             Doubt::Lease(consumer) => {
                 let new = found.leases.iter().filter(|(id, _)| !self.content.leases.contains_key(id));
                 let new: Vec<_> = new.map(|(id, lease)| (*id, lease.clone())).collect();
@@ -383,11 +382,11 @@ impl Workload {
                         "{id} {lease:?} was never asked for"
                     );
                     let free = |group: &GroupId| self.content.groups.contains_key(group);
-                    assert!(lease.2.iter().all(free), "{id} has groups that nobody stored: {lease:?}");
+                    assert!(lease.2.iter().all(free), "{id} has groups that were never stored: {lease:?}");
                     self.content.leases.insert(id, lease);
                 }
             }
-            Doubt::Verb(_) | Doubt::Nothing => {}
+            Doubt::Call(_) | Doubt::Nothing => {}
         }
         assert_eq!(differences(&self.content, &found), Vec::<String>::new(), "not what was acknowledged");
         self.content.groups.extend(stored_late);
@@ -413,7 +412,7 @@ impl Workload {
         left.then_some(*id)
     }
 
-    /// Whoever got no answer asks again: what is stored is not stored twice.
+    /// Repeats a call that got no answer: a stored group is not stored twice.
     fn ask_again(&mut self, buffer: &Buffer, append: AppendOutcome, stored: Option<GroupId>) {
         let (answer, id) = match &append {
             AppendOutcome::Admitted(group) => match buffer.finalize(group.clone()) {
@@ -435,7 +434,7 @@ impl Workload {
         }
     }
 
-    /// Takes over what the buffer said to those who asked again.
+    /// Takes over the answers to the repeated calls.
     fn adopt_answers(&mut self, buffer: &Buffer) {
         let now = Content::of(buffer).expect("what was written can be read");
         let new = now.groups.into_iter().filter(|(id, _)| !self.stale.contains(id));

@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::*;
 use crate::{Finalized, LeaseRequest, OnStale, Order};
 
-/// Verbs tried in all; one run of the suite.
-const VERBS: u64 = 1_000_000;
-/// Verbs per world; then the next has another configuration.
+/// Calls in one run of the suite.
+const CALLS: u64 = 1_000_000;
+/// Calls per world. The next world has another configuration.
 const PER_WORLD: u64 = 10_000;
 const CONSUMERS: u64 = 3;
 
@@ -452,9 +452,9 @@ impl ContractModel {
 }
 
 #[test]
-fn nothing_that_was_promised_is_broken_by_any_verb_at_any_moment() {
+fn nothing_that_was_promised_is_broken_by_any_call_at_any_moment() {
     let (mut handed_out, mut acked, mut lost) = (0, 0, 0);
-    for seed in 0..VERBS / PER_WORLD {
+    for seed in 0..CALLS / PER_WORLD {
         let mut world = ContractModel::new(seed);
         for call in 0..PER_WORLD {
             world.random_call();

@@ -57,7 +57,7 @@ fn steps_after_the_one_gone_back_to_count_what_they_hold_over_a_restart() {
     let (mut ledger, mut disk) = (Ledger::restore(config, Recovered::default(), 0), RecordModel::default());
     for key in 0..2 {
         let ArrivalDecision::Write { group, .. } = submit(&mut ledger, key, 0) else {
-            panic!("there is room")
+            panic!("there is a free slot")
         };
         disk.append(row(group, PolicyVersion(0)), Some(key));
     }
@@ -139,7 +139,7 @@ fn what_ended_a_lease_succeeds_again_and_nothing_else_does() {
     let (mut ledger, mut disk) = (Ledger::restore(config, Recovered::default(), 0), RecordModel::default());
     for key in 0..4 {
         let ArrivalDecision::Write { group, .. } = submit(&mut ledger, key, 0) else {
-            panic!("there is room")
+            panic!("there is a free slot")
         };
         disk.append(row(group, PolicyVersion(0)), Some(key));
     }

@@ -120,7 +120,7 @@ fn a_token_file_says_which_line_is_wrong() {
         ("# c\nreader 0123456789abcdef\n", "line 2: there is no role `reader`"),
         ("writer\n", "line 1: 1 words instead of two"),
         ("writer 0123456789abcdef x\n", "line 1: 3 words instead of two"),
-        ("# nobody\n", "it names no token"),
+        ("# empty\n", "it names no token"),
     ] {
         let error = tokens(text).unwrap_err();
         assert!(error.contains(complaint), "{error}");

@@ -50,7 +50,7 @@ fn a_watcher_sees_everything_and_goes_on_where_it_was() {
     let served = TestServer::memory(config(2, 1));
     let client = served.client();
     generate(&client, v(0), 1);
-    // Whoever names an id of no time is told where events are.
+    // The answer to an unknown id is a gap that names the first event.
     let (start, kind, _) = SseReader::new(&served, "/v1/events?after=0", &[]).next();
     assert_eq!(kind, "gap");
     let mut first = SseReader::new(&served, &format!("/v1/events?after={start}"), &[]);
@@ -72,7 +72,7 @@ fn a_watcher_sees_everything_and_goes_on_where_it_was() {
 }
 
 #[test]
-fn who_missed_some_is_told() {
+fn a_client_that_missed_events_gets_a_gap() {
     let served = TestServer::memory(config(4096, 4));
     let (start, _, _) = SseReader::new(&served, "/v1/events?after=0", &[]).next();
     let mut stored = 0;

@@ -171,7 +171,7 @@ fn each_group_is_refused_by_itself_and_says_why() {
         (without(with(&[("versions", json!([run(0, 2)]))]), "policy_version"), "unequal_lengths"),
     ];
     for (group, code) in cases.iter().filter(|(_, code)| *code != "accepted") {
-        // The sound one beside it is not held back.
+        // The sound group beside it is stored.
         let answer = store(&served, &[group.clone(), keyed("sound")]);
         let results = &answer.json()["results"];
         assert_eq!(results[0]["status"], "invalid", "{code}: {results}");
@@ -343,11 +343,11 @@ fn leases_are_listed_until_they_are_acknowledged() {
     assert!(!ids.is_empty());
 }
 
-/// What the run knows of the groups that it trains on, told while the server runs.
+/// The run sets the limits of its groups while the server runs.
 #[test]
 fn a_run_takes_only_groups_that_it_can_train_on_and_hears_of_the_others() {
-    let (told, limits) = (Arc::new(Mutex::new(Vec::new())), Arc::new(OnceLock::new()));
-    let heard = Arc::clone(&told);
+    let (reports, limits) = (Arc::new(Mutex::new(Vec::new())), Arc::new(OnceLock::new()));
+    let heard = Arc::clone(&reports);
     let refused: OnRefused = Arc::new(move |group| {
         heard.lock().unwrap().push((group.sender.unwrap().to_string(), group.code.to_owned()));
     });
@@ -398,12 +398,12 @@ fn a_run_takes_only_groups_that_it_can_train_on_and_hears_of_the_others() {
         "too_many_tokens",
     ];
     assert_eq!(codes, expected);
-    let mut refused: Vec<String> = told.lock().unwrap().iter().map(|(_, code)| code.clone()).collect();
+    let mut refused: Vec<String> = reports.lock().unwrap().iter().map(|(_, code)| code.clone()).collect();
     refused.sort();
     let mut wanted: Vec<&str> = expected[1..].to_vec();
     wanted.sort_unstable();
     assert_eq!(refused, wanted);
-    assert!(told.lock().unwrap().iter().all(|(sender, _)| sender == "127.0.0.1"));
+    assert!(reports.lock().unwrap().iter().all(|(sender, _)| sender == "127.0.0.1"));
     assert!(served.get("/metrics").text().contains("rlrun_buffer_groups_refused_total 8"));
     let sound = format!("/v1/groups/{}/quarantine", answer.json()["results"][0]["id"]);
     let set_aside = served.post(&sound, &json!({})).json();

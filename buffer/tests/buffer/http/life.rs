@@ -22,7 +22,7 @@ fn limited(limits: ServerLimits) -> TestServer {
 }
 
 #[test]
-fn a_slow_head_is_cut_off_and_a_slow_body_is_told() {
+fn a_slow_head_is_cut_off_and_a_slow_body_is_answered() {
     let served = limited(ServerLimits { head_read: SHORT, body_read: SHORT, ..ServerLimits::default() });
     let mut slow = served.connect();
     slow.write_all(b"GET /healthz HTTP/1.1\r\nhost: local").unwrap();
@@ -53,7 +53,7 @@ fn too_many_connections_are_closed_and_counted() {
     let _ = third.read_to_end(&mut nothing);
     assert_eq!(nothing, b"");
     drop(kept);
-    // There is room again as soon as the server has seen the others leave.
+    // A connection is free as soon as the server has seen the others close.
     let metrics = loop {
         let mut stream = served.connect();
         stream.write_all(&head("GET", "/metrics", served.address, &[], None)).unwrap();
@@ -118,7 +118,7 @@ fn a_stop_finishes_what_was_begun() {
     HttpAnswer::read(&mut BufReader::new(waiting)).is_problem(503, "stopping");
     let address = served.address;
     served.wait();
-    assert!(TcpStream::connect(address).is_err(), "nobody listens any more");
+    assert!(TcpStream::connect(address).is_err(), "the server listens no more");
 
     let served = TestServer::journal(&directory, config(8, 1));
     assert_eq!(statuses(&store(&served, &[keyed("under way")])), ["duplicate"]);
@@ -199,7 +199,7 @@ fn a_server_that_is_not_there_is_named() {
     assert!(buffer::http::Client::new(buffer::http::ClientConfig::new("localhost:1")).is_err());
 }
 
-/// A disk that can be told to fail, and to work again.
+/// A disk that the test can let fail, and work again.
 #[derive(Clone, Debug)]
 struct FailingDisk {
     memory: Arc<redb::backends::InMemoryBackend>,
@@ -241,7 +241,7 @@ impl redb::StorageBackend for FailingDisk {
 }
 
 #[test]
-fn a_disk_that_fails_is_told_and_when_it_works_again_so_does_the_server() {
+fn a_disk_that_fails_is_reported_and_when_it_works_again_so_does_the_server() {
     let disk = FailingDisk { memory: Arc::default(), fails: Arc::default() };
     let on = disk.clone();
     let open = move || Buffer::open_on(on.clone(), config(8, 1));
