@@ -166,7 +166,7 @@ impl Measure {
     }
 }
 
-/// The value in the middle, the mean of the two for an even number; NaN for none.
+/// The median of `values` (`[n]`): the middle value, or the mean of the two middle values. NaN if `n` is 0.
 #[must_use]
 pub fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();

@@ -23,10 +23,11 @@ fn a_rank_of_mpirun_that_hangs_is_named() {
     rank.barrier().expect("all ranks come");
     let last = rank.world() - 1;
     if rank.rank() == last {
-        // Whoever gives up ends its process, upon which mpirun ends this one.
+        // A rank that gives up ends its process. Then mpirun ends this one.
         std::thread::sleep(Duration::from_secs(600));
     }
     let error = rank.barrier().expect_err("the last rank does not come").to_string();
     assert!(error.contains(&format!("waited 1 s for rank {last} in `barrier`")), "{error}");
-    writeln!(std::io::stdout(), "rank {} has named rank {last}", rank.rank()).expect("somebody reads");
+    writeln!(std::io::stdout(), "rank {} has named rank {last}", rank.rank())
+        .expect("mpirun reads the output");
 }

@@ -107,7 +107,7 @@ fn a_rank() {
 
 /// Says `words` to the process that has started this one.
 fn say(words: &str) {
-    writeln!(std::io::stdout(), "{words}").expect("somebody reads");
+    writeln!(std::io::stdout(), "{words}").expect("the parent reads the output");
 }
 
 /// Makes all sums and gathers of large messages, until one fails.
@@ -150,7 +150,7 @@ fn a_rank_that_is_killed_is_named_at_once() {
         killed.signal(Signal::KILL);
         error.join().expect("an error, no panic")
     });
-    // Not a deadline: it is noticed when its connections close, or told by the one that noticed first.
+    // No deadline passes: a rank notices closed connections, or gets the error of the rank that noticed first.
     assert!(matches!(error, CollectiveError::Gone { .. } | CollectiveError::GivenUp { .. }), "{error}");
     assert!(error.to_string().contains("rank 2 is gone"), "{error}");
     let said = others.pop().expect("rank 1").ends();
@@ -238,6 +238,6 @@ fn strangers_are_refused_and_hold_nobody_up() {
 #[test]
 fn a_rank_that_never_joins_is_named() {
     let listener = Listener::bind(anywhere(), SECRET).expect("a port is free");
-    let error = listener.accept(2, Duration::from_millis(50)).expect_err("nobody joins");
+    let error = listener.accept(2, Duration::from_millis(50)).expect_err("no rank joins");
     assert!(error.to_string().contains("waited 0.05 s for rank 1 in `join`"), "{error}");
 }

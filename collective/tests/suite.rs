@@ -121,9 +121,9 @@ fn wrong_arguments_are_refused(collective: &dyn HostCollective) {
     let gap: Vec<_> = (0..world).map(|rank| rank + 1..rank + 2).collect();
     refused(collective.reduce_scatter(&vec![0.0; world + 1], &gap, &mut [0.0]), "does not begin at 0");
     refused(collective.broadcast_bytes(world, Vec::new()).map(drop), "there is no rank");
-    let mut room = vec![0.0; world];
-    let room = (rank != 0).then_some(&mut room[..]);
-    refused(collective.gather(0, &[0.0], &shards, room), "it alone");
+    let mut gathered = vec![0.0; world];
+    let gathered = (rank != 0).then_some(&mut gathered[..]);
+    refused(collective.gather(0, &[0.0], &shards, gathered), "it alone");
 }
 
 fn large_messages(collective: &dyn HostCollective) {

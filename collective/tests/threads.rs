@@ -96,7 +96,7 @@ fn ranks_that_do_different_things_are_told() {
             .expect_err("the shards differ")
             .to_string()
     });
-    // Whoever comes second sees it.
+    // The second rank of the call finds the difference.
     let of = ["of [0..2, 2..4]", "of [0..1, 1..3]"];
     assert!(errors.iter().any(|error| of.iter().any(|of| error.contains(of))), "{errors:?}");
     assert!(errors.iter().all(|error| error.contains("`all_gather`")), "{errors:?}");

@@ -1,6 +1,6 @@
 //! Loops that reach the limits of a machine, and the decoder's operations one by one, for `rlrun-bench`.
 //!
-//! Invariant: a loop says how much it did and nothing else. It reads no clock and starts no thread; whoever measures
+//! Invariant: a loop reports its amount of work and nothing else. It reads no clock and starts no thread. The benchmark
 //! does both.
 
 use std::hint::black_box;
@@ -78,7 +78,7 @@ fn chains<V: Vector>(rounds: u32) -> f64 {
 }
 
 vectorized! {
-    /// Reads all of `values` but the last few and returns their sum, so that nothing is left out.
+    /// Reads `values` (`[n]`) without the rest of the last block. Returns their sum, so that no read is removed.
     #[must_use]
     pub fn read(values: &[f32]) -> f32 {
         let mut sums = [[0.0_f32; LANES]; READERS];
@@ -241,7 +241,7 @@ fn attention(shape: HeadShape, rows: usize) -> Result<[Operation; 3]> {
     ])
 }
 
-/// Keeps the compiler from leaving out what nobody reads.
+/// Keeps the compiler from removing a computation whose result is unused.
 fn done<T>(result: T) {
     black_box(result);
 }

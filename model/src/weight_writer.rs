@@ -174,17 +174,17 @@ impl View for EncodedTensor<'_> {
 /// Cuts the canonical order into runs of at most `max_bytes`, each of at least one tensor.
 fn shards(specs: &[ParameterSpec], dtype: WeightDtype, max_bytes: usize) -> Vec<Vec<ParameterSpec>> {
     let mut shards: Vec<Vec<ParameterSpec>> = Vec::new();
-    let mut room = 0;
+    let mut free = 0;
     for spec in specs {
         let bytes = dtype.bytes() * spec.len();
-        match shards.last_mut().filter(|_| bytes <= room) {
+        match shards.last_mut().filter(|_| bytes <= free) {
             Some(shard) => {
                 shard.push(spec.clone());
-                room -= bytes;
+                free -= bytes;
             }
             None => {
                 shards.push(vec![spec.clone()]);
-                room = max_bytes.saturating_sub(bytes);
+                free = max_bytes.saturating_sub(bytes);
             }
         }
     }

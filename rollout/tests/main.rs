@@ -88,7 +88,7 @@ fn request(group: u64, samples: usize, sampling: Sampling) -> SampleRequest {
     }
 }
 
-/// Submits `requests` as soon as there is room and returns all completions by group and index.
+/// Submits each of `requests` as soon as the engine has capacity for it and returns all completions by group and index.
 fn complete(engine: &mut Engine, requests: Vec<SampleRequest>) -> Vec<Completion> {
     let mut waiting = requests.into_iter().peekable();
     let mut completions = Vec::new();

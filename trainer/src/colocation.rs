@@ -46,7 +46,7 @@ struct NetworkResidency {
 }
 
 impl Colocation {
-    /// A place for `networks`, which keep in memory what `budget` has room for; the rest goes to files in `directory`.
+    /// A colocation of `networks`. Idle state stays in memory within `budget`; the rest goes to files in `directory`.
     pub(crate) fn new(
         turn: DeviceTurn,
         directory: &Path,

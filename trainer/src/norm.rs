@@ -22,7 +22,7 @@ const UNIT: i32 = 298 + 52;
 /// An exact sum of squares of f32 values, or of f64 sums of them: an integer, in multiples of `2^-350`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct SquareSum {
-    /// The least significant first. A digit has room for 2^32 additions before carries are moved up.
+    /// The least significant digit comes first. A digit takes 2^32 additions before carries move up.
     digits: [u64; DIGITS],
     /// Sum of what is not finite.
     not_finite: f64,

@@ -347,7 +347,7 @@ fn a_rank_that_is_gone_ends_the_step_of_those_on_devices() {
     drop(leader);
     let other = follower.join().unwrap().unwrap_err().to_string();
     let said = [&error, &other].into_iter().filter(|text| text.contains("1000000")).count();
-    assert_eq!(said, 1, "one names the token, the other that somebody is gone: {error}; {other}");
+    assert_eq!(said, 1, "one names the token, the other the rank that is gone: {error}; {other}");
 }
 
 #[test]
@@ -409,9 +409,10 @@ fn scores_are_those_of_the_processor() {
             assert_same(&scored, &expected_under, 1e-5, "frozen weights");
         }
         if let Some((device, _)) = learner.device_weights() {
-            let held = device.memory_usage();
-            let frozen = held.0.iter().find(|(label, _)| *label == "frozen weights").map(|(_, bytes)| *bytes);
-            assert_eq!(frozen, Some(4 * Layout::new(&config()).len() as u64), "one copy stays: {held}");
+            let usage = device.memory_usage();
+            let frozen =
+                usage.0.iter().find(|(label, _)| *label == "frozen weights").map(|(_, bytes)| *bytes);
+            assert_eq!(frozen, Some(4 * Layout::new(&config()).len() as u64), "one copy stays: {usage}");
         }
     }
     let rounded = flat(learner(on_device(DeviceDtype::Bf16)).score(&rows).unwrap());
@@ -496,7 +497,7 @@ fn a_device_that_is_not_there_or_too_small_is_an_error_with_its_text() {
     let error = Learner::new(settings, config(), parameters, None).unwrap_err();
     assert!(matches!(error, TrainerError::Device(_)) && error.to_string().contains("cuda:99"), "{error}");
 
-    // Zeros that nobody reads take no memory of the host.
+    // Zeros that are never read take no memory of the host.
     let huge = Config { vocab_size: 70_000_000, ..config() };
     let parameters = Parameters::zeros(Arc::new(Layout::new(&huge)));
     let settings = on_device(DeviceDtype::F32);

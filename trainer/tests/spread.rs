@@ -96,7 +96,7 @@ fn demonstrations_and_pairs_are_learned_by_all_processes() {
             let (norm, loss) = imitate(&mut learner, &rows, 1e-3).unwrap();
             let (parameters, optimizer, _) = state(&learner);
             drop(learner);
-            // What was there before is what another learner goes on from.
+            // Another learner restores its optimizer from the saved state.
             let mut learner = make(settings, config(), parameters.clone(), None, Some(optimizer));
             let reference =
                 Frozen { weights: ResidentParameters::of(config(), Arc::new(parameters)), pool: None };

@@ -37,11 +37,11 @@ impl KeptTokens {
 /// The streams of a [`Sample`] before they are checked; `T` tokens.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SampleStreams {
-    /// `[T]` prompt, completions, and the messages of the environment between them.
+    /// `[tokens]` prompt, completions, and the messages of the environment between them.
     pub token_ids: Vec<u32>,
-    /// `[T]` true where the policy sampled the token and is trained on it. The first token is never trained on.
+    /// `[tokens]` true where the policy sampled the token and is trained on it. The first token is never trained on.
     pub loss_mask: Vec<bool>,
-    /// `[T]` behavior log-probabilities, nats: under the distribution that sampled the token; 0.0 where the mask is false.
+    /// `[tokens]` behavior log-probabilities, nats: under the distribution that sampled the token; 0.0 where the mask is false.
     pub behavior_logprobs: Vec<f32>,
     /// Runs that cover all `T` tokens in order.
     pub versions: Vec<VersionRun>,
@@ -135,19 +135,19 @@ impl Sample {
         Ok(Self { streams })
     }
 
-    /// `[T]` prompt, completions, and the messages of the environment between them.
+    /// `[tokens]` prompt, completions, and the messages of the environment between them.
     #[must_use]
     pub fn token_ids(&self) -> &[u32] {
         &self.streams.token_ids
     }
 
-    /// `[T]` true where the token is trained on.
+    /// `[tokens]` true where the token is trained on.
     #[must_use]
     pub fn loss_mask(&self) -> &[bool] {
         &self.streams.loss_mask
     }
 
-    /// `[T]` behavior log-probabilities, nats; 0.0 where the mask is false.
+    /// `[tokens]` behavior log-probabilities, nats; 0.0 where the mask is false.
     #[must_use]
     pub fn behavior_logprobs(&self) -> &[f32] {
         &self.streams.behavior_logprobs

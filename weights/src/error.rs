@@ -180,7 +180,7 @@ pub enum WeightsError {
     },
     /// Subscribers still read memory that the publisher needs.
     #[error("{version} finds no free slot on the device for {:.1} s: {holders}; see why it does not go on", .waited.as_secs_f64())]
-    Held {
+    SlotsInUse {
         /// The version that was to be published or received.
         version: PolicyVersion,
         /// How long the publisher waited.

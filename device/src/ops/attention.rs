@@ -136,10 +136,10 @@ impl SegmentPlan {
             let [first, count] = [keys.start, keys.len()].map(size);
             let queries: usize = users.iter().map(|(queries, _)| queries.len()).sum();
             let parts = queries.div_ceil(MAX_QUERIES);
-            let room = queries.div_ceil(parts).next_multiple_of(TILE);
+            let capacity = queries.div_ceil(parts).next_multiple_of(TILE);
             let (begin, first_slot) = (jobs.len(), self.slots);
             let mut entries = self.seen.len();
-            let mut left = room;
+            let mut left = capacity;
             for (queries, keys) in users {
                 let mut queries = queries.clone();
                 while !queries.is_empty() {
@@ -148,13 +148,13 @@ impl SegmentPlan {
                     left -= end - queries.start;
                     queries.start = end;
                     if left == 0 {
-                        jobs.push((room, [first, count, size(entries), size(self.seen.len()), 0]));
-                        (entries, left) = (self.seen.len(), room);
+                        jobs.push((capacity, [first, count, size(entries), size(self.seen.len()), 0]));
+                        (entries, left) = (self.seen.len(), capacity);
                     }
                 }
             }
-            if left < room {
-                jobs.push((room - left, [first, count, size(entries), size(self.seen.len()), 0]));
+            if left < capacity {
+                jobs.push((capacity - left, [first, count, size(entries), size(self.seen.len()), 0]));
             }
             let split = jobs.len() - begin > 1;
             for (_, job) in &mut jobs[begin..] {

@@ -42,9 +42,9 @@ fn digest_by<T: Element>(device: &Device, of: View<'_, T>, piece_chunks: usize) 
     }
     let per_piece = per_chunk * piece_chunks;
     let pieces = of.len().div_ceil(per_piece);
-    let room = of.len().div_ceil(per_chunk).min(piece_chunks);
-    let mut values = device.uninit::<u32>(room * WORDS)?;
-    let mut merged = device.uninit::<u32>(room.div_ceil(MERGED) * WORDS)?;
+    let chunks = of.len().div_ceil(per_chunk).min(piece_chunks);
+    let mut values = device.uninit::<u32>(chunks * WORDS)?;
+    let mut merged = device.uninit::<u32>(chunks.div_ceil(MERGED) * WORDS)?;
     let mut left = device.uninit::<u32>(pieces * FINISHED * WORDS)?;
     let mut counts = Vec::with_capacity(pieces);
     for piece in 0..pieces {

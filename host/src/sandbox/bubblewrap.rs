@@ -22,16 +22,16 @@ use crate::reaper::{Reaper, ReaperRegistration};
 
 /// Bytes of files that the program may write.
 const TMP_BYTES: u32 = 64 << 20;
-/// User id of the program.
-const NOBODY: u32 = 65_534;
+/// User and group id of the program: those without privileges.
+const UNPRIVILEGED: u32 = 65_534;
 /// Directory of its file.
 const BOX: &str = "/box";
 
-/// Runs `job`; `nobody` and `processes` are those of [`super::SandboxMethod::Bubblewrap`].
+/// Runs `job`; `unprivileged` and `processes` are those of [`super::SandboxMethod::Bubblewrap`].
 pub(super) fn run(
     bwrap: &Path,
     readable: &ReadableFiles,
-    (nobody, processes): (bool, bool),
+    (unprivileged, processes): (bool, bool),
     job: SandboxJob<'_>,
     (limits, reaper): (&SandboxLimits, &Reaper),
 ) -> Result<ProgramRun, SandboxError> {
@@ -54,8 +54,8 @@ pub(super) fn run(
         command.args(["--setenv", name, value]);
     }
     command.arg("--").args(arguments(&job, inside.as_deref(), dialog.as_ref()));
-    if nobody {
-        command.uid(NOBODY).gid(NOBODY);
+    if unprivileged {
+        command.uid(UNPRIVILEGED).gid(UNPRIVILEGED);
     }
     let mut inherited = vec![&filter, &status.theirs, &gate.theirs];
     inherited.extend(&file);
@@ -80,7 +80,7 @@ fn number(fd: &OwnedFd) -> String {
 }
 
 fn namespaces() -> Vec<String> {
-    let nobody = NOBODY.to_string();
+    let id = UNPRIVILEGED.to_string();
     [
         "--unshare-user",
         "--unshare-ipc",
@@ -89,9 +89,9 @@ fn namespaces() -> Vec<String> {
         "--unshare-uts",
         "--unshare-cgroup-try",
         "--uid",
-        &nobody,
+        &id,
         "--gid",
-        &nobody,
+        &id,
         "--cap-drop",
         "ALL",
         "--die-with-parent",

@@ -33,8 +33,8 @@ use crate::reaper::Reaper;
 pub enum SandboxMethod {
     /// In new namespaces, by `bwrap`.
     Bubblewrap {
-        /// Whether it runs as the user `nobody`, so that the kernel counts its processes also if this process is root.
-        nobody: bool,
+        /// Whether it runs as user 65534. Then the kernel counts its processes also if this process is root.
+        unprivileged: bool,
         /// Whether it may start processes.
         processes: bool,
     },
@@ -203,7 +203,7 @@ impl Sandbox {
     ) -> Result<Self, SandboxError> {
         let bwrap = readable::find("bwrap", path);
         let root = rustix::process::geteuid().is_root();
-        let namespaces = |nobody, processes| SandboxMethod::Bubblewrap { nobody, processes };
+        let namespaces = |unprivileged, processes| SandboxMethod::Bubblewrap { unprivileged, processes };
         let wrapped: &[SandboxMethod] = if root {
             &[namespaces(true, true), namespaces(false, false)]
         } else {
@@ -241,8 +241,8 @@ impl Sandbox {
     pub fn run(&self, job: SandboxJob<'_>, limits: &SandboxLimits) -> Result<ProgramRun, SandboxError> {
         let limits = (limits, &*self.reaper);
         match (self.method, &self.bwrap) {
-            (SandboxMethod::Bubblewrap { nobody, processes }, Some(bwrap)) => {
-                bubblewrap::run(bwrap, &self.readable, (nobody, processes), job, limits)
+            (SandboxMethod::Bubblewrap { unprivileged, processes }, Some(bwrap)) => {
+                bubblewrap::run(bwrap, &self.readable, (unprivileged, processes), job, limits)
             }
             (SandboxMethod::Bubblewrap { .. }, None) => {
                 Err(SandboxError::Failed { reason: "`bwrap` was not found in `PATH`".to_owned() })
@@ -256,7 +256,7 @@ impl Sandbox {
         let Some(command) = readable::find("true", "/usr/bin:/bin:/run/current-system/sw/bin") else {
             return Err("there is no program `true` to try it with".to_owned());
         };
-        // The interpreter must be readable, also for the user `nobody`.
+        // User 65534 must be able to read the interpreter.
         let required = self.readable.required().map(|path| path.display().to_string());
         let argv = match (required, readable::find("test", "/usr/bin:/bin")) {
             (Some(required), Some(test)) => vec![test.display().to_string(), "-r".to_owned(), required],
@@ -281,8 +281,8 @@ impl Sandbox {
 impl SandboxMethod {
     fn name(self) -> &'static str {
         match self {
-            Self::Bubblewrap { nobody: true, .. } => "bubblewrap as user 65534",
-            Self::Bubblewrap { nobody: false, .. } => "bubblewrap",
+            Self::Bubblewrap { unprivileged: true, .. } => "bubblewrap as user 65534",
+            Self::Bubblewrap { unprivileged: false, .. } => "bubblewrap",
             Self::Landlock => "landlock",
             Self::Unconfined => "none",
         }

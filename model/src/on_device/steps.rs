@@ -140,7 +140,7 @@ impl<T: Storage> RecordedSteps<T> {
             StepSizes { tokens, single, sequences: sequences.len(), columns }
         };
         let device = decoder.device().labelled("steps");
-        let memory = room(&mut self.memory, &mut self.recorded, decoder, sizes)?;
+        let memory = reserve(&mut self.memory, &mut self.recorded, decoder, sizes)?;
         memory.fill(&device, shape, sizes, sequences)?;
         let key = RecordingKey { tokens: sizes.tokens, pages: sizes.columns, weights: weights.buffer().id() };
         if !decodes {
@@ -220,8 +220,8 @@ fn pick<T: Storage>(
     Ok(out)
 }
 
-/// Memory for a step of these sizes. Recordings in smaller memory are dropped.
-fn room<'a, T: Storage>(
+/// Reserves memory for a step of these sizes. Recordings in smaller memory are dropped.
+fn reserve<'a, T: Storage>(
     memory: &'a mut Option<StepMemory<T>>,
     recorded: &mut HashMap<RecordingKey, Graph>,
     decoder: &DeviceDecoder<T>,
@@ -238,7 +238,9 @@ fn room<'a, T: Storage>(
         *memory = None;
         *memory = Some(StepMemory::new(decoder, needed)?);
     }
-    Ok(memory.as_mut().unwrap_or_else(|| unreachable!("a step has tokens, for which there is room now")))
+    Ok(memory
+        .as_mut()
+        .unwrap_or_else(|| unreachable!("a step has tokens, and their memory was just reserved")))
 }
 
 impl<T: Storage> StepMemory<T> {

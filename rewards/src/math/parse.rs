@@ -234,7 +234,7 @@ impl<'a> MathParser<'a> {
             }
             found.push(word);
             self.at += 1;
-            // "June 20" and "Room 5" stay together by the label rule below; apostrophes and colons part words.
+            // The label rule below keeps "June 20" and "Hall 5" together. Apostrophes and colons separate words.
             while found.len() < MAX_PARTS && (self.sign('\'') || (self.sign(':') && self.word_after())) {
                 self.at += 1;
             }

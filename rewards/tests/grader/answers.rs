@@ -123,7 +123,7 @@ fn prose() {
     let long = "First we look at what is given. There are 12 boxes with 8 pens each, and a third of the pens is blue. \
         We multiply to find all of them, then divide, and take the rest away. Nothing else in the problem changes \
         that. We could also draw a table with one row per box and count the rows, which comes to the same thing in \
-        the end, though it takes longer and leaves more room for slips. ";
+        the end, though it takes longer and invites more slips. ";
     let with = |end: &str| format!("{long}{end}");
     let same: Vec<(&str, String)> = [
         ("64", "So there are 64 pens left that are not blue."),

@@ -369,7 +369,7 @@ fn bounds_of_a_function_are_an_interval() {
 }
 
 /// What every text of the next family begins with.
-const WORK: &str = "We are told that the tank holds 240 liters and that 3 pipes fill it. The first one brings 20 liters \
+const WORK: &str = "We can read that the tank holds 240 liters and that 3 pipes fill it. The first one brings 20 liters \
     per minute, the second one 10, and the third one is closed for the first 2 minutes. Let $t$ be the time in minutes. \
     Then $20t + 10t + 15(t-2) = 240$, which we solve step by step: expanding gives $45t - 30 = 240$, and adding 30 on \
     both sides gives $45t = 270$. It is easy to make a mistake here, so we check each step again before we go on. ";

@@ -142,7 +142,7 @@ impl Episode {
         self.text = completion.text;
     }
 
-    /// `[T]` prompt, completions and the messages between them.
+    /// `[tokens]` prompt, completions and the messages between them.
     #[must_use]
     pub fn token_ids(&self) -> &[u32] {
         &self.streams.token_ids

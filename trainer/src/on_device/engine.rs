@@ -449,7 +449,7 @@ impl<T: Storage> DeviceRank for TypedDeviceRank<T> {
         {
             return Ok(Arc::clone(frozen) as _);
         }
-        // Before the new one takes its room.
+        // Freed before the new weights are allocated.
         *kept = None;
         let mut weights = self.device.labelled("frozen weights").uninit(parameters.layout().len())?;
         upload(&self.device, parameters.values(), weights.all_mut())?;

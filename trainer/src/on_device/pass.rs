@@ -137,7 +137,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
         if let Some(reducing) = &self.reducing {
             reducing.share.wait("add up gradients")?;
         }
-        // What is left of a backward that failed would take room beside the new one.
+        // Frees the activations of a backward pass that failed before the new ones are allocated.
         self.trace = None;
         self.source.turn(false);
         let (predictions, trace) = self.decoder.forward(&mut self.source, pack, positions, targets)?;
@@ -223,7 +223,7 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
     /// Layers of `layout` that come through `gathering`; embedding and tail stay as long as this does.
     ///
     /// # Errors
-    /// If they do not come, or there is no room for them.
+    /// The layers do not come, or the device has no memory for them.
     pub(crate) fn new(
         device: &'a Device,
         layout: &Layout,

@@ -76,19 +76,19 @@ fn what_leaves_the_device_for_a_sampler_comes_back_as_it_was() {
         let mut undisturbed = learner(dtype, place);
         (0..3).for_each(|_| step(&mut undisturbed));
         let moments = if place == OptimizerPlace::Device { 8 } else { 0 };
-        // Room for everything, for the optimizer alone, for nothing.
+        // Memory for everything, for the optimizer alone, for nothing.
         for (budget, stays) in [(u64::MAX, moments + computed), (8 * len, moments), (0, 0)] {
             let mut learner = learner(dtype, place);
             let directory = tempfile::tempdir().unwrap();
             let [turn, _other] = model::turns::share_device("the trainer", "a sampler", || {});
             let budget = MemoryBudget::new(Some(budget));
             let mut colocation = Colocation::new(turn, directory.path(), &budget, vec![&mut learner]);
-            let held = |learner: &Learner| learner.device_bytes().iter().sum::<u64>();
+            let in_memory = |learner: &Learner| learner.device_bytes().iter().sum::<u64>();
             for _ in 0..2 {
                 step(&mut learner);
-                assert_eq!(held(&learner), (moments + computed) * len);
+                assert_eq!(in_memory(&learner), (moments + computed) * len);
                 colocation.rest(vec![&mut learner]).unwrap();
-                assert_eq!(held(&learner), stays * len, "{dtype:?} {place:?}");
+                assert_eq!(in_memory(&learner), stays * len, "{dtype:?} {place:?}");
                 assert!(colocation.freed_bytes() >= 4 * len, "gradients leave in any case");
                 colocation.wake(vec![&mut learner]).unwrap();
             }
@@ -108,7 +108,7 @@ fn ranks_in_processes_of_their_own_broadcast_a_shard_each() {
     let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(ThreadPool::single())));
     let parameters = Parameters::random(&model(), 3);
     let mut trained = leader.learner(settings, model(), parameters, None, None).unwrap();
-    // The others are told of this one.
+    // The followers take part in this step.
     imitate(&mut trained, &[&sample()], 1e-2).unwrap();
 
     let hub = Hub::new(HubConfig::default());

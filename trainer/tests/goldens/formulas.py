@@ -1,8 +1,8 @@
 """Reference formulas of every advantage, loss, correction and aggregation of the trainer.
 
 Each formula is written the way its source states it, in float64, and differentiated by PyTorch
-autograd. Nothing here is taken from the trainer: the file is the second opinion that the trainer's
-own code is held against. `algorithms.py` applies it to drawn cases.
+autograd. Nothing here is taken from the trainer: the file is a second implementation that the trainer's
+own code is compared with. `algorithms.py` applies it to drawn cases.
 
 Names: `current` is differentiated, `proximal` anchors the clip, `behavior` sampled the tokens,
 `reference` is the frozen model of the KL term; all of them [T] log-probabilities in nats. Log-ratios

@@ -249,7 +249,7 @@ impl<T: Storage> DeviceSlot<T> {
                 }
                 Err(TryLockError::WouldBlock) if started.elapsed() >= wait => {
                     let holders = format!("{} copies out of the slot", holders(&self.path).join(", "));
-                    return Err(WeightsError::Held { version, waited: started.elapsed(), holders });
+                    return Err(WeightsError::SlotsInUse { version, waited: started.elapsed(), holders });
                 }
                 Err(TryLockError::WouldBlock) => std::thread::sleep(PAUSE),
             }

@@ -254,7 +254,7 @@ impl<T: Storage> PushOwner<T> {
         Self { hub: Some(hub), ..self }
     }
 
-    /// Sends its shard by the plan, and waits until all samplers have it; the digest of the shard.
+    /// Sends `shard` (`[shard_len]`) by the plan, and waits until all samplers have it. Returns its digest.
     ///
     /// # Errors
     /// Peers that departed or missed the deadline; a plan of other weights; a device that fails.

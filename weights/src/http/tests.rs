@@ -288,7 +288,7 @@ fn who_serves_other_weights_than_published_fails_and_the_others_go_on() {
 }
 
 #[test]
-fn the_end_of_the_publisher_is_told() {
+fn the_end_of_the_publisher_is_reported() {
     let (publisher, hub) = publisher(Dtype::F32, PublishConfig::default());
     let served = TestHub::start(router(hub));
     let subscriber = served.connect("orphan");

@@ -57,8 +57,8 @@ impl ShardOwner {
         };
         let end = offset.checked_add(values.len()).filter(|end| *end <= self.slot.len());
         let Some(end) = end else {
-            let (len, room) = (values.len(), self.slot.len());
-            return Err(wrong(format!("{len} weights from {offset} on do not fit into {room}")));
+            let (len, slot) = (values.len(), self.slot.len());
+            return Err(wrong(format!("{len} weights from {offset} on do not fit into {slot}")));
         };
         // SAFETY: rank 0 has locked the slot against readers until all ranks have written their shards, which do not
         // overlap.

@@ -63,8 +63,8 @@ impl ShmSlot {
         let file = file.map_err(|error| failed("make a file; name another directory", error))?;
         let bytes = (HEADER + len * size_of::<f32>()) as u64;
         // The file is allocated: a sparse file would kill the process when memory runs out.
-        let room = rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes);
-        if let Err(error) = room {
+        let allocated = rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes);
+        if let Err(error) = allocated {
             // If this fails, the next publisher removes it.
             let _ = std::fs::remove_file(path);
             let what = "allocate the weights; make it larger, or use the transport http";
