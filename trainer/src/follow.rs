@@ -1,7 +1,8 @@
 //! A follower: a process that is one rank of a trainer and executes the commands of the leader.
 //!
-//! Invariant: models, optimizer states and batches come from the leader, and the follower makes the same calls as the leader.
-//! Its computation depends on the commands and its rank alone. It waits for the next command as long as the leader lives.
+//! Invariant: models, optimizer states and batches come from the leader. The follower makes the same collective calls as
+//! the leader. Its computation depends on the commands and its rank alone. It waits for the next command as long as the
+//! leader lives.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -25,10 +26,11 @@ use crate::supervised::{DemonstrationLoss, PairLoss};
 use crate::update::PolicyUpdate;
 use collective::HostCollective;
 
-/// Executes the commands of the leader of `collective`, rank 0, until it sends stop; computes on the cores of `pool`.
+/// Executes the commands of the leader, rank 0 of `collective`, until it sends stop. Computes on the threads of `pool`.
 ///
 /// # Errors
-/// If the leader or another rank is gone, or this one cannot do its part. Dropping the collective then ends the others.
+/// If the leader or another rank is gone, or a command fails on this rank. Dropping the collective then ends the other
+/// ranks.
 pub fn follow(collective: Arc<dyn HostCollective>, pool: Arc<ThreadPool>) -> Result<(), TrainerError> {
     let mut follower = Follower { collective, pool, networks: HashMap::new(), references: HashMap::new() };
     while follower.turn()? {}
@@ -39,12 +41,12 @@ struct Follower {
     collective: Arc<dyn HostCollective>,
     pool: Arc<ThreadPool>,
     networks: HashMap<u32, Learner>,
-    /// What networks are compared with, by their numbers.
+    /// The reference models of the networks, by network number.
     references: HashMap<u32, Frozen>,
 }
 
 impl Follower {
-    /// Does one command; whether there will be another.
+    /// Executes one command. Returns whether another one follows.
     fn turn(&mut self) -> Result<bool, TrainerError> {
         let bytes = self.collective.broadcast_bytes(0, Vec::new())?;
         let command: RankCommand<'static> = decode(&bytes)?;
@@ -69,14 +71,14 @@ impl Follower {
             }
             RankCommand::Send { network, plan } => {
                 let plan = PushPlan::from_bytes(&plan)?;
-                // What went wrong is for the leader to judge.
+                // The leader judges the errors of the samplers.
                 self.learner(network)?.send_own(&plan, None).map(drop)
             }
             RankCommand::GatherWeights { network } => self.learner(network)?.give_weights(),
             RankCommand::GatherOptimizer { network } => self.learner(network)?.give_optimizer(),
         };
         match done {
-            // All ranks met it, and the leader decides what follows.
+            // All ranks return this error. The leader decides what follows.
             Err(TrainerError::GradientNotFinite { .. }) | Ok(()) => Ok(true),
             Err(error) => Err(error),
         }
@@ -146,7 +148,7 @@ impl Follower {
             critic: command.critic.map(|(config, _)| (config, critic.as_mut())),
             reference: self.references.get(&command.network),
         };
-        // What the rows say of each other is for the leader to judge.
+        // The leader reads the reports of the rows.
         let done = update.run(&batch).map(drop);
         self.networks.insert(command.network, learner);
         self.networks.extend(network.zip(critic));

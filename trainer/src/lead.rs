@@ -1,11 +1,11 @@
 //! The leader of several processes that train together, and the commands that it sends to the followers.
 //!
-//! The leader holds the trainer; the others run [`follow`](crate::follow::follow()) and get everything from it: models,
-//! states of optimizers, batches. Data of a model follow its `RankCommand::Network` as broadcasts, in the order of
+//! The leader has the trainer. The followers run [`follow`](crate::follow::follow()) and receive models, optimizer states
+//! and batches from the leader. The data of a model follow its `RankCommand::Network` as broadcasts, in the order of
 //! [`Leader::learner`].
 //!
-//! Invariant: the leader sends a command before it makes the calls of the command, so that all processes make the same calls.
-//! A follower receives the next command when it has completed the one before.
+//! Invariant: the leader sends a command before it makes the command's collective calls, so that all processes make the
+//! same calls. A follower receives a command after it has completed the previous one.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use crate::optimizer::Optimizer;
 use crate::rank::LearnerSeed;
 use collective::HostCollective;
 
-/// The first process of a trainer of several. Dropping it ends the others.
+/// Rank 0 of a trainer of several processes. Dropping it stops the followers.
 #[derive(Debug)]
 pub struct Leader {
     collective: Arc<dyn HostCollective>,
@@ -64,18 +64,18 @@ pub(crate) enum RankCommand<'a> {
     Stop,
 }
 
-/// A model in training.
+/// Header of a model in training.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct NetworkHeader {
     pub(crate) network: u32,
     pub(crate) config: LearnerConfig,
     pub(crate) model: serde_json::Value,
     pub(crate) adapter: Option<LoraConfig>,
-    /// Updates of an optimizer whose states follow; `None` for a fresh one.
+    /// Number of updates of the optimizer whose states follow; `None` for a new optimizer.
     pub(crate) updates: Option<u64>,
 }
 
-/// What [`Update`](crate::update) needs to know.
+/// Arguments of an [update](crate::update).
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct UpdateCommand<'a> {
     pub(crate) network: u32,
@@ -90,12 +90,12 @@ pub(crate) struct UpdateCommand<'a> {
     pub(crate) demonstrations: Cow<'a, [Option<Sample>]>,
 }
 
-/// How pairs are compared.
+/// Loss over pairs.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) enum PairComparison {
-    /// With the reference.
+    /// A preference loss, with the reference model.
     Preference(Preference),
-    /// By their values.
+    /// The loss of a reward model, on the predicted values.
     Reward { margin: f64 },
 }
 
@@ -108,17 +108,17 @@ pub(crate) struct Followers {
 }
 
 impl Leader {
-    /// The leader of the processes of `collective`, whose rank 0 it is.
+    /// The leader of the processes of `collective`: its rank 0.
     #[must_use]
     pub fn new(collective: Arc<dyn HostCollective>) -> Arc<Self> {
         Arc::new(Self { collective, networks: AtomicU32::new(0) })
     }
 
-    /// A learner that is shared with the other processes, of which each gets its part. The arguments are those of
+    /// A learner whose ranks are all processes; every process receives its shards. The arguments are those of
     /// [`Learner::new`] and [`Learner::adapting`]; `config.world` is the number of processes.
     ///
     /// # Errors
-    /// If another process is gone, a device is not there, or the model's configuration does not read back as it is.
+    /// If another process is gone, a device is not available, or the model's configuration does not survive encoding.
     pub fn learner(
         self: &Arc<Self>,
         config: LearnerConfig,
@@ -169,13 +169,13 @@ impl Leader {
 
 impl Drop for Leader {
     fn drop(&mut self) {
-        // If the followers are gone none has to stop, and the error was reported where it was met.
+        // Followers that are gone need no command, and their error was reported before.
         let _ = self.tell(&RankCommand::Stop);
     }
 }
 
 impl Followers {
-    /// Sends the command of the next calls to the other ranks.
+    /// Sends `command` to the other ranks before its collective calls.
     ///
     /// # Errors
     /// If one of them is gone.
@@ -183,7 +183,7 @@ impl Followers {
         self.leader.tell(command)
     }
 
-    /// Sends the model that this one is compared with, once: it is the same as long as the learner lives.
+    /// Sends the reference model once. It stays the same for the life of the learner.
     ///
     /// # Errors
     /// If another rank is gone, or the model cannot be read.
@@ -199,12 +199,12 @@ impl Followers {
 
 impl Drop for Followers {
     fn drop(&mut self) {
-        // As in the leader's.
+        // The error is ignored as in the leader's.
         let _ = self.tell(&RankCommand::Forget { network: self.network });
     }
 }
 
-/// Receives the weights that [`Leader::send_units`] sends, one unit after the other.
+/// Receives the weights that [`Leader::send_units`] sends, unit by unit.
 pub(crate) fn receive_units(
     collective: &dyn HostCollective,
     layout: &Layout,
@@ -216,7 +216,7 @@ pub(crate) fn receive_units(
     Ok(())
 }
 
-/// Receives this many values.
+/// Receives `len` values, `[len]`.
 pub(crate) fn receive_values(collective: &dyn HostCollective, len: usize) -> Result<Vec<f32>, TrainerError> {
     let bytes = collective.broadcast_bytes(0, Vec::new())?;
     let (values, _) = bytes.as_chunks();
@@ -227,7 +227,7 @@ pub(crate) fn receive_values(collective: &dyn HostCollective, len: usize) -> Res
     Ok(values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
 }
 
-/// The configuration as a follower reads it.
+/// Encodes a model's configuration, and checks that a follower decodes the same one.
 fn sent(model: &Config) -> Result<serde_json::Value, TrainerError> {
     let value = model.to_json();
     if received(&value)? != *model {
@@ -237,18 +237,18 @@ fn sent(model: &Config) -> Result<serde_json::Value, TrainerError> {
     Ok(value)
 }
 
-/// The configuration that `sent` sent.
+/// Decodes a model's configuration that `sent` encoded.
 pub(crate) fn received(model: &serde_json::Value) -> Result<Config, TrainerError> {
     let map = model.as_object().cloned().unwrap_or_default();
     Ok(Config::from_json(std::path::Path::new("the leader's model"), &map)?)
 }
 
-/// MessagePack with named fields.
+/// Encodes a message as MessagePack with named fields.
 pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>, TrainerError> {
     rmp_serde::to_vec_named(message).map_err(|error| TrainerError::Message { reason: error.to_string() })
 }
 
-/// What [`encode`] encoded.
+/// Decodes a message of [`encode`].
 pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, TrainerError> {
     rmp_serde::from_slice(bytes).map_err(|error| TrainerError::Message { reason: error.to_string() })
 }

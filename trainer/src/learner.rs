@@ -1,5 +1,5 @@
-//! The weights that are trained: forward and backward over micro-batches, clipping, the optimizer. With an adapter the
-//! weights are frozen, and what is clipped and updated is the adapter.
+//! A learner trains one model: forward and backward passes over micro-batches, gradient clipping, optimizer steps. With
+//! an adapter the weights are frozen, and the adapter is clipped and updated.
 //!
 //! Invariant: a step is a function of the rows, the weights and the optimizer state. It has the same bits for every number
 //! of threads of its [`ThreadPool`]. Gradients are summed as a balanced binary tree over the leaves of the step, so it also has
@@ -41,31 +41,31 @@ pub struct LearnerConfig {
     pub max_grad_norm: f32,
     /// Tokens of a micro-batch.
     pub microbatch_tokens: usize,
-    /// What the backward computes again instead of keeping it.
+    /// Activations that the backward pass computes again instead of storing them.
     pub recompute: Recompute,
     /// Ranks that share a step.
     pub world: usize,
     /// Least number of leaves that the gradients of a step are summed from, a power of two. Ranks on devices have one leaf
     /// each.
     pub leaves: usize,
-    /// What they share beside the work (ZeRO stages): 1 the optimizer's state, 2 gradients too, 3 weights too.
+    /// ZeRO stage, the state that ranks shard: 1 optimizer state, 2 gradients too, 3 weights too.
     pub zero: usize,
     /// Longest wait of one rank for another.
     pub wait: Duration,
-    /// Where ranks compute, if not on the processor.
+    /// Device on which ranks compute; `None` for the processor.
     #[serde(default)]
     pub device: Option<DeviceConfig>,
 }
 
-/// One policy in training.
+/// A policy or a critic in training.
 #[derive(Debug)]
 pub struct Learner {
     config: LearnerConfig,
     model: Config,
-    /// Those of this process: all of them, or one.
+    /// The ranks of this process: all ranks as threads, or one.
     ranks: Vec<Rank>,
     pool: Arc<ThreadPool>,
-    /// Where every rank is a process.
+    /// The other processes, if every rank is a process.
     spread: Option<LearnerProcesses>,
 }
 
@@ -73,20 +73,20 @@ pub struct Learner {
 #[derive(Debug)]
 struct LearnerProcesses {
     collective: Arc<dyn HostCollective>,
-    /// Of the leader.
+    /// The followers, if this process is the leader.
     remote: Option<Followers>,
 }
 
 /// A model that is not trained: a reference policy or a teacher.
 #[derive(Clone, Debug)]
 pub struct Frozen {
-    /// Its shape and its weights, in memory always or only while it scores.
+    /// Configuration and weights, which are always in memory or only during a scoring pass.
     pub weights: ResidentParameters,
-    /// The cores that it has to itself, beside the policy; `None` if it takes turns with the policy on the policy's.
+    /// A thread pool of its own, for scoring beside the policy. `None` if it shares the pool of the policy in turns.
     pub pool: Option<Arc<ThreadPool>>,
 }
 
-/// Some of a model's values: where they lie in the flat parameters, and what they are.
+/// Ranges of the flat parameters with their values.
 pub type OwnedValues<'a> = Vec<(Range<usize>, &'a [f32])>;
 
 /// A loss over the predictions of one row.
@@ -94,7 +94,7 @@ pub trait RowLoss: Sync {
     /// Report on the tokens of a leaf; merged in order of leaf.
     type Report: Default + Send + Serialize + DeserializeOwned;
 
-    /// Derivatives of the loss by each of `predictions`, which belong to the trained tokens of row `index`.
+    /// Derivatives of the loss with respect to `predictions`, the predictions of the trained tokens of row `index`.
     fn row(
         &self,
         index: usize,
@@ -104,25 +104,25 @@ pub trait RowLoss: Sync {
 }
 
 impl LearnerConfig {
-    /// Leaves that the gradients of a step are summed from.
+    /// Number of leaves of the sum of a step's gradients.
     #[must_use]
     pub fn step_leaves(&self) -> usize {
         if self.device.is_some() { self.world } else { leaves(self.leaves, self.world) }
     }
 
-    /// Whether a rank keeps its own shards of the gradients only.
+    /// Whether a rank keeps only its shards of the gradients.
     pub(crate) fn shares_gradients(&self) -> bool {
         self.zero >= 2
     }
 
-    /// Whether a rank keeps its own shards of the weights only.
+    /// Whether a rank keeps only its shards of the weights.
     pub(crate) fn shares_weights(&self) -> bool {
         self.zero >= 3
     }
 }
 
 impl Learner {
-    /// Trains all of `parameters`; `optimizer` is `None` for a fresh one. With several ranks these are threads.
+    /// A learner of all `parameters`. Several ranks are threads. `optimizer` is the restored state; `None` for a new one.
     ///
     /// # Errors
     /// If a device of the configuration is not available, or its memory is too small.
@@ -136,8 +136,8 @@ impl Learner {
         Self::with(LearnerSeed { config, model, parameters, adapter: None, optimizer })
     }
 
-    /// Trains `adapter` alone; the weights are those it was made for, changed by it. `optimizer` is `None` for a fresh
-    /// one.
+    /// A learner of `adapter`. `parameters` are the base weights, into which the adapter is merged. `optimizer` is the
+    /// restored state; `None` for a new one.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -164,26 +164,26 @@ impl Learner {
         Ok(Self { config, model, ranks, pool, spread: None })
     }
 
-    /// One of several processes; the leader has the followers.
+    /// The learner of one of several processes. `remote` is `None` on followers.
     pub(crate) fn spread(rank: Rank, collective: Arc<dyn HostCollective>, remote: Option<Followers>) -> Self {
         let (config, model) = (rank.config().clone(), rank.model().clone());
         let spread = Some(LearnerProcesses { collective, remote });
         Self { config, model, ranks: vec![rank], pool: Arc::new(ThreadPool::single()), spread }
     }
 
-    /// The same, computing on the cores of `pool`; ranks that are threads have a core each.
+    /// The learner with the thread pool `pool`. Ranks that are threads compute on one thread each.
     #[must_use]
     pub fn on(self, pool: Arc<ThreadPool>) -> Self {
         Self { pool, ..self }
     }
 
-    /// The cores that it computes on.
+    /// The thread pool of the computation.
     #[must_use]
     pub fn pool(&self) -> &Arc<ThreadPool> {
         &self.pool
     }
 
-    /// The weights: those of the first rank, or collected from all if each has its own only.
+    /// All weights: from the first rank, or gathered from all ranks if the weights are sharded.
     ///
     /// # Errors
     /// If a rank has failed.
@@ -196,7 +196,7 @@ impl Learner {
         Ok(Cow::Owned(parameters))
     }
 
-    /// All weights, if a rank of this process has them. Those that are trained on a device are brought to the host once
+    /// All weights, if a rank of this process has them. Weights that are trained on a device are copied to the host once
     /// per version.
     ///
     /// # Errors
@@ -205,21 +205,20 @@ impl Learner {
         Ok(self.first().whole()?.map(|parameters| &**parameters))
     }
 
-    /// The device of the first rank and the weights that it computes with; `None` if it computes on the processor, or they
-    /// are not all there.
+    /// The device of the first rank and its weights. `None` if the rank computes on the processor, or has only its shards.
     #[must_use]
     pub fn device_weights(&self) -> Option<(&Device, LearnerWeights<'_>)> {
         self.first().device_weights()
     }
 
-    /// Whether the ranks exchange from device to device, and not through the host; `None` if they compute on the processor, or
-    /// there is one.
+    /// Whether the collective runs from device to device and not through the host. `None` for ranks on the processor and
+    /// for a single rank.
     #[must_use]
     pub fn meets_on_devices(&self) -> Option<bool> {
         self.first().meets_on_devices()
     }
 
-    /// A copy of the weights that can be shared, made by their owners without another one in between.
+    /// A shared copy of all weights. Each rank writes its shards into the copy directly.
     ///
     /// # Errors
     /// If a rank has failed.
@@ -255,8 +254,8 @@ impl Learner {
         Ok(())
     }
 
-    /// Has every rank send its shard of the weights on its device to all samplers of `plan`; their digests, or why one could
-    /// not. `hub` is that of the samplers.
+    /// Sends the weights to all samplers of `plan`: every rank sends its shard from its device. Returns the digests of the
+    /// shards, or the error of a rank. `hub` is the hub of the samplers.
     ///
     /// # Errors
     /// If another rank does not take part.
@@ -272,7 +271,7 @@ impl Learner {
         Ok(sent.into_iter().collect())
     }
 
-    /// A rank's part of that among processes.
+    /// This process's part of [`Self::send`].
     pub(crate) fn send_own(
         &self,
         plan: &PushPlan,
@@ -294,7 +293,7 @@ impl Learner {
         Ok(Ok(digests))
     }
 
-    /// How the weights are shared for [`Self::send`]: as many to each rank, in whole chunks of a digest.
+    /// Shards of the weights for [`Self::send`]: of equal length, in whole chunks of a digest.
     pub(crate) fn push_cuts(&self) -> Vec<Range<usize>> {
         const CHUNK: usize = 1024;
         let (len, world) = (self.first().layout().len(), self.config.world);
@@ -302,27 +301,27 @@ impl Learner {
         (0..world).map(|rank| end(rank)..end(rank + 1)).collect()
     }
 
-    /// A follower's part of what the leader's [`Self::write`] does.
+    /// A follower's part of the leader's [`Self::write`].
     pub(crate) fn give_weights(&self) -> Result<(), TrainerError> {
         self.first().gather_weights(None)
     }
 
-    /// A follower's part of what the leader's [`Self::optimizer`] does.
+    /// A follower's part of the leader's [`Self::optimizer`].
     pub(crate) fn give_optimizer(&self) -> Result<(), TrainerError> {
         self.first().gather_optimizer().map(drop)
     }
 
-    /// Whether its ranks are processes.
+    /// Whether every rank is a process.
     pub(crate) fn is_spread(&self) -> bool {
         self.spread.is_some()
     }
 
-    /// What tells the other processes, if this one leads any.
+    /// The followers, if this process is the leader.
     pub(crate) fn remote(&self) -> Option<&Followers> {
         self.spread.as_ref().and_then(|spread| spread.remote.as_ref())
     }
 
-    /// Tells the other processes to do what this one does next, if it leads any. Whether it does.
+    /// Sends `command` to the followers, if this process is the leader. Returns whether it is.
     pub(crate) fn tell<'a>(
         &self,
         command: impl FnOnce(u32) -> RankCommand<'a>,
@@ -332,8 +331,8 @@ impl Learner {
         Ok(true)
     }
 
-    /// The weights that the ranks of this process own: where they lie in the flat parameters, and what they are. Owners
-    /// of all processes together own every value once.
+    /// The weights that the ranks of this process own, with their ranges in the flat parameters. All processes together
+    /// own every value once.
     ///
     /// # Errors
     /// If a device fails.
@@ -342,13 +341,13 @@ impl Learner {
         Ok(owned.into_iter().flatten().collect())
     }
 
-    /// Updates that the optimizer has done.
+    /// Number of updates of the optimizer.
     #[must_use]
     pub fn updates(&self) -> u64 {
         self.first().optimizer().updates()
     }
 
-    /// The optimizer with its state: that of the only rank, or put together from the shards of all.
+    /// The optimizer with its whole state, which is gathered from all ranks.
     ///
     /// # Errors
     /// If a rank has failed.
@@ -366,25 +365,25 @@ impl Learner {
         Ok(Cow::Owned(joined))
     }
 
-    /// What is trained in place of the weights, if anything.
+    /// The adapter, if one is trained in place of the weights.
     #[must_use]
     pub fn adapter(&self) -> Option<&Adapter> {
         self.first().adapter()
     }
 
-    /// The tensors that the optimizer moves, in the order of its states.
+    /// The trained tensors, in the order of the optimizer's states.
     #[must_use]
     pub fn trained(&self) -> &[ParameterSpec] {
         self.first().trained()
     }
 
-    /// The model that is trained.
+    /// Configuration of the model.
     #[must_use]
     pub fn model(&self) -> &Config {
         &self.model
     }
 
-    /// Gives up the weights.
+    /// Drops the learner and returns its weights.
     ///
     /// # Errors
     /// If a rank has failed.
@@ -398,7 +397,7 @@ impl Learner {
         self.ranks.iter().map(Rank::bytes).sum()
     }
 
-    /// Gives up the gradients, which begin at zero in every step. Returns their bytes.
+    /// Frees the gradients, which begin at zero in every step. Returns their bytes.
     pub(crate) fn drop_gradients(&mut self) -> u64 {
         self.ranks.iter_mut().map(Rank::drop_gradients).sum()
     }
@@ -416,28 +415,27 @@ impl Learner {
         self.ranks.iter_mut().map(Rank::bytes_to_keep).fold([0; 2], add)
     }
 
-    /// Gives up the devices' memory of the optimizer, of the weights, or of both, and of networks that are not trained.
-    /// Returns the bytes.
+    /// Frees the device memory of the optimizer, of the weights, or of both, and of frozen networks. Returns the bytes.
     pub(crate) fn leave_device(&mut self, optimizer: bool, weights: bool) -> Result<u64, TrainerError> {
         self.ranks.iter_mut().map(|rank| rank.leave_device(optimizer, weights)).sum()
     }
 
-    /// Brings back to the devices what is to be there.
+    /// Copies the state that belongs on the devices back to them.
     pub(crate) fn enter_device(&mut self) -> Result<(), TrainerError> {
         self.ranks.iter_mut().try_for_each(Rank::enter_device)
     }
 
-    /// What the optimizer remembers.
+    /// The optimizer state.
     pub(crate) fn optimizer_streams(&mut self) -> Vec<StateStream<'_>> {
         self.ranks.iter_mut().flat_map(|rank| rank.streams(true, false)).collect()
     }
 
-    /// The weights, and the frozen ones under an adapter.
+    /// The weights, and the base weights of an adapter.
     pub(crate) fn weight_streams(&mut self) -> Vec<StateStream<'_>> {
         self.ranks.iter_mut().flat_map(|rank| rank.streams(false, true)).collect()
     }
 
-    /// Both.
+    /// The optimizer state and the weights.
     pub(crate) fn all_streams(&mut self) -> Vec<StateStream<'_>> {
         self.ranks.iter_mut().flat_map(|rank| rank.streams(true, true)).collect()
     }
@@ -445,15 +443,15 @@ impl Learner {
     /// Predictions of the trained tokens of each row under the current weights.
     ///
     /// # Errors
-    /// If a token lies beyond the vocabulary, or a rank fails.
+    /// If a token is outside the vocabulary, or a rank fails.
     pub fn score(&self, rows: &[&Sample]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         self.scored(rows, |rank, task| rank.score(task, &self.rank_pool(&self.pool)))
     }
 
-    /// The same under a model that is not trained, where that is placed.
+    /// Predictions of the trained tokens of each row under a frozen model, where that is placed.
     ///
     /// # Errors
-    /// If a token lies beyond its vocabulary, or its weights cannot be read again.
+    /// If a token is outside its vocabulary, or its weights cannot be read again.
     pub fn score_under(
         &self,
         frozen: &Frozen,
@@ -485,8 +483,8 @@ impl Learner {
     /// leaves in order. Without a row, or with a gradient of zero, there is no update: no moments, no weight decay.
     ///
     /// # Errors
-    /// If a token lies beyond the vocabulary or the gradient is not finite; the weights are then as before. If one of
-    /// several ranks fails, after which nothing more can be done with any.
+    /// If a token is outside the vocabulary, or the gradient is not finite; the weights are then unchanged. If one of
+    /// several ranks fails; the learner is then unusable.
     pub fn step<L: RowLoss>(
         &mut self,
         rows: &[&Sample],
@@ -510,12 +508,12 @@ impl Learner {
         Ok((norm, in_order_of_leaf(reports, !self.config.shares_gradients())))
     }
 
-    /// The micro-batches of `parts` parts of `rows`.
+    /// The plan of `rows` for `parts` leaves or ranks.
     fn plan(&self, rows: &[&Sample], parts: usize) -> Vec<Vec<MicroBatch>> {
         plan(rows, &self.model, self.config.microbatch_tokens, parts)
     }
 
-    /// The cores of a rank, of those of `pool`.
+    /// The thread pool of a rank: `pool`, or one thread if this process has several ranks.
     fn rank_pool(&self, pool: &Arc<ThreadPool>) -> Arc<ThreadPool> {
         if self.ranks.len() > 1 { Arc::new(ThreadPool::single()) } else { Arc::clone(pool) }
     }
@@ -528,7 +526,8 @@ impl Learner {
     }
 }
 
-/// The reports of all leaves, given by rank. With `accumulates` a rank has neighbouring leaves, otherwise every `world`th.
+/// The reports of all leaves in order, from the reports by rank. With `accumulates` a rank has neighbouring leaves,
+/// otherwise every `world`th leaf.
 fn in_order_of_leaf<R>(reports: Vec<Vec<R>>, accumulates: bool) -> Vec<R> {
     if accumulates {
         return reports.into_iter().flatten().collect();
@@ -544,7 +543,7 @@ fn in_order_of_leaf<R>(reports: Vec<Vec<R>>, accumulates: bool) -> Vec<R> {
     }
 }
 
-/// Gets the predictions of the other processes into `scored`, and gives them those of this one.
+/// All-gathers the predictions of all processes into `scored`.
 fn exchange_predictions(
     collective: &dyn HostCollective,
     task: PlannedRows<'_>,

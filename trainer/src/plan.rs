@@ -28,16 +28,16 @@ const WORTH: (u64, u64) = (15, 16);
 pub struct MicroBatch {
     /// Indices of rows, ascending.
     pub rows: Vec<usize>,
-    /// Tokens in all, a common prompt counted once.
+    /// Tokens of all rows. A common prompt counts once.
     pub tokens: usize,
 }
 
-/// What a row brings along.
+/// Lengths of a row, tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct RowSize {
-    /// Tokens before the first trained one: what rows of a group have in common.
+    /// Tokens before the first trained token, which the rows of a group have in common.
     prompt: usize,
-    /// Tokens after that which go through the network.
+    /// Tokens after the prompt that go through the network.
     rest: usize,
     /// Trained tokens.
     predictions: usize,
@@ -48,23 +48,23 @@ struct RowSize {
 struct PromptUnit {
     rows: Vec<usize>,
     tokens: usize,
-    /// FLOPs of the forward.
+    /// FLOPs of the forward pass.
     cost: u64,
 }
 
-/// What a forward takes, FLOPs. A backward takes about twice that of everything, so it changes no comparison.
+/// Cost of a forward pass, FLOPs. A backward pass costs about twice as much in every term, so no comparison needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ForwardCost {
-    /// Of a token: the matrices of all layers.
+    /// Cost of a token: the matrices of all layers.
     token: u64,
-    /// Of a key that a token attends to: its score and its value, in all layers.
+    /// Cost of a key that a token attends to: its score and its value, in all layers.
     pair: u64,
-    /// Of a prediction: the head.
+    /// Cost of a prediction: the head.
     prediction: u64,
 }
 
-/// The micro-batches of each of `leaves` leaves, of at most `budget` tokens each; a row that is longer is a micro-batch of
-/// its own. A leaf may have none.
+/// The micro-batches of each of `leaves` leaves. A micro-batch has at most `budget` tokens, unless it is a single longer
+/// row. A leaf may be empty.
 #[must_use]
 pub fn plan(rows: &[&Sample], model: &Config, budget: usize, leaves: usize) -> Vec<Vec<MicroBatch>> {
     let sizes: Vec<RowSize> = rows.iter().map(|sample| RowSize::of(sample)).collect();
@@ -80,7 +80,7 @@ pub fn row_tokens(sample: &Sample) -> usize {
     sample.loss_mask().iter().rposition(|trained| *trained).unwrap_or(0)
 }
 
-/// The tokens before the first trained one.
+/// The tokens before the first trained token, `[prompt_tokens]`.
 pub(crate) fn prompt(sample: &Sample) -> &[u32] {
     let trained = sample.loss_mask().iter().position(|trained| *trained);
     &sample.token_ids()[..trained.unwrap_or(0)]
@@ -112,7 +112,7 @@ impl ForwardCost {
         }
     }
 
-    /// Of `tokens` that attend to themselves and to `before` tokens before them.
+    /// Cost of `tokens` tokens that attend to each other causally and to `before` earlier tokens.
     fn of_tokens(self, tokens: usize, before: usize) -> u64 {
         let (tokens, before) = (tokens as u64, before as u64);
         tokens * self.token + (tokens * before + tokens * (tokens + 1) / 2) * self.pair
@@ -122,7 +122,7 @@ impl ForwardCost {
 /// Position of a gradient in the sum of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Slot {
-    /// Rounds before: each adds one sum of all slots to the chain over rounds.
+    /// Number of earlier rounds. Each round adds the sum of its slots to the chain over rounds.
     pub(crate) round: usize,
     /// Position among the slots of the round.
     pub(crate) index: usize,
@@ -130,14 +130,14 @@ pub(crate) struct Slot {
     pub(crate) count: usize,
 }
 
-/// One forward and backward of a rank.
+/// One forward and backward pass of a rank.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepPass<'a> {
     /// `None` if only other ranks have a micro-batch.
     pub(crate) batch: Option<&'a MicroBatch>,
-    /// Position of its gradients in the sum over leaves.
+    /// Position of the gradients in the sum over leaves.
     pub(crate) slot: Slot,
-    /// Whether it adds the last gradients of its slot.
+    /// Whether the pass adds the last gradients of its slot.
     pub(crate) complete: bool,
 }
 
@@ -145,22 +145,22 @@ pub(crate) struct StepPass<'a> {
 /// power of two.
 #[must_use]
 pub fn leaves(least: usize, world: usize) -> usize {
-    // The tree over a number of ranks that is no power of two has bits of its own, whatever is below it.
+    // The tree over a number of ranks that is no power of two has other bits, independent of the leaves below it.
     if world.is_power_of_two() { least.max(world).next_power_of_two() } else { world }
 }
 
-/// Buffers that the sum of `rounds` rounds of `slots` slots each needs, in numbers of gradients: the sum, and partial sums
-/// that wait for their neighbours. `slots` is a power of two.
+/// Number of gradient buffers for the sum of `rounds` rounds of `slots` slots each: the sum, and partial sums that wait
+/// for their neighbours. `slots` is a power of two.
 #[must_use]
 pub fn sum_buffers(slots: usize, rounds: usize) -> usize {
     let of_round = slots.max(1).ilog2() as usize;
     if rounds > 1 { 1 + of_round } else { of_round.max(1) }
 }
 
-/// The step_passes of a rank in a step that is planned as `leaves`. All ranks have the same number of step_passes if gradients are
-/// reduced in every pass.
+/// The passes of a rank in a step with the plan `leaves`. All ranks have the same number of passes if every pass reduces
+/// its gradients.
 ///
-/// With `accumulates` (ZeRO stage 1) a rank has neighbouring leaves and computes one after the other: the micro-batches of
+/// With `accumulates` (ZeRO stage 1) a rank has neighbouring leaves and computes one after the other. The micro-batches of
 /// a leaf are one chain, and a slot is a leaf. Otherwise (stages 2 and 3) every pass reduces its gradients over all ranks:
 /// a round has one micro-batch of every leaf, ranks have every `world`th leaf, and the rounds are one chain.
 pub(crate) fn step_passes(
@@ -213,7 +213,7 @@ impl Planner<'_> {
         best.into_iter().map(|leaf| micro_batches(leaf, self.budget)).collect()
     }
 
-    /// These rows, whose prompt is the same.
+    /// The unit of `rows`, which have the same prompt.
     fn unit(&self, mut rows: Vec<usize>) -> PromptUnit {
         rows.sort_unstable();
         let prompt = rows.first().map_or(0, |row| self.sizes[*row].prompt);
@@ -226,7 +226,7 @@ impl Planner<'_> {
         PromptUnit { rows, tokens, cost }
     }
 
-    /// Parts of a unit, as few as are each within the budget and cost no more than `limit`, or single rows.
+    /// Splits a unit into as few parts as possible, each within the budget and of a cost of at most `limit`, or a single row.
     fn split(&self, unit: &PromptUnit, limit: u64) -> Vec<PromptUnit> {
         let mut rows = unit.rows.clone();
         rows.sort_by_key(|row| Reverse(self.sizes[*row].rest));
@@ -248,8 +248,8 @@ impl Planner<'_> {
     }
 }
 
-/// ForwardCost of a step, FLOPs: the mean of a step of one rank, which computes every leaf, and of one rank per leaf, which ends
-/// with the most expensive leaf; times twice the number of leaves. The number of ranks is not known here.
+/// Cost of a step, FLOPs: the mean over a step of one rank, which computes every leaf, and a step of one rank per leaf,
+/// which ends with the most expensive leaf; times twice the number of leaves. The number of ranks is unknown here.
 fn time(leaves: &[Vec<PromptUnit>]) -> u64 {
     let costs = || leaves.iter().map(|leaf| total(leaf));
     costs().sum::<u64>().saturating_add(costs().max().unwrap_or(0).saturating_mul(leaves.len() as u64))
@@ -272,7 +272,7 @@ fn spread(mut units: Vec<PromptUnit>, leaves: usize) -> Vec<Vec<PromptUnit>> {
     costs.into_iter().map(|(_, leaf)| leaf).collect()
 }
 
-/// Puts units into as few micro-batches as first-fit-decreasing needs, or fewer, filled evenly where they can be.
+/// Puts units into at most as many micro-batches as first-fit-decreasing, evenly filled if possible.
 fn micro_batches(mut units: Vec<PromptUnit>, budget: usize) -> Vec<MicroBatch> {
     units.sort_by_key(|unit| Reverse(unit.tokens));
     let mut fewest: Vec<MicroBatch> = Vec::new();
@@ -289,7 +289,7 @@ fn micro_batches(mut units: Vec<PromptUnit>, budget: usize) -> Vec<MicroBatch> {
     batches
 }
 
-/// Puts each of the units, the largest first, into the emptiest of `n` micro-batches; `None` if one does not fit.
+/// Puts each unit, the largest first, into the emptiest of `n` micro-batches. `None` if a unit does not fit.
 fn even_batches(units: &[PromptUnit], budget: usize, n: usize) -> Option<Vec<MicroBatch>> {
     let mut batches = vec![MicroBatch::default(); n];
     for unit in units {
@@ -332,7 +332,7 @@ mod tests {
         })
     }
 
-    /// Groups as their prompts with what each row has beyond it.
+    /// Row sizes and rows by group, from the prompt length of each group and the rest of each row.
     fn groups_of(groups: &[(usize, Vec<usize>)]) -> (Vec<RowSize>, Vec<Vec<usize>>) {
         let (mut sizes, mut rows) = (Vec::new(), Vec::new());
         for (prompt, rests) in groups {

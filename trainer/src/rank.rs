@@ -1,7 +1,7 @@
 //! One rank of a learner: its weights, its shard of the optimizer state, its part of every step.
 //!
-//! With several ranks (ZeRO, Rajbhandari et al. 2019, arXiv 1910.02054) each has the optimizer's state of its own shards
-//! only and updates them alone. Stage 1: a rank sums the gradients of its leaves, and reduce-scatter overlaps the backward
+//! Several ranks shard their state (ZeRO, Rajbhandari et al. 2019, arXiv 1910.02054). A rank has the optimizer state of
+//! its own shards only, and updates only these. Stage 1: a rank sums the gradients of its leaves, and reduce-scatter overlaps the backward
 //! pass of the last one. Stage 2: reduce-scatter follows every micro-batch, and a rank keeps its shards of the sums. Stage
 //! 3: a rank also keeps its shards of the weights, and all-gather brings the layers as they are needed.
 //!
@@ -36,19 +36,19 @@ use crate::plan::MicroBatch;
 use crate::zero::{BufferPool, Communication, Fragment, Requests, Shards, TreeSums, with_communication};
 use collective::HostCollective;
 
-/// State that a single rank, or all ranks of a learner, start from.
+/// Initial state of a single rank, or of all ranks of a learner.
 #[derive(Debug)]
 pub(crate) struct LearnerSeed {
     pub(crate) config: LearnerConfig,
     pub(crate) model: Config,
     pub(crate) parameters: Arc<Parameters>,
-    /// The adapter that is trained in place of the weights, and merged into them.
+    /// The adapter that is trained in place of the weights. It is merged into them.
     pub(crate) adapter: Option<Adapter>,
     /// Optimizer state of whole tensors.
     pub(crate) optimizer: Option<Optimizer>,
 }
 
-/// Configuration and shards of one of several ranks, before it has weights.
+/// Configuration and shards of one of several ranks, before it receives its weights.
 #[derive(Debug)]
 pub(crate) struct MemberSeed {
     config: LearnerConfig,
@@ -70,19 +70,19 @@ pub(crate) struct Rank {
     weights: RankWeights,
     optimizer: Optimizer,
     adapter: Option<Adapter>,
-    /// Its membership, if there are several ranks.
+    /// Rank number, collective and shards; `None` for a single rank.
     place: Option<RankMembership>,
-    /// Its device; `None` if it computes on the processor.
+    /// The device; `None` if the rank computes on the processor.
     device: Option<on_device::RankDevice>,
-    /// Sums of the gradients that this rank owns, kept from step to step because writing is cheaper than allocating.
+    /// Sums of the gradients that this rank owns. The buffers stay allocated between steps.
     sums: TreeSums,
     buffers: BufferPool,
 }
 
-/// The weights that a rank has.
+/// The weights of a rank.
 #[derive(Debug)]
 pub(crate) enum RankWeights {
-    /// All weights. This is the only reference between two calls.
+    /// All weights. Between two calls this is the only reference.
     Whole(Arc<Parameters>),
     /// The shards of this rank, concatenated.
     Own(Vec<f32>),
@@ -97,7 +97,7 @@ struct RankMembership {
     rank: usize,
     /// `None` after an error; dropping it ends the calls of the other ranks.
     collective: Mutex<Option<Arc<dyn HostCollective>>>,
-    /// Shards of what is trained.
+    /// Shards of the trained tensors.
     trained: Shards,
     /// Shards of the weights.
     weights: Shards,
@@ -115,7 +115,8 @@ pub(crate) struct PlannedRows<'a> {
 pub(crate) type ScoredRows = Vec<(usize, Vec<Prediction>)>;
 
 impl RankMembership {
-    /// The shards of this rank, concatenated in `values`: their ranges in the flat parameters, and their values.
+    /// Ranges in the flat parameters and values of this rank's shards. `values` are the concatenated shards,
+    /// `[owned weights]`.
     fn owned<'a>(&self, values: &'a [f32]) -> OwnedValues<'a> {
         let Self { rank, weights, .. } = self;
         let of = |unit| (weights.owned(*rank, unit), &values[weights.packed(*rank, unit)]);
@@ -147,7 +148,7 @@ impl LearnerSeed {
         rank.on_device()
     }
 
-    /// One of the ranks of `collective`.
+    /// One rank of `collective`.
     ///
     /// # Errors
     /// If its device is not available, or its memory is too small.
@@ -165,7 +166,7 @@ impl LearnerSeed {
 }
 
 impl MemberSeed {
-    /// This rank of `collective`, which trains a model or its `adapter`.
+    /// The seed of this rank of `collective`, which trains a model or its `adapter`.
     pub(crate) fn new(
         config: LearnerConfig,
         model: Config,
@@ -182,18 +183,18 @@ impl MemberSeed {
         Self { config, model, layout: Arc::clone(layout), adapter, collective, rank, trained, weights }
     }
 
-    /// Whether this rank has only its shards of the weights. With an adapter, merging reads all weights, so every rank has
-    /// them.
+    /// Whether this rank has only its shards of the weights. With an adapter every rank has all weights, because merging
+    /// reads them.
     pub(crate) fn owns_weights(&self) -> bool {
         self.config.shares_weights() && self.adapter.is_none()
     }
 
-    /// The shard of this rank of the values of a unit, `[unit values]`.
+    /// This rank's shard of the values of a unit, `[unit values]`.
     pub(crate) fn own_of<'a>(&self, unit: usize, values: &'a [f32]) -> &'a [f32] {
         &values[self.weights.cuts(unit)[self.rank].clone()]
     }
 
-    /// The tensors that are trained.
+    /// The trained tensors.
     pub(crate) fn trained(&self) -> &[ParameterSpec] {
         self.adapter.as_ref().map_or(self.layout.specs(), Adapter::specs)
     }
@@ -203,12 +204,12 @@ impl MemberSeed {
         self.trained.fragments(self.rank)
     }
 
-    /// The adapter, to receive its values.
+    /// The adapter, whose values are received later.
     pub(crate) fn adapter_mut(&mut self) -> Option<&mut Adapter> {
         self.adapter.as_mut()
     }
 
-    /// The rank with its weights and the optimizer of its fragments; `None` for a new one.
+    /// The rank with its weights and the optimizer of its fragments; `None` for a new optimizer.
     ///
     /// # Errors
     /// If its device is not available, or its memory is too small.
@@ -244,10 +245,10 @@ impl Rank {
         &self.layout
     }
 
-    /// All weights, if this rank has them.
+    /// All weights; `None` if this rank has only its shards.
     ///
     /// # Errors
-    /// If they are on a device, and it fails.
+    /// If the weights are on a device, and it fails.
     pub(crate) fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
         match &self.weights {
             RankWeights::Whole(parameters) => Ok(Some(parameters)),
@@ -260,25 +261,25 @@ impl Rank {
         self.adapter.as_ref()
     }
 
-    /// The tensors that are trained.
+    /// The trained tensors.
     pub(crate) fn trained(&self) -> &[ParameterSpec] {
         self.adapter.as_ref().map_or(self.layout.specs(), Adapter::specs)
     }
 
-    /// The optimizer: of whole tensors, or of [`Self::fragments`]; without states that are on a device.
+    /// The optimizer of whole tensors, or of [`Self::fragments`]. States on a device are missing.
     pub(crate) fn optimizer(&self) -> &Optimizer {
         &self.optimizer
     }
 
-    /// The parts of tensors that the optimizer has states of; `None` for all tensors.
+    /// The parts of tensors whose optimizer state this rank has; `None` for whole tensors.
     pub(crate) fn fragments(&self) -> Option<&[Fragment]> {
         self.place.as_ref().map(|place| place.trained.fragments(place.rank))
     }
 
-    /// The weights that this rank owns: their ranges in the flat parameters, and their values.
+    /// The weights that this rank owns, with their ranges in the flat parameters.
     ///
     /// # Errors
-    /// If they are on a device, and it fails.
+    /// If the weights are on a device, and it fails.
     pub(crate) fn owned(&self) -> Result<OwnedValues<'_>, TrainerError> {
         Ok(match (&self.weights, &self.place) {
             (RankWeights::Device(mirror), _) => vec![(0..self.layout.len(), self.mirrored(mirror)?.values())],
@@ -308,7 +309,7 @@ impl Rank {
         &self.model
     }
 
-    /// Gathers the weights of all ranks into `all`, `[weights]`, of rank 0; the others give `None`.
+    /// Gathers the weights of all ranks into `all` of rank 0, `[weights]`. `all` is `None` on the other ranks.
     ///
     /// # Errors
     /// If another rank does not make the call.
@@ -356,7 +357,7 @@ impl Rank {
         collective.ok_or(TrainerError::RanksEnded)
     }
 
-    /// Leaves the other ranks, whose calls end with an error.
+    /// Closes the collective. The calls of the other ranks end with an error.
     pub(crate) fn leave(&self) {
         if let Some(place) = &self.place {
             lock(&place.collective).take();
@@ -392,7 +393,7 @@ impl Rank {
         }
     }
 
-    /// The same under another network, whose weights are `parameters`.
+    /// Predictions of this rank's rows under another network, whose weights are `parameters`.
     ///
     /// # Errors
     /// If a token is outside its vocabulary, or the memory of the device is too small.
@@ -411,8 +412,8 @@ impl Rank {
         score_with(&mut Pass::Whole(decoder), rank, task, pool)
     }
 
-    /// The network under the current weights, which are gathered over `ends` if they are sharded. On a device gradients are
-    /// accumulated in `sums`, if there is such a buffer.
+    /// A pass of the network under the current weights. Sharded weights are gathered over `ends`. On a device the gradients
+    /// are accumulated in `sums`, if there is such a buffer.
     fn pass<'a>(
         &'a self,
         ends: Option<Requests>,
@@ -433,7 +434,7 @@ impl Rank {
     }
 }
 
-/// Predictions of the rows of a rank, which also makes the gathering calls of the passes of the others.
+/// Predictions of the rows of a rank. The rank also makes the all-gather calls of passes that only other ranks have.
 fn score_with(
     pass: &mut Pass<'_>,
     rank: usize,

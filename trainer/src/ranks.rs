@@ -1,7 +1,7 @@
-//! Ranks that are threads of this process: they run for the length of one call.
+//! Ranks that are threads of this process. The threads live for one call.
 //!
-//! Invariant: whatever becomes of a rank, the call ends: one that fails or panics leaves, which ends the waits of the
-//! others, and the error that comes out is the cause with the number of its rank, not what the others saw of it.
+//! Invariant: every call ends. A rank that fails or panics closes its collective, which ends the waits of the other ranks.
+//! The call returns the error of that rank with its number, not the errors that it caused on other ranks.
 
 use std::any::Any;
 use std::borrow::Borrow;
@@ -10,11 +10,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use crate::TrainerError;
 use crate::rank::Rank;
 
-/// Runs `work` on every rank, on this thread if there is one, each on a thread of its own if there are several. Results
-/// are in order of rank.
+/// Runs `work` on every rank. A single rank runs on this thread, several run on one thread each. Results are in order of
+/// rank.
 ///
 /// # Errors
-/// That of the first rank that failed by itself.
+/// The error of the first rank whose failure no other rank caused.
 pub(crate) fn on_each<T: Borrow<Rank> + Send, R: Send>(
     mut ranks: Vec<T>,
     work: impl Fn(&mut T) -> Result<R, TrainerError> + Sync,
@@ -46,7 +46,7 @@ pub(crate) fn on_each<T: Borrow<Rank> + Send, R: Send>(
     all_done(results)
 }
 
-/// Makes every rank on a thread of its own, because they meet while they are made.
+/// Builds every rank on a thread of its own, because ranks wait for each other while they are built.
 ///
 /// # Errors
 /// As [`on_each`].
@@ -65,7 +65,7 @@ pub(crate) fn make<S: Send>(
     all_done(results)
 }
 
-/// What all ranks have made, or the error of the one that is the cause of the others'.
+/// The results of all ranks, or the error of the rank that caused the errors of the others.
 fn all_done<R>(results: Vec<Result<R, TrainerError>>) -> Result<Vec<R>, TrainerError> {
     let world = results.len();
     let failed = |result: &Result<R, TrainerError>, seen: bool| {
@@ -86,12 +86,12 @@ fn all_done<R>(results: Vec<Result<R, TrainerError>>) -> Result<Vec<R>, TrainerE
     Ok(done)
 }
 
-/// Whether all ranks met it at the same place, so that they can go on together.
+/// Whether all ranks return this error from the same call, so that the collective stays usable.
 fn is_common(error: &TrainerError) -> bool {
     matches!(error, TrainerError::GradientNotFinite { .. })
 }
 
-/// Whether it is what a rank sees of the failure of another.
+/// Whether the failure of another rank causes this error.
 fn is_seen(error: &TrainerError) -> bool {
     matches!(
         error,
@@ -101,7 +101,7 @@ fn is_seen(error: &TrainerError) -> bool {
     )
 }
 
-/// What a panic says.
+/// The message of a panic.
 fn message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())

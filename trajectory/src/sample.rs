@@ -41,7 +41,7 @@ pub struct SampleStreams {
     pub token_ids: Vec<u32>,
     /// `[tokens]` true where the policy sampled the token and is trained on it. The first token is never trained on.
     pub loss_mask: Vec<bool>,
-    /// `[tokens]` behavior log-probabilities, nats: under the distribution that sampled the token; 0.0 where the mask is false.
+    /// `[tokens]` behavior log-probabilities, nats, under the distribution that sampled the token; 0.0 without mask.
     pub behavior_logprobs: Vec<f32>,
     /// Runs that cover all `T` tokens in order.
     pub versions: Vec<VersionRun>,

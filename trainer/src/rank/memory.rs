@@ -1,4 +1,4 @@
-//! The memory of a rank, and what of it moves away while the sampler has the device.
+//! The memory of a rank, and the state that leaves the device while the sampler uses it.
 
 use std::sync::Arc;
 
@@ -21,8 +21,8 @@ impl Rank {
         host + self.device_bytes().iter().sum::<u64>()
     }
 
-    /// Memory of the optimizer and of the weights with the frozen ones under an adapter, bytes, on the host and on the
-    /// device.
+    /// Memory of the optimizer and of the weights, bytes, on the host and on the device. The weights include the base
+    /// weights of an adapter.
     pub(crate) fn bytes_to_keep(&mut self) -> [u64; 2] {
         let on_device = self.device_bytes();
         let on_host = [(true, false), (false, true)].map(|(optimizer, weights)| {
@@ -31,19 +31,19 @@ impl Rank {
         [on_host[0] + on_device[0], on_host[1] + on_device[1]]
     }
 
-    /// Frees the buffers of gradients, which are kept from step to step only to save allocations. Returns their bytes.
+    /// Frees the gradient buffers, which stay allocated between steps to save allocations. Returns their bytes.
     pub(crate) fn drop_gradients(&mut self) -> u64 {
         self.sums.clear() + self.buffers.clear() + self.drop_sums()
     }
 
-    /// The values of the optimizer state, of the weights with the frozen ones under an adapter, or of both.
+    /// The values of the optimizer state, of the weights, or of both. The weights include the base weights of an adapter.
     pub(crate) fn streams(&mut self, of_optimizer: bool, of_weights: bool) -> Vec<StateStream<'_>> {
         let mut streams = if of_optimizer { self.optimizer.streams() } else { Vec::new() };
         if of_weights {
             let weights = match &mut self.weights {
                 RankWeights::Whole(parameters) => Arc::get_mut(parameters).map(Parameters::buffer_mut),
                 RankWeights::Own(own) => Some(own),
-                // It is copied to the host before it moves away.
+                // The state is copied to the host before it leaves the device.
                 RankWeights::Device(_) | RankWeights::DeviceOwn(_) => None,
             };
             let frozen = self.adapter.as_mut().map(Adapter::base_mut);

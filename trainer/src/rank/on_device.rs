@@ -1,8 +1,8 @@
 //! The part of a rank that is on a device.
 //!
-//! Invariant: master weights and optimizer state are on the device if the rank updates them there, and on the host otherwise.
-//! They move as a whole and unchanged. A rank of a device group owns only its shards of the master weights, whatever it
-//! computes with.
+//! Invariant: master weights and optimizer state are on the device if the rank updates them there, and on the host
+//! otherwise. They move as a whole and unchanged. A rank of a device group owns only its shards of the master weights,
+//! also if it computes with all weights.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -25,29 +25,29 @@ use crate::plan::step_passes;
 use crate::rank::{ScoredRows, score_with};
 use crate::zero::DeviceSharding;
 
-/// What a rank has on its device.
+/// The state of a rank on its device.
 #[derive(Debug)]
 pub(super) struct RankDevice {
     pub(super) engine: Box<dyn DeviceRank>,
-    /// Sums of gradients, kept from step to step as the host's are.
+    /// Sums of gradients. The buffer stays allocated between steps, as on the host.
     sums: Option<DeviceBuffer<f32>>,
-    /// Sums over all ranks that this one owns, where it meets the others on their devices.
+    /// Sums over all ranks of the gradients that this rank owns, in a device group.
     own: Option<DeviceBuffer<f32>>,
-    /// Whether the weights are updated there.
+    /// Whether the weights are updated on the device.
     trains: bool,
-    /// Whether the ranks meet on their devices.
+    /// Whether the ranks are a device group: collective calls run from device to device.
     pub(super) meets: bool,
 }
 
 impl RankDevice {
-    /// RankWeights that others have updated, computed with from now on.
+    /// Copies weights that the host has updated to the device.
     fn refresh(&mut self, parameters: &Parameters) -> Result<(), TrainerError> {
         Ok(self.engine.load(parameters.values(), false)?)
     }
 }
 
 impl Rank {
-    /// Opens the device of the configuration, if there is one, and brings there what belongs there.
+    /// Opens the device of the configuration, if there is one, and copies to it the state that belongs there.
     ///
     /// # Errors
     /// If the device is not available, or its memory is too small.
@@ -73,7 +73,7 @@ impl Rank {
         Ok(self)
     }
 
-    /// Meets the other ranks on their devices, if there are any and that is possible. Whether it does.
+    /// Joins the device group of the ranks, if there are several and their devices allow it. Returns whether it did.
     fn meet(&self, engine: &mut dyn DeviceRank, wish: CollectivePlace) -> Result<bool, TrainerError> {
         let Some(place) = self.place.as_ref().filter(|_| wish != CollectivePlace::Host) else {
             return Ok(false);
@@ -94,7 +94,7 @@ impl Rank {
         Ok(true)
     }
 
-    /// Brings to the device what belongs there and is on the host.
+    /// Copies the state that belongs on the device from the host to it.
     ///
     /// # Errors
     /// If the memory of the device is too small.
@@ -122,8 +122,9 @@ impl Rank {
         Ok(())
     }
 
-    /// Gives up the device's memory of the optimizer, of the weights, or of both; what counts of it goes to the host. What
-    /// ranks share that meet on their devices stays there: it takes all of them to bring it back. Returns the bytes.
+    /// Frees the device memory of the optimizer, of the weights, or of both. Optimizer state and master weights move to the
+    /// host. The state of a device group stays on its devices, because only all ranks together can restore it. Returns the
+    /// freed bytes.
     ///
     /// # Errors
     /// If the device fails.
@@ -145,27 +146,27 @@ impl Rank {
         Ok(before - engine.bytes().iter().sum::<u64>() + engine.forget())
     }
 
-    /// Gives up the device's gradients. Returns their bytes.
+    /// Frees the gradients on the device. Returns their bytes.
     pub(super) fn drop_sums(&mut self) -> u64 {
         let Some(device) = &mut self.device else { return 0 };
         [device.sums.take(), device.own.take()].iter().flatten().map(DeviceBuffer::bytes).sum()
     }
 
-    /// The device's memory of optimizer and weights, bytes.
+    /// Device memory of the optimizer and of the weights, bytes.
     pub(crate) fn device_bytes(&self) -> [u64; 2] {
         let [weights, moments] = self.device.as_ref().map_or([0; 2], |device| device.engine.bytes());
         [moments, weights]
     }
 
-    /// Whether it exchanges with the others from device to device; `None` if it computes on the processor, or alone.
+    /// Whether collective calls run from device to device. `None` on the processor and for a single rank.
     pub(crate) fn meets_on_devices(&self) -> Option<bool> {
         self.device.as_ref().filter(|_| self.place.is_some()).map(|device| device.meets)
     }
 
-    /// Sends its shard of the weights to all samplers of `plan`; its digest.
+    /// Sends this rank's shard of the weights to all samplers of `plan`. Returns the digest of the shard.
     ///
     /// # Errors
-    /// Samplers that are gone or do not come in time; a device that fails, or does not have all weights.
+    /// If a sampler is gone or late, or the device fails or does not have all weights.
     pub(crate) fn send(&self, plan: &PushPlan, hub: Option<&Hub>) -> Result<Digest, WeightsError> {
         let rank = self.place.as_ref().map_or(0, |place| place.rank);
         match &self.device {
@@ -177,13 +178,13 @@ impl Rank {
         }
     }
 
-    /// The device and the weights that it computes with, if they are there.
+    /// The device and its weights, if they are on it.
     pub(crate) fn device_weights(&self) -> Option<(&Device, LearnerWeights<'_>)> {
         let engine = &self.device.as_ref()?.engine;
         Some((engine.device(), engine.weights()?))
     }
 
-    /// The weights of `mirror`, which belong to the device.
+    /// All weights as a host copy of the device's, which `mirror` keeps.
     pub(super) fn mirrored<'a>(
         &'a self,
         mirror: &'a Mirror<Parameters>,
@@ -193,7 +194,7 @@ impl Rank {
         mirror.get(new, |values| Ok(device.engine.read(values)?))
     }
 
-    /// The same of those that this rank owns.
+    /// The weights that this rank owns as a host copy of the device's, `[owned weights]`, which `mirror` keeps.
     pub(super) fn mirrored_own<'a>(
         &'a self,
         mirror: &'a Mirror<Vec<f32>>,
@@ -203,7 +204,7 @@ impl Rank {
         Ok(mirror.get(new, |values| Ok(device.engine.read(values)?))?)
     }
 
-    /// What the optimizer remembers of each tensor or fragment, wherever that is.
+    /// The optimizer state of each tensor or fragment, from the host or the device.
     ///
     /// # Errors
     /// If the device fails.
@@ -215,7 +216,7 @@ impl Rank {
         Ok(states.map_or(Cow::Borrowed(self.optimizer.states()), Cow::Owned))
     }
 
-    /// The optimizer with its states, wherever they are.
+    /// The optimizer with its states, from the host or the device.
     ///
     /// # Errors
     /// If the device fails.
@@ -239,15 +240,15 @@ impl Rank {
         task: PlannedRows<'_>,
         pool: &ThreadPool,
     ) -> Result<ScoredRows, TrainerError> {
-        // A model that is swapped in is let go on the device as it is on the host.
+        // A model that is swapped in is freed on the device as on the host.
         let keep = !frozen.weights.is_swapped();
         let network = device.engine.frozen(frozen.weights.config(), parameters, keep)?;
         let rank = self.place.as_ref().map_or(0, |place| place.rank);
         score_with(&mut Pass::Device(network.pass()), rank, task, pool)
     }
 
-    /// A place for sums of gradients on the device, all zero: where there is one, and gradients stay for longer than a
-    /// pass.
+    /// A buffer of zeros for the sums of gradients on the device. `None` without a device, or if every pass reduces its
+    /// gradients.
     pub(super) fn take_sums(&mut self) -> Result<Option<DeviceBuffer<f32>>, TrainerError> {
         let stay = self.place.is_none() || !self.config.shares_gradients();
         let Some(on_device) = self.device.as_mut().filter(|_| stay) else { return Ok(None) };
@@ -261,14 +262,14 @@ impl Rank {
         }))
     }
 
-    /// Puts back what [`Self::take_sums`] took.
+    /// Returns the buffer of [`Self::take_sums`] to the rank.
     pub(super) fn put_sums(&mut self, sums: Option<DeviceBuffer<f32>>) {
         if let Some(device) = &mut self.device {
             device.sums = sums;
         }
     }
 
-    /// Computes with what an update on the host has made of the weights.
+    /// Copies the weights to the device after an update on the host.
     ///
     /// # Errors
     /// If the device fails.
@@ -279,7 +280,7 @@ impl Rank {
         }
     }
 
-    /// A step of a rank that is alone and computes on a device: like that of the processor, with gradients in `sums`.
+    /// A step of a single rank on a device: the same as on the processor, with gradients in `sums`.
     pub(super) fn step_on_device<L: RowLoss>(
         &mut self,
         sums: &mut DeviceBuffer<f32>,
@@ -318,7 +319,7 @@ impl Rank {
         Ok((norm, reports))
     }
 
-    /// A step of a rank that meets the others on their devices, with gradients in `sums` if they stay for longer than a pass.
+    /// A step of a rank of a device group, with gradients in `sums` if they are accumulated over several passes.
     pub(super) fn step_on_devices<L: RowLoss>(
         &mut self,
         sums: Option<&mut DeviceBuffer<f32>>,

@@ -1,8 +1,8 @@
 //! The training step of a rank: forward, backward, gradient reduction, clipping, optimizer step.
 //!
-//! Invariant: a step that fails leaves the weights as they were, unless the error is one of a device or of another rank. A
-//! gradient that is zero everywhere makes no update: weights, moments and the number of updates stay as they are, nothing
-//! decays, with every optimizer and on every rank.
+//! Invariant: a step that fails leaves the weights unchanged, unless the error is that of a device or of another rank. A
+//! gradient of zeros makes no update on any rank with any optimizer: weights, moments and the number of updates stay
+//! unchanged, and no weight decays.
 
 use std::sync::Arc;
 
@@ -36,8 +36,8 @@ impl Rank {
     /// This rank's part of a step. Returns the norm of the gradient, and the reports of this rank's leaves.
     ///
     /// # Errors
-    /// If a token lies beyond the vocabulary, another rank does not take part, or the gradient is not finite; the weights
-    /// are then as before.
+    /// If a token is outside the vocabulary, another rank does not take part, or the gradient is not finite. The weights
+    /// are then unchanged.
     pub(crate) fn step<L: RowLoss>(
         &mut self,
         step: &StepInputs<'_, L>,
@@ -69,7 +69,7 @@ impl Rank {
         done
     }
 
-    /// Makes `sums` the gradients of all rows.
+    /// Writes the gradients of all rows to `sums`.
     fn accumulate<L: RowLoss>(
         &self,
         sums: &mut TreeSums,
@@ -98,8 +98,8 @@ impl Rank {
         Ok(reports)
     }
 
-    /// Updates all weights, or the adapter, on the host with the `gradients` of what is trained, `[trained values]`. Returns
-    /// the norm of the gradient.
+    /// Updates all weights, or the adapter, on the host with their `gradients`, `[trained values]`. Returns the norm of the
+    /// gradient.
     pub(super) fn update_alone<L>(
         &mut self,
         gradients: &[f32],
@@ -126,7 +126,7 @@ impl Rank {
         Ok(norm)
     }
 
-    /// A step of one of several ranks. Its device, if any, accumulates gradients in `sums` over several passes.
+    /// A step of one of several ranks. A device accumulates gradients in `sums` over several passes.
     fn step_among_others<L: RowLoss>(
         &mut self,
         sums: Option<&mut DeviceBuffer<f32>>,
@@ -240,7 +240,7 @@ impl Rank {
 }
 
 impl<L: RowLoss> StepInputs<'_, L> {
-    /// Empty reports of the leaves of one of `world` ranks.
+    /// Empty reports, one for each leaf of one of `world` ranks.
     pub(super) fn reports(&self, world: usize) -> Vec<L::Report> {
         (0..self.task.plan.len() / world).map(|_| L::Report::default()).collect()
     }
@@ -264,7 +264,7 @@ impl<L: RowLoss> StepInputs<'_, L> {
     }
 }
 
-/// The norm of the gradient of which every rank has a part with these `squares` as their sum.
+/// The norm of the gradient over all ranks. `squares` is the sum of squares of this rank's part.
 pub(super) fn norm_of_all(collective: &dyn HostCollective, squares: &SquareSum) -> Result<f32, TrainerError> {
     let mut sum = SquareSum::default();
     for (rank, bytes) in collective.all_gather_bytes(squares.to_bytes())?.iter().enumerate() {
@@ -277,7 +277,7 @@ pub(super) fn norm_of_all(collective: &dyn HostCollective, squares: &SquareSum) 
     Ok(sum.norm())
 }
 
-/// The parts of `values` that an update changes: those of `fragments`, which are concatenated if `packed`. `gradients` are
+/// The parts of `values` that an update changes: the `fragments`, concatenated if `packed`. `gradients` are always
 /// concatenated.
 fn owned<'a>(
     specs: &[ParameterSpec],
@@ -314,7 +314,7 @@ pub(super) fn finite(norm: f32, optimizer: &Optimizer, task: PlannedRows<'_>) ->
     Err(TrainerError::GradientNotFinite { update: optimizer.updates(), rows: task.rows.len() })
 }
 
-/// The parameters, to change.
+/// Mutable parameters, from their only reference.
 fn unshared(parameters: &mut Arc<Parameters>) -> &mut Parameters {
     let Some(parameters) = Arc::get_mut(parameters) else {
         unreachable!("the decoders of this step are dropped, and the rank has the only other reference")
