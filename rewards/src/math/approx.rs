@@ -1,12 +1,12 @@
-//! Complex numbers in f64, each with a bound of its error.
+//! Complex numbers in f64, each with an error bound.
 //!
-//! Invariant: the exact value lies within `error` of the stated one (first-order bounds with a factor to spare); where
-//! an operation is undefined or its error unbounded there is no value.
+//! Invariant: the exact value lies within `error` of the stated value. The bounds are of first order with a safety factor.
+//! An operation that is undefined or has an unbounded error has no value.
 
-/// Error of one rounding, with a margin for library functions that are off by a few units.
+/// Error of one rounding, with a margin for library functions with errors of a few units.
 const EPSILON: f64 = 4.0 * f64::EPSILON;
 
-/// A complex value and the radius around it that the exact one lies in.
+/// A complex value with the radius of a disk that contains the exact value.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Approx {
     pub(super) re: f64,

@@ -1,9 +1,9 @@
-//! Derivatives, integrals, limits and series: derivatives by rules, the others by numbers.
+//! Derivatives, integrals, limits and series. Derivatives are symbolic, the others are numerical.
 //!
-//! Definite integrals are taken by the double-exponential rule (Takahasi, Mori 1974), limits and slowly converging series
-//! by Richardson extrapolation. Each value carries the difference of its last two refinements as its error.
+//! Definite integrals use the double-exponential rule (Takahasi, Mori 1974). Limits and slowly converging series use
+//! Richardson extrapolation. The error of a value is the difference of its last two refinements.
 //!
-//! Invariant: a value whose refinements do not settle is no value.
+//! Invariant: refinements that do not converge give no value.
 
 use num_traits::ToPrimitive;
 
@@ -12,11 +12,11 @@ use super::node::{Calculus, MathFunction, Node};
 use super::numeric::{Evaluator, RealPoint};
 use super::rational;
 
-/// Refinements after which a value is given up.
+/// Most refinements of a value.
 const MAX_LEVEL: i32 = 6;
-/// Terms that a finite series may have.
+/// Most terms of a finite series.
 const MAX_TERMS: f64 = 2000.0;
-/// Relative change of refinements that counts as settled.
+/// Relative change of refinements that counts as converged.
 const SETTLED: f64 = 1e-8;
 
 /// The value at a point.
@@ -28,7 +28,7 @@ pub(super) fn value<'a>(
     match calculus {
         Calculus::Derivative(body, variable, order) => {
             let derivative = (0..*order).try_fold(body.clone(), |body, _| differentiate(&body, variable))?;
-            // The derivative lives here only, so it is evaluated at a copy of the point.
+            // The derivative is a temporary, so it is evaluated at a copy of the point.
             let mut copy: RealPoint<'_> = point.clone();
             with.value(&derivative, &mut copy)
         }
@@ -43,7 +43,7 @@ pub(super) fn value<'a>(
     }
 }
 
-/// The derivative by the rules of calculus; `None` for functions without a rule here.
+/// The symbolic derivative; `None` for functions without a rule here.
 pub(super) fn differentiate(node: &Node, x: &str) -> Option<Node> {
     let zero = Node::integer(0);
     let d = |node: &Node| differentiate(node, x);
@@ -95,7 +95,7 @@ pub(super) fn differentiate(node: &Node, x: &str) -> Option<Node> {
     })
 }
 
-/// The derivative of a function by its last argument.
+/// The derivative of a function with respect to its last argument.
 fn slope(function: MathFunction, arguments: &[Node]) -> Option<Node> {
     use MathFunction as F;
     let x = arguments.last()?;
@@ -159,7 +159,7 @@ fn integral<'a>(
     between(with, body, variable, (low, high), point)
 }
 
-/// The double-exponential rule, step halved until it settles.
+/// The double-exponential rule. The step is halved until the value converges.
 fn between<'a>(
     with: &Evaluator<'_>,
     body: &'a Node,
@@ -167,7 +167,7 @@ fn between<'a>(
     (low, high): (f64, f64),
     point: &mut RealPoint<'a>,
 ) -> Option<Approx> {
-    // Place and weight of the abscissa t.
+    // Position and weight of the abscissa t.
     let place = |t: f64| {
         let (s, ds) = (std::f64::consts::FRAC_PI_2 * t.sinh(), std::f64::consts::FRAC_PI_2 * t.cosh());
         match (low.is_finite(), high.is_finite()) {
@@ -196,7 +196,7 @@ fn between<'a>(
             if with.exhausted() {
                 return None;
             }
-            // A place where rounding makes the integrand undefined has no weight to speak of.
+            // A point where rounding makes the integrand undefined has a negligible weight.
             let value = value.filter(|value| value.real()).map_or(0.0, |value| value.re * weight);
             sum += if value.is_finite() { value } else { 0.0 };
         }
@@ -240,7 +240,7 @@ fn limit<'a>(
     ((right.re - left.re).abs() <= right.error + left.error + SETTLED * right.re.abs()).then_some(right)
 }
 
-/// Richardson extrapolation of values at steps that are halved each time.
+/// Richardson extrapolation of values at repeatedly halved steps.
 fn settled(samples: &[f64]) -> Option<Approx> {
     let mut row = samples.to_vec();
     let mut best: Option<(f64, f64)> = None;

@@ -1,15 +1,15 @@
-//! Words around a number: do they state it as the answer, or give it another meaning?
+//! Decides whether the words around a number state it as the answer or give it another meaning.
 //!
-//! [`introduces`] is an allow-list for words that stand directly between `answer is` or an opening brace and a value.
-//! [`states`] is for a number somewhere in running text, where any noun and verb may stand before it: there the words
-//! that take a statement back or make another value of the number refuse it.
+//! [`introduces`] uses an allow-list: it is for the words directly between `answer is` or an opening brace and a value.
+//! [`states`] uses a deny-list: it is for a number in running text, where any noun may precede it. It rejects words that
+//! retract a statement or change the value of the number.
 //!
-//! Invariant: only the clause of the number is examined, so that a condition in an earlier clause does not count.
+//! Invariant: only the clause of the number is examined. A condition in an earlier clause does not count.
 
 /// Longest clause, characters.
 const MAX_CLAUSE: usize = 500;
 
-/// Words before a value that leave it as it is: articles, copulas, adverbs, and names for an answer.
+/// Words before a value that do not change it: articles, copulas, adverbs, and names for an answer.
 const NEUTRAL: [&str; 60] = [
     "a",
     "an",
@@ -81,7 +81,7 @@ const STATING: [&str; 50] = [
     "eats", "ate", "uses", "used", "use", "owes", "were", "left", "must", "should", "would", "can",
 ];
 
-/// Words that deny what stands in their clause, or only suppose it.
+/// Words that make their clause a negation or a supposition.
 const DENYING: [&str; 34] = [
     "not",
     "never",
@@ -119,7 +119,7 @@ const DENYING: [&str; 34] = [
     "check",
 ];
 
-/// Words directly before a number that compare with it or make another value of it.
+/// Words directly before a number that compare with it or change its value.
 const CHANGING: [&str; 42] = [
     "than",
     "least",
@@ -165,7 +165,7 @@ const CHANGING: [&str; 42] = [
     "versus",
 ];
 
-/// Nouns whose `of` makes another value of the number: `the square of 7`. A `sum of 7` is 7.
+/// Nouns that change the value of a number after `of`: `the square of 7`. A `sum of 7` is 7.
 const FUNCTIONS: [&str; 17] = [
     "square",
     "cube",
@@ -193,38 +193,38 @@ const LABELS: [&str; 30] = [
     "version", "row", "column", "day", "choice", "item", "rule", "note", "appendix",
 ];
 
-/// Words at the begin of what follows an answer that take it back.
+/// First words after an answer that retract it.
 const RETRACTING: [&str; 10] =
     ["actually", "wait", "no", "hmm", "but", "however", "correction", "oops", "scratch", "sorry"];
 
-/// Whether the words between a mark of the answer and its value leave the value as it is.
+/// Whether the words between a mark of the answer and its value do not change the value.
 pub(super) fn introduces<'a>(words: impl IntoIterator<Item = &'a str>) -> bool {
     words.into_iter().all(|word| NEUTRAL.contains(&word.to_ascii_lowercase().as_str()))
 }
 
-/// Whether the words of a sentence that tells the answer leave its only number, after them, as it is.
+/// Whether the words before the only number of an answer sentence do not change the number.
 pub(super) fn tells(before: &str) -> bool {
     words(before).enumerate().all(|(at, word)| {
         let lower = lower(word);
-        // Names stand anywhere but are no label: "Janet has 7".
+        // Names may be anywhere and are no labels: "Janet has 7".
         let name = at < 40 && word.starts_with(|c: char| c.is_ascii_uppercase()) && !special(&lower);
         name || NEUTRAL.contains(&lower.as_str()) || STATING.contains(&lower.as_str())
     })
 }
 
-/// Whether what follows an answer takes it back.
+/// Whether the text after an answer retracts it.
 pub(super) fn retracts(after: &str) -> bool {
     let next = after.trim_start_matches(|c: char| !c.is_alphanumeric());
     words(next).next().is_some_and(|word| RETRACTING.contains(&lower(word).as_str()))
 }
 
-/// Whether the sentence before `answer is` only supposes or denies what follows.
+/// Whether the sentence before `answer is` supposes or denies the text after it.
 pub(super) fn supposes(before: &str) -> bool {
     let (clause, _) = clause(before);
     words(clause).any(|word| denies(&lower(word)))
 }
 
-/// Whether the clause of a number that stands between `before` and `after` states it.
+/// Whether the clause of the number between `before` and `after` states it.
 pub(super) fn states(before: &str, after: &str) -> bool {
     let timed = words(after).next().is_some_and(times) && before.trim_end().ends_with("after");
     // "it is full after 6 minutes"
@@ -238,7 +238,7 @@ fn times(word: &str) -> bool {
     unit.is_some_and(|unit| matches!(&*unit, "s" | "min" | "h" | "day" | "week" | "month" | "year"))
 }
 
-/// The words after a number to the end of its clause: none may widen it or take it back.
+/// Whether no word from a number to the end of its clause widens or retracts it.
 fn follows(after: &str) -> bool {
     let end = after.find(['.', '!', '?', '\n', ';']).unwrap_or(after.len());
     let mut seen = words(&after[..end]).map(lower);
@@ -263,7 +263,7 @@ fn follows(after: &str) -> bool {
     !bound && !widened && !taken_back && !denies(&first)
 }
 
-/// The words before a number in its clause.
+/// Whether the words before a number in its clause state it.
 fn precedes(before: &str) -> bool {
     let (clause, number) = clause(before);
     let all: Vec<String> = words(clause).map(lower).collect();
@@ -279,7 +279,7 @@ fn precedes(before: &str) -> bool {
             return precedes(earlier);
         }
     }
-    // After a copula only what follows it speaks about the number, and what stands next to it may deny it.
+    // After a copula only the words behind it concern the number. The words next to the copula may deny it.
     let copula =
         |word: &String| matches!(word.as_str(), "is" | "are" | "was" | "were" | "be" | "equal" | "equals");
     let copula = all.iter().rposition(copula);
@@ -319,9 +319,9 @@ fn precedes(before: &str) -> bool {
     }
 }
 
-/// The text of the clause that a text ends with, and the text up to the end of the number that cuts it off, if one does.
+/// The last clause of a text. If a number delimits the clause, also the text up to the end of that number.
 fn clause(text: &str) -> (&str, Option<&str>) {
-    // Whatever is longer is no clause; texts without any end would be searched from their beginning.
+    // A longer text is no clause. The limit keeps texts without a sentence end from being searched as a whole.
     let text = text.char_indices().rev().take(MAX_CLAUSE).last().map_or("", |(at, _)| &text[at..]);
     let mut from = 0;
     for (at, c) in text.char_indices().rev() {

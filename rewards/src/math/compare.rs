@@ -1,7 +1,7 @@
-//! Do two answers state the same? Assignments, sequences, sets, relations and matrices down to scalars.
+//! Compares two answers: assignments, sequences, sets, relations and matrices down to scalars.
 //!
-//! Asymmetric: the reference says what form is asked for. A value may be given for `x = 5`, and `x = 5` for a value, but
-//! a value never stands for an equation that is not solved.
+//! The comparison is asymmetric, because the reference defines the required form. A value matches `x = 5` and `x = 5`
+//! matches a value. A value never matches an equation that is not solved.
 //!
 //! Invariant: the number of scalar comparisons is bounded by [`BUDGET`].
 
@@ -18,7 +18,7 @@ use super::units;
 /// Most scalar comparisons for one verdict.
 const BUDGET: u32 = 2500;
 
-/// Compares answers under one seed.
+/// Compares answers with the random points of one seed.
 #[derive(Debug)]
 pub(super) struct AnswerComparison<'w> {
     seed: u64,
@@ -26,8 +26,8 @@ pub(super) struct AnswerComparison<'w> {
     visits: &'w Cell<u32>,
 }
 
-/// Whether both state the same; `None` if that is unknown. Names of variables count if `strict`; `visits` are the node
-/// visits that are left.
+/// Whether two answers are equal; `None` if that is unknown. Names of variables count if `strict`. `visits` is the number
+/// of node visits left.
 pub(super) fn same(gold: &Node, pred: &Node, strict: bool, seed: u64, visits: &Cell<u32>) -> Option<bool> {
     let (gold, pred) = if strict {
         (gold.clone(), pred.clone())
@@ -84,7 +84,8 @@ impl AnswerComparison<'_> {
         }
     }
 
-    /// Whether an equation states a value: it names it (`x = 5`), or computes it, and every side without variables agrees.
+    /// Whether an equation states a value: it assigns it (`x = 5`), or computes it, and all sides without variables are
+    /// equal.
     ///
     /// `2x + y = 2 + 3 = 5` computes a value; `2x = 5` is not solved and `3 + 4 = 5` is wrong.
     fn consistent(&self, pred: &Node) -> Option<bool> {
@@ -106,7 +107,7 @@ impl AnswerComparison<'_> {
         all(known.into_iter().map(|side| self.answers(side, last)))
     }
 
-    /// Sets of numbers, sequences and matrices; then scalars.
+    /// Compares sets of numbers, sequences and matrices, then scalars.
     fn collections(&self, gold: &Node, pred: &Node) -> Option<bool> {
         if is_region(gold) || is_region(pred) || region_list(gold) || region_list(pred) {
             return self.regions(gold, pred);
@@ -119,7 +120,7 @@ impl AnswerComparison<'_> {
             let same = |(a, b)| if identity::rounded_part(a, b) { Some(true) } else { self.answers(a, b) };
             return all(a.iter().flatten().zip(b.iter().flatten()).map(same));
         }
-        // A row or a column is also the list of its cells.
+        // A row or a column also matches the list of its cells.
         let vector = |rows: Vec<Vec<Node>>| (rows.len() == 1 || rows[0].len() == 1).then(|| rows.concat());
         let cells = |node: &Node| matrix::cells(node).and_then(vector).map(Node::Tuple);
         match (cells(gold), cells(pred)) {
@@ -153,7 +154,7 @@ impl AnswerComparison<'_> {
         if a.len() != b.len() {
             return Some(false);
         }
-        // Equality is an equivalence, so that the first partner is as good as any.
+        // Equality is an equivalence relation, so the first equal partner can be taken.
         let mut free: Vec<&Node> = b;
         let mut unknown = false;
         for part in a {
@@ -246,7 +247,7 @@ impl AnswerComparison<'_> {
         Some(false)
     }
 
-    /// `x \in S` and other relations that are no equations.
+    /// Compares `x \in S` and other relations that are no equations.
     fn membership(&self, gold: &Node, pred: &Node) -> Option<bool> {
         if !restates(gold, pred)
             && let (Some((a, name)), Some((b, other))) = (region(gold, true), region(pred, true))
@@ -261,7 +262,7 @@ impl AnswerComparison<'_> {
         all(std::iter::once(first).chain(left.iter().zip(right).map(|((_, a), (_, b))| self.answers(a, b))))
     }
 
-    /// The value assigned in the prediction, in the variables of the reference, if both assign to the same name.
+    /// The value that the prediction assigns, in the variables of the reference, if both assign to the same name.
     fn same_name(&self, gold: &Node, pred: &Node, value: &Node) -> Option<Node> {
         if gold == pred || self.scalars(gold, pred) == Some(true) {
             return Some(value.clone());
@@ -296,7 +297,7 @@ impl AnswerComparison<'_> {
         }
     }
 
-    /// The values of two records by name, those of the second in the variables of the first; `None` if names differ.
+    /// The values of two records by name, with those of the second in the variables of the first. `None` if names differ.
     fn paired<'n>(
         &self,
         gold: &[(&'n Node, &'n Node)],
@@ -317,7 +318,7 @@ impl AnswerComparison<'_> {
         if unit.is_some() && other.is_some() && unit != other {
             return Some(false);
         }
-        // A plain number of degrees or per cent may stand without the sign, but not for radians or for a fraction.
+        // A plain number matches degrees or per cent without the sign, but not radians or a fraction.
         let radians = unit.as_deref() == Some("radian") || other.as_deref() == Some("radian");
         let turns = radians || gold.any(&|node| matches!(node, Node::Pi));
         match (gold, pred) {
@@ -360,7 +361,7 @@ impl AnswerComparison<'_> {
     }
 }
 
-/// Whether `other` is an antiderivative of an indefinite integral; `None` if that is no question here.
+/// Whether `other` is an antiderivative of an indefinite integral; `None` if there is no such integral.
 #[expect(clippy::option_option, reason = "an unknown answer is not the same as no question")]
 fn antiderivative(calculus: &Calculus, other: &Node, seed: u64, left: &Cell<u32>) -> Option<Option<bool>> {
     let Calculus::Integral(body, variable, None) = calculus else { return None };
@@ -374,7 +375,7 @@ fn antiderivative(calculus: &Calculus, other: &Node, seed: u64, left: &Cell<u32>
     )
 }
 
-/// All of several verdicts: one `false` decides, then one unknown.
+/// Conjunction of verdicts: `false` before unknown before `true`.
 fn all(verdicts: impl Iterator<Item = Option<bool>>) -> Option<bool> {
     let mut result = Some(true);
     for verdict in verdicts {
@@ -387,7 +388,7 @@ fn all(verdicts: impl Iterator<Item = Option<bool>>) -> Option<bool> {
     result
 }
 
-/// Any of several verdicts: one `true` decides, then one unknown.
+/// Disjunction of verdicts: `true` before unknown before `false`.
 fn any(verdicts: impl Iterator<Item = Option<bool>>) -> Option<bool> {
     all(verdicts.map(|verdict| verdict.map(|verdict| !verdict))).map(|none| !none)
 }
@@ -412,8 +413,8 @@ fn is_region(node: &Node) -> bool {
         || is_inequality(node)
 }
 
-/// Whether the answer leaves an absolute value to be solved that the reference has solved: `|2x + 1| < 5` for `(-3, 2)`,
-/// which is the question. `|x - 1| < 2` is as solved as `(-1, 3)`.
+/// Whether the answer has an unsolved absolute value where the reference is solved: `|2x + 1| < 5` for `(-3, 2)` repeats
+/// the question. `|x - 1| < 2` counts as solved, like `(-1, 3)`.
 fn restates(gold: &Node, pred: &Node) -> bool {
     let varies = |node: &Node| {
         let mut names = vec![];
@@ -443,7 +444,7 @@ fn restates(gold: &Node, pred: &Node) -> bool {
     pred.any(&leaves) && !gold.any(&absolute)
 }
 
-/// Inequalities about one variable that are joined.
+/// Joined inequalities about one variable.
 fn region_list(node: &Node) -> bool {
     matches!(node, Node::List(_, parts) if parts.iter().all(is_inequality) && region(node, true).is_some())
 }
@@ -477,13 +478,13 @@ fn differences(node: &Node) -> Option<Vec<(Relation, Node)>> {
     Some(found)
 }
 
-/// The scalar without its unit, and the unit if it is a physical one.
+/// The scalar without its unit, and the unit if it is physical.
 fn without_unit(node: &Node) -> (&Node, Option<String>) {
     let Node::Quantity(part, unit) = node else { return (node, None) };
     (part, units::physical(unit))
 }
 
-/// The answer with both signs of `\pm` spelled out, approximations cut off and remarks on integers dropped.
+/// The answer with both signs of `\pm` expanded, and without approximations and remarks on integers.
 fn settled(node: &Node) -> Node {
     let node = match node {
         Node::Chain(first, rest) => settled_chain(first, rest),
@@ -526,7 +527,7 @@ fn settled_chain(first: &Node, rest: &[(Relation, Node)]) -> Node {
     Node::Chain(Box::new(first.clone()), rest)
 }
 
-/// Lists within a list are spread into it.
+/// Flattens lists within a list.
 fn flattened(parts: Vec<Node>) -> Vec<Node> {
     let mut flat = vec![];
     for part in parts {
@@ -538,7 +539,7 @@ fn flattened(parts: Vec<Node>) -> Vec<Node> {
     flat
 }
 
-/// Both answers with variables in lower case, unless one of them tells variables apart by case.
+/// Both answers with variables in lower case, unless one of them distinguishes variables by case.
 fn one_spelling(gold: &Node, pred: &Node) -> (Node, Node) {
     let capital = |node: &Node| {
         node.any(&|node| match node {

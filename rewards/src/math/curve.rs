@@ -1,8 +1,8 @@
-//! Do two equations in several variables have the same real solutions?
+//! Decides whether two equations in several variables have the same real solutions.
 //!
-//! Points on one curve are found by Newton's method from random starts and tried on the other, in both directions.
+//! Newton's method finds points on one curve from random starts. They are tested on the other curve, in both directions.
 //!
-//! Invariant: `true` only after [`POINTS`] solutions of each are solutions of the other.
+//! Invariant: the result is `true` only if [`POINTS`] solutions of each equation are solutions of the other.
 
 use std::cell::Cell;
 
@@ -10,11 +10,11 @@ use super::modular::mix;
 use super::node::Node;
 use super::numeric::{Evaluator, RealPoint, unit};
 
-/// Solutions of each equation that must solve the other.
+/// Number of solutions of each equation that must solve the other.
 const POINTS: usize = 8;
-/// Random starts for each equation.
+/// Number of random starts for each equation.
 const STARTS: u64 = 40;
-/// Steps of Newton's method.
+/// Most steps of Newton's method.
 const STEPS: usize = 30;
 
 /// Whether `a = 0` and `b = 0` have the same solutions, of two or more variables.
@@ -43,7 +43,7 @@ fn lies_on<'a>(first: &'a Node, second: &'a Node, names: &[&'a str], seed: u64, 
         if !solve(&with, first, &mut point, free) {
             continue;
         }
-        // A solution in value: the residual is small against its slope.
+        // A solution in value: the residual is small relative to its slope.
         let Some((residual, slope)) = newton(&with, second, &mut point, free) else { continue };
         if residual.abs() > 1e-6 * slope.abs().max(1e-3) {
             return false;

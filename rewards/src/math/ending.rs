@@ -1,6 +1,6 @@
-//! The answer of a text that marks none: the formula or number that ends it.
+//! The answer of a text without a mark: the formula or number at its end.
 //!
-//! Invariant: a number that touches anything that could change its value is no answer.
+//! Invariant: a number next to a character that could change its value is no answer.
 
 use std::borrow::Cow;
 use std::sync::LazyLock;
@@ -12,13 +12,13 @@ use super::extract::{Found, MAX_BOXES, MAX_WHOLE};
 use super::lex;
 use super::units;
 
-/// Characters before the last digit of a text that its last number may begin in.
+/// Most characters between the begin of the last number of a text and its last digit.
 const WINDOW: usize = 80;
 
-/// The formula or number that ends the text, whichever is later, or a short text as a whole.
+/// The last formula or number of the text, whichever is later, or a short text as a whole.
 pub(super) fn ending(text: &str) -> Vec<Found<'_>> {
     let formulas = last_formulas(text);
-    // Formulas that words explain are behind the one that counts.
+    // Formulas in a clause of explanation follow the formula that counts.
     let plain = self::formulas(text).last().map_or(0, |formula| formula.whole.1);
     let rest = &text[plain..];
     let mut found = vec![];
@@ -48,7 +48,7 @@ pub(super) fn ending(text: &str) -> Vec<Found<'_>> {
         found.push(Found::plain(surd));
         return found;
     }
-    // The numbers inside formulas are parts of them, and no answer by themselves.
+    // A number inside a formula is a part of it, and no answer of its own.
     if rest.contains(|c: char| c.is_ascii_digit()) {
         found.extend(last_number(text, plain).map(Found::plain));
     } else {
@@ -58,9 +58,9 @@ pub(super) fn ending(text: &str) -> Vec<Found<'_>> {
     found
 }
 
-/// The last formula with those before it that are listed with it, and where they begin and end, in bytes.
+/// The last formula with the formulas listed before it, and their range in bytes.
 ///
-/// A single `$...$` that spans lines is more likely two amounts of money: it ends what is searched, and is no answer.
+/// A `$...$` that spans lines is more likely two amounts of money. The search ends there, and it is no answer.
 pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, (usize, usize))> {
     let mut all = formulas(text);
     // "$x + 1$, where $x$ is the length"
@@ -81,7 +81,7 @@ pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, (usize, us
             break;
         }
         let formula_text = &text[formula.content.0..formula.content.1];
-        // Conditions that are joined by "and" hold together, by "or" one of them; values are a list.
+        // Of conditions joined by "and" all hold, of those joined by "or" one. Values are a list.
         let joint = match (bounds(formula_text) && bounds(&group), gap.trim_start_matches([',', ' '])) {
             (true, "and") => " \\text{ and } ",
             (true, "or") => " \\text{ or } ",
@@ -105,7 +105,7 @@ fn joins(word: &str) -> bool {
     ["and", "or"].iter().any(|joint| word.strip_prefix(joint).is_some_and(|rest| rest.len() < 2))
 }
 
-/// Whether a run of letters is no command; joints and names of environments do not count.
+/// Whether a run of letters is no command. Conjunctions and names of environments do not count.
 fn has_plain_word(text: &str) -> bool {
     static ENVIRONMENT: LazyLock<Regex> = LazyLock::new(|| compiled(r"\\(?:begin|end)\{[a-zA-Z]+\*?\}"));
     let text = if text.contains("\\begin{") { ENVIRONMENT.replace_all(text, "") } else { text.into() };
@@ -119,15 +119,15 @@ fn has_plain_word(text: &str) -> bool {
 }
 
 struct Formula {
-    /// With its delimiters, in bytes.
+    /// Range with the delimiters, bytes.
     whole: (usize, usize),
-    /// Without them.
+    /// Range without the delimiters, bytes.
     content: (usize, usize),
-    /// In one line, as formulas within a sentence are.
+    /// `false` for an inline formula that spans lines.
     whole_line: bool,
 }
 
-/// Everything between formula delimiters.
+/// All formulas between delimiters.
 fn formulas(text: &str) -> Vec<Formula> {
     let mut found = vec![];
     let mut at = 0;
@@ -170,14 +170,14 @@ fn close_of(inner: &str, close: &str) -> Option<usize> {
     }
 }
 
-/// The last number of a text that has no formulas after `plain` bytes, if it stands by itself and is stated.
+/// The last number of a text without formulas after `plain` bytes, if it stands alone and the text states it.
 fn last_number(text: &str, plain: usize) -> Option<Cow<'_, str>> {
     static NUMBER: LazyLock<Regex> = LazyLock::new(|| {
         compiled(
             r"[0-9]{1,3}(?: [0-9]{3})+\b|[0-9]+ [0-9]+/[0-9]+|[0-9.]+ : [0-9.]*[0-9]|[0-9.,:/]*[0-9](?:[0-9.,:/]*[0-9])?(?:[eE][+-]?[0-9]+)?",
         )
     });
-    // Only where the last number can be: from the white space before its last digits on.
+    // The last number begins after the white space before its last digits.
     let digit = text.rfind(|c: char| c.is_ascii_digit())?;
     let from = text[..digit].char_indices().rev().nth(WINDOW).map_or(0, |(at, _)| at);
     let window = text[from..].find(char::is_whitespace).filter(|_| from > 0).map_or(from, |at| from + at);
@@ -201,7 +201,7 @@ fn last_number(text: &str, plain: usize) -> Option<Cow<'_, str>> {
         Some(rest) if !negative => (rest, true),
         _ => (before, false),
     };
-    // Signs next to the number, or on the other side of a blank, that make it a part of something else.
+    // Signs beside the number, or beyond a blank, that make it a part of an expression.
     let touches = |c: char| c.is_alphanumeric() || "_^\\{}()[]|<>~\u{221a}".contains(c);
     let operates = |c: char| "+*/^=-<>\u{2212}\u{d7}\u{f7}\u{b7}\u{2264}\u{2265}\u{2260}".contains(c);
     let joined_before = before.chars().next_back().is_some_and(touches)
@@ -222,7 +222,7 @@ fn last_number(text: &str, plain: usize) -> Option<Cow<'_, str>> {
     Some(text[found.start() - sign..found.end() + unit].into())
 }
 
-/// A multiple of a root or of pi that is the last number of a text, in plain signs: `2\u{221a}3`, `3\u{3c0}/4`.
+/// A multiple of a root or of pi at the end of a text, in plain signs: `2\u{221a}3`, `3\u{3c0}/4`.
 fn last_surd(text: &str, plain: usize) -> Option<&str> {
     static SURD: LazyLock<Regex> = LazyLock::new(|| {
         compiled(r"[-\x{2212}]?(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?)?(?:\x{221a}\(?[0-9]+\)?|\x{3c0})(?:/[0-9]+)?")

@@ -1,10 +1,10 @@
 //! Finds the final answer in a text.
 //!
-//! What is stated last counts: a `\boxed{...}` with balanced braces (or several side by side), `#### number`, what
-//! follows `answer is` or `answer:`; without any of them the formula or number that ends the text.
+//! The last statement counts: a `\boxed{...}` with balanced braces (or several side by side), `#### number`, or the text
+//! after `answer is` or `answer:`. Without any of them, the formula or number at the end of the text counts.
 //!
-//! Invariant: one or a few slices of the text, in the order in which they should be tried. Which number ends a text is
-//! decided conservatively: a number that touches anything that could change its value is no answer. Nothing is evaluated.
+//! Invariant: the result is a list of slices of the text, best candidate first. A number next to a character that could
+//! change its value is no answer. Nothing is evaluated.
 
 use std::borrow::Cow;
 use std::sync::LazyLock;
@@ -15,11 +15,11 @@ use super::clause;
 use super::ending::{compiled, ending, last_formulas};
 use super::lex;
 
-/// Only the end of a text is searched, in bytes: longer completions answer there.
+/// Bytes at the end of a text that are searched. Long completions answer at their end.
 const MAX_TEXT: usize = 200_000;
-/// Boxes that are parts of one answer.
+/// Most boxes of one answer.
 pub(super) const MAX_BOXES: usize = 16;
-/// Bytes between two boxes of one answer.
+/// Most bytes between two boxes of one answer.
 const MAX_GAP: usize = 70;
 /// Longest text that may be an answer as a whole.
 pub(super) const MAX_WHOLE: usize = 300;
@@ -28,7 +28,7 @@ pub(super) const MAX_WHOLE: usize = 300;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Found<'a> {
     pub(super) text: Cow<'a, str>,
-    /// Whether it stood in a box or between formula delimiters.
+    /// Whether it was in a box or between formula delimiters.
     pub(super) formula: bool,
 }
 
@@ -46,7 +46,7 @@ impl<'a> Found<'a> {
 
 /// The final answer of a completion, best candidate first; empty if it does not state one.
 ///
-/// In a completion that was cut off, only what was finished counts: boxes, and marks on finished lines.
+/// In a completion that was cut off only complete parts count: boxes, and marks on complete lines.
 pub(super) fn completion(text: &str, truncated: bool) -> Vec<Found<'_>> {
     let text = without_special_tokens(tail(text));
     if let Some(inner) = tagged(text) {
@@ -64,16 +64,16 @@ pub(super) fn completion(text: &str, truncated: bool) -> Vec<Found<'_>> {
     found
 }
 
-/// What stands in the last `<answer>...</answer>`.
+/// The content of the last `<answer>...</answer>`.
 fn tagged(text: &str) -> Option<&str> {
     let (before, _) = text.rsplit_once("</answer>")?;
     let (_, inner) = before.rsplit_once("<answer>")?;
     (!inner.trim().is_empty()).then(|| inner.trim())
 }
 
-/// What is stated as the solution or the option, if no number or formula follows it.
+/// The stated solution or option, if no number or formula follows it.
 ///
-/// These words are common in the course of a solution too, so that only the end of the text counts, and only a value.
+/// These words are also common within a solution, so only the end of the text counts, and only a value.
 fn solution(text: &str) -> Vec<Found<'_>> {
     let nouns = ["olution", "ption", "hoice", "root", "Root"];
     let last = nouns.iter().filter_map(|noun| text.rfind(noun).map(|at| (at, noun.len()))).max();
@@ -118,7 +118,7 @@ pub(super) fn reference(answer: &str) -> Vec<Found<'_>> {
     }
 }
 
-/// Bytes up to the brace that closes one already open.
+/// Bytes up to the brace that closes an open one.
 pub(super) fn balanced(text: &str) -> Option<usize> {
     let mut depth = 1usize;
     let mut escaped = false;
@@ -148,7 +148,7 @@ fn tail(text: &str) -> &str {
     &text[from..]
 }
 
-/// The text up to the first token of the chat template that a model wrote by itself.
+/// The text up to the first token of a chat template that the model generated.
 fn without_special_tokens(text: &str) -> &str {
     let special = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|eot_id|>", "</s>"];
     if !text.contains('<') {
@@ -168,7 +168,7 @@ fn box_content(text: &str) -> Option<(&str, usize)> {
     Some((&inner[..len], from + len + 1))
 }
 
-/// The last box, with those before it that belong to the same answer, and where it ends.
+/// The last box with the earlier boxes of the same answer, and its end in bytes.
 fn boxed(text: &str) -> Option<(Found<'_>, usize)> {
     let mut contents: Vec<&str> = vec![];
     let mut end = 0;
@@ -176,7 +176,7 @@ fn boxed(text: &str) -> Option<(Found<'_>, usize)> {
     let mut search = text;
     while let Some(at) = last_box(search) {
         search = &text[..at];
-        // An opening inside an unbalanced one cannot close it, so no part of the text is searched twice.
+        // A box inside an unbalanced box cannot close it, so no part of the text is searched twice.
         let Some((content, len)) = box_content(&text[at..next_start]) else {
             if contents.is_empty() {
                 next_start = at;
@@ -202,13 +202,13 @@ fn boxed(text: &str) -> Option<(Found<'_>, usize)> {
     }
 }
 
-/// By single backslashes from the end, so that every byte is looked at once.
+/// Searches for single backslashes from the end, so that every byte is read once.
 fn last_box(text: &str) -> Option<usize> {
     let opens = |at: &usize| text[*at..].starts_with("\\boxed") || text[*at..].starts_with("\\fbox");
     text.rmatch_indices('\\').map(|(at, _)| at).find(opens)
 }
 
-/// Whether what stands between two boxes lists them, and does not conclude one from the other.
+/// Whether the text between two boxes lists them, and does not conclude one from the other.
 fn joined(gap: &str) -> bool {
     const CONCLUDES: [&str; 14] = [
         "so",
@@ -242,7 +242,7 @@ fn joined(gap: &str) -> bool {
     lists || (!letters && gap.len() < 10)
 }
 
-/// What is stated by a mark or a phrase, whichever is later; `certain`: only if it has a number or a formula.
+/// The candidate after a mark or a phrase, whichever is later. With `certain` it must have a number or a formula.
 fn stated(text: &str, certain: bool) -> Vec<Found<'_>> {
     let mark = if text.contains('#') { text.rfind("####") } else { None };
     let (phrase_at, phrase) = phrase(text, certain).map_or((None, vec![]), |(at, found)| (Some(at), found));
@@ -267,7 +267,7 @@ fn marked(text: &str) -> Option<Found<'_>> {
     (digits && !numbered && line.len() <= MAX_WHOLE).then(|| Found::plain(line))
 }
 
-/// What follows the last `answer is` or `answer:`, to the end of the sentence, and where.
+/// The text after the last `answer is` or `answer:`, to the end of the sentence, and its position.
 fn phrase(text: &str, certain: bool) -> Option<(usize, Vec<Found<'_>>)> {
     for (at, _) in text.rmatch_indices("nswer").take(8) {
         let before = text[..at].chars().next_back();
@@ -358,7 +358,7 @@ fn sentence_end(text: &str) -> usize {
     text.len()
 }
 
-/// The only number of a sentence of words, if no word changes its value.
+/// The only number of a sentence, if no word changes its value.
 fn sole_number(sentence: &str) -> Option<&str> {
     static NUMBER: LazyLock<Regex> = LazyLock::new(|| compiled(r"-?\$?[0-9][0-9.,]*"));
     let mut numbers = NUMBER.find_iter(sentence);

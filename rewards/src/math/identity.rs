@@ -1,12 +1,11 @@
-//! Are two scalar expressions equal?
+//! Identity testing: decides whether two scalar expressions are equal.
 //!
-//! Exact values first. Then rational expressions modulo 2^61 - 1 at [`EXACT_POINTS`] random points: different expressions
-//! of total degree d pass for equal with probability at most (d / 2^61)^3, below 1e-46 for d = 1000; equal ones always
-//! pass. Then everything else in f64 at [`POINTS`] random points where both sides are defined: there a difference below
-//! the error bounds (about 1e-12 relative) is not seen, and two expressions are taken for equal that agree on that many
-//! points of the common domain. Points come from the seed alone.
+//! Exact values are compared first. Rational expressions are compared modulo 2^61 - 1 at [`EXACT_POINTS`] random points:
+//! equal expressions always pass, and different ones of total degree d pass with probability at most (d / 2^61)^3, below
+//! 1e-46 for d = 1000. All others are compared in f64 at [`POINTS`] random points where both sides are defined. This test
+//! does not find a difference below the error bounds (about 1e-12 relative). The seed alone determines the points.
 //!
-//! Invariant: `None` only if a side cannot be evaluated at all.
+//! Invariant: the result is `None` only if a side cannot be evaluated at all.
 
 use std::cell::Cell;
 
@@ -19,20 +18,20 @@ use super::node::{Literal, MathFunction, Node};
 use super::numeric::{Evaluator, RealPoint, constant, unit};
 use super::rational;
 
-/// Random points of the exact test.
+/// Number of random points of the exact test.
 const EXACT_POINTS: usize = 3;
-/// Points at which two expressions must agree in f64.
+/// Number of points at which two expressions must agree in f64.
 const POINTS: usize = 8;
-/// Points that are drawn of each kind, as some are outside of the domain.
+/// Number of points drawn of each kind. Some are outside of the domain.
 const DRAWS: u64 = 16;
-/// Significant digits from which a decimal stands for a value that has no finite decimal form.
+/// Least significant digits of a decimal that matches a value without a finite decimal form.
 const MIN_SIGNIFICANT: u32 = 4;
-/// The same in an answer of several numbers, which all have to agree.
+/// Least significant digits in an answer of several numbers, which all have to match.
 const MIN_SIGNIFICANT_OF_PART: u32 = 2;
-/// Decimal places from which a decimal is compared to six places, as Math-Verify does with all.
+/// Least decimal places of a decimal that is compared to six places. Math-Verify compares all decimals so.
 const LONG_DECIMAL: u32 = 7;
 
-/// Whether both have the same value everywhere.
+/// Whether two expressions have the same value everywhere.
 pub(super) fn equal(gold: &Node, pred: &Node, seed: u64, left: &Cell<u32>) -> Option<bool> {
     if gold == pred {
         return Some(true);
@@ -54,7 +53,7 @@ pub(super) fn equal(gold: &Node, pred: &Node, seed: u64, left: &Cell<u32>) -> Op
     }
 }
 
-/// Whether an infinity stands anywhere but in a bound.
+/// Whether there is an infinity outside of a bound.
 fn infinite(node: &Node) -> bool {
     match node {
         Node::Infinity => true,
@@ -81,7 +80,7 @@ pub(super) fn proportional(a: &Node, b: &Node, seed: u64, left: &Cell<u32>) -> O
     a.variables(&mut names);
     b.variables(&mut names);
     if names.is_empty() {
-        // Any two constants are proportional: these must be the same.
+        // Any two constants are proportional, so they must be equal.
         let same = |b: &Node| equal(a, b, seed, left) == Some(true);
         let opposite = || same(&b.clone().negated()).then_some(false);
         return if same(b) { Some(true) } else { opposite() };
@@ -137,7 +136,7 @@ fn modular_proportional(a: &Node, b: &Node, names: &[&str], seed: u64) -> Option
     None
 }
 
-/// Identity of rational expressions; `None` if one is not rational or never defined.
+/// Identity of rational expressions; `None` if one is not rational or nowhere defined.
 fn modularly(gold: &Node, pred: &Node, seed: u64) -> Option<bool> {
     let mut names = vec![];
     gold.variables(&mut names);
@@ -188,7 +187,7 @@ fn numerically(gold: &Node, pred: &Node, seed: u64, left: &Cell<u32>) -> Option<
         let (a, b) = match (with.value(gold, &mut point), with.value(pred, &mut point)) {
             (Some(a), Some(b)) => (a, b),
             (None, None) => continue,
-            // `|x|` says something about negative numbers, so that `\ln|x|` is not `\ln x`.
+            // `|x|` is defined for negative numbers, so `\ln|x|` is not `\ln x`.
             _ if domain_counts && !with.exhausted() => return Some(false),
             _ => continue,
         };
@@ -215,7 +214,7 @@ fn agree(a: Approx, b: Approx, tolerance: f64) -> Option<bool> {
     (error <= tolerance * scale.max(1e-3)).then_some(true)
 }
 
-/// Values for variables: of both signs, then positive, then small whole numbers.
+/// Values of variables: of both signs, then positive, then small whole numbers.
 fn real_point<'a>(names: &[&'a str], draw: u64, seed: u64) -> RealPoint<'a> {
     let mut bits = mix(seed ^ mix(draw ^ 0xabcd));
     names
@@ -233,7 +232,7 @@ fn real_point<'a>(names: &[&'a str], draw: u64, seed: u64) -> RealPoint<'a> {
         .collect()
 }
 
-/// The decimal literal that a tree is, with its sign.
+/// A decimal literal with its sign; `None` for another tree.
 fn decimal(node: &Node) -> Option<(&Literal, bool)> {
     match node {
         Node::Number(literal) => Some((literal, false)),
@@ -243,7 +242,7 @@ fn decimal(node: &Node) -> Option<(&Literal, bool)> {
     }
 }
 
-/// Whether one of two constants is a decimal that stands for the other, which is no decimal.
+/// Whether one of two constants is a decimal that matches the other, which is no decimal.
 pub(super) fn rounded_alike(gold: &Node, pred: &Node) -> bool {
     let long = || match (rational::exact(gold), rational::exact(pred)) {
         (Some(a), Some(b)) => long_decimals(gold, pred, &a, &b),
@@ -252,7 +251,7 @@ pub(super) fn rounded_alike(gold: &Node, pred: &Node) -> bool {
     either_rounds(gold, pred, MIN_SIGNIFICANT) || long()
 }
 
-/// The same of a cell of a matrix or an end of an interval, where fewer digits do.
+/// Whether a cell of a matrix or an end of an interval matches, for which fewer digits suffice.
 pub(super) fn rounded_part(gold: &Node, pred: &Node) -> bool {
     rounded_alike(gold, pred) || either_rounds(gold, pred, MIN_SIGNIFICANT_OF_PART)
 }
@@ -261,7 +260,7 @@ fn either_rounds(gold: &Node, pred: &Node, digits: u32) -> bool {
     rounds(gold, pred, digits) || rounds(pred, gold, digits)
 }
 
-/// Whether the first is the decimal of at least `digits` significant digits to which the second is rounded or cut off.
+/// Whether the first is the second, rounded or cut off to a decimal of at least `digits` significant digits.
 fn rounds(decimal_side: &Node, other: &Node, digits: u32) -> bool {
     let Some((literal, negative)) = decimal(decimal_side) else { return false };
     if literal.places == 0 || literal.significant < digits || decimal(other).is_some() {

@@ -1,7 +1,7 @@
 //! Cuts LaTeX or plain notation into tokens.
 //!
-//! Invariant: sizes, spacing, dollar and currency signs leave no token; digits with thousands marks are one number.
-//! Letters are variables in a formula, and words in plain text and in `\text{...}`.
+//! Invariant: sizes, spacing, dollar and currency signs have no token. Digits with thousands marks are one number. Letters
+//! are variables in a formula, and words in plain text and in `\text{...}`.
 
 use num_bigint::BigInt;
 use num_rational::BigRational;
@@ -36,7 +36,7 @@ pub(super) enum MathToken {
     End(String),
 }
 
-/// A token and whether white space stands before it.
+/// A token and whether white space precedes it.
 #[derive(Clone, Debug)]
 pub(super) struct Lexeme {
     pub(super) token: MathToken,
@@ -54,7 +54,7 @@ pub(super) enum Mode {
     PlainDecimalComma,
 }
 
-/// The tokens of an answer, or `None` if it is too long or not to be cut.
+/// The tokens of an answer, or `None` if it is too long or cannot be tokenized.
 pub(super) fn tokens(text: &str, mode: Mode) -> Option<Vec<Lexeme>> {
     if text.len() > MAX_BYTES {
         return None;
@@ -65,7 +65,7 @@ pub(super) fn tokens(text: &str, mode: Mode) -> Option<Vec<Lexeme>> {
     Some(lexer.out)
 }
 
-/// Undoes the doubling of backslashes that a string literal leaves behind.
+/// Undoes the doubled backslashes of a string literal.
 fn unescaped(text: &str) -> std::borrow::Cow<'_, str> {
     let doubled = |at: usize| text[at + 2..].starts_with(|c: char| c.is_ascii_alphabetic());
     let commands = !text.contains("\\begin") && text.match_indices("\\\\").any(|(at, _)| doubled(at));
@@ -74,9 +74,9 @@ fn unescaped(text: &str) -> std::borrow::Cow<'_, str> {
 
 struct Lexer {
     out: Vec<Lexeme>,
-    /// Open round and square brackets and sets: a comma inside separates.
+    /// Number of open round and square brackets and sets. A comma inside separates.
     brackets: usize,
-    /// Digits that are still numbers by themselves, after `\frac` or `\sqrt` without braces.
+    /// Number of next digits that are numbers of one digit, after `\frac` or `\sqrt` without braces.
     single: usize,
 }
 
@@ -209,7 +209,7 @@ impl Lexer {
         rest
     }
 
-    /// Names that mean the same with and without a backslash.
+    /// Names with the same meaning with and without a backslash.
     fn known_name(&mut self, lower: &str, run: &str, mode: Mode, rest: &str, spaced: bool) -> bool {
         let token = match lower {
             "and" | "or" | "percent" | "percentage" | "pct" => MathToken::Word(lower.to_owned()),
@@ -393,7 +393,7 @@ impl Lexer {
     }
 }
 
-/// Length of a thousands mark that the text begins with.
+/// Length of a thousands mark at the begin of the text, bytes.
 fn thousands_mark(text: &str, inside_brackets: bool, mode: Mode) -> Option<usize> {
     let trimmed = text.trim_start_matches(' ');
     if let Some(inner) = trimmed.strip_prefix('{') {
@@ -437,7 +437,7 @@ pub(super) fn digit_count(text: &str) -> usize {
     text.bytes().take_while(u8::is_ascii_digit).count()
 }
 
-/// A command's name; one that runs into what follows it (`\quadx`) is cut.
+/// The name of a command. A name that runs into the next word (`\quadx`) is cut.
 fn split_name(after: &str, len: usize) -> (&str, &str) {
     const CUT: [&str; 10] = ["qquad", "quad", "infty", "times", "cdot", "sqrt", "frac", "neq", "leq", "geq"];
     let name = &after[..len];

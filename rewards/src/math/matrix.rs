@@ -1,6 +1,6 @@
 //! Matrices: sums, products, multiples and powers of them, cell by cell.
 //!
-//! Invariant: cells are built, not evaluated, and their number is bounded, so that the work is small.
+//! Invariant: cells are built and not evaluated. Their number is bounded, so the work is small.
 
 use num_traits::ToPrimitive;
 
@@ -9,12 +9,12 @@ use super::rational;
 
 /// Most rows or columns in a product.
 const MAX_SIZE: usize = 10;
-/// Most rows or columns in a product with cells that are not numbers, which grow with every product.
+/// Most rows or columns in a product with cells that are not numbers. Such cells grow with every product.
 const MAX_SYMBOLIC: usize = 4;
 /// Greatest power that is multiplied out.
 const MAX_POWER: u32 = 4;
 
-/// The cells of a tree that is a matrix; `None` if it is something else.
+/// The cells of a matrix; `None` if the tree is no matrix.
 pub(super) fn cells(node: &Node) -> Option<Vec<Vec<Node>>> {
     match node {
         Node::Matrix(rows) => Some(rows.clone()),
@@ -93,7 +93,7 @@ fn multiplied(a: &[Vec<Node>], b: &[Vec<Node>]) -> Option<Vec<Vec<Node>>> {
     Some(a.iter().map(|row| (0..b[0].len()).map(|column| cell(row, column)).collect()).collect())
 }
 
-/// A number if it is one, so that products of products stay small.
+/// Folds a constant cell into a number, so that products of products stay small.
 fn simplified(node: Node) -> Node {
     rational::exact(&node).map_or(node, Node::rational)
 }

@@ -1,4 +1,4 @@
-//! `math`: is the final answer of a completion mathematically equal to the reference answer?
+//! `math`: decides whether the final answer of a completion is mathematically equal to the reference answer.
 //!
 //! [`grade`] finds both answers (`extract`), reads them (`lex`, `parse`, `operand`) as trees (`node`) and compares the trees
 //! (`compare`): numbers exactly (`rational`), expressions by identity testing (`identity`), inequalities and intervals as sets
@@ -8,17 +8,18 @@
 //! - Numbers: the same value in any notation. `28\%` is 28 and 0.28. A decimal of four or more significant digits stands
 //!   for a value without a finite decimal form that it is rounded to or cut off from (`0.3333` is 1/3, `0.33` is not).
 //! - Expressions: equal at random points. Of rational ones the error probability is below 1e-46, see `identity`.
-//! - `x = 5` is the value 5; a value never stands for an unsolved equation.
+//! - `x = 5` is the value 5. A value never matches an unsolved equation.
 //!   Ends of intervals and cells of matrices are numbers in this respect too; two significant digits do there.
-//! - Physical units may be left out but not contradict each other; other words after a number do not count.
+//! - Physical units may be missing but not contradict each other. Other words after a number do not count.
 //! - Tuples are ordered, sets and lists are not, `(1, 2)` is also an open interval, `x > 2` is `(2, \infty)`, and so are
 //!   `0 < f(x) < 1` and `|x - 1| > 2` the sets that they describe; systems and functions are compared by name.
 //!
 //! # What is unknown
-//! A reference outside of the grammar, unless both answers are the same text. The reward's `on_unknown` has the outcome.
+//! The verdict is unknown for a reference outside of the grammar, unless both answers are the same text. The reward's
+//! `on_unknown` defines the outcome.
 //!
-//! Invariants: the verdict depends on the two texts alone; no input takes more than some milliseconds (length of the
-//! text, depth, size of numbers, evaluations and comparisons are bounded) and none panics.
+//! Invariants: the verdict depends on the two texts alone. No input takes more than some milliseconds: length of the text,
+//! depth, size of numbers, evaluations and comparisons are bounded. No input panics.
 
 mod approx;
 mod calculus;
@@ -59,7 +60,7 @@ use units::Side;
 /// The verdict of the grader on one completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MathVerdict {
-    /// Whether the completion answers as the reference does; `None` if that is unknown.
+    /// Whether the completion matches the reference; `None` if that is unknown.
     pub equal: Option<bool>,
     /// The comparison that decided.
     pub decided_by: DecidedBy,
@@ -68,7 +69,7 @@ pub struct MathVerdict {
 /// The comparison that decided a [`MathVerdict`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DecidedBy {
-    /// Both answers are, or are not, the same text.
+    /// Both answers compared as text.
     Text,
     /// Values without variables.
     Number,
@@ -82,9 +83,9 @@ pub enum DecidedBy {
     Sequence,
     /// Matrices and vectors.
     Matrix,
-    /// The completion states no answer, or none that can be read.
+    /// The completion states no answer that can be parsed.
     NoAnswer,
-    /// The reference cannot be read, or the two cannot be compared.
+    /// The reference cannot be parsed, or the two cannot be compared.
     Unknown,
 }
 
@@ -108,8 +109,8 @@ impl DecidedBy {
 
 /// Compares the final answer of a completion with a reference, which may be an answer or a whole solution.
 ///
-/// `truncated`: whether the completion was cut off, so that only what it finished counts. `strict`: whether names of
-/// variables count; without, `f(x)` is `f(y)`.
+/// `truncated`: whether the completion was cut off, so that only its complete parts count. `strict`: whether names of
+/// variables count; otherwise `f(x)` equals `f(y)`.
 #[must_use]
 pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> MathVerdict {
     let preds = extract::completion(completion, truncated);
@@ -140,7 +141,7 @@ pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Mat
     judged(&golds, &readings, strict, seed(&gold.text, &pred.text))
 }
 
-/// Whether a candidate is the reference as written, or both are the same words in another dress.
+/// Whether a candidate has the same tokens as the reference, or the same words.
 fn same_text(gold: &str, preds: &[Found<'_>]) -> bool {
     let written = words::written(gold);
     let prose = words::prose(gold);
@@ -150,7 +151,7 @@ fn same_text(gold: &str, preds: &[Found<'_>]) -> bool {
     })
 }
 
-/// The verdict over all readings: any pair that is equal decides.
+/// The verdict over all readings. One equal pair decides.
 fn judged(golds: &[Node], preds: &[Node], strict: bool, seed: u64) -> MathVerdict {
     let decided_by = shape(&golds[0]);
     let visits = Cell::new(numeric::BUDGET);
@@ -187,7 +188,7 @@ fn shape(gold: &Node) -> DecidedBy {
     }
 }
 
-/// All readings of the first candidate that can be read.
+/// All readings of the first candidate that can be parsed.
 fn first_readable(found: &[Found<'_>], side: Side) -> Vec<Node> {
     found.iter().map(|found| readings(found, side)).find(|readings| !readings.is_empty()).unwrap_or_default()
 }
@@ -237,7 +238,7 @@ fn readings(found: &Found<'_>, side: Side) -> Vec<Node> {
     nodes
 }
 
-/// What words stand for, and a number with the currency whose sign stands beside it.
+/// The meaning of words as a tree, and a number with the currency of the sign beside it.
 fn valued(node: Node, text: &str) -> Node {
     match node {
         Node::Words(words) => match words::spelled(&words) {
@@ -253,7 +254,7 @@ fn valued(node: Node, text: &str) -> Node {
     }
 }
 
-/// The letter and the value of an answer such as `(B) 6`, `B) 6` or `\textbf{(B)}\ 6`, which states both.
+/// The letter and the value of an answer with both, such as `(B) 6`, `B) 6` or `\textbf{(B)}\ 6`.
 fn choice(text: &str) -> Option<(&str, &str)> {
     let wrapped =
         ["\\textbf{", "\\text{", "\\mathrm{", "\\mathbf{"].iter().find_map(|open| text.strip_prefix(open));
@@ -264,14 +265,14 @@ fn choice(text: &str) -> Option<(&str, &str)> {
     let rest = if wrapped.is_some() { rest.strip_prefix('}')? } else { rest };
     let value = rest.trim_start_matches(['\\', ' ', '~', ',', ':']);
     let spaced = value.len() < rest.len() && !value.is_empty();
-    // The backslash of a command that follows belongs to the value.
+    // The backslash of the next command belongs to the value.
     let value = &rest[rest.len()
         - value.len()
         - usize::from(value.starts_with(|c: char| c.is_ascii_alphabetic()) && rest.contains('\\'))..];
     spaced.then_some((letter, value))
 }
 
-/// Whether there is a run of letters that is no command and may be a word.
+/// Whether the text has a run of letters that is no command and may be a word.
 fn has_word(text: &str) -> bool {
     let mut rest = text;
     while let Some(at) = rest.find(|c: char| c.is_ascii_alphabetic()) {
@@ -284,7 +285,7 @@ fn has_word(text: &str) -> bool {
     false
 }
 
-/// The sign and digits of a whole number as most answers are written, without leading zeros and thousands marks.
+/// The sign and digits of a whole number in usual notation, without leading zeros and thousands marks.
 fn plain_integer(text: &str) -> Option<(bool, u64)> {
     let text = text.trim();
     let (negative, digits) = text.strip_prefix('-').map_or((false, text), |digits| (true, digits));
@@ -330,7 +331,7 @@ fn integer_with_unit(text: &str) -> Option<(bool, u64)> {
     if number.ends_with(',') || !inner.split_whitespace().all(counted) { None } else { plain_integer(number) }
 }
 
-/// A seed from two texts (FNV-1a), so that verdicts can be repeated.
+/// A seed from two texts (FNV-1a), so that verdicts are reproducible.
 fn seed(gold: &str, pred: &str) -> u64 {
     let bytes = gold.bytes().chain(std::iter::once(0)).chain(pred.bytes());
     bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {

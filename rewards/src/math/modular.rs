@@ -1,9 +1,9 @@
 //! Values of rational expressions modulo the prime 2^61 - 1, for identity testing.
 //!
 //! Two rational expressions of total degree at most d that differ agree at a random point with probability at most
-//! d / (2^61 - 2) (Schwartz 1980, Zippel 1979). `\pi` is one more indeterminate, as it is transcendental.
+//! d / (2^61 - 2) (Schwartz 1980, Zippel 1979). `\pi` is transcendental, so it is one more indeterminate.
 //!
-//! Invariant: a value exists only if every step is exact; division by zero, roots and functions have none.
+//! Invariant: a value exists only if every step is exact. Division by zero, roots and functions have no value.
 
 use num_bigint::BigInt;
 use num_integer::Integer;
@@ -16,7 +16,7 @@ use super::rational;
 /// The Mersenne prime 2^61 - 1.
 pub(super) const PRIME: u64 = (1 << 61) - 1;
 
-/// Variables and their values; `\pi` under its own name.
+/// Variables and their values. `\pi` has its own name.
 pub(super) type ResiduePoint<'a> = [(&'a str, u64)];
 
 /// Why an expression has no value.

@@ -1,6 +1,6 @@
-//! Names and what an answer assigns to them: `x = 5`, `f(x) = 2x`, `(x, y) = (1, 2)`.
+//! Names and the values that an answer assigns to them: `x = 5`, `f(x) = 2x`, `(x, y) = (1, 2)`.
 //!
-//! Invariant: nothing is evaluated; whether two names are the same is up to `compare`.
+//! Invariant: nothing is evaluated. `compare` decides whether two names are the same.
 
 use super::node::{MathFunction, Node, Relation};
 
@@ -13,7 +13,7 @@ pub(super) fn assignment(node: &Node) -> Option<(&Node, &Node)> {
     ((equal && (is_name(first) || rest.len() > 1)) || (member && is_name(first))).then_some((first, value))
 }
 
-/// Whether a side is made of names alone, as `AB`, `\frac{NO}{BO}`, `f(x)`, `|AB|` or `V_1 : V_2` are.
+/// Whether a side consists of names alone, as `AB`, `\frac{NO}{BO}`, `f(x)`, `|AB|` or `V_1 : V_2` are.
 pub(super) fn is_name(node: &Node) -> bool {
     match node {
         Node::Symbol(_) | Node::Apply(..) => true,
@@ -28,7 +28,7 @@ pub(super) fn is_name(node: &Node) -> bool {
     }
 }
 
-/// Whether the parts are assignments to names that all differ, more than by an index.
+/// Whether the parts are assignments to names that differ by more than an index.
 pub(super) fn named_apart(parts: &[Node]) -> bool {
     let base = |node: &Node| match assignment(node) {
         Some((Node::Symbol(name), _)) => Some(name.split('_').next().unwrap_or(name).to_owned()),

@@ -1,7 +1,7 @@
-//! What an answer says, as a tree: scalars, sequences, sets, relations, matrices.
+//! The syntax tree of an answer: scalars, sequences, sets, relations, matrices.
 //!
-//! Invariant: a tree is as deep as its parser allows (see `parse`), so that recursion over it is bounded.
-//! Nothing is simplified here; two trees that differ may still be equal as mathematics.
+//! Invariant: the parser bounds the depth of a tree (see `parse`), so recursion over it is bounded. Nothing is simplified
+//! here. Two different trees may be mathematically equal.
 
 use num_bigint::BigInt;
 use num_rational::BigRational;
@@ -11,17 +11,17 @@ use num_rational::BigRational;
 pub(super) enum Node {
     /// A literal without sign.
     Number(Literal),
-    /// `\infty`; a sign stands around it.
+    /// `\infty`; its sign is a node around it.
     Infinity,
     /// `\pi`.
     Pi,
-    /// A variable, or `e` or `i` where nothing binds them.
+    /// A variable, or `e` or `i` where they are not bound.
     Symbol(String),
     /// An unknown function: name and arguments.
     Apply(String, Vec<Node>),
-    /// Terms.
+    /// A sum of terms.
     Sum(Vec<Node>),
-    /// Factors; order counts for matrices.
+    /// A product of factors. The order counts for matrices.
     Product(Vec<Node>),
     /// `-x`.
     Negate(Box<Node>),
@@ -39,7 +39,7 @@ pub(super) enum Node {
     Percent(Box<Node>),
     /// `x^\circ`.
     Degree(Box<Node>),
-    /// Digits and the base that they are written in.
+    /// Digits and their base.
     Based(String, u32),
     /// `a:b:c`, or a time of day.
     Ratio(Vec<Node>),
@@ -124,7 +124,7 @@ pub(super) enum MathFunction {
     Det,
 }
 
-/// Between two members of a [`Node::Chain`].
+/// The relation between two members of a [`Node::Chain`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Relation {
     Equal,
@@ -139,7 +139,7 @@ pub(super) enum Relation {
     NotIn,
 }
 
-/// What joins a [`Node::List`].
+/// The conjunction of a [`Node::List`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Joint {
     Comma,
@@ -252,7 +252,7 @@ impl Node {
         condition(self) || self.children().iter().any(|child| child.any(condition))
     }
 
-    /// Adds the free variables in order of appearance; `e` and `i` are none.
+    /// Adds the free variables in order of appearance, without `e` and `i`.
     pub(super) fn variables<'a>(&'a self, into: &mut Vec<&'a str>) {
         match self {
             Self::Symbol(name) if name != "e" && name != "i" && !into.contains(&name.as_str()) => {
@@ -292,7 +292,7 @@ impl Node {
         }
     }
 
-    /// With every `\pm` as a plus (`true`) or as a minus, and every `\mp` the other way round.
+    /// A copy with every `\pm` as plus (`true`) or minus, and every `\mp` as the opposite.
     pub(super) fn with_signs(&self, plus: bool) -> Self {
         match self {
             Self::PlusMinus(upper, part) => {

@@ -1,6 +1,6 @@
-//! What the notation of a scalar says beyond its value: times of day, whole percentages, approximations.
+//! Meaning of a scalar's notation beyond its value: times of day, whole percentages, approximations.
 //!
-//! Invariant: `false` or `None` for anything that is not clearly written so; the value then decides alone.
+//! Invariant: the result is `false` or `None` for any notation that is not unambiguous. The value then decides alone.
 
 use num_integer::gcd;
 use num_rational::BigRational;
@@ -10,7 +10,7 @@ use super::node::Node;
 use super::numeric::constant;
 use super::rational;
 
-/// Whether a ratio is written as a time of day is, and not in lowest terms as ratios are.
+/// Whether a ratio has the notation of a time of day, and is not in lowest terms.
 pub(super) fn time_of_day(parts: &[Node]) -> bool {
     let whole = |node: &Node| match node {
         Node::Quantity(part, _) => rational::exact(part)?.to_integer().to_u32(),
@@ -28,7 +28,7 @@ pub(super) fn meridiem(node: &Node) -> Option<String> {
     Some(unit.to_ascii_lowercase()).filter(|unit| unit == "am" || unit == "pm")
 }
 
-/// Whether a reference without the sign may be meant in per cent: a number as written, and no fraction of one.
+/// Whether a reference without the sign may be a percentage: a literal number that is no fraction of one.
 pub(super) fn plain_percentage(node: &Node) -> bool {
     match node {
         Node::Number(literal) => literal.value >= BigRational::from_integer(1.into()),
@@ -37,7 +37,7 @@ pub(super) fn plain_percentage(node: &Node) -> bool {
     }
 }
 
-/// Whether an approximation can be one: within a tenth, or not to be evaluated.
+/// Whether an approximation is plausible: within a tenth, or impossible to evaluate.
 pub(super) fn close(exact: &Node, approximate: &Node) -> bool {
     match (constant(exact), constant(approximate)) {
         (Some(a), Some(b)) => a.minus(b).size() <= 0.1 * a.size(),

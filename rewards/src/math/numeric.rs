@@ -1,7 +1,7 @@
 //! Values of any scalar expression in f64 with error bounds: roots, powers, logarithms, trigonometry, calculus.
 //!
-//! Real expressions are evaluated over the reals: an even root or a logarithm of a negative number is undefined. Where
-//! the imaginary unit occurs, principal values are taken.
+//! Expressions without the imaginary unit are evaluated over the reals: an even root or a logarithm of a negative number is
+//! undefined. Expressions with it have principal values.
 //!
 //! Invariant: the work is bounded by [`BUDGET`] node visits.
 
@@ -16,12 +16,12 @@ use super::modular::mix;
 use super::node::{MathFunction, Node};
 use super::rational;
 
-/// Node visits that one verdict may cost, two or three milliseconds.
+/// Most node visits of one verdict: two or three milliseconds.
 pub(super) const BUDGET: u32 = 60_000;
-/// Node visits for one constant.
+/// Most node visits for one constant.
 const CONSTANT: u32 = 2000;
 
-/// What an evaluation needs beside the tree.
+/// Context of an evaluation.
 #[derive(Debug)]
 pub(super) struct Evaluator<'w> {
     complex: bool,
@@ -38,12 +38,12 @@ pub(super) fn constant(node: &Node) -> Option<Approx> {
 }
 
 impl<'w> Evaluator<'w> {
-    /// `complex`: whether principal values are taken; `left`: node visits that are left, which are taken from there.
+    /// `complex`: whether values are principal values. `left`: the remaining node visits, which the evaluation decrements.
     pub(super) fn new(complex: bool, left: &'w Cell<u32>) -> Self {
         Self { complex, left }
     }
 
-    /// Whether nothing more will be evaluated.
+    /// Whether the budget of node visits is used up.
     pub(super) fn exhausted(&self) -> bool {
         self.left.get() == 0
     }
@@ -237,7 +237,7 @@ impl<'w> Evaluator<'w> {
         x.ln()
     }
 
-    /// An unknown function: a smooth one that its name picks, so that equal arguments give equal values.
+    /// An unknown function. Its name selects a smooth function, so equal arguments have equal values.
     fn unknown<'a>(&self, name: &str, arguments: &'a [Node], point: &mut RealPoint<'a>) -> Option<Approx> {
         let hash = name.bytes().fold(0, |hash, byte| mix(hash ^ u64::from(byte)));
         let mut value = Approx::exact(unit(hash));
@@ -249,7 +249,7 @@ impl<'w> Evaluator<'w> {
     }
 }
 
-/// Rounding down or up, where the argument is not too close to a whole number to tell.
+/// Rounding down or up; `None` for an argument too close to a whole number.
 fn step(function: MathFunction, arguments: &[Node], x: Approx) -> Option<Approx> {
     let round = |x: f64| if function == MathFunction::Floor { x.floor() } else { x.ceil() };
     if let Some(exact) = rational::exact(&arguments[0]) {
@@ -275,7 +275,7 @@ fn symbol_is_free(name: &str, point: &RealPoint<'_>) -> bool {
     !point.iter().any(|(known, _)| *known == name)
 }
 
-/// A number in [0, 1) made of random bits.
+/// A number in [0, 1) from random bits.
 #[expect(clippy::cast_precision_loss, reason = "53 bits are what a f64 holds")]
 pub(super) fn unit(bits: u64) -> f64 {
     (bits >> 11) as f64 / (1u64 << 53) as f64

@@ -1,4 +1,4 @@
-//! What stands between the operators: numbers, variables, brackets, functions, matrices.
+//! Parses operands: numbers, variables, brackets, functions, matrices.
 //!
 //! Invariant: every function here consumes at least one token or returns `None`.
 
@@ -88,7 +88,7 @@ impl MathParser<'_> {
         Some(Node::Power(Box::new(base), Box::new(exponent)))
     }
 
-    /// What follows `^` or `_`: a group, or one operand.
+    /// The operand of `^` or `_`: a group, or one operand.
     pub(super) fn script(&mut self) -> Option<Node> {
         if self.sign('{') {
             return self.group();
@@ -98,7 +98,7 @@ impl MathParser<'_> {
         Some(if negative { node.negated() } else { node })
     }
 
-    /// `{...}` with one element, as arguments of commands have it.
+    /// `{...}` with one element, the argument of a command.
     pub(super) fn group(&mut self) -> Option<Node> {
         self.expect('{')?;
         let node = self.enclosed(Self::list)?;
@@ -230,7 +230,7 @@ impl MathParser<'_> {
         sign(0, '^') && sign(1, '{') && sign(2, '-') && one && sign(4, '}') && sign(5, '(')
     }
 
-    /// Whether `(x) =` or `(x, y)` is next: then the letter before is a function.
+    /// Whether `(x) =` or `(x, y)` is next, so that the letter before it is a function.
     fn defines(&self) -> bool {
         matches!(self.peek_at(1), Some(MathToken::Symbol(_)))
             && match self.peek_at(2) {
@@ -566,7 +566,7 @@ fn inverse_of(function: MathFunction) -> Option<MathFunction> {
     })
 }
 
-/// The function of a name; a logarithm without a base is read as [`MathFunction::Ln`] and settled with its argument.
+/// The function of a name. A logarithm without a base is [`MathFunction::Ln`] until its argument is parsed.
 fn function(name: &str) -> Option<MathFunction> {
     Some(match name {
         "sin" => MathFunction::Sin,

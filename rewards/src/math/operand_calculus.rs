@@ -1,4 +1,4 @@
-//! Derivatives, integrals, limits, sums and products as operands.
+//! Parses derivatives, integrals, limits, sums and products.
 //!
 //! Invariant: as in `operand`, a function that does not consume its tokens returns `None`.
 

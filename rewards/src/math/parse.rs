@@ -1,7 +1,7 @@
-//! Reads the tokens of an answer as a tree: a Pratt parser from lists down to factors; `operand` reads what stands
-//! between the operators.
+//! Parses the tokens of an answer to a tree. It is a Pratt parser from lists down to factors; `operand` parses the
+//! operands.
 //!
-//! Invariant: the whole answer is read or none of it; depth is bounded by [`MAX_DEPTH`].
+//! Invariant: the whole answer is parsed or none of it. [`MAX_DEPTH`] bounds the depth.
 
 use num_traits::{One, Signed};
 
@@ -11,7 +11,7 @@ use super::node::{Joint, Node, Relation};
 use super::system::{as_part, mapsto};
 use super::words;
 
-/// Deepest nesting that is read.
+/// Most levels of nesting.
 const MAX_DEPTH: usize = 40;
 /// Most parts of a list, a set or a tuple.
 const MAX_PARTS: usize = 64;
@@ -25,7 +25,7 @@ pub(super) struct Options {
     pub(super) loose_division: bool,
 }
 
-/// The tree of an answer; `None` if it cannot be read to its end.
+/// The tree of an answer; `None` if it cannot be parsed to its end.
 pub(super) fn answer(text: &str, options: Options) -> Option<Node> {
     let lexemes = lex::tokens(text, options.mode)?;
     let mut parser = MathParser { lexemes: &lexemes, at: 0, depth: 0, bars: 0, options };
@@ -38,7 +38,7 @@ pub(super) struct MathParser<'a> {
     pub(super) lexemes: &'a [Lexeme],
     pub(super) at: usize,
     pub(super) depth: usize,
-    /// Absolute values that are open: the next bar closes one.
+    /// Number of open absolute values. The next bar closes one.
     pub(super) bars: usize,
     pub(super) options: Options,
 }
@@ -81,7 +81,7 @@ impl<'a> MathParser<'a> {
         read
     }
 
-    /// Inside parentheses, where a bar opens an absolute value again.
+    /// Parses inside parentheses, where a bar opens an absolute value again.
     pub(super) fn enclosed<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
         let bars = std::mem::take(&mut self.bars);
         let read = self.nested(read);
@@ -135,7 +135,7 @@ impl<'a> MathParser<'a> {
         })
     }
 
-    /// The elements of a list or of what brackets enclose; at least one.
+    /// The elements of a list or of a bracket, at least one.
     pub(super) fn parts(&mut self) -> Option<(Joint, Vec<Node>)> {
         let mut groups: Vec<Vec<Node>> = vec![vec![self.element()?]];
         let mut joint = Joint::Comma;
@@ -208,7 +208,7 @@ impl<'a> MathParser<'a> {
         Some(if rest.is_empty() { first } else { Node::Chain(Box::new(first), rest) })
     }
 
-    /// The relation that is next, with the marks of alignment around it, and its tokens.
+    /// The next relation with the alignment marks around it, and its tokens.
     pub(super) fn relation(&self) -> Option<(Relation, usize)> {
         let mark = |at: usize| usize::from(self.peek_at(at) == Some(&MathToken::Sign('&')));
         let before = mark(0);
@@ -220,7 +220,7 @@ impl<'a> MathParser<'a> {
         matches!(self.peek(), Some(MathToken::Sign(',' | ';'))) || matches!(self.word(), Some("and" | "or"))
     }
 
-    /// Words before a number or a formula; `None` if they may say that the answer is another one.
+    /// Skips words before a number or a formula; `None` if they may change the answer.
     #[expect(clippy::option_option, reason = "no words are not the same as words that cannot be passed over")]
     fn leading_words(&mut self) -> Option<Option<String>> {
         let mut found: Vec<&str> = vec![];
@@ -465,7 +465,7 @@ impl<'a> MathParser<'a> {
         Some(Node::Quantity(Box::new(node), unit))
     }
 
-    /// Whether the next token begins an operand that multiplies the one before.
+    /// Whether the next token begins an operand that multiplies the previous one.
     pub(super) fn starts_factor(&self) -> bool {
         match self.peek() {
             Some(MathToken::Number(..) | MathToken::Symbol(_) | MathToken::SetOpen | MathToken::Begin(_)) => {

@@ -1,7 +1,7 @@
 //! Exact values: whole numbers and fractions of bounded size.
 //!
-//! Invariant: no value has more than [`MAX_BITS`] bits, so that no notation (`9^{9^9}`, `10000000!`) can make the work
-//! explode; what is greater has no exact value here.
+//! Invariant: no value has more than [`MAX_BITS`] bits, which bounds the work for any notation (`9^{9^9}`, `10000000!`).
+//! Greater numbers have no exact value here.
 
 use num_bigint::BigInt;
 use num_integer::Integer;
@@ -10,13 +10,13 @@ use num_traits::{One, Signed, ToPrimitive, Zero};
 
 use super::node::{Calculus, MathFunction, Node};
 
-/// Greatest size of a numerator or denominator.
+/// Greatest size of a numerator or denominator, bits.
 pub(super) const MAX_BITS: u64 = 2048;
-/// Most terms of a sum or a product that is added up exactly.
+/// Most terms of a sum or a product with an exact value.
 const MAX_TERMS: i64 = 200;
 /// Greatest number whose factorial is within [`MAX_BITS`].
 const MAX_FACTORIAL: u32 = 300;
-/// Greatest matrix whose determinant is taken.
+/// Most rows of a matrix with a determinant.
 const MAX_DETERMINANT: usize = 6;
 
 /// The value of a tree without variables, roots and transcendental functions.
@@ -55,7 +55,7 @@ pub(super) fn exact(node: &Node) -> Option<BigRational> {
     bounded(value)
 }
 
-/// Refuses what is too large to go on with.
+/// `None` for a value that is too large.
 fn bounded(value: BigRational) -> Option<BigRational> {
     (value.numer().bits() <= MAX_BITS && value.denom().bits() <= MAX_BITS).then_some(value)
 }
@@ -174,7 +174,7 @@ fn apply(function: MathFunction, arguments: &[Node]) -> Option<BigRational> {
     })
 }
 
-/// By Gaussian elimination.
+/// The determinant, by Gaussian elimination.
 fn determinant(node: &Node) -> Option<BigRational> {
     let Node::Matrix(rows) = node else { return None };
     let size = rows.len();

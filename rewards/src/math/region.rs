@@ -1,6 +1,6 @@
-//! Subsets of the real line made of finitely many intervals: what inequalities, intervals and their unions mean.
+//! Unions of finitely many real intervals: the meaning of inequalities, intervals and their unions.
 //!
-//! Invariant: spans are sorted, not empty and do not touch; two regions are equal if their spans are.
+//! Invariant: spans are sorted, not empty and do not touch. Two regions are equal if their spans are equal.
 
 use num_rational::BigRational;
 use num_traits::{Signed, ToPrimitive, Zero};
@@ -12,11 +12,11 @@ use super::rational;
 
 /// Most spans of a region.
 const MAX_SPANS: usize = 64;
-/// Absolute values within each other that are solved; each takes several times the work.
+/// Most nested absolute values that are solved. Each level multiplies the work.
 const MAX_ABSOLUTES: u32 = 2;
-/// Most nodes of an inequality with absolute values that is solved.
+/// Most nodes of an inequality with absolute values.
 const MAX_NODES: usize = 80;
-/// The name of an absolute value while it is solved for; no variable can have it.
+/// The name of an absolute value during its solution. No variable has this name.
 const ABSOLUTE: &str = "| |";
 
 /// A union of intervals.
@@ -29,7 +29,7 @@ struct Span {
     high: IntervalEnd,
 }
 
-/// One end of an interval; infinite ends are open.
+/// One end of an interval. Infinite ends are open.
 #[derive(Clone, Debug)]
 struct IntervalEnd {
     value: f64,
@@ -49,7 +49,7 @@ impl Region {
         Self(vec![Span { low: closed.clone(), high: closed }])
     }
 
-    /// Whether both are the same set. A decimal end stands for the value that it is rounded to, as decimals do.
+    /// Whether both are the same set. A decimal end matches the value that was rounded to it.
     pub(super) fn equals(&self, other: &Self) -> bool {
         let same = |a: &IntervalEnd, b: &IntervalEnd| {
             a.closed == b.closed && (a.same_place(b) || identity::rounded_part(&a.node, &b.node))
@@ -143,7 +143,7 @@ impl IntervalEnd {
     }
 }
 
-/// What an answer means as a set of real numbers, and the variable that it is about, if it names one.
+/// The set of real numbers that an answer describes, and its variable, if it names one.
 ///
 /// `pairs`: whether `(1, 2)` is an open interval.
 pub(super) fn region(node: &Node, pairs: bool) -> Option<(Region, Option<String>)> {
@@ -238,7 +238,7 @@ fn chain(first: &Node, rest: &[(Relation, Node)]) -> Option<(Region, Option<Stri
     Some((all, Some((*name).to_owned())))
 }
 
-/// The value of an unknown function that a chain is about, and a name for it: the other members have no variables.
+/// The value of the unknown function in a chain, and a name for it. The other members have no variables.
 fn function_value<'a>(first: &'a Node, rest: &'a [(Relation, Node)]) -> Option<(&'a Node, String)> {
     let open = |node: &&Node| {
         node.any(&|node| match node {
@@ -251,8 +251,8 @@ fn function_value<'a>(first: &'a Node, rest: &'a [(Relation, Node)]) -> Option<(
     members.all(|other| other == value).then(|| (value, format!("{value:?}")))
 }
 
-/// Where an inequality of one variable holds that is linear, or linear in an absolute value of what is; with the name of
-/// the variable, and how many absolute values are open.
+/// The solution of an inequality in one variable that is linear, or linear in an absolute value of a linear expression.
+/// `name` is the variable, `depth` the number of open absolute values.
 fn half_line(left: &Node, relation: Relation, right: &Node, (name, depth): (&str, u32)) -> Option<Region> {
     for (side, other, relation) in [(left, right, relation), (right, left, flipped(relation))] {
         if matches!(side, Node::Symbol(symbol) if symbol == name) && end_of(other, name).is_some() {
@@ -282,7 +282,7 @@ fn half_line(left: &Node, relation: Relation, right: &Node, (name, depth): (&str
     }
 }
 
-/// Where the absolute value of `inner` is one of `sizes`, none of which is negative.
+/// The set where the absolute value of `inner` is one of `sizes`. No size is negative.
 fn absolute_within(sizes: &Region, inner: &Node, about: (&str, u32)) -> Option<Region> {
     let mut all = Region(vec![]);
     for span in &sizes.0 {
@@ -301,7 +301,7 @@ fn absolute_within(sizes: &Region, inner: &Node, about: (&str, u32)) -> Option<R
     Some(all)
 }
 
-/// Where a linear expression is 0, and whether it falls there: from its values at 0, 1, 2 and 17, exact ones if there are.
+/// The zero of a linear expression, and whether it falls there: from its values at 0, 1, 2 and 17, exact if possible.
 fn root(node: &Node, name: &str) -> Option<(IntervalEnd, bool)> {
     let at = |x: i64| node.substitute(name, &Node::integer(x));
     let exact = |x: i64| rational::exact(&at(x));

@@ -1,6 +1,6 @@
-//! The kind `math`: 1 or 0 by the verdict of [`grade`], and the handling of unknown verdicts.
+//! The reward `math`: 1 or 0 by the verdict of [`grade`], and the handling of unknown verdicts.
 //!
-//! Invariant: the fallback scores unknown verdicts only, and its value is not changed.
+//! Invariant: the fallback scores unknown verdicts only. Its value is not changed.
 
 use serde::{Deserialize, Serialize};
 
@@ -49,7 +49,7 @@ pub struct MathReward {
 }
 
 impl MathReward {
-    /// A grader by its spec. With a `fallback`, which is Math-Verify, that is asked where the verdict is unknown.
+    /// A grader by its spec. `fallback`, which is Math-Verify, scores completions with an unknown verdict.
     #[must_use]
     pub fn new(spec: &RewardSpec, fallback: Option<Box<dyn Reward>>) -> Self {
         Self {

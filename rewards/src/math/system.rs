@@ -1,12 +1,12 @@
 //! Functions given by `f: x \mapsto 2x`, and systems in an environment: equations and inequalities row by row.
 //!
-//! Invariant: as in `operand`, a function that does not read what it is for returns `None` and leaves its tokens.
+//! Invariant: as in `operand`, a function that does not find its notation returns `None` and consumes no token.
 
 use super::lex::MathToken;
 use super::node::{Joint, Node, Relation};
 use super::parse::MathParser;
 
-/// Nesting up to which mappings are read: what turns out to be none is read once more.
+/// Most levels of nesting with mappings. A text that is no mapping is parsed twice.
 const MAX_DEPTH: usize = 8;
 /// Most rows of a system.
 const MAX_ROWS: usize = 16;
@@ -70,7 +70,7 @@ impl MathParser<'_> {
         Some(system)
     }
 
-    /// Whether an environment whose begin was read has a relation in its own rows: cells of matrices have none.
+    /// Whether an environment after its begin has a relation in its own rows. Cells of matrices have none.
     pub(super) fn begins_system(&self, environment: &str) -> bool {
         let mut open = 1usize;
         let own = self.lexemes[self.at..].iter().map_while(|lexeme| {
@@ -85,14 +85,14 @@ impl MathParser<'_> {
             && own.into_iter().any(|(open, token)| open == 1 && matches!(token, MathToken::Relation(_)))
     }
 
-    /// Eats a command whose name fulfils the condition.
+    /// Consumes a command whose name fulfils the condition.
     pub(super) fn command_is(&mut self, condition: impl Fn(&str) -> bool) -> bool {
         let found = matches!(self.peek(), Some(MathToken::Command(name)) if condition(name));
         self.at += usize::from(found);
         found
     }
 
-    /// What is read, or `None` with all tokens still there.
+    /// The parsed value, or `None` without a consumed token.
     fn tried<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
         let from = self.at;
         let read = self.nested(read);
@@ -102,7 +102,7 @@ impl MathParser<'_> {
         read
     }
 
-    /// Rows to the end of an environment whose begin was read, each of them one relation; all of them hold.
+    /// Rows to the end of an environment. Each row is one relation, and all of them hold.
     ///
     /// `\begin{cases} a & x > 0 \\ b & x \le 0 \end{cases}` is no system but one function, which is not read.
     pub(super) fn system(&mut self, environment: &str) -> Option<Node> {
@@ -138,7 +138,7 @@ impl MathParser<'_> {
     }
 }
 
-/// A system beside others as one part of their list, its rows in one order: rows of different systems stay apart.
+/// A system as one part of a list of systems, with sorted rows. Rows of different systems stay separate.
 pub(super) fn as_part(node: Node) -> Node {
     match node {
         Node::List(Joint::And, mut rows) => {
@@ -152,7 +152,7 @@ pub(super) fn as_part(node: Node) -> Node {
     }
 }
 
-/// Whether a command of this name takes an argument to its value.
+/// Whether a command of this name maps an argument to its value.
 pub(super) fn mapsto(name: &str) -> bool {
     name == "mapsto" || name == "longmapsto"
 }

@@ -1,7 +1,7 @@
 //! Units beside numbers in plain text, where a letter may also be a variable, and decimal commas.
 //!
-//! Invariant: a single letter counts as a unit only with an exponent or in a quotient of units (`12m^2`, `5 m/s`), and a
-//! comma as a decimal point only where it cannot mark thousands.
+//! Invariant: a single letter is a unit only with an exponent or in a quotient of units (`12m^2`, `5 m/s`). A comma is a
+//! decimal point only where it cannot mark thousands.
 
 use std::sync::LazyLock;
 
@@ -70,12 +70,12 @@ pub(super) fn with_units(text: &str, side: Side) -> Option<String> {
     changed.then(|| whole.into_owned())
 }
 
-/// `^2` for an exponent that is written `2`, others as they are.
+/// `^2` for the exponent `2`; other exponents unchanged.
 fn raised(power: &str) -> String {
     if power.starts_with(|c: char| c.is_ascii_digit()) { format!("^{power}") } else { power.to_owned() }
 }
 
-/// A unit and its exponent in a text of nothing else, as in `\text{m^2}`.
+/// A unit and its exponent as a whole text, as in `\text{m^2}`.
 pub(super) fn with_exponent(text: &str) -> Option<(&str, &str)> {
     let exponents =
         [("^2", "2"), ("^{2}", "2"), ("\u{b2}", "2"), ("^3", "3"), ("^{3}", "3"), ("\u{b3}", "3")];
@@ -93,7 +93,7 @@ pub(super) fn number_before(text: &str) -> Option<usize> {
     Some(from + found.start() + 1)
 }
 
-/// Whether what follows a number after a blank is a variable that multiplies it: `9 n`, `9.8 x^2`, but no unit.
+/// Whether a variable that multiplies a number follows it after a blank: `9 n`, `9.8 x^2`, but no unit.
 pub(super) fn multiplies(after: &str) -> bool {
     let rest = after.trim_start_matches([' ', '\u{a0}']);
     let mut chars = rest.chars();
@@ -122,10 +122,10 @@ pub(super) fn length(after: &str) -> usize {
     if len > 1 && ends(len) && words::unit(&after[..len]).is_some() { len } else { 0 }
 }
 
-/// Whether a whole text is one amount with a decimal comma: two digits after it, as prices have, or a zero before it,
-/// where no comma marks thousands. A unit or a currency may follow.
+/// Whether a whole text is one amount with a decimal comma: two digits follow the comma, as in prices, or a zero precedes
+/// it, where no comma marks thousands. A unit or a currency may follow.
 ///
-/// A reference such as `0,1` may also list two values: there a zero needs two digits after the comma.
+/// A reference such as `0,1` may also list two values, so in a reference a zero needs two digits after the comma.
 pub(super) fn decimal_comma(text: &str, side: Side) -> bool {
     let text = text.trim_start_matches(['-', '\u{2212}', '+', '$', ' ']);
     let Some((whole, rest)) = text.split_once(',') else { return false };

@@ -1,15 +1,15 @@
 //! Words in and around answers: units, scale words, choices, and the normal form of an answer as text.
 //!
-//! Invariant: a word that may change a value is never dropped as a unit.
+//! Invariant: a word that may change a value is never removed as a unit.
 
 use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use regex::Regex;
 
-/// The unit that words after a number name, if it is a physical one: then two different ones contradict each other.
+/// The physical unit that words after a number name. Two different physical units contradict each other.
 ///
-/// `None` for things that are counted (`apples`, `bolts of fabric`), which an answer may or may not name.
+/// `None` for counted things (`apples`, `bolts of fabric`), which an answer may omit.
 pub(super) fn unit(words: &str) -> Option<String> {
     const UNITS: [(&str, &[&str]); 35] = [
         ("mm", &["mm", "millimeter", "millimetre"]),
@@ -59,7 +59,7 @@ pub(super) fn unit(words: &str) -> Option<String> {
     Some(parts.map(single).collect::<Option<Vec<_>>>()?.join("/"))
 }
 
-/// What a word after a number multiplies it by.
+/// The factor that a word after a number stands for.
 pub(super) fn scale(word: &str) -> Option<i64> {
     Some(match word.to_ascii_lowercase().trim_end_matches('s') {
         "dozen" => 12,
@@ -72,7 +72,7 @@ pub(super) fn scale(word: &str) -> Option<i64> {
     })
 }
 
-/// Whether a word next to a number says that the value is another one.
+/// Whether a word next to a number changes its value.
 pub(super) fn changes_value(word: &str) -> bool {
     const CHANGING: [&str; 24] = [
         "half",
@@ -111,13 +111,13 @@ pub(super) fn looks_like_a_word(run: &str) -> bool {
     known || (run.len() >= 4 && vowels > 0 && lower.chars().any(|c| c > 'e'))
 }
 
-/// Commands around text that leave it as it is.
+/// Commands around text that do not change its meaning.
 const TEXT: [&str; 10] =
     ["text", "textbf", "textit", "textrm", "textnormal", "mathrm", "mathbf", "mbox", "operatorname", "boxed"];
 
-/// The tokens of an answer as written: two answers with the same ones are the same, whatever they mean.
+/// The tokens of an answer as written. Two answers with equal tokens are equal, whatever their meaning.
 ///
-/// Only delimiters, sizes and blanks that part nothing are gone; braces, signs and case stay.
+/// Delimiters, sizes and blanks that separate nothing are removed. Braces, signs and case stay.
 pub(super) fn written(answer: &str) -> String {
     let mut out = String::with_capacity(answer.len());
     let mut rest = answer.trim();
@@ -161,7 +161,7 @@ pub(super) fn written(answer: &str) -> String {
     out.trim_end_matches(['.', ',', ';', ':', ' ']).to_owned()
 }
 
-/// Words without mathematics in one form: no `\text`, one blank between words, lower case. `None` for anything else.
+/// Words without mathematics in normal form: no `\text`, one blank between words, lower case. `None` otherwise.
 pub(super) fn prose(answer: &str) -> Option<String> {
     let mut plain = String::with_capacity(answer.len());
     let mut open = 0usize;
@@ -246,7 +246,7 @@ pub(super) fn spelled(text: &str) -> Option<i64> {
     Some(hundreds.unwrap_or(0) + tens.unwrap_or(0) + units.unwrap_or(0))
 }
 
-/// The currency whose sign an amount begins or ends with.
+/// The currency of the sign at the begin or end of an amount.
 pub(super) fn currency(text: &str) -> Option<&'static str> {
     let text = text.trim();
     let pair = text.len() > 1 && text.starts_with('$') && text[1..].contains('$');
@@ -255,13 +255,13 @@ pub(super) fn currency(text: &str) -> Option<&'static str> {
     signs.iter().find(|(sign, _)| stands(sign)).map(|(_, unit)| *unit)
 }
 
-/// The text with `am` and `pm` for `a.m.` and `P. M.`, if there is a time of day in it.
+/// The text with `am` and `pm` for `a.m.` and `P. M.`, if it has a time of day.
 pub(super) fn one_meridiem(text: &str) -> Cow<'_, str> {
     static DOTTED: LazyLock<Regex> = LazyLock::new(|| super::ending::compiled(r"(?i)\b([ap])\.\s?m\b\.?"));
     if text.contains(':') { DOTTED.replace_all(text, "${1}m") } else { text.into() }
 }
 
-/// Whether words say that nothing fulfils a condition.
+/// Whether words state that a condition has no solution.
 pub(super) fn nothing(words: &str) -> bool {
     matches!(
         words.to_ascii_lowercase().trim_end_matches('s'),
