@@ -132,7 +132,7 @@ impl Leader {
             adapter.merge(parameters.values_mut(), &ThreadPool::single());
         }
         let network = self.networks.fetch_add(1, Ordering::Relaxed);
-        self.tell(&RankCommand::Network(NetworkHeader {
+        self.send_command(&RankCommand::Network(NetworkHeader {
             network,
             config: config.clone(),
             model: sent(&model)?,
@@ -161,7 +161,7 @@ impl Leader {
         Ok(())
     }
 
-    fn tell(&self, command: &RankCommand<'_>) -> Result<(), TrainerError> {
+    fn send_command(&self, command: &RankCommand<'_>) -> Result<(), TrainerError> {
         self.collective.broadcast_bytes(0, encode(command)?)?;
         Ok(())
     }
@@ -170,7 +170,7 @@ impl Leader {
 impl Drop for Leader {
     fn drop(&mut self) {
         // Followers that are gone need no command, and their error was reported before.
-        let _ = self.tell(&RankCommand::Stop);
+        let _ = self.send_command(&RankCommand::Stop);
     }
 }
 
@@ -179,8 +179,8 @@ impl Followers {
     ///
     /// # Errors
     /// If one of them is gone.
-    pub(crate) fn tell(&self, command: &RankCommand<'_>) -> Result<(), TrainerError> {
-        self.leader.tell(command)
+    pub(crate) fn send_command(&self, command: &RankCommand<'_>) -> Result<(), TrainerError> {
+        self.leader.send_command(command)
     }
 
     /// Sends the reference model once. It stays the same for the life of the learner.
@@ -192,7 +192,7 @@ impl Followers {
             return Ok(());
         }
         let model = sent(frozen.weights.config())?;
-        self.tell(&RankCommand::Reference { network: self.network, model })?;
+        self.send_command(&RankCommand::Reference { network: self.network, model })?;
         self.leader.send_units(&*frozen.weights.get()?)
     }
 }
@@ -200,7 +200,7 @@ impl Followers {
 impl Drop for Followers {
     fn drop(&mut self) {
         // The error is ignored as in the leader's.
-        let _ = self.tell(&RankCommand::Forget { network: self.network });
+        let _ = self.send_command(&RankCommand::Forget { network: self.network });
     }
 }
 

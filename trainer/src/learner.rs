@@ -245,7 +245,7 @@ impl Learner {
             values.copy_from_slice(whole.values());
             return Ok(());
         }
-        if self.tell(|network| RankCommand::GatherWeights { network })? {
+        if self.send_command(|network| RankCommand::GatherWeights { network })? {
             return self.first().gather_weights(Some(values));
         }
         for (range, own) in self.owned()? {
@@ -264,7 +264,7 @@ impl Learner {
         plan: &PushPlan,
         hub: &Hub,
     ) -> Result<Result<Vec<Digest>, WeightsError>, TrainerError> {
-        if self.tell(|network| RankCommand::Send { network, plan: plan.to_bytes() })? {
+        if self.send_command(|network| RankCommand::Send { network, plan: plan.to_bytes() })? {
             return self.send_own(plan, Some(hub));
         }
         let sent = on_each(self.ranks.iter().collect(), |rank| Ok(rank.send(plan, Some(hub))))?;
@@ -322,12 +322,12 @@ impl Learner {
     }
 
     /// Sends `command` to the followers, if this process is the leader. Returns whether it is.
-    pub(crate) fn tell<'a>(
+    pub(crate) fn send_command<'a>(
         &self,
         command: impl FnOnce(u32) -> RankCommand<'a>,
     ) -> Result<bool, TrainerError> {
         let Some(remote) = self.remote() else { return Ok(false) };
-        remote.tell(&command(remote.network))?;
+        remote.send_command(&command(remote.network))?;
         Ok(true)
     }
 
@@ -355,7 +355,7 @@ impl Learner {
         if self.first().fragments().is_none() {
             return self.first().whole_optimizer();
         }
-        if self.tell(|network| RankCommand::GatherOptimizer { network })? {
+        if self.send_command(|network| RankCommand::GatherOptimizer { network })? {
             return Ok(Cow::Owned(self.first().gather_optimizer()?));
         }
         let states = self.ranks.iter().map(Rank::states).collect::<Result<Vec<_>, _>>()?;

@@ -71,7 +71,7 @@ pub(crate) struct Rank {
     optimizer: Optimizer,
     adapter: Option<Adapter>,
     /// Rank number, collective and shards; `None` for a single rank.
-    place: Option<RankMembership>,
+    membership: Option<RankMembership>,
     /// The device; `None` if the rank computes on the processor.
     device: Option<on_device::RankDevice>,
     /// Sums of the gradients that this rank owns. The buffers stay allocated between steps.
@@ -138,7 +138,7 @@ impl LearnerSeed {
             weights: RankWeights::Whole(self.parameters),
             optimizer,
             adapter: self.adapter,
-            place: None,
+            membership: None,
             device: None,
             sums: TreeSums::new(trained),
             buffers: BufferPool::default(),
@@ -222,7 +222,7 @@ impl MemberSeed {
         let optimizer = optimizer.unwrap_or_else(fresh);
         let collective = Mutex::new(Some(self.collective));
         let owned = self.trained.len(self.rank);
-        let place =
+        let membership =
             RankMembership { rank: self.rank, collective, trained: self.trained, weights: self.weights };
         let rank = Rank {
             config: self.config,
@@ -231,7 +231,7 @@ impl MemberSeed {
             weights,
             optimizer,
             adapter: self.adapter,
-            place: Some(place),
+            membership: Some(membership),
             device: None,
             sums: TreeSums::new(owned),
             buffers: BufferPool::default(),
@@ -273,7 +273,7 @@ impl Rank {
 
     /// The parts of tensors whose optimizer state this rank has; `None` for whole tensors.
     pub(crate) fn fragments(&self) -> Option<&[Fragment]> {
-        self.place.as_ref().map(|place| place.trained.fragments(place.rank))
+        self.membership.as_ref().map(|membership| membership.trained.fragments(membership.rank))
     }
 
     /// The weights that this rank owns, with their ranges in the flat parameters.
@@ -281,15 +281,18 @@ impl Rank {
     /// # Errors
     /// If the weights are on a device, and it fails.
     pub(crate) fn owned(&self) -> Result<OwnedValues<'_>, TrainerError> {
-        Ok(match (&self.weights, &self.place) {
+        Ok(match (&self.weights, &self.membership) {
             (RankWeights::Device(mirror), _) => vec![(0..self.layout.len(), self.mirrored(mirror)?.values())],
             (RankWeights::Whole(parameters), None) => vec![(0..self.layout.len(), parameters.values())],
-            (RankWeights::Whole(parameters), Some(place)) => {
-                let owned = (0..place.weights.units()).map(|unit| place.weights.owned(place.rank, unit));
+            (RankWeights::Whole(parameters), Some(membership)) => {
+                let owned = (0..membership.weights.units())
+                    .map(|unit| membership.weights.owned(membership.rank, unit));
                 owned.map(|range| (range.clone(), &parameters.values()[range])).collect()
             }
-            (RankWeights::Own(values), Some(place)) => place.owned(values),
-            (RankWeights::DeviceOwn(mirror), Some(place)) => place.owned(self.mirrored_own(mirror)?),
+            (RankWeights::Own(values), Some(membership)) => membership.owned(values),
+            (RankWeights::DeviceOwn(mirror), Some(membership)) => {
+                membership.owned(self.mirrored_own(mirror)?)
+            }
             (RankWeights::Own(_) | RankWeights::DeviceOwn(_), None) => {
                 unreachable!("a rank that is alone has all weights")
             }
@@ -298,7 +301,7 @@ impl Rank {
 
     /// Number of ranks.
     pub(crate) fn world(&self) -> usize {
-        if self.place.is_some() { self.config.world } else { 1 }
+        if self.membership.is_some() { self.config.world } else { 1 }
     }
 
     pub(crate) fn config(&self) -> &LearnerConfig {
@@ -321,7 +324,7 @@ impl Rank {
                 unreachable!("weights that every rank has are not collected")
             }
         };
-        let Some(RankMembership { rank, weights, .. }) = &self.place else {
+        let Some(RankMembership { rank, weights, .. }) = &self.membership else {
             unreachable!("a rank that is alone has all weights")
         };
         let collective = self.collective()?;
@@ -337,7 +340,7 @@ impl Rank {
     /// # Errors
     /// If another rank does not make the call.
     pub(crate) fn gather_optimizer(&self) -> Result<Optimizer, TrainerError> {
-        let Some(RankMembership { trained, .. }) = &self.place else {
+        let Some(RankMembership { trained, .. }) = &self.membership else {
             unreachable!("an optimizer that one rank has is not collected")
         };
         let all = self.collective()?.all_gather_bytes(encode(&&*self.states()?)?)?;
@@ -352,15 +355,15 @@ impl Rank {
     /// # Errors
     /// If an earlier error has closed it, or there is a single rank.
     pub(crate) fn collective(&self) -> Result<Arc<dyn HostCollective>, TrainerError> {
-        let place = self.place.as_ref();
-        let collective = place.and_then(|place| lock(&place.collective).clone());
+        let membership = self.membership.as_ref();
+        let collective = membership.and_then(|membership| lock(&membership.collective).clone());
         collective.ok_or(TrainerError::RanksEnded)
     }
 
     /// Closes the collective. The calls of the other ranks end with an error.
     pub(crate) fn leave(&self) {
-        if let Some(place) = &self.place {
-            lock(&place.collective).take();
+        if let Some(membership) = &self.membership {
+            lock(&membership.collective).take();
         }
         if let Some(device) = &self.device {
             device.engine.leave();
@@ -372,21 +375,21 @@ impl Rank {
     /// # Errors
     /// If a token is outside the vocabulary, another rank does not make the call, or the device fails.
     pub(crate) fn score(&self, task: PlannedRows<'_>, pool: &ThreadPool) -> Result<ScoredRows, TrainerError> {
-        match (&self.weights, &self.place) {
-            (RankWeights::Own(values), Some(place)) => {
+        match (&self.weights, &self.membership) {
+            (RankWeights::Own(values), Some(membership)) => {
                 let collective = self.collective()?;
                 let communication = Communication {
                     collective: &*collective,
-                    trained: &place.trained,
-                    weights: Some((&place.weights, values)),
+                    trained: &membership.trained,
+                    weights: Some((&membership.weights, values)),
                     buffers: &self.buffers,
                 };
                 with_communication(&communication, &mut TreeSums::default(), |ends| {
-                    score_with(&mut self.pass(Some(ends), None)?, place.rank, task, pool)
+                    score_with(&mut self.pass(Some(ends), None)?, membership.rank, task, pool)
                 })
             }
-            (RankWeights::Whole(_) | RankWeights::Device(_) | RankWeights::DeviceOwn(_), place) => {
-                let rank = place.as_ref().map_or(0, |place| place.rank);
+            (RankWeights::Whole(_) | RankWeights::Device(_) | RankWeights::DeviceOwn(_), membership) => {
+                let rank = membership.as_ref().map_or(0, |membership| membership.rank);
                 score_with(&mut self.pass(None, None)?, rank, task, pool)
             }
             (RankWeights::Own(_), None) => unreachable!("a rank that is alone has all weights"),
@@ -407,7 +410,7 @@ impl Rank {
         if let Some(device) = &self.device {
             return self.score_frozen(device, (frozen, parameters), task, pool);
         }
-        let rank = self.place.as_ref().map_or(0, |place| place.rank);
+        let rank = self.membership.as_ref().map_or(0, |membership| membership.rank);
         let decoder = Decoder::trainable(frozen.weights.config(), parameters, self.config.recompute);
         score_with(&mut Pass::Whole(decoder), rank, task, pool)
     }

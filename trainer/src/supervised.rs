@@ -51,7 +51,7 @@ pub fn imitate(
     learning_rate: f32,
 ) -> Result<(f32, f64), TrainerError> {
     let samples = || rows.iter().copied().map(Cow::Borrowed).collect();
-    learner.tell(|network| RankCommand::Imitate { network, rows: samples(), learning_rate })?;
+    learner.send_command(|network| RankCommand::Imitate { network, rows: samples(), learning_rate })?;
     let (norm, losses) = learner.step(rows, &DemonstrationLoss::over(rows), learning_rate)?;
     Ok((norm, losses.iter().sum()))
 }
@@ -108,7 +108,7 @@ impl PairLoss {
         rows: &[&Sample],
         learning_rate: f32,
     ) -> Result<PairReport, TrainerError> {
-        self.tell(learner, rows, Some(learning_rate))?;
+        self.send_command(learner, rows, Some(learning_rate))?;
         let (report, slopes) = self.compare(learner, rows)?;
         let (grad_norm, _) = learner.step(rows, &RowGradients(slopes), learning_rate)?;
         Ok(PairReport { grad_norm, ..report })
@@ -119,12 +119,12 @@ impl PairLoss {
     /// # Errors
     /// If a token is outside the vocabulary.
     pub fn measure(&self, learner: &Learner, rows: &[&Sample]) -> Result<PairReport, TrainerError> {
-        self.tell(learner, rows, None)?;
+        self.send_command(learner, rows, None)?;
         Ok(self.compare(learner, rows)?.0)
     }
 
     /// Sends the same comparison to the other processes of the learner.
-    fn tell(
+    fn send_command(
         &self,
         learner: &Learner,
         rows: &[&Sample],
@@ -139,7 +139,7 @@ impl PairLoss {
             }
         };
         let (network, rows) = (remote.network, rows.iter().copied().map(Cow::Borrowed).collect());
-        remote.tell(&RankCommand::Compare { network, comparison, rows, learning_rate })
+        remote.send_command(&RankCommand::Compare { network, comparison, rows, learning_rate })
     }
 
     fn compare(

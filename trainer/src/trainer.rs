@@ -460,7 +460,7 @@ impl Trainer {
         }
         let number = |network: &CriticNetwork| network.learner.remote().map(|remote| remote.network);
         let critic = self.auxiliary.critic.as_ref();
-        remote.tell(&RankCommand::Update(Box::new(UpdateCommand {
+        remote.send_command(&RankCommand::Update(Box::new(UpdateCommand {
             network: remote.network,
             critic: critic.map(|critic| (critic.config, critic.network.as_ref().and_then(number))),
             algorithm: Cow::Borrowed(&self.config.algorithm),

@@ -53,20 +53,20 @@ impl Rank {
     /// If the device is not available, or its memory is too small.
     pub(super) fn on_device(mut self) -> Result<Self, TrainerError> {
         let Some(config) = &self.config.device else { return Ok(self) };
-        let rank = self.place.as_ref().map_or(0, |place| place.rank);
+        let rank = self.membership.as_ref().map_or(0, |membership| membership.rank);
         let movable = self.adapter.is_none()
             && config.optimizer == OptimizerPlace::Device
             && self.config.optimizer.kind == OptimizerKind::Adamw;
         let place = config.place_of(rank);
         let mut engine = open(place, config.dtype, &self.model, &self.layout, self.config.recompute)?;
-        if !movable && self.place.is_some() && config.collective == CollectivePlace::Device {
+        if !movable && self.membership.is_some() && config.collective == CollectivePlace::Device {
             let reason = "they update weights on the host, as LoRA and other optimizers than AdamW do";
             return Err(TrainerError::NoCollective { reason: reason.to_owned() });
         }
         let meets = movable && self.meet(&mut *engine, config.collective)?;
-        let trains = movable && (meets || self.place.is_none());
-        if let (true, Some(place), RankWeights::Whole(all)) = (meets, &self.place, &self.weights) {
-            self.weights = RankWeights::Own(place.weights.pack(rank, all.values()));
+        let trains = movable && (meets || self.membership.is_none());
+        if let (true, Some(membership), RankWeights::Whole(all)) = (meets, &self.membership, &self.weights) {
+            self.weights = RankWeights::Own(membership.weights.pack(rank, all.values()));
         }
         self.device = Some(RankDevice { engine, sums: None, own: None, trains, meets });
         self.enter_device()?;
@@ -75,7 +75,7 @@ impl Rank {
 
     /// Joins the device group of the ranks, if there are several and their devices allow it. Returns whether it did.
     fn meet(&self, engine: &mut dyn DeviceRank, wish: CollectivePlace) -> Result<bool, TrainerError> {
-        let Some(place) = self.place.as_ref().filter(|_| wish != CollectivePlace::Host) else {
+        let Some(membership) = self.membership.as_ref().filter(|_| wish != CollectivePlace::Host) else {
             return Ok(false);
         };
         let (collective, device) = (self.collective()?, engine.device());
@@ -87,10 +87,10 @@ impl Rank {
                 _ => Ok(false),
             };
         }
-        let id = if place.rank == 0 { DeviceGroupId::new(device)?.to_bytes() } else { Vec::new() };
+        let id = if membership.rank == 0 { DeviceGroupId::new(device)?.to_bytes() } else { Vec::new() };
         let id = DeviceGroupId::from_bytes(&collective.broadcast_bytes(0, id)?);
-        let group = DeviceGroup::join(device, &id, place.rank, collective.world(), self.config.wait)?;
-        engine.meet(DeviceSharding::new(group, place.weights.clone(), self.config.shares_weights()));
+        let group = DeviceGroup::join(device, &id, membership.rank, collective.world(), self.config.wait)?;
+        engine.meet(DeviceSharding::new(group, membership.weights.clone(), self.config.shares_weights()));
         Ok(true)
     }
 
@@ -160,7 +160,7 @@ impl Rank {
 
     /// Whether collective calls run from device to device. `None` on the processor and for a single rank.
     pub(crate) fn meets_on_devices(&self) -> Option<bool> {
-        self.device.as_ref().filter(|_| self.place.is_some()).map(|device| device.meets)
+        self.device.as_ref().filter(|_| self.membership.is_some()).map(|device| device.meets)
     }
 
     /// Sends this rank's shard of the weights to all samplers of `plan`. Returns the digest of the shard.
@@ -168,7 +168,7 @@ impl Rank {
     /// # Errors
     /// If a sampler is gone or late, or the device fails or does not have all weights.
     pub(crate) fn send(&self, plan: &PushPlan, hub: Option<&Hub>) -> Result<Digest, WeightsError> {
-        let rank = self.place.as_ref().map_or(0, |place| place.rank);
+        let rank = self.membership.as_ref().map_or(0, |membership| membership.rank);
         match &self.device {
             Some(device) => device.engine.send(plan, rank, hub),
             None => {
@@ -243,14 +243,14 @@ impl Rank {
         // A model that is swapped in is freed on the device as on the host.
         let keep = !frozen.weights.is_swapped();
         let network = device.engine.frozen(frozen.weights.config(), parameters, keep)?;
-        let rank = self.place.as_ref().map_or(0, |place| place.rank);
+        let rank = self.membership.as_ref().map_or(0, |membership| membership.rank);
         score_with(&mut Pass::Device(network.pass()), rank, task, pool)
     }
 
     /// A buffer of zeros for the sums of gradients on the device. `None` without a device, or if every pass reduces its
     /// gradients.
     pub(super) fn take_sums(&mut self) -> Result<Option<DeviceBuffer<f32>>, TrainerError> {
-        let stay = self.place.is_none() || !self.config.shares_gradients();
+        let stay = self.membership.is_none() || !self.config.shares_gradients();
         let Some(on_device) = self.device.as_mut().filter(|_| stay) else { return Ok(None) };
         let device = on_device.engine.device();
         Ok(Some(match on_device.sums.take() {
@@ -327,7 +327,7 @@ impl Rank {
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let collective = self.collective()?;
         let Some(on_device) = &mut self.device else {
-            unreachable!("ranks that meet on their devices have a place and a device")
+            unreachable!("ranks that meet on their devices have a membership and a device")
         };
         let RankDevice { engine, own, .. } = on_device;
         let own = match own {

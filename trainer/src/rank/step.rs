@@ -47,8 +47,8 @@ impl Rank {
             sums if self.device.as_ref().is_some_and(|device| device.meets) => {
                 self.step_on_devices(sums.as_mut(), step)
             }
-            Some(sums) if self.place.is_none() => self.step_on_device(sums, step),
-            None if self.place.is_none() => self.step_on_host(step),
+            Some(sums) if self.membership.is_none() => self.step_on_device(sums, step),
+            None if self.membership.is_none() => self.step_on_host(step),
             sums => self.step_among_others(sums.as_mut(), step),
         };
         self.put_sums(sums);
@@ -149,10 +149,10 @@ impl Rank {
         (own, sums): (&mut TreeSums, Option<&mut DeviceBuffer<f32>>),
         step: &StepInputs<'_, L>,
     ) -> Result<Vec<L::Report>, TrainerError> {
-        let (Some(place), collective) = (&self.place, self.collective()?) else {
+        let (Some(membership), collective) = (&self.membership, self.collective()?) else {
             unreachable!("a rank that is alone reduces nothing")
         };
-        let RankMembership { trained, weights, .. } = place;
+        let RankMembership { trained, weights, .. } = membership;
         let shared = match &self.weights {
             RankWeights::Whole(_) | RankWeights::Device(_) | RankWeights::DeviceOwn(_) => None,
             RankWeights::Own(values) => Some((weights, &values[..])),
@@ -193,7 +193,7 @@ impl Rank {
         &StepInputs { task, learning_rate, pool, .. }: &StepInputs<'_, L>,
     ) -> Result<f32, TrainerError> {
         let collective = self.collective()?;
-        let Some(RankMembership { rank, trained, .. }) = &self.place else {
+        let Some(RankMembership { rank, trained, .. }) = &self.membership else {
             unreachable!("a rank that is alone owns everything")
         };
         let fragments = trained.fragments(*rank);
