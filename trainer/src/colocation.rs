@@ -3,8 +3,8 @@
 //! During the turn of the sampler, the gradients are freed, because every step starts them at zero. The optimizer state and
 //! then the weights (with an adapter also the frozen ones under it), of the policy and then of a separate critic, stay in
 //! memory as far as the budget allows. The rest is written to one file per network and read back before the next step. The
-//! files have no name, so the system removes them however the process ends. Memory of a device is treated likewise; the copy
-//! of a frozen network is freed in any case.
+//! files have no name, so the system removes them however the process ends. Device memory is freed in the same way. The
+//! device copy of a frozen network is always freed.
 //!
 //! Invariant: values that are read back have the bits that were written, and no step runs in between, so a run ends with the
 //! same weights wherever they were.
@@ -29,19 +29,19 @@ const GATHERED: usize = 1 << 20;
 pub struct Colocation {
     turn: DeviceTurn,
     directory: PathBuf,
-    /// Of the policy, then of the critic.
+    /// Residency of the policy, then of the critic.
     places: Vec<NetworkResidency>,
     resting: bool,
     freed_bytes: u64,
 }
 
-/// Where the numbers of one network are while it rests.
+/// Where the state of one network is during the turn of the sampler.
 #[derive(Debug, Default)]
 struct NetworkResidency {
     optimizer_stays: bool,
     weights_stay: bool,
     file: Option<File>,
-    /// Numbers of every stream in the file.
+    /// Number of values of every stream in the file.
     lengths: Vec<usize>,
 }
 

@@ -1,7 +1,7 @@
-//! Forward and backward of a rank, wherever its weights are.
+//! Forward and backward pass of a rank, on the processor or on a device.
 //!
-//! Invariant: a pass that is skipped asks for the same weights and hands on the same units as one that is made, so that
-//! ranks with different numbers of micro-batches stay in step.
+//! Invariant: a skipped pass makes the same all-gather and reduce-scatter calls as a computed one, so that ranks with
+//! different numbers of micro-batches make the same calls.
 
 use model::{
     Config, Decoder, GradientSink, LayerSource, Layout, Parameters, Prediction, PredictionGradient,
@@ -141,8 +141,8 @@ impl<'a> Pass<'a> {
         hand_on(self, Unit::Embedding)
     }
 
-    /// Where ranks meet on their devices: whether gradients of the next backward leave for their owners, and are the
-    /// `first` of the step that do.
+    /// In a device group, whether the next backward pass reduces its gradients (`leave`), and is the `first` of the step
+    /// that does.
     pub(crate) fn reduces(&mut self, leave: bool, first: bool) {
         if let Self::Device(pass) = self {
             pass.reduces(leave, first);

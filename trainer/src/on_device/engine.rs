@@ -38,7 +38,7 @@ pub(crate) trait DeviceRank: fmt::Debug + Send + Sync {
     /// Joins the device group of the ranks. Is called before any weights are loaded.
     fn meet(&mut self, share: DeviceSharding);
 
-    /// Leaves the other ranks, whose calls end with an error.
+    /// Closes the device group. The calls of the other ranks end with an error.
     fn leave(&self);
 
     /// Copies weights, `[weights]` or the shards of this rank, to the device. With `trained` they are updated there.
@@ -142,14 +142,21 @@ struct TypedDeviceRank<T: Storage> {
 /// Weights on the device.
 enum DeviceParameters<T: Storage> {
     /// All, of a rank that is alone. What is trained stands beside them where they are its rounded form.
+<<<<<<< HEAD
     Alone { weights: DeviceBuffer<T>, masters: Option<DeviceBuffer<f32>> },
     /// All, which is what all ranks own, gathered.
     Gathered { weights: DeviceBuffer<T>, own: OwnedShards<T> },
     /// What this rank owns; a pass collects the layers that it is at.
+=======
+    Alone { weights: Buffer<T>, masters: Option<Buffer<f32>> },
+    /// All weights, gathered from the shards of all ranks.
+    Gathered { weights: Buffer<T>, own: OwnedShards<T> },
+    /// The shards of this rank. A pass gathers a layer when it needs it.
+>>>>>>> 048108e (trainer: comments of passes and device groups in plain terms)
     Sharded(OwnedShards<T>),
 }
 
-/// What a rank that meets others owns, and trains.
+/// The shards that a rank of a device group owns and trains.
 struct OwnedShards<T: Storage> {
     masters: DeviceBuffer<f32>,
     rounded: DeviceBuffer<T>,
@@ -413,7 +420,7 @@ impl<T: Storage> DeviceRank for TypedDeviceRank<T> {
                 let collecting = DeviceGathering::new(&self.device, &self.layout, share, own.rounded.all())?;
                 ParameterSource::Collected(Box::new(collecting))
             }
-            (DeviceParameters::Sharded(_), None) => unreachable!("who owns a shard meets the others"),
+            (DeviceParameters::Sharded(_), None) => unreachable!("a rank with shards is in a device group"),
             (DeviceParameters::Alone { weights, .. } | DeviceParameters::Gathered { weights, .. }, _) => {
                 ParameterSource::Whole(weights.all(), &self.layout)
             }

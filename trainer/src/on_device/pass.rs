@@ -1,7 +1,7 @@
-//! Forward and backward on a device, and the ways of weights to it and of gradients from it.
+//! Forward and backward pass on a device, the upload of weights and the download of gradients.
 //!
-//! Invariant: what a pass asks of other ranks, it asks in the order in which a pass on the processor does, so that ranks
-//! that skip a pass stay in step with those that make it.
+//! Invariant: a pass makes its collective calls in the order of a pass on the processor, so that ranks without a
+//! micro-batch make the same calls as the others.
 
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
@@ -31,13 +31,14 @@ pub(crate) trait DevicePass {
     /// Predictions alone.
     fn score(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError>;
 
-    /// Takes part in gathering a layer that only others need.
+    /// Takes part in the all-gather of a layer that only other ranks need.
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError>;
 
-    /// Where ranks meet on their devices: takes part in adding up a unit that only others have gradients of.
+    /// In a device group, takes part in the reduce-scatter of a unit whose gradients only other ranks have.
     fn skip_unit(&mut self, unit: Unit) -> Result<(), TrainerError>;
 
-    /// The same: whether gradients of the next backward leave for their owners, and are the `first` of the step that do.
+    /// In a device group, whether the next backward pass reduces its gradients (`leave`), and is the `first` of the step
+    /// that does.
     fn reduces(&mut self, leave: bool, first: bool);
 
     /// Layers of the network.
@@ -50,12 +51,19 @@ pub(crate) struct NetworkPass<'a, T: Storage> {
     decoder: &'a DeviceDecoder<T>,
     layout: &'a Layout,
     source: ParameterSource<'a, T>,
+<<<<<<< HEAD
     /// Sums of all gradients, laid out as the weights are, where they are kept; otherwise a unit has its own until it is
     /// done.
     sums: Option<&'a mut DeviceBuffer<f32>>,
     /// Where ranks meet on their devices.
+=======
+    /// Sums of all gradients in the layout of the weights. `None` if each unit has a buffer until its gradients are
+    /// reduced.
+    sums: Option<&'a mut Buffer<f32>>,
+    /// The reduce-scatter of gradients in a device group.
+>>>>>>> 048108e (trainer: comments of passes and device groups in plain terms)
     reducing: Option<DeviceReduction<'a>>,
-    /// What the last forward left.
+    /// Activations of the last forward pass.
     trace: Option<DeviceTrace<T>>,
 }
 

@@ -327,7 +327,7 @@ impl Rank {
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let collective = self.collective()?;
         let Some(on_device) = &mut self.device else {
-            unreachable!("ranks that meet on their devices have a membership and a device")
+            unreachable!("ranks of a device group have a membership and a device")
         };
         let RankDevice { engine, own, .. } = on_device;
         let own = match own {
