@@ -16,31 +16,31 @@ use crate::zero::ParameterGathering;
 
 /// The network of a rank.
 pub(crate) enum Pass<'a> {
-    /// All weights are there.
+    /// All weights are on the host.
     Whole(Decoder),
     /// Layers are gathered from all ranks.
     Gathered(Decoder, ParameterGathering<'a>),
-    /// It computes on a device.
+    /// The network is on a device.
     Device(Box<dyn DevicePass + 'a>),
 }
 
-/// What a forward computed on the way, for its backward.
+/// Activations of a forward pass for its backward pass.
 pub(crate) enum Traced {
     Host(Trace),
-    /// It is on the device.
+    /// The activations are on the device.
     Device,
 }
 
 impl<'a> Pass<'a> {
-    /// A network whose weights are all there.
+    /// A network with all weights.
     pub(crate) fn whole(model: &Config, parameters: &Arc<Parameters>, recompute: Recompute) -> Self {
         Self::Whole(Decoder::trainable(model, parameters, recompute))
     }
 
-    /// A network whose layers are gathered; embedding and tail stay as long as it does.
+    /// A network whose layers are gathered. Embedding and tail stay in memory for its life.
     ///
     /// # Errors
-    /// If they do not come.
+    /// If the all-gather fails.
     pub(crate) fn gathered(
         model: &Config,
         layout: &Arc<Layout>,
@@ -52,7 +52,7 @@ impl<'a> Pass<'a> {
         Ok(Self::Gathered(decoder, source))
     }
 
-    /// Predictions, and what the backward needs.
+    /// Predictions, and the activations for the backward pass.
     pub(crate) fn forward(
         &mut self,
         packed: &Packed<'_>,
@@ -70,7 +70,7 @@ impl<'a> Pass<'a> {
         Ok((predictions, Traced::Host(trace)))
     }
 
-    /// Adds the gradients of `slopes * predictions` to `sink`, without which they stay on the device.
+    /// Adds the gradients of `slopes * predictions` to `sink`. Without `sink` they stay on the device.
     pub(crate) fn backward(
         &mut self,
         packed: &Packed<'_>,
@@ -94,7 +94,7 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Predictions alone.
+    /// Predictions without activations.
     pub(crate) fn score(
         &mut self,
         packed: &Packed<'_>,
@@ -111,18 +111,18 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// Takes part in a forward that only others make.
+    /// Takes part in a forward pass of other ranks.
     pub(crate) fn skip_forward(&mut self) -> Result<(), TrainerError> {
         (0..self.layers()).try_for_each(|index| self.skip_layer(index, false))
     }
 
-    /// Takes part in a forward and a backward that only others make.
+    /// Takes part in a forward and a backward pass of other ranks.
     pub(crate) fn skip(&mut self, sink: Option<&mut dyn GradientSink>) -> Result<(), TrainerError> {
         self.skip_forward()?;
         self.skip_backward(sink)
     }
 
-    /// Takes part in a backward that only others make, with gradients of zero, which go to `sink` or from device to device.
+    /// Takes part in a backward pass of other ranks with gradients of zero, through `sink` or from device to device.
     fn skip_backward(&mut self, mut sink: Option<&mut dyn GradientSink>) -> Result<(), TrainerError> {
         let mut hand_on = |pass: &mut Self, unit| match (&mut sink, pass) {
             (Some(sink), _) => {
@@ -149,7 +149,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Takes part in gathering a layer.
+    /// Takes part in the all-gather of a layer.
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError> {
         match self {
             Self::Whole(_) => {}

@@ -28,7 +28,7 @@ use crate::moments::Moments;
 use crate::optimizer::TensorState;
 use crate::zero::{DeviceGathering, DeviceReduction, DeviceSharding, Fragment, ParameterGathering};
 
-/// Why master weights are always found.
+/// Reason why master weights always exist.
 const ROUNDED: &str = "rounded weights that are trained have what they are rounded from beside them";
 
 /// The weights and the optimizer state of a rank on its device. The trait erases the storage type of the weights, f32 or bf16.
@@ -61,32 +61,31 @@ pub(crate) trait DeviceRank: fmt::Debug + Send + Sync {
     /// Frees the moments.
     fn unload_moments(&mut self);
 
-    /// The sum of the squares of `gradients`, which are of what is trained here.
+    /// The sum of the squares of `gradients` of the values that this rank trains.
     fn squares(&self, gradients: View<'_, f32>) -> device::Result<f64>;
 
-    /// Updates what is trained here.
+    /// Updates the values that this rank trains.
     fn update(&mut self, adam: &AdamwUpdate, gradients: View<'_, f32>) -> device::Result<()>;
 
-    /// How many values are trained here.
+    /// Number of values that this rank trains.
     fn trained(&self) -> usize;
 
-    /// A pass with the weights that are there, or come from the devices of all ranks. Gradients are added up in `sums`, or
-    /// in a buffer of their own for each unit; those that this rank owns of the sums over all ranks go to `own`.
+    /// A pass with the weights on this device, or gathered from the devices of all ranks. Gradients are accumulated in
+    /// `sums`, or in one buffer per unit. The sums over all ranks of the gradients that this rank owns go to `own`.
     fn pass<'a>(
         &'a self,
         sums: Option<&'a mut DeviceBuffer<f32>>,
         own: Option<&'a mut DeviceBuffer<f32>>,
     ) -> device::Result<Box<dyn DevicePass + 'a>>;
 
-    /// A pass with weights that come from all ranks through the host.
+    /// A pass with weights that are gathered from all ranks through the host.
     fn gathered<'a>(
         &'a self,
         gathering: ParameterGathering<'a>,
         sums: Option<&'a mut DeviceBuffer<f32>>,
     ) -> Result<Box<dyn DevicePass + 'a>, TrainerError>;
 
-    /// Another network, which is not trained. With `keep` it stays on the device until another one comes or
-    /// [`Self::forget`] is called.
+    /// A frozen network. With `keep` it stays on the device until the next frozen network or [`Self::forget`].
     fn frozen(
         &self,
         config: &Config,
@@ -94,21 +93,26 @@ pub(crate) trait DeviceRank: fmt::Debug + Send + Sync {
         keep: bool,
     ) -> device::Result<Arc<dyn FrozenNetwork>>;
 
-    /// Frees a network that is not trained; its bytes.
+    /// Frees the frozen network. Returns its bytes.
     fn forget(&self) -> u64;
 
+<<<<<<< HEAD
     /// The weights that are computed with, if they are there.
     fn weights(&self) -> Option<LearnerWeights<'_>>;
+=======
+    /// The weights of the computation, if all are on the device.
+    fn weights(&self) -> Option<DeviceWeights<'_>>;
+>>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
 
-    /// Sends its shard of the weights, as the owner with the number `index`, to all samplers of `plan`; its digest. `hub` is
-    /// that of the samplers, in the process that has it.
+    /// Sends this rank's shard of the weights, as the owner number `index`, to all samplers of `plan`. Returns the digest of
+    /// the shard. `hub` is the hub of the samplers, in the process that has it.
     fn send(&self, plan: &PushPlan, index: usize, hub: Option<&Hub>) -> Result<Digest, WeightsError>;
 
     /// Memory of the weights and of the moments, bytes.
     fn bytes(&self) -> [u64; 2];
 }
 
-/// A network on a device that is not trained.
+/// A frozen network on a device.
 pub(crate) trait FrozenNetwork: Send + Sync {
     fn pass(&self) -> Box<dyn DevicePass + '_>;
 }
@@ -122,25 +126,32 @@ pub enum LearnerWeights<'a> {
     Bf16(View<'a, bf16>),
 }
 
-/// The engine of weights that are computed with in `T`.
+/// The state of a rank whose weights have the storage type `T`.
 struct TypedDeviceRank<T: Storage> {
     device: Device,
     layout: Arc<Layout>,
     recompute: Recompute,
     decoder: DeviceDecoder<T>,
     parameters: Option<DeviceParameters<T>>,
+<<<<<<< HEAD
     /// First and second.
     moments: Option<[DeviceBuffer<f32>; 2]>,
     /// What is trained here, in its order.
+=======
+    /// First and second moments.
+    moments: Option<[Buffer<f32>; 2]>,
+    /// The trained pieces, in the order of their values.
+>>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
     pieces: Vec<Piece>,
     share: Option<DeviceSharding>,
-    /// Its end of broadcasts to samplers.
+    /// The sender of broadcasts to samplers.
     owner: Mutex<Option<PushOwner<T>>>,
     frozen: Mutex<Option<Arc<FrozenOnDevice<T>>>>,
 }
 
 /// Weights on the device.
 enum DeviceParameters<T: Storage> {
+<<<<<<< HEAD
     /// All, of a rank that is alone. What is trained stands beside them where they are its rounded form.
 <<<<<<< HEAD
     Alone { weights: DeviceBuffer<T>, masters: Option<DeviceBuffer<f32>> },
@@ -148,6 +159,9 @@ enum DeviceParameters<T: Storage> {
     Gathered { weights: DeviceBuffer<T>, own: OwnedShards<T> },
     /// What this rank owns; a pass collects the layers that it is at.
 =======
+=======
+    /// All weights of a single rank. `masters` has the master weights if the weights are their rounded form.
+>>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
     Alone { weights: Buffer<T>, masters: Option<Buffer<f32>> },
     /// All weights, gathered from the shards of all ranks.
     Gathered { weights: Buffer<T>, own: OwnedShards<T> },
@@ -171,10 +185,10 @@ struct Piece {
     len: usize,
 }
 
-/// A network that is not trained.
+/// A frozen network.
 struct FrozenOnDevice<T: Storage> {
     device: Device,
-    /// What it was made of, by which it is recognised.
+    /// The parameters that it was made from, which identify it.
     parameters: Arc<Parameters>,
     decoder: DeviceDecoder<T>,
     weights: DeviceBuffer<T>,
@@ -183,7 +197,7 @@ struct FrozenOnDevice<T: Storage> {
 /// Opens a device for a network, without weights.
 ///
 /// # Errors
-/// If the device is not there.
+/// If the device is not available.
 pub(crate) fn open(
     place: device::device::DeviceLocation,
     dtype: DeviceDtype,
@@ -222,7 +236,7 @@ impl<T: Storage> TypedDeviceRank<T> {
         })
     }
 
-    /// Brings what this rank owns to the device, and makes of that of all what it computes with.
+    /// Copies the shards of this rank to the device, and gathers the weights of the computation from all ranks.
     fn load_own(&mut self, values: &[f32]) -> device::Result<()> {
         let device = self.device.labelled("weights");
         let masters = device.upload(values)?;
@@ -237,7 +251,7 @@ impl<T: Storage> TypedDeviceRank<T> {
         self.gather()
     }
 
-    /// Computes with what all ranks have updated.
+    /// Gathers the weights after an update of all ranks.
     fn gather(&mut self) -> device::Result<()> {
         match (&self.share, &mut self.parameters) {
             (Some(share), Some(DeviceParameters::Gathered { weights, own })) => {
@@ -247,7 +261,7 @@ impl<T: Storage> TypedDeviceRank<T> {
         }
     }
 
-    /// The weights, after they are loaded.
+    /// The weights; they must be loaded.
     fn parameters(&self) -> &DeviceParameters<T> {
         let Some(parameters) = &self.parameters else {
             unreachable!("weights are loaded before the first pass")
@@ -257,16 +271,26 @@ impl<T: Storage> TypedDeviceRank<T> {
 }
 
 impl<T: Storage> DeviceParameters<T> {
+<<<<<<< HEAD
     /// All of them, if they are here.
     fn all(&self) -> Option<&DeviceBuffer<T>> {
+=======
+    /// All weights, if they are on this device.
+    fn all(&self) -> Option<&Buffer<T>> {
+>>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
         match self {
             Self::Alone { weights, .. } | Self::Gathered { weights, .. } => Some(weights),
             Self::Sharded(_) => None,
         }
     }
 
+<<<<<<< HEAD
     /// What is trained here.
     fn trained(&self) -> &DeviceBuffer<f32> {
+=======
+    /// The master weights.
+    fn trained(&self) -> &Buffer<f32> {
+>>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
         match self {
             Self::Alone { masters: Some(masters), .. } => masters,
             Self::Alone { weights, .. } => match (weights as &dyn Any).downcast_ref() {
@@ -277,8 +301,13 @@ impl<T: Storage> DeviceParameters<T> {
         }
     }
 
+<<<<<<< HEAD
     /// What is trained here, and its rounded form, if that is something else.
     fn trained_mut(&mut self) -> (&mut DeviceBuffer<f32>, Option<&mut DeviceBuffer<T>>) {
+=======
+    /// The master weights, and their rounded form, if that is another buffer.
+    fn trained_mut(&mut self) -> (&mut Buffer<f32>, Option<&mut Buffer<T>>) {
+>>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
         match self {
             Self::Alone { weights, masters: Some(masters) } => (masters, Some(weights)),
             Self::Alone { weights, masters: None } => match (weights as &mut dyn Any).downcast_mut() {
@@ -523,7 +552,7 @@ impl<T: Storage> FrozenNetwork for FrozenOnDevice<T> {
     }
 }
 
-/// Pieces with where they lie, one after the other.
+/// Pieces with their ranges in the concatenated values.
 fn places(pieces: &[Piece]) -> impl Iterator<Item = (Piece, Range<usize>)> + '_ {
     let mut end = 0;
     pieces.iter().map(move |piece| {

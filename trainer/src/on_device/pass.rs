@@ -12,15 +12,16 @@ use crate::TrainerError;
 use crate::packing::Packed;
 use crate::zero::{DeviceGathering, DeviceReduction, ParameterGathering, number};
 
-/// Values that go to a device at a time, where they are rounded on the way.
+/// Values of one copy to a device that rounds them.
 const STAGED: usize = 1 << 22;
 
-/// A network on a device, whatever its weights are stored in.
+/// A network on a device. The trait erases the storage type of the weights.
 pub(crate) trait DevicePass {
-    /// Predictions; what the backward needs stays on the device.
+    /// Predictions. The activations for the backward pass stay on the device.
     fn forward(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError>;
 
-    /// Adds the gradients of `slopes * predictions` of the last forward to `sink`; without one they stay on the device.
+    /// Adds the gradients of `slopes * predictions` of the last forward pass to `sink`. Without `sink` they stay on the
+    /// device.
     fn backward(
         &mut self,
         packed: &Packed<'_>,
@@ -28,7 +29,7 @@ pub(crate) trait DevicePass {
         sink: Option<&mut dyn GradientSink>,
     ) -> Result<(), TrainerError>;
 
-    /// Predictions alone.
+    /// Predictions without activations.
     fn score(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError>;
 
     /// Takes part in the all-gather of a layer that only other ranks need.
@@ -41,7 +42,7 @@ pub(crate) trait DevicePass {
     /// that does.
     fn reduces(&mut self, leave: bool, first: bool);
 
-    /// Layers of the network.
+    /// Number of layers of the network.
     fn layers(&self) -> usize;
 }
 
@@ -67,44 +68,56 @@ pub(crate) struct NetworkPass<'a, T: Storage> {
     trace: Option<DeviceTrace<T>>,
 }
 
-/// Where the weights are.
+/// Source of the weights.
 pub(crate) enum ParameterSource<'a, T: Storage> {
-    /// All on the device.
+    /// All weights on the device.
     Whole(View<'a, T>, &'a Layout),
-    /// Layers come from all ranks, through the host, when they are needed.
+    /// Layers are gathered from all ranks through the host when they are needed.
     Gathered(Box<ParameterUpload<'a, T>>),
-    /// The same from device to device.
+    /// Layers are gathered from device to device when they are needed.
     Collected(Box<DeviceGathering<'a, T>>),
 }
 
-/// Layers on their way from the other ranks to the device.
+/// Gathers layers from the other ranks through the host and copies them to the device.
 pub(crate) struct ParameterUpload<'a, T: Storage> {
     device: &'a Device,
     gathering: ParameterGathering<'a>,
     /// Embedding and tail.
+<<<<<<< HEAD
     ends: [DeviceBuffer<T>; 2],
     /// The layer that was asked for last.
     layer: DeviceBuffer<T>,
+=======
+    ends: [Buffer<T>; 2],
+    /// The last gathered layer.
+    layer: Buffer<T>,
+>>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
     index: Option<usize>,
 }
 
-/// The way of gradients to the host, or to the devices of their owners.
+/// Copies gradients to the host, or reduces them to the devices of their owners.
 struct GradientTransfer<'a, 'b, 'c> {
     device: &'a Device,
     layout: &'a Layout,
+<<<<<<< HEAD
     sums: Option<&'a mut DeviceBuffer<f32>>,
     /// Those of units that are not done.
     units: Vec<Option<DeviceBuffer<f32>>>,
+=======
+    sums: Option<&'a mut Buffer<f32>>,
+    /// Gradients of units that are not complete.
+    units: Vec<Option<Buffer<f32>>>,
+>>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
     sink: Option<&'a mut (dyn GradientSink + 'b)>,
     reducing: Option<&'a mut DeviceReduction<'c>>,
-    /// On the host, used again.
+    /// A reused buffer on the host.
     values: Vec<f32>,
 }
 
-/// Writes values from the host, rounded to what `to` holds.
+/// Writes values from the host, rounded to the type of `to`.
 ///
 /// # Errors
-/// If there is no memory for what is on the way, or the driver fails.
+/// If there is no memory for the copy, or the driver fails.
 pub(crate) fn upload<T: Storage>(
     device: &Device,
     values: &[f32],
@@ -123,7 +136,7 @@ pub(crate) fn upload<T: Storage>(
 }
 
 impl<'a, T: Storage> NetworkPass<'a, T> {
-    /// A pass of `decoder`, whose weights come from `source`.
+    /// A pass of `decoder` with the weights of `source`.
     pub(crate) fn new(
         (device, layout): (&'a Device, &'a Layout),
         decoder: &'a DeviceDecoder<T>,
@@ -133,7 +146,7 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
         Self { device, decoder, layout, source, sums, reducing: None, trace: None }
     }
 
-    /// The same, whose gradients go to their owners.
+    /// The pass with a reduce-scatter of its gradients to their owners.
     pub(crate) fn reducing(self, reducing: DeviceReduction<'a>) -> Self {
         Self { reducing: Some(reducing), ..self }
     }
@@ -228,10 +241,10 @@ impl<T: Storage> UnitWeights<T> for ParameterSource<'_, T> {
 }
 
 impl<'a, T: Storage> ParameterUpload<'a, T> {
-    /// Layers of `layout` that come through `gathering`; embedding and tail stay as long as this does.
+    /// Uploads layers of `layout` from `gathering`. Embedding and tail stay on the device.
     ///
     /// # Errors
-    /// The layers do not come, or the device has no memory for them.
+    /// If the all-gather fails, or the device has no memory for them.
     pub(crate) fn new(
         device: &'a Device,
         layout: &Layout,
