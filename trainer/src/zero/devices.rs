@@ -1,10 +1,10 @@
-//! What ranks exchange from device to device: ZeRO over a group of devices.
+//! ZeRO over a device group: reduce-scatter of gradients and all-gather of weights from device to device.
 //!
-//! Everything is work on the one stream of the rank's device, in the order of the passes; a rank without rows makes the
-//! same calls with gradients of zero.
+//! All calls are work on the stream of the rank's device, in the order of the passes. A rank without rows makes the same
+//! calls with gradients of zero.
 //!
-//! Invariant: nothing that waits for the device follows a call of the group before [`DeviceSharding::wait`] has, which knows the
-//! deadline and the operation. What comes from the host counts as such.
+//! Invariant: after a call of the group, [`DeviceSharding::wait`] is the first operation that waits for the device. It knows
+//! the deadline and the operation. A copy from the host also waits for the device.
 
 use device::ops::vectors::add;
 use device::{Device, DeviceBuffer, DeviceGroup, Element, Storage, View, ViewMut};
@@ -12,59 +12,77 @@ use model::{Layout, Unit};
 
 use super::{Fragment, Shards, number};
 
-/// The place of a rank among those that exchange on their devices.
+/// The membership of a rank in a device group.
 #[derive(Debug)]
 pub(crate) struct DeviceSharding {
     group: DeviceGroup,
-    /// Who owns what, of weights and gradients alike.
+    /// Shards of the weights and of the gradients.
     shards: Shards,
-    /// Whether weights too are with their owners only.
+    /// Whether a rank has only its shards of the weights.
     pub(crate) weights: bool,
 }
 
-/// The way of gradients to their owners.
+/// Reduce-scatter of gradients to their owners.
 pub(crate) struct DeviceReduction<'a> {
     pub(crate) share: &'a DeviceSharding,
+<<<<<<< HEAD
     /// The sums that this rank owns, one after the other.
     pub(crate) own: &'a mut DeviceBuffer<f32>,
     /// Whether units leave when they are done, or stay to be added to.
+=======
+    /// The sums that this rank owns, concatenated.
+    pub(crate) own: &'a mut Buffer<f32>,
+    /// Whether complete units are reduced, or accumulated for a later pass.
+>>>>>>> ee8a9cc (trainer: comments of ZeRO in plain terms)
     pub(crate) leave: bool,
-    /// Whether they are the first of their step to leave.
+    /// Whether this reduction is the first of the step.
     pub(crate) first: bool,
 }
 
-/// Layers that come from their owners when they are needed.
+/// All-gather of layers from their owners when they are needed.
 pub(crate) struct DeviceGathering<'a, T: Storage> {
     share: &'a DeviceSharding,
     layout: &'a Layout,
-    /// What this rank owns, one after the other.
+    /// The shards of this rank, concatenated.
     own: View<'a, T>,
+<<<<<<< HEAD
     /// Embedding and tail, for as long as this lives.
     ends: [DeviceBuffer<T>; 2],
     /// The layer that was asked for last.
     layer: DeviceBuffer<T>,
+=======
+    /// Embedding and tail, which stay gathered.
+    ends: [Buffer<T>; 2],
+    /// The last gathered layer.
+    layer: Buffer<T>,
+>>>>>>> ee8a9cc (trainer: comments of ZeRO in plain terms)
     index: Option<usize>,
-    /// Whether a backward follows, or goes on.
+    /// Whether a backward pass follows or is under way.
     pub(crate) backward: bool,
 }
 
 impl DeviceSharding {
-    /// The part in `group` of a rank, whose `shards` are of the model that is trained.
+    /// The membership of this rank in `group`. `shards` are those of the trained model.
     pub(crate) fn new(group: DeviceGroup, shards: Shards, weights: bool) -> Self {
         Self { group, shards, weights }
     }
 
-    /// What this rank owns, in the order in which it has it.
+    /// The fragments of this rank, in the order of its buffer.
     pub(crate) fn fragments(&self) -> &[Fragment] {
         self.shards.fragments(self.group.rank())
     }
 
+<<<<<<< HEAD
     /// Puts what all ranks own of every unit into `all`.
     pub(crate) fn gather<T: Element>(
         &self,
         own: View<'_, T>,
         all: &mut DeviceBuffer<T>,
     ) -> device::Result<()> {
+=======
+    /// Gathers the shards of all ranks of every unit into `all`.
+    pub(crate) fn gather<T: Element>(&self, own: View<'_, T>, all: &mut Buffer<T>) -> device::Result<()> {
+>>>>>>> ee8a9cc (trainer: comments of ZeRO in plain terms)
         for unit in 0..self.shards.units() {
             self.gather_unit(unit, own, all.view_mut(self.shards.place(unit)))?;
         }

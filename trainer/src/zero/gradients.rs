@@ -1,4 +1,4 @@
-//! Gradients of one step: they leave unit by unit, each as soon as the backward pass has completed it.
+//! Gradients of one step. Reduce-scatter of a unit starts as soon as the backward pass has completed it.
 
 use std::ops::Range;
 use std::sync::mpsc::SyncSender;
@@ -14,7 +14,7 @@ use crate::plan::Slot;
 #[derive(Clone, Copy)]
 pub(crate) struct TrainedNetwork<'a> {
     pub(crate) layout: &'a Layout,
-    /// Trained in place of the weights.
+    /// The adapter that is trained in place of the weights.
     pub(crate) adapter: Option<&'a Adapter>,
     pub(crate) buffers: &'a BufferPool,
     pub(crate) threads: &'a ThreadPool,
@@ -36,15 +36,15 @@ struct SlotGradients<'a> {
     units: Vec<Option<Vec<f32>>>,
 }
 
-/// Where the gradients of a complete slot are summed.
+/// The sum to which the gradients of a complete slot are added.
 enum ReductionTarget<'a> {
-    /// Over all ranks. If `local` is some, the slots of this rank are summed first, and their sum is sent.
+    /// The sum over all ranks. With `local` the slots of this rank are summed first, and their sum is sent.
     Ranks { requests: SyncSender<Request>, local: Option<LocalSums> },
-    /// In the sums of a single rank.
+    /// The sums of a single rank.
     Single { sums: &'a mut TreeSums, written: Vec<bool> },
 }
 
-/// Partial sums of the slots of a rank, by unit; in each the highest first.
+/// Partial sums of the slots of a rank by unit, the highest first.
 struct LocalSums(Vec<Vec<Vec<f32>>>);
 
 impl<'a> SlotGradients<'a> {
@@ -52,7 +52,7 @@ impl<'a> SlotGradients<'a> {
         Self { network, units: network.layout.units().map(|_| None).collect() }
     }
 
-    /// Gradients of a unit, to add to; zero at first.
+    /// The accumulator of the gradients of a unit, which starts at zero.
     fn get(&mut self, unit: Unit) -> &mut [f32] {
         let TrainedNetwork { layout, buffers, .. } = self.network;
         let len = layout.unit(unit).len();
@@ -63,7 +63,7 @@ impl<'a> SlotGradients<'a> {
         })
     }
 
-    /// The gradients of a unit of what is trained, with its number; `None` if nothing of the unit is.
+    /// The gradients of the trained tensors of a unit, with its number. `None` if no tensor of the unit is trained.
     fn take(&mut self, unit: Unit) -> Option<(usize, Vec<f32>)> {
         self.get(unit);
         let TrainedNetwork { layout, adapter, buffers, threads } = self.network;
@@ -85,7 +85,7 @@ impl<'a> SlotGradients<'a> {
         }
     }
 
-    /// Where the gradients of a unit of what is trained lie among all.
+    /// Range of the gradients of a trained unit among all gradients.
     fn range(&self, unit: Unit) -> Range<usize> {
         let range = self.network.layout.unit(unit);
         self.network.adapter.map_or(range.clone(), |adapter| adapter.within(&range))
@@ -93,7 +93,7 @@ impl<'a> SlotGradients<'a> {
 }
 
 impl LocalSums {
-    /// Adds the gradients of a unit of `slot`; the sum of all slots when they are complete.
+    /// Adds the gradients of a unit of `slot`. Returns the sum of all slots when it is complete.
     fn add(
         &mut self,
         unit: usize,
@@ -123,7 +123,7 @@ impl<'a> GradientReduction<'a> {
         Self { units, target: ReductionTarget::Single { sums, written }, slot: Slot::ONLY, complete: true }
     }
 
-    /// The gradients of one of several ranks. If it `accumulates`, it sums its own slots before they leave.
+    /// The gradients of one of several ranks. If it `accumulates`, it sums its own slots before reduce-scatter.
     pub(super) fn among_ranks(
         network: TrainedNetwork<'a>,
         requests: SyncSender<Request>,

@@ -1,8 +1,8 @@
 //! ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054) over the crate `collective`: reduction of gradients to the shards of their
-//! owners, and gathering of parameters from theirs.
+//! owners, and gathering of parameters from them.
 //!
 //! On hosts a rank has a communication thread, so that reduce-scatter overlaps the backward pass and all-gather prefetches the
-//! next layer. On devices both are work on the stream of the device.
+//! next layer. On devices both run on the stream of the device.
 //!
 //! Invariant: the communication thread serves requests in the order in which they are made. That order is the same on all
 //! ranks, because all ranks make the same passes; a rank without a micro-batch makes the requests of one. The computing thread
@@ -44,10 +44,10 @@ const AHEAD: usize = 2;
 #[derive(Debug, Default)]
 pub(crate) struct BufferPool(Mutex<Vec<Vec<f32>>>);
 
-/// What the communication thread works on.
+/// State of the communication thread.
 pub(crate) struct Communication<'a> {
     pub(crate) collective: &'a dyn HostCollective,
-    /// Shards of what is trained.
+    /// Shards of the trained tensors.
     pub(crate) trained: &'a Shards,
     /// Shards of the weights, and the weights that this rank owns; `None` if every rank has all weights.
     pub(crate) weights: Option<(&'a Shards, &'a [f32])>,
@@ -62,7 +62,7 @@ enum Request {
     Gather { unit: usize },
 }
 
-/// The end of the computing thread.
+/// The computing thread's end of the channels.
 pub(crate) struct Requests {
     requests: SyncSender<Request>,
     gathered: Receiver<Vec<f32>>,
@@ -149,7 +149,7 @@ impl BufferPool {
 
 impl Requests {
     /// The gradients of passes over a model of this `layout`, or of its `adapter`. If the rank `accumulates`, it sums its
-    /// own slots before they leave.
+    /// own slots before reduce-scatter.
     pub(crate) fn reducing<'a>(
         &self,
         network: TrainedNetwork<'a>,

@@ -1,8 +1,8 @@
 //! The shards of the ranks: every unit is cut into one contiguous shard per rank.
 //!
-//! A unit is cut where an optimizer can be: between two blocks of 256 values of a tensor, counted from its start, or
-//! between tensors, and never within a matrix that Muon or Dion moves as a whole. What a rank owns of all units lies one
-//! after the other in a buffer of its own, in the order of the units.
+//! A cut is possible where the optimizer allows it: between tensors, or between two blocks of 256 values of a tensor,
+//! counted from its start, but never within a matrix that Muon or Dion updates as a whole. The buffer of a rank has its
+//! shards of all units, concatenated in the order of the units.
 //!
 //! Invariant: the cuts are a function of the tensors, the optimizer and the number of ranks, so that every rank knows
 //! the shards of the others. Every value has one owner.
@@ -18,9 +18,9 @@ use crate::optimizer::OptimizerConfig;
 /// A part of a tensor that one rank owns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fragment {
-    /// Number of the tensor.
+    /// Index of the tensor.
     pub(crate) tensor: usize,
-    /// Its values, from the start of the tensor.
+    /// Range of values, from the start of the tensor.
     pub(crate) within: Range<usize>,
 }
 
@@ -28,18 +28,18 @@ pub(crate) struct Fragment {
 #[derive(Clone, Debug)]
 pub(crate) struct Shards {
     units: Vec<SharedUnit>,
-    /// Of every rank, in the order of its buffer.
+    /// Fragments of every rank, in the order of its buffer.
     fragments: Vec<Vec<Fragment>>,
 }
 
 /// One unit with its shards.
 #[derive(Clone, Debug)]
 struct SharedUnit {
-    /// Where it lies among all values.
+    /// Range among all values.
     place: Range<usize>,
-    /// What each rank owns, from the start of the unit.
+    /// Range of each rank's shard, from the start of the unit.
     cuts: Vec<Range<usize>>,
-    /// Where that begins in the buffer of each rank.
+    /// Start of the shard in the buffer of each rank.
     starts: Vec<usize>,
 }
 
@@ -50,7 +50,7 @@ impl Shards {
         Self::new(layout.specs(), &units, world, config)
     }
 
-    /// The units of an adapter: what it has of each layer.
+    /// The units of an adapter: its tensors of each layer.
     pub(crate) fn of_adapter(
         layout: &Layout,
         adapter: &Adapter,
@@ -61,7 +61,7 @@ impl Shards {
         Self::new(adapter.specs(), &units, world, config)
     }
 
-    /// Shares `units`, which follow one another and are made of the tensors `specs`.
+    /// Shards consecutive `units`, which consist of the tensors `specs`.
     fn new(specs: &[ParameterSpec], units: &[Range<usize>], world: usize, config: &OptimizerConfig) -> Self {
         let mut shards = Self { units: Vec::with_capacity(units.len()), fragments: vec![Vec::new(); world] };
         let mut owned = vec![0; world];
@@ -88,28 +88,28 @@ impl Shards {
         shards
     }
 
-    /// How many units there are.
+    /// Number of units.
     pub(crate) fn units(&self) -> usize {
         self.units.len()
     }
 
-    /// Where a unit lies among all values.
+    /// Range of a unit among all values.
     pub(crate) fn place(&self, unit: usize) -> Range<usize> {
         self.units[unit].place.clone()
     }
 
-    /// What each rank owns of a unit, from its start.
+    /// Range of each rank's shard of a unit, from the start of the unit.
     pub(crate) fn cuts(&self, unit: usize) -> &[Range<usize>] {
         &self.units[unit].cuts
     }
 
-    /// What a rank owns of a unit, among all values.
+    /// Range of a rank's shard of a unit, among all values.
     pub(crate) fn owned(&self, rank: usize, unit: usize) -> Range<usize> {
         let SharedUnit { place, cuts, .. } = &self.units[unit];
         place.start + cuts[rank].start..place.start + cuts[rank].end
     }
 
-    /// Where that lies in the rank's buffer.
+    /// Range of a rank's shard of a unit in the rank's buffer.
     pub(crate) fn packed(&self, rank: usize, unit: usize) -> Range<usize> {
         let SharedUnit { cuts, starts, .. } = &self.units[unit];
         starts[rank]..starts[rank] + cuts[rank].len()
@@ -120,7 +120,7 @@ impl Shards {
         self.units.iter().map(|unit| unit.cuts[rank].len()).sum()
     }
 
-    /// What a rank owns, in the order of its buffer.
+    /// The fragments of a rank, in the order of its buffer.
     pub(crate) fn fragments(&self, rank: usize) -> &[Fragment] {
         &self.fragments[rank]
     }
@@ -133,7 +133,7 @@ impl Shards {
     }
 }
 
-/// The place nearest to `wanted` at which these tensors of a unit can be cut.
+/// The possible cut of these tensors of a unit that is nearest to `wanted`.
 fn cut(tensors: &[(usize, &ParameterSpec)], wanted: usize, config: &OptimizerConfig) -> usize {
     let Some((_, spec)) = tensors.iter().find(|(_, spec)| spec.range().contains(&wanted)) else {
         return wanted;

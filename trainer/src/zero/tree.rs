@@ -1,10 +1,10 @@
 //! Sums the gradients of the slots of a step as a balanced binary tree (TBIK, arXiv 2511.17826).
 //!
-//! The slots of a round arrive in order. A sum that is complete waits until its neighbour of the same height is, as in a
-//! binary counter, so a round of `n` slots needs `log2(n)` buffers. The sums of rounds are one chain.
+//! The slots of a round arrive in order. A complete sum waits until its neighbour of the same height is complete, as in a
+//! binary counter. A round of `n` slots needs `log2(n)` buffers. The sums of rounds are one chain.
 //!
 //! Invariant: the bits of a sum depend on the values of the slots alone. A rank that adds some neighbouring slots to one
-//! sum and hands that on as one slot of a smaller tree gives the same bits.
+//! sum, and sends it as one slot of a smaller tree, gives the same bits.
 
 use std::ops::Range;
 
@@ -23,12 +23,12 @@ pub(crate) struct TreeSums {
     buffers: Vec<Vec<f32>>,
 }
 
-/// What adding a slot to the tree does.
+/// Effect of adding a slot to the tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Merge {
-    /// Height of the partial sum that the slot completes: how many waiting sums it is added to.
+    /// Height of the partial sum that the slot completes: the number of waiting sums that it is added to.
     pub(crate) height: usize,
-    /// How many partial sums wait afterwards, without the new one.
+    /// Number of waiting partial sums afterwards, without the new one.
     pub(crate) below: usize,
 }
 
@@ -41,7 +41,7 @@ impl Slot {
         self.index + 1 == self.count
     }
 
-    /// How the slot is added to the tree of its round.
+    /// Effect of adding the slot to the tree of its round.
     pub(crate) fn merge(self) -> Merge {
         let height = self.index.trailing_ones() as usize;
         Merge { height, below: self.index.count_ones() as usize - height }
@@ -59,7 +59,7 @@ impl TreeSums {
         self.buffer(0)
     }
 
-    /// Gives up the memory. Returns its bytes.
+    /// Frees the memory. Returns its bytes.
     pub(crate) fn clear(&mut self) -> u64 {
         let bytes = self.bytes();
         self.buffers.clear();
@@ -71,8 +71,8 @@ impl TreeSums {
         self.buffers.iter().map(|buffer| size_of_val(&buffer[..]) as u64).sum()
     }
 
-    /// Where the values of `slot` at `range` can be written in place of [`Self::add`]; `None` if the tree adds them to
-    /// others.
+    /// The buffer to which the values of `slot` at `range` can be written instead of [`Self::add`]. `None` if the tree adds
+    /// them to other values.
     pub(crate) fn place(&mut self, range: Range<usize>, slot: Slot) -> Option<&mut [f32]> {
         let Merge { height, below } = slot.merge();
         let first = if slot.round == 0 { 0 } else { 1 };
