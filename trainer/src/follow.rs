@@ -29,7 +29,7 @@ use collective::HostCollective;
 /// Executes the commands of the leader, rank 0 of `collective`, until it sends stop. Computes on the threads of `pool`.
 ///
 /// # Errors
-/// If the leader or another rank is gone, or a command fails on this rank. Dropping the collective then ends the other
+/// If the connection to another rank is closed, or a command fails on this rank. Dropping the collective then ends the other
 /// ranks.
 pub fn follow(collective: Arc<dyn HostCollective>, pool: Arc<ThreadPool>) -> Result<(), TrainerError> {
     let mut follower = Follower { collective, pool, networks: HashMap::new(), references: HashMap::new() };

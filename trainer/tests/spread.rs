@@ -298,13 +298,13 @@ fn a_follower_that_dies_ends_the_step_with_its_number() {
 }
 
 /// What a rank asks of its collective: which call, of how many values, and on which thread.
-type Asked = (&'static str, usize, String);
+type CollectiveArguments = (&'static str, usize, String);
 
 /// Writes down what a rank asks.
 #[derive(Debug)]
 struct Recording {
     inner: threads::Threads,
-    log: Arc<Mutex<Vec<Asked>>>,
+    log: Arc<Mutex<Vec<CollectiveArguments>>>,
 }
 
 impl Recording {

@@ -53,7 +53,7 @@ fn what_is_left_of_later_versions_is_sampled_again_and_what_is_gone_is_counted()
     };
     assert!(!left.iter().any(of_later));
 
-    // What is in line comes before new ids, and training goes on.
+    // Queued ids come before new ids, and training continues.
     let ids = admit(&buffer, v(1), 2);
     assert!(ids.iter().all(|id| *id < next), "{ids:?}");
     for id in ids {

@@ -303,9 +303,9 @@ fn a_lease_is_refused_with_what_is_wrong() {
     let none = lease(json!({ "consumer": "t" }));
     assert_eq!((none.status, &none.json()["lease"]), (200, &Value::Null));
     assert_eq!(none.json()["stats"]["finalized"], 0);
-    for verb in ["ack", "release"] {
-        served.post(&format!("/v1/leases/9/{verb}"), &json!({})).is_problem(404, "unknown_lease");
-        served.post(&format!("/v1/leases/9/{verb}"), &json!({ "x": 1 })).is_problem(422, "bad_body");
+    for action in ["ack", "release"] {
+        served.post(&format!("/v1/leases/9/{action}"), &json!({})).is_problem(404, "unknown_lease");
+        served.post(&format!("/v1/leases/9/{action}"), &json!({ "x": 1 })).is_problem(422, "bad_body");
     }
     served.post("/v1/leases/9/extend", &json!({ "hold_ms": 1000 })).is_problem(404, "unknown_lease");
     served.post("/v1/admissions/5/claim", &json!({ "served_version": 0 })).is_problem(409, "wrong_state");
