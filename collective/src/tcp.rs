@@ -60,7 +60,7 @@ impl Listener {
     /// The address that it listens at.
     ///
     /// # Errors
-    /// If the system does not say.
+    /// If the system call fails.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         self.listener.local_addr()
     }

@@ -87,7 +87,7 @@ pub struct Observation {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnvironmentError {
-    /// It could not do what it was asked.
+    /// The call failed.
     #[error("environment {environment} failed in turn {turn}: {evidence}")]
     Failed {
         /// Its name.

@@ -1,4 +1,4 @@
-//! Newer weights, received and packed beside the decoding, and swapped in between two decode steps.
+//! Receives and packs newer weights concurrently with decoding, and swaps them in between two decode steps.
 //!
 //! Invariant: staged weights carry the digest of the values that they were packed from or uploaded to, computed after the
 //! transfer. The receipt states the digest of the weights that are served, not of those that were announced.
@@ -84,7 +84,8 @@ pub struct Applier {
 }
 
 enum ApplierMode {
-    /// A thread beside the decoding. At most one staged version waits, so memory is bounded by two versions.
+    /// Starts a thread that runs concurrently with decoding. At most one staged version waits, so memory is bounded by two
+    /// versions.
     Thread(Background),
     /// [`Applier::take`] stages the version itself.
     Inline { after: Option<PolicyVersion> },

@@ -3,12 +3,12 @@
 //! # Layout
 //! - [`worker`]: the rollout worker, the loop that ties everything together
 //! - [`sampler`]: [`Sampler`], the seam to a rollout engine; [`engine`]: the engine of this process, continuous batching
-//!   over a paged KV cache; [`applier`]: newer weights, staged beside the decoding
+//!   over a paged KV cache; [`applier`]: newer weights, staged concurrently with decoding
 //! - [`episode`]: episodes of turns in an environment, played with a sampler
 //! - [`tasks`]: datasets, the arithmetic generator, the endless shuffled stream of tasks
 //! - [`prompts`]: tasks as tokens, checked before the run starts
 //! - [`curation`]: which tasks are drawn and which groups are kept
-//! - [`scoring`]: rewards beside the generation; complete groups go to the buffer
+//! - [`scoring`]: rewards concurrently with generation; complete groups go to the buffer
 //! - [`evaluate`]: a sampler on held-out tasks, without a buffer
 //!
 //! # Invariants

@@ -1,4 +1,4 @@
-//! The seam between rollout workers and rollout engines: what is asked of a sampler, and what it returns.
+//! The interface between rollout workers and rollout engines: requests to a sampler, and its completions.
 //!
 //! A [`Sampler`] batches requests continuously, samples completions of them, and applies newer weights. The rollout
 //! worker and the evaluation drive one through this trait alone. [`LocalSampler`](crate::LocalSampler) is the engine of
@@ -20,7 +20,7 @@ use trajectory::{GroupId, KeptTokens, PolicyVersion, Sample, SampleError, StopRe
 use crate::RolloutError;
 use crate::episode::Episode;
 
-/// A rollout engine, wherever it runs.
+/// A rollout engine, in this process or another one.
 ///
 /// The order of calls between two polls is: [`Sampler::newer_weights`], [`Sampler::apply_weights`] if a version is
 /// staged, [`Sampler::submit`] while there is [`Sampler::has_capacity`], [`Sampler::poll`].
@@ -46,7 +46,7 @@ pub trait Sampler: Send + fmt::Debug {
     /// step; an engine of another process returns at the first completion, or after `wait`.
     ///
     /// # Errors
-    /// An engine that failed or cannot be reached; [`RolloutError::Sampler`] carries what it answered.
+    /// If the engine fails or cannot be reached. [`RolloutError::Sampler`] has its answer.
     fn poll(&mut self, wait: Duration) -> Result<Vec<Completion>, RolloutError>;
 
     /// Drops the sequences of `group` that have not ended, and returns their number. No completion of the group follows.

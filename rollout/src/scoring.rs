@@ -1,4 +1,4 @@
-//! Rewards beside the generation: an episode is scored as soon as it ends, a group goes to the buffer as soon as it is
+//! Computes rewards concurrently with generation: an episode is scored as soon as it ends, a group goes to the buffer as soon as it is
 //! complete.
 //!
 //! Invariant: a reward that runs over its time is a failed component of one trajectory, never a stalled run. What waits
@@ -32,7 +32,7 @@ pub struct ScoreRequest {
     pub episode: Episode,
 }
 
-/// Scores episodes and hands complete groups to the buffer.
+/// Scores episodes and sends complete groups to the buffer.
 #[derive(Debug)]
 pub struct Scorer {
     sender: mpsc::Sender<ScoreRequest>,
@@ -128,7 +128,7 @@ impl Scorer {
     }
 }
 
-/// An episode with what the rewards of single trajectories said; `None` if the environment failed and none was asked.
+/// An episode with the results of the rewards of single trajectories; `None` if the environment failed.
 type JudgedEpisode = (ScoreRequest, Option<PartScore>);
 
 /// A group of which some episodes are scored.

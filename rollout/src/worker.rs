@@ -69,7 +69,7 @@ pub enum WorkerPhase {
     Admitting,
     /// It has no sequence in flight: no slot is free until the trainer advances, or newer weights arrive.
     Waiting,
-    /// It hands episodes over to be scored.
+    /// Sends episodes to scoring.
     HandingOver,
     /// It applies newer weights.
     Applying,
@@ -286,7 +286,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Publishes what the worker does next.
+    /// Publishes the worker's next activity.
     fn begins(&mut self, phase: WorkerPhase) {
         self.progress.doing = phase;
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).doing = phase;

@@ -87,7 +87,7 @@ pub trait DevicePublisher<T: Storage>: Send + Sync {
     }
 }
 
-/// Subscriber side: one sampler, on a thread beside its decoding. Dropping it unsubscribes.
+/// Subscriber side: one sampler, on another thread than its decoding. Dropping it unsubscribes.
 pub trait DeviceSubscriber<T: Storage>: Send + Sync {
     /// The newest version in a buffer of the sampler, as soon as it is newer than `after`; `None` if none came within
     /// `wait`.

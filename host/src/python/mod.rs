@@ -39,7 +39,7 @@ pub use self::protocol::LoadedCode;
 /// Its configuration has `path`, which is `file.py:function` or `module:function`, or `source` and `function`.
 pub const FUNCTION_ADAPTER: &str = include_str!("function.py");
 
-/// Variables that every process gets; a name that ends in `*` stands for all that begin like it.
+/// Variables that every process gets; a name that ends in `*` matches every name with that prefix.
 const ENVIRONMENT: [&str; 16] = [
     "PATH",
     "HOME",

@@ -160,7 +160,7 @@ const REFUSED_BY_ARCHITECTURE: &[c_long] = &[
 #[cfg(target_arch = "aarch64")]
 const REFUSED_BY_ARCHITECTURE: &[c_long] = &[libc::SYS_kexec_file_load];
 
-/// Calls that start a process, beside `clone`.
+/// Calls that start a process, except `clone`.
 #[cfg(target_arch = "x86_64")]
 const FORKS: &[c_long] = &[libc::SYS_fork, libc::SYS_vfork];
 #[cfg(target_arch = "aarch64")]

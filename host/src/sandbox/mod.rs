@@ -105,7 +105,7 @@ pub struct SandboxJob<'a> {
     pub file: Option<(&'a str, &'a [u8])>,
     /// Standard input.
     pub stdin: &'a [u8],
-    /// The other side of its harness, beside the standard streams.
+    /// The other end of its harness, besides the standard streams.
     pub dialog: Option<&'a mut dyn Dialog>,
     /// Set by the caller to end the run.
     pub cancelled: Option<&'a AtomicBool>,

@@ -31,7 +31,7 @@ pub(super) trait SandboxSupervisor {
     fn kill(&mut self);
 }
 
-/// The pipes of a program beside its standard streams, and its supervisor.
+/// The pipes of a program besides its standard streams, and its supervisor.
 pub(super) struct ProgramPipes<'a> {
     pub(super) dialog: Option<DialogPipes>,
     pub(super) status: Option<OwnedFd>,
@@ -131,7 +131,7 @@ impl OutputPipe {
         Self { fd, bytes: Vec::new(), limit }
     }
 
-    /// Reads what is there; false if it exceeds the limit.
+    /// Reads the available bytes; false if they exceed the limit.
     fn pump(&mut self) -> bool {
         let mut part = [0; 1 << 13];
         while let Some(fd) = &self.fd {

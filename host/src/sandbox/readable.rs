@@ -25,7 +25,7 @@ const SYSTEM: [&str; 14] = [
 /// Devices that every program may use.
 pub(super) const DEVICES: [&str; 4] = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"];
 
-/// The files that a program can read, beside the one that it is given.
+/// The files that a program can read, besides its own file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ReadableFiles {
     added: Vec<PathBuf>,

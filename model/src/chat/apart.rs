@@ -33,7 +33,7 @@ use super::{Compiled, TemplateFailure, TemplateMessage, TemplateSources};
 
 /// Longest time for one text.
 pub(super) const TIME: Duration = Duration::from_secs(10);
-/// Memory of the process beyond what it has when it starts, bytes.
+/// Memory that the process may allocate after its start, bytes.
 const MEMORY: u64 = 256 << 20;
 /// Longest text that a template may give, bytes.
 const MAX_TEXT_BYTES: usize = 16 << 20;

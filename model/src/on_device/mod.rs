@@ -76,7 +76,7 @@ struct DeviceAngles {
 }
 
 impl<T: Storage> DeviceDecoder<T> {
-    /// The decoder of `config`, whose weights lie as `layout` says.
+    /// The decoder of `config` for weights in the order of `layout`.
     ///
     /// # Errors
     /// If the device fails, or `config` wants sums in an order that its matrix products do not have.

@@ -156,7 +156,7 @@ impl<'a> Distribution<'a> {
         Self { target, scaled, log_normalizer }
     }
 
-    /// Where the target token stands among the scaled logits.
+    /// Index of the target token among the scaled logits.
     fn slot(&self) -> usize {
         match self.target.kept {
             None => self.target.token as usize,

@@ -204,7 +204,7 @@ vectorized! {
     }
 }
 
-/// Bits of the largest absolute value; those of what is not finite are the largest of all.
+/// Bits of the largest absolute value. Values that are not finite have the largest bits.
 #[inline(always)]
 fn largest_magnitude(values: &[f32]) -> u32 {
     values.iter().fold(0, |largest, v| largest.max(v.to_bits() & !(1 << 31)))

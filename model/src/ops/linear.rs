@@ -112,7 +112,7 @@ impl Linear {
         Self { tree, ..self }
     }
 
-    /// Memory of its own, bytes, without weights in the flat parameters.
+    /// Memory in bytes, without weights in the flat parameters.
     pub(crate) fn bytes(&self) -> usize {
         let weight = match &self.weight {
             Weight::Packed(panels) => panels.bytes(),
@@ -267,7 +267,7 @@ vectorized! {
 
 #[cfg(test)]
 impl Linear {
-    /// A layer to train, of a weight that stands alone.
+    /// A trainable layer with its own weight.
     pub(crate) fn trainable(weight: &[f32], input: usize) -> Self {
         let sizes = crate::Sizes {
             vocab_size: weight.len() / input,

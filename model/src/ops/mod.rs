@@ -1,11 +1,11 @@
-//! The hot operations of the decoder, each with its backward beside it.
+//! The hot operations of the decoder, each with its backward pass.
 //!
 //! Every operation takes and returns tensors on one device; what runs on the CPU is a loop over slices, compiled for
 //! each instruction set by [`simd`]. Backward operations are explicit functions, not nodes of an autograd graph:
 //! nothing can cut a gradient silently, and a layer can be reversed alone.
 //!
 //! # Invariants
-//! - A row of any result depends on its own inputs only, bit for bit, never on what it is batched with.
+//! - A row of any result depends on its own inputs only, bit for bit, never on the other rows of the batch.
 //! - Sampling and training call the same functions, so equal weights give equal log-probabilities.
 //! - An operation runs on the calling thread unless it takes a [`ThreadPool`](crate::ThreadPool); the number of threads
 //!   changes no bit.

@@ -6,7 +6,7 @@
 //!
 //! # Layout
 //! - `curator`: the state machine; `shared`: how worker and scorer share one, and where its history is written
-//! - `history`: what is remembered of a task
+//! - `history`: past results of a task
 //! - `refill`: dynamic sampling, groups with equal rewards are replaced (DAPO, arXiv 2503.14476)
 //! - `pools`: easy and hard tasks are drawn less often (prime-rl)
 //! - `size`: fewer completions of tasks that mostly succeed (DART)

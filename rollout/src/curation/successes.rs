@@ -14,7 +14,7 @@ pub(super) struct Successes {
 }
 
 impl Successes {
-    /// Keeps `success`, and forgets what is older than `max_staleness` versions behind `served`.
+    /// Keeps `success`, and drops successes more than `max_staleness` versions older than `served`.
     pub(super) fn keep(
         &mut self,
         task: TaskId,

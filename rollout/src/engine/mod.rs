@@ -52,7 +52,7 @@ const ASLEEP: &str = "an engine that sleeps is woken up with weights before its 
 pub struct EngineConfig {
     /// Sequences decoded together.
     pub max_running: usize,
-    /// Prompt tokens prefilled in one step beside the decoding.
+    /// Prompt tokens that a step prefills along with decoding.
     pub prefill_chunk: usize,
     /// Positions of the cache; `None` for what `max_running` sequences of the longest kind need at most.
     pub kv_cache_tokens: Option<usize>,
@@ -92,7 +92,7 @@ pub struct Engine {
     reserved: usize,
     /// Requests accepted so far; numbers the next one.
     accepted: u64,
-    /// By number of the request: what it has not given back.
+    /// Requests with completions that are not returned yet, by request number.
     open: HashMap<u64, OpenRequest>,
     prompts: VecDeque<PromptJob>,
     running: Vec<Sequence>,

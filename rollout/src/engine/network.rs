@@ -139,7 +139,7 @@ impl Network {
         }
     }
 
-    /// Serves `served` from the next step on. Returns what was served, if it is on a device.
+    /// Serves `served` from the next step on. Returns the previous weights, if they are on a device.
     pub(super) fn serve(&mut self, served: ServedWeights) -> Result<Option<StagedWeights>, RolloutError> {
         match (self, served) {
             (Self::Host(decoder), ServedWeights::Host(new)) => *decoder = new,

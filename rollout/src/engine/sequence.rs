@@ -114,7 +114,7 @@ impl Sequence {
         Some(DrawRequest { row, sampling: self.sampling, uniform: uniform(&mut self.rng) })
     }
 
-    /// Goes on with what was drawn.
+    /// Appends the sampled token.
     pub(super) fn take(&mut self, draw: Draw, version: PolicyVersion) {
         if let (Some(kept), Some(ids)) = (&mut self.kept, draw.kept) {
             kept.ids.extend(ids);

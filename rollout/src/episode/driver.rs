@@ -1,4 +1,4 @@
-//! Plays episodes: requests of the sampler and calls of environments, each beside the others.
+//! Runs episodes: requests of the sampler and calls of environments, concurrently.
 //!
 //! Requests fill the batch of the sampler in the order in which they are ready: an environment that answers late delays its
 //! own episode and no other. The rollout worker admits new groups only after next turns are submitted.
@@ -104,7 +104,7 @@ enum EnvironmentAnswer {
 }
 
 impl EpisodeDriver {
-    /// Plays episodes as `config` says; environments that wait do so on `runtime`.
+    /// A driver with `config`. Environments wait on `runtime`.
     #[must_use]
     pub fn new(config: EpisodeConfig, runtime: Handle) -> Self {
         Self {
@@ -188,7 +188,7 @@ impl EpisodeDriver {
         Ok(std::mem::take(&mut self.ended))
     }
 
-    /// Submits what the sampler has capacity for, first come, first served.
+    /// Submits requests in order of arrival as far as the sampler has capacity.
     fn submit_ready(&mut self, sampler: &mut dyn Sampler) -> Result<(), RolloutError> {
         while let Some(next) = self.ready.front() {
             if !sampler.has_capacity(next.sequences()) {

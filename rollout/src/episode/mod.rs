@@ -107,7 +107,7 @@ impl Episode {
         }
     }
 
-    /// Appends a turn, whose prompt is all tokens of the episode and what the environment added.
+    /// Appends a turn. Its prompt is all tokens of the episode, with the messages of the environment.
     ///
     /// Tokens that the policy did not sample carry the version that began to prefill them, which may be older than every
     /// sampled token: the sampled tokens depend on their KV cache.

@@ -43,7 +43,7 @@ pub enum TaskError {
         path: PathBuf,
         /// The line, from 1.
         line: usize,
-        /// What the parser says.
+        /// Message of the parser.
         reason: String,
     },
     /// A row that has no columns.
@@ -51,7 +51,7 @@ pub enum TaskError {
     NotAnObject {
         /// The row.
         place: RowLocation,
-        /// JSON type of what was found.
+        /// JSON type of the found value.
         found: &'static str,
     },
     /// A file that is not Parquet, or damaged.
@@ -59,7 +59,7 @@ pub enum TaskError {
     Parquet {
         /// The file.
         path: PathBuf,
-        /// What the reader says.
+        /// Message of the reader.
         reason: String,
     },
     /// A column that the recipe names, or that is needed.

@@ -11,7 +11,7 @@ use trajectory::PolicyVersion;
 use super::wire::WeightsProblem;
 use crate::WeightsError;
 
-/// Time for an answer, beside the time that the server may wait.
+/// Time for an answer, in addition to the time that the server may wait.
 const ANSWER: Duration = Duration::from_secs(30);
 /// The slowest network that weights are sent over, bytes per second.
 const SLOWEST: u64 = 1 << 20;

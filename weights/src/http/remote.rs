@@ -2,7 +2,7 @@
 //!
 //! Invariant: no call exceeds its deadline by much, whatever the trainer's process does. While that process is away,
 //! calls return that there is nothing new, until the patience is over. Receipts are sent by the calls that ask for
-//! versions, on a thread beside the decoding, so decoding never waits for the network.
+//! versions, on another thread than decoding, so decoding never waits for the network.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -408,7 +408,7 @@ impl Subscriber for RemoteSubscriber {
         }
     }
 
-    /// Records the receipt. The next poll sends it and reports what is wrong with it.
+    /// Records the receipt. The next poll sends it and reports its errors.
     fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {
         let mut session = self.session()?;
         let life = session.heard.iter().rev().find(|(version, _)| *version == receipt.version);

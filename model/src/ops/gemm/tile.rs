@@ -54,7 +54,7 @@ pub(super) fn rows_of<V: Vector, const N: usize, const R: usize>(
     }
 }
 
-/// `H` rows by `N` registers: continues the chains that stand in `out`.
+/// `H` rows by `N` registers: continues the sums in `out`.
 #[inline(always)]
 fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
     a: TileRows<'_>,

@@ -174,7 +174,7 @@ impl RowBlock<'_> {
         }
     }
 
-    /// Sums a node in a buffer of its own and adds it to the result.
+    /// Sums a node in a separate buffer and adds it to the result.
     fn pending_node(&self, chunks: Range<usize>, to: RowsOut, depth: usize, s: &mut TreeScratch) {
         if s.pending.len() <= depth {
             s.pending.resize(depth + 1, Vec::new());

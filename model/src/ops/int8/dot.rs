@@ -104,7 +104,7 @@ impl Arm {
     }
 }
 
-/// All panels, each with all rows: `N` lines by at most `MR` rows at a time, as many sums as the registers hold.
+/// All panels, each with all rows: `N` lines by at most `MR` rows at a time, within the number of registers for sums.
 #[inline(always)]
 fn panels<S: Sums, const N: usize, const MR: usize>(
     layer: &Int8Linear,
@@ -145,7 +145,7 @@ fn panels<S: Sums, const N: usize, const MR: usize>(
     }
 }
 
-/// Where a tile lies in the result, and what is done with it.
+/// Position of a tile in the result.
 #[derive(Clone, Copy)]
 struct TilePlacement {
     panel: usize,

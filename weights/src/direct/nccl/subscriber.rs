@@ -22,7 +22,7 @@ const MAX_FAILED: usize = 64;
 /// Interval of polls for a newer round during a round, which are also the heartbeat.
 const ASK: Duration = Duration::from_millis(500);
 
-/// A subscriber on a GPU of its own.
+/// A subscriber on its own GPU.
 #[derive(Debug)]
 pub struct NcclSubscriber<T: Storage> {
     control: Arc<HubConnection>,
