@@ -18,7 +18,7 @@ fn a_bitwise_run_finds_no_difference_while_sampling_is_synchronous() {
     }
 }
 
-/// Samples of older versions, and of several, are not held to the promise; those of the current one are.
+/// Only samples of the current version alone are compared bitwise, not those of older or of several versions.
 #[test]
 fn a_bitwise_run_may_be_asynchronous() {
     let home = Home::new();

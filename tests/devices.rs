@@ -43,7 +43,7 @@ fn on_devices_a_run_learns_the_same() {
                 );
             }
         }
-        // Sampler and trainer differ by rounding alone, whoever of them is on a device.
+        // Sampler and trainer differ by rounding alone, whichever of them is on a device.
         assert!(
             other.values("logprob_abs_diff/max").iter().all(|off| *off < 1e-4),
             "{:?}",
@@ -99,7 +99,7 @@ fn processes_push_from_device_to_device() {
     let home = Home::new();
     let sets = ["placement.device=emulated", "placement.processes=true"];
     let by_host = run(&home, "host", &sets);
-    // The worker is told which device is its own.
+    // The run assigns the worker its device.
     let devices = ["weights.transport=cuda-ipc", "placement.rollout_devices=[\"emulated\"]"];
     let elsewhere = ["placement.device=cpu", "placement.trainer_device=emulated"];
     let mapped = run(&home, "mapped", &[&sets[..], &elsewhere, &devices].concat());

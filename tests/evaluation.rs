@@ -48,14 +48,14 @@ fn an_interrupted_last_evaluation_is_made_up_for() {
     let home = Home::new();
     let at = |name: &str| format!("{:?}", home.path(name));
     let function = format!(
-        "import os, time\ndef reward(completions, held=None, **kwargs):\n    if held is not None:\n        \
+        "import os, time\ndef reward(completions, test=None, **kwargs):\n    if test is not None:\n        \
          if os.path.exists({seen}) and not os.path.exists({go}):\n            time.sleep(1000)\n        \
          open({seen}, 'w').close()\n    return [0.5 for _ in completions]\n",
         seen = at("seen"),
         go = at("go"),
     );
-    home.write("held.jsonl", "{\"prompt\": \"1+1=\", \"answer\": \"2\", \"held\": true}\n");
-    let keys = "[data.arithmetic]\neval_tasks = 0\n[[eval.sets]]\nname = \"held\"\npath = \"held.jsonl\"\n";
+    home.write("test.jsonl", "{\"prompt\": \"1+1=\", \"answer\": \"2\", \"test\": true}\n");
+    let keys = "[data.arithmetic]\neval_tasks = 0\n[[eval.sets]]\nname = \"test\"\npath = \"test.jsonl\"\n";
     with_function(&home, &function, keys);
     let run = home.run("run");
     let mut child = home.start(&["run.toml", "--run-dir", "run"]);
@@ -64,7 +64,7 @@ fn an_interrupted_last_evaluation_is_made_up_for() {
     assert!(done.stdout.contains("go on with: rlrun resume run"), "{}", done.stdout);
     assert!(run.checkpoint(1).is_dir());
     let there =
-        || run.metrics().iter().map(|line| line.contains_key("eval/held/accuracy")).collect::<Vec<_>>();
+        || run.metrics().iter().map(|line| line.contains_key("eval/test/accuracy")).collect::<Vec<_>>();
     assert_eq!(there(), [true, false]);
     home.write("go", "");
     let done = home.rlrun(&["resume", "run"]).ok();
@@ -105,13 +105,13 @@ fn failures_count_as_wrong_and_an_evaluation_without_a_verdict_is_an_error() {
 fn sets_and_several_answers_have_numbers_of_their_own() {
     let home = Home::new();
     home.write(
-        "held.jsonl",
+        "test.jsonl",
         "{\"prompt\": \"1+1=\", \"sum\": \"2\"}\n{\"prompt\": \"2+2=\", \"sum\": \"4\"}\n",
     );
     let rewards =
         "[[rewards]]\nkind = \"format\"\nweight = 0.1\n[[rewards]]\nkind = \"math\"\nweight = 0.5\n";
     let sets =
-        "[[eval.sets]]\nname = \"tiny\"\npath = \"held.jsonl\"\nanswer_column = \"sum\"\nsamples = 2\n";
+        "[[eval.sets]]\nname = \"tiny\"\npath = \"test.jsonl\"\nanswer_column = \"sum\"\nsamples = 2\n";
     let rest = "[eval]\ntemperature = 1.0\n[trainer]\nsteps = 1\n";
     home.write("run.toml", format!("extends = \"small.toml\"\n{rewards}{rest}{sets}"));
     let checked = home.rlrun(&["check", "run.toml"]).ok();
@@ -120,7 +120,7 @@ fn sets_and_several_answers_have_numbers_of_their_own() {
         "{}",
         checked.stdout
     );
-    assert!(checked.stdout.contains("22 held out"), "{}", checked.stdout);
+    assert!(checked.stdout.contains("22 held-out tasks"), "{}", checked.stdout);
     home.rlrun(&["run.toml", "--run-dir", "run"]).ok();
     for line in home.run("run").metrics() {
         let number = |name: &str| line[name].as_f64().unwrap();

@@ -60,7 +60,7 @@ fn killed_at_every_place_a_run_trains_every_group_once() {
 fn a_full_disk_ends_a_run_and_leaves_nothing_half_written() {
     let home = Home::new();
     for (place, first) in [("checkpoint-write", true), ("checkpoint-rename", false)] {
-        // The second checkpoint of the process: the first, after the warm-up or the next due, is there to go on from.
+        // The second checkpoint of the process: a resume needs the first, after the warm-up or the next due.
         let done = attempt(&home, first, &format!("{place}=disk-full@2"));
         assert_eq!(done.status.code(), Some(1), "{}\n{}", done.stdout, done.stderr);
         let (says, run) = (&done.stderr, home.run("run"));

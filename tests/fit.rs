@@ -35,7 +35,7 @@ fn a_run_is_fitted_shown_and_drawn() {
     home.write("slow/metrics.jsonl", metrics(0.645, 1.7));
     let done = home.rlrun(&["fit", "slow", "--until", "15000", "--svg", "curve.svg"]).ok();
     for shown in [
-        "slow: eval/accuracy over tokens, 31 points (o), 30 held out (x)",
+        "slow: eval/accuracy over tokens, 31 points (o), 30 held-out (x)",
         "R = R_0 + (A - R_0) / (1 + (C_mid / C)^B)",
         "at 10 times the compute, 3.00e5 tokens: 0.6",
         "R = A - D / C^B",

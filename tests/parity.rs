@@ -139,7 +139,7 @@ fn the_number_of_ranks_does_not_change_a_bit() {
     }
 }
 
-/// Whoever has the device, and wherever the trainer's numbers are meanwhile.
+/// Sampler and trainer alternate on the device, with the trainer's state in memory or in a file meanwhile.
 #[test]
 fn taking_turns_does_not_change_a_bit() {
     let root = tempfile::tempdir().unwrap();

@@ -110,7 +110,7 @@ fn a_killed_run_of_an_adapter_ends_with_the_same_bits_and_can_be_gone_on_from() 
         "without a step it is the model that was exported"
     );
 
-    // Another rank, another kind of run, and a run that trains everything are told apart.
+    // Another rank, another kind of run, and a run that trains all weights are refused.
     let refused = |args: &[&str], evidence: &[&str]| home.rlrun(args).refused(evidence);
     refused(
         &["resume", "whole", "--set", "lora.rank=8"],
@@ -153,7 +153,7 @@ fn a_killed_asynchronous_run_uses_every_group_once() {
     assert!(run.values("staleness/max").iter().all(|max| *max <= 2.0), "{:?}", run.values("staleness/max"));
 }
 
-/// Without checkpoints between, a killed run starts over, and what its buffer held does not get in the way.
+/// Without intermediate checkpoints a killed run starts over; groups left in its buffer do not prevent that.
 #[test]
 fn a_run_without_checkpoints_starts_over() {
     let home = Home::new();

@@ -25,7 +25,7 @@ impl Served {
     }
 }
 
-/// A program in another language asks as OpenRLHF does; whoever has no token is told so; what is no question is refused.
+/// Requests in OpenRLHF's form are answered; requests without a token and malformed requests are refused.
 #[test]
 fn a_served_reward_model_answers_others_and_refuses_what_it_cannot_answer() {
     let home = Home::new();
@@ -342,7 +342,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert_eq!(working_in(&home.path("")), Vec::<String>::new());
 }
 
-/// Judging goes on where a run ends: what nobody waits for is given up, and what was trained is kept.
+/// Rewards still being computed when a run ends are cancelled; the training done is kept.
 #[test]
 fn a_slow_reward_does_not_hold_up_the_end_and_is_named() {
     if !python_is_there() {

@@ -162,7 +162,7 @@ impl<'a> Consumer<'a> {
     /// Trains until nothing is left; what it trained.
     fn run(mut self) -> Vec<String> {
         loop {
-            // Whoever sees that all is stored, and then nothing to lease, has seen everything.
+            // A consumer that reads `all_stored` first and then finds nothing to lease has seen every group.
             let all_stored = self.world.all_stored.load(Ordering::SeqCst);
             let any = self.train_a_step();
             self.turn += 1;

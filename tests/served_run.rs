@@ -167,13 +167,13 @@ fn lie_about_weights(ask: &dyn Fn(&str, &str, &Value) -> (u16, Value)) {
     for (name, version) in [("liar", None), ("prophet", Some(u64::MAX))] {
         let connection = subscribe(name).1["connection"].as_u64().unwrap();
         let newest = format!("/v1/weights/newest?name={name}&connection={connection}&wait_ms=20000");
-        let told = ask("GET", &newest, &Value::Null).1;
-        let digest = told["news"]["digest"].as_str().map_or(wrong.clone(), |digest| {
+        let update = ask("GET", &newest, &Value::Null).1;
+        let digest = update["news"]["digest"].as_str().map_or(wrong.clone(), |digest| {
             digest.chars().map(|c| if c == '0' { '1' } else { '0' }).collect()
         });
         let receipt = json!({
-            "name": name, "connection": connection, "life": told["life"], "digest": digest,
-            "version": version.unwrap_or_else(|| told["news"]["version"].as_u64().unwrap()),
+            "name": name, "connection": connection, "life": update["life"], "digest": digest,
+            "version": version.unwrap_or_else(|| update["news"]["version"].as_u64().unwrap()),
             "took_us": u64::MAX, "stalled_us": u64::MAX, "bytes": u64::MAX,
         });
         let (status, answer) = ask("POST", "/v1/weights/receipts", &receipt);
@@ -187,7 +187,7 @@ fn lie_about_weights(ask: &dyn Fn(&str, &str, &Value) -> (u16, Value)) {
     assert_eq!(ask("POST", "/v1/weights/receipts", &foreign).0, 400);
 }
 
-/// Whoever may write can say what cannot be true, and the run goes on without it.
+/// A client with write access may send impossible values; the run ignores them and continues.
 #[test]
 fn what_peers_send_does_not_end_a_run() {
     let home = Home::new();

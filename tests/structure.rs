@@ -1,4 +1,4 @@
-//! The shape of the house: who may know whom, and what every source file keeps.
+//! The repository layout: which crate may depend on which, and the rules for every source file.
 //!
 //! Invariant: these tests read manifests, sources and documents and nothing else, so they say the same in every build.
 //! They judge no style that clippy or rustfmt already judge.
@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
 
-/// Every crate with the crates of the house that it knows. `rlrun` is the root package.
+/// Every crate with the workspace crates that it depends on. `rlrun` is the root package.
 ///
-/// DESIGN in one table: groups go forward through `buffer`, versions back through `weights`, and nobody else connects
-/// the two halves. A new edge is a change of its own, argued for in its commit.
+/// The design in one table: groups go forward through `buffer`, versions back through `weights`; no other crate connects
+/// rollout and trainer. A new edge is a change of its own, argued for in its commit.
 const EDGES: [(&str, &[&str]); 14] = [
     ("trajectory", &[]),
-    // GPUs know nothing of what they compute. Whoever computes or carries weights may know them: `model`, `weights`,
+    // `device` depends on no crate. Crates that compute with or transfer weights may depend on it: `model`, `weights`,
     // `trainer`, `rollout`, and `rlrun`.
     ("device", &[]),
     // Ranks on hosts and on devices, for the trainer and for samplers.
@@ -67,12 +67,12 @@ const SECTIONS: [&str; 3] = ["dependencies", "dev-dependencies", "build-dependen
 
 #[test]
 fn crates_know_only_whom_they_may_know() {
-    let house: BTreeSet<&str> = EDGES.iter().map(|(name, _)| *name).collect();
+    let crates: BTreeSet<&str> = EDGES.iter().map(|(name, _)| *name).collect();
     for (name, allowed) in EDGES {
         let manifest = manifest(name);
         let known: BTreeSet<String> = dependencies(&manifest)
             .into_iter()
-            .filter(|dependency| house.contains(&dependency[..]))
+            .filter(|dependency| crates.contains(&dependency[..]))
             .collect();
         let allowed: BTreeSet<String> = allowed.iter().map(|name| (*name).to_owned()).collect();
         let extra: Vec<_> = known.difference(&allowed).collect();
@@ -359,7 +359,7 @@ fn reachable<'a>(from: &str, edges: &BTreeMap<&'a str, &'a [&'a str]>) -> BTreeS
     reached
 }
 
-/// All Rust files of the house; never empty.
+/// All Rust files of the workspace; never empty.
 pub(crate) fn sources() -> Vec<Source> {
     let mut found = Vec::new();
     for folder in EDGES.iter().map(|(name, _)| *name).chain(["tests", "benches"]) {

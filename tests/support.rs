@@ -62,7 +62,7 @@ pub(crate) struct Done {
     pub(crate) stderr: String,
 }
 
-/// A moment in the life of a run that can be told from its files.
+/// A stage of a run that its files show.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Moment {
     /// The fresh model is there: the warm-up has begun.
@@ -126,7 +126,7 @@ impl Home {
         self.start(&small_args(name, sets))
     }
 
-    /// The same with so many steps that nobody could read them all: nothing is shown, so that no pipe fills up.
+    /// The same with a number of steps that no test reaches; it prints nothing, so that no pipe fills up.
     pub(crate) fn start_endless(&self, name: &str, sets: &[&str]) -> Running {
         let sets = [sets, &["trainer.steps=100000"]].concat();
         self.start(&[&["-q"], &small_args(name, &sets)[..]].concat())

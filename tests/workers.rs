@@ -137,7 +137,7 @@ fn workers_join_and_leave_while_a_run_goes_on() {
     assert!(run.wait_for(Moment::Step(steps + 3), &mut lead));
     interrupt(&lead);
     finish(lead).ok();
-    // It was told that the run is over.
+    // The run has notified it of its end.
     finish(late).ok();
     let last = run.steps().len() as u64;
     every_group_once(&run, last, 8).unwrap();
@@ -155,7 +155,7 @@ fn a_worker_reads_and_runs_what_its_operator_allows() {
     let tasks: String =
         (0..20).map(|n| format!("{{\"prompt\": \"{n}+{n}=\", \"answer\": \"{}\"}}\n", n + n)).collect();
     home.write("data/tasks.jsonl", tasks);
-    // Whoever imports it leaves a letter beside it.
+    // Every import appends a letter to a file beside it.
     home.write(
         "score.py",
         "import os\nopen(os.path.join(os.path.dirname(__file__), 'imports'), 'a').write('x')\n\
@@ -253,12 +253,12 @@ fn what_cannot_work_is_said_at_once() {
     };
     start(&["placement.rollout_workers=3"]).refused(&["has no effect without `placement.processes`"]);
     start(&["placement.processes=true", "buffer.store=memory"]).refused(&["share its journal"]);
-    start(&["buffer.listen=0.0.0.0:0"]).refused(&["nobody would need a token"]);
+    start(&["buffer.listen=0.0.0.0:0"]).refused(&["which other machines can reach without a token"]);
     let tokens = home.write("tokens.txt", "writer 0123456789abcdef\n");
     let tokens = format!("buffer.token_file={:?}", tokens.display().to_string());
     start(&["buffer.listen=0.0.0.0:0", &tokens]).refused(&["for all to read", "buffer.insecure"]);
     assert!(!home.path("run").exists());
-    // Nobody listens there: the worker is patient, then asks to be started again.
+    // No server listens there: the worker retries for its patience, then asks to be started again.
     let done = home.rlrun(&["worker", "rollout", "--join", "http://127.0.0.1:1", "--patience", "0.2"]);
     assert_eq!(done.status.code(), Some(75), "{}", done.stderr);
     assert!(done.stderr.contains("http://127.0.0.1:1"), "{}", done.stderr);

@@ -1,8 +1,8 @@
 //! The limits of the machine, measured.
 //!
-//! Invariant: limits are measured on as many threads as the work that is held against them. The arithmetic limit is
-//! that of f32 on the widest vectors the decoder uses; the traffic limit is that of reading memory that no cache
-//! holds, and reading only.
+//! Invariant: a limit is measured with the number of threads of the work that is compared with it. The arithmetic limit
+//! is f32 arithmetic on the widest vectors the decoder uses. The traffic limit is the bandwidth of reads from memory that
+//! no cache holds.
 
 use std::fs;
 use std::sync::Barrier;

@@ -1,7 +1,7 @@
 //! The whole loop: steps of a real run, in a run directory of its own that disappears.
 //!
-//! Invariant: it is the pipeline of every run, told by a recipe what to do and by its own metrics how long it took; there
-//! is no second loop. Steps at the start, until as many groups are under way as later on, are left out.
+//! Invariant: the benchmark runs the pipeline of every run from a recipe and reads durations from its metrics; there is no
+//! second loop. Steps at the start are skipped until the number of groups in flight is steady.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};

@@ -111,7 +111,7 @@ impl<'a> Bench<'a> {
     }
 
     fn ops(&mut self, args: &OpsBenchArgs) -> Result<(), Failure> {
-        // Operations do not share their work, so one thread is what they are held against.
+        // Operations do not split their work, so their limits are those of one thread.
         let all = std::mem::replace(&mut self.machine, Machine::new(1));
         self.peaks = self.machine.peaks()?;
         self.measure(None, || ops::work(args))?;

@@ -55,7 +55,7 @@ pub fn request(method: &str, path: &str, body: &[u8]) -> Vec<u8> {
 
 impl Connection {
     /// # Errors
-    /// Nobody listens.
+    /// The address refuses the connection or does not answer in time.
     pub async fn open(address: SocketAddr) -> Result<Self, Error> {
         let stream = tokio::time::timeout(DEADLINE, TcpStream::connect(address)).await??;
         stream.set_nodelay(true)?;

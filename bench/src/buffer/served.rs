@@ -22,7 +22,7 @@ pub struct Served {
 }
 
 impl Served {
-    /// Serves the journal in `directory`, with so much room that nobody has to wait for any.
+    /// Serves the journal in `directory`; its capacity is so large that no writer waits for back-pressure.
     ///
     /// # Errors
     /// A child that does not start or does not listen; it has said why on standard error.
