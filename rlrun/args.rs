@@ -130,7 +130,7 @@ pub struct Loudness {
     /// Show nothing but errors
     #[arg(short, long, action = ArgAction::SetTrue)]
     pub quiet: bool,
-    /// Characters of a line of the step table [default: as many as the terminal has]
+    /// Characters of a line of the step table [default: the width of the terminal]
     #[arg(long, value_name = "COLUMNS", value_parser = at_least_one)]
     pub width: Option<usize>,
 }

@@ -6,11 +6,12 @@
 //!                                                    \-> reward NAME, ... (the same, and serve on theirs)
 //! ```
 //!
-//! It starts everything, notices what dies or falls silent, starts that again within a budget, and stops everything. Sockets
-//! are its own, so while who serves on one starts again connections wait instead of being refused.
+//! The controller starts the processes of a run, detects those that die or stop answering, restarts them within a budget,
+//! and stops all of them. It owns the listening sockets, so connections wait while a server restarts instead of being
+//! refused.
 //!
-//! Invariant: nothing flows through it. Killed, it takes its children along (they are told by the system, and save), and
-//! `rlrun resume` goes on; it keeps nothing that could be lost.
+//! Invariant: no data of the run passes through the controller, and it has no state that a crash could lose. If it is
+//! killed, the system signals its children, which save and end; `rlrun resume` continues the run.
 
 mod child;
 mod health;
@@ -251,18 +252,18 @@ impl Controller<'_> {
     }
 
     fn watch(&mut self, signals: &Signals) -> Result<Ending, Failure> {
-        let mut told = false;
+        let mut stopping = false;
         loop {
             std::thread::sleep(EVERY);
-            if signals.stop_requested() && !told {
-                told = true;
+            if signals.stop_requested() && !stopping {
+                stopping = true;
                 let signal = if signals.terminated() { Signal::TERM } else { Signal::INT };
                 self.lead.iter().for_each(|lead| lead.signal(signal));
             }
-            if let Some(ending) = self.look_at_lead(signals, told)? {
+            if let Some(ending) = self.look_at_lead(signals, stopping)? {
                 return Ok(ending);
             }
-            if told || !self.health.has_answered() {
+            if stopping || !self.health.has_answered() {
                 continue;
             }
             if self.workers.len() < self.start.workers.len() {
@@ -277,7 +278,7 @@ impl Controller<'_> {
     }
 
     /// Whether the lead has ended, and how.
-    fn look_at_lead(&mut self, signals: &Signals, told: bool) -> Result<Option<Ending>, Failure> {
+    fn look_at_lead(&mut self, signals: &Signals, stopping: bool) -> Result<Option<Ending>, Failure> {
         let limit = Duration::from_secs_f64(self.start.recipe.deadlines.heartbeat_s);
         let Some(lead) = &mut self.lead else { return Ok(None) };
         let Some(ended) = lead.ended()? else {
@@ -301,14 +302,14 @@ impl Controller<'_> {
             return Ok(None);
         };
         match ended.code() {
-            Some(0) if told => return Ok(Some(Ending::Stopped)),
+            Some(0) if stopping => return Ok(Some(Ending::Stopped)),
             Some(0) => return Ok(Some(Ending::Done)),
-            Some(code) if code == i32::from(REQUEUE) && told => {
+            Some(code) if code == i32::from(REQUEUE) && stopping => {
                 return Ok(Some(if signals.terminated() { Ending::Requeued } else { Ending::Stopped }));
             }
             // It has said why. A panic is no answer.
             Some(code @ 1..=2) => return Err(Failure::ChildFailed(u8::try_from(code).unwrap_or(1))),
-            _ if told => return Err(Failure::Died { name: LEAD.to_owned(), how: ended.to_string() }),
+            _ if stopping => return Err(Failure::Died { name: LEAD.to_owned(), how: ended.to_string() }),
             _ => {}
         }
         self.died(LEAD, &ended)?;
@@ -326,11 +327,11 @@ impl Controller<'_> {
         let name = worker.name().to_owned();
         if let Some(ended) = worker.ended()? {
             if ended.code() == Some(0) && worker.last_heard().is_some() {
-                // The run told it so because it is over, or somebody who wants it gone.
+                // The run has ended and the worker with it, or a user has stopped the worker.
                 return Ok(());
             }
             if ended.code() == Some(0) {
-                // It was told so by a lead that has ended since.
+                // A lead that has ended since has stopped it.
                 return self.start_again(number, false);
             }
             if ended.code() == Some(2) {

@@ -81,7 +81,7 @@ impl fmt::Display for Findings {
         let nccl = nccl.map(version_of_nccl).unwrap_or_else(|| {
             format!("not found; only several GPUs need it, such as those of `weights.transport = \"nccl\"`: {NCCL_REMEDY}")
         });
-        // Without CUDA nobody has looked.
+        // A binary without CUDA has not looked for the driver or NCCL.
         if self.built.cuda {
             writeln!(f, "  {:10}  {driver}\n  {:10}  {nccl}", "driver", "NCCL")?;
         }

@@ -315,18 +315,18 @@ mod tests {
 
     #[test]
     fn an_accuracy_of_nothing_judged_is_explained_and_none_is_invented() {
-        let failed = evaluated(vec![("held", evaluation(1, &[Err("gone"), Err("gone")]))]);
+        let failed = evaluated(vec![("test", evaluation(1, &[Err("gone"), Err("gone")]))]);
         assert_eq!(
             failed.diagnosis().unwrap(),
-            "held: accuracy 0, because reward `math` could judge none of 2 answers; the first of its failures: gone"
+            "test: accuracy 0, because reward `math` could judge none of 2 answers; the first of its failures: gone"
         );
         let mut metrics = Metrics::default();
         failed.measure(&mut metrics);
         assert_eq!(
-            (metrics.get("eval/held/accuracy"), metrics.get("eval/held/failed")),
+            (metrics.get("eval/test/accuracy"), metrics.get("eval/test/failed")),
             (Some(0.0), Some(2.0))
         );
-        assert_eq!(metrics.get("eval/held/reward"), None);
+        assert_eq!(metrics.get("eval/test/reward"), None);
         let silent = evaluated(vec![("default", evaluation(1, &[Ok(None)]))]);
         assert!(silent.diagnosis().unwrap().ends_with("it does not apply to any of them"));
         let undeclared = Evaluation { criterion: None, ..evaluation(1, &[Ok(Some(1.0))]) };

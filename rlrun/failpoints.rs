@@ -20,7 +20,7 @@ pub const PLACES: [(&str, bool); 10] = [
     ("checkpoint-write", true),
     // A checkpoint is complete but for its name.
     ("checkpoint-rename", true),
-    // A version is about to be told to the samplers.
+    // The trainer is about to publish a version.
     ("weights-publish", false),
     // A sampler has found a new version and copies it.
     ("weights-receive", false),
@@ -32,7 +32,7 @@ pub const PLACES: [(&str, bool); 10] = [
     ("before-lease", false),
     // A rank is about to compute its share of a step.
     ("rank-step", false),
-    // The weights have moved, and nobody knows it yet.
+    // The optimizer has updated the weights; no other role has seen the new version.
     ("after-optimizer", false),
 ];
 

@@ -6,7 +6,7 @@ use crate::run_dir::{JsonLinesError, RunDirError};
 /// Exit status that asks a launcher to start the same again: `EX_TEMPFAIL` of sysexits.h.
 pub const REQUEUE: u8 = 75;
 
-/// Why a run failed. What the user gave is told apart from what happened.
+/// Why a run failed. Errors in the user's input are distinct from errors at run time.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Failure {
@@ -78,8 +78,8 @@ pub enum Failure {
     /// The rewards of a run judge nothing any more.
     #[error("{0}")]
     Unscored(String),
-    /// The process ends early, and whoever started it should start it again: a run that was told to stop by its launcher, a
-    /// worker whose run is away.
+    /// The process ends early and asks its launcher to start it again: the launcher stopped the run, or a worker lost the
+    /// connection to its run.
     #[error("{0}")]
     Requeue(String),
     /// A process of the run cannot be kept alive.

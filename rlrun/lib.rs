@@ -10,7 +10,7 @@
 //! - [`pipeline`]: a run, `run_buffer` its buffer, `curation` its choice of tasks, `auxiliary_models` reference, critic and demonstrations; [`serve`]: a part of a run as a
 //!   process of its own
 //! - `controller`: the processes of a run, if it has some; `workers`: what they do, and what they and the run say to each
-//!   other; `trainer_progress`: what the process does; `watchdog`: who waits for whom when a run stands still
+//!   other; `trainer_progress`: what the process does; `watchdog`: which role waits for which when a run makes no progress
 //! - [`evaluation`]: what is measured on held-out tasks
 //! - [`run_dir`]: where a run leaves everything
 //! - [`metrics`], [`report`], [`chart`]: the measurements of a step and how they are shown, `diagnosis` what they say about

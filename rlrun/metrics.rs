@@ -1,7 +1,7 @@
 //! The measurements of one training step.
 //!
-//! Invariant: names are unique and keep the order in which they were first set. What a name means is decided by
-//! whoever measures; values are not aggregated here.
+//! Invariant: names are unique and keep the order in which they were first set. The module that
+//! measures a value defines the meaning of its name; this module aggregates no values.
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 

@@ -224,7 +224,7 @@ impl Prepared {
         let held_out = self.held_out();
         let name = directory.config().architecture.model_type();
         report.note(&format!(
-            "model {name}, {parameters} parameters; {} tasks to train on, {held_out} held out",
+            "model {name}, {parameters} parameters; {} training tasks, {held_out} held-out tasks",
             self.train.len()
         ));
         directory.config().window_note().iter().for_each(|note| report.note(note));

@@ -109,7 +109,7 @@ impl Report {
         Self { style, width: None, bars: MultiProgress::new(), out, failed: Mutex::default() }
     }
 
-    /// The same for lines of `width` characters; `None` is as many as the terminal has.
+    /// The same for lines of `width` characters; `None` is the width of the terminal.
     #[must_use]
     pub fn wide(self, width: Option<usize>) -> Self {
         Self { width, ..self }

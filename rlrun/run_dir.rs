@@ -82,7 +82,7 @@ const FORMAT_FILE: &str = "run.json";
 /// Longest file of that kind, bytes.
 const MAX_FORMAT_BYTES: u64 = 1 << 16;
 
-/// A run directory held by this process until it is dropped.
+/// A run directory that this process has locked; dropping it releases the lock.
 #[derive(Debug)]
 pub struct RunDir {
     path: PathBuf,
@@ -105,13 +105,13 @@ pub fn place(run_dir: Option<&Path>, name: &str) -> PathBuf {
 }
 
 impl RunDir {
-    /// Makes a new run directory and holds it.
+    /// Makes a new run directory and locks it.
     ///
     /// # Errors
-    /// The directory has files in it, is held by another process, or cannot be written.
+    /// The directory has files in it, another process has locked it, or it cannot be written.
     pub fn create(path: &Path, texts: RecipeTexts<'_>) -> Result<Self, RunDirError> {
         std::fs::create_dir_all(path).map_err(|source| failed("create", path, source))?;
-        // Without a lock file nobody holds it, and none is left among somebody's files.
+        // A directory with files but no lock file is no run directory; no lock file is written into it.
         if has_files(path)? && !path.join(lock::NAME).exists() {
             return Err(taken(path));
         }
@@ -131,11 +131,11 @@ impl RunDir {
         Ok(Self { path: path.to_path_buf(), _lock: lock })
     }
 
-    /// Holds an existing run directory to go on with it. One of format 1, which had no `run.json`, becomes one of today's:
-    /// what is in it is read as it is, and what is written from now on has digests.
+    /// Locks an existing run directory to resume its run. A directory of format 1, which had no `run.json`, becomes one of
+    /// the current format: its files are read as they are, and files written from now on have digests.
     ///
     /// # Errors
-    /// It is no run directory, of a newer format, held by another process, or cannot be written.
+    /// It is no run directory, has a newer format, another process has locked it, or it cannot be written.
     pub fn open(path: &Path) -> Result<Self, RunDirError> {
         if !path.join("resolved.toml").is_file() {
             return Err(RunDirError::NotARun { path: path.to_path_buf() });
@@ -330,13 +330,13 @@ mod tests {
     #[test]
     fn two_processes_never_hold_one_directory() {
         let directory = tempfile::tempdir().unwrap();
-        let held = RunDir::create(directory.path(), TEXTS).unwrap();
+        let first = RunDir::create(directory.path(), TEXTS).unwrap();
         // Locks belong to open files, so a second open in this process stands for another process.
         assert!(matches!(RunDir::create(directory.path(), TEXTS), Err(RunDirError::InUse { .. })));
         let error = RunDir::open(directory.path()).unwrap_err();
         let own = std::process::id().to_string();
         assert!(matches!(&error, RunDirError::InUse { pid, .. } if *pid == own), "{error}");
-        drop(held);
+        drop(first);
         assert!(RunDir::open(directory.path()).is_ok());
     }
 

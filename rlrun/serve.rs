@@ -24,7 +24,7 @@ const SCORE_TIME: Duration = Duration::from_secs(300);
 /// The journal in its directory.
 const JOURNAL: &str = "buffer.redb";
 
-/// Serves a buffer until it is told to stop.
+/// Serves a buffer until a signal stops it.
 ///
 /// # Errors
 /// A directory, journal, token file, certificate or address that cannot be used.
@@ -49,7 +49,7 @@ pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
     })
 }
 
-/// Serves a reward model until it is told to stop.
+/// Serves a reward model until a signal stops it.
 ///
 /// # Errors
 /// A model, token file or address that cannot be used.

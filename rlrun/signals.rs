@@ -8,7 +8,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::failure::Failure;
 
-/// Exit status of a process that was told twice to stop, as shells count it.
+/// Exit status of a process after a second stop signal: 128 + SIGINT, as in shells.
 pub(crate) const INTERRUPTED: i32 = 130;
 
 /// Listens for signals until the process ends.
@@ -22,15 +22,15 @@ impl Signals {
     /// Starts to listen, on a thread of its own.
     ///
     /// # Errors
-    /// If the system lets nobody listen.
+    /// The system refuses the signal handlers.
     pub fn listen() -> Result<Self, Failure> {
         Self::start(|| eprintln!("stopping after this step; once more to stop at once"))
     }
 
-    /// The same for a process whose children say what happens.
+    /// The same without a message: the children of the process report the stop.
     ///
     /// # Errors
-    /// If the system lets nobody listen.
+    /// The system refuses the signal handlers.
     pub(crate) fn listen_quietly() -> Result<Self, Failure> {
         Self::start(|| {})
     }

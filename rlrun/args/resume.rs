@@ -15,10 +15,10 @@ pub struct ResumeArgs {
     /// Change a value of the run's recipe, if it may change (`rlrun explain KEY` says so); can be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
-    /// Go on with an empty journal if it is missing: groups that no checkpoint contains are lost, and tasks begin anew
+    /// Continue with an empty journal if it is missing: groups that are in no checkpoint are lost, and tasks start again
     #[arg(long)]
     pub without_journal: bool,
-    /// Go on from the checkpoint of this step instead of the last; later ones are kept under other names
+    /// Resume from the checkpoint of this step instead of the last; later checkpoints are kept under other names
     #[arg(long, value_name = "STEP")]
     pub from: Option<u64>,
     /// How much is shown.

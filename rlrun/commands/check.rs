@@ -38,7 +38,7 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
     Ok(understood
         + &note
         + &format!(
-            "{placement}{window}{}: no mistakes found; {} parameters, {} tasks ({} left out as too long), {held_out} held out, longest prompt \
+            "{placement}{window}{}: no mistakes found; {} parameters, {} training tasks ({} skipped: prompt too long), {held_out} held-out tasks, longest prompt \
          {} tokens",
             args.recipe.display(),
             model::Layout::new(directory.config()).len(),

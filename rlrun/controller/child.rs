@@ -214,7 +214,7 @@ impl Process {
 
     fn signal(&self, signal: Signal) {
         let pid = i32::try_from(self.0.id()).ok().and_then(Pid::from_raw);
-        // One that has ended already is not there to be told; its number is ours until it is waited for.
+        // The signal is lost if the child has ended. Its process id stays reserved until it is waited for.
         if let Some(pid) = pid {
             let _ = kill_process(pid, signal);
         }

@@ -52,17 +52,17 @@ impl Health {
         let roots = roots.map(Path::to_path_buf);
         let client = Client::new(ClientConfig { token, patience, roots, ..ClientConfig::new(url) })?;
         let (known, over) = (Arc::new(Mutex::new(HealthState::default())), Arc::new(AtomicBool::new(false)));
-        let (theirs, told) = (Arc::clone(&known), Arc::clone(&over));
+        let (shared, stopping) = (Arc::clone(&known), Arc::clone(&over));
         let ask = move || {
-            while !told.load(Ordering::Relaxed) {
-                let ended = std::mem::take(&mut lock(&theirs).ended);
+            while !stopping.load(Ordering::Relaxed) {
+                let ended = std::mem::take(&mut lock(&shared).ended);
                 for ended in ended {
                     // A run that is away has nothing to give back: it is started again without it.
                     let _ = client.ask_once::<()>("/v1/run/ended", &ended, ANSWER);
                 }
-                let (asked, lead) = (Instant::now(), lock(&theirs).lead);
+                let (asked, lead) = (Instant::now(), lock(&shared).lead);
                 if let Ok(members) = client.ask_once::<Vec<WorkerStatus>>("/v1/run/workers", &(), ANSWER) {
-                    let mut known = lock(&theirs);
+                    let mut known = lock(&shared);
                     if known.lead == lead {
                         (known.answered, known.ever, known.members) = (Some(asked), true, members);
                         known.first.get_or_insert(asked);

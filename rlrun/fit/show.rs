@@ -73,9 +73,9 @@ pub(super) fn svg(plan: &Plan, fitted: &[Fitted]) -> String {
 fn run_text(plan: &Plan, fitted: &Fitted) -> String {
     let Fitted { measured, fit, ceiling, predicted, power, far } = fitted;
     let Curve { run, points, held_out, has_start } = measured;
-    let held = if held_out.is_empty() { String::new() } else { format!(", {} held out (x)", held_out.len()) };
+    let note = if held_out.is_empty() { String::new() } else { format!(", {} held-out (x)", held_out.len()) };
     let mut lines = vec![
-        format!("{run}: {} over {}, {} points (o){held}", plan.metric, plan.compute, points.len()),
+        format!("{run}: {} over {}, {} points (o){note}", plan.metric, plan.compute, points.len()),
         String::new(),
         chart(plan, series(fitted, "", 0)).text(),
         String::new(),
@@ -153,7 +153,7 @@ fn errors(curve: &Curve, points: &[Point], at: impl Fn(f64) -> f64 + Copy) -> St
     let fitted =
         rms(points, at).map_or_else(String::new, |error| format!("{} on the points fitted", number(error)));
     match rms(&curve.held_out, at) {
-        Some(error) => format!("{fitted}, {} on those held out (root mean square)", number(error)),
+        Some(error) => format!("{fitted}, {} on the held-out points (root mean square)", number(error)),
         None => format!("{fitted} (root mean square)"),
     }
 }
@@ -173,7 +173,7 @@ fn chart(plan: &Plan, series: Vec<Series>) -> Chart<'_> {
     Chart { x_words: &plan.compute, y_words: &plan.metric, y_scale: Scale::Linear, series }
 }
 
-/// The points of a run, those held out, and its curve up to the compute that is predicted.
+/// The fitted points of a run, its held-out points, and its curve up to the predicted compute.
 fn series(fitted: &Fitted, name: &str, color: usize) -> Vec<Series> {
     let place = |points: &[Point]| points.iter().map(|point| (point.compute, point.value)).collect();
     let points = after_start(&fitted.measured.points);

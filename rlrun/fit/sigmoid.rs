@@ -197,16 +197,16 @@ impl<'a> FitProblem<'a> {
         refined.min_by(|a, b| a.error.total_cmp(&b.error)).unwrap_or(places[0])
     }
 
-    /// Levenberg-Marquardt from `start` inside the bounds, with one parameter held if `held` names it.
-    fn refined(&self, start: Params, held: Option<usize>) -> Solution {
+    /// Levenberg-Marquardt from `start` inside the bounds, with the parameter at index `fixed` kept constant.
+    fn refined(&self, start: Params, fixed: Option<usize>) -> Solution {
         let mut here = self.clamped(start);
-        if let Some(index) = held {
+        if let Some(index) = fixed {
             here[index] = start[index];
         }
         let mut best = Solution { params: here, error: self.error(&here) };
         let mut damping = 1e-3;
         for _ in 0..200 {
-            let (normal, slope) = self.normal(&best.params, held);
+            let (normal, slope) = self.normal(&best.params, fixed);
             let mut damped = normal;
             for (index, row) in damped.iter_mut().enumerate() {
                 row[index] += damping * row[index] + 1e-300;
@@ -215,7 +215,7 @@ impl<'a> FitProblem<'a> {
                 let mut next = best.params;
                 next.iter_mut().zip(step).for_each(|(param, step)| *param += step);
                 let mut clamped = self.clamped(next);
-                if let Some(index) = held {
+                if let Some(index) = fixed {
                     clamped[index] = start[index];
                 }
                 Solution { params: clamped, error: self.error(&clamped) }
@@ -236,9 +236,9 @@ impl<'a> FitProblem<'a> {
         best
     }
 
-    /// The normal matrix of the linearised errors and their slope; a row of the identity for what cannot move because
-    /// it is held or would leave its bounds.
-    fn normal(&self, params: &Params, held: Option<usize>) -> ([[f64; 4]; 4], Params) {
+    /// The normal matrix of the linearised errors and their slope; a row of the identity for a parameter that
+    /// is fixed or would leave its bounds.
+    fn normal(&self, params: &Params, fixed: Option<usize>) -> ([[f64; 4]; 4], Params) {
         let (mut normal, mut slope) = ([[0.0; 4]; 4], [0.0; 4]);
         for point in self.points {
             let (value, gradient) = self.value(params, point.compute);
@@ -253,7 +253,7 @@ impl<'a> FitProblem<'a> {
             let (low, high) = self.bounds[index];
             let outwards =
                 (params[index] <= low && slope[index] < 0.0) || (params[index] >= high && slope[index] > 0.0);
-            if outwards || held == Some(index) || normal[index][index] == 0.0 {
+            if outwards || fixed == Some(index) || normal[index][index] == 0.0 {
                 normal.iter_mut().for_each(|row| row[index] = 0.0);
                 normal[index] = [0.0; 4];
                 normal[index][index] = 1.0;

@@ -24,7 +24,7 @@ const PROCESS: u64 = 72 << 20;
 const TOKENIZER: u64 = 13;
 /// Memory of a journal with nothing in it.
 const JOURNAL: u64 = 4 << 20;
-/// What the journal keeps in memory of each token that was written, as long as its cache has room.
+/// Memory that the journal's cache uses for each written token until the cache is full, bytes.
 const JOURNAL_PER_TOKEN: u64 = 16;
 /// What the allocator keeps beyond what is in use, in hundredths: freed blocks that wait to be used again.
 const SLACK: u64 = 2;
@@ -90,7 +90,7 @@ impl Memory {
                 "a full micro-batch of every rank, kept for its backward",
                 product(&[world, micro_batch, size.activations_per_token]),
             ),
-            part("published", "the newest version, and room for the next", product(&[2, weights])),
+            part("published", "the newest version, and the buffer of the next", product(&[2, weights])),
             part("served", "the version that is sampled from, packed", size.packed),
             part(
                 "next",

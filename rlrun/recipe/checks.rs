@@ -145,7 +145,7 @@ fn check_store(buffer: &mut BufferSection, checker: &mut Checker<'_>) {
     }
 }
 
-/// Nobody may come in from other machines without a token, and no token may go there for all to read.
+/// A connection from another machine needs a token, and a token may not cross the network unencrypted.
 fn check_listen(buffer: &mut BufferSection, checker: &mut Checker<'_>) {
     for (key, file) in [("tls_cert", &mut buffer.tls_cert), ("tls_key", &mut buffer.tls_key)] {
         if let Some(named) = file.take() {
@@ -162,8 +162,7 @@ fn check_listen(buffer: &mut BufferSection, checker: &mut Checker<'_>) {
     }
     let Some(listen) = buffer.listen.filter(|listen| !listen.ip().is_loopback()) else { return };
     if buffer.token_file.is_none() {
-        let message =
-            format!("`buffer.listen` is {listen}, which others can reach, and nobody would need a token");
+        let message = format!("`buffer.listen` is {listen}, which other machines can reach without a token");
         checker.report("buffer.listen", message, "name a `buffer.token_file`, or listen on 127.0.0.1");
     } else if buffer.tls_cert.is_none() && !buffer.insecure {
         let message = format!("`buffer.listen` is {listen}, and tokens would go there for all to read");
@@ -314,17 +313,19 @@ fn check_warmup(warmup: Option<Warmup>, generated: bool, checker: &mut Checker<'
     Some(warmup)
 }
 
-/// A sequence of full length must fit wherever sequences are held.
+/// A sequence of full length must fit into every buffer for sequences.
 fn check_tokens(raw: &RawRecipe, max_prompt_length: usize, checker: &mut Checker<'_>) {
     let longest = max_prompt_length.saturating_add(raw.rollout.max_completion_length);
     let lengths = "`data.max_prompt_length` + `rollout.max_completion_length`";
-    for (path, room) in [
+    for (path, capacity) in [
         ("trainer.microbatch_tokens", Some(raw.trainer.microbatch_tokens)),
         ("rollout.kv_cache_tokens", raw.rollout.kv_cache_tokens),
     ] {
-        let Some(room) = room.filter(|room| *room < longest && *room > 0) else { continue };
+        let Some(capacity) = capacity.filter(|capacity| *capacity < longest && *capacity > 0) else {
+            continue;
+        };
         let message =
-            format!("a sequence of {longest} tokens ({lengths}) does not fit into `{path}`, {room}");
+            format!("a sequence of {longest} tokens ({lengths}) does not fit into `{path}`, {capacity}");
         let paths = [path, "rollout.max_completion_length", "data.max_prompt_length"];
         checker.report_latest(&paths, message, &format!("raise `{path}` to at least {longest}"));
     }

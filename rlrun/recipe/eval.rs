@@ -164,12 +164,12 @@ mod tests {
 
     const BASE: &str = "[model.random]\n[data.arithmetic]\n[trainer]\nsteps = 5\n";
 
-    /// The recipe with these further lines, and with `held.jsonl` beside it.
+    /// The recipe with these further lines, and with `test.jsonl` beside it.
     fn load(text: &str, sets: &[&str]) -> Result<Recipe, String> {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("run.toml");
         fs::write(&path, format!("{BASE}{text}")).unwrap();
-        fs::write(directory.path().join("held.jsonl"), "").unwrap();
+        fs::write(directory.path().join("test.jsonl"), "").unwrap();
         let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
         let (recipe, origins) = Recipe::load(&path, &sets, &Program::default())
             .map_err(|errors| errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))?;
@@ -230,7 +230,7 @@ mod tests {
     #[test]
     fn several_answers_need_a_temperature_and_sets_need_names() {
         let set =
-            |lines: &str| format!("{BOTH}[[eval.sets]]\nname = \"other\"\npath = \"held.jsonl\"\n{lines}");
+            |lines: &str| format!("{BOTH}[[eval.sets]]\nname = \"other\"\npath = \"test.jsonl\"\n{lines}");
         let recipe = load(&set("samples = 4\nanswer_column = \"a\"\n"), &["eval.temperature=0.7"]).unwrap();
         assert!(recipe.eval.sets[0].path[0].is_absolute() && recipe.eval.sets[0].samples == Some(4));
         let only = load(&set(""), &["data.arithmetic.eval_tasks=0", "eval.interval=3"]).unwrap();
@@ -243,7 +243,7 @@ mod tests {
             (set("prompt_column = \"a\"\nprompt_template = \"{b}\"\n"), &[], "has no effect beside"),
             (set("").replace("other", "default"), &[], "there is another set named \"default\""),
             (set("").replace("other", "a/b"), &[], "cannot stand in a metric"),
-            (set("").replace("held.jsonl", "gone.jsonl"), &[], "there is no `gone.jsonl`"),
+            (set("").replace("test.jsonl", "gone.jsonl"), &[], "there is no `gone.jsonl`"),
             (set("pth = 1\n"), &[], "unknown key `eval.sets[0].pth`"),
         ] {
             let error = load(&text, sets).unwrap_err();

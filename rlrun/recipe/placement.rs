@@ -27,7 +27,7 @@ pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
     check_devices(recipe, checker);
 }
 
-/// Ranks that are processes need somebody to be, and an address to come to.
+/// Ranks that are processes need a number of processes and an address to connect to.
 fn check_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
     let (ranks, world) = (recipe.trainer.ranks, recipe.trainer.world);
     if ranks == Ranks::Processes && recipe.supervised.is_some() {
@@ -145,7 +145,8 @@ fn check_samplers_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     check_list(checker, ("placement.rollout_devices", one), list, workers);
 }
 
-/// A list of devices at `path` names one for each of `count`, as `key` says, and nobody says the same by `one`.
+/// A list of devices at `path` names one device for each of the `count` ranks or samplers of `key`; it excludes the key
+/// `one`.
 fn check_list(
     checker: &mut Checker<'_>,
     (path, one): (&str, Option<&str>),
@@ -302,7 +303,7 @@ fn check_sampler(recipe: &Recipe, checker: &mut Checker<'_>) {
     }
 }
 
-/// A transport between devices needs devices, and somebody on the other side.
+/// A transport between devices needs a device on both sides.
 fn check_transport(recipe: &Recipe, checker: &mut Checker<'_>) {
     let (path, transport) = ("weights.transport", recipe.weights.transport);
     if !transport.is_between_devices() {

@@ -416,7 +416,7 @@ pub struct BufferSection {
 
 impl Default for BufferSection {
     fn default() -> Self {
-        // AReaL measures no loss up to 8 with the corrected loss and full throughput from 2 on; 4 leaves room on
+        // AReaL measures no loss up to 8 with the corrected loss and full throughput from 2 on; 4 has a margin on
         // both sides and is what TRL and SkyRL users have.
         Self {
             batch_groups: 32,

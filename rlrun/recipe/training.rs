@@ -60,7 +60,7 @@ pub(super) fn check_trainer(trainer: &TrainerSection, checker: &mut Checker<'_>)
     }
 }
 
-/// The layers are named, once each, and the adapter to go on from is there.
+/// The layers are named, once each, and the initial adapter exists.
 pub(super) fn check_lora(lora: Option<&mut Lora>, checker: &mut Checker<'_>) {
     let Some(lora) = lora else { return };
     if lora.rank > MAX_RANK {

@@ -31,7 +31,7 @@ const COLUMNS: [Column; 10] = [
     Column { name: "bottleneck", width: 10, spared: 8, cell: bottleneck },
 ];
 
-/// The columns that a terminal has room for.
+/// The columns that fit the width of the terminal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TableLayout {
     /// Columns whose `spared` is above are left out.
@@ -60,8 +60,8 @@ impl TableLayout {
     pub(super) fn row(self, metrics: &Metrics) -> String {
         let row = self.join(|column| (column.cell)(metrics));
         let indent = " ".repeat(COLUMNS[0].width + self.gap);
-        let room = self.width.saturating_sub(indent.len()).max(20);
-        let notes = metrics.notes.iter().flat_map(|note| wrapped(&plain(note), room));
+        let width = self.width.saturating_sub(indent.len()).max(20);
+        let notes = metrics.notes.iter().flat_map(|note| wrapped(&plain(note), width));
         notes.fold(row, |shown, note| format!("{shown}\n{indent}{note}"))
     }
 
@@ -104,8 +104,8 @@ fn plain(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
-/// The text as lines of at most `room` characters, broken between words where that can be.
-pub(crate) fn wrapped(text: &str, room: usize) -> Vec<String> {
+/// The text as lines of at most `width` characters, broken between words where that can be.
+pub(crate) fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in text.split_whitespace() {
         let mut rest: Vec<char> = word.chars().collect();
@@ -113,13 +113,13 @@ pub(crate) fn wrapped(text: &str, room: usize) -> Vec<String> {
             let line = lines.last_mut().map_or(0, |line| line.chars().count());
             let space = usize::from(line > 0);
             if let Some(last) = lines.last_mut()
-                && line + space + rest.len() <= room
+                && line + space + rest.len() <= width
             {
                 last.extend(std::iter::repeat_n(' ', space).chain(rest));
                 break;
             }
             if line == 0 {
-                let tail = rest.split_off(room);
+                let tail = rest.split_off(width);
                 if let Some(last) = lines.last_mut() {
                     last.extend(rest);
                 }

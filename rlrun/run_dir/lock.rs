@@ -12,7 +12,7 @@ use super::{RunDirError, failed};
 /// Name of the lock file in a run directory.
 pub(super) const NAME: &str = "lock";
 
-/// A held lock; dropped, it is free again.
+/// An acquired lock, released when it is dropped.
 #[derive(Debug)]
 pub(super) struct Lock {
     _file: File,

@@ -413,7 +413,7 @@ mod tests {
         assert_eq!((sampled(), served()), (30, PolicyVersion(20)));
         registry.heartbeat(beat("guest rollout 0", 103, 1)).unwrap();
         assert_eq!(sampled(), 31);
-        // What is left of the one before is told to end, and counts nothing twice.
+        // The earlier process of this name is stopped, and its samples are not counted twice.
         assert!(registry.heartbeat(beat("guest rollout 0", 101, 12)).unwrap().stop);
         assert_eq!(sampled(), 31);
         registry.heartbeat(Heartbeat { leaves: true, ..beat("guest rollout 1", 102, 25) }).unwrap();

@@ -22,7 +22,7 @@ pub(super) fn take_turns(parts: &mut Vec<Part>, recipe: &Recipe, layout: &Layout
             fits
         }
     };
-    // In the order in which a run asks for room.
+    // In the order in which a run allocates.
     let (rewards, reference) = (bytes(parts, "rewards"), bytes(parts, "reference"));
     stays(rewards);
     if recipe.placement.reference != Some(Placement::Separated) {

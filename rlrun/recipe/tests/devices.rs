@@ -297,7 +297,7 @@ fn ranks_exchange_from_device_to_device_where_they_can() {
     recipe.trainer.collective = CollectiveWord::Host;
     assert_eq!(meets(&recipe), (false, false), "what exchanges through the host is updated there");
     recipe.trainer.world = 1;
-    assert_eq!(meets(&recipe), (false, true), "there is nobody to meet");
+    assert_eq!(meets(&recipe), (false, true), "one rank exchanges nothing");
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use device::ops::adamw::{AdamwStep, adamw};
 use device::ops::vectors::{cast, sum_of_squares};
-use device::{Device, DeviceBuffer, Storage, View, bf16};
+use device::{DeviceBuffer, Device, Storage, View, bf16};
 use model::on_device::{DeviceDecoder, DeviceDtype};
 use model::{Config, Layout, ParameterSpec, Parameters, Recompute};
 use weights::direct::nccl::PushOwner;
@@ -96,13 +96,8 @@ pub(crate) trait DeviceRank: fmt::Debug + Send + Sync {
     /// Frees the frozen network. Returns its bytes.
     fn forget(&self) -> u64;
 
-<<<<<<< HEAD
-    /// The weights that are computed with, if they are there.
-    fn weights(&self) -> Option<LearnerWeights<'_>>;
-=======
     /// The weights of the computation, if all are on the device.
-    fn weights(&self) -> Option<DeviceWeights<'_>>;
->>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
+    fn weights(&self) -> Option<LearnerWeights<'_>>;
 
     /// Sends this rank's shard of the weights, as the owner number `index`, to all samplers of `plan`. Returns the digest of
     /// the shard. `hub` is the hub of the samplers, in the process that has it.
@@ -133,15 +128,9 @@ struct TypedDeviceRank<T: Storage> {
     recompute: Recompute,
     decoder: DeviceDecoder<T>,
     parameters: Option<DeviceParameters<T>>,
-<<<<<<< HEAD
-    /// First and second.
-    moments: Option<[DeviceBuffer<f32>; 2]>,
-    /// What is trained here, in its order.
-=======
     /// First and second moments.
-    moments: Option<[Buffer<f32>; 2]>,
+    moments: Option<[DeviceBuffer<f32>; 2]>,
     /// The trained pieces, in the order of their values.
->>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
     pieces: Vec<Piece>,
     share: Option<DeviceSharding>,
     /// The sender of broadcasts to samplers.
@@ -151,22 +140,11 @@ struct TypedDeviceRank<T: Storage> {
 
 /// Weights on the device.
 enum DeviceParameters<T: Storage> {
-<<<<<<< HEAD
-    /// All, of a rank that is alone. What is trained stands beside them where they are its rounded form.
-<<<<<<< HEAD
-    Alone { weights: DeviceBuffer<T>, masters: Option<DeviceBuffer<f32>> },
-    /// All, which is what all ranks own, gathered.
-    Gathered { weights: DeviceBuffer<T>, own: OwnedShards<T> },
-    /// What this rank owns; a pass collects the layers that it is at.
-=======
-=======
     /// All weights of a single rank. `masters` has the master weights if the weights are their rounded form.
->>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
-    Alone { weights: Buffer<T>, masters: Option<Buffer<f32>> },
+    Alone { weights: DeviceBuffer<T>, masters: Option<DeviceBuffer<f32>> },
     /// All weights, gathered from the shards of all ranks.
-    Gathered { weights: Buffer<T>, own: OwnedShards<T> },
+    Gathered { weights: DeviceBuffer<T>, own: OwnedShards<T> },
     /// The shards of this rank. A pass gathers a layer when it needs it.
->>>>>>> 048108e (trainer: comments of passes and device groups in plain terms)
     Sharded(OwnedShards<T>),
 }
 
@@ -271,26 +249,16 @@ impl<T: Storage> TypedDeviceRank<T> {
 }
 
 impl<T: Storage> DeviceParameters<T> {
-<<<<<<< HEAD
-    /// All of them, if they are here.
-    fn all(&self) -> Option<&DeviceBuffer<T>> {
-=======
     /// All weights, if they are on this device.
-    fn all(&self) -> Option<&Buffer<T>> {
->>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
+    fn all(&self) -> Option<&DeviceBuffer<T>> {
         match self {
             Self::Alone { weights, .. } | Self::Gathered { weights, .. } => Some(weights),
             Self::Sharded(_) => None,
         }
     }
 
-<<<<<<< HEAD
-    /// What is trained here.
-    fn trained(&self) -> &DeviceBuffer<f32> {
-=======
     /// The master weights.
-    fn trained(&self) -> &Buffer<f32> {
->>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
+    fn trained(&self) -> &DeviceBuffer<f32> {
         match self {
             Self::Alone { masters: Some(masters), .. } => masters,
             Self::Alone { weights, .. } => match (weights as &dyn Any).downcast_ref() {
@@ -301,13 +269,8 @@ impl<T: Storage> DeviceParameters<T> {
         }
     }
 
-<<<<<<< HEAD
-    /// What is trained here, and its rounded form, if that is something else.
-    fn trained_mut(&mut self) -> (&mut DeviceBuffer<f32>, Option<&mut DeviceBuffer<T>>) {
-=======
     /// The master weights, and their rounded form, if that is another buffer.
-    fn trained_mut(&mut self) -> (&mut Buffer<f32>, Option<&mut Buffer<T>>) {
->>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
+    fn trained_mut(&mut self) -> (&mut DeviceBuffer<f32>, Option<&mut DeviceBuffer<T>>) {
         match self {
             Self::Alone { weights, masters: Some(masters) } => (masters, Some(weights)),
             Self::Alone { weights, masters: None } => match (weights as &mut dyn Any).downcast_mut() {
@@ -321,9 +284,7 @@ impl<T: Storage> DeviceParameters<T> {
     fn bytes(&self) -> u64 {
         let own = |own: &OwnedShards<T>| own.masters.bytes() + own.rounded.bytes();
         match self {
-            Self::Alone { weights, masters } => {
-                weights.bytes() + masters.as_ref().map_or(0, DeviceBuffer::bytes)
-            }
+            Self::Alone { weights, masters } => weights.bytes() + masters.as_ref().map_or(0, DeviceBuffer::bytes),
             Self::Gathered { weights, own: shard } => weights.bytes() + own(shard),
             Self::Sharded(shard) => own(shard),
         }
@@ -508,8 +469,7 @@ impl<T: Storage> DeviceRank for TypedDeviceRank<T> {
 
     fn weights(&self) -> Option<LearnerWeights<'_>> {
         let weights = self.parameters.as_ref()?.all()? as &dyn Any;
-        let f32s =
-            weights.downcast_ref::<DeviceBuffer<f32>>().map(|weights| LearnerWeights::F32(weights.all()));
+        let f32s = weights.downcast_ref::<DeviceBuffer<f32>>().map(|weights| LearnerWeights::F32(weights.all()));
         f32s.or_else(|| Some(LearnerWeights::Bf16(weights.downcast_ref::<DeviceBuffer<bf16>>()?.all())))
     }
 

@@ -4,7 +4,7 @@
 //! micro-batch make the same calls as the others.
 
 use device::ops::vectors::cast;
-use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
+use device::{DeviceBuffer, Device, DeviceError, Storage, View, ViewMut};
 use model::on_device::{DeviceDecoder, DeviceTrace, UnitGradients, UnitWeights};
 use model::{GradientSink, LayerSource, Layout, Prediction, PredictionGradient, Unit};
 
@@ -52,17 +52,10 @@ pub(crate) struct NetworkPass<'a, T: Storage> {
     decoder: &'a DeviceDecoder<T>,
     layout: &'a Layout,
     source: ParameterSource<'a, T>,
-<<<<<<< HEAD
-    /// Sums of all gradients, laid out as the weights are, where they are kept; otherwise a unit has its own until it is
-    /// done.
-    sums: Option<&'a mut DeviceBuffer<f32>>,
-    /// Where ranks meet on their devices.
-=======
     /// Sums of all gradients in the layout of the weights. `None` if each unit has a buffer until its gradients are
     /// reduced.
-    sums: Option<&'a mut Buffer<f32>>,
+    sums: Option<&'a mut DeviceBuffer<f32>>,
     /// The reduce-scatter of gradients in a device group.
->>>>>>> 048108e (trainer: comments of passes and device groups in plain terms)
     reducing: Option<DeviceReduction<'a>>,
     /// Activations of the last forward pass.
     trace: Option<DeviceTrace<T>>,
@@ -83,15 +76,9 @@ pub(crate) struct ParameterUpload<'a, T: Storage> {
     device: &'a Device,
     gathering: ParameterGathering<'a>,
     /// Embedding and tail.
-<<<<<<< HEAD
     ends: [DeviceBuffer<T>; 2],
-    /// The layer that was asked for last.
-    layer: DeviceBuffer<T>,
-=======
-    ends: [Buffer<T>; 2],
     /// The last gathered layer.
-    layer: Buffer<T>,
->>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
+    layer: DeviceBuffer<T>,
     index: Option<usize>,
 }
 
@@ -99,15 +86,9 @@ pub(crate) struct ParameterUpload<'a, T: Storage> {
 struct GradientTransfer<'a, 'b, 'c> {
     device: &'a Device,
     layout: &'a Layout,
-<<<<<<< HEAD
     sums: Option<&'a mut DeviceBuffer<f32>>,
-    /// Those of units that are not done.
-    units: Vec<Option<DeviceBuffer<f32>>>,
-=======
-    sums: Option<&'a mut Buffer<f32>>,
     /// Gradients of units that are not complete.
-    units: Vec<Option<Buffer<f32>>>,
->>>>>>> 17c1d93 (trainer: comments of passes and device state in plain terms)
+    units: Vec<Option<DeviceBuffer<f32>>>,
     sink: Option<&'a mut (dyn GradientSink + 'b)>,
     reducing: Option<&'a mut DeviceReduction<'c>>,
     /// A reused buffer on the host.

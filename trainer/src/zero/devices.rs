@@ -7,7 +7,7 @@
 //! the deadline and the operation. A copy from the host also waits for the device.
 
 use device::ops::vectors::add;
-use device::{Device, DeviceBuffer, DeviceGroup, Element, Storage, View, ViewMut};
+use device::{DeviceBuffer, Device, DeviceGroup, Element, Storage, View, ViewMut};
 use model::{Layout, Unit};
 
 use super::{Fragment, Shards, number};
@@ -25,15 +25,9 @@ pub(crate) struct DeviceSharding {
 /// Reduce-scatter of gradients to their owners.
 pub(crate) struct DeviceReduction<'a> {
     pub(crate) share: &'a DeviceSharding,
-<<<<<<< HEAD
-    /// The sums that this rank owns, one after the other.
-    pub(crate) own: &'a mut DeviceBuffer<f32>,
-    /// Whether units leave when they are done, or stay to be added to.
-=======
     /// The sums that this rank owns, concatenated.
-    pub(crate) own: &'a mut Buffer<f32>,
+    pub(crate) own: &'a mut DeviceBuffer<f32>,
     /// Whether complete units are reduced, or accumulated for a later pass.
->>>>>>> ee8a9cc (trainer: comments of ZeRO in plain terms)
     pub(crate) leave: bool,
     /// Whether this reduction is the first of the step.
     pub(crate) first: bool,
@@ -45,17 +39,10 @@ pub(crate) struct DeviceGathering<'a, T: Storage> {
     layout: &'a Layout,
     /// The shards of this rank, concatenated.
     own: View<'a, T>,
-<<<<<<< HEAD
-    /// Embedding and tail, for as long as this lives.
-    ends: [DeviceBuffer<T>; 2],
-    /// The layer that was asked for last.
-    layer: DeviceBuffer<T>,
-=======
     /// Embedding and tail, which stay gathered.
-    ends: [Buffer<T>; 2],
+    ends: [DeviceBuffer<T>; 2],
     /// The last gathered layer.
-    layer: Buffer<T>,
->>>>>>> ee8a9cc (trainer: comments of ZeRO in plain terms)
+    layer: DeviceBuffer<T>,
     index: Option<usize>,
     /// Whether a backward pass follows or is under way.
     pub(crate) backward: bool,
@@ -72,17 +59,8 @@ impl DeviceSharding {
         self.shards.fragments(self.group.rank())
     }
 
-<<<<<<< HEAD
-    /// Puts what all ranks own of every unit into `all`.
-    pub(crate) fn gather<T: Element>(
-        &self,
-        own: View<'_, T>,
-        all: &mut DeviceBuffer<T>,
-    ) -> device::Result<()> {
-=======
     /// Gathers the shards of all ranks of every unit into `all`.
-    pub(crate) fn gather<T: Element>(&self, own: View<'_, T>, all: &mut Buffer<T>) -> device::Result<()> {
->>>>>>> ee8a9cc (trainer: comments of ZeRO in plain terms)
+    pub(crate) fn gather<T: Element>(&self, own: View<'_, T>, all: &mut DeviceBuffer<T>) -> device::Result<()> {
         for unit in 0..self.shards.units() {
             self.gather_unit(unit, own, all.view_mut(self.shards.place(unit)))?;
         }
