@@ -1,9 +1,10 @@
-//! The whole recipe as it is written in TOML: every section, key, unit and default.
+//! The schema of a recipe in TOML: every section, key, unit and default.
 //!
-//! Invariant: what does not parse into these types is not a recipe; an unknown key is an error. Ranges and the rules
-//! between keys are checked in `checks.rs`. The comment `// resume = R, worker = W` above a key says whether a resume may
-//! change it (`resume/rules.rs`) and whether the run may choose it on a worker's machine (`workers/permissions/keys.rs`). The names that peers give to a key stand in its documentation and, for
-//! error messages, in `peers.rs`; the words that a key accepts in `words.rs`.
+//! Invariant: a text that does not parse into these types is not a recipe; an unknown key is an error. `checks.rs` checks
+//! ranges and the rules between keys. The comment `// resume = R, worker = W` above a key says whether a resume may change
+//! it (`resume/rules.rs`) and whether the run may choose it on a worker's machine (`workers/permissions/keys.rs`). The names
+//! of a key in other frameworks are in its documentation and, for error messages, in `peers.rs`. The words that a key
+//! accepts are in `words.rs`.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -30,19 +31,19 @@ pub use placement::PlacementSection;
 pub use supervised::Supervised;
 pub use trainer::TrainerSection;
 
-/// A recipe as written: all layers merged, nothing checked yet.
+/// A recipe as written, with all layers merged and before any check.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RawRecipe {
-    /// Recipes that this one builds on: paths relative to this file, later ones win.
+    /// Recipes that this recipe extends: paths relative to this file. A later recipe overrides an earlier one.
     #[serde(deserialize_with = "one_or_many", skip_serializing)]
     // resume = run, worker = operator
     pub extends: Vec<String>,
-    /// Name of the run and of its directory; the file's name without `.toml` if not given.
+    /// Name of the run and of its directory. Default: the file name without `.toml`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = run, worker = run
     pub name: Option<String>,
-    /// Seed of everything random: initial weights, task order, sampling.
+    /// Seed of all random numbers: initial weights, task order, sampling.
     // resume = tasks, worker = run
     pub seed: u64,
     /// The policy.
@@ -57,33 +58,33 @@ pub struct RawRecipe {
     pub supervised: Option<Supervised>,
     /// How trajectories are sampled.
     pub rollout: Rollout,
-    /// What trajectories are worth: a weighted sum.
+    /// Rewards of a trajectory, added up with weights.
     pub rewards: Vec<RewardSpec>,
-    /// Which tasks are drawn and which groups are trained on.
+    /// Selection of tasks to sample and of groups to train on.
     pub curation: CurationSection,
-    /// What stands between rollout and trainer.
+    /// Queue of groups between rollout and trainer.
     pub buffer: BufferSection,
-    /// How advantages and the loss are made.
+    /// Advantages and loss.
     pub algorithm: AlgorithmSection,
-    /// What the advantages of an actor-critic algorithm are measured against.
+    /// Value function of an actor-critic algorithm.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub critic: Option<CriticSection>,
     /// How the policy is updated.
     pub trainer: TrainerSection,
-    /// What of the policy is updated; all of it without this section.
+    /// Low-rank adapters; without this section all weights are trained.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lora: Option<Lora>,
-    /// Who computes where.
+    /// Devices, processes and cores of each role.
     pub placement: PlacementSection,
-    /// Which answers are correct, and how accuracy is measured.
+    /// Definition of a correct answer, and measurement of accuracy.
     pub eval: Eval,
-    /// What is kept to resume from.
+    /// Checkpoints that a run resumes from.
     pub checkpoint: CheckpointSection,
-    /// How versions get to samplers.
+    /// Transfer of policy versions to samplers.
     pub weights: Weights,
-    /// What is written down beside the metrics.
+    /// Logs in addition to the metrics.
     pub log: Log,
-    /// How long one role waits for another.
+    /// Time limits of waits between roles.
     pub deadlines: Deadlines,
 }
 
@@ -91,17 +92,18 @@ pub struct RawRecipe {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RawModel {
-    /// Hugging Face model directory; relative to the file that names it, then to the working directory. TRL
+    /// Hugging Face model directory. The path is relative to the recipe's file, or else to the working directory. TRL
     /// `model_name_or_path`, verl `model.path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = policy, worker = ignored
     pub path: Option<PathBuf>,
-    /// What weights and activations are stored in on a device: `auto` is bf16 on CUDA, and f32 on the processor and the
-    /// emulator. The optimizer moves f32 weights in any case, and sums are made in f32. TRL, vLLM `dtype`.
+    /// Number format of weights and activations on a device: `auto` is bf16 on CUDA, and f32 on the processor and the
+    /// emulator. Master weights and accumulation are always f32. TRL, vLLM `dtype`.
     // resume = changes, worker = run
     pub dtype: ModelDtype,
-    /// Order of the sums that tensor-parallel ranks would share: over the inputs of `o_proj` and `down_proj`, and in the
-    /// backward over the outputs of the other projections and of the head. On the processor, for sampler and trainer.
+    /// Order of the sums that tensor-parallel ranks would split: sums over the inputs of `o_proj` and `down_proj`, and in
+    /// the backward pass sums over the outputs of the other projections and of the head. It applies to sampler and trainer
+    /// on the processor.
     // resume = changes, worker = run
     pub reduction: Reduction,
     /// A new character-level model with random weights.
@@ -113,7 +115,7 @@ pub struct RawModel {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RandomModel {
-    /// Family whose layers are used.
+    /// Model family of the decoder layers.
     // resume = policy, worker = ignored
     pub architecture: Architecture,
     /// Width of the residual stream.
@@ -154,7 +156,7 @@ impl Default for RandomModel {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RawData {
-    /// JSONL or Parquet files, or directories of them, to train on. TRL `dataset_name`, verl `data.train_files`.
+    /// Training tasks: JSONL or Parquet files, or directories of them. TRL `dataset_name`, verl `data.train_files`.
     #[serde(deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
     // resume = tasks, worker = operator
     pub train: Vec<PathBuf>,
@@ -165,11 +167,11 @@ pub struct RawData {
     /// Generated additions instead of files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arithmetic: Option<ArithmeticSection>,
-    /// Column of the prompt; found by its usual names if not given. verl `data.prompt_key`.
+    /// Column of the prompt. Default: the first usual name that the data has. verl `data.prompt_key`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = tasks, worker = run
     pub prompt_column: Option<String>,
-    /// Column of the answer; found by its usual names if not given.
+    /// Column of the answer. Default: the first usual name that the data has.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = tasks, worker = run
     pub answer_column: Option<String>,
@@ -187,10 +189,10 @@ pub struct RawData {
     /// Longest prompt in tokens. TRL (removed in 1.0) and verl `max_prompt_length`, prime-rl `seq_len`.
     // resume = tasks, worker = run
     pub max_prompt_length: usize,
-    /// What to do with longer prompts. verl `filter_overlong_prompts`.
+    /// Action on longer prompts. verl `filter_overlong_prompts`.
     // resume = tasks, worker = run
     pub overlong_prompts: Overlong,
-    /// Whether tasks come in a new random order in every epoch. TRL `shuffle_dataset`, verl `data.shuffle`.
+    /// Whether every epoch has a new random order of tasks. TRL `shuffle_dataset`, verl `data.shuffle`.
     // resume = tasks, worker = run
     pub shuffle: bool,
 }
@@ -213,7 +215,7 @@ impl Default for RawData {
     }
 }
 
-/// `[data.arithmetic]`: additions such as `37+48=`, training and held-out tasks disjoint.
+/// `[data.arithmetic]`: additions such as `37+48=`. Training tasks and held-out tasks are disjoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ArithmeticSection {
@@ -238,7 +240,7 @@ impl Default for ArithmeticSection {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Warmup {
-    /// Most optimizer steps; 0 turns the warm-up off.
+    /// Largest number of optimizer steps; 0 turns the warm-up off.
     // resume = warmup, worker = ignored
     pub steps: usize,
     /// Demonstrations per step.
@@ -247,7 +249,7 @@ pub struct Warmup {
     /// Peak learning rate.
     // resume = warmup, worker = ignored
     pub learning_rate: f64,
-    /// Share of demonstrations that are wrong, from 0 up to and without 1.
+    /// Fraction of demonstrations with a wrong answer, at least 0 and below 1.
     // resume = warmup, worker = ignored
     pub wrong_share: f64,
     /// Held-out accuracy at which the warm-up stops early.
@@ -262,7 +264,7 @@ impl Default for Warmup {
     }
 }
 
-/// `[rollout]`: sampling. The log-probabilities recorded are those of the distribution after all of this.
+/// `[rollout]`: sampling. Behavior log-probabilities are recorded after temperature and truncation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Rollout {
@@ -275,37 +277,37 @@ pub struct Rollout {
     /// Sampling temperature, above 0.
     // resume = changes, worker = run
     pub temperature: f64,
-    /// Nucleus: the smallest set of tokens with this probability; 1 is off.
+    /// Nucleus sampling: the smallest set of tokens with this total probability; 1 is off.
     // resume = changes, worker = run
     pub top_p: f64,
-    /// Most likely tokens to sample from; 0 is off. verl writes -1 for off.
+    /// Number of most likely tokens to sample from; 0 is off. verl writes -1 for off.
     // resume = changes, worker = run
     pub top_k: usize,
-    /// Least probability relative to the most likely token; 0 is off.
+    /// Smallest probability relative to the most likely token; 0 is off.
     // resume = changes, worker = run
     pub min_p: f64,
     /// Texts that end a completion.
     // resume = groups, worker = run
     pub stop: Vec<String>,
-    /// Token ids that end a completion, beside those of the model.
+    /// Token ids that end a completion, in addition to those of the model.
     // resume = groups, worker = run
     pub stop_token_ids: Vec<u32>,
-    /// Whether completions go on to their full length whatever they say: for measuring speed. vLLM `ignore_eos`.
+    /// Whether completions always have full length, without stop tokens or texts. For benchmarks. vLLM `ignore_eos`.
     // resume = groups, worker = run
     pub ignore_stop: bool,
     /// Sequences decoded together. vLLM `max_num_seqs`, AReaL `max_concurrent_rollouts`.
     // resume = changes, worker = run
     pub max_running: usize,
-    /// Prompt tokens read per decoding step; 256, or 2048 on a device, if not given. vLLM `max_num_batched_tokens`.
+    /// Prompt tokens that are prefilled per decoding step. Default: 256, or 2048 on a device. vLLM `max_num_batched_tokens`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub prefill_chunk: Option<usize>,
-    /// Tokens that the paged KV cache holds; enough for `max_running` sequences of full length if not given.
+    /// Capacity of the paged KV cache in tokens. Default: `max_running` sequences of full length.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub kv_cache_tokens: Option<usize>,
-    /// Text that is put into a completion which has not ended at a random place between the two below (ScaleRL); it is
-    /// read by the policy and not trained on.
+    /// Text inserted into a completion that has not ended at a random length between `interrupt_after_min` and
+    /// `interrupt_after_max` (ScaleRL). The policy reads it; it is not trained on.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = groups, worker = run
     pub interrupt_text: Option<String>,
@@ -317,16 +319,16 @@ pub struct Rollout {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = groups, worker = run
     pub interrupt_after_max: Option<usize>,
-    /// What happens to sequences in flight when new weights arrive.
+    /// Treatment of sequences in flight when new weights arrive.
     // resume = changes, worker = run
     pub on_update: OnUpdate,
-    /// How coarsely the weights are represented that are sampled from. Log-probabilities are those of the quantised
-    /// policy, and `algorithm.behavior_weight_cap` bounds the weight that corrects the loss for it; evaluation and
+    /// Quantization of the sampler's weights. Log-probabilities are those of the quantised policy, and
+    /// `algorithm.behavior_weight_cap` bounds the weight that corrects the loss for the difference. Evaluation and
     /// checkpoints are f32. vLLM `quantization`.
     // resume = changes, worker = run
     pub quantization: Quantization,
-    /// Whether the run stops if the trainer computes other bits than the sampler for a token that the version being
-    /// trained has sampled. f32 sampling is bitwise in any case; this makes it a promise. Costs nothing.
+    /// Whether the run stops if trainer and sampler compute different bits for a log-probability of the current version.
+    /// f32 sampling is bitwise equal with and without this key; the key checks it. The check has no cost.
     // resume = changes, worker = run
     pub bitwise: bool,
 }
@@ -363,61 +365,63 @@ pub struct BufferSection {
     /// Groups per training step. verl `data.train_batch_size`.
     // resume = groups, worker = run
     pub batch_groups: usize,
-    /// Most policy versions between the oldest token of a sample and the step that trains on it; 0 is synchronous.
-    /// TRL `max_staleness`, verl `staleness_threshold`, AReaL `max_head_offpolicyness`, prime-rl
+    /// Largest number of policy versions between the oldest token of a sample and the step that trains on it; 0 is
+    /// synchronous. TRL `max_staleness`, verl `staleness_threshold`, AReaL `max_head_offpolicyness`, prime-rl
     /// `max_off_policy_steps`.
     // resume = changes, worker = run
     pub max_staleness: u64,
-    /// What happens to a group over the bound.
+    /// Treatment of a group that exceeds `max_staleness`.
     // resume = changes, worker = run
     pub on_stale: OnStale,
-    /// Where groups wait.
+    /// Storage of groups that wait for the trainer.
     // resume = groups, worker = ignored
     pub store: StoreWord,
-    /// Which groups a step takes first. All but `fifo` need `on_stale = "drop"`. TBA samples by recency and by reward.
+    /// Order in which steps take groups. All orders but `fifo` need `on_stale = "drop"`. TBA samples by recency and by
+    /// reward.
     // resume = changes, worker = run
     pub order: SampleOrder,
-    /// Of `order = "reward"`: groups are drawn with weights exp(mean reward / temperature).
+    /// For `order = "reward"`: a group's sampling weight is exp(mean reward / temperature).
     // resume = changes, worker = run
     pub reward_temperature: f64,
-    /// How many steps train on a group before it is forgotten; more than one needs `on_stale = "drop"`.
+    /// Number of steps that train on a group before it is deleted; more than one needs `on_stale = "drop"`.
     // resume = changes, worker = run
     pub max_uses: u32,
-    /// Leave out a trajectory if the buffer holds one of the same task with the same tokens, as TBA does.
+    /// Whether a trajectory is skipped if the buffer has one of the same task with the same tokens, as in TBA.
     // resume = changes, worker = run
     pub dedup: bool,
-    /// Most groups that are kept, MiB as they are written; when it is full, nothing new starts.
+    /// Capacity for stored groups in their written form, MiB. While the buffer is full, no new group starts.
     // resume = changes, worker = run
     pub max_mib: u64,
-    /// Of `store = "http"`: where the buffer is served, such as `http://127.0.0.1:8700`.
+    /// For `store = "http"`: URL of the buffer server, such as `http://127.0.0.1:8700`.
     // resume = changes, worker = ignored
     pub url: Option<String>,
-    /// Of `store = "http"`: a file with the token of the role `admin`, if the server wants one. Of `listen`: who may do what,
-    /// in lines such as `writer TOKEN`, `trainer TOKEN`, `admin TOKEN`; without it everybody may, on a loopback address.
+    /// For `store = "http"`: a file with the token of the role `admin`, if the server requires one. For `listen`: a file
+    /// with one token per role, in lines such as `writer TOKEN`, `trainer TOKEN`, `admin TOKEN`. Without the file a loopback
+    /// address accepts every request.
     // resume = changes, worker = ignored
     pub token_file: Option<PathBuf>,
-    /// Serve this run while it lasts, on an address such as `127.0.0.1:8700`: to look at it, to add groups from elsewhere, and
-    /// for `rlrun worker rollout --join http://127.0.0.1:8700`. An address that others can reach needs `token_file`, and TLS
-    /// or `insecure`.
+    /// Address on which the run serves HTTP, such as `127.0.0.1:8700`. Clients can inspect the run, add groups, and join
+    /// with `rlrun worker rollout --join http://127.0.0.1:8700`. An address that other machines can reach needs
+    /// `token_file`, and TLS or `insecure`.
     // resume = changes, worker = ignored
     pub listen: Option<SocketAddr>,
-    /// Of `listen`: certificate chain, PEM.
+    /// For `listen`: certificate chain, PEM.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub tls_cert: Option<PathBuf>,
-    /// Of `listen`: the private key of `tls_cert`, PEM.
+    /// For `listen`: the private key of `tls_cert`, PEM.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub tls_key: Option<PathBuf>,
-    /// Of `listen`: let tokens go over the network without TLS.
+    /// For `listen`: whether tokens may cross the network without TLS.
     // resume = changes, worker = ignored
     pub insecure: bool,
 }
 
 impl Default for BufferSection {
     fn default() -> Self {
-        // AReaL measures no loss up to 8 with the corrected loss and full throughput from 2 on; 4 has a margin on
-        // both sides and is what TRL and SkyRL users have.
+        // AReaL measures no loss of quality up to 8 with the corrected loss, and full throughput from 2. 4 has a margin on
+        // both sides and is the default of TRL and SkyRL.
         Self {
             batch_groups: 32,
             max_staleness: 4,
@@ -438,23 +442,26 @@ impl Default for BufferSection {
     }
 }
 
-/// `[weights]`: how new versions of the policy get to those who sample. Within a process they share the memory.
+/// `[weights]`: transfer of policy versions to samplers. Within a process trainer and sampler share memory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Weights {
-    /// How samplers in other processes get them: those of this host map shared memory and others ask over HTTP (`auto`), or
-    /// all ask over HTTP (`http`). Between devices they need not come by the host's memory: samplers of one host map that of
-    /// the trainer's device (`cuda-ipc`), or it broadcasts to samplers with GPUs of their own, here or elsewhere (`nccl`).
+    /// Transport to samplers in other processes. With `auto`, samplers on this host map shared memory and samplers elsewhere
+    /// use HTTP; with `http`, all use HTTP. Two transports go from device to device without a copy in host memory: with
+    /// `cuda-ipc`, samplers on the trainer's host map the memory of its device; with `nccl`, the trainer's device
+    /// broadcasts to samplers that have other GPUs, on any host.
     // resume = changes, worker = run
     pub transport: WeightTransport,
-    /// What is sampled with: the weights as they are trained (`f32`), or rounded to `bf16`, half as large; what that changes
-    /// is measured and corrected as any mismatch is. prime-rl `weight_broadcast` and vLLM sample in bf16.
+    /// Number format of the transferred weights: `f32`, the trained weights, or `bf16`, rounded and half the size. The
+    /// mismatch from rounding is measured and corrected as any other mismatch. prime-rl `weight_broadcast` and vLLM sample
+    /// in bf16.
     // resume = changes, worker = run
     pub dtype: WeightDtypeWord,
-    /// Over HTTP only what has changed is sent, and everything at least every so many pushes; 1: everything always.
+    /// Pushes over HTTP between two full transfers; the pushes between send only changed weights. 1 sends all weights
+    /// always.
     // resume = changes, worker = run
     pub full_every: usize,
-    /// Whether what is sent over HTTP is compressed with zstd: for slow networks.
+    /// Whether transfers over HTTP are compressed with zstd. For slow networks.
     // resume = changes, worker = run
     pub compress: bool,
 }
@@ -470,20 +477,20 @@ impl Default for Weights {
     }
 }
 
-/// `[checkpoint]`: what a run resumes from.
+/// `[checkpoint]`: checkpoints that a run resumes from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointSection {
-    /// Steps between checkpoints; 0 is only at the end. TRL `save_steps`, verl `save_freq`.
+    /// Steps between checkpoints; 0 writes one at the end only. TRL `save_steps`, verl `save_freq`.
     // resume = changes, worker = ignored
     pub interval: u64,
-    /// Newest checkpoints that are kept. TRL `save_total_limit`, verl `max_actor_ckpt_to_keep`.
+    /// Number of newest checkpoints that are kept. TRL `save_total_limit`, verl `max_actor_ckpt_to_keep`.
     // resume = changes, worker = ignored
     pub keep_last: usize,
-    /// Versions that are multiples of it are kept for ever, beside the newest; 0 for none.
+    /// Checkpoints of versions that are multiples of this number are never deleted; 0 for none.
     // resume = changes, worker = ignored
     pub keep_every: u64,
-    /// Steps go on while a copy of everything is written; without it they wait, and the memory of the copy is saved.
+    /// Whether training continues while a copy of the state is written. Without it steps wait, and no copy uses memory.
     // resume = changes, worker = ignored
     pub asynchronous: bool,
 }
@@ -494,7 +501,7 @@ impl Default for CheckpointSection {
     }
 }
 
-/// `[log]`: what is written down beside the metrics.
+/// `[log]`: logs in addition to the metrics.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Log {
@@ -509,18 +516,18 @@ impl Default for Log {
     }
 }
 
-/// `[deadlines]`: every wait has one.
+/// `[deadlines]`: time limits; every wait has one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Deadlines {
-    /// Seconds that a role waits for another before the run stops and says who waits for whom.
+    /// Seconds that a role waits for another before the run stops with a report of the waiting roles.
     // resume = changes, worker = run
     pub wait_s: f64,
-    /// Seconds without any progress after which the run says who waits for whom, and goes on.
+    /// Seconds without progress after which the watchdog reports which role waits for which; the run continues.
     // resume = changes, worker = run
     pub quiet_s: f64,
-    /// Seconds of silence after which a process is taken for dead: it is killed and started again, or forgotten if others
-    /// started it.
+    /// Seconds without a heartbeat after which a process counts as dead. The controller kills and restarts a process that it
+    /// started; the run deregisters a process that was started elsewhere.
     // resume = changes, worker = run
     pub heartbeat_s: f64,
 }

@@ -1,55 +1,55 @@
 //! The section `[curation]`.
 //!
-//! Invariant: everything is off by default, and a key that needs another says so.
+//! Invariant: everything is off by default, and the documentation of a key names the key that it needs.
 
 use serde::{Deserialize, Serialize};
 
-/// `[curation]`: which tasks are drawn and which groups are trained on; all off by default.
+/// `[curation]`: selection of tasks to sample and of groups to train on; all off by default.
 ///
-/// A trajectory passes if it is correct (`[eval.correct]`). The pass rate of a task is that of the newest group that was
-/// sampled of it, in this run.
+/// A trajectory passes if it is correct (`[eval.correct]`). The pass rate of a task is the fraction of passes in the newest
+/// group that this run sampled for the task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CurationSection {
-    /// Drop groups whose rewards are all equal and sample others in their place, so that every group of a batch teaches
-    /// something (DAPO). verl `filter_groups.enable`.
+    /// Whether groups with equal rewards are dropped and replaced by other groups, so that every group of a batch has a
+    /// gradient (DAPO). verl `filter_groups.enable`.
     // resume = changes, worker = ignored
     pub dynamic_sampling: bool,
-    /// Of `dynamic_sampling`: most groups dropped for every one that is kept, counted over a batch; beyond it groups go
-    /// through as they are. verl `max_num_gen_batches`.
+    /// For `dynamic_sampling`: largest number of dropped groups per kept group in a batch. Beyond it no group of the batch
+    /// is dropped. verl `max_num_gen_batches`.
     // resume = changes, worker = ignored
     pub max_refill_ratio: f64,
-    /// A task with this pass rate or a higher one is not drawn again (ScaleRL's no-positive-resampling has 0.9).
+    /// A task with at least this pass rate is not sampled again (0.9 in ScaleRL's no-positive-resampling).
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub max_pass_rate: Option<f64>,
-    /// A task of which none of so many trajectories passed is not drawn again (RIF-RFT).
+    /// A task is not sampled again if none of its trajectories passed, after this number of trajectories (RIF-RFT).
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub filter_after: Option<u64>,
-    /// Tasks with this pass rate or a higher one are easy: they are drawn with the probability `easy_share`.
+    /// Tasks with at least this pass rate are easy; they are sampled with probability `easy_share`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub easy_pass_rate: Option<f64>,
-    /// Of `easy_pass_rate`: probability that an easy task is drawn when its turn comes.
+    /// For `easy_pass_rate`: probability that an easy task is sampled in its turn.
     // resume = changes, worker = ignored
     pub easy_share: f64,
-    /// Tasks with this pass rate or a lower one are hard: they are drawn with the probability `hard_share`.
+    /// Tasks with at most this pass rate are hard; they are sampled with probability `hard_share`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub hard_pass_rate: Option<f64>,
-    /// Of `hard_pass_rate`: probability that a hard task is drawn when its turn comes.
+    /// For `hard_pass_rate`: probability that a hard task is sampled in its turn.
     // resume = changes, worker = ignored
     pub hard_share: f64,
-    /// From this pass rate on groups become smaller, linearly down to `min_group_size` at 1 (DART has 0.6).
+    /// Pass rate above which groups shrink, linearly down to `min_group_size` at pass rate 1 (0.6 in DART).
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub shrink_above: Option<f64>,
-    /// Of `shrink_above`: completions of a task that always passes.
+    /// For `shrink_above`: group size of a task with pass rate 1.
     // resume = changes, worker = ignored
     pub min_group_size: usize,
-    /// Put the newest success of a task into its next group in which nothing passed (DART), if it is within
-    /// `buffer.max_staleness`. Needs `buffer.on_stale = "drop"`.
+    /// Whether the newest correct trajectory of a task is added to its next group without one (DART), if its staleness is
+    /// within `buffer.max_staleness`. Needs `buffer.on_stale = "drop"`.
     // resume = changes, worker = ignored
     pub success_pool: bool,
 }
@@ -79,14 +79,14 @@ impl CurationSection {
         self.dynamic_sampling || self.asks_what_passes()
     }
 
-    /// Whether anything asks which trajectories pass.
+    /// Whether any key needs to know which trajectories pass.
     #[must_use]
     pub fn asks_what_passes(&self) -> bool {
         let rates = [self.max_pass_rate, self.easy_pass_rate, self.hard_pass_rate, self.shrink_above];
         self.success_pool || self.filter_after.is_some() || rates.iter().any(Option::is_some)
     }
 
-    /// The keys that say nothing as long as the key beside them is not set.
+    /// Keys without effect, each with the key that is not set and that it needs.
     #[must_use]
     pub fn keys_without_effect(&self) -> Vec<(&'static str, &'static str)> {
         [

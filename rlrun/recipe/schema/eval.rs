@@ -1,7 +1,7 @@
 //! The section `[eval]`.
 //!
-//! Invariant: `data.eval` is the set named `default`; which answers are correct is said once, here, for evaluation, curation
-//! and every algorithm that asks.
+//! Invariant: `data.eval` is the set named `default`. `[eval.correct]` defines a correct answer for evaluation, curation and
+//! every algorithm that needs it.
 
 use std::path::PathBuf;
 
@@ -10,28 +10,28 @@ use serde::{Deserialize, Serialize};
 
 use super::super::decode::one_or_many;
 
-/// `[eval]`: accuracy on held-out tasks, before, during and after.
+/// `[eval]`: accuracy on held-out tasks before, during and after training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Eval {
-    /// Steps between evaluations; 0 is only before and after. TRL `eval_steps`, verl `test_freq`.
+    /// Steps between evaluations; 0 evaluates only before and after training. TRL `eval_steps`, verl `test_freq`.
     // resume = changes, worker = ignored
     pub interval: u64,
-    /// Most tasks of a set; all if not given.
+    /// Largest number of tasks of a set. Default: all.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub tasks: Option<usize>,
-    /// Answers per task: n of `eval/avg@n` and of `eval/pass@k`. More than one needs a temperature above 0. verl
+    /// Answers per task: n of `eval/avg@n` and of `eval/pass@k`. Several answers need a temperature above 0. verl
     /// `val_kwargs.n`, prime-rl `rollouts_per_example`.
     // resume = changes, worker = ignored
     pub samples: usize,
     /// Sampling temperature; 0 takes the most likely token. verl `val_kwargs.temperature`.
     // resume = changes, worker = ignored
     pub temperature: f64,
-    /// Which answers are correct; the first verifiable reward at full value if not given.
+    /// Definition of a correct answer. Default: full value of the first verifiable reward.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub correct: Option<Correct>,
-    /// Further sets of held-out tasks, beside the one named `default` of `data.eval` or `data.arithmetic`.
+    /// Sets of held-out tasks in addition to the set `default` of `data.eval` or `data.arithmetic`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub sets: Vec<EvalSet>,
 }
@@ -42,16 +42,16 @@ impl Default for Eval {
     }
 }
 
-/// `[eval.correct]`: an answer is correct if one reward, before weighting, is worth at least the threshold.
+/// `[eval.correct]`: an answer is correct if the value of one reward, before weighting, is at least the threshold.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Correct {
-    /// Name of the reward; the first verifiable one of the recipe if not given: `math`, `math_dapo`, `hendrycks`, `gsm8k`,
+    /// Name of the reward. Default: the first verifiable reward of the recipe: `math`, `math_dapo`, `hendrycks`, `gsm8k`,
     /// `countdown`, `exact`, `code`, or `regex` with `compare = true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = ignored
     pub reward: Option<String>,
-    /// Least value of a correct answer.
+    /// Smallest reward of a correct answer.
     // resume = reward, worker = ignored
     pub threshold: f64,
 }
@@ -62,34 +62,34 @@ impl Default for Correct {
     }
 }
 
-/// One entry of `[[eval.sets]]`: held-out tasks with metrics `eval/NAME/...` of their own.
+/// One entry of `[[eval.sets]]`: a set of held-out tasks with its metrics `eval/NAME/...`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EvalSet {
-    /// Name in metrics, unique: letters, digits, `-`, `_` and `.`; not `default`.
+    /// Unique name in metrics: letters, digits, `-`, `_` and `.`; not `default`.
     // resume = changes, worker = ignored
     pub name: String,
     /// JSONL or Parquet files, or directories of them.
     #[serde(deserialize_with = "one_or_many")]
     // resume = changes, worker = ignored
     pub path: Vec<PathBuf>,
-    /// Column of the prompt; that of `[data]` if not given.
+    /// Column of the prompt. Default: that of `[data]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub prompt_column: Option<String>,
-    /// Column of the answer; that of `[data]` if not given.
+    /// Column of the answer. Default: that of `[data]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub answer_column: Option<String>,
-    /// Prompt with `{column}` placeholders, used instead of a prompt column; that of `[data]` if neither is given.
+    /// Prompt with `{column}` placeholders, used instead of a prompt column. Default: that of `[data]`, if neither is given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub prompt_template: Option<String>,
-    /// Most tasks; `eval.tasks` if not given.
+    /// Largest number of tasks. Default: `eval.tasks`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub tasks: Option<usize>,
-    /// Answers per task; `eval.samples` if not given.
+    /// Answers per task. Default: `eval.samples`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub samples: Option<usize>,

@@ -1,4 +1,4 @@
-//! `[lora]`.
+//! The section `[lora]`.
 
 use std::path::PathBuf;
 
@@ -6,22 +6,21 @@ use serde::{Deserialize, Serialize};
 
 use super::super::words::TargetModule;
 
-/// `[lora]`: training a low-rank change of the linear layers instead of all weights. With the section, everything else
-/// is frozen.
+/// `[lora]`: low-rank adapters of the linear layers are trained; all other weights are frozen.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Lora {
-    /// Rank of the change. PEFT `r`, TRL `lora_r`, verl `lora_rank`.
+    /// Rank of the adapters. PEFT `r`, TRL `lora_r`, verl `lora_rank`.
     // resume = state, worker = ignored
     pub rank: usize,
-    /// The change is multiplied with `alpha / rank`. PEFT `lora_alpha`.
+    /// Scale of the adapters: their product is multiplied by `alpha / rank`. PEFT `lora_alpha`.
     // resume = state, worker = ignored
     pub alpha: f64,
-    /// The layers that change, in every block. PEFT `target_modules`, TRL `lora_target_modules`.
+    /// Linear layers with adapters, in every block. PEFT `target_modules`, TRL `lora_target_modules`.
     // resume = state, worker = ignored
     pub target_modules: Vec<TargetModule>,
-    /// A directory with a PEFT adapter to go on from, whose rank, alpha and layers must be those above; a fresh one if
-    /// not given.
+    /// Directory of a PEFT adapter that training starts from. Its rank, alpha and layers must equal those of this section.
+    /// Default: a new adapter.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = state, worker = ignored
     pub path: Option<PathBuf>,
@@ -29,8 +28,8 @@ pub struct Lora {
 
 impl Default for Lora {
     fn default() -> Self {
-        // Rank and alpha as in TRL; all linear layers, without which LoRA learns less (Biderman et al. 2024, arXiv
-        // 2405.09673).
+        // Rank and alpha as in TRL; all linear layers, because LoRA on fewer layers learns less (Biderman et al. 2024,
+        // arXiv 2405.09673).
         Self { rank: 16, alpha: 32.0, target_modules: TargetModule::ALL.to_vec(), path: None }
     }
 }

@@ -1,48 +1,49 @@
-//! The section `[supervised]` as it is written.
+//! The section `[supervised]`.
 //!
-//! Invariant: with it nothing is sampled but answers to held-out tasks.
+//! Invariant: a run with this section samples answers to held-out tasks only.
 
 use serde::{Deserialize, Serialize};
 
 use crate::recipe::words::SupervisedKind;
 
-/// `[supervised]`: demonstrations, preferences, reward models. Generated tasks have a right and a wrong demonstration.
+/// `[supervised]`: training on demonstrations, on preferences, or of a reward model. Generated tasks have a correct and a
+/// wrong demonstration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Supervised {
-    /// What is learnt.
+    /// Training objective.
     // resume = experiment, worker = ignored
     pub kind: SupervisedKind,
     /// Demonstrations or pairs per step. TRL `per_device_train_batch_size`.
     // resume = tasks, worker = ignored
     pub batch: usize,
-    /// Of `sft`: column of what is to be imitated, a text or a list of messages. TRL `completion`.
+    /// For `sft`: column of the completion, a text or a list of messages. TRL `completion`.
     // resume = experiment, worker = ignored
     pub completion_column: String,
-    /// Of `sft`: column of whole conversations, of which every assistant turn is imitated; read where a row has no
+    /// For `sft`: column of whole conversations, which train on every assistant turn. It is read if a row has no
     /// completion. TRL `messages`.
     // resume = experiment, worker = ignored
     pub messages_column: String,
-    /// Of pairs: column of the better completion: a text, or a list of messages with or without those of the prompt. TRL
+    /// For pairs: column of the better completion: a text, or a list of messages with or without those of the prompt. TRL
     /// `chosen`.
     // resume = experiment, worker = ignored
     pub chosen_column: String,
-    /// Of pairs: column of the worse completion. TRL `rejected`.
+    /// For pairs: column of the worse completion. TRL `rejected`.
     // resume = experiment, worker = ignored
     pub rejected_column: String,
-    /// Of `dpo` and `ipo`: strength of the pull towards the policy that training starts from. TRL `beta`.
+    /// For `dpo` and `ipo`: strength of the regularization towards the initial policy. TRL `beta`.
     // resume = changes, worker = ignored
     pub beta: f64,
-    /// Of `dpo`: share of pairs that are labelled wrongly. TRL `label_smoothing`.
+    /// For `dpo`: assumed fraction of wrongly labelled pairs. TRL `label_smoothing`.
     // resume = changes, worker = ignored
     pub smoothing: f64,
-    /// Of `reward_model`: by how much the better one should score more.
+    /// For `reward_model`: target difference between the scores of a pair.
     // resume = changes, worker = ignored
     pub margin: f64,
 }
 
 impl Supervised {
-    /// Column of conversations that hold their own prompt.
+    /// Column of conversations that include their prompt.
     #[must_use]
     pub fn conversation_column(&self) -> &str {
         if self.kind == SupervisedKind::Sft { &self.messages_column } else { &self.chosen_column }
