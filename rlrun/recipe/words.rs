@@ -1,7 +1,7 @@
 //! The words that keys of a recipe accept.
 //!
-//! Invariant: a word is the snake-case name of its variant, and the type of a word belongs to the crate that acts on it;
-//! here stand only the words that the program itself acts on.
+//! Invariant: a word is the snake-case name of its variant. The crate that implements a word defines its type; this module
+//! defines only the words that the program itself implements.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,20 +22,20 @@ pub use trainer::loss::{Aggregation, KlEstimator};
 pub use trainer::optimizer::OptimizerKind;
 pub use trainer::schedule::ScheduleShape;
 
-/// Where groups wait between rollout and trainer.
+/// Storage of groups between rollout and trainer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StoreWord {
-    /// A journal in the run directory; nothing acknowledged is lost in a crash.
+    /// A journal in the run directory; a crash loses no acknowledged group.
     #[default]
     Redb,
-    /// Memory only; a crash loses what waits.
+    /// Memory only; a crash loses the stored groups.
     Memory,
     /// A buffer that `rlrun serve buffer` serves at `buffer.url`.
     Http,
 }
 
-/// What the workers of a trainer are.
+/// Form of the trainer's ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ranks {
@@ -48,19 +48,19 @@ pub enum Ranks {
     Mpi,
 }
 
-/// How samplers in other processes get weights.
+/// Transport of weights to samplers in other processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WeightTransport {
-    /// From shared memory on this host, over HTTP elsewhere.
+    /// Shared memory on this host, HTTP elsewhere.
     #[default]
     Auto,
-    /// Over HTTP.
+    /// HTTP for all samplers.
     Http,
     /// Samplers of this host map the memory of the trainer's device.
     #[serde(rename = "cuda-ipc")]
     CudaIpc,
-    /// The trainer's device broadcasts to those of all samplers.
+    /// The trainer's device broadcasts to the devices of all samplers.
     Nccl,
 }
 
@@ -83,55 +83,55 @@ impl WeightTransport {
     }
 }
 
-/// What is sampled with.
+/// Number format of the sampler's weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WeightDtypeWord {
-    /// The weights as they are trained.
+    /// The trained weights, without rounding.
     #[default]
     F32,
-    /// The same, rounded to the upper half of their bits.
+    /// The trained weights, rounded to 16 bits.
     Bf16,
 }
 
-/// What weights and activations are stored in on a device.
+/// Number format of weights and activations on a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ModelDtype {
-    /// What the device is fast with: bf16 on CUDA, f32 elsewhere.
+    /// The fast format of the device: bf16 on CUDA, f32 elsewhere.
     #[default]
     Auto,
-    /// All 32 bits.
+    /// 32 bits per number.
     F32,
-    /// The upper 16.
+    /// 16 bits per number, with the exponent range of f32.
     Bf16,
 }
 
-/// Where the f32 weights and the state of the optimizer are.
+/// Memory of the master weights and the optimizer state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OptimizerHome {
-    /// With the weights.
+    /// On the device, with the weights.
     #[default]
     Device,
-    /// In the memory of the machine.
+    /// In host memory.
     Host,
 }
 
-/// Where ranks that compute on devices exchange gradients and weights.
+/// Transport of gradients and weights between ranks on devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CollectiveWord {
-    /// From device to device where that can be, through the host where not.
+    /// `device` if its requirements are met, otherwise `host`.
     #[default]
     Auto,
-    /// From device to device, by NCCL.
+    /// From device to device, with NCCL.
     Device,
-    /// Through the host.
+    /// Through host memory.
     Host,
 }
 
-/// Where a role computes.
+/// Device of a role.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceWord {
     /// On the processor.
@@ -200,14 +200,14 @@ impl<'de> Deserialize<'de> for DeviceWord {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PolicyPlacement {
-    /// They take turns, and who waits gives up its memory.
+    /// Sampler and trainer alternate; the idle role frees its device memory.
     Colocated,
-    /// Both at once, each with its memory, sharing the cores.
+    /// Sampler and trainer run at the same time, each with its memory; they share the cores.
     #[default]
     Separated,
 }
 
-/// Which groups a training step takes first.
+/// Order in which a training step takes groups.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SampleOrder {
@@ -216,14 +216,14 @@ pub enum SampleOrder {
     Fifo,
     /// The newest version first.
     Recency,
-    /// Drawn with weights by the mean reward.
+    /// Random, with weights by the mean reward.
     Reward,
-    /// Drawn, all alike.
+    /// Random, with equal weights.
     Uniform,
 }
 
 impl SampleOrder {
-    /// The order with the temperature that `reward` draws at.
+    /// The buffer's order; `temperature` applies to `reward`.
     #[must_use]
     pub fn with(self, temperature: f64) -> buffer::Order {
         match self {
@@ -235,41 +235,41 @@ impl SampleOrder {
     }
 }
 
-/// Off-policy corrections; their bounds are keys of their own.
+/// Off-policy corrections. `behavior_weight_cap` and `behavior_weight_floor` are their bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CorrectionKind {
-    /// Not at all.
+    /// No correction.
     None,
     /// The weight of a token is at most the cap.
     TokenTruncate,
     /// The weight of a sequence is at most the cap.
     SequenceTruncate,
-    /// Tokens outside the bounds are left out; the others have their ratio as weight (IcePop).
+    /// Tokens with a ratio outside the bounds are masked; the weight of the others is their ratio (IcePop).
     TokenMask,
-    /// Sequences whose ratio (the product over tokens) is outside the bounds are left out; the others have it as weight
-    /// (verl `decoupled_seq_is_rs`, TRL `sequence_mask`).
+    /// Sequences with a ratio (the product over tokens) outside the bounds are masked; the weight of the others is their
+    /// ratio (verl `decoupled_seq_is_rs`, TRL `sequence_mask`).
     SequenceMask,
-    /// Sequences whose geometric mean of the tokens' ratios is outside the bounds are left out; a token of the others has
-    /// its ratio as weight, at most 2 (verl `decoupled_geo_rs_token_tis`).
+    /// Sequences with a geometric mean of the tokens' ratios outside the bounds are masked. In the others the weight of a
+    /// token is its ratio, at most 2 (verl `decoupled_geo_rs_token_tis`).
     GeometricMask,
-    /// Sequences whose divergence (mean k3, nats) is above the cap are left out; a token of the others has its ratio as
-    /// weight, at most 2 (verl `decoupled_k3_rs_token_tis`).
+    /// Sequences with a divergence (mean k3, nats) above the cap are masked. In the others the weight of a token is its
+    /// ratio, at most 2 (verl `decoupled_k3_rs_token_tis`).
     K3Mask,
 }
 
-/// What is learnt without sampling.
+/// Training objectives without sampling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SupervisedKind {
-    /// Demonstrations, by their likelihood.
+    /// Supervised fine-tuning: the likelihood of demonstrations.
     #[default]
     Sft,
-    /// Preferences (arXiv 2305.18290).
+    /// Direct preference optimization (arXiv 2305.18290).
     Dpo,
-    /// Preferences, without overconfidence in them (arXiv 2310.12036).
+    /// Identity preference optimization, which does not overfit certain preferences (arXiv 2310.12036).
     Ipo,
-    /// A score of completions (Bradley-Terry).
+    /// A reward model of completions (Bradley-Terry).
     RewardModel,
 }
 
