@@ -1,9 +1,9 @@
-//! Curves as a picture: an SVG file, or characters in the terminal.
+//! Curves as a chart: an SVG file, or characters in the terminal.
 //!
 //! - `text`: the same chart in plain ASCII
 //!
-//! Invariant: plain text that any browser or terminal shows; the axis of x is logarithmic, and what cannot stand on a
-//! logarithmic axis is left out.
+//! Invariant: plain text that any browser or terminal shows. The x axis is logarithmic, and points that it cannot show are
+//! skipped.
 
 mod text;
 

@@ -1,7 +1,7 @@
-//! Completions that are learnt from as they are written: texts, or messages as TRL writes them.
+//! Completions of a dataset as training samples: texts, or messages in TRL's form.
 //!
-//! Invariant: the tokens of an assistant turn are those that sampling would have to produce behind the rendered
-//! conversation before it: the encoded text and the token that ends it. Nothing else is in the loss.
+//! Invariant: the tokens of an assistant turn are those that sampling would produce after the rendered conversation before
+//! it: the encoded text and the token that ends it. No other token is in the loss.
 
 use model::{ModelDirectory, SpecialTokens};
 use rollout::tasks::prompt;

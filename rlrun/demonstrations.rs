@@ -1,7 +1,7 @@
-//! Demonstrations: what a model is to imitate, as samples.
+//! Demonstrations as samples.
 //!
-//! Invariant: the tokens of a demonstration are those that sampling would have to produce: the encoded prompt, the encoded
-//! text, the token that ends a completion.
+//! Invariant: the tokens of a demonstration are those that sampling would produce: the encoded prompt, the encoded text, the
+//! token that ends a completion.
 
 use model::{ModelDirectory, SpecialTokens};
 use rollout::tasks::arithmetic::{Demonstration, Sum};

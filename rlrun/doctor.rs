@@ -1,6 +1,7 @@
-//! `rlrun doctor`: what of this machine rlrun can use, and why it cannot use the rest.
+//! `rlrun doctor`: the hardware and software of this machine that rlrun can use, and the reason for each that it cannot.
 //!
-//! Invariant: it only looks. What is missing stands beside what helps, and a machine that lacks something is no failure.
+//! Invariant: it changes nothing. Every missing part is listed with its remedy, and a machine that lacks a part is no
+//! failure.
 
 use std::fmt;
 

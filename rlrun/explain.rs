@@ -1,7 +1,7 @@
-//! `rlrun explain`: what a key, a section or a word of a recipe means.
+//! `rlrun explain`: the meaning of a key, a section or a word of a recipe.
 //!
-//! Invariant: everything comes from the manual that the program carries ([`crate::recipe`]'s own comments, types and
-//! defaults) and from the registry of rewards; nothing is explained here in words of its own.
+//! Invariant: all text comes from the manual in the binary ([`crate::recipe`]'s comments, types and defaults) and from the
+//! registry of rewards; this module adds no explanation.
 
 use crate::args::ExplainArgs;
 use crate::failure::Failure;

@@ -1,7 +1,7 @@
-//! Places where tests make a run go wrong: `RLRUN_FAILPOINTS="checkpoint-write=disk-full@2;journal-commit=delay(50)"`.
+//! Failure injection for tests: `RLRUN_FAILPOINTS="checkpoint-write=disk-full@2;journal-commit=delay(50)"`.
 //!
-//! Invariant: only a build for tests has them, because only a dev-dependency turns them on in the crate `fail`; another
-//! build refuses the variable. Nothing here is decided by chance.
+//! Invariant: only test builds have failpoints, because only a dev-dependency enables them in the crate `fail`; another
+//! build refuses the variable. No failpoint is random.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -1,24 +1,24 @@
-//! The program that knows every crate: recipe, command line, run directory and terminal.
+//! The program that connects all crates: recipe, command line, run directory and terminal.
 //!
-//! - [`recipe`]: one TOML file that says everything about a run, with the origin of every value
-//! - [`program`]: what a program brings to every recipe, and its main function; [`args`], [`commands`]: the command line
-//!   and what it does; [`allocator`]: the memory of such a program
-//! - [`failpoints`]: places where tests make a run go wrong
-//! - [`reward`]: rewards tried by themselves
-//! - `doctor`: what of this machine can be used; `explain`: what a key of a recipe means
-//! - [`plan`]: what a recipe amounts to before it runs; [`fit`]: how far a run would go with more compute
-//! - [`pipeline`]: a run, `run_buffer` its buffer, `curation` its choice of tasks, `auxiliary_models` reference, critic and demonstrations; [`serve`]: a part of a run as a
-//!   process of its own
-//! - `controller`: the processes of a run, if it has some; `workers`: what they do, and what they and the run say to each
-//!   other; `trainer_progress`: what the process does; `watchdog`: which role waits for which when a run makes no progress
-//! - [`evaluation`]: what is measured on held-out tasks
-//! - [`run_dir`]: where a run leaves everything
-//! - [`metrics`], [`report`], [`chart`]: the measurements of a step and how they are shown, `diagnosis` what they say about
-//!   whether the run learns; [`memory`]: that of the process
+//! - [`recipe`]: one TOML file that defines a run, with the origin of every value
+//! - [`program`]: what a program adds to every recipe, and its main function; [`args`], [`commands`]: the command line
+//!   and its commands; [`allocator`]: the memory allocator of a program
+//! - [`failpoints`]: failure injection for tests
+//! - [`reward`]: rewards evaluated without a run
+//! - `doctor`: the hardware and software that rlrun can use; `explain`: the meaning of a key of a recipe
+//! - [`plan`]: batch arithmetic and memory of a recipe before it runs; [`fit`]: extrapolation of a run to more compute
+//! - [`pipeline`]: a run; `run_buffer`: its buffer; `curation`: its selection of tasks; `auxiliary_models`: reference, critic
+//!   and demonstrations; [`serve`]: a part of a run as a separate process
+//! - `controller`: starts and restarts the processes of a run; `workers`: these processes and their protocol with the run;
+//!   `trainer_progress`: the phase of the trainer; `watchdog`: which role waits for which when a run makes no progress
+//! - [`evaluation`]: metrics on held-out tasks
+//! - [`run_dir`]: the directory with all files of a run
+//! - [`metrics`], [`report`], [`chart`]: the measurements of a step and their display; `diagnosis`: whether the run
+//!   learns; [`memory`]: the resident memory of the process
 //!
 //! # Invariants
 //! - Only [`program`] reads the environment, once.
-//! - Files are the truth; the terminal only shows.
+//! - Files are authoritative; the terminal only shows them.
 //!
 //! ```
 //! use rlrun::plan::BatchPlan;

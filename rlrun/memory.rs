@@ -1,6 +1,6 @@
-//! The memory of this process, and of those it started, as the system counts it.
+//! The resident memory of this process and its children.
 //!
-//! Invariant: sizes are MiB of resident memory. On a system without `/proc` nothing is known and nothing is made up.
+//! Invariant: sizes are MiB of resident memory. On a system without `/proc` the size is unknown and none is invented.
 
 use std::fs;
 

@@ -1,6 +1,6 @@
-//! What a run writes down: metrics, events and sampled trajectories, and what the terminal shows of them.
+//! The records of a run: metrics, events and sampled trajectories, and their part in the terminal.
 //!
-//! Invariant: files are the truth and are written first; the terminal shows the same numbers.
+//! Invariant: files are authoritative and written first; the terminal shows the same numbers.
 
 mod peers;
 mod rewards;

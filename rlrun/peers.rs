@@ -1,6 +1,6 @@
-//! What other processes sent that the run refused, by sender and reason, until it is written down.
+//! Data from other processes that the run refused, by sender and reason, until it is logged.
 //!
-//! Invariant: what peers send decides neither how much is kept here nor how long a call takes.
+//! Invariant: peers control neither the memory that this module uses nor the duration of a call.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};

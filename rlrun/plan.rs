@@ -1,7 +1,7 @@
-//! What a recipe amounts to before it runs: batch arithmetic, and in [`memory`] what it needs of that.
+//! The plan of a recipe before it runs: batch arithmetic, and in [`memory`] the memory that it needs.
 //!
-//! Invariant: counts follow from the recipe alone and are exact; bytes are estimates that say what they count. No
-//! weights and no dataset are read.
+//! Invariant: counts follow from the recipe alone and are exact; bytes are estimates that name what they count. No weights
+//! and no dataset are read.
 
 pub mod memory;
 

@@ -1,7 +1,7 @@
-//! What a program brings to every recipe: the kinds of rewards that it knows, and the variables of its process.
+//! What a program adds to every recipe: its kinds of rewards, and the variables of its process.
 //!
-//! Invariant: [`main`] is where arguments and variables are read, every error is printed once, and the exit status is
-//! made: 0 ok, 1 the run failed, 2 the input was wrong, 75 it should be started again.
+//! Invariant: only [`main`] reads arguments and environment variables. It prints every error once and chooses the exit
+//! status: 0 success, 1 the run failed, 2 the input was wrong, 75 start it again.
 
 use std::collections::BTreeMap;
 use std::env::ArgsOs;

@@ -1,7 +1,7 @@
-//! What a run shows in the terminal.
+//! The terminal output of a run.
 //!
-//! Invariant: the report only shows; a terminal that cannot be written to never stops a run. Everything shown stands
-//! in the files of the run directory too. The step table goes to standard output, progress bars to standard error.
+//! Invariant: the report only shows; a failed write to the terminal never stops a run. Its content is in the files of the
+//! run directory too. The step table goes to standard output, progress bars to standard error.
 
 mod summary;
 mod table;

@@ -1,6 +1,6 @@
-//! `rlrun reward`: rewards tried by themselves.
+//! `rlrun reward`: evaluates rewards without a run.
 //!
-//! Invariant: nothing is sampled or trained. What a reward says here is what it says in a run, limits and errors included.
+//! Invariant: nothing is sampled or trained. A reward gives the same result as in a run, limits and errors included.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;

@@ -1,7 +1,7 @@
-//! `rlrun serve`: a part of rlrun as a process of its own.
+//! `rlrun serve`: a part of rlrun as a separate process.
 //!
-//! Invariant: the address is the first thing on standard output, and stands there only when clients can connect; all else
-//! goes to standard error. Asked to stop, the server finishes what it has begun and ends with success.
+//! Invariant: the first line on standard output is the address, printed once clients can connect; all other output goes to
+//! standard error. On a stop signal the server finishes the requests it has begun and ends with success.
 
 use std::io::Write;
 use std::path::Path;

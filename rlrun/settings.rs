@@ -1,7 +1,7 @@
-//! What a recipe means to each crate: its values in the crates' own types.
+//! The values of a recipe in the types of each crate.
 //!
-//! Invariant: every key of the recipe is read here or in the command that it belongs to; nothing is decided here that the
-//! recipe does not say. Words of the recipe are the crates' own enums, its numbers are plain.
+//! Invariant: every key of the recipe is read here or in the command that it belongs to. This module adds no decision to the
+//! recipe. Words of the recipe are the crates' enums, its numbers are plain.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;

@@ -1,5 +1,6 @@
-//! Ctrl-C and SIGTERM: the first asks the run to stop and save. A second Ctrl-C ends the process at once; a second SIGTERM is
-//! the same wish as the first, because launchers tell every process of a run and a controller tells its children too.
+//! Ctrl-C and SIGTERM. The first signal asks the run to stop and save. A second Ctrl-C ends the process at once. A second
+//! SIGTERM has no further effect, because a launcher signals every process of a run and a controller signals its children
+//! too.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,4 @@
-//! Where a command computes that no recipe speaks for.
+//! The device of a command that has no recipe.
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};

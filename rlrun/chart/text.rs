@@ -1,4 +1,4 @@
-//! A chart in plain ASCII. Invariant: every line is as wide as the terminal of a slow connection, 80 characters, or less.
+//! A chart in plain ASCII. Invariant: no line is longer than 80 characters.
 
 use super::{Axis, Chart, SeriesStyle, number};
 

@@ -1,7 +1,7 @@
-//! A process of a run, from its start to its end, and that which is started in its place.
+//! A child process of the controller, from start to end, and its replacement after a restart.
 //!
-//! Invariant: it ends with this value, and is in a process group of its own, so that a Ctrl-C at the terminal reaches the
-//! controller alone, which says to whom it goes.
+//! Invariant: the process ends when this value is dropped. It has a separate process group, so a Ctrl-C at the terminal
+//! reaches only the controller, which signals its children.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;

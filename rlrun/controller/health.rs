@@ -1,7 +1,7 @@
-//! Asks the run how its workers are, on a thread of its own: a run that does not answer must not keep the controller from
-//! looking after its processes.
+//! Polls the state of the workers from the run, on a separate thread: a run that does not answer must not block the
+//! controller.
 //!
-//! Invariant: what is known is as old as it says.
+//! Invariant: every answer is stored with the time of its request.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,16 +32,16 @@ pub(super) struct Health {
 
 #[derive(Default)]
 struct HealthState {
-    /// When the last answer came, of the lead that there is now.
+    /// Time of the request of the last answer from the current lead.
     answered: Option<Instant>,
-    /// When its first came.
+    /// Time of its first answer.
     first: Option<Instant>,
-    /// Whether one ever did.
+    /// Whether any lead has answered.
     ever: bool,
-    /// Counts leads: what was asked of the one before says nothing.
+    /// Number of leads so far; answers to requests to an earlier lead are ignored.
     lead: u64,
     members: Vec<WorkerStatus>,
-    /// Processes that have ended, of which the run has not heard.
+    /// Ended processes that are not yet reported to the run.
     ended: Vec<ProcessEnded>,
 }
 
@@ -57,7 +57,7 @@ impl Health {
             while !stopping.load(Ordering::Relaxed) {
                 let ended = std::mem::take(&mut lock(&shared).ended);
                 for ended in ended {
-                    // A run that is away has nothing to give back: it is started again without it.
+                    // The report may fail: a restarted run has no state of the ended process.
                     let _ = client.ask_once::<()>("/v1/run/ended", &ended, ANSWER);
                 }
                 let (asked, lead) = (Instant::now(), lock(&shared).lead);
@@ -79,22 +79,22 @@ impl Health {
         })
     }
 
-    /// Whether the run has ever been reached.
+    /// Whether the run has answered at least once.
     pub(super) fn has_answered(&self) -> bool {
         lock(&self.known).ever
     }
 
-    /// Whether it has answered what was asked after `then`.
+    /// Whether it has answered a request that was sent after `then`.
     pub(super) fn answered_after(&self, then: Instant) -> bool {
         lock(&self.known).answered.is_some_and(|answered| answered > then)
     }
 
-    /// For how long it has not answered; `None` until it has for the first time.
+    /// Time since the last answer; `None` before the first.
     pub(super) fn silent_since_answer(&self) -> Option<Duration> {
         lock(&self.known).answered.map(|answered| answered.elapsed())
     }
 
-    /// The lead is another one.
+    /// Resets the state for a new lead.
     pub(super) fn forget(&self) {
         let mut known = lock(&self.known);
         (known.answered, known.first) = (None, None);
@@ -102,7 +102,7 @@ impl Health {
         known.members.clear();
     }
 
-    /// Tells the run that the process of a worker has ended.
+    /// Reports the end of a worker's process to the run.
     pub(super) fn ended(&self, worker: &Child) {
         let (name, pid, instance) = (worker.name().to_owned(), worker.pid(), worker.instance());
         lock(&self.known).ended.push(ProcessEnded { name, pid, instance });

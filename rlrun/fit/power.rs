@@ -1,7 +1,7 @@
 //! The power law R(C) = A - D / C^B, fitted to the same points for comparison.
 //!
-//! ScaleRL (arXiv 2510.13786) shows it as what not to extrapolate with: it knows no slow start, so that the early part
-//! of a curve makes it promise too much. Invariant: no bound holds its asymptote back, for that is what is shown.
+//! ScaleRL (arXiv 2510.13786) shows that it extrapolates badly: it has no slow start, so the early part of a curve makes its
+//! asymptote too high. Invariant: the asymptote is not bounded, because the fit is to show this error.
 
 use super::numeric::{line, scanned_minimum};
 use super::sigmoid::Point;

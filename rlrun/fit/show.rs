@@ -1,6 +1,7 @@
-//! What a fit says: text with a chart, one JSON object per run, or a picture.
+//! The output of a fit: text with a chart, one JSON object per run, or a picture.
 //!
-//! Invariant: all three show the same numbers; an end of a margin that the data did not set is never shown as one.
+//! Invariant: all three show the same numbers. An end of a confidence interval that a bound set, not the data, is never
+//! shown as one.
 
 use serde_json::{Value, json};
 

@@ -1,7 +1,7 @@
-//! What a run refused or set aside of what came from outside: in the metrics, the events, the step line, and, of groups, a
-//! file to look at.
+//! Data from other processes that a run refused or quarantined: in the metrics, the events and the step line. Groups are
+//! also written to a file.
 //!
-//! Invariant: what peers send decides nothing of how much is written: groups are written up to a number, names are cut.
+//! Invariant: peers cannot control the amount that is written: the number of groups and the length of names are bounded.
 
 use std::io::Write;
 

@@ -1,7 +1,7 @@
-//! What the rewards of a run said, how long they took, and which of them holds the run up.
+//! Metrics of rewards: values, latencies, and the reward that slows the run down most.
 //!
-//! Invariant: values are of the batch that was trained on; errors, latencies and queues are of everything that was scored
-//! while the step was made, whether it has been trained on or not.
+//! Invariant: values are those of the trained batch. Errors, latencies and queues are those of all completions scored during
+//! the step, trained or not.
 
 use rewards::{LoadCounts, RewardSpec};
 

@@ -1,4 +1,4 @@
-//! What a push of weights cost, and how far those who sample are behind.
+//! Metrics of a weight push: its cost, and the lag of every sampler.
 
 use ::weights::{Lag, PushCost};
 

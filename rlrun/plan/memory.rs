@@ -1,9 +1,9 @@
-//! The memory that a run will need at its peak, part by part.
+//! The peak memory of a run, part by part.
 //!
-//! Invariant: every part names what it is and follows from the recipe and the shape of the model; a test holds the sum
-//! against a real run (`tests/memory.rs`). Parts are added as if all were there at the same time, which in a run that
-//! samples and trains at once comes true sooner or later; where they take turns, those of the larger turn. Whatever grows with
-//! the dataset is left out.
+//! Invariant: every part has a name and follows from the recipe and the shape of the model; `tests/memory.rs` compares the
+//! sum with a real run. The sum assumes that all parts exist at the same time, which happens in a run that samples and
+//! trains at the same time. If sampler and trainer alternate, the sum is that of the larger phase. Memory that grows with
+//! the dataset is not counted.
 
 pub mod devices;
 mod gradients;

@@ -1,7 +1,7 @@
-//! Every key of a recipe with its type, its default and what it means, from the sources of the schema.
+//! Every key of a recipe with its type, its default and its meaning, from the sources of the schema.
 //!
-//! Invariant: meanings are the comments of the sources that this program was built from; types, words and defaults are what
-//! the deserialiser says. Nothing is written down here a second time, so a new key is explained as soon as it exists.
+//! Invariant: meanings are the comments of the sources of this binary; types, words and defaults come from the deserialiser.
+//! Nothing is repeated here, so a new key is explained as soon as it exists.
 
 use std::fmt;
 use std::sync::LazyLock;

@@ -1,7 +1,7 @@
 //! An append-only file of JSON objects, one per line.
 //!
-//! Invariant: after a crash at any byte, reopening leaves only whole lines; lines are taken back only for steps that
-//! a resume does again, and then by an atomic rewrite. It does not know what the objects mean beyond their `step`.
+//! Invariant: after a crash at any byte, reopening leaves only whole lines. Lines are removed only for steps that a resume
+//! repeats, by an atomic rewrite. The module reads only the field `step` of an object.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};

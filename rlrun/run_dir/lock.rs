@@ -1,7 +1,7 @@
-//! The lock that keeps two processes out of one run directory.
+//! The lock that prevents two processes from using one run directory.
 //!
-//! Invariant: the operating system holds the lock for the open file and gives it back when the process ends, however
-//! it ends, so that the lock of a dead process cannot exist. The process id in the file only serves the message.
+//! Invariant: the operating system ties the lock to the open file and releases it when the process ends for any reason, so
+//! a dead process never holds a lock. The process id in the file is for the error message only.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, Write};

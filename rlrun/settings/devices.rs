@@ -1,6 +1,6 @@
-//! Where the roles of a run compute.
+//! The device of every role of a run.
 //!
-//! Invariant: `None` is the processor; nothing is opened or looked for but where it says so.
+//! Invariant: `None` is the processor. A device is opened or looked for only if the recipe names one.
 
 use std::collections::BTreeSet;
 

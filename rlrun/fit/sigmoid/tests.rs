@@ -1,5 +1,5 @@
-//! The fit against curves whose truth is known. Seeds are fixed, so that no test is ever red by chance; how often
-//! another seed would be is said where it matters.
+//! The fit against curves with known parameters. Seeds are fixed, so that no test fails by chance. The failure rate for
+//! other seeds is noted where it matters.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};

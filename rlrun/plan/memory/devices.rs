@@ -1,7 +1,7 @@
-//! What a run needs of the memory of every device, and whether it is there.
+//! The memory that a run needs on every device, compared with the memory that the device has.
 //!
-//! Invariant: the same arithmetic as for the processor, in the bytes that a device stores a value in; what is on a device is
-//! not counted on the host as well. A device that this machine does not have is planned for and not compared.
+//! Invariant: the arithmetic is that of the processor, with the number formats of the device. Memory on a device is not
+//! counted on the host too. The plan includes devices that this machine does not have, without a comparison.
 
 mod roles;
 

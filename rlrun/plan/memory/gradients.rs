@@ -1,4 +1,4 @@
-//! The memory of gradients: of the micro-batch that is reversed, of the tree over leaves, and between ranks.
+//! The memory of gradients: of the micro-batch in its backward pass, of the tree over leaves, and between ranks.
 
 use model::Layout;
 use trainer::plan::sum_buffers;

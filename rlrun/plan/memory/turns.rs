@@ -1,7 +1,7 @@
-//! Which part of the memory is there when, where sampler and trainer take turns on one device.
+//! The memory of each phase if sampler and trainer alternate on one device.
 //!
-//! Invariant: parts move to a phase or shrink, none is added that a run at the same time does not have; what stays in memory
-//! follows from the same budget in the same order as in a run.
+//! Invariant: parts move to a phase or shrink; every part also exists in a run that is not colocated. The parts that stay in
+//! memory follow from the same budget in the same order as in a run.
 
 use model::{Layout, Placement};
 

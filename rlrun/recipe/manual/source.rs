@@ -1,7 +1,7 @@
-//! Rust sources as far as a manual needs them: structs with their fields, enums of words, and what stands above each.
+//! A parser of Rust sources for the manual: structs with their fields, enums of words, and their documentation.
 //!
-//! Invariant: it reads sources as rustfmt leaves them, with fields and variants at the first level of indentation. What it
-//! does not understand is left out; that nothing of the schema is, is tested against the deserialiser.
+//! Invariant: it reads sources as rustfmt formats them, with fields and variants at the first level of indentation. It skips
+//! what it does not understand; a test compares the result with the deserialiser.
 
 /// A struct.
 #[derive(Clone, Debug, Default)]

@@ -1,4 +1,4 @@
-//! Recipes as a run may send them, and what a worker makes of them.
+//! Recipes that a run may send, and the permissions that a worker derives from them.
 
 use std::fs;
 

@@ -1,6 +1,6 @@
-//! What each role needs of a device.
+//! The memory that each role needs on a device.
 //!
-//! Invariant: parts of ranks are those of all ranks together, divided among them.
+//! Invariant: the parts of one rank are those of all ranks together, divided by the number of ranks.
 
 use device::ops::paged::{PAGE, PART};
 use model::{Config, Layout};
