@@ -1,4 +1,4 @@
-//! The controller of a run whose roles are processes of their own (`placement.processes`).
+//! The controller of a run whose roles are separate processes (`placement.processes`).
 //!
 //! ```text
 //! controller -- owns the sockets, starts and watches --> lead (buffer, trainer, weights, report) on its socket
@@ -240,7 +240,7 @@ impl Controller<'_> {
         self.lead = Some(lead);
         let ended = self.watch(signals);
         if let Some(lead) = &mut self.lead {
-            // It saves, for which it may need the other ranks.
+            // The lead saves, and may need the other ranks for that.
             lead.signal(Signal::TERM);
             lead.end_by(Instant::now() + self.start.recipe.wait());
         }
@@ -294,7 +294,7 @@ impl Controller<'_> {
                     None => (lead.started().elapsed(), wait.max(limit)),
                 };
                 if silent > limit {
-                    // It may be stopped, or hang; either way nothing goes on without it.
+                    // It may be stopped, or hang; the run makes no progress without it.
                     lead.kill(&format!("did not answer for {:.0} s", silent.as_secs_f64()));
                     self.health.forget();
                 }
@@ -346,7 +346,7 @@ impl Controller<'_> {
             let then = asked.checked_sub(Duration::from_secs_f64(member.silent_s)).unwrap_or(*asked);
             worker.heard(then, member.instance);
         }
-        // The lead forgets who is silent, and one that started again never heard of it.
+        // The lead deregisters silent workers, and a restarted lead does not know them.
         let since = match (worker.last_heard(), self.health.first_answer()) {
             (Some(heard), Some(first)) => Some(heard.max(first)),
             (None, Some(first)) if first > worker.started() => Some(first),

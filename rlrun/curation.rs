@@ -50,7 +50,7 @@ impl Recipe {
     }
 }
 
-/// The curator of a run over `tasks`, which goes on where an earlier process stopped.
+/// The curator of a run over `tasks`; it continues from the state of an earlier process.
 ///
 /// # Errors
 /// A history that cannot be read or written, or holds a line that rlrun did not write.

@@ -38,7 +38,7 @@ pub struct Observer<'a> {
     recipe: &'a Recipe,
     run_dir: &'a RunDir,
     report: &'a Report,
-    /// `None` until it is known after which step the run goes on.
+    /// `None` until the run knows the step that it resumes from.
     metrics: Option<JsonLines>,
     diagnosis: Diagnosis,
     /// The version that this attempt at the run starts from.
@@ -62,7 +62,7 @@ pub struct ObserverInputs<'a> {
     pub evaluation: Option<&'a Evaluated>,
     /// What the rewards had to do while it was made, by name.
     pub rewards: &'a [(String, LoadCounts)],
-    /// What the last push of weights cost, and who serves what.
+    /// Cost of the last weight push, and the version of every sampler.
     pub push: (Option<PushCost>, &'a [Lag]),
     /// What of other processes was refused while it was made.
     pub refused: &'a [Refused],

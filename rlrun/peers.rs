@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 /// Most pairs of sender and reason between two looks; more are counted under [`OTHERS`].
 const MOST: usize = 64;
-/// Who stands for senders beyond.
+/// Name for all senders beyond the limit.
 const OTHERS: &str = "others";
 /// Most characters of an example.
 const SHOWN: usize = 400;

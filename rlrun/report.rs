@@ -68,7 +68,7 @@ struct Out {
     rows: usize,
     /// The columns of the last header.
     layout: Option<table::TableLayout>,
-    /// A copy of every line, whatever the style.
+    /// A copy of every line, in every style.
     log: Option<File>,
 }
 

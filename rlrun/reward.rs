@@ -141,7 +141,7 @@ impl Grader<'_> {
                 .iter()
                 .map(|place| RewardInput::text(&cases[*place].task, &cases[*place].text))
                 .collect();
-            // Cases are no group: a reward that compares sees each by itself.
+            // Cases are no group: a reward that compares completions gets one case at a time.
             let at_once = if reward.scope() == Scope::Group { 1 } else { inputs.len().max(1) };
             let calls = inputs.chunks(at_once);
             let judged = calls.flat_map(|inputs| self.runtime.handle().block_on(reward.score(inputs)));

@@ -1,7 +1,7 @@
-//! The directory of a run: everything needed to understand, resume and repeat it.
+//! The directory of a run: all files needed to inspect, resume and repeat it.
 //!
-//! Invariant: at most one process holds a run directory, and a new run never starts in one that already has files.
-//! Files are the truth; nothing here interprets checkpoints or samples.
+//! Invariant: at most one process locks a run directory, and a new run never starts in one that already has files. Files
+//! are authoritative; this module does not interpret checkpoints or samples.
 //!
 //! ```text
 //! run.json recipe.toml resolved.toml metrics.jsonl events.jsonl curation.jsonl samples/ logs/ checkpoints/ lock
@@ -170,7 +170,7 @@ impl RunDir {
         &self.path
     }
 
-    /// The recipe that `rlrun resume` goes on with.
+    /// The recipe that `rlrun resume` continues with.
     #[must_use]
     pub fn resolved_recipe(&self) -> PathBuf {
         self.path.join("resolved.toml")

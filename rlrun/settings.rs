@@ -270,7 +270,7 @@ impl Recipe {
         }
     }
 
-    /// Who samples, as the hub of the weights sees it.
+    /// The samplers as subscribers of the weight hub.
     #[must_use]
     pub fn hub(&self) -> HubConfig {
         let dtype = match self.weights.dtype {

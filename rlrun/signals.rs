@@ -20,7 +20,7 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Starts to listen, on a thread of its own.
+    /// Starts to listen, on a separate thread.
     ///
     /// # Errors
     /// The system refuses the signal handlers.
@@ -81,7 +81,7 @@ impl Signals {
         Ok(Self { stop, terminated })
     }
 
-    /// Whether it was SIGTERM that asked: a launcher which takes the machine away, rather than a user who has seen enough.
+    /// Whether the stop signal was SIGTERM: it comes from a launcher that reclaims the machine, not from a user.
     #[must_use]
     pub fn terminated(&self) -> bool {
         self.terminated.load(Ordering::Relaxed)

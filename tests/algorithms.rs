@@ -1,4 +1,4 @@
-//! Every algorithm learns, and what stands beside the policy survives a crash.
+//! Every algorithm learns, and the auxiliary models survive a crash.
 //!
 //! The task is that of `small.toml`: answers that end in an even digit. Runs are synchronous, so they end with the same bits
 //! every time and the rewards compared here are always the same numbers.
@@ -180,7 +180,7 @@ fn what_is_learnt_without_sampling() {
         assert!(mean(&accuracy[30..]) > 0.95, "{kind}: {accuracy:?}");
     }
 
-    // A run that was stopped and goes on ends as one that was not.
+    // A stopped and resumed run ends with the same result as an uninterrupted run.
     home.write("pairs.toml", without(&format!("{reward}[supervised]\nkind = \"dpo\"\nbatch = 16\n")));
     let args = [
         "pairs.toml",

@@ -61,7 +61,7 @@ fn survives(home: &Home, name: &str, blows: &[(&str, Blow)]) -> Run {
     .concat();
     let mut child = home.start_endless(name, &sets);
     strike(&run, &mut child, blows);
-    // Long enough to learn, whatever happened.
+    // Long enough to learn under every injected failure.
     assert!(run.wait_for(Moment::Step(30), &mut child));
     interrupt(&child);
     finish(child).ok();
@@ -123,7 +123,7 @@ fn a_trainer_that_is_stopped_is_missed() {
     survives(&home, "stopped", &[("the trainer", Blow::Stop)]);
 }
 
-/// A run whose worker cannot stay alive says so, with its last words, within its budget.
+/// A run with a worker that keeps dying ends within its restart budget, with the worker's last output.
 #[test]
 fn a_process_that_cannot_be_kept_alive_ends_the_run_with_its_last_words() {
     let home = Home::new();
@@ -223,7 +223,7 @@ impl Drop for Wire {
     }
 }
 
-/// A worker behind a slow network that fails for a while goes on as soon as it can, and the run does not wait for it.
+/// A worker behind a slow network that fails for a while reconnects as soon as it can; the run does not wait for it.
 #[test]
 fn a_worker_that_is_cut_off_for_a_while_goes_on_afterwards() {
     let home = Home::new();

@@ -3,7 +3,7 @@
 use crate::support::Home;
 
 /// With a larger bound sequences are in flight when the trainer asks for the device, texts are put into them, tasks are passed
-/// over, and a critic with a network of its own stands beside the policy.
+/// over, and the policy has a separate critic.
 #[test]
 fn runs_of_every_kind_end_and_keep_the_bound() {
     let home = Home::new();

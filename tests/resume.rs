@@ -10,7 +10,7 @@ const STEPS: u64 = 12;
 const BATCH: u64 = 8;
 
 /// Runs `small.toml` with `sets` in the run directory `name`, killed at every one of `moments` and resumed.
-/// Returns the run, and how often the process was killed before it had ended by itself.
+/// Returns the run, and how often the process was killed before it ended normally.
 fn run_with_kills(home: &Home, name: &str, sets: &[&str], moments: &[Moment]) -> (Run, usize) {
     let run = home.run(name);
     let mut kills = 0;
@@ -256,7 +256,7 @@ fn a_resume_with_values_that_do_not_fit_changes_nothing() {
     assert_eq!(resolved(), before);
 }
 
-/// The journal holds groups that no checkpoint has: without it a run goes on only if it is asked to.
+/// The journal has groups that no checkpoint has: a run without its journal resumes only with the option for it.
 #[test]
 fn a_run_whose_journal_is_missing_goes_on_only_without_it() {
     let home = Home::new();
@@ -275,7 +275,7 @@ fn a_run_whose_journal_is_missing_goes_on_only_without_it() {
     assert_eq!(run.steps().len(), 7);
 }
 
-/// A run whose journal is removed under it ends with that, and not with a lasting gap.
+/// A run ends with an error if its journal is removed, and leaves no permanent gap.
 #[test]
 fn a_run_whose_journal_is_removed_ends_and_says_so() {
     let home = Home::new();

@@ -364,7 +364,7 @@ fn a_slow_reward_does_not_hold_up_the_end_and_is_named() {
     assert_eq!(run.values("reward/patience/detail/mean"), [99.0; 2]);
 }
 
-/// A run whose reward judges nothing ends, and says why.
+/// A run ends with the reason if its reward scores no completion.
 #[test]
 fn a_run_that_cannot_be_scored_ends_with_the_reason() {
     if !python_is_there() {

@@ -1,4 +1,4 @@
-//! A run whose trainer is several ranks, killed and resumed with other numbers of them.
+//! A run with several trainer ranks, killed and resumed with other numbers of ranks.
 
 use crate::support::{Home, Moment, Run, finish};
 

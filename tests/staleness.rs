@@ -1,4 +1,4 @@
-//! The bound on staleness holds at every training step, whatever happens to sequences when new weights arrive.
+//! The bound on staleness holds at every training step, for every `rollout.on_update`.
 
 use crate::support::{Home, Run};
 

@@ -11,7 +11,7 @@ use toml::{Table, Value};
 /// Every crate with the workspace crates that it depends on. `rlrun` is the root package.
 ///
 /// The design in one table: groups go forward through `buffer`, versions back through `weights`; no other crate connects
-/// rollout and trainer. A new edge is a change of its own, argued for in its commit.
+/// rollout and trainer. A new edge needs a separate commit with its reason.
 const EDGES: [(&str, &[&str]); 14] = [
     ("trajectory", &[]),
     // `device` depends on no crate. Crates that compute with or transfer weights may depend on it: `model`, `weights`,
@@ -47,7 +47,7 @@ const EDGES: [(&str, &[&str]); 14] = [
             "trainer",
         ],
     ),
-    // Measures parts of a run and whole runs, as a program of its own.
+    // Measures parts of a run and whole runs, as a separate program.
     (
         "bench",
         &["trajectory", "device", "model", "rewards", "buffer", "weights", "rollout", "trainer", "rlrun"],

@@ -1,6 +1,6 @@
-//! The binary as a user runs it: in a directory of its own, which disappears with the test.
+//! The binary as a user runs it: in a temporary directory.
 //!
-//! Invariant: nothing here looks into the process; all that is known of a run stands in its files and its output.
+//! Invariant: no test looks into the process; tests read the files and the output of a run.
 
 use std::io::Read;
 use std::ops::{Deref, DerefMut};

@@ -219,7 +219,7 @@ fn a_launcher_that_stops_a_run_is_asked_to_start_it_again() {
     }
 }
 
-/// The processes of a run end with their controller, whatever ends that, and save.
+/// The processes of a run save and end with their controller, for every way that it ends.
 #[test]
 fn a_run_whose_controller_is_killed_can_be_resumed() {
     let home = Home::new();

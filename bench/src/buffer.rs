@@ -1,4 +1,4 @@
-//! A buffer in a process of its own, as samplers and trainers on other machines see it.
+//! A buffer in a separate process, as samplers and trainers on other machines see it.
 //!
 //! - [`served`]: the process; [`load`]: its clients; [`connection`]: how they talk
 //!

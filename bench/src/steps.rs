@@ -1,4 +1,4 @@
-//! The whole loop: steps of a real run, in a run directory of its own that disappears.
+//! The whole loop: steps of a real run, in a temporary run directory.
 //!
 //! Invariant: the benchmark runs the pipeline of every run from a recipe and reads durations from its metrics; there is no
 //! second loop. Steps at the start are skipped until the number of groups in flight is steady.
@@ -26,13 +26,13 @@ use crate::suite::model_name;
 /// Least number of steps that are left out at the start.
 const STARTING: usize = 5;
 
-/// What a recipe of a loop says whatever is measured: nothing but steps.
+/// Recipe text of every measured loop: nothing but steps.
 const ALWAYS: [&str; 2] = ["checkpoint.interval=0", "log.samples=0"];
 
 /// Runs the loop with at most `staleness` versions between sampling and training, which share `cores`.
 ///
 /// # Errors
-/// A recipe, model or tasks that cannot be used, or whatever ends a run.
+/// A recipe, model or tasks that cannot be used, or any failure of the run.
 pub fn work(
     args: &LoopBenchArgs,
     staleness: u64,

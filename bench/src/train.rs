@@ -24,7 +24,7 @@ use crate::generate::random_tokens;
 use crate::measure::Work;
 use crate::suite::{device_mib, model_name, with_device};
 
-/// Small enough that the weights of a real model stay what they are, whatever the number of repeats.
+/// Small enough that no number of repeats changes the weights of a real model noticeably.
 const LEARNING_RATE: f32 = 1e-6;
 
 /// Takes as many optimizer steps as `args` say, on all of `cores` or on a device.

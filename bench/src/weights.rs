@@ -1,6 +1,6 @@
 //! New weights on their way to a sampler, by every transport, against the speed of a copy.
 //!
-//! - [`receiver`]: a sampler's side as a process of its own; [`density`]: how many weights a step of training changes
+//! - [`receiver`]: a sampler's side as a separate process; [`density`]: how many weights a step of training changes
 //! - `devices`: pushes that stay on devices, with `--device`
 //!
 //! Invariant: a push is timed from the call that publishes to the moment at which a subscriber has weights that it can
@@ -144,7 +144,7 @@ impl WeightsBench<'_> {
         self.report("memory", size_of_val(values), &ready, &costs, 0)
     }
 
-    /// Pushes to a subscriber in a process of its own: with `changed` as deltas, with such a share of weights changed.
+    /// Pushes to a subscriber in a separate process: with `changed` as deltas, with such a share of weights changed.
     fn pushes(
         &mut self,
         of: &'static str,

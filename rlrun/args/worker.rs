@@ -11,7 +11,7 @@ use crate::recipe::words::DeviceWord;
 /// What a worker does for a run.
 #[derive(Debug, Subcommand)]
 pub enum WorkerCommand {
-    /// Sample for a run; any number may join and leave while it goes on
+    /// Sample for a run; any number of workers may join and leave during the run
     Rollout(RolloutArgs),
     /// Be a further rank of a run's trainer (`trainer.ranks = "processes"`)
     Trainer(TrainerWorkerArgs),

@@ -11,7 +11,7 @@ use crate::metrics::Metrics;
 /// Share of a step from which the time until a trajectory is judged counts as long.
 const LONG: f64 = 0.25;
 
-/// What `reward/NAME/...` means whatever a reward says; a detail of such a name is under `reward/NAME/detail/`.
+/// Reserved names under `reward/NAME/...`; a detail of a reward with such a name is under `reward/NAME/detail/`.
 const OURS: [&str; 9] = [
     "mean",
     "weight",

@@ -4,7 +4,7 @@ use ::weights::{Lag, PushCost};
 
 use crate::metrics::Metrics;
 
-/// Writes down the last push, if there was one, and the slowest of those who took one.
+/// Records the last push, if there was one, and the slowest sampler that received one.
 pub(super) fn measure(metrics: &mut Metrics, (push, lags): (Option<PushCost>, &[Lag])) {
     if let Some(push) = push {
         metrics.set("weights/bytes", push.delta_bytes.unwrap_or(push.full_bytes) as f64);

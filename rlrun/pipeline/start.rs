@@ -209,7 +209,7 @@ impl Run<'_> {
         directory: &ModelDirectory,
         parameters: Parameters,
     ) -> Result<Option<Parameters>, Failure> {
-        // AdamW on all weights, whatever the optimizer of the training steps; only the format of its moments is the recipe's.
+        // AdamW on all weights, for every `trainer.optimizer`; the recipe only chooses the format of its moments.
         let kind = match self.recipe.trainer.optimizer {
             OptimizerKind::Adamw8bit => OptimizerKind::Adamw8bit,
             OptimizerKind::Adamw | OptimizerKind::Muon | OptimizerKind::Dion => OptimizerKind::Adamw,

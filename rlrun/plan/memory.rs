@@ -65,7 +65,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// What a run of `recipe` needs with a model of the shape `config`, whose `tokenizer.json` has `tokenizer` bytes.
+    /// Memory of a run of `recipe` with a model of the shape `config` and a `tokenizer.json` of `tokenizer` bytes.
     /// Sums saturate.
     #[must_use]
     pub fn of(recipe: &Recipe, config: &Config, tokenizer: u64) -> Self {

@@ -89,7 +89,7 @@ pub struct Recipe {
     pub log: Log,
     /// How long one role waits for another.
     pub deadlines: Deadlines,
-    /// Who computes where.
+    /// Devices, processes and cores of each role.
     pub placement: PlacementSection,
 }
 

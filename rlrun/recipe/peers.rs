@@ -1,4 +1,4 @@
-//! What other frameworks call the keys of a recipe, for people who come from there.
+//! The names of recipe keys in other frameworks, for error messages and `rlrun explain`.
 //!
 //! Invariant: foreign names are never accepted, only explained.
 

@@ -59,7 +59,7 @@ fn check_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
     }
 }
 
-/// What cannot be when the roles of a run are processes of their own.
+/// What cannot be when the roles of a run are separate processes.
 fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
     if !recipe.placement.processes {
         for key in ["rollout_workers", "rollout_devices", "restarts"] {
@@ -116,7 +116,7 @@ fn deciding<'a>(keys: &[&'a str], checker: &Checker<'_>) -> &'a str {
     given.or(keys.first()).copied().unwrap_or_default()
 }
 
-/// A list of devices names one for each rank, each a device of its own.
+/// A list of devices names one for each rank, without duplicates.
 fn check_ranks_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     let path = "placement.trainer_devices";
     let Some(list) = &recipe.placement.trainer_devices else { return };

@@ -1,7 +1,7 @@
 //! A training step as a row of a table or as a line.
 //!
 //! Invariant: a measurement that was not taken is a dash, never a zero. A row is no wider than the terminal, unless that
-//! is narrower than the columns that are always shown; a line is one line whatever a measurement says.
+//! is narrower than the columns that are always shown; a row is one line for every measurement.
 
 use crate::metrics::Metrics;
 
@@ -34,7 +34,7 @@ const COLUMNS: [Column; 10] = [
 /// The columns that fit the width of the terminal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TableLayout {
-    /// Columns whose `spared` is above are left out.
+    /// Columns with a larger `spared` are hidden.
     spare: u8,
     /// Spaces between columns.
     gap: usize,
@@ -159,7 +159,7 @@ fn idle(metrics: &Metrics) -> String {
     format!("{}/{}", percent("rollout/idle_ratio"), percent("trainer/idle_ratio"))
 }
 
-/// The role that holds the run up, in a word: how much it does stands in the column before.
+/// The role that limits the run.
 fn bottleneck(metrics: &Metrics) -> String {
     plain(metrics.bottleneck.split(':').next().unwrap_or_default()).chars().take(10).collect()
 }

@@ -130,7 +130,7 @@ impl Recipe {
         }
     }
 
-    /// Where a sampler's weights are served, on a stream of its own.
+    /// Where a sampler's weights are served, on a separate stream.
     ///
     /// # Errors
     /// If the device cannot be opened.

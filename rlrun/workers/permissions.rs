@@ -68,7 +68,7 @@ struct Local {
     train: Option<Vec<PathBuf>>,
 }
 
-/// A file whose code may run.
+/// A file with code that may run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Code {
     file: PathBuf,
@@ -262,7 +262,7 @@ impl Permissions {
         kept.into()
     }
 
-    /// The keys of a function whose file is allowed, taken out of `owned`.
+    /// Removes the keys of a function in an allowed file from `owned`.
     fn function(&self, owned: &mut BTreeMap<String, Value>) -> Option<Table> {
         let text = |key: &str| owned.get(key).and_then(Value::as_str);
         let path = text("path")?;
@@ -318,7 +318,7 @@ impl Permissions {
 const READS: &str = "it is read here; allow it, or a directory that it is in, with --allow-path";
 const UNKNOWN: &str = "this rlrun does not know who may decide it; use the same rlrun for both";
 
-/// Who decides the key of a reward.
+/// Whether the run or the operator chooses the key of a reward.
 fn decides(key: &str, value: &Value) -> Option<By> {
     let full = format!("rewards[].{key}");
     match value.as_str() {

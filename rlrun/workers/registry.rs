@@ -14,7 +14,7 @@ use ::rollout::Progress;
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-/// Most workers, and most lost instances whose counters are kept one by one.
+/// Largest number of workers, and of lost instances with separate counters.
 const MAX_WORKERS: usize = 4096;
 /// Most bytes of the name of a worker or of a reward.
 const MAX_NAME: usize = 128;

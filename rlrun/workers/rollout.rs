@@ -42,7 +42,7 @@ const LOOK_UP: Duration = Duration::from_millis(100);
 /// Samples until the run ends or the process is stopped.
 ///
 /// # Errors
-/// A run that cannot be reached, data or rewards that are not there, whatever ended the sampling.
+/// The run cannot be reached, data or rewards are missing, or sampling failed.
 pub(crate) fn run(args: &RolloutArgs, program: &Program) -> Result<(), Failure> {
     if let Some(parent) = args.join.parent {
         end_with_parent(parent)?;

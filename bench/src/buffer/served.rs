@@ -1,6 +1,6 @@
-//! `rlrun serve buffer` in a child process, on a port of its own.
+//! `rlrun serve buffer` in a child process, on a separate port.
 //!
-//! Invariant: the child ends with its value, by SIGKILL; whatever it leaves in its directory is for the next.
+//! Invariant: dropping the value kills the child with SIGKILL; the next child opens the files that it leaves.
 
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rlrun::failure::Failure;
 use rlrun::memory;
 
-/// A server in a process of its own.
+/// A server in a separate process.
 #[derive(Debug)]
 pub struct Served {
     child: Child,

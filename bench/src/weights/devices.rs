@@ -85,7 +85,7 @@ impl DevicesBench<'_, '_> {
         self.report("device_memory", &taken)
     }
 
-    /// Pushes to a sampler in a process of its own, on the same device.
+    /// Pushes to a sampler in a separate process, on the same device.
     fn ipc(&mut self) -> Result<(), Failure> {
         let hub = Hub::new(HubConfig::default());
         let config = IpcConfig { directory: self.bench.args.shm.clone(), wait: SOON };
@@ -114,7 +114,7 @@ impl DevicesBench<'_, '_> {
         self.report("device_nccl", &taken)
     }
 
-    /// Pushes to a sampler that waits on a thread of its own.
+    /// Pushes to a sampler that waits on a separate thread.
     fn threads(
         &self,
         publisher: &dyn DevicePublisher<bf16>,

@@ -1,4 +1,4 @@
-//! The side of a sampler as a process of its own: this program again, which says when it has what.
+//! The side of a sampler as a separate process: this program again, which reports when it has received a version.
 //!
 //! Invariant: both processes read the same clock of the system, which is what makes their times comparable.
 

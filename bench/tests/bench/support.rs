@@ -1,4 +1,4 @@
-//! `rlrun-bench` as a user calls it, in a directory of its own.
+//! `rlrun-bench` as a user calls it, in a separate directory.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};

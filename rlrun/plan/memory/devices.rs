@@ -25,7 +25,7 @@ use crate::settings::Devices;
 const CONTEXT: u64 = 512 << 20;
 /// Scratch of cuBLAS for each stream, as `device` allocates it.
 const WORKSPACE: u64 = 32 << 20;
-/// Rows whose logits are there at the same time.
+/// Rows with logits in memory at the same time.
 const HEAD_ROWS: u64 = 512;
 /// Parts that a message names.
 const NAMED: usize = 3;
@@ -34,7 +34,7 @@ const NAMED: usize = 3;
 pub struct DeviceMemory {
     /// The device.
     pub place: DeviceLocation,
-    /// Who computes on it, in words.
+    /// The roles that compute on it, as text.
     pub roles: String,
     /// What they store values in.
     pub dtype: DeviceDtype,
@@ -234,7 +234,7 @@ fn needs_nccl(recipe: &Recipe) -> bool {
     recipe.weights.transport == WeightTransport::Nccl && recipe.devices().trainer.iter().any(gpu)
 }
 
-/// Refuses a run whose devices are not there or too small.
+/// Refuses a run if a device does not exist or its memory is too small.
 ///
 /// # Errors
 /// [`Failure::DoesNotFit`], or that a device cannot be used and why.

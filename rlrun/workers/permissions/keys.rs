@@ -6,7 +6,7 @@
 
 use crate::recipe::manual::{self, Key};
 
-/// Who chooses the value of a key on a worker.
+/// Whether the run or the operator chooses the value of a key on a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum By {
     /// The run.
