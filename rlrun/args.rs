@@ -56,48 +56,48 @@ const BENCH: &str = "unrecognized subcommand 'bench'
 #[derive(Debug, Parser)]
 #[command(name = "rlrun", version, override_usage = USAGE, after_help = EXAMPLES)]
 pub struct Cli {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What to do.
+/// The command.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Train as the recipe says; `rlrun RECIPE.toml` is the same
     Run(RunArgs),
-    /// Look for mistakes in a recipe, its model and its data without training
+    /// Check a recipe, its model and its data without training
     Check(RecipeArgs),
     /// Show every value with its origin, the batch arithmetic and the memory needed
     Plan(RecipeArgs),
-    /// Write a recipe to start from
+    /// Write a template of a recipe
     Init(InitArgs),
-    /// Show what of this machine rlrun can use, and why it cannot use the rest
+    /// Show the hardware and software that rlrun can use, with the reason for each that it cannot
     Doctor(DoctorArgs),
-    /// Say what a key, a section or a word of a recipe means, and what other frameworks call it
+    /// Explain a key, a section or a word of a recipe, with its names in other frameworks
     Explain(ExplainArgs),
     /// Measure the accuracy of a trained model
     Eval(EvalArgs),
-    /// Let a model answer
+    /// Generate answers to prompts, or chat
     Generate(GenerateArgs),
     /// Write a trained model as a Hugging Face directory
     Export(ExportArgs),
-    /// Go on with a run from its last checkpoint
+    /// Resume a run from its last checkpoint
     Resume(ResumeArgs),
     /// Serve a part of rlrun to other processes
     #[command(subcommand)]
     Serve(ServeCommand),
-    /// Take part in a run that is served elsewhere
+    /// Join a run on another machine or process as a worker
     #[command(subcommand)]
     Worker(WorkerCommand),
-    /// Try rewards by themselves
+    /// Evaluate rewards without a run
     #[command(subcommand)]
     Reward(RewardCommand),
-    /// Fit a scaling curve to runs: how far they would go with more compute
+    /// Fit a scaling curve to runs and extrapolate to more compute
     Fit(FitArgs),
 }
 
-/// A recipe and what is changed in it.
+/// A recipe and changes to it.
 #[derive(Debug, Args)]
 pub struct RecipeArgs {
     /// Recipe file
@@ -119,12 +119,12 @@ pub struct RunArgs {
     /// Name of the run [default: the recipe's]
     #[arg(long)]
     pub name: Option<String>,
-    /// How much is shown.
+    /// Amount of output.
     #[command(flatten)]
     pub loudness: Loudness,
 }
 
-/// How much is shown.
+/// Amount of output.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct Loudness {
     /// Show nothing but errors
@@ -138,7 +138,7 @@ pub struct Loudness {
 /// `rlrun init`.
 #[derive(Debug, Args)]
 pub struct InitArgs {
-    /// Which recipe
+    /// Template
     #[arg(long, value_enum, default_value_t)]
     pub template: Template,
     /// File to write [default: the template's name]
@@ -160,7 +160,7 @@ pub struct EvalArgs {
     /// Sampling temperature; 0 takes the most likely token [default: eval.temperature]
     #[arg(long, value_parser = temperature, allow_negative_numbers = true)]
     pub temperature: Option<f64>,
-    /// Most tasks of a set [default: eval.tasks]
+    /// Largest number of tasks of a set [default: eval.tasks]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub tasks: Option<usize>,
     /// Change a value of the recipe; can be repeated
@@ -174,7 +174,7 @@ pub struct GenerateArgs {
     /// Run directory or model directory
     #[arg(value_name = "MODEL_OR_RUN")]
     pub target: PathBuf,
-    /// Prompts, each answered on its own
+    /// Prompts, answered independently
     #[arg(required_unless_present = "interactive")]
     pub prompts: Vec<String>,
     /// Sampling temperature; 0 takes the most likely token
@@ -186,7 +186,7 @@ pub struct GenerateArgs {
     /// Chat until the end of input
     #[arg(long, conflicts_with = "prompts")]
     pub interactive: bool,
-    /// Where it computes.
+    /// Device of the command.
     #[command(flatten)]
     pub on: DeviceArgs,
 }

@@ -7,22 +7,22 @@ use model::on_device::DeviceDtype;
 
 use crate::failure::Failure;
 
-/// Where a command computes.
+/// Device of a command.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub struct DeviceArgs {
     /// Compute on a device, such as cuda or cuda:1, instead of the processor
     #[arg(long, value_parser = str::parse::<DeviceLocation>)]
     pub device: Option<DeviceLocation>,
-    /// What weights and activations are stored in there: f32 or bf16 [default: bf16 on a GPU]
+    /// Number format of weights and activations on the device: f32 or bf16 [default: bf16 on a GPU]
     #[arg(long, value_parser = dtype())]
     pub dtype: Option<DeviceDtype>,
 }
 
 impl DeviceArgs {
-    /// The device and what is stored in there; `None` for the processor.
+    /// The device and its number format; `None` for the processor.
     ///
     /// # Errors
-    /// A dtype that only devices have, without one.
+    /// A number format that only devices support, without a device.
     pub fn device(&self) -> Result<Option<(DeviceLocation, DeviceDtype)>, Failure> {
         match (self.device, self.dtype) {
             (None, None | Some(DeviceDtype::F32)) => Ok(None),

@@ -5,7 +5,7 @@ use clap::Args;
 /// `rlrun explain`.
 #[derive(Debug, Args)]
 pub struct ExplainArgs {
-    /// Keys (trainer.steps, steps), sections (trainer), words (grpo), or what another framework calls a key [default: a list
+    /// Keys (trainer.steps, steps), sections (trainer), words (grpo), or keys of other frameworks [default: a list
     /// of all sections]
     #[arg(value_name = "KEY")]
     pub names: Vec<String>,

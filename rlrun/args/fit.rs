@@ -10,20 +10,20 @@ pub struct FitArgs {
     /// Run directories; several are also compared with each other
     #[arg(value_name = "RUN", required = true)]
     pub runs: Vec<PathBuf>,
-    /// The metric whose curve is fitted, by its name in metrics.jsonl
+    /// Metric to fit, by its name in metrics.jsonl
     #[arg(long, default_value = "eval/accuracy")]
     pub metric: String,
-    /// What counts as compute: tokens (trained on), step, time_s, or another metric that grows [default: tokens, or
-    /// step if a run has not counted them]
+    /// Measure of compute: tokens (trained on), step, time_s, or another increasing metric [default: tokens, or step if a
+    /// run has not counted tokens]
     #[arg(long, value_name = "COMPUTE")]
     pub compute: Option<String>,
-    /// Leave out points below this compute; the one before training stays
+    /// Ignore points below this compute, except the point before training
     #[arg(long, value_name = "X", value_parser = amount)]
     pub skip: Option<f64>,
-    /// Fit points up to this compute only, and show how well they foretell the others
+    /// Fit points up to this compute only, and report the prediction error for the others
     #[arg(long, value_name = "X", value_parser = amount)]
     pub until: Option<f64>,
-    /// Highest asymptote that is possible [default: 1 for an accuracy, else twice the range seen above the highest
+    /// Upper bound of the asymptote [default: 1 for an accuracy, else twice the range seen above the highest
     /// value]
     #[arg(long, value_name = "VALUE", value_parser = finite, allow_negative_numbers = true)]
     pub ceiling: Option<f64>,

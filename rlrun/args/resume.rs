@@ -21,7 +21,7 @@ pub struct ResumeArgs {
     /// Resume from the checkpoint of this step instead of the last; later checkpoints are kept under other names
     #[arg(long, value_name = "STEP")]
     pub from: Option<u64>,
-    /// How much is shown.
+    /// Amount of output.
     #[command(flatten)]
     pub loudness: Loudness,
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-/// What to do with rewards.
+/// The commands of `rlrun reward`.
 #[derive(Debug, Subcommand)]
 pub enum RewardCommand {
     /// Grade cases from standard input, one JSON object a line, with one kind of reward
@@ -18,10 +18,10 @@ pub enum RewardCommand {
 pub struct GradeArgs {
     /// Kind of reward, such as `math`
     pub kind: String,
-    /// Field of a case that holds the reference answer
+    /// Field of a case with the reference answer
     #[arg(long, value_name = "FIELD", default_value = "gold")]
     pub gold_field: String,
-    /// Field of a case that holds what is graded
+    /// Field of a case with the text to grade
     #[arg(long, value_name = "FIELD", default_value = "pred")]
     pub pred_field: String,
     /// Give the reward a key, such as `method=\"flexible\"`; can be repeated. A field of a case that is named

@@ -10,7 +10,7 @@ use clap::{ArgAction, Args, Subcommand};
 use super::at_least_one;
 use crate::recipe::words::SampleOrder;
 
-/// What `rlrun serve` serves.
+/// The services of `rlrun serve`.
 #[derive(Debug, Subcommand)]
 pub enum ServeCommand {
     /// A buffer of groups over HTTP, for samplers and trainers in other processes
@@ -25,19 +25,19 @@ pub struct ServeRewardArgs {
     /// Model directory: a sequence classifier with one label
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
-    /// Address and port; port 0 takes a free one. Not on loopback, a token file is needed
+    /// Address and port; port 0 chooses a free port. An address that is not loopback needs a token file
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8701")]
     pub listen: SocketAddr,
     /// File with the token that clients need
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
-    /// Most tokens of a packed batch [default: 8192]
+    /// Largest number of tokens in a packed batch [default: 8192]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub batch_tokens: Option<usize>,
-    /// Most cores at a time [default: all]
+    /// Largest number of cores at a time [default: all]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub threads: Option<usize>,
-    /// Represent the weights of the layers in 8 bits
+    /// Quantize the weights of the layers to 8 bits
     #[arg(long, action = ArgAction::SetTrue)]
     pub int8: bool,
 }
@@ -45,16 +45,16 @@ pub struct ServeRewardArgs {
 /// `rlrun serve buffer`.
 #[derive(Debug, Args)]
 pub struct ServeBufferArgs {
-    /// Directory of the journal; made if it is not there
+    /// Directory of the journal; created if it does not exist
     #[arg(long, value_name = "DIR")]
     pub dir: PathBuf,
-    /// Address and port; port 0 takes a free one. Not on loopback, a token file and TLS are needed
+    /// Address and port; port 0 chooses a free port. An address that is not loopback needs a token file and TLS
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8700")]
     pub listen: SocketAddr,
-    /// What is kept, and for how long.
+    /// Capacity, staleness and order.
     #[command(flatten)]
     pub keep: KeepArgs,
-    /// Refuse token ids from this one on
+    /// Refuse token ids from this number up
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub vocab_size: Option<u32>,
     /// Tokens that clients need, in lines such as `writer TOKEN`, `trainer TOKEN`, `admin TOKEN`
@@ -66,10 +66,10 @@ pub struct ServeBufferArgs {
     /// Its private key, PEM
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     pub tls_key: Option<PathBuf>,
-    /// Let tokens go over the network without TLS
+    /// Allow tokens to cross the network without TLS
     #[arg(long, conflicts_with = "tls_cert")]
     pub insecure: bool,
-    /// A name that clients may use for a server on loopback, beside localhost; can be repeated
+    /// Host name that clients may use for a server on loopback, in addition to localhost; can be repeated
     #[arg(long = "allow-host", value_name = "NAME")]
     pub allow_hosts: Vec<String>,
     /// Show nothing but the address and errors
@@ -77,31 +77,31 @@ pub struct ServeBufferArgs {
     pub quiet: bool,
 }
 
-/// What a served buffer keeps, and for how long.
+/// Capacity, staleness and order of a served buffer.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct KeepArgs {
     /// Groups per training step
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub batch_groups: usize,
-    /// Most versions between the oldest token of a group and the step that trains on it
+    /// Largest number of versions between the oldest token of a group and the step that trains on it
     #[arg(long, value_name = "VERSIONS", default_value_t = 4)]
     pub max_staleness: u64,
-    /// What happens to groups over the bound
+    /// Treatment of groups that exceed the bound
     #[arg(long, value_name = "WHAT", default_value = "wait", value_parser = on_stale())]
     pub on_stale: OnStale,
-    /// Which groups are leased first; all but fifo need `--on-stale drop`
+    /// Order in which groups are leased; all orders but fifo need `--on-stale drop`
     #[arg(long, value_name = "ORDER", default_value = "fifo", value_parser = order())]
     pub order: SampleOrder,
-    /// Of `--order reward`: groups are drawn with weights exp(mean reward / temperature)
+    /// For `--order reward`: a group's sampling weight is exp(mean reward / temperature)
     #[arg(long, value_name = "T", default_value_t = 1.0, allow_negative_numbers = true)]
     pub reward_temperature: f64,
-    /// How many steps train on a group before it is forgotten; more than one needs `--on-stale drop`
+    /// Number of steps that train on a group before it is deleted; more than one needs `--on-stale drop`
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_uses: u32,
-    /// Leave out a trajectory if the buffer holds one of the same task with the same tokens
+    /// Skip a trajectory if the buffer has one of the same task with the same tokens
     #[arg(long)]
     pub dedup: bool,
-    /// Most bytes of groups that are kept, such as 512MiB
+    /// Capacity for stored groups in bytes, such as 512MiB
     #[arg(long, value_name = "SIZE", default_value = "16GiB", value_parser = size)]
     pub max_bytes: u64,
 }
@@ -122,7 +122,7 @@ fn order() -> impl TypedValueParser<Value = SampleOrder> {
     })
 }
 
-/// Bytes: a whole number, by itself or of KiB, MiB, GiB or TiB.
+/// Bytes: a whole number, without a unit or in KiB, MiB, GiB or TiB.
 fn size(text: &str) -> Result<u64, String> {
     let wrong = || "write a whole number of bytes, KiB, MiB, GiB or TiB, such as 16GiB".to_owned();
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
