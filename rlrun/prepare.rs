@@ -233,7 +233,7 @@ impl Prepared {
             recipe.describe_correct().iter().for_each(|line| report.note(line));
         }
         if self.train.dropped() > 0 {
-            report.note(&format!("{} tasks left out: their prompts are too long", self.train.dropped()));
+            report.note(&format!("{} tasks skipped: their prompts are too long", self.train.dropped()));
         }
     }
 

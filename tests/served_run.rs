@@ -151,7 +151,7 @@ fn a_group_in_the_journal_that_cannot_be_trained_on_is_set_aside_and_named() {
     assert_eq!(quarantined[0]["fields"]["sender"], "127.0.0.1 as \"poison\"");
     let reason = quarantined[0]["fields"]["reason"].as_str().unwrap();
     assert!(reason.contains("token id 50000; the vocabulary of the run has"), "{reason}");
-    for named in ["1 groups were set aside in quarantine", "as \"poison\" was set aside", reason] {
+    for named in ["1 groups were set aside in quarantine", "as \"poison\" was quarantined", reason] {
         assert!(said.stdout.contains(named), "`{named}` is missing in {}", said.stdout);
     }
     assert!(std::fs::read_to_string(run.path.join("quarantine.jsonl")).unwrap().contains("50000"));

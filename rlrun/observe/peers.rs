@@ -60,7 +60,7 @@ impl Observer<'_> {
         let who = sender.as_deref().unwrap_or("an unknown sender");
         let fields = json!({ "group": group.id, "sender": sender, "reason": reason });
         self.event("quarantine", &fields)?;
-        self.report.note(&format!("{} of {who} was set aside and is not trained on: {reason}", group.id));
+        self.report.note(&format!("{} of {who} was quarantined and is not trained on: {reason}", group.id));
         if self.counts.written == WRITTEN {
             return Ok(());
         }

@@ -1,7 +1,6 @@
-//! What `[eval]` may say, and which answers are correct.
+//! The rules of `[eval]`, and the definition of correct answers.
 //!
-//! Invariant: a checked recipe names its criterion in full, or has none; whatever asks which answers are correct is refused
-//! without one, at the key that asks.
+//! Invariant: a checked recipe has a full criterion or none; without one, a key that needs it is refused.
 
 use std::collections::BTreeSet;
 
@@ -62,7 +61,7 @@ fn check_criterion(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
     }
 }
 
-/// What cannot work without knowing which answers are correct.
+/// Refuses keys that need a definition of correct answers if there is none.
 fn check_who_asks(raw: &RawRecipe, warmup: Option<&Warmup>, checker: &mut Checker<'_>) {
     if raw.eval.correct.is_some() {
         return;
@@ -78,8 +77,8 @@ fn check_who_asks(raw: &RawRecipe, warmup: Option<&Warmup>, checker: &mut Checke
         if asks {
             let path = checker.first_given(path).unwrap_or_else(|| path.to_owned());
             let message =
-                format!("{who} asks which answers are correct, and no reward of the recipe says so");
-            checker.report(&path, message, "name the reward that does: `eval.correct.reward`");
+                format!("{who} needs a definition of correct answers, and no reward of the recipe has one");
+            checker.report(&path, message, "name the reward that defines them: `eval.correct.reward`");
         }
     }
 }
@@ -210,12 +209,12 @@ mod tests {
             (&["eval.correct.threshold=nan", "eval.correct.reward=format"], "it must be a finite number"),
             (
                 &["algorithm.kind=pass_at_k"],
-                "`algorithm.kind = \"pass_at_k\"` asks which answers are correct",
+                "`algorithm.kind = \"pass_at_k\"` needs a definition of correct answers",
             ),
-            (&["algorithm.kind=hpt"], "`algorithm.kind = \"hpt\"` asks which answers are correct"),
-            (&["algorithm.kind=vapo"], "`algorithm.kind = \"vapo\"` asks which answers are correct"),
-            (&["curation.max_pass_rate=0.9"], "`[curation]` asks which answers are correct"),
-            (&["warmup.stop_accuracy=0.9"], "`warmup.stop_accuracy` asks which answers are correct"),
+            (&["algorithm.kind=hpt"], "`algorithm.kind = \"hpt\"` needs a definition of correct answers"),
+            (&["algorithm.kind=vapo"], "`algorithm.kind = \"vapo\"` needs a definition of correct answers"),
+            (&["curation.max_pass_rate=0.9"], "`[curation]` needs a definition of correct answers"),
+            (&["warmup.stop_accuracy=0.9"], "`warmup.stop_accuracy` needs a definition of correct answers"),
             (&["curation.max_pass_rate=0.9", "curation.pass_reward=1"], "calls it `eval.correct.threshold`"),
         ] {
             let error = load(FORMAT, sets).unwrap_err();

@@ -278,7 +278,7 @@ fn unusable(place: DeviceLocation, there: &Inventory) -> Option<&str> {
 fn unavailable(place: DeviceLocation, there: &Inventory) -> DeviceError {
     let reason = match unusable(place, there) {
         _ if !there.missing.is_empty() => there.missing.join("; "),
-        Some(why) => format!("{why}; `nvidia-smi` shows who has it"),
+        Some(why) => format!("{why}; `nvidia-smi` shows the processes that use it"),
         None => format!("this machine shows {} GPUs; look at CUDA_VISIBLE_DEVICES", there.visible),
     };
     DeviceError::Unavailable { device: place.to_string(), reason }
