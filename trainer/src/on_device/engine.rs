@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use device::ops::adamw::{AdamwStep, adamw};
 use device::ops::vectors::{cast, sum_of_squares};
-use device::{DeviceBuffer, Device, Storage, View, bf16};
+use device::{Device, DeviceBuffer, Storage, View, bf16};
 use model::on_device::{DeviceDecoder, DeviceDtype};
 use model::{Config, Layout, ParameterSpec, Parameters, Recompute};
 use weights::direct::nccl::PushOwner;
@@ -284,7 +284,9 @@ impl<T: Storage> DeviceParameters<T> {
     fn bytes(&self) -> u64 {
         let own = |own: &OwnedShards<T>| own.masters.bytes() + own.rounded.bytes();
         match self {
-            Self::Alone { weights, masters } => weights.bytes() + masters.as_ref().map_or(0, DeviceBuffer::bytes),
+            Self::Alone { weights, masters } => {
+                weights.bytes() + masters.as_ref().map_or(0, DeviceBuffer::bytes)
+            }
             Self::Gathered { weights, own: shard } => weights.bytes() + own(shard),
             Self::Sharded(shard) => own(shard),
         }
@@ -469,7 +471,8 @@ impl<T: Storage> DeviceRank for TypedDeviceRank<T> {
 
     fn weights(&self) -> Option<LearnerWeights<'_>> {
         let weights = self.parameters.as_ref()?.all()? as &dyn Any;
-        let f32s = weights.downcast_ref::<DeviceBuffer<f32>>().map(|weights| LearnerWeights::F32(weights.all()));
+        let f32s =
+            weights.downcast_ref::<DeviceBuffer<f32>>().map(|weights| LearnerWeights::F32(weights.all()));
         f32s.or_else(|| Some(LearnerWeights::Bf16(weights.downcast_ref::<DeviceBuffer<bf16>>()?.all())))
     }
 

@@ -4,7 +4,7 @@
 //! micro-batch make the same calls as the others.
 
 use device::ops::vectors::cast;
-use device::{DeviceBuffer, Device, DeviceError, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
 use model::on_device::{DeviceDecoder, DeviceTrace, UnitGradients, UnitWeights};
 use model::{GradientSink, LayerSource, Layout, Prediction, PredictionGradient, Unit};
 

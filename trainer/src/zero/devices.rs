@@ -7,7 +7,7 @@
 //! the deadline and the operation. A copy from the host also waits for the device.
 
 use device::ops::vectors::add;
-use device::{DeviceBuffer, Device, DeviceGroup, Element, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, DeviceGroup, Element, Storage, View, ViewMut};
 use model::{Layout, Unit};
 
 use super::{Fragment, Shards, number};
@@ -60,7 +60,11 @@ impl DeviceSharding {
     }
 
     /// Gathers the shards of all ranks of every unit into `all`.
-    pub(crate) fn gather<T: Element>(&self, own: View<'_, T>, all: &mut DeviceBuffer<T>) -> device::Result<()> {
+    pub(crate) fn gather<T: Element>(
+        &self,
+        own: View<'_, T>,
+        all: &mut DeviceBuffer<T>,
+    ) -> device::Result<()> {
         for unit in 0..self.shards.units() {
             self.gather_unit(unit, own, all.view_mut(self.shards.place(unit)))?;
         }
