@@ -1,11 +1,11 @@
-# The verbs of the house; `just` alone lists them. CONTRIBUTING.md says when to use which.
+# The commands of the repository; `just` alone lists them. CONTRIBUTING.md says when to use which.
 
 _default:
     @just --list
 
-# Run all tests, as CI does; PYTHON names an interpreter with torch and transformers
-test:
-    tests/run
+# Run the tests as CI does, with `--all` the long suites too; PYTHON names an interpreter with torch and transformers
+test *flags:
+    tests/run {{flags}}
 
 # Refuse warnings of the compiler, clippy and rustdoc
 lint:
