@@ -102,7 +102,7 @@ mod tests {
         assert_eq!(execute_args(&["init", file]).unwrap(), format!("wrote {file}; next: rlrun {file}"));
         let checked = execute_args(&["check", file]).unwrap();
         assert!(
-            checked.contains(&format!("{file}: no mistakes found; 113600 parameters, 8000 tasks")),
+            checked.contains(&format!("{file}: no mistakes found; 113600 parameters, 8000 training tasks")),
             "{checked}"
         );
         // A kind that does here what another one does.
