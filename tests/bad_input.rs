@@ -128,7 +128,7 @@ fn missing_model_files_are_named() {
 }
 
 #[test]
-fn truncated_weights_are_told_apart_from_whole_ones() {
+fn truncated_weights_are_distinguished_from_whole_ones() {
     let bench = Bench::new();
     let path = bench.file("model/model.safetensors");
     let bytes = std::fs::read(&path).unwrap();

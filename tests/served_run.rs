@@ -86,7 +86,7 @@ fn a_run_can_be_watched_through_the_buffer_that_it_serves() {
 /// A client with every right cannot stand in for the trainer of a run, so that it can neither end the run nor spoil what is
 /// resumed.
 #[test]
-fn a_client_that_acknowledges_what_nobody_trained_is_refused_and_the_run_goes_on() {
+fn a_client_that_acknowledges_untrained_groups_is_refused_and_the_run_continues() {
     let home = Home::new();
     let run = home.run("run");
     let mut child =

@@ -213,7 +213,7 @@ fn ranks_are_asked_for_or_assigned() {
 }
 
 #[test]
-fn strangers_are_refused_and_hold_nobody_up() {
+fn strangers_are_refused_and_delay_no_rank() {
     let listener = Listener::bind(anywhere(), SECRET).expect("a port is free");
     let addr = listener.local_addr().expect("it listens");
     thread::scope(|scope| {

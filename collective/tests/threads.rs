@@ -89,7 +89,7 @@ fn a_command_may_take_longer_than_the_deadline() {
 }
 
 #[test]
-fn ranks_that_do_different_things_are_told() {
+fn ranks_that_do_different_things_are_named() {
     let errors = on_all(group(2, LONG), |rank| {
         let (own, shards) = ([1.0, 2.0], if rank.rank() == 0 { [0..2, 2..4] } else { [0..1, 1..3] });
         rank.all_gather(&own[..shards[rank.rank()].len()], &shards, &mut vec![0.0; shards[1].end])

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_without_room_is_refused() {
+    fn a_cache_as_long_as_the_limit_is_refused() {
         for (max_length, cache) in [(Some(8), 9), (None, 0)] {
             assert!(matches!(
                 OverlongPenalty::new("length", max_length, cache),

@@ -54,7 +54,7 @@ impl Case {
 }
 
 #[test]
-fn a_misspelt_key_is_underlined_and_its_nearest_name_told() {
+fn a_misspelt_key_is_underlined_and_its_nearest_name_shown() {
     let case = Case::new(&format!("{MINIMAL}learning_rat = 1e-6\n"));
     let expected = "\
 error: unknown key `trainer.learning_rat`

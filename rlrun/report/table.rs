@@ -241,10 +241,10 @@ mod tests {
         large.notes.push(format!("reward `code` failed:\n\t{}, and so on", "x".repeat(100)));
         for width in 14..200 {
             let layout = TableLayout::fitting(width);
-            let note_room = 27;
+            let note_width = 27;
             for shown in [layout.header(), layout.row(&metrics()), layout.row(&large)] {
                 for line in shown.lines() {
-                    assert!(line.chars().count() <= width.max(note_room), "{width}: {line}");
+                    assert!(line.chars().count() <= width.max(note_width), "{width}: {line}");
                 }
             }
             assert!(layout.header().starts_with(" step"), "{width}");

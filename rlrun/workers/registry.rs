@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_only_go_up_whoever_comes_and_goes() {
+    fn counts_only_go_up_while_workers_come_and_go() {
         let registry = WorkerRegistry::after(100);
         let gone = std::sync::Arc::new(Mutex::new(Vec::new()));
         let heard = std::sync::Arc::clone(&gone);
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn loads_are_taken_once_and_everybody_is_told_to_stop() {
+    fn loads_are_taken_once_and_all_workers_are_stopped() {
         let registry = WorkerRegistry::after(0);
         let counts = LoadCounts { scored: 2, ..LoadCounts::default() };
         for instance in 1..=2 {

@@ -242,7 +242,7 @@ fn all_ranks_agree_that_a_gradient_is_not_finite_and_go_on() {
 }
 
 #[test]
-fn a_rank_that_panics_is_named_and_nobody_waits_for_it() {
+fn a_rank_that_panics_is_named_and_no_rank_waits_for_it() {
     let groups = groups();
     let rows = samples(&groups);
     for zero in STAGES {

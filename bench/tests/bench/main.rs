@@ -61,7 +61,7 @@ fn assert_measured(object: &Map<String, Value>) {
 
 #[cfg(feature = "emulator")]
 #[test]
-fn a_device_is_held_against_its_own_limits() {
+fn a_device_is_compared_with_its_own_limits() {
     let home = Home::new();
     tiny(&home);
     let common = ["--model", "tiny", "--repeats", "1", "--threads", "1", "--device", "emulated", "--json"];

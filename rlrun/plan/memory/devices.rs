@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_computed_again_and_what_is_on_the_host_takes_no_room() {
+    fn what_is_computed_again_and_what_is_on_the_host_takes_no_memory() {
         let (config, mut recipe) = (config(), on(GPU));
         let weights = Layout::new(&config).len() as u64;
         let of = |recipe: &Recipe, name: &str| bytes(&DeviceMemory::of(recipe, &config)[0], name);

@@ -43,7 +43,7 @@ fn devices_are_read_as_they_are_written() {
 }
 
 #[test]
-fn words_of_dtypes_and_transports_are_told() {
+fn words_of_dtypes_and_transports_are_listed() {
     refused(&["model.dtype=f16"], "`model.dtype` cannot be \"f16\"", "\"auto\", \"f32\", \"bf16\"");
     refused(
         &["placement.optimizer=disk"],
@@ -137,7 +137,7 @@ fn sixteen_bits_need_a_device_for_everybody() {
 }
 
 #[test]
-fn a_transport_between_devices_needs_devices_and_somebody_to_send_to() {
+fn a_transport_between_devices_needs_devices_and_a_receiver() {
     let processes = "placement.processes=true";
     let transport = "weights.transport=cuda-ipc";
     refused(&[transport, processes], "`weights.transport` is", "set `placement.device`");

@@ -75,7 +75,7 @@ fn foreign_keys_are_explained_in_any_section() {
 }
 
 #[test]
-fn beta_of_trl_is_told_from_that_of_trajectory_balance() {
+fn beta_of_trl_is_not_that_of_trajectory_balance() {
     let case = Case::new(MINIMAL);
     let shown = case.errors(&["algorithm.beta=0.04"], &[]);
     assert!(shown.contains("has no effect") && shown.contains("`algorithm.kl_coef`"), "{shown}");

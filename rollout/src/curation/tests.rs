@@ -165,7 +165,7 @@ fn a_curator_that_is_off_changes_nothing() {
 }
 
 #[test]
-fn equal_rewards_make_room_for_others_up_to_the_ratio() {
+fn equal_rewards_are_replaced_by_others_up_to_the_ratio() {
     let mut curator = curator(CurationConfig { max_refill_ratio: Some(2.0), ..OFF });
     let verdicts: Vec<CurationVerdict> =
         (0..20).map(|id| curator.settle(&mut group(id, 0, 0, &[1.0, 1.0])).verdict).collect();

@@ -346,7 +346,7 @@ impl Engine {
     pub fn step(&mut self) -> Result<Vec<Completion>, RolloutError> {
         let decoding = self.running.len().min(self.config.max_running);
         for sequence in &mut self.running[..decoding] {
-            sequence.make_room(&mut self.cache);
+            sequence.reserve_pages(&mut self.cache);
         }
         let prompt_jobs = self.chunk_of_prompts();
         let decoded = self.running[..decoding].iter().map(Sequence::newest);
@@ -408,7 +408,7 @@ impl Engine {
                 break;
             }
             let tokens = left.min(job.request.prompt.len() - job.prefilled);
-            job.make_room(tokens, &mut self.cache);
+            job.reserve_pages(tokens, &mut self.cache);
             chunk.push(tokens);
             left -= tokens;
         }

@@ -42,7 +42,7 @@ impl PromptJob {
     }
 
     /// Takes the pages that the next `tokens` tokens need.
-    pub(super) fn make_room(&mut self, tokens: usize, cache: &mut KvCache) {
+    pub(super) fn reserve_pages(&mut self, tokens: usize, cache: &mut KvCache) {
         while self.pages.len() < KvCache::pages_for(self.prefilled + tokens) {
             self.pages.push(cache.take().expect("the pages of an accepted request are reserved"));
         }

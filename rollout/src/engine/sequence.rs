@@ -82,7 +82,7 @@ impl Sequence {
     }
 
     /// Makes the page of the newest token writable for this sequence alone.
-    pub(super) fn make_room(&mut self, cache: &mut KvCache) {
+    pub(super) fn reserve_pages(&mut self, cache: &mut KvCache) {
         let page = (self.token_ids.len() - 1) / KvCache::PAGE;
         let mine = match self.pages.get(page) {
             Some(shared) => cache.own(*shared),

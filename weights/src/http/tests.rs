@@ -208,7 +208,7 @@ fn shared_memory_is_used_where_it_can_be() {
 }
 
 #[test]
-fn a_server_that_starts_again_is_waited_for_and_nobody_goes_back() {
+fn a_restarted_server_is_awaited_and_no_version_goes_back() {
     let (first, hub) = publisher(Dtype::F32, deltas(10));
     let served = TestHub::start(router(hub));
     let subscriber = served.connect("worker");

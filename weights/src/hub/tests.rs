@@ -104,7 +104,7 @@ fn who_is_behind_is_named() {
 }
 
 #[test]
-fn a_version_that_is_published_again_must_be_what_it_was_and_nobody_goes_back() {
+fn a_version_that_is_published_again_must_be_equal_and_none_goes_back() {
     let (publisher, hub) = hub();
     let subscriber = hub.subscribe("sampler").unwrap();
     for version in [5, 6, 7] {
@@ -188,7 +188,7 @@ fn a_process_that_lies_is_left_out_and_the_run_goes_on() {
 }
 
 #[test]
-fn nobody_takes_the_seat_of_a_sampler_of_this_process() {
+fn no_subscriber_replaces_a_sampler_of_this_process() {
     let (publisher, hub) = hub();
     let inside = hub.subscribe("sampler 0").unwrap();
     publisher.publish(snapshot(1)).unwrap();

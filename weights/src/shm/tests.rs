@@ -50,7 +50,7 @@ fn a_version_is_read_where_it_lies_and_slots_are_used_in_turn() {
 }
 
 #[test]
-fn a_slow_reader_keeps_what_it_has_and_delays_nobody() {
+fn a_slow_reader_keeps_its_version_and_delays_no_reader() {
     let directory = tempfile::tempdir().unwrap();
     let mut store = SlotWriter::create(directory.path()).unwrap();
     let mut reader = SlotReader::default();
@@ -207,7 +207,7 @@ fn publishes_and_waits() {
 }
 
 #[test]
-fn a_publisher_that_is_killed_hurts_nobody_and_its_memory_is_removed() {
+fn a_killed_publisher_harms_no_reader_and_its_memory_is_removed() {
     let directory = tempfile::tempdir().unwrap();
     let (publisher, path) = child("shm::tests::publishes_and_waits", directory.path());
     let pinned = SlotReader::default().pin(&directory.path().join(path), PolicyVersion(1)).unwrap().unwrap();

@@ -31,7 +31,7 @@ fn served(version: u64) -> AdmitRequest {
 }
 
 #[test]
-fn what_arrives_after_a_rewind_finds_room_only_beside_what_is_leased_again() {
+fn what_arrives_after_a_rewind_finds_slots_only_beside_what_is_leased_again() {
     let mut ledger = synchronous();
     assert!(is_stored(&submit(&mut ledger, 1, 0)) && is_stored(&submit(&mut ledger, 2, 0)));
     let first = lease(&mut ledger, TRAINER, 0).unwrap();
@@ -106,7 +106,7 @@ fn groups_in_flight_from_versions_that_are_undone_go_first_in_line() {
 }
 
 #[test]
-fn a_group_that_is_older_than_its_slot_needs_room_of_its_own() {
+fn a_group_that_is_older_than_its_slot_needs_a_slot_of_its_own() {
     let mut ledger = Ledger::restore(BufferConfig::new(1, 1), Recovered::default(), 0);
     assert!(is_stored(&submit(&mut ledger, 1, 0)));
     lease(&mut ledger, TRAINER, 0).unwrap();
@@ -194,7 +194,7 @@ fn how_a_lease_ended_is_not_guessed_once_it_is_forgotten() {
 }
 
 #[test]
-fn versions_that_nobody_made_are_refused_and_change_nothing() {
+fn versions_that_were_never_made_are_refused_and_change_nothing() {
     let mut ledger = synchronous();
     assert!(is_stored(&submit(&mut ledger, 1, 0)) && is_stored(&submit(&mut ledger, 2, 0)));
     let first = lease(&mut ledger, TRAINER, 0).unwrap();

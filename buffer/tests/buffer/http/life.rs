@@ -84,7 +84,7 @@ fn a_server_whose_journal_was_removed_accepts_nothing_and_makes_no_other() {
 }
 
 #[test]
-fn a_run_that_trains_itself_lets_nobody_lease_or_count() {
+fn a_run_that_trains_itself_lets_no_client_lease_or_count() {
     let config = ServerConfig { own_trainer: true, ..loopback() };
     let served = TestServer::start(Buffer::in_memory(super::super::config(2, 1)).unwrap(), config);
     assert_eq!(statuses(&store(&served, &[keyed("a")])), ["accepted"]);

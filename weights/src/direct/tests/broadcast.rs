@@ -122,7 +122,7 @@ fn a_sampler_that_dies_in_the_middle_of_a_push_is_left_out_of_the_next_attempt()
 }
 
 #[test]
-fn nobody_waits_for_a_sampler_that_is_known_to_be_gone() {
+fn no_member_waits_for_a_sampler_that_has_ended() {
     let publisher = nccl(10 * SOON);
     let hub = publisher.hub().clone();
     let (_server, url) = serve(hub.clone());
