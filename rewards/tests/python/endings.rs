@@ -84,12 +84,11 @@ fn a_reward_that_is_dropped_leaves_no_process() {
     let input = [RewardInput::text(&row, &text)];
     let mut call = reward.score(&input);
     let _pending = call.as_mut().poll(&mut std::task::Context::from_waker(std::task::Waker::noop()));
-    until("it has children", || pids(&file).len() == 4);
+    until("it has children", || pids(&file).len() >= 4);
     let processes = [reward.processes(), pids(&file)].concat();
     drop(call);
     drop(reward);
-    let left: Vec<_> = processes.iter().filter(|pid| lives(**pid)).collect();
-    assert!(left.is_empty(), "{left:?} of {processes:?}");
+    until("no process is left", || !processes.iter().copied().any(lives));
 }
 
 #[test]

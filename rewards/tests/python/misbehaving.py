@@ -9,9 +9,9 @@ import sys
 import time
 
 
-def pid_file(name):
+def write_pid(name, pid):
     with open(name, "a") as file:
-        file.write(f"{os.getpid()}\n")
+        file.write(f"{pid}\n")
 
 
 def spin():
@@ -35,10 +35,15 @@ def compute_score(solution_str, ground_truth, extra_info=None, **kwargs):
             if os.fork() == 0:
                 if number:
                     os.setsid()
-                if number == 2 and os.fork() != 0:
-                    os._exit(0)
-                pid_file(rest)
-                spin()
+                if number < 2:
+                    write_pid(rest, os.getpid())
+                else:
+                    # Its parent writes the pid of the orphan, which may die with its parent.
+                    orphan = os.fork()
+                    if orphan:
+                        write_pid(rest, orphan)
+                        os._exit(0)
+                time.sleep(1000)
         subprocess.Popen([sys.executable, "-c", "import os,sys,time; print(os.getpid(), file=open(sys.argv[1],'a')); time.sleep(1000)", rest], start_new_session=True)
         spin()
     if word == "programs":
