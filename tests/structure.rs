@@ -23,8 +23,8 @@ const EDGES: [(&str, &[&str]); 14] = [
     ("model", &["trajectory", "device"]),
     // Users' code and the sandbox know nothing of what calls them: rewards today, environments and tools later.
     ("host", &[]),
-    ("rewards", &["trajectory", "model", "host"]),
-    // The HTTP client of `buffer` and `weights`: connections and TLS. It knows no protocol.
+    ("rewards", &["trajectory", "model", "host", "connect"]),
+    // The HTTP client of `buffer`, `weights` and `rewards`: connections and TLS. It knows no protocol.
     ("connect", &[]),
     ("buffer", &["trajectory", "connect"]),
     ("weights", &["trajectory", "device", "connect"]),

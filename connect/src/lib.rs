@@ -1,25 +1,30 @@
-//! The blocking HTTP client of the crates, over ureq: one connection pool per server, TLS roots from a PEM file, and a
-//! classification of failures by what may be repeated.
+//! The blocking HTTP client of the crates, over ureq: one connection pool per server, TLS roots from a PEM file, a filter
+//! of addresses, and a classification of failures by what may be repeated.
 //!
 //! Invariant: every request has a deadline, no redirect is followed, and no environment variable configures a proxy. The
-//! crate knows no protocol: paths, bodies, error documents and retry policies belong to its users, `buffer` and `weights`.
+//! crate knows no protocol: paths, bodies, error documents and retry policies belong to its users, `buffer`, `weights` and
+//! `rewards`.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ureq::config::Config;
 use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
+use ureq::unversioned::resolver::{DefaultResolver, ResolvedSocketAddrs, Resolver};
+use ureq::unversioned::transport::{DefaultConnector, NextTimeout};
 use ureq::{Agent, AsSendBody, Timeout};
 
 pub use ureq::http::request::Builder as RequestBuilder;
-pub use ureq::http::{Error as RequestError, Request, Response};
+pub use ureq::http::{Error as RequestError, HeaderValue, Request, Response, Uri};
 pub use ureq::{Body, BodyReader};
 
 /// Deadline of a TCP connection and its TLS handshake.
 const CONNECT: Duration = Duration::from_secs(10);
-/// Servers close connections after ten idle seconds; a connection that is idle for longer than this is not reused.
-const MAX_IDLE: Duration = Duration::from_secs(5);
+/// Servers close idle connections after a few seconds; a connection that is idle for longer than this is not reused.
+const MAX_IDLE: Duration = Duration::from_secs(4);
 /// Maximum number of idle connections: one for each thread that may call at the same time.
 const IDLE_CONNECTIONS: usize = 64;
 
@@ -34,9 +39,17 @@ pub struct ServerAddress<'a> {
     pub roots: Option<&'a Path>,
 }
 
+/// Whether connections to an address that a host name resolved to are allowed; else the reason why they are not.
+pub type AddressFilter = Box<dyn Fn(&str, IpAddr) -> Result<(), String> + Send + Sync>;
+
+/// A pool of connections.
+pub struct HttpAgent {
+    agent: Agent,
+}
+
 /// The connections to one server.
 pub struct HttpClient {
-    agent: Agent,
+    agent: HttpAgent,
     /// Without a slash at the end.
     url: String,
     authorization: Option<String>,
@@ -56,27 +69,58 @@ pub enum SendError {
     Permanent(String),
 }
 
+impl HttpAgent {
+    /// An agent that keeps at most `connections` idle connections. With `filter`, the checked address is the one that is
+    /// connected to, so a name that resolves differently a moment later has no effect.
+    ///
+    /// # Errors
+    /// Certificates in `roots`, a PEM file, that cannot be read.
+    pub fn new(
+        roots: Option<&Path>,
+        connections: usize,
+        filter: Option<AddressFilter>,
+    ) -> Result<Self, String> {
+        let tls = match roots {
+            None => TlsConfig::builder(),
+            Some(path) => TlsConfig::builder().root_certs(RootCerts::Specific(Arc::new(certificates(path)?))),
+        };
+        let config = Agent::config_builder()
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .proxy(None)
+            .timeout_connect(Some(CONNECT))
+            .max_idle_age(MAX_IDLE)
+            .max_idle_connections(connections)
+            .max_idle_connections_per_host(connections)
+            .tls_config(tls.build())
+            .build();
+        let resolver = FilteringResolver { filter, inner: DefaultResolver::default() };
+        Ok(Self { agent: Agent::with_parts(config, DefaultConnector::default(), resolver) })
+    }
+
+    /// Sends a request and reads the head of its answer, whatever its status, within `limit`. Reading the body counts
+    /// too. [`Duration::MAX`] is no limit.
+    ///
+    /// # Errors
+    /// A request without an answer.
+    pub fn send(
+        &self,
+        request: Request<impl AsSendBody>,
+        limit: Duration,
+    ) -> Result<Response<Body>, SendError> {
+        let limit = Some(limit).filter(|limit| *limit < Duration::MAX);
+        let request = self.agent.configure_request(request).timeout_global(limit).build();
+        Ok(self.agent.run(request)?)
+    }
+}
+
 impl HttpClient {
     /// Connects with the first request.
     ///
     /// # Errors
     /// Certificates that cannot be read.
     pub fn new(server: ServerAddress<'_>) -> Result<Self, String> {
-        let tls = match server.roots {
-            None => TlsConfig::builder(),
-            Some(path) => TlsConfig::builder().root_certs(RootCerts::Specific(Arc::new(certificates(path)?))),
-        };
-        let agent = Agent::config_builder()
-            .http_status_as_error(false)
-            .max_redirects(0)
-            .proxy(None)
-            .timeout_connect(Some(CONNECT))
-            .max_idle_age(MAX_IDLE)
-            .max_idle_connections(IDLE_CONNECTIONS)
-            .max_idle_connections_per_host(IDLE_CONNECTIONS)
-            .tls_config(tls.build())
-            .build()
-            .new_agent();
+        let agent = HttpAgent::new(server.roots, IDLE_CONNECTIONS, None)?;
         let authorization = server.token.map(|token| format!("Bearer {token}"));
         Ok(Self { agent, url: server.url.trim_end_matches('/').to_owned(), authorization })
     }
@@ -97,7 +141,7 @@ impl HttpClient {
         }
     }
 
-    /// Sends a request and reads the head of its answer, whatever its status, within `limit`. Reading the body counts too.
+    /// [`HttpAgent::send`].
     ///
     /// # Errors
     /// A request without an answer.
@@ -106,8 +150,49 @@ impl HttpClient {
         request: Request<impl AsSendBody>,
         limit: Duration,
     ) -> Result<Response<Body>, SendError> {
-        let request = self.agent.configure_request(request).timeout_global(Some(limit)).build();
-        Ok(self.agent.run(request)?)
+        self.agent.send(request, limit)
+    }
+}
+
+/// A resolver that returns only the addresses that its filter allows.
+struct FilteringResolver {
+    filter: Option<AddressFilter>,
+    inner: DefaultResolver,
+}
+
+impl Resolver for FilteringResolver {
+    fn resolve(
+        &self,
+        uri: &Uri,
+        config: &Config,
+        timeout: NextTimeout,
+    ) -> Result<ResolvedSocketAddrs, ureq::Error> {
+        let found = self.inner.resolve(uri, config, timeout)?;
+        let Some(filter) = &self.filter else { return Ok(found) };
+        let host = uri.host().unwrap_or_default();
+        let (mut allowed, mut refused) = (self.empty(), None);
+        for address in found.iter() {
+            match filter(host, address.ip()) {
+                Ok(()) => allowed.push(*address),
+                Err(reason) => refused = Some(reason),
+            }
+        }
+        match refused {
+            Some(reason) if allowed.is_empty() => Err(ureq::Error::Other(reason.into())),
+            _ => Ok(allowed),
+        }
+    }
+}
+
+impl fmt::Debug for FilteringResolver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FilteringResolver").field("filters", &self.filter.is_some()).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for HttpAgent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HttpAgent").finish_non_exhaustive()
     }
 }
 

@@ -1,15 +1,8 @@
 //! The addresses that a reward may connect to.
 //!
-//! Invariant: the checked address is the one that is connected to, so a name that resolves differently a moment later has no
-//! effect. Addresses of the metadata services of clouds, which hand out credentials, must be listed as addresses.
+//! Invariant: addresses of the metadata services of clouds, which hand out credentials, must be listed as addresses.
 
-use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-
-use ureq::config::Config;
-use ureq::http::Uri;
-use ureq::unversioned::resolver::{DefaultResolver, ResolvedSocketAddrs, Resolver};
-use ureq::unversioned::transport::NextTimeout;
 
 /// Hosts, addresses and networks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -139,41 +132,6 @@ fn must_be_listed(address: IpAddr) -> bool {
         }
         IpAddr::V6(six) => {
             six.is_unicast_link_local() || six.is_unspecified() || six.is_multicast() || six == AMAZON
-        }
-    }
-}
-
-/// A resolver that returns only allowed addresses.
-pub(crate) struct FilteringResolver {
-    pub(crate) allow: AllowList,
-    pub(crate) inner: DefaultResolver,
-}
-
-impl fmt::Debug for FilteringResolver {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FilteringResolver").field("allow", &self.allow).finish_non_exhaustive()
-    }
-}
-
-impl Resolver for FilteringResolver {
-    fn resolve(
-        &self,
-        uri: &Uri,
-        config: &Config,
-        timeout: NextTimeout,
-    ) -> Result<ResolvedSocketAddrs, ureq::Error> {
-        let found = self.inner.resolve(uri, config, timeout)?;
-        let host = uri.host().unwrap_or_default();
-        let (mut allowed, mut refused) = (self.empty(), None);
-        for address in found.iter() {
-            match self.allow.check(host, address.ip()) {
-                Ok(()) => allowed.push(*address),
-                Err(reason) => refused = Some(reason),
-            }
-        }
-        match refused {
-            Some(reason) if allowed.is_empty() => Err(ureq::Error::Other(reason.into())),
-            _ => Ok(allowed),
         }
     }
 }

@@ -4,24 +4,18 @@
 //! response is never longer than its limit, and an unusable response is shown. The token is in no message.
 
 use std::fmt;
+use std::io::Read;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use connect::{BodyReader, HeaderValue, HttpAgent, Request, SendError, Uri};
 use serde_json::Value;
-use ureq::http::{HeaderValue, Request, Uri};
-use ureq::unversioned::resolver::DefaultResolver;
-use ureq::unversioned::transport::DefaultConnector;
-use ureq::{Agent, Timeout};
 
-use super::allow::{AllowList, FilteringResolver};
+use super::allow::AllowList;
 use crate::{RewardContext, RewardError, RewardSpec};
 
 const RETRIES: u32 = 4;
 const ANSWER_KIB: u64 = 1024;
-/// Longest time to connect.
-const CONNECT: Duration = Duration::from_secs(10);
-/// Servers close idle connections after a few seconds; a connection that is idle for longer than this is not used.
-const MAX_IDLE: Duration = Duration::from_secs(4);
 /// The first pause before a repetition; each is twice the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 /// The longest pause, unless the server asks for more.
@@ -40,7 +34,7 @@ pub(crate) enum RequestError {
 
 /// The HTTP client of one server, which connects to allowed addresses only.
 pub(crate) struct HttpTransport {
-    agent: Agent,
+    agent: HttpAgent,
     url: String,
     authorization: Option<HeaderValue>,
     retries: u32,
@@ -81,19 +75,10 @@ impl HttpTransport {
         }
         let allow =
             AllowList::new(host, spec.allow.as_deref()).map_err(|reason| spec.wrong("allow", &reason))?;
-        let config = Agent::config_builder()
-            .http_status_as_error(false)
-            .max_redirects(0)
-            // Proxies of the environment are not used.
-            .proxy(None)
-            .timeout_connect(Some(CONNECT))
-            .max_idle_age(MAX_IDLE)
-            .max_idle_connections(spec.concurrency)
-            .max_idle_connections_per_host(spec.concurrency)
-            .build();
-        let resolver = FilteringResolver { allow, inner: DefaultResolver::default() };
+        let filter = Box::new(move |host: &str, address| allow.check(host, address));
+        let agent = HttpAgent::new(None, spec.concurrency, Some(filter)).map_err(|reason| wrong(&reason))?;
         Ok(Self {
-            agent: Agent::with_parts(config, DefaultConnector::default(), resolver),
+            agent,
             url,
             authorization: authorization(spec, context)?,
             retries: spec.retries.unwrap_or(RETRIES),
@@ -169,21 +154,20 @@ impl HttpTransport {
             request = request.header("authorization", authorization);
         }
         let request = request.body(body).map_err(|error| AttemptError::Permanent(error.to_string()))?;
-        let limit = Some(limit).filter(|limit| *limit < Duration::MAX);
-        let request = self.agent.configure_request(request).timeout_global(limit).build();
-        let mut response = self.agent.run(request).map_err(|error| self.lost(&error))?;
+        let deadline = Instant::now().checked_add(limit);
+        let response = self.agent.send(request, limit).map_err(|error| lost(error, deadline))?;
         let status = response.status();
         let text = |name: &str| Some(response.headers().get(name)?.to_str().ok()?.to_owned());
         let (wanted, elsewhere) = (text("retry-after"), text("location"));
         let wanted = wanted
             .and_then(|seconds| seconds.trim().parse().ok())
             .map_or(Duration::ZERO, Duration::from_secs);
-        let body = response.body_mut().with_config().limit(self.max_answer).read_to_vec();
+        let body = self.read(response.into_body().into_reader(), deadline);
         if matches!(status.as_u16(), 429 | 502..=504) {
             let said = body.map(|body| shown(&body)).unwrap_or_default();
             return Err(AttemptError::Retry(format!("status {status}: {said}"), wanted));
         }
-        let body = body.map_err(|error| self.lost(&error))?;
+        let body = body?;
         if status.is_redirection() {
             let elsewhere = elsewhere.unwrap_or_else(|| "nowhere".to_owned());
             let advice = "redirects are not followed; write the address itself into `url`";
@@ -209,24 +193,34 @@ impl HttpTransport {
         })
     }
 
-    fn lost(&self, error: &ureq::Error) -> AttemptError {
-        let reason = error.to_string();
-        match error {
-            ureq::Error::Timeout(Timeout::Global | Timeout::PerCall) => AttemptError::Deadline,
-            ureq::Error::HostNotFound
-            | ureq::Error::ConnectionFailed
-            | ureq::Error::Io(_)
-            | ureq::Error::Timeout(_)
-            | ureq::Error::BodyStalled => AttemptError::Retry(reason, Duration::ZERO),
-            // A connection that ends in the middle of a response is one of these.
-            ureq::Error::Protocol(_) => AttemptError::Retry(reason, Duration::ZERO),
-            ureq::Error::BodyExceedsLimit(_) => AttemptError::Permanent(format!(
+    /// The body of a response, if it is not too long.
+    fn read(&self, body: BodyReader<'_>, deadline: Option<Instant>) -> Result<Vec<u8>, AttemptError> {
+        let mut bytes = Vec::new();
+        let read = body.take(self.max_answer.saturating_add(1)).read_to_end(&mut bytes);
+        read.map_err(|error| lost(SendError::Unclear(error.to_string()), deadline))?;
+        if bytes.len() as u64 > self.max_answer {
+            return Err(AttemptError::Permanent(format!(
                 "the answer of {} is longer than {} KiB; raise `max_answer_kib` if it may be",
                 self.url,
                 self.max_answer >> 10
-            )),
-            _ => AttemptError::Permanent(reason),
+            )));
         }
+        Ok(bytes)
+    }
+}
+
+/// What a failure means for the next attempt. A request can be repeated even if the server has seen it.
+fn lost(error: SendError, deadline: Option<Instant>) -> AttemptError {
+    match error {
+        SendError::NotSent(_) | SendError::Unclear(_)
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) =>
+        {
+            AttemptError::Deadline
+        }
+        SendError::NotSent(reason) | SendError::Unclear(reason) => {
+            AttemptError::Retry(reason, Duration::ZERO)
+        }
+        SendError::Permanent(reason) => AttemptError::Permanent(reason),
     }
 }
 
