@@ -16,7 +16,7 @@ mod show;
 pub mod sigmoid;
 
 use curve::{Curve, Measured, Window};
-use numeric::{fisher_3_95, scanned_minimum};
+use numeric::{fisher_95, scanned_minimum};
 use power::PowerLaw;
 use sigmoid::{Fit, FitProblem, Margin, Point, Sigmoid};
 
@@ -155,7 +155,7 @@ impl Plan {
         // It lies between the least and the greatest of the runs' own.
         let own = || fitted.iter().map(|fitted| fitted.fit.curve.asymptote);
         let (low, high) = (own().fold(f64::INFINITY, f64::min), own().fold(f64::NEG_INFINITY, f64::max));
-        let (asymptote, _) = scanned_minimum(low, high, COMMON_PLACES, error);
+        let asymptote = scanned_minimum(low, high, COMMON_PLACES, error);
         let curves =
             problems.iter().map(|(problem, f)| problem.with_asymptote(asymptote, &f.fit.curve).0).collect();
         Common { asymptote, curves }
@@ -167,5 +167,5 @@ fn is_more_than_noise(points: &[Point], fit: &Fit) -> bool {
     let mean = points.iter().map(|point| point.value).sum::<f64>() / points.len() as f64;
     let without: f64 = points.iter().map(|point| (point.value - mean).powi(2)).sum();
     let freedom = points.len() - 4;
-    without > fit.error * (1.0 + 3.0 * fisher_3_95(freedom) / freedom as f64)
+    without > fit.error * (1.0 + 3.0 * fisher_95(3, freedom) / freedom as f64)
 }

@@ -36,11 +36,11 @@ impl PowerLaw {
             line(points.iter().map(move |point| ((last / point.compute).powf(exponent), point.value)))
         };
         let (low, high) = (EXPONENT.0.ln(), EXPONENT.1.ln());
-        let of = |ln_exponent| through(ln_exponent).map_or(f64::INFINITY, |(_, _, error)| error);
-        let (ln_exponent, _) = scanned_minimum(low, high, PLACES, of);
-        let (asymptote, slope, _) = through(ln_exponent)?;
+        let of = |ln_exponent| through(ln_exponent).map_or(f64::INFINITY, |line| line.error);
+        let ln_exponent = scanned_minimum(low, high, PLACES, of);
+        let line = through(ln_exponent)?;
         let exponent = ln_exponent.exp();
-        Some(Self { asymptote, scale: -slope * last.powf(exponent), exponent })
+        Some(Self { asymptote: line.intercept, scale: -line.slope * last.powf(exponent), exponent })
     }
 
     /// The value at `compute`, above 0.

@@ -1,9 +1,9 @@
 //! The scaling curve of ScaleRL (arXiv 2510.13786, equation 1) and its fit by least squares.
 //!
 //! R(C) = R_0 + (A - R_0) / (1 + (C_mid / C)^B): R_0 before training, A the asymptote, C_mid the compute of half the
-//! gain, B how steeply it is gained. The paper's method: a grid over A and C_mid, at each of its places the best B by a
-//! search in one dimension, the place with the least squared error, then a local refinement. R_0 enters linearly and is
-//! solved for at every place; a measurement before training (C = 0) is one observation of it among the others.
+//! gain, B how steeply it is gained. R_0 and A enter linearly and are solved for at every place of a grid over C_mid and
+//! B; the best places are refined by Nelder-Mead. A measurement before training (C = 0) is one observation of R_0 among
+//! the others.
 //!
 //! Margins are profile likelihoods: a value of a parameter is inside its 95 % margin if the best fit that has it is
 //! not worse than the best of all by more than the F distribution (1, n - 4 degrees of freedom) allows. They take the
@@ -11,10 +11,10 @@
 //!
 //! Invariant: every parameter stays inside its bounds, and a margin that only a bound has ended says so.
 
-use super::numeric::{minimum, solve, student_95};
+use super::numeric::{fisher_95, line, minimum};
 
-/// Places of the grid in A, in C_mid, and those in ln B that the search of each place narrows down.
-const GRID: (usize, usize, usize) = (41, 40, 16);
+/// Places of the grid in ln `C_mid` and in ln B.
+const GRID: (usize, usize) = (40, 40);
 
 /// More points than this are averaged in runs of neighbours for the grid; the refinement sees all.
 const GRID_POINTS: usize = 128;
@@ -99,6 +99,7 @@ fn gained(log_ratio: f64) -> f64 {
 /// The parameters as they are searched: value at `FitProblem::pivot`, `R_0`, ln `C_mid`, ln B.
 type Params = [f64; 4];
 const TOP: usize = 0;
+const START: usize = 1;
 const HALF: usize = 2;
 const STEEP: usize = 3;
 
@@ -136,7 +137,7 @@ impl<'a> FitProblem<'a> {
     /// The curve of least squared error with its margins.
     pub(super) fn fit(&self) -> Fit {
         let best = self.best();
-        let curve = self.curve(&best.params);
+        let curve = Self::curve(&best.params);
         let margin = |index, show: fn(f64) -> f64| {
             let ((low, closed_below), (high, closed_above)) =
                 (self.edge(&best, index, -1.0), self.edge(&best, index, 1.0));
@@ -168,28 +169,22 @@ impl<'a> FitProblem<'a> {
     pub(super) fn with_asymptote(&self, asymptote: f64, near: &Sigmoid) -> (Sigmoid, f64) {
         let start = [asymptote, near.start, near.half_gain.ln(), near.exponent.ln()];
         let found = self.refined(start, Some(TOP));
-        (self.curve(&found.params), found.error)
+        (Self::curve(&found.params), found.error)
     }
 
-    fn curve(&self, params: &Params) -> Sigmoid {
-        let [top, start, half, steep] = *params;
-        let (half_gain, exponent) = (half.exp(), steep.exp());
-        let at_pivot = gained((half - self.pivot.ln()) * exponent);
-        Sigmoid { asymptote: start + (top - start) / at_pivot, start, half_gain, exponent }
+    /// The curve of `params`, of which the first is A.
+    fn curve(params: &Params) -> Sigmoid {
+        let [asymptote, start, half, steep] = *params;
+        Sigmoid { asymptote, start, half_gain: half.exp(), exponent: steep.exp() }
     }
 
     /// The best of the refined places of the grid.
     fn best(&self) -> Solution {
         let coarse = averaged(self.points);
-        let (half, steep) = (self.bounds[HALF], self.bounds[STEEP]);
+        let problem = FitProblem { points: &coarse, ..self.clone() };
         let mut places = Vec::new();
-        for ln_half in spread(half, GRID.1) {
-            for asymptote in spread(self.bounds[TOP], GRID.0) {
-                let of = |ln_steep| start_and_error(&coarse, asymptote, ln_half, ln_steep).1;
-                let (ln_steep, error) = minimum(steep.0, steep.1, GRID.2, of);
-                let start = start_and_error(&coarse, asymptote, ln_half, ln_steep).0;
-                places.push(Solution { params: [asymptote, start, ln_half, ln_steep], error });
-            }
+        for half in spread(self.bounds[HALF], GRID.0) {
+            places.extend(spread(self.bounds[STEEP], GRID.1).map(|steep| problem.solved(half, steep, None)));
         }
         places.sort_by(|a, b| a.error.total_cmp(&b.error));
         let refined = places.iter().take(STARTS).map(|place| self.refined(place.params, None));
@@ -197,100 +192,61 @@ impl<'a> FitProblem<'a> {
         refined.min_by(|a, b| a.error.total_cmp(&b.error)).unwrap_or(places[0])
     }
 
-    /// Levenberg-Marquardt from `start` inside the bounds, with the parameter at index `fixed` kept constant.
+    /// The best curve near `start` inside the bounds, with the parameter at index `fixed` kept constant.
     fn refined(&self, start: Params, fixed: Option<usize>) -> Solution {
-        let mut here = self.clamped(start);
-        if let Some(index) = fixed {
-            here[index] = start[index];
-        }
-        let mut best = Solution { params: here, error: self.error(&here) };
-        let mut damping = 1e-3;
-        for _ in 0..200 {
-            let (normal, slope) = self.normal(&best.params, fixed);
-            let mut damped = normal;
-            for (index, row) in damped.iter_mut().enumerate() {
-                row[index] += damping * row[index] + 1e-300;
-            }
-            let next = solve(damped, slope).map(|step| {
-                let mut next = best.params;
-                next.iter_mut().zip(step).for_each(|(param, step)| *param += step);
-                let mut clamped = self.clamped(next);
-                if let Some(index) = fixed {
-                    clamped[index] = start[index];
-                }
-                Solution { params: clamped, error: self.error(&clamped) }
-            });
-            match next {
-                Some(next) if next.error < best.error => {
-                    let gain = best.error - next.error;
-                    best = next;
-                    damping = (damping * 0.2).max(1e-12);
-                    if gain < 1e-13 * best.error {
-                        break;
-                    }
-                }
-                _ if damping > 1e9 => break,
-                _ => damping *= 5.0,
-            }
-        }
-        best
+        let free: Vec<usize> = [HALF, STEEP].into_iter().filter(|index| fixed != Some(*index)).collect();
+        let top = (fixed == Some(TOP)).then_some(start[TOP]);
+        let solved = |place: &[f64]| {
+            let mut params = start;
+            free.iter().zip(place).for_each(|(index, value)| params[*index] = *value);
+            self.solved(params[HALF], params[STEEP], top)
+        };
+        let from: Vec<f64> = free.iter().map(|index| start[*index]).collect();
+        let bounds: Vec<(f64, f64)> = free.iter().map(|index| self.bounds[*index]).collect();
+        solved(&minimum(&from, &bounds, |place| solved(place).error))
     }
 
-    /// The normal matrix of the linearised errors and their slope; a row of the identity for a parameter that
-    /// is fixed or would leave its bounds.
-    fn normal(&self, params: &Params, fixed: Option<usize>) -> ([[f64; 4]; 4], Params) {
-        let (mut normal, mut slope) = ([[0.0; 4]; 4], [0.0; 4]);
-        for point in self.points {
-            let (value, gradient) = self.value(params, point.compute);
-            for row in 0..4 {
-                slope[row] += gradient[row] * (point.value - value);
-                for column in 0..4 {
-                    normal[row][column] += gradient[row] * gradient[column];
-                }
-            }
+    /// The best curve with these ln `C_mid` and ln B inside the bounds; `top` fixes its value at the pivot. It is a straight
+    /// line in the share of the gain.
+    fn solved(&self, half: f64, steep: f64, top: Option<f64>) -> Solution {
+        let whole = share(half, steep, self.pivot).max(1e-12);
+        let points: Vec<(f64, f64)> =
+            self.points.iter().map(|p| (share(half, steep, p.compute) / whole, p.value)).collect();
+        let clamped = |value: f64, index: usize| value.clamp(self.bounds[index].0, self.bounds[index].1);
+        let with_top = |top: f64| {
+            let start = other_end(points.iter().map(|(share, value)| (1.0 - share, *value)), top);
+            (top, clamped(start, START))
+        };
+        let with_start = |start: f64| (clamped(other_end(points.iter().copied(), start), TOP), start);
+        let solution = |(top, start): (f64, f64)| {
+            let error: f64 =
+                points.iter().map(|(share, value)| (value - start - (top - start) * share).powi(2)).sum();
+            let error = if error.is_nan() { f64::INFINITY } else { error };
+            Solution { params: [top, start, half, steep], error }
+        };
+        if let Some(top) = top {
+            return solution(with_top(top));
         }
-        for index in 0..4 {
-            let (low, high) = self.bounds[index];
-            let outwards =
-                (params[index] <= low && slope[index] < 0.0) || (params[index] >= high && slope[index] > 0.0);
-            if outwards || fixed == Some(index) || normal[index][index] == 0.0 {
-                normal.iter_mut().for_each(|row| row[index] = 0.0);
-                normal[index] = [0.0; 4];
-                normal[index][index] = 1.0;
-                slope[index] = 0.0;
-            }
+        let free = line(points.iter().copied()).map(|line| (line.intercept + line.slope, line.intercept));
+        if let Some((top, start)) = free
+            && clamped(top, TOP) == top
+            && clamped(start, START) == start
+        {
+            return solution((top, start));
         }
-        (normal, slope)
-    }
-
-    /// The curve's value at `compute` and its derivatives by the parameters.
-    fn value(&self, params: &Params, compute: f64) -> (f64, Params) {
-        let [top, start, ..] = *params;
-        let (share, by_half, by_steep) = share(params, compute);
-        let (whole, whole_by_half, whole_by_steep) = share_of_pivot(params, self.pivot);
-        let ratio = share / whole;
-        let gain = top - start;
-        let value = start + gain * ratio;
-        let half = gain * (by_half - ratio * whole_by_half) / whole;
-        let steep = gain * (by_steep - ratio * whole_by_steep) / whole;
-        (value, [ratio, 1.0 - ratio, half, steep])
-    }
-
-    fn error(&self, params: &Params) -> f64 {
-        let squares = self.points.iter().map(|p| (p.value - self.value(params, p.compute).0).powi(2));
-        let sum: f64 = squares.sum();
-        if sum.is_nan() { f64::INFINITY } else { sum }
-    }
-
-    fn clamped(&self, mut params: Params) -> Params {
-        params.iter_mut().zip(self.bounds).for_each(|(param, (low, high))| *param = param.clamp(low, high));
-        params
+        // The squared error is convex, so that its minimum is on an edge of the bounds.
+        let (tops, starts) = (self.bounds[TOP], self.bounds[START]);
+        let least = |a: Solution, b: Solution| if b.error < a.error { b } else { a };
+        [with_top(tops.1), with_start(starts.0), with_start(starts.1)]
+            .into_iter()
+            .map(solution)
+            .fold(solution(with_top(tops.0)), least)
     }
 
     /// The end of the margin of a parameter in the direction `sign`, and whether the data set it.
     fn edge(&self, best: &Solution, index: usize, sign: f64) -> (f64, bool) {
         let freedom = self.points.len() - 4;
-        let allowed = best.error * (1.0 + student_95(freedom).powi(2) / freedom as f64);
+        let allowed = best.error * (1.0 + fisher_95(1, freedom) / freedom as f64);
         let (low, high) = self.bounds[index];
         let bound = if sign > 0.0 { high } else { low };
         let profile = |value: f64, near: &Solution| {
@@ -313,7 +269,7 @@ impl<'a> FitProblem<'a> {
                 continue;
             }
             let mut outside = next;
-            for _ in 0..30 {
+            for _ in 0..20 {
                 let middle = 0.5 * (inside.params[index] + outside);
                 let found = profile(middle, &inside);
                 if found.error <= allowed { inside = found } else { outside = middle }
@@ -323,38 +279,19 @@ impl<'a> FitProblem<'a> {
     }
 }
 
-/// Share of the gain at `compute` and its derivatives by ln `C_mid` and ln B.
-fn share(params: &Params, compute: f64) -> (f64, f64, f64) {
-    let [_, _, half, steep] = *params;
-    let exponent = steep.exp();
-    let log_ratio = (half - compute.ln()) * exponent;
-    let share = gained(log_ratio);
-    let slope = -share * (1.0 - share);
-    // Far from C_mid the slope is 0 and the logarithm may be infinite.
-    if slope == 0.0 { (share, 0.0, 0.0) } else { (share, slope * exponent, slope * log_ratio) }
+/// Share of the gain at `compute`.
+fn share(half: f64, steep: f64, compute: f64) -> f64 {
+    gained((half - compute.ln()) * steep.exp())
 }
 
-/// [`share`] at the pivot; never quite 0, since values are divided by it.
-fn share_of_pivot(params: &Params, pivot: f64) -> (f64, f64, f64) {
-    let (whole, by_half, by_steep) = share(params, pivot);
-    (whole.max(1e-12), by_half, by_steep)
-}
-
-/// The best `R_0` at a place of the grid, and the squared error.
-fn start_and_error(points: &[Point], asymptote: f64, ln_half: f64, ln_steep: f64) -> (f64, f64) {
-    let params = [0.0, 0.0, ln_half, ln_steep];
+/// The x with the least squared error of `known` * (1 - weight) + x * weight over (weight, value).
+fn other_end(points: impl Iterator<Item = (f64, f64)>, known: f64) -> f64 {
     let (mut across, mut along) = (0.0, 0.0);
-    for point in points {
-        let left = 1.0 - share(&params, point.compute).0;
-        across += left * left;
-        along += left * (point.value - asymptote * (1.0 - left));
+    for (weight, value) in points {
+        across += weight * weight;
+        along += weight * (value - known * (1.0 - weight));
     }
-    let start = if across > 0.0 { along / across } else { asymptote };
-    let squares = points.iter().map(|point| {
-        let share = share(&params, point.compute).0;
-        (point.value - start - (asymptote - start) * share).powi(2)
-    });
-    (start, squares.sum())
+    if across > 0.0 { along / across } else { known }
 }
 
 fn range(values: impl Iterator<Item = f64>) -> (f64, f64) {
