@@ -2,19 +2,36 @@
 //!
 //! - `text`: the same chart in plain ASCII
 //!
-//! Invariant: plain text that any browser or terminal shows. The x axis is logarithmic, and points that it cannot show are
+//! Invariant: any browser or terminal shows it. The x axis is logarithmic, and points that it cannot show are
 //! skipped.
 
 mod text;
 
-use std::fmt::Write;
+use std::ops::Range;
 
-/// Width and height of the picture, and the margin that the words stand in, pixels.
-const SIZE: (f64, f64) = (720.0, 420.0);
-const MARGIN: f64 = 60.0;
+use plotters::coord::ranged1d::{AsRangedCoord, ValueFormatter};
+use plotters::drawing::DrawingAreaErrorKind;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+/// Width and height of the picture, pixels.
+const SIZE: (u32, u32) = (720, 420);
+
+/// The font of numbers in the picture and its size.
+const FONT: (&str, i32) = ("sans-serif", 13);
+
+/// Radius of points, pixels.
+const RADIUS: i32 = 3;
 
 /// Colors of series, by their number.
-const COLORS: [&str; 6] = ["black", "#c1272d", "#0055a4", "#2e7d32", "#8e44ad", "#b9770e"];
+const COLORS: [RGBColor; 6] = [
+    BLACK,
+    RGBColor(0xc1, 0x27, 0x2d),
+    RGBColor(0x00, 0x55, 0xa4),
+    RGBColor(0x2e, 0x7d, 0x32),
+    RGBColor(0x8e, 0x44, 0xad),
+    RGBColor(0xb9, 0x77, 0x0e),
+];
 
 /// How a series is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,54 +85,58 @@ impl Chart<'_> {
     /// The chart as an SVG picture.
     #[must_use]
     pub fn svg(&self) -> String {
-        let (width, height) = SIZE;
-        let (xs, ys) = self.axes();
-        let place = |&(x, y): &(f64, f64)| {
-            (
-                MARGIN + xs.share(x) * (width - 2.0 * MARGIN),
-                height - MARGIN - ys.share(y) * (height - 2.0 * MARGIN),
-            )
+        let mut out = String::new();
+        let ys = self.axes().1.range();
+        let drawn = match self.y_scale {
+            Scale::Linear => self.draw(&mut out, ys),
+            Scale::Logarithmic => self.draw(&mut out, ys.log_scale()),
         };
-        let mut out = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\" \
-             font-size=\"12\" text-anchor=\"middle\">\n<rect width=\"{width}\" height=\"{height}\" fill=\"white\"/>\n"
-        );
-        // Writing to a string cannot fail, here and below.
-        if self.series.iter().all(|series| series.mark != SeriesStyle::Measured) {
-            for (value, share) in xs.ticks() {
-                let x = MARGIN + share * (width - 2.0 * MARGIN);
-                let _ =
-                    writeln!(out, "<text x=\"{x:.1}\" y=\"{:.1}\">{value}</text>", height - MARGIN + 20.0);
-            }
-            for (value, share) in ys.ticks() {
-                let y = height - MARGIN - share * (height - 2.0 * MARGIN);
-                let ends =
-                    format!("x1=\"{MARGIN}\" x2=\"{:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"", width - MARGIN);
-                let _ = writeln!(out, "<line {ends} stroke=\"#ddd\"/>");
-                let _ = writeln!(out, "<text x=\"{:.1}\" y=\"{:.1}\">{value}</text>", MARGIN - 20.0, y + 4.0);
-            }
-        }
-        for series in &self.series {
-            let placed: Vec<Placed> =
-                self.shown(series).map(|point| Placed { value: *point, at: place(point) }).collect();
-            series.draw(&mut out, &placed);
-        }
-        for (row, series) in self.series.iter().filter(|series| !series.name.is_empty()).enumerate() {
-            let (color, y) = (COLORS[series.color % COLORS.len()], 24.0 + 16.0 * row as f64);
-            let name = escaped(&series.name);
-            let _ = writeln!(
-                out,
-                "<text x=\"{MARGIN}\" y=\"{y:.1}\" text-anchor=\"start\" fill=\"{color}\">{name}</text>"
-            );
-        }
-        let (x_words, y_words) = (escaped(self.x_words), escaped(self.y_words));
-        let _ = writeln!(out, "<text x=\"{:.1}\" y=\"{:.1}\">{x_words}</text>", width / 2.0, height - 12.0);
-        let _ = writeln!(
-            out,
-            "<text transform=\"translate(18 {:.1}) rotate(-90)\">{y_words}</text>\n</svg>",
-            height / 2.0
-        );
+        drawn.expect("a string takes everything that is drawn");
         out
+    }
+
+    fn draw<Y>(&self, out: &mut String, ys: Y) -> Result<(), DrawingAreaErrorKind<std::io::Error>>
+    where
+        Y: AsRangedCoord<Value = f64>,
+        Y::CoordDescType: ValueFormatter<f64>,
+    {
+        let area = SVGBackend::with_string(out, SIZE).into_drawing_area();
+        area.fill(&WHITE)?;
+        let xs = self.axes().0.range().log_scale();
+        let mut builder = ChartBuilder::on(&area);
+        builder.margin(20).x_label_area_size(40).y_label_area_size(60);
+        let mut chart = builder.build_cartesian_2d(xs, ys)?;
+        let mut mesh = chart.configure_mesh();
+        mesh.disable_x_mesh().x_desc(self.x_words).y_desc(self.y_words).x_labels(6).y_labels(6);
+        mesh.x_label_formatter(&|x| number(*x)).y_label_formatter(&|y| number(*y)).draw()?;
+        for series in &self.series {
+            let color = COLORS[series.color % COLORS.len()];
+            let points = || self.shown(series).copied();
+            let fill = if series.mark == SeriesStyle::Rings { color.into() } else { color.filled() };
+            let circles = points().map(|point| Circle::new(point, RADIUS, fill));
+            let drawn = match series.mark {
+                SeriesStyle::Line => chart.draw_series(LineSeries::new(points(), color))?,
+                SeriesStyle::Dots | SeriesStyle::Rings => chart.draw_series(circles)?,
+                SeriesStyle::Measured => {
+                    chart.draw_series(LineSeries::new(points(), color))?;
+                    let above = TextStyle::from(FONT).pos(Pos::new(HPos::Center, VPos::Bottom));
+                    chart.draw_series(points().map(|(x, y)| {
+                        let label = Text::new(format!("{x}: {y:.3}"), (0, -2 * RADIUS), above.clone());
+                        EmptyElement::at((x, y)) + label
+                    }))?;
+                    chart.draw_series(circles)?
+                }
+            };
+            if !series.name.is_empty() {
+                let sign = move |(x, y)| PathElement::new([(x, y), (x + 16, y)], color);
+                drawn.label(series.name.clone()).legend(sign);
+            }
+        }
+        if self.series.iter().any(|series| !series.name.is_empty()) {
+            let mut legend = chart.configure_series_labels();
+            legend.position(SeriesLabelPosition::UpperLeft).draw()?;
+        }
+        area.present()
     }
 
     /// The points of `series` that can stand on the axes.
@@ -129,41 +150,6 @@ impl Chart<'_> {
         let points = || self.series.iter().flat_map(|series| self.shown(series));
         let xs = Axis::over(points().map(|point| point.0), Scale::Logarithmic);
         (xs, Axis::over(points().map(|point| point.1), self.y_scale))
-    }
-}
-
-/// A point, and where in the picture it stands, pixels.
-struct Placed {
-    value: (f64, f64),
-    at: (f64, f64),
-}
-
-impl Series {
-    /// Draws the points, each with its place in the picture.
-    fn draw(&self, out: &mut String, points: &[Placed]) {
-        let color = COLORS[self.color % COLORS.len()];
-        if matches!(self.mark, SeriesStyle::Measured | SeriesStyle::Line) {
-            let line: Vec<String> =
-                points.iter().map(|Placed { at: (x, y), .. }| format!("{x:.1},{y:.1}")).collect();
-            let line = line.join(" ");
-            // Writing to a string cannot fail, here and below.
-            let _ = writeln!(out, "<polyline points=\"{line}\" fill=\"none\" stroke=\"{color}\"/>");
-        }
-        if self.mark == SeriesStyle::Line {
-            return;
-        }
-        let fill = if self.mark == SeriesStyle::Rings { "none" } else { color };
-        for Placed { value, at: (x, y) } in points {
-            let _ = writeln!(
-                out,
-                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{fill}\" stroke=\"{color}\"/>"
-            );
-            if self.mark == SeriesStyle::Measured {
-                let floor = SIZE.1 - MARGIN + 20.0;
-                let _ = writeln!(out, "<text x=\"{x:.1}\" y=\"{:.1}\">{:.3}</text>", y - 8.0, value.1);
-                let _ = writeln!(out, "<text x=\"{x:.1}\" y=\"{floor:.1}\">{}</text>", value.0);
-            }
-        }
     }
 }
 
@@ -191,26 +177,15 @@ impl Axis {
         }
     }
 
-    /// Round values with where they lie: powers of ten, or steps of a round size.
-    fn ticks(self) -> Vec<(String, f64)> {
-        if !(self.from < self.to && self.to.is_finite() && self.from.is_finite()) {
-            return Vec::new();
+    /// The ends of the axis in a picture, where a single value stands in the middle.
+    fn range(self) -> Range<f64> {
+        match self.scale {
+            _ if self.from < self.to => self.from..self.to,
+            // There is no value at all.
+            _ if self.from > self.to => 1.0..10.0,
+            Scale::Linear => self.from - 0.5..self.from + 0.5,
+            Scale::Logarithmic => 0.5 * self.from..2.0 * self.from,
         }
-        let values: Vec<f64> = match self.scale {
-            Scale::Logarithmic => {
-                let (first, last) = (self.from.log10().ceil() as i32, self.to.log10().floor() as i32);
-                (first..=last).map(|power| 10_f64.powi(power)).collect()
-            }
-            Scale::Linear => {
-                let rough = (self.to - self.from) / 5.0;
-                let power = 10_f64.powf(rough.log10().floor());
-                let step = [1.0, 2.0, 5.0, 10.0].map(|n| n * power).into_iter().find(|step| *step >= rough);
-                let step = step.unwrap_or(rough);
-                let first = (self.from / step).ceil() as i64;
-                (0..=5).map(|n| (first + n) as f64 * step).filter(|value| *value <= self.to).collect()
-            }
-        };
-        values.into_iter().map(|value| (number(value), self.share(value))).collect()
     }
 }
 
@@ -229,11 +204,6 @@ pub fn number(value: f64) -> String {
     }
 }
 
-/// Text that can stand in XML.
-fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -243,14 +213,28 @@ mod tests {
         Chart { x_words: "batch", y_words: "ms", y_scale, series }
     }
 
+    /// The values of an attribute of the elements of one kind.
+    fn attributes<'a>(svg: &'a str, element: &str, name: &str) -> Vec<&'a str> {
+        let (element, name) = (format!("<{element} "), format!(" {name}=\""));
+        let lines = svg.lines().filter(|line| line.starts_with(&element));
+        lines.map(|line| line.split(&name).nth(1).unwrap().split('"').next().unwrap()).collect()
+    }
+
     #[test]
     fn points_lie_between_the_corners_in_logarithmic_distance() {
         let points = [(1.0, 8.0), (16.0, 2.0), (256.0, 0.5)];
         let svg = chart(&points, SeriesStyle::Measured, Scale::Logarithmic).svg();
-        assert!(svg.contains("points=\"60.0,60.0 360.0,210.0 660.0,360.0\""), "{svg}");
-        assert!(svg.contains(">8.000</text>") && svg.contains(">256</text>") && svg.contains(">batch<"));
+        for name in ["cx", "cy"] {
+            let places: Vec<i32> =
+                attributes(&svg, "circle", name).iter().map(|place| place.parse().unwrap()).collect();
+            let [first, middle, last] = places[..] else { panic!("{svg}") };
+            assert!((last - first - 2 * (middle - first)).abs() <= 1 && last - first > 300, "{places:?}");
+        }
+        for shown in ["\n1: 8.000\n", "\n256: 0.500\n", "\nbatch\n", "\nms\n", "\n100\n"] {
+            assert!(svg.contains(shown), "{shown}: {svg}");
+        }
         let one = chart(&[(4.0, 1.0)], SeriesStyle::Measured, Scale::Logarithmic).svg();
-        assert!(one.contains("cx=\"360.0\" cy=\"210.0\""));
+        assert_eq!(attributes(&one, "circle", "cx").len(), 1, "{one}");
     }
 
     #[test]
@@ -258,8 +242,8 @@ mod tests {
         let mut chart = chart(&[(1.0, 0.13), (10.0, 0.33), (100.0, 0.53)], SeriesStyle::Rings, Scale::Linear);
         chart.series[0].name = "a<b".to_owned();
         let svg = chart.svg();
-        assert!(svg.contains("cx=\"360.0\" cy=\"210.0\"") && svg.contains("fill=\"none\""), "{svg}");
-        for shown in [">0.2</text>", ">0.3</text>", ">0.5</text>", ">10</text>", ">100</text>", "a&lt;b"] {
+        assert_eq!(attributes(&svg, "circle", "fill"), ["none"; 3], "{svg}");
+        for shown in ["\n0.2\n", "\n0.3\n", "\n0.5\n", "\n10\n", "\n100\n", "a&lt;b"] {
             assert!(svg.contains(shown), "{shown}: {svg}");
         }
         assert!(!chart.svg().contains("NaN"));
