@@ -28,6 +28,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use buffer::{Buffer, BufferConfig, Producer};
+use hyper::Method;
+use hyper::body::Bytes;
 use rlrun::failure::Failure;
 use serde_json::{Map, Value, json};
 use trajectory::{
@@ -35,14 +37,16 @@ use trajectory::{
 };
 
 use crate::args::BufferBenchArgs;
-use connection::{Connection, request};
+use connection::Connection;
 use load::Done;
 use served::Served;
 
 /// Groups of one lease.
 const BATCH: usize = 64;
-/// Connections that fill the journal before it is opened again, and groups of one of their requests.
-const FILL: (usize, usize) = (8, 128);
+/// Connections that fill the journal before it is opened again.
+const FILL_CLIENTS: usize = 8;
+/// Groups of one request that fills the journal.
+const FILL_GROUPS: usize = 128;
 /// Consumers that lease at the same time.
 const CONSUMERS: [usize; 2] = [1, 4];
 /// Threads that append in this process.
@@ -81,15 +85,14 @@ impl BufferBench<'_> {
         let time = self.time();
         for &clients in &self.args.clients {
             let done =
-                self.tokio.block_on(load::append(served.address, clients, time, (1, self.args.group_bytes)));
+                self.tokio.block_on(load::append(served.address, clients, time, 1, self.args.group_bytes));
             let mut fields = self.fields("append");
             fields.insert("clients".to_owned(), json!(clients));
             self.report(fields, done)?;
         }
         for consumers in CONSUMERS {
             // Enough for the measure, however short the one before was.
-            let groups = (FILL.1, self.args.group_bytes);
-            self.tokio.block_on(load::append(served.address, FILL.0, time, groups));
+            self.fill(&served, time);
             let done = self.tokio.block_on(load::lease(served.address, consumers, time, BATCH));
             let mut fields = self.fields("lease");
             fields.extend([("clients".to_owned(), json!(consumers)), ("batch".to_owned(), json!(BATCH))]);
@@ -108,9 +111,7 @@ impl BufferBench<'_> {
             if stored >= bytes {
                 break stored;
             }
-            let groups = (FILL.1, self.args.group_bytes);
-            let more =
-                self.tokio.block_on(load::append(served.address, FILL.0, Duration::from_secs(1), groups));
+            let more = self.fill(&served, Duration::from_secs(1));
             if more.groups == 0 {
                 let why = more.first_error.unwrap_or_default();
                 return Err(Failure::NotThere(format!("the journal could not be filled: {why}")));
@@ -175,11 +176,16 @@ impl BufferBench<'_> {
         self.write(&fields)
     }
 
+    fn fill(&self, served: &Served, time: Duration) -> Done {
+        let bytes = self.args.group_bytes;
+        self.tokio.block_on(load::append(served.address, FILL_CLIENTS, time, FILL_GROUPS, bytes))
+    }
+
     fn stats(&self, served: &Served) -> Result<Value, Failure> {
         let ask = async {
             let mut connection = Connection::open(served.address).await?;
-            let answer = connection.call(&request("GET", "/v1/stats", b"")).await?;
-            Ok(serde_json::from_slice(answer.body)?)
+            let answer = connection.call(Method::GET, "/v1/stats", Bytes::new()).await?;
+            Ok(serde_json::from_slice(&answer.body)?)
         };
         self.tokio.block_on(ask).map_err(system("ask the served buffer what it holds"))
     }

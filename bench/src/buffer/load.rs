@@ -7,9 +7,11 @@ use std::io::Error;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use hyper::Method;
+use hyper::body::Bytes;
 use tokio::task::JoinSet;
 
-use super::connection::{Connection, request};
+use super::connection::{Answer, Connection};
 
 /// Digits of a key.
 const KEY_DIGITS: usize = 16;
@@ -39,18 +41,23 @@ impl Done {
         self.first_error = self.first_error.take().or(other.first_error);
     }
 
+    fn refused(&mut self, answer: &Answer) {
+        self.failed(format!("{}: {}", answer.status, String::from_utf8_lossy(&answer.body)));
+    }
+
     fn failed(&mut self, what: String) {
         self.errors += 1;
         self.first_error.get_or_insert(what);
     }
 }
 
-/// Lets `clients` append for as long as `time`, each request with `together` groups of `bytes` bytes.
+/// Lets `clients` append for as long as `time`, each request with `groups` groups of `bytes` bytes.
 pub async fn append(
     address: SocketAddr,
     clients: usize,
     time: Duration,
-    (together, bytes): (usize, usize),
+    groups: usize,
+    bytes: usize,
 ) -> Done {
     // Keys of one measure differ from those of the others, so that no group is known already.
     let first_key = clock_nanos();
@@ -58,12 +65,12 @@ pub async fn append(
     let started = Instant::now();
     for client in 0..clients as u64 {
         let key = first_key.wrapping_add(client << 32);
-        tasks.spawn(append_as_one(address, started + time, Body::new(together, bytes, key)));
+        tasks.spawn(append_as_one(address, started + time, AppendBody::new(groups, bytes, key)));
     }
     join(tasks, started).await
 }
 
-async fn append_as_one(address: SocketAddr, until: Instant, mut body: Body) -> Done {
+async fn append_as_one(address: SocketAddr, until: Instant, mut body: AppendBody) -> Done {
     let mut done = Done::default();
     let mut connection = match Connection::open(address).await {
         Ok(connection) => connection,
@@ -73,15 +80,15 @@ async fn append_as_one(address: SocketAddr, until: Instant, mut body: Body) -> D
         }
     };
     while Instant::now() < until {
-        body.next();
+        let groups = body.next();
         let asked = Instant::now();
-        match connection.call(&body.request).await {
+        match connection.call(Method::POST, "/v1/groups", groups).await {
             Ok(answer) => {
-                let accepted = count(answer.body, b"\"accepted\"");
+                let accepted = count(&answer.body, b"\"accepted\"");
                 done.latencies.push(asked.elapsed().as_secs_f64());
                 done.groups += accepted;
                 if answer.status != 200 || accepted != body.keys.len() as u64 {
-                    done.failed(format!("{}: {}", answer.status, String::from_utf8_lossy(answer.body)));
+                    done.refused(&answer);
                 }
             }
             Err(error) => {
@@ -117,24 +124,23 @@ async fn lease_as_one(
     done: &mut Done,
 ) -> Result<(), Error> {
     let mut connection = Connection::open(address).await?;
-    let body = format!(r#"{{"consumer":"bench-{consumer}","groups":{batch},"wait_ms":0}}"#);
-    let lease = request("POST", "/v1/leases", body.as_bytes());
+    let lease = Bytes::from(format!(r#"{{"consumer":"bench-{consumer}","groups":{batch},"wait_ms":0}}"#));
     while Instant::now() < until {
         let asked = Instant::now();
-        let answer = connection.call(&lease).await?;
-        let Some(id) = lease_id(answer.body) else {
+        let answer = connection.call(Method::POST, "/v1/leases", lease.clone()).await?;
+        let Some(id) = lease_id(&answer.body) else {
             if answer.status != 200 {
-                done.failed(format!("{}: {}", answer.status, String::from_utf8_lossy(answer.body)));
+                done.refused(&answer);
             }
             return Ok(());
         };
-        let ack = request("POST", &format!("/v1/leases/{id}/ack"), b"{}");
-        let answer = connection.call(&ack).await?;
+        let ack = format!("/v1/leases/{id}/ack");
+        let answer = connection.call(Method::POST, &ack, Bytes::from_static(b"{}")).await?;
         if answer.status == 200 {
             done.groups += batch as u64;
             done.latencies.push(asked.elapsed().as_secs_f64());
         } else {
-            done.failed(format!("{}: {}", answer.status, String::from_utf8_lossy(answer.body)));
+            done.refused(&answer);
         }
     }
     Ok(())
@@ -152,29 +158,31 @@ async fn join(mut tasks: JoinSet<Done>, started: Instant) -> Done {
     all
 }
 
-/// A request with groups whose keys change every time.
-struct Body {
-    request: Vec<u8>,
+/// The body of a request with groups whose keys change every time.
+struct AppendBody {
+    text: Vec<u8>,
     /// Where the keys are.
     keys: Vec<usize>,
     next_key: u64,
 }
 
-impl Body {
-    fn new(together: usize, bytes: usize, next_key: u64) -> Self {
-        let groups = vec![group(bytes); together].join(",");
-        let request = request("POST", "/v1/groups", format!(r#"{{"groups":[{groups}]}}"#).as_bytes());
-        let keys = request.windows(KEY_DIGITS).enumerate();
+impl AppendBody {
+    fn new(groups: usize, bytes: usize, next_key: u64) -> Self {
+        let groups = vec![group(bytes); groups].join(",");
+        let text = format!(r#"{{"groups":[{groups}]}}"#).into_bytes();
+        let keys = text.windows(KEY_DIGITS).enumerate();
         let keys = keys.filter(|(_, window)| *window == KEY.as_bytes()).map(|(at, _)| at).collect();
-        Self { request, keys, next_key }
+        Self { text, keys, next_key }
     }
 
-    fn next(&mut self) {
+    /// The body with keys that no body before it had.
+    fn next(&mut self) -> Bytes {
         for &at in &self.keys {
             let key = format!("{:016x}", self.next_key);
-            self.request[at..at + KEY_DIGITS].copy_from_slice(key.as_bytes());
+            self.text[at..at + KEY_DIGITS].copy_from_slice(key.as_bytes());
             self.next_key = self.next_key.wrapping_add(1);
         }
+        Bytes::copy_from_slice(&self.text)
     }
 }
 
@@ -224,13 +232,11 @@ mod tests {
             let length = group(bytes).len();
             assert!(length.abs_diff(bytes) < bytes / 8 + 100, "{length} bytes for {bytes}");
         }
-        let mut body = Body::new(2, 100, 7);
-        body.next();
-        let text = String::from_utf8(body.request).unwrap();
-        assert!(text.contains("0000000000000007") && text.contains("0000000000000008"), "{text}");
-        assert!(
-            text.contains(&format!("content-length: {}\r\n", text.split("\r\n\r\n").nth(1).unwrap().len()))
-        );
+        let mut body = AppendBody::new(2, 100, 7);
+        for keys in [["0000000000000007", "0000000000000008"], ["0000000000000009", "000000000000000a"]] {
+            let text = String::from_utf8(body.next().to_vec()).unwrap();
+            assert!(keys.iter().all(|key| text.contains(key)), "{text}");
+        }
     }
 
     #[test]
