@@ -30,7 +30,7 @@ const MAX_BITS: u64 = 4096;
 
 /// The kind `countdown`.
 pub(crate) fn kind() -> RewardKind {
-    RewardKind::new("countdown", &["format_score"], &[], |spec, _| {
+    RewardKind::self_contained("countdown", &["format_score"], &[], |spec, _| {
         let format_score = spec.format_score.unwrap_or(FORMAT_SCORE);
         if !format_score.is_finite() {
             return Err(spec.wrong("format_score", "must be a finite number"));

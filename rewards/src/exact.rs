@@ -7,7 +7,7 @@ use crate::{RewardError, RewardInput};
 
 /// The kind `exact`.
 pub(crate) fn kind() -> RewardKind {
-    RewardKind::new("exact", &[], &[], |spec, _| Ok(pure(spec, score)))
+    RewardKind::self_contained("exact", &[], &[], |spec, _| Ok(pure(spec, score)))
 }
 
 /// 1.0 or 0.0; `reward` is the name under which errors are reported.

@@ -19,7 +19,7 @@ static THINK_ANSWER: LazyLock<Regex> = LazyLock::new(|| {
 
 /// The kind `format`.
 pub(crate) fn kind() -> RewardKind {
-    RewardKind::new("format", &["pattern"], &[], |spec, _| {
+    RewardKind::self_contained("format", &["pattern"], &[], |spec, _| {
         let form = Form::new(spec.name(), spec.pattern.as_deref())?;
         Ok(pure(spec, move |_, input| Ok(form.score(input.text))))
     })

@@ -19,7 +19,7 @@ static NUMBER: LazyLock<Regex> = LazyLock::new(|| compiled(r"-?[0-9.,]+"));
 
 /// The kind `gsm8k`.
 pub(crate) fn kind() -> RewardKind {
-    RewardKind::new("gsm8k", &["method"], &[], |spec, _| {
+    RewardKind::self_contained("gsm8k", &["method"], &[], |spec, _| {
         let method = spec.method.unwrap_or_default();
         Ok(pure(spec, move |label, input| score(label, method, input)))
     })

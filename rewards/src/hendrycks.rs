@@ -8,7 +8,7 @@ use crate::{RewardError, RewardInput};
 
 /// The kind `hendrycks`.
 pub(crate) fn kind() -> RewardKind {
-    RewardKind::new("hendrycks", &[], &[], |spec, _| Ok(pure(spec, score)))
+    RewardKind::self_contained("hendrycks", &[], &[], |spec, _| Ok(pure(spec, score)))
 }
 
 /// 1.0 or 0.0; `reward` is the name under which errors are reported.

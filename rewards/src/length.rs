@@ -8,7 +8,7 @@ use crate::{RewardError, RewardInput};
 
 /// The kind `length`.
 pub(crate) fn kind() -> RewardKind {
-    RewardKind::new("length", &["max_length", "cache"], &["cache"], |spec, _| {
+    RewardKind::self_contained("length", &["max_length", "cache"], &["cache"], |spec, _| {
         let cache = spec.required("cache", spec.cache)?;
         let penalty = OverlongPenalty::new(spec.name(), spec.max_length, cache)?;
         Ok(pure(spec, move |label, input| penalty.score(label, input)))

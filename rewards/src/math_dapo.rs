@@ -78,7 +78,7 @@ const REMOVED: [&str; 41] = [
 
 /// The kind `math_dapo`.
 pub(crate) fn kind() -> RewardKind {
-    RewardKind::new("math_dapo", &["strict_box"], &[], |spec, _| {
+    RewardKind::self_contained("math_dapo", &["strict_box"], &[], |spec, _| {
         let strict_box = spec.strict_box.unwrap_or_default();
         Ok(pure(spec, move |label, input| score(label, strict_box, input)))
     })

@@ -10,7 +10,7 @@ use crate::{RewardError, RewardInput};
 
 /// The kind `regex`.
 pub(crate) fn kind() -> RewardKind {
-    RewardKind::new("regex", &["pattern", "compare"], &["pattern"], |spec, _| {
+    RewardKind::self_contained("regex", &["pattern", "compare"], &["pattern"], |spec, _| {
         let pattern = spec.required("pattern", spec.pattern.as_deref())?;
         let rule = PatternRule::new(spec.name(), pattern, spec.compare.unwrap_or_default())?;
         Ok(pure(spec, move |label, input| rule.score(label, input)))

@@ -25,6 +25,7 @@ pub struct RewardKind {
     parameters: &'static [&'static str],
     required: &'static [&'static str],
     build: Arc<Build>,
+    is_self_contained: bool,
 }
 
 /// The parts of a run that rewards use.
@@ -66,7 +67,20 @@ impl RewardKind {
         + Sync
         + 'static,
     ) -> Self {
-        Self { name: name.to_owned(), parameters, required, build: Arc::new(build) }
+        Self { name: name.to_owned(), parameters, required, build: Arc::new(build), is_self_contained: false }
+    }
+
+    /// [`RewardKind::new`] for a kind that needs nothing outside of rlrun but what its keys name.
+    pub(crate) fn self_contained(
+        name: &str,
+        parameters: &'static [&'static str],
+        required: &'static [&'static str],
+        build: impl Fn(&RewardSpec, &RewardContext) -> Result<Box<dyn Reward>, RewardError>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Self {
+        Self { is_self_contained: true, ..Self::new(name, parameters, required, build) }
     }
 
     /// Its name.
@@ -79,6 +93,12 @@ impl RewardKind {
     #[must_use]
     pub fn parameters(&self) -> &'static [&'static str] {
         self.parameters
+    }
+
+    /// Whether it needs nothing outside of rlrun but what its keys name: no file, program or server.
+    #[must_use]
+    pub fn is_self_contained(&self) -> bool {
+        self.is_self_contained
     }
 }
 

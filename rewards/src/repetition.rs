@@ -9,7 +9,7 @@ use crate::{RewardError, RewardSpec};
 
 /// The kind `repetition`.
 pub(crate) fn kind() -> RewardKind {
-    RewardKind::new("repetition", &["ngram", "max_penalty"], &[], |spec, _| {
+    RewardKind::self_contained("repetition", &["ngram", "max_penalty"], &[], |spec, _| {
         let penalty = RepetitionPenalty::new(spec)?;
         Ok(pure(spec, move |_, input| Ok(penalty.score(input.text))))
     })

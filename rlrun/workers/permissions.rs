@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Component, Path, PathBuf};
 
-use ::rewards::{Registry, RewardSpec};
+use ::rewards::{Registry, RewardKind, RewardSpec};
 use toml::{Table, Value};
 
 use crate::args::AllowArgs;
@@ -27,19 +27,6 @@ mod tests;
 
 use self::keys::{By, ON_UNKNOWN, by};
 
-/// Rewards that compute with what this program has in itself.
-const PURE: [&str; 10] = [
-    "countdown",
-    "exact",
-    "format",
-    "gsm8k",
-    "hendrycks",
-    "length",
-    "math",
-    "math_dapo",
-    "regex",
-    "repetition",
-];
 /// How much of a refused value is shown, characters.
 const SHOWN: usize = 120;
 
@@ -251,7 +238,7 @@ impl Permissions {
                     kept.insert("path".to_owned(), Value::from(path.display().to_string()));
                 }
             }
-            kind if PURE.contains(&kind) || !Registry::builtin().names().any(|known| known == kind) => {}
+            kind if Registry::builtin().kind(kind).is_none_or(RewardKind::is_self_contained) => {}
             other => owned.extend([("kind".to_owned(), Value::from(other))]),
         }
         refused.extend(owned.into_iter().map(|(key, value)| RefusedKey {

@@ -14,7 +14,7 @@ use crate::{BoxFuture, Judged, Load, Outcome, Reward, RewardError, RewardInput, 
 pub(crate) fn kind() -> RewardKind {
     /// Keys of the processes that run Math-Verify.
     const KEYS: &[&str] = &["strict", "on_unknown", "python", "workers", "batch", "memory_mb", "environment"];
-    RewardKind::new("math", KEYS, &[], |spec, context| {
+    RewardKind::self_contained("math", KEYS, &[], |spec, context| {
         let asks = spec.on_unknown == Some(OnUnknown::MathVerify);
         let foreign = spec.given().into_iter().find(|key| !["strict", "on_unknown"].contains(&key.as_str()));
         if let Some(key) = foreign.filter(|_| !asks) {
