@@ -67,7 +67,7 @@ pub(crate) fn open(
 }
 
 /// Writes what curation did in a step, if the recipe uses it.
-pub(crate) fn measure(recipe: &Recipe, metrics: &mut Metrics, (before, after): (Progress, Progress)) {
+pub(crate) fn measure(recipe: &Recipe, metrics: &mut Metrics, before: Progress, after: Progress) {
     let (then, now) = (before.curation, after.curation);
     if recipe.curation.is_on() {
         for (name, before, after) in [

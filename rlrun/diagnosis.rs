@@ -233,7 +233,8 @@ mod tests {
         }
     }
 
-    fn step(step: u64, reward: f64, (cut_off, mismatch, entropy): (f64, f64, f64)) -> Metrics {
+    fn step(step: u64, reward: f64, signs: CollapseSigns) -> Metrics {
+        let CollapseSigns { cut_off, mismatch, entropy } = signs;
         let mut metrics = Metrics::default();
         for (name, value) in [
             ("step", step as f64),
@@ -249,7 +250,14 @@ mod tests {
         metrics
     }
 
-    const WELL: (f64, f64, f64) = (0.01, 0.002, 0.2);
+    #[derive(Clone, Copy)]
+    struct CollapseSigns {
+        cut_off: f64,
+        mismatch: f64,
+        entropy: f64,
+    }
+
+    const WELL: CollapseSigns = CollapseSigns { cut_off: 0.01, mismatch: 0.002, entropy: 0.2 };
 
     #[test]
     fn a_collapse_is_named_with_its_evidence_and_the_keys_once() {
@@ -259,7 +267,9 @@ mod tests {
         }
         let falling = |i: u64| {
             let lost = (i - 19) as f64 / 10.0;
-            step(i, 0.9 - 0.8 * lost, (0.9 * lost, 0.002 + 0.1 * lost, 0.2 + lost))
+            let signs =
+                CollapseSigns { cut_off: 0.9 * lost, mismatch: 0.002 + 0.1 * lost, entropy: 0.2 + lost };
+            step(i, 0.9 - 0.8 * lost, signs)
         };
         let said: Vec<String> = (20..30).flat_map(|i| diagnosis.observe(&falling(i))).collect();
         let first = &said[0];

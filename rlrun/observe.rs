@@ -62,12 +62,16 @@ pub struct ObserverInputs<'a> {
     pub evaluation: Option<&'a Evaluated>,
     /// What the rewards had to do while it was made, by name.
     pub rewards: &'a [(String, LoadCounts)],
-    /// Cost of the last weight push, and the version of every sampler.
-    pub push: (Option<PushCost>, &'a [Lag]),
+    /// Cost of the last weight push.
+    pub push: Option<PushCost>,
+    /// The version of every sampler.
+    pub lags: &'a [Lag],
     /// What of other processes was refused while it was made.
     pub refused: &'a [Refused],
-    /// What the sampler had done before and after the step.
-    pub sampler: (Progress, Progress),
+    /// The work of the sampler up to the begin of the step.
+    pub sampler_before: Progress,
+    /// The work of the sampler up to the end of the step.
+    pub sampler_after: Progress,
     /// Wall time of the step with its evaluation, seconds.
     pub step_s: f64,
     /// Wall time of the run, seconds.
@@ -211,9 +215,9 @@ impl<'a> Observer<'a> {
         rewards::measure(&self.recipe.rewards, &mut metrics, inputs);
         speed(&mut metrics, inputs);
         rewards::name_culprits(&mut metrics, inputs);
-        weights::measure(&mut metrics, inputs.push);
+        weights::measure(&mut metrics, inputs.push, inputs.lags);
         self.peers(&mut metrics, inputs)?;
-        crate::curation::measure(self.recipe, &mut metrics, inputs.sampler);
+        crate::curation::measure(self.recipe, &mut metrics, inputs.sampler_before, inputs.sampler_after);
         if let Some(peak) = crate::memory::peak_mib() {
             metrics.set("memory/peak_mib", peak);
         }
@@ -408,7 +412,7 @@ fn readable(group: &Group) -> serde_json::Value {
 
 fn speed(metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
     let time = &inputs.step.time;
-    let (before, after) = inputs.sampler;
+    let (before, after) = (inputs.sampler_before, inputs.sampler_after);
     let (busy, idle) = (after.busy_s - before.busy_s, after.idle_s - before.idle_s);
     let per_second = |count: u64, seconds: f64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
     let share = |part: f64, whole: f64| if whole > 0.0 { (part / whole).clamp(0.0, 1.0) } else { 0.0 };

@@ -33,7 +33,7 @@ pub(crate) struct Peers {
 
 impl Peers {
     /// Notes that something of `sender` was refused: why, as a word and with its evidence.
-    pub(crate) fn refuse(&self, sender: &str, (code, detail): (&str, &str)) {
+    pub(crate) fn refuse(&self, sender: &str, code: &str, detail: &str) {
         let mut refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
         let known = (sender.to_owned(), code.to_owned());
         let key = if refused.len() < MOST || refused.contains_key(&known) {
@@ -62,7 +62,7 @@ mod tests {
     fn what_is_refused_is_counted_and_bounded() {
         let peers = Peers::default();
         for n in 0..10_000 {
-            peers.refuse(&format!("10.0.0.{}", n % 1000), ("bad_turn", &"x".repeat(1000)));
+            peers.refuse(&format!("10.0.0.{}", n % 1000), "bad_turn", &"x".repeat(1000));
         }
         let refused = peers.take();
         assert_eq!(refused.len(), MOST + 1);

@@ -197,7 +197,7 @@ pub fn test(args: &RewardTestArgs, program: &Program) -> Result<String, Failure>
         let wrong = wrong_answer(&reference, other.as_deref());
         let _ = writeln!(text, "\nrow {row}: {}", short(&prompt_text(task)));
         let answers = [("reference", reference), ("wrong", wrong)];
-        failures += say(&mut text, (rewards, &runtime), (task, &answers), (&recipe, &directory))?;
+        failures += say(&mut text, rewards, &runtime, task, &answers, &recipe, &directory)?;
     }
     if failures > 0 {
         return Err(Failure::Argument(format!(
@@ -210,9 +210,12 @@ pub fn test(args: &RewardTestArgs, program: &Program) -> Result<String, Failure>
 /// What every reward says of the answers to a task, which are a group for those that compare; returns how many failed.
 fn say(
     text: &mut String,
-    (rewards, runtime): (&RewardSet, &RewardRuntime),
-    (task, answers): (&Task, &[(&str, String); 2]),
-    (recipe, directory): (&Recipe, &ModelDirectory),
+    rewards: &RewardSet,
+    runtime: &RewardRuntime,
+    task: &Task,
+    answers: &[(&str, String); 2],
+    recipe: &Recipe,
+    directory: &ModelDirectory,
 ) -> Result<usize, Failure> {
     let prompt_ids = directory.encode_prompt(&task.prompt)?;
     let mut inputs = Vec::new();

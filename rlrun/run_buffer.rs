@@ -83,7 +83,7 @@ impl BufferSetup<'_> {
         let peers = Arc::clone(self.peers);
         let refused = move |RefusedGroup { sender, code, detail }: RefusedGroup<'_>| {
             let sender = sender.map_or_else(|| "an unknown address".to_owned(), |sender| sender.to_string());
-            peers.refuse(&sender, (code, detail));
+            peers.refuse(&sender, code, detail);
         };
         let serve = |config| {
             let limits = Some(Arc::clone(self.limits));

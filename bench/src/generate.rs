@@ -60,7 +60,7 @@ pub fn work(
             (0..batch / group).map(|_| random_tokens(&mut rng, args.prompt, vocabulary)).collect();
         let before = engine.counts().steps;
         let clock = Instant::now();
-        sample(&mut engine, prompts, (group, args.new))?;
+        sample(&mut engine, prompts, group, args.new)?;
         if repeat > 0 {
             seconds.push(clock.elapsed().as_secs_f64());
         }
@@ -124,11 +124,7 @@ pub(super) fn random_tokens(rng: &mut ChaCha8Rng, count: usize, vocabulary: usiz
 }
 
 /// Samples `samples` completions of `new` tokens for every prompt.
-fn sample(
-    engine: &mut Engine,
-    prompts: Vec<Vec<u32>>,
-    (samples, new): (usize, usize),
-) -> Result<(), Failure> {
+fn sample(engine: &mut Engine, prompts: Vec<Vec<u32>>, samples: usize, new: usize) -> Result<(), Failure> {
     for (group, prompt) in prompts.into_iter().enumerate() {
         let sampling = model::Sampling::PLAIN;
         let group = GroupId(group as u64);

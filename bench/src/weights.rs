@@ -59,8 +59,8 @@ const SOON: Duration = Duration::from_secs(120);
 pub fn run(args: &WeightsBenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
     if let Some(url) = &args.receive_from {
         return match args.device {
-            Some(place) => receiver::receive_on_device(url, (place, &args.shm), out),
-            None => receiver::receive(url, (args.over_http, &args.shm), out),
+            Some(place) => receiver::receive_on_device(url, place, &args.shm, out),
+            None => receiver::receive(url, args.over_http, &args.shm, out),
         };
     }
     let threads = args.threads.unwrap_or(PublishConfig::default().threads);

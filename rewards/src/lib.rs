@@ -34,10 +34,8 @@
 //!     columns: Default::default(),
 //! };
 //! let inputs = [RewardInput::text(&task, "so it is \\boxed{85}")];
-//! # let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-//! # let std::task::Poll::Ready(scores) = std::pin::pin!(set.score(&inputs)).poll(&mut context) else { unreachable!() };
-//! # let scores = scores?;
-//! // let scores = set.score(&inputs).await?;
+//! # let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+//! let scores = runtime.block_on(set.score(&inputs))?;
 //! assert_eq!(scores[0].total, Some(1.0));
 //! # Ok::<(), rewards::RewardError>(())
 //! ```

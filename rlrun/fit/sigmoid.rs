@@ -13,8 +13,8 @@
 
 use super::numeric::{fisher_95, line, minimum};
 
-/// Places of the grid in ln `C_mid` and in ln B.
-const GRID: (usize, usize) = (40, 40);
+/// Places of the grid in ln `C_mid`, and in ln B.
+const GRID: usize = 40;
 
 /// More points than this are averaged in runs of neighbours for the grid; the refinement sees all.
 const GRID_POINTS: usize = 128;
@@ -183,8 +183,10 @@ impl<'a> FitProblem<'a> {
         let coarse = averaged(self.points);
         let problem = FitProblem { points: &coarse, ..self.clone() };
         let mut places = Vec::new();
-        for half in spread(self.bounds[HALF], GRID.0) {
-            places.extend(spread(self.bounds[STEEP], GRID.1).map(|steep| problem.solved(half, steep, None)));
+        let [.., halves, steeps] = self.bounds;
+        for half in spread(halves.0, halves.1, GRID) {
+            let along = spread(steeps.0, steeps.1, GRID).map(|steep| problem.solved(half, steep, None));
+            places.extend(along);
         }
         places.sort_by(|a, b| a.error.total_cmp(&b.error));
         let refined = places.iter().take(STARTS).map(|place| self.refined(place.params, None));
@@ -298,7 +300,7 @@ fn range(values: impl Iterator<Item = f64>) -> (f64, f64) {
     values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)))
 }
 
-fn spread((low, high): (f64, f64), count: usize) -> impl Iterator<Item = f64> {
+fn spread(low: f64, high: f64, count: usize) -> impl Iterator<Item = f64> {
     (0..count).map(move |n| low + (high - low) * n as f64 / (count - 1) as f64)
 }
 

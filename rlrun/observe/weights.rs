@@ -5,7 +5,7 @@ use ::weights::{Lag, PushCost};
 use crate::metrics::Metrics;
 
 /// Records the last push, if there was one, and the slowest sampler that received one.
-pub(super) fn measure(metrics: &mut Metrics, (push, lags): (Option<PushCost>, &[Lag])) {
+pub(super) fn measure(metrics: &mut Metrics, push: Option<PushCost>, lags: &[Lag]) {
     if let Some(push) = push {
         metrics.set("weights/bytes", push.delta_bytes.unwrap_or(push.full_bytes) as f64);
         metrics.set("weights/publish_s", push.took.as_secs_f64());

@@ -47,11 +47,13 @@ impl Run<'_> {
             let (lags, refused) = (weights.lags()?, self.peers.take());
             observer.step(&ObserverInputs {
                 step: &step,
-                push: (weights.last()?, &lags),
+                push: weights.last()?,
+                lags: &lags,
                 evaluation: evaluation.as_ref(),
                 rewards: &samplers.take_loads(),
                 refused: &refused,
-                sampler: window,
+                sampler_before: window.0,
+                sampler_after: window.1,
                 step_s: clock.elapsed().as_secs_f64(),
                 time_s: trainer.time_s(),
             })?;

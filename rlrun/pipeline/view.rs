@@ -40,7 +40,7 @@ impl WatchdogView {
         // An error of the hub is reported by its next user.
         for RejectedSubscriber { subscriber, error } in self.hub.take_rejected().unwrap_or_default() {
             self.registry.exclude(&subscriber);
-            self.peers.refuse(&subscriber, ("left_out", &error.to_string()));
+            self.peers.refuse(&subscriber, "left_out", &error.to_string());
             self.report.note(&format!("{subscriber} is excluded, and the run continues without it: {error}"));
         }
         // Reported here too: with failing rewards the first step may never end.

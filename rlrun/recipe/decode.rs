@@ -27,7 +27,7 @@ pub(super) fn decode(mut table: DeTable<'_>, sources: &Sources) -> Result<RawRec
         };
         let path = Path::from(error.path());
         let inner = error.into_inner();
-        errors.push(explain(inner.message(), (&path, path.find(&table)), inner.span(), sources));
+        errors.push(explain(inner.message(), &path, path.find(&table), inner.span(), sources));
         if !path.remove_from(&mut table) {
             return Err(errors);
         }
@@ -137,7 +137,8 @@ impl Path {
 /// Serde's message in the words of a recipe.
 fn explain(
     message: &str,
-    (path, value): (&Path, Option<&DeValue<'_>>),
+    path: &Path,
+    value: Option<&DeValue<'_>>,
     span: Option<Range<usize>>,
     sources: &Sources,
 ) -> Diagnostic {
@@ -147,7 +148,7 @@ fn explain(
         let key = quoted.next().unwrap_or_default();
         let known: Vec<_> = quoted.collect();
         let diagnostic = Diagnostic::new(format!("unknown key `{path}`"), place);
-        return diagnostic.help(suggest_key((key, value), &known, &path.parent()));
+        return diagnostic.help(suggest_key(key, value, &known, &path.parent()));
     }
     if message.starts_with("unknown variant") {
         let word = quoted.next().unwrap_or_default();
@@ -203,7 +204,7 @@ fn plain_types(message: &str) -> String {
 }
 
 /// The remedy for an unknown key: its nearest name, the name that peers give it, or the names there are.
-fn suggest_key((key, value): (&str, Option<&DeValue<'_>>), known: &[&str], section: &str) -> String {
+fn suggest_key(key: &str, value: Option<&DeValue<'_>>, known: &[&str], section: &str) -> String {
     let full = |name: &str| if section.is_empty() { name.to_owned() } else { format!("{section}.{name}") };
     if let Some(hint) = peers::hint(&full(key), value) {
         return hint;

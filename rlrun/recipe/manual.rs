@@ -205,7 +205,7 @@ fn write() -> Vec<Section> {
     let words: Vec<Words> = WORDS.iter().flat_map(|source| parse(source).1).collect();
     structs.insert(0, rewards);
     let mut outline = Vec::new();
-    outline_of("RawRecipe", ("", false), &structs, &mut outline);
+    outline_of("RawRecipe", "", false, &structs, &mut outline);
     let defaults = defaults(&outline);
     outline
         .iter()
@@ -213,7 +213,7 @@ fn write() -> Vec<Section> {
             path: path.clone(),
             about: of.about.clone(),
             optional: *optional,
-            keys: fields.iter().map(|field| key((path, !*optional), field, (&words, &defaults))).collect(),
+            keys: fields.iter().map(|field| key(path, !*optional, field, &words, &defaults)).collect(),
         })
         .collect()
 }
@@ -227,7 +227,7 @@ struct Outline {
     fields: Vec<Field>,
 }
 
-fn outline_of(name: &str, (path, optional): (&str, bool), structs: &[Struct], outline: &mut Vec<Outline>) {
+fn outline_of(name: &str, path: &str, optional: bool, structs: &[Struct], outline: &mut Vec<Outline>) {
     let Some(of) = structs.iter().find(|of| of.name == name) else { return };
     let place = outline.len();
     outline.push(Outline { path: path.to_owned(), optional, of: of.clone(), fields: Vec::new() });
@@ -241,7 +241,7 @@ fn outline_of(name: &str, (path, optional): (&str, bool), structs: &[Struct], ou
         let list = if wrapped == Some("Vec") { "[]" } else { "" };
         let dot = if path.is_empty() { "" } else { "." };
         let path = format!("{path}{dot}{}{list}", field.name);
-        outline_of(inner, (&path, optional || wrapped.is_some()), structs, outline);
+        outline_of(inner, &path, optional || wrapped.is_some(), structs, outline);
     }
 }
 
@@ -256,7 +256,7 @@ fn unwrap(rust_type: &str) -> (&str, Option<&str>) {
         .unwrap_or((rust_type, None))
 }
 
-fn key((section, always): (&str, bool), field: &Field, (words, defaults): (&[Words], &Value)) -> Key {
+fn key(section: &str, always: bool, field: &Field, words: &[Words], defaults: &Value) -> Key {
     let dot = if section.is_empty() { "" } else { "." };
     let path = format!("{section}{dot}{}", field.name);
     let kind = kind_of(section, field, words);

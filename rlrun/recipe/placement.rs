@@ -120,8 +120,15 @@ fn deciding<'a>(keys: &[&'a str], checker: &Checker<'_>) -> &'a str {
 fn check_ranks_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     let path = "placement.trainer_devices";
     let Some(list) = &recipe.placement.trainer_devices else { return };
-    let one = recipe.placement.trainer_device.map(|_| "placement.trainer_device");
-    check_list(checker, (path, one), list, ("trainer.world", recipe.trainer.world, "rank", "the trainer"));
+    let rule = DeviceListRule {
+        path,
+        one: recipe.placement.trainer_device.map(|_| "placement.trainer_device"),
+        count_key: "trainer.world",
+        count: recipe.trainer.world,
+        member: "rank",
+        role: "the trainer",
+    };
+    rule.check(list, checker);
     // Ranks that are processes may be on machines of their own.
     let here = recipe.trainer.ranks == Ranks::Threads;
     let twice = list.iter().enumerate().find(|(rank, device)| {
@@ -140,30 +147,45 @@ fn check_samplers_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
         // It has no effect, and that was said.
         return;
     }
-    let one = recipe.placement.rollout_device.map(|_| "placement.rollout_device");
-    let workers = ("placement.rollout_workers", recipe.rollout_workers(), "sampler", "the sampler");
-    check_list(checker, ("placement.rollout_devices", one), list, workers);
+    let rule = DeviceListRule {
+        path: "placement.rollout_devices",
+        one: recipe.placement.rollout_device.map(|_| "placement.rollout_device"),
+        count_key: "placement.rollout_workers",
+        count: recipe.rollout_workers(),
+        member: "sampler",
+        role: "the sampler",
+    };
+    rule.check(list, checker);
 }
 
-/// A list of devices at `path` names one device for each of the `count` ranks or samplers of `key`; it excludes the key
-/// `one`.
-fn check_list(
-    checker: &mut Checker<'_>,
-    (path, one): (&str, Option<&str>),
-    list: &[DeviceWord],
-    (key, count, member, who): (&str, usize, &str, &str),
-) {
-    if let Some(one) = one {
-        let message = format!("both `{one}` and `{path}` say where {who} computes");
-        checker.report_latest(&[path, one], message, "remove one of them");
-    }
-    if list.len() != count {
-        let message = format!("`{path}` names {} devices for {count} {member}s (`{key}`)", list.len());
-        checker.report_latest(&[path, key], message, &format!("name one for each {member}"));
-    }
-    if list.len() > 1 && list.contains(&DeviceWord::Cpu) {
-        let help = format!("name devices alone, or none for {member}s on the processor");
-        checker.report(path, format!("`{path}` has the processor among devices"), &help);
+/// A list of devices at `path` names one device for each rank or sampler.
+struct DeviceListRule<'a> {
+    path: &'a str,
+    /// The key of a single device that is also given.
+    one: Option<&'a str>,
+    /// The key of the number of ranks or samplers.
+    count_key: &'a str,
+    count: usize,
+    member: &'a str,
+    role: &'a str,
+}
+
+impl DeviceListRule<'_> {
+    fn check(&self, list: &[DeviceWord], checker: &mut Checker<'_>) {
+        let Self { path, one, count_key, count, member, role } = *self;
+        if let Some(one) = one {
+            let message = format!("both `{one}` and `{path}` say where {role} computes");
+            checker.report_latest(&[path, one], message, "remove one of them");
+        }
+        if list.len() != count {
+            let message =
+                format!("`{path}` names {} devices for {count} {member}s (`{count_key}`)", list.len());
+            checker.report_latest(&[path, count_key], message, &format!("name one for each {member}"));
+        }
+        if list.len() > 1 && list.contains(&DeviceWord::Cpu) {
+            let help = format!("name devices alone, or none for {member}s on the processor");
+            checker.report(path, format!("`{path}` has the processor among devices"), &help);
+        }
     }
 }
 

@@ -20,14 +20,10 @@ pub(super) fn write(recipe: &Recipe, origins: &Origins) -> String {
 
 /// Every value of the recipe that has an effect.
 pub(super) fn table(recipe: &Recipe) -> Table {
-    match Value::try_from(to_raw(recipe)) {
-        Ok(Value::Table(mut table)) => {
-            drop_without_effect(&mut table, recipe);
-            table
-        }
-        // Names and numbers of a checked recipe are representable: paths are UTF-8, the seed fits 63 bits.
-        other => unreachable!("a checked recipe is a TOML table, not {other:?}"),
-    }
+    let table = Table::try_from(to_raw(recipe));
+    let mut table = table.expect("a checked recipe is TOML: its paths are UTF-8 and its seed has 63 bits");
+    drop_without_effect(&mut table, recipe);
+    table
 }
 
 fn to_raw(recipe: &Recipe) -> RawRecipe {

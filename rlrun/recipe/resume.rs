@@ -111,7 +111,7 @@ impl Recipe {
         if recipe.needs_reference() && !before.needs_reference() && recipe.algorithm.reference.is_none() {
             return Err(vec![without_reference(&origins)]);
         }
-        let said = describe(&changes, &origins, (origins_so_far, resume));
+        let said = describe(&changes, &origins, origins_so_far, resume);
         origins.record(said);
         Ok(Resumption { recipe, origins, changes })
     }
@@ -238,7 +238,8 @@ fn without_reference(origins: &Origins) -> Diagnostic {
 fn describe(
     changes: &[Change],
     origins: &Origins,
-    (mut so_far, resume): (BTreeMap<String, String>, usize),
+    mut so_far: BTreeMap<String, String>,
+    resume: usize,
 ) -> BTreeMap<String, String> {
     for change in changes {
         let by = match origins.get(&change.key).map(|origin| origin.layer) {

@@ -146,7 +146,7 @@ impl Permissions {
     /// # Errors
     /// The operator has not allowed to read it.
     pub(crate) fn reward_model(&self, spec: &RewardSpec) -> Result<PathBuf, Failure> {
-        let own = self.own_reward((spec.name(), &spec.kind)).and_then(|own| own.path.clone());
+        let own = self.own_reward(spec.name(), &spec.kind).and_then(|own| own.path.clone());
         let named = spec.path.clone().unwrap_or_default();
         own.or_else(|| self.path(&named)).ok_or_else(|| {
             let value = format!("{:?}", named.display().to_string());
@@ -223,7 +223,7 @@ impl Permissions {
                 }
             }
         }
-        if let Some(own) = self.own_reward((if name.is_empty() { &kind } else { &name }, &kind)) {
+        if let Some(own) = self.own_reward(if name.is_empty() { &kind } else { &name }, &kind) {
             // What has no form in TOML was not in a recipe.
             let own = Table::try_from(own).unwrap_or_default();
             kept.extend(own.into_iter().filter(|(key, value)| decides(key, value) == Some(By::Operator)));
@@ -242,7 +242,7 @@ impl Permissions {
             other => owned.extend([("kind".to_owned(), Value::from(other))]),
         }
         refused.extend(owned.into_iter().map(|(key, value)| RefusedKey {
-            why: why((&kind, &key), &value),
+            why: why(&kind, &key, &value),
             key: at(&key),
             value: value.to_string(),
         }));
@@ -296,7 +296,7 @@ impl Permissions {
         self.paths.iter().any(|allowed| real.starts_with(&allowed.real)).then_some(real)
     }
 
-    fn own_reward(&self, (name, kind): (&str, &str)) -> Option<&RewardSpec> {
+    fn own_reward(&self, name: &str, kind: &str) -> Option<&RewardSpec> {
         let rewards = &self.recipe.as_ref()?.rewards;
         rewards.iter().find(|spec| spec.name() == name && spec.kind == kind)
     }
@@ -315,7 +315,7 @@ fn decides(key: &str, value: &Value) -> Option<By> {
 }
 
 /// Why the operator has to decide it, and what allows it.
-fn why((kind, key): (&str, &str), value: &Value) -> String {
+fn why(kind: &str, key: &str, value: &Value) -> String {
     let value = value.as_str().unwrap_or_default();
     match (kind, key) {
         ("python", "path") => {

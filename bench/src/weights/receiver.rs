@@ -93,7 +93,7 @@ impl Drop for Receiver {
 ///
 /// # Errors
 /// A server that does not answer, weights that are not what they should be.
-pub fn receive(url: &str, (over_http, shm): (bool, &Path), out: &mut dyn Write) -> Result<(), Failure> {
+pub fn receive(url: &str, over_http: bool, shm: &Path, out: &mut dyn Write) -> Result<(), Failure> {
     let transport = if over_http { RemoteTransport::Http } else { RemoteTransport::Shm };
     let threads = weights::PublishConfig::default().threads;
     let patience = Duration::from_secs(5);
@@ -129,7 +129,8 @@ pub fn receive(url: &str, (over_http, shm): (bool, &Path), out: &mut dyn Write) 
 /// A device that cannot be used, a server that does not answer, weights that are not what they should be.
 pub fn receive_on_device(
     url: &str,
-    (place, shm): (DeviceLocation, &Path),
+    place: DeviceLocation,
+    shm: &Path,
     out: &mut dyn Write,
 ) -> Result<(), Failure> {
     let device = Device::open(place)?;

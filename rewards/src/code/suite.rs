@@ -287,7 +287,7 @@ mod tests {
     use super::*;
 
     fn suite(columns: Value) -> Result<TestSuite, String> {
-        let Value::Object(columns) = columns else { unreachable!("columns are an object") };
+        let columns = columns.as_object().unwrap().clone();
         let task = Task { id: TaskId(0), prompt: Prompt::Text(String::new()), answer: None, columns };
         TestSuite::of(&task, None)
     }

@@ -33,12 +33,12 @@ pub(super) fn value<'a>(
             with.value(&derivative, &mut copy)
         }
         Calculus::Integral(body, variable, Some((low, high))) => {
-            integral(with, body, variable, (low, high), point)
+            integral(with, body, variable, low, high, point)
         }
         Calculus::Integral(_, _, None) => None,
-        Calculus::Limit(body, variable, at, side) => limit(with, body, variable, (at, *side), point),
+        Calculus::Limit(body, variable, at, side) => limit(with, body, variable, at, *side, point),
         Calculus::Series(body, index, first, last, product) => {
-            series(with, body, index, (first, last), *product, point)
+            series(with, body, index, first, last, *product, point)
         }
     }
 }
@@ -148,15 +148,15 @@ fn integral<'a>(
     with: &Evaluator<'_>,
     body: &'a Node,
     variable: &'a str,
-    (low, high): (&'a Node, &'a Node),
+    low: &'a Node,
+    high: &'a Node,
     point: &mut RealPoint<'a>,
 ) -> Option<Approx> {
     let (low, high) = (bound(with, low, point)?, bound(with, high, point)?);
     if low > high {
-        let (low, high) = (high, low);
-        return between(with, body, variable, (low, high), point).map(Approx::negated);
+        return between(with, body, variable, high, low, point).map(Approx::negated);
     }
-    between(with, body, variable, (low, high), point)
+    between(with, body, variable, low, high, point)
 }
 
 /// The double-exponential rule. The step is halved until the value converges.
@@ -164,7 +164,8 @@ fn between<'a>(
     with: &Evaluator<'_>,
     body: &'a Node,
     variable: &'a str,
-    (low, high): (f64, f64),
+    low: f64,
+    high: f64,
     point: &mut RealPoint<'a>,
 ) -> Option<Approx> {
     // Position and weight of the abscissa t.
@@ -216,7 +217,8 @@ fn limit<'a>(
     with: &Evaluator<'_>,
     body: &'a Node,
     variable: &'a str,
-    (at, side): (&'a Node, i8),
+    at: &'a Node,
+    side: i8,
     point: &mut RealPoint<'a>,
 ) -> Option<Approx> {
     let at = bound(with, at, point)?;
@@ -264,7 +266,8 @@ fn series<'a>(
     with: &Evaluator<'_>,
     body: &'a Node,
     index: &'a str,
-    (first, last): (&'a Node, &'a Node),
+    first: &'a Node,
+    last: &'a Node,
     product: bool,
     point: &mut RealPoint<'a>,
 ) -> Option<Approx> {

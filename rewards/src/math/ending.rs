@@ -52,16 +52,26 @@ pub(super) fn ending(text: &str) -> Vec<Found<'_>> {
     if rest.contains(|c: char| c.is_ascii_digit()) {
         found.extend(last_number(text, plain).map(Found::plain));
     } else {
-        let stated = formulas.filter(|(_, (from, to))| clause::states(&text[..*from], &text[*to..]));
-        found.extend(stated.and_then(|(found, _)| found));
+        let stated = formulas.filter(|last| clause::states(&text[..last.start], &text[last.end..]));
+        found.extend(stated.and_then(|last| last.answer));
     }
     found
 }
 
-/// The last formula with the formulas listed before it, and their range in bytes.
+/// Formulas that a text ends with.
+pub(super) struct LastFormulas<'a> {
+    /// They as an answer, if they are one.
+    pub(super) answer: Option<Found<'a>>,
+    /// Where they begin, bytes.
+    pub(super) start: usize,
+    /// Where they end, bytes.
+    pub(super) end: usize,
+}
+
+/// The last formula with the formulas listed before it.
 ///
 /// A `$...$` that spans lines is more likely two amounts of money. The search ends there, and it is no answer.
-pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, (usize, usize))> {
+pub(super) fn last_formulas(text: &str) -> Option<LastFormulas<'_>> {
     let mut all = formulas(text);
     // "$x + 1$, where $x$ is the length"
     while all.len() > 1 && all.last().is_some_and(|last| text[..last.whole.0].trim_end().ends_with(" where"))
@@ -70,7 +80,7 @@ pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, (usize, us
     }
     let (last, earlier) = all.split_last()?;
     if !last.whole_line {
-        return Some((None, last.whole));
+        return Some(LastFormulas { answer: None, start: last.whole.0, end: last.whole.1 });
     }
     let mut group = text[last.content.0..last.content.1].to_owned();
     let mut start = last.whole.0;
@@ -90,7 +100,7 @@ pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, (usize, us
         group = format!("{formula_text}{joint}{group}");
         start = formula.whole.0;
     }
-    Some((Some(Found::formula(group)), (start, last.whole.1)))
+    Some(LastFormulas { answer: Some(Found::formula(group)), start, end: last.whole.1 })
 }
 
 /// Whether a formula is an inequality.

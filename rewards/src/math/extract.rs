@@ -12,7 +12,7 @@ use std::sync::LazyLock;
 use regex::Regex;
 
 use super::clause;
-use super::ending::{compiled, ending, last_formulas};
+use super::ending::{LastFormulas, compiled, ending, last_formulas};
 use super::lex;
 
 /// Bytes at the end of a text that are searched. Long completions answer at their end.
@@ -112,9 +112,9 @@ pub(super) fn reference(answer: &str) -> Vec<Found<'_>> {
             return found;
         }
     }
-    match last_formulas(answer) {
-        Some((Some(found), _)) => vec![found, whole],
-        _ => vec![whole],
+    match last_formulas(answer).and_then(|last| last.answer) {
+        Some(found) => vec![found, whole],
+        None => vec![whole],
     }
 }
 
@@ -326,8 +326,8 @@ fn sentence(text: &str) -> Vec<Found<'_>> {
             found.push(Found::plain(part));
         }
     }
-    if let Some((Some(formulas), (from, to))) = last_formulas(sentence) {
-        if clause::states(&sentence[..from], &sentence[to..]) {
+    if let Some(LastFormulas { answer: Some(formulas), start, end }) = last_formulas(sentence) {
+        if clause::states(&sentence[..start], &sentence[end..]) {
             found.push(formulas);
         }
     } else if let Some(number) = sole_number(sentence) {

@@ -232,7 +232,7 @@ fn chain(first: &Node, rest: &[(Relation, Node)]) -> Option<(Region, Option<Stri
     let mut left = first;
     let mut all = Region::all();
     for (relation, right) in rest {
-        all = all.intersection(&half_line(left, *relation, right, (name, 0))?)?;
+        all = all.intersection(&half_line(left, *relation, right, name, 0)?)?;
         left = right;
     }
     Some((all, Some((*name).to_owned())))
@@ -253,7 +253,7 @@ fn function_value<'a>(first: &'a Node, rest: &'a [(Relation, Node)]) -> Option<(
 
 /// The solution of an inequality in one variable that is linear, or linear in an absolute value of a linear expression.
 /// `name` is the variable, `depth` the number of open absolute values.
-fn half_line(left: &Node, relation: Relation, right: &Node, (name, depth): (&str, u32)) -> Option<Region> {
+fn half_line(left: &Node, relation: Relation, right: &Node, name: &str, depth: u32) -> Option<Region> {
     for (side, other, relation) in [(left, right, relation), (right, left, flipped(relation))] {
         if matches!(side, Node::Symbol(symbol) if symbol == name) && end_of(other, name).is_some() {
             return ray(&end_of(other, name)?, relation);
@@ -274,16 +274,16 @@ fn half_line(left: &Node, relation: Relation, right: &Node, (name, depth): (&str
                 return None;
             }
             let zero = Node::integer(0);
-            let sizes = half_line(&outer, relation, &zero, (ABSOLUTE, depth))?
+            let sizes = half_line(&outer, relation, &zero, ABSOLUTE, depth)?
                 .intersection(&ray(&IntervalEnd::read(&zero, false)?, Relation::GreaterEqual)?)?;
-            absolute_within(&sizes, inner.first()?, (name, depth + 1))
+            absolute_within(&sizes, inner.first()?, name, depth + 1)
         }
         _ => None,
     }
 }
 
 /// The set where the absolute value of `inner` is one of `sizes`. No size is negative.
-fn absolute_within(sizes: &Region, inner: &Node, about: (&str, u32)) -> Option<Region> {
+fn absolute_within(sizes: &Region, inner: &Node, name: &str, depth: u32) -> Option<Region> {
     let mut all = Region(vec![]);
     for span in &sizes.0 {
         for inner in [inner.clone(), inner.clone().negated()] {
@@ -292,7 +292,7 @@ fn absolute_within(sizes: &Region, inner: &Node, about: (&str, u32)) -> Option<R
             let upper = if span.high.closed { Relation::LessEqual } else { Relation::Less };
             for (end, relation) in [(&span.low, lower), (&span.high, upper)] {
                 if end.value.is_finite() {
-                    part = part.intersection(&half_line(&inner, relation, &end.node, about)?)?;
+                    part = part.intersection(&half_line(&inner, relation, &end.node, name, depth)?)?;
                 }
             }
             all = all.union(part)?;

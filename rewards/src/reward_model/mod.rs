@@ -116,9 +116,9 @@ impl RewardModel {
                 (ModelLocation::Remote(remote), shares, about)
             }
             (None, Some(path)) => {
-                let (scorer, service, place) = start(spec, path, context)?;
+                let StartedModel { scorer, service, placement } = start(spec, path, context)?;
                 let shares = policy.is_some_and(|policy| scorer.shares_tokens(policy));
-                let about = about(&path.display().to_string(), place, shares);
+                let about = about(&path.display().to_string(), placement, shares);
                 (ModelLocation::Local { scorer, service }, shares, about)
             }
             (None, None) => return Err(spec.missing("path")),
@@ -178,12 +178,15 @@ fn connect(spec: &RewardSpec, context: &RewardContext) -> Result<RemoteModel, Re
     RemoteModel::connect(&RewardSpec { url, token_env, ..spec.clone() }, &context)
 }
 
-/// A model in this process, and a description of its placement.
-fn start(
-    spec: &RewardSpec,
-    path: &Path,
-    context: &RewardContext,
-) -> Result<(Arc<SequenceScorer>, ScoringService, &'static str), RewardError> {
+/// A model in this process.
+struct StartedModel {
+    scorer: Arc<SequenceScorer>,
+    service: ScoringService,
+    /// A description.
+    placement: &'static str,
+}
+
+fn start(spec: &RewardSpec, path: &Path, context: &RewardContext) -> Result<StartedModel, RewardError> {
     let models = &context.models;
     let placement = spec.placement.unwrap_or_default();
     let everything = MemoryBudget::default();
@@ -205,7 +208,7 @@ fn start(
         (Placement::Colocated, false) => "colocated, beside the policy",
         (Placement::Colocated, true) => "colocated, swapped in when something waits",
     };
-    Ok((scorer, service, place))
+    Ok(StartedModel { scorer, service, placement: place })
 }
 
 /// Refuses keys that have no effect for the placement of the model.

@@ -111,13 +111,13 @@ impl DeviceMemory {
         let size = Size::of(config, recompute, Quantization::None, width(dtype));
         let mut parts = Vec::new();
         if counts.ranks > 0 {
-            training(&mut parts, (recipe, config), counts, (&size, devices));
+            training(&mut parts, recipe, config, counts, &size, devices);
         }
         if counts.reference {
             parts.push(part("reference", "the frozen policy", size.weights));
         }
         if counts.samplers > 0 {
-            sampling(&mut parts, (recipe, config), counts.samplers, &size);
+            sampling(&mut parts, recipe, config, counts.samplers, &size);
         }
         if matches!(place, DeviceLocation::Cuda(_)) {
             let opened = counts.ranks.saturating_add(counts.samplers).max(1);

@@ -16,9 +16,11 @@ use crate::settings::Devices;
 /// What ranks of the trainer need on a device.
 pub(super) fn training(
     parts: &mut Vec<Part>,
-    (recipe, config): (&Recipe, &Config),
+    recipe: &Recipe,
+    config: &Config,
     counts: DeviceCounts,
-    (size, devices): (&Size, &Devices),
+    size: &Size,
+    devices: &Devices,
 ) {
     let (layout, ranks, world) = (Layout::new(config), counts.ranks, (recipe.trainer.world as u64).max(1));
     let width = value_bytes(&layout, size);
@@ -30,7 +32,7 @@ pub(super) fn training(
         specs.iter().map(|spec| spec.len() as u64).fold(0, u64::saturating_add)
     });
     let (policy, gradients) = of_ranks(recipe, &layout, changed, width);
-    let master = masters(&layout, width, (recipe, devices));
+    let master = masters(&layout, width, recipe, devices);
     parts.push(part("policy", "the weights that are computed with", of_those_here(policy)));
     if devices.optimizer_on_device && master > 0 {
         parts.push(part("master", "the same in f32, as the optimizer moves them", of_those_here(master)));
@@ -66,19 +68,14 @@ fn value_bytes(layout: &Layout, size: &Size) -> u64 {
 
 /// What is moved in f32 beside what is computed with, of all ranks, bytes. Ranks that exchange from device to device have it
 /// in any case, and where each computes with all weights also its own part of them once more.
-fn masters(layout: &Layout, width: u64, (recipe, devices): (&Recipe, &Devices)) -> u64 {
+fn masters(layout: &Layout, width: u64, recipe: &Recipe, devices: &Devices) -> u64 {
     let own = if devices.meets && recipe.trainer.zero < 3 { width } else { 0 };
     let moved = if devices.meets || width < F32 { F32 } else { 0 };
     product(&[own + moved, layout.len() as u64])
 }
 
 /// What samplers need on a device.
-pub(super) fn sampling(
-    parts: &mut Vec<Part>,
-    (recipe, config): (&Recipe, &Config),
-    samplers: u64,
-    size: &Size,
-) {
+pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, samplers: u64, size: &Size) {
     let weights = product(&[samplers, size.weights]);
     let cache = product(&[samplers, cache_positions(recipe), size.cache_per_token]);
     let logits = product(&[2, F32, recipe.rollout.max_running as u64, config.vocab_size as u64]);
