@@ -231,15 +231,6 @@ impl Cli {
     }
 }
 
-impl RunArgs {
-    /// The `--set` arguments, with `--name` as the last of them.
-    #[must_use]
-    pub fn all_sets(&self) -> Vec<String> {
-        let name = self.name.iter().map(|name| format!("name={}", toml::Value::from(name.as_str())));
-        self.recipe.sets.iter().cloned().chain(name).collect()
-    }
-}
-
 /// The first argument that is neither an option nor the value of one.
 fn first_positional(args: &[OsString]) -> Option<&OsStr> {
     let mut rest = args.iter().skip(1);
@@ -314,7 +305,7 @@ mod tests {
         ] {
             let run = parse_run(args);
             assert_eq!(run.recipe.recipe, Path::new("a.toml"));
-            assert_eq!(run.all_sets(), ["x.y=1", "name=\"n\""]);
+            assert_eq!((run.recipe.sets, run.name.as_deref()), (vec!["x.y=1".to_owned()], Some("n")));
             assert!(run.loudness.quiet);
             assert_eq!(run.loudness.width, Some(80));
         }

@@ -22,7 +22,7 @@ use crate::prepare::Prepared;
 use crate::recipe::{DataSource, Recipe};
 use crate::run_dir::RunDir;
 
-/// What the auxiliary models are made from.
+/// The sources of the auxiliary models.
 pub(crate) struct AuxiliarySetup<'a> {
     pub(crate) recipe: &'a Recipe,
     pub(crate) run_dir: &'a RunDir,
@@ -34,7 +34,7 @@ pub(crate) struct AuxiliarySetup<'a> {
     pub(crate) leader: Option<&'a Arc<Leader>>,
 }
 
-/// What a learner starts with.
+/// The initial state of a learner.
 pub(crate) struct LearnerStates {
     pub(crate) parameters: Parameters,
     /// With LoRA.

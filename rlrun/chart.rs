@@ -58,7 +58,7 @@ pub enum Scale {
 /// Points that belong together.
 #[derive(Clone, Debug)]
 pub struct Series {
-    /// What it is, for the legend; empty for none.
+    /// The text in the legend; empty for none.
     pub name: String,
     /// (x, y) in ascending order of x, which is above 0.
     pub points: Vec<(f64, f64)>,

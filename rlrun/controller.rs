@@ -125,7 +125,7 @@ enum ChildWorker {
     Reward(String, TcpListener),
 }
 
-/// Those that the recipe wants, in the order in which they are started: the lead waits for rewards.
+/// The processes of the recipe in the order of their start: the lead waits for rewards.
 fn workers(recipe: &Recipe) -> Result<Vec<ChildWorker>, Failure> {
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let reward = |spec: &rewards::RewardSpec| {
@@ -211,7 +211,7 @@ impl Start<'_> {
         args.extend(["--token-file".into(), self.token_file.clone().into_os_string()]);
         args.extend(["--name".into(), (&name).into()]);
         if !matches!(self.workers[number], ChildWorker::Rank(_)) {
-            // What the recipe names on this machine is its owner's own.
+            // The owner of the recipe may use every file of this machine.
             args.extend(["--recipe".into(), self.recipe_file.clone().into_os_string()]);
         }
         args.extend(["--patience".into(), self.recipe.deadlines.wait_s.to_string().into()]);
@@ -407,7 +407,7 @@ impl Controller<'_> {
     }
 }
 
-/// What a lead is started with, and how it ends.
+/// The arguments of a lead, and its exit.
 pub(crate) mod lead {
     use std::net::TcpListener;
     use std::os::fd::AsFd;

@@ -11,7 +11,7 @@ use trajectory::{Message, Prompt, Sample, Task};
 use crate::demonstrations;
 use crate::failure::Failure;
 
-/// What is learnt to follow a prompt.
+/// The completion that is trained on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ConversationCompletion {
     /// One answer.
@@ -123,7 +123,7 @@ fn turns(
         };
         push(&encode(asked)?, false);
         let ids = encode(answered)?;
-        // What the template writes after the end of the turn is not sampled.
+        // Text of the template after the end of the turn is not sampled.
         let ends = |id: &u32| directory.stop_token_ids().contains(id);
         let end = ids.iter().position(ends).map_or(ids.len(), |end| end + 1);
         push(&ids[..end], true);
@@ -181,7 +181,7 @@ mod tests {
         Message { role: role.to_owned(), content: content.to_owned() }
     }
 
-    /// What is read and what is learnt of a sample, as text with its special tokens.
+    /// The prompt and the trained completion of a sample, as text with special tokens.
     fn parts(directory: &ModelDirectory, sample: &Sample) -> (String, String) {
         let of = |learnt: bool| {
             let tokens = sample.token_ids().iter().zip(sample.loss_mask());

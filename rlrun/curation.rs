@@ -17,7 +17,7 @@ use crate::recipe::Recipe;
 use crate::run_dir::{JsonLines, JsonLinesError, RunDir, RunDirError};
 
 impl Recipe {
-    /// What the curator does; `None` if `[curation]` is off.
+    /// The configuration of the curator; `None` if `[curation]` is off.
     #[must_use]
     pub fn curation(&self) -> Option<CurationConfig> {
         let curation = &self.curation;

@@ -32,7 +32,7 @@ const UNLEARNABLE: u64 = 3;
 /// Watches the metrics of a run, step by step.
 #[derive(Debug)]
 pub(crate) struct Diagnosis {
-    /// What helps against a collapse in this recipe.
+    /// The remedies against a collapse in this recipe.
     remedies: String,
     /// Whether a trajectory is compared with others of its group.
     needs_groups: bool,
@@ -42,11 +42,11 @@ pub(crate) struct Diagnosis {
     /// Steps in a row without anything to learn from, and the most of them.
     unlearnable: (u64, u64),
     steps: u64,
-    /// What was found first of a collapse, and after which step.
+    /// The step of the first sign of a collapse, and its description.
     collapse: Option<(u64, String)>,
 }
 
-/// What is looked at; of a window, means over its steps.
+/// The observed metrics of a step, or their means over a window of steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Signs {
     reward: f64,
@@ -71,7 +71,7 @@ impl Diagnosis {
         }
     }
 
-    /// What a step shows, a sentence each for the step table; nothing if nothing is wrong.
+    /// The problems of a step, a sentence each for the step table.
     pub(crate) fn observe(&mut self, metrics: &Metrics) -> Vec<String> {
         self.steps += 1;
         let unchanged = metrics.get("optim/updates") == Some(0.0);
@@ -83,7 +83,7 @@ impl Diagnosis {
         found.into_iter().flatten().collect()
     }
 
-    /// What the run as a whole shows, a line each.
+    /// The problems of the run as a whole, a line each.
     pub(crate) fn summary(&self) -> Vec<String> {
         let mut lines = Vec::new();
         if 2 * self.unlearnable.1 >= self.steps && self.unlearnable.1 > 0 {
@@ -155,7 +155,7 @@ impl Diagnosis {
     }
 }
 
-/// What helps when rewards do not differ.
+/// The remedies for rewards that do not differ.
 const UNLEARNABLE_HELP: &str = "look at the samples and at `rlrun reward test RECIPE`; easier or harder tasks, a larger \
                                 `rollout.group_size` or a higher `rollout.temperature` make rewards differ";
 

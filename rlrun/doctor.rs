@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::args::DoctorArgs;
 use crate::memory;
 
-/// What the machine and this program have.
+/// The properties of the machine and of this program.
 #[derive(Debug)]
 struct Findings {
     cores: usize,
@@ -21,7 +21,7 @@ struct Findings {
     built: Built,
 }
 
-/// What this program was built with.
+/// The features of this build.
 #[derive(Clone, Copy, Debug)]
 struct Built {
     cuda: bool,

@@ -156,13 +156,13 @@ impl Evaluated {
         self.sets.iter().map(|(_, evaluation)| evaluation.tokens()).sum()
     }
 
-    /// What was measured, one line per set.
+    /// The results, one line per set.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
         self.sets.iter().map(|(name, evaluation)| prefix(name) + &line(evaluation)).collect()
     }
 
-    /// What failed, one line per set and reward.
+    /// The failures, one line per set and reward.
     #[must_use]
     pub fn failures(&self) -> Vec<String> {
         let of_set = |(name, evaluation): &(String, Evaluation)| -> Vec<String> {

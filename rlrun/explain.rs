@@ -137,7 +137,7 @@ fn contents(section: &Section) -> String {
     text
 }
 
-/// What `word` means to every key that takes it.
+/// The meaning of `word` for every key that takes it.
 fn words(word: &str, program: &Program) -> Vec<String> {
     let mut texts = Vec::new();
     for key in manual::keys() {
@@ -174,7 +174,7 @@ fn of_algorithm(kind: AlgorithmKind) -> String {
     format!("  its keys of [algorithm], if they are not given:\n{}", lines.join("\n"))
 }
 
-/// What the name of a peer is here.
+/// The counterpart of another framework's name.
 fn foreign(name: &str) -> Option<String> {
     let peer = peers::peer(name)?;
     let text = format!("{name}\n{}", paragraph(&peer.hint(), 2));

@@ -36,7 +36,7 @@ pub const PLACES: [(&str, bool); 10] = [
     ("after-optimizer", false),
 ];
 
-/// What the system calls an error of a device and a full disk: `EIO`, `ENOSPC`.
+/// The system's errors of a device and of a full disk: `EIO`, `ENOSPC`.
 const ERRORS: [(&str, u32); 2] = [("error", 5), ("disk-full", 28)];
 
 /// Makes happen what `text` says: `place=action` or `place=action@n`, separated by `;`. An action is `kill` (this
@@ -104,7 +104,7 @@ fn set(place: &str, action: &str, at: Option<u64>, refuses: bool) -> Result<(), 
 mod tests {
     use super::*;
 
-    /// Nothing is armed by words that are refused, or the other tests of this process would meet it.
+    /// Refused settings arm no failpoint; otherwise other tests of this process would hit it.
     #[test]
     fn what_cannot_happen_is_refused() {
         for (text, evidence) in [

@@ -69,7 +69,7 @@ pub enum Failure {
         /// Why it failed.
         source: std::io::Error,
     },
-    /// What was asked for does not exist.
+    /// The named thing does not exist.
     #[error("{0}")]
     NotThere(String),
     /// Arguments of the command line that do not fit each other or the model.

@@ -45,7 +45,7 @@ pub struct Observer<'a> {
     first: PolicyVersion,
     events: JsonLines,
     dropped_stale: u64,
-    /// What came from outside and was refused or set aside.
+    /// Rejected input of other processes.
     counts: peers::PeerCounts,
     /// Whether trajectories that do not say whether they are correct have been named.
     unjudged_named: bool,
@@ -60,13 +60,13 @@ pub struct ObserverInputs<'a> {
     pub step: &'a StepReport,
     /// Answers to the held-out tasks, if it was time for them.
     pub evaluation: Option<&'a Evaluated>,
-    /// What the rewards had to do while it was made, by name.
+    /// The load of each reward during the step, by name.
     pub rewards: &'a [(String, LoadCounts)],
     /// Cost of the last weight push.
     pub push: Option<PushCost>,
     /// The version of every sampler.
     pub lags: &'a [Lag],
-    /// What of other processes was refused while it was made.
+    /// Rejected input of other processes during the step.
     pub refused: &'a [Refused],
     /// The work of the sampler up to the begin of the step.
     pub sampler_before: Progress,
@@ -135,7 +135,7 @@ impl<'a> Observer<'a> {
         Ok(self.events.sync()?)
     }
 
-    /// What the metrics of all steps show, a line each; none if nothing is wrong.
+    /// The problems that the metrics of all steps show, a line each.
     #[must_use]
     pub fn diagnosis(&self) -> Vec<String> {
         self.diagnosis.summary()
@@ -330,7 +330,7 @@ impl<'a> Observer<'a> {
         metrics.set("buffer/dropped_stale", self.dropped_stale as f64);
     }
 
-    /// What only some algorithms have.
+    /// Metrics of single algorithms.
     fn algorithm(&self, metrics: &mut Metrics, step: &StepReport) {
         let StepReport { counts, sums, critic, .. } = step;
         let algorithm = self.recipe.algorithm();

@@ -12,7 +12,7 @@ const OTHERS: &str = "others";
 /// Most characters of an example.
 const SHOWN: usize = 400;
 
-/// What was refused of one sender for one reason.
+/// Rejected messages of one sender for one reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refused {
     /// Its address, or the name it goes by.
@@ -25,7 +25,7 @@ pub struct Refused {
     pub example: String,
 }
 
-/// What was refused since the last look.
+/// The messages rejected since the last [`Peers::take`].
 #[derive(Debug, Default)]
 pub(crate) struct Peers {
     refused: Mutex<BTreeMap<(String, String), Refused>>,
@@ -46,7 +46,7 @@ impl Peers {
         refused.entry(key).or_insert_with(first).count += 1;
     }
 
-    /// What was refused since this was last asked.
+    /// The messages rejected since the last call.
     pub(crate) fn take(&self) -> Vec<Refused> {
         std::mem::take(&mut *self.refused.lock().unwrap_or_else(PoisonError::into_inner))
             .into_values()

@@ -71,7 +71,7 @@ pub fn run(
     run_in(recipe, run_dir, report, RunOptions::new(program))
 }
 
-/// What a run uses of its process, and what replaces parts of its recipe.
+/// The resources of the process that a run uses, and overrides of its recipe.
 #[derive(Debug)]
 pub struct RunOptions {
     /// The cores that sampler and trainer share.
@@ -147,7 +147,7 @@ pub fn run_in(
     run.run(source)
 }
 
-/// What all parts of a run need.
+/// The context that all parts of a run share.
 struct Run<'a> {
     recipe: &'a Recipe,
     run_dir: &'a RunDir,

@@ -121,11 +121,11 @@ pub struct Prepared {
     pub eval: Option<PromptSet>,
     /// Further sets of held-out tasks.
     pub sets: Vec<NamedSet>,
-    /// What trajectories are worth; `None` where nothing is sampled, as for a reward model.
+    /// The rewards; `None` where nothing is sampled, as for a reward model.
     pub rewards: Option<Arc<RewardSet>>,
     /// The cores that the sampler may use, and models that are colocated with it.
     pub pool: Arc<ThreadPool>,
-    /// What is left for models that are not trained.
+    /// The memory that is left for frozen models.
     pub budget: Arc<MemoryBudget>,
 }
 

@@ -19,7 +19,7 @@ use crate::failure::Failure;
 /// Variables that begin so change values of a recipe.
 pub(crate) const OVERRIDE: &str = "RLRUN__";
 
-/// What a recipe is loaded and run with.
+/// The context in which a recipe is loaded and run.
 #[derive(Clone, Default)]
 pub struct Program {
     registry: Registry,
@@ -45,7 +45,7 @@ impl Program {
         &self.registry
     }
 
-    /// The same without the variables that change recipes.
+    /// This program without the variables that override recipe keys.
     #[must_use]
     pub fn without_overrides(&self) -> Self {
         let kept = self.environment.iter().filter(|(name, _)| !name.starts_with(OVERRIDE));

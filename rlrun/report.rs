@@ -73,7 +73,7 @@ struct Out {
 }
 
 impl Out {
-    /// What cannot be logged is in the metrics all the same, so a full disk does not end the run here.
+    /// A full disk does not end the run here: the metrics hold the same values.
     fn log(&mut self, text: &str) {
         if let Some(log) = &mut self.log {
             let _ = writeln!(log, "{}", console::strip_ansi_codes(text));
@@ -109,7 +109,7 @@ impl Report {
         Self { style, width: None, bars: MultiProgress::new(), out, failed: Mutex::default() }
     }
 
-    /// The same for lines of `width` characters; `None` is the width of the terminal.
+    /// A report with lines of `width` characters; `None` is the width of the terminal.
     #[must_use]
     pub fn wide(self, width: Option<usize>) -> Self {
         Self { width, ..self }

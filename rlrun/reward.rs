@@ -207,7 +207,7 @@ pub fn test(args: &RewardTestArgs, program: &Program) -> Result<String, Failure>
     Ok(text.trim_end().to_owned())
 }
 
-/// What every reward says of the answers to a task, which are a group for those that compare; returns how many failed.
+/// Writes the outcome of every reward for the answers to a task, which are one group; returns the number of failures.
 fn say(
     text: &mut String,
     rewards: &RewardSet,

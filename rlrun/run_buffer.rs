@@ -50,7 +50,7 @@ pub(crate) struct RunListener {
     pub(crate) token: String,
 }
 
-/// What the buffer of a run is opened with.
+/// The configuration of the buffer of a run.
 pub(crate) struct BufferSetup<'a> {
     pub(crate) recipe: &'a Recipe,
     pub(crate) run_dir: &'a Path,

@@ -49,7 +49,7 @@ pub enum RunDirError {
     InUse {
         /// The directory.
         path: PathBuf,
-        /// What the holder wrote about itself.
+        /// The description that the owner of the lock wrote.
         pid: String,
     },
     /// It was written by another rlrun in a way that this one does not know.
@@ -89,7 +89,7 @@ pub struct RunDir {
     _lock: Lock,
 }
 
-/// What a new run directory starts with.
+/// The first files of a new run directory.
 #[derive(Clone, Copy, Debug)]
 pub struct RecipeTexts<'a> {
     /// The recipe file as the user gave it.

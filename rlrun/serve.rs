@@ -118,7 +118,7 @@ fn server_config(args: &ServeBufferArgs) -> Result<ServerConfig, Failure> {
     })
 }
 
-/// What cannot be looked at shows its own error when it is read.
+/// A file without metadata fails with its own error when it is read.
 fn others_may_read(file: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata(file).is_ok_and(|metadata| metadata.mode() & 0o077 != 0)

@@ -139,7 +139,7 @@ impl Recipe {
         if self.data.shuffle { TaskOrder::Shuffled { seed: self.seed } } else { TaskOrder::File }
     }
 
-    /// What happens to prompts that are too long.
+    /// The treatment of prompts that are too long.
     #[must_use]
     pub fn overlong(&self) -> Overlong {
         self.data.overlong_prompts
@@ -162,7 +162,7 @@ impl Recipe {
         Sampling { temperature: self.eval.temperature as f32, ..Sampling::PLAIN }
     }
 
-    /// What ends a completion of this model.
+    /// The stop tokens of this model.
     #[must_use]
     pub fn stop_rules(&self, directory: &ModelDirectory) -> StopRules {
         let tokenizer = directory.tokenizer().clone();

@@ -22,7 +22,7 @@ const TRIES: usize = 5;
 pub struct Accelerator {
     /// Which it is.
     pub place: DeviceLocation,
-    /// What weights and activations are stored in.
+    /// The number format of weights and activations.
     pub dtype: DeviceDtype,
     device: Device,
 }

@@ -80,7 +80,7 @@ pub struct SamplingWork {
     pub new: f64,
     /// Passes of the network.
     pub passes: f64,
-    /// What the matrices of the layers are packed as; the head is always f32.
+    /// Number format of the packed matrices of the layers; the head is always f32.
     pub quantization: Quantization,
 }
 

@@ -22,7 +22,7 @@ const LEAST_READ: usize = 64 << 20;
 /// Most memory that is read, bytes: enough for any cache, and not all of a small machine.
 const MOST_READ: usize = 512 << 20;
 
-/// What a machine can do at best.
+/// The limits of a machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Peaks {
     /// f32 operations, 10^9 per second.

@@ -25,7 +25,7 @@ use serde_json::{Map, Value, json};
 use crate::cost::Cost;
 use crate::machine::Peaks;
 
-/// What was done, and how long it took.
+/// A measured amount of work and its duration.
 #[derive(Clone, Debug, Default)]
 pub struct Work {
     /// Which measure it is.
@@ -34,7 +34,7 @@ pub struct Work {
     pub model: String,
     /// Weights of the model.
     pub parameters: usize,
-    /// What was asked for, under the names of the options.
+    /// The settings of the measure, under the names of the options.
     pub settings: Vec<(&'static str, Value)>,
     /// `[repeats]` wall time of each, at least one.
     pub seconds: Vec<f64>,

@@ -103,7 +103,7 @@ fn recipe_file(args: &LoopBenchArgs, scratch: &Path) -> Result<PathBuf, Failure>
     Ok(path)
 }
 
-/// What is changed in the recipe; the user's own settings come last.
+/// Changes of the recipe; the user's own settings come last.
 fn settings(args: &LoopBenchArgs, staleness: u64) -> Vec<String> {
     let mut sets: Vec<String> = ALWAYS.map(str::to_owned).into();
     sets.push(format!("trainer.steps={}", args.steps));

@@ -58,7 +58,7 @@ pub fn run(args: &BenchArgs, program: &Program, out: &mut dyn Write) -> Result<(
 struct Bench<'a> {
     machine: Machine,
     json: bool,
-    /// What the rows under the last header of the table were measured on.
+    /// The machine or device of the rows under the last header of the table.
     described: Option<Subject>,
     /// The limits as measured after the last piece of work, which is before the next.
     peaks: Peaks,

@@ -204,7 +204,7 @@ impl WeightsBench<'_> {
         self.write(&fields)
     }
 
-    /// What a sampler does with weights that are ready: a copy of its own, its digest, a packed decoder.
+    /// The work of a sampler on received weights: a copy, its digest, a packed decoder.
     fn sampler(&mut self) -> Result<(), Failure> {
         let config = config(self.args.megabytes * 1_000_000 / 4);
         let layout = Arc::new(Layout::new(&config));
@@ -354,7 +354,7 @@ fn hash(number: u64) -> u64 {
 
 /// A model of about so many weights.
 fn config(weights: usize) -> Config {
-    // Of a layer: four square matrices and three of 2.75 times the width.
+    // The matrices of a layer: four square ones, and three of 2.75 times the width.
     let of_layer = |width: usize| width * width * 49 / 4;
     let width = if weights > 2 * of_layer(1024) { 1024 } else { 64 };
     Config::fresh(&sizes(width, (weights / of_layer(width)).max(1), 4 * width))

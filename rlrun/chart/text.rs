@@ -49,7 +49,7 @@ impl Chart<'_> {
 
 /// The cell of `count` that `value` falls into.
 fn cell(axis: Axis, value: f64, count: usize) -> usize {
-    // What is not a number falls into the first cell.
+    // NaN falls into the first cell.
     ((axis.share(value) * (count - 1) as f64).round() as usize).min(count - 1)
 }
 

@@ -46,7 +46,7 @@ pub(super) struct Child {
     why: Option<String>,
     /// When the run heard of it last; `None` if the lead that there is now never has.
     heard: Option<Instant>,
-    /// What the run calls this process, once one of its leads has heard of it.
+    /// The name of this process in the run, once it has joined one of the leads.
     instance: Option<u64>,
 }
 
@@ -125,7 +125,7 @@ impl Child {
         self.started
     }
 
-    /// What is started in its place though it was not missed, with its history.
+    /// The replacement of a process that was not missed, with its history.
     pub(super) fn followed_by(mut self, again: Self) -> Self {
         Self { restarts: std::mem::take(&mut self.restarts), missing: self.missing, ..again }
     }
@@ -145,7 +145,7 @@ impl Child {
         self.restarts.len()
     }
 
-    /// What is started in its place, with its history.
+    /// The replacement of this process, with its history.
     pub(super) fn replaced_by(mut self, again: Self) -> Self {
         let restarts = std::mem::take(&mut self.restarts);
         Self { restarts, missing: Some(self.missing.unwrap_or_else(Instant::now)), ..again }
@@ -156,7 +156,7 @@ impl Child {
         (self.heard, self.instance) = (self.heard.max(Some(then)), Some(instance));
     }
 
-    /// What the run calls this process, if one of its leads has heard of it.
+    /// The name of this process in the run, if it has joined one of the leads.
     pub(super) fn instance(&self) -> Option<u64> {
         self.instance
     }

@@ -114,7 +114,7 @@ impl Health {
         lock(&self.known).first
     }
 
-    /// What is known of a worker's process, and when that was asked.
+    /// The last known state of a worker's process, and the time of that report.
     pub(super) fn member(&self, name: &str, pid: u32) -> Option<(WorkerStatus, Instant)> {
         let known = lock(&self.known);
         let member = known.members.iter().find(|member| member.name == name && member.pid == pid)?;

@@ -32,7 +32,7 @@ pub(super) struct Curve {
     pub(super) run: String,
     /// What is fitted.
     pub(super) points: Vec<Point>,
-    /// What is after the end of the fitted part.
+    /// The points after the end of the fitted part.
     pub(super) held_out: Vec<Point>,
     /// Whether one of `points` is from before training.
     pub(super) has_start: bool,
@@ -122,7 +122,7 @@ impl Measured {
         };
         let mut out: Vec<f64> = Vec::with_capacity(self.lines.len());
         for (index, line) in self.lines.iter().enumerate() {
-            // What counts from the first step on stands at 0 before it.
+            // Counters that begin with the first step are 0 before it.
             let initial = (index == 0 && number(line, "step") == Some(0.0)).then_some(0.0);
             let value = number(line, name).or(initial).ok_or_else(|| refused(index + 1, "it is missing"))?;
             if value < out.last().copied().unwrap_or(0.0) {

@@ -165,7 +165,7 @@ fn rms(points: &[Point], at: impl Fn(f64) -> f64) -> Option<f64> {
     (!points.is_empty()).then(|| (sum / points.len() as f64).sqrt())
 }
 
-/// What a power law can speak of.
+/// The points that a power law can be fitted to.
 fn after_start(points: &[Point]) -> Vec<Point> {
     points.iter().copied().filter(|point| point.compute > 0.0).collect()
 }

@@ -42,7 +42,7 @@ pub(super) struct DevicePublishing<T: Storage> {
 enum LocalSubscription<T: Storage> {
     /// The publisher copies them.
     Copy(Arc<ColocatedPublisher<T>>),
-    /// As a member of the broadcast.
+    /// A member of the broadcast.
     Broadcast,
     /// There is no local sampler: CUDA IPC cannot open memory of the same process.
     None,

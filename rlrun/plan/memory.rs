@@ -185,7 +185,7 @@ fn peak(parts: &[Part]) -> u64 {
     of(Phase::Always).saturating_add(of(Phase::Training).max(of(Phase::Sampling)))
 }
 
-/// What is copied to be written beside the steps, if it is.
+/// The copy that is written to disk concurrently with the steps, if there is one.
 fn copied(recipe: &Recipe, parts: &[Part]) -> Option<Part> {
     let of = |part: &&Part| ["policy", "optimizer", "adapter", "critic"].contains(&part.name);
     let bytes = parts.iter().filter(of).fold(0_u64, |sum, part| sum.saturating_add(part.bytes));
@@ -207,7 +207,7 @@ struct Trained {
     gradients: u64,
     /// The state of the optimizer.
     optimizer: u64,
-    /// What an update takes while it is made.
+    /// The temporary memory of an update.
     scratch: u64,
     /// A LoRA adapter.
     adapter: u64,
@@ -265,13 +265,13 @@ struct Size {
     weights: u64,
     /// A decoder to sample with: matrices and head as panels, the embedding beside them.
     packed: u64,
-    /// What all layers keep of a token for its backward, and one layer's share of the way back.
+    /// Activations of a token in all layers, and the temporary memory of one layer's backward pass.
     activations_per_token: u64,
     /// Key and value of a token in all layers.
     cache_per_token: u64,
     /// A token on its way through one layer.
     layer_per_token: u64,
-    /// The same, and its logits twice.
+    /// [`Size::activations_per_token`] and the logits twice.
     decoding_per_token: u64,
 }
 

@@ -389,7 +389,7 @@ fn check_rounding(raw: &RawRecipe, checker: &mut Checker<'_>) {
     }
 }
 
-/// What is sampled from an approximation cannot have the bits of the original.
+/// Samples of an approximation cannot have the bits of the original.
 fn check_bitwise(rollout: &Rollout, checker: &mut Checker<'_>) {
     if rollout.bitwise && rollout.quantization != Quantization::None {
         let message = "`rollout.bitwise` promises that sampler and trainer compute the same bits, which \

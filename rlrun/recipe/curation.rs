@@ -141,7 +141,7 @@ mod tests {
         let loaded = Recipe::load(&path, &sets, &crate::program::Program::default());
         let (recipe, origins) =
             loaded.map_err(|errors| errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))?;
-        // What is written into the run directory loads as the same recipe.
+        // The recipe in the run directory loads as the same recipe.
         let resolved = directory.path().join("resolved.toml");
         fs::write(&resolved, recipe.resolved_toml(&origins)).unwrap();
         assert_eq!(Recipe::load(&resolved, &[], &crate::program::Program::default()).unwrap().0, recipe);

@@ -23,7 +23,7 @@ pub struct Place {
 /// One thing that is wrong with a recipe, with the evidence and the remedy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Diagnostic {
-    /// What is wrong, as a lower-case fragment.
+    /// The problem, as a lower-case fragment.
     pub message: String,
     /// Where, if it stands anywhere.
     pub place: Option<Place>,

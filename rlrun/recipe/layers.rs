@@ -22,7 +22,7 @@ use crate::program::OVERRIDE;
 #[derive(Clone, Debug, Default)]
 pub struct Origins {
     entries: BTreeMap<String, Origin>,
-    /// Of a run that is resumed: what its recipe says about each value.
+    /// The recorded origin of each value of a resumed run.
     recorded: BTreeMap<String, String>,
 }
 

@@ -223,7 +223,7 @@ struct Outline {
     path: String,
     optional: bool,
     of: Struct,
-    /// Those that are no sections.
+    /// The fields that are not sections.
     fields: Vec<Field>,
 }
 
@@ -265,7 +265,7 @@ fn key(section: &str, always: bool, field: &Field, words: &[Words], defaults: &V
     Key { path, about: field.about.clone(), kind, default, always, resume, worker }
 }
 
-/// What the deserialiser takes for a field.
+/// The kind of value that the deserialiser accepts for a field.
 fn kind_of(section: &str, field: &Field, words: &[Words]) -> Kind {
     let bare = field.rust_type.replace("Option<", "").replace("Vec<", "").replace('>', "");
     let text = match &bare[..] {
@@ -324,7 +324,7 @@ fn says_words(refusal: &Option<String>, words: &[Words]) -> Option<Kind> {
     Some(Kind::Words(named.iter().enumerate().map(|(n, word)| ((*word).to_owned(), about(n))).collect()))
 }
 
-/// What the deserialiser says of a value that it does not take.
+/// The error message of the deserialiser for a value; `None` if it accepts it.
 fn refusal(section: &str, key: &str, value: Value) -> Option<String> {
     let mut table = empty(section);
     table.insert(key.to_owned(), value);

@@ -53,7 +53,7 @@ pub struct Recipe {
     pub seed: u64,
     /// The policy.
     pub model: Model,
-    /// What it is stored in on a device.
+    /// The number format on a device.
     pub dtype: ModelDtype,
     /// Order of the sums that tensor-parallel ranks would share.
     pub reduction: Reduction,
@@ -69,7 +69,7 @@ pub struct Recipe {
     pub rewards: Vec<RewardSpec>,
     /// Which tasks are drawn and which groups are trained on.
     pub curation: CurationSection,
-    /// What stands between rollout and trainer.
+    /// The buffer between rollout and trainer.
     pub buffer: BufferSection,
     /// Advantages and loss.
     pub algorithm: AlgorithmSection,
@@ -81,11 +81,11 @@ pub struct Recipe {
     pub lora: Option<Lora>,
     /// Which answers are correct, by a named reward if anything says so, and how accuracy is measured; paths are absolute.
     pub eval: Eval,
-    /// What is kept to resume from.
+    /// The checkpoints.
     pub checkpoint: CheckpointSection,
     /// How versions get to samplers.
     pub weights: Weights,
-    /// What is written down beside the metrics.
+    /// Records in addition to the metrics.
     pub log: Log,
     /// How long one role waits for another.
     pub deadlines: Deadlines,

@@ -12,7 +12,7 @@ mod names;
 /// Most keys of a foreign section that are explained one by one.
 const MOST_HINTS: usize = 6;
 
-/// What several names of peers are here.
+/// The counterpart of several names in other frameworks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Peer {
     names: &'static str,

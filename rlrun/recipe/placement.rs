@@ -59,7 +59,7 @@ fn check_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
     }
 }
 
-/// What cannot be when the roles of a run are separate processes.
+/// Refuses settings that do not work when the roles of a run are separate processes.
 fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
     if !recipe.placement.processes {
         for key in ["rollout_workers", "rollout_devices", "restarts"] {
@@ -92,7 +92,7 @@ fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
     }
 }
 
-/// What has to be said about devices, and what they cannot do.
+/// Warnings about devices, and settings that they do not support.
 fn check_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     check_ranks_on_devices(recipe, checker);
     check_samplers_on_devices(recipe, checker);
@@ -140,7 +140,7 @@ fn check_ranks_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     }
 }
 
-/// The same of samplers, which may share a device.
+/// A list of devices names one for each sampler; samplers may share a device.
 fn check_samplers_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     let Some(list) = &recipe.placement.rollout_devices else { return };
     if !recipe.placement.processes {
@@ -302,7 +302,7 @@ fn check_collective(recipe: &Recipe, checker: &mut Checker<'_>) {
     checker.report_latest(keys, message, "set `trainer.collective = \"auto\"`, or change the other");
 }
 
-/// What a sampler on a device does otherwise than one on the processor.
+/// Settings with another effect on a device than on the processor.
 fn check_sampler(recipe: &Recipe, checker: &mut Checker<'_>) {
     let devices = recipe.devices();
     let key = deciding(&OF_SAMPLER, checker);

@@ -41,7 +41,7 @@ pub struct Resumption {
     pub recipe: Recipe,
     /// Where its values come from.
     pub origins: Origins,
-    /// What is not as it was, in the order of the recipe.
+    /// The changed values, in the order of the recipe.
     pub changes: Vec<Change>,
 }
 
@@ -98,7 +98,7 @@ impl Recipe {
         let raw = decode::decode(table, &sources)?;
         let run = resolved.parent().unwrap_or(Path::new("RUN"));
         let wanted = changes(&written_before, &written(&raw));
-        // What may not change is no change to look for mistakes in.
+        // A refused change is not checked for mistakes.
         let recipe = checks::check(raw, stem, &origins, registry).map_err(|mistakes| {
             let refused = refusals(&wanted, run, &origins);
             if refused.is_empty() { mistakes } else { refused }
@@ -187,7 +187,7 @@ fn written(raw: &RawRecipe) -> Table {
 /// Why changes are not those that a resume may make.
 fn refusals(changes: &[Change], run: &Path, origins: &Origins) -> Vec<Diagnostic> {
     let mut refused: Vec<_> = changes.iter().filter_map(|change| refusal(change, run, origins)).collect();
-    // What goes because another key has come (`model.random` for `model.path`) has no place of its own.
+    // A key that another key replaces (`model.random` by `model.path`) has no place.
     if refused.iter().any(|refusal| refusal.place.is_some()) {
         refused.retain(|refusal| refusal.place.is_some());
     }
@@ -198,7 +198,7 @@ fn refusals(changes: &[Change], run: &Path, origins: &Origins) -> Vec<Diagnostic
 fn refusal(change: &Change, run: &Path, origins: &Origins) -> Option<Diagnostic> {
     let key = &change.key;
     let place = origins.first_under(key).and_then(|path| Some(origins.get(&path)?.key.clone()));
-    // What follows from another key has no line of its own; that key has its own rule.
+    // A derived value has no line; the key that it is derived from has its own rule.
     let why = match rule(&key_of(key)) {
         Some(Rule::MayChange) => return None,
         Some(Rule::Stays(_)) if origins.get(key).is_none() && change.to.is_some() => return None,

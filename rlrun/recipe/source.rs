@@ -25,7 +25,7 @@ pub enum Layer {
 #[derive(Clone, Debug)]
 pub(super) struct Source {
     pub(super) layer: Layer,
-    /// What errors and origins call it.
+    /// Its name in errors and origins.
     pub(super) name: String,
     pub(super) text: String,
     /// Directory that relative paths in this text start from; `None` outside files.

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-/// What a finished run achieved.
+/// The result of a finished run.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Summary {
     /// Held-out accuracy before the first step, 0 to 1.
@@ -19,7 +19,7 @@ pub struct Summary {
     pub time_s: f64,
     /// Where everything is.
     pub run_dir: PathBuf,
-    /// The same tasks answered before and after.
+    /// The same tasks, answered before and after training.
     pub samples: Vec<SamplePair>,
 }
 

@@ -133,7 +133,7 @@ pub(crate) fn wrapped(text: &str, width: usize) -> Vec<String> {
 
 fn decimals(value: Option<f64>, places: usize) -> String {
     let value = value.filter(|value| !value.is_nan());
-    // What has so many digits in front needs none behind, and would not fit into its column.
+    // A number with so many digits before the point needs none after it.
     value.map_or("-".to_owned(), |value| match value.abs() {
         large if large >= 1e4 && places > 0 => format!("{value:.1e}"),
         large if large >= 100.0 && places > 1 => format!("{value:.1}"),

@@ -90,7 +90,7 @@ impl Recipe {
         }
     }
 
-    /// What weights and activations are stored in there.
+    /// The number format of weights and activations on the device.
     #[must_use]
     pub fn dtype_on(&self, place: Option<DeviceLocation>) -> DeviceDtype {
         match (self.dtype, place) {

@@ -65,7 +65,7 @@ pub(crate) struct JoinReply {
     pub(crate) joined: Option<WorkerAssignment>,
 }
 
-/// What a worker gets when it has joined.
+/// The response to a worker that joins.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct WorkerAssignment {
     /// Its name in the run.

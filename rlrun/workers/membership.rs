@@ -33,7 +33,7 @@ const MAX_NAME: usize = 512;
 /// Lifetime of a lease whose worker is lost.
 const HOLD: Duration = Duration::from_secs(15);
 
-/// What a heartbeat reports of a worker.
+/// The state of a worker in a heartbeat.
 pub(crate) trait WorkerReport: Send + 'static {
     /// Its phase, as the rest of a sentence.
     fn doing(&self) -> String;

@@ -38,7 +38,7 @@ pub(crate) struct Permissions {
     paths: Vec<Allowed>,
 }
 
-/// What may be read, with all that is under it.
+/// A path that may be read, with all files under it.
 #[derive(Debug)]
 struct Allowed {
     /// As the operator named it, absolute.
@@ -224,7 +224,7 @@ impl Permissions {
             }
         }
         if let Some(own) = self.own_reward(if name.is_empty() { &kind } else { &name }, &kind) {
-            // What has no form in TOML was not in a recipe.
+            // A value without a TOML form was not in a recipe.
             let own = Table::try_from(own).unwrap_or_default();
             kept.extend(own.into_iter().filter(|(key, value)| decides(key, value) == Some(By::Operator)));
             return kept.into();
@@ -335,7 +335,7 @@ fn why(kind: &str, key: &str, value: &Value) -> String {
 
 fn refusal(refused: &[RefusedKey]) -> Failure {
     let mut text = "the run asks for what only the operator of this machine may allow:".to_owned();
-    // Nothing that a run sends controls a terminal.
+    // Control characters of a run do not reach the terminal.
     let plain = |text: &str| -> String {
         text.chars().take(SHOWN).map(|c| if c.is_control() { ' ' } else { c }).collect()
     };

@@ -479,7 +479,7 @@ mod tests {
         assert_eq!(registry.join(WorkerRole::Rollout, None), Err(JoinRefused::TooMany));
         assert_eq!(registry.heartbeat(beat("another", 9, 1)), Err(JoinRefused::TooMany));
         registry.heartbeat(beat("a", 1, u64::MAX)).unwrap();
-        // What is left out stays out.
+        // A removed worker stays removed.
         registry.exclude("a");
         assert!(registry.heartbeat(beat("a", 1, 1)).unwrap().stop);
         assert_eq!(registry.members().len(), MAX_WORKERS - 1);

@@ -188,7 +188,7 @@ impl AppendBody {
 
 /// Tokens of a group of about `bytes` bytes in JSON.
 pub(super) fn tokens(bytes: usize) -> usize {
-    /// What a token takes on average, with its mask and log-probability.
+    /// Average size of a token with its mask and log-probability.
     const TOKEN_BYTES: usize = 19;
     (bytes / TOKEN_BYTES).max(2)
 }

@@ -83,7 +83,7 @@ impl Receiver {
 
 impl Drop for Receiver {
     fn drop(&mut self) {
-        // One that has ended already cannot be killed, which is as well.
+        // A process that has already ended cannot be killed; that is no error.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,4 +1,4 @@
-//! What a program may try, and what it gets for it: nothing, and the next program runs as if it had not been.
+//! Attacks of programs on the sandbox: each scores 0, and the next program is not affected.
 //!
 //! Invariant: each attempt is a score of 0 with a reason, or an output that says what was refused; never an error of the reward.
 
@@ -14,7 +14,7 @@ fn tight() -> serde_json::Value {
     json!({"cpu_s": 1, "timeout_s": 20, "memory_mb": 256, "max_output_kib": 16, "max_processes": 8})
 }
 
-/// What the program says if all that it tries is refused.
+/// The output of a program whose attempts are all refused.
 const REFUSED: &str = "refused";
 
 /// A program that tries `attempt` and says so if that raises OSError.

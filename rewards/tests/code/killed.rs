@@ -1,4 +1,4 @@
-//! A run that is killed at once leaves no program behind.
+//! A run that is killed leaves no program behind.
 //!
 //! Invariant: what is killed is a second copy of this test binary, which runs one endless program in each sandbox.
 
@@ -23,7 +23,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 /// none is left.
 fn kill_9(mark: &str, keys: &Value, program: &str, pause: Duration) {
     let this = std::env::current_exe().unwrap();
-    // What the copy cannot tidy up lies in here.
+    // The files that the killed copy leaves are in this directory.
     let scratch = tempfile::tempdir().unwrap();
     let mut copy = Command::new(this)
         .args(["--exact", "killed::runs_an_endless_program_if_the_variables_are_set"])
@@ -77,7 +77,7 @@ fn kill_9_leaves_no_program() {
     }
 }
 
-/// Killed at any moment of a start, also before the sandbox is complete.
+/// A kill at any moment of a start, also before the sandbox is complete.
 #[test]
 fn kill_9_while_a_program_starts_leaves_none() {
     for sandbox in ["bubblewrap", "landlock"].into_iter().filter(|sandbox| works(sandbox)) {

@@ -52,7 +52,7 @@ impl CodeFixture {
         judged.pop().expect("there is one answer")
     }
 
-    /// What a Python program is worth.
+    /// The score of a Python program.
     fn program(&self, columns: &Value, program: &str) -> Outcome {
         self.judge(columns, &format!("So:\n```python\n{program}\n```\n")).expect("the sandbox works")
     }

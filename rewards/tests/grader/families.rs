@@ -7,7 +7,7 @@ use rewards::math::grade;
 
 use crate::check;
 
-/// Numbers with units that are the gold answer.
+/// Numbers with units that are equal to the gold answer.
 const WITH_UNITS: &[(&str, &str)] = &[
     ("1000.99", "1,000.99m\u{b2}"),
     ("1000.99", "the number is 1,000.99m\u{b2}"),
@@ -49,7 +49,7 @@ const WITH_UNITS: &[(&str, &str)] = &[
     ("1.5 \\times 10^{-3}", "1.5 \u{d7} 10\u{207b}\u{b3}"),
 ];
 
-/// Numbers with units that are another answer.
+/// Numbers with units that differ from the gold answer.
 const OTHER_UNITS: &[(&str, &str)] = &[
     ("1000.99", "1,000.98m\u{b2}"),
     ("1000.99", "1,000.99x\u{b2}"),
@@ -368,13 +368,13 @@ fn bounds_of_a_function_are_an_interval() {
     );
 }
 
-/// What every text of the next family begins with.
+/// The beginning of every text of the next family.
 const WORK: &str = "We can read that the tank holds 240 liters and that 3 pipes fill it. The first one brings 20 liters \
     per minute, the second one 10, and the third one is closed for the first 2 minutes. Let $t$ be the time in minutes. \
     Then $20t + 10t + 15(t-2) = 240$, which we solve step by step: expanding gives $45t - 30 = 240$, and adding 30 on \
     both sides gives $45t = 270$. It is easy to make a mistake here, so we check each step again before we go on. ";
 
-/// Long solutions that mark their answer by nothing but their end.
+/// Long solutions with an unmarked answer at the end.
 #[test]
 fn long_solutions_end_with_their_answer() {
     let same = [
@@ -441,7 +441,7 @@ fn long_solutions_end_with_their_answer() {
     check(&pairs[..same.len()], &pairs[same.len()..]);
 }
 
-/// Each of these is as long or as deep as a limit allows, or longer.
+/// Texts at or beyond a limit of length or depth.
 #[test]
 fn hostile_forms_of_the_families_are_judged_at_once() {
     let nested = |open: &str, inner: &str, close: &str, times: usize| {

@@ -1,4 +1,4 @@
-//! The reward `judge` against a model that says what the test wants.
+//! The reward `judge` against a scripted model.
 //!
 //! Invariant: what is asked shows task, answer and completion; what is answered is read by the rule of the recipe.
 

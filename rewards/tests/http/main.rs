@@ -1,4 +1,4 @@
-//! The rewards `http` and `judge` against servers of all manners.
+//! The rewards `http` and `judge` against working and broken servers.
 //!
 //! Invariant: every server is in this process and on this machine; every wait has a deadline.
 
@@ -19,7 +19,7 @@ struct HttpFixture {
     runtime: Runtime,
 }
 
-/// What stands in the variable `RM_TOKEN`.
+/// The value of the variable `RM_TOKEN`.
 const TOKEN: &str = "secret-token";
 
 impl HttpFixture {
@@ -44,7 +44,7 @@ impl HttpFixture {
         Ok(Self { reward, runtime })
     }
 
-    /// Judges texts as if they were ended at the same time.
+    /// Judges texts concurrently.
     fn judge(&self, texts: &[&str]) -> Vec<Judged> {
         let task = task();
         let inputs: Vec<_> = texts.iter().map(|text| RewardInput::text(&task, text)).collect();

@@ -101,7 +101,7 @@ fn one_that_is_given_up_costs_the_others_nothing() {
 fn at_most_so_many_requests_at_a_time() {
     let (running, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let seen = Arc::clone(&most);
-    // The first two are answered only when both are there.
+    // The first two requests are answered when both have arrived.
     let both = Barrier::new(2);
     let server = FakeServer::start(move |count, _| {
         let now = running.fetch_add(1, Ordering::SeqCst) + 1;
@@ -141,7 +141,7 @@ fn what_stays_busy_is_given_up_with_what_it_said() {
         reason.contains("2 attempts") && reason.contains("503") && reason.contains("out of memory"),
         "{reason}"
     );
-    // A wait that is longer than the time that is left is not begun.
+    // A pause longer than the remaining time is not started.
     let patient = FakeServer::start(|_, _| status(429, "retry-after: 3600", "later"));
     let begun = Instant::now();
     let reason = HttpFixture::open("http", &patient.url(), &json!({})).reason("x");

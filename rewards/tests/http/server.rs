@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-/// What came.
+/// A received request.
 #[derive(Clone, Debug)]
 pub(crate) struct ReceivedRequest {
     /// Such as `POST /v1/chat/completions HTTP/1.1`.
@@ -21,13 +21,13 @@ pub(crate) struct ReceivedRequest {
     pub(crate) body: Value,
 }
 
-/// What goes back.
+/// A response.
 pub(crate) enum Reply {
     /// A status, header lines, and a body.
     Status(u16, Vec<String>, Vec<u8>),
     /// These bytes and the end of the connection.
     Raw(Vec<u8>),
-    /// Nothing until the server ends.
+    /// No response until the server ends.
     Silence,
 }
 

@@ -98,7 +98,7 @@ fn functions_that_take_lists_see_whole_groups() {
     }
 }
 
-/// What a group would be worth without the completion that fails is not what it is worth, so that all of it fails.
+/// The score of a group without the failed completion is not its score, so the whole group fails.
 #[test]
 fn an_exception_in_a_group_charges_all_of_it() {
     let Some(run) = run() else { return };

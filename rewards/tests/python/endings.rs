@@ -1,4 +1,4 @@
-//! Ends that come from outside: of a worker, of the parent process, of the reward, of rlrun itself.
+//! The end of a worker, of the parent process, of the reward, or of rlrun itself.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -64,7 +64,7 @@ fn a_parent_process_that_keeps_dying_is_given_up_with_a_reason() {
         let parent = reward.processes()[0];
         kill(parent);
         until("it is gone", || !lives(parent));
-        // The last time there is none after it.
+        // No parent process replaces the last one.
         until("its death was seen", || reward.processes()[0] != parent || run.one(&reward, "a").is_err());
     }
     let message = run.one(&reward, "a").unwrap_err().to_string();

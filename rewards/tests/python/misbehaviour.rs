@@ -13,7 +13,7 @@ fn among_others(run: &PythonFixture, keys: serde_json::Value, odd: &str) -> Resu
     let mut judged = run.all(&reward, &["a", "bb", odd, "ccc", "dddd"]);
     let odd = judged.remove(2);
     assert_eq!(values(&judged), [Some(1.0), Some(2.0), Some(3.0), Some(4.0)]);
-    // And afterwards all is well.
+    // Calls after that succeed.
     assert_eq!(value(&run.one(&reward, "five5")), 5.0);
     odd.map(|outcome| outcome.value.unwrap())
 }
@@ -121,10 +121,10 @@ fn forks_that_come_back_and_alarms_that_stay_do_no_harm() {
 fn calls_in_one_event_loop_are_charged_one_by_one() {
     let Some(run) = run() else { return };
     let keys = || json!({"function": "awaited", "timeout_s": 1.5, "workers": 1});
-    // It waits: all others have answered by then.
+    // It awaits: all other calls have been answered.
     let waits = among_others(&run, keys(), "wait 1000");
     assert!(matches!(waits, Err(RewardError::Timeout { .. })), "{waits:?}");
-    // It holds up the loop: the others are called again.
+    // It blocks the loop: the other calls are repeated.
     for text in ["loop", "sleep 1000"] {
         let blocks = among_others(&run, keys(), text);
         assert!(matches!(blocks, Err(RewardError::Timeout { .. })), "{text}: {blocks:?}");

@@ -1,4 +1,4 @@
-//! What the tests share: a runtime, a directory for logs, and rewards made of fixtures.
+//! Helpers of the tests: a runtime, a directory for logs, and rewards made of fixtures.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ pub(crate) struct PythonFixture {
 /// Keeps Python from writing compiled files beside the fixtures.
 pub(crate) const NO_CACHE: &str = "PYTHONDONTWRITEBYTECODE";
 
-/// `None`, with a word, where there is no python3 of 3.9 or newer.
+/// `None` without python3 of 3.9 or newer, with a note on standard error.
 pub(crate) fn run() -> Option<PythonFixture> {
     let recent = ["-c", "import sys; sys.exit(sys.version_info < (3, 9))"];
     if !std::process::Command::new("python3").args(recent).status().is_ok_and(|status| status.success()) {
@@ -99,7 +99,7 @@ impl PythonFixture {
     }
 }
 
-/// What a reward says of one text.
+/// The outcome of a reward for one text.
 pub(crate) async fn judge(reward: &PythonReward, text: &str) -> Judged {
     let task = task(json!({}));
     reward.score(&[RewardInput::text(&task, text)]).await.pop().unwrap()
@@ -111,7 +111,7 @@ pub(crate) fn task(columns: Value) -> Task {
     Task { id: TaskId(7), prompt: Prompt::Text("2+2=".into()), answer: Some("4".into()), columns }
 }
 
-/// The same as a conversation.
+/// The row of [`task`] as a conversation.
 pub(crate) fn chat(columns: Value) -> Task {
     let messages = vec![Message { role: "user".into(), content: "2+2=".into() }];
     Task { prompt: Prompt::Messages(messages), ..task(columns) }

@@ -29,14 +29,14 @@ const WORKSPACE: u64 = 32 << 20;
 const HEAD_ROWS: u64 = 512;
 /// Parts that a message names.
 const NAMED: usize = 3;
-/// What of a run is on one device.
+/// The parts of a run on one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceMemory {
     /// The device.
     pub place: DeviceLocation,
     /// The roles that compute on it, as text.
     pub roles: String,
-    /// What they store values in.
+    /// Their number format.
     pub dtype: DeviceDtype,
     /// What takes its memory.
     pub parts: Vec<Part>,
@@ -103,7 +103,7 @@ impl DeviceMemory {
 
     fn on(place: DeviceLocation, recipe: &Recipe, config: &Config, devices: &Devices) -> Self {
         let (counts, dtype) = (DeviceCounts::of(recipe, devices, place), recipe.dtype_on(Some(place)));
-        // Of the two ways to compute again, a device has the coarser.
+        // Devices recompute whole blocks only.
         let recompute = match recipe.trainer.recompute {
             Recompute::None => Recompute::None,
             Recompute::Block | Recompute::Sequence => Recompute::Block,
@@ -162,7 +162,7 @@ impl DeviceMemory {
         ))
     }
 
-    /// What makes a part smaller.
+    /// The keys that make a part smaller.
     fn remedy(&self, part: &str) -> Option<&'static str> {
         match part {
             "activations" => {
@@ -196,7 +196,7 @@ impl fmt::Display for DeviceMemory {
     }
 }
 
-/// What this machine has of the devices of `recipe`.
+/// The devices of `recipe` on this machine.
 #[must_use]
 pub fn there(recipe: &Recipe, config: &Config) -> Inventory {
     let places: Vec<_> = DeviceMemory::of(recipe, config).iter().map(|device| device.place).collect();

@@ -30,7 +30,7 @@ pub(super) fn bytes(recipe: &Recipe, layout: &Layout, changed: Option<u64>) -> u
         return sums.saturating_add(current);
     }
     if zero >= 2 {
-        // Of the layers those that leave, wait and are being reversed.
+        // The layers whose gradients are being reduced, wait, and are being computed.
         return sums.saturating_add(product(&[world, units(layout, 3)]));
     }
     let waiting = product(&[owned, u64::from(slots.max(1).ilog2())]);

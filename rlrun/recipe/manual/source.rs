@@ -18,7 +18,7 @@ pub(super) struct Field {
     pub(super) about: String,
     /// As it is written.
     pub(super) rust_type: String,
-    /// Of the comment `// resume = R, worker = W`; empty without it.
+    /// From the comment `// resume = R, worker = W`; empty without it.
     pub(super) resume: String,
     pub(super) worker: String,
 }
@@ -41,7 +41,7 @@ enum Open {
 pub(super) fn parse(source: &str) -> (Vec<Struct>, Vec<Words>) {
     let (mut structs, mut words) = (Vec::new(), Vec::new());
     let mut open = Open::Nothing;
-    // What stands above the next item: its documentation and its attributes.
+    // The lines above the next item: its documentation and its attributes.
     let (mut about, mut attributes) = (String::new(), String::new());
     for line in source.lines() {
         let text = line.trim();

@@ -8,7 +8,7 @@ use super::{Case, MINIMAL, Recipe};
 
 const EMULATED: &str = "placement.device=emulated";
 
-/// What is wrong beside that this program may have been built without the device.
+/// The errors except that this program was built without the device.
 fn refused(sets: &[&str], message: &str, help: &str) {
     let shown = Case::new(MINIMAL).errors(sets, &[]);
     assert!(shown.contains(&format!("error: {message}")) && shown.contains(help), "{sets:?}: {shown}");

@@ -100,7 +100,7 @@ fn what_the_run_is_cannot_change() {
     }
     let error = resume(&path, &[], &[("RLRUN__SEED", "7")], 1).unwrap_err();
     assert!(error.contains(" --> environment:1:"), "{error}");
-    // The same value is no change.
+    // An equal value is no change.
     assert!(resume(&path, &["seed=0", "rollout.group_size=8"], &[], 1).unwrap().changes.is_empty());
 }
 

@@ -4,7 +4,7 @@ use std::fs;
 
 use super::*;
 
-/// What this machine has: a dataset, a file with code, and whatever a test writes.
+/// A machine with a dataset, a file with code, and the files that a test writes.
 struct WorkerMachine {
     directory: tempfile::TempDir,
 }
@@ -54,7 +54,7 @@ fn python(path: &str, more: &str) -> String {
     format!("[[rewards]]\nkind = \"python\"\nname = \"score\"\npath = {path:?}\n{more}\n")
 }
 
-/// What a run sends is its resolved recipe, with every value spelled out.
+/// A run sends its resolved recipe, with every value spelled out.
 #[test]
 fn data_is_taken_as_it_is() {
     let machine = WorkerMachine::new();
@@ -231,7 +231,7 @@ fn a_recipe_of_this_machine_has_what_a_run_may_not_choose() {
     let settled = machine.settle(&permissions, &sent).unwrap();
     assert_eq!(settled["data"]["train"].as_array().unwrap().len(), 1);
     assert_eq!(settled["data"]["train"][0].as_str(), Some(&machine.shown("data/tasks.jsonl")[..]));
-    // What is data is still the run's.
+    // The run still chooses the data.
     assert_eq!(settled["rollout"]["temperature"].as_float(), Some(0.5));
     let [score, code] = &settled["rewards"].as_array().unwrap()[..] else { panic!("{settled}") };
     assert_eq!(score["path"].as_str(), Some(&machine.shown("code/score.py")[..]));

@@ -13,7 +13,7 @@ use crate::recipe::Recipe;
 use crate::recipe::words::{CriticKind, WeightTransport};
 use crate::settings::Devices;
 
-/// What ranks of the trainer need on a device.
+/// The memory of trainer ranks on a device.
 pub(super) fn training(
     parts: &mut Vec<Part>,
     recipe: &Recipe,
@@ -24,7 +24,7 @@ pub(super) fn training(
 ) {
     let (layout, ranks, world) = (Layout::new(config), counts.ranks, (recipe.trainer.world as u64).max(1));
     let width = value_bytes(&layout, size);
-    // Of what all ranks have together, that of those here.
+    // The share of the ranks on this device in the total of all ranks.
     let of_those_here = |all: u64| product(&[all.div_ceil(world), ranks]);
     let trained = Trained::of(recipe, config);
     let changed = recipe.lora().map(|lora| {
@@ -74,7 +74,7 @@ fn masters(layout: &Layout, width: u64, recipe: &Recipe, devices: &Devices) -> u
     product(&[own + moved, layout.len() as u64])
 }
 
-/// What samplers need on a device.
+/// The memory of samplers on a device.
 pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, samplers: u64, size: &Size) {
     let weights = product(&[samplers, size.weights]);
     let cache = product(&[samplers, cache_positions(recipe), size.cache_per_token]);
@@ -89,7 +89,7 @@ pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, 
     parts.push(part("decoding", "one step of all running sequences", product(&[samplers, step])));
 }
 
-/// What a step has of a token beside its way through a layer, bytes: the activation, and the angles of its position.
+/// Bytes per token of a step outside of a layer: the activation, and the angles of its position.
 fn activated(config: &Config, size: &Size) -> u64 {
     let width = value_bytes(&Layout::new(config), size);
     width * config.intermediate_size as u64 + F32 * config.head_dim as u64
