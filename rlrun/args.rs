@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_with_status_two() {
+    fn invalid_arguments_are_refused_with_status_two() {
         for (args, message) in [
             (&["frobnicate"][..], "unrecognized subcommand 'frobnicate'"),
             (

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_learnt_says_why() {
+    fn samples_without_a_trained_token_are_refused_with_the_reason() {
         let files = tempfile::tempdir().unwrap();
         // Earlier answers are rewritten, as templates do that leave out earlier thoughts.
         let forgets = "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}<eos>\

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_no_outcome_is_named() {
+    fn an_invalid_line_is_named() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("curation.jsonl");
         let sound = serde_json::to_string(&outcome(1)).unwrap();

@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn an_accuracy_of_nothing_judged_is_explained_and_none_is_invented() {
+    fn an_accuracy_without_judged_tasks_is_explained() {
         let failed = evaluated(vec![("test", evaluation(1, &[Err("gone"), Err("gone")]))]);
         assert_eq!(
             failed.diagnosis().unwrap(),

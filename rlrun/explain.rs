@@ -310,7 +310,7 @@ trainer.steps
     }
 
     #[test]
-    fn what_means_nothing_leads_to_the_nearest() {
+    fn unknown_words_lead_to_the_nearest_known_one() {
         for (name, near) in [
             ("trainer.learning_rat", "`trainer.learning_rate`"),
             ("max_stalenes", "`max_staleness`"),

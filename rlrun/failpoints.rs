@@ -106,7 +106,7 @@ mod tests {
 
     /// Refused settings arm no failpoint; otherwise other tests of this process would hit it.
     #[test]
-    fn what_cannot_happen_is_refused() {
+    fn unknown_failpoints_are_refused() {
         for (text, evidence) in [
             ("before-lease", "not place=action"),
             ("elsewhere=kill", "there are journal-commit, checkpoint-write"),

@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_is_not_there_is_input_and_one_that_is_full_is_a_failure_that_names_who_holds_it() {
+    fn a_missing_device_is_an_input_error_and_a_full_one_a_failure_that_names_its_user() {
         let (device, reason) = ("cuda:0".to_owned(), "no driver".to_owned());
         let gone = Failure::from(DeviceError::Unavailable { device: device.clone(), reason });
         assert_eq!(gone.exit_code(), 2);

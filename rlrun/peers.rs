@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_refused_is_counted_and_bounded() {
+    fn refusals_are_counted_and_bounded() {
         let peers = Peers::default();
         for n in 0..10_000 {
             peers.refuse(&format!("10.0.0.{}", n % 1000), "bad_turn", &"x".repeat(1000));

@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_run_directory_is_not_resumed() {
+    fn other_directories_are_not_resumed() {
         let directory = tempfile::tempdir().unwrap();
         let error = RunDir::open(directory.path()).unwrap_err().to_string();
         assert!(error.ends_with("it has no `resolved.toml`; start a run with `rlrun RECIPE`"), "{error}");

@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_threads_reach_something_and_give_the_memory_back() {
+    fn the_limits_of_two_threads_are_finite() {
         let machine = Machine { threads: 2, read: 8 << 20 };
         let Peaks { gflops, gbytes_per_s } = machine.peaks().unwrap();
         assert!(gflops > 0.0 && gflops.is_finite(), "{gflops}");

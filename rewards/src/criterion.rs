@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_judged_is_not_correct() {
+    fn an_unjudged_trajectory_is_not_correct() {
         let component =
             |name: &str, value| Component { name: name.to_owned(), value, ..Component::default() };
         let criterion = Criterion { reward: "b".to_owned(), threshold: 0.5 };

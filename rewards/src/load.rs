@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_waits_and_runs_is_counted_until_it_is_dropped() {
+    fn waiting_and_running_trajectories_are_counted_until_dropped() {
         let load = Load::default();
         let (one, two) = (load.wait(), load.wait());
         let running = one.begin();
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_are_of_what_happened() {
+    fn percentiles_are_those_of_the_samples() {
         let latency = Latency::of((1..=100u8).rev().map(f32::from).collect());
         assert_eq!((latency.p50_s, latency.p95_s, latency.max_s, latency.sum_s), (50.0, 95.0, 100.0, 5050.0));
         assert_eq!(Latency::of(vec![]), Latency::default());

@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_correct_does_not_depend_on_weights() {
+    fn correctness_does_not_depend_on_weights() {
         let task = task("4");
         let judged = |rewards: Vec<WeightedReward>, reward: &str| {
             let criterion = Criterion { reward: reward.to_owned(), threshold: 1.0 };
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_that_make_no_sense_are_refused() {
+    fn invalid_sets_are_refused() {
         assert_eq!(RewardSet::new(vec![]).unwrap_err(), RewardError::Empty);
         let twice = vec![constant("a", 0.0, 1.0), constant("a", 0.0, 1.0)];
         assert_eq!(RewardSet::new(twice).unwrap_err(), RewardError::DuplicateName { name: "a".into() });

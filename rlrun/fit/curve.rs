@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_fitted_says_what_can() {
+    fn unknown_metrics_list_the_known_ones() {
         let text = |metric: &str, compute: &str| steps().curve(metric, compute, ALL).unwrap_err().to_string();
         assert_eq!(
             text("eval/acc", "step"),

@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn every_stage_shares_one_thing_more() {
+    fn every_zero_stage_shards_one_more_tensor() {
         let mut config = config();
         config.num_layers = 8;
         let mut recipe = recipe();

@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_what_is_correct_is_refused_without_an_answer() {
+    fn an_undefined_criterion_is_refused() {
         for (sets, evidence) in [
             (&["eval.correct.reward=maths"][..], "there is no reward named \"maths\""),
             (&["eval.correct.threshold=0.5"], "`eval.correct` names no reward"),

@@ -218,7 +218,7 @@ fn rewards_take_their_own_keys_only() {
 }
 
 #[test]
-fn what_is_missing_is_named() {
+fn missing_parts_are_named() {
     let shown = Case::new("").errors(&[], &[]);
     for missing in
         ["`trainer.steps` is missing", "there is no model", "there are no tasks", "there is no reward"]
@@ -396,7 +396,7 @@ fn the_resolved_recipe_loads_as_an_equal_one() {
 
 proptest! {
     #[test]
-    fn no_input_is_too_strange_to_be_reported(
+    fn every_input_can_be_reported(
         text in "([a-z.\\[\\]{}=\"' 0-9#-]|\n|rewards|model|trainer|\u{e9}){0,40}",
         set in "([a-z]{0,3}|trainer|rewards)(\\.[a-z]{0,2})?=?[\\[{\"a0. ]{0,4}\u{e9}?",
     ) {

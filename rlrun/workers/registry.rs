@@ -452,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn what_workers_say_of_themselves_is_bounded() {
+    fn reports_of_workers_are_bounded() {
         let registry = WorkerRegistry::after(0);
         let long = "x".repeat(100_000);
         for name in [&long[..], "", "a\nb"] {

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_launcher_is_believed_if_its_size_is_that_of_the_trainer() {
+    fn a_launcher_counts_if_its_size_is_that_of_the_trainer() {
         let slurm = |rank, size| [("SLURM_PROCID", rank), ("SLURM_STEP_NUM_TASKS", size)];
         assert_eq!(rank_of(&[], &[], 3), Ok(None));
         assert_eq!(rank_of(&[], &slurm("2", "3"), 3), Ok(Some(2)));
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flag_is_believed_before_a_launcher() {
+    fn a_flag_has_priority_over_a_launcher() {
         let slurm = [("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "2")];
         assert_eq!(rank_of(&["--rank-offset", "1"], &slurm, 3), Ok(Some(1)));
         assert_eq!(rank_of(&["--rank", "2"], &slurm, 3), Ok(Some(2)));

@@ -177,7 +177,7 @@ fn a_sweep_is_a_table_and_a_picture() {
 }
 
 #[test]
-fn the_loop_runs_on_tasks_of_ones_own_at_a_forced_length() {
+fn the_loop_runs_on_given_tasks_at_a_forced_length() {
     let home = Home::new();
     tiny(&home);
     home.write(

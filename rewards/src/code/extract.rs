@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wanted_goes_before_what_comes_last() {
+    fn a_wanted_block_has_priority_over_the_last_one() {
         let text =
             "```python\ndef f(): 1\n```\n```python\ndef f(): 2\n```\nExample usage:\n```python\nf()\n```\n";
         let wanted = |name: &'static str| move |code: &str| code.contains(name);

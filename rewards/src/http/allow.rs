@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_that_make_no_sense_are_refused() {
+    fn invalid_lists_are_refused() {
         for (host, entries) in [
             ("rm", &["http://rm"][..]),
             ("rm", &["10.0.0.0/33"]),

@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stated_after_a_box_replaces_it() {
+    fn an_answer_stated_after_a_box_replaces_it() {
         assert_eq!(
             answer("\\boxed{200}, later. Final Answer: The final answer is $10,455$.").as_deref(),
             Some("$10,455$")
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_cut_off_is_no_answer() {
+    fn a_truncated_completion_is_no_answer() {
         assert!(completion("she has 18 eggs and", true).is_empty());
         assert!(completion("#### 18", true).is_empty());
         assert_eq!(first(&completion("#### 18\n\nNext", true)).as_deref(), Some("18"));

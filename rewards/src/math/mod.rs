@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn what_decided_is_named() {
+    fn the_deciding_key_is_named() {
         let decided = |gold, pred| grade(gold, pred, false, true).decided_by.as_str();
         assert_eq!(decided("5", "\\boxed{6}"), "number");
         assert_eq!(decided("x+1", "\\boxed{1+x}"), "symbolic");

@@ -32,7 +32,7 @@ fn assert_refused(bench: &CodeFixture, attempts: &[&str]) {
 }
 
 #[test]
-fn files_of_others_are_not_there() {
+fn files_of_other_programs_are_hidden() {
     let secret = tempfile::tempdir().unwrap();
     let file = secret.path().join("secret");
     std::fs::write(&file, "the answer").unwrap();
@@ -70,7 +70,7 @@ fn files_of_others_are_not_there() {
 }
 
 #[test]
-fn there_is_no_environment() {
+fn the_environment_is_empty() {
     in_each_sandbox(&tight(), |bench| {
         let names =
             "import os; print(sorted(name for name in os.environ if name not in ('PWD', 'LC_CTYPE')))";
@@ -127,7 +127,7 @@ fn the_first_process_of_a_namespace_cannot_be_killed_from_within() {
 }
 
 #[test]
-fn what_never_ends_is_ended() {
+fn endless_programs_are_ended() {
     let deaf = "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n";
     in_each_sandbox(&tight(), |bench| {
         let begun = Instant::now();
@@ -279,7 +279,7 @@ fn a_verdict_cannot_be_faked() {
 }
 
 #[test]
-fn what_is_expected_is_not_in_the_sandbox() {
+fn expected_outputs_are_not_in_the_sandbox() {
     in_each_sandbox(&json!({}), |bench| {
         let search = "import gc, sys\ndef f(x):\n    seen = []\n    frame = sys._getframe()\n    while frame:\n        seen.append(repr(frame.f_locals))\n        frame = frame.f_back\n    seen += [repr(thing) for thing in gc.get_objects() if type(thing) in (str, dict, list)]\n    return any('needle' in text.replace('needle' + chr(39) + ' in', '') and 'hay' + 'stack' in text for text in seen)";
         let calls = json!({"tests": {"fn_name": "f", "inputs": [[1]], "outputs": ["haystack-needle"]}});

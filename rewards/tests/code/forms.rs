@@ -159,7 +159,7 @@ fn tests_in_which_nothing_could_fail_are_an_error() {
 }
 
 #[test]
-fn what_is_expected_to_be_long_may_be_long() {
+fn a_long_expected_output_raises_the_limit() {
     let lines: String = (0..20_000).map(|number| format!("{number}\n")).collect();
     let numbers = |from: u64| (from..from + 1000).map(|number| 1_000_000 + number).collect::<Vec<_>>();
     let inputs: Vec<_> = (0..40).map(|from| [from]).collect();
@@ -227,7 +227,7 @@ fn the_answer_holds_the_tests_where_no_column_does() {
 }
 
 #[test]
-fn what_cannot_be_tested_is_an_error() {
+fn tasks_without_tests_are_an_error() {
     in_each_sandbox(&json!({"tests_column": "cases"}), |bench| {
         for (columns, word) in
             [(json!({"tests": "assert True"}), "`cases`"), (json!({"cases": 5}), "`5` is not a test")]
@@ -250,7 +250,7 @@ fn an_interpreter_that_cannot_start_is_an_error_and_no_score() {
 }
 
 #[test]
-fn keys_that_make_no_sense_are_refused() {
+fn invalid_keys_are_refused() {
     let found = |keys: Value| match CodeFixture::open(&keys) {
         Ok(_) => panic!("{keys} was taken"),
         Err(error) => error.to_string(),

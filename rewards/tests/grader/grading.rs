@@ -218,7 +218,7 @@ fn units_and_times_of_day_do_not_contradict() {
 }
 
 #[test]
-fn answers_in_the_dress_that_models_give_them() {
+fn answers_in_the_phrasings_of_models() {
     check(
         &[
             ("B", "The correct option is **B**."),

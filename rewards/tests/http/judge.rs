@@ -82,7 +82,7 @@ fn a_reply_without_a_score_is_an_error_that_shows_its_end() {
 }
 
 #[test]
-fn keys_that_make_no_sense_are_refused() {
+fn invalid_keys_are_refused() {
     for (keys, word) in [
         (json!({}), "`model`"),
         (keys(&json!({"template": "{completion} {nothing}"})), "`{nothing}`"),

@@ -57,7 +57,7 @@ fn the_words_of_slime() {
 }
 
 #[test]
-fn those_who_wait_are_sent_together_and_each_gets_its_own_answer() {
+fn waiting_requests_are_sent_together_and_each_gets_its_own_answer() {
     let length = |query: &Value| query.as_str().unwrap().len();
     let server = FakeServer::start(move |_, asked| {
         let queries = asked.body["query"].as_array().unwrap();
@@ -76,7 +76,7 @@ fn those_who_wait_are_sent_together_and_each_gets_its_own_answer() {
 }
 
 #[test]
-fn one_that_is_given_up_costs_the_others_nothing() {
+fn a_cancelled_request_does_not_affect_the_others() {
     let server = FakeServer::start(|_, asked| {
         let rewards: Vec<_> = asked.body["query"].as_array().unwrap().iter().map(|_| 1).collect();
         std::thread::sleep(Duration::from_millis(100));
@@ -133,7 +133,7 @@ fn a_busy_server_is_asked_again() {
 }
 
 #[test]
-fn what_stays_busy_is_given_up_with_what_it_said() {
+fn a_server_that_stays_busy_is_an_error_with_its_message() {
     let server = FakeServer::start(|_, _| status(503, "", "out of memory"));
     let bench = HttpFixture::open("http", &server.url(), &json!({"retries": 1}));
     let reason = bench.reason("x");
@@ -202,7 +202,7 @@ fn addresses_that_are_not_allowed_are_not_connected_to() {
 }
 
 #[test]
-fn keys_that_make_no_sense_are_refused() {
+fn invalid_keys_are_refused() {
     for (keys, word) in [
         (json!({"dialect": "trl"}), "`dialect`"),
         (json!({"batch": 0}), "`batch`"),

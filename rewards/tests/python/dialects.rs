@@ -118,7 +118,7 @@ fn an_exception_in_a_group_charges_all_of_it() {
 }
 
 #[test]
-fn a_reward_says_the_batch_that_its_function_sees() {
+fn a_reward_reports_the_batch_of_its_function() {
     let Some(mut run) = run() else { return };
     run.context.group_size = 8;
     let about = |file: &str, keys: Value| run.reward(file, keys).about().unwrap();
@@ -239,7 +239,7 @@ fn nothing_is_guessed() {
 }
 
 #[test]
-fn what_cannot_be_started_says_why() {
+fn a_start_that_fails_reports_the_reason() {
     let Some(run) = run() else { return };
     let refused = |file: &str, keys: Value| run.build(file, keys).unwrap_err().to_string();
     let import = refused("broken_import.py", json!({}));

@@ -50,7 +50,7 @@ fn memory_above_the_limit_is_an_error_of_the_call() {
 }
 
 #[test]
-fn what_is_printed_breaks_nothing_and_is_kept() {
+fn printed_text_is_kept_and_breaks_nothing() {
     let Some(run) = run() else { return };
     for text in ["print", "fd1"] {
         let odd = among_others(&run, json!({"function": "compute_score", "name": text}), text);

@@ -87,7 +87,7 @@ fn the_power_law_promises_too_much_where_the_sigmoid_does_not() {
 }
 
 #[test]
-fn what_has_not_bent_has_no_upper_margin_and_stops_at_the_ceiling() {
+fn a_curve_that_has_not_bent_has_no_upper_margin_and_stops_at_the_ceiling() {
     let early: Vec<Point> =
         noisy(3, 200, 30_000.0, 0.01).into_iter().filter(|p| p.compute < 3000.0).collect();
     let fit = FitProblem::new(&early, 1.0).fit();

@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_computed_again_and_what_is_on_the_host_takes_no_memory() {
+    fn recomputed_and_host_tensors_take_no_device_memory() {
         let (config, mut recipe) = (config(), on(GPU));
         let weights = Layout::new(&config).len() as u64;
         let of = |recipe: &Recipe, name: &str| bytes(&DeviceMemory::of(recipe, &config)[0], name);
@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn those_who_take_turns_need_the_larger_turn() {
+    fn roles_that_take_turns_need_the_larger_turn() {
         let (config, mut recipe) = (config(), on(GPU));
         let together = DeviceMemory::of(&recipe, &config)[0].total();
         recipe.placement.policy = Some(PolicyPlacement::Colocated);

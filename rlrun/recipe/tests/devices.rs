@@ -84,7 +84,7 @@ fn a_program_refuses_devices_that_it_was_built_without() {
 }
 
 #[test]
-fn what_a_device_cannot_do_is_refused_with_the_reason() {
+fn unsupported_settings_of_devices_are_refused_with_the_reason() {
     for (set, message, help) in [
         (
             "rollout.quantization=int8",
@@ -117,7 +117,7 @@ fn what_a_device_cannot_do_is_refused_with_the_reason() {
 }
 
 #[test]
-fn sixteen_bits_need_a_device_for_everybody() {
+fn sixteen_bits_need_a_device_for_every_role() {
     refused(
         &["model.dtype=bf16"],
         "`model.dtype` is \"bf16\", but the trainer computes on the processor, whose kernels are f32",

@@ -68,7 +68,7 @@ fn a_change_is_applied_and_every_other_value_keeps_its_origin() {
 }
 
 #[test]
-fn what_the_run_is_cannot_change() {
+fn the_identity_of_a_run_cannot_change() {
     let case = Case::new(MINIMAL);
     fs::create_dir(case.directory.path().join("model")).unwrap();
     let path = resolved(&case);

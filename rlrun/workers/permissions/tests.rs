@@ -79,7 +79,7 @@ fn data_is_taken_as_it_is() {
 
 /// Each key alone, with the words by which it is refused.
 #[test]
-fn what_only_the_operator_may_allow_is_refused_by_name() {
+fn keys_of_the_operator_are_refused_by_name() {
     let machine = WorkerMachine::new();
     let permissions = machine.allow(None, &[], &[]);
     let (tasks, file) = (machine.shown("data/tasks.jsonl"), machine.shown("code/score.py"));
