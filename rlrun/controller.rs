@@ -307,7 +307,7 @@ impl Controller<'_> {
             Some(code) if code == i32::from(REQUEUE) && stopping => {
                 return Ok(Some(if signals.terminated() { Ending::Requeued } else { Ending::Stopped }));
             }
-            // It has said why. A panic is no answer.
+            // Its reason was printed. A panic is no outcome.
             Some(code @ 1..=2) => return Err(Failure::ChildFailed(u8::try_from(code).unwrap_or(1))),
             _ if stopping => return Err(Failure::Died { name: LEAD.to_owned(), how: ended.to_string() }),
             _ => {}

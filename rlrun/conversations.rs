@@ -39,7 +39,7 @@ pub(crate) fn completion(task: &Task, column: &str) -> Result<ConversationComple
         Prompt::Messages(prompt) => prompt.clone(),
         Prompt::Text(text) => vec![Message { role: "user".to_owned(), content: text.clone() }],
     };
-    // A system message of the recipe stands before those of the row.
+    // A system message of the recipe precedes those of the row.
     let asked: Vec<&Message> = before.iter().filter(|message| message.role != "system").collect();
     let given: Vec<&Message> = messages.iter().filter(|message| message.role != "system").collect();
     let whole = given.len() > asked.len() && given[..asked.len()] == asked[..];

@@ -287,7 +287,7 @@ mod tests {
     fn a_fall_alone_and_noise_are_no_collapse() {
         let mut diagnosis = watch();
         for i in 0..60 {
-            // From batch to batch the reward differs; in the end harder tasks come.
+            // The reward varies between batches; at the end the tasks are harder.
             let noise = if i % 2 == 0 { 0.06 } else { -0.06 };
             let reward = if i < 40 { 0.7 + noise } else { 0.3 + noise };
             assert_eq!(diagnosis.observe(&step(i, reward, WELL)), Vec::<String>::new(), "step {i}");

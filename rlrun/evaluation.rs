@@ -71,7 +71,7 @@ impl Prepared {
             (&name[..], EvaluationSet { prompts, tasks: None, samples: *samples })
         });
         let asked = if which == Which::First { 1 } else { usize::MAX };
-        // Without rewards nothing could be said of an answer.
+        // Without rewards answers cannot be judged.
         default.chain(further).take(asked).filter(|_| self.rewards.is_some()).collect()
     }
 

@@ -90,7 +90,7 @@ pub enum Failure {
         /// How, and its last words.
         how: String,
     },
-    /// A process of the run has failed with this status, and has said why.
+    /// A process of the run has failed with this status and has printed the reason.
     #[error("")]
     ChildFailed(u8),
     /// Something that cannot happen did.

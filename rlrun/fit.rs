@@ -37,7 +37,7 @@ struct Plan {
     ceiling: Option<f64>,
 }
 
-/// A run with all that is said of it.
+/// A run with its fit.
 #[derive(Debug)]
 struct Fitted {
     measured: Curve,
@@ -152,7 +152,7 @@ impl Plan {
             });
             errors.sum()
         };
-        // It lies between the least and the greatest of the runs' own.
+        // It is between the least and the greatest asymptote of the runs.
         let own = || fitted.iter().map(|fitted| fitted.fit.curve.asymptote);
         let (low, high) = (own().fold(f64::INFINITY, f64::min), own().fold(f64::NEG_INFINITY, f64::max));
         let asymptote = scanned_minimum(low, high, COMMON_PLACES, error);

@@ -20,7 +20,7 @@ pub enum Template {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum InitError {
-    /// Something is there already.
+    /// The file exists.
     #[error("`{path}` exists and is left as it is; name another file: `rlrun init FILE`")]
     Exists {
         /// The file.

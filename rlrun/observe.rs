@@ -58,7 +58,7 @@ pub struct Observer<'a> {
 pub struct ObserverInputs<'a> {
     /// What the trainer says.
     pub step: &'a StepReport,
-    /// Answers to the held-out tasks, if it was time for them.
+    /// Answers to the held-out tasks, if an evaluation was due.
     pub evaluation: Option<&'a Evaluated>,
     /// The load of each reward during the step, by name.
     pub rewards: &'a [(String, LoadCounts)],

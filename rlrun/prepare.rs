@@ -50,12 +50,12 @@ impl RewardRuntime {
         Ok(Self { runtime: Some(runtime), handle, program, cores, servers })
     }
 
-    /// From now on asks other processes about the reward models that they serve.
+    /// Uses the reward models that other processes serve from now on.
     pub(crate) fn ask(&mut self, servers: BTreeMap<String, ModelServer>) {
         self.servers = Arc::new(servers);
     }
 
-    /// To start tasks on it and to wait for them.
+    /// Starts tasks and waits for them.
     #[must_use]
     pub fn handle(&self) -> &Handle {
         &self.handle

@@ -102,7 +102,7 @@ impl Shape {
         }
     }
 
-    /// The same with numbers of so many bytes; an optimizer's are f32 in any case.
+    /// The memory with numbers of so many bytes; those of an optimizer are always f32.
     #[must_use]
     pub fn stored_in(self, bytes: usize) -> Self {
         Self { number: bytes as f64, ..self }

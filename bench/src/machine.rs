@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use memmap2::MmapMut;
 use rlrun::failure::Failure;
 
-/// Multiply-adds between two looks at the clock.
+/// Multiply-adds between two readings of the clock.
 const ROUNDS: u32 = 20_000;
 /// How long each try at the arithmetic limit takes.
 const TRY: Duration = Duration::from_millis(40);
@@ -35,7 +35,7 @@ pub struct Peaks {
 #[derive(Clone, Copy, Debug)]
 pub struct Machine {
     threads: usize,
-    /// Bytes that one look at the traffic limit reads.
+    /// Bytes that one measurement of the memory bandwidth reads.
     read: usize,
 }
 

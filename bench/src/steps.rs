@@ -46,7 +46,7 @@ pub fn work(
         .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
     let sets = settings(args, staleness);
     let (mut recipe, origins) = Recipe::load(&path, &sets, program).map_err(Failure::Recipe)?;
-    // Not among the settings, because a recipe without held-out tasks takes no key about them.
+    // Not one of the settings: a recipe without held-out tasks takes no key for them.
     recipe.eval.interval = 0;
     let resolved = recipe.resolved_toml(&origins);
     let run_dir =
@@ -139,7 +139,7 @@ impl Steps {
             text.lines().map(serde_json::from_str).collect::<Result<_, _>>().map_err(|error| {
                 Failure::Internal(format!("a run wrote metrics that are no JSON: {error}"))
             })?;
-        // The time of a step that was evaluated, as the last of a recipe with held-out tasks is, holds the evaluation.
+        // The time of a step with an evaluation, such as the last one of a recipe with held-out tasks, contains the evaluation.
         let measured: Vec<(f64, &Map<String, Value>)> = lines
             .windows(2)
             .filter(|pair| !pair[1].keys().any(|name| name.starts_with("eval/")))

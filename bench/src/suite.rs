@@ -120,13 +120,13 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// SharedCores for one piece of work, with helper threads of their own.
+    /// The cores for one piece of work, with their own helper threads.
     fn cores(&self) -> Arc<SharedCores> {
         SharedCores::new(self.machine.threads())
     }
 
-    /// Does `work` between two looks at the limits of the machine, or of the device that it is done on, and writes down what
-    /// came out.
+    /// Does `work` between two measurements of the limits of the machine, or of its device, and writes the
+    /// results.
     fn measure(
         &mut self,
         on: Option<&Accelerator>,
@@ -184,7 +184,7 @@ pub(crate) fn with_device(
     settings.into_iter().chain(on.into_iter().flat_map(Accelerator::settings)).collect()
 }
 
-/// Memory of a device in use, by everybody.
+/// Memory of a device in use by all processes.
 pub(crate) fn device_mib(device: &Device) -> Result<(&'static str, f64), Failure> {
     let (free, total) = device.memory()?;
     Ok(("device_mib", total.saturating_sub(free) as f64 / f64::from(1 << 20)))

@@ -246,7 +246,7 @@ impl WeightsBench<'_> {
             publisher.publish_values(version, parameters.values())?;
             let (new, digest, none) = (decoder(), Digest::of(parameters.values()), Duration::ZERO);
             let clock = Instant::now();
-            // The one before is dropped in the pause as well.
+            // The previous version is dropped in the pause too.
             serving = black_box(new);
             subscriber.applied(Receipt { version, digest, took: none, stalled: none, bytes: 0 })?;
             swaps.push(clock.elapsed().as_secs_f64());

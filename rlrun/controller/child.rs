@@ -44,7 +44,7 @@ pub(super) struct Child {
     missing: Option<Instant>,
     /// Why it was killed from here.
     why: Option<String>,
-    /// When the run heard of it last; `None` if the lead that there is now never has.
+    /// Time of its last heartbeat to the current lead; `None` if there was none.
     heard: Option<Instant>,
     /// The name of this process in the run, once it has joined one of the leads.
     instance: Option<u64>,
@@ -151,7 +151,7 @@ impl Child {
         Self { restarts, missing: Some(self.missing.unwrap_or_else(Instant::now)), ..again }
     }
 
-    /// The run has heard of it at `then`, as this instance.
+    /// Records a heartbeat at `then` of this instance.
     pub(super) fn heard(&mut self, then: Instant, instance: u64) {
         (self.heard, self.instance) = (self.heard.max(Some(then)), Some(instance));
     }
@@ -161,12 +161,12 @@ impl Child {
         self.instance
     }
 
-    /// When the run heard of it last, if the lead that there is now has.
+    /// Time of its last heartbeat to the current lead.
     pub(super) fn last_heard(&self) -> Option<Instant> {
         self.heard
     }
 
-    /// The lead is another one, which has not heard of it.
+    /// Forgets the heartbeats: a new lead has received none.
     pub(super) fn forgotten(&mut self) {
         self.heard = None;
     }

@@ -131,7 +131,7 @@ fn comparison(fitted: &[Fitted], common: &Common) -> String {
     lines.join("\n")
 }
 
-/// The margin of a value of the metric; a ceiling that is real ends it as well as points do.
+/// The margin of a value of the metric; a real ceiling closes it as points do.
 fn bounded(value: Margin, ceiling: Ceiling) -> String {
     let text = margin(value);
     if ceiling.is_real { text.replace(" or more)", ", the ceiling)") } else { text }

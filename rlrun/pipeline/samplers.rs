@@ -53,7 +53,7 @@ impl Samplers {
         self.local.take().map_or(Ok(()), SamplerThread::join)
     }
 
-    /// Tells the workers that the run is over, and waits until they have left.
+    /// Notifies the workers of the end of the run and waits until they have left.
     pub(super) fn stop_workers(self) {
         self.registry.stop(LEAVING);
     }

@@ -26,7 +26,7 @@ use crate::warmup::warm_up;
 
 /// Decay of the second moment in the warm-up.
 const WARMUP_BETA2: f32 = 0.95;
-/// Steps of the warm-up between looks at the accuracy, if the recipe names one to stop at.
+/// Steps of the warm-up between measurements of the accuracy, if the recipe names one to stop at.
 const WARMUP_LOOK_UP: u64 = 50;
 /// A checkpoint that cannot be used, and why.
 type Damage = (PolicyVersion, String);

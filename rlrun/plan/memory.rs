@@ -45,7 +45,7 @@ pub struct Part {
     pub phase: Phase,
 }
 
-/// When a part of the memory is there.
+/// The phase in which a part of the memory is allocated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
     /// All the time.
@@ -148,7 +148,7 @@ impl Memory {
         self
     }
 
-    /// The most that is there at the same time, bytes.
+    /// Peak of the allocated memory, bytes.
     #[must_use]
     pub fn total(&self) -> u64 {
         peak(&self.parts)
@@ -176,7 +176,7 @@ impl fmt::Display for Part {
     }
 }
 
-/// The most of these that is there at the same time, bytes.
+/// Peak of these parts, bytes.
 fn peak(parts: &[Part]) -> u64 {
     let of = |phase| {
         let parts = parts.iter().filter(|part| part.phase == phase);
@@ -269,14 +269,14 @@ struct Size {
     activations_per_token: u64,
     /// Key and value of a token in all layers.
     cache_per_token: u64,
-    /// A token on its way through one layer.
+    /// Temporary activations of a token in one layer.
     layer_per_token: u64,
     /// [`Size::activations_per_token`] and the logits twice.
     decoding_per_token: u64,
 }
 
 impl Size {
-    /// A weight and a value on its way have `width` bytes, a logit 4.
+    /// A weight and an activation have `width` bytes, a logit 4.
     fn of(config: &Config, recompute: Recompute, quantization: Quantization, width: u64) -> Self {
         let n = |size: usize| size as u64;
         let (hidden, middle) = (n(config.hidden_size), n(config.intermediate_size));
@@ -305,7 +305,7 @@ impl Size {
             Recompute::Block => n(config.num_layers) * hidden + layer,
             Recompute::Sequence => n(config.num_layers) * hidden + attention,
         };
-        // On the way back the gradients of all that, and the norm and the activation once more.
+        // In the backward pass the gradients of all that, and the norm and the activation once more.
         let back = attention
             + hidden
             + match recompute {

@@ -250,7 +250,7 @@ fn check_values(algorithm: &schema::AlgorithmSection, checker: &mut Checker<'_>)
     }
 }
 
-/// A reference that nothing asks, a teacher that is missing.
+/// An unused reference, a missing teacher.
 fn check_reference(raw: &mut RawRecipe, algorithm: &Algorithm, checker: &mut Checker<'_>) {
     let distils = algorithm.advantage == AdvantageEstimator::Teacher;
     let given = raw.algorithm.reference.take();

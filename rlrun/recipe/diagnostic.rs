@@ -25,16 +25,16 @@ pub struct Place {
 pub struct Diagnostic {
     /// The problem, as a lower-case fragment.
     pub message: String,
-    /// Where, if it stands anywhere.
+    /// Its place, if it has one.
     pub place: Option<Place>,
-    /// Other places that take part, each with what it contributes.
+    /// Other places that contribute to the error, each with its contribution.
     pub related: Vec<(Place, String)>,
     /// What to do about it.
     pub help: Option<String>,
 }
 
 impl Diagnostic {
-    /// An error that stands at `place`.
+    /// An error at `place`.
     #[must_use]
     pub fn new(message: impl Into<String>, place: Option<Place>) -> Self {
         Self { message: message.into(), place, related: Vec::new(), help: None }
@@ -77,7 +77,7 @@ impl std::error::Error for Diagnostic {}
 fn write_place(f: &mut fmt::Formatter<'_>, place: &Place, role: &str) -> fmt::Result {
     let number = place.line.to_string();
     let gutter = " ".repeat(number.len());
-    // Tabs are repeated, so that the underline stands under its text at every tab width.
+    // Tabs are repeated, so that the underline is under its text at every tab width.
     let indent: String =
         place.text.chars().take(place.column - 1).map(|c| if c == '\t' { '\t' } else { ' ' }).collect();
     let underline = "^".repeat(place.width);

@@ -53,7 +53,7 @@ fn index(key: &str) -> Option<usize> {
     digits.chars().all(|c| c.is_ascii_digit()).then(|| digits.parse().ok())?
 }
 
-/// Takes out the value at a path such as `rewards[0].weight`, if it is there.
+/// Removes the value at a path such as `rewards[0].weight`, if it exists.
 pub(super) fn remove(table: &mut DeTable<'_>, path: &str) {
     let (parents, last) = path.rsplit_once('.').unwrap_or(("", path));
     if let Some(table) = table_at(table, parents) {

@@ -1,6 +1,6 @@
-//! Clients of a served buffer that do nothing but ask.
+//! The load generator: clients of a served buffer.
 //!
-//! Invariant: bodies are made before the clock starts; a request counts when the server has said that the group is on
+//! Invariant: bodies are made before the clock starts; a group counts when the server has acknowledged that it is on
 //! disk. All clients share one thread, so that the server has the other cores to itself.
 
 use std::io::Error;
@@ -15,7 +15,7 @@ use super::connection::{Answer, Connection};
 
 /// Digits of a key.
 const KEY_DIGITS: usize = 16;
-/// Stands for the key in a body that is not yet sent.
+/// Placeholder of the key in a body that is not yet sent.
 const KEY: &str = "kkkkkkkkkkkkkkkk";
 
 /// What clients did.

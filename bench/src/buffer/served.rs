@@ -25,7 +25,7 @@ impl Served {
     /// Serves the journal in `directory`; its capacity is so large that no writer waits for back-pressure.
     ///
     /// # Errors
-    /// A child that does not start or does not listen; it has said why on standard error.
+    /// A child that does not start or does not listen; its reason is on standard error.
     pub fn start(directory: &Path) -> Result<Self, Failure> {
         let system = |source| Failure::System { what: "start `rlrun serve buffer`".to_owned(), source };
         let program = std::env::current_exe().map_err(system)?;

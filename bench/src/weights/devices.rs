@@ -108,7 +108,7 @@ impl DevicesBench<'_, '_> {
         let hub = Hub::new(HubConfig::default());
         let publisher = NcclPublisher::<bf16>::new(hub.clone(), &self.device, NcclConfig::default());
         let sampler = NcclSubscriber::<bf16>::within(&hub, "sampler", &Device::open(other)?)?;
-        // It is asked whether it takes part before the first version is there.
+        // The publisher asks for its participation before the first version.
         sampler.newest(None)?;
         let taken = self.threads(&publisher, &sampler)?;
         self.report("device_nccl", &taken)

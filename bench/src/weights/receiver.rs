@@ -63,10 +63,10 @@ impl Receiver {
         Ok(Self { child, said: BufReader::new(stdout), _server: server })
     }
 
-    /// When `version` was there; the process tells of every version.
+    /// Waits until the process reports `version`; it reports every version.
     ///
     /// # Errors
-    /// A process that ended; it has said why on standard error.
+    /// A process that ended; its reason is on standard error.
     pub fn wait(&mut self, version: u64) -> Result<ReceivedVersion, Failure> {
         let mut line = String::new();
         let system =
@@ -89,7 +89,7 @@ impl Drop for Receiver {
     }
 }
 
-/// Receives every version from `url` until there are no more, and says so on `out`.
+/// Receives every version from `url` until the publisher ends, and reports each on `out`.
 ///
 /// # Errors
 /// A server that does not answer, weights that are not what they should be.
@@ -118,7 +118,7 @@ pub fn receive(url: &str, over_http: bool, shm: &Path, out: &mut dyn Write) -> R
             bytes,
         })?;
         subscriber.flush()?;
-        // Only now, so that the next push does not find it at work.
+        // The report comes last, so that the next push begins when this process is idle.
         say(received, out)?;
     }
 }

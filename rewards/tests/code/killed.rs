@@ -16,7 +16,7 @@ const MARK: &str = "RLRUN_TEST_MARK";
 const KEYS: &str = "RLRUN_TEST_KEYS";
 const PROGRAM: &str = "RLRUN_TEST_PROGRAM";
 
-/// Long enough for any machine; a program is seen and gone in a fraction of it.
+/// Long enough for any machine; a program starts and ends in a fraction of it.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Kills a copy of this binary with `kill -9` as soon as there is a process with the mark, after `pause`, and waits until
@@ -59,7 +59,7 @@ fn unique(name: &str) -> String {
     format!("rlrun-test-{}-{name}", std::process::id())
 }
 
-/// The program takes off the signal that it would get when its parent dies, closes its standard streams, and executes
+/// The program removes the signal that it would get when its parent dies, closes its standard streams, and executes
 /// another program from a thread, which has no such signal at all.
 #[test]
 fn kill_9_leaves_no_program() {

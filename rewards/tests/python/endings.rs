@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::support::{fixture, kill, lives, pids, run, signal, task, until, value};
 
-/// Scores many texts while `disturb` is called with the process ids, and sees that none is lost.
+/// Scores many texts while `disturb` is called with the process ids; no text is lost.
 fn none_is_lost(disturb: impl Fn(&[u32]) + Send + Sync) {
     let Some(run) = run() else { return };
     let keys = json!({"function": "compute_score", "batch": 16});
@@ -155,7 +155,7 @@ fn a_run_with_hanging_programs() {
     hang("programs programs");
 }
 
-/// Writes down the processes of a reward and has one of them judge `text`, which takes for ever.
+/// Writes the process ids of a reward to a file and lets one of them judge `text`, which never ends.
 fn hang(text: &str) {
     if !Path::new("go").exists() {
         return;

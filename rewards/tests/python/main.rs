@@ -1,6 +1,6 @@
-//! Reward functions of users, in every dialect, and everything that they can do wrong.
+//! Reward functions of users, in every dialect, and their failures.
 //!
-//! Invariant: the functions stand beside this file as their authors would write them; nothing in them knows of rlrun.
+//! Invariant: the functions are in files beside this one as their authors would write them; they do not know rlrun.
 //! Without python3 every test says SKIPPED and passes.
 
 mod dialects;

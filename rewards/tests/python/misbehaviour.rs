@@ -1,4 +1,4 @@
-//! Functions that hang, crash, flood and lie: each costs its own item, and the others go on.
+//! Functions that hang, crash, print without end or return wrong values: each costs its own item, and the others continue.
 
 use std::task::{Context, Poll, Waker};
 
@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::support::{PythonFixture, lives, message, outcome, pids, run, task, until, value, values};
 
-/// Scores the odd text among four that are well, and what is said of it.
+/// Scores the odd text among four valid ones; returns its outcome.
 fn among_others(run: &PythonFixture, keys: serde_json::Value, odd: &str) -> Result<f64, RewardError> {
     let reward = run.reward("misbehaving.py", keys);
     let mut judged = run.all(&reward, &["a", "bb", odd, "ccc", "dddd"]);

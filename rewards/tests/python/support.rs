@@ -144,7 +144,7 @@ pub(crate) fn message(judged: Judged) -> String {
     judged.unwrap_err().to_string()
 }
 
-/// Waits until something holds; says what did not after a minute.
+/// Waits until a condition holds; panics with its name after a minute.
 pub(crate) fn until(what: &str, holds: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !holds() {
@@ -153,7 +153,7 @@ pub(crate) fn until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// Whether a process is there and has not ended.
+/// Whether a process exists and has not ended.
 pub(crate) fn lives(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().next());

@@ -45,7 +45,7 @@ pub(super) fn take_turns(parts: &mut Vec<Part>, recipe: &Recipe, layout: &Layout
             "optimizer" => part.phase = optimizer,
             "policy" => part.phase = policy,
             "served" | "kv cache" | "decoding" => part.phase = Phase::Sampling,
-            // It is packed from a flat copy, which is gone before the cache is there.
+            // It is packed from a flat copy, which is freed before the cache is allocated.
             "next" => (part.phase, part.bytes) = (Phase::Sampling, weights.saturating_sub(sampling)),
             "critic" => {
                 if let Some((phase, _, kept)) = critic {

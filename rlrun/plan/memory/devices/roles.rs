@@ -106,7 +106,7 @@ fn parts_of_contexts(recipe: &Recipe, config: &Config) -> u64 {
     product(&[F32, values.checked_next_power_of_two().unwrap_or(values)])
 }
 
-/// When a part is there, where sampler and trainer take turns.
+/// The phase in which a part is allocated, if sampler and trainer take turns.
 pub(super) fn phase(part: &str) -> Phase {
     match part {
         "gradients" | "activations" | "logits" => Phase::Training,
