@@ -46,7 +46,7 @@ pub enum SeriesStyle {
     Rings,
 }
 
-/// How values are spread over an axis.
+/// The scale of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
     /// By difference.
@@ -55,14 +55,14 @@ pub enum Scale {
     Logarithmic,
 }
 
-/// Points that belong together.
+/// A series of points.
 #[derive(Clone, Debug)]
 pub struct Series {
     /// The text in the legend; empty for none.
     pub name: String,
     /// (x, y) in ascending order of x, which is above 0.
     pub points: Vec<(f64, f64)>,
-    /// How it is drawn.
+    /// Its style.
     pub mark: SeriesStyle,
     /// Which of the colors, from 0; series that belong together share one.
     pub color: usize,
@@ -71,13 +71,13 @@ pub struct Series {
 /// A chart.
 #[derive(Clone, Debug)]
 pub struct Chart<'a> {
-    /// What x is.
+    /// Label of the x axis.
     pub x_words: &'a str,
-    /// What y is.
+    /// Label of the y axis.
     pub y_words: &'a str,
-    /// How y is spread.
+    /// Scale of the y axis.
     pub y_scale: Scale,
-    /// What is drawn.
+    /// The series.
     pub series: Vec<Series>,
 }
 

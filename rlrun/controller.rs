@@ -244,7 +244,7 @@ impl Controller<'_> {
             lead.signal(Signal::TERM);
             lead.end_by(Instant::now() + self.start.recipe.wait());
         }
-        // Others have nothing to save: what they had begun is begun again.
+        // Other processes have nothing to save: unfinished work is repeated.
         let deadline = Instant::now() + LEAVING;
         self.workers.iter().for_each(|worker| worker.signal(Signal::TERM));
         self.workers.iter_mut().for_each(|worker| worker.end_by(deadline));
@@ -363,7 +363,7 @@ impl Controller<'_> {
         Ok(())
     }
 
-    /// Starts a worker in place of one that has ended.
+    /// Starts a worker that replaces one that has ended.
     fn start_again(&mut self, number: usize, missed: bool) -> Result<(), Failure> {
         let again = self.start.worker(number)?;
         self.event("start", again.name(), &json!({ "pid": again.pid() }))?;
@@ -438,7 +438,7 @@ pub(crate) mod lead {
         let (tokens, token) = (Tokens::read(&args.token_file)?, token(&args.token_file, "writer")?);
         let listener = RunListener { listener: Arc::new(socket), tokens, token };
         let run_dir = RunDir::open(&args.run)?;
-        // The controller's layers are in it already.
+        // It contains the controller's layers.
         let program = program.without_overrides();
         let (recipe, _) = Recipe::load(&run_dir.resolved_recipe(), &[], &program).map_err(Failure::Recipe)?;
         let style = Style::detect(args.loudness.quiet, program.environment());

@@ -39,7 +39,7 @@ pub(crate) struct Diagnosis {
     recent: VecDeque<Signs>,
     /// The window with the largest mean reward.
     best: Option<Signs>,
-    /// Steps in a row without anything to learn from, and the most of them.
+    /// Current and greatest number of steps in a row without anything to learn from.
     unlearnable: (u64, u64),
     steps: u64,
     /// The step of the first sign of a collapse, and its description.

@@ -55,12 +55,12 @@ pub struct EvaluationRequest<'a> {
 /// The answers of a policy to all sets that it was asked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluated {
-    /// Name and answers of each, at least one; the one of `data.eval` first.
+    /// Name and answers of each set, at least one; that of `data.eval` is the first.
     sets: Vec<(String, Evaluation)>,
 }
 
 impl Prepared {
-    /// The sets of held-out tasks by name, the one of `data.eval` first.
+    /// The sets of held-out tasks by name; that of `data.eval` is the first.
     #[must_use]
     pub fn evaluation_sets(&self, recipe: &Recipe, which: Which) -> Vec<(&str, EvaluationSet<'_>)> {
         let (tasks, samples) = (recipe.eval.tasks, recipe.eval.samples);
@@ -171,7 +171,7 @@ impl Evaluated {
         self.sets.iter().flat_map(of_set).collect()
     }
 
-    /// Why an accuracy says nothing of the policy: a set of which no answer could be judged.
+    /// Why an accuracy is no measure of the policy: no answer of a set could be judged.
     #[must_use]
     pub fn diagnosis(&self) -> Option<String> {
         let unjudged = |(_, evaluation): &&(String, Evaluation)| {

@@ -23,13 +23,13 @@ use sigmoid::{Fit, FitProblem, Margin, Point, Sigmoid};
 use crate::args::FitArgs;
 use crate::failure::Failure;
 
-/// Compute that is predicted at, as a multiple of what a run has spent.
+/// The compute of predictions, as a multiple of the compute of a run.
 const MORE: f64 = 10.0;
 
-/// Asymptotes that are tried as the common one before the best of them is refined.
+/// Places of the scan for the common asymptote.
 const COMMON_PLACES: usize = 60;
 
-/// What is fitted over what.
+/// The metric, its measure of compute and the given ceiling.
 #[derive(Debug)]
 struct Plan {
     metric: String,
@@ -43,18 +43,18 @@ struct Fitted {
     measured: Curve,
     fit: Fit,
     ceiling: Ceiling,
-    /// The compute that is predicted at.
+    /// The compute of the prediction.
     far: f64,
     predicted: Margin,
     /// `None` if too few points differ in compute.
     power: Option<PowerLaw>,
 }
 
-/// The highest asymptote that a fit may have.
+/// The upper bound of the asymptote.
 #[derive(Clone, Copy, Debug)]
 struct Ceiling {
     value: f64,
-    /// Whether the metric cannot go higher; else it is only the end of the search.
+    /// Whether it is the maximum of the metric; else it is only the bound of the search.
     is_real: bool,
 }
 
@@ -66,7 +66,7 @@ struct Common {
     curves: Vec<Sigmoid>,
 }
 
-/// Fits the runs that `args` name and returns what there is to say.
+/// Fits the runs that `args` name and returns the report.
 ///
 /// # Errors
 /// A run or metric that is not there, too few points, a curve that does not rise, or a picture that cannot be written.

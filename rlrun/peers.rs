@@ -15,7 +15,7 @@ const SHOWN: usize = 400;
 /// Rejected messages of one sender for one reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refused {
-    /// Its address, or the name it goes by.
+    /// Its address or name.
     pub sender: String,
     /// A stable word for the reason.
     pub code: String,

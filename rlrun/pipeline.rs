@@ -102,7 +102,7 @@ impl RunOptions {
         Self { cores, ..self }
     }
 
-    /// Scores with `rewards` in place of those of the recipe.
+    /// Scores with `rewards` instead of those of the recipe.
     #[must_use]
     pub fn rewards(self, rewards: Option<Arc<RewardSet>>) -> Self {
         Self { rewards, ..self }
@@ -152,7 +152,7 @@ struct Run<'a> {
     recipe: &'a Recipe,
     run_dir: &'a RunDir,
     report: Arc<Report>,
-    /// In place of those of the recipe.
+    /// Replaces those of the recipe.
     rewards: Option<Arc<RewardSet>>,
     runtime: RewardRuntime,
     signals: Signals,

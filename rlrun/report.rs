@@ -59,7 +59,7 @@ pub struct Report {
     width: Option<usize>,
     bars: MultiProgress,
     out: Mutex<Out>,
-    /// Rewards of which a failure has been shown.
+    /// Rewards with a failure that was shown.
     failed: Mutex<BTreeSet<String>>,
 }
 

@@ -95,7 +95,7 @@ impl BufferSetup<'_> {
         Ok(RunBuffer { producer, consumer: Arc::clone(&own) as Arc<dyn Consumer>, own: Some(own), server })
     }
 
-    /// The path of the journal. A run that has begun and has lost its journal is refused.
+    /// The path of the journal. A resumed run without its journal is refused.
     fn journal(&self) -> Result<PathBuf, Failure> {
         let path = journal(self.run_dir);
         if !self.has_begun || path.exists() {

@@ -94,7 +94,7 @@ impl Accelerator {
         Ok(Peaks { gflops: flops / product / 1e9, gbytes_per_s: moved / copy / 1e9 })
     }
 
-    /// The shortest of some tries, seconds, after one that is not timed.
+    /// The shortest time of several runs after a warm-up run, seconds.
     fn best(&self, mut work: impl FnMut() -> device::Result<()>) -> Result<f64, Failure> {
         let mut best = f64::INFINITY;
         for attempt in 0..=TRIES {

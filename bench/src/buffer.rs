@@ -91,7 +91,7 @@ impl BufferBench<'_> {
             self.report(fields, done)?;
         }
         for consumers in CONSUMERS {
-            // Enough for the measure, however short the one before was.
+            // Enough groups for the leases, however few the appends left.
             self.fill(&served, time);
             let done = self.tokio.block_on(load::lease(served.address, consumers, time, BATCH));
             let mut fields = self.fields("lease");

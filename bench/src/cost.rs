@@ -49,7 +49,7 @@ impl Mul<f64> for Cost {
     }
 }
 
-/// A model as far as its cost goes.
+/// The sizes of a model that determine its cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
     /// All weights.

@@ -40,7 +40,7 @@ pub(super) struct Child {
     log: Option<PathBuf>,
     /// When processes of this name were started again.
     restarts: VecDeque<Instant>,
-    /// Since when the one before is missing.
+    /// Time since which its predecessor is missing.
     missing: Option<Instant>,
     /// Why it was killed from here.
     why: Option<String>,

@@ -109,7 +109,7 @@ impl Health {
         self.thread.iter().for_each(|thread| thread.thread().unpark());
     }
 
-    /// When the lead that there is now answered for the first time, if it has.
+    /// Time of the first answer of the current lead.
     pub(super) fn first_answer(&self) -> Option<Instant> {
         lock(&self.known).first
     }

@@ -30,7 +30,7 @@ pub(super) struct Measured {
 pub(super) struct Curve {
     /// The run directory as it was named.
     pub(super) run: String,
-    /// What is fitted.
+    /// The fitted points.
     pub(super) points: Vec<Point>,
     /// The points after the end of the fitted part.
     pub(super) held_out: Vec<Point>,
@@ -41,9 +41,9 @@ pub(super) struct Curve {
 /// Which part of a curve is fitted.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Window {
-    /// Compute that points must have, but the one from before training.
+    /// Least compute of a point; the point from before training is exempt.
     pub(super) skip: f64,
-    /// Compute that points may have.
+    /// Greatest compute of a point.
     pub(super) until: f64,
 }
 

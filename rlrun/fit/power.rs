@@ -9,7 +9,7 @@ use super::sigmoid::Point;
 /// Bounds of B.
 const EXPONENT: (f64, f64) = (0.01, 10.0);
 
-/// Values of ln B that are tried before the best of them is refined.
+/// Places of the scan of ln B.
 const PLACES: usize = 60;
 
 /// A fitted power law.

@@ -9,7 +9,7 @@
 //! not worse than the best of all by more than the F distribution (1, n - 4 degrees of freedom) allows. They take the
 //! noise to be normal, equal at all points and independent; they need no random numbers, so that they repeat exactly.
 //!
-//! Invariant: every parameter stays inside its bounds, and a margin that only a bound has ended says so.
+//! Invariant: every parameter stays inside its bounds, and a margin that only a bound closes is marked.
 
 use super::numeric::{fisher_95, line, minimum};
 
@@ -49,9 +49,9 @@ pub struct Margin {
     pub low: f64,
     /// Upper end.
     pub high: f64,
-    /// Whether the data end the margin below; else `low` is only the bound of the search.
+    /// Whether the data bound the margin below; else `low` is only the bound of the search.
     pub closed_below: bool,
-    /// Whether the data end the margin above; else `high` is only the bound of the search.
+    /// Whether the data bound the margin above; else `high` is only the bound of the search.
     pub closed_above: bool,
 }
 
@@ -190,7 +190,7 @@ impl<'a> FitProblem<'a> {
         }
         places.sort_by(|a, b| a.error.total_cmp(&b.error));
         let refined = places.iter().take(STARTS).map(|place| self.refined(place.params, None));
-        // The grid has places, so that there is a first one.
+        // The grid is not empty.
         refined.min_by(|a, b| a.error.total_cmp(&b.error)).unwrap_or(places[0])
     }
 

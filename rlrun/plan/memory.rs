@@ -22,7 +22,7 @@ const PROCESS: u64 = 72 << 20;
 /// Resident memory of an open tokenizer per byte of its `tokenizer.json`, measured with vocabularies of 50 000 and
 /// 150 000 tokens: 12 to 16.
 const TOKENIZER: u64 = 13;
-/// Memory of a journal with nothing in it.
+/// Memory of an empty journal.
 const JOURNAL: u64 = 4 << 20;
 /// Memory that the journal's cache uses for each written token until the cache is full, bytes.
 const JOURNAL_PER_TOKEN: u64 = 16;

@@ -88,7 +88,7 @@ fn check_success_pool(curation: &CurationSection, buffer: &BufferSection, checke
     }
 }
 
-/// A text and where it goes: all three keys or none.
+/// The text and its place: all three keys or none.
 fn check_interruption(rollout: &Rollout, checker: &mut Checker<'_>) {
     const KEYS: [&str; 3] =
         ["rollout.interrupt_text", "rollout.interrupt_after_min", "rollout.interrupt_after_max"];

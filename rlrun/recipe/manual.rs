@@ -314,7 +314,7 @@ fn kind_of(section: &str, field: &Field, words: &[Words]) -> Kind {
     }
 }
 
-/// The words that a refusal names, with what the sources say of them.
+/// The words that an error message lists, with their documentation in the sources.
 fn says_words(refusal: &Option<String>, words: &[Words]) -> Option<Kind> {
     let message = refusal.as_ref().filter(|message| message.starts_with("unknown variant"))?;
     let named: Vec<&str> = message.split('`').skip(3).step_by(2).collect();

@@ -110,7 +110,7 @@ const OF_TRAINER: [&str; 3] = ["placement.device", "placement.trainer_device", "
 /// The same of the sampler.
 const OF_SAMPLER: [&str; 3] = ["placement.device", "placement.rollout_device", "placement.rollout_devices"];
 
-/// The key that decided: the most specific one that is given.
+/// The deciding key: the most specific one that is given.
 fn deciding<'a>(keys: &[&'a str], checker: &Checker<'_>) -> &'a str {
     let given = keys.iter().rev().find(|key| checker.first_given(key).is_some());
     given.or(keys.first()).copied().unwrap_or_default()

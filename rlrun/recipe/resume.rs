@@ -184,7 +184,7 @@ fn written(raw: &RawRecipe) -> Table {
     Table::try_from(raw).unwrap_or_default()
 }
 
-/// Why changes are not those that a resume may make.
+/// Errors of changes that a resume may not make.
 fn refusals(changes: &[Change], run: &Path, origins: &Origins) -> Vec<Diagnostic> {
     let mut refused: Vec<_> = changes.iter().filter_map(|change| refusal(change, run, origins)).collect();
     // A key that another key replaces (`model.random` by `model.path`) has no place.
@@ -194,7 +194,7 @@ fn refusals(changes: &[Change], run: &Path, origins: &Origins) -> Vec<Diagnostic
     refused
 }
 
-/// Why a change is not one that a resume may make.
+/// The error of a change that a resume may not make.
 fn refusal(change: &Change, run: &Path, origins: &Origins) -> Option<Diagnostic> {
     let key = &change.key;
     let place = origins.first_under(key).and_then(|path| Some(origins.get(&path)?.key.clone()));

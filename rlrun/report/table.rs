@@ -13,7 +13,7 @@ struct Column {
     name: &'static str,
     /// Characters of its widest cell, at least those of its name.
     width: usize,
-    /// Which column a narrow terminal does without first: the one with the highest number; 0 is always shown.
+    /// A narrow terminal omits the column with the highest number first; 0 is always shown.
     spared: u8,
     cell: fn(&Metrics) -> String,
 }

@@ -27,7 +27,7 @@ const MAX_RANKS: usize = 1 << 16;
 /// Where the roles of a run compute.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Devices {
-    /// Every rank of the trainer, in order; `trainer.world` of them unless the recipe is wrong.
+    /// The ranks of the trainer in order; `trainer.world` of them in a valid recipe.
     pub trainer: Vec<Option<DeviceLocation>>,
     /// The sampler, the first of them if there are several, and what answers for the trainer when it measures.
     pub rollout: Option<DeviceLocation>,

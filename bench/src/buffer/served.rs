@@ -39,7 +39,7 @@ impl Served {
             .spawn()
             .map_err(system)?;
         let mut line = String::new();
-        // It hangs up if it fails, so that this comes back.
+        // A failing child closes its output, so that the read returns.
         let read = child.stdout.take().map(|stdout| BufReader::new(stdout).read_line(&mut line));
         let opened_in = started.elapsed();
         read.transpose().map_err(system)?;

@@ -251,7 +251,7 @@ fn a_list_of_devices_names_one_for_each_sampler() {
         "placement.processes = true",
     );
     if cfg!(feature = "cuda") {
-        // One GPU may have several of them.
+        // One GPU may have several samplers.
         let both = recipe(&[list, processes, two, "placement.trainer_device=cuda"]).devices();
         assert_eq!(both.rollouts, [Some(DeviceLocation::Cuda(0)); 2]);
         assert_eq!(both.rollout, Some(DeviceLocation::Cuda(0)));

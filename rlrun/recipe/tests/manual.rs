@@ -36,7 +36,7 @@ fn with(section: &Section, more: Option<(&str, Value)>) -> Result<RawRecipe, tom
     Value::Table(recipe(&section.path, required.chain(more).collect())).try_into()
 }
 
-/// The keys that the deserialiser names when it meets one that it does not know.
+/// The keys that the deserialiser lists for an unknown key.
 fn taken(section: &Section) -> BTreeSet<String> {
     let error = with(section, Some(("no_key", Value::from(1)))).unwrap_err();
     let message = error.message();
@@ -67,7 +67,7 @@ fn every_key_of_the_deserialiser_is_explained() {
     }
 }
 
-/// Values that a type takes, and one that it does not.
+/// Values that a type accepts, and one that it refuses.
 fn examples(kind: &Kind) -> (Vec<Value>, Value) {
     match kind {
         Kind::Text | Kind::Path => (vec![Value::from("x")], Value::from(1)),
