@@ -9,9 +9,9 @@ use trainer::algorithm::AlgorithmKind;
 
 use crate::support::{Home, Moment, Run, finish};
 
-/// Steps of a run that is to learn.
+/// Steps of a run that must learn.
 const STEPS: usize = 20;
-/// Steps of which rewards are averaged.
+/// Steps over which rewards are averaged.
 const WINDOW: usize = 5;
 
 fn mean(values: &[f64]) -> f64 {
@@ -69,7 +69,7 @@ fn a_critic_may_be_a_head_of_the_policy() {
 }
 
 #[test]
-fn every_part_can_be_combined_and_says_what_it_does() {
+fn parts_of_algorithms_combine_and_report_their_metrics() {
     let home = Home::new();
     let short = ["trainer.steps=4", "checkpoint.interval=0", "buffer.max_staleness=2"];
     let cases: [(&str, &[&str], &[&str]); 9] = [
@@ -94,7 +94,7 @@ fn every_part_can_be_combined_and_says_what_it_does() {
             assert!(values.len() == 4 && values.iter().all(|v| v.is_finite()), "{name}: {metric} {values:?}");
         }
     }
-    // Half of the tokens are left out; those of HPT's solved groups are not demonstrations.
+    // Half of the tokens are masked. Solved groups of HPT have no demonstration.
     let masked = home.run("entropy").values("is/masked_frac");
     assert!(masked.iter().all(|share| (0.35..=0.5).contains(share)), "{masked:?}");
     let demonstrated = home.run("hpt").values("demonstrated_frac");
@@ -139,11 +139,11 @@ fn a_killed_run_with_critic_and_reference_ends_with_the_same_bits() {
 }
 
 #[test]
-fn what_is_learnt_without_sampling() {
+fn supervised_training_learns_without_sampling() {
     let home = Home::new();
     let small = fs::read_to_string(home.path("small.toml")).unwrap();
     let without = |recipe: &str| {
-        // The sections that say how to sample are errors here, so this is a recipe of its own.
+        // Sections about sampling are errors without sampling, so this recipe does not extend `small.toml`.
         let model = "[model.random]\nhidden_size = 32\nintermediate_size = 64\nnum_heads = 4\nnum_kv_heads = 2\ninitializer_range = 0.06\n";
         let data = "[data]\nmax_prompt_length = 16\n[data.arithmetic]\nmax_operand = 19\ntrain_tasks = 300\neval_tasks = 40\n";
         let rest = "[rollout]\nmax_completion_length = 24\n[trainer]\nsteps = 80\nlearning_rate = 5e-3\n[eval]\ninterval = 40\n[checkpoint]\ninterval = 20\n";
@@ -202,9 +202,9 @@ fn what_is_learnt_without_sampling() {
 }
 
 #[test]
-fn pairs_and_demonstrations_come_from_files_too() {
+fn pairs_and_demonstrations_are_read_from_files() {
     let home = Home::new();
-    // Both forms of TRL: texts, and messages.
+    // Both formats of TRL: texts and messages.
     let row = |n: usize| {
         let rejected = format!(r#"[{{"role": "assistant", "content": "{n} is odd"}}]"#);
         format!(r#"{{"prompt": "{n}?", "chosen": "{n} is even", "rejected": {rejected}, "text": "even"}}"#)
@@ -233,7 +233,7 @@ fn pairs_and_demonstrations_come_from_files_too() {
 }
 
 #[test]
-fn keys_that_say_nothing_to_the_algorithm_are_refused() {
+fn keys_without_effect_on_the_algorithm_are_refused() {
     let home = Home::new();
     let refused = |sets: &[&str], evidence: &[&str]| {
         let sets = sets.iter().flat_map(|set| ["--set", set]);

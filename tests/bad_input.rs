@@ -1,4 +1,4 @@
-//! Wrong input: exit status 2, the evidence in the message, and no run directory that would block the next try.
+//! Wrong input: exit status 2, the evidence in the message, and no run directory that would block the next attempt.
 
 use std::path::PathBuf;
 
@@ -35,8 +35,8 @@ impl Bench {
         Self { home }
     }
 
-    /// Runs the recipe with `sets`, which must be refused with `evidence`, leave nothing behind, and be refused by
-    /// `check` as well.
+    /// Runs the recipe with `sets`, which must be refused with `evidence` by the run and by `check`, and must leave
+    /// no file.
     fn refuses(&self, sets: &[&str], evidence: &[&str]) {
         let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
         self.home.rlrun(&[&["recipe.toml", "--run-dir", "run"], &sets[..]].concat()).refused(evidence);
@@ -57,9 +57,9 @@ impl Bench {
     }
 }
 
-/// Files of a model are data: a template that never ends, a pipe where a file should be.
+/// Model files are untrusted data: a template that never ends, a pipe in place of a file.
 #[test]
-fn a_model_that_would_hang_or_fill_the_memory_is_refused() {
+fn models_that_hang_or_exhaust_memory_are_refused() {
     let bench = Bench::new();
     let chat = ["data.chat=true"];
     let loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}\
@@ -71,7 +71,7 @@ fn a_model_that_would_hang_or_fill_the_memory_is_refused() {
     bench.home.write("model/chat_template.jinja", doubling);
     let said =
         bench.home.rlrun(&["check", "recipe.toml", "--set", chat[0]]).refused(&["chat_template.jinja"]);
-    // On a machine that is very busy the time may be over first.
+    // On a busy machine the time limit can be reached first.
     assert!(said.contains("256 MiB of memory") || said.contains("within 10 s"), "{said}");
     bench.home.write("model/chat_template.jinja", "{{ messages[0].content }}");
     bench.home.rlrun(&["check", "recipe.toml", "--set", "data.chat=true"]).ok();
@@ -86,9 +86,9 @@ fn a_model_that_would_hang_or_fill_the_memory_is_refused() {
     }
 }
 
-/// A sliding window is named, whether sequences fit it or not.
+/// `check` names the window of a model; a run whose sequences exceed it is refused.
 #[test]
-fn a_sliding_window_is_said_not_to_be_supported() {
+fn a_sliding_window_is_named_as_not_supported() {
     let bench = Bench::new();
     bench.configure(|config| {
         config["use_sliding_window"] = true.into();
@@ -104,9 +104,9 @@ fn a_sliding_window_is_said_not_to_be_supported() {
     );
 }
 
-/// What the other tests change is otherwise fine.
+/// The unchanged bench of the other tests is valid.
 #[test]
-fn the_recipe_without_a_mistake_runs_even_after_a_failure() {
+fn a_correct_recipe_runs_after_a_refused_one() {
     let bench = Bench::new();
     bench.refuses(&["data.prompt_column=\"nothing\""], &["nothing"]);
     bench.home.rlrun(&["recipe.toml", "--run-dir", "run"]).ok();
@@ -128,7 +128,7 @@ fn missing_model_files_are_named() {
 }
 
 #[test]
-fn truncated_weights_are_distinguished_from_whole_ones() {
+fn truncated_weights_are_refused() {
     let bench = Bench::new();
     let path = bench.file("model/model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
@@ -225,7 +225,7 @@ fn chat_needs_a_template() {
 }
 
 #[test]
-fn places_that_cannot_hold_a_run_are_named() {
+fn unusable_run_directories_are_refused() {
     let bench = Bench::new();
     bench.home.write("file", "");
     let args = ["recipe.toml", "--run-dir", "file/run"];
@@ -246,7 +246,7 @@ fn places_that_cannot_hold_a_run_are_named() {
 }
 
 #[test]
-fn mistakes_in_a_recipe_are_shown_at_their_place() {
+fn mistakes_in_a_recipe_are_shown_with_line_and_column() {
     let bench = Bench::new();
     let recipe = std::fs::read_to_string(bench.file("recipe.toml")).unwrap();
     bench.home.write("recipe.toml", recipe.replace("batch_groups", "batch_group"));

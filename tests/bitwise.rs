@@ -1,5 +1,5 @@
-//! Sampler and trainer compute the same bits from the same weights, unless the sampler is quantised; then the run
-//! measures by how much they differ, and corrects for it.
+//! Sampler and trainer compute the same bits from the same weights, unless the sampler is quantised. The run then measures
+//! the mismatch and corrects for it.
 
 use crate::support::Home;
 
@@ -18,9 +18,9 @@ fn a_bitwise_run_finds_no_difference_while_sampling_is_synchronous() {
     }
 }
 
-/// Only samples of the current version alone are compared bitwise, not those of older or of several versions.
+/// Only samples of the current version are compared bitwise, not those of older or several versions.
 #[test]
-fn a_bitwise_run_may_be_asynchronous() {
+fn a_bitwise_run_can_be_asynchronous() {
     let home = Home::new();
     let sets =
         ["rollout.bitwise=true", "rollout.prefill_chunk=3", "trainer.minibatches=2", "trainer.steps=8"];
@@ -30,7 +30,7 @@ fn a_bitwise_run_may_be_asynchronous() {
 }
 
 #[test]
-fn a_quantized_sampler_is_measured_and_corrected_for() {
+fn the_mismatch_of_a_quantized_sampler_is_measured_and_corrected() {
     let home = Home::new();
     let run = home.small("run", &["rollout.quantization=\"int8\"", "buffer.max_staleness=0", STEPS]);
     let finite = |name: &str| {
@@ -43,9 +43,9 @@ fn a_quantized_sampler_is_measured_and_corrected_for() {
     for (mean, max) in finite("logprob_abs_diff/mean").into_iter().zip(finite("logprob_abs_diff/max")) {
         assert!(mean > 0.0 && mean < 0.1 && max > mean, "{mean} {max}");
     }
-    // The divergence of two policies that are close: small, and never below 0.
+    // The KL divergence of two similar policies is small and never negative.
     assert!(finite("kl/mismatch").iter().all(|kl| (0.0..0.05).contains(kl)));
-    // The weights that correct the loss are at work, and their mean over what the sampler draws is 1 but for noise.
+    // The importance weights differ from 1, and their mean over sampled tokens is 1 up to noise.
     assert!(finite("is/max").iter().all(|weight| *weight > 1.0));
     assert!(finite("is/mean").iter().all(|weight| (weight - 1.0).abs() < 0.05));
     assert!(finite("is/ess").iter().all(|share| *share > 0.9 && *share < 1.0));

@@ -1,5 +1,5 @@
-//! Processes that are killed, stopped, cut off or slow while a run goes on: it ends with all its steps, and trains on no
-//! group twice.
+//! Processes are killed, stopped, disconnected or delayed during a run. The run completes all steps and trains on no group
+//! twice.
 
 use std::fmt::Write as _;
 use std::io::{Read, Write};
@@ -14,26 +14,26 @@ use crate::workers::{PROCESSES, every_group_once, members, pids, served_on, unti
 
 /// Groups per step of the small recipe.
 const BATCH: u64 = 8;
-/// Steps between two blows.
+/// Steps between two injected failures.
 const PACE: u64 = 2;
 
-/// What is done to a process.
+/// A failure that is injected into a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Blow {
-    /// It is killed at once.
+    /// SIGKILL.
     Kill,
-    /// It is stopped, and has to be missed.
+    /// SIGSTOP: only its missing heartbeat shows it.
     Stop,
 }
 
-/// Seconds that processes of a name were missing, each time.
+/// Recovery times of the processes with a name, seconds.
 fn recoveries(run: &Run, name: &str) -> Vec<f64> {
     let back =
         run.controller().into_iter().filter(|line| line["event"] == "recovered" && line["name"] == name);
     back.filter_map(|line| line["fields"]["after_s"].as_f64()).collect()
 }
 
-/// Strikes `blows` one after the other, each when the run has gone on for some steps; every process recovers.
+/// Injects `blows` one after the other, some steps apart; every process recovers.
 fn strike(run: &Run, child: &mut std::process::Child, blows: &[(&str, Blow)]) {
     let mut step = 1;
     for (name, blow) in blows {
@@ -46,7 +46,7 @@ fn strike(run: &Run, child: &mut std::process::Child, blows: &[(&str, Blow)]) {
     }
 }
 
-/// A run of processes under `blows`; what is asserted of it holds for every run.
+/// Runs processes under `blows` and asserts what holds for every run.
 fn survives(home: &Home, name: &str, blows: &[(&str, Blow)]) -> Run {
     let run = home.run(name);
     let sets = [
@@ -61,7 +61,7 @@ fn survives(home: &Home, name: &str, blows: &[(&str, Blow)]) -> Run {
     .concat();
     let mut child = home.start_endless(name, &sets);
     strike(&run, &mut child, blows);
-    // Long enough to learn under every injected failure.
+    // Enough steps to learn under every injected failure.
     assert!(run.wait_for(Moment::Step(30), &mut child));
     interrupt(&child);
     finish(child).ok();
@@ -75,7 +75,7 @@ fn survives(home: &Home, name: &str, blows: &[(&str, Blow)]) -> Run {
     run
 }
 
-/// `count` blows on each of the roles, in turn.
+/// `count` kills of each role, in turn.
 fn blows(count: usize) -> Vec<(&'static str, Blow)> {
     let of = |n: usize| {
         let stopped = if n % 5 == 4 { Blow::Stop } else { Blow::Kill };
@@ -99,7 +99,7 @@ fn recovery_table(run: &Run) -> String {
 }
 
 #[test]
-fn a_run_whose_processes_are_killed_again_and_again_ends_as_if_nothing_had_happened() {
+fn a_run_whose_processes_are_killed_completes_every_step_once() {
     let home = Home::new();
     let run = survives(&home, "killed", &blows(7));
     eprint!("{}", recovery_table(&run));
@@ -116,16 +116,16 @@ fn two_hundred_kills_of_every_role() {
     }
 }
 
-/// The trainer, too, can be stopped: it does not answer, and is missed.
+/// A stopped trainer sends no heartbeat, so the controller restarts it.
 #[test]
-fn a_trainer_that_is_stopped_is_missed() {
+fn the_controller_restarts_a_stopped_trainer() {
     let home = Home::new();
     survives(&home, "stopped", &[("the trainer", Blow::Stop)]);
 }
 
 /// A run with a worker that keeps dying ends within its restart budget, with the worker's last output.
 #[test]
-fn a_process_that_cannot_be_kept_alive_ends_the_run_with_its_last_words() {
+fn a_process_that_exceeds_its_restarts_ends_the_run_with_its_output() {
     let home = Home::new();
     let run = home.run("run");
     let sets = [&PROCESSES[..], &["placement.restarts=2"]].concat();
@@ -152,7 +152,7 @@ fn pids_if_any(run: &Run, name: &str) -> Vec<u32> {
     if run.path.join("logs/controller.jsonl").is_file() { pids(run, name) } else { Vec::new() }
 }
 
-/// Between a worker and its run: passes everything on, late, or nothing at all.
+/// A proxy between a worker and its run: forwards bytes, delays them, or drops the connection.
 struct Wire {
     address: SocketAddr,
     shared: Arc<Shared>,
@@ -223,12 +223,12 @@ impl Drop for Wire {
     }
 }
 
-/// A worker behind a slow network that fails for a while reconnects as soon as it can; the run does not wait for it.
+/// A worker behind a slow network that fails for some time reconnects; the run does not wait for it.
 #[test]
-fn a_worker_that_is_cut_off_for_a_while_goes_on_afterwards() {
+fn a_disconnected_worker_reconnects_and_continues() {
     let home = Home::new();
     let run = home.run("run");
-    // The sampler of the run leaves slots to others, and versions do not come faster than they can be applied.
+    // The run's own sampler leaves free slots, and versions are not published faster than workers apply them.
     let sets = ["buffer.listen=127.0.0.1:0", "buffer.max_staleness=2", "rollout.max_running=64"];
     let sets = [&sets[..], &["deadlines.heartbeat_s=2", "trainer.learning_rate=1e-9"]].concat();
     let mut lead = home.start_endless("run", &sets);

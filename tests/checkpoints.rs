@@ -1,4 +1,4 @@
-//! Checkpoints that are damaged, older than the last, or written by an older rlrun; and what is exported of them.
+//! Checkpoints that are damaged, older than the last, or written by an older rlrun; and their exports.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -46,7 +46,7 @@ fn steps(run: &Run) -> Vec<u64> {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_set_aside_and_a_run_can_go_back() {
+fn a_damaged_checkpoint_is_set_aside_and_an_older_one_resumes() {
     let home = Home::new();
     let run = home.small("run", &["trainer.steps=9", "checkpoint.keep_last=3", "buffer.max_staleness=1"]);
     damage(&run.checkpoint(9).join("model/model.safetensors"));
@@ -83,7 +83,7 @@ fn a_damaged_checkpoint_is_set_aside_and_a_run_can_go_back() {
     assert!(run.path.join("checkpoints/step_000009.aside1").is_dir());
     assert!(run.path.join("checkpoints/step_000012.aside").is_dir());
 
-    // Whatever is not whole is never replaced by a start from nothing.
+    // A run without an intact checkpoint does not start over.
     for version in [6, 8] {
         damage(&run.checkpoint(version).join("optimizer.safetensors"));
     }
@@ -92,7 +92,7 @@ fn a_damaged_checkpoint_is_set_aside_and_a_run_can_go_back() {
 }
 
 #[test]
-fn a_run_directory_of_0_1_0_goes_on() {
+fn a_run_directory_of_0_1_0_resumes() {
     let home = Home::new();
     let run = home.run("old");
     copy(&run_of_0_1_0(), &run.path);

@@ -1,11 +1,11 @@
-//! Sampler and trainer in turns on one device, as a user sees it.
+//! Colocation: sampler and trainer take turns on one device.
 
 use crate::support::Home;
 
-/// With a larger bound sequences are in flight when the trainer asks for the device, texts are put into them, tasks are passed
-/// over, and the policy has a separate critic.
+/// With a larger bound sequences are in flight when the trainer asks for the device. Interruptions, curation and a separate
+/// critic are covered too.
 #[test]
-fn runs_of_every_kind_end_and_keep_the_bound() {
+fn colocated_runs_keep_the_staleness_bound() {
     let home = Home::new();
     let everything = [
         "algorithm.kind=\"ppo\"",
@@ -33,14 +33,14 @@ fn runs_of_every_kind_end_and_keep_the_bound() {
         let of = |metric: &str| run.values(metric);
         assert_eq!(run.steps().len(), 6);
         assert!(of("staleness/max").iter().all(|staleness| *staleness <= 2.0), "{name}");
-        // A batch that is there already is trained on without a turn of the sampler, which then frees nothing.
+        // A batch that is already in the buffer is trained on without a turn of the sampler, which then frees nothing.
         assert!(of("time/phase_switch").iter().all(|seconds| *seconds >= 0.0), "{name}");
         assert!(of("memory/freed_sampler_mib")[5] > 0.0 && of("memory/freed_trainer_mib")[5] > 0.0, "{name}");
     }
 }
 
 #[test]
-fn what_does_not_stay_leaves_memory_and_nothing_behind() {
+fn moved_state_leaves_memory_and_no_files() {
     let home = Home::new();
     // With one leaf a step has one buffer of gradients.
     let colocated =
@@ -60,7 +60,7 @@ fn what_does_not_stay_leaves_memory_and_nothing_behind() {
 }
 
 #[test]
-fn a_run_that_was_killed_or_stopped_goes_on() {
+fn a_killed_or_stopped_colocated_run_resumes_with_the_same_bits() {
     let home = Home::new();
     let sets = [
         "placement.policy=\"colocated\"",
@@ -87,7 +87,7 @@ fn a_run_that_was_killed_or_stopped_goes_on() {
 }
 
 #[test]
-fn the_placement_is_said_and_refused_where_nothing_is_sampled() {
+fn the_placement_is_shown_and_refused_without_sampling() {
     let home = Home::new();
     let check = |sets: &[&str]| {
         let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", set]).collect();

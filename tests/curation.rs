@@ -1,4 +1,4 @@
-//! Curation in whole runs: which tasks come, which groups are trained on, and what is left of it after a resume.
+//! Curation in whole runs: which tasks are drawn, which groups are trained on, and what a resume restores.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::support::{CORRECT, Home, Moment, Run, finish};
 
-/// Few tasks, small groups, and a policy that stays as it is: a task passes about every other time.
+/// Few tasks, small groups and a policy that does not change: a task passes in about half of its groups.
 const STILL: [&str; 5] = [
     "trainer.learning_rate=1e-9",
     "buffer.max_staleness=0",
@@ -30,7 +30,7 @@ impl Trained {
     }
 }
 
-/// All groups that were trained on: `small.toml` writes every one down.
+/// All groups that were trained on; `small.toml` writes each to `samples/`.
 fn trained(run: &Run, steps: std::ops::RangeInclusive<u64>) -> Vec<Trained> {
     let of = |step, group: serde_json::Map<String, Value>| {
         let rewards = group["trajectories"].as_array().unwrap().iter();
@@ -54,7 +54,7 @@ fn total(run: &Run, name: &str) -> f64 {
 }
 
 #[test]
-fn without_the_section_nothing_is_written() {
+fn a_run_without_curation_writes_no_history() {
     let home = Home::new();
     let run = home.small("run", &["trainer.steps=1"]);
     assert!(!run.path.join("curation.jsonl").exists());
@@ -62,7 +62,7 @@ fn without_the_section_nothing_is_written() {
 }
 
 #[test]
-fn dynamic_sampling_trains_on_groups_that_differ_alone() {
+fn dynamic_sampling_trains_only_on_groups_with_variance() {
     let home = Home::new();
     let sets = ["curation.dynamic_sampling=true", "rollout.group_size=2", "trainer.steps=4"];
     let run = home.small("run", &sets);
@@ -74,14 +74,14 @@ fn dynamic_sampling_trains_on_groups_that_differ_alone() {
     assert!(refilled > 8.0, "about every other group of two is all alike: {refilled}");
     assert_eq!(total(&run, "let_through"), 0.0);
     assert!(history(&run).len() >= 40);
-    // Synchronously it is a function of the seed, whatever is refilled when.
+    // In a synchronous run the refill is a function of the seed.
     let synchronous = [&sets[..], &["buffer.max_staleness=0"]].concat();
     let runs = ["one", "two"].map(|name| trained(&home.small(name, &synchronous), 1..=4));
     assert_eq!(runs[0], runs[1]);
 }
 
 #[test]
-fn a_retired_task_does_not_come_back_not_even_after_a_resume() {
+fn a_retired_task_is_not_drawn_again_after_a_resume() {
     let home = Home::new();
     let sets =
         [&STILL[..], &["curation.max_pass_rate=0.75", "data.arithmetic.train_tasks=24", "trainer.steps=6"]]
@@ -108,14 +108,14 @@ fn a_retired_task_does_not_come_back_not_even_after_a_resume() {
     assert!(total(&run, "retired") > 0.0, "and places were passed over in it");
 }
 
-/// What was lost is sampled again with what was known when it began.
+/// A lost group is sampled again with the history from before it began.
 #[test]
 fn a_killed_synchronous_run_makes_the_same_choices() {
     let home = Home::new();
     let sets = [
         "buffer.max_staleness=0",
         "rollout.group_size=4",
-        // In file order a task comes back after forty places, never within a step: what became of it is known by then.
+        // In file order a task is drawn again after forty positions, never within a step, so its result is known.
         "data.arithmetic.train_tasks=40",
         "data.shuffle=false",
         "curation.dynamic_sampling=true",
@@ -167,7 +167,7 @@ fn groups_of_tasks_that_succeed_are_smaller() {
 }
 
 #[test]
-fn a_run_whose_tasks_are_all_filtered_out_ends_and_says_so() {
+fn a_run_without_remaining_tasks_ends_with_an_error() {
     let home = Home::new();
     let few = [
         CORRECT,
@@ -191,7 +191,7 @@ fn a_run_whose_tasks_are_all_filtered_out_ends_and_says_so() {
 }
 
 #[test]
-fn a_history_that_is_not_ours_is_refused_with_its_line() {
+fn a_foreign_curation_history_is_refused_with_its_line() {
     let home = Home::new();
     let run = home.small("run", &["trainer.steps=1", "curation.filter_after=8"]);
     let path = run.path.join("curation.jsonl");
@@ -199,7 +199,7 @@ fn a_history_that_is_not_ours_is_refused_with_its_line() {
     std::fs::write(&path, format!("{text}{{\"task\": 1}}\n")).unwrap();
     let line = format!("curation.jsonl` line {}", text.lines().count() + 1);
     home.rlrun(&["resume", "run", "--set", "trainer.steps=2"]).refused(&[&line, "missing field"]);
-    // A crash in the middle of a line is no damage.
+    // An incomplete last line after a crash is not an error.
     std::fs::write(&path, format!("{text}{{\"task\": 1, \"gr")).unwrap();
     home.rlrun(&["resume", "run", "--set", "trainer.steps=2"]).ok();
     assert!(std::fs::read_to_string(&path).unwrap().starts_with(&text));

@@ -20,7 +20,7 @@ fn run(home: &Home, name: &str, sets: &[&str]) -> Run {
     home.small(name, &[&FEW, sets].concat())
 }
 
-/// What was sampled in a step.
+/// The sampled texts of a step.
 fn texts(run: &Run, step: u64) -> Vec<String> {
     let trajectories = |group: &Map<String, Value>| group["trajectories"].as_array().unwrap().clone();
     let all = run.samples(step).iter().flat_map(trajectories).collect::<Vec<_>>();
@@ -28,7 +28,7 @@ fn texts(run: &Run, step: u64) -> Vec<String> {
 }
 
 #[test]
-fn on_devices_a_run_learns_the_same() {
+fn a_run_on_a_device_learns_as_on_the_processor() {
     let home = Home::new();
     let here = run(&home, "here", &[]);
     let there = run(&home, "there", &["placement.device=emulated"]);
@@ -66,13 +66,13 @@ fn a_model_answers_on_a_device_as_on_the_processor() {
 }
 
 #[test]
-fn in_bf16_masters_and_moments_survive_a_resume() {
+fn master_weights_and_moments_of_a_bf16_run_survive_a_resume() {
     let home = Home::new();
     let sets = ["placement.device=emulated", "model.dtype=bf16", "checkpoint.interval=1"];
     let whole = run(&home, "whole", &sets);
     let first = run(&home, "first", &[&sets[..], &["trainer.steps=2"]].concat());
     home.rlrun(&["resume", "first", "--set", "trainer.steps=3"]).ok();
-    // What was resumed from has the bits that were saved: the step after it is the same.
+    // The restored state has the saved bits: the next step is the same.
     assert_eq!(first.values("optim/grad_norm"), whole.values("optim/grad_norm"));
     assert_eq!(texts(&first, 3), texts(&whole, 3));
 }
@@ -88,7 +88,7 @@ fn ranks_exchange_from_device_to_device() {
     for (found, expected) in direct.values("optim/grad_norm").iter().zip(by_host.values("optim/grad_norm")) {
         assert!((found - expected).abs() <= 1e-3 * expected, "{found} {expected}");
     }
-    // What they share is put together again, and shared by another number of ranks.
+    // A checkpoint of sharded state can be resumed with another number of ranks.
     let sets = ["--set", "trainer.steps=4", "--set", "trainer.world=1", "--set", "trainer.collective=auto"];
     home.rlrun(&[&["resume", "direct"], &sets[..]].concat()).ok();
     assert_eq!(home.run("direct").values("step").last(), Some(&4.0));
@@ -128,7 +128,7 @@ fn ranks_broadcast_a_shard_each() {
     assert_same(&broadcast, &by_host);
 }
 
-/// Asserts that two runs have sampled and trained the same.
+/// Asserts that two runs have the same samples and the same weights.
 fn assert_same(one: &Run, other: &Run) {
     for step in 1..=3 {
         assert_eq!(texts(one, step), texts(other, step));

@@ -73,10 +73,10 @@ fn tasks() -> Vec<Task> {
     (0..GROUPS as u64).map(task).collect()
 }
 
-/// What the reward saw: index, turns and tokens after the prompt.
+/// Inputs of the reward: index, turns and tokens after the prompt.
 type Seen = Arc<Mutex<Vec<(u32, Vec<Turn>, usize)>>>;
 
-/// A reward of one half for a trajectory whose index is even, which writes down what it sees.
+/// A reward of one half for trajectories with an even index. It records its inputs.
 fn rewards(seen: &Seen) -> Arc<RewardSet> {
     let seen = Arc::clone(seen);
     let even = move |input: &RewardInput<'_>| {
@@ -89,7 +89,7 @@ fn rewards(seen: &Seen) -> Arc<RewardSet> {
     Arc::new(RewardSet::new(vec![even]).unwrap().judged_by(Some(criterion)).unwrap())
 }
 
-/// Samples a batch of episodes with one retry into a journal, and leases it from the journal opened again.
+/// Samples a batch of episodes with one retry into a journal, reopens the journal, and leases the batch.
 fn batch_of_episodes(
     root: &std::path::Path,
     directory: &Arc<ModelDirectory>,

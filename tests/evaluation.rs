@@ -1,10 +1,10 @@
-//! Evaluations as a user meets them: what counts as correct, several sets and answers, rewards that fail or hang.
+//! Evaluations: the definition of correct, several sets and samples, rewards that fail or hang.
 
 use std::time::{Duration, Instant};
 
 use crate::support::{Done, Home, finish, interrupt};
 
-/// Longest time from an interrupt to the end of a process, on a machine that has other work too.
+/// Longest time from an interrupt to the end of a process on a busy machine.
 const PROMPTLY: Duration = Duration::from_secs(60);
 
 /// A run of one step whose reward is the function in `reward.py`.
@@ -15,7 +15,7 @@ fn with_function(home: &Home, function: &str, keys: &str) {
     home.write("run.toml", format!("extends = \"small.toml\"\n{rewards}{rest}{keys}"));
 }
 
-/// Interrupts the process, which then ends soon.
+/// Interrupts the process and asserts that it ends in time.
 fn ends_promptly(child: crate::support::Running) -> Done {
     interrupt(&child);
     let asked = Instant::now();
@@ -25,7 +25,7 @@ fn ends_promptly(child: crate::support::Running) -> Done {
 }
 
 #[test]
-fn a_reward_that_hangs_in_the_first_evaluation_is_named_and_one_interrupt_ends_it() {
+fn a_reward_that_hangs_in_the_first_evaluation_is_named_and_interrupted() {
     let home = Home::new();
     with_function(&home, "import time\ndef reward(completions, **kwargs):\n    time.sleep(1000)\n", "");
     let run = home.run("run");
@@ -42,9 +42,9 @@ fn a_reward_that_hangs_in_the_first_evaluation_is_named_and_one_interrupt_ends_i
     assert_eq!(accuracy, [1, 1]);
 }
 
-/// The second evaluation of the held-out task hangs: all steps are done, and its number is still missing.
+/// The second evaluation hangs: all steps are done and the last accuracy is missing.
 #[test]
-fn an_interrupted_last_evaluation_is_made_up_for() {
+fn a_resume_repeats_an_interrupted_last_evaluation() {
     let home = Home::new();
     let at = |name: &str| format!("{:?}", home.path(name));
     let function = format!(
@@ -102,7 +102,7 @@ fn failures_count_as_wrong_and_an_evaluation_without_a_verdict_is_an_error() {
 }
 
 #[test]
-fn sets_and_several_answers_have_numbers_of_their_own() {
+fn sets_and_samples_have_separate_metrics() {
     let home = Home::new();
     home.write(
         "test.jsonl",
@@ -124,7 +124,7 @@ fn sets_and_several_answers_have_numbers_of_their_own() {
     home.rlrun(&["run.toml", "--run-dir", "run"]).ok();
     for line in home.run("run").metrics() {
         let number = |name: &str| line[name].as_f64().unwrap();
-        // The reward is halved, what is correct is not.
+        // The weight halves the reward and does not change what is correct.
         assert!((number("eval/reward") - 0.5 * number("eval/accuracy")).abs() < 0.101, "{line:?}");
         assert!(number("eval/accuracy_low") <= number("eval/accuracy"), "{line:?}");
         assert_eq!(number("eval/tiny/avg@2"), number("eval/tiny/accuracy"));

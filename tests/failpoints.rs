@@ -1,4 +1,4 @@
-//! Runs that are made to go wrong at one place after the other, and gone on with.
+//! Runs that fail at each failpoint in turn and are resumed.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,10 +9,10 @@ use crate::support::{Done, Home, Run};
 
 const STEPS: u64 = 6;
 const BATCH: u64 = 8;
-/// A checkpoint after every second step, so that each place is passed several times.
+/// A checkpoint after every second step, so that each failpoint is passed several times.
 const SETS: [&str; 3] = ["trainer.steps=6", "checkpoint.interval=2", "buffer.max_staleness=1"];
 
-/// The run `run`, started or gone on with, while `failpoints` are armed.
+/// Starts or resumes the run `run` with `failpoints` armed.
 fn attempt(home: &Home, first: bool, failpoints: &str) -> Done {
     let sets = SETS.iter().flat_map(|set| ["--set", set]);
     let start: Vec<&str> = ["small.toml", "--run-dir", "run"].into_iter().chain(sets).collect();
@@ -20,7 +20,7 @@ fn attempt(home: &Home, first: bool, failpoints: &str) -> Done {
     home.rlrun_with(&[(VARIABLE, failpoints)], args)
 }
 
-/// Every step is there once, with groups of its own.
+/// Asserts that every step is recorded once and that no two steps share a group.
 fn every_group_was_trained_once(run: &Run) {
     let steps: Vec<_> = run.metrics().iter().map(|line| line["step"].as_u64().unwrap()).collect();
     assert_eq!(steps, (0..=STEPS).collect::<Vec<_>>(), "every step is in metrics.jsonl once");
@@ -31,7 +31,7 @@ fn every_group_was_trained_once(run: &Run) {
     assert!(run.checkpoint(STEPS).join("trainer.json").is_file());
 }
 
-/// What has the name of a checkpoint is complete.
+/// Asserts that every directory with the name of a checkpoint is complete.
 fn no_checkpoint_is_half_written(run: &Run) {
     for entry in fs::read_dir(run.path.join("checkpoints")).unwrap() {
         let path = entry.unwrap().path();
@@ -43,10 +43,10 @@ fn no_checkpoint_is_half_written(run: &Run) {
 }
 
 #[test]
-fn killed_at_every_place_a_run_trains_every_group_once() {
+fn a_run_killed_at_any_failpoint_trains_every_group_once() {
     let home = Home::new();
     for (number, (place, _)) in PLACES.into_iter().enumerate() {
-        // At another time at each, as far as a run that was resumed comes there so often.
+        // The hit differs per failpoint, limited by how often a resumed run passes it.
         let at = if place.starts_with("checkpoint") { 1 } else { 1 + number % 2 };
         let done = attempt(&home, number == 0, &format!("{place}=kill@{at}"));
         assert_eq!(done.status.code(), None, "killed at {place}\n{}\n{}", done.stdout, done.stderr);
@@ -76,7 +76,7 @@ fn a_full_disk_ends_a_run_and_leaves_nothing_half_written() {
 }
 
 #[test]
-fn an_error_of_the_journal_ends_a_run_that_can_be_gone_on_with() {
+fn a_journal_error_ends_a_run_that_can_be_resumed() {
     let home = Home::new();
     let done = attempt(&home, true, "journal-commit=error@5");
     assert_eq!(done.status.code(), Some(1), "{}\n{}", done.stdout, done.stderr);
@@ -107,7 +107,7 @@ fn a_slow_disk_delays_the_next_checkpoint_and_says_so() {
 }
 
 #[test]
-fn unknown_places_are_refused() {
+fn unknown_failpoints_are_refused() {
     let home = Home::new();
     attempt(&home, true, "everywhere=kill").refused(&[VARIABLE, "there is no place `everywhere`"]);
     assert!(!home.path("run").exists());

@@ -74,7 +74,7 @@ fn runs_are_compared_at_a_common_asymptote() {
 }
 
 #[test]
-fn what_cannot_be_fitted_is_refused_with_its_reason() {
+fn metrics_that_cannot_be_fitted_are_refused_with_the_reason() {
     let home = Home::new();
     home.write("run/metrics.jsonl", metrics(0.645, 1.7));
     home.write(

@@ -1,8 +1,9 @@
-//! The default recipe learns, and leaves behind all that a user needs. The longest test: it runs the whole recipe.
+//! The default recipe learns and writes metrics, samples, checkpoints and exports. The longest test: it runs the whole
+//! recipe.
 
 use crate::support::{Home, repository};
 
-/// What every line of a step holds.
+/// Metrics of every step.
 const NAMES: [&str; 18] = [
     "step",
     "time_s",

@@ -1,12 +1,12 @@
-//! `rlrun plan` against what a run really took.
+//! The memory that `rlrun plan` predicts against the peak of a run.
 
 use crate::support::Home;
 
-/// How far the prediction may be off.
+/// Largest relative error of the prediction.
 const TOLERANCE: f64 = 0.1;
 
-/// About 6 million weights, so that what no plan knows (page tables, fragments) does not count; sampler and trainer
-/// both busy for some steps.
+/// About 6 million weights, so that page tables and fragmentation, which the plan does not know, are negligible. Sampler and
+/// trainer are both busy for some steps.
 const RECIPE: &str = r#"
 [model.random]
 hidden_size = 320
@@ -48,7 +48,7 @@ fn the_plan_predicts_the_peak_of_the_memory() {
 }
 
 /// Plans and runs the recipe with further arguments; returns the peak, MiB: the median of three runs, because the allocator
-/// keeps what was freed for a while, more of it if the machine is busy.
+/// returns freed memory with a delay that depends on the load of the machine.
 fn predicted(home: &Home, name: &str, sets: &[&str]) -> f64 {
     let plan = home.rlrun(&[&["plan", "memory.toml"], sets].concat()).ok().stdout;
     let total = plan.lines().find_map(|line| line.strip_prefix("  total ")).unwrap();

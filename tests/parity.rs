@@ -45,7 +45,7 @@ microbatch_tokens = 100000
 interval = 100
 "#;
 
-/// What the `regex` reward of the recipe computes.
+/// The `regex` reward of the recipe, written out.
 fn has_a_small_digit(text: &str) -> f64 {
     f64::from(text.contains(['0', '1', '2', '3', '4']))
 }
@@ -98,7 +98,7 @@ fn synchronous_training_equals_the_reference_loop_bit_for_bit() {
     assert!(bits(&trained) == bits(&expected), "the pipeline and the plain loop end with different weights");
 }
 
-/// How sequences are batched and cached must not matter, and neither must the store of the buffer.
+/// Bits do not depend on the batching and caching of sequences, nor on the store of the buffer.
 #[test]
 fn batching_and_storage_do_not_change_a_bit() {
     let root = tempfile::tempdir().unwrap();
@@ -113,7 +113,7 @@ fn batching_and_storage_do_not_change_a_bit() {
     assert!(expected.values() == other.values());
 }
 
-/// Threads or processes, and however many: powers of two of them up to `trainer.leaves`, in every stage.
+/// Ranks as threads or processes, powers of two up to `trainer.leaves`, in every ZeRO stage.
 #[test]
 fn the_number_of_ranks_does_not_change_a_bit() {
     let root = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Every recipe is free of mistakes, and the user's own models and tasks run without a change of code.
+//! Every shipped recipe is valid, and models and datasets of a user run without code changes.
 
 use std::fs::File;
 use std::path::Path;
@@ -11,10 +11,10 @@ use parquet::schema::parser::parse_message_type;
 
 use crate::support::{Home, Run, repository};
 
-/// Renders messages as instruction-tuned models do, in characters.
+/// A chat template for the character tokenizer.
 const CHAT_TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}";
 
-/// What `grpo_gsm8k.toml` is set to, so that two steps of it take seconds.
+/// Settings with which two steps of `grpo_gsm8k.toml` take seconds.
 const SHORT: [&str; 8] = [
     "data.max_prompt_length=900",
     "rollout.max_completion_length=128",
@@ -26,7 +26,7 @@ const SHORT: [&str; 8] = [
     "model.path=\"chat_model\"",
 ];
 
-/// A tiny random model with a chat template in `chat_model`, made by the binary.
+/// Makes a tiny random model with a chat template in `chat_model`, with the binary.
 fn make_chat_model(home: &Home) {
     let sizes =
         ["model.random.hidden_size=16", "model.random.intermediate_size=32", "model.random.num_layers=1"];
@@ -37,7 +37,7 @@ fn make_chat_model(home: &Home) {
     home.write("chat_model/chat_template.jinja", CHAT_TEMPLATE);
 }
 
-/// The first 64 rows of GSM8K as published, if they are beside the repository.
+/// The first 64 rows of GSM8K as published, if the file is beside the repository.
 fn gsm8k_rows() -> Option<Vec<String>> {
     let path = repository().join("../shared/data/gsm8k/train.jsonl");
     if !path.exists() {
@@ -72,7 +72,7 @@ fn with_sets<'a>(command: &[&'a str], sets: &[&'a str]) -> Vec<&'a str> {
     command.iter().copied().chain(sets.iter().flat_map(|set| ["--set", set])).collect()
 }
 
-/// The weights after the last step, after making sure that there was something to learn from.
+/// The weights after the last step; asserts that at least one step had a gradient.
 fn trained(run: &Run, steps: u64) -> Vec<u8> {
     assert_eq!(run.steps().len() as u64, steps);
     assert!(run.values("optim/grad_norm").iter().any(|norm| *norm > 0.0), "{:?}", run.steps());
@@ -84,7 +84,7 @@ fn every_recipe_passes_check_and_plan() {
     let home = Home::new();
     make_chat_model(&home);
     home.write("tasks.jsonl", "{\"question\":\"1+1?\",\"answer\":\"1+1 = 2\\n#### 2\"}\n");
-    // What `reward_model_math.toml` leaves in the directory that it runs in.
+    // The reward model that `reward_model_math.toml` writes into its working directory.
     let scorer = repository().join("model/tests/goldens/scorer_qwen2");
     for file in ["config.json", "model.safetensors", "tokenizer.json"] {
         let to = format!("outputs/reward_model_math/checkpoints/step_000060/model/{file}");
@@ -127,8 +127,8 @@ fn templates_pass_check() {
     home.rlrun(&with_sets(&["check", "mine.toml"], &[&sets[..], &short].concat())).ok();
 }
 
-/// Uses the published file, `../shared/data/gsm8k/train.jsonl` beside the repository; says so and passes where it is not
-/// there.
+/// Uses the published file, `../shared/data/gsm8k/train.jsonl` beside the repository; without the file it says so
+/// and passes.
 #[test]
 fn gsm8k_as_published_trains_from_lines_and_from_parquet() {
     let Some(rows) = gsm8k_rows() else { return };
@@ -196,7 +196,7 @@ fn models_of_every_family_train_on_columns_of_any_name() {
     }
 }
 
-/// As TRL's users have them: conversations without a prompt column, and no reward.
+/// Conversations in TRL's format, without a prompt column and without a reward.
 #[test]
 fn conversations_are_learnt_without_a_reward() {
     let home = Home::new();
@@ -236,7 +236,7 @@ fn conversations_are_learnt_without_a_reward() {
     let losses = measured("sft", "eval/loss");
     assert!(losses.len() == 2 && losses[1] < losses[0], "{losses:?}");
     assert_eq!(measured("dpo", "eval/pair_accuracy").last(), Some(&1.0));
-    // The rows are looked at before anything is done.
+    // Rows are validated before the run starts.
     home.write("sft.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"1?\"}]}\n");
     home.rlrun(&["check", "sft.toml"]).refused(&["sft.jsonl:1", "`messages`", "no assistant turn"]);
     home.write("pairs.jsonl", "{\"prompt\": \"1?\", \"chosen\": \"even\"}\n");

@@ -2,8 +2,8 @@
 //!
 //! No pipeline, no buffer, no cache, no batching, no threads: completions are sampled one token at a time by running the
 //! whole sequence again. Only the network itself (`model`), the random streams and the plan of the leaves are shared with
-//! rlrun; advantage, loss, the sum over leaves, clipping and AdamW are written out. `parity.rs` asserts that rlrun with `buffer.max_staleness = 0` ends with the same
-//! weights, bit for bit.
+//! rlrun; advantage, loss, the sum over leaves, clipping and AdamW are written out. `parity.rs` asserts that rlrun with
+//! `buffer.max_staleness = 0` ends with the same weights, bit for bit.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use rollout::engine::{random_stream, uniform};
 use trainer::plan::{MicroBatch, plan};
 use trajectory::{GroupId, PolicyVersion, Sample, SampleStreams, VersionRun};
 
-/// What the loop needs to know; the names are those of the recipe.
+/// The settings of the loop; the names are those of the recipe.
 pub(crate) struct Reference<'a> {
     pub(crate) directory: &'a ModelDirectory,
     pub(crate) prompts: &'a PromptSet,
@@ -168,9 +168,9 @@ fn tree(leaves: &[Vec<f32>]) -> Vec<f32> {
     }
 }
 
-/// Gradient of the loss of one leaf, `[weights]`; the loss is a mean over all tokens of the batch. On policy the ratio is 1, so each token's loss is
-/// `-advantage * ratio` and its derivative by the log-probability `-advantage`; groups whose rewards are all equal would
-/// add zero.
+/// Gradient of the loss of one leaf, `[weights]`; the loss is a mean over all tokens of the batch. On policy the ratio is 1,
+/// so each token's loss is `-advantage * ratio` and its derivative by the log-probability `-advantage`; groups whose rewards
+/// are all equal would add zero.
 fn gradients(
     policy: &Decoder,
     parameters: &Parameters,

@@ -1,4 +1,4 @@
-//! kill -9 at any moment, `rlrun resume`, and the run ends where it would have ended, with nothing lost or used twice.
+//! A run that is killed with kill -9 at any moment and resumed ends as an uninterrupted run: no group is lost or used twice.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -61,7 +61,7 @@ fn a_killed_synchronous_run_ends_with_the_same_bits() {
 }
 
 #[test]
-fn a_killed_run_of_an_adapter_ends_with_the_same_bits_and_can_be_gone_on_from() {
+fn a_killed_lora_run_ends_with_the_same_bits_and_its_adapter_can_be_loaded() {
     let home = Home::new();
     let sets = [
         "buffer.max_staleness=0",
@@ -92,7 +92,7 @@ fn a_killed_run_of_an_adapter_ends_with_the_same_bits_and_can_be_gone_on_from() 
     assert_eq!(rates[7], f64::from(1e-3_f32));
     assert!((rates[11] / rates[7] - 0.25).abs() < 1e-6, "{rates:?}");
 
-    // The adapter goes on another run's way, on the model that was under it.
+    // Another run continues the adapter on its base model.
     home.rlrun(&["export", "whole", "--adapter", "--out", "adapter"]).ok();
     home.rlrun(&["export", "whole", "--out", "merged"]).ok();
     let exported = fs::read(home.path("adapter/adapter_model.safetensors")).unwrap();
@@ -148,7 +148,7 @@ fn a_killed_asynchronous_run_uses_every_group_once() {
         ((BATCH * STEPS) as usize, (BATCH * STEPS) as usize),
         "{groups:?}"
     );
-    // Ids are given out without gaps; what is not trained on yet at the end is at most what has a slot.
+    // Ids have no gaps; the groups that are not trained on at the end are at most one per slot.
     assert!(**unique.last().unwrap() < BATCH * (STEPS + 3), "groups were lost: {groups:?}");
     assert!(run.values("staleness/max").iter().all(|max| *max <= 2.0), "{:?}", run.values("staleness/max"));
 }
@@ -166,9 +166,9 @@ fn a_run_without_checkpoints_starts_over() {
     assert_eq!(killed.steps().len() as u64, STEPS);
 }
 
-/// A finished run has nothing left to do, and says so without touching its result.
+/// A resume of a finished run says that nothing is left to do, and changes no file.
 #[test]
-fn a_finished_run_is_left_as_it_is_and_can_be_prolonged() {
+fn a_finished_run_is_unchanged_by_a_resume_and_can_be_extended() {
     let home = Home::new();
     let run = home.small("run", &["trainer.steps=3"]);
     let weights = || fs::read(run.checkpoint(3).join("model/model.safetensors")).unwrap();
@@ -182,7 +182,7 @@ fn a_finished_run_is_left_as_it_is_and_can_be_prolonged() {
     assert!(fs::read_to_string(run.path.join("resolved.toml")).unwrap().contains("steps = 5 "));
 }
 
-/// What a resume may change is applied from the next step on, and written down; what the run is stays.
+/// Keys that a resume may change apply from the next step on and are recorded; other keys are refused.
 #[test]
 fn a_resume_applies_and_records_what_it_may_change_and_refuses_the_rest() {
     let home = Home::new();
@@ -225,7 +225,7 @@ fn a_resume_applies_and_records_what_it_may_change_and_refuses_the_rest() {
     let steps = run.steps();
     assert_eq!(steps.len(), 5);
     assert!(steps[2..].iter().all(|step| step["eval/accuracy"].is_number()), "{steps:?}");
-    // What was sampled before may be older.
+    // Groups sampled before the resume may be older.
     assert_eq!(run.values("staleness/max")[4], 0.0);
     let kept = (0..=5).filter(|step| run.checkpoint(*step).is_dir());
     assert_eq!(kept.collect::<Vec<u64>>(), [4, 5]);
@@ -244,7 +244,7 @@ fn a_resume_applies_and_records_what_it_may_change_and_refuses_the_rest() {
     assert!(resumes[1].contains(second), "{events}");
 }
 
-/// Values that do not fit are refused and forgotten.
+/// Invalid values are refused and not recorded.
 #[test]
 fn a_resume_with_values_that_do_not_fit_changes_nothing() {
     let home = Home::new();
@@ -258,7 +258,7 @@ fn a_resume_with_values_that_do_not_fit_changes_nothing() {
 
 /// The journal has groups that no checkpoint has: a run without its journal resumes only with the option for it.
 #[test]
-fn a_run_whose_journal_is_missing_goes_on_only_without_it() {
+fn a_run_without_its_journal_resumes_only_with_the_option() {
     let home = Home::new();
     let run = home.small("run", &["trainer.steps=4"]);
     let journal = run.path.join("buffer.redb");
@@ -270,14 +270,14 @@ fn a_run_whose_journal_is_missing_goes_on_only_without_it() {
     home.rlrun(&[&resume[..], &["--without-journal"]].concat()).ok();
     assert_eq!(run.values("step"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     assert!(journal.exists());
-    // With a journal there is nothing to waive.
+    // With a journal the option has no effect.
     home.rlrun(&["resume", "run", "--without-journal", "--set", "trainer.steps=7"]).ok();
     assert_eq!(run.steps().len(), 7);
 }
 
 /// A run ends with an error if its journal is removed, and leaves no permanent gap.
 #[test]
-fn a_run_whose_journal_is_removed_ends_and_says_so() {
+fn a_run_whose_journal_is_removed_ends_with_an_error() {
     let home = Home::new();
     let run = home.run("run");
     let mut child = home.start_endless("run", &[]);

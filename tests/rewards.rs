@@ -1,5 +1,4 @@
-//! Rewards as a user meets them: models that score, programs with rewards of their own, rewards tried by themselves,
-//! rewards that are slow.
+//! Rewards in whole runs: reward models, custom programs, rewards without a model, Python functions, slow rewards.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
@@ -68,7 +67,7 @@ fn a_served_reward_model_answers_others_and_refuses_what_it_cannot_answer() {
     let mut answer = String::new();
     std::io::Read::read_to_string(&mut stream, &mut answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
-    // As a reward, with the token from the environment; without it the run does not begin.
+    // As a reward, with the token from the environment; without the token the run is refused.
     let rewards =
         format!("[[rewards]]\nkind = \"model\"\nurl = \"{}\"\ntoken_env = \"RM_TOKEN\"\n", served.url);
     home.write("remote.toml", format!("extends = \"small.toml\"\n{rewards}"));
@@ -119,7 +118,7 @@ fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64
 }
 
-/// Wherever a reward model computes, and whether it stays in memory or not, the run is the same.
+/// The run does not depend on where a reward model computes, nor on whether it stays in memory.
 #[test]
 fn a_reward_model_gives_equal_scores_wherever_it_is_placed() {
     let home = Home::new();
@@ -133,7 +132,7 @@ fn a_reward_model_gives_equal_scores_wherever_it_is_placed() {
     let separated = run("separated", "placement = \"separated\"\nthreads = 1", &[]);
     let beside = run("beside", "placement = \"colocated\"\nbatch_tokens = 100", &[]);
     let swapped = run("swapped", "placement = \"colocated\"", &["placement.memory_mib=0"]);
-    // Asked by the processes that sample and by the one that trains, for evaluations.
+    // Samplers ask it for training, the trainer for evaluations.
     let process = run("process", "placement = \"separated\"\nthreads = 1", &["placement.processes=true"]);
     let served = Served::start(&home, &["--model", "rm/checkpoints/step_000025/model"]);
     let rewards = format!("[[rewards]]\nkind = \"model\"\nurl = \"{}\"\n", served.url);
@@ -146,7 +145,7 @@ fn a_reward_model_gives_equal_scores_wherever_it_is_placed() {
     assert!(separated.0.iter().any(|mean| *mean != separated.0[0]), "{:?}", separated.0);
 }
 
-/// A model that has learnt which of two answers is better teaches the policy to answer better.
+/// A policy that is trained against a reward model learns to answer better.
 #[test]
 fn a_policy_learns_from_a_reward_model() {
     let home = Home::new();
@@ -162,7 +161,7 @@ fn a_policy_learns_from_a_reward_model() {
     assert_eq!(run.values("reward/math/weight"), vec![0.0; 20]);
 }
 
-/// A reference and a critic that compute beside the policy give the same bits as those that take turns with it.
+/// Reference and critic give the same bits in memory beside the policy and in turns with it.
 #[test]
 fn reference_and_critic_give_equal_results_wherever_they_are_placed() {
     let home = Home::new();
@@ -196,7 +195,7 @@ fn custom_program() -> std::path::PathBuf {
 }
 
 #[test]
-fn a_program_of_ones_own_has_its_reward_and_everything_else() {
+fn a_custom_program_has_its_reward_and_every_command() {
     let home = Home::new();
     home.write(
         "own.toml",
@@ -213,13 +212,13 @@ fn a_program_of_ones_own_has_its_reward_and_everything_else() {
     let done = own(&["own.toml", "--run-dir", "run", "--set", "trainer.steps=2"]).ok();
     let steps = home.run("run").steps();
     assert_eq!(steps.len(), 2);
-    // Additions have no letters, so that the function refuses every one, and the step line says so by name.
+    // Additions have no letters, so the function fails for every completion, and the step line names it.
     assert!(steps.iter().all(|step| step["reward/vowels/errors"].as_f64().unwrap() > 0.0), "{steps:?}");
     assert!(done.stdout.contains("reward `vowels`: "), "{}", done.stdout);
 }
 
 #[test]
-fn rewards_can_be_tried_by_themselves() {
+fn rewards_run_without_a_model() {
     let home = Home::new();
     let mut child = Command::new(env!("CARGO_BIN_EXE_rlrun"))
         .args(["reward", "grade", "math", "--gold-field", "gold", "--pred-field", "said"])
@@ -246,7 +245,7 @@ fn rewards_can_be_tried_by_themselves() {
     assert_eq!(shown.matches("total 0").count(), 2, "{shown}");
 }
 
-/// Whether there is a python3 that can host rewards; says so if not.
+/// Whether there is a python3 that can run rewards; prints a note if not.
 pub(crate) fn python_is_there() -> bool {
     let asked = "import sys; sys.exit(sys.version_info < (3, 9))";
     let there = Command::new("python3").args(["-c", asked]).status().is_ok_and(|status| status.success());
@@ -256,9 +255,9 @@ pub(crate) fn python_is_there() -> bool {
     there
 }
 
-/// The function of the README judges as the built-in grader does, and what it logs is a metric.
+/// The function of the README gives the verdicts of the built-in grader, and its logged numbers are metrics.
 #[test]
-fn a_python_function_is_a_reward_like_any_other() {
+fn a_python_function_is_a_reward() {
     if !python_is_there() {
         return;
     }
@@ -268,7 +267,7 @@ fn a_python_function_is_a_reward_like_any_other() {
         "[[rewards]]\nkind = \"python\"\npath = {path:?}\n[[rewards]]\nkind = \"math\"\nweight = 0\n"
     );
     let (run, _) = run_with(&home, "run", &rewards, &["trainer.steps=3", "warmup.steps=300"]);
-    // The grader asks for a number that stands by itself, the function does not.
+    // The grader requires a number between word boundaries, the function does not.
     for (python, math) in run.values("reward/python/mean").into_iter().zip(run.values("reward/math/mean")) {
         assert!(math > 0.02 && (math..math + 0.1).contains(&python), "{python} {math}");
     }
@@ -284,7 +283,7 @@ fn a_python_function_is_a_reward_like_any_other() {
     assert!(checked.contains("called once per group: the 8 completions of a task in training"), "{checked}");
 }
 
-/// The processes whose working directory is `directory`; none where the system does not tell.
+/// The processes whose working directory is `directory`; none on systems without `/proc`.
 fn working_in(directory: &Path) -> Vec<String> {
     let directory = directory.canonicalize().unwrap();
     let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
@@ -293,10 +292,10 @@ fn working_in(directory: &Path) -> Vec<String> {
     processes.filter_map(name).filter(here).collect()
 }
 
-/// A function that hangs, exits, prints or eats memory on some completions: the run goes on, counts and names it, and what
-/// it says of the others is trained on.
+/// A function that hangs, exits, prints or exhausts memory on some completions: the run continues, counts and names the
+/// failures, and trains on the other completions.
 #[test]
-fn a_run_survives_what_a_python_function_does() {
+fn a_run_survives_failures_of_a_python_function() {
     if !python_is_there() {
         return;
     }
@@ -338,13 +337,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         shown.contains("a bad day") || shown.contains("exit status 3") || shown.contains("within 0.4 s"),
         "{shown}"
     );
-    // Nothing of it is left: neither workers nor what they forked.
+    // Neither workers nor their child processes remain.
     assert_eq!(working_in(&home.path("")), Vec::<String>::new());
 }
 
 /// Rewards still being computed when a run ends are cancelled; the training done is kept.
 #[test]
-fn a_slow_reward_does_not_hold_up_the_end_and_is_named() {
+fn a_slow_reward_is_named_and_does_not_delay_the_end() {
     if !python_is_there() {
         return;
     }
@@ -359,7 +358,7 @@ fn a_slow_reward_does_not_hold_up_the_end_and_is_named() {
     let (run, done) = run_with(&home, "run", rewards, &sets);
     assert!(run.checkpoint(2).is_dir());
     assert!(done.stdout.contains("reward `patience` is slow"), "{}", done.stdout);
-    // A detail does not pass for what rlrun measures.
+    // A detail cannot overwrite a metric of rlrun.
     assert!(run.values("reward/patience/mean").iter().all(|mean| *mean < 2.0));
     assert_eq!(run.values("reward/patience/detail/mean"), [99.0; 2]);
 }
@@ -388,9 +387,9 @@ fn a_run_that_cannot_be_scored_ends_with_the_reason() {
     assert!(home.run("run").steps().iter().all(|step| step["reward/mean"].is_null()));
 }
 
-/// What a case says of itself never decides what is run.
+/// The content of a case never chooses the command.
 #[test]
-fn cases_cannot_say_what_is_run() {
+fn cases_cannot_choose_the_command() {
     let home = Home::new();
     home.write(
         "cases.jsonl",
@@ -405,7 +404,7 @@ fn cases_cannot_say_what_is_run() {
     };
     assert!(grade("regex").contains("needs `pattern`"), "{}", grade("regex"));
     assert!(grade("python").contains("needs `path`"), "{}", grade("python"));
-    // `format` compares with no answer, so a case needs none; `exact` says that it does.
+    // `format` needs no answer; `exact` does, and says so.
     assert_eq!(grade("format"), "{\"score\":0.0}\n");
     assert!(grade("exact").contains("needs a reference answer"), "{}", grade("exact"));
 }

@@ -1,6 +1,6 @@
-//! A buffer as `rlrun serve buffer` serves it, and a client that survives its server.
+//! A buffer served by `rlrun serve buffer`, and a client that survives restarts of its server.
 //!
-//! Invariant: nothing here knows of the buffer but what goes over the wire. A server ends with its value, by SIGKILL.
+//! Invariant: this uses only the HTTP API of the buffer. Dropping a server kills it with SIGKILL.
 
 use std::io::{BufRead, BufReader, Error, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// For what must happen: far longer than it takes.
+/// Deadline of everything that must happen; far longer than needed.
 pub(crate) const SOON: Duration = Duration::from_secs(120);
 
 /// A served buffer.
@@ -20,7 +20,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts `command` and waits until it listens; `Err` with what it said if it does not.
+    /// Starts `command` and waits until it listens; `Err` with its output if it does not.
     pub(crate) fn start(command: &mut Command) -> Result<Self, String> {
         let mut child =
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -39,13 +39,13 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // One that has ended already cannot be killed, which is as well.
+        // It may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Where the server is now; it has another port after every restart.
+/// The current address of the server; the port changes with every restart.
 #[derive(Default)]
 pub(crate) struct Place(Mutex<Option<SocketAddr>>);
 
@@ -74,7 +74,7 @@ impl<'a> Client<'a> {
         Self { place, connection: None }
     }
 
-    /// Asks until it is answered, by whichever server is there; status and body, and whether it was asked before.
+    /// Repeats a request until any server answers it. Returns status and body, and whether it was repeated.
     pub(crate) fn ask(&mut self, method: &str, path: &str, body: &Value) -> (u16, Value, bool) {
         let started = Instant::now();
         let mut again = false;
@@ -88,7 +88,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Asks once.
+    /// Sends a request once.
     pub(crate) fn ask_once(&mut self, method: &str, path: &str, body: &Value) -> Result<(u16, Value), Error> {
         let result = self.exchange(method, path, body);
         if result.is_err() {

@@ -1,7 +1,7 @@
-//! `rlrun serve buffer` under kill -9, full disks and damaged files: what it acknowledged is there, once.
+//! `rlrun serve buffer` under kill -9, full disks and damaged files: every acknowledged group is stored once.
 //!
-//! Invariant: clients believe only what they were answered. The number of kills is that of the environment variable
-//! `RLRUN_KILLS`, for those who want more than a change has to pass.
+//! Invariant: clients rely only on answers that they received. The environment variable `RLRUN_KILLS` sets the number of
+//! kills; the default is what every change has to pass.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
@@ -13,18 +13,18 @@ use serde_json::{Value, json};
 use crate::served::{Client, Place, SOON, Server};
 use crate::support::Home;
 
-/// Times that the server is killed.
+/// Number of kills of the server.
 const KILLS: u64 = 100;
 const WRITERS: u64 = 4;
 const CONSUMERS: [&str; 2] = ["left", "right"];
 /// Most groups of a lease.
 const BATCH: u64 = 8;
-/// Answers that the clients get between two kills, at most.
+/// Largest number of answers between two kills.
 const ANSWERS: u64 = 400;
 
-/// Groups are stored, leased, trained and acknowledged while the server dies again and again; and so do the consumers.
+/// Groups are stored, leased, trained and acknowledged while server and consumers are killed repeatedly.
 #[test]
-fn every_acknowledged_group_is_trained_once_though_the_server_is_killed() {
+fn every_acknowledged_group_is_trained_once_while_the_server_is_killed() {
     let kills =
         std::env::var_os("RLRUN_KILLS").map_or(KILLS, |kills| kills.to_str().unwrap().parse().unwrap());
     let home = Home::new();
@@ -33,12 +33,12 @@ fn every_acknowledged_group_is_trained_once_though_the_server_is_killed() {
         let consumers = CONSUMERS.map(|name| scope.spawn(|| Consumer::new(name, &world).run()));
         let world = &world;
         let writers: Vec<_> = (0..WRITERS).map(|writer| scope.spawn(move || write(writer, world))).collect();
-        // Whatever fails here must not leave the others running.
+        // A failure here must not leave the other threads running.
         let stop = StopOnDrop(world);
         let mut server = serve(&home);
         for kill in 0..kills {
             world.place.set(server.address);
-            // Now and then it dies before anybody has asked for anything.
+            // Some kills come before the first request.
             world.wait_for_answers(kill * 7919 % ANSWERS);
             drop(server);
             server = serve(&home);
@@ -59,14 +59,14 @@ fn every_acknowledged_group_is_trained_once_though_the_server_is_killed() {
     assert!(stored.len() as u64 > kills, "only {} groups were stored", stored.len());
 }
 
-/// What all clients share.
+/// State that all clients share.
 #[derive(Default)]
 struct World {
     place: Place,
     answers: Mutex<u64>,
     answered: Condvar,
     writers_stop: AtomicBool,
-    /// Nothing comes any more: consumers end when nothing is left.
+    /// Whether all groups are stored: consumers then end once the buffer is empty.
     all_stored: AtomicBool,
 }
 
@@ -145,9 +145,9 @@ struct Consumer<'a> {
     world: &'a World,
     /// Steps that it leased and trained since its checkpoint, with their groups; it forgets them when it crashes.
     trained: BTreeMap<u64, Vec<String>>,
-    /// The same, which no crash takes.
+    /// The same over all crashes.
     witnessed: BTreeMap<u64, Vec<String>>,
-    /// What its checkpoint contains, acknowledged or about to be.
+    /// Groups in its checkpoint, acknowledged or about to be.
     checkpoint: Vec<String>,
     turn: u64,
 }
@@ -159,7 +159,7 @@ impl<'a> Consumer<'a> {
         Self { name, client, world, trained, witnessed, checkpoint: Vec::new(), turn: 0 }
     }
 
-    /// Trains until nothing is left; what it trained.
+    /// Trains until the buffer is empty; returns what it trained.
     fn run(mut self) -> Vec<String> {
         loop {
             // A consumer that reads `all_stored` first and then finds nothing to lease has seen every group.
@@ -191,7 +191,7 @@ impl<'a> Consumer<'a> {
         self.lease(step).unwrap_or(true)
     }
 
-    /// `None` if the step is over, which the other consumer can bring about; false if there is nothing to lease.
+    /// `None` if the step is over, possibly by the other consumer; false if there is nothing to lease.
     fn lease(&mut self, step: u64) -> Option<bool> {
         let request = json!({
             "consumer": self.name, "step": step, "groups": BATCH, "at_least": 1, "wait_ms": 20, "hold_ms": 3_600_000
@@ -237,7 +237,7 @@ impl<'a> Consumer<'a> {
         assert_eq!(self.trained, self.witnessed);
     }
 
-    /// Saves a checkpoint, then says so.
+    /// Saves a checkpoint, then acknowledges its groups.
     fn save(&mut self) {
         let Some((last, _)) = self.trained.last_key_value() else { return };
         let request = json!({"consumer": self.name, "through": last + 1});
@@ -250,7 +250,7 @@ impl<'a> Consumer<'a> {
 }
 
 #[test]
-fn a_second_process_and_files_of_others_are_refused() {
+fn a_second_process_and_foreign_files_are_refused() {
     let home = Home::new();
     let first = serve(&home);
     let said = Server::start(&mut command(&home, &[])).err().expect("the journal is in use");
@@ -277,7 +277,7 @@ fn a_directory_that_cannot_be_written_is_an_error() {
     assert!(said.contains("cannot be written"), "{said}");
 }
 
-/// The limit of the file size stands for a full disk: writes beyond fail, and the server goes on without them.
+/// A file size limit in place of a full disk: writes beyond it fail, and the server continues without them.
 #[test]
 fn a_full_disk_refuses_groups_and_loses_none() {
     let home = Home::new();
@@ -303,7 +303,7 @@ fn a_full_disk_refuses_groups_and_loses_none() {
     };
     assert_eq!((refusal.0, &refusal.1["code"]), (503, &json!("storage_failed")), "{}", refusal.1);
     assert!(!stored.is_empty(), "nothing was stored");
-    // It lives, and says that it is not ready.
+    // It is alive and not ready.
     let (health, _) = client.ask_once("GET", "/healthz", &Value::Null).unwrap();
     assert_eq!(health, 200);
 

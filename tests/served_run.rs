@@ -1,4 +1,4 @@
-//! Runs whose buffer is not theirs alone: served elsewhere, or served by the run itself.
+//! Runs on a buffer that is served elsewhere, and runs that serve their own.
 
 use std::process::Command;
 
@@ -31,7 +31,7 @@ fn serve_in(home: &Home, directory: &str) -> Server {
     Server::start(command.arg(home.path(directory))).unwrap()
 }
 
-/// Four steps in two goes.
+/// Four steps in two attempts.
 fn half_and_half(home: &Home, name: &str, sets: &[&str]) -> Run {
     let run = home.small(name, &[sets, &["trainer.steps=2"]].concat());
     home.rlrun(&["resume", name, "--set", "trainer.steps=4"]).ok();
@@ -43,7 +43,7 @@ fn weights(run: &Run, step: u64) -> Vec<u8> {
 }
 
 #[test]
-fn a_run_on_a_served_buffer_computes_what_it_computes_on_its_own_and_goes_on_after_a_stop() {
+fn a_run_on_a_served_buffer_has_the_bits_of_a_local_one_also_after_a_resume() {
     let home = Home::new();
     let own = half_and_half(&home, "own", &SYNCHRONOUS);
     let server = serve(&home);
@@ -68,7 +68,7 @@ fn a_served_buffer_with_another_bound_is_refused_before_anything_is_sampled() {
 }
 
 #[test]
-fn a_run_can_be_watched_through_the_buffer_that_it_serves() {
+fn a_served_buffer_reports_the_state_of_its_run() {
     let home = Home::new();
     let run = home.run("run");
     let mut child = home.start_small("run", &["trainer.steps=100000", "buffer.listen=127.0.0.1:0"]);
@@ -83,8 +83,8 @@ fn a_run_can_be_watched_through_the_buffer_that_it_serves() {
     finish(child).ok();
 }
 
-/// A client with every right cannot stand in for the trainer of a run, so that it can neither end the run nor spoil what is
-/// resumed.
+/// A client with all permissions cannot act as the trainer of a run: it can neither end the run nor damage what a resume
+/// restores.
 #[test]
 fn a_client_that_acknowledges_untrained_groups_is_refused_and_the_run_continues() {
     let home = Home::new();
@@ -125,12 +125,12 @@ fn group(key: &str, tokens: &[u64], version: u64) -> Value {
 
 fn events(run: &Run, name: &str) -> Vec<Value> {
     let text = std::fs::read_to_string(run.path.join("events.jsonl")).unwrap();
-    // The last line may be on its way.
+    // The last line may be incomplete.
     let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     events.filter(|event| event["event"] == name).collect()
 }
 
-/// A buffer that knows no model takes any tokens; the run that trains on them may not end for it, nor begin to.
+/// A buffer without a model accepts any tokens; the run quarantines such groups and continues.
 #[test]
 fn a_group_in_the_journal_that_cannot_be_trained_on_is_set_aside_and_named() {
     let home = Home::new();
@@ -138,7 +138,7 @@ fn a_group_in_the_journal_that_cannot_be_trained_on_is_set_aside_and_named() {
     let server = serve_in(&home, "run");
     let place = Place::at(server.address);
     let mut client = Client::new(&place);
-    // What the sampler had ready already would take all slots.
+    // Groups that the sampler has finalized already would occupy all slots.
     assert_eq!(client.ask("DELETE", "/v1/groups?below_version=9", &Value::Null).0, 200);
     let groups = json!({ "groups": [group("poison", &[1, 50_000], 2)] });
     let (status, answer, _) = client.ask("POST", "/v1/groups", &groups);
@@ -159,7 +159,7 @@ fn a_group_in_the_journal_that_cannot_be_trained_on_is_set_aside_and_named() {
     assert_eq!(trained, 16, "its place was taken by another");
 }
 
-/// Asks for the seat of the run's own sampler, and sends receipts that cannot be true.
+/// Registers as the run's own sampler and sends false receipts.
 fn lie_about_weights(ask: &dyn Fn(&str, &str, &Value) -> (u16, Value)) {
     let subscribe = |name: &str| ask("POST", "/v1/weights/subscribers", &json!({ "name": name }));
     assert_eq!(subscribe("sampler 0").1["code"], "name_taken");
@@ -189,7 +189,7 @@ fn lie_about_weights(ask: &dyn Fn(&str, &str, &Value) -> (u16, Value)) {
 
 /// A client with write access may send impossible values; the run ignores them and continues.
 #[test]
-fn what_peers_send_does_not_end_a_run() {
+fn invalid_requests_of_peers_do_not_end_a_run() {
     let home = Home::new();
     let run = home.run("run");
     let sets = ["buffer.listen=127.0.0.1:0", "trainer.learning_rate=1e-9"];

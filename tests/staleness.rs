@@ -4,7 +4,8 @@ use crate::support::{Home, Run};
 
 const STEPS: u64 = 8;
 
-/// Largest staleness in the sampled trajectories themselves, which do not go by the metrics. All groups are sampled.
+/// Largest staleness of the sampled trajectories, computed from their versions instead of the metrics. `samples/` has all
+/// groups.
 fn oldest_trained(run: &Run) -> u64 {
     let of_step = |step: u64| {
         let groups = run.samples(step);
@@ -16,7 +17,7 @@ fn oldest_trained(run: &Run) -> u64 {
             let runs = trajectory["versions"].as_array().unwrap();
             runs.iter().map(|run| run["version"].as_u64().unwrap()).min().unwrap()
         };
-        // The step that makes version `step` starts from the one before.
+        // The step that produces version `step` starts from the version before.
         trajectories.iter().map(|trajectory| step - 1 - oldest(trajectory)).max().unwrap()
     };
     (1..=STEPS).map(of_step).max().unwrap()

@@ -1,4 +1,4 @@
-//! Ctrl-C stops a run cleanly, a second one at once; and trainer ranks stop nowhere else than one would.
+//! One Ctrl-C saves and ends a run, a second one ends it at once. Two trainer ranks make the step of one.
 
 use std::io::{BufRead, BufReader};
 use std::process::Child;
@@ -6,7 +6,7 @@ use std::process::Child;
 use crate::support::{Home, Moment, finish, interrupt};
 
 #[test]
-fn one_interrupt_saves_and_says_how_to_go_on() {
+fn one_interrupt_saves_and_names_the_resume_command() {
     let home = Home::new();
     let run = home.run("run");
     let mut child = home.start_small("run", &["trainer.steps=100000", "checkpoint.interval=50000"]);
@@ -22,7 +22,7 @@ fn one_interrupt_saves_and_says_how_to_go_on() {
     assert_eq!(run.values("step"), (1..=last + 2).map(|step| step as f64).collect::<Vec<_>>());
 }
 
-/// Also without checkpoints between: an interrupt promises that everything is saved.
+/// An interrupt saves a checkpoint also with `checkpoint.interval = 0`.
 #[test]
 fn an_interrupt_saves_even_without_a_checkpoint_interval() {
     let home = Home::new();
@@ -38,7 +38,7 @@ fn an_interrupt_saves_even_without_a_checkpoint_interval() {
 }
 
 #[test]
-fn an_interrupted_warm_up_says_how_to_go_on() {
+fn an_interrupted_warm_up_names_the_resume_command() {
     let home = Home::new();
     let run = home.run("run");
     let mut child = home.start_small("run", &["warmup.steps=3000"]);
@@ -50,7 +50,7 @@ fn an_interrupted_warm_up_says_how_to_go_on() {
     assert_eq!(run.steps().len(), 1);
 }
 
-/// The first step never ends here, so that the run cannot have ended before the second interrupt.
+/// The first step never ends, so the run cannot end before the second interrupt.
 #[test]
 fn a_second_interrupt_ends_the_process_at_once() {
     let home = Home::new();
@@ -73,7 +73,7 @@ fn first_line_of_stderr(child: &mut Child) -> String {
     line
 }
 
-/// Two ranks add up the same gradient in another order: equal but for rounding.
+/// Two ranks sum the same gradient in another order: equal up to rounding.
 #[test]
 fn two_trainer_ranks_make_the_step_of_one() {
     let home = Home::new();

@@ -19,16 +19,16 @@ const EDGES: [(&str, &[&str]); 14] = [
     ("device", &[]),
     // Ranks on hosts and on devices, for the trainer and for samplers.
     ("collective", &["device"]),
-    // Prompts and chat messages come in the words of `trajectory`; of everything else the model knows nothing.
+    // Prompts and chat messages are types of `trajectory`; the model depends on nothing else.
     ("model", &["trajectory", "device"]),
-    // Users' code and the sandbox know nothing of what calls them: rewards today, environments and tools later.
+    // Users' code and the sandbox, independent of their callers.
     ("host", &[]),
     ("rewards", &["trajectory", "model", "host", "connect"]),
     // The HTTP client of `buffer`, `weights` and `rewards`: connections and TLS. It knows no protocol.
     ("connect", &[]),
     ("buffer", &["trajectory", "connect"]),
     ("weights", &["trajectory", "device", "connect"]),
-    // What the policy acts in knows no sampler, model or buffer.
+    // Environments depend on no sampler, model or buffer.
     ("environments", &["trajectory"]),
     ("rollout", &["trajectory", "device", "model", "environments", "rewards", "buffer", "weights"]),
     ("trainer", &["trajectory", "device", "collective", "model", "buffer", "weights"]),
@@ -60,13 +60,13 @@ const PLAIN: [&str; 4] = ["proptest", "serde", "serde_json", "thiserror"];
 /// Longest source file, lines.
 const MAX_LINES: usize = 600;
 
-/// Most dependencies that one comment of the root manifest speaks for.
+/// Most dependencies that one comment of the root manifest explains.
 const MAX_PER_REASON: usize = 5;
 
 const SECTIONS: [&str; 3] = ["dependencies", "dev-dependencies", "build-dependencies"];
 
 #[test]
-fn crates_know_only_whom_they_may_know() {
+fn crates_depend_only_on_the_edges_of_the_table() {
     let crates: BTreeSet<&str> = EDGES.iter().map(|(name, _)| *name).collect();
     for (name, allowed) in EDGES {
         let manifest = manifest(name);
@@ -101,7 +101,7 @@ fn the_table_of_edges_names_every_crate() {
 }
 
 #[test]
-fn the_two_halves_share_no_edge_but_buffer_and_weights() {
+fn rollout_and_trainer_share_only_buffer_and_weights() {
     let edges: BTreeMap<_, _> = EDGES.into_iter().collect();
     for (half, other) in [("rollout", "trainer"), ("trainer", "rollout")] {
         let reached = reachable(half, &edges);
@@ -120,7 +120,7 @@ fn the_two_halves_share_no_edge_but_buffer_and_weights() {
 }
 
 #[test]
-fn the_vocabulary_knows_no_runtime_tensor_or_file() {
+fn trajectory_has_no_runtime_tensor_or_file() {
     let foreign: Vec<String> = dependencies(&manifest("trajectory"))
         .into_iter()
         .filter(|name| !PLAIN.contains(&&name[..]))
@@ -138,7 +138,7 @@ fn the_vocabulary_knows_no_runtime_tensor_or_file() {
 #[test]
 fn only_the_entry_point_reads_the_environment() {
     let readers = ["env::var", "env::set_var", "env::args"];
-    // What cargo says to a build script is said in variables.
+    // Cargo passes arguments to build scripts in variables.
     let may =
         |path: &Path| path == Path::new("rlrun/program.rs") || path.ends_with("build.rs") || is_test(path);
     for source in sources().iter().filter(|source| !may(&source.path)) {
@@ -210,7 +210,7 @@ fn every_file_opens_with_its_purpose() {
 }
 
 #[test]
-fn no_file_outgrows_a_reader() {
+fn no_file_exceeds_the_line_limit() {
     for source in sources() {
         let lines = source.text.lines().count();
         assert!(
@@ -237,7 +237,7 @@ fn sources_are_ascii() {
 }
 
 #[test]
-fn nothing_is_left_for_later() {
+fn sources_have_no_placeholders() {
     // Written in two parts each, so that this file does not find itself.
     let needles =
         [concat!("to", "do!"), concat!("unimpl", "emented!"), concat!("d", "bg!"), concat!("FIX", "ME")];

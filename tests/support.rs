@@ -1,6 +1,6 @@
 //! The binary as a user runs it: in a temporary directory.
 //!
-//! Invariant: no test looks into the process; tests read the files and the output of a run.
+//! Invariant: tests read only the files and the output of a run.
 
 use std::io::Read;
 use std::ops::{Deref, DerefMut};
@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use serde_json::{Map, Value};
 
-/// A run of seconds: a small model after a short warm-up, and a reward that is about as often 1 as 0.
+/// A run of seconds: a small model after a short warm-up, and a reward whose mean is about 0.5.
 ///
-/// The rewards cannot be given by `--set`, so that this is a recipe of its own.
+/// `--set` cannot add rewards, so this is a separate recipe.
 const SMALL: &str = r#"
 [model.random]
 num_kv_heads = 2
@@ -41,10 +41,10 @@ interval = 3
 samples = 8
 "#;
 
-/// What answers `small.toml` calls correct.
+/// The pattern of answers that `small.toml` rewards.
 pub(crate) const CORRECT: &str = "eval.correct.reward=regex";
 
-/// How often a run in progress is looked at.
+/// Pause between two looks at a run in progress.
 const LOOK_UP: Duration = Duration::from_millis(2);
 
 /// A working directory with the recipe `small.toml`.
@@ -52,7 +52,7 @@ pub(crate) struct Home {
     root: tempfile::TempDir,
 }
 
-/// A command in progress; it ends with its test, also when that fails.
+/// A command in progress; dropping it kills the process, also if the test fails.
 pub(crate) struct Running(Child);
 
 /// A finished command.
@@ -65,9 +65,9 @@ pub(crate) struct Done {
 /// A stage of a run that its files show.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Moment {
-    /// The fresh model is there: the warm-up has begun.
+    /// The fresh model exists: the warm-up has begun.
     WarmUp,
-    /// The checkpoint of this step is there.
+    /// The checkpoint of this step exists.
     Checkpoint(u64),
     /// Training has begun for the n-th time.
     Start(usize),
@@ -94,7 +94,7 @@ impl Home {
         path
     }
 
-    /// The binary with `args`, its output kept.
+    /// The binary with `args` and captured output.
     fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rlrun"));
         command.args(args).current_dir(self.root.path()).stdin(Stdio::null());
@@ -126,7 +126,7 @@ impl Home {
         self.start(&small_args(name, sets))
     }
 
-    /// The same with a number of steps that no test reaches; it prints nothing, so that no pipe fills up.
+    /// The same with a number of steps that no test reaches, and without output, so that no pipe fills up.
     pub(crate) fn start_endless(&self, name: &str, sets: &[&str]) -> Running {
         let sets = [sets, &["trainer.steps=100000"]].concat();
         self.start(&[&["-q"], &small_args(name, &sets)[..]].concat())
@@ -146,7 +146,7 @@ impl Home {
     }
 }
 
-/// Its reward compares with no reference, so that what is correct has to be said.
+/// Its reward has no reference answer, so the recipe defines what is correct.
 fn small_args<'a>(name: &'a str, sets: &[&'a str]) -> Vec<&'a str> {
     let sets = [CORRECT].iter().chain(sets).flat_map(|set| ["--set", set]);
     ["small.toml", "--run-dir", name].into_iter().chain(sets).collect()
@@ -171,7 +171,7 @@ impl Done {
 
 /// Waits for the end of `child`.
 pub(crate) fn finish(mut child: Running) -> Done {
-    // The output of a run is small against the buffer of a pipe, so that one can be read after the other.
+    // The output of a run fits in the buffers of the pipes, so they can be read one after the other.
     let (mut stdout, mut stderr) = (String::new(), String::new());
     child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
     child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
@@ -210,7 +210,7 @@ impl DerefMut for Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // One that has ended already cannot be killed, which is as well.
+        // It may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -273,10 +273,10 @@ impl Run {
         }
     }
 
-    /// Waits until what the run has shown contains `text`.
+    /// Waits until the output of the run contains `text`.
     ///
     /// # Panics
-    /// If `child` ends before, or ten minutes go by.
+    /// If `child` ends before, or after ten minutes.
     pub(crate) fn wait_to_show(&self, text: &str, child: &mut Child) {
         let start = std::time::Instant::now();
         let shown = || std::fs::read_to_string(self.path.join("logs/attempt_1.log")).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Roles as processes of their own: a run of processes computes what one process does, and workers come and go.
+//! Roles as separate processes: a run of processes computes what one process does, and workers join and leave.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -20,7 +20,7 @@ pub(crate) fn pids(run: &Run, name: &str) -> Vec<u32> {
     lines.filter_map(|line| u32::try_from(line["fields"]["pid"].as_u64()?).ok()).collect()
 }
 
-/// Where a run says that it is served.
+/// The address that a run prints.
 pub(crate) fn served_on(run: &Run) -> String {
     let log = fs::read_to_string(run.path.join("logs/attempt_1.log")).unwrap();
     let url = log.split("served on ").nth(1).and_then(|rest| rest.split_whitespace().next());
@@ -35,7 +35,7 @@ pub(crate) fn members(url: &str) -> Vec<Value> {
     members.as_array().unwrap().clone()
 }
 
-/// Waits until something holds; panics with what `show` says if it takes five minutes.
+/// Waits until a condition is true; panics with the text of `show` after five minutes.
 pub(crate) fn until(what: &str, holds: &dyn Fn() -> bool, show: &dyn Fn() -> String) {
     let start = Instant::now();
     while !holds() {
@@ -44,7 +44,7 @@ pub(crate) fn until(what: &str, holds: &dyn Fn() -> bool, show: &dyn Fn() -> Str
     }
 }
 
-/// Whether no group of `steps` was trained on twice, and none is missing that has a place before the last.
+/// Whether no group of `steps` was trained on twice and no group before the last is missing.
 pub(crate) fn every_group_once(run: &Run, steps: u64, batch: u64) -> Result<(), String> {
     let groups: Vec<u64> = (1..=steps)
         .flat_map(|step| run.samples(step))
@@ -57,9 +57,9 @@ pub(crate) fn every_group_once(run: &Run, steps: u64, batch: u64) -> Result<(), 
     Err(format!("{} groups of which {} are different: {groups:?}", groups.len(), unique.len()))
 }
 
-/// Also with two samplers that share the work, whichever of them is faster: a completion depends on neither.
+/// Two samplers share the work; a completion does not depend on which of them samples it.
 #[test]
-fn a_synchronous_run_of_processes_ends_with_the_bits_of_one_process() {
+fn a_synchronous_run_of_processes_has_the_bits_of_one_process() {
     let home = Home::new();
     let sets = ["buffer.max_staleness=0", "trainer.steps=6"];
     let one = home.small("one", &sets);
@@ -76,9 +76,9 @@ fn a_synchronous_run_of_processes_ends_with_the_bits_of_one_process() {
     }
 }
 
-/// Ranks that are processes, of which one is killed: all are started again, and end with the bits of ranks that are threads.
+/// One of the ranks is killed: all are restarted and end with the bits of ranks as threads.
 #[test]
-fn ranks_that_are_processes_end_with_the_bits_of_threads_also_when_one_is_killed() {
+fn ranks_as_processes_have_the_bits_of_threads_after_a_kill() {
     let home = Home::new();
     let sets = ["buffer.max_staleness=0", "trainer.steps=9", "trainer.world=2", "trainer.zero=3"];
     let threads = home.small("threads", &sets);
@@ -95,12 +95,12 @@ fn ranks_that_are_processes_end_with_the_bits_of_threads_also_when_one_is_killed
     every_group_once(&run, 9, 8).unwrap();
 }
 
-/// A run in one process is helped by others: one leaves when it is asked to, one is killed, one comes late.
+/// Workers join a run in one process: one leaves on request, one is killed, one joins late.
 #[test]
-fn workers_join_and_leave_while_a_run_goes_on() {
+fn workers_join_and_leave_during_a_run() {
     let home = Home::new();
     let run = home.run("run");
-    // A policy that has learned everything makes versions faster than anybody can apply them.
+    // A policy without gradients publishes versions faster than workers apply them.
     let sets = ["buffer.listen=127.0.0.1:0", "buffer.max_staleness=2", "trainer.learning_rate=1e-9"];
     let mut lead = home.start_endless("run", &sets);
     assert!(run.wait_for(Moment::Step(1), &mut lead));
@@ -137,16 +137,16 @@ fn workers_join_and_leave_while_a_run_goes_on() {
     assert!(run.wait_for(Moment::Step(steps + 3), &mut lead));
     interrupt(&lead);
     finish(lead).ok();
-    // The run has notified it of its end.
+    // The run has notified the worker of its end.
     finish(late).ok();
     let last = run.steps().len() as u64;
     every_group_once(&run, last, 8).unwrap();
     assert!(run.values("staleness/max").iter().all(|max| *max <= 2.0));
 }
 
-/// A run with a dataset and a function of its own: a worker reads and runs neither until its operator allows it.
+/// A run names a dataset and a function: a worker reads and runs neither until its operator allows it.
 #[test]
-fn a_worker_reads_and_runs_what_its_operator_allows() {
+fn a_worker_reads_and_runs_only_what_its_operator_allows() {
     if !python_is_there() {
         return;
     }
@@ -201,7 +201,7 @@ fn a_worker_reads_and_runs_what_its_operator_allows() {
 }
 
 #[test]
-fn a_launcher_that_stops_a_run_is_asked_to_start_it_again() {
+fn a_run_that_a_launcher_stops_asks_to_be_requeued() {
     let home = Home::new();
     for (name, sets) in [("one", &[][..]), ("many", &PROCESSES)] {
         let run = home.run(name);
@@ -219,7 +219,7 @@ fn a_launcher_that_stops_a_run_is_asked_to_start_it_again() {
     }
 }
 
-/// The processes of a run save and end with their controller, for every way that it ends.
+/// The processes of a run save and end with their controller, however it ends.
 #[test]
 fn a_run_whose_controller_is_killed_can_be_resumed() {
     let home = Home::new();
@@ -244,7 +244,7 @@ fn is_alive(pid: u32) -> bool {
 }
 
 #[test]
-fn what_cannot_work_is_said_at_once() {
+fn impossible_placements_and_addresses_are_refused_at_once() {
     let home = Home::new();
     let start = |sets: &[&str]| {
         let sets = sets.iter().flat_map(|set| ["--set", set]);
