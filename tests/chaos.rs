@@ -19,7 +19,7 @@ const PACE: u64 = 2;
 
 /// A failure that is injected into a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Blow {
+enum Fault {
     /// SIGKILL.
     Kill,
     /// SIGSTOP: only its missing heartbeat shows it.
@@ -33,21 +33,21 @@ fn recoveries(run: &Run, name: &str) -> Vec<f64> {
     back.filter_map(|line| line["fields"]["after_s"].as_f64()).collect()
 }
 
-/// Injects `blows` one after the other, some steps apart; every process recovers.
-fn strike(run: &Run, child: &mut std::process::Child, blows: &[(&str, Blow)]) {
+/// Injects `faults` one after the other, some steps apart; every process recovers.
+fn inject(run: &Run, child: &mut std::process::Child, faults: &[(&str, Fault)]) {
     let mut step = 1;
-    for (name, blow) in blows {
+    for (name, fault) in faults {
         assert!(run.wait_for(Moment::Step(step), child), "the run ended before step {step}");
         let (before, pid) = (recoveries(run, name).len(), *pids(run, name).last().expect(name));
-        signal_process(pid, if *blow == Blow::Kill { "KILL" } else { "STOP" });
+        signal_process(pid, if *fault == Fault::Kill { "KILL" } else { "STOP" });
         let back = || recoveries(run, name).len() > before;
-        until(&format!("the recovery of {name} from {blow:?}"), &back, &|| String::new());
+        until(&format!("the recovery of {name} from {fault:?}"), &back, &|| String::new());
         step = (run.steps().len() as u64).max(step) + PACE;
     }
 }
 
-/// Runs processes under `blows` and asserts what holds for every run.
-fn survives(home: &Home, name: &str, blows: &[(&str, Blow)]) -> Run {
+/// Runs processes under `faults` and asserts what holds for every run.
+fn survives(home: &Home, name: &str, faults: &[(&str, Fault)]) -> Run {
     let run = home.run(name);
     let sets = [
         &PROCESSES[..],
@@ -60,7 +60,7 @@ fn survives(home: &Home, name: &str, blows: &[(&str, Blow)]) -> Run {
     ]
     .concat();
     let mut child = home.start_endless(name, &sets);
-    strike(&run, &mut child, blows);
+    inject(&run, &mut child, faults);
     // Enough steps to learn under every injected failure.
     assert!(run.wait_for(Moment::Step(30), &mut child));
     interrupt(&child);
@@ -75,11 +75,11 @@ fn survives(home: &Home, name: &str, blows: &[(&str, Blow)]) -> Run {
     run
 }
 
-/// `count` kills of each role, in turn.
-fn blows(count: usize) -> Vec<(&'static str, Blow)> {
+/// `count` faults of each role, in turn.
+fn faults(count: usize) -> Vec<(&'static str, Fault)> {
     let of = |n: usize| {
-        let stopped = if n % 5 == 4 { Blow::Stop } else { Blow::Kill };
-        [("rollout 0", stopped), ("the trainer", Blow::Kill), ("rollout 1", Blow::Kill)]
+        let stopped = if n % 5 == 4 { Fault::Stop } else { Fault::Kill };
+        [("rollout 0", stopped), ("the trainer", Fault::Kill), ("rollout 1", Fault::Kill)]
     };
     (0..count).flat_map(of).collect()
 }
@@ -101,7 +101,7 @@ fn recovery_table(run: &Run) -> String {
 #[test]
 fn a_run_whose_processes_are_killed_completes_every_step_once() {
     let home = Home::new();
-    let run = survives(&home, "killed", &blows(7));
+    let run = survives(&home, "killed", &faults(7));
     eprint!("{}", recovery_table(&run));
 }
 
@@ -111,7 +111,7 @@ fn a_run_whose_processes_are_killed_completes_every_step_once() {
 fn two_hundred_kills_of_every_role() {
     let home = Home::new();
     for round in 0..10 {
-        let run = survives(&home, &format!("round{round}"), &blows(20));
+        let run = survives(&home, &format!("round{round}"), &faults(20));
         eprintln!("round {round}\n{}", recovery_table(&run));
     }
 }
@@ -120,7 +120,7 @@ fn two_hundred_kills_of_every_role() {
 #[test]
 fn the_controller_restarts_a_stopped_trainer() {
     let home = Home::new();
-    survives(&home, "stopped", &[("the trainer", Blow::Stop)]);
+    survives(&home, "stopped", &[("the trainer", Fault::Stop)]);
 }
 
 /// A run with a worker that keeps dying ends within its restart budget, with the worker's last output.
@@ -153,10 +153,10 @@ fn pids_if_any(run: &Run, name: &str) -> Vec<u32> {
 }
 
 /// A proxy between a worker and its run: forwards bytes, delays them, or drops the connection.
-struct Wire {
+struct Proxy {
     address: SocketAddr,
     shared: Arc<Shared>,
-    door: Option<JoinHandle<()>>,
+    acceptor: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
@@ -166,13 +166,13 @@ struct Shared {
     over: AtomicBool,
 }
 
-impl Wire {
+impl Proxy {
     fn to(target: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         listener.set_nonblocking(true).unwrap();
         let (address, shared) = (listener.local_addr().unwrap(), Arc::new(Shared::default()));
         let theirs = Arc::clone(&shared);
-        let door = std::thread::spawn(move || {
+        let acceptor = std::thread::spawn(move || {
             let mut pipes = Vec::new();
             while !theirs.over.load(Ordering::Relaxed) {
                 let Ok((stream, _)) = listener.accept() else {
@@ -191,7 +191,7 @@ impl Wire {
             }
             pipes.into_iter().for_each(|pipe| drop(pipe.join()));
         });
-        Self { address, shared, door: Some(door) }
+        Self { address, shared, acceptor: Some(acceptor) }
     }
 }
 
@@ -216,10 +216,10 @@ fn pass_on(mut from: TcpStream, mut to: TcpStream, shared: &Shared) {
     let _ = from.shutdown(std::net::Shutdown::Both);
 }
 
-impl Drop for Wire {
+impl Drop for Proxy {
     fn drop(&mut self) {
         self.shared.over.store(true, Ordering::Relaxed);
-        self.door.take().into_iter().for_each(|door| drop(door.join()));
+        self.acceptor.take().into_iter().for_each(|acceptor| drop(acceptor.join()));
     }
 }
 
@@ -235,9 +235,9 @@ fn a_disconnected_worker_reconnects_and_continues() {
     assert!(run.wait_for(Moment::Step(1), &mut lead));
     let url = served_on(&run);
     let target: SocketAddr = url.strip_prefix("http://").unwrap().parse().unwrap();
-    let wire = Wire::to(target);
-    wire.shared.delay_ms.store(10, Ordering::Relaxed);
-    let through = format!("http://{}", wire.address);
+    let proxy = Proxy::to(target);
+    proxy.shared.delay_ms.store(10, Ordering::Relaxed);
+    let through = format!("http://{}", proxy.address);
     let worker = home.start(&["worker", "rollout", "--join", &through, "--name", "far", "--threads", "1"]);
     let sampled = || {
         let members = members(&url);
@@ -245,11 +245,11 @@ fn a_disconnected_worker_reconnects_and_continues() {
     };
     let show = || format!("{:?}", members(&url));
     until("work of the worker", &|| sampled() > Some(0), &show);
-    wire.shared.cut.store(true, Ordering::Relaxed);
+    proxy.shared.cut.store(true, Ordering::Relaxed);
     until("that the run forgets it", &|| sampled().is_none(), &show);
     let steps = run.steps().len() as u64;
     assert!(run.wait_for(Moment::Step(steps + 3), &mut lead), "the run waits for a worker that is away");
-    wire.shared.cut.store(false, Ordering::Relaxed);
+    proxy.shared.cut.store(false, Ordering::Relaxed);
     let before = Instant::now();
     until("that it is back", &|| sampled().is_some(), &show);
     let had = sampled().unwrap_or(0);

@@ -160,7 +160,7 @@ fn a_group_in_the_journal_that_cannot_be_trained_on_is_set_aside_and_named() {
 }
 
 /// Registers as the run's own sampler and sends false receipts.
-fn lie_about_weights(ask: &dyn Fn(&str, &str, &Value) -> (u16, Value)) {
+fn send_false_receipts(ask: &dyn Fn(&str, &str, &Value) -> (u16, Value)) {
     let subscribe = |name: &str| ask("POST", "/v1/weights/subscribers", &json!({ "name": name }));
     assert_eq!(subscribe("sampler 0").1["code"], "name_taken");
     let wrong = "00".repeat(32);
@@ -214,7 +214,7 @@ fn invalid_requests_of_peers_do_not_end_a_run() {
     let expected =
         ["token_out_of_vocabulary", "token_out_of_vocabulary", "too_many_tokens", "future_version"];
     assert_eq!((status, codes), (200, expected.map(Value::from).iter().collect()), "{answer}");
-    lie_about_weights(&ask);
+    send_false_receipts(&ask);
     // Workers.
     let long = "x".repeat(100_000);
     let join = json!({ "protocol": 1, "role": "rollout", "name": long });

@@ -41,7 +41,7 @@ interval = 3
 samples = 8
 "#;
 
-/// The pattern of answers that `small.toml` rewards.
+/// Makes the reward `regex` of `small.toml` the criterion of a correct answer.
 pub(crate) const CORRECT: &str = "eval.correct.reward=regex";
 
 /// Pause between two looks at a run in progress.
