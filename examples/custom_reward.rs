@@ -1,6 +1,6 @@
-//! An rlrun with a reward of one's own: `cargo run --release --example custom_reward -- RECIPE.toml`.
+//! An rlrun with a custom reward: `cargo run --release --example custom_reward -- RECIPE.toml`.
 //!
-//! It knows every command and every built-in reward of `rlrun`, and the kind `vowels` beside them:
+//! It has every command and every built-in reward of `rlrun`, and the kind `vowels`:
 //!
 //! ```toml
 //! [[rewards]]

@@ -4,12 +4,12 @@
     kind = "python"
     path = "examples/python_reward.py"
 
-    rlrun reward test RECIPE      shows what it says, and how long it takes
+    rlrun reward test RECIPE      shows its scores and how long it takes
 """
 
 
 def ends_with_answer(completions, answer, log_metric=None, **columns):
-    """One if the last number of a completion is the answer; `answer` is the task's, or the column of that name."""
+    """1 if the last number of a completion is the answer; `answer` is the task's, or the column of that name."""
     rewards = []
     for completion, expected in zip(completions, answer):
         text = completion if isinstance(completion, str) else completion[0]["content"]

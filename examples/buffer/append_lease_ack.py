@@ -3,7 +3,7 @@
     rlrun serve buffer --dir /tmp/buffer --batch-groups 1 &
     python3 examples/buffer/append_lease_ack.py http://127.0.0.1:8700
 
-Needs nothing but Python. With a token file, the second argument is a token of the role admin.
+Needs only Python. With a token file, the second argument is a token of the role admin.
 """
 
 import json
@@ -24,7 +24,7 @@ def ask(path, body):
 
 
 def trajectory(prompt, completion, logprobs, reward):
-    """The policy sampled `completion` with `logprobs`, and is trained on it alone."""
+    """A trajectory whose `completion` was sampled with `logprobs`; only the completion is trained on."""
     return {
         "token_ids": prompt + completion,
         "loss_mask": [False] * len(prompt) + [True] * len(completion),
@@ -37,7 +37,7 @@ def trajectory(prompt, completion, logprobs, reward):
 answers = [trajectory([5, 6], [17], [-0.1], 1.0), trajectory([5, 6], [18], [-2.5], 0.0)]
 group = {"key": str(uuid.uuid4()), "trajectories": answers}
 print(ask("/v1/groups", {"groups": [group]})["results"])
-# The same key again, because an answer was lost: nothing is stored twice.
+# The same key again, as after a lost answer: the group is not stored twice.
 print(ask("/v1/groups", {"groups": [group]})["results"])
 
 request = {"consumer": "example", "groups": 1, "wait_ms": 10_000, "hold_ms": 60_000}

@@ -14,8 +14,8 @@ ask() {
     echo
 }
 
-# Two answers of version 0 to one prompt. The first token is the prompt, the others were sampled. Sent again with the same
-# key, for example because the answer was lost, the group is not stored a second time.
+# Two completions of version 0 for one prompt. The first token is the prompt, the other was sampled. Sent again with the
+# same key, as after a lost answer, the group is not stored a second time.
 key="example-$$-$(date +%s)"
 group='{
     "key": "'"$key"'",
@@ -30,10 +30,10 @@ group='{
 ask POST /v1/groups '{"groups": ['"$group"']}'
 ask POST /v1/groups '{"groups": ['"$group"']}'
 
-# Waits up to ten seconds for one group; it is ours for a minute, longer if we extend the lease.
+# Waits up to ten seconds for one group. The lease holds for a minute, longer if it is extended.
 lease="$(ask POST /v1/leases '{"consumer": "example", "groups": 1, "wait_ms": 10000, "hold_ms": 60000}')"
 echo "$lease"
 
-# Trained: never to be handed out again.
+# Acknowledges the lease: its groups are not leased again.
 id="$(sed -n 's/^{"lease":{"id":\([0-9]*\).*/\1/p' <<<"$lease")"
 ask POST "/v1/leases/$id/ack" '{}'
