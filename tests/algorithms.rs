@@ -57,7 +57,7 @@ fn the_second_half_of_the_algorithms_learns() {
 }
 
 #[test]
-fn a_critic_may_be_a_head_of_the_policy() {
+fn a_critic_can_be_a_head_of_the_policy() {
     let home = Home::new();
     let sets =
         ["algorithm.kind=ppo", "critic.kind=shared", "critic.value_clip=0.5", "trainer.steps=20", "seed=3"];

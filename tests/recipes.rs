@@ -198,7 +198,7 @@ fn models_of_every_family_train_on_columns_of_any_name() {
 
 /// Conversations in TRL's format, without a prompt column and without a reward.
 #[test]
-fn conversations_are_learnt_without_a_reward() {
+fn conversations_train_without_a_reward() {
     let home = Home::new();
     make_chat_model(&home);
     let turn = |role: &str, content: &str| serde_json::json!({ "role": role, "content": content });

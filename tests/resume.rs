@@ -184,7 +184,7 @@ fn a_finished_run_is_unchanged_by_a_resume_and_can_be_extended() {
 
 /// Keys that a resume may change apply from the next step on and are recorded; other keys are refused.
 #[test]
-fn a_resume_applies_and_records_what_it_may_change_and_refuses_the_rest() {
+fn a_resume_applies_allowed_changes_and_refuses_others() {
     let home = Home::new();
     let run = home.small("run", &["trainer.steps=2", "buffer.max_staleness=2"]);
     let files = || {
@@ -246,7 +246,7 @@ fn a_resume_applies_and_records_what_it_may_change_and_refuses_the_rest() {
 
 /// Invalid values are refused and not recorded.
 #[test]
-fn a_resume_with_values_that_do_not_fit_changes_nothing() {
+fn a_resume_with_invalid_values_changes_nothing() {
     let home = Home::new();
     let run = home.small("run", &["trainer.steps=2"]);
     let resolved = || fs::read_to_string(run.path.join("resolved.toml")).unwrap();

@@ -26,7 +26,7 @@ impl Served {
 
 /// Requests in OpenRLHF's form are answered; requests without a token and malformed requests are refused.
 #[test]
-fn a_served_reward_model_answers_others_and_refuses_what_it_cannot_answer() {
+fn a_served_reward_model_answers_valid_requests_and_refuses_others() {
     let home = Home::new();
     let model = repository().join("model/tests/goldens/scorer_qwen2");
     home.write("token", "s3cret\n");
@@ -120,7 +120,7 @@ fn mean(values: &[f64]) -> f64 {
 
 /// The run does not depend on where a reward model computes, nor on whether it stays in memory.
 #[test]
-fn a_reward_model_gives_equal_scores_wherever_it_is_placed() {
+fn a_reward_model_gives_equal_scores_in_every_placement() {
     let home = Home::new();
     let sync = ["buffer.max_staleness=0", "trainer.steps=4"];
     let run = |name: &str, keys: &str, sets: &[&str]| {
@@ -163,7 +163,7 @@ fn a_policy_learns_from_a_reward_model() {
 
 /// Reference and critic give the same bits in memory beside the policy and in turns with it.
 #[test]
-fn reference_and_critic_give_equal_results_wherever_they_are_placed() {
+fn reference_and_critic_give_equal_results_in_every_placement() {
     let home = Home::new();
     let base = [
         "buffer.max_staleness=0",

@@ -262,7 +262,7 @@ fn a_second_process_and_foreign_files_are_refused() {
 }
 
 #[test]
-fn a_directory_that_cannot_be_written_is_an_error() {
+fn an_unwritable_directory_is_an_error() {
     let home = Home::new();
     let directory = home.path("journal");
     std::fs::create_dir(&directory).unwrap();

@@ -57,7 +57,7 @@ fn a_run_on_a_served_buffer_has_the_bits_of_a_local_one_also_after_a_resume() {
 }
 
 #[test]
-fn a_served_buffer_with_another_bound_is_refused_before_anything_is_sampled() {
+fn a_served_buffer_with_another_bound_is_refused_before_sampling() {
     let home = Home::new();
     let server = serve(&home);
     let url = format!("buffer.url=http://{}", server.address);
@@ -132,7 +132,7 @@ fn events(run: &Run, name: &str) -> Vec<Value> {
 
 /// A buffer without a model accepts any tokens; the run quarantines such groups and continues.
 #[test]
-fn a_group_in_the_journal_that_cannot_be_trained_on_is_set_aside_and_named() {
+fn an_invalid_group_in_the_journal_is_quarantined_and_named() {
     let home = Home::new();
     let run = home.small("run", &[&SYNCHRONOUS[..], &["trainer.steps=2"]].concat());
     let server = serve_in(&home, "run");
