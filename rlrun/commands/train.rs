@@ -17,7 +17,6 @@ use crate::controller;
 use crate::failure::Failure;
 use crate::pipeline::{self, Ending, RunOptions};
 use crate::program::Program;
-use crate::recipe::words::StoreWord;
 use crate::recipe::{Change, Recipe, Resumption};
 use crate::report::{Report, Style};
 use crate::run_buffer;
@@ -129,7 +128,7 @@ pub(super) fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Fai
         Recipe::resume(&path, &args.sets, program, resume).map_err(Failure::Recipe)?;
     refuse_what_does_not_fit(&recipe)?;
     let journal = run_buffer::journal(run_dir.path());
-    let keeps_one = recipe.buffer.store == StoreWord::Redb && recipe.supervised.is_none();
+    let keeps_one = recipe.buffer.store.has_journal() && recipe.supervised.is_none();
     if args.without_journal && keeps_one && !journal.exists() {
         drop(Buffer::open(journal, recipe.buffer_config())?);
     }

@@ -11,7 +11,6 @@ use super::weights::WeightPublishing;
 use crate::evaluation::Evaluated;
 use crate::failure::Failure;
 use crate::observe::{Observer, ObserverInputs};
-use crate::recipe::words::StoreWord;
 use crate::trainer_progress::TrainerPhase;
 
 impl Run<'_> {
@@ -61,7 +60,7 @@ impl Run<'_> {
             if trainer.checkpoint_due() {
                 observer.sync()?;
                 trainer.checkpoint()?;
-            } else if self.recipe.checkpoint.interval == 0 && self.recipe.buffer.store == StoreWord::Memory {
+            } else if self.recipe.checkpoint.interval == 0 && !self.recipe.buffer.store.is_durable() {
                 trainer.forget()?;
             }
             phase.set(version, &format!("reward {:.3}", step.batch.reward.mean));

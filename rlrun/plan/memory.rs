@@ -14,7 +14,7 @@ use std::fmt;
 use model::{Config, KvCache, Layout, ParameterSpec, Quantization, QueryKeyNorm, Recompute};
 
 use crate::recipe::Recipe;
-use crate::recipe::words::{CriticKind, StoreWord};
+use crate::recipe::words::CriticKind;
 
 /// What a run takes whose model takes nothing: program, libraries, threads and the heap that the allocator keeps for each
 /// of them in pages of 2 MiB, measured with a model of 20 thousand weights: 70 to 100 MiB.
@@ -131,7 +131,7 @@ impl Memory {
         }
         if recipe.supervised.is_some() {
             parts.retain(|part| !SAMPLING.contains(&part.name));
-        } else if recipe.buffer.store == StoreWord::Redb {
+        } else if recipe.buffer.store.has_journal() {
             parts.push(part("journal", "cache of the buffer at the end of the run", journal(recipe)));
         }
         devices::leave_out(&mut parts, recipe);

@@ -99,30 +99,28 @@ fn check_replay(buffer: &BufferSection, checker: &mut Checker<'_>) {
 impl BufferSection {
     /// The keys that say nothing about the store that was chosen.
     pub(super) fn keys_without_effect(&self) -> &'static [&'static str] {
-        match self.store {
-            StoreWord::Http => {
-                const OF_OWN: &[&str] = &[
-                    "on_stale",
-                    "order",
-                    "reward_temperature",
-                    "max_uses",
-                    "dedup",
-                    "max_mib",
-                    "listen",
-                    "tls_cert",
-                    "tls_key",
-                    "insecure",
-                ];
-                OF_OWN
-            }
-            StoreWord::Redb | StoreWord::Memory if self.listen.is_some() => &["url"],
-            StoreWord::Redb | StoreWord::Memory => &["url", "token_file", "tls_cert", "tls_key", "insecure"],
+        const OF_OWN: &[&str] = &[
+            "on_stale",
+            "order",
+            "reward_temperature",
+            "max_uses",
+            "dedup",
+            "max_mib",
+            "listen",
+            "tls_cert",
+            "tls_key",
+            "insecure",
+        ];
+        match (self.store.is_remote(), &self.listen) {
+            (true, _) => OF_OWN,
+            (false, Some(_)) => &["url"],
+            (false, None) => &["url", "token_file", "tls_cert", "tls_key", "insecure"],
         }
     }
 }
 
 fn check_store(buffer: &mut BufferSection, checker: &mut Checker<'_>) {
-    let remote = buffer.store == StoreWord::Http;
+    let remote = buffer.store.is_remote();
     if remote && buffer.url.is_none() {
         let help = "name the address that `rlrun serve buffer` printed";
         checker.report("buffer.store", "`buffer.store` is \"http\", but there is no `buffer.url`", help);
@@ -135,8 +133,8 @@ fn check_store(buffer: &mut BufferSection, checker: &mut Checker<'_>) {
             (false, _) => "remove it, or set `buffer.listen`",
         };
         if checker.given(&path) {
-            let store = if remote { "http" } else { "redb\" or \"memory" };
-            checker.report(&path, format!("`{path}` has no effect with `buffer.store` \"{store}\""), help);
+            let store = if remote { "\"http\"" } else { StoreWord::OWN };
+            checker.report(&path, format!("`{path}` has no effect with `buffer.store` {store}"), help);
         }
     }
     check_listen(buffer, checker);

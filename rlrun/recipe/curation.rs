@@ -5,7 +5,7 @@
 
 use super::ranges::{Checker, FRACTION, POSITIVE, SHARE};
 use super::schema::{BufferSection, CurationSection, RawRecipe, Rollout};
-use super::words::{OnStale, StoreWord};
+use super::words::OnStale;
 
 /// Checks both.
 pub(super) fn check_curation(raw: &RawRecipe, checker: &mut Checker<'_>) {
@@ -75,7 +75,7 @@ fn check_success_pool(curation: &CurationSection, buffer: &BufferSection, checke
     if !curation.success_pool {
         return;
     }
-    if buffer.store == StoreWord::Http {
+    if buffer.store.is_remote() {
         let message = "`curation.success_pool` needs a buffer that drops what is too old, and one that is served elsewhere \
                        does not say whether it does";
         let paths = ["curation.success_pool", "buffer.store"];

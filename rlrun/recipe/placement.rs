@@ -7,7 +7,7 @@ use super::Recipe;
 use super::ranges::Checker;
 use super::words::{
     CollectiveWord, CriticKind, DeviceLocation, DeviceWord, ModelDtype, OptimizerHome, OptimizerKind,
-    Quantization, Ranks, Reduction, StoreWord, WeightDtypeWord, WeightTransport,
+    Quantization, Ranks, Reduction, WeightDtypeWord, WeightTransport,
 };
 use crate::settings::Devices;
 
@@ -81,7 +81,7 @@ fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
     if recipe.supervised.is_some() {
         cannot("supervised", "`placement.processes` has no effect without sampling", "remove it");
     }
-    if recipe.buffer.store != StoreWord::Redb {
+    if !recipe.buffer.store.has_journal() {
         let message = "processes of a run (`placement.processes`) share its journal, so that nothing is lost when one dies";
         cannot("buffer.store", message, "set `buffer.store` to \"redb\"");
     }

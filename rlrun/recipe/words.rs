@@ -35,6 +35,29 @@ pub enum StoreWord {
     Http,
 }
 
+impl StoreWord {
+    /// The words of the stores that are part of the run, for messages.
+    pub const OWN: &str = "\"redb\" or \"memory\"";
+
+    /// Whether another process serves the buffer.
+    #[must_use]
+    pub fn is_remote(self) -> bool {
+        self == Self::Http
+    }
+
+    /// Whether the groups are in a journal of the run directory.
+    #[must_use]
+    pub fn has_journal(self) -> bool {
+        self == Self::Redb
+    }
+
+    /// Whether the stored groups survive a crash of the run.
+    #[must_use]
+    pub fn is_durable(self) -> bool {
+        self.has_journal() || self.is_remote()
+    }
+}
+
 /// Form of the trainer's ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
