@@ -32,6 +32,7 @@ use rewards::RewardSet;
 use trainer::Leader;
 use trajectory::PolicyVersion;
 
+pub(crate) use self::weights::remote_subscriber;
 use crate::evaluation::Evaluated;
 use crate::failure::Failure;
 use crate::observe::Observer;

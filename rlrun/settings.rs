@@ -27,7 +27,7 @@ use trajectory::Task;
 use weights::{DeltaConfig, Dtype, HubConfig, PublishConfig};
 
 use crate::recipe::schema::{CheckpointSection, EvalSet, RandomModel};
-use crate::recipe::words::{PolicyPlacement, SupervisedKind, WeightDtypeWord, WeightTransport};
+use crate::recipe::words::{PolicyPlacement, SupervisedKind, WeightDtypeWord};
 use crate::recipe::{DataSource, Recipe};
 
 mod devices;
@@ -285,7 +285,7 @@ impl Recipe {
     pub fn publish(&self, served: bool) -> PublishConfig {
         let every = NonZeroUsize::new(self.weights.full_every).unwrap_or(NonZeroUsize::MIN);
         let deltas = DeltaConfig { full_every: every, compress: self.weights.compress };
-        let shared = served && self.weights.transport == WeightTransport::Auto;
+        let shared = served && self.weights.transport.publishes_to_shared_memory();
         PublishConfig {
             deltas: (served && every > NonZeroUsize::MIN).then_some(deltas),
             shm: shared.then(|| PathBuf::from(SHARED_MEMORY)).filter(|directory| directory.is_dir()),

@@ -1,6 +1,6 @@
 //! How weights go from the trainer to the samplers: through memory of the host, or from device to device.
 //!
-//! Invariant: one rule chooses the transport for the publisher and for the local sampler.
+//! Invariant: the publisher, the local sampler and samplers in other processes get their transport in this file.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,8 +11,9 @@ use model::on_device::DeviceDtype;
 use rollout::applier::WeightSource;
 use trainer::WeightPublisher;
 use weights::direct::colocated::ColocatedPublisher;
-use weights::direct::ipc::{IpcConfig, IpcPublisher};
+use weights::direct::ipc::{IpcConfig, IpcPublisher, IpcSubscriber};
 use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
+use weights::http::RemoteConfig;
 use weights::{
     DevicePublisher, DevicePush, DeviceSubscriber, Hub, HubPublisher, Lag, Publisher, PushCost, WeightsError,
 };
@@ -54,6 +55,18 @@ enum DeviceTransport {
     Memory,
     Ipc,
     Nccl,
+}
+
+/// The subscription of a sampler in another process to weights that are sent from device to device.
+pub(crate) fn remote_subscriber<T: Storage>(
+    transport: WeightTransport,
+    remote: RemoteConfig,
+    device: &Device,
+) -> Result<Arc<dyn DeviceSubscriber<T>>, WeightsError> {
+    Ok(match transport {
+        WeightTransport::Nccl => Arc::new(NcclSubscriber::connect(remote, device)?),
+        _ => Arc::new(IpcSubscriber::connect(remote, device)?),
+    })
 }
 
 impl<T: Storage> DevicePublishing<T> {

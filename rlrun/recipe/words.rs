@@ -21,6 +21,7 @@ pub use trainer::loss::kl::KlPlacement;
 pub use trainer::loss::{Aggregation, KlEstimator};
 pub use trainer::optimizer::OptimizerKind;
 pub use trainer::schedule::ScheduleShape;
+use weights::http::remote::RemoteTransport;
 
 /// Storage of groups between rollout and trainer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -92,6 +93,21 @@ impl WeightTransport {
     #[must_use]
     pub fn is_between_devices(self) -> bool {
         matches!(self, Self::CudaIpc | Self::Nccl)
+    }
+
+    /// Whether the publisher writes its versions to shared memory too.
+    #[must_use]
+    pub fn publishes_to_shared_memory(self) -> bool {
+        self == Self::Auto
+    }
+
+    /// How a subscriber in another process receives weights through host memory.
+    #[must_use]
+    pub fn remote(self) -> RemoteTransport {
+        match self {
+            Self::Auto | Self::CudaIpc | Self::Nccl => RemoteTransport::Any,
+            Self::Http => RemoteTransport::Http,
+        }
     }
 
     /// The word of the recipe.

@@ -19,9 +19,6 @@ use device::{Device, DeviceBuffer, Storage};
 use model::on_device::{DeviceDtype, DeviceSampler, StagedWeights};
 use model::{Config, Head, Layout, Parameters, Quantization, SharedCores};
 use trajectory::PolicyVersion;
-use weights::direct::ipc::IpcSubscriber;
-use weights::direct::nccl::NcclSubscriber;
-use weights::http::remote::RemoteTransport;
 use weights::http::{RemoteConfig, RemoteSubscriber};
 use weights::{DeviceSubscriber, Subscriber};
 
@@ -30,10 +27,11 @@ use super::permissions::Permissions;
 use super::registry::WorkerRole;
 use crate::args::RolloutArgs;
 use crate::failure::Failure;
+use crate::pipeline::remote_subscriber;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::recipe::Recipe;
-use crate::recipe::words::{DeviceWord, WeightTransport};
+use crate::recipe::words::DeviceWord;
 use crate::signals::{Signals, end_with_parent};
 
 /// Longest wait for the first weights between two looks at the stop flag.
@@ -143,10 +141,7 @@ fn settle_device(recipe: &mut Recipe, device: Option<DeviceWord>) -> Result<(), 
 
 /// The client configuration for the run's hub.
 fn remote(args: &RolloutArgs, membership: &Membership, recipe: &Recipe) -> Result<RemoteConfig, Failure> {
-    let transport = match recipe.weights.transport {
-        WeightTransport::Auto | WeightTransport::CudaIpc | WeightTransport::Nccl => RemoteTransport::Any,
-        WeightTransport::Http => RemoteTransport::Http,
-    };
+    let transport = recipe.weights.transport.remote();
     let ClientConfig { url, token, roots, patience, .. } = client_config(&args.join)?;
     let config = RemoteConfig::new(url, membership.joined.name.clone());
     Ok(RemoteConfig { token, roots, patience, transport, ..config })
@@ -207,10 +202,7 @@ fn first_from_device<T: Storage>(
     incoming: impl FnOnce(Arc<dyn DeviceSubscriber<T>>) -> WeightSource,
 ) -> Result<Option<FirstWeights>, Failure> {
     let device = Device::open(place)?;
-    let subscriber: Arc<dyn DeviceSubscriber<T>> = match recipe.weights.transport {
-        WeightTransport::Nccl => Arc::new(NcclSubscriber::connect(remote, &device)?),
-        _ => Arc::new(IpcSubscriber::connect(remote, &device)?),
-    };
+    let subscriber = remote_subscriber::<T>(recipe.weights.transport, remote, &device)?;
     let Some(weights) = wait_for(recipe, stop, || Ok(subscriber.wait_newer(None, LOOK_UP)?))? else {
         return Ok(None);
     };
