@@ -3,19 +3,17 @@
 //! Invariant: failures are reported with every accuracy. Failing rewards never suppress an accuracy, and without
 //! `eval.correct` there is none.
 
-use std::sync::Arc;
-
 use model::ModelDirectory;
 use rollout::evaluate::{
     Evaluation, EvaluationConfig, EvaluationObserver, EvaluationSet, Failures, evaluate,
 };
-use rollout::{Engine, EpisodeConfig, LocalSampler, Network, PromptSet};
-use trajectory::PolicyVersion;
+use rollout::{EpisodeConfig, Network, PromptSet};
 
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::recipe::{DEFAULT_SET, Recipe};
+use crate::sampler::SamplerSetup;
 
 /// A further set of held-out tasks.
 #[derive(Debug)]
@@ -95,12 +93,10 @@ impl Prepared {
             max_samples: engine.max_samples,
             wait: recipe.wait(),
         };
-        let engine = Engine::new(engine, recipe.stop_rules(directory), network, PolicyVersion::default())?
-            .on(Arc::clone(&self.pool));
-        let mut sampler = LocalSampler::fixed(engine);
+        let mut sampler = SamplerSetup { recipe, directory, prepared: self }.fixed(engine, network)?;
         let evaluations = evaluate(
             &config,
-            (&mut sampler, EpisodeConfig::single_turn()),
+            (&mut *sampler, EpisodeConfig::single_turn()),
             &sets,
             (rewards, runtime.handle()),
             watch,
@@ -248,6 +244,8 @@ fn failures(evaluation: &Evaluation) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use rollout::evaluate::EvaluatedAnswer;
     use serde_json::Map;
     use trajectory::{Component, Prompt, Score, Task, TaskId};

@@ -7,8 +7,8 @@
 //! - [`reward`]: rewards evaluated without a run
 //! - `doctor`: the hardware and software that rlrun can use; `explain`: the meaning of a key of a recipe
 //! - [`plan`]: batch arithmetic and memory of a recipe before it runs; [`fit`]: extrapolation of a run to more compute
-//! - [`pipeline`]: a run; `run_buffer`: its buffer; `curation`: its selection of tasks; `auxiliary_models`: reference, critic
-//!   and demonstrations; [`serve`]: a part of a run as a separate process
+//! - [`pipeline`]: a run; `run_buffer`: its buffer; `sampler`: its samplers; `curation`: its selection of tasks;
+//!   `auxiliary_models`: reference, critic and demonstrations; [`serve`]: a part of a run as a separate process
 //! - `controller`: starts and restarts the processes of a run; `workers`: these processes and their protocol with the run;
 //!   `trainer_progress`: the phase of the trainer; `watchdog`: which role waits for which when a run makes no progress
 //! - [`evaluation`]: metrics on held-out tasks
@@ -61,6 +61,7 @@ pub mod report;
 pub mod reward;
 mod run_buffer;
 pub mod run_dir;
+mod sampler;
 pub mod serve;
 pub mod settings;
 pub mod signals;

@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use buffer::{Consumer, Producer};
 use model::turns;
-use rollout::applier::Applier;
 use rollout::scoring::Scorer;
-use rollout::{Engine, LocalSampler, Network, Worker};
+use rollout::{Network, Worker};
 use trainer::{Trainer, TrainerParts};
 use weights::Hub;
 
@@ -24,6 +23,7 @@ use crate::curation;
 use crate::failure::{Failure, REQUEUE};
 use crate::observe::Observer;
 use crate::run_buffer::RunBuffer;
+use crate::sampler::{SamplerSetup, SamplerWeights};
 use crate::trainer_progress::{self, TrainerPhase};
 use crate::watchdog::Watchdog;
 
@@ -116,14 +116,13 @@ impl Run<'_> {
         let StartingState { learner, directory, prepared, state, .. } = start;
         let on = self.recipe.serve_on()?;
         let network = Network::new(&on, directory.config(), &*learner.parameters()?)?;
-        let stop_rules = self.recipe.stop_rules(directory);
-        let interruption = self.recipe.interruption(&stop_rules)?;
-        let engine =
-            Engine::new(self.recipe.engine(prepared.train.longest()), stop_rules, network, state.version)?
-                .interrupting(interruption)
-                .on(Arc::clone(&prepared.pool));
+        let incoming = weights.incoming(self.recipe, &services.hub, network.config())?;
+        let setup = SamplerSetup { recipe: self.recipe, directory, prepared };
+        let sampler = setup.updated(
+            SamplerWeights { version: state.version, network, incoming },
+            self.recipe.is_colocated(),
+        )?;
         let curation = curation::open(self.recipe, self.run_dir, &prepared.train)?;
-        let incoming = weights.incoming(self.recipe, &services.hub, engine.model())?;
         let Some(rewards) = prepared.rewards.clone() else {
             return Err(Failure::Argument(
                 "the recipe samples, and has no rewards: add one under [[rewards]]".to_owned(),
@@ -132,11 +131,6 @@ impl Run<'_> {
         let producer: Arc<dyn Producer> = Arc::clone(&services.buffer.producer);
         let capacity = self.recipe.rollout.max_running * 2;
         let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
-        let applier = match self.recipe.is_colocated() {
-            true => Applier::inline(incoming),
-            false => Applier::start(incoming),
-        };
-        let sampler = Box::new(LocalSampler::new(engine, applier));
         let worker = Worker::new(self.recipe.worker(), sampler, Arc::clone(&prepared.train), scorer);
         Ok(worker.curated(curation))
     }

@@ -9,16 +9,15 @@ use std::time::{Duration, Instant};
 
 use ::rewards::reward_model::ModelServer;
 use ::rewards::{LoadCounts, RewardSet};
-use ::rollout::applier::{Applier, WeightSource};
+use ::rollout::applier::WeightSource;
 use ::rollout::scoring::Scorer;
-use ::rollout::{Engine, LocalSampler, Network, Progress, Worker, WorkerConfig};
+use ::rollout::{Network, Progress, Worker, WorkerConfig};
 use buffer::Producer;
 use buffer::http::ClientConfig;
 use device::device::DeviceLocation;
 use device::{Device, DeviceBuffer, Storage};
 use model::on_device::{DeviceDtype, DeviceSampler, StagedWeights};
 use model::{Config, Head, Layout, Parameters, Quantization, SharedCores};
-use trajectory::PolicyVersion;
 use weights::http::{RemoteConfig, RemoteSubscriber};
 use weights::{DeviceSubscriber, Subscriber};
 
@@ -32,6 +31,7 @@ use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::recipe::Recipe;
 use crate::recipe::words::DeviceWord;
+use crate::sampler::{SamplerSetup, SamplerWeights};
 use crate::signals::{Signals, end_with_parent};
 
 /// Longest wait for the first weights between two looks at the stop flag.
@@ -88,16 +88,12 @@ fn sample(
     let prepared = Prepared::new(&recipe, &directory, &runtime, scratch.path())?;
 
     status.enter("waits for the first weights");
-    let Some(FirstWeights { version, network, incoming }) =
-        first(remote(args, membership, &recipe)?, directory.config(), &recipe, stop)?
-    else {
+    let Some(weights) = first(remote(args, membership, &recipe)?, directory.config(), &recipe, stop)? else {
         return Ok(());
     };
-    let stop_rules = recipe.stop_rules(&directory);
-    let interruption = recipe.interruption(&stop_rules)?;
-    let engine = Engine::new(recipe.engine(prepared.train.longest()), stop_rules, network, version)?
-        .interrupting(interruption)
-        .on(Arc::clone(&prepared.pool));
+    let version = weights.version;
+    let setup = SamplerSetup { recipe: &recipe, directory: &directory, prepared: &prepared };
+    let sampler = setup.updated(weights, false)?;
     let Some(rewards) = prepared.rewards.clone() else {
         return Err(Failure::Argument("the run samples nothing: its recipe has no rewards".to_owned()));
     };
@@ -105,7 +101,6 @@ fn sample(
     let capacity = recipe.rollout.max_running * 2;
     let scorer = Scorer::start(runtime.handle(), Arc::clone(&rewards), Arc::clone(&producer), None, capacity);
     let config = WorkerConfig { holder: Some(membership.joined.instance), ..recipe.worker() };
-    let sampler = Box::new(LocalSampler::new(engine, Applier::start(incoming)));
     let worker = Worker::new(config, sampler, Arc::clone(&prepared.train), scorer);
     status.start_sampling(worker.progress(), rewards);
     eprintln!("sampling from {version} on");
@@ -147,21 +142,13 @@ fn remote(args: &RolloutArgs, membership: &Membership, recipe: &Recipe) -> Resul
     Ok(RemoteConfig { token, roots, patience, transport, ..config })
 }
 
-/// The first weights of a sampler.
-struct FirstWeights {
-    version: PolicyVersion,
-    network: Network,
-    /// The subscription to the next versions.
-    incoming: WeightSource,
-}
-
 /// The newest weights; `None` if the worker was stopped before.
 fn first(
     remote: RemoteConfig,
     config: &Config,
     recipe: &Recipe,
     stop: &AtomicBool,
-) -> Result<Option<FirstWeights>, Failure> {
+) -> Result<Option<SamplerWeights>, Failure> {
     let place = recipe.devices().rollout;
     if let Some(place) = place.filter(|_| recipe.weights.transport.is_between_devices()) {
         return match recipe.dtype_on(Some(place)) {
@@ -188,7 +175,7 @@ fn first(
     drop(snapshot);
     let network = Network::new(&recipe.serve_on()?, config, &parameters)?;
     let (subscriber, config, on) = (Arc::new(subscriber), Arc::new(config.clone()), recipe.serve_on()?);
-    Ok(Some(FirstWeights { version, network, incoming: WeightSource::Host { subscriber, config, on } }))
+    Ok(Some(SamplerWeights { version, network, incoming: WeightSource::Host { subscriber, config, on } }))
 }
 
 /// [`first`] from the trainer's device. The sampler decodes on another stream than the one that receives.
@@ -200,7 +187,7 @@ fn first_from_device<T: Storage>(
     stop: &AtomicBool,
     stage: impl FnOnce(DeviceBuffer<T>) -> StagedWeights,
     incoming: impl FnOnce(Arc<dyn DeviceSubscriber<T>>) -> WeightSource,
-) -> Result<Option<FirstWeights>, Failure> {
+) -> Result<Option<SamplerWeights>, Failure> {
     let device = Device::open(place)?;
     let subscriber = remote_subscriber::<T>(recipe.weights.transport, remote, &device)?;
     let Some(weights) = wait_for(recipe, stop, || Ok(subscriber.wait_newer(None, LOOK_UP)?))? else {
@@ -208,7 +195,7 @@ fn first_from_device<T: Storage>(
     };
     let sampler = DeviceSampler::new(&Device::open(place)?, config, stage(weights.values))?;
     let (version, network) = (weights.version, Network::Device(Box::new(sampler)));
-    Ok(Some(FirstWeights { version, network, incoming: incoming(subscriber) }))
+    Ok(Some(SamplerWeights { version, network, incoming: incoming(subscriber) }))
 }
 
 /// The first value of `look`; `None` if the worker was stopped before.

@@ -1,0 +1,67 @@
+//! The samplers of a process: of training tasks, whose weights are updated, and of an evaluation, whose weights stay.
+//!
+//! Invariant: the process of the trainer, rollout workers and evaluations make their samplers here alone, so a new kind
+//! of sampler is chosen in this file.
+
+use std::sync::Arc;
+
+use model::ModelDirectory;
+use rollout::applier::{Applier, WeightSource};
+use rollout::{Engine, EngineConfig, LocalSampler, Network, Sampler};
+use trajectory::PolicyVersion;
+
+use crate::failure::Failure;
+use crate::prepare::Prepared;
+use crate::recipe::Recipe;
+
+/// The inputs of a sampler.
+pub(crate) struct SamplerSetup<'a> {
+    pub(crate) recipe: &'a Recipe,
+    /// Tokenizer and stop tokens.
+    pub(crate) directory: &'a ModelDirectory,
+    /// Training tasks, and the cores that the sampler may use.
+    pub(crate) prepared: &'a Prepared,
+}
+
+/// The weights of a sampler of training tasks.
+pub(crate) struct SamplerWeights {
+    /// Version of `network`.
+    pub(crate) version: PolicyVersion,
+    pub(crate) network: Network,
+    /// The subscription to the next versions.
+    pub(crate) incoming: WeightSource,
+}
+
+impl SamplerSetup<'_> {
+    /// A sampler of training tasks. With `alternates` it shares its device with the trainer and stages new versions in
+    /// its own turn; otherwise a thread stages them during decoding.
+    ///
+    /// # Errors
+    /// A cache that cannot hold one request, or an interruption that the recipe's bounds do not allow.
+    pub(crate) fn updated(
+        &self,
+        weights: SamplerWeights,
+        alternates: bool,
+    ) -> Result<Box<dyn Sampler>, Failure> {
+        let SamplerWeights { version, network, incoming } = weights;
+        let stop_rules = self.recipe.stop_rules(self.directory);
+        let interruption = self.recipe.interruption(&stop_rules)?;
+        let config = self.recipe.engine(self.prepared.train.longest());
+        let engine = Engine::new(config, stop_rules, network, version)?
+            .interrupting(interruption)
+            .on(Arc::clone(&self.prepared.pool));
+        let applier = if alternates { Applier::inline(incoming) } else { Applier::start(incoming) };
+        Ok(Box::new(LocalSampler::new(engine, applier)))
+    }
+
+    /// A sampler that serves `network` and no other weights.
+    ///
+    /// # Errors
+    /// A cache that cannot hold one request.
+    pub(crate) fn fixed(&self, config: EngineConfig, network: Network) -> Result<Box<dyn Sampler>, Failure> {
+        let stop_rules = self.recipe.stop_rules(self.directory);
+        let engine = Engine::new(config, stop_rules, network, PolicyVersion::default())?
+            .on(Arc::clone(&self.prepared.pool));
+        Ok(Box::new(LocalSampler::fixed(engine)))
+    }
+}
