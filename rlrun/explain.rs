@@ -144,8 +144,8 @@ fn words(word: &str, program: &Program) -> Vec<String> {
         let same = |known: &str| known.replace('-', "_") == word;
         for (known, about) in key.kind.words().iter().filter(|(known, _)| same(known)) {
             let mut text = format!("{} = \"{known}\"\n{}", key.path, paragraph(about, 2));
-            let kind = AlgorithmKind::ALL.into_iter().find(|kind| kind.as_str() == known);
-            if let Some(kind) = kind.filter(|_| key.path == "algorithm.kind") {
+            let kind = AlgorithmKind::ALL.iter().find(|kind| kind.as_str() == known);
+            if let Some(&kind) = kind.filter(|_| key.path == "algorithm.kind") {
                 text += &format!("\n\n{}", of_algorithm(kind));
             }
             texts.push(text);

@@ -2,7 +2,7 @@
 //! an off-policy correction of [`loss`](crate::loss).
 //!
 //! Invariant: an algorithm is data. [`update`](crate::update) interprets it; a new algorithm of existing parts needs
-//! only its file and an entry in [`AlgorithmKind`].
+//! only its file, a variant of [`AlgorithmKind`] and a row in `algorithms!`.
 
 mod aipo;
 mod cispo;
@@ -136,99 +136,58 @@ pub enum AlgorithmKind {
     Distill,
 }
 
-impl AlgorithmKind {
-    /// All algorithms.
-    pub const ALL: [Self; 25] = [
-        Self::Grpo,
-        Self::DrGrpo,
-        Self::Dapo,
-        Self::Rloo,
-        Self::Reinforce,
-        Self::ReinforcePp,
-        Self::ReinforcePpBaseline,
-        Self::Remax,
-        Self::Opo,
-        Self::Gspo,
-        Self::Gmpo,
-        Self::Cispo,
-        Self::ScaleRl,
-        Self::Aipo,
-        Self::Topr,
-        Self::Sapo,
-        Self::Dppo,
-        Self::Ppo,
-        Self::Vapo,
-        Self::Tb,
-        Self::Gdpo,
-        Self::PassAtK,
-        Self::Process,
-        Self::Hpt,
-        Self::Distill,
-    ];
+/// Rows of a variant and its constructor of [`Algorithm`], which has the name of a recipe.
+macro_rules! algorithms {
+    ($($kind:ident => $name:ident,)*) => {
+        impl AlgorithmKind {
+            /// All algorithms.
+            pub const ALL: &[Self] = &[$(Self::$kind),*];
 
-    /// The algorithm with its published defaults.
-    #[must_use]
-    pub fn algorithm(self) -> Algorithm {
-        match self {
-            Self::Grpo => Algorithm::grpo(),
-            Self::DrGrpo => Algorithm::dr_grpo(),
-            Self::Dapo => Algorithm::dapo(),
-            Self::Rloo => Algorithm::rloo(),
-            Self::Reinforce => Algorithm::reinforce(),
-            Self::ReinforcePp => Algorithm::reinforce_pp(),
-            Self::ReinforcePpBaseline => Algorithm::reinforce_pp_baseline(),
-            Self::Remax => Algorithm::remax(),
-            Self::Opo => Algorithm::opo(),
-            Self::Gspo => Algorithm::gspo(),
-            Self::Gmpo => Algorithm::gmpo(),
-            Self::Cispo => Algorithm::cispo(),
-            Self::ScaleRl => Algorithm::scale_rl(),
-            Self::Aipo => Algorithm::aipo(),
-            Self::Topr => Algorithm::topr(),
-            Self::Sapo => Algorithm::sapo(),
-            Self::Dppo => Algorithm::dppo(),
-            Self::Ppo => Algorithm::ppo(),
-            Self::Vapo => Algorithm::vapo(),
-            Self::Tb => Algorithm::tb(),
-            Self::Gdpo => Algorithm::gdpo(),
-            Self::PassAtK => Algorithm::pass_at_k(),
-            Self::Process => Algorithm::process(),
-            Self::Hpt => Algorithm::hpt(),
-            Self::Distill => Algorithm::distill(),
-        }
-    }
+            /// The algorithm with its published defaults.
+            #[must_use]
+            pub fn algorithm(self) -> Algorithm {
+                match self {
+                    $(Self::$kind => Algorithm::$name(),)*
+                }
+            }
 
-    /// The name in a recipe.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Grpo => "grpo",
-            Self::DrGrpo => "dr_grpo",
-            Self::Dapo => "dapo",
-            Self::Rloo => "rloo",
-            Self::Reinforce => "reinforce",
-            Self::ReinforcePp => "reinforce_pp",
-            Self::ReinforcePpBaseline => "reinforce_pp_baseline",
-            Self::Remax => "remax",
-            Self::Opo => "opo",
-            Self::Gspo => "gspo",
-            Self::Gmpo => "gmpo",
-            Self::Cispo => "cispo",
-            Self::ScaleRl => "scale_rl",
-            Self::Aipo => "aipo",
-            Self::Topr => "topr",
-            Self::Sapo => "sapo",
-            Self::Dppo => "dppo",
-            Self::Ppo => "ppo",
-            Self::Vapo => "vapo",
-            Self::Tb => "tb",
-            Self::Gdpo => "gdpo",
-            Self::PassAtK => "pass_at_k",
-            Self::Process => "process",
-            Self::Hpt => "hpt",
-            Self::Distill => "distill",
+            /// The name in a recipe.
+            #[must_use]
+            pub fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$kind => stringify!($name),)*
+                }
+            }
         }
-    }
+    };
+}
+
+algorithms! {
+    Grpo => grpo,
+    DrGrpo => dr_grpo,
+    Dapo => dapo,
+    Rloo => rloo,
+    Reinforce => reinforce,
+    ReinforcePp => reinforce_pp,
+    ReinforcePpBaseline => reinforce_pp_baseline,
+    Remax => remax,
+    Opo => opo,
+    Gspo => gspo,
+    Gmpo => gmpo,
+    Cispo => cispo,
+    ScaleRl => scale_rl,
+    Aipo => aipo,
+    Topr => topr,
+    Sapo => sapo,
+    Dppo => dppo,
+    Ppo => ppo,
+    Vapo => vapo,
+    Tb => tb,
+    Gdpo => gdpo,
+    PassAtK => pass_at_k,
+    Process => process,
+    Hpt => hpt,
+    Distill => distill,
 }
 
 impl Algorithm {
