@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_trained_on_is_named() {
+    fn untrainable_groups_are_named() {
         LIMITS.check(&group(vec![trajectory(streams()), trajectory(streams())])).unwrap();
         let mut greedy = trajectory(SampleStreams { loss_mask: vec![false; 2], kept: None, ..streams() });
         greedy.baseline = true;

@@ -98,7 +98,7 @@ fn coroutines_run_together() {
 }
 
 #[test]
-fn a_call_that_misbehaves_costs_no_other() {
+fn a_failing_call_affects_no_other() {
     let Some(fixture) = fixture("misbehave") else { return };
     let calls = ["a", "hang", "b", "die", "c", "nan"].map(|what| json!({"args": [what]}));
     let results = fixture.call(&calls);

@@ -91,7 +91,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     #[test]
-    fn what_is_no_regular_file_is_refused_without_a_wait() {
+    fn files_that_are_not_regular_are_refused_without_a_wait() {
         let scratch = tempfile::tempdir().unwrap();
         let (pipe, socket) = (scratch.path().join("pipe"), scratch.path().join("socket"));
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR).unwrap();

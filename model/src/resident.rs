@@ -115,7 +115,7 @@ mod tests {
     use crate::{ModelDirectory, Sizes};
 
     #[test]
-    fn what_does_not_fit_is_read_for_every_use_and_is_the_same() {
+    fn a_model_beyond_the_budget_is_read_for_every_use_with_the_same_values() {
         let config = Config::fresh(&Sizes {
             vocab_size: crate::CHARACTERS,
             hidden_size: 8,

@@ -118,7 +118,7 @@ fn config_with(dir: &Path, key: &str, dtype: &str) -> String {
 }
 
 #[test]
-fn what_is_written_is_what_is_declared() {
+fn weights_are_written_in_the_declared_dtype() {
     for key in ["dtype", "torch_dtype", "unknown"] {
         let root = tempfile::tempdir().unwrap();
         let path = fresh(root.path()).path().to_owned();

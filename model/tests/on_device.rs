@@ -270,7 +270,7 @@ fn decoding_gives_the_tokens_of_the_processor() {
 
 /// A sequence goes on token by token while a long prompt comes in beside it, in chunks of more and of less than a tile.
 #[test]
-fn prompts_come_in_beside_the_decoding() {
+fn prompts_are_prefilled_beside_decoding() {
     let config = config(false, true, Head::Language);
     let parameters = parameters(&config);
     let device = Device::open(DeviceLocation::Emulated).unwrap();

@@ -74,7 +74,7 @@ fn a_score_does_not_depend_on_the_batch_the_threads_or_where_the_weights_are() {
 }
 
 #[test]
-fn what_gives_no_score_is_refused() {
+fn models_without_a_score_are_refused() {
     let scratch = tempfile::tempdir().unwrap();
     let open = |path: &Path| SequenceScorer::open(path, Quantization::None, &MemoryBudget::default());
     let language = scratch.path().join("language");

@@ -48,7 +48,7 @@ fn completions_equal_plain_sampling_bit_for_bit() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
     #[test]
-    fn how_it_is_batched_does_not_matter(
+    fn completions_do_not_depend_on_batching(
         max_running in 1..20usize, prefill_chunk in 1..50usize, samples in 1..6usize, groups in 1..8u64
     ) {
         let model = Model::new();
@@ -144,7 +144,7 @@ fn a_stop_string_ends_the_text_before_it_and_keeps_the_tokens() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_the_numbers() {
+fn requests_beyond_the_limits_are_refused_with_their_numbers() {
     let model = Model::new();
     let small = EngineConfig { kv_cache_tokens: Some(112), max_samples: 1, ..CONFIG };
     let mut engine = model.engine(small, &[]);

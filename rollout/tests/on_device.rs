@@ -49,7 +49,7 @@ fn completions_are_those_of_the_processor() {
 }
 
 #[test]
-fn how_it_is_batched_and_chunked_does_not_matter() {
+fn completions_do_not_depend_on_batching_and_chunking() {
     let model = Model::new();
     let requests = || (0..3).map(|g| request(g, 2, Sampling::PLAIN)).collect();
     let expected = complete(&mut model.engine(CONFIG, &[]), requests());

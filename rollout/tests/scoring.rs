@@ -78,7 +78,7 @@ fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buf
 }
 
 #[test]
-fn a_reward_that_hangs_costs_its_trajectory_and_no_more() {
+fn a_hanging_reward_fails_only_its_trajectory() {
     let (finished, buffer) = score_one_group(OnError::Skip);
     finished.unwrap();
     let lease = buffer.lease(&LeaseRequest::step("trainer", PolicyVersion(0)), SOON).unwrap();

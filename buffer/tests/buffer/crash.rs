@@ -21,7 +21,7 @@ const KILLS: u64 = 40;
 const FAILED: i32 = 3;
 
 #[test]
-fn what_was_acknowledged_survives_being_killed_and_is_trained_once() {
+fn acknowledged_groups_survive_a_kill_and_are_trained_once() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("buffer.redb");
     let mut seen = Seen::default();

@@ -55,7 +55,7 @@ fn unjudged(id: GroupId, version: PolicyVersion) -> Group {
 }
 
 #[test]
-fn a_journal_of_an_earlier_format_is_gone_on_with() {
+fn a_journal_of_an_earlier_format_is_continued() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("buffer.redb");
     let bytes = zstd::decode_all(&*std::fs::read(kept(2)).unwrap()).unwrap();

@@ -7,7 +7,7 @@ use trajectory::GroupId;
 use super::{NOW, TRAINER, admit, config, generate, group, lease, leased, v};
 
 #[test]
-fn what_was_finalized_comes_back_and_what_was_in_flight_is_first_in_line() {
+fn a_journal_restores_finalized_groups_and_admits_groups_in_flight_first() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("buffer.redb");
     let open = || Buffer::open(&path, config(2, 2)).unwrap();
@@ -117,7 +117,7 @@ fn a_journal_that_is_removed_or_replaced_accepts_nothing_any_more() {
 }
 
 #[test]
-fn a_journal_that_is_gone_is_noticed_while_nothing_is_written() {
+fn a_removed_journal_is_detected_without_a_write() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("buffer.redb");
     let buffer = Buffer::open(&path, config(2, 2)).unwrap();

@@ -22,7 +22,7 @@ fn four_steps(buffer: &Buffer) -> BTreeSet<u64> {
 }
 
 #[test]
-fn what_is_left_of_later_versions_is_sampled_again_and_what_is_gone_is_counted() {
+fn a_rewind_samples_groups_of_later_versions_again_and_counts_lost_ones() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("buffer.redb");
     let open = || Buffer::open(&path, config(2, 1)).unwrap();

@@ -373,7 +373,7 @@ fn an_unsynced_write_is_kept_lost_or_torn_and_a_synced_one_is_there() {
 }
 
 #[test]
-fn without_power_nothing_works_and_the_last_write_may_be_there() {
+fn calls_fail_after_a_power_cut_and_the_last_write_may_remain() {
     let disk = SimulatedDisk::holding(vec![0; SECTOR]).cut_power_at(1);
     disk.write(0, &[1]).unwrap();
     assert!(disk.write(0, &[2]).is_err());
@@ -383,7 +383,7 @@ fn without_power_nothing_works_and_the_last_write_may_be_there() {
 }
 
 #[test]
-fn a_full_disk_takes_no_more_and_keeps_what_it_has() {
+fn a_full_disk_refuses_writes_and_keeps_its_content() {
     let disk = SimulatedDisk::holding(vec![1; SECTOR]);
     disk.limit(Some(DiskLimit::Written(2 * SECTOR)));
     disk.set_len(9 * SECTOR as u64).unwrap();

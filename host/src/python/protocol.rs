@@ -208,7 +208,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+        fn no_input_panics(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
             let _ = parse::<WorkerMessage>(&bytes);
             let _ = parse::<ServerMessage>(&frame(&bytes));
         }

@@ -43,7 +43,7 @@ fn message(changes: &Value) -> String {
 }
 
 #[test]
-fn what_is_written_reads_back() {
+fn written_configurations_read_back() {
     let [tied, untied] = tiny();
     let llama = Config {
         architecture: Architecture::Llama,
@@ -140,7 +140,7 @@ fn other_networks_are_refused_by_file_and_key() {
 }
 
 #[test]
-fn nonsense_is_refused_by_file_and_key() {
+fn invalid_values_are_refused_by_file_and_key() {
     for (changes, key) in [
         (json!({"hidden_size": 0}), "hidden_size"),
         (json!({"hidden_size": "64"}), "hidden_size"),

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_stays_not_finite() {
+    fn non_finite_values_stay_non_finite() {
         let (k, n) = (20, 30);
         let (x, w) = (noise(3 * k, 1), noise(n * k, 2));
         let layer = Int8Linear::new(&w, k, None);

@@ -102,7 +102,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_dropped_is_bounded_and_what_varies_is_kept(
+    fn refills_drop_at_most_their_bound_and_keep_groups_that_vary(
         varies in prop::collection::vec(prop::bool::weighted(0.2), 1..300), ratio in 0.1..5.0f64, window in 1..9usize
     ) {
         let mut refill = Refill::new(ratio, window);
@@ -258,7 +258,7 @@ fn pools_are_drawn_with_their_share() {
 }
 
 #[test]
-fn it_is_said_when_no_task_is_left() {
+fn a_curator_without_tasks_to_draw_is_exhausted() {
     let config = CurationConfig { max_pass_rate: Some(1.0), filter_after: Some(2), ..OFF };
     let mut curator = Curator::new(config, [TaskId(4), TaskId(9)]);
     assert_eq!(start(&mut curator, 0, 4), Some(8));

@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_said_with_what_is_there() {
+    fn errors_name_the_missing_column_and_the_columns_of_the_row() {
         let auto = load(&TaskSource::default(), r#"{"text": "hi", "n": 1}"#).unwrap_err().to_string();
         assert!(
             auto.ends_with(

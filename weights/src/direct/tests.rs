@@ -98,7 +98,7 @@ fn colocated_samplers_take_turns_between_two_buffers() {
 }
 
 #[test]
-fn what_a_colocated_sampler_holds_is_not_written_and_what_it_missed_is_forgotten() {
+fn a_buffer_in_use_is_not_overwritten_and_missed_versions_are_forgotten() {
     let publisher = colocated();
     let sampler = publisher.subscribe("sampler", &emulated()).unwrap();
     publish(&publisher, 1).unwrap();
@@ -120,7 +120,7 @@ fn what_a_colocated_sampler_holds_is_not_written_and_what_it_missed_is_forgotten
 }
 
 #[test]
-fn weights_that_are_not_what_they_should_be_stop_the_run() {
+fn weights_with_another_digest_stop_the_run() {
     let publisher = colocated();
     let sampler = publisher.subscribe("sampler", &emulated()).unwrap();
     publish(&publisher, 1).unwrap();
@@ -131,7 +131,7 @@ fn weights_that_are_not_what_they_should_be_stop_the_run() {
 }
 
 #[test]
-fn what_is_published_again_has_to_be_the_same() {
+fn a_version_published_again_must_have_the_same_weights() {
     let publisher = colocated();
     for version in [1, 2, 1] {
         publish(&publisher, version).unwrap();
@@ -193,7 +193,7 @@ fn slots_are_copied_out_of_and_used_in_turn() {
 }
 
 #[test]
-fn nothing_torn_is_ever_copied() {
+fn no_torn_version_is_copied() {
     let directory = tempfile::tempdir().unwrap();
     let config = IpcConfig { directory: directory.path().to_owned(), wait: SOON };
     let publisher = IpcPublisher::<f32>::new(Hub::new(HubConfig::default()), &emulated(), &config).unwrap();
@@ -313,7 +313,7 @@ fn slot(hub: &Hub) -> PathBuf {
 }
 
 #[test]
-fn a_slot_that_is_copied_out_of_is_not_written_until_that_ends_or_its_process_does() {
+fn a_slot_is_not_written_while_a_process_copies_from_it() {
     let directory = tempfile::tempdir().unwrap();
     let publisher = ipc(directory.path());
     publish(&publisher, 1).unwrap();
@@ -347,7 +347,7 @@ fn publishes_and_is_killed() {
 }
 
 #[test]
-fn a_publisher_that_is_killed_in_the_middle_of_a_copy_leaves_nothing_that_is_taken_for_whole() {
+fn a_publisher_killed_during_a_copy_leaves_no_complete_version() {
     let directory = tempfile::tempdir().unwrap();
     let (publisher, mut said) = child("publishes_and_is_killed", directory.path());
     let slot = directory.path().join(said.next().expect("it got there"));

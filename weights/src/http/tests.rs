@@ -151,7 +151,7 @@ fn versions_come_in_full_and_then_as_changes() {
 }
 
 #[test]
-fn who_missed_pushes_catches_up_by_changes_or_in_full() {
+fn a_subscriber_catches_up_by_deltas_or_in_full() {
     let (publisher, hub) = publisher(Dtype::Bf16, deltas(4));
     let served = TestHub::start(router(hub.clone()));
     let subscriber = served.connect("worker");
@@ -238,7 +238,7 @@ fn a_restarted_server_is_awaited_and_no_version_goes_back() {
 }
 
 #[test]
-fn patience_ends_with_the_name_of_who_is_away() {
+fn an_unreachable_hub_ends_the_wait_with_its_address() {
     let (_publisher, hub) = publisher(Dtype::F32, PublishConfig::default());
     let served = TestHub::start(router(hub));
     let config = RemoteConfig { patience: Duration::from_millis(100), ..served.config("worker 3") };
@@ -252,7 +252,7 @@ fn patience_ends_with_the_name_of_who_is_away() {
 }
 
 #[test]
-fn a_worker_that_starts_again_takes_its_name() {
+fn a_restarted_worker_takes_over_its_name() {
     let (publisher, hub) = publisher(Dtype::F32, PublishConfig::default());
     let served = TestHub::start(router(hub));
     let (old, new) = (served.connect("worker"), served.connect("worker"));
@@ -269,7 +269,7 @@ fn a_worker_that_starts_again_takes_its_name() {
 }
 
 #[test]
-fn who_serves_other_weights_than_published_fails_and_the_others_go_on() {
+fn a_subscriber_with_other_weights_fails_alone() {
     let (publisher, hub) = publisher(Dtype::F32, PublishConfig::default());
     let served = TestHub::start(router(hub.clone()));
     let (liar, other) = (served.connect("liar"), served.connect("other"));
@@ -343,7 +343,7 @@ fn damaged_changes_are_refused_and_fetched_in_full() {
 }
 
 #[test]
-fn what_comes_damaged_again_and_again_ends_with_an_error() {
+fn repeated_damage_ends_with_an_error() {
     for dtype in Dtype::ALL {
         let (publisher, hub) = publisher(dtype, PublishConfig::default());
         let served = TestHub::start(liar(hub, "/full", usize::MAX));

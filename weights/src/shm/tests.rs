@@ -32,7 +32,7 @@ fn files(directory: &Path) -> usize {
 }
 
 #[test]
-fn a_version_is_read_where_it_lies_and_slots_are_used_in_turn() {
+fn a_version_is_read_in_place_and_slots_alternate() {
     let directory = tempfile::tempdir().unwrap();
     let mut store = SlotWriter::create(directory.path()).unwrap();
     let mut reader = SlotReader::default();
@@ -69,7 +69,7 @@ fn a_slow_reader_keeps_its_version_and_delays_no_reader() {
 }
 
 #[test]
-fn nothing_torn_is_ever_read() {
+fn no_torn_version_is_read() {
     let directory = tempfile::tempdir().unwrap();
     let hub = Hub::new(HubConfig::default());
     let shm = Some(directory.path().to_owned());
@@ -146,7 +146,7 @@ fn owners_of_shards_place_them_and_one_commits() {
 }
 
 #[test]
-fn a_shard_goes_nowhere_else() {
+fn shards_outside_the_slot_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let mut store = SlotWriter::create(directory.path()).unwrap();
     let path = store.begin(PolicyVersion(1), LEN, Dtype::F32).unwrap();

@@ -31,7 +31,7 @@ fn served(version: u64) -> AdmitRequest {
 }
 
 #[test]
-fn what_arrives_after_a_rewind_finds_slots_only_beside_what_is_leased_again() {
+fn submissions_after_a_rewind_need_slots_beside_the_groups_leased_again() {
     let mut ledger = synchronous();
     assert!(is_stored(&submit(&mut ledger, 1, 0)) && is_stored(&submit(&mut ledger, 2, 0)));
     let first = lease(&mut ledger, TRAINER, 0).unwrap();
@@ -52,7 +52,7 @@ fn what_arrives_after_a_rewind_finds_slots_only_beside_what_is_leased_again() {
 }
 
 #[test]
-fn steps_after_the_one_gone_back_to_count_what_they_hold_over_a_restart() {
+fn leases_of_rewound_steps_count_after_a_restart() {
     let config = BufferConfig::new(1, 1);
     let (mut ledger, mut disk) = (Ledger::restore(config, Recovered::default(), 0), RecordModel::default());
     for key in 0..2 {
@@ -95,7 +95,7 @@ fn a_step_whose_groups_were_acknowledged_takes_others_after_a_rewind() {
 }
 
 #[test]
-fn groups_in_flight_from_versions_that_are_undone_go_first_in_line() {
+fn groups_in_flight_of_rewound_versions_are_admitted_again_first() {
     let mut ledger = synchronous();
     ledger.set_version(PolicyVersion(3), false).unwrap();
     let ids = ledger.admit(served(3), 0).unwrap();
@@ -123,7 +123,7 @@ fn a_group_that_is_older_than_its_slot_needs_a_slot_of_its_own() {
 }
 
 #[test]
-fn what_was_dropped_is_not_said_to_be_there() {
+fn submissions_of_dropped_groups_are_no_duplicates() {
     let mut ledger = synchronous();
     assert!(is_stored(&submit(&mut ledger, 1, 0)));
     ledger.set_version(PolicyVersion(1), false).unwrap();
@@ -134,7 +134,7 @@ fn what_was_dropped_is_not_said_to_be_there() {
 }
 
 #[test]
-fn what_ended_a_lease_succeeds_again_and_nothing_else_does() {
+fn only_the_call_that_ended_a_lease_succeeds_again() {
     let config = BufferConfig::new(1, 8);
     let (mut ledger, mut disk) = (Ledger::restore(config, Recovered::default(), 0), RecordModel::default());
     for key in 0..4 {
@@ -180,7 +180,7 @@ fn what_ended_a_lease_succeeds_again_and_nothing_else_does() {
 }
 
 #[test]
-fn how_a_lease_ended_is_not_guessed_once_it_is_forgotten() {
+fn the_end_of_a_forgotten_lease_is_not_guessed() {
     let mut ledger = Ledger::restore(BufferConfig::new(1, 8), Recovered::default(), 0);
     assert!(is_stored(&submit(&mut ledger, 1, 0)));
     let first = lease(&mut ledger, TRAINER, 0).unwrap();

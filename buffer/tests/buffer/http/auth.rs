@@ -169,7 +169,7 @@ fn other_addresses_need_tokens_and_tls() {
 }
 
 #[test]
-fn strange_paths_and_methods_are_problems_too() {
+fn unknown_paths_and_methods_are_problems() {
     let served = TestServer::memory(config(1, 1));
     served.get("/v2/groups").is_problem(404, "not_found");
     let answer = served.ask("PATCH", "/v1/groups", &[], b"");

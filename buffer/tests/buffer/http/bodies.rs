@@ -29,7 +29,7 @@ fn append(served: &TestServer, headers: &[(&str, &str)], body: &[u8]) -> HttpAns
 }
 
 #[test]
-fn message_pack_says_the_same_as_json() {
+fn message_pack_equals_json() {
     let served = TestServer::memory(config(8, 1));
     let body = json!({ "groups": [keyed("a"), keyed("b")] });
     let pack = rmp_serde::to_vec_named(&body).unwrap();
@@ -50,7 +50,7 @@ fn message_pack_says_the_same_as_json() {
 
 /// JSON has no such numbers.
 #[test]
-fn what_is_not_a_number_is_refused() {
+fn numbers_that_are_not_finite_are_refused() {
     let served = TestServer::memory(config(8, 1));
     let pack = rmp_serde::to_vec_named(&json!({ "groups": [keyed("k")] })).unwrap();
     let sound = [&[0xcb][..], &(-0.5f64).to_be_bytes()].concat();
@@ -166,7 +166,7 @@ fn nesting_is_bounded() {
 
 /// Small on the wire, and dozens of times the largest body once they are values.
 #[test]
-fn what_a_body_takes_decoded_is_bounded_before_it_is_decoded() {
+fn the_decoded_size_of_a_body_is_bounded_before_decoding() {
     const BODY: usize = 4 << 20;
     let limits = ServerLimits { body_bytes: BODY, decoded_bytes: 32 << 20, ..ServerLimits::default() };
     let served =
@@ -234,7 +234,7 @@ proptest! {
 
     /// A panic would close the connection without an answer.
     #[test]
-    fn no_bytes_whatever_are_a_panic(
+    fn no_body_causes_a_panic(
         bytes in prop::collection::vec(any::<u8>(), 0..600),
         cut in 0..400usize,
         flip in any::<(prop::sample::Index, u8)>(),

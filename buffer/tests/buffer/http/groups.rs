@@ -22,7 +22,7 @@ fn with(fields: &[(&str, Value)]) -> Value {
 }
 
 #[test]
-fn a_group_comes_out_as_it_went_in() {
+fn a_group_round_trips() {
     let served = TestServer::memory(config(1, 1));
     let full = json!({
         "key": "a key",
@@ -83,7 +83,7 @@ fn a_group_comes_out_as_it_went_in() {
 }
 
 #[test]
-fn what_is_left_out_has_its_default() {
+fn omitted_fields_have_their_defaults() {
     let served = TestServer::memory(config(1, 1));
     let id = store(&served, &[keyed("k")]).json()["results"][0]["id"].clone();
     let shown = served.get(&format!("/v1/groups/{id}")).json();
@@ -232,7 +232,7 @@ fn a_body_of_another_shape_is_refused_as_a_whole_with_its_path() {
 }
 
 #[test]
-fn a_full_buffer_asks_for_patience() {
+fn a_full_buffer_answers_with_retry_after() {
     let served = TestServer::memory(config(1, 0));
     assert_eq!(statuses(&store(&served, &[keyed("a"), keyed("b")])), ["accepted", "full"]);
     let full = store(&served, &[keyed("b")]);
@@ -274,7 +274,7 @@ fn pages_show_every_group_once() {
 }
 
 #[test]
-fn removing_is_for_good() {
+fn a_removal_is_permanent() {
     let served = TestServer::memory(config(8, 1));
     let client = served.client();
     let ids = generate(&client, v(0), 3);
@@ -345,7 +345,7 @@ fn leases_are_listed_until_they_are_acknowledged() {
 
 /// The run sets the limits of its groups while the server runs.
 #[test]
-fn a_run_takes_only_groups_that_it_can_train_on_and_hears_of_the_others() {
+fn a_run_accepts_only_trainable_groups_and_reports_the_others() {
     let (reports, limits) = (Arc::new(Mutex::new(Vec::new())), Arc::new(OnceLock::new()));
     let heard = Arc::clone(&reports);
     let refused: OnRefused = Arc::new(move |group| {

@@ -84,7 +84,7 @@ fn a_server_whose_journal_was_removed_accepts_nothing_and_makes_no_other() {
 }
 
 #[test]
-fn a_run_that_trains_itself_lets_no_client_lease_or_count() {
+fn a_run_with_its_own_trainer_refuses_leases_and_acknowledgements() {
     let config = ServerConfig { own_trainer: true, ..loopback() };
     let served = TestServer::start(Buffer::in_memory(super::super::config(2, 1)).unwrap(), config);
     assert_eq!(statuses(&store(&served, &[keyed("a")])), ["accepted"]);
@@ -104,7 +104,7 @@ fn a_run_that_trains_itself_lets_no_client_lease_or_count() {
 }
 
 #[test]
-fn a_stop_finishes_what_was_begun() {
+fn a_stop_finishes_requests_in_progress() {
     let directory = tempfile::tempdir().unwrap();
     let mut served = TestServer::journal(&directory, config(8, 1));
     let body = json!({ "groups": [keyed("under way")] }).to_string();
@@ -136,7 +136,7 @@ fn begin(served: &TestServer, path: &str, body: &str) -> TcpStream {
 }
 
 #[test]
-fn a_stop_does_not_wait_for_ever() {
+fn a_stop_has_a_deadline() {
     let mut served = limited(ServerLimits { stop: SHORT, ..ServerLimits::default() });
     let mut stuck = served.connect();
     stuck
@@ -151,7 +151,7 @@ fn a_stop_does_not_wait_for_ever() {
 }
 
 #[test]
-fn a_client_goes_on_after_the_server_was_away() {
+fn a_client_continues_after_an_outage_of_the_server() {
     let directory = tempfile::tempdir().unwrap();
     let mut served = TestServer::journal(&directory, config(2, 1));
     let client = served.client();
@@ -241,7 +241,7 @@ impl redb::StorageBackend for FailingDisk {
 }
 
 #[test]
-fn a_disk_that_fails_is_reported_and_when_it_works_again_so_does_the_server() {
+fn a_disk_failure_is_reported_and_the_server_recovers() {
     let disk = FailingDisk { memory: Arc::default(), fails: Arc::default() };
     let on = disk.clone();
     let open = move || Buffer::open_on(on.clone(), config(8, 1));
@@ -282,7 +282,7 @@ fn a_lease_without_a_hold_is_named_and_kept() {
 }
 
 #[test]
-fn the_documents_are_there_and_name_every_error() {
+fn the_openapi_documents_name_every_error() {
     let served = TestServer::memory(config(1, 1));
     let document = served.get("/openapi.json").json();
     assert!(document["openapi"].as_str().unwrap().starts_with("3.1"));

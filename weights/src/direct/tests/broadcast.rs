@@ -45,7 +45,7 @@ fn wait_for(hub: &Hub, names: &[&str]) {
 }
 
 #[test]
-fn a_version_is_broadcast_to_all_samplers_and_again_to_who_comes_late() {
+fn a_version_is_broadcast_to_all_samplers_and_again_to_late_ones() {
     let publisher = nccl(SOON);
     let hub = publisher.hub().clone();
     let (_server, url) = serve(hub.clone());
