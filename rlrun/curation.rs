@@ -46,7 +46,7 @@ impl Recipe {
         let rollout = &self.rollout;
         let keys = (&rollout.interrupt_text, rollout.interrupt_after_min, rollout.interrupt_after_max);
         let (Some(text), Some(min), Some(max)) = keys else { return Ok(None) };
-        Interruption::new(text, (min, max), stop, rollout.max_completion_length).map(Some)
+        Interruption::new(text, min..=max, stop, rollout.max_completion_length).map(Some)
     }
 }
 

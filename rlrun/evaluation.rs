@@ -96,9 +96,11 @@ impl Prepared {
         let mut sampler = SamplerSetup { recipe, directory, prepared: self }.fixed(engine, network)?;
         let evaluations = evaluate(
             &config,
-            (&mut *sampler, EpisodeConfig::single_turn()),
+            &mut *sampler,
+            EpisodeConfig::single_turn(),
             &sets,
-            (rewards, runtime.handle()),
+            rewards,
+            runtime.handle(),
             watch,
         )?;
         let named = |all: Vec<Evaluation>| names.into_iter().map(str::to_owned).zip(all).collect();

@@ -39,7 +39,13 @@ pub struct Buffer {
 }
 
 /// A group, and its payload if it is finalized.
-pub type WithPayload = (GroupEntry, Option<Arc<Group>>);
+#[derive(Clone, Debug)]
+pub struct WithPayload {
+    /// The group.
+    pub entry: GroupEntry,
+    /// Its payload.
+    pub payload: Option<Arc<Group>>,
+}
 
 /// State shared with the completions of the store.
 struct BufferShared {
@@ -148,8 +154,8 @@ impl Buffer {
         let Some(entry) = ledger.entry(id) else { return Ok(None) };
         let stored = ledger.is_stored(id);
         drop(ledger);
-        let group = if stored { self.store.read(&[id], false)?.pop() } else { None };
-        Ok(Some((entry, group)))
+        let payload = if stored { self.store.read(&[id], false)?.pop() } else { None };
+        Ok(Some(WithPayload { entry, payload }))
     }
 
     /// The sender of a stored group, if it came from another process and is known.

@@ -52,6 +52,7 @@ pub use change::{GroupRow, LeaseRow, LeaseState, LedgerChange, Watermarks};
 use dedup::{ContentIndex, KeyIndex};
 pub(crate) use lease::GrantedLease;
 pub use rewind::Rewound;
+use select::LeaseCandidate;
 
 mod arrival;
 mod change;
@@ -124,7 +125,7 @@ pub(crate) struct Ledger {
     flights: BTreeMap<GroupId, InFlightGroup>,
     stored: BTreeMap<GroupId, StoredGroup>,
     /// Groups that can be leased, by oldest version: stored, with a use left.
-    pool: BTreeSet<(PolicyVersion, GroupId)>,
+    pool: BTreeSet<LeaseCandidate>,
     /// Number of live groups (in flight or in the pool) by the version that they count from.
     due: BTreeMap<PolicyVersion, usize>,
     /// Open or expired.
@@ -329,7 +330,8 @@ impl Ledger {
 
     /// Evicts groups that can be leased and are older than `version`; their number.
     pub(crate) fn evict_below(&mut self, version: PolicyVersion) -> u64 {
-        let old: Vec<GroupId> = self.pool.range(..(version, GroupId(0))).map(|(_, id)| *id).collect();
+        let bound = LeaseCandidate { version, group: GroupId(0) };
+        let old: Vec<GroupId> = self.pool.range(..bound).map(|candidate| candidate.group).collect();
         let idle = |id: &GroupId| self.stored.get(id).is_some_and(|stored| stored.out == 0);
         let old: Vec<GroupId> = old.into_iter().filter(idle).collect();
         old.iter().for_each(|id| self.forget(*id));
@@ -423,13 +425,15 @@ impl Ledger {
     fn enter_pool(&mut self, group: GroupId) {
         let Some(stored) = self.stored.get(&group) else { return };
         let version = stored.row.oldest;
-        if stored.row.uses + stored.out < self.config.max_uses && self.pool.insert((version, group)) {
+        if stored.row.uses + stored.out < self.config.max_uses
+            && self.pool.insert(LeaseCandidate { version, group })
+        {
             *self.due.entry(version).or_default() += 1;
         }
     }
 
     fn leave_pool(&mut self, version: PolicyVersion, group: GroupId) {
-        if self.pool.remove(&(version, group)) {
+        if self.pool.remove(&LeaseCandidate { version, group }) {
             self.due_less(version);
         }
     }

@@ -11,7 +11,11 @@ use crate::BufferError;
 use crate::store::{AppendGroup, LedgerChange, OpenedStore, Recovered, Store, WriteCompletion};
 
 /// A group and its sender.
-type MemoryGroup = (Arc<Group>, Option<String>);
+#[derive(Debug)]
+struct MemoryGroup {
+    group: Arc<Group>,
+    sender: Option<String>,
+}
 
 /// A store that loses everything when its process ends.
 #[derive(Debug, Default)]
@@ -28,7 +32,10 @@ impl MemoryStore {
 impl Store for MemoryStore {
     fn append(&self, append: AppendGroup) {
         let AppendGroup { row, group, sender, done, .. } = append;
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner).insert(row.id, (group, sender));
+        self.groups
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(row.id, MemoryGroup { group, sender });
         done(Ok(()));
     }
 
@@ -46,13 +53,13 @@ impl Store for MemoryStore {
     fn read(&self, ids: &[GroupId], _last_read: bool) -> Result<Vec<Arc<Group>>, BufferError> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let read = |id: &GroupId| {
-            groups.get(id).map(|(group, _)| Arc::clone(group)).ok_or(BufferError::Gone { group: *id })
+            groups.get(id).map(|found| Arc::clone(&found.group)).ok_or(BufferError::Gone { group: *id })
         };
         ids.iter().map(read).collect()
     }
 
     fn sender(&self, id: GroupId) -> Option<String> {
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner).get(&id)?.1.clone()
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner).get(&id)?.sender.clone()
     }
 
     fn is_cached(&self, _ids: &[GroupId]) -> bool {

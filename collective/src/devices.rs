@@ -50,7 +50,7 @@ impl<T: Element> Collective<InDeviceMemory<T>> for DeviceGroup {
         received: ViewMut<'_, T>,
         receives: &[Range<usize>],
     ) -> Result<(), CollectiveError> {
-        Ok(DeviceGroup::all_to_all(self, (values, sends), (received, receives))?)
+        Ok(DeviceGroup::all_to_all(self, values, sends, received, receives)?)
     }
 
     fn barrier(&self) -> Result<(), CollectiveError> {

@@ -358,7 +358,8 @@ impl MeshFrameHeader {
     pub(crate) fn buffer<'a>(
         self,
         stamp: &Stamp,
-        (rank, peer): (usize, usize),
+        rank: usize,
+        peer: usize,
         receive: &'a mut Receive<'_>,
     ) -> Result<&'a mut [u8], CollectiveError> {
         let len = usize::try_from(self.len).unwrap_or(usize::MAX);

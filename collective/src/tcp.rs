@@ -77,7 +77,7 @@ impl Listener {
             let Some(mut stream) = accept(&self.listener, until)? else {
                 let taken = |rank| joined.iter().any(|(hello, _)| hello.rank == Some(rank));
                 let waits_for = (1..world).find(|rank| !taken(*rank)).unwrap_or_default();
-                return Err(late((0, waits_for), deadline));
+                return Err(late(0, waits_for, deadline));
             };
             let Ok(hello) = Hello::receive(&mut stream, &self.secret) else { continue };
             let Some(rank) = hello.rank else {
@@ -101,14 +101,14 @@ impl Listener {
         for (hello, stream) in joined {
             let free = || (1..world).find(|rank| streams[*rank].is_none()).unwrap_or_default();
             let rank = hello.rank.unwrap_or_else(free);
-            let from = stream.peer_addr().map_err(|source| broken((0, rank), source))?;
+            let from = stream.peer_addr().map_err(|source| broken(0, rank, source))?;
             addresses[rank] = SocketAddr::new(from.ip(), hello.port);
             streams[rank] = Some(stream);
         }
         for (rank, stream) in streams.iter_mut().enumerate() {
             if let Some(stream) = stream {
                 let welcome = Welcome::Joined { rank, addresses: addresses.clone() };
-                welcome.send(stream).map_err(|source| broken((0, rank), source))?;
+                welcome.send(stream).map_err(|source| broken(0, rank, source))?;
             }
         }
         ready(0, streams, deadline)
@@ -151,12 +151,12 @@ pub fn join(
     for (peer, address) in addresses.iter().enumerate().take(rank).skip(1) {
         let mut stream = reach(*address, until)?;
         let hello = Hello { rank: Some(rank), port: 0 };
-        hello.send(&mut stream, &secret).map_err(|source| broken((rank, peer), source))?;
+        hello.send(&mut stream, &secret).map_err(|source| broken(rank, peer, source))?;
         streams[peer] = Some(stream);
     }
     while let Some(waits_for) = (rank + 1..addresses.len()).find(|peer| streams[*peer].is_none()) {
         let Some(mut stream) = accept(&listener, until)? else {
-            return Err(late((rank, waits_for), deadline));
+            return Err(late(rank, waits_for, deadline));
         };
         let Ok(hello) = Hello::receive(&mut stream, &secret) else { continue };
         if let Some(address) = hello.rank.filter(|peer| *peer > rank).and_then(|peer| streams.get_mut(peer)) {
@@ -285,7 +285,7 @@ fn ready(rank: usize, streams: Vec<Option<TcpStream>>, deadline: Duration) -> Re
             sockopt::set_tcp_keepcnt(stream, count)?;
             stream.set_nonblocking(true)
         };
-        set().map_err(|source| broken((rank, peer), source))?;
+        set().map_err(|source| broken(rank, peer, source))?;
     }
     Ok(Mesh::new(Sockets::new(rank, streams, deadline)))
 }
@@ -294,10 +294,10 @@ fn joining(address: SocketAddr, reason: String) -> CollectiveError {
     CollectiveError::Join { address: address.to_string(), reason }
 }
 
-fn late((rank, waits_for): (usize, usize), deadline: Duration) -> CollectiveError {
+fn late(rank: usize, waits_for: usize, deadline: Duration) -> CollectiveError {
     CollectiveError::Deadline { rank, waits_for, operation: JOIN, seconds: deadline.as_secs_f64() }
 }
 
-fn broken((rank, peer): (usize, usize), source: io::Error) -> CollectiveError {
+fn broken(rank: usize, peer: usize, source: io::Error) -> CollectiveError {
     CollectiveError::Connection { rank, peer, operation: JOIN, source }
 }

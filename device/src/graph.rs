@@ -21,23 +21,21 @@ impl Device {
     /// The error of `work`, or a call that cannot be recorded.
     pub fn record(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
         self.inner.backend.begin_recording()?;
-        let mut ends = RecordingGuard(Some(&*self.inner.backend));
+        let guard = RecordingGuard(&*self.inner.backend);
         let done = work();
-        let Some(backend) = ends.0.take() else { unreachable!("it is taken once") };
-        let recording = backend.end_recording();
+        std::mem::forget(guard);
+        let recording = self.inner.backend.end_recording();
         done?;
         Ok(Graph { recording: recording?, device: self.clone() })
     }
 }
 
 /// Ends the recording if `work` panics.
-struct RecordingGuard<'a>(Option<&'a dyn Backend>);
+struct RecordingGuard<'a>(&'a dyn Backend);
 
 impl Drop for RecordingGuard<'_> {
     fn drop(&mut self) {
-        if let Some(backend) = self.0 {
-            drop(backend.end_recording());
-        }
+        drop(self.0.end_recording());
     }
 }
 

@@ -234,8 +234,7 @@ impl DeviceGroup {
         timeout: impl Into<GroupTimeout>,
     ) -> Result<Self> {
         assert!(rank < world, "rank {rank} of world size {world}");
-        let members =
-            if world == 1 { None } else { Some(connect(device, id, (rank, world), timeout.into())?) };
+        let members = if world == 1 { None } else { Some(connect(device, id, rank, world, timeout.into())?) };
         Ok(Self { device: device.clone(), rank, world, members, failed_because: OnceLock::new() })
     }
 
@@ -344,8 +343,10 @@ impl DeviceGroup {
     /// If there is not one range per member, or a range is outside the values.
     pub fn all_to_all<T: Element>(
         &self,
-        (values, sends): (View<'_, T>, &[Range<usize>]),
-        (received, receives): (ViewMut<'_, T>, &[Range<usize>]),
+        values: View<'_, T>,
+        sends: &[Range<usize>],
+        received: ViewMut<'_, T>,
+        receives: &[Range<usize>],
     ) -> Result<()> {
         let own = |ranges: &[Range<usize>]| ranges.get(self.rank).map_or(0, Range::len);
         self.check_cuts(sends, own(sends), values.len());
@@ -451,19 +452,20 @@ fn in_bytes<T>(cuts: &[Range<usize>]) -> Vec<Range<usize>> {
 fn connect(
     device: &Device,
     id: &DeviceGroupId,
-    place: (usize, usize),
+    rank: usize,
+    world: usize,
     timeout: GroupTimeout,
 ) -> Result<Box<dyn GroupBackend>> {
     let backend = device.inner.backend.as_any();
     #[cfg(feature = "cuda")]
     if let (true, Some((&NCCL, id))) = (backend.is::<crate::cuda::Cuda>(), id.0.split_first()) {
-        return Ok(Box::new(nccl::Communicator::join(device, id, place, timeout)?));
+        return Ok(Box::new(nccl::Communicator::join(device, id, rank, world, timeout)?));
     }
     #[cfg(feature = "emulator")]
     if let (true, Some((&EMULATED, id))) = (backend.is::<crate::emulated::Emulated>(), id.0.split_first()) {
-        return Ok(Box::new(emulated::EmulatedMember::join(device, id, place, timeout)?));
+        return Ok(Box::new(emulated::EmulatedMember::join(device, id, rank, world, timeout)?));
     }
-    let (_, _, _) = (place, timeout, (NCCL, EMULATED, id));
+    let (_, _, _) = ((rank, world), timeout, (NCCL, EMULATED, id));
     Err(other_kind(device, backend))
 }
 

@@ -40,6 +40,18 @@ impl<'a, T: Storage> Matrix<'a, T> {
         Self { values, rows: values.len() / columns, columns, stride: columns, transposed: false }
     }
 
+    /// Number of rows.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of columns.
+    #[must_use]
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
     /// The transposed matrix, without a copy.
     #[must_use]
     pub fn transposed(self) -> Self {

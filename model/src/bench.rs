@@ -110,13 +110,18 @@ impl std::fmt::Debug for Operation {
     }
 }
 
+/// What one call of an operation needs.
+#[derive(Clone, Copy)]
+struct OperationCost {
+    flops: usize,
+    /// Numbers that it reads and writes, each operand once.
+    numbers: usize,
+}
+
 impl Operation {
-    fn new(
-        name: &'static str,
-        (flops, numbers): (usize, usize),
-        work: impl FnMut() -> Result<()> + 'static,
-    ) -> Self {
-        Self { name, flops: flops as f64, bytes: (size_of::<f32>() * numbers) as f64, work: Box::new(work) }
+    fn new(name: &'static str, cost: OperationCost, work: impl FnMut() -> Result<()> + 'static) -> Self {
+        let bytes = (size_of::<f32>() * cost.numbers) as f64;
+        Self { name, flops: cost.flops as f64, bytes, work: Box::new(work) }
     }
 
     /// Does it once, on this thread.
@@ -169,15 +174,17 @@ pub fn operations(config: &Config, rows: usize) -> Result<Vec<Operation>> {
         ),
         (["head", "head_train", "head_dx", "head_dw"], parameters.layout().head(), hidden),
     ] {
-        all.extend(products(name, &parameters, weight, (input, rows))?);
+        all.extend(products(name, &parameters, weight, input, rows)?);
     }
     all.extend(attention(shape, rows)?);
     let random = |columns: usize| matrix(noise(rows * columns), columns);
     let x = random(hidden)?;
     let scale = vec![1.0; hidden];
-    all.push(Operation::new("norm", (0, 2 * rows * hidden), move || rms_norm(&x, &scale, 1e-6).map(done)));
+    let moved = |numbers: usize| OperationCost { flops: 0, numbers };
+    let norm = move || rms_norm(&x, &scale, 1e-6).map(done);
+    all.push(Operation::new("norm", moved(2 * rows * hidden), norm));
     let gate_up = random(2 * middle)?;
-    all.push(Operation::new("swiglu", (0, 3 * rows * middle), move || {
+    all.push(Operation::new("swiglu", moved(3 * rows * middle), move || {
         swiglu(&gate_up, &ThreadPool::single()).map(done)
     }));
     Ok(all)
@@ -188,13 +195,15 @@ fn products(
     names: [&'static str; 4],
     parameters: &Arc<Parameters>,
     weight: Range<usize>,
-    (input, rows): (usize, usize),
+    input: usize,
+    rows: usize,
 ) -> Result<[Operation; 4]> {
     let output = weight.len() / input;
     let packed = Linear::packed(&parameters.values()[weight.clone()], input, None);
     let flat = Linear::flat(&FlatValues::Model(Arc::clone(parameters)), weight.clone(), input, &(0..0));
     let (x, g) = (matrix(noise(rows * input), input)?, matrix(noise(rows * output), output)?);
-    let cost = (2 * rows * weight.len(), weight.len() + rows * (input + output));
+    let numbers = weight.len() + rows * (input + output);
+    let cost = OperationCost { flops: 2 * rows * weight.len(), numbers };
     let mut gradient = vec![0.0; weight.len()];
     let [forward, train, dx, dw] = names;
     let (x_packed, x_flat, g_flat, back) = (x.clone(), x.clone(), g.clone(), flat.clone());
@@ -230,12 +239,15 @@ fn attention(shape: HeadShape, rows: usize) -> Result<[Operation; 3]> {
     let pairs = rows * (rows + 1) / 2 * shape.query_width();
     let numbers = rows * (shape.width() + shape.query_width());
     let (qkv_back, segments_back) = (qkv.clone(), segments.clone());
+    let cached = OperationCost { flops: 4 * rows * rows * shape.query_width(), numbers: read };
+    let forward = OperationCost { flops: 4 * pairs, numbers };
+    let backward = OperationCost { flops: 10 * pairs, numbers: 2 * numbers };
     Ok([
-        Operation::new("attention_cache", (4 * rows * rows * shape.query_width(), read), decode),
-        Operation::new("attention_pack", (4 * pairs, numbers), move || {
+        Operation::new("attention_cache", cached, decode),
+        Operation::new("attention_pack", forward, move || {
             attention::packed(&qkv, &segments, 0, shape).map(done)
         }),
-        Operation::new("attention_pack_dx", (10 * pairs, 2 * numbers), move || {
+        Operation::new("attention_pack_dx", backward, move || {
             attention::packed_backward(&qkv_back, &segments_back, 0, shape, &g).map(done)
         }),
     ])
@@ -293,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_is_read() {
+    fn the_reading_benchmark_reads_all_values() {
         let mut values = vec![1.0; 3 * LANES * READERS];
         assert_eq!(read(&values), 384.0);
         values[200] = 3.0;

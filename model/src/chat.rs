@@ -14,6 +14,7 @@ use trajectory::Message;
 
 use crate::{ModelError, files};
 
+use apart::Conversation;
 pub use apart::{render_apart, serve};
 
 /// A compiled chat template.
@@ -90,7 +91,7 @@ impl ChatTemplate {
             None => Compiled::new(&sources).map(CompiledTemplate::Here),
             Some(renderer) => {
                 let key = sources.key();
-                renderer.ask((&key, &sources), None).map(|_| CompiledTemplate::Apart(key, sources))
+                renderer.ask(&key, &sources, None).map(|_| CompiledTemplate::Apart(key, sources))
             }
         };
         match inner {
@@ -117,9 +118,11 @@ impl ChatTemplate {
         let turns: Vec<TemplateMessage> = messages.iter().map(turn).collect();
         let rendered = match (&self.inner, apart::renderer()) {
             (CompiledTemplate::Here(compiled), _) => compiled.render(&turns, add_generation_prompt),
-            (CompiledTemplate::Apart(key, sources), Some(renderer)) => {
-                renderer.ask((key, sources), Some((turns, add_generation_prompt)))
-            }
+            (CompiledTemplate::Apart(key, sources), Some(renderer)) => renderer.ask(
+                key,
+                sources,
+                Some(Conversation { messages: turns, open: add_generation_prompt }),
+            ),
             (CompiledTemplate::Apart(_, sources), None) => {
                 Compiled::new(sources).and_then(|compiled| compiled.render(&turns, add_generation_prompt))
             }
@@ -235,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_template_says_against_a_conversation_is_passed_on() {
+    fn a_refusal_by_the_template_is_passed_on() {
         let files = dir(&[("chat_template.jinja", "{{ raise_exception('roles must alternate') }}")]);
         let template = ChatTemplate::load(files.path()).unwrap().unwrap();
         let messages = [user("a"), user("b")].concat();

@@ -74,7 +74,7 @@ pub use chat::ChatTemplate;
 pub use config::{Architecture, Config, Head, Reduction, RopeScaling, Sizes};
 pub use decoder::{
     Decoder, GradientSink, Gradients, KvCache, LayerSource, Pack, PackError, Quantization, Recompute,
-    StepSequence, Trace,
+    StepSequence, Trace, TracedPack,
 };
 pub use directory::ModelDirectory;
 pub use error::ModelError;

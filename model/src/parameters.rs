@@ -68,7 +68,7 @@ impl Parameters {
             if spec.name.ends_with("norm.weight") {
                 values.fill(1.0);
             } else if spec.name.ends_with(".weight") {
-                fill_normal(values, config.initializer_range, (seed, index as u64));
+                fill_normal(values, config.initializer_range, seed, index as u64);
             }
         }
         parameters
@@ -270,7 +270,7 @@ impl ParameterSpec {
 
 /// Fills a tensor by the Box-Muller transform from a counter-based random stream. `libm` gives the same bits on every
 /// platform, which `ln` and `cos` of the system do not.
-fn fill_normal(values: &mut [f32], std: f64, (seed, stream): (u64, u64)) {
+fn fill_normal(values: &mut [f32], std: f64, seed: u64, stream: u64) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(stream);
     let unit = 1.0 / (1u64 << 53) as f64;

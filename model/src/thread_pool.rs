@@ -187,35 +187,20 @@ impl ThreadPool {
         if claim.extra == 0 {
             return parts.into_iter().map(work).collect();
         }
-        let slots: Vec<Mutex<PartSlot<P, R>>> =
-            parts.into_iter().map(|p| Mutex::new(PartSlot::Waiting(p))).collect();
-        let next = AtomicUsize::new(0);
+        let results = Mutex::new(Vec::with_capacity(parts.len()));
+        let parts = Mutex::new(parts.into_iter().enumerate());
         let take_parts = || {
-            while let Some(slot) = slots.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let taken = std::mem::replace(&mut *lock(slot), PartSlot::Taken);
-                if let PartSlot::Waiting(part) = taken {
-                    let result = work(part);
-                    *lock(slot) = PartSlot::Done(result);
-                }
+            loop {
+                let Some((index, part)) = lock(&parts).next() else { break };
+                let result = work(part);
+                lock(&results).push((index, result));
             }
         };
         cores.queue.run(&take_parts, claim.extra);
-        let done = slots.into_iter().map(|slot| slot.into_inner().unwrap_or_else(PoisonError::into_inner));
-        done.map(|slot| match slot {
-            PartSlot::Done(result) => result,
-            PartSlot::Waiting(_) | PartSlot::Taken => {
-                unreachable!("every part was taken, and a panic was resumed")
-            }
-        })
-        .collect()
+        let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+        results.sort_unstable_by_key(|(index, _)| *index);
+        results.into_iter().map(|(_, result)| result).collect()
     }
-}
-
-/// A part on its way to its result.
-enum PartSlot<P, R> {
-    Waiting(P),
-    Taken,
-    Done(R),
 }
 
 /// A closure that several threads run at the same time.

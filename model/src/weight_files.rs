@@ -251,12 +251,32 @@ mod tests {
     use proptest::prelude::*;
     use tempfile::TempDir;
 
-    fn saved(max_shard_bytes: usize) -> (TempDir, Config, Parameters) {
+    struct Saved {
+        dir: TempDir,
+        config: Config,
+        parameters: Parameters,
+    }
+
+    struct StoredTensor {
+        name: String,
+        dtype: Dtype,
+        shape: Vec<usize>,
+        bytes: Vec<u8>,
+    }
+
+    impl StoredTensor {
+        /// One value of zero.
+        fn zero(name: &str) -> Self {
+            Self { name: name.to_owned(), dtype: Dtype::F32, shape: vec![1], bytes: vec![0; 4] }
+        }
+    }
+
+    fn saved(max_shard_bytes: usize) -> Saved {
         let [_, config] = tiny();
         let parameters = Parameters::random(&config, 3);
         let dir = tempfile::tempdir().unwrap();
         parameters.save(dir.path(), WeightDtype::F32, max_shard_bytes).unwrap();
-        (dir, config, parameters)
+        Saved { dir, config, parameters }
     }
 
     fn failure(dir: &TempDir, config: &Config) -> ModelError {
@@ -264,24 +284,30 @@ mod tests {
     }
 
     /// Replaces the weights by one file of these tensors.
-    fn rewrite(dir: &TempDir, tensors: &[(String, Dtype, Vec<usize>, Vec<u8>)]) {
-        let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
+    fn rewrite(dir: &TempDir, tensors: &[StoredTensor]) {
+        let views = tensors.iter().map(|StoredTensor { name, dtype, shape, bytes }| {
             (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
         });
         safetensors::serialize_to_file(views, None, &dir.path().join(SINGLE)).unwrap();
     }
 
-    fn tensors(parameters: &Parameters) -> Vec<(String, Dtype, Vec<usize>, Vec<u8>)> {
+    fn tensors(parameters: &Parameters) -> Vec<StoredTensor> {
         let bytes =
             |spec: &ParameterSpec| parameters.get(&spec.name).iter().flat_map(|x| x.to_le_bytes()).collect();
         let specs = parameters.layout().specs().iter();
-        specs.map(|spec| (spec.name.clone(), Dtype::F32, spec.shape.clone(), bytes(spec))).collect()
+        let stored = |spec: &ParameterSpec| StoredTensor {
+            name: spec.name.clone(),
+            dtype: Dtype::F32,
+            shape: spec.shape.clone(),
+            bytes: bytes(spec),
+        };
+        specs.map(stored).collect()
     }
 
     #[test]
     fn one_file_and_shards_read_back_to_the_bit() {
         for max_shard_bytes in [usize::MAX, 20_000, 1] {
-            let (dir, config, parameters) = saved(max_shard_bytes);
+            let Saved { dir, config, parameters } = saved(max_shard_bytes);
             let again = Parameters::load(dir.path(), &config).unwrap();
             assert_eq!(again.values(), parameters.values());
             let names: Vec<String> = fs::read_dir(dir.path())
@@ -296,7 +322,7 @@ mod tests {
 
     #[test]
     fn shards_keep_their_bound() {
-        let (dir, _, parameters) = saved(20_000);
+        let Saved { dir, parameters, .. } = saved(20_000);
         let text = fs::read_to_string(dir.path().join(INDEX)).unwrap();
         let index: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(index["metadata"]["total_size"], 4 * parameters.layout().len());
@@ -313,7 +339,7 @@ mod tests {
     #[test]
     fn nothing_is_overwritten() {
         for max_shard_bytes in [usize::MAX, 20_000] {
-            let (dir, _, parameters) = saved(max_shard_bytes);
+            let Saved { dir, parameters, .. } = saved(max_shard_bytes);
             let err = parameters.save(dir.path(), WeightDtype::F32, max_shard_bytes).unwrap_err();
             assert!(matches!(err, ModelError::Exists { .. }), "{err}");
         }
@@ -321,7 +347,7 @@ mod tests {
 
     #[test]
     fn missing_files_are_named() {
-        let (dir, config, _) = saved(20_000);
+        let Saved { dir, config, .. } = saved(20_000);
         let files = fs::read_dir(dir.path()).unwrap().count() - 1;
         let shard = format!("model-00002-of-{files:05}.safetensors");
         fs::remove_file(dir.path().join(&shard)).unwrap();
@@ -337,7 +363,7 @@ mod tests {
 
     #[test]
     fn a_cut_off_file_is_named_at_any_length() {
-        let (dir, config, _) = saved(usize::MAX);
+        let Saved { dir, config, .. } = saved(usize::MAX);
         let path = dir.path().join(SINGLE);
         let whole = fs::read(&path).unwrap();
         for len in [0, 4, 100, whole.len() / 2, whole.len() - 1] {
@@ -350,9 +376,9 @@ mod tests {
 
     #[test]
     fn missing_and_unexpected_tensors_are_counted_and_named() {
-        let (dir, config, parameters) = saved(usize::MAX);
+        let Saved { dir, config, parameters } = saved(usize::MAX);
         let mut some = tensors(&parameters);
-        some.retain(|(name, ..)| !name.contains("k_proj"));
+        some.retain(|tensor| !tensor.name.contains("k_proj"));
         rewrite(&dir, &some);
         let ModelError::MissingTensors { count, names, .. } = failure(&dir, &config) else { panic!() };
         assert_eq!(count, 4);
@@ -361,7 +387,7 @@ mod tests {
             "{names}"
         );
         let mut more = tensors(&parameters);
-        more.push(("v_head.weight".to_owned(), Dtype::F32, vec![1], vec![0; 4]));
+        more.push(StoredTensor::zero("v_head.weight"));
         rewrite(&dir, &more);
         let err = failure(&dir, &config);
         assert!(
@@ -370,36 +396,33 @@ mod tests {
     }
 
     #[test]
-    fn what_carries_no_weights_of_its_own_is_ignored() {
+    fn tensors_without_weights_of_their_own_are_ignored() {
         let [config, _] = tiny();
         let parameters = Parameters::random(&config, 3);
         let dir = tempfile::tempdir().unwrap();
         let mut more = tensors(&parameters);
-        more.push(("lm_head.weight".to_owned(), Dtype::F32, vec![1], vec![0; 4]));
-        more.push((
-            "model.layers.0.self_attn.rotary_emb.inv_freq".to_owned(),
-            Dtype::F32,
-            vec![1],
-            vec![0; 4],
-        ));
+        more.push(StoredTensor::zero("lm_head.weight"));
+        more.push(StoredTensor::zero("model.layers.0.self_attn.rotary_emb.inv_freq"));
         rewrite(&dir, &more);
         assert_eq!(Parameters::load(dir.path(), &config).unwrap().values(), parameters.values());
         let mut bare = tensors(&parameters);
-        bare.iter_mut().for_each(|(name, ..)| *name = name.trim_start_matches("model.").to_owned());
+        for tensor in &mut bare {
+            tensor.name = tensor.name.trim_start_matches("model.").to_owned();
+        }
         rewrite(&dir, &bare);
         assert_eq!(Parameters::load(dir.path(), &config).unwrap().values(), parameters.values());
     }
 
     #[test]
     fn wrong_shapes_and_formats_are_named() {
-        let (dir, config, parameters) = saved(usize::MAX);
+        let Saved { dir, config, parameters } = saved(usize::MAX);
         let mut wide = tensors(&parameters);
-        wide[0].2 = vec![50, 32];
+        wide[0].shape = vec![50, 32];
         rewrite(&dir, &wide);
         let err = failure(&dir, &config).to_string();
         assert!(err.contains("embed_tokens.weight has shape [50, 32]") && err.contains("[100, 16]"), "{err}");
         let mut integers = tensors(&parameters);
-        integers[1].1 = Dtype::I32;
+        integers[1].dtype = Dtype::I32;
         rewrite(&dir, &integers);
         let err = failure(&dir, &config).to_string();
         assert!(err.contains("input_layernorm.weight is stored as I32; supported: F32, BF16, F16"), "{err}");
@@ -407,7 +430,7 @@ mod tests {
 
     #[test]
     fn weights_that_are_not_finite_are_refused_both_ways() {
-        let (dir, config, mut parameters) = saved(usize::MAX);
+        let Saved { dir, config, mut parameters } = saved(usize::MAX);
         let norm = parameters.layout().spec("model.norm.weight").unwrap().offset;
         parameters.values_mut()[norm] = f32::NAN;
         parameters.values_mut()[5] = f32::INFINITY;
@@ -430,10 +453,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut narrow = tensors(&parameters);
         let embedding = parameters.get("model.embed_tokens.weight");
-        narrow[0].1 = Dtype::BF16;
-        narrow[0].3 = embedding.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect();
-        narrow[1].1 = Dtype::F16;
-        narrow[1].3 = [0.1f32; 16].iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect();
+        narrow[0].dtype = Dtype::BF16;
+        narrow[0].bytes = embedding.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect();
+        narrow[1].dtype = Dtype::F16;
+        narrow[1].bytes = [0.1f32; 16].iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect();
         rewrite(&dir, &narrow);
         let read = Parameters::load(dir.path(), &config).unwrap();
         let rounded: Vec<f32> = embedding.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
@@ -445,7 +468,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_damaged_header_is_an_error_and_no_panic(at in 0usize..600, byte: u8) {
-            let (dir, config, parameters) = saved(usize::MAX);
+            let Saved { dir, config, parameters } = saved(usize::MAX);
             let path = dir.path().join(SINGLE);
             let mut bytes = fs::read(&path).unwrap();
             bytes[at] = byte;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use model::{
     Decoder, GradientSink, Gradients, LayerSource, Layout, Parameters, PredictionGradient, Recompute,
-    SharedCores, Target, ThreadPool, Unit,
+    SharedCores, Target, ThreadPool, TracedPack, Unit,
 };
 
 use crate::common::{Golden, MODELS, bits, pack_of};
@@ -69,8 +69,8 @@ fn layers_that_come_one_at_a_time_give_the_same_bits() {
             let mut flat = Gradients::zeros(layout);
             whole.backward(&pack, trace, &targets, &slopes, &mut flat, &pool).unwrap();
 
-            let ends = (&unit(&parameters, Unit::Embedding), &unit(&parameters, Unit::Tail));
-            let decoder = Decoder::without_layers(config, layout, ends, recompute);
+            let [embedding, tail] = [Unit::Embedding, Unit::Tail].map(|of| unit(&parameters, of));
+            let decoder = Decoder::without_layers(config, layout, &embedding, &tail, recompute);
             let mut source = Cut { parameters: &parameters, asked: Vec::new() };
             let scored = decoder.score_through(&mut source, &pack, &rows, &targets, &pool).unwrap();
             let (predicted, trace) =
@@ -79,8 +79,8 @@ fn layers_that_come_one_at_a_time_give_the_same_bits() {
             source.asked.clear();
             let units = layout.units().map(|unit| vec![0.0; layout.unit(unit).len()]).collect();
             let mut apart = Apart { layout: Arc::clone(layout), units, said: Vec::new() };
-            let way = (&pack, trace);
-            decoder.backward_through(&mut source, way, &targets, &slopes, &mut apart, &pool).unwrap();
+            let traced = TracedPack { pack: &pack, trace };
+            decoder.backward_through(&mut source, traced, &targets, &slopes, &mut apart, &pool).unwrap();
             assert_eq!(bits(&apart.units.concat()), bits(flat.values()), "{name} {recompute:?}");
             assert_eq!(source.asked, (0..config.num_layers).rev().collect::<Vec<_>>());
             done_in_order(layout, &apart.said);

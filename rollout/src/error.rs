@@ -130,6 +130,14 @@ pub enum RolloutError {
     /// The network could not compute.
     #[error("the network failed: {0}")]
     Compute(#[from] candle_core::Error),
+    /// Weights are not where the engine computes.
+    #[error("the weights are {weights}, the engine computes {engine}; prepare them with its own `ServeOn`")]
+    Misplaced {
+        /// Where the weights are.
+        weights: &'static str,
+        /// Where the engine computes.
+        engine: &'static str,
+    },
     /// The files of a model could not be used.
     #[error(transparent)]
     Model(#[from] model::ModelError),

@@ -289,20 +289,23 @@ fn requests<'a>(
 
 /// Answers that rewards judge at the moment; dropping it cancels them.
 struct AnswersInScoring<'a> {
-    open: JoinSet<(usize, Result<EvaluatedAnswer, RolloutError>)>,
+    open: JoinSet<PlacedAnswer>,
     answers: Vec<Option<EvaluatedAnswer>>,
     watch: &'a EvaluationObserver<'a>,
     /// When the last answer was judged.
     last: Instant,
 }
 
+/// The answer at a place of the evaluation, judged.
+struct PlacedAnswer {
+    place: usize,
+    answer: Result<EvaluatedAnswer, RolloutError>,
+}
+
 impl AnswersInScoring<'_> {
-    fn take(
-        &mut self,
-        joined: Result<(usize, Result<EvaluatedAnswer, RolloutError>), tokio::task::JoinError>,
-    ) -> Result<(), RolloutError> {
+    fn take(&mut self, joined: Result<PlacedAnswer, tokio::task::JoinError>) -> Result<(), RolloutError> {
         let ended = |_| RolloutError::Ended { who: "the scoring of an evaluation" };
-        let (place, answer) = joined.map_err(ended)?;
+        let PlacedAnswer { place, answer } = joined.map_err(ended)?;
         self.answers[place] = Some(answer?);
         self.last = Instant::now();
         let judged = self.watch.progress.judged.fetch_add(1, Ordering::Relaxed) + 1;
@@ -350,9 +353,11 @@ impl AnswersInScoring<'_> {
 /// If the sampler or a reward with `on_error = "fail"` fails; rewards that judge nothing for `config.wait`.
 pub fn evaluate(
     config: &EvaluationConfig,
-    (sampler, episodes): (&mut dyn Sampler, EpisodeConfig),
+    sampler: &mut dyn Sampler,
+    episodes: EpisodeConfig,
     sets: &[EvaluationSet<'_>],
-    (rewards, runtime): (&Arc<RewardSet>, &Handle),
+    rewards: &Arc<RewardSet>,
+    runtime: &Handle,
     watch: &EvaluationObserver<'_>,
 ) -> Result<Option<Vec<Evaluation>>, RolloutError> {
     let plans = AnswerLayout::of(sets, config.max_samples);
@@ -379,7 +384,8 @@ pub fn evaluate(
             let place = plans[n].place(&sets[n], &episode);
             let (rewards, longest) = (Arc::clone(rewards), config.max_completion_length);
             // Rewards run beside the generation of the remaining answers.
-            let judge = async move { (place, score(task, episode, longest, rewards).await) };
+            let judge =
+                async move { PlacedAnswer { place, answer: score(task, episode, longest, rewards).await } };
             judging.open.spawn_on(judge, runtime);
             watch.progress.generated.fetch_add(1, Ordering::Relaxed);
         }

@@ -129,7 +129,11 @@ impl Scorer {
 }
 
 /// An episode with the results of the rewards of single trajectories; `None` if the environment failed.
-type JudgedEpisode = (ScoreRequest, Option<PartScore>);
+#[derive(Debug)]
+struct JudgedEpisode {
+    request: ScoreRequest,
+    part: Option<PartScore>,
+}
 
 /// A group of which some episodes are scored.
 #[derive(Debug)]
@@ -174,9 +178,9 @@ impl Scoring {
                     }
                 },
                 Some(judged) = judging.join_next() => {
-                    let (ended, part) =
+                    let judged =
                         judged.map_err(|_| RolloutError::Ended { who: "the scoring of a trajectory" })?;
-                    if let Some(group) = complete(&mut partial, ended, part) {
+                    if let Some(group) = complete(&mut partial, judged) {
                         completing.spawn(settle(group, Arc::clone(&self.rewards)));
                     }
                 }
@@ -230,22 +234,18 @@ pub(crate) fn give_back(buffer: &dyn Producer, group: GroupId, retry: bool) -> R
 }
 
 /// Adds a trajectory to its group; all of the group in order, if that was the last one missing.
-fn complete(
-    partial: &mut HashMap<GroupId, PartialGroup>,
-    ended: ScoreRequest,
-    part: Option<PartScore>,
-) -> Option<Vec<JudgedEpisode>> {
-    let (id, group_size) = (ended.episode.group, ended.group_size);
+fn complete(partial: &mut HashMap<GroupId, PartialGroup>, new: JudgedEpisode) -> Option<Vec<JudgedEpisode>> {
+    let (id, group_size) = (new.request.episode.group, new.request.group_size);
     let group = partial
         .entry(id)
         .or_insert_with(|| PartialGroup { group_size, judged: Vec::with_capacity(group_size) });
     debug_assert_eq!(group.group_size, group_size, "a group has one size");
-    group.judged.push((ended, part));
+    group.judged.push(new);
     if group.judged.len() < group.group_size {
         return None;
     }
     let PartialGroup { mut judged, .. } = partial.remove(&id)?;
-    judged.sort_by_key(|(ended, _)| ended.episode.index);
+    judged.sort_by_key(|judged| judged.request.episode.index);
     Some(judged)
 }
 
@@ -253,15 +253,16 @@ fn complete(
 async fn judge(request: ScoreRequest, rewards: Arc<RewardSet>) -> JudgedEpisode {
     fail::fail_point!("reward-call");
     if matches!(request.episode.end, EpisodeEnd::Failed(_)) {
-        return (request, None);
+        return JudgedEpisode { request, part: None };
     }
-    let part = rewards.begin(&request.reward_input()).await;
-    (request, Some(part))
+    let part = Some(rewards.begin(&request.reward_input()).await);
+    JudgedEpisode { request, part }
 }
 
 /// Asks the rewards that judge a group, and makes it one.
 async fn settle(judged: Vec<JudgedEpisode>, rewards: Arc<RewardSet>) -> Result<Group, RolloutError> {
-    let (requests, parts): (Vec<ScoreRequest>, Vec<Option<PartScore>>) = judged.into_iter().unzip();
+    let (requests, parts): (Vec<ScoreRequest>, Vec<Option<PartScore>>) =
+        judged.into_iter().map(|judged| (judged.request, judged.part)).unzip();
     let asked: Vec<bool> = parts.iter().map(Option::is_some).collect();
     let inputs: Vec<_> =
         requests.iter().zip(&asked).filter(|(_, asked)| **asked).map(|(r, _)| r.reward_input()).collect();

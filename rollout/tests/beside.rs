@@ -1,5 +1,7 @@
 //! What an engine does beside sampling: texts put into completions, and greedy baselines.
 
+use std::ops::RangeInclusive;
+
 use model::{Pack, Sampling, Target, ThreadPool};
 use proptest::prelude::*;
 use rollout::{Completion, EngineConfig, Interruption, RolloutError, SampleRequest};
@@ -9,7 +11,7 @@ use crate::{CONFIG, Model, complete, request};
 
 const TRUNCATED: Sampling = Sampling { temperature: 0.8, top_p: 0.9, top_k: 12, min_p: 0.01 };
 const TEXT: &str = "Time.";
-const AFTER: (usize, usize) = (4, 12);
+const AFTER: RangeInclusive<usize> = 4..=12;
 
 fn interruption(model: &Model) -> Interruption {
     Interruption::new(TEXT, AFTER, &model.stop(&[]), 24).unwrap()
@@ -41,7 +43,7 @@ fn a_text_is_put_in_at_its_place_and_not_trained_on() {
                 assert_eq!(completion, free, "one that ended before is as it was");
                 continue;
             };
-            assert!((AFTER.0..=AFTER.1).contains(&inserted.start) && inserted.len() == TEXT.len());
+            assert!(AFTER.contains(&inserted.start) && inserted.len() == TEXT.len());
             places.push(inserted.start);
             let prompt = completion.prompt_length;
             let before = prompt + inserted.start;
@@ -91,7 +93,7 @@ fn sampling_goes_on_after_the_text() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
     #[test]
-    fn where_it_comes_does_not_depend_on_batching(max_running in 1..20usize, prefill_chunk in 1..50usize) {
+    fn the_position_of_an_interruption_does_not_depend_on_batching(max_running in 1..20usize, prefill_chunk in 1..50usize) {
         let model = Model::new();
         let config = EngineConfig { max_running, prefill_chunk, ..CONFIG };
         let expected = sampled(&model, CONFIG, Sampling::PLAIN, true);
@@ -126,7 +128,7 @@ fn a_text_that_cannot_be_put_in_is_refused() {
     };
     refused("", AFTER, &[], "has no tokens");
     refused("so 4#", AFTER, &["4#"], "holds the stop string `4#`");
-    refused(TEXT, (4, 19), &[], "leave none of rollout.max_completion_length = 24");
+    refused(TEXT, 4..=19, &[], "leave none of rollout.max_completion_length = 24");
 }
 
 #[test]

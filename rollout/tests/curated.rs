@@ -70,8 +70,15 @@ impl OutcomeSink for Full {
     }
 }
 
+/// What remains of a run of two groups.
+struct CuratedRun {
+    finished: Result<(), RolloutError>,
+    buffer: Arc<Buffer>,
+    curation: Curation,
+}
+
 /// Samples and scores groups 0 and 1, each with a baseline.
-fn two_groups(sink: Box<dyn OutcomeSink>) -> (Result<(), RolloutError>, Arc<Buffer>, Curation) {
+fn two_groups(sink: Box<dyn OutcomeSink>) -> CuratedRun {
     let model = Model::new();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
@@ -103,13 +110,13 @@ fn two_groups(sink: Box<dyn OutcomeSink>) -> (Result<(), RolloutError>, Arc<Buff
             );
         }
     }
-    (scorer.finish(SOON, SOON), buffer, curation)
+    CuratedRun { finished: scorer.finish(SOON, SOON), buffer, curation }
 }
 
 #[test]
 fn a_group_that_is_all_alike_frees_its_slot_for_another() {
     let lines = Lines::default();
-    let (finished, buffer, curation) = two_groups(Box::new(lines.clone()));
+    let CuratedRun { finished, buffer, curation } = two_groups(Box::new(lines.clone()));
     finished.unwrap();
     let stats = buffer.stats().unwrap();
     assert_eq!((stats.finalized, stats.evicted, stats.slots_free, stats.again), (1, 1, 1, 0));
@@ -126,7 +133,7 @@ fn a_group_that_is_all_alike_frees_its_slot_for_another() {
 
 #[test]
 fn a_baseline_reaches_the_trainer_beside_its_group() {
-    let (finished, buffer, _) = two_groups(Box::new(Lines::default()));
+    let CuratedRun { finished, buffer, .. } = two_groups(Box::new(Lines::default()));
     finished.unwrap();
     let lease = buffer.lease(&LeaseRequest::step("trainer", V0), SOON).unwrap();
     let group = &lease.groups[0];
@@ -141,7 +148,7 @@ fn a_baseline_reaches_the_trainer_beside_its_group() {
 
 #[test]
 fn a_history_that_cannot_be_written_ends_the_run() {
-    let (finished, buffer, _) = two_groups(Box::new(Full));
+    let CuratedRun { finished, buffer, .. } = two_groups(Box::new(Full));
     let error = finished.unwrap_err();
     assert!(
         matches!(error, RolloutError::Outcome(_)) && error.to_string().contains("no space left"),

@@ -68,10 +68,12 @@ fn request(directory: &ModelDirectory, task: &Task, samples: usize, sampling: Sa
 
 /// Plays a group for every task to its end.
 fn play(
-    (model, directory): &(Model, Arc<ModelDirectory>),
+    model: &Model,
+    directory: &ModelDirectory,
     engine: EngineConfig,
     config: EpisodeConfig,
-    (tasks, sampling): (&[Arc<Task>], Sampling),
+    tasks: &[Arc<Task>],
+    sampling: Sampling,
 ) -> Vec<Episode> {
     let runtime = runtime();
     let mut sampler = LocalSampler::fixed(model.engine(engine, &STOPS));
@@ -99,13 +101,12 @@ fn retry(directory: &Arc<ModelDirectory>, attempts: usize) -> EpisodeConfig {
 /// the log-probabilities of both turns, bit for bit.
 #[test]
 fn a_second_turn_continues_the_tokens_of_the_first() {
-    let chatting = chatting();
-    let (model, directory) = &chatting;
+    let (model, directory) = chatting();
     let decoder = model.decoder(&model.parameters());
     let tasks: Vec<_> = (0..4).map(question).collect();
     let mut two_turns = 0;
     for sampling in [Sampling::PLAIN, TRUNCATED] {
-        for episode in play(&chatting, LONG, retry(directory, 2), (&tasks, sampling)) {
+        for episode in play(&model, &directory, LONG, retry(&directory, 2), &tasks, sampling) {
             let sample = episode.sample().unwrap();
             let (ids, mask) = (sample.token_ids(), sample.loss_mask());
             let prompt = directory.encode_prompt(&tasks[episode.group.0 as usize].prompt).unwrap();
@@ -143,19 +144,19 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(6))]
     #[test]
     fn episodes_do_not_depend_on_batching(max_running in 3..20usize, prefill_chunk in 1..50usize) {
-        let chatting = chatting();
+        let (model, directory) = chatting();
         let tasks: Vec<_> = (0..4).map(question).collect();
-        let play = |engine| play(&chatting, engine, retry(&chatting.1, 3), (&tasks, Sampling::PLAIN));
+        let play = |engine| play(&model, &directory, engine, retry(&directory, 3), &tasks, Sampling::PLAIN);
         prop_assert_eq!(play(EngineConfig { max_running, prefill_chunk, ..LONG }), play(LONG));
     }
 }
 
 #[test]
 fn an_episode_ends_at_its_limits() {
-    let chatting = chatting();
+    let (model, directory) = chatting();
     let tasks: Vec<_> = (0..4).map(question).collect();
-    let ends = |config| play(&chatting, LONG, config, (&tasks, Sampling::PLAIN));
-    for episode in ends(retry(&chatting.1, 3)) {
+    let ends = |config| play(&model, &directory, LONG, config, &tasks, Sampling::PLAIN);
+    for episode in ends(retry(&directory, 3)) {
         match episode.end {
             EpisodeEnd::MaxTurns => assert_eq!(episode.turns.len(), 3),
             EpisodeEnd::Truncated => assert_eq!(episode.turns.last().unwrap().stop, StopReason::Length),
@@ -163,7 +164,7 @@ fn an_episode_ends_at_its_limits() {
             other => panic!("{other:?}"),
         }
     }
-    let short = EpisodeConfig { max_tokens: 50, ..retry(&chatting.1, 16) };
+    let short = EpisodeConfig { max_tokens: 50, ..retry(&directory, 16) };
     let episodes = ends(short);
     assert!(episodes.iter().all(|episode| episode.token_ids().len() <= 50));
     let full = episodes.iter().filter(|episode| episode.end == EpisodeEnd::ContextFull);
@@ -272,7 +273,7 @@ fn a_slow_environment_delays_no_other_episode() {
 
 /// A failure of the environment is never a reward of 0: the trajectory has no reward, and says why.
 #[test]
-fn a_failed_environment_costs_its_trajectory_and_no_reward_is_asked() {
+fn a_failed_environment_fails_its_trajectory_without_a_reward() {
     let (model, directory) = chatting();
     let (runtime, let_go) = (runtime(), Arc::new(Semaphore::new(0)));
     let buffer = Arc::new(Buffer::in_memory(BufferConfig::new(6, 0)).unwrap());

@@ -278,9 +278,11 @@ fn an_evaluation_drives_any_sampler_within_its_capacity() {
     let watch = EvaluationObserver { stop: &stop, progress: &progress, show: &|_| () };
     let evaluations = evaluate(
         &config,
-        (&mut sampler, EpisodeConfig::single_turn()),
+        &mut sampler,
+        EpisodeConfig::single_turn(),
         &sets,
-        (&rewards(), runtime.handle()),
+        &rewards(),
+        runtime.handle(),
         &watch,
     )
     .unwrap()

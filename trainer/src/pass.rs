@@ -5,7 +5,7 @@
 
 use model::{
     Config, Decoder, GradientSink, LayerSource, Layout, Parameters, Prediction, PredictionGradient,
-    Recompute, ThreadPool, Trace, Unit,
+    Recompute, ThreadPool, Trace, TracedPack, Unit,
 };
 use std::sync::Arc;
 
@@ -48,7 +48,7 @@ impl<'a> Pass<'a> {
         recompute: Recompute,
     ) -> Result<Self, TrainerError> {
         let [embedding, tail] = source.ends()?;
-        let decoder = Decoder::without_layers(model, layout, (&embedding, &tail), recompute);
+        let decoder = Decoder::without_layers(model, layout, &embedding, &tail, recompute);
         Ok(Self::Gathered(decoder, source))
     }
 
@@ -86,7 +86,8 @@ impl<'a> Pass<'a> {
             }
             (Self::Gathered(decoder, source), Traced::Host(trace), Some(sink)) => {
                 source.backward = true;
-                decoder.backward_through(source, (pack, trace), targets, slopes, sink, pool)?;
+                let traced = TracedPack { pack, trace };
+                decoder.backward_through(source, traced, targets, slopes, sink, pool)?;
             }
             (Self::Device(pass), _, sink) => pass.backward(packed, slopes, sink)?,
             _ => unreachable!("what is computed on the host has a trace and a sink there"),

@@ -68,7 +68,8 @@ pub(crate) fn encode(
     base: &Snapshot,
     new: &Snapshot,
     dtype: Dtype,
-    (compress, threads): (bool, usize),
+    compress: bool,
+    threads: usize,
 ) -> DeltaEncoding {
     if base.values.len() != new.values.len() || new.values.is_empty() {
         return DeltaEncoding::default();

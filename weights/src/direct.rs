@@ -238,11 +238,12 @@ fn is_new<T: Storage>(
 fn announce<T: Storage>(
     hub: &Hub,
     device: &Device,
-    (version, direct): (PolicyVersion, WeightsLocation),
+    version: PolicyVersion,
+    location: WeightsLocation,
     values: View<'_, T>,
     started: Instant,
 ) -> Result<DevicePush, WeightsError> {
-    hub.announce(PublishedVersion::Device(version, values.len(), direct))?;
+    hub.announce(PublishedVersion::Device(version, values.len(), location))?;
     let moved = started.elapsed();
     hub.digested(version, digest(device, values)?)?;
     hub.settle(None)?;

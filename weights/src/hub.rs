@@ -33,7 +33,7 @@ const MAX_NAME: usize = 128;
 const MAX_SUBSCRIBERS: usize = 4096;
 /// Longest delay with which a publisher notices that a subscriber called.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// Maximum number of unread reports of silent or rejected subscribers.
+/// Maximum number of unread reports of rejected subscribers.
 const MAX_REPORTED: usize = 256;
 /// Tolerated difference between the clock of an earlier trainer process and this one, nanoseconds.
 const CLOCK_SKEW: u64 = 3_600_000_000_000;
@@ -57,17 +57,6 @@ impl Default for HubConfig {
 #[derive(Clone, Debug)]
 pub struct Hub {
     shared: Arc<HubShared>,
-}
-
-/// A subscriber without a heartbeat for longer than the hold.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SilentSubscriber {
-    /// Its name.
-    pub subscriber: String,
-    /// The version that it served, if any.
-    pub served: Option<PolicyVersion>,
-    /// Time since its last call.
-    pub silent: Duration,
 }
 
 /// A subscriber in another process that was rejected for an impossible receipt.
@@ -131,16 +120,6 @@ impl Hub {
     pub fn subscribe(&self, name: impl Into<String>) -> Result<MemorySubscriber, WeightsError> {
         let caller = self.connect(name.into(), false)?;
         Ok(MemorySubscriber::new(self.clone(), caller))
-    }
-
-    /// Subscribers in other processes whose hold expired since the last call.
-    ///
-    /// # Errors
-    /// A thread that panicked in the middle of a change.
-    pub fn take_silent(&self) -> Result<Vec<SilentSubscriber>, WeightsError> {
-        let mut state = self.state()?;
-        state.expire_silent(self.hold());
-        Ok(std::mem::take(&mut state.silent))
     }
 
     /// Subscribers in other processes that were rejected since the last call. They are neither waited for nor

@@ -167,7 +167,7 @@ impl HubPublisher {
         self.hub.digested(version, digest)?;
         let encoded = match (self.deltas, before) {
             (Some(deltas), Some(before)) if pushing.since_full + 1 < deltas.full_every.get() => {
-                delta::encode(before, &snapshot, dtype, (deltas.compress, self.threads))
+                delta::encode(before, &snapshot, dtype, deltas.compress, self.threads)
             }
             _ => delta::DeltaEncoding::default(),
         };

@@ -1,4 +1,5 @@
-//! The conformance suite of stores and buffers, for tests; a store in another crate runs it too.
+//! The conformance suite of stores and buffers, for tests; a store in another crate runs it too, with the feature
+//! `conformance`.
 //!
 //! - [`check_store`]: the guarantees of [`Store`](crate::store::Store), then the contract of a buffer over that store
 //! - [`check_contract`]: the contract of [`Producer`] and [`Consumer`] alone, such as for a client of a served buffer
@@ -81,7 +82,7 @@ pub fn check_contract(open: impl Fn(BufferConfig, &dyn Fn(&dyn BothSides)) + Syn
 /// # Panics
 /// If a case fails; the message names all that did.
 pub fn check_store<S: StoreUnderTest>(empty: impl Fn(&str) -> S + Sync) {
-    let mut failed = run_all(store::CASES, |(name, _)| name, |(name, check)| check(&empty(name)));
+    let mut failed = run_all(store::CASES, |case| case.name, |case| (case.check)(&empty(case.name)));
     let over_store = |case: &ContractCase| {
         let data = empty(case.name);
         let opened = data.open().expect("data that is not open can be opened");

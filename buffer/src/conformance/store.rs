@@ -15,18 +15,30 @@ use crate::store::{
 use crate::{BufferError, LeaseId};
 
 /// A case: its name, and what it checks of a store without data.
-pub(super) type StoreCase = (&'static str, fn(&dyn StoreUnderTest));
+pub(super) struct StoreCase {
+    pub(super) name: &'static str,
+    pub(super) check: fn(&dyn StoreUnderTest),
+}
 
 /// All cases.
 pub(super) const CASES: &[StoreCase] = &[
-    ("groups_are_read_in_the_requested_order", groups_are_read_in_the_requested_order),
-    ("an_append_replaces_the_group_of_its_id", an_append_replaces_the_group_of_its_id),
-    ("a_removed_group_is_gone", a_removed_group_is_gone),
-    ("changes_take_effect_in_order", changes_take_effect_in_order),
-    ("random_writes_are_recovered_exactly", random_writes_are_recovered_exactly),
-    ("concurrent_appends_are_all_recovered", concurrent_appends_are_all_recovered),
-    ("a_dropped_store_leaves_no_caller_waiting", a_dropped_store_leaves_no_caller_waiting),
-    ("a_second_opening_fences_the_first", a_second_opening_fences_the_first),
+    StoreCase {
+        name: "groups_are_read_in_the_requested_order",
+        check: groups_are_read_in_the_requested_order,
+    },
+    StoreCase {
+        name: "an_append_replaces_the_group_of_its_id",
+        check: an_append_replaces_the_group_of_its_id,
+    },
+    StoreCase { name: "a_removed_group_is_gone", check: a_removed_group_is_gone },
+    StoreCase { name: "changes_take_effect_in_order", check: changes_take_effect_in_order },
+    StoreCase { name: "random_writes_are_recovered_exactly", check: random_writes_are_recovered_exactly },
+    StoreCase { name: "concurrent_appends_are_all_recovered", check: concurrent_appends_are_all_recovered },
+    StoreCase {
+        name: "a_dropped_store_leaves_no_caller_waiting",
+        check: a_dropped_store_leaves_no_caller_waiting,
+    },
+    StoreCase { name: "a_second_opening_fences_the_first", check: a_second_opening_fences_the_first },
 ];
 
 /// The result of a write, once it is there.

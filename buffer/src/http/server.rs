@@ -305,12 +305,12 @@ impl ConnectionAcceptor {
         let stream = WriteDeadline::new(stream, limits.write_stall);
         match self.tls.clone() {
             None => connections.spawn(async move {
-                serve_connection((stream, ClientAddress(peer)), router, limits, watcher).await;
+                serve_connection(stream, ClientAddress(peer), router, limits, watcher).await;
                 drop(open);
             }),
             Some(tls) => connections.spawn(async move {
                 if let Ok(Ok(stream)) = tokio::time::timeout(limits.handshake, tls.accept(stream)).await {
-                    serve_connection((stream, ClientAddress(peer)), router, limits, watcher).await;
+                    serve_connection(stream, ClientAddress(peer), router, limits, watcher).await;
                 }
                 drop(open);
             }),
@@ -320,7 +320,8 @@ impl ConnectionAcceptor {
 
 /// Answers the requests of one connection. An error means that the client left.
 async fn serve_connection(
-    (stream, peer): (impl AsyncRead + AsyncWrite + Unpin + Send + 'static, ClientAddress),
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    peer: ClientAddress,
     router: Router,
     limits: ServerLimits,
     watcher: Watcher,

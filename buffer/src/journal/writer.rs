@@ -63,7 +63,21 @@ pub(super) struct JournalWriter {
 #[derive(Default)]
 struct PendingCompletions {
     done: Vec<WriteCompletion>,
-    at_hand: Vec<(GroupId, Arc<trajectory::Group>, u64)>,
+    at_hand: Vec<CachedGroup>,
+}
+
+/// A group for the cache.
+struct CachedGroup {
+    id: GroupId,
+    group: Arc<trajectory::Group>,
+    bytes: u64,
+}
+
+/// A row to append, with its payload.
+struct RowAppend {
+    row: GroupRow,
+    key: Option<u128>,
+    payload: Vec<u8>,
 }
 
 struct JournalTables<'t> {
@@ -132,7 +146,9 @@ impl JournalWriter {
             }
             {
                 let mut at_hand = lock(&self.at_hand);
-                promises.at_hand.into_iter().for_each(|(id, group, bytes)| at_hand.put(id, group, bytes));
+                for CachedGroup { id, group, bytes } in promises.at_hand {
+                    at_hand.put(id, group, bytes);
+                }
             }
             promises.done.into_iter().for_each(|done| done(Ok(())));
             if requests.is_empty() {
@@ -161,8 +177,8 @@ impl JournalWriter {
                     bytes += payload.len();
                     promises.done.push(done);
                     let weight = crate::payload::weight(&group);
-                    promises.at_hand.push((row.id, group, weight));
-                    appends.push((row, key, payload));
+                    promises.at_hand.push(CachedGroup { id: row.id, group, bytes: weight });
+                    appends.push(RowAppend { row, key, payload });
                 }
                 WriteRequest::Change(change, done) => {
                     promises.done.push(done);
@@ -201,14 +217,10 @@ impl JournalWriter {
         Ok(())
     }
 
-    fn append(
-        &mut self,
-        tables: &mut JournalTables<'_>,
-        appends: Vec<(GroupRow, Option<u128>, Vec<u8>)>,
-    ) -> Result<(), redb::Error> {
+    fn append(&mut self, tables: &mut JournalTables<'_>, appends: Vec<RowAppend>) -> Result<(), redb::Error> {
         let mut segment: Vec<u8> = Vec::new();
         let mut in_segment = 0;
-        for (row, key, payload) in appends {
+        for RowAppend { row, key, payload } in appends {
             if in_segment > 0 && segment.len() + payload.len() > SEGMENT_BYTES {
                 self.close_segment(tables, &mut segment, &mut in_segment)?;
             }

@@ -4,6 +4,7 @@
 
 use trajectory::{GroupId, PolicyVersion};
 
+use super::select::LeaseCandidate;
 use super::{HoldTarget, KEYED, LeaseRow, LeaseState, Ledger, millis};
 use crate::{BufferError, EventKind, LeaseId, LeaseRequest, OnStale};
 
@@ -261,10 +262,10 @@ impl Ledger {
     /// Drops stale groups from the pool.
     fn drop_stale(&mut self) {
         let Some(oldest_usable) = self.step.0.checked_sub(self.config.max_staleness) else { return };
-        let bound = (PolicyVersion(oldest_usable), GroupId(0));
-        let stale: Vec<(PolicyVersion, GroupId)> = self.pool.range(..bound).copied().collect();
+        let bound = LeaseCandidate { version: PolicyVersion(oldest_usable), group: GroupId(0) };
+        let stale: Vec<LeaseCandidate> = self.pool.range(..bound).copied().collect();
         let (mut dropped, mut evicted) = (Vec::new(), Vec::new());
-        for (version, group) in stale {
+        for LeaseCandidate { version, group } in stale {
             let stored = &self.stored[&group];
             let (used, leased) = (stored.row.uses + stored.out > 0, stored.out > 0);
             if leased {

@@ -10,8 +10,13 @@ use trajectory::{GroupId, PolicyVersion};
 use super::{LeaseState, Ledger};
 use crate::{LeaseRequest, OnStale, Order};
 
-/// A group that can be leased.
-type LeaseCandidate = (PolicyVersion, GroupId);
+/// A group that can be leased; ordered by version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct LeaseCandidate {
+    /// Of its oldest token.
+    pub(super) version: PolicyVersion,
+    pub(super) group: GroupId,
+}
 
 impl Ledger {
     /// The groups for `request`, sorted by id; `None` if the lease has to wait.
@@ -25,7 +30,7 @@ impl Ledger {
         if self.config.on_stale == OnStale::Wait && !self.leaves_time(&batch) {
             return None;
         }
-        let mut groups: Vec<GroupId> = batch.into_iter().map(|(_, group)| group).collect();
+        let mut groups: Vec<GroupId> = batch.into_iter().map(|candidate| candidate.group).collect();
         groups.sort_unstable();
         Some(groups)
     }
@@ -45,20 +50,20 @@ impl Ledger {
         let most = self.most_groups(request);
         let bound = request.max_staleness.unwrap_or(u64::MAX);
         let in_step = self.leased_for_step();
-        let usable = |(version, group): &LeaseCandidate| {
-            version.staleness_at(self.step) <= bound && !in_step.contains(group)
+        let usable = |candidate: &LeaseCandidate| {
+            candidate.version.staleness_at(self.step) <= bound && !in_step.contains(&candidate.group)
         };
         let candidates = self.pool.iter().copied().filter(usable);
         let mut left = request.tokens.unwrap_or(u64::MAX);
         let mut batch = Vec::new();
         let mut fill = |candidates: &mut dyn Iterator<Item = LeaseCandidate>| {
-            for (version, group) in candidates {
-                let tokens = self.stored[&group].row.tokens;
+            for candidate in candidates {
+                let tokens = self.stored[&candidate.group].row.tokens;
                 if tokens > left && !batch.is_empty() {
                     return true;
                 }
                 left = left.saturating_sub(tokens);
-                batch.push((version, group));
+                batch.push(candidate);
                 if batch.len() == most {
                     return true;
                 }
@@ -91,7 +96,7 @@ impl Ledger {
             .map(|candidate| {
                 // 53 random bits, in (0, 1).
                 let uniform = ((random.next_u64() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
-                (log_weight(candidate.1) - (-uniform.ln()).ln(), candidate)
+                (log_weight(candidate.group) - (-uniform.ln()).ln(), candidate)
             })
             .collect();
         keyed.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
@@ -116,7 +121,7 @@ impl Ledger {
         let before = self.config.batch_groups.saturating_sub(self.taken);
         let after = before.saturating_sub(batch.len());
         let mut in_batch: BTreeMap<PolicyVersion, usize> = BTreeMap::new();
-        batch.iter().for_each(|(version, _)| *in_batch.entry(*version).or_default() += 1);
+        batch.iter().for_each(|candidate| *in_batch.entry(candidate.version).or_default() += 1);
         // Groups in flight over the bound are not waited for.
         let usable = PolicyVersion(self.step.0.saturating_sub(self.config.max_staleness));
         let (mut all, mut taken) = (0usize, 0usize);

@@ -24,7 +24,7 @@ fn journal() -> (Vec<u8>, Content) {
     let buffer = Buffer::open_on(disk.clone(), CONFIG()).unwrap();
     for n in 0..40 {
         let tokens = if n % 8 == 7 { 9000 } else { 30 };
-        buffer.submit(&n.to_string(), group_of(GroupId(0), PolicyVersion(0), (n, tokens))).unwrap();
+        buffer.submit(&n.to_string(), group_of(GroupId(0), PolicyVersion(0), n, tokens)).unwrap();
     }
     let scored =
         LeaseRequest { step: None, groups: Some(1), ..LeaseRequest::step("scorer", PolicyVersion(0)) };
@@ -133,7 +133,7 @@ fn a_damaged_byte_in_what_redb_keeps_for_itself_is_harmless_or_reported() {
     let disk = SimulatedDisk::empty();
     let buffer = Buffer::open_on(disk.clone(), CONFIG()).unwrap();
     for n in 0..20 {
-        buffer.submit(&n.to_string(), group_of(GroupId(0), PolicyVersion(0), (n, 1))).unwrap();
+        buffer.submit(&n.to_string(), group_of(GroupId(0), PolicyVersion(0), n, 1)).unwrap();
     }
     let stored = Content::of(&buffer).unwrap();
     drop(buffer);

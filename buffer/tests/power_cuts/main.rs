@@ -33,7 +33,7 @@ const OPERATIONS: usize = 700;
 const CALLS: usize = 100_000;
 
 #[test]
-fn what_was_acknowledged_survives_power_cuts() {
+fn acknowledged_writes_survive_power_cuts() {
     for seed in cases(170) {
         let case = DamageCase(seed);
         let mut workload = Workload::new(seed);
@@ -52,7 +52,7 @@ fn what_was_acknowledged_survives_power_cuts() {
 
 /// A power cut, and more of them while the journal is opened again.
 #[test]
-fn opening_can_be_interrupted_as_often_as_one_likes() {
+fn repeated_interruptions_of_opening_are_harmless() {
     for seed in cases(100) {
         let case = DamageCase(seed);
         let mut workload = Workload::new(seed);
@@ -79,7 +79,7 @@ fn power_can_fail_while_space_is_given_back() {
     buffer.set_version(PolicyVersion(1), false).unwrap();
     for n in 0..60 {
         let version = PolicyVersion(u64::from(n % 20 == 0));
-        buffer.submit(&n.to_string(), group_of(GroupId(0), version, (n, 2000))).unwrap();
+        buffer.submit(&n.to_string(), group_of(GroupId(0), version, n, 2000)).unwrap();
     }
     let all = Content::of(&buffer).unwrap();
     drop(buffer);
@@ -113,7 +113,7 @@ fn power_can_fail_while_space_is_given_back() {
 }
 
 #[test]
-fn a_full_disk_is_an_error_and_costs_nothing_that_was_acknowledged() {
+fn a_full_disk_is_an_error_and_loses_no_acknowledged_group() {
     let mut full = 0;
     for seed in cases(40) {
         let case = DamageCase(seed);
@@ -149,13 +149,13 @@ fn a_group_that_is_dropped_and_stored_again_in_one_commit_is_there() {
     let slots = |served| AdmitRequest { served: PolicyVersion(served), limit: 1, hold: None, holder: None };
     let [id] = buffer.admit(slots(0), NOW).unwrap()[..] else { panic!("there are free slots") };
     buffer.claim(id, PolicyVersion(0)).unwrap();
-    buffer.finalize(group_of(id, PolicyVersion(0), (1, 3))).unwrap();
+    buffer.finalize(group_of(id, PolicyVersion(0), 1, 3)).unwrap();
     buffer.set_version(PolicyVersion(2), false).unwrap();
 
-    let fresh = group_of(id, PolicyVersion(2), (2, 3));
+    let fresh = group_of(id, PolicyVersion(2), 2, 3);
     std::thread::scope(|scope| {
         let first =
-            || drop(scope.spawn(|| buffer.submit("first", group_of(id, PolicyVersion(2), (3, 3))).unwrap()));
+            || drop(scope.spawn(|| buffer.submit("first", group_of(id, PolicyVersion(2), 3, 3)).unwrap()));
         disk.during_a_sync(first, || {
             let none = buffer.lease(&LeaseRequest::step("trainer", PolicyVersion(2)), NOW);
             assert!(matches!(none, Err(BufferError::LeaseTimeout { .. })), "{none:?}");
@@ -163,7 +163,7 @@ fn a_group_that_is_dropped_and_stored_again_in_one_commit_is_there() {
             buffer.claim(id, PolicyVersion(2)).unwrap();
             scope.spawn(|| assert_eq!(buffer.finalize(fresh.clone()).unwrap(), Finalized::Accepted));
             // It has a size as soon as it is on its way to the disk.
-            while buffer.get(id).unwrap().is_none_or(|(entry, _)| entry.bytes == 0) {
+            while buffer.get(id).unwrap().is_none_or(|found| found.entry.bytes == 0) {
                 std::thread::yield_now();
             }
         });
@@ -214,7 +214,7 @@ impl Drop for DamageCase {
 }
 
 /// The group number `n`, with a bit of everything and a completion of `tokens`.
-fn group_of(id: GroupId, version: PolicyVersion, (n, tokens): (u64, usize)) -> Group {
+fn group_of(id: GroupId, version: PolicyVersion, n: u64, tokens: usize) -> Group {
     let of_n = |token| u32::try_from((n * 7919 + token) % 150_000).unwrap();
     let sample = Sample::new(SampleStreams {
         token_ids: (0..=tokens as u64).map(of_n).collect(),

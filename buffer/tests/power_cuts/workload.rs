@@ -7,8 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use buffer::{
-    AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, Finalized, GroupFilter, GroupState, LeaseId,
-    LeaseRequest, OnStale, Order, Producer,
+    AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, Finalized, GroupFilter, GroupState,
+    LeaseEntry, LeaseId, LeaseRequest, OnStale, Order, Producer, WithPayload,
 };
 use trajectory::{Group, GroupId, PolicyVersion};
 
@@ -27,8 +27,15 @@ const TOGETHER: usize = 4;
 pub(crate) struct Content {
     /// Groups with their uses.
     pub(crate) groups: BTreeMap<GroupId, (Group, u32)>,
-    /// Consumer, step and groups of leases.
-    pub(crate) leases: BTreeMap<LeaseId, (String, PolicyVersion, Vec<GroupId>)>,
+    pub(crate) leases: BTreeMap<LeaseId, OpenLease>,
+}
+
+/// A lease that was not acknowledged.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct OpenLease {
+    consumer: String,
+    step: PolicyVersion,
+    groups: Vec<GroupId>,
 }
 
 impl Content {
@@ -36,23 +43,25 @@ impl Content {
         let mut content = Self::default();
         for entry in buffer.list(&GroupFilter::default(), None, usize::MAX)?.groups {
             if matches!(entry.state, GroupState::Finalized | GroupState::Leased) {
-                let (entry, group) = buffer.get(entry.id)?.expect("it was listed");
-                content.groups.insert(entry.id, ((*group.expect("it is finalized")).clone(), entry.uses));
+                let WithPayload { entry, payload } = buffer.get(entry.id)?.expect("it was listed");
+                let group = (*payload.expect("it is finalized")).clone();
+                content.groups.insert(entry.id, (group, entry.uses));
             }
         }
         for lease in buffer.leases(None)? {
-            content.leases.insert(lease.id, (lease.consumer, lease.step, lease.groups));
+            let LeaseEntry { consumer, step, groups, .. } = lease;
+            content.leases.insert(lease.id, OpenLease { consumer, step, groups });
         }
         Ok(content)
     }
 
     fn is_leased(&self, group: GroupId) -> bool {
-        self.leases.values().any(|(_, _, groups)| groups.contains(&group))
+        self.leases.values().any(|lease| lease.groups.contains(&group))
     }
 
     /// A use of every group of `lease` is over.
     fn ack(&mut self, lease: LeaseId, max_uses: u32) {
-        let Some((_, _, groups)) = self.leases.remove(&lease) else { return };
+        let Some(OpenLease { groups, .. }) = self.leases.remove(&lease) else { return };
         for group in groups {
             let uses = self.groups.get_mut(&group).map_or(0, |(_, uses)| {
                 *uses += 1;
@@ -66,7 +75,7 @@ impl Content {
 
     fn evict(&mut self, group: GroupId) {
         self.groups.remove(&group);
-        self.leases.values_mut().for_each(|(_, _, groups)| groups.retain(|other| *other != group));
+        self.leases.values_mut().for_each(|lease| lease.groups.retain(|other| *other != group));
     }
 }
 
@@ -165,7 +174,7 @@ impl Workload {
     fn make_group(&mut self, id: GroupId) -> Group {
         let tokens = [3, 40, 700, 9000][self.dice.below(16).saturating_sub(12)];
         self.groups_made += 1;
-        group_of(id, self.version[0], (self.groups_made, tokens))
+        group_of(id, self.version[0], self.groups_made, tokens)
     }
 
     fn keyed(&mut self) -> AppendOutcome {
@@ -248,12 +257,16 @@ impl Workload {
                 for group in &lease.groups {
                     assert_eq!(self.content.groups.get(&group.id).map(|(kept, _)| kept), Some(&**group));
                 }
-                let before =
-                    self.content.leases.insert(lease.id, (consumer.to_owned(), lease.step, ids.clone()));
+                let new = OpenLease { consumer: consumer.to_owned(), step: lease.step, groups: ids.clone() };
+                let before = self.content.leases.insert(lease.id, new);
                 if self.given.insert(lease.id) {
                     assert!(before.is_none(), "{} is the name of two leases", lease.id);
                 } else {
-                    assert_eq!(before.expect("it is still there").2, ids, "another batch for the same step");
+                    assert_eq!(
+                        before.expect("it is still there").groups,
+                        ids,
+                        "another batch for the same step"
+                    );
                 }
                 Ok(())
             }
@@ -301,11 +314,8 @@ impl Workload {
     fn ack_through(&mut self, buffer: &Buffer) -> Result<(), BufferError> {
         let through = self.version[0];
         let mut after = self.content.clone();
-        let done = self
-            .content
-            .leases
-            .iter()
-            .filter(|(_, (consumer, step, _))| consumer == TRAINER && *step < through);
+        let done =
+            self.content.leases.iter().filter(|(_, lease)| lease.consumer == TRAINER && lease.step < through);
         done.for_each(|(lease, _)| after.ack(*lease, self.config.max_uses));
         self.settle(after, || buffer.ack_through(TRAINER, through))
     }
@@ -378,11 +388,14 @@ impl Workload {
                 assert!(new.len() <= 1, "{new:?} cannot come from one call");
                 for (id, lease) in new {
                     assert!(
-                        lease.0 == consumer && self.given.insert(id),
+                        lease.consumer == consumer && self.given.insert(id),
                         "{id} {lease:?} was never asked for"
                     );
                     let free = |group: &GroupId| self.content.groups.contains_key(group);
-                    assert!(lease.2.iter().all(free), "{id} has groups that were never stored: {lease:?}");
+                    assert!(
+                        lease.groups.iter().all(free),
+                        "{id} has groups that were never stored: {lease:?}"
+                    );
                     self.content.leases.insert(id, lease);
                 }
             }
@@ -443,7 +456,7 @@ impl Workload {
 
     /// What was answered is answered alike again.
     fn check_promises(&mut self, buffer: &Buffer) {
-        for (id, (consumer, step, groups)) in self.content.leases.clone() {
+        for (id, OpenLease { consumer, step, groups }) in self.content.leases.clone() {
             if consumer != TRAINER {
                 continue;
             }
@@ -453,8 +466,7 @@ impl Workload {
             assert!(lease.groups.iter().all(|group| self.content.groups[&group.id].0 == **group));
         }
         for (key, id) in self.keys.iter().rev().take(3) {
-            let submitted =
-                buffer.submit(key, group_of(*id, self.version[0], (0, 1))).expect("it works again");
+            let submitted = buffer.submit(key, group_of(*id, self.version[0], 0, 1)).expect("it works again");
             assert_eq!((submitted.answer, submitted.group), (Finalized::Duplicate, Some(*id)), "{key}");
         }
     }

@@ -244,7 +244,7 @@ impl Link<'_, '_> {
         if self.closed && self.receiving.is_none() {
             // An error that the peer has sent says more than that it is gone.
             let (mut nothing, mut said) = (Receive::Nothing, Receiving::default());
-            said.read(self.stream, (rank, self.peer), stamp, &mut nothing)?;
+            said.read(self.stream, rank, self.peer, stamp, &mut nothing)?;
             return Err(CollectiveError::Gone { rank, peer: self.peer, operation: stamp.operation });
         }
         Ok(if sent == Moved::Some { sent } else { received })
@@ -284,7 +284,7 @@ impl Link<'_, '_> {
     fn receive(&mut self, rank: usize, stamp: &Stamp) -> Result<Moved, CollectiveError> {
         let Some((receiving, receive)) = &mut self.receiving else { return Ok(Moved::Nothing) };
         let before = receiving.got;
-        let done = receiving.read(self.stream, (rank, self.peer), stamp, receive)?;
+        let done = receiving.read(self.stream, rank, self.peer, stamp, receive)?;
         let moved = if receiving.got > before { Moved::Some } else { Moved::Nothing };
         if done {
             self.receiving = None;
@@ -298,7 +298,8 @@ impl Receiving {
     fn read(
         &mut self,
         stream: &TcpStream,
-        (rank, peer): (usize, usize),
+        rank: usize,
+        peer: usize,
         stamp: &Stamp,
         receive: &mut Receive<'_>,
     ) -> Result<bool, CollectiveError> {
@@ -331,7 +332,7 @@ impl Receiving {
                 Err(source) => return Err(CollectiveError::Connection { rank, peer, operation, source }),
             }
             if self.frame.is_none() && self.got == HEADER {
-                self.begin((rank, peer), stamp, receive)?;
+                self.begin(rank, peer, stamp, receive)?;
             }
         }
     }
@@ -339,7 +340,8 @@ impl Receiving {
     /// Checks the header that was received.
     fn begin(
         &mut self,
-        (rank, peer): (usize, usize),
+        rank: usize,
+        peer: usize,
         stamp: &Stamp,
         receive: &mut Receive<'_>,
     ) -> Result<(), CollectiveError> {
@@ -357,7 +359,7 @@ impl Receiving {
             let len = header.len.min(MAX_REASON);
             self.reason.resize(usize::try_from(len).unwrap_or_default(), 0);
         } else {
-            header.buffer(stamp, (rank, peer), receive)?;
+            header.buffer(stamp, rank, peer, receive)?;
         }
         Ok(())
     }

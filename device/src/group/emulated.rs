@@ -66,7 +66,8 @@ impl EmulatedMember {
     pub(super) fn join(
         device: &Device,
         id: &[u8],
-        (rank, world): (usize, usize),
+        rank: usize,
+        world: usize,
         timeout: GroupTimeout,
     ) -> Result<Self> {
         let rendezvous = {

@@ -109,7 +109,8 @@ impl Communicator {
     pub(super) fn join(
         device: &Device,
         id: &[u8],
-        (rank, world): (usize, usize),
+        rank: usize,
+        world: usize,
         timeout: GroupTimeout,
     ) -> Result<Self> {
         let refused = |reason: String| failed(device, "join", Duration::ZERO, reason);

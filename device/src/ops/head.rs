@@ -27,21 +27,28 @@ pub struct HeadTargets {
     ids: DeviceBuffer<u32>,
 }
 
+/// The target of one row.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadTarget<'a> {
+    /// The token whose log-probability is wanted.
+    pub token: u32,
+    /// Temperature of the distribution, above 0.
+    pub temperature: f32,
+    /// `[kept]` token ids that truncation kept, ascending, with the target among them; `None` for no truncation.
+    pub kept: Option<&'a [u32]>,
+}
+
 impl HeadTargets {
-    /// Uploads for each row of `[rows]` the target token, the temperature (above 0), and the token ids that truncation kept,
-    /// ascending, with the target among them; `None` for no truncation.
+    /// Uploads the target of each row.
     ///
     /// # Errors
     /// If device memory is full.
     ///
     /// # Panics
     /// If the kept ids of a row are empty.
-    pub fn new<'a>(
-        device: &Device,
-        targets: impl IntoIterator<Item = (u32, f32, Option<&'a [u32]>)>,
-    ) -> Result<Self> {
+    pub fn new<'a>(device: &Device, targets: impl IntoIterator<Item = HeadTarget<'a>>) -> Result<Self> {
         let (mut tokens, mut temperatures, mut starts, mut ids) = (vec![], vec![], vec![0], vec![]);
-        for (token, temperature, kept) in targets {
+        for HeadTarget { token, temperature, kept } in targets {
             debug_assert!(temperature > 0.0, "a temperature of {temperature}");
             tokens.push(token);
             temperatures.push(temperature);

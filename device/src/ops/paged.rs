@@ -27,18 +27,24 @@ const WARPS: usize = 4;
 /// Largest head dimension.
 const MAX_HEAD_DIM: usize = 256;
 
+/// The pages of each sequence of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct PageTable<'a> {
+    /// `[sequences, columns]`: the pages of each sequence, in order of positions; entries after the last are unused.
+    pub pages: View<'a, u32>,
+    /// Pages of the longest possible sequence.
+    pub columns: usize,
+}
+
 /// Tokens that attend to the cache.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedTokens<'a> {
     /// `[tokens]`: each attends to the positions `0..=position` of its sequence.
     pub positions: View<'a, u32>,
-    /// Page table `[sequences, max_pages]`: the pages of each sequence, in order of positions; entries after the last
-    /// are unused.
-    pub tables: View<'a, u32>,
-    /// `[tokens]`: the row of each token in `tables`.
+    /// The pages of their sequences.
+    pub table: PageTable<'a>,
+    /// `[tokens]`: the row of each token in `table`.
     pub sequence_of: View<'a, u32>,
-    /// Pages of the longest possible sequence.
-    pub max_pages: usize,
 }
 
 /// Number of values of one page of one layer.
@@ -110,7 +116,8 @@ pub fn paged_attention<T: Storage>(
         (1..=MAX_HEAD_DIM).contains(&head_dim),
         "a head of {head_dim}; at most {MAX_HEAD_DIM} are supported"
     );
-    let PagedTokens { positions, tables, sequence_of, max_pages } = *tokens;
+    let PagedTokens { positions, table: PageTable { pages: tables, columns: max_pages }, sequence_of } =
+        *tokens;
     let count = rows_of(qkv.len(), shape.width());
     assert_eq!([positions.len(), sequence_of.len()], [count; 2], "each token has a position and a sequence");
     assert_eq!(out.len(), count * shape.query_width(), "the result is [tokens, query_width]");

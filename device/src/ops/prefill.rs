@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::attention::{Kernels, TILE, scale, shape_arguments};
 use super::heads::HeadShape;
-use super::paged::{PAGE, page_len};
+use super::paged::{PAGE, PageTable, page_len};
 use super::{rows_of, size};
 use crate::device::Device;
 use crate::element::Storage;
@@ -66,8 +66,7 @@ impl Chunks {
 }
 
 /// Attention of the queries of `chunks` in `qkv [rows, width]` over the `cache` of one layer, which contains their own
-/// keys and values, into the same rows of `out [rows, query_width]`; other rows are unchanged. `tables [sequences,
-/// max_pages]` is the page table.
+/// keys and values, into the same rows of `out [rows, query_width]`; other rows are unchanged.
 ///
 /// # Errors
 /// If the launch fails.
@@ -79,10 +78,11 @@ pub fn prefill_attention<T: Storage>(
     qkv: View<'_, T>,
     cache: View<'_, T>,
     chunks: &Chunks,
-    (tables, max_pages): (View<'_, u32>, usize),
+    table: PageTable<'_>,
     shape: HeadShape,
     out: ViewMut<'_, T>,
 ) -> Result<()> {
+    let PageTable { pages: tables, columns: max_pages } = table;
     let kernels = Kernels::<T>::new(shape);
     let rows = rows_of(qkv.len(), shape.width());
     assert!(chunks.end <= rows, "chunks of {} rows among {rows}", chunks.end);

@@ -1,19 +1,19 @@
 //! Log-probability, entropy and their gradients against a reference.
 
-use device::ops::head::{HeadTargets, predict, predict_backward};
+use device::ops::head::{HeadTarget, HeadTargets, predict, predict_backward};
 use device::{Device, Storage, bf16};
 
 use crate::common::{assert_close, devices, noise, rounded};
 
-/// HeadTarget of a row.
-struct HeadTarget {
+/// RowTarget of a row.
+struct RowTarget {
     token: u32,
     temperature: f32,
     kept: Option<Vec<u32>>,
 }
 
 /// Rows of every kind: default, high and low temperature, and with truncation.
-fn targets(rows: usize, vocabulary: usize) -> Vec<HeadTarget> {
+fn targets(rows: usize, vocabulary: usize) -> Vec<RowTarget> {
     let target = |i: usize| {
         let kept: Option<Vec<u32>> = match i % 4 {
             2 => Some(
@@ -28,18 +28,22 @@ fn targets(rows: usize, vocabulary: usize) -> Vec<HeadTarget> {
             Some(kept) => kept[i % kept.len()],
             None => (i * 31 % vocabulary) as u32,
         };
-        HeadTarget { token, temperature: [1.0, 0.6, 1.3][i % 3], kept }
+        RowTarget { token, temperature: [1.0, 0.6, 1.3][i % 3], kept }
     };
     (0..rows).map(target).collect()
 }
 
-fn uploaded(device: &Device, targets: &[HeadTarget]) -> HeadTargets {
-    let rows = targets.iter().map(|target| (target.token, target.temperature, target.kept.as_deref()));
+fn uploaded(device: &Device, targets: &[RowTarget]) -> HeadTargets {
+    let rows = targets.iter().map(|target| HeadTarget {
+        token: target.token,
+        temperature: target.temperature,
+        kept: target.kept.as_deref(),
+    });
     HeadTargets::new(device, rows).unwrap()
 }
 
 /// Log-probability and entropy, and the gradient by the logits of `slopes[0] * logprob + slopes[1] * entropy`.
-fn expected(logits: &[f32], target: &HeadTarget, slopes: &[f32]) -> ([f64; 2], Vec<f64>) {
+fn expected(logits: &[f32], target: &RowTarget, slopes: &[f32]) -> ([f64; 2], Vec<f64>) {
     let all: Vec<u32> = (0..logits.len() as u32).collect();
     let kept = target.kept.as_ref().unwrap_or(&all);
     let scale = 1.0 / f64::from(target.temperature);
@@ -115,14 +119,14 @@ fn infinite_logits_and_nan_logits_are_distinguished() {
     let open: Vec<u32> = (0..5).chain(45..50).collect();
     for device in devices() {
         let all = [
-            HeadTarget { token: 2, temperature: 0.8, kept: None },
-            HeadTarget { token: 2, temperature: 0.8, kept: None },
+            RowTarget { token: 2, temperature: 0.8, kept: None },
+            RowTarget { token: 2, temperature: 0.8, kept: None },
         ];
         let there = device.upload(&logits).unwrap();
         let mut out = device.uninit(4).unwrap();
         predict(&device, there.all(), 50, &uploaded(&device, &all), 0, out.all_mut()).unwrap();
         let found = device.download(out.all()).unwrap();
-        let among = HeadTarget { token: 2, temperature: 0.8, kept: Some(open.clone()) };
+        let among = RowTarget { token: 2, temperature: 0.8, kept: Some(open.clone()) };
         assert_close(&found[..2], &expected(&whole, &among, &[0.0, 0.0]).0, 1e-5);
         assert!(found[2..].iter().all(|value| value.is_nan()), "{found:?}");
     }

@@ -3,7 +3,7 @@
 use device::ops::attention::Segment;
 use device::ops::heads::HeadShape;
 use device::ops::paged::{
-    NO_SLOT, PAGE, PagedTokens, copy_pages, page_len, paged_attention, scratch_len, write_pages,
+    NO_SLOT, PAGE, PageTable, PagedTokens, copy_pages, page_len, paged_attention, scratch_len, write_pages,
 };
 use device::{Device, DeviceBuffer, Storage, bf16};
 
@@ -64,9 +64,8 @@ impl<T: Storage> Cached<T> {
         let mut scratch = device.zeros::<f32>(scratch_len(tokens.len(), self.max_pages, self.shape)).unwrap();
         let paged = PagedTokens {
             positions: positions.all(),
-            tables: self.tables.all(),
+            table: PageTable { pages: self.tables.all(), columns: self.max_pages },
             sequence_of: sequences.all(),
-            max_pages: self.max_pages,
         };
         let to = out.all_mut();
         paged_attention(device, qkv.all(), self.cache.all(), &paged, self.shape, to, scratch.all_mut())
@@ -137,9 +136,8 @@ fn a_replayed_graph_reads_new_positions() {
         let mut attend = || {
             let tokens = PagedTokens {
                 positions: positions.all(),
-                tables: cached.tables.all(),
+                table: PageTable { pages: cached.tables.all(), columns: 20 },
                 sequence_of: sequences.all(),
-                max_pages: 20,
             };
             let (cache, to, scratch) = (cached.cache.all(), out.all_mut(), scratch.all_mut());
             paged_attention(&device, qkv.all(), cache, &tokens, shape, to, scratch)

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use device::ops::heads::HeadShape;
+use device::ops::paged::PageTable;
 use device::ops::prefill::{Chunk, Chunks, prefill_attention};
 use device::{Device, Storage, bf16};
 
@@ -24,8 +25,8 @@ fn attend<T: Storage>(device: &Device, cached: &Cached<T>, chunks: &[(usize, Ran
     let list = Chunks::new(device, &list).unwrap();
     let qkv = device.upload(&rows).unwrap();
     let mut out = device.zeros::<T>(rows.len() / width * cached.shape.query_width()).unwrap();
-    let tables = (cached.tables.all(), cached.max_pages);
-    prefill_attention(device, qkv.all(), cached.cache.all(), &list, tables, cached.shape, out.all_mut())
+    let table = PageTable { pages: cached.tables.all(), columns: cached.max_pages };
+    prefill_attention(device, qkv.all(), cached.cache.all(), &list, table, cached.shape, out.all_mut())
         .unwrap();
     device.download(out.all()).unwrap()
 }

@@ -1,7 +1,7 @@
 //! Sampled tokens against a reference that sorts.
 
 use device::Device;
-use device::ops::head::{HeadTargets, predict};
+use device::ops::head::{HeadTarget, HeadTargets, predict};
 use device::ops::sampling::{
     DRAW, KEPT, RowSampling, SETTINGS, SampledRows, SampledToken, pack_kept, sample,
 };
@@ -224,8 +224,10 @@ fn log_probabilities_have_the_bits_of_the_head() {
     let logits: Vec<f32> = noise(vocabulary * rows.len(), 12).iter().map(|z| 8.0 * z).collect();
     for device in devices() {
         let found = draws(&device, &logits, &rows);
-        let targets = found.iter().zip(&rows).map(|(draw, (asked, _))| {
-            (draw.token, asked.temperature, (draw.kept_count > 0).then_some(&draw.kept[..]))
+        let targets = found.iter().zip(&rows).map(|(draw, (asked, _))| HeadTarget {
+            token: draw.token,
+            temperature: asked.temperature,
+            kept: (draw.kept_count > 0).then_some(&draw.kept[..]),
         });
         let targets = HeadTargets::new(&device, targets).unwrap();
         let (there, mut out) = (device.upload(&logits).unwrap(), device.uninit(2 * rows.len()).unwrap());

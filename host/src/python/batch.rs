@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::CallError;
-use super::fork_server::{ForkServer, ForkedWorker, START_DEADLINE, WorkerExit, end_group};
+use super::fork_server::{ForkServer, ForkedWorker, START_DEADLINE, StartedWorker, WorkerExit, end_group};
 use super::log::OutputTail;
 use super::protocol::{FrameError, FrameStream, WorkerMessage, frame};
 
@@ -68,7 +68,8 @@ pub(super) struct PythonWorker {
 impl PythonWorker {
     /// Starts a worker and waits until it takes calls.
     pub(super) async fn start(server: &ForkServer) -> Result<Self, String> {
-        let (ForkedWorker { pid, exit }, frames, tail) = server.fork().await?;
+        let StartedWorker { process, frames, tail } = server.fork().await?;
+        let ForkedWorker { pid, exit } = process;
         let mut worker = Self { frames, pid, exit, running: true, tail };
         match tokio::time::timeout(START_DEADLINE, worker.frames.next::<WorkerMessage>()).await {
             Ok(Ok(WorkerMessage::Ready)) => Ok(worker),

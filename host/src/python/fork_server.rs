@@ -78,6 +78,16 @@ pub(super) struct ForkedWorker {
     pub(super) exit: oneshot::Receiver<WorkerExit>,
 }
 
+/// A worker that was just started, with its channels.
+#[derive(Debug)]
+pub(super) struct StartedWorker {
+    pub(super) process: ForkedWorker,
+    /// This end of its socket.
+    pub(super) frames: FrameStream,
+    /// Its last output.
+    pub(super) tail: OutputTail,
+}
+
 /// Everything to start a fork server, and to restart it after it died.
 #[derive(Debug)]
 pub(super) struct ServerSetup {
@@ -216,11 +226,11 @@ impl ForkServer {
         lock(&self.process.child).id()
     }
 
-    /// Starts a worker: its process, this end of its socket, and its last output.
+    /// Starts a worker.
     ///
     /// # Errors
     /// Why it cannot be started.
-    pub(super) async fn fork(&self) -> Result<(ForkedWorker, FrameStream, OutputTail), String> {
+    pub(super) async fn fork(&self) -> Result<StartedWorker, String> {
         let failed = |error: io::Error| format!("a worker cannot be started: {error}");
         let (ours, theirs) = Socket::pair().map_err(failed)?;
         let (output, input) = io::pipe().map_err(failed)?;
@@ -251,7 +261,7 @@ impl ForkServer {
                 return Err(format!("the parent process did not fork within {} s", FORK_DEADLINE.as_secs()));
             }
         };
-        Ok((forked, FrameStream::new(stream), tail))
+        Ok(StartedWorker { process: forked, frames: FrameStream::new(stream), tail })
     }
 
     /// Sends the two descriptors of a worker with the request to start it.

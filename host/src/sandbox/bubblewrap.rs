@@ -31,9 +31,11 @@ const BOX: &str = "/box";
 pub(super) fn run(
     bwrap: &Path,
     readable: &ReadableFiles,
-    (unprivileged, processes): (bool, bool),
+    unprivileged: bool,
+    processes: bool,
     job: SandboxJob<'_>,
-    (limits, reaper): (&SandboxLimits, &Reaper),
+    limits: &SandboxLimits,
+    reaper: &Reaper,
 ) -> Result<ProgramRun, SandboxError> {
     use std::os::unix::process::CommandExt;
     let allowed = AllowedCalls { processes, signals: true };
@@ -60,7 +62,7 @@ pub(super) fn run(
     let mut inherited = vec![&filter, &status.theirs, &gate.theirs];
     inherited.extend(&file);
     inherited.extend(dialog.iter().flat_map(|pipes| [&pipes.orders.theirs, &pipes.report.theirs]));
-    let child = spawn(command, &inherited, (limits, reaper), Confinement::default())?;
+    let child = spawn(command, &inherited, limits, reaper, Confinement::default())?;
     let registration = Arc::downgrade(&child.registration);
     let mut init = NamespaceInit {
         gate: Some(gate.ours),

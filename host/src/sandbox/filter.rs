@@ -267,7 +267,7 @@ mod tests {
                     NUMBER => call,
                     ARCH => arch,
                     FIRST_ARGUMENT => argument,
-                    _ => unreachable!("the filter reads no other word"),
+                    word => panic!("the filter reads word {word}"),
                 };
             } else if code == BPF_RET | BPF_K {
                 return k;

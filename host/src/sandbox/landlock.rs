@@ -25,7 +25,8 @@ pub(super) fn run(
     readable: &ReadableFiles,
     scratch: &Path,
     job: SandboxJob<'_>,
-    limits: (&SandboxLimits, &Reaper),
+    limits: &SandboxLimits,
+    reaper: &Reaper,
 ) -> Result<ProgramRun, SandboxError> {
     let allowed = AllowedCalls { processes: false, signals: false };
     let directory = file_directory(scratch, &job)?;
@@ -37,21 +38,22 @@ pub(super) fn run(
     };
     let filter = filter::program(allowed);
     let confinement = Confinement { ruleset: Some(ruleset), filter, unprivileged: true };
-    start(directory.as_ref(), "/", job, limits, confinement)
+    start(directory.as_ref(), "/", job, limits, reaper, confinement)
 }
 
 /// Runs `job` with all rights of its user.
 pub(super) fn run_unconfined(
     scratch: &Path,
     job: SandboxJob<'_>,
-    limits: (&SandboxLimits, &Reaper),
+    limits: &SandboxLimits,
+    reaper: &Reaper,
 ) -> Result<ProgramRun, SandboxError> {
     let directory = match file_directory(scratch, &job)? {
         Some(directory) => directory,
         None => tempfile::Builder::new().prefix("program-").tempdir_in(scratch)?,
     };
     let working = directory.path().display().to_string();
-    start(Some(&directory), &working, job, limits, Confinement::default())
+    start(Some(&directory), &working, job, limits, reaper, Confinement::default())
 }
 
 /// A directory with the file of `job`.
@@ -66,7 +68,8 @@ fn start(
     file_directory: Option<&TempDir>,
     working_directory: &str,
     job: SandboxJob<'_>,
-    limits: (&SandboxLimits, &Reaper),
+    limits: &SandboxLimits,
+    reaper: &Reaper,
     confinement: Confinement,
 ) -> Result<ProgramRun, SandboxError> {
     let file = job
@@ -84,9 +87,9 @@ fn start(
     let inherited: Vec<&OwnedFd> =
         dialog.iter().flat_map(|pipes| [&pipes.orders.theirs, &pipes.report.theirs]).collect();
     // From here on exec has succeeded: the standard library reports its failure through a pipe.
-    let child = spawn(command, &inherited, limits, confinement)
+    let child = spawn(command, &inherited, limits, reaper, confinement)
         .map_err(|error| SandboxError::Failed { reason: format!("{program}: {error}") })?;
-    monitor(child, job, limits.0, ProgramPipes { dialog, status: None, supervisor: None })
+    monitor(child, job, limits, ProgramPipes { dialog, status: None, supervisor: None })
 }
 
 /// Rules that allow to read and run `readable`, to use the devices, and to open no other file. Landlock's third version is the

@@ -239,16 +239,16 @@ impl Sandbox {
     /// # Errors
     /// The program was not started, or could not be monitored.
     pub fn run(&self, job: SandboxJob<'_>, limits: &SandboxLimits) -> Result<ProgramRun, SandboxError> {
-        let limits = (limits, &*self.reaper);
+        let reaper = &*self.reaper;
         match (self.method, &self.bwrap) {
             (SandboxMethod::Bubblewrap { unprivileged, processes }, Some(bwrap)) => {
-                bubblewrap::run(bwrap, &self.readable, (unprivileged, processes), job, limits)
+                bubblewrap::run(bwrap, &self.readable, unprivileged, processes, job, limits, reaper)
             }
             (SandboxMethod::Bubblewrap { .. }, None) => {
                 Err(SandboxError::Failed { reason: "`bwrap` was not found in `PATH`".to_owned() })
             }
-            (SandboxMethod::Landlock, _) => landlock::run(&self.readable, &self.scratch, job, limits),
-            (SandboxMethod::Unconfined, _) => landlock::run_unconfined(&self.scratch, job, limits),
+            (SandboxMethod::Landlock, _) => landlock::run(&self.readable, &self.scratch, job, limits, reaper),
+            (SandboxMethod::Unconfined, _) => landlock::run_unconfined(&self.scratch, job, limits, reaper),
         }
     }
 
@@ -285,16 +285,6 @@ impl SandboxMethod {
             Self::Bubblewrap { unprivileged: false, .. } => "bubblewrap",
             Self::Landlock => "landlock",
             Self::Unconfined => "none",
-        }
-    }
-
-    /// Whether a program may start other processes.
-    #[must_use]
-    pub fn allows_processes(self) -> bool {
-        match self {
-            Self::Bubblewrap { processes, .. } => processes,
-            Self::Landlock => false,
-            Self::Unconfined => true,
         }
     }
 }

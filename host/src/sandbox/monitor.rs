@@ -49,14 +49,14 @@ pub(super) fn monitor(
     let result = ProgramMonitor::new(&mut child, job, limits, pipes).and_then(|mut monitor| {
         let exit = child_exit(&child)?;
         monitor.run(&child, &exit, started)?;
-        Ok((monitor.killed, monitor.stdout.bytes, monitor.stderr.bytes))
+        Ok((monitor.killed, [monitor.stdout.bytes, monitor.stderr.bytes]))
     });
     // Also if monitoring failed, so that no process is left.
     kill_group(&child);
     // The process id is reused only after the wait.
     drop(registration);
     let status = child.wait()?;
-    let (killed, stdout, stderr) = result?;
+    let (killed, [stdout, stderr]) = result?;
     let end = killed.map_or_else(
         || status.signal().map_or_else(|| ProgramEnd::Exit(status.code().unwrap_or(-1)), ProgramEnd::Signal),
         |(end, _)| end,

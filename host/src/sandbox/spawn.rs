@@ -126,7 +126,8 @@ pub(super) fn arguments(
 pub(super) fn spawn(
     mut command: Command,
     inherited: &[&OwnedFd],
-    (limits, reaper): (&SandboxLimits, &Reaper),
+    limits: &SandboxLimits,
+    reaper: &Reaper,
     confinement: Confinement,
 ) -> io::Result<SpawnedProgram> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);

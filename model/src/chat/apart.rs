@@ -67,7 +67,15 @@ struct RenderRequest {
     /// If the process does not have them yet.
     sources: Option<TemplateSources>,
     /// `None` only compiles.
-    render: Option<(Vec<TemplateMessage>, bool)>,
+    render: Option<Conversation>,
+}
+
+/// What a template renders.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Conversation {
+    pub(super) messages: Vec<TemplateMessage>,
+    /// Whether the assistant's turn is opened at the end.
+    pub(super) open: bool,
 }
 
 /// Renders templates in another process.
@@ -90,8 +98,9 @@ impl Renderer {
     /// The text of a conversation; empty for `None`, if the template compiles.
     pub(super) fn ask(
         &self,
-        (key, sources): (&str, &TemplateSources),
-        render: Option<(Vec<TemplateMessage>, bool)>,
+        key: &str,
+        sources: &TemplateSources,
+        render: Option<Conversation>,
     ) -> Result<String, TemplateFailure> {
         let mut slot = self.process.lock().unwrap_or_else(PoisonError::into_inner);
         let mut process = match slot.take() {
@@ -103,13 +112,13 @@ impl Renderer {
         let sources = (!process.known.contains(key)).then(|| sources.clone());
         let request = RenderRequest { key: key.to_owned(), sources, render };
         let deadline = Instant::now() + 2 * TIME;
-        let answered = match send(&mut process.stream, &request, (MAX_REQUEST_BYTES, deadline)) {
+        let answered = match send(&mut process.stream, &request, MAX_REQUEST_BYTES, deadline) {
             // Nothing was written, and another conversation may be shorter.
             Err(error) if error.kind() == io::ErrorKind::FileTooLarge => {
                 *slot = Some(process);
                 return Err(TemplateFailure::Render(format!("the conversation is too long: {error}")));
             }
-            sent => sent.and_then(|()| receive(&mut process.stream, (MAX_TEXT_BYTES + 1024, deadline))),
+            sent => sent.and_then(|()| receive(&mut process.stream, MAX_TEXT_BYTES + 1024, deadline)),
         };
         match answered {
             Ok(answer) => {
@@ -182,7 +191,7 @@ pub fn serve() -> io::Result<()> {
                 None => Ok(()),
             };
             let answer = answer.and_then(|()| match (templates.get(&key), &render) {
-                (Some(template), Some((messages, open))) => template.render(messages, *open),
+                (Some(template), Some(Conversation { messages, open })) => template.render(messages, *open),
                 (Some(_), None) => Ok(String::new()),
                 (None, _) => Err(TemplateFailure::Render("its sources were not sent".to_owned())),
             });
@@ -202,7 +211,7 @@ pub fn serve() -> io::Result<()> {
             Err(error) => return Err(error),
         }
         let deadline = Instant::now() + TIME;
-        let request = body(&mut stream, first, (MAX_REQUEST_BYTES, deadline))?;
+        let request = body(&mut stream, first, MAX_REQUEST_BYTES, deadline)?;
         asks.send(request).map_err(io::Error::other)?;
         let answer = match answered.recv_timeout(TIME) {
             Ok(Ok(text)) if text.len() > MAX_TEXT_BYTES => Err(TemplateFailure::Render(format!(
@@ -213,7 +222,7 @@ pub fn serve() -> io::Result<()> {
             Err(RecvTimeoutError::Timeout) => std::process::exit(TOO_LONG),
             Err(RecvTimeoutError::Disconnected) => return Err(io::Error::other("the renderer panicked")),
         };
-        send(&mut stream, &answer, (usize::MAX, Instant::now() + TIME))?;
+        send(&mut stream, &answer, usize::MAX, Instant::now() + TIME)?;
     }
 }
 
@@ -233,7 +242,8 @@ fn address_space() -> io::Result<u64> {
 fn send(
     stream: &mut UnixStream,
     message: &impl Serialize,
-    (limit, deadline): (usize, Instant),
+    limit: usize,
+    deadline: Instant,
 ) -> io::Result<()> {
     let json = serde_json::to_vec(message)?;
     if json.len() > limit {
@@ -254,16 +264,17 @@ fn send(
     Ok(())
 }
 
-fn receive<T: DeserializeOwned>(stream: &mut UnixStream, bounds: (usize, Instant)) -> io::Result<T> {
+fn receive<T: DeserializeOwned>(stream: &mut UnixStream, limit: usize, deadline: Instant) -> io::Result<T> {
     let mut first = [0; 4];
-    fill(stream, &mut first, bounds.1)?;
-    body(stream, first, bounds)
+    fill(stream, &mut first, deadline)?;
+    body(stream, first, limit, deadline)
 }
 
 fn body<T: DeserializeOwned>(
     stream: &mut UnixStream,
     length: [u8; 4],
-    (limit, deadline): (usize, Instant),
+    limit: usize,
+    deadline: Instant,
 ) -> io::Result<T> {
     let length = u32::from_le_bytes(length) as usize;
     // Every byte of a text takes up to six in JSON.
@@ -314,7 +325,7 @@ mod tests {
     fn render(renderer: &Renderer, template: &str) -> Result<String, TemplateFailure> {
         let sources = TemplateSources { template: Some(template.to_owned()), config: None };
         let turn = TemplateMessage { role: "user".to_owned(), content: "hi".to_owned() };
-        renderer.ask((&sources.key(), &sources), Some((vec![turn], true)))
+        renderer.ask(&sources.key(), &sources, Some(Conversation { messages: vec![turn], open: true }))
     }
 
     fn failure(renderer: &Renderer, template: &str) -> String {
@@ -346,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_template_says_comes_back() {
+    fn errors_of_a_template_are_returned() {
         let renderer = renderer();
         let raised = render(&renderer, "{{ raise_exception('roles must alternate') }}");
         assert_eq!(raised, Err(TemplateFailure::Raised("roles must alternate".to_owned())));

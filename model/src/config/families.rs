@@ -58,52 +58,55 @@ pub(super) enum WindowRule {
     Flagged,
 }
 
-pub(super) const FAMILIES: [Family; 4] = [
-    Family {
-        architecture: Architecture::Llama,
-        model_type: "llama",
-        class: "Llama",
-        head_dim: None,
-        optional_kv_heads: true,
-        qkv_bias: BiasRule::AttentionBias,
-        output_bias: BiasRule::AttentionBias,
-        query_key_norm: QueryKeyNorm::None,
-        window: WindowRule::Never,
-    },
-    Family {
-        architecture: Architecture::Mistral,
-        model_type: "mistral",
-        class: "Mistral",
-        head_dim: None,
-        optional_kv_heads: false,
-        qkv_bias: BiasRule::Never,
-        output_bias: BiasRule::Never,
-        query_key_norm: QueryKeyNorm::None,
-        window: WindowRule::Always,
-    },
-    Family {
-        architecture: Architecture::Qwen2,
-        model_type: "qwen2",
-        class: "Qwen2",
-        head_dim: None,
-        optional_kv_heads: false,
-        qkv_bias: BiasRule::Always,
-        output_bias: BiasRule::Never,
-        query_key_norm: QueryKeyNorm::None,
-        window: WindowRule::Flagged,
-    },
-    Family {
-        architecture: Architecture::Qwen3,
-        model_type: "qwen3",
-        class: "Qwen3",
-        head_dim: Some(128),
-        optional_kv_heads: false,
-        qkv_bias: BiasRule::AttentionBias,
-        output_bias: BiasRule::AttentionBias,
-        query_key_norm: QueryKeyNorm::PerHead,
-        window: WindowRule::Flagged,
-    },
-];
+const LLAMA: Family = Family {
+    architecture: Architecture::Llama,
+    model_type: "llama",
+    class: "Llama",
+    head_dim: None,
+    optional_kv_heads: true,
+    qkv_bias: BiasRule::AttentionBias,
+    output_bias: BiasRule::AttentionBias,
+    query_key_norm: QueryKeyNorm::None,
+    window: WindowRule::Never,
+};
+
+const MISTRAL: Family = Family {
+    architecture: Architecture::Mistral,
+    model_type: "mistral",
+    class: "Mistral",
+    head_dim: None,
+    optional_kv_heads: false,
+    qkv_bias: BiasRule::Never,
+    output_bias: BiasRule::Never,
+    query_key_norm: QueryKeyNorm::None,
+    window: WindowRule::Always,
+};
+
+const QWEN2: Family = Family {
+    architecture: Architecture::Qwen2,
+    model_type: "qwen2",
+    class: "Qwen2",
+    head_dim: None,
+    optional_kv_heads: false,
+    qkv_bias: BiasRule::Always,
+    output_bias: BiasRule::Never,
+    query_key_norm: QueryKeyNorm::None,
+    window: WindowRule::Flagged,
+};
+
+const QWEN3: Family = Family {
+    architecture: Architecture::Qwen3,
+    model_type: "qwen3",
+    class: "Qwen3",
+    head_dim: Some(128),
+    optional_kv_heads: false,
+    qkv_bias: BiasRule::AttentionBias,
+    output_bias: BiasRule::AttentionBias,
+    query_key_norm: QueryKeyNorm::PerHead,
+    window: WindowRule::Flagged,
+};
+
+pub(super) const FAMILIES: [Family; 4] = [LLAMA, MISTRAL, QWEN2, QWEN3];
 
 /// The values of `model_type` that are supported, for messages.
 pub(super) fn model_types() -> String {
@@ -142,8 +145,12 @@ impl Family {
 impl Architecture {
     /// Its row of the table.
     pub(super) fn family(self) -> &'static Family {
-        let found = FAMILIES.iter().find(|family| family.architecture == self);
-        found.unwrap_or_else(|| unreachable!("every family has a row"))
+        match self {
+            Self::Llama => &LLAMA,
+            Self::Mistral => &MISTRAL,
+            Self::Qwen2 => &QWEN2,
+            Self::Qwen3 => &QWEN3,
+        }
     }
 
     /// The value of `model_type` in `config.json`.

@@ -61,6 +61,13 @@ pub(super) struct AttentionReverse {
     d_middle: Tensor,
 }
 
+/// Forward and backward of the attention half for one part of a pack.
+pub(super) struct ReversedAttention<'a> {
+    pub(super) trace: &'a AttentionTrace,
+    pub(super) reverse: AttentionReverse,
+    pub(super) angles: &'a Angles,
+}
+
 /// Backward of the feed-forward half: the gradient of its input, and the operands of its weight gradients.
 #[derive(Debug)]
 pub(super) struct FeedForwardReverse {
@@ -113,7 +120,8 @@ impl TransformerBlock {
     /// A layer to train, of values of its own.
     pub(super) fn of_unit(
         config: &Config,
-        (layout, index): (&Layout, usize),
+        layout: &Layout,
+        index: usize,
         values: &Arc<Vec<f32>>,
     ) -> Result<Self> {
         let (expected, found) = (layout.unit(Unit::Layer(index)).len(), values.len());
@@ -226,8 +234,14 @@ impl TransformerBlock {
     ) -> Result<FeedForwardReverse> {
         let alone = ThreadPool::single();
         let normed = rms_norm(middle, &self.feed_forward_norm, self.eps)?;
-        let again = if gate_up.is_none() { Some(self.gate_up.apply(&normed, &alone)?) } else { None };
-        let Some(gate_up) = gate_up.or(again.as_ref()) else { unreachable!("one of the two is given") };
+        let computed;
+        let gate_up = match gate_up {
+            Some(kept) => kept,
+            None => {
+                computed = self.gate_up.apply(&normed, &alone)?;
+                &computed
+            }
+        };
         let activated = swiglu(gate_up, &alone)?;
         let d_gate_up = swiglu_backward(gate_up, &self.down.input_gradient(g)?)?;
         let d_normed = self.gate_up.input_gradient(&d_gate_up)?;
@@ -284,7 +298,7 @@ impl TransformerBlock {
     /// Adds the weight gradients of the attention half to the layer's `gradients`; `parts` are in the order of tokens.
     pub(super) fn attention_gradients(
         &self,
-        parts: &[(&AttentionTrace, AttentionReverse, &Angles)],
+        parts: &[ReversedAttention<'_>],
         gradients: &mut [f32],
         pool: &ThreadPool,
     ) -> Result<()> {
@@ -301,10 +315,10 @@ impl TransformerBlock {
             ],
         );
         let mut jobs: Vec<GradientJob<'_>> = Vec::new();
-        weight_jobs(&mut jobs, parts, qkv, |(_, r, _)| (&r.normed, &r.d_qkv), pool);
-        weight_jobs(&mut jobs, parts, output, |(trace, r, _)| (&trace.attended, &r.d_middle), pool);
+        weight_jobs(&mut jobs, parts, qkv, |part| (&part.reverse.normed, &part.reverse.d_qkv), pool);
+        weight_jobs(&mut jobs, parts, output, |part| (&part.trace.attended, &part.reverse.d_middle), pool);
         jobs.push(Box::new(|| {
-            for (trace, r, angles) in parts {
+            for ReversedAttention { trace, reverse: r, angles } in parts {
                 rms_norm_weight_gradient(&r.input, self.eps, &r.d_normed, norm)?;
                 if !qkv_bias.is_empty() {
                     bias_gradient(&r.d_qkv, qkv_bias)?;

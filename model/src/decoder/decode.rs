@@ -257,7 +257,7 @@ impl Decoder {
         let angles = Angles::new(&positions, &self.inv_freq);
         let mut x = self.embed(&token_ids, 0)?;
         for (layer, block) in self.blocks.iter().enumerate() {
-            let attend = |qkv: &Tensor| self.attend(cache, (sequences, own), layer, qkv, pool);
+            let attend = |qkv: &Tensor| self.attend(cache, sequences, own, layer, qkv, pool);
             x = block.forward(&x, &angles, attend, pool)?;
         }
         let picked = gather(&[&x], &wanted)?;
@@ -272,7 +272,8 @@ impl Decoder {
     fn attend(
         &self,
         cache: &KvCache,
-        (sequences, mut own): (&[StepSequence<'_>], &mut [Vec<Vec<f32>>]),
+        sequences: &[StepSequence<'_>],
+        mut own: &mut [Vec<Vec<f32>>],
         layer: usize,
         qkv: &Tensor,
         pool: &ThreadPool,
@@ -291,7 +292,7 @@ impl Decoder {
             parts.push((sequences, own_part, qkv_part, out_part));
         }
         pool.map(parts, |(sequences, own, qkv, out)| {
-            self.attend_part(cache, (sequences, own), layer, qkv, out);
+            self.attend_part(cache, sequences, own, layer, qkv, out);
         });
         matrix(out, query_width)
     }
@@ -299,7 +300,8 @@ impl Decoder {
     fn attend_part(
         &self,
         cache: &KvCache,
-        (sequences, own): (&[StepSequence<'_>], &mut [Vec<Vec<f32>>]),
+        sequences: &[StepSequence<'_>],
+        own: &mut [Vec<Vec<f32>>],
         layer: usize,
         qkv: &[f32],
         out: &mut [f32],

@@ -31,7 +31,7 @@ use block::TransformerBlock;
 pub use decode::{KvCache, StepSequence};
 pub use gradients::{GradientSink, Gradients, LayerSource};
 pub use pack::{Pack, PackError};
-pub use train::{Recompute, Trace};
+pub use train::{Recompute, Trace, TracedPack};
 
 /// Quantization of a sampler's weights.
 ///
@@ -135,7 +135,8 @@ impl Decoder {
     pub fn without_layers(
         config: &Config,
         layout: &Arc<Layout>,
-        (embedding, tail): (&Arc<Vec<f32>>, &Arc<Vec<f32>>),
+        embedding: &Arc<Vec<f32>>,
+        tail: &Arc<Vec<f32>>,
         recompute: Recompute,
     ) -> Self {
         let (head, start) = (layout.head(), layout.unit(Unit::Tail).start);

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use super::block::{AttentionTrace, FeedForwardReverse, TransformerBlock};
+use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use super::pack::{Pack, PackPart};
 use super::{Decoder, GradientSink, LayerSource, gather};
 use crate::ops::attention;
@@ -57,7 +57,23 @@ struct PartTrace {
 struct LayerTrace {
     input: Tensor,
     /// `None` if the backward computes them again.
-    kept: Option<(AttentionTrace, Tensor)>,
+    kept: Option<KeptLayer>,
+}
+
+#[derive(Debug)]
+struct KeptLayer {
+    attention: AttentionTrace,
+    /// `[T, 2 m]`
+    gate_up: Tensor,
+}
+
+/// A forward over a pack, for its backward.
+#[derive(Debug)]
+pub struct TracedPack<'a> {
+    /// The pack.
+    pub pack: &'a Pack,
+    /// The activations of its forward.
+    pub trace: Trace,
 }
 
 impl Decoder {
@@ -236,7 +252,7 @@ impl Decoder {
             let attention = block.attention(x, angles, |qkv| part.attend(self, qkv), &alone)?;
             let gate_up = block.gate_up(&attention.middle, &alone)?;
             let output = block.feed_forward(&attention.middle, &gate_up, &alone)?;
-            (Some((attention, gate_up)), output)
+            (Some(KeptLayer { attention, gate_up }), output)
         } else {
             (None, block.forward(x, angles, |qkv| part.attend(self, qkv), &alone)?)
         };
@@ -245,7 +261,7 @@ impl Decoder {
     }
 
     fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<TransformerBlock> {
-        TransformerBlock::of_unit(&self.config, (&self.layout, index), &source.layer(index)?)
+        TransformerBlock::of_unit(&self.config, &self.layout, index, &source.layer(index)?)
     }
 
     /// Backward of a training step: adds the gradients of `sum(prediction_gradients [n] * predictions [n])` to `gradients`,
@@ -267,7 +283,7 @@ impl Decoder {
     ) -> Result<()> {
         let mut reversing = self.reverse_head(pack, trace, targets, prediction_gradients, gradients, pool)?;
         for (index, block) in self.blocks.iter().enumerate().rev() {
-            self.reverse_layer((index, block), &mut reversing, gradients, pool)?;
+            self.reverse_layer(index, block, &mut reversing, gradients, pool)?;
         }
         self.reverse_embedding(&reversing, gradients)
     }
@@ -279,16 +295,17 @@ impl Decoder {
     pub fn backward_through(
         &self,
         source: &mut dyn LayerSource,
-        (pack, trace): (&Pack, Trace),
+        traced: TracedPack<'_>,
         targets: &[Target<'_>],
         prediction_gradients: &[PredictionGradient],
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<()> {
+        let TracedPack { pack, trace } = traced;
         let mut reversing = self.reverse_head(pack, trace, targets, prediction_gradients, gradients, pool)?;
         for index in (0..self.config.num_layers).rev() {
             let block = self.block_of(source, index)?;
-            self.reverse_layer((index, &block), &mut reversing, gradients, pool)?;
+            self.reverse_layer(index, &block, &mut reversing, gradients, pool)?;
         }
         self.reverse_embedding(&reversing, gradients)
     }
@@ -353,7 +370,8 @@ impl Decoder {
     /// Backward of one layer. Frees its activations, and turns the gradient of its output into that of its input.
     fn reverse_layer(
         &self,
-        (index, block): (usize, &TransformerBlock),
+        index: usize,
+        block: &TransformerBlock,
         reversing: &mut ReversingPack<'_>,
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
@@ -377,8 +395,12 @@ impl Decoder {
         let reversed = pool.map(parts.iter().zip(d_middle).collect(), reverse);
         let reversed: Vec<_> = reversed.into_iter().collect::<Result<_>>()?;
         *d = reversed.iter().map(|r| r.d_input.clone()).collect();
-        let done: Vec<_> =
-            parts.iter().zip(reversed).map(|(part, r)| (&part.attention, r, part.angles)).collect();
+        let reversed = parts.iter().zip(reversed).map(|(part, reverse)| ReversedAttention {
+            trace: &part.attention,
+            reverse,
+            angles: part.angles,
+        });
+        let done: Vec<_> = reversed.collect();
         block.attention_gradients(&done, unit, pool)?;
         gradients.done(Unit::Layer(index));
         Ok(())
@@ -393,10 +415,10 @@ impl Decoder {
         g: Tensor,
     ) -> Result<Reversing<'a>> {
         let Some(LayerTrace { input, kept }) = trace.layers.pop() else {
-            unreachable!("a trace has every layer of the decoder")
+            candle_core::bail!("a layer has no activations: the trace is of another decoder or pack")
         };
         let (attention, gate_up) = match kept {
-            Some((attention, gate_up)) => (attention, Some(gate_up)),
+            Some(KeptLayer { attention, gate_up }) => (attention, Some(gate_up)),
             None => {
                 let attend = |qkv: &Tensor| part.attend(self, qkv);
                 (block.attention(&input, &trace.angles, attend, &ThreadPool::single())?, None)
@@ -413,24 +435,24 @@ impl Decoder {
         gradients: &mut [f32],
         pool: &ThreadPool,
     ) -> Result<Vec<Tensor>> {
-        let whole = |(p, part): (usize, &Reversing<'_>)| (p, 0..part.part.rows.len());
-        let whole: Vec<(usize, Range<usize>)> = parts.iter().enumerate().map(whole).collect();
+        let whole = parts.iter().enumerate();
+        let whole: Vec<_> = whole.map(|(part, of)| PartRows { part, rows: 0..of.part.rows.len() }).collect();
         let chunks = match self.recompute {
             Recompute::None | Recompute::Block => vec![whole],
             Recompute::Sequence => chunks(&whole, pool.threads()),
         };
         let mut d_middle: Vec<Vec<Tensor>> = vec![Vec::new(); parts.len()];
         for pieces in chunks {
-            let reverse = |(p, rows): &(usize, Range<usize>)| -> Result<FeedForwardReverse> {
+            let reverse = |PartRows { part, rows }: &PartRows| -> Result<FeedForwardReverse> {
                 let cut = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len());
-                let Reversing { attention, gate_up, g, .. } = &parts[*p];
+                let Reversing { attention, gate_up, g, .. } = &parts[*part];
                 let gate_up = gate_up.as_ref().map(cut).transpose()?;
                 block.feed_forward_backward(&cut(&attention.middle)?, gate_up.as_ref(), &cut(g)?)
             };
             let reversed: Vec<_> =
                 pool.map(pieces.iter().collect(), reverse).into_iter().collect::<Result<_>>()?;
-            for ((p, _), piece) in pieces.iter().zip(&reversed) {
-                d_middle[*p].push(piece.d_middle.clone());
+            for (of, piece) in pieces.iter().zip(&reversed) {
+                d_middle[of.part].push(piece.d_middle.clone());
             }
             block.feed_forward_gradients(&reversed, gradients, pool)?;
         }
@@ -462,13 +484,22 @@ struct Reversing<'a> {
     g: Tensor,
 }
 
+/// Rows of one part of a pack.
+#[derive(Clone)]
+struct PartRows {
+    part: usize,
+    rows: Range<usize>,
+}
+
 /// Cuts rows of parts into chunks of [`CHUNK`] tokens in all, each into a piece for every thread, in the order of the
 /// tokens.
-fn chunks(parts: &[(usize, Range<usize>)], threads: usize) -> Vec<Vec<(usize, Range<usize>)>> {
+fn chunks(parts: &[PartRows], threads: usize) -> Vec<Vec<PartRows>> {
     let each = CHUNK.div_ceil(threads);
     let mut pieces = Vec::new();
-    for (p, rows) in parts {
-        pieces.extend(rows.clone().step_by(each).map(|start| (*p, start..(start + each).min(rows.end))));
+    for PartRows { part, rows } in parts {
+        let starts = rows.clone().step_by(each);
+        pieces
+            .extend(starts.map(|start| PartRows { part: *part, rows: start..(start + each).min(rows.end) }));
     }
     pieces.chunks(threads).map(<[_]>::to_vec).collect()
 }

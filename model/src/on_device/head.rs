@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use device::ops::head::{HeadTargets, predict, predict_backward};
+use device::ops::head::{HeadTarget, HeadTargets, predict, predict_backward};
 use device::{DeviceBuffer, Matrix, MatrixMut, Result, Storage, View};
 
 use super::layer::{input_gradient, weight_gradient};
@@ -32,7 +32,12 @@ impl<T: Storage> DeviceDecoder<T> {
         for ids in std::iter::once(&tokens[..]).chain(kept) {
             check_ids(&self.device, "head", ids, self.config.vocab_size)?;
         }
-        let all = targets.iter().map(|target| (target.token, target.temperature, target.kept));
+        let all = targets.iter();
+        let all = all.map(|Target { token, temperature, kept }| HeadTarget {
+            token: *token,
+            temperature: *temperature,
+            kept: *kept,
+        });
         Ok(DeviceTargets { targets: HeadTargets::new(&self.activations, all)?, len: targets.len() })
     }
 
@@ -122,8 +127,13 @@ impl<T: Storage> DeviceDecoder<T> {
                 drop(logits);
                 let of_head = &mut gradients.unit(unit)?;
                 let of_head = of_head.slice_mut(place.clone());
-                weight_gradient(device, normed.view(piece.clone()), (d_logits.all(), width), of_head)?;
-                let d_piece = input_gradient(device, d_logits.all(), (weight, width))?;
+                weight_gradient(
+                    device,
+                    Matrix::new(normed.view(piece.clone()), width),
+                    d_logits.all(),
+                    of_head,
+                )?;
+                let d_piece = input_gradient(device, d_logits.all(), Matrix::new(weight, width))?;
                 device.copy(d_piece.all(), d_normed.view_mut(piece))?;
             }
         }
@@ -137,7 +147,8 @@ impl<T: Storage> DeviceDecoder<T> {
             let (column, row) = (Matrix::new(values.all(), 1), Matrix::new(weight, width));
             device.product(column, row, MatrixMut::new(d_normed.all_mut(), width), 1.0, 1.0)?;
             let of_head = &mut gradients.unit(Unit::Tail)?;
-            weight_gradient(device, normed.all(), (values.all(), width), of_head.slice_mut(place))?;
+            let x = Matrix::new(normed.all(), width);
+            weight_gradient(device, x, values.all(), of_head.slice_mut(place))?;
         }
         Ok(d_normed)
     }

@@ -50,39 +50,36 @@ pub(super) struct DeviceLayer<'a, T: Storage> {
 pub(super) fn linear<T: Storage>(
     device: &Device,
     x: View<'_, T>,
-    (weight, input): (View<'_, T>, usize),
+    weight: Matrix<'_, T>,
     out: ViewMut<'_, T>,
     kept: bool,
 ) -> Result<()> {
-    let output = weight.len() / input;
     let keep = if kept { 1.0 } else { 0.0 };
-    let (x, weight) = (Matrix::new(x, input), Matrix::new(weight, input).transposed());
-    device.product(x, weight, MatrixMut::new(out, output), 1.0, keep)
+    let x = Matrix::new(x, weight.columns());
+    device.product(x, weight.transposed(), MatrixMut::new(out, weight.rows()), 1.0, keep)
 }
 
 /// `[T, in]` gradient of the input of [`linear`] for the gradient `g [T, out]` of its result.
 pub(super) fn input_gradient<T: Storage>(
     device: &Device,
     g: View<'_, T>,
-    (weight, input): (View<'_, T>, usize),
+    weight: Matrix<'_, T>,
 ) -> Result<DeviceBuffer<T>> {
-    let output = weight.len() / input;
-    let mut out = device.uninit(g.len() / output * input)?;
-    let (g, weight) = (Matrix::new(g, output), Matrix::new(weight, input));
-    device.product(g, weight, MatrixMut::new(out.all_mut(), input), 1.0, 0.0)?;
+    let mut out = device.uninit(g.len() / weight.rows() * weight.columns())?;
+    let g = Matrix::new(g, weight.rows());
+    device.product(g, weight, MatrixMut::new(out.all_mut(), weight.columns()), 1.0, 0.0)?;
     Ok(out)
 }
 
 /// Adds to `gradient [out, in]` that of the weight of [`linear`].
 pub(super) fn weight_gradient<T: Storage>(
     device: &Device,
-    x: View<'_, T>,
-    (g, input): (View<'_, T>, usize),
+    x: Matrix<'_, T>,
+    g: View<'_, T>,
     gradient: ViewMut<'_, f32>,
 ) -> Result<()> {
-    let output = gradient.len() / input;
-    let (g, x) = (Matrix::new(g, output).transposed(), Matrix::new(x, input));
-    device.product(g, x, MatrixMut::new(gradient, input), 1.0, 1.0)
+    let g = Matrix::new(g, gradient.len() / x.columns());
+    device.product(g.transposed(), x, MatrixMut::new(gradient, x.columns()), 1.0, 1.0)
 }
 
 impl<'a, T: Storage> DeviceLayer<'a, T> {
@@ -96,6 +93,11 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
 
     fn at(&self, range: &Range<usize>) -> View<'a, T> {
         self.weights.slice(range.clone())
+    }
+
+    /// The weight `[out, input]` of `operand`.
+    fn matrix(&self, operand: Operand, input: usize) -> Matrix<'a, T> {
+        Matrix::new(self.at(&self.ranges()[operand]), input)
     }
 
     fn hidden(&self) -> usize {
@@ -134,7 +136,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         let mut out = self.on().uninit(x.len())?;
         self.on().copy(attention.middle.all(), out.all_mut())?;
         let activated = self.activated(gate_up.all())?;
-        let down = (self.at(&self.ranges()[Operand::Down]), self.decoder.config.intermediate_size);
+        let down = self.matrix(Operand::Down, self.decoder.config.intermediate_size);
         linear(self.on(), activated.all(), down, out.all_mut(), true)?;
         Ok((out, keep.then_some(LayerActivations { attention, gate_up })))
     }
@@ -145,13 +147,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         let rows = x.len() / self.hidden();
         let normed = self.normed(x.all(), &ranges[Operand::AttentionNorm])?;
         let mut prepared = device.uninit(rows * shape.width())?;
-        linear(
-            device,
-            normed.all(),
-            (self.at(&ranges[Operand::Qkv]), self.hidden()),
-            prepared.all_mut(),
-            false,
-        )?;
+        linear(device, normed.all(), self.matrix(Operand::Qkv, self.hidden()), prepared.all_mut(), false)?;
         drop(normed);
         if !ranges[Operand::QkvBias].is_empty() {
             add_bias(device, prepared.all_mut(), self.at(&ranges[Operand::QkvBias]))?;
@@ -171,7 +167,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         attention(device, prepared.all(), self.segments, shape, attended.all_mut(), log_sums.all_mut())?;
         let mut middle = device.uninit(x.len())?;
         device.copy(x.all(), middle.all_mut())?;
-        let output = (self.at(&ranges[Operand::Output]), shape.query_width());
+        let output = self.matrix(Operand::Output, shape.query_width());
         linear(device, attended.all(), output, middle.all_mut(), true)?;
         if !ranges[Operand::OutputBias].is_empty() {
             add_bias(device, middle.all_mut(), self.at(&ranges[Operand::OutputBias]))?;
@@ -188,13 +184,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
     fn gate_up_of(&self, normed: View<'_, T>) -> Result<DeviceBuffer<T>> {
         let rows = normed.len() / self.hidden();
         let mut out = self.on().uninit(rows * 2 * self.decoder.config.intermediate_size)?;
-        linear(
-            self.on(),
-            normed,
-            (self.at(&self.ranges()[Operand::GateUp]), self.hidden()),
-            out.all_mut(),
-            false,
-        )?;
+        linear(self.on(), normed, self.matrix(Operand::GateUp, self.hidden()), out.all_mut(), false)?;
         Ok(out)
     }
 
@@ -243,30 +233,22 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
             let piece = start * hidden..(start + chunk).min(rows) * hidden;
             let (middle, g) = (middle.view(piece.clone()), g.view(piece.clone()));
             let normed = self.normed(middle, &ranges[Operand::FeedForwardNorm])?;
-            let again = if gate_up.is_none() { Some(self.gate_up_of(normed.all())?) } else { None };
-            let gate_up = match (gate_up, &again) {
-                (Some(kept), _) => {
-                    kept.view(piece.start / hidden * 2 * width..piece.end / hidden * 2 * width)
-                }
-                (None, Some(again)) => again.all(),
-                (None, None) => unreachable!("one of the two is given"),
+            let mut computed = None;
+            let gate_up = match gate_up {
+                Some(kept) => kept.view(piece.start / hidden * 2 * width..piece.end / hidden * 2 * width),
+                None => computed.insert(self.gate_up_of(normed.all())?).all(),
             };
             let activated = self.activated(gate_up)?;
-            weight_gradient(
-                device,
-                activated.all(),
-                (g, width),
-                gradients.slice_mut(ranges[Operand::Down].clone()),
-            )?;
+            let of_down = gradients.slice_mut(ranges[Operand::Down].clone());
+            weight_gradient(device, Matrix::new(activated.all(), width), g, of_down)?;
             drop(activated);
-            let d_activated = input_gradient(device, g, (self.at(&ranges[Operand::Down]), width))?;
+            let d_activated = input_gradient(device, g, self.matrix(Operand::Down, width))?;
             let mut d_gate_up = device.uninit(gate_up.len())?;
             swiglu_backward(device, gate_up, width, d_activated.all(), d_gate_up.all_mut())?;
-            drop((d_activated, again));
+            drop((d_activated, computed));
             let of_gate_up = gradients.slice_mut(ranges[Operand::GateUp].clone());
-            weight_gradient(device, normed.all(), (d_gate_up.all(), hidden), of_gate_up)?;
-            let d_normed =
-                input_gradient(device, d_gate_up.all(), (self.at(&ranges[Operand::GateUp]), hidden))?;
+            weight_gradient(device, Matrix::new(normed.all(), hidden), d_gate_up.all(), of_gate_up)?;
+            let d_normed = input_gradient(device, d_gate_up.all(), self.matrix(Operand::GateUp, hidden))?;
             let norm = &ranges[Operand::FeedForwardNorm];
             let d_piece = d_middle.view_mut(piece);
             rms_norm_backward(device, middle, self.at(norm), self.eps(), d_normed.all(), Some(g), d_piece)?;
@@ -289,12 +271,11 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         drop(middle);
         let query_width = shape.query_width();
         let of_output = gradients.slice_mut(ranges[Operand::Output].clone());
-        weight_gradient(device, attended.all(), (d_middle.all(), query_width), of_output)?;
+        weight_gradient(device, Matrix::new(attended.all(), query_width), d_middle.all(), of_output)?;
         if !ranges[Operand::OutputBias].is_empty() {
             column_sums(device, d_middle.all(), gradients.slice_mut(ranges[Operand::OutputBias].clone()))?;
         }
-        let d_attended =
-            input_gradient(device, d_middle.all(), (self.at(&ranges[Operand::Output]), query_width))?;
+        let d_attended = input_gradient(device, d_middle.all(), self.matrix(Operand::Output, query_width))?;
         let mut d_qkv = device.uninit(prepared.len())?;
         let (qkv, out) = (prepared.all(), attended.all());
         attention_backward(
@@ -317,12 +298,12 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         prepare_backward(device, raw, shape, self.head_norm(), cos, sin, d_qkv.all_mut())?;
         let normed = self.normed(x.all(), &ranges[Operand::AttentionNorm])?;
         let of_qkv = gradients.slice_mut(ranges[Operand::Qkv].clone());
-        weight_gradient(device, normed.all(), (d_qkv.all(), self.hidden()), of_qkv)?;
+        weight_gradient(device, Matrix::new(normed.all(), self.hidden()), d_qkv.all(), of_qkv)?;
         drop(normed);
         if !ranges[Operand::QkvBias].is_empty() {
             column_sums(device, d_qkv.all(), gradients.slice_mut(ranges[Operand::QkvBias].clone()))?;
         }
-        let d_normed = input_gradient(device, d_qkv.all(), (self.at(&ranges[Operand::Qkv]), self.hidden()))?;
+        let d_normed = input_gradient(device, d_qkv.all(), self.matrix(Operand::Qkv, self.hidden()))?;
         drop(d_qkv);
         let norm = &ranges[Operand::AttentionNorm];
         let mut d_x = device.uninit(x.len())?;

@@ -11,7 +11,7 @@ use device::ops::paged::copy_pages;
 use device::ops::sampling::{
     DRAW, KEPT, RowSampling, SETTINGS, SampledRows, SampledToken, pack_kept, sample,
 };
-use device::{Device, DeviceBuffer, Result, Storage, bf16};
+use device::{Device, DeviceBuffer, DeviceError, Result, Storage, bf16};
 
 use super::steps::{CacheShape, RecordedSteps};
 use super::{DeviceDecoder, DeviceDtype, FlatWeights, UnitWeights, check_ids};
@@ -69,6 +69,14 @@ impl StagedWeights {
             DeviceDtype::F32 => Self::F32(FlatWeights::upload(device, parameters)?.into_buffer()),
             DeviceDtype::Bf16 => Self::Bf16(FlatWeights::upload(device, parameters)?.into_buffer()),
         })
+    }
+
+    /// What they are stored in.
+    fn dtype(&self) -> DeviceDtype {
+        match self {
+            Self::F32(_) => DeviceDtype::F32,
+            Self::Bf16(_) => DeviceDtype::Bf16,
+        }
     }
 
     /// Memory, bytes.
@@ -132,24 +140,26 @@ impl DeviceSampler {
     /// Samples with `weights` from the next step on. Synchronises. Returns the old weights, as a buffer for the next ones.
     ///
     /// # Errors
-    /// If something on the device failed.
+    /// If something on the device failed, or their storage type differs from that of the old weights.
     ///
     /// # Panics
-    /// If their storage type or their number differs from that of the old weights.
+    /// If their number differs from that of the old weights.
     pub fn swap(&mut self, weights: StagedWeights) -> Result<StagedWeights> {
         // A step that was launched but not synchronised may still read the old weights.
         self.device().synchronize()?;
-        Ok(match (&mut self.inner, weights) {
+        let (device, dtype) = (self.device().name(), self.dtype());
+        match (&mut self.inner, weights) {
             (AnySampler::F32(sampler), StagedWeights::F32(buffer)) => {
-                StagedWeights::F32(sampler.swap(buffer))
+                Ok(StagedWeights::F32(sampler.swap(buffer)))
             }
             (AnySampler::Bf16(sampler), StagedWeights::Bf16(buffer)) => {
-                StagedWeights::Bf16(sampler.swap(buffer))
+                Ok(StagedWeights::Bf16(sampler.swap(buffer)))
             }
-            (AnySampler::F32(_), StagedWeights::Bf16(_)) | (AnySampler::Bf16(_), StagedWeights::F32(_)) => {
-                unreachable!("a sampler keeps the type that its weights are stored in")
+            (_, new) => {
+                let reason = format!("the sampler stores {dtype:?}, the new weights are {:?}", new.dtype());
+                Err(DeviceError::Call { device, call: "a swap of weights", reason })
             }
-        })
+        }
     }
 
     /// Adds the tokens of `sequences` to the cache and keeps the last hidden states `[wanted, hidden]` of the tokens whose
@@ -219,11 +229,14 @@ impl<T: Storage> TypedSampler<T> {
         let pages = cache.total_pages() + 1;
         let (page_len, layers) = (self.page_len(), self.decoder.config().num_layers);
         let len = layers * pages * page_len;
-        if self.cache.as_ref().is_none_or(|values| values.len() != len) {
-            self.steps = RecordedSteps::default();
-            self.cache = Some(device.labelled("key-value cache").zeros(len)?);
-        }
-        let Some(values) = &mut self.cache else { unreachable!("it was made above") };
+        let values = match self.cache.take_if(|values| values.len() == len) {
+            Some(values) => values,
+            None => {
+                self.steps = RecordedSteps::default();
+                device.labelled("key-value cache").zeros(len)?
+            }
+        };
+        let values = self.cache.insert(values);
         let copies = cache.take_copies();
         if !copies.is_empty() {
             let pairs = device.upload(copies.as_flattened())?;
@@ -256,10 +269,11 @@ impl<T: Storage> TypedSampler<T> {
         let numbers = device.upload(&numbers)?;
         let hidden = self.steps.hidden(decoder, numbers.view(0..count))?;
         let logits = decoder.logits_of(&mut self.weights, hidden.all())?;
-        if self.drawing.as_ref().is_none_or(|drawing| drawing.rows() < count) {
-            self.drawing = Some(SampledRows::new(&device, count.next_power_of_two())?);
-        }
-        let Some(drawn) = &mut self.drawing else { unreachable!("it was made above") };
+        let drawn = match self.drawing.take_if(|drawing| drawing.rows() >= count) {
+            Some(drawn) => drawn,
+            None => SampledRows::new(&device, count.next_power_of_two())?,
+        };
+        let drawn = self.drawing.insert(drawn);
         sample(&device, logits.all(), vocabulary, numbers.view(count..numbers.len()), drawn)?;
         let packed = device.download(drawn.draws.view(0..DRAW * count))?;
         let found: Vec<SampledToken> = SampledToken::unpack(&packed).collect();

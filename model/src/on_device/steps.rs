@@ -9,11 +9,11 @@ use std::collections::HashMap;
 
 use device::ops::heads::{HeadNorm, angles, prepare};
 use device::ops::norm::rms_norm;
-use device::ops::paged::{PagedTokens, paged_attention, scratch_len, write_pages};
+use device::ops::paged::{PageTable, PagedTokens, paged_attention, scratch_len, write_pages};
 use device::ops::prefill::{Chunk, Chunks, prefill_attention};
 use device::ops::rows::{add_bias, gather_rows};
 use device::ops::swiglu::swiglu;
-use device::{Device, DeviceBuffer, Graph, Result, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, Graph, Matrix, Result, Storage, View, ViewMut};
 
 use super::DeviceDecoder;
 use super::layer::linear;
@@ -145,7 +145,7 @@ impl<T: Storage> RecordedSteps<T> {
         let key = RecordingKey { tokens: sizes.tokens, pages: sizes.columns, weights: weights.buffer().id() };
         if !decodes {
             let chunks = Chunks::new(&device, &chunks_of(sequences, single))?;
-            layers(decoder, weights, cache, shape, (memory, sizes, Some(&chunks)))?;
+            layers(decoder, weights, cache, shape, memory, sizes, Some(&chunks))?;
         } else if let Some(graph) = self.recorded.get(&key) {
             graph.replay()?;
         } else {
@@ -153,8 +153,8 @@ impl<T: Storage> RecordedSteps<T> {
                 self.recorded.clear();
             }
             // Kernels are loaded when they are first launched, which a recording does not allow.
-            layers(decoder, weights, cache, shape, (memory, sizes, None))?;
-            match device.record(|| layers(decoder, weights, cache, shape, (memory, sizes, None))) {
+            layers(decoder, weights, cache, shape, memory, sizes, None)?;
+            match device.record(|| layers(decoder, weights, cache, shape, memory, sizes, None)) {
                 Ok(graph) => {
                     self.recorded.insert(key, graph);
                     self.failed = 0;
@@ -236,11 +236,12 @@ fn reserve<'a, T: Storage>(
         needed.iter_mut().zip(there).for_each(|(needed, there)| *needed = there.max(*needed));
         recorded.clear();
         *memory = None;
-        *memory = Some(StepMemory::new(decoder, needed)?);
     }
-    Ok(memory
-        .as_mut()
-        .unwrap_or_else(|| unreachable!("a step has tokens, and their memory was just reserved")))
+    let reserved = match memory.take() {
+        Some(reserved) => reserved,
+        None => StepMemory::new(decoder, needed)?,
+    };
+    Ok(memory.insert(reserved))
 }
 
 impl<T: Storage> StepMemory<T> {
@@ -311,7 +312,9 @@ fn layers<T: Storage>(
     weights: &mut FlatWeights<T>,
     cache: &mut DeviceBuffer<T>,
     shape: CacheShape,
-    (memory, sizes, chunks): (&mut StepMemory<T>, StepSizes, Option<&Chunks>),
+    memory: &mut StepMemory<T>,
+    sizes: StepSizes,
+    chunks: Option<&Chunks>,
 ) -> Result<()> {
     let (device, width, tokens) = (decoder.device(), decoder.config().hidden_size, sizes.tokens);
     let numbers = &memory.numbers;
@@ -323,7 +326,7 @@ fn layers<T: Storage>(
     for index in 0..decoder.config().num_layers {
         let layer = StepLayer { decoder, weights: weights.unit(Unit::Layer(index))? };
         let cache = cache.view_mut(index * layer_len..(index + 1) * layer_len);
-        layer.attend((memory, sizes, chunks), cache)?;
+        layer.attend(memory, sizes, chunks, cache)?;
         layer.feed_forward(memory, tokens)?;
     }
     let norm = weights.unit(Unit::Tail)?.slice(decoder.final_norm());
@@ -333,6 +336,11 @@ fn layers<T: Storage>(
 impl<T: Storage> StepLayer<'_, T> {
     fn at(&self, range: &std::ops::Range<usize>) -> View<'_, T> {
         self.weights.slice(range.clone())
+    }
+
+    /// The weight `[out, input]` of `operand`.
+    fn matrix(&self, operand: Operand, input: usize) -> Matrix<'_, T> {
+        Matrix::new(self.at(&self.decoder.layout().ranges()[operand]), input)
     }
 
     fn normalise(
@@ -347,14 +355,16 @@ impl<T: Storage> StepLayer<'_, T> {
 
     fn attend(
         &self,
-        (memory, sizes, chunks): (&mut StepMemory<T>, StepSizes, Option<&Chunks>),
+        memory: &mut StepMemory<T>,
+        sizes: StepSizes,
+        chunks: Option<&Chunks>,
         mut cache: ViewMut<'_, T>,
     ) -> Result<()> {
         let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges());
         let (device, config, shape) = (decoder.device(), decoder.config(), decoder.shape);
         let StepSizes { tokens, single, columns, .. } = sizes;
         self.normalise(memory, tokens, &ranges[Operand::AttentionNorm])?;
-        let qkv = (self.at(&ranges[Operand::Qkv]), config.hidden_size);
+        let qkv = self.matrix(Operand::Qkv, config.hidden_size);
         linear(device, memory.normed.of(tokens), qkv, memory.qkv.of_mut(tokens), false)?;
         if !ranges[Operand::QkvBias].is_empty() {
             add_bias(device, memory.qkv.of_mut(tokens), self.at(&ranges[Operand::QkvBias]))?;
@@ -374,21 +384,17 @@ impl<T: Storage> StepLayer<'_, T> {
         let numbers = memory.numbers.view(0..sizes.numbers());
         let part = |number: usize| numbers.slice(number * tokens..(number + 1) * tokens);
         write_pages(device, memory.qkv.of(tokens), part(2), shape, cache.reborrow())?;
-        let tables = numbers.slice(4 * tokens..numbers.len());
-        let paged = PagedTokens {
-            positions: part(1).slice(0..single),
-            tables,
-            sequence_of: part(3).slice(0..single),
-            max_pages: columns,
-        };
+        let table = PageTable { pages: numbers.slice(4 * tokens..numbers.len()), columns };
+        let paged =
+            PagedTokens { positions: part(1).slice(0..single), table, sequence_of: part(3).slice(0..single) };
         let (qkv, cache) = (memory.qkv.of(tokens), cache.as_view());
         let (first, scratch) = (memory.qkv.of(single), memory.scratch.all_mut());
         paged_attention(device, first, cache, &paged, shape, memory.attended.of_mut(single), scratch)?;
         if let Some(chunks) = chunks {
             let out = memory.attended.of_mut(tokens);
-            prefill_attention(device, qkv, cache, chunks, (tables, columns), shape, out)?;
+            prefill_attention(device, qkv, cache, chunks, table, shape, out)?;
         }
-        let output = (self.at(&ranges[Operand::Output]), shape.query_width());
+        let output = self.matrix(Operand::Output, shape.query_width());
         linear(device, memory.attended.of(tokens), output, memory.x.of_mut(tokens), true)?;
         if !ranges[Operand::OutputBias].is_empty() {
             add_bias(device, memory.x.of_mut(tokens), self.at(&ranges[Operand::OutputBias]))?;
@@ -401,13 +407,13 @@ impl<T: Storage> StepLayer<'_, T> {
         let (device, config) = (decoder.device(), decoder.config());
         let width = config.intermediate_size;
         self.normalise(memory, tokens, &ranges[Operand::FeedForwardNorm])?;
-        let gate_up = (self.at(&ranges[Operand::GateUp]), config.hidden_size);
+        let gate_up = self.matrix(Operand::GateUp, config.hidden_size);
         linear(device, memory.normed.of(tokens), gate_up, memory.gate_up.of_mut(tokens), false)?;
         swiglu(device, memory.gate_up.of(tokens), width, memory.activated.of_mut(tokens))?;
         linear(
             device,
             memory.activated.of(tokens),
-            (self.at(&ranges[Operand::Down]), width),
+            self.matrix(Operand::Down, width),
             memory.x.of_mut(tokens),
             true,
         )

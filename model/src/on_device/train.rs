@@ -66,7 +66,7 @@ impl<T: Storage> DeviceDecoder<T> {
         rows: &[usize],
         targets: &[Target<'_>],
     ) -> Result<Vec<Prediction>> {
-        Ok(self.run(weights, pack, (rows, targets), None)?.0)
+        Ok(self.run(weights, pack, rows, targets, None)?.0)
     }
 
     /// The same, with the activations for the backward. Synchronises.
@@ -83,7 +83,7 @@ impl<T: Storage> DeviceDecoder<T> {
         rows: &[usize],
         targets: &[Target<'_>],
     ) -> Result<(Vec<Prediction>, DeviceTrace<T>)> {
-        self.run(weights, pack, (rows, targets), Some(self.recompute))
+        self.run(weights, pack, rows, targets, Some(self.recompute))
     }
 
     /// A forward; `recompute` is `None` where no backward follows.
@@ -91,7 +91,8 @@ impl<T: Storage> DeviceDecoder<T> {
         &self,
         weights: &mut dyn UnitWeights<T>,
         pack: &Pack,
-        (rows, targets): (&[usize], &[Target<'_>]),
+        rows: &[usize],
+        targets: &[Target<'_>],
         recompute: Option<Recompute>,
     ) -> Result<(Vec<Prediction>, DeviceTrace<T>)> {
         assert_eq!(rows.len(), targets.len(), "one row per target");
@@ -146,7 +147,7 @@ impl<T: Storage> DeviceDecoder<T> {
         slopes: &[PredictionGradient],
         gradients: &mut dyn UnitGradients,
     ) -> Result<()> {
-        let DeviceTrace { angles, segments, mut layers, asked, groups, picked, normed } = trace;
+        let DeviceTrace { angles, segments, layers, asked, groups, picked, normed } = trace;
         let (device, width) = (&self.activations, self.config.hidden_size);
         assert_eq!(slopes.len() * width, picked.len(), "every prediction has a slope");
         let d_normed = self.predictions_backward(weights, &normed, &asked, slopes, gradients)?;
@@ -166,10 +167,7 @@ impl<T: Storage> DeviceDecoder<T> {
         drop(d_picked);
 
         let chunk = if self.recompute == Recompute::Sequence { CHUNK } else { tokens };
-        for index in (0..self.config.num_layers).rev() {
-            let Some(DeviceLayerTrace { input, kept }) = layers.pop() else {
-                unreachable!("a trace has every layer of the decoder")
-            };
+        for (index, DeviceLayerTrace { input, kept }) in layers.into_iter().enumerate().rev() {
             let weights = weights.unit(Unit::Layer(index))?;
             let layer = DeviceLayer { decoder: self, weights, angles: &angles, segments: &segments };
             let mut unit = gradients.unit(Unit::Layer(index))?;

@@ -76,7 +76,7 @@ impl<'a> SegmentHeads<'a> {
     fn columns(&self, rows: Range<usize>, column: usize) -> StridedMatrix<'a> {
         let width = self.shape.width();
         let values = &self.qkv[(rows.start * width + column).min(self.qkv.len())..];
-        StridedMatrix::strided(values, (rows.len(), self.shape.head_dim), width)
+        StridedMatrix::strided(values, rows.len(), self.shape.head_dim, width)
     }
 
     fn both(&self, column: usize, pack: impl Fn(StridedMatrix<'_>) -> Panels) -> PackedColumns {
@@ -147,9 +147,9 @@ impl<'a> SegmentHeads<'a> {
     ) {
         let (before, dim) = (self.prefix.len(), self.shape.head_dim);
         let seen = before + block.end;
-        let prefix = StridedMatrix::strided(left, (block.len(), before), seen);
+        let prefix = StridedMatrix::strided(left, block.len(), before, seen);
         product(prefix, rows.prefix.part(before, dim), ProductOut::new(out, row_stride), true);
-        let own = StridedMatrix::strided(&left[before..], (block.len(), block.end), seen);
+        let own = StridedMatrix::strided(&left[before..], block.len(), block.end, seen);
         product(own, rows.own.part(block.end, dim), ProductOut::new(out, row_stride), false);
     }
 
@@ -186,7 +186,7 @@ impl<'a> SegmentHeads<'a> {
                     let seen = before + block.end;
                     self.weights(h, &block, &keys, &mut weights);
                     let at = rows.start * query_width + self.query_column(h);
-                    let g = StridedMatrix::strided(&g[at..], (block.len(), dim), query_width);
+                    let g = StridedMatrix::strided(&g[at..], block.len(), dim, query_width);
                     slopes.resize(block.len() * seen, 0.0);
                     self.scores(g, &values, &block, &mut slopes);
                     softmax_slopes(&weights, &mut slopes, seen, before + block.start, scale);
@@ -201,7 +201,7 @@ impl<'a> SegmentHeads<'a> {
                         for (from, count, row) in
                             [(0, before, self.prefix.start), (before, block.end, self.rows.start)]
                         {
-                            let left = StridedMatrix::strided(&matrix[from..], (block.len(), count), seen)
+                            let left = StridedMatrix::strided(&matrix[from..], block.len(), count, seen)
                                 .transposed();
                             let at = row * width + column;
                             let to = ProductOut::new(&mut out[at..], width);
@@ -324,10 +324,9 @@ vectorized! {
             // the same keys, times pages.
             let mut page = 0;
             while page < pages.len() {
-                let some = &pages[page..];
-                let work = (queries, kv * head, some, head_dim);
+                let work = ScoreWork { queries, column: kv * head, pages: &pages[page..], head_dim };
                 let rows = &mut weights[page * PAGE..];
-                page += match some.len() {
+                page += match work.pages.len() {
                     1..4 => scores_of_pages::<1>(work, per_kv, rows, row),
                     _ => scores_of_pages::<4>(work, per_kv, rows, row),
                 };
@@ -339,7 +338,7 @@ vectorized! {
             let out = &mut out[group.start * head_dim..group.end * head_dim];
             let mut h = 0;
             while h < per_kv {
-                let work = (&weights[h * row..], row, pages, values, seen);
+                let work = ValueWork { weights: &weights[h * row..], row, pages, column: values, seen };
                 let out = &mut out[h * head_dim..];
                 h += match per_kv - h {
                     1 => values_of_heads::<1>(work, head_dim, out),
@@ -351,8 +350,15 @@ vectorized! {
     }
 }
 
-/// Queries, column of the keys in a page, pages, and the width of a head.
-type ScoreWork<'a> = (&'a [f32], usize, &'a [&'a [f32]], usize);
+/// Operands of scores.
+#[derive(Clone, Copy)]
+struct ScoreWork<'a> {
+    queries: &'a [f32],
+    /// Column of the keys in a page.
+    column: usize,
+    pages: &'a [&'a [f32]],
+    head_dim: usize,
+}
 
 /// Scores of all heads of a group over the first `P` pages, to rows of `weights` that lie `row` apart. Returns `P`.
 #[inline(always)]
@@ -376,7 +382,7 @@ fn scores_of_pages<const P: usize>(
 /// Scores of `H` heads from `first` on over `P` pages. Returns `H`.
 #[inline(always)]
 fn page_scores<const H: usize, const P: usize>(
-    (queries, column, pages, head_dim): ScoreWork<'_>,
+    ScoreWork { queries, column, pages, head_dim }: ScoreWork<'_>,
     first: usize,
     weights: &mut [f32],
     row: usize,
@@ -403,8 +409,18 @@ fn page_scores<const H: usize, const P: usize>(
     H
 }
 
-/// Weights in rows that lie so far apart, pages, column of the values in a page, and the number of keys.
-type ValueWork<'a> = (&'a [f32], usize, &'a [&'a [f32]], usize, usize);
+/// Operands of weighted sums of values.
+#[derive(Clone, Copy)]
+struct ValueWork<'a> {
+    weights: &'a [f32],
+    /// How far the rows of `weights` lie apart.
+    row: usize,
+    pages: &'a [&'a [f32]],
+    /// Column of the values in a page.
+    column: usize,
+    /// Number of keys.
+    seen: usize,
+}
 
 /// Weighted sums of the values of `H` heads, to `out [H * head_dim]`. Returns `H`.
 #[inline(always)]
@@ -413,7 +429,7 @@ fn values_of_heads<const H: usize>(work: ValueWork<'_>, head_dim: usize, out: &m
     while d < head_dim {
         d += match head_dim - d {
             1..LANES => {
-                let (weights, row, pages, column, seen) = work;
+                let ValueWork { weights, row, pages, column, seen } = work;
                 for h in 0..H {
                     let value =
                         |position: usize| pages[position / PAGE][column + position % PAGE * head_dim + d];
@@ -434,7 +450,7 @@ fn values_of_heads<const H: usize>(work: ValueWork<'_>, head_dim: usize, out: &m
 /// The same for `D` times 16 columns of a head from `d` on. Returns their number.
 #[inline(always)]
 fn page_values<const H: usize, const D: usize>(
-    (weights, row, pages, column, seen): ValueWork<'_>,
+    ValueWork { weights, row, pages, column, seen }: ValueWork<'_>,
     head_dim: usize,
     d: usize,
     out: &mut [f32],

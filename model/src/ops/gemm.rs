@@ -46,14 +46,14 @@ impl<'a> StridedMatrix<'a> {
     #[must_use]
     pub fn new(values: &'a [f32], columns: usize) -> Self {
         let rows = values.len().checked_div(columns).unwrap_or(0);
-        Self::strided(values, (rows, columns), columns)
+        Self::strided(values, rows, columns, columns)
     }
 
     /// Row `r` begins at `r * row_stride`.
     ///
     /// # Panics
     /// If `values` ends before the matrix.
-    pub(crate) fn strided(values: &'a [f32], (rows, columns): (usize, usize), row_stride: usize) -> Self {
+    pub(crate) fn strided(values: &'a [f32], rows: usize, columns: usize, row_stride: usize) -> Self {
         let end = if rows * columns == 0 { 0 } else { (rows - 1) * row_stride + columns };
         assert!(end <= values.len(), "a matrix [{rows}, {columns}] needs {end} values, not {}", values.len());
         Self { values, rows, columns, row_stride, column_stride: 1 }
@@ -156,6 +156,15 @@ pub(crate) enum Right<'a> {
     Unpacked(StridedMatrix<'a>),
 }
 
+/// A packed panel of columns.
+struct PackedPanel<'a> {
+    values: &'a [f32],
+    /// Its padded width.
+    padded: usize,
+    /// The start of the next panel, for prefetching.
+    next: *const f32,
+}
+
 impl Right<'_> {
     fn shape(self) -> (usize, usize) {
         match self {
@@ -166,12 +175,11 @@ impl Right<'_> {
 }
 
 impl<'a> Right<'a> {
-    /// The packed panel of columns from `first` on for some steps of the inner dimension, its padded width, and the start of
-    /// the next panel, for prefetching.
+    /// The packed panel of columns from `first` on for some steps of the inner dimension.
     ///
     /// # Panics
     /// If it is not packed.
-    fn packed(self, first: usize, steps: &Range<usize>) -> (&'a [f32], usize, *const f32) {
+    fn packed(self, first: usize, steps: &Range<usize>) -> PackedPanel<'a> {
         let Self::Panels { panels, first: before, .. } = self else {
             panic!("only panels are packed before")
         };
@@ -181,7 +189,7 @@ impl<'a> Right<'a> {
         let at = panels.start + column * panels.inner;
         let panel = &panels.values[at + steps.start * padded..][..steps.len() * padded];
         let next = panels.values.as_ptr().wrapping_add(at + (panels.inner + steps.start) * NR);
-        (panel, padded, next)
+        PackedPanel { values: panel, padded, next }
     }
 }
 
@@ -320,13 +328,13 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
             }
             for first in (0..columns).step_by(NR) {
                 let wide = NR.min(columns - first);
-                let (panel, padded, next) = match right {
+                let PackedPanel { values: panel, padded, next } = match right {
                     Right::Panels { .. } => right.packed(first, &steps),
                     Right::Unpacked(matrix) => {
                         let padded = wide.next_multiple_of(STEP);
                         let panel = &mut buffer[..steps.len() * padded];
                         pack_block::<V>(matrix, steps.clone(), first, panel);
-                        (&*panel, padded, panel.as_ptr())
+                        PackedPanel { values: &*panel, padded, next: panel.as_ptr() }
                     }
                 };
                 let mut row = rows.start;

@@ -62,10 +62,10 @@ impl<S: Deref<Target = Storage>> Deref for TensorValues<S> {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
-        match &*self.storage {
-            Storage::Cpu(CpuStorage::F32(values)) => &values[self.range.clone()],
-            _ => unreachable!("checked when the values were borrowed"),
-        }
+        let Storage::Cpu(CpuStorage::F32(values)) = &*self.storage else {
+            unreachable!("`values` borrows no other storage");
+        };
+        &values[self.range.clone()]
     }
 }
 

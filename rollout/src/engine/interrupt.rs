@@ -5,6 +5,7 @@
 //! Invariant: the position depends on the seed, the group and the index alone. The tokens of the text are not sampled by the
 //! policy, have no log-probability, and are masked in the loss.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use model::tokenizer::SpecialTokens;
@@ -19,17 +20,17 @@ use crate::tasks::random::{Purpose, RandomStream};
 pub struct Interruption {
     token_ids: Arc<[u32]>,
     /// Fewest and most sampled tokens before the text.
-    after: (usize, usize),
+    after: RangeInclusive<usize>,
 }
 
 impl Interruption {
-    /// `text` after `after.0` to `after.1` sampled tokens, in completions of at most `max_completion_length` tokens.
+    /// `text` after a number of sampled tokens that lies in `after`, in completions of at most `max_completion_length` tokens.
     ///
     /// # Errors
     /// An empty text, one that holds a stop token or a stop string, and one that would leave no token for an answer.
     pub fn new(
         text: &str,
-        after: (usize, usize),
+        after: RangeInclusive<usize>,
         stop: &StopRules,
         max_completion_length: usize,
     ) -> Result<Self, RolloutError> {
@@ -48,7 +49,7 @@ impl Interruption {
                 "holds the stop string `{stop}`, which would end the completion; leave it out"
             ));
         }
-        let (_, latest) = after;
+        let latest = *after.end();
         if latest + token_ids.len() >= max_completion_length {
             let count = token_ids.len();
             return wrong(format!(
@@ -61,7 +62,7 @@ impl Interruption {
 
     /// The interruption of the `index`-th completion of `group`.
     pub(super) fn of(&self, seed: u64, group: GroupId, index: u32) -> Planned {
-        let (fewest, most) = self.after;
+        let (fewest, most) = (*self.after.start(), *self.after.end());
         let places = most.saturating_sub(fewest) as u64 + 1;
         let mut stream = RandomStream::new(seed, &Purpose { name: *b"interrup", number: group.0 });
         // One draw per completion of the group; the last is that of this completion.

@@ -37,7 +37,6 @@ use crate::RolloutError;
 use crate::sampler::{Completion, EngineCounts, SampleRequest};
 pub use interrupt::Interruption;
 pub use local::LocalSampler;
-use network::Logits;
 pub use network::{Network, ServeOn, ServedWeights};
 use prompt::PromptJob;
 use sequence::Sequence;
@@ -122,7 +121,7 @@ impl Engine {
         }
         let cache = network.cache(positions);
         let device = match &network {
-            Network::Host(_) => None,
+            Network::Host { .. } => None,
             Network::Device(sampler) => Some(sampler.device().clone()),
         };
         Ok(Self {
@@ -245,7 +244,7 @@ impl Engine {
     /// [`Engine::recompute`]. Returns the weights that were served before, if they are on a device.
     ///
     /// # Errors
-    /// If the device fails.
+    /// If the device fails, or the weights are not where the engine computes.
     ///
     /// # Panics
     /// If the version goes back.
@@ -258,11 +257,13 @@ impl Engine {
         let before = match (&mut self.network, served.into()) {
             (Some(network), served) => network.serve(served)?,
             (asleep, ServedWeights::Host(decoder)) => {
-                *asleep = Some(Network::Host(decoder));
+                *asleep = Some(decoder.into());
                 None
             }
             (asleep, ServedWeights::Device(staged)) => {
-                let Some(device) = &self.device else { unreachable!("the engine was made on a device") };
+                let Some(device) = &self.device else {
+                    return Err(RolloutError::Misplaced { weights: "on a device", engine: "on the host" });
+                };
                 *asleep = Some(Network::Device(Box::new(DeviceSampler::new(device, &self.model, staged)?)));
                 None
             }
@@ -356,7 +357,7 @@ impl Engine {
             return Ok(Vec::new());
         }
         let network = self.network.as_mut().expect(ASLEEP);
-        let logits = network.step(&mut self.cache, &sequences, &self.pool)?;
+        network.step(&mut self.cache, &sequences, &self.pool)?;
         self.counts.steps += 1;
         let interrupted = self.running[..decoding].iter().filter(|sequence| sequence.is_interrupted_now());
         self.counts.interrupted += interrupted.count() as u64;
@@ -376,22 +377,22 @@ impl Engine {
             rows.resize(rows.len() + sequences.len(), row);
             self.running.extend(sequences);
         }
-        self.draw(&logits, &rows)?;
+        self.draw(&rows)?;
         let new = self.running.split_off(decoding);
         self.running.extend(waiting);
         self.running.extend(new);
         self.collect()
     }
 
-    /// Draws the next token of every running sequence from its row of `logits`, or inserts one of an interruption.
-    fn draw(&mut self, logits: &Logits, rows: &[usize]) -> Result<(), RolloutError> {
+    /// Draws the next token of every running sequence from its row of logits, or inserts one of an interruption.
+    fn draw(&mut self, rows: &[usize]) -> Result<(), RolloutError> {
         let version = self.version;
         let asks = self.running.iter_mut().zip(rows).enumerate();
         let asking: Vec<(usize, DrawRequest)> = asks
             .filter_map(|(index, (sequence, row))| Some((index, sequence.asks(*row, version)?)))
             .collect();
         let requests: Vec<DrawRequest> = asking.iter().map(|(_, request)| *request).collect();
-        let draws = self.network.as_mut().expect(ASLEEP).draw(logits, &requests)?;
+        let draws = self.network.as_mut().expect(ASLEEP).draw(&requests)?;
         for ((index, _), draw) in asking.iter().zip(draws) {
             self.running[*index].take(draw, version);
         }

@@ -39,30 +39,39 @@ impl ServeOn {
         config: &Config,
         parameters: &Parameters,
     ) -> Result<(ServedWeights, Digest), RolloutError> {
-        let (device, dtype) = match self {
+        match self {
             Self::Host(quantization) => {
                 let digest = Digest::of(parameters.values());
-                let decoder = Decoder::sampler(config, parameters, *quantization);
-                return Ok((decoder.into(), digest));
+                Ok((Decoder::sampler(config, parameters, *quantization).into(), digest))
             }
-            Self::Device(device, dtype) => (device, dtype),
-        };
-        let device = device.labelled("weights");
-        let whole = device.upload(parameters.values())?;
-        // The digest of the values after the upload.
-        let digest = Digest::from_bytes(digest(&device, whole.all())?);
-        let staged = match dtype {
-            DeviceDtype::F32 => StagedWeights::F32(whole),
-            DeviceDtype::Bf16 => {
-                let mut narrow = device.uninit(whole.len())?;
-                cast(&device, whole.all(), narrow.all_mut())?;
-                StagedWeights::Bf16(narrow)
+            Self::Device(device, dtype) => {
+                let (staged, digest) = stage(device, *dtype, parameters)?;
+                Ok((ServedWeights::Device(staged), digest))
             }
-        };
-        // They are served on another stream.
-        device.synchronize()?;
-        Ok((ServedWeights::Device(staged), digest))
+        }
     }
+}
+
+/// Uploads `parameters`. Returns them with the digest of the values after the upload.
+fn stage(
+    device: &Device,
+    dtype: DeviceDtype,
+    parameters: &Parameters,
+) -> Result<(StagedWeights, Digest), RolloutError> {
+    let device = device.labelled("weights");
+    let whole = device.upload(parameters.values())?;
+    let digest = Digest::from_bytes(digest(&device, whole.all())?);
+    let staged = match dtype {
+        DeviceDtype::F32 => StagedWeights::F32(whole),
+        DeviceDtype::Bf16 => {
+            let mut narrow = device.uninit(whole.len())?;
+            cast(&device, whole.all(), narrow.all_mut())?;
+            StagedWeights::Bf16(narrow)
+        }
+    };
+    // They are served on another stream.
+    device.synchronize()?;
+    Ok((staged, digest))
 }
 
 impl From<Decoder> for ServedWeights {
@@ -75,24 +84,26 @@ impl From<Decoder> for ServedWeights {
 #[derive(Debug)]
 pub enum Network {
     /// On the processor.
-    Host(Box<Decoder>),
+    Host {
+        /// Its layers and weights.
+        decoder: Box<Decoder>,
+        /// `[wanted, V]` of the last step, until tokens are drawn from them.
+        logits: Vec<f32>,
+    },
     /// On a device.
     Device(Box<DeviceSampler>),
 }
 
 impl From<Decoder> for Network {
     fn from(decoder: Decoder) -> Self {
-        Self::Host(Box::new(decoder))
+        Box::new(decoder).into()
     }
 }
 
-/// The logits of a step.
-#[derive(Debug)]
-pub(super) enum Logits {
-    /// `[wanted, V]`
-    Host(Vec<f32>),
-    /// Kept on the device.
-    Device,
+impl From<Box<Decoder>> for Network {
+    fn from(decoder: Box<Decoder>) -> Self {
+        Self::Host { decoder, logits: Vec::new() }
+    }
 }
 
 impl Network {
@@ -101,14 +112,11 @@ impl Network {
     /// # Errors
     /// If the device fails or has no memory.
     pub fn new(on: &ServeOn, config: &Config, parameters: &Parameters) -> Result<Self, RolloutError> {
-        let (served, _) = on.prepare(config, parameters)?;
-        Ok(match (served, on) {
-            (ServedWeights::Host(decoder), _) => Self::Host(decoder),
-            (ServedWeights::Device(staged), ServeOn::Device(device, _)) => {
+        Ok(match on {
+            ServeOn::Host(quantization) => Decoder::sampler(config, parameters, *quantization).into(),
+            ServeOn::Device(device, dtype) => {
+                let (staged, _) = stage(device, *dtype, parameters)?;
                 Self::Device(Box::new(DeviceSampler::new(device, config, staged)?))
-            }
-            (ServedWeights::Device(_), ServeOn::Host(_)) => {
-                unreachable!("what is prepared for the host is there")
             }
         })
     }
@@ -117,7 +125,7 @@ impl Network {
     #[must_use]
     pub fn config(&self) -> &Config {
         match self {
-            Self::Host(decoder) => decoder.config(),
+            Self::Host { decoder, .. } => decoder.config(),
             Self::Device(sampler) => sampler.config(),
         }
     }
@@ -126,7 +134,7 @@ impl Network {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         match self {
-            Self::Host(decoder) => decoder.bytes(),
+            Self::Host { decoder, .. } => decoder.bytes(),
             Self::Device(sampler) => sampler.bytes(),
         }
     }
@@ -134,7 +142,7 @@ impl Network {
     /// A cache for this network.
     pub(super) fn cache(&self, positions: usize) -> KvCache {
         match self {
-            Self::Host(decoder) => KvCache::new(decoder.config(), positions),
+            Self::Host { decoder, .. } => KvCache::new(decoder.config(), positions),
             Self::Device(sampler) => KvCache::elsewhere(sampler.config(), positions),
         }
     }
@@ -142,13 +150,18 @@ impl Network {
     /// Serves `served` from the next step on. Returns the previous weights, if they are on a device.
     pub(super) fn serve(&mut self, served: ServedWeights) -> Result<Option<StagedWeights>, RolloutError> {
         match (self, served) {
-            (Self::Host(decoder), ServedWeights::Host(new)) => *decoder = new,
-            (Self::Device(sampler), ServedWeights::Device(staged)) => return Ok(Some(sampler.swap(staged)?)),
-            (Self::Host(_), ServedWeights::Device(_)) | (Self::Device(_), ServedWeights::Host(_)) => {
-                unreachable!("an engine and its applier are made for the same place")
+            (Self::Host { decoder, .. }, ServedWeights::Host(new)) => {
+                *decoder = new;
+                Ok(None)
+            }
+            (Self::Device(sampler), ServedWeights::Device(staged)) => Ok(Some(sampler.swap(staged)?)),
+            (Self::Host { .. }, ServedWeights::Device(_)) => {
+                Err(RolloutError::Misplaced { weights: "on a device", engine: "on the host" })
+            }
+            (Self::Device(_), ServedWeights::Host(_)) => {
+                Err(RolloutError::Misplaced { weights: "on the host", engine: "on a device" })
             }
         }
-        Ok(None)
     }
 
     pub(super) fn step(
@@ -156,25 +169,20 @@ impl Network {
         cache: &mut KvCache,
         sequences: &[StepSequence<'_>],
         pool: &ThreadPool,
-    ) -> Result<Logits, RolloutError> {
-        Ok(match self {
-            Self::Host(decoder) => Logits::Host(decoder.step(cache, sequences, pool)?),
-            Self::Device(sampler) => {
-                sampler.step(cache, sequences)?;
-                Logits::Device
-            }
-        })
+    ) -> Result<(), RolloutError> {
+        match self {
+            Self::Host { decoder, logits } => *logits = decoder.step(cache, sequences, pool)?,
+            Self::Device(sampler) => sampler.step(cache, sequences)?,
+        }
+        Ok(())
     }
 
-    pub(super) fn draw(
-        &mut self,
-        logits: &Logits,
-        requests: &[DrawRequest],
-    ) -> Result<Vec<Draw>, RolloutError> {
-        match (self, logits) {
-            (Self::Device(sampler), Logits::Device) => Ok(sampler.draw(requests)?),
-            (network, Logits::Host(logits)) => {
-                let vocabulary = network.config().vocab_size;
+    /// Draws tokens from the logits of the last step.
+    pub(super) fn draw(&mut self, requests: &[DrawRequest]) -> Result<Vec<Draw>, RolloutError> {
+        match self {
+            Self::Device(sampler) => Ok(sampler.draw(requests)?),
+            Self::Host { decoder, logits } => {
+                let (vocabulary, logits) = (decoder.config().vocab_size, std::mem::take(logits));
                 let mut scratch = vec![0.0; vocabulary];
                 let draw = |request: &DrawRequest| {
                     let row = request.row * vocabulary;
@@ -183,7 +191,6 @@ impl Network {
                 };
                 Ok(requests.iter().map(draw).collect())
             }
-            (Self::Host(_), Logits::Device) => unreachable!("the processor gives its logits"),
         }
     }
 }

@@ -75,7 +75,7 @@ impl PromptJob {
         let sequence = |n: usize| {
             let index = request.first_index + n as u32;
             let planned = interruption.map(|interruption| interruption.of(seed, request.group, index));
-            Sequence::new(prompt, n, seed, (stop, planned))
+            Sequence::new(prompt, n, seed, stop, planned)
         };
         (0..request.sequences()).map(sequence).collect()
     }

@@ -49,7 +49,8 @@ impl Sequence {
         prompt: Prefilled<'_>,
         n: usize,
         seed: u64,
-        (stop, interruption): (&StopRules, Option<Planned>),
+        stop: &StopRules,
+        interruption: Option<Planned>,
     ) -> Self {
         let Prefilled { number, request, version: prompt_version, pages } = prompt;
         let kept = KeptTokens { offsets: vec![0], ids: Vec::new() };

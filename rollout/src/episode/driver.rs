@@ -65,7 +65,11 @@ pub struct EpisodeDriver {
 }
 
 /// Group and index of an episode.
-type EpisodeKey = (GroupId, u32);
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct EpisodeKey {
+    group: GroupId,
+    index: u32,
+}
 
 /// A group whose environments open its episodes.
 #[derive(Debug)]
@@ -141,7 +145,7 @@ impl EpisodeDriver {
             OpeningGroup { task: Arc::clone(task), prompts: vec![None; sequences], left: sequences, request };
         self.opening.insert(group, opening);
         for index in 0..sequences as u32 {
-            let key = (group, index);
+            let key = EpisodeKey { group, index };
             let mut environment = self.config.environments.create();
             let open = OpenEpisode {
                 task: Arc::clone(task),
@@ -224,7 +228,7 @@ impl EpisodeDriver {
             };
             AnsweredCall { key, environment: None, answer }
         };
-        let opening = self.opening.contains_key(&key.0);
+        let opening = self.opening.contains_key(&key.group);
         let bounded =
             async move { tokio::time::timeout(limit, call).await.unwrap_or_else(|_| late(opening)) };
         self.calls.spawn_on(bounded, &self.runtime);
@@ -260,7 +264,7 @@ impl EpisodeDriver {
         key: EpisodeKey,
         opened: Result<Vec<Message>, EnvironmentError>,
     ) -> Result<(), RolloutError> {
-        let Some(group) = self.opening.get_mut(&key.0) else { return Ok(()) };
+        let Some(group) = self.opening.get_mut(&key.group) else { return Ok(()) };
         group.left -= 1;
         match opened {
             Ok(messages) => {
@@ -268,25 +272,28 @@ impl EpisodeDriver {
                     [] => group.request.prompt.clone(),
                     messages => self.config.encoder()?.opening(&group.task, messages)?,
                 };
-                group.prompts[key.1 as usize] = Some(prompt);
+                group.prompts[key.index as usize] = Some(prompt);
             }
             Err(error) => {
                 let prompt = group.request.prompt.clone();
                 self.fail(key, prompt, sampler.version(), &error);
             }
         }
-        let Some(group) = self.opening.get(&key.0).filter(|group| group.left == 0) else { return Ok(()) };
+        let Some(group) = self.opening.get(&key.group).filter(|group| group.left == 0) else { return Ok(()) };
         let same = group.prompts.iter().all(|prompt| prompt.as_ref() == Some(&group.request.prompt));
-        let Some(OpeningGroup { request, prompts, .. }) = self.opening.remove(&key.0) else { return Ok(()) };
+        let Some(OpeningGroup { request, prompts, .. }) = self.opening.remove(&key.group) else {
+            return Ok(());
+        };
         if same {
             self.ready.push_back(request);
             return self.submit_ready(sampler);
         }
         for (index, prompt) in prompts.into_iter().enumerate() {
-            let (key, Some(prompt)) = ((key.0, index as u32), prompt) else { continue };
+            let Some(prompt) = prompt else { continue };
+            let key = EpisodeKey { group: key.group, index: index as u32 };
             match request.max_completion_length.min(self.config.max_tokens.saturating_sub(prompt.len())) {
                 0 => self.end_without_turn(key, prompt, sampler.version(), EpisodeEnd::ContextFull),
-                longest => self.ready.push_back(alone(&request, key.1, 0, prompt, longest)),
+                longest => self.ready.push_back(alone(&request, key.index, 0, prompt, longest)),
             }
         }
         self.submit_ready(sampler)
@@ -294,7 +301,7 @@ impl EpisodeDriver {
 
     /// A completion of the sampler ends a turn, and the environment is asked what follows.
     fn completed(&mut self, sampler: &mut dyn Sampler, completion: Completion) -> Result<(), RolloutError> {
-        let key = (completion.group, completion.index);
+        let key = EpisodeKey { group: completion.group, index: completion.index };
         let Some(open) = self.open.get_mut(&key) else { return Ok(()) };
         let episode = match open.episode.take() {
             None => Episode::from(completion),
@@ -361,7 +368,7 @@ impl EpisodeDriver {
             return Ok(());
         }
         let prompt = [episode.token_ids(), &following].concat();
-        self.ready.push_back(alone(request, key.1, turn as u32 + 1, prompt, longest));
+        self.ready.push_back(alone(request, key.index, turn as u32 + 1, prompt, longest));
         self.submit_ready(sampler)
     }
 
@@ -384,7 +391,7 @@ impl EpisodeDriver {
         end: EpisodeEnd,
     ) {
         let Some(OpenEpisode { request, .. }) = self.open.remove(&key) else { return };
-        self.ended.push(Episode::without_turn(&request, key.1, prompt, served, end));
+        self.ended.push(Episode::without_turn(&request, key.index, prompt, served, end));
     }
 }
 

@@ -119,8 +119,8 @@ impl<T: Storage> DevicePublisher<T> for ColocatedPublisher<T> {
             return Ok(());
         }
         self.put(&mut pushing, version, values)?;
-        let notice = (version, WeightsLocation::within::<T>());
-        pushing.last = Some(announce(&self.hub, &self.device, notice, values, started)?);
+        let location = WeightsLocation::within::<T>();
+        pushing.last = Some(announce(&self.hub, &self.device, version, location, values, started)?);
         Ok(())
     }
 

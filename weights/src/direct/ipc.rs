@@ -133,7 +133,7 @@ impl<T: Storage> IpcPublisher<T> {
         let index = 1 - slots.current.unwrap_or(1);
         let len = slots.slots[index].as_ref().map_or(0, |slot| slot.buffer.len());
         let slot =
-            slots.free(index, &self.device, (version, len), self.wait).expect("no sampler has locked it");
+            slots.free(index, &self.device, version, len, self.wait).expect("no sampler has locked it");
         slot.says(NONE).expect("the file can be written");
     }
 
@@ -163,7 +163,7 @@ impl<T: Storage> DevicePublisher<T> for IpcPublisher<T> {
             return Ok(());
         }
         let index = 1 - slots.current.unwrap_or(1);
-        let slot = slots.free(index, &self.device, (version, values.len()), self.wait)?;
+        let slot = slots.free(index, &self.device, version, values.len(), self.wait)?;
         let filled = self.fill(slot, version, values);
         let unlocked = slot.file.unlock().map_err(|error| shm::failed(&slot.path, "unlock a file", &error));
         filled.and(unlocked)?;
@@ -171,7 +171,7 @@ impl<T: Storage> DevicePublisher<T> for IpcPublisher<T> {
         let direct = WeightsLocation { slot: Some(at), ..WeightsLocation::within::<T>() };
         slots.current = Some(index);
         let Some(slot) = &slots.slots[index] else { return Ok(()) };
-        let push = announce(&self.hub, &self.device, (version, direct), slot.buffer.all(), started)?;
+        let push = announce(&self.hub, &self.device, version, direct, slot.buffer.all(), started)?;
         slots.last = Some(push);
         Ok(())
     }
@@ -207,7 +207,8 @@ impl<T: Storage> DeviceSlots<T> {
         &mut self,
         index: usize,
         device: &Device,
-        (version, len): (PolicyVersion, usize),
+        version: PolicyVersion,
+        len: usize,
         wait: Duration,
     ) -> Result<&mut DeviceSlot<T>, WeightsError> {
         if let Some(old) = self.slots[index].take_if(|slot| slot.buffer.len() != len) {
@@ -215,12 +216,15 @@ impl<T: Storage> DeviceSlots<T> {
             // If this fails, the file is removed with the directory.
             let _ = std::fs::remove_file(&old.path);
         }
-        if self.slots[index].is_none() {
-            let path = self.directory.path().join(format!("slot-{}", self.made));
-            self.made += 1;
-            self.slots[index] = Some(DeviceSlot::create(path, device, len)?);
-        }
-        let Some(slot) = &mut self.slots[index] else { unreachable!("it was just made") };
+        let slot = match self.slots[index].take() {
+            Some(slot) => slot,
+            None => {
+                let path = self.directory.path().join(format!("slot-{}", self.made));
+                self.made += 1;
+                DeviceSlot::create(path, device, len)?
+            }
+        };
+        let slot = self.slots[index].insert(slot);
         slot.lock(version, wait)?;
         Ok(slot)
     }

@@ -148,7 +148,7 @@ impl WeightReceiver {
         };
         let current = match (current, changes) {
             (Some(current), Some(changes)) => {
-                bytes += changes.iter().map(|(header, _)| HEADER as u64 + header.payload).sum::<u64>();
+                bytes += changes.iter().map(|delta| HEADER as u64 + delta.header.payload).sum::<u64>();
                 self.follow(current, &changes)?
             }
             (current, _) => {
@@ -169,19 +169,15 @@ impl WeightReceiver {
     }
 
     /// Applies deltas, in place if the base is not referenced any more.
-    fn follow(
-        &mut self,
-        current: DeltaBase,
-        changes: &[(FrameHeader, Vec<u8>)],
-    ) -> Result<DeltaBase, FetchError> {
-        let Some((last, _)) = changes.last() else { return Ok(current) };
+    fn follow(&mut self, current: DeltaBase, changes: &[ReceivedDelta]) -> Result<DeltaBase, FetchError> {
+        let Some(ReceivedDelta { header: last, .. }) = changes.last() else { return Ok(current) };
         let mut values = current.values;
         if Arc::get_mut(&mut values).is_none() {
             let mut own = self.memory(values.len());
             copy_rounded(&values, own_mut(&mut own)?, Dtype::F32, self.threads);
             self.spare = Some(std::mem::replace(&mut values, own));
         }
-        for (header, payload) in changes {
+        for ReceivedDelta { header, payload } in changes {
             apply(header, payload, own_mut(&mut values)?, self.threads).map_err(FetchError::Corrupt)?;
         }
         let found = Digest::on(&values, self.threads);
@@ -234,17 +230,23 @@ fn own_mut(values: &mut Arc<[f32]>) -> Result<&mut [f32], FetchError> {
     Arc::get_mut(values).ok_or_else(|| FetchError::Corrupt("the memory to receive into is in use".to_owned()))
 }
 
+/// A delta as it was received.
+struct ReceivedDelta {
+    header: FrameHeader,
+    payload: Vec<u8>,
+}
+
 /// The deltas from `current` to a version at least as new as `wanted`, together smaller than the weights.
 fn changes(
     client: &HubClient,
     current: &DeltaBase,
     wanted: PolicyVersion,
-) -> Result<Vec<(FrameHeader, Vec<u8>)>, FetchError> {
-    let (mut base, mut changes) = ((current.version, current.digest), Vec::new());
-    while base.0 < wanted {
-        let (header, payload) = receive_delta(client, current, base)?;
-        base = (header.version, header.digest);
-        changes.push((header, payload));
+) -> Result<Vec<ReceivedDelta>, FetchError> {
+    let (mut base, mut digest, mut changes) = (current.version, current.digest, Vec::new());
+    while base < wanted {
+        let delta = receive_delta(client, current, base, digest)?;
+        (base, digest) = (delta.header.version, delta.header.digest);
+        changes.push(delta);
     }
     Ok(changes)
 }
@@ -259,8 +261,9 @@ fn receive_header(stream: &mut impl Read) -> Result<FrameHeader, FetchError> {
 fn receive_delta(
     client: &HubClient,
     current: &DeltaBase,
-    (base, of): (PolicyVersion, Digest),
-) -> Result<(FrameHeader, Vec<u8>), FetchError> {
+    base: PolicyVersion,
+    of: Digest,
+) -> Result<ReceivedDelta, FetchError> {
     let (len, longest) = (current.values.len(), longest_payload(current.values.len()));
     let mut stream = client.weights("delta", &DeltaQuery { from: base.0 }, HEADER as u64 + longest)?;
     let header = receive_header(&mut stream)?;
@@ -278,7 +281,7 @@ fn receive_delta(
     }
     let mut payload = vec![0; header.payload as usize];
     stream.read_exact(&mut payload).map_err(lost)?;
-    Ok((header, payload))
+    Ok(ReceivedDelta { header, payload })
 }
 
 /// Reads all weights directly to their destination.

@@ -9,10 +9,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-use super::{
-    After, Announcement, MAX_REPORTED, MAX_SUBSCRIBERS, PublishedVersion, RejectedSubscriber,
-    SilentSubscriber,
-};
+use super::{After, Announcement, MAX_REPORTED, MAX_SUBSCRIBERS, PublishedVersion, RejectedSubscriber};
 use crate::delta::{DeltaFrame, full_bytes};
 use crate::{Digest, Dtype, Lag, Receipt, WeightsError};
 
@@ -47,7 +44,6 @@ pub(super) struct HubState {
     /// Deltas from one version to the next, without gaps, up to the newest.
     chain: VecDeque<Arc<DeltaFrame>>,
     pub(super) registrations: BTreeMap<String, Registration>,
-    pub(super) silent: Vec<SilentSubscriber>,
     /// Rejected subscribers that were not reported yet.
     pub(super) rejected: Vec<RejectedSubscriber>,
     /// The connection id of each rejected name.
@@ -160,18 +156,7 @@ impl HubState {
         let now = Instant::now();
         let silent =
             |registration: &Registration| registration.remote && now.duration_since(registration.seen) > hold;
-        for (name, registration) in self.registrations.extract_if(.., |_, registration| silent(registration))
-        {
-            if self.silent.len() == MAX_REPORTED {
-                self.silent.remove(0);
-            }
-            let served = registration.receipt().map(|receipt| receipt.version);
-            self.silent.push(SilentSubscriber {
-                subscriber: name,
-                served,
-                silent: now.duration_since(registration.seen),
-            });
-        }
+        self.registrations.retain(|_, registration| !silent(registration));
         // One millisecond later, so that the hold is over then.
         let over = |registration: &Registration| registration.seen + hold + Duration::from_millis(1);
         self.registrations.values().filter(|registration| registration.remote).map(over).min()

@@ -26,7 +26,11 @@ pub(super) struct LeaseRenewal {
 }
 
 /// Leases to extend, and groups to claim again.
-type DueRenewals = (Vec<LeaseId>, Vec<(GroupId, PolicyVersion)>);
+struct DueRenewals {
+    leases: Vec<LeaseId>,
+    /// With their served version.
+    groups: Vec<(GroupId, PolicyVersion)>,
+}
 
 #[derive(Default)]
 struct RenewalShared {
@@ -102,8 +106,8 @@ impl RenewalShared {
             if renewed.leases.is_empty() && renewed.groups.is_empty() {
                 renewed = self.changed.wait(renewed).unwrap_or_else(PoisonError::into_inner);
             } else if left.is_zero() {
-                let groups = renewed.groups.iter().map(|(group, served)| (*group, *served));
-                return Some((renewed.leases.keys().copied().collect(), groups.collect()));
+                let groups = renewed.groups.iter().map(|(group, served)| (*group, *served)).collect();
+                return Some(DueRenewals { leases: renewed.leases.keys().copied().collect(), groups });
             } else {
                 renewed = self.changed.wait_timeout(renewed, left).unwrap_or_else(PoisonError::into_inner).0;
             }
@@ -115,7 +119,7 @@ fn renew(core: &ClientCore, shared: &RenewalShared, hold: Duration) {
     // Two consecutive heartbeats may fail.
     let every = hold / 3;
     let mut until = Instant::now() + every;
-    while let Some((leases, groups)) = shared.due(until) {
+    while let Some(DueRenewals { leases, groups }) = shared.due(until) {
         until = Instant::now() + every;
         // Other failures are retried at the next heartbeat, before the hold expires.
         for lease in leases {

@@ -21,7 +21,7 @@ use crate::http::wire::{
     GroupsAnswer, ItemResult, ItemStatus, QuarantinedBody, Rejection, Submission, SubmissionIdentity,
 };
 use crate::payload::IncomingGroup;
-use crate::{Buffer, BufferError, Finalized, GroupFilter, GroupLimits, Submitted, Unfit};
+use crate::{Buffer, BufferError, Finalized, GroupFilter, GroupLimits, Submitted, Unfit, WithPayload};
 
 /// Default number of groups on a page.
 const PAGE: usize = 100;
@@ -67,7 +67,7 @@ pub(super) async fn append(
     for (index, result) in results.iter_mut().enumerate().filter(|(_, result)| result.is_none()) {
         // There is an answer for every group.
         let Some(answer) = answers.next() else { break };
-        *result = Some(answered(answer, (index, peer), &shared, &buffer)?);
+        *result = Some(answered(answer, index, peer, &shared, &buffer)?);
     }
     let results: Vec<ItemResult> = results.into_iter().flatten().collect();
     let answer = AppendAnswer { results, policy_version: buffer.policy_version()?.0 };
@@ -144,7 +144,8 @@ fn code_of(unfit: &Unfit) -> ProblemCode {
 /// stored are duplicates.
 fn answered(
     answer: Result<Submitted, BufferError>,
-    (index, peer): (usize, IpAddr),
+    index: usize,
+    peer: IpAddr,
     shared: &ServerState,
     buffer: &Buffer,
 ) -> Result<ItemResult, Problem> {
@@ -248,11 +249,11 @@ pub(super) async fn get(
     let buffer = shared.buffer()?;
     // It may be read from disk.
     let (found, buffer) = aside(move || (buffer.get(GroupId(id)), buffer)).await?;
-    let Some((entry, group)) = found.map_err(|error| shared.problem(&buffer, &error))? else {
+    let Some(WithPayload { entry, payload }) = found.map_err(|error| shared.problem(&buffer, &error))? else {
         let detail = format!("group {id} is not here: it was never admitted, or was trained on, or evicted");
         return Err(Problem::new(ProblemCode::UnknownGroup, detail));
     };
-    let group = group.as_deref().map(GroupView::from);
+    let group = payload.as_deref().map(GroupView::from);
     accept.answer(&GroupAnswerView { entry: EntryBody::from(&entry), group })
 }
 

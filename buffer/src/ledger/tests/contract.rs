@@ -372,9 +372,10 @@ impl ContractModel {
     fn evict(&mut self) {
         if self.dice.once_in(3) {
             let below = self.ledger.step;
-            for (version, id) in self.ledger.pool.range(..(below, GroupId(0))) {
+            let bound = LeaseCandidate { version: below, group: GroupId(0) };
+            for LeaseCandidate { version, group } in self.ledger.pool.range(..bound) {
                 assert!(*version < below);
-                self.stories.get_mut(id).unwrap().evicted = true;
+                self.stories.get_mut(group).unwrap().evicted = true;
             }
             self.ledger.evict_below(below);
             // Those in a lease were not.
@@ -452,7 +453,7 @@ impl ContractModel {
 }
 
 #[test]
-fn nothing_that_was_promised_is_broken_by_any_call_at_any_moment() {
+fn no_call_breaks_an_acknowledgement() {
     let (mut handed_out, mut acked, mut lost) = (0, 0, 0);
     for seed in 0..CALLS / PER_WORLD {
         let mut world = ContractModel::new(seed);

@@ -267,7 +267,7 @@ impl PacingModel {
         );
         assert!(self.batches.values().flatten().all(|id| seen.insert(*id)), "a group is in two batches");
         let batched = seen.len();
-        let in_pool = self.ledger.pool.iter().map(|(_, id)| *id);
+        let in_pool = self.ledger.pool.iter().map(|candidate| candidate.group);
         let live = self.ledger.flights.keys().copied().chain(in_pool);
         assert!(live.chain(self.ledger.again.iter().copied()).all(|id| seen.insert(id)));
         let admitted = seen.iter().filter(|id| id.0 < KEYED).count();
@@ -359,7 +359,7 @@ fn a_batch_waits_for_the_group_whose_last_step_it_is() {
 }
 
 #[test]
-fn what_no_waiting_saves_is_not_waited_for() {
+fn a_lease_does_not_wait_for_groups_over_the_bound() {
     let mut ledger = Ledger::restore(BufferConfig::new(1, 1), Recovered::default(), 0);
     admit(&mut ledger, 0, 2);
     ledger.set_version(PolicyVersion(9), true).unwrap();
@@ -373,7 +373,7 @@ fn what_no_waiting_saves_is_not_waited_for() {
 }
 
 #[test]
-fn more_due_than_a_step_can_take_still_leaves() {
+fn groups_beyond_the_capacity_of_a_step_are_dropped() {
     let rows = [0, 1].map(|id| row(GroupId(id), PolicyVersion(0))).to_vec();
     let mut ledger = Ledger::restore(BufferConfig::new(1, 0), Recovered { rows, ..Recovered::default() }, 0);
     assert_eq!(leased(&mut ledger, 0), Some(vec![0]));
@@ -382,7 +382,7 @@ fn more_due_than_a_step_can_take_still_leaves() {
 }
 
 #[test]
-fn what_a_sampler_holds_that_is_gone_is_first_in_line_at_once() {
+fn groups_of_a_lost_sampler_are_admitted_again_first() {
     let mut ledger = Ledger::restore(BufferConfig::new(2, 1), Recovered::default(), 0);
     let of = |holder: u64, ledger: &mut Ledger| {
         let request = AdmitRequest { served: PolicyVersion(0), limit: 2, hold: None, holder: Some(holder) };

@@ -13,8 +13,13 @@ use super::{keyed, store};
 /// Reads messages as they come.
 struct SseReader(BufReader<TcpStream>);
 
-/// Id, kind and data.
-type SseMessage = (u64, String, Value);
+/// A server-sent event.
+#[derive(Debug, PartialEq)]
+struct SseMessage {
+    id: u64,
+    kind: String,
+    data: Value,
+}
 
 impl SseReader {
     fn new(served: &TestServer, path: &str, headers: &[(&str, &str)]) -> Self {
@@ -38,7 +43,9 @@ impl SseReader {
             match line.trim_end().split_once(": ") {
                 Some(("id", text)) => id = text.parse().unwrap(),
                 Some(("event", text)) => text.clone_into(&mut kind),
-                Some(("data", text)) => return (id, kind, serde_json::from_str(text).unwrap()),
+                Some(("data", text)) => {
+                    return SseMessage { id, kind, data: serde_json::from_str(text).unwrap() };
+                }
                 _ => {}
             }
         }
@@ -46,25 +53,25 @@ impl SseReader {
 }
 
 #[test]
-fn a_watcher_sees_everything_and_goes_on_where_it_was() {
+fn a_watcher_receives_all_events_and_resumes() {
     let served = TestServer::memory(config(2, 1));
     let client = served.client();
     generate(&client, v(0), 1);
     // The answer to an unknown id is a gap that names the first event.
-    let (start, kind, _) = SseReader::new(&served, "/v1/events?after=0", &[]).next();
+    let SseMessage { id: start, kind, .. } = SseReader::new(&served, "/v1/events?after=0", &[]).next();
     assert_eq!(kind, "gap");
     let mut first = SseReader::new(&served, &format!("/v1/events?after={start}"), &[]);
     generate(&client, v(0), 1);
     assert_eq!(leased(&client, 0), [0, 1]);
     client.ack_through("trainer", v(1)).unwrap();
     let seen: Vec<SseMessage> = (0..4).map(|_| first.next()).collect();
-    let kinds: Vec<&str> = seen.iter().map(|(_, kind, _)| &kind[..]).collect();
+    let kinds: Vec<&str> = seen.iter().map(|message| &message.kind[..]).collect();
     assert_eq!(kinds, ["finalized", "leased", "acked", "version"]);
-    assert_eq!(seen[0].2["groups"], json!([1]));
-    assert_eq!(seen[1].2["lease"], 0);
-    assert!(seen.windows(2).all(|pair| pair[0].0 < pair[1].0), "ids ascend");
+    assert_eq!(seen[0].data["groups"], json!([1]));
+    assert_eq!(seen[1].data["lease"], 0);
+    assert!(seen.windows(2).all(|pair| pair[0].id < pair[1].id), "ids ascend");
 
-    let id = seen[1].0.to_string();
+    let id = seen[1].id.to_string();
     let mut again = SseReader::new(&served, "/v1/events?after=0", &[("last-event-id", &id)]);
     assert_eq!([again.next(), again.next()], seen[2..], "the header counts more than the query");
     let wrong = served.ask("GET", "/v1/events", &[("last-event-id", "x")], b"");
@@ -74,7 +81,7 @@ fn a_watcher_sees_everything_and_goes_on_where_it_was() {
 #[test]
 fn a_client_that_missed_events_gets_a_gap() {
     let served = TestServer::memory(config(4096, 4));
-    let (start, _, _) = SseReader::new(&served, "/v1/events?after=0", &[]).next();
+    let SseMessage { id: start, .. } = SseReader::new(&served, "/v1/events?after=0", &[]).next();
     let mut stored = 0;
     while stored <= Events::KEPT {
         let groups: Vec<Value> = (0..1000).map(|n| keyed(&format!("{}", stored + n))).collect();
@@ -82,8 +89,8 @@ fn a_client_that_missed_events_gets_a_gap() {
         stored += groups.len();
     }
     let mut late = SseReader::new(&served, &format!("/v1/events?after={start}"), &[]);
-    let (id, kind, data) = late.next();
+    let SseMessage { id, kind, data } = late.next();
     assert_eq!((kind, data), ("gap".to_owned(), json!({ "after": id })));
     store(&served, &[keyed("after the gap")]);
-    assert_eq!(late.next().0, id + 1, "from there on it misses nothing");
+    assert_eq!(late.next().id, id + 1, "from there on it misses nothing");
 }

@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use super::pack::pack_block;
 use super::tile::{PREFETCH_STEPS, load_row, store_row};
-use super::{NR, ProductOut, ROW_BLOCK, Right, STEP, StridedMatrix, line_start};
+use super::{NR, PackedPanel, ProductOut, ROW_BLOCK, Right, STEP, StridedMatrix, line_start};
 use crate::ops::simd::{LANES, Vector, prefetch, vectorized, widest};
 
 /// Chunks that each part of a whole inner dimension is cut into.
@@ -230,8 +230,8 @@ fn columns_of_pass<V: Vector, const N: usize, const R: usize>(
             Right::Panels { .. } => {
                 let steps = runs[0].steps.start..runs[runs.len() - 1].steps.end;
                 assert_eq!(steps.len(), len, "the chunks of packed panels follow each other");
-                let (panel, padded, _) = right.packed(first, &steps);
-                (panel, padded)
+                let PackedPanel { values, padded, .. } = right.packed(first, &steps);
+                (values, padded)
             }
             Right::Unpacked(matrix) => {
                 let padded = wide.next_multiple_of(STEP);

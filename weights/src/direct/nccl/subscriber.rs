@@ -102,7 +102,7 @@ impl<T: Storage> NcclSubscriber<T> {
         };
         round.check(notice.parameters).map_err(wrong)?;
         let mut values = self.spares.take(notice.parameters)?;
-        match receive.receive((&self.device, &self.control), round, place + 1, &mut values) {
+        match receive.receive(&self.device, &self.control, round, place + 1, &mut values) {
             Ok(()) => {}
             Err(RoundFailure::Local(error)) => {
                 receive.leave();
@@ -129,7 +129,8 @@ impl ReceiveState {
     /// Receives all shards, in the order of their owners.
     fn receive<T: Storage>(
         &mut self,
-        (device, control): (&Device, &Arc<HubConnection>),
+        device: &Device,
+        control: &Arc<HubConnection>,
         round: &BroadcastRound,
         rank: usize,
         into: &mut DeviceBuffer<T>,
