@@ -38,7 +38,7 @@
 //!   the bound
 //! - `buffer`: the ledger behind a lock, a store behind the ledger; blocking for threads, async for a server
 //! - [`store`]: the trait [`store::Store`]; `memory`, `journal`: the built-in stores, the second a write-ahead
-//!   journal that survives kill -9; [`conformance`]: the suite that every store passes
+//!   journal that survives kill -9; `conformance`, behind a feature of that name: the suite that every store passes
 //! - `payload`: the encoding of groups
 //!
 //! # Invariants
@@ -89,6 +89,7 @@
 
 mod buffer;
 mod config;
+#[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod contract;
 mod error;

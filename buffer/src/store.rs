@@ -24,7 +24,8 @@
 //! rewind is several, each of them consistent. Admissions and claims are not written: the watermarks of the next change
 //! cover them, and after a crash the ledger admits those groups again.
 //!
-//! [`crate::conformance`] tests all this; a store in another crate runs it in its own tests.
+//! `buffer::conformance` tests all this; a store in another crate runs it in its own tests, with the feature
+//! `conformance`.
 
 use std::fmt;
 use std::path::Path;
