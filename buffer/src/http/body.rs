@@ -14,9 +14,12 @@ use axum::http::header::{ACCEPT, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE}
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::{IntoResponse, Response};
+use erased_serde::{Deserializer as ErasedDeserializer, Serialize as ErasedSerialize};
 use http_body_util::BodyExt;
+use rmp_serde::decode::ReadReader;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_path_to_error::{Deserializer as PathDeserializer, Track};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::cost::DecodeCost;
@@ -31,6 +34,9 @@ const DECODE_INLINE: usize = 256 << 10;
 const MAX_DEPTH: usize = 128;
 /// Maximum window of zstd, as a power of two: RFC 8878 requires it of every decoder.
 const ZSTD_WINDOW: u32 = 23;
+
+/// Reads one value of a body.
+type BodyReader<'a> = dyn FnMut(&mut dyn ErasedDeserializer<'_>) -> Result<(), erased_serde::Error> + 'a;
 
 /// Encoding of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +71,7 @@ impl WireFormat {
     /// Decoded bytes of a body, at most `limit`.
     fn cost(self, bytes: &[u8], limit: usize) -> Result<usize, Problem> {
         let cost = DecodeCost::at_most(limit);
-        let counted = self.count(bytes, &cost, false);
+        let counted = self.count(bytes, &cost);
         if cost.is_over() {
             let detail = format!(
                 "the body has {} bytes and takes more than {limit} decoded; send fewer groups, columns or values at once",
@@ -73,70 +79,71 @@ impl WireFormat {
             );
             return Err(Problem::new(ProblemCode::DecodedTooLarge, detail));
         }
-        // Tracking the path of an error costs time for every value, so it is done only after an error.
-        let counted = counted.or_else(|_| self.count(bytes, &DecodeCost::at_most(limit), true));
-        counted.map_err(|reason| Problem::new(ProblemCode::BadBody, reason))?;
+        counted
+            .or_else(|_| self.read(bytes, &mut |body| DecodeCost::at_most(limit).count(body)).map(drop))?;
         Ok(cost.bytes())
     }
 
-    /// Adds a whole body to `cost`; with `named`, an error begins with its path.
-    fn count(self, bytes: &[u8], cost: &DecodeCost, named: bool) -> Result<(), String> {
-        let mut track = serde_path_to_error::Track::new();
-        let counted = match self {
+    /// Adds a whole body to `cost`.
+    fn count(self, bytes: &[u8], cost: &DecodeCost) -> Result<(), String> {
+        match self {
             Self::Json => {
                 let mut json = serde_json::Deserializer::from_slice(bytes);
-                let counted = match named {
-                    true => cost.count(serde_path_to_error::Deserializer::new(&mut json, &mut track)),
-                    false => cost.count(&mut json),
-                };
-                counted.and_then(|()| json.end()).map_err(|error| error.to_string())
+                cost.count(&mut json).and_then(|()| json.end()).map_err(|error| error.to_string())
             }
             Self::MessagePack => {
-                let mut pack = rmp_serde::Deserializer::new(bytes);
-                pack.set_max_depth(MAX_DEPTH);
-                let counted = match named {
-                    true => cost.count(serde_path_to_error::Deserializer::new(&mut pack, &mut track)),
-                    false => cost.count(&mut pack),
-                };
-                counted.map_err(|error| error.to_string())
+                let mut rest = bytes;
+                cost.count(&mut message_pack(&mut rest)).map_err(|error| error.to_string())
+            }
+        }
+    }
+
+    /// Decodes a whole body. Fast: its decoder is compiled for `T`.
+    pub(crate) fn decode<T: DeserializeOwned>(self, bytes: &[u8]) -> Result<T, Problem> {
+        match self {
+            Self::Json => serde_json::from_slice(bytes).or_else(|_| self.decode_slowly(bytes)),
+            Self::MessagePack => decode_message_pack(bytes),
+        }
+    }
+
+    /// The same, for rare and small bodies and for those with an error, whose path it finds: only the decoder of the
+    /// encoding is compiled, once for all types.
+    pub(crate) fn decode_slowly<T: DeserializeOwned>(self, bytes: &[u8]) -> Result<T, Problem> {
+        let mut value = None;
+        let left = self.read(bytes, &mut |body| {
+            value = Some(T::deserialize(body)?);
+            Ok(())
+        })?;
+        value.filter(|_| left == 0).ok_or_else(|| trailing(left))
+    }
+
+    /// Gives a whole body to `work`; the number of bytes that follow the value. An error begins with its path.
+    fn read(self, bytes: &[u8], work: &mut BodyReader<'_>) -> Result<usize, Problem> {
+        let (mut track, mut rest) = (Track::new(), bytes);
+        let read = match self {
+            Self::Json => {
+                let mut json = serde_json::Deserializer::from_slice(bytes);
+                let body = PathDeserializer::new(&mut json, &mut track);
+                let read =
+                    work(&mut <dyn ErasedDeserializer<'_>>::erase(body)).map_err(|error| error.to_string());
+                read.and_then(|()| json.end().map_err(|error| error.to_string())).map(|()| 0)
+            }
+            Self::MessagePack => {
+                let mut pack = message_pack(&mut rest);
+                let body = PathDeserializer::new(&mut pack, &mut track);
+                let read =
+                    work(&mut <dyn ErasedDeserializer<'_>>::erase(body)).map_err(|error| error.to_string());
+                read.map(|()| rest.len())
             }
         };
-        counted.map_err(|reason| match track.path().to_string() {
-            path if path == "." => reason,
-            path => format!("{path}: {reason}"),
+        read.map_err(|reason| match track.path().to_string() {
+            path if path == "." => Problem::new(ProblemCode::BadBody, reason),
+            path => Problem::new(ProblemCode::BadBody, format!("{path}: {reason}")),
         })
     }
 
-    /// Decodes a whole body.
-    pub(crate) fn decode<T: DeserializeOwned>(self, bytes: &[u8]) -> Result<T, Problem> {
-        let decoded = match self {
-            // Tracking the path of an error costs time for every value, so it is done only after an error.
-            Self::Json => serde_json::from_slice(bytes).or_else(|_| {
-                let mut json = serde_json::Deserializer::from_slice(bytes);
-                let value = serde_path_to_error::deserialize(&mut json).map_err(describe)?;
-                json.end().map_err(|error| error.to_string())?;
-                Ok(value)
-            }),
-            Self::MessagePack => {
-                let mut rest = bytes;
-                let mut pack = rmp_serde::Deserializer::new(&mut rest);
-                pack.set_max_depth(MAX_DEPTH);
-                let value = T::deserialize(&mut pack).or_else(|_| {
-                    let mut again = rmp_serde::Deserializer::new(bytes);
-                    again.set_max_depth(MAX_DEPTH);
-                    serde_path_to_error::deserialize(&mut again).map_err(describe)
-                });
-                match (value, rest.len()) {
-                    (Ok(_), left @ 1..) => Err(format!("{left} bytes follow the value")),
-                    (value, _) => value,
-                }
-            }
-        };
-        decoded.map_err(|error: String| Problem::new(ProblemCode::BadBody, error))
-    }
-
     /// Encodes a whole body.
-    pub(crate) fn encode(self, value: &impl Serialize) -> Result<Vec<u8>, Problem> {
+    fn encode(self, value: &(impl Serialize + ?Sized)) -> Result<Vec<u8>, Problem> {
         let encoded = match self {
             Self::Json => serde_json::to_vec(value).map_err(|error| error.to_string()),
             Self::MessagePack => rmp_serde::to_vec_named(value).map_err(|error| error.to_string()),
@@ -147,10 +154,24 @@ impl WireFormat {
     }
 }
 
-fn describe<E: std::error::Error>(error: serde_path_to_error::Error<E>) -> String {
-    let path = error.path().to_string();
-    let inner = error.into_inner();
-    if path == "." { inner.to_string() } else { format!("{path}: {inner}") }
+/// Decodes a whole MessagePack body. Fast, as [`WireFormat::decode`].
+pub(crate) fn decode_message_pack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
+    let mut rest = bytes;
+    match T::deserialize(&mut message_pack(&mut rest)) {
+        Ok(_) if !rest.is_empty() => Err(trailing(rest.len())),
+        Ok(value) => Ok(value),
+        Err(_) => WireFormat::MessagePack.decode_slowly(bytes),
+    }
+}
+
+fn message_pack<'a, 'b>(rest: &'a mut &'b [u8]) -> rmp_serde::Deserializer<ReadReader<&'a mut &'b [u8]>> {
+    let mut pack = rmp_serde::Deserializer::new(rest);
+    pack.set_max_depth(MAX_DEPTH);
+    pack
+}
+
+fn trailing(bytes: usize) -> Problem {
+    Problem::new(ProblemCode::BadBody, format!("{bytes} bytes follow the value"))
 }
 
 /// The encoding that the client accepts, known before the request is processed.
@@ -158,7 +179,13 @@ fn describe<E: std::error::Error>(error: serde_path_to_error::Error<E>) -> Strin
 pub(crate) struct Accept(WireFormat);
 
 impl Accept {
-    pub(crate) fn answer(self, value: &impl Serialize) -> Result<Response, Problem> {
+    /// An answer without streams of numbers: only the encoders are compiled, once for all types.
+    pub(crate) fn answer(self, value: &dyn ErasedSerialize) -> Result<Response, Problem> {
+        self.answer_fast(value)
+    }
+
+    /// An answer with streams of numbers: the encoders are compiled for its type.
+    pub(crate) fn answer_fast(self, value: &(impl Serialize + ?Sized)) -> Result<Response, Problem> {
         let body = self.0.encode(value)?;
         Ok(([(CONTENT_TYPE, HeaderValue::from_static(self.0.media_type()))], body).into_response())
     }
@@ -243,7 +270,7 @@ impl FromRequest<Arc<ServerState>> for NoFields {
         let format = format_of(request.headers());
         let (bytes, _) = read(request, shared).await?;
         if !bytes.is_empty() {
-            format?.decode::<EmptyRequest>(&bytes)?;
+            format?.decode_slowly::<EmptyRequest>(&bytes)?;
         }
         Ok(Self)
     }

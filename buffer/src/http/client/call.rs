@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use trajectory::{GroupId, PolicyVersion};
 
 use super::ClientConfig;
-use crate::http::body::WireFormat;
+use crate::http::body::{WireFormat, decode_message_pack};
 use crate::http::problem::{Evidence, Problem, ProblemCode};
 use crate::{BufferError, LeaseId};
 
@@ -60,9 +60,12 @@ impl ClientCall {
     }
 
     fn with_body(method: &'static str, path: String, body: &impl Serialize) -> Result<Self, BufferError> {
-        match WireFormat::MessagePack.encode(body) {
+        match rmp_serde::to_vec_named(body) {
             Ok(body) => Ok(Self { body: Some(body), method, ..Self::get(path) }),
-            Err(problem) => Err(BufferError::Client { url: path, reason: problem.detail }),
+            Err(error) => {
+                let reason = format!("the answer cannot be encoded: {error}");
+                Err(BufferError::Client { url: path, reason })
+            }
         }
     }
 
@@ -134,9 +137,9 @@ impl ClientCore {
         let answer = self.send(call)?;
         match answer.status {
             ClientResponse::OK => self.decode(call, &answer),
-            429 => {
-                WireFormat::Json.decode(&answer.body).map_err(|problem| self.bad_answer(call, problem.detail))
-            }
+            429 => WireFormat::Json
+                .decode_slowly(&answer.body)
+                .map_err(|problem| self.bad_answer(call, problem.detail)),
             _ => Err(self.problem_error(call, &answer)),
         }
     }
@@ -217,7 +220,7 @@ impl ClientCore {
             attempts += 1;
             let (reason, wanted_pause) = match self.attempt(call, call.waits + ANSWER) {
                 Ok(answer) if answer.status == 503 => {
-                    let problem: Result<ProblemBody, Problem> = WireFormat::Json.decode(&answer.body);
+                    let problem: Result<ProblemBody, Problem> = WireFormat::Json.decode_slowly(&answer.body);
                     (
                         problem.map_or_else(|_| "status 503".to_owned(), |problem| problem.detail),
                         answer.retry_after,
@@ -267,11 +270,11 @@ impl ClientCore {
         call: &ClientCall,
         answer: &ClientResponse,
     ) -> Result<T, BufferError> {
-        WireFormat::MessagePack.decode(&answer.body).map_err(|problem| self.bad_answer(call, problem.detail))
+        decode_message_pack(&answer.body).map_err(|problem| self.bad_answer(call, problem.detail))
     }
 
     fn problem_error(&self, call: &ClientCall, answer: &ClientResponse) -> BufferError {
-        match WireFormat::Json.decode::<ProblemBody>(&answer.body) {
+        match WireFormat::Json.decode_slowly::<ProblemBody>(&answer.body) {
             Ok(ProblemBody { code, detail, found, bound }) => {
                 self.refused(call, answer.status, code, detail, Evidence { found, bound })
             }

@@ -59,7 +59,7 @@ async fn handed_out(accept: Accept, lease: Lease) -> Result<Response, Problem> {
     let tokens: usize = trajectories.map(|trajectory| trajectory.sample.token_ids().len()).sum();
     let answer = move || {
         let lease = Some(LeaseView::from(&lease));
-        accept.answer(&LeaseAnswerView { lease, reason: None, held_for_slow: None, stats: None })
+        accept.answer_fast(&LeaseAnswerView { lease, reason: None, held_for_slow: None, stats: None })
     };
     if tokens > ENCODE_INLINE { aside(answer).await? } else { answer() }
 }
