@@ -196,7 +196,7 @@ impl Buffer {
     /// A group that cannot be read, a store that cannot write.
     pub fn rewind(&self, consumer: &str, version: PolicyVersion) -> Result<Option<Rewound>, BufferError> {
         let ledger = self.shared.ledger()?;
-        let (gone, groups) = (ledger.gone_since(consumer, version), ledger.stored_groups());
+        let (gone, groups) = (ledger.lost_since(consumer, version), ledger.stored_groups());
         drop(ledger);
         if gone == 0 {
             return Ok(None);

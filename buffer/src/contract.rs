@@ -38,7 +38,7 @@ pub trait Producer: Send + Sync {
     fn finalize(&self, group: Group) -> Result<Finalized, BufferError>;
 
     /// Frees the slot of a group in flight. With `retry` the group is queued for re-admission, otherwise it is
-    /// evicted for good. In a journal the eviction is durable from the next lease on; after a crash before that, the
+    /// evicted permanently. In a journal the eviction is durable from the next lease on; after a crash before that, the
     /// group is admitted again.
     ///
     /// # Errors
@@ -92,7 +92,7 @@ pub trait Consumer: Send + Sync {
     /// [`BufferError::LeaseLost`]; [`BufferError::LeaseOver`] if it was acknowledged; a store that cannot write.
     fn release(&self, lease: LeaseId) -> Result<(), BufferError>;
 
-    /// Quarantines a stored group that cannot be trained on, for good: it leaves all leases, its slot is freed, and
+    /// Quarantines a stored group that cannot be trained on, permanently: it leaves all leases, its slot is freed, and
     /// an admitted task is generated again. Returns the sender of the group if it is known. Idempotent.
     ///
     /// # Errors
@@ -243,7 +243,7 @@ pub struct Stats {
     pub again: usize,
     /// Groups dropped as stale since the buffer was opened.
     pub dropped_stale: u64,
-    /// Groups evicted since the buffer was opened: aborted for good, removed, or used and then over the bound.
+    /// Groups evicted since the buffer was opened: aborted without a retry, removed, or used and then over the bound.
     pub evicted: u64,
     /// Leases and admissions that expired since the buffer was opened.
     pub expired: u64,

@@ -78,7 +78,7 @@ pub(crate) struct JournalStore {
     /// Written by the writer thread alone, which locks it exclusively only for compaction.
     database: Arc<RwLock<PanicSafeDatabase>>,
     places: Arc<PayloadLocations>,
-    at_hand: Arc<Mutex<PayloadCache>>,
+    cache: Arc<Mutex<PayloadCache>>,
     /// `None` only during drop.
     queue: Option<Sender<WriteRequest>>,
     writer: Option<JoinHandle<()>>,
@@ -140,13 +140,13 @@ impl JournalStore {
         let OpenedJournal { database, recovered, places, opening, file_bytes, file } = opened;
         let database = Arc::new(RwLock::new(database));
         let places = Arc::new(Mutex::new(places));
-        let (at_hand, broken) = (Arc::default(), Arc::default());
+        let (cache, broken) = (Arc::default(), Arc::default());
         let (queue, requests) = bounded(QUEUE);
         let writer = JournalWriter::new(
             path,
             Arc::clone(&database),
             Arc::clone(&places),
-            Arc::clone(&at_hand),
+            Arc::clone(&cache),
             Arc::clone(&broken),
             file.clone(),
             writer::CompactionState { peak: file_bytes, compact_above },
@@ -159,7 +159,7 @@ impl JournalStore {
             path: path.to_owned(),
             database,
             places,
-            at_hand,
+            cache,
             queue: Some(queue),
             writer: Some(writer),
             broken,
@@ -204,8 +204,8 @@ impl Store for JournalStore {
 
     fn read(&self, ids: &[GroupId], last_read: bool) -> Result<Vec<Arc<Group>>, BufferError> {
         let found: Vec<Option<Arc<Group>>> = {
-            let mut at_hand = lock(&self.at_hand);
-            ids.iter().map(|id| if last_read { at_hand.take(*id) } else { at_hand.get(*id) }).collect()
+            let mut cache = lock(&self.cache);
+            ids.iter().map(|id| if last_read { cache.take(*id) } else { cache.get(*id) }).collect()
         };
         if found.iter().all(Option::is_some) {
             return Ok(found.into_iter().flatten().collect());
@@ -229,8 +229,8 @@ impl Store for JournalStore {
     }
 
     fn is_cached(&self, ids: &[GroupId]) -> bool {
-        let at_hand = lock(&self.at_hand);
-        ids.iter().all(|id| at_hand.groups.contains_key(id))
+        let cache = lock(&self.cache);
+        ids.iter().all(|id| cache.groups.contains_key(id))
     }
 
     fn unacknowledged(&self, waited: Option<Duration>) -> BufferError {

@@ -271,7 +271,7 @@ impl Ledger {
             self.again.insert(group);
         } else {
             self.evicted += 1;
-            self.tell(EventKind::Evicted, vec![group], None, None);
+            self.emit(EventKind::Evicted, vec![group], None, None);
         }
         Ok(())
     }
@@ -303,7 +303,7 @@ impl Ledger {
                 HoldTarget::Group(group) => {
                     self.land(group);
                     self.again.insert(group);
-                    self.tell(EventKind::Expired, vec![group], None, None);
+                    self.emit(EventKind::Expired, vec![group], None, None);
                 }
                 HoldTarget::Lease(lease) => self.expire_lease(lease),
             }
@@ -324,7 +324,7 @@ impl Ledger {
         }
         self.change();
         self.evicted += 1;
-        self.tell(EventKind::Evicted, vec![group], None, None);
+        self.emit(EventKind::Evicted, vec![group], None, None);
         true
     }
 
@@ -338,7 +338,7 @@ impl Ledger {
         self.evicted += old.len() as u64;
         let count = old.len() as u64;
         if count > 0 {
-            self.tell(EventKind::Evicted, old, None, None);
+            self.emit(EventKind::Evicted, old, None, None);
         }
         count
     }
@@ -466,7 +466,7 @@ impl Ledger {
         self.change.get_or_insert_default()
     }
 
-    fn tell(
+    fn emit(
         &mut self,
         kind: EventKind,
         groups: Vec<GroupId>,

@@ -13,7 +13,7 @@ pub enum ModelError {
     Read {
         /// What was to be read.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: std::io::Error,
     },
     /// A file or directory cannot be written.
@@ -21,7 +21,7 @@ pub enum ModelError {
     Write {
         /// What was to be written.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the system.
         source: std::io::Error,
     },
     /// A file is not the JSON that it should be.
@@ -44,7 +44,7 @@ pub enum ModelError {
         path: PathBuf,
         /// What differs.
         reason: String,
-        /// Where its digest stands.
+        /// The file that contains its digest.
         manifest: PathBuf,
     },
     /// A key that has no default is not there.
@@ -200,7 +200,7 @@ pub enum ModelError {
     Tokenizer {
         /// The file.
         path: PathBuf,
-        /// What the tokenizer library said.
+        /// The error of the tokenizer library.
         reason: String,
     },
     /// The tokenizer produces ids that the embedding has no row for.
@@ -234,7 +234,7 @@ pub enum ModelError {
         path: PathBuf,
         /// Roles of the messages, in order.
         roles: String,
-        /// What the template said.
+        /// The error of the template.
         reason: String,
     },
     /// Messages were given to a model that has no chat template.
@@ -254,7 +254,7 @@ pub enum ModelError {
         bytes: usize,
         /// Its first characters.
         start: String,
-        /// What the tokenizer said.
+        /// The error of the tokenizer.
         reason: String,
     },
     /// Tokens cannot be turned into text.
@@ -262,7 +262,7 @@ pub enum ModelError {
     Decode {
         /// Number of tokens.
         tokens: usize,
-        /// What the tokenizer said.
+        /// The error of the tokenizer.
         reason: String,
     },
 }

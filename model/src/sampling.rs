@@ -69,7 +69,7 @@ impl Draw {
         let log_normalizer = scale_and_normalizer(candidates, scale);
         let slot = inverse_cdf(candidates, log_normalizer, uniform);
         let logprob = candidates[slot] - log_normalizer;
-        // NaN stays, for who checks what was sampled.
+        // NaN is kept: the caller checks it.
         let logprob = if logprob > 0.0 { 0.0 } else { logprob };
         let token = kept.as_ref().map_or(slot as u32, |kept| kept[slot]);
         Self { token, logprob, kept }
@@ -167,7 +167,7 @@ mod tests {
         }
     }
 
-    /// Draws at evenly spaced uniform numbers hit each token as often as its probability says.
+    /// Draws at evenly spaced uniform numbers hit each token with the frequency of its probability.
     #[test]
     fn the_log_probability_is_that_of_the_drawing() {
         let base: Vec<f32> = noise(20, 3).iter().map(|z| 3.0 * z).collect();

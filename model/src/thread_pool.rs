@@ -189,9 +189,10 @@ impl ThreadPool {
         }
         let results = Mutex::new(Vec::with_capacity(parts.len()));
         let parts = Mutex::new(parts.into_iter().enumerate());
+        // The lock is free while a part is computed.
+        let next = || lock(&parts).next();
         let take_parts = || {
-            loop {
-                let Some((index, part)) = lock(&parts).next() else { break };
+            while let Some((index, part)) = next() {
                 let result = work(part);
                 lock(&results).push((index, result));
             }

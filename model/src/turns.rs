@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// Interval at which a waiting role polls its stop flag.
 const POLL: Duration = Duration::from_millis(20);
 
-/// One role's handle on the shared device. Dropping it gives the device to the other role for good.
+/// One role's handle on the shared device. Dropping it leaves the device to the other role.
 #[derive(Debug)]
 pub struct DeviceTurn {
     shared: Arc<SharedTurns>,

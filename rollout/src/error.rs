@@ -166,9 +166,9 @@ pub enum RolloutError {
     /// A wait ran over its deadline.
     #[error("{who} waited {seconds:.0} s for {whom}; raise deadlines.wait_s if that is expected")]
     Deadline {
-        /// Who waited.
+        /// The role that waited.
         who: &'static str,
-        /// For whom or what.
+        /// What it waited for.
         whom: String,
         /// How long.
         seconds: f64,

@@ -265,7 +265,7 @@ pub(crate) async fn allow(
 }
 
 /// Middleware of all routes.
-pub(crate) async fn answer_to_our_names(
+pub(crate) async fn allow_host(
     State(shared): State<Arc<ServerState>>,
     request: Request,
     next: Next,

@@ -49,7 +49,7 @@ pub(super) struct JournalWriter {
     path: PathBuf,
     database: Arc<RwLock<PanicSafeDatabase>>,
     places: Arc<PayloadLocations>,
-    at_hand: Arc<Mutex<PayloadCache>>,
+    cache: Arc<Mutex<PayloadCache>>,
     broken: Arc<Mutex<Option<WriterFailure>>>,
     file: Option<Arc<OpenFile>>,
     space: CompactionState,
@@ -63,7 +63,7 @@ pub(super) struct JournalWriter {
 #[derive(Default)]
 struct PendingCompletions {
     done: Vec<WriteCompletion>,
-    at_hand: Vec<CachedGroup>,
+    cache: Vec<CachedGroup>,
 }
 
 /// A group for the cache.
@@ -93,7 +93,7 @@ impl JournalWriter {
         path: &Path,
         database: Arc<RwLock<PanicSafeDatabase>>,
         places: Arc<PayloadLocations>,
-        at_hand: Arc<Mutex<PayloadCache>>,
+        cache: Arc<Mutex<PayloadCache>>,
         broken: Arc<Mutex<Option<WriterFailure>>>,
         file: Option<Arc<OpenFile>>,
         space: CompactionState,
@@ -110,7 +110,7 @@ impl JournalWriter {
             path: path.to_owned(),
             database,
             places,
-            at_hand,
+            cache,
             broken,
             file,
             space,
@@ -121,9 +121,9 @@ impl JournalWriter {
     }
 
     pub(super) fn run(mut self, requests: &Receiver<WriteRequest>) {
-        if let Err((cause, promises)) = self.write_until_closed(requests) {
+        if let Err((cause, pending)) = self.write_until_closed(requests) {
             *lock(&self.broken) = Some(cause);
-            promises.done.into_iter().for_each(|done| done(Err(stopped(&self.path, &self.broken))));
+            pending.done.into_iter().for_each(|done| done(Err(stopped(&self.path, &self.broken))));
             // Drains the queue until all senders are dropped, so no caller waits for the stopped writer.
             while let Ok(request) = requests.recv() {
                 request.done(Err(stopped(&self.path, &self.broken)));
@@ -137,20 +137,20 @@ impl JournalWriter {
         requests: &Receiver<WriteRequest>,
     ) -> Result<(), (WriterFailure, PendingCompletions)> {
         while let Ok(first) = requests.recv() {
-            let mut promises = PendingCompletions::default();
-            if let Err(cause) = unpanicked(|| self.write_together(first, requests, &mut promises)) {
-                return Err((WriterFailure::Failed(cause), promises));
+            let mut pending = PendingCompletions::default();
+            if let Err(cause) = unpanicked(|| self.write_together(first, requests, &mut pending)) {
+                return Err((WriterFailure::Failed(cause), pending));
             }
             if let Some(found) = self.file.as_ref().and_then(|file| file.moved()) {
-                return Err((WriterFailure::Moved(found), promises));
+                return Err((WriterFailure::Moved(found), pending));
             }
             {
-                let mut at_hand = lock(&self.at_hand);
-                for CachedGroup { id, group, bytes } in promises.at_hand {
-                    at_hand.put(id, group, bytes);
+                let mut cache = lock(&self.cache);
+                for CachedGroup { id, group, bytes } in pending.cache {
+                    cache.put(id, group, bytes);
                 }
             }
-            promises.done.into_iter().for_each(|done| done(Ok(())));
+            pending.done.into_iter().for_each(|done| done(Ok(())));
             if requests.is_empty() {
                 unpanicked(|| self.give_space_back())
                     .map_err(|cause| (WriterFailure::Failed(cause), PendingCompletions::default()))?;
@@ -164,7 +164,7 @@ impl JournalWriter {
         &mut self,
         first: WriteRequest,
         requests: &Receiver<WriteRequest>,
-        promises: &mut PendingCompletions,
+        pending: &mut PendingCompletions,
     ) -> Result<(), redb::Error> {
         let database = Arc::clone(&self.database);
         let database = database.read().unwrap_or_else(PoisonError::into_inner);
@@ -175,18 +175,18 @@ impl JournalWriter {
             match request {
                 WriteRequest::Append(AppendGroup { row, key, payload, group, done, .. }) => {
                     bytes += payload.len();
-                    promises.done.push(done);
+                    pending.done.push(done);
                     let weight = crate::payload::weight(&group);
-                    promises.at_hand.push(CachedGroup { id: row.id, group, bytes: weight });
+                    pending.cache.push(CachedGroup { id: row.id, group, bytes: weight });
                     appends.push(RowAppend { row, key, payload });
                 }
                 WriteRequest::Change(change, done) => {
-                    promises.done.push(done);
+                    pending.done.push(done);
                     mark = Some(change.watermarks.clone());
                     changes.push(change);
                 }
             }
-            let below_limits = bytes < TRANSACTION_BYTES && promises.done.len() < TRANSACTION_REQUESTS;
+            let below_limits = bytes < TRANSACTION_BYTES && pending.done.len() < TRANSACTION_REQUESTS;
             next = if below_limits { requests.try_recv().ok() } else { None };
         }
         let mut transaction = database.begin_write()?;
@@ -275,7 +275,7 @@ impl JournalWriter {
         }
         remove_rows(tables, &change.forget)?;
         for (_, id) in &change.forget {
-            drop(lock(&self.at_hand).take(*id));
+            drop(lock(&self.cache).take(*id));
             let Some(place) = lock(&self.places).remove(id) else { continue };
             let Some((left, bytes)) = self.segments.get_mut(&place.segment) else { continue };
             *left -= 1;

@@ -112,7 +112,7 @@ impl Ledger {
         self.bytes = self.bytes - flight.bytes + row.bytes;
         self.stored.insert(group, StoredGroup { row, out: 0 });
         self.enter_pool(group);
-        self.tell(EventKind::Finalized, vec![group], None, None);
+        self.emit(EventKind::Finalized, vec![group], None, None);
         if let Some(below) = self.keys.trim(|group| self.stored.contains_key(&group)) {
             self.change().keys_below = Some(below);
         }

@@ -60,7 +60,7 @@ pub enum LeaseState {
     Released,
 }
 
-/// High-water marks of ids and steps, which no row says. Written with every change.
+/// High-water marks of ids and steps, which no row contains. Written with every change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Watermarks {
     /// The lowest id that was never admitted.

@@ -55,10 +55,10 @@ impl Ledger {
             && let Some(&id) = self.named.get(&(request.consumer.clone(), step))
             && self.take_up(id).is_ok()
         {
-            self.come_to(step);
+            self.advance_to(step);
             self.hold(id, request.hold.map(millis), now);
             let groups = self.leases[&id].row.groups.clone();
-            return Ok(Some(GrantedLease { id, step, groups, dropped_stale: self.tell_dropped() }));
+            return Ok(Some(GrantedLease { id, step, groups, dropped_stale: self.emit_dropped() }));
         }
         let step = request.step.unwrap_or(self.step);
         if step < self.step {
@@ -74,7 +74,7 @@ impl Ledger {
         let Some(groups) = self.choose(request, last_call) else { return Ok(None) };
         let id = self.hand_out(request, step, groups.clone());
         self.hold(id, request.hold.map(millis), now);
-        Ok(Some(GrantedLease { id, step, groups, dropped_stale: self.tell_dropped() }))
+        Ok(Some(GrantedLease { id, step, groups, dropped_stale: self.emit_dropped() }))
     }
 
     /// Whether enough groups are finalized for `request`, so that its lease only waits for slow groups.
@@ -110,7 +110,7 @@ impl Ledger {
                 self.change().rows.push(row);
             }
         }
-        self.tell(EventKind::Acked, record.row.groups, Some(lease), Some(record.row.step));
+        self.emit(EventKind::Acked, record.row.groups, Some(lease), Some(record.row.step));
         Ok(())
     }
 
@@ -161,7 +161,7 @@ impl Ledger {
         self.take_up(lease)?;
         let Some(LeaseRecord { row, .. }) = self.remove_lease(lease) else { return Ok(()) };
         self.put_back(&row);
-        self.tell(EventKind::Released, row.groups.clone(), Some(lease), Some(row.step));
+        self.emit(EventKind::Released, row.groups.clone(), Some(lease), Some(row.step));
         self.remember_end(lease, LeaseRow { state: LeaseState::Released, ..row });
         Ok(())
     }
@@ -203,7 +203,7 @@ impl Ledger {
         let row = record.row.clone();
         self.expired.insert(lease);
         self.put_back(&row);
-        self.tell(EventKind::Expired, row.groups.clone(), Some(lease), Some(row.step));
+        self.emit(EventKind::Expired, row.groups.clone(), Some(lease), Some(row.step));
         self.change().leases.push((lease, Some(row)));
     }
 
@@ -293,7 +293,7 @@ impl Ledger {
         self.count_dropped(dropped.len() as u64);
         for (kind, groups) in [(EventKind::Dropped, dropped), (EventKind::Evicted, evicted)] {
             if !groups.is_empty() {
-                self.tell(kind, groups, None, Some(self.step));
+                self.emit(kind, groups, None, Some(self.step));
             }
         }
     }
@@ -318,7 +318,7 @@ impl Ledger {
         if named {
             self.named.insert((request.consumer.clone(), step), id);
         }
-        self.tell(EventKind::Leased, groups.clone(), Some(id), Some(step));
+        self.emit(EventKind::Leased, groups.clone(), Some(id), Some(step));
         let (consumer, hold_ms) = (request.consumer.clone(), request.hold.map(millis));
         let row =
             LeaseRow { consumer, step, named, groups, hold_ms, state: LeaseState::Open, named_through: None };
@@ -416,7 +416,7 @@ impl Ledger {
         Some(record)
     }
 
-    fn tell_dropped(&mut self) -> u64 {
+    fn emit_dropped(&mut self) -> u64 {
         std::mem::take(&mut self.dropped_untold)
     }
 }

@@ -7,7 +7,7 @@ use super::{KEYED, LeaseState, Ledger};
 use crate::EventKind;
 
 impl Ledger {
-    /// Quarantines a stored group for good; false if it is not stored.
+    /// Quarantines a stored group permanently; false if it is not stored.
     pub(crate) fn quarantine(&mut self, group: GroupId) -> bool {
         if !self.stored.contains_key(&group) {
             return false;
@@ -23,7 +23,7 @@ impl Ledger {
             self.again.insert(group);
         }
         self.quarantined += 1;
-        self.tell(EventKind::Quarantined, vec![group], None, None);
+        self.emit(EventKind::Quarantined, vec![group], None, None);
         true
     }
 }

@@ -27,7 +27,7 @@ pub struct Rewound {
 
 impl Ledger {
     /// Number of groups of steps from `version` on that `consumer` acknowledged, which are removed.
-    pub(crate) fn gone_since(&self, consumer: &str, version: PolicyVersion) -> u64 {
+    pub(crate) fn lost_since(&self, consumer: &str, version: PolicyVersion) -> u64 {
         let steps = self.step.0.saturating_sub(version.0);
         let rows = self.leases.values().map(|record| &record.row);
         let kept: BTreeSet<PolicyVersion> = rows

@@ -111,11 +111,11 @@ impl Ledger {
         self.step = step;
         self.known = self.known.max(step);
         self.change();
-        self.tell(EventKind::Version, Vec::new(), None, Some(step));
+        self.emit(EventKind::Version, Vec::new(), None, Some(step));
     }
 
     /// The lease of `step` is repeated: a trainer that rewound has reached it again.
-    pub(super) fn come_to(&mut self, step: PolicyVersion) {
+    pub(super) fn advance_to(&mut self, step: PolicyVersion) {
         if step > self.known {
             return;
         }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokio::net::UnixStream;
 
-/// Longest frame in bytes; the same number stands in worker.py.
+/// Longest frame in bytes; worker.py has the same number.
 pub(super) const MAX_FRAME: usize = 64 << 20;
 /// Longest arguments of a call in bytes of JSON: a frame without what surrounds them.
 pub(super) const MAX_ARGUMENTS: usize = MAX_FRAME - 1024;

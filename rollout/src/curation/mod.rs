@@ -1,8 +1,8 @@
 //! Which tasks are drawn, with how many completions, and which groups are worth a training step.
 //!
 //! A [`Curator`] takes the outcomes of groups and decides twice: before a group starts ([`Decision`]) and when it is scored
-//! ([`CurationVerdict`]). A rejected group is given back to the buffer for good, so that its slot is free for the next place
-//! in the stream of tasks.
+//! ([`CurationVerdict`]). A rejected group is aborted without a retry, so that its slot is free for the next place in the
+//! stream of tasks.
 //!
 //! # Layout
 //! - `curator`: the state machine; `shared`: how worker and scorer share one, and where its history is written

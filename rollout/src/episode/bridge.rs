@@ -23,7 +23,7 @@ pub trait MessageEncoder: Send + Sync + fmt::Debug {
     /// A chat template that refuses the messages.
     fn opening(&self, task: &Task, messages: &[Message]) -> Result<Vec<u32>, RolloutError>;
 
-    /// `[D]` what stands between a completion that ends with `last_token` and the next turn: the end of the turn as far as
+    /// `[D]` the tokens between a completion that ends with `last_token` and the next turn: the end of the turn as far as
     /// the completion lacks it, `messages`, and the beginning of the next turn.
     ///
     /// # Errors

@@ -1,6 +1,6 @@
 //! Everything that can be wrong with a dataset.
 //!
-//! Invariant: each message names the file, the row or the column, shows what was found and says what to change.
+//! Invariant: each message names the file, the row or the column, shows the value found and the change that helps.
 
 use std::path::PathBuf;
 

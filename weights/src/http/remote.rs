@@ -204,7 +204,7 @@ impl RemoteSubscriber {
         let ask = NewestQuery { name, connection, after, wait_ms: wait.as_millis() as u64, shm, round };
         let answer: NewestAnswer = match self.client.get("newest", &ask, wait) {
             Ok(answer) => answer,
-            Err(trouble) => return self.trouble(trouble, None, deadline).map(|()| None),
+            Err(error) => return self.record_failure(error, None, deadline).map(|()| None),
         };
         let mut session = self.session()?;
         session.away = None;
@@ -295,7 +295,7 @@ impl RemoteSubscriber {
                 self.session()?.damaged = 0;
                 Ok(Some(snapshot))
             }
-            Err(trouble) => self.trouble(trouble, Some(wanted), deadline).map(|()| None),
+            Err(error) => self.record_failure(error, Some(wanted), deadline).map(|()| None),
         }
     }
 
@@ -328,14 +328,14 @@ impl RemoteSubscriber {
     }
 
     /// Records a failed request; an error if the subscriber cannot continue.
-    fn trouble(
+    fn record_failure(
         &self,
-        trouble: FetchError,
+        error: FetchError,
         wanted: Option<&AnnouncedVersion>,
         deadline: Instant,
     ) -> Result<(), WeightsError> {
         let mut session = self.session()?;
-        match trouble {
+        match error {
             FetchError::Refused(error) => Err(error),
             FetchError::VersionGone => Ok(()),
             FetchError::Corrupt(what) => {

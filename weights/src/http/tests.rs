@@ -68,7 +68,7 @@ impl TestHub {
         RemoteSubscriber::connect(self.config(name)).unwrap()
     }
 
-    /// As if its process was killed: nothing is said to anybody.
+    /// As if its process was killed: it sends nothing.
     fn stop(self) -> SocketAddr {
         self.task.abort();
         self.tokio.shutdown_timeout(Duration::from_secs(5));

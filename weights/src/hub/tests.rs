@@ -189,7 +189,7 @@ fn a_process_with_false_receipts_is_rejected_and_the_run_continues() {
     // After a restart it is registered again.
     let honest = hub.connect("liar".to_owned(), true).unwrap();
     hub.accept(&honest, life, receipt(&snapshot(2))).unwrap();
-    // The promise stands: what is of this process stops the run.
+    // A false receipt within this process still stops the run.
     inside.applied(Receipt { version: PolicyVersion(2), ..receipt(&snapshot(1)) }).unwrap_err();
     assert!(matches!(publisher.lags().unwrap_err(), WeightsError::Mismatch { .. }));
 }

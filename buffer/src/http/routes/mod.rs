@@ -26,8 +26,8 @@ use super::openapi::{self, OpenApiDocument};
 use super::problem::{Problem, ProblemCode};
 use super::state::ServerState;
 
-/// All routes over the state of the server, merged with the routes beside the buffer's.
-pub(crate) fn router(shared: &Arc<ServerState>, beside: Vec<(Role, Router)>) -> Router {
+/// All routes over the state of the server, merged with `extra_routes`.
+pub(crate) fn router(shared: &Arc<ServerState>, extra_routes: Vec<(Role, Router)>) -> Router {
     let needing = |need: Permission, routes: OpenApiRouter<Arc<ServerState>>| {
         routes.route_layer(middleware::from_fn_with_state((Arc::clone(shared), need), auth::allow))
     };
@@ -69,11 +69,11 @@ pub(crate) fn router(shared: &Arc<ServerState>, beside: Vec<(Role, Router)>) -> 
         routes.route_layer(middleware::from_fn_with_state((Arc::clone(shared), role.need()), auth::allow))
     };
     let router = router.with_state(Arc::clone(shared));
-    let router = beside.into_iter().map(allowed).fold(router, Router::merge);
+    let router = extra_routes.into_iter().map(allowed).fold(router, Router::merge);
     router
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
-        .layer(middleware::from_fn_with_state(Arc::clone(shared), auth::answer_to_our_names))
+        .layer(middleware::from_fn_with_state(Arc::clone(shared), auth::allow_host))
         .layer(middleware::from_fn_with_state(Arc::clone(shared), metrics::count))
 }
 

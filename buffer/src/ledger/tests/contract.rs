@@ -1,8 +1,9 @@
 //! The whole contract against a model: random calls of any client, with a clock and crashes.
 //!
-//! The model knows what was acknowledged to whom and nothing of how the ledger decides. It objects when a group is handed out
-//! over the bound, or to two at a time, or more often than allowed, or again after its last acknowledgement; when a named
-//! step gets other groups than before; and when a group that was accepted is forgotten without a reason.
+//! The model tracks the acknowledgements that each caller received, not how the ledger decides. It fails when a group is
+//! leased over the bound, or to two consumers at a time, or more often than allowed, or again after its last
+//! acknowledgement; when a named step gets other groups than before; and when an accepted group is forgotten without a
+//! reason.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -50,8 +51,8 @@ struct ContractModel {
     /// Unacknowledged changes: a crash may lose the last of them.
     unflushed: Vec<LedgerChange>,
     now: u64,
-    stories: BTreeMap<GroupId, LeaseHistory>,
-    promises: BTreeMap<LeaseId, ExpectedAnswer>,
+    histories: BTreeMap<GroupId, LeaseHistory>,
+    expected: BTreeMap<LeaseId, ExpectedAnswer>,
     in_flight: BTreeMap<GroupId, PolicyVersion>,
     next_key: u128,
     /// Leases that are over, and whether they were acknowledged, released or lost.
@@ -86,8 +87,8 @@ impl ContractModel {
             disk: RecordModel::default(),
             unflushed: Vec::new(),
             now: 0,
-            stories: BTreeMap::new(),
-            promises: BTreeMap::new(),
+            histories: BTreeMap::new(),
+            expected: BTreeMap::new(),
             in_flight: BTreeMap::new(),
             next_key: 0,
             ended: Vec::new(),
@@ -130,10 +131,13 @@ impl ContractModel {
         }
         for change in std::mem::take(&mut self.unflushed) {
             for (_, id) in &change.forget {
-                let story = self.stories.get(id).unwrap_or_else(|| panic!("{id} was never accepted"));
-                let over = story.oldest.staleness_at(self.highest) > self.config.max_staleness;
-                let used_up = story.uses >= self.config.max_uses;
-                assert!(over || used_up || story.evicted, "{id} is forgotten without a reason: {story:?}");
+                let history = self.histories.get(id).unwrap_or_else(|| panic!("{id} was never accepted"));
+                let over = history.oldest.staleness_at(self.highest) > self.config.max_staleness;
+                let used_up = history.uses >= self.config.max_uses;
+                assert!(
+                    over || used_up || history.evicted,
+                    "{id} is forgotten without a reason: {history:?}"
+                );
             }
             self.disk.commit(change);
         }
@@ -147,9 +151,9 @@ impl ContractModel {
         let ids = self.ledger.admit(request, self.now).unwrap();
         assert!(ids.len() <= free);
         for id in ids {
-            if let Some(story) = self.stories.remove(&id) {
-                let over = story.oldest.staleness_at(self.highest) > self.config.max_staleness;
-                assert!(over && story.uses == 0, "{id} is admitted again: {story:?}");
+            if let Some(history) = self.histories.remove(&id) {
+                let over = history.oldest.staleness_at(self.highest) > self.config.max_staleness;
+                assert!(over && history.uses == 0, "{id} is admitted again: {history:?}");
             }
             self.in_flight.insert(id, served);
         }
@@ -194,8 +198,8 @@ impl ContractModel {
                 let mut row = row(group, oldest);
                 row.reward = Some(self.dice.below(5) as f64);
                 if works {
-                    let story = LeaseHistory { oldest, uses: 0, evicted: false };
-                    assert!(self.stories.insert(group, story).is_none(), "{group} is accepted twice");
+                    let history = LeaseHistory { oldest, uses: 0, evicted: false };
+                    assert!(self.histories.insert(group, history).is_none(), "{group} is accepted twice");
                     let key = match identity {
                         ArrivalIdentity::Keyed(key) => Some(key),
                         ArrivalIdentity::Admitted(_) => None,
@@ -221,7 +225,7 @@ impl ContractModel {
         let consumer = format!("consumer {}", self.dice.below(CONSUMERS));
         let (current, known) = (self.ledger.step, self.ledger.known());
         let replayed =
-            self.promises.values().filter(|expected| expected.named && expected.consumer == consumer);
+            self.expected.values().filter(|expected| expected.named && expected.consumer == consumer);
         let replayed: Vec<PolicyVersion> = replayed.map(|expected| expected.step).collect();
         let step = match self.dice.below(4) {
             0 => None,
@@ -242,11 +246,11 @@ impl ContractModel {
         self.flush(true);
         let Ok(Some(GrantedLease { id, step, groups, .. })) = leased else { return };
         // All groups of a lease that is given again can have been evicted.
-        assert!(!groups.is_empty() || self.promises.contains_key(&id), "a lease of nothing");
+        assert!(!groups.is_empty() || self.expected.contains_key(&id), "a lease of nothing");
         assert!(groups.is_sorted_by(|a, b| a < b));
         let until = request.hold.map(|hold| self.now + millis(hold));
         let named = request.step.is_some();
-        if let Some(before) = self.promises.get(&id) {
+        if let Some(before) = self.expected.get(&id) {
             assert!(
                 named && before.groups == groups,
                 "another batch for {step}: {before:?}, then {groups:?}"
@@ -257,41 +261,44 @@ impl ContractModel {
         }
         self.check_alone(id, &groups);
         self.handed_out += groups.len() as u64;
-        self.promises.insert(id, ExpectedAnswer { consumer, step, named, groups, until });
+        self.expected.insert(id, ExpectedAnswer { consumer, step, named, groups, until });
     }
 
     fn check_new(&self, groups: &[GroupId], step: PolicyVersion) {
         for id in groups {
-            let story = &self.stories[id];
-            let staleness = story.oldest.staleness_at(step);
+            let history = &self.histories[id];
+            let staleness = history.oldest.staleness_at(step);
             assert!(staleness <= self.config.max_staleness, "{id} is {staleness} versions old at {step}");
-            assert!(story.uses < self.config.max_uses && !story.evicted, "{id} is done with: {story:?}");
+            assert!(
+                history.uses < self.config.max_uses && !history.evicted,
+                "{id} is done with: {history:?}"
+            );
         }
     }
 
     /// At most `max_uses` live leases contain a group.
     fn check_alone(&self, lease: LeaseId, groups: &[GroupId]) {
         let live = self
-            .promises
+            .expected
             .iter()
             .filter(|(id, expected)| **id != lease && expected.until.is_none_or(|until| until > self.now));
         let extended: Vec<&ExpectedAnswer> = live.map(|(_, expected)| expected).collect();
         for id in groups {
             let others = extended.iter().filter(|expected| expected.groups.contains(id)).count();
-            let uses = self.stories[id].uses as usize + others + 1;
+            let uses = self.histories[id].uses as usize + others + 1;
             assert!(uses <= self.config.max_uses as usize, "{id} is in the leases of {others} others");
         }
     }
 
     fn ack(&mut self) {
-        let Some(id) = self.any_promise() else { return };
+        let Some(id) = self.any_expected() else { return };
         let acked = self.ledger.ack(id);
         self.settle(acked.is_ok(), id);
         self.flush(true);
     }
 
     fn settle(&mut self, acked: bool, id: LeaseId) {
-        let expected = self.promises.remove(&id).unwrap();
+        let expected = self.expected.remove(&id).unwrap();
         self.ended.push((id, if acked { ModelLeaseEnd::Acked } else { ModelLeaseEnd::Lost }));
         if !acked {
             assert!(expected.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
@@ -300,7 +307,7 @@ impl ContractModel {
         }
         self.acked += 1;
         for id in &expected.groups {
-            self.stories.get_mut(id).unwrap().uses += 1;
+            self.histories.get_mut(id).unwrap().uses += 1;
         }
     }
 
@@ -309,7 +316,7 @@ impl ContractModel {
         let through = self.ledger.step;
         let of = |expected: &ExpectedAnswer| expected.consumer == consumer && expected.step < through;
         let done: Vec<LeaseId> =
-            self.promises.iter().filter(|(_, expected)| of(expected)).map(|(id, _)| *id).collect();
+            self.expected.iter().filter(|(_, expected)| of(expected)).map(|(id, _)| *id).collect();
         let answer = self.ledger.ack_through(&consumer, through).map_err(|error| error.to_string());
         for id in done {
             let acked = self.ledger.ack(id).is_ok();
@@ -322,9 +329,9 @@ impl ContractModel {
     }
 
     fn release(&mut self) {
-        let Some(id) = self.any_promise() else { return };
+        let Some(id) = self.any_expected() else { return };
         let released = self.ledger.release(id).is_ok();
-        self.promises.remove(&id);
+        self.expected.remove(&id);
         self.ended.push((id, if released { ModelLeaseEnd::Released } else { ModelLeaseEnd::Lost }));
         self.flush(true);
     }
@@ -347,18 +354,18 @@ impl ContractModel {
     }
 
     fn extend(&mut self) {
-        let Some(id) = self.any_promise() else { return };
+        let Some(id) = self.any_expected() else { return };
         let hold = 1 + self.dice.below(300);
         let extended = self.ledger.extend(id, hold, self.now);
         self.flush(true);
-        let expected = self.promises.get_mut(&id).unwrap();
+        let expected = self.expected.get_mut(&id).unwrap();
         if extended.is_ok() {
             expected.until = Some(self.now + hold);
             let groups = expected.groups.clone();
             self.check_alone(id, &groups);
         } else {
             assert!(expected.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
-            self.promises.remove(&id);
+            self.expected.remove(&id);
             self.ended.push((id, ModelLeaseEnd::Lost));
         }
     }
@@ -375,20 +382,20 @@ impl ContractModel {
             let bound = LeaseCandidate { version: below, group: GroupId(0) };
             for LeaseCandidate { version, group } in self.ledger.pool.range(..bound) {
                 assert!(*version < below);
-                self.stories.get_mut(group).unwrap().evicted = true;
+                self.histories.get_mut(group).unwrap().evicted = true;
             }
             self.ledger.evict_below(below);
             // Those in a lease were not.
-            for (id, story) in &mut self.stories {
-                story.evicted &= !self.ledger.is_stored(*id);
+            for (id, history) in &mut self.histories {
+                history.evicted &= !self.ledger.is_stored(*id);
             }
         } else if let Some(id) =
-            self.stories.keys().nth(self.dice.below(self.stories.len() as u64 + 1) as usize)
+            self.histories.keys().nth(self.dice.below(self.histories.len() as u64 + 1) as usize)
         {
             let id = *id;
             if self.ledger.evict(id) {
-                self.stories.get_mut(&id).unwrap().evicted = true;
-                self.promises.values_mut().for_each(|expected| expected.groups.retain(|group| *group != id));
+                self.histories.get_mut(&id).unwrap().evicted = true;
+                self.expected.values_mut().for_each(|expected| expected.groups.retain(|group| *group != id));
             }
         }
         self.flush(true);
@@ -405,17 +412,17 @@ impl ContractModel {
         self.ledger = super::reopen(&self.disk, self.config, self.now);
         self.in_flight.clear();
         // Open leases get their full hold again.
-        for (id, expected) in &mut self.promises {
+        for (id, expected) in &mut self.expected {
             let open = self.ledger.leases.get(id).is_some_and(|record| record.row.state == LeaseState::Open);
             if let (Some(_), true) = (expected.until, open) {
                 let hold = self.ledger.leases[id].row.hold_ms;
                 expected.until = hold.map(|hold| self.now + hold);
             }
         }
-        for (id, story) in &self.stories {
-            let over = story.oldest.staleness_at(self.highest) > self.config.max_staleness;
-            let done = story.uses >= self.config.max_uses || story.evicted || over;
-            assert!(done || self.ledger.is_stored(*id), "{id} is lost: {story:?}");
+        for (id, history) in &self.histories {
+            let over = history.oldest.staleness_at(self.highest) > self.config.max_staleness;
+            let done = history.uses >= self.config.max_uses || history.evicted || over;
+            assert!(done || self.ledger.is_stored(*id), "{id} is lost: {history:?}");
         }
     }
 
@@ -424,9 +431,9 @@ impl ContractModel {
         self.in_flight.keys().nth(n).copied()
     }
 
-    fn any_promise(&mut self) -> Option<LeaseId> {
-        let n = self.dice.below(self.promises.len().max(1) as u64) as usize;
-        self.promises.keys().nth(n).copied()
+    fn any_expected(&mut self) -> Option<LeaseId> {
+        let n = self.dice.below(self.expected.len().max(1) as u64) as usize;
+        self.expected.keys().nth(n).copied()
     }
 
     fn check_counts(&self) {

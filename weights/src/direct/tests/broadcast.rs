@@ -97,7 +97,7 @@ fn a_sampler_that_dies_in_the_middle_of_a_push_is_left_out_of_the_next_attempt()
                     let mut bucket = device.zeros::<bf16>(2048).unwrap();
                     group.broadcast(0, bucket.all_mut()).unwrap();
                 }
-                // Its process is gone: it says nothing any more, and its seat is there.
+                // As if its process was killed: it sends nothing and stays registered.
                 std::mem::forget(dying);
             });
             let serving = scope.spawn(move || {
