@@ -1,6 +1,6 @@
 //! Ranks that are devices, over a [`device::DeviceGroup`]: NCCL, or emulated devices of one process.
 //!
-//! A call enqueues work on the stream of the device and returns; [`device::DeviceGroup::wait`] waits for it. Sums over GPUs are
+//! A call enqueues work on the stream of the device and returns; [`Collective::wait`] waits for it. Sums over GPUs are
 //! those of NCCL: they repeat with the same number of ranks and the same lengths, and differ by rounding from sums on hosts.
 
 use std::ops::Range;
@@ -57,6 +57,10 @@ impl<T: Element> Collective<InDeviceMemory<T>> for DeviceGroup {
         let world = DeviceGroup::world(self);
         let mut marks = self.device().labelled("barrier").zeros::<u8>(world)?;
         DeviceGroup::all_gather_in_place(self, &even_shards(world, world), marks.all_mut())?;
-        Ok(self.wait("barrier")?)
+        Ok(DeviceGroup::wait(self, "barrier")?)
+    }
+
+    fn wait(&self, operation: &'static str) -> Result<(), CollectiveError> {
+        Ok(DeviceGroup::wait(self, operation)?)
     }
 }

@@ -137,6 +137,15 @@ pub trait Collective<M: ValueMemory = InHostMemory>: Send + Sync + fmt::Debug {
     /// As [`Self::all_reduce`].
     fn barrier(&self) -> Result<(), CollectiveError>;
 
+    /// Waits until this rank has the results of all its calls. On hosts a call has waited when it returns. `operation` is a
+    /// name for errors.
+    ///
+    /// # Errors
+    /// As [`Self::all_reduce`].
+    fn wait(&self, _operation: &'static str) -> Result<(), CollectiveError> {
+        Ok(())
+    }
+
     /// This rank, from 0.
     fn rank(&self) -> usize {
         self.position().rank
