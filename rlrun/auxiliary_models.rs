@@ -137,9 +137,9 @@ impl AuxiliarySetup<'_> {
         let resumed = path.exists() && self.state.version != PolicyVersion::default();
         let (directory, parameters, optimizer) = if resumed {
             let optimizer = self.recipe.optimizer();
-            let (directory, parameters, optimizer) = checkpoint::load_critic(&path, self.state, optimizer)?;
-            let directory = directory.with_reduction(self.recipe.reduction);
-            (directory, parameters, Some(optimizer))
+            let checkpoint::CriticCheckpoint { directory, parameters, optimizer } =
+                checkpoint::load_critic(&path, self.state, optimizer)?;
+            (directory.with_reduction(self.recipe.reduction), parameters, Some(optimizer))
         } else {
             let directory = self.recipe.opened(self.directory.path())?.with_head(Head::Value);
             let parameters = self.learner.parameters()?.with_head(directory.config());

@@ -7,7 +7,7 @@ use rollout::PromptSet;
 use rollout::tasks::arithmetic::{Demonstration, Sum};
 use trainer::loss::preference::Preference;
 use trainer::schedule::LearningRateSchedule;
-use trainer::supervised::{PairLoss, PairReport, imitate};
+use trainer::supervised::{DemonstrationReport, PairLoss, PairReport, imitate};
 use trainer::{Frozen, Learner};
 use trajectory::{GroupId, Sample, Task};
 
@@ -114,9 +114,9 @@ impl<'a> SupervisedTraining<'a> {
         metrics.set("step", (step + 1) as f64);
         let grad_norm = match &self.pairs {
             None => {
-                let (norm, loss) = imitate(learner, &rows, rate)?;
+                let DemonstrationReport { grad_norm, loss } = imitate(learner, &rows, rate)?;
                 metrics.set("loss/mean", loss);
-                norm
+                grad_norm
             }
             Some(pairs) => {
                 let PairReport { loss, accuracy, margin, grad_norm } = pairs.step(learner, &rows, rate)?;

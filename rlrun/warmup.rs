@@ -51,8 +51,8 @@ pub fn warm_up(
             })
             .collect::<Result<Vec<_>, Failure>>()?;
         let rows: Vec<&Sample> = samples.iter().collect();
-        let (_, loss) = imitate(learner, &rows, schedule.at(step))?;
-        if !progress(step + 1, loss, learner)? {
+        let report = imitate(learner, &rows, schedule.at(step))?;
+        if !progress(step + 1, report.loss, learner)? {
             break;
         }
     }

@@ -203,7 +203,7 @@ fn rewards_of_turns_reach_the_gradient() {
         bitwise: None,
     };
     let samples: Vec<_> = rows.iter().map(|row| row.sample).collect();
-    let (norm, _) = learner.step(&samples, &objective, 1e-3).unwrap();
+    let norm = learner.step(&samples, &objective, 1e-3).unwrap().grad_norm;
     assert!(norm > 0.0);
     assert_ne!(learner.parameters().unwrap().values(), before.values());
 }

@@ -81,6 +81,17 @@ pub struct Checkpoint {
     pub integrity: CheckpointIntegrity,
 }
 
+/// A separate critic that was loaded from a checkpoint.
+#[derive(Debug)]
+pub struct CriticCheckpoint {
+    /// Its model directory without weights.
+    pub directory: ModelDirectory,
+    /// Its weights: the f32 master weights.
+    pub parameters: Parameters,
+    /// Its optimizer state.
+    pub optimizer: Optimizer,
+}
+
 /// Which checkpoints are kept when a new one is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retention {
@@ -339,8 +350,7 @@ fn numbers(dir: &Path) -> Result<TrainerState, TrainerError> {
     Err(broken(&path, reason))
 }
 
-/// Loads the separate critic of the checkpoint in `dir`, whose counters are `state`: model directory, weights,
-/// optimizer.
+/// Loads the separate critic of the checkpoint in `dir`, whose counters are `state`.
 ///
 /// # Errors
 /// If it is missing or broken, or its optimizer state is of another optimizer kind.
@@ -348,7 +358,7 @@ pub fn load_critic(
     dir: &Path,
     state: &TrainerState,
     optimizer: OptimizerConfig,
-) -> Result<(ModelDirectory, Parameters, Optimizer), TrainerError> {
+) -> Result<CriticCheckpoint, TrainerError> {
     let path = critic_path(dir);
     if !path.exists() {
         let reason = "does not exist, so the run has no separate critic, but the recipe has one; start a new run from \
@@ -359,7 +369,8 @@ pub fn load_critic(
     let parameters = directory.load_parameters()?;
     let specs = parameters.layout().specs();
     let states = optimizer_files::read(&path.join("optimizer.safetensors"), specs, &optimizer)?;
-    Ok((directory, parameters, Optimizer::from_states(optimizer, state.critic_updates, states)))
+    let optimizer = Optimizer::from_states(optimizer, state.critic_updates, states);
+    Ok(CriticCheckpoint { directory, parameters, optimizer })
 }
 
 /// Loads the adapter of a checkpoint; `merged` are the merged weights.

@@ -6,8 +6,8 @@
 //! files have no name, so the system removes them however the process ends. Device memory is freed in the same way. The
 //! device copy of a frozen network is always freed.
 //!
-//! Invariant: values that are read back have the bits that were written, and no step runs in between, so a run ends with the
-//! same weights wherever they were.
+//! Invariant: values that are read back have the bits that were written, and no step runs in between, so the final weights do
+//! not depend on the memory budget.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
@@ -21,7 +21,7 @@ use crate::TrainerError;
 use crate::learner::Learner;
 use crate::optimizer::StateStream;
 
-/// Bytes that small tensors are gathered into on their way to the file.
+/// Size of the buffer between tensors and file, bytes.
 const GATHERED: usize = 1 << 20;
 
 /// The trainer's place at a device that it shares with a sampler.
@@ -65,17 +65,17 @@ impl Colocation {
         Self { turn, directory: directory.to_owned(), places, resting: false, freed_bytes: 0 }
     }
 
-    /// Whether the networks are out of memory.
+    /// Whether the state of the networks has left memory.
     pub(crate) fn is_resting(&self) -> bool {
         self.resting
     }
 
-    /// Bytes that were given up last.
+    /// Bytes that the last [`Self::rest`] freed.
     pub(crate) fn freed_bytes(&self) -> u64 {
         self.freed_bytes
     }
 
-    /// Gives up the memory of `networks` and passes the device on.
+    /// Frees the memory of `networks` and passes the device to the sampler.
     ///
     /// # Errors
     /// If a file cannot be written.
@@ -92,15 +92,15 @@ impl Colocation {
         Ok(())
     }
 
-    /// Gives back to the system what a step has freed, before more is taken.
+    /// Returns the memory that a step has freed to the system, before more is allocated.
     pub(crate) fn release(&self) {
         self.turn.release();
     }
 
-    /// Waits for the device, and takes everything back into memory; false if `stop` was set before.
+    /// Waits for the device, and restores the state of `networks`. Returns false if `stop` was set before.
     ///
     /// # Errors
-    /// If the sampler does not stand still within `wait`, or a file cannot be read.
+    /// If the sampler does not pass the device within `wait`, or a file cannot be read.
     pub(crate) fn take(
         &mut self,
         networks: Vec<&mut Learner>,
@@ -114,7 +114,7 @@ impl Colocation {
         Ok(true)
     }
 
-    /// Takes everything back into memory.
+    /// Restores the state of `networks`.
     ///
     /// # Errors
     /// If a file cannot be read.
@@ -131,12 +131,12 @@ impl Colocation {
 }
 
 impl NetworkResidency {
-    /// Takes what does not stay off the device, to the host. Returns the bytes.
+    /// Moves the state that does not stay from the device to the host. Returns the bytes.
     fn leave_device(&self, network: &mut Learner) -> Result<u64, TrainerError> {
         network.leave_device(!self.optimizer_stays, !self.weights_stay)
     }
 
-    /// Everything of `network` that does not stay.
+    /// The state of `network` that does not stay.
     fn leaving<'a>(&self, network: &'a mut Learner) -> Vec<StateStream<'a>> {
         match (self.optimizer_stays, self.weights_stay) {
             (true, true) => Vec::new(),
@@ -146,7 +146,7 @@ impl NetworkResidency {
         }
     }
 
-    /// Moves what does not stay into the file; returns its bytes.
+    /// Moves the state that does not stay to the file. Returns its bytes.
     fn store(&mut self, network: &mut Learner, directory: &Path) -> io::Result<u64> {
         let streams = self.leaving(network);
         let moved = streams.iter().map(StateStream::bytes).sum();
@@ -178,7 +178,7 @@ impl NetworkResidency {
         Ok(moved)
     }
 
-    /// Reads back what was stored.
+    /// Reads the stored state back.
     fn restore(&mut self, network: &mut Learner) -> io::Result<()> {
         let leaving = self.leaving(network);
         let Some(file) = &mut self.file else { return Ok(()) };

@@ -77,6 +77,12 @@ pub enum TrainerError {
         /// The panic message.
         message: String,
     },
+    /// The state of a rank is not where an operation needs it.
+    #[error("a rank of the trainer cannot continue: {reason}; report this")]
+    State {
+        /// What is missing.
+        reason: &'static str,
+    },
     /// A rank failed in an earlier call.
     #[error("the ranks have ended after an earlier error; resume the run from its last checkpoint")]
     RanksEnded,

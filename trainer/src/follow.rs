@@ -23,7 +23,7 @@ use crate::lora::Adapter;
 use crate::optimizer::{Optimizer, TensorState};
 use crate::rank::{MemberSeed, RankWeights};
 use crate::supervised::{DemonstrationLoss, PairLoss};
-use crate::update::PolicyUpdate;
+use crate::update::{CriticUpdate, PolicyUpdate};
 use collective::HostCollective;
 
 /// Executes the commands of the leader, rank 0 of `collective`, until it sends stop. Computes on the threads of `pool`.
@@ -91,7 +91,7 @@ impl Follower {
         let collective = &*self.collective;
         let skeleton = adapter.map(|config| Adapter::skeleton(config, layout.specs()));
         let optimizer_config = config.optimizer;
-        let member = MemberSeed::new(config, model, &layout, skeleton, Arc::clone(&self.collective));
+        let mut member = MemberSeed::new(config, model, &layout, skeleton, Arc::clone(&self.collective));
         let weights = if member.owns_weights() {
             let mut own = Vec::new();
             receive_units(collective, &layout, |unit, values| own.extend(member.own_of(unit, &values)))?;
@@ -99,7 +99,6 @@ impl Follower {
         } else {
             RankWeights::Whole(Arc::new(receive_parameters(collective, &layout)?))
         };
-        let mut member = member;
         if let Some(adapter) = member.adapter_mut() {
             let (values, base) = adapter.lengths();
             let values = receive_values(collective, values)?;
@@ -145,7 +144,7 @@ impl Follower {
             bitwise: command.bitwise,
             learning_rate: command.learning_rate,
             learner: &mut learner,
-            critic: command.critic.map(|(config, _)| (config, critic.as_mut())),
+            critic: command.critic.map(|(config, _)| CriticUpdate { config, network: critic.as_mut() }),
             reference: self.references.get(&command.network),
         };
         // The leader reads the reports of the rows.

@@ -62,8 +62,10 @@ pub struct LearnerConfig {
 pub struct Learner {
     config: LearnerConfig,
     model: Config,
-    /// The ranks of this process: all ranks as threads, or one.
-    ranks: Vec<Rank>,
+    /// The first rank of this process.
+    first: Rank,
+    /// The other ranks of this process, if all ranks are threads.
+    others: Vec<Rank>,
     pool: Arc<ThreadPool>,
     /// The other processes, if every rank is a process.
     spread: Option<LearnerProcesses>,
@@ -75,6 +77,15 @@ struct LearnerProcesses {
     collective: Arc<dyn HostCollective>,
     /// The followers, if this process is the leader.
     remote: Option<Followers>,
+}
+
+/// Result of an optimizer step.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LearnerStep<R> {
+    /// Norm of the gradient before clipping.
+    pub grad_norm: f32,
+    /// Reports of the leaves, in order.
+    pub reports: Vec<R>,
 }
 
 /// A model that is not trained: a reference policy or a teacher.
@@ -155,20 +166,21 @@ impl Learner {
 
     fn with(seed: LearnerSeed) -> Result<Self, TrainerError> {
         let (config, model, pool) = (seed.config.clone(), seed.model.clone(), Arc::new(ThreadPool::single()));
-        let ranks = if config.world > 1 {
-            let group = collective::threads::group(config.world, config.wait);
-            make(group, |rank| seed.member(Arc::new(rank)))?
-        } else {
-            vec![seed.alone()?]
-        };
-        Ok(Self { config, model, ranks, pool, spread: None })
+        if config.world <= 1 {
+            return Ok(Self { config, model, first: seed.alone()?, others: Vec::new(), pool, spread: None });
+        }
+        let group = collective::threads::group(config.world, config.wait);
+        let mut ranks = make(group, |rank| seed.member(Arc::new(rank)))?.into_iter();
+        let first = ranks.next().ok_or(TrainerError::RanksEnded)?;
+        Ok(Self { config, model, first, others: ranks.collect(), pool, spread: None })
     }
 
     /// The learner of one of several processes. `remote` is `None` on followers.
     pub(crate) fn spread(rank: Rank, collective: Arc<dyn HostCollective>, remote: Option<Followers>) -> Self {
         let (config, model) = (rank.config().clone(), rank.model().clone());
         let spread = Some(LearnerProcesses { collective, remote });
-        Self { config, model, ranks: vec![rank], pool: Arc::new(ThreadPool::single()), spread }
+        let pool = Arc::new(ThreadPool::single());
+        Self { config, model, first: rank, others: Vec::new(), pool, spread }
     }
 
     /// The learner with the thread pool `pool`. Ranks that are threads compute on one thread each.
@@ -188,10 +200,10 @@ impl Learner {
     /// # Errors
     /// If a rank has failed.
     pub fn parameters(&self) -> Result<Cow<'_, Parameters>, TrainerError> {
-        if let Some(whole) = self.first().whole()? {
+        if let Some(whole) = self.first.whole()? {
             return Ok(Cow::Borrowed(whole));
         }
-        let mut parameters = Parameters::zeros(Arc::clone(self.first().layout()));
+        let mut parameters = Parameters::zeros(Arc::clone(self.first.layout()));
         self.write(parameters.values_mut())?;
         Ok(Cow::Owned(parameters))
     }
@@ -202,20 +214,20 @@ impl Learner {
     /// # Errors
     /// If a device fails.
     pub fn whole(&self) -> Result<Option<&Parameters>, TrainerError> {
-        Ok(self.first().whole()?.map(|parameters| &**parameters))
+        self.first.whole()
     }
 
     /// The device of the first rank and its weights. `None` if the rank computes on the processor, or has only its shards.
     #[must_use]
     pub fn device_weights(&self) -> Option<(&Device, LearnerWeights<'_>)> {
-        self.first().device_weights()
+        self.first.device_weights()
     }
 
     /// Whether the collective runs from device to device and not through the host. `None` for ranks on the processor and
     /// for a single rank.
     #[must_use]
     pub fn meets_on_devices(&self) -> Option<bool> {
-        self.first().meets_on_devices()
+        self.first.meets_on_devices()
     }
 
     /// A shared copy of all weights. Each rank writes its shards into the copy directly.
@@ -226,7 +238,7 @@ impl Learner {
         if let Some(whole) = self.whole()? {
             return Ok(Arc::from(whole.values()));
         }
-        let mut values: Arc<[f32]> = std::iter::repeat_n(0.0, self.first().layout().len()).collect();
+        let mut values: Arc<[f32]> = std::iter::repeat_n(0.0, self.first.layout().len()).collect();
         if let Some(values) = Arc::get_mut(&mut values) {
             self.write(values)?;
         }
@@ -241,12 +253,12 @@ impl Learner {
     /// # Panics
     /// If `values` has another length.
     pub fn write(&self, values: &mut [f32]) -> Result<(), TrainerError> {
-        if let Some(whole) = self.first().whole()? {
+        if let Some(whole) = self.first.whole()? {
             values.copy_from_slice(whole.values());
             return Ok(());
         }
         if self.send_command(|network| RankCommand::GatherWeights { network })? {
-            return self.first().gather_weights(Some(values));
+            return self.first.gather_weights(Some(values));
         }
         for (range, own) in self.owned()? {
             values[range].copy_from_slice(own);
@@ -267,7 +279,7 @@ impl Learner {
         if self.send_command(|network| RankCommand::Send { network, plan: plan.to_bytes() })? {
             return self.send_own(plan, Some(hub));
         }
-        let sent = on_each(self.ranks.iter().collect(), |rank| Ok(rank.send(plan, Some(hub))))?;
+        let sent = on_each(self.ranks().collect(), |rank| Ok(rank.send(plan, Some(hub))))?;
         Ok(sent.into_iter().collect())
     }
 
@@ -278,8 +290,8 @@ impl Learner {
         hub: Option<&Hub>,
     ) -> Result<Result<Vec<Digest>, WeightsError>, TrainerError> {
         let own =
-            self.first().send(plan, hub).map(|digest| *digest.as_bytes()).map_err(|error| error.to_string());
-        let all = self.first().collective()?.all_gather_bytes(encode(&own)?)?;
+            self.first.send(plan, hub).map(|digest| *digest.as_bytes()).map_err(|error| error.to_string());
+        let all = self.first.collective()?.all_gather_bytes(encode(&own)?)?;
         let mut digests = Vec::with_capacity(all.len());
         for (rank, bytes) in all.iter().enumerate() {
             match decode::<Result<[u8; 32], String>>(bytes)? {
@@ -296,19 +308,19 @@ impl Learner {
     /// Shards of the weights for [`Self::send`]: of equal length, in whole chunks of a digest.
     pub(crate) fn push_cuts(&self) -> Vec<Range<usize>> {
         const CHUNK: usize = 1024;
-        let (len, world) = (self.first().layout().len(), self.config.world);
+        let (len, world) = (self.first.layout().len(), self.config.world);
         let end = |rank: usize| if rank == world { len } else { len * rank / world / CHUNK * CHUNK };
         (0..world).map(|rank| end(rank)..end(rank + 1)).collect()
     }
 
     /// A follower's part of the leader's [`Self::write`].
     pub(crate) fn give_weights(&self) -> Result<(), TrainerError> {
-        self.first().gather_weights(None)
+        self.first.gather_weights(None)
     }
 
     /// A follower's part of the leader's [`Self::optimizer`].
     pub(crate) fn give_optimizer(&self) -> Result<(), TrainerError> {
-        self.first().gather_optimizer().map(drop)
+        self.first.gather_optimizer().map(drop)
     }
 
     /// Whether every rank is a process.
@@ -337,14 +349,14 @@ impl Learner {
     /// # Errors
     /// If a device fails.
     pub fn owned(&self) -> Result<OwnedValues<'_>, TrainerError> {
-        let owned = self.ranks.iter().map(Rank::owned).collect::<Result<Vec<_>, _>>()?;
+        let owned = self.ranks().map(Rank::owned).collect::<Result<Vec<_>, _>>()?;
         Ok(owned.into_iter().flatten().collect())
     }
 
     /// Number of updates of the optimizer.
     #[must_use]
     pub fn updates(&self) -> u64 {
-        self.first().optimizer().updates()
+        self.first.optimizer().updates()
     }
 
     /// The optimizer with its whole state, which is gathered from all ranks.
@@ -352,29 +364,29 @@ impl Learner {
     /// # Errors
     /// If a rank has failed.
     pub fn optimizer(&self) -> Result<Cow<'_, Optimizer>, TrainerError> {
-        if self.first().fragments().is_none() {
-            return self.first().whole_optimizer();
+        if self.first.fragments().is_none() {
+            return self.first.whole_optimizer();
         }
         if self.send_command(|network| RankCommand::GatherOptimizer { network })? {
-            return Ok(Cow::Owned(self.first().gather_optimizer()?));
+            return Ok(Cow::Owned(self.first.gather_optimizer()?));
         }
-        let states = self.ranks.iter().map(Rank::states).collect::<Result<Vec<_>, _>>()?;
-        let fragments = self.ranks.iter().filter_map(Rank::fragments);
+        let states = self.ranks().map(Rank::states).collect::<Result<Vec<_>, _>>()?;
+        let fragments = self.ranks().filter_map(Rank::fragments);
         let states = fragments.zip(states.iter().map(|states| &**states));
-        let joined = Optimizer::join(self.config.optimizer, self.updates(), self.trained(), states);
+        let joined = Optimizer::join(self.config.optimizer, self.updates(), self.trained(), states)?;
         Ok(Cow::Owned(joined))
     }
 
     /// The adapter, if one is trained in place of the weights.
     #[must_use]
     pub fn adapter(&self) -> Option<&Adapter> {
-        self.first().adapter()
+        self.first.adapter()
     }
 
     /// The trained tensors, in the order of the optimizer's states.
     #[must_use]
     pub fn trained(&self) -> &[ParameterSpec] {
-        self.first().trained()
+        self.first.trained()
     }
 
     /// Configuration of the model.
@@ -394,50 +406,50 @@ impl Learner {
     /// Memory of weights, gradients and optimizer in this process, bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.ranks.iter().map(Rank::bytes).sum()
+        self.ranks().map(Rank::bytes).sum()
     }
 
     /// Frees the gradients, which begin at zero in every step. Returns their bytes.
     pub(crate) fn drop_gradients(&mut self) -> u64 {
-        self.ranks.iter_mut().map(Rank::drop_gradients).sum()
+        self.ranks_mut().map(Rank::drop_gradients).sum()
     }
 
     /// Memory of the optimizer and of the weights on devices, bytes.
     #[must_use]
     pub fn device_bytes(&self) -> [u64; 2] {
         let add = |[a, b]: [u64; 2], [c, d]: [u64; 2]| [a + c, b + d];
-        self.ranks.iter().map(Rank::device_bytes).fold([0; 2], add)
+        self.ranks().map(Rank::device_bytes).fold([0; 2], add)
     }
 
     /// Memory of the optimizer and of the weights, bytes.
     pub(crate) fn bytes_to_keep(&mut self) -> [u64; 2] {
         let add = |[a, b]: [u64; 2], [c, d]: [u64; 2]| [a + c, b + d];
-        self.ranks.iter_mut().map(Rank::bytes_to_keep).fold([0; 2], add)
+        self.ranks_mut().map(Rank::bytes_to_keep).fold([0; 2], add)
     }
 
     /// Frees the device memory of the optimizer, of the weights, or of both, and of frozen networks. Returns the bytes.
     pub(crate) fn leave_device(&mut self, optimizer: bool, weights: bool) -> Result<u64, TrainerError> {
-        self.ranks.iter_mut().map(|rank| rank.leave_device(optimizer, weights)).sum()
+        self.ranks_mut().map(|rank| rank.leave_device(optimizer, weights)).sum()
     }
 
     /// Copies the state that belongs on the devices back to them.
     pub(crate) fn enter_device(&mut self) -> Result<(), TrainerError> {
-        self.ranks.iter_mut().try_for_each(Rank::enter_device)
+        self.ranks_mut().try_for_each(Rank::enter_device)
     }
 
     /// The optimizer state.
     pub(crate) fn optimizer_streams(&mut self) -> Vec<StateStream<'_>> {
-        self.ranks.iter_mut().flat_map(|rank| rank.streams(true, false)).collect()
+        self.ranks_mut().flat_map(|rank| rank.streams(true, false)).collect()
     }
 
     /// The weights, and the base weights of an adapter.
     pub(crate) fn weight_streams(&mut self) -> Vec<StateStream<'_>> {
-        self.ranks.iter_mut().flat_map(|rank| rank.streams(false, true)).collect()
+        self.ranks_mut().flat_map(|rank| rank.streams(false, true)).collect()
     }
 
     /// The optimizer state and the weights.
     pub(crate) fn all_streams(&mut self) -> Vec<StateStream<'_>> {
-        self.ranks.iter_mut().flat_map(|rank| rank.streams(true, true)).collect()
+        self.ranks_mut().flat_map(|rank| rank.streams(true, true)).collect()
     }
 
     /// Predictions of the trained tokens of each row under the current weights.
@@ -470,7 +482,7 @@ impl Learner {
         let plan = self.plan(rows, self.config.world);
         let task = PlannedRows { rows, plan: &plan };
         let mut scored = vec![Vec::new(); rows.len()];
-        for rank in on_each(self.ranks.iter().collect(), |rank| score(rank, task))? {
+        for rank in on_each(self.ranks().collect(), |rank| score(rank, task))? {
             rank.into_iter().for_each(|(row, predictions)| scored[row] = predictions);
         }
         if let Some(LearnerProcesses { collective, .. }) = &self.spread {
@@ -479,8 +491,7 @@ impl Learner {
         Ok(scored)
     }
 
-    /// One optimizer step on the sum of `loss` over `rows`. Returns the gradient norm before clipping, and the reports of the
-    /// leaves in order. Without a row, or with a gradient of zero, there is no update: no moments, no weight decay.
+    /// One optimizer step on the sum of `loss` over `rows`. Without a row, or with a gradient of zero, there is no update: no moments, no weight decay.
     ///
     /// # Errors
     /// If a token is outside the vocabulary, or the gradient is not finite; the weights are then unchanged. If one of
@@ -490,22 +501,23 @@ impl Learner {
         rows: &[&Sample],
         loss: &L,
         learning_rate: f32,
-    ) -> Result<(f32, Vec<L::Report>), TrainerError> {
+    ) -> Result<LearnerStep<L::Report>, TrainerError> {
         let plan = self.plan(rows, self.config.step_leaves());
         if rows.is_empty() {
-            return Ok((0.0, Vec::new()));
+            return Ok(LearnerStep { grad_norm: 0.0, reports: Vec::new() });
         }
         let pool = &self.rank_pool(&self.pool);
         let step = StepInputs { task: PlannedRows { rows, plan: &plan }, loss, learning_rate, pool };
         let work = |rank: &mut &mut Rank| rank.step(&step);
-        let done = on_each(self.ranks.iter_mut().collect(), work)?;
-        let norm = done.first().map_or(0.0, |(norm, _)| *norm);
-        let mut reports: Vec<Vec<L::Report>> = done.into_iter().map(|(_, reports)| reports).collect();
+        let done = on_each(self.ranks_mut().collect(), work)?;
+        let grad_norm = done.first().map_or(0.0, |step| step.grad_norm);
+        let mut reports: Vec<Vec<L::Report>> = done.into_iter().map(|step| step.reports).collect();
         if let (Some(LearnerProcesses { collective, .. }), Some(own)) = (&self.spread, reports.first()) {
             let all = collective.all_gather_bytes(encode(own)?)?;
             reports = all.iter().map(|reports| decode(reports)).collect::<Result<_, _>>()?;
         }
-        Ok((norm, in_order_of_leaf(reports, !self.config.shares_gradients())))
+        let reports = in_order_of_leaf(reports, !self.config.shares_gradients());
+        Ok(LearnerStep { grad_norm, reports })
     }
 
     /// The plan of `rows` for `parts` leaves or ranks.
@@ -515,14 +527,16 @@ impl Learner {
 
     /// The thread pool of a rank: `pool`, or one thread if this process has several ranks.
     fn rank_pool(&self, pool: &Arc<ThreadPool>) -> Arc<ThreadPool> {
-        if self.ranks.len() > 1 { Arc::new(ThreadPool::single()) } else { Arc::clone(pool) }
+        if self.others.is_empty() { Arc::clone(pool) } else { Arc::new(ThreadPool::single()) }
     }
 
-    fn first(&self) -> &Rank {
-        match self.ranks.first() {
-            Some(first) => first,
-            None => unreachable!("a learner has at least one rank"),
-        }
+    /// The ranks of this process.
+    fn ranks(&self) -> impl Iterator<Item = &Rank> {
+        std::iter::once(&self.first).chain(&self.others)
+    }
+
+    fn ranks_mut(&mut self) -> impl Iterator<Item = &mut Rank> {
+        std::iter::once(&mut self.first).chain(&mut self.others)
     }
 }
 

@@ -60,7 +60,7 @@ pub use colocation::Colocation;
 pub use error::TrainerError;
 pub use follow::follow;
 pub use lead::Leader;
-pub use learner::{Frozen, Learner, LearnerConfig};
+pub use learner::{Frozen, Learner, LearnerConfig, LearnerStep};
 pub use on_device::{CollectivePlace, DeviceConfig, LearnerWeights, OptimizerPlace};
 pub use report::StepReport;
 pub use trainer::{AuxiliaryModels, Trainer, TrainerConfig, TrainerParts};

@@ -13,6 +13,8 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use crate::TrainerError;
+
 /// Values per scale; as in bitsandbytes and torchao.
 pub const BLOCK: usize = 256;
 /// Values of a chunk, a multiple of [`BLOCK`]: an update reads and writes at most 1 MiB for it.
@@ -77,6 +79,13 @@ pub(crate) struct AdamwFactors {
     pub(crate) seed: u32,
 }
 
+/// A weight and its moments after an update.
+struct UpdatedWeight {
+    value: f32,
+    first: f32,
+    second: f32,
+}
+
 /// A chunk of one tensor with its gradients and moments.
 #[derive(Debug)]
 pub(crate) struct MomentChunk<'a> {
@@ -136,7 +145,10 @@ impl Moments {
     }
 
     /// Inverse of [`Self::cut`].
-    pub(crate) fn paste(&mut self, within: &Range<usize>, part: &Self) {
+    ///
+    /// # Errors
+    /// If `part` has another precision.
+    pub(crate) fn paste(&mut self, within: &Range<usize>, part: &Self) -> Result<(), TrainerError> {
         match (self, part) {
             (Self::Full { first, second }, Self::Full { first: m, second: v }) => {
                 first[within.clone()].copy_from_slice(m);
@@ -146,8 +158,12 @@ impl Moments {
                 first.paste(within, m);
                 second.paste(within, v);
             }
-            _ => unreachable!("how moments are kept follows from the tensor and the configuration"),
+            (Self::Full { .. }, Self::Coded { .. }) | (Self::Coded { .. }, Self::Full { .. }) => {
+                let reason = "two ranks have moments of different precisions".to_owned();
+                return Err(TrainerError::Message { reason });
+            }
         }
+        Ok(())
     }
 
     /// Splits the update of a tensor, or of a fragment that begins at `offset`, into chunks at fixed places. `values`
@@ -215,12 +231,12 @@ impl MomentChunk<'_> {
 impl AdamwFactors {
     /// New value, first moment and second moment of one weight.
     #[inline(always)]
-    fn step(self, value: f32, gradient: f32, first: f32, second: f32) -> (f32, f32, f32) {
+    fn step(self, value: f32, gradient: f32, first: f32, second: f32) -> UpdatedWeight {
         let g = gradient * self.gradient;
         let first = self.beta1 * first + (1.0 - self.beta1) * g;
         let second = self.beta2 * second + (1.0 - self.beta2) * g * g;
         let root = (second * self.second_scale).sqrt() + self.eps;
-        (value * self.keep - self.step_size * first / root, first, second)
+        UpdatedWeight { value: value * self.keep - self.step_size * first / root, first, second }
     }
 }
 
@@ -233,7 +249,7 @@ model::vectorized! {
         factors: AdamwFactors,
     ) {
         for (((value, g), m), v) in values.iter_mut().zip(gradients).zip(first).zip(second) {
-            (*value, *m, *v) = factors.step(*value, *g, *m, *v);
+            UpdatedWeight { value: *value, first: *m, second: *v } = factors.step(*value, *g, *m, *v);
         }
     }
 }
@@ -262,7 +278,8 @@ model::vectorized! {
                 values.iter_mut().zip(gradients).zip(moments).zip(codes)
             {
                 let (old_m, old_v) = (decode_signed(*m_code) * *m_scale, decode(u32::from(*v_code)) * *v_scale);
-                (*value, *m, *v) = factors.step(*value, *g, old_m, old_v);
+                UpdatedWeight { value: *value, first: *m, second: *v } =
+                    factors.step(*value, *g, old_m, old_v);
             }
             let m_inverse;
             let v_inverse;

@@ -5,7 +5,7 @@
 
 use model::{
     Config, Decoder, GradientSink, LayerSource, Layout, Parameters, Prediction, PredictionGradient,
-    Recompute, ThreadPool, Trace, TracedPack, Unit,
+    Recompute, ThreadPool, TracedPack, Unit,
 };
 use std::sync::Arc;
 
@@ -24,12 +24,8 @@ pub(crate) enum Pass<'a> {
     Device(Box<dyn DevicePass + 'a>),
 }
 
-/// Activations of a forward pass for its backward pass.
-pub(crate) enum Traced {
-    Host(Trace),
-    /// The activations are on the device.
-    Device,
-}
+/// The derivatives of the loss with respect to the predictions of a micro-batch.
+pub(crate) type LossSlopes<'a> = dyn FnMut(&[Prediction]) -> Vec<PredictionGradient> + 'a;
 
 impl<'a> Pass<'a> {
     /// A network with all weights.
@@ -52,45 +48,31 @@ impl<'a> Pass<'a> {
         Ok(Self::Gathered(decoder, source))
     }
 
-    /// Predictions, and the activations for the backward pass.
-    pub(crate) fn forward(
+    /// A forward pass, and a backward pass with the loss derivatives of its predictions. Adds the gradients to `sink`. A
+    /// device keeps them until the gradients of a slot are `complete`.
+    pub(crate) fn train(
         &mut self,
         packed: &Packed<'_>,
-        pool: &ThreadPool,
-    ) -> Result<(Vec<Prediction>, Traced), TrainerError> {
-        let Packed { pack, positions, targets, .. } = packed;
-        let (predictions, trace) = match self {
-            Self::Whole(decoder) => decoder.forward(pack, positions, targets, pool)?,
-            Self::Gathered(decoder, source) => {
-                source.backward = false;
-                decoder.forward_through(source, pack, positions, targets, pool)?
-            }
-            Self::Device(pass) => return Ok((pass.forward(packed)?, Traced::Device)),
-        };
-        Ok((predictions, Traced::Host(trace)))
-    }
-
-    /// Adds the gradients of `slopes * predictions` to `sink`. Without `sink` they stay on the device.
-    pub(crate) fn backward(
-        &mut self,
-        packed: &Packed<'_>,
-        trace: Traced,
-        slopes: &[PredictionGradient],
-        sink: Option<&mut dyn GradientSink>,
+        slopes: &mut LossSlopes<'_>,
+        sink: &mut dyn GradientSink,
+        complete: bool,
         pool: &ThreadPool,
     ) -> Result<(), TrainerError> {
-        let Packed { pack, targets, .. } = packed;
-        match (self, trace, sink) {
-            (Self::Whole(decoder), Traced::Host(trace), Some(sink)) => {
-                decoder.backward(pack, trace, targets, slopes, sink, pool)?;
+        let Packed { pack, positions, targets, .. } = packed;
+        match self {
+            Self::Whole(decoder) => {
+                let (predictions, trace) = decoder.forward(pack, positions, targets, pool)?;
+                decoder.backward(pack, trace, targets, &slopes(&predictions), sink, pool)?;
             }
-            (Self::Gathered(decoder, source), Traced::Host(trace), Some(sink)) => {
+            Self::Gathered(decoder, source) => {
+                source.backward = false;
+                let (predictions, trace) = decoder.forward_through(source, pack, positions, targets, pool)?;
+                let slopes = slopes(&predictions);
                 source.backward = true;
                 let traced = TracedPack { pack, trace };
-                decoder.backward_through(source, traced, targets, slopes, sink, pool)?;
+                decoder.backward_through(source, traced, targets, &slopes, sink, pool)?;
             }
-            (Self::Device(pass), _, sink) => pass.backward(packed, slopes, sink)?,
-            _ => unreachable!("what is computed on the host has a trace and a sink there"),
+            Self::Device(pass) => pass.train(packed, slopes, if complete { Some(sink) } else { None })?,
         }
         Ok(())
     }
@@ -117,37 +99,20 @@ impl<'a> Pass<'a> {
         (0..self.layers()).try_for_each(|index| self.skip_layer(index, false))
     }
 
-    /// Takes part in a forward and a backward pass of other ranks.
-    pub(crate) fn skip(&mut self, sink: Option<&mut dyn GradientSink>) -> Result<(), TrainerError> {
-        self.skip_forward()?;
-        self.skip_backward(sink)
-    }
-
-    /// Takes part in a backward pass of other ranks with gradients of zero, through `sink` or from device to device.
-    fn skip_backward(&mut self, mut sink: Option<&mut dyn GradientSink>) -> Result<(), TrainerError> {
-        let mut hand_on = |pass: &mut Self, unit| match (&mut sink, pass) {
-            (Some(sink), _) => {
-                sink.unit(unit);
-                sink.done(unit);
-                Ok(())
-            }
-            (None, Self::Device(pass)) => pass.skip_unit(unit),
-            (None, _) => unreachable!("what is computed on the host has a sink there"),
+    /// Takes part in a forward and a backward pass of other ranks, with gradients of zero through `sink`.
+    pub(crate) fn skip(&mut self, sink: &mut dyn GradientSink) -> Result<(), TrainerError> {
+        let mut zeros = |unit| {
+            sink.unit(unit);
+            sink.done(unit);
         };
-        hand_on(self, Unit::Tail)?;
+        self.skip_forward()?;
+        zeros(Unit::Tail);
         for index in (0..self.layers()).rev() {
             self.skip_layer(index, true)?;
-            hand_on(self, Unit::Layer(index))?;
+            zeros(Unit::Layer(index));
         }
-        hand_on(self, Unit::Embedding)
-    }
-
-    /// In a device group, whether the next backward pass reduces its gradients (`leave`), and is the `first` of the step
-    /// that does.
-    pub(crate) fn reduces(&mut self, leave: bool, first: bool) {
-        if let Self::Device(pass) = self {
-            pass.reduces(leave, first);
-        }
+        zeros(Unit::Embedding);
+        Ok(())
     }
 
     /// Takes part in the all-gather of a layer.

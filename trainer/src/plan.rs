@@ -346,12 +346,16 @@ mod tests {
         (sizes, rows)
     }
 
-    /// The plan, and the costs of its leaves and of the groups.
-    fn plan_groups(
-        groups: &[(usize, Vec<usize>)],
-        budget: usize,
-        leaves: usize,
-    ) -> (Vec<Vec<MicroBatch>>, Vec<u64>, Vec<PromptUnit>) {
+    /// The plan of some groups.
+    struct PlannedGroups {
+        plan: Vec<Vec<MicroBatch>>,
+        /// Costs of the leaves.
+        costs: Vec<u64>,
+        /// The groups before they are split.
+        units: Vec<PromptUnit>,
+    }
+
+    fn plan_groups(groups: &[(usize, Vec<usize>)], budget: usize, leaves: usize) -> PlannedGroups {
         let (sizes, rows) = groups_of(groups);
         let planner = Planner { sizes: &sizes, cost: ForwardCost::of(&model()), budget };
         let rows: Vec<&[usize]> = rows.iter().map(Vec::as_slice).collect();
@@ -365,7 +369,8 @@ mod tests {
             parts.map(|rows| of_group(&rows).cost).sum()
         };
         let costs = plan.iter().map(|leaf| leaf.iter().map(cost).sum()).collect();
-        (plan, costs, rows.iter().map(|rows| of_group(rows)).collect())
+        let units = rows.iter().map(|rows| of_group(rows)).collect();
+        PlannedGroups { plan, costs, units }
     }
 
     proptest! {
@@ -375,7 +380,7 @@ mod tests {
             budget in 1..300usize,
             leaves in 1..5usize,
         ) {
-            let (plan, _, units) = plan_groups(&groups, budget, leaves);
+            let PlannedGroups { plan, units, .. } = plan_groups(&groups, budget, leaves);
             let (sizes, _) = groups_of(&groups);
             prop_assert_eq!(plan.len(), leaves);
             let batches: Vec<&MicroBatch> = plan.iter().flatten().collect();
@@ -388,7 +393,7 @@ mod tests {
                 let most: usize = batch.rows.iter().map(|row| sizes[*row].prompt + sizes[*row].rest).sum();
                 prop_assert!(batch.tokens <= most);
             }
-            prop_assert_eq!(&plan, &plan_groups(&groups, budget, leaves).0, "the same rows give the same plan");
+            prop_assert_eq!(&plan, &plan_groups(&groups, budget, leaves).plan, "the same rows give the same plan");
             // Any two micro-batches of a rank would not have fitted into one, so all but one are half full.
             if units.iter().all(|unit| unit.tokens <= budget) && leaves == 1 {
                 let tokens: usize = units.iter().map(|unit| unit.tokens).sum();
@@ -402,7 +407,7 @@ mod tests {
             leaves in 1..5usize,
         ) {
             let budget = 500;
-            let (plan, costs, units) = plan_groups(&groups, budget, leaves);
+            let PlannedGroups { plan, costs, units } = plan_groups(&groups, budget, leaves);
             let (largest, all) = (units.iter().map(|unit| unit.cost).max().unwrap(), total(&units));
             // The rank that got the last unit had at most the mean before.
             let slowest = *costs.iter().max().unwrap();
@@ -418,9 +423,9 @@ mod tests {
     #[test]
     fn groups_stay_together_and_in_order_where_they_can() {
         let groups = [(10, vec![5, 7, 6]), (4, vec![9, 9]), (8, vec![3])];
-        let (plan, _, _) = plan_groups(&groups, 1000, 1);
+        let plan = plan_groups(&groups, 1000, 1).plan;
         assert_eq!(plan, [[MicroBatch { rows: (0..6).collect(), tokens: 28 + 22 + 11 }]]);
-        let (plan, _, _) = plan_groups(&groups, 40, 1);
+        let plan = plan_groups(&groups, 40, 1).plan;
         let rows: Vec<&[usize]> = plan[0].iter().map(|batch| &batch.rows[..]).collect();
         assert_eq!(rows, [&[0, 1, 2][..], &[3, 4, 5]]);
     }
@@ -428,24 +433,24 @@ mod tests {
     #[test]
     fn micro_batches_are_filled_evenly() {
         let groups: Vec<_> = (0..5).map(|_| (20, vec![0])).collect();
-        let (plan, _, _) = plan_groups(&groups, 80, 1);
+        let plan = plan_groups(&groups, 80, 1).plan;
         assert_eq!(plan[0].iter().map(|batch| batch.tokens).collect::<Vec<_>>(), [60, 40]);
     }
 
     #[test]
     fn a_group_is_split_where_ranks_would_be_idle() {
-        let (plan, costs, units) = plan_groups(&[(5, vec![20; 8])], 1000, 4);
+        let PlannedGroups { plan, costs, units } = plan_groups(&[(5, vec![20; 8])], 1000, 4);
         assert!(plan.iter().all(|leaf| leaf.len() == 1 && leaf[0].rows.len() == 2), "{plan:?}");
         assert!(costs.iter().max().unwrap() * 3 < units[0].cost);
         // A prompt that costs more than all the rest is not computed twice.
-        let (plan, _, _) = plan_groups(&[(5000, vec![1, 1])], 10_000, 2);
+        let plan = plan_groups(&[(5000, vec![1, 1])], 10_000, 2).plan;
         assert_eq!(plan.iter().flatten().count(), 1, "{plan:?}");
     }
 
     #[test]
     fn long_rows_cost_more_than_their_tokens() {
         let groups = [(1, vec![4000]), (1, vec![1000]), (1, vec![1000]), (1, vec![1000]), (1, vec![1000])];
-        let (plan, _, _) = plan_groups(&groups, 4500, 2);
+        let plan = plan_groups(&groups, 4500, 2).plan;
         assert_eq!(plan[0].iter().flat_map(|batch| &batch.rows).collect::<Vec<_>>(), [&0]);
     }
 

@@ -12,95 +12,84 @@
 //! Invariant: all ranks make the same calls with the same rows, plan and learning rate. Replicated state (weights after an
 //! update, the norm of the gradient, whether it is finite) has the same bits on all ranks.
 
+//!
+//! # Layout
+//! - `seed`: the initial state, and the choice of the kind
+//! - `single`, `replicated`, `sharded`: ranks that update their weights on the host; `whole`: all weights there
+//! - `on_device`: a single rank that updates its weights on a device, and passes on a device for the others; `group`: ranks of
+//!   a device group
+//! - `membership`: a rank among several; `step`: the passes of a step; `memory`: bytes, and leaving a device
+
+mod group;
+mod membership;
 mod memory;
 mod on_device;
+mod replicated;
+mod seed;
+mod sharded;
+mod single;
 mod step;
+mod whole;
 
+pub(crate) use seed::{LearnerSeed, MemberSeed, RankWeights};
 pub(crate) use step::StepInputs;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::borrow::Cow;
+use std::fmt;
+use std::sync::Arc;
 
-use device::DeviceBuffer;
+use collective::HostCollective;
+use device::{Device, bf16};
 use model::{Config, Decoder, Layout, ParameterSpec, Parameters, Prediction, ThreadPool};
 use trajectory::Sample;
+use weights::direct::round::PushPlan;
+use weights::{Digest, Hub, WeightsError};
 
+use self::group::GroupRank;
+use self::membership::{OwnShards, RankMembership};
+use self::on_device::SingleDeviceRank;
+use self::replicated::ReplicatedRank;
+use self::sharded::ShardedRank;
+use self::single::SingleRank;
 use crate::TrainerError;
 use crate::lead::{decode, encode};
-use crate::learner::{Frozen, LearnerConfig, OwnedValues};
+use crate::learner::{Frozen, LearnerConfig, LearnerStep, OwnedValues, RowLoss};
 use crate::lora::Adapter;
-use crate::on_device::Mirror;
+use crate::on_device::{ByDtype, LearnerWeights, NetworkWeights, by_dtype};
 use crate::optimizer::{Optimizer, TensorState};
 use crate::packing::pack;
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
-use crate::zero::{BufferPool, Communication, Fragment, Requests, Shards, TreeSums, with_communication};
-use collective::HostCollective;
-
-/// Initial state of a single rank, or of all ranks of a learner.
-#[derive(Debug)]
-pub(crate) struct LearnerSeed {
-    pub(crate) config: LearnerConfig,
-    pub(crate) model: Config,
-    pub(crate) parameters: Arc<Parameters>,
-    /// The adapter that is trained in place of the weights. It is merged into them.
-    pub(crate) adapter: Option<Adapter>,
-    /// Optimizer state of whole tensors.
-    pub(crate) optimizer: Option<Optimizer>,
-}
-
-/// Configuration and shards of one of several ranks, before it receives its weights.
-#[derive(Debug)]
-pub(crate) struct MemberSeed {
-    config: LearnerConfig,
-    model: Config,
-    layout: Arc<Layout>,
-    adapter: Option<Adapter>,
-    collective: Arc<dyn HostCollective>,
-    rank: usize,
-    trained: Shards,
-    weights: Shards,
-}
+use crate::zero::{BufferPool, Fragment};
 
 /// One rank.
-#[derive(Debug)]
 pub(crate) struct Rank {
+    base: RankBase,
+    kind: RankKind,
+}
+
+/// The state that every rank has.
+struct RankBase {
     config: LearnerConfig,
     model: Config,
     layout: Arc<Layout>,
-    weights: RankWeights,
+    /// The optimizer of whole tensors, or of the fragments of a rank. States on a device are missing.
     optimizer: Optimizer,
-    adapter: Option<Adapter>,
-    /// Rank number, collective and shards; `None` for a single rank.
-    membership: Option<RankMembership>,
-    /// The device; `None` if the rank computes on the processor.
-    device: Option<on_device::RankDevice>,
-    /// Sums of the gradients that this rank owns. The buffers stay allocated between steps.
-    sums: TreeSums,
     buffers: BufferPool,
 }
 
-/// The weights of a rank.
-#[derive(Debug)]
-pub(crate) enum RankWeights {
-    /// All weights. Between two calls this is the only reference.
-    Whole(Arc<Parameters>),
-    /// The shards of this rank, concatenated.
-    Own(Vec<f32>),
-    /// All weights, on the device.
-    Device(Mirror<Parameters>),
-    /// The shards of this rank, concatenated, on the device.
-    DeviceOwn(Mirror<Vec<f32>>),
-}
-
-#[derive(Debug)]
-struct RankMembership {
-    rank: usize,
-    /// `None` after an error; dropping it ends the calls of the other ranks.
-    collective: Mutex<Option<Arc<dyn HostCollective>>>,
-    /// Shards of the trained tensors.
-    trained: Shards,
-    /// Shards of the weights.
-    weights: Shards,
+/// Where a rank has its weights and updates them.
+enum RankKind {
+    /// The only rank, which updates its weights on the host.
+    Single(SingleRank),
+    /// The only rank, which updates its weights on its device.
+    SingleOnDevice(Box<ByDtype<SingleDeviceRank<f32>, SingleDeviceRank<bf16>>>),
+    /// One of several ranks with all weights each, which they update on the host.
+    Replicated(ReplicatedRank),
+    /// One of several ranks with their shards of the weights, which they update on the host.
+    Sharded(ShardedRank),
+    /// One of several ranks that update their shards of the weights on their devices.
+    Group(Box<ByDtype<GroupRank<f32>, GroupRank<bf16>>>),
 }
 
 /// The rows of a step or a scoring pass, with their plan.
@@ -114,166 +103,84 @@ pub(crate) struct PlannedRows<'a> {
 /// Predictions of rows, each with the index of its row.
 pub(crate) type ScoredRows = Vec<(usize, Vec<Prediction>)>;
 
-impl RankMembership {
-    /// Ranges in the flat parameters and values of this rank's shards. `values` are the concatenated shards,
-    /// `[owned weights]`.
-    fn owned<'a>(&self, values: &'a [f32]) -> OwnedValues<'a> {
-        let Self { rank, weights, .. } = self;
-        let of = |unit| (weights.owned(*rank, unit), &values[weights.packed(*rank, unit)]);
-        (0..weights.units()).map(of).collect()
-    }
-}
-
-impl LearnerSeed {
-    /// The only rank of a learner.
-    ///
-    /// # Errors
-    /// If its device is not available, or its memory is too small.
-    pub(crate) fn alone(self) -> Result<Rank, TrainerError> {
-        let specs = self.adapter.as_ref().map_or(self.parameters.layout().specs(), Adapter::specs);
-        let trained = specs.last().map_or(0, |spec| spec.range().end);
-        let optimizer = self.optimizer.unwrap_or_else(|| Optimizer::new(self.config.optimizer, specs));
-        let rank = Rank {
-            layout: Arc::clone(self.parameters.layout()),
-            weights: RankWeights::Whole(self.parameters),
-            optimizer,
-            adapter: self.adapter,
-            membership: None,
-            device: None,
-            sums: TreeSums::new(trained),
-            buffers: BufferPool::default(),
-            config: self.config,
-            model: self.model,
-        };
-        rank.on_device()
-    }
-
-    /// One rank of `collective`.
-    ///
-    /// # Errors
-    /// If its device is not available, or its memory is too small.
-    pub(crate) fn member(&self, collective: Arc<dyn HostCollective>) -> Result<Rank, TrainerError> {
-        let (model, adapter, layout) = (self.model.clone(), self.adapter.clone(), self.parameters.layout());
-        let member = MemberSeed::new(self.config.clone(), model, layout, adapter, collective);
-        let weights = if member.owns_weights() {
-            RankWeights::Own(member.weights.pack(member.rank, self.parameters.values()))
-        } else {
-            RankWeights::Whole(Arc::new(Parameters::clone(&self.parameters)))
-        };
-        let optimizer = self.optimizer.as_ref().map(|optimizer| optimizer.cut(member.fragments()));
-        member.rank(weights, optimizer)
-    }
-}
-
-impl MemberSeed {
-    /// The seed of this rank of `collective`, which trains a model or its `adapter`.
-    pub(crate) fn new(
-        config: LearnerConfig,
-        model: Config,
-        layout: &Arc<Layout>,
-        adapter: Option<Adapter>,
-        collective: Arc<dyn HostCollective>,
-    ) -> Self {
-        let (rank, world) = (collective.rank(), collective.world());
-        let weights = Shards::of_model(layout, world, &config.optimizer);
-        let trained = match &adapter {
-            Some(adapter) => Shards::of_adapter(layout, adapter, world, &config.optimizer),
-            None => weights.clone(),
-        };
-        Self { config, model, layout: Arc::clone(layout), adapter, collective, rank, trained, weights }
-    }
-
-    /// Whether this rank has only its shards of the weights. With an adapter every rank has all weights, because merging
-    /// reads them.
-    pub(crate) fn owns_weights(&self) -> bool {
-        self.config.shares_weights() && self.adapter.is_none()
-    }
-
-    /// This rank's shard of the values of a unit, `[unit values]`.
-    pub(crate) fn own_of<'a>(&self, unit: usize, values: &'a [f32]) -> &'a [f32] {
-        &values[self.weights.cuts(unit)[self.rank].clone()]
-    }
-
-    /// The trained tensors.
-    pub(crate) fn trained(&self) -> &[ParameterSpec] {
-        self.adapter.as_ref().map_or(self.layout.specs(), Adapter::specs)
-    }
-
-    /// The parts of the trained tensors that this rank owns.
-    pub(crate) fn fragments(&self) -> &[Fragment] {
-        self.trained.fragments(self.rank)
-    }
-
-    /// The adapter, whose values are received later.
-    pub(crate) fn adapter_mut(&mut self) -> Option<&mut Adapter> {
-        self.adapter.as_mut()
-    }
-
-    /// The rank with its weights and the optimizer of its fragments; `None` for a new optimizer.
-    ///
-    /// # Errors
-    /// If its device is not available, or its memory is too small.
-    pub(crate) fn rank(
-        self,
-        weights: RankWeights,
-        optimizer: Option<Optimizer>,
-    ) -> Result<Rank, TrainerError> {
-        let fresh = || Optimizer::of_fragments(self.config.optimizer, self.trained(), self.fragments());
-        let optimizer = optimizer.unwrap_or_else(fresh);
-        let collective = Mutex::new(Some(self.collective));
-        let owned = self.trained.len(self.rank);
-        let membership =
-            RankMembership { rank: self.rank, collective, trained: self.trained, weights: self.weights };
-        let rank = Rank {
-            config: self.config,
-            model: self.model,
-            layout: self.layout,
-            weights,
-            optimizer,
-            adapter: self.adapter,
-            membership: Some(membership),
-            device: None,
-            sums: TreeSums::new(owned),
-            buffers: BufferPool::default(),
-        };
-        rank.on_device()
+impl RankBase {
+    /// Whether a rank sums its own gradients before reduce-scatter (ZeRO stage 1).
+    fn accumulates(&self) -> bool {
+        !self.config.shares_gradients()
     }
 }
 
 impl Rank {
     pub(crate) fn layout(&self) -> &Arc<Layout> {
-        &self.layout
+        &self.base.layout
+    }
+
+    pub(crate) fn config(&self) -> &LearnerConfig {
+        &self.base.config
+    }
+
+    pub(crate) fn model(&self) -> &Config {
+        &self.base.model
+    }
+
+    /// The optimizer of whole tensors, or of [`Self::fragments`]. States on a device are missing.
+    pub(crate) fn optimizer(&self) -> &Optimizer {
+        &self.base.optimizer
     }
 
     /// All weights; `None` if this rank has only its shards.
     ///
     /// # Errors
     /// If the weights are on a device, and it fails.
-    pub(crate) fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
-        match &self.weights {
-            RankWeights::Whole(parameters) => Ok(Some(parameters)),
-            RankWeights::Own(_) | RankWeights::DeviceOwn(_) => Ok(None),
-            RankWeights::Device(mirror) => self.mirrored(mirror).map(Some),
+    pub(crate) fn whole(&self) -> Result<Option<&Parameters>, TrainerError> {
+        match &self.kind {
+            RankKind::Single(SingleRank { weights, .. })
+            | RankKind::Replicated(ReplicatedRank { weights, .. }) => Ok(Some(&weights.parameters)),
+            RankKind::SingleOnDevice(rank) => Ok(Some(by_dtype!(&**rank, rank => rank.parameters()?))),
+            RankKind::Sharded(_) | RankKind::Group(_) => Ok(None),
+        }
+    }
+
+    /// The weights that this rank owns, if it does not have all weights.
+    fn shards(&self) -> Result<Option<OwnShards<'_>>, TrainerError> {
+        match &self.kind {
+            RankKind::Single(_) | RankKind::SingleOnDevice(_) | RankKind::Replicated(_) => Ok(None),
+            RankKind::Sharded(rank) => Ok(Some(rank.shards())),
+            RankKind::Group(rank) => by_dtype!(&**rank, rank => rank.shards()).map(Some),
         }
     }
 
     pub(crate) fn adapter(&self) -> Option<&Adapter> {
-        self.adapter.as_ref()
+        match &self.kind {
+            RankKind::Single(SingleRank { weights, .. })
+            | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.adapter.as_ref(),
+            RankKind::SingleOnDevice(_) | RankKind::Sharded(_) | RankKind::Group(_) => None,
+        }
     }
 
     /// The trained tensors.
     pub(crate) fn trained(&self) -> &[ParameterSpec] {
-        self.adapter.as_ref().map_or(self.layout.specs(), Adapter::specs)
+        self.adapter().map_or(self.base.layout.specs(), Adapter::specs)
     }
 
-    /// The optimizer of whole tensors, or of [`Self::fragments`]. States on a device are missing.
-    pub(crate) fn optimizer(&self) -> &Optimizer {
-        &self.optimizer
+    /// Number, collective and shards of one of several ranks.
+    fn membership(&self) -> Option<&RankMembership> {
+        match &self.kind {
+            RankKind::Single(_) | RankKind::SingleOnDevice(_) => None,
+            RankKind::Replicated(rank) => Some(&rank.membership),
+            RankKind::Sharded(rank) => Some(&rank.membership),
+            RankKind::Group(rank) => Some(by_dtype!(&**rank, rank => &rank.membership)),
+        }
+    }
+
+    /// The rank number.
+    fn number(&self) -> usize {
+        self.membership().map_or(0, |membership| membership.rank)
     }
 
     /// The parts of tensors whose optimizer state this rank has; `None` for whole tensors.
     pub(crate) fn fragments(&self) -> Option<&[Fragment]> {
-        self.membership.as_ref().map(|membership| membership.trained.fragments(membership.rank))
+        self.membership().map(RankMembership::fragments)
     }
 
     /// The weights that this rank owns, with their ranges in the flat parameters.
@@ -281,58 +188,28 @@ impl Rank {
     /// # Errors
     /// If the weights are on a device, and it fails.
     pub(crate) fn owned(&self) -> Result<OwnedValues<'_>, TrainerError> {
-        Ok(match (&self.weights, &self.membership) {
-            (RankWeights::Device(mirror), _) => vec![(0..self.layout.len(), self.mirrored(mirror)?.values())],
-            (RankWeights::Whole(parameters), None) => vec![(0..self.layout.len(), parameters.values())],
-            (RankWeights::Whole(parameters), Some(membership)) => {
-                let owned = (0..membership.weights.units())
-                    .map(|unit| membership.weights.owned(membership.rank, unit));
-                owned.map(|range| (range.clone(), &parameters.values()[range])).collect()
-            }
-            (RankWeights::Own(values), Some(membership)) => membership.owned(values),
-            (RankWeights::DeviceOwn(mirror), Some(membership)) => {
-                membership.owned(self.mirrored_own(mirror)?)
-            }
-            (RankWeights::Own(_) | RankWeights::DeviceOwn(_), None) => {
-                unreachable!("a rank that is alone has all weights")
-            }
+        if let Some(shards) = self.shards()? {
+            return Ok(shards.owned());
+        }
+        let values = self.whole()?.map_or(&[][..], Parameters::values);
+        Ok(match self.membership() {
+            None => vec![(0..values.len(), values)],
+            Some(membership) => membership.owned().map(|range| (range.clone(), &values[range])).collect(),
         })
-    }
-
-    /// Number of ranks.
-    pub(crate) fn world(&self) -> usize {
-        if self.membership.is_some() { self.config.world } else { 1 }
-    }
-
-    pub(crate) fn config(&self) -> &LearnerConfig {
-        &self.config
-    }
-
-    pub(crate) fn model(&self) -> &Config {
-        &self.model
     }
 
     /// Gathers the weights of all ranks into `all` of rank 0, `[weights]`. `all` is `None` on the other ranks.
     ///
     /// # Errors
     /// If another rank does not make the call.
-    pub(crate) fn gather_weights(&self, mut all: Option<&mut [f32]>) -> Result<(), TrainerError> {
-        let own = match &self.weights {
-            RankWeights::Own(own) => &own[..],
-            RankWeights::DeviceOwn(mirror) => self.mirrored_own(mirror)?,
-            RankWeights::Whole(_) | RankWeights::Device(_) => {
-                unreachable!("weights that every rank has are not collected")
+    pub(crate) fn gather_weights(&self, all: Option<&mut [f32]>) -> Result<(), TrainerError> {
+        match self.shards()? {
+            Some(shards) => shards.gather(all),
+            None => {
+                let reason = "every rank has all weights, so none are gathered";
+                Err(TrainerError::State { reason })
             }
-        };
-        let Some(RankMembership { rank, weights, .. }) = &self.membership else {
-            unreachable!("a rank that is alone has all weights")
-        };
-        let collective = self.collective()?;
-        for unit in 0..weights.units() {
-            let all = all.as_deref_mut().map(|all| &mut all[weights.place(unit)]);
-            collective.gather(0, &own[weights.packed(*rank, unit)], weights.cuts(unit), all)?;
         }
-        Ok(())
     }
 
     /// The optimizer of whole tensors, gathered from all ranks.
@@ -340,14 +217,40 @@ impl Rank {
     /// # Errors
     /// If another rank does not make the call.
     pub(crate) fn gather_optimizer(&self) -> Result<Optimizer, TrainerError> {
-        let Some(RankMembership { trained, .. }) = &self.membership else {
-            unreachable!("an optimizer that one rank has is not collected")
-        };
-        let all = self.collective()?.all_gather_bytes(encode(&&*self.states()?)?)?;
+        let Some(membership) = self.membership() else { return Ok(self.whole_optimizer()?.into_owned()) };
+        let all = membership.collective()?.all_gather_bytes(encode(&&*self.states()?)?)?;
         let states: Vec<Vec<TensorState>> =
             all.iter().map(|bytes| decode(bytes)).collect::<Result<_, _>>()?;
-        let ranks = states.iter().enumerate().map(|(rank, states)| (trained.fragments(rank), &states[..]));
-        Ok(Optimizer::join(self.config.optimizer, self.optimizer.updates(), self.trained(), ranks))
+        let fragments = |rank| membership.trained.fragments(rank);
+        let ranks = states.iter().enumerate().map(|(rank, states)| (fragments(rank), &states[..]));
+        Optimizer::join(self.base.config.optimizer, self.base.optimizer.updates(), self.trained(), ranks)
+    }
+
+    /// The optimizer state of each tensor or fragment, from the host or the device.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub(crate) fn states(&self) -> Result<Cow<'_, [TensorState]>, TrainerError> {
+        let on_device = match &self.kind {
+            RankKind::Single(_) | RankKind::Replicated(_) | RankKind::Sharded(_) => None,
+            RankKind::SingleOnDevice(rank) => by_dtype!(&**rank, rank => rank.states()?),
+            RankKind::Group(rank) => Some(by_dtype!(&**rank, rank => rank.states()?)),
+        };
+        Ok(on_device.map_or(Cow::Borrowed(self.base.optimizer.states()), Cow::Owned))
+    }
+
+    /// The optimizer with its states, from the host or the device.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub(crate) fn whole_optimizer(&self) -> Result<Cow<'_, Optimizer>, TrainerError> {
+        let RankBase { config, optimizer, .. } = &self.base;
+        Ok(match self.states()? {
+            Cow::Borrowed(_) => Cow::Borrowed(optimizer),
+            Cow::Owned(states) => {
+                Cow::Owned(Optimizer::from_states(config.optimizer, optimizer.updates(), states))
+            }
+        })
     }
 
     /// The collective of the ranks.
@@ -355,18 +258,35 @@ impl Rank {
     /// # Errors
     /// If an earlier error has closed it, or there is a single rank.
     pub(crate) fn collective(&self) -> Result<Arc<dyn HostCollective>, TrainerError> {
-        let membership = self.membership.as_ref();
-        let collective = membership.and_then(|membership| lock(&membership.collective).clone());
-        collective.ok_or(TrainerError::RanksEnded)
+        self.membership().ok_or(TrainerError::RanksEnded)?.collective()
     }
 
     /// Closes the collective. The calls of the other ranks end with an error.
     pub(crate) fn leave(&self) {
-        if let Some(membership) = &self.membership {
-            lock(&membership.collective).take();
+        match &self.kind {
+            RankKind::Single(_) | RankKind::SingleOnDevice(_) => {}
+            RankKind::Replicated(rank) => rank.membership.leave(),
+            RankKind::Sharded(rank) => rank.membership.leave(),
+            RankKind::Group(rank) => by_dtype!(&**rank, rank => rank.leave()),
         }
-        if let Some(device) = &self.device {
-            device.engine.leave();
+    }
+
+    /// This rank's part of a step. Returns the norm of the gradient, and the reports of this rank's leaves.
+    ///
+    /// # Errors
+    /// If a token is outside the vocabulary, another rank does not take part, or the gradient is not finite. The weights
+    /// are then unchanged.
+    pub(crate) fn step<L: RowLoss>(
+        &mut self,
+        step: &StepInputs<'_, L>,
+    ) -> Result<LearnerStep<L::Report>, TrainerError> {
+        let Self { base, kind } = self;
+        match kind {
+            RankKind::Single(rank) => rank.step(base, step),
+            RankKind::SingleOnDevice(rank) => by_dtype!(&mut **rank, rank => rank.step(base, step)),
+            RankKind::Replicated(rank) => rank.step(base, step),
+            RankKind::Sharded(rank) => rank.step(base, step),
+            RankKind::Group(rank) => by_dtype!(&mut **rank, rank => rank.step(base, step)),
         }
     }
 
@@ -375,25 +295,14 @@ impl Rank {
     /// # Errors
     /// If a token is outside the vocabulary, another rank does not make the call, or the device fails.
     pub(crate) fn score(&self, task: PlannedRows<'_>, pool: &ThreadPool) -> Result<ScoredRows, TrainerError> {
-        match (&self.weights, &self.membership) {
-            (RankWeights::Own(values), Some(membership)) => {
-                let collective = self.collective()?;
-                let communication = Communication {
-                    collective: &*collective,
-                    trained: &membership.trained,
-                    weights: Some((&membership.weights, values)),
-                    buffers: &self.buffers,
-                };
-                with_communication(&communication, &mut TreeSums::default(), |ends| {
-                    score_with(&mut self.pass(Some(ends), None)?, membership.rank, task, pool)
-                })
-            }
-            (RankWeights::Whole(_) | RankWeights::Device(_) | RankWeights::DeviceOwn(_), membership) => {
-                let rank = membership.as_ref().map_or(0, |membership| membership.rank);
-                score_with(&mut self.pass(None, None)?, rank, task, pool)
-            }
-            (RankWeights::Own(_), None) => unreachable!("a rank that is alone has all weights"),
-        }
+        let mut pass = match &self.kind {
+            RankKind::Single(SingleRank { weights, .. })
+            | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.scoring(&self.base)?,
+            RankKind::SingleOnDevice(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
+            RankKind::Group(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
+            RankKind::Sharded(rank) => return rank.score(&self.base, task, pool),
+        };
+        score_with(&mut pass, self.number(), task, pool)
     }
 
     /// Predictions of this rank's rows under another network, whose weights are `parameters`.
@@ -407,33 +316,58 @@ impl Rank {
         task: PlannedRows<'_>,
         pool: &ThreadPool,
     ) -> Result<ScoredRows, TrainerError> {
-        if let Some(device) = &self.device {
-            return self.score_frozen(device, (frozen, parameters), task, pool);
-        }
-        let rank = self.membership.as_ref().map_or(0, |membership| membership.rank);
-        let decoder = Decoder::trainable(frozen.weights.config(), parameters, self.config.recompute);
-        score_with(&mut Pass::Whole(decoder), rank, task, pool)
+        let (model, rank) = (frozen.weights.config(), self.number());
+        let Some(on_device) = self.on_device() else {
+            let decoder = Decoder::trainable(model, parameters, self.base.config.recompute);
+            return score_with(&mut Pass::Whole(decoder), rank, task, pool);
+        };
+        // A model that is swapped in is freed on the device as on the host.
+        let keep = !frozen.weights.is_swapped();
+        by_dtype!(on_device, on_device => {
+            let network = on_device.network.frozen(model, parameters, keep)?;
+            score_with(&mut Pass::Device(Box::new(network.pass())), rank, task, pool)
+        })
     }
 
-    /// A pass of the network under the current weights. Sharded weights are gathered over `ends`. On a device the gradients
-    /// are accumulated in `sums`, if there is such a buffer.
-    fn pass<'a>(
-        &'a self,
-        ends: Option<Requests>,
-        sums: Option<&'a mut DeviceBuffer<f32>>,
-    ) -> Result<Pass<'a>, TrainerError> {
-        let gathering = ends.map(|ends| ends.gathering(&self.layout, &self.buffers));
-        Ok(match (&self.device, gathering, &self.weights) {
-            (Some(device), None, _) => Pass::Device(device.engine.pass(sums, None)?),
-            (Some(device), Some(gathering), _) => Pass::Device(device.engine.gathered(gathering, sums)?),
-            (None, None, RankWeights::Whole(parameters)) => {
-                Pass::whole(&self.model, parameters, self.config.recompute)
-            }
-            (None, Some(gathering), _) => {
-                Pass::gathered(&self.model, &self.layout, gathering, self.config.recompute)?
-            }
-            (None, None, _) => unreachable!("weights that are not all on the host are gathered"),
-        })
+    /// The network of this rank on its device, with its weights. `None` if the rank computes on the processor.
+    fn on_device(&self) -> Option<ByDtype<NetworkWeights<'_, f32>, NetworkWeights<'_, bf16>>> {
+        let device = match &self.kind {
+            RankKind::Single(SingleRank { weights, .. })
+            | RankKind::Replicated(ReplicatedRank { weights, .. }) => &weights.device,
+            RankKind::Sharded(rank) => &rank.device,
+            RankKind::SingleOnDevice(rank) => return Some(by_dtype!(map &**rank, rank => rank.on_device())),
+            RankKind::Group(rank) => return Some(by_dtype!(map &**rank, rank => rank.on_device())),
+        };
+        device.as_ref().map(|device| by_dtype!(map device, device => device.on_device()))
+    }
+
+    /// Whether collective calls run from device to device. `None` on the processor and for a single rank.
+    pub(crate) fn meets_on_devices(&self) -> Option<bool> {
+        self.membership().and(self.on_device()).map(|_| matches!(self.kind, RankKind::Group(_)))
+    }
+
+    /// The device and its weights, if all of them are on it.
+    pub(crate) fn device_weights(&self) -> Option<(&Device, LearnerWeights<'_>)> {
+        by_dtype!(self.on_device()?, on_device => on_device.erased())
+    }
+
+    /// Sends this rank's shard of the weights to all samplers of `plan`. Returns the digest of the shard.
+    ///
+    /// # Errors
+    /// If a sampler is gone or late, or the device fails or does not have all weights.
+    pub(crate) fn send(&self, plan: &PushPlan, hub: Option<&Hub>) -> Result<Digest, WeightsError> {
+        let rank = self.number();
+        let Some(on_device) = self.on_device() else {
+            let reason = format!("rank {rank} computes on the processor");
+            return Err(WeightsError::Device { what: "send weights", reason });
+        };
+        by_dtype!(on_device, on_device => on_device.send(plan, rank, hub))
+    }
+}
+
+impl fmt::Debug for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rank").field("number", &self.number()).finish_non_exhaustive()
     }
 }
 
@@ -460,8 +394,4 @@ fn score_with(
         }
     }
     Ok(scored)
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

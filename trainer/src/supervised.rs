@@ -10,7 +10,7 @@ use trajectory::Sample;
 
 use crate::TrainerError;
 use crate::lead::{PairComparison, RankCommand};
-use crate::learner::{Frozen, Learner, RowLoss};
+use crate::learner::{Frozen, Learner, LearnerStep, RowLoss};
 use crate::loss::preference::{Preference, PreferencePair, bradley_terry};
 
 /// Cross-entropy on demonstrations: the mean over all trained tokens of the batch.
@@ -41,7 +41,16 @@ impl RowLoss for DemonstrationLoss {
     }
 }
 
-/// One step of supervised fine-tuning on `rows`; returns the gradient norm before clipping and the loss.
+/// Statistics of a step on demonstrations.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct DemonstrationReport {
+    /// Gradient norm before clipping.
+    pub grad_norm: f32,
+    /// Mean loss per trained token.
+    pub loss: f64,
+}
+
+/// One step of supervised fine-tuning on `rows`.
 ///
 /// # Errors
 /// Those of [`Learner::step`].
@@ -49,11 +58,11 @@ pub fn imitate(
     learner: &mut Learner,
     rows: &[&Sample],
     learning_rate: f32,
-) -> Result<(f32, f64), TrainerError> {
+) -> Result<DemonstrationReport, TrainerError> {
     let samples = || rows.iter().copied().map(Cow::Borrowed).collect();
     learner.send_command(|network| RankCommand::Imitate { network, rows: samples(), learning_rate })?;
-    let (norm, losses) = learner.step(rows, &DemonstrationLoss::over(rows), learning_rate)?;
-    Ok((norm, losses.iter().sum()))
+    let done = learner.step(rows, &DemonstrationLoss::over(rows), learning_rate)?;
+    Ok(DemonstrationReport { grad_norm: done.grad_norm, loss: done.reports.iter().sum() })
 }
 
 /// Objective of training on pairs.
@@ -110,7 +119,7 @@ impl PairLoss {
     ) -> Result<PairReport, TrainerError> {
         self.send_command(learner, rows, Some(learning_rate))?;
         let (report, slopes) = self.compare(learner, rows)?;
-        let (grad_norm, _) = learner.step(rows, &RowGradients(slopes), learning_rate)?;
+        let LearnerStep { grad_norm, .. } = learner.step(rows, &RowGradients(slopes), learning_rate)?;
         Ok(PairReport { grad_norm, ..report })
     }
 

@@ -26,7 +26,7 @@ use crate::learner::{Frozen, Learner};
 use crate::quarantine::Quarantine;
 use crate::report::{BatchStatistics, LogprobMismatch, StepReport, StepTime};
 use crate::schedule::LearningRateSchedule;
-use crate::update::{PolicyUpdate, UpdateResult};
+use crate::update::{CriticUpdate, PolicyUpdate, UpdateResult};
 use crate::weight_publisher::WeightPublisher;
 
 /// Builds a demonstration for a task; `None` if the task has none.
@@ -428,8 +428,9 @@ impl Trainer {
         let batch = Batch::new(groups, &self.config.algorithm, self.config.split, &demonstrations);
         self.broadcast_update(groups, &demonstrations, learning_rate)?;
         let AuxiliaryModels { reference, critic, .. } = &mut self.auxiliary;
-        let critic = critic.as_mut().map(|Critic { config, network }| {
-            (*config, network.as_mut().map(|network| &mut network.learner))
+        let critic = critic.as_mut().map(|Critic { config, network }| CriticUpdate {
+            config: *config,
+            network: network.as_mut().map(|network| &mut network.learner),
         });
         let update = PolicyUpdate {
             algorithm: &self.config.algorithm,

@@ -11,7 +11,7 @@ use crate::TrainerError;
 use crate::algorithm::{Algorithm, Proximal};
 use crate::batch::{Batch, BatchRow};
 use crate::critic::{CriticConfig, CriticKind};
-use crate::learner::{Frozen, Learner};
+use crate::learner::{Frozen, Learner, LearnerStep};
 use crate::loss::PolicyLoss;
 use crate::loss::trajectory_balance;
 use crate::loss_inputs::{LossInputs, Scores, groups_to_score, groups_with_gradient, loss_inputs};
@@ -30,10 +30,17 @@ pub(crate) struct PolicyUpdate<'a> {
     pub(crate) bitwise: bool,
     pub(crate) learning_rate: f32,
     pub(crate) learner: &'a mut Learner,
-    /// The critic's settings, and its learner if it is a separate network.
-    pub(crate) critic: Option<(CriticConfig, Option<&'a mut Learner>)>,
+    pub(crate) critic: Option<CriticUpdate<'a>>,
     /// The reference policy or teacher.
     pub(crate) reference: Option<&'a Frozen>,
+}
+
+/// The critic of the updates of a batch.
+#[derive(Debug)]
+pub(crate) struct CriticUpdate<'a> {
+    pub(crate) config: CriticConfig,
+    /// Its learner, if it is a separate network.
+    pub(crate) network: Option<&'a mut Learner>,
 }
 
 /// Result of the updates of a batch. Sums are over the last epoch.
@@ -103,8 +110,8 @@ impl PolicyUpdate<'_> {
         updated: &mut UpdateResult,
     ) -> Result<Result<(), LogprobMismatch>, TrainerError> {
         let log_z = self.log_z(minibatch)?;
-        let shared = self.critic.as_ref().filter(|(_, network)| network.is_none());
-        let value_loss = shared.map(|(config, _)| config.term);
+        let shared = self.critic.as_ref().filter(|critic| critic.network.is_none());
+        let value_loss = shared.map(|critic| critic.config.term);
         let spread = self.learner.is_spread();
         let objective = PolicyObjective {
             algorithm: self.algorithm,
@@ -117,8 +124,8 @@ impl PolicyUpdate<'_> {
         };
         let (learner, rate) = (&mut *self.learner, self.learning_rate);
         let mut step = || learner.step(&minibatch.samples, &objective, rate);
-        let (grad_norm, reports) = match &mut self.critic {
-            Some((config, Some(network))) => {
+        let LearnerStep { grad_norm, reports } = match &mut self.critic {
+            Some(CriticUpdate { config, network: Some(network) }) => {
                 let (config, version) = (*config, self.version);
                 let pretraining = version.0 < config.pretrain_steps;
                 let critic = || step_critic(config, network, minibatch);
@@ -147,23 +154,23 @@ impl PolicyUpdate<'_> {
     fn scores(&self, rows: &[BatchRow<'_>], updates: usize) -> Result<Scores, TrainerError> {
         let samples: Vec<&Sample> = rows.iter().map(|row| row.sample).collect();
         let critic = self.critic.as_ref();
-        let shared = critic.is_some_and(|(config, _)| config.kind == CriticKind::Shared);
+        let shared = critic.is_some_and(|critic| critic.config.kind == CriticKind::Shared);
         // After the first optimizer step the current policy is neither the proximal policy nor the policy that sampled.
         let anchored = self.algorithm.proximal == Proximal::Recompute && self.algorithm.uses_proximal();
         let needs_own =
             ((anchored || self.bitwise) && updates > 1) || self.algorithm.needs_scores() || shared;
-        let network = critic.and_then(|(config, network)| Some((config.placement, network.as_deref()?)));
         let reference = self.reference;
         // Processes make their collective calls in the same order, so passes do not overlap.
         let spread = self.learner.is_spread();
         let separated = reference.is_some_and(|reference| reference.pool.is_some()) && !spread;
         // Models with their own placement score concurrently.
         let own = || needs_own.then(|| self.learner.score(&samples)).transpose();
-        let values = || network.map(|(_, network)| network.score(&samples)).transpose();
+        let network = critic.and_then(|critic| critic.network.as_deref());
+        let values = || network.map(|network| network.score(&samples)).transpose();
         let theirs = || reference.map(|reference| self.learner.score_under(reference, &samples)).transpose();
         let (theirs, (values, own)) = maybe_concurrently(separated, theirs, || {
-            let separated = network.is_some_and(|(placement, _)| placement == Placement::Separated);
-            maybe_concurrently(separated && !spread, values, own)
+            let separated = critic.is_some_and(|critic| critic.config.placement == Placement::Separated);
+            maybe_concurrently(separated && network.is_some() && !spread, values, own)
         });
         let (own, values, theirs) = (own?, values?, theirs?);
         let logprob = |prediction: &Prediction| prediction.logprob;
@@ -202,7 +209,8 @@ fn step_critic(
     minibatch: &Minibatch<'_, '_>,
 ) -> Result<CriticReport, TrainerError> {
     let objective = ValueObjective { inputs: minibatch.inputs, term: config.term };
-    let (grad_norm, reports) = network.step(&minibatch.samples, &objective, config.learning_rate)?;
+    let LearnerStep { grad_norm, reports } =
+        network.step(&minibatch.samples, &objective, config.learning_rate)?;
     let mut sums = TokenSums::default();
     reports.iter().for_each(|report| sums.merge(report));
     Ok(CriticReport { loss: sums.mean(sums.value_loss), grad_norm, ..CriticReport::default() })

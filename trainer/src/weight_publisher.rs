@@ -48,10 +48,10 @@ impl WeightPublisher {
                 None => publisher.publish(Snapshot::new(version, learner.snapshot()?.into()))?,
             },
             (Self::F32(publisher), Some((device, LearnerWeights::F32(values)))) => {
-                publish_from(&**publisher, version, learner, (device, values))?;
+                publish_from(&**publisher, version, learner, device, values)?;
             }
             (Self::Bf16(publisher), Some((device, LearnerWeights::Bf16(values)))) => {
-                publish_from(&**publisher, version, learner, (device, values))?;
+                publish_from(&**publisher, version, learner, device, values)?;
             }
             (Self::F32(_) | Self::Bf16(_), _) => return Err(TrainerError::NotOnDevice),
         }
@@ -83,7 +83,8 @@ fn publish_from<T: Storage>(
     publisher: &dyn DevicePublisher<T>,
     version: PolicyVersion,
     learner: &Learner,
-    (device, values): (&Device, View<'_, T>),
+    device: &Device,
+    values: View<'_, T>,
 ) -> Result<(), TrainerError> {
     // The copy may run on another stream than the update.
     device.synchronize()?;

@@ -24,7 +24,7 @@ use trainer::loss_inputs::{Scores, loss_inputs};
 use trainer::objective::PolicyObjective;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::report::TokenSums;
-use trainer::{Learner, LearnerConfig, TrainerError, TrainerState};
+use trainer::{Learner, LearnerConfig, LearnerStep, TrainerError, TrainerState};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
     Trajectory, Turn, VersionRun,
@@ -173,10 +173,10 @@ fn policy_step(learner: &mut Learner, groups: &[Arc<Group>], learning_rate: f32)
         bitwise: None,
     };
     let samples: Vec<&Sample> = rows.iter().map(|row| row.sample).collect();
-    let (norm, reports) = learner.step(&samples, &objective, learning_rate).unwrap();
+    let LearnerStep { grad_norm, reports } = learner.step(&samples, &objective, learning_rate).unwrap();
     let mut sums = TokenSums::default();
     reports.iter().for_each(|report| sums.merge(report));
-    (norm, sums)
+    (grad_norm, sums)
 }
 
 /// All samples of `groups`, in order.

@@ -83,7 +83,7 @@ fn assert_same(ours: &[f32], theirs: &[f32], tolerance: f32, what: &str) {
 }
 
 #[test]
-fn steps_in_f32_are_those_of_the_processor() {
+fn f32_steps_match_the_processor() {
     let (expected, norms, sums) = steps(learner(smooth(OptimizerKind::Adamw)), 5);
     assert!(difference(&expected[0], &expected[4]) > 1e-2, "the steps move weights");
     for place in [OptimizerPlace::Device, OptimizerPlace::Host] {
@@ -100,7 +100,7 @@ fn steps_in_f32_are_those_of_the_processor() {
 }
 
 #[test]
-fn a_gradient_of_zero_is_no_update_on_a_device() {
+fn a_zero_gradient_makes_no_update_on_a_device() {
     let groups = batch();
     let rows = samples(&groups);
     for place in [OptimizerPlace::Device, OptimizerPlace::Host] {
@@ -109,7 +109,7 @@ fn a_gradient_of_zero_is_no_update_on_a_device() {
             let mut learner = learner(LearnerConfig { world, zero, ..settings });
             advance(&mut learner, 1);
             let (before, optimizer) = (values(&learner), learner.optimizer().unwrap().into_owned());
-            let (norm, _) = learner.step(&rows, &Flat, 1e-2).unwrap();
+            let norm = learner.step(&rows, &Flat, 1e-2).unwrap().grad_norm;
             assert_eq!((norm, learner.updates()), (0.0, 1), "{place:?}, world {world}");
             assert_eq!(values(&learner), before, "{place:?}, world {world}");
             assert!(*learner.optimizer().unwrap() == optimizer, "{place:?}, world {world}");
@@ -118,7 +118,7 @@ fn a_gradient_of_zero_is_no_update_on_a_device() {
 }
 
 #[test]
-fn an_optimizer_on_the_host_makes_the_updates_of_one_on_the_device() {
+fn host_and_device_optimizers_make_the_same_updates() {
     for dtype in [DeviceDtype::F32, DeviceDtype::Bf16] {
         let run = |place| {
             let mut learner = learner(emulated(dtype, place, &smooth(OptimizerKind::Adamw)));
@@ -164,15 +164,15 @@ fn other_optimizers_and_adapters_are_updated_on_the_host() {
 }
 
 #[test]
-fn bf16_learns_as_f32_does() {
+fn bf16_learns_like_f32() {
     let groups = batch();
     let rows = samples(&groups);
     let losses = |dtype| {
         let settings = emulated(dtype, OptimizerPlace::Device, &LEARNER);
         let mut learner = learner(settings);
         let mut step = |_| {
-            let (_, losses) = learner.step(&rows, &DemonstrationLoss::over(&rows), 1e-2).unwrap();
-            losses.iter().sum()
+            let step = learner.step(&rows, &DemonstrationLoss::over(&rows), 1e-2).unwrap();
+            step.reports.iter().sum()
         };
         (0..10).map(&mut step).collect::<Vec<f64>>()
     };
@@ -185,7 +185,7 @@ fn bf16_learns_as_f32_does() {
 }
 
 #[test]
-fn what_is_trained_keeps_updates_that_bf16_would_lose() {
+fn master_weights_keep_updates_that_bf16_would_lose() {
     let mut learner = learner(on_device(DeviceDtype::Bf16));
     let start = values(&learner);
     for _ in 0..3 {
@@ -205,7 +205,7 @@ fn what_is_trained_keeps_updates_that_bf16_would_lose() {
 }
 
 #[test]
-fn what_is_computed_again_has_the_same_bits() {
+fn recomputed_activations_have_the_same_bits() {
     for dtype in [DeviceDtype::F32, DeviceDtype::Bf16] {
         let run = |recompute| steps(learner(LearnerConfig { recompute, ..on_device(dtype) }), 2);
         let expected = run(Recompute::None);
@@ -260,7 +260,7 @@ fn exchanging(collective: CollectivePlace, settings: LearnerConfig) -> LearnerCo
 }
 
 #[test]
-fn ranks_that_share_a_step_make_that_of_one() {
+fn several_ranks_make_the_step_of_one_rank() {
     for dtype in [DeviceDtype::F32, DeviceDtype::Bf16] {
         let (expected, norms, sums) = steps(learner(on_device(dtype)), 2);
         // Ranks add up in another order; where that turns the last bit of an f32 it may turn that of a bf16 too.
@@ -288,7 +288,7 @@ fn ranks_that_share_a_step_make_that_of_one() {
 }
 
 #[test]
-fn ranks_that_meet_on_their_devices_update_what_they_own_there() {
+fn ranks_of_a_device_group_update_their_shards_on_their_devices() {
     let all = 4 * Layout::new(&config()).len() as u64;
     for (zero, computed) in [(1, 2 * all), (3, 0)] {
         let settings = LearnerConfig { world: 2, zero, ..on_device(DeviceDtype::F32) };
@@ -309,7 +309,7 @@ fn ranks_that_meet_on_their_devices_update_what_they_own_there() {
 }
 
 #[test]
-fn ranks_that_cannot_meet_on_their_devices_say_why() {
+fn ranks_without_a_device_group_report_the_reason() {
     let settings = LearnerConfig { world: 2, ..emulated(DeviceDtype::F32, OptimizerPlace::Host, &LEARNER) };
     let parameters = || Parameters::random(&config(), 5);
     let wished = exchanging(CollectivePlace::Device, settings.clone());
@@ -320,7 +320,7 @@ fn ranks_that_cannot_meet_on_their_devices_say_why() {
 }
 
 #[test]
-fn a_rank_that_is_gone_ends_the_step_of_those_on_devices() {
+fn a_lost_rank_ends_the_step_on_devices() {
     let groups = batch();
     let rows = samples(&groups);
     let settings = LearnerConfig { world: 2, zero: 2, microbatch_tokens: 30, ..on_device(DeviceDtype::F32) };
@@ -351,7 +351,7 @@ fn a_rank_that_is_gone_ends_the_step_of_those_on_devices() {
 }
 
 #[test]
-fn a_device_belongs_to_every_process_of_a_trainer() {
+fn every_process_of_a_trainer_has_a_device() {
     let groups = batch();
     let rows = samples(&groups);
     for (zero, collective) in [
@@ -383,7 +383,7 @@ fn a_device_belongs_to_every_process_of_a_trainer() {
 }
 
 #[test]
-fn scores_are_those_of_the_processor() {
+fn device_scores_match_the_processor() {
     let groups = batch();
     let rows = samples(&groups);
     let other = Arc::new(Parameters::random(&config(), 6));
@@ -444,7 +444,7 @@ fn a_critic_learns_on_a_device() {
         let parameters = Parameters::random(&config(), 5).with_head(&model);
         let mut critic = Learner::new(settings, model.clone(), parameters, None).unwrap();
         let losses: Vec<f64> =
-            (0..3).map(|_| critic.step(&rows, &Values, 1e-2).unwrap().1.iter().sum()).collect();
+            (0..3).map(|_| critic.step(&rows, &Values, 1e-2).unwrap().reports.iter().sum()).collect();
         (losses, values(&critic))
     };
     let (losses, expected) = run(smooth(OptimizerKind::Adamw));
@@ -467,7 +467,7 @@ impl RowLoss for Infinite {
 }
 
 #[test]
-fn a_gradient_that_is_not_finite_leaves_everything_as_it_was() {
+fn a_non_finite_gradient_changes_no_state() {
     for (world, dtype, place) in [
         (1, DeviceDtype::F32, OptimizerPlace::Device),
         (1, DeviceDtype::Bf16, OptimizerPlace::Device),
@@ -488,7 +488,7 @@ fn a_gradient_that_is_not_finite_leaves_everything_as_it_was() {
 }
 
 #[test]
-fn a_device_that_is_not_there_or_too_small_is_an_error_with_its_text() {
+fn a_missing_or_small_device_is_an_error() {
     let settings = LearnerConfig {
         device: Some(DeviceConfig::new(DeviceLocation::Cuda(99), DeviceDtype::F32)),
         ..LEARNER

@@ -121,7 +121,7 @@ fn adapting(settings: LearnerConfig) -> Learner {
 }
 
 #[test]
-fn an_adapter_is_shared_as_weights_are() {
+fn adapters_are_sharded_like_weights() {
     for kind in OptimizerKind::ALL {
         let mut alone = adapting(smooth(kind));
         let groups = groups();
@@ -154,7 +154,7 @@ impl RowLoss for Flat {
 }
 
 #[test]
-fn a_gradient_of_zero_is_no_update_on_any_rank() {
+fn a_zero_gradient_makes_no_update_on_any_rank() {
     let groups = groups();
     let rows = samples(&groups);
     for kind in OptimizerKind::ALL {
@@ -164,7 +164,7 @@ fn a_gradient_of_zero_is_no_update_on_any_rank() {
                 policy_step(&mut learner, &groups, 1e-2);
                 let weights = learner.parameters().unwrap().into_owned();
                 let optimizer = learner.optimizer().unwrap().into_owned();
-                let (norm, _) = learner.step(&rows, &Flat, 1e-2).unwrap();
+                let norm = learner.step(&rows, &Flat, 1e-2).unwrap().grad_norm;
                 let what = format!("{kind:?}, world {world}, stage {zero}");
                 assert_eq!((norm, learner.updates()), (0.0, 1), "{what}");
                 assert_eq!(learner.parameters().unwrap().values(), weights.values(), "{what}");
@@ -175,7 +175,7 @@ fn a_gradient_of_zero_is_no_update_on_any_rank() {
 }
 
 #[test]
-fn states_are_put_together_and_taken_apart() {
+fn optimizer_shards_join_and_split_without_loss() {
     let groups = groups();
     for kind in OptimizerKind::ALL {
         for (before, after) in [(1, 4), (4, 1), (3, 2)] {
@@ -198,7 +198,7 @@ fn states_are_put_together_and_taken_apart() {
 }
 
 #[test]
-fn scores_are_the_same_bits_wherever_weights_are() {
+fn scores_have_the_same_bits_in_every_stage() {
     let groups = groups();
     let rows = samples(&groups);
     let expected = learner(LEARNER).score(&rows).unwrap();
@@ -227,7 +227,7 @@ impl RowLoss for Bad {
 }
 
 #[test]
-fn all_ranks_agree_that_a_gradient_is_not_finite_and_go_on() {
+fn all_ranks_reject_a_non_finite_gradient_and_continue() {
     let groups = groups();
     let rows = samples(&groups);
     for zero in STAGES {
@@ -242,7 +242,7 @@ fn all_ranks_agree_that_a_gradient_is_not_finite_and_go_on() {
 }
 
 #[test]
-fn a_rank_that_panics_is_named_and_no_rank_waits_for_it() {
+fn a_panic_is_reported_with_its_rank_and_ends_the_others() {
     let groups = groups();
     let rows = samples(&groups);
     for zero in STAGES {

@@ -93,7 +93,7 @@ fn demonstrations_and_pairs_are_learned_by_all_processes() {
             let settings = LearnerConfig { zero, microbatch_tokens: 30, ..with_optimizer(kind) };
             let parameters = Parameters::random(&config(), 5);
             let mut learner = make(settings.clone(), config(), parameters.clone(), None, None);
-            let (norm, loss) = imitate(&mut learner, &rows, 1e-3).unwrap();
+            let imitated = imitate(&mut learner, &rows, 1e-3).unwrap();
             let (parameters, optimizer, _) = state(&learner);
             drop(learner);
             // Another learner restores its optimizer from the saved state.
@@ -105,7 +105,7 @@ fn demonstrations_and_pairs_are_learned_by_all_processes() {
             let reports = [1e-3, 1e-3].map(|rate| pairs.step(&mut learner, &rows, rate).unwrap());
             let measured = pairs.measure(&learner, &rows).unwrap();
             assert_eq!(learner.updates(), 3);
-            (norm, loss, reports, measured, bits(&learner))
+            (imitated, reports, measured, bits(&learner))
         });
     }
 }
@@ -138,7 +138,7 @@ fn processes_give_the_bits_of_one_rank() {
             Adapter::new(lora, &base, 1)
         });
         let trained = |mut learner: Learner| {
-            let norms = [0, 1].map(|_| imitate(&mut learner, &rows, 1e-2).unwrap().0.to_bits());
+            let norms = [0, 1].map(|_| imitate(&mut learner, &rows, 1e-2).unwrap().grad_norm.to_bits());
             (norms, bits(&learner))
         };
         let expected = trained(match adapter.clone() {
@@ -255,7 +255,7 @@ fn trained(
 }
 
 #[test]
-fn steps_of_a_trainer_are_those_of_one_process() {
+fn a_spread_trainer_makes_the_steps_of_one_process() {
     let mut pulled = Algorithm::grpo();
     pulled.kl.coef = 0.1;
     for (name, algorithm, critic, world, zero) in [
@@ -272,7 +272,7 @@ fn steps_of_a_trainer_are_those_of_one_process() {
 }
 
 #[test]
-fn a_follower_that_dies_ends_the_step_with_its_number() {
+fn a_lost_follower_ends_the_step_with_its_number() {
     let groups = groups();
     let rows = samples(&groups);
     let mut ranks: Vec<Arc<dyn HostCollective>> =
@@ -385,7 +385,7 @@ impl HostCollective for Recording {
 /// Gradients leave on a thread of their own, the last unit's before the backward has the first layer's weights; and of the
 /// layers one is gathered ahead, none twice in a row.
 #[test]
-fn gradients_leave_before_the_backward_has_reached_the_first_layer() {
+fn reduce_scatter_starts_before_the_backward_pass_ends() {
     const LAYERS: usize = 4;
     let mut config = config();
     config.num_layers = LAYERS;

@@ -4,7 +4,7 @@
 
 use super::Algorithm;
 use crate::advantage::{AdvantageEstimator, ScaleRewards};
-use crate::loss::{Correction, PolicyLoss};
+use crate::loss::{Correction, PolicyLoss, WeightBounds};
 
 impl Algorithm {
     /// The published defaults.
@@ -12,7 +12,10 @@ impl Algorithm {
     pub fn topr() -> Self {
         Self {
             advantage: AdvantageEstimator::Group { scale: ScaleRewards::None },
-            loss: PolicyLoss::Topr { positive: (1.0, 1.0), negative: (0.0, 1.0) },
+            loss: PolicyLoss::Topr {
+                positive: WeightBounds { low: 1.0, high: 1.0 },
+                negative: WeightBounds { low: 0.0, high: 1.0 },
+            },
             correction: Correction::None,
             ..Self::grpo()
         }

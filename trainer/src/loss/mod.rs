@@ -110,9 +110,9 @@ pub enum PolicyLoss {
     /// (TOPR, arXiv 2503.14286).
     Topr {
         /// Bounds for a positive advantage.
-        positive: (f64, f64),
+        positive: WeightBounds,
         /// Bounds for a negative advantage.
-        negative: (f64, f64),
+        negative: WeightBounds,
     },
     /// REINFORCE with a mask on tokens whose probability moved too far (DPPO, arXiv 2602.04879, verl `dppo_tv`).
     Dppo {
@@ -141,6 +141,15 @@ pub enum PolicyLoss {
     },
 }
 
+/// Bounds of an importance weight.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WeightBounds {
+    /// Smallest weight.
+    pub low: f64,
+    /// Largest weight.
+    pub high: f64,
+}
+
 impl PolicyLoss {
     /// Losses of all tokens of a trajectory, `[T]`.
     ///
@@ -154,12 +163,12 @@ impl PolicyLoss {
             Self::Gmpo { low, high } => clip::gmpo(row, clip::ClipBounds { low, high, dual: None }),
             Self::Cispo { low, high } => weighted::cispo(row, low, high),
             Self::Topr { positive, negative } => weighted::topr(row, positive, negative),
-            Self::Dppo { low, high, cap } => weighted::dppo(row, (low, high), cap),
+            Self::Dppo { low, high, cap } => weighted::dppo(row, low, high, cap),
             Self::Sapo { tau_positive, tau_negative } => soft::sapo(row, tau_positive, tau_negative),
             Self::Reinforce => weighted::reinforce(row),
             Self::Nll => weighted::nll(row),
             Self::TrajectoryBalance { .. } => {
-                unreachable!("the trainer asks trajectory balance for its rows")
+                unreachable!("its loss is over a group: see `trajectory_balance::row`")
             }
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! The losses differ only in the weight. It already corrects for the behavior policy, so no other correction is needed.
 
-use super::{Clipped, LossRow, Ratio, TokenLoss};
+use super::{Clipped, LossRow, Ratio, TokenLoss, WeightBounds};
 
 /// `clip(exp(current - behavior), low, high)`: CISPO (arXiv 2506.13585); with `low = 0` AIPO (arXiv 2505.24034) and
 /// ScaleRL (arXiv 2510.13786), which bound the weight from above only. The result is `[T]`.
@@ -25,11 +25,11 @@ pub fn cispo(row: LossRow<'_>, low: f64, high: f64) -> Vec<TokenLoss> {
 /// TOPR (arXiv 2503.14286): the importance ratio of the sequence, clamped to bounds by the sign of the advantage,
 /// `[T]`.
 #[must_use]
-pub fn topr(row: LossRow<'_>, positive: (f64, f64), negative: (f64, f64)) -> Vec<TokenLoss> {
+pub fn topr(row: LossRow<'_>, positive: WeightBounds, negative: WeightBounds) -> Vec<TokenLoss> {
     let sum: f64 = row.current.iter().zip(row.behavior).map(|(current, behavior)| current - behavior).sum();
     let ratio = Ratio::of(sum).value;
     let weight = |t: usize| {
-        let (low, high) = if row.advantages[t] > 0.0 { positive } else { negative };
+        let WeightBounds { low, high } = if row.advantages[t] > 0.0 { positive } else { negative };
         (ratio.clamp(low, high), Clipped::No)
     };
     weighted(row, weight)
@@ -40,7 +40,7 @@ pub fn topr(row: LossRow<'_>, positive: (f64, f64), negative: (f64, f64)) -> Vec
 /// importance ratio, at most `cap`, without a gradient. prime-rl's loss has the same gradient without a cap. The result
 /// is `[T]`.
 #[must_use]
-pub fn dppo(row: LossRow<'_>, (low, high): (f64, f64), cap: f64) -> Vec<TokenLoss> {
+pub fn dppo(row: LossRow<'_>, low: f64, high: f64, cap: f64) -> Vec<TokenLoss> {
     let weight = |t: usize| {
         let moved = row.current[t].exp() - row.behavior[t].exp();
         if row.advantages[t] > 0.0 && moved > high {

@@ -1,6 +1,6 @@
-//! Which device a rank computes on, and what is kept there.
+//! The device that a rank computes on, and the state that the device has.
 //!
-//! Invariant: the place of a rank follows from the configuration and its number, so that ranks need not agree on it.
+//! Invariant: the device of a rank is a function of the configuration and the rank number.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ pub struct DeviceConfig {
     /// Device of the first rank. Further ranks have the GPUs that follow it.
     #[serde(with = "text")]
     pub place: DeviceLocation,
-    /// Devices of the ranks in their order, and over again if there are more ranks; empty for those that follow `place`.
+    /// Devices of the ranks in order, repeated if there are more ranks; empty for the devices that follow `place`.
     #[serde(with = "texts", default = "nowhere")]
     pub places: Arc<[DeviceLocation]>,
-    /// What weights are computed with, and activations kept in. What is trained is f32 whatever this is.
+    /// Dtype of the weights in a pass and of activations. Master weights are always f32.
     pub dtype: DeviceDtype,
     /// Where the weights are updated.
     pub optimizer: OptimizerPlace,
@@ -29,10 +29,10 @@ pub struct DeviceConfig {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CollectivePlace {
-    /// From device to device where that can be, through the host where not.
+    /// From device to device if the devices can form a group, otherwise through the host.
     #[default]
     Auto,
-    /// From device to device: by NCCL, where every rank has a GPU of its own and updates weights with AdamW there.
+    /// From device to device, by NCCL. Every rank needs its own GPU, and updates the weights there with AdamW.
     Device,
     /// Through the host.
     Host,
@@ -42,16 +42,16 @@ pub enum CollectivePlace {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OptimizerPlace {
-    /// On the device, if it is AdamW with f32 moments on all weights, of a rank that is alone or exchanges with others from
-    /// device to device; on the host otherwise.
+    /// On the device, if the optimizer is AdamW with f32 moments on all weights, and the rank is single or in a device
+    /// group; otherwise on the host.
     #[default]
     Device,
-    /// On the host: 12 bytes per weight less on the device, and gradients and weights on the way between them.
+    /// On the host: 12 bytes per weight less on the device; gradients and weights are copied in every step.
     Host,
 }
 
 impl DeviceConfig {
-    /// Everything on one device, or on those that follow it.
+    /// All state on one device, or on the devices that follow it.
     #[must_use]
     pub fn new(place: DeviceLocation, dtype: DeviceDtype) -> Self {
         let (optimizer, collective) = (OptimizerPlace::Device, CollectivePlace::Auto);
@@ -73,7 +73,7 @@ fn nowhere() -> Arc<[DeviceLocation]> {
     Arc::default()
 }
 
-/// A place as people write it.
+/// A device as text.
 mod text {
     use device::device::DeviceLocation;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
@@ -89,7 +89,7 @@ mod text {
     }
 }
 
-/// Places as people write them.
+/// Devices as texts.
 mod texts {
     use std::sync::Arc;
 
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_have_the_devices_that_follow_or_those_that_are_listed() {
+    fn ranks_have_consecutive_devices_or_the_listed_ones() {
         let mut config = DeviceConfig::new(DeviceLocation::Cuda(2), DeviceDtype::Bf16);
         assert_eq!([0, 1, 3].map(|rank| config.place_of(rank)), [2, 3, 5].map(DeviceLocation::Cuda));
         config.places = [DeviceLocation::Cuda(5), DeviceLocation::Cuda(1)].into();
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_comes_out_of_a_message_as_it_went_in() {
+    fn a_configuration_round_trips_through_a_message() {
         let mut config = DeviceConfig::new(DeviceLocation::Cuda(2), DeviceDtype::Bf16);
         config.places = [DeviceLocation::Cuda(5), DeviceLocation::Emulated].into();
         for config in [config, DeviceConfig::new(DeviceLocation::Emulated, DeviceDtype::F32)] {

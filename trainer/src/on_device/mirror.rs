@@ -1,6 +1,6 @@
-//! The host's copy of weights that are trained on a device: of all of them, or of those that a rank owns.
+//! The host's copy of weights that are trained on a device: of all weights, or of the shards of a rank.
 //!
-//! Invariant: it is copied on demand and at most once per version, into the memory of the copy before.
+//! Invariant: the copy is made on demand and at most once per version, in the memory of the previous copy.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -8,7 +8,7 @@ use model::Parameters;
 
 use crate::TrainerError;
 
-/// MirroredValues that a copy can be made in.
+/// Values in memory that a copy can be written to.
 pub(crate) trait MirroredValues {
     fn all(&self) -> &[f32];
     fn all_mut(&mut self) -> &mut [f32];
@@ -34,16 +34,16 @@ impl MirroredValues for Vec<f32> {
     }
 }
 
-/// A copy that may be out of date, and is then copied again.
+/// A host copy of the weights, which is read again after they have changed.
 #[derive(Debug)]
 pub(crate) struct Mirror<V> {
     current: OnceLock<Arc<V>>,
-    /// Those of an earlier version, to be overwritten.
+    /// The copy of an earlier version, whose memory is reused.
     spare: Mutex<Option<V>>,
 }
 
 impl<V: MirroredValues> Mirror<V> {
-    /// One that is up to date.
+    /// A mirror whose copy is up to date.
     pub(crate) fn of(values: Arc<V>) -> Self {
         Self { current: OnceLock::from(values), spare: Mutex::default() }
     }
@@ -61,7 +61,7 @@ impl<V: MirroredValues> Mirror<V> {
             return Ok(current);
         }
         let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
-        // Another thread may have made it meanwhile.
+        // Another thread may have read the copy meanwhile.
         if let Some(current) = self.current.get() {
             return Ok(current);
         }
@@ -70,7 +70,7 @@ impl<V: MirroredValues> Mirror<V> {
         Ok(self.current.get_or_init(|| Arc::new(values)))
     }
 
-    /// Says that the weights are others now.
+    /// Marks the copy as out of date.
     pub(crate) fn outdate(&mut self) {
         if let Some(values) = self.current.take().and_then(Arc::into_inner) {
             *self.spare.get_mut().unwrap_or_else(PoisonError::into_inner) = Some(values);
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_read_once_per_version() {
+    fn a_mirror_is_read_once_per_version() {
         let config = Config::fresh(&Sizes {
             vocab_size: 4,
             hidden_size: 4,
@@ -106,7 +106,7 @@ mod tests {
         let layout = Arc::clone(first.layout());
         let mut mirror = Mirror::of(Arc::clone(&first));
         let zeros = || Parameters::zeros(Arc::clone(&layout));
-        let never = |_: &mut [f32]| unreachable!("it is up to date");
+        let never = |_: &mut [f32]| Err(TrainerError::RanksEnded);
         assert_eq!(mirror.get(zeros, never).unwrap().values(), first.values());
         drop(first);
         for version in 1..3 {

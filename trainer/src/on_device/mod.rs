@@ -1,26 +1,30 @@
 //! Ranks that compute on a device.
 //!
-//! A rank gives its passes to the device that its configuration names. One that trains with AdamW has f32 weights, moments
-//! and gradients there too, and updates them there: all of them if it is alone, its shards if it exchanges with others from
-//! device to device. Any other gets the gradients to the host, updates what the host has, and brings the weights up again.
+//! The configuration names the device of a rank, which runs its passes. With AdamW the device also has the f32 master weights,
+//! moments and gradients, and updates the weights: all of them on a single rank, its shards in a device group. With any
+//! other optimizer or with LoRA, the host receives the gradients, updates its weights and uploads them again.
 //!
-//! Invariant: checkpoints and versions are made of the host's form of weights and optimizer, and nothing is lost on the
-//! way there and back, so a run can go on where it likes.
+//! Invariant: checkpoints and policy versions are made of the host's form of weights and optimizer. A copy to the device and
+//! back changes no bit, so a run can resume on any device or on the host.
 //!
 //! # Layout
-//! - `config`: which device, and what is on it
-//! - `engine`: the weights on a device, and the optimizer
-//! - `pass`: forward and backward there; `mirror`: the host's copy of what is there
+//! - `config`: the device of each rank, and the state on it
+//! - `network`: the decoder on a device; `pass`: its forward and backward passes
+//! - `loaded`: weights that are trained on a device; `mirror`: the host's copy of them; `moments`: AdamW on a device
 
 mod config;
-mod engine;
+mod loaded;
 mod mirror;
+mod moments;
+mod network;
 mod pass;
 #[cfg(all(test, feature = "emulator"))]
 mod tests;
 
 pub use config::{CollectivePlace, DeviceConfig, OptimizerPlace};
-pub use engine::LearnerWeights;
-pub(crate) use engine::{DeviceRank, open};
+pub use loaded::LearnerWeights;
+pub(crate) use loaded::{GroupWeights, LearnerStorage, SingleWeights, TrainedWeights};
 pub(crate) use mirror::Mirror;
-pub(crate) use pass::DevicePass;
+pub(crate) use moments::{DeviceMoments, Piece};
+pub(crate) use network::{ByDtype, DeviceNetwork, NetworkWeights, by_dtype, open};
+pub(crate) use pass::{DevicePass, ParameterSource, ParameterUpload, upload};

@@ -5,11 +5,12 @@
 
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
-use model::on_device::{DeviceDecoder, DeviceTrace, UnitGradients, UnitWeights};
-use model::{GradientSink, LayerSource, Layout, Prediction, PredictionGradient, Unit};
+use model::on_device::{DeviceDecoder, UnitGradients, UnitWeights};
+use model::{GradientSink, LayerSource, Layout, Prediction, Unit};
 
 use crate::TrainerError;
 use crate::packing::Packed;
+use crate::pass::LossSlopes;
 use crate::zero::{DeviceGathering, DeviceReduction, ParameterGathering, number};
 
 /// Values of one copy to a device that rounds them.
@@ -17,15 +18,12 @@ const STAGED: usize = 1 << 22;
 
 /// A network on a device. The trait erases the storage type of the weights.
 pub(crate) trait DevicePass {
-    /// Predictions. The activations for the backward pass stay on the device.
-    fn forward(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError>;
-
-    /// Adds the gradients of `slopes * predictions` of the last forward pass to `sink`. Without `sink` they stay on the
-    /// device.
-    fn backward(
+    /// A forward pass, and a backward pass with the loss derivatives of its predictions. Adds the gradients to `sink`;
+    /// without `sink` they stay on the device.
+    fn train(
         &mut self,
         packed: &Packed<'_>,
-        slopes: &[PredictionGradient],
+        slopes: &mut LossSlopes<'_>,
         sink: Option<&mut dyn GradientSink>,
     ) -> Result<(), TrainerError>;
 
@@ -35,36 +33,25 @@ pub(crate) trait DevicePass {
     /// Takes part in the all-gather of a layer that only other ranks need.
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError>;
 
-    /// In a device group, takes part in the reduce-scatter of a unit whose gradients only other ranks have.
-    fn skip_unit(&mut self, unit: Unit) -> Result<(), TrainerError>;
-
-    /// In a device group, whether the next backward pass reduces its gradients (`leave`), and is the `first` of the step
-    /// that does.
-    fn reduces(&mut self, leave: bool, first: bool);
-
     /// Number of layers of the network.
     fn layers(&self) -> usize;
 }
 
 /// A pass whose network is stored in `T`.
 pub(crate) struct NetworkPass<'a, T: Storage> {
-    device: &'a Device,
     decoder: &'a DeviceDecoder<T>,
-    layout: &'a Layout,
     source: ParameterSource<'a, T>,
     /// Sums of all gradients in the layout of the weights. `None` if each unit has a buffer until its gradients are
     /// reduced.
     sums: Option<&'a mut DeviceBuffer<f32>>,
     /// The reduce-scatter of gradients in a device group.
-    reducing: Option<DeviceReduction<'a>>,
-    /// Activations of the last forward pass.
-    trace: Option<DeviceTrace<T>>,
+    reducing: Option<DeviceReduction<'a, T>>,
 }
 
 /// Source of the weights.
 pub(crate) enum ParameterSource<'a, T: Storage> {
     /// All weights on the device.
-    Whole(View<'a, T>, &'a Layout),
+    Whole { weights: View<'a, T>, layout: &'a Layout },
     /// Layers are gathered from all ranks through the host when they are needed.
     Gathered(Box<ParameterUpload<'a, T>>),
     /// Layers are gathered from device to device when they are needed.
@@ -83,14 +70,14 @@ pub(crate) struct ParameterUpload<'a, T: Storage> {
 }
 
 /// Copies gradients to the host, or reduces them to the devices of their owners.
-struct GradientTransfer<'a, 'b, 'c> {
+struct GradientTransfer<'a, 'b, 'c, T: Storage> {
     device: &'a Device,
     layout: &'a Layout,
     sums: Option<&'a mut DeviceBuffer<f32>>,
     /// Gradients of units that are not complete.
     units: Vec<Option<DeviceBuffer<f32>>>,
     sink: Option<&'a mut (dyn GradientSink + 'b)>,
-    reducing: Option<&'a mut DeviceReduction<'c>>,
+    reducing: Option<&'a mut DeviceReduction<'c, T>>,
     /// A reused buffer on the host.
     values: Vec<f32>,
 }
@@ -119,52 +106,77 @@ pub(crate) fn upload<T: Storage>(
 impl<'a, T: Storage> NetworkPass<'a, T> {
     /// A pass of `decoder` with the weights of `source`.
     pub(crate) fn new(
-        (device, layout): (&'a Device, &'a Layout),
         decoder: &'a DeviceDecoder<T>,
         source: ParameterSource<'a, T>,
         sums: Option<&'a mut DeviceBuffer<f32>>,
     ) -> Self {
-        Self { device, decoder, layout, source, sums, reducing: None, trace: None }
+        Self { decoder, source, sums, reducing: None }
     }
 
     /// The pass with a reduce-scatter of its gradients to their owners.
-    pub(crate) fn reducing(self, reducing: DeviceReduction<'a>) -> Self {
+    pub(crate) fn reducing(self, reducing: DeviceReduction<'a, T>) -> Self {
         Self { reducing: Some(reducing), ..self }
+    }
+
+    /// In a device group, whether the next backward pass reduces its gradients (`complete`), and is the `first` of the step
+    /// that does.
+    pub(crate) fn reduces(&mut self, complete: bool, first: bool) {
+        if let Some(reducing) = &mut self.reducing {
+            (reducing.complete, reducing.first) = (complete, first);
+        }
+    }
+
+    /// Takes part in a forward and a backward pass of other ranks of a device group, with gradients of zero.
+    ///
+    /// # Errors
+    /// If another rank does not make the calls.
+    pub(crate) fn skip(&mut self) -> Result<(), TrainerError> {
+        let layers = self.layers();
+        (0..layers).try_for_each(|index| self.skip_layer(index, false))?;
+        self.skip_unit(Unit::Tail)?;
+        for index in (0..layers).rev() {
+            self.skip_layer(index, true)?;
+            self.skip_unit(Unit::Layer(index))?;
+        }
+        Ok(self.skip_unit(Unit::Embedding)?)
+    }
+
+    /// Takes part in the reduce-scatter of a unit whose gradients only other ranks have.
+    fn skip_unit(&mut self, unit: Unit) -> device::Result<()> {
+        let layout = self.decoder.layout();
+        let Some(reducing) = self.reducing.as_mut().filter(|reducing| reducing.complete) else {
+            return Ok(());
+        };
+        let sums = self.sums.as_ref().map(|sums| sums.view(layout.unit(unit)));
+        reducing.unit(self.decoder.device(), number(layout, unit), sums)
     }
 }
 
 impl<T: Storage> DevicePass for NetworkPass<'_, T> {
-    fn forward(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError> {
-        let Packed { pack, positions, targets, .. } = packed;
-        if let Some(reducing) = &self.reducing {
-            reducing.share.wait("add up gradients")?;
-        }
-        // Frees the activations of a backward pass that failed before the new ones are allocated.
-        self.trace = None;
-        self.source.turn(false);
-        let (predictions, trace) = self.decoder.forward(&mut self.source, pack, positions, targets)?;
-        self.trace = Some(trace);
-        Ok(predictions)
-    }
-
-    fn backward(
+    fn train(
         &mut self,
         packed: &Packed<'_>,
-        slopes: &[PredictionGradient],
+        slopes: &mut LossSlopes<'_>,
         sink: Option<&mut dyn GradientSink>,
     ) -> Result<(), TrainerError> {
-        let Some(trace) = self.trace.take() else { unreachable!("a backward follows a forward") };
+        let Packed { pack, positions, targets, .. } = packed;
+        if let Some(reducing) = &self.reducing {
+            reducing.sharding.wait("add up gradients")?;
+        }
+        self.source.turn(false);
+        let (predictions, trace) = self.decoder.forward(&mut self.source, pack, positions, targets)?;
+        let slopes = slopes(&predictions);
         self.source.turn(true);
-        let mut handing = GradientTransfer {
-            device: self.device,
-            layout: self.layout,
+        let mut transfer = GradientTransfer {
+            device: self.decoder.device(),
+            layout: self.decoder.layout(),
             sums: self.sums.as_deref_mut(),
-            units: self.layout.units().map(|_| None).collect(),
+            units: self.decoder.layout().units().map(|_| None).collect(),
             sink,
             reducing: self.reducing.as_mut(),
             values: Vec::new(),
         };
-        self.decoder.backward(&mut self.source, &packed.pack, trace, slopes, &mut handing)?;
+        self.decoder.backward(&mut self.source, pack, trace, &slopes, &mut transfer)?;
         Ok(())
     }
 
@@ -177,36 +189,29 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError> {
         self.source.turn(backward);
         match &mut self.source {
-            ParameterSource::Whole(..) => {}
-            ParameterSource::Gathered(uploading) => drop(uploading.gathering.layer(index)?),
-            ParameterSource::Collected(collecting) => collecting.skip(index)?,
+            ParameterSource::Whole { .. } => {}
+            ParameterSource::Gathered(upload) => drop(upload.gathering.layer(index)?),
+            ParameterSource::Collected(gathering) => gathering.skip(index)?,
         }
         Ok(())
     }
 
-    fn skip_unit(&mut self, unit: Unit) -> Result<(), TrainerError> {
-        let Some(reducing) = self.reducing.as_mut().filter(|reducing| reducing.leave) else { return Ok(()) };
-        let sums = self.sums.as_ref().map(|sums| sums.view(self.layout.unit(unit)));
-        Ok(reducing.unit(self.device, number(self.layout, unit), sums)?)
-    }
-
-    fn reduces(&mut self, leave: bool, first: bool) {
-        if let Some(reducing) = &mut self.reducing {
-            (reducing.leave, reducing.first) = (leave, first);
-        }
-    }
-
     fn layers(&self) -> usize {
-        self.layout.layers().len()
+        self.decoder.layout().layers().len()
     }
 }
 
-impl<T: Storage> ParameterSource<'_, T> {
+impl<'a, T: Storage> ParameterSource<'a, T> {
+    /// All `weights`, in the order of `layout`.
+    pub(crate) fn whole(weights: &'a DeviceBuffer<T>, layout: &'a Layout) -> Self {
+        Self::Whole { weights: weights.all(), layout }
+    }
+
     fn turn(&mut self, backward: bool) {
         match self {
-            Self::Whole(..) => {}
-            Self::Gathered(uploading) => uploading.gathering.backward = backward,
-            Self::Collected(collecting) => collecting.backward = backward,
+            Self::Whole { .. } => {}
+            Self::Gathered(upload) => upload.gathering.backward = backward,
+            Self::Collected(gathering) => gathering.backward = backward,
         }
     }
 }
@@ -214,9 +219,9 @@ impl<T: Storage> ParameterSource<'_, T> {
 impl<T: Storage> UnitWeights<T> for ParameterSource<'_, T> {
     fn unit(&mut self, unit: Unit) -> device::Result<View<'_, T>> {
         match self {
-            Self::Whole(all, layout) => Ok(all.slice(layout.unit(unit))),
-            Self::Gathered(uploading) => uploading.unit(unit),
-            Self::Collected(collecting) => collecting.unit(unit),
+            Self::Whole { weights, layout } => Ok(weights.slice(layout.unit(unit))),
+            Self::Gathered(upload) => upload.unit(unit),
+            Self::Collected(gathering) => gathering.unit(unit),
         }
     }
 }
@@ -250,7 +255,7 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
             Unit::Tail => return Ok(self.ends[1].all()),
             Unit::Layer(index) => index,
         };
-        // Also of a layer that is there, because the next one is requested with it.
+        // Also for the current layer, because this call requests the next one.
         let values = self.gathering.layer(index).map_err(|error| DeviceError::Unavailable {
             device: self.device.name(),
             reason: format!("its rank has no weights of layer {index}: {error}"),
@@ -263,7 +268,7 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
     }
 }
 
-impl UnitGradients for GradientTransfer<'_, '_, '_> {
+impl<T: Storage> UnitGradients for GradientTransfer<'_, '_, '_, T> {
     fn unit(&mut self, unit: Unit) -> device::Result<ViewMut<'_, f32>> {
         let place = self.layout.unit(unit);
         if let Some(sums) = &mut self.sums {
@@ -278,8 +283,8 @@ impl UnitGradients for GradientTransfer<'_, '_, '_> {
     }
 
     fn done(&mut self, unit: Unit) -> device::Result<()> {
-        let leaves = self.reducing.as_ref().is_some_and(|reducing| reducing.leave);
-        if self.sink.is_none() && !leaves {
+        let reduces = self.reducing.as_ref().is_some_and(|reducing| reducing.complete);
+        if self.sink.is_none() && !reduces {
             return Ok(());
         }
         let own = self.units[number(self.layout, unit)].take();

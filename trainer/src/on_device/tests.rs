@@ -1,4 +1,4 @@
-//! A learner that lets a sampler have the device goes on with the bits that it had.
+//! A learner that shares its device with a sampler keeps its bits, and every rank broadcasts its shard from its device.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -66,7 +66,7 @@ fn step(learner: &mut Learner) {
 }
 
 #[test]
-fn what_leaves_the_device_for_a_sampler_comes_back_as_it_was() {
+fn state_returns_to_the_device_with_the_same_bits() {
     let len = Layout::new(&model()).len() as u64;
     for (dtype, place, computed) in [
         (DeviceDtype::F32, OptimizerPlace::Device, 4),
@@ -100,7 +100,7 @@ fn what_leaves_the_device_for_a_sampler_comes_back_as_it_was() {
 }
 
 #[test]
-fn ranks_in_processes_of_their_own_broadcast_a_shard_each() {
+fn every_process_broadcasts_its_shard() {
     let settings = LearnerConfig { world: 2, zero: 2, ..settings(DeviceDtype::F32, OptimizerPlace::Device) };
     let mut ranks = collective::threads::group(2, Duration::from_secs(60)).into_iter();
     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());

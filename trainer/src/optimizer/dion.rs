@@ -121,7 +121,8 @@ mod tests {
     }
 
     fn run(
-        (rows, columns): (usize, usize),
+        rows: usize,
+        columns: usize,
         rank: usize,
         gradients: &[Vec<f32>],
         factors: MatrixFactors,
@@ -159,11 +160,17 @@ mod tests {
             let full = shape.0.min(shape.1);
             let b = random(shape.0 * shape.1, 11);
             // Without momentum the remainder is B - P R^T.
-            let left = run(shape, full, std::slice::from_ref(&b), FACTORS).momentum;
+            let left = run(shape.0, shape.1, full, std::slice::from_ref(&b), FACTORS).momentum;
             let worst = left.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
             assert!(worst < 1e-4, "{shape:?}: {worst}");
             // With momentum, that share of B remains.
-            let kept = run(shape, full, std::slice::from_ref(&b), MatrixFactors { momentum: 0.9, ..FACTORS });
+            let kept = run(
+                shape.0,
+                shape.1,
+                full,
+                std::slice::from_ref(&b),
+                MatrixFactors { momentum: 0.9, ..FACTORS },
+            );
             assert!(kept.momentum.iter().zip(&b).all(|(m, b)| (m - 0.9 * b).abs() < 1e-4), "{shape:?}");
         }
     }
@@ -173,7 +180,7 @@ mod tests {
         for shape in [(6, 6), (6, 20), (20, 6)] {
             // Nothing remains in the momentum, so B is the same gradient each time.
             let gradients = vec![graded(shape.0, shape.1, 21); 30];
-            let update = run(shape, 6, &gradients, FACTORS).update;
+            let update = run(shape.0, shape.1, 6, &gradients, FACTORS).update;
             let scale = (shape.0 as f64 / shape.1 as f64).sqrt();
             for s in singular_values(&update, shape.1) {
                 assert!((s / scale - 1.0).abs() < 1e-3, "{shape:?}: {s}, expected {scale}");
@@ -185,7 +192,7 @@ mod tests {
     fn at_low_rank_the_unused_part_is_fed_back() {
         let (rows, columns) = (14, 10);
         let b = graded(rows, columns, 31);
-        let once = run((rows, columns), 3, std::slice::from_ref(&b), FACTORS);
+        let once = run(rows, columns, 3, std::slice::from_ref(&b), FACTORS);
         let used: Vec<f32> = b.iter().zip(&once.momentum).map(|(b, m)| b - m).collect();
         let values = singular_values(&used, columns);
         assert!(values[2] > 1e-3 && values[3] < 1e-5, "what was used has rank 3: {values:?}");
@@ -200,13 +207,13 @@ mod tests {
 
     #[test]
     fn a_zero_gradient_gives_no_update_and_directions_recover() {
-        let none = run((8, 5), 4, &[vec![0.0; 40]], FACTORS);
+        let none = run(8, 5, 4, &[vec![0.0; 40]], FACTORS);
         assert!(none.update.iter().chain(&none.momentum).all(|x| *x == 0.0));
         assert_eq!(none.basis, first_basis(4, 5, 3));
         // A gradient of rank 1 leaves three directions unset; the next gradient sets them.
         let mut one = vec![0.0; 40];
         one[..5].copy_from_slice(&[1.0, -2.0, 0.5, 3.0, 1.0]);
-        let later = run((8, 5), 4, &[one, random(40, 2), random(40, 2)], FACTORS);
+        let later = run(8, 5, 4, &[one, random(40, 2), random(40, 2)], FACTORS);
         let values = singular_values(&later.update, 5);
         assert!(values[3] > 0.3, "{values:?}");
     }

@@ -20,6 +20,7 @@ use std::ops::Range;
 use model::{ParameterSpec, ThreadPool};
 use serde::{Deserialize, Serialize};
 
+use crate::TrainerError;
 use crate::adamw::AdamwUpdate;
 use crate::moments::{BLOCK, Coded, MIN_CODED, MomentChunk, Moments};
 use crate::zero::Fragment;
@@ -369,19 +370,22 @@ impl Optimizer {
     }
 
     /// Gathers the shards of all ranks, with their fragments, to an optimizer of whole tensors.
+    ///
+    /// # Errors
+    /// If a rank has moments of another precision.
     pub(crate) fn join<'a>(
         config: OptimizerConfig,
         updates: u64,
         specs: &[ParameterSpec],
         ranks: impl Iterator<Item = (&'a [Fragment], &'a [TensorState])>,
-    ) -> Self {
+    ) -> Result<Self, TrainerError> {
         let mut whole = Self { updates, ..Self::new(config, specs) };
         for (fragments, states) in ranks {
             for (fragment, state) in fragments.iter().zip(states) {
-                whole.states[fragment.tensor].paste(&fragment.within, state);
+                whole.states[fragment.tensor].paste(&fragment.within, state)?;
             }
         }
-        whole
+        Ok(whole)
     }
 }
 
@@ -463,11 +467,12 @@ impl TensorState {
     }
 
     /// Inverse of [`Self::cut`].
-    fn paste(&mut self, within: &Range<usize>, part: &Self) {
+    fn paste(&mut self, within: &Range<usize>, part: &Self) -> Result<(), TrainerError> {
         match (self, part) {
-            (Self::Moments(moments), Self::Moments(part)) => moments.paste(within, part),
+            (Self::Moments(moments), Self::Moments(part)) => return moments.paste(within, part),
             (state, part) => *state = part.clone(),
         }
+        Ok(())
     }
 }
 

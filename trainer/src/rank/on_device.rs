@@ -1,368 +1,310 @@
-//! The part of a rank that is on a device.
+//! Ranks and passes on a device.
 //!
 //! Invariant: master weights and optimizer state are on the device if the rank updates them there, and on the host
-//! otherwise. They move as a whole and unchanged. A rank of a device group owns only its shards of the master weights,
-//! also if it computes with all weights.
+//! otherwise. A move between device and host changes no bit.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 
-use device::group::{DeviceGroup, DeviceGroupId, GroupCandidate};
-use device::{Device, DeviceBuffer};
-use model::{Parameters, ThreadPool};
-use weights::direct::round::PushPlan;
-use weights::{Digest, Hub, WeightsError};
+use device::ops::vectors::sum_of_squares;
+use device::{Device, DeviceBuffer, bf16};
+use model::Parameters;
 
-use super::step::{StepInputs, finite, norm_of_all};
-use super::{PlannedRows, Rank, RankWeights};
+use super::RankBase;
+use super::step::{StepInputs, finite};
 use crate::TrainerError;
-use crate::learner::{Frozen, RowLoss};
-use crate::norm::{SquareSum, clip};
-use crate::on_device::{CollectivePlace, DeviceRank, LearnerWeights, Mirror, OptimizerPlace, open};
-use crate::optimizer::{Optimizer, OptimizerKind, TensorState};
-use crate::pass::Pass;
-use crate::plan::step_passes;
-use crate::rank::{ScoredRows, score_with};
-use crate::zero::DeviceSharding;
+use crate::learner::{LearnerStep, RowLoss};
+use crate::norm::clip;
+use crate::on_device::{
+    ByDtype, DeviceMoments, DeviceNetwork, DevicePass, LearnerStorage, NetworkWeights, ParameterSource,
+    ParameterUpload, Piece, SingleWeights, TrainedWeights, upload,
+};
+use crate::optimizer::TensorState;
+use crate::zero::ParameterGathering;
 
-/// The state of a rank on its device.
-#[derive(Debug)]
-pub(super) struct RankDevice {
-    pub(super) engine: Box<dyn DeviceRank>,
-    /// Sums of gradients. The buffer stays allocated between steps, as on the host.
+/// The device of a rank whose host updates the weights.
+pub(super) struct PassDevice<T: LearnerStorage> {
+    network: DeviceNetwork<T>,
+    /// A copy of all weights. `None` while the sampler has the device, and if layers are gathered from all ranks.
+    copy: Option<DeviceBuffer<T>>,
+    /// Sums of gradients. The buffer stays allocated between steps.
     sums: Option<DeviceBuffer<f32>>,
-    /// Sums over all ranks of the gradients that this rank owns, in a device group.
-    own: Option<DeviceBuffer<f32>>,
-    /// Whether the weights are updated on the device.
-    trains: bool,
-    /// Whether the ranks are a device group: collective calls run from device to device.
-    pub(super) meets: bool,
 }
 
-impl RankDevice {
-    /// Copies weights that the host has updated to the device.
-    fn refresh(&mut self, parameters: &Parameters) -> Result<(), TrainerError> {
-        Ok(self.engine.load(parameters.values(), false)?)
-    }
+/// A [`PassDevice`] of either dtype.
+pub(super) type AnyPassDevice = ByDtype<PassDevice<f32>, PassDevice<bf16>>;
+
+/// The only rank of a learner, which updates all weights on its device.
+pub(super) struct SingleDeviceRank<T: LearnerStorage> {
+    network: DeviceNetwork<T>,
+    weights: SingleWeights<T>,
+    /// `None` while the sampler has the device: the optimizer has the states.
+    moments: Option<DeviceMoments>,
+    /// Sums of gradients. The buffer stays allocated between steps.
+    sums: Option<DeviceBuffer<f32>>,
 }
 
-impl Rank {
-    /// Opens the device of the configuration, if there is one, and copies to it the state that belongs there.
-    ///
-    /// # Errors
-    /// If the device is not available, or its memory is too small.
-    pub(super) fn on_device(mut self) -> Result<Self, TrainerError> {
-        let Some(config) = &self.config.device else { return Ok(self) };
-        let rank = self.membership.as_ref().map_or(0, |membership| membership.rank);
-        let movable = self.adapter.is_none()
-            && config.optimizer == OptimizerPlace::Device
-            && self.config.optimizer.kind == OptimizerKind::Adamw;
-        let place = config.place_of(rank);
-        let mut engine = open(place, config.dtype, &self.model, &self.layout, self.config.recompute)?;
-        if !movable && self.membership.is_some() && config.collective == CollectivePlace::Device {
-            let reason = "they update weights on the host, as LoRA and other optimizers than AdamW do";
-            return Err(TrainerError::NoCollective { reason: reason.to_owned() });
-        }
-        let meets = movable && self.meet(&mut *engine, config.collective)?;
-        let trains = movable && (meets || self.membership.is_none());
-        if let (true, Some(membership), RankWeights::Whole(all)) = (meets, &self.membership, &self.weights) {
-            self.weights = RankWeights::Own(membership.weights.pack(rank, all.values()));
-        }
-        self.device = Some(RankDevice { engine, sums: None, own: None, trains, meets });
-        self.enter_device()?;
-        Ok(self)
+impl<T: LearnerStorage> PassDevice<T> {
+    pub(super) fn new(network: DeviceNetwork<T>) -> Self {
+        Self { network, copy: None, sums: None }
     }
 
-    /// Joins the device group of the ranks, if there are several and their devices allow it. Returns whether it did.
-    fn meet(&self, engine: &mut dyn DeviceRank, wish: CollectivePlace) -> Result<bool, TrainerError> {
-        let Some(membership) = self.membership.as_ref().filter(|_| wish != CollectivePlace::Host) else {
-            return Ok(false);
-        };
-        let (collective, device) = (self.collective()?, engine.device());
-        let all = collective.all_gather_bytes(GroupCandidate::new(device)?.to_bytes())?;
-        let all: Vec<_> = all.iter().map(|bytes| GroupCandidate::from_bytes(bytes)).collect();
-        if let Some(reason) = GroupCandidate::obstacle(&all) {
-            return match wish {
-                CollectivePlace::Device => Err(TrainerError::NoCollective { reason }),
-                _ => Ok(false),
-            };
-        }
-        let id = if membership.rank == 0 { DeviceGroupId::new(device)?.to_bytes() } else { Vec::new() };
-        let id = DeviceGroupId::from_bytes(&collective.broadcast_bytes(0, id)?);
-        let group = DeviceGroup::join(device, &id, membership.rank, collective.world(), self.config.wait)?;
-        engine.meet(DeviceSharding::new(group, membership.weights.clone(), self.config.shares_weights()));
-        Ok(true)
+    pub(super) fn is_loaded(&self) -> bool {
+        self.copy.is_some()
     }
 
-    /// Copies the state that belongs on the device from the host to it.
+    /// Copies the weights of the host to the device.
     ///
     /// # Errors
     /// If the memory of the device is too small.
-    pub(crate) fn enter_device(&mut self) -> Result<(), TrainerError> {
-        let Some(RankDevice { engine, trains, meets, .. }) = &mut self.device else { return Ok(()) };
-        if !engine.has_weights() {
-            match &mut self.weights {
-                RankWeights::Whole(parameters) => {
-                    engine.load(parameters.values(), *trains)?;
-                    if *trains {
-                        self.weights = RankWeights::Device(Mirror::of(Arc::clone(parameters)));
-                    }
-                }
-                RankWeights::Own(own) if *meets => {
-                    engine.load(own, true)?;
-                    self.weights = RankWeights::DeviceOwn(Mirror::of(Arc::new(std::mem::take(own))));
-                }
-                RankWeights::Own(_) | RankWeights::Device(_) | RankWeights::DeviceOwn(_) => {}
-            }
-        }
-        if *trains && !self.optimizer.states().is_empty() {
-            engine.load_moments(self.optimizer.states())?;
-            self.optimizer.take_states();
+    pub(super) fn load(&mut self, parameters: &Parameters) -> device::Result<()> {
+        let device = self.network.device();
+        let mut copy = match self.copy.take() {
+            Some(copy) => copy,
+            None => device.labelled("weights").uninit(parameters.values().len())?,
+        };
+        upload(device, parameters.values(), copy.all_mut())?;
+        self.copy = Some(copy);
+        Ok(())
+    }
+
+    /// A pass that scores with the copy of the weights.
+    ///
+    /// # Errors
+    /// If the weights are not on the device.
+    pub(super) fn scoring(&self) -> Result<Box<dyn DevicePass + '_>, TrainerError> {
+        let source = whole(&self.network, self.copy.as_ref())?;
+        Ok(Box::new(self.network.pass(source, None)))
+    }
+
+    /// A pass with the copy of the weights. If it `accumulates`, gradients stay on the device until they are complete.
+    ///
+    /// # Errors
+    /// If the weights are not on the device, or its memory is too small.
+    pub(super) fn pass(&mut self, accumulates: bool) -> Result<Box<dyn DevicePass + '_>, TrainerError> {
+        let Self { network, copy, sums } = self;
+        let sums = if accumulates { Some(zeros(sums, network)?) } else { None };
+        Ok(Box::new(network.pass(whole(network, copy.as_ref())?, sums)))
+    }
+
+    /// A pass with weights that are gathered from all ranks through the host.
+    ///
+    /// # Errors
+    /// If the all-gather fails, or the memory of the device is too small.
+    pub(super) fn gathered<'a>(
+        &'a self,
+        gathering: ParameterGathering<'a>,
+    ) -> Result<Box<dyn DevicePass + 'a>, TrainerError> {
+        let upload = ParameterUpload::new(self.network.device(), self.network.layout(), gathering)?;
+        Ok(Box::new(self.network.pass(ParameterSource::Gathered(Box::new(upload)), None)))
+    }
+
+    /// Copies the gradients of all rows of a step of a single rank to `gradients`, `[weights]`. Returns the report.
+    ///
+    /// # Errors
+    /// If a token is outside the vocabulary, or the device fails.
+    pub(super) fn gradients<L: RowLoss>(
+        &mut self,
+        step: &StepInputs<'_, L>,
+        gradients: &mut [f32],
+    ) -> Result<L::Report, TrainerError> {
+        let Self { network, copy, sums } = self;
+        let sums = zeros(sums, network)?;
+        let report =
+            step.sum_on_device(&mut network.pass(whole(network, copy.as_ref())?, Some(&mut *sums)))?;
+        network.device().download_to(sums.all(), gradients)?;
+        Ok(report)
+    }
+
+    /// Frees the copy of the weights, if it does not stay, and the frozen network. Returns the bytes.
+    pub(super) fn leave(&mut self, weights: bool) -> u64 {
+        let copy = if weights { self.copy.take() } else { None };
+        copy.map_or(0, |copy| copy.bytes()) + self.network.forget()
+    }
+
+    /// Frees the gradients. Returns their bytes.
+    pub(super) fn drop_sums(&mut self) -> u64 {
+        self.sums.take().map_or(0, |sums| sums.bytes())
+    }
+
+    /// Memory of the weights, bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.copy.as_ref().map_or(0, DeviceBuffer::bytes)
+    }
+
+    /// The network and its weights.
+    pub(super) fn on_device(&self) -> NetworkWeights<'_, T> {
+        NetworkWeights { network: &self.network, weights: self.copy.as_ref() }
+    }
+}
+
+impl<T: LearnerStorage> SingleDeviceRank<T> {
+    /// The rank with its weights and the optimizer state of `base` on the device.
+    ///
+    /// # Errors
+    /// If the memory of the device is too small.
+    pub(super) fn new(
+        network: DeviceNetwork<T>,
+        parameters: Arc<Parameters>,
+        base: &mut RankBase,
+    ) -> Result<Self, TrainerError> {
+        let weights = SingleWeights::Unloaded(parameters);
+        let mut rank = Self { network, weights, moments: None, sums: None };
+        rank.enter_device(base)?;
+        Ok(rank)
+    }
+
+    /// Copies weights and optimizer state to the device, if they are on the host.
+    ///
+    /// # Errors
+    /// If the memory of the device is too small.
+    pub(super) fn enter_device(&mut self, base: &mut RankBase) -> Result<(), TrainerError> {
+        let device = self.network.device();
+        self.weights.load(device)?;
+        if self.moments.is_none() {
+            let pieces = Piece::tensors(&base.layout);
+            self.moments = Some(DeviceMoments::load(device, pieces, base.optimizer.states())?);
+            base.optimizer.take_states();
         }
         Ok(())
     }
 
-    /// Frees the device memory of the optimizer, of the weights, or of both. Optimizer state and master weights move to the
-    /// host. The state of a device group stays on its devices, because only all ranks together can restore it. Returns the
-    /// freed bytes.
+    /// Moves the optimizer state, the weights, or both to the host, and frees the frozen network. Returns the freed bytes.
     ///
     /// # Errors
     /// If the device fails.
-    pub(crate) fn leave_device(&mut self, optimizer: bool, weights: bool) -> Result<u64, TrainerError> {
-        let Some(RankDevice { engine, meets: false, .. }) = &mut self.device else { return Ok(0) };
-        let before = engine.bytes().iter().sum::<u64>();
-        if optimizer && let Some(states) = engine.read_moments()? {
-            self.optimizer.put_states(states);
-            engine.unload_moments();
+    pub(super) fn leave_device(
+        &mut self,
+        base: &mut RankBase,
+        optimizer: bool,
+        weights: bool,
+    ) -> Result<u64, TrainerError> {
+        let before = self.device_bytes().iter().sum::<u64>();
+        let device = self.network.device();
+        if optimizer && let Some(moments) = &self.moments {
+            base.optimizer.put_states(moments.read(device)?);
+            self.moments = None;
         }
         if weights {
-            if let RankWeights::Device(mirror) = &self.weights {
-                let read = |values: &mut [f32]| Ok(engine.read(values)?);
-                let new = || Parameters::zeros(Arc::clone(&self.layout));
-                self.weights = RankWeights::Whole(Arc::clone(mirror.get(new, read)?));
-            }
-            engine.unload();
+            self.weights.unload(device, &base.layout)?;
         }
-        Ok(before - engine.bytes().iter().sum::<u64>() + engine.forget())
+        Ok(before - self.device_bytes().iter().sum::<u64>() + self.network.forget())
     }
 
-    /// Frees the gradients on the device. Returns their bytes.
+    /// A step: the same as on the host.
+    ///
+    /// # Errors
+    /// If a token is outside the vocabulary, the device fails, or the gradient is not finite.
+    pub(super) fn step<L: RowLoss>(
+        &mut self,
+        base: &mut RankBase,
+        step: &StepInputs<'_, L>,
+    ) -> Result<LearnerStep<L::Report>, TrainerError> {
+        let Self { network, weights, moments, sums } = self;
+        let (SingleWeights::Loaded { trained, mirror }, Some(moments)) = (weights, moments) else {
+            return Err(NOT_LOADED);
+        };
+        let (device, sums) = (network.device(), zeros(sums, network)?);
+        let source = ParameterSource::whole(trained.rounded(), network.layout());
+        let report = step.sum_on_device(&mut network.pass(source, Some(&mut *sums)))?;
+        let done = LearnerStep {
+            grad_norm: sum_of_squares(device, sums.all())?.sqrt() as f32,
+            reports: vec![report],
+        };
+        finite(done.grad_norm, &base.optimizer, step.task)?;
+        if done.grad_norm == 0.0 {
+            return Ok(done);
+        }
+        let scale = clip(done.grad_norm, base.config.max_grad_norm);
+        let adam = base.optimizer.next_adam(scale, step.learning_rate);
+        moments.update(device, &adam, trained.updated(), sums.all())?;
+        mirror.outdate();
+        Ok(done)
+    }
+
+    /// A pass that scores.
+    ///
+    /// # Errors
+    /// If the weights are not on the device.
+    pub(super) fn scoring(&self) -> Result<Box<dyn DevicePass + '_>, TrainerError> {
+        Ok(Box::new(self.network.pass(whole(&self.network, self.weights.on_device())?, None)))
+    }
+
+    /// All weights on the host, as a copy if they are on the device.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub(super) fn parameters(&self) -> Result<&Arc<Parameters>, TrainerError> {
+        self.weights.on_host(self.network.device(), self.network.layout())
+    }
+
+    /// The weights on the host, if they are not on the device.
+    pub(super) fn unloaded_mut(&mut self) -> Option<&mut Arc<Parameters>> {
+        match &mut self.weights {
+            SingleWeights::Loaded { .. } => None,
+            SingleWeights::Unloaded(parameters) => Some(parameters),
+        }
+    }
+
+    /// The optimizer state of every tensor, if it is on the device.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub(super) fn states(&self) -> device::Result<Option<Vec<TensorState>>> {
+        self.moments.as_ref().map(|moments| moments.read(self.network.device())).transpose()
+    }
+
+    /// Frees the gradients. Returns their bytes.
     pub(super) fn drop_sums(&mut self) -> u64 {
-        let Some(device) = &mut self.device else { return 0 };
-        [device.sums.take(), device.own.take()].iter().flatten().map(DeviceBuffer::bytes).sum()
+        self.sums.take().map_or(0, |sums| sums.bytes())
     }
 
-    /// Device memory of the optimizer and of the weights, bytes.
-    pub(crate) fn device_bytes(&self) -> [u64; 2] {
-        let [weights, moments] = self.device.as_ref().map_or([0; 2], |device| device.engine.bytes());
-        [moments, weights]
+    /// Memory of the weights on the host, bytes.
+    pub(super) fn host_bytes(&self) -> usize {
+        self.weights.host_bytes()
     }
 
-    /// Whether collective calls run from device to device. `None` on the processor and for a single rank.
-    pub(crate) fn meets_on_devices(&self) -> Option<bool> {
-        self.device.as_ref().filter(|_| self.membership.is_some()).map(|device| device.meets)
+    /// Memory of the optimizer and of the weights on the device, bytes.
+    pub(super) fn device_bytes(&self) -> [u64; 2] {
+        [self.moments.as_ref().map_or(0, DeviceMoments::bytes), self.weights.device_bytes()]
     }
 
-    /// Sends this rank's shard of the weights to all samplers of `plan`. Returns the digest of the shard.
-    ///
-    /// # Errors
-    /// If a sampler is gone or late, or the device fails or does not have all weights.
-    pub(crate) fn send(&self, plan: &PushPlan, hub: Option<&Hub>) -> Result<Digest, WeightsError> {
-        let rank = self.membership.as_ref().map_or(0, |membership| membership.rank);
-        match &self.device {
-            Some(device) => device.engine.send(plan, rank, hub),
-            None => {
-                let reason = format!("rank {rank} computes on the processor");
-                Err(WeightsError::Device { what: "send weights", reason })
-            }
+    /// The network and its weights.
+    pub(super) fn on_device(&self) -> NetworkWeights<'_, T> {
+        NetworkWeights { network: &self.network, weights: self.weights.on_device() }
+    }
+}
+
+/// A pass needs state that is not on the device.
+const NOT_LOADED: TrainerError =
+    TrainerError::State { reason: "its weights or its optimizer state are not on its device" };
+
+/// All `weights` of a network as the source of a pass.
+fn whole<'a, T: LearnerStorage>(
+    network: &'a DeviceNetwork<T>,
+    weights: Option<&'a DeviceBuffer<T>>,
+) -> Result<ParameterSource<'a, T>, TrainerError> {
+    Ok(ParameterSource::whole(weights.ok_or(NOT_LOADED)?, network.layout()))
+}
+
+/// A buffer of zeros for the sums of all gradients of a network.
+fn zeros<'a, T: LearnerStorage>(
+    sums: &'a mut Option<DeviceBuffer<f32>>,
+    network: &DeviceNetwork<T>,
+) -> device::Result<&'a mut DeviceBuffer<f32>> {
+    zeroed(sums, network.device(), network.layout().len())
+}
+
+/// The buffer of gradients with `len` zeros, which is allocated in the first step.
+pub(super) fn zeroed<'a>(
+    buffer: &'a mut Option<DeviceBuffer<f32>>,
+    device: &Device,
+    len: usize,
+) -> device::Result<&'a mut DeviceBuffer<f32>> {
+    match buffer {
+        Some(buffer) => {
+            device.clear(buffer.all_mut())?;
+            Ok(buffer)
         }
-    }
-
-    /// The device and its weights, if they are on it.
-    pub(crate) fn device_weights(&self) -> Option<(&Device, LearnerWeights<'_>)> {
-        let engine = &self.device.as_ref()?.engine;
-        Some((engine.device(), engine.weights()?))
-    }
-
-    /// All weights as a host copy of the device's, which `mirror` keeps.
-    pub(super) fn mirrored<'a>(
-        &'a self,
-        mirror: &'a Mirror<Parameters>,
-    ) -> Result<&'a Arc<Parameters>, TrainerError> {
-        let Some(device) = &self.device else { unreachable!("weights of a device have one") };
-        let new = || Parameters::zeros(Arc::clone(&self.layout));
-        mirror.get(new, |values| Ok(device.engine.read(values)?))
-    }
-
-    /// The weights that this rank owns as a host copy of the device's, `[owned weights]`, which `mirror` keeps.
-    pub(super) fn mirrored_own<'a>(
-        &'a self,
-        mirror: &'a Mirror<Vec<f32>>,
-    ) -> Result<&'a [f32], TrainerError> {
-        let Some(device) = &self.device else { unreachable!("weights of a device have one") };
-        let new = || vec![0.0; device.engine.trained()];
-        Ok(mirror.get(new, |values| Ok(device.engine.read(values)?))?)
-    }
-
-    /// The optimizer state of each tensor or fragment, from the host or the device.
-    ///
-    /// # Errors
-    /// If the device fails.
-    pub(crate) fn states(&self) -> Result<Cow<'_, [TensorState]>, TrainerError> {
-        let states = match &self.device {
-            Some(device) => device.engine.read_moments()?,
-            None => None,
-        };
-        Ok(states.map_or(Cow::Borrowed(self.optimizer.states()), Cow::Owned))
-    }
-
-    /// The optimizer with its states, from the host or the device.
-    ///
-    /// # Errors
-    /// If the device fails.
-    pub(crate) fn whole_optimizer(&self) -> Result<Cow<'_, Optimizer>, TrainerError> {
-        let resumed =
-            |states| Optimizer::from_states(self.config.optimizer, self.optimizer.updates(), states);
-        Ok(match self.states()? {
-            Cow::Borrowed(_) => Cow::Borrowed(&self.optimizer),
-            Cow::Owned(states) => Cow::Owned(resumed(states)),
-        })
-    }
-
-    /// Predictions under another network on the device.
-    ///
-    /// # Errors
-    /// If the memory of the device is too small for its weights.
-    pub(super) fn score_frozen(
-        &self,
-        device: &RankDevice,
-        (frozen, parameters): (&Frozen, &Arc<Parameters>),
-        task: PlannedRows<'_>,
-        pool: &ThreadPool,
-    ) -> Result<ScoredRows, TrainerError> {
-        // A model that is swapped in is freed on the device as on the host.
-        let keep = !frozen.weights.is_swapped();
-        let network = device.engine.frozen(frozen.weights.config(), parameters, keep)?;
-        let rank = self.membership.as_ref().map_or(0, |membership| membership.rank);
-        score_with(&mut Pass::Device(network.pass()), rank, task, pool)
-    }
-
-    /// A buffer of zeros for the sums of gradients on the device. `None` without a device, or if every pass reduces its
-    /// gradients.
-    pub(super) fn take_sums(&mut self) -> Result<Option<DeviceBuffer<f32>>, TrainerError> {
-        let stay = self.membership.is_none() || !self.config.shares_gradients();
-        let Some(on_device) = self.device.as_mut().filter(|_| stay) else { return Ok(None) };
-        let device = on_device.engine.device();
-        Ok(Some(match on_device.sums.take() {
-            Some(mut sums) => {
-                device.clear(sums.all_mut())?;
-                sums
-            }
-            None => device.labelled("gradients").zeros(self.layout.len())?,
-        }))
-    }
-
-    /// Returns the buffer of [`Self::take_sums`] to the rank.
-    pub(super) fn put_sums(&mut self, sums: Option<DeviceBuffer<f32>>) {
-        if let Some(device) = &mut self.device {
-            device.sums = sums;
-        }
-    }
-
-    /// Copies the weights to the device after an update on the host.
-    ///
-    /// # Errors
-    /// If the device fails.
-    pub(super) fn refresh(&mut self) -> Result<(), TrainerError> {
-        match (&mut self.device, &self.weights) {
-            (Some(device), RankWeights::Whole(parameters)) => device.refresh(parameters),
-            _ => Ok(()),
-        }
-    }
-
-    /// A step of a single rank on a device: the same as on the processor, with gradients in `sums`.
-    pub(super) fn step_on_device<L: RowLoss>(
-        &mut self,
-        sums: &mut DeviceBuffer<f32>,
-        step: &StepInputs<'_, L>,
-    ) -> Result<(f32, Vec<L::Report>), TrainerError> {
-        let Some(on_device) = &mut self.device else { unreachable!("sums are taken of a device") };
-        let mut pass = Pass::Device(on_device.engine.pass(Some(&mut *sums), None)?);
-        let mut report = L::Report::default();
-        for batch in step.task.plan.iter().flatten() {
-            step.reverse(&mut pass, batch, &mut report, None)?;
-        }
-        let reports = vec![report];
-        drop(pass);
-        if on_device.trains {
-            let norm = on_device.engine.squares(sums.all())?.sqrt() as f32;
-            finite(norm, &self.optimizer, step.task)?;
-            if norm == 0.0 {
-                return Ok((norm, reports));
-            }
-            let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), step.learning_rate);
-            on_device.engine.update(&adam, sums.all())?;
-            if let RankWeights::Device(mirror) = &mut self.weights {
-                mirror.outdate();
-            }
-            return Ok((norm, reports));
-        }
-        let mut gradients = self.buffers.take(sums.len());
-        let downloaded = on_device.engine.device().download_to(sums.all(), &mut gradients);
-        let norm = downloaded.map_err(TrainerError::from).and_then(|()| {
-            let adapted = self.adapter.as_ref().map(|adapter| adapter.gradients(&gradients, step.pool));
-            self.update_alone(adapted.as_deref().unwrap_or(&gradients), step)
-        });
-        self.buffers.put(gradients);
-        let norm = norm?;
-        self.refresh()?;
-        Ok((norm, reports))
-    }
-
-    /// A step of a rank of a device group, with gradients in `sums` if they are accumulated over several passes.
-    pub(super) fn step_on_devices<L: RowLoss>(
-        &mut self,
-        sums: Option<&mut DeviceBuffer<f32>>,
-        step: &StepInputs<'_, L>,
-    ) -> Result<(f32, Vec<L::Report>), TrainerError> {
-        let collective = self.collective()?;
-        let Some(on_device) = &mut self.device else {
-            unreachable!("ranks of a device group have a membership and a device")
-        };
-        let RankDevice { engine, own, .. } = on_device;
-        let own = match own {
-            Some(own) => {
-                engine.device().clear(own.all_mut())?;
-                own
-            }
-            None => own.insert(engine.device().labelled("gradients").zeros(engine.trained())?),
-        };
-        let position = collective.position();
-        let step_passes = step_passes(step.task.plan, position, !self.config.shares_gradients());
-        let mut reports = step.reports(position.world);
-        let mut pass = Pass::Device(engine.pass(sums, Some(&mut *own))?);
-        for current in step_passes {
-            pass.reduces(current.complete, current.slot.round == 0);
-            match current.batch {
-                Some(batch) => {
-                    step.reverse(&mut pass, batch, &mut reports[current.slot.index], None)?;
-                }
-                None => pass.skip(None)?,
-            }
-        }
-        drop(pass);
-        let mut squares = SquareSum::default();
-        squares.add(engine.squares(own.all())?);
-        let norm = norm_of_all(&*collective, &squares)?;
-        finite(norm, &self.optimizer, step.task)?;
-        if norm == 0.0 {
-            return Ok((norm, reports));
-        }
-        let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), step.learning_rate);
-        engine.update(&adam, own.all())?;
-        if let RankWeights::DeviceOwn(mirror) = &mut self.weights {
-            mirror.outdate();
-        }
-        Ok((norm, reports))
+        None => Ok(buffer.insert(device.labelled("gradients").zeros(len)?)),
     }
 }

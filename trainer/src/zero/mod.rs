@@ -12,7 +12,7 @@
 //! - `shards`: which rank owns which values
 //! - `gradients`: gradients of one step, unit by unit; `tree`: their sum over leaves
 //! - `parameters`: layers that are gathered one ahead of the pass
-//! - `devices`: both on devices
+//! - `devices`: reduce-scatter and all-gather on devices
 
 mod devices;
 mod gradients;
@@ -37,7 +37,7 @@ pub(crate) use tree::TreeSums;
 
 /// Requests that wait while the communication thread serves one.
 const WAITING: usize = 1;
-/// Gathered units that the pass has not taken yet: both ends of a model, or the next layer.
+/// Gathered units that the pass has not received yet: embedding and tail, or the next layer.
 const AHEAD: usize = 2;
 
 /// Buffers that are reused, by length.
@@ -49,9 +49,18 @@ pub(crate) struct Communication<'a> {
     pub(crate) collective: &'a dyn HostCollective,
     /// Shards of the trained tensors.
     pub(crate) trained: &'a Shards,
-    /// Shards of the weights, and the weights that this rank owns; `None` if every rank has all weights.
-    pub(crate) weights: Option<(&'a Shards, &'a [f32])>,
+    /// The weights that this rank owns; `None` if every rank has all weights.
+    pub(crate) weights: Option<WeightShards<'a>>,
     pub(crate) buffers: &'a BufferPool,
+}
+
+/// The weights that a rank owns.
+#[derive(Clone, Copy)]
+pub(crate) struct WeightShards<'a> {
+    /// Shards of all ranks.
+    pub(crate) shards: &'a Shards,
+    /// The shards of this rank, concatenated.
+    pub(crate) own: &'a [f32],
 }
 
 /// A request to the communication thread.
@@ -115,7 +124,10 @@ fn serve(
                 buffers.put(values);
             }
             Request::Gather { unit } => {
-                let Some((shards, own)) = weights else { unreachable!("only sharded weights are gathered") };
+                let Some(WeightShards { shards, own }) = weights else {
+                    let reason = "every rank has all weights".to_owned();
+                    return Err(CollectiveError::Arguments { rank, operation: "all_gather", reason });
+                };
                 let mut all = buffers.take(shards.place(unit).len());
                 collective.all_gather(&own[shards.packed(rank, unit)], shards.cuts(unit), &mut all)?;
                 if gathered.send(all).is_err() {

@@ -14,12 +14,18 @@ pub(crate) struct ParameterGathering<'a> {
     gathered: Receiver<Vec<f32>>,
     layout: &'a Layout,
     buffers: &'a BufferPool,
-    /// The last layer that the pass has asked for.
-    current: Option<(usize, Arc<Vec<f32>>)>,
+    /// The last layer that the pass has requested.
+    current: Option<GatheredLayer>,
     /// The layer that is prefetched.
     ahead: Option<usize>,
     /// Whether this is a backward pass.
     pub(crate) backward: bool,
+}
+
+/// The values of a layer.
+struct GatheredLayer {
+    index: usize,
+    values: Arc<Vec<f32>>,
 }
 
 impl<'a> ParameterGathering<'a> {
@@ -55,33 +61,33 @@ impl ParameterGathering<'_> {
         }
     }
 
-    fn release(&mut self) {
-        let values = self.current.take().and_then(|(_, values)| Arc::try_unwrap(values).ok());
-        values.into_iter().for_each(|values| self.buffers.put(values));
+    /// The values of a layer that is not the current one, which becomes the current one.
+    fn next(&mut self, index: usize) -> candle_core::Result<Arc<Vec<f32>>> {
+        let before = self.current.take().and_then(|layer| Arc::try_unwrap(layer.values).ok());
+        before.into_iter().for_each(|values| self.buffers.put(values));
+        match self.ahead.take() {
+            Some(ahead) if ahead == index => {}
+            Some(ahead) => bail!("layer {ahead} was gathered, but the pass needs layer {index}"),
+            None => self.request(number(self.layout, Unit::Layer(index)))?,
+        }
+        let values = Arc::new(self.receive()?);
+        self.current = Some(GatheredLayer { index, values: Arc::clone(&values) });
+        Ok(values)
     }
 }
 
 impl LayerSource for ParameterGathering<'_> {
     fn layer(&mut self, index: usize) -> candle_core::Result<Arc<Vec<f32>>> {
-        if self.current.as_ref().is_none_or(|(current, _)| *current != index) {
-            self.release();
-            if let Some(other) = self.ahead.filter(|ahead| *ahead != index) {
-                unreachable!("layer {other} was gathered, layer {index} is asked for");
-            }
-            if self.ahead.take().is_none() {
-                self.request(number(self.layout, Unit::Layer(index)))?;
-            }
-            self.current = Some((index, Arc::new(self.receive()?)));
-        }
+        let values = match self.current.as_ref().filter(|layer| layer.index == index) {
+            Some(layer) => Arc::clone(&layer.values),
+            None => self.next(index)?,
+        };
         let layers = self.layout.layers().len();
         let next = if self.backward { index.checked_sub(1) } else { Some(index + 1) };
         if let Some(next) = next.filter(|next| *next < layers && self.ahead.is_none()) {
             self.request(number(self.layout, Unit::Layer(next)))?;
             self.ahead = Some(next);
         }
-        match &self.current {
-            Some((_, values)) => Ok(Arc::clone(values)),
-            None => unreachable!("it was put there above"),
-        }
+        Ok(values)
     }
 }

@@ -1,0 +1,241 @@
+//! The initial state of ranks, and the kind of rank that a configuration asks for.
+
+use std::sync::Arc;
+
+use collective::HostCollective;
+use device::group::{DeviceGroup, DeviceGroupId, GroupCandidate};
+use device::{Device, bf16};
+use model::{Config, Layout, ParameterSpec, Parameters};
+
+use super::group::GroupRank;
+use super::membership::RankMembership;
+use super::on_device::{PassDevice, SingleDeviceRank};
+use super::replicated::ReplicatedRank;
+use super::sharded::ShardedRank;
+use super::single::SingleRank;
+use super::whole::WholeWeights;
+use super::{Rank, RankBase, RankKind};
+use crate::TrainerError;
+use crate::learner::LearnerConfig;
+use crate::lora::Adapter;
+use crate::on_device::{
+    ByDtype, CollectivePlace, DeviceConfig, DeviceNetwork, OptimizerPlace, by_dtype, open,
+};
+use crate::optimizer::{Optimizer, OptimizerKind};
+use crate::zero::{BufferPool, Fragment, Shards, TreeSums};
+
+/// Initial state of a single rank, or of all ranks of a learner.
+#[derive(Debug)]
+pub(crate) struct LearnerSeed {
+    pub(crate) config: LearnerConfig,
+    pub(crate) model: Config,
+    pub(crate) parameters: Arc<Parameters>,
+    /// The adapter that is trained in place of the weights. It is merged into them.
+    pub(crate) adapter: Option<Adapter>,
+    /// Optimizer state of whole tensors.
+    pub(crate) optimizer: Option<Optimizer>,
+}
+
+/// Configuration and shards of one of several ranks, before it receives its weights.
+#[derive(Debug)]
+pub(crate) struct MemberSeed {
+    config: LearnerConfig,
+    model: Config,
+    layout: Arc<Layout>,
+    adapter: Option<Adapter>,
+    collective: Arc<dyn HostCollective>,
+    rank: usize,
+    trained: Shards,
+    weights: Shards,
+}
+
+/// The weights that one of several ranks receives.
+#[derive(Debug)]
+pub(crate) enum RankWeights {
+    /// All weights, in their only reference.
+    Whole(Arc<Parameters>),
+    /// The shards of this rank, concatenated.
+    Own(Vec<f32>),
+}
+
+impl LearnerSeed {
+    /// The only rank of a learner.
+    ///
+    /// # Errors
+    /// If its device is not available, or its memory is too small.
+    pub(crate) fn alone(self) -> Result<Rank, TrainerError> {
+        let Self { config, model, parameters, adapter, optimizer } = self;
+        let layout = Arc::clone(parameters.layout());
+        let specs = adapter.as_ref().map_or(layout.specs(), Adapter::specs);
+        let sums = TreeSums::new(specs.last().map_or(0, |spec| spec.range().end));
+        let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, specs));
+        let mut base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default() };
+        let kind = match base.config.device.clone() {
+            None => {
+                RankKind::Single(SingleRank { weights: WholeWeights::new(parameters, adapter, None), sums })
+            }
+            Some(device) => {
+                let network = base.open(&device, 0)?;
+                if base.updates_on_device(&device, adapter.as_ref()) {
+                    let new = by_dtype!(map network, network => SingleDeviceRank::new(network, parameters, &mut base)?);
+                    RankKind::SingleOnDevice(Box::new(new))
+                } else {
+                    let device = by_dtype!(map network, network => PassDevice::new(network));
+                    let mut weights = WholeWeights::new(parameters, adapter, Some(device));
+                    weights.enter_device()?;
+                    RankKind::Single(SingleRank { weights, sums })
+                }
+            }
+        };
+        Ok(Rank { base, kind })
+    }
+
+    /// One rank of `collective`.
+    ///
+    /// # Errors
+    /// If its device is not available, or its memory is too small.
+    pub(crate) fn member(&self, collective: Arc<dyn HostCollective>) -> Result<Rank, TrainerError> {
+        let (model, adapter, layout) = (self.model.clone(), self.adapter.clone(), self.parameters.layout());
+        let member = MemberSeed::new(self.config.clone(), model, layout, adapter, collective);
+        let weights = if member.owns_weights() {
+            RankWeights::Own(member.weights.pack(member.rank, self.parameters.values()))
+        } else {
+            RankWeights::Whole(Arc::new(Parameters::clone(&self.parameters)))
+        };
+        let optimizer = self.optimizer.as_ref().map(|optimizer| optimizer.cut(member.fragments()));
+        member.rank(weights, optimizer)
+    }
+}
+
+impl MemberSeed {
+    /// The seed of this rank of `collective`, which trains a model or its `adapter`.
+    pub(crate) fn new(
+        config: LearnerConfig,
+        model: Config,
+        layout: &Arc<Layout>,
+        adapter: Option<Adapter>,
+        collective: Arc<dyn HostCollective>,
+    ) -> Self {
+        let (rank, world) = (collective.rank(), collective.world());
+        let weights = Shards::of_model(layout, world, &config.optimizer);
+        let trained = match &adapter {
+            Some(adapter) => Shards::of_adapter(layout, adapter, world, &config.optimizer),
+            None => weights.clone(),
+        };
+        Self { config, model, layout: Arc::clone(layout), adapter, collective, rank, trained, weights }
+    }
+
+    /// Whether this rank has only its shards of the weights. With an adapter every rank has all weights, because merging
+    /// reads them.
+    pub(crate) fn owns_weights(&self) -> bool {
+        self.config.shares_weights() && self.adapter.is_none()
+    }
+
+    /// This rank's shard of the values of a unit, `[unit values]`.
+    pub(crate) fn own_of<'a>(&self, unit: usize, values: &'a [f32]) -> &'a [f32] {
+        &values[self.weights.cuts(unit)[self.rank].clone()]
+    }
+
+    /// The trained tensors.
+    pub(crate) fn trained(&self) -> &[ParameterSpec] {
+        self.adapter.as_ref().map_or(self.layout.specs(), Adapter::specs)
+    }
+
+    /// The parts of the trained tensors that this rank owns.
+    pub(crate) fn fragments(&self) -> &[Fragment] {
+        self.trained.fragments(self.rank)
+    }
+
+    /// The adapter, whose values are received later.
+    pub(crate) fn adapter_mut(&mut self) -> Option<&mut Adapter> {
+        self.adapter.as_mut()
+    }
+
+    /// The rank with its weights and the optimizer of its fragments; `None` for a new optimizer.
+    ///
+    /// # Errors
+    /// If its device is not available, or its memory is too small.
+    pub(crate) fn rank(
+        self,
+        weights: RankWeights,
+        optimizer: Option<Optimizer>,
+    ) -> Result<Rank, TrainerError> {
+        let fresh = || Optimizer::of_fragments(self.config.optimizer, self.trained(), self.fragments());
+        let optimizer = optimizer.unwrap_or_else(fresh);
+        let Self { config, model, layout, adapter, collective, rank, trained, weights: shards } = self;
+        let sums = TreeSums::new(trained.len(rank));
+        let membership = RankMembership::new(collective, trained, shards);
+        let mut base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default() };
+        let mut device = None;
+        if let Some(config) = base.config.device.clone() {
+            let network = base.open(&config, rank)?;
+            let movable = base.updates_on_device(&config, adapter.as_ref());
+            if !movable && config.collective == CollectivePlace::Device {
+                let reason = "they update weights on the host, as LoRA and other optimizers than AdamW do";
+                return Err(TrainerError::NoCollective { reason: reason.to_owned() });
+            }
+            let opened = by_dtype!(&network, network => network.device());
+            if movable && let Some(group) = base.meet(&membership, opened, config.collective)? {
+                let own = match weights {
+                    RankWeights::Whole(all) => membership.weights.pack(rank, all.values()),
+                    RankWeights::Own(own) => own,
+                };
+                let new = by_dtype!(map network, network => GroupRank::new(network, membership, group, own, &mut base)?);
+                return Ok(Rank { base, kind: RankKind::Group(Box::new(new)) });
+            }
+            device = Some(by_dtype!(map network, network => PassDevice::new(network)));
+        }
+        let kind = match weights {
+            RankWeights::Whole(parameters) => {
+                let mut weights = WholeWeights::new(parameters, adapter, device);
+                weights.enter_device()?;
+                RankKind::Replicated(ReplicatedRank { weights, membership, sums })
+            }
+            RankWeights::Own(own) => RankKind::Sharded(ShardedRank { own, membership, device, sums }),
+        };
+        Ok(Rank { base, kind })
+    }
+}
+
+impl RankBase {
+    /// Opens the device of rank `rank`.
+    fn open(
+        &self,
+        device: &DeviceConfig,
+        rank: usize,
+    ) -> device::Result<ByDtype<DeviceNetwork<f32>, DeviceNetwork<bf16>>> {
+        open(device, rank, &self.model, &self.layout, self.config.recompute)
+    }
+
+    /// Whether a rank on a device updates its weights there, if it is single or in a device group.
+    fn updates_on_device(&self, device: &DeviceConfig, adapter: Option<&Adapter>) -> bool {
+        adapter.is_none()
+            && device.optimizer == OptimizerPlace::Device
+            && self.config.optimizer.kind == OptimizerKind::Adamw
+    }
+
+    /// Joins the device group of the ranks. `None` if their devices cannot form one.
+    fn meet(
+        &self,
+        membership: &RankMembership,
+        device: &Device,
+        wish: CollectivePlace,
+    ) -> Result<Option<DeviceGroup>, TrainerError> {
+        if wish == CollectivePlace::Host {
+            return Ok(None);
+        }
+        let collective = membership.collective()?;
+        let all = collective.all_gather_bytes(GroupCandidate::new(device)?.to_bytes())?;
+        let all: Vec<_> = all.iter().map(|bytes| GroupCandidate::from_bytes(bytes)).collect();
+        if let Some(reason) = GroupCandidate::obstacle(&all) {
+            return match wish {
+                CollectivePlace::Device => Err(TrainerError::NoCollective { reason }),
+                CollectivePlace::Auto | CollectivePlace::Host => Ok(None),
+            };
+        }
+        let rank = membership.rank;
+        let id = if rank == 0 { DeviceGroupId::new(device)?.to_bytes() } else { Vec::new() };
+        let id = DeviceGroupId::from_bytes(&collective.broadcast_bytes(0, id)?);
+        Ok(Some(DeviceGroup::join(device, &id, rank, collective.world(), self.config.wait)?))
+    }
+}

@@ -1,0 +1,108 @@
+//! One of several ranks that each have their shards of the weights (ZeRO stage 3), and gather layers through the host.
+
+use model::ThreadPool;
+
+use super::membership::{OwnShards, RankMembership};
+use super::on_device::AnyPassDevice;
+use super::step::{HostExchange, StepInputs, finite, owned};
+use super::{PlannedRows, RankBase, ScoredRows, score_with};
+use crate::TrainerError;
+use crate::learner::{LearnerStep, RowLoss};
+use crate::norm::clip;
+use crate::on_device::by_dtype;
+use crate::pass::Pass;
+use crate::zero::{Requests, TreeSums, WeightShards};
+
+pub(super) struct ShardedRank {
+    /// The weights of this rank: its shards, concatenated.
+    pub(super) own: Vec<f32>,
+    pub(super) membership: RankMembership,
+    /// The device of the passes; `None` for the processor.
+    pub(super) device: Option<AnyPassDevice>,
+    /// Sums of the gradients that this rank owns. The buffers stay allocated between steps.
+    pub(super) sums: TreeSums,
+}
+
+impl ShardedRank {
+    /// The weights of this rank.
+    pub(super) fn shards(&self) -> OwnShards<'_> {
+        OwnShards { membership: &self.membership, values: &self.own }
+    }
+
+    /// Predictions of this rank's rows.
+    ///
+    /// # Errors
+    /// If a token is outside the vocabulary, another rank does not make the call, or the device fails.
+    pub(super) fn score(
+        &self,
+        base: &RankBase,
+        task: PlannedRows<'_>,
+        pool: &ThreadPool,
+    ) -> Result<ScoredRows, TrainerError> {
+        let Self { own, membership, device, .. } = self;
+        let weights = Some(WeightShards { shards: &membership.weights, own });
+        let exchange = HostExchange { base, membership, adapter: None, weights };
+        exchange.communicate(&mut TreeSums::default(), |requests| {
+            score_with(&mut gathered(base, device.as_ref(), requests)?, membership.rank, task, pool)
+        })
+    }
+
+    /// This rank's part of a step.
+    ///
+    /// # Errors
+    /// If a token is outside the vocabulary, another rank does not take part, or the gradient is not finite.
+    pub(super) fn step<L: RowLoss>(
+        &mut self,
+        base: &mut RankBase,
+        step: &StepInputs<'_, L>,
+    ) -> Result<LearnerStep<L::Report>, TrainerError> {
+        let reports = self.reduce(base, step)?;
+        let grad_norm = self.update(base, step)?;
+        Ok(LearnerStep { grad_norm, reports })
+    }
+
+    /// Writes the sums over all ranks of the gradients that this rank owns to its sums.
+    fn reduce<L: RowLoss>(
+        &mut self,
+        base: &RankBase,
+        step: &StepInputs<'_, L>,
+    ) -> Result<Vec<L::Report>, TrainerError> {
+        let Self { own, membership, device, sums } = self;
+        let (own, device) = (&own[..], &*device);
+        let weights = Some(WeightShards { shards: &membership.weights, own });
+        let exchange = HostExchange { base, membership, adapter: None, weights };
+        exchange.reduce(sums, |requests| gathered(base, device.as_ref(), requests), step)
+    }
+
+    /// Updates the shards of this rank. Returns the norm of the whole gradient.
+    fn update<L>(
+        &mut self,
+        base: &mut RankBase,
+        &StepInputs { task, learning_rate, pool, .. }: &StepInputs<'_, L>,
+    ) -> Result<f32, TrainerError> {
+        let Self { own, membership, sums, .. } = self;
+        let gradients: &[f32] = sums.values();
+        let norm = membership.norm(&membership.squares(gradients, pool))?;
+        finite(norm, &base.optimizer, task)?;
+        if norm == 0.0 {
+            return Ok(norm);
+        }
+        let (specs, scale) = (base.layout.specs(), clip(norm, base.config.max_grad_norm));
+        let own = owned(specs, membership.fragments(), own, true, gradients);
+        base.optimizer.update_owned(specs, own, scale, learning_rate, pool);
+        Ok(norm)
+    }
+}
+
+/// A pass whose layers are gathered from all ranks.
+fn gathered<'a>(
+    base: &'a RankBase,
+    device: Option<&'a AnyPassDevice>,
+    requests: Requests,
+) -> Result<Pass<'a>, TrainerError> {
+    let gathering = requests.gathering(&base.layout, &base.buffers);
+    match device {
+        Some(device) => Ok(Pass::Device(by_dtype!(device, device => device.gathered(gathering)?))),
+        None => Pass::gathered(&base.model, &base.layout, gathering, base.config.recompute),
+    }
+}

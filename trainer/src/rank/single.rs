@@ -1,0 +1,78 @@
+//! The only rank of a learner, which updates its weights on the host. Its passes are on the host or on a device.
+
+use collective::Position;
+
+use super::RankBase;
+use super::step::StepInputs;
+use super::whole::WholeWeights;
+use crate::TrainerError;
+use crate::learner::{LearnerStep, RowLoss};
+use crate::on_device::by_dtype;
+use crate::pass::Pass;
+use crate::plan::step_passes;
+use crate::zero::{GradientReduction, TrainedNetwork, TreeSums};
+
+pub(super) struct SingleRank {
+    pub(super) weights: WholeWeights,
+    /// Sums of the gradients of passes on the host. The buffers stay allocated between steps.
+    pub(super) sums: TreeSums,
+}
+
+impl SingleRank {
+    /// A step.
+    ///
+    /// # Errors
+    /// If a token is outside the vocabulary, a device fails, or the gradient is not finite.
+    pub(super) fn step<L: RowLoss>(
+        &mut self,
+        base: &mut RankBase,
+        step: &StepInputs<'_, L>,
+    ) -> Result<LearnerStep<L::Report>, TrainerError> {
+        let Some(device) = &mut self.weights.device else {
+            let reports = self.accumulate(base, step)?;
+            let grad_norm = self.weights.update(base, self.sums.values(), step)?;
+            return Ok(LearnerStep { grad_norm, reports });
+        };
+        let mut gradients = base.buffers.take(base.layout.len());
+        let done = by_dtype!(device, device => device.gradients(step, &mut gradients)).and_then(|report| {
+            let adapter = self.weights.adapter.as_ref();
+            let adapted = adapter.map(|adapter| adapter.gradients(&gradients, step.pool));
+            let grad_norm = self.weights.update(base, adapted.as_deref().unwrap_or(&gradients), step)?;
+            Ok(LearnerStep { grad_norm, reports: vec![report] })
+        });
+        base.buffers.put(gradients);
+        let done = done?;
+        self.weights.refresh()?;
+        Ok(done)
+    }
+
+    /// Writes the gradients of all rows to the sums.
+    fn accumulate<L: RowLoss>(
+        &mut self,
+        base: &RankBase,
+        step: &StepInputs<'_, L>,
+    ) -> Result<Vec<L::Report>, TrainerError> {
+        let WholeWeights { parameters, adapter, .. } = &self.weights;
+        let alone = Position { rank: 0, world: 1 };
+        let mut pass = Pass::whole(&base.model, parameters, base.config.recompute);
+        let mut reports = step.reports(alone.world);
+        let network = TrainedNetwork {
+            layout: &base.layout,
+            adapter: adapter.as_ref(),
+            buffers: &base.buffers,
+            threads: step.pool,
+        };
+        let mut sink = GradientReduction::single(network, &mut self.sums);
+        for current in step_passes(step.task.plan, alone, base.accumulates()) {
+            (sink.slot, sink.complete) = (current.slot, current.complete);
+            match current.batch {
+                Some(batch) => {
+                    let report = &mut reports[current.slot.index];
+                    step.reverse(&mut pass, batch, report, &mut sink, current.complete)?;
+                }
+                None => pass.skip(&mut sink)?,
+            }
+        }
+        Ok(reports)
+    }
+}
