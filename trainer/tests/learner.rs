@@ -1,4 +1,4 @@
-//! Gradients and updates do not depend on how the work is cut up.
+//! Gradients and updates do not depend on micro-batches and world size.
 
 use model::{Prediction, PredictionGradient};
 use trainer::learner::RowLoss;

@@ -1,4 +1,4 @@
-//! Ranks on a device learn what ranks on the processor learn. The device is the emulator, which runs the kernels' source.
+//! Ranks on a device make the steps of ranks on the processor. The device is the emulator, which runs the kernels' source.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,7 +43,7 @@ fn emulated(dtype: DeviceDtype, optimizer: OptimizerPlace, settings: &LearnerCon
     LearnerConfig { device: Some(device), ..settings.clone() }
 }
 
-/// Few and short rows: the emulator takes its time.
+/// Few and short rows, because the emulator is slow.
 fn batch() -> Vec<Arc<Group>> {
     vec![group(0, &[1.0, 0.0], 0.0), group(5, &[0.2, 0.9, 0.1], 0.0)]
 }
@@ -52,7 +52,7 @@ fn values(learner: &Learner) -> Vec<f32> {
     learner.parameters().unwrap().values().to_vec()
 }
 
-/// Weights after each of some steps, norms of the gradients, and what the last one reported.
+/// Weights after each of some steps, norms of the gradients, and the report of the last step.
 fn steps(mut learner: Learner, steps: usize) -> (Vec<Vec<f32>>, Vec<f32>, TokenSums) {
     let groups = batch();
     let (mut weights, mut norms, mut sums) = (Vec::new(), Vec::new(), TokenSums::default());
@@ -71,7 +71,7 @@ fn advance(learner: &mut Learner, steps: usize) {
     }
 }
 
-/// The largest difference, relative to how large values are.
+/// The largest difference relative to the magnitude of the values.
 fn difference(ours: &[f32], theirs: &[f32]) -> f32 {
     let norm = (theirs.iter().map(|x| x * x).sum::<f32>() / theirs.len() as f32).sqrt();
     ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / norm
@@ -140,7 +140,7 @@ fn other_optimizers_and_adapters_are_updated_on_the_host() {
         let (expected, _, _) = steps(learner(smooth(kind)), 2);
         let settings = emulated(DeviceDtype::F32, OptimizerPlace::Device, &smooth(kind));
         let (found, _, _) = steps(learner(settings), 2);
-        // 8-bit moments round up or down by what is beyond the 4 bits that they keep.
+        // 8-bit moments round stochastically to 4 bits of mantissa.
         let tolerance = if kind == OptimizerKind::Adamw8bit { 1e-3 } else { 1e-5 };
         assert_same(&found[1], &expected[1], tolerance, &format!("{kind:?}"));
     }
@@ -263,7 +263,7 @@ fn exchanging(collective: CollectivePlace, settings: LearnerConfig) -> LearnerCo
 fn several_ranks_make_the_step_of_one_rank() {
     for dtype in [DeviceDtype::F32, DeviceDtype::Bf16] {
         let (expected, norms, sums) = steps(learner(on_device(dtype)), 2);
-        // Ranks add up in another order; where that turns the last bit of an f32 it may turn that of a bf16 too.
+        // Several ranks sum in another order: a change of the last bit of an f32 can change its bf16 rounding.
         let tolerance = if dtype == DeviceDtype::F32 { 1e-5 } else { 2e-3 };
         for collective in [CollectivePlace::Host, CollectivePlace::Device] {
             let run = |world, zero, microbatch_tokens| {
@@ -278,7 +278,7 @@ fn several_ranks_make_the_step_of_one_rank() {
                 found
             };
             run(3, 3, 20);
-            // One of the ranks has nothing to compute.
+            // One of the ranks has no rows.
             run(2, 1, 100_000);
             run(2, 3, 100_000);
             run(2, 1, 20);
@@ -296,7 +296,7 @@ fn ranks_of_a_device_group_update_their_shards_on_their_devices() {
             .map(|collective| learner(exchanging(collective, settings.clone())));
         advance(&mut meeting, 1);
         advance(&mut apart, 1);
-        // What is trained in f32 and what is computed with, once among them; and all weights of each, if it has them.
+        // Master weights and rounded shards once over all ranks; and all weights per rank below stage 3.
         assert_eq!(meeting.device_bytes(), [2 * all, 2 * all + computed], "stage {zero}");
         assert_eq!(apart.device_bytes()[0], 0, "moments are on the host");
         assert!(meeting.whole().unwrap().is_none(), "each owns its part");
@@ -331,7 +331,7 @@ fn a_lost_rank_ends_the_step_on_devices() {
     let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(ThreadPool::single())));
     let parameters = Parameters::random(&config(), 5);
     let mut learner = leader.learner(settings, config(), parameters, None, None).unwrap();
-    // A token that the model does not have ends the rank whose row it is in; the other hears of it.
+    // A token outside the vocabulary ends the rank of its row. The other rank reports the loss of that rank.
     let beyond = Sample::new(SampleStreams {
         token_ids: vec![1, 1_000_000],
         loss_mask: vec![false, true],
@@ -420,7 +420,7 @@ fn device_scores_match_the_processor() {
     assert_same(&rounded, &expected, 0.1, "bf16");
 }
 
-/// The mean square of values, for a model that has nothing but them.
+/// The mean square of the predicted values, as the loss of a critic.
 struct Values;
 
 impl RowLoss for Values {
@@ -497,7 +497,7 @@ fn a_missing_or_small_device_is_an_error() {
     let error = Learner::new(settings, config(), parameters, None).unwrap_err();
     assert!(matches!(error, TrainerError::Device(_)) && error.to_string().contains("cuda:99"), "{error}");
 
-    // Zeros that are never read take no memory of the host.
+    // Zero pages that are never read take no host memory.
     let huge = Config { vocab_size: 70_000_000, ..config() };
     let parameters = Parameters::zeros(Arc::new(Layout::new(&huge)));
     let settings = on_device(DeviceDtype::F32);

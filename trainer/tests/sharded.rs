@@ -1,4 +1,4 @@
-//! Ranks that share a step, its optimizer, its gradients and its weights: the same step as one rank makes.
+//! Ranks that shard optimizer state, gradients and weights make the same step as one rank.
 
 use model::{Parameters, Prediction, PredictionGradient, Recompute};
 use trainer::learner::RowLoss;
@@ -13,14 +13,14 @@ use crate::{LEARNER, config, groups, learner, policy_step, samples, with_optimiz
 const WORLDS: [usize; 2] = [2, 3];
 const STAGES: [usize; 3] = [1, 2, 3];
 
-/// Settings under which an update is a smooth function of the gradient: the first step of AdamW is the sign of each value
-/// otherwise, and turns rounding of what is near zero into differences of whole steps.
+/// Settings under which an update is a smooth function of the gradient. Otherwise the first step of AdamW is the sign of each
+/// gradient, and rounding near zero changes whole steps.
 fn smooth(kind: OptimizerKind) -> LearnerConfig {
     let settings = with_optimizer(kind);
     LearnerConfig { optimizer: OptimizerConfig { eps: 1e-2, ..settings.optimizer }, ..settings }
 }
 
-/// Weights after each of some steps, norms of the gradients, and what the last one reported.
+/// Weights after each of some steps, norms of the gradients, and the report of the last step.
 fn steps(mut learner: Learner) -> (Vec<Vec<f32>>, Vec<f32>, TokenSums) {
     let groups = groups();
     let (mut weights, mut norms) = (Vec::new(), Vec::new());
@@ -34,7 +34,7 @@ fn steps(mut learner: Learner) -> (Vec<Vec<f32>>, Vec<f32>, TokenSums) {
     (weights, norms, sums)
 }
 
-/// Asserts that `ours` is `theirs` to rounding: relative to how large values of the model are.
+/// Asserts that `ours` equals `theirs` up to rounding, relative to the magnitude of the values.
 fn assert_same(ours: &[f32], theirs: &[f32], tolerance: f32, what: &str) {
     let norm = (theirs.iter().map(|x| x * x).sum::<f32>() / theirs.len() as f32).sqrt();
     let largest = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
@@ -53,7 +53,7 @@ fn every_world_and_stage_makes_the_step_of_one_rank() {
                     let what = format!("{kind:?}, world {world}, stage {zero}, {microbatch_tokens} tokens");
                     assert_same(&values[0], &expected[0], 1e-6, &what);
                     assert_same(&other[..1], &norms[..1], 1e-6, &what);
-                    // 8-bit moments round up or down by what is beyond the 4 bits that they keep.
+                    // 8-bit moments round stochastically to 4 bits of mantissa.
                     let tolerance = if kind == OptimizerKind::Adamw8bit { 1e-3 } else { 1e-5 };
                     assert_same(&values[2], &expected[2], tolerance, &what);
                     assert_same(&other, &norms, tolerance, &what);
@@ -104,7 +104,7 @@ fn worlds_that_are_powers_of_two_give_the_same_bits() {
                 assert!(expected[1] == expected[2], "{kind:?}: gathered weights are those that are there");
                 assert!(microbatch_tokens == 20 || expected[0] == expected[1], "{kind:?}: stages differ");
             }
-            // Fewer leaves than ranks are as many.
+            // There are at least as many leaves as ranks.
             assert!(run(8, 1, 2, 30) == run(1, 8, 2, 30), "{kind:?}: 8 ranks");
         }
     }
@@ -210,7 +210,7 @@ fn scores_have_the_same_bits_in_every_stage() {
     }
 }
 
-/// A loss that is as bad as it can be for one row.
+/// A loss that is infinite or panics for one row.
 struct Bad {
     row: usize,
     panics: bool,

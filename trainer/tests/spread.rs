@@ -1,4 +1,5 @@
-//! Ranks that are processes, played by threads that share nothing but a collective: the same bits as ranks of one process.
+//! Ranks that are processes give the same bits as ranks of one process. Threads that share only a collective stand for
+//! processes.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
@@ -43,17 +44,17 @@ impl Processes {
         Self { leader, followers: ranks.into_iter().map(start).collect() }
     }
 
-    /// Ends them all.
+    /// Ends the leader and the followers.
     fn end(self) {
         drop(self.leader);
         self.followers.into_iter().for_each(|follower| follower.join().unwrap().unwrap());
     }
 }
 
-/// How a learner is made: with threads as ranks, or with the followers of a leader.
+/// Makes a learner with threads as ranks, or with the followers of a leader.
 type Make<'a> = &'a dyn Fn(LearnerConfig, Config, Parameters, Option<Adapter>, Option<Optimizer>) -> Learner;
 
-/// Does `work` with both, and asserts that the result is the same.
+/// Runs `work` with both kinds of learner, and asserts equal results.
 fn same<R: PartialEq>(world: usize, what: &str, work: impl Fn(Make<'_>) -> R) {
     let with_threads = work(&|config, model, parameters, adapter, optimizer| {
         let config = LearnerConfig { world, ..config };
@@ -71,7 +72,7 @@ fn same<R: PartialEq>(world: usize, what: &str, work: impl Fn(Make<'_>) -> R) {
     assert!(with_threads == with_processes, "{what}, world {world}");
 }
 
-/// Everything that a checkpoint would contain.
+/// The state that a checkpoint contains.
 fn state(learner: &Learner) -> (Parameters, Optimizer, Option<Adapter>) {
     let (parameters, optimizer) = (learner.parameters().unwrap(), learner.optimizer().unwrap());
     (parameters.into_owned(), optimizer.into_owned(), learner.adapter().cloned())
@@ -184,7 +185,7 @@ fn settings_of(algorithm: &Algorithm, files: &std::path::Path) -> TrainerConfig 
     }
 }
 
-/// Steps of a trainer with everything that can stand beside a policy.
+/// Steps of a trainer with all auxiliary models.
 fn trained(
     make: Make<'_>,
     settings: LearnerConfig,
@@ -278,7 +279,7 @@ fn a_lost_follower_ends_the_step_with_its_number() {
     let mut ranks: Vec<Arc<dyn HostCollective>> =
         threads::group(3, SOON).into_iter().map(|rank| Arc::new(rank) as Arc<_>).collect();
     let leader = Leader::new(ranks.remove(0));
-    // It takes the model and then ends, as a process does that is killed.
+    // This rank receives the model and then ends, like a killed process.
     let dying = ranks.pop().unwrap();
     let lasting = ranks.pop().unwrap();
     let lasting = std::thread::spawn(move || follow(lasting, Arc::new(ThreadPool::single())));
@@ -297,10 +298,10 @@ fn a_lost_follower_ends_the_step_with_its_number() {
     assert!(error.to_string().contains("rank 2 is gone"), "{error}");
 }
 
-/// What a rank asks of its collective: which call, of how many values, and on which thread.
+/// A call of a rank: its name, the number of values, and the thread.
 type CollectiveArguments = (&'static str, usize, String);
 
-/// Writes down what a rank asks.
+/// Records the calls of a rank.
 #[derive(Debug)]
 struct Recording {
     inner: threads::Threads,
@@ -382,8 +383,8 @@ impl HostCollective for Recording {
     }
 }
 
-/// Gradients leave on a thread of their own, the last unit's before the backward has the first layer's weights; and of the
-/// layers one is gathered ahead, none twice in a row.
+/// Reduce-scatter runs on the communication thread: that of the last unit starts before the backward pass has the weights of
+/// the first layer. One layer is gathered ahead, and none twice in a row.
 #[test]
 fn reduce_scatter_starts_before_the_backward_pass_ends() {
     const LAYERS: usize = 4;

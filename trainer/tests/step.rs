@@ -39,7 +39,7 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> StepBench<MemorySubscriber>
     bench_of(LEARNER, (WeightPublisher::Host(Arc::new(publisher)), subscriber), change)
 }
 
-/// The same with ranks and with publisher and subscriber.
+/// [`bench`] with ranks, publisher and subscriber.
 fn bench_of<S>(
     learner: LearnerConfig,
     (publisher, subscriber): (WeightPublisher, S),
