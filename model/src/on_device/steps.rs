@@ -13,7 +13,7 @@ use device::ops::paged::{PageTable, PagedTokens, paged_attention, scratch_len, w
 use device::ops::prefill::{Chunk, Chunks, prefill_attention};
 use device::ops::rows::{add_bias, gather_rows};
 use device::ops::swiglu::swiglu;
-use device::{Device, DeviceBuffer, Graph, Matrix, Result, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, DeviceError, Graph, Matrix, Result, Storage, View, ViewMut};
 
 use super::DeviceDecoder;
 use super::layer::linear;
@@ -172,10 +172,13 @@ impl<T: Storage> RecordedSteps<T> {
     /// [`Self::wanted`].
     pub(super) fn hidden(&self, decoder: &DeviceDecoder<T>, rows: View<'_, u32>) -> Result<DeviceBuffer<T>> {
         let width = decoder.config().hidden_size;
-        let hidden = self.hidden.as_ref().map_or_else(|| unreachable!("a step was made"), DeviceBuffer::all);
         let device = decoder.device().labelled("steps");
+        let Some(hidden) = &self.hidden else {
+            let (device, reason) = (device.name(), "no step was made before it".to_owned());
+            return Err(DeviceError::Call { device, call: "a draw", reason });
+        };
         let mut out = device.uninit(rows.len() * width)?;
-        gather_rows(&device, hidden, rows, width, out.all_mut())?;
+        gather_rows(&device, hidden.all(), rows, width, out.all_mut())?;
         Ok(out)
     }
 
