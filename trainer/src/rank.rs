@@ -1,9 +1,10 @@
 //! One rank of a learner: its weights, its shard of the optimizer state, its part of every step.
 //!
 //! Several ranks shard their state (ZeRO, Rajbhandari et al. 2019, arXiv 1910.02054). A rank has the optimizer state of
-//! its own shards only, and updates only these. Stage 1: a rank sums the gradients of its leaves, and reduce-scatter overlaps the backward
-//! pass of the last one. Stage 2: reduce-scatter follows every micro-batch, and a rank keeps its shards of the sums. Stage
-//! 3: a rank also keeps its shards of the weights, and all-gather brings the layers as they are needed.
+//! its own shards only, and updates only these. Stage 1: a rank sums the gradients of its leaves, and reduce-scatter
+//! overlaps the backward pass of the last one. Stage 2: reduce-scatter follows every micro-batch, and a rank keeps its
+//! shards of the sums. Stage 3: a rank also keeps its shards of the weights, and all-gather brings the layers as they are
+//! needed.
 //!
 //! Gradients are summed as a balanced binary tree over the leaves of a step ([`crate::plan`]), so weights and moments have
 //! the same bits for every number of ranks that is a power of two. In stages 2 and 3 the tree is over one micro-batch of
@@ -11,7 +12,6 @@
 //!
 //! Invariant: all ranks make the same calls with the same rows, plan and learning rate. Replicated state (weights after an
 //! update, the norm of the gradient, whether it is finite) has the same bits on all ranks.
-
 //!
 //! # Layout
 //! - `seed`: the initial state, and the choice of the kind
