@@ -286,7 +286,7 @@ mod tests {
 
     use super::*;
 
-    fn suite(columns: Value) -> Result<TestSuite, String> {
+    fn suite(columns: &Value) -> Result<TestSuite, String> {
         let columns = columns.as_object().unwrap().clone();
         let task = Task { id: TaskId(0), prompt: Prompt::Text(String::new()), answer: None, columns };
         TestSuite::of(&task, None)
@@ -306,7 +306,7 @@ mod tests {
             json!([{"input": "1\n2", "output": "3", "testtype": "stdin"}]),
             json!({"input": "1\n2", "output": 3}),
         ] {
-            assert_eq!(suite(json!({"tests": tests})).unwrap(), one("1\n2", "3"), "{tests}");
+            assert_eq!(suite(&json!({"tests": tests})).unwrap(), one("1\n2", "3"), "{tests}");
         }
     }
 
@@ -322,7 +322,7 @@ mod tests {
             json!({"tests": listed, "fn_name": "f"}),
             json!({"tests": listed.to_string(), "metadata": "{\"func_name\": \"f\"}"}),
         ] {
-            assert_eq!(suite(columns.clone()).unwrap(), expected, "{columns}");
+            assert_eq!(suite(&columns).unwrap(), expected, "{columns}");
         }
     }
 
@@ -334,7 +334,7 @@ mod tests {
             (json!({"tests": "[\"assert f(1) == 2\"]"}), 1),
             (json!({"tests": {"assert_case": ["assert f(1) == 2"]}}), 1),
         ] {
-            let found = suite(columns.clone()).unwrap();
+            let found = suite(&columns).unwrap();
             assert!(
                 matches!(&found, TestSuite::Asserts { tests, .. } if tests.len() == count),
                 "{columns}: {found:?}"
@@ -346,7 +346,7 @@ mod tests {
         for name in ["entry_point", "fn_name", "func_name", "function_name"] {
             let human =
                 json!({"tests": "def check(f):\n assert f(1)", name: "f", "test_setup_code": "x = 1"});
-            assert_eq!(suite(human).unwrap(), expected, "{name}");
+            assert_eq!(suite(&human).unwrap(), expected, "{name}");
         }
     }
 
@@ -357,7 +357,7 @@ mod tests {
         let unnamed = json!({"tests": "def check(c): assert c(1)"});
         let asserts = json!({"tests": ["assert f(1) == 2"]});
         for columns in [&calls, &named, &unnamed, &asserts] {
-            let suite = suite(columns.clone()).unwrap();
+            let suite = suite(columns).unwrap();
             for code in ["def f(x):\n  return x", "class S:\n  def f(self): pass"] {
                 assert!(suite.is_defined_in(code), "{columns} {code}");
             }
@@ -365,14 +365,14 @@ mod tests {
                 assert!(!suite.is_defined_in(code), "{columns} {code}");
             }
         }
-        assert!(suite(calls).unwrap().is_defined_in("f = abs"));
-        assert!(!suite(asserts).unwrap().is_defined_in("def other(): pass"));
-        assert!(suite(json!({"tests": [{"input": "", "output": ""}]})).unwrap().is_defined_in("print()"));
+        assert!(suite(&calls).unwrap().is_defined_in("f = abs"));
+        assert!(!suite(&asserts).unwrap().is_defined_in("def other(): pass"));
+        assert!(suite(&json!({"tests": [{"input": "", "output": ""}]})).unwrap().is_defined_in("print()"));
     }
 
     #[test]
     fn only_lists_of_one_throughout_may_be_wrapped() {
-        let wrapped = |tests: Value| match suite(json!({"tests": tests, "fn_name": "f"})).unwrap() {
+        let wrapped = |tests: Value| match suite(&json!({"tests": tests, "fn_name": "f"})).unwrap() {
             TestSuite::Calls { calls, .. } => calls.iter().map(|call| call.wrapped).collect::<Vec<_>>(),
             other => panic!("{other:?}"),
         };
@@ -396,7 +396,7 @@ mod tests {
             (json!({"tests": 5}), "is not a test"),
             (json!({"tests": [{"input": "1", "output": "1", "testtype": "functional"}]}), "`fn_name`"),
         ] {
-            let error = suite(columns.clone()).unwrap_err();
+            let error = suite(&columns).unwrap_err();
             assert!(error.contains(word), "{columns}: {error}");
         }
     }
