@@ -1,4 +1,4 @@
-//! The language of the repository: plain technical English, unique type names, shapes on functions over numbers.
+//! The language of the repository: plain technical English, unique type names, shapes, units and sources of methods.
 //!
 //! Invariant: these tests read sources and documents and nothing else. They refuse words that a reader of this field
 //! would have to translate; they do not judge grammar. `docs/glossary.md` has the words to use.
@@ -47,6 +47,69 @@ const NUMBERS: [&str; 12] = [
     "Vec<f64>",
     "Tensor",
     "View<",
+];
+
+/// Words in the name of a number that has a unit.
+const QUANTITIES: [&str; 17] = [
+    "age", "budget", "capacity", "deadline", "delay", "idle", "interval", "limit", "longest", "memory",
+    "pause", "period", "size", "time", "timeout", "wait", "window",
+];
+
+/// Units, without the plural. A count is of the things that it counts.
+const UNITS: [&str; 32] = [
+    "block",
+    "byte",
+    "character",
+    "column",
+    "comparison",
+    "completion",
+    "connection",
+    "entry",
+    "gib",
+    "group",
+    "kib",
+    "layer",
+    "mb",
+    "mib",
+    "microsecond",
+    "millisecond",
+    "ms",
+    "nanosecond",
+    "page",
+    "pixel",
+    "position",
+    "rate",
+    "request",
+    "row",
+    "s",
+    "second",
+    "slot",
+    "step",
+    "task",
+    "token",
+    "version",
+    "width",
+];
+
+/// Files that compute a published method, and name its paper.
+const METHODS: [&str; 17] = [
+    "device/kernels/adamw.cu",
+    "device/kernels/attention.cu",
+    "device/kernels/paged.cu",
+    "device/src/ops/adamw.rs",
+    "device/src/ops/attention.rs",
+    "device/src/ops/head.rs",
+    "device/src/ops/paged.rs",
+    "device/src/ops/prefill.rs",
+    "model/src/decoder/decode.rs",
+    "model/src/on_device/head.rs",
+    "model/src/ops/attention.rs",
+    "model/src/ops/head.rs",
+    "model/src/ops/int8.rs",
+    "trainer/src/adamw.rs",
+    "trainer/src/moments.rs",
+    "trainer/src/optimizer/dion.rs",
+    "trainer/src/optimizer/muon.rs",
 ];
 
 #[test]
@@ -106,6 +169,42 @@ fn public_functions_over_numbers_state_shapes() {
 }
 
 #[test]
+fn numbers_with_a_unit_state_it() {
+    let mut missing = Vec::new();
+    for source in sources().iter().filter(|source| !is_test(&source.path) && !is_fuzz(source)) {
+        let program = source.text.split("#[cfg(test)]").next().unwrap_or_default();
+        let lines: Vec<&str> = program.lines().map(str::trim_start).collect();
+        for (index, line) in lines.iter().enumerate() {
+            let Some(name) = quantity(line) else { continue };
+            let above = lines[..index]
+                .iter()
+                .rev()
+                .take_while(|line| line.starts_with("//") || line.starts_with('#'));
+            let beside = line.split_once("//").map_or("", |(_, comment)| comment);
+            let mut words = above
+                .copied()
+                .chain([name, beside])
+                .flat_map(|text| text.split(|c: char| !c.is_alphabetic()));
+            if !words.any(is_unit) {
+                missing.push(format!("{}:{}: `{name}`", source.path.display(), index + 1));
+            }
+        }
+    }
+    assert!(
+        missing.is_empty(),
+        "state the unit in the name or the documentation of:\n{}",
+        missing.join("\n")
+    );
+}
+
+#[test]
+fn methods_cite_their_paper() {
+    let silent: Vec<&str> =
+        METHODS.into_iter().filter(|file| !read(&root().join(file)).contains("arXiv")).collect();
+    assert!(silent.is_empty(), "name the paper in the header of:\n{}", silent.join("\n"));
+}
+
+#[test]
 fn the_glossary_names_types_that_exist() {
     let text = read(&root().join("docs/glossary.md"));
     let rows = text.lines().filter(|line| line.starts_with("| ") && line.contains(".rs`"));
@@ -160,6 +259,26 @@ fn is_public_function(line: &str) -> bool {
         let item = item.strip_prefix("const ").unwrap_or(item);
         item.strip_prefix("unsafe ").unwrap_or(item).starts_with("fn ")
     })
+}
+
+/// The name of the numeric field or constant that this line defines, if it measures something.
+fn quantity(line: &str) -> Option<&str> {
+    let item = ["pub(crate) ", "pub(super) ", "pub "].iter().find_map(|p| line.strip_prefix(p));
+    let constant = item.unwrap_or(line).strip_prefix("const ");
+    let (name, rest) = constant.or(item)?.split_once(": ")?;
+    let rest = rest.strip_prefix("Option<").unwrap_or(rest);
+    let is_number =
+        ["f32", "f64", "u32", "u64", "usize", "i64"].iter().any(|number| rest.starts_with(number));
+    let lower = name.to_lowercase();
+    (is_number && lower.split('_').any(|part| QUANTITIES.contains(&part))).then_some(name)
+}
+
+/// Whether this word is a unit, in the singular or the plural.
+fn is_unit(word: &str) -> bool {
+    let word = word.to_lowercase();
+    let singular = word.strip_suffix("ies").map(|stem| format!("{stem}y"));
+    let singular = singular.as_deref().or(word.strip_suffix('s').filter(|stem| !stem.is_empty()));
+    UNITS.contains(&&word[..]) || singular.is_some_and(|singular| UNITS.contains(&singular))
 }
 
 /// Whether the documentation that ends with these lines has a shape in brackets.

@@ -219,13 +219,13 @@ pub struct CriticReport {
 /// Time of the phases of a step, seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepTime {
-    /// Waiting for a batch.
+    /// Waiting for a batch, seconds.
     pub wait_for_batch: f64,
     /// Packing, forward, backward, optimizer.
     pub forward_backward: f64,
     /// Checkpoint of the previous step, if due: waiting for the one before, copying or writing.
     pub save_checkpoint: f64,
-    /// The part of `save_checkpoint` spent waiting for the checkpoint before.
+    /// The part of `save_checkpoint` spent waiting for the checkpoint before, seconds.
     pub wait_for_checkpoint: f64,
     /// Writing checkpoints that became durable since the previous step; concurrent with training if `asynchronous`.
     pub write_checkpoint: f64,

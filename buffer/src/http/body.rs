@@ -32,7 +32,7 @@ use super::wire::EmptyRequest;
 const DECODE_INLINE: usize = 256 << 10;
 /// Maximum nesting of a MessagePack body; JSON has the same built-in limit.
 const MAX_DEPTH: usize = 128;
-/// Maximum window of zstd, as a power of two: RFC 8878 requires it of every decoder.
+/// Maximum window of zstd in bytes, as a power of two: RFC 8878 requires it of every decoder.
 const ZSTD_WINDOW: u32 = 23;
 
 /// Reads one value of a body.

@@ -37,7 +37,7 @@ pub struct CheckpointWriterConfig {
 pub struct CheckpointTime {
     /// Training was stalled: waiting, copying, or synchronous writing.
     pub stall: f64,
-    /// The part of `stall` spent waiting for the previous checkpoint.
+    /// The part of `stall` spent waiting for the previous checkpoint, seconds.
     pub wait: f64,
     /// Writing checkpoints that became durable, concurrent with training or not.
     pub write: f64,
