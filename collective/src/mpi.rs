@@ -169,7 +169,7 @@ impl IncomingFrame {
                 let found = "something that is no frame of rlrun".to_owned();
                 return Err(CollectiveError::OutOfStep { rank, peer, operation: stamp.operation, found });
             };
-            let bytes = header.buffer(stamp, (rank, peer), receive)?;
+            let bytes = header.buffer(stamp, rank, peer, receive)?;
             let part = |part: &mut [u8]| Transfer::receive(&transfers.mpi, number(peer), part.len());
             self.parts = Some(bytes.chunks_mut(MAX_MESSAGE).map(part).collect());
             return Ok((false, true));
