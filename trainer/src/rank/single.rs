@@ -9,7 +9,6 @@ use crate::TrainerError;
 use crate::learner::{LearnerStep, RowLoss};
 use crate::on_device::by_dtype;
 use crate::pass::Pass;
-use crate::plan::step_passes;
 use crate::zero::{GradientReduction, TrainedNetwork, TreeSums};
 
 pub(super) struct SingleRank {
@@ -55,7 +54,6 @@ impl SingleRank {
         let WholeWeights { parameters, adapter, .. } = &self.weights;
         let alone = Position { rank: 0, world: 1 };
         let mut pass = Pass::whole(&base.model, parameters, base.config.recompute);
-        let mut reports = step.reports(alone.world);
         let network = TrainedNetwork {
             layout: &base.layout,
             adapter: adapter.as_ref(),
@@ -63,16 +61,6 @@ impl SingleRank {
             threads: step.pool,
         };
         let mut sink = GradientReduction::single(network, &mut self.sums);
-        for current in step_passes(step.task.plan, alone, base.accumulates()) {
-            (sink.slot, sink.complete) = (current.slot, current.complete);
-            match current.batch {
-                Some(batch) => {
-                    let report = &mut reports[current.slot.index];
-                    step.reverse(&mut pass, batch, report, &mut sink, current.complete)?;
-                }
-                None => pass.skip(&mut sink)?,
-            }
-        }
-        Ok(reports)
+        step.passes(&mut pass, &mut sink, alone, base.accumulates())
     }
 }

@@ -18,7 +18,8 @@ use crate::packing::{Packed, pack};
 use crate::pass::Pass;
 use crate::plan::{MicroBatch, step_passes};
 use crate::zero::{
-    Communication, Fragment, Requests, TrainedNetwork, TreeSums, WeightShards, with_communication,
+    Communication, Fragment, GradientReduction, Requests, TrainedNetwork, TreeSums, WeightShards,
+    with_communication,
 };
 
 /// An optimizer step on the sum of `loss` over all rows of `task`.
@@ -78,18 +79,7 @@ impl HostExchange<'_> {
                 TrainedNetwork { layout: &base.layout, adapter, buffers: &base.buffers, threads: step.pool };
             let mut sink = requests.reducing(network, accumulates);
             let mut pass = open(requests)?;
-            let mut reports = step.reports(position.world);
-            for current in step_passes(step.task.plan, position, accumulates) {
-                (sink.slot, sink.complete) = (current.slot, current.complete);
-                match current.batch {
-                    Some(batch) => {
-                        let report = &mut reports[current.slot.index];
-                        step.reverse(&mut pass, batch, report, &mut sink, current.complete)?;
-                    }
-                    None => pass.skip(&mut sink)?,
-                }
-            }
-            Ok(reports)
+            step.passes(&mut pass, &mut sink, position, accumulates)
         })
     }
 }
@@ -100,9 +90,34 @@ impl<L: RowLoss> StepInputs<'_, L> {
         (0..self.task.plan.len() / world).map(|_| L::Report::default()).collect()
     }
 
+    /// Makes the passes of the rank at `position`, whose gradients go to `sink`. Returns the reports of its leaves.
+    ///
+    /// # Errors
+    /// If a token is outside the vocabulary, or the reduction fails.
+    pub(super) fn passes(
+        &self,
+        pass: &mut Pass<'_>,
+        sink: &mut GradientReduction<'_>,
+        position: Position,
+        accumulates: bool,
+    ) -> Result<Vec<L::Report>, TrainerError> {
+        let mut reports = self.reports(position.world);
+        for current in step_passes(self.task.plan, position, accumulates) {
+            (sink.slot, sink.complete) = (current.slot, current.complete);
+            match current.batch {
+                Some(batch) => {
+                    let report = &mut reports[current.slot.index];
+                    self.reverse(pass, batch, report, sink, current.complete)?;
+                }
+                None => pass.skip(sink)?,
+            }
+        }
+        Ok(reports)
+    }
+
     /// Adds the gradients of a micro-batch to `sink`, and its losses to `report`. A device keeps the gradients until those
     /// of a slot are `complete`.
-    pub(super) fn reverse(
+    fn reverse(
         &self,
         pass: &mut Pass<'_>,
         batch: &MicroBatch,
