@@ -289,6 +289,8 @@ impl Recipe {
         PublishConfig {
             deltas: (served && every > NonZeroUsize::MIN).then_some(deltas),
             shm: shared.then(|| PathBuf::from(SHARED_MEMORY)).filter(|directory| directory.is_dir()),
+            // Sampler and trainer that take turns move their weights out of memory.
+            in_process: !served && !self.is_colocated(),
             ..PublishConfig::default()
         }
     }

@@ -173,7 +173,12 @@ impl WeightsBench<'_> {
 
     fn publishing(&self, changed: Option<f64>, shm: bool) -> PublishConfig {
         let deltas = changed.map(|_| DeltaConfig { full_every: NonZeroUsize::MAX, compress: false });
-        PublishConfig { threads: self.threads, deltas, shm: shm.then(|| self.args.shm.clone()) }
+        PublishConfig {
+            threads: self.threads,
+            deltas,
+            shm: shm.then(|| self.args.shm.clone()),
+            ..PublishConfig::default()
+        }
     }
 
     fn report(

@@ -30,7 +30,7 @@ const JOURNAL_PER_TOKEN: u64 = 16;
 const SLACK: u64 = 2;
 const F32: u64 = 4;
 /// Parts that a run without sampling does not have.
-const SAMPLING: [&str; 4] = ["published", "served", "next", "kv cache"];
+const SAMPLING: [&str; 3] = ["published", "served", "kv cache"];
 
 /// Something that takes memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +74,9 @@ impl Memory {
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
         let (positions, rows, micro_batch) =
             (cache_positions(recipe), decoding_rows(recipe), micro_batch_tokens(recipe));
+        // A trainer that has all weights shares them with the sampler of its process. It copies them if its next update begins
+        // before they are read.
+        let published = if world == 1 && !recipe.is_colocated() { 1 } else { 2 };
         let part = |name, what, bytes| Part { name, what, bytes, phase: Phase::Always };
         let mut parts = vec![
             part("process", "program, libraries, threads", PROCESS),
@@ -90,13 +93,12 @@ impl Memory {
                 "a full micro-batch of every rank, kept for its backward",
                 product(&[world, micro_batch, size.activations_per_token]),
             ),
-            part("published", "the newest version, and the buffer of the next", product(&[2, weights])),
-            part("served", "the version that is sampled from, packed", size.packed),
             part(
-                "next",
-                "the version that is made ready, flat and packed",
-                weights.saturating_add(size.packed),
+                "published",
+                "the newest version, and the buffer of the next",
+                product(&[published, weights]),
             ),
+            part("served", "the version that is sampled from, packed", size.packed),
             part(
                 "kv cache",
                 "keys and values of all running sequences",
@@ -263,7 +265,7 @@ fn of_ranks(recipe: &Recipe, layout: &Layout, changed: Option<u64>, width: u64) 
 struct Size {
     /// All weights.
     weights: u64,
-    /// A decoder to sample with: matrices and head as panels, the embedding beside them.
+    /// A decoder to sample with: matrices and head as panels. An embedding that is tied to the head is not kept beside it.
     packed: u64,
     /// Activations of a token in all layers, and the temporary memory of one layer's backward pass.
     activations_per_token: u64,
@@ -284,8 +286,6 @@ impl Size {
         let keys = n(config.num_kv_heads) * n(config.head_dim);
         let projected = queries + 2 * keys;
         let weights = Layout::new(config).len() as u64;
-        // With tied weights embedding and head are one tensor and two copies.
-        let twice = if config.tie_word_embeddings { n(config.vocab_size) * hidden } else { 0 };
         // The matrices of all layers with a byte for each weight; embedding and head stay as they are.
         let matrices = n(config.num_layers) * n(config.layer_matrix_weights());
         let saved = match quantization {
@@ -314,7 +314,7 @@ impl Size {
             };
         Self {
             weights: width * weights,
-            packed: width * (weights + twice) - saved,
+            packed: width * weights - saved,
             activations_per_token: product(&[width, kept + back]),
             cache_per_token: product(&[width, 2, n(config.num_layers), keys]),
             layer_per_token: width * layer,
@@ -391,11 +391,11 @@ mod tests {
         let bytes = |name: &str| memory.parts.iter().find(|part| part.name == name).unwrap().bytes;
         let weights = 4 * Layout::new(&config).len() as u64;
         assert_eq!(bytes("policy"), weights);
-        assert_eq!(bytes("served"), weights + 4 * 80, "the head is a second copy of the embedding");
+        assert_eq!(bytes("served"), weights, "the head is also the embedding");
         let mut quantized = recipe();
         quantized.rollout.quantization = Quantization::Int8;
         let served = Memory::of(&quantized, &config, 0).parts.into_iter().find(|part| part.name == "served");
-        assert_eq!(served.unwrap().bytes, weights + 4 * 80 - 3 * 2 * (4 * 8 * 8 + 3 * 8 * 16));
+        assert_eq!(served.unwrap().bytes, weights - 3 * 2 * (4 * 8 * 8 + 3 * 8 * 16));
         assert_eq!(bytes("optimizer"), 2 * weights);
         assert!(memory.parts.iter().all(|part| !["update", "adapter"].contains(&part.name)));
         let (attention, gate_up) = (2 * 8 + 24 + 8, 2 * 16);

@@ -1,4 +1,6 @@
-//! Receives and packs newer weights concurrently with decoding, and swaps them in between two decode steps.
+//! Receives newer weights concurrently with decoding, or uploads them to a device, and swaps them in between two decode steps.
+//! Weights on the processor are packed then: packing takes the cores from decoding at any time, and before the swap it would
+//! need the memory of one more version.
 //!
 //! Invariant: staged weights carry the digest of the values that they were packed from or uploaded to, computed after the
 //! transfer. The receipt states the digest of the weights that are served, not of those that were announced.
@@ -10,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, bounded};
 use device::bf16;
+use model::Config;
 use model::on_device::StagedWeights;
-use model::{Config, Layout, Parameters};
 use trajectory::PolicyVersion;
 use weights::{DeviceSubscriber, DeviceWeights, Digest, Receipt, Subscriber, WeightsError};
 
@@ -21,7 +23,7 @@ use crate::engine::{ServeOn, ServedWeights};
 /// How long the thread waits for a newer version before it checks the stop flag.
 const LOOK_UP: Duration = Duration::from_millis(50);
 
-/// Weights that can be served at once.
+/// Weights that are ready to be served.
 #[derive(Debug)]
 pub struct ReadyWeights {
     version: PolicyVersion,
@@ -52,9 +54,9 @@ impl ReadyWeights {
 /// Where newer versions come from.
 #[derive(Clone)]
 pub enum WeightSource {
-    /// Memory of the host; the applier packs or uploads them.
+    /// Memory of the host; the applier uploads them where they are served on a device.
     Host {
-        /// Receives them.
+        /// Receives them; they are shared, not copied.
         subscriber: Arc<dyn Subscriber>,
         /// The network that they belong to.
         config: Arc<Config>,
@@ -205,9 +207,7 @@ impl WeightSource {
         let Some(snapshot) = subscriber.wait_newer(after, wait)? else { return Ok(None) };
         fail::fail_point!("weights-receive");
         let start = Instant::now();
-        let layout = Arc::new(Layout::new(config));
-        let parameters = Parameters::from_values(layout, snapshot.values.to_vec())?;
-        let (served, digest) = on.prepare(config, &parameters)?;
+        let (served, digest) = on.prepare(config, snapshot.values.clone())?;
         let took = snapshot.received.took + start.elapsed();
         let (version, bytes) = (snapshot.version, snapshot.received.bytes);
         Ok(Some(ReadyWeights { version, served: Some(served), digest, took, bytes }))

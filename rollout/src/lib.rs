@@ -30,6 +30,7 @@ pub mod worker;
 
 pub use engine::{
     Engine, EngineConfig, Interruption, LocalSampler, Network, ServeOn, ServedWeights, StopRules,
+    UnpackedWeights,
 };
 pub use episode::{ChatEncoder, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, MessageEncoder};
 pub use error::RolloutError;

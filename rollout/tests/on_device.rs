@@ -68,7 +68,7 @@ fn new_weights_are_applied_in_the_middle_and_an_engine_that_slept_continues() {
         for _ in 0..6 {
             completions.extend(engine.step().unwrap());
         }
-        let (served, _) = on.prepare(model.directory.config(), &other).unwrap();
+        let (served, _) = on.prepare(model.directory.config(), other.values().into()).unwrap();
         if sleeps {
             assert!(engine.sleep() > 0 && engine.is_asleep());
             engine.wake_up(served, PolicyVersion(1)).unwrap();

@@ -118,7 +118,7 @@ pub struct NetworkState<'a> {
     /// The model files other than weights.
     pub directory: &'a Arc<ModelDirectory>,
     /// Master weights.
-    pub parameters: Cow<'a, Parameters>,
+    pub parameters: Arc<Parameters>,
     /// Optimizer state of every trained tensor.
     pub optimizer: Cow<'a, Optimizer>,
     /// The LoRA adapter, if one is trained; `parameters` has it merged.

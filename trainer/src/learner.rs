@@ -195,17 +195,18 @@ impl Learner {
         &self.pool
     }
 
-    /// All weights: from the first rank, or gathered from all ranks if the weights are sharded.
+    /// All weights: shared with the first rank, which copies them before it changes them while they are referenced, or gathered
+    /// from all ranks if the weights are sharded.
     ///
     /// # Errors
     /// If a rank has failed.
-    pub fn parameters(&self) -> Result<Cow<'_, Parameters>, TrainerError> {
+    pub fn parameters(&self) -> Result<Arc<Parameters>, TrainerError> {
         if let Some(whole) = self.first.whole()? {
-            return Ok(Cow::Borrowed(whole));
+            return Ok(Arc::clone(whole));
         }
         let mut parameters = Parameters::zeros(Arc::clone(self.first.layout()));
         self.write(parameters.values_mut())?;
-        Ok(Cow::Owned(parameters))
+        Ok(Arc::new(parameters))
     }
 
     /// All weights, if a rank of this process has them. Weights that are trained on a device are copied to the host once
@@ -213,7 +214,7 @@ impl Learner {
     ///
     /// # Errors
     /// If a device fails.
-    pub fn whole(&self) -> Result<Option<&Parameters>, TrainerError> {
+    pub fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
         self.first.whole()
     }
 
@@ -400,7 +401,7 @@ impl Learner {
     /// # Errors
     /// If a rank has failed.
     pub fn into_parameters(self) -> Result<Parameters, TrainerError> {
-        Ok(self.parameters()?.into_owned())
+        Ok(Arc::unwrap_or_clone(self.parameters()?))
     }
 
     /// Memory of weights, gradients and optimizer in this process, bytes.

@@ -132,7 +132,7 @@ impl Rank {
     ///
     /// # Errors
     /// If the weights are on a device, and it fails.
-    pub(crate) fn whole(&self) -> Result<Option<&Parameters>, TrainerError> {
+    pub(crate) fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
         match &self.kind {
             RankKind::Single(SingleRank { weights, .. })
             | RankKind::Replicated(ReplicatedRank { weights, .. }) => Ok(Some(&weights.parameters)),
@@ -191,7 +191,7 @@ impl Rank {
         if let Some(shards) = self.shards()? {
             return Ok(shards.owned());
         }
-        let values = self.whole()?.map_or(&[][..], Parameters::values);
+        let values = self.whole()?.map_or(&[][..], |whole| whole.values());
         Ok(match self.membership() {
             None => vec![(0..values.len(), values)],
             Some(membership) => membership.owned().map(|range| (range.clone(), &values[range])).collect(),

@@ -248,6 +248,7 @@ impl Trainer {
         let batch = BatchStatistics::of(&lease.groups, self.version);
         let learning_rate = self.config.schedule.at(self.version.0);
         let updates_before = self.learner.updates();
+        self.publisher.drop_taken()?;
         let (counts, updated) = self.update(&lease.groups, learning_rate)?;
         let UpdateResult { sums, grad_norm, critic } = updated;
         fail::fail_point!("after-optimizer");

@@ -5,10 +5,11 @@
 use std::sync::Arc;
 
 use device::{Device, Storage, View, bf16};
+use model::Parameters;
 use trajectory::PolicyVersion;
 use weights::direct::nccl::NcclPublisher;
 use weights::direct::round::PushPlan;
-use weights::{DevicePublisher, Digest, Hub, Publisher, Snapshot, WeightsError};
+use weights::{DevicePublisher, Digest, Hub, Publisher, Snapshot, WeightMemory, WeightsError};
 
 use crate::TrainerError;
 use crate::learner::Learner;
@@ -42,9 +43,10 @@ impl WeightPublisher {
     /// If the transport fails, or the learner does not have the weights where the transport needs them.
     pub(crate) fn publish(&self, version: PolicyVersion, learner: &Learner) -> Result<(), TrainerError> {
         match (self, learner.device_weights()) {
-            // Writes the only copy of the weights directly into the memory that samplers map.
             (Self::Host(publisher), _) => match learner.whole()? {
-                Some(whole) => publisher.publish_values(version, whole.values())?,
+                Some(whole) => {
+                    publisher.publish_shared(version, Arc::new(SharedParameters(Arc::clone(whole))))?;
+                }
                 None => publisher.publish(Snapshot::new(version, learner.snapshot()?.into()))?,
             },
             (Self::F32(publisher), Some((device, LearnerWeights::F32(values)))) => {
@@ -54,6 +56,17 @@ impl WeightPublisher {
                 publish_from(&**publisher, version, learner, device, values)?;
             }
             (Self::F32(_) | Self::Bf16(_), _) => return Err(TrainerError::NotOnDevice),
+        }
+        Ok(())
+    }
+
+    /// Lets go of published weights that no subscriber will ask for, so that the next update need not copy them.
+    ///
+    /// # Errors
+    /// If a thread of the publisher has panicked.
+    pub(crate) fn drop_taken(&self) -> Result<(), TrainerError> {
+        if let Self::Host(publisher) = self {
+            publisher.drop_taken()?;
         }
         Ok(())
     }
@@ -75,6 +88,15 @@ impl WeightPublisher {
             _ => false,
         };
         Ok(())
+    }
+}
+
+/// The weights of a learner as published. The learner copies them before it changes them while they are referenced here.
+struct SharedParameters(Arc<Parameters>);
+
+impl WeightMemory for SharedParameters {
+    fn values(&self) -> &[f32] {
+        self.0.values()
     }
 }
 

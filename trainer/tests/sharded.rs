@@ -162,7 +162,7 @@ fn a_zero_gradient_makes_no_update_on_any_rank() {
             let settings = LearnerConfig { world, zero, ..with_optimizer(kind) };
             for mut learner in [learner(settings.clone()), adapting(settings)] {
                 policy_step(&mut learner, &groups, 1e-2);
-                let weights = learner.parameters().unwrap().into_owned();
+                let weights = learner.parameters().unwrap().as_ref().clone();
                 let optimizer = learner.optimizer().unwrap().into_owned();
                 let norm = learner.step(&rows, &Flat, 1e-2).unwrap().grad_norm;
                 let what = format!("{kind:?}, world {world}, stage {zero}");
@@ -183,7 +183,7 @@ fn optimizer_shards_join_and_split_without_loss() {
             let mut learner = learner(settings(before, 3));
             policy_step(&mut learner, &groups, 1e-2);
             let (parameters, optimizer) =
-                (learner.parameters().unwrap().into_owned(), learner.optimizer().unwrap().into_owned());
+                (learner.parameters().unwrap().as_ref().clone(), learner.optimizer().unwrap().into_owned());
             let resumed =
                 Learner::new(settings(after, 2), config(), parameters.clone(), Some(optimizer.clone()))
                     .unwrap();
@@ -232,7 +232,7 @@ fn all_ranks_reject_a_non_finite_gradient_and_continue() {
     let rows = samples(&groups);
     for zero in STAGES {
         let mut learner = learner(LearnerConfig { world: 3, zero, ..LEARNER });
-        let before = learner.parameters().unwrap().into_owned();
+        let before = learner.parameters().unwrap().as_ref().clone();
         let error = learner.step(&rows, &Bad { row: 7, panics: false }, 1e-3).unwrap_err();
         assert!(matches!(error, TrainerError::GradientNotFinite { update: 0, rows: 18 }), "{error}");
         assert_eq!(learner.parameters().unwrap().values(), before.values());

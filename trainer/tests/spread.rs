@@ -75,7 +75,7 @@ fn same<R: PartialEq>(world: usize, what: &str, work: impl Fn(Make<'_>) -> R) {
 /// The state that a checkpoint contains.
 fn state(learner: &Learner) -> (Parameters, Optimizer, Option<Adapter>) {
     let (parameters, optimizer) = (learner.parameters().unwrap(), learner.optimizer().unwrap());
-    (parameters.into_owned(), optimizer.into_owned(), learner.adapter().cloned())
+    (Parameters::clone(&parameters), optimizer.into_owned(), learner.adapter().cloned())
 }
 
 fn bits(learner: &Learner) -> (Vec<u32>, Optimizer, Option<Adapter>) {

@@ -185,7 +185,7 @@ fn a_batch_without_a_gradient_makes_no_update() {
         (0..2).for_each(|_| put(&bench.buffer, 1, &[1.0, 1.0]));
         let state = |bench: &StepBench<_>| {
             let learner = bench.trainer.learner();
-            (learner.parameters().unwrap().into_owned(), learner.optimizer().unwrap().into_owned())
+            (learner.parameters().unwrap().as_ref().clone(), learner.optimizer().unwrap().into_owned())
         };
         let (weights, optimizer) = state(&bench);
         let report = bench.trainer.step().unwrap().unwrap();
@@ -244,7 +244,7 @@ fn an_asynchronous_checkpoint_has_the_state_when_it_was_due() {
     (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0]));
     bench.trainer.step().unwrap().unwrap();
     let (first, optimizer) = (
-        bench.trainer.learner().parameters().unwrap().into_owned(),
+        bench.trainer.learner().parameters().unwrap().as_ref().clone(),
         bench.trainer.learner().optimizer().unwrap().into_owned(),
     );
     bench.trainer.checkpoint().unwrap();

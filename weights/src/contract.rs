@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use trajectory::PolicyVersion;
 
-use crate::{Digest, Snapshot, WeightsError};
+use crate::{Digest, Snapshot, WeightMemory, WeightsError};
 
 /// Publisher side: the trainer.
 pub trait Publisher: Send + Sync {
@@ -24,6 +24,27 @@ pub trait Publisher: Send + Sync {
     /// As [`Publisher::publish`].
     fn publish_values(&self, version: PolicyVersion, values: &[f32]) -> Result<(), WeightsError> {
         self.publish(Snapshot::new(version, values.into()))
+    }
+
+    /// The same with weights that subscribers may read where they are, if the transport allows it; otherwise with a copy. An
+    /// owner that wants to change them copies them first if [`Publisher::drop_taken`] has left other references.
+    ///
+    /// # Errors
+    /// As [`Publisher::publish`].
+    fn publish_shared(
+        &self,
+        version: PolicyVersion,
+        owner: Arc<dyn WeightMemory>,
+    ) -> Result<(), WeightsError> {
+        self.publish_values(version, owner.values())
+    }
+
+    /// Drops the reference to the newest weights if all subscribers, present and future, need it no more.
+    ///
+    /// # Errors
+    /// A thread that panicked in the middle of a change.
+    fn drop_taken(&self) -> Result<(), WeightsError> {
+        Ok(())
     }
 
     /// Waits up to `wait` until every live subscriber serves `version` or a newer one.

@@ -83,6 +83,8 @@ pub(crate) enum PublishedVersion {
     Host(Arc<Snapshot>, Option<PathBuf>),
     /// On a device: version, number of weights, and how subscribers get them.
     Device(PolicyVersion, usize, WeightsLocation),
+    /// Only where subscribers have them: version and number of weights.
+    Taken(PolicyVersion, usize),
 }
 
 /// What a subscriber already has.
@@ -214,7 +216,7 @@ impl Hub {
         if state.record_poll(caller, after)? {
             self.wake();
         }
-        state.newer(after)
+        state.take_newer(caller, after)
     }
 
     pub(crate) fn wait_newer(
@@ -229,7 +231,7 @@ impl Hub {
             if state.record_poll(caller, after)? {
                 self.wake();
             }
-            let newer = state.newer(after)?;
+            let newer = state.take_newer(caller, after)?;
             if newer.is_some() || Instant::now() >= deadline {
                 return Ok(newer);
             }
@@ -284,6 +286,14 @@ impl Hub {
         drop(state);
         self.wake();
         Ok(before)
+    }
+
+    /// Drops the weights of the newest version if all registered subscribers have taken them.
+    pub(crate) fn drop_taken(&self) -> Result<(), WeightsError> {
+        let dropped = self.state()?.drop_taken();
+        // Memory is freed without the lock.
+        drop(dropped);
+        Ok(())
     }
 
     /// Unregisters `name`, whose process has ended. If it was only slow, its next call registers it again.
@@ -442,7 +452,7 @@ impl PublishedVersion {
     pub(crate) fn version(&self) -> PolicyVersion {
         match self {
             Self::Host(snapshot, _) => snapshot.version,
-            Self::Device(version, ..) => *version,
+            Self::Device(version, ..) | Self::Taken(version, _) => *version,
         }
     }
 
@@ -450,7 +460,7 @@ impl PublishedVersion {
     pub(crate) fn parameters(&self) -> usize {
         match self {
             Self::Host(snapshot, _) => snapshot.values.len(),
-            Self::Device(_, parameters, _) => *parameters,
+            Self::Device(_, parameters, _) | Self::Taken(_, parameters) => *parameters,
         }
     }
 
@@ -458,7 +468,7 @@ impl PublishedVersion {
     pub(crate) fn snapshot(&self) -> Option<&Arc<Snapshot>> {
         match self {
             Self::Host(snapshot, _) => Some(snapshot),
-            Self::Device(..) => None,
+            Self::Device(..) | Self::Taken(..) => None,
         }
     }
 
@@ -466,14 +476,14 @@ impl PublishedVersion {
     pub(crate) fn place(&self) -> Option<&Path> {
         match self {
             Self::Host(_, place) => place.as_deref(),
-            Self::Device(..) => None,
+            Self::Device(..) | Self::Taken(..) => None,
         }
     }
 
     /// How to get them, if they are on a device.
     pub(crate) fn direct(&self) -> Option<&WeightsLocation> {
         match self {
-            Self::Host(..) => None,
+            Self::Host(..) | Self::Taken(..) => None,
             Self::Device(_, _, direct) => Some(direct),
         }
     }

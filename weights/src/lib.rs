@@ -62,4 +62,4 @@ pub use hub::{Hub, HubConfig, RejectedSubscriber};
 pub use publisher::{DeltaConfig, HubPublisher, PublishConfig, PushCost};
 pub use shm::ShardOwner;
 pub use snapshot::{Digest, Received, Snapshot};
-pub use values::{Dtype, Values};
+pub use values::{Dtype, Values, WeightMemory};

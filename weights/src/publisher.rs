@@ -14,7 +14,7 @@ use crate::copier::Copier;
 use crate::delta::{self, full_bytes};
 use crate::hub::{PublicationStatus, PublishedVersion};
 use crate::shm::SlotWriter;
-use crate::{Digest, Dtype, Hub, Lag, Publisher, Snapshot, WeightsError};
+use crate::{Digest, Dtype, Hub, Lag, Publisher, Snapshot, Values, WeightMemory, WeightsError};
 
 /// Maximum number of threads that copy and digest: more do not increase memory bandwidth.
 const MAX_THREADS: usize = 8;
@@ -28,6 +28,9 @@ pub struct PublishConfig {
     pub deltas: Option<DeltaConfig>,
     /// Directory for shared memory, such as `/dev/shm`; `None`: samplers in other processes get weights over HTTP.
     pub shm: Option<PathBuf>,
+    /// Whether all subscribers are in this process and subscribe before the first version: they can share the memory of the
+    /// trainer, and the hub needs no weights that all of them have taken.
+    pub in_process: bool,
 }
 
 /// How deltas are encoded.
@@ -66,6 +69,7 @@ pub struct HubPublisher {
     hub: Hub,
     threads: usize,
     deltas: Option<DeltaConfig>,
+    in_process: bool,
     pushing: Mutex<PublisherState>,
 }
 
@@ -81,7 +85,7 @@ struct PublisherState {
 impl Default for PublishConfig {
     fn default() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get).min(MAX_THREADS);
-        Self { threads, deltas: None, shm: None }
+        Self { threads, deltas: None, shm: None, in_process: false }
     }
 }
 
@@ -91,17 +95,17 @@ impl HubPublisher {
     /// # Errors
     /// A directory for shared memory that cannot be used.
     pub fn new(hub: Hub, config: PublishConfig) -> Result<Self, WeightsError> {
-        let PublishConfig { threads, deltas, shm } = config;
+        let PublishConfig { threads, deltas, shm, in_process } = config;
         let store = shm.map(|directory| SlotWriter::create(&directory)).transpose()?;
         let pushing = PublisherState { copier: Copier::new(threads), store, since_full: 0, last: None };
-        Ok(Self { hub, threads, deltas, pushing: Mutex::new(pushing) })
+        Ok(Self { hub, threads, deltas, in_process, pushing: Mutex::new(pushing) })
     }
 
     /// Publishes to the subscribers within this process.
     #[must_use]
     pub(crate) fn in_memory(hub: Hub, threads: usize) -> Self {
         let pushing = PublisherState { copier: Copier::new(threads), store: None, since_full: 0, last: None };
-        Self { hub, threads, deltas: None, pushing: Mutex::new(pushing) }
+        Self { hub, threads, deltas: None, in_process: false, pushing: Mutex::new(pushing) }
     }
 
     /// The file of shared memory that shard owners write a version of `parameters` weights into, see
@@ -230,6 +234,22 @@ impl Publisher for HubPublisher {
         }
         let values = pushing.copier.copy(values, dtype);
         self.push(pushing, Snapshot::new(version, values), None, started)
+    }
+
+    fn publish_shared(
+        &self,
+        version: PolicyVersion,
+        owner: Arc<dyn WeightMemory>,
+    ) -> Result<(), WeightsError> {
+        let shareable = self.in_process && self.hub.dtype() == Dtype::F32 && self.pushing()?.store.is_none();
+        if shareable {
+            return self.publish(Snapshot::new(version, Values::owned_by(owner)));
+        }
+        self.publish_values(version, owner.values())
+    }
+
+    fn drop_taken(&self) -> Result<(), WeightsError> {
+        if self.in_process { self.hub.drop_taken() } else { Ok(()) }
     }
 
     fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {

@@ -15,7 +15,7 @@ use crate::ops::heads::{self, Angles, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum, bias_gradient, weight_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
-use crate::ops::swiglu::{swiglu, swiglu_backward};
+use crate::ops::swiglu::{SwigluReverse, swiglu, swiglu_backward};
 use crate::ops::{matrix, row_ranges};
 use crate::{Config, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
 
@@ -90,15 +90,16 @@ impl TransformerBlock {
         [&self.qkv, &self.output, &self.gate_up, &self.down].map(Linear::bytes).iter().sum()
     }
 
-    /// A layer to sample with.
+    /// A layer to sample with, of the `values [layout.len()]` of a model.
     pub(super) fn sampler(
         config: &Config,
-        parameters: &Parameters,
+        layout: &Layout,
+        values: &[f32],
         index: usize,
         quantization: Quantization,
     ) -> Self {
-        let layer = &parameters.values()[parameters.layout().unit(Unit::Layer(index))];
-        let ranges = parameters.layout().ranges();
+        let layer = &values[layout.unit(Unit::Layer(index))];
+        let ranges = layout.ranges();
         let linear = |spec: &LinearSpec| {
             let weight = &layer[ranges[spec.weight].clone()];
             let bias = spec.bias.map(|bias| &layer[ranges[bias].clone()]);
@@ -242,8 +243,8 @@ impl TransformerBlock {
                 &computed
             }
         };
-        let activated = swiglu(gate_up, &alone)?;
-        let d_gate_up = swiglu_backward(gate_up, &self.down.input_gradient(g)?)?;
+        let d_activated = self.down.input_gradient_values(g)?;
+        let SwigluReverse { activated, d_gate_up } = swiglu_backward(gate_up, d_activated)?;
         let d_normed = self.gate_up.input_gradient(&d_gate_up)?;
         let d_middle = rms_norm_backward(middle, &self.feed_forward_norm, self.eps, &d_normed, Some(g))?;
         let (middle, g) = (middle.clone(), g.clone());

@@ -263,7 +263,7 @@ impl Decoder {
         let picked = gather(&[&x], &wanted)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
         let mut logits = unwritten(wanted.len() * self.head.output());
-        self.head.apply_slice(&values(&normed)?, &mut logits);
+        self.head.apply_slice(&values(&normed)?, &mut logits, pool);
         Ok(logits)
     }
 

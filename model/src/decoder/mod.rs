@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use crate::ops::heads::HeadShape;
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::{embedding, matrix, values};
-use crate::{Config, Layout, Parameters, Reduction, Unit};
+use crate::{Config, Layout, Parameters, Reduction, ThreadPool, Unit};
 use block::TransformerBlock;
 pub use decode::{KvCache, StepSequence};
 pub use gradients::{GradientSink, Gradients, LayerSource};
@@ -74,6 +74,8 @@ const SMALL: usize = 1 << 24;
 enum Embedding {
     /// A copy, for a decoder that outlives its parameters.
     Own(Vec<f32>),
+    /// The packed weight of the head, which is tied to it.
+    Head,
     /// The first of flat values.
     Flat(FlatValues),
 }
@@ -95,14 +97,35 @@ impl Decoder {
     /// If the parameters are not those of `config`.
     #[must_use]
     pub fn sampler(config: &Config, parameters: &Parameters, quantization: Quantization) -> Self {
-        let block = |i| TransformerBlock::sampler(config, parameters, i, quantization);
-        let head = &parameters.values()[parameters.layout().head()];
+        let (layout, values) = (parameters.layout(), parameters.values());
+        Self::packed(config, layout, values, quantization, &ThreadPool::single())
+    }
+
+    /// The same of weights `values [layout.len()]` that lie anywhere.
+    ///
+    /// # Panics
+    /// If the layout is not that of `config`, or the values are not of the layout.
+    #[must_use]
+    pub fn packed(
+        config: &Config,
+        layout: &Arc<Layout>,
+        values: &[f32],
+        quantization: Quantization,
+        pool: &ThreadPool,
+    ) -> Self {
+        assert_eq!(values.len(), layout.len(), "the values are those of the layout");
+        let block = |i| TransformerBlock::sampler(config, layout, values, i, quantization);
+        let embedding = if config.tie_word_embeddings {
+            Embedding::Head
+        } else {
+            Embedding::Own(values[layout.unit(Unit::Embedding)].to_vec())
+        };
         Self {
-            embedding: Embedding::Own(parameters.get("model.embed_tokens.weight").to_vec()),
-            blocks: (0..config.num_layers).map(block).collect(),
-            head: Linear::packed(head, config.hidden_size, None),
-            columns_are_shared: quantization == Quantization::None && parameters.values().len() > SMALL,
-            ..Self::bare(config, parameters)
+            embedding,
+            blocks: pool.map((0..config.num_layers).collect(), block),
+            head: Linear::packed(&values[layout.head()], config.hidden_size, None),
+            columns_are_shared: quantization == Quantization::None && values.len() > SMALL,
+            ..Self::bare(config, layout, values)
         }
     }
 
@@ -122,7 +145,7 @@ impl Decoder {
             head: Linear::flat(&flat, parameters.layout().head(), config.hidden_size, &(0..0))
                 .with_tree(head_tree(config)),
             recompute,
-            ..Self::bare(config, parameters)
+            ..Self::bare(config, parameters.layout(), parameters.values())
         }
     }
 
@@ -156,11 +179,11 @@ impl Decoder {
     }
 
     /// Without embedding, blocks and head.
-    fn bare(config: &Config, parameters: &Parameters) -> Self {
-        let of = |range: Range<usize>| parameters.values()[range].to_vec();
-        let value_head = parameters.layout().value_head().map_or(Vec::new(), of);
-        let final_norm = parameters.get("model.norm.weight").to_vec();
-        Self::without(config, parameters.layout(), final_norm, value_head)
+    fn bare(config: &Config, layout: &Arc<Layout>, values: &[f32]) -> Self {
+        let of = |range: Range<usize>| values[range].to_vec();
+        let value_head = layout.value_head().map_or(Vec::new(), of);
+        let final_norm = layout.spec("model.norm.weight").map_or(Vec::new(), |norm| of(norm.range()));
+        Self::without(config, layout, final_norm, value_head)
     }
 
     fn without(config: &Config, layout: &Arc<Layout>, final_norm: Vec<f32>, value_head: Vec<f32>) -> Self {
@@ -190,7 +213,7 @@ impl Decoder {
     pub fn bytes(&self) -> u64 {
         let embedding = match &self.embedding {
             Embedding::Own(table) => size_of_val(&table[..]),
-            Embedding::Flat(_) => 0,
+            Embedding::Head | Embedding::Flat(_) => 0,
         };
         let blocks: usize = self.blocks.iter().map(TransformerBlock::bytes).sum();
         (embedding + blocks + self.head.bytes()) as u64
@@ -198,15 +221,17 @@ impl Decoder {
 
     /// Hidden states `[T, d]` of tokens; `first` is the number of the first in its batch, for errors.
     fn embed(&self, token_ids: &[u32], first: usize) -> Result<Tensor> {
+        let shape @ [_, width] = [self.config.vocab_size, self.config.hidden_size];
         let table = match &self.embedding {
             Embedding::Own(table) => table,
-            Embedding::Flat(flat) => &flat.values()[..self.embedding_len()],
+            Embedding::Flat(flat) => flat.values(),
+            Embedding::Head => {
+                return embedding::embed(token_ids, first, shape, |id, out| self.head.copy_row(id, out));
+            }
         };
-        embedding::embed(token_ids, first, table, self.config.hidden_size)
-    }
-
-    fn embedding_len(&self) -> usize {
-        self.config.vocab_size * self.config.hidden_size
+        embedding::embed(token_ids, first, shape, |id, out| {
+            out.copy_from_slice(&table[id * width..][..width])
+        })
     }
 }
 

@@ -2,21 +2,26 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{matrix, values};
+use super::{matrix, unwritten, values};
 
-/// Row `ids[t]` of `table [V, d]` for every token, of which the first is number `first` of its batch.
+/// Row `ids[t]` of a table `[vocabulary, width]` for every token, of which the first is number `first` of its batch; `copy`
+/// writes a row to `[width]` values.
 ///
 /// # Errors
-/// An id at or above `V`.
-pub(crate) fn embed(ids: &[u32], first: usize, table: &[f32], width: usize) -> Result<Tensor> {
-    let vocabulary = table.len() / width;
-    let mut out = Vec::with_capacity(ids.len() * width);
-    for (t, id) in ids.iter().enumerate() {
+/// An id at or above `vocabulary`.
+pub(crate) fn embed(
+    ids: &[u32],
+    first: usize,
+    [vocabulary, width]: [usize; 2],
+    copy: impl Fn(usize, &mut [f32]),
+) -> Result<Tensor> {
+    let mut out = unwritten(ids.len() * width);
+    for (t, (id, out)) in ids.iter().zip(out.chunks_exact_mut(width)).enumerate() {
         let id = *id as usize;
         if id >= vocabulary {
             bail!("token {} has id {id}, but the vocabulary ends at {vocabulary}", first + t)
         }
-        out.extend_from_slice(&table[id * width..(id + 1) * width]);
+        copy(id, out);
     }
     matrix(out, width)
 }

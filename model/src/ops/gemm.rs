@@ -21,7 +21,7 @@ pub(crate) use tree::{CHUNKS, TreeChunks, tree_product};
 
 /// Columns of a panel: three AVX-512 registers of f32, or three times two of AVX2. The last panel of a matrix may be
 /// narrower, in steps of [`STEP`].
-const NR: usize = 48;
+pub(crate) const NR: usize = 48;
 /// Columns that panels are padded to.
 const STEP: usize = 16;
 /// Rows of the left matrix per packed block: with `INNER_BLOCK` they take 768 KiB of the second-level cache.
@@ -138,6 +138,14 @@ impl Panels {
     /// Number of columns.
     pub(crate) fn columns(&self) -> usize {
         self.columns
+    }
+
+    /// Copies a column to `out [inner]`.
+    pub(crate) fn copy_column(&self, column: usize, out: &mut [f32]) {
+        let first = column / NR * NR;
+        let padded = NR.min(self.columns - first).next_multiple_of(STEP);
+        let panel = &self.values[self.start + first * self.inner + (column - first)..];
+        out.iter_mut().zip(panel.iter().step_by(padded)).for_each(|(to, from)| *to = *from);
     }
 }
 

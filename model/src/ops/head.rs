@@ -7,15 +7,14 @@ use candle_core::{Result, Tensor};
 
 use super::gemm::{Right, StridedMatrix, multiply_add};
 use super::linear::Linear;
+use super::simd::vectorized;
 use super::softmax::{probabilities, scale_and_normalizer};
 use super::{matrix, row_ranges, unwritten, values};
 use crate::ThreadPool;
 
-/// Logits of one thread that the forward has in memory at a time: they stay in its cache.
-const FORWARD: usize = 1 << 18;
-/// Logits that the backward has in memory at a time: enough rows that reading and writing the whole weight gradient per pass
-/// costs little.
-const BACKWARD: usize = 1 << 24;
+/// Logits in memory at a time: enough rows that reading the whole weight, and reading and writing its gradient, costs little
+/// beside the products.
+const LOGITS: usize = 1 << 24;
 
 /// The token that a row predicts, and the distribution of its log-probability.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +25,16 @@ pub struct Target<'a> {
     pub temperature: f32,
     /// `[kept]` token ids that top-p, min-p and top-k left, ascending; `None` for all.
     pub kept: Option<&'a [u32]>,
+}
+
+impl Target<'_> {
+    /// Index of the token among the kept ones.
+    fn slot(&self) -> usize {
+        match self.kept {
+            None => self.token as usize,
+            Some(kept) => kept.partition_point(|id| *id < self.token),
+        }
+    }
 }
 
 /// Result of the head for one target.
@@ -50,6 +59,11 @@ pub struct PredictionGradient {
     pub value: f32,
 }
 
+/// Rows whose logits are in memory at a time.
+fn rows_at_a_time(vocabulary: usize) -> usize {
+    (LOGITS / vocabulary).max(64)
+}
+
 /// `[M]` predictions for `hidden [M, d]` and `targets [M]`.
 pub(crate) fn predict(
     hidden: &Tensor,
@@ -58,16 +72,22 @@ pub(crate) fn predict(
     pool: &ThreadPool,
 ) -> Result<Vec<Prediction>> {
     let (_, width) = hidden.dims2()?;
-    let hidden = values(hidden)?;
-    let predict = |rows: std::ops::Range<usize>| {
-        let mut predictions = Vec::with_capacity(rows.len());
-        let visit = |row: &mut [f32], target: &Target<'_>| {
-            predictions.push(Distribution::new(row, target).prediction());
-        };
-        for_each_row(&hidden[rows.start * width..rows.end * width], width, head, &targets[rows], visit);
-        predictions
-    };
-    Ok(pool.map(row_ranges(targets.len(), pool.threads(), 1), predict).concat())
+    let (hidden, vocabulary) = (values(hidden)?, head.output());
+    let rows = rows_at_a_time(vocabulary);
+    let mut logits = unwritten(rows.min(targets.len()) * vocabulary);
+    let mut predictions = Vec::with_capacity(targets.len());
+    for (hidden, targets) in hidden.chunks(rows * width).zip(targets.chunks(rows)) {
+        let logits = &mut logits[..targets.len() * vocabulary];
+        head.apply_slice(hidden, logits, pool);
+        let each = row_ranges(targets.len(), pool.threads(), 1)[0].len();
+        let parts = logits.chunks_mut(each * vocabulary).zip(targets.chunks(each)).collect();
+        let predicted = pool.map(parts, |(logits, targets): (&mut [f32], &[Target<'_>])| {
+            let rows = logits.chunks_exact_mut(vocabulary).zip(targets);
+            rows.map(|(row, target)| Distribution::new(row, target).prediction()).collect::<Vec<_>>()
+        });
+        predictions.extend(predicted.into_iter().flatten());
+    }
+    Ok(predictions)
 }
 
 /// Gradient `[M, d]` of `hidden [M, d]` for `targets [M]` and the slopes `gradients [M]` of their predictions; adds that of
@@ -83,53 +103,30 @@ pub(crate) fn predict_backward(
     let (_, width) = hidden.dims2()?;
     let (hidden, vocabulary) = (values(hidden)?, head.output());
     let mut d_hidden = unwritten(hidden.len());
-    let rows = (BACKWARD / vocabulary).max(64);
+    let rows = rows_at_a_time(vocabulary);
+    let mut logits = unwritten(rows.min(targets.len()) * vocabulary);
     let chunks = targets.chunks(rows).zip(gradients.chunks(rows));
     let chunks = chunks.zip(hidden.chunks(rows * width).zip(d_hidden.chunks_mut(rows * width)));
     for ((targets, gradients), (hidden, d_hidden)) in chunks {
-        let mut d_logits = vec![0.0; targets.len() * vocabulary];
-        let ranges = row_ranges(targets.len(), pool.threads(), 1);
-        let per_part = ranges[0].len();
-        let outs = d_logits.chunks_mut(per_part * vocabulary).zip(d_hidden.chunks_mut(per_part * width));
-        pool.map(ranges.into_iter().zip(outs).collect(), |(rows, (d_logits, d_hidden))| {
-            let mut outs = d_logits.chunks_exact_mut(vocabulary).zip(&gradients[rows.clone()]);
-            let hidden = &hidden[rows.start * width..rows.end * width];
-            for_each_row(hidden, width, head, &targets[rows], |row, target| {
-                if let Some((out, gradient)) = outs.next() {
-                    Distribution::new(row, target).backward(*gradient, out);
-                }
-            });
-            head.input_gradient_slice(d_logits, d_hidden);
+        let logits = &mut logits[..targets.len() * vocabulary];
+        head.apply_slice(hidden, logits, pool);
+        let each = row_ranges(targets.len(), pool.threads(), 1)[0].len();
+        let slopes = targets.chunks(each).zip(gradients.chunks(each));
+        let outs = logits.chunks_mut(each * vocabulary).zip(d_hidden.chunks_mut(each * width));
+        pool.map(slopes.zip(outs).collect(), |((targets, gradients), (logits, d_hidden))| {
+            let rows = logits.chunks_exact_mut(vocabulary).zip(targets.iter().zip(gradients));
+            rows.for_each(|(row, (target, gradient))| differentiate(row, target, *gradient));
+            head.input_gradient_slice(logits, d_hidden);
         });
+        let d_logits = &*logits;
         let ranges = row_ranges(vocabulary, pool.threads(), 8);
-        let per_part = ranges[0].len();
-        let outs = weight_gradient.chunks_mut(per_part * width);
+        let outs = weight_gradient.chunks_mut(ranges[0].len() * width);
         pool.map(ranges.into_iter().zip(outs).collect(), |(rows, out)| {
-            let left = StridedMatrix::new(&d_logits, vocabulary).transposed().rows(rows);
+            let left = StridedMatrix::new(d_logits, vocabulary).transposed().rows(rows);
             multiply_add(left, Right::Unpacked(StridedMatrix::new(hidden, width)), out);
         });
     }
     matrix(d_hidden, width)
-}
-
-/// Hands each row of logits to `visit`, with its target.
-fn for_each_row(
-    hidden: &[f32],
-    width: usize,
-    head: &Linear,
-    targets: &[Target<'_>],
-    mut visit: impl FnMut(&mut [f32], &Target<'_>),
-) {
-    let vocabulary = head.output();
-    let rows = (FORWARD / vocabulary).clamp(32, 1024);
-    let mut logits = unwritten(rows.min(targets.len()) * vocabulary);
-    for (hidden, targets) in hidden.chunks(rows * width).zip(targets.chunks(rows)) {
-        let logits = &mut logits[..targets.len() * vocabulary];
-        head.apply_slice(hidden, logits);
-        for (row, target) in logits.chunks_exact_mut(vocabulary).zip(targets) {
-            visit(row, target);
-        }
-    }
 }
 
 /// One row of logits as the sampling distribution of a target: temperature and truncation applied.
@@ -156,35 +153,45 @@ impl<'a> Distribution<'a> {
         Self { target, scaled, log_normalizer }
     }
 
-    /// Index of the target token among the scaled logits.
-    fn slot(&self) -> usize {
-        match self.target.kept {
-            None => self.target.token as usize,
-            Some(kept) => kept.partition_point(|id| *id < self.target.token),
-        }
-    }
-
     fn prediction(self) -> Prediction {
-        let logprob = (self.scaled[self.slot()] - self.log_normalizer).min(0.0);
+        let logprob = (self.scaled[self.target.slot()] - self.log_normalizer).min(0.0);
         Prediction { logprob, entropy: probabilities(self.scaled, self.log_normalizer), value: 0.0 }
     }
+}
 
-    /// `d log p_t / d z_i = [i = t] - p_i` and `d H / d z_i = -p_i (log p_i + H)`, both times `1 / temperature`.
-    fn backward(self, gradient: PredictionGradient, out: &mut [f32]) {
-        let slot = self.slot();
-        let inv = 1.0 / self.target.temperature;
-        let log_p = (gradient.entropy != 0.0)
-            .then(|| self.scaled.iter().map(|z| z - self.log_normalizer).collect::<Vec<_>>());
-        let entropy = probabilities(self.scaled, self.log_normalizer);
-        let at = |i: usize| self.target.kept.map_or(i, |kept| kept[i] as usize);
-        for (i, p) in self.scaled.iter().enumerate() {
-            let mut d = -gradient.logprob * p;
-            if let Some(log_p) = &log_p {
-                d -= gradient.entropy * p * (log_p[i] + entropy);
+/// Turns a row of logits `z` into the derivatives of a loss by them: `d log p_t / d z_i = [i = t] - p_i` and
+/// `d H / d z_i = -p_i (log p_i + H)`, both times `1 / temperature`; zero for tokens that were cut off.
+fn differentiate(row: &mut [f32], target: &Target<'_>, gradient: PredictionGradient) {
+    let Distribution { scaled, log_normalizer, .. } = Distribution::new(row, target);
+    let slot = target.slot();
+    let inv = 1.0 / target.temperature;
+    let log_p =
+        (gradient.entropy != 0.0).then(|| scaled.iter().map(|z| z - log_normalizer).collect::<Vec<_>>());
+    let entropy = probabilities(scaled, log_normalizer);
+    match log_p {
+        None => scale(scaled, -gradient.logprob, inv),
+        Some(log_p) => {
+            for (p, log_p) in scaled.iter_mut().zip(log_p) {
+                *p = (-gradient.logprob * *p - gradient.entropy * *p * (log_p + entropy)) * inv;
             }
-            out[at(i)] = d * inv;
         }
-        out[at(slot)] += gradient.logprob * inv;
+    }
+    scaled[slot] += gradient.logprob * inv;
+    let Some(kept) = target.kept else { return };
+    row[kept.len()..].fill(0.0);
+    // Ascending ids: slot i moves to an index of at least i, and those behind it have moved.
+    for (slot, id) in kept.iter().enumerate().rev() {
+        let d = std::mem::take(&mut row[slot]);
+        row[*id as usize] = d;
+    }
+}
+
+vectorized! {
+    /// `x = x * by * then` for every value.
+    fn scale(values: &mut [f32], by: f32, then: f32) {
+        for x in values {
+            *x = by * *x * then;
+        }
     }
 }
 

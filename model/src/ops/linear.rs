@@ -10,11 +10,11 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 
 use super::gemm::{
-    CHUNKS, Panels, ProductOut, Right, StridedMatrix, TreeChunks, multiply_add, product, tree_product,
+    CHUNKS, NR, Panels, ProductOut, Right, StridedMatrix, TreeChunks, multiply_add, product, tree_product,
 };
 use super::int8::Int8Linear;
 use super::simd::vectorized;
-use super::{matrix, unwritten, values};
+use super::{matrix, row_ranges, unwritten, values};
 use crate::{Parameters, ThreadPool};
 
 /// One linear layer. Its weight is `[out, in]`, as Hugging Face stores it.
@@ -142,12 +142,12 @@ impl Linear {
     }
 
     /// `x [T, in]` to `out [T, out]`.
-    pub(crate) fn apply_slice(&self, x: &[f32], out: &mut [f32]) {
-        self.run(x, out, true, &ThreadPool::single());
+    pub(crate) fn apply_slice(&self, x: &[f32], out: &mut [f32], pool: &ThreadPool) {
+        self.run(x, out, true, pool);
     }
 
     /// Writes the layer's result for `x [T, in]` to `out [T, out]`, or adds it if not `fresh`. Threads share the columns of
-    /// packed weights, so that each reads its part only.
+    /// f32 weights, so that each reads and packs its part only.
     fn run(&self, x: &[f32], out: &mut [f32], fresh: bool, pool: &ThreadPool) {
         match &self.weight {
             Weight::Int8(layer) if fresh => layer.apply_slice(x, out),
@@ -160,8 +160,12 @@ impl Linear {
                 });
             }
             Weight::Flat(..) => {
-                let weight = Right::Unpacked(StridedMatrix::new(self.weight(), self.input).transposed());
-                self.sum_inputs(x, weight, ProductOut::new(out, self.output), fresh);
+                let ranges = row_ranges(self.output, pool.threads(), NR);
+                let outs = ProductOut::columns(out, self.output, &ranges);
+                pool.map(ranges.into_iter().zip(outs).collect(), |(columns, out)| {
+                    let weight = StridedMatrix::new(self.weight(), self.input).rows(columns).transposed();
+                    self.sum_inputs(x, Right::Unpacked(weight), out, fresh);
+                });
             }
         }
         if let Some(bias) = &self.bias {
@@ -186,10 +190,18 @@ impl Linear {
     /// # Panics
     /// If the layer is one to sample with.
     pub(crate) fn input_gradient(&self, g: &Tensor) -> Result<Tensor> {
+        matrix(self.input_gradient_values(g)?, self.input)
+    }
+
+    /// The same, as plain values.
+    ///
+    /// # Panics
+    /// If the layer is one to sample with.
+    pub(crate) fn input_gradient_values(&self, g: &Tensor) -> Result<Vec<f32>> {
         let g = values(g)?;
         let mut dx = unwritten(g.len() / self.output * self.input);
         self.input_gradient_slice(&g, &mut dx);
-        matrix(dx, self.input)
+        Ok(dx)
     }
 
     /// The same on slices: `g [T, out]` to `dx [T, in]`.
@@ -215,6 +227,17 @@ impl Linear {
         match &self.weight {
             Weight::Flat(flat, range) => &flat.values()[range.clone()],
             Weight::Packed(_) | Weight::Int8(_) => panic!("only a trainable layer has a backward"),
+        }
+    }
+
+    /// Copies row `output` of a packed f32 weight to `row [in]`.
+    ///
+    /// # Panics
+    /// If the weight is not packed in f32.
+    pub(crate) fn copy_row(&self, output: usize, row: &mut [f32]) {
+        match &self.weight {
+            Weight::Packed(panels) => panels.copy_column(output, row),
+            Weight::Flat(..) | Weight::Int8(_) => panic!("only rows of packed f32 weights are copied"),
         }
     }
 

@@ -16,15 +16,25 @@ vectorized! {
     /// Turns scaled `logits [V]` into probabilities in place and returns their entropy in nats.
     pub(crate) fn probabilities(logits: &mut [f32], log_normalizer: f32) -> f32 {
         let mut expected = [0.0_f32; LANES];
-        for chunk in logits.chunks_mut(LANES) {
+        let (chunks, rest) = logits.as_chunks_mut::<LANES>();
+        for chunk in chunks {
             for (z, e) in chunk.iter_mut().zip(&mut expected) {
-                let p = exp(*z - log_normalizer);
-                *e = p.mul_add(*z, *e);
-                *z = p;
+                to_probability(z, e, log_normalizer);
             }
+        }
+        for (z, e) in rest.iter_mut().zip(&mut expected) {
+            to_probability(z, e, log_normalizer);
         }
         log_normalizer - sum(&expected)
     }
+}
+
+/// Turns a scaled logit into its probability, and adds `p z` to a sum.
+#[inline(always)]
+fn to_probability(z: &mut f32, sum: &mut f32, log_normalizer: f32) {
+    let p = exp(*z - log_normalizer);
+    *sum = p.mul_add(*z, *sum);
+    *z = p;
 }
 
 /// `ln(sum(exp(z)))`.
@@ -32,10 +42,14 @@ vectorized! {
 fn normalizer(z: &[f32]) -> f32 {
     let top = max(z);
     let mut lanes = [0.0_f32; LANES];
-    for chunk in z.chunks(LANES) {
+    let (chunks, rest) = z.as_chunks::<LANES>();
+    for chunk in chunks {
         for (z, lane) in chunk.iter().zip(&mut lanes) {
             *lane += exp(z - top);
         }
+    }
+    for (z, lane) in rest.iter().zip(&mut lanes) {
+        *lane += exp(z - top);
     }
     top + sum(&lanes).ln()
 }

@@ -17,12 +17,21 @@ pub(crate) fn swiglu(gate_up: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
     matrix(out, width / 2)
 }
 
-/// Gradient `[T, 2 m]` of `gate_up` for the gradient `g [T, m]` of the result.
-pub(crate) fn swiglu_backward(gate_up: &Tensor, g: &Tensor) -> Result<Tensor> {
+/// Results of [`swiglu_backward`].
+pub(crate) struct SwigluReverse {
+    /// `[T, m]` the result of the forward, once more.
+    pub(crate) activated: Tensor,
+    /// `[T, 2 m]` gradient of `gate_up`.
+    pub(crate) d_gate_up: Tensor,
+}
+
+/// Backward for `gate_up [T, 2 m]` and the gradient `g [T, m]` of the result. One pass computes the result again, which the next
+/// weight gradient needs, in the memory of `g`.
+pub(crate) fn swiglu_backward(gate_up: &Tensor, mut g: Vec<f32>) -> Result<SwigluReverse> {
     let (_, width) = gate_up.dims2()?;
     let mut out = unwritten(gate_up.elem_count());
-    backward(&values(gate_up)?, width / 2, &values(g)?, &mut out);
-    matrix(out, width)
+    backward(&values(gate_up)?, width / 2, &mut g, &mut out);
+    Ok(SwigluReverse { activated: matrix(g, width / 2)?, d_gate_up: matrix(out, width)? })
 }
 
 vectorized! {
@@ -37,14 +46,19 @@ vectorized! {
 }
 
 vectorized! {
-    fn backward(gate_up: &[f32], width: usize, g: &[f32], out: &mut [f32]) {
-        for ((row, g), out) in gate_up.chunks_exact(2 * width).zip(g.chunks_exact(width)).zip(out.chunks_exact_mut(2 * width)) {
+    /// Turns `g` into the result of the forward.
+    fn backward(gate_up: &[f32], width: usize, g: &mut [f32], out: &mut [f32]) {
+        let rows = gate_up.chunks_exact(2 * width).zip(g.chunks_exact_mut(width));
+        for ((row, g), out) in rows.zip(out.chunks_exact_mut(2 * width)) {
             let (gate, up) = row.split_at(width);
             let (d_gate, d_up) = out.split_at_mut(width);
-            for i in 0..width {
-                let sigmoid = 1.0 / (1.0 + exp(-gate[i]));
-                d_up[i] = g[i] * gate[i] * sigmoid;
-                d_gate[i] = g[i] * up[i] * sigmoid * (1.0 + gate[i] * (1.0 - sigmoid));
+            let operands = gate.iter().zip(up).zip(g);
+            for (((gate, up), g), (d_gate, d_up)) in operands.zip(d_gate.iter_mut().zip(d_up)) {
+                let below = 1.0 + exp(-gate);
+                let sigmoid = 1.0 / below;
+                *d_up = *g * gate * sigmoid;
+                *d_gate = *g * up * sigmoid * (1.0 + gate * (1.0 - sigmoid));
+                *g = gate / below * up;
             }
         }
     }
@@ -64,9 +78,11 @@ mod tests {
                 forward(x, width, &mut out);
                 weighted(&out, &c)
             };
-            let mut dx = vec![0.0; x.len()];
-            backward(&x, width, &c, &mut dx);
+            let (mut again, mut out, mut dx) = (c.clone(), c.clone(), vec![0.0; x.len()]);
+            backward(&x, width, &mut again, &mut dx);
             gradient(loss, &x, &dx, 1e-2);
+            forward(&x, width, &mut out);
+            assert_eq!(again, out);
         }
     }
 

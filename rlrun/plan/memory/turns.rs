@@ -12,7 +12,6 @@ use crate::recipe::words::CriticKind;
 /// Puts every part of `parts` where it belongs; the policy has this `layout`.
 pub(super) fn take_turns(parts: &mut Vec<Part>, recipe: &Recipe, layout: &Layout) {
     let weights = product(&[F32, layout.len() as u64]);
-    let sampling: u64 = bytes(parts, "kv cache").saturating_add(bytes(parts, "decoding"));
     let mut left = recipe.placement.memory_mib.map(|mib| mib << 20);
     let mut stays = |bytes: u64| match &mut left {
         None => true,
@@ -45,8 +44,6 @@ pub(super) fn take_turns(parts: &mut Vec<Part>, recipe: &Recipe, layout: &Layout
             "optimizer" => part.phase = optimizer,
             "policy" => part.phase = policy,
             "served" | "kv cache" | "decoding" => part.phase = Phase::Sampling,
-            // It is packed from a flat copy, which is freed before the cache is allocated.
-            "next" => (part.phase, part.bytes) = (Phase::Sampling, weights.saturating_sub(sampling)),
             "critic" => {
                 if let Some((phase, _, kept)) = critic {
                     (part.phase, part.bytes) = (phase, kept);

@@ -37,7 +37,7 @@ use crate::RolloutError;
 use crate::sampler::{Completion, EngineCounts, SampleRequest};
 pub use interrupt::Interruption;
 pub use local::LocalSampler;
-pub use network::{Network, ServeOn, ServedWeights};
+pub use network::{Network, ServeOn, ServedWeights, UnpackedWeights};
 use prompt::PromptJob;
 use sequence::Sequence;
 pub use sequence::{random_stream, uniform};
@@ -255,6 +255,11 @@ impl Engine {
     ) -> Result<Option<StagedWeights>, RolloutError> {
         assert!(version >= self.version, "a sampler never goes back from {} to {version}", self.version);
         let before = match (&mut self.network, served.into()) {
+            (None | Some(Network::Host { .. }), ServedWeights::Unpacked(weights)) => {
+                self.network = None;
+                self.network = Some(weights.pack(&self.model, &self.pool).into());
+                None
+            }
             (Some(network), served) => network.serve(served)?,
             (asleep, ServedWeights::Host(decoder)) => {
                 *asleep = Some(decoder.into());

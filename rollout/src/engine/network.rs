@@ -6,8 +6,12 @@ use device::Device;
 use device::ops::digest::digest;
 use device::ops::vectors::cast;
 use model::on_device::{DeviceDtype, DeviceSampler, DrawRequest, StagedWeights};
-use model::{Config, Decoder, Draw, KvCache, Parameters, Quantization, StepSequence, ThreadPool};
-use weights::Digest;
+use std::sync::Arc;
+
+use model::{
+    Config, Decoder, Draw, KvCache, Layout, ModelError, Parameters, Quantization, StepSequence, ThreadPool,
+};
+use weights::{Digest, Values};
 
 use crate::RolloutError;
 
@@ -20,46 +24,66 @@ pub enum ServeOn {
     Device(Device, DeviceDtype),
 }
 
-/// Weights that can be served at once.
+/// Weights that can be served.
 #[derive(Debug)]
 pub enum ServedWeights {
     /// Packed for the processor.
     Host(Box<Decoder>),
+    /// To be packed for the processor once the weights that are served before them are freed: a packed version has the memory of
+    /// a whole model.
+    Unpacked(UnpackedWeights),
     /// On a device.
     Device(StagedWeights),
 }
 
+/// Weights of a model as they were published, shared with their publisher.
+#[derive(Debug)]
+pub struct UnpackedWeights {
+    layout: Arc<Layout>,
+    /// `[layout.len()]`
+    values: Values,
+    quantization: Quantization,
+}
+
+impl UnpackedWeights {
+    /// The decoder of these weights, packed by the threads of `pool`.
+    pub(super) fn pack(&self, config: &Config, pool: &ThreadPool) -> Decoder {
+        Decoder::packed(config, &self.layout, &self.values, self.quantization, pool)
+    }
+}
+
 impl ServeOn {
-    /// Stages `parameters`: packs or uploads them. Returns them with the digest of the staged values.
+    /// Stages the weights `values` of a model of `config`: uploads them to a device. Returns them with the digest of the staged
+    /// values.
     ///
     /// # Errors
-    /// If the device fails or has no memory.
-    pub fn prepare(
-        &self,
-        config: &Config,
-        parameters: &Parameters,
-    ) -> Result<(ServedWeights, Digest), RolloutError> {
+    /// If the number of values is not that of the model, or the device fails or has no memory.
+    pub fn prepare(&self, config: &Config, values: Values) -> Result<(ServedWeights, Digest), RolloutError> {
+        let layout = Arc::new(Layout::new(config));
+        if values.len() != layout.len() {
+            return Err(ModelError::Length { expected: layout.len(), found: values.len() }.into());
+        }
         match self {
             Self::Host(quantization) => {
-                let digest = Digest::of(parameters.values());
-                Ok((Decoder::sampler(config, parameters, *quantization).into(), digest))
+                let (digest, quantization) = (Digest::of(&values), *quantization);
+                Ok((ServedWeights::Unpacked(UnpackedWeights { layout, values, quantization }), digest))
             }
             Self::Device(device, dtype) => {
-                let (staged, digest) = stage(device, *dtype, parameters)?;
+                let (staged, digest) = stage(device, *dtype, &values)?;
                 Ok((ServedWeights::Device(staged), digest))
             }
         }
     }
 }
 
-/// Uploads `parameters`. Returns them with the digest of the values after the upload.
+/// Uploads `values [weights]`. Returns them with the digest of the values after the upload.
 fn stage(
     device: &Device,
     dtype: DeviceDtype,
-    parameters: &Parameters,
+    values: &[f32],
 ) -> Result<(StagedWeights, Digest), RolloutError> {
     let device = device.labelled("weights");
-    let whole = device.upload(parameters.values())?;
+    let whole = device.upload(values)?;
     let digest = Digest::from_bytes(digest(&device, whole.all())?);
     let staged = match dtype {
         DeviceDtype::F32 => StagedWeights::F32(whole),
@@ -115,7 +139,7 @@ impl Network {
         Ok(match on {
             ServeOn::Host(quantization) => Decoder::sampler(config, parameters, *quantization).into(),
             ServeOn::Device(device, dtype) => {
-                let (staged, _) = stage(device, *dtype, parameters)?;
+                let (staged, _) = stage(device, *dtype, parameters.values())?;
                 Self::Device(Box::new(DeviceSampler::new(device, config, staged)?))
             }
         })
@@ -158,7 +182,7 @@ impl Network {
             (Self::Host { .. }, ServedWeights::Device(_)) => {
                 Err(RolloutError::Misplaced { weights: "on a device", engine: "on the host" })
             }
-            (Self::Device(_), ServedWeights::Host(_)) => {
+            (_, ServedWeights::Host(_) | ServedWeights::Unpacked(_)) => {
                 Err(RolloutError::Misplaced { weights: "on the host", engine: "on a device" })
             }
         }

@@ -189,7 +189,7 @@ struct CheckpointSnapshot {
 #[derive(Debug)]
 struct NetworkCopy {
     directory: Arc<ModelDirectory>,
-    parameters: Parameters,
+    parameters: Arc<Parameters>,
     optimizer: Optimizer,
     adapter: Option<Adapter>,
 }
@@ -199,7 +199,7 @@ impl CheckpointSnapshot {
     fn of(contents: CheckpointContents<'_>) -> Self {
         let copy = |network: NetworkState<'_>| NetworkCopy {
             directory: Arc::clone(network.directory),
-            parameters: network.parameters.into_owned(),
+            parameters: network.parameters,
             optimizer: network.optimizer.into_owned(),
             adapter: network.adapter.cloned(),
         };
@@ -219,7 +219,7 @@ impl CheckpointSnapshot {
 impl NetworkCopy {
     fn state(&self) -> NetworkState<'_> {
         let Self { directory, parameters, optimizer, adapter } = self;
-        let (parameters, optimizer) = (Cow::Borrowed(parameters), Cow::Borrowed(optimizer));
+        let (parameters, optimizer) = (Arc::clone(parameters), Cow::Borrowed(optimizer));
         NetworkState { directory, parameters, optimizer, adapter: adapter.as_ref() }
     }
 }

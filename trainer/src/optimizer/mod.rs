@@ -16,6 +16,7 @@ mod muon;
 mod orthonormal;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use model::{ParameterSpec, ThreadPool};
 use serde::{Deserialize, Serialize};
@@ -65,8 +66,9 @@ pub struct Optimizer {
     config: OptimizerConfig,
     /// Number of updates so far.
     updates: u64,
-    /// One state per tensor, or per fragment of a rank, in order.
-    states: Vec<TensorState>,
+    /// One state per tensor, or per fragment of a rank, in order. An optimizer that is cloned for a checkpoint shares them until
+    /// one of the two changes.
+    states: Arc<Vec<TensorState>>,
 }
 
 /// Flat gradients `[n]` with a factor.
@@ -224,13 +226,13 @@ impl Optimizer {
     #[must_use]
     pub fn new(config: OptimizerConfig, specs: &[ParameterSpec]) -> Self {
         let states = specs.iter().enumerate().map(|(index, spec)| config.state(index, spec)).collect();
-        Self { config, updates: 0, states }
+        Self { config, updates: 0, states: Arc::new(states) }
     }
 
     /// Restores the optimizer from a state dict: one state per tensor, in order.
     #[must_use]
     pub fn from_states(config: OptimizerConfig, updates: u64, states: Vec<TensorState>) -> Self {
-        Self { config, updates, states }
+        Self { config, updates, states: Arc::new(states) }
     }
 
     /// Number of updates so far.
@@ -306,7 +308,7 @@ impl Optimizer {
         let matrix_factors = MatrixFactors { gradient: scale, momentum, learning_rate, weight_decay };
         let (mut matrices, mut chunks) = (Vec::new(), Vec::new());
         for (OwnedFragment { tensor, offset, values, gradients }, state) in
-            owned.into_iter().zip(&mut self.states)
+            owned.into_iter().zip(Arc::make_mut(&mut self.states))
         {
             let spec = &specs[tensor];
             let columns = spec.shape.last().copied().unwrap_or(1);
@@ -344,12 +346,12 @@ impl Optimizer {
 
     /// Moves the states out, for updates that run elsewhere.
     pub(crate) fn take_states(&mut self) -> Vec<TensorState> {
-        std::mem::take(&mut self.states)
+        Arc::unwrap_or_clone(std::mem::take(&mut self.states))
     }
 
     /// Returns what [`Self::take_states`] moved out.
     pub(crate) fn put_states(&mut self, states: Vec<TensorState>) {
-        self.states = states;
+        self.states = Arc::new(states);
     }
 
     /// Initial optimizer of a rank that owns `fragments` (ZeRO).
@@ -359,14 +361,14 @@ impl Optimizer {
         fragments: &[Fragment],
     ) -> Self {
         let state = |fragment: &Fragment| config.state_of(fragment, &specs[fragment.tensor]);
-        Self { config, updates: 0, states: fragments.iter().map(state).collect() }
+        Self { config, updates: 0, states: Arc::new(fragments.iter().map(state).collect()) }
     }
 
     /// The shard of a rank that owns `fragments`, from an optimizer of whole tensors.
     pub(crate) fn cut(&self, fragments: &[Fragment]) -> Self {
         let state = |fragment: &Fragment| self.states[fragment.tensor].cut(&fragment.within);
         let states = fragments.iter().map(state).collect();
-        Self { config: self.config, updates: self.updates, states }
+        Self { config: self.config, updates: self.updates, states: Arc::new(states) }
     }
 
     /// Gathers the shards of all ranks, with their fragments, to an optimizer of whole tensors.
@@ -380,9 +382,10 @@ impl Optimizer {
         ranks: impl Iterator<Item = (&'a [Fragment], &'a [TensorState])>,
     ) -> Result<Self, TrainerError> {
         let mut whole = Self { updates, ..Self::new(config, specs) };
+        let states_of_all = Arc::make_mut(&mut whole.states);
         for (fragments, states) in ranks {
             for (fragment, state) in fragments.iter().zip(states) {
-                whole.states[fragment.tensor].paste(&fragment.within, state)?;
+                states_of_all[fragment.tensor].paste(&fragment.within, state)?;
             }
         }
         Ok(whole)
@@ -413,7 +416,7 @@ impl Optimizer {
 
     /// All arrays of the optimizer state, to be moved out of memory and restored.
     pub(crate) fn streams(&mut self) -> Vec<StateStream<'_>> {
-        self.states.iter_mut().flat_map(TensorState::streams).collect()
+        Arc::make_mut(&mut self.states).iter_mut().flat_map(TensorState::streams).collect()
     }
 }
 

@@ -17,7 +17,7 @@ use crate::optimizer::{ScaledGradients, StateStream};
 use crate::pass::Pass;
 
 pub(super) struct WholeWeights {
-    /// Between two calls this is the only reference.
+    /// Published versions and checkpoints share them: an update then copies them first.
     pub(super) parameters: Arc<Parameters>,
     /// The adapter that is trained in place of the weights. It is merged into them.
     pub(super) adapter: Option<Adapter>,

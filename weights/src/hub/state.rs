@@ -65,6 +65,8 @@ pub(super) struct Registration {
     seen: Instant,
     /// It takes part in broadcast rounds.
     receives: bool,
+    /// The newest version that it was given.
+    taken: Option<PolicyVersion>,
     claim: Option<AppliedVersion>,
 }
 
@@ -80,7 +82,7 @@ struct AppliedVersion {
 
 impl Registration {
     pub(super) fn new(connection: u64, remote: bool) -> Self {
-        Self { connection, remote, seen: Instant::now(), receives: false, claim: None }
+        Self { connection, remote, seen: Instant::now(), receives: false, taken: None, claim: None }
     }
 
     fn receipt(&self) -> Option<Receipt> {
@@ -198,8 +200,35 @@ impl HubState {
         }
     }
 
-    pub(super) fn newer(&self, after: After) -> Result<Option<Announcement>, WeightsError> {
-        let newer = self.newest.as_ref().filter(|newest| match after {
+    /// The newest version if it is newer than `after`; from then on `caller` has taken it.
+    pub(super) fn take_newer(
+        &mut self,
+        caller: &SubscriberId,
+        after: After,
+    ) -> Result<Option<Announcement>, WeightsError> {
+        let newer = self.newer(after)?;
+        if let Some(newer) = &newer
+            && let Some(registration) = self.registrations.get_mut(&caller.name)
+        {
+            registration.taken = Some(newer.newest.version());
+        }
+        Ok(newer)
+    }
+
+    /// Moves the weights of the newest version out if all registered subscribers have taken them.
+    pub(super) fn drop_taken(&mut self) -> Option<PublishedVersion> {
+        let PublishedVersion::Host(snapshot, _) = self.newest.as_ref()? else { return None };
+        let (version, parameters) = (snapshot.version, snapshot.values.len());
+        let all = self.registrations.values().all(|registration| registration.taken == Some(version));
+        if self.registrations.is_empty() || !all {
+            return None;
+        }
+        self.newest.replace(PublishedVersion::Taken(version, parameters))
+    }
+
+    fn newer(&self, after: After) -> Result<Option<Announcement>, WeightsError> {
+        let there = self.newest.as_ref().filter(|newest| !matches!(newest, PublishedVersion::Taken(..)));
+        let newer = there.filter(|newest| match after {
             After::Version(version) => Some(newest.version()) > version,
             After::Round(number) => newest.direct().is_none_or(|direct| direct.round_number() > number),
         });
