@@ -4,7 +4,7 @@
 //! Invariant: the log-probability is computed by the function that the trainer uses, so that equal weights give equal bits.
 //! The random number comes from the caller; there is no generator here.
 
-use crate::ops::simd::{exp, vectorized};
+use crate::ops::simd::{exp, max, sum, vectorized};
 use crate::ops::softmax::scale_and_normalizer;
 
 /// Parameters of the sampling distribution.
@@ -87,46 +87,66 @@ fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
+/// Slots whose probabilities are added before the others.
+const CHUNK: usize = 16;
+
+/// First slot at which the running sum of probabilities passes `uniform` of their total.
+fn inverse_cdf(scaled: &[f32], log_normalizer: f32, uniform: f32) -> usize {
+    let mut sums = Vec::with_capacity(scaled.len().div_ceil(CHUNK));
+    let mut p = [0.0; CHUNK];
+    chunk_sums(scaled, log_normalizer, &mut sums);
+    let mut left = uniform * sums.iter().sum::<f32>();
+    for ((first, chunk), sum) in (0..).step_by(CHUNK).zip(scaled.chunks(CHUNK)).zip(sums) {
+        if left < sum {
+            probabilities(chunk, log_normalizer, &mut p);
+            for (slot, p) in (first..).zip(p).filter(|(_, p)| *p > 0.0) {
+                if left < p {
+                    return slot;
+                }
+                left -= p;
+            }
+        } else {
+            left -= sum;
+        }
+    }
+    // Rounding left a crumb of the total: the last token that can be drawn.
+    scaled.iter().rposition(|z| exp(z - log_normalizer) > 0.0).unwrap_or(0)
+}
+
 vectorized! {
-    /// First slot at which the running sum of probabilities passes `uniform` of their total.
-    fn inverse_cdf(scaled: &[f32], log_normalizer: f32, uniform: f32) -> usize {
-        const CHUNK: usize = 16;
-        let probabilities = |chunk: &[f32]| {
-            let mut p = [0.0_f32; CHUNK];
-            for (p, z) in p.iter_mut().zip(chunk) {
+    /// `p [CHUNK]` from `scaled [CHUNK]`, or from fewer: zeros beyond the last.
+    fn probabilities(scaled: &[f32], log_normalizer: f32, p: &mut [f32; CHUNK]) {
+        *p = [0.0; CHUNK];
+        for (p, z) in p.iter_mut().zip(scaled) {
+            *p = exp(z - log_normalizer);
+        }
+    }
+}
+
+vectorized! {
+    /// Appends the sum of the probabilities of each chunk of `scaled [V]`, one after the other within it.
+    fn chunk_sums(scaled: &[f32], log_normalizer: f32, sums: &mut Vec<f32>) {
+        for block in scaled.chunks(CHUNK * CHUNK) {
+            let mut p = [[0.0_f32; CHUNK]; CHUNK];
+            for (p, z) in p.as_flattened_mut().iter_mut().zip(block) {
                 *p = exp(z - log_normalizer);
             }
-            p
-        };
-        let sum = |p: [f32; CHUNK]| p.iter().sum::<f32>();
-        let total: f32 = scaled.chunks(CHUNK).map(|chunk| sum(probabilities(chunk))).sum();
-        let mut left = uniform * total;
-        let mut last = 0;
-        for (c, chunk) in scaled.chunks(CHUNK).enumerate() {
-            let p = probabilities(chunk);
-            let sum = sum(p);
-            let slots = p.iter().take(chunk.len()).enumerate().map(|(i, p)| (c * CHUNK + i, *p));
-            if left < sum {
-                for (slot, p) in slots.filter(|(_, p)| *p > 0.0) {
-                    last = slot;
-                    if left < p {
-                        return slot;
-                    }
-                    left -= p;
+            // The sums of several chunks advance together: one alone would wait for each addition.
+            let mut of_chunks = [0.0_f32; CHUNK];
+            for slot in 0..CHUNK {
+                for (sum, p) in of_chunks.iter_mut().zip(&p) {
+                    *sum += p[slot];
                 }
-            } else {
-                last = slots.rev().find(|(_, p)| *p > 0.0).map_or(last, |(slot, _)| slot);
-                left -= sum;
             }
+            sums.extend_from_slice(&of_chunks[..block.len().div_ceil(CHUNK)]);
         }
-        last // rounding left a crumb of the total: the last token that can be drawn
     }
 }
 
 /// Top-k, then top-p within it, then min-p, ascending by id. The most likely token is always kept.
 fn kept_tokens(logits: &[f32], sampling: Sampling, scale: f32) -> Vec<u32> {
-    let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
     let by_logit = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    let (mut ids, mut total) = candidates(logits, sampling, scale);
     if sampling.top_k > 0 && sampling.top_k < ids.len() {
         ids.select_nth_unstable_by(sampling.top_k - 1, by_logit);
         ids.truncate(sampling.top_k);
@@ -135,7 +155,10 @@ fn kept_tokens(logits: &[f32], sampling: Sampling, scale: f32) -> Vec<u32> {
     let top = logits[ids[0] as usize];
     let weight = |id: u32| exp((logits[id as usize] - top) * scale);
     if sampling.top_p < 1.0 {
-        let limit = sampling.top_p * ids.iter().map(|id| weight(*id)).sum::<f32>();
+        if sampling.top_k > 0 {
+            total = ids.iter().map(|id| weight(*id)).sum::<f32>();
+        }
+        let limit = sampling.top_p * total;
         let mut reached = 0.0;
         let enough = ids.iter().position(|id| {
             reached += weight(*id);
@@ -149,6 +172,34 @@ fn kept_tokens(logits: &[f32], sampling: Sampling, scale: f32) -> Vec<u32> {
     }
     ids.sort_unstable();
     ids
+}
+
+/// A superset of the tokens that top-p and min-p keep, so that few of a large vocabulary have to be sorted, and the total
+/// weight of all tokens relative to that of the most likely one. With top-k it is all tokens.
+fn candidates(logits: &[f32], sampling: Sampling, scale: f32) -> (Vec<u32>, f32) {
+    let all = 0..logits.len() as u32;
+    if sampling.top_k > 0 {
+        return (all.collect(), 0.0);
+    }
+    let mut weights = vec![0.0; logits.len()];
+    let total = relative_weights(logits, scale, &mut weights);
+    // Tokens below this together weigh at most half of what top-p may cut off, so the others are enough for it.
+    let rare = (1.0 - sampling.top_p).max(0.0) * total / (2 * logits.len()) as f32;
+    let least = rare.max(sampling.min_p);
+    // NaN is kept, as a logit and as a total: it has to show in the log-probability.
+    let is_below = |id: &u32| total.is_finite() && weights[*id as usize] < least;
+    (all.filter(|id| !is_below(id)).collect(), total)
+}
+
+vectorized! {
+    /// Weights `[V]` of tokens relative to that of the most likely one. Returns their sum.
+    fn relative_weights(logits: &[f32], scale: f32, weights: &mut [f32]) -> f32 {
+        let top = max(logits);
+        for (weight, z) in weights.iter_mut().zip(logits) {
+            *weight = exp((z - top) * scale);
+        }
+        sum(weights)
+    }
 }
 
 #[cfg(test)]
@@ -203,7 +254,68 @@ mod tests {
         assert_eq!(kept(Sampling { min_p: 1.0, ..Sampling::PLAIN }), Some(vec![0]));
     }
 
+    /// What top-p and min-p keep of a large vocabulary is what sorting all of it keeps.
+    #[test]
+    fn rare_tokens_are_left_out_before_the_sort() {
+        for (seed, spread) in [(1, 0.1), (2, 2.0), (3, 8.0), (4, 30.0)] {
+            let logits: Vec<f32> = noise(5000, seed).iter().map(|z| spread * z).collect();
+            let mut sorted: Vec<u32> = (0..5000).collect();
+            sorted.sort_by(|a, b| logits[*b as usize].total_cmp(&logits[*a as usize]));
+            let p = |id: &u32| f64::from(logits[*id as usize] - logits[sorted[0] as usize]).exp();
+            let total: f64 = sorted.iter().map(p).sum();
+            for (top_p, min_p) in [(0.3, 0.0), (0.9, 0.0), (0.999, 0.0), (1.0, 0.05), (0.9, 0.2)] {
+                let mut reached = 0.0;
+                let mut expected: Vec<u32> = Vec::new();
+                for id in &sorted {
+                    if reached < f64::from(top_p) * total && p(id) >= f64::from(min_p) {
+                        expected.push(*id);
+                    }
+                    reached += p(id);
+                }
+                let sampling = Sampling { top_p, min_p, ..Sampling::PLAIN };
+                let kept = kept_tokens(&logits, sampling, 1.0);
+                let difference = kept.len().abs_diff(expected.len());
+                assert!(
+                    difference <= 1 + kept.len() / 1000,
+                    "{spread} {sampling:?}: {difference} of {}",
+                    kept.len()
+                );
+                assert!(candidates(&logits, sampling, 1.0).0.len() >= kept.len());
+            }
+        }
+        let (few, _) = candidates(&[0.0, 9.0, -9.0, 8.0], Sampling { top_p: 0.9, ..Sampling::PLAIN }, 1.0);
+        assert_eq!(few, [1, 3]);
+    }
+
     proptest! {
+        /// The running sum is that of one chunk after the other.
+        #[test]
+        fn the_drawn_slot_is_that_of_the_running_sum(n in 1..700usize, seed in 1..500u32, u in 0.0..1.0f32) {
+            let scaled: Vec<f32> = noise(n, seed).iter().map(|z| 5.0 * z).collect();
+            let p = |z: &f32| exp(*z - 4.0);
+            let sum = |chunk: &[f32]| chunk.iter().map(p).sum::<f32>();
+            let mut left = u * scaled.chunks(CHUNK).map(sum).sum::<f32>();
+            let mut expected = None;
+            for (c, chunk) in scaled.chunks(CHUNK).enumerate() {
+                if left >= sum(chunk) {
+                    left -= sum(chunk);
+                    continue;
+                }
+                for (i, z) in chunk.iter().enumerate() {
+                    if expected.is_none() && left < p(z) {
+                        expected = Some(c * CHUNK + i);
+                    }
+                    left -= p(z);
+                }
+                if expected.is_some() {
+                    break;
+                }
+            }
+            if let Some(expected) = expected {
+                prop_assert_eq!(inverse_cdf(&scaled, 4.0, u), expected);
+            }
+        }
+
         #[test]
         fn every_draw_is_possible(n in 1..60usize, seed in 1..500u32, u in 0.0..1.0f32, top_k in 0..9usize, top_p in 0.05..1.0f32) {
             let mut logits: Vec<f32> = noise(n, seed).iter().map(|z| 30.0 * z).collect();
