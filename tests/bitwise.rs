@@ -1,7 +1,7 @@
 //! Sampler and trainer compute the same bits from the same weights, unless the sampler is quantised. The run then measures
 //! the mismatch and corrects for it.
 
-use crate::support::Home;
+use crate::support::{Home, Run};
 
 const STEPS: &str = "trainer.steps=5";
 
@@ -32,7 +32,13 @@ fn a_bitwise_run_can_be_asynchronous() {
 #[test]
 fn the_mismatch_of_a_quantized_sampler_is_measured_and_corrected() {
     let home = Home::new();
-    let run = home.small("run", &["rollout.quantization=\"int8\"", "buffer.max_staleness=0", STEPS]);
+    for quantization in ["int8", "bf16"] {
+        let key = format!("rollout.quantization=\"{quantization}\"");
+        mismatch_is_corrected(&home.small(quantization, &[&key, "buffer.max_staleness=0", STEPS]));
+    }
+}
+
+fn mismatch_is_corrected(run: &Run) {
     let finite = |name: &str| {
         let values = run.values(name);
         assert_eq!(values.len(), 5);
@@ -60,5 +66,6 @@ fn bitwise_and_quantized_exclude_each_other() {
     home.rlrun(&[&["small.toml", "--run-dir", "run"], &sets[..]].concat()).refused(&evidence);
     assert!(!home.path("run").exists());
     let misspelt = ["check", "small.toml", "--set", "rollout.quantization=int4"];
-    home.rlrun(&misspelt).refused(&["`rollout.quantization` cannot be \"int4\"", "\"none\", \"int8\""]);
+    home.rlrun(&misspelt)
+        .refused(&["`rollout.quantization` cannot be \"int4\"", "\"none\", \"int8\", \"bf16\""]);
 }

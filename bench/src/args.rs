@@ -217,8 +217,9 @@ fn optimizer() -> impl TypedValueParser<Value = OptimizerKind> {
 
 /// The words of `rollout.quantization` in a recipe.
 fn quantization() -> impl TypedValueParser<Value = Quantization> {
-    PossibleValuesParser::new(["none", "int8"]).map(|word| match word.as_str() {
+    PossibleValuesParser::new(["none", "int8", "bf16"]).map(|word| match word.as_str() {
         "int8" => Quantization::Int8,
+        "bf16" => Quantization::Bf16,
         _ => Quantization::None,
     })
 }

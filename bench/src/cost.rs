@@ -112,7 +112,11 @@ impl Shape {
     #[must_use]
     pub fn sampling(&self, work: &SamplingWork) -> Cost {
         let SamplingWork { prompts, prompt, completions, new, passes, quantization } = *work;
-        let weight = if quantization == Quantization::Int8 { 1.0 } else { self.number };
+        let (weight, head) = match quantization {
+            Quantization::None => (self.number, self.number),
+            Quantization::Int8 => (1.0, self.number),
+            Quantization::Bf16 => (2.0, 2.0),
+        };
         let seen_by_prompt = prompt * (prompt + 1.0) / 2.0;
         let decoded = (new - 1.0).max(0.0);
         let seen_by_completion = decoded * prompt + decoded * (decoded + 1.0) / 2.0;
@@ -121,7 +125,7 @@ impl Shape {
         let seen = prompts * seen_by_prompt + completions * seen_by_completion;
         Cost {
             flops: 2.0 * self.matrices * tokens + 2.0 * self.head * logits + self.attention(seen),
-            bytes: passes * (weight * self.matrices + self.number * self.head)
+            bytes: passes * (weight * self.matrices + head * self.head)
                 + self.number * 2.0 * self.layers * self.kv_width * completions * seen_by_completion,
         }
     }

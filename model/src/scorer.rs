@@ -298,7 +298,9 @@ fn decoder(parameters: &ResidentParameters, quantization: Quantization) -> Resul
     let weights = parameters.get()?;
     Ok(match quantization {
         Quantization::None => Decoder::trainable(parameters.config(), &weights, Recompute::Sequence),
-        Quantization::Int8 => Decoder::sampler(parameters.config(), &weights, quantization),
+        Quantization::Int8 | Quantization::Bf16 => {
+            Decoder::sampler(parameters.config(), &weights, quantization)
+        }
     })
 }
 

@@ -155,13 +155,16 @@ fn tree_sums_are_the_same_bits_in_both_halves() {
     }
 }
 
-/// What is sampled from in 8 bits is close to the policy, and as independent of the batch as the policy itself.
+/// What is sampled from in 8 or 16 bits is close to the policy, and as independent of the batch as the policy itself.
 #[test]
 fn a_quantized_sampler_is_close_and_does_not_depend_on_the_batch() {
-    for name in MODELS {
+    let cases = MODELS
+        .into_iter()
+        .flat_map(|name| [(name, Quantization::Int8, 1e-4..0.05), (name, Quantization::Bf16, 1e-4..0.02)]);
+    for (name, quantization, bounds) in cases {
         let golden = Golden::open(name);
         let sampler = |quantization| Decoder::sampler(&golden.config, &golden.parameters, quantization);
-        let (policy, quantized) = (decoder(name), sampler(Quantization::Int8));
+        let (policy, quantized) = (decoder(name), sampler(quantization));
         let sequences = [tokens(40, 1), tokens(17, 3)];
         let pack = pack_of(sequences.iter().map(Vec::as_slice));
         let (exact, close) = (logits_of(&policy, &pack), logits_of(&quantized, &pack));
@@ -170,14 +173,14 @@ fn a_quantized_sampler_is_close_and_does_not_depend_on_the_batch() {
             |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>().sqrt();
         let error =
             norm(&mut exact.iter().zip(&close).map(|(a, b)| a - b)) / norm(&mut exact.iter().copied());
-        assert!(error > 1e-4 && error < 0.05, "{name}: relative error of the logits {error}");
+        assert!(bounds.contains(&error), "{name}, {quantization:?}: relative error of the logits {error}");
 
         let mut cache = used_cache(&quantized, 9);
         for chunks in [[1; 2], [16, 5], [40; 2]] {
             let mut running: Vec<_> = sequences.iter().cloned().map(Running::new).collect();
             run(&quantized, &mut cache, &mut running, &chunks);
             let stepped: Vec<u32> = running.iter().flat_map(|r| bits(&r.logits)).collect();
-            assert!(stepped == bits(&close), "{name}: chunks of {chunks:?}");
+            assert!(stepped == bits(&close), "{name}, {quantization:?}: chunks of {chunks:?}");
             release(&mut cache, &running);
         }
     }

@@ -286,11 +286,15 @@ impl Size {
         let keys = n(config.num_kv_heads) * n(config.head_dim);
         let projected = queries + 2 * keys;
         let weights = Layout::new(config).len() as u64;
-        // The matrices of all layers with a byte for each weight; embedding and head stay as they are.
+        // An embedding that is tied to the head is one tensor, and two copies if the head is rounded.
+        let apart = config.tie_word_embeddings && quantization == Quantization::Bf16;
+        let twice = if apart { n(config.vocab_size) * hidden } else { 0 };
+        // The embedding stays as it is, and with 8 bits the head.
         let matrices = n(config.num_layers) * n(config.layer_matrix_weights());
         let saved = match quantization {
             Quantization::None => 0,
             Quantization::Int8 => (width - 1) * matrices,
+            Quantization::Bf16 => width.saturating_sub(2) * (matrices + n(config.vocab_size) * hidden),
         };
         // The residual stream before and between the halves, the prepared projection (and the raw one where heads are
         // normalised), the attention, gate and up.
@@ -314,7 +318,7 @@ impl Size {
             };
         Self {
             weights: width * weights,
-            packed: width * weights - saved,
+            packed: width * (weights + twice) - saved,
             activations_per_token: product(&[width, kept + back]),
             cache_per_token: product(&[width, 2, n(config.num_layers), keys]),
             layer_per_token: width * layer,
@@ -394,8 +398,13 @@ mod tests {
         assert_eq!(bytes("served"), weights, "the head is also the embedding");
         let mut quantized = recipe();
         quantized.rollout.quantization = Quantization::Int8;
-        let served = Memory::of(&quantized, &config, 0).parts.into_iter().find(|part| part.name == "served");
-        assert_eq!(served.unwrap().bytes, weights - 3 * 2 * (4 * 8 * 8 + 3 * 8 * 16));
+        let served = |recipe: &Recipe| {
+            let parts = Memory::of(recipe, &config, 0).parts;
+            parts.into_iter().find(|part| part.name == "served").unwrap().bytes
+        };
+        assert_eq!(served(&quantized), weights - 3 * 2 * (4 * 8 * 8 + 3 * 8 * 16));
+        quantized.rollout.quantization = Quantization::Bf16;
+        assert_eq!(served(&quantized), weights + 4 * 80 - 2 * (2 * (4 * 8 * 8 + 3 * 8 * 16) + 80));
         assert_eq!(bytes("optimizer"), 2 * weights);
         assert!(memory.parts.iter().all(|part| !["update", "adapter"].contains(&part.name)));
         let (attention, gate_up) = (2 * 8 + 24 + 8, 2 * 16);

@@ -367,11 +367,12 @@ fn check_batch(raw: &RawRecipe, checker: &mut Checker<'_>) {
     }
 }
 
-/// An int8 layer quantises activations by the range of a whole row, which shards of the row do not know.
+/// An int8 layer quantises activations by the range of a whole row, which shards of the row do not know, and the sums of a
+/// bf16 layer are chains.
 fn check_reduction(reduction: Reduction, rollout: &Rollout, checker: &mut Checker<'_>) {
     if reduction == Reduction::Tree && rollout.quantization != Quantization::None {
         let message = "`model.reduction` is \"tree\", which promises the bits of any number of tensor-parallel ranks; \
-                       `rollout.quantization` cannot, because a rank knows only its part of a row";
+                       `rollout.quantization` cannot, because its sums are not trees";
         let help = "set `model.reduction = \"chain\"` or `rollout.quantization = \"none\"`";
         checker.report_latest(&["model.reduction", "rollout.quantization"], message, help);
     }

@@ -105,7 +105,8 @@ impl TransformerBlock {
             let bias = spec.bias.map(|bias| &layer[ranges[bias].clone()]);
             match quantization {
                 Quantization::Int8 if spec.input <= MAX_INPUT => Linear::int8(weight, spec.input, bias),
-                _ => Linear::packed(weight, spec.input, bias),
+                Quantization::Bf16 => Linear::bf16(weight, spec.input, bias),
+                Quantization::None | Quantization::Int8 => Linear::packed(weight, spec.input, bias),
             }
         };
         Self::new(config, ranges, layer, linear)

@@ -36,15 +36,18 @@ pub use train::{Recompute, Trace, TracedPack};
 /// Quantization of a sampler's weights.
 ///
 /// A quantized sampler samples from a policy close to the trained one, and its behavior log-probabilities are those of the
-/// quantized policy. Embedding, norms, attention and head are f32 in any case.
+/// quantized policy. Embedding, norms and attention are f32 in any case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Quantization {
     /// None: f32, the same bits as in training.
     #[default]
     None,
-    /// The matrices of the layers in 8 bits, with a scale per output; activations in 8 bits with a range per token.
+    /// The matrices of the layers in 8 bits, with a scale per output; activations in 8 bits with a range per token. The
+    /// head is f32.
     Int8,
+    /// The matrices of the layers and the head in bf16, and their activations; sums are f32.
+    Bf16,
 }
 
 /// The network of one policy version.
@@ -115,7 +118,8 @@ impl Decoder {
     ) -> Self {
         assert_eq!(values.len(), layout.len(), "the values are those of the layout");
         let block = |i| TransformerBlock::sampler(config, layout, values, i, quantization);
-        let embedding = if config.tie_word_embeddings {
+        let head = &values[layout.head()];
+        let embedding = if config.tie_word_embeddings && quantization != Quantization::Bf16 {
             Embedding::Head
         } else {
             Embedding::Own(values[layout.unit(Unit::Embedding)].to_vec())
@@ -123,8 +127,11 @@ impl Decoder {
         Self {
             embedding,
             blocks: pool.map((0..config.num_layers).collect(), block),
-            head: Linear::packed(&values[layout.head()], config.hidden_size, None),
-            columns_are_shared: quantization == Quantization::None && values.len() > SMALL,
+            head: match quantization {
+                Quantization::None | Quantization::Int8 => Linear::packed(head, config.hidden_size, None),
+                Quantization::Bf16 => Linear::bf16(head, config.hidden_size, None),
+            },
+            columns_are_shared: values.len() > SMALL,
             ..Self::bare(config, layout, values)
         }
     }

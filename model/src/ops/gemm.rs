@@ -247,6 +247,25 @@ impl<'a> ProductOut<'a> {
         };
         ranges.iter().map(part).collect()
     }
+
+    /// `columns` of row `row`.
+    ///
+    /// # Panics
+    /// If they lie beyond the result.
+    #[inline(always)]
+    pub(crate) fn row(&mut self, row: usize, columns: Range<usize>) -> &mut [f32] {
+        let start = row * self.row_stride + columns.start;
+        assert!(columns.end <= self.width && start + columns.len() <= self.len, "{columns:?} of row {row}");
+        #[expect(unsafe_code, reason = "the columns lie in the part of the result that this borrows")]
+        unsafe {
+            std::slice::from_raw_parts_mut(self.first.add(start), columns.len())
+        }
+    }
+
+    /// Number of columns that may be written.
+    pub(crate) fn width(&self) -> usize {
+        self.width
+    }
 }
 
 /// `out = left [rows, inner] x right [inner, columns]`, the result `[rows, columns]` row-major.

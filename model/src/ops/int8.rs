@@ -16,14 +16,18 @@
 //! - A row that holds a number that is not finite gives NaN in all its results, never a number that looks fine.
 //!
 //! There is no backward: training is f32. Only the four matrices of a layer are quantised. Embedding and head stay f32: an
-//! error of the logits is an error of every log-probability, while the residual stream damps the error of a layer. Nothing
-//! here starts a thread.
+//! error of the logits is an error of every log-probability, while the residual stream damps the error of a layer. Threads
+//! share the outputs.
 
 mod dot;
 
-use dot::{LINE, PANEL, PanelLine, QuantizedRows};
+use dot::{Int8Product, QuantizedRows};
 
+use super::dot::{LINE, PANEL, PANEL_WIDTH, PanelLine, StoreMode};
+use super::gemm::ProductOut;
+use super::row_ranges;
 use super::simd::{max, min, vectorized};
+use crate::ThreadPool;
 
 /// Rows of activations whose quantised form stays in the second-level cache while all weights pass by once.
 const ROW_BLOCK: usize = 96;
@@ -36,7 +40,7 @@ pub(crate) struct Int8Linear {
     input: usize,
     output: usize,
     /// Panels of 64 outputs, each `[ceil(in / 4)][PANEL]` lines, the last one padded with zeros.
-    lines: Vec<[PanelLine; PANEL]>,
+    lines: Vec<[PanelLine<[i8; 4]>; PANEL]>,
     /// Per panel.
     columns: Vec<PanelColumns>,
 }
@@ -45,17 +49,10 @@ pub(crate) struct Int8Linear {
 #[derive(Clone, Debug)]
 struct PanelColumns {
     /// Value of one unit of the quantised weight.
-    scale: [f32; PANEL * LINE],
+    scale: [f32; PANEL_WIDTH],
     /// Sum of the quantised weights over the inputs.
-    sum: [i32; PANEL * LINE],
-    bias: [f32; PANEL * LINE],
-}
-
-/// Whether the product replaces the result or is added to it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum StoreMode {
-    Replace,
-    Add,
+    sum: [i32; PANEL_WIDTH],
+    bias: [f32; PANEL_WIDTH],
 }
 
 /// How a row of activations was quantised: `x = step (p - zero)`.
@@ -83,12 +80,12 @@ impl Int8Linear {
         let output = weight.len() / input;
         assert_eq!(weight.len(), output * input, "weights are [out, {input}]");
         assert!(bias.is_none_or(|bias| bias.len() == output), "one bias per output");
-        let (steps, panels) = (input.div_ceil(4), output.div_ceil(PANEL * LINE));
-        let mut lines = vec![[PanelLine::default(); PANEL]; steps * panels];
+        let (steps, panels) = (input.div_ceil(4), output.div_ceil(PANEL_WIDTH));
+        let mut lines = vec![[PanelLine::<[i8; 4]>::default(); PANEL]; steps * panels];
         let mut columns = vec![PanelColumns::default(); panels];
         let mut quantized = vec![0_i8; input];
         for (index, row) in weight.chunks_exact(input).enumerate() {
-            let (panel, column) = (index / (PANEL * LINE), index % (PANEL * LINE));
+            let (panel, column) = (index / (PANEL_WIDTH), index % (PANEL_WIDTH));
             let scale = quantize_weights(row, &mut quantized);
             let of = &mut columns[panel];
             of.scale[column] = scale;
@@ -107,23 +104,11 @@ impl Int8Linear {
         self.output
     }
 
-    /// `out [T, out] = x [T, in] W^T + b`.
+    /// `out [T, out] = x [T, in] W^T + b`, or added to `out`.
     ///
     /// # Panics
     /// If the shapes do not fit each other.
-    pub(crate) fn apply_slice(&self, x: &[f32], out: &mut [f32]) {
-        self.run(x, out, StoreMode::Replace);
-    }
-
-    /// `out [T, out] += x [T, in] W^T + b`.
-    ///
-    /// # Panics
-    /// If the shapes do not fit each other.
-    pub(crate) fn add_slice(&self, x: &[f32], out: &mut [f32]) {
-        self.run(x, out, StoreMode::Add);
-    }
-
-    fn run(&self, x: &[f32], out: &mut [f32], store: StoreMode) {
+    pub(crate) fn run(&self, x: &[f32], out: &mut [f32], store: StoreMode, pool: &ThreadPool) {
         assert_eq!(x.len() / self.input * self.output, out.len(), "the result is [T, {}]", self.output);
         assert_eq!(x.len() % self.input, 0, "activations are [T, {}]", self.input);
         let (rows, steps) = (x.len() / self.input, self.input.div_ceil(4));
@@ -135,15 +120,20 @@ impl Int8Linear {
             for (x, values) in x.chunks_exact(self.input).zip(values.chunks_exact_mut(steps)) {
                 ranges.push(quantize_row(x, &mut values.as_flattened_mut()[..self.input]));
             }
-            let values = &values[..ranges.len() * steps];
-            dot::product(self, QuantizedRows { values, ranges: &ranges }, out, store);
+            let rows = QuantizedRows { values: &values[..ranges.len() * steps], ranges: &ranges };
+            let columns = row_ranges(self.output, pool.threads(), PANEL_WIDTH);
+            let outs = ProductOut::columns(out, self.output, &columns);
+            pool.map(columns.into_iter().zip(outs).collect(), |(columns, mut out)| {
+                let panel = columns.start / PANEL_WIDTH;
+                Int8Product { layer: self, rows, panel, store }.write(&mut out);
+            });
         }
     }
 }
 
 impl Default for PanelColumns {
     fn default() -> Self {
-        Self { scale: [0.0; PANEL * LINE], sum: [0; PANEL * LINE], bias: [0.0; PANEL * LINE] }
+        Self { scale: [0.0; PANEL_WIDTH], sum: [0; PANEL_WIDTH], bias: [0.0; PANEL_WIDTH] }
     }
 }
 
@@ -216,10 +206,11 @@ mod tests {
 
     use super::super::check::noise;
     use super::*;
+    use crate::SharedCores;
 
     fn apply(layer: &Int8Linear, x: &[f32]) -> Vec<f32> {
         let mut out = vec![7.0; x.len() / layer.input * layer.output()];
-        layer.apply_slice(x, &mut out);
+        layer.run(x, &mut out, StoreMode::Replace, &ThreadPool::single());
         out
     }
 
@@ -250,7 +241,7 @@ mod tests {
         }
 
         #[test]
-        fn a_row_does_not_depend_on_its_batch(m in 1..200usize, k in 1..70usize, n in 1..150usize, seed in 1..1000u32) {
+        fn a_row_depends_neither_on_its_batch_nor_on_the_threads(m in 1..200usize, k in 1..70usize, n in 1..150usize, seed in 1..1000u32) {
             let (x, w, b) = (noise(m * k, seed), noise(n * k, seed + 1), noise(n, seed + 2));
             let layer = Int8Linear::new(&w, k, Some(&b));
             let all = apply(&layer, &x);
@@ -258,7 +249,7 @@ mod tests {
             prop_assert_eq!(bits(&apply(&layer, &x[row * k..][..k])), bits(&all[row * n..][..n]));
             let mut sum = noise(m * n, seed + 3);
             let expected: Vec<f32> = sum.iter().zip(&all).map(|(a, b)| a + b).collect();
-            layer.add_slice(&x, &mut sum);
+            layer.run(&x, &mut sum, StoreMode::Add, &ThreadPool::new(&SharedCores::new(3), 3));
             prop_assert_eq!(bits(&sum), bits(&expected));
         }
     }

@@ -9,6 +9,8 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
+use super::bf16::Bf16Linear;
+use super::dot::StoreMode;
 use super::gemm::{
     CHUNKS, NR, Panels, ProductOut, Right, StridedMatrix, TreeChunks, multiply_add, product, tree_product,
 };
@@ -78,6 +80,8 @@ enum Weight {
     Flat(FlatValues, Range<usize>),
     /// With its bias.
     Int8(Int8Linear),
+    /// With its bias.
+    Bf16(Bf16Linear),
 }
 
 impl Linear {
@@ -99,6 +103,12 @@ impl Linear {
         Self { output: layer.output(), weight: Weight::Int8(layer), input, bias: None, tree: TreeSum::None }
     }
 
+    /// A layer to sample with: rounds `weight [out, in]` to bf16.
+    pub(crate) fn bf16(weight: &[f32], input: usize, bias: Option<&[f32]>) -> Self {
+        let layer = Bf16Linear::new(weight, input, bias);
+        Self { output: layer.output(), weight: Weight::Bf16(layer), input, bias: None, tree: TreeSum::None }
+    }
+
     /// A layer to train: `weight [out, in]` and `bias [out]`, empty for none, are ranges of `flat`.
     pub(crate) fn flat(flat: &FlatValues, weight: Range<usize>, input: usize, bias: &Range<usize>) -> Self {
         let bias = (!bias.is_empty()).then(|| flat.values()[bias.clone()].to_vec());
@@ -106,7 +116,7 @@ impl Linear {
         Self { weight: Weight::Flat(flat.clone(), weight), input, output, bias, tree: TreeSum::None }
     }
 
-    /// The same layer, with trees for these sums. The integer sums of int8 weights are exact in any order and stay.
+    /// The same layer, with trees for these sums. Those of int8 and bf16 weights stay as they are.
     #[must_use]
     pub(crate) fn with_tree(self, tree: TreeSum) -> Self {
         Self { tree, ..self }
@@ -118,6 +128,7 @@ impl Linear {
             Weight::Packed(panels) => panels.bytes(),
             Weight::Flat(..) => 0,
             Weight::Int8(layer) => layer.bytes(),
+            Weight::Bf16(layer) => layer.bytes(),
         };
         weight + self.bias.as_deref().map_or(0, size_of_val)
     }
@@ -149,9 +160,10 @@ impl Linear {
     /// Writes the layer's result for `x [T, in]` to `out [T, out]`, or adds it if not `fresh`. Threads share the columns of
     /// f32 weights, so that each reads and packs its part only.
     fn run(&self, x: &[f32], out: &mut [f32], fresh: bool, pool: &ThreadPool) {
+        let store = if fresh { StoreMode::Replace } else { StoreMode::Add };
         match &self.weight {
-            Weight::Int8(layer) if fresh => layer.apply_slice(x, out),
-            Weight::Int8(layer) => layer.add_slice(x, out),
+            Weight::Int8(layer) => layer.run(x, out, store, pool),
+            Weight::Bf16(layer) => layer.run(x, out, store, pool),
             Weight::Packed(panels) => {
                 let ranges = panels.split(pool.threads());
                 let outs = ProductOut::columns(out, self.output, &ranges);
@@ -226,7 +238,9 @@ impl Linear {
     pub(crate) fn weight(&self) -> &[f32] {
         match &self.weight {
             Weight::Flat(flat, range) => &flat.values()[range.clone()],
-            Weight::Packed(_) | Weight::Int8(_) => panic!("only a trainable layer has a backward"),
+            Weight::Packed(_) | Weight::Int8(_) | Weight::Bf16(_) => {
+                panic!("only a trainable layer has a backward")
+            }
         }
     }
 

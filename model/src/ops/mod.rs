@@ -11,12 +11,14 @@
 //!   changes no bit.
 //!
 //! # Layout
-//! - [`linear`] over [`gemm`] or [`int8`], [`norm`], [`swiglu`], [`embedding`]
+//! - [`linear`] over [`gemm`], or over [`int8`] and [`bf16`], which share the tiles of [`dot`]; [`norm`], [`swiglu`], [`embedding`]
 //! - [`heads`]: per-head norm and rotary embedding
 //! - [`attention`]: packed and paged
 //! - [`head`]: logits fused with log-probability and entropy, over [`softmax`]; [`value`]: the value head
 
 pub(crate) mod attention;
+pub(crate) mod bf16;
+pub(crate) mod dot;
 pub(crate) mod embedding;
 pub(crate) mod gemm;
 pub(crate) mod head;

@@ -3,17 +3,9 @@
 //! Invariant: every instruction set computes the same exact `i32` sums. Products of an unsigned and a signed byte are
 //! never added in 16 bits, which would saturate.
 
-use super::{Int8Linear, RowQuantization, StoreMode};
-
-/// Outputs of a line.
-pub(super) const LINE: usize = 16;
-/// Lines of a panel: with six rows their sums fill 24 of the 32 AVX-512 registers.
-pub(super) const PANEL: usize = 4;
-
-/// Weights of 16 outputs for four neighbouring inputs: one AVX-512 register.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(align(64))]
-pub(super) struct PanelLine(pub(super) [[i8; 4]; LINE]);
+use super::super::dot::{DotOperands, LINE, PANEL_WIDTH, PanelLine, Results, StoreMode, Sums, panels};
+use super::super::gemm::ProductOut;
+use super::{Int8Linear, RowQuantization};
 
 /// Rows of activations, quantised.
 #[derive(Clone, Copy, Debug)]
@@ -24,9 +16,52 @@ pub(super) struct QuantizedRows<'a> {
     pub(super) ranges: &'a [RowQuantization],
 }
 
-/// Stores the product of `rows` and the weights of `layer` in `out [T, out]`.
-pub(super) fn product(layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
-    Arm::best().product(layer, rows, out, store);
+/// One product: all rows, and the columns of `layer` that begin with its panel `panel`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Int8Product<'a> {
+    pub(super) layer: &'a Int8Linear,
+    pub(super) rows: QuantizedRows<'a>,
+    pub(super) panel: usize,
+    pub(super) store: StoreMode,
+}
+
+impl Int8Product<'_> {
+    /// Stores the result in `out [T, columns]`.
+    pub(super) fn write(self, out: &mut ProductOut<'_>) {
+        Arm::best().product(self, out);
+    }
+
+    /// `N` lines by at most `MR` rows at a time.
+    #[inline(always)]
+    fn tiles<S: Totals, const N: usize, const MR: usize>(self, out: &mut ProductOut<'_>) {
+        let steps = self.layer.input.div_ceil(4);
+        let panel_count = out.width().div_ceil(PANEL_WIDTH);
+        let operands = DotOperands {
+            lines: &self.layer.lines[self.panel * steps..][..panel_count * steps],
+            first: self.panel * PANEL_WIDTH,
+            inputs: self.rows.values,
+            steps,
+        };
+        panels::<S, N, MR>(operands, &self, out, self.store);
+    }
+}
+
+impl<S: Totals> Results<S> for Int8Product<'_> {
+    #[inline(always)]
+    fn results(&self, row: usize, column: usize, sums: S) -> [f32; LINE] {
+        let columns = &self.layer.columns[column / PANEL_WIDTH];
+        let range = self.rows.ranges[row];
+        let mut results = [0.0; LINE];
+        for (c, (result, product)) in results.iter_mut().zip(sums.totals()).enumerate() {
+            *result = columns.result(column % PANEL_WIDTH + c, product, range);
+        }
+        results
+    }
+}
+
+/// Sums of the 16 outputs of a line, as numbers.
+trait Totals: Sums<Inputs = [u8; 4], Weights = [i8; 4]> {
+    fn totals(self) -> [i32; LINE];
 }
 
 /// An instruction set that the product is compiled for.
@@ -71,175 +106,50 @@ impl Arm {
     }
 
     #[cfg(target_arch = "x86_64")]
-    fn product(self, layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
+    fn product(self, product: Int8Product<'_>, out: &mut ProductOut<'_>) {
         use std::arch::x86_64::{__m256i, __m512i};
 
         #[target_feature(enable = "avx512f,avx512vnni")]
-        fn avx512_vnni(layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
-            panels::<__m512i, 4, 6>(layer, rows, out, store);
+        fn avx512_vnni(product: Int8Product<'_>, out: &mut ProductOut<'_>) {
+            product.tiles::<__m512i, 4, 6>(out);
         }
         #[target_feature(enable = "avx2,avxvnni")]
-        fn avx_vnni(layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
-            panels::<[__m256i; 2], 1, 4>(layer, rows, out, store);
+        fn avx_vnni(product: Int8Product<'_>, out: &mut ProductOut<'_>) {
+            product.tiles::<[__m256i; 2], 1, 4>(out);
         }
         #[target_feature(enable = "avx2")]
-        fn avx2(layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
-            panels::<[__m256i; 4], 1, 2>(layer, rows, out, store);
+        fn avx2(product: Int8Product<'_>, out: &mut ProductOut<'_>) {
+            product.tiles::<[__m256i; 4], 1, 2>(out);
         }
         assert!(self.is_here(), "{self:?} needs instructions that this machine lacks");
         #[expect(unsafe_code, reason = "the line above has looked for the features of the callee")]
         unsafe {
             match self {
-                Self::Avx512Vnni => avx512_vnni(layer, rows, out, store),
-                Self::AvxVnni => avx_vnni(layer, rows, out, store),
-                Self::Avx2 => avx2(layer, rows, out, store),
-                Self::Portable => panels::<[i32; LINE], 1, 2>(layer, rows, out, store),
+                Self::Avx512Vnni => avx512_vnni(product, out),
+                Self::AvxVnni => avx_vnni(product, out),
+                Self::Avx2 => avx2(product, out),
+                Self::Portable => product.tiles::<[i32; LINE], 1, 2>(out),
             }
         }
     }
 
     #[cfg(not(target_arch = "x86_64"))]
-    fn product(self, layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
-        panels::<[i32; LINE], 1, 2>(layer, rows, out, store);
+    fn product(self, product: Int8Product<'_>, out: &mut ProductOut<'_>) {
+        product.tiles::<[i32; LINE], 1, 2>(out);
     }
-}
-
-/// All panels, each with all rows: `N` lines by at most `MR` rows at a time, within the number of registers for sums.
-#[inline(always)]
-fn panels<S: Sums, const N: usize, const MR: usize>(
-    layer: &Int8Linear,
-    rows: QuantizedRows<'_>,
-    out: &mut [f32],
-    store: StoreMode,
-) {
-    const { assert!(PANEL.is_multiple_of(N) && MR <= 6) };
-    let steps = layer.input.div_ceil(4);
-    let count = rows.ranges.len().div_ceil(MR);
-    // Tiles of equal height: one of few rows would wait for the sums of the instruction before.
-    let tiles = || (0..count).map(|t| t * rows.ranges.len() / count..(t + 1) * rows.ranges.len() / count);
-    let mut inputs = vec![[0; 4]; rows.values.len()];
-    for tile in tiles() {
-        for (row, values) in rows.values[tile.start * steps..tile.end * steps].chunks_exact(steps).enumerate()
-        {
-            let slots = inputs[tile.start * steps + row..].iter_mut().step_by(tile.len());
-            slots.zip(values).for_each(|(slot, four)| *slot = *four);
-        }
-    }
-    for (panel, lines) in layer.lines.chunks_exact(steps).enumerate() {
-        for first in (0..PANEL).step_by(N) {
-            for (t, tile) in tiles().enumerate() {
-                // Each tile fetches its share of the next panel: neighbouring lines come in pairs.
-                let ahead = if count < PANEL { t * PANEL / count } else { t % PANEL };
-                let inputs = &inputs[tile.start * steps..tile.end * steps];
-                let place = TilePlacement { panel, line: first, row: tile.start, store };
-                match tile.len() {
-                    1 => finish(layer, rows, sums::<S, N, 1>(lines, first, inputs, ahead), place, out),
-                    2 => finish(layer, rows, sums::<S, N, 2>(lines, first, inputs, ahead), place, out),
-                    3 => finish(layer, rows, sums::<S, N, 3>(lines, first, inputs, ahead), place, out),
-                    4 => finish(layer, rows, sums::<S, N, 4>(lines, first, inputs, ahead), place, out),
-                    5 => finish(layer, rows, sums::<S, N, 5>(lines, first, inputs, ahead), place, out),
-                    _ => finish(layer, rows, sums::<S, N, 6>(lines, first, inputs, ahead), place, out),
-                }
-            }
-        }
-    }
-}
-
-/// Position of a tile in the result.
-#[derive(Clone, Copy)]
-struct TilePlacement {
-    panel: usize,
-    line: usize,
-    row: usize,
-    store: StoreMode,
-}
-
-/// Sums over all inputs of `N` lines of a panel, from `first` on, with `R` rows, whose `inputs` are interleaved. On the
-/// way it fetches the line `ahead` of every step of the next panel.
-#[inline(always)]
-fn sums<S: Sums, const N: usize, const R: usize>(
-    lines: &[[PanelLine; PANEL]],
-    first: usize,
-    inputs: &[[u8; 4]],
-    ahead: usize,
-) -> [[S; N]; R] {
-    let beyond = lines.len() * PANEL;
-    let mut sums = [[S::zero(); N]; R];
-    for (lines, inputs) in lines.iter().zip(inputs.as_chunks::<R>().0) {
-        prefetch(&lines[ahead], beyond);
-        for n in 0..N {
-            for r in 0..R {
-                sums[r][n] = sums[r][n].add(inputs[r], &lines[first + n]);
-            }
-        }
-    }
-    sums
-}
-
-/// Asks for the line that lies `beyond` lines after `line`: while one panel is multiplied, the next one comes in from
-/// memory. There need not be one: an address is all that is used.
-#[inline(always)]
-fn prefetch(line: &PanelLine, beyond: usize) {
-    #[cfg(target_arch = "x86_64")]
-    #[expect(unsafe_code, reason = "every x86-64 has it, and it reads nothing that the program could see")]
-    unsafe {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T1>(std::ptr::from_ref(line).wrapping_add(beyond).cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (line, beyond);
-}
-
-/// Puts the sums of a tile into `out [T, out]` as numbers.
-#[inline(always)]
-fn finish<S: Sums, const N: usize, const R: usize>(
-    layer: &Int8Linear,
-    rows: QuantizedRows<'_>,
-    sums: [[S; N]; R],
-    place: TilePlacement,
-    out: &mut [f32],
-) {
-    let columns = &layer.columns[place.panel];
-    for (r, sums) in sums.into_iter().enumerate() {
-        let range = rows.ranges[place.row + r];
-        for (n, sums) in sums.into_iter().enumerate() {
-            let column = (place.line + n) * LINE;
-            let first = place.panel * PANEL * LINE + column;
-            let width = LINE.min(layer.output.saturating_sub(first));
-            let mut result = [0.0; LINE];
-            for (c, (result, product)) in result.iter_mut().zip(sums.totals()).enumerate() {
-                *result = columns.result(column + c, product, range);
-            }
-            let at = (place.row + r) * layer.output + first;
-            let out = &mut out[at.min((place.row + r + 1) * layer.output)..][..width];
-            match (place.store, out.as_mut_array::<LINE>()) {
-                (StoreMode::Replace, Some(out)) => *out = result,
-                (StoreMode::Add, Some(out)) => out.iter_mut().zip(result).for_each(|(out, y)| *out += y),
-                (StoreMode::Replace, None) => out.copy_from_slice(&result[..width]),
-                (StoreMode::Add, None) => out.iter_mut().zip(result).for_each(|(out, y)| *out += y),
-            }
-        }
-    }
-}
-
-/// Sums of the 16 outputs of a line.
-trait Sums: Copy {
-    fn zero() -> Self;
-
-    /// With the products of four inputs and the weights of `line`.
-    fn add(self, inputs: [u8; 4], line: &PanelLine) -> Self;
-
-    fn totals(self) -> [i32; LINE];
 }
 
 impl Sums for [i32; LINE] {
+    type Inputs = [u8; 4];
+    type Weights = [i8; 4];
+
     #[inline(always)]
     fn zero() -> Self {
         [0; LINE]
     }
 
     #[inline(always)]
-    fn add(mut self, inputs: [u8; 4], line: &PanelLine) -> Self {
+    fn add(mut self, inputs: [u8; 4], line: &PanelLine<[i8; 4]>) -> Self {
         for (sum, weights) in self.iter_mut().zip(line.0) {
             for (x, w) in inputs.into_iter().zip(weights) {
                 *sum += i32::from(x) * i32::from(w);
@@ -247,7 +157,9 @@ impl Sums for [i32; LINE] {
         }
         self
     }
+}
 
+impl Totals for [i32; LINE] {
     #[inline(always)]
     fn totals(self) -> [i32; LINE] {
         self
@@ -262,46 +174,54 @@ impl Sums for [i32; LINE] {
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{LINE, PanelLine, Sums};
+    use super::{LINE, PanelLine, Sums, Totals};
 
     impl Sums for __m512i {
+        type Inputs = [u8; 4];
+        type Weights = [i8; 4];
+
         #[inline(always)]
         fn zero() -> Self {
             unsafe { _mm512_setzero_si512() }
         }
 
         #[inline(always)]
-        fn add(self, inputs: [u8; 4], line: &PanelLine) -> Self {
+        fn add(self, inputs: [u8; 4], line: &PanelLine<[i8; 4]>) -> Self {
             unsafe {
                 let inputs = _mm512_set1_epi32(i32::from_ne_bytes(inputs));
                 _mm512_dpbusd_epi32(self, inputs, _mm512_load_si512(line.0.as_ptr().cast()))
             }
         }
+    }
 
+    impl Totals for __m512i {
         #[inline(always)]
         fn totals(self) -> [i32; LINE] {
-            let mut totals = [0; LINE];
-            unsafe { _mm512_storeu_si512(totals.as_mut_ptr().cast(), self) };
-            totals
+            unsafe { std::mem::transmute::<__m512i, [i32; LINE]>(self) }
         }
     }
 
     /// AVX-VNNI: eight outputs each.
     impl Sums for [__m256i; 2] {
+        type Inputs = [u8; 4];
+        type Weights = [i8; 4];
+
         #[inline(always)]
         fn zero() -> Self {
             [unsafe { _mm256_setzero_si256() }; 2]
         }
 
         #[inline(always)]
-        fn add(self, inputs: [u8; 4], line: &PanelLine) -> Self {
+        fn add(self, inputs: [u8; 4], line: &PanelLine<[i8; 4]>) -> Self {
             std::array::from_fn(|half| unsafe {
                 let inputs = _mm256_set1_epi32(i32::from_ne_bytes(inputs));
                 let weights = _mm256_load_si256(line.0[8 * half..].as_ptr().cast());
                 _mm256_dpbusd_avx_epi32(self[half], inputs, weights)
             })
         }
+    }
 
+    impl Totals for [__m256i; 2] {
         #[inline(always)]
         fn totals(self) -> [i32; LINE] {
             let mut totals = [0; LINE];
@@ -314,13 +234,16 @@ mod x86 {
 
     /// AVX2: four outputs each, as two sums over two of the four inputs.
     impl Sums for [__m256i; 4] {
+        type Inputs = [u8; 4];
+        type Weights = [i8; 4];
+
         #[inline(always)]
         fn zero() -> Self {
             [unsafe { _mm256_setzero_si256() }; 4]
         }
 
         #[inline(always)]
-        fn add(self, inputs: [u8; 4], line: &PanelLine) -> Self {
+        fn add(self, inputs: [u8; 4], line: &PanelLine<[i8; 4]>) -> Self {
             std::array::from_fn(|quarter| unsafe {
                 let inputs = _mm256_set1_epi64x(_mm_cvtsi128_si64(_mm_cvtepu8_epi16(_mm_cvtsi32_si128(
                     i32::from_ne_bytes(inputs),
@@ -330,7 +253,9 @@ mod x86 {
                 _mm256_add_epi32(self[quarter], products)
             })
         }
+    }
 
+    impl Totals for [__m256i; 4] {
         #[inline(always)]
         fn totals(self) -> [i32; LINE] {
             let mut totals = [0; LINE];
@@ -397,9 +322,11 @@ mod tests {
             .collect();
         for arm in arms() {
             let mut out = vec![f32::NAN; expected.len()];
-            arm.product(&layer, rows, &mut out, StoreMode::Replace);
+            let mut product = Int8Product { layer: &layer, rows, panel: 0, store: StoreMode::Replace };
+            arm.product(product, &mut ProductOut::new(&mut out, output));
             assert!(out == expected, "{arm:?}, {} x {input} x {output}", ranges.len());
-            arm.product(&layer, rows, &mut out, StoreMode::Add);
+            product.store = StoreMode::Add;
+            arm.product(product, &mut ProductOut::new(&mut out, output));
             assert!(out.iter().zip(&expected).all(|(y, e)| *y == 2.0 * e), "{arm:?} adds");
         }
     }
