@@ -424,6 +424,11 @@ fn speed(metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
         + time.phase_switch;
     let rollout_idle = share(idle, busy + idle);
     let trainer_idle = share(time.wait_for_batch, worked);
+    let proposed = after.engine.proposed_tokens.saturating_sub(before.engine.proposed_tokens);
+    let accepted = after.engine.accepted_tokens.saturating_sub(before.engine.accepted_tokens);
+    if proposed > 0 {
+        metrics.set("rollout/speculation_acceptance", accepted as f64 / proposed as f64);
+    }
     metrics.set("rollout/tokens_per_s", per_second(sampled, busy));
     metrics.set("trainer/tokens_per_s", per_second(inputs.step.sums.tokens, time.forward_backward));
     metrics.set("rollout/idle_ratio", rollout_idle);

@@ -49,6 +49,7 @@ impl SamplerSetup<'_> {
         let config = self.recipe.engine(self.prepared.train.longest());
         let engine = Engine::new(config, stop_rules, network, version)?
             .interrupting(interruption)
+            .speculating(self.recipe.rollout.speculation)
             .on(Arc::clone(&self.prepared.pool));
         let applier = if alternates { Applier::inline(incoming) } else { Applier::start(incoming) };
         Ok(Box::new(LocalSampler::new(engine, applier)))

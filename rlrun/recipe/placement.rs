@@ -7,7 +7,7 @@ use super::Recipe;
 use super::ranges::Checker;
 use super::words::{
     CollectiveWord, CriticKind, DeviceLocation, DeviceWord, ModelDtype, OptimizerHome, OptimizerKind,
-    Quantization, Ranks, Reduction, WeightDtypeWord, WeightTransport,
+    Quantization, Ranks, Reduction, Speculation, WeightDtypeWord, WeightTransport,
 };
 use crate::settings::Devices;
 
@@ -310,6 +310,12 @@ fn check_sampler(recipe: &Recipe, checker: &mut Checker<'_>) {
         let message = "`rollout.quantization` has kernels for the processor alone, and the sampler computes on a device";
         let help = "remove it, or set `placement.rollout_device = \"cpu\"`";
         checker.report_latest(&["rollout.quantization", key], message, help);
+    }
+    if devices.rollout.is_some() && recipe.rollout.speculation != Speculation::None {
+        let message =
+            "`rollout.speculation` is for the processor alone, and the sampler computes on a device";
+        let help = "remove it, or set `placement.rollout_device = \"cpu\"`";
+        checker.report_latest(&["rollout.speculation", key], message, help);
     }
     if recipe.rollout.bitwise && (devices.rollout.is_some() || devices.trains()) {
         let message = "`rollout.bitwise` promises that sampler and trainer compute the same bits, which devices do not: \

@@ -328,6 +328,12 @@ pub struct Rollout {
     /// Evaluation and checkpoints are f32. vLLM `quantization`, `dtype`.
     // resume = changes, worker = run
     pub quantization: Quantization,
+    /// Speculation, while few sequences decode: "ngram" proposes the tokens that followed the last ones where they occurred
+    /// before, and one pass verifies all of them. Completions and log-probabilities are the same with and without it. It
+    /// pays where completions repeat parts of the prompt; `rollout/speculation_acceptance` is the share of proposals that
+    /// were accepted. vLLM `speculative_config`.
+    // resume = changes, worker = run
+    pub speculation: Speculation,
     /// Whether the run stops if trainer and sampler compute different bits for a log-probability of the current version.
     /// f32 sampling is bitwise equal with and without this key; the key checks it. The check has no cost.
     // resume = changes, worker = run
@@ -354,6 +360,7 @@ impl Default for Rollout {
             interrupt_after_max: None,
             on_update: OnUpdate::Keep,
             quantization: Quantization::None,
+            speculation: Speculation::None,
             bitwise: false,
         }
     }

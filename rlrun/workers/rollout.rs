@@ -30,7 +30,7 @@ use crate::pipeline::remote_subscriber;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::recipe::Recipe;
-use crate::recipe::words::DeviceWord;
+use crate::recipe::words::{DeviceWord, Speculation};
 use crate::sampler::{SamplerSetup, SamplerWeights};
 use crate::signals::{Signals, end_with_parent};
 
@@ -129,6 +129,9 @@ fn settle_device(recipe: &mut Recipe, device: Option<DeviceWord>) -> Result<(), 
         ),
         Some(_) if recipe.rollout.quantization != Quantization::None => refused(
             "this run samples with `rollout.quantization`, which has kernels for the processor alone: leave --device out",
+        ),
+        Some(_) if recipe.rollout.speculation != Speculation::None => refused(
+            "this run samples with `rollout.speculation`, which is for the processor alone: leave --device out",
         ),
         _ => Ok(()),
     }

@@ -122,6 +122,12 @@ pub struct EngineCounts {
     pub steps: u64,
     /// Completions that an interruption was inserted into.
     pub interrupted: u64,
+    /// Tokens that speculation proposed.
+    #[serde(default)]
+    pub proposed_tokens: u64,
+    /// Proposed tokens that were the ones drawn.
+    #[serde(default)]
+    pub accepted_tokens: u64,
 }
 
 impl std::ops::AddAssign for EngineCounts {
@@ -130,6 +136,8 @@ impl std::ops::AddAssign for EngineCounts {
         self.prefilled_tokens = self.prefilled_tokens.saturating_add(other.prefilled_tokens);
         self.steps = self.steps.saturating_add(other.steps);
         self.interrupted = self.interrupted.saturating_add(other.interrupted);
+        self.proposed_tokens = self.proposed_tokens.saturating_add(other.proposed_tokens);
+        self.accepted_tokens = self.accepted_tokens.saturating_add(other.accepted_tokens);
     }
 }
 

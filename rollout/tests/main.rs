@@ -8,6 +8,7 @@ mod episodes;
 mod on_device;
 mod sampler;
 mod scoring;
+mod speculation;
 mod updates;
 
 use model::{Config, Decoder, ModelDirectory, Parameters, Sampling, Sizes};

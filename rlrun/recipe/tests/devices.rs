@@ -91,6 +91,7 @@ fn unsupported_settings_of_devices_are_refused_with_the_reason() {
             "`rollout.quantization` has kernels for the processor alone",
             "rollout_device",
         ),
+        ("rollout.speculation=ngram", "`rollout.speculation` is for the processor alone", "rollout_device"),
         ("model.reduction=tree", "`model.reduction` is \"tree\", which has kernels for the processor", "cpu"),
         ("rollout.bitwise=true", "`rollout.bitwise` promises that sampler and trainer", "remove it"),
         (

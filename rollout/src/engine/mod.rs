@@ -9,7 +9,7 @@
 //! - `local`: [`LocalSampler`], the engine behind [`Sampler`](crate::Sampler)
 //! - `network`: the decoder that it runs, on the processor or on a device
 //! - `prompt`: a prompt during prefill; `sequence`: a completion during decode; `stop`: when it ends
-//! - `interrupt`: text inserted into completions that are too long
+//! - `interrupt`: text inserted into completions that are too long; `speculate`: proposals that one pass verifies
 //!
 //! # Invariants
 //! - A completion depends on the weights, the prompt and its own random stream, bit for bit, never on the batch; on a
@@ -23,14 +23,16 @@ mod local;
 mod network;
 mod prompt;
 mod sequence;
+mod speculate;
 mod stop;
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 
 use device::Device;
-use model::on_device::{DeviceSampler, DrawRequest, StagedWeights};
-use model::{Config, KvCache, Sampling, StepSequence, ThreadPool};
+use model::on_device::{DeviceSampler, StagedWeights};
+use model::{Config, Draw, KvCache, Sampling, StepSequence, ThreadPool};
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
@@ -41,6 +43,7 @@ pub use network::{Network, ServeOn, ServedWeights, UnpackedWeights};
 use prompt::PromptJob;
 use sequence::Sequence;
 pub use sequence::{random_stream, uniform};
+pub use speculate::Speculation;
 pub use stop::StopRules;
 
 /// A call in the wrong order.
@@ -97,6 +100,7 @@ pub struct Engine {
     running: Vec<Sequence>,
     counts: EngineCounts,
     interruption: Option<Interruption>,
+    speculation: Speculation,
     pool: Arc<ThreadPool>,
 }
 
@@ -139,6 +143,7 @@ impl Engine {
             running: Vec::new(),
             counts: EngineCounts::default(),
             interruption: None,
+            speculation: Speculation::None,
             pool: Arc::new(ThreadPool::single()),
         })
     }
@@ -153,6 +158,13 @@ impl Engine {
     #[must_use]
     pub fn interrupting(self, interruption: Option<Interruption>) -> Self {
         Self { interruption, ..self }
+    }
+
+    /// The same, with proposals that one pass verifies while few sequences decode. On a device it has no effect.
+    #[must_use]
+    pub fn speculating(self, speculation: Speculation) -> Self {
+        let on_device = self.device.is_some();
+        Self { speculation: if on_device { Speculation::None } else { speculation }, ..self }
     }
 
     /// The thread pool that it computes on.
@@ -351,11 +363,12 @@ impl Engine {
     /// If the engine sleeps.
     pub fn step(&mut self) -> Result<Vec<Completion>, RolloutError> {
         let decoding = self.running.len().min(self.config.max_running);
+        let proposals = self.speculation.per_sequence(decoding);
         for sequence in &mut self.running[..decoding] {
-            sequence.reserve_pages(&mut self.cache);
+            sequence.prepare_pass(proposals, &mut self.cache);
         }
         let prompt_jobs = self.chunk_of_prompts();
-        let decoded = self.running[..decoding].iter().map(Sequence::newest);
+        let decoded = self.running[..decoding].iter().map(Sequence::pass);
         let prefilled = self.prompts.iter().zip(&prompt_jobs).map(|(job, tokens)| job.next(*tokens));
         let sequences: Vec<StepSequence<'_>> = decoded.chain(prefilled).collect();
         if sequences.is_empty() {
@@ -366,10 +379,16 @@ impl Engine {
         self.counts.steps += 1;
         let interrupted = self.running[..decoding].iter().filter(|sequence| sequence.is_interrupted_now());
         self.counts.interrupted += interrupted.count() as u64;
-        // The row of logits of every sequence.
-        let mut rows: Vec<usize> = (0..decoding).collect();
+        // The rows of logits of every sequence.
+        let mut end = 0;
+        let mut rows: Vec<Range<usize>> = Vec::with_capacity(decoding);
+        for sequence in &self.running[..decoding] {
+            let start = end;
+            end += sequence.pass().wanted;
+            rows.push(start..end);
+        }
         let waiting = self.running.split_off(decoding);
-        for (row, tokens) in (decoding..).zip(prompt_jobs) {
+        for (row, tokens) in (end..).zip(prompt_jobs) {
             self.counts.prefilled_tokens += tokens as u64;
             let Some(mut job) = self.prompts.pop_front() else { break };
             job.advance(tokens, self.version);
@@ -379,7 +398,7 @@ impl Engine {
             }
             let interruption = self.interruption.as_ref();
             let sequences = job.into_sequences(&mut self.cache, self.config.seed, &self.stop, interruption);
-            rows.resize(rows.len() + sequences.len(), row);
+            rows.resize(rows.len() + sequences.len(), row..row + 1);
             self.running.extend(sequences);
         }
         self.draw(&rows)?;
@@ -389,19 +408,28 @@ impl Engine {
         self.collect()
     }
 
-    /// Draws the next token of every running sequence from its row of logits, or inserts one of an interruption.
-    fn draw(&mut self, rows: &[usize]) -> Result<(), RolloutError> {
+    /// Draws the next tokens of every running sequence from its rows of logits, or inserts one of an interruption.
+    fn draw(&mut self, rows: &[Range<usize>]) -> Result<(), RolloutError> {
         let version = self.version;
-        let asks = self.running.iter_mut().zip(rows).enumerate();
-        let asking: Vec<(usize, DrawRequest)> = asks
-            .filter_map(|(index, (sequence, row))| Some((index, sequence.asks(*row, version)?)))
-            .collect();
-        let requests: Vec<DrawRequest> = asking.iter().map(|(_, request)| *request).collect();
-        let draws = self.network.as_mut().expect(ASLEEP).draw(&requests)?;
-        for ((index, _), draw) in asking.iter().zip(draws) {
-            self.running[*index].take(draw, version);
+        let (mut requests, mut counts) = (Vec::with_capacity(rows.len()), Vec::with_capacity(rows.len()));
+        for (sequence, rows) in self.running.iter_mut().zip(rows) {
+            let asked = sequence.asks(rows.clone(), version);
+            counts.push(asked.len());
+            requests.extend(asked);
         }
-        self.counts.sampled_tokens += rows.len() as u64;
+        let draws = self.network.as_mut().expect(ASLEEP).draw(&requests, &self.pool)?;
+        let mut draws = draws.into_iter();
+        for (sequence, count) in self.running.iter_mut().zip(counts) {
+            if count == 0 {
+                self.counts.sampled_tokens += 1;
+                continue;
+            }
+            let own: Vec<Draw> = draws.by_ref().take(count).collect();
+            let verified = sequence.take(own, version, &self.stop)?;
+            self.counts.sampled_tokens += verified.sampled;
+            self.counts.proposed_tokens += verified.proposed;
+            self.counts.accepted_tokens += verified.accepted;
+        }
         Ok(())
     }
 

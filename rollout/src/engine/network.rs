@@ -15,6 +15,9 @@ use weights::{Digest, Values};
 
 use crate::RolloutError;
 
+/// Logits to draw from, per thread, below which waking another thread costs more than it saves.
+const WORTH_A_THREAD: usize = 1 << 15;
+
 /// Where the served weights are, and in which number type.
 #[derive(Clone, Debug)]
 pub enum ServeOn {
@@ -201,19 +204,28 @@ impl Network {
         Ok(())
     }
 
-    /// Draws tokens from the logits of the last step.
-    pub(super) fn draw(&mut self, requests: &[DrawRequest]) -> Result<Vec<Draw>, RolloutError> {
+    /// Draws tokens from the logits of the last step, on the threads of `pool` if it is on the processor.
+    pub(super) fn draw(
+        &mut self,
+        requests: &[DrawRequest],
+        pool: &ThreadPool,
+    ) -> Result<Vec<Draw>, RolloutError> {
         match self {
             Self::Device(sampler) => Ok(sampler.draw(requests)?),
             Self::Host { decoder, logits } => {
                 let (vocabulary, logits) = (decoder.config().vocab_size, std::mem::take(logits));
-                let mut scratch = vec![0.0; vocabulary];
-                let draw = |request: &DrawRequest| {
-                    let row = request.row * vocabulary;
-                    scratch.copy_from_slice(&logits[row..row + vocabulary]);
-                    Draw::new(&mut scratch, request.sampling, request.uniform)
+                let draw = |requests: &[DrawRequest]| -> Vec<Draw> {
+                    let mut scratch = vec![0.0; vocabulary];
+                    let draw = |request: &DrawRequest| {
+                        let row = request.row * vocabulary;
+                        scratch.copy_from_slice(&logits[row..row + vocabulary]);
+                        Draw::new(&mut scratch, request.sampling, request.uniform)
+                    };
+                    requests.iter().map(draw).collect()
                 };
-                Ok(requests.iter().map(draw).collect())
+                let parts = if requests.len() * vocabulary < WORTH_A_THREAD { 1 } else { pool.threads() };
+                let each = requests.len().div_ceil(parts).max(1);
+                Ok(pool.map(requests.chunks(each).collect(), draw).concat())
             }
         }
     }

@@ -1,5 +1,7 @@
 //! One completion during decode.
 
+use std::ops::Range;
+
 use model::on_device::DrawRequest;
 use model::{Draw, KvCache, Sampling, StepSequence};
 use rand_chacha::ChaCha8Rng;
@@ -7,6 +9,7 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use trajectory::{GroupId, KeptTokens, PolicyVersion, StopReason, VersionRun};
 
 use super::interrupt::Planned;
+use super::speculate::propose;
 use super::stop::{StopRules, TextWatch};
 use crate::RolloutError;
 use crate::sampler::{Completion, SampleRequest};
@@ -42,6 +45,19 @@ pub(super) struct Sequence {
     watch: Option<TextWatch>,
     interruption: Option<Planned>,
     baseline: bool,
+    /// The newest token and the proposals behind it, for the next pass.
+    pass: Vec<u32>,
+    /// Why it ended, once that is known.
+    stopped: Option<StopReason>,
+}
+
+/// Proposals of one pass, and how many were accepted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Verified {
+    /// Tokens appended.
+    pub(super) sampled: u64,
+    pub(super) proposed: u64,
+    pub(super) accepted: u64,
 }
 
 impl Sequence {
@@ -74,6 +90,8 @@ impl Sequence {
             watch: stop.watch(),
             interruption,
             baseline,
+            pass: Vec::new(),
+            stopped: None,
         }
     }
 
@@ -82,22 +100,37 @@ impl Sequence {
         self.prompt_length + self.max_completion_length
     }
 
-    /// Makes the page of the newest token writable for this sequence alone.
-    pub(super) fn reserve_pages(&mut self, cache: &mut KvCache) {
-        let page = (self.token_ids.len() - 1) / KvCache::PAGE;
-        let mine = match self.pages.get(page) {
-            Some(shared) => cache.own(*shared),
-            None => cache.take(),
-        };
-        let mine = mine.expect("the pages of an accepted request are reserved");
-        self.pages.truncate(page);
-        self.pages.push(mine);
+    /// Chooses the tokens of the next pass: the newest, and at most `most` proposals. Makes their pages writable for this
+    /// sequence alone.
+    pub(super) fn prepare_pass(&mut self, most: usize, cache: &mut KvCache) {
+        let sampled = self.logprobs.len();
+        // One token more than was proposed is drawn, and the last has no successor.
+        let left = self.max_completion_length.saturating_sub(sampled + 1);
+        let inserts =
+            |n: &usize| self.interruption.as_ref().is_some_and(|planned| planned.token(*n).is_some());
+        let most = if (sampled..=sampled + most).any(|n| inserts(&n)) { 0 } else { most.min(left) };
+        self.pass.clear();
+        self.pass.push(self.token_ids[self.token_ids.len() - 1]);
+        self.pass.extend_from_slice(propose(&self.token_ids, most));
+        let first = self.token_ids.len() - 1;
+        for page in first / KvCache::PAGE..KvCache::pages_for(first + self.pass.len()) {
+            let mine = match self.pages.get(page) {
+                Some(shared) => cache.own(*shared),
+                None => cache.take(),
+            };
+            let mine = mine.expect("the pages of an accepted request are reserved");
+            if page == self.pages.len() {
+                self.pages.push(mine);
+            } else {
+                self.pages[page] = mine;
+            }
+        }
     }
 
-    /// The newest token.
-    pub(super) fn newest(&self) -> StepSequence<'_> {
+    /// The tokens of the next pass.
+    pub(super) fn pass(&self) -> StepSequence<'_> {
         let position = self.token_ids.len() - 1;
-        StepSequence { tokens: &self.token_ids[position..], position, pages: &self.pages, wanted: 1 }
+        StepSequence { tokens: &self.pass, position, pages: &self.pages, wanted: self.pass.len() }
     }
 
     /// Whether the next token is the first of a text that is put in.
@@ -105,23 +138,47 @@ impl Sequence {
         self.interruption.as_ref().is_some_and(|planned| planned.begins(self.logprobs.len()))
     }
 
-    /// How the next token is drawn from row `row` of logits; `None` if it is that of an interruption, which is put in.
-    pub(super) fn asks(&mut self, row: usize, version: PolicyVersion) -> Option<DrawRequest> {
+    /// How the next tokens are drawn from `rows` of logits, one for each token of the pass. None if the next token is that
+    /// of an interruption, which is inserted.
+    pub(super) fn asks(&mut self, rows: Range<usize>, version: PolicyVersion) -> Vec<DrawRequest> {
         if let Some(token) = self.interruption.as_ref().and_then(|planned| planned.token(self.logprobs.len()))
         {
             self.push(token, 0.0, version);
-            return None;
+            return Vec::new();
         }
-        Some(DrawRequest { row, sampling: self.sampling, uniform: uniform(&mut self.rng) })
+        // What is not accepted leaves its random number to the next pass.
+        let mut rng = self.rng.clone();
+        rows.map(|row| DrawRequest { row, sampling: self.sampling, uniform: uniform(&mut rng) }).collect()
     }
 
-    /// Appends the sampled token.
-    pub(super) fn take(&mut self, draw: Draw, version: PolicyVersion) {
-        if let (Some(kept), Some(ids)) = (&mut self.kept, draw.kept) {
-            kept.ids.extend(ids);
-            kept.offsets.push(kept.ids.len() as u32);
+    /// Appends the tokens drawn for a pass, up to the first that differs from its proposal or ends the sequence.
+    pub(super) fn take(
+        &mut self,
+        draws: impl IntoIterator<Item = Draw>,
+        version: PolicyVersion,
+        stop: &StopRules,
+    ) -> Result<Verified, RolloutError> {
+        let proposals = std::mem::take(&mut self.pass);
+        let mut proposals = proposals.iter().skip(1);
+        let mut verified = Verified { proposed: proposals.len() as u64, ..Verified::default() };
+        for draw in draws {
+            let token = draw.token;
+            let _drawn = uniform(&mut self.rng);
+            if let (Some(kept), Some(ids)) = (&mut self.kept, draw.kept) {
+                kept.ids.extend(ids);
+                kept.offsets.push(kept.ids.len() as u32);
+            }
+            self.push(token, draw.logprob, version);
+            verified.sampled += 1;
+            if proposals.next() != Some(&token) {
+                break;
+            }
+            verified.accepted += 1;
+            if self.ended(stop)?.is_some() {
+                break;
+            }
         }
-        self.push(draw.token, draw.logprob, version);
+        Ok(verified)
     }
 
     fn push(&mut self, token: u32, logprob: f32, version: PolicyVersion) {
@@ -135,6 +192,13 @@ impl Sequence {
 
     /// Why the newest token ends it, if it does.
     pub(super) fn ended(&mut self, stop: &StopRules) -> Result<Option<StopReason>, RolloutError> {
+        if self.stopped.is_none() {
+            self.stopped = self.reason_to_stop(stop)?;
+        }
+        Ok(self.stopped)
+    }
+
+    fn reason_to_stop(&mut self, stop: &StopRules) -> Result<Option<StopReason>, RolloutError> {
         let newest = self.token_ids[self.token_ids.len() - 1];
         if stop.is_stop_token(newest) {
             return Ok(Some(StopReason::StopToken));
