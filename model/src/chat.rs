@@ -86,7 +86,24 @@ impl ChatTemplate {
             None if parsed.chat_template.is_some() => config_path,
             None => return Ok(None),
         };
-        let sources = TemplateSources { template, config };
+        Self::compile(path, TemplateSources { template, config }).map(Some)
+    }
+
+    /// The template of the content of a `tokenizer_config.json`, if it has one; `path` names it in errors.
+    ///
+    /// # Errors
+    /// If the content is no JSON, or the template does not compile.
+    pub(crate) fn from_config(path: &Path, config: &str) -> Result<Option<Self>, ModelError> {
+        let parsed = parse(Some(config))
+            .map_err(|err| ModelError::Json { path: path.to_owned(), reason: err.to_string() })?;
+        if parsed.chat_template.is_none() {
+            return Ok(None);
+        }
+        let sources = TemplateSources { template: None, config: Some(config.to_owned()) };
+        Self::compile(path.to_owned(), sources).map(Some)
+    }
+
+    fn compile(path: PathBuf, sources: TemplateSources) -> Result<Self, ModelError> {
         let inner = match apart::renderer() {
             None => Compiled::new(&sources).map(CompiledTemplate::Here),
             Some(renderer) => {
@@ -95,7 +112,7 @@ impl ChatTemplate {
             }
         };
         match inner {
-            Ok(inner) => Ok(Some(Self { inner, path })),
+            Ok(inner) => Ok(Self { inner, path }),
             Err(
                 TemplateFailure::Compile(reason)
                 | TemplateFailure::Raised(reason)

@@ -5,7 +5,7 @@
 //! type of weights is that of the tensor files; `torch_dtype` and `dtype` are not read.
 
 pub(crate) mod families;
-mod keys;
+pub(crate) mod keys;
 mod read;
 #[cfg(test)]
 pub(crate) mod tests;

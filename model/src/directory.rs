@@ -1,4 +1,4 @@
-//! A model directory in the layout of Hugging Face.
+//! A model directory in the layout of Hugging Face, or a GGUF file that is read as one.
 //!
 //! Invariant: the parts of an open directory are consistent (every id of the tokenizer has a row of the embedding). An export
 //! differs from it in the weights and their declared number format alone, even if its files have changed since. There is no
@@ -13,6 +13,7 @@ use serde_json::{Map, Value, json};
 use trajectory::Prompt;
 
 use crate::characters::{characters, characters_config};
+use crate::gguf::{self, GgufFile, GgufParts};
 use crate::tokenizer::encode_error;
 use crate::{
     ChatTemplate, Config, Head, ModelError, Parameters, Reduction, SpecialTokens, Tokenizer, WeightDtype,
@@ -37,24 +38,50 @@ const COPIED: [&str; 11] = [
     "LICENSE",
 ];
 
-/// A model directory without its weights.
+/// A model directory without its weights, or a GGUF file without its tensors.
 pub struct ModelDirectory {
     path: PathBuf,
     config: Config,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     stop_token_ids: Vec<u32>,
-    /// Name and content of the files that an export copies. They are kept in memory because the directory may be deleted: a
+    /// Name and content of the files that an export copies; those of a GGUF file are made from its metadata. They are kept in memory because the directory may be deleted: a
     /// run that resumes from a checkpoint outlives that checkpoint.
     copied: Vec<(&'static str, Vec<u8>)>,
 }
 
 impl ModelDirectory {
+    /// Whether this path names a model, as far as its ending and its files show: a directory with a `config.json`, or a GGUF
+    /// file. This is the one place that says so.
+    #[must_use]
+    pub fn is_model(path: &Path) -> bool {
+        Self::is_file(path) || path.join("config.json").is_file()
+    }
+
+    /// Whether this path names a model in one file: GGUF.
+    #[must_use]
+    pub fn is_file(path: &Path) -> bool {
+        gguf::is_gguf(path) && path.exists()
+    }
+
     /// Reads everything but the weights and checks that the parts are consistent.
     ///
     /// # Errors
     /// If a file is missing or broken, the network is not supported, or the tokenizer has ids beyond the embedding.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        if gguf::is_gguf(dir) {
+            let GgufParts { config, tokenizer, template, files } = GgufFile::open(dir)?.parts()?;
+            check_vocabulary(&tokenizer, &config)?;
+            let stop_token_ids = config.eos_token_ids.clone();
+            return Ok(Self {
+                path: dir.to_owned(),
+                config,
+                tokenizer,
+                template,
+                stop_token_ids,
+                copied: files,
+            });
+        }
         let config = Config::load(dir)?;
         let tokenizer = Tokenizer::load(&dir.join("tokenizer.json"))?;
         check_vocabulary(&tokenizer, &config)?;
@@ -205,6 +232,11 @@ impl ModelDirectory {
         &self.stop_token_ids
     }
 
+    /// Name and content of the files that an export writes beside the weights.
+    pub fn files(&self) -> impl Iterator<Item = (&'static str, &[u8])> {
+        self.copied.iter().map(|(name, content)| (*name, content.as_slice()))
+    }
+
     /// The shape of the network.
     #[must_use]
     pub fn config(&self) -> &Config {
@@ -228,6 +260,21 @@ impl ModelDirectory {
     pub fn path(&self) -> &Path {
         &self.path
     }
+}
+
+/// Length of the `tokenizer.json` of a model, bytes, made from the metadata of a GGUF file.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn tokenizer_bytes(model: &Path) -> Result<u64, ModelError> {
+    if gguf::is_gguf(model) {
+        let parts = GgufFile::open(model)?.parts()?;
+        let tokenizer = parts.files.iter().find(|(name, _)| *name == "tokenizer.json");
+        return Ok(tokenizer.map_or(0, |(_, content)| content.len() as u64));
+    }
+    let path = model.join("tokenizer.json");
+    let metadata = fs::metadata(&path).map_err(|source| ModelError::Read { path, source })?;
+    Ok(metadata.len())
 }
 
 impl fmt::Debug for ModelDirectory {

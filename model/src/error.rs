@@ -102,6 +102,14 @@ pub enum ModelError {
         /// Its length in bytes.
         len: u64,
     },
+    /// A GGUF file is damaged, or not supported.
+    #[error("{} cannot be used as a model: {reason}", path.display())]
+    Gguf {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, and the remedy.
+        reason: String,
+    },
     /// The index names a shard that is not there.
     #[error("{} names the shard {shard}, which is not beside it; fetch the shard again", index.display())]
     MissingShard {

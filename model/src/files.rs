@@ -8,6 +8,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
+use memmap2::Mmap;
 use rustix::fs::OFlags;
 
 /// Longest JSON file of a model except its tokenizer, bytes. The longest that are published have about one million.
@@ -31,6 +32,23 @@ pub fn open(path: &Path) -> io::Result<File> {
     })?;
     let kind = file.metadata()?.file_type();
     if kind.is_file() { Ok(file) } else { Err(not_regular(kind)) }
+}
+
+/// Maps a regular file of weights.
+///
+/// # Errors
+/// Those of [`open`] and of mapping.
+pub(crate) fn map(path: &Path) -> io::Result<Mmap> {
+    let file = open(path)?;
+    #[expect(
+        unsafe_code,
+        reason = "reading weights of many gigabytes without a second copy; no process writes to a published model file, and \
+                  ours are replaced by renaming"
+    )]
+    // SAFETY: the map is only read.
+    unsafe {
+        Mmap::map(&file)
+    }
 }
 
 /// Reads a regular file of at most `limit` bytes.

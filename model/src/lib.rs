@@ -3,6 +3,7 @@
 //! # Layout
 //! - [`directory`]: a model directory in Hugging Face layout, opened, made and exported; it is made of
 //!   [`config`], [`parameters`] (all weights as one flat buffer), [`tokenizer`] and [`chat`]
+//! - `gguf`: a model in one file of llama.cpp, read as such a directory
 //! - [`files`]: bounded reads of untrusted files; [`manifest`]: a digest of every file of a directory
 //! - [`mod@thread_pool`]: thread pools of the roles over the cores of a process; [`mod@turns`]: one device for two roles
 //! - [`decoder`]: the network, for whole sequences and for decoding from a paged cache
@@ -53,6 +54,7 @@ pub mod decoder;
 pub mod directory;
 pub mod error;
 pub mod files;
+mod gguf;
 pub mod layer;
 pub mod machine;
 pub mod manifest;

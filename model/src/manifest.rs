@@ -92,7 +92,10 @@ fn open(dir: &Path) -> Result<Option<Manifest>, ModelError> {
     let path = dir.join(MANIFEST);
     let text = match files::read(&path, files::MAX_JSON_BYTES) {
         Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        // A model in one file is no directory, and has none.
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            return Ok(None);
+        }
         Err(source) => return Err(ModelError::Read { path, source }),
     };
     let value: serde_json::Value = serde_json::from_slice(&text)

@@ -92,7 +92,7 @@ impl SequenceScorer {
     /// # Errors
     /// If a file is missing or broken, or the model is none that gives a sequence one number.
     pub fn open(path: &Path, quantization: Quantization, budget: &MemoryBudget) -> Result<Self, ModelError> {
-        let keys = config_json(path)?;
+        let keys = if ModelDirectory::is_file(path) { Value::Null } else { config_json(path)? };
         let class = keys["architectures"][0].as_str().unwrap_or_default().to_owned();
         let (tokenizer, network) = match class.as_str() {
             "DebertaV2ForSequenceClassification" | "XLMRobertaForSequenceClassification" => {
@@ -103,9 +103,13 @@ impl SequenceScorer {
                 let directory = ModelDirectory::open(path)?;
                 if directory.config().head != Head::Value {
                     return Err(ModelError::Unsupported {
-                        path: path.join("config.json"),
+                        path: if ModelDirectory::is_file(path) {
+                            path.to_owned()
+                        } else {
+                            path.join("config.json")
+                        },
                         key: "architectures".to_owned(),
-                        found: keys["architectures"].to_string(),
+                        found: directory.config().architecture.class_name(directory.config().head),
                         supported: format!(
                             "reward models: {}, DebertaV2 and XLMRoberta ForSequenceClassification with one label",
                             class_prefixes()

@@ -145,7 +145,8 @@ impl Tokenizer {
         &self.path
     }
 
-    fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, ModelError> {
+    /// The tokenizer of the content of a `tokenizer.json`; `path` names it in errors.
+    pub(crate) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, ModelError> {
         let error = |reason: String| ModelError::Tokenizer { path: path.to_owned(), reason };
         let growth = Growth::of(bytes).map_err(error)?;
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|err| error(err.to_string()))?;

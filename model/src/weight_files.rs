@@ -9,12 +9,12 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use half::{bf16, f16};
-use memmap2::Mmap;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 
 use crate::files;
+use crate::gguf::{self, GgufFile};
 use crate::{Config, Layout, ModelError, ParameterSpec, Parameters};
 
 pub(crate) const SINGLE: &str = "model.safetensors";
@@ -23,7 +23,7 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 const NAMES_SHOWN: usize = 3;
 
 impl Parameters {
-    /// Reads `model.safetensors`, or the shards of `model.safetensors.index.json`, as f32.
+    /// Reads `model.safetensors`, or the shards of `model.safetensors.index.json`, as f32; or the tensors of a GGUF file.
     ///
     /// Names may lack the `model.` prefix, as transformers saves them for a model without a head. `lm_head.weight`
     /// of a tied model and the rotary tables of old files are ignored.
@@ -32,6 +32,9 @@ impl Parameters {
     /// If a file is missing, cut off or malformed, or if tensors are missing, unexpected, of another shape, of a number
     /// format other than F32, BF16, F16, or not finite.
     pub fn load(dir: &Path, config: &Config) -> Result<Self, ModelError> {
+        if gguf::is_gguf(dir) {
+            return GgufFile::open(dir)?.parameters(config);
+        }
         let (source, files) = weight_files(dir)?;
         let mut loader = Loader::new(config);
         for file in &files {
@@ -73,14 +76,7 @@ fn each_tensor(
     mut visit: impl FnMut(&str, &TensorView<'_>) -> Result<(), ModelError>,
 ) -> Result<(), ModelError> {
     let read = |source| ModelError::Read { path: path.to_owned(), source };
-    let file = files::open(path).map_err(read)?;
-    #[expect(
-        unsafe_code,
-        reason = "reading weights of many gigabytes without a second copy; no process writes to a \
-                                        published model file, and ours are replaced by renaming"
-    )]
-    // SAFETY: the map is private to this call and only read.
-    let bytes = unsafe { Mmap::map(&file) }.map_err(read)?;
+    let bytes = files::map(path).map_err(read)?;
     let tensors = SafeTensors::deserialize(&bytes).map_err(|err| ModelError::Safetensors {
         path: path.to_owned(),
         reason: err.to_string(),
@@ -232,7 +228,7 @@ pub(crate) fn refuse_non_finite<'a>(
     Err(ModelError::NonFinite { path: path.to_owned(), tensor: spec.name.clone(), count })
 }
 
-fn first_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
+pub(crate) fn first_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     let mut names = names.into_iter();
     let mut shown: Vec<&str> = names.by_ref().take(NAMES_SHOWN).collect();
     if names.next().is_some() {

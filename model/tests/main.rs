@@ -7,6 +7,8 @@ mod common;
 mod decoding;
 mod derivative;
 mod files;
+mod gguf;
+mod gguf_tokenizer;
 mod layers;
 #[cfg(feature = "emulator")]
 mod on_device;

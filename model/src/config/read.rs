@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 use super::families::{FAMILIES, Family, WindowRule, model_types};
 use super::keys::JsonKeys;
 use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, RopeScaling};
+use crate::gguf::{self, GgufFile};
 use crate::{ModelError, files};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
@@ -18,11 +19,14 @@ const MAX_LAYERS: usize = 10_000;
 
 impl Config {
     /// Reads `config.json` of a model directory, and the end-of-text tokens of its `generation_config.json` if there
-    /// is one.
+    /// is one; or the metadata of a GGUF file.
     ///
     /// # Errors
     /// If a file cannot be read, a key is missing or makes no sense, or asks for something the decoder cannot compute.
     pub fn load(dir: &Path) -> Result<Self, ModelError> {
+        if gguf::is_gguf(dir) {
+            return GgufFile::open(dir)?.config();
+        }
         let path = dir.join("config.json");
         let mut config = Self::from_json(&path, &read_object(&path)?)?;
         let path = dir.join("generation_config.json");
