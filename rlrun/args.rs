@@ -148,7 +148,7 @@ pub struct InitArgs {
 /// `rlrun eval`.
 #[derive(Debug, Args)]
 pub struct EvalArgs {
-    /// Run directory or model directory
+    /// Run directory, model directory or GGUF file
     #[arg(value_name = "RUN_OR_MODEL")]
     pub target: PathBuf,
     /// Recipe that names the tasks and rewards
@@ -171,7 +171,7 @@ pub struct EvalArgs {
 /// `rlrun generate`.
 #[derive(Debug, Args)]
 pub struct GenerateArgs {
-    /// Run directory or model directory
+    /// Run directory, model directory or GGUF file
     #[arg(value_name = "MODEL_OR_RUN")]
     pub target: PathBuf,
     /// Prompts, answered independently
@@ -194,7 +194,7 @@ pub struct GenerateArgs {
 /// `rlrun export`.
 #[derive(Debug, Args)]
 pub struct ExportArgs {
-    /// Run directory
+    /// Run directory, model directory or GGUF file
     #[arg(value_name = "RUN")]
     pub run: PathBuf,
     /// Checkpoint to write [default: the last]

@@ -149,7 +149,7 @@ impl Recipe {
         }
     }
 
-    /// Opens a model directory to compute with as the recipe says.
+    /// Opens a model directory or a GGUF file to compute with as the recipe says.
     ///
     /// # Errors
     /// If the directory is no model that rlrun can run.

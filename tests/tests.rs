@@ -13,6 +13,7 @@ mod episodes;
 mod evaluation;
 mod failpoints;
 mod fit;
+mod gguf;
 mod learns;
 mod memory;
 mod parity;

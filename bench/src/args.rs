@@ -26,7 +26,7 @@ pub struct BenchArgs {
     /// One measure; all of them with their defaults if none is named.
     #[command(subcommand)]
     pub command: Option<BenchCommand>,
-    /// Model directory in Hugging Face format
+    /// Model directory in Hugging Face format, or GGUF file
     // Required unless a measure is named, which then has one of its own.
     #[arg(long, value_name = "DIR", required = true)]
     pub model: Option<PathBuf>,
@@ -61,7 +61,7 @@ pub enum BenchCommand {
 /// What is measured, and how it is shown.
 #[derive(Debug, Args)]
 pub struct BenchModel {
-    /// Model directory in Hugging Face format
+    /// Model directory in Hugging Face format, or GGUF file
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// How it is shown.
@@ -148,7 +148,7 @@ pub struct TrainBenchArgs {
 #[derive(Debug, Args)]
 #[command(group = clap::ArgGroup::new("policy").required(true).args(["model", "recipe"]))]
 pub struct LoopBenchArgs {
-    /// Model directory in Hugging Face format
+    /// Model directory in Hugging Face format, or GGUF file
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
     /// Recipe that names model, tasks and everything else, instead of a model

@@ -6,8 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
-use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value as GgufValue;
+use candle_core::quantized::{GgmlDType, QTensor};
 use model::{
     Architecture, Config, MemoryBudget, ModelDirectory, ModelError, Parameters, ResidentParameters,
     RopeScaling, Sizes, WeightDtype, characters,
@@ -202,13 +202,17 @@ fn rope_factors(config: &Config, (low, high): (f64, f64), factor: f64) -> Vec<f3
         .collect()
 }
 
+fn divisors_tensor(divisors: &[f32]) -> (String, QTensor) {
+    ("rope_freqs.weight".to_owned(), quantized(divisors, &[divisors.len()], GgmlDType::F32))
+}
+
 #[test]
 fn the_scaling_of_llama_3_is_recognised() {
     let plain = Config { rope_theta: 500_000.0, ..config(Architecture::Llama) };
     let divisors = rope_factors(&plain, (1.0, 4.0), 32.0);
     assert!(divisors.iter().any(|x| (1.1..31.0).contains(x)), "{divisors:?}");
     let mut scaled = content(&plain, GgmlDType::Q8_0);
-    scaled.push("rope_freqs.weight", &divisors);
+    scaled.tensors.push(divisors_tensor(&divisors));
     let written = written(&scaled);
     let expected = RopeScaling::Llama3 {
         factor: 32.0,
@@ -220,7 +224,7 @@ fn the_scaling_of_llama_3_is_recognised() {
     loaded(&written.path).unwrap();
 
     let mut other = content(&plain, GgmlDType::Q8_0);
-    other.push("rope_freqs.weight", &rope_factors(&plain, (1.0, 8.0), 32.0));
+    other.tensors.push(divisors_tensor(&rope_factors(&plain, (1.0, 8.0), 32.0)));
     assert!(failure(&other).contains("rope_freqs.weight is not the scaling of Llama 3.1"));
     let mut linear = content(&plain, GgmlDType::Q8_0);
     linear.set("llama.rope.scaling.type", GgufValue::String("linear".to_owned()));

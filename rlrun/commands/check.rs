@@ -1,7 +1,5 @@
 //! `rlrun check` and `rlrun plan`: a recipe without a run.
 
-use std::path::Path;
-
 use model::{Config, ModelDirectory, SharedCores};
 
 use super::{load, scratch_directory};
@@ -53,7 +51,7 @@ pub(super) fn plan(args: &RecipeArgs, program: &Program) -> Result<String, Failu
     let (recipe, origins) = load(&args.recipe, &args.sets, program)?;
     let config = shape(&recipe)?;
     let tokenizer = match &recipe.model {
-        Model::Path(path) => file_size(&path.join("tokenizer.json"))?,
+        Model::Path(path) => model::directory::tokenizer_bytes(path)?,
         Model::Random(_) => model::characters().to_string().len() as u64,
     };
     let memory = Memory::of(&recipe, &config, tokenizer);
@@ -83,20 +81,17 @@ pub(super) fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
     devices::refuse(recipe, &config, &devices::there(recipe, &config))
 }
 
-fn file_size(path: &Path) -> Result<u64, Failure> {
-    let system = |source| Failure::System { what: format!("read {}", path.display()), source };
-    Ok(std::fs::metadata(path).map_err(system)?.len())
-}
-
 /// Checks that the files a recipe names can be what it says, each mistake at the line that names it.
 fn check_files(recipe: &Recipe, origins: &Origins) -> Result<(), Vec<Diagnostic>> {
     let at = |path: &str| origins.get(path).map(|origin| origin.value.clone());
     let mut errors = Vec::new();
-    if let Model::Path(path) = &recipe.model {
+    if let Model::Path(path) = &recipe.model
+        && !ModelDirectory::is_file(path)
+    {
         for file in ["config.json", "tokenizer.json"] {
             if !path.join(file).is_file() {
                 let message = format!("model directory `{}` has no `{file}`", path.display());
-                let help = "name a directory in Hugging Face format, with its tokenizer";
+                let help = "name a directory in Hugging Face format, with its tokenizer, or a GGUF file";
                 errors.push(Diagnostic::new(message, at("model.path")).help(help));
             }
         }

@@ -1,12 +1,14 @@
-//! The model or the checkpoint that an argument names: a model directory, or a run.
+//! The model or the checkpoint that an argument names: a model directory, a GGUF file, or a run.
 
 use std::path::{Path, PathBuf};
+
+use model::ModelDirectory;
 
 use crate::failure::Failure;
 
 /// The model directory of a run's checkpoint (the newest without `step`), or `target` itself if it is a model.
 pub(super) fn model_of(target: &Path, step: Option<u64>) -> Result<PathBuf, Failure> {
-    if step.is_none() && target.join("config.json").is_file() {
+    if step.is_none() && ModelDirectory::is_model(target) {
         return Ok(target.to_path_buf());
     }
     Ok(checkpoint_of(target, step)?.join("model"))
@@ -29,7 +31,7 @@ pub(super) fn checkpoint_of(target: &Path, step: Option<u64>) -> Result<PathBuf,
                 known.join(", ")
             ),
             _ => format!(
-                "{} is neither a model directory (no config.json) nor a run with checkpoints",
+                "{} is neither a model directory (no config.json), nor a GGUF file, nor a run with checkpoints",
                 target.display()
             ),
         }));

@@ -36,11 +36,11 @@ pub(super) fn export(args: &ExportArgs, program: &Program) -> Result<String, Fai
 }
 
 /// The model that the adapter of a run belongs to, as PEFT is to load it: that of its recipe, by its name on the hub if it
-/// lies in the cache of the hub. A model that the run made or warmed up is only in the run.
+/// lies in the cache of the hub. A model that the run made or warmed up is only in the run, and PEFT reads no GGUF file.
 fn base_of(run: &Path, program: &Program) -> Result<String, Failure> {
     let (recipe, _) = load(&run.join("resolved.toml"), &[], program)?;
     let path = match &recipe.model {
-        Model::Path(path) if recipe.warmup.is_none() => path.clone(),
+        Model::Path(path) if recipe.warmup.is_none() && !ModelDirectory::is_file(path) => path.clone(),
         Model::Path(_) | Model::Random(_) => trainer::checkpoint::base_path(&run.join("checkpoints")),
     };
     if let Some(name) = hub_name(&path) {

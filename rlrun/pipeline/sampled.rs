@@ -39,7 +39,7 @@ impl Run<'_> {
         self.progress.enter(TrainerPhase::Opening);
         let auxiliary = self.auxiliary(&start).auxiliary_models()?;
         self.rewind(&services.buffer, &start, observer)?;
-        services.api.publish_model(&start.directory)?;
+        services.api.publish_model(&start.directory);
         let stop = self.signals.stop_flag();
         let local = self.listener.is_none();
         let weights =

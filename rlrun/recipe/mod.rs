@@ -96,7 +96,7 @@ pub struct Recipe {
 /// Where the policy comes from.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Model {
-    /// An existing Hugging Face model directory.
+    /// An existing Hugging Face model directory, or a GGUF file.
     Path(PathBuf),
     /// A new character-level model.
     Random(RandomModel),

@@ -92,8 +92,10 @@ pub struct RawRecipe {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RawModel {
-    /// Hugging Face model directory. The path is relative to the recipe's file, or else to the working directory. TRL
-    /// `model_name_or_path`, verl `model.path`.
+    /// Hugging Face model directory, or a GGUF file (`.gguf`: `llama`, `qwen2`, `qwen3`; F32, F16, BF16, Q4_0 to Q8_0, Q2_K to
+    /// Q8_K), which is dequantised to f32 and trained as such; a `tokenizer.json` beside it is used instead of its own
+    /// tokenizer. Checkpoints and exports are directories. The path is relative to the recipe's file, or else to the working
+    /// directory. TRL `model_name_or_path`, verl `model.path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = policy, worker = ignored
     pub path: Option<PathBuf>,

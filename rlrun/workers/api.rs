@@ -3,7 +3,6 @@
 //! Invariant: a handler takes one short lock and never waits. Bodies are MessagePack, or JSON for people, and bounded.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use ::rewards::reward_model::ModelServer;
@@ -19,11 +18,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::registry::{Heartbeat, JoinRefused, WorkerRegistry, WorkerRole};
-use crate::failure::Failure;
 
-/// A file of a model directory that is not weights is at most this large, bytes; tokenizers of large vocabularies have
-/// 10 to 35 MB.
-const MAX_FILE: u64 = 256 << 20;
 /// The files of a model directory without its weights. A worker accepts no others from a run.
 pub(crate) const MODEL_FILES: [&str; 10] = [
     "config.json",
@@ -117,17 +112,14 @@ pub(crate) struct WorkerApi {
 
 impl WorkerApi {
     /// Sets the model to that in `directory`; samplers can join from now on.
-    ///
-    /// # Errors
-    /// A file of it that cannot be read.
-    pub(crate) fn publish_model(&self, directory: &ModelDirectory) -> Result<(), Failure> {
-        let path = directory.path();
-        let system = |source| Failure::System { what: format!("read {}", path.display()), source };
-        let files = model_files(path).map_err(system)?;
+    pub(crate) fn publish_model(&self, directory: &ModelDirectory) {
+        let known = directory.files().filter(|(name, _)| MODEL_FILES.contains(name));
+        // A binary file is skipped: rlrun reads none of these as binary.
+        let text = |content: &[u8]| String::from_utf8(content.to_vec()).ok();
+        let files = known.filter_map(|(name, content)| Some((name.to_owned(), text(content)?))).collect();
         let value_head = directory.config().head == Head::LanguageAndValue;
         // Set once.
         let _ = self.model.set(ModelFiles { files, value_head });
-        Ok(())
     }
 
     /// Sets the port at which ranks of the trainer meet; `None` while no rank is expected.
@@ -145,24 +137,6 @@ impl WorkerApi {
             .layer(DefaultBodyLimit::max(MAX_BODY))
             .with_state(Arc::clone(self))
     }
-}
-
-/// The contents of [`MODEL_FILES`] in `directory`.
-fn model_files(directory: &Path) -> std::io::Result<BTreeMap<String, String>> {
-    let mut files = BTreeMap::new();
-    for entry in std::fs::read_dir(directory)? {
-        let path = entry?.path();
-        let name = path.file_name().and_then(|name| name.to_str());
-        let Some(name) = name.filter(|name| MODEL_FILES.contains(name)) else { continue };
-        if std::fs::metadata(&path)?.len() > MAX_FILE {
-            continue;
-        }
-        // A binary file is skipped: rlrun reads none of these as binary.
-        if let Ok(text) = String::from_utf8(std::fs::read(&path)?) {
-            files.insert(name.to_owned(), text);
-        }
-    }
-    Ok(files)
 }
 
 async fn join(State(api): State<Arc<WorkerApi>>, headers: HeaderMap, body: Bytes) -> Response {

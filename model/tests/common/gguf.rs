@@ -45,11 +45,6 @@ impl GgufContent {
         self.metadata.insert(key.to_owned(), value);
     }
 
-    /// Adds a tensor of one dimension.
-    pub(crate) fn push(&mut self, name: &str, values: &[f32]) {
-        self.tensors.push((name.to_owned(), quantized(values, &[values.len()], GgmlDType::F32)));
-    }
-
     pub(crate) fn write(&self, path: &Path) {
         let metadata: Vec<_> = self.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
         let tensors: Vec<_> = self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();

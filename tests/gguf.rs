@@ -1,0 +1,130 @@
+//! Every command that takes a model takes a GGUF file, and does what it does with the directory that the file is exported to.
+
+use std::fs;
+
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::Value as GgufValue;
+use model::{Architecture, Config, Parameters, Sizes};
+
+use crate::support::Home;
+
+#[path = "../model/tests/common/gguf.rs"]
+mod content;
+
+use content::GgufContent;
+
+const CHAT_TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}";
+
+/// The reference is the same file, so that it is read for every use, and the sampler is another process.
+const RECIPE: &str = r#"
+[model]
+path = "chat.gguf"
+[data]
+train = "tasks.jsonl"
+eval = "tasks.jsonl"
+prompt_column = "question"
+answer_column = "answer"
+chat = true
+max_prompt_length = 40
+[rollout]
+max_completion_length = 12
+[[rewards]]
+kind = "regex"
+pattern = "[0-4]"
+[algorithm]
+kl_coef = 0.01
+reference = "chat.gguf"
+[buffer]
+batch_groups = 4
+[trainer]
+steps = 2
+learning_rate = 1e-3
+[eval]
+correct = { reward = "regex" }
+[placement]
+processes = true
+rollout_workers = 1
+"#;
+
+/// A tiny Llama with the character tokenizer and a chat template, as `chat.gguf`.
+fn home() -> Home {
+    let config = Config::fresh(&Sizes {
+        vocab_size: 100,
+        hidden_size: 64,
+        intermediate_size: 64,
+        num_layers: 2,
+        num_heads: 4,
+        num_kv_heads: 2,
+        max_position_embeddings: 128,
+    })
+    .of_family(Architecture::Llama);
+    let parameters = Parameters::random(&Config { initializer_range: 0.3, ..config.clone() }, 5);
+    let mut content = GgufContent::of(&config, &parameters, GgmlDType::Q8_0, (&model::characters(), "gpt-2"));
+    content.set("tokenizer.chat_template", GgufValue::String(CHAT_TEMPLATE.to_owned()));
+    let home = Home::new();
+    content.write(&home.path("chat.gguf"));
+    home.write("recipe.toml", RECIPE);
+    home.write(
+        "tasks.jsonl",
+        "{\"question\":\"1+1=\",\"answer\":\"2\"}\n{\"question\":\"2+1=\",\"answer\":\"3\"}\n",
+    );
+    home
+}
+
+#[test]
+fn every_command_takes_a_gguf_file() {
+    let home = home();
+    let checked = home.rlrun(&["check", "recipe.toml"]).ok().stdout;
+    assert!(checked.contains("no mistakes found; 55872 parameters, 2 training tasks"), "{checked}");
+    home.rlrun(&["export", "chat.gguf", "--out", "exported"]).ok();
+    let directory = "model.path=\"exported\"";
+    let total = |sets: &[&str]| {
+        let shown = home.rlrun(&[&["plan", "recipe.toml"], sets].concat()).ok().stdout;
+        shown.lines().find(|line| line.starts_with("  total ")).map(str::to_owned)
+    };
+    assert_eq!(total(&[]), total(&["--set", directory]));
+    let answer =
+        |model: &str| home.rlrun(&["generate", model, "1+1=", "2+1=", "--max-tokens", "16"]).ok().stdout;
+    let answers = answer("chat.gguf");
+    assert!(answers.trim().len() > 10, "{answers:?}");
+    assert_eq!(answer("exported"), answers);
+
+    home.rlrun(&["recipe.toml", "--run-dir", "run"]).ok();
+    let run = home.run("run");
+    assert_eq!(run.steps().len(), 2);
+    // The reference is the model that the run started from.
+    assert!(run.values("kl/ref")[0].abs() < 1e-5, "{:?}", run.steps());
+    // Checkpoints are directories, and do without the file.
+    fs::rename(home.path("chat.gguf"), home.path("moved.gguf")).unwrap();
+    home.rlrun(&["generate", "run", "1+1=", "--max-tokens", "4"]).ok();
+    home.rlrun(&["export", "run", "--out", "trained"]).ok();
+    fs::rename(home.path("moved.gguf"), home.path("chat.gguf")).unwrap();
+    home.rlrun(&["resume", "run", "--set", "trainer.steps=3"]).ok();
+    assert_eq!(run.steps().len(), 3);
+    home.rlrun(&["eval", "trained", "--recipe", "recipe.toml"]).ok();
+    home.rlrun(&["eval", "chat.gguf", "--recipe", "recipe.toml"]).ok();
+}
+
+#[test]
+fn an_adapter_of_a_gguf_file_names_a_directory() {
+    let home = home();
+    let one_process = RECIPE.split("[placement]").next().unwrap();
+    home.write("adapter.toml", format!("{one_process}[lora]\nrank = 4\n"));
+    home.rlrun(&["adapter.toml", "--run-dir", "run", "--set", "trainer.steps=1"]).ok();
+    let shown = home.rlrun(&["export", "run", "--adapter", "--out", "adapter"]).ok().stdout;
+    assert!(shown.contains("checkpoints/base"), "{shown}");
+}
+
+#[test]
+fn a_damaged_file_is_an_error_of_the_input() {
+    let home = home();
+    let whole = fs::read(home.path("chat.gguf")).unwrap();
+    home.write("chat.gguf", &whole[..whole.len() - 100]);
+    for command in
+        [&["check", "recipe.toml"][..], &["plan", "recipe.toml"], &["generate", "chat.gguf", "1+1="]]
+    {
+        home.rlrun(command).refused(&["chat.gguf", "cut off: fetch it again"]);
+    }
+    home.write("chat.gguf", "text");
+    home.rlrun(&["check", "recipe.toml"]).refused(&["chat.gguf", "does not begin with `GGUF`"]);
+}
