@@ -151,9 +151,9 @@ mod tests {
     fn check_looks_at_the_model_directory_and_the_data_files() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("r.toml");
-        let text = "[model]\npath = \".\"\n[data]\ntrain = \"t.csv\"\n[[rewards]]\nkind = \"math\"\n[trainer]\nsteps = 1\n";
+        let text = "[model]\npath = \".\"\n[data]\ntrain = \"t.tsv\"\n[[rewards]]\nkind = \"math\"\n[trainer]\nsteps = 1\n";
         std::fs::write(&path, text).unwrap();
-        std::fs::write(directory.path().join("t.csv"), "").unwrap();
+        std::fs::write(directory.path().join("t.tsv"), "").unwrap();
         std::fs::write(directory.path().join("config.json"), "{}").unwrap();
         let error = execute_args(&["check", path.to_str().unwrap()]).unwrap_err().to_string();
         assert!(error.contains("has no `tokenizer.json`") && error.contains("r.toml:2:8"), "{error}");

@@ -11,7 +11,7 @@ use buffer::BufferConfig;
 use std::sync::Arc;
 
 use model::{Config, ModelDirectory, Placement, Sampling, SharedCores, Sizes, ThreadPool};
-use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
+use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource, TaskSplit};
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
 use trainer::advantage::AdvantageEstimator;
 use trainer::algorithm::Algorithm;
@@ -84,12 +84,12 @@ impl Recipe {
                 Ok((train, eval))
             }
             DataSource::Files(files) => {
-                let source = |limit| TaskSource { limit, ..self.task_source() };
+                let source = |split, limit| TaskSource { split, limit, ..self.task_source() };
                 let eval = match &files.eval[..] {
                     [] => Vec::new(),
-                    paths => source(self.eval.tasks).load(paths)?,
+                    paths => source(TaskSplit::HeldOut, self.eval.tasks).load(paths)?,
                 };
-                Ok((source(None).load(&files.train)?, eval))
+                Ok((source(TaskSplit::Train, None).load(&files.train)?, eval))
             }
         }
     }
@@ -113,6 +113,7 @@ impl Recipe {
             prompt_template: prompt(&set.prompt_template, base.prompt_template),
             answer_column: set.answer_column.clone().or(base.answer_column),
             limit: set.tasks.or(self.eval.tasks),
+            split: TaskSplit::HeldOut,
             ..base
         }
     }
@@ -129,6 +130,7 @@ impl Recipe {
                 chat: files.chat,
                 conversation_column: self.supervised.as_ref().map(|s| s.conversation_column().to_owned()),
                 limit: None,
+                split: TaskSplit::Train,
             },
         }
     }

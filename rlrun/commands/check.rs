@@ -99,12 +99,10 @@ fn check_files(recipe: &Recipe, origins: &Origins) -> Result<(), Vec<Diagnostic>
     if let DataSource::Files(files) = &recipe.data.source {
         for (key, paths) in [("data.train", &files.train), ("data.eval", &files.eval)] {
             for path in paths.iter().filter(|path| path.is_file()) {
-                let known =
-                    path.extension().is_some_and(|e| ["jsonl", "json", "parquet"].iter().any(|k| e == *k));
-                if !known {
-                    let message =
-                        format!("`{}` is no dataset: it ends neither in .jsonl nor .parquet", path.display());
-                    errors.push(Diagnostic::new(message, at(key)).help("convert or rename the file"));
+                if !rollout::tasks::rows::is_dataset(path) {
+                    let message = format!("`{}` is no dataset, by the ending of its name", path.display());
+                    let help = "use .jsonl, .json, .csv, .parquet or .arrow";
+                    errors.push(Diagnostic::new(message, at(key)).help(help));
                 }
             }
         }

@@ -2,6 +2,7 @@
 
 mod beside;
 mod curated;
+mod datasets;
 mod engine;
 mod episodes;
 #[cfg(feature = "emulator")]

@@ -25,13 +25,13 @@ pub enum TaskError {
         source: std::io::Error,
     },
     /// A file of a type that is not read.
-    #[error("dataset {} has an unknown extension; use .jsonl, .json (one object per line) or .parquet", .path.display())]
+    #[error("dataset {} has an unknown extension; use .jsonl, .json, .csv, .parquet or .arrow", .path.display())]
     Extension {
         /// The path.
         path: PathBuf,
     },
     /// A directory without a file that could be read.
-    #[error("directory {} holds no .jsonl, .json or .parquet file; shards must lie directly in it", .path.display())]
+    #[error("directory {} holds no .jsonl, .json, .csv, .parquet or .arrow file; shards must lie directly in it", .path.display())]
     NoShards {
         /// The path.
         path: PathBuf,
@@ -43,6 +43,32 @@ pub enum TaskError {
         path: PathBuf,
         /// The line, from 1.
         line: usize,
+        /// Message of the parser.
+        reason: String,
+    },
+    /// A file that begins as an array and is none.
+    #[error(
+        "{}:{line}: not a valid JSON array of objects: {reason}; write one array, or a .jsonl file with an object per line",
+        .path.display()
+    )]
+    JsonArray {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// Message of the parser.
+        reason: String,
+    },
+    /// A line that is not CSV.
+    #[error(
+        "{}:{line}: not valid CSV: {reason}; the first line names the columns, and texts with commas, quotes or line breaks \
+         stand in quotes", .path.display()
+    )]
+    Csv {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
         /// Message of the parser.
         reason: String,
     },
@@ -60,6 +86,27 @@ pub enum TaskError {
         /// The file.
         path: PathBuf,
         /// Message of the reader.
+        reason: String,
+    },
+    /// A file that is no Arrow stream, or damaged.
+    #[error(
+        "{}:{row}: not a readable Arrow stream: {reason}; save the dataset again with `save_to_disk`, or as Parquet with \
+         `to_parquet`", .path.display()
+    )]
+    Arrow {
+        /// The file.
+        path: PathBuf,
+        /// The first row that could not be read, from 1.
+        row: usize,
+        /// Message of the reader.
+        reason: String,
+    },
+    /// A directory of `save_to_disk` that is not complete, or has no split of a usual name.
+    #[error("saved dataset {}: {reason}", .path.display())]
+    Saved {
+        /// The directory or the file in it that describes it.
+        path: PathBuf,
+        /// What is wrong, and the remedy.
         reason: String,
     },
     /// A column that the recipe names, or that is needed.

@@ -2,7 +2,7 @@
 //!
 //! # Layout
 //! - [`source`]: [`TaskSource`], which columns of a dataset make a task
-//! - [`rows`]: JSON Lines and Parquet files as rows
+//! - [`rows`]: files of every format as rows
 //! - [`prompt`]: a prompt from a cell or a template
 //! - [`stream`]: [`TaskStream`], which task every group of a run gets
 //! - [`arithmetic`]: [`Arithmetic`], generated tasks that need no download
@@ -23,5 +23,6 @@ pub mod stream;
 
 pub use arithmetic::{Arithmetic, ArithmeticTasks, Demonstration, Sum};
 pub use error::TaskError;
+pub use rows::TaskSplit;
 pub use source::TaskSource;
 pub use stream::{TaskOrder, TaskStream};

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use trajectory::{Message, Prompt, Task, TaskId};
 
-use super::rows::{DatasetRow, read, type_of};
+use super::rows::{DatasetRow, TaskSplit, read, type_of};
 use super::{TaskError, prompt};
 
 /// Columns that hold the prompt, in the order they are tried.
@@ -36,15 +36,17 @@ pub struct TaskSource {
     pub conversation_column: Option<String>,
     /// Rows that are read at most.
     pub limit: Option<usize>,
+    /// The split that is read of a saved dataset which has several.
+    pub split: TaskSplit,
 }
 
 impl TaskSource {
-    /// Reads files (`.jsonl`, `.json`, `.parquet`) and directories of them as one dataset.
+    /// Reads files (`.jsonl`, `.json`, `.csv`, `.parquet`, `.arrow`) and directories of them as one dataset.
     ///
     /// # Errors
     /// Everything of [`TaskError`] that concerns files, rows and columns; a dataset without rows.
     pub fn load(&self, paths: &[PathBuf]) -> Result<Vec<Task>, TaskError> {
-        let rows = read(paths, self.limit)?;
+        let rows = read(paths, self.split, self.limit)?;
         let Some(first) = rows.first() else {
             return Err(TaskError::Empty { paths: paths.iter().map(|p| p.display().to_string()).collect() });
         };
