@@ -45,6 +45,8 @@ const EDGES: [(&str, &[&str]); 14] = [
             "weights",
             "rollout",
             "trainer",
+            // Requests to the Hugging Face Hub.
+            "connect",
         ],
     ),
     // Measures parts of a run and whole runs, as a separate program.
