@@ -148,7 +148,7 @@ pub struct InitArgs {
 /// `rlrun eval`.
 #[derive(Debug, Args)]
 pub struct EvalArgs {
-    /// Run directory, model directory or GGUF file
+    /// Run directory, model directory, GGUF file, or hf:OWNER/NAME
     #[arg(value_name = "RUN_OR_MODEL")]
     pub target: PathBuf,
     /// Recipe that names the tasks and rewards
@@ -171,7 +171,7 @@ pub struct EvalArgs {
 /// `rlrun generate`.
 #[derive(Debug, Args)]
 pub struct GenerateArgs {
-    /// Run directory, model directory or GGUF file
+    /// Run directory, model directory, GGUF file, or hf:OWNER/NAME
     #[arg(value_name = "MODEL_OR_RUN")]
     pub target: PathBuf,
     /// Prompts, answered independently

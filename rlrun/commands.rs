@@ -41,12 +41,12 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Explain(args) => explain::run(args, program),
         Command::Run(args) => train::run(args, program),
         Command::Eval(args) => eval::eval(args, program),
-        Command::Generate(args) => generate::generate(args),
+        Command::Generate(args) => generate::generate(args, program),
         Command::Export(args) => export::export(args, program),
         Command::Resume(args) => train::resume(args, program),
         Command::Worker(command) => worker(command, program),
         Command::Serve(ServeCommand::Buffer(args)) => serve::buffer(args),
-        Command::Serve(ServeCommand::Reward(args)) => serve::reward(args),
+        Command::Serve(ServeCommand::Reward(args)) => serve::reward(args, program),
         Command::Reward(RewardCommand::Grade(args)) => {
             reward::grade(args, program, std::io::stdin().lock(), &mut std::io::stdout())?;
             Ok(String::new())

@@ -418,6 +418,7 @@ pub(crate) mod lead {
 
     use super::{Arc, Ending, Failure, Recipe, RunDir, system};
     use crate::args::LeadArgs;
+    use crate::huggingface::HuggingFace;
     use crate::pipeline::{self, RunOptions};
     use crate::program::Program;
     use crate::report::{Report, Style};
@@ -441,6 +442,7 @@ pub(crate) mod lead {
         // It contains the controller's layers.
         let program = program.without_overrides();
         let (recipe, _) = Recipe::load(&run_dir.resolved_recipe(), &[], &program).map_err(Failure::Recipe)?;
+        let recipe = HuggingFace::of(&program).fetched_for(&recipe, &run_dir.checkpoints())?;
         let style = Style::detect(args.loudness.quiet, program.environment());
         let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
         let options = RunOptions { listener: Some(listener), ..RunOptions::new(&program).cores(cores) };

@@ -1,5 +1,6 @@
 //! Why a run, or a command that needs a model, failed.
 
+use crate::huggingface::RepositoryError;
 use crate::recipe::Diagnostic;
 use crate::run_dir::{JsonLinesError, RunDirError};
 
@@ -28,6 +29,9 @@ pub enum Failure {
     /// A dataset is wrong.
     #[error(transparent)]
     Tasks(#[from] rollout::tasks::TaskError),
+    /// A model or a dataset cannot be had from the Hugging Face Hub.
+    #[error(transparent)]
+    Repository(#[from] RepositoryError),
     /// A reward is wrong.
     #[error(transparent)]
     Reward(#[from] rewards::RewardError),
@@ -119,6 +123,7 @@ impl Failure {
             Self::ChildFailed(status) => *status,
             Self::Trainer(trainer::TrainerError::Adapter { .. }) => 2,
             Self::Server(error) if error.is_input() => 2,
+            Self::Repository(error) if error.is_input() => 2,
             Self::Buffer(error) if crate::serve::is_input(error) => 2,
             Self::Rollout(error) if error.is_input() => 2,
             _ => 1,

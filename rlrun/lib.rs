@@ -4,7 +4,7 @@
 //! - [`program`]: what a program adds to every recipe, and its main function; [`args`], [`commands`]: the command line
 //!   and its commands; [`allocator`]: the memory allocator of a program
 //! - [`failpoints`]: failure injection for tests
-//! - [`reward`]: rewards evaluated without a run
+//! - [`reward`]: rewards evaluated without a run; [`huggingface`]: models and datasets of the Hugging Face Hub
 //! - `doctor`: the hardware and software that rlrun can use; `explain`: the meaning of a key of a recipe
 //! - [`plan`]: batch arithmetic and memory of a recipe before it runs; [`fit`]: extrapolation of a run to more compute
 //! - [`pipeline`]: a run; `run_buffer`: its buffer; `sampler`: its samplers; `curation`: its selection of tasks;
@@ -47,6 +47,7 @@ mod explain;
 pub mod failpoints;
 pub mod failure;
 pub mod fit;
+pub mod huggingface;
 pub mod init;
 pub mod memory;
 pub mod metrics;

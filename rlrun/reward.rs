@@ -14,6 +14,7 @@ use trajectory::{Prompt, Task, TaskId};
 
 use crate::args::{GradeArgs, RewardTestArgs};
 use crate::failure::Failure;
+use crate::huggingface::{FetchScope, HuggingFace};
 use crate::prepare::{Prepared, RewardRuntime, prompt_text};
 use crate::program::Program;
 use crate::recipe::Recipe;
@@ -171,6 +172,7 @@ fn verdict(judged: Judged) -> Value {
 /// Whatever is wrong with the recipe, its model, its data or its rewards; a reward that failed on a row.
 pub fn test(args: &RewardTestArgs, program: &Program) -> Result<String, Failure> {
     let (recipe, _) = Recipe::load(&args.recipe, &args.sets, program).map_err(Failure::Recipe)?;
+    let recipe = HuggingFace::of(program).fetched(&recipe, FetchScope::WithoutWeights)?;
     let scratch = tempfile::tempdir()
         .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
     let directory = recipe.open_model(scratch.path())?;

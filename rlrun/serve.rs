@@ -16,6 +16,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args::{KeepArgs, ServeBufferArgs, ServeRewardArgs};
 use crate::failure::Failure;
+use crate::huggingface::HuggingFace;
+use crate::program::Program;
 use crate::signals::INTERRUPTED;
 
 /// Longest time for the score of one sequence whose turn has come.
@@ -53,7 +55,7 @@ pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
 ///
 /// # Errors
 /// A model, token file or address that cannot be used.
-pub fn reward(args: &ServeRewardArgs) -> Result<String, Failure> {
+pub fn reward(args: &ServeRewardArgs, program: &Program) -> Result<String, Failure> {
     let token = args.token_file.as_deref().map(token).transpose()?;
     if !args.listen.ip().is_loopback() && token.is_none() {
         return Err(Failure::Argument(format!(
@@ -68,9 +70,10 @@ pub fn reward(args: &ServeRewardArgs) -> Result<String, Failure> {
         token,
         timeout: SCORE_TIME,
     };
+    let model = HuggingFace::of(program).model(&args.model)?;
     runtime()?.block_on(async {
         let signals = ServerSignals::listen()?;
-        let server = reward_model::server::RewardModelServer::bind(&args.model, config, args.listen).await?;
+        let server = reward_model::server::RewardModelServer::bind(&model, config, args.listen).await?;
         say(&format!("listening on http://{}", server.local_addr()));
         let served = server.serve(signals.stop()).await;
         served.map_err(|source| Failure::System { what: "serve".to_owned(), source })?;

@@ -14,6 +14,8 @@ mod evaluation;
 mod failpoints;
 mod fit;
 mod gguf;
+mod hub_server;
+mod huggingface;
 mod learns;
 mod memory;
 mod parity;

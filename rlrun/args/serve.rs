@@ -22,7 +22,7 @@ pub enum ServeCommand {
 /// `rlrun serve reward`.
 #[derive(Debug, Args)]
 pub struct ServeRewardArgs {
-    /// Model directory: a sequence classifier with one label
+    /// Model directory or hf:OWNER/NAME: a sequence classifier with one label
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// Address and port; port 0 chooses a free port. An address that is not loopback needs a token file

@@ -54,7 +54,7 @@ pub struct AllowArgs {
     /// Recipe of this machine: paths, code, programs, addresses and variables come from it, rewards by name and kind
     #[arg(long, value_name = "FILE")]
     pub recipe: Option<PathBuf>,
-    /// Files and directories that the worker may read for the run: datasets, reward models
+    /// What the worker may read for the run: files, directories, and repositories of the Hugging Face Hub (hf:OWNER/NAME)
     #[arg(long = "allow-path", value_name = "PATH", num_args = 1..)]
     pub paths: Vec<PathBuf>,
 }

@@ -5,6 +5,7 @@ use model::{Config, ModelDirectory, SharedCores};
 use super::{load, scratch_directory};
 use crate::args::RecipeArgs;
 use crate::failure::Failure;
+use crate::huggingface::{FetchScope, HuggingFace};
 use crate::plan;
 use crate::plan::memory::{Memory, devices};
 use crate::prepare::{Prepared, RewardRuntime};
@@ -15,6 +16,10 @@ use crate::supervised::SupervisedTraining;
 /// Opens everything that a recipe names, without training.
 pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
     let (recipe, origins) = load(&args.recipe, &args.sets, program)?;
+    let hub = HuggingFace::of(program);
+    let named = hub.pinned(&recipe)?;
+    let from_hub: String = hub.described(&named)?.into_iter().map(|line| line + "\n").collect();
+    let recipe = hub.fetched(&named, FetchScope::Everything)?;
     check_files(&recipe, &origins).map_err(Failure::Recipe)?;
     let scratch = scratch_directory()?;
     let directory = recipe.open_model(scratch.path())?;
@@ -33,7 +38,8 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
     let understood: String = understood.map(|line| line + "\n").collect();
     let note = recipe.algorithm.note().map_or_else(String::new, |note| format!("{note}\n"));
     let window = directory.config().window_note().map_or_else(String::new, |note| note + "\n");
-    Ok(understood
+    Ok(from_hub
+        + &understood
         + &note
         + &format!(
             "{placement}{window}{}: no mistakes found; {} parameters, {} training tasks ({} skipped: prompt too long), {held_out} held-out tasks, longest prompt \
@@ -48,7 +54,11 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
 
 /// Shows every value with its origin, the batch arithmetic and the memory needed.
 pub(super) fn plan(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
-    let (recipe, origins) = load(&args.recipe, &args.sets, program)?;
+    let (named, origins) = load(&args.recipe, &args.sets, program)?;
+    let hub = HuggingFace::of(program);
+    let named = hub.pinned(&named)?;
+    let from_hub: String = hub.described(&named)?.into_iter().map(|line| format!("\n{line}")).collect();
+    let recipe = hub.fetched(&named, FetchScope::Description)?;
     let config = shape(&recipe)?;
     let tokenizer = match &recipe.model {
         Model::Path(path) => model::directory::tokenizer_bytes(path)?,
@@ -60,8 +70,8 @@ pub(super) fn plan(args: &RecipeArgs, program: &Program) -> Result<String, Failu
         false => None,
     };
     let on_devices = on_devices.map_or_else(String::new, |text| format!("\n{text}"));
-    let (resolved, described) = (recipe.resolved_toml(&origins), plan::describe(&recipe));
-    Ok(format!("{resolved}\n{described}\nmemory\n{memory}{on_devices}"))
+    let (resolved, described) = (named.resolved_toml(&origins), plan::describe(&named));
+    Ok(format!("{resolved}\n{described}{from_hub}\nmemory\n{memory}{on_devices}"))
 }
 
 /// The shape of the recipe's model.

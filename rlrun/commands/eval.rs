@@ -12,6 +12,7 @@ use super::{load, scratch_directory};
 use crate::args::EvalArgs;
 use crate::evaluation::{EvaluationRequest, Which};
 use crate::failure::Failure;
+use crate::huggingface::{FetchScope, HuggingFace};
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::trainer_progress::{TrainerPhase, TrainerProgress};
@@ -23,10 +24,12 @@ pub(super) fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure
     sets.extend(args.temperature.map(|temperature| format!("eval.temperature={temperature}")));
     sets.extend(args.tasks.map(|tasks| format!("eval.tasks={tasks}")));
     let (recipe, _) = load(&args.recipe, &sets, program)?;
+    let hub = HuggingFace::of(program);
+    let (recipe, target) = (hub.fetched(&recipe, FetchScope::Data)?, hub.model(&args.target)?);
     // An interrupt ends the process: there is nothing to save.
     let (progress, stop) = (Arc::new(TrainerProgress::default()), AtomicBool::new(false));
     let _watchdog = progress.watch(&recipe, |text| eprintln!("{text}"))?;
-    let directory = recipe.opened(&model_of(&args.target, None)?)?;
+    let directory = recipe.opened(&model_of(&target, None)?)?;
     let (runtime, scratch) = (RewardRuntime::new(program, &SharedCores::all())?, scratch_directory()?);
     let prepared = Prepared::new(&recipe, &directory, &runtime, scratch.path())?;
     progress.set_rewards(prepared.rewards.clone());

@@ -10,6 +10,7 @@ use super::checkpoint_paths::model_of;
 use super::load;
 use crate::args::ExportArgs;
 use crate::failure::Failure;
+use crate::huggingface::{RepositoryKind, RepositoryName};
 use crate::program::Program;
 use crate::recipe::Model;
 
@@ -43,6 +44,9 @@ fn base_of(run: &Path, program: &Program) -> Result<String, Failure> {
         Model::Path(path) if recipe.warmup.is_none() && !ModelDirectory::is_file(path) => path.clone(),
         Model::Path(_) | Model::Random(_) => trainer::checkpoint::base_path(&run.join("checkpoints")),
     };
+    if let Ok(name) = RepositoryName::parse(&path, RepositoryKind::Model) {
+        return Ok(name.repository);
+    }
     if let Some(name) = hub_name(&path) {
         return Ok(name);
     }

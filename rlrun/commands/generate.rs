@@ -11,10 +11,12 @@ use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 use super::checkpoint_paths::model_of;
 use crate::args::GenerateArgs;
 use crate::failure::Failure;
+use crate::huggingface::HuggingFace;
+use crate::program::Program;
 
 /// Answers the prompts of `args`, or those of the terminal until the end of input.
-pub(super) fn generate(args: &GenerateArgs) -> Result<String, Failure> {
-    let mut generator = TextGenerator::open(args)?;
+pub(super) fn generate(args: &GenerateArgs, program: &Program) -> Result<String, Failure> {
+    let mut generator = TextGenerator::open(args, program)?;
     if !args.interactive {
         let answers: Result<Vec<String>, Failure> =
             args.prompts.iter().map(|prompt| generator.answer(&generator.prompt(prompt, &[]))).collect();
@@ -44,8 +46,9 @@ struct TextGenerator {
 }
 
 impl TextGenerator {
-    fn open(args: &GenerateArgs) -> Result<Self, Failure> {
-        let directory = ModelDirectory::open(&model_of(&args.target, None)?)?;
+    fn open(args: &GenerateArgs, program: &Program) -> Result<Self, Failure> {
+        let target = HuggingFace::of(program).model(&args.target)?;
+        let directory = ModelDirectory::open(&model_of(&target, None)?)?;
         let parameters = directory.load_parameters()?;
         let context = directory.config().max_context();
         let max_tokens = args.max_tokens.min(context.saturating_sub(1)).max(1);

@@ -15,6 +15,7 @@ use super::load;
 use crate::args::{Loudness, ResumeArgs, RunArgs};
 use crate::controller;
 use crate::failure::Failure;
+use crate::huggingface::{FetchScope, HuggingFace};
 use crate::pipeline::{self, Ending, RunOptions};
 use crate::program::Program;
 use crate::recipe::{Change, Recipe, Resumption};
@@ -31,10 +32,14 @@ pub(super) fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> 
         what: format!("read {}", args.recipe.recipe.display()),
         source,
     })?;
+    let hub = HuggingFace::of(program);
+    // The run records the commits, so that a resume reads the same files.
+    let named = hub.pinned(&recipe)?;
+    let recipe = hub.fetched(&named, FetchScope::Everything)?;
     refuse_what_does_not_fit(&recipe)?;
     let Some(leader) = launched(&recipe)? else { return Ok(String::new()) };
     let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
-    let resolved = recipe.resolved_toml(&origins);
+    let resolved = named.resolved_toml(&origins);
     let run_dir = RunDir::create(&place, RecipeTexts { given: &given, resolved: &resolved })?;
     let result = train(&recipe, TrainingStart { run_dir, from: None, leader }, &args.loudness, program);
     if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) {
@@ -126,6 +131,9 @@ pub(super) fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Fai
     let resume = run_dir.resumes()? + 1;
     let Resumption { recipe, origins, changes } =
         Recipe::resume(&path, &args.sets, program, resume).map_err(Failure::Recipe)?;
+    let hub = HuggingFace::of(program);
+    let named = hub.pinned(&recipe)?;
+    let recipe = hub.fetched_for(&named, &run_dir.checkpoints())?;
     refuse_what_does_not_fit(&recipe)?;
     let journal = run_buffer::journal(run_dir.path());
     let keeps_one = recipe.buffer.store.has_journal() && recipe.supervised.is_none();
@@ -137,7 +145,7 @@ pub(super) fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Fai
         trainer::checkpoint::check(&checkpoint_of(&args.run, Some(from.0))?)?;
     }
     if !changes.is_empty() {
-        run_dir.replace_resolved(&recipe.resolved_toml(&origins))?;
+        run_dir.replace_resolved(&named.resolved_toml(&origins))?;
         let shown: Vec<String> = changes.iter().map(ToString::to_string).collect();
         report(&args.loudness, program).note(&format!("resume {resume} changes {}", shown.join(", ")));
     }

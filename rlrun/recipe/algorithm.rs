@@ -11,6 +11,7 @@ use trainer::loss::{Correction, PolicyLoss};
 use super::ranges::Checker;
 use super::schema::{self, RawRecipe};
 use super::words::{AlgorithmKind, CorrectionKind, CriticKind, Proximal};
+use crate::huggingface::RepositoryKind;
 
 /// Factor of the value loss of a critic that is a head of the policy.
 const SHARED_COEF: f64 = 0.5;
@@ -263,7 +264,8 @@ fn check_reference(raw: &mut RawRecipe, algorithm: &Algorithm, checker: &mut Che
             let message = "`algorithm.reference` has no effect: nothing is compared with it";
             checker.report("algorithm.reference", message, "set `algorithm.kl_coef`, or remove it");
         }
-        let found = super::checks::existing(&path, "algorithm.reference", "give a model directory", checker);
+        let (key, help) = ("algorithm.reference", "give a model directory, or hf:OWNER/NAME");
+        let found = super::checks::model_or_dataset(&path, RepositoryKind::Model, key, help, checker);
         raw.algorithm.reference = found.or(Some(PathBuf::new()));
     }
 }

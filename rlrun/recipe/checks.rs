@@ -16,6 +16,7 @@ use super::schema::{BufferSection, RandomModel, RawData, RawModel, RawRecipe, Ro
 use super::training::{check_lora, check_trainer};
 use super::words::{OnStale, Quantization, Reduction, SampleOrder, StoreWord, WeightDtypeWord};
 use super::{Data, DataSource, Files, Model, Recipe};
+use crate::huggingface::{RepositoryKind, RepositoryName};
 
 /// Most leaves of a step.
 const MAX_LEAVES: usize = 1 << 10;
@@ -185,8 +186,8 @@ fn check_model(raw: RawModel, checker: &mut Checker<'_>) -> Option<Model> {
     match (raw.path, raw.random) {
         (Some(path), None) => {
             let help =
-                "give a Hugging Face model directory, a GGUF file, or `[model.random]` for a new model";
-            existing(&path, "model.path", help, checker).map(Model::Path)
+                "give a Hugging Face model directory, a GGUF file, hf:OWNER/NAME, or `[model.random]` for a new model";
+            model_or_dataset(&path, RepositoryKind::Model, "model.path", help, checker).map(Model::Path)
         }
         (None, Some(random)) => {
             check_heads(&random, checker);
@@ -409,10 +410,31 @@ pub(super) fn all_existing(paths: &[PathBuf], key: &str, checker: &mut Checker<'
         .enumerate()
         .map(|(index, path)| {
             let at = if checker.given(&element(index)) { element(index) } else { key.to_owned() };
-            existing(path, &at, help, checker)
+            model_or_dataset(path, RepositoryKind::Dataset, &at, help, checker)
         })
         .collect();
     found.into_iter().collect()
+}
+
+/// A name on the Hugging Face Hub as it is written, or the absolute path of something that exists.
+pub(super) fn model_or_dataset(
+    path: &Path,
+    kind: RepositoryKind,
+    key: &str,
+    help: &str,
+    checker: &mut Checker<'_>,
+) -> Option<PathBuf> {
+    if !RepositoryName::is_name(path) {
+        return existing(path, key, help, checker);
+    }
+    match RepositoryName::parse(path, kind) {
+        Ok(_) => Some(path.to_path_buf()),
+        Err(reason) => {
+            let help = "a file of this name is written with `./` before it";
+            checker.report(key, format!("`{key}`: {reason}"), help);
+            None
+        }
+    }
 }
 
 /// The absolute path of something that exists, looked for beside the file that names it, then in the working

@@ -7,9 +7,10 @@ use std::path::Path;
 
 use rewards::{Registry, RewardError, RewardSpec};
 
-use super::checks::existing;
+use super::checks::{existing, model_or_dataset};
 use super::ranges::Checker;
 use super::schema::RawRecipe;
+use crate::huggingface::RepositoryKind;
 
 /// Checks all entries; fills in their names and what they take from other sections.
 pub(super) fn check(raw: &mut RawRecipe, registry: &Registry, checker: &mut Checker<'_>) {
@@ -26,10 +27,13 @@ pub(super) fn check(raw: &mut RawRecipe, registry: &Registry, checker: &mut Chec
         }
         if let Some(path) = reward.path.take() {
             let key = format!("rewards[{index}].path");
-            let help = "name a file, or a model directory in Hugging Face format";
+            let help = "name a file, a model directory in Hugging Face format, or hf:OWNER/NAME";
             reward.path = match python_file(&path).filter(|_| reward.kind == "python") {
                 // A module is found by Python.
                 None if reward.kind == "python" => Some(path),
+                None if reward.kind == "model" => {
+                    model_or_dataset(&path, RepositoryKind::Model, &key, help, checker)
+                }
                 None => existing(&path, &key, help, checker),
                 Some((file, function)) => existing(Path::new(file), &key, help, checker).map(|file| {
                     let mut named = file.into_os_string();

@@ -92,10 +92,12 @@ pub struct RawRecipe {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RawModel {
-    /// Hugging Face model directory, or a GGUF file (`.gguf`: `llama`, `qwen2`, `qwen3`; F32, F16, BF16, Q4_0 to Q8_0, Q2_K to
-    /// Q8_K), which is dequantised to f32 and trained as such; a `tokenizer.json` beside it is used instead of its own
-    /// tokenizer. Checkpoints and exports are directories. The path is relative to the recipe's file, or else to the working
-    /// directory. TRL `model_name_or_path`, verl `model.path`.
+    /// Hugging Face model directory; or a GGUF file (`.gguf`: `llama`, `qwen2`, `qwen3`; F32, F16, BF16, Q4_0 to Q8_0, Q2_K to
+    /// Q8_K), which is dequantised to f32 and trained as such, with the `tokenizer.json` beside it instead of its own tokenizer
+    /// if there is one; or `hf:OWNER/NAME[@REVISION]` on the Hugging Face Hub, fetched into the user's cache (`HF_HOME`), where
+    /// `hf:OWNER/NAME/FILE` is one file of a repository. A run records the commit of the revision, and a resume uses it.
+    /// Checkpoints and exports are directories. A path is relative to the recipe's file, or else to the working directory. TRL
+    /// `model_name_or_path`, verl `model.path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = policy, worker = ignored
     pub path: Option<PathBuf>,
@@ -158,11 +160,14 @@ impl Default for RandomModel {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RawData {
-    /// Training tasks: JSONL or Parquet files, or directories of them. TRL `dataset_name`, verl `data.train_files`.
+    /// Training tasks: files (`.jsonl`, `.json` with an array of objects or one object per line, `.csv`, `.parquet`,
+    /// `.arrow`), directories of them, and what `save_to_disk` of the Python package `datasets` wrote; or
+    /// `hf:OWNER/NAME[:CONFIG[:SPLIT]][@REVISION]` on the Hugging Face Hub, by default its split `train`. TRL `dataset_name`,
+    /// verl `data.train_files`.
     #[serde(deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
     // resume = tasks, worker = operator
     pub train: Vec<PathBuf>,
-    /// Files of held-out tasks. verl `data.val_files`.
+    /// Held-out tasks, named as in `data.train`; by default the split `test`, or else `validation`. verl `data.val_files`.
     #[serde(deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
     // resume = changes, worker = ignored
     pub eval: Vec<PathBuf>,

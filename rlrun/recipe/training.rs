@@ -3,10 +3,11 @@
 //! Invariant: a key that says nothing about the optimizer, the schedule or the layers that were chosen is an error, and is
 //! left out where the recipe is written down.
 
-use super::checks::existing;
+use super::checks::model_or_dataset;
 use super::ranges::Checker;
 use super::schema::{Lora, TrainerSection};
 use super::words::{OptimizerKind, ScheduleShape};
+use crate::huggingface::RepositoryKind;
 
 /// Largest rank of an adapter: more than any layer is wide.
 const MAX_RANK: usize = 1 << 16;
@@ -82,7 +83,8 @@ pub(super) fn check_lora(lora: Option<&mut Lora>, checker: &mut Checker<'_>) {
         }
     }
     if let Some(adapter) = lora.path.take() {
-        let help = "name a directory with `adapter_config.json` and `adapter_model.safetensors`";
-        lora.path = existing(&adapter, "lora.path", help, checker);
+        let help =
+            "name a directory with `adapter_config.json` and `adapter_model.safetensors`, or hf:OWNER/NAME";
+        lora.path = model_or_dataset(&adapter, RepositoryKind::Model, "lora.path", help, checker);
     }
 }

@@ -18,6 +18,7 @@ use toml::{Table, Value};
 
 use crate::args::AllowArgs;
 use crate::failure::Failure;
+use crate::huggingface::{RepositoryKind, RepositoryName};
 use crate::program::Program;
 use crate::recipe::{DataSource, Recipe};
 
@@ -36,6 +37,8 @@ pub(crate) struct Permissions {
     recipe: Option<Local>,
     code: Vec<Code>,
     paths: Vec<Allowed>,
+    /// Repositories that may be fetched, at the named revision if there is one.
+    repositories: Vec<RepositoryName>,
 }
 
 /// A path that may be read, with all files under it.
@@ -81,7 +84,14 @@ impl Permissions {
                 Failure::Argument(format!("{flag} {}: {error}; name what is there", path.display()))
             })
         };
-        let paths = args.paths.iter().map(|path| {
+        let (named, paths): (Vec<_>, Vec<_>) =
+            args.paths.iter().partition(|path| RepositoryName::is_name(path));
+        let repositories = named.into_iter().map(|path| {
+            RepositoryName::parse(path, RepositoryKind::Dataset)
+                .map_err(|reason| Failure::Argument(format!("--allow-path {}: {reason}", path.display())))
+        });
+        let repositories = repositories.collect::<Result<_, Failure>>()?;
+        let paths = paths.into_iter().map(|path| {
             let named = std::path::absolute(path).unwrap_or_else(|_| path.clone());
             Ok(Allowed { named, real: there(path, "--allow-path")? })
         });
@@ -105,7 +115,7 @@ impl Permissions {
             Ok::<_, Failure>(Local { path: path.clone(), rewards: recipe.rewards, train })
         };
         let recipe = args.recipe.as_ref().map(local).transpose()?;
-        Ok(Self { recipe, code, paths })
+        Ok(Self { recipe, code, paths, repositories })
     }
 
     /// Whether the run may name servers for this worker to ask: what it computes rewards with is in a recipe of the
@@ -284,8 +294,21 @@ impl Permissions {
         fitting.next().is_none().then(|| Code::clone(found))
     }
 
-    /// `named` without links, if it is an allowed path or under one. What is not is not looked at.
+    /// `named` without links, if it is an allowed path or under one, or a name of an allowed repository. What is not is not
+    /// looked at.
     fn path(&self, named: &Path) -> Option<PathBuf> {
+        if RepositoryName::is_name(named) {
+            let name = RepositoryName::parse(named, RepositoryKind::Dataset).ok()?;
+            let allows = |allowed: &RepositoryName| {
+                let same = |of: &Option<String>, by: &Option<String>| by.is_none() || of == by;
+                name.repository == allowed.repository
+                    && same(&name.file, &allowed.file)
+                    && same(&name.config, &allowed.config)
+                    && same(&name.split, &allowed.split)
+                    && same(&name.revision, &allowed.revision)
+            };
+            return self.repositories.iter().any(allows).then(|| named.to_path_buf());
+        }
         let plain = named.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
         let within =
             |allowed: &Allowed| named.starts_with(&allowed.named) || named.starts_with(&allowed.real);

@@ -21,6 +21,7 @@ use super::permissions::Permissions;
 use super::registry::WorkerRole;
 use crate::args::RewardWorkerArgs;
 use crate::failure::Failure;
+use crate::huggingface::HuggingFace;
 use crate::program::Program;
 use crate::signals::{Signals, end_with_parent};
 
@@ -45,6 +46,7 @@ pub(crate) fn run(args: &RewardWorkerArgs, program: &Program) -> Result<(), Fail
     };
     let listener = listener(args)?;
     let served = served(args, &permissions, &membership)?;
+    let model = HuggingFace::of(program).model(&served.path)?;
     let address = listener.local_addr().map_err(socket)?;
     // All processes of this reward have the same token.
     let token = derived(membership.token(), PURPOSE);
@@ -52,7 +54,7 @@ pub(crate) fn run(args: &RewardWorkerArgs, program: &Program) -> Result<(), Fail
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("serve").build();
     let runtime = runtime.map_err(|source| Failure::System { what: "start threads".to_owned(), source })?;
     runtime.block_on(async {
-        let server = RewardModelServer::on(&served.path, config, listener).await?;
+        let server = RewardModelServer::on(&model, config, listener).await?;
         eprintln!("serving reward `{}` on http://{address}", args.reward);
         let url = args.url.clone().unwrap_or_else(|| format!("http://{address}"));
         let report = RewardReport { serves: (args.reward.clone(), ModelServer { url, token }) };

@@ -26,6 +26,7 @@ use super::permissions::Permissions;
 use super::registry::WorkerRole;
 use crate::args::RolloutArgs;
 use crate::failure::Failure;
+use crate::huggingface::{FetchScope, HuggingFace};
 use crate::pipeline::remote_subscriber;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
@@ -74,6 +75,7 @@ fn sample(
     // The run has resolved the recipe; environment variables of this machine do not change it.
     let (mut recipe, _) =
         Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
+    recipe = HuggingFace::of(program).fetched(&recipe, FetchScope::Everything)?;
     settle_device(&mut recipe, args.device)?;
     let directory = recipe.opened(&directory)?;
     let directory = match membership.joined.model.value_head {

@@ -69,7 +69,7 @@ pub struct EvalSet {
     /// Unique name in metrics: letters, digits, `-`, `_` and `.`; not `default`.
     // resume = changes, worker = ignored
     pub name: String,
-    /// JSONL or Parquet files, or directories of them.
+    /// Files, directories or a dataset of the Hugging Face Hub, as in `data.eval`.
     #[serde(deserialize_with = "one_or_many")]
     // resume = changes, worker = ignored
     pub path: Vec<PathBuf>,

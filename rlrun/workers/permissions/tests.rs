@@ -243,3 +243,30 @@ fn a_recipe_of_this_machine_has_what_a_run_may_not_choose() {
         machine.settle(&permissions, "[[rewards]]\nkind = \"judge\"\nname = \"score\"\nurl = \"http://a\"\n");
     assert!(other.unwrap_err().contains("`rewards[0].url`"));
 }
+
+#[test]
+fn repositories_of_the_hub_are_allowed_by_name() {
+    let machine = WorkerMachine::new();
+    let settle = |allowed: &str, named: &str| {
+        let args = AllowArgs { recipe: None, paths: vec![PathBuf::from(allowed)] };
+        let permissions = Permissions::new(&args, &[], &Program::default()).unwrap();
+        machine.settle(&permissions, &format!("[data]\ntrain = {named:?}\n"))
+    };
+    let commit = "e53f048856ff4f594e959d75785d2c2d37b678ee";
+    for (allowed, named, expected) in [
+        ("hf:openai/gsm8k", "hf:openai/gsm8k:main", true),
+        ("hf:openai/gsm8k", &format!("hf:openai/gsm8k:main@{commit}"), true),
+        ("hf:openai/gsm8k:main", "hf:openai/gsm8k:socratic", false),
+        ("hf:openai/gsm8k@v1", "hf:openai/gsm8k@v2", false),
+        ("hf:openai/gsm8k", "hf:openai/other", false),
+        ("hf:openai/gsm8k", "hf:openai/gsm8k/../../other", false),
+        ("/", "hf:openai/gsm8k", false),
+    ] {
+        let settled = settle(allowed, named);
+        assert_eq!(settled.is_ok(), expected, "{allowed} {named}: {settled:?}");
+        assert!(settled.is_err() || settled.unwrap()["data"]["train"][0].as_str() == Some(named));
+    }
+    let args = AllowArgs { recipe: None, paths: vec![PathBuf::from("hf:openai/../x")] };
+    let error = Permissions::new(&args, &[], &Program::default()).unwrap_err().to_string();
+    assert!(error.contains("--allow-path hf:openai/../x") && error.contains("hf:OWNER/NAME"), "{error}");
+}
