@@ -185,8 +185,7 @@ fn check_name(name: &str, checker: &mut Checker<'_>) {
 fn check_model(raw: RawModel, checker: &mut Checker<'_>) -> Option<Model> {
     match (raw.path, raw.random) {
         (Some(path), None) => {
-            let help =
-                "give a Hugging Face model directory, a GGUF file, hf:OWNER/NAME, or `[model.random]` for a new model";
+            let help = "give a Hugging Face model directory, a GGUF file, hf:OWNER/NAME, or `[model.random]` for a new model";
             model_or_dataset(&path, RepositoryKind::Model, "model.path", help, checker).map(Model::Path)
         }
         (None, Some(random)) => {

@@ -251,7 +251,9 @@ impl Linear {
     pub(crate) fn copy_row(&self, output: usize, row: &mut [f32]) {
         match &self.weight {
             Weight::Packed(panels) => panels.copy_column(output, row),
-            Weight::Flat(..) | Weight::Int8(_) | Weight::Bf16(_) => panic!("only rows of packed f32 weights are copied"),
+            Weight::Flat(..) | Weight::Int8(_) | Weight::Bf16(_) => {
+                panic!("only rows of packed f32 weights are copied")
+            }
         }
     }
 
