@@ -5,11 +5,12 @@
 //! rlrun; advantage, loss, the sum over leaves, clipping and AdamW are written out. `parity.rs` asserts that rlrun with
 //! `buffer.max_staleness = 0` ends with the same weights, bit for bit.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use model::{
-    Config, Decoder, Draw, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Recompute,
-    Sampling, Target, ThreadPool,
+    Config, Decoder, Draw, Gradients, ModelDirectory, Pack, Parameters, Prediction, PredictionGradient,
+    Recompute, Sampling, Target, ThreadPool, TrainedTargets,
 };
 use rollout::PromptSet;
 use rollout::engine::{random_stream, uniform};
@@ -203,10 +204,20 @@ fn gradients(
     if leaf.is_empty() {
         return gradients.values().to_vec();
     }
-    let (predictions, trace) = policy.forward(&pack, &rows, &targets, &ThreadPool::single()).unwrap();
-    let behavior = leaf.iter().flat_map(|t| &t.behavior_logprobs);
-    assert!(predictions.iter().map(|p| &p.logprob).eq(behavior), "trainer and sampler agree bit for bit");
-    policy.backward(&pack, trace, &targets, &slopes, &mut gradients, &ThreadPool::single()).unwrap();
+    let behavior: Vec<f32> = leaf.iter().flat_map(|t| &t.behavior_logprobs).copied().collect();
+    let samples: Vec<usize> = leaf.iter().map(|t| t.behavior_logprobs.len()).collect();
+    let trained = TrainedTargets { rows: &rows, targets: &targets, samples: &samples };
+    let mut seen = 0;
+    // The pass predicts some trajectories, and continues with the derivatives of the loss by these predictions.
+    let mut slopes_of = |_: Range<usize>, predictions: &[Prediction]| {
+        let own = seen..seen + predictions.len();
+        seen = own.end;
+        let logprobs = predictions.iter().map(|p| &p.logprob);
+        assert!(logprobs.eq(&behavior[own.clone()]), "trainer and sampler agree bit for bit");
+        slopes[own].to_vec()
+    };
+    policy.train(&pack, trained, &mut slopes_of, &mut gradients, &ThreadPool::single()).unwrap();
+    assert_eq!(seen, slopes.len());
     gradients.values().to_vec()
 }
 

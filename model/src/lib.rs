@@ -76,12 +76,12 @@ pub use chat::ChatTemplate;
 pub use config::{Architecture, Config, Head, Reduction, RopeScaling, Sizes};
 pub use decoder::{
     Decoder, GradientSink, Gradients, KvCache, LayerSource, Pack, PackError, Quantization, Recompute,
-    StepSequence, Trace, TracedPack,
+    StepSequence,
 };
 pub use directory::ModelDirectory;
 pub use error::ModelError;
 pub use layer::{LayerSpec, QueryKeyNorm, TargetModule};
-pub use ops::head::{Prediction, PredictionGradient, Target};
+pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use sampling::{Draw, Sampling};

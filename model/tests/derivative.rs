@@ -12,7 +12,7 @@ use model::{
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-use crate::common::pack_of;
+use crate::common::{pack_of, train};
 
 const SIZES: Sizes = Sizes {
     vocab_size: 29,
@@ -73,9 +73,9 @@ impl Loss {
     fn gradients(&self, config: &Config, parameters: &Parameters) -> Gradients {
         let pool = ThreadPool::single();
         let decoder = Decoder::trainable(config, &Arc::new(parameters.clone()), Recompute::None);
-        let (_, trace) = decoder.forward(&self.pack, &self.rows, &self.targets, &pool).unwrap();
         let mut gradients = Gradients::zeros(parameters.layout());
-        decoder.backward(&self.pack, trace, &self.targets, &self.gradients, &mut gradients, &pool).unwrap();
+        let of = (&self.rows[..], &self.targets[..]);
+        train(&decoder, &self.pack, of, &self.gradients, &mut gradients, &pool);
         gradients
     }
 }

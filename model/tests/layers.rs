@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use model::{
     Decoder, GradientSink, Gradients, LayerSource, Layout, Parameters, PredictionGradient, Recompute,
-    SharedCores, Target, ThreadPool, TracedPack, Unit,
+    SharedCores, Target, ThreadPool, TrainedTargets, Unit,
 };
 
-use crate::common::{Golden, MODELS, bits, pack_of};
+use crate::common::{Golden, MODELS, bits, pack_of, recorded, samples, train};
 
 /// Layers cut out of whole parameters, with the order in which they were asked for.
 struct Cut<'a> {
@@ -65,24 +65,26 @@ fn layers_that_come_one_at_a_time_give_the_same_bits() {
         {
             let pool = ThreadPool::new(&SharedCores::new(threads), threads);
             let whole = Decoder::trainable(config, &parameters, recompute);
-            let (expected, trace) = whole.forward(&pack, &rows, &targets, &pool).unwrap();
             let mut flat = Gradients::zeros(layout);
-            whole.backward(&pack, trace, &targets, &slopes, &mut flat, &pool).unwrap();
+            let expected = train(&whole, &pack, (&rows, &targets), &slopes, &mut flat, &pool);
 
             let [embedding, tail] = [Unit::Embedding, Unit::Tail].map(|of| unit(&parameters, of));
             let decoder = Decoder::without_layers(config, layout, &embedding, &tail, recompute);
             let mut source = Cut { parameters: &parameters, asked: Vec::new() };
             let scored = decoder.score_through(&mut source, &pack, &rows, &targets, &pool).unwrap();
-            let (predicted, trace) =
-                decoder.forward_through(&mut source, &pack, &rows, &targets, &pool).unwrap();
-            assert_eq!((&scored, &predicted), (&expected, &expected), "{name}");
             source.asked.clear();
             let units = layout.units().map(|unit| vec![0.0; layout.unit(unit).len()]).collect();
             let mut apart = Apart { layout: Arc::clone(layout), units, said: Vec::new() };
-            let traced = TracedPack { pack: &pack, trace };
-            decoder.backward_through(&mut source, traced, &targets, &slopes, &mut apart, &pool).unwrap();
+            let samples = samples(rows.len());
+            let trained = TrainedTargets { rows: &rows, targets: &targets, samples: &samples };
+            let mut predicted = Vec::new();
+            let mut slopes_of = recorded(&samples, &slopes, &mut predicted);
+            decoder.train_through(&mut source, &pack, trained, &mut slopes_of, &mut apart, &pool).unwrap();
+            drop(slopes_of);
+            assert_eq!((&scored, &predicted), (&expected, &expected), "{name}");
             assert_eq!(bits(&apart.units.concat()), bits(flat.values()), "{name} {recompute:?}");
-            assert_eq!(source.asked, (0..config.num_layers).rev().collect::<Vec<_>>());
+            let up = 0..config.num_layers;
+            assert_eq!(source.asked, up.clone().chain(up.rev()).collect::<Vec<_>>());
             done_in_order(layout, &apart.said);
         }
     }

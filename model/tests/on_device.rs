@@ -14,7 +14,7 @@ use model::{
     QueryKeyNorm, Recompute, Sampling, Sizes, StepSequence, Target, ThreadPool,
 };
 
-use crate::common::bits;
+use crate::common::{bits, train};
 
 const KEPT: [u32; 4] = [0, 5, 11, 28];
 
@@ -97,9 +97,9 @@ impl Case {
     fn here(&self, config: &Config, parameters: &Parameters) -> (Vec<f32>, Vec<f32>) {
         let pool = ThreadPool::single();
         let decoder = Decoder::trainable(config, &Arc::new(parameters.clone()), Recompute::None);
-        let (predictions, trace) = decoder.forward(&self.pack, &self.rows, &self.targets, &pool).unwrap();
         let mut gradients = Gradients::zeros(parameters.layout());
-        decoder.backward(&self.pack, trace, &self.targets, &self.slopes, &mut gradients, &pool).unwrap();
+        let of = (&self.rows[..], &self.targets[..]);
+        let predictions = train(&decoder, &self.pack, of, &self.slopes, &mut gradients, &pool);
         (flat(&predictions), gradients.values().to_vec())
     }
 

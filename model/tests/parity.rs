@@ -10,7 +10,7 @@ use model::{
     ThreadPool,
 };
 
-use crate::common::{Golden, MODELS, bits, logits_of, pack_of};
+use crate::common::{Golden, MODELS, bits, logits_of, pack_of, train};
 
 /// What a golden's loss is made of: every token but the first of a sequence, predicted from the row before it.
 struct Loss<'a> {
@@ -67,8 +67,7 @@ fn reverse_on(
 ) {
     let (pack, loss) =
         (pack_of(indices.iter().map(|i| &golden.sequences[*i].tokens[..])), Loss::new(golden, indices));
-    let (_, trace) = decoder.forward(&pack, &loss.rows, &loss.targets, pool).unwrap();
-    decoder.backward(&pack, trace, &loss.targets, &loss.gradients, gradients, pool).unwrap();
+    train(decoder, &pack, (&loss.rows, &loss.targets), &loss.gradients, gradients, pool);
 }
 
 fn all(golden: &Golden) -> Vec<usize> {
@@ -114,8 +113,7 @@ fn loss_and_gradients_are_those_of_pytorch() {
         let golden = Golden::open(name);
         let (decoder, loss) = (trainable(&golden), Loss::new(&golden, &all(&golden)));
         let pack = pack_of(golden.sequences.iter().map(|s| &s.tokens[..]));
-        let (predictions, _) =
-            decoder.forward(&pack, &loss.rows, &loss.targets, &ThreadPool::single()).unwrap();
+        let predictions = decoder.score(&pack, &loss.rows, &loss.targets, &ThreadPool::single()).unwrap();
         let value = loss.value(&predictions);
         assert!((value - f64::from(golden.loss)).abs() <= 1e-3, "{name}: loss {value}, not {}", golden.loss);
 
@@ -193,9 +191,8 @@ fn a_shared_prefix_changes_nothing_but_the_cost() {
             }
         }
         let of = |pack: &Pack, rows: &[usize]| {
-            let (predictions, trace) = decoder.forward(pack, rows, &targets, &pool).unwrap();
             let mut gradients = Gradients::zeros(golden.parameters.layout());
-            decoder.backward(pack, trace, &targets, &slopes, &mut gradients, &pool).unwrap();
+            let predictions = train(&decoder, pack, (rows, &targets), &slopes, &mut gradients, &pool);
             (bits(&predictions.iter().map(|p| p.logprob).collect::<Vec<_>>()), gradients)
         };
         let (expected, whole) = of(&alone, &rows_alone);
@@ -212,8 +209,9 @@ fn scoring_gives_the_bits_of_the_forward() {
         let golden = Golden::open(name);
         let loss = Loss::new(&golden, &all(&golden));
         let pack = pack_of(golden.sequences.iter().map(|s| &s.tokens[..]));
-        let (forward, _) =
-            trainable(&golden).forward(&pack, &loss.rows, &loss.targets, &ThreadPool::single()).unwrap();
+        let mut gradients = Gradients::zeros(golden.parameters.layout());
+        let (of, pool) = ((&loss.rows[..], &loss.targets[..]), ThreadPool::single());
+        let forward = train(&trainable(&golden), &pack, of, &loss.gradients, &mut gradients, &pool);
         let frozen = Decoder::new(&golden.config, &golden.parameters);
         let score = frozen.score(&pack, &loss.rows, &loss.targets, &ThreadPool::single()).unwrap();
         let of = |p: &[Prediction]| bits(&p.iter().flat_map(|p| [p.logprob, p.entropy]).collect::<Vec<_>>());

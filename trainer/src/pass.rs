@@ -4,8 +4,8 @@
 //! different numbers of micro-batches make the same calls.
 
 use model::{
-    Config, Decoder, GradientSink, LayerSource, Layout, Parameters, Prediction, PredictionGradient,
-    Recompute, ThreadPool, TracedPack, Unit,
+    Config, Decoder, GradientSink, LayerSource, Layout, Parameters, Prediction, Recompute, SampleSlopes,
+    ThreadPool, TrainedTargets, Unit,
 };
 use std::sync::Arc;
 
@@ -23,9 +23,6 @@ pub(crate) enum Pass<'a> {
     /// The network is on a device.
     Device(Box<dyn DevicePass + 'a>),
 }
-
-/// The derivatives of the loss with respect to the predictions of a micro-batch.
-pub(crate) type LossSlopes<'a> = dyn FnMut(&[Prediction]) -> Vec<PredictionGradient> + 'a;
 
 impl<'a> Pass<'a> {
     /// A network with all weights.
@@ -48,29 +45,23 @@ impl<'a> Pass<'a> {
         Ok(Self::Gathered(decoder, source))
     }
 
-    /// A forward pass, and a backward pass with the loss derivatives of its predictions. Adds the gradients to `sink`. A
+    /// A forward pass, and a backward pass with the derivatives that `slopes` returns for its predictions. Adds the gradients to `sink`. A
     /// device keeps them until the gradients of a slot are `complete`.
     pub(crate) fn train(
         &mut self,
         packed: &Packed<'_>,
-        slopes: &mut LossSlopes<'_>,
+        slopes: &mut SampleSlopes<'_>,
         sink: &mut dyn GradientSink,
         complete: bool,
         pool: &ThreadPool,
     ) -> Result<(), TrainerError> {
-        let Packed { pack, positions, targets, .. } = packed;
+        let Packed { pack, positions, targets, trained } = packed;
+        let trained = TrainedTargets { rows: positions, targets, samples: trained };
         match self {
-            Self::Whole(decoder) => {
-                let (predictions, trace) = decoder.forward(pack, positions, targets, pool)?;
-                decoder.backward(pack, trace, targets, &slopes(&predictions), sink, pool)?;
-            }
+            Self::Whole(decoder) => decoder.train(pack, trained, slopes, sink, pool)?,
             Self::Gathered(decoder, source) => {
                 source.backward = false;
-                let (predictions, trace) = decoder.forward_through(source, pack, positions, targets, pool)?;
-                let slopes = slopes(&predictions);
-                source.backward = true;
-                let traced = TracedPack { pack, trace };
-                decoder.backward_through(source, traced, targets, &slopes, sink, pool)?;
+                decoder.train_through(source, pack, trained, slopes, sink, pool)?;
             }
             Self::Device(pass) => pass.train(packed, slopes, if complete { Some(sink) } else { None })?,
         }

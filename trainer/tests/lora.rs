@@ -1,9 +1,11 @@
 //! Training a LoRA adapter.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use model::{
-    Decoder, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Recompute, Target, ThreadPool,
+    Decoder, Gradients, ModelDirectory, Pack, Parameters, Prediction, PredictionGradient, Recompute, Target,
+    ThreadPool, TrainedTargets,
 };
 use trainer::checkpoint::{base_path, load};
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
@@ -49,13 +51,17 @@ fn loss(parameters: &Parameters) -> (f64, Gradients) {
         |row: &usize| PredictionGradient { logprob: 1.0 - 0.3 * *row as f32, entropy: 0.2, value: 0.0 };
     let slopes: Vec<_> = rows.iter().map(slope).collect();
     let decoder = Decoder::trainable(&config, &Arc::new(parameters.clone()), Recompute::None);
-    let (predictions, trace) = decoder.forward(&pack, &rows, &targets, &pool).unwrap();
-    let value = predictions.iter().zip(&slopes).map(|(p, s)| {
-        f64::from(p.logprob) * f64::from(s.logprob) + f64::from(p.entropy) * f64::from(s.entropy)
-    });
     let mut gradients = Gradients::zeros(parameters.layout());
-    decoder.backward(&pack, trace, &targets, &slopes, &mut gradients, &pool).unwrap();
-    (value.sum(), gradients)
+    let trained = TrainedTargets { rows: &rows, targets: &targets, samples: &[rows.len()] };
+    let mut value = 0.0;
+    let mut slopes_of = |_: Range<usize>, predictions: &[Prediction]| {
+        value += predictions.iter().zip(&slopes).fold(0.0, |sum, (p, s)| {
+            sum + f64::from(p.logprob) * f64::from(s.logprob) + f64::from(p.entropy) * f64::from(s.entropy)
+        });
+        slopes.clone()
+    };
+    decoder.train(&pack, trained, &mut slopes_of, &mut gradients, &pool).unwrap();
+    (value, gradients)
 }
 
 fn merged(adapter: &Adapter) -> Parameters {

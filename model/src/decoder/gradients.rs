@@ -30,6 +30,9 @@ pub trait LayerSource {
     /// # Errors
     /// If the values are not available.
     fn layer(&mut self, index: usize) -> Result<Arc<Vec<f32>>>;
+
+    /// The layers are asked for in descending order from now on: a forward has become a backward.
+    fn reverse(&mut self) {}
 }
 
 /// Gradients of all weights as one flat buffer, laid out as the parameters are.

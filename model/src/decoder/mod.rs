@@ -1,7 +1,7 @@
 //! The network: one decoder for prefill, decode, training and scoring.
 //!
-//! [`Decoder`] is immutable: one policy version. [`Decoder::forward`] runs a [`Pack`] of whole sequences and keeps what
-//! the backward needs, [`Decoder::backward`] goes through it layer by layer, [`Decoder::step`] continues sequences whose keys
+//! [`Decoder`] is immutable: one policy version. [`Decoder::train`] runs a [`Pack`] of whole sequences forward and
+//! then backward layer by layer, [`Decoder::score`] forward only, [`Decoder::step`] continues sequences whose keys
 //! and values are in a [`KvCache`]. All three run the same blocks, on the threads of a [`ThreadPool`](crate::ThreadPool).
 //!
 //! # Layout
@@ -31,7 +31,7 @@ use block::TransformerBlock;
 pub use decode::{KvCache, StepSequence};
 pub use gradients::{GradientSink, Gradients, LayerSource};
 pub use pack::{Pack, PackError};
-pub use train::{Recompute, Trace, TracedPack};
+pub use train::Recompute;
 
 /// Quantization of a sampler's weights.
 ///

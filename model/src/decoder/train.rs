@@ -10,7 +10,7 @@ use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, Transf
 use super::pack::{Pack, PackPart};
 use super::{Decoder, GradientSink, LayerSource, gather};
 use crate::ops::attention;
-use crate::ops::head::{self, Prediction, PredictionGradient, Target};
+use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, Target, TrainedTargets};
 use crate::ops::heads::Angles;
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::{embedding, matrix, value, values};
@@ -31,17 +31,6 @@ pub enum Recompute {
     Block,
     /// Per layer, and the feed-forward block for 256 tokens at a time, as StreamBP does (arXiv 2506.03077).
     Sequence,
-}
-
-/// Activations that a forward keeps for its backward.
-#[derive(Debug)]
-pub struct Trace {
-    parts: Vec<PartTrace>,
-    /// Rows of the pack that predict something.
-    rows: Vec<usize>,
-    /// `[rows, d]` before and after the final norm.
-    picked: Tensor,
-    normed: Tensor,
 }
 
 /// Activations of the rows of one thread.
@@ -65,15 +54,6 @@ struct KeptLayer {
     attention: AttentionTrace,
     /// `[T, 2 m]`
     gate_up: Tensor,
-}
-
-/// A forward over a pack, for its backward.
-#[derive(Debug)]
-pub struct TracedPack<'a> {
-    /// The pack.
-    pub pack: &'a Pack,
-    /// The activations of its forward.
-    pub trace: Trace,
 }
 
 impl Decoder {
@@ -173,27 +153,33 @@ impl Decoder {
         pool.map(pack.parts(pool.threads()), run).into_iter().collect()
     }
 
-    /// Forward of a training step: predicts `targets [n]`, each from the hidden state at its row of `rows [n]` of the pack.
+    /// Forward and backward of a training step: predicts the targets, and adds the gradients of a loss to `gradients`, whose
+    /// derivatives by the predictions of some consecutive samples `slopes` returns.
     ///
     /// # Errors
     /// If a token id lies beyond the vocabulary.
     ///
     /// # Panics
-    /// If the numbers of rows and targets differ.
-    pub fn forward(
+    /// If the decoder was packed to sample, or the numbers of rows and targets differ.
+    pub fn train(
         &self,
         pack: &Pack,
-        rows: &[usize],
-        targets: &[Target<'_>],
+        trained: TrainedTargets<'_>,
+        slopes: &mut SampleSlopes<'_>,
+        gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
-    ) -> Result<(Vec<Prediction>, Trace)> {
+    ) -> Result<()> {
         let run = |part: PackPart<'_>| -> Result<PartTrace> {
             let mut trace = self.begin(&part)?;
             self.blocks.iter().try_for_each(|block| self.advance(block, &part, &mut trace))?;
             Ok(trace)
         };
         let parts = pool.map(pack.parts(pool.threads()), run).into_iter().collect::<Result<_>>()?;
-        self.traced(parts, rows, targets, pool)
+        let mut reversing = self.train_head(pack, parts, trained, slopes, gradients, pool)?;
+        for (index, block) in self.blocks.iter().enumerate().rev() {
+            self.reverse_layer(index, block, &mut reversing, gradients, pool)?;
+        }
+        self.reverse_embedding(&reversing, gradients)
     }
 
     /// The same, with layers from `source`.
@@ -203,14 +189,15 @@ impl Decoder {
     ///
     /// # Panics
     /// If the numbers of rows and targets differ.
-    pub fn forward_through(
+    pub fn train_through(
         &self,
         source: &mut dyn LayerSource,
         pack: &Pack,
-        rows: &[usize],
-        targets: &[Target<'_>],
+        trained: TrainedTargets<'_>,
+        slopes: &mut SampleSlopes<'_>,
+        gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
-    ) -> Result<(Vec<Prediction>, Trace)> {
+    ) -> Result<()> {
         let parts = pack.parts(pool.threads());
         let begin = |part: &PackPart<'_>| self.begin(part);
         let mut traces: Vec<PartTrace> =
@@ -220,22 +207,13 @@ impl Decoder {
             let advance = |(part, trace): (&PackPart<'_>, &mut PartTrace)| self.advance(&block, part, trace);
             pool.map(parts.iter().zip(&mut traces).collect(), advance).into_iter().collect::<Result<()>>()?;
         }
-        self.traced(traces, rows, targets, pool)
-    }
-
-    /// Predictions and trace of a forward, from the traces of its parts.
-    fn traced(
-        &self,
-        parts: Vec<PartTrace>,
-        rows: &[usize],
-        targets: &[Target<'_>],
-        pool: &ThreadPool,
-    ) -> Result<(Vec<Prediction>, Trace)> {
-        assert_eq!(rows.len(), targets.len(), "one row per target");
-        let picked = gather(&parts.iter().map(|part| &part.output).collect::<Vec<_>>(), rows)?;
-        let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
-        let predictions = self.predict(&normed, targets, pool)?;
-        Ok((predictions, Trace { parts, rows: rows.to_vec(), picked, normed }))
+        let mut reversing = self.train_head(pack, traces, trained, slopes, gradients, pool)?;
+        source.reverse();
+        for index in (0..self.config.num_layers).rev() {
+            let block = self.block_of(source, index)?;
+            self.reverse_layer(index, &block, &mut reversing, gradients, pool)?;
+        }
+        self.reverse_embedding(&reversing, gradients)
     }
 
     fn begin(&self, part: &PackPart<'_>) -> Result<PartTrace> {
@@ -264,82 +242,44 @@ impl Decoder {
         TransformerBlock::of_unit(&self.config, &self.layout, index, &source.layer(index)?)
     }
 
-    /// Backward of a training step: adds the gradients of `sum(prediction_gradients [n] * predictions [n])` to `gradients`,
-    /// for the forward that returned `trace`.
-    ///
-    /// # Errors
-    /// If the trace is of another pack.
-    ///
-    /// # Panics
-    /// If the decoder was packed to sample.
-    pub fn backward(
-        &self,
-        pack: &Pack,
-        trace: Trace,
-        targets: &[Target<'_>],
-        prediction_gradients: &[PredictionGradient],
-        gradients: &mut dyn GradientSink,
-        pool: &ThreadPool,
-    ) -> Result<()> {
-        let mut reversing = self.reverse_head(pack, trace, targets, prediction_gradients, gradients, pool)?;
-        for (index, block) in self.blocks.iter().enumerate().rev() {
-            self.reverse_layer(index, block, &mut reversing, gradients, pool)?;
-        }
-        self.reverse_embedding(&reversing, gradients)
-    }
-
-    /// The same, with layers from `source`.
-    ///
-    /// # Errors
-    /// If the trace is of another pack, or the source fails.
-    pub fn backward_through(
-        &self,
-        source: &mut dyn LayerSource,
-        traced: TracedPack<'_>,
-        targets: &[Target<'_>],
-        prediction_gradients: &[PredictionGradient],
-        gradients: &mut dyn GradientSink,
-        pool: &ThreadPool,
-    ) -> Result<()> {
-        let TracedPack { pack, trace } = traced;
-        let mut reversing = self.reverse_head(pack, trace, targets, prediction_gradients, gradients, pool)?;
-        for index in (0..self.config.num_layers).rev() {
-            let block = self.block_of(source, index)?;
-            self.reverse_layer(index, &block, &mut reversing, gradients, pool)?;
-        }
-        self.reverse_embedding(&reversing, gradients)
-    }
-
-    /// Backward of the head and the final norm.
-    fn reverse_head<'a>(
+    /// Forward and backward of the final norm and the head.
+    fn train_head<'a>(
         &self,
         pack: &'a Pack,
-        trace: Trace,
-        targets: &[Target<'_>],
-        prediction_gradients: &[PredictionGradient],
+        parts: Vec<PartTrace>,
+        trained: TrainedTargets<'_>,
+        slopes: &mut SampleSlopes<'_>,
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<ReversingPack<'a>> {
-        let Trace { parts, rows, picked, normed } = trace;
+        let TrainedTargets { rows, targets, samples } = trained;
+        assert_eq!(rows.len(), targets.len(), "one row per target");
+        let picked = gather(&parts.iter().map(|part| &part.output).collect::<Vec<_>>(), rows)?;
+        let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
+        let mut predictions = vec![Prediction::default(); targets.len()];
+        value::predict(&normed, &self.value_head, &mut predictions)?;
+
         let start = self.layout.unit(Unit::Tail).start;
         let in_tail = |range: Range<usize>| range.start - start..range.end - start;
-        let mut d_normed = match self.config.head {
-            Head::Value => matrix(vec![0.0; values(&normed)?.len()], self.config.hidden_size)?,
+        let HeadReverse { slopes, d_hidden } = match self.config.head {
+            Head::Value => {
+                let slopes = slopes(0..samples.len(), &predictions);
+                HeadReverse { slopes, d_hidden: vec![0.0; values(&normed)?.len()] }
+            }
             Head::Language | Head::LanguageAndValue => {
                 let place = self.layout.head();
-                let head_gradient = if place.start < start {
+                let gradient = if place.start < start {
                     &mut gradients.unit(Unit::Embedding)[place]
                 } else {
                     &mut gradients.unit(Unit::Tail)[in_tail(place)]
                 };
-                let slopes = prediction_gradients;
-                head::predict_backward(&normed, &self.head, targets, slopes, head_gradient, pool)?
+                head::train(&normed, &self.head, trained, &mut predictions, slopes, gradient, pool)?
             }
         };
+        let mut d_normed = matrix(d_hidden, self.config.hidden_size)?;
         if let Some(place) = self.layout.value_head() {
             let weight_gradient = &mut gradients.unit(Unit::Tail)[in_tail(place)];
-            d_normed =
-                value::backward(&normed, &self.value_head, prediction_gradients, weight_gradient, d_normed)?;
+            d_normed = value::backward(&normed, &self.value_head, &slopes, weight_gradient, d_normed)?;
         }
         let norm = self.layout.spec("model.norm.weight").map_or(start..start, crate::ParameterSpec::range);
         let eps = self.config.rms_norm_eps;
@@ -349,7 +289,7 @@ impl Decoder {
         let d_picked = rms_norm_backward(&picked, &self.final_norm, eps, &d_normed, None)?;
         // The backward keeps the parts of the forward: the number of threads may have changed since.
         let cuts = pack.parts_of(&parts.iter().map(|part| part.output.dim(0)).collect::<Result<Vec<_>>>()?);
-        let d = cuts.iter().map(|part| scatter(&d_picked, &rows, &part.rows)).collect::<Result<_>>()?;
+        let d = cuts.iter().map(|part| scatter(&d_picked, rows, &part.rows)).collect::<Result<_>>()?;
         Ok(ReversingPack { cuts, parts, d })
     }
 

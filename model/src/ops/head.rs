@@ -3,18 +3,20 @@
 //!
 //! Invariant: logits are in memory for a few rows at a time; those of a whole batch never are.
 
+use std::ops::Range;
+
 use candle_core::{Result, Tensor};
 
 use super::gemm::{Right, StridedMatrix, multiply_add};
 use super::linear::Linear;
-use super::simd::vectorized;
-use super::softmax::{probabilities, scale_and_normalizer};
-use super::{matrix, row_ranges, unwritten, values};
+use super::simd::{exp, vectorized};
+use super::softmax::{entropy, scale_and_normalizer};
+use super::{row_ranges, unwritten, values};
 use crate::ThreadPool;
 
 /// Logits in memory at a time: enough rows that reading the whole weight, and reading and writing its gradient, costs little
 /// beside the products.
-const LOGITS: usize = 1 << 24;
+const LOGITS: usize = 1 << 25;
 
 /// The token that a row predicts, and the distribution of its log-probability.
 #[derive(Clone, Copy, Debug)]
@@ -28,6 +30,12 @@ pub struct Target<'a> {
 }
 
 impl Target<'_> {
+    /// The slots of a row of logits that belong to tokens of the distribution.
+    fn scaled<'r>(&self, row: &'r mut [f32]) -> &'r mut [f32] {
+        let slots = self.kept.map_or(row.len(), <[u32]>::len);
+        &mut row[..slots]
+    }
+
     /// Index of the token among the kept ones.
     fn slot(&self) -> usize {
         match self.kept {
@@ -59,9 +67,26 @@ pub struct PredictionGradient {
     pub value: f32,
 }
 
-/// Rows whose logits are in memory at a time.
-fn rows_at_a_time(vocabulary: usize) -> usize {
-    (LOGITS / vocabulary).max(64)
+/// Derivatives of a loss by the predictions of some consecutive samples.
+pub type SampleSlopes<'a> = dyn FnMut(Range<usize>, &[Prediction]) -> Vec<PredictionGradient> + 'a;
+
+/// What a training pass predicts.
+#[derive(Clone, Copy, Debug)]
+pub struct TrainedTargets<'a> {
+    /// `[n]` row of the pack that predicts each target.
+    pub rows: &'a [usize],
+    /// `[n]` the targets.
+    pub targets: &'a [Target<'a>],
+    /// Numbers of targets of each sample, which add up to `n`. The loss of a sample depends on its own predictions.
+    pub samples: &'a [usize],
+}
+
+/// Result of [`train`].
+pub(crate) struct HeadReverse {
+    /// `[M]` derivatives of the loss by the predictions.
+    pub(crate) slopes: Vec<PredictionGradient>,
+    /// `[M, d]` gradient of the hidden states.
+    pub(crate) d_hidden: Vec<f32>,
 }
 
 /// `[M]` predictions for `hidden [M, d]` and `targets [M]`.
@@ -71,112 +96,211 @@ pub(crate) fn predict(
     targets: &[Target<'_>],
     pool: &ThreadPool,
 ) -> Result<Vec<Prediction>> {
-    let (_, width) = hidden.dims2()?;
-    let (hidden, vocabulary) = (values(hidden)?, head.output());
-    let rows = rows_at_a_time(vocabulary);
-    let mut logits = unwritten(rows.min(targets.len()) * vocabulary);
+    let hidden = values(hidden)?;
+    let mut logits = RowLogits::new(&hidden, head, targets, LOGITS, pool);
     let mut predictions = Vec::with_capacity(targets.len());
-    for (hidden, targets) in hidden.chunks(rows * width).zip(targets.chunks(rows)) {
-        let logits = &mut logits[..targets.len() * vocabulary];
-        head.apply_slice(hidden, logits, pool);
-        let each = row_ranges(targets.len(), pool.threads(), 1)[0].len();
-        let parts = logits.chunks_mut(each * vocabulary).zip(targets.chunks(each)).collect();
-        let predicted = pool.map(parts, |(logits, targets): (&mut [f32], &[Target<'_>])| {
-            let rows = logits.chunks_exact_mut(vocabulary).zip(targets);
-            rows.map(|(row, target)| Distribution::new(row, target).prediction()).collect::<Vec<_>>()
-        });
-        predictions.extend(predicted.into_iter().flatten());
+    for rows in row_chunks(0..targets.len(), logits.most_rows) {
+        predictions.extend(logits.normalize(rows).into_iter().map(|row| row.prediction));
     }
     Ok(predictions)
 }
 
-/// Gradient `[M, d]` of `hidden [M, d]` for `targets [M]` and the slopes `gradients [M]` of their predictions; adds that of
-/// the head's weight to `weight_gradient [V, d]`.
-pub(crate) fn predict_backward(
+/// Predictions of the targets for `hidden [M, d]`, and backward with the derivatives that `slopes_of` returns for them.
+/// `predictions [M]` have their values and get the rest. Adds the gradient of the head's weight to `weight_gradient [V, d]`.
+/// Logits are computed once, but for samples whose logits exceed the memory.
+pub(crate) fn train(
     hidden: &Tensor,
     head: &Linear,
-    targets: &[Target<'_>],
-    gradients: &[PredictionGradient],
+    trained: TrainedTargets<'_>,
+    predictions: &mut [Prediction],
+    slopes_of: &mut SampleSlopes<'_>,
     weight_gradient: &mut [f32],
     pool: &ThreadPool,
-) -> Result<Tensor> {
-    let (_, width) = hidden.dims2()?;
-    let (hidden, vocabulary) = (values(hidden)?, head.output());
-    let mut d_hidden = unwritten(hidden.len());
-    let rows = rows_at_a_time(vocabulary);
-    let mut logits = unwritten(rows.min(targets.len()) * vocabulary);
-    let chunks = targets.chunks(rows).zip(gradients.chunks(rows));
-    let chunks = chunks.zip(hidden.chunks(rows * width).zip(d_hidden.chunks_mut(rows * width)));
-    for ((targets, gradients), (hidden, d_hidden)) in chunks {
-        let logits = &mut logits[..targets.len() * vocabulary];
-        head.apply_slice(hidden, logits, pool);
-        let each = row_ranges(targets.len(), pool.threads(), 1)[0].len();
-        let slopes = targets.chunks(each).zip(gradients.chunks(each));
-        let outs = logits.chunks_mut(each * vocabulary).zip(d_hidden.chunks_mut(each * width));
-        pool.map(slopes.zip(outs).collect(), |((targets, gradients), (logits, d_hidden))| {
-            let rows = logits.chunks_exact_mut(vocabulary).zip(targets.iter().zip(gradients));
-            rows.for_each(|(row, (target, gradient))| differentiate(row, target, *gradient));
+) -> Result<HeadReverse> {
+    let hidden = values(hidden)?;
+    let logits = RowLogits::new(&hidden, head, trained.targets, LOGITS, pool);
+    Ok(logits.train(trained.samples, predictions, slopes_of, weight_gradient))
+}
+
+/// Consecutive samples, and their rows.
+struct SampleRows {
+    samples: Range<usize>,
+    rows: Range<usize>,
+}
+
+/// Cuts samples, whose numbers of rows are given, into chunks of at most `most` rows, or of one sample.
+fn sample_chunks(samples: &[usize], most: usize) -> Vec<SampleRows> {
+    let mut chunks: Vec<SampleRows> = Vec::new();
+    let mut end = 0;
+    for (sample, rows) in samples.iter().enumerate() {
+        match chunks.last_mut() {
+            Some(last) if end + rows - last.rows.start <= most => {
+                (last.samples.end, last.rows.end) = (sample + 1, end + rows);
+            }
+            _ => chunks.push(SampleRows { samples: sample..sample + 1, rows: end..end + rows }),
+        }
+        end += rows;
+    }
+    chunks
+}
+
+/// Cuts rows into ranges of at most `most`.
+fn row_chunks(rows: Range<usize>, most: usize) -> Vec<Range<usize>> {
+    rows.clone().step_by(most).map(|start| start..(start + most).min(rows.end)).collect()
+}
+
+/// The logits of some rows at a time.
+struct RowLogits<'a> {
+    /// `[M, d]`
+    hidden: &'a [f32],
+    width: usize,
+    head: &'a Linear,
+    /// `[M]`
+    targets: &'a [Target<'a>],
+    pool: &'a ThreadPool,
+    /// Rows whose logits are in memory at a time.
+    most_rows: usize,
+    /// `[most_rows, V]`
+    logits: Vec<f32>,
+    /// Of the rows whose logits are in memory.
+    normalized: Vec<NormalizedRow>,
+}
+
+/// A row whose logits are scaled, those of kept tokens first.
+#[derive(Clone, Copy)]
+struct NormalizedRow {
+    log_normalizer: f32,
+    prediction: Prediction,
+}
+
+impl<'a> RowLogits<'a> {
+    /// With at most `most` logits in memory, but those of a few rows.
+    fn new(
+        hidden: &'a [f32],
+        head: &'a Linear,
+        targets: &'a [Target<'a>],
+        most: usize,
+        pool: &'a ThreadPool,
+    ) -> Self {
+        let width = hidden.len().checked_div(targets.len()).unwrap_or(0);
+        let most_rows = (most / head.output().max(1)).max(8);
+        Self { hidden, width, head, targets, pool, most_rows, logits: Vec::new(), normalized: Vec::new() }
+    }
+
+    /// See [`train`].
+    fn train(
+        mut self,
+        samples: &[usize],
+        predictions: &mut [Prediction],
+        slopes_of: &mut SampleSlopes<'_>,
+        weight_gradient: &mut [f32],
+    ) -> HeadReverse {
+        let mut d_hidden = unwritten(self.hidden.len());
+        let mut slopes = Vec::with_capacity(self.targets.len());
+        for SampleRows { samples, rows } in sample_chunks(samples, self.most_rows) {
+            let chunks = row_chunks(rows.clone(), self.most_rows);
+            for chunk in &chunks {
+                let normalized = self.normalize(chunk.clone());
+                for (prediction, row) in predictions[chunk.clone()].iter_mut().zip(normalized) {
+                    *prediction = Prediction { value: prediction.value, ..row.prediction };
+                }
+            }
+            slopes.extend(slopes_of(samples, &predictions[rows]));
+            for chunk in &chunks {
+                if chunks.len() > 1 {
+                    self.normalize(chunk.clone());
+                }
+                self.reverse(chunk.clone(), &slopes, &mut d_hidden, weight_gradient);
+            }
+        }
+        HeadReverse { slopes, d_hidden }
+    }
+
+    /// Computes and scales the logits of `rows`.
+    fn normalize(&mut self, rows: Range<usize>) -> Vec<NormalizedRow> {
+        let vocabulary = self.head.output();
+        if self.logits.len() < rows.len() * vocabulary {
+            self.logits = unwritten(rows.len() * vocabulary);
+        }
+        let logits = &mut self.logits[..rows.len() * vocabulary];
+        let hidden = &self.hidden[rows.start * self.width..rows.end * self.width];
+        self.head.apply_slice(hidden, logits, self.pool);
+        let each = row_ranges(rows.len(), self.pool.threads(), 1)[0].len();
+        let parts = logits.chunks_mut(each * vocabulary).zip(self.targets[rows].chunks(each)).collect();
+        let normalized = self.pool.map(parts, |(logits, targets): (&mut [f32], &[Target<'_>])| {
+            let rows = logits.chunks_exact_mut(vocabulary).zip(targets);
+            rows.map(|(row, target)| normalize(row, target)).collect::<Vec<_>>()
+        });
+        self.normalized = normalized.concat();
+        self.normalized.clone()
+    }
+
+    /// Writes the gradient of the hidden states of `rows`, whose logits are in memory, to their part of `d_hidden [M, d]`, for
+    /// the derivatives `slopes [M]`, and adds that of the weight. The logits are lost.
+    fn reverse(
+        &mut self,
+        rows: Range<usize>,
+        slopes: &[PredictionGradient],
+        d_hidden: &mut [f32],
+        weight_gradient: &mut [f32],
+    ) {
+        let Self { hidden, width, head, targets, pool, .. } = *self;
+        let vocabulary = head.output();
+        let logits = &mut self.logits[..rows.len() * vocabulary];
+        let values = rows.start * width..rows.end * width;
+        let each = row_ranges(rows.len(), pool.threads(), 1)[0].len();
+        let of_rows = targets[rows.clone()].chunks(each).zip(slopes[rows].chunks(each));
+        let of_rows = of_rows.zip(self.normalized.chunks(each));
+        let outs =
+            logits.chunks_mut(each * vocabulary).zip(d_hidden[values.clone()].chunks_mut(each * width));
+        pool.map(of_rows.zip(outs).collect(), |(((targets, slopes), normalized), (logits, d_hidden))| {
+            let of_rows = targets.iter().zip(slopes).zip(normalized);
+            for (row, ((target, slope), normalized)) in logits.chunks_exact_mut(vocabulary).zip(of_rows) {
+                differentiate(row, target, normalized, *slope);
+            }
             head.input_gradient_slice(logits, d_hidden);
         });
-        let d_logits = &*logits;
+        let (d_logits, hidden) = (&*logits, StridedMatrix::new(&hidden[values], width));
         let ranges = row_ranges(vocabulary, pool.threads(), 8);
         let outs = weight_gradient.chunks_mut(ranges[0].len() * width);
         pool.map(ranges.into_iter().zip(outs).collect(), |(rows, out)| {
             let left = StridedMatrix::new(d_logits, vocabulary).transposed().rows(rows);
-            multiply_add(left, Right::Unpacked(StridedMatrix::new(hidden, width)), out);
+            multiply_add(left, Right::Unpacked(hidden), out);
         });
     }
-    matrix(d_hidden, width)
 }
 
-/// One row of logits as the sampling distribution of a target: temperature and truncation applied.
-struct Distribution<'a> {
-    target: &'a Target<'a>,
-    /// Scaled logits of the kept tokens first; all tokens if nothing was cut off.
-    scaled: &'a mut [f32],
-    log_normalizer: f32,
-}
-
-impl<'a> Distribution<'a> {
-    fn new(row: &'a mut [f32], target: &'a Target<'a>) -> Self {
-        let scaled = match target.kept {
-            None => row,
-            Some(kept) => {
-                // Ascending ids: slot i is read at an index of at least i, so compacting in place is safe.
-                for (slot, id) in kept.iter().enumerate() {
-                    row[slot] = row[*id as usize];
-                }
-                &mut row[..kept.len()]
-            }
-        };
-        let log_normalizer = scale_and_normalizer(scaled, 1.0 / target.temperature);
-        Self { target, scaled, log_normalizer }
+/// Turns a row of logits into the scaled logits of the sampling distribution, temperature and truncation applied.
+fn normalize(row: &mut [f32], target: &Target<'_>) -> NormalizedRow {
+    // Ascending ids: slot i is read at an index of at least i, so compacting in place is safe.
+    for (slot, id) in target.kept.iter().copied().flatten().enumerate() {
+        row[slot] = row[*id as usize];
     }
-
-    fn prediction(self) -> Prediction {
-        let logprob = (self.scaled[self.target.slot()] - self.log_normalizer).min(0.0);
-        Prediction { logprob, entropy: probabilities(self.scaled, self.log_normalizer), value: 0.0 }
-    }
+    let scaled = target.scaled(row);
+    let log_normalizer = scale_and_normalizer(scaled, 1.0 / target.temperature);
+    let logprob = (scaled[target.slot()] - log_normalizer).min(0.0);
+    let prediction = Prediction { logprob, entropy: entropy(scaled, log_normalizer), value: 0.0 };
+    NormalizedRow { log_normalizer, prediction }
 }
 
-/// Turns a row of logits `z` into the derivatives of a loss by them: `d log p_t / d z_i = [i = t] - p_i` and
+/// Turns a normalised row of logits `z` into the derivatives of a loss by them: `d log p_t / d z_i = [i = t] - p_i` and
 /// `d H / d z_i = -p_i (log p_i + H)`, both times `1 / temperature`; zero for tokens that were cut off.
-fn differentiate(row: &mut [f32], target: &Target<'_>, gradient: PredictionGradient) {
-    let Distribution { scaled, log_normalizer, .. } = Distribution::new(row, target);
+fn differentiate(
+    row: &mut [f32],
+    target: &Target<'_>,
+    normalized: &NormalizedRow,
+    slope: PredictionGradient,
+) {
+    let NormalizedRow { log_normalizer, prediction: Prediction { entropy, .. } } = *normalized;
     let slot = target.slot();
     let inv = 1.0 / target.temperature;
-    let log_p =
-        (gradient.entropy != 0.0).then(|| scaled.iter().map(|z| z - log_normalizer).collect::<Vec<_>>());
-    let entropy = probabilities(scaled, log_normalizer);
-    match log_p {
-        None => scale(scaled, -gradient.logprob, inv),
-        Some(log_p) => {
-            for (p, log_p) in scaled.iter_mut().zip(log_p) {
-                *p = (-gradient.logprob * *p - gradient.entropy * *p * (log_p + entropy)) * inv;
-            }
-        }
+    let scaled = target.scaled(row);
+    if slope.entropy == 0.0 {
+        logprob_slopes(scaled, log_normalizer, -slope.logprob, inv);
+    } else {
+        entropy_slopes(scaled, log_normalizer, entropy, slope, inv);
     }
-    scaled[slot] += gradient.logprob * inv;
+    scaled[slot] += slope.logprob * inv;
     let Some(kept) = target.kept else { return };
     row[kept.len()..].fill(0.0);
     // Ascending ids: slot i moves to an index of at least i, and those behind it have moved.
@@ -187,10 +311,21 @@ fn differentiate(row: &mut [f32], target: &Target<'_>, gradient: PredictionGradi
 }
 
 vectorized! {
-    /// `x = x * by * then` for every value.
-    fn scale(values: &mut [f32], by: f32, then: f32) {
-        for x in values {
-            *x = by * *x * then;
+    /// Turns each scaled logit into `by p inv`.
+    fn logprob_slopes(scaled: &mut [f32], log_normalizer: f32, by: f32, inv: f32) {
+        for z in scaled {
+            *z = by * exp(*z - log_normalizer) * inv;
+        }
+    }
+}
+
+vectorized! {
+    /// The same with the derivative of the entropy.
+    fn entropy_slopes(scaled: &mut [f32], log_normalizer: f32, entropy: f32, slope: PredictionGradient, inv: f32) {
+        for z in scaled {
+            let log_p = *z - log_normalizer;
+            let p = exp(log_p);
+            *z = (-slope.logprob * p - slope.entropy * p * (log_p + entropy)) * inv;
         }
     }
 }
@@ -230,12 +365,30 @@ mod tests {
             .chunks(2)
             .map(|c| PredictionGradient { logprob: c[0], entropy: c[1], value: 0.0 })
             .collect();
-        let tensor = Tensor::from_vec(hidden.clone(), (rows, WIDTH), &Device::Cpu).unwrap();
-        let mut dw = vec![0.0; weight.len()];
         let layer = Linear::trainable(&weight, WIDTH);
-        let dh = predict_backward(&tensor, &layer, &targets, &c, &mut dw, &ThreadPool::single()).unwrap();
-        gradient(|h| loss(h, &weight, &targets, &c), &hidden, &values(&dh).unwrap(), 2e-3);
-        gradient(|w| loss(&hidden, w, &targets, &c), &weight, &dw, 2e-3);
+        let expected = {
+            let tensor = Tensor::from_vec(hidden.clone(), (rows, WIDTH), &Device::Cpu).unwrap();
+            predict(&tensor, &layer, &targets, &ThreadPool::single()).unwrap()
+        };
+        let samples = [20, 0, 17, 30];
+        // All at a time, samples at a time, and less than a sample.
+        for most in [rows, 40, 10] {
+            let pool = ThreadPool::single();
+            let logits = RowLogits::new(&hidden, &layer, &targets, most * VOCABULARY, &pool);
+            let (mut predictions, mut dw) = (vec![Prediction::default(); rows], vec![0.0; weight.len()]);
+            let mut calls = Vec::new();
+            let mut slopes_of = |range: Range<usize>, predicted: &[Prediction]| {
+                let start: usize = samples[..range.start].iter().sum();
+                calls.push(range);
+                c[start..start + predicted.len()].to_vec()
+            };
+            let HeadReverse { slopes, d_hidden } =
+                logits.train(&samples, &mut predictions, &mut slopes_of, &mut dw);
+            assert_eq!(calls.len(), [1, 2, 4][[rows, 40, 10].iter().position(|m| *m == most).unwrap()]);
+            assert_eq!((&predictions, &slopes), (&expected, &c));
+            gradient(|h| loss(h, &weight, &targets, &c), &hidden, &d_hidden, 2e-3);
+            gradient(|w| loss(&hidden, w, &targets, &c), &weight, &dw, 2e-3);
+        }
     }
 
     #[test]

@@ -5,10 +5,14 @@
 
 pub(crate) mod gguf;
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{Config, Decoder, Layout, Pack, Parameters};
+use model::{
+    Config, Decoder, GradientSink, Layout, Pack, Parameters, Prediction, PredictionGradient, Target,
+    ThreadPool, TrainedTargets,
+};
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 
@@ -50,6 +54,42 @@ pub(crate) struct GoldenSequence {
 /// The directory of the goldens.
 pub(crate) fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens")
+}
+
+/// Numbers of targets of samples, which add up to `n`.
+pub(crate) fn samples(n: usize) -> [usize; 3] {
+    [n / 3, n / 2 - n / 3, n - n / 2]
+}
+
+/// A loss with the derivatives `slopes [n]`, which appends the predictions that it is given to `predictions`.
+pub(crate) fn recorded<'a>(
+    samples: &'a [usize],
+    slopes: &'a [PredictionGradient],
+    predictions: &'a mut Vec<Prediction>,
+) -> impl FnMut(Range<usize>, &[Prediction]) -> Vec<PredictionGradient> + 'a {
+    move |range, predicted| {
+        let start: usize = samples[..range.start].iter().sum();
+        assert_eq!(start, predictions.len(), "samples come in their order");
+        assert_eq!(predicted.len(), samples[range].iter().sum::<usize>(), "samples come whole");
+        predictions.extend_from_slice(predicted);
+        slopes[start..start + predicted.len()].to_vec()
+    }
+}
+
+/// A training pass with the derivatives `slopes [n]` for `targets [n]` at `rows [n]` of the pack. Returns the predictions.
+pub(crate) fn train(
+    decoder: &Decoder,
+    pack: &Pack,
+    (rows, targets): (&[usize], &[Target<'_>]),
+    slopes: &[PredictionGradient],
+    gradients: &mut dyn GradientSink,
+    pool: &ThreadPool,
+) -> Vec<Prediction> {
+    let samples = samples(rows.len());
+    let trained = TrainedTargets { rows, targets, samples: &samples };
+    let mut predictions = Vec::new();
+    decoder.train(pack, trained, &mut recorded(&samples, slopes, &mut predictions), gradients, pool).unwrap();
+    predictions
 }
 
 /// One pack of all sequences, in their order.

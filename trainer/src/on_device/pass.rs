@@ -6,11 +6,10 @@
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
 use model::on_device::{DeviceDecoder, UnitGradients, UnitWeights};
-use model::{GradientSink, LayerSource, Layout, Prediction, Unit};
+use model::{GradientSink, LayerSource, Layout, Prediction, SampleSlopes, Unit};
 
 use crate::TrainerError;
 use crate::packing::Packed;
-use crate::pass::LossSlopes;
 use crate::zero::{DeviceGathering, DeviceReduction, ParameterGathering, number};
 
 /// Values of one copy to a device that rounds them.
@@ -23,7 +22,7 @@ pub(crate) trait DevicePass {
     fn train(
         &mut self,
         packed: &Packed<'_>,
-        slopes: &mut LossSlopes<'_>,
+        slopes: &mut SampleSlopes<'_>,
         sink: Option<&mut dyn GradientSink>,
     ) -> Result<(), TrainerError>;
 
@@ -156,7 +155,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     fn train(
         &mut self,
         packed: &Packed<'_>,
-        slopes: &mut LossSlopes<'_>,
+        slopes: &mut SampleSlopes<'_>,
         sink: Option<&mut dyn GradientSink>,
     ) -> Result<(), TrainerError> {
         let Packed { pack, positions, targets, .. } = packed;
@@ -165,7 +164,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
         }
         self.source.turn(false);
         let (predictions, trace) = self.decoder.forward(&mut self.source, pack, positions, targets)?;
-        let slopes = slopes(&predictions);
+        let slopes = slopes(0..packed.trained.len(), &predictions);
         self.source.turn(true);
         let mut transfer = GradientTransfer {
             device: self.decoder.device(),

@@ -4,6 +4,8 @@
 //! gradient of zeros makes no update on any rank with any optimizer: weights, moments and the number of updates stay
 //! unchanged, and no weight decays.
 
+use std::ops::Range;
+
 use collective::Position;
 use model::{GradientSink, ParameterSpec, Prediction, PredictionGradient, ThreadPool};
 
@@ -126,7 +128,9 @@ impl<L: RowLoss> StepInputs<'_, L> {
         complete: bool,
     ) -> Result<(), TrainerError> {
         let packed = self.pack(batch);
-        let mut slopes = |predictions: &[Prediction]| self.slopes(batch, &packed, predictions, report);
+        let mut slopes = |samples: Range<usize>, predictions: &[Prediction]| {
+            self.slopes(&batch.rows[samples.clone()], &packed.trained[samples], predictions, report)
+        };
         pass.train(&packed, &mut slopes, sink, complete, self.pool)
     }
 
@@ -138,7 +142,9 @@ impl<L: RowLoss> StepInputs<'_, L> {
         report: &mut L::Report,
     ) -> Result<(), TrainerError> {
         let packed = self.pack(batch);
-        let mut slopes = |predictions: &[Prediction]| self.slopes(batch, &packed, predictions, report);
+        let mut slopes = |samples: Range<usize>, predictions: &[Prediction]| {
+            self.slopes(&batch.rows[samples.clone()], &packed.trained[samples], predictions, report)
+        };
         pass.train(&packed, &mut slopes, None)
     }
 
@@ -155,16 +161,16 @@ impl<L: RowLoss> StepInputs<'_, L> {
         pack(batch.rows.iter().map(|row| self.task.rows[*row]))
     }
 
-    /// Derivatives of the loss with respect to the predictions of a micro-batch.
+    /// Derivatives of the loss with respect to the `predictions` of `rows`, which have `trained` tokens each.
     fn slopes(
         &self,
-        batch: &MicroBatch,
-        packed: &Packed<'_>,
+        rows: &[usize],
+        trained: &[usize],
         predictions: &[Prediction],
         report: &mut L::Report,
     ) -> Vec<PredictionGradient> {
         let mut slopes = Vec::with_capacity(predictions.len());
-        for (row, trained) in batch.rows.iter().zip(&packed.trained) {
+        for (row, trained) in rows.iter().zip(trained) {
             let from = slopes.len();
             slopes.extend(self.loss.row(*row, &predictions[from..from + trained], report));
         }

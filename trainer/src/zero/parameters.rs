@@ -77,6 +77,10 @@ impl ParameterGathering<'_> {
 }
 
 impl LayerSource for ParameterGathering<'_> {
+    fn reverse(&mut self) {
+        self.backward = true;
+    }
+
     fn layer(&mut self, index: usize) -> candle_core::Result<Arc<Vec<f32>>> {
         let values = match self.current.as_ref().filter(|layer| layer.index == index) {
             Some(layer) => Arc::clone(&layer.values),
