@@ -6,6 +6,7 @@ EXPORT is the directory that `RLRUN export FILE.gguf --out EXPORT` has written. 
 two highest logits of transformers, in f32, differ by less than 1e-3: from there on rounding decides.
 """
 import json
+import math
 import os
 import subprocess
 import sys
@@ -44,7 +45,8 @@ def check_export(path, export):
             sys.exit(f"{name} differs by {difference}")
     for key in ["vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "eos_token_id"]:
         ours, expected = getattr(model.config, key), getattr(theirs.config, key)
-        if ours != expected:
+        # A number of the metadata is an f32: 9.999999747378752e-06 for 1e-05.
+        if not math.isclose(ours, expected, rel_tol=1e-6):
             sys.exit(f"{key} is {ours}, and transformers reads {expected}")
     return theirs
 

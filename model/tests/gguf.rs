@@ -332,7 +332,7 @@ fn weights_that_are_not_finite_are_refused() {
 fn a_file_that_is_cut_off_is_named_at_any_length() {
     let written = written(&content(&small(Architecture::Llama), GgmlDType::Q4_0));
     let whole = fs::read(&written.path).unwrap();
-    let header = whole.len() - Layout::bytes(&small(Architecture::Llama));
+    let header = whole.len() - data_bytes(&small(Architecture::Llama));
     for len in (0..header).step_by(7).chain((header..whole.len() - 31).step_by(501)) {
         fs::write(&written.path, &whole[..len]).unwrap();
         // Without reading the weights.
@@ -345,19 +345,13 @@ fn a_file_that_is_cut_off_is_named_at_any_length() {
     assert!(matches!(loaded(Path::new("nowhere.gguf")), Err(ModelError::Read { .. })));
 }
 
-/// Sizes of the data of a file.
-struct Layout;
-
-impl Layout {
-    /// Bytes of all tensors as Q4_0 and F32, without padding.
-    fn bytes(config: &Config) -> usize {
-        let layout = model::Layout::new(config);
-        layout
-            .specs()
-            .iter()
-            .map(|spec| if spec.shape.len() == 1 { 4 * spec.len() } else { spec.len() / 32 * 18 })
-            .sum()
-    }
+/// Bytes of all tensors as Q4_0 and F32, without padding.
+fn data_bytes(config: &Config) -> usize {
+    let bytes = |spec: &model::ParameterSpec| match spec.shape.len() {
+        1 => 4 * spec.len(),
+        _ => spec.len() / 32 * 18,
+    };
+    model::Layout::new(config).specs().iter().map(bytes).sum()
 }
 
 #[test]
@@ -408,7 +402,7 @@ proptest! {
         let content = content(&config, GgmlDType::Q4_0);
         let written = written(&content);
         let mut bytes = fs::read(&written.path).unwrap();
-        let header = bytes.len() - Layout::bytes(&config);
+        let header = bytes.len() - data_bytes(&config);
         for (place, byte) in places {
             bytes[(place * header as f64) as usize] = byte;
         }

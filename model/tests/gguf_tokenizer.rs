@@ -167,7 +167,7 @@ fn byte_level_tokenizers_are_those_of_their_models() {
     }
     let Pair { original, converted } = &PAIRS[0];
     assert_eq!(original.fingerprint(), converted.fingerprint());
-    // What llama.cpp does without a known name is a split into words of its own.
+    // Padding of the embedding is no token.
     assert!(PAIRS.iter().all(|pair| pair.converted.vocab_size() == pair.original.vocab_size()));
 }
 
