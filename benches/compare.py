@@ -1,6 +1,7 @@
 """rlrun against its peers, alternating, on the same models and tasks. README.md beside this file explains it.
 
   python benches/compare.py prepare --data DIR     write models, tasks and warm-ups, once
+  python benches/compare.py tune --data DIR        find the micro-batch of TRL for smollm2, once
   python benches/compare.py run --data DIR         measure, append to DIR/comparison.jsonl, print the tables
   python benches/compare.py table --data DIR       print the tables again
 
@@ -9,6 +10,7 @@ during which other processes took more than --max-other of the processors is dis
 --tries times, and never counted.
 """
 import argparse, json, os, subprocess, sys, time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -19,44 +21,103 @@ from common import Meter, busy_seconds
 QUIET_SECONDS = 3
 
 
-def contests(a):
-    """(contest, model, unit, [(contender, command, metric or None for rlrun)])"""
-    d, py, t = Path(a.data), [sys.executable], str(a.threads)
-    peer = lambda script, *args: py + [str(HERE / "peers" / script), *map(str, args)]
-    ours = lambda *args: [a.rlrun_bench, *map(str, args), "--threads", t, "--json"]
+@dataclass
+class Shape:
+    """What is measured with a model: sequences and tokens of each, repeats, and the engines of PyTorch."""
+    generate: tuple = (64, 16, 64, 3)    # sequences, prompt, new tokens, repeats
+    train: tuple = (256, 64, 32, 3)      # sequences, length, sequences per micro-batch, steps
+    engines: tuple = (("lean",), ("lean-compile",), ("hf",))
+
+
+SHAPES = {"tiny": Shape(), "small": Shape(),
+          "mid": Shape((64, 16, 64, 1), (8, 128, 8, 2), (("lean",), ("hf",))),
+          "smollm2": Shape((32, 32, 32, 2), (16, 96, 16, 2), (("lean",), ("lean-compile",), ("hf",), ("hf", "--dtype", "bf16")))}
+SYSTEM = "Answer with the number only."
+MICRO = (8, 16, 32, 64, 128)             # completions per pass that `tune` tries
+
+
+def peer(script, *args):
+    return [sys.executable, str(HERE / "peers" / script), *map(str, args)]
+
+
+def models_alone(a):
+    """The contests `generate` and `train`."""
+    d = Path(a.data)
+    ours = lambda *args: [a.rlrun_bench, *map(str, args), "--threads", str(a.threads), "--json"]
+    torch = lambda engine: "torch " + " ".join(engine).replace("--dtype ", "")
     for model in a.models.split(","):
-        path, large = d / model, model == "mid"
-        gen = ["--batch", 64, "--prompt", 16, "--new", 64, "--repeats", 1 if large else 3]
-        rows = [("rlrun", ours("generate", "--model", path, *gen), None)]
-        for engine in ["lean", "hf"] if large else ["lean", "lean-compile", "hf"]:
-            rows.append((f"torch {engine}", peer("gen_bench.py", "--model", path, "--engine", engine, *gen), "gen_tok_s"))
-        if os.environ.get("LLAMA_BATCHED_BENCH"):
+        path, shape = d / model, SHAPES[model]
+        batch, prompt, new, repeats = shape.generate
+        gen = ["--batch", batch, "--prompt", prompt, "--new", new, "--repeats", repeats]
+        rows = [("rlrun", ours("generate", "--model", path, *gen), None),
+                ("rlrun int8", ours("generate", "--model", path, *gen, "--quantization", "int8"), None)]
+        for engine in shape.engines:
+            rows.append((torch(engine), peer("gen_bench.py", "--model", path, *gen, "--engine", *engine), "gen_tok_s"))
+        if os.environ.get("LLAMA_BATCHED_BENCH") and model != "smollm2":
             for dtype in ("f32", "f16"):
-                command = peer("llama_bench.py", "--gguf", d / f"{model}-{dtype}.gguf", "--threads", t, *gen)
+                command = peer("llama_bench.py", "--gguf", d / f"{model}-{dtype}.gguf", "--threads", a.threads, *gen)
                 rows.append((f"llama.cpp {dtype}", command, "gen_tok_s"))
         yield "generate", model, "tokens/s", rows
-        sequences, length, micro = (8, 128, 8) if large else (256, 64, 32)
-        shape = ["--sequences", sequences, "--length", length, "--microbatch-tokens", micro * length]
-        rows = [("rlrun", ours("train", "--model", path, *shape, "--repeats", 2 if large else 3), None)]
-        for engine in ["lean", "hf"] if large else ["lean", "lean-compile", "hf"]:
-            command = peer("train_bench.py", "--model", path, "--engine", engine, "--seq", length, "--batch", sequences,
-                           "--micro", micro, "--steps", 2 if large else 3)
-            rows.append((f"torch {engine}", command, "train_tok_s"))
+        sequences, length, micro, steps = shape.train
+        tokens = ["--sequences", sequences, "--length", length, "--microbatch-tokens", micro * length]
+        rows = [("rlrun", ours("train", "--model", path, *tokens, "--repeats", steps), None)]
+        for engine in shape.engines:
+            command = peer("train_bench.py", "--model", path, "--seq", length, "--batch", sequences, "--micro", micro,
+                           "--steps", steps, "--engine", *engine)
+            rows.append((torch(engine), command, "train_tok_s"))
         yield "train", model, "tokens/s", rows
-    tasks, test = d / "task/add_train.jsonl", d / "task/add_test.jsonl"
-    for contest, model, forced in (("loop", "tiny_sftn", 0), ("loop forced", "tiny_sft", 64)):
-        path, rows = d / model, []
-        own = ["--force-length", forced] if forced else []
-        for name, staleness in (("rlrun", 0), ("rlrun async", 4)):
-            command = ours("loop", "--model", path, "--tasks", tasks, "--steps", a.steps, "--staleness", staleness, *own)
-            rows.append((name, command, None))
-        theirs = ["--model", path, "--train", tasks, "--test", test, "--steps", a.steps, "--lr", 1e-4, "--eval-every", 10 ** 6]
+
+
+def loops(a):
+    """The contests of whole GRPO steps."""
+    d, models = Path(a.data), a.models.split(",")
+    ours = lambda *args: [a.rlrun_bench, "loop", *map(str, args), "--threads", str(a.threads), "--json"]
+    for contest, model, forced in (("loop", "tiny_sftn", 0), ("loop forced", "tiny_sft", 64)) if "tiny" in models else ():
+        files, own = data_files(d, "add"), ["--force-length", forced] if forced else []
+        own += ["--model", d / model, "--tasks", files[1], "--steps", a.steps]
+        rows = [("rlrun", ours(*own, "--staleness", 0), None), ("rlrun async", ours(*own, "--staleness", 4), None)]
+        theirs = ["--model", d / model, *files, "--steps", a.steps, "--lr", 1e-4, "--eval-every", 10 ** 6]
         theirs += ["--force-len", forced] if forced else []
         rows.append(("torch lean", peer("torch_grpo.py", *theirs), "step_ms"))
         if forced:
             rows.append(("torch lean-compile", peer("torch_grpo.py", *theirs, "--compile"), "step_ms"))
         rows.append(("TRL", peer("trl_grpo.py", *theirs), "step_ms"))
         yield contest, model, "ms/step", rows
+    if "smollm2" in models:
+        sets = ["data.chat=true", f"data.system_prompt={SYSTEM}", 'rewards=[{kind="math"}]', "trainer.learning_rate=2e-5",
+                "trainer.microbatch_tokens=2048"]
+        own = ["--model", d / "smollm2", "--tasks", data_files(d, "words")[1], "--prompts", 16, "--group", 8, "--max-new", 24,
+               "--steps", min(a.steps, 12), *(word for value in sets for word in ("--set", value))]
+        rows = [("rlrun", ours(*own, "--staleness", 0), None), ("rlrun async", ours(*own, "--staleness", 2), None)]
+        tuned = d / "tuned.json"
+        micro = json.load(open(tuned))["micro"] if tuned.exists() else MICRO[-1]
+        rows.append(("TRL", trl_words(a, micro, min(a.steps, 4)), "step_ms"))
+        yield "loop", "smollm2", "ms/step", rows
+
+
+def data_files(d, task):
+    return ["--train", d / f"task/{task}_train.jsonl", "--test", d / f"task/{task}_test.jsonl"]
+
+
+def trl_words(a, micro, steps):
+    d = Path(a.data)
+    return peer("trl_grpo.py", "--model", d / "smollm2", *data_files(d, "words"), "--prompts", 16, "--group", 8, "--max-new", 24,
+                "--lr", 2e-5, "--system", SYSTEM, "--steps", steps, "--micro", micro, "--eval-every", 10 ** 6)
+
+
+def contests(a):
+    """(contest, model, unit, [(contender, command, metric or None for rlrun)])"""
+    yield from models_alone(a)
+    yield from loops(a)
+
+
+def tune(a):
+    """Writes down the micro-batch with which TRL is fastest."""
+    took = {}
+    for micro in MICRO:
+        took[micro], memory, other, _ = measure(trl_words(a, micro, 3), "step_ms", "ms/step", a)
+        print(f"TRL, {micro} completions per pass: {took[micro]:.0f} ms/step, {memory:.0f} MiB, others took {other:.0%}", flush=True)
+    (Path(a.data) / "tuned.json").write_text(json.dumps({"micro": min(took, key=took.get), "ms_per_step": took}) + "\n")
 
 
 def wait_until_quiet(limit, longest):
@@ -112,7 +173,7 @@ def run(a):
 
 def table(a):
     rows = [json.loads(line) for line in open(Path(a.data) / "comparison.jsonl")]
-    groups = {}
+    groups, short = {}, []
     for row in rows:
         groups.setdefault((row["contest"], row["model"], row["unit"]), {}).setdefault(row["contender"], []).append(row)
     for (contest, model, unit), contenders in groups.items():
@@ -120,17 +181,23 @@ def table(a):
         print("|---|---|---|---|---|---|---|")
         counted = {name: [r for r in runs if r["counted"]] for name, runs in contenders.items()}
         mid = {name: median(r["value"] for r in runs) for name, runs in counted.items() if runs}
+        peak = {name: median(memory) for name, runs in counted.items() if (memory := [r["memory_mib"] for r in runs if r["memory_mib"]])}
+        faster = lambda one, other: mid[other] / mid[one] if unit == "ms/step" else mid[one] / mid[other]
         for name, runs in contenders.items():
             good = counted[name]
-            cells = [name, "-", "-", str(len(good)), str(len(runs) - len(good)), "-", "-"]
+            cells = [name, "-", "-", str(len(good)), str(len(runs) - len(good)), "-", f"{peak[name]:.0f}" if name in peak else "-"]
             if good:
-                values, memory = [r["value"] for r in good], [r["memory_mib"] for r in good if r["memory_mib"]]
+                values = [r["value"] for r in good]
                 cells[1:3] = [f"{mid[name]:.5g}", f"{min(values):.5g}-{max(values):.5g}"]
                 if "rlrun" in mid:
-                    ratio = mid[name] / mid["rlrun"] if unit == "ms/step" else mid["rlrun"] / mid[name]
-                    cells[5] = f"{ratio:.2f}x"
-                cells[6] = f"{median(memory):.0f}" if memory else "-"
+                    cells[5] = f"{faster('rlrun', name):.2f}x"
             print("| " + " | ".join(cells) + " |")
+        peers = [name for name in mid if not name.startswith("rlrun")]
+        best = max(peers, key=lambda name: faster(name, peers[0]), default=None)
+        for name in (name for name in mid if best and name.startswith("rlrun")):
+            memory = " / ".join(f"{peak[one]:.0f}" if one in peak else "-" for one in (name, best))
+            short.append(f"| {contest}, {model} | {unit} | {name} {mid[name]:.5g} | {best} {mid[best]:.5g} | {faster(name, best):.2f} | {memory} |")
+    print("\n| measure | unit | rlrun | best peer | ratio | peak MiB |\n|---|---|---|---|---|---|\n" + "\n".join(short))
 
 
 def prepare(a):
@@ -138,12 +205,21 @@ def prepare(a):
     d.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "PEERS_THREADS": "1"}  # one thread: repeatable
     script = lambda name, *args: subprocess.run([sys.executable, str(HERE / "peers" / name), *map(str, args)], env=env, check=True)
-    for model in a.models.split(","):
+    models = a.models.split(",")
+    if "smollm2" in models:
+        if not (d / "smollm2/config.json").exists():
+            script("make_smollm2.py", "--out", d / "smollm2", *(["--gguf", a.gguf] if a.gguf else []))
+        script("make_task.py", "--task", "words", "--out", d / "task")
+    for model in models:
+        if model == "smollm2":
+            continue
         if not (d / model / "config.json").exists():
             script("make_tiny_model.py", "--preset", model, "--out", d / model)
         for dtype in ("f32", "f16"):
             if not (d / f"{model}-{dtype}.gguf").exists():
                 script("make_gguf.py", "--model", d / model, "--dtype", dtype, "--out", d / f"{model}-{dtype}.gguf")
+    if "tiny" not in models:
+        return
     script("make_task.py", "--task", "add", "--out", d / "task")
     files = ["--train", d / "task/add_train.jsonl", "--test", d / "task/add_test.jsonl"]
     # From little to a good share right, then a model that knows but has a habit of being off by one.
@@ -155,10 +231,11 @@ def prepare(a):
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("what", choices=["prepare", "run", "table"])
+    ap.add_argument("what", choices=["prepare", "tune", "run", "table"])
     ap.add_argument("--data", required=True, help="folder of models, tasks and results")
     ap.add_argument("--rlrun-bench", default=str(HERE.parent / "target/release/rlrun-bench"), help="the binary that measures")
-    ap.add_argument("--models", default="tiny,small", help="of tiny, small and mid")
+    ap.add_argument("--models", default="tiny,small", help="of tiny, small, mid and smollm2")
+    ap.add_argument("--gguf", help="prepare: file of smollm2, if its package is not installed")
     ap.add_argument("--only", help="contests, comma-separated: generate, train, loop, loop forced")
     ap.add_argument("--rounds", type=int, default=3), ap.add_argument("--tries", type=int, default=3)
     ap.add_argument("--threads", type=int, default=os.cpu_count()), ap.add_argument("--steps", type=int, default=24)
@@ -167,9 +244,11 @@ def main():
     a = ap.parse_args()
     if a.what == "prepare":
         prepare(a)
+    if a.what == "tune":
+        tune(a)
     if a.what == "run":
         run(a)
-    if a.what != "prepare":
+    if a.what in ("run", "table"):
         table(a)
 
 
