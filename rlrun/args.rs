@@ -163,6 +163,9 @@ pub struct EvalArgs {
     /// Largest number of tasks of a set [default: eval.tasks]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub tasks: Option<usize>,
+    /// File for the answers, one JSON object per line with token ids and reward; an existing file is overwritten
+    #[arg(long, value_name = "FILE")]
+    pub answers: Option<PathBuf>,
     /// Change a value of the recipe; can be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
@@ -336,7 +339,7 @@ mod tests {
             (&["generate", "m", "p", "--temperature", "-1"], "it must be a number, 0 or more"),
             (&["generate", "m", "p", "--max-tokens", "0"], "it must be a whole number, 1 or more"),
             (&["export", "r"], "--out <DIR>"),
-            (&["init", "--template", "ppo"], "grpo-math, grpo-gsm8k"),
+            (&["init", "--template", "ppo"], "grpo-math, grpo-smollm, grpo-gsm8k"),
             (&["a.toml", "--sets", "x=1"], "--set"),
         ] {
             let error = parse(args).unwrap_err();

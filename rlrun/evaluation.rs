@@ -154,6 +154,28 @@ impl Evaluated {
         self.sets.iter().map(|(_, evaluation)| evaluation.tokens()).sum()
     }
 
+    /// The answers as JSON objects, in the order of the sets, tasks and samples.
+    pub fn answers(&self) -> impl Iterator<Item = serde_json::Value> + '_ {
+        self.sets.iter().flat_map(|(set, evaluation)| {
+            let samples = evaluation.samples.max(1);
+            evaluation.answers.iter().enumerate().map(move |(place, answer)| {
+                let (prompt, completion) = answer.token_ids.split_at(answer.prompt_length);
+                serde_json::json!({
+                    "set": set,
+                    "task": answer.task.id.0,
+                    "sample": place % samples,
+                    "prompt": answer.task.prompt,
+                    "prompt_ids": prompt,
+                    "completion_ids": completion,
+                    "text": answer.text,
+                    "answer": answer.task.answer,
+                    "correct": answer.score.correct,
+                    "reward": answer.reward,
+                })
+            })
+        })
+    }
+
     /// The results, one line per set.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
@@ -264,7 +286,15 @@ mod tests {
             let correct = Some(value.is_some_and(|value| value >= 1.0));
             let score = Score { total: value.map(|value| 2.0 * value), components: vec![math], correct };
             let reward = score.total;
-            EvaluatedAnswer { task: Arc::clone(&task), text: String::new(), tokens: 1, score, reward }
+            EvaluatedAnswer {
+                task: Arc::clone(&task),
+                text: "2".to_owned(),
+                token_ids: vec![5, 6, 7],
+                prompt_length: 2,
+                tokens: 1,
+                score,
+                reward,
+            }
         };
         let criterion = Some("math".to_owned());
         Evaluation { answers: values.iter().map(answer).collect(), samples, criterion }
@@ -310,6 +340,17 @@ mod tests {
             ]
         );
         assert_eq!((both.failures().len(), both.diagnosis()), (4, None));
+        let answers: Vec<_> = both.answers().collect();
+        let place = |n: usize| (answers[n]["set"].clone(), answers[n]["sample"].clone());
+        assert_eq!(
+            (place(3), place(5), answers.len()),
+            (("default".into(), 0.into()), ("aime".into(), 1.into()), 8)
+        );
+        assert_eq!(
+            (&answers[0]["prompt_ids"], &answers[0]["completion_ids"]),
+            (&[5, 6][..].into(), &[7][..].into())
+        );
+        assert_eq!((&answers[0]["correct"], &answers[1]["reward"]), (&true.into(), &serde_json::Value::Null));
         assert_eq!(both.accuracy(), Some(("eval/accuracy".to_owned(), 0.25)));
     }
 

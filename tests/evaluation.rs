@@ -132,10 +132,24 @@ fn sets_and_samples_have_separate_metrics() {
         assert!(!line.contains_key("eval/pass@1"), "{line:?}");
     }
     let args = ["eval", "run", "--recipe", "run.toml", "--samples", "4", "--tasks", "3"];
-    let shown = home.rlrun(&args).ok().stdout;
+    let shown = home.rlrun(&[&args[..], &["--answers", "answers.jsonl"]].concat()).ok().stdout;
     for evidence in ["on 3 tasks, 4 answers each (95 % interval ", "avg@4 ", "pass@4 ", "\ntiny: accuracy "] {
         assert!(shown.contains(evidence), "{evidence}: {shown}");
     }
+    let written = std::fs::read_to_string(home.path("answers.jsonl")).unwrap();
+    let answers: Vec<serde_json::Value> =
+        written.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(answers.len(), 3 * 4 + 2 * 2, "{written}");
+    assert!(shown.contains(&format!(", {} tokens sampled", completion_tokens(&answers))), "{shown}");
+    let correct =
+        answers.iter().filter(|answer| answer["set"] == "default" && answer["correct"] == true).count();
+    assert!(shown.starts_with(&format!("accuracy {:.4} on 3 tasks", correct as f64 / 12.0)), "{shown}");
+    let nowhere = home.rlrun(&[&args[..], &["--answers", "missing/answers.jsonl"]].concat());
+    assert!(
+        nowhere.stderr.contains("cannot write the answers to missing/answers.jsonl"),
+        "{}",
+        nowhere.stderr
+    );
     home.rlrun(&[&args[..], &["--temperature", "0"]].concat())
         .refused(&["which are all the same at temperature 0"]);
     let bare = "extends = \"small.toml\"\n[[rewards]]\nkind = \"format\"\n";
@@ -146,4 +160,9 @@ fn sets_and_samples_have_separate_metrics() {
         "{}",
         checked.stdout
     );
+}
+
+/// Number of tokens of the lines of `--answers`.
+fn completion_tokens(answers: &[serde_json::Value]) -> usize {
+    answers.iter().map(|answer| answer["completion_ids"].as_array().map_or(0, Vec::len)).sum()
 }

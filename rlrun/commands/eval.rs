@@ -1,5 +1,8 @@
 //! `rlrun eval`: the accuracy of a trained model.
 
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -10,7 +13,7 @@ use rollout::evaluate::EvaluationObserver;
 use super::checkpoint_paths::model_of;
 use super::{load, scratch_directory};
 use crate::args::EvalArgs;
-use crate::evaluation::{EvaluationRequest, Which};
+use crate::evaluation::{Evaluated, EvaluationRequest, Which};
 use crate::failure::Failure;
 use crate::huggingface::{FetchScope, HuggingFace};
 use crate::prepare::{Prepared, RewardRuntime};
@@ -26,6 +29,8 @@ pub(super) fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure
     let (recipe, _) = load(&args.recipe, &sets, program)?;
     let hub = HuggingFace::of(program);
     let (recipe, target) = (hub.fetched(&recipe, FetchScope::Data)?, hub.model(&args.target)?);
+    // A file that cannot be written is found before the work.
+    let answers = args.answers.as_deref().map(|path| Ok::<_, Failure>((path, create(path)?))).transpose()?;
     // An interrupt ends the process: there is nothing to save.
     let (progress, stop) = (Arc::new(TrainerProgress::default()), AtomicBool::new(false));
     let _watchdog = progress.watch(&recipe, |text| eprintln!("{text}"))?;
@@ -44,6 +49,9 @@ pub(super) fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure
         let what = format!("{} has no held-out tasks; name some under data.eval", args.recipe.display());
         return Err(Failure::NotThere(what));
     };
+    if let Some((path, file)) = answers {
+        write_answers(file, &evaluated).map_err(|source| not_written(path, source))?;
+    }
     if let Some(why) = evaluated.diagnosis() {
         return Err(Failure::Unscored(why));
     }
@@ -53,4 +61,21 @@ pub(super) fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure
     }
     lines.extend(evaluated.failures());
     Ok(lines.join("\n"))
+}
+
+fn create(path: &Path) -> Result<File, Failure> {
+    File::create(path).map_err(|source| not_written(path, source))
+}
+
+fn not_written(path: &Path, source: std::io::Error) -> Failure {
+    Failure::System { what: format!("write the answers to {}", path.display()), source }
+}
+
+/// Writes one line per answer.
+fn write_answers(file: File, evaluated: &Evaluated) -> std::io::Result<()> {
+    let mut lines = BufWriter::new(file);
+    for answer in evaluated.answers() {
+        writeln!(lines, "{answer}")?;
+    }
+    lines.flush()
 }

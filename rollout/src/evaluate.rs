@@ -107,6 +107,10 @@ pub struct EvaluatedAnswer {
     pub task: Arc<Task>,
     /// The completion as text.
     pub text: String,
+    /// `[tokens]` prompt, completions and the messages between them, stop tokens included.
+    pub token_ids: Vec<u32>,
+    /// Number of tokens before the answer.
+    pub prompt_length: usize,
     /// Tokens of the answer.
     pub tokens: usize,
     /// Its rewards as a whole.
@@ -418,7 +422,8 @@ async fn score(
         score.into_iter().next().unwrap_or_default()
     };
     let (tokens, reward) = (episode.completion_tokens(), episode_reward(&score, &episode.turns));
-    Ok(EvaluatedAnswer { task, text: episode.text, tokens, score, reward })
+    let (token_ids, prompt_length) = (episode.token_ids().to_vec(), episode.prompt_length);
+    Ok(EvaluatedAnswer { task, text: episode.text, token_ids, prompt_length, tokens, score, reward })
 }
 
 #[cfg(test)]
@@ -442,7 +447,16 @@ mod tests {
             let correct = Some(value.is_some_and(|value| value >= 1.0));
             let score = Score { total: value.map(|value| value - 0.5), components: vec![math], correct };
             let reward = score.total;
-            EvaluatedAnswer { task: Arc::clone(&task), text: String::new(), tokens: 3, score, reward }
+            let (text, token_ids, prompt_length) = (String::new(), vec![7, 8, 9, 2], 1);
+            EvaluatedAnswer {
+                task: Arc::clone(&task),
+                text,
+                token_ids,
+                prompt_length,
+                tokens: 3,
+                score,
+                reward,
+            }
         };
         Evaluation {
             answers: values.iter().map(answer).collect(),
