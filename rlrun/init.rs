@@ -12,6 +12,8 @@ pub enum Template {
     /// Additions, from nothing, on a laptop CPU.
     #[default]
     GrpoMath,
+    /// Arithmetic questions in words with SmolLM2-135M-Instruct, on a laptop CPU.
+    GrpoSmollm,
     /// Grade School Math 8K with an instruction-tuned model.
     GrpoGsm8k,
 }
@@ -42,6 +44,7 @@ impl Template {
     pub fn file_name(self) -> &'static str {
         match self {
             Self::GrpoMath => "grpo_math.toml",
+            Self::GrpoSmollm => "grpo_smollm.toml",
             Self::GrpoGsm8k => "grpo_gsm8k.toml",
         }
     }
@@ -51,6 +54,7 @@ impl Template {
     pub fn text(self) -> &'static str {
         match self {
             Self::GrpoMath => include_str!("../recipes/grpo_math.toml"),
+            Self::GrpoSmollm => include_str!("../recipes/grpo_smollm.toml"),
             Self::GrpoGsm8k => include_str!("../recipes/grpo_gsm8k.toml"),
         }
     }

@@ -11,7 +11,7 @@ use buffer::BufferConfig;
 use std::sync::Arc;
 
 use model::{Config, ModelDirectory, Placement, Sampling, SharedCores, Sizes, ThreadPool};
-use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource, TaskSplit};
+use rollout::tasks::{Arithmetic, ArithmeticTasks, Questions, TaskError, TaskOrder, TaskSource, TaskSplit};
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
 use trainer::advantage::AdvantageEstimator;
 use trainer::algorithm::Algorithm;
@@ -26,9 +26,9 @@ use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
 use weights::{DeltaConfig, Dtype, HubConfig, PublishConfig};
 
-use crate::recipe::schema::{CheckpointSection, EvalSet, RandomModel};
+use crate::recipe::schema::{ArithmeticSection, CheckpointSection, EvalSet, RandomModel};
 use crate::recipe::words::{PolicyPlacement, SupervisedKind, WeightDtypeWord};
-use crate::recipe::{DataSource, Recipe};
+use crate::recipe::{Data, DataSource, Recipe};
 
 mod devices;
 
@@ -73,16 +73,7 @@ impl Recipe {
     /// If a dataset cannot be read or a column is missing.
     pub fn tasks(&self) -> Result<(Vec<Task>, Vec<Task>), TaskError> {
         match &self.data.source {
-            DataSource::Arithmetic(sums) => {
-                let ArithmeticTasks { train, eval } = Arithmetic {
-                    max_operand: sums.max_operand,
-                    train: sums.train_tasks,
-                    eval: sums.eval_tasks,
-                    seed: self.seed,
-                }
-                .tasks()?;
-                Ok((train, eval))
-            }
+            DataSource::Arithmetic(arithmetic) => self.generated(arithmetic),
             DataSource::Files(files) => {
                 let source = |split, limit| TaskSource { split, limit, ..self.task_source() };
                 let eval = match &files.eval[..] {
@@ -92,6 +83,21 @@ impl Recipe {
                 Ok((source(TaskSplit::Train, None).load(&files.train)?, eval))
             }
         }
+    }
+
+    /// Training tasks and held-out tasks that are additions, or questions with the messages of `[data]`.
+    fn generated(&self, arithmetic: &ArithmeticSection) -> Result<(Vec<Task>, Vec<Task>), TaskError> {
+        let (max_operand, seed) = (arithmetic.max_operand, self.seed);
+        let (train, eval) = (arithmetic.train_tasks, arithmetic.eval_tasks);
+        let kinds = arithmetic.questions.clone();
+        let ArithmeticTasks { train, eval } = if kinds.is_empty() {
+            Arithmetic { max_operand, train, eval, seed }.tasks()?
+        } else {
+            Questions { kinds, max_operand, train, eval, seed }.tasks()?
+        };
+        let source = self.task_source();
+        let asked = |task: Task| Task { prompt: source.conversation(task.prompt), ..task };
+        Ok((train.into_iter().map(asked).collect(), eval.into_iter().map(asked).collect()))
     }
 
     /// Tasks of the further sets of held-out tasks, in their order.
@@ -120,17 +126,17 @@ impl Recipe {
 
     /// How a row of the files of `[data]` becomes a task.
     fn task_source(&self) -> TaskSource {
+        let Data { system_prompt, chat, .. } = &self.data;
+        let messages =
+            TaskSource { system_prompt: system_prompt.clone(), chat: *chat, ..TaskSource::default() };
         match &self.data.source {
-            DataSource::Arithmetic(_) => TaskSource::default(),
+            DataSource::Arithmetic(_) => messages,
             DataSource::Files(files) => TaskSource {
                 prompt_column: files.prompt_column.clone(),
                 answer_column: files.answer_column.clone(),
-                system_prompt: files.system_prompt.clone(),
                 prompt_template: files.prompt_template.clone(),
-                chat: files.chat,
                 conversation_column: self.supervised.as_ref().map(|s| s.conversation_column().to_owned()),
-                limit: None,
-                split: TaskSplit::Train,
+                ..messages
             },
         }
     }

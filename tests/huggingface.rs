@@ -361,7 +361,7 @@ fn a_disk_that_fills_during_a_download_is_named() {
 #[ignore = "needs the Python package `huggingface_hub`"]
 fn caches_of_python_are_read_and_written() {
     let bench = Bench::new();
-    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let python = std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into());
     let fetch = |offline: &str, home: &str| {
         let script = "import sys\nfrom huggingface_hub import snapshot_download\n\
                       for name, kind in [('tiny/model', 'model'), ('tiny/sums', 'dataset')]:\n    \

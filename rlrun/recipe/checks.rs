@@ -35,7 +35,7 @@ pub(super) fn check(
     let (dtype, reduction) = (raw.model.dtype, raw.model.reduction);
     let model = check_model(std::mem::take(&mut raw.model), &mut checker);
     let data = check_data(std::mem::take(&mut raw.data), &mut checker);
-    let generated = data.as_ref().is_some_and(|data| matches!(data.source, DataSource::Arithmetic(_)));
+    let generated = data.as_ref().is_some_and(|data| data.source.is_additions());
     let warmup = check_warmup(raw.warmup.take(), data.is_none() || generated, &mut checker);
     super::supervised::check(&raw, generated, &mut checker);
     if raw.rewards.is_empty() && raw.supervised.is_none() {
@@ -246,10 +246,11 @@ fn check_data(raw: RawData, checker: &mut Checker<'_>) -> Option<Data> {
             return None;
         }
         (false, Some(arithmetic)) => {
-            check_generated(checker);
+            let additions = arithmetic.questions.is_empty();
+            check_generated(additions, checker);
             let pairs = (u64::from(arithmetic.max_operand) + 1).pow(2);
             let wanted = (arithmetic.train_tasks as u64).saturating_add(arithmetic.eval_tasks as u64);
-            if wanted > pairs {
+            if additions && wanted > pairs {
                 let message = format!(
                     "{wanted} tasks are more than the {pairs} additions of numbers up to {}",
                     arithmetic.max_operand
@@ -279,22 +280,23 @@ fn check_data(raw: RawData, checker: &mut Checker<'_>) -> Option<Data> {
                 prompt_column: raw.prompt_column,
                 answer_column: raw.answer_column,
                 prompt_template: raw.prompt_template,
-                system_prompt: raw.system_prompt,
-                chat: raw.chat,
             })
         }
     };
     Some(Data {
         source,
+        system_prompt: raw.system_prompt,
+        chat: raw.chat,
         max_prompt_length: raw.max_prompt_length,
         overlong_prompts: raw.overlong_prompts,
         shuffle: raw.shuffle,
     })
 }
 
-/// Generated tasks have no columns: keys about them would be silently ignored.
-fn check_generated(checker: &mut Checker<'_>) {
-    for key in ["prompt_column", "answer_column", "prompt_template", "system_prompt", "chat"] {
+/// Generated tasks have no columns, and additions no messages: keys about them would be silently ignored.
+fn check_generated(additions: bool, checker: &mut Checker<'_>) {
+    let messages: &[&str] = if additions { &["system_prompt", "chat"] } else { &[] };
+    for key in ["prompt_column", "answer_column", "prompt_template"].iter().chain(messages) {
         let path = format!("data.{key}");
         if checker.given(&path) {
             let message = format!("`{path}` has no effect on the generated tasks of `data.arithmetic`");

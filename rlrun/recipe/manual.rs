@@ -27,7 +27,7 @@ const SECTIONS: [&str; 8] = [
 /// The source of `[[rewards]]`, which is flat.
 const REWARDS: &str = include_str!("../../rewards/src/spec.rs");
 /// The sources of words.
-const WORDS: [&str; 21] = [
+const WORDS: [&str; 22] = [
     include_str!("words.rs"),
     include_str!("../../buffer/src/config.rs"),
     include_str!("../../model/src/config.rs"),
@@ -42,6 +42,7 @@ const WORDS: [&str; 21] = [
     include_str!("../../rewards/src/set.rs"),
     include_str!("../../rollout/src/prompts.rs"),
     include_str!("../../rollout/src/sampler.rs"),
+    include_str!("../../rollout/src/tasks/questions.rs"),
     include_str!("../../trainer/src/algorithm/mod.rs"),
     include_str!("../../trainer/src/advantage/group.rs"),
     include_str!("../../trainer/src/critic.rs"),

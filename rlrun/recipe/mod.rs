@@ -107,6 +107,10 @@ pub enum Model {
 pub struct Data {
     /// Where tasks come from.
     pub source: DataSource,
+    /// System message put before every prompt.
+    pub system_prompt: Option<String>,
+    /// Whether text prompts are rendered with the chat template of the model.
+    pub chat: bool,
     /// Longest prompt in tokens.
     pub max_prompt_length: usize,
     /// What to do with longer prompts.
@@ -120,7 +124,7 @@ pub struct Data {
 pub enum DataSource {
     /// Rows of files.
     Files(Files),
-    /// Generated additions.
+    /// Generated additions or questions.
     Arithmetic(ArithmeticSection),
 }
 
@@ -137,10 +141,14 @@ pub struct Files {
     pub answer_column: Option<String>,
     /// Prompt with `{column}` placeholders.
     pub prompt_template: Option<String>,
-    /// System message put before every prompt.
-    pub system_prompt: Option<String>,
-    /// Whether text prompts are rendered with the chat template of the model.
-    pub chat: bool,
+}
+
+impl DataSource {
+    /// Whether tasks have generated demonstrations, and prompts that are no messages.
+    #[must_use]
+    pub fn is_additions(&self) -> bool {
+        matches!(self, Self::Arithmetic(arithmetic) if arithmetic.questions.is_empty())
+    }
 }
 
 impl Recipe {

@@ -85,8 +85,9 @@ fn to_raw(recipe: &Recipe) -> RawRecipe {
 }
 
 fn to_raw_data(data: Data) -> RawData {
-    let Data { source, max_prompt_length, overlong_prompts, shuffle } = data;
-    let common = RawData { max_prompt_length, overlong_prompts, shuffle, ..RawData::default() };
+    let Data { source, system_prompt, chat, max_prompt_length, overlong_prompts, shuffle } = data;
+    let common =
+        RawData { system_prompt, chat, max_prompt_length, overlong_prompts, shuffle, ..RawData::default() };
     match source {
         DataSource::Arithmetic(arithmetic) => RawData { arithmetic: Some(arithmetic), ..common },
         DataSource::Files(files) => RawData {
@@ -95,8 +96,6 @@ fn to_raw_data(data: Data) -> RawData {
             prompt_column: files.prompt_column,
             answer_column: files.answer_column,
             prompt_template: files.prompt_template,
-            system_prompt: files.system_prompt,
-            chat: files.chat,
             ..common
         },
     }
@@ -109,8 +108,8 @@ fn drop_without_effect(table: &mut Table, recipe: &Recipe) {
     {
         super::eval::WITHOUT_TASKS.iter().for_each(|key| drop(eval.remove(*key)));
     }
-    if let (DataSource::Arithmetic(_), Some(Value::Table(data))) =
-        (&recipe.data.source, table.get_mut("data"))
+    if recipe.data.source.is_additions()
+        && let Some(Value::Table(data)) = table.get_mut("data")
     {
         data.remove("chat");
     }

@@ -171,7 +171,7 @@ pub struct RawData {
     #[serde(deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
     // resume = changes, worker = ignored
     pub eval: Vec<PathBuf>,
-    /// Generated additions instead of files.
+    /// Generated additions, or arithmetic questions in words, instead of files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arithmetic: Option<ArithmeticSection>,
     /// Column of the prompt. Default: the first usual name that the data has. verl `data.prompt_key`.
@@ -222,11 +222,17 @@ impl Default for RawData {
     }
 }
 
-/// `[data.arithmetic]`: additions such as `37+48=`. Training tasks and held-out tasks are disjoint.
+/// `[data.arithmetic]`: additions such as `37+48=`, or questions in words. Training tasks and held-out tasks are disjoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ArithmeticSection {
-    /// Largest operand; the smallest is 0.
+    /// Kinds of questions in words, in turn, for a model that follows instructions. No training question has the numbers of a
+    /// held-out question of its kind. Default: none; the tasks are additions such as `37+48=`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    // resume = tasks, worker = run
+    pub questions: Vec<QuestionKind>,
+    /// Largest operand of an addition; the smallest is 0. A third of the `questions` has operands up to this number, a third
+    /// up to half of it, a third up to a quarter; factors are at most a quarter of these bounds.
     // resume = tasks, worker = run
     pub max_operand: u32,
     /// Number of training tasks.
@@ -239,7 +245,7 @@ pub struct ArithmeticSection {
 
 impl Default for ArithmeticSection {
     fn default() -> Self {
-        Self { max_operand: 99, train_tasks: 8000, eval_tasks: 500 }
+        Self { questions: Vec::new(), max_operand: 99, train_tasks: 8000, eval_tasks: 500 }
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 
 use ::rewards::{Registry, RewardSpec};
+use trajectory::Prompt;
 
 use super::*;
 
@@ -163,6 +164,7 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("lora.target_modules=[]", "`lora.target_modules` is empty: nothing would be trained"),
         ("lora.path=nowhere", "`lora.path`: there is no `nowhere`"),
         ("data.chat=true", "`data.chat` has no effect on the generated tasks"),
+        ("data.arithmetic.questions=[\"add\"]", "`data.arithmetic.questions[0]` is \"add\""),
         ("data.arithmetic.max_operand=9", "8500 tasks are more than the 100 additions of numbers up to 9"),
         ("model.random.hidden_size=66", "`hidden_size` 66 does not split into 4 heads"),
         ("model.random.num_kv_heads=3", "4 heads (`num_heads`) do not share 3 key and value heads evenly"),
@@ -425,13 +427,45 @@ fn warmup_of_no_steps_is_none_and_warmup_needs_generated_tasks() {
 }
 
 #[test]
+fn questions_take_messages_and_no_demonstrations() {
+    let section = "[data.arithmetic]\nquestions = [\"sum\", \"two_steps\"]\n";
+    let case = Case::new(&MINIMAL.replace("[data.arithmetic]\n", section));
+    let sets =
+        ["data.system_prompt=Number.", "data.arithmetic.train_tasks=4", "data.arithmetic.eval_tasks=2"];
+    let (recipe, origins) = case.load(&sets, &[]).unwrap();
+    let (train, eval) = recipe.tasks().unwrap();
+    assert_eq!((train.len(), eval.len()), (4, 2));
+    let Prompt::Messages(messages) = &train[0].prompt else { panic!("{:?}", train[0].prompt) };
+    assert_eq!(
+        (&messages[0].role[..], &messages[0].content[..], &messages[1].role[..]),
+        ("system", "Number.", "user")
+    );
+    let again = Case::new(&recipe.resolved_toml(&origins));
+    assert_eq!(again.load(&[], &[]).unwrap().0.tasks().unwrap(), (train, eval));
+    let shown = case.errors(&["warmup.steps=5"], &[]);
+    assert!(shown.starts_with("error: `warmup` needs the demonstrations of `data.arithmetic`"), "{shown}");
+    let shown = case.errors(&["data.prompt_column=question"], &[]);
+    assert!(shown.starts_with("error: `data.prompt_column` has no effect on the generated tasks"), "{shown}");
+}
+
+#[test]
 fn the_recipes_of_the_repository_hold() {
     let recipes = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes");
     let (math, _) = Recipe::load(&recipes.join("grpo_math.toml"), &[], &Program::default()).unwrap();
     assert!(math.warmup.is_some() && math.has_eval_tasks());
-    // Its model and data are downloads; nothing else may be wrong.
-    let errors =
-        Recipe::load(&recipes.join("grpo_gsm8k.toml"), &[], &Program::default()).err().unwrap_or_default();
-    let other: Vec<_> = errors.iter().filter(|error| !error.message.contains("there is no `")).collect();
-    assert!(other.is_empty(), "{other:?}");
+    // Models and data are downloads; nothing else may be wrong.
+    for name in ["grpo_gsm8k.toml", "grpo_smollm.toml"] {
+        let errors = Recipe::load(&recipes.join(name), &[], &Program::default()).err().unwrap_or_default();
+        let other: Vec<_> = errors.iter().filter(|error| !error.message.contains("there is no `")).collect();
+        assert!(other.is_empty(), "{name}: {other:?}");
+    }
+    // Every seed has enough different questions.
+    let model = format!("model.path={:?}", recipes.display().to_string());
+    for seed in 0..3 {
+        let sets = [model.clone(), format!("seed={seed}")];
+        let (smollm, _) =
+            Recipe::load(&recipes.join("grpo_smollm.toml"), &sets, &Program::default()).unwrap();
+        let (train, eval) = smollm.tasks().unwrap();
+        assert_eq!((train.len(), eval.len()), (2200, 220));
+    }
 }

@@ -13,6 +13,7 @@ pub use buffer::OnStale;
 pub use device::device::DeviceLocation;
 pub use model::{Architecture, Placement as ModelPlacement, Quantization, Recompute, Reduction};
 pub use rollout::engine::Speculation;
+pub use rollout::tasks::QuestionKind;
 pub use rollout::{OnUpdate, Overlong};
 pub use trainer::advantage::ScaleRewards;
 pub use trainer::algorithm::{AlgorithmKind, Proximal};

@@ -15,7 +15,7 @@ use serde_json::Value;
 fn what_python_writes_is_read_as_it_was() {
     let directory = tempfile::tempdir().unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/write_datasets.py");
-    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let python = std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into());
     let written = Command::new(python).arg(script).arg(directory.path()).output().unwrap();
     assert!(written.status.success(), "{}", String::from_utf8_lossy(&written.stderr));
     for name in ["flat.csv", "full.jsonl", "full.json", "full.parquet", "full_saved", "splits"] {

@@ -167,10 +167,24 @@ pub enum TaskError {
         /// Different prompts.
         pairs: u64,
     },
-    /// A task that [`super::Arithmetic`] did not make.
+    /// Questions of no kind.
+    #[error("there is no kind of questions to draw; name one in `data.arithmetic.questions`")]
+    NoQuestions,
+    /// A kind without enough different questions.
     #[error(
-        "task {task} has no whole-number columns `a` and `b`; demonstrations exist for arithmetic tasks only"
+        "{tasks} tasks need more different questions of kind `{kind}` than there are with operands up to {max_operand}; \
+         raise `max_operand`, ask for fewer tasks or name more kinds"
     )]
+    TooFewQuestions {
+        /// The kind.
+        kind: &'static str,
+        /// Training and evaluation tasks of all kinds.
+        tasks: usize,
+        /// Greatest operand.
+        max_operand: u32,
+    },
+    /// A task that [`super::Arithmetic`] did not make.
+    #[error("task {task} has no whole-number columns `a` and `b`; demonstrations exist for additions only")]
     NotArithmetic {
         /// The row.
         task: u64,

@@ -1,4 +1,4 @@
-"""Prints the golden values of stream.rs and arithmetic.rs, from ChaCha8 and Lemire's bounded draw written anew.
+"""Prints the golden values of stream.rs, arithmetic.rs and questions.rs, from ChaCha8 and Lemire's bounded draw written anew.
 
     python3 golden.py
 """
@@ -65,5 +65,23 @@ def arithmetic(seed, max_operand, wanted):
     return [f"{pair // side}+{pair % side}=" for pair in order]
 
 
+def questions(seed, max_operand, kinds):
+    stream, asked = Stream(seed, b"question", 0), []
+    for kind in kinds:
+        bound = max(max_operand >> stream.below(3), 4)
+        if kind == "sum":
+            a, b = 1 + stream.below(bound), 1 + stream.below(bound)
+            texts = [f"What is {a} + {b}?", f"What is {a} plus {b}?", f"Add {a} and {b}."]
+        else:
+            most = max(bound // 4, 3)
+            a, b = 2 + stream.below(most - 1), 2 + stream.below(most - 1)
+            texts = [f"What is {a} x {b}?", f"What is {a} times {b}?", f"Multiply {a} by {b}."]
+        for names in (8, 8, 7):  # drawn for every kind
+            stream.below(names)
+        asked.append(texts[stream.below(3)])
+    return asked
+
+
 print("stream.rs, seed 42, epoch 3, 8 tasks:", epoch(42, 3, 8))
 print("arithmetic.rs, seed 42, operands to 99, 4 tasks:", arithmetic(42, 99, 4))
+print("questions.rs, seed 42, operands to 48, 4 tasks:", questions(42, 48, ["sum", "product"] * 2))

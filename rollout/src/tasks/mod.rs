@@ -6,6 +6,7 @@
 //! - [`prompt`]: a prompt from a cell or a template
 //! - [`stream`]: [`TaskStream`], which task every group of a run gets
 //! - [`arithmetic`]: [`Arithmetic`], generated tasks that need no download
+//! - [`questions`]: [`Questions`], generated arithmetic questions in words
 //! - [`error`]: what can be wrong with a dataset, [`TaskError`]
 //!
 //! # Invariants
@@ -16,6 +17,7 @@
 pub mod arithmetic;
 pub mod error;
 pub mod prompt;
+pub mod questions;
 pub(crate) mod random;
 pub mod rows;
 pub mod source;
@@ -23,6 +25,7 @@ pub mod stream;
 
 pub use arithmetic::{Arithmetic, ArithmeticTasks, Demonstration, Sum};
 pub use error::TaskError;
+pub use questions::{QuestionKind, Questions};
 pub use rows::TaskSplit;
 pub use source::TaskSource;
 pub use stream::{TaskOrder, TaskStream};

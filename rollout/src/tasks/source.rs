@@ -99,7 +99,9 @@ impl TaskSource {
         Ok(Task { id, prompt: self.conversation(prompt), answer, columns: row.columns })
     }
 
-    fn conversation(&self, prompt: Prompt) -> Prompt {
+    /// The prompt with the messages that this asks for: the system message, and text as a message of the user.
+    #[must_use]
+    pub fn conversation(&self, prompt: Prompt) -> Prompt {
         let mut messages = match prompt {
             Prompt::Text(text) if !self.chat && self.system_prompt.is_none() => return Prompt::Text(text),
             Prompt::Text(content) => vec![Message { role: "user".to_owned(), content }],
