@@ -339,6 +339,10 @@ pub(super) mod tests {
         assert_eq!((&cells[1], read[1].place.row), (&json!({"question": "", "answer": ""}), 4));
         for (text, expected) in [
             (
+                &b"a,b\r\n\r\n1,2\r\n3\r\n"[..],
+                "t.csv:4: not valid CSV: it has 1 cells, and the first line names 2 columns",
+            ),
+            (
                 &b"a,b\n1,2\n3\n"[..],
                 "t.csv:3: not valid CSV: it has 1 cells, and the first line names 2 columns",
             ),
@@ -411,7 +415,7 @@ pub(super) mod tests {
                 "which is not directly in the directory",
             ),
             (r#"{"_data_files": []}"#, "it names no file"),
-            (r#"{"_data_files": [{"filename": "data.arrow"}]}"#, "data.arrow does not exist"),
+            (r#"{"_data_files": [{"filename": "data.arrow"}]}"#, "\"data.arrow\", which is not there"),
             (r#"{"_data_files": [], "_indices_files": [{"filename": "i"}]}"#, "file of indices"),
             ("{", "not the description of a dataset: EOF"),
         ] {

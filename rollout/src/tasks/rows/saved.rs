@@ -74,7 +74,13 @@ fn of_state(directory: &Path) -> Result<Option<Vec<PathBuf>>, TaskError> {
                 "it names the file {filename:?}, which is not directly in the directory"
             ));
         };
-        files.push(directory.join(name));
+        let file = directory.join(name);
+        if !file.exists() {
+            return refused(format!(
+                "it names the file {filename:?}, which is not there; copy the whole directory"
+            ));
+        }
+        files.push(file);
     }
     if files.is_empty() { refused("it names no file".to_owned()) } else { Ok(Some(files)) }
 }
