@@ -327,7 +327,9 @@ vectorized! {
                 let work = ScoreWork { queries, column: kv * head, pages: &pages[page..], head_dim };
                 let rows = &mut weights[page * PAGE..];
                 page += match work.pages.len() {
-                    1..4 => scores_of_pages::<1>(work, per_kv, rows, row),
+                    1 => scores_of_pages::<1>(work, per_kv, rows, row),
+                    2 => scores_of_pages::<2>(work, per_kv, rows, row),
+                    3 => scores_of_pages::<3>(work, per_kv, rows, row),
                     _ => scores_of_pages::<4>(work, per_kv, rows, row),
                 };
             }
@@ -342,7 +344,8 @@ vectorized! {
                 let out = &mut out[h * head_dim..];
                 h += match per_kv - h {
                     1 => values_of_heads::<1>(work, head_dim, out),
-                    2 | 3 => values_of_heads::<2>(work, head_dim, out),
+                    2 => values_of_heads::<2>(work, head_dim, out),
+                    3 => values_of_heads::<3>(work, head_dim, out),
                     _ => values_of_heads::<4>(work, head_dim, out),
                 };
             }
@@ -372,7 +375,8 @@ fn scores_of_pages<const P: usize>(
     while h < per_kv {
         h += match per_kv - h {
             1 => page_scores::<1, P>(work, h, weights, row),
-            2 | 3 => page_scores::<2, P>(work, h, weights, row),
+            2 => page_scores::<2, P>(work, h, weights, row),
+            3 => page_scores::<3, P>(work, h, weights, row),
             _ => page_scores::<4, P>(work, h, weights, row),
         };
     }
