@@ -22,7 +22,9 @@ mod listing;
 mod name;
 mod progress;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use rollout::tasks::TaskSplit;
@@ -65,6 +67,8 @@ pub(crate) struct HuggingFace {
     offline: bool,
     wait: Duration,
     cache: Option<RepositoryCache>,
+    /// The commits of branches and tags that were looked up, so that all uses of one are of the same commit.
+    commits: Mutex<BTreeMap<(RepositoryKind, String, String), String>>,
 }
 
 /// The policy, another model that is read whole, or an adapter.
@@ -109,6 +113,7 @@ impl HuggingFace {
             wait: seconds
                 .map_or(WAIT, |seconds| Duration::from_secs_f64(seconds.clamp(WAITS_S.0, WAITS_S.1))),
             cache: RepositoryCache::of(environment),
+            commits: Mutex::default(),
         }
     }
 
@@ -250,11 +255,25 @@ impl HuggingFace {
         rows.iter().map(|file| self.fetch(&repository, file)).collect()
     }
 
-    /// The repository of a name at its commit: of a branch the one that the hub says now, or that of the cache where the hub
-    /// cannot be asked.
+    /// The repository of a name at its commit, which is looked up once.
     fn repository(&self, path: &Path, kind: RepositoryKind) -> Result<PinnedRepository, RepositoryError> {
         let name = RepositoryName::parse(path, kind)
             .map_err(|reason| RepositoryError::Name { text: path.display().to_string(), reason })?;
+        let asked = (kind, name.repository.clone(), name.revision().to_owned());
+        let seen = self.commits.lock().unwrap_or_else(PoisonError::into_inner).get(&asked).cloned();
+        let found = self.found(&seen.map_or(name.clone(), |commit| name.at(&commit)), kind)?;
+        let commit = found.listing.commit.clone();
+        self.commits.lock().unwrap_or_else(PoisonError::into_inner).insert(asked, commit);
+        Ok(found)
+    }
+
+    /// The repository of a name at its commit: of a branch the one that the hub says now, or that of the cache where the hub
+    /// cannot be asked.
+    fn found(
+        &self,
+        name: &RepositoryName,
+        kind: RepositoryKind,
+    ) -> Result<PinnedRepository, RepositoryError> {
         let cache = self.cache.as_ref().ok_or_else(|| RepositoryError::NoCache { name: name.to_string() })?;
         let cached = cache.repository(kind, &name.repository);
         let of_cache = |commit: &str| {
@@ -270,9 +289,9 @@ impl HuggingFace {
         let known = name.commit().map(str::to_owned).or_else(|| cached.commit(name.revision()));
         let known = known.map(|commit| of_cache(&commit)).filter(|known| !known.listing.files.is_empty());
         if self.offline {
-            return known.ok_or_else(|| self.missing(&name, format!("the revision `{}`", name.revision())));
+            return known.ok_or_else(|| self.missing(name, format!("the revision `{}`", name.revision())));
         }
-        let listing = match (self.client(&name)?.listing(Asked { kind, name: &name }), known) {
+        let listing = match (self.client(name)?.listing(Asked { kind, name }), known) {
             (Ok(listing), _) => listing,
             (Err(RepositoryError::Unreachable { url, reason, .. }), Some(known)) => {
                 eprintln!("{url} cannot be reached ({reason}); using {} of the cache", known.name);

@@ -1,7 +1,7 @@
 //! A small server that speaks the routes of the Hugging Face Hub, with the faults that networks have.
 //!
 //! ```text
-//!   GET  /api/models/OWNER/NAME/revision/REV           commit and files
+//!   GET  /api/models/OWNER/NAME/revision/REV           commit and files; /tree/REV: the files alone, for Python
 //!   HEAD, GET  /OWNER/NAME/resolve/REV/FILE            a small file, or a redirect to the other port for a large one
 //!   GET  /OWNER/NAME/resolve/REV/FILE on that port     the bytes, also a range of them
 //! ```
@@ -198,7 +198,8 @@ fn route(served: &Served, received: &Received, cdn: &str) -> Answer {
         ..Answer::default()
     };
     let (key, revision, file) = if let Some(rest) = path.strip_prefix("api/") {
-        let (key, revision) = rest.split_once("/revision/").unwrap_or((rest, "main"));
+        let named = rest.split_once("/revision/").or_else(|| rest.split_once("/tree/"));
+        let (key, revision) = named.unwrap_or((rest, "main"));
         (key.to_owned(), revision.to_owned(), None)
     } else {
         let (name, rest) = path.split_once("/resolve/").unwrap_or((path, ""));
@@ -216,12 +217,18 @@ fn route(served: &Served, received: &Received, cdn: &str) -> Answer {
         let files = repository.files.iter();
         let siblings: Vec<Value> =
             files.map(|(name, bytes)| json!({"rfilename": name, "size": bytes.len()})).collect();
+        if path.contains("/tree/") {
+            let entry = |(name, bytes): (&String, &Vec<u8>)| json!({"type": "file", "path": name, "size": bytes.len(), "oid": "of git"});
+            let body = Value::from_iter(repository.files.iter().map(entry)).to_string().into_bytes();
+            return Answer { status: 200, body, ..Answer::default() };
+        }
         let id = key.split_once('/').unwrap_or_default().1;
         let body = json!({"id": id, "modelId": id, "sha": repository.commit, "siblings": siblings, "private": false,
             "gated": repository.gated, "downloads": 0, "likes": 0, "tags": [], "cardData": {"configs": repository.configs}});
         return Answer { status: 200, body: body.to_string().into_bytes(), ..Answer::default() };
     };
-    if repository.gated && received.authorization.as_deref() != Some("Bearer granted") {
+    if repository.gated && !received.elsewhere && received.authorization.as_deref() != Some("Bearer granted")
+    {
         return error(if received.authorization.is_some() { 403 } else { 401 }, "GatedRepo");
     }
     let Some(bytes) = repository.files.get(&file) else { return error(404, "EntryNotFound") };
