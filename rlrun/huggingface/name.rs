@@ -96,6 +96,10 @@ impl RepositoryName {
         if let Some(revision) = name.revision.as_ref().filter(|revision| !is_revision(revision)) {
             return Err(format!("`{revision}` is no branch, tag or commit; write {}", usage(kind)));
         }
+        let plain = |part: &&String| is_file(part) && !part.contains('/');
+        if let Some(part) = name.config.iter().chain(&name.split).find(|part| !plain(part)) {
+            return Err(format!("`{part}` is no configuration or split; write {}", usage(kind)));
+        }
         if of_dataset
             && (kind == RepositoryKind::Model || name.file.is_some() || named.split(':').count() > 3)
         {
