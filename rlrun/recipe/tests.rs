@@ -164,7 +164,7 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("lora.target_modules=[]", "`lora.target_modules` is empty: nothing would be trained"),
         ("lora.path=nowhere", "`lora.path`: there is no `nowhere`"),
         ("data.chat=true", "`data.chat` has no effect on the generated tasks"),
-        ("data.arithmetic.questions=[\"add\"]", "`data.arithmetic.questions[0]` is \"add\""),
+        ("data.arithmetic.questions=[\"add\"]", "`data.arithmetic.questions[0]` cannot be \"add\""),
         ("data.arithmetic.max_operand=9", "8500 tasks are more than the 100 additions of numbers up to 9"),
         ("model.random.hidden_size=66", "`hidden_size` 66 does not split into 4 heads"),
         ("model.random.num_kv_heads=3", "4 heads (`num_heads`) do not share 3 key and value heads evenly"),
