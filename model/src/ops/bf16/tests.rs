@@ -76,7 +76,7 @@ proptest! {
             for ((w, b), out) in w.chunks_exact(k).zip(&b).zip(out) {
                 let terms = || x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w));
                 let error = (f64::from(*out) - terms().sum::<f64>() - f64::from(*b)).abs();
-                let bound = terms().map(f64::abs).sum::<f64>() / 256.0 * 1.01 + 1e-4;
+                let bound = terms().map(f64::abs).sum::<f64>() / 128.0 * 1.01 + 1e-4;
                 prop_assert!(error <= bound, "{error} > {bound}");
             }
         }
