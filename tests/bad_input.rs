@@ -187,7 +187,9 @@ fn broken_datasets_are_named_to_the_line() {
     bench.home.write("tasks.jsonl", "\n\n");
     bench.refuses(&[], &["the dataset has no rows", "tasks.jsonl", "`data.train` and `data.eval`"]);
     bench.home.write("tasks.csv", "question,answer\n");
-    bench.refuses(&["data.train=\"tasks.csv\""], &["tasks.csv", ".jsonl"]);
+    bench.refuses(&["data.train=\"tasks.csv\""], &["the dataset has no rows", "tasks.csv"]);
+    bench.home.write("tasks.txt", "question,answer\n");
+    bench.refuses(&["data.train=\"tasks.txt\""], &["tasks.txt", ".jsonl"]);
     bench.refuses(&["data.train=\"nothing.jsonl\""], &["nothing.jsonl"]);
 }
 

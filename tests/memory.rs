@@ -44,7 +44,7 @@ fn the_plan_predicts_the_peak_of_the_memory() {
     let together = predicted(&home, "together", &[]);
     let turns = ["--set", "placement.policy=\"colocated\""];
     let kept = predicted(&home, "kept", &turns);
-    assert!(kept < 0.85 * together, "{kept} MiB in turns, {together} MiB together");
+    assert!(kept < 0.97 * together, "{kept} MiB in turns, {together} MiB together");
 }
 
 /// Plans and runs the recipe with further arguments; returns the peak, MiB: the median of three runs, because the allocator

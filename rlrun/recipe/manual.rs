@@ -27,7 +27,7 @@ const SECTIONS: [&str; 8] = [
 /// The source of `[[rewards]]`, which is flat.
 const REWARDS: &str = include_str!("../../rewards/src/spec.rs");
 /// The sources of words.
-const WORDS: [&str; 22] = [
+const WORDS: [&str; 23] = [
     include_str!("words.rs"),
     include_str!("../../buffer/src/config.rs"),
     include_str!("../../model/src/config.rs"),
@@ -40,6 +40,7 @@ const WORDS: [&str; 22] = [
     include_str!("../../rewards/src/math/reward.rs"),
     include_str!("../../rewards/src/reward.rs"),
     include_str!("../../rewards/src/set.rs"),
+    include_str!("../../rollout/src/engine/speculate.rs"),
     include_str!("../../rollout/src/prompts.rs"),
     include_str!("../../rollout/src/sampler.rs"),
     include_str!("../../rollout/src/tasks/questions.rs"),

@@ -23,7 +23,8 @@ const OF_OTHERS: [&str; 11] = [
     "rollout/src/tasks/prompt.rs",
 ];
 /// Names in backticks that are commands, files, columns or fields of a group.
-const NO_KEYS: [&str; 5] = ["mpirun", "a", "b", "rlrun", "correct"];
+const NO_KEYS: [&str; 8] =
+    ["mpirun", "a", "b", "rlrun", "correct", "save_pretrained", "save_to_disk", "to_parquet"];
 /// Endings of files and of names that only look like a key, such as `model.safetensors`.
 const ENDINGS: [&str; 10] =
     [".rs", ".json", ".jsonl", ".redb", ".toml", ".safetensors", ".old", ".weight", ".layers", ".layers.0"];

@@ -8,7 +8,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Longest n-gram that is looked up, tokens; shorter ones down to 2 follow.
+/// Length of the longest n-gram that is looked up, in tokens; shorter ones down to 2 follow.
 const LONGEST: usize = 4;
 /// Rows of a pass up to which a row more costs little, because reading the weights takes most of the time.
 const ROWS: usize = 16;
