@@ -4,9 +4,9 @@
 //!   recipe: hf:OWNER/NAME --pinned--> hf:OWNER/NAME@COMMIT --fetched--> paths in the cache
 //!                                     written to the run
 //! ```
-//! - [`name`]: what a recipe writes; [`listing`]: which files of a repository are meant
-//! - [`cache`]: the directory that transformers and other tools share; [`client`], [`download`]: what is not there yet
-//! - [`progress`], [`error`]: what the user sees
+//! - `name`: what a recipe writes; `listing`: which files of a repository are meant
+//! - `cache`: the directory that transformers and other tools share; `client`, `download`: what is not there yet
+//! - `progress`, `error`: what the user sees
 //!
 //! Invariant: names become paths here alone, before a model or a dataset is opened. A name with a commit means the same bytes
 //! for ever, and needs no request if they are in the cache. No other crate knows the hub.

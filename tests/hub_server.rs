@@ -214,18 +214,7 @@ fn route(served: &Served, received: &Received, cdn: &str) -> Answer {
         return error(404, "RevisionNotFound");
     }
     let Some(file) = file else {
-        let files = repository.files.iter();
-        let siblings: Vec<Value> =
-            files.map(|(name, bytes)| json!({"rfilename": name, "size": bytes.len()})).collect();
-        if path.contains("/tree/") {
-            let entry = |(name, bytes): (&String, &Vec<u8>)| json!({"type": "file", "path": name, "size": bytes.len(), "oid": "of git"});
-            let body = Value::from_iter(repository.files.iter().map(entry)).to_string().into_bytes();
-            return Answer { status: 200, body, ..Answer::default() };
-        }
-        let id = key.split_once('/').unwrap_or_default().1;
-        let body = json!({"id": id, "modelId": id, "sha": repository.commit, "siblings": siblings, "private": false,
-            "gated": repository.gated, "downloads": 0, "likes": 0, "tags": [], "cardData": {"configs": repository.configs}});
-        return Answer { status: 200, body: body.to_string().into_bytes(), ..Answer::default() };
+        return listing(repository, &key, path.contains("/tree/"));
     };
     if repository.gated && !received.elsewhere && received.authorization.as_deref() != Some("Bearer granted")
     {
@@ -265,6 +254,22 @@ fn route(served: &Served, received: &Received, cdn: &str) -> Answer {
         Some(_) => error(416, ""),
         None => Answer { status: 200, headers, body: bytes.clone(), fault },
     }
+}
+
+/// What the hub says of a repository: the files of a commit, or with `tree` the entries of its folder.
+fn listing(repository: &Repository, key: &str, tree: bool) -> Answer {
+    let files = repository.files.iter();
+    let body = if tree {
+        let entry = |(name, bytes): (&String, &Vec<u8>)| json!({"type": "file", "path": name, "size": bytes.len(), "oid": "of git"});
+        Value::from_iter(files.map(entry))
+    } else {
+        let siblings: Vec<Value> =
+            files.map(|(name, bytes)| json!({"rfilename": name, "size": bytes.len()})).collect();
+        let id = key.split_once('/').unwrap_or_default().1;
+        json!({"id": id, "modelId": id, "sha": repository.commit, "siblings": siblings, "private": false,
+            "gated": repository.gated, "downloads": 0, "likes": 0, "tags": [], "cardData": {"configs": repository.configs}})
+    };
+    Answer { status: 200, body: body.to_string().into_bytes(), ..Answer::default() }
 }
 
 fn hexadecimal(bytes: &[u8]) -> String {

@@ -2,7 +2,7 @@
 //!
 //! [`Decoder`] is immutable: one policy version. [`Decoder::train`] runs a [`Pack`] of whole sequences forward and
 //! then backward layer by layer, [`Decoder::score`] forward only, [`Decoder::step`] continues sequences whose keys
-//! and values are in a [`KvCache`]. All three run the same blocks, on the threads of a [`ThreadPool`](crate::ThreadPool).
+//! and values are in a [`KvCache`]. All three run the same blocks, on the threads of a [`ThreadPool`].
 //!
 //! # Layout
 //! - `block`: one layer, forward and backward

@@ -5,8 +5,8 @@
 //! At most `limit` rows are read; a row of a text file is no longer than its limit. Prompts and answers are chosen elsewhere.
 //!
 //! # Layout
-//! - [`json`], [`csv`], [`parquet`], [`arrow`]: one format each
-//! - [`saved`]: the files of a directory that `save_to_disk` wrote
+//! - `json`, `csv`, `parquet`, `arrow`: one format each
+//! - `saved`: the files of a directory that `save_to_disk` wrote
 
 mod arrow;
 mod csv;
