@@ -23,7 +23,7 @@ const MOST_REDIRECTS: usize = 5;
 /// Files that a message suggests.
 const MOST_NEAR: usize = 12;
 
-/// A hub, and who asks.
+/// A hub, and the identity of the client.
 pub(super) struct RepositoryClient {
     agent: HttpAgent,
     /// Without a slash at the end.

@@ -95,7 +95,7 @@ impl Memory {
             ),
             part(
                 "published",
-                "the newest version, and the buffer of the next",
+                "the newest version: a copy of the policy where it is not shared",
                 product(&[published, weights]),
             ),
             part("served", "the version that is sampled from, packed", size.packed),

@@ -2,8 +2,8 @@
 //! Weights on the processor are packed then: packing takes the cores from decoding at any time, and before the swap it would
 //! need the memory of one more version.
 //!
-//! Invariant: staged weights carry the digest of the values that they were packed from or uploaded to, computed after the
-//! transfer. The receipt states the digest of the weights that are served, not of those that were announced.
+//! Invariant: staged weights carry the digest of the values that they will be packed from or were uploaded to, computed after
+//! the transfer. The receipt states the digest of the weights that are served, not of those that were announced.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -87,7 +87,7 @@ pub struct Applier {
 
 enum ApplierMode {
     /// Starts a thread that runs concurrently with decoding. At most one staged version waits, so memory is bounded by two
-    /// versions.
+    /// versions, of which that on the host is the publisher's own.
     Thread(Background),
     /// [`Applier::take`] stages the version itself.
     Inline { after: Option<PolicyVersion> },
