@@ -4,6 +4,8 @@
     cargo build --release --workspace
     benches/async.py run DIR [--seeds 3]     about half an hour on two cores
     benches/async.py table DIR
+    benches/async.py questions DIR --model MODEL [--seeds 3]   the same with a real language model, half an hour a seed
+    benches/async.py table DIR --of questions
     benches/async.py anchors DIR [--seeds 5]  about an hour: what keeps the policy from collapsing under staleness
 
 Tasks are numbers to count down from, so that the length of an answer follows from its prompt: log-normal, median 60 tokens,
@@ -16,16 +18,23 @@ and back, so that whatever else the machine does meets all of them. `instant` ar
 left of the difference then comes from generation alone. All runs start from the same model; a seed gives the order of tasks
 and the random numbers of the sampler.
 
+`questions` trains SmolLM2-135M-Instruct (MODEL, a directory) on the questions of recipes/grpo_smollm.toml, 8 x 8 completions a
+step, with a server that takes a median of 2 s and up to 60 s. Its table also says how long a step of the synchronous run takes,
+and how long its processor time would take on cores that never wait: no schedule of the same work is faster than that.
+
 `anchors` runs the same training without the server (`kind = "exact"`), for each policy that can anchor the clip, with each
 bound on staleness; at 0 all arms are the same run.
 """
 
 import argparse
 import asyncio
+import dataclasses
 import hashlib
 import json
 import os
 import random
+import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -52,7 +61,34 @@ ANCHORS = {
     "sampler, no bounds": ["algorithm.clip_eps_low=1.0", "algorithm.clip_eps_high=1e9"],
 }
 STALENESS = [0, 1, 2, 4, 8, 16]
-LONGEST, SIGMA, REWARD_SIGMA, LONGEST_REWARD_S = 140, 0.8, 1.0, 5.0
+LONGEST, SIGMA, REWARD_SIGMA = 140, 0.8, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """Arms (name, staleness, median of the server's time in seconds), and what they have in common."""
+
+    arms: list
+    # Longest time of the server, seconds.
+    longest_reward_s: float
+    # Whether a response is right, by the label.
+    is_right: object
+    # Reward that the table looks for in the means of five steps.
+    wanted: float
+    # First steps that are left out of the means, because they fill the pipeline.
+    warm: int
+
+
+STUDIES = {
+    "run": Study(ARMS, 5.0, lambda response, label: response.strip() == label.strip(), 0.9, 5),
+    "questions": Study(
+        [("synchronous" if s == 0 else "staleness %d" % s, s, 2.0) for s in (0, 1, 2, 4, 8)],
+        60.0,
+        lambda response, label: re.findall(r"\d+", response)[-1:] == [label.strip()],
+        0.3,
+        3,
+    ),
+}
 
 
 def count_down(number, without=None):
@@ -74,7 +110,8 @@ def write_tasks(path, count, seed, demonstrations):
 class Server:
     """Judges answers after a time that follows from prompt and answer alone, so that it is the same in every arm."""
 
-    def __init__(self):
+    def __init__(self, study):
+        self.study = study
         self.median = 0.0
         self.port = None
         ready = threading.Event()
@@ -96,9 +133,8 @@ class Server:
                 rng = random.Random(hashlib.sha256((body["prompt"] + body["response"]).encode()).digest())
                 if self.median > 0.0:
                     seconds = self.median * rng.lognormvariate(0.0, REWARD_SIGMA)
-                    await asyncio.sleep(min(seconds, LONGEST_REWARD_S))
-                right = body["response"].strip() == body["label"].strip()
-                answer = b"1.0" if right else b"0.0"
+                    await asyncio.sleep(min(seconds, self.study.longest_reward_s))
+                answer = b"1.0" if self.study.is_right(body["response"], body["label"]) else b"0.0"
                 writer.write(
                     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 3\r\n\r\n" + answer
                 )
@@ -110,17 +146,21 @@ class Server:
 
 
 def rlrun(binary, recipe, run_dir, sets):
+    """Runs the recipe; returns its processor time in seconds."""
     command = [binary, recipe, "--run-dir", run_dir, "--quiet"]
     for value in sets:
         command += ["--set", value]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def recipe_with(directory, port):
-    """benches/async.toml with the server's address."""
+def recipe_with(directory, port, base):
+    """The recipe `base` with the server's address."""
     path = os.path.join(directory, "async.toml")
     with open(path, "w") as file:
-        file.write("extends = %s\n" % json.dumps(os.path.join(ROOT, "benches", "async.toml")))
+        file.write("extends = %s\n" % json.dumps(os.path.join(ROOT, base)))
         file.write('[[rewards]]\nkind = "http"\ndialect = "slime"\nconcurrency = 4096\ntimeout_s = 60\n')
         file.write('url = "http://127.0.0.1:%d"\n' % port)
     return path
@@ -149,17 +189,24 @@ def prepare(directory, binary):
     return ["model.path=%s" % json.dumps(last_checkpoint(base)), given("train")]
 
 
-def run(directory, seeds, binary):
-    common = prepare(directory, binary)
-    server = Server()
+def questions(model):
+    """What `questions` changes in recipes/grpo_smollm.toml."""
+    sets = ["model.path=%s" % json.dumps(os.path.abspath(model)), "rollout.group_size=8", "buffer.batch_groups=8"]
+    return sets + ["trainer.steps=40", "eval.interval=0", "checkpoint.interval=0", "log.samples=0"]
+
+
+def run(directory, seeds, binary, study, base, common):
+    server = Server(study)
     for seed in range(seeds):
-        for arm, staleness, median in ARMS[:: -1 if seed % 2 else 1]:
+        for arm, staleness, median in study.arms[:: -1 if seed % 2 else 1]:
             run_dir = place(directory, arm, seed)
             if os.path.exists(run_dir):
                 continue
             server.median = median
             sets = ["seed=%d" % seed, "buffer.max_staleness=%d" % staleness] + common
-            rlrun(binary, recipe_with(directory, server.port), run_dir, sets)
+            seconds = rlrun(binary, recipe_with(directory, server.port, base), run_dir, sets)
+            with open(os.path.join(run_dir, "processor_s"), "w") as file:
+                file.write("%f" % seconds)
         print("seed %d done" % seed, flush=True)
 
 
@@ -205,15 +252,20 @@ def ended(run_dir):
     return tuple(statistics.mean(line[name] for line in last) for name in ("reward/mean", "completions/clipped_ratio"))
 
 
-def measured(run_dir):
+def processor_s(run_dir):
+    """Processor time of a run, seconds."""
+    with open(os.path.join(run_dir, "processor_s")) as file:
+        return float(file.read())
+
+
+def measured(run_dir, study):
     with open(os.path.join(run_dir, "metrics.jsonl")) as file:
         steps = [line for line in map(json.loads, file) if "reward/mean" in line]
-    # The first steps fill the pipeline, in every arm.
-    warm = steps[5:]
+    warm = steps[study.warm :]
     seconds = sum(line["time/step"] for line in warm)
     trained = sum(line["trainer/tokens_per_s"] * line["time/forward_backward"] for line in warm)
     last = statistics.mean(line["reward/mean"] for line in steps[-10:])
-    wanted = 0.9
+    wanted = study.wanted
     smooth = lambda i: statistics.mean(line["reward/mean"] for line in steps[max(0, i - 4) : i + 1])
     reached = next((steps[i]["time_s"] for i in range(len(steps)) if smooth(i) >= wanted), None)
     mean = lambda name: sum(line[name] * line["time/step"] for line in warm) / seconds
@@ -225,28 +277,40 @@ def measured(run_dir):
         "staleness": mean("staleness/mean"),
         "reward, last 10 steps": last,
         "reward, all steps": statistics.mean(line["reward/mean"] for line in steps),
-        "s to reward 0.9": reached if reached is not None else float("inf"),
+        "s to reward %.1f" % wanted: reached if reached is not None else float("inf"),
         "longest answer": max(line["completions/max_length"] for line in steps),
+        "reward/s": last * len(warm) / seconds,
         "mean answer": statistics.mean(line["completions/mean_length"] for line in steps),
     }
 
 
-def table(directory):
-    complete = lambda seed: all(os.path.exists(place(directory, arm, seed)) for arm, _, _ in ARMS)
+def table(directory, study):
+    arms = [arm for arm, _, _ in study.arms]
+    complete = lambda seed: all(os.path.exists(place(directory, arm, seed)) for arm in arms)
     seeds = [seed for seed in range(100) if complete(seed)]
     if not seeds:
-        sys.exit("%s holds no complete seed; run `benches/async.py run %s` first" % (directory, directory))
-    results = {arm: [measured(place(directory, arm, seed)) for seed in seeds] for arm, _, _ in ARMS}
-    columns = ["steps/s", "tokens/s", "sampler idle", "trainer idle", "staleness"]
-    columns += ["reward, last 10 steps", "reward, all steps", "s to reward 0.9", "mean answer", "longest answer"]
+        sys.exit("%s holds no complete seed" % directory)
+    results = {arm: [measured(place(directory, arm, seed), study) for seed in seeds] for arm in arms}
+    columns = ["steps/s", "tokens/s", "sampler idle", "trainer idle", "staleness", "reward, last 10 steps"]
+    columns += ["reward, all steps", "reward/s", "s to reward %.1f" % study.wanted, "mean answer", "longest answer"]
     print("\nmedian (smallest to largest) of %d seeds; ratio: tokens/s over the synchronous run of the same seed\n" % len(seeds))
     print("| arm | ratio | " + " | ".join(columns) + " |")
     print("|---" * (2 + len(columns)) + "|")
-    for arm, _, median in ARMS:
+    for arm, _, median in study.arms:
         against = results["synchronous" if median > 0.0 else "synchronous, instant"]
         ratios = [mine["tokens/s"] / sync["tokens/s"] for mine, sync in zip(results[arm], against)]
         cells = [spread(ratios)] + [spread([one[column] for one in results[arm]]) for column in columns]
         print("| %s | %s |" % (arm, " | ".join(cells)))
+    for arm in arms[:1]:
+        runs = [place(directory, arm, seed) for seed in seeds]
+        bounds = [lasted(run_dir) * os.cpu_count() / processor_s(run_dir) for run_dir in runs]
+        print("\nmost that any schedule of the work of `%s` gains on %d cores: %s" % (arm, os.cpu_count(), spread(bounds)))
+
+
+def lasted(run_dir):
+    """Time of all steps of a run, seconds."""
+    with open(os.path.join(run_dir, "metrics.jsonl")) as file:
+        return sum(line.get("time/step", 0.0) for line in map(json.loads, file))
 
 
 def spread(values):
@@ -256,19 +320,26 @@ def spread(values):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["run", "table", "anchors"])
+    parser.add_argument("verb", choices=["run", "questions", "table", "anchors"])
     parser.add_argument("directory")
     parser.add_argument("--seeds", type=int, help="3, of `anchors` 5")
+    parser.add_argument("--model", help="directory of SmolLM2-135M-Instruct, of `questions`")
+    parser.add_argument("--of", choices=sorted(STUDIES), default="run", help="what `table` shows")
     parser.add_argument("--binary", default=os.path.join(ROOT, "target", "release", "rlrun"))
     arguments = parser.parse_args()
-    directory = os.path.abspath(arguments.directory)
+    directory, binary, verb = os.path.abspath(arguments.directory), arguments.binary, arguments.verb
     os.makedirs(directory, exist_ok=True)
-    if arguments.verb == "anchors":
-        run_anchors(directory, arguments.seeds or 5, arguments.binary)
+    if verb == "anchors":
+        run_anchors(directory, arguments.seeds or 5, binary)
         return table_of_anchors(directory, arguments.seeds or 5)
-    if arguments.verb == "run":
-        run(directory, arguments.seeds or 3, arguments.binary)
-    table(directory)
+    study = STUDIES[arguments.of if verb == "table" else verb]
+    if verb == "run":
+        run(directory, arguments.seeds or 3, binary, study, "benches/async.toml", prepare(directory, binary))
+    elif verb == "questions":
+        if arguments.model is None:
+            parser.error("`questions` needs --model")
+        run(directory, arguments.seeds or 3, binary, study, "recipes/grpo_smollm.toml", questions(arguments.model))
+    table(directory, study)
 
 
 if __name__ == "__main__":

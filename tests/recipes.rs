@@ -99,7 +99,8 @@ fn every_recipe_passes_check_and_plan() {
         }
         let text = std::fs::read_to_string(&path).unwrap();
         // A recipe for a downloaded model is checked with a small one and a small context.
-        let small = [&own[..], &["rollout.max_completion_length=200"]].concat();
+        let lengths = ["data.max_prompt_length=900", "rollout.max_completion_length=200"];
+        let small = [&own[..], &lengths].concat();
         let sets: &[&str] = if text.contains("[model]\n") { &small } else { &[] };
         let recipe = path.to_str().unwrap();
         let shown = home.rlrun(&with_sets(&["check", recipe], sets)).ok().stdout;

@@ -81,7 +81,7 @@ pub use decoder::{
 pub use directory::ModelDirectory;
 pub use error::ModelError;
 pub use layer::{LayerSpec, QueryKeyNorm, TargetModule};
-pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets};
+pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use sampling::{Draw, Sampling};

@@ -3,7 +3,8 @@
 //! Activations, gradients and weights have the same sizes at every step. A block that the system has just given is zeroed page
 //! by page when it is first touched, which took a fifth of the processor time of a training step.
 //!
-//! Invariant: blocks in use and blocks kept for reuse together never take more memory than blocks in use once took alone.
+//! Invariant: blocks in use and blocks kept for reuse together never take more memory than blocks in use once took alone, and
+//! [`SPARE`].
 
 use std::ptr::null_mut;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,6 +14,10 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 /// Bytes of a huge page, and of a page: the alignment of a block.
 const HUGE: usize = 2 << 20;
 const PAGE: usize = 4096;
+
+/// Bytes that are kept beyond what was once in use, so that the backward pass, whose sizes are others, does not give back what the
+/// next forward pass takes.
+const SPARE: usize = 64 << 20;
 
 /// Blocks of memory by size.
 #[derive(Debug)]
@@ -41,8 +46,8 @@ struct TakenBlock {
 }
 
 impl LargeBlocks {
-    /// Smallest size and largest alignment of a block.
-    pub(super) const MIN_BYTES: usize = 1 << 20;
+    /// Smallest size and largest alignment of a block. mimalloc gives smaller blocks back too, after 10 ms; they are few.
+    pub(super) const MIN_BYTES: usize = 1 << 17;
     pub(super) const MAX_ALIGN: usize = PAGE;
 
     pub(super) const fn new() -> Self {
@@ -101,7 +106,7 @@ impl BlockState {
             self.kept_bytes -= bytes;
             TakenBlock { address: self.kept.remove(at).address as *mut u8, zeroed: false }
         } else {
-            self.shrink(self.most_used.saturating_sub(self.used + bytes));
+            self.shrink((self.most_used + SPARE).saturating_sub(self.used + bytes));
             TakenBlock { address: map(bytes), zeroed: true }
         };
         if !taken.address.is_null() {
@@ -192,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_never_exceeds_what_was_used_at_once() {
+    fn memory_exceeds_what_was_used_at_once_by_the_spare_at_most() {
         let blocks = LargeBlocks::new();
         let mib = 1 << 20;
         let mut owned = Vec::new();
@@ -200,13 +205,13 @@ mod tests {
         for round in 0..200_usize {
             let size = mib + round * 7919 % 40 * mib / 3;
             owned.push((blocks.take(size), size));
+            most = most.max(kept_and_used(&blocks).1);
             if owned.len() > 3 {
                 let (address, size) = owned.remove(round % 3);
                 give(&blocks, address, size);
             }
             let (kept, used) = kept_and_used(&blocks);
-            most = most.max(used);
-            assert!(kept + used <= most.max(blocks.state().most_used), "{kept} kept, {used} used");
+            assert!(kept + used <= most + SPARE, "{kept} kept, {used} used");
         }
         owned.into_iter().for_each(|(address, size)| give(&blocks, address, size));
         blocks.release();

@@ -2,8 +2,9 @@
 //!
 //! Invariant: every part has a name and follows from the recipe and the shape of the model; `tests/memory.rs` compares the
 //! sum with a real run. The sum assumes that all parts exist at the same time, which happens in a run that samples and
-//! trains at the same time. If sampler and trainer alternate, the sum is that of the larger phase. Memory that grows with
-//! the dataset is not counted.
+//! trains at the same time. If sampler and trainer alternate, the sum is that of the larger phase. A copy of weights that are
+//! still being read when an update begins is not in the sum, but in the bound behind it. Memory that grows with the dataset is
+//! not counted.
 
 pub mod devices;
 mod gradients;
@@ -55,6 +56,8 @@ pub enum Phase {
     Training,
     /// While the sampler has it.
     Sampling,
+    /// If a reader of weights or moments has not finished when an update of them begins.
+    SlowReader,
 }
 
 /// The memory of a process that samples and trains.
@@ -74,10 +77,8 @@ impl Memory {
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
         let (positions, rows, micro_batch) =
             (cache_positions(recipe), decoding_rows(recipe), micro_batch_tokens(recipe));
-        // A trainer that has all weights shares them with the sampler of its process. It copies them if its next update begins
-        // before they are read.
-        let published = if world == 1 && !recipe.is_colocated() { 1 } else { 2 };
         let part = |name, what, bytes| Part { name, what, bytes, phase: Phase::Always };
+        let logits = model::logits_bytes(micro_batch as usize, config.vocab_size) as u64;
         let mut parts = vec![
             part("process", "program, libraries, threads", PROCESS),
             part("tokenizer", "two open model directories", product(&[2, TOKENIZER, tokenizer])),
@@ -93,11 +94,8 @@ impl Memory {
                 "a full micro-batch of every rank, kept for its backward",
                 product(&[world, micro_batch, size.activations_per_token]),
             ),
-            part(
-                "published",
-                "the newest version: a copy of the policy where it is not shared",
-                product(&[published, weights]),
-            ),
+            part("logits", "of rows of the micro-batch of every rank", product(&[world, logits])),
+            published(recipe, weights),
             part("served", "the version that is sampled from, packed", size.packed),
             part(
                 "kv cache",
@@ -150,10 +148,16 @@ impl Memory {
         self
     }
 
-    /// Peak of the allocated memory, bytes.
+    /// Peak of the allocated memory, bytes, if readers of weights finish before the next update of them.
     #[must_use]
     pub fn total(&self) -> u64 {
         peak(&self.parts)
+    }
+
+    /// The same with copies for slow readers, bytes.
+    #[must_use]
+    pub fn bound(&self) -> u64 {
+        self.total().saturating_add(in_phase(&self.parts, Phase::SlowReader))
     }
 }
 
@@ -162,7 +166,9 @@ impl fmt::Display for Memory {
         for part in &self.parts {
             writeln!(f, "{part}")?;
         }
-        write!(f, "  {:12} {:>10}  most resident memory, `memory/peak_mib`", "total", mebibytes(self.total()))
+        let (total, bound) = (mebibytes(self.total()), mebibytes(self.bound()));
+        writeln!(f, "  {:12} {total:>10}  most resident memory, `memory/peak_mib`", "total")?;
+        write!(f, "  {:12} {bound:>10}  the same with the copies for slow readers", "at most")
     }
 }
 
@@ -173,6 +179,7 @@ impl fmt::Display for Part {
             Phase::Always => "",
             Phase::Training => "; while the trainer has the device",
             Phase::Sampling => "; while the sampler has the device",
+            Phase::SlowReader => "; only if reading it takes until the next update",
         };
         write!(f, "  {name:12} {:>10}  {what}{when}", mebibytes(*bytes))
     }
@@ -180,23 +187,39 @@ impl fmt::Display for Part {
 
 /// Peak of these parts, bytes.
 fn peak(parts: &[Part]) -> u64 {
-    let of = |phase| {
-        let parts = parts.iter().filter(|part| part.phase == phase);
-        parts.fold(0_u64, |sum, part| sum.saturating_add(part.bytes))
-    };
+    let of = |phase| in_phase(parts, phase);
     of(Phase::Always).saturating_add(of(Phase::Training).max(of(Phase::Sampling)))
+}
+
+/// The parts of one phase together, bytes.
+fn in_phase(parts: &[Part], phase: Phase) -> u64 {
+    let parts = parts.iter().filter(|part| part.phase == phase);
+    parts.fold(0_u64, |sum, part| sum.saturating_add(part.bytes))
+}
+
+/// The newest version of `weights` bytes, for samplers to read. A trainer that has all weights shares them with the sampler of
+/// its process.
+fn published(recipe: &Recipe, weights: u64) -> Part {
+    let copies = if recipe.trainer.world == 1 && !recipe.is_colocated() { 1 } else { 2 };
+    let is_shared = copies == 1 && !recipe.placement.processes && !recipe.devices().trains();
+    Part {
+        name: "published",
+        what: "the newest version, where it is a copy",
+        bytes: product(&[copies, weights]),
+        phase: if is_shared { Phase::SlowReader } else { Phase::Always },
+    }
 }
 
 /// The copy that is written to disk concurrently with the steps, if there is one.
 fn copied(recipe: &Recipe, parts: &[Part]) -> Option<Part> {
     let of = |part: &&Part| ["policy", "optimizer", "adapter", "critic"].contains(&part.name);
     let bytes = parts.iter().filter(of).fold(0_u64, |sum, part| sum.saturating_add(part.bytes));
-    let what = "at most: a copy of what is written beside the steps";
+    let what = "a copy of what is written beside the steps";
     (recipe.checkpoint.asynchronous && recipe.checkpoint.interval > 0).then_some(Part {
         name: "checkpoint",
         what,
         bytes,
-        phase: Phase::Always,
+        phase: Phase::SlowReader,
     })
 }
 
@@ -411,8 +434,10 @@ mod tests {
         assert_eq!(bytes("activations"), 100 * 4 * (2 * (attention + gate_up) + attention + 8 + 2 * gate_up));
         assert_eq!(bytes("kv cache"), 2 * 2 * 2 * 4 * 640 * 4);
         assert_eq!(bytes("tokenizer"), 2 * 13 * 1000);
-        assert_eq!(memory.total(), memory.parts.iter().map(|part| part.bytes).sum::<u64>());
-        assert_eq!(memory.to_string().lines().count(), memory.parts.len() + 1);
+        assert_eq!(bytes("logits"), 4 * 10 * 100);
+        assert_eq!(memory.bound(), memory.parts.iter().map(|part| part.bytes).sum::<u64>());
+        assert_eq!(memory.bound() - memory.total(), bytes("published") + bytes("checkpoint"));
+        assert_eq!(memory.to_string().lines().count(), memory.parts.len() + 2);
     }
 
     #[test]

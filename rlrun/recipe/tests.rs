@@ -453,19 +453,13 @@ fn the_recipes_of_the_repository_hold() {
     let recipes = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes");
     let (math, _) = Recipe::load(&recipes.join("grpo_math.toml"), &[], &Program::default()).unwrap();
     assert!(math.warmup.is_some() && math.has_eval_tasks());
-    // Models and data are downloads; nothing else may be wrong.
-    for name in ["grpo_gsm8k.toml", "grpo_smollm.toml"] {
-        let errors = Recipe::load(&recipes.join(name), &[], &Program::default()).err().unwrap_or_default();
-        let other: Vec<_> = errors.iter().filter(|error| !error.message.contains("there is no `")).collect();
-        assert!(other.is_empty(), "{name}: {other:?}");
-    }
+    Recipe::load(&recipes.join("grpo_gsm8k.toml"), &[], &Program::default()).unwrap();
     // Every seed has enough different questions.
-    let model = format!("model.path={:?}", recipes.display().to_string());
     for seed in 0..3 {
-        let sets = [model.clone(), format!("seed={seed}")];
+        let sets = [format!("seed={seed}")];
         let (smollm, _) =
             Recipe::load(&recipes.join("grpo_smollm.toml"), &sets, &Program::default()).unwrap();
         let (train, eval) = smollm.tasks().unwrap();
-        assert_eq!((train.len(), eval.len()), (2200, 220));
+        assert_eq!((train.len(), eval.len()), (660, 150));
     }
 }

@@ -18,6 +18,18 @@ use crate::ThreadPool;
 /// beside the products.
 const LOGITS: usize = 1 << 25;
 
+/// Rows whose logits are in memory at a time, of a vocabulary of `vocab_size` tokens, if they have at most `logits`.
+fn rows_at_a_time(logits: usize, vocab_size: usize) -> usize {
+    (logits / vocab_size.max(1)).max(8)
+}
+
+/// Memory of the logits of a training pass that predicts `rows` tokens of a vocabulary of `vocab_size`, bytes.
+#[must_use]
+pub fn logits_bytes(rows: usize, vocab_size: usize) -> usize {
+    let rows = rows.min(rows_at_a_time(LOGITS, vocab_size));
+    rows.saturating_mul(vocab_size).saturating_mul(size_of::<f32>())
+}
+
 /// The token that a row predicts, and the distribution of its log-probability.
 #[derive(Clone, Copy, Debug)]
 pub struct Target<'a> {
@@ -183,7 +195,7 @@ impl<'a> RowLogits<'a> {
         pool: &'a ThreadPool,
     ) -> Self {
         let width = hidden.len().checked_div(targets.len()).unwrap_or(0);
-        let most_rows = (most / head.output().max(1)).max(8);
+        let most_rows = rows_at_a_time(most, head.output());
         Self { hidden, width, head, targets, pool, most_rows, logits: Vec::new(), normalized: Vec::new() }
     }
 

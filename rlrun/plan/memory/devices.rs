@@ -294,7 +294,7 @@ pub(super) fn leave_out(parts: &mut Vec<Part>, recipe: &Recipe) {
     let devices = recipe.devices();
     let mut gone: Vec<&str> = Vec::new();
     if devices.trains() {
-        gone.extend(["activations"]);
+        gone.extend(["activations", "logits"]);
         if devices.optimizer_on_device {
             gone.extend(["policy", "gradients", "optimizer", "update", "critic"]);
         }

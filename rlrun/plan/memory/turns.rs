@@ -38,7 +38,7 @@ pub(super) fn take_turns(parts: &mut Vec<Part>, recipe: &Recipe, layout: &Layout
     });
     for part in parts.iter_mut() {
         match part.name {
-            "gradients" | "update" => part.phase = Phase::Training,
+            "gradients" | "update" | "logits" => part.phase = Phase::Training,
             // When the activations are gone, the next version is copied to be published.
             "activations" => (part.phase, part.bytes) = (Phase::Training, part.bytes.max(weights)),
             "optimizer" => part.phase = optimizer,
