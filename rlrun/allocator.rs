@@ -7,6 +7,7 @@ mod large;
 use std::alloc::{GlobalAlloc, Layout};
 
 use large::LargeBlocks;
+pub(crate) use large::SPARE;
 use mimalloc::MiMalloc;
 
 /// Every operation of the decoder allocates its result: large blocks are reused, the others are those of mimalloc. What is

@@ -99,7 +99,7 @@ fn every_recipe_passes_check_and_plan() {
         }
         let text = std::fs::read_to_string(&path).unwrap();
         // A recipe for a downloaded model is checked with a small one and a small context.
-        let lengths = ["data.max_prompt_length=900", "rollout.max_completion_length=200"];
+        let lengths = ["data.max_prompt_length=700", "rollout.max_completion_length=200"];
         let small = [&own[..], &lengths].concat();
         let sets: &[&str] = if text.contains("[model]\n") { &small } else { &[] };
         let recipe = path.to_str().unwrap();

@@ -17,7 +17,7 @@ const PAGE: usize = 4096;
 
 /// Bytes that are kept beyond what was once in use, so that the backward pass, whose sizes are others, does not give back what the
 /// next forward pass takes.
-const SPARE: usize = 64 << 20;
+pub(crate) const SPARE: usize = 64 << 20;
 
 /// Blocks of memory by size.
 #[derive(Debug)]

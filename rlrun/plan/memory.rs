@@ -14,6 +14,7 @@ use std::fmt;
 
 use model::{Config, KvCache, Layout, ParameterSpec, Quantization, QueryKeyNorm, Recompute};
 
+use crate::allocator::SPARE;
 use crate::recipe::Recipe;
 use crate::recipe::words::CriticKind;
 
@@ -27,7 +28,7 @@ const TOKENIZER: u64 = 13;
 const JOURNAL: u64 = 4 << 20;
 /// Memory that the journal's cache uses for each written token until the cache is full, bytes.
 const JOURNAL_PER_TOKEN: u64 = 16;
-/// What the allocator keeps beyond what is in use, in hundredths: freed blocks that wait to be used again.
+/// What the allocator keeps beyond what is in use and [`SPARE`], in hundredths: freed blocks that wait to be used again.
 const SLACK: u64 = 2;
 const F32: u64 = 4;
 /// Parts that a run without sampling does not have.
@@ -138,12 +139,14 @@ impl Memory {
         if recipe.is_colocated() {
             turns::take_turns(&mut parts, recipe, &Layout::new(config));
         }
-        Self { parts }.with_slack()
+        // Roles that take turns give everything back.
+        let spare = if recipe.is_colocated() { 0 } else { SPARE as u64 };
+        Self { parts }.with_slack(spare)
     }
 
-    fn with_slack(mut self) -> Self {
+    fn with_slack(mut self, spare: u64) -> Self {
         let (name, what) = ("slack", "freed blocks that the allocator keeps");
-        let bytes = self.total() / 100 * SLACK;
+        let bytes = (self.total() / 100 * SLACK).saturating_add(spare);
         self.parts.push(Part { name, what, bytes, phase: Phase::Always });
         self
     }
