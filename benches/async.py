@@ -19,7 +19,7 @@ left of the difference then comes from generation alone. All runs start from the
 and the random numbers of the sampler.
 
 `questions` trains SmolLM2-135M-Instruct (MODEL, a directory) on the questions of recipes/grpo_smollm.toml, 8 x 8 completions a
-step, with a server that takes a median of 2 s and up to 60 s. Its table also says how long a step of the synchronous run takes,
+step, with a server that takes a median of 2 s and up to 40 s. Its table also says how long a step of the synchronous run takes,
 and how long its processor time would take on cores that never wait: no schedule of the same work is faster than that.
 
 `anchors` runs the same training without the server (`kind = "exact"`), for each policy that can anchor the clip, with each
@@ -77,16 +77,19 @@ class Study:
     wanted: float
     # First steps that are left out of the means, because they fill the pipeline.
     warm: int
+    # Rewards beside the server's, as in a recipe.
+    rewards: str = ""
 
 
 STUDIES = {
     "run": Study(ARMS, 5.0, lambda response, label: response.strip() == label.strip(), 0.9, 5),
     "questions": Study(
         [("synchronous" if s == 0 else "staleness %d" % s, s, 2.0) for s in (0, 1, 2, 4, 8)],
-        60.0,
+        40.0,
         lambda response, label: re.findall(r"\d+", response)[-1:] == [label.strip()],
         0.3,
         3,
+        '[[rewards]]\nkind = "length"\ncache = 4\nweight = 0.3\n',
     ),
 }
 
@@ -156,13 +159,14 @@ def rlrun(binary, recipe, run_dir, sets):
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def recipe_with(directory, port, base):
+def recipe_with(directory, port, base, rewards):
     """The recipe `base` with the server's address."""
     path = os.path.join(directory, "async.toml")
     with open(path, "w") as file:
         file.write("extends = %s\n" % json.dumps(os.path.join(ROOT, base)))
         file.write('[[rewards]]\nkind = "http"\ndialect = "slime"\nconcurrency = 4096\ntimeout_s = 60\n')
         file.write('url = "http://127.0.0.1:%d"\n' % port)
+        file.write(rewards)
     return path
 
 
@@ -204,7 +208,7 @@ def run(directory, seeds, binary, study, base, common):
                 continue
             server.median = median
             sets = ["seed=%d" % seed, "buffer.max_staleness=%d" % staleness] + common
-            seconds = rlrun(binary, recipe_with(directory, server.port, base), run_dir, sets)
+            seconds = rlrun(binary, recipe_with(directory, server.port, base, study.rewards), run_dir, sets)
             with open(os.path.join(run_dir, "processor_s"), "w") as file:
                 file.write("%f" % seconds)
         print("seed %d done" % seed, flush=True)
