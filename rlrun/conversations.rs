@@ -37,7 +37,7 @@ pub(crate) fn completion(task: &Task, column: &str) -> Result<ConversationComple
     let messages = messages(task, column, list)?;
     let before = match &task.prompt {
         Prompt::Messages(prompt) => prompt.clone(),
-        Prompt::Text(text) => vec![Message { role: "user".to_owned(), content: text.clone() }],
+        Prompt::Text(text) => vec![Message::new("user", text.clone())],
     };
     // A system message of the recipe precedes those of the row.
     let asked: Vec<&Message> = before.iter().filter(|message| message.role != "system").collect();
@@ -178,7 +178,7 @@ mod tests {
     }
 
     fn turn(role: &str, content: &str) -> Message {
-        Message { role: role.to_owned(), content: content.to_owned() }
+        Message::new(role, content)
     }
 
     /// The prompt and the trained completion of a sample, as text with special tokens.

@@ -7,7 +7,7 @@ use model::ModelDirectory;
 use rollout::evaluate::{
     Evaluation, EvaluationConfig, EvaluationObserver, EvaluationSet, Failures, evaluate,
 };
-use rollout::{EpisodeConfig, Network, PromptSet};
+use rollout::{Network, PromptSet};
 
 use crate::failure::Failure;
 use crate::metrics::Metrics;
@@ -86,7 +86,7 @@ impl Prepared {
         let (names, sets): (Vec<&str>, Vec<_>) = self.evaluation_sets(recipe, which).into_iter().unzip();
         let (Some(rewards), false) = (&self.rewards, sets.is_empty()) else { return Ok(None) };
         let longest = sets.iter().map(|set| set.prompts.longest()).max().unwrap_or(0);
-        let engine = recipe.engine(longest);
+        let engine = recipe.engine(longest, directory.config().max_context());
         let config = EvaluationConfig {
             sampling: recipe.eval_sampling(),
             max_completion_length: engine.max_completion_length,
@@ -94,15 +94,8 @@ impl Prepared {
             wait: recipe.wait(),
         };
         let mut sampler = SamplerSetup { recipe, directory, prepared: self }.fixed(engine, network)?;
-        let evaluations = evaluate(
-            &config,
-            &mut *sampler,
-            EpisodeConfig::single_turn(),
-            &sets,
-            rewards,
-            runtime.handle(),
-            watch,
-        )?;
+        let evaluations =
+            evaluate(&config, &mut *sampler, self.episodes.clone(), &sets, rewards, runtime.handle(), watch)?;
         let named = |all: Vec<Evaluation>| names.into_iter().map(str::to_owned).zip(all).collect();
         Ok(evaluations.map(|all| Evaluated { sets: named(all) }))
     }
@@ -145,6 +138,9 @@ impl Evaluated {
             }
             set("reward", evaluation.reward());
             set("failed", Some(evaluation.failed() as f64));
+            for (count, mean) in evaluation.counts() {
+                set(&format!("environment/{count}"), Some(mean));
+            }
         }
     }
 

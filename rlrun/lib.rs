@@ -11,7 +11,7 @@
 //!   `auxiliary_models`: reference, critic and demonstrations; [`serve`]: a part of a run as a separate process
 //! - `controller`: starts and restarts the processes of a run; `workers`: these processes and their protocol with the run;
 //!   `trainer_progress`: the phase of the trainer; `watchdog`: which role waits for which when a run makes no progress
-//! - [`evaluation`]: metrics on held-out tasks
+//! - `acting`: the environment of a recipe, for its model; [`evaluation`]: metrics on held-out tasks
 //! - [`run_dir`]: the directory with all files of a run
 //! - [`metrics`], [`report`], [`chart`]: the measurements of a step and their display; `diagnosis`: whether the run
 //!   learns; [`memory`]: the resident memory of the process
@@ -31,6 +31,7 @@
 //! # Ok::<(), rlrun::recipe::Diagnostic>(())
 //! ```
 
+mod acting;
 pub mod allocator;
 pub mod args;
 mod auxiliary_models;
@@ -72,4 +73,4 @@ pub mod warmup;
 mod watchdog;
 mod workers;
 
-pub use program::main;
+pub use program::{main, main_with};

@@ -426,6 +426,12 @@ fn speed(metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
     let trainer_idle = share(time.wait_for_batch, worked);
     let proposed = after.engine.proposed_tokens.saturating_sub(before.engine.proposed_tokens);
     let accepted = after.engine.accepted_tokens.saturating_sub(before.engine.accepted_tokens);
+    let reused = after.engine.reused_tokens.saturating_sub(before.engine.reused_tokens);
+    let evicted = after.engine.evicted_tokens.saturating_sub(before.engine.evicted_tokens);
+    if reused + evicted > 0 {
+        metrics.set("rollout/reused_tokens", reused as f64);
+        metrics.set("rollout/evicted_tokens", evicted as f64);
+    }
     if proposed > 0 {
         metrics.set("rollout/speculation_acceptance", accepted as f64 / proposed as f64);
     }

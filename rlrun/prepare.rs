@@ -4,15 +4,17 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use environments::EnvironmentContext;
 use model::{MemoryBudget, ModelDirectory, Parameters, SharedCores, ThreadPool};
 use rewards::reward_model::{ModelContext, ModelServer};
 use rewards::{RewardContext, RewardSet};
 use rollout::tasks::TaskOrder;
-use rollout::{PromptSet, RolloutError};
+use rollout::{EpisodeConfig, PromptSet, RolloutError};
 use tokio::runtime::{Handle, Runtime};
 use trainer::lora::Adapter;
 use trajectory::{Prompt, Task};
 
+use crate::acting::Acting;
 use crate::evaluation::NamedSet;
 use crate::failure::Failure;
 use crate::program::Program;
@@ -121,6 +123,10 @@ pub struct Prepared {
     pub eval: Option<PromptSet>,
     /// Further sets of held-out tasks.
     pub sets: Vec<NamedSet>,
+    /// How the environment was understood, one line each.
+    pub notes: Vec<String>,
+    /// What an episode is played in.
+    pub episodes: EpisodeConfig,
     /// The rewards; `None` where nothing is sampled, as for a reward model.
     pub rewards: Option<Arc<RewardSet>>,
     /// The cores that the sampler may use, and models that are colocated with it.
@@ -185,14 +191,30 @@ impl Prepared {
     ) -> Result<Self, Failure> {
         rollout::engine::check_trainable(recipe.sampling())?;
         recipe.interruption(&recipe.stop_rules(directory))?;
+        let context = EnvironmentContext {
+            format: None,
+            runtime: Some(runtime.handle().clone()),
+            variables: Arc::clone(runtime.program.environment()),
+            scratch: scratch.to_path_buf(),
+        };
+        let acting = Acting::new(recipe, directory, runtime.program.environments(), context)?;
         let (train, eval) = recipe.tasks()?;
         let limit = recipe.data.max_prompt_length;
-        let set = |tasks, order| PromptSet::new(tasks, directory, limit, recipe.overlong(), order);
+        let set = |tasks: Vec<Task>, order| {
+            let tasks = tasks.into_iter().map(|task| acting.described(task)).collect::<Result<_, _>>()?;
+            Ok::<_, Failure>(PromptSet::new(
+                tasks,
+                acting.directory(directory),
+                limit,
+                recipe.overlong(),
+                order,
+            )?)
+        };
         let train = set(train, recipe.task_order())?;
         let eval = if eval.is_empty() { None } else { Some(set(eval, TaskOrder::File)?) };
         let named = |(of, tasks): (&EvalSet, Vec<Task>)| {
             let samples = of.samples.unwrap_or(recipe.eval.samples);
-            Ok::<_, RolloutError>(NamedSet {
+            Ok::<_, Failure>(NamedSet {
                 name: of.name.clone(),
                 prompts: set(tasks, TaskOrder::File)?,
                 samples,
@@ -210,12 +232,13 @@ impl Prepared {
         }
         let pool = Arc::new(recipe.rollout_pool(&runtime.cores));
         let budget = Arc::new(MemoryBudget::new(recipe.placement.memory_mib.map(|mib| mib << 20)));
-        let rewards = if recipe.rewards.is_empty() {
-            None
-        } else {
-            Some(Arc::new(runtime.rewards(recipe, directory, &pool, &budget, scratch)?))
+        let rewards = match (&recipe.rewards[..], &recipe.environment) {
+            ([], None) => None,
+            ([], Some(_)) => Some(Arc::new(RewardSet::none())),
+            _ => Some(Arc::new(runtime.rewards(recipe, directory, &pool, &budget, scratch)?)),
         };
-        Ok(Self { train: Arc::new(train), eval, sets, rewards, pool, budget })
+        let (train, episodes) = (Arc::new(train), acting.episodes(recipe.episode_tokens(context)));
+        Ok(Self { train, eval, sets, notes: acting.notes(), episodes, rewards, pool, budget })
     }
 
     /// Says what there is to train on.
@@ -244,12 +267,13 @@ impl Prepared {
         sets.map(PromptSet::len).sum()
     }
 
-    /// How rewards were understood that say so, one line each.
+    /// How the environment, and rewards that say so, were understood, one line each.
     pub fn understood(&self) -> impl Iterator<Item = String> {
         let rewards = self.rewards.iter().flat_map(|rewards| rewards.rewards());
-        rewards.filter_map(|weighted| {
+        let rewards = rewards.filter_map(|weighted| {
             Some(format!("reward `{}`: {}", weighted.reward.name(), weighted.reward.about()?))
-        })
+        });
+        self.notes.iter().cloned().chain(rewards)
     }
 
     /// The training tasks in file order.

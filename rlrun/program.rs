@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use environments::EnvironmentRegistry;
 use rewards::Registry;
 
 use crate::args::Cli;
@@ -23,6 +24,7 @@ pub(crate) const OVERRIDE: &str = "RLRUN__";
 #[derive(Clone, Default)]
 pub struct Program {
     registry: Registry,
+    environments: EnvironmentRegistry,
     environment: Arc<BTreeMap<String, String>>,
 }
 
@@ -36,13 +38,26 @@ impl std::fmt::Debug for Program {
 impl Program {
     /// A program that knows the kinds of `registry` and was started with these variables.
     pub fn new(registry: Registry, environment: impl IntoIterator<Item = (String, String)>) -> Self {
-        Self { registry, environment: Arc::new(environment.into_iter().collect()) }
+        let environment = Arc::new(environment.into_iter().collect());
+        Self { registry, environments: EnvironmentRegistry::default(), environment }
+    }
+
+    /// The same program with these kinds of environments.
+    #[must_use]
+    pub fn with_environments(self, environments: EnvironmentRegistry) -> Self {
+        Self { environments, ..self }
     }
 
     /// The kinds of rewards that a recipe can name.
     #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.registry
+    }
+
+    /// The kinds of environments that a recipe can name.
+    #[must_use]
+    pub fn environments(&self) -> &EnvironmentRegistry {
+        &self.environments
     }
 
     /// This program without the variables that override recipe keys.
@@ -65,6 +80,8 @@ impl Program {
 pub struct Entry<'a> {
     /// The kinds of rewards that a recipe can name.
     pub registry: Registry,
+    /// The kinds of environments that a recipe can name.
+    pub environments: EnvironmentRegistry,
     /// Arguments with which this program calls [`model::chat::serve`], in a process for chat templates.
     pub templates: &'a [&'a str],
 }
@@ -72,7 +89,13 @@ pub struct Entry<'a> {
 /// The whole command line of `rlrun`, for a program with rewards of its own in `registry`.
 #[must_use]
 pub fn main(registry: Registry) -> ExitCode {
-    let entry = Entry { registry, templates: &["worker", "templates"] };
+    main_with(registry, EnvironmentRegistry::default())
+}
+
+/// [`main`] for a program with environments of its own too.
+#[must_use]
+pub fn main_with(registry: Registry, environments: EnvironmentRegistry) -> ExitCode {
+    let entry = Entry { registry, environments, templates: &["worker", "templates"] };
     run(entry, Cli::parse_args, commands::execute)
 }
 
@@ -89,7 +112,7 @@ pub fn run<A>(
     // A value that is not UTF-8 is shown as far as it can be, in the error that it causes.
     let text = |raw: std::ffi::OsString| raw.to_string_lossy().into_owned();
     let environment = std::env::vars_os().map(|(name, value)| (text(name), text(value)));
-    let program = Program::new(entry.registry, environment);
+    let program = Program::new(entry.registry, environment).with_environments(entry.environments);
     if let Some(directory) = cache(program.environment()) {
         device::inventory::keep_kernels_in(directory.join("rlrun").join("kernels"));
     }

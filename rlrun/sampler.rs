@@ -46,7 +46,8 @@ impl SamplerSetup<'_> {
         let SamplerWeights { version, network, incoming } = weights;
         let stop_rules = self.recipe.stop_rules(self.directory);
         let interruption = self.recipe.interruption(&stop_rules)?;
-        let config = self.recipe.engine(self.prepared.train.longest());
+        let context = self.directory.config().max_context();
+        let config = self.recipe.engine(self.prepared.train.longest(), context);
         let engine = Engine::new(config, stop_rules, network, version)?
             .interrupting(interruption)
             .speculating(self.recipe.rollout.speculation)

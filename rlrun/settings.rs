@@ -44,6 +44,21 @@ pub(crate) const LONGEST_WAIT_S: f64 = 1e9;
 pub(crate) const SHARED_MEMORY: &str = "/dev/shm";
 
 impl Recipe {
+    /// Most tokens of an episode for a model with a context of `context` tokens: what the trainer can take at once, unless the
+    /// recipe says less.
+    #[must_use]
+    pub fn episode_tokens(&self, context: usize) -> usize {
+        let given = self.environment.as_ref().and_then(|environment| environment.max_tokens);
+        given.unwrap_or(self.trainer.microbatch_tokens).min(context)
+    }
+
+    /// The longest wait of the trainer for a batch: an episode may take its whole time.
+    #[must_use]
+    pub fn batch_wait(&self) -> Duration {
+        let episode = self.environment.as_ref().map_or(0.0, |environment| environment.episode_timeout_s);
+        Duration::from_secs_f64((self.deadlines.wait_s + episode).min(LONGEST_WAIT_S))
+    }
+
     /// The longest wait of one role for another.
     #[must_use]
     pub fn wait(&self) -> Duration {
@@ -53,7 +68,10 @@ impl Recipe {
     /// The config of a fresh model.
     #[must_use]
     pub fn fresh_model(&self, sizes: &RandomModel) -> Config {
-        let positions = self.data.max_prompt_length + self.rollout.max_completion_length + SPARE_POSITIONS;
+        let one_turn = self.data.max_prompt_length + self.rollout.max_completion_length + SPARE_POSITIONS;
+        let episode =
+            self.environment.as_ref().map_or(0, |_| self.episode_tokens(self.trainer.microbatch_tokens));
+        let positions = one_turn.max(episode);
         let mut config = Config::fresh(&Sizes {
             vocab_size: model::CHARACTERS,
             hidden_size: sizes.hidden_size,
@@ -201,8 +219,9 @@ impl Recipe {
 
     /// Bounds of the sampler, for prompts of at most `longest_prompt` tokens.
     #[must_use]
-    pub fn engine(&self, longest_prompt: usize) -> EngineConfig {
+    pub fn engine(&self, longest_prompt: usize, context: usize) -> EngineConfig {
         EngineConfig {
+            max_episode_length: self.environment.as_ref().map_or(0, |_| self.episode_tokens(context)),
             max_running: self.rollout.max_running,
             prefill_chunk: self.prefill_chunk(),
             kv_cache_tokens: self.rollout.kv_cache_tokens,
@@ -403,7 +422,7 @@ impl Recipe {
             bitwise: self.rollout.bitwise,
             checkpoint_interval: self.checkpoint.interval,
             checkpoint: self.checkpoints(checkpoints),
-            wait: self.wait(),
+            wait: self.batch_wait(),
         }
     }
 

@@ -106,6 +106,7 @@ fn batch_of_episodes(
         kv_cache_tokens: None,
         max_prompt_length: MAX_TOKENS,
         max_completion_length: MAX_COMPLETION,
+        max_episode_length: MAX_TOKENS,
         max_samples: 4,
         seed: 5,
     };
@@ -129,7 +130,7 @@ fn batch_of_episodes(
         holder: None,
     };
     let episodes = EpisodeConfig {
-        environments: Arc::new(Retry::new(2, " again:")),
+        environments: Arc::new(Retry::attempts(2, " again:")),
         encoder: Some(Arc::new(ChatEncoder::new(Arc::clone(directory)))),
         max_tokens: MAX_TOKENS,
     };

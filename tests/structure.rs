@@ -29,7 +29,7 @@ const EDGES: [(&str, &[&str]); 14] = [
     ("buffer", &["trajectory", "connect"]),
     ("weights", &["trajectory", "device", "connect"]),
     // Environments depend on no sampler, model or buffer.
-    ("environments", &["trajectory"]),
+    ("environments", &["trajectory", "host"]),
     ("rollout", &["trajectory", "device", "model", "environments", "rewards", "buffer", "weights"]),
     ("trainer", &["trajectory", "device", "collective", "model", "buffer", "weights"]),
     (
@@ -52,7 +52,18 @@ const EDGES: [(&str, &[&str]); 14] = [
     // Measures parts of a run and whole runs, as a separate program.
     (
         "bench",
-        &["trajectory", "device", "model", "rewards", "buffer", "weights", "rollout", "trainer", "rlrun"],
+        &[
+            "trajectory",
+            "device",
+            "model",
+            "environments",
+            "rewards",
+            "buffer",
+            "weights",
+            "rollout",
+            "trainer",
+            "rlrun",
+        ],
     ),
 ];
 

@@ -9,6 +9,7 @@ mod colocated;
 mod curation;
 #[cfg(feature = "emulator")]
 mod devices;
+mod environments;
 mod episodes;
 mod evaluation;
 mod failpoints;

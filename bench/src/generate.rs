@@ -45,6 +45,7 @@ pub fn work(
         kv_cache_tokens: None,
         max_prompt_length: args.prompt,
         max_completion_length: args.new,
+        max_episode_length: 0,
         max_samples: group,
         seed: 0,
     };
@@ -139,6 +140,7 @@ fn sample(engine: &mut Engine, prompts: Vec<Vec<u32>>, samples: usize, new: usiz
             sampling,
             max_completion_length,
             baseline,
+            keep_cache: false,
         })?;
     }
     while !engine.is_idle() {

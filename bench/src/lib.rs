@@ -32,6 +32,7 @@ pub mod weights;
 use std::process::ExitCode;
 
 use clap::Parser;
+use environments::EnvironmentRegistry;
 use rewards::Registry;
 use rlrun::program::{self, Entry};
 
@@ -40,7 +41,11 @@ use crate::args::BenchArgs;
 /// The whole command line.
 #[must_use]
 pub fn main() -> ExitCode {
-    let entry = Entry { registry: Registry::builtin(), templates: &["templates"] };
+    let entry = Entry {
+        registry: Registry::builtin(),
+        environments: EnvironmentRegistry::default(),
+        templates: &["templates"],
+    };
     program::run(entry, BenchArgs::try_parse_from, |args, program| {
         suite::run(args, program, &mut std::io::stdout()).map(|()| String::new())
     })

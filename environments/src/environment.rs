@@ -3,11 +3,14 @@
 //! Invariant: an environment belongs to one episode. A call of it is cancelled by dropping its future; nothing is called
 //! after that.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::pin::Pin;
 use std::time::Duration;
 
 use trajectory::{Message, StopReason, Task};
+
+use crate::ToolSchema;
 
 /// A future on the heap that may move between threads.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -42,6 +45,21 @@ pub trait EnvironmentFactory: Send + Sync + fmt::Debug {
         EnvironmentLimits::default()
     }
 
+    /// How it was understood, for people: its name and what follows from the recipe; `None` if there is nothing to say.
+    fn about(&self) -> Option<String> {
+        None
+    }
+
+    /// What its observations count ([`Observation::counts`]), so that an episode without such an event counts 0.
+    fn counts(&self) -> &'static [&'static str] {
+        &[]
+    }
+
+    /// The tools that the policy may call. The prompt of an episode describes them.
+    fn tools(&self) -> &[ToolSchema] {
+        &[]
+    }
+
     /// An environment for one episode. Work that can fail or wait belongs into [`Environment::reset`].
     fn create(&self) -> Box<dyn Environment>;
 }
@@ -51,13 +69,22 @@ pub trait EnvironmentFactory: Send + Sync + fmt::Debug {
 pub struct EnvironmentLimits {
     /// Most turns of the policy, at least 1. An episode that reaches it ends as it is.
     pub max_turns: usize,
+    /// Longest call of one tool. The model reads that there was no answer.
+    pub tool_timeout: Duration,
     /// Longest call of `reset` or `step`. A later answer fails the episode.
     pub step_timeout: Duration,
+    /// Longest time from the call of `reset` to the end. A longer episode fails.
+    pub episode_timeout: Duration,
 }
 
 impl Default for EnvironmentLimits {
     fn default() -> Self {
-        Self { max_turns: 16, step_timeout: Duration::from_secs(60) }
+        Self {
+            max_turns: 16,
+            tool_timeout: Duration::from_secs(60),
+            step_timeout: Duration::from_secs(600),
+            episode_timeout: Duration::from_secs(1800),
+        }
     }
 }
 
@@ -81,6 +108,17 @@ pub struct Observation {
     pub reward: Option<f64>,
     /// Whether the episode is over.
     pub done: bool,
+    /// Whether the turn is not trained on, whatever its reward.
+    pub masked: bool,
+    /// What happened in the turn, by name; summed over the turns of the episode.
+    pub counts: BTreeMap<&'static str, u64>,
+}
+
+impl Observation {
+    /// Counts one more `event`.
+    pub fn count(&mut self, event: &'static str) {
+        *self.counts.entry(event).or_default() += 1;
+    }
 }
 
 /// Why an environment failed. The episode is not trained on, and is counted as failed.
@@ -100,6 +138,19 @@ pub enum EnvironmentError {
     /// It did not answer in time.
     #[error("environment {environment} gave no answer in turn {turn} within {seconds:.1} s")]
     TimedOut {
+        /// Its name.
+        environment: String,
+        /// The turn, from 0.
+        turn: usize,
+        /// Its limit, seconds.
+        seconds: f64,
+    },
+    /// The episode took too long.
+    #[error(
+        "the episode in environment {environment} was not over after {seconds:.0} s, in turn {turn}; allow it more time, \
+         fewer turns or fewer tokens"
+    )]
+    EpisodeTooLong {
         /// Its name.
         environment: String,
         /// The turn, from 0.

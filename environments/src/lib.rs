@@ -6,7 +6,11 @@
 //! # Layout
 //! - [`environment`]: the traits [`Environment`] and [`EnvironmentFactory`], and what they exchange
 //! - [`single_turn`]: one completion per task, judged by the rewards of the recipe
+//! - [`spec`]: `[environment]` of a recipe; [`registry`]: the kinds that it can name
 //! - [`retry`]: one more attempt after a wrong answer, with a reward per turn
+//! - [`python`]: environments of the user in Python
+//! - [`tools`]: tools that the policy may call until it answers
+//! - [`tool_calls`]: calls of tools in the text of a completion, by model family
 //!
 //! # Invariants
 //! - An environment never sees nor changes tokens.
@@ -25,7 +29,7 @@
 //! # }
 //! let (prompt, answer) = (Prompt::Text("2+3=".into()), Some("5".into()));
 //! let task = Task { id: TaskId(0), prompt, answer, columns: serde_json::Map::new() };
-//! let mut environment = Retry::new(2, "no, again: ").create();
+//! let mut environment = Retry::attempts(2, "no, again: ").create();
 //! assert_eq!(now(environment.reset(&task))?, []);
 //! let step = now(environment.step(Action { turn: 0, text: "4", stop: StopReason::StopToken }))?;
 //! assert_eq!((&step.messages[0].content[..], step.reward, step.done), ("no, again: ", Some(0.0), false));
@@ -35,11 +39,21 @@
 //! ```
 
 pub mod environment;
+pub mod python;
+pub mod registry;
 pub mod retry;
 pub mod single_turn;
+pub mod spec;
+pub mod tool_calls;
+pub mod tools;
 
 pub use environment::{
     Action, BoxFuture, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits, Observation,
 };
+pub use python::PythonEnvironments;
+pub use registry::{EnvironmentContext, EnvironmentKind, EnvironmentRegistry, EnvironmentSpecError, Made};
 pub use retry::Retry;
 pub use single_turn::SingleTurn;
+pub use spec::{EnvironmentSpec, ToolSpec};
+pub use tool_calls::{BadCall, ToolCall, ToolCallFormat, ToolSchema};
+pub use tools::{Calculator, Search, Tool, ToolError, ToolSet, Tools};

@@ -12,15 +12,21 @@ use crate::{
 /// worth 1, a wrong one 0.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Retry {
-    attempts: usize,
+    limits: EnvironmentLimits,
     hint: String,
 }
 
 impl Retry {
-    /// At most `attempts` turns, at least 1; `hint` is the message of the user after a wrong answer.
+    /// At most `limits.max_turns` turns; `hint` is the message of the user after a wrong answer.
     #[must_use]
-    pub fn new(attempts: usize, hint: impl Into<String>) -> Self {
-        Self { attempts: attempts.max(1), hint: hint.into() }
+    pub fn new(limits: EnvironmentLimits, hint: impl Into<String>) -> Self {
+        Self { limits, hint: hint.into() }
+    }
+
+    /// The same with `attempts` turns and the other limits as they are by default.
+    #[must_use]
+    pub fn attempts(attempts: usize, hint: impl Into<String>) -> Self {
+        Self::new(EnvironmentLimits { max_turns: attempts.max(1), ..EnvironmentLimits::default() }, hint)
     }
 }
 
@@ -30,7 +36,7 @@ impl EnvironmentFactory for Retry {
     }
 
     fn limits(&self) -> EnvironmentLimits {
-        EnvironmentLimits { max_turns: self.attempts, ..EnvironmentLimits::default() }
+        self.limits
     }
 
     fn create(&self) -> Box<dyn Environment> {
@@ -60,9 +66,14 @@ impl Environment for Attempts {
 
     fn step<'a>(&'a mut self, action: Action<'a>) -> BoxFuture<'a, Result<Observation, EnvironmentError>> {
         let right = self.answer.as_deref() == Some(action.text.trim());
-        let hint = Message { role: "user".to_owned(), content: self.hint.clone() };
+        let hint = Message::new("user", self.hint.clone());
         let messages = if right { Vec::new() } else { vec![hint] };
         let reward = Some(f64::from(u8::from(right)));
-        Box::pin(std::future::ready(Ok(Observation { messages, reward, done: right })))
+        Box::pin(std::future::ready(Ok(Observation {
+            messages,
+            reward,
+            done: right,
+            ..Observation::default()
+        })))
     }
 }

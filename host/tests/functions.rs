@@ -5,7 +5,8 @@
 use std::time::Duration;
 
 use host::python::{
-    CallError, FUNCTION_ADAPTER, ForkServer, PoolOptions, ProcessPool, PythonCode, environment,
+    CallError, FUNCTION_ADAPTER, ForkServer, PoolOptions, ProcessPool, PythonCode, Session, SessionOptions,
+    SessionPool, environment,
 };
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
@@ -31,6 +32,23 @@ def misbehave(what):
     return what
 "#;
 
+/// A function that counts its calls, and can hang or end its process.
+const COUNTER: &str = r#"
+import os, time
+calls = 0
+
+def count(what=""):
+    global calls
+    calls += 1
+    if what == "hang":
+        time.sleep(1000)
+    if what == "die":
+        os._exit(3)
+    if what == "raise":
+        raise ValueError("no such move")
+    return [calls, os.getpid()]
+"#;
+
 struct Fixture {
     pool: ProcessPool,
     loaded: Value,
@@ -40,6 +58,14 @@ struct Fixture {
 
 /// A pool of two workers that calls `function` of [`SOURCE`]; `None` where there is no python3 of 3.9 or newer.
 fn fixture(function: &str) -> Option<Fixture> {
+    let (server, runtime, directory) = server(SOURCE, function)?;
+    let loaded = server.loaded().description.clone();
+    let pool = ProcessPool::start(server, PoolOptions { workers: 2, max_batch: 4, whole_groups: false });
+    Some(Fixture { pool, loaded, runtime, _directory: directory })
+}
+
+/// The fork server of `function` in `source`; `None` where there is no python3 of 3.9 or newer.
+fn server(source: &str, function: &str) -> Option<(ForkServer, Runtime, tempfile::TempDir)> {
     let recent = ["-c", "import sys; sys.exit(sys.version_info < (3, 9))"];
     if !std::process::Command::new("python3").args(recent).status().is_ok_and(|status| status.success()) {
         eprintln!("SKIPPED: there is no python3, or it is older than 3.9");
@@ -47,15 +73,13 @@ fn fixture(function: &str) -> Option<Fixture> {
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let directory = tempfile::tempdir().unwrap();
-    let config = json!({"source": SOURCE, "function": function});
+    let config = json!({"source": source, "function": function});
     let log = directory.path().join("functions.log");
     let code = PythonCode::new("python3", FUNCTION_ADAPTER, config, log, runtime.handle().clone());
     let environment = environment(&std::env::vars().collect(), &[]);
     let server =
         ForkServer::start(PythonCode { environment, timeout: Duration::from_secs(2), ..code }).unwrap();
-    let loaded = server.loaded().description.clone();
-    let pool = ProcessPool::start(server, PoolOptions { workers: 2, max_batch: 4, whole_groups: false });
-    Some(Fixture { pool, loaded, runtime, _directory: directory })
+    Some((server, runtime, directory))
 }
 
 impl Fixture {
@@ -112,4 +136,50 @@ fn a_failing_call_affects_no_other() {
     }
     // One worker was killed at the timeout, and the call that died was tried twice.
     assert_eq!(fixture.pool.replaced(), 3);
+}
+
+async fn count(session: &mut Session, what: &str) -> Result<(u64, u64), CallError> {
+    let arguments = json!({"kwargs": {"what": what}}).to_string();
+    let counted = session.call(arguments, Duration::from_millis(500)).await?;
+    Ok((counted[0].as_u64().unwrap(), counted[1].as_u64().unwrap()))
+}
+
+#[test]
+fn a_session_keeps_its_process_and_the_process_its_state() {
+    let Some((server, runtime, _directory)) = server(COUNTER, "count") else { return };
+    let pool = SessionPool::start(server, SessionOptions { processes: 2 });
+    runtime.block_on(async {
+        let mut first = pool.open().await.unwrap();
+        let mut second = pool.open().await.unwrap();
+        let (_, pid) = count(&mut first, "").await.unwrap();
+        assert_eq!(count(&mut first, "").await.unwrap(), (2, pid));
+        let raised = count(&mut first, "raise").await.unwrap_err().to_string();
+        assert!(raised.contains("no such move"), "{raised}");
+        assert_eq!(count(&mut first, "").await.unwrap(), (4, pid), "an exception ends nothing");
+        let (counted, other) = count(&mut second, "").await.unwrap();
+        assert!(counted == 1 && other != pid, "sessions have processes of their own");
+        let third = tokio::time::timeout(Duration::from_millis(200), pool.open()).await;
+        assert!(third.is_err(), "there are two processes");
+        first.finish();
+        let mut third = pool.open().await.unwrap();
+        assert_eq!(count(&mut third, "").await.unwrap(), (5, pid), "the process is used again");
+    });
+}
+
+#[test]
+fn a_session_whose_process_ended_fails_and_the_next_one_does_not() {
+    let Some((server, runtime, _directory)) = server(COUNTER, "count") else { return };
+    let pool = SessionPool::start(server, SessionOptions { processes: 1 });
+    runtime.block_on(async {
+        for (what, said) in [("hang", "longer than its timeout"), ("die", "ended with exit status 3")] {
+            let mut session = pool.open().await.unwrap();
+            let failed = count(&mut session, what).await.unwrap_err().to_string();
+            assert!(failed.contains(said), "{failed}");
+            let after = count(&mut session, "").await.unwrap_err().to_string();
+            assert!(after.contains("its process ended"), "{after}");
+            session.finish();
+        }
+        let mut session = pool.open().await.unwrap();
+        assert_eq!(count(&mut session, "").await.unwrap().0, 1);
+    });
 }

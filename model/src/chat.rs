@@ -5,11 +5,13 @@
 
 mod apart;
 
+use std::borrow::Cow;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use hf_chat_template::{Error, TokenizerConfig};
+use hf_chat_template::{Error, RenderInput, TokenizerConfig};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use trajectory::Message;
 
 use crate::{ModelError, files};
@@ -21,15 +23,16 @@ pub use apart::{render_apart, serve};
 #[derive(Debug)]
 pub struct ChatTemplate {
     inner: CompiledTemplate,
+    sources: TemplateSources,
     path: PathBuf,
 }
 
 #[derive(Debug)]
 enum CompiledTemplate {
     /// In this process.
-    Here(Compiled),
-    /// In another process: the digest of the sources, and the sources.
-    Apart(String, TemplateSources),
+    Here(Box<Compiled>),
+    /// In another process: the digest of the sources.
+    Apart(String),
 }
 
 /// The texts that a template is compiled from.
@@ -39,13 +42,6 @@ struct TemplateSources {
     template: Option<String>,
     /// `tokenizer_config.json`, which has the special tokens.
     config: Option<String>,
-}
-
-/// A message as it is sent to another process.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct TemplateMessage {
-    role: String,
-    content: String,
 }
 
 /// A template in this process.
@@ -105,14 +101,14 @@ impl ChatTemplate {
 
     fn compile(path: PathBuf, sources: TemplateSources) -> Result<Self, ModelError> {
         let inner = match apart::renderer() {
-            None => Compiled::new(&sources).map(CompiledTemplate::Here),
+            None => Compiled::new(&sources).map(|compiled| CompiledTemplate::Here(Box::new(compiled))),
             Some(renderer) => {
                 let key = sources.key();
-                renderer.ask(&key, &sources, None).map(|_| CompiledTemplate::Apart(key, sources))
+                renderer.ask(&key, &sources, None).map(|_| CompiledTemplate::Apart(key))
             }
         };
         match inner {
-            Ok(inner) => Ok(Self { inner, path }),
+            Ok(inner) => Ok(Self { inner, sources, path }),
             Err(
                 TemplateFailure::Compile(reason)
                 | TemplateFailure::Raised(reason)
@@ -128,20 +124,29 @@ impl ChatTemplate {
     /// If the template refuses the conversation (many insist on alternating roles), fails on it, or needs more time or
     /// memory than its process has.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, ModelError> {
-        let turn = |message: &Message| TemplateMessage {
-            role: message.role.clone(),
-            content: message.content.clone(),
-        };
-        let turns: Vec<TemplateMessage> = messages.iter().map(turn).collect();
+        self.render_with_tools(messages, &[], add_generation_prompt)
+    }
+
+    /// [`Self::render`] with descriptions of `tools`, objects in the form of OpenAI's `tools`. A template that knows no tools
+    /// ignores them; see [`Self::knows_tools`].
+    ///
+    /// # Errors
+    /// Those of [`Self::render`].
+    pub fn render_with_tools(
+        &self,
+        messages: &[Message],
+        tools: &[Value],
+        add_generation_prompt: bool,
+    ) -> Result<String, ModelError> {
+        let open = add_generation_prompt;
+        let conversation = Conversation { messages: messages.to_vec(), tools: tools.to_vec(), open };
         let rendered = match (&self.inner, apart::renderer()) {
-            (CompiledTemplate::Here(compiled), _) => compiled.render(&turns, add_generation_prompt),
-            (CompiledTemplate::Apart(key, sources), Some(renderer)) => renderer.ask(
-                key,
-                sources,
-                Some(Conversation { messages: turns, open: add_generation_prompt }),
-            ),
-            (CompiledTemplate::Apart(_, sources), None) => {
-                Compiled::new(sources).and_then(|compiled| compiled.render(&turns, add_generation_prompt))
+            (CompiledTemplate::Here(compiled), _) => compiled.render(conversation),
+            (CompiledTemplate::Apart(key), Some(renderer)) => {
+                renderer.ask(key, &self.sources, Some(conversation))
+            }
+            (CompiledTemplate::Apart(_), None) => {
+                Compiled::new(&self.sources).and_then(|compiled| compiled.render(conversation))
             }
         };
         rendered.map_err(|failed| ModelError::Render {
@@ -155,6 +160,18 @@ impl ChatTemplate {
         })
     }
 
+    /// The text of the template.
+    #[must_use]
+    pub fn text(&self) -> Cow<'_, str> {
+        self.sources.text()
+    }
+
+    /// Whether the template describes the tools that it is given.
+    #[must_use]
+    pub fn knows_tools(&self) -> bool {
+        self.text().contains("tools")
+    }
+
     /// The file that it came from.
     #[must_use]
     pub fn path(&self) -> &Path {
@@ -163,6 +180,19 @@ impl ChatTemplate {
 }
 
 impl TemplateSources {
+    /// The text of the template: of several in a `tokenizer_config.json`, all of them.
+    fn text(&self) -> Cow<'_, str> {
+        if let Some(template) = &self.template {
+            return Cow::Borrowed(template);
+        }
+        let config: Option<Value> = self.config.as_deref().and_then(|text| serde_json::from_str(text).ok());
+        match config.as_ref().and_then(|config| config.get("chat_template")) {
+            Some(Value::String(text)) => Cow::Owned(text.clone()),
+            Some(several) => Cow::Owned(several.to_string()),
+            None => Cow::Borrowed(""),
+        }
+    }
+
     /// A digest of both.
     fn key(&self) -> String {
         let mut hasher = blake3::Hasher::new();
@@ -185,16 +215,17 @@ impl Compiled {
         compiled.map(Self).map_err(|error| TemplateFailure::Compile(error.to_string()))
     }
 
-    fn render(
-        &self,
-        turns: &[TemplateMessage],
-        add_generation_prompt: bool,
-    ) -> Result<String, TemplateFailure> {
-        let message = |turn: &TemplateMessage| {
-            hf_chat_template::Message::new(turn.role.as_str(), turn.content.as_str())
+    fn render(&self, conversation: Conversation) -> Result<String, TemplateFailure> {
+        let Conversation { messages, tools, open } = conversation;
+        let message = |Message { role, content, tool_call_id }: Message| {
+            let mut message = hf_chat_template::Message::new(role, content);
+            let id = tool_call_id.map(|id| ("tool_call_id".to_owned(), Value::String(id)));
+            message.extra.extend(id);
+            message
         };
-        let messages: Vec<_> = turns.iter().map(message).collect();
-        self.0.render_messages(&messages, add_generation_prompt).map_err(|error| match error {
+        let messages = messages.into_iter().map(message).collect();
+        let input = RenderInput { messages, tools, add_generation_prompt: open, ..RenderInput::default() };
+        self.0.render(&input).map_err(|error| match error {
             Error::TemplateRaised { message } => TemplateFailure::Raised(message),
             other => TemplateFailure::Render(other.to_string()),
         })
@@ -214,7 +245,7 @@ mod tests {
                           {% if add_generation_prompt %}[assistant]{% endif %}";
 
     fn user(content: &str) -> Vec<Message> {
-        vec![Message { role: "user".to_owned(), content: content.to_owned() }]
+        vec![Message::new("user", content)]
     }
 
     fn dir(files: &[(&str, &str)]) -> tempfile::TempDir {

@@ -23,8 +23,8 @@ use crate::{atomic, files, manifest};
 /// Bytes per weight file before an export is split, as transformers has long done it.
 const MAX_SHARD_BYTES: usize = 5_000_000_000;
 
-/// Files other than weights, which an export copies.
-const COPIED: [&str; 11] = [
+/// Files other than weights that describe a model; an export copies those that are there.
+pub const DESCRIPTION_FILES: [&str; 10] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -35,8 +35,10 @@ const COPIED: [&str; 11] = [
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
-    "LICENSE",
 ];
+
+/// An export copies it too.
+const LICENSE: &str = "LICENSE";
 
 /// A model directory without its weights, or a GGUF file without its tensors.
 pub struct ModelDirectory {
@@ -45,8 +47,10 @@ pub struct ModelDirectory {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     stop_token_ids: Vec<u32>,
-    /// Name and content of the files that an export copies; those of a GGUF file are made from its metadata. They are kept in memory because the directory may be deleted: a
-    /// run that resumes from a checkpoint outlives that checkpoint.
+    /// What prompts of messages say about tools.
+    tools: Vec<Value>,
+    /// Name and content of the files that an export copies; those of a GGUF file are made from its metadata. They are kept
+    /// in memory because the directory may be deleted: a run that resumes from a checkpoint outlives that checkpoint.
     copied: Vec<(&'static str, Vec<u8>)>,
 }
 
@@ -79,6 +83,7 @@ impl ModelDirectory {
                 tokenizer,
                 template,
                 stop_token_ids,
+                tools: Vec::new(),
                 copied: files,
             });
         }
@@ -90,7 +95,8 @@ impl ModelDirectory {
         stop.extend(end_token(dir, &tokenizer));
         let stop_token_ids = stop.into_iter().collect();
         let copied = read_copied(dir)?;
-        Ok(Self { path: dir.to_owned(), config, tokenizer, template, stop_token_ids, copied })
+        let (path, tools) = (dir.to_owned(), Vec::new());
+        Ok(Self { path, config, tokenizer, template, stop_token_ids, tools, copied })
     }
 
     /// Writes a new character-level model with random weights.
@@ -117,6 +123,12 @@ impl ModelDirectory {
             Parameters::random(config, seed).save(dir, WeightDtype::F32, MAX_SHARD_BYTES)
         })?;
         Self::open(dir)
+    }
+
+    /// The same model, whose prompts of messages describe `tools`, objects in the form of OpenAI's `tools`.
+    #[must_use]
+    pub fn with_tools(self, tools: Vec<Value>) -> Self {
+        Self { tools, ..self }
     }
 
     /// The same model with another head, which its exports declare; see [`Parameters::with_head`] for the weights.
@@ -214,7 +226,8 @@ impl ModelDirectory {
             Prompt::Text(text) => (text, SpecialTokens::Add),
             Prompt::Messages(messages) => {
                 let missing = || ModelError::NoTemplate { dir: self.path.clone() };
-                rendered = self.template.as_ref().ok_or_else(missing)?.render(messages, true)?;
+                let template = self.template.as_ref().ok_or_else(missing)?;
+                rendered = template.render_with_tools(messages, &self.tools, true)?;
                 (&rendered, SpecialTokens::Omit)
             }
         };
@@ -287,7 +300,8 @@ impl fmt::Debug for ModelDirectory {
 }
 
 fn read_copied(dir: &Path) -> Result<Vec<(&'static str, Vec<u8>)>, ModelError> {
-    let there = COPIED.into_iter().map(|name| (name, dir.join(name))).filter(|(_, path)| path.exists());
+    let names = DESCRIPTION_FILES.into_iter().chain([LICENSE]);
+    let there = names.map(|name| (name, dir.join(name))).filter(|(_, path)| path.exists());
     there
         .map(|(name, path)| match files::read(&path, files::MAX_TOKENIZER_BYTES) {
             Ok(content) => Ok((name, content)),

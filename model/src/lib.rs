@@ -78,7 +78,7 @@ pub use decoder::{
     Decoder, GradientSink, Gradients, KvCache, LayerSource, Pack, PackError, Quantization, Recompute,
     StepSequence,
 };
-pub use directory::ModelDirectory;
+pub use directory::{DESCRIPTION_FILES, ModelDirectory};
 pub use error::ModelError;
 pub use layer::{LayerSpec, QueryKeyNorm, TargetModule};
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};

@@ -235,7 +235,7 @@ fn the_end_of_text_of_the_tokenizer_stops_too() {
 fn prompts_that_cannot_be_encoded_say_why() {
     let root = tempfile::tempdir().unwrap();
     let directory = fresh(root.path());
-    let messages = Prompt::Messages(vec![Message { role: "user".to_owned(), content: "hi".to_owned() }]);
+    let messages = Prompt::Messages(vec![Message::new("user", "hi")]);
     let err = directory.encode_prompt(&messages).unwrap_err().to_string();
     assert!(err.contains("has no chat template") && err.contains("chat_template.jinja"), "{err}");
     let err = directory.encode_prompt(&Prompt::Text(String::new())).unwrap_err().to_string();
@@ -263,7 +263,7 @@ fn text_gets_the_tokens_around_it_and_rendered_messages_do_not() {
     fs::write(dir.join("chat_template.jinja"), "{{ bos_token }}{{ messages[0].content }}").unwrap();
     let directory = ModelDirectory::open(&dir).unwrap();
     let text = Prompt::Text("1".to_owned());
-    let messages = Prompt::Messages(vec![Message { role: "user".to_owned(), content: "1".to_owned() }]);
+    let messages = Prompt::Messages(vec![Message::new("user", "1")]);
     assert_eq!(directory.encode_prompt(&text).unwrap(), [1, 22]);
     assert_eq!(directory.encode_prompt(&messages).unwrap(), [1, 22]);
 }

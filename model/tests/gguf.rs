@@ -168,7 +168,7 @@ fn an_export_is_a_directory_of_the_same_model() {
     assert_eq!(directory.config(), file.config());
     assert_eq!(directory.stop_token_ids(), file.stop_token_ids());
     assert_eq!(directory.load_parameters().unwrap().values(), parameters.values());
-    let message = |content: &str| vec![Message { role: "user".to_owned(), content: content.to_owned() }];
+    let message = |content: &str| vec![Message::new("user", content)];
     for prompt in [Prompt::Text("1 + 1 <eos>".to_owned()), Prompt::Messages(message("1 + 1"))] {
         let ids = file.encode_prompt(&prompt).unwrap();
         assert_eq!(directory.encode_prompt(&prompt).unwrap(), ids);

@@ -77,6 +77,12 @@ impl RewardSet {
         Ok(Self { rewards, criterion: None })
     }
 
+    /// No reward: the rewards of the turns are all that there is.
+    #[must_use]
+    pub fn none() -> Self {
+        Self { rewards: Vec::new(), criterion: None }
+    }
+
     /// The same set with a criterion of correct answers; without one, scores do not have `correct`.
     ///
     /// # Errors

@@ -30,8 +30,7 @@ pub(super) fn generate(args: &GenerateArgs, program: &Program) -> Result<String,
         let line = line.map_err(system)?;
         let answer = generator.answer(&generator.prompt(&line, &history))?;
         write!(out, "{answer}\n> ").and_then(|()| out.flush()).map_err(system)?;
-        let message = |role: &str, content| Message { role: role.to_owned(), content };
-        history.extend([message("user", line), message("assistant", answer)]);
+        history.extend([Message::new("user", line), Message::new("assistant", answer)]);
     }
     Ok(String::new())
 }
@@ -59,6 +58,7 @@ impl TextGenerator {
             kv_cache_tokens: None,
             max_prompt_length: context,
             max_completion_length: max_tokens,
+            max_episode_length: 0,
             max_samples: 1,
             seed: 0,
         };
@@ -84,7 +84,7 @@ impl TextGenerator {
             return Prompt::Text(text.to_owned());
         }
         let mut messages = history.to_vec();
-        messages.push(Message { role: "user".to_owned(), content: text.to_owned() });
+        messages.push(Message::new("user", text));
         Prompt::Messages(messages)
     }
 
@@ -102,6 +102,7 @@ impl TextGenerator {
             sampling,
             max_completion_length,
             baseline,
+            keep_cache: false,
             first_index: 0,
             turn: 0,
         })?;

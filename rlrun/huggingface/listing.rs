@@ -2,6 +2,7 @@
 //!
 //! Invariant: nothing here asks for a file; names come from the network and were checked to lie within the repository.
 
+use model::DESCRIPTION_FILES;
 use rollout::tasks::TaskSplit;
 use rollout::tasks::rows::is_dataset;
 use serde::{Deserialize, Serialize};
@@ -9,19 +10,6 @@ use serde_json::Value;
 
 use super::name::{RepositoryName, is_commit, is_file};
 
-/// Files of a model besides its weights, those that are there.
-const DESCRIPTION: [&str; 10] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-];
 /// Weights in one file.
 const WEIGHTS: &str = "model.safetensors";
 /// Names of the files that weights are divided into.
@@ -84,7 +72,7 @@ impl RepositoryListing {
 
     /// The files that describe a model.
     pub(super) fn description(&self) -> Vec<String> {
-        let there = DESCRIPTION.into_iter().filter(|file| self.has(file));
+        let there = DESCRIPTION_FILES.into_iter().filter(|file| self.has(file));
         there.map(str::to_owned).collect()
     }
 

@@ -4,6 +4,7 @@
 //! the step, trained or not.
 
 use rewards::{LoadCounts, RewardSpec};
+use rollout::scoring::ENVIRONMENT;
 
 use super::ObserverInputs;
 use crate::metrics::Metrics;
@@ -24,9 +25,16 @@ const OURS: [&str; 9] = [
     "queued_p95_s",
 ];
 
-/// Sets `reward/NAME/...` for every reward.
+/// Sets `reward/NAME/...` for every reward, and `environment/...` for what episodes in an environment count.
 pub(super) fn measure(specs: &[RewardSpec], metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
     for (name, component) in &inputs.step.batch.components {
+        if name == ENVIRONMENT && !specs.iter().any(|spec| spec.name() == ENVIRONMENT) {
+            for (detail, mean) in &component.details {
+                metrics.set(&format!("environment/{detail}"), *mean);
+            }
+            metrics.set("environment/failed", component.failed as f64);
+            continue;
+        }
         if component.applied > 0 {
             metrics.set(&format!("reward/{name}/mean"), component.values.mean);
         }

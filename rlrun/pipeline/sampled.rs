@@ -132,7 +132,7 @@ impl Run<'_> {
         let capacity = self.recipe.rollout.max_running * 2;
         let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
         let worker = Worker::new(self.recipe.worker(), sampler, Arc::clone(&prepared.train), scorer);
-        Ok(worker.curated(curation))
+        Ok(worker.acting_in(prepared.episodes.clone()).curated(curation))
     }
 
     /// Starts the watchdog over trainer and samplers.

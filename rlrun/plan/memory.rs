@@ -77,7 +77,7 @@ impl Memory {
         let trained = Trained::of(recipe, config);
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
         let (positions, rows, micro_batch) =
-            (cache_positions(recipe), decoding_rows(recipe), micro_batch_tokens(recipe));
+            (cache_positions(recipe, config), decoding_rows(recipe), micro_batch_tokens(recipe));
         let part = |name, what, bytes| Part { name, what, bytes, phase: Phase::Always };
         let logits = model::logits_bytes(micro_batch as usize, config.vocab_size) as u64;
         let mut parts = vec![
@@ -372,8 +372,8 @@ fn decoding_rows(recipe: &Recipe) -> u64 {
 }
 
 /// Positions of the sampler's cache. When the recipe names no number: every sequence at its longest with a prompt of its
-/// own, in whole pages, one more for where a completion begins in the middle of one.
-fn cache_positions(recipe: &Recipe) -> u64 {
+/// own, in whole pages, one more for where a completion begins in the middle of one; and at least one whole episode.
+fn cache_positions(recipe: &Recipe, config: &Config) -> u64 {
     if let Some(positions) = recipe.rollout.kv_cache_tokens {
         return positions as u64;
     }
@@ -381,7 +381,11 @@ fn cache_positions(recipe: &Recipe) -> u64 {
         + KvCache::pages_for(recipe.rollout.max_completion_length)
         + 1;
     let sequences = recipe.rollout.max_running.max(recipe.rollout.group_size);
-    product(&[(pages.saturating_mul(KvCache::PAGE)) as u64, sequences as u64])
+    let episode = match recipe.environment {
+        Some(_) => KvCache::pages_for(recipe.episode_tokens(config.max_context())) + 1,
+        None => 0,
+    };
+    product(&[pages as u64, sequences as u64]).max(episode as u64).saturating_mul(KvCache::PAGE as u64)
 }
 
 fn product(factors: &[u64]) -> u64 {

@@ -5,8 +5,6 @@
 
 use std::path::{Path, PathBuf};
 
-use rewards::Registry;
-
 use super::curation::check_curation;
 use super::diagnostic::Diagnostic;
 use super::layers::{Origin, Origins};
@@ -17,6 +15,7 @@ use super::training::{check_lora, check_trainer};
 use super::words::{OnStale, Quantization, Reduction, SampleOrder, StoreWord, WeightDtypeWord};
 use super::{Data, DataSource, Files, Model, Recipe};
 use crate::huggingface::{RepositoryKind, RepositoryName};
+use crate::program::Program;
 
 /// Most leaves of a step.
 const MAX_LEAVES: usize = 1 << 10;
@@ -26,7 +25,7 @@ pub(super) fn check(
     mut raw: RawRecipe,
     stem: &str,
     origins: &Origins,
-    registry: &Registry,
+    program: &Program,
 ) -> Result<Recipe, Vec<Diagnostic>> {
     let mut checker = Checker { origins, errors: Vec::new() };
     check_ranges(&raw, &mut checker);
@@ -38,11 +37,13 @@ pub(super) fn check(
     let generated = data.as_ref().is_some_and(|data| data.source.is_additions());
     let warmup = check_warmup(raw.warmup.take(), data.is_none() || generated, &mut checker);
     super::supervised::check(&raw, generated, &mut checker);
-    if raw.rewards.is_empty() && raw.supervised.is_none() {
+    let gives_rewards = raw.environment.as_ref().is_some_and(|environment| environment.kind != "tools");
+    if raw.rewards.is_empty() && raw.supervised.is_none() && !gives_rewards {
         let help = "write a section `[[rewards]]` with `kind = \"math\"` or another kind";
         checker.report("rewards", "there is no reward: nothing could be learnt", help);
     }
-    super::rewards::check(&mut raw, registry, &mut checker);
+    super::rewards::check(&mut raw, program.registry(), &mut checker);
+    super::environment::check(&mut raw, program.environments(), &mut checker);
     if let Some(data) = &data {
         check_tokens(&raw, data.max_prompt_length, &mut checker);
     }
@@ -68,6 +69,7 @@ pub(super) fn check(
         warmup,
         supervised: raw.supervised,
         rollout: raw.rollout,
+        environment: raw.environment,
         rewards: raw.rewards,
         curation: raw.curation,
         buffer: raw.buffer,

@@ -14,7 +14,7 @@ use source::{Field, Struct, Words, parse};
 mod source;
 
 /// The sources of the sections. Types of fields that are structs in one of them are sections too.
-const SECTIONS: [&str; 8] = [
+const SECTIONS: [&str; 9] = [
     include_str!("schema.rs"),
     include_str!("schema/algorithm.rs"),
     include_str!("schema/curation.rs"),
@@ -23,13 +23,15 @@ const SECTIONS: [&str; 8] = [
     include_str!("schema/placement.rs"),
     include_str!("schema/supervised.rs"),
     include_str!("schema/trainer.rs"),
+    include_str!("../../environments/src/spec.rs"),
 ];
 /// The source of `[[rewards]]`, which is flat.
 const REWARDS: &str = include_str!("../../rewards/src/spec.rs");
 /// The sources of words.
-const WORDS: [&str; 23] = [
+const WORDS: [&str; 24] = [
     include_str!("words.rs"),
     include_str!("../../buffer/src/config.rs"),
+    include_str!("../../environments/src/tool_calls/mod.rs"),
     include_str!("../../model/src/config.rs"),
     include_str!("../../model/src/config/families.rs"),
     include_str!("../../model/src/decoder/mod.rs"),

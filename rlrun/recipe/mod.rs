@@ -12,6 +12,7 @@ mod curation;
 pub(crate) mod decode;
 mod diagnostic;
 mod elements;
+mod environment;
 mod eval;
 mod layers;
 pub(crate) mod manual;
@@ -29,6 +30,7 @@ pub mod words;
 
 use std::path::{Path, PathBuf};
 
+use ::environments::EnvironmentSpec;
 use ::rewards::RewardSpec;
 pub use diagnostic::{Diagnostic, Place};
 pub use eval::DEFAULT_SET;
@@ -65,6 +67,8 @@ pub struct Recipe {
     pub supervised: Option<Supervised>,
     /// How trajectories are sampled.
     pub rollout: Rollout,
+    /// What the policy acts in; paths in it are absolute.
+    pub environment: Option<EnvironmentSpec>,
     /// At least one; names are filled in and unique.
     pub rewards: Vec<RewardSpec>,
     /// Which tasks are drawn and which groups are trained on.
@@ -165,7 +169,7 @@ impl Recipe {
         let (table, origins) = layers::merge(&sources, &[])?;
         let raw = decode::decode(table, &sources)?;
         let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
-        let recipe = checks::check(raw, stem, &origins, program.registry())?;
+        let recipe = checks::check(raw, stem, &origins, program)?;
         Ok((recipe, origins))
     }
 

@@ -83,13 +83,12 @@ impl Recipe {
         program: &Program,
         resume: usize,
     ) -> Result<Resumption, Vec<Diagnostic>> {
-        let registry = program.registry();
         let stem = resolved.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
         let recorded = layers::read(resolved, &[], [])?;
         let (table, before_origins) = layers::merge(&recorded, &[])?;
         let raw_before = decode::decode(table, &recorded)?;
         let written_before = written(&raw_before);
-        let before = checks::check(raw_before, stem, &before_origins, registry)?;
+        let before = checks::check(raw_before, stem, &before_origins, program)?;
         let origins_so_far = comments(&before_origins);
 
         let sources = layers::read(resolved, sets, program.environment().as_ref().clone())?;
@@ -99,7 +98,7 @@ impl Recipe {
         let run = resolved.parent().unwrap_or(Path::new("RUN"));
         let wanted = changes(&written_before, &written(&raw));
         // A refused change is not checked for mistakes.
-        let recipe = checks::check(raw, stem, &origins, registry).map_err(|mistakes| {
+        let recipe = checks::check(raw, stem, &origins, program).map_err(|mistakes| {
             let refused = refusals(&wanted, run, &origins);
             if refused.is_empty() { mistakes } else { refused }
         })?;

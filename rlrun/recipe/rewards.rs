@@ -3,7 +3,7 @@
 //! Invariant: which kind takes which keys is known to the registry alone; here is only added where each stands.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rewards::{Registry, RewardError, RewardSpec};
 
@@ -28,18 +28,10 @@ pub(super) fn check(raw: &mut RawRecipe, registry: &Registry, checker: &mut Chec
         if let Some(path) = reward.path.take() {
             let key = format!("rewards[{index}].path");
             let help = "name a file, a model directory in Hugging Face format, or hf:OWNER/NAME";
-            reward.path = match python_file(&path).filter(|_| reward.kind == "python") {
-                // A module is found by Python.
-                None if reward.kind == "python" => Some(path),
-                None if reward.kind == "model" => {
-                    model_or_dataset(&path, RepositoryKind::Model, &key, help, checker)
-                }
-                None => existing(&path, &key, help, checker),
-                Some((file, function)) => existing(Path::new(file), &key, help, checker).map(|file| {
-                    let mut named = file.into_os_string();
-                    named.push(function);
-                    named.into()
-                }),
+            reward.path = match &reward.kind[..] {
+                "python" => python_path(path, &key, help, checker),
+                "model" => model_or_dataset(&path, RepositoryKind::Model, &key, help, checker),
+                _ => existing(&path, &key, help, checker),
             };
         }
         if reward.timeout_s > wait_s {
@@ -59,6 +51,21 @@ pub(super) fn check(raw: &mut RawRecipe, registry: &Registry, checker: &mut Chec
             checker.report(&format!("rewards[{index}]"), message, "give one of them another `name`");
         }
     }
+}
+
+/// A Python file with what stands behind it, as an absolute path; a module as it is, since Python finds it.
+pub(super) fn python_path(
+    path: PathBuf,
+    key: &str,
+    help: &str,
+    checker: &mut Checker<'_>,
+) -> Option<PathBuf> {
+    let Some((file, name)) = python_file(&path) else { return Some(path) };
+    existing(Path::new(file), key, help, checker).map(|file| {
+        let mut named = file.into_os_string();
+        named.push(name);
+        named.into()
+    })
 }
 
 /// The file and `:function` of a path that is no module.

@@ -9,6 +9,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use environments::EnvironmentSpec;
 use rewards::RewardSpec;
 use serde::{Deserialize, Serialize};
 
@@ -58,6 +59,9 @@ pub struct RawRecipe {
     pub supervised: Option<Supervised>,
     /// How trajectories are sampled.
     pub rollout: Rollout,
+    /// What the policy acts in, for episodes of several turns.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub environment: Option<EnvironmentSpec>,
     /// Rewards of a trajectory, added up with weights.
     pub rewards: Vec<RewardSpec>,
     /// Selection of tasks to sample and of groups to train on.

@@ -8,8 +8,15 @@ use super::schema::{RawRecipe, Supervised};
 use super::words::SupervisedKind;
 
 /// Sections that say nothing to training without sampling.
-pub(super) const WITHOUT_EFFECT: [&str; 6] =
-    ["buffer", "algorithm", "critic", "curation", "placement.rollout_threads", "placement.policy"];
+pub(super) const WITHOUT_EFFECT: [&str; 7] = [
+    "environment",
+    "buffer",
+    "algorithm",
+    "critic",
+    "curation",
+    "placement.rollout_threads",
+    "placement.policy",
+];
 
 impl Supervised {
     /// Keys that say nothing to the kind.

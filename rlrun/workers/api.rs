@@ -12,26 +12,13 @@ use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use model::{Head, ModelDirectory};
+use model::{DESCRIPTION_FILES, Head, ModelDirectory};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::registry::{Heartbeat, JoinRefused, WorkerRegistry, WorkerRole};
 
-/// The files of a model directory without its weights. A worker accepts no others from a run.
-pub(crate) const MODEL_FILES: [&str; 10] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-];
 /// Version of this protocol; other versions are refused.
 pub(crate) const PROTOCOL: u32 = 1;
 
@@ -113,7 +100,7 @@ pub(crate) struct WorkerApi {
 impl WorkerApi {
     /// Sets the model to that in `directory`; samplers can join from now on.
     pub(crate) fn publish_model(&self, directory: &ModelDirectory) {
-        let known = directory.files().filter(|(name, _)| MODEL_FILES.contains(name));
+        let known = directory.files().filter(|(name, _)| DESCRIPTION_FILES.contains(name));
         // A binary file is skipped: rlrun reads none of these as binary.
         let text = |content: &[u8]| String::from_utf8(content.to_vec()).ok();
         let files = known.filter_map(|(name, content)| Some((name.to_owned(), text(content)?))).collect();

@@ -14,8 +14,9 @@ use ::rewards::reward_model::ModelServer;
 use ::rollout::Progress;
 use buffer::BufferError;
 use buffer::http::{Client, ClientConfig};
+use model::DESCRIPTION_FILES;
 
-use super::api::{JoinReply, JoinRequest, MODEL_FILES, PROTOCOL, WorkerAssignment};
+use super::api::{JoinReply, JoinRequest, PROTOCOL, WorkerAssignment};
 use super::permissions::Permissions;
 use super::registry::{Heartbeat, HeartbeatReply, WorkerRole};
 use crate::args::JoinArgs;
@@ -167,7 +168,7 @@ impl Membership {
         let (recipe, model) = (scratch.join("recipe.toml"), scratch.join("model"));
         let settled = permissions.settle(&self.joined.recipe, &model)?;
         let files = &self.joined.model.files;
-        if let Some(name) = files.keys().find(|name| !MODEL_FILES.contains(&&name[..])) {
+        if let Some(name) = files.keys().find(|name| !DESCRIPTION_FILES.contains(&&name[..])) {
             return Err(Failure::Argument(format!(
                 "the run sent a file {name:?}, which describes no model; it may be another version of rlrun"
             )));

@@ -104,6 +104,7 @@ fn sample(
     let scorer = Scorer::start(runtime.handle(), Arc::clone(&rewards), Arc::clone(&producer), None, capacity);
     let config = WorkerConfig { holder: Some(membership.joined.instance), ..recipe.worker() };
     let worker = Worker::new(config, sampler, Arc::clone(&prepared.train), scorer);
+    let worker = worker.acting_in(prepared.episodes.clone());
     status.start_sampling(worker.progress(), rewards);
     eprintln!("sampling from {version} on");
     Ok(worker.run(&*producer, stop)?)

@@ -17,13 +17,13 @@ use model::Sampling;
 use rewards::RewardSet;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
-use trajectory::{GroupId, Score, Task, episode_reward};
+use trajectory::{Component, GroupId, Score, Task, episode_reward};
 
 use crate::RolloutError;
 use crate::episode::{Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd};
 use crate::prompts::PromptSet;
 use crate::sampler::{SampleRequest, Sampler};
-use crate::scoring::{reward_input, unscored};
+use crate::scoring::{ENVIRONMENT, environment_component, reward_input, unscored};
 
 pub use statistics::{interval, pass_at_k, powers_of_two};
 
@@ -195,6 +195,21 @@ impl Evaluation {
         (!totals.is_empty()).then(|| totals.iter().sum::<f64>() / totals.len() as f64)
     }
 
+    /// Means over the episodes of what their environment counted, by name; empty without an environment of several turns.
+    #[must_use]
+    pub fn counts(&self) -> BTreeMap<&str, f64> {
+        let episodes: Vec<&Component> = self
+            .answers
+            .iter()
+            .filter_map(|answer| answer.score.components.iter().find(|said| said.name == ENVIRONMENT))
+            .collect();
+        let mut counts: BTreeMap<&str, f64> = BTreeMap::new();
+        for (name, count) in episodes.iter().flat_map(|component| component.numbers()) {
+            *counts.entry(name).or_default() += count / episodes.len() as f64;
+        }
+        counts
+    }
+
     /// Answers for which at least one reward failed.
     #[must_use]
     pub fn failed(&self) -> usize {
@@ -285,6 +300,7 @@ fn requests<'a>(
                 sampling: config.sampling,
                 max_completion_length: config.max_completion_length,
                 baseline: false,
+                keep_cache: false,
             })
         })
     };
@@ -415,12 +431,13 @@ async fn score(
     max_completion_length: usize,
     rewards: Arc<RewardSet>,
 ) -> Result<EvaluatedAnswer, RolloutError> {
-    let score = if matches!(episode.end, EpisodeEnd::Failed(_)) {
+    let mut score = if matches!(episode.end, EpisodeEnd::Failed(_)) {
         unscored(&episode)
     } else {
         let score = rewards.score(&[reward_input(&task, &episode, max_completion_length)]).await?;
         score.into_iter().next().unwrap_or_default()
     };
+    score.components.extend(environment_component(&episode));
     let (tokens, reward) = (episode.completion_tokens(), episode_reward(&score, &episode.turns));
     let (token_ids, prompt_length) = (episode.token_ids().to_vec(), episode.prompt_length);
     Ok(EvaluatedAnswer { task, text: episode.text, token_ids, prompt_length, tokens, score, reward })
@@ -429,7 +446,7 @@ async fn score(
 #[cfg(test)]
 mod tests {
     use serde_json::Map;
-    use trajectory::{Component, Prompt, TaskId};
+    use trajectory::{Prompt, TaskId};
 
     use super::*;
 

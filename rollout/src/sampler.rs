@@ -32,6 +32,11 @@ pub trait Sampler: Send + fmt::Debug {
     /// idle sampler accepts every request within its bounds.
     fn has_capacity(&self, completions: usize) -> bool;
 
+    /// Admission control for one request of known length, such as a later turn of an episode.
+    fn has_capacity_for(&self, request: &SampleRequest) -> bool {
+        self.has_capacity(request.sequences())
+    }
+
     /// Sequences that were submitted and have not ended.
     fn in_flight(&self) -> usize;
 
@@ -54,6 +59,10 @@ pub trait Sampler: Send + fmt::Debug {
     /// # Errors
     /// An engine that cannot be reached.
     fn abort(&mut self, group: GroupId) -> Result<usize, RolloutError>;
+
+    /// Episode `index` of `group` has ended: nothing has to be kept for a next turn, which
+    /// [`SampleRequest::keep_cache`] asked for.
+    fn end_episode(&mut self, _group: GroupId, _index: u32) {}
 
     /// The newest version that is staged: received and ready to be applied. Waits up to `wait` if none is. Always `None` for
     /// a sampler with fixed weights.
@@ -128,6 +137,12 @@ pub struct EngineCounts {
     /// Proposed tokens that were the ones drawn.
     #[serde(default)]
     pub accepted_tokens: u64,
+    /// Prompt tokens of later turns that were still in the KV cache.
+    #[serde(default)]
+    pub reused_tokens: u64,
+    /// Tokens of open episodes whose pages were given up for others; their next turns prefill them again.
+    #[serde(default)]
+    pub evicted_tokens: u64,
 }
 
 impl std::ops::AddAssign for EngineCounts {
@@ -138,6 +153,8 @@ impl std::ops::AddAssign for EngineCounts {
         self.interrupted = self.interrupted.saturating_add(other.interrupted);
         self.proposed_tokens = self.proposed_tokens.saturating_add(other.proposed_tokens);
         self.accepted_tokens = self.accepted_tokens.saturating_add(other.accepted_tokens);
+        self.reused_tokens = self.reused_tokens.saturating_add(other.reused_tokens);
+        self.evicted_tokens = self.evicted_tokens.saturating_add(other.evicted_tokens);
     }
 }
 
@@ -160,6 +177,9 @@ pub struct SampleRequest {
     pub max_completion_length: usize,
     /// Whether one more completion, the last, is decoded greedily as a baseline.
     pub baseline: bool,
+    /// Whether the KV cache of the completions should stay for a next turn of their episodes, until
+    /// [`Sampler::end_episode`].
+    pub keep_cache: bool,
 }
 
 impl SampleRequest {

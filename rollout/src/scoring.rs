@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use buffer::{BufferError, Finalized, Producer};
 use rewards::{PartScore, RewardInput, RewardSet};
+use serde_json::{Map, Value};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
@@ -18,6 +19,9 @@ use trajectory::{Component, Group, GroupId, Score, Task, Trajectory};
 use crate::RolloutError;
 use crate::curation::{Curation, CurationVerdict};
 use crate::episode::{Episode, EpisodeEnd};
+
+/// Name of the component that says how an episode went in its environment. It has no value.
+pub const ENVIRONMENT: &str = "environment";
 
 /// An episode that is to be scored, with its task.
 #[derive(Debug)]
@@ -281,7 +285,7 @@ async fn settle(judged: Vec<JudgedEpisode>, rewards: Arc<RewardSet>) -> Result<G
 /// The score of an episode whose environment failed: it is counted as failed and not trained on.
 pub(crate) fn unscored(episode: &Episode) -> Score {
     let EpisodeEnd::Failed(reason) = &episode.end else { return Score::default() };
-    let name = "environment".to_owned();
+    let name = ENVIRONMENT.to_owned();
     let failed = Component { name, value: None, error: Some(reason.clone()), ..Component::default() };
     Score { components: vec![failed], ..Score::default() }
 }
@@ -289,8 +293,24 @@ pub(crate) fn unscored(episode: &Episode) -> Score {
 fn trajectory(episode: Episode, score: Score) -> Result<Trajectory, RolloutError> {
     let Episode { group, index, .. } = episode;
     let sample = episode.sample().map_err(|source| RolloutError::Sample { group, index, source })?;
-    let Episode { turns, text, baseline, .. } = episode;
+    let mut score = score;
+    score.components.extend(environment_component(&episode));
+    let Episode { turns, transcript: text, baseline, .. } = episode;
     Ok(Trajectory { index, sample, turns, text, score, baseline })
+}
+
+/// How an episode in an environment of several turns went, as a component without a value; `None` of other environments,
+/// and of a failed one, which [`unscored`] names.
+pub(crate) fn environment_component(episode: &Episode) -> Option<Component> {
+    if episode.counts.is_empty() || matches!(episode.end, EpisodeEnd::Failed(_)) {
+        return None;
+    }
+    let counts = episode.counts.iter().map(|(event, count)| ((*event).to_owned(), Value::from(*count)));
+    let mut details: Map<String, Value> = counts.collect();
+    for end in EpisodeEnd::NAMES {
+        details.insert(format!("stop/{end}"), Value::from(end == episode.end.name()));
+    }
+    Some(Component { name: ENVIRONMENT.to_owned(), details, ..Component::default() })
 }
 
 impl ScoreRequest {

@@ -414,6 +414,7 @@ impl Worker {
                 sampling: self.config.sampling,
                 max_completion_length: self.config.max_completion_length,
                 baseline: self.config.greedy_baseline,
+                keep_cache: false,
             };
             let episodes = request.sequences();
             self.episodes.start(&mut *self.sampler, task, request)?;

@@ -14,7 +14,7 @@ use rewards::{Builtin, OnError, RewardInput, RewardSet, WeightedReward};
 use rollout::scoring::{ScoreRequest, Scorer};
 use rollout::{
     ChatEncoder, EngineConfig, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, LocalSampler, RolloutError,
-    SampleRequest,
+    SampleRequest, Sampler,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
@@ -28,7 +28,7 @@ const TEMPLATE: &str = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos
 const TRUNCATED: Sampling = Sampling { temperature: 0.8, top_p: 0.9, top_k: 12, min_p: 0.01 };
 
 /// Bounds for prompts that hold a first turn.
-const LONG: EngineConfig = EngineConfig { max_prompt_length: 100, ..CONFIG };
+const LONG: EngineConfig = EngineConfig { max_prompt_length: 100, max_episode_length: 128, ..CONFIG };
 
 fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap()
@@ -50,7 +50,7 @@ fn task(id: u64, prompt: Prompt) -> Arc<Task> {
 }
 
 fn question(id: u64) -> Arc<Task> {
-    task(id, Prompt::Messages(vec![Message { role: "user".into(), content: format!("{id}+{id}") }]))
+    task(id, Prompt::Messages(vec![Message::new("user", format!("{id}+{id}"))]))
 }
 
 fn request(directory: &ModelDirectory, task: &Task, samples: usize, sampling: Sampling) -> SampleRequest {
@@ -63,6 +63,7 @@ fn request(directory: &ModelDirectory, task: &Task, samples: usize, sampling: Sa
         sampling,
         max_completion_length: 24,
         baseline: false,
+        keep_cache: false,
     }
 }
 
@@ -75,15 +76,25 @@ fn play(
     tasks: &[Arc<Task>],
     sampling: Sampling,
 ) -> Vec<Episode> {
-    let runtime = runtime();
     let mut sampler = LocalSampler::fixed(model.engine(engine, &STOPS));
+    play_with(&mut sampler, directory, config, tasks, sampling)
+}
+
+fn play_with(
+    sampler: &mut LocalSampler,
+    directory: &ModelDirectory,
+    config: EpisodeConfig,
+    tasks: &[Arc<Task>],
+    sampling: Sampling,
+) -> Vec<Episode> {
+    let runtime = runtime();
     let mut driver = EpisodeDriver::new(config, runtime.handle().clone());
     for task in tasks {
-        driver.start(&mut sampler, task, request(directory, task, 3, sampling)).unwrap();
+        driver.start(sampler, task, request(directory, task, 3, sampling)).unwrap();
     }
     let mut episodes = Vec::new();
     while !driver.is_idle() {
-        episodes.extend(driver.poll(&mut sampler, SOON).unwrap());
+        episodes.extend(driver.poll(sampler, SOON).unwrap());
     }
     episodes.sort_by_key(|episode| (episode.group, episode.index));
     episodes
@@ -91,7 +102,7 @@ fn play(
 
 fn retry(directory: &Arc<ModelDirectory>, attempts: usize) -> EpisodeConfig {
     EpisodeConfig {
-        environments: Arc::new(Retry::new(attempts, "no")),
+        environments: Arc::new(Retry::attempts(attempts, "no")),
         encoder: Some(Arc::new(ChatEncoder::new(Arc::clone(directory)))),
         max_tokens: 128,
     }
@@ -151,6 +162,37 @@ proptest! {
     }
 }
 
+/// A turn computes what is new since the turn before, and the token that was drawn last. A cache without space for open
+/// episodes changes the work, not the episodes.
+#[test]
+fn a_later_turn_continues_the_cache_of_the_turn_before() {
+    let (model, directory) = chatting();
+    let tasks: Vec<_> = (0..4).map(question).collect();
+    let played = |kv_cache_tokens| {
+        let engine = EngineConfig { kv_cache_tokens, max_samples: 3, ..LONG };
+        let mut sampler = LocalSampler::fixed(model.engine(engine, &STOPS));
+        let episodes = play_with(&mut sampler, &directory, retry(&directory, 4), &tasks, Sampling::PLAIN);
+        (episodes, sampler.counts())
+    };
+    let (episodes, counts) = played(Some(4096));
+    let later = |episode: &Episode| -> Vec<(usize, usize)> {
+        let turns = episode.turns.windows(2);
+        turns.map(|two| (two[0].completion.end - 1, two[1].completion.start)).collect()
+    };
+    let turns: Vec<(usize, usize)> = episodes.iter().flat_map(later).collect();
+    assert!(turns.len() > 20, "{} later turns", turns.len());
+    let first: usize = tasks.iter().map(|task| directory.encode_prompt(&task.prompt).unwrap().len()).sum();
+    let new: usize = turns.iter().map(|(known, start)| start - known).sum();
+    let known: usize = turns.iter().map(|(known, _)| known).sum();
+    assert_eq!(counts.prefilled_tokens as usize, first + new);
+    assert_eq!((counts.reused_tokens as usize, counts.evicted_tokens), (known, 0));
+
+    let (crowded, counts) = played(Some(640));
+    assert_eq!(crowded, episodes);
+    assert!(counts.evicted_tokens > 0 && counts.reused_tokens > 0, "{counts:?}");
+    assert_eq!((counts.prefilled_tokens + counts.reused_tokens) as usize, first + new + known);
+}
+
 #[test]
 fn an_episode_ends_at_its_limits() {
     let (model, directory) = chatting();
@@ -190,7 +232,11 @@ impl EnvironmentFactory for ByTask {
     }
 
     fn limits(&self) -> EnvironmentLimits {
-        EnvironmentLimits { max_turns: 2, step_timeout: Duration::from_millis(400) }
+        EnvironmentLimits {
+            max_turns: 2,
+            step_timeout: Duration::from_millis(400),
+            ..EnvironmentLimits::default()
+        }
     }
 
     fn create(&self) -> Box<dyn Environment> {
@@ -221,13 +267,14 @@ impl Environment for OfTask {
                 _ => {}
             }
             let reward = Some(if self.kind == 5 { f64::NAN } else { action.turn as f64 });
-            Ok(Observation { messages: vec![said("and")], reward, done: action.turn == 1 })
+            let messages = vec![said("and")];
+            Ok(Observation { messages, reward, done: action.turn == 1, ..Observation::default() })
         })
     }
 }
 
 fn said(content: &str) -> Message {
-    Message { role: "user".to_owned(), content: content.to_owned() }
+    Message::new("user", content)
 }
 
 fn by_task(directory: &Arc<ModelDirectory>, let_go: &Arc<Semaphore>) -> EpisodeConfig {

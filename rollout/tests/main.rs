@@ -71,6 +71,7 @@ const CONFIG: EngineConfig = EngineConfig {
     kv_cache_tokens: None,
     max_prompt_length: 40,
     max_completion_length: 24,
+    max_episode_length: 0,
     max_samples: 8,
     seed: 3,
 };
@@ -87,6 +88,7 @@ fn request(group: u64, samples: usize, sampling: Sampling) -> SampleRequest {
         sampling,
         max_completion_length: 24,
         baseline: false,
+        keep_cache: false,
     }
 }
 

@@ -100,7 +100,8 @@ pub struct Trajectory {
     pub sample: Sample,
     /// The turns of the policy, in order.
     pub turns: Vec<Turn>,
-    /// The last completion as text, without its stop token; for people and rewards.
+    /// The completion as text, without its stop token; of several turns all completions and the messages between them. For
+    /// people.
     pub text: String,
     /// Its rewards as a whole.
     pub score: Score,

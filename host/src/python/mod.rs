@@ -5,6 +5,7 @@
 //!   the user's code and calls it. `function.py` is the adapter of plain functions ([`FUNCTION_ADAPTER`]); rewards have one for
 //!   the conventions of other frameworks
 //! - `fork_server`: the process that imports the code once and forks the workers
+//! - `session`: workers that keep state for one caller; `spawner`: starts workers
 //! - `pool`: the queue and the workers; `batch`: the calls that one worker makes, and what becomes of each when it ends badly
 //! - `protocol`, `log`: the messages of the processes, and their output
 //!
@@ -15,13 +16,15 @@
 //! (by `subprocess`, not by `fork`).
 //!
 //! Invariant: no call is lost and none is charged for another: see `batch`. A worker keeps no state from one call to the next
-//! that a call may rely on: any worker may get any call.
+//! that a call may rely on: any worker may get any call; but for a [`Session`], which has its worker for itself.
 
 mod batch;
 mod fork_server;
 mod log;
 mod pool;
 mod protocol;
+mod session;
+mod spawner;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -33,6 +36,7 @@ use tokio::runtime::Handle;
 pub use self::fork_server::ForkServer;
 pub use self::pool::{PendingCall, PoolOptions, ProcessPool};
 pub use self::protocol::LoadedCode;
+pub use self::session::{Session, SessionOptions, SessionPool};
 
 /// Adapter of a plain function: a call is `{"args": [..], "kwargs": {..}}`, and its result any JSON value.
 ///

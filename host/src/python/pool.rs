@@ -4,7 +4,7 @@
 //! The queue has no bound of its own: each call in it has a caller that waits, so the limit on callers bounds it.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -15,15 +15,10 @@ use tokio::time::Instant;
 
 use super::CallError;
 use super::batch::{BatchMode, CallGroup, PythonWorker, QueuedCall, run};
-use super::fork_server::{ForkServer, ServerSetup, lock};
+use super::fork_server::{ForkServer, lock};
 use super::protocol::MAX_ARGUMENTS;
+use super::spawner::WorkerSpawner;
 
-/// Fork servers that may be started in [`RESTART_WINDOW`] after one died.
-const RESTARTS: usize = 5;
-/// Time over which they are counted.
-const RESTART_WINDOW: Duration = Duration::from_secs(60);
-/// Failed starts of a worker after which its calls fail.
-const STARTS: u32 = 3;
 /// Most bytes of arguments in a batch of several calls.
 const BATCH_BYTES: usize = 8 << 20;
 /// Nanoseconds that a batch of several calls, one after the other, should take.
@@ -56,22 +51,18 @@ pub struct PendingCall {
 
 #[derive(Debug)]
 struct PoolState {
-    setup: Arc<ServerSetup>,
+    spawner: WorkerSpawner,
     mode: BatchMode,
     workers: usize,
     max_batch: usize,
     queue: Mutex<VecDeque<CallGroup>>,
     filled: Notify,
-    server: Mutex<Arc<ForkServer>>,
-    /// When fork servers were started again. Locked while one starts: all workers wait for the same one.
-    restarts: tokio::sync::Mutex<VecDeque<Instant>>,
     /// Process ids of the workers; 0 for none.
     pids: Mutex<Vec<i32>>,
     /// Workers that ended in a batch.
     replaced: AtomicU64,
     /// Nanoseconds that a call took lately, where calls are made one after the other.
     call_ns: AtomicU64,
-    closed: AtomicBool,
 }
 
 impl ProcessPool {
@@ -82,22 +73,18 @@ impl ProcessPool {
     #[must_use]
     pub fn start(server: ForkServer, options: PoolOptions) -> Self {
         let PoolOptions { workers, max_batch, whole_groups } = options;
-        let setup = Arc::clone(server.setup());
         let (batch, concurrent) = (server.loaded().batch, server.loaded().concurrent);
-        let runtime = setup.runtime().clone();
+        let (runtime, timeout) = (server.setup().runtime().clone(), server.setup().timeout());
         let state = Arc::new(PoolState {
-            mode: BatchMode { timeout: setup.timeout(), batch, concurrent, whole_groups },
-            setup,
+            mode: BatchMode { timeout, batch, concurrent, whole_groups },
+            spawner: WorkerSpawner::new(server),
             workers,
             max_batch,
             queue: Mutex::default(),
             filled: Notify::new(),
-            server: Mutex::new(Arc::new(server)),
-            restarts: tokio::sync::Mutex::default(),
             pids: Mutex::new(vec![0; workers]),
             replaced: AtomicU64::new(0),
             call_ns: AtomicU64::new(0),
-            closed: AtomicBool::new(false),
         });
         let slots = (0..workers).map(|number| runtime.spawn(slot(Arc::clone(&state), number))).collect();
         Self { state, slots }
@@ -139,12 +126,12 @@ impl ProcessPool {
     pub fn processes(&self) -> Vec<u32> {
         let workers = lock(&self.state.pids);
         let workers = workers.iter().filter_map(|pid| u32::try_from(*pid).ok().filter(|pid| *pid != 0));
-        std::iter::once(lock(&self.state.server).pid()).chain(workers).collect()
+        std::iter::once(self.state.spawner.pid()).chain(workers).collect()
     }
 }
 
 /// A call for the queue, and its other half for the caller.
-fn queued(arguments: String) -> (QueuedCall, PendingCall) {
+pub(super) fn queued(arguments: String) -> (QueuedCall, PendingCall) {
     let ((send_reply, reply), (send_started, started)) = (oneshot::channel(), oneshot::channel());
     let call = QueuedCall { arguments, reply: send_reply, started: Some(send_started), deaths: 0 };
     (call, PendingCall { started, reply })
@@ -169,11 +156,8 @@ impl PendingCall {
 
 impl Drop for ProcessPool {
     fn drop(&mut self) {
-        self.state.closed.store(true, Ordering::Relaxed);
-        self.state.setup.closed.store(true, Ordering::Relaxed);
         self.slots.iter().for_each(JoinHandle::abort);
-        let server = Arc::clone(&lock(&self.state.server));
-        server.end();
+        self.state.spawner.end();
         // The callers learn of it by the closed channels.
         lock(&self.state.queue).clear();
     }
@@ -218,7 +202,7 @@ async fn slot(state: Arc<PoolState>, number: usize) {
                 lock(&state.pids)[number] = 0;
                 state.replaced.fetch_add(1, Ordering::Relaxed);
                 let line = format!("rlrun: worker {pid} is replaced: {why}\n");
-                state.setup.log.append(line.as_bytes());
+                state.spawner.setup().log.append(line.as_bytes());
             }
         }
     }
@@ -290,52 +274,8 @@ impl PoolState {
 
     /// A new worker, and a new fork server if there is none.
     async fn worker(&self, number: usize) -> Result<PythonWorker, String> {
-        let mut failures = 0;
-        loop {
-            let server = self.server().await?;
-            match PythonWorker::start(&server).await {
-                Ok(worker) => {
-                    lock(&self.pids)[number] = worker.pid();
-                    return Ok(worker);
-                }
-                Err(reason) if server.alive() => {
-                    failures += 1;
-                    if failures == STARTS {
-                        return Err(reason);
-                    }
-                }
-                // The limit on restarts bounds this loop.
-                Err(_) => {}
-            }
-        }
-    }
-
-    async fn server(&self) -> Result<Arc<ForkServer>, String> {
-        let mut restarts = self.restarts.lock().await;
-        let server = Arc::clone(&lock(&self.server));
-        if server.alive() {
-            return Ok(server);
-        }
-        drop(server);
-        let now = Instant::now();
-        restarts.retain(|then| now.duration_since(*then) < RESTART_WINDOW);
-        if restarts.len() >= RESTARTS {
-            return Err(format!(
-                "the parent process of its workers died {} times within {} s; {} says more",
-                RESTARTS + 1,
-                RESTART_WINDOW.as_secs(),
-                self.setup.log.path().display()
-            ));
-        }
-        restarts.push_back(now);
-        let setup = Arc::clone(&self.setup);
-        let started = tokio::task::spawn_blocking(move || ForkServer::start_process(&setup)).await;
-        let server = Arc::new(started.map_err(|_| "the run ended".to_owned())??);
-        // If the pool was dropped meanwhile, the drop of this server ends it.
-        if self.closed.load(Ordering::Relaxed) {
-            return Err("the run ended".to_owned());
-        }
-        *lock(&self.server) = Arc::clone(&server);
-        Ok(server)
+        let worker = self.spawner.worker().await?;
+        lock(&self.pids)[number] = worker.pid();
+        Ok(worker)
     }
 }

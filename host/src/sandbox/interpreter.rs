@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use host::sandbox::{ProgramEnd, ReadableFiles, Sandbox, SandboxChoice, SandboxJob, SandboxLimits, readable};
+use super::{ProgramEnd, ReadableFiles, Sandbox, SandboxChoice, SandboxJob, SandboxLimits, readable};
 
 /// Prints the fields of [`Interpreter`].
 const QUESTION: &str = "import json, sys; print(json.dumps({'executable': sys.executable, 'directories': \

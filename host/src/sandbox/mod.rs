@@ -15,6 +15,7 @@
 
 mod bubblewrap;
 mod filter;
+mod interpreter;
 mod landlock;
 mod monitor;
 pub mod readable;
@@ -25,6 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+pub use self::interpreter::Interpreter;
 pub use self::readable::ReadableFiles;
 use crate::reaper::Reaper;
 
@@ -55,6 +57,22 @@ pub enum SandboxChoice {
     Landlock,
     /// No sandbox.
     Unconfined,
+}
+
+/// All environment variables of a program that was not written by the user.
+#[must_use]
+pub fn program_environment() -> Vec<(String, String)> {
+    [
+        ("PATH", "/usr/local/bin:/usr/bin:/bin"),
+        ("HOME", "/tmp"),
+        ("LANG", "C.UTF-8"),
+        // The same program gives the same output twice, and numeric libraries do not start a thread for each core.
+        ("PYTHONHASHSEED", "0"),
+        ("OMP_NUM_THREADS", "1"),
+        ("OPENBLAS_NUM_THREADS", "1"),
+    ]
+    .map(|(name, value)| (name.to_owned(), value.to_owned()))
+    .to_vec()
 }
 
 impl SandboxChoice {

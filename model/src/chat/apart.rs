@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! frame    length u32, little endian; JSON
-//! parent   {"key", "sources" (only the first time), "render": {"messages", "add_generation_prompt"} or null}
+//! parent   {"key", "sources" (only the first time), "render": {"messages", "tools", "open"} or null}
 //! child    {"Text"} | {"Raised"} | {"Compile"} | {"Render"}
 //! ```
 //!
@@ -28,8 +28,10 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use trajectory::Message;
 
-use super::{Compiled, TemplateFailure, TemplateMessage, TemplateSources};
+use super::{Compiled, TemplateFailure, TemplateSources};
 
 /// Longest time for one text.
 pub(super) const TIME: Duration = Duration::from_secs(10);
@@ -73,7 +75,10 @@ struct RenderRequest {
 /// What a template renders.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Conversation {
-    pub(super) messages: Vec<TemplateMessage>,
+    pub(super) messages: Vec<Message>,
+    /// What the template is given as `tools`.
+    #[serde(default)]
+    pub(super) tools: Vec<Value>,
     /// Whether the assistant's turn is opened at the end.
     pub(super) open: bool,
 }
@@ -190,8 +195,8 @@ pub fn serve() -> io::Result<()> {
                 }),
                 None => Ok(()),
             };
-            let answer = answer.and_then(|()| match (templates.get(&key), &render) {
-                (Some(template), Some(Conversation { messages, open })) => template.render(messages, *open),
+            let answer = answer.and_then(|()| match (templates.get(&key), render) {
+                (Some(template), Some(conversation)) => template.render(conversation),
                 (Some(_), None) => Ok(String::new()),
                 (None, _) => Err(TemplateFailure::Render("its sources were not sent".to_owned())),
             });
@@ -324,8 +329,9 @@ mod tests {
 
     fn render(renderer: &Renderer, template: &str) -> Result<String, TemplateFailure> {
         let sources = TemplateSources { template: Some(template.to_owned()), config: None };
-        let turn = TemplateMessage { role: "user".to_owned(), content: "hi".to_owned() };
-        renderer.ask(&sources.key(), &sources, Some(Conversation { messages: vec![turn], open: true }))
+        let messages = vec![Message::new("user", "hi")];
+        let conversation = Conversation { messages, tools: Vec::new(), open: true };
+        renderer.ask(&sources.key(), &sources, Some(conversation))
     }
 
     fn failure(renderer: &Renderer, template: &str) -> String {

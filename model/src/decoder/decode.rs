@@ -145,6 +145,26 @@ impl KvCache {
         Some(copy)
     }
 
+    /// Makes the pages of the positions `from..to` in the page table `pages` writable for one sequence alone; takes those
+    /// that are not there.
+    ///
+    /// # Panics
+    /// If no page is free; pages that a sequence may need are reserved before.
+    pub fn make_writable(&mut self, pages: &mut Vec<u32>, from: usize, to: usize) {
+        for page in from / PAGE..Self::pages_for(to) {
+            let mine = match pages.get(page) {
+                Some(shared) => self.own(*shared),
+                None => self.take(),
+            };
+            let mine = mine.expect("the pages of an accepted request are reserved");
+            if page == pages.len() {
+                pages.push(mine);
+            } else {
+                pages[page] = mine;
+            }
+        }
+    }
+
     /// Takes out the pages that `sequence` writes, so that a thread can write them while others read the rest.
     fn check_out(&mut self, sequence: &StepSequence<'_>) -> Vec<Vec<f32>> {
         let take = |page: &u32| {

@@ -204,18 +204,13 @@ fn largest_magnitude(values: &[f32]) -> u32 {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::check::noise;
+    use super::super::check::{noise, row_is_independent};
     use super::*;
-    use crate::SharedCores;
 
     fn apply(layer: &Int8Linear, x: &[f32]) -> Vec<f32> {
         let mut out = vec![7.0; x.len() / layer.input * layer.output()];
         layer.run(x, &mut out, StoreMode::Replace, &ThreadPool::single());
         out
-    }
-
-    fn bits(values: &[f32]) -> Vec<u32> {
-        values.iter().map(|v| v.to_bits()).collect()
     }
 
     proptest! {
@@ -244,13 +239,7 @@ mod tests {
         fn a_row_depends_neither_on_its_batch_nor_on_the_threads(m in 1..200usize, k in 1..70usize, n in 1..150usize, seed in 1..1000u32) {
             let (x, w, b) = (noise(m * k, seed), noise(n * k, seed + 1), noise(n, seed + 2));
             let layer = Int8Linear::new(&w, k, Some(&b));
-            let all = apply(&layer, &x);
-            let row = seed as usize % m;
-            prop_assert_eq!(bits(&apply(&layer, &x[row * k..][..k])), bits(&all[row * n..][..n]));
-            let mut sum = noise(m * n, seed + 3);
-            let expected: Vec<f32> = sum.iter().zip(&all).map(|(a, b)| a + b).collect();
-            layer.run(&x, &mut sum, StoreMode::Add, &ThreadPool::new(&SharedCores::new(3), 3));
-            prop_assert_eq!(bits(&sum), bits(&expected));
+            row_is_independent(&x, [m, n], seed as usize % m, |x, out, store, pool| layer.run(x, out, store, pool));
         }
     }
 

@@ -100,7 +100,11 @@ pub(crate) fn row_ranges(rows: usize, parts: usize, unit: usize) -> Vec<Range<us
 
 #[cfg(test)]
 pub(crate) mod check {
-    //! Finite differences against the backward of an operation.
+    //! What operations promise: derivatives, and rows that depend on nothing but themselves.
+
+    use crate::{SharedCores, ThreadPool};
+
+    use super::dot::StoreMode;
 
     /// Deterministic values in about [-1, 1].
     pub(crate) fn noise(n: usize, seed: u32) -> Vec<f32> {
@@ -133,6 +137,26 @@ pub(crate) mod check {
                 "finite difference {numeric}, backward {exact}"
             );
         }
+    }
+
+    /// Asserts that row `row` of the product `run` of `x` `[m, k]`, `[m, n]`, has the same bits alone, and that on three threads it is
+    /// added to what is there.
+    pub(crate) fn row_is_independent(
+        x: &[f32],
+        [m, n]: [usize; 2],
+        row: usize,
+        run: impl Fn(&[f32], &mut [f32], StoreMode, &ThreadPool),
+    ) {
+        let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        let (mut all, mut alone) = (vec![7.0; m * n], vec![7.0; n]);
+        run(x, &mut all, StoreMode::Replace, &ThreadPool::single());
+        let k = x.len() / m;
+        run(&x[row * k..][..k], &mut alone, StoreMode::Replace, &ThreadPool::single());
+        assert_eq!(bits(&alone), bits(&all[row * n..][..n]));
+        let mut sum = noise(m * n, 3);
+        let expected: Vec<f32> = sum.iter().zip(&all).map(|(a, b)| a + b).collect();
+        run(x, &mut sum, StoreMode::Add, &ThreadPool::new(&SharedCores::new(3), 3));
+        assert_eq!(bits(&sum), bits(&expected));
     }
 
     /// `sum(coefficients * values)` in f64.

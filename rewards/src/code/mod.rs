@@ -9,7 +9,6 @@
 
 pub mod compare;
 pub mod extract;
-pub mod python;
 pub mod run;
 pub mod suite;
 
@@ -21,13 +20,14 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use self::python::Interpreter;
 use self::run::{ProgramRunner, ProgramTester, TestResult};
 use self::suite::TestSuite;
 use crate::registry::RewardKind;
 use crate::reward::{Judged, each};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
-use host::sandbox::{ReadableFiles, Sandbox, SandboxChoice, SandboxLimits, SandboxMethod, readable};
+use host::sandbox::{
+    Interpreter, ReadableFiles, Sandbox, SandboxChoice, SandboxLimits, SandboxMethod, readable,
+};
 
 const PYTHON: &str = "python";
 /// As the testers of APPS and LiveCodeBench, which allow 6 to 10 seconds.

@@ -12,7 +12,9 @@ use serde_json::{Value, json};
 
 use super::compare::{same_output, same_value};
 use super::suite::{FunctionCall, StreamTest, TestSuite};
-use host::sandbox::{Dialog, ProgramEnd, ProgramRun, Sandbox, SandboxError, SandboxJob, SandboxLimits};
+use host::sandbox::{
+    Dialog, ProgramEnd, ProgramRun, Sandbox, SandboxError, SandboxJob, SandboxLimits, program_environment,
+};
 
 const HARNESS: &str = include_str!("harness.py");
 /// Imports that tasks with a given signature take for granted.
@@ -173,7 +175,7 @@ impl ProgramTester {
             ProgramRunner::Command { argv, file } => {
                 let job = SandboxJob {
                     argv: argv.clone(),
-                    environment: environment(),
+                    environment: program_environment(),
                     file: Some((file, program.as_bytes())),
                     stdin: input.as_bytes(),
                     cancelled: Some(cancelled),
@@ -196,7 +198,7 @@ impl ProgramTester {
         let argv = [&interpreter, "-s", "-B", "-X", "utf8", "-c", HARNESS, "{orders}", "{report}"];
         let job = SandboxJob {
             argv: argv.map(str::to_owned).to_vec(),
-            environment: environment(),
+            environment: program_environment(),
             stdin: input.as_bytes(),
             dialog: Some(&mut *session),
             cancelled: Some(cancelled),
@@ -392,21 +394,6 @@ fn ending(ran: &ProgramRun) -> String {
         ProgramEnd::Output => "wrote too much".to_owned(),
         ProgramEnd::Cancelled => "cancelled".to_owned(),
     }
-}
-
-/// All environment variables of a program.
-fn environment() -> Vec<(String, String)> {
-    [
-        ("PATH", "/usr/local/bin:/usr/bin:/bin"),
-        ("HOME", "/tmp"),
-        ("LANG", "C.UTF-8"),
-        // The same program gives the same output twice, and numeric libraries do not start a thread for each core.
-        ("PYTHONHASHSEED", "0"),
-        ("OMP_NUM_THREADS", "1"),
-        ("OPENBLAS_NUM_THREADS", "1"),
-    ]
-    .map(|(name, value)| (name.to_owned(), value.to_owned()))
-    .to_vec()
 }
 
 /// A nonce that a program cannot guess from earlier ones.

@@ -138,7 +138,7 @@ impl From<&Prompt> for WirePrompt {
 
 impl From<WirePrompt> for Prompt {
     fn from(asking: WirePrompt) -> Self {
-        let message = |(role, content)| Message { role, content };
+        let message = |(role, content)| Message::new(role, content);
         match asking {
             WirePrompt::Text(text) => Self::Text(text),
             WirePrompt::Messages(messages) => Self::Messages(messages.into_iter().map(message).collect()),

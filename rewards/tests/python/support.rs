@@ -113,7 +113,7 @@ pub(crate) fn task(columns: Value) -> Task {
 
 /// The row of [`task`] as a conversation.
 pub(crate) fn chat(columns: Value) -> Task {
-    let messages = vec![Message { role: "user".into(), content: "2+2=".into() }];
+    let messages = vec![Message::new("user", "2+2=")];
     Task { prompt: Prompt::Messages(messages), ..task(columns) }
 }
 

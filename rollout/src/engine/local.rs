@@ -48,6 +48,10 @@ impl Sampler for LocalSampler {
         self.engine.has_capacity(completions)
     }
 
+    fn has_capacity_for(&self, request: &SampleRequest) -> bool {
+        self.engine.has_capacity_for(request)
+    }
+
     fn in_flight(&self) -> usize {
         self.engine.in_flight()
     }
@@ -66,6 +70,10 @@ impl Sampler for LocalSampler {
 
     fn abort(&mut self, group: GroupId) -> Result<usize, RolloutError> {
         Ok(self.engine.abort(group))
+    }
+
+    fn end_episode(&mut self, group: GroupId, index: u32) {
+        self.engine.end_episode(group, index);
     }
 
     fn newer_weights(&mut self, wait: Duration) -> Result<Option<PolicyVersion>, RolloutError> {

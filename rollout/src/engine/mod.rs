@@ -9,6 +9,7 @@
 //! - `local`: [`LocalSampler`], the engine behind [`Sampler`](crate::Sampler)
 //! - `network`: the decoder that it runs, on the processor or on a device
 //! - `prompt`: a prompt during prefill; `sequence`: a completion during decode; `stop`: when it ends
+//! - `retained`: pages of completions whose episode goes on
 //! - `interrupt`: text inserted into completions that are too long; `speculate`: proposals that one pass verifies
 //!
 //! # Invariants
@@ -22,6 +23,7 @@ mod interrupt;
 mod local;
 mod network;
 mod prompt;
+mod retained;
 mod sequence;
 mod speculate;
 mod stop;
@@ -33,7 +35,7 @@ use std::sync::Arc;
 use device::Device;
 use model::on_device::{DeviceSampler, StagedWeights};
 use model::{Config, Draw, KvCache, Sampling, StepSequence, ThreadPool};
-use trajectory::{GroupId, PolicyVersion};
+use trajectory::{GroupId, PolicyVersion, StopReason};
 
 use crate::RolloutError;
 use crate::sampler::{Completion, EngineCounts, SampleRequest};
@@ -41,6 +43,7 @@ pub use interrupt::Interruption;
 pub use local::LocalSampler;
 pub use network::{Network, ServeOn, ServedWeights, UnpackedWeights};
 use prompt::PromptJob;
+use retained::RetainedPages;
 use sequence::Sequence;
 pub use sequence::{random_stream, uniform};
 pub use speculate::Speculation;
@@ -62,6 +65,8 @@ pub struct EngineConfig {
     pub max_prompt_length: usize,
     /// Longest completion that will be asked for, tokens.
     pub max_completion_length: usize,
+    /// Longest prompt and completion of a later turn of an episode, tokens; 0 if there are no later turns.
+    pub max_episode_length: usize,
     /// Most completions of one prompt that will be asked for, a baseline included.
     pub max_samples: usize,
     /// Seed of all random streams.
@@ -98,6 +103,7 @@ pub struct Engine {
     open: HashMap<u64, OpenRequest>,
     prompts: VecDeque<PromptJob>,
     running: Vec<Sequence>,
+    retained: RetainedPages,
     counts: EngineCounts,
     interruption: Option<Interruption>,
     speculation: Speculation,
@@ -118,8 +124,10 @@ impl Engine {
         let network = network.into();
         // Every sequence at its longest, with a prompt of its own.
         let all = config.max_running.max(config.max_samples) * Reservation::worst(&config).of(1);
-        let positions = config.kv_cache_tokens.unwrap_or(all * KvCache::PAGE);
-        let largest = Reservation::worst(&config).of(config.max_samples) * KvCache::PAGE;
+        // A later turn that begins in the middle of a page reserves that page for its prompt and for its completion.
+        let later = KvCache::pages_for(config.max_episode_length) + 1;
+        let positions = config.kv_cache_tokens.unwrap_or(all.max(later) * KvCache::PAGE);
+        let largest = Reservation::worst(&config).of(config.max_samples).max(later) * KvCache::PAGE;
         if positions < largest {
             return Err(RolloutError::CacheTooSmall { needed: largest, positions });
         }
@@ -141,6 +149,7 @@ impl Engine {
             open: HashMap::new(),
             prompts: VecDeque::new(),
             running: Vec::new(),
+            retained: RetainedPages::default(),
             counts: EngineCounts::default(),
             interruption: None,
             speculation: Speculation::None,
@@ -212,13 +221,24 @@ impl Engine {
     /// Admission control: whether a request for `completions` sequences, a baseline included, should be submitted now.
     #[must_use]
     pub fn has_capacity(&self, completions: usize) -> bool {
-        let needed = Reservation::worst(&self.config).of(completions);
-        self.is_idle()
-            || (self.in_flight() + completions <= self.config.max_running
-                && self.reserved + needed <= self.cache.total_pages())
+        self.fits(completions, Reservation::worst(&self.config))
     }
 
-    /// Takes a request.
+    /// Admission control: whether `request` should be submitted now.
+    #[must_use]
+    pub fn has_capacity_for(&self, request: &SampleRequest) -> bool {
+        let length = request.prompt.len();
+        let reservation = Reservation::new(length, length + request.max_completion_length);
+        self.fits(request.sequences(), reservation)
+    }
+
+    fn fits(&self, sequences: usize, each: Reservation) -> bool {
+        self.is_idle()
+            || (self.in_flight() + sequences <= self.config.max_running
+                && self.reserved + each.of(sequences) <= self.cache.total_pages())
+    }
+
+    /// Takes a request. A later turn of an episode continues the pages of the turn before, if they are still there.
     ///
     /// # Errors
     /// An empty prompt, one that is too long, or a request that the whole cache could not hold.
@@ -247,7 +267,10 @@ impl Engine {
         self.reserved += needed;
         let open = OpenRequest { sequences: request.sequences(), prompt_pages: reservation.prompt };
         self.open.insert(self.accepted, open);
-        self.prompts.push_back(PromptJob::new(self.accepted, request));
+        let SampleRequest { group, first_index, .. } = request;
+        let cached = self.retained.take(group, first_index, &request.prompt, &mut self.cache);
+        self.counts.reused_tokens += cached.tokens as u64;
+        self.prompts.push_back(PromptJob::new(self.accepted, request, cached));
         self.accepted += 1;
         Ok(())
     }
@@ -299,6 +322,7 @@ impl Engine {
     /// and their page tables. Returns the bytes freed.
     pub fn sleep(&mut self) -> u64 {
         let before = self.bytes();
+        self.retained.forget(&mut self.cache, |_| true);
         self.network = None;
         self.cache.forget();
         before
@@ -327,7 +351,8 @@ impl Engine {
         self.recompute()
     }
 
-    /// Recomputes the KV cache of everything in flight under the weights that are served now.
+    /// Recomputes the KV cache of everything in flight under the weights that are served now. Later turns are prefilled as a
+    /// whole.
     ///
     /// # Errors
     /// If the network fails.
@@ -335,6 +360,7 @@ impl Engine {
     /// # Panics
     /// If the engine sleeps.
     pub fn recompute(&mut self) -> Result<(), RolloutError> {
+        self.retained.forget(&mut self.cache, |_| true);
         let network = self.network.as_mut().expect(ASLEEP);
         self.prompts.iter_mut().for_each(PromptJob::restart);
         let mut done: Option<u64> = None;
@@ -364,6 +390,7 @@ impl Engine {
     pub fn step(&mut self) -> Result<Vec<Completion>, RolloutError> {
         let decoding = self.running.len().min(self.config.max_running);
         let proposals = self.speculation.per_sequence(decoding);
+        self.evict_for(decoding, proposals);
         for sequence in &mut self.running[..decoding] {
             sequence.prepare_pass(proposals, &mut self.cache);
         }
@@ -433,6 +460,15 @@ impl Engine {
         Ok(())
     }
 
+    /// Frees kept pages until a pass of `decoding` sequences with `proposals` each has all pages that it may take. Every
+    /// sequence begins in the middle of a page at worst.
+    fn evict_for(&mut self, decoding: usize, proposals: usize) {
+        let chunk = self.config.prefill_chunk.max(1);
+        let prefill = KvCache::pages_for(chunk) + 2 * self.prompts.len().min(chunk);
+        let needed = decoding * (KvCache::pages_for(1 + proposals) + 1) + prefill;
+        self.counts.evicted_tokens += self.retained.evict(needed, &mut self.cache) as u64;
+    }
+
     /// Tokens that each of the first prompts prefills in this step; takes pages for them.
     fn chunk_of_prompts(&mut self) -> Vec<usize> {
         let mut left = self.config.prefill_chunk.max(1);
@@ -456,6 +492,12 @@ impl Engine {
             match sequence.ended(&self.stop)? {
                 None => self.running.push(sequence),
                 Some(stop) => {
+                    if sequence.keep_cache && stop != StopReason::Length {
+                        // The newest token was drawn and not fed to the network.
+                        let known = sequence.token_ids[..sequence.token_ids.len() - 1].to_vec();
+                        let pages = std::mem::take(&mut sequence.pages);
+                        self.retained.keep(sequence.group, sequence.index, known, pages, &mut self.cache);
+                    }
                     self.release(&sequence);
                     ended.push(sequence.finish(stop, &self.stop)?);
                 }
@@ -464,8 +506,14 @@ impl Engine {
         Ok(ended)
     }
 
+    /// Frees the pages that are kept for a next turn of episode `index` of `group`, which has ended.
+    pub fn end_episode(&mut self, group: GroupId, index: u32) {
+        self.retained.forget(&mut self.cache, |kept| kept == (group, index));
+    }
+
     /// Drops the sequences of `group` that have not ended. Returns their number.
     pub fn abort(&mut self, group: GroupId) -> usize {
+        self.retained.forget(&mut self.cache, |(kept, _)| kept == group);
         let before = self.in_flight();
         for sequence in std::mem::take(&mut self.running) {
             if sequence.group == group {

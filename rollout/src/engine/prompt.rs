@@ -6,6 +6,7 @@ use model::{KvCache, StepSequence};
 use trajectory::PolicyVersion;
 
 use super::interrupt::Interruption;
+use super::retained::CachedPrefix;
 use super::sequence::{Prefilled, Sequence};
 use super::stop::StopRules;
 use crate::sampler::SampleRequest;
@@ -18,34 +19,32 @@ pub(super) struct PromptJob {
     pub(super) request: SampleRequest,
     /// Prompt tokens that are in the KV cache.
     pub(super) prefilled: usize,
-    /// The version that prefilled the first of them.
-    version: PolicyVersion,
+    /// The version that prefilled the first token of this request; `None` before that.
+    version: Option<PolicyVersion>,
     pub(super) pages: Vec<u32>,
 }
 
 impl PromptJob {
-    pub(super) fn new(number: u64, request: SampleRequest) -> Self {
-        Self { number, request, prefilled: 0, version: PolicyVersion::default(), pages: Vec::new() }
+    /// Request `number`, of whose prompt the tokens of `cached` are in the cache.
+    pub(super) fn new(number: u64, request: SampleRequest, cached: CachedPrefix) -> Self {
+        Self { number, request, prefilled: cached.tokens, version: None, pages: cached.pages }
     }
 
     /// Prefills from the first token again, into the same pages.
     pub(super) fn restart(&mut self) {
         self.prefilled = 0;
+        self.version = None;
     }
 
     /// The next `tokens` tokens were prefilled by `version`.
     pub(super) fn advance(&mut self, tokens: usize, version: PolicyVersion) {
-        if self.prefilled == 0 {
-            self.version = version;
-        }
+        self.version.get_or_insert(version);
         self.prefilled += tokens;
     }
 
     /// Takes the pages that the next `tokens` tokens need.
     pub(super) fn reserve_pages(&mut self, tokens: usize, cache: &mut KvCache) {
-        while self.pages.len() < KvCache::pages_for(self.prefilled + tokens) {
-            self.pages.push(cache.take().expect("the pages of an accepted request are reserved"));
-        }
+        cache.make_writable(&mut self.pages, self.prefilled, self.prefilled + tokens);
     }
 
     /// The next `tokens` tokens; logits are wanted of the last of the prompt.
@@ -71,6 +70,7 @@ impl PromptJob {
         for _ in 1..request.sequences() {
             cache.share(&pages);
         }
+        let version = version.unwrap_or_default();
         let prompt = Prefilled { number, request: &request, version, pages: &pages };
         let sequence = |n: usize| {
             let index = request.first_index + n as u32;

@@ -31,7 +31,9 @@ pub(super) struct Sequence {
     /// Number of the request that it belongs to.
     pub(super) request: u64,
     pub(super) group: GroupId,
-    index: u32,
+    pub(super) index: u32,
+    /// Whether its pages stay in the cache for the next turn of its episode.
+    pub(super) keep_cache: bool,
     pub(super) prompt_length: usize,
     prompt_version: PolicyVersion,
     pub(super) token_ids: Vec<u32>,
@@ -77,6 +79,7 @@ impl Sequence {
             request: number,
             group: request.group,
             index,
+            keep_cache: request.keep_cache,
             prompt_length: request.prompt.len(),
             prompt_version,
             token_ids: request.prompt.clone(),
@@ -113,18 +116,7 @@ impl Sequence {
         self.pass.push(self.token_ids[self.token_ids.len() - 1]);
         self.pass.extend_from_slice(propose(&self.token_ids, most));
         let first = self.token_ids.len() - 1;
-        for page in first / KvCache::PAGE..KvCache::pages_for(first + self.pass.len()) {
-            let mine = match self.pages.get(page) {
-                Some(shared) => cache.own(*shared),
-                None => cache.take(),
-            };
-            let mine = mine.expect("the pages of an accepted request are reserved");
-            if page == self.pages.len() {
-                self.pages.push(mine);
-            } else {
-                self.pages[page] = mine;
-            }
-        }
+        cache.make_writable(&mut self.pages, first, first + self.pass.len());
     }
 
     /// The tokens of the next pass.

@@ -70,20 +70,29 @@ impl MessageEncoder for ChatEncoder {
         let (Prompt::Messages(_), Some(template)) = (&task.prompt, self.directory.template()) else {
             return self.encode(&plain(messages));
         };
-        let message =
-            |role: &str, content: &str| Message { role: role.to_owned(), content: content.to_owned() };
-        let mut conversation = vec![message("user", "?"), message("assistant", COMPLETION)];
-        conversation.extend_from_slice(messages);
+        let mut conversation = vec![Message::new("user", "?"), Message::new("assistant", COMPLETION)];
+        conversation.extend((0..).zip(messages).map(|(n, message)| identified(n, message)));
         let rendered = template.render(&conversation, true)?;
         let Some((_, after)) = rendered.split_once(COMPLETION) else {
             return Err(RolloutError::Template { path: template.path().to_owned() });
         };
         let mut tokens = self.encode(after)?;
-        if tokens.first() == Some(&last_token) {
+        // A family may end turns with several tokens, of which the template writes one.
+        let ends = |token: u32| self.directory.stop_token_ids().contains(&token);
+        let closed = |first: &u32| *first == last_token || (ends(*first) && ends(last_token));
+        if tokens.first().is_some_and(closed) {
             tokens.remove(0);
         }
         Ok(tokens)
     }
+}
+
+/// The message with the id of a call, which some templates insist on for answers of tools: nine letters and digits, as
+/// Mistral has it.
+fn identified(n: usize, message: &Message) -> Message {
+    let missing = message.role == "tool" && message.tool_call_id.is_none();
+    let id = if missing { Some(format!("call{n:05}")) } else { message.tool_call_id.clone() };
+    Message { tool_call_id: id, ..message.clone() }
 }
 
 fn plain(messages: &[Message]) -> String {

@@ -10,7 +10,7 @@ use std::collections::{HashMap, VecDeque};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use environments::{
     Action, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits, Observation, SingleTurn,
@@ -92,6 +92,8 @@ struct OpenEpisode {
     environment: Option<Box<dyn Environment>>,
     /// `None` before its first completion.
     episode: Option<Episode>,
+    /// When its environment was asked to open it.
+    started: Instant,
 }
 
 /// A call of an environment that returned.
@@ -139,6 +141,7 @@ impl EpisodeDriver {
         task: &Arc<Task>,
         request: SampleRequest,
     ) -> Result<(), RolloutError> {
+        let request = SampleRequest { keep_cache: self.limits.max_turns > 1, ..request };
         let (group, sequences) = (request.group, request.sequences());
         let template = SampleRequest { prompt: Vec::new(), ..request };
         let opening =
@@ -152,6 +155,7 @@ impl EpisodeDriver {
                 request: template.clone(),
                 environment: None,
                 episode: None,
+                started: Instant::now(),
             };
             self.open.insert(key, open);
             let task = Arc::clone(task);
@@ -189,13 +193,16 @@ impl EpisodeDriver {
             }
             self.submit_ready(sampler)?;
         }
+        for episode in &self.ended {
+            sampler.end_episode(episode.group, episode.index);
+        }
         Ok(std::mem::take(&mut self.ended))
     }
 
     /// Submits requests in order of arrival as far as the sampler has capacity.
     fn submit_ready(&mut self, sampler: &mut dyn Sampler) -> Result<(), RolloutError> {
         while let Some(next) = self.ready.front() {
-            if !sampler.has_capacity(next.sequences()) {
+            if !sampler.has_capacity_for(next) {
                 break;
             }
             let Some(request) = self.ready.pop_front() else { break };
@@ -335,9 +342,8 @@ impl EpisodeDriver {
         key: EpisodeKey,
         stepped: Result<Observation, EnvironmentError>,
     ) -> Result<(), RolloutError> {
-        let Some(OpenEpisode { task, request, episode: Some(episode), .. }) = self.open.get_mut(&key) else {
-            return Ok(());
-        };
+        let Some(open) = self.open.get_mut(&key) else { return Ok(()) };
+        let OpenEpisode { task, request, episode: Some(episode), started, .. } = open else { return Ok(()) };
         let turn = episode.turns.len() - 1;
         let environment = || self.config.environments.name().to_owned();
         let checked = stepped.and_then(|observation| match observation.reward {
@@ -345,6 +351,11 @@ impl EpisodeDriver {
                 Err(EnvironmentError::Reward { environment: environment(), turn, reward })
             }
             _ => Ok(observation),
+        });
+        let seconds = self.limits.episode_timeout.as_secs_f64();
+        let checked = checked.and_then(|observation| match started.elapsed() > self.limits.episode_timeout {
+            true => Err(EnvironmentError::EpisodeTooLong { environment: environment(), turn, seconds }),
+            false => Ok(observation),
         });
         let observation = match checked {
             Ok(observation) => observation,
@@ -354,6 +365,12 @@ impl EpisodeDriver {
             }
         };
         episode.turns[turn].reward = observation.reward;
+        for (event, count) in observation.counts {
+            *episode.counts.entry(event).or_default() += count;
+        }
+        if observation.masked {
+            episode.mask_last_turn();
+        }
         if observation.done || turn + 1 >= self.limits.max_turns {
             let end = if observation.done { EpisodeEnd::Done } else { EpisodeEnd::MaxTurns };
             self.end(key, end);
@@ -367,6 +384,9 @@ impl EpisodeDriver {
             self.end(key, EpisodeEnd::ContextFull);
             return Ok(());
         }
+        for Message { role, content, .. } in &observation.messages {
+            episode.transcript += &format!("\n[{role}] {content}\n");
+        }
         let prompt = [episode.token_ids(), &following].concat();
         self.ready.push_back(alone(request, key.index, turn as u32 + 1, prompt, longest));
         self.submit_ready(sampler)
@@ -374,7 +394,13 @@ impl EpisodeDriver {
 
     /// Ends an episode.
     fn end(&mut self, key: EpisodeKey, end: EpisodeEnd) {
-        let Some(OpenEpisode { episode: Some(episode), .. }) = self.open.remove(&key) else { return };
+        let Some(OpenEpisode { episode: Some(mut episode), .. }) = self.open.remove(&key) else { return };
+        if self.limits.max_turns > 1 {
+            episode.counts.insert("turns", episode.turns.len() as u64);
+            for event in self.config.environments.counts() {
+                episode.counts.entry(event).or_default();
+            }
+        }
         self.ended.push(Episode { end, ..episode });
     }
 
@@ -413,5 +439,6 @@ fn alone(
         sampling: request.sampling,
         max_completion_length,
         baseline,
+        keep_cache: request.keep_cache,
     }
 }

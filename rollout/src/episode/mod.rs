@@ -12,6 +12,8 @@
 mod bridge;
 mod driver;
 
+use std::collections::BTreeMap;
+
 use trajectory::{
     GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, Turn, VersionRun,
 };
@@ -38,6 +40,10 @@ pub struct Episode {
     pub turns: Vec<Turn>,
     /// The last completion as text, without stop token and stop string; empty before the first.
     pub text: String,
+    /// Everything after the prompt as text, for people: completions, and messages with their roles.
+    pub transcript: String,
+    /// What happened in its environment, by name: calls of tools, and bad ones among them.
+    pub counts: BTreeMap<&'static str, u64>,
     /// Why it ended.
     pub end: EpisodeEnd,
 }
@@ -57,6 +63,23 @@ pub enum EpisodeEnd {
     Failed(String),
 }
 
+impl EpisodeEnd {
+    /// The names of the ends that are no failure.
+    pub const NAMES: [&str; 4] = ["done", "max_turns", "max_tokens", "context_full"];
+
+    /// Its name in metrics.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Done => "done",
+            Self::MaxTurns => "max_turns",
+            Self::Truncated => "max_tokens",
+            Self::ContextFull => "context_full",
+            Self::Failed(_) => "failed",
+        }
+    }
+}
+
 impl From<Completion> for Episode {
     /// The episode whose only turn so far is `completion`.
     fn from(completion: Completion) -> Self {
@@ -71,6 +94,8 @@ impl From<Completion> for Episode {
             },
             turns: Vec::with_capacity(1),
             text: String::new(),
+            transcript: String::new(),
+            counts: BTreeMap::new(),
             end: EpisodeEnd::Done,
         };
         episode.push(completion);
@@ -103,7 +128,23 @@ impl Episode {
             },
             turns: Vec::new(),
             text: String::new(),
+            transcript: String::new(),
+            counts: BTreeMap::new(),
             end,
+        }
+    }
+
+    /// Takes the last turn out of what is trained on.
+    fn mask_last_turn(&mut self) {
+        let Some(Turn { completion, .. }) = self.turns.last() else { return };
+        let streams = &mut self.streams;
+        let trained = &mut streams.loss_mask[completion.clone()];
+        let masked = trained.iter().filter(|trained| **trained).count();
+        trained.fill(false);
+        streams.behavior_logprobs[completion.clone()].fill(0.0);
+        if let Some(kept) = &mut streams.kept {
+            kept.offsets.truncate(kept.offsets.len() - masked);
+            kept.ids.truncate(kept.offsets.last().map_or(0, |end| *end as usize));
         }
     }
 
@@ -139,6 +180,7 @@ impl Episode {
         }
         streams.token_ids = completion.token_ids;
         self.turns.push(Turn { completion: start..end, stop: completion.stop, reward: None });
+        self.transcript += &completion.text;
         self.text = completion.text;
     }
 

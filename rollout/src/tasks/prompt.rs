@@ -64,7 +64,7 @@ pub fn messages(value: &Value) -> Result<Vec<Message>, String> {
             Some(other) => Err(format!("a list whose message {at} has {} as `{key}`", type_of(other))),
             None => Err(format!("a list whose message {at} has no `{key}`")),
         };
-        Ok(Message { role: part("role")?, content: part("content")? })
+        Ok(Message::new(part("role")?, part("content")?))
     };
     list.iter().enumerate().map(message).collect()
 }
@@ -194,7 +194,7 @@ mod tests {
         let row = row(json!({}));
         let read = |value| from_cell(&row, "prompt", &value);
         assert_eq!(read(json!("hi")).unwrap(), Prompt::Text("hi".into()));
-        let message = Message { role: "user".into(), content: "hi".into() };
+        let message = Message::new("user", "hi");
         let messages = json!([{"role": "user", "content": "hi", "name": null}]);
         assert_eq!(read(messages).unwrap(), Prompt::Messages(vec![message]));
         for (value, found) in [

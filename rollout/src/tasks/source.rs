@@ -104,12 +104,12 @@ impl TaskSource {
     pub fn conversation(&self, prompt: Prompt) -> Prompt {
         let mut messages = match prompt {
             Prompt::Text(text) if !self.chat && self.system_prompt.is_none() => return Prompt::Text(text),
-            Prompt::Text(content) => vec![Message { role: "user".to_owned(), content }],
+            Prompt::Text(content) => vec![Message::new("user", content)],
             Prompt::Messages(messages) => messages,
         };
         if let Some(system) = &self.system_prompt {
             messages.retain(|message| message.role != "system");
-            messages.insert(0, Message { role: "system".to_owned(), content: system.clone() });
+            messages.insert(0, Message::new("system", system.clone()));
         }
         Prompt::Messages(messages)
     }

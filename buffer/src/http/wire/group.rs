@@ -437,7 +437,7 @@ impl<'de> Deserialize<'de> for PromptBody {
             fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<PromptBody, A::Error> {
                 let mut messages = Vec::new();
                 while let Some(MessageBody { role, content }) = sequence.next_element()? {
-                    messages.push(Message { role, content });
+                    messages.push(Message::new(role, content));
                 }
                 Ok(PromptBody(Prompt::Messages(messages)))
             }

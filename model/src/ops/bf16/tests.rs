@@ -3,9 +3,8 @@
 use half::bf16;
 use proptest::prelude::*;
 
-use super::super::check::noise;
+use super::super::check::{noise, row_is_independent};
 use super::*;
-use crate::SharedCores;
 
 fn apply(layer: &Bf16Linear, x: &[f32]) -> Vec<f32> {
     let mut out = vec![7.0; x.len() / layer.input * layer.output];
@@ -88,13 +87,7 @@ proptest! {
     ) {
         let (x, w, b) = (noise(m * k, seed), noise(n * k, seed + 1), noise(n, seed + 2));
         let layer = Bf16Linear::new(&w, k, Some(&b));
-        let all = apply(&layer, &x);
-        let row = seed as usize % m;
-        prop_assert_eq!(bits(&apply(&layer, &x[row * k..][..k])), bits(&all[row * n..][..n]));
-        let mut sum = noise(m * n, seed + 3);
-        let expected: Vec<f32> = sum.iter().zip(&all).map(|(a, b)| a + b).collect();
-        layer.run(&x, &mut sum, StoreMode::Add, &ThreadPool::new(&SharedCores::new(3), 3));
-        prop_assert_eq!(bits(&sum), bits(&expected));
+        row_is_independent(&x, [m, n], seed as usize % m, |x, out, store, pool| layer.run(x, out, store, pool));
     }
 
     #[test]

@@ -77,7 +77,7 @@ fn masters(layout: &Layout, width: u64, recipe: &Recipe, devices: &Devices) -> u
 /// The memory of samplers on a device.
 pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, samplers: u64, size: &Size) {
     let weights = product(&[samplers, size.weights]);
-    let cache = product(&[samplers, cache_positions(recipe), size.cache_per_token]);
+    let cache = product(&[samplers, cache_positions(recipe, config), size.cache_per_token]);
     let logits = product(&[2, F32, recipe.rollout.max_running as u64, config.vocab_size as u64]);
     let per_token = size.layer_per_token.saturating_add(activated(config, size));
     let step = product(&[decoding_rows(recipe), per_token])

@@ -1,0 +1,325 @@
+//! `python`: environments of the user, as they were written for TRL, skyrl-gym or Gymnasium, or with plain `reset` and `step`.
+//!
+//! An episode has a process for itself, which is killed if a call takes too long, and used again by another episode if the
+//! episode ended well.
+//!
+//! # Layout
+//! - `environment.py`: the adapter of the processes, embedded: how environments are found, recognised and called
+//! - `functions`: Python functions that are tools; `functions.py`: their adapter
+//! - `schema.py`: JSON schemas of Python functions
+//!
+//! Invariant: an exception, a crash or a timeout of the environment fails its episode and no other. Exceptions of methods that
+//! are tools are answers to the model, as in TRL.
+
+mod functions;
+
+use std::sync::Arc;
+
+use host::python::{CallError, ForkServer, MEMORY_MB, PythonCode, Session, SessionOptions, SessionPool};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use tokio::sync::Mutex;
+use trajectory::{Message, Prompt, Task};
+
+use crate::tools::{COUNTS, Tool, ToolError, ToolSet};
+use crate::{
+    Action, BoxFuture, Environment, EnvironmentContext, EnvironmentError, EnvironmentFactory,
+    EnvironmentLimits, EnvironmentSpec, EnvironmentSpecError, Observation, ToolCallFormat, ToolSchema,
+};
+
+pub(crate) use functions::PythonFunction;
+
+/// The adapter: schemas, then environments.
+const ADAPTER: &str = concat!(include_str!("schema.py"), "\n\n", include_str!("environment.py"));
+/// Name of the environment.
+const NAME: &str = "python";
+/// Default number of processes: episodes that may be open at a time.
+pub(crate) const PROCESSES: usize = 64;
+
+/// Makes environments in processes of Python.
+#[derive(Debug)]
+pub struct PythonEnvironments {
+    shared: Arc<PythonShared>,
+}
+
+/// What all episodes have in common.
+#[derive(Debug)]
+struct PythonShared {
+    pool: SessionPool,
+    found: FoundEnvironment,
+    format: ToolCallFormat,
+    limits: EnvironmentLimits,
+    answer_chars: usize,
+    mask_bad_calls: bool,
+}
+
+/// The environment as `environment.py` describes it.
+#[derive(Clone, Debug, Deserialize)]
+struct FoundEnvironment {
+    /// Its name in the file.
+    environment: String,
+    /// The convention of its methods.
+    convention: String,
+    /// Its methods that are tools.
+    tools: Vec<ToolSchema>,
+}
+
+/// What a call of `reset`, `step` or `end` gives.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct PythonAnswer {
+    messages: Vec<Message>,
+    reward: Option<f64>,
+    done: bool,
+}
+
+/// What a call of a tool gives: one of both.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct MethodAnswer {
+    text: Option<String>,
+    error: Option<String>,
+}
+
+impl MethodAnswer {
+    /// The text of an answer; what the call raised is for the model.
+    fn of(answer: Value) -> Result<String, ToolError> {
+        let Self { text, error } =
+            serde_json::from_value(answer).map_err(|error| ToolError::Unusable(error.to_string()))?;
+        text.ok_or_else(|| ToolError::Refused(error.unwrap_or_default()))
+    }
+}
+
+impl PythonEnvironments {
+    /// Starts Python and blocks until the file is imported.
+    ///
+    /// # Errors
+    /// An environment that cannot be used: no such file, a failed import, methods of no known convention.
+    pub(crate) fn new(
+        spec: &EnvironmentSpec,
+        context: &EnvironmentContext,
+    ) -> Result<Self, EnvironmentSpecError> {
+        let wrong = |key: &str, reason: String| EnvironmentSpecError::Value { key: key.to_owned(), reason };
+        let Some(path) = &spec.path else {
+            return Err(wrong("path", "is missing; name a Python file, or FILE.py:NAME".to_owned()));
+        };
+        let Some(runtime) = &context.runtime else {
+            return Err(wrong(
+                "kind",
+                "is `python`, which needs a runtime that waits for processes".to_owned(),
+            ));
+        };
+        let config = json!({"path": path, "dialect": spec.dialect, "parameters": spec.parameters});
+        let named = spec.environment.as_deref().unwrap_or_default();
+        let server = ForkServer::start(PythonCode {
+            interpreter: spec.python.clone().unwrap_or_else(|| "python3".to_owned()),
+            adapter: ADAPTER,
+            config,
+            environment: host::python::environment(&context.variables, named),
+            log: context.scratch.join("environment.log"),
+            timeout: spec.limits().step_timeout,
+            memory_mb: spec.memory_mb.unwrap_or(MEMORY_MB),
+            runtime: runtime.clone(),
+        });
+        let failed = |reason: String| wrong("path", format!("fails: {reason}"));
+        let server = server.map_err(|error| failed(error.reason))?;
+        let found = server.loaded().description.clone();
+        let found: FoundEnvironment =
+            serde_json::from_value(found).map_err(|error| failed(error.to_string()))?;
+        let processes = spec.processes.unwrap_or(PROCESSES);
+        let pool = SessionPool::start(server, SessionOptions { processes });
+        let shared = PythonShared {
+            pool,
+            found,
+            format: spec.format.or(context.format).unwrap_or(ToolCallFormat::Json),
+            limits: spec.limits(),
+            answer_chars: spec.answer_chars(),
+            mask_bad_calls: spec.mask_bad_calls.unwrap_or(false),
+        };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+}
+
+impl EnvironmentFactory for PythonEnvironments {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn limits(&self) -> EnvironmentLimits {
+        self.shared.limits
+    }
+
+    fn about(&self) -> Option<String> {
+        let FoundEnvironment { environment, convention, tools } = &self.shared.found;
+        let tools: Vec<&str> = tools.iter().map(|tool| &tool.name[..]).collect();
+        let called = match &tools[..] {
+            [] => String::new(),
+            tools => format!(
+                " with the tools {}, called in the form `{}`",
+                tools.join(", "),
+                self.shared.format.name()
+            ),
+        };
+        let turns = self.shared.limits.max_turns;
+        Some(format!(
+            "`{NAME}`: `{environment}` in the convention of {convention}{called}; at most {turns} turns"
+        ))
+    }
+
+    fn counts(&self) -> &'static [&'static str] {
+        if self.shared.found.tools.is_empty() { &[] } else { COUNTS }
+    }
+
+    fn tools(&self) -> &[ToolSchema] {
+        &self.shared.found.tools
+    }
+
+    fn create(&self) -> Box<dyn Environment> {
+        Box::new(PythonEpisode { shared: Arc::clone(&self.shared), session: Arc::default(), tools: None })
+    }
+}
+
+/// The process of an episode, shared with the tools that call it.
+type EpisodeSession = Arc<Mutex<Option<Session>>>;
+
+/// One episode.
+#[derive(Debug)]
+struct PythonEpisode {
+    shared: Arc<PythonShared>,
+    session: EpisodeSession,
+    /// The methods of the environment; `None` if none is a tool.
+    tools: Option<ToolSet>,
+}
+
+impl PythonEpisode {
+    /// Makes a call of the process.
+    async fn call<T: for<'a> Deserialize<'a>>(
+        &self,
+        call: &Value,
+        turn: usize,
+    ) -> Result<T, EnvironmentError> {
+        let failed = |evidence: String| {
+            let environment = NAME.to_owned();
+            EnvironmentError::Failed { environment, turn, evidence }
+        };
+        let mut session = self.session.lock().await;
+        let Some(open) = session.as_mut() else { return Err(failed("its process has ended".to_owned())) };
+        let seconds = self.shared.limits.step_timeout;
+        let answer = open.call(call.to_string(), seconds).await.map_err(|error| match error {
+            CallError::Timeout => EnvironmentError::TimedOut {
+                environment: NAME.to_owned(),
+                turn,
+                seconds: seconds.as_secs_f64(),
+            },
+            CallError::Failed { reason } => failed(reason),
+        })?;
+        serde_json::from_value(answer).map_err(|error| failed(error.to_string()))
+    }
+
+    async fn open(&mut self, task: &Task) -> Result<Vec<Message>, EnvironmentError> {
+        let opened = self.shared.pool.open().await.map_err(|error| EnvironmentError::Failed {
+            environment: NAME.to_owned(),
+            turn: 0,
+            evidence: error.to_string(),
+        })?;
+        *self.session.lock().await = Some(opened);
+        let schemas = self.shared.found.tools.iter();
+        let session = || Arc::clone(&self.session);
+        let limits = self.shared.limits;
+        let tools: Vec<Box<dyn Tool>> = schemas
+            .map(|schema| Box::new(PythonMethod { schema: schema.clone(), session: session(), limits }) as _)
+            .collect();
+        self.tools = (!tools.is_empty()).then(|| {
+            ToolSet::new(tools, self.shared.format)
+                .with_limits(limits, self.shared.answer_chars)
+                .masking_bad_calls(self.shared.mask_bad_calls)
+        });
+        let call = json!({"op": "reset", "row": row(task), "prompt": prompt(task), "seed": task.id.0});
+        Ok(self.call::<PythonAnswer>(&call, 0).await?.messages)
+    }
+
+    async fn advance(&mut self, action: Action<'_>) -> Result<Observation, EnvironmentError> {
+        let observation = match &self.tools {
+            None => {
+                let call = json!({"op": "step", "text": action.text});
+                let PythonAnswer { messages, reward, done } = self.call(&call, action.turn).await?;
+                Observation { messages, reward, done, ..Observation::default() }
+            }
+            Some(tools) => {
+                let mut observation = tools.observe(action).await?;
+                if observation.done || action.turn + 1 >= self.shared.limits.max_turns {
+                    observation.reward =
+                        self.call::<PythonAnswer>(&json!({"op": "end"}), action.turn).await?.reward;
+                }
+                observation
+            }
+        };
+        Ok(observation)
+    }
+}
+
+impl Environment for PythonEpisode {
+    fn reset<'a>(&'a mut self, task: &'a Task) -> BoxFuture<'a, Result<Vec<Message>, EnvironmentError>> {
+        Box::pin(self.open(task))
+    }
+
+    fn step<'a>(&'a mut self, action: Action<'a>) -> BoxFuture<'a, Result<Observation, EnvironmentError>> {
+        Box::pin(self.advance(action))
+    }
+}
+
+impl Drop for PythonEpisode {
+    fn drop(&mut self) {
+        // A session in the middle of a call is locked, and is dropped with the call.
+        if let Some(session) = self.session.try_lock().ok().and_then(|mut session| session.take()) {
+            session.finish();
+        }
+    }
+}
+
+/// A method of an environment that is a tool.
+#[derive(Debug)]
+struct PythonMethod {
+    schema: ToolSchema,
+    session: EpisodeSession,
+    limits: EnvironmentLimits,
+}
+
+impl PythonMethod {
+    async fn invoke(&self, arguments: &Map<String, Value>) -> Result<String, ToolError> {
+        let call = json!({"op": "call", "name": self.schema.name, "arguments": arguments}).to_string();
+        let mut session = self.session.lock().await;
+        let gone = || ToolError::Unusable("its process has ended".to_owned());
+        let answer = session.as_mut().ok_or_else(gone)?.call(call, self.limits.tool_timeout).await;
+        let answer = answer.map_err(|error| ToolError::Unusable(error.to_string()))?;
+        MethodAnswer::of(answer)
+    }
+}
+
+impl Tool for PythonMethod {
+    fn schema(&self) -> &ToolSchema {
+        &self.schema
+    }
+
+    fn call<'a>(&'a self, arguments: &'a Map<String, Value>) -> BoxFuture<'a, Result<String, ToolError>> {
+        Box::pin(self.invoke(arguments))
+    }
+}
+
+/// The columns of a task, with its answer.
+fn row(task: &Task) -> Map<String, Value> {
+    let mut row = task.columns.clone();
+    if let Some(answer) = &task.answer {
+        row.entry("answer").or_insert_with(|| Value::from(&answer[..]));
+    }
+    row
+}
+
+/// The prompt of a task as messages.
+fn prompt(task: &Task) -> Vec<Value> {
+    let message = |message: &Message| json!({"role": message.role, "content": message.content});
+    match &task.prompt {
+        Prompt::Text(text) => vec![message(&Message::new("user", text.clone()))],
+        Prompt::Messages(messages) => messages.iter().map(message).collect(),
+    }
+}

@@ -1,0 +1,181 @@
+//! An environment as a recipe states it.
+//!
+//! Invariant: one flat table has the keys of all kinds, and which kind takes which is known to the
+//! [`EnvironmentRegistry`](crate::EnvironmentRegistry) alone. A key that the kind does not take is an error there.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::tools::MAX_ANSWER_CHARS;
+use crate::{EnvironmentLimits, ToolCallFormat};
+
+/// `[environment]`: what the policy acts in, for episodes of several turns. Without this section an episode is one completion.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EnvironmentSpec {
+    /// Which kind of environment: `tools`, `python`, `retry`, or one that the program was built with.
+    // resume = experiment, worker = run
+    pub kind: String,
+    /// Most turns of the policy in an episode, which then ends as it is. TRL `max_tool_calling_iterations`, verl
+    /// `max_assistant_turns`.
+    // resume = experiment, worker = run
+    pub max_turns: usize,
+    /// Most tokens of an episode: prompt, completions, and what the environment says. The context of the model if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = run
+    pub max_tokens: Option<usize>,
+    /// Longest call of a tool, seconds. The model reads that there was no answer.
+    // resume = changes, worker = run
+    pub tool_timeout_s: f64,
+    /// Longest turn of the environment, seconds. A later answer fails the episode, which is not trained on.
+    // resume = changes, worker = run
+    pub turn_timeout_s: f64,
+    /// Longest episode, seconds. A longer one fails, and is not trained on.
+    // resume = changes, worker = run
+    pub episode_timeout_s: f64,
+    /// `tools`, `python`: form in which the model writes calls. If not given, the form that the chat template of the model teaches, and
+    /// `json` if it teaches none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = run
+    pub format: Option<ToolCallFormat>,
+    /// `tools`, `python`: whether prompts describe the tools: by the chat template if it knows tools, else in the system message; yes if
+    /// not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = tasks, worker = run
+    pub describe_tools: Option<bool>,
+    /// `tools`, `python`: longest answer of a tool that the model gets, characters; the middle of a longer one is left out. 4096 if not
+    /// given. verl `max_tool_response_length`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = run
+    pub max_answer_chars: Option<usize>,
+    /// `tools`, `python`: whether a turn with a call that cannot be read or made is not trained on; no if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = run
+    pub mask_bad_calls: Option<bool>,
+    /// `retry`: message after a wrong answer; "That is not right. Try again." if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = run
+    pub hint: Option<String>,
+    /// `python`: a file, `FILE.py:NAME`, or `module:NAME`. Relative to the file that names it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = operator
+    pub path: Option<PathBuf>,
+    /// `python`: whose convention the environment follows: `trl`, `skyrl_gym`, `gymnasium` or `plain`; by its methods if not
+    /// given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = run
+    pub dialect: Option<String>,
+    /// `python`, tools `python` and `code`: interpreter; `python3` if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = operator
+    pub python: Option<String>,
+    /// `python`: most processes, one for every open episode, 64 if not given; further episodes wait. Tools `python`: processes
+    /// of each entry; 4 if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = run
+    pub processes: Option<usize>,
+    /// `python`, tools `python`: MiB that a process may allocate beyond what importing the file takes; 4096 if not given. Tool
+    /// `code`: MiB of address space of a program; 512 if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = run
+    pub memory_mb: Option<u64>,
+    /// `python`, tools `python`: environment variables that the processes get besides the usual ones.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = operator
+    pub environment: Option<Vec<String>>,
+    /// `python`: keyword arguments of the environment. Other kinds: values for an environment that the program was built with.
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    // resume = experiment, worker = operator
+    pub parameters: Map<String, Value>,
+    /// `tools`: what the policy may call.
+    pub tools: Vec<ToolSpec>,
+}
+
+/// One entry of `[[environment.tools]]`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ToolSpec {
+    /// Which kind of tool: `calculator`, `search`, `python` or `code`.
+    // resume = experiment, worker = run
+    pub kind: String,
+    /// `search`: directory of text files (`.txt`, `.md`, `.rst`, `.jsonl`). `python`: a file, whose functions are tools,
+    /// `FILE.py:NAME`, or `module:NAME`. Relative to the file that names it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = operator
+    pub path: Option<PathBuf>,
+}
+
+impl Default for EnvironmentSpec {
+    fn default() -> Self {
+        let EnvironmentLimits { max_turns, tool_timeout, step_timeout, episode_timeout } =
+            EnvironmentLimits::default();
+        Self {
+            kind: String::new(),
+            max_turns,
+            max_tokens: None,
+            tool_timeout_s: tool_timeout.as_secs_f64(),
+            turn_timeout_s: step_timeout.as_secs_f64(),
+            episode_timeout_s: episode_timeout.as_secs_f64(),
+            format: None,
+            describe_tools: None,
+            max_answer_chars: None,
+            mask_bad_calls: None,
+            hint: None,
+            path: None,
+            dialect: None,
+            python: None,
+            processes: None,
+            memory_mb: None,
+            environment: None,
+            parameters: Map::new(),
+            tools: Vec::new(),
+        }
+    }
+}
+
+impl EnvironmentSpec {
+    /// The bounds of an episode.
+    #[must_use]
+    pub fn limits(&self) -> EnvironmentLimits {
+        // Longer than any run, and no sum of times overflows.
+        const LONGEST_S: f64 = 1e9;
+        let seconds = |value: f64| Duration::from_secs_f64(value.clamp(0.0, LONGEST_S));
+        EnvironmentLimits {
+            max_turns: self.max_turns.max(1),
+            tool_timeout: seconds(self.tool_timeout_s),
+            step_timeout: seconds(self.turn_timeout_s),
+            episode_timeout: seconds(self.episode_timeout_s),
+        }
+    }
+
+    /// The longest answer of a tool, characters.
+    #[must_use]
+    pub fn answer_chars(&self) -> usize {
+        self.max_answer_chars.unwrap_or(MAX_ANSWER_CHARS)
+    }
+
+    /// The keys that were given, without those that all kinds take.
+    pub(crate) fn given(&self) -> Vec<&'static str> {
+        [
+            (self.format.is_some(), "format"),
+            (self.describe_tools.is_some(), "describe_tools"),
+            (self.max_answer_chars.is_some(), "max_answer_chars"),
+            (self.mask_bad_calls.is_some(), "mask_bad_calls"),
+            (self.hint.is_some(), "hint"),
+            (self.path.is_some(), "path"),
+            (self.dialect.is_some(), "dialect"),
+            (self.python.is_some(), "python"),
+            (self.processes.is_some(), "processes"),
+            (self.memory_mb.is_some(), "memory_mb"),
+            (self.environment.is_some(), "environment"),
+            (!self.parameters.is_empty(), "parameters"),
+            (!self.tools.is_empty(), "tools"),
+        ]
+        .into_iter()
+        .filter_map(|(given, key)| given.then_some(key))
+        .collect()
+    }
+}

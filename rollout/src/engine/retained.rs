@@ -1,0 +1,96 @@
+//! KV pages of completions that ended, kept for the next turn of their episode.
+//!
+//! Kept pages have no reservation. When the engine needs their space, the completion that ended first gives its pages up,
+//! and the next turn of its episode prefills all tokens again.
+//!
+//! Invariant: kept pages have the keys and values of the tokens that they are kept for, so that a turn which continues them
+//! samples what it would sample after a prefill of its whole prompt under the same weights.
+
+use std::collections::VecDeque;
+
+use model::KvCache;
+use trajectory::GroupId;
+
+/// The kept completions, in the order in which they ended.
+#[derive(Debug, Default)]
+pub(super) struct RetainedPages {
+    completions: VecDeque<RetainedCompletion>,
+}
+
+/// The tokens of a prompt that are in the KV cache, and their pages.
+#[derive(Debug, Default)]
+pub(super) struct CachedPrefix {
+    /// Number of tokens.
+    pub(super) tokens: usize,
+    pub(super) pages: Vec<u32>,
+}
+
+#[derive(Debug)]
+struct RetainedCompletion {
+    group: GroupId,
+    index: u32,
+    /// The tokens whose keys and values are in `pages`.
+    token_ids: Vec<u32>,
+    pages: Vec<u32>,
+}
+
+impl RetainedPages {
+    /// Keeps `pages` of episode `index` of `group`, which have `token_ids` in the cache.
+    pub(super) fn keep(
+        &mut self,
+        group: GroupId,
+        index: u32,
+        token_ids: Vec<u32>,
+        mut pages: Vec<u32>,
+        cache: &mut KvCache,
+    ) {
+        self.forget(cache, |kept| kept == (group, index));
+        cache.release(&pages.split_off(KvCache::pages_for(token_ids.len())));
+        self.completions.push_back(RetainedCompletion { group, index, token_ids, pages });
+    }
+
+    /// What is in the cache of `prompt`, the next turn of episode `index` of `group`: all but its last token at most, since
+    /// the logits of the last are wanted.
+    pub(super) fn take(
+        &mut self,
+        group: GroupId,
+        index: u32,
+        prompt: &[u32],
+        cache: &mut KvCache,
+    ) -> CachedPrefix {
+        let found = self.completions.iter().position(|kept| (kept.group, kept.index) == (group, index));
+        let Some(kept) = found.and_then(|at| self.completions.remove(at)) else {
+            return CachedPrefix::default();
+        };
+        let tokens = kept.token_ids.len();
+        if tokens < prompt.len() && prompt.starts_with(&kept.token_ids) {
+            return CachedPrefix { tokens, pages: kept.pages };
+        }
+        cache.release(&kept.pages);
+        CachedPrefix::default()
+    }
+
+    /// Frees kept pages, oldest first, until `pages` are free or none is kept. Returns the number of tokens that have to be
+    /// prefilled again.
+    pub(super) fn evict(&mut self, pages: usize, cache: &mut KvCache) -> usize {
+        let mut tokens = 0;
+        while cache.free_pages() < pages
+            && let Some(first) = self.completions.pop_front()
+        {
+            cache.release(&first.pages);
+            tokens += first.token_ids.len();
+        }
+        tokens
+    }
+
+    /// Gives up the pages of the episodes, by group and index, that `ended` names.
+    pub(super) fn forget(&mut self, cache: &mut KvCache, ended: impl Fn((GroupId, u32)) -> bool) {
+        self.completions.retain(|kept| {
+            let stays = !ended((kept.group, kept.index));
+            if !stays {
+                cache.release(&kept.pages);
+            }
+            stays
+        });
+    }
+}

@@ -1,0 +1,226 @@
+//! Episodes in environments, in whole runs: what is trained, counted, written down and refused.
+
+use model::{Config, ModelDirectory, Sizes};
+use serde_json::Value;
+
+use crate::support::{CORRECT, Home, Run};
+
+/// A chat template that describes tools as Qwen's does.
+const TEMPLATE: &str = "{% if tools %}[tools]{% for t in tools %}{{ t | tojson }}{% endfor %}call as <tool_call>\n{% endif %}\
+                        {% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>\n{% endfor %}\
+                        {% if add_generation_prompt %}[assistant]{% endif %}";
+
+/// One step of a model that chats, with tools.
+const CHAT: &str = r#"
+[model]
+path = "chat"
+[data]
+train = "tasks.jsonl"
+eval = "tasks.jsonl"
+chat = true
+max_prompt_length = 700
+[environment]
+kind = "tools"
+max_turns = 2
+[[environment.tools]]
+kind = "calculator"
+[rollout]
+group_size = 2
+max_completion_length = 6
+[[rewards]]
+kind = "regex"
+pattern = "[0-4]"
+[eval]
+correct.reward = "regex"
+[buffer]
+batch_groups = 2
+[trainer]
+steps = 1
+microbatch_tokens = 1024
+"#;
+
+/// An environment with a reward for every turn, and no other reward.
+const PLAYED: &str = r#"
+[model.random]
+[data]
+train = "tasks.jsonl"
+max_prompt_length = 16
+[environment]
+kind = "python"
+path = "letters.py"
+max_turns = 3
+max_tokens = 64
+[rollout]
+group_size = 4
+max_completion_length = 4
+[buffer]
+batch_groups = 2
+[trainer]
+steps = 3
+microbatch_tokens = 256
+[log]
+samples = 2
+"#;
+
+const LETTERS: &str = "
+class Letters:
+    def reset(self, row):
+        self.left = int(row['answer'])
+        return ''
+
+    def step(self, text):
+        self.left -= 1
+        vowels = sum(letter in 'aeiou' for letter in text)
+        return f'<{self.left}>', float(vowels), self.left == 0
+";
+
+const TASKS: &str = "{\"prompt\": \"ab\", \"answer\": \"2\"}\n{\"prompt\": \"cd\", \"answer\": \"5\"}\n";
+
+fn mean(run: &Run, name: &str) -> f64 {
+    let values = run.values(name);
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+/// A model with a chat template.
+fn chat_model(home: &Home) {
+    let config = Config::fresh(&Sizes {
+        vocab_size: model::CHARACTERS,
+        hidden_size: 16,
+        intermediate_size: 24,
+        num_layers: 1,
+        num_heads: 2,
+        num_kv_heads: 1,
+        max_position_embeddings: 1024,
+    });
+    ModelDirectory::fresh(&home.path("chat"), &config, 3).unwrap();
+    home.write("chat/chat_template.jinja", TEMPLATE);
+    home.write("tasks.jsonl", TASKS);
+    home.write("chat.toml", CHAT);
+}
+
+#[test]
+fn a_wrong_answer_is_followed_by_another_turn() {
+    let home = Home::new();
+    let sets = [
+        "environment.kind=retry",
+        "environment.max_turns=3",
+        "environment.hint= no:",
+        "environment.max_tokens=60",
+        "trainer.steps=4",
+        "eval.interval=2",
+        "checkpoint.interval=2",
+    ];
+    let run = home.small("run", &sets);
+    let turns = mean(&run, "environment/turns");
+    assert!(turns > 1.0 && turns <= 3.0, "{turns} turns");
+    let stops: f64 = ["done", "max_turns", "max_tokens", "context_full"]
+        .iter()
+        .map(|stop| mean(&run, &format!("environment/stop/{stop}")))
+        .sum();
+    assert!((stops - 1.0).abs() < 1e-9, "every episode ends for one reason: {stops}");
+    assert!(run.values("environment/failed").iter().all(|failed| *failed == 0.0));
+    let evaluated = run.metrics().into_iter().find_map(|line| line.get("eval/environment/turns")?.as_f64());
+    assert!(evaluated.is_some_and(|turns| (1.0..=3.0).contains(&turns)), "{evaluated:?}");
+    let sampled: Vec<Value> = (1..=4)
+        .flat_map(|step| run.samples(step))
+        .flat_map(|group| group["trajectories"].as_array().unwrap().clone())
+        .collect();
+    let longer =
+        sampled.iter().filter(|trajectory| trajectory["turns"].as_array().is_some_and(|t| t.len() > 1));
+    let texts: Vec<&str> = longer.map(|trajectory| trajectory["completion"].as_str().unwrap()).collect();
+    assert!(!texts.is_empty() && texts.iter().all(|text| text.contains("[user] no:")), "{:?}", texts.first());
+    home.rlrun(&["resume", "run", "--set", "trainer.steps=5"]).ok();
+    assert_eq!(run.steps().len(), 5);
+}
+
+#[test]
+fn tools_are_described_by_the_chat_template_and_called_in_its_form() {
+    let home = Home::new();
+    chat_model(&home);
+    let checked = home.rlrun(&["check", "chat.toml"]).ok().stdout;
+    assert!(checked.contains("environment `tools`: calculator; calls are in the form `hermes`"), "{checked}");
+    assert!(checked.contains("renders past turns as they were"), "{checked}");
+    let described: usize = longest_prompt(&checked);
+    let plain = home.rlrun(&["check", "chat.toml", "--set", "environment.describe_tools=false"]).ok().stdout;
+    assert!(longest_prompt(&plain) + 200 < described, "{described} tokens describe the tools");
+    home.rlrun(&["chat.toml", "--run-dir", "run"]).ok();
+    let run = home.run("run");
+    assert_eq!(run.values("environment/tool_calls"), [0.0], "a random model calls nothing");
+    assert_eq!(run.values("environment/turns"), [1.0]);
+    assert_eq!(run.values("environment/stop/max_tokens"), [1.0], "it does not end within 6 tokens");
+    home.write(
+        "chat/chat_template.jinja",
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    );
+    let checked = home.rlrun(&["check", "chat.toml", "--set", "data.max_prompt_length=900"]).ok().stdout;
+    assert!(checked.contains("in the form `json`"), "{checked}");
+    let forgetful = "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] if not loop.last else m.content }}\
+                     {% endfor %}";
+    home.write("chat/chat_template.jinja", forgetful);
+    let forgets = home.rlrun(&["check", "chat.toml", "--set", "data.max_prompt_length=900"]).ok().stdout;
+    assert!(forgets.contains("the chat template changes past turns"), "{forgets}");
+    assert!(
+        longest_prompt(&checked) > longest_prompt(&plain) + 200,
+        "the system message describes the tools"
+    );
+}
+
+/// From the last line of `rlrun check`.
+fn longest_prompt(checked: &str) -> usize {
+    let (_, tokens) = checked.rsplit_once("longest prompt").unwrap();
+    tokens.trim().split(' ').next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn an_environment_in_python_gives_all_rewards() {
+    let home = Home::new();
+    if !python_is_recent() {
+        return;
+    }
+    home.write("tasks.jsonl", TASKS);
+    home.write("letters.py", LETTERS);
+    home.write("played.toml", PLAYED);
+    home.rlrun(&["played.toml", "--run-dir", "run"]).ok();
+    let run = home.run("run");
+    assert_eq!(run.steps().len(), 3);
+    for group in (1..=3).flat_map(|step| run.samples(step)) {
+        for trajectory in group["trajectories"].as_array().unwrap() {
+            let Some(turns) = trajectory["turns"].as_array() else { continue };
+            let rewards: f64 = turns.iter().filter_map(|turn| turn["reward"].as_f64()).sum();
+            assert_eq!(trajectory["reward"].as_f64(), Some(rewards), "{trajectory}");
+        }
+    }
+    let evaluated = home.rlrun(&["check", "played.toml", "--set", "environment.path=nothing.py"]);
+    evaluated.refused(&["nothing.py", "environment.path"]);
+}
+
+fn python_is_recent() -> bool {
+    let recent = ["-c", "import sys; sys.exit(sys.version_info < (3, 9))"];
+    let found = std::process::Command::new("python3").args(recent).status().is_ok_and(|s| s.success());
+    if !found {
+        eprintln!("SKIPPED: there is no python3, or it is older than 3.9");
+    }
+    found
+}
+
+#[test]
+fn mistakes_in_an_environment_are_named() {
+    let home = Home::new();
+    chat_model(&home);
+    let refused = |sets: &[&str], evidence: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", set]);
+        let args: Vec<&str> = ["check", "chat.toml"].into_iter().chain(sets).collect();
+        home.rlrun(&args).refused(evidence);
+    };
+    refused(&["environment.kind=tool"], &["no environment of kind \"tool\"", "did you mean \"tools\""]);
+    refused(&["environment.hint=x"], &["does not take `hint`", "`format`"]);
+    refused(&["environment.tools[0].kind=browser"], &["environment.tools[0].kind", "`python` and `code`"]);
+    refused(&["environment.max_turns=0"], &["must be 1 or more"]);
+    refused(&["environment.max_tokens=5"], &["no space for a prompt and a completion of 6 tokens"]);
+    refused(&["environment.turn_timeout_s=700"], &["longer than `deadlines.wait_s`, 600"]);
+    refused(&["environment.tool_timeout_s=601"], &["longer than `environment.turn_timeout_s`, 600"]);
+    refused(&["data.chat=false"], &["environment.describe_tools", "set `data.chat = true`"]);
+    let sets = ["--set", "environment.kind=tools", "--set", CORRECT];
+    let args: Vec<&str> = ["check", "small.toml"].into_iter().chain(sets).collect();
+    home.rlrun(&args).refused(&["environment.tools", "[[environment.tools]]"]);
+}
