@@ -8,6 +8,7 @@
 //! - [`single_turn`]: one completion per task, judged by the rewards of the recipe
 //! - [`spec`]: `[environment]` of a recipe; [`registry`]: the kinds that it can name
 //! - [`retry`]: one more attempt after a wrong answer, with a reward per turn
+//! - [`openenv`]: environments of an OpenEnv server
 //! - [`python`]: environments of the user in Python
 //! - [`tools`]: tools that the policy may call until it answers
 //! - [`tool_calls`]: calls of tools in the text of a completion, by model family
@@ -39,6 +40,7 @@
 //! ```
 
 pub mod environment;
+pub mod openenv;
 pub mod python;
 pub mod registry;
 pub mod retry;
@@ -50,6 +52,7 @@ pub mod tools;
 pub use environment::{
     Action, BoxFuture, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits, Observation,
 };
+pub use openenv::OpenEnv;
 pub use python::PythonEnvironments;
 pub use registry::{EnvironmentContext, EnvironmentKind, EnvironmentRegistry, EnvironmentSpecError, Made};
 pub use retry::Retry;

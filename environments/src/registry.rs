@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use tokio::runtime::Handle;
 
+use crate::openenv::OpenEnv;
 use crate::python::{PythonEnvironments, PythonFunction};
 #[cfg(target_os = "linux")]
 use crate::tools::CodeInterpreter;
@@ -152,7 +153,10 @@ impl EnvironmentRegistry {
             Ok(Arc::new(PythonEnvironments::new(spec, context)?))
         };
         let none = Self { kinds: BTreeMap::new() };
-        none.with("tools", TOOLS, tools).with("python", PYTHON, python).with("retry", &["hint"], retry)
+        none.with("tools", TOOLS, tools)
+            .with("python", PYTHON, python)
+            .with("openenv", &["url", "action", "parameters"], |spec, _| Ok(Arc::new(OpenEnv::new(spec)?)))
+            .with("retry", &["hint"], retry)
     }
 
     /// Adds the kind `name`: `make` reads its own keys from the table `parameters` of the spec. A kind of that name is
@@ -291,7 +295,7 @@ mod tests {
         };
         assert_eq!(build(&spec("retry")).unwrap().limits(), spec("retry").limits());
         let (key, text) = error(&spec("tool"));
-        assert!(key == "kind" && text.contains("`python`, `retry`, `tools`"), "{text}");
+        assert!(key == "kind" && text.contains("`openenv`, `python`, `retry`, `tools`"), "{text}");
         let (key, text) = error(&EnvironmentSpec { hint: Some(String::new()), ..spec("tools") });
         assert!(key == "hint" && text.contains("it takes `tools`, `format`"), "{text}");
         assert_eq!(error(&spec("tools")).0, "tools");

@@ -16,7 +16,7 @@ use crate::{EnvironmentLimits, ToolCallFormat};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EnvironmentSpec {
-    /// Which kind of environment: `tools`, `python`, `retry`, or one that the program was built with.
+    /// Which kind of environment: `tools`, `python`, `openenv`, `retry`, or one that the program was built with.
     // resume = experiment, worker = run
     pub kind: String,
     /// Most turns of the policy in an episode, which then ends as it is. TRL `max_tool_calling_iterations`, verl
@@ -59,6 +59,14 @@ pub struct EnvironmentSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = experiment, worker = run
     pub hint: Option<String>,
+    /// `openenv`: address of the server, `http://HOST:PORT` or `ws://HOST:PORT/PATH`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = operator
+    pub url: Option<String>,
+    /// `openenv`: field of the action that has the completion, if that is no JSON object; `message` if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = run
+    pub action: Option<String>,
     /// `python`: a file, `FILE.py:NAME`, or `module:NAME`. Relative to the file that names it.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = experiment, worker = operator
@@ -86,7 +94,7 @@ pub struct EnvironmentSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = operator
     pub environment: Option<Vec<String>>,
-    /// `python`: keyword arguments of the environment. Other kinds: values for an environment that the program was built with.
+    /// `python`: keyword arguments of the environment. `openenv`: fields of its `reset`. Other kinds: values for an environment that the program was built with.
     #[serde(skip_serializing_if = "Map::is_empty")]
     // resume = experiment, worker = operator
     pub parameters: Map<String, Value>,
@@ -124,6 +132,8 @@ impl Default for EnvironmentSpec {
             max_answer_chars: None,
             mask_bad_calls: None,
             hint: None,
+            url: None,
+            action: None,
             path: None,
             dialect: None,
             python: None,
@@ -165,6 +175,8 @@ impl EnvironmentSpec {
             (self.max_answer_chars.is_some(), "max_answer_chars"),
             (self.mask_bad_calls.is_some(), "mask_bad_calls"),
             (self.hint.is_some(), "hint"),
+            (self.url.is_some(), "url"),
+            (self.action.is_some(), "action"),
             (self.path.is_some(), "path"),
             (self.dialect.is_some(), "dialect"),
             (self.python.is_some(), "python"),

@@ -25,7 +25,7 @@ def misbehave(what: str):
     if what == "die":
         os._exit(1)
     if what == "flood":
-        return "x" * (100 << 20)
+        return "x" * (65 << 20)
     return "x" * 100_000
 
 

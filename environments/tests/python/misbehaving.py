@@ -20,7 +20,7 @@ class Bad:
         if self.what == "raise":
             raise RuntimeError("the board is gone")
         if self.what == "flood":
-            return "x" * (100 << 20), 0.0, False
+            return "x" * (65 << 20), 0.0, False
         if self.what == "nan":
             return "", float("nan"), True
         if self.what == "odd":
