@@ -214,7 +214,7 @@ fn mistakes_in_an_environment_are_named() {
     };
     refused(&["environment.kind=tool"], &["no environment of kind \"tool\"", "did you mean \"tools\""]);
     refused(&["environment.hint=x"], &["does not take `hint`", "`format`"]);
-    refused(&["environment.tools[0].kind=browser"], &["environment.tools[0].kind", "`python` and `code`"]);
+    refused(&["environment.tools[0].kind=browser"], &["environment.tools[0].kind", "`code` and `mcp`"]);
     refused(&["environment.max_turns=0"], &["must be 1 or more"]);
     refused(&["environment.max_tokens=5"], &["no space for a prompt and a completion of 6 tokens"]);
     refused(&["environment.turn_timeout_s=700"], &["longer than `deadlines.wait_s`, 600"]);

@@ -13,7 +13,7 @@ use crate::openenv::OpenEnv;
 use crate::python::{PythonEnvironments, PythonFunction};
 #[cfg(target_os = "linux")]
 use crate::tools::CodeInterpreter;
-use crate::tools::{Calculator, Search, Tool, ToolSet, Tools};
+use crate::tools::{Calculator, McpTool, Search, Tool, ToolSet, Tools};
 use crate::{EnvironmentFactory, EnvironmentSpec, Retry, ToolCallFormat, ToolSpec};
 
 /// What `retry` says after a wrong answer.
@@ -247,7 +247,7 @@ fn tools(spec: &EnvironmentSpec, context: &EnvironmentContext) -> Made {
 
 /// The tools of an entry, or the key that is wrong and why.
 fn tools_of(
-    ToolSpec { kind, path }: &ToolSpec,
+    ToolSpec { kind, path, command }: &ToolSpec,
     spec: &EnvironmentSpec,
     context: &EnvironmentContext,
 ) -> Result<Vec<Box<dyn Tool>>, (&'static str, String)> {
@@ -257,6 +257,16 @@ fn tools_of(
         None if takes_path => return Err(("kind", format!("is `{kind}`, which needs a `path`"))),
         path => path.as_deref().unwrap_or(Path::new("")),
     };
+    match (&kind[..], command) {
+        ("mcp", Some(command)) if !command.is_empty() => {
+            let tools = McpTool::all(command, spec, context);
+            let tools = tools.map_err(|reason| ("command", format!("fails: {reason}")))?.into_iter();
+            return Ok(tools.map(|tool| Box::new(tool) as Box<dyn Tool>).collect());
+        }
+        ("mcp", _) => return Err(("kind", "is `mcp`, which needs a `command`".to_owned())),
+        (_, Some(_)) => return Err(("command", format!("is nothing that `{kind}` takes; remove it"))),
+        (_, None) => {}
+    }
     let failed = |reason: String| ("path", format!("fails: {reason}"));
     Ok(match &kind[..] {
         "calculator" => vec![Box::new(Calculator::default())],
@@ -271,7 +281,8 @@ fn tools_of(
             vec![Box::new(code.map_err(|reason| ("kind", format!("is `code`, which fails: {reason}")))?)]
         }
         other => {
-            let reason = format!("is \"{other}\"; there are `calculator`, `search`, `python` and `code`");
+            let reason =
+                format!("is \"{other}\"; there are `calculator`, `search`, `python`, `code` and `mcp`");
             return Err(("kind", reason));
         }
     })
@@ -299,7 +310,7 @@ mod tests {
         let (key, text) = error(&EnvironmentSpec { hint: Some(String::new()), ..spec("tools") });
         assert!(key == "hint" && text.contains("it takes `tools`, `format`"), "{text}");
         assert_eq!(error(&spec("tools")).0, "tools");
-        let tool = |kind: &str| ToolSpec { kind: kind.to_owned(), path: None };
+        let tool = |kind: &str| ToolSpec { kind: kind.to_owned(), ..ToolSpec::default() };
         let with = |tools: &[&str]| EnvironmentSpec {
             tools: tools.iter().map(|kind| tool(kind)).collect(),
             ..spec("tools")

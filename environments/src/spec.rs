@@ -90,7 +90,7 @@ pub struct EnvironmentSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub memory_mb: Option<u64>,
-    /// `python`, tools `python`: environment variables that the processes get besides the usual ones.
+    /// `python`, tools `python` and `mcp`: environment variables that the processes get besides the usual ones.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = operator
     pub environment: Option<Vec<String>>,
@@ -106,7 +106,7 @@ pub struct EnvironmentSpec {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ToolSpec {
-    /// Which kind of tool: `calculator`, `search`, `python` or `code`.
+    /// Which kind of tool: `calculator`, `search`, `python`, `code` or `mcp`.
     // resume = experiment, worker = run
     pub kind: String,
     /// `search`: directory of text files (`.txt`, `.md`, `.rst`, `.jsonl`). `python`: a file, whose functions are tools,
@@ -114,6 +114,10 @@ pub struct ToolSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = experiment, worker = operator
     pub path: Option<PathBuf>,
+    /// `mcp`: program and arguments that start a server of the Model Context Protocol on its standard input and output.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = operator
+    pub command: Option<Vec<String>>,
 }
 
 impl Default for EnvironmentSpec {

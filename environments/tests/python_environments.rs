@@ -189,7 +189,7 @@ fn a_file_without_an_environment_is_refused() {
 /// Calls of the functions of a file and of the interpreter, as the model writes them.
 #[test]
 fn functions_and_programs_are_tools() {
-    let tool = |kind: &str, path: Option<PathBuf>| ToolSpec { kind: kind.to_owned(), path };
+    let tool = |kind: &str, path: Option<PathBuf>| ToolSpec { kind: kind.to_owned(), path, command: None };
     let functions = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/functions.py");
     let spec = |tool_timeout_s: f64| EnvironmentSpec {
         kind: "tools".to_owned(),
@@ -237,4 +237,37 @@ fn functions_and_programs_are_tools() {
     let [answer] = &contents(&observation)[..] else { panic!("{observation:?}") };
     // The sandbox or the limit of the tool ends it.
     assert!(answer.contains("it took too long") || answer.contains("gave no answer"), "{answer}");
+}
+
+#[test]
+fn tools_of_a_server_of_the_model_context_protocol() {
+    let server = format!("{}/tests/python/mcp_server.py", env!("CARGO_MANIFEST_DIR"));
+    let command = |server: &str| ToolSpec {
+        kind: "mcp".to_owned(),
+        command: Some(vec!["python3".to_owned(), server.to_owned()]),
+        ..ToolSpec::default()
+    };
+    let spec = |server: &str| EnvironmentSpec {
+        kind: "tools".to_owned(),
+        tools: vec![command(server)],
+        ..EnvironmentSpec::default()
+    };
+    let Some(fixture) = fixture(&spec(&server)) else { return };
+    let names: Vec<&str> = fixture.factory.tools().iter().map(|tool| &tool.name[..]).collect();
+    assert_eq!(names, ["add", "liar", "die"]);
+    let (mut environment, _) = fixture.open(json!({}));
+    let mut call = |name: &str, arguments: Value| {
+        let text = format!("<tool_call>{}</tool_call>", json!({"name": name, "arguments": arguments}));
+        let observation = fixture.step(&mut *environment, 0, &text)?;
+        Ok::<_, EnvironmentError>(observation.messages[0].content.clone())
+    };
+    assert_eq!(call("add", json!({"a": 2, "b": 40})).unwrap(), "42");
+    assert_eq!(call("liar", json!({})).unwrap(), "error: an argument is missing after all");
+    assert!(call("add", json!({"a": 2})).unwrap().contains("lacks the argument \"b\""));
+    let ended = call("die", json!({})).unwrap_err().to_string();
+    assert!(ended.contains("the server of die failed"), "{ended}");
+    assert_eq!(call("add", json!({"a": 1, "b": 1})).unwrap(), "2", "it is started again");
+    let refused = build(&spec("nothing.py")).unwrap().map(|_| ()).unwrap_err();
+    assert_eq!(refused.key(), "tools[0].command");
+    assert!(refused.to_string().contains("does not speak the Model Context Protocol"), "{refused}");
 }

@@ -2,7 +2,7 @@
 //!
 //! # Layout
 //! - [`ToolSet`]: the tools of an environment, and how their answers become messages
-//! - `calculator`, `search`, `code`: tools that are built in
+//! - `calculator`, `search`, `code`: tools that are built in; `mcp`: those of a server
 //!
 //! # Invariants
 //! - A bad call costs nothing but its turn: the model reads the reason, and it is counted.
@@ -12,6 +12,7 @@
 mod calculator;
 #[cfg(target_os = "linux")]
 mod code;
+mod mcp;
 mod search;
 
 use std::fmt;
@@ -28,6 +29,7 @@ use crate::{
 pub use calculator::Calculator;
 #[cfg(target_os = "linux")]
 pub use code::CodeInterpreter;
+pub(crate) use mcp::McpTool;
 pub use search::{Search, SearchError};
 
 /// Longest answer of a tool that a model gets, characters; see [`ToolSet::with_limits`].

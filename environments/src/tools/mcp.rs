@@ -1,0 +1,165 @@
+//! `mcp`: the tools of a server of the Model Context Protocol that this process starts and speaks to on standard input and
+//! output, by the crate `rmcp`.
+//!
+//! Invariant: an error that the server answers is an answer to the model. A server that ends fails the calls that are under way,
+//! and is started again for the next one. It ends with this process, which closes its standard input.
+
+use std::collections::BTreeMap;
+use std::fs::OpenOptions;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rmcp::model::{CallToolRequestParams, ContentBlock};
+use rmcp::service::{RoleClient, RunningService, ServiceError};
+use rmcp::{Peer, ServiceExt};
+use serde_json::{Map, Value};
+use tokio::process::{Child, Command};
+use tokio::sync::Mutex;
+
+use super::{Tool, ToolError};
+use crate::{BoxFuture, EnvironmentContext, EnvironmentSpec, ToolSchema};
+
+/// Longest start of a server, with its list of tools.
+const START_DEADLINE: Duration = Duration::from_secs(60);
+
+/// A tool of a server.
+#[derive(Debug)]
+pub(crate) struct McpTool {
+    schema: ToolSchema,
+    server: Arc<McpServer>,
+}
+
+/// How a server is started, and the one that runs.
+#[derive(Debug)]
+struct McpServer {
+    command: Vec<String>,
+    variables: BTreeMap<String, String>,
+    log: PathBuf,
+    /// `None` before the first call and after the server ended.
+    running: Mutex<Option<McpConnection>>,
+}
+
+/// A server that runs.
+#[derive(Debug)]
+struct McpConnection {
+    client: RunningService<RoleClient, ()>,
+    /// Killed when it is dropped.
+    _process: Child,
+}
+
+impl McpTool {
+    /// The tools of the server that `command` starts. Blocks until it has listed them.
+    ///
+    /// # Errors
+    /// A server that does not start, or does not answer; the text has the reason.
+    pub(crate) fn all(
+        command: &[String],
+        spec: &EnvironmentSpec,
+        context: &EnvironmentContext,
+    ) -> Result<Vec<Self>, String> {
+        let runtime = context.runtime.as_ref().ok_or("needs a runtime that waits for processes")?;
+        let named = spec.environment.as_deref().unwrap_or_default();
+        let server = Arc::new(McpServer {
+            command: command.to_vec(),
+            variables: host::python::environment(&context.variables, named),
+            log: context.scratch.join("mcp.log"),
+            running: Mutex::default(),
+        });
+        let listed = runtime.block_on(async {
+            let listing = async {
+                let peer = server.peer().await?;
+                peer.list_all_tools().await.map_err(|error| error.to_string())
+            };
+            let late = |_| format!("it lists no tools within {} s", START_DEADLINE.as_secs());
+            tokio::time::timeout(START_DEADLINE, listing).await.map_err(late)?
+        })?;
+        let tool = |tool: rmcp::model::Tool| Self {
+            schema: ToolSchema {
+                name: tool.name.into_owned(),
+                description: tool.description.unwrap_or_default().into_owned(),
+                parameters: Value::Object((*tool.input_schema).clone()),
+            },
+            server: Arc::clone(&server),
+        };
+        Ok(listed.into_iter().map(tool).collect())
+    }
+
+    async fn invoke(&self, arguments: &Map<String, Value>) -> Result<String, ToolError> {
+        let peer = self.server.peer().await.map_err(ToolError::Unusable)?;
+        let call = CallToolRequestParams::new(self.schema.name.clone()).with_arguments(arguments.clone());
+        match peer.call_tool(call).await {
+            Ok(result) => {
+                let parts: Vec<String> = result.content.iter().map(text).collect();
+                let answer = parts.join("\n");
+                if result.is_error == Some(true) { Err(ToolError::Refused(answer)) } else { Ok(answer) }
+            }
+            Err(ServiceError::McpError(error)) => Err(ToolError::Refused(error.message.into_owned())),
+            Err(error) => {
+                *self.server.running.lock().await = None;
+                Err(ToolError::Unusable(format!("the server of {} failed: {error}", self.schema.name)))
+            }
+        }
+    }
+}
+
+impl McpServer {
+    /// The server, which is started if it does not run.
+    async fn peer(&self) -> Result<Peer<RoleClient>, String> {
+        let mut running = self.running.lock().await;
+        if let Some(connection) = running.as_ref().filter(|connection| !connection.client.is_closed()) {
+            return Ok(connection.client.peer().clone());
+        }
+        let started = tokio::time::timeout(START_DEADLINE, self.start()).await;
+        let late = |_| format!("{} does not answer within {} s", self.command[0], START_DEADLINE.as_secs());
+        let connection = started.map_err(late)??;
+        let peer = connection.client.peer().clone();
+        *running = Some(connection);
+        Ok(peer)
+    }
+
+    async fn start(&self) -> Result<McpConnection, String> {
+        let failed = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
+        let Some((program, arguments)) = self.command.split_first() else {
+            return Err("its `command` is empty".to_owned());
+        };
+        let log = OpenOptions::new().create(true).append(true).open(&self.log);
+        let log = log.map_err(|error| failed(&format!("cannot write {}", self.log.display()), &error))?;
+        let mut command = Command::new(program);
+        command.args(arguments).env_clear().envs(&self.variables);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log).kill_on_drop(true);
+        let mut process =
+            command.spawn().map_err(|error| failed(&format!("`{program}` cannot be started"), &error))?;
+        let (Some(input), Some(output)) = (process.stdin.take(), process.stdout.take()) else {
+            return Err(format!("`{program}` has no standard input and output"));
+        };
+        let client = ().serve((output, input)).await;
+        let said = format!(
+            "`{program}` does not speak the Model Context Protocol ({} says more)",
+            self.log.display()
+        );
+        let client = client.map_err(|error| failed(&said, &error))?;
+        Ok(McpConnection { client, _process: process })
+    }
+}
+
+/// A part of an answer as text.
+fn text(block: &ContentBlock) -> String {
+    match block {
+        ContentBlock::Text(text) => text.text.clone(),
+        ContentBlock::Image(_) => "[an image]".to_owned(),
+        ContentBlock::Audio(_) => "[a sound]".to_owned(),
+        other => serde_json::to_string(other).unwrap_or_default(),
+    }
+}
+
+impl Tool for McpTool {
+    fn schema(&self) -> &ToolSchema {
+        &self.schema
+    }
+
+    fn call<'a>(&'a self, arguments: &'a Map<String, Value>) -> BoxFuture<'a, Result<String, ToolError>> {
+        Box::pin(self.invoke(arguments))
+    }
+}
