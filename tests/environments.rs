@@ -190,6 +190,13 @@ fn an_environment_in_python_gives_all_rewards() {
             assert_eq!(trajectory["reward"].as_f64(), Some(rewards), "{trajectory}");
         }
     }
+    let processes = ["played.toml", "--run-dir", "processes", "--set", "placement.processes=true"];
+    home.rlrun(&processes).ok();
+    let metrics = home.run("processes").steps();
+    assert!(
+        metrics.len() == 3 && metrics.iter().all(|line| line["environment/turns"].is_number()),
+        "{metrics:?}"
+    );
     let evaluated = home.rlrun(&["check", "played.toml", "--set", "environment.path=nothing.py"]);
     evaluated.refused(&["nothing.py", "environment.path"]);
 }

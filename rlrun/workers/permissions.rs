@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Component, Path, PathBuf};
 
+use ::environments::EnvironmentSpec;
 use ::rewards::{Registry, RewardKind, RewardSpec};
 use toml::{Table, Value};
 
@@ -55,6 +56,7 @@ struct Allowed {
 struct Local {
     path: PathBuf,
     rewards: Vec<RewardSpec>,
+    environment: Option<EnvironmentSpec>,
     train: Option<Vec<PathBuf>>,
 }
 
@@ -112,7 +114,8 @@ impl Permissions {
                 DataSource::Files(files) => Some(files.train),
                 DataSource::Arithmetic(_) => None,
             };
-            Ok::<_, Failure>(Local { path: path.clone(), rewards: recipe.rewards, train })
+            let Recipe { rewards, environment, .. } = recipe;
+            Ok::<_, Failure>(Local { path: path.clone(), rewards, environment, train })
         };
         let recipe = args.recipe.as_ref().map(local).transpose()?;
         Ok(Self { recipe, code, paths, repositories })
@@ -170,6 +173,18 @@ impl Permissions {
         for (key, value) in sent {
             let full = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
             let value = match (by(&full), value) {
+                (None, value) if full == "environment" && self.own_environment(&value).is_some() => {
+                    self.own_environment(&value)
+                }
+                (None, Value::Array(list)) if full == "environment.tools" => {
+                    let tool = |sent: Value| match sent {
+                        Value::Table(inner) => {
+                            Value::from(self.section("environment.tools[]", inner, refused))
+                        }
+                        other => other,
+                    };
+                    Some(Value::Array(list.into_iter().map(tool).collect()))
+                }
                 (Some(By::Run), value) => Some(value),
                 (Some(By::Neither), _) => None,
                 (Some(By::Operator), value) if full == "data.train" => self.datasets(&value, refused),
@@ -188,6 +203,13 @@ impl Permissions {
             kept.extend(value.map(|value| (key, value)));
         }
         kept
+    }
+
+    /// The environment of the operator's recipe, if it is of the kind that the run names.
+    fn own_environment(&self, sent: &Value) -> Option<Value> {
+        let own = self.recipe.as_ref()?.environment.as_ref()?;
+        let same = sent.get("kind").and_then(Value::as_str) == Some(&own.kind);
+        if same { Value::try_from(own).ok() } else { None }
     }
 
     fn datasets(&self, sent: &Value, refused: &mut Vec<RefusedKey>) -> Option<Value> {

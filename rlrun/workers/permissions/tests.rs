@@ -270,3 +270,38 @@ fn repositories_of_the_hub_are_allowed_by_name() {
     let error = Permissions::new(&args, &[], &Program::default()).unwrap_err().to_string();
     assert!(error.contains("--allow-path hf:openai/../x") && error.contains("hf:OWNER/NAME"), "{error}");
 }
+
+const TOOLS: &str = "[environment]\nkind = \"tools\"\n[[environment.tools]]\nkind = \"calculator\"\n";
+
+#[test]
+fn environments_of_the_run_use_no_code_and_no_file_of_this_machine() {
+    let machine = WorkerMachine::new();
+    let base = format!("{REST}[[rewards]]\nkind = \"math\"\n");
+    let nothing = machine.allow(None, &[], &[]);
+    let calculator = machine.settle(&nothing, &format!("{base}{TOOLS}")).unwrap();
+    assert_eq!(calculator["environment"]["tools"][0]["kind"].as_str(), Some("calculator"));
+    let own = "[environment]\nkind = \"python\"\npath = \"/theirs.py\"\n";
+    for (sent, key) in [
+        (
+            format!("{TOOLS}[[environment.tools]]\nkind = \"search\"\npath = \"/etc\"\n"),
+            "environment.tools[].path",
+        ),
+        (
+            format!("{TOOLS}[[environment.tools]]\nkind = \"mcp\"\ncommand = [\"sh\"]\n"),
+            "environment.tools[].command",
+        ),
+        (own.to_owned(), "environment.path"),
+        ("[environment]\nkind = \"openenv\"\nurl = \"http://10.0.0.1\"\n".to_owned(), "environment.url"),
+    ] {
+        let refused = machine.settle(&nothing, &format!("{base}{sent}")).unwrap_err();
+        assert!(refused.contains(key), "{key}: {refused}");
+    }
+    let file = machine.write("mine.py", "class Mine:\n    pass\n");
+    let mine = format!(
+        "{base}[environment]\nkind = \"python\"\npath = {file:?}\nmax_turns = 3\n[data.arithmetic]\n"
+    );
+    let allowed = machine.allow(Some(&mine), &[], &[]);
+    let settled = machine.settle(&allowed, &format!("{base}{own}")).unwrap();
+    assert_eq!(settled["environment"]["path"].as_str(), file.to_str());
+    assert_eq!(settled["environment"]["max_turns"].as_integer(), Some(3), "the operator's whole section");
+}

@@ -287,18 +287,22 @@ impl EpisodeDriver {
             }
         }
         let Some(group) = self.opening.get(&key.group).filter(|group| group.left == 0) else { return Ok(()) };
-        let same = group.prompts.iter().all(|prompt| prompt.as_ref() == Some(&group.request.prompt));
+        let first = group.prompts.first().cloned().flatten();
+        let shared = first.filter(|first| group.prompts.iter().all(|prompt| prompt.as_ref() == Some(first)));
         let Some(OpeningGroup { request, prompts, .. }) = self.opening.remove(&key.group) else {
             return Ok(());
         };
-        if same {
-            self.ready.push_back(request);
+        let (most, max_tokens) = (request.max_completion_length, self.config.max_tokens);
+        let longest = |prompt: &[u32]| most.min(max_tokens.saturating_sub(prompt.len()));
+        if let Some(prompt) = shared.filter(|prompt| longest(prompt) > 0) {
+            let max_completion_length = longest(&prompt);
+            self.ready.push_back(SampleRequest { prompt, max_completion_length, ..request });
             return self.submit_ready(sampler);
         }
         for (index, prompt) in prompts.into_iter().enumerate() {
             let Some(prompt) = prompt else { continue };
             let key = EpisodeKey { group: key.group, index: index as u32 };
-            match request.max_completion_length.min(self.config.max_tokens.saturating_sub(prompt.len())) {
+            match longest(&prompt) {
                 0 => self.end_without_turn(key, prompt, sampler.version(), EpisodeEnd::ContextFull),
                 longest => self.ready.push_back(alone(&request, key.index, 0, prompt, longest)),
             }
