@@ -177,13 +177,8 @@ impl Permissions {
                     self.own_environment(&value)
                 }
                 (None, Value::Array(list)) if full == "environment.tools" => {
-                    let tool = |sent: Value| match sent {
-                        Value::Table(inner) => {
-                            Value::from(self.section("environment.tools[]", inner, refused))
-                        }
-                        other => other,
-                    };
-                    Some(Value::Array(list.into_iter().map(tool).collect()))
+                    let tools = list.into_iter().filter_map(|sent| self.tool(sent, refused));
+                    Some(Value::Array(tools.collect()))
                 }
                 (Some(By::Run), value) => Some(value),
                 (Some(By::Neither), _) => None,
@@ -203,6 +198,21 @@ impl Permissions {
             kept.extend(value.map(|value| (key, value)));
         }
         kept
+    }
+
+    /// A tool of the environment that only computes; every other kind reads files or runs programs.
+    fn tool(&self, sent: Value, refused: &mut Vec<RefusedKey>) -> Option<Value> {
+        let kind = sent.get("kind").and_then(Value::as_str).unwrap_or_default().to_owned();
+        match sent {
+            Value::Table(inner) if kind == "calculator" => {
+                Some(Value::from(self.section("environment.tools[]", inner, refused)))
+            }
+            _ => {
+                let why = "it reads files or runs programs of this machine".to_owned();
+                refused.push(RefusedKey { key: "environment.tools[].kind".to_owned(), value: kind, why });
+                None
+            }
+        }
     }
 
     /// The environment of the operator's recipe, if it is of the kind that the run names.

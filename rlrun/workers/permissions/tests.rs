@@ -281,15 +281,13 @@ fn environments_of_the_run_use_no_code_and_no_file_of_this_machine() {
     let calculator = machine.settle(&nothing, &format!("{base}{TOOLS}")).unwrap();
     assert_eq!(calculator["environment"]["tools"][0]["kind"].as_str(), Some("calculator"));
     let own = "[environment]\nkind = \"python\"\npath = \"/theirs.py\"\n";
+    let tool = |kind: &str, more: &str| {
+        (format!("{TOOLS}[[environment.tools]]\nkind = \"{kind}\"\n{more}\n"), "environment.tools[].kind")
+    };
     for (sent, key) in [
-        (
-            format!("{TOOLS}[[environment.tools]]\nkind = \"search\"\npath = \"/etc\"\n"),
-            "environment.tools[].path",
-        ),
-        (
-            format!("{TOOLS}[[environment.tools]]\nkind = \"mcp\"\ncommand = [\"sh\"]\n"),
-            "environment.tools[].command",
-        ),
+        tool("search", "path = \"/etc\""),
+        tool("mcp", "command = [\"sh\"]"),
+        tool("code", ""),
         (own.to_owned(), "environment.path"),
         ("[environment]\nkind = \"openenv\"\nurl = \"http://10.0.0.1\"\n".to_owned(), "environment.url"),
     ] {
