@@ -1,12 +1,16 @@
-//! The environment of a recipe, for the model of the recipe: prompts that describe its tools, and what episodes need.
+//! The environments of a recipe, for the model of the recipe: prompts that describe their tools, and what episodes need.
 //!
 //! Invariant: without `[environment]` prompts are as the dataset has them, and an episode is one completion.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use environments::{EnvironmentContext, EnvironmentFactory, EnvironmentRegistry, ToolCallFormat};
+use environments::{
+    EnvironmentContext, EnvironmentFactory, EnvironmentRegistry, EnvironmentSpec, ToolCallFormat,
+};
 use model::{ChatTemplate, ModelDirectory, ModelError};
-use rollout::{ChatEncoder, EpisodeConfig};
+use rollout::{ChatEncoder, ENVIRONMENT_COLUMN, EpisodeConfig, EpisodeEnvironment, RolloutError};
+use serde_json::{Map, Value};
 use trajectory::{Message, Prompt, Task};
 
 use crate::failure::Failure;
@@ -23,10 +27,12 @@ fn keeps_turns(template: &ChatTemplate) -> Result<bool, ModelError> {
     Ok(template.render(&conversation, false)?.starts_with(&two))
 }
 
-/// The environment that the policy acts in.
+/// The environments that the policy acts in.
 pub(crate) struct Acting {
     /// `None` without an environment.
     environment: Option<OpenEnvironment>,
+    /// The environments that tasks name.
+    named: BTreeMap<String, OpenEnvironment>,
 }
 
 struct OpenEnvironment {
@@ -37,59 +43,43 @@ struct OpenEnvironment {
     describes: bool,
     /// What the system message says of the tools, if the template does not describe them.
     description: Option<String>,
+    discount: f64,
 }
 
-impl Acting {
-    /// The environment of `recipe` for the model of `directory`.
-    ///
-    /// # Errors
-    /// An environment that cannot be made.
-    pub(crate) fn new(
+impl OpenEnvironment {
+    fn new(
+        spec: &EnvironmentSpec,
         recipe: &Recipe,
         directory: &ModelDirectory,
         registry: &EnvironmentRegistry,
-        context: EnvironmentContext,
+        context: &EnvironmentContext,
     ) -> Result<Self, Failure> {
-        let Some(spec) = &recipe.environment else { return Ok(Self { environment: None }) };
         let template = directory.template();
         let taught = template.and_then(|template| ToolCallFormat::of_template(&template.text()));
-        let context = EnvironmentContext { format: taught, ..context };
+        let context = EnvironmentContext { format: taught, ..context.clone() };
         let factory = registry
             .build(spec, &context)
             .map_err(|error| Failure::Argument(format!("`environment.{}`: {error}", error.key())))?;
         let opened = recipe.opened(directory.path())?;
         let tools = factory.tools();
-        let describe = spec.describe_tools.unwrap_or(true) && !tools.is_empty();
+        let describes = spec.describe_tools.unwrap_or(true) && !tools.is_empty();
         let (directory, description) = match template {
-            Some(template) if describe && template.knows_tools() => {
+            Some(template) if describes && template.knows_tools() => {
                 (opened.with_tools(tools.iter().map(|tool| tool.to_json()).collect()), None)
             }
-            _ if describe => {
+            _ if describes => {
                 let format = spec.format.or(taught).unwrap_or(ToolCallFormat::Json);
                 (opened, Some(format.describe(tools)))
             }
             _ => (opened, None),
         };
         let directory = Arc::new(directory);
-        Ok(Self {
-            environment: Some(OpenEnvironment { factory, directory, describes: describe, description }),
-        })
-    }
-
-    /// The model that prompts are encoded for.
-    pub(crate) fn directory<'a>(&'a self, plain: &'a ModelDirectory) -> &'a ModelDirectory {
-        self.environment.as_ref().map_or(plain, |open| &open.directory)
+        Ok(Self { factory, directory, describes, description, discount: spec.discount })
     }
 
     /// A task whose prompt describes the tools.
-    ///
-    /// # Errors
-    /// A prompt that is plain text: tools are described in a system message.
-    pub(crate) fn described(&self, mut task: Task) -> Result<Task, Failure> {
-        let Some(OpenEnvironment { factory, describes, description, .. }) = &self.environment else {
-            return Ok(task);
-        };
-        match (&mut task.prompt, description) {
+    fn described(&self, mut task: Task) -> Result<Task, Failure> {
+        match (&mut task.prompt, &self.description) {
             (Prompt::Messages(messages), Some(description)) => {
                 match messages.first_mut().filter(|first| first.role == "system") {
                     Some(system) => system.content = format!("{}\n\n{description}", system.content),
@@ -97,19 +87,86 @@ impl Acting {
                 }
                 Ok(task)
             }
-            (Prompt::Text(_), _) if *describes => Err(Failure::Argument(format!(
+            (Prompt::Text(_), _) if self.describes => Err(Failure::Argument(format!(
                 "`environment.describe_tools`: the prompts are plain text, which cannot describe the tools of `{}`; set \
                  `data.chat = true`, or describe them in the prompts yourself and set `describe_tools = false`",
-                factory.name()
+                self.factory.name()
             ))),
             _ => Ok(task),
         }
     }
 
-    /// How environment and chat template were understood, one line each.
+    fn playing(&self) -> EpisodeEnvironment {
+        let encoder = Arc::new(ChatEncoder::new(Arc::clone(&self.directory)));
+        EpisodeEnvironment {
+            discount: self.discount,
+            ..EpisodeEnvironment::new(Arc::clone(&self.factory), Some(encoder))
+        }
+    }
+}
+
+impl Acting {
+    /// The environments of `recipe` for the model of `directory`.
+    ///
+    /// # Errors
+    /// An environment that cannot be made.
+    pub(crate) fn new(
+        recipe: &Recipe,
+        directory: &ModelDirectory,
+        registry: &EnvironmentRegistry,
+        context: &EnvironmentContext,
+    ) -> Result<Self, Failure> {
+        let Some(spec) = &recipe.environment else {
+            return Ok(Self { environment: None, named: BTreeMap::new() });
+        };
+        let open = |spec: &EnvironmentSpec| OpenEnvironment::new(spec, recipe, directory, registry, context);
+        let named = |(name, keys): (&String, &Map<String, Value>)| {
+            let wrong = |error| Failure::Argument(format!("`environment.named.{name}`: {error}"));
+            Ok::<_, Failure>((name.clone(), open(&spec.with_keys(keys).map_err(wrong)?)?))
+        };
+        Ok(Self {
+            environment: Some(open(spec)?),
+            named: spec.named.iter().map(named).collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// The environment of a task.
+    fn of(&self, task: &Task) -> Option<&OpenEnvironment> {
+        let name = task.columns.get(ENVIRONMENT_COLUMN).and_then(Value::as_str);
+        name.and_then(|name| self.named.get(name)).or(self.environment.as_ref())
+    }
+
+    /// The prompt of a task, `[P]` tokens, for the model of `plain`; empty if its environment begins the conversation.
+    ///
+    /// # Errors
+    /// A prompt that cannot be encoded.
+    pub(crate) fn encoded(&self, plain: &ModelDirectory, task: &Task) -> Result<Vec<u32>, RolloutError> {
+        let Some(environment) = self.of(task) else { return Ok(plain.encode_prompt(&task.prompt)?) };
+        match &task.prompt {
+            Prompt::Text(text) if text.is_empty() => Ok(Vec::new()),
+            Prompt::Messages(messages) if messages.iter().all(|said| said.role == "system") => Ok(Vec::new()),
+            prompt => Ok(environment.directory.encode_prompt(prompt)?),
+        }
+    }
+
+    /// A task whose prompt describes the tools of its environment.
+    ///
+    /// # Errors
+    /// A prompt that is plain text: tools are described in a system message.
+    pub(crate) fn described(&self, task: Task) -> Result<Task, Failure> {
+        match self.of(&task) {
+            Some(environment) => environment.described(task),
+            None => Ok(task),
+        }
+    }
+
+    /// How environments and chat template were understood, one line each.
     pub(crate) fn notes(&self) -> Vec<String> {
         let Some(OpenEnvironment { factory, directory, .. }) = &self.environment else { return Vec::new() };
         let about = factory.about().map(|about| format!("environment {about}"));
+        let named = self.named.iter().filter_map(|(name, open)| {
+            Some(format!("environment of tasks with the name \"{name}\": {}", open.factory.about()?))
+        });
         let turns = directory.template().filter(|_| factory.limits().max_turns > 1).map(|template| {
             match keeps_turns(template) {
                 Ok(true) => "the chat template renders past turns as they were: an episode is what it would render",
@@ -122,18 +179,13 @@ impl Acting {
                 }
             }
         });
-        about.into_iter().chain(turns.map(str::to_owned)).collect()
+        about.into_iter().chain(named).chain(turns.map(str::to_owned)).collect()
     }
 
     /// What episodes of at most `max_tokens` tokens are played in.
     pub(crate) fn episodes(&self, max_tokens: usize) -> EpisodeConfig {
-        let Some(OpenEnvironment { factory, directory, .. }) = &self.environment else {
-            return EpisodeConfig::single_turn();
-        };
-        EpisodeConfig {
-            environments: Arc::clone(factory),
-            encoder: Some(Arc::new(ChatEncoder::new(Arc::clone(directory)))),
-            max_tokens,
-        }
+        let Some(environment) = &self.environment else { return EpisodeConfig::single_turn() };
+        let named = self.named.iter().map(|(name, open)| (name.clone(), open.playing())).collect();
+        EpisodeConfig { environment: environment.playing(), named, max_tokens }
     }
 }

@@ -161,7 +161,7 @@ impl AuxiliarySetup<'_> {
             return Ok(None);
         }
         let column = match &self.recipe.data.source {
-            DataSource::Arithmetic(_) => None,
+            DataSource::Arithmetic(_) | DataSource::Seeds(_) => None,
             DataSource::Files(_) => self.recipe.algorithm.demonstration_column.clone(),
         };
         let directory = ModelDirectory::open(self.directory.path())?;

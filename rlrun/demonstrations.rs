@@ -1,14 +1,18 @@
-//! Demonstrations as samples.
+//! Demonstrations as samples: texts of a dataset, worked additions, and episodes of a scripted player.
 //!
 //! Invariant: the tokens of a demonstration are those that sampling would produce: the encoded prompt, the encoded text, the
 //! token that ends a completion.
 
+use environments::Demonstration;
 use model::{ModelDirectory, SpecialTokens};
-use rollout::tasks::arithmetic::{Demonstration, Sum};
+use rollout::tasks::arithmetic::Sum;
+use rollout::{Episode, EpisodeEnd, ScriptedEpisode, play_script};
 use serde_json::Value;
+use tokio::runtime::Handle;
 use trajectory::{PolicyVersion, Prompt, Sample, SampleStreams, Task, VersionRun};
 
 use crate::failure::Failure;
+use crate::prepare::Prepared;
 
 /// The text of a task's demonstration: a column of its row, or the worked answer of a generated addition.
 ///
@@ -26,6 +30,78 @@ pub(crate) fn text(task: &Task, column: Option<&str>) -> Result<String, Failure>
                 "task {} has no text in column `{column}`: it {found}; its columns are {there}",
                 task.id.0
             )))
+        }
+    }
+}
+
+/// Draws demonstrations for a warm-up.
+pub(crate) struct Demonstrations<'a> {
+    pub(crate) prepared: &'a Prepared,
+    pub(crate) directory: &'a ModelDirectory,
+    /// Where environments wait.
+    pub(crate) runtime: &'a Handle,
+    /// Most tokens of a completion.
+    pub(crate) max_completion_length: usize,
+    /// Whether tasks are played in an environment.
+    pub(crate) episodes: bool,
+}
+
+impl Demonstrations<'_> {
+    /// A demonstration of a task that is drawn, one sample for every role; `random` gives random numbers. A share
+    /// `wrong_share` of them, or of the turns of an episode, is wrong.
+    ///
+    /// # Errors
+    /// A task without a demonstration, an environment that fails.
+    pub(crate) fn draw(
+        &self,
+        wrong_share: f64,
+        mut random: impl FnMut() -> u32,
+    ) -> Result<Vec<Sample>, Failure> {
+        let train = &self.prepared.train;
+        let place = (u64::from(random()) * train.len() as u64) >> 32;
+        let task = train.task(place as usize);
+        let player = |random: u32| {
+            let wrong = f64::from(random) < wrong_share * 4_294_967_296.0;
+            if wrong { Demonstration::Wrong } else { Demonstration::Right }
+        };
+        if !self.episodes {
+            let text = Sum::of(task)?.demonstration(player(random()));
+            return Ok(vec![sample(self.directory, &task.prompt, &text)?]);
+        }
+        let next = || (player(random()), u64::from(random()));
+        let played = self.play(task, train.prompt(place as usize), None, next)?;
+        let taken: Vec<&Episode> = played.iter().filter(|episode| !episode.turns.is_empty()).collect();
+        if taken.is_empty() {
+            let name = self.prepared.episodes.of_task(task)?.factory.name();
+            return Err(Failure::Argument(format!(
+                "`warmup`: the environment `{name}` has no scripted player for task {}; remove `[warmup]` or set `warmup.steps = \
+                 0`",
+                task.id.0
+            )));
+        }
+        let no_sample = |error| Failure::Internal(format!("a scripted episode is no sample: {error}"));
+        taken.into_iter().map(|episode| episode.sample().map_err(no_sample)).collect()
+    }
+
+    /// An episode of the scripted player, one [`Episode`] for every role; see [`play_script`].
+    ///
+    /// # Errors
+    /// An environment that fails, messages that cannot be encoded.
+    pub(crate) fn play(
+        &self,
+        task: &Task,
+        prompt: &[u32],
+        otherwise: Option<&str>,
+        next: impl FnMut() -> (Demonstration, u64),
+    ) -> Result<Vec<Episode>, Failure> {
+        let Self { prepared, directory, runtime, max_completion_length, .. } = *self;
+        let script = ScriptedEpisode { directory, runtime, max_completion_length, otherwise };
+        let played = play_script(&prepared.episodes, script, task, prompt, next)?;
+        match played.first().map(|episode| &episode.end) {
+            Some(EpisodeEnd::Failed(reason)) => {
+                Err(Failure::Argument(format!("a scripted episode of task {}: {reason}", task.id.0)))
+            }
+            _ => Ok(played),
         }
     }
 }

@@ -84,6 +84,12 @@ pub fn describe(recipe: &Recipe) -> String {
             arithmetic.train_tasks,
             plan.epochs(arithmetic.train_tasks as u64)
         )),
+        DataSource::Seeds(seeds) => lines.push(format!(
+            "tasks         {} groups over {} tasks of the environment: {:.2} epochs",
+            plan.total_groups,
+            seeds.train_tasks,
+            plan.epochs(seeds.train_tasks as u64)
+        )),
         DataSource::Files(files) => {
             let names: Vec<_> = files.train.iter().map(|path| path.display().to_string()).collect();
             lines.push(format!("tasks         {} groups from {}", plan.total_groups, names.join(", ")));

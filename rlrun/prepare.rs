@@ -197,19 +197,15 @@ impl Prepared {
             variables: Arc::clone(runtime.program.environment()),
             scratch: scratch.to_path_buf(),
         };
-        let acting = Acting::new(recipe, directory, runtime.program.environments(), context)?;
+        let acting = Acting::new(recipe, directory, runtime.program.environments(), &context)?;
         let (train, eval) = recipe.tasks()?;
         let limit = recipe.data.max_prompt_length;
         let set = |tasks: Vec<Task>, order| {
             let tasks = tasks.into_iter().map(|task| acting.described(task)).collect::<Result<_, _>>()?;
-            Ok::<_, Failure>(PromptSet::new(
-                tasks,
-                acting.directory(directory),
-                limit,
-                recipe.overlong(),
-                order,
-            )?)
+            let encode = |task: &Task| acting.encoded(directory, task);
+            Ok::<_, Failure>(PromptSet::encoded(tasks, encode, limit, recipe.overlong(), order)?)
         };
+        let further = recipe.eval_set_tasks(&eval)?;
         let train = set(train, recipe.task_order())?;
         let eval = if eval.is_empty() { None } else { Some(set(eval, TaskOrder::File)?) };
         let named = |(of, tasks): (&EvalSet, Vec<Task>)| {
@@ -220,8 +216,7 @@ impl Prepared {
                 samples,
             })
         };
-        let sets: Vec<NamedSet> =
-            recipe.eval_set_tasks()?.into_iter().map(named).collect::<Result<_, _>>()?;
+        let sets: Vec<NamedSet> = further.into_iter().map(named).collect::<Result<_, _>>()?;
         let held_out = eval.iter().chain(sets.iter().map(|set| &set.prompts)).map(PromptSet::longest);
         let longest = held_out.fold(train.longest(), usize::max);
         let context = directory.config().max_context();

@@ -12,7 +12,8 @@ use std::sync::Arc;
 
 use model::{Config, ModelDirectory, Placement, Sampling, SharedCores, Sizes, ThreadPool};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, Questions, TaskError, TaskOrder, TaskSource, TaskSplit};
-use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
+use rollout::{ENVIRONMENT_COLUMN, EngineConfig, Overlong, StopRules, WorkerConfig};
+use serde_json::Value;
 use trainer::advantage::AdvantageEstimator;
 use trainer::algorithm::Algorithm;
 use trainer::batch::BatchSplit;
@@ -23,10 +24,10 @@ use trainer::objective::ValueLossConfig;
 use trainer::optimizer::OptimizerConfig;
 use trainer::schedule::LearningRateSchedule;
 use trainer::{LearnerConfig, TrainerConfig};
-use trajectory::Task;
+use trajectory::{Prompt, Task, TaskId};
 use weights::{DeltaConfig, Dtype, HubConfig, PublishConfig};
 
-use crate::recipe::schema::{ArithmeticSection, CheckpointSection, EvalSet, RandomModel};
+use crate::recipe::schema::{ArithmeticSection, CheckpointSection, EvalSet, RandomModel, SeedsSection};
 use crate::recipe::words::{PolicyPlacement, SupervisedKind, WeightDtypeWord};
 use crate::recipe::{Data, DataSource, Recipe};
 
@@ -92,6 +93,7 @@ impl Recipe {
     pub fn tasks(&self) -> Result<(Vec<Task>, Vec<Task>), TaskError> {
         match &self.data.source {
             DataSource::Arithmetic(arithmetic) => self.generated(arithmetic),
+            DataSource::Seeds(seeds) => Ok(self.seeds(seeds)),
             DataSource::Files(files) => {
                 let source = |split, limit| TaskSource { split, limit, ..self.task_source() };
                 let eval = match &files.eval[..] {
@@ -118,13 +120,51 @@ impl Recipe {
         Ok((train.into_iter().map(asked).collect(), eval.into_iter().map(asked).collect()))
     }
 
-    /// Tasks of the further sets of held-out tasks, in their order.
+    /// Training tasks and held-out tasks that are numbers alone.
+    fn seeds(
+        &self,
+        SeedsSection { train_tasks, eval_tasks, prompt }: &SeedsSection,
+    ) -> (Vec<Task>, Vec<Task>) {
+        let Data { system_prompt, chat, .. } = &self.data;
+        let prompt = match prompt {
+            // Without a text the environment begins the conversation.
+            None if *chat || system_prompt.is_some() => Prompt::Messages(Vec::new()),
+            prompt => Prompt::Text(prompt.clone().unwrap_or_default()),
+        };
+        let prompt = self.task_source().conversation(prompt);
+        let task = |id: u64| Task {
+            id: TaskId(id),
+            prompt: prompt.clone(),
+            answer: None,
+            columns: serde_json::Map::from_iter([("seed".to_owned(), id.into())]),
+        };
+        let first = *train_tasks as u64;
+        (
+            (0..first).map(task).collect(),
+            (first..first.saturating_add(*eval_tasks as u64)).map(task).collect(),
+        )
+    }
+
+    /// Tasks of the further sets of held-out tasks, in their order. `held_out` are those of the set `default`.
     ///
     /// # Errors
     /// If a dataset cannot be read or a column is missing.
-    pub fn eval_set_tasks(&self) -> Result<Vec<(&EvalSet, Vec<Task>)>, TaskError> {
-        let load = |set| Ok((set, self.eval_source(set).load(&set.path)?));
-        self.eval.sets.iter().map(load).collect()
+    pub fn eval_set_tasks(&self, held_out: &[Task]) -> Result<Vec<(&EvalSet, Vec<Task>)>, TaskError> {
+        let load = |set: &EvalSet| match &set.path[..] {
+            [] => Ok(held_out
+                .iter()
+                .take(set.tasks.or(self.eval.tasks).unwrap_or(usize::MAX))
+                .cloned()
+                .collect()),
+            path => self.eval_source(set).load(path),
+        };
+        let played_in = |set: &EvalSet, mut task: Task| {
+            let name = set.environment.as_ref().map(|name| Value::from(name.clone()));
+            task.columns.extend(name.map(|name| (ENVIRONMENT_COLUMN.to_owned(), name)));
+            task
+        };
+        let of_set = |set| Ok((set, load(set)?.into_iter().map(|task| played_in(set, task)).collect()));
+        self.eval.sets.iter().map(of_set).collect()
     }
 
     /// How a row of the set becomes a task: as in `[data]`, but for the columns that the set names itself.
@@ -148,7 +188,7 @@ impl Recipe {
         let messages =
             TaskSource { system_prompt: system_prompt.clone(), chat: *chat, ..TaskSource::default() };
         match &self.data.source {
-            DataSource::Arithmetic(_) => messages,
+            DataSource::Arithmetic(_) | DataSource::Seeds(_) => messages,
             DataSource::Files(files) => TaskSource {
                 prompt_column: files.prompt_column.clone(),
                 answer_column: files.answer_column.clone(),

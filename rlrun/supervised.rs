@@ -2,9 +2,10 @@
 //!
 //! Invariant: example `i` of step `s` is a function of seed, `s` and `i`, so that a resumed run ends with the same bits.
 
+use environments::Demonstration;
 use model::{Head, ModelDirectory};
 use rollout::PromptSet;
-use rollout::tasks::arithmetic::{Demonstration, Sum};
+use rollout::tasks::arithmetic::Sum;
 use trainer::loss::preference::Preference;
 use trainer::schedule::LearningRateSchedule;
 use trainer::supervised::{DemonstrationReport, PairLoss, PairReport, imitate};
@@ -16,9 +17,9 @@ use crate::demonstrations::{self, masked};
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::prepare::Prepared;
+use crate::recipe::Recipe;
 use crate::recipe::schema::Supervised;
 use crate::recipe::words::SupervisedKind;
-use crate::recipe::{DataSource, Recipe};
 
 /// Pairs of one scoring pass.
 const MEASURED: usize = 64;
@@ -62,7 +63,7 @@ impl<'a> SupervisedTraining<'a> {
         };
         Self {
             config,
-            generated: matches!(recipe.data.source, DataSource::Arithmetic(_)),
+            generated: recipe.data.source.is_generated(),
             max_context: directory.config().max_context(),
             schedule: recipe.schedule(),
             directory,

@@ -11,8 +11,8 @@ use rewards::{Builtin, Criterion, OnError, RewardInput, RewardSet, WeightedRewar
 use rollout::scoring::Scorer;
 use rollout::tasks::TaskOrder;
 use rollout::{
-    ChatEncoder, Engine, EngineConfig, EpisodeConfig, LocalSampler, OnUpdate, Overlong, PromptSet, StopRules,
-    Worker, WorkerConfig,
+    ChatEncoder, Engine, EngineConfig, EpisodeConfig, EpisodeEnvironment, LocalSampler, OnUpdate, Overlong,
+    PromptSet, StopRules, Worker, WorkerConfig,
 };
 use trainer::algorithm::AlgorithmKind;
 use trainer::batch::{Batch, BatchSplit};
@@ -129,11 +129,9 @@ fn batch_of_episodes(
         wait: WAIT,
         holder: None,
     };
-    let episodes = EpisodeConfig {
-        environments: Arc::new(Retry::attempts(2, " again:")),
-        encoder: Some(Arc::new(ChatEncoder::new(Arc::clone(directory)))),
-        max_tokens: MAX_TOKENS,
-    };
+    let encoder = Arc::new(ChatEncoder::new(Arc::clone(directory)));
+    let environment = EpisodeEnvironment::new(Arc::new(Retry::attempts(2, " again: ")), Some(encoder));
+    let episodes = EpisodeConfig::of(environment, MAX_TOKENS);
     let sampler = Box::new(LocalSampler::fixed(engine));
     let worker = Worker::new(config, sampler, Arc::new(prompts), scorer).acting_in(episodes);
     let stop = AtomicBool::new(false);

@@ -20,7 +20,7 @@ pub struct GroupLimits {
     pub vocabulary: u32,
     /// Context length of the model: maximum number of tokens of a trajectory, prompt and completion.
     pub context: usize,
-    /// Maximum number of trained trajectories of a group; one baseline trajectory may come on top.
+    /// Maximum number of trained trajectories of a group, for each role; one baseline trajectory may come on top.
     pub trajectories: usize,
 }
 
@@ -112,10 +112,13 @@ impl GroupLimits {
     /// # Errors
     /// The first violation.
     pub fn check(&self, group: &Group) -> Result<(), Unfit> {
-        let found = group.sampled().count();
-        let baselines = group.trajectories.len() - found;
-        if found > self.trajectories || baselines > 1 {
-            return Err(Unfit::Size { found, baselines, limit: self.trajectories });
+        for role in group.roles() {
+            let found = group.sampled_as(role).count();
+            let of_role = group.trajectories.iter().filter(|trajectory| trajectory.role.as_deref() == role);
+            let baselines = of_role.count() - found;
+            if found > self.trajectories || baselines > 1 {
+                return Err(Unfit::Size { found, baselines, limit: self.trajectories });
+            }
         }
         group.trajectories.iter().try_for_each(|trajectory| self.check_trajectory(trajectory))
     }
@@ -198,6 +201,7 @@ mod tests {
             text: String::new(),
             score: Score { total: Some(1e9), components: Vec::new(), correct: None },
             baseline: false,
+            role: None,
         }
     }
 

@@ -75,6 +75,8 @@ struct EncodedTrajectory<'a> {
     score: &'a Score,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     baseline: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'a str>,
 }
 
 /// The same, borrowed from the bytes.
@@ -100,6 +102,9 @@ struct DecodedTrajectory<'a> {
     /// Omitted if false, and by programs without baselines.
     #[serde(default)]
     baseline: bool,
+    /// Omitted without roles.
+    #[serde(default)]
+    role: Option<String>,
 }
 
 /// A slice encoded as one byte string.
@@ -240,7 +245,7 @@ fn value_weight(value: &Value) -> usize {
 
 impl<'a> From<&'a Trajectory> for EncodedTrajectory<'a> {
     fn from(trajectory: &'a Trajectory) -> Self {
-        let Trajectory { index, sample, turns, text, score, baseline } = trajectory;
+        let Trajectory { index, sample, turns, text, score, baseline, role } = trajectory;
         Self {
             index: *index,
             token_ids: ByteField(bytemuck::cast_slice(sample.token_ids())),
@@ -253,6 +258,7 @@ impl<'a> From<&'a Trajectory> for EncodedTrajectory<'a> {
             text,
             score,
             baseline: *baseline,
+            role: role.as_deref(),
         }
     }
 }
@@ -270,8 +276,8 @@ impl TryFrom<DecodedTrajectory<'_>> for Trajectory {
             temperature: decoded.temperature,
         };
         let sample = Sample::new(streams).map_err(|error| error.to_string())?;
-        let DecodedTrajectory { index, turns, text, score, baseline, .. } = decoded;
-        Ok(Self { index, sample, turns, text, score, baseline })
+        let DecodedTrajectory { index, turns, text, score, baseline, role, .. } = decoded;
+        Ok(Self { index, sample, turns, text, score, baseline, role })
     }
 }
 
@@ -285,7 +291,7 @@ fn numbers<T>(bytes: &[u8], number: impl Fn([u8; 4]) -> T) -> Result<Vec<T>, Str
 }
 
 /// A digest for every trajectory: equal for equal tokens of the same task, and different for a baseline and a trained
-/// trajectory.
+/// trajectory, and for different roles.
 fn contents(group: &Group) -> Vec<u128> {
     let task = group.task.id.0.to_le_bytes();
     let of = |trajectory: &Trajectory| {
@@ -293,7 +299,11 @@ fn contents(group: &Group) -> Vec<u128> {
             trajectory.sample.token_ids().iter().flat_map(|token| token.to_le_bytes()).collect();
         // One byte more than whole tokens, so no other tokens have the same bytes.
         let baseline: &[u8] = if trajectory.baseline { &[1] } else { &[] };
-        digest(&[&task, &tokens, baseline])
+        match &trajectory.role {
+            // Longer than a baseline's, and so no other trajectory's bytes.
+            Some(role) => digest(&[&task, &tokens, baseline, &[2, 0], role.as_bytes()]),
+            None => digest(&[&task, &tokens, baseline]),
+        }
     };
     group.trajectories.iter().map(of).collect()
 }

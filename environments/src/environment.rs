@@ -33,6 +33,22 @@ pub trait Environment: Send + fmt::Debug {
     /// A failure of the environment itself; the episode is then not trained on. A bad action of the policy is no error: it
     /// is answered with a message, and a reward if it deserves one.
     fn step<'a>(&'a mut self, action: Action<'a>) -> BoxFuture<'a, Result<Observation, EnvironmentError>>;
+
+    /// What a scripted player says in the next turn, for demonstrations and for `rlrun check`; `None` without a script.
+    /// `draw` is a random number for a player who has a choice.
+    fn scripted(&self, player: Demonstration, draw: u64) -> Option<String> {
+        let _ = (player, draw);
+        None
+    }
+}
+
+/// How a scripted player plays, or a worked answer is worked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Demonstration {
+    /// As it should be done.
+    Right,
+    /// With a habitual mistake.
+    Wrong,
 }
 
 /// Makes an environment for every episode.
@@ -60,9 +76,18 @@ pub trait EnvironmentFactory: Send + Sync + fmt::Debug {
         &[]
     }
 
+    /// The roles that the policy plays, at most [`MAX_ROLES`]: each has a conversation of its own, and is rewarded by itself.
+    /// The first one begins. Empty for an environment with one role, which needs no name.
+    fn roles(&self) -> &[String] {
+        &[]
+    }
+
     /// An environment for one episode. Work that can fail or wait belongs into [`Environment::reset`].
     fn create(&self) -> Box<dyn Environment>;
 }
+
+/// Most roles of an environment.
+pub const MAX_ROLES: usize = 16;
 
 /// Bounds of an episode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,8 +116,10 @@ impl Default for EnvironmentLimits {
 /// One turn of the policy as an environment sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Action<'a> {
-    /// Which turn of the episode it is, from 0.
+    /// Which turn of the episode it is, from 0, those of other roles included.
     pub turn: usize,
+    /// The role that acts, by its place in [`EnvironmentFactory::roles`]; 0 without roles.
+    pub role: usize,
     /// The completion as text, without its stop token.
     pub text: &'a str,
     /// Why the completion ended. Never [`StopReason::Length`]: such a turn ends the episode without a step.
@@ -102,10 +129,15 @@ pub struct Action<'a> {
 /// What follows a turn.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Observation {
-    /// Messages that follow the completion, before the next turn; not read if `done`.
+    /// The role that acts next, by its place in [`EnvironmentFactory::roles`]; 0 without roles.
+    pub next_role: usize,
+    /// Messages that this role gets before its turn: after its last completion, or, before its first turn, after the prompt
+    /// of the task. Not read if `done`.
     pub messages: Vec<Message>,
     /// What the turn is worth by itself; `None` if only the whole episode is judged.
     pub reward: Option<f64>,
+    /// What the turn is worth to other roles, which is added to their last turns; nothing for a role that had none.
+    pub other_rewards: Vec<(usize, f64)>,
     /// Whether the episode is over.
     pub done: bool,
     /// Whether the turn is not trained on, whatever its reward.
@@ -157,6 +189,18 @@ pub enum EnvironmentError {
         turn: usize,
         /// Its limit, seconds.
         seconds: f64,
+    },
+    /// It names a role that it does not have.
+    #[error("environment {environment} names role {role} in turn {turn}; it has {roles}")]
+    Role {
+        /// Its name.
+        environment: String,
+        /// The turn, from 0.
+        turn: usize,
+        /// What it named.
+        role: usize,
+        /// How many it has.
+        roles: usize,
     },
     /// A reward is not a finite number.
     #[error("environment {environment} rewards turn {turn} with {reward}, which is not a finite number")]

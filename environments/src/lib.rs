@@ -8,6 +8,7 @@
 //! - [`single_turn`]: one completion per task, judged by the rewards of the recipe
 //! - [`spec`]: `[environment]` of a recipe; [`registry`]: the kinds that it can name
 //! - [`retry`]: one more attempt after a wrong answer, with a reward per turn
+//! - [`games`]: games that need no data and no file
 //! - [`openenv`]: environments of an OpenEnv server
 //! - [`python`]: environments of the user in Python
 //! - [`tools`]: tools that the policy may call until it answers
@@ -32,14 +33,15 @@
 //! let task = Task { id: TaskId(0), prompt, answer, columns: serde_json::Map::new() };
 //! let mut environment = Retry::attempts(2, "no, again: ").create();
 //! assert_eq!(now(environment.reset(&task))?, []);
-//! let step = now(environment.step(Action { turn: 0, text: "4", stop: StopReason::StopToken }))?;
+//! let step = now(environment.step(Action { turn: 0, role: 0, text: "4", stop: StopReason::StopToken }))?;
 //! assert_eq!((&step.messages[0].content[..], step.reward, step.done), ("no, again: ", Some(0.0), false));
-//! let step = now(environment.step(Action { turn: 1, text: "5", stop: StopReason::StopToken }))?;
+//! let step = now(environment.step(Action { turn: 1, role: 0, text: "5", stop: StopReason::StopToken }))?;
 //! assert_eq!((step.reward, step.done), (Some(1.0), true));
 //! # Ok::<(), environments::EnvironmentError>(())
 //! ```
 
 pub mod environment;
+pub mod games;
 pub mod openenv;
 pub mod python;
 pub mod registry;
@@ -50,8 +52,10 @@ pub mod tool_calls;
 pub mod tools;
 
 pub use environment::{
-    Action, BoxFuture, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits, Observation,
+    Action, BoxFuture, Demonstration, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits,
+    MAX_ROLES, Observation,
 };
+pub use games::{GuessNumber, Opponent, TicTacToe};
 pub use openenv::OpenEnv;
 pub use python::PythonEnvironments;
 pub use registry::{EnvironmentContext, EnvironmentKind, EnvironmentRegistry, EnvironmentSpecError, Made};

@@ -11,10 +11,11 @@ use tokio::runtime::Handle;
 
 use crate::openenv::OpenEnv;
 use crate::python::{PythonEnvironments, PythonFunction};
+use crate::spec::COMMON;
 #[cfg(target_os = "linux")]
 use crate::tools::CodeInterpreter;
 use crate::tools::{Calculator, McpTool, Search, Tool, ToolSet, Tools};
-use crate::{EnvironmentFactory, EnvironmentSpec, Retry, ToolCallFormat, ToolSpec};
+use crate::{EnvironmentFactory, EnvironmentSpec, GuessNumber, Retry, TicTacToe, ToolCallFormat, ToolSpec};
 
 /// What `retry` says after a wrong answer.
 const HINT: &str = "That is not right. Try again.";
@@ -127,6 +128,7 @@ impl EnvironmentRegistry {
             "describe_tools",
             "max_answer_chars",
             "mask_bad_calls",
+            "call_reward",
             "python",
             "processes",
             "memory_mb",
@@ -157,6 +159,8 @@ impl EnvironmentRegistry {
             .with("python", PYTHON, python)
             .with("openenv", &["url", "action", "parameters"], |spec, _| Ok(Arc::new(OpenEnv::new(spec)?)))
             .with("retry", &["hint"], retry)
+            .with("guess_number", &["parameters"], |spec, _| Ok(Arc::new(GuessNumber::new(spec)?)))
+            .with("tic_tac_toe", &["parameters"], |spec, _| Ok(Arc::new(TicTacToe::new(spec)?)))
     }
 
     /// Adds the kind `name`: `make` reads its own keys from the table `parameters` of the spec. A kind of that name is
@@ -199,8 +203,7 @@ impl EnvironmentRegistry {
             return Err(EnvironmentSpecError::UnknownKind { kind: spec.kind.clone(), known });
         };
         if let Some(key) = spec.given().into_iter().find(|key| !kind.parameters.contains(key)) {
-            let common = ["max_turns", "max_tokens", "tool_timeout_s", "turn_timeout_s", "episode_timeout_s"];
-            let takes = kind.parameters.iter().copied().chain(common);
+            let takes = kind.parameters.iter().copied().chain(COMMON);
             return Err(EnvironmentSpecError::ForeignKey {
                 kind: spec.kind.clone(),
                 key: key.to_owned(),
@@ -241,7 +244,8 @@ fn tools(spec: &EnvironmentSpec, context: &EnvironmentContext) -> Made {
     let format = spec.format.or(context.format).unwrap_or(ToolCallFormat::Json);
     let set = ToolSet::new(made, format)
         .with_limits(spec.limits(), spec.answer_chars())
-        .masking_bad_calls(spec.mask_bad_calls.unwrap_or(false));
+        .masking_bad_calls(spec.mask_bad_calls.unwrap_or(false))
+        .rewarding_calls(spec.call_reward);
     Ok(Arc::new(Tools::new(set)))
 }
 
@@ -306,7 +310,11 @@ mod tests {
         };
         assert_eq!(build(&spec("retry")).unwrap().limits(), spec("retry").limits());
         let (key, text) = error(&spec("tool"));
-        assert!(key == "kind" && text.contains("`openenv`, `python`, `retry`, `tools`"), "{text}");
+        assert!(
+            key == "kind"
+                && text.contains("`guess_number`, `openenv`, `python`, `retry`, `tic_tac_toe`, `tools`"),
+            "{text}"
+        );
         let (key, text) = error(&EnvironmentSpec { hint: Some(String::new()), ..spec("tools") });
         assert!(key == "hint" && text.contains("it takes `tools`, `format`"), "{text}");
         assert_eq!(error(&spec("tools")).0, "tools");

@@ -3,6 +3,7 @@
 //! Invariant: one flat table has the keys of all kinds, and which kind takes which is known to the
 //! [`EnvironmentRegistry`](crate::EnvironmentRegistry) alone. A key that the kind does not take is an error there.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -10,13 +11,18 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::tools::MAX_ANSWER_CHARS;
-use crate::{EnvironmentLimits, ToolCallFormat};
+use crate::{EnvironmentLimits, EnvironmentSpecError, ToolCallFormat};
+
+/// Keys that all kinds take.
+pub(crate) const COMMON: [&str; 6] =
+    ["max_turns", "max_tokens", "discount", "tool_timeout_s", "turn_timeout_s", "episode_timeout_s"];
 
 /// `[environment]`: what the policy acts in, for episodes of several turns. Without this section an episode is one completion.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EnvironmentSpec {
-    /// Which kind of environment: `tools`, `python`, `openenv`, `retry`, or one that the program was built with.
+    /// Which kind of environment: `tools`, `python`, `openenv`, `retry`, `guess_number`, `tic_tac_toe`, or one that the
+    /// program was built with.
     // resume = experiment, worker = run
     pub kind: String,
     /// Most turns of the policy in an episode, which then ends as it is. TRL `max_tool_calling_iterations`, verl
@@ -27,6 +33,9 @@ pub struct EnvironmentSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = experiment, worker = run
     pub max_tokens: Option<usize>,
+    /// Factor of a turn's reward for every turn before it, from 0 to 1.
+    // resume = experiment, worker = run
+    pub discount: f64,
     /// Longest call of a tool, seconds. The model reads that there was no answer.
     // resume = changes, worker = run
     pub tool_timeout_s: f64,
@@ -55,6 +64,10 @@ pub struct EnvironmentSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = experiment, worker = run
     pub mask_bad_calls: Option<bool>,
+    /// `tools`: what every call is worth, for example -0.1; nothing if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = run
+    pub call_reward: Option<f64>,
     /// `retry`: message after a wrong answer; "That is not right. Try again." if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = experiment, worker = run
@@ -94,12 +107,18 @@ pub struct EnvironmentSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = operator
     pub environment: Option<Vec<String>>,
-    /// `python`: keyword arguments of the environment. `openenv`: fields of its `reset`. Other kinds: values for an environment that the program was built with.
+    /// `python`: keyword arguments of the environment. `openenv`: fields of its `reset`. `guess_number`: `max`, `cost`.
+    /// `tic_tac_toe`: `opponent`, `opening_moves`. Other kinds: values for an environment that the program was built with.
     #[serde(skip_serializing_if = "Map::is_empty")]
     // resume = experiment, worker = operator
     pub parameters: Map<String, Value>,
     /// `tools`: what the policy may call.
     pub tools: Vec<ToolSpec>,
+    /// Other environments by name, for tasks whose column `environment` has that name. Each has the keys of this section that it
+    /// does not give itself; with another `kind`, only those that all kinds take.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    // resume = experiment, worker = operator
+    pub named: BTreeMap<String, Map<String, Value>>,
 }
 
 /// One entry of `[[environment.tools]]`.
@@ -128,6 +147,7 @@ impl Default for EnvironmentSpec {
             kind: String::new(),
             max_turns,
             max_tokens: None,
+            discount: 1.0,
             tool_timeout_s: tool_timeout.as_secs_f64(),
             turn_timeout_s: step_timeout.as_secs_f64(),
             episode_timeout_s: episode_timeout.as_secs_f64(),
@@ -135,6 +155,7 @@ impl Default for EnvironmentSpec {
             describe_tools: None,
             max_answer_chars: None,
             mask_bad_calls: None,
+            call_reward: None,
             hint: None,
             url: None,
             action: None,
@@ -146,6 +167,7 @@ impl Default for EnvironmentSpec {
             environment: None,
             parameters: Map::new(),
             tools: Vec::new(),
+            named: BTreeMap::new(),
         }
     }
 }
@@ -165,6 +187,25 @@ impl EnvironmentSpec {
         }
     }
 
+    /// The environment `given` of [`EnvironmentSpec::named`], with the keys that it has from this one.
+    ///
+    /// # Errors
+    /// A key that there is not, a value of a wrong type, names within names.
+    pub fn with_keys(&self, given: &Map<String, Value>) -> Result<Self, EnvironmentSpecError> {
+        let wrong = |reason: String| EnvironmentSpecError::Value { key: "named".to_owned(), reason };
+        if given.contains_key("named") {
+            return Err(wrong(
+                "has an environment with a key `named`; names are in the outer section alone".to_owned(),
+            ));
+        }
+        let other = given.get("kind").is_some_and(|kind| *kind != self.kind);
+        let own = serde_json::to_value(Self { named: BTreeMap::new(), ..self.clone() });
+        let Ok(Value::Object(mut keys)) = own else { return Err(wrong("cannot be merged".to_owned())) };
+        keys.retain(|key, _| !other || COMMON.contains(&&key[..]));
+        keys.extend(given.clone());
+        serde_json::from_value(Value::Object(keys)).map_err(|error| wrong(format!("has a mistake: {error}")))
+    }
+
     /// The longest answer of a tool, characters.
     #[must_use]
     pub fn answer_chars(&self) -> usize {
@@ -178,6 +219,7 @@ impl EnvironmentSpec {
             (self.describe_tools.is_some(), "describe_tools"),
             (self.max_answer_chars.is_some(), "max_answer_chars"),
             (self.mask_bad_calls.is_some(), "mask_bad_calls"),
+            (self.call_reward.is_some(), "call_reward"),
             (self.hint.is_some(), "hint"),
             (self.url.is_some(), "url"),
             (self.action.is_some(), "action"),

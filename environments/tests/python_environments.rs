@@ -67,7 +67,7 @@ impl Fixture {
         turn: usize,
         text: &str,
     ) -> Result<Observation, EnvironmentError> {
-        self.runtime.block_on(environment.step(Action { turn, text, stop: StopReason::StopToken }))
+        self.runtime.block_on(environment.step(Action { turn, role: 0, text, stop: StopReason::StopToken }))
     }
 }
 

@@ -1,9 +1,11 @@
 //! `rlrun check` and `rlrun plan`: a recipe without a run.
 
+use environments::Demonstration;
 use model::{Config, ModelDirectory, SharedCores};
 
 use super::{load, scratch_directory};
 use crate::args::RecipeArgs;
+use crate::demonstrations::Demonstrations;
 use crate::failure::Failure;
 use crate::huggingface::{FetchScope, HuggingFace};
 use crate::plan;
@@ -33,6 +35,7 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
         SupervisedTraining::new(&recipe, supervised, files, None).check(&prepared)?;
     }
     let held_out = prepared.held_out();
+    let played = scripted_episode(&recipe, &prepared, &directory, &runtime)?;
     let placement = plan::placement(&recipe).map_or_else(String::new, |line| line + "\n");
     let understood = prepared.understood().chain(recipe.describe_correct());
     let understood: String = understood.map(|line| line + "\n").collect();
@@ -40,6 +43,7 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
     let window = directory.config().window_note().map_or_else(String::new, |note| note + "\n");
     Ok(from_hub
         + &understood
+        + &played
         + &note
         + &format!(
             "{placement}{window}{}: no mistakes found; {} parameters, {} training tasks ({} skipped: prompt too long), {held_out} held-out tasks, longest prompt \
@@ -50,6 +54,45 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
             prepared.train.dropped(),
             prepared.train.longest(),
         ))
+}
+
+/// What happens in an episode of a scripted player, so that a template or an environment that fails is found here; empty
+/// without an environment.
+fn scripted_episode(
+    recipe: &Recipe,
+    prepared: &Prepared,
+    directory: &ModelDirectory,
+    runtime: &RewardRuntime,
+) -> Result<String, Failure> {
+    /// What the player says to an environment without a script.
+    const WORDS: &str = "hello";
+    if recipe.environment.is_none() {
+        return Ok(String::new());
+    }
+    let demonstrations = Demonstrations {
+        prepared,
+        directory,
+        runtime: runtime.handle(),
+        max_completion_length: recipe.rollout.max_completion_length,
+        episodes: true,
+    };
+    let mut draw = 0;
+    let next = || {
+        draw += 1;
+        (Demonstration::Right, draw)
+    };
+    let (task, prompt) = (prepared.train.task(0), prepared.train.prompt(0));
+    let played = demonstrations.play(task, prompt, Some(WORDS), next)?;
+    let turns: usize = played.iter().map(|episode| episode.turns.len()).sum();
+    let longest = played.iter().map(|episode| episode.token_ids().len()).max().unwrap_or(0);
+    let rewards: Vec<f64> =
+        played.iter().flat_map(|episode| &episode.turns).filter_map(|turn| turn.reward).collect();
+    let reward = match rewards.is_empty() {
+        true => String::new(),
+        false => format!(", rewards of turns {}", rewards.iter().sum::<f64>()),
+    };
+    let end = played.first().map_or("failed", |episode| episode.end.name());
+    Ok(format!("a scripted episode: {turns} turns, {longest} tokens{reward}, ended by {end}\n"))
 }
 
 /// Shows every value with its origin, the batch arithmetic and the memory needed.

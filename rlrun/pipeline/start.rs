@@ -15,6 +15,7 @@ use trajectory::PolicyVersion;
 
 use super::Run;
 use crate::auxiliary_models::{LearnerStates, learner};
+use crate::demonstrations::Demonstrations;
 use crate::evaluation::{Evaluated, Which};
 use crate::failure::Failure;
 use crate::observe::Observer;
@@ -223,8 +224,14 @@ impl Run<'_> {
         let phase = self.report.phase("warm-up", warmup.steps as u64);
         self.progress.enter(TrainerPhase::WarmUp);
         let mut last_loss = 0.0;
-        let tasks = prepared.train_tasks();
-        warm_up(warmup, self.recipe.seed, &mut learner, directory, &tasks, |step, loss, learner| {
+        let demonstrations = Demonstrations {
+            prepared,
+            directory,
+            runtime: self.runtime.handle(),
+            max_completion_length: self.recipe.rollout.max_completion_length,
+            episodes: self.recipe.environment.is_some(),
+        };
+        warm_up(warmup, self.recipe.seed, &mut learner, &demonstrations, |step, loss, learner| {
             last_loss = loss;
             self.progress.enter(TrainerPhase::WarmUp);
             phase.set(step, &format!("loss {loss:.3}"));

@@ -35,7 +35,12 @@ pub(super) fn check(
     let model = check_model(std::mem::take(&mut raw.model), &mut checker);
     let data = check_data(std::mem::take(&mut raw.data), &mut checker);
     let generated = data.as_ref().is_some_and(|data| data.source.is_additions());
-    let warmup = check_warmup(raw.warmup.take(), data.is_none() || generated, &mut checker);
+    let seeds = data.as_ref().is_some_and(|data| matches!(data.source, DataSource::Seeds(_)));
+    if seeds && raw.environment.is_none() {
+        let help = "write a section `[environment]`, or name files in `data.train`";
+        checker.report("data.seeds", "`data.seeds` are tasks of an environment, and there is none", help);
+    }
+    let warmup = check_warmup(raw.warmup.take(), data.is_none() || generated || seeds, &mut checker);
     super::supervised::check(&raw, generated, &mut checker);
     let gives_rewards = raw.environment.as_ref().is_some_and(|environment| environment.kind != "tools");
     if raw.rewards.is_empty() && raw.supervised.is_none() && !gives_rewards {
@@ -236,20 +241,32 @@ fn exclusive(one: &str, other: &str, checker: &mut Checker<'_>) {
 
 fn check_data(raw: RawData, checker: &mut Checker<'_>) -> Option<Data> {
     let files_given = !raw.train.is_empty() || !raw.eval.is_empty();
-    let source = match (files_given, raw.arithmetic) {
-        (true, Some(_)) => {
-            let one = if raw.train.is_empty() { "data.eval" } else { "data.train" };
-            exclusive(one, "data.arithmetic", checker);
+    let sources = [
+        (files_given && !raw.train.is_empty(), "data.train"),
+        (files_given && raw.train.is_empty(), "data.eval"),
+        (raw.arithmetic.is_some(), "data.arithmetic"),
+        (raw.seeds.is_some(), "data.seeds"),
+    ];
+    let given: Vec<&str> = sources.into_iter().filter_map(|(given, name)| given.then_some(name)).collect();
+    if let [one, other, ..] = given[..] {
+        exclusive(one, other, checker);
+        return None;
+    }
+    let source = match (raw.seeds, raw.arithmetic) {
+        (None, None) if !files_given => {
+            let help =
+                "write `train = \"FILE\"` under `[data]`, or a section `[data.arithmetic]` or `[data.seeds]`";
+            let message = "there are no tasks: neither `data.train` nor `data.arithmetic` nor `data.seeds`";
+            checker.report("data", message, help);
             return None;
         }
-        (false, None) => {
-            let help = "write `train = \"FILE\"` under `[data]`, or a section `[data.arithmetic]`";
-            checker.report("data", "there are no tasks: neither `data.train` nor `data.arithmetic`", help);
-            return None;
+        (Some(seeds), _) => {
+            check_generated("data.seeds", false, checker);
+            DataSource::Seeds(seeds)
         }
-        (false, Some(arithmetic)) => {
+        (None, Some(arithmetic)) => {
             let additions = arithmetic.questions.is_empty();
-            check_generated(additions, checker);
+            check_generated("data.arithmetic", additions, checker);
             let pairs = (u64::from(arithmetic.max_operand) + 1).pow(2);
             let wanted = (arithmetic.train_tasks as u64).saturating_add(arithmetic.eval_tasks as u64);
             if additions && wanted > pairs {
@@ -264,7 +281,7 @@ fn check_data(raw: RawData, checker: &mut Checker<'_>) -> Option<Data> {
             }
             DataSource::Arithmetic(arithmetic)
         }
-        (true, None) => {
+        (None, None) => {
             if raw.train.is_empty() {
                 checker.report(
                     "data.eval",
@@ -296,12 +313,12 @@ fn check_data(raw: RawData, checker: &mut Checker<'_>) -> Option<Data> {
 }
 
 /// Generated tasks have no columns, and additions no messages: keys about them would be silently ignored.
-fn check_generated(additions: bool, checker: &mut Checker<'_>) {
+fn check_generated(section: &str, additions: bool, checker: &mut Checker<'_>) {
     let messages: &[&str] = if additions { &["system_prompt", "chat"] } else { &[] };
     for key in ["prompt_column", "answer_column", "prompt_template"].iter().chain(messages) {
         let path = format!("data.{key}");
         if checker.given(&path) {
-            let message = format!("`{path}` has no effect on the generated tasks of `data.arithmetic`");
+            let message = format!("`{path}` has no effect on the generated tasks of `{section}`");
             checker.report(&path, message, "remove it, or name files in `data.train`");
         }
     }
@@ -311,7 +328,8 @@ fn check_warmup(warmup: Option<Warmup>, generated: bool, checker: &mut Checker<'
     let warmup = warmup.filter(|warmup| warmup.steps > 0)?;
     if !generated {
         let help = "remove `[warmup]` or set `warmup.steps = 0`; a model from `model.path` needs none";
-        checker.report("warmup", "`warmup` needs the demonstrations of `data.arithmetic`", help);
+        let message = "`warmup` needs the demonstrations of `data.arithmetic`, or those of an environment with `data.seeds`";
+        checker.report("warmup", message, help);
     }
     Some(warmup)
 }

@@ -21,8 +21,10 @@ pub(super) fn check(raw: &mut RawRecipe, warmup: Option<&Warmup>, checker: &mut 
     check_criterion(raw, checker);
     check_who_asks(raw, warmup, checker);
     let mut names = BTreeSet::from([DEFAULT_SET.to_owned()]);
+    let environments: Vec<String> =
+        raw.environment.iter().flat_map(|environment| environment.named.keys().cloned()).collect();
     for (index, set) in raw.eval.sets.iter_mut().enumerate() {
-        check_set(index, set, &mut names, checker);
+        check_set(index, set, &mut names, &environments, checker);
     }
     let sampled = |set: &EvalSet| set.samples.unwrap_or(1) > 1;
     let several = match raw.eval.sets.iter().position(sampled) {
@@ -83,7 +85,13 @@ fn check_who_asks(raw: &RawRecipe, warmup: Option<&Warmup>, checker: &mut Checke
     }
 }
 
-fn check_set(index: usize, set: &mut EvalSet, names: &mut BTreeSet<String>, checker: &mut Checker<'_>) {
+fn check_set(
+    index: usize,
+    set: &mut EvalSet,
+    names: &mut BTreeSet<String>,
+    environments: &[String],
+    checker: &mut Checker<'_>,
+) {
     let at = |key: &str| format!("eval.sets[{index}].{key}");
     let EvalSet { name, .. } = &set;
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
@@ -101,8 +109,17 @@ fn check_set(index: usize, set: &mut EvalSet, names: &mut BTreeSet<String>, chec
     }
     checker.at_least_one(&at("tasks"), set.tasks.unwrap_or(1));
     checker.at_least_one(&at("samples"), set.samples.unwrap_or(1));
+    if let Some(name) = set.environment.as_ref().filter(|name| !environments.contains(name)) {
+        let message = format!("`{}`: there is no environment named \"{name}\"", at("environment"));
+        let help = format!("write a section `[environment.named.{name}]`");
+        checker.report(&at("environment"), message, &help);
+    }
     if set.path.is_empty() {
-        checker.report(&at("path"), format!("`{}` is empty", at("path")), "name a file");
+        if set.environment.is_none() {
+            let message = format!("`{}` is empty, and the set is in no other environment", at("path"));
+            checker.report(&at("path"), message, "name a file");
+        }
+        return;
     }
     if let Some(found) = all_existing(&set.path, &at("path"), checker) {
         set.path = found;

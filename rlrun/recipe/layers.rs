@@ -82,8 +82,12 @@ impl Origins {
 }
 
 /// Keys that exclude each other: setting one side in a layer takes the other side away from the layers below.
-const ALTERNATIVES: [(&str, &[&str], &[&str]); 2] =
-    [("model", &["path"], &["random"]), ("data", &["train", "eval"], &["arithmetic"])];
+const ALTERNATIVES: [(&str, &[&str], &[&str]); 4] = [
+    ("model", &["path"], &["random"]),
+    ("data", &["train", "eval"], &["arithmetic"]),
+    ("data", &["train", "eval"], &["seeds"]),
+    ("data", &["arithmetic"], &["seeds"]),
+];
 
 /// Reads the recipe, the files it extends, the `RLRUN__` variables and the `--set` arguments.
 pub(super) fn read(

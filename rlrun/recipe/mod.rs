@@ -38,8 +38,8 @@ pub use layers::{Origin, Origins};
 pub use resume::{Change, Resumption};
 use schema::{
     AlgorithmSection, ArithmeticSection, BufferSection, CheckpointSection, CriticSection, CurationSection,
-    Deadlines, Eval, Log, Lora, PlacementSection, RandomModel, Rollout, Supervised, TrainerSection, Warmup,
-    Weights,
+    Deadlines, Eval, Log, Lora, PlacementSection, RandomModel, Rollout, SeedsSection, Supervised,
+    TrainerSection, Warmup, Weights,
 };
 pub use source::Layer;
 use words::{ModelDtype, Overlong, Reduction};
@@ -130,6 +130,8 @@ pub enum DataSource {
     Files(Files),
     /// Generated additions or questions.
     Arithmetic(ArithmeticSection),
+    /// Numbers alone, for an environment that makes its own tasks.
+    Seeds(SeedsSection),
 }
 
 /// Datasets in files, and how a row becomes a task.
@@ -152,6 +154,12 @@ impl DataSource {
     #[must_use]
     pub fn is_additions(&self) -> bool {
         matches!(self, Self::Arithmetic(arithmetic) if arithmetic.questions.is_empty())
+    }
+
+    /// Whether tasks are made and not read, so that they have no columns to name.
+    #[must_use]
+    pub fn is_generated(&self) -> bool {
+        matches!(self, Self::Arithmetic(_) | Self::Seeds(_))
     }
 }
 
@@ -185,6 +193,7 @@ impl Recipe {
         let default = match &self.data.source {
             DataSource::Files(files) => !files.eval.is_empty(),
             DataSource::Arithmetic(arithmetic) => arithmetic.eval_tasks > 0,
+            DataSource::Seeds(seeds) => seeds.eval_tasks > 0,
         };
         default || !self.eval.sets.is_empty()
     }

@@ -186,6 +186,9 @@ fn check_optional_sections(raw: &RawRecipe, checker: &mut Checker<'_>) {
         checker.at_least_one("data.arithmetic.max_operand", arithmetic.max_operand as usize);
         checker.at_least_one("data.arithmetic.train_tasks", arithmetic.train_tasks);
     }
+    if let Some(seeds) = &raw.data.seeds {
+        checker.at_least_one("data.seeds.train_tasks", seeds.train_tasks);
+    }
     if let Some(lora) = &raw.lora {
         checker.at_least_one("lora.rank", lora.rank);
         checker.number("lora.alpha", lora.alpha, POSITIVE);

@@ -92,6 +92,7 @@ fn to_raw_data(data: Data) -> RawData {
         RawData { system_prompt, chat, max_prompt_length, overlong_prompts, shuffle, ..RawData::default() };
     match source {
         DataSource::Arithmetic(arithmetic) => RawData { arithmetic: Some(arithmetic), ..common },
+        DataSource::Seeds(seeds) => RawData { seeds: Some(seeds), ..common },
         DataSource::Files(files) => RawData {
             train: files.train,
             eval: files.eval,
@@ -128,7 +129,7 @@ fn drop_without_effect(table: &mut Table, recipe: &Recipe) {
             table.remove(section);
         }
         if let Some(Value::Table(of)) = table.get_mut("supervised") {
-            let generated = matches!(recipe.data.source, DataSource::Arithmetic(_));
+            let generated = recipe.data.source.is_generated();
             let columns = ["completion_column", "chosen_column", "rejected_column"];
             let columns = columns.iter().filter(|_| generated);
             for key in supervised.keys_without_effect().iter().chain(columns) {

@@ -18,6 +18,7 @@ use super::words::*;
 
 mod algorithm;
 mod curation;
+mod data;
 mod eval;
 mod lora;
 mod placement;
@@ -26,6 +27,7 @@ mod trainer;
 
 pub use algorithm::{AlgorithmSection, CriticSection};
 pub use curation::CurationSection;
+pub use data::{ArithmeticSection, RawData, SeedsSection};
 pub use eval::{Correct, Eval, EvalSet};
 pub use lora::Lora;
 pub use placement::PlacementSection;
@@ -160,100 +162,8 @@ impl Default for RandomModel {
     }
 }
 
-/// `[data]`: either files or generated arithmetic.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct RawData {
-    /// Training tasks: files (`.jsonl`, `.json` with an array of objects or one object per line, `.csv`, `.parquet`,
-    /// `.arrow`), directories of them, and what `save_to_disk` of the Python package `datasets` wrote; or
-    /// `hf:OWNER/NAME[:CONFIG[:SPLIT]][@REVISION]` on the Hugging Face Hub, by default its split `train`. TRL `dataset_name`,
-    /// verl `data.train_files`.
-    #[serde(deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
-    // resume = tasks, worker = operator
-    pub train: Vec<PathBuf>,
-    /// Held-out tasks, named as in `data.train`; by default the split `test`, or else `validation`. verl `data.val_files`.
-    #[serde(deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
-    // resume = changes, worker = ignored
-    pub eval: Vec<PathBuf>,
-    /// Generated additions, or arithmetic questions in words, instead of files.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub arithmetic: Option<ArithmeticSection>,
-    /// Column of the prompt. Default: the first usual name that the data has. verl `data.prompt_key`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    // resume = tasks, worker = run
-    pub prompt_column: Option<String>,
-    /// Column of the answer. Default: the first usual name that the data has.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    // resume = tasks, worker = run
-    pub answer_column: Option<String>,
-    /// Prompt with `{column}` placeholders, used instead of a prompt column.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    // resume = tasks, worker = run
-    pub prompt_template: Option<String>,
-    /// System message put before every prompt.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    // resume = tasks, worker = run
-    pub system_prompt: Option<String>,
-    /// Whether text prompts are rendered with the chat template of the model.
-    // resume = tasks, worker = run
-    pub chat: bool,
-    /// Longest prompt in tokens. TRL (removed in 1.0) and verl `max_prompt_length`, prime-rl `seq_len`.
-    // resume = tasks, worker = run
-    pub max_prompt_length: usize,
-    /// Action on longer prompts. verl `filter_overlong_prompts`.
-    // resume = tasks, worker = run
-    pub overlong_prompts: Overlong,
-    /// Whether every epoch has a new random order of tasks. TRL `shuffle_dataset`, verl `data.shuffle`.
-    // resume = tasks, worker = run
-    pub shuffle: bool,
-}
-
-impl Default for RawData {
-    fn default() -> Self {
-        Self {
-            train: Vec::new(),
-            eval: Vec::new(),
-            arithmetic: None,
-            prompt_column: None,
-            answer_column: None,
-            prompt_template: None,
-            system_prompt: None,
-            chat: false,
-            max_prompt_length: 512,
-            overlong_prompts: Overlong::Error,
-            shuffle: true,
-        }
-    }
-}
-
-/// `[data.arithmetic]`: additions such as `37+48=`, or questions in words. Training tasks and held-out tasks are disjoint.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct ArithmeticSection {
-    /// Kinds of questions in words, in turn, for a model that follows instructions. No training question has the numbers of a
-    /// held-out question of its kind. Default: none; the tasks are additions such as `37+48=`.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    // resume = tasks, worker = run
-    pub questions: Vec<QuestionKind>,
-    /// Largest operand of an addition; the smallest is 0. A third of the `questions` has operands up to this number, a third
-    /// up to half of it, a third up to a quarter; factors are at most a quarter of these bounds.
-    // resume = tasks, worker = run
-    pub max_operand: u32,
-    /// Number of training tasks.
-    // resume = tasks, worker = run
-    pub train_tasks: usize,
-    /// Number of held-out tasks.
-    // resume = tasks, worker = run
-    pub eval_tasks: usize,
-}
-
-impl Default for ArithmeticSection {
-    fn default() -> Self {
-        Self { questions: Vec::new(), max_operand: 99, train_tasks: 8000, eval_tasks: 500 }
-    }
-}
-
-/// `[warmup]`: supervised training on demonstrations of the generated tasks, some of them wrong.
+/// `[warmup]`: supervised training on demonstrations of the generated tasks, some of them wrong. With `[environment]` they are
+/// episodes of its scripted player.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Warmup {
@@ -266,7 +176,7 @@ pub struct Warmup {
     /// Peak learning rate.
     // resume = warmup, worker = ignored
     pub learning_rate: f64,
-    /// Fraction of demonstrations with a wrong answer, at least 0 and below 1.
+    /// Fraction of demonstrations with a wrong answer, at least 0 and below 1; of turns, where they are episodes.
     // resume = warmup, worker = ignored
     pub wrong_share: f64,
     /// Held-out accuracy at which the warm-up stops early.

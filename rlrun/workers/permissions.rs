@@ -112,7 +112,7 @@ impl Permissions {
                 Recipe::load(path, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
             let train = match recipe.data.source {
                 DataSource::Files(files) => Some(files.train),
-                DataSource::Arithmetic(_) => None,
+                DataSource::Arithmetic(_) | DataSource::Seeds(_) => None,
             };
             let Recipe { rewards, environment, .. } = recipe;
             Ok::<_, Failure>(Local { path: path.clone(), rewards, environment, train })

@@ -53,11 +53,32 @@ pub enum RolloutError {
     /// An environment adds messages where nothing encodes them.
     #[error(
         "environment {environment} adds messages to its episodes, and the episode driver has no encoder for them; set \
-         `EpisodeConfig::encoder`"
+         `EpisodeEnvironment::encoder`"
     )]
     NoEncoder {
         /// Its name.
         environment: String,
+    },
+    /// An episode begins with nothing that the policy could continue.
+    #[error(
+        "task {} has no prompt, and environment {environment} begins its episode with no message; give tasks a prompt \
+         (`data.seeds.prompt`, or a prompt column)", task.0
+    )]
+    NoOpening {
+        /// The task.
+        task: trajectory::TaskId,
+        /// Name of the environment.
+        environment: String,
+    },
+    /// A task names an environment that there is not.
+    #[error("the column `environment` of task {} is {name}; the recipe names `{known}`", task.0)]
+    NoEnvironment {
+        /// The task.
+        task: trajectory::TaskId,
+        /// What the column has.
+        name: String,
+        /// The environments of the recipe.
+        known: String,
     },
     /// A chat template that cannot continue a conversation.
     #[error(

@@ -274,6 +274,11 @@ impl AnswerLayout {
         Self::request(group) / self.requests
     }
 
+    /// Answers that a request makes.
+    fn chunk_of(&self, set: &EvaluationSet<'_>, group: GroupId) -> usize {
+        self.chunk.min(set.samples - Self::request(group) % self.requests * self.chunk)
+    }
+
     /// Place among the answers of all sets of an episode.
     fn place(&self, set: &EvaluationSet<'_>, episode: &Episode) -> usize {
         let part = Self::request(episode.group) % self.requests;
@@ -396,11 +401,15 @@ pub fn evaluate(
         while let Some(request) = waiting.next_if(|request| sampler.has_capacity(request.samples)) {
             let n = (request.group.0 >> SET) as usize;
             let task = Arc::clone(sets[n].prompts.task(plans[n].task(request.group)));
-            episodes.start(sampler, &task, request)?;
+            let _ = episodes.start(sampler, &task, request)?;
         }
         for episode in episodes.poll(sampler, LOOK_UP)? {
             let n = (episode.group.0 >> SET) as usize;
             let task = Arc::clone(sets[n].prompts.task(plans[n].task(episode.group)));
+            // The answer to a task with several roles is what the first role did.
+            if plans[n].chunk_of(&sets[n], episode.group) <= episode.index as usize {
+                continue;
+            }
             let place = plans[n].place(&sets[n], &episode);
             let (rewards, longest) = (Arc::clone(rewards), config.max_completion_length);
             // Rewards run beside the generation of the remaining answers.

@@ -32,7 +32,10 @@ pub use engine::{
     Engine, EngineConfig, Interruption, LocalSampler, Network, ServeOn, ServedWeights, StopRules,
     UnpackedWeights,
 };
-pub use episode::{ChatEncoder, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, MessageEncoder};
+pub use episode::{
+    ChatEncoder, ENVIRONMENT_COLUMN, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, EpisodeEnvironment,
+    MessageEncoder, ScriptedEpisode, play_script,
+};
 pub use error::RolloutError;
 pub use prompts::{Overlong, PromptSet};
 pub use sampler::{AppliedWeights, Completion, EngineCounts, OnUpdate, SampleRequest, Sampler};

@@ -43,11 +43,26 @@ impl PromptSet {
         overlong: Overlong,
         order: TaskOrder,
     ) -> Result<Self, RolloutError> {
+        let encode = |task: &Task| Ok(directory.encode_prompt(&task.prompt)?);
+        Self::encoded(tasks, encode, max_length, overlong, order)
+    }
+
+    /// The same with `encode`, which gives the prompt `[P]` of a task. A prompt that its environment writes is empty before.
+    ///
+    /// # Errors
+    /// Those of [`PromptSet::new`] and of `encode`.
+    pub fn encoded(
+        tasks: Vec<Task>,
+        encode: impl Fn(&Task) -> Result<Vec<u32>, RolloutError>,
+        max_length: usize,
+        overlong: Overlong,
+        order: TaskOrder,
+    ) -> Result<Self, RolloutError> {
         let count = tasks.len();
         let mut kept: Vec<Arc<Task>> = Vec::with_capacity(count);
         let mut prompts: Vec<Arc<[u32]>> = Vec::with_capacity(count);
         for task in tasks {
-            let prompt = directory.encode_prompt(&task.prompt)?;
+            let prompt = encode(&task)?;
             if prompt.len() <= max_length {
                 prompts.push(prompt.into());
                 kept.push(Arc::new(task));
@@ -85,6 +100,15 @@ impl PromptSet {
     #[must_use]
     pub fn task(&self, place: usize) -> &Arc<Task> {
         &self.tasks[place]
+    }
+
+    /// The prompt `[P]` of a task by its place in the file, dropped tasks not counted.
+    ///
+    /// # Panics
+    /// If there are fewer tasks.
+    #[must_use]
+    pub fn prompt(&self, place: usize) -> &[u32] {
+        &self.prompts[place]
     }
 
     /// All tasks in file order, with their prompts.

@@ -28,7 +28,7 @@ pub const ENVIRONMENT: &str = "environment";
 pub struct ScoreRequest {
     /// What was asked.
     pub task: Arc<Task>,
-    /// Episodes of the whole group, its baseline included.
+    /// Episodes of the whole group, its baseline and all roles included.
     pub group_size: usize,
     /// Longest completion allowed, tokens.
     pub max_completion_length: usize,
@@ -295,8 +295,8 @@ fn trajectory(episode: Episode, score: Score) -> Result<Trajectory, RolloutError
     let sample = episode.sample().map_err(|source| RolloutError::Sample { group, index, source })?;
     let mut score = score;
     score.components.extend(environment_component(&episode));
-    let Episode { turns, transcript: text, baseline, .. } = episode;
-    Ok(Trajectory { index, sample, turns, text, score, baseline })
+    let Episode { turns, transcript: text, baseline, role, .. } = episode;
+    Ok(Trajectory { index, sample, turns, text, score, baseline, role })
 }
 
 /// How an episode in an environment of several turns went, as a component without a value; `None` of other environments,

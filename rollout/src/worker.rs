@@ -416,8 +416,7 @@ impl Worker {
                 baseline: self.config.greedy_baseline,
                 keep_cache: false,
             };
-            let episodes = request.sequences();
-            self.episodes.start(&mut *self.sampler, task, request)?;
+            let episodes = self.episodes.start(&mut *self.sampler, task, request)?;
             self.open.insert(group, OpenGroup { episodes, left: episodes });
             self.progress.groups += 1;
         }

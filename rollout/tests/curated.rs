@@ -142,7 +142,7 @@ fn a_baseline_reaches_the_trainer_beside_its_group() {
         [(0, false), (1, false), (2, false), (3, true)]
     );
     assert_eq!(group.rewards().collect::<Vec<_>>(), [1.0, 0.0, 0.0]);
-    assert_eq!(group.baseline_reward(), Some(1.0));
+    assert_eq!(group.baseline_reward(None), Some(1.0));
     assert_eq!(group.trajectories[3].sample.trained_tokens(), 0);
 }
 

@@ -8,24 +8,24 @@ use environments::{
     Action, BoxFuture, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits, Observation,
     Retry,
 };
-use model::{ModelDirectory, Pack, Sampling, Target, ThreadPool};
+use model::{Decoder, ModelDirectory, Pack, Sampling, Target, ThreadPool};
 use proptest::prelude::*;
 use rewards::{Builtin, OnError, RewardInput, RewardSet, WeightedReward};
 use rollout::scoring::{ScoreRequest, Scorer};
 use rollout::{
-    ChatEncoder, EngineConfig, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, LocalSampler, RolloutError,
-    SampleRequest, Sampler,
+    ChatEncoder, EngineConfig, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, EpisodeEnvironment,
+    LocalSampler, RolloutError, SampleRequest, Sampler,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
-use trajectory::{GroupId, Message, PolicyVersion, Prompt, StopReason, Task, TaskId};
+use trajectory::{GroupId, Message, PolicyVersion, Prompt, Sample, StopReason, Task, TaskId};
 
 use crate::{CONFIG, Model};
 
 const SOON: Duration = Duration::from_secs(20);
 const TEMPLATE: &str = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>\n{% endfor %}\
                         {% if add_generation_prompt %}[assistant]{% endif %}";
-const TRUNCATED: Sampling = Sampling { temperature: 0.8, top_p: 0.9, top_k: 12, min_p: 0.01 };
+pub(crate) const TRUNCATED: Sampling = Sampling { temperature: 0.8, top_p: 0.9, top_k: 12, min_p: 0.01 };
 
 /// Bounds for prompts that hold a first turn.
 const LONG: EngineConfig = EngineConfig { max_prompt_length: 100, max_episode_length: 128, ..CONFIG };
@@ -36,20 +36,23 @@ fn runtime() -> Runtime {
 
 /// The tiny model with a chat template.
 fn chatting() -> (Model, Arc<ModelDirectory>) {
-    let model = Model::new();
+    chatting_of(Model::new())
+}
+
+pub(crate) fn chatting_of(model: Model) -> (Model, Arc<ModelDirectory>) {
     std::fs::write(model.directory.path().join("chat_template.jinja"), TEMPLATE).unwrap();
     let directory = Arc::new(ModelDirectory::open(model.directory.path()).unwrap());
     (model, directory)
 }
 
 /// Most completions of the random model end soon at one of these.
-const STOPS: [&str; 12] = ["a", "e", "i", "o", "u", "n", "r", "s", "t", "1", "2", "3"];
+pub(crate) const STOPS: [&str; 12] = ["a", "e", "i", "o", "u", "n", "r", "s", "t", "1", "2", "3"];
 
 fn task(id: u64, prompt: Prompt) -> Arc<Task> {
     Arc::new(Task { id: TaskId(id), prompt, answer: Some("7".into()), columns: serde_json::Map::new() })
 }
 
-fn question(id: u64) -> Arc<Task> {
+pub(crate) fn question(id: u64) -> Arc<Task> {
     task(id, Prompt::Messages(vec![Message::new("user", format!("{id}+{id}"))]))
 }
 
@@ -80,7 +83,7 @@ fn play(
     play_with(&mut sampler, directory, config, tasks, sampling)
 }
 
-fn play_with(
+pub(crate) fn play_with(
     sampler: &mut LocalSampler,
     directory: &ModelDirectory,
     config: EpisodeConfig,
@@ -101,11 +104,15 @@ fn play_with(
 }
 
 fn retry(directory: &Arc<ModelDirectory>, attempts: usize) -> EpisodeConfig {
-    EpisodeConfig {
-        environments: Arc::new(Retry::attempts(attempts, "no")),
-        encoder: Some(Arc::new(ChatEncoder::new(Arc::clone(directory)))),
-        max_tokens: 128,
-    }
+    played_in(directory, Arc::new(Retry::attempts(attempts, "no")))
+}
+
+pub(crate) fn played_in(
+    directory: &Arc<ModelDirectory>,
+    factory: Arc<dyn EnvironmentFactory>,
+) -> EpisodeConfig {
+    let encoder = Arc::new(ChatEncoder::new(Arc::clone(directory)));
+    EpisodeConfig::of(EpisodeEnvironment::new(factory, Some(encoder)), 128)
 }
 
 /// What was sampled stays, what the environment says has no loss, and one pass of the trainer over the whole episode gives
@@ -127,18 +134,7 @@ fn a_second_turn_continues_the_tokens_of_the_first() {
                 assert_eq!(*trained, of_a_turn);
                 assert!(of_a_turn || sample.behavior_logprobs()[t] == 0.0);
             }
-            let rows: Vec<usize> = (0..ids.len() - 1).filter(|row| mask[row + 1]).collect();
-            let target = |(n, row): (usize, &usize)| Target {
-                token: ids[row + 1],
-                temperature: sampling.temperature,
-                kept: sample.kept().map(|kept| kept.set(n)),
-            };
-            let targets: Vec<_> = rows.iter().enumerate().map(target).collect();
-            let mut pack = Pack::new();
-            pack.push(ids).unwrap();
-            let scored = decoder.score(&pack, &rows, &targets, &ThreadPool::single()).unwrap();
-            let sampled = rows.iter().map(|row| sample.behavior_logprobs()[row + 1]);
-            assert!(scored.iter().map(|prediction| prediction.logprob).eq(sampled));
+            recomputed(&decoder, &sample);
             let [first, second] = &episode.turns[..] else { continue };
             two_turns += 1;
             let between = &ids[first.completion.end..second.completion.start];
@@ -149,6 +145,23 @@ fn a_second_turn_continues_the_tokens_of_the_first() {
         }
     }
     assert!(two_turns > 12, "{two_turns} episodes have a second turn");
+}
+
+/// One pass of the trainer over a whole sample gives the log-probabilities of its sampled tokens, bit for bit.
+pub(crate) fn recomputed(decoder: &Decoder, sample: &Sample) {
+    let (ids, mask) = (sample.token_ids(), sample.loss_mask());
+    let rows: Vec<usize> = (0..ids.len() - 1).filter(|row| mask[row + 1]).collect();
+    let target = |(n, row): (usize, &usize)| Target {
+        token: ids[row + 1],
+        temperature: sample.temperature(),
+        kept: sample.kept().map(|kept| kept.set(n)),
+    };
+    let targets: Vec<_> = rows.iter().enumerate().map(target).collect();
+    let mut pack = Pack::new();
+    pack.push(ids).unwrap();
+    let scored = decoder.score(&pack, &rows, &targets, &ThreadPool::single()).unwrap();
+    let sampled = rows.iter().map(|row| sample.behavior_logprobs()[row + 1]);
+    assert!(scored.iter().map(|prediction| prediction.logprob).eq(sampled));
 }
 
 proptest! {
@@ -273,13 +286,12 @@ impl Environment for OfTask {
     }
 }
 
-fn said(content: &str) -> Message {
+pub(crate) fn said(content: &str) -> Message {
     Message::new("user", content)
 }
 
 fn by_task(directory: &Arc<ModelDirectory>, let_go: &Arc<Semaphore>) -> EpisodeConfig {
-    let environments = Arc::new(ByTask { let_go: Arc::clone(let_go) });
-    EpisodeConfig { environments, ..retry(directory, 1) }
+    played_in(directory, Arc::new(ByTask { let_go: Arc::clone(let_go) }))
 }
 
 #[test]
@@ -309,7 +321,7 @@ fn a_slow_environment_delays_no_other_episode() {
     let done = ended.iter().filter(|episode| episode.end == EpisodeEnd::Done);
     for episode in done.clone() {
         let text = directory.tokenizer().decode(&episode.token_ids()[..episode.prompt_length]).unwrap();
-        assert_eq!(text, "xhello");
+        assert_eq!(text, "xhello\n");
         let [first, second] = &episode.turns[..] else { panic!("{episode:?}") };
         assert_eq!((first.reward, second.reward), (Some(0.0), Some(1.0)));
         let between = &episode.token_ids()[first.completion.end..second.completion.start];
@@ -380,7 +392,8 @@ fn a_failed_environment_fails_its_trajectory_without_a_reward() {
 fn messages_without_an_encoder_are_refused() {
     let (model, directory) = chatting();
     let runtime = runtime();
-    let config = EpisodeConfig { encoder: None, ..retry(&directory, 2) };
+    let environment = EpisodeEnvironment::new(Arc::new(Retry::attempts(2, "no")), None);
+    let config = EpisodeConfig::of(environment, 128);
     let mut driver = EpisodeDriver::new(config, runtime.handle().clone());
     let mut sampler = LocalSampler::fixed(model.engine(LONG, &STOPS));
     let task = question(1);

@@ -7,6 +7,7 @@ mod engine;
 mod episodes;
 #[cfg(feature = "emulator")]
 mod on_device;
+mod roles;
 mod sampler;
 mod scoring;
 mod speculation;
@@ -24,6 +25,10 @@ struct Model {
 
 impl Model {
     fn new() -> Self {
+        Self::with_context(128)
+    }
+
+    fn with_context(tokens: usize) -> Self {
         let files = tempfile::tempdir().unwrap();
         let mut config = Config::fresh(&Sizes {
             vocab_size: 100,
@@ -32,7 +37,7 @@ impl Model {
             num_layers: 2,
             num_heads: 4,
             num_kv_heads: 2,
-            max_position_embeddings: 128,
+            max_position_embeddings: tokens,
         });
         config.initializer_range = 0.3;
         let directory = ModelDirectory::fresh(&files.path().join("model"), &config, 11).unwrap();

@@ -1,5 +1,8 @@
 //! From leased groups to the rows of a training step.
 //!
+//! A group whose trajectories have roles becomes one [`BatchGroup`] for each role, so that every advantage estimator
+//! compares a role with itself.
+//!
 //! Invariant: every group passes [`unfit`] before it enters a batch. A row is a trajectory with a reward, or a
 //! demonstration that replaces a group. Skipping rows whose gradient is zero never changes the step: they still count
 //! in every denominator.
@@ -42,14 +45,16 @@ pub struct BatchCounts {
 /// The groups of a batch, prepared for training.
 #[derive(Debug)]
 pub struct Batch<'a> {
-    /// In the order of the lease.
+    /// In the order of the lease; the roles of a group one after the other.
     pub groups: Vec<BatchGroup<'a>>,
     /// Counts of the batch.
     pub counts: BatchCounts,
+    /// `[leased groups]` the first of `groups` that each has.
+    firsts: Vec<usize>,
     split: BatchSplit,
 }
 
-/// A group of a batch.
+/// A group of a batch, or one role of it.
 #[derive(Debug)]
 pub struct BatchGroup<'a> {
     /// Samples of the trajectories that have a reward; none if only one has and the algorithm needs groups.
@@ -74,7 +79,7 @@ pub struct BatchRow<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// Prepares a batch. `demonstrations` has an entry for every group, or is empty.
+    /// Prepares a batch. `demonstrations` has an entry for every group, or is empty; a group with roles has none.
     #[must_use]
     pub fn new<G: AsRef<Group>>(
         groups: &'a [G],
@@ -83,11 +88,10 @@ impl<'a> Batch<'a> {
         demonstrations: &'a [Option<Sample>],
     ) -> Self {
         let mut counts = BatchCounts { groups: groups.len(), ..BatchCounts::default() };
-        let mut of = |(i, group): (usize, &'a G)| {
-            let group = group.as_ref();
+        let mut of = |group: &'a Group, role: Option<&'a str>, demonstration: Option<&'a Sample>| {
             let scored: Vec<(&Trajectory, f64)> =
-                group.sampled().filter_map(|t| Some((t, t.score.total?))).collect();
-            counts.unscored += group.sampled().count() - scored.len();
+                group.sampled_as(role).filter_map(|t| Some((t, t.score.total?))).collect();
+            counts.unscored += group.sampled_as(role).count() - scored.len();
             let judged = |(trajectory, reward): (&'a Trajectory, f64)| {
                 let correct = trajectory.score.correct.or((!algorithm.needs_correct()).then_some(false));
                 Some((trajectory, reward, correct?))
@@ -96,10 +100,8 @@ impl<'a> Batch<'a> {
             let scored: Vec<(&Trajectory, f64, bool)> = scored.into_iter().filter_map(judged).collect();
             counts.unjudged += before - scored.len();
             counts.trained_tokens += scored.iter().map(|(t, ..)| t.sample.trained_tokens()).sum::<usize>();
-            counts.zero_variance += usize::from(group.zero_variance());
             let solved =
                 crate::advantage::mean(scored.iter().map(|(.., correct)| f64::from(u8::from(*correct))));
-            let demonstration = demonstrations.get(i).and_then(Option::as_ref);
             let demonstration =
                 demonstration.filter(|_| algorithm.demonstration_gate.is_some_and(|gate| solved <= gate));
             counts.demonstrated += usize::from(demonstration.is_some());
@@ -110,22 +112,30 @@ impl<'a> Batch<'a> {
                         .iter()
                         .map(|(t, reward, correct)| outcome(t, *reward, *correct))
                         .collect(),
-                    greedy: group.baseline_reward(),
+                    greedy: group.baseline_reward(role),
                 },
                 zero_variance: match algorithm.advantage {
                     AdvantageEstimator::PassAtK { .. } => {
                         scored.windows(2).all(|pair| pair[0].2 == pair[1].2)
                     }
-                    _ => group.zero_variance(),
+                    _ => group.zero_variance_of(role),
                 },
                 demonstration,
             }
         };
-        let mut groups: Vec<BatchGroup<'_>> = groups.iter().enumerate().map(&mut of).collect();
-        if algorithm.needs_groups() {
-            groups.iter_mut().for_each(|group| group.skip_lone_trajectory(&mut counts));
+        let (mut parts, mut firsts) = (Vec::with_capacity(groups.len()), Vec::with_capacity(groups.len()));
+        for (i, group) in groups.iter().enumerate() {
+            let group = group.as_ref();
+            firsts.push(parts.len());
+            let roles = group.roles();
+            let demonstration = demonstrations.get(i).and_then(Option::as_ref).filter(|_| roles.len() == 1);
+            parts.extend(roles.into_iter().map(|role| of(group, role, demonstration)));
         }
-        Self { groups, counts, split }
+        counts.zero_variance = groups.iter().filter(|group| group.as_ref().zero_variance()).count();
+        if algorithm.needs_groups() {
+            parts.iter_mut().for_each(|group| group.skip_lone_trajectory(&mut counts));
+        }
+        Self { groups: parts, counts, firsts, split }
     }
 
     /// Rows of the groups for which `wanted` holds, in order. Rows without a trained token are skipped; a demonstration
@@ -153,9 +163,10 @@ impl<'a> Batch<'a> {
     /// If `minibatches` is 0.
     #[must_use]
     pub fn minibatches(&self) -> Vec<Range<usize>> {
-        let each = self.groups.len().div_ceil(self.split.minibatches).max(1);
-        let starts = (0..self.groups.len()).step_by(each);
-        starts.map(|start| start..(start + each).min(self.groups.len())).collect()
+        let leased = self.firsts.len();
+        let each = leased.div_ceil(self.split.minibatches).max(1);
+        let first = |group: usize| self.firsts.get(group).copied().unwrap_or(self.groups.len());
+        (0..leased).step_by(each).map(|start| first(start)..first(start + each)).collect()
     }
 
     /// Longest completion that the recipe allows, tokens.
@@ -245,6 +256,7 @@ pub(crate) mod tests {
             text: String::new(),
             score: Score { total: *reward, correct: reward.map(|reward| reward > 0.5), ..Score::default() },
             baseline: false,
+            role: None,
         };
         let task = Task {
             id: TaskId(id),
@@ -395,6 +407,27 @@ pub(crate) mod tests {
         assert_eq!(batch.minibatches(), [0..3, 3..5]);
         let all = inputs_with_gradient(&batch, &Algorithm::grpo(), Scores::default());
         assert_eq!((all[0].weights[0], all[9].weights[0]), (1.0 / 6.0, 1.0 / 4.0));
+    }
+
+    #[test]
+    fn roles_of_a_group_are_compared_by_themselves_and_stay_together() {
+        let mut game = group(1, &[(Some(1.0), 2), (Some(0.0), 2), (Some(-1.0), 2), (Some(-1.0), 2)]);
+        for (trajectory, role) in game.trajectories.iter_mut().zip(["x", "x", "o", "o"]) {
+            trajectory.role = Some(role.to_owned());
+        }
+        let groups = [Arc::new(group(0, &[(Some(1.0), 2), (Some(0.0), 2)])), Arc::new(game)];
+        let algorithm = Algorithm::grpo();
+        let batch = Batch::new(&groups, &algorithm, split(2), &[]);
+        assert_eq!(batch.groups.iter().map(|of| of.zero_variance).collect::<Vec<_>>(), [false, false, true]);
+        assert_eq!((batch.counts.groups, batch.counts.zero_variance), (2, 0));
+        assert_eq!(batch.minibatches(), [0..1, 1..3]);
+        let means: Vec<f64> = algorithm
+            .advantage
+            .of(&batch.groups.iter().map(|of| of.outcome.clone()).collect::<Vec<_>>())
+            .into_iter()
+            .map(|group| group.into_iter().flatten().sum())
+            .collect();
+        assert!(means.iter().all(|sum| sum.abs() < 1e-12), "{means:?}");
     }
 
     #[test]

@@ -314,6 +314,7 @@ fn group(id: usize, members: &[Value]) -> Group {
                 ..Score::default()
             },
             baseline: false,
+            role: None,
         }
     };
     let task = Task {

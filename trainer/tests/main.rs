@@ -127,6 +127,7 @@ fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
             text: String::new(),
             score: Score { total: Some(*reward), correct: Some(*reward > 0.5), ..Score::default() },
             baseline: false,
+            role: None,
         }
     };
     let task = Task {

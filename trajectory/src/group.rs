@@ -108,6 +108,10 @@ pub struct Trajectory {
     /// Whether it is the greedy baseline of its group (ReMax): no token of its sample is trained on.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub baseline: bool,
+    /// The role that the policy played, in an environment of several roles. Each role of an episode is a trajectory of its
+    /// own, and is compared with the same role of the other episodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub role: Option<String>,
 }
 
 impl Trajectory {
@@ -131,7 +135,7 @@ impl Trajectory {
     }
 }
 
-/// The trajectories of one task that are compared with each other.
+/// The trajectories of one task; those of the same role are compared with each other.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Group {
     /// Its place in the stream of tasks.
@@ -159,18 +163,42 @@ impl Group {
         self.sampled().filter_map(Trajectory::reward)
     }
 
-    /// The reward of the baseline, if there is one and it has a reward.
+    /// The roles of its trajectories, in the order of their first trajectories; `None` alone without roles.
     #[must_use]
-    pub fn baseline_reward(&self) -> Option<f64> {
-        self.trajectories.iter().find(|t| t.baseline)?.reward()
+    pub fn roles(&self) -> Vec<Option<&str>> {
+        let mut roles: Vec<Option<&str>> = Vec::with_capacity(1);
+        for trajectory in &self.trajectories {
+            if !roles.contains(&trajectory.role.as_deref()) {
+                roles.push(trajectory.role.as_deref());
+            }
+        }
+        roles
     }
 
-    /// Whether all rewards are equal, baselines left out, so that a group-relative advantage is zero everywhere.
+    /// The trajectories of one role that are trained on. An episode in which the role had no turn has none.
+    pub fn sampled_as<'a>(&'a self, role: Option<&'a str>) -> impl Iterator<Item = &'a Trajectory> {
+        let took_part = move |t: &&Trajectory| role.is_none() || !t.turns.is_empty();
+        self.sampled().filter(move |t| t.role.as_deref() == role).filter(took_part)
+    }
+
+    /// The reward of the baseline of a role, if there is one and it has a reward.
     #[must_use]
-    pub fn zero_variance(&self) -> bool {
-        let mut rewards = self.rewards();
+    pub fn baseline_reward(&self, role: Option<&str>) -> Option<f64> {
+        self.trajectories.iter().find(|t| t.baseline && t.role.as_deref() == role)?.reward()
+    }
+
+    /// Whether all rewards of a role are equal, baselines left out, so that its group-relative advantage is zero everywhere.
+    #[must_use]
+    pub fn zero_variance_of(&self, role: Option<&str>) -> bool {
+        let mut rewards = self.sampled_as(role).filter_map(Trajectory::reward);
         let first = rewards.next();
         rewards.all(|r| Some(r) == first)
+    }
+
+    /// Whether the rewards of every role are equal, see [`Group::zero_variance_of`].
+    #[must_use]
+    pub fn zero_variance(&self) -> bool {
+        self.roles().into_iter().all(|role| self.zero_variance_of(role))
     }
 }
 
@@ -198,6 +226,7 @@ mod tests {
             text: String::new(),
             score: Score { total: *total, ..Score::default() },
             baseline: *baseline,
+            role: None,
         };
         let task =
             Task { id: TaskId(0), prompt: Prompt::Text(String::new()), answer: None, columns: Map::new() };
@@ -208,11 +237,11 @@ mod tests {
     fn a_baseline_counts_in_no_statistics_of_its_group() {
         let flat = group(&[(Some(0.5), false), (Some(0.5), false), (Some(1.0), true)]);
         assert_eq!(flat.rewards().collect::<Vec<_>>(), [0.5, 0.5]);
-        assert_eq!((flat.baseline_reward(), flat.zero_variance()), (Some(1.0), true));
+        assert_eq!((flat.baseline_reward(None), flat.zero_variance()), (Some(1.0), true));
         let failed = group(&[(Some(0.0), false), (None, false), (Some(1.0), false), (None, true)]);
-        assert_eq!((failed.baseline_reward(), failed.zero_variance()), (None, false));
+        assert_eq!((failed.baseline_reward(None), failed.zero_variance()), (None, false));
         assert_eq!((failed.sampled().count(), failed.rewards().count()), (3, 2));
-        assert_eq!(group(&[(Some(1.0), false)]).baseline_reward(), None);
+        assert_eq!(group(&[(Some(1.0), false)]).baseline_reward(None), None);
     }
 
     #[test]
@@ -224,7 +253,26 @@ mod tests {
         some.trajectories[3].turns = vec![turn(Some(1.0))];
         assert_eq!(some.rewards().collect::<Vec<_>>(), [0.5, 0.5]);
         assert!(some.zero_variance(), "no total, no reward, whatever the turns say");
-        assert_eq!(some.baseline_reward(), Some(2.0));
+        assert_eq!(some.baseline_reward(None), Some(2.0));
+    }
+
+    #[test]
+    fn roles_are_compared_by_themselves() {
+        let mut game =
+            group(&[(Some(1.0), false), (Some(1.0), false), (Some(-1.0), false), (Some(0.0), false)]);
+        for (trajectory, role) in game.trajectories.iter_mut().zip(["x", "x", "o", "o"]) {
+            trajectory.role = Some(role.to_owned());
+        }
+        assert_eq!(game.roles(), [Some("x"), Some("o")]);
+        assert_eq!(game.sampled_as(Some("o")).map(|t| t.index).collect::<Vec<_>>(), [2, 3]);
+        assert!(
+            game.zero_variance_of(Some("x")) && !game.zero_variance_of(Some("o")) && !game.zero_variance()
+        );
+        game.trajectories[3].score.total = Some(-1.0);
+        assert!(
+            game.zero_variance(),
+            "the winner and the loser have different rewards, which are not compared"
+        );
     }
 
     /// Groups without baselines and turn rewards are written as before these fields existed.
@@ -234,6 +282,7 @@ mod tests {
         let json = serde_json::to_string(&plain).unwrap();
         assert!(
             !json.contains("baseline")
+                && !json.contains("role")
                 && !json.contains("correct")
                 && json.contains(r#""turns":[{"completion":{"start":1,"end":2},"stop":"length"}]"#),
             "{json}"
@@ -242,8 +291,9 @@ mod tests {
         let mut full = group(&[(Some(1.0), true)]);
         full.trajectories[0].turns[0].reward = Some(-0.25);
         full.trajectories[0].score.correct = Some(false);
+        full.trajectories[0].role = Some("critic".to_owned());
         let json = serde_json::to_string(&full).unwrap();
-        for field in [r#""baseline":true"#, r#""reward":-0.25"#, r#""correct":false"#] {
+        for field in [r#""baseline":true"#, r#""reward":-0.25"#, r#""correct":false"#, r#""role":"critic""#] {
             assert!(json.contains(field), "{json}");
         }
         assert_eq!(serde_json::from_str::<Group>(&json).unwrap(), full);

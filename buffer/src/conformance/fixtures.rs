@@ -60,6 +60,7 @@ pub fn group(id: GroupId, served: PolicyVersion) -> Group {
             correct: [None, Some(true), Some(false)][index as usize % 3],
         },
         baseline: false,
+        role: None,
     };
     Group {
         id,

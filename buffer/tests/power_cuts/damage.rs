@@ -114,6 +114,7 @@ fn a_free_page_that_does_not_exist_is_reported() {
             text: String::new(),
             score: Default::default(),
             baseline: false,
+            role: None,
         }];
         buffer.submit(&n.to_string(), Group { id: GroupId(0), task, trajectories }).unwrap();
     }

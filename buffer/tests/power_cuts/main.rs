@@ -243,6 +243,7 @@ fn group_of(id: GroupId, version: PolicyVersion, n: u64, tokens: usize) -> Group
             text: format!("answer {n}"),
             score,
             baseline: false,
+            role: None,
         }],
     }
 }

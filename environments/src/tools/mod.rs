@@ -2,6 +2,7 @@
 //!
 //! # Layout
 //! - [`ToolSet`]: the tools of an environment, and how their answers become messages
+//! - `addition`: what a scripted player says to a generated addition
 //! - `calculator`, `search`, `code`: tools that are built in; `mcp`: those of a server
 //!
 //! # Invariants
@@ -9,6 +10,7 @@
 //! - Every call has a time limit, and every answer a longest length.
 //! - Only a failure of rlrun or of its surroundings fails the episode; whatever a tool answers does not.
 
+mod addition;
 mod calculator;
 #[cfg(target_os = "linux")]
 mod code;
@@ -22,10 +24,11 @@ use serde_json::{Map, Value};
 use trajectory::{Message, Task};
 
 use crate::{
-    Action, BadCall, BoxFuture, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits,
-    Observation, ToolCall, ToolCallFormat, ToolSchema,
+    Action, BadCall, BoxFuture, Demonstration, Environment, EnvironmentError, EnvironmentFactory,
+    EnvironmentLimits, Observation, ToolCall, ToolCallFormat, ToolSchema,
 };
 
+use addition::Addition;
 pub use calculator::Calculator;
 #[cfg(target_os = "linux")]
 pub use code::CodeInterpreter;
@@ -67,6 +70,8 @@ pub struct ToolSet {
     limits: EnvironmentLimits,
     max_answer_chars: usize,
     mask_bad_calls: bool,
+    /// What every call is worth.
+    call_reward: Option<f64>,
 }
 
 impl ToolSet {
@@ -75,7 +80,15 @@ impl ToolSet {
     pub fn new(tools: Vec<Box<dyn Tool>>, format: ToolCallFormat) -> Self {
         let schemas = tools.iter().map(|tool| tool.schema().clone()).collect();
         let limits = EnvironmentLimits::default();
-        Self { tools, schemas, format, limits, max_answer_chars: MAX_ANSWER_CHARS, mask_bad_calls: false }
+        Self {
+            tools,
+            schemas,
+            format,
+            limits,
+            max_answer_chars: MAX_ANSWER_CHARS,
+            mask_bad_calls: false,
+            call_reward: None,
+        }
     }
 
     /// The same with other limits. A longer answer of a tool is cut in its middle.
@@ -88,6 +101,12 @@ impl ToolSet {
     #[must_use]
     pub fn masking_bad_calls(self, mask: bool) -> Self {
         Self { mask_bad_calls: mask, ..self }
+    }
+
+    /// The same; every call is worth `reward`, nothing with `None`.
+    #[must_use]
+    pub fn rewarding_calls(self, reward: Option<f64>) -> Self {
+        Self { call_reward: reward, ..self }
     }
 
     /// What the model is given of the tools.
@@ -121,7 +140,8 @@ impl ToolSet {
     pub(crate) async fn observe(&self, action: Action<'_>) -> Result<Observation, EnvironmentError> {
         let calls = self.format.parse(action.text, &self.schemas);
         let done = calls.is_empty();
-        let mut observation = Observation { done, ..Observation::default() };
+        let reward = self.call_reward.map(|each| each * calls.len() as f64);
+        let mut observation = Observation { done, reward, ..Observation::default() };
         for call in calls {
             observation.count(CALLS);
             let (answer, id) = match call {
@@ -196,17 +216,43 @@ impl EnvironmentFactory for Tools {
     }
 
     fn create(&self) -> Box<dyn Environment> {
-        Box::new(self.clone())
+        Box::new(ToolEpisode { set: Arc::clone(&self.set), addition: None, answer: None })
     }
 }
 
-impl Environment for Tools {
-    fn reset<'a>(&'a mut self, _: &'a Task) -> BoxFuture<'a, Result<Vec<Message>, EnvironmentError>> {
+/// One episode.
+#[derive(Debug)]
+struct ToolEpisode {
+    set: Arc<ToolSet>,
+    /// What a scripted player adds.
+    addition: Option<Addition>,
+    /// The last answer of a tool.
+    answer: Option<String>,
+}
+
+impl Environment for ToolEpisode {
+    fn reset<'a>(&'a mut self, task: &'a Task) -> BoxFuture<'a, Result<Vec<Message>, EnvironmentError>> {
+        self.addition = Addition::of(task);
         Box::pin(std::future::ready(Ok(Vec::new())))
     }
 
     fn step<'a>(&'a mut self, action: Action<'a>) -> BoxFuture<'a, Result<Observation, EnvironmentError>> {
-        Box::pin(self.set.observe(action))
+        let call = async move {
+            let observation = self.set.observe(action).await?;
+            self.answer = observation.messages.last().map(|message| message.content.clone());
+            Ok(observation)
+        };
+        Box::pin(call)
+    }
+
+    /// Of a generated addition: a right player asks the calculator and repeats its answer, a wrong one adds in the head.
+    fn scripted(&self, player: Demonstration, _: u64) -> Option<String> {
+        let (addition, calculator) = (self.addition?, self.set.schemas.first()?);
+        match (&self.answer, player) {
+            (Some(answer), _) => Some(answer.clone()),
+            (None, Demonstration::Right) => Some(self.set.format.write(&addition.call(&calculator.name))),
+            (None, Demonstration::Wrong) => Some(addition.without_carry().to_string()),
+        }
     }
 }
 

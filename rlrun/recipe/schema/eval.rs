@@ -69,10 +69,15 @@ pub struct EvalSet {
     /// Unique name in metrics: letters, digits, `-`, `_` and `.`; not `default`.
     // resume = changes, worker = ignored
     pub name: String,
-    /// Files, directories or a dataset of the Hugging Face Hub, as in `data.eval`.
-    #[serde(deserialize_with = "one_or_many")]
+    /// Files, directories or a dataset of the Hugging Face Hub, as in `data.eval`. Default: the tasks of the set `default`, in
+    /// another environment.
+    #[serde(default, deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
     // resume = changes, worker = ignored
     pub path: Vec<PathBuf>,
+    /// Environment of its tasks, one of `environment.named`. Default: the one that the tasks name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
+    pub environment: Option<String>,
     /// Column of the prompt. Default: that of `[data]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored

@@ -53,6 +53,7 @@ fn group(id: u64, task: u64, version: u64, rewards: &[f64]) -> Group {
             correct: Some(*reward >= 1.0),
         },
         baseline: false,
+        role: None,
     };
     let prompt = Prompt::Text(String::new());
     let task = Task { id: TaskId(task), prompt, answer: None, columns: serde_json::Map::new() };

@@ -95,6 +95,9 @@ fn identified(n: usize, message: &Message) -> Message {
     Message { tool_call_id: id, ..message.clone() }
 }
 
+/// Messages as plain text, each with a line end unless it ends in white space: a completion that follows a number would
+/// otherwise continue it.
 fn plain(messages: &[Message]) -> String {
-    messages.iter().map(|message| &message.content[..]).collect()
+    let end = |content: &str| if content.ends_with(char::is_whitespace) { "" } else { "\n" };
+    messages.iter().map(|message| format!("{}{}", message.content, end(&message.content))).collect()
 }

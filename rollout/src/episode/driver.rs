@@ -4,7 +4,7 @@
 //! own episode and no other. The rollout worker admits new groups only after next turns are submitted.
 //!
 //! Invariant: every episode that was started ends once, in the result of [`EpisodeDriver::poll`] or by an abort. With
-//! [`SingleTurn`] every call is answered at once, and the sampler gets the requests that it would get without a driver.
+//! [`SingleTurn`](environments::SingleTurn) every call is answered at once, and the sampler gets the requests that it would get without a driver.
 
 use std::collections::{HashMap, VecDeque};
 use std::pin::Pin;
@@ -12,50 +12,26 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use environments::{
-    Action, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits, Observation, SingleTurn,
-};
+use environments::{Action, Environment, EnvironmentError, Observation};
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use trajectory::{GroupId, Message, PolicyVersion, StopReason, Task};
 
-use super::{Episode, EpisodeEnd, MessageEncoder};
+use super::streams::{AfterTurn, EndedTurn, EpisodeStreams, opening};
+use super::{Episode, EpisodeConfig, EpisodeEnd};
 use crate::RolloutError;
 use crate::sampler::{Completion, SampleRequest, Sampler};
-
-/// What episodes are played in.
-#[derive(Clone, Debug)]
-pub struct EpisodeConfig {
-    /// Makes the environments.
-    pub environments: Arc<dyn EnvironmentFactory>,
-    /// Tokens of their messages; `None` for environments that add none.
-    pub encoder: Option<Arc<dyn MessageEncoder>>,
-    /// Most tokens of an episode, at most the context of the model.
-    pub max_tokens: usize,
-}
-
-impl EpisodeConfig {
-    /// One completion per task.
-    #[must_use]
-    pub fn single_turn() -> Self {
-        Self { environments: Arc::new(SingleTurn), encoder: None, max_tokens: usize::MAX }
-    }
-
-    fn encoder(&self) -> Result<&dyn MessageEncoder, RolloutError> {
-        let environment = || self.environments.name().to_owned();
-        self.encoder.as_deref().ok_or_else(|| RolloutError::NoEncoder { environment: environment() })
-    }
-}
 
 /// Plays the episodes of a rollout worker or an evaluation.
 #[derive(Debug)]
 pub struct EpisodeDriver {
     config: EpisodeConfig,
-    limits: EnvironmentLimits,
     runtime: Handle,
     /// Groups whose environments have not all opened.
     opening: HashMap<GroupId, OpeningGroup>,
     open: HashMap<EpisodeKey, OpenEpisode>,
+    /// The groups of the open episodes.
+    groups: HashMap<GroupId, GroupInPlay>,
     /// Requests that the sampler has had no capacity for.
     ready: VecDeque<SampleRequest>,
     /// Calls of environments that were not answered at once.
@@ -82,16 +58,22 @@ struct OpeningGroup {
     left: usize,
 }
 
+/// A group of which an episode is open.
+#[derive(Debug)]
+struct GroupInPlay {
+    /// Episodes of the group.
+    sequences: u32,
+    /// Those that are open.
+    open: u32,
+}
+
 /// An episode that has not ended.
 #[derive(Debug)]
 struct OpenEpisode {
     task: Arc<Task>,
-    /// What its turns ask of the sampler, without prompt.
-    request: SampleRequest,
+    streams: EpisodeStreams,
     /// `None` while a call of it is under way.
     environment: Option<Box<dyn Environment>>,
-    /// `None` before its first completion.
-    episode: Option<Episode>,
     /// When its environment was asked to open it.
     started: Instant,
 }
@@ -114,11 +96,11 @@ impl EpisodeDriver {
     #[must_use]
     pub fn new(config: EpisodeConfig, runtime: Handle) -> Self {
         Self {
-            limits: config.environments.limits(),
             config,
             runtime,
             opening: HashMap::new(),
             open: HashMap::new(),
+            groups: HashMap::new(),
             ready: VecDeque::new(),
             calls: JoinSet::new(),
             ended: Vec::new(),
@@ -131,30 +113,32 @@ impl EpisodeDriver {
         self.open.is_empty() && self.ended.is_empty()
     }
 
-    /// Starts the episodes of a group: one for every sequence of `request`, whose prompt is that of `task`.
+    /// Starts the episodes of a group: one for every sequence of `request`, whose prompt is that of `task`. Returns how many
+    /// [`Episode`]s will end: one for every role of each.
     ///
     /// # Errors
-    /// A request that the sampler can never serve; messages that cannot be encoded.
+    /// A request that the sampler can never serve; messages that cannot be encoded; a task of an unknown environment.
     pub fn start(
         &mut self,
         sampler: &mut dyn Sampler,
         task: &Arc<Task>,
         request: SampleRequest,
-    ) -> Result<(), RolloutError> {
-        let request = SampleRequest { keep_cache: self.limits.max_turns > 1, ..request };
+    ) -> Result<usize, RolloutError> {
+        let played_in = self.config.of_task(task)?.clone();
+        let request = SampleRequest { keep_cache: played_in.factory.limits().max_turns > 1, ..request };
         let (group, sequences) = (request.group, request.sequences());
         let template = SampleRequest { prompt: Vec::new(), ..request };
         let opening =
             OpeningGroup { task: Arc::clone(task), prompts: vec![None; sequences], left: sequences, request };
         self.opening.insert(group, opening);
+        self.groups.insert(group, GroupInPlay { sequences: sequences as u32, open: sequences as u32 });
         for index in 0..sequences as u32 {
             let key = EpisodeKey { group, index };
-            let mut environment = self.config.environments.create();
+            let mut environment = played_in.factory.create();
             let open = OpenEpisode {
                 task: Arc::clone(task),
-                request: template.clone(),
+                streams: EpisodeStreams::new(played_in.clone(), template.clone(), index),
                 environment: None,
-                episode: None,
                 started: Instant::now(),
             };
             self.open.insert(key, open);
@@ -163,11 +147,11 @@ impl EpisodeDriver {
                 let answer = EnvironmentAnswer::Reset(environment.reset(&task).await);
                 AnsweredCall { key, environment: Some(environment), answer }
             };
-            if let Some(answered) = self.call(key, 0, call) {
+            if let Some(answered) = self.call(key, call) {
                 self.take(sampler, answered)?;
             }
         }
-        Ok(())
+        Ok(sequences * played_in.roles())
     }
 
     /// Advances everything: takes the answers of environments, submits next turns, and polls the sampler. Returns the
@@ -215,7 +199,6 @@ impl EpisodeDriver {
     fn call(
         &mut self,
         key: EpisodeKey,
-        turn: usize,
         call: impl Future<Output = AnsweredCall> + Send + 'static,
     ) -> Option<AnsweredCall> {
         let mut call: Pin<Box<dyn Future<Output = AnsweredCall> + Send>> = Box::pin(call);
@@ -224,7 +207,9 @@ impl EpisodeDriver {
             return Some(answered);
         }
         drop(inside);
-        let (limit, environment) = (self.limits.step_timeout, self.config.environments.name().to_owned());
+        let streams = &self.open.get(&key)?.streams;
+        let (limit, turn) = (streams.limits().step_timeout, streams.turn());
+        let environment = streams.environment().factory.name().to_owned();
         let late = move |opening: bool| {
             let seconds = limit.as_secs_f64();
             let error = EnvironmentError::TimedOut { environment, turn, seconds };
@@ -275,15 +260,13 @@ impl EpisodeDriver {
         group.left -= 1;
         match opened {
             Ok(messages) => {
-                let prompt = match &messages[..] {
-                    [] => group.request.prompt.clone(),
-                    messages => self.config.encoder()?.opening(&group.task, messages)?,
-                };
+                let played_in = self.config.of_task(&group.task)?;
+                let prompt = opening(played_in, &group.task, &group.request.prompt, &messages)?;
                 group.prompts[key.index as usize] = Some(prompt);
             }
             Err(error) => {
                 let prompt = group.request.prompt.clone();
-                self.fail(key, prompt, sampler.version(), &error);
+                self.end(key, &EpisodeEnd::Failed(error.to_string()), &prompt, sampler.version());
             }
         }
         let Some(group) = self.opening.get(&key.group).filter(|group| group.left == 0) else { return Ok(()) };
@@ -302,9 +285,10 @@ impl EpisodeDriver {
         for (index, prompt) in prompts.into_iter().enumerate() {
             let Some(prompt) = prompt else { continue };
             let key = EpisodeKey { group: key.group, index: index as u32 };
-            match longest(&prompt) {
-                0 => self.end_without_turn(key, prompt, sampler.version(), EpisodeEnd::ContextFull),
-                longest => self.ready.push_back(alone(&request, key.index, 0, prompt, longest)),
+            match (longest(&prompt), self.open.get(&key)) {
+                (0, _) => self.end(key, &EpisodeEnd::ContextFull, &prompt, sampler.version()),
+                (longest, Some(open)) => self.ready.push_back(open.streams.next_request(prompt, longest)),
+                (_, None) => {}
             }
         }
         self.submit_ready(sampler)
@@ -312,28 +296,23 @@ impl EpisodeDriver {
 
     /// A completion of the sampler ends a turn, and the environment is asked what follows.
     fn completed(&mut self, sampler: &mut dyn Sampler, completion: Completion) -> Result<(), RolloutError> {
-        let key = EpisodeKey { group: completion.group, index: completion.index };
+        let group = completion.group;
+        let Some(in_play) = self.groups.get(&group) else { return Ok(()) };
+        // The sequences of a role come after those of the roles before it.
+        let key = EpisodeKey { group, index: completion.index % in_play.sequences };
         let Some(open) = self.open.get_mut(&key) else { return Ok(()) };
-        let episode = match open.episode.take() {
-            None => Episode::from(completion),
-            Some(mut episode) => {
-                episode.push(completion);
-                episode
-            }
-        };
-        let turn = episode.turns.len() - 1;
-        let (text, stop) = (episode.text.clone(), episode.turns[turn].stop);
-        open.episode = Some(episode);
+        let EndedTurn { turn, role, text, stop } = open.streams.completed(completion);
         if stop == StopReason::Length {
-            self.end(key, EpisodeEnd::Truncated);
+            self.end(key, &EpisodeEnd::Truncated, &[], sampler.version());
             return Ok(());
         }
         let Some(mut environment) = open.environment.take() else { return Ok(()) };
         let call = async move {
-            let answer = EnvironmentAnswer::Step(environment.step(Action { turn, text: &text, stop }).await);
+            let action = Action { turn, role, text: &text, stop };
+            let answer = EnvironmentAnswer::Step(environment.step(action).await);
             AnsweredCall { key, environment: Some(environment), answer }
         };
-        match self.call(key, turn, call) {
+        match self.call(key, call) {
             Some(answered) => self.take(sampler, answered),
             None => Ok(()),
         }
@@ -346,103 +325,40 @@ impl EpisodeDriver {
         key: EpisodeKey,
         stepped: Result<Observation, EnvironmentError>,
     ) -> Result<(), RolloutError> {
-        let Some(open) = self.open.get_mut(&key) else { return Ok(()) };
-        let OpenEpisode { task, request, episode: Some(episode), started, .. } = open else { return Ok(()) };
-        let turn = episode.turns.len() - 1;
-        let environment = || self.config.environments.name().to_owned();
-        let checked = stepped.and_then(|observation| match observation.reward {
-            Some(reward) if !reward.is_finite() => {
-                Err(EnvironmentError::Reward { environment: environment(), turn, reward })
-            }
-            _ => Ok(observation),
-        });
-        let seconds = self.limits.episode_timeout.as_secs_f64();
-        let checked = checked.and_then(|observation| match started.elapsed() > self.limits.episode_timeout {
-            true => Err(EnvironmentError::EpisodeTooLong { environment: environment(), turn, seconds }),
+        let Some(OpenEpisode { task, streams, started, .. }) = self.open.get_mut(&key) else { return Ok(()) };
+        let limit = streams.limits().episode_timeout;
+        let in_time = stepped.and_then(|observation| match started.elapsed() > limit {
+            true => Err(EnvironmentError::EpisodeTooLong {
+                environment: streams.environment().factory.name().to_owned(),
+                turn: streams.turn(),
+                seconds: limit.as_secs_f64(),
+            }),
             false => Ok(observation),
         });
-        let observation = match checked {
-            Ok(observation) => observation,
-            Err(error) => {
-                self.end(key, EpisodeEnd::Failed(error.to_string()));
-                return Ok(());
-            }
+        let after = match in_time {
+            Ok(observation) => streams.observed(task, observation, self.config.max_tokens)?,
+            Err(error) => Err(error),
         };
-        episode.turns[turn].reward = observation.reward;
-        for (event, count) in observation.counts {
-            *episode.counts.entry(event).or_default() += count;
+        match after {
+            Ok(AfterTurn::Request(request)) => {
+                self.ready.push_back(request);
+                return self.submit_ready(sampler);
+            }
+            Ok(AfterTurn::End(end)) => self.end(key, &end, &[], sampler.version()),
+            Err(error) => self.end(key, &EpisodeEnd::Failed(error.to_string()), &[], sampler.version()),
         }
-        if observation.masked {
-            episode.mask_last_turn();
-        }
-        if observation.done || turn + 1 >= self.limits.max_turns {
-            let end = if observation.done { EpisodeEnd::Done } else { EpisodeEnd::MaxTurns };
-            self.end(key, end);
-            return Ok(());
-        }
-        let last = episode.token_ids().last().copied().unwrap_or_default();
-        let following = self.config.encoder()?.following(task, last, &observation.messages)?;
-        let length = episode.token_ids().len() + following.len();
-        let longest = request.max_completion_length.min(self.config.max_tokens.saturating_sub(length));
-        if longest == 0 {
-            self.end(key, EpisodeEnd::ContextFull);
-            return Ok(());
-        }
-        for Message { role, content, .. } in &observation.messages {
-            episode.transcript += &format!("\n[{role}] {content}\n");
-        }
-        let prompt = [episode.token_ids(), &following].concat();
-        self.ready.push_back(alone(request, key.index, turn as u32 + 1, prompt, longest));
-        self.submit_ready(sampler)
+        Ok(())
     }
 
-    /// Ends an episode.
-    fn end(&mut self, key: EpisodeKey, end: EpisodeEnd) {
-        let Some(OpenEpisode { episode: Some(mut episode), .. }) = self.open.remove(&key) else { return };
-        if self.limits.max_turns > 1 {
-            episode.counts.insert("turns", episode.turns.len() as u64);
-            for event in self.config.environments.counts() {
-                episode.counts.entry(event).or_default();
+    /// Ends an episode. `prompt` is that of an episode without a turn, which `served` would have sampled.
+    fn end(&mut self, key: EpisodeKey, end: &EpisodeEnd, prompt: &[u32], served: PolicyVersion) {
+        let Some(open) = self.open.remove(&key) else { return };
+        self.ended.extend(open.streams.finish(end, prompt, served));
+        if let Some(group) = self.groups.get_mut(&key.group) {
+            group.open -= 1;
+            if group.open == 0 {
+                self.groups.remove(&key.group);
             }
         }
-        self.ended.push(Episode { end, ..episode });
-    }
-
-    /// Ends an episode that its environment did not open.
-    fn fail(&mut self, key: EpisodeKey, prompt: Vec<u32>, served: PolicyVersion, error: &EnvironmentError) {
-        self.end_without_turn(key, prompt, served, EpisodeEnd::Failed(error.to_string()));
-    }
-
-    fn end_without_turn(
-        &mut self,
-        key: EpisodeKey,
-        prompt: Vec<u32>,
-        served: PolicyVersion,
-        end: EpisodeEnd,
-    ) {
-        let Some(OpenEpisode { request, .. }) = self.open.remove(&key) else { return };
-        self.ended.push(Episode::without_turn(&request, key.index, prompt, served, end));
-    }
-}
-
-/// The request for one turn of one episode of the group of `request`.
-fn alone(
-    request: &SampleRequest,
-    index: u32,
-    turn: u32,
-    prompt: Vec<u32>,
-    max_completion_length: usize,
-) -> SampleRequest {
-    let baseline = index as usize >= request.samples;
-    SampleRequest {
-        group: request.group,
-        prompt,
-        first_index: index,
-        turn,
-        samples: usize::from(!baseline),
-        sampling: request.sampling,
-        max_completion_length,
-        baseline,
-        keep_cache: request.keep_cache,
     }
 }

@@ -2,6 +2,9 @@
 //!
 //! # Layout
 //! - `driver`: [`EpisodeDriver`], which plays episodes with a sampler
+//! - `streams`: the token streams of an episode in play, one for every role
+//! - `scripted`: episodes of a scripted player, for demonstrations and for `rlrun check`
+//! - `config`: [`EpisodeConfig`], which environment a task is played in
 //! - `bridge`: [`MessageEncoder`], the tokens of messages that follow a completion
 //!
 //! # Invariants
@@ -10,7 +13,10 @@
 //! - Turns and tokens of an episode are bounded, and so is every wait for its environment.
 
 mod bridge;
+mod config;
 mod driver;
+mod scripted;
+mod streams;
 
 use std::collections::BTreeMap;
 
@@ -19,17 +25,22 @@ use trajectory::{
 };
 
 pub use bridge::{ChatEncoder, MessageEncoder};
-pub use driver::{EpisodeConfig, EpisodeDriver};
+pub use config::{ENVIRONMENT_COLUMN, EpisodeConfig, EpisodeEnvironment};
+pub use driver::EpisodeDriver;
+pub use scripted::{ScriptedEpisode, play_script};
 
 use crate::sampler::{Completion, SampleRequest};
 
-/// One episode: prompt, completions, messages of the environment, and rewards of the turns.
+/// One episode, or what one role of it said and read: prompt, completions, messages of the environment, and rewards of the
+/// turns.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Episode {
     /// The group that it belongs to.
     pub group: GroupId,
-    /// Which of the group's episodes it is.
+    /// Which of the group's trajectories it is: those of the first role come first.
     pub index: u32,
+    /// The role that the policy played; `None` in an environment without roles.
+    pub role: Option<String>,
     /// Whether it was decoded greedily as a baseline.
     pub baseline: bool,
     /// Number of tokens before the first turn.
@@ -86,6 +97,7 @@ impl From<Completion> for Episode {
         let mut episode = Self {
             group: completion.group,
             index: completion.index,
+            role: None,
             baseline: completion.baseline,
             prompt_length: completion.prompt_length,
             streams: SampleStreams {
@@ -116,7 +128,8 @@ impl Episode {
         Self {
             group: request.group,
             index,
-            baseline: request.baseline && index as usize >= request.samples,
+            role: None,
+            baseline: request.baseline && index as usize % request.sequences() >= request.samples,
             prompt_length: tokens,
             streams: SampleStreams {
                 token_ids: prompt,

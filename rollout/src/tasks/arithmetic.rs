@@ -5,6 +5,7 @@
 
 use std::collections::HashSet;
 
+use environments::Demonstration;
 use serde::{Deserialize, Serialize};
 use serde_json::Map;
 use trajectory::{Prompt, Task, TaskId};
@@ -43,15 +44,6 @@ pub struct Sum {
     pub a: u32,
     /// Column `b`.
     pub b: u32,
-}
-
-/// Author of the warm-up completions. Both add column by column, from the right, then give the answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Demonstration {
-    /// Adds with carries: `37+48=` is followed by `7+8=15,3+4+1=8;85`.
-    Right,
-    /// Drops every carry: `7+8=15,3+4=7;75`. Equal to the other where there is no carry.
-    Wrong,
 }
 
 impl Arithmetic {
@@ -114,7 +106,9 @@ impl Sum {
         }
     }
 
-    /// A completion to learn from, without a stop token.
+    /// A completion to learn from, without a stop token. It adds column by column, from the right, then gives the answer: a
+    /// right one with carries, so that `37+48=` is followed by `7+8=15,3+4+1=8;85`; a wrong one drops every carry,
+    /// `7+8=15,3+4=7;75`, and is the same where there is none.
     #[must_use]
     pub fn demonstration(self, kind: Demonstration) -> String {
         let (mut a, mut b, mut carry, mut place, mut answer) =

@@ -23,7 +23,7 @@ pub mod rows;
 pub mod source;
 pub mod stream;
 
-pub use arithmetic::{Arithmetic, ArithmeticTasks, Demonstration, Sum};
+pub use arithmetic::{Arithmetic, ArithmeticTasks, Sum};
 pub use error::TaskError;
 pub use questions::{QuestionKind, Questions};
 pub use rows::TaskSplit;

@@ -107,6 +107,8 @@ pub(super) struct TrajectoryBody {
     /// Whether it is a greedy baseline: its loss mask is false everywhere.
     #[serde(default)]
     baseline: bool,
+    /// The role that the policy played, if the episode has several: trajectories of the same role are compared.
+    role: Option<String>,
 }
 
 /// Consecutive tokens of one policy version.
@@ -303,6 +305,7 @@ impl TrajectoryBody {
                 return reject(ProblemCode::TokenOutOfVocabulary, detail);
             }
         }
+        self.role.iter().try_for_each(|role| free.name("role", role))?;
         for reward in &self.rewards {
             free.name("rewards", &reward.name)?;
             free.check("details", &reward.details)?;
@@ -351,6 +354,7 @@ impl TrajectoryBody {
                 correct: self.correct,
             },
             baseline: self.baseline,
+            role: self.role,
         })
     }
 }
@@ -504,8 +508,8 @@ struct TrajectoryView<'a>(&'a Trajectory);
 
 impl Serialize for TrajectoryView<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Trajectory { index, sample, turns, text, score, baseline } = self.0;
-        let mut trajectory = serializer.serialize_struct("Trajectory", 13)?;
+        let Trajectory { index, sample, turns, text, score, baseline, role } = self.0;
+        let mut trajectory = serializer.serialize_struct("Trajectory", 14)?;
         trajectory.serialize_field("token_ids", sample.token_ids())?;
         trajectory.serialize_field("loss_mask", sample.loss_mask())?;
         trajectory.serialize_field("behavior_logprobs", sample.behavior_logprobs())?;
@@ -525,6 +529,7 @@ impl Serialize for TrajectoryView<'_> {
         trajectory.serialize_field("rewards", &score.components)?;
         trajectory.serialize_field("correct", &score.correct)?;
         trajectory.serialize_field("baseline", baseline)?;
+        trajectory.serialize_field("role", role)?;
         trajectory.end()
     }
 }

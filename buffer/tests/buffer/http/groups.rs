@@ -43,7 +43,8 @@ fn a_group_round_trips() {
             "reward": 0.1,
             "rewards": [{"name": "math", "value": 0.1, "error": null}, {"name": "judge", "value": null, "error": "late"}],
             "correct": false,
-            "baseline": false
+            "baseline": false,
+            "role": "critic"
         }, {
             "token_ids": [1, 2],
             "loss_mask": [false, false],
@@ -57,7 +58,8 @@ fn a_group_round_trips() {
             "reward": 0.0,
             "rewards": [],
             "correct": null,
-            "baseline": true
+            "baseline": true,
+            "role": null
         }]
     });
     let answer = store(&served, std::slice::from_ref(&full)).json();

@@ -1,0 +1,99 @@
+//! Which environment a task is played in.
+//!
+//! Invariant: a task names an environment of the recipe, and never one of its own: data runs no code.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use environments::{EnvironmentFactory, SingleTurn};
+use trajectory::Task;
+
+use super::MessageEncoder;
+use crate::RolloutError;
+
+/// Column of a task that names one of [`EpisodeConfig::named`].
+pub const ENVIRONMENT_COLUMN: &str = "environment";
+
+/// What episodes are played in.
+#[derive(Clone, Debug)]
+pub struct EpisodeConfig {
+    /// The environment of tasks that name none.
+    pub environment: EpisodeEnvironment,
+    /// Other environments by name.
+    pub named: BTreeMap<String, EpisodeEnvironment>,
+    /// Most tokens of an episode, for each role; at most the context of the model.
+    pub max_tokens: usize,
+}
+
+/// An environment, and how its messages become tokens.
+#[derive(Clone, Debug)]
+pub struct EpisodeEnvironment {
+    /// Makes the environments.
+    pub factory: Arc<dyn EnvironmentFactory>,
+    /// Tokens of their messages; `None` for environments that add none.
+    pub encoder: Option<Arc<dyn MessageEncoder>>,
+    /// Factor of a turn's reward for every turn before it.
+    pub discount: f64,
+}
+
+impl EpisodeConfig {
+    /// One completion per task.
+    #[must_use]
+    pub fn single_turn() -> Self {
+        Self::of(EpisodeEnvironment::new(Arc::new(SingleTurn), None), usize::MAX)
+    }
+
+    /// The same environment for all tasks; `max_tokens` as in [`EpisodeConfig::max_tokens`].
+    #[must_use]
+    pub fn of(environment: EpisodeEnvironment, max_tokens: usize) -> Self {
+        Self { environment, named: BTreeMap::new(), max_tokens }
+    }
+
+    /// The environment of a task.
+    ///
+    /// # Errors
+    /// A task that names an environment that there is not.
+    pub fn of_task(&self, task: &Task) -> Result<&EpisodeEnvironment, RolloutError> {
+        // A column of that name means nothing to a recipe without named environments.
+        if self.named.is_empty() {
+            return Ok(&self.environment);
+        }
+        match task.columns.get(ENVIRONMENT_COLUMN) {
+            None | Some(serde_json::Value::Null) => Ok(&self.environment),
+            Some(name) => {
+                let found = name.as_str().and_then(|name| self.named.get(name));
+                found.ok_or_else(|| RolloutError::NoEnvironment {
+                    task: task.id,
+                    name: name.to_string(),
+                    known: self.named.keys().cloned().collect::<Vec<_>>().join("`, `"),
+                })
+            }
+        }
+    }
+
+    /// Most roles of an environment; 1 without roles.
+    #[must_use]
+    pub fn most_roles(&self) -> usize {
+        let all = std::iter::once(&self.environment).chain(self.named.values());
+        all.map(EpisodeEnvironment::roles).max().unwrap_or(1)
+    }
+}
+
+impl EpisodeEnvironment {
+    /// Environments of `factory` whose turns have undiscounted rewards.
+    #[must_use]
+    pub fn new(factory: Arc<dyn EnvironmentFactory>, encoder: Option<Arc<dyn MessageEncoder>>) -> Self {
+        Self { factory, encoder, discount: 1.0 }
+    }
+
+    /// Number of roles; 1 without roles.
+    #[must_use]
+    pub fn roles(&self) -> usize {
+        self.factory.roles().len().max(1)
+    }
+
+    pub(super) fn encoder(&self) -> Result<&dyn MessageEncoder, RolloutError> {
+        let environment = || self.factory.name().to_owned();
+        self.encoder.as_deref().ok_or_else(|| RolloutError::NoEncoder { environment: environment() })
+    }
+}
