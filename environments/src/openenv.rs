@@ -48,7 +48,7 @@ pub struct OpenEnv {
 
 #[derive(Debug)]
 struct OpenEnvServer {
-    /// `ws://HOST:PORT/ws`.
+    /// `ws://HOST:PORT/ws`, with TLS `wss://HOST:PORT/ws`.
     url: String,
     /// Field of the action that has the text.
     action: String,
@@ -103,18 +103,19 @@ impl OpenEnv {
     /// Sessions of the server that `spec` names.
     ///
     /// # Errors
-    /// No address, or one that is no WebSocket or HTTP address without TLS.
+    /// No address, or one that is no WebSocket or HTTP address.
     pub(crate) fn new(spec: &EnvironmentSpec) -> Result<Self, EnvironmentSpecError> {
         let wrong = |reason: String| EnvironmentSpecError::Value { key: "url".to_owned(), reason };
         let given =
             spec.url.as_deref().ok_or_else(|| wrong("is missing; name http://HOST:PORT".to_owned()))?;
-        let rest = given.strip_prefix("http://").or_else(|| given.strip_prefix("ws://"));
-        let Some(rest) = rest.filter(|rest| !rest.is_empty()) else {
+        let schemes = [("http://", "ws"), ("ws://", "ws"), ("https://", "wss"), ("wss://", "wss")];
+        let found = schemes.iter().find_map(|(scheme, socket)| Some((socket, given.strip_prefix(scheme)?)));
+        let Some((socket, rest)) = found.filter(|(_, rest)| !rest.is_empty()) else {
             return Err(wrong(format!("is \"{given}\"; name http://HOST:PORT or ws://HOST:PORT/ws")));
         };
         let path = if rest.contains('/') { "" } else { "/ws" };
         let server = OpenEnvServer {
-            url: format!("ws://{rest}{path}"),
+            url: format!("{socket}://{rest}{path}"),
             action: spec.action.clone().unwrap_or_else(|| ACTION.to_owned()),
             parameters: spec.parameters.clone(),
             limits: spec.limits(),

@@ -251,7 +251,7 @@ fn tools(spec: &EnvironmentSpec, context: &EnvironmentContext) -> Made {
 
 /// The tools of an entry, or the key that is wrong and why.
 fn tools_of(
-    ToolSpec { kind, path, command }: &ToolSpec,
+    ToolSpec { kind, path, command, url, token_env }: &ToolSpec,
     spec: &EnvironmentSpec,
     context: &EnvironmentContext,
 ) -> Result<Vec<Box<dyn Tool>>, (&'static str, String)> {
@@ -261,15 +261,19 @@ fn tools_of(
         None if takes_path => return Err(("kind", format!("is `{kind}`, which needs a `path`"))),
         path => path.as_deref().unwrap_or(Path::new("")),
     };
-    match (&kind[..], command) {
-        ("mcp", Some(command)) if !command.is_empty() => {
-            let tools = McpTool::all(command, spec, context);
-            let tools = tools.map_err(|reason| ("command", format!("fails: {reason}")))?.into_iter();
-            return Ok(tools.map(|tool| Box::new(tool) as Box<dyn Tool>).collect());
-        }
-        ("mcp", _) => return Err(("kind", "is `mcp`, which needs a `command`".to_owned())),
-        (_, Some(_)) => return Err(("command", format!("is nothing that `{kind}` takes; remove it"))),
-        (_, None) => {}
+    let of_mcp = [("command", command.is_some()), ("url", url.is_some()), ("token_env", token_env.is_some())];
+    if let Some((key, _)) = of_mcp.into_iter().find(|(_, given)| *given && kind != "mcp") {
+        return Err((key, format!("is nothing that `{kind}` takes; remove it")));
+    }
+    if kind == "mcp" {
+        let (key, tools) = match (command, url) {
+            (Some(_), Some(_)) => return Err(("url", "stands beside `command`; remove one of them".to_owned())),
+            (Some(command), None) => ("command", McpTool::of_program(command, spec, context)),
+            (None, Some(url)) => ("url", McpTool::of_address(url, token_env.as_deref(), spec, context)),
+            (None, None) => return Err(("kind", "is `mcp`, which needs a `command` or a `url`".to_owned())),
+        };
+        let tools = tools.map_err(|reason| (key, format!("fails: {reason}")))?.into_iter();
+        return Ok(tools.map(|tool| Box::new(tool) as Box<dyn Tool>).collect());
     }
     let failed = |reason: String| ("path", format!("fails: {reason}"));
     Ok(match &kind[..] {

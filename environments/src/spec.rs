@@ -137,6 +137,14 @@ pub struct ToolSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = experiment, worker = operator
     pub command: Option<Vec<String>>,
+    /// `mcp`: address of a server that runs, such as `https://HOST/mcp`, instead of a `command`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = operator
+    pub url: Option<String>,
+    /// `mcp` with `url`: environment variable with a bearer token for the server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = operator
+    pub token_env: Option<String>,
 }
 
 impl Default for EnvironmentSpec {

@@ -130,8 +130,16 @@ fn errors_of_the_server_fail_the_episode() {
     let mut environment = build(&nowhere).unwrap().create();
     let error = runtime.block_on(environment.reset(&task())).unwrap_err().to_string();
     assert!(error.contains("ws://127.0.0.1:1/ws does not answer"), "{error}");
-    let unsafe_address = EnvironmentSpec { url: Some("https://x".to_owned()), ..nowhere };
-    assert_eq!(build(&unsafe_address).unwrap_err().key(), "url");
+    // A server that answers a handshake of TLS with plain text.
+    let plain = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = plain.local_addr().unwrap();
+    std::thread::spawn(move || std::io::Write::write_all(&mut plain.accept().unwrap().0, b"hello"));
+    let secure = EnvironmentSpec { url: Some(format!("https://{address}")), ..nowhere.clone() };
+    let mut environment = build(&secure).unwrap().create();
+    let error = runtime.block_on(environment.reset(&task())).unwrap_err().to_string();
+    assert!(error.contains(&format!("wss://{address}/ws does not answer")), "{error}");
+    let foreign = EnvironmentSpec { url: Some("ftp://x".to_owned()), ..nowhere };
+    assert_eq!(build(&foreign).unwrap_err().key(), "url");
 }
 
 #[test]

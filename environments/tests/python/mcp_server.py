@@ -19,11 +19,11 @@ def called(name, arguments):
     return {"content": [{"type": "text", "text": "an argument is missing after all"}], "isError": True}
 
 
-for line in sys.stdin:
-    request = json.loads(line)
+def answered(request):
+    """The answer to a message; None to a notification."""
     method, params = request.get("method"), request.get("params") or {}
     if "id" not in request:
-        continue
+        return None
     answer = {"jsonrpc": "2.0", "id": request["id"]}
     if method == "initialize":
         answer["result"] = {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": {"name": "test", "version": "1"}}
@@ -33,4 +33,10 @@ for line in sys.stdin:
         answer["result"] = called(params["name"], params.get("arguments") or {})
     else:
         answer["error"] = {"code": -32601, "message": "there is no such method"}
-    print(json.dumps(answer), flush=True)
+    return answer
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        if (answer := answered(json.loads(line))) is not None:
+            print(json.dumps(answer), flush=True)

@@ -1,8 +1,14 @@
-//! `mcp`: the tools of a server of the Model Context Protocol that this process starts and speaks to on standard input and
-//! output, by the crate `rmcp`.
+//! `mcp`: the tools of a server of the Model Context Protocol, by the crate `rmcp`: one that this process starts and speaks
+//! to on standard input and output, or one at an address.
+//!
+//! # Layout
+//! - `http`: messages to a server at an address
 //!
 //! Invariant: an error that the server answers is an answer to the model. A server that ends fails the calls that are under way,
-//! and is started again for the next one. It ends with this process, which closes its standard input.
+//! and is started again, or gets a new session, for the next one. A server that was started ends with this process, which closes
+//! its standard input.
+
+mod http;
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -19,6 +25,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::Mutex;
 
 use super::{Tool, ToolError};
+use http::McpHttpServer;
 use crate::{BoxFuture, EnvironmentContext, EnvironmentSpec, ToolSchema};
 
 /// Longest start of a server, with its list of tools.
@@ -31,22 +38,28 @@ pub(crate) struct McpTool {
     server: Arc<McpServer>,
 }
 
-/// How a server is started, and the one that runs.
+/// Where a server is, and the connection to it.
 #[derive(Debug)]
 struct McpServer {
-    command: Vec<String>,
-    variables: BTreeMap<String, String>,
-    log: PathBuf,
+    place: McpPlace,
     /// `None` before the first call and after the server ended.
     running: Mutex<Option<McpConnection>>,
 }
 
-/// A server that runs.
+#[derive(Debug)]
+enum McpPlace {
+    /// A program that this process starts.
+    Program { command: Vec<String>, variables: BTreeMap<String, String>, log: PathBuf },
+    /// A server that runs somewhere.
+    Address(Arc<McpHttpServer>),
+}
+
+/// A server that answers.
 #[derive(Debug)]
 struct McpConnection {
     client: RunningService<RoleClient, ()>,
-    /// Killed when it is dropped.
-    _process: Child,
+    /// The program, which is killed when it is dropped.
+    _process: Option<Child>,
 }
 
 impl McpTool {
@@ -54,23 +67,46 @@ impl McpTool {
     ///
     /// # Errors
     /// A server that does not start, or does not answer; the text has the reason.
-    pub(crate) fn all(
+    pub(crate) fn of_program(
         command: &[String],
         spec: &EnvironmentSpec,
         context: &EnvironmentContext,
     ) -> Result<Vec<Self>, String> {
-        let runtime = context.runtime.as_ref().ok_or("needs a runtime that waits for processes")?;
         let named = spec.environment.as_deref().unwrap_or_default();
-        let server = Arc::new(McpServer {
+        let place = McpPlace::Program {
             command: command.to_vec(),
             variables: host::python::environment(&context.variables, named),
             log: context.scratch.join("mcp.log"),
-            running: Mutex::default(),
+        };
+        Self::all(place, context)
+    }
+
+    /// The tools of the server at `url`, with the bearer token of the variable `token_env`. Blocks until it has listed them.
+    ///
+    /// # Errors
+    /// A variable that is not set, a server that does not answer; the text has the reason.
+    pub(crate) fn of_address(
+        url: &str,
+        token_env: Option<&str>,
+        spec: &EnvironmentSpec,
+        context: &EnvironmentContext,
+    ) -> Result<Vec<Self>, String> {
+        let token = token_env.map(|name| {
+            let value = context.variables.get(name);
+            value.map(String::as_str).ok_or_else(|| format!("needs the variable {name}, which is not set"))
         });
+        let limit = spec.limits().tool_timeout;
+        let server = McpHttpServer::new(url, token.transpose()?, limit)?;
+        Self::all(McpPlace::Address(Arc::new(server)), context)
+    }
+
+    fn all(place: McpPlace, context: &EnvironmentContext) -> Result<Vec<Self>, String> {
+        let runtime = context.runtime.as_ref().ok_or("needs a runtime that waits for servers")?;
+        let server = Arc::new(McpServer { place, running: Mutex::default() });
         let listed = runtime.block_on(async {
             let listing = async {
                 let peer = server.peer().await?;
-                peer.list_all_tools().await.map_err(|error| error.to_string())
+                peer.list_all_tools().await.map_err(|error| server.reason(&error))
             };
             let late = |_| format!("it lists no tools within {} s", START_DEADLINE.as_secs());
             tokio::time::timeout(START_DEADLINE, listing).await.map_err(late)?
@@ -98,13 +134,30 @@ impl McpTool {
             Err(ServiceError::McpError(error)) => Err(ToolError::Refused(error.message.into_owned())),
             Err(error) => {
                 *self.server.running.lock().await = None;
-                Err(ToolError::Unusable(format!("the server of {} failed: {error}", self.schema.name)))
+                let reason = self.server.reason(&error);
+                Err(ToolError::Unusable(format!("the server of {} failed: {reason}", self.schema.name)))
             }
         }
     }
 }
 
 impl McpServer {
+    /// Why a request failed: what is known of the transport, or else the error.
+    fn reason(&self, error: &dyn std::fmt::Display) -> String {
+        let known = match &self.place {
+            McpPlace::Program { .. } => None,
+            McpPlace::Address(server) => server.failure(),
+        };
+        known.unwrap_or_else(|| error.to_string())
+    }
+
+    fn name(&self) -> &str {
+        match &self.place {
+            McpPlace::Program { command, .. } => command.first().map_or("the server", String::as_str),
+            McpPlace::Address(server) => server.url(),
+        }
+    }
+
     /// The server, which is started if it does not run.
     async fn peer(&self) -> Result<Peer<RoleClient>, String> {
         let mut running = self.running.lock().await;
@@ -112,7 +165,7 @@ impl McpServer {
             return Ok(connection.client.peer().clone());
         }
         let started = tokio::time::timeout(START_DEADLINE, self.start()).await;
-        let late = |_| format!("{} does not answer within {} s", self.command[0], START_DEADLINE.as_secs());
+        let late = |_| format!("{} does not answer within {} s", self.name(), START_DEADLINE.as_secs());
         let connection = started.map_err(late)??;
         let peer = connection.client.peer().clone();
         *running = Some(connection);
@@ -121,13 +174,22 @@ impl McpServer {
 
     async fn start(&self) -> Result<McpConnection, String> {
         let failed = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
-        let Some((program, arguments)) = self.command.split_first() else {
+        let (command, variables, log_file) = match &self.place {
+            McpPlace::Program { command, variables, log } => (command, variables, log),
+            McpPlace::Address(server) => {
+                let client = ().serve(server.transport()).await.map_err(|error| {
+                    failed("it does not speak the Model Context Protocol", &self.reason(&error))
+                })?;
+                return Ok(McpConnection { client, _process: None });
+            }
+        };
+        let Some((program, arguments)) = command.split_first() else {
             return Err("its `command` is empty".to_owned());
         };
-        let log = OpenOptions::new().create(true).append(true).open(&self.log);
-        let log = log.map_err(|error| failed(&format!("cannot write {}", self.log.display()), &error))?;
+        let log = OpenOptions::new().create(true).append(true).open(log_file);
+        let log = log.map_err(|error| failed(&format!("cannot write {}", log_file.display()), &error))?;
         let mut command = Command::new(program);
-        command.args(arguments).env_clear().envs(&self.variables);
+        command.args(arguments).env_clear().envs(variables);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(log).kill_on_drop(true);
         let mut process =
             command.spawn().map_err(|error| failed(&format!("`{program}` cannot be started"), &error))?;
@@ -137,10 +199,10 @@ impl McpServer {
         let client = ().serve((output, input)).await;
         let said = format!(
             "`{program}` does not speak the Model Context Protocol ({} says more)",
-            self.log.display()
+            log_file.display()
         );
         let client = client.map_err(|error| failed(&said, &error))?;
-        Ok(McpConnection { client, _process: process })
+        Ok(McpConnection { client, _process: Some(process) })
     }
 }
 
