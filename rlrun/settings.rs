@@ -120,18 +120,25 @@ impl Recipe {
         Ok((train.into_iter().map(asked).collect(), eval.into_iter().map(asked).collect()))
     }
 
+    /// The prompt with the messages of `[data]`. A conversation without a text is begun by the environment.
+    #[must_use]
+    pub fn conversation(&self, prompt: Prompt) -> Prompt {
+        let Data { system_prompt, chat, .. } = &self.data;
+        let prompt = match prompt {
+            Prompt::Text(text) if text.is_empty() && (*chat || system_prompt.is_some()) => {
+                Prompt::Messages(Vec::new())
+            }
+            prompt => prompt,
+        };
+        self.task_source().conversation(prompt)
+    }
+
     /// Training tasks and held-out tasks that are numbers alone.
     fn seeds(
         &self,
         SeedsSection { train_tasks, eval_tasks, prompt }: &SeedsSection,
     ) -> (Vec<Task>, Vec<Task>) {
-        let Data { system_prompt, chat, .. } = &self.data;
-        let prompt = match prompt {
-            // Without a text the environment begins the conversation.
-            None if *chat || system_prompt.is_some() => Prompt::Messages(Vec::new()),
-            prompt => Prompt::Text(prompt.clone().unwrap_or_default()),
-        };
-        let prompt = self.task_source().conversation(prompt);
+        let prompt = self.conversation(Prompt::Text(prompt.clone().unwrap_or_default()));
         let task = |id: u64| Task {
             id: TaskId(id),
             prompt: prompt.clone(),

@@ -11,6 +11,7 @@ mod roles;
 mod sampler;
 mod scoring;
 mod speculation;
+mod templates;
 mod updates;
 
 use model::{Config, Decoder, ModelDirectory, Parameters, Sampling, Sizes};
