@@ -294,6 +294,9 @@ impl<'a> Observer<'a> {
         let scored = |value: f64| if batch.scored > 0 { value } else { f64::NAN };
         metrics.set("reward/mean", scored(batch.reward.mean));
         metrics.set("reward/std", scored(batch.reward.std));
+        for (role, mean) in &batch.roles {
+            metrics.set(&format!("reward/role/{role}"), *mean);
+        }
         let filling = version.0 <= self.first.0 + self.recipe.buffer.max_staleness;
         metrics.set("buffer/filling", f64::from(filling));
         metrics.set("reward/frac_zero_std", counts.zero_variance as f64 / groups);
@@ -397,6 +400,9 @@ fn readable(group: &Group) -> serde_json::Value {
             }
             if trajectory.baseline {
                 shown["baseline"] = true.into();
+            }
+            if let Some(role) = &trajectory.role {
+                shown["role"] = role.clone().into();
             }
             shown
         })

@@ -3,7 +3,7 @@
 use model::{Config, ModelDirectory, Sizes};
 use serde_json::Value;
 
-use crate::support::{CORRECT, Home, Run};
+use crate::support::{CORRECT, Home, Moment, Run};
 
 /// A chat template that describes tools as Qwen's does.
 const TEMPLATE: &str = "{% if tools %}[tools]{% for t in tools %}{{ t | tojson }}{% endfor %}call as <tool_call>\n{% endif %}\
@@ -230,4 +230,168 @@ fn mistakes_in_an_environment_are_named() {
     let sets = ["--set", "environment.kind=tools", "--set", CORRECT];
     let args: Vec<&str> = ["check", "small.toml"].into_iter().chain(sets).collect();
     home.rlrun(&args).refused(&["environment.tools", "[[environment.tools]]"]);
+}
+
+/// A game in two roles, without data and without rewards of the recipe.
+const SELF_PLAY: &str = r#"
+[model.random]
+hidden_size = 16
+num_heads = 2
+num_kv_heads = 2
+[data]
+max_prompt_length = 80
+[data.seeds]
+train_tasks = 40
+eval_tasks = 6
+[environment]
+kind = "tic_tac_toe"
+max_turns = 9
+max_tokens = 192
+parameters = { opening_moves = 2 }
+[environment.named.random]
+parameters = { opponent = "random" }
+[warmup]
+steps = 12
+batch_tasks = 8
+wrong_share = 0.3
+[rollout]
+group_size = 4
+max_completion_length = 3
+[buffer]
+batch_groups = 2
+[trainer]
+steps = 4
+microbatch_tokens = 1024
+[eval]
+interval = 2
+[[eval.sets]]
+name = "random"
+environment = "random"
+[checkpoint]
+interval = 2
+[log]
+samples = 2
+"#;
+
+#[test]
+fn a_game_against_itself_trains_both_roles_and_is_evaluated_against_others() {
+    let home = Home::new();
+    home.write("game.toml", SELF_PLAY);
+    let checked = home.rlrun(&["check", "game.toml"]).ok().stdout;
+    for said in
+        ["the policy plays both sides, as roles `x` and `o`", "\"random\": `tic_tac_toe`: against a random"]
+    {
+        assert!(checked.contains(said), "{checked}");
+    }
+    assert!(checked.contains("a scripted episode: ") && checked.contains("ended by done"), "{checked}");
+    home.rlrun(&["game.toml", "--run-dir", "run"]).ok();
+    let run = home.run("run");
+    assert_eq!(run.steps().len(), 4);
+    for group in (1..=4).flat_map(|step| run.samples(step)) {
+        let trajectories = group["trajectories"].as_array().unwrap();
+        let roles: Vec<&str> = trajectories.iter().map(|t| t["role"].as_str().unwrap()).collect();
+        assert_eq!(roles, [["x"; 4], ["o"; 4]].concat());
+        for (x, o) in trajectories[..4].iter().zip(&trajectories[4..]) {
+            let rewards = [&x["reward"], &o["reward"]].map(|reward| reward.as_f64().unwrap());
+            assert!(rewards.iter().sum::<f64>() <= 0.0 && rewards.iter().all(|reward| reward.abs() <= 1.0));
+        }
+    }
+    assert_eq!((run.values("reward/role/x").len(), run.values("reward/role/o").len()), (4, 4));
+    let ends = ["won", "drawn", "lost", "illegal"].map(|end| format!("environment/{end}"));
+    let evaluated: Vec<Value> = run
+        .metrics()
+        .into_iter()
+        .map(Value::Object)
+        .filter(|line| line.get("eval/random/reward").is_some())
+        .collect();
+    assert_eq!(evaluated.len(), 3);
+    for line in &evaluated {
+        for set in ["", "random/"] {
+            let shares: f64 =
+                ends.iter().map(|end| line[&format!("eval/{set}{end}")].as_f64().unwrap()).sum();
+            // A completion that is cut off ends a game without a result.
+            let cut = line[&format!("eval/{set}environment/stop/max_tokens")].as_f64().unwrap();
+            assert!((shares + cut - 1.0).abs() < 1e-9, "{line}");
+        }
+    }
+    home.rlrun(&["resume", "run", "--set", "trainer.steps=6"]).ok();
+    assert_eq!(run.steps().len(), 6);
+    let played = home.rlrun(&["generate", "run", "7"]).ok().stdout;
+    assert!(played.contains("[x] ") && played.contains("[o] ") && played.contains("ended by "), "{played}");
+}
+
+/// Episodes that a kill ends in their middle begin again; nothing that was acknowledged is lost or trained on twice.
+#[test]
+fn a_run_goes_on_after_a_kill_in_the_middle_of_episodes() {
+    let home = Home::new();
+    home.write("game.toml", SELF_PLAY);
+    let endless =
+        ["game.toml", "--run-dir", "run", "-q", "--set", "trainer.steps=100000", "--set", "eval.interval=0"];
+    let mut running = home.start(&endless);
+    assert!(home.run("run").wait_for(Moment::Checkpoint(2), &mut running));
+    running.kill().unwrap();
+    running.wait().unwrap();
+    let reached = home.run("run").steps().len();
+    let steps = format!("trainer.steps={}", reached + 3);
+    home.rlrun(&["resume", "run", "--set", &steps]).ok();
+    let steps: Vec<u64> = home.run("run").steps().iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, (1..=reached as u64 + 3).collect::<Vec<_>>());
+}
+
+/// The warm-up shows the calculator, and a call costs what the recipe says.
+#[test]
+fn a_warm_up_shows_tools_and_a_call_is_worth_what_the_recipe_says() {
+    let home = Home::new();
+    let recipe = crate::support::repository().join("recipes/tools_calculator.toml");
+    let sets = ["warmup.steps=150", "trainer.steps=2", "data.arithmetic.eval_tasks=40", "log.samples=2"];
+    let sets = sets.iter().flat_map(|set| ["--set", set]);
+    let args: Vec<&str> = [recipe.to_str().unwrap(), "--run-dir", "run"].into_iter().chain(sets).collect();
+    home.rlrun(&args).ok();
+    let run = home.run("run");
+    let calls = run.values("environment/tool_calls");
+    assert!(calls.iter().all(|calls| (0.05..0.95).contains(calls)), "{calls:?}");
+    for trajectory in run.samples(2).iter().flat_map(|group| group["trajectories"].as_array().unwrap()) {
+        let correct = trajectory["components"][0]["value"].as_f64().unwrap();
+        let called = trajectory["components"][1]["details"]["tool_calls"].as_f64().unwrap();
+        let reward = trajectory["reward"].as_f64().unwrap();
+        assert!((reward - (correct - 0.1 * called)).abs() < 1e-9, "{trajectory}");
+    }
+}
+
+#[test]
+fn mistakes_in_named_environments_and_seeds_are_named() {
+    let home = Home::new();
+    home.write("game.toml", SELF_PLAY);
+    let refused = |sets: &[&str], evidence: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", set]);
+        let args: Vec<&str> = ["check", "game.toml"].into_iter().chain(sets).collect();
+        home.rlrun(&args).refused(evidence);
+    };
+    refused(
+        &["environment.parameters.opponent=\"nobody\""],
+        &["parameters.opponent", "self, random, perfect"],
+    );
+    refused(
+        &["environment.named.random.kind=\"chess\""],
+        &["environment.named.random.kind", "no environment of kind"],
+    );
+    refused(&["environment.named.random.turns=3"], &["environment.named.random", "unknown field `turns`"]);
+    refused(
+        &["eval.sets[0].environment=\"perfect\""],
+        &["no environment named \"perfect\"", "[environment.named.perfect]"],
+    );
+    refused(&["environment.discount=1.5"], &["environment.discount"]);
+    refused(&["data.prompt_column=\"x\""], &["has no effect on the generated tasks of `data.seeds`"]);
+    home.write(
+        "alone.toml",
+        SELF_PLAY
+            .replace("kind = \"tic_tac_toe\"", "kind = \"retry\"")
+            .replace("parameters = { opening_moves = 2 }\n", "")
+            .replace("parameters = { opponent = \"random\" }\n", "hint = \"no\"\n"),
+    );
+    home.rlrun(&["check", "alone.toml", "--set", "warmup.steps=0"])
+        .refused(&["has no prompt", "data.seeds.prompt"]);
+    let without = SELF_PLAY.split("[environment]").next().unwrap();
+    home.write("without.toml", format!("{without}[[rewards]]\nkind = \"length\"\n[trainer]\nsteps = 1\n"));
+    home.rlrun(&["check", "without.toml"]).refused(&["`data.seeds` are tasks of an environment"]);
 }

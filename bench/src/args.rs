@@ -9,9 +9,11 @@ use rlrun::args::{DeviceArgs, ServeBufferArgs, at_least_one};
 use trainer::optimizer::OptimizerKind;
 
 mod buffer;
+mod episodes;
 mod weights;
 
 pub use buffer::BufferBenchArgs;
+pub use episodes::EpisodesBenchArgs;
 pub use weights::WeightsBenchArgs;
 
 /// Measure how fast this machine samples and trains a model, and how far that is from its limits.
@@ -48,6 +50,8 @@ pub enum BenchCommand {
     Ops(OpsBenchArgs),
     /// A served buffer: appends, leases, memory, and the time to open it again
     Buffer(BufferBenchArgs),
+    /// Use of environments whose episodes have very different lengths, under three schedules
+    Episodes(EpisodesBenchArgs),
     /// New weights on their way to a sampler, by every transport
     Weights(Box<WeightsBenchArgs>),
     /// Serve the buffer that another process of this program measures

@@ -7,6 +7,7 @@
 //! - [`measure`]: one result, as a row of a table and as one JSON object, whose fields are listed there
 //! - [`generate`], [`train`], [`steps`], [`ops`]: sampling, training, the whole loop, single operations
 //! - [`mod@buffer`]: a served buffer
+//! - [`episodes`]: use of environments under three schedules
 //! - [`mod@weights`]: publishing new weights, against the speed of a copy
 //!
 //! Invariant: nothing here computes. The timed code is the code that a run executes.
@@ -20,6 +21,7 @@ pub mod accelerator;
 pub mod args;
 pub mod buffer;
 pub mod cost;
+pub mod episodes;
 pub mod generate;
 pub mod machine;
 pub mod measure;

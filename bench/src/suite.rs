@@ -21,7 +21,7 @@ use crate::args::{
 };
 use crate::machine::{Machine, Peaks};
 use crate::measure::{self, Measure, Work};
-use crate::{buffer, generate, ops, steps, train, weights};
+use crate::{buffer, episodes, generate, ops, steps, train, weights};
 
 /// Runs the measures of `args` and writes each result to `out` as it is made.
 ///
@@ -30,6 +30,7 @@ use crate::{buffer, generate, ops, steps, train, weights};
 pub fn run(args: &BenchArgs, program: &Program, out: &mut dyn Write) -> Result<(), Failure> {
     match &args.command {
         Some(BenchCommand::Buffer(args)) => buffer::run(args, out),
+        Some(BenchCommand::Episodes(args)) => episodes::run(args, out),
         Some(BenchCommand::Weights(args)) => weights::run(args, out),
         Some(BenchCommand::ServeBuffer(args)) => rlrun::serve::buffer(args).map(drop),
         Some(BenchCommand::Templates) => model::chat::serve().map_err(|source| Failure::System {

@@ -267,7 +267,9 @@ fn tools_of(
     }
     if kind == "mcp" {
         let (key, tools) = match (command, url) {
-            (Some(_), Some(_)) => return Err(("url", "stands beside `command`; remove one of them".to_owned())),
+            (Some(_), Some(_)) => {
+                return Err(("url", "stands beside `command`; remove one of them".to_owned()));
+            }
             (Some(command), None) => ("command", McpTool::of_program(command, spec, context)),
             (None, Some(url)) => ("url", McpTool::of_address(url, token_env.as_deref(), spec, context)),
             (None, None) => return Err(("kind", "is `mcp`, which needs a `command` or a `url`".to_owned())),

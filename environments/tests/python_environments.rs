@@ -195,7 +195,8 @@ fn a_file_without_an_environment_is_refused() {
 /// Calls of the functions of a file and of the interpreter, as the model writes them.
 #[test]
 fn functions_and_programs_are_tools() {
-    let tool = |kind: &str, path: Option<PathBuf>| ToolSpec { kind: kind.to_owned(), path, ..ToolSpec::default() };
+    let tool =
+        |kind: &str, path: Option<PathBuf>| ToolSpec { kind: kind.to_owned(), path, ..ToolSpec::default() };
     let functions = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/functions.py");
     let spec = |tool_timeout_s: f64| EnvironmentSpec {
         kind: "tools".to_owned(),
@@ -350,4 +351,26 @@ fn tools_of_a_server_at_an_address() {
     assert!(refused(&server.url, Some("RLRUN_NOT_SET")).contains("RLRUN_NOT_SET, which is not set"));
     assert!(refused("localhost", None).contains("name http://HOST:PORT/PATH"));
     drop(server);
+}
+
+#[test]
+fn an_environment_of_several_roles_says_who_acts_and_rewards_each() {
+    let parameters = Map::from_iter([("rounds".to_owned(), json!(2))]);
+    let spec = EnvironmentSpec { parameters, ..spec("debate.py") };
+    let Some(fixture) = fixture(&spec) else { return };
+    assert_eq!(fixture.factory.roles(), ["asker", "solver"]);
+    assert!(fixture.factory.about().unwrap().contains("roles asker, solver"));
+    let (mut environment, opened) = fixture.open(json!({"topic": "words"}));
+    assert_eq!(opened, ["ask about words"]);
+    let mut say = |turn: usize, role: usize, text: &str| {
+        let action = Action { turn, role, text, stop: StopReason::StopToken };
+        fixture.runtime.block_on(environment.step(action))
+    };
+    let asked = say(0, 0, "abc").unwrap();
+    assert_eq!((asked.next_role, asked.reward, contents(&asked)), (1, Some(0.0), vec!["solve abc"]));
+    let solved = say(1, 1, "cba").unwrap();
+    assert_eq!((solved.next_role, solved.reward, &solved.other_rewards[..]), (0, Some(1.0), &[(0, 0.0)][..]));
+    say(2, 0, "xy").unwrap();
+    let wrong = say(3, 1, "cheat").unwrap_err().to_string();
+    assert!(wrong.contains("names the role \"judge\"; its roles are asker, solver"), "{wrong}");
 }

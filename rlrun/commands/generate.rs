@@ -9,8 +9,8 @@ use device::Device;
 use environments::EnvironmentContext;
 use model::{ModelDirectory, Quantization, Sampling, SharedCores, ThreadPool};
 use rollout::{
-    Engine, EngineConfig, Episode, EpisodeConfig, EpisodeDriver, LocalSampler, Network, SampleRequest, Sampler,
-    ServeOn, StopRules,
+    Engine, EngineConfig, Episode, EpisodeConfig, EpisodeDriver, LocalSampler, Network, SampleRequest,
+    Sampler, ServeOn, StopRules,
 };
 use trajectory::{GroupId, Message, PolicyVersion, Prompt, Task, TaskId};
 

@@ -7,9 +7,11 @@ use device::Device;
 use device::device::DeviceLocation;
 use model::Sampling;
 use model::on_device::DeviceDtype;
-use rollout::{Completion, Engine, EngineConfig, Network, ServeOn};
+use rollout::{Completion, Engine, EngineConfig, Episode, Network, ServeOn};
 use trajectory::PolicyVersion;
 
+use crate::episodes::{STOPS, chatting_of};
+use crate::roles::{ByTurns, LONG, TOKENS, played};
 use crate::{CONFIG, Model, complete, request};
 
 const TRUNCATED: Sampling = Sampling { temperature: 0.8, top_p: 0.9, top_k: 12, min_p: 0.01 };
@@ -46,6 +48,23 @@ fn completions_are_those_of_the_processor() {
         assert_same(&found, &expected);
         assert_eq!(engine.pages().0, engine.pages().1, "every page is given back");
     }
+}
+
+/// Later turns continue the pages that their episodes have kept on the device.
+#[test]
+fn episodes_of_several_turns_are_those_of_the_processor() {
+    let (model, directory) = chatting_of(Model::with_context(TOKENS));
+    let play = |engine| played(engine, &directory, 2, ByTurns::new(&[], 4), 1.0, Sampling::PLAIN);
+    let (expected, on_processor) = play(model.engine(LONG, &STOPS));
+    let network = Network::new(&on(), model.directory.config(), &model.parameters()).unwrap();
+    let (found, on_device) = play(Engine::new(LONG, model.stop(&STOPS), network, PolicyVersion(0)).unwrap());
+    assert!(found.iter().any(|episode| episode.turns.len() == 4));
+    let tokens = |episodes: &[Episode]| -> Vec<Vec<u32>> {
+        episodes.iter().map(|episode| episode.token_ids().to_vec()).collect()
+    };
+    assert_eq!(tokens(&found), tokens(&expected));
+    assert_eq!(on_device.reused_tokens, on_processor.reused_tokens);
+    assert!(on_device.reused_tokens > 0 && on_device.prefilled_tokens == on_processor.prefilled_tokens);
 }
 
 #[test]

@@ -5,18 +5,18 @@ use std::sync::Arc;
 use environments::{
     Action, BoxFuture, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits, Observation,
 };
-use model::Sampling;
+use model::{ModelDirectory, Sampling};
 use rollout::{
-    ENVIRONMENT_COLUMN, EngineConfig, Episode, EpisodeConfig, EpisodeEnd, EpisodeEnvironment, LocalSampler,
-    RolloutError, Sampler,
+    ENVIRONMENT_COLUMN, Engine, EngineConfig, EngineCounts, Episode, EpisodeConfig, EpisodeEnd,
+    EpisodeEnvironment, LocalSampler, RolloutError, Sampler,
 };
 use trajectory::{Message, Task};
 
 use crate::episodes::{STOPS, TRUNCATED, chatting_of, play_with, played_in, question, recomputed, said};
 use crate::{CONFIG, Model};
 
-const TOKENS: usize = 768;
-const LONG: EngineConfig = EngineConfig {
+pub(crate) const TOKENS: usize = 768;
+pub(crate) const LONG: EngineConfig = EngineConfig {
     max_prompt_length: TOKENS,
     max_completion_length: 24,
     max_episode_length: TOKENS,
@@ -26,13 +26,13 @@ const LONG: EngineConfig = EngineConfig {
 
 /// `roles` speak by turns, until `turns` are over. Each turn is worth 1 to its role, and its number to the next role.
 #[derive(Clone, Debug)]
-struct ByTurns {
+pub(crate) struct ByTurns {
     roles: Vec<String>,
     turns: usize,
 }
 
 impl ByTurns {
-    fn new(roles: &[&str], turns: usize) -> Self {
+    pub(crate) fn new(roles: &[&str], turns: usize) -> Self {
         Self { roles: roles.iter().map(ToString::to_string).collect(), turns }
     }
 }
@@ -76,18 +76,19 @@ impl Environment for ByTurns {
     }
 }
 
-/// Episodes of `factory` for four tasks with three sequences each, and what the engine did.
-fn played(
-    model: &Model,
-    directory: &Arc<model::ModelDirectory>,
+/// Episodes of `factory` on `engine` for `tasks` tasks with three sequences each, and what the engine did.
+pub(crate) fn played(
+    engine: Engine,
+    directory: &Arc<ModelDirectory>,
+    tasks: u64,
     factory: ByTurns,
     discount: f64,
     sampling: Sampling,
-) -> (Vec<Episode>, rollout::EngineCounts) {
+) -> (Vec<Episode>, EngineCounts) {
     let config = played_in(directory, Arc::new(factory));
     let environment = EpisodeEnvironment { discount, ..config.environment };
-    let tasks: Vec<_> = (0..4).map(question).collect();
-    let mut sampler = LocalSampler::fixed(model.engine(LONG, &STOPS));
+    let tasks: Vec<_> = (0..tasks).map(question).collect();
+    let mut sampler = LocalSampler::fixed(engine);
     let episodes =
         play_with(&mut sampler, directory, EpisodeConfig::of(environment, TOKENS), &tasks, sampling);
     (episodes, sampler.counts())
@@ -100,7 +101,8 @@ fn eight_turns_have_the_bits_of_one_pass_and_a_turn_costs_what_is_new() {
     let (model, directory) = chatting_of(Model::with_context(TOKENS));
     let decoder = model.decoder(&model.parameters());
     for sampling in [Sampling::PLAIN, TRUNCATED] {
-        let (episodes, counts) = played(&model, &directory, ByTurns::new(&[], 8), 1.0, sampling);
+        let (episodes, counts) =
+            played(model.engine(LONG, &STOPS), &directory, 4, ByTurns::new(&[], 8), 1.0, sampling);
         assert_eq!(episodes.len(), 12);
         let mut whole = 0;
         let mut computed: usize = 0;
@@ -123,7 +125,7 @@ fn roles_have_streams_and_rewards_of_their_own() {
     let (model, directory) = chatting_of(Model::with_context(TOKENS));
     let decoder = model.decoder(&model.parameters());
     let factory = ByTurns::new(&["asker", "solver"], 6);
-    let (episodes, _) = played(&model, &directory, factory, 0.5, Sampling::PLAIN);
+    let (episodes, _) = played(model.engine(LONG, &STOPS), &directory, 4, factory, 0.5, Sampling::PLAIN);
     assert_eq!(episodes.len(), 24, "two roles of 12 episodes");
     let mut whole = 0;
     for group in episodes.chunks(6) {

@@ -79,7 +79,11 @@ fn later_turns_continue_all_tokens_before_and_are_those_of_transformers() {
                     assert!(pair[1].ids.ends_with(&ids[before.len() + 1..]), "{at}");
                 }
             }
-            if case.kept { equal += 1 } else { changed += 1 }
+            if case.kept {
+                equal += 1
+            } else {
+                changed += 1
+            }
             println!("{at}: {}", if case.kept { "equal" } else { "the template changes past turns" });
         }
     }

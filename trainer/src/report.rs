@@ -255,6 +255,8 @@ pub struct SummaryStatistics {
 pub struct BatchStatistics {
     /// Total rewards.
     pub reward: SummaryStatistics,
+    /// Mean reward of every role, by name; empty without roles.
+    pub roles: BTreeMap<String, f64>,
     /// Trajectories with a reward.
     pub scored: usize,
     /// Statistics of each reward component, by name.
@@ -327,8 +329,18 @@ impl BatchStatistics {
         for component in all().flat_map(|trajectory| &trajectory.score.components) {
             components.entry(&component.name).or_default().push(component);
         }
+        let mut roles: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+        for trajectory in all().filter(|trajectory| !trajectory.turns.is_empty()) {
+            if let (Some(role), Some(reward)) = (&trajectory.role, trajectory.reward()) {
+                roles.entry(role).or_default().push(reward);
+            }
+        }
         Self {
             reward: SummaryStatistics::of(all().filter_map(Trajectory::reward).collect()),
+            roles: roles
+                .into_iter()
+                .map(|(role, rewards)| (role.to_owned(), crate::advantage::mean(rewards)))
+                .collect(),
             scored: all().filter(|t| t.score.total.is_some()).count(),
             components: components
                 .into_iter()

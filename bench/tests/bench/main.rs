@@ -304,6 +304,23 @@ fn pushes_that_stay_on_devices_are_measured_against_a_copy() {
 }
 
 #[test]
+fn environments_are_used_best_when_each_episode_begins_by_itself() {
+    let sizes =
+        ["--environments", "8", "--groups", "12", "--group", "4", "--tool-ms", "2", "--completion-ms", "1"];
+    let done = Home::new().bench(&[&["episodes", "--json"], &sizes[..]].concat());
+    let results = objects(done);
+    let schedules: Vec<_> = results.iter().map(|result| result["schedule"].as_str().unwrap()).collect();
+    assert_eq!(schedules, ["batch", "task", "rollout"]);
+    let number = |n: usize, name: &str| results[n][name].as_f64().unwrap();
+    for n in 0..3 {
+        assert_eq!(results[n]["turns"], results[0]["turns"], "the same episodes");
+        assert!(number(n, "seconds") >= number(n, "least_seconds") * 0.99, "{results:?}");
+        assert!((0.0..=1.0).contains(&number(n, "utilisation")));
+    }
+    assert!(number(2, "utilisation") > number(0, "utilisation"), "{results:?}");
+}
+
+#[test]
 fn a_served_buffer_is_measured_in_a_process_of_its_own() {
     let home = Home::new();
     let done =

@@ -20,7 +20,8 @@ import re
 CONVENTIONS = """trl: a class with `reset(**row)`, public methods that are tools, and optionally `get_reward()`
 skyrl_gym: a class with `init(prompt)` and `step(text)`
 gymnasium: a class with `reset(seed=, options=)` and `step(text)` that returns five values
-plain: a class with `reset(row)` and `step(text)` that returns (observation, reward, done)"""
+plain: a class with `reset(row)` and `step(text)` that returns (observation, reward, done); with an attribute `roles`, a list of
+  names, `step(text, role)` that returns a dict"""
 
 
 def load(config):
@@ -66,16 +67,17 @@ class Subject:
         self.convention = config.get("dialect") or convention(subject)
         if self.convention is None:
             raise Unusable(f"`{name}` fits no convention; these are known:\n{CONVENTIONS}")
-        known = [line.split(":")[0] for line in CONVENTIONS.splitlines()]
+        known = [line.split(":")[0] for line in CONVENTIONS.splitlines() if not line.startswith(" ")]
         if self.convention not in known:
             raise Unusable(f"there is no convention `{self.convention}`; there are {', '.join(known)}")
         self.tools = []
         if self.convention == "trl":
             self.tools = [schema_of(key, bound(subject, key)) for key in tool_names(subject)]
+        self.roles = [str(role) for role in getattr(subject, "roles", ())] if self.convention == "plain" else []
         self.environment = None
 
     def describe(self):
-        return {"environment": self.name, "convention": self.convention, "tools": self.tools}
+        return {"environment": self.name, "convention": self.convention, "tools": self.tools, "roles": self.roles}
 
     def made(self, row=None):
         if self.convention_is("skyrl_gym"):
@@ -111,8 +113,12 @@ class Subject:
         return {"messages": messages(result(self.environment.reset(row) if wanted else self.environment.reset()))}
 
     def do_step(self, call, result):
-        returned = result(self.environment.step(self.action(call["text"])))
+        roles = [self.roles[call["role"]]] if self.roles else []
+        returned = result(self.environment.step(self.action(call["text"]), *roles))
+        others = {}
         if isinstance(returned, dict):
+            if self.roles:
+                others = {"role": returned.get("role"), "rewards": {key: number(r) for key, r in (returned.get("rewards") or {}).items()}}
             observed = next((returned[key] for key in ("observations", "observation", "messages") if key in returned), None)
             reward, done = returned.get("reward"), returned.get("done", False)
         elif isinstance(returned, tuple) and len(returned) == 5:
@@ -122,7 +128,7 @@ class Subject:
             observed, reward, done = returned[:3]
         else:
             raise InvalidResult(f"`step` returned {type(returned).__name__}; it must return (observation, reward, done), five values as Gymnasium, or a dict")
-        return {"messages": messages(observed), "reward": number(reward), "done": bool(done)}
+        return {"messages": messages(observed), "reward": number(reward), "done": bool(done), **others}
 
     def action(self, text):
         """The text; a number where the action space of Gymnasium counts."""

@@ -13,6 +13,7 @@
 
 mod functions;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use host::python::{CallError, ForkServer, MEMORY_MB, PythonCode, Session, SessionOptions, SessionPool};
@@ -24,7 +25,8 @@ use trajectory::{Message, Prompt, Task};
 use crate::tools::{COUNTS, Tool, ToolError, ToolSet};
 use crate::{
     Action, BoxFuture, Environment, EnvironmentContext, EnvironmentError, EnvironmentFactory,
-    EnvironmentLimits, EnvironmentSpec, EnvironmentSpecError, Observation, ToolCallFormat, ToolSchema,
+    EnvironmentLimits, EnvironmentSpec, EnvironmentSpecError, MAX_ROLES, Observation, ToolCallFormat,
+    ToolSchema,
 };
 
 pub(crate) use functions::PythonFunction;
@@ -62,6 +64,8 @@ struct FoundEnvironment {
     convention: String,
     /// Its methods that are tools.
     tools: Vec<ToolSchema>,
+    /// The roles that the policy plays.
+    roles: Vec<String>,
 }
 
 /// What a call of `reset`, `step` or `end` gives.
@@ -71,6 +75,10 @@ struct PythonAnswer {
     messages: Vec<Message>,
     reward: Option<f64>,
     done: bool,
+    /// The role that acts next.
+    role: Option<String>,
+    /// Rewards by role.
+    rewards: BTreeMap<String, Option<f64>>,
 }
 
 /// What a call of a tool gives: one of both.
@@ -126,6 +134,12 @@ impl PythonEnvironments {
         let found = server.loaded().description.clone();
         let found: FoundEnvironment =
             serde_json::from_value(found).map_err(|error| failed(error.to_string()))?;
+        if found.roles.len() > MAX_ROLES {
+            return Err(failed(format!(
+                "it has {} roles; at most {MAX_ROLES} are possible",
+                found.roles.len()
+            )));
+        }
         let processes = spec.processes.unwrap_or(PROCESSES);
         let pool = SessionPool::start(server, SessionOptions { processes });
         let shared = PythonShared {
@@ -150,7 +164,7 @@ impl EnvironmentFactory for PythonEnvironments {
     }
 
     fn about(&self) -> Option<String> {
-        let FoundEnvironment { environment, convention, tools } = &self.shared.found;
+        let FoundEnvironment { environment, convention, tools, roles } = &self.shared.found;
         let tools: Vec<&str> = tools.iter().map(|tool| &tool.name[..]).collect();
         let called = match &tools[..] {
             [] => String::new(),
@@ -160,9 +174,10 @@ impl EnvironmentFactory for PythonEnvironments {
                 self.shared.format.name()
             ),
         };
+        let roles = if roles.is_empty() { String::new() } else { format!(", roles {}", roles.join(", ")) };
         let turns = self.shared.limits.max_turns;
         Some(format!(
-            "`{NAME}`: `{environment}` in the convention of {convention}{called}; at most {turns} turns"
+            "`{NAME}`: `{environment}` in the convention of {convention}{called}{roles}; at most {turns} turns"
         ))
     }
 
@@ -172,6 +187,10 @@ impl EnvironmentFactory for PythonEnvironments {
 
     fn tools(&self) -> &[ToolSchema] {
         &self.shared.found.tools
+    }
+
+    fn roles(&self) -> &[String] {
+        &self.shared.found.roles
     }
 
     fn create(&self) -> Box<dyn Environment> {
@@ -241,9 +260,8 @@ impl PythonEpisode {
     async fn advance(&mut self, action: Action<'_>) -> Result<Observation, EnvironmentError> {
         let observation = match &self.tools {
             None => {
-                let call = json!({"op": "step", "text": action.text});
-                let PythonAnswer { messages, reward, done } = self.call(&call, action.turn).await?;
-                Observation { messages, reward, done, ..Observation::default() }
+                let call = json!({"op": "step", "text": action.text, "role": action.role});
+                self.observed(action, self.call(&call, action.turn).await?)?
             }
             Some(tools) => {
                 let mut observation = tools.observe(action).await?;
@@ -254,6 +272,31 @@ impl PythonEpisode {
                 observation
             }
         };
+        Ok(observation)
+    }
+}
+
+impl PythonEpisode {
+    fn observed(&self, action: Action<'_>, answer: PythonAnswer) -> Result<Observation, EnvironmentError> {
+        let PythonAnswer { messages, reward, done, role, rewards } = answer;
+        let roles = &self.shared.found.roles;
+        let place = |name: &String| {
+            roles.iter().position(|role| role == name).ok_or_else(|| EnvironmentError::Failed {
+                environment: NAME.to_owned(),
+                turn: action.turn,
+                evidence: format!("it names the role {name:?}; its roles are {}", roles.join(", ")),
+            })
+        };
+        let mut observation = Observation { messages, reward, done, ..Observation::default() };
+        observation.next_role = role.as_ref().map(place).transpose()?.unwrap_or(action.role);
+        for (role, reward) in &rewards {
+            let (role, Some(reward)) = (place(role)?, reward) else { continue };
+            if role == action.role {
+                observation.reward = Some(observation.reward.unwrap_or(0.0) + reward);
+            } else {
+                observation.other_rewards.push((role, *reward));
+            }
+        }
         Ok(observation)
     }
 }

@@ -115,7 +115,8 @@ impl McpHttpServer {
             let said: String = body.chars().take(200).collect();
             return Err(failed(&format!("it answers {status} {said}")));
         }
-        let answers = if kind.starts_with("text/event-stream") { events(&body) } else { vec![body.to_string()] };
+        let answers =
+            if kind.starts_with("text/event-stream") { events(&body) } else { vec![body.to_string()] };
         let read = |text: &String| {
             serde_json::from_str(text).map_err(|error| failed(&format!("it sent no message: {error}")))
         };

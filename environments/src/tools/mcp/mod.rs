@@ -25,8 +25,8 @@ use tokio::process::{Child, Command};
 use tokio::sync::Mutex;
 
 use super::{Tool, ToolError};
-use http::McpHttpServer;
 use crate::{BoxFuture, EnvironmentContext, EnvironmentSpec, ToolSchema};
+use http::McpHttpServer;
 
 /// Longest start of a server, with its list of tools.
 const START_DEADLINE: Duration = Duration::from_secs(60);
