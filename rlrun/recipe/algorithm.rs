@@ -30,8 +30,8 @@ impl schema::AlgorithmSection {
     #[must_use]
     pub fn note(&self) -> Option<&'static str> {
         (self.kind == AlgorithmKind::Process).then_some(
-            "note: `algorithm.kind = \"process\"` judges turns by rewards of their own; rlrun's own rollouts have one turn \
-             without any, so it trains as \"grpo\" does unless other programs send groups with rewards of turns",
+            "note: `algorithm.kind = \"process\"` judges turns by rewards of their own; without an environment that gives them, \
+             or groups of other programs that have them, it trains as \"grpo\" does",
         )
     }
 
@@ -83,6 +83,11 @@ impl schema::AlgorithmSection {
         let own_loss = !matches!(algorithm.loss, PolicyLoss::TrajectoryBalance { .. });
         key("nll_coef", &mut self.nll_coef, own_loss.then_some(&mut algorithm.nll_coef));
         key("entropy_share", &mut self.entropy_share, own_loss.then_some(&mut algorithm.entropy_share));
+        if algorithm.entropy_share < 1.0 {
+            algorithm.entropy_unit = *self.entropy_unit.get_or_insert_default();
+        } else if self.entropy_unit.is_some() {
+            without_effect.push("entropy_unit");
+        }
         self.apply_dual_clip(algorithm, &mut without_effect);
         self.apply_correction(algorithm, &mut without_effect);
         match (&mut algorithm.advantage, self.scale_rewards) {

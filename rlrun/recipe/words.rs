@@ -16,7 +16,7 @@ pub use rollout::engine::Speculation;
 pub use rollout::tasks::QuestionKind;
 pub use rollout::{OnUpdate, Overlong};
 pub use trainer::advantage::ScaleRewards;
-pub use trainer::algorithm::{AlgorithmKind, Proximal};
+pub use trainer::algorithm::{AlgorithmKind, EntropyUnit, Proximal};
 pub use trainer::critic::CriticKind;
 pub use trainer::lora::TargetModule;
 pub use trainer::loss::kl::KlPlacement;

@@ -471,6 +471,30 @@ pub(crate) mod tests {
         assert!(all.iter().all(|terms| terms.weights.iter().all(|weight| *weight == 1.0 / 5.0)));
     }
 
+    /// DART: whole turns are selected, by the mean entropy of their tokens.
+    #[test]
+    fn only_turns_of_high_entropy_have_a_policy_loss() {
+        let mut groups = [group(0, &[(Some(1.0), 5), (Some(0.0), 2)])];
+        let streams: SampleStreams = groups[0].trajectories[0].sample.clone().into();
+        // The token in the middle is what the environment says: two turns of two tokens.
+        let loss_mask = [false, false, true, true, false, true, true].to_vec();
+        let behavior_logprobs =
+            streams.behavior_logprobs.iter().zip(&loss_mask).map(|(l, m)| if *m { *l } else { 0.0 }).collect();
+        groups[0].trajectories[0].sample =
+            Sample::new(SampleStreams { loss_mask, behavior_logprobs, ..streams }).unwrap();
+        let scores = Scores { entropy: Some(vec![vec![0.1, 3.0, 1.0, 1.2], vec![0.2, 0.4]]), ..Scores::default() };
+        let entropy_unit = crate::algorithm::EntropyUnit::Turn;
+        let selective = Algorithm { entropy_share: 0.4, entropy_unit, ..Algorithm::grpo() };
+        let groups = groups.map(Arc::new);
+        let batch = Batch::new(&groups, &selective, split(1), &[]);
+        let all = inputs_with_gradient(&batch, &selective, scores);
+        // Means 1.55, 1.1 and 0.3: the first turn has the token of least entropy, and is selected as a whole.
+        assert_eq!(
+            (&all[0].selected[..], &all[1].selected[..]),
+            (&[true, true, false, false][..], &[false, false][..])
+        );
+    }
+
     /// The share does not depend on whether a tiny KL penalty makes zero-variance groups computed.
     #[test]
     fn the_entropy_share_is_of_all_tokens() {

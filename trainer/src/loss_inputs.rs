@@ -7,10 +7,10 @@
 
 use std::collections::BTreeSet;
 
-use trajectory::PolicyVersion;
+use trajectory::{PolicyVersion, Sample};
 
 use crate::advantage::{AdvantageEstimator, Advantages, GroupOutcome};
-use crate::algorithm::{Algorithm, Proximal};
+use crate::algorithm::{Algorithm, EntropyUnit, Proximal};
 use crate::batch::{Batch, BatchGroup, BatchRow, behavior_logprobs};
 use crate::loss::correction::CorrectionWeights;
 use crate::loss::{Aggregation, TokenCounts};
@@ -135,7 +135,17 @@ pub fn loss_inputs(
         })
         .collect();
     if let Some(entropy) = scores.entropy.filter(|_| algorithm.entropy_share < 1.0) {
-        select_high_entropy(&entropy, &mut all, algorithm.entropy_share);
+        let units: Vec<Vec<SelectionUnit>> = entropy
+            .iter()
+            .zip(rows)
+            .map(|(row, of)| match algorithm.entropy_unit {
+                EntropyUnit::Token => {
+                    row.iter().map(|entropy| SelectionUnit { tokens: 1, entropy: *entropy }).collect()
+                }
+                EntropyUnit::Turn => turns(row, of.sample),
+            })
+            .collect();
+        select_high_entropy(&units, &mut all, algorithm.entropy_share);
     }
     set_weights(batch, rows, &kept, algorithm, &mut all);
     all
@@ -196,23 +206,41 @@ fn outcomes(
     outcomes
 }
 
-/// Selects the tokens whose entropy is at least the quantile `1 - share` of all tokens of the batch, interpolated
-/// between neighbours (arXiv 2506.01939; TRL `top_entropy_quantile`). Demonstrations are not affected. `entropy` is
-/// `[rows][T]`, nats.
-fn select_high_entropy(entropy: &[Vec<f64>], inputs: &mut [LossInputs], share: f64) {
-    let mut values: Vec<f64> = entropy
+/// Neighbouring tokens that are selected together, and their mean entropy, nats.
+struct SelectionUnit {
+    tokens: usize,
+    entropy: f64,
+}
+
+/// The turns of a sample, which are trained tokens without another between them. `entropy` is `[T]`, nats.
+fn turns(entropy: &[f64], sample: &Sample) -> Vec<SelectionUnit> {
+    let mut left = entropy;
+    let runs = sample.loss_mask().split(|trained| !trained).filter(|run| !run.is_empty());
+    runs.map(|run| {
+        let (of_turn, others) = left.split_at(run.len().min(left.len()));
+        left = others;
+        SelectionUnit { tokens: of_turn.len(), entropy: crate::advantage::mean(of_turn.iter().copied()) }
+    })
+    .collect()
+}
+
+/// Selects the units whose entropy is at least the quantile `1 - share` of all units of the batch, interpolated between
+/// neighbours (arXiv 2506.01939; TRL `top_entropy_quantile`). Demonstrations are not affected. `units` is `[rows]`.
+fn select_high_entropy(units: &[Vec<SelectionUnit>], inputs: &mut [LossInputs], share: f64) {
+    let mut values: Vec<f64> = units
         .iter()
         .zip(&*inputs)
         .filter(|(_, inputs)| !inputs.demonstration)
-        .flat_map(|(row, _)| row.iter().copied())
+        .flat_map(|(row, _)| row.iter().map(|unit| unit.entropy))
         .collect();
     values.sort_by(f64::total_cmp);
     let Some(last) = values.len().checked_sub(1) else { return };
     let place = (1.0 - share).clamp(0.0, 1.0) * last as f64;
     let (below, above) = (values[place.floor() as usize], values[place.ceil() as usize]);
     let least = below + (above - below) * place.fract();
-    for (inputs, row) in inputs.iter_mut().zip(entropy).filter(|(inputs, _)| !inputs.demonstration) {
-        inputs.selected = row.iter().map(|entropy| *entropy >= least).collect();
+    for (inputs, row) in inputs.iter_mut().zip(units).filter(|(inputs, _)| !inputs.demonstration) {
+        let selected = |unit: &SelectionUnit| std::iter::repeat_n(unit.entropy >= least, unit.tokens);
+        inputs.selected = row.iter().flat_map(selected).collect();
     }
 }
 

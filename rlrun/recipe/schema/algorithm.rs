@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::recipe::words::{
-    Aggregation, AlgorithmKind, CorrectionKind, CriticKind, KlEstimator, KlPlacement, Proximal, ScaleRewards,
+    Aggregation, AlgorithmKind, CorrectionKind, CriticKind, EntropyUnit, KlEstimator, KlPlacement, Proximal, ScaleRewards,
 };
 
 /// `[algorithm]`: advantages, loss and off-policy correction. The kind defines the default of every key; a key without
@@ -98,6 +98,10 @@ pub struct AlgorithmSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub entropy_share: Option<f64>,
+    /// With `entropy_share`: whether tokens are selected, or whole turns of episodes by their mean entropy. Default: `token`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = run
+    pub entropy_unit: Option<EntropyUnit>,
     /// Coefficient of the negative log-likelihood of trajectories with a positive reward. It is the mean over their tokens
     /// for every `loss_agg`. VAPO has 0.1.
     #[serde(skip_serializing_if = "Option::is_none")]

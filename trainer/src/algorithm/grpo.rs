@@ -24,6 +24,7 @@ impl Algorithm {
             entropy_coef: 0.0,
             nll_coef: 0.0,
             entropy_share: 1.0,
+            entropy_unit: super::EntropyUnit::Token,
             drop_zero_variance: false,
             demonstration_gate: None,
         }

@@ -54,13 +54,26 @@ pub struct Algorithm {
     pub entropy_coef: f64,
     /// Coefficient of the negative log-likelihood of correct trajectories, a mean over their tokens (VAPO).
     pub nll_coef: f64,
-    /// Share of tokens with a policy loss: those of the largest entropy in the batch (arXiv 2506.01939); 1 for all. The
-    /// denominators do not change.
+    /// Share of tokens, or turns, with a policy loss: those of the largest entropy in the batch (arXiv 2506.01939); 1 for all.
+    /// The denominators do not change.
     pub entropy_share: f64,
+    /// What the share is of.
+    pub entropy_unit: EntropyUnit,
     /// Whether groups with equal rewards leave the batch, its denominators and its standard deviation.
     pub drop_zero_variance: bool,
     /// HPT gate: a demonstration replaces a group whose share of correct answers is at most this.
     pub demonstration_gate: Option<f64>,
+}
+
+/// What is selected by its entropy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EntropyUnit {
+    /// Tokens, by their entropy (arXiv 2506.01939).
+    #[default]
+    Token,
+    /// Turns of episodes, by the mean entropy of their tokens (DART, arXiv 2509.23866).
+    Turn,
 }
 
 /// The proximal policy: the anchor of the clip and the numerator of the off-policy correction.
