@@ -176,6 +176,9 @@ impl Permissions {
                 (None, value) if full == "environment" && self.own_environment(&value).is_some() => {
                     self.own_environment(&value)
                 }
+                (None, Value::Table(inner)) if full == "environment" && only_computes(&inner) => {
+                    Some(Value::from(self.computing(inner, refused)))
+                }
                 (None, Value::Array(list)) if full == "environment.tools" => {
                     let tools = list.into_iter().filter_map(|sent| self.tool(sent, refused));
                     Some(Value::Array(tools.collect()))
@@ -197,6 +200,15 @@ impl Permissions {
             };
             kept.extend(value.map(|value| (key, value)));
         }
+        kept
+    }
+
+    /// An environment that only computes: its parameters are numbers and words, and so are those of its named environments.
+    fn computing(&self, mut sent: Table, refused: &mut Vec<RefusedKey>) -> Table {
+        let of_kind: Vec<(&str, Value)> =
+            ["parameters", "named"].into_iter().filter_map(|key| Some((key, sent.remove(key)?))).collect();
+        let mut kept = self.section("environment", sent, refused);
+        kept.extend(of_kind.into_iter().map(|(key, value)| (key.to_owned(), value)));
         kept
     }
 
@@ -386,6 +398,19 @@ fn why(kind: &str, key: &str, value: &Value) -> String {
         (_, "token_env" | "environment") => "it reads variables of this machine".to_owned(),
         _ => "it is handed to code here".to_owned(),
     }
+}
+
+/// Whether an environment of this section, and all that it names, reads nothing and runs nothing of this machine.
+fn only_computes(environment: &Table) -> bool {
+    const KINDS: [&str; 3] = ["retry", "guess_number", "tic_tac_toe"];
+    let computes = |table: &Table| {
+        table.get("kind").is_none_or(|kind| kind.as_str().is_some_and(|kind| KINDS.contains(&kind)))
+    };
+    let named = environment.get("named").and_then(Value::as_table);
+    let all_named = named.is_none_or(|named| {
+        named.values().all(|value| value.as_table().is_some_and(|table| computes(table)))
+    });
+    environment.contains_key("kind") && computes(environment) && all_named
 }
 
 fn refusal(refused: &[RefusedKey]) -> Failure {

@@ -478,11 +478,16 @@ pub(crate) mod tests {
         let streams: SampleStreams = groups[0].trajectories[0].sample.clone().into();
         // The token in the middle is what the environment says: two turns of two tokens.
         let loss_mask = [false, false, true, true, false, true, true].to_vec();
-        let behavior_logprobs =
-            streams.behavior_logprobs.iter().zip(&loss_mask).map(|(l, m)| if *m { *l } else { 0.0 }).collect();
+        let behavior_logprobs = streams
+            .behavior_logprobs
+            .iter()
+            .zip(&loss_mask)
+            .map(|(l, m)| if *m { *l } else { 0.0 })
+            .collect();
         groups[0].trajectories[0].sample =
             Sample::new(SampleStreams { loss_mask, behavior_logprobs, ..streams }).unwrap();
-        let scores = Scores { entropy: Some(vec![vec![0.1, 3.0, 1.0, 1.2], vec![0.2, 0.4]]), ..Scores::default() };
+        let scores =
+            Scores { entropy: Some(vec![vec![0.1, 3.0, 1.0, 1.2], vec![0.2, 0.4]]), ..Scores::default() };
         let entropy_unit = crate::algorithm::EntropyUnit::Turn;
         let selective = Algorithm { entropy_share: 0.4, entropy_unit, ..Algorithm::grpo() };
         let groups = groups.map(Arc::new);

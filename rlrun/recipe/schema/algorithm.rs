@@ -8,7 +8,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::recipe::words::{
-    Aggregation, AlgorithmKind, CorrectionKind, CriticKind, EntropyUnit, KlEstimator, KlPlacement, Proximal, ScaleRewards,
+    Aggregation, AlgorithmKind, CorrectionKind, CriticKind, EntropyUnit, KlEstimator, KlPlacement, Proximal,
+    ScaleRewards,
 };
 
 /// `[algorithm]`: advantages, loss and off-policy correction. The kind defines the default of every key; a key without

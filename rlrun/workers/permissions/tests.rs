@@ -280,6 +280,13 @@ fn environments_of_the_run_use_no_code_and_no_file_of_this_machine() {
     let nothing = machine.allow(None, &[], &[]);
     let calculator = machine.settle(&nothing, &format!("{base}{TOOLS}")).unwrap();
     assert_eq!(calculator["environment"]["tools"][0]["kind"].as_str(), Some("calculator"));
+    let named = "[environment.named.other]\nkind = \"python\"\npath = \"/theirs.py\"\n";
+    let game = "[environment]\nkind = \"tic_tac_toe\"\nparameters = { opening_moves = 2 }\n\
+                [environment.named.random]\nparameters = { opponent = \"random\" }\n";
+    let settled = machine.settle(&nothing, &format!("{base}{game}")).unwrap();
+    let parameters = &settled["environment"]["parameters"];
+    assert_eq!(parameters["opening_moves"].as_integer(), Some(2));
+    assert!(settled["environment"]["named"]["random"]["parameters"].is_table());
     let own = "[environment]\nkind = \"python\"\npath = \"/theirs.py\"\n";
     let tool = |kind: &str, more: &str| {
         (format!("{TOOLS}[[environment.tools]]\nkind = \"{kind}\"\n{more}\n"), "environment.tools[].kind")
@@ -288,6 +295,8 @@ fn environments_of_the_run_use_no_code_and_no_file_of_this_machine() {
         tool("search", "path = \"/etc\""),
         tool("mcp", "command = [\"sh\"]"),
         tool("code", ""),
+        (format!("{game}{named}"), "environment.named"),
+        (format!("{own}parameters = {{ a = 1 }}\n"), "environment.parameters"),
         (own.to_owned(), "environment.path"),
         ("[environment]\nkind = \"openenv\"\nurl = \"http://10.0.0.1\"\n".to_owned(), "environment.url"),
     ] {
