@@ -48,7 +48,8 @@ pub(crate) struct Demonstrations<'a> {
 
 impl Demonstrations<'_> {
     /// A demonstration of a task that is drawn, one sample for every role; `random` gives random numbers. A share
-    /// `wrong_share` of them, or of the turns of an episode, is wrong.
+    /// `wrong_share` of them, or of the turns of an episode, is wrong. The demonstration of an addition is its worked answer
+    /// where the environment has no scripted player.
     ///
     /// # Errors
     /// A task without a demonstration, an environment that fails.
@@ -72,6 +73,10 @@ impl Demonstrations<'_> {
         let played = self.play(task, train.prompt(place as usize), None, next)?;
         let taken: Vec<&Episode> = played.iter().filter(|episode| !episode.turns.is_empty()).collect();
         if taken.is_empty() {
+            if let Ok(sum) = Sum::of(task) {
+                let text = sum.demonstration(player(random()));
+                return Ok(vec![sample(self.directory, &task.prompt, &text)?]);
+            }
             let name = self.prepared.episodes.of_task(task)?.factory.name();
             return Err(Failure::Argument(format!(
                 "`warmup`: the environment `{name}` has no scripted player for task {}; remove `[warmup]` or set `warmup.steps = \

@@ -251,8 +251,8 @@ parameters = { opening_moves = 2 }
 [environment.named.random]
 parameters = { opponent = "random" }
 [warmup]
-steps = 12
-batch_tasks = 8
+steps = 80
+batch_tasks = 16
 wrong_share = 0.3
 [rollout]
 group_size = 4
@@ -343,7 +343,13 @@ fn a_run_goes_on_after_a_kill_in_the_middle_of_episodes() {
 fn a_warm_up_shows_tools_and_a_call_is_worth_what_the_recipe_says() {
     let home = Home::new();
     let recipe = crate::support::repository().join("recipes/tools_calculator.toml");
-    let sets = ["warmup.steps=150", "trainer.steps=2", "data.arithmetic.eval_tasks=40", "log.samples=2"];
+    let sets = [
+        "warmup.steps=150",
+        "warmup.wrong_share=0.5",
+        "trainer.steps=2",
+        "data.arithmetic.eval_tasks=40",
+        "log.samples=2",
+    ];
     let sets = sets.iter().flat_map(|set| ["--set", set]);
     let args: Vec<&str> = [recipe.to_str().unwrap(), "--run-dir", "run"].into_iter().chain(sets).collect();
     home.rlrun(&args).ok();
@@ -354,7 +360,7 @@ fn a_warm_up_shows_tools_and_a_call_is_worth_what_the_recipe_says() {
         let correct = trajectory["components"][0]["value"].as_f64().unwrap();
         let called = trajectory["components"][1]["details"]["tool_calls"].as_f64().unwrap();
         let reward = trajectory["reward"].as_f64().unwrap();
-        assert!((reward - (correct - 0.1 * called)).abs() < 1e-9, "{trajectory}");
+        assert!((reward - (correct - 0.2 * called)).abs() < 1e-9, "{trajectory}");
     }
 }
 
@@ -368,7 +374,7 @@ fn mistakes_in_named_environments_and_seeds_are_named() {
         home.rlrun(&args).refused(evidence);
     };
     refused(
-        &["environment.parameters.opponent=\"nobody\""],
+        &["environment.parameters.opponent=\"friend\""],
         &["parameters.opponent", "self, random, perfect"],
     );
     refused(
@@ -385,9 +391,13 @@ fn mistakes_in_named_environments_and_seeds_are_named() {
     home.write(
         "alone.toml",
         SELF_PLAY
-            .replace("kind = \"tic_tac_toe\"", "kind = \"retry\"")
+            .replace("kind = \"tic_tac_toe\"", "kind = \"tools\"\ndescribe_tools = false")
             .replace("parameters = { opening_moves = 2 }\n", "")
-            .replace("parameters = { opponent = \"random\" }\n", "hint = \"no\"\n"),
+            .replace("parameters = { opponent = \"random\" }\n", "")
+            .replace(
+                "[warmup]",
+                "[[environment.tools]]\nkind = \"calculator\"\n[[rewards]]\nkind = \"exact\"\n[warmup]",
+            ),
     );
     home.rlrun(&["check", "alone.toml", "--set", "warmup.steps=0"])
         .refused(&["has no prompt", "data.seeds.prompt"]);

@@ -28,8 +28,8 @@ const EDGES: [(&str, &[&str]); 14] = [
     ("connect", &[]),
     ("buffer", &["trajectory", "connect"]),
     ("weights", &["trajectory", "device", "connect"]),
-    // Environments depend on no sampler, model or buffer.
-    ("environments", &["trajectory", "host"]),
+    // Environments depend on no sampler, model or buffer; those on servers connect.
+    ("environments", &["trajectory", "host", "connect"]),
     ("rollout", &["trajectory", "device", "model", "environments", "rewards", "buffer", "weights"]),
     ("trainer", &["trajectory", "device", "collective", "model", "buffer", "weights"]),
     (

@@ -149,7 +149,7 @@ fn play_python(args: &EpisodesBenchArgs, path: &Path, runtime: &Handle) -> Resul
     };
     let context = EnvironmentContext {
         runtime: Some(runtime.clone()),
-        variables: Arc::new(std::env::vars().collect()),
+        variables: Arc::default(),
         scratch: scratch.path().to_path_buf(),
         ..EnvironmentContext::default()
     };

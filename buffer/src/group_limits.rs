@@ -113,9 +113,10 @@ impl GroupLimits {
     /// The first violation.
     pub fn check(&self, group: &Group) -> Result<(), Unfit> {
         for role in group.roles() {
-            let found = group.sampled_as(role).count();
-            let of_role = group.trajectories.iter().filter(|trajectory| trajectory.role.as_deref() == role);
-            let baselines = of_role.count() - found;
+            let of_role =
+                || group.trajectories.iter().filter(|trajectory| trajectory.role.as_deref() == role);
+            let baselines = of_role().filter(|trajectory| trajectory.baseline).count();
+            let found = of_role().count() - baselines;
             if found > self.trajectories || baselines > 1 {
                 return Err(Unfit::Size { found, baselines, limit: self.trajectories });
             }
@@ -233,6 +234,11 @@ mod tests {
         let mut greedy = trajectory(SampleStreams { loss_mask: vec![false; 2], kept: None, ..streams() });
         greedy.baseline = true;
         LIMITS.check(&group(vec![trajectory(streams()), trajectory(streams()), greedy.clone()])).unwrap();
+        let mut of_roles = vec![trajectory(streams()); 4];
+        of_roles.iter_mut().zip(["x", "x", "o", "o"]).for_each(|(t, role)| t.role = Some(role.to_owned()));
+        // A role without a turn is no baseline.
+        of_roles[2..].iter_mut().for_each(|t| t.turns.clear());
+        LIMITS.check(&group(of_roles)).unwrap();
         for too_many in [vec![trajectory(streams()); 3], vec![greedy; 2]] {
             assert!(matches!(LIMITS.check(&group(too_many)), Err(Unfit::Size { limit: 2, .. })));
         }

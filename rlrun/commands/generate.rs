@@ -29,8 +29,8 @@ const LOOK_UP: Duration = Duration::from_millis(50);
 
 /// Answers the prompts of `args`, or those of the terminal until the end of input.
 pub(super) fn generate(args: &GenerateArgs, program: &Program) -> Result<String, Failure> {
-    let played = recipe_with_environment(&args.target, program)?;
     let mut generator = TextGenerator::open(args, program)?;
+    let played = recipe_with_environment(&args.target, generator.directory.path(), program)?;
     let mut player = played.map(|recipe| EpisodePlayer::open(recipe, &generator, program)).transpose()?;
     if !args.interactive {
         let answer = |prompt: &String| match &mut player {
@@ -144,14 +144,23 @@ impl TextGenerator {
     }
 }
 
-/// The recipe of a run whose policy acts in an environment; `None` of other runs and of models.
-fn recipe_with_environment(target: &Path, program: &Program) -> Result<Option<Recipe>, Failure> {
+/// The recipe of a run whose policy acts in an environment; `None` of other runs and of models. Its model is the `trained` one,
+/// so the model that the run started from may be gone.
+fn recipe_with_environment(
+    target: &Path,
+    trained: &Path,
+    program: &Program,
+) -> Result<Option<Recipe>, Failure> {
     let resolved = target.join("resolved.toml");
-    if !resolved.is_file() {
+    let text = std::fs::read_to_string(&resolved).unwrap_or_default();
+    let table = text.parse::<toml::Table>().unwrap_or_default();
+    if !table.contains_key("environment") {
         return Ok(None);
     }
-    let (recipe, _) = load(&resolved, &[], program)?;
-    Ok(recipe.environment.is_some().then_some(recipe))
+    let started_from = table.get("model").and_then(|model| model.get("path"));
+    let path = || format!("model.path={}", toml::Value::from(trained.display().to_string()));
+    let sets: Vec<String> = started_from.map(|_| path()).into_iter().collect();
+    Ok(Some(load(&resolved, &sets, program)?.0))
 }
 
 /// Plays episodes in the environment of a run.

@@ -220,6 +220,8 @@ impl RolloutError {
                 | Self::GreedyTraining { .. }
                 | Self::Interruption { .. }
                 | Self::NoEncoder { .. }
+                | Self::NoOpening { .. }
+                | Self::NoEnvironment { .. }
                 | Self::Template { .. }
                 | Self::Model(_)
                 | Self::Task(_)

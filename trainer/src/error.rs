@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use buffer::Unfit;
 use trajectory::GroupId;
 
 /// Why a training step or a checkpoint failed.
@@ -76,6 +77,17 @@ pub enum TrainerError {
     Panicked {
         /// The panic message.
         message: String,
+    },
+    /// One group after another cannot be trained on.
+    #[error(
+        "the last {groups} groups of the buffer cannot be trained on and are in quarantine; the last one: {reason}; what \
+         sampled them does not match this run's model or rlrun"
+    )]
+    OnlyUnfit {
+        /// Number of groups.
+        groups: u64,
+        /// What is wrong with the last one.
+        reason: Unfit,
     },
     /// The state of a rank is not where an operation needs it.
     #[error("a rank of the trainer cannot continue: {reason}; report this")]

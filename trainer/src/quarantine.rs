@@ -15,6 +15,9 @@ use crate::report::Quarantined;
 
 /// Quarantined groups that a step report describes; others are only counted.
 const DESCRIBED: usize = 64;
+/// Groups in a row that cannot be trained on before the trainer gives up, and the same in batches.
+const IN_A_ROW: u64 = 64;
+const BATCHES_IN_A_ROW: u64 = 4;
 
 /// Removes groups that cannot be trained on from batches.
 #[derive(Debug)]
@@ -22,6 +25,8 @@ pub(crate) struct Quarantine {
     limits: GroupLimits,
     described: Vec<Quarantined>,
     count: u64,
+    /// Quarantined groups since the last batch that could be trained on.
+    in_a_row: u64,
 }
 
 impl Quarantine {
@@ -33,14 +38,14 @@ impl Quarantine {
             // The group size needs no limit.
             trajectories: usize::MAX,
         };
-        Self { limits, described: Vec::new(), count: 0 }
+        Self { limits, described: Vec::new(), count: 0, in_a_row: 0 }
     }
 
     /// The lease, if all its groups can be trained on. Otherwise quarantines the others in the buffer and releases the
     /// rest, which can be leased again.
     ///
     /// # Errors
-    /// If the buffer fails.
+    /// If the buffer fails, and [`TrainerError::OnlyUnfit`] if no batch can be trained on any more.
     pub(crate) fn pass(
         &mut self,
         buffer: &dyn Consumer,
@@ -48,7 +53,14 @@ impl Quarantine {
     ) -> Result<Option<Lease>, TrainerError> {
         let unfit = unfit(&lease.groups, &self.limits);
         if unfit.is_empty() {
+            self.in_a_row = 0;
             return Ok(Some(lease));
+        }
+        self.in_a_row += unfit.len() as u64;
+        if self.in_a_row >= IN_A_ROW.max(BATCHES_IN_A_ROW * lease.groups.len() as u64)
+            && let Some((_, reason)) = unfit.last()
+        {
+            return Err(TrainerError::OnlyUnfit { groups: self.in_a_row, reason: reason.clone() });
         }
         for (at, reason) in unfit {
             let group = Arc::clone(&lease.groups[at]);

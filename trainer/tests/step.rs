@@ -420,3 +420,18 @@ fn a_trainer_without_a_batch_fails_at_the_deadline_or_stops() {
     bench.stop.store(true, Ordering::Relaxed);
     assert!(bench.trainer.step().unwrap().is_none());
 }
+
+#[test]
+fn groups_that_cannot_be_trained_on_are_set_aside_until_there_are_too_many_in_a_row() {
+    let mut bench = bench(|_| {});
+    put(&bench.buffer, 0, &[2e9, 0.0]);
+    (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0]));
+    let report = bench.trainer.step().unwrap().unwrap();
+    assert_eq!((report.counts.groups, report.quarantined_groups), (2, 1));
+    let buffer = Arc::clone(&bench.buffer);
+    let sampler = std::thread::spawn(move || (0..64).for_each(|_| put(&buffer, 1, &[2e9, 0.0])));
+    let error = bench.trainer.step().unwrap_err();
+    sampler.join().unwrap();
+    assert!(matches!(error, TrainerError::OnlyUnfit { groups: 64, .. }), "{error}");
+    assert!(error.to_string().contains("reward 2000000000"), "{error}");
+}

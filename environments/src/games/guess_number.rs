@@ -1,10 +1,11 @@
-//! `guess_number`: the policy finds a hidden number; after every guess it reads whether the number is higher or lower.
+//! `guess_number`: the policy finds a hidden number; after every guess it reads whether the number is higher or lower, and
+//! what its guesses leave possible.
 //!
 //! Invariant: a guess that is no number of the range costs what a wrong one costs.
 
 use trajectory::{Message, Task};
 
-use super::{Parameters, mixed, number};
+use super::{GameParameters, mixed, number};
 use crate::{
     Action, BoxFuture, Demonstration, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits,
     EnvironmentSpec, EnvironmentSpecError, Observation,
@@ -29,7 +30,7 @@ impl GuessNumber {
     /// # Errors
     /// Other parameters, and values out of range.
     pub fn new(spec: &EnvironmentSpec) -> Result<Self, EnvironmentSpecError> {
-        let parameters = Parameters::new(&spec.parameters, &["max", "cost"])?;
+        let parameters = GameParameters::new(&spec.parameters, &["max", "cost"])?;
         let (max, cost) = (parameters.whole("max", 2, 1_000_000, 31)?, parameters.real("cost", 0.1)?);
         Ok(Self { limits: spec.limits(), max, cost })
     }
@@ -73,6 +74,12 @@ struct Guessing {
 }
 
 impl Guessing {
+    /// `word`, and what is still possible.
+    fn range(&self, word: &str) -> String {
+        let Self { low, high, .. } = self;
+        format!("{word}: {low} to {high}")
+    }
+
     fn answer(&mut self, text: &str) -> Observation {
         let mut observation = Observation { reward: Some(-self.cost), ..Observation::default() };
         let said = match number(text).filter(|guess| (1..=self.max).contains(guess)) {
@@ -81,11 +88,11 @@ impl Guessing {
             }
             Some(guess) if guess < self.number => {
                 self.low = self.low.max(guess + 1);
-                "higher".to_owned()
+                self.range("higher")
             }
             Some(guess) => {
                 self.high = self.high.min(guess - 1);
-                "lower".to_owned()
+                self.range("lower")
             }
             None => {
                 observation.count(BAD_ACTIONS);
@@ -153,5 +160,9 @@ mod tests {
             assert_eq!((observation.counts[BAD_ACTIONS], observation.reward), (1, Some(-0.1)));
         }
         assert_eq!((game.low, game.high), (1, 31));
+        let said = |observation: Observation| observation.messages[0].content.clone();
+        assert_eq!(said(game.answer("3")), "higher: 4 to 31");
+        assert_eq!(said(game.answer("20")), "lower: 4 to 19");
+        assert_eq!(said(game.answer("25")), "lower: 4 to 19");
     }
 }

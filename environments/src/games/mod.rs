@@ -34,11 +34,11 @@ fn number(text: &str) -> Option<u64> {
 }
 
 /// Reads the parameters of a game.
-struct Parameters<'a> {
+struct GameParameters<'a> {
     given: &'a Map<String, Value>,
 }
 
-impl<'a> Parameters<'a> {
+impl<'a> GameParameters<'a> {
     /// # Errors
     /// A parameter that is not in `known`.
     fn new(given: &'a Map<String, Value>, known: &[&str]) -> Result<Self, EnvironmentSpecError> {
@@ -101,8 +101,8 @@ mod tests {
     fn parameters_are_checked() {
         let given = json!({"max": 40, "cost": "much"});
         let given = given.as_object().unwrap();
-        assert!(Parameters::new(given, &["max"]).is_err());
-        let parameters = Parameters::new(given, &["max", "cost"]).unwrap();
+        assert!(GameParameters::new(given, &["max"]).is_err());
+        let parameters = GameParameters::new(given, &["max", "cost"]).unwrap();
         assert_eq!(parameters.whole("max", 2, 50, 9).unwrap(), 40);
         let error = parameters.whole("max", 2, 30, 9).unwrap_err();
         assert_eq!(error.to_string(), "`parameters.max` is 40; it must be a whole number from 2 to 30");

@@ -2,9 +2,11 @@
 //!
 //! Invariant: every message shows the whole board, so a move depends on nothing before it.
 
+use std::sync::LazyLock;
+
 use trajectory::{Message, Task};
 
-use super::{Parameters, mixed, number};
+use super::{GameParameters, mixed, number};
 use crate::{
     Action, BoxFuture, Demonstration, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits,
     EnvironmentSpec, EnvironmentSpecError, Observation,
@@ -53,7 +55,7 @@ impl TicTacToe {
     /// # Errors
     /// Other parameters, and values out of range.
     pub fn new(spec: &EnvironmentSpec) -> Result<Self, EnvironmentSpecError> {
-        let parameters = Parameters::new(&spec.parameters, &["opponent", "opening_moves"])?;
+        let parameters = GameParameters::new(&spec.parameters, &["opponent", "opening_moves"])?;
         let opponents = [Opponent::Itself, Opponent::Random, Opponent::Perfect];
         let opponent = opponents[parameters.choice("opponent", &["self", "random", "perfect"])?];
         let roles = MARKS.iter().filter(|_| opponent == Opponent::Itself).map(char::to_string).collect();
@@ -94,6 +96,13 @@ impl EnvironmentFactory for TicTacToe {
     }
 }
 
+/// [`Board::value`] of every position that a game can reach.
+static VALUES: LazyLock<Vec<Option<i8>>> = LazyLock::new(|| {
+    let mut known = vec![None; 3_usize.pow(FIELDS as u32)];
+    Board::default().value(&mut known);
+    known
+});
+
 /// `None` where a field is free, else the side that has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Board([Option<usize>; FIELDS]);
@@ -117,37 +126,42 @@ impl Board {
         (FIELDS - self.free().len()) % 2
     }
 
-    /// What `side`, which moves next, can reach: 1, 0 or -1.
-    fn value(&self, side: usize) -> i8 {
-        if self.won_by(1 - side) {
-            return -1;
-        }
-        let mut best = None;
-        for field in self.free() {
-            let value = -self.with(field, side).value(1 - side);
-            best = best.max(Some(value));
-            if value == 1 {
-                break;
-            }
-        }
-        best.unwrap_or(0)
+    /// Its place in [`VALUES`].
+    fn place(&self) -> usize {
+        self.0.iter().fold(0, |place, side| 3 * place + side.map_or(0, |side| side + 1))
     }
 
-    /// The fields from which `side` reaches most.
-    fn best(&self, side: usize) -> Vec<usize> {
-        let values: Vec<(usize, i8)> =
-            self.free().into_iter().map(|field| (field, -self.with(field, side).value(1 - side))).collect();
+    /// What the side that moves next can reach: 1, 0 or -1. `known` are the values by place.
+    fn value(&self, known: &mut [Option<i8>]) -> i8 {
+        if let Some(value) = known[self.place()] {
+            return value;
+        }
+        let side = self.next();
+        let after = self.free().into_iter().map(|field| -self.with(field, side).value(known));
+        let value = if self.won_by(1 - side) { -1 } else { after.max().unwrap_or(0) };
+        known[self.place()] = Some(value);
+        value
+    }
+
+    /// The free fields from which the side that moves next reaches most.
+    fn best(&self) -> Vec<usize> {
+        let side = self.next();
+        let value = |field: usize| -VALUES[self.with(field, side).place()].unwrap_or(0);
+        let values: Vec<(usize, i8)> = self.free().into_iter().map(|field| (field, value(field))).collect();
         let most = values.iter().map(|(_, value)| *value).max();
         values.into_iter().filter(|(_, value)| Some(*value) == most).map(|(field, _)| field).collect()
     }
 }
 
-/// Three rows, as `x.o/.x./...`.
+/// Three rows, a free field with its number: `x2o/4x6/789`.
 impl std::fmt::Display for Board {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for (field, side) in self.0.iter().enumerate() {
-            let mark = side.map_or('.', |side| MARKS[side]);
-            write!(f, "{}{mark}", if field > 0 && field % 3 == 0 { "/" } else { "" })?;
+            let row = if field > 0 && field % 3 == 0 { "/" } else { "" };
+            match side {
+                Some(side) => write!(f, "{row}{}", MARKS[*side])?,
+                None => write!(f, "{row}{}", field + 1)?,
+            }
         }
         Ok(())
     }
@@ -176,7 +190,7 @@ impl Game {
         let side = self.board.next();
         let from = match self.opponent {
             Opponent::Random if side != self.side => self.board.free(),
-            Opponent::Perfect if side != self.side => self.board.best(side),
+            Opponent::Perfect if side != self.side => self.board.best(),
             _ => return,
         };
         if let Some(field) = self.drawn(&from) {
@@ -204,7 +218,7 @@ impl Game {
     fn rules(&self) -> Message {
         let mark = MARKS[self.board.next()];
         let board = self.board;
-        Message::new("user", format!("Tic-tac-toe. Name a free field, 1 to 9. You are {mark}.\n{board}"))
+        Message::new("user", format!("Tic-tac-toe. You are {mark}. Name a free field.\n{board}"))
     }
 
     fn play(&mut self, Action { turn, role, text, .. }: Action<'_>) -> Observation {
@@ -259,11 +273,11 @@ impl Environment for Game {
         Box::pin(std::future::ready(Ok(observation)))
     }
 
-    /// A right player draws among the free fields, a wrong one among all.
+    /// A right player draws among the best fields, a wrong one among all that are free.
     fn scripted(&self, player: Demonstration, draw: u64) -> Option<String> {
         let fields = match player {
-            Demonstration::Right => self.board.free(),
-            Demonstration::Wrong => (0..FIELDS).collect(),
+            Demonstration::Right => self.board.best(),
+            Demonstration::Wrong => self.board.free(),
         };
         Some((1 + fields.get((draw % fields.len().max(1) as u64) as usize)?).to_string())
     }
@@ -271,6 +285,8 @@ impl Environment for Game {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use serde_json::json;
     use trajectory::StopReason;
 
@@ -288,9 +304,9 @@ mod tests {
     fn a_game_against_itself_alternates_and_rewards_both_sides() {
         let mut game = Game { opening_moves: 0, ..game(Opponent::Itself) };
         let opening = &game.begin(7)[0].content;
-        assert_eq!(opening, "Tic-tac-toe. Name a free field, 1 to 9. You are x.\n.../.../...");
+        assert_eq!(opening, "Tic-tac-toe. You are x. Name a free field.\n123/456/789");
         for (turn, (field, board)) in
-            [("5", ".../.x./..."), ("1", "o../.x./..."), ("3", "o.x/.x./..."), ("9", "o.x/.x./..o")]
+            [("5", "123/4x6/789"), ("1", "o23/4x6/789"), ("3", "o2x/4x6/789"), ("9", "o2x/4x6/78o")]
                 .into_iter()
                 .enumerate()
         {
@@ -315,36 +331,35 @@ mod tests {
         }
     }
 
-    /// All games of a scripted policy end within nine moves; a perfect opponent never loses one from the beginning.
-    #[test]
-    fn opponents_play_by_the_rules() {
-        let mut ends = std::collections::BTreeMap::new();
-        for opponent in [Opponent::Random, Opponent::Perfect] {
-            for task in 0..120 {
-                // From a drawn position even a perfect player may lose.
-                let opening_moves = if opponent == Opponent::Perfect { 0 } else { 4 };
-                let mut game = Game { opening_moves, ..game(opponent) };
-                game.begin(task);
-                for turn in 0..=FIELDS {
-                    assert_eq!(
-                        game.board.next(),
-                        game.side,
-                        "the policy moves, and its side is x in every other task"
-                    );
-                    let field = game.scripted(Demonstration::Right, mixed(task * 100 + turn as u64)).unwrap();
-                    let observation = game.play(action(turn, 0, &field));
-                    assert!(observation.other_rewards.is_empty() && observation.next_role == 0);
-                    if observation.done {
-                        let end = observation.counts.into_keys().next().unwrap();
-                        *ends.entry((opponent == Opponent::Perfect, end)).or_insert(0) += 1;
-                        break;
-                    }
+    /// How 120 games of a scripted policy end.
+    fn ends(opponent: Opponent, opening_moves: u64, player: Demonstration) -> BTreeMap<&'static str, u32> {
+        let mut ends = BTreeMap::new();
+        for task in 0..120 {
+            let mut game = Game { opening_moves, ..game(opponent) };
+            game.begin(task);
+            for turn in 0..=FIELDS {
+                assert_eq!(game.board.next(), game.side, "the side of the policy is x in every other task");
+                let field = game.scripted(player, mixed(task * 100 + turn as u64)).unwrap();
+                let observation = game.play(action(turn, 0, &field));
+                assert!(observation.other_rewards.is_empty() && observation.next_role == 0);
+                if observation.done {
+                    *ends.entry(observation.counts.into_keys().next().unwrap()).or_insert(0) += 1;
+                    break;
                 }
             }
         }
-        assert_eq!(ends.values().sum::<i32>(), 240, "{ends:?}");
-        assert!(!ends.keys().any(|(perfect, end)| *perfect && *end == WON), "{ends:?}");
-        assert!(ends[&(false, WON)] > 20 && ends[&(true, LOST)] > 20, "{ends:?}");
+        assert_eq!(ends.values().sum::<u32>(), 120, "every game ends within nine moves: {ends:?}");
+        ends
+    }
+
+    #[test]
+    fn opponents_play_by_the_rules_and_from_the_beginning_perfect_players_lose_no_game() {
+        let random = ends(Opponent::Random, 4, Demonstration::Wrong);
+        assert!(random[WON] > 20 && random[LOST] > 20, "{random:?}");
+        let perfect = ends(Opponent::Perfect, 0, Demonstration::Wrong);
+        assert!(perfect[LOST] > 60 && !perfect.contains_key(WON), "{perfect:?}");
+        assert!(!ends(Opponent::Random, 0, Demonstration::Right).contains_key(LOST));
+        assert_eq!(ends(Opponent::Perfect, 0, Demonstration::Right)[DRAWN], 120);
     }
 
     #[test]

@@ -140,7 +140,8 @@ impl ToolSet {
     pub(crate) async fn observe(&self, action: Action<'_>) -> Result<Observation, EnvironmentError> {
         let calls = self.format.parse(action.text, &self.schemas);
         let done = calls.is_empty();
-        let reward = self.call_reward.map(|each| each * calls.len() as f64);
+        // A turn without a call is worth 0, not -0.
+        let reward = self.call_reward.map(|each| 0.0 + each * calls.len() as f64);
         let mut observation = Observation { done, reward, ..Observation::default() };
         for call in calls {
             observation.count(CALLS);
