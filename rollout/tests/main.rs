@@ -9,6 +9,7 @@ mod episodes;
 mod on_device;
 mod roles;
 mod sampler;
+mod scarce;
 mod scoring;
 mod speculation;
 mod templates;

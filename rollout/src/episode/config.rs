@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use environments::{EnvironmentFactory, SingleTurn};
+use environments::{BoxFuture, EnvironmentError, EnvironmentFactory, SingleTurn};
 use trajectory::Task;
 
 use super::MessageEncoder;
@@ -90,6 +90,21 @@ impl EpisodeEnvironment {
     #[must_use]
     pub fn roles(&self) -> usize {
         self.factory.roles().len().max(1)
+    }
+
+    /// What `call` of an environment in turn `turn` gives within the limit of a turn.
+    pub(super) async fn in_time<T>(
+        &self,
+        turn: usize,
+        call: BoxFuture<'_, Result<T, EnvironmentError>>,
+    ) -> Result<T, EnvironmentError> {
+        let limit = self.factory.limits().step_timeout;
+        let late = |_| EnvironmentError::TimedOut {
+            environment: self.factory.name().to_owned(),
+            turn,
+            seconds: limit.as_secs_f64(),
+        };
+        tokio::time::timeout(limit, call).await.map_err(late)?
     }
 
     pub(super) fn encoder(&self) -> Result<&dyn MessageEncoder, RolloutError> {

@@ -6,7 +6,7 @@
 //! Invariant: every episode that was started ends once, in the result of [`EpisodeDriver::poll`] or by an abort. With
 //! [`SingleTurn`](environments::SingleTurn) every call is answered at once, and the sampler gets the requests that it would get without a driver.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -27,8 +27,8 @@ use crate::sampler::{Completion, SampleRequest, Sampler};
 pub struct EpisodeDriver {
     config: EpisodeConfig,
     runtime: Handle,
-    /// Groups whose environments have not all opened.
-    opening: HashMap<GroupId, OpeningGroup>,
+    /// First prompts `[P]` of episodes that opened since requests were made last.
+    opened: BTreeMap<EpisodeKey, Vec<u32>>,
     open: HashMap<EpisodeKey, OpenEpisode>,
     /// The groups of the open episodes.
     groups: HashMap<GroupId, GroupInPlay>,
@@ -41,26 +41,17 @@ pub struct EpisodeDriver {
 }
 
 /// Group and index of an episode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct EpisodeKey {
     group: GroupId,
     index: u32,
 }
 
-/// A group whose environments open its episodes.
-#[derive(Debug)]
-struct OpeningGroup {
-    request: SampleRequest,
-    task: Arc<Task>,
-    /// First prompt of every episode; `None` until its environment has opened, or if that failed.
-    prompts: Vec<Option<Vec<u32>>>,
-    /// Environments that have not answered.
-    left: usize,
-}
-
 /// A group of which an episode is open.
 #[derive(Debug)]
 struct GroupInPlay {
+    /// `[P]` the prompt of the task.
+    prompt: Vec<u32>,
     /// Episodes of the group.
     sequences: u32,
     /// Those that are open.
@@ -81,8 +72,7 @@ struct OpenEpisode {
 /// A call of an environment that returned.
 struct AnsweredCall {
     key: EpisodeKey,
-    /// `None` if the call ran over its time.
-    environment: Option<Box<dyn Environment>>,
+    environment: Box<dyn Environment>,
     answer: EnvironmentAnswer,
 }
 
@@ -98,7 +88,7 @@ impl EpisodeDriver {
         Self {
             config,
             runtime,
-            opening: HashMap::new(),
+            opened: BTreeMap::new(),
             open: HashMap::new(),
             groups: HashMap::new(),
             ready: VecDeque::new(),
@@ -128,10 +118,8 @@ impl EpisodeDriver {
         let request = SampleRequest { keep_cache: played_in.factory.limits().max_turns > 1, ..request };
         let (group, sequences) = (request.group, request.sequences());
         let template = SampleRequest { prompt: Vec::new(), ..request };
-        let opening =
-            OpeningGroup { task: Arc::clone(task), prompts: vec![None; sequences], left: sequences, request };
-        self.opening.insert(group, opening);
-        self.groups.insert(group, GroupInPlay { sequences: sequences as u32, open: sequences as u32 });
+        let (prompt, open) = (request.prompt, sequences as u32);
+        self.groups.insert(group, GroupInPlay { prompt, sequences: open, open });
         for index in 0..sequences as u32 {
             let key = EpisodeKey { group, index };
             let mut environment = played_in.factory.create();
@@ -143,14 +131,16 @@ impl EpisodeDriver {
             };
             self.open.insert(key, open);
             let task = Arc::clone(task);
+            let played_in = played_in.clone();
             let call = async move {
-                let answer = EnvironmentAnswer::Reset(environment.reset(&task).await);
-                AnsweredCall { key, environment: Some(environment), answer }
+                let opened = played_in.in_time(0, environment.reset(&task)).await;
+                AnsweredCall { key, environment, answer: EnvironmentAnswer::Reset(opened) }
             };
-            if let Some(answered) = self.call(key, call) {
+            if let Some(answered) = self.call(call) {
                 self.take(sampler, answered)?;
             }
         }
+        self.request_opened(sampler)?;
         Ok(sequences * played_in.roles())
     }
 
@@ -170,7 +160,7 @@ impl EpisodeDriver {
         while let Some(joined) = self.calls.try_join_next() {
             self.joined(sampler, joined)?;
         }
-        self.submit_ready(sampler)?;
+        self.request_opened(sampler)?;
         if !sampler.is_idle() {
             for completion in sampler.poll(wait)? {
                 self.completed(sampler, completion)?;
@@ -196,34 +186,14 @@ impl EpisodeDriver {
     }
 
     /// Begins a call of an environment; the answer if it was there at once.
-    fn call(
-        &mut self,
-        key: EpisodeKey,
-        call: impl Future<Output = AnsweredCall> + Send + 'static,
-    ) -> Option<AnsweredCall> {
+    fn call(&mut self, call: impl Future<Output = AnsweredCall> + Send + 'static) -> Option<AnsweredCall> {
         let mut call: Pin<Box<dyn Future<Output = AnsweredCall> + Send>> = Box::pin(call);
         let inside = self.runtime.enter();
         if let Poll::Ready(answered) = call.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             return Some(answered);
         }
         drop(inside);
-        let streams = &self.open.get(&key)?.streams;
-        let (limit, turn) = (streams.limits().step_timeout, streams.turn());
-        let environment = streams.environment().factory.name().to_owned();
-        let late = move |opening: bool| {
-            let seconds = limit.as_secs_f64();
-            let error = EnvironmentError::TimedOut { environment, turn, seconds };
-            let answer = if opening {
-                EnvironmentAnswer::Reset(Err(error))
-            } else {
-                EnvironmentAnswer::Step(Err(error))
-            };
-            AnsweredCall { key, environment: None, answer }
-        };
-        let opening = self.opening.contains_key(&key.group);
-        let bounded =
-            async move { tokio::time::timeout(limit, call).await.unwrap_or_else(|_| late(opening)) };
-        self.calls.spawn_on(bounded, &self.runtime);
+        self.calls.spawn_on(call, &self.runtime);
         None
     }
 
@@ -241,56 +211,64 @@ impl EpisodeDriver {
         let AnsweredCall { key, environment, answer } = answered;
         // Of a group that was aborted.
         let Some(open) = self.open.get_mut(&key) else { return Ok(()) };
-        open.environment = environment;
+        open.environment = Some(environment);
         match answer {
             EnvironmentAnswer::Reset(opened) => self.opened(sampler, key, opened),
             EnvironmentAnswer::Step(stepped) => self.stepped(sampler, key, stepped),
         }
     }
 
-    /// An environment has opened its episode. The last one of the group submits its requests: one for all episodes where
-    /// the prompt is the same, which is then prefilled once.
+    /// An environment has opened its episode, or failed to.
     fn opened(
         &mut self,
         sampler: &mut dyn Sampler,
         key: EpisodeKey,
         opened: Result<Vec<Message>, EnvironmentError>,
     ) -> Result<(), RolloutError> {
-        let Some(group) = self.opening.get_mut(&key.group) else { return Ok(()) };
-        group.left -= 1;
+        let (Some(open), Some(group)) = (self.open.get(&key), self.groups.get(&key.group)) else {
+            return Ok(());
+        };
         match opened {
             Ok(messages) => {
-                let played_in = self.config.of_task(&group.task)?;
-                let prompt = opening(played_in, &group.task, &group.request.prompt, &messages)?;
-                group.prompts[key.index as usize] = Some(prompt);
+                let prompt = opening(open.streams.environment(), &open.task, &group.prompt, &messages)?;
+                self.opened.insert(key, prompt);
             }
             Err(error) => {
-                let prompt = group.request.prompt.clone();
+                let prompt = group.prompt.clone();
                 self.end(key, &EpisodeEnd::Failed(error.to_string()), &prompt, sampler.version());
             }
         }
-        let Some(group) = self.opening.get(&key.group).filter(|group| group.left == 0) else { return Ok(()) };
-        let first = group.prompts.first().cloned().flatten();
-        let shared = first.filter(|first| group.prompts.iter().all(|prompt| prompt.as_ref() == Some(first)));
-        let Some(OpeningGroup { request, prompts, .. }) = self.opening.remove(&key.group) else {
-            return Ok(());
-        };
-        let (most, max_tokens) = (request.max_completion_length, self.config.max_tokens);
-        let longest = |prompt: &[u32]| most.min(max_tokens.saturating_sub(prompt.len()));
-        if let Some(prompt) = shared.filter(|prompt| longest(prompt) > 0) {
-            let max_completion_length = longest(&prompt);
-            self.ready.push_back(SampleRequest { prompt, max_completion_length, ..request });
-            return self.submit_ready(sampler);
-        }
-        for (index, prompt) in prompts.into_iter().enumerate() {
-            let Some(prompt) = prompt else { continue };
-            let key = EpisodeKey { group: key.group, index: index as u32 };
-            match (longest(&prompt), self.open.get(&key)) {
-                (0, _) => self.end(key, &EpisodeEnd::ContextFull, &prompt, sampler.version()),
-                (longest, Some(open)) => self.ready.push_back(open.streams.next_request(prompt, longest)),
-                (_, None) => {}
+        Ok(())
+    }
+
+    /// Requests the first turns of the episodes that have opened since it was done last. Neighbours in a group with the same
+    /// prompt share a request, which is prefilled once. No episode waits for others of its group: an open environment may hold
+    /// what they need to open.
+    fn request_opened(&mut self, sampler: &mut dyn Sampler) -> Result<(), RolloutError> {
+        // The newest request, and the episode that may join it.
+        let mut last: Option<(SampleRequest, EpisodeKey)> = None;
+        for (key, prompt) in std::mem::take(&mut self.opened) {
+            let Some(open) = self.open.get(&key) else { continue };
+            let longest = open.streams.longest_completion(&prompt, self.config.max_tokens);
+            if longest == 0 {
+                self.end(key, &EpisodeEnd::ContextFull, &prompt, sampler.version());
+                continue;
+            }
+            let next = EpisodeKey { index: key.index + 1, ..key };
+            match &mut last {
+                Some((request, end)) if *end == key && request.prompt == prompt => {
+                    let one = open.streams.next_request(Vec::new(), longest);
+                    request.samples += one.samples;
+                    request.baseline |= one.baseline;
+                    *end = next;
+                }
+                _ => {
+                    let request = open.streams.next_request(prompt, longest);
+                    self.ready.extend(last.replace((request, next)).map(|(request, _)| request));
+                }
             }
         }
+        self.ready.extend(last.map(|(request, _)| request));
         self.submit_ready(sampler)
     }
 
@@ -307,12 +285,13 @@ impl EpisodeDriver {
             return Ok(());
         }
         let Some(mut environment) = open.environment.take() else { return Ok(()) };
+        let played_in = open.streams.environment().clone();
         let call = async move {
             let action = Action { turn, role, text: &text, stop };
-            let answer = EnvironmentAnswer::Step(environment.step(action).await);
-            AnsweredCall { key, environment: Some(environment), answer }
+            let stepped = played_in.in_time(turn, environment.step(action)).await;
+            AnsweredCall { key, environment, answer: EnvironmentAnswer::Step(stepped) }
         };
-        match self.call(key, call) {
+        match self.call(call) {
             Some(answered) => self.take(sampler, answered),
             None => Ok(()),
         }

@@ -3,9 +3,7 @@
 //! Invariant: a scripted episode has exactly the tokens that sampling the same texts would give, since it is played through
 //! the same streams.
 
-use std::time::Duration;
-
-use environments::{Action, BoxFuture, Demonstration, EnvironmentError};
+use environments::{Action, Demonstration, EnvironmentError};
 use model::{ModelDirectory, Sampling, SpecialTokens};
 use tokio::runtime::Handle;
 use trajectory::{GroupId, PolicyVersion, StopReason, Task, VersionRun};
@@ -47,9 +45,8 @@ pub fn play_script(
     mut next: impl FnMut() -> (Demonstration, u64),
 ) -> Result<Vec<Episode>, RolloutError> {
     let played_in = config.of_task(task)?;
-    let limits = played_in.factory.limits();
     let mut environment = played_in.factory.create();
-    let opened = answer(runtime, limits.step_timeout, environment.reset(task));
+    let opened = runtime.block_on(played_in.in_time(0, environment.reset(task)));
     let failed = |error: EnvironmentError| not_opened(played_in, prompt, &error);
     let messages = match opened {
         Ok(messages) => messages,
@@ -67,7 +64,7 @@ pub fn play_script(
         spoken.extend(directory.stop_token_ids().first());
         let EndedTurn { turn, role, text, stop } = streams.completed(completion(&prompt, &spoken, text));
         let action = Action { turn, role, text: &text, stop };
-        let observation = match answer(runtime, limits.step_timeout, environment.step(action)) {
+        let observation = match runtime.block_on(played_in.in_time(turn, environment.step(action))) {
             Ok(observation) => streams.observed(task, observation, config.max_tokens)?,
             Err(error) => Err(error),
         };
@@ -91,20 +88,6 @@ fn not_opened(
 ) -> Vec<Episode> {
     let streams = EpisodeStreams::new(played_in.clone(), request(1), 0);
     streams.finish(&EpisodeEnd::Failed(error.to_string()), prompt, PolicyVersion::default())
-}
-
-/// What an environment answers within `limit`.
-fn answer<T>(
-    runtime: &Handle,
-    limit: Duration,
-    call: BoxFuture<'_, Result<T, EnvironmentError>>,
-) -> Result<T, EnvironmentError> {
-    let late = |_| EnvironmentError::TimedOut {
-        environment: "of the script".to_owned(),
-        turn: 0,
-        seconds: limit.as_secs_f64(),
-    };
-    runtime.block_on(async { tokio::time::timeout(limit, call).await }).map_err(late)?
 }
 
 fn request(max_completion_length: usize) -> SampleRequest {

@@ -104,6 +104,11 @@ impl EpisodeStreams {
         (role * self.request.sequences()) as u32 + self.index
     }
 
+    /// The longest completion that follows `prompt [P]`, tokens; 0 if none fits.
+    pub(super) fn longest_completion(&self, prompt: &[u32], max_tokens: usize) -> usize {
+        self.request.max_completion_length.min(max_tokens.saturating_sub(prompt.len()))
+    }
+
     /// The request of a turn of the acting role.
     pub(super) fn next_request(&self, prompt: Vec<u32>, max_completion_length: usize) -> SampleRequest {
         let baseline = self.index as usize >= self.request.samples;
@@ -212,8 +217,7 @@ impl EpisodeStreams {
                 [episode.token_ids(), &following].concat()
             }
         };
-        let longest = self.request.max_completion_length.min(max_tokens.saturating_sub(prompt.len()));
-        Ok(match longest {
+        Ok(match self.longest_completion(&prompt, max_tokens) {
             0 => AfterTurn::End(EpisodeEnd::ContextFull),
             longest => AfterTurn::Request(self.next_request(prompt, longest)),
         })
