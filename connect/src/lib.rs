@@ -19,7 +19,7 @@ use ureq::{Agent, AsSendBody, Timeout};
 
 pub use ureq::http::request::Builder as RequestBuilder;
 pub use ureq::http::{Error as RequestError, HeaderValue, Request, Response, Uri};
-pub use ureq::{Body, BodyReader};
+pub use ureq::{Body, BodyReader, Error as BodyError};
 
 /// Deadline of a TCP connection and its TLS handshake.
 const CONNECT: Duration = Duration::from_secs(10);

@@ -1,17 +1,18 @@
 //! The Streamable HTTP transport of the Model Context Protocol (revision 2025-06-18): every message is a POST, whose answer
 //! is one message as JSON, or several as a stream of events.
 //!
-//! Invariant: a request has a deadline, an answer a longest length. A request without an answer ends the transport: the calls
-//! under way fail with the reason, and the next call opens a session of its own.
+//! Invariant: a request has a deadline, an answer a longest length. A request that ran over its time, or whose answer is none,
+//! is answered with an error and disturbs no other. A server that cannot be reached, fails (5xx) or knows neither token nor
+//! session (401, 404) ends the transport: the calls under way fail with the reason, and the next call opens a session of its own.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use connect::{HttpAgent, Request, RequestBuilder};
 use rmcp::service::{RoleClient, RxJsonRpcMessage, TxJsonRpcMessage};
 use rmcp::transport::Transport;
-use serde_json::Value;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use serde_json::{Value, json};
+use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 /// Longest answer, bytes.
 const MAX_ANSWER_BYTES: u64 = 8 << 20;
@@ -19,6 +20,10 @@ const MAX_ANSWER_BYTES: u64 = 8 << 20;
 const END_DEADLINE: Duration = Duration::from_secs(5);
 /// Idle connections.
 const CONNECTIONS: usize = 16;
+/// Messages that were received and are not read yet. The requests whose answers have no place wait.
+const UNREAD: usize = 64;
+/// Code of an error that is told in place of an answer, among those that JSON-RPC leaves to implementations.
+const NO_ANSWER: i32 = -32000;
 
 /// A server, and the session with it.
 #[derive(Debug)]
@@ -37,8 +42,16 @@ struct McpSession {
     id: Option<String>,
     /// The revision of the protocol that was agreed on.
     protocol: Option<String>,
-    /// Why the last request has no answer.
+    /// Why the transport ended.
     failure: Option<String>,
+}
+
+/// Why a request has no answer.
+enum PostFailure {
+    /// It alone failed.
+    Request(String),
+    /// The session cannot go on.
+    Session(String),
 }
 
 impl McpHttpServer {
@@ -66,11 +79,11 @@ impl McpHttpServer {
     /// A transport with a new session.
     pub(super) fn transport(self: &Arc<Self>) -> McpHttpTransport {
         *self.session() = McpSession::default();
-        let (sender, answers) = unbounded_channel();
+        let (sender, answers) = channel(UNREAD);
         McpHttpTransport { server: Arc::clone(self), sender, answers }
     }
 
-    /// Why the last request has no answer.
+    /// Why the transport ended.
     pub(super) fn failure(&self) -> Option<String> {
         self.session().failure.clone()
     }
@@ -92,14 +105,22 @@ impl McpHttpServer {
     }
 
     /// Posts a message; the messages of the answer.
-    fn post(&self, message: &[u8]) -> Result<Vec<Value>, String> {
-        let failed = |what: &dyn std::fmt::Display| format!("{}: {what}", self.url);
+    fn post(&self, message: &[u8]) -> Result<Vec<Value>, PostFailure> {
+        let said = |what: &dyn std::fmt::Display| format!("{}: {what}", self.url);
         let request = self
             .request("POST")
             .header("content-type", "application/json")
             .header("accept", "application/json, text/event-stream");
-        let request = request.body(message).map_err(|error| failed(&error))?;
-        let mut response = self.agent.send(request, self.limit).map_err(|error| failed(&error))?;
+        let request = request.body(message).map_err(|error| PostFailure::Session(said(&error)))?;
+        let started = Instant::now();
+        let lost = |error: &dyn std::fmt::Display| match started.elapsed() < self.limit {
+            true => PostFailure::Session(said(error)),
+            false => {
+                let seconds = self.limit.as_secs_f64();
+                PostFailure::Request(said(&format!("it gave no answer within {seconds:.0} s")))
+            }
+        };
+        let mut response = self.agent.send(request, self.limit).map_err(|error| lost(&error))?;
         let header = |name: &str| {
             let value = response.headers().get(name)?.to_str().ok()?;
             Some(value.to_owned())
@@ -109,16 +130,28 @@ impl McpHttpServer {
             self.session().id = Some(id);
         }
         let body = response.body_mut().with_config().limit(MAX_ANSWER_BYTES).read_to_vec();
-        let body = body.map_err(|error| failed(&error))?;
-        let body = String::from_utf8_lossy(&body);
         if !status.is_success() {
-            let said: String = body.chars().take(200).collect();
-            return Err(failed(&format!("it answers {status} {said}")));
+            let body = body.unwrap_or_default();
+            let shown: String = String::from_utf8_lossy(&body).chars().take(200).collect();
+            let answer = said(&format!("it answers {status} {shown}"));
+            let ends = status.is_server_error() || [401, 404].contains(&status.as_u16());
+            return Err(if ends { PostFailure::Session(answer) } else { PostFailure::Request(answer) });
         }
-        let answers =
-            if kind.starts_with("text/event-stream") { events(&body) } else { vec![body.to_string()] };
+        let body = body.map_err(|error| match error {
+            connect::BodyError::BodyExceedsLimit(most) => {
+                PostFailure::Request(said(&format!("its answer has more than {most} bytes")))
+            }
+            error => lost(&error),
+        })?;
+        self.messages(&kind, &String::from_utf8_lossy(&body))
+            .map_err(|reason| PostFailure::Request(said(&reason)))
+    }
+
+    /// The messages of `body`, whose content type is `kind`.
+    fn messages(&self, kind: &str, body: &str) -> Result<Vec<Value>, String> {
+        let answers = if kind.starts_with("text/event-stream") { events(body) } else { vec![body.to_owned()] };
         let read = |text: &String| {
-            serde_json::from_str(text).map_err(|error| failed(&format!("it sent no message: {error}")))
+            serde_json::from_str(text).map_err(|error| format!("it sent no message: {error}"))
         };
         let answers: Vec<Value> =
             answers.iter().filter(|text| !text.trim().is_empty()).map(read).collect::<Result<_, _>>()?;
@@ -127,6 +160,35 @@ impl McpHttpServer {
             self.session().protocol = Some(agreed.to_owned());
         }
         Ok(answers)
+    }
+
+    /// Posts a message; what the session receives in answer to it.
+    fn answers(&self, message: &Value) -> Vec<Received> {
+        let failure = match self.post(message.to_string().as_bytes()) {
+            Ok(answers) => {
+                let read = answers.into_iter().map(|answer| serde_json::from_value(answer).map(Some));
+                match read.collect::<Result<_, _>>() {
+                    Ok(received) => return received,
+                    Err(error) => PostFailure::Request(format!("{}: {error}", self.url)),
+                }
+            }
+            Err(failure) => failure,
+        };
+        // A notification is not answered.
+        let request = message.get("method").and(message.get("id"));
+        let (reason, told) = match (failure, request) {
+            (PostFailure::Request(_), None) => return Vec::new(),
+            (PostFailure::Request(reason), Some(id)) => {
+                let error = json!({"code": NO_ANSWER, "message": reason});
+                let error = serde_json::from_value(json!({"jsonrpc": "2.0", "id": id, "error": error})).ok();
+                (reason, error)
+            }
+            (PostFailure::Session(reason), _) => (reason, None),
+        };
+        if told.is_none() {
+            self.session().failure = Some(reason);
+        }
+        vec![told]
     }
 
     /// Ends the session, if the server has one.
@@ -157,13 +219,16 @@ fn events(stream: &str) -> Vec<String> {
     events
 }
 
+/// A message of the server; `None` ends the session.
+type Received = Option<RxJsonRpcMessage<RoleClient>>;
+
 /// The messages of a session.
 #[derive(Debug)]
 pub(super) struct McpHttpTransport {
     server: Arc<McpHttpServer>,
-    sender: UnboundedSender<Option<RxJsonRpcMessage<RoleClient>>>,
-    /// `None` once a request had no answer.
-    answers: UnboundedReceiver<Option<RxJsonRpcMessage<RoleClient>>>,
+    sender: Sender<Received>,
+    /// From the requests, each of which has a thread while it waits.
+    answers: Receiver<Received>,
 }
 
 impl Transport<RoleClient> for McpHttpTransport {
@@ -175,20 +240,13 @@ impl Transport<RoleClient> for McpHttpTransport {
     ) -> impl Future<Output = Result<(), Self::Error>> + Send + 'static {
         let (server, sender) = (Arc::clone(&self.server), self.sender.clone());
         async move {
-            let message = serde_json::to_vec(&item)?;
+            let message = serde_json::to_value(&item)?;
             // The answer comes over the channel, so that a slow call delays no other.
             tokio::task::spawn_blocking(move || {
-                let answers = server.post(&message).and_then(|answers| {
-                    let read = |answer| serde_json::from_value(answer).map_err(|error| error.to_string());
-                    answers.into_iter().map(read).collect::<Result<Vec<_>, _>>()
-                });
-                match answers {
-                    Ok(answers) => answers.into_iter().for_each(|answer| {
-                        let _ = sender.send(Some(answer));
-                    }),
-                    Err(reason) => {
-                        server.session().failure = Some(reason);
-                        let _ = sender.send(None);
+                for answer in server.answers(&message) {
+                    let ended = sender.blocking_send(answer).is_err();
+                    if ended {
+                        break;
                     }
                 }
             });
