@@ -3,7 +3,6 @@
 //! Invariant: without python3 every test prints SKIPPED and passes.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -21,9 +20,6 @@ struct Fixture {
     _scratch: tempfile::TempDir,
 }
 
-/// Variable with the token of the server at an address.
-const TOKEN: &str = "RLRUN_TEST_MCP_TOKEN";
-
 fn spec(file: &str) -> EnvironmentSpec {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python").join(file);
     EnvironmentSpec { kind: "python".to_owned(), path: Some(path), ..EnvironmentSpec::default() }
@@ -37,12 +33,10 @@ fn build(spec: &EnvironmentSpec) -> Option<Result<Fixture, EnvironmentSpecError>
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let scratch = tempfile::tempdir().unwrap();
-    let token = (TOKEN.to_owned(), "open sesame".to_owned());
-    let variables = std::env::vars().chain([token]);
     let context = EnvironmentContext {
         format: Some(ToolCallFormat::Hermes),
         runtime: Some(runtime.handle().clone()),
-        variables: Arc::new(variables.collect::<BTreeMap<_, _>>()),
+        variables: Arc::new(std::env::vars().collect::<BTreeMap<_, _>>()),
         scratch: scratch.path().to_path_buf(),
     };
     let built = EnvironmentRegistry::builtin().build(spec, &context);
@@ -251,106 +245,6 @@ fn functions_and_programs_are_tools() {
     let [answer] = &contents(&observation)[..] else { panic!("{observation:?}") };
     // The sandbox or the limit of the tool ends it.
     assert!(answer.contains("it took too long") || answer.contains("gave no answer"), "{answer}");
-}
-
-#[test]
-fn tools_of_a_server_of_the_model_context_protocol() {
-    let server = format!("{}/tests/python/mcp_server.py", env!("CARGO_MANIFEST_DIR"));
-    let command = |server: &str| ToolSpec {
-        kind: "mcp".to_owned(),
-        command: Some(vec!["python3".to_owned(), server.to_owned()]),
-        ..ToolSpec::default()
-    };
-    let spec = |server: &str| EnvironmentSpec {
-        kind: "tools".to_owned(),
-        tools: vec![command(server)],
-        ..EnvironmentSpec::default()
-    };
-    let Some(fixture) = fixture(&spec(&server)) else { return };
-    let names: Vec<&str> = fixture.factory.tools().iter().map(|tool| &tool.name[..]).collect();
-    assert_eq!(names, ["add", "liar", "die"]);
-    let (mut environment, _) = fixture.open(json!({}));
-    let mut call = |name: &str, arguments: Value| {
-        let text = format!("<tool_call>{}</tool_call>", json!({"name": name, "arguments": arguments}));
-        let observation = fixture.step(&mut *environment, 0, &text)?;
-        Ok::<_, EnvironmentError>(observation.messages[0].content.clone())
-    };
-    assert_eq!(call("add", json!({"a": 2, "b": 40})).unwrap(), "42");
-    assert_eq!(call("liar", json!({})).unwrap(), "error: an argument is missing after all");
-    assert!(call("add", json!({"a": 2})).unwrap().contains("lacks the argument \"b\""));
-    let ended = call("die", json!({})).unwrap_err().to_string();
-    assert!(ended.contains("the server of die failed"), "{ended}");
-    assert_eq!(call("add", json!({"a": 1, "b": 1})).unwrap(), "2", "it is started again");
-    let refused = build(&spec("nothing.py")).unwrap().map(|_| ()).unwrap_err();
-    assert_eq!(refused.key(), "tools[0].command");
-    assert!(refused.to_string().contains("does not speak the Model Context Protocol"), "{refused}");
-}
-
-/// The server at an address, which is ended with the test.
-struct McpAtAddress {
-    process: std::process::Child,
-    url: String,
-}
-
-impl McpAtAddress {
-    fn start() -> Self {
-        let server = format!("{}/tests/python/mcp_http_server.py", env!("CARGO_MANIFEST_DIR"));
-        let mut command = std::process::Command::new("python3");
-        let mut process = command.arg(server).stdout(std::process::Stdio::piped()).spawn().unwrap();
-        let mut port = String::new();
-        BufReader::new(process.stdout.take().unwrap()).read_line(&mut port).unwrap();
-        Self { process, url: format!("http://127.0.0.1:{}/mcp", port.trim()) }
-    }
-}
-
-impl Drop for McpAtAddress {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
-
-#[test]
-fn tools_of_a_server_at_an_address() {
-    let tools = |url: &str, token: Option<&str>| EnvironmentSpec {
-        kind: "tools".to_owned(),
-        tools: vec![ToolSpec {
-            kind: "mcp".to_owned(),
-            url: Some(url.to_owned()),
-            token_env: token.map(str::to_owned),
-            ..ToolSpec::default()
-        }],
-        ..EnvironmentSpec::default()
-    };
-    // Without Python there is no server either.
-    if build(&EnvironmentSpec { kind: "retry".to_owned(), ..EnvironmentSpec::default() }).is_none() {
-        return;
-    }
-    let server = McpAtAddress::start();
-    let fixture = fixture(&tools(&server.url, Some(TOKEN))).unwrap();
-    assert_eq!(fixture.factory.tools().len(), 3);
-    let (mut environment, _) = fixture.open(json!({}));
-    let mut call = |name: &str, arguments: Value| {
-        let text = format!("<tool_call>{}</tool_call>", json!({"name": name, "arguments": arguments}));
-        let observation = fixture.step(&mut *environment, 0, &text)?;
-        Ok::<_, EnvironmentError>(observation.messages[0].content.clone())
-    };
-    assert_eq!(call("add", json!({"a": 2, "b": 40})).unwrap(), "42");
-    assert_eq!(call("liar", json!({})).unwrap(), "error: an argument is missing after all");
-    let ended = call("die", json!({})).unwrap_err().to_string();
-    assert!(ended.contains("the server of die failed") && ended.contains("500"), "{ended}");
-    assert_eq!(call("add", json!({"a": 1, "b": 1})).unwrap(), "2", "it gets a new session");
-
-    let refused = |url: &str, token: Option<&str>| {
-        let error = build(&tools(url, token)).unwrap().map(|_| ()).unwrap_err();
-        assert_eq!(error.key(), "tools[0].url");
-        error.to_string()
-    };
-    let error = refused(&server.url, None);
-    assert!(error.contains("401") && error.contains("no token"), "{error}");
-    assert!(refused(&server.url, Some("RLRUN_NOT_SET")).contains("RLRUN_NOT_SET, which is not set"));
-    assert!(refused("localhost", None).contains("name http://HOST:PORT/PATH"));
-    drop(server);
 }
 
 #[test]

@@ -3,11 +3,15 @@
 import json
 import os
 import sys
+import time
 
 TOOLS = [
     {"name": "add", "description": "Adds.", "inputSchema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}},
     {"name": "liar", "description": "Says that it takes nothing.", "inputSchema": {"type": "object"}},
     {"name": "die", "description": "Ends.", "inputSchema": {"type": "object"}},
+    {"name": "wait", "description": "Takes a while.", "inputSchema": {"type": "object", "properties": {"seconds": {"type": "number"}}, "required": ["seconds"]}},
+    {"name": "flood", "description": "Says too much.", "inputSchema": {"type": "object"}},
+    {"name": "process", "description": "Names its process.", "inputSchema": {"type": "object"}},
 ]
 
 
@@ -16,6 +20,13 @@ def called(name, arguments):
         return {"content": [{"type": "text", "text": str(arguments["a"] + arguments["b"])}]}
     if name == "die":
         os._exit(1)
+    if name == "wait":
+        time.sleep(arguments["seconds"])
+        return {"content": [{"type": "text", "text": "waited"}]}
+    if name == "flood":
+        return {"content": [{"type": "text", "text": "x" * (100 << 20)}]}
+    if name == "process":
+        return {"content": [{"type": "text", "text": str(os.getpid())}]}
     return {"content": [{"type": "text", "text": "an argument is missing after all"}], "isError": True}
 
 

@@ -5,8 +5,8 @@
 //! - `http`: messages to a server at an address
 //!
 //! Invariant: an error that the server answers is an answer to the model. A server that ends fails the calls that are under way,
-//! and is started again, or gets a new session, for the next one. A server that was started ends with this process, which closes
-//! its standard input.
+//! and is started again, or gets a new session, for the next one. So is a program that leaves a call without an answer; it is
+//! killed when no other call waits for it. A server that was started ends with this process, which closes its standard input.
 
 mod http;
 
@@ -15,11 +15,13 @@ use std::fs::OpenOptions;
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rmcp::model::{CallToolRequestParams, ContentBlock};
 use rmcp::service::{RoleClient, RunningService, ServiceError};
-use rmcp::{Peer, ServiceExt};
+use rmcp::ServiceExt;
+use rmcp::transport::async_rw::AsyncRwTransport;
 use serde_json::{Map, Value};
 use tokio::process::{Child, Command};
 use tokio::sync::Mutex;
@@ -30,6 +32,8 @@ use http::McpHttpServer;
 
 /// Longest start of a server, with its list of tools.
 const START_DEADLINE: Duration = Duration::from_secs(60);
+/// Longest message of a program, bytes. A longer one is passed over, and the call has no answer.
+const MAX_MESSAGE_BYTES: usize = 8 << 20;
 
 /// A tool of a server.
 #[derive(Debug)]
@@ -42,8 +46,8 @@ pub(crate) struct McpTool {
 #[derive(Debug)]
 struct McpServer {
     place: McpPlace,
-    /// `None` before the first call and after the server ended.
-    running: Mutex<Option<McpConnection>>,
+    /// `None` before the first call. Calls under way share it.
+    running: Mutex<Option<Arc<McpConnection>>>,
 }
 
 #[derive(Debug)]
@@ -58,8 +62,38 @@ enum McpPlace {
 #[derive(Debug)]
 struct McpConnection {
     client: RunningService<RoleClient, ()>,
+    /// Whether the next call gets another one.
+    given_up: AtomicBool,
     /// The program, which is killed when it is dropped.
     _process: Option<Child>,
+}
+
+impl McpConnection {
+    fn new(client: RunningService<RoleClient, ()>, process: Option<Child>) -> Self {
+        Self { client, given_up: AtomicBool::new(false), _process: process }
+    }
+
+    fn is_usable(&self) -> bool {
+        !self.client.is_closed() && !self.given_up.load(Ordering::Relaxed)
+    }
+
+    fn give_up(&self) {
+        self.given_up.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A call that waits for a program. To drop it without an answer is to give the program up.
+struct CallUnderWay<'a> {
+    connection: &'a McpConnection,
+    answered: bool,
+}
+
+impl Drop for CallUnderWay<'_> {
+    fn drop(&mut self) {
+        if !self.answered {
+            self.connection.give_up();
+        }
+    }
 }
 
 impl McpTool {
@@ -105,8 +139,8 @@ impl McpTool {
         let server = Arc::new(McpServer { place, running: Mutex::default() });
         let listed = runtime.block_on(async {
             let listing = async {
-                let peer = server.peer().await?;
-                peer.list_all_tools().await.map_err(|error| server.reason(&error))
+                let connection = server.connection().await?;
+                connection.client.peer().list_all_tools().await.map_err(|error| server.reason(&error))
             };
             let late = |_| format!("it lists no tools within {} s", START_DEADLINE.as_secs());
             tokio::time::timeout(START_DEADLINE, listing).await.map_err(late)?
@@ -123,9 +157,14 @@ impl McpTool {
     }
 
     async fn invoke(&self, arguments: &Map<String, Value>) -> Result<String, ToolError> {
-        let peer = self.server.peer().await.map_err(ToolError::Unusable)?;
+        let connection = self.server.connection().await.map_err(ToolError::Unusable)?;
         let call = CallToolRequestParams::new(self.schema.name.clone()).with_arguments(arguments.clone());
-        match peer.call_tool(call).await {
+        // At an address one late answer says nothing about others.
+        let answered = matches!(self.server.place, McpPlace::Address(_));
+        let mut under_way = CallUnderWay { connection: &connection, answered };
+        let result = connection.client.peer().call_tool(call).await;
+        under_way.answered = true;
+        match result {
             Ok(result) => {
                 let parts: Vec<String> = result.content.iter().map(text).collect();
                 let answer = parts.join("\n");
@@ -133,7 +172,7 @@ impl McpTool {
             }
             Err(ServiceError::McpError(error)) => Err(ToolError::Refused(error.message.into_owned())),
             Err(error) => {
-                *self.server.running.lock().await = None;
+                connection.give_up();
                 let reason = self.server.reason(&error);
                 Err(ToolError::Unusable(format!("the server of {} failed: {reason}", self.schema.name)))
             }
@@ -159,17 +198,16 @@ impl McpServer {
     }
 
     /// The server, which is started if it does not run.
-    async fn peer(&self) -> Result<Peer<RoleClient>, String> {
+    async fn connection(&self) -> Result<Arc<McpConnection>, String> {
         let mut running = self.running.lock().await;
-        if let Some(connection) = running.as_ref().filter(|connection| !connection.client.is_closed()) {
-            return Ok(connection.client.peer().clone());
+        if let Some(connection) = running.as_ref().filter(|connection| connection.is_usable()) {
+            return Ok(Arc::clone(connection));
         }
         let started = tokio::time::timeout(START_DEADLINE, self.start()).await;
         let late = |_| format!("{} does not answer within {} s", self.name(), START_DEADLINE.as_secs());
-        let connection = started.map_err(late)??;
-        let peer = connection.client.peer().clone();
-        *running = Some(connection);
-        Ok(peer)
+        let connection = Arc::new(started.map_err(late)??);
+        *running = Some(Arc::clone(&connection));
+        Ok(connection)
     }
 
     async fn start(&self) -> Result<McpConnection, String> {
@@ -180,7 +218,7 @@ impl McpServer {
                 let client = ().serve(server.transport()).await.map_err(|error| {
                     failed("it does not speak the Model Context Protocol", &self.reason(&error))
                 })?;
-                return Ok(McpConnection { client, _process: None });
+                return Ok(McpConnection::new(client, None));
             }
         };
         let Some((program, arguments)) = command.split_first() else {
@@ -196,13 +234,14 @@ impl McpServer {
         let (Some(input), Some(output)) = (process.stdin.take(), process.stdout.take()) else {
             return Err(format!("`{program}` has no standard input and output"));
         };
-        let client = ().serve((output, input)).await;
+        let messages = AsyncRwTransport::new_client(output, input).with_max_line_length(MAX_MESSAGE_BYTES);
+        let client = ().serve(messages).await;
         let said = format!(
             "`{program}` does not speak the Model Context Protocol ({} says more)",
             log_file.display()
         );
         let client = client.map_err(|error| failed(&said, &error))?;
-        Ok(McpConnection { client, _process: Some(process) })
+        Ok(McpConnection::new(client, Some(process)))
     }
 }
 
