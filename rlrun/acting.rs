@@ -3,13 +3,14 @@
 //! Invariant: without `[environment]` prompts are as the dataset has them, and an episode is one completion.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use environments::{
     EnvironmentContext, EnvironmentFactory, EnvironmentRegistry, EnvironmentSpec, ToolCallFormat,
 };
 use model::{ChatTemplate, ModelDirectory, ModelError};
-use rollout::{ChatEncoder, ENVIRONMENT_COLUMN, EpisodeConfig, EpisodeEnvironment, RolloutError};
+use rollout::{ChatEncoder, EpisodeConfig, EpisodeEnvironment, RolloutError, named_by};
 use serde_json::{Map, Value};
 use trajectory::{Message, Prompt, Task};
 
@@ -35,7 +36,7 @@ pub(crate) struct Acting {
     named: BTreeMap<String, OpenEnvironment>,
 }
 
-struct OpenEnvironment {
+pub(crate) struct OpenEnvironment {
     factory: Arc<dyn EnvironmentFactory>,
     /// The model, whose prompts describe the tools if its chat template knows tools.
     directory: Arc<ModelDirectory>,
@@ -130,10 +131,26 @@ impl Acting {
         })
     }
 
-    /// The environment of a task.
-    fn of(&self, task: &Task) -> Option<&OpenEnvironment> {
-        let name = task.columns.get(ENVIRONMENT_COLUMN).and_then(Value::as_str);
-        name.and_then(|name| self.named.get(name)).or(self.environment.as_ref())
+    /// The environment of a task; `None` without environments.
+    ///
+    /// # Errors
+    /// A task that names an environment that there is not.
+    pub(crate) fn of(&self, task: &Task) -> Result<Option<&OpenEnvironment>, RolloutError> {
+        Ok(named_by(task, &self.named)?.or(self.environment.as_ref()))
+    }
+
+    /// Looks for a task that names an environment that there is not; `files` has the tasks as rows.
+    ///
+    /// # Errors
+    /// The first such task, with its file and its row.
+    pub(crate) fn check_names(&self, tasks: &[Task], files: &[PathBuf]) -> Result<(), Failure> {
+        for task in tasks {
+            self.of(task).map_err(|error| {
+                let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
+                Failure::Argument(format!("{}, row {}: {error}", files.join(", "), task.id.0 + 1))
+            })?;
+        }
+        Ok(())
     }
 
     /// The prompt of a task, `[P]` tokens, for the model of `plain`; empty if its environment begins the conversation.
@@ -141,7 +158,7 @@ impl Acting {
     /// # Errors
     /// A prompt that cannot be encoded.
     pub(crate) fn encoded(&self, plain: &ModelDirectory, task: &Task) -> Result<Vec<u32>, RolloutError> {
-        let Some(environment) = self.of(task) else { return Ok(plain.encode_prompt(&task.prompt)?) };
+        let Some(environment) = self.of(task)? else { return Ok(plain.encode_prompt(&task.prompt)?) };
         match &task.prompt {
             Prompt::Text(text) if text.is_empty() => Ok(Vec::new()),
             Prompt::Messages(messages) if messages.iter().all(|said| said.role == "system") => Ok(Vec::new()),
@@ -152,9 +169,9 @@ impl Acting {
     /// A task whose prompt describes the tools of its environment.
     ///
     /// # Errors
-    /// A prompt that is plain text: tools are described in a system message.
+    /// A task of an unknown environment; a prompt that is plain text: tools are described in a system message.
     pub(crate) fn described(&self, task: Task) -> Result<Task, Failure> {
-        match self.of(&task) {
+        match self.of(&task)? {
             Some(environment) => environment.described(task),
             None => Ok(task),
         }

@@ -1,7 +1,7 @@
 //! Model, data and rewards of a recipe, opened and checked against each other before any work is done.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use environments::EnvironmentContext;
@@ -9,7 +9,8 @@ use model::{MemoryBudget, ModelDirectory, Parameters, SharedCores, ThreadPool};
 use rewards::reward_model::{ModelContext, ModelServer};
 use rewards::{RewardContext, RewardSet};
 use rollout::tasks::TaskOrder;
-use rollout::{EpisodeConfig, PromptSet, RolloutError};
+use rollout::{ENVIRONMENT_COLUMN, EpisodeConfig, PromptSet, RolloutError};
+use serde_json::Value;
 use tokio::runtime::{Handle, Runtime};
 use trainer::lora::Adapter;
 use trajectory::{Prompt, Task};
@@ -19,7 +20,7 @@ use crate::evaluation::NamedSet;
 use crate::failure::Failure;
 use crate::program::Program;
 use crate::recipe::schema::EvalSet;
-use crate::recipe::{Model, Recipe};
+use crate::recipe::{DataSource, Model, Recipe};
 use crate::report::Report;
 
 /// Where rewards run: the runtime that waits for them, the program that knows their kinds, the cores of the process.
@@ -200,19 +201,24 @@ impl Prepared {
         let acting = Acting::new(recipe, directory, runtime.program.environments(), &context)?;
         let (train, eval) = recipe.tasks()?;
         let limit = recipe.data.max_prompt_length;
-        let set = |tasks: Vec<Task>, order| {
+        let set = |tasks: Vec<Task>, files: &[PathBuf], order| {
+            acting.check_names(&tasks, files)?;
             let tasks = tasks.into_iter().map(|task| acting.described(task)).collect::<Result<_, _>>()?;
             let encode = |task: &Task| acting.encoded(directory, task);
             Ok::<_, Failure>(PromptSet::encoded(tasks, encode, limit, recipe.overlong(), order)?)
         };
         let further = recipe.eval_set_tasks(&eval)?;
-        let train = set(train, recipe.task_order())?;
-        let eval = if eval.is_empty() { None } else { Some(set(eval, TaskOrder::File)?) };
+        let (of_train, of_eval) = match &recipe.data.source {
+            DataSource::Files(files) => (&files.train[..], &files.eval[..]),
+            DataSource::Arithmetic(_) | DataSource::Seeds(_) => (&[][..], &[][..]),
+        };
+        let train = set(train, of_train, recipe.task_order())?;
+        let eval = if eval.is_empty() { None } else { Some(set(eval, of_eval, TaskOrder::File)?) };
         let named = |(of, tasks): (&EvalSet, Vec<Task>)| {
             let samples = of.samples.unwrap_or(recipe.eval.samples);
             Ok::<_, Failure>(NamedSet {
                 name: of.name.clone(),
-                prompts: set(tasks, TaskOrder::File)?,
+                prompts: set(tasks, if of.path.is_empty() { of_eval } else { &of.path }, TaskOrder::File)?,
                 samples,
             })
         };
@@ -253,6 +259,20 @@ impl Prepared {
         if self.train.dropped() > 0 {
             report.note(&format!("{} tasks skipped: their prompts are too long", self.train.dropped()));
         }
+    }
+
+    /// The first task that is played in each environment, with its prompt, by the name of the environment; tasks of training
+    /// come first.
+    #[must_use]
+    pub fn first_by_environment(&self) -> BTreeMap<Option<&str>, (&Task, &[u32])> {
+        let held_out = self.eval.iter().chain(self.sets.iter().map(|set| &set.prompts));
+        let mut first = BTreeMap::new();
+        for (task, prompt) in self.train.iter().chain(held_out.flat_map(PromptSet::iter)) {
+            let name = task.columns.get(ENVIRONMENT_COLUMN).and_then(Value::as_str);
+            let name = name.filter(|name| self.episodes.named.contains_key(*name));
+            first.entry(name).or_insert((&**task, &prompt[..]));
+        }
+        first
     }
 
     /// Held-out tasks of all sets.

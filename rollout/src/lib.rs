@@ -34,7 +34,7 @@ pub use engine::{
 };
 pub use episode::{
     ChatEncoder, ENVIRONMENT_COLUMN, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, EpisodeEnvironment,
-    MessageEncoder, ScriptedEpisode, play_script,
+    MessageEncoder, ScriptedEpisode, play_script, named_by,
 };
 pub use error::RolloutError;
 pub use prompts::{Overlong, PromptSet};

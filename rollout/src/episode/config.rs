@@ -54,21 +54,7 @@ impl EpisodeConfig {
     /// # Errors
     /// A task that names an environment that there is not.
     pub fn of_task(&self, task: &Task) -> Result<&EpisodeEnvironment, RolloutError> {
-        // A column of that name means nothing to a recipe without named environments.
-        if self.named.is_empty() {
-            return Ok(&self.environment);
-        }
-        match task.columns.get(ENVIRONMENT_COLUMN) {
-            None | Some(serde_json::Value::Null) => Ok(&self.environment),
-            Some(name) => {
-                let found = name.as_str().and_then(|name| self.named.get(name));
-                found.ok_or_else(|| RolloutError::NoEnvironment {
-                    task: task.id,
-                    name: name.to_string(),
-                    known: self.named.keys().cloned().collect::<Vec<_>>().join("`, `"),
-                })
-            }
-        }
+        Ok(named_by(task, &self.named)?.unwrap_or(&self.environment))
     }
 
     /// Most roles of an environment; 1 without roles.
@@ -77,6 +63,23 @@ impl EpisodeConfig {
         let all = std::iter::once(&self.environment).chain(self.named.values());
         all.map(EpisodeEnvironment::roles).max().unwrap_or(1)
     }
+}
+
+/// Which of `named` the column of a task names; `None` if it names none.
+///
+/// # Errors
+/// A task that names something else.
+pub fn named_by<'a, T>(task: &Task, named: &'a BTreeMap<String, T>) -> Result<Option<&'a T>, RolloutError> {
+    // A column of that name means nothing to a recipe without named environments.
+    let name = task.columns.get(ENVIRONMENT_COLUMN).filter(|name| !name.is_null() && !named.is_empty());
+    let Some(name) = name else { return Ok(None) };
+    let found = name.as_str().and_then(|name| named.get(name));
+    let unknown = || RolloutError::NoEnvironment {
+        task: task.id,
+        name: name.to_string(),
+        known: named.keys().cloned().collect::<Vec<_>>().join("`, `"),
+    };
+    found.map(Some).ok_or_else(unknown)
 }
 
 impl EpisodeEnvironment {

@@ -25,7 +25,7 @@ use trajectory::{
 };
 
 pub use bridge::{ChatEncoder, MessageEncoder};
-pub use config::{ENVIRONMENT_COLUMN, EpisodeConfig, EpisodeEnvironment};
+pub use config::{ENVIRONMENT_COLUMN, EpisodeConfig, EpisodeEnvironment, named_by};
 pub use driver::EpisodeDriver;
 pub use scripted::{ScriptedEpisode, play_script};
 
