@@ -227,6 +227,12 @@ fn mistakes_in_an_environment_are_named() {
     refused(&["environment.turn_timeout_s=700"], &["longer than `deadlines.wait_s`, 600"]);
     refused(&["environment.tool_timeout_s=601"], &["longer than `environment.turn_timeout_s`, 600"]);
     refused(&["data.chat=false"], &["environment.describe_tools", "set `data.chat = true`"]);
+    let named = "{\"prompt\": \"ab\", \"answer\": \"2\", \"environment\": \"short\"}\n";
+    home.write("named.jsonl", format!("{TASKS}{named}{}", named.replace("short", "chess")));
+    let short = "environment.named.short.max_turns=1";
+    let evidence = ["named.jsonl, row 4", "`environment` of task 3 is \"chess\"", "names `short`"];
+    refused(&["data.train=named.jsonl", short], &evidence);
+    refused(&["data.eval=named.jsonl", short], &evidence);
     let sets = ["--set", "environment.kind=tools", "--set", CORRECT];
     let args: Vec<&str> = ["check", "small.toml"].into_iter().chain(sets).collect();
     home.rlrun(&args).refused(&["environment.tools", "[[environment.tools]]"]);
@@ -283,7 +289,10 @@ fn a_game_against_itself_trains_both_roles_and_is_evaluated_against_others() {
     {
         assert!(checked.contains(said), "{checked}");
     }
-    assert!(checked.contains("a scripted episode: ") && checked.contains("ended by done"), "{checked}");
+    for played in ["a scripted episode: ", "a scripted episode in `random`: "] {
+        let line = checked.lines().find(|line| line.starts_with(played));
+        assert!(line.is_some_and(|line| line.ends_with("ended by done")), "{checked}");
+    }
     home.rlrun(&["game.toml", "--run-dir", "run"]).ok();
     let run = home.run("run");
     assert_eq!(run.steps().len(), 4);

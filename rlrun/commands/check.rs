@@ -2,6 +2,7 @@
 
 use environments::Demonstration;
 use model::{Config, ModelDirectory, SharedCores};
+use rollout::Episode;
 
 use super::{load, scratch_directory};
 use crate::args::RecipeArgs;
@@ -35,7 +36,7 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
         SupervisedTraining::new(&recipe, supervised, files, None).check(&prepared)?;
     }
     let held_out = prepared.held_out();
-    let played = scripted_episode(&recipe, &prepared, &directory, &runtime)?;
+    let played = scripted_episodes(&recipe, &prepared, &directory, &runtime)?;
     let placement = plan::placement(&recipe).map_or_else(String::new, |line| line + "\n");
     let understood = prepared.understood().chain(recipe.describe_correct());
     let understood: String = understood.map(|line| line + "\n").collect();
@@ -56,9 +57,9 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
         ))
 }
 
-/// What happens in an episode of a scripted player, so that a template or an environment that fails is found here; empty
-/// without an environment.
-fn scripted_episode(
+/// What happens in an episode of a scripted player, one line for every environment that a task is played in, so that a template
+/// or an environment that fails is found here; empty without an environment.
+fn scripted_episodes(
     recipe: &Recipe,
     prepared: &Prepared,
     directory: &ModelDirectory,
@@ -76,13 +77,22 @@ fn scripted_episode(
         max_completion_length: recipe.rollout.max_completion_length,
         episodes: true,
     };
-    let mut draw = 0;
-    let next = || {
-        draw += 1;
-        (Demonstration::Right, draw)
-    };
-    let (task, prompt) = (prepared.train.task(0), prepared.train.prompt(0));
-    let played = demonstrations.play(task, prompt, Some(WORDS), next)?;
+    let mut lines = String::new();
+    for (name, (task, prompt)) in prepared.first_by_environment() {
+        let mut draw = 0;
+        let next = || {
+            draw += 1;
+            (Demonstration::Right, draw)
+        };
+        let played = demonstrations.play(task, prompt, Some(WORDS), next)?;
+        let place = name.map_or_else(String::new, |name| format!(" in `{name}`"));
+        lines += &format!("a scripted episode{place}: {}\n", describe(&played));
+    }
+    Ok(lines)
+}
+
+/// An episode, by what its roles said and read.
+fn describe(played: &[Episode]) -> String {
     let turns: usize = played.iter().map(|episode| episode.turns.len()).sum();
     let longest = played.iter().map(|episode| episode.token_ids().len()).max().unwrap_or(0);
     let rewards: Vec<f64> =
@@ -92,7 +102,7 @@ fn scripted_episode(
         false => format!(", rewards of turns {}", rewards.iter().sum::<f64>()),
     };
     let end = played.first().map_or("failed", |episode| episode.end.name());
-    Ok(format!("a scripted episode: {turns} turns, {longest} tokens{reward}, ended by {end}\n"))
+    format!("{turns} turns, {longest} tokens{reward}, ended by {end}")
 }
 
 /// Shows every value with its origin, the batch arithmetic and the memory needed.
