@@ -13,7 +13,7 @@ use crate::recipe::{DataSource, Recipe};
 pub struct BatchPlan {
     /// Groups per training step, `B`.
     pub groups: u64,
-    /// Trajectories per training step.
+    /// Trajectories per training step; each role of an environment is one.
     pub trajectories: u64,
     /// Most tokens per training step, prompts counted once per trajectory.
     pub max_tokens: u64,
@@ -30,7 +30,8 @@ impl BatchPlan {
     #[must_use]
     pub fn of(recipe: &Recipe) -> Self {
         let groups = recipe.buffer.batch_groups as u64;
-        let trajectories = groups.saturating_mul(recipe.rollout.group_size as u64);
+        let episodes = groups.saturating_mul(recipe.rollout.group_size as u64);
+        let trajectories = episodes.saturating_mul(recipe.known_roles() as u64);
         Self {
             groups,
             trajectories,
@@ -61,11 +62,15 @@ pub fn describe(recipe: &Recipe) -> String {
              sequence      at most {longest} tokens"
         );
     }
+    let roles = match recipe.known_roles() {
+        1 => String::new(),
+        roles => format!(" x {roles} roles"),
+    };
     let mut lines = vec![
         format!("run           {}, {} steps, seed {}", recipe.name, recipe.trainer.steps, recipe.seed),
         format!(
-            "step          {} groups x {} = {} trajectories, at most {} tokens",
-            plan.groups, recipe.rollout.group_size, plan.trajectories, plan.max_tokens
+            "step          {} groups x {}{} = {} trajectories, at most {} tokens",
+            plan.groups, recipe.rollout.group_size, roles, plan.trajectories, plan.max_tokens
         ),
         format!(
             "updates       {} per step ({} minibatches x {} epochs)",
@@ -125,9 +130,14 @@ pub fn placement(recipe: &Recipe) -> Option<String> {
     ))
 }
 
-/// Tokens of the longest prompt with the longest completion.
+/// Tokens of the longest prompt with the longest completion, or of the longest episode.
 fn longest_sequence(recipe: &Recipe) -> u64 {
-    (recipe.data.max_prompt_length as u64).saturating_add(recipe.rollout.max_completion_length as u64)
+    match recipe.environment {
+        // The context of the model may be shorter.
+        Some(_) => recipe.episode_tokens(usize::MAX) as u64,
+        None => (recipe.data.max_prompt_length as u64)
+            .saturating_add(recipe.rollout.max_completion_length as u64),
+    }
 }
 
 #[cfg(test)]
@@ -154,5 +164,24 @@ staleness     at most 4 versions; 160 slots = (4 + 1) x 32 groups under way
 sequence      at most 40 tokens
 tasks         16000 groups over 8000 tasks: 2.00 epochs";
         assert_eq!(describe(&recipe()), expected);
+    }
+
+    fn shipped(name: &str) -> Recipe {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes").join(name);
+        Recipe::load(&path, &[], &crate::program::Program::default()).unwrap().0
+    }
+
+    #[test]
+    fn episodes_count_whole_and_once_for_every_role() {
+        let text = describe(&shipped("guess_number.toml"));
+        for line in [
+            "step          32 groups x 8 = 256 trajectories, at most 76800 tokens",
+            "sequence      at most 300 tokens",
+        ] {
+            assert!(text.lines().any(|other| other == line), "{text}");
+        }
+        let text = describe(&shipped("selfplay_tictactoe.toml"));
+        let line = "step          16 groups x 16 x 2 roles = 512 trajectories, at most 98304 tokens";
+        assert!(text.lines().any(|other| other == line), "{text}");
     }
 }

@@ -10,6 +10,7 @@ use std::time::Duration;
 use buffer::BufferConfig;
 use std::sync::Arc;
 
+use environments::{EnvironmentFactory, TicTacToe};
 use model::{Config, ModelDirectory, Placement, Sampling, SharedCores, Sizes, ThreadPool};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, Questions, TaskError, TaskOrder, TaskSource, TaskSplit};
 use rollout::{ENVIRONMENT_COLUMN, EngineConfig, Overlong, StopRules, WorkerConfig};
@@ -51,6 +52,15 @@ impl Recipe {
     pub fn episode_tokens(&self, context: usize) -> usize {
         let given = self.environment.as_ref().and_then(|environment| environment.max_tokens);
         given.unwrap_or(self.trainer.microbatch_tokens).min(context)
+    }
+
+    /// Roles of the environment, as far as the recipe alone tells: those of a game, and 1 for an environment that says how many
+    /// it has when it is made.
+    #[must_use]
+    pub fn known_roles(&self) -> usize {
+        let game = self.environment.as_ref().filter(|spec| spec.kind == TicTacToe::KIND);
+        let roles = game.and_then(|spec| TicTacToe::new(spec).ok()).map(|game| game.roles().len());
+        roles.unwrap_or(1).max(1)
     }
 
     /// The longest wait of the trainer for a batch: an episode may take its whole time.

@@ -47,6 +47,28 @@ fn the_plan_predicts_the_peak_of_the_memory() {
     assert!(kept < 0.97 * together, "{kept} MiB in turns, {together} MiB together");
 }
 
+/// Completions of the random model end soon, and every wrong answer is followed by another turn: episodes are several times as
+/// long as a prompt with a completion.
+#[test]
+fn the_plan_counts_whole_episodes() {
+    let home = Home::new();
+    home.write("memory.toml", RECIPE);
+    let episodes = [
+        "environment.kind=retry",
+        "environment.max_turns=8",
+        "environment.max_tokens=128",
+        "environment.hint= no, again: ",
+        "rollout.ignore_stop=false",
+        "rollout.stop=[\"a\",\"e\",\"i\",\"o\",\"u\",\"n\",\"r\",\"s\",\"t\",\"1\",\"3\",\"5\",\"7\",\"9\"]",
+    ];
+    let sets: Vec<&str> = episodes.iter().flat_map(|set| ["--set", set]).collect();
+    let plan = home.rlrun(&[&["plan", "memory.toml"], &sets[..]].concat()).ok().stdout;
+    assert!(plan.contains("sequence      at most 128 tokens"), "{plan}");
+    predicted(&home, "episodes", &sets);
+    let lengths = home.run("episodes0").values("completions/max_length");
+    assert!(lengths.iter().any(|longest| *longest > 40.0), "{lengths:?}");
+}
+
 /// Plans and runs the recipe with further arguments; returns the peak, MiB: the median of three runs, because the allocator
 /// returns freed memory with a delay that depends on the load of the machine.
 fn predicted(home: &Home, name: &str, sets: &[&str]) -> f64 {

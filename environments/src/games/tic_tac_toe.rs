@@ -48,6 +48,9 @@ pub struct TicTacToe {
 }
 
 impl TicTacToe {
+    /// Its kind in a recipe.
+    pub const KIND: &str = NAME;
+
     /// The game of a recipe; its `parameters` are `opponent` (`self`, `random`, `perfect`), and `opening_moves`: most moves
     /// that are drawn before the game begins, by the id of the task, 0 by default. Against an opponent the policy begins in
     /// every other task.
