@@ -29,11 +29,13 @@ impl Successes {
         }
     }
 
-    /// Puts the success of the group's task, if there is one, in the place of its last sampled trajectory; whether it did.
+    /// Puts the success of the group's task, if there is one, in the place of the last sampled trajectory of its role; whether it
+    /// did.
     pub(super) fn replay(&self, group: &mut Group, served: PolicyVersion, max_staleness: u64) -> bool {
         let stored = self.newest.get(&group.task.id).filter(|kept| within(kept, served, max_staleness));
-        let last = group.trajectories.iter_mut().rfind(|trajectory| !trajectory.baseline);
-        let (Some(stored), Some(place)) = (stored, last) else { return false };
+        let Some(stored) = stored else { return false };
+        let fits = |trajectory: &&mut Trajectory| !trajectory.baseline && trajectory.role == stored.role;
+        let Some(place) = group.trajectories.iter_mut().rfind(fits) else { return false };
         *place = Trajectory { index: place.index, ..stored.clone() };
         true
     }

@@ -304,3 +304,29 @@ fn a_group_that_failed_gets_the_newest_success_within_the_bound() {
     curator.settle(&mut group(6, 4, 8, &[1.0, 0.0]));
     assert_eq!(curator.successes(), 1, "what is over the bound is forgotten");
 }
+
+/// A trajectory is compared with those of its role: a success is never put among those of another.
+#[test]
+fn a_success_of_a_role_takes_the_place_of_that_role() {
+    let roles = |id: u64, rewards: &[f64]| {
+        let mut group = group(id, 3, 0, rewards);
+        for (n, trajectory) in group.trajectories.iter_mut().enumerate() {
+            trajectory.role = Some(if n < rewards.len() / 2 { "x" } else { "o" }.to_owned());
+        }
+        group
+    };
+    let mut curator = curator(CurationConfig { success_pool: true, ..OFF });
+    curator.settle(&mut roles(0, &[1.0, 0.0, 0.0, 0.0]));
+    let mut failed = roles(1, &[0.0; 4]);
+    let before = failed.clone();
+    curator.settle(&mut failed);
+    let replayed = &failed.trajectories[1];
+    assert_eq!((replayed.index, &replayed.text[..], replayed.role.as_deref()), (1, "0.0", Some("x")));
+    assert_eq!(failed.trajectories[2..], before.trajectories[2..], "the other role stays as it was");
+    // A group without that role gets nothing.
+    let mut others = group(2, 3, 0, &[0.0, 0.0]);
+    let before = others.clone();
+    curator.settle(&mut others);
+    assert_eq!(others, before);
+    assert_eq!(curator.counts().replayed_successes, 1);
+}
