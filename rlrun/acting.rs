@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use environments::{
     EnvironmentContext, EnvironmentFactory, EnvironmentRegistry, EnvironmentSpec, ToolCallFormat,
@@ -199,10 +200,10 @@ impl Acting {
         about.into_iter().chain(named).chain(turns.map(str::to_owned)).collect()
     }
 
-    /// What episodes of at most `max_tokens` tokens are played in.
-    pub(crate) fn episodes(&self, max_tokens: usize) -> EpisodeConfig {
+    /// What episodes of at most `max_tokens` tokens are played in, which wait for a free environment up to `wait`.
+    pub(crate) fn episodes(&self, max_tokens: usize, wait: Duration) -> EpisodeConfig {
         let Some(environment) = &self.environment else { return EpisodeConfig::single_turn() };
         let named = self.named.iter().map(|(name, open)| (name.clone(), open.playing())).collect();
-        EpisodeConfig { environment: environment.playing(), named, max_tokens }
+        EpisodeConfig { environment: environment.playing(), named, max_tokens, wait }
     }
 }

@@ -20,6 +20,16 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 /// Calls are asynchronous, because tools, processes and servers answer late. An environment that only computes returns a
 /// future that is ready at once, which the episode driver never moves to another thread.
 pub trait Environment: Send + fmt::Debug {
+    /// Waits for what `task` is played with and others use: a process, a session of a server. The wait counts against no limit
+    /// of the episode. [`Environment::reset`] follows, and waits for it itself where this was not called.
+    ///
+    /// # Errors
+    /// As for [`Environment::reset`].
+    fn acquire<'a>(&'a mut self, task: &'a Task) -> BoxFuture<'a, Result<(), EnvironmentError>> {
+        let _ = task;
+        Box::pin(std::future::ready(Ok(())))
+    }
+
     /// Opens the episode of `task`. Returns the messages that follow the prompt of the task before the first turn; none if
     /// the prompt says everything.
     ///
@@ -98,7 +108,7 @@ pub struct EnvironmentLimits {
     pub tool_timeout: Duration,
     /// Longest call of `reset` or `step`. A later answer fails the episode.
     pub step_timeout: Duration,
-    /// Longest time from the call of `reset` to the end. A longer episode fails.
+    /// Longest time from the call of `reset`, which follows the wait for a free environment, to the end. A longer episode fails.
     pub episode_timeout: Duration,
 }
 
@@ -175,6 +185,17 @@ pub enum EnvironmentError {
         /// The turn, from 0.
         turn: usize,
         /// Its limit, seconds.
+        seconds: f64,
+    },
+    /// Nothing to play it with became free.
+    #[error(
+        "the episode waits for a free environment {environment}, and none became free within {seconds:.0} s; allow more of \
+         them, or a longer `deadlines.wait_s`"
+    )]
+    NoneFree {
+        /// Its name.
+        environment: String,
+        /// The limit, seconds.
         seconds: f64,
     },
     /// The episode took too long.

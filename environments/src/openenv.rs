@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Invariant: an action that the server refuses (`VALIDATION_ERROR`) is answered to the model; every other error of the server
-//! fails the episode. A server without a free session (`CAPACITY_REACHED`) is asked again until the turn is over its time.
+//! fails the episode. A server without a free session (`CAPACITY_REACHED`), which says so in place of an answer to `reset`, is
+//! asked again while the episode waits for a free environment.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -61,8 +62,10 @@ struct OpenEnvServer {
 #[derive(Debug)]
 struct OpenEnvSession {
     server: Arc<OpenEnvServer>,
-    /// `None` before `reset`.
+    /// `None` before the session.
     socket: Option<Box<WebSocketStream<MaybeTlsStream<TcpStream>>>>,
+    /// What the session opened with, until `reset` takes it.
+    opened: Option<Vec<Message>>,
 }
 
 /// A message of the server.
@@ -146,40 +149,56 @@ impl EnvironmentFactory for OpenEnv {
     }
 
     fn create(&self) -> Box<dyn Environment> {
-        Box::new(OpenEnvSession { server: Arc::clone(&self.shared), socket: None })
+        Box::new(OpenEnvSession { server: Arc::clone(&self.shared), socket: None, opened: None })
     }
 }
 
 impl OpenEnvSession {
-    /// Opens a session and resets its environment. The driver bounds the time.
-    async fn open(&mut self, task: &Task) -> Result<Vec<Message>, EnvironmentError> {
+    /// Opens a session and resets its environment, as often as the server has no free session.
+    async fn occupy(&mut self, task: &Task) -> Result<(), EnvironmentError> {
         let mut data = self.server.parameters.clone();
         for (name, value) in &task.columns {
             data.entry(name.clone()).or_insert_with(|| value.clone());
         }
         data.entry("seed").or_insert_with(|| json!(task.id.0));
         let reset = json!({"type": "reset", "data": data});
+        let limit = self.server.limits.step_timeout;
+        let late = |_| EnvironmentError::TimedOut {
+            environment: NAME.to_owned(),
+            turn: 0,
+            seconds: limit.as_secs_f64(),
+        };
         let mut pause = FIRST_PAUSE;
-        loop {
-            let config = WebSocketConfig::default()
-                .max_message_size(Some(MAX_MESSAGE_BYTES))
-                .max_frame_size(Some(MAX_MESSAGE_BYTES));
-            let connected = connect_async_with_config(&self.server.url, Some(config), false).await;
-            let (socket, _) = connected
-                .map_err(|error| failed(0, format!("{} does not answer: {error}", self.server.url)))?;
-            self.socket = Some(Box::new(socket));
-            match self.request(&reset).await {
-                Ok(StepReply { observation, .. }) => return Ok(messages(&observation)),
-                Err(RequestFailure::Full(_)) => {
-                    self.socket = None;
-                    tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(LONGEST_PAUSE);
-                }
-                Err(RequestFailure::Refused(reason) | RequestFailure::Failed(reason)) => {
-                    return Err(failed(0, reason));
-                }
+        while self.opened.is_none() {
+            self.opened = tokio::time::timeout(limit, self.begin(&reset)).await.map_err(late)??;
+            if self.opened.is_none() {
+                self.socket = None;
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
             }
         }
+        Ok(())
+    }
+
+    /// Connects and sends `reset`; `None` if the server has no free session.
+    async fn begin(&mut self, reset: &Value) -> Result<Option<Vec<Message>>, EnvironmentError> {
+        let config = WebSocketConfig::default()
+            .max_message_size(Some(MAX_MESSAGE_BYTES))
+            .max_frame_size(Some(MAX_MESSAGE_BYTES));
+        let connected = connect_async_with_config(&self.server.url, Some(config), false).await;
+        let (socket, _) =
+            connected.map_err(|error| failed(0, format!("{} does not answer: {error}", self.server.url)))?;
+        self.socket = Some(Box::new(socket));
+        match self.request(reset).await {
+            Ok(StepReply { observation, .. }) => Ok(Some(messages(&observation))),
+            Err(RequestFailure::Full(_)) => Ok(None),
+            Err(RequestFailure::Refused(reason) | RequestFailure::Failed(reason)) => Err(failed(0, reason)),
+        }
+    }
+
+    async fn open(&mut self, task: &Task) -> Result<Vec<Message>, EnvironmentError> {
+        self.occupy(task).await?;
+        Ok(self.opened.take().unwrap_or_default())
     }
 
     async fn advance(&mut self, action: Action<'_>) -> Result<Observation, EnvironmentError> {
@@ -257,6 +276,10 @@ fn messages(observation: &Value) -> Vec<Message> {
 }
 
 impl Environment for OpenEnvSession {
+    fn acquire<'a>(&'a mut self, task: &'a Task) -> BoxFuture<'a, Result<(), EnvironmentError>> {
+        Box::pin(self.occupy(task))
+    }
+
     fn reset<'a>(&'a mut self, task: &'a Task) -> BoxFuture<'a, Result<Vec<Message>, EnvironmentError>> {
         Box::pin(self.open(task))
     }

@@ -156,7 +156,8 @@ fn an_episode_waits_for_a_free_session() {
         assert!(waiting.is_err(), "the server has {CAPACITY} sessions");
         drop(first);
         let mut third = factory.create();
-        let opened = tokio::time::timeout(Duration::from_secs(20), third.reset(&task)).await.unwrap();
-        assert_eq!(opened.unwrap().len(), 1);
+        let acquired = tokio::time::timeout(Duration::from_secs(20), third.acquire(&task)).await.unwrap();
+        acquired.unwrap();
+        assert_eq!(third.reset(&task).await.unwrap()[0].content, "guess 7 2");
     });
 }

@@ -184,7 +184,8 @@ impl EpisodePlayer {
         };
         let directory = &generator.directory;
         let acting = Acting::new(&recipe, directory, program.environments(), &context)?;
-        let episodes = acting.episodes(recipe.episode_tokens(directory.config().max_context()));
+        let max_tokens = recipe.episode_tokens(directory.config().max_context());
+        let episodes = acting.episodes(max_tokens, recipe.wait());
         Ok(Self { recipe, acting, episodes, runtime, _scratch: scratch })
     }
 

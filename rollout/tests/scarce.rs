@@ -11,7 +11,7 @@ use environments::{
 };
 use futures_util::{SinkExt, StreamExt};
 use model::Sampling;
-use rollout::{Episode, EpisodeEnd, LocalSampler, Sampler};
+use rollout::{Episode, EpisodeConfig, EpisodeEnd, LocalSampler, Sampler};
 use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -26,6 +26,8 @@ use crate::episodes::{LONG, STOPS, chatting_of, play_with, played_in, question};
 #[derive(Clone, Debug)]
 struct Scarce {
     free: Arc<Semaphore>,
+    /// How long a turn takes.
+    turn: Duration,
 }
 
 #[derive(Debug)]
@@ -41,7 +43,7 @@ impl EnvironmentFactory for Scarce {
     }
 
     fn limits(&self) -> EnvironmentLimits {
-        EnvironmentLimits { step_timeout: Duration::from_secs(1), ..EnvironmentLimits::default() }
+        EnvironmentLimits { step_timeout: LIMIT, episode_timeout: LIMIT, ..EnvironmentLimits::default() }
     }
 
     fn create(&self) -> Box<dyn Environment> {
@@ -50,30 +52,42 @@ impl EnvironmentFactory for Scarce {
 }
 
 impl Environment for ScarceEpisode {
-    fn reset<'a>(&'a mut self, _: &'a Task) -> BoxFuture<'a, Result<Vec<Message>, EnvironmentError>> {
+    fn acquire<'a>(&'a mut self, _: &'a Task) -> BoxFuture<'a, Result<(), EnvironmentError>> {
         Box::pin(async {
             self.held = Arc::clone(&self.scarce.free).acquire_owned().await.ok();
-            Ok(Vec::new())
+            Ok(())
         })
+    }
+
+    fn reset<'a>(&'a mut self, _: &'a Task) -> BoxFuture<'a, Result<Vec<Message>, EnvironmentError>> {
+        Box::pin(std::future::ready(Ok(Vec::new())))
     }
 
     fn step<'a>(&'a mut self, _: Action<'a>) -> BoxFuture<'a, Result<Observation, EnvironmentError>> {
         assert!(self.held.is_some(), "a turn in an environment that has not opened");
-        Box::pin(std::future::ready(Ok(Observation { done: true, ..Observation::default() })))
+        Box::pin(async {
+            if !self.scarce.turn.is_zero() {
+                tokio::time::sleep(self.scarce.turn).await;
+            }
+            Ok(Observation { done: true, ..Observation::default() })
+        })
     }
 }
+
+/// Longest turn and longest episode.
+const LIMIT: Duration = Duration::from_secs(2);
 
 /// Episodes of one group, and the tokens that were prefilled for it.
 fn group_of_three(factory: Arc<dyn EnvironmentFactory>) -> (Vec<Episode>, u64) {
     let (model, directory) = chatting_of(Model::new());
     let mut sampler = LocalSampler::fixed(model.engine(LONG, &STOPS));
-    let config = played_in(&directory, factory);
+    let config = EpisodeConfig { wait: LIMIT, ..played_in(&directory, factory) };
     let episodes = play_with(&mut sampler, &directory, config, &[question(1)], Sampling::PLAIN);
     (episodes, sampler.counts().prefilled_tokens)
 }
 
-fn scarce(environments: usize) -> Arc<Scarce> {
-    Arc::new(Scarce { free: Arc::new(Semaphore::new(environments)) })
+fn scarce(environments: usize, turn: Duration) -> Arc<Scarce> {
+    Arc::new(Scarce { free: Arc::new(Semaphore::new(environments)), turn })
 }
 
 fn ends(episodes: &[Episode]) -> Vec<EpisodeEnd> {
@@ -84,16 +98,32 @@ const DONE: [EpisodeEnd; 3] = [EpisodeEnd::Done, EpisodeEnd::Done, EpisodeEnd::D
 
 #[test]
 fn one_environment_plays_a_group_one_after_the_other() {
-    let (one, prefilled) = group_of_three(scarce(1));
+    let (one, prefilled) = group_of_three(scarce(1, Duration::ZERO));
     assert_eq!(ends(&one), DONE);
     let prompt = one[0].prompt_length as u64;
     assert_eq!(prefilled, 3 * prompt, "each episode begins by itself");
     // Where all open at once, they share the prefill of their prompt, and are the same episodes.
-    let (all, prefilled) = group_of_three(scarce(3));
+    let (all, prefilled) = group_of_three(scarce(3, Duration::ZERO));
     assert_eq!((&all, prefilled), (&one, prompt));
     // Two open at once and share; the third begins by itself.
-    let (two, prefilled) = group_of_three(scarce(2));
+    let (two, prefilled) = group_of_three(scarce(2, Duration::ZERO));
     assert_eq!((&two, prefilled), (&one, 2 * prompt));
+}
+
+/// The third episode waits longer for an environment than a turn or an episode may take.
+#[test]
+fn the_wait_for_an_environment_counts_against_no_limit() {
+    let (episodes, _) = group_of_three(scarce(1, LIMIT * 3 / 5));
+    assert_eq!(ends(&episodes), DONE);
+}
+
+#[test]
+fn a_wait_in_which_no_environment_becomes_free_ends() {
+    let (episodes, _) = group_of_three(scarce(0, Duration::ZERO));
+    for end in ends(&episodes) {
+        let EpisodeEnd::Failed(reason) = end else { panic!("{end:?}") };
+        assert!(reason.contains("none became free within 2 s"), "{reason}");
+    }
 }
 
 /// Serves episodes of one turn, `capacity` at a time, as OpenEnv 0.10 does.

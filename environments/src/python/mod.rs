@@ -235,13 +235,22 @@ impl PythonEpisode {
         serde_json::from_value(answer).map_err(|error| failed(error.to_string()))
     }
 
+    /// Waits for a free process.
+    async fn occupy(&self) -> Result<(), EnvironmentError> {
+        let mut session = self.session.lock().await;
+        if session.is_none() {
+            let opened = self.shared.pool.open().await.map_err(|error| EnvironmentError::Failed {
+                environment: NAME.to_owned(),
+                turn: 0,
+                evidence: error.to_string(),
+            })?;
+            *session = Some(opened);
+        }
+        Ok(())
+    }
+
     async fn open(&mut self, task: &Task) -> Result<Vec<Message>, EnvironmentError> {
-        let opened = self.shared.pool.open().await.map_err(|error| EnvironmentError::Failed {
-            environment: NAME.to_owned(),
-            turn: 0,
-            evidence: error.to_string(),
-        })?;
-        *self.session.lock().await = Some(opened);
+        self.occupy().await?;
         let schemas = self.shared.found.tools.iter();
         let session = || Arc::clone(&self.session);
         let limits = self.shared.limits;
@@ -302,6 +311,10 @@ impl PythonEpisode {
 }
 
 impl Environment for PythonEpisode {
+    fn acquire<'a>(&'a mut self, _: &'a Task) -> BoxFuture<'a, Result<(), EnvironmentError>> {
+        Box::pin(self.occupy())
+    }
+
     fn reset<'a>(&'a mut self, task: &'a Task) -> BoxFuture<'a, Result<Vec<Message>, EnvironmentError>> {
         Box::pin(self.open(task))
     }

@@ -4,8 +4,10 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use environments::{BoxFuture, EnvironmentError, EnvironmentFactory, SingleTurn};
+use environments::{BoxFuture, Environment, EnvironmentError, EnvironmentFactory, SingleTurn};
 use trajectory::Task;
 
 use super::MessageEncoder;
@@ -23,7 +25,12 @@ pub struct EpisodeConfig {
     pub named: BTreeMap<String, EpisodeEnvironment>,
     /// Most tokens of an episode, for each role; at most the context of the model.
     pub max_tokens: usize,
+    /// Longest time in which no environment becomes free while episodes wait for one.
+    pub wait: Duration,
 }
+
+/// [`EpisodeConfig::wait`] if nothing else is said.
+const WAIT: Duration = Duration::from_secs(600);
 
 /// An environment, and how its messages become tokens.
 #[derive(Clone, Debug)]
@@ -46,7 +53,7 @@ impl EpisodeConfig {
     /// The same environment for all tasks; `max_tokens` as in [`EpisodeConfig::max_tokens`].
     #[must_use]
     pub fn of(environment: EpisodeEnvironment, max_tokens: usize) -> Self {
-        Self { environment, named: BTreeMap::new(), max_tokens }
+        Self { environment, named: BTreeMap::new(), max_tokens, wait: WAIT }
     }
 
     /// The environment of a task.
@@ -93,6 +100,32 @@ impl EpisodeEnvironment {
     #[must_use]
     pub fn roles(&self) -> usize {
         self.factory.roles().len().max(1)
+    }
+
+    /// Waits until `environment` has what it plays `task` with. `granted` counts such waits that are over: while others end, an
+    /// episode is in line, and waits on.
+    pub(super) async fn acquired(
+        &self,
+        environment: &mut dyn Environment,
+        task: &Task,
+        wait: Duration,
+        granted: &AtomicU64,
+    ) -> Result<(), EnvironmentError> {
+        let mut acquiring = environment.acquire(task);
+        loop {
+            let before = granted.load(Ordering::Relaxed);
+            match tokio::time::timeout(wait, &mut acquiring).await {
+                Ok(acquired) => {
+                    granted.fetch_add(1, Ordering::Relaxed);
+                    return acquired;
+                }
+                Err(_) if granted.load(Ordering::Relaxed) > before => {}
+                Err(_) => {
+                    let environment = self.factory.name().to_owned();
+                    return Err(EnvironmentError::NoneFree { environment, seconds: wait.as_secs_f64() });
+                }
+            }
+        }
     }
 
     /// What `call` of an environment in turn `turn` gives within the limit of a turn.

@@ -9,6 +9,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -34,6 +35,8 @@ pub struct EpisodeDriver {
     groups: HashMap<GroupId, GroupInPlay>,
     /// Requests that the sampler has had no capacity for.
     ready: VecDeque<SampleRequest>,
+    /// Waits for a free environment that are over.
+    granted: Arc<AtomicU64>,
     /// Calls of environments that were not answered at once.
     calls: JoinSet<AnsweredCall>,
     /// Episodes that ended outside of a poll of the sampler.
@@ -65,8 +68,8 @@ struct OpenEpisode {
     streams: EpisodeStreams,
     /// `None` while a call of it is under way.
     environment: Option<Box<dyn Environment>>,
-    /// When its environment was asked to open it.
-    started: Instant,
+    /// When its environment was asked to open it; `None` before it has answered.
+    started: Option<Instant>,
 }
 
 /// A call of an environment that returned.
@@ -77,7 +80,8 @@ struct AnsweredCall {
 }
 
 enum EnvironmentAnswer {
-    Reset(Result<Vec<Message>, EnvironmentError>),
+    /// Of an environment that was asked at this moment.
+    Reset(Result<Vec<Message>, EnvironmentError>, Instant),
     Step(Result<Observation, EnvironmentError>),
 }
 
@@ -92,6 +96,7 @@ impl EpisodeDriver {
             open: HashMap::new(),
             groups: HashMap::new(),
             ready: VecDeque::new(),
+            granted: Arc::default(),
             calls: JoinSet::new(),
             ended: Vec::new(),
         }
@@ -127,14 +132,19 @@ impl EpisodeDriver {
                 task: Arc::clone(task),
                 streams: EpisodeStreams::new(played_in.clone(), template.clone(), index),
                 environment: None,
-                started: Instant::now(),
+                started: None,
             };
             self.open.insert(key, open);
             let task = Arc::clone(task);
-            let played_in = played_in.clone();
+            let (played_in, wait, granted) = (played_in.clone(), self.config.wait, Arc::clone(&self.granted));
             let call = async move {
-                let opened = played_in.in_time(0, environment.reset(&task)).await;
-                AnsweredCall { key, environment, answer: EnvironmentAnswer::Reset(opened) }
+                let acquired = played_in.acquired(&mut *environment, &task, wait, &granted).await;
+                let started = Instant::now();
+                let opened = match acquired {
+                    Ok(()) => played_in.in_time(0, environment.reset(&task)).await,
+                    Err(error) => Err(error),
+                };
+                AnsweredCall { key, environment, answer: EnvironmentAnswer::Reset(opened, started) }
             };
             if let Some(answered) = self.call(call) {
                 self.take(sampler, answered)?;
@@ -213,7 +223,10 @@ impl EpisodeDriver {
         let Some(open) = self.open.get_mut(&key) else { return Ok(()) };
         open.environment = Some(environment);
         match answer {
-            EnvironmentAnswer::Reset(opened) => self.opened(sampler, key, opened),
+            EnvironmentAnswer::Reset(opened, started) => {
+                open.started = Some(started);
+                self.opened(sampler, key, opened)
+            }
             EnvironmentAnswer::Step(stepped) => self.stepped(sampler, key, stepped),
         }
     }
@@ -306,7 +319,7 @@ impl EpisodeDriver {
     ) -> Result<(), RolloutError> {
         let Some(OpenEpisode { task, streams, started, .. }) = self.open.get_mut(&key) else { return Ok(()) };
         let limit = streams.limits().episode_timeout;
-        let in_time = stepped.and_then(|observation| match started.elapsed() > limit {
+        let in_time = stepped.and_then(|observation| match started.is_some_and(|started| started.elapsed() > limit) {
             true => Err(EnvironmentError::EpisodeTooLong {
                 environment: streams.environment().factory.name().to_owned(),
                 turn: streams.turn(),

@@ -3,6 +3,8 @@
 //! Invariant: a scripted episode has exactly the tokens that sampling the same texts would give, since it is played through
 //! the same streams.
 
+use std::sync::atomic::AtomicU64;
+
 use environments::{Action, Demonstration, EnvironmentError};
 use model::{ModelDirectory, Sampling, SpecialTokens};
 use tokio::runtime::Handle;
@@ -46,7 +48,10 @@ pub fn play_script(
 ) -> Result<Vec<Episode>, RolloutError> {
     let played_in = config.of_task(task)?;
     let mut environment = played_in.factory.create();
-    let opened = runtime.block_on(played_in.in_time(0, environment.reset(task)));
+    let opened = runtime.block_on(async {
+        played_in.acquired(&mut *environment, task, config.wait, &AtomicU64::new(0)).await?;
+        played_in.in_time(0, environment.reset(task)).await
+    });
     let failed = |error: EnvironmentError| not_opened(played_in, prompt, &error);
     let messages = match opened {
         Ok(messages) => messages,
