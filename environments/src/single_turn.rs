@@ -3,6 +3,8 @@
 //! Invariant: it adds no message and no reward, so an episode is the prompt and one completion, and the rewards of the
 //! recipe alone judge it.
 
+use std::time::Duration;
+
 use trajectory::{Message, Task};
 
 use crate::{
@@ -19,7 +21,8 @@ impl EnvironmentFactory for SingleTurn {
     }
 
     fn limits(&self) -> EnvironmentLimits {
-        EnvironmentLimits { max_turns: 1, ..EnvironmentLimits::default() }
+        // No key of a recipe could allow a completion more time.
+        EnvironmentLimits { max_turns: 1, episode_timeout: Duration::MAX, ..EnvironmentLimits::default() }
     }
 
     fn create(&self) -> Box<dyn Environment> {

@@ -7,6 +7,7 @@ mod engine;
 mod episodes;
 #[cfg(feature = "emulator")]
 mod on_device;
+mod overdue;
 mod roles;
 mod sampler;
 mod scarce;

@@ -1,12 +1,13 @@
 //! Runs episodes: requests of the sampler and calls of environments, concurrently.
 //!
 //! Requests fill the batch of the sampler in the order in which they are ready: an environment that answers late delays its
-//! own episode and no other. The rollout worker admits new groups only after next turns are submitted.
+//! own episode and no other. The rollout worker admits new groups only after next turns are submitted. An episode over its time
+//! ends whatever it waits for: its environment, or the sampler.
 //!
 //! Invariant: every episode that was started ends once, in the result of [`EpisodeDriver::poll`] or by an abort. With
 //! [`SingleTurn`](environments::SingleTurn) every call is answered at once, and the sampler gets the requests that it would get without a driver.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -15,13 +16,16 @@ use std::time::{Duration, Instant};
 
 use environments::{Action, Environment, EnvironmentError, Observation};
 use tokio::runtime::Handle;
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinError, JoinSet};
 use trajectory::{GroupId, Message, PolicyVersion, StopReason, Task};
 
 use super::streams::{AfterTurn, EndedTurn, EpisodeStreams, opening};
 use super::{Episode, EpisodeConfig, EpisodeEnd};
 use crate::RolloutError;
 use crate::sampler::{Completion, SampleRequest, Sampler};
+
+/// Pause between two looks for episodes that are over their time.
+const LOOK_UP: Duration = Duration::from_millis(50);
 
 /// Plays the episodes of a rollout worker or an evaluation.
 #[derive(Debug)]
@@ -41,6 +45,10 @@ pub struct EpisodeDriver {
     calls: JoinSet<AnsweredCall>,
     /// Episodes that ended outside of a poll of the sampler.
     ended: Vec<Episode>,
+    /// Sequences, by group and index, that the sampler works at although their episodes are over.
+    left: HashSet<(GroupId, u32)>,
+    /// When episodes over their time are looked for again.
+    next_look: Instant,
 }
 
 /// Group and index of an episode.
@@ -68,8 +76,17 @@ struct OpenEpisode {
     streams: EpisodeStreams,
     /// `None` while a call of it is under way.
     environment: Option<Box<dyn Environment>>,
+    /// The call that is under way beside the driver.
+    call: Option<AbortHandle>,
     /// When its environment was asked to open it; `None` before it has answered.
     started: Option<Instant>,
+}
+
+impl OpenEpisode {
+    fn is_overdue(&self, now: Instant) -> bool {
+        let limit = self.streams.limits().episode_timeout;
+        self.started.is_some_and(|started| now.saturating_duration_since(started) > limit)
+    }
 }
 
 /// A call of an environment that returned.
@@ -99,13 +116,15 @@ impl EpisodeDriver {
             granted: Arc::default(),
             calls: JoinSet::new(),
             ended: Vec::new(),
+            left: HashSet::new(),
+            next_look: Instant::now(),
         }
     }
 
-    /// Whether no episode is open.
+    /// Whether no episode is open, and the sampler works for none that was.
     #[must_use]
     pub fn is_idle(&self) -> bool {
-        self.open.is_empty() && self.ended.is_empty()
+        self.open.is_empty() && self.ended.is_empty() && self.left.is_empty()
     }
 
     /// Starts the episodes of a group: one for every sequence of `request`, whose prompt is that of `task`. Returns how many
@@ -132,6 +151,7 @@ impl EpisodeDriver {
                 task: Arc::clone(task),
                 streams: EpisodeStreams::new(played_in.clone(), template.clone(), index),
                 environment: None,
+                call: None,
                 started: None,
             };
             self.open.insert(key, open);
@@ -146,7 +166,7 @@ impl EpisodeDriver {
                 };
                 AnsweredCall { key, environment, answer: EnvironmentAnswer::Reset(opened, started) }
             };
-            if let Some(answered) = self.call(call) {
+            if let Some(answered) = self.call(key, call) {
                 self.take(sampler, answered)?;
             }
         }
@@ -160,7 +180,9 @@ impl EpisodeDriver {
     /// # Errors
     /// Those of the sampler; messages that cannot be encoded.
     pub fn poll(&mut self, sampler: &mut dyn Sampler, wait: Duration) -> Result<Vec<Episode>, RolloutError> {
+        self.end_overdue(sampler.version());
         if sampler.is_idle() && self.ready.is_empty() && self.ended.is_empty() && !self.calls.is_empty() {
+            let wait = wait.min(LOOK_UP);
             let calls = &mut self.calls;
             let next = async { tokio::time::timeout(wait, calls.join_next()).await };
             if let Ok(Some(joined)) = self.runtime.block_on(next) {
@@ -172,7 +194,7 @@ impl EpisodeDriver {
         }
         self.request_opened(sampler)?;
         if !sampler.is_idle() {
-            for completion in sampler.poll(wait)? {
+            for completion in sampler.poll(wait.min(LOOK_UP))? {
                 self.completed(sampler, completion)?;
             }
             self.submit_ready(sampler)?;
@@ -196,22 +218,33 @@ impl EpisodeDriver {
     }
 
     /// Begins a call of an environment; the answer if it was there at once.
-    fn call(&mut self, call: impl Future<Output = AnsweredCall> + Send + 'static) -> Option<AnsweredCall> {
+    fn call(
+        &mut self,
+        key: EpisodeKey,
+        call: impl Future<Output = AnsweredCall> + Send + 'static,
+    ) -> Option<AnsweredCall> {
         let mut call: Pin<Box<dyn Future<Output = AnsweredCall> + Send>> = Box::pin(call);
         let inside = self.runtime.enter();
         if let Poll::Ready(answered) = call.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             return Some(answered);
         }
         drop(inside);
-        self.calls.spawn_on(call, &self.runtime);
+        let under_way = self.calls.spawn_on(call, &self.runtime);
+        if let Some(open) = self.open.get_mut(&key) {
+            open.call = Some(under_way);
+        }
         None
     }
 
     fn joined(
         &mut self,
         sampler: &mut dyn Sampler,
-        joined: Result<AnsweredCall, tokio::task::JoinError>,
+        joined: Result<AnsweredCall, JoinError>,
     ) -> Result<(), RolloutError> {
+        // Of an episode that ended before.
+        if joined.as_ref().is_err_and(JoinError::is_cancelled) {
+            return Ok(());
+        }
         let answered = joined.map_err(|_| RolloutError::Ended { who: "a call of an environment" })?;
         self.take(sampler, answered)
     }
@@ -221,7 +254,7 @@ impl EpisodeDriver {
         let AnsweredCall { key, environment, answer } = answered;
         // Of a group that was aborted.
         let Some(open) = self.open.get_mut(&key) else { return Ok(()) };
-        open.environment = Some(environment);
+        (open.environment, open.call) = (Some(environment), None);
         match answer {
             EnvironmentAnswer::Reset(opened, started) => {
                 open.started = Some(started);
@@ -288,6 +321,10 @@ impl EpisodeDriver {
     /// A completion of the sampler ends a turn, and the environment is asked what follows.
     fn completed(&mut self, sampler: &mut dyn Sampler, completion: Completion) -> Result<(), RolloutError> {
         let group = completion.group;
+        if self.left.remove(&(group, completion.index)) {
+            sampler.end_episode(group, completion.index);
+            return Ok(());
+        }
         let Some(in_play) = self.groups.get(&group) else { return Ok(()) };
         // The sequences of a role come after those of the roles before it.
         let key = EpisodeKey { group, index: completion.index % in_play.sequences };
@@ -304,7 +341,7 @@ impl EpisodeDriver {
             let stepped = played_in.in_time(turn, environment.step(action)).await;
             AnsweredCall { key, environment, answer: EnvironmentAnswer::Step(stepped) }
         };
-        match self.call(call) {
+        match self.call(key, call) {
             Some(answered) => self.take(sampler, answered),
             None => Ok(()),
         }
@@ -317,17 +354,8 @@ impl EpisodeDriver {
         key: EpisodeKey,
         stepped: Result<Observation, EnvironmentError>,
     ) -> Result<(), RolloutError> {
-        let Some(OpenEpisode { task, streams, started, .. }) = self.open.get_mut(&key) else { return Ok(()) };
-        let limit = streams.limits().episode_timeout;
-        let in_time = stepped.and_then(|observation| match started.is_some_and(|started| started.elapsed() > limit) {
-            true => Err(EnvironmentError::EpisodeTooLong {
-                environment: streams.environment().factory.name().to_owned(),
-                turn: streams.turn(),
-                seconds: limit.as_secs_f64(),
-            }),
-            false => Ok(observation),
-        });
-        let after = match in_time {
+        let Some(OpenEpisode { task, streams, .. }) = self.open.get_mut(&key) else { return Ok(()) };
+        let after = match stepped {
             Ok(observation) => streams.observed(task, observation, self.config.max_tokens)?,
             Err(error) => Err(error),
         };
@@ -340,6 +368,46 @@ impl EpisodeDriver {
             Err(error) => self.end(key, &EpisodeEnd::Failed(error.to_string()), &[], sampler.version()),
         }
         Ok(())
+    }
+
+    /// Ends the episodes that are over their time. `served` is the version of the sampler.
+    fn end_overdue(&mut self, served: PolicyVersion) {
+        let now = Instant::now();
+        if now < self.next_look {
+            return;
+        }
+        self.next_look = now + LOOK_UP;
+        let overdue: Vec<EpisodeKey> =
+            self.open.iter().filter(|(_, open)| open.is_overdue(now)).map(|(key, _)| *key).collect();
+        for key in overdue {
+            self.leave(key);
+            let (Some(open), Some(group)) = (self.open.get(&key), self.groups.get(&key.group)) else { continue };
+            let error = EnvironmentError::EpisodeTooLong {
+                environment: open.streams.environment().factory.name().to_owned(),
+                turn: open.streams.turn(),
+                seconds: open.streams.limits().episode_timeout.as_secs_f64(),
+            };
+            let prompt = group.prompt.clone();
+            self.end(key, &EpisodeEnd::Failed(error.to_string()), &prompt, served);
+        }
+    }
+
+    /// Gives up what an episode waits for. What the sampler works at comes back, and is passed over then.
+    fn leave(&mut self, key: EpisodeKey) {
+        let Some(open) = self.open.get(&key) else { return };
+        if let Some(call) = &open.call {
+            call.abort();
+            return;
+        }
+        let sequence = open.streams.acting_sequence();
+        let asks = |request: &SampleRequest| {
+            (request.group, request.first_index, request.sequences()) == (key.group, sequence, 1)
+        };
+        if let Some(at) = self.ready.iter().position(asks) {
+            self.ready.remove(at);
+        } else if self.opened.remove(&key).is_none() {
+            self.left.insert((key.group, sequence));
+        }
     }
 
     /// Ends an episode. `prompt` is that of an episode without a turn, which `served` would have sampled.

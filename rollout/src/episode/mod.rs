@@ -124,6 +124,8 @@ impl Episode {
         served: PolicyVersion,
         end: EpisodeEnd,
     ) -> Self {
+        // Of an environment that begins the conversation, and has not; a sample has a token.
+        let prompt = if prompt.is_empty() { vec![0] } else { prompt };
         let tokens = prompt.len();
         Self {
             group: request.group,

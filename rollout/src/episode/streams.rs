@@ -104,6 +104,11 @@ impl EpisodeStreams {
         (role * self.request.sequences()) as u32 + self.index
     }
 
+    /// Which of the group's sequences the acting role is.
+    pub(super) fn acting_sequence(&self) -> u32 {
+        self.sequence(self.acting)
+    }
+
     /// The longest completion that follows `prompt [P]`, tokens; 0 if none fits.
     pub(super) fn longest_completion(&self, prompt: &[u32], max_tokens: usize) -> usize {
         self.request.max_completion_length.min(max_tokens.saturating_sub(prompt.len()))
