@@ -6,7 +6,7 @@
 use environments::Demonstration;
 use model::{ModelDirectory, SpecialTokens};
 use rollout::tasks::arithmetic::Sum;
-use rollout::{Episode, EpisodeEnd, ScriptedEpisode, play_script};
+use rollout::{Episode, EpisodeEnd, EpisodeFailure, ScriptedEpisode, play_script};
 use serde_json::Value;
 use tokio::runtime::Handle;
 use trajectory::{PolicyVersion, Prompt, Sample, SampleStreams, Task, VersionRun};
@@ -103,7 +103,7 @@ impl Demonstrations<'_> {
         let script = ScriptedEpisode { directory, runtime, max_completion_length, otherwise };
         let played = play_script(&prepared.episodes, script, task, prompt, next)?;
         match played.first().map(|episode| &episode.end) {
-            Some(EpisodeEnd::Failed(reason)) => {
+            Some(EpisodeEnd::Failed(EpisodeFailure { reason, .. })) => {
                 Err(Failure::Argument(format!("a scripted episode of task {}: {reason}", task.id.0)))
             }
             _ => Ok(played),

@@ -201,6 +201,26 @@ fn an_environment_in_python_gives_all_rewards() {
     evaluated.refused(&["nothing.py", "environment.path"]);
 }
 
+#[test]
+fn failures_of_an_environment_are_counted_by_kind() {
+    let home = Home::new();
+    if !python_is_recent() {
+        return;
+    }
+    home.write("tasks.jsonl", TASKS);
+    let raises = "        if 'e' in text or 'o' in text:\n            raise ValueError(text)\n";
+    home.write("letters.py", LETTERS.replace("        self.left -= 1\n", &format!("{raises}        self.left -= 1\n")));
+    home.write("played.toml", PLAYED);
+    home.rlrun(&["played.toml", "--run-dir", "run"]).ok();
+    let run = home.run("run");
+    let failed = run.values("environment/failed");
+    assert!(failed.iter().sum::<f64>() > 0.0, "{failed:?}");
+    assert_eq!(run.values("environment/failed/error"), failed);
+    for kind in ["turn_timeout", "episode_timeout", "none_free"] {
+        assert_eq!(run.values(&format!("environment/failed/{kind}")), vec![0.0; failed.len()]);
+    }
+}
+
 fn python_is_recent() -> bool {
     let recent = ["-c", "import sys; sys.exit(sys.version_info < (3, 9))"];
     let found = std::process::Command::new("python3").args(recent).status().is_ok_and(|s| s.success());

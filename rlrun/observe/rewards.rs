@@ -4,7 +4,9 @@
 //! the step, trained or not.
 
 use rewards::{LoadCounts, RewardSpec};
-use rollout::scoring::ENVIRONMENT;
+use rollout::FailureKind;
+use rollout::scoring::{ENVIRONMENT, FAILED};
+use trainer::report::ComponentStatistics;
 
 use super::ObserverInputs;
 use crate::metrics::Metrics;
@@ -29,10 +31,7 @@ const OURS: [&str; 9] = [
 pub(super) fn measure(specs: &[RewardSpec], metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
     for (name, component) in &inputs.step.batch.components {
         if name == ENVIRONMENT && !specs.iter().any(|spec| spec.name() == ENVIRONMENT) {
-            for (detail, mean) in &component.details {
-                metrics.set(&format!("environment/{detail}"), *mean);
-            }
-            metrics.set("environment/failed", component.failed as f64);
+            measure_environment(metrics, component);
             continue;
         }
         if component.applied > 0 {
@@ -55,6 +54,21 @@ pub(super) fn measure(specs: &[RewardSpec], metrics: &mut Metrics, inputs: &Obse
         set("latency_max_s", load.ran.max_s);
         set("queue", load.waiting as f64);
         set("queued_p95_s", load.waited.p95_s);
+    }
+}
+
+/// What episodes in an environment count, and how many of them it failed, by kind.
+fn measure_environment(metrics: &mut Metrics, component: &ComponentStatistics) {
+    let of_failed = |detail: &str| detail.starts_with(FAILED);
+    for (detail, mean) in component.details.iter().filter(|(detail, _)| !of_failed(detail)) {
+        metrics.set(&format!("environment/{detail}"), *mean);
+    }
+    let failed = component.failed as f64;
+    metrics.set("environment/failed", failed);
+    for kind in FailureKind::ALL {
+        let detail = format!("{FAILED}{}", kind.name());
+        let share = component.details.get(&detail).copied().unwrap_or(0.0);
+        metrics.set(&format!("environment/{detail}"), (share * failed).round());
     }
 }
 

@@ -34,6 +34,7 @@ pub use engine::{
 };
 pub use episode::{
     ChatEncoder, ENVIRONMENT_COLUMN, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, EpisodeEnvironment,
+    EpisodeFailure, FailureKind,
     MessageEncoder, ScriptedEpisode, play_script, named_by,
 };
 pub use error::RolloutError;

@@ -18,10 +18,13 @@ use trajectory::{Component, Group, GroupId, Score, Task, Trajectory};
 
 use crate::RolloutError;
 use crate::curation::{Curation, CurationVerdict};
-use crate::episode::{Episode, EpisodeEnd};
+use crate::episode::{Episode, EpisodeEnd, EpisodeFailure, FailureKind};
 
 /// Name of the component that says how an episode went in its environment. It has no value.
 pub const ENVIRONMENT: &str = "environment";
+
+/// What the details of that component begin with that say how the environment failed: each is the share of failures.
+pub const FAILED: &str = "failed/";
 
 /// An episode that is to be scored, with its task.
 #[derive(Debug)]
@@ -284,9 +287,15 @@ async fn settle(judged: Vec<JudgedEpisode>, rewards: Arc<RewardSet>) -> Result<G
 
 /// The score of an episode whose environment failed: it is counted as failed and not trained on.
 pub(crate) fn unscored(episode: &Episode) -> Score {
-    let EpisodeEnd::Failed(reason) = &episode.end else { return Score::default() };
-    let name = ENVIRONMENT.to_owned();
-    let failed = Component { name, value: None, error: Some(reason.clone()), ..Component::default() };
+    let EpisodeEnd::Failed(EpisodeFailure { kind, reason }) = &episode.end else { return Score::default() };
+    let of_kind = |other: FailureKind| (format!("{FAILED}{}", other.name()), Value::from(other == *kind));
+    let failed = Component {
+        name: ENVIRONMENT.to_owned(),
+        value: None,
+        error: Some(reason.clone()),
+        details: FailureKind::ALL.map(of_kind).into_iter().collect(),
+        ..Component::default()
+    };
     Score { components: vec![failed], ..Score::default() }
 }
 

@@ -379,6 +379,9 @@ fn a_failed_environment_fails_its_trajectory_without_a_reward() {
             let error = trajectory.score.components[0].error.as_deref().unwrap();
             let expected = format!("environment by_task {}", failed[group.id.0 as usize - 2]);
             assert!(error.starts_with(&expected), "{error}");
+            let details = &trajectory.score.components[0].details;
+            assert_eq!(details["failed/turn_timeout"], group.id.0 == 2, "{details:?}");
+            assert_eq!(details["failed/error"], group.id.0 != 2, "{details:?}");
             failures[group.id.0 as usize - 2] += 1;
             if group.id.0 == 3 {
                 assert_eq!((trajectory.turns.len(), trajectory.sample.trained_tokens()), (0, 0));

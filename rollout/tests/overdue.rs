@@ -9,7 +9,7 @@ use environments::{
 };
 use model::Sampling;
 use rollout::{
-    AppliedWeights, Completion, EngineCounts, Episode, EpisodeDriver, EpisodeEnd, LocalSampler, OnUpdate,
+    AppliedWeights, Completion, EngineCounts, Episode, EpisodeDriver, EpisodeEnd, FailureKind, LocalSampler, OnUpdate,
     RolloutError, SampleRequest, Sampler,
 };
 use tokio::runtime::Runtime;
@@ -71,7 +71,8 @@ fn runtime() -> Runtime {
 
 fn overdue(episode: &Episode) {
     let EpisodeEnd::Failed(failure) = &episode.end else { panic!("{:?}", episode.end) };
-    assert!(failure.contains("was not over after 0 s"), "{failure}");
+    assert!(failure.reason.contains("was not over after 0 s"), "{failure:?}");
+    assert_eq!(failure.kind, FailureKind::EpisodeTimeout);
     episode.sample().unwrap();
 }
 

@@ -11,7 +11,9 @@ use environments::{
 };
 use futures_util::{SinkExt, StreamExt};
 use model::Sampling;
-use rollout::{Episode, EpisodeConfig, EpisodeEnd, LocalSampler, Sampler};
+use rollout::{
+    Episode, EpisodeConfig, EpisodeEnd, EpisodeFailure, FailureKind, LocalSampler, Sampler,
+};
 use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -121,8 +123,9 @@ fn the_wait_for_an_environment_counts_against_no_limit() {
 fn a_wait_in_which_no_environment_becomes_free_ends() {
     let (episodes, _) = group_of_three(scarce(0, Duration::ZERO));
     for end in ends(&episodes) {
-        let EpisodeEnd::Failed(reason) = end else { panic!("{end:?}") };
+        let EpisodeEnd::Failed(EpisodeFailure { kind, reason }) = end else { panic!("{end:?}") };
         assert!(reason.contains("none became free within 2 s"), "{reason}");
+        assert_eq!(kind, FailureKind::NoneFree);
     }
 }
 

@@ -281,7 +281,7 @@ impl EpisodeDriver {
             }
             Err(error) => {
                 let prompt = group.prompt.clone();
-                self.end(key, &EpisodeEnd::Failed(error.to_string()), &prompt, sampler.version());
+                self.end(key, &error.into(), &prompt, sampler.version());
             }
         }
         Ok(())
@@ -365,7 +365,7 @@ impl EpisodeDriver {
                 return self.submit_ready(sampler);
             }
             Ok(AfterTurn::End(end)) => self.end(key, &end, &[], sampler.version()),
-            Err(error) => self.end(key, &EpisodeEnd::Failed(error.to_string()), &[], sampler.version()),
+            Err(error) => self.end(key, &error.into(), &[], sampler.version()),
         }
         Ok(())
     }
@@ -388,7 +388,7 @@ impl EpisodeDriver {
                 seconds: open.streams.limits().episode_timeout.as_secs_f64(),
             };
             let prompt = group.prompt.clone();
-            self.end(key, &EpisodeEnd::Failed(error.to_string()), &prompt, served);
+            self.end(key, &error.into(), &prompt, served);
         }
     }
 

@@ -20,6 +20,7 @@ mod streams;
 
 use std::collections::BTreeMap;
 
+use environments::EnvironmentError;
 use trajectory::{
     GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, Turn, VersionRun,
 };
@@ -70,8 +71,58 @@ pub enum EpisodeEnd {
     Truncated,
     /// What follows the last turn does not fit the context.
     ContextFull,
-    /// The environment failed, for this reason. The episode is not trained on.
-    Failed(String),
+    /// The environment failed. The episode is not trained on.
+    Failed(EpisodeFailure),
+}
+
+/// How an environment failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EpisodeFailure {
+    /// Which of the few ways.
+    pub kind: FailureKind,
+    /// What happened.
+    pub reason: String,
+}
+
+/// The ways in which an environment fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FailureKind {
+    /// A turn took too long.
+    TurnTimeout,
+    /// The episode took too long.
+    EpisodeTimeout,
+    /// No environment became free.
+    NoneFree,
+    /// Anything else.
+    Error,
+}
+
+impl FailureKind {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::TurnTimeout, Self::EpisodeTimeout, Self::NoneFree, Self::Error];
+
+    /// Its name in metrics.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::TurnTimeout => "turn_timeout",
+            Self::EpisodeTimeout => "episode_timeout",
+            Self::NoneFree => "none_free",
+            Self::Error => "error",
+        }
+    }
+}
+
+impl From<EnvironmentError> for EpisodeEnd {
+    fn from(error: EnvironmentError) -> Self {
+        let kind = match error {
+            EnvironmentError::TimedOut { .. } => FailureKind::TurnTimeout,
+            EnvironmentError::EpisodeTooLong { .. } => FailureKind::EpisodeTimeout,
+            EnvironmentError::NoneFree { .. } => FailureKind::NoneFree,
+            _ => FailureKind::Error,
+        };
+        Self::Failed(EpisodeFailure { kind, reason: error.to_string() })
+    }
 }
 
 impl EpisodeEnd {

@@ -52,7 +52,7 @@ pub fn play_script(
         played_in.acquired(&mut *environment, task, config.wait, &AtomicU64::new(0)).await?;
         played_in.in_time(0, environment.reset(task)).await
     });
-    let failed = |error: EnvironmentError| not_opened(played_in, prompt, &error);
+    let failed = |error: EnvironmentError| not_opened(played_in, prompt, error);
     let messages = match opened {
         Ok(messages) => messages,
         Err(error) => return Ok(failed(error)),
@@ -79,7 +79,7 @@ pub fn play_script(
                 continue;
             }
             Ok(AfterTurn::End(end)) => end,
-            Err(error) => EpisodeEnd::Failed(error.to_string()),
+            Err(error) => error.into(),
         };
         return Ok(streams.finish(&end, &prompt, PolicyVersion::default()));
     }
@@ -89,10 +89,10 @@ pub fn play_script(
 fn not_opened(
     played_in: &super::EpisodeEnvironment,
     prompt: &[u32],
-    error: &EnvironmentError,
+    error: EnvironmentError,
 ) -> Vec<Episode> {
     let streams = EpisodeStreams::new(played_in.clone(), request(1), 0);
-    streams.finish(&EpisodeEnd::Failed(error.to_string()), prompt, PolicyVersion::default())
+    streams.finish(&error.into(), prompt, PolicyVersion::default())
 }
 
 fn request(max_completion_length: usize) -> SampleRequest {
