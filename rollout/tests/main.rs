@@ -1,5 +1,6 @@
 //! The engine on a tiny random model, scoring beside it, and a scripted sampler in place of an engine.
 
+mod across;
 mod beside;
 mod curated;
 mod datasets;

@@ -85,7 +85,19 @@ pub(crate) fn played(
     discount: f64,
     sampling: Sampling,
 ) -> (Vec<Episode>, EngineCounts) {
-    let config = played_in(directory, Arc::new(factory));
+    played_as(engine, directory, tasks, Arc::new(factory), discount, sampling)
+}
+
+/// The same in any environments.
+pub(crate) fn played_as(
+    engine: Engine,
+    directory: &Arc<ModelDirectory>,
+    tasks: u64,
+    factory: Arc<dyn EnvironmentFactory>,
+    discount: f64,
+    sampling: Sampling,
+) -> (Vec<Episode>, EngineCounts) {
+    let config = played_in(directory, factory);
     let environment = EpisodeEnvironment { discount, ..config.environment };
     let tasks: Vec<_> = (0..tasks).map(question).collect();
     let mut sampler = LocalSampler::fixed(engine);
