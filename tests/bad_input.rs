@@ -2,31 +2,21 @@
 
 use std::path::PathBuf;
 
-use model::{Config, ModelDirectory, Sizes};
 use serde_json::{Value, json};
 
-use crate::support::Home;
+use crate::support::{Home, tiny_model};
 
 const ROWS: &str = "{\"question\":\"1+1=\",\"answer\":\"2\"}\n{\"question\":\"2+2=\",\"answer\":\"4\"}\n";
 
 /// A directory with a tiny model in `model/`, tasks in `tasks.jsonl` and a recipe for both.
-struct Bench {
+struct TinyHome {
     home: Home,
 }
 
-impl Bench {
+impl TinyHome {
     fn new() -> Self {
         let home = Home::new();
-        let sizes = Sizes {
-            vocab_size: model::CHARACTERS,
-            hidden_size: 8,
-            intermediate_size: 16,
-            num_layers: 1,
-            num_heads: 2,
-            num_kv_heads: 1,
-            max_position_embeddings: 64,
-        };
-        ModelDirectory::fresh(&home.path("model"), &Config::fresh(&sizes), 0).unwrap();
+        tiny_model(&home.path("model"), 64);
         home.write("tasks.jsonl", ROWS);
         let recipe = "[model]\npath = \"model\"\n[data]\ntrain = \"tasks.jsonl\"\nmax_prompt_length = 16\n\
                       [rollout]\nmax_completion_length = 8\n[[rewards]]\nkind = \"exact\"\n\
@@ -60,7 +50,7 @@ impl Bench {
 /// Model files are untrusted data: a template that never ends, a pipe in place of a file.
 #[test]
 fn models_that_hang_or_exhaust_memory_are_refused() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     let chat = ["data.chat=true"];
     let loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}\
                  {% endfor %}{% endfor %}";
@@ -89,7 +79,7 @@ fn models_that_hang_or_exhaust_memory_are_refused() {
 /// `check` names the window of a model; a run whose sequences exceed it is refused.
 #[test]
 fn a_sliding_window_is_named_as_not_supported() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     bench.configure(|config| {
         config["use_sliding_window"] = true.into();
         config["sliding_window"] = 16.into();
@@ -107,7 +97,7 @@ fn a_sliding_window_is_named_as_not_supported() {
 /// The unchanged bench of the other tests is valid.
 #[test]
 fn a_correct_recipe_runs_after_a_refused_one() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     bench.refuses(&["data.prompt_column=\"nothing\""], &["nothing"]);
     bench.home.rlrun(&["recipe.toml", "--run-dir", "run"]).ok();
     bench.home.rlrun(&["check", "recipe.toml"]).ok();
@@ -120,16 +110,16 @@ fn missing_model_files_are_named() {
         ("tokenizer.json", "tokenizer.json"),
         ("model.safetensors", "has neither model.safetensors nor model.safetensors.index.json"),
     ] {
-        let bench = Bench::new();
+        let bench = TinyHome::new();
         std::fs::remove_file(bench.file("model").join(file)).unwrap();
         bench.refuses(&[], &[evidence]);
     }
-    Bench::new().refuses(&["model.path=\"nowhere\""], &["nowhere"]);
+    TinyHome::new().refuses(&["model.path=\"nowhere\""], &["nowhere"]);
 }
 
 #[test]
 fn truncated_weights_are_refused() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     let path = bench.file("model/model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
     for len in [0, 5, 100, bytes.len() - 1] {
@@ -140,17 +130,17 @@ fn truncated_weights_are_refused() {
 
 #[test]
 fn weights_of_another_shape_are_named() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     bench.configure(|config| config["intermediate_size"] = json!(24));
     bench.refuses(
         &[],
-        &["model.safetensors: tensor model.layers.0.mlp.down_proj.weight has shape", "[8, 16]", "[8, 24]"],
+        &["model.safetensors: tensor model.layers.0.mlp.down_proj.weight has shape", "[16, 32]", "[16, 24]"],
     );
 }
 
 #[test]
 fn networks_that_are_not_supported_are_refused() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     bench.configure(|config| config["model_type"] = json!("gpt_neox"));
     bench.refuses(&[], &["config.json: `model_type` is", "gpt_neox", "llama", "qwen3"]);
     bench.configure(|config| {
@@ -163,7 +153,7 @@ fn networks_that_are_not_supported_are_refused() {
 
 #[test]
 fn broken_tokenizers_are_named() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     let path = bench.file("model/tokenizer.json");
     let whole = std::fs::read_to_string(&path).unwrap();
     for broken in [&whole[..whole.len() / 2], "{}", "not JSON"] {
@@ -177,7 +167,7 @@ fn broken_tokenizers_are_named() {
 
 #[test]
 fn broken_datasets_are_named_to_the_line() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     bench.home.write("tasks.jsonl", format!("{ROWS}\n{{\"question\": \n"));
     bench.refuses(&[], &["tasks.jsonl:4: not valid JSON"]);
     bench.home.write("tasks.jsonl", format!("{ROWS}[1]\n"));
@@ -195,7 +185,7 @@ fn broken_datasets_are_named_to_the_line() {
 
 #[test]
 fn missing_columns_list_those_that_exist() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     bench.refuses(
         &["data.prompt_column=\"Frage\""],
         &["tasks.jsonl:1: no column `Frage`", "`question`, `answer`"],
@@ -208,7 +198,7 @@ fn missing_columns_list_those_that_exist() {
 
 #[test]
 fn prompts_over_the_limit_name_the_row_and_both_numbers() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     let long = "1".repeat(17);
     bench.home.write("tasks.jsonl", format!("{ROWS}{{\"question\":\"{long}\",\"answer\":\"0\"}}\n"));
     bench.refuses(&[], &["dataset row 2 has 17 tokens, data.max_prompt_length is 16", "overlong_prompts"]);
@@ -223,12 +213,12 @@ fn prompts_over_the_limit_name_the_row_and_both_numbers() {
 
 #[test]
 fn chat_needs_a_template() {
-    Bench::new().refuses(&["data.chat=true"], &["model has no chat template", "chat_template.jinja"]);
+    TinyHome::new().refuses(&["data.chat=true"], &["model has no chat template", "chat_template.jinja"]);
 }
 
 #[test]
 fn unusable_run_directories_are_refused() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     bench.home.write("file", "");
     let args = ["recipe.toml", "--run-dir", "file/run"];
     bench.home.rlrun(&args).refused(&["cannot create `file/run`", "choose a writable place"]);
@@ -249,7 +239,7 @@ fn unusable_run_directories_are_refused() {
 
 #[test]
 fn mistakes_in_a_recipe_are_shown_with_line_and_column() {
-    let bench = Bench::new();
+    let bench = TinyHome::new();
     let recipe = std::fs::read_to_string(bench.file("recipe.toml")).unwrap();
     bench.home.write("recipe.toml", recipe.replace("batch_groups", "batch_group"));
     bench.refuses(

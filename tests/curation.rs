@@ -241,3 +241,22 @@ fn interrupted_completions_are_trained_on_bit_for_bit() {
     let places = texts.filter_map(|t| t["completion"].as_str().unwrap().find(";so"));
     assert!(places.clone().count() > 30 && places.clone().all(|place| place >= 2), "{places:?}");
 }
+
+/// Once a task has succeeded, its episodes have at most as many turns as its longest success and the margin.
+#[test]
+fn turns_are_limited_by_the_successes_of_a_task() {
+    let home = Home::new();
+    let sets = [
+        "environment.kind=retry",
+        "environment.max_turns=6",
+        "environment.max_tokens=90",
+        "data.arithmetic.train_tasks=8",
+        "curation.turn_margin=0",
+        "log.samples=1",
+    ];
+    let run = home.small("run", &sets);
+    let limited = run.values("curation/turn_limited");
+    assert!(limited.iter().sum::<f64>() > 0.0, "{limited:?}");
+    let history = std::fs::read_to_string(run.path.join("curation.jsonl")).unwrap();
+    assert!(history.contains("\"longest_success\":1"), "{history}");
+}

@@ -1,9 +1,8 @@
 //! Episodes in environments, in whole runs: what is trained, counted, written down and refused.
 
-use model::{Config, ModelDirectory, Sizes};
 use serde_json::Value;
 
-use crate::support::{CORRECT, Home, Moment, Run};
+use crate::support::{CORRECT, Home, Moment, Run, tiny_model};
 
 /// A chat template that describes tools as Qwen's does.
 const TEMPLATE: &str = "{% if tools %}[tools]{% for t in tools %}{{ t | tojson }}{% endfor %}call as <tool_call>\n{% endif %}\
@@ -83,16 +82,7 @@ fn mean(run: &Run, name: &str) -> f64 {
 
 /// A model with a chat template.
 fn chat_model(home: &Home) {
-    let config = Config::fresh(&Sizes {
-        vocab_size: model::CHARACTERS,
-        hidden_size: 16,
-        intermediate_size: 24,
-        num_layers: 1,
-        num_heads: 2,
-        num_kv_heads: 1,
-        max_position_embeddings: 1024,
-    });
-    ModelDirectory::fresh(&home.path("chat"), &config, 3).unwrap();
+    tiny_model(&home.path("chat"), 1024);
     home.write("chat/chat_template.jinja", TEMPLATE);
     home.write("tasks.jsonl", TASKS);
     home.write("chat.toml", CHAT);
@@ -347,6 +337,15 @@ fn a_game_against_itself_trains_both_roles_and_is_evaluated_against_others() {
     assert_eq!(run.steps().len(), 6);
     let played = home.rlrun(&["generate", "run", "7"]).ok().stdout;
     assert!(played.contains("[x] ") && played.contains("[o] ") && played.contains("ended by "), "{played}");
+    let chat = home.rlrun_reading("3\n7\n", &["generate", "run", "--interactive", "--temperature", "0"]).ok().stdout;
+    let (games, rest) = chat.rsplit_once("> ").unwrap();
+    let games: Vec<&str> = games.split("> [x] ").skip(1).collect();
+    assert!(rest.is_empty() && games.len() == 2, "{chat}");
+    for (game, task) in games.iter().zip(["3", "7"]) {
+        assert!(game.contains("[o] "), "{chat}");
+        let alone = home.rlrun(&["generate", "run", task, "--temperature", "0"]).ok().stdout;
+        assert_eq!(format!("[x] {}", game.trim()), alone.trim(), "each line is an episode of its own");
+    }
 }
 
 /// Episodes that a kill ends in their middle begin again; nothing that was acknowledged is lost or trained on twice.

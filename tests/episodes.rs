@@ -22,6 +22,8 @@ use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::{Learner, LearnerConfig};
 use trajectory::{Group, PolicyVersion, Prompt, Task, TaskId, Trajectory, Turn};
 
+use crate::support::tiny_sizes;
+
 const WAIT: Duration = Duration::from_secs(60);
 const MAX_COMPLETION: usize = 12;
 const MAX_TOKENS: usize = 64;
@@ -50,13 +52,12 @@ const LEARNER: LearnerConfig = LearnerConfig {
 /// A fresh model that reads and writes characters.
 fn model(root: &std::path::Path) -> Arc<ModelDirectory> {
     let mut config = Config::fresh(&Sizes {
-        vocab_size: model::CHARACTERS,
         hidden_size: 32,
         intermediate_size: 48,
         num_layers: 2,
         num_heads: 4,
         num_kv_heads: 2,
-        max_position_embeddings: MAX_TOKENS,
+        ..tiny_sizes(MAX_TOKENS)
     });
     config.initializer_range = 0.2;
     Arc::new(ModelDirectory::fresh(&root.join("model"), &config, 3).unwrap())

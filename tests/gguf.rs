@@ -6,7 +6,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value as GgufValue;
 use model::{Architecture, Config, Parameters, Sizes};
 
-use crate::support::Home;
+use crate::support::{Home, tiny_sizes};
 
 #[path = "../model/tests/common/gguf.rs"]
 mod content;
@@ -49,13 +49,12 @@ rollout_workers = 1
 /// A tiny Llama with the character tokenizer and a chat template, as `chat.gguf`.
 fn home() -> Home {
     let config = Config::fresh(&Sizes {
-        vocab_size: 100,
         hidden_size: 64,
         intermediate_size: 64,
         num_layers: 2,
         num_heads: 4,
         num_kv_heads: 2,
-        max_position_embeddings: 128,
+        ..tiny_sizes(128)
     })
     .of_family(Architecture::Llama);
     let parameters = Parameters::random(&Config { initializer_range: 0.3, ..config.clone() }, 5);

@@ -9,11 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use model::{Config, ModelDirectory, Sizes};
 use serde_json::{Value, json};
 
 use crate::hub_server::{Fault, HubServer, Repository};
-use crate::support::{Done, Home};
+use crate::support::{Done, Home, tiny_model};
 
 const FIRST: &str = "1111111111111111111111111111111111111111";
 const SECOND: &str = "2222222222222222222222222222222222222222";
@@ -49,34 +48,25 @@ microbatch_tokens = 256
 "#;
 
 /// A working directory with `named.toml`, and a server.
-struct Bench {
+struct HubHome {
     home: Home,
     server: HubServer,
 }
 
 /// The files of a tiny model with random weights.
-fn tiny_model(directory: &Path) -> BTreeMap<String, Vec<u8>> {
-    let config = Config::fresh(&Sizes {
-        vocab_size: model::CHARACTERS,
-        hidden_size: 16,
-        intermediate_size: 32,
-        num_layers: 1,
-        num_heads: 2,
-        num_kv_heads: 1,
-        max_position_embeddings: 64,
-    });
-    ModelDirectory::fresh(directory, &config, 1).unwrap();
+fn files_of_a_model(directory: &Path) -> BTreeMap<String, Vec<u8>> {
+    tiny_model(directory, 64);
     let entries = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     entries
         .map(|path| (path.file_name().unwrap().to_str().unwrap().to_owned(), fs::read(path).unwrap()))
         .collect()
 }
 
-impl Bench {
+impl HubHome {
     fn new() -> Self {
         let (home, server) = (Home::new(), HubServer::start());
         home.write("named.toml", RECIPE);
-        let files = tiny_model(&home.path("made"));
+        let files = files_of_a_model(&home.path("made"));
         server.put("models/tiny/model", Repository { commit: FIRST.into(), files, ..Repository::default() });
         let rows = |digits: &[u8]| -> Vec<u8> {
             digits
@@ -142,7 +132,7 @@ fn failed(done: &Done, evidence: &[&str]) {
 
 #[test]
 fn a_run_records_its_commits_and_resumes_with_them() {
-    let bench = Bench::new();
+    let bench = HubHome::new();
     bench.rlrun(&[("HF_TOKEN", "secret")], &["named.toml", "--run-dir", "run"]).ok();
     let received = bench.server.received();
     let sent: Vec<_> = received.iter().filter(|request| request.elsewhere).collect();
@@ -158,7 +148,7 @@ fn a_run_records_its_commits_and_resumes_with_them() {
     assert_eq!(reference, FIRST);
 
     // The branch is somewhere else now.
-    let files = tiny_model(&bench.home.path("other"));
+    let files = files_of_a_model(&bench.home.path("other"));
     let moved = Repository { commit: SECOND.into(), files, ..Repository::default() };
     bench.server.put("models/tiny/model", moved.clone());
     bench.server.put("datasets/tiny/sums", moved);
@@ -186,7 +176,7 @@ fn a_run_records_its_commits_and_resumes_with_them() {
 
 #[test]
 fn what_was_fetched_is_used_without_the_server() {
-    let mut bench = Bench::new();
+    let mut bench = HubHome::new();
     let plan = bench.rlrun(&[], &["plan", "named.toml"]).ok().stdout;
     assert!(
         plan.contains(&format!("model hf:tiny/model@{FIRST}: ")) && plan.contains(" MB are fetched"),
@@ -233,7 +223,7 @@ fn what_was_fetched_is_used_without_the_server() {
 
 #[test]
 fn every_mistake_names_what_to_do() {
-    let bench = Bench::new();
+    let bench = HubHome::new();
     let model = |name: &str| format!("model.path=hf:{name}");
     bench.check(&[], &[&model("tiny/none")]).refused(&[
         "hf:tiny/none",
@@ -266,7 +256,7 @@ fn every_mistake_names_what_to_do() {
     bench.server.put("models/tiny/strange", nothing);
     bench.check(&[], &[&model("tiny/strange")]).refused(&["does not answer as a hub", "HF_ENDPOINT"]);
 
-    let files = tiny_model(&bench.home.path("gated"));
+    let files = files_of_a_model(&bench.home.path("gated"));
     let gated = Repository { commit: FIRST.into(), files, configs: Value::Null, gated: true };
     bench.server.put("models/tiny/gated", gated);
     let page = format!("accept the conditions at {}/tiny/gated", bench.server.url);
@@ -282,7 +272,7 @@ fn every_mistake_names_what_to_do() {
 
 #[test]
 fn a_download_that_broke_off_is_resumed() {
-    let bench = Bench::new();
+    let bench = HubHome::new();
     bench.server.fail(WEIGHTS, Some(Fault::BreaksOff(1000)));
     let size = fs::metadata(bench.home.path("made").join(WEIGHTS)).unwrap().len();
     // Every request brings 1000 bytes, and the next one resumes.
@@ -293,7 +283,7 @@ fn a_download_that_broke_off_is_resumed() {
         (size.div_ceil(1000) - 1, "bytes=1000-", "bytes=2000-")
     );
 
-    let bench = Bench::new();
+    let bench = HubHome::new();
     bench.server.fail(WEIGHTS, Some(Fault::EndsAt(3000)));
     let stuck = bench.check(&[], &[]);
     failed(
@@ -325,7 +315,7 @@ fn a_server_that_stalls_or_sends_other_bytes_is_an_error() {
         (Fault::Short(0), &["ended before all bytes were there", "3 times in a row"]),
         (Fault::Damaged, &["arrived damaged: its digest is ", "start again"]),
     ] {
-        let bench = Bench::new();
+        let bench = HubHome::new();
         bench.server.fail(WEIGHTS, Some(fault));
         let start = Instant::now();
         failed(&bench.check(&[("HF_HUB_DOWNLOAD_TIMEOUT", "2")], &[]), evidence);
@@ -338,7 +328,7 @@ fn a_server_that_stalls_or_sends_other_bytes_is_an_error() {
 
 #[test]
 fn a_disk_that_fills_during_a_download_is_named() {
-    let bench = Bench::new();
+    let bench = HubHome::new();
     let limited = Command::new("bash")
         .args(["-c", "trap '' XFSZ; ulimit -f 8; exec \"$0\" check named.toml", env!("CARGO_BIN_EXE_rlrun")])
         .current_dir(bench.home.path(""))
@@ -360,7 +350,7 @@ fn a_disk_that_fills_during_a_download_is_named() {
 #[test]
 #[ignore = "needs the Python package `huggingface_hub`"]
 fn caches_of_python_are_read_and_written() {
-    let bench = Bench::new();
+    let bench = HubHome::new();
     let python = std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into());
     let fetch = |offline: &str, home: &str| {
         let script = "import sys\nfrom huggingface_hub import snapshot_download\n\

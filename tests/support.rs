@@ -2,12 +2,13 @@
 //!
 //! Invariant: tests read only the files and the output of a run.
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::Duration;
 
+use model::{Config, ModelDirectory, Sizes};
 use serde_json::{Map, Value};
 
 /// A run of seconds: a small model after a short warm-up, and a reward whose mean is about 0.5.
@@ -105,6 +106,14 @@ impl Home {
     /// Runs to the end.
     pub(crate) fn rlrun(&self, args: &[&str]) -> Done {
         self.rlrun_with(&[], args)
+    }
+
+    /// The same with `input` on standard input.
+    pub(crate) fn rlrun_reading(&self, input: &str, args: &[&str]) -> Done {
+        let mut child = Running(self.command(args).stdin(Stdio::piped()).spawn().unwrap());
+        // A few lines fit in the buffer of the pipe.
+        child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+        finish(child)
     }
 
     /// The same with these variables.
@@ -303,6 +312,24 @@ impl Run {
 fn lines(path: &Path) -> Vec<Map<String, Value>> {
     let text = std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Sizes of a model that takes no time, with the characters as vocabulary and a context of `positions` tokens.
+pub(crate) fn tiny_sizes(positions: usize) -> Sizes {
+    Sizes {
+        vocab_size: model::CHARACTERS,
+        hidden_size: 16,
+        intermediate_size: 32,
+        num_layers: 1,
+        num_heads: 2,
+        num_kv_heads: 1,
+        max_position_embeddings: positions,
+    }
+}
+
+/// Makes such a model with random weights in `directory`.
+pub(crate) fn tiny_model(directory: &Path, positions: usize) {
+    ModelDirectory::fresh(directory, &Config::fresh(&tiny_sizes(positions)), 3).unwrap();
 }
 
 /// The root of the repository.
