@@ -34,6 +34,7 @@ impl Recipe {
             easy: curation.easy_pass_rate.map(pool(curation.easy_share)),
             hard: curation.hard_pass_rate.map(pool(curation.hard_share)),
             shrink: curation.shrink_above.map(|above| Shrink { above, min: curation.min_group_size }),
+            turn_margin: curation.turn_margin,
             success_pool: curation.success_pool,
         })
     }
@@ -77,6 +78,7 @@ pub(crate) fn measure(recipe: &Recipe, metrics: &mut Metrics, before: Progress, 
             ("unlearnable", then.unlearnable, now.unlearnable),
             ("pooled_out", then.pooled_out, now.pooled_out),
             ("shrunk", then.shrunk, now.shrunk),
+            ("turn_limited", then.turn_limited, now.turn_limited),
             ("replayed_successes", then.replayed_successes, now.replayed_successes),
         ] {
             metrics.set(&format!("curation/{name}"), after.saturating_sub(before) as f64);
@@ -133,6 +135,7 @@ mod tests {
             version: PolicyVersion(3),
             passes: 1,
             trajectories: 4,
+            longest_success: Some(2),
         }
     }
 

@@ -102,7 +102,8 @@ pub const MAX_ROLES: usize = 16;
 /// Bounds of an episode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EnvironmentLimits {
-    /// Most turns of the policy, at least 1. An episode that reaches it ends as it is.
+    /// Most turns of the policy, at least 1. An episode that reaches it, or a lower number that it was given, ends as it is; see
+    /// [`Action::last`].
     pub max_turns: usize,
     /// Longest call of one tool. The model reads that there was no answer.
     pub tool_timeout: Duration,
@@ -134,6 +135,8 @@ pub struct Action<'a> {
     pub text: &'a str,
     /// Why the completion ended. Never [`StopReason::Length`]: such a turn ends the episode without a step.
     pub stop: StopReason,
+    /// Whether it is the last turn that the episode may have.
+    pub last: bool,
 }
 
 /// What follows a turn.

@@ -33,9 +33,9 @@
 //! let task = Task { id: TaskId(0), prompt, answer, columns: serde_json::Map::new() };
 //! let mut environment = Retry::attempts(2, "no, again: ").create();
 //! assert_eq!(now(environment.reset(&task))?, []);
-//! let step = now(environment.step(Action { turn: 0, role: 0, text: "4", stop: StopReason::StopToken }))?;
+//! let step = now(environment.step(Action { turn: 0, role: 0, text: "4", stop: StopReason::StopToken, last: false }))?;
 //! assert_eq!((&step.messages[0].content[..], step.reward, step.done), ("no, again: ", Some(0.0), false));
-//! let step = now(environment.step(Action { turn: 1, role: 0, text: "5", stop: StopReason::StopToken }))?;
+//! let step = now(environment.step(Action { turn: 1, role: 0, text: "5", stop: StopReason::StopToken, last: false }))?;
 //! assert_eq!((step.reward, step.done), (Some(1.0), true));
 //! # Ok::<(), environments::EnvironmentError>(())
 //! ```

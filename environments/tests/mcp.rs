@@ -68,7 +68,7 @@ impl Fixture {
     /// What the model reads after a call, in an episode of its own.
     async fn called(&self, name: &str, arguments: Value) -> Result<String, EnvironmentError> {
         let text = format!("<tool_call>{}</tool_call>", json!({"name": name, "arguments": arguments}));
-        let action = Action { turn: 0, role: 0, text: &text, stop: StopReason::StopToken };
+        let action = Action { turn: 0, role: 0, text: &text, stop: StopReason::StopToken, last: false };
         let observation = self.factory.create().step(action).await?;
         Ok(observation.messages[0].content.clone())
     }

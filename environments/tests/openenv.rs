@@ -82,7 +82,7 @@ fn task() -> Task {
 }
 
 fn action(text: &str) -> Action<'_> {
-    Action { turn: 1, role: 0, text, stop: StopReason::StopToken }
+    Action { turn: 1, role: 0, text, stop: StopReason::StopToken, last: false }
 }
 
 #[test]

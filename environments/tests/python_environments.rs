@@ -67,7 +67,9 @@ impl Fixture {
         turn: usize,
         text: &str,
     ) -> Result<Observation, EnvironmentError> {
-        self.runtime.block_on(environment.step(Action { turn, role: 0, text, stop: StopReason::StopToken }))
+        let last = turn + 1 == self.factory.limits().max_turns;
+        let action = Action { turn, role: 0, text, stop: StopReason::StopToken, last };
+        self.runtime.block_on(environment.step(action))
     }
 }
 
@@ -257,7 +259,7 @@ fn an_environment_of_several_roles_says_who_acts_and_rewards_each() {
     let (mut environment, opened) = fixture.open(json!({"topic": "words"}));
     assert_eq!(opened, ["ask about words"]);
     let mut say = |turn: usize, role: usize, text: &str| {
-        let action = Action { turn, role, text, stop: StopReason::StopToken };
+        let action = Action { turn, role, text, stop: StopReason::StopToken, last: false };
         fixture.runtime.block_on(environment.step(action))
     };
     let asked = say(0, 0, "abc").unwrap();

@@ -12,6 +12,10 @@ pub(super) fn check_curation(raw: &RawRecipe, checker: &mut Checker<'_>) {
     check_ranges(&raw.curation, checker);
     check_needs(&raw.curation, checker);
     check_groups(&raw.curation, &raw.rollout, checker);
+    if raw.curation.turn_margin.is_some() && raw.environment.is_none() {
+        let message = "`curation.turn_margin` has no effect without `[environment]`: an episode is one turn";
+        checker.report("curation.turn_margin", message, "remove it");
+    }
     check_success_pool(&raw.curation, &raw.buffer, checker);
     check_interruption(&raw.rollout, checker);
 }
@@ -162,6 +166,8 @@ mod tests {
             "curation.hard_share=0.25",
             "curation.shrink_above=0.6",
             "curation.min_group_size=4",
+            "curation.turn_margin=2",
+            "environment.kind=retry",
             "curation.success_pool=true",
             "buffer.on_stale=drop",
             "rollout.interrupt_text=Time is up.",
@@ -186,6 +192,7 @@ mod tests {
                 &["curation.shrink_above=0.6", "curation.min_group_size=9"],
                 "from 2 to `rollout.group_size`, 8",
             ),
+            (&["curation.turn_margin=2"], "has no effect without `[environment]`"),
             (&["curation.success_pool=true"], "set `buffer.on_stale` to \"drop\""),
             (
                 &["curation.success_pool=true", "buffer.store=http", "buffer.url=http://127.0.0.1:1"],

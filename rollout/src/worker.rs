@@ -382,9 +382,9 @@ impl Worker {
             };
             let Some(group) = group else { break };
             let (task, prompt) = self.prompts.of(group);
-            let whole = Decision::Start { group_size: self.config.group_size };
+            let whole = Decision::Start { group_size: self.config.group_size, max_turns: None };
             let decision = self.curation.as_ref().map_or(whole, |curation| curation.decide(group, task.id));
-            let Decision::Start { group_size: samples } = decision else {
+            let Decision::Start { group_size: samples, max_turns } = decision else {
                 give_back(buffer, group, false)?;
                 skipped += 1;
                 continue;
@@ -416,7 +416,8 @@ impl Worker {
                 baseline: self.config.greedy_baseline,
                 keep_cache: false,
             };
-            let episodes = self.episodes.start(&mut *self.sampler, task, request)?;
+            let max_turns = max_turns.unwrap_or(usize::MAX);
+            let episodes = self.episodes.start_within(&mut *self.sampler, task, request, max_turns)?;
             self.open.insert(group, OpenGroup { episodes, left: episodes });
             self.progress.groups += 1;
         }

@@ -1,7 +1,7 @@
 //! Newer weights that come between two turns of an episode, under every `on_update`, in a whole rollout worker; and turns that are
 //! left out of the training.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use rewards::RewardSet;
 use rollout::scoring::Scorer;
 use rollout::tasks::TaskOrder;
 use rollout::{
-    AppliedWeights, Completion, Engine, EngineCounts, OnUpdate, PromptSet, RolloutError, SampleRequest,
+    AppliedWeights, Completion, Engine, EngineCounts, EpisodeConfig, EpisodeDriver, EpisodeEnd, LocalSampler, OnUpdate, PromptSet, RolloutError, SampleRequest,
     Sampler, Worker, WorkerConfig,
 };
 use trajectory::{GroupId, Message, PolicyVersion, Task, Trajectory};
@@ -247,7 +247,7 @@ fn a_masked_turn_leaves_the_kept_sets_of_other_turns_in_their_places() {
         assert_eq!(kept.ids.len(), *kept.offsets.last().unwrap() as usize);
         for (n, turn) in episode.turns.iter().enumerate() {
             // The last turn of an episode that is cut off is never judged.
-            let judged = n + 1 < episode.turns.len() || episode.end == rollout::EpisodeEnd::Done;
+            let judged = n + 1 < episode.turns.len() || episode.end == EpisodeEnd::Done;
             let trained = n == 1 || !judged;
             for t in turn.completion.clone() {
                 assert_eq!(sample.loss_mask()[t], trained, "turn {n}");
@@ -258,4 +258,68 @@ fn a_masked_turn_leaves_the_kept_sets_of_other_turns_in_their_places() {
         whole += usize::from(episode.turns.len() == 4);
     }
     assert!(whole > 3, "{whole} episodes have four turns");
+}
+
+/// Says which turns it was told to be the last ones.
+#[derive(Clone, Debug, Default)]
+struct Endless {
+    last: Arc<Mutex<Vec<usize>>>,
+}
+
+impl EnvironmentFactory for Endless {
+    fn name(&self) -> &str {
+        "endless"
+    }
+
+    fn create(&self) -> Box<dyn Environment> {
+        Box::new(self.clone())
+    }
+}
+
+impl Environment for Endless {
+    fn reset<'a>(&'a mut self, _: &'a Task) -> BoxFuture<'a, Result<Vec<Message>, EnvironmentError>> {
+        Box::pin(std::future::ready(Ok(Vec::new())))
+    }
+
+    fn step<'a>(&'a mut self, action: Action<'a>) -> BoxFuture<'a, Result<Observation, EnvironmentError>> {
+        if action.last {
+            self.last.lock().unwrap().push(action.turn);
+        }
+        let messages = vec![said("again")];
+        Box::pin(std::future::ready(Ok(Observation { messages, ..Observation::default() })))
+    }
+}
+
+/// A group may be given fewer turns than its environment allows, which then knows the last one.
+#[test]
+fn a_group_may_be_given_fewer_turns() {
+    let (model, directory) = chatting_of(Model::with_context(crate::roles::TOKENS));
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
+    let endless = Endless::default();
+    let last = Arc::clone(&endless.last);
+    let config = EpisodeConfig { max_tokens: crate::roles::TOKENS, ..played_in(&directory, Arc::new(endless)) };
+    let mut driver = EpisodeDriver::new(config, runtime.handle().clone());
+    let mut sampler = LocalSampler::fixed(model.engine(crate::roles::LONG, &STOPS));
+    let mut ended = Vec::new();
+    for (id, most) in [(0, 2), (1, 3), (2, usize::MAX)] {
+        let task = question(id);
+        let request = SampleRequest {
+            prompt: directory.encode_prompt(&task.prompt).unwrap(),
+            ..crate::request(id, 4, Sampling::PLAIN)
+        };
+        driver.start_within(&mut sampler, &task, request, most).unwrap();
+    }
+    while !driver.is_idle() {
+        ended.extend(driver.poll(&mut sampler, SOON).unwrap());
+    }
+    let mut reached = Vec::new();
+    for episode in ended.iter().filter(|episode| episode.end == EpisodeEnd::MaxTurns) {
+        assert_eq!(episode.turns.len(), [2, 3, 16][episode.group.0 as usize]);
+        reached.push(episode.turns.len() - 1);
+    }
+    let mut last = last.lock().unwrap().clone();
+    last.sort_unstable();
+    reached.sort_unstable();
+    assert_eq!(reached, last);
+    assert!(reached.contains(&1) && reached.contains(&2), "{reached:?}");
 }

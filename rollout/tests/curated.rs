@@ -28,6 +28,7 @@ const DYNAMIC: CurationConfig = CurationConfig {
     easy: None,
     hard: None,
     shrink: None,
+    turn_margin: None,
     success_pool: false,
 };
 
@@ -96,7 +97,7 @@ fn two_groups(sink: Box<dyn OutcomeSink>) -> CuratedRun {
     assert_eq!(admitted, [GroupId(0), GroupId(1)]);
     for group in admitted {
         let id = TaskId(group.0);
-        assert_eq!(curation.decide(group, id), Decision::Start { group_size: 3 });
+        assert_eq!(curation.decide(group, id), Decision::Start { group_size: 3, max_turns: None });
         buffer.claim(group, V0).unwrap();
         let prompt = Prompt::Text("?".into());
         let task = Arc::new(Task { id, prompt, answer: None, columns: serde_json::Map::new() });

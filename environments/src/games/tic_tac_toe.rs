@@ -300,7 +300,7 @@ mod tests {
     }
 
     fn action(turn: usize, role: usize, text: &str) -> Action<'_> {
-        Action { turn, role, text, stop: StopReason::StopToken }
+        Action { turn, role, text, stop: StopReason::StopToken, last: false }
     }
 
     #[test]

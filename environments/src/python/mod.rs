@@ -274,7 +274,7 @@ impl PythonEpisode {
             }
             Some(tools) => {
                 let mut observation = tools.observe(action).await?;
-                if observation.done || action.turn + 1 >= self.shared.limits.max_turns {
+                if observation.done || action.last {
                     observation.reward =
                         self.call::<PythonAnswer>(&json!({"op": "end"}), action.turn).await?.reward;
                 }

@@ -48,6 +48,11 @@ pub struct CurationSection {
     /// For `shrink_above`: group size of a task with pass rate 1.
     // resume = changes, worker = ignored
     pub min_group_size: usize,
+    /// Turns that an episode may have beyond those of the longest correct episode of its task (DART); as many as the environment
+    /// allows if not given, and for a task without a correct one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
+    pub turn_margin: Option<usize>,
     /// Whether the newest correct trajectory of a task is added to its next group without one (DART), if its staleness is
     /// within `buffer.max_staleness`. Needs `buffer.on_stale = "drop"`.
     // resume = changes, worker = ignored
@@ -67,6 +72,7 @@ impl Default for CurationSection {
             hard_share: 0.1,
             shrink_above: None,
             min_group_size: 2,
+            turn_margin: None,
             success_pool: false,
         }
     }
@@ -83,7 +89,10 @@ impl CurationSection {
     #[must_use]
     pub fn asks_what_passes(&self) -> bool {
         let rates = [self.max_pass_rate, self.easy_pass_rate, self.hard_pass_rate, self.shrink_above];
-        self.success_pool || self.filter_after.is_some() || rates.iter().any(Option::is_some)
+        self.success_pool
+            || self.filter_after.is_some()
+            || self.turn_margin.is_some()
+            || rates.iter().any(Option::is_some)
     }
 
     /// Keys without effect, each with the key that is not set and that it needs.

@@ -10,7 +10,7 @@ use trajectory::{Group, GroupId, PolicyVersion, TaskId};
 use super::history::{History, TaskHistory, TaskOutcome, passed};
 use super::refill::Refill;
 use super::successes::Successes;
-use super::{CurationConfig, CurationCounts, pools, size};
+use super::{CurationConfig, CurationCounts, pools, size, turns};
 
 /// What to do with the next place in the stream of tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +19,8 @@ pub enum Decision {
     Start {
         /// Completions of it.
         group_size: usize,
+        /// Most turns of an episode of it; `None`: as many as its environment allows.
+        max_turns: Option<usize>,
     },
     /// Go on to the next place.
     Skip(Skip),
@@ -152,8 +154,11 @@ impl Curator {
             _ => whole,
         };
         self.counts.shrunk += u64::from(group_size < whole);
+        let longest = known.and_then(|known| known.longest_success);
+        let max_turns = self.config.turn_margin.and_then(|margin| turns::most(longest?, margin));
+        self.counts.turn_limited += u64::from(max_turns.is_some());
         self.pending.insert(group);
-        Decision::Start { group_size }
+        Decision::Start { group_size, max_turns }
     }
 
     /// What to do with a scored group; it may get a stored success.

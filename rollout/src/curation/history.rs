@@ -8,6 +8,8 @@ use std::collections::HashMap;
 use serde::{Deserialize, Serialize};
 use trajectory::{Group, GroupId, PolicyVersion, TaskId, Trajectory};
 
+use crate::scoring::ENVIRONMENT;
+
 /// The outcome of one group; one line of the history file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -22,6 +24,9 @@ pub struct TaskOutcome {
     pub passes: u64,
     /// Trajectories that were scored, baselines left out.
     pub trajectories: u64,
+    /// Turns of the longest episode that passed, those of all roles; `None` if none passed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub longest_success: Option<u64>,
 }
 
 impl TaskOutcome {
@@ -32,8 +37,16 @@ impl TaskOutcome {
         let trajectories = scored().count() as u64;
         let passes = scored().filter(|trajectory| passed(trajectory)).count() as u64;
         let version = group.oldest_version().filter(|_| trajectories > 0)?;
-        Some(Self { task: group.task.id, group: group.id, version, passes, trajectories })
+        let longest_success = scored().filter(|trajectory| passed(trajectory)).map(turns).max();
+        Some(Self { task: group.task.id, group: group.id, version, passes, trajectories, longest_success })
     }
+}
+
+/// Turns of the episode of a trajectory: of all its roles, if it has several.
+fn turns(trajectory: &Trajectory) -> u64 {
+    let played = trajectory.score.components.iter().find(|component| component.name == ENVIRONMENT);
+    let counted = played.and_then(|played| played.details.get("turns")?.as_u64());
+    counted.unwrap_or(trajectory.turns.len() as u64)
 }
 
 /// Whether a trajectory is a success: correct by the criterion of the run, independent of its reward.
@@ -49,6 +62,10 @@ pub(super) struct TaskHistory {
     before: Option<TaskOutcome>,
     pub(super) passes: u64,
     pub(super) trajectories: u64,
+    /// The largest of all outcomes.
+    pub(super) longest_success: Option<u64>,
+    /// The same without the newest.
+    longest_before: Option<u64>,
 }
 
 impl TaskHistory {
@@ -69,6 +86,8 @@ impl TaskHistory {
             before: None,
             passes: self.passes - passes,
             trajectories: self.trajectories - trajectories,
+            longest_success: self.longest_before,
+            longest_before: None,
         })
     }
 }
@@ -105,15 +124,29 @@ impl History {
             Some(known) => {
                 known.passes += outcome.passes;
                 known.trajectories += outcome.trajectories;
+                let longest = known.longest_success;
+                known.longest_success = longest.max(outcome.longest_success);
                 if order(outcome) > order(&known.newest) {
+                    known.longest_before = longest;
                     known.before = Some(std::mem::replace(&mut known.newest, *outcome));
-                } else if known.before.is_none_or(|before| order(outcome) > order(&before)) {
+                    return;
+                }
+                known.longest_before = known.longest_before.max(outcome.longest_success);
+                if known.before.is_none_or(|before| order(outcome) > order(&before)) {
                     known.before = Some(*outcome);
                 }
             }
             None => {
-                let TaskOutcome { passes, trajectories, .. } = *outcome;
-                *task = Some(TaskHistory { newest: *outcome, before: None, passes, trajectories });
+                let TaskOutcome { passes, trajectories, longest_success, .. } = *outcome;
+                let newest = *outcome;
+                *task = Some(TaskHistory {
+                    newest,
+                    before: None,
+                    passes,
+                    trajectories,
+                    longest_success,
+                    longest_before: None,
+                });
             }
         }
     }

@@ -10,6 +10,7 @@
 //! - `refill`: dynamic sampling, groups with equal rewards are replaced (DAPO, arXiv 2503.14476)
 //! - `pools`: easy and hard tasks are drawn less often (prime-rl)
 //! - `size`: fewer completions of tasks that mostly succeed (DART)
+//! - `turns`: fewer turns of tasks whose successes are short (DART)
 //! - `successes`: a stored success for a group that failed entirely (DART)
 //!
 //! # Invariants
@@ -24,6 +25,7 @@ mod refill;
 mod shared;
 mod size;
 mod successes;
+mod turns;
 
 pub use curator::{CurationVerdict, Curator, Decision, Exhausted, SettledGroup, Skip};
 pub use history::TaskOutcome;
@@ -54,6 +56,8 @@ pub struct CurationConfig {
     pub hard: Option<DifficultyPool>,
     /// Groups of tasks that mostly succeed are smaller.
     pub shrink: Option<Shrink>,
+    /// An episode has at most so many turns more than the longest success of its task; `None`: as many as its environment allows.
+    pub turn_margin: Option<usize>,
     /// Whether one trajectory of a group that failed entirely gives way to a stored success of its task.
     pub success_pool: bool,
 }
@@ -91,6 +95,9 @@ pub struct CurationCounts {
     pub pooled_out: u64,
     /// Groups started with fewer completions.
     pub shrunk: u64,
+    /// Groups started with a limit on the turns of their episodes.
+    #[serde(default)]
+    pub turn_limited: u64,
     /// Groups that failed entirely and got a stored success.
     pub replayed_successes: u64,
 }
@@ -103,6 +110,7 @@ impl std::ops::AddAssign for CurationCounts {
         self.unlearnable = self.unlearnable.saturating_add(other.unlearnable);
         self.pooled_out = self.pooled_out.saturating_add(other.pooled_out);
         self.shrunk = self.shrunk.saturating_add(other.shrunk);
+        self.turn_limited = self.turn_limited.saturating_add(other.turn_limited);
         self.replayed_successes = self.replayed_successes.saturating_add(other.replayed_successes);
     }
 }

@@ -21,6 +21,7 @@ const OFF: CurationConfig = CurationConfig {
     easy: None,
     hard: None,
     shrink: None,
+    turn_margin: None,
     success_pool: false,
 };
 
@@ -62,12 +63,13 @@ fn group(id: u64, task: u64, version: u64, rewards: &[f64]) -> Group {
 
 fn outcome(task: u64, group: u64, passes: u64, trajectories: u64) -> TaskOutcome {
     let version = PolicyVersion(group / 4);
-    TaskOutcome { task: TaskId(task), group: GroupId(group), version, passes, trajectories }
+    let longest_success = (passes > 0).then_some(1 + group % 5);
+    TaskOutcome { task: TaskId(task), group: GroupId(group), version, passes, trajectories, longest_success }
 }
 
 fn start(curator: &mut Curator, id: u64, task: u64) -> Option<usize> {
     match curator.decide(GroupId(id), TaskId(task)) {
-        Decision::Start { group_size } => Some(group_size),
+        Decision::Start { group_size, .. } => Some(group_size),
         Decision::Skip(_) => None,
     }
 }
@@ -78,6 +80,7 @@ const ALL_ON: CurationConfig = CurationConfig {
     easy: Some(DifficultyPool { pass_rate: 0.75, share: 0.5 }),
     hard: Some(DifficultyPool { pass_rate: 0.25, share: 0.5 }),
     shrink: Some(Shrink { above: 0.5, min: 2 }),
+    turn_margin: Some(1),
     ..OFF
 };
 
@@ -142,7 +145,10 @@ proptest! {
         let mut expected = CurationCounts::default();
         for (id, task) in draws.iter().enumerate() {
             match curator.decide(GroupId(1000 + id as u64), TaskId(*task)) {
-                Decision::Start { group_size } => expected.shrunk += u64::from(group_size < 8),
+                Decision::Start { group_size, max_turns } => {
+                    expected.shrunk += u64::from(group_size < 8);
+                    expected.turn_limited += u64::from(max_turns.is_some());
+                }
                 Decision::Skip(Skip::Retired) => expected.retired += 1,
                 Decision::Skip(Skip::Unlearnable) => expected.unlearnable += 1,
                 Decision::Skip(Skip::PooledOut) => expected.pooled_out += 1,
@@ -329,4 +335,34 @@ fn a_success_of_a_role_takes_the_place_of_that_role() {
     curator.settle(&mut others);
     assert_eq!(others, before);
     assert_eq!(curator.counts().replayed_successes, 1);
+}
+
+/// The limit on the turns of a task follows its longest success, in this process or one before it.
+#[test]
+fn an_episode_has_a_margin_over_the_longest_success_of_its_task() {
+    let mut curator = curator(CurationConfig { turn_margin: Some(2), ..OFF });
+    let most = |curator: &mut Curator, id: u64| match curator.decide(GroupId(id), TaskId(3)) {
+        Decision::Start { max_turns, .. } => max_turns,
+        Decision::Skip(_) => panic!("nothing is skipped"),
+    };
+    assert_eq!(most(&mut curator, 0), None, "nothing is known");
+    curator.settle(&mut group(0, 3, 0, &[0.0, 0.0]));
+    assert_eq!(most(&mut curator, 1), None, "it has never succeeded");
+    let mut passed = group(1, 3, 0, &[1.0, 1.0, 0.0]);
+    // The failure is longer; of several roles the turns of the episode count.
+    let turn = passed.trajectories[0].turns[0].clone();
+    passed.trajectories[2].turns = vec![turn; 9];
+    passed.trajectories[1].score.components.push(Component {
+        name: crate::scoring::ENVIRONMENT.to_owned(),
+        details: serde_json::Map::from_iter([("turns".to_owned(), 4.into())]),
+        ..Component::default()
+    });
+    let outcome = curator.settle(&mut passed).outcome.unwrap();
+    assert_eq!((outcome.longest_success, most(&mut curator, 2)), (Some(4), Some(6)));
+    curator.settle(&mut group(2, 3, 1, &[1.0]));
+    assert_eq!(most(&mut curator, 3), Some(6), "a short success lowers nothing");
+    assert_eq!(curator.counts().turn_limited, 2);
+    // A line of the history without it is one of an earlier version.
+    let line = r#"{"task":3,"group":9,"version":1,"passes":1,"trajectories":2}"#;
+    assert_eq!(serde_json::from_str::<TaskOutcome>(line).unwrap().longest_success, None);
 }

@@ -138,6 +138,20 @@ impl EpisodeDriver {
         task: &Arc<Task>,
         request: SampleRequest,
     ) -> Result<usize, RolloutError> {
+        self.start_within(sampler, task, request, usize::MAX)
+    }
+
+    /// The same with episodes of at most `max_turns` turns, if their environment allows more.
+    ///
+    /// # Errors
+    /// Those of [`EpisodeDriver::start`].
+    pub fn start_within(
+        &mut self,
+        sampler: &mut dyn Sampler,
+        task: &Arc<Task>,
+        request: SampleRequest,
+        max_turns: usize,
+    ) -> Result<usize, RolloutError> {
         let played_in = self.config.of_task(task)?.clone();
         let request = SampleRequest { keep_cache: played_in.factory.limits().max_turns > 1, ..request };
         let (group, sequences) = (request.group, request.sequences());
@@ -149,7 +163,7 @@ impl EpisodeDriver {
             let mut environment = played_in.factory.create();
             let open = OpenEpisode {
                 task: Arc::clone(task),
-                streams: EpisodeStreams::new(played_in.clone(), template.clone(), index),
+                streams: EpisodeStreams::new(played_in.clone(), template.clone(), index).within(max_turns),
                 environment: None,
                 call: None,
                 started: None,
@@ -329,7 +343,7 @@ impl EpisodeDriver {
         // The sequences of a role come after those of the roles before it.
         let key = EpisodeKey { group, index: completion.index % in_play.sequences };
         let Some(open) = self.open.get_mut(&key) else { return Ok(()) };
-        let EndedTurn { turn, role, text, stop } = open.streams.completed(completion);
+        let EndedTurn { turn, role, text, stop, last } = open.streams.completed(completion);
         if stop == StopReason::Length {
             self.end(key, &EpisodeEnd::Truncated, &[], sampler.version());
             return Ok(());
@@ -337,7 +351,7 @@ impl EpisodeDriver {
         let Some(mut environment) = open.environment.take() else { return Ok(()) };
         let played_in = open.streams.environment().clone();
         let call = async move {
-            let action = Action { turn, role, text: &text, stop };
+            let action = Action { turn, role, text: &text, stop, last };
             let stepped = played_in.in_time(turn, environment.step(action)).await;
             AnsweredCall { key, environment, answer: EnvironmentAnswer::Step(stepped) }
         };

@@ -60,6 +60,8 @@ pub(super) struct EndedTurn {
     pub(super) role: usize,
     pub(super) text: String,
     pub(super) stop: StopReason,
+    /// Whether no turn follows.
+    pub(super) last: bool,
 }
 
 /// What follows an observation.
@@ -84,6 +86,12 @@ impl EpisodeStreams {
             factor: 1.0,
             counts: BTreeMap::new(),
         }
+    }
+
+    /// The same with at most `max_turns` turns.
+    pub(super) fn within(mut self, max_turns: usize) -> Self {
+        self.limits.max_turns = self.limits.max_turns.min(max_turns.max(1));
+        self
     }
 
     pub(super) fn environment(&self) -> &EpisodeEnvironment {
@@ -145,7 +153,8 @@ impl EpisodeStreams {
         let episode = place.insert(episode);
         let stop = episode.turns.last().map_or(StopReason::StopToken, |turn| turn.stop);
         self.turns += 1;
-        EndedTurn { turn: self.turns - 1, role: self.acting, text: episode.text.clone(), stop }
+        let (text, last) = (episode.text.clone(), self.turns >= self.limits.max_turns);
+        EndedTurn { turn: self.turns - 1, role: self.acting, text, stop, last }
     }
 
     /// Takes what the environment says of the last turn, and asks for the next one.
