@@ -116,6 +116,21 @@ fn methods_of_an_environment_of_trl_are_tools() {
     assert_eq!((observation.done, observation.reward), (false, Some(1.0)), "the last turn that is allowed");
 }
 
+/// The state of the environment is in the process that hangs: the episode cannot go on without it.
+#[test]
+fn a_method_that_hangs_fails_its_episode_in_time() {
+    let spec = EnvironmentSpec { tool_timeout_s: 1.0, ..spec("trl_hanging.py") };
+    let Some(fixture) = fixture(&spec) else { return };
+    let wait =
+        |seconds: f64| format!("<tool_call>{}</tool_call>", json!({"name": "wait", "arguments": {"seconds": seconds}}));
+    let (mut environment, _) = fixture.open(json!({}));
+    assert_eq!(contents(&fixture.step(&mut *environment, 0, &wait(0.01)).unwrap()), ["done"]);
+    let failed = fixture.step(&mut *environment, 1, &wait(1000.0)).unwrap_err().to_string();
+    assert!(failed.contains("wait gave no answer within 1 s"), "{failed}");
+    let (mut other, _) = fixture.open(json!({}));
+    assert_eq!(contents(&fixture.step(&mut *other, 0, &wait(0.01)).unwrap()), ["done"]);
+}
+
 #[test]
 fn environments_of_skyrl_gym_and_gymnasium_are_played_as_they_are() {
     let Some(echo) = fixture(&spec("skyrl_echo.py")) else { return };
@@ -231,6 +246,8 @@ fn functions_and_programs_are_tools() {
         ("misbehave", json!({"what": "die"}), "error: its process"),
         ("misbehave", json!({"what": "flood"}), "error: the result of the function is"),
         ("misbehave", json!({"what": "long"}), "characters left out"),
+        ("misbehave", json!({"what": "fork"}), "characters left out"),
+        ("misbehave", json!({"what": "print"}), "printed"),
         ("nothing", json!({}), "error: there is no tool \"nothing\"; the tools are area, misbehave, python"),
         ("python", json!({"code": "print(6 * 7)"}), "42"),
         ("python", json!({"code": "import socket; socket.socket()"}), "exit code 1"),

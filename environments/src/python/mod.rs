@@ -254,12 +254,14 @@ impl PythonEpisode {
         let schemas = self.shared.found.tools.iter();
         let session = || Arc::clone(&self.session);
         let limits = self.shared.limits;
+        // The process keeps the limit of a tool; its answer comes before the end of the turn.
+        let of_set = EnvironmentLimits { tool_timeout: limits.step_timeout, ..limits };
         let tools: Vec<Box<dyn Tool>> = schemas
             .map(|schema| Box::new(PythonMethod { schema: schema.clone(), session: session(), limits }) as _)
             .collect();
         self.tools = (!tools.is_empty()).then(|| {
             ToolSet::new(tools, self.shared.format)
-                .with_limits(limits, self.shared.answer_chars)
+                .with_limits(of_set, self.shared.answer_chars)
                 .masking_bad_calls(self.shared.mask_bad_calls)
         });
         let call = json!({"op": "reset", "row": row(task), "prompt": prompt(task), "seed": task.id.0});
@@ -346,8 +348,18 @@ impl PythonMethod {
         let call = json!({"op": "call", "name": self.schema.name, "arguments": arguments}).to_string();
         let mut session = self.session.lock().await;
         let gone = || ToolError::Unusable("its process has ended".to_owned());
-        let answer = session.as_mut().ok_or_else(gone)?.call(call, self.limits.tool_timeout).await;
-        let answer = answer.map_err(|error| ToolError::Unusable(error.to_string()))?;
+        let limit = self.limits.tool_timeout;
+        let answer = session.as_mut().ok_or_else(gone)?.call(call, limit).await;
+        let answer = answer.map_err(|error| {
+            ToolError::Unusable(match error {
+                CallError::Timeout => format!(
+                    "{} gave no answer within {:.0} s; its process was ended, and with it the state of the episode",
+                    self.schema.name,
+                    limit.as_secs_f64()
+                ),
+                failed => failed.to_string(),
+            })
+        })?;
         MethodAnswer::of(answer)
     }
 }

@@ -1,6 +1,7 @@
 """Functions that are tools."""
 
 import os
+import sys
 import time
 from typing import Literal
 
@@ -24,6 +25,12 @@ def misbehave(what: str):
         time.sleep(1000)
     if what == "die":
         os._exit(1)
+    if what == "fork" and os.fork() == 0:
+        time.sleep(1000)
+    if what == "print":
+        print("{no answer}" * 1000)
+        sys.stderr.write("nor this\n")
+        return "printed"
     if what == "flood":
         return "x" * (65 << 20)
     return "x" * 100_000
