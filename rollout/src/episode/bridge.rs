@@ -6,7 +6,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use model::ModelDirectory;
+use model::{ChatTemplate, ModelDirectory};
 use model::tokenizer::SpecialTokens;
 use trajectory::{Message, Prompt, Task};
 
@@ -45,6 +45,22 @@ impl ChatEncoder {
         Self { directory }
     }
 
+    /// What `template` writes after a completion that `messages` follow.
+    fn after_completion(
+        &self,
+        template: &ChatTemplate,
+        messages: &[Message],
+        open_turn: bool,
+    ) -> Result<Vec<u32>, RolloutError> {
+        let mut conversation = vec![Message::new("user", "?"), Message::new("assistant", COMPLETION)];
+        conversation.extend((0..).zip(messages).map(|(n, message)| identified(n, message)));
+        let rendered = template.render(&conversation, open_turn)?;
+        match rendered.split_once(COMPLETION) {
+            Some((_, after)) => self.encode(after),
+            None => Err(RolloutError::Template { path: template.path().to_owned() }),
+        }
+    }
+
     fn encode(&self, text: &str) -> Result<Vec<u32>, RolloutError> {
         Ok(self.directory.tokenizer().encode(text, SpecialTokens::Omit)?)
     }
@@ -70,17 +86,16 @@ impl MessageEncoder for ChatEncoder {
         let (Prompt::Messages(_), Some(template)) = (&task.prompt, self.directory.template()) else {
             return self.encode(&plain(messages));
         };
-        let mut conversation = vec![Message::new("user", "?"), Message::new("assistant", COMPLETION)];
-        conversation.extend((0..).zip(messages).map(|(n, message)| identified(n, message)));
-        let rendered = template.render(&conversation, true)?;
-        let Some((_, after)) = rendered.split_once(COMPLETION) else {
-            return Err(RolloutError::Template { path: template.path().to_owned() });
-        };
-        let mut tokens = self.encode(after)?;
-        // A family may end turns with several tokens, of which the template writes one.
+        let mut tokens = self.after_completion(template, messages, true)?;
+        let Some(first) = tokens.first().copied() else { return Ok(tokens) };
         let ends = |token: u32| self.directory.stop_token_ids().contains(&token);
-        let closed = |first: &u32| *first == last_token || (ends(*first) && ends(last_token));
-        if tokens.first().is_some_and(closed) {
+        // A family may end turns with several tokens, of which the template writes one. Where it writes none, as in GLM, the
+        // token of the next role ends a turn: that of another role than the completion ended with has to follow.
+        let closed = first == last_token
+            || (ends(first)
+                && ends(last_token)
+                && self.after_completion(template, &[], false)?.first() == Some(&first));
+        if closed {
             tokens.remove(0);
         }
         Ok(tokens)
