@@ -10,10 +10,12 @@ use trainer::optimizer::OptimizerKind;
 
 mod buffer;
 mod episodes;
+mod turns;
 mod weights;
 
 pub use buffer::BufferBenchArgs;
 pub use episodes::EpisodesBenchArgs;
+pub use turns::TurnsBenchArgs;
 pub use weights::WeightsBenchArgs;
 
 /// Measure how fast this machine samples and trains a model, and how far that is from its limits.
@@ -52,6 +54,8 @@ pub enum BenchCommand {
     Buffer(BufferBenchArgs),
     /// Use of environments whose episodes have very different lengths, under three schedules
     Episodes(EpisodesBenchArgs),
+    /// Turns of episodes, with the KV pages of the turns before and without them
+    Turns(TurnsBenchArgs),
     /// New weights on their way to a sampler, by every transport
     Weights(Box<WeightsBenchArgs>),
     /// Serve the buffer that another process of this program measures

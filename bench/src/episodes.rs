@@ -2,7 +2,8 @@
 //! engine, driven by the episode driver of a run.
 //!
 //! The number of turns has a heavy tail (a bounded Pareto distribution), the time of a tool is log-normal. An environment is in
-//! use from the reset of an episode to its end. The schedules are those that DART (arXiv 2509.23866) compares:
+//! use while its episode is sampled or its tool works; what it waits for beyond that is no use. The schedules are those that DART
+//! (arXiv 2509.23866) compares:
 //!
 //! | `schedule` | the next episode begins |
 //! |---|---|
@@ -18,8 +19,9 @@
 //! | `measure` | `episodes` |
 //! | `schedule`, `episodes`, `turns` | which schedule, and what it played: the same for all |
 //! | `seconds`, `least_seconds` | wall time, and the least that any schedule could take: all episodes packed without a gap, and no less than the longest |
-//! | `utilisation` | time of environments in use, by their number and the wall time |
-//! | `faster_than_batch` | by how much it is faster than `batch` |
+//! | `utilisation` | the time that completions and tools of all episodes take, by the number of environments and the wall time |
+//! | `faster_than_batch`, `faster_than_task` | by how much it is faster than these |
+//! | `most_faster_than_batch` | by how much any schedule could be faster than `batch`: its time by `least_seconds` |
 //! | `turns_per_s` | with `--path`: turns per second |
 //!
 //! Invariant: all schedules play the same episodes: the n-th has the same turns and times in each.
@@ -73,25 +75,42 @@ pub fn run(args: &EpisodesBenchArgs, out: &mut dyn Write) -> Result<(), Failure>
         };
         return writeln!(out, "{line}").map_err(write);
     }
-    if !args.json {
-        writeln!(out, "schedule   seconds  least  utilisation  faster than batch").map_err(write)?;
-    }
-    let mut batch_seconds = None;
+    let mut played = Vec::new();
     for schedule in [Schedule::Batch, Schedule::Task, Schedule::Rollout] {
-        let played = play(args, schedule, runtime.handle())?;
-        let faster = *batch_seconds.get_or_insert(played.seconds) / played.seconds;
-        let (name, least) = (schedule.name(), args.least_seconds());
+        played.push((schedule, play(args, schedule, runtime.handle())?));
+    }
+    show(args, &played, out).map_err(write)
+}
+
+/// Writes what the schedules did, `batch` first and `task` second.
+fn show(
+    args: &EpisodesBenchArgs,
+    played: &[(Schedule, PlayedSchedule)],
+    out: &mut dyn Write,
+) -> std::io::Result<()> {
+    let seconds_of = |n: usize| played.get(n).map_or(f64::NAN, |(_, played)| played.seconds);
+    let (batch, task, least) = (seconds_of(0), seconds_of(1), args.least_seconds());
+    if !args.json {
+        writeln!(out, "schedule   seconds  least  utilisation  faster than batch  at most  than task")?;
+    }
+    for (schedule, PlayedSchedule { seconds, turns }) in played {
+        let name = schedule.name();
+        let used = args.work_seconds() / (seconds * args.environments as f64);
+        let (than_batch, than_task, most) = (batch / seconds, task / seconds, batch / least);
         if args.json {
             let row = json!({
                 "measure": "episodes", "schedule": name, "episodes": args.groups * args.group,
-                "turns": played.turns, "seconds": played.seconds, "least_seconds": least,
-                "utilisation": played.utilisation, "faster_than_batch": faster,
+                "turns": turns, "seconds": seconds, "least_seconds": least, "utilisation": used,
+                "faster_than_batch": than_batch, "faster_than_task": than_task,
+                "most_faster_than_batch": most,
             });
-            writeln!(out, "{row}").map_err(write)?;
+            writeln!(out, "{row}")?;
         } else {
-            let (seconds, used) = (played.seconds, 100.0 * played.utilisation);
-            writeln!(out, "{name:<9} {seconds:>8.2} {least:>6.2} {used:>10.0} % {faster:>18.2}")
-                .map_err(write)?;
+            let percent = 100.0 * used;
+            writeln!(
+                out,
+                "{name:<9} {seconds:>8.2} {least:>6.2} {percent:>10.1} % {than_batch:>18.2} {most:>8.2} {than_task:>10.2}"
+            )?;
         }
     }
     Ok(())
@@ -131,7 +150,6 @@ impl Schedule {
 struct PlayedSchedule {
     seconds: f64,
     turns: u64,
-    utilisation: f64,
 }
 
 /// Episodes in processes of Python, each answered `args.action` at once.
@@ -166,13 +184,10 @@ fn play(args: &EpisodesBenchArgs, schedule: Schedule, runtime: &Handle) -> Resul
         args: args.clone(),
         free: Arc::new(Semaphore::new(args.environments)),
         made: AtomicU64::new(0),
-        used_micros: AtomicU64::new(0),
     });
-    let factory = Arc::new(SimulatedEnvironments { pool: Arc::clone(&pool) });
+    let factory = Arc::new(SimulatedEnvironments { pool });
     let completion = Duration::from_secs_f64(args.completion_ms / 1e3);
-    let played = play_in(args, schedule, factory, completion, runtime)?;
-    let used = pool.used_micros.load(Ordering::Relaxed) as f64 / 1e6;
-    Ok(PlayedSchedule { utilisation: used / (played.seconds * args.environments as f64), ..played })
+    play_in(args, schedule, factory, completion, runtime)
 }
 
 fn play_in(
@@ -210,7 +225,7 @@ fn play_in(
         }
         open.retain(|(_, left)| *left > 0);
     }
-    Ok(PlayedSchedule { seconds: started.elapsed().as_secs_f64(), turns, utilisation: 0.0 })
+    Ok(PlayedSchedule { seconds: started.elapsed().as_secs_f64(), turns })
 }
 
 fn request(group: u64, samples: usize) -> SampleRequest {
@@ -252,14 +267,22 @@ impl EpisodesBenchArgs {
         Duration::from_secs_f64(self.tool_ms / 1e3 * (self.tool_sigma * normal).exp())
     }
 
+    /// What the completions and tools of each episode take, seconds.
+    fn each_seconds(&self) -> impl Iterator<Item = f64> {
+        let completion = self.completion_ms / 1e3;
+        (0..(self.groups * self.group) as u64).map(move |n| {
+            (0..self.turns(n)).map(|turn| completion + self.tool_time(n, turn).as_secs_f64()).sum()
+        })
+    }
+
+    /// The same of all episodes.
+    fn work_seconds(&self) -> f64 {
+        self.each_seconds().sum()
+    }
+
     /// The least wall time of any schedule.
     fn least_seconds(&self) -> f64 {
-        let completion = self.completion_ms / 1e3;
-        let seconds = |n: u64| -> f64 {
-            (0..self.turns(n)).map(|turn| completion + self.tool_time(n, turn).as_secs_f64()).sum()
-        };
-        let all: Vec<f64> = (0..(self.groups * self.group) as u64).map(seconds).collect();
-        all.iter().copied().fold(all.iter().sum::<f64>() / self.environments as f64, f64::max)
+        self.each_seconds().fold(self.work_seconds() / self.environments as f64, f64::max)
     }
 }
 
@@ -269,7 +292,6 @@ struct SimulatedPool {
     args: EpisodesBenchArgs,
     free: Arc<Semaphore>,
     made: AtomicU64,
-    used_micros: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -282,8 +304,8 @@ struct SimulatedEnvironments {
 struct SimulatedEnvironment {
     pool: Arc<SimulatedPool>,
     episode: u64,
-    /// What it occupies, and since when; `None` while it waits.
-    occupied: Option<(OwnedSemaphorePermit, Instant)>,
+    /// What it occupies until it is dropped; `None` while it waits.
+    occupied: Option<OwnedSemaphorePermit>,
 }
 
 impl EnvironmentFactory for SimulatedEnvironments {
@@ -302,12 +324,15 @@ impl EnvironmentFactory for SimulatedEnvironments {
 }
 
 impl Environment for SimulatedEnvironment {
-    fn reset<'a>(&'a mut self, _: &'a Task) -> BoxFuture<'a, Result<Vec<Message>, EnvironmentError>> {
+    fn acquire<'a>(&'a mut self, _: &'a Task) -> BoxFuture<'a, Result<(), EnvironmentError>> {
         Box::pin(async {
-            let permit = Arc::clone(&self.pool.free).acquire_owned().await;
-            self.occupied = permit.ok().map(|permit| (permit, Instant::now()));
-            Ok(Vec::new())
+            self.occupied = Arc::clone(&self.pool.free).acquire_owned().await.ok();
+            Ok(())
         })
+    }
+
+    fn reset<'a>(&'a mut self, _: &'a Task) -> BoxFuture<'a, Result<Vec<Message>, EnvironmentError>> {
+        Box::pin(std::future::ready(Ok(Vec::new())))
     }
 
     fn step<'a>(&'a mut self, action: Action<'a>) -> BoxFuture<'a, Result<Observation, EnvironmentError>> {
@@ -316,14 +341,6 @@ impl Environment for SimulatedEnvironment {
             let done = action.turn + 1 >= self.pool.args.turns(self.episode);
             Ok(Observation { done, ..Observation::default() })
         })
-    }
-}
-
-impl Drop for SimulatedEnvironment {
-    fn drop(&mut self) {
-        if let Some((_, since)) = &self.occupied {
-            self.pool.used_micros.fetch_add(since.elapsed().as_micros() as u64, Ordering::Relaxed);
-        }
     }
 }
 

@@ -8,6 +8,7 @@
 //! - [`generate`], [`train`], [`steps`], [`ops`]: sampling, training, the whole loop, single operations
 //! - [`mod@buffer`]: a served buffer
 //! - [`episodes`]: use of environments under three schedules
+//! - [`turns`]: a turn of an episode after the turns before it
 //! - [`mod@weights`]: publishing new weights, against the speed of a copy
 //!
 //! Invariant: nothing here computes. The timed code is the code that a run executes.
@@ -29,6 +30,7 @@ pub mod ops;
 pub mod steps;
 pub mod suite;
 pub mod train;
+pub mod turns;
 pub mod weights;
 
 use std::process::ExitCode;
