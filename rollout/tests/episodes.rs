@@ -325,7 +325,7 @@ fn a_slow_environment_delays_no_other_episode() {
         let [first, second] = &episode.turns[..] else { panic!("{episode:?}") };
         assert_eq!((first.reward, second.reward), (Some(0.0), Some(1.0)));
         let between = &episode.token_ids()[first.completion.end..second.completion.start];
-        assert_eq!(directory.tokenizer().decode(between).unwrap(), "and");
+        assert_eq!(directory.tokenizer().decode(between).unwrap(), "and\n");
     }
     assert!(done.count() > 0);
 }
