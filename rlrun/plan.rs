@@ -135,8 +135,9 @@ fn longest_sequence(recipe: &Recipe) -> u64 {
     match recipe.environment {
         // The context of the model may be shorter.
         Some(_) => recipe.episode_tokens(usize::MAX) as u64,
-        None => (recipe.data.max_prompt_length as u64)
-            .saturating_add(recipe.rollout.max_completion_length as u64),
+        None => {
+            (recipe.data.max_prompt_length as u64).saturating_add(recipe.rollout.max_completion_length as u64)
+        }
     }
 }
 

@@ -238,7 +238,8 @@ impl Prepared {
             ([], Some(_)) => Some(Arc::new(RewardSet::none())),
             _ => Some(Arc::new(runtime.rewards(recipe, directory, &pool, &budget, scratch)?)),
         };
-        let (train, episodes) = (Arc::new(train), acting.episodes(recipe.episode_tokens(context), recipe.wait()));
+        let (train, episodes) =
+            (Arc::new(train), acting.episodes(recipe.episode_tokens(context), recipe.wait()));
         Ok(Self { train, eval, sets, notes: acting.notes(), episodes, rewards, pool, budget })
     }
 

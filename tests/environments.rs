@@ -199,7 +199,10 @@ fn failures_of_an_environment_are_counted_by_kind() {
     }
     home.write("tasks.jsonl", TASKS);
     let raises = "        if 'e' in text or 'o' in text:\n            raise ValueError(text)\n";
-    home.write("letters.py", LETTERS.replace("        self.left -= 1\n", &format!("{raises}        self.left -= 1\n")));
+    home.write(
+        "letters.py",
+        LETTERS.replace("        self.left -= 1\n", &format!("{raises}        self.left -= 1\n")),
+    );
     home.write("played.toml", PLAYED);
     home.rlrun(&["played.toml", "--run-dir", "run"]).ok();
     let run = home.run("run");
@@ -337,7 +340,8 @@ fn a_game_against_itself_trains_both_roles_and_is_evaluated_against_others() {
     assert_eq!(run.steps().len(), 6);
     let played = home.rlrun(&["generate", "run", "7"]).ok().stdout;
     assert!(played.contains("[x] ") && played.contains("[o] ") && played.contains("ended by "), "{played}");
-    let chat = home.rlrun_reading("3\n7\n", &["generate", "run", "--interactive", "--temperature", "0"]).ok().stdout;
+    let chat =
+        home.rlrun_reading("3\n7\n", &["generate", "run", "--interactive", "--temperature", "0"]).ok().stdout;
     let (games, rest) = chat.rsplit_once("> ").unwrap();
     let games: Vec<&str> = games.split("> [x] ").skip(1).collect();
     assert!(rest.is_empty() && games.len() == 2, "{chat}");

@@ -121,8 +121,9 @@ fn methods_of_an_environment_of_trl_are_tools() {
 fn a_method_that_hangs_fails_its_episode_in_time() {
     let spec = EnvironmentSpec { tool_timeout_s: 1.0, ..spec("trl_hanging.py") };
     let Some(fixture) = fixture(&spec) else { return };
-    let wait =
-        |seconds: f64| format!("<tool_call>{}</tool_call>", json!({"name": "wait", "arguments": {"seconds": seconds}}));
+    let wait = |seconds: f64| {
+        format!("<tool_call>{}</tool_call>", json!({"name": "wait", "arguments": {"seconds": seconds}}))
+    };
     let (mut environment, _) = fixture.open(json!({}));
     assert_eq!(contents(&fixture.step(&mut *environment, 0, &wait(0.01)).unwrap()), ["done"]);
     let failed = fixture.step(&mut *environment, 1, &wait(1000.0)).unwrap_err().to_string();

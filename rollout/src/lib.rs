@@ -34,8 +34,7 @@ pub use engine::{
 };
 pub use episode::{
     ChatEncoder, ENVIRONMENT_COLUMN, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, EpisodeEnvironment,
-    EpisodeFailure, FailureKind,
-    MessageEncoder, ScriptedEpisode, play_script, named_by,
+    EpisodeFailure, FailureKind, MessageEncoder, ScriptedEpisode, named_by, play_script,
 };
 pub use error::RolloutError;
 pub use prompts::{Overlong, PromptSet};

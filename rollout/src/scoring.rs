@@ -294,7 +294,6 @@ pub(crate) fn unscored(episode: &Episode) -> Score {
         value: None,
         error: Some(reason.clone()),
         details: FailureKind::ALL.map(of_kind).into_iter().collect(),
-        ..Component::default()
     };
     Score { components: vec![failed], ..Score::default() }
 }

@@ -1,8 +1,8 @@
 //! Newer weights that come between two turns of an episode, under every `on_update`, in a whole rollout worker; and turns that are
 //! left out of the training.
 
-use std::sync::{Arc, Mutex};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use buffer::{Buffer, BufferConfig, Consumer, LeaseRequest, Producer};
@@ -14,8 +14,8 @@ use rewards::RewardSet;
 use rollout::scoring::Scorer;
 use rollout::tasks::TaskOrder;
 use rollout::{
-    AppliedWeights, Completion, Engine, EngineCounts, EpisodeConfig, EpisodeDriver, EpisodeEnd, LocalSampler, OnUpdate, PromptSet, RolloutError, SampleRequest,
-    Sampler, Worker, WorkerConfig,
+    AppliedWeights, Completion, Engine, EngineCounts, EpisodeConfig, EpisodeDriver, EpisodeEnd, LocalSampler,
+    OnUpdate, PromptSet, RolloutError, SampleRequest, Sampler, Worker, WorkerConfig,
 };
 use trajectory::{GroupId, Message, PolicyVersion, Task, Trajectory};
 
@@ -126,8 +126,13 @@ impl Sampler for Updating {
 }
 
 /// The first group of a worker, and what its engine had done when the group was complete.
-fn first_group(model: &Model, directory: &Arc<ModelDirectory>, on_update: OnUpdate) -> (Vec<Trajectory>, EngineCounts) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
+fn first_group(
+    model: &Model,
+    directory: &Arc<ModelDirectory>,
+    on_update: OnUpdate,
+) -> (Vec<Trajectory>, EngineCounts) {
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
     let buffer = Arc::new(Buffer::in_memory(BufferConfig::new(1, 1)).unwrap());
     // The trainer is ahead: it has published what the engine gets between the turns.
     buffer.set_version(NEWER, false).unwrap();
@@ -204,7 +209,9 @@ fn weights_that_come_between_two_turns() {
             // The keys and values of the first turn are those of the old weights.
             OnUpdate::Keep => assert!(as_of_a_whole_pass == 0 && counts.reused_tokens > 0, "{counts:?}"),
             OnUpdate::Recompute => assert_eq!((as_of_a_whole_pass, counts.reused_tokens), (two.len(), 0)),
-            OnUpdate::Drain => assert!(as_of_a_whole_pass == two.len() && counts.reused_tokens > 0, "{counts:?}"),
+            OnUpdate::Drain => {
+                assert!(as_of_a_whole_pass == two.len() && counts.reused_tokens > 0, "{counts:?}")
+            }
         }
     }
 }
@@ -228,9 +235,13 @@ impl Environment for MasksOthers {
         Box::pin(std::future::ready(Ok(Vec::new())))
     }
 
-    fn step<'a>(&'a mut self, Action { turn, .. }: Action<'a>) -> BoxFuture<'a, Result<Observation, EnvironmentError>> {
+    fn step<'a>(
+        &'a mut self,
+        Action { turn, .. }: Action<'a>,
+    ) -> BoxFuture<'a, Result<Observation, EnvironmentError>> {
         let messages = vec![said("again")];
-        let observation = Observation { messages, masked: turn != 1, done: turn == 3, ..Observation::default() };
+        let observation =
+            Observation { messages, masked: turn != 1, done: turn == 3, ..Observation::default() };
         Box::pin(std::future::ready(Ok(observation)))
     }
 }
@@ -297,10 +308,12 @@ impl Environment for Endless {
 #[test]
 fn a_group_may_be_given_fewer_turns() {
     let (model, directory) = chatting_of(Model::with_context(crate::roles::TOKENS));
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
     let endless = Endless::default();
     let last = Arc::clone(&endless.last);
-    let config = EpisodeConfig { max_tokens: crate::roles::TOKENS, ..played_in(&directory, Arc::new(endless)) };
+    let config =
+        EpisodeConfig { max_tokens: crate::roles::TOKENS, ..played_in(&directory, Arc::new(endless)) };
     let mut driver = EpisodeDriver::new(config, runtime.handle().clone());
     let mut sampler = LocalSampler::fixed(model.engine(crate::roles::LONG, &STOPS));
     let mut ended = Vec::new();

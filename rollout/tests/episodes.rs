@@ -28,7 +28,8 @@ const TEMPLATE: &str = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos
 pub(crate) const TRUNCATED: Sampling = Sampling { temperature: 0.8, top_p: 0.9, top_k: 12, min_p: 0.01 };
 
 /// Bounds for prompts that hold a first turn.
-pub(crate) const LONG: EngineConfig = EngineConfig { max_prompt_length: 100, max_episode_length: 128, ..CONFIG };
+pub(crate) const LONG: EngineConfig =
+    EngineConfig { max_prompt_length: 100, max_episode_length: 128, ..CONFIG };
 
 fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()

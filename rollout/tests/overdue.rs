@@ -9,8 +9,8 @@ use environments::{
 };
 use model::Sampling;
 use rollout::{
-    AppliedWeights, Completion, EngineCounts, Episode, EpisodeDriver, EpisodeEnd, FailureKind, LocalSampler, OnUpdate,
-    RolloutError, SampleRequest, Sampler,
+    AppliedWeights, Completion, EngineCounts, Episode, EpisodeDriver, EpisodeEnd, FailureKind, LocalSampler,
+    OnUpdate, RolloutError, SampleRequest, Sampler,
 };
 use tokio::runtime::Runtime;
 use trajectory::{GroupId, Message, PolicyVersion, Prompt, StopReason, Task, TaskId, VersionRun};

@@ -11,9 +11,7 @@ use environments::{
 };
 use futures_util::{SinkExt, StreamExt};
 use model::Sampling;
-use rollout::{
-    Episode, EpisodeConfig, EpisodeEnd, EpisodeFailure, FailureKind, LocalSampler, Sampler,
-};
+use rollout::{Episode, EpisodeConfig, EpisodeEnd, EpisodeFailure, FailureKind, LocalSampler, Sampler};
 use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};

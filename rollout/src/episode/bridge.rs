@@ -6,8 +6,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use model::{ChatTemplate, ModelDirectory};
 use model::tokenizer::SpecialTokens;
+use model::{ChatTemplate, ModelDirectory};
 use trajectory::{Message, Prompt, Task};
 
 use crate::RolloutError;

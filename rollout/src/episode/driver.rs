@@ -395,7 +395,9 @@ impl EpisodeDriver {
             self.open.iter().filter(|(_, open)| open.is_overdue(now)).map(|(key, _)| *key).collect();
         for key in overdue {
             self.leave(key);
-            let (Some(open), Some(group)) = (self.open.get(&key), self.groups.get(&key.group)) else { continue };
+            let (Some(open), Some(group)) = (self.open.get(&key), self.groups.get(&key.group)) else {
+                continue;
+            };
             let error = EnvironmentError::EpisodeTooLong {
                 environment: open.streams.environment().factory.name().to_owned(),
                 turn: open.streams.turn(),

@@ -67,7 +67,8 @@ pub fn play_script(
         };
         let mut spoken = directory.tokenizer().encode(&text, SpecialTokens::Omit)?;
         spoken.extend(directory.stop_token_ids().first());
-        let EndedTurn { turn, role, text, stop, last } = streams.completed(completion(&prompt, &spoken, text));
+        let EndedTurn { turn, role, text, stop, last } =
+            streams.completed(completion(&prompt, &spoken, text));
         let action = Action { turn, role, text: &text, stop, last };
         let observation = match runtime.block_on(played_in.in_time(turn, environment.step(action))) {
             Ok(observation) => streams.observed(task, observation, config.max_tokens)?,

@@ -149,7 +149,8 @@ impl McpHttpServer {
 
     /// The messages of `body`, whose content type is `kind`.
     fn messages(&self, kind: &str, body: &str) -> Result<Vec<Value>, String> {
-        let answers = if kind.starts_with("text/event-stream") { events(body) } else { vec![body.to_owned()] };
+        let answers =
+            if kind.starts_with("text/event-stream") { events(body) } else { vec![body.to_owned()] };
         let read = |text: &String| {
             serde_json::from_str(text).map_err(|error| format!("it sent no message: {error}"))
         };
