@@ -135,7 +135,7 @@ mod tests {
             version: PolicyVersion(3),
             passes: 1,
             trajectories: 4,
-            longest_success: Some(2),
+            success_turns: Some(2),
         }
     }
 

@@ -258,5 +258,5 @@ fn turns_are_limited_by_the_successes_of_a_task() {
     let limited = run.values("curation/turn_limited");
     assert!(limited.iter().sum::<f64>() > 0.0, "{limited:?}");
     let history = std::fs::read_to_string(run.path.join("curation.jsonl")).unwrap();
-    assert!(history.contains("\"longest_success\":1"), "{history}");
+    assert!(history.contains("\"success_turns\":1"), "{history}");
 }

@@ -198,12 +198,14 @@ fn failures_of_an_environment_are_counted_by_kind() {
         return;
     }
     home.write("tasks.jsonl", TASKS);
-    let raises = "        if 'e' in text or 'o' in text:\n            raise ValueError(text)\n";
+    let raises = "        if text:\n            raise ValueError(text)\n";
     home.write(
         "letters.py",
         LETTERS.replace("        self.left -= 1\n", &format!("{raises}        self.left -= 1\n")),
     );
-    home.write("played.toml", PLAYED);
+    // Completions of the random model end soon at one of these.
+    let stops = "max_completion_length = 4\nstop = [\"a\", \"e\", \"i\", \"o\", \"n\", \"r\", \"s\", \"t\", \"1\", \"3\", \"5\", \"7\"]";
+    home.write("played.toml", PLAYED.replace("max_completion_length = 4", stops));
     home.rlrun(&["played.toml", "--run-dir", "run"]).ok();
     let run = home.run("run");
     let failed = run.values("environment/failed");
@@ -348,7 +350,7 @@ fn a_game_against_itself_trains_both_roles_and_is_evaluated_against_others() {
     for (game, task) in games.iter().zip(["3", "7"]) {
         assert!(game.contains("[o] "), "{chat}");
         let alone = home.rlrun(&["generate", "run", task, "--temperature", "0"]).ok().stdout;
-        assert_eq!(format!("[x] {}", game.trim()), alone.trim(), "each line is an episode of its own");
+        assert_eq!(format!("[x] {}", game.trim_end()), alone.trim_end(), "each line is an episode of its own");
     }
 }
 

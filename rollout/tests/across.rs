@@ -274,7 +274,7 @@ fn a_masked_turn_leaves_the_kept_sets_of_other_turns_in_their_places() {
     assert!(whole > 3, "{whole} episodes have four turns");
 }
 
-/// Says which turns it was told to be the last ones.
+/// Keeps which turns were said to be the last ones.
 #[derive(Clone, Debug, Default)]
 struct Endless {
     last: Arc<Mutex<Vec<usize>>>,

@@ -1,5 +1,5 @@
-//! Groups with more episodes than there are environments at a time: nobody waits for an environment that a waiting episode of
-//! the same group holds.
+//! Groups with more episodes than there are environments at a time: no episode waits for an environment that a waiting one of
+//! its group occupies.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -34,7 +34,7 @@ struct Scarce {
 struct ScarceEpisode {
     scarce: Scarce,
     /// What it occupies until it is dropped.
-    held: Option<OwnedSemaphorePermit>,
+    owned: Option<OwnedSemaphorePermit>,
 }
 
 impl EnvironmentFactory for Scarce {
@@ -47,14 +47,14 @@ impl EnvironmentFactory for Scarce {
     }
 
     fn create(&self) -> Box<dyn Environment> {
-        Box::new(ScarceEpisode { scarce: self.clone(), held: None })
+        Box::new(ScarceEpisode { scarce: self.clone(), owned: None })
     }
 }
 
 impl Environment for ScarceEpisode {
     fn acquire<'a>(&'a mut self, _: &'a Task) -> BoxFuture<'a, Result<(), EnvironmentError>> {
         Box::pin(async {
-            self.held = Arc::clone(&self.scarce.free).acquire_owned().await.ok();
+            self.owned = Arc::clone(&self.scarce.free).acquire_owned().await.ok();
             Ok(())
         })
     }
@@ -64,7 +64,7 @@ impl Environment for ScarceEpisode {
     }
 
     fn step<'a>(&'a mut self, _: Action<'a>) -> BoxFuture<'a, Result<Observation, EnvironmentError>> {
-        assert!(self.held.is_some(), "a turn in an environment that has not opened");
+        assert!(self.owned.is_some(), "a turn in an environment that has not opened");
         Box::pin(async {
             if !self.scarce.turn.is_zero() {
                 tokio::time::sleep(self.scarce.turn).await;

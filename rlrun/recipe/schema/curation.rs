@@ -48,8 +48,8 @@ pub struct CurationSection {
     /// For `shrink_above`: group size of a task with pass rate 1.
     // resume = changes, worker = ignored
     pub min_group_size: usize,
-    /// Turns that an episode may have beyond those of the longest correct episode of its task (DART); as many as the environment
-    /// allows if not given, and for a task without a correct one.
+    /// Turns that an episode may have beyond those of the longest correct episode of its task (DART). If not given, and for a task
+    /// without a correct one, the limit is that of the environment.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub turn_margin: Option<usize>,

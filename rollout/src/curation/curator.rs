@@ -19,7 +19,7 @@ pub enum Decision {
     Start {
         /// Completions of it.
         group_size: usize,
-        /// Most turns of an episode of it; `None`: as many as its environment allows.
+        /// Most turns of an episode of it; `None`: the limit of its environment.
         max_turns: Option<usize>,
     },
     /// Go on to the next place.
@@ -154,7 +154,7 @@ impl Curator {
             _ => whole,
         };
         self.counts.shrunk += u64::from(group_size < whole);
-        let longest = known.and_then(|known| known.longest_success);
+        let longest = known.and_then(|known| known.success_turns);
         let max_turns = self.config.turn_margin.and_then(|margin| turns::most(longest?, margin));
         self.counts.turn_limited += u64::from(max_turns.is_some());
         self.pending.insert(group);

@@ -26,7 +26,7 @@ pub struct TaskOutcome {
     pub trajectories: u64,
     /// Turns of the longest episode that passed, those of all roles; `None` if none passed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub longest_success: Option<u64>,
+    pub success_turns: Option<u64>,
 }
 
 impl TaskOutcome {
@@ -37,8 +37,8 @@ impl TaskOutcome {
         let trajectories = scored().count() as u64;
         let passes = scored().filter(|trajectory| passed(trajectory)).count() as u64;
         let version = group.oldest_version().filter(|_| trajectories > 0)?;
-        let longest_success = scored().filter(|trajectory| passed(trajectory)).map(turns).max();
-        Some(Self { task: group.task.id, group: group.id, version, passes, trajectories, longest_success })
+        let success_turns = scored().filter(|trajectory| passed(trajectory)).map(turns).max();
+        Some(Self { task: group.task.id, group: group.id, version, passes, trajectories, success_turns })
     }
 }
 
@@ -63,9 +63,9 @@ pub(super) struct TaskHistory {
     pub(super) passes: u64,
     pub(super) trajectories: u64,
     /// The largest of all outcomes.
-    pub(super) longest_success: Option<u64>,
+    pub(super) success_turns: Option<u64>,
     /// The same without the newest.
-    longest_before: Option<u64>,
+    success_turns_before: Option<u64>,
 }
 
 impl TaskHistory {
@@ -86,8 +86,8 @@ impl TaskHistory {
             before: None,
             passes: self.passes - passes,
             trajectories: self.trajectories - trajectories,
-            longest_success: self.longest_before,
-            longest_before: None,
+            success_turns: self.success_turns_before,
+            success_turns_before: None,
         })
     }
 }
@@ -124,28 +124,28 @@ impl History {
             Some(known) => {
                 known.passes += outcome.passes;
                 known.trajectories += outcome.trajectories;
-                let longest = known.longest_success;
-                known.longest_success = longest.max(outcome.longest_success);
+                let longest = known.success_turns;
+                known.success_turns = longest.max(outcome.success_turns);
                 if order(outcome) > order(&known.newest) {
-                    known.longest_before = longest;
+                    known.success_turns_before = longest;
                     known.before = Some(std::mem::replace(&mut known.newest, *outcome));
                     return;
                 }
-                known.longest_before = known.longest_before.max(outcome.longest_success);
+                known.success_turns_before = known.success_turns_before.max(outcome.success_turns);
                 if known.before.is_none_or(|before| order(outcome) > order(&before)) {
                     known.before = Some(*outcome);
                 }
             }
             None => {
-                let TaskOutcome { passes, trajectories, longest_success, .. } = *outcome;
+                let TaskOutcome { passes, trajectories, success_turns, .. } = *outcome;
                 let newest = *outcome;
                 *task = Some(TaskHistory {
                     newest,
                     before: None,
                     passes,
                     trajectories,
-                    longest_success,
-                    longest_before: None,
+                    success_turns,
+                    success_turns_before: None,
                 });
             }
         }

@@ -56,7 +56,8 @@ pub struct CurationConfig {
     pub hard: Option<DifficultyPool>,
     /// Groups of tasks that mostly succeed are smaller.
     pub shrink: Option<Shrink>,
-    /// An episode has at most so many turns more than the longest success of its task; `None`: as many as its environment allows.
+    /// An episode has at most so many turns more than the longest success of its task; `None`: the limit of its
+    /// environment.
     pub turn_margin: Option<usize>,
     /// Whether one trajectory of a group that failed entirely gives way to a stored success of its task.
     pub success_pool: bool,

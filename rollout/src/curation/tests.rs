@@ -63,8 +63,8 @@ fn group(id: u64, task: u64, version: u64, rewards: &[f64]) -> Group {
 
 fn outcome(task: u64, group: u64, passes: u64, trajectories: u64) -> TaskOutcome {
     let version = PolicyVersion(group / 4);
-    let longest_success = (passes > 0).then_some(1 + group % 5);
-    TaskOutcome { task: TaskId(task), group: GroupId(group), version, passes, trajectories, longest_success }
+    let success_turns = (passes > 0).then_some(1 + group % 5);
+    TaskOutcome { task: TaskId(task), group: GroupId(group), version, passes, trajectories, success_turns }
 }
 
 fn start(curator: &mut Curator, id: u64, task: u64) -> Option<usize> {
@@ -339,7 +339,7 @@ fn a_success_of_a_role_takes_the_place_of_that_role() {
 
 /// The limit on the turns of a task follows its longest success, in this process or one before it.
 #[test]
-fn an_episode_has_a_margin_over_the_longest_success_of_its_task() {
+fn an_episode_has_a_margin_over_the_success_turns_of_its_task() {
     let mut curator = curator(CurationConfig { turn_margin: Some(2), ..OFF });
     let most = |curator: &mut Curator, id: u64| match curator.decide(GroupId(id), TaskId(3)) {
         Decision::Start { max_turns, .. } => max_turns,
@@ -358,11 +358,11 @@ fn an_episode_has_a_margin_over_the_longest_success_of_its_task() {
         ..Component::default()
     });
     let outcome = curator.settle(&mut passed).outcome.unwrap();
-    assert_eq!((outcome.longest_success, most(&mut curator, 2)), (Some(4), Some(6)));
+    assert_eq!((outcome.success_turns, most(&mut curator, 2)), (Some(4), Some(6)));
     curator.settle(&mut group(2, 3, 1, &[1.0]));
     assert_eq!(most(&mut curator, 3), Some(6), "a short success lowers nothing");
     assert_eq!(curator.counts().turn_limited, 2);
     // A line of the history without it is one of an earlier version.
     let line = r#"{"task":3,"group":9,"version":1,"passes":1,"trajectories":2}"#;
-    assert_eq!(serde_json::from_str::<TaskOutcome>(line).unwrap().longest_success, None);
+    assert_eq!(serde_json::from_str::<TaskOutcome>(line).unwrap().success_turns, None);
 }

@@ -22,7 +22,7 @@ const END_DEADLINE: Duration = Duration::from_secs(5);
 const CONNECTIONS: usize = 16;
 /// Messages that were received and are not read yet. The requests whose answers have no place wait.
 const UNREAD: usize = 64;
-/// Code of an error that is told in place of an answer, among those that JSON-RPC leaves to implementations.
+/// Code of an error in place of an answer, among those that JSON-RPC leaves to implementations.
 const NO_ANSWER: i32 = -32000;
 
 /// A server, and the session with it.
@@ -164,7 +164,7 @@ impl McpHttpServer {
     }
 
     /// Posts a message; what the session receives in answer to it.
-    fn answers(&self, message: &Value) -> Vec<Received> {
+    fn answers(&self, message: &Value) -> Vec<McpReceived> {
         let failure = match self.post(message.to_string().as_bytes()) {
             Ok(answers) => {
                 let read = answers.into_iter().map(|answer| serde_json::from_value(answer).map(Some));
@@ -177,7 +177,7 @@ impl McpHttpServer {
         };
         // A notification is not answered.
         let request = message.get("method").and(message.get("id"));
-        let (reason, told) = match (failure, request) {
+        let (reason, received) = match (failure, request) {
             (PostFailure::Request(_), None) => return Vec::new(),
             (PostFailure::Request(reason), Some(id)) => {
                 let error = json!({"code": NO_ANSWER, "message": reason});
@@ -186,10 +186,10 @@ impl McpHttpServer {
             }
             (PostFailure::Session(reason), _) => (reason, None),
         };
-        if told.is_none() {
+        if received.is_none() {
             self.session().failure = Some(reason);
         }
-        vec![told]
+        vec![received]
     }
 
     /// Ends the session, if the server has one.
@@ -221,15 +221,15 @@ fn events(stream: &str) -> Vec<String> {
 }
 
 /// A message of the server; `None` ends the session.
-type Received = Option<RxJsonRpcMessage<RoleClient>>;
+type McpReceived = Option<RxJsonRpcMessage<RoleClient>>;
 
 /// The messages of a session.
 #[derive(Debug)]
 pub(super) struct McpHttpTransport {
     server: Arc<McpHttpServer>,
-    sender: Sender<Received>,
+    sender: Sender<McpReceived>,
     /// From the requests, each of which has a thread while it waits.
-    answers: Receiver<Received>,
+    answers: Receiver<McpReceived>,
 }
 
 impl Transport<RoleClient> for McpHttpTransport {
