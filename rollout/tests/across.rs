@@ -208,7 +208,7 @@ fn weights_that_come_between_two_turns() {
         match on_update {
             // The keys and values of the first turn are those of the old weights.
             OnUpdate::Keep => assert!(as_of_a_whole_pass == 0 && counts.reused_tokens > 0, "{counts:?}"),
-            OnUpdate::Recompute => assert_eq!((as_of_a_whole_pass, counts.reused_tokens), (two.len(), 0)),
+            OnUpdate::Recompute => assert_eq!(as_of_a_whole_pass, two.len()),
             OnUpdate::Drain => {
                 assert!(as_of_a_whole_pass == two.len() && counts.reused_tokens > 0, "{counts:?}")
             }
