@@ -350,7 +350,11 @@ fn a_game_against_itself_trains_both_roles_and_is_evaluated_against_others() {
     for (game, task) in games.iter().zip(["3", "7"]) {
         assert!(game.contains("[o] "), "{chat}");
         let alone = home.rlrun(&["generate", "run", task, "--temperature", "0"]).ok().stdout;
-        assert_eq!(format!("[x] {}", game.trim_end()), alone.trim_end(), "each line is an episode of its own");
+        assert_eq!(
+            format!("[x] {}", game.trim_end()),
+            alone.trim_end(),
+            "each line is an episode of its own"
+        );
     }
 }
 
