@@ -106,6 +106,12 @@ impl schema::AlgorithmSection {
             without_effect.push("demonstration_column");
         }
         algorithm.aggregation = *self.loss_agg.get_or_insert(algorithm.aggregation);
+        self.apply_kl(algorithm, &mut without_effect);
+        algorithm.entropy_coef = self.entropy_coef;
+        without_effect
+    }
+
+    fn apply_kl(&mut self, algorithm: &mut Algorithm, without_effect: &mut Vec<&'static str>) {
         algorithm.kl.coef = self.kl_coef;
         if self.kl_coef == 0.0 {
             without_effect.extend(self.kl_estimator.map(|_| "kl_estimator"));
@@ -117,8 +123,6 @@ impl schema::AlgorithmSection {
                 && !matches!(algorithm.loss, PolicyLoss::TrajectoryBalance { .. });
             without_effect.extend((algorithm.kl.in_reward() && !charged).then_some("kl_in"));
         }
-        algorithm.entropy_coef = self.entropy_coef;
-        without_effect
     }
 
     fn apply_dual_clip(&mut self, algorithm: &mut Algorithm, without_effect: &mut Vec<&'static str>) {

@@ -407,9 +407,8 @@ fn only_computes(environment: &Table) -> bool {
         table.get("kind").is_none_or(|kind| kind.as_str().is_some_and(|kind| KINDS.contains(&kind)))
     };
     let named = environment.get("named").and_then(Value::as_table);
-    let all_named = named.is_none_or(|named| {
-        named.values().all(|value| value.as_table().is_some_and(|table| computes(table)))
-    });
+    let all_named =
+        named.is_none_or(|named| named.values().all(|value| value.as_table().is_some_and(&computes)));
     environment.contains_key("kind") && computes(environment) && all_named
 }
 
