@@ -270,7 +270,7 @@ impl EpisodesBenchArgs {
     /// What the completions and tools of each episode take, seconds.
     fn each_seconds(&self) -> impl Iterator<Item = f64> {
         let completion = self.completion_ms / 1e3;
-        (0..(self.groups * self.group) as u64).map(move |n| {
+        (0..(self.groups * self.group) as u64).map(move |n: u64| -> f64 {
             (0..self.turns(n)).map(|turn| completion + self.tool_time(n, turn).as_secs_f64()).sum()
         })
     }
