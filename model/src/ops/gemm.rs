@@ -170,8 +170,8 @@ struct PackedPanel<'a> {
     values: &'a [f32],
     /// Its padded width.
     padded: usize,
-    /// The start of the next panel, for prefetching.
-    next: *const f32,
+    /// The start of the next panel, for prefetching; `None` for a panel that was packed just now, which is in a cache.
+    next: Option<*const f32>,
 }
 
 impl Right<'_> {
@@ -198,7 +198,7 @@ impl<'a> Right<'a> {
         let at = panels.start + column * panels.inner;
         let panel = &panels.values[at + steps.start * padded..][..steps.len() * padded];
         let next = panels.values.as_ptr().wrapping_add(at + (panels.inner + steps.start) * NR);
-        PackedPanel { values: panel, padded, next }
+        PackedPanel { values: panel, padded, next: Some(next) }
     }
 }
 
@@ -362,7 +362,7 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
                         let padded = wide.next_multiple_of(STEP);
                         let panel = &mut buffer[..steps.len() * padded];
                         pack_block::<V>(matrix, steps.clone(), first, panel);
-                        PackedPanel { values: &*panel, padded, next: panel.as_ptr() }
+                        PackedPanel { values: &*panel, padded, next: None }
                     }
                 };
                 let mut row = rows.start;
@@ -387,7 +387,8 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
                             width,
                             fresh,
                             out_stride: out.row_stride,
-                            ahead: next.wrapping_add((row - rows.start) / R % (NR / LANES) * LANES),
+                            ahead: next
+                                .map(|next| next.wrapping_add((row - rows.start) / R % (NR / LANES) * LANES)),
                         };
                         let at = row * out.row_stride + first + sub;
                         let c = out.first.wrapping_add(at);

@@ -30,8 +30,9 @@ pub(super) struct TileShape {
     pub(super) fresh: bool,
     /// Distance of two rows of the result.
     pub(super) out_stride: usize,
-    /// Memory of the next panel: one cache line is prefetched per step, a panel's stride apart.
-    pub(super) ahead: *const f32,
+    /// Memory of the next panel: one cache line is prefetched per step, a panel's stride apart. `None` for a panel that is in a
+    /// cache already, where prefetches would only take load slots.
+    pub(super) ahead: Option<*const f32>,
 }
 
 #[inline(always)]
@@ -62,7 +63,7 @@ fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
     shape: TileShape,
     out: *mut f32,
 ) {
-    let TileShape { steps, stride, width, fresh, out_stride, ahead } = shape;
+    let TileShape { steps, stride, width, fresh, out_stride, .. } = shape;
     assert!((steps - 1) * stride + V::WIDTH * N <= b.len(), "the tile lies inside the panel");
     let mut sums = [[V::zero(); N]; H];
     if !fresh {
@@ -70,42 +71,73 @@ fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
             *sum = load_row(out.wrapping_add(r * out_stride), width);
         }
     }
-    match a {
-        TileRows::Strided(a, row_stride) => {
-            assert!((H - 1) * row_stride + steps <= a.len(), "the tile lies inside the left matrix");
-            let rows: [*const f32; H] = std::array::from_fn(|r| a[r * row_stride..].as_ptr());
-            let mut panel = b.as_ptr();
-            for k in 0..steps {
-                #[expect(unsafe_code, reason = "both ends were checked against the lengths above")]
-                unsafe {
-                    prefetch(panel.wrapping_add(PREFETCH_STEPS * stride), V::WIDTH * N);
-                    prefetch(ahead.wrapping_add(k * stride), 1);
-                    let b: [V; N] = std::array::from_fn(|n| V::load_at(panel.add(n * V::WIDTH)));
-                    for (sum, row) in sums.iter_mut().zip(rows) {
-                        let a = *row.add(k);
-                        for (sum, b) in sum.iter_mut().zip(b) {
-                            *sum = b.mul_add(a, *sum);
-                        }
-                    }
-                }
-                panel = panel.wrapping_add(stride);
-            }
-        }
-        TileRows::Packed(a) => {
-            for (k, a) in a.chunks_exact(R).take(steps).enumerate() {
-                #[expect(unsafe_code, reason = "the end was checked against the length above")]
-                let b: [V; N] =
-                    std::array::from_fn(|n| unsafe { V::load_at(b.as_ptr().add(k * stride + n * V::WIDTH)) });
-                for (sum, a) in sums.iter_mut().zip(a) {
-                    for (sum, b) in sum.iter_mut().zip(b) {
-                        *sum = b.mul_add(*a, *sum);
-                    }
-                }
-            }
-        }
+    // Whole panels, which nearly all are, have a stride that the compiler knows.
+    match (a, stride == NR) {
+        (TileRows::Strided(a, row_stride), true) => strided(&mut sums, a, row_stride, b, NR, shape),
+        (TileRows::Strided(a, row_stride), false) => strided(&mut sums, a, row_stride, b, stride, shape),
+        (TileRows::Packed(a), true) => packed::<V, N, H, R>(&mut sums, a, b, NR, steps),
+        (TileRows::Packed(a), false) => packed::<V, N, H, R>(&mut sums, a, b, stride, steps),
     }
     for (r, sum) in sums.into_iter().enumerate() {
         store_row(sum, out.wrapping_add(r * out_stride), width);
+    }
+}
+
+/// Adds the products of rows that lie `row_stride` apart.
+#[inline(always)]
+fn strided<V: Vector, const N: usize, const H: usize>(
+    sums: &mut [[V; N]; H],
+    a: &[f32],
+    row_stride: usize,
+    b: &[f32],
+    stride: usize,
+    shape: TileShape,
+) {
+    let TileShape { steps, ahead, .. } = shape;
+    assert!((H - 1) * row_stride + steps <= a.len(), "the tile lies inside the left matrix");
+    // Every third row has a pointer; the rows between are one and two strides further, which an address can express.
+    let mut thirds: [*const f32; 3] =
+        std::array::from_fn(|third| a.as_ptr().wrapping_add(3 * third * row_stride));
+    let mut panel = b.as_ptr();
+    for k in 0..steps {
+        #[expect(unsafe_code, reason = "both ends were checked against the lengths above")]
+        unsafe {
+            if let Some(ahead) = ahead {
+                prefetch(panel.wrapping_add(PREFETCH_STEPS * stride), V::WIDTH * N);
+                prefetch(ahead.wrapping_add(k * stride), 1);
+            }
+            let b: [V; N] = std::array::from_fn(|n| V::load_at(panel.add(n * V::WIDTH)));
+            for (r, sum) in sums.iter_mut().enumerate() {
+                let a = *thirds[r / 3].wrapping_add(r % 3 * row_stride);
+                for (sum, b) in sum.iter_mut().zip(b) {
+                    *sum = b.mul_add(a, *sum);
+                }
+            }
+        }
+        thirds = thirds.map(|row| row.wrapping_add(1));
+        panel = panel.wrapping_add(stride);
+    }
+}
+
+/// Adds the products of packed rows.
+#[inline(always)]
+fn packed<V: Vector, const N: usize, const H: usize, const R: usize>(
+    sums: &mut [[V; N]; H],
+    a: &[f32],
+    b: &[f32],
+    stride: usize,
+    steps: usize,
+) {
+    let mut panel = b.as_ptr();
+    for a in a.chunks_exact(R).take(steps) {
+        #[expect(unsafe_code, reason = "the end was checked against the length before")]
+        let b: [V; N] = std::array::from_fn(|n| unsafe { V::load_at(panel.add(n * V::WIDTH)) });
+        for (sum, a) in sums.iter_mut().zip(a) {
+            for (sum, b) in sum.iter_mut().zip(b) {
+                *sum = b.mul_add(*a, *sum);
+            }
+        }
+        panel = panel.wrapping_add(stride);
     }
 }
 
