@@ -73,18 +73,17 @@ fn compared(directory: &Path) -> Compared {
         for case in serde_json::from_str::<Vec<Case>>(&cases).unwrap() {
             let at = format!("{name}, {}", case.name);
             let model = ModelDirectory::open(&family).unwrap().with_tools(case.tools.clone());
-            check(&case, Arc::new(model), &at);
+            check(&case, &Arc::new(model), &at);
             let count = if case.kept { &mut compared.equal } else { &mut compared.changed };
             *count += 1;
-            println!("{at}: {}", if case.kept { "equal" } else { "the template changes past turns" });
         }
     }
     compared
 }
 
 /// Every step begins with all ids before it, and is that of transformers if the template has the prefix property.
-fn check(case: &Case, model: Arc<ModelDirectory>, at: &str) {
-    let encoder = ChatEncoder::new(Arc::clone(&model));
+fn check(case: &Case, model: &Arc<ModelDirectory>, at: &str) {
+    let encoder = ChatEncoder::new(Arc::clone(model));
     let first = task(case.steps[0].messages.clone());
     let mut ids = encoder.opening(&first, &[]).unwrap();
     assert_eq!(ids, case.steps[0].ids, "{at}: the first prompt");
