@@ -29,7 +29,7 @@ pub use explain::ExplainArgs;
 pub use fit::FitArgs;
 pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
-pub use serve::{KeepArgs, ServeBufferArgs, ServeCommand, ServeRewardArgs};
+pub use serve::{KeepArgs, ServeBufferArgs, ServeCommand, ServePolicyArgs, ServeRewardArgs};
 pub use worker::{
     AllowArgs, JoinArgs, LeadArgs, RewardWorkerArgs, RolloutArgs, TrainerWorkerArgs, WorkerCommand,
 };

@@ -1,6 +1,6 @@
 //! The commands of the program.
 //!
-//! - `train`: `run` and `resume`; `check`: `check` and `plan`; `eval`, `generate`, `export`
+//! - `train`: `run` and `resume`; `check`: `check` and `plan`; `eval`, `generate`, `export`; `policy`: `serve policy`
 //! - `checkpoint_paths`: the model or the checkpoint that an argument names
 //!
 //! Invariant: a command returns its text or one error with its exit status. Only output that grows while the user watches
@@ -11,6 +11,7 @@ mod checkpoint_paths;
 mod eval;
 mod export;
 mod generate;
+mod policy;
 mod train;
 
 use std::path::Path;
@@ -46,6 +47,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Resume(args) => train::resume(args, program),
         Command::Worker(command) => worker(command, program),
         Command::Serve(ServeCommand::Buffer(args)) => serve::buffer(args),
+        Command::Serve(ServeCommand::Policy(args)) => policy::serve(args, program),
         Command::Serve(ServeCommand::Reward(args)) => serve::reward(args, program),
         Command::Reward(RewardCommand::Grade(args)) => {
             reward::grade(args, program, std::io::stdin().lock(), &mut std::io::stdout())?;

@@ -32,6 +32,7 @@
 //! ```
 
 mod acting;
+mod agents;
 pub mod allocator;
 pub mod args;
 mod auxiliary_models;

@@ -14,7 +14,7 @@ use rollout::Progress;
 use serde_json::json;
 use trainer::StepReport;
 use trainer::report::ComponentStatistics;
-use trajectory::{Group, PolicyVersion, Turn};
+use trajectory::{Group, PolicyVersion, Sample, Turn};
 
 use crate::diagnosis::Diagnosis;
 use crate::evaluation::Evaluated;
@@ -381,6 +381,16 @@ fn readable_turn(turn: &Turn) -> serde_json::Value {
     json!({ "tokens": turn.completion.len(), "stop": turn.stop, "reward": turn.reward })
 }
 
+/// A branch of an episode as one JSON object.
+fn readable_branch((sample, turns): (&Sample, &[Turn])) -> serde_json::Value {
+    json!({
+        "tokens": sample.token_ids().len(),
+        "trained": sample.trained_tokens(),
+        "turns": turns.len(),
+        "versions": sample.versions(),
+    })
+}
+
 /// A group as one JSON object.
 fn readable(group: &Group) -> serde_json::Value {
     let trajectories: Vec<_> = group
@@ -392,11 +402,15 @@ fn readable(group: &Group) -> serde_json::Value {
                 "reward": trajectory.reward(),
                 "components": trajectory.score.components,
                 "tokens": trajectory.completion_tokens(),
-                "stop": trajectory.turns.last().map(|turn| turn.stop),
+                "stop": trajectory.all_turns().last().map(|turn| turn.stop),
                 "versions": trajectory.sample.versions(),
             });
-            if trajectory.turns.len() > 1 || trajectory.turns.iter().any(|turn| turn.reward.is_some()) {
-                shown["turns"] = trajectory.turns.iter().map(readable_turn).collect();
+            let several = trajectory.all_turns().nth(1).is_some();
+            if several || trajectory.all_turns().any(|turn| turn.reward.is_some()) {
+                shown["turns"] = trajectory.all_turns().map(readable_turn).collect();
+            }
+            if !trajectory.branches.is_empty() {
+                shown["branches"] = trajectory.rows().map(readable_branch).collect();
             }
             if trajectory.baseline {
                 shown["baseline"] = true.into();

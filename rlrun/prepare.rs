@@ -16,6 +16,7 @@ use trainer::lora::Adapter;
 use trajectory::{Prompt, Task};
 
 use crate::acting::Acting;
+use crate::agents::AgentEndpoint;
 use crate::evaluation::NamedSet;
 use crate::failure::Failure;
 use crate::program::Program;
@@ -128,6 +129,8 @@ pub struct Prepared {
     pub notes: Vec<String>,
     /// What an episode is played in.
     pub episodes: EpisodeConfig,
+    /// The endpoint of agents, if one is served.
+    pub(crate) agents: Option<AgentEndpoint>,
     /// The rewards; `None` where nothing is sampled, as for a reward model.
     pub rewards: Option<Arc<RewardSet>>,
     /// The cores that the sampler may use, and models that are colocated with it.
@@ -240,7 +243,25 @@ impl Prepared {
         };
         let (train, episodes) =
             (Arc::new(train), acting.episodes(recipe.episode_tokens(context), recipe.wait()));
-        Ok(Self { train, eval, sets, notes: acting.notes(), episodes, rewards, pool, budget })
+        Ok(Self { train, eval, sets, notes: acting.notes(), episodes, agents: None, rewards, pool, budget })
+    }
+
+    /// The same, with an endpoint for the agents of the recipe.
+    ///
+    /// # Errors
+    /// An address that cannot be opened.
+    pub(crate) fn serving_agents(
+        mut self,
+        recipe: &Recipe,
+        directory: &ModelDirectory,
+        runtime: &RewardRuntime,
+    ) -> Result<Self, Failure> {
+        let directory = Arc::new(recipe.opened(directory.path())?);
+        self.agents = AgentEndpoint::start(recipe, &directory, runtime.handle())?;
+        if let Some(agents) = &self.agents {
+            self.episodes = self.episodes.played_by(agents.player());
+        }
+        Ok(self)
     }
 
     /// Says what there is to train on.

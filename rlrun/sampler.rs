@@ -53,7 +53,11 @@ impl SamplerSetup<'_> {
             .speculating(self.recipe.rollout.speculation)
             .on(Arc::clone(&self.prepared.pool));
         let applier = if alternates { Applier::inline(incoming) } else { Applier::start(incoming) };
-        Ok(Box::new(LocalSampler::new(engine, applier)))
+        let sampler: Box<dyn Sampler> = Box::new(LocalSampler::new(engine, applier));
+        Ok(match &self.prepared.agents {
+            Some(agents) => agents.training(sampler),
+            None => sampler,
+        })
     }
 
     /// A sampler that serves `network` and no other weights.
@@ -64,6 +68,10 @@ impl SamplerSetup<'_> {
         let stop_rules = self.recipe.stop_rules(self.directory);
         let engine = Engine::new(config, stop_rules, network, PolicyVersion::default())?
             .on(Arc::clone(&self.prepared.pool));
-        Ok(Box::new(LocalSampler::fixed(engine)))
+        let sampler: Box<dyn Sampler> = Box::new(LocalSampler::fixed(engine));
+        Ok(match &self.prepared.agents {
+            Some(agents) => agents.aside(sampler),
+            None => sampler,
+        })
     }
 }

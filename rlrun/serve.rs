@@ -82,7 +82,7 @@ pub fn reward(args: &ServeRewardArgs, program: &Program) -> Result<String, Failu
 }
 
 /// The only word of a file.
-fn token(file: &Path) -> Result<String, Failure> {
+pub(crate) fn token(file: &Path) -> Result<String, Failure> {
     let text = std::fs::read_to_string(file)
         .map_err(|source| Failure::System { what: format!("read {}", file.display()), source })?;
     let token = text.trim();
@@ -93,7 +93,7 @@ fn token(file: &Path) -> Result<String, Failure> {
 }
 
 /// Threads that serve.
-fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
+pub(crate) fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
     let built = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("serve").build();
     built.map_err(|source| Failure::System { what: "start threads".to_owned(), source })
 }
@@ -128,7 +128,7 @@ fn others_may_read(file: &Path) -> bool {
 }
 
 /// One line, at once; a closed pipe is no error.
-fn say(line: &str) {
+pub(crate) fn say(line: &str) {
     let mut out = std::io::stdout();
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
@@ -147,13 +147,13 @@ impl KeepArgs {
 }
 
 /// Ctrl-C and SIGTERM: the first stops the server, the second ends the process at once.
-struct ServerSignals {
+pub(crate) struct ServerSignals {
     interrupt: Signal,
     terminate: Signal,
 }
 
 impl ServerSignals {
-    fn listen() -> Result<Self, Failure> {
+    pub(crate) fn listen() -> Result<Self, Failure> {
         let of = |kind| {
             signal(kind).map_err(|source| Failure::System { what: "listen for signals".to_owned(), source })
         };
@@ -167,7 +167,8 @@ impl ServerSignals {
         }
     }
 
-    async fn stop(mut self) {
+    /// Ends at the first signal; the second ends the process.
+    pub(crate) async fn stop(mut self) {
         self.next().await;
         tokio::spawn(async move {
             self.next().await;

@@ -84,6 +84,7 @@ fn every_recipe_passes_check_and_plan() {
     let home = Home::new();
     make_chat_model(&home);
     home.write("tasks.jsonl", "{\"question\":\"1+1?\",\"answer\":\"1+1 = 2\\n#### 2\"}\n");
+    home.write("agent.py", "def play(base_url, api_key, model, **parameters):\n    return 0.0\n");
     // The reward model that `reward_model_math.toml` writes into its working directory.
     let scorer = repository().join("model/tests/goldens/scorer_qwen2");
     for file in ["config.json", "model.safetensors", "tokenizer.json"] {
@@ -101,7 +102,12 @@ fn every_recipe_passes_check_and_plan() {
         // A recipe for a downloaded model is checked with a small one and a small context.
         let lengths = ["data.max_prompt_length=700", "rollout.max_completion_length=200"];
         let small = [&own[..], &lengths].concat();
-        let sets: &[&str] = if text.contains("[model]\n") { &small } else { &[] };
+        let sets: &[&str] = match &text {
+            text if text.contains("[model]\n") => &small,
+            // The agent of the recipe needs a package, which `tests/run` installs.
+            text if text.contains("kind = \"agent\"") => &["environment.path=\"agent.py:play\""],
+            _ => &[],
+        };
         let recipe = path.to_str().unwrap();
         let shown = home.rlrun(&with_sets(&["check", recipe], sets)).ok().stdout;
         assert!(shown.contains("no mistakes found"), "{shown}");

@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+use crate::support::signal;
+
 /// Deadline of everything that must happen; far longer than needed.
 pub(crate) const SOON: Duration = Duration::from_secs(120);
 
@@ -34,6 +36,14 @@ impl Server {
         let mut said = String::new();
         child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
         Err(format!("{:?}: {line}{said}", child.wait().unwrap()))
+    }
+}
+
+impl Server {
+    /// Sends the signal `name`, and returns the exit status.
+    pub(crate) fn signalled(mut self, name: &str) -> Option<i32> {
+        signal(&self.child, name);
+        self.child.wait().unwrap().code()
     }
 }
 

@@ -12,7 +12,7 @@ use toml::{Table, Value};
 ///
 /// The design in one table: groups go forward through `buffer`, versions back through `weights`; no other crate connects
 /// rollout and trainer. A new edge needs a separate commit with its reason.
-const EDGES: [(&str, &[&str]); 14] = [
+const EDGES: [(&str, &[&str]); 15] = [
     ("trajectory", &[]),
     // `device` depends on no crate. Crates that compute with or transfer weights may depend on it: `model`, `weights`,
     // `trainer`, `rollout`, and `rlrun`.
@@ -31,6 +31,9 @@ const EDGES: [(&str, &[&str]); 14] = [
     // Environments depend on no sampler, model or buffer; those on servers connect.
     ("environments", &["trajectory", "host", "connect"]),
     ("rollout", &["trajectory", "device", "model", "environments", "rewards", "buffer", "weights"]),
+    // The policy over HTTP: requests go to a queue of `rollout`, sessions become groups for `buffer`. Tool calls in what the
+    // policy writes are read by the parsers of `environments`.
+    ("endpoint", &["trajectory", "model", "weights", "environments", "rollout", "buffer"]),
     ("trainer", &["trajectory", "device", "collective", "model", "buffer", "weights"]),
     (
         "rlrun",
@@ -39,6 +42,7 @@ const EDGES: [(&str, &[&str]); 14] = [
             "device",
             "collective",
             "model",
+            "endpoint",
             "environments",
             "rewards",
             "buffer",

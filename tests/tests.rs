@@ -1,5 +1,6 @@
 //! Whole-system tests, one binary. `reference_loop.rs` is the algorithm as one plain loop; read it first.
 
+mod agents;
 mod algorithms;
 mod bad_input;
 mod bitwise;
@@ -26,6 +27,7 @@ mod resume;
 mod rewards;
 mod served;
 mod served_buffer;
+mod served_policy;
 mod served_run;
 mod sharded;
 mod staleness;

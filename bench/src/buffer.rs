@@ -265,7 +265,8 @@ fn plain_group(bytes: usize) -> Group {
     let task = Task { id: TaskId(0), prompt, answer: None, columns: Map::new() };
     let score = Score { total: Some(1.0), ..Score::default() };
     let (turns, text) = (Vec::new(), String::new());
-    let trajectory = Trajectory { index: 0, sample, turns, text, score, baseline: false, role: None };
+    let trajectory =
+        Trajectory { index: 0, sample, turns, branches: vec![], text, score, baseline: false, role: None };
     Group { id: GroupId(0), task, trajectories: vec![trajectory] }
 }
 

@@ -40,7 +40,7 @@ use model::Sampling;
 use rlrun::failure::Failure;
 use rollout::{
     AppliedWeights, Completion, EngineCounts, EpisodeConfig, EpisodeDriver, EpisodeEnvironment,
-    MessageEncoder, OnUpdate, RolloutError, SampleRequest, Sampler,
+    MessageEncoder, OnUpdate, RequestOptions, RolloutError, SampleRequest, Sampler,
 };
 use serde_json::json;
 use tokio::runtime::Handle;
@@ -239,6 +239,7 @@ fn request(group: u64, samples: usize) -> SampleRequest {
         max_completion_length: 8,
         baseline: false,
         keep_cache: false,
+        options: RequestOptions::default(),
     }
 }
 
@@ -394,6 +395,7 @@ impl Sampler for SimulatedSampler {
             inserted: None,
             baseline: false,
             kept: None,
+            alternatives: Vec::new(),
             sampling: request.sampling,
             stop: StopReason::StopToken,
             text: self.text.clone(),

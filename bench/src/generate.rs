@@ -11,7 +11,7 @@ use model::{ModelDirectory, Quantization, SharedCores, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use rlrun::failure::Failure;
-use rollout::{Engine, EngineConfig, Network, SampleRequest, ServeOn, StopRules};
+use rollout::{Engine, EngineConfig, Network, RequestOptions, SampleRequest, ServeOn, StopRules};
 use serde_json::json;
 use trajectory::{GroupId, PolicyVersion};
 
@@ -141,6 +141,7 @@ fn sample(engine: &mut Engine, prompts: Vec<Vec<u32>>, samples: usize, new: usiz
             max_completion_length,
             baseline,
             keep_cache: false,
+            options: RequestOptions::default(),
         })?;
     }
     while !engine.is_idle() {

@@ -19,7 +19,7 @@ use model::{ModelDirectory, Sampling, SharedCores, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 use rlrun::failure::Failure;
-use rollout::{Engine, EngineConfig, Network, SampleRequest, ServeOn, StopRules};
+use rollout::{Engine, EngineConfig, Network, RequestOptions, SampleRequest, ServeOn, StopRules};
 use serde_json::json;
 use trajectory::{GroupId, PolicyVersion};
 
@@ -154,5 +154,6 @@ fn request(episode: u64, turn: usize, tokens: &[u32]) -> SampleRequest {
         max_completion_length: 1,
         baseline: false,
         keep_cache: true,
+        options: RequestOptions::default(),
     }
 }

@@ -204,7 +204,8 @@ impl Buffer {
         let mut rewound = Rewound { gone, ..Rewound::default() };
         for group in groups {
             let read = self.store.read(&[group], false)?;
-            let samples = read.iter().flat_map(|group| &group.trajectories).map(|found| &found.sample);
+            let trajectories = read.iter().flat_map(|group| &group.trajectories);
+            let samples = trajectories.flat_map(|found| found.samples());
             if samples.flat_map(|sample| sample.versions()).all(|run| run.version <= version) {
                 continue;
             }

@@ -127,6 +127,7 @@ fn group(n: u64) -> Group {
     let prompt = Prompt::Text(n.to_string());
     let task = Task { id: TaskId(n), prompt, answer: Some("stored".to_owned()), columns: Default::default() };
     let (turns, text, score) = (Vec::new(), String::new(), Default::default());
-    let trajectory = Trajectory { index: 0, sample, turns, text, score, baseline: false, role: None };
+    let trajectory =
+        Trajectory { index: 0, sample, turns, branches: vec![], text, score, baseline: false, role: None };
     Group { id: GroupId(0), task, trajectories: vec![trajectory] }
 }

@@ -3,7 +3,7 @@
 //! Invariant: a group that passes causes no index out of bounds and no non-finite number in a training step. The
 //! buffer does not know these limits by itself; without them it accepts any group.
 
-use trajectory::{Group, Trajectory};
+use trajectory::{Group, Sample, Trajectory};
 
 /// Minimum behavior log-probability of a trained token, nats. No sampler draws a less probable token, and the inverse
 /// of a probability above it fits into f32 together with any advantage.
@@ -18,7 +18,7 @@ const TEMPERATURES: std::ops::RangeInclusive<f32> = 1e-6..=1e6;
 pub struct GroupLimits {
     /// Vocabulary size: token ids are below it.
     pub vocabulary: u32,
-    /// Context length of the model: maximum number of tokens of a trajectory, prompt and completion.
+    /// Context length of the model: maximum number of tokens of a branch of a trajectory, prompt and completion.
     pub context: usize,
     /// Maximum number of trained trajectories of a group, for each role; one baseline trajectory may come on top.
     pub trajectories: usize,
@@ -125,7 +125,12 @@ impl GroupLimits {
     }
 
     fn check_trajectory(&self, found: &Trajectory) -> Result<(), Unfit> {
-        let (trajectory, sample) = (found.index, &found.sample);
+        found.samples().try_for_each(|sample| self.check_sample(found.index, sample))?;
+        check_rewards(found)?;
+        check_turns(found)
+    }
+
+    fn check_sample(&self, trajectory: u32, sample: &Sample) -> Result<(), Unfit> {
         let tokens = sample.token_ids().len();
         if tokens > self.context {
             return Err(Unfit::Context { trajectory, tokens, context: self.context });
@@ -143,14 +148,13 @@ impl GroupLimits {
         if !TEMPERATURES.contains(&value) {
             return Err(Unfit::Temperature { trajectory, value });
         }
-        check_rewards(found)?;
-        check_turns(found)
+        Ok(())
     }
 }
 
 fn check_rewards(found: &Trajectory) -> Result<(), Unfit> {
     let components = found.score.components.iter().filter_map(|component| component.value);
-    let turns = found.turns.iter().filter_map(|turn| turn.reward);
+    let turns = found.all_turns().filter_map(|turn| turn.reward);
     let mut all = found.score.total.into_iter().chain(components).chain(turns);
     // NaN is in no range.
     match all.find(|value| !(-MAX_REWARD..=MAX_REWARD).contains(value)) {
@@ -160,14 +164,14 @@ fn check_rewards(found: &Trajectory) -> Result<(), Unfit> {
 }
 
 fn check_turns(found: &Trajectory) -> Result<(), Unfit> {
-    let (mut free, tokens) = (0, found.sample.token_ids().len());
-    for (turn, std::ops::Range { start, end }) in
-        found.turns.iter().map(|turn| turn.completion.clone()).enumerate()
-    {
-        if start < free || end < start || end > tokens {
-            return Err(Unfit::Turn { trajectory: found.index, turn, end, tokens });
+    for (sample, turns) in found.rows() {
+        let (mut free, tokens) = (0, sample.token_ids().len());
+        for (turn, std::ops::Range { start, end }) in turns.iter().map(|t| t.completion.clone()).enumerate() {
+            if start < free || end < start || end > tokens {
+                return Err(Unfit::Turn { trajectory: found.index, turn, end, tokens });
+            }
+            free = end;
         }
-        free = end;
     }
     Ok(())
 }
@@ -175,8 +179,8 @@ fn check_turns(found: &Trajectory) -> Result<(), Unfit> {
 #[cfg(test)]
 mod tests {
     use trajectory::{
-        GroupId, KeptTokens, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
-        Turn, VersionRun,
+        Branch, GroupId, KeptTokens, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task,
+        TaskId, Turn, VersionRun,
     };
 
     use super::*;
@@ -201,6 +205,7 @@ mod tests {
             turns: vec![Turn { completion: 1..2, stop: StopReason::Length, reward: None }],
             text: String::new(),
             score: Score { total: Some(1e9), components: Vec::new(), correct: None },
+            branches: Vec::new(),
             baseline: false,
             role: None,
         }
@@ -270,5 +275,21 @@ mod tests {
         ] {
             assert!(said.contains(wanted), "{said}");
         }
+    }
+
+    #[test]
+    fn every_branch_is_checked() {
+        let branch = |change: fn(&mut SampleStreams), end: usize| {
+            let mut streams = streams();
+            change(&mut streams);
+            let turns = vec![Turn { completion: 1..end, stop: StopReason::Length, reward: None }];
+            refused(|t| {
+                let fit = Branch { sample: t.sample.clone(), turns: t.turns.clone() };
+                t.branches = vec![fit, Branch { sample: Sample::new(streams).unwrap(), turns }];
+            })
+        };
+        assert!(branch(|s| s.token_ids[0] = 10, 2).contains("token id 10"));
+        assert!(branch(|s| s.behavior_logprobs[1] = -51.0, 2).contains("-51 of token 1"));
+        assert!(branch(|_| (), 3).contains("ends at token 3 of 2"));
     }
 }

@@ -58,7 +58,7 @@
 //! #     }).unwrap();
 //! #     let task = Task { id: TaskId(id.0), prompt: Prompt::Text("?".into()), answer: None, columns: Default::default() };
 //! #     let score = Score::default();
-//! #     let trajectory = Trajectory { index: 0, sample, turns: vec![], text: "!".into(), score, baseline: false, role: None };
+//! #     let trajectory = Trajectory { index: 0, sample, turns: vec![], branches: vec![], text: "!".into(), score, baseline: false, role: None };
 //! #     Group { id, task, trajectories: vec![trajectory] }
 //! # }
 //! // One group per step and one version of staleness: two slots.

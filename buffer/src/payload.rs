@@ -4,8 +4,8 @@
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
 use trajectory::{
-    Component, Group, GroupId, KeptTokens, PolicyVersion, Sample, SampleStreams, Score, Task, Trajectory,
-    Turn, VersionRun,
+    Branch, Component, Group, GroupId, KeptTokens, PolicyVersion, Sample, SampleStreams, Score, Task,
+    Trajectory, Turn, VersionRun,
 };
 
 use crate::BufferError;
@@ -77,6 +77,19 @@ struct EncodedTrajectory<'a> {
     baseline: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'a str>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    branches: Vec<EncodedBranch<'a>>,
+}
+
+#[derive(Serialize)]
+struct EncodedBranch<'a> {
+    token_ids: ByteField<'a>,
+    loss_mask: ByteField<'a>,
+    behavior_logprobs: ByteField<'a>,
+    versions: &'a [VersionRun],
+    kept: Option<&'a KeptTokens>,
+    temperature: f32,
+    turns: &'a [Turn],
 }
 
 /// The same, borrowed from the bytes.
@@ -105,6 +118,20 @@ struct DecodedTrajectory<'a> {
     /// Omitted without roles.
     #[serde(default)]
     role: Option<String>,
+    /// Omitted without branches, and by programs that do not know them.
+    #[serde(default, borrow)]
+    branches: Vec<DecodedBranch<'a>>,
+}
+
+#[derive(Deserialize)]
+struct DecodedBranch<'a> {
+    token_ids: &'a [u8],
+    loss_mask: &'a [u8],
+    behavior_logprobs: &'a [u8],
+    versions: Vec<VersionRun>,
+    kept: Option<KeptTokens>,
+    temperature: f32,
+    turns: Vec<Turn>,
 }
 
 /// A slice encoded as one byte string.
@@ -129,7 +156,7 @@ impl PreparedGroup {
             Some(key) => ArrivalIdentity::Keyed(digest(&[key.as_bytes()])),
         };
         let oldest = group.oldest_version().ok_or(BufferError::EmptyGroup { group: group.id })?;
-        let runs = group.trajectories.iter().flat_map(|trajectory| trajectory.sample.versions());
+        let runs = group.trajectories.iter().flat_map(Trajectory::samples).flat_map(Sample::versions);
         let newest = runs.map(|run| run.version).max().unwrap_or(oldest);
         let contents = if dedup { contents(&group) } else { Vec::new() };
         let payload = encode(&group, sender.as_deref())?;
@@ -156,7 +183,8 @@ impl PreparedGroup {
         }
         let Self { identity, group, oldest, contents, sender, payload, .. } = self;
         let rewards: Vec<f64> = group.rewards().collect();
-        let tokens = group.trajectories.iter().map(|trajectory| trajectory.sample.token_ids().len() as u64);
+        let samples = group.trajectories.iter().flat_map(Trajectory::samples);
+        let tokens = samples.map(|sample| sample.token_ids().len() as u64);
         let row = GroupRow {
             id,
             oldest,
@@ -221,10 +249,12 @@ pub(crate) fn weight(group: &Group) -> u64 {
         |map: &Map<String, Value>| map.iter().map(|(name, value)| name.len() + value_weight(value)).sum();
     let component = |component: &Component| STRUCT + map(&component.details);
     let trajectory = |t: &Trajectory| {
-        let kept = t.sample.kept().map_or(0, |kept| kept.ids.len() + kept.offsets.len());
-        let numbers = 3 * t.sample.token_ids().len() + kept;
+        let row = |sample: &Sample| {
+            let kept = sample.kept().map_or(0, |kept| kept.ids.len() + kept.offsets.len());
+            STRUCT + 4 * (3 * sample.token_ids().len() + kept)
+        };
         let components: usize = t.score.components.iter().map(component).sum();
-        STRUCT + 4 * numbers + t.text.len() + components
+        t.samples().map(row).sum::<usize>() + t.text.len() + components
     };
     let columns: usize = map(&group.task.columns);
     (STRUCT + columns + group.trajectories.iter().map(trajectory).sum::<usize>()) as u64
@@ -245,7 +275,7 @@ fn value_weight(value: &Value) -> usize {
 
 impl<'a> From<&'a Trajectory> for EncodedTrajectory<'a> {
     fn from(trajectory: &'a Trajectory) -> Self {
-        let Trajectory { index, sample, turns, text, score, baseline, role } = trajectory;
+        let Trajectory { index, sample, turns, branches, text, score, baseline, role } = trajectory;
         Self {
             index: *index,
             token_ids: ByteField(bytemuck::cast_slice(sample.token_ids())),
@@ -259,6 +289,21 @@ impl<'a> From<&'a Trajectory> for EncodedTrajectory<'a> {
             score,
             baseline: *baseline,
             role: role.as_deref(),
+            branches: branches.iter().map(EncodedBranch::from).collect(),
+        }
+    }
+}
+
+impl<'a> From<&'a Branch> for EncodedBranch<'a> {
+    fn from(Branch { sample, turns }: &'a Branch) -> Self {
+        Self {
+            token_ids: ByteField(bytemuck::cast_slice(sample.token_ids())),
+            loss_mask: ByteField(bytemuck::cast_slice(sample.loss_mask())),
+            behavior_logprobs: ByteField(bytemuck::cast_slice(sample.behavior_logprobs())),
+            versions: sample.versions(),
+            kept: sample.kept(),
+            temperature: sample.temperature(),
+            turns,
         }
     }
 }
@@ -267,6 +312,20 @@ impl TryFrom<DecodedTrajectory<'_>> for Trajectory {
     type Error = String;
 
     fn try_from(decoded: DecodedTrajectory<'_>) -> Result<Self, String> {
+        let DecodedTrajectory { token_ids, loss_mask, behavior_logprobs, versions, kept, .. } = decoded;
+        let DecodedTrajectory { temperature, turns, index, text, score, baseline, role, .. } = decoded;
+        let first =
+            DecodedBranch { token_ids, loss_mask, behavior_logprobs, versions, kept, temperature, turns };
+        let Branch { sample, turns } = Branch::try_from(first)?;
+        let branches = decoded.branches.into_iter().map(Branch::try_from).collect::<Result<_, _>>()?;
+        Ok(Self { index, sample, turns, branches, text, score, baseline, role })
+    }
+}
+
+impl TryFrom<DecodedBranch<'_>> for Branch {
+    type Error = String;
+
+    fn try_from(decoded: DecodedBranch<'_>) -> Result<Self, String> {
         let streams = SampleStreams {
             token_ids: numbers(decoded.token_ids, u32::from_le_bytes)?,
             loss_mask: decoded.loss_mask.iter().map(|byte| *byte != 0).collect(),
@@ -276,8 +335,7 @@ impl TryFrom<DecodedTrajectory<'_>> for Trajectory {
             temperature: decoded.temperature,
         };
         let sample = Sample::new(streams).map_err(|error| error.to_string())?;
-        let DecodedTrajectory { index, turns, text, score, baseline, role, .. } = decoded;
-        Ok(Self { index, sample, turns, text, score, baseline, role })
+        Ok(Self { sample, turns: decoded.turns })
     }
 }
 
@@ -291,12 +349,12 @@ fn numbers<T>(bytes: &[u8], number: impl Fn([u8; 4]) -> T) -> Result<Vec<T>, Str
 }
 
 /// A digest for every trajectory: equal for equal tokens of the same task, and different for a baseline and a trained
-/// trajectory, and for different roles.
+/// trajectory, for different roles, and for different branches.
 fn contents(group: &Group) -> Vec<u128> {
     let task = group.task.id.0.to_le_bytes();
-    let of = |trajectory: &Trajectory| {
-        let tokens: Vec<u8> =
-            trajectory.sample.token_ids().iter().flat_map(|token| token.to_le_bytes()).collect();
+    let bytes = |sample: &Sample| sample.token_ids().iter().flat_map(|token| token.to_le_bytes()).collect();
+    let first = |trajectory: &Trajectory| {
+        let tokens: Vec<u8> = bytes(&trajectory.sample);
         // One byte more than whole tokens, so no other tokens have the same bytes.
         let baseline: &[u8] = if trajectory.baseline { &[1] } else { &[] };
         match &trajectory.role {
@@ -305,6 +363,11 @@ fn contents(group: &Group) -> Vec<u128> {
             None => digest(&[&task, &tokens, baseline]),
         }
     };
+    let with = |before: u128, branch: &Branch| {
+        let tokens: Vec<u8> = bytes(&branch.sample);
+        digest(&[b"branch", &before.to_le_bytes(), &tokens])
+    };
+    let of = |trajectory: &Trajectory| trajectory.branches.iter().fold(first(trajectory), with);
     group.trajectories.iter().map(of).collect()
 }
 

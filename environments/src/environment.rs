@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use trajectory::{Message, StopReason, Task};
@@ -92,8 +93,46 @@ pub trait EnvironmentFactory: Send + Sync + fmt::Debug {
         &[]
     }
 
+    /// Who plays its episodes, if their loop is elsewhere: then no environment of it is created.
+    fn agents(&self) -> Option<AgentSource> {
+        None
+    }
+
     /// An environment for one episode. Work that can fail or wait belongs into [`Environment::reset`].
     fn create(&self) -> Box<dyn Environment>;
+}
+
+/// Who plays the episodes of an environment whose loop is elsewhere. The policy is an endpoint to them.
+#[derive(Clone, Debug)]
+pub enum AgentSource {
+    /// Agents that are started, one for each episode.
+    Started(Arc<dyn AgentRunner>),
+    /// Agents of others, which come for an episode.
+    Awaited,
+}
+
+/// Starts agents.
+pub trait AgentRunner: Send + Sync + fmt::Debug {
+    /// Runs an agent until it is done. Returns its reward, or `None` if the rewards of the recipe judge its answer.
+    ///
+    /// # Errors
+    /// An agent that fails or takes too long; its episode is then not trained on.
+    fn run<'a>(&'a self, call: AgentCall<'a>) -> BoxFuture<'a, Result<Option<f64>, EnvironmentError>>;
+}
+
+/// What an agent is started with.
+#[derive(Clone, Copy, Debug)]
+pub struct AgentCall<'a> {
+    /// Address of the endpoint, up to and with `/v1`.
+    pub base_url: &'a str,
+    /// Its key, which is that of its session.
+    pub api_key: &'a str,
+    /// Name of the model.
+    pub model: &'a str,
+    /// What it has to do.
+    pub task: &'a Task,
+    /// Which of its group's episodes it plays.
+    pub index: u32,
 }
 
 /// Most roles of an environment.

@@ -11,6 +11,7 @@
 //! - [`games`]: games that need no data and no file
 //! - [`openenv`]: environments of an OpenEnv server
 //! - [`python`]: environments of the user in Python
+//! - [`agents`]: agents of the user, whose loop is their own
 //! - [`tools`]: tools that the policy may call until it answers
 //! - [`tool_calls`]: calls of tools in the text of a completion, by model family
 //!
@@ -40,6 +41,7 @@
 //! # Ok::<(), environments::EnvironmentError>(())
 //! ```
 
+pub mod agents;
 pub mod environment;
 pub mod games;
 pub mod openenv;
@@ -51,9 +53,10 @@ pub mod spec;
 pub mod tool_calls;
 pub mod tools;
 
+pub use agents::{Agents, AwaitedAgents};
 pub use environment::{
-    Action, BoxFuture, Demonstration, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits,
-    MAX_ROLES, Observation,
+    Action, AgentCall, AgentRunner, AgentSource, BoxFuture, Demonstration, Environment, EnvironmentError,
+    EnvironmentFactory, EnvironmentLimits, MAX_ROLES, Observation,
 };
 pub use games::{GuessNumber, Opponent, TicTacToe};
 pub use openenv::OpenEnv;

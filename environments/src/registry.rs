@@ -15,7 +15,10 @@ use crate::spec::COMMON;
 #[cfg(target_os = "linux")]
 use crate::tools::CodeInterpreter;
 use crate::tools::{Calculator, McpTool, Search, Tool, ToolSet, Tools};
-use crate::{EnvironmentFactory, EnvironmentSpec, GuessNumber, Retry, TicTacToe, ToolCallFormat, ToolSpec};
+use crate::{
+    Agents, AwaitedAgents, EnvironmentFactory, EnvironmentSpec, GuessNumber, Retry, TicTacToe,
+    ToolCallFormat, ToolSpec,
+};
 
 /// What `retry` says after a wrong answer.
 const HINT: &str = "That is not right. Try again.";
@@ -154,10 +157,17 @@ impl EnvironmentRegistry {
         let python = |spec: &EnvironmentSpec, context: &EnvironmentContext| -> Made {
             Ok(Arc::new(PythonEnvironments::new(spec, context)?))
         };
+        const AGENT: &[&str] =
+            &["path", "script", "parameters", "python", "processes", "memory_mb", "environment"];
+        let agent = |spec: &EnvironmentSpec, context: &EnvironmentContext| -> Made {
+            Ok(Arc::new(Agents::new(spec, context)?))
+        };
         let none = Self { kinds: BTreeMap::new() };
         none.with("tools", TOOLS, tools)
             .with("python", PYTHON, python)
             .with("openenv", &["url", "action", "parameters"], |spec, _| Ok(Arc::new(OpenEnv::new(spec)?)))
+            .with("agent", AGENT, agent)
+            .with("sessions", &["script", "parameters"], |spec, _| Ok(Arc::new(AwaitedAgents::new(spec)?)))
             .with("retry", &["hint"], retry)
             .with("guess_number", &["parameters"], |spec, _| Ok(Arc::new(GuessNumber::new(spec)?)))
             .with("tic_tac_toe", &["parameters"], |spec, _| Ok(Arc::new(TicTacToe::new(spec)?)))
@@ -318,7 +328,7 @@ mod tests {
         let (key, text) = error(&spec("tool"));
         assert!(
             key == "kind"
-                && text.contains("`guess_number`, `openenv`, `python`, `retry`, `tic_tac_toe`, `tools`"),
+                && text.contains("`agent`, `guess_number`, `openenv`, `python`, `retry`, `sessions`, `tic_tac_toe`, `tools`"),
             "{text}"
         );
         let (key, text) = error(&EnvironmentSpec { hint: Some(String::new()), ..spec("tools") });

@@ -22,7 +22,7 @@ pub(crate) const COMMON: [&str; 6] =
 #[serde(default, deny_unknown_fields)]
 pub struct EnvironmentSpec {
     /// Which kind of environment: `tools`, `python`, `openenv`, `retry`, `guess_number`, `tic_tac_toe`, or one that the
-    /// program was built with.
+    /// program was built with; `agent` and `sessions` for agents whose loop is their own, which call `[endpoint]`.
     // resume = experiment, worker = run
     pub kind: String,
     /// Most turns of the policy in an episode, which then ends as it is. TRL `max_tool_calling_iterations`, verl
@@ -80,34 +80,40 @@ pub struct EnvironmentSpec {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = experiment, worker = run
     pub action: Option<String>,
-    /// `python`: a file, `FILE.py:NAME`, or `module:NAME`. Relative to the file that names it.
+    /// `python`: a file, `FILE.py:NAME`, or `module:NAME`; `agent`: a function, `FILE.py:NAME` or `module:NAME`. Relative to the
+    /// file that names it.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = experiment, worker = operator
     pub path: Option<PathBuf>,
+    /// `agent`, `sessions`: a built-in kind of environment whose scripted player a warm-up learns from, with the same `parameters`;
+    /// its messages are what the agent has to say.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = experiment, worker = run
+    pub script: Option<String>,
     /// `python`: whose convention the environment follows: `trl`, `skyrl_gym`, `gymnasium` or `plain`; by its methods if not
     /// given.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = experiment, worker = run
     pub dialect: Option<String>,
-    /// `python`, tools `python` and `code`: interpreter; `python3` if not given.
+    /// `python`, `agent`, tools `python` and `code`: interpreter; `python3` if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = operator
     pub python: Option<String>,
-    /// `python`: most processes, one for every open episode, 64 if not given; further episodes wait. Tools `python`: processes
+    /// `python`, `agent`: most processes, one for every open episode, 64 if not given; further episodes wait. Tools `python`: processes
     /// of each entry; 4 if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub processes: Option<usize>,
-    /// `python`, tools `python`: MiB that a process may allocate beyond what importing the file takes; 4096 if not given. Tool
+    /// `python`, `agent`, tools `python`: MiB that a process may allocate beyond what importing the file takes; 4096 if not given. Tool
     /// `code`: MiB of address space of a program; 512 if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub memory_mb: Option<u64>,
-    /// `python`, tools `python` and `mcp`: environment variables that the processes get besides the usual ones.
+    /// `python`, `agent`, tools `python` and `mcp`: environment variables that the processes get besides the usual ones.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = operator
     pub environment: Option<Vec<String>>,
-    /// `python`: keyword arguments of the environment. `openenv`: fields of its `reset`. `guess_number`: `max`, `cost`.
+    /// `python`, `agent`: keyword arguments of the environment or the agent. `openenv`: fields of its `reset`. `guess_number`: `max`, `cost`.
     /// `tic_tac_toe`: `opponent`, `opening_moves`. Other kinds: values for an environment that the program was built with.
     #[serde(skip_serializing_if = "Map::is_empty")]
     // resume = experiment, worker = operator
@@ -168,6 +174,7 @@ impl Default for EnvironmentSpec {
             url: None,
             action: None,
             path: None,
+            script: None,
             dialect: None,
             python: None,
             processes: None,
@@ -214,6 +221,12 @@ impl EnvironmentSpec {
         serde_json::from_value(Value::Object(keys)).map_err(|error| wrong(format!("has a mistake: {error}")))
     }
 
+    /// Its kind, and those of the environments that it names.
+    pub fn kinds(&self) -> impl Iterator<Item = &str> {
+        let named = self.named.values().filter_map(|keys| keys.get("kind").and_then(Value::as_str));
+        std::iter::once(&self.kind[..]).chain(named)
+    }
+
     /// The longest answer of a tool, characters.
     #[must_use]
     pub fn answer_chars(&self) -> usize {
@@ -232,6 +245,7 @@ impl EnvironmentSpec {
             (self.url.is_some(), "url"),
             (self.action.is_some(), "action"),
             (self.path.is_some(), "path"),
+            (self.script.is_some(), "script"),
             (self.dialect.is_some(), "dialect"),
             (self.python.is_some(), "python"),
             (self.processes.is_some(), "processes"),

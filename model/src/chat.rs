@@ -11,12 +11,12 @@ use std::path::{Path, PathBuf};
 
 use hf_chat_template::{Error, RenderInput, TokenizerConfig};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use trajectory::Message;
 
 use crate::{ModelError, files};
 
-use apart::Conversation;
+use apart::TemplateInput;
 pub use apart::{render_apart, serve};
 
 /// A compiled chat template.
@@ -33,6 +33,32 @@ enum CompiledTemplate {
     Here(Box<Compiled>),
     /// In another process: the digest of the sources.
     Apart(String),
+}
+
+/// One message as chat templates take it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ChatMessage {
+    /// `system`, `user`, `assistant` or `tool`.
+    pub role: String,
+    /// The text of the message.
+    pub content: String,
+    /// Calls of tools by the assistant, in the form of OpenAI's `tool_calls` with `arguments` as objects.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<Value>,
+    /// Further keys, such as `name`, `tool_call_id` and `reasoning_content`.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub extra: Map<String, Value>,
+}
+
+/// How a conversation is rendered.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ChatOptions {
+    /// Descriptions of tools, in the form of OpenAI's `tools`.
+    pub tools: Vec<Value>,
+    /// Whether the assistant's turn is opened at the end, for sampling.
+    pub add_generation_prompt: bool,
+    /// Further variables of the template, such as `enable_thinking`.
+    pub variables: Map<String, Value>,
 }
 
 /// The texts that a template is compiled from.
@@ -57,6 +83,18 @@ enum TemplateFailure {
     Raised(String),
     /// The template fails.
     Render(String),
+}
+
+impl From<&Message> for ChatMessage {
+    fn from(message: &Message) -> Self {
+        let id = message.tool_call_id.clone().map(|id| ("tool_call_id".to_owned(), Value::String(id)));
+        Self {
+            role: message.role.clone(),
+            content: message.content.clone(),
+            tool_calls: Vec::new(),
+            extra: id.into_iter().collect(),
+        }
+    }
 }
 
 impl ChatTemplate {
@@ -138,8 +176,23 @@ impl ChatTemplate {
         tools: &[Value],
         add_generation_prompt: bool,
     ) -> Result<String, ModelError> {
-        let open = add_generation_prompt;
-        let conversation = Conversation { messages: messages.to_vec(), tools: tools.to_vec(), open };
+        let messages = messages.iter().map(ChatMessage::from).collect();
+        let options = ChatOptions { tools: tools.to_vec(), add_generation_prompt, variables: Map::new() };
+        self.render_chat(messages, options)
+    }
+
+    /// The text of a conversation whose messages may have calls of tools and keys of their own.
+    ///
+    /// # Errors
+    /// Those of [`Self::render`].
+    pub fn render_chat(
+        &self,
+        messages: Vec<ChatMessage>,
+        options: ChatOptions,
+    ) -> Result<String, ModelError> {
+        let roles = messages.iter().map(|m| m.role.as_str()).collect::<Vec<_>>().join(", ");
+        let ChatOptions { tools, add_generation_prompt: open, variables } = options;
+        let conversation = TemplateInput { messages, tools, open, variables };
         let rendered = match (&self.inner, apart::renderer()) {
             (CompiledTemplate::Here(compiled), _) => compiled.render(conversation),
             (CompiledTemplate::Apart(key), Some(renderer)) => {
@@ -151,7 +204,7 @@ impl ChatTemplate {
         };
         rendered.map_err(|failed| ModelError::Render {
             path: self.path.clone(),
-            roles: messages.iter().map(|m| m.role.as_str()).collect::<Vec<_>>().join(", "),
+            roles,
             reason: match failed {
                 TemplateFailure::Compile(reason)
                 | TemplateFailure::Raised(reason)
@@ -215,16 +268,20 @@ impl Compiled {
         compiled.map(Self).map_err(|error| TemplateFailure::Compile(error.to_string()))
     }
 
-    fn render(&self, conversation: Conversation) -> Result<String, TemplateFailure> {
-        let Conversation { messages, tools, open } = conversation;
-        let message = |Message { role, content, tool_call_id }: Message| {
-            let mut message = hf_chat_template::Message::new(role, content);
-            let id = tool_call_id.map(|id| ("tool_call_id".to_owned(), Value::String(id)));
-            message.extra.extend(id);
-            message
+    fn render(&self, conversation: TemplateInput) -> Result<String, TemplateFailure> {
+        let TemplateInput { messages, tools, open, variables } = conversation;
+        let message = |ChatMessage { role, content, tool_calls, extra }: ChatMessage| {
+            let message = hf_chat_template::Message::new(role, content);
+            hf_chat_template::Message { tool_calls, extra, ..message }
         };
         let messages = messages.into_iter().map(message).collect();
-        let input = RenderInput { messages, tools, add_generation_prompt: open, ..RenderInput::default() };
+        let input = RenderInput {
+            messages,
+            tools,
+            add_generation_prompt: open,
+            extra: variables,
+            ..RenderInput::default()
+        };
         self.0.render(&input).map_err(|error| match error {
             Error::TemplateRaised { message } => TemplateFailure::Raised(message),
             other => TemplateFailure::Render(other.to_string()),

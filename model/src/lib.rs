@@ -72,7 +72,7 @@ mod weight_files;
 mod weight_writer;
 
 pub use characters::{CHARACTERS, characters};
-pub use chat::ChatTemplate;
+pub use chat::{ChatMessage, ChatOptions, ChatTemplate};
 pub use config::{Architecture, Config, Head, Reduction, RopeScaling, Sizes};
 pub use decoder::{
     Decoder, GradientSink, Gradients, KvCache, LayerSource, Pack, PackError, Quantization, Recompute,
@@ -84,7 +84,7 @@ pub use layer::{LayerSpec, QueryKeyNorm, TargetModule};
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};
-pub use sampling::{Draw, Sampling};
+pub use sampling::{Draw, Sampling, TokenLogprob, most_likely};
 pub use scorer::{LoadedScorer, PromptCompletion, ScoreError, SequenceScorer};
 pub use thread_pool::{CoreReservation, SharedCores, ThreadPool};
 pub use tokenizer::{DecodeStream, SpecialTokens, Tokenizer};

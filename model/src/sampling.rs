@@ -34,6 +34,44 @@ impl Sampling {
     }
 }
 
+/// A token and its log-probability under the distribution that is sampled from, nats.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenLogprob {
+    /// The token.
+    pub token: u32,
+    /// Its log-probability, nats.
+    pub logprob: f32,
+}
+
+/// The `count` most likely tokens of `logits [vocab_size]`, which are overwritten, most likely first: fewer if truncation
+/// leaves fewer. A greedy choice has the distribution at temperature 1.
+#[must_use]
+pub fn most_likely(logits: &mut [f32], sampling: Sampling, count: usize) -> Vec<TokenLogprob> {
+    let sampling = if sampling.temperature == 0.0 { Sampling::PLAIN } else { sampling };
+    let scale = 1.0 / sampling.temperature;
+    let ids = if sampling.truncates() {
+        kept_tokens(logits, sampling, scale)
+    } else {
+        (0..logits.len() as u32).collect()
+    };
+    if sampling.truncates() {
+        for (slot, id) in ids.iter().enumerate() {
+            logits[slot] = logits[*id as usize];
+        }
+    }
+    let candidates = &mut logits[..ids.len()];
+    let log_normalizer = scale_and_normalizer(candidates, scale);
+    let mut slots: Vec<usize> = (0..ids.len()).collect();
+    let by_logit = |a: &usize, b: &usize| candidates[*b].total_cmp(&candidates[*a]).then(a.cmp(b));
+    if count < slots.len() {
+        slots.select_nth_unstable_by(count, by_logit);
+        slots.truncate(count);
+    }
+    slots.sort_unstable_by(by_logit);
+    let logprob = |slot: usize| (candidates[slot] - log_normalizer).min(0.0);
+    slots.into_iter().map(|slot| TokenLogprob { token: ids[slot], logprob: logprob(slot) }).collect()
+}
+
 /// A sampled token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Draw {
@@ -241,6 +279,31 @@ mod tests {
                 assert!((f64::from(count) - expected).abs() < 2.5, "{sampling:?}: {count} of {expected}");
             }
         }
+    }
+
+    #[test]
+    fn the_most_likely_tokens_have_the_log_probability_that_a_draw_of_them_has() {
+        let base: Vec<f32> = noise(40, 9).iter().map(|z| 4.0 * z).collect();
+        for sampling in [
+            Sampling::PLAIN,
+            Sampling { temperature: 0.7, ..Sampling::PLAIN },
+            Sampling { top_p: 0.8, ..Sampling::PLAIN },
+            Sampling { top_k: 3, ..Sampling::PLAIN },
+        ] {
+            let top = most_likely(&mut base.clone(), sampling, 5);
+            assert_eq!(top.len(), if sampling.top_k == 3 { 3 } else { 5 });
+            assert!(top.windows(2).all(|pair| pair[0].logprob >= pair[1].logprob), "{top:?}");
+            let drawn: Vec<Draw> =
+                (0..2000).map(|i| Draw::new(&mut base.clone(), sampling, i as f32 / 2000.0)).collect();
+            let same = |likely: &TokenLogprob| {
+                let draw = drawn.iter().find(|draw| draw.token == likely.token).unwrap();
+                draw.logprob.to_bits() == likely.logprob.to_bits()
+            };
+            assert!(top[..2].iter().all(same), "{sampling:?} {top:?}");
+        }
+        let greedy = most_likely(&mut base.clone(), Sampling::GREEDY, 1);
+        assert_eq!(greedy, most_likely(&mut base.clone(), Sampling::PLAIN, 1));
+        assert_eq!(greedy[0].token, Draw::new(&mut base.clone(), Sampling::GREEDY, 0.5).token);
     }
 
     #[test]

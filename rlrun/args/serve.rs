@@ -6,8 +6,10 @@ use std::path::PathBuf;
 use buffer::OnStale;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, Subcommand};
+use model::Quantization;
 
 use super::at_least_one;
+use super::compute_on::DeviceArgs;
 use crate::recipe::words::SampleOrder;
 
 /// The services of `rlrun serve`.
@@ -15,8 +17,49 @@ use crate::recipe::words::SampleOrder;
 pub enum ServeCommand {
     /// A buffer of groups over HTTP, for samplers and trainers in other processes
     Buffer(Box<ServeBufferArgs>),
+    /// A policy as an endpoint that speaks the protocols of OpenAI, Anthropic and vLLM
+    Policy(ServePolicyArgs),
     /// A reward model over HTTP, for `kind = "model"` with a `url`, and for OpenRLHF's clients
     Reward(ServeRewardArgs),
+}
+
+/// `rlrun serve policy`.
+#[derive(Debug, Args)]
+pub struct ServePolicyArgs {
+    /// Run directory, model directory, GGUF file, or hf:OWNER/NAME
+    #[arg(value_name = "MODEL_OR_RUN")]
+    pub target: PathBuf,
+    /// Address and port; port 0 chooses a free port. An address that is not loopback needs a token file
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8702")]
+    pub listen: SocketAddr,
+    /// File with the key that clients need
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// Name of the model in requests [default: the last part of MODEL_OR_RUN]
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+    /// Largest number of cores at a time [default: all]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub threads: Option<usize>,
+    /// Quantization of the weights: none, int8 or bf16
+    #[arg(long, value_name = "WHAT", default_value = "none", value_parser = quantization())]
+    pub quantization: Quantization,
+    /// Most tokens of prompt and completion [default: the context of the model, at most 32768]
+    #[arg(long, value_name = "TOKENS", value_parser = at_least_one)]
+    pub max_context: Option<usize>,
+    /// Sequences that are decoded together
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
+    pub max_running: usize,
+    /// Answers that are open at the same time; one more is refused
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one)]
+    pub max_open: usize,
+    /// Tokens that the KV cache holds [default: those of `--max-running` sequences of the longest kind, within a quarter of
+    /// the memory that the machine has free]
+    #[arg(long, value_name = "TOKENS", value_parser = at_least_one)]
+    pub kv_cache_tokens: Option<usize>,
+    /// Device of the command.
+    #[command(flatten)]
+    pub on: DeviceArgs,
 }
 
 /// `rlrun serve reward`.
@@ -110,6 +153,14 @@ fn on_stale() -> impl TypedValueParser<Value = OnStale> {
     PossibleValuesParser::new(["wait", "drop"]).map(|word| match word.as_str() {
         "drop" => OnStale::Drop,
         _ => OnStale::Wait,
+    })
+}
+
+fn quantization() -> impl TypedValueParser<Value = Quantization> {
+    PossibleValuesParser::new(["none", "int8", "bf16"]).map(|word| match word.as_str() {
+        "int8" => Quantization::Int8,
+        "bf16" => Quantization::Bf16,
+        _ => Quantization::None,
     })
 }
 

@@ -13,6 +13,7 @@ use crate::plan;
 use crate::plan::memory::{Memory, devices};
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
+use crate::recipe::endpoint::AGENT_KINDS;
 use crate::recipe::{DataSource, Diagnostic, Model, Origins, Recipe};
 use crate::supervised::SupervisedTraining;
 
@@ -67,7 +68,11 @@ fn scripted_episodes(
 ) -> Result<String, Failure> {
     /// What the player says to an environment without a script.
     const WORDS: &str = "hello";
-    if recipe.environment.is_none() {
+    // The loop of an agent is its own.
+    let scripted = recipe.environment.as_ref().is_some_and(|environment| {
+        environment.script.is_some() || !environment.kinds().any(|kind| AGENT_KINDS.contains(&kind))
+    });
+    if !scripted {
         return Ok(String::new());
     }
     let demonstrations = Demonstrations {

@@ -37,6 +37,7 @@ pub(super) fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure
     let directory = recipe.opened(&model_of(&target, None)?)?;
     let (runtime, scratch) = (RewardRuntime::new(program, &SharedCores::all())?, scratch_directory()?);
     let prepared = Prepared::new(&recipe, &directory, &runtime, scratch.path())?;
+    let prepared = prepared.serving_agents(&recipe, &directory, &runtime)?;
     progress.set_rewards(prepared.rewards.clone());
     let parameters = directory.load_parameters()?;
     let network = Network::new(&recipe.evaluate_on()?, directory.config(), &parameters)?;

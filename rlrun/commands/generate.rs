@@ -9,8 +9,8 @@ use device::Device;
 use environments::EnvironmentContext;
 use model::{ModelDirectory, Quantization, Sampling, SharedCores, ThreadPool};
 use rollout::{
-    Engine, EngineConfig, Episode, EpisodeConfig, EpisodeDriver, LocalSampler, Network, SampleRequest,
-    Sampler, ServeOn, StopRules,
+    Engine, EngineConfig, Episode, EpisodeConfig, EpisodeDriver, LocalSampler, Network, RequestOptions,
+    SampleRequest, Sampler, ServeOn, StopRules,
 };
 use trajectory::{GroupId, Message, PolicyVersion, Prompt, Task, TaskId};
 
@@ -138,6 +138,7 @@ impl TextGenerator {
             max_completion_length,
             baseline: false,
             keep_cache: false,
+            options: RequestOptions::default(),
             first_index: 0,
             turn: 0,
         }

@@ -68,7 +68,12 @@ impl Observer<'_> {
         let path = self.run_dir.path().join("quarantine.jsonl");
         let system = |source| Failure::System { what: format!("write {}", path.display()), source };
         let mut file = std::fs::OpenOptions::new().create(true).append(true).open(&path).map_err(system)?;
-        let tokens: Vec<&[u32]> = group.trajectories.iter().map(|t| t.sample.token_ids()).collect();
+        let tokens: Vec<&[u32]> = group
+            .trajectories
+            .iter()
+            .flat_map(|trajectory| trajectory.samples())
+            .map(|sample| sample.token_ids())
+            .collect();
         let line =
             json!({ "reason": reason, "sender": sender, "group": readable(group), "token_ids": tokens });
         writeln!(file, "{line}").map_err(system)

@@ -49,6 +49,7 @@ pub(super) fn check(
     }
     super::rewards::check(&mut raw, program.registry(), &mut checker);
     super::environment::check(&mut raw, program.environments(), &mut checker);
+    super::endpoint::check(&mut raw, &mut checker);
     if let Some(data) = &data {
         check_tokens(&raw, data.max_prompt_length, &mut checker);
     }
@@ -82,6 +83,7 @@ pub(super) fn check(
         critic: raw.critic,
         trainer: raw.trainer,
         lora: raw.lora,
+        endpoint: raw.endpoint,
         eval: raw.eval,
         checkpoint: raw.checkpoint,
         weights: raw.weights,

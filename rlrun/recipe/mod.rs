@@ -12,6 +12,7 @@ mod curation;
 pub(crate) mod decode;
 mod diagnostic;
 mod elements;
+pub(crate) mod endpoint;
 mod environment;
 mod eval;
 mod layers;
@@ -38,8 +39,8 @@ pub use layers::{Origin, Origins};
 pub use resume::{Change, Resumption};
 use schema::{
     AlgorithmSection, ArithmeticSection, BufferSection, CheckpointSection, CriticSection, CurationSection,
-    Deadlines, Eval, Log, Lora, PlacementSection, RandomModel, Rollout, SeedsSection, Supervised,
-    TrainerSection, Warmup, Weights,
+    Deadlines, EndpointSection, Eval, Log, Lora, PlacementSection, RandomModel, Rollout, SeedsSection,
+    Supervised, TrainerSection, Warmup, Weights,
 };
 pub use source::Layer;
 use words::{ModelDtype, Overlong, Reduction};
@@ -83,6 +84,8 @@ pub struct Recipe {
     pub trainer: TrainerSection,
     /// What of the policy is updated, if not all of it; the path in it is absolute.
     pub lora: Option<Lora>,
+    /// The policy as an endpoint; the path in it is absolute.
+    pub endpoint: EndpointSection,
     /// Which answers are correct, by a named reward if anything says so, and how accuracy is measured; paths are absolute.
     pub eval: Eval,
     /// The checkpoints.

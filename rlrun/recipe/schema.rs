@@ -19,6 +19,7 @@ use super::words::*;
 mod algorithm;
 mod curation;
 mod data;
+mod endpoint;
 mod eval;
 mod lora;
 mod placement;
@@ -28,6 +29,7 @@ mod trainer;
 pub use algorithm::{AlgorithmSection, CriticSection};
 pub use curation::CurationSection;
 pub use data::{ArithmeticSection, RawData, SeedsSection};
+pub use endpoint::EndpointSection;
 pub use eval::{Correct, Eval, EvalSet};
 pub use lora::Lora;
 pub use placement::PlacementSection;
@@ -82,6 +84,8 @@ pub struct RawRecipe {
     pub lora: Option<Lora>,
     /// Devices, processes and cores of each role.
     pub placement: PlacementSection,
+    /// The policy as an endpoint, and sessions of agents.
+    pub endpoint: EndpointSection,
     /// Definition of a correct answer, and measurement of accuracy.
     pub eval: Eval,
     /// Checkpoints that a run resumes from.

@@ -88,6 +88,7 @@ fn sample(
         runtime.ask(membership.joined.servers.clone());
     }
     let prepared = Prepared::new(&recipe, &directory, &runtime, scratch.path())?;
+    let prepared = prepared.serving_agents(&recipe, &directory, &runtime)?;
 
     status.enter("waits for the first weights");
     let Some(weights) = first(remote(args, membership, &recipe)?, directory.config(), &recipe, stop)? else {

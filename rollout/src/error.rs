@@ -89,6 +89,28 @@ pub enum RolloutError {
         /// Where the template is.
         path: std::path::PathBuf,
     },
+    /// Agents have no greedy completion to be compared with.
+    #[error(
+        "the algorithm compares with a greedy episode, which the agents of environment `{environment}` do not play; choose \
+         another algorithm"
+    )]
+    NoGreedyAgent {
+        /// Its name.
+        environment: String,
+    },
+    /// An environment whose loop is elsewhere has no endpoint that its agents could call.
+    #[error(
+        "the agents of environment `{environment}` need an endpoint; it is served in training runs alone"
+    )]
+    NoEndpoint {
+        /// Its name.
+        environment: String,
+    },
+    /// Alternatives of sampled tokens were asked of an engine that does not report them.
+    #[error(
+        "an engine on a GPU reports the sampled tokens alone; ask for no alternatives (top_logprobs = 0)"
+    )]
+    NoAlternatives,
     /// A device failed.
     #[error(transparent)]
     Device(#[from] device::DeviceError),

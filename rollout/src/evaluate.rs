@@ -22,7 +22,7 @@ use trajectory::{Component, GroupId, Score, Task, episode_reward};
 use crate::RolloutError;
 use crate::episode::{Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd};
 use crate::prompts::PromptSet;
-use crate::sampler::{SampleRequest, Sampler};
+use crate::sampler::{RequestOptions, SampleRequest, Sampler};
 use crate::scoring::{ENVIRONMENT, environment_component, reward_input, unscored};
 
 pub use statistics::{interval, pass_at_k, powers_of_two};
@@ -306,6 +306,7 @@ fn requests<'a>(
                 max_completion_length: config.max_completion_length,
                 baseline: false,
                 keep_cache: false,
+                options: RequestOptions::default(),
             })
         })
     };
@@ -447,7 +448,7 @@ async fn score(
         score.into_iter().next().unwrap_or_default()
     };
     score.components.extend(environment_component(&episode));
-    let (tokens, reward) = (episode.completion_tokens(), episode_reward(&score, &episode.turns));
+    let (tokens, reward) = (episode.completion_tokens(), episode_reward(&score, episode.all_turns()));
     let (token_ids, prompt_length) = (episode.token_ids().to_vec(), episode.prompt_length);
     Ok(EvaluatedAnswer { task, text: episode.text, token_ids, prompt_length, tokens, score, reward })
 }

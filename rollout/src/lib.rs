@@ -7,6 +7,7 @@
 //! - [`episode`]: episodes of turns in an environment, played with a sampler
 //! - [`tasks`]: datasets, the arithmetic generator, the endless shuffled stream of tasks
 //! - [`prompts`]: tasks as tokens, checked before the run starts
+//! - [`requests`]: requests of clients that share a sampler with the worker, or have one of their own
 //! - [`curation`]: which tasks are drawn and which groups are kept
 //! - [`scoring`]: rewards concurrently with generation; complete groups go to the buffer
 //! - [`evaluate`]: a sampler on held-out tasks, without a buffer
@@ -23,6 +24,7 @@ pub mod episode;
 mod error;
 pub mod evaluate;
 pub mod prompts;
+pub mod requests;
 pub mod sampler;
 pub mod scoring;
 pub mod tasks;
@@ -34,9 +36,17 @@ pub use engine::{
 };
 pub use episode::{
     ChatEncoder, ENVIRONMENT_COLUMN, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, EpisodeEnvironment,
-    EpisodeFailure, FailureKind, MessageEncoder, ScriptedEpisode, named_by, play_script,
+    EpisodeFailure, EpisodePlace, ExternalPlayer, FailureKind, MessageEncoder, PlayedEpisode,
+    ScriptedEpisode, named_by, play_script,
 };
 pub use error::RolloutError;
 pub use prompts::{Overlong, PromptSet};
-pub use sampler::{AppliedWeights, Completion, EngineCounts, OnUpdate, SampleRequest, Sampler};
+pub use requests::{
+    ClientQueue, ClientRequestError, PendingRequest, RequestBounds, RequestEvent, RequestHandle,
+    ServedSampler, request_queue,
+};
+pub use sampler::{
+    AppliedWeights, Completion, EngineCounts, OnUpdate, PartialCompletion, RequestOptions, RequestStop,
+    SampleRequest, Sampler,
+};
 pub use worker::{Progress, Worker, WorkerConfig, WorkerPhase};

@@ -13,12 +13,13 @@ use std::fmt;
 use std::ops::Range;
 use std::time::Duration;
 
-use model::Sampling;
+use model::{Sampling, TokenLogprob};
 use serde::{Deserialize, Serialize};
 use trajectory::{GroupId, KeptTokens, PolicyVersion, Sample, SampleError, StopReason, VersionRun};
 
 use crate::RolloutError;
 use crate::episode::Episode;
+use crate::requests::RequestHandle;
 
 /// A rollout engine, in this process or another one.
 ///
@@ -59,6 +60,22 @@ pub trait Sampler: Send + fmt::Debug {
     /// # Errors
     /// An engine that cannot be reached.
     fn abort(&mut self, group: GroupId) -> Result<usize, RolloutError>;
+
+    /// What was sampled since the last call for requests that stream ([`RequestOptions::stream`]) and have not ended. The
+    /// rest of their tokens comes with their completions. Empty for an engine that reports completions alone.
+    fn partials(&mut self) -> Vec<PartialCompletion> {
+        Vec::new()
+    }
+
+    /// A handle of the queue of requests that is in front of it; `None` without one.
+    fn requests(&self) -> Option<RequestHandle> {
+        None
+    }
+
+    /// Part of the KV cache that is in use, from 0 to 1; `None` for an engine that does not report it.
+    fn cache_usage(&self) -> Option<f64> {
+        None
+    }
 
     /// Episode `index` of `group` has ended: nothing has to be kept for a next turn, which
     /// [`SampleRequest::keep_cache`] asked for.
@@ -180,6 +197,61 @@ pub struct SampleRequest {
     /// Whether the KV cache of the completions should stay for a next turn of their episodes, until
     /// [`Sampler::end_episode`].
     pub keep_cache: bool,
+    /// What this request asks for beside the rules of its engine.
+    pub options: RequestOptions,
+}
+
+/// What a request asks for beside the rules of its engine. The default asks for nothing.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RequestOptions {
+    /// Stop rules of this request, beside those of the engine.
+    pub stop: RequestStop,
+    /// Seed of the random streams of its completions, which then depend on this seed and their index alone; `None` for
+    /// the seed of the engine, group, index and turn.
+    pub seed: Option<u64>,
+    /// Number of most likely tokens that are reported for each sampled token, at most [`RequestOptions::MAX_ALTERNATIVES`].
+    pub alternatives: usize,
+    /// Whether a greedy choice has the log-probability of the distribution at temperature 1 instead of 0.
+    pub score_greedy: bool,
+    /// Whether [`Sampler::partials`] reports its tokens while it is sampled.
+    pub stream: bool,
+    /// Whether it continues KV pages of an earlier request with the same salt whose tokens begin as its prompt does, and
+    /// leaves its own pages for later ones.
+    pub prefix_cache: Option<u64>,
+}
+
+impl RequestOptions {
+    /// Most tokens that are reported for each sampled token.
+    pub const MAX_ALTERNATIVES: usize = 20;
+}
+
+/// Stop rules of one request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RequestStop {
+    /// Strings that end a completion; the text is cut before the first of them, the tokens stay.
+    pub strings: Vec<String>,
+    /// Tokens that end a completion; they belong to it but not to its text.
+    pub token_ids: Vec<u32>,
+    /// Whether the stop tokens of the engine do not end a completion.
+    pub ignore_eos: bool,
+    /// Tokens before which no rule but the length ends a completion. The distribution stays as it is: an end token that is
+    /// sampled before is a token like any other.
+    pub min_tokens: usize,
+}
+
+/// What was sampled of a completion that has not ended. `N` new tokens.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PartialCompletion {
+    /// The group that it belongs to.
+    pub group: GroupId,
+    /// Which of the group's completions it is.
+    pub index: u32,
+    /// `[N]` new tokens.
+    pub token_ids: Vec<u32>,
+    /// `[N]` their behavior log-probabilities, nats.
+    pub logprobs: Vec<f32>,
+    /// `[N]` the most likely tokens at each position; empty if none were asked for.
+    pub alternatives: Vec<Vec<TokenLogprob>>,
 }
 
 impl SampleRequest {
@@ -213,6 +285,8 @@ pub struct Completion {
     pub baseline: bool,
     /// The tokens that truncation kept at each sampled token that was not inserted; `None` without truncation.
     pub kept: Option<KeptTokens>,
+    /// `[C]` the most likely tokens at each position; empty if [`RequestOptions::alternatives`] is 0.
+    pub alternatives: Vec<Vec<TokenLogprob>>,
     /// How tokens were chosen.
     pub sampling: Sampling,
     /// Why it ended.

@@ -303,8 +303,8 @@ fn trajectory(episode: Episode, score: Score) -> Result<Trajectory, RolloutError
     let sample = episode.sample().map_err(|source| RolloutError::Sample { group, index, source })?;
     let mut score = score;
     score.components.extend(environment_component(&episode));
-    let Episode { turns, transcript: text, baseline, role, .. } = episode;
-    Ok(Trajectory { index, sample, turns, text, score, baseline, role })
+    let Episode { turns, branches, transcript: text, baseline, role, .. } = episode;
+    Ok(Trajectory { index, sample, turns, branches, text, score, baseline, role })
 }
 
 /// How an episode in an environment of several turns went, as a component without a value; `None` of other environments,

@@ -19,7 +19,7 @@ use crate::RolloutError;
 use crate::curation::{Curation, CurationCounts, Decision};
 use crate::episode::{Episode, EpisodeConfig, EpisodeDriver};
 use crate::prompts::PromptSet;
-use crate::sampler::{EngineCounts, OnUpdate, SampleRequest, Sampler};
+use crate::sampler::{EngineCounts, OnUpdate, RequestOptions, SampleRequest, Sampler};
 use crate::scoring::{ScoreRequest, Scorer, give_back};
 
 /// Longest wait for the sampler or for weights before the worker looks for a stop and asks for a slot again.
@@ -415,6 +415,7 @@ impl Worker {
                 max_completion_length: self.config.max_completion_length,
                 baseline: self.config.greedy_baseline,
                 keep_cache: false,
+                options: RequestOptions::default(),
             };
             let max_turns = max_turns.unwrap_or(usize::MAX);
             let episodes = self.episodes.start_within(&mut *self.sampler, task, request, max_turns)?;

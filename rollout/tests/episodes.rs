@@ -14,7 +14,7 @@ use rewards::{Builtin, OnError, RewardInput, RewardSet, WeightedReward};
 use rollout::scoring::{ScoreRequest, Scorer};
 use rollout::{
     ChatEncoder, EngineConfig, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, EpisodeEnvironment,
-    LocalSampler, RolloutError, SampleRequest, Sampler,
+    LocalSampler, RequestOptions, RolloutError, SampleRequest, Sampler,
 };
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
@@ -68,6 +68,7 @@ fn request(directory: &ModelDirectory, task: &Task, samples: usize, sampling: Sa
         max_completion_length: 24,
         baseline: false,
         keep_cache: false,
+        options: RequestOptions::default(),
     }
 }
 

@@ -9,6 +9,7 @@ mod episodes;
 #[cfg(feature = "emulator")]
 mod on_device;
 mod overdue;
+mod requests;
 mod roles;
 mod sampler;
 mod scarce;
@@ -18,7 +19,7 @@ mod templates;
 mod updates;
 
 use model::{Config, Decoder, ModelDirectory, Parameters, Sampling, Sizes};
-use rollout::{Completion, Engine, EngineConfig, SampleRequest, StopRules};
+use rollout::{Completion, Engine, EngineConfig, RequestOptions, SampleRequest, StopRules};
 use trajectory::{GroupId, PolicyVersion};
 
 /// A fresh character-level model in a directory that goes with it.
@@ -98,6 +99,7 @@ fn request(group: u64, samples: usize, sampling: Sampling) -> SampleRequest {
         max_completion_length: 24,
         baseline: false,
         keep_cache: false,
+        options: RequestOptions::default(),
     }
 }
 

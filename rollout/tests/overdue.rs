@@ -10,7 +10,7 @@ use environments::{
 use model::Sampling;
 use rollout::{
     AppliedWeights, Completion, EngineCounts, Episode, EpisodeDriver, EpisodeEnd, FailureKind, LocalSampler,
-    OnUpdate, RolloutError, SampleRequest, Sampler,
+    OnUpdate, RequestOptions, RolloutError, SampleRequest, Sampler,
 };
 use tokio::runtime::Runtime;
 use trajectory::{GroupId, Message, PolicyVersion, Prompt, StopReason, Task, TaskId, VersionRun};
@@ -143,6 +143,7 @@ impl Sampler for Stalled {
             sampling: request.sampling,
             stop: StopReason::StopToken,
             text: String::new(),
+            alternatives: Vec::new(),
         };
         let all = requests.iter().flat_map(|request| (0..request.samples as u32).map(|n| of(request, n)));
         Ok(all.collect())
@@ -197,6 +198,7 @@ fn an_episode_whose_sampler_is_silent_ends_in_time() {
             max_completion_length: 24,
             baseline: false,
             keep_cache: false,
+            options: RequestOptions::default(),
         };
         driver.start(&mut sampler, &task, request).unwrap();
     }
@@ -234,6 +236,7 @@ fn an_environment_that_does_not_begin_the_conversation_fails_its_episode() {
         max_completion_length: 24,
         baseline: false,
         keep_cache: false,
+        options: RequestOptions::default(),
     };
     driver.start(&mut sampler, &Arc::new(task), request).unwrap();
     let ended = driver.poll(&mut sampler, SOON).unwrap();

@@ -3,15 +3,15 @@
 //! A group whose trajectories have roles becomes one [`BatchGroup`] for each role, so that every advantage estimator
 //! compares a role with itself.
 //!
-//! Invariant: every group passes [`unfit`] before it enters a batch. A row is a trajectory with a reward, or a
-//! demonstration that replaces a group. Skipping rows whose gradient is zero never changes the step: they still count
+//! Invariant: every group passes [`unfit`] before it enters a batch. A row is a branch of a trajectory with a reward, or a
+//! demonstration that replaces a group. The branches of a trajectory are one outcome: their trained tokens follow each other. Skipping rows whose gradient is zero never changes the step: they still count
 //! in every denominator.
 
 use std::ops::Range;
 
 use buffer::{GroupLimits, Unfit};
 use serde::{Deserialize, Serialize};
-use trajectory::{Component, Group, PolicyVersion, Sample, Trajectory};
+use trajectory::{Component, Group, PolicyVersion, Sample, Trajectory, Turn};
 
 use crate::advantage::{AdvantageEstimator, GroupOutcome, TrajectoryOutcome};
 use crate::algorithm::Algorithm;
@@ -57,8 +57,8 @@ pub struct Batch<'a> {
 /// A group of a batch, or one role of it.
 #[derive(Debug)]
 pub struct BatchGroup<'a> {
-    /// Samples of the trajectories that have a reward; none if only one has and the algorithm needs groups.
-    pub samples: Vec<&'a Sample>,
+    /// The trajectories that have a reward; none if only one has and the algorithm needs groups.
+    pub trajectories: Vec<&'a Trajectory>,
     /// Their rewards and lengths, in the same order.
     pub outcome: GroupOutcome,
     /// Whether the compared quantity is equal for all: rewards, or correctness for pass@k.
@@ -74,8 +74,10 @@ pub struct BatchRow<'a> {
     pub sample: &'a Sample,
     /// Index of its group in the batch.
     pub group: usize,
-    /// Index of the sample in its group; `None` for a demonstration.
+    /// Index of its trajectory in the group; `None` for a demonstration.
     pub trajectory: Option<usize>,
+    /// Trained tokens of the rows before it that belong to the same trajectory.
+    pub offset: usize,
 }
 
 impl<'a> Batch<'a> {
@@ -99,14 +101,14 @@ impl<'a> Batch<'a> {
             let before = scored.len();
             let scored: Vec<(&Trajectory, f64, bool)> = scored.into_iter().filter_map(judged).collect();
             counts.unjudged += before - scored.len();
-            counts.trained_tokens += scored.iter().map(|(t, ..)| t.sample.trained_tokens()).sum::<usize>();
+            counts.trained_tokens += scored.iter().map(|(t, ..)| t.trained_tokens()).sum::<usize>();
             let solved =
                 crate::advantage::mean(scored.iter().map(|(.., correct)| f64::from(u8::from(*correct))));
             let demonstration =
                 demonstration.filter(|_| algorithm.demonstration_gate.is_some_and(|gate| solved <= gate));
             counts.demonstrated += usize::from(demonstration.is_some());
             BatchGroup {
-                samples: scored.iter().map(|(t, ..)| &t.sample).collect(),
+                trajectories: scored.iter().map(|(t, ..)| *t).collect(),
                 outcome: GroupOutcome {
                     trajectories: scored
                         .iter()
@@ -144,13 +146,18 @@ impl<'a> Batch<'a> {
         let mut rows = Vec::new();
         for (group, of) in self.groups.iter().enumerate() {
             match of.demonstration {
-                Some(sample) => rows.push(BatchRow { sample, group, trajectory: None }),
+                Some(sample) => rows.push(BatchRow { sample, group, trajectory: None, offset: 0 }),
                 None if !wanted(group) => {}
-                None => rows.extend(of.samples.iter().enumerate().map(|(trajectory, sample)| BatchRow {
-                    sample,
-                    group,
-                    trajectory: Some(trajectory),
-                })),
+                None => {
+                    for (trajectory, branches) in of.trajectories.iter().enumerate() {
+                        let mut offset = 0;
+                        rows.extend(branches.samples().map(|sample| {
+                            let row = BatchRow { sample, group, trajectory: Some(trajectory), offset };
+                            offset += sample.trained_tokens();
+                            row
+                        }));
+                    }
+                }
             }
         }
         rows.retain(|row| row.sample.trained_tokens() > 0);
@@ -179,10 +186,10 @@ impl<'a> Batch<'a> {
 impl BatchGroup<'_> {
     /// Skips the only trajectory of a group: without others there is no baseline.
     fn skip_lone_trajectory(&mut self, counts: &mut BatchCounts) {
-        if let [sample] = self.samples[..] {
+        if let [trajectory] = self.trajectories[..] {
             counts.unscored += 1;
-            counts.trained_tokens -= sample.trained_tokens();
-            self.samples.clear();
+            counts.trained_tokens -= trajectory.trained_tokens();
+            self.trajectories.clear();
             self.outcome.trajectories.clear();
         }
     }
@@ -196,17 +203,21 @@ pub fn unfit<G: AsRef<Group>>(groups: &[G], limits: &GroupLimits) -> Vec<(usize,
 }
 
 fn outcome(trajectory: &Trajectory, reward: f64, correct: bool) -> TrajectoryOutcome {
-    let mask = trajectory.sample.loss_mask();
-    let trained = |range: &Range<usize>| mask[range.clone()].iter().filter(|trained| **trained).count();
-    let has_turns = trajectory.turns.iter().any(|turn| turn.reward.is_some());
-    let turns = trajectory.turns.iter().filter(|_| has_turns);
+    let has_turns = trajectory.all_turns().any(|turn| turn.reward.is_some());
+    let rows = trajectory.rows().filter(|_| has_turns);
+    let of_row = |(sample, turns): (&Sample, &[Turn])| -> Vec<(usize, f64)> {
+        let trained = |turn: &Turn| {
+            sample.loss_mask()[turn.completion.clone()].iter().filter(|trained| **trained).count()
+        };
+        turns.iter().map(|turn| (trained(turn), turn.reward.unwrap_or(0.0))).collect()
+    };
     let component = |component: &Component| component.value.unwrap_or(0.0);
     TrajectoryOutcome {
         reward,
         correct,
-        tokens: trajectory.sample.trained_tokens(),
+        tokens: trajectory.trained_tokens(),
         components: trajectory.score.components.iter().map(component).collect(),
-        turns: turns.map(|turn| (trained(&turn.completion), turn.reward.unwrap_or(0.0))).collect(),
+        turns: rows.flat_map(of_row).collect(),
         ..TrajectoryOutcome::default()
     }
 }
@@ -225,6 +236,9 @@ pub fn behavior_logprobs(sample: &Sample) -> Vec<f64> {
     let all = sample.behavior_logprobs().iter().zip(sample.loss_mask());
     all.filter(|(_, trained)| **trained).map(|(logprob, _)| f64::from(*logprob)).collect()
 }
+
+#[cfg(test)]
+mod branches;
 
 #[cfg(test)]
 pub(crate) mod tests {
@@ -255,6 +269,7 @@ pub(crate) mod tests {
             turns: vec![Turn { completion: 2..2 + *tokens, stop: StopReason::StopToken, reward: None }],
             text: String::new(),
             score: Score { total: *reward, correct: reward.map(|reward| reward > 0.5), ..Score::default() },
+            branches: Vec::new(),
             baseline: false,
             role: None,
         };
@@ -267,16 +282,20 @@ pub(crate) mod tests {
         Group { id: GroupId(id), task, trajectories: outcomes.iter().enumerate().map(trajectory).collect() }
     }
 
-    fn split(minibatches: usize) -> BatchSplit {
+    pub(super) fn split(minibatches: usize) -> BatchSplit {
         BatchSplit { minibatches, max_completion_length: 16 }
     }
 
-    fn groups(all: &[&[(Option<f64>, usize)]]) -> Vec<Arc<Group>> {
+    pub(super) fn groups(all: &[&[(Option<f64>, usize)]]) -> Vec<Arc<Group>> {
         all.iter().enumerate().map(|(id, outcomes)| Arc::new(group(id as u64, outcomes))).collect()
     }
 
     /// Loss inputs of the rows that have a gradient.
-    fn inputs_with_gradient(batch: &Batch<'_>, algorithm: &Algorithm, scores: Scores) -> Vec<LossInputs> {
+    pub(super) fn inputs_with_gradient(
+        batch: &Batch<'_>,
+        algorithm: &Algorithm,
+        scores: Scores,
+    ) -> Vec<LossInputs> {
         let wanted = groups_with_gradient(batch, algorithm);
         loss_inputs(batch, &batch.rows(|group| wanted[group]), scores, algorithm, PolicyVersion(0))
     }

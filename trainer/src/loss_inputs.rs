@@ -5,7 +5,7 @@
 //! without policy loss under `entropy_share`. Masks are known only for groups that are scored; in groups that are
 //! skipped earlier all tokens count.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use trajectory::{PolicyVersion, Sample};
 
@@ -118,8 +118,10 @@ pub fn loss_inputs(
                 ..LossInputs::default()
             };
             if let Some(t) = row.trajectory {
-                inputs.advantages.clone_from(&advantages[row.group][t]);
-                inputs.returns = returns.get(row.group).map_or_else(Vec::new, |group| group[t].clone());
+                let tokens = row.offset..row.offset + inputs.behavior_logprobs.len();
+                inputs.advantages = advantages[row.group][t][tokens.clone()].to_vec();
+                inputs.returns =
+                    returns.get(row.group).map_or_else(Vec::new, |group| group[t][tokens].to_vec());
                 inputs.reward = outcomes[row.group].trajectories[t].earned();
                 inputs.correct = outcomes[row.group].trajectories[t].correct;
             }
@@ -172,7 +174,7 @@ impl LossInputs {
     }
 }
 
-/// Rewards and lengths of the trajectories, with what the scoring passes add.
+/// Rewards and lengths of the trajectories, with what the scoring passes add: per token, row after row of each.
 fn outcomes(
     batch: &Batch<'_>,
     rows: &[BatchRow<'_>],
@@ -189,7 +191,7 @@ fn outcomes(
         let Some(t) = row.trajectory else { continue };
         let outcome = &mut outcomes[row.group].trajectories[t];
         if let Some(values) = &scores.values {
-            outcome.values.clone_from(&values[i]);
+            outcome.values.extend(&values[i]);
         }
         let (Some(start), Some(reference)) = (&scores.start_logprobs, &scores.reference_logprobs) else {
             continue;
@@ -197,10 +199,10 @@ fn outcomes(
         let pairs = || start[i].iter().zip(&reference[i]);
         if algorithm.kl.in_reward() {
             let crate::loss::KlPenalty { coef, estimator, .. } = algorithm.kl;
-            outcome.penalties = pairs().map(|(p, r)| coef * estimator.token(*p, *r).0).collect();
+            outcome.penalties.extend(pairs().map(|(p, r)| coef * estimator.token(*p, *r).0));
         }
         if algorithm.advantage == AdvantageEstimator::Teacher {
-            outcome.teacher_gap = pairs().map(|(p, r)| r - p).collect();
+            outcome.teacher_gap.extend(pairs().map(|(p, r)| r - p));
         }
     }
     outcomes
@@ -259,25 +261,30 @@ fn set_weights(
             inside.iter().filter_map(|i| Some((rows[*i].group, rows[*i].trajectory?))).collect();
         // Tokens that count: those kept in computed rows, all tokens of skipped rows.
         let mut group_tokens = vec![0; batch.groups.len()];
-        let (mut sequences, mut groups) = (0, BTreeSet::new());
-        for i in inside.iter().filter(|i| !inputs[**i].demonstration) {
-            group_tokens[rows[*i].group] += tokens(*i);
-            sequences += usize::from(tokens(*i) > 0);
-            groups.extend((tokens(*i) > 0).then_some(rows[*i].group));
+        let mut trajectory_tokens: BTreeMap<(usize, usize), usize> = BTreeMap::new();
+        let mut groups = BTreeSet::new();
+        for i in inside.iter().copied().filter(|i| !inputs[*i].demonstration && tokens(*i) > 0) {
+            group_tokens[rows[i].group] += tokens(i);
+            groups.insert(rows[i].group);
+            if let Some(trajectory) = rows[i].trajectory {
+                *trajectory_tokens.entry((rows[i].group, trajectory)).or_default() += tokens(i);
+            }
         }
+        // The rows of a trajectory are one sequence.
+        let mut sequences = trajectory_tokens.len();
         for group in minibatch.clone() {
             let of = &batch.groups[group];
             if algorithm.drop_zero_variance && of.zero_variance {
                 continue;
             }
-            let left_out = (0..of.samples.len()).filter(|t| !computed.contains(&(group, *t)));
+            let left_out = (0..of.trajectories.len()).filter(|t| !computed.contains(&(group, *t)));
             for t in left_out {
-                group_tokens[group] += of.samples[t].trained_tokens();
+                group_tokens[group] += of.trajectories[t].trained_tokens();
                 sequences += 1;
                 groups.insert(group);
             }
             // A demonstrated task counts although it has no trajectory with a reward; other tasks without one do not.
-            groups.extend((of.samples.is_empty() && of.demonstration.is_some()).then_some(group));
+            groups.extend((of.trajectories.is_empty() && of.demonstration.is_some()).then_some(group));
         }
         let batch_tokens = minibatch.clone().map(|group| group_tokens[group]).sum();
         let right = |i: usize| inputs[i].correct && !inputs[i].demonstration;
@@ -286,7 +293,11 @@ fn set_weights(
         let likelihoods: Vec<f64> = inside.iter().copied().map(likelihood).collect();
         for (i, likelihood) in inside.into_iter().zip(likelihoods) {
             let counts = TokenCounts {
-                sequence_tokens: tokens(i),
+                sequence_tokens: rows[i]
+                    .trajectory
+                    .and_then(|trajectory| trajectory_tokens.get(&(rows[i].group, trajectory)))
+                    .copied()
+                    .unwrap_or_default(),
                 group_tokens: group_tokens[rows[i].group],
                 batch_tokens,
                 batch_sequences: sequences,

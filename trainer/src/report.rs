@@ -330,7 +330,7 @@ impl BatchStatistics {
             components.entry(&component.name).or_default().push(component);
         }
         let mut roles: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
-        for trajectory in all().filter(|trajectory| !trajectory.turns.is_empty()) {
+        for trajectory in all().filter(|trajectory| trajectory.all_turns().next().is_some()) {
             if let (Some(role), Some(reward)) = (&trajectory.role, trajectory.reward()) {
                 roles.entry(role).or_default().push(reward);
             }
@@ -349,9 +349,11 @@ impl BatchStatistics {
             length: SummaryStatistics::of(all().map(|t| t.completion_tokens() as f64).collect()),
             clipped_ratio: all().filter(|t| t.truncated()).count() as f64 / count,
             staleness: SummaryStatistics::of(
-                all().map(|t| t.sample.oldest_version().staleness_at(version) as f64).collect(),
+                all().map(|t| t.oldest_version().staleness_at(version) as f64).collect(),
             ),
-            versions_per_sample: all().map(|t| t.sample.versions().len() as f64).sum::<f64>() / count,
+            versions_per_sample: crate::advantage::mean(
+                all().flat_map(Trajectory::samples).map(|sample| sample.versions().len() as f64),
+            ),
         }
     }
 }

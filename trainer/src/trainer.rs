@@ -485,7 +485,7 @@ impl Trainer {
         let LogprobMismatch { token, behavior, proximal, .. } = mismatch;
         let mut all = groups.iter().flat_map(|group| group.trajectories.iter().map(|t| (group.id, t)));
         let (group, trajectory) = all
-            .find(|(_, trajectory)| std::ptr::eq(&raw const trajectory.sample, row.sample))
+            .find(|(_, trajectory)| trajectory.samples().any(|sample| std::ptr::eq(sample, row.sample)))
             .expect("rows are made of the samples of the batch");
         let (step, trajectory) = (self.version.next().0, trajectory.index);
         TrainerError::NotBitwise { step, group, trajectory, token, behavior, proximal }

@@ -313,6 +313,7 @@ fn group(id: usize, members: &[Value]) -> Group {
                 correct: Some(number(&member["reward"]) > 0.5),
                 ..Score::default()
             },
+            branches: Vec::new(),
             baseline: false,
             role: None,
         }

@@ -126,6 +126,7 @@ fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
             turns: vec![Turn { completion: 2..tokens, stop: StopReason::StopToken, reward: None }],
             text: String::new(),
             score: Score { total: Some(*reward), correct: Some(*reward > 0.5), ..Score::default() },
+            branches: Vec::new(),
             baseline: false,
             role: None,
         }

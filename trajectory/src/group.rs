@@ -12,7 +12,7 @@ use crate::{PolicyVersion, Sample, Task};
 /// Together with the seed it determines the task and every random number that its generation uses, so that a group
 /// lost in a crash is sampled again bit for bit. Groups that were submitted without admission are not in that stream; their
 /// ids are far above.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct GroupId(pub u64);
 
@@ -86,9 +86,21 @@ pub struct Score {
 /// The reward of an episode, its undiscounted return: [`Score::total`] plus the rewards of its turns. This is the one definition of the reward of a
 /// trajectory, wherever trajectories are compared, selected, or shown; `None` if `score` has no total.
 #[must_use]
-pub fn episode_reward(score: &Score, turns: &[Turn]) -> Option<f64> {
-    let turns = turns.iter().filter_map(|turn| turn.reward);
+pub fn episode_reward<'a>(score: &Score, turns: impl IntoIterator<Item = &'a Turn>) -> Option<f64> {
+    let turns = turns.into_iter().filter_map(|turn| turn.reward);
     Some(turns.fold(score.total?, |sum, reward| sum + reward))
+}
+
+/// A further token stream of an episode whose agent did not only append to its conversation: it rewrote its history, asked
+/// a second agent, or began again. It has the reward of the episode.
+///
+/// A completion that several streams have in common is trained on in the first of them; in the others it is context.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Branch {
+    /// The token streams that are trained on.
+    pub sample: Sample,
+    /// The turns of the policy in this stream that are in no earlier one, in order.
+    pub turns: Vec<Turn>,
 }
 
 /// One episode of the policy on a task.
@@ -96,10 +108,13 @@ pub fn episode_reward(score: &Score, turns: &[Turn]) -> Option<f64> {
 pub struct Trajectory {
     /// Which of the group's episodes this is, from 0.
     pub index: u32,
-    /// The token streams that are trained on.
+    /// The token streams that are trained on; of an episode with branches, those of its first branch.
     pub sample: Sample,
-    /// The turns of the policy, in order.
+    /// The turns of the policy in `sample`, in order.
     pub turns: Vec<Turn>,
+    /// Its further branches. The episode counts once in every baseline and mean, however many it has.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub branches: Vec<Branch>,
     /// The completion as text, without its stop token; of several turns all completions and the messages between them. For
     /// people.
     pub text: String,
@@ -115,23 +130,55 @@ pub struct Trajectory {
 }
 
 impl Trajectory {
+    /// Most entries of [`Trajectory::branches`] that are taken from another program.
+    pub const MAX_BRANCHES: usize = 1023;
+
     /// The reward of the whole episode, see [`episode_reward`]. `None` if a reward failed and the
     /// trajectory must not be trained on.
     #[must_use]
     pub fn reward(&self) -> Option<f64> {
-        episode_reward(&self.score, &self.turns)
+        episode_reward(&self.score, self.all_turns())
+    }
+
+    /// Its rows: the token streams of all branches, each with its turns.
+    pub fn rows(&self) -> impl Iterator<Item = (&Sample, &[Turn])> {
+        let further = self.branches.iter().map(|branch| (&branch.sample, &branch.turns[..]));
+        std::iter::once((&self.sample, &self.turns[..])).chain(further)
+    }
+
+    /// The token streams of all branches.
+    pub fn samples(&self) -> impl Iterator<Item = &Sample> {
+        self.rows().map(|(sample, _)| sample)
+    }
+
+    /// The turns of all branches.
+    pub fn all_turns(&self) -> impl Iterator<Item = &Turn> {
+        self.rows().flat_map(|(_, turns)| turns)
+    }
+
+    /// Number of tokens that are trained on, in all branches.
+    #[must_use]
+    pub fn trained_tokens(&self) -> usize {
+        self.samples().map(Sample::trained_tokens).sum()
+    }
+
+    /// The oldest version in any branch: staleness is measured against it.
+    #[must_use]
+    pub fn oldest_version(&self) -> PolicyVersion {
+        let further = self.branches.iter().map(|branch| branch.sample.oldest_version());
+        further.fold(self.sample.oldest_version(), PolicyVersion::min)
     }
 
     /// Number of tokens that the policy generated.
     #[must_use]
     pub fn completion_tokens(&self) -> usize {
-        self.turns.iter().map(|turn| turn.completion.len()).sum()
+        self.all_turns().map(|turn| turn.completion.len()).sum()
     }
 
-    /// Whether the last completion reached its length limit.
+    /// Whether the last completion of a branch reached its length limit.
     #[must_use]
     pub fn truncated(&self) -> bool {
-        self.turns.last().is_some_and(|turn| turn.stop == StopReason::Length)
+        self.rows().any(|(_, turns)| turns.last().is_some_and(|turn| turn.stop == StopReason::Length))
     }
 }
 
@@ -150,7 +197,7 @@ impl Group {
     /// The oldest policy version in any of its samples, or `None` for a group without trajectories.
     #[must_use]
     pub fn oldest_version(&self) -> Option<PolicyVersion> {
-        self.trajectories.iter().map(|t| t.sample.oldest_version()).min()
+        self.trajectories.iter().map(Trajectory::oldest_version).min()
     }
 
     /// The trajectories that are trained on: all but baselines.
@@ -177,7 +224,7 @@ impl Group {
 
     /// The trajectories of one role that are trained on. An episode in which the role had no turn has none.
     pub fn sampled_as<'a>(&'a self, role: Option<&'a str>) -> impl Iterator<Item = &'a Trajectory> {
-        let took_part = move |t: &&Trajectory| role.is_none() || !t.turns.is_empty();
+        let took_part = move |t: &&Trajectory| role.is_none() || t.all_turns().next().is_some();
         self.sampled().filter(move |t| t.role.as_deref() == role).filter(took_part)
     }
 
@@ -223,6 +270,7 @@ mod tests {
             })
             .unwrap(),
             turns: vec![Turn { completion: 1..2, stop: StopReason::Length, reward: None }],
+            branches: Vec::new(),
             text: String::new(),
             score: Score { total: *total, ..Score::default() },
             baseline: *baseline,
@@ -257,6 +305,28 @@ mod tests {
     }
 
     #[test]
+    fn an_episode_with_branches_is_one_member_of_its_group() {
+        let mut some = group(&[(Some(0.5), false), (Some(1.0), false)]);
+        let mut streams: SampleStreams = some.trajectories[1].sample.clone().into();
+        let turn = Turn { completion: 1..2, stop: StopReason::StopToken, reward: Some(-0.5) };
+        streams.versions = vec![VersionRun { version: PolicyVersion(3), len: 2 }];
+        some.trajectories[1].sample = Sample::new(streams.clone()).unwrap();
+        streams.versions = vec![VersionRun { version: PolicyVersion(2), len: 2 }];
+        let branch = Branch { sample: Sample::new(streams).unwrap(), turns: vec![turn] };
+        some.trajectories[1].branches = vec![branch.clone(), branch];
+        let episode = &some.trajectories[1];
+        assert_eq!(
+            (episode.samples().count(), episode.trained_tokens(), episode.completion_tokens()),
+            (3, 3, 3)
+        );
+        assert_eq!(episode.oldest_version(), PolicyVersion(2));
+        assert_eq!(some.rewards().collect::<Vec<_>>(), [0.5, 0.0]);
+        assert!(episode.truncated(), "its first branch was cut off");
+        let json = serde_json::to_string(&some).unwrap();
+        assert_eq!(serde_json::from_str::<Group>(&json).unwrap(), some);
+    }
+
+    #[test]
     fn roles_are_compared_by_themselves() {
         let mut game =
             group(&[(Some(1.0), false), (Some(1.0), false), (Some(-1.0), false), (Some(0.0), false)]);
@@ -284,6 +354,7 @@ mod tests {
             !json.contains("baseline")
                 && !json.contains("role")
                 && !json.contains("correct")
+                && !json.contains("branches")
                 && json.contains(r#""turns":[{"completion":{"start":1,"end":2},"stop":"length"}]"#),
             "{json}"
         );

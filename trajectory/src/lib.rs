@@ -32,7 +32,7 @@ pub mod sample;
 pub mod task;
 pub mod version;
 
-pub use group::{Component, Group, GroupId, Score, StopReason, Trajectory, Turn, episode_reward};
+pub use group::{Branch, Component, Group, GroupId, Score, StopReason, Trajectory, Turn, episode_reward};
 pub use sample::{KeptTokens, Sample, SampleError, SampleStreams, VersionRun};
 pub use task::{Message, Prompt, Task, TaskId};
 pub use version::PolicyVersion;

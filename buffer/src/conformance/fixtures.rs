@@ -59,6 +59,7 @@ pub fn group(id: GroupId, served: PolicyVersion) -> Group {
             components: vec![failed.clone()],
             correct: [None, Some(true), Some(false)][index as usize % 3],
         },
+        branches: Vec::new(),
         baseline: false,
         role: None,
     };

@@ -113,6 +113,7 @@ fn a_free_page_that_does_not_exist_is_reported() {
             turns: Vec::new(),
             text: String::new(),
             score: Default::default(),
+            branches: Vec::new(),
             baseline: false,
             role: None,
         }];

@@ -242,6 +242,7 @@ fn group_of(id: GroupId, version: PolicyVersion, n: u64, tokens: usize) -> Group
             turns,
             text: format!("answer {n}"),
             score,
+            branches: Vec::new(),
             baseline: false,
             role: None,
         }],

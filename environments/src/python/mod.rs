@@ -375,7 +375,7 @@ impl Tool for PythonMethod {
 }
 
 /// The columns of a task, with its answer.
-fn row(task: &Task) -> Map<String, Value> {
+pub(crate) fn row(task: &Task) -> Map<String, Value> {
     let mut row = task.columns.clone();
     if let Some(answer) = &task.answer {
         row.entry("answer").or_insert_with(|| Value::from(&answer[..]));
@@ -384,7 +384,7 @@ fn row(task: &Task) -> Map<String, Value> {
 }
 
 /// The prompt of a task as messages.
-fn prompt(task: &Task) -> Vec<Value> {
+pub(crate) fn prompt(task: &Task) -> Vec<Value> {
     let message = |message: &Message| json!({"role": message.role, "content": message.content});
     match &task.prompt {
         Prompt::Text(text) => vec![message(&Message::new("user", text.clone()))],

@@ -28,10 +28,9 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
-use trajectory::Message;
+use serde_json::{Map, Value};
 
-use super::{Compiled, TemplateFailure, TemplateSources};
+use super::{ChatMessage, Compiled, TemplateFailure, TemplateSources};
 
 /// Longest time for one text.
 pub(super) const TIME: Duration = Duration::from_secs(10);
@@ -69,18 +68,21 @@ struct RenderRequest {
     /// If the process does not have them yet.
     sources: Option<TemplateSources>,
     /// `None` only compiles.
-    render: Option<Conversation>,
+    render: Option<TemplateInput>,
 }
 
 /// What a template renders.
 #[derive(Serialize, Deserialize)]
-pub(super) struct Conversation {
-    pub(super) messages: Vec<Message>,
+pub(super) struct TemplateInput {
+    pub(super) messages: Vec<ChatMessage>,
     /// What the template is given as `tools`.
     #[serde(default)]
     pub(super) tools: Vec<Value>,
     /// Whether the assistant's turn is opened at the end.
     pub(super) open: bool,
+    /// Further variables of the template.
+    #[serde(default)]
+    pub(super) variables: Map<String, Value>,
 }
 
 /// Renders templates in another process.
@@ -105,7 +107,7 @@ impl Renderer {
         &self,
         key: &str,
         sources: &TemplateSources,
-        render: Option<Conversation>,
+        render: Option<TemplateInput>,
     ) -> Result<String, TemplateFailure> {
         let mut slot = self.process.lock().unwrap_or_else(PoisonError::into_inner);
         let mut process = match slot.take() {
@@ -312,6 +314,8 @@ fn left(deadline: Instant) -> io::Result<Duration> {
 
 #[cfg(test)]
 mod tests {
+    use trajectory::Message;
+
     use super::*;
 
     /// The process of the tests below: this binary with this test alone.
@@ -329,8 +333,9 @@ mod tests {
 
     fn render(renderer: &Renderer, template: &str) -> Result<String, TemplateFailure> {
         let sources = TemplateSources { template: Some(template.to_owned()), config: None };
-        let messages = vec![Message::new("user", "hi")];
-        let conversation = Conversation { messages, tools: Vec::new(), open: true };
+        let messages = vec![ChatMessage::from(&Message::new("user", "hi"))];
+        let variables = Map::new();
+        let conversation = TemplateInput { messages, tools: Vec::new(), open: true, variables };
         renderer.ask(&sources.key(), &sources, Some(conversation))
     }
 

@@ -23,7 +23,7 @@ impl Successes {
         max_staleness: u64,
     ) {
         self.newest.retain(|_, kept| within(kept, served, max_staleness));
-        let newer = |kept: &Trajectory| kept.sample.oldest_version() > success.sample.oldest_version();
+        let newer = |kept: &Trajectory| kept.oldest_version() > success.oldest_version();
         if !self.newest.get(&task).is_some_and(newer) {
             self.newest.insert(task, success.clone());
         }
@@ -48,5 +48,5 @@ impl Successes {
 }
 
 fn within(trajectory: &Trajectory, served: PolicyVersion, max_staleness: u64) -> bool {
-    trajectory.sample.oldest_version().staleness_at(served) <= max_staleness
+    trajectory.oldest_version().staleness_at(served) <= max_staleness
 }

@@ -53,6 +53,7 @@ fn group(id: u64, task: u64, version: u64, rewards: &[f64]) -> Group {
             }],
             correct: Some(*reward >= 1.0),
         },
+        branches: Vec::new(),
         baseline: false,
         role: None,
     };

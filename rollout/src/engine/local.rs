@@ -11,7 +11,9 @@ use trajectory::{GroupId, PolicyVersion};
 use super::Engine;
 use crate::RolloutError;
 use crate::applier::{Applier, ReadyWeights};
-use crate::sampler::{AppliedWeights, Completion, EngineCounts, OnUpdate, SampleRequest, Sampler};
+use crate::sampler::{
+    AppliedWeights, Completion, EngineCounts, OnUpdate, PartialCompletion, SampleRequest, Sampler,
+};
 
 /// The engine of this process as a sampler.
 #[derive(Debug)]
@@ -70,6 +72,14 @@ impl Sampler for LocalSampler {
 
     fn abort(&mut self, group: GroupId) -> Result<usize, RolloutError> {
         Ok(self.engine.abort(group))
+    }
+
+    fn partials(&mut self) -> Vec<PartialCompletion> {
+        self.engine.partials()
+    }
+
+    fn cache_usage(&self) -> Option<f64> {
+        Some(self.engine.cache_usage())
     }
 
     fn end_episode(&mut self, group: GroupId, index: u32) {

@@ -6,10 +6,11 @@
 //! (paged attention with copy on write, vLLM, arXiv 2309.06180).
 //!
 //! # Layout
-//! - `local`: [`LocalSampler`], the engine behind [`Sampler`](crate::Sampler)
+//! - `config`: its bounds; `local`: [`LocalSampler`], the engine behind [`Sampler`](crate::Sampler)
 //! - `network`: the decoder that it runs, on the processor or on a device
 //! - `prompt`: a prompt during prefill; `sequence`: a completion during decode; `stop`: when it ends
-//! - `retained`: pages of completions whose episode goes on
+//! - `reservation`: the pages that requests may hold; `retained`: pages of completions whose episode goes on; `prefixes`:
+//!   pages of completions that other requests may continue
 //! - `interrupt`: text inserted into completions that are too long; `speculate`: proposals that one pass verifies
 //!
 //! # Invariants
@@ -19,10 +20,13 @@
 //! - Admission control reserves the pages that a request may ever need when it is accepted: no sequence is preempted, and
 //!   none waits for pages during decode.
 
+mod config;
 mod interrupt;
 mod local;
 mod network;
+mod prefixes;
 mod prompt;
+mod reservation;
 mod retained;
 mod sequence;
 mod speculate;
@@ -34,15 +38,19 @@ use std::sync::Arc;
 
 use device::Device;
 use model::on_device::{DeviceSampler, StagedWeights};
-use model::{Config, Draw, KvCache, Sampling, StepSequence, ThreadPool};
+use model::{Config, KvCache, StepSequence, ThreadPool};
 use trajectory::{GroupId, PolicyVersion, StopReason};
 
 use crate::RolloutError;
-use crate::sampler::{Completion, EngineCounts, SampleRequest};
+use crate::sampler::{Completion, EngineCounts, PartialCompletion, SampleRequest};
+pub use config::{EngineConfig, check_trainable};
 pub use interrupt::Interruption;
 pub use local::LocalSampler;
+use network::DrawnToken;
 pub use network::{Network, ServeOn, ServedWeights, UnpackedWeights};
+use prefixes::PrefixCache;
 use prompt::PromptJob;
+use reservation::{OpenRequest, Reservation};
 use retained::RetainedPages;
 use sequence::Sequence;
 pub use sequence::{random_stream, uniform};
@@ -51,37 +59,6 @@ pub use stop::StopRules;
 
 /// A call in the wrong order.
 const ASLEEP: &str = "an engine that sleeps is woken up with weights before its next step";
-
-/// Bounds of an engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EngineConfig {
-    /// Sequences decoded together.
-    pub max_running: usize,
-    /// Prompt tokens that a step prefills along with decoding.
-    pub prefill_chunk: usize,
-    /// Positions of the cache; `None` for what `max_running` sequences of the longest kind need at most.
-    pub kv_cache_tokens: Option<usize>,
-    /// Longest prompt that will be asked for, tokens.
-    pub max_prompt_length: usize,
-    /// Longest completion that will be asked for, tokens.
-    pub max_completion_length: usize,
-    /// Longest prompt and completion of a later turn of an episode, tokens; 0 if there are no later turns.
-    pub max_episode_length: usize,
-    /// Most completions of one prompt that will be asked for, a baseline included.
-    pub max_samples: usize,
-    /// Seed of all random streams.
-    pub seed: u64,
-}
-
-impl EngineConfig {
-    /// Default of [`Self::prefill_chunk`], tokens. On the processor a small chunk keeps steps short for the sequences that
-    /// decode beside it. A device reads all weights in every step, and only steps of one token per sequence are replayed
-    /// from a recording: few large chunks cost less than many small ones.
-    #[must_use]
-    pub fn default_prefill_chunk(on_device: bool) -> usize {
-        if on_device { 2048 } else { 256 }
-    }
-}
 
 /// Samples completions under the weights that it serves.
 #[derive(Debug)]
@@ -104,6 +81,7 @@ pub struct Engine {
     prompts: VecDeque<PromptJob>,
     running: Vec<Sequence>,
     retained: RetainedPages,
+    prefixes: PrefixCache,
     counts: EngineCounts,
     interruption: Option<Interruption>,
     speculation: Speculation,
@@ -150,6 +128,7 @@ impl Engine {
             prompts: VecDeque::new(),
             running: Vec::new(),
             retained: RetainedPages::default(),
+            prefixes: PrefixCache::default(),
             counts: EngineCounts::default(),
             interruption: None,
             speculation: Speculation::None,
@@ -245,6 +224,9 @@ impl Engine {
     pub fn submit(&mut self, request: SampleRequest) -> Result<(), RolloutError> {
         let length = request.prompt.len();
         let context = self.model().max_context();
+        if request.options.alternatives > 0 && self.device.is_some() {
+            return Err(RolloutError::NoAlternatives);
+        }
         if length == 0 {
             return Err(RolloutError::EmptyPrompt { group: request.group });
         }
@@ -268,7 +250,10 @@ impl Engine {
         let open = OpenRequest { sequences: request.sequences(), prompt_pages: reservation.prompt };
         self.open.insert(self.accepted, open);
         let SampleRequest { group, first_index, .. } = request;
-        let cached = self.retained.take(group, first_index, &request.prompt, &mut self.cache);
+        let cached = match request.options.prefix_cache {
+            None => self.retained.take(group, first_index, &request.prompt, &mut self.cache),
+            Some(salt) => self.prefixes.share(salt, &request.prompt, &mut self.cache),
+        };
         self.counts.reused_tokens += cached.tokens as u64;
         self.prompts.push_back(PromptJob::new(self.accepted, request, cached));
         self.accepted += 1;
@@ -308,6 +293,9 @@ impl Engine {
                 None
             }
         };
+        if version != self.version {
+            self.prefixes.clear(&mut self.cache);
+        }
         self.version = version;
         Ok(before)
     }
@@ -323,6 +311,7 @@ impl Engine {
     pub fn sleep(&mut self) -> u64 {
         let before = self.bytes();
         self.retained.forget(&mut self.cache, |_| true);
+        self.prefixes.clear(&mut self.cache);
         self.network = None;
         self.cache.forget();
         before
@@ -361,6 +350,7 @@ impl Engine {
     /// If the engine sleeps.
     pub fn recompute(&mut self) -> Result<(), RolloutError> {
         self.retained.forget(&mut self.cache, |_| true);
+        self.prefixes.clear(&mut self.cache);
         let network = self.network.as_mut().expect(ASLEEP);
         self.prompts.iter_mut().for_each(PromptJob::restart);
         let mut done: Option<u64> = None;
@@ -451,7 +441,7 @@ impl Engine {
                 self.counts.sampled_tokens += 1;
                 continue;
             }
-            let own: Vec<Draw> = draws.by_ref().take(count).collect();
+            let own: Vec<DrawnToken> = draws.by_ref().take(count).collect();
             let verified = sequence.take(own, version, &self.stop)?;
             self.counts.sampled_tokens += verified.sampled;
             self.counts.proposed_tokens += verified.proposed;
@@ -466,6 +456,8 @@ impl Engine {
         let chunk = self.config.prefill_chunk.max(1);
         let prefill = KvCache::pages_for(chunk) + 2 * self.prompts.len().min(chunk);
         let needed = decoding * (KvCache::pages_for(1 + proposals) + 1) + prefill;
+        // No open episode waits for a prefix.
+        self.prefixes.evict(needed, &mut self.cache);
         self.counts.evicted_tokens += self.retained.evict(needed, &mut self.cache) as u64;
     }
 
@@ -492,18 +484,37 @@ impl Engine {
             match sequence.ended(&self.stop)? {
                 None => self.running.push(sequence),
                 Some(stop) => {
-                    if sequence.keep_cache && stop != StopReason::Length {
-                        // The newest token was drawn and not fed to the network.
-                        let known = sequence.token_ids[..sequence.token_ids.len() - 1].to_vec();
-                        let pages = std::mem::take(&mut sequence.pages);
-                        self.retained.keep(sequence.group, sequence.index, known, pages, &mut self.cache);
-                    }
+                    self.keep_pages(&mut sequence, stop);
                     self.release(&sequence);
                     ended.push(sequence.finish(stop, &self.stop)?);
                 }
             }
         }
         Ok(ended)
+    }
+
+    /// Keeps the pages of a sequence that ended, if a next turn or another request may continue them.
+    fn keep_pages(&mut self, sequence: &mut Sequence, stop: StopReason) {
+        // The newest token was drawn and not fed to the network.
+        let known = &sequence.token_ids[..sequence.token_ids.len() - 1];
+        if sequence.keep_cache && stop != StopReason::Length {
+            let (known, pages) = (known.to_vec(), std::mem::take(&mut sequence.pages));
+            self.retained.keep(sequence.group, sequence.index, known, pages, &mut self.cache);
+        } else if let Some(salt) = sequence.prefix_salt(self.version) {
+            let (known, pages) = (known.to_vec(), std::mem::take(&mut sequence.pages));
+            self.prefixes.keep(salt, known, pages, &mut self.cache);
+        }
+    }
+
+    /// What was sampled since the last call for requests that stream and have not ended.
+    pub fn partials(&mut self) -> Vec<PartialCompletion> {
+        self.running.iter_mut().filter_map(Sequence::partial).collect()
+    }
+
+    /// Part of the KV cache that is reserved for requests in flight, from 0 to 1.
+    #[must_use]
+    pub fn cache_usage(&self) -> f64 {
+        self.reserved as f64 / self.cache.total_pages().max(1) as f64
     }
 
     /// Frees the pages that are kept for a next turn of episode `index` of `group`, which has ended.
@@ -548,53 +559,4 @@ impl Engine {
             }
         }
     }
-}
-
-/// A request of which a sequence has not ended.
-#[derive(Clone, Copy, Debug)]
-struct OpenRequest {
-    /// Sequences that have not ended.
-    sequences: usize,
-    /// Pages that are reserved for the prompt.
-    prompt_pages: usize,
-}
-
-/// Pages that the completions of a prompt may hold at worst.
-#[derive(Clone, Copy, Debug)]
-struct Reservation {
-    /// For the prompt.
-    prompt: usize,
-    /// For each completion: all pages from the one that it shares with the prompt on.
-    completion: usize,
-}
-
-impl Reservation {
-    fn new(prompt: usize, longest: usize) -> Self {
-        let completion = KvCache::pages_for(longest) - prompt / KvCache::PAGE;
-        Self { prompt: KvCache::pages_for(prompt), completion }
-    }
-
-    /// An upper bound for every request within the bounds of `config`: a completion that begins in the middle of a page may
-    /// touch one page more than its length fills.
-    fn worst(config: &EngineConfig) -> Self {
-        Self {
-            prompt: KvCache::pages_for(config.max_prompt_length),
-            completion: KvCache::pages_for(config.max_completion_length) + 1,
-        }
-    }
-
-    fn of(self, samples: usize) -> usize {
-        self.prompt + samples * self.completion
-    }
-}
-
-/// Checks that a sampling configuration can be trained on.
-///
-/// # Errors
-/// A temperature of 0 or below: a greedy choice has no log-probability to learn from.
-pub fn check_trainable(sampling: Sampling) -> Result<(), RolloutError> {
-    if sampling.temperature > 0.0 {
-        return Ok(());
-    }
-    Err(RolloutError::GreedyTraining { temperature: sampling.temperature })
 }

@@ -10,10 +10,26 @@ use std::sync::Arc;
 
 use model::{
     Config, Decoder, Draw, KvCache, Layout, ModelError, Parameters, Quantization, StepSequence, ThreadPool,
+    TokenLogprob, most_likely,
 };
 use weights::{Digest, Values};
 
 use crate::RolloutError;
+
+/// A token to draw, and how many of the most likely ones are reported with it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TokenRequest {
+    pub(super) draw: DrawRequest,
+    pub(super) alternatives: usize,
+}
+
+/// A drawn token.
+#[derive(Clone, Debug)]
+pub(super) struct DrawnToken {
+    pub(super) draw: Draw,
+    /// The most likely tokens, most likely first; empty if none were asked for, and on a device.
+    pub(super) alternatives: Vec<TokenLogprob>,
+}
 
 /// Logits to draw from, per thread, below which waking another thread costs more than it saves.
 const WORTH_A_THREAD: usize = 1 << 15;
@@ -207,19 +223,30 @@ impl Network {
     /// Draws tokens from the logits of the last step, on the threads of `pool` if it is on the processor.
     pub(super) fn draw(
         &mut self,
-        requests: &[DrawRequest],
+        requests: &[TokenRequest],
         pool: &ThreadPool,
-    ) -> Result<Vec<Draw>, RolloutError> {
+    ) -> Result<Vec<DrawnToken>, RolloutError> {
         match self {
-            Self::Device(sampler) => Ok(sampler.draw(requests)?),
+            Self::Device(sampler) => {
+                let draws: Vec<DrawRequest> = requests.iter().map(|request| request.draw).collect();
+                let drawn = sampler.draw(&draws)?.into_iter();
+                Ok(drawn.map(|draw| DrawnToken { draw, alternatives: Vec::new() }).collect())
+            }
             Self::Host { decoder, logits } => {
                 let (vocabulary, logits) = (decoder.config().vocab_size, std::mem::take(logits));
-                let draw = |requests: &[DrawRequest]| -> Vec<Draw> {
+                let draw = |requests: &[TokenRequest]| -> Vec<DrawnToken> {
                     let mut scratch = vec![0.0; vocabulary];
-                    let draw = |request: &DrawRequest| {
-                        let row = request.row * vocabulary;
-                        scratch.copy_from_slice(&logits[row..row + vocabulary]);
-                        Draw::new(&mut scratch, request.sampling, request.uniform)
+                    let draw = |TokenRequest { draw: request, alternatives }: &TokenRequest| {
+                        let row = &logits[request.row * vocabulary..][..vocabulary];
+                        let likely = if *alternatives > 0 {
+                            scratch.copy_from_slice(row);
+                            most_likely(&mut scratch, request.sampling, *alternatives)
+                        } else {
+                            Vec::new()
+                        };
+                        scratch.copy_from_slice(row);
+                        let draw = Draw::new(&mut scratch, request.sampling, request.uniform);
+                        DrawnToken { draw, alternatives: likely }
                     };
                     requests.iter().map(draw).collect()
                 };

@@ -3,16 +3,17 @@
 use std::ops::Range;
 
 use model::on_device::DrawRequest;
-use model::{Draw, KvCache, Sampling, StepSequence};
+use model::{KvCache, Sampling, StepSequence, TokenLogprob};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use trajectory::{GroupId, KeptTokens, PolicyVersion, StopReason, VersionRun};
 
 use super::interrupt::Planned;
+use super::network::{DrawnToken, TokenRequest};
 use super::speculate::propose;
 use super::stop::{StopRules, TextWatch};
 use crate::RolloutError;
-use crate::sampler::{Completion, SampleRequest};
+use crate::sampler::{Completion, PartialCompletion, RequestOptions, SampleRequest};
 
 /// A prompt in the KV cache, from which completions begin.
 #[derive(Clone, Copy, Debug)]
@@ -40,6 +41,11 @@ pub(super) struct Sequence {
     logprobs: Vec<f32>,
     versions: Vec<VersionRun>,
     kept: Option<KeptTokens>,
+    /// The most likely tokens at each position; empty if none were asked for.
+    alternatives: Vec<Vec<TokenLogprob>>,
+    options: RequestOptions,
+    /// Sampled tokens that a partial completion has reported.
+    reported: usize,
     sampling: Sampling,
     max_completion_length: usize,
     pub(super) pages: Vec<u32>,
@@ -86,11 +92,17 @@ impl Sequence {
             logprobs: Vec::new(),
             versions: Vec::new(),
             kept: sampling.truncates().then_some(kept),
+            alternatives: Vec::new(),
+            options: request.options.clone(),
+            reported: 0,
             sampling,
             max_completion_length: request.max_completion_length,
             pages: pages.to_vec(),
-            rng: turn_stream(seed, request.group, index, request.turn),
-            watch: stop.watch(),
+            rng: match request.options.seed {
+                Some(seed) => seeded_stream(seed, index),
+                None => turn_stream(seed, request.group, index, request.turn),
+            },
+            watch: stop.watch(&request.options.stop),
             interruption,
             baseline,
             pass: Vec::new(),
@@ -132,35 +144,47 @@ impl Sequence {
 
     /// How the next tokens are drawn from `rows` of logits, one for each token of the pass. None if the next token is that
     /// of an interruption, which is inserted.
-    pub(super) fn asks(&mut self, rows: Range<usize>, version: PolicyVersion) -> Vec<DrawRequest> {
+    pub(super) fn asks(&mut self, rows: Range<usize>, version: PolicyVersion) -> Vec<TokenRequest> {
         if let Some(token) = self.interruption.as_ref().and_then(|planned| planned.token(self.logprobs.len()))
         {
             self.push(token, 0.0, version);
+            if self.options.alternatives > 0 {
+                self.alternatives.push(Vec::new());
+            }
             return Vec::new();
         }
         // What is not accepted leaves its random number to the next pass.
         let mut rng = self.rng.clone();
-        rows.map(|row| DrawRequest { row, sampling: self.sampling, uniform: uniform(&mut rng) }).collect()
+        // The likeliest token has the log-probability of a greedy choice.
+        let scored = self.sampling.temperature == 0.0 && self.options.score_greedy;
+        let alternatives = self.options.alternatives.max(usize::from(scored));
+        let draw = |row| DrawRequest { row, sampling: self.sampling, uniform: uniform(&mut rng) };
+        rows.map(draw).map(|draw| TokenRequest { draw, alternatives }).collect()
     }
 
     /// Appends the tokens drawn for a pass, up to the first that differs from its proposal or ends the sequence.
     pub(super) fn take(
         &mut self,
-        draws: impl IntoIterator<Item = Draw>,
+        draws: impl IntoIterator<Item = DrawnToken>,
         version: PolicyVersion,
         stop: &StopRules,
     ) -> Result<Verified, RolloutError> {
         let proposals = std::mem::take(&mut self.pass);
         let mut proposals = proposals.iter().skip(1);
         let mut verified = Verified { proposed: proposals.len() as u64, ..Verified::default() };
-        for draw in draws {
+        for DrawnToken { draw, alternatives } in draws {
             let token = draw.token;
             let _drawn = uniform(&mut self.rng);
             if let (Some(kept), Some(ids)) = (&mut self.kept, draw.kept) {
                 kept.ids.extend(ids);
                 kept.offsets.push(kept.ids.len() as u32);
             }
-            self.push(token, draw.logprob, version);
+            let greedy = self.sampling.temperature == 0.0 && self.options.score_greedy;
+            let scored = alternatives.first().filter(|_| greedy).map(|likely| likely.logprob);
+            self.push(token, scored.unwrap_or(draw.logprob), version);
+            if self.options.alternatives > 0 {
+                self.alternatives.push(alternatives);
+            }
             verified.sampled += 1;
             if proposals.next() != Some(&token) {
                 break;
@@ -171,6 +195,27 @@ impl Sequence {
             }
         }
         Ok(verified)
+    }
+
+    /// The salt under which other requests may continue its pages; none if older weights than `version` filled some of them.
+    pub(super) fn prefix_salt(&self, version: PolicyVersion) -> Option<u64> {
+        self.options.prefix_cache.filter(|_| self.prompt_version == version)
+    }
+
+    /// What was sampled since the last partial completion, if its request streams.
+    pub(super) fn partial(&mut self) -> Option<PartialCompletion> {
+        let (from, sampled) = (self.reported, self.logprobs.len());
+        if !self.options.stream || from == sampled {
+            return None;
+        }
+        self.reported = sampled;
+        Some(PartialCompletion {
+            group: self.group,
+            index: self.index,
+            token_ids: self.token_ids[self.prompt_length + from..].to_vec(),
+            logprobs: self.logprobs[from..].to_vec(),
+            alternatives: self.alternatives.get(from..).unwrap_or_default().to_vec(),
+        })
     }
 
     fn push(&mut self, token: u32, logprob: f32, version: PolicyVersion) {
@@ -192,11 +237,13 @@ impl Sequence {
 
     fn reason_to_stop(&mut self, stop: &StopRules) -> Result<Option<StopReason>, RolloutError> {
         let newest = self.token_ids[self.token_ids.len() - 1];
-        if stop.is_stop_token(newest) {
+        let (own, sampled) = (&self.options.stop, self.logprobs.len());
+        let may_end = sampled >= own.min_tokens;
+        if may_end && stop.is_stop_token_of(own, newest) {
             return Ok(Some(StopReason::StopToken));
         }
         if let Some(watch) = &mut self.watch
-            && watch.push_once(self.logprobs.len(), newest, &stop.strings)?
+            && watch.push_once(sampled, newest, may_end)?
         {
             return Ok(Some(StopReason::StopString));
         }
@@ -209,7 +256,10 @@ impl Sequence {
             completion = &completion[..completion.len() - 1];
         }
         let text = stop.tokenizer.decode(completion)?;
-        let text = stop.cut(&text).to_owned();
+        let text = match self.watch.as_ref().filter(|_| reason == StopReason::StopString) {
+            Some(watch) => watch.cut(&text).to_owned(),
+            None => text,
+        };
         Ok(Completion {
             group: self.group,
             index: self.index,
@@ -221,6 +271,7 @@ impl Sequence {
             versions: self.versions,
             baseline: self.baseline,
             kept: self.kept,
+            alternatives: self.alternatives,
             sampling: self.sampling,
             stop: reason,
             text,
@@ -238,6 +289,15 @@ pub fn uniform(rng: &mut ChaCha8Rng) -> f32 {
 #[must_use]
 pub fn random_stream(seed: u64, group: GroupId, index: u32) -> ChaCha8Rng {
     turn_stream(seed, group, index, 0)
+}
+
+/// The random numbers of completion `index` of a request with its own seed.
+fn seeded_stream(seed: u64, index: u32) -> ChaCha8Rng {
+    let mut key = [0; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    key[16..20].copy_from_slice(&index.to_le_bytes());
+    key[20..27].copy_from_slice(b"request");
+    ChaCha8Rng::from_seed(key)
 }
 
 /// The random numbers of turn `turn` of the episode `index` of `group`.

@@ -3,6 +3,7 @@
 use model::tokenizer::{DecodeStream, Tokenizer};
 
 use crate::RolloutError;
+use crate::sampler::RequestStop;
 
 /// What ends a completion before its length limit.
 #[derive(Clone, Debug)]
@@ -19,7 +20,11 @@ pub struct StopRules {
 #[derive(Debug)]
 pub(super) struct TextWatch {
     stream: DecodeStream,
+    /// Stop strings.
+    strings: Vec<String>,
     text: String,
+    /// Where in the text the stop string begins, bytes.
+    end: Option<usize>,
     /// Tokens taken.
     taken: usize,
 }
@@ -31,17 +36,19 @@ impl StopRules {
         self.token_ids.contains(&token)
     }
 
-    /// `text` up to the first stop string.
-    #[must_use]
-    pub fn cut<'a>(&self, text: &'a str) -> &'a str {
-        let end = self.strings.iter().filter_map(|stop| text.find(stop.as_str())).min();
-        &text[..end.unwrap_or(text.len())]
+    /// Whether `token` ends a completion of a request with the rules `own`.
+    pub(super) fn is_stop_token_of(&self, own: &RequestStop, token: u32) -> bool {
+        (self.is_stop_token(token) && !own.ignore_eos) || own.token_ids.contains(&token)
     }
 
-    pub(super) fn watch(&self) -> Option<TextWatch> {
-        (!self.strings.is_empty()).then(|| TextWatch {
+    /// The search in a completion of a request with the rules `own`; `None` without stop strings.
+    pub(super) fn watch(&self, own: &RequestStop) -> Option<TextWatch> {
+        let strings: Vec<String> = self.strings.iter().chain(&own.strings).cloned().collect();
+        (!strings.is_empty()).then(|| TextWatch {
             stream: self.tokenizer.decode_stream(),
+            strings,
             text: String::new(),
+            end: None,
             taken: 0,
         })
     }
@@ -49,12 +56,12 @@ impl StopRules {
 
 impl TextWatch {
     /// Takes `token`, the completion's `count`-th, unless it was taken before; true if the text now holds a stop
-    /// string.
+    /// string and `may_end` allows one here.
     pub(super) fn push_once(
         &mut self,
         count: usize,
         token: u32,
-        strings: &[String],
+        may_end: bool,
     ) -> Result<bool, RolloutError> {
         if count == self.taken {
             return Ok(false);
@@ -63,11 +70,29 @@ impl TextWatch {
         let Some(piece) = self.stream.step(token)? else { return Ok(false) };
         self.text.push_str(&piece);
         // A stop string that ends in this piece begins at most its own length before it.
-        let longest = strings.iter().map(String::len).max().unwrap_or(0);
+        let longest = self.strings.iter().map(String::len).max().unwrap_or(0);
         let mut from = self.text.len().saturating_sub(piece.len() + longest);
         while !self.text.is_char_boundary(from) {
             from -= 1;
         }
-        Ok(strings.iter().any(|stop| self.text[from..].contains(stop.as_str())))
+        let before = self.text.len() - piece.len();
+        let ends_here = |stop: &String| {
+            let places = self.text[from..].match_indices(stop.as_str()).map(|(at, _)| at);
+            places.into_iter().find(|at| from + at + stop.len() > before)
+        };
+        let found = self.strings.iter().filter_map(ends_here).min();
+        self.end = found.filter(|_| may_end).map(|at| from + at);
+        Ok(self.end.is_some())
+    }
+
+    /// `text`, the whole completion, up to the stop string that ended it.
+    pub(super) fn cut<'a>(&self, text: &'a str) -> &'a str {
+        // Both are the same text unless the tokenizer decodes a whole text in another way than its pieces.
+        let at = self.end.and_then(|end| {
+            let there = |stop: &String| text.get(end..).is_some_and(|rest| rest.starts_with(stop.as_str()));
+            self.strings.iter().any(there).then_some(end)
+        });
+        let first = || self.strings.iter().filter_map(|stop| text.find(stop.as_str())).min();
+        &text[..at.or_else(first).unwrap_or(text.len())]
     }
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use environments::{BoxFuture, Environment, EnvironmentError, EnvironmentFactory, SingleTurn};
 use trajectory::Task;
 
-use super::MessageEncoder;
+use super::{ExternalPlayer, MessageEncoder};
 use crate::RolloutError;
 
 /// Column of a task that names one of [`EpisodeConfig::named`].
@@ -41,6 +41,8 @@ pub struct EpisodeEnvironment {
     pub encoder: Option<Arc<dyn MessageEncoder>>,
     /// Factor of a turn's reward for every turn before it.
     pub discount: f64,
+    /// Plays its episodes, if their loop is elsewhere; `factory` then says name and limits alone.
+    pub player: Option<Arc<dyn ExternalPlayer>>,
 }
 
 impl EpisodeConfig {
@@ -62,6 +64,16 @@ impl EpisodeConfig {
     /// A task that names an environment that there is not.
     pub fn of_task(&self, task: &Task) -> Result<&EpisodeEnvironment, RolloutError> {
         Ok(named_by(task, &self.named)?.unwrap_or(&self.environment))
+    }
+
+    /// The same, whose episodes are played by `player` where their environment has no loop.
+    #[must_use]
+    pub fn played_by(mut self, player: &Arc<dyn ExternalPlayer>) -> Self {
+        let elsewhere = std::iter::once(&mut self.environment).chain(self.named.values_mut());
+        for environment in elsewhere.filter(|environment| environment.factory.agents().is_some()) {
+            environment.player = Some(Arc::clone(player));
+        }
+        self
     }
 
     /// Most roles of an environment; 1 without roles.
@@ -93,7 +105,7 @@ impl EpisodeEnvironment {
     /// Environments of `factory` whose turns have undiscounted rewards.
     #[must_use]
     pub fn new(factory: Arc<dyn EnvironmentFactory>, encoder: Option<Arc<dyn MessageEncoder>>) -> Self {
-        Self { factory, encoder, discount: 1.0 }
+        Self { factory, encoder, discount: 1.0, player: None }
     }
 
     /// Number of roles; 1 without roles.

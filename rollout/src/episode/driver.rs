@@ -14,13 +14,14 @@ use std::sync::atomic::AtomicU64;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use environments::{Action, Environment, EnvironmentError, Observation};
+use environments::{Action, AgentSource, Environment, EnvironmentError, Observation};
 use tokio::runtime::Handle;
 use tokio::task::{AbortHandle, JoinError, JoinSet};
 use trajectory::{GroupId, Message, PolicyVersion, StopReason, Task};
 
+use super::config::EpisodeEnvironment;
 use super::streams::{AfterTurn, EndedTurn, EpisodeStreams, opening};
-use super::{Episode, EpisodeConfig, EpisodeEnd};
+use super::{Episode, EpisodeConfig, EpisodeEnd, EpisodePlace, PlayedEpisode};
 use crate::RolloutError;
 use crate::sampler::{Completion, SampleRequest, Sampler};
 
@@ -43,6 +44,8 @@ pub struct EpisodeDriver {
     granted: Arc<AtomicU64>,
     /// Calls of environments that were not answered at once.
     calls: JoinSet<AnsweredCall>,
+    /// Episodes whose loop is elsewhere.
+    played: JoinSet<(EpisodePlace, PlayedEpisode)>,
     /// Episodes that ended outside of a poll of the sampler.
     ended: Vec<Episode>,
     /// Sequences, by group and index, that the sampler works at although their episodes are over.
@@ -50,6 +53,9 @@ pub struct EpisodeDriver {
     /// When episodes over their time are looked for again.
     next_look: Instant,
 }
+
+/// Longest wait for an episode whose loop is elsewhere, before requests of its agent are looked for.
+const AGENT_LOOK_UP: Duration = Duration::from_micros(500);
 
 /// Group and index of an episode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -115,6 +121,7 @@ impl EpisodeDriver {
             ready: VecDeque::new(),
             granted: Arc::default(),
             calls: JoinSet::new(),
+            played: JoinSet::new(),
             ended: Vec::new(),
             left: HashSet::new(),
             next_look: Instant::now(),
@@ -124,7 +131,8 @@ impl EpisodeDriver {
     /// Whether no episode is open, and the sampler works for none that was.
     #[must_use]
     pub fn is_idle(&self) -> bool {
-        self.open.is_empty() && self.ended.is_empty() && self.left.is_empty()
+        let none_open = self.open.is_empty() && self.played.is_empty();
+        none_open && self.ended.is_empty() && self.left.is_empty()
     }
 
     /// Starts the episodes of a group: one for every sequence of `request`, whose prompt is that of `task`. Returns how many
@@ -153,9 +161,12 @@ impl EpisodeDriver {
         max_turns: usize,
     ) -> Result<usize, RolloutError> {
         let played_in = self.config.of_task(task)?.clone();
+        if let Some(agents) = played_in.factory.agents() {
+            return self.start_played(sampler, task, &request, &played_in, &agents);
+        }
         let request = SampleRequest { keep_cache: played_in.factory.limits().max_turns > 1, ..request };
         let (group, sequences) = (request.group, request.sequences());
-        let template = SampleRequest { prompt: Vec::new(), ..request };
+        let template = SampleRequest { prompt: Vec::new(), options: request.options.clone(), ..request };
         let (prompt, open) = (request.prompt, sequences as u32);
         self.groups.insert(group, GroupInPlay { prompt, sequences: open, open });
         for index in 0..sequences as u32 {
@@ -188,6 +199,65 @@ impl EpisodeDriver {
         Ok(sequences * played_in.roles())
     }
 
+    /// Starts the episodes of a group whose loop is elsewhere.
+    fn start_played(
+        &mut self,
+        sampler: &dyn Sampler,
+        task: &Arc<Task>,
+        request: &SampleRequest,
+        played_in: &EpisodeEnvironment,
+        agents: &AgentSource,
+    ) -> Result<usize, RolloutError> {
+        let (Some(player), Some(requests)) = (&played_in.player, sampler.requests()) else {
+            return Err(RolloutError::NoEndpoint { environment: played_in.factory.name().to_owned() });
+        };
+        if request.baseline {
+            return Err(RolloutError::NoGreedyAgent { environment: played_in.factory.name().to_owned() });
+        }
+        let sequences = request.sequences();
+        for index in 0..sequences as u32 {
+            let place = EpisodePlace {
+                task: Arc::clone(task),
+                group: request.group,
+                index,
+                request: request.clone(),
+                requests: requests.clone(),
+                max_tokens: self.config.max_tokens,
+                agents: agents.clone(),
+                limits: played_in.factory.limits(),
+            };
+            let playing = player.play(place.clone());
+            self.played.spawn_on(async move { (place, playing.await) }, &self.runtime);
+        }
+        Ok(sequences)
+    }
+
+    /// Takes the episodes that agents have ended, after up to `wait` if nothing else can be advanced.
+    fn take_played(&mut self, sampler: &mut dyn Sampler, wait: Duration) -> Result<(), RolloutError> {
+        let wait = wait.min(AGENT_LOOK_UP);
+        if sampler.is_idle() && self.ready.is_empty() && self.ended.is_empty() && self.calls.is_empty() {
+            let played = &mut self.played;
+            let next = async { tokio::time::timeout(wait, played.join_next()).await };
+            if let Ok(Some(joined)) = self.runtime.block_on(next) {
+                self.end_played(sampler, joined)?;
+            }
+        }
+        while let Some(joined) = self.played.try_join_next() {
+            self.end_played(sampler, joined)?;
+        }
+        Ok(())
+    }
+
+    fn end_played(
+        &mut self,
+        sampler: &dyn Sampler,
+        joined: Result<(EpisodePlace, PlayedEpisode), tokio::task::JoinError>,
+    ) -> Result<(), RolloutError> {
+        let (place, played) = joined.map_err(|_| RolloutError::Ended { who: "the episode of an agent" })?;
+        self.ended.push(Episode::played(&place.request, place.index, played, sampler.version()));
+        Ok(())
+    }
+
     /// Advances everything: takes the answers of environments, submits next turns, and polls the sampler. Returns the
     /// episodes that ended. Waits up to `wait` if nothing can be advanced at once.
     ///
@@ -205,6 +275,9 @@ impl EpisodeDriver {
         }
         while let Some(joined) = self.calls.try_join_next() {
             self.joined(sampler, joined)?;
+        }
+        if !self.played.is_empty() {
+            self.take_played(sampler, wait)?;
         }
         self.request_opened(sampler)?;
         if !sampler.is_idle() {

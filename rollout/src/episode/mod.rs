@@ -6,6 +6,7 @@
 //! - `scripted`: episodes of a scripted player, for demonstrations and for `rlrun check`
 //! - `config`: [`EpisodeConfig`], which environment a task is played in
 //! - `bridge`: [`MessageEncoder`], the tokens of messages that follow a completion
+//! - `played`: [`ExternalPlayer`], for episodes whose loop is elsewhere
 //!
 //! # Invariants
 //! - Token ids that were sampled are never tokenised again: a later turn continues exactly the ids before it.
@@ -15,6 +16,7 @@
 mod bridge;
 mod config;
 mod driver;
+mod played;
 mod scripted;
 mod streams;
 
@@ -22,12 +24,14 @@ use std::collections::BTreeMap;
 
 use environments::EnvironmentError;
 use trajectory::{
-    GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, Turn, VersionRun,
+    Branch, GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, Turn,
+    VersionRun,
 };
 
 pub use bridge::{ChatEncoder, MessageEncoder};
 pub use config::{ENVIRONMENT_COLUMN, EpisodeConfig, EpisodeEnvironment, named_by};
 pub use driver::EpisodeDriver;
+pub use played::{EpisodePlace, ExternalPlayer, PlayedEpisode};
 pub use scripted::{ScriptedEpisode, play_script};
 
 use crate::sampler::{Completion, SampleRequest};
@@ -50,6 +54,8 @@ pub struct Episode {
     streams: SampleStreams,
     /// The turns of the policy, in order; empty if the environment failed before the first.
     pub turns: Vec<Turn>,
+    /// Further token streams of an episode that was played elsewhere.
+    pub branches: Vec<Branch>,
     /// The last completion as text, without stop token and stop string; empty before the first.
     pub text: String,
     /// Everything after the prompt as text, for people: completions, and messages with their roles.
@@ -156,6 +162,7 @@ impl From<Completion> for Episode {
                 ..SampleStreams::default()
             },
             turns: Vec::with_capacity(1),
+            branches: Vec::new(),
             text: String::new(),
             transcript: String::new(),
             counts: BTreeMap::new(),
@@ -193,6 +200,7 @@ impl Episode {
                 temperature: 1.0,
             },
             turns: Vec::new(),
+            branches: Vec::new(),
             text: String::new(),
             transcript: String::new(),
             counts: BTreeMap::new(),
@@ -265,7 +273,12 @@ impl Episode {
     /// Tokens that the policy generated.
     #[must_use]
     pub fn completion_tokens(&self) -> usize {
-        self.turns.iter().map(|turn| turn.completion.len()).sum()
+        self.all_turns().map(|turn| turn.completion.len()).sum()
+    }
+
+    /// The turns of all its branches.
+    pub fn all_turns(&self) -> impl Iterator<Item = &Turn> {
+        self.turns.iter().chain(self.branches.iter().flat_map(|branch| &branch.turns))
     }
 
     /// Whether a limit on tokens cut it off.

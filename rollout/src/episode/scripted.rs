@@ -13,7 +13,7 @@ use trajectory::{GroupId, PolicyVersion, StopReason, Task, VersionRun};
 use super::streams::{AfterTurn, EndedTurn, EpisodeStreams, opening};
 use super::{Episode, EpisodeConfig, EpisodeEnd};
 use crate::RolloutError;
-use crate::sampler::{Completion, SampleRequest};
+use crate::sampler::{Completion, RequestOptions, SampleRequest};
 
 /// How a scripted episode is played.
 #[derive(Clone, Copy)]
@@ -107,6 +107,7 @@ fn request(max_completion_length: usize) -> SampleRequest {
         max_completion_length,
         baseline: false,
         keep_cache: false,
+        options: RequestOptions::default(),
     }
 }
 
@@ -123,6 +124,7 @@ fn completion(prompt: &[u32], spoken: &[u32], text: String) -> Completion {
         inserted: None,
         baseline: false,
         kept: None,
+        alternatives: Vec::new(),
         text,
         stop: StopReason::StopToken,
         sampling: Sampling::PLAIN,

@@ -23,7 +23,7 @@ pub enum Aggregation {
 /// without policy loss under `entropy_share`; tokens that an off-policy correction masks do not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenCounts {
-    /// Trained tokens of the trajectory.
+    /// Trained tokens of the trajectory, in all its branches.
     pub sequence_tokens: usize,
     /// Trained tokens of its group.
     pub group_tokens: usize,

@@ -56,7 +56,8 @@ pub(super) async fn lease(
 
 async fn handed_out(accept: Accept, lease: Lease) -> Result<Response, Problem> {
     let trajectories = lease.groups.iter().flat_map(|group| &group.trajectories);
-    let tokens: usize = trajectories.map(|trajectory| trajectory.sample.token_ids().len()).sum();
+    let samples = trajectories.flat_map(|trajectory| trajectory.samples());
+    let tokens: usize = samples.map(|sample| sample.token_ids().len()).sum();
     let answer = move || {
         let lease = Some(LeaseView::from(&lease));
         accept.answer_fast(&LeaseAnswerView { lease, reason: None, held_for_slow: None, stats: None })

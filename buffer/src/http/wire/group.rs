@@ -10,11 +10,11 @@ use serde::ser::{SerializeStruct, Serializer};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use trajectory::{
-    Component, Group, GroupId, KeptTokens, Message, PolicyVersion, Prompt, Sample, SampleError,
-    SampleStreams, Score, StopReason, Task, TaskId, Trajectory, Turn, VersionRun,
+    Branch, Component, Group, GroupId, Message, Prompt, Score, StopReason, Task, TaskId, Trajectory,
 };
 use utoipa::ToSchema;
 
+use super::branch::{BranchBody, BranchView, checked_branches};
 use super::free::FreeFormLimits;
 use super::schema;
 use crate::http::problem::{Evidence, ProblemCode};
@@ -109,46 +109,50 @@ pub(super) struct TrajectoryBody {
     baseline: bool,
     /// The role that the policy played, if the episode has several: trajectories of the same role are compared.
     role: Option<String>,
+    /// Further token streams of the episode, if its agent rewrote its history or asked a second agent.
+    #[serde(default)]
+    #[schema(max_items = 1023)]
+    branches: Vec<BranchBody>,
 }
 
 /// Consecutive tokens of one policy version.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(as = VersionRun)]
-struct RunBody {
+pub(super) struct RunBody {
     /// The version.
-    version: u64,
+    pub(super) version: u64,
     /// Number of tokens.
     #[schema(minimum = 1)]
-    len: u32,
+    pub(super) len: u32,
 }
 
 /// For every token of the loss mask, in order, the ids that truncation kept.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(as = KeptTokens)]
-struct KeptBody {
+pub(super) struct KeptBody {
     /// Offset of each set in `ids`, followed by the length of `ids`.
-    offsets: Vec<u32>,
+    pub(super) offsets: Vec<u32>,
     /// Token ids, ascending within a set.
-    ids: Vec<u32>,
+    pub(super) ids: Vec<u32>,
 }
 
 /// One model call.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(as = Turn)]
-struct TurnBody {
+pub(super) struct TurnBody {
     /// First token of the completion.
-    start: usize,
+    pub(super) start: usize,
     /// One past its last token, including the stop token.
-    end: usize,
+    pub(super) end: usize,
     /// Why it ended.
     #[schema(schema_with = schema::stop)]
-    stop: StopReason,
+    pub(super) stop: StopReason,
     /// Reward of this turn alone. It is not part of the trajectory's `reward`; where trajectories are compared, the rewards of
     /// the turns are added to it.
-    reward: Option<f64>,
+    pub(super) reward: Option<f64>,
 }
 
 /// Result of one reward function.
@@ -288,65 +292,42 @@ impl TrajectoryBody {
         limits: ItemLimits,
         free: &mut FreeFormLimits,
     ) -> ValidationResult<Trajectory> {
-        let tokens = self.token_ids.len();
-        if tokens == 0 {
-            return reject(ProblemCode::EmptyTrajectory, "`token_ids` is empty");
-        }
-        if tokens > limits.tokens {
-            return reject(
-                ProblemCode::TooManyTokens,
-                format!("{tokens} tokens, at most {} are taken", limits.tokens),
-            );
-        }
-        if let Some(size) = limits.vocabulary {
-            let kept = self.kept.iter().flat_map(|kept| &kept.ids);
-            if let Some(id) = self.token_ids.iter().chain(kept).find(|id| **id >= size) {
-                let detail = format!("token id {id}; the vocabulary has {size} ids, from 0");
-                return reject(ProblemCode::TokenOutOfVocabulary, detail);
-            }
-        }
+        let first = BranchBody {
+            token_ids: self.token_ids,
+            loss_mask: self.loss_mask,
+            behavior_logprobs: self.behavior_logprobs,
+            versions: self.versions,
+            policy_version: self.policy_version,
+            temperature: self.temperature,
+            kept: self.kept,
+            turns: self.turns,
+        };
+        let Branch { sample, turns } = first.check(limits, self.baseline)?;
+        let branches = checked_branches(self.branches, limits, self.baseline)?;
         self.role.iter().try_for_each(|role| free.name("role", role))?;
         for reward in &self.rewards {
             free.name("rewards", &reward.name)?;
             free.check("details", &reward.details)?;
         }
-        check_turns(&self.turns, tokens)?;
         let components = self.rewards.iter().filter_map(|reward| reward.value);
-        let turns = self.turns.iter().filter_map(|turn| turn.reward);
-        if let Some(reward) =
-            self.reward.into_iter().chain(components).chain(turns).find(|reward| !reward.is_finite())
-        {
+        if let Some(reward) = self.reward.into_iter().chain(components).find(|reward| !reward.is_finite()) {
             return reject(ProblemCode::NotFinite, format!("a reward is {reward}"));
-        }
-        if let Some(token) = self.loss_mask.iter().position(|trained| self.baseline && *trained) {
-            let detail = format!("`loss_mask` is true at token {token}; a `baseline` is not trained on");
-            return reject(ProblemCode::BadBaseline, detail);
         }
         if limits.correct && self.correct.is_none() && self.reward.is_some() && !self.baseline {
             let detail = "`correct` is missing; the algorithm of this run asks which answers are correct";
             return reject(ProblemCode::NoVerdict, detail);
         }
-        let sample = Sample::new(SampleStreams {
-            versions: runs(self.versions, self.policy_version, tokens)?,
-            token_ids: self.token_ids,
-            loss_mask: self.loss_mask,
-            behavior_logprobs: self.behavior_logprobs,
-            kept: self.kept.map(|kept| KeptTokens { offsets: kept.offsets, ids: kept.ids }),
-            temperature: self.temperature,
-        })
-        .or_else(|error| reject(code_of(&error), error.to_string()))?;
         let component = |RewardBody { name, value, error, details }: RewardBody| Component {
             name,
             value,
             error,
             details,
         };
-        let turn =
-            |TurnBody { start, end, stop, reward }: TurnBody| Turn { completion: start..end, stop, reward };
         Ok(Trajectory {
             index: self.index.unwrap_or(u32::try_from(position).unwrap_or(u32::MAX)),
             sample,
-            turns: self.turns.into_iter().map(turn).collect(),
+            turns,
+            branches,
             text: self.text,
             score: Score {
                 total: self.reward,
@@ -359,60 +340,7 @@ impl TrajectoryBody {
     }
 }
 
-fn check_turns(turns: &[TurnBody], tokens: usize) -> ValidationResult<()> {
-    let mut free = 0;
-    for (n, turn) in turns.iter().enumerate() {
-        if turn.start < free || turn.end < turn.start || turn.end > tokens {
-            let TurnBody { start, end, .. } = turn;
-            let detail = format!(
-                "turns[{n}] is {start}..{end}; turns are ascending, do not overlap and end by {tokens}"
-            );
-            return reject(ProblemCode::BadTurn, detail);
-        }
-        free = turn.end;
-    }
-    Ok(())
-}
-
-fn runs(
-    versions: Option<Vec<RunBody>>,
-    version: Option<u64>,
-    tokens: usize,
-) -> ValidationResult<Vec<VersionRun>> {
-    match (versions, version) {
-        (Some(runs), None) => match runs.iter().position(|run| run.len == 0) {
-            Some(n) => reject(ProblemCode::BadVersions, format!("versions[{n}] has no tokens; leave it out")),
-            None => {
-                let run = |run: RunBody| VersionRun { version: PolicyVersion(run.version), len: run.len };
-                Ok(runs.into_iter().map(run).collect())
-            }
-        },
-        (None, Some(version)) => match u32::try_from(tokens) {
-            Ok(len) => Ok(vec![VersionRun { version: PolicyVersion(version), len }]),
-            Err(_) => {
-                reject(ProblemCode::TooManyTokens, format!("{tokens} tokens are more than one run can have"))
-            }
-        },
-        (None, None) => reject(ProblemCode::BadVersions, "give `policy_version` or `versions`"),
-        (Some(_), Some(_)) => {
-            reject(ProblemCode::BadVersions, "give either `policy_version` or `versions`, not both")
-        }
-    }
-}
-
-fn code_of(error: &SampleError) -> ProblemCode {
-    match error {
-        SampleError::Empty => ProblemCode::EmptyTrajectory,
-        SampleError::FirstTokenTrained => ProblemCode::FirstTokenTrained,
-        SampleError::Logprob { value, .. } if value.is_finite() => ProblemCode::LogprobPositive,
-        SampleError::Logprob { .. } => ProblemCode::NotFinite,
-        SampleError::Temperature(_) => ProblemCode::BadTemperature,
-        SampleError::Kept { .. } => ProblemCode::BadKept,
-        _ => ProblemCode::UnequalLengths,
-    }
-}
-
-fn one() -> f32 {
+pub(super) fn one() -> f32 {
     1.0
 }
 
@@ -450,7 +378,7 @@ impl<'de> Deserialize<'de> for PromptBody {
     }
 }
 
-/// A group in an answer; every field is present.
+/// A group in an answer; every field is present, but `branches` only where there are some.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupView<'a> {
     pub(crate) group: &'a Group,
@@ -479,7 +407,7 @@ impl Serialize for GroupView<'_> {
 }
 
 /// A slice whose elements are serialized through a view.
-struct MappedSequence<'a, T, V>(&'a [T], fn(&'a T) -> V);
+pub(super) struct MappedSequence<'a, T, V>(pub(super) &'a [T], pub(super) fn(&'a T) -> V);
 
 impl<T, V: Serialize> Serialize for MappedSequence<'_, T, V> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -508,8 +436,9 @@ struct TrajectoryView<'a>(&'a Trajectory);
 
 impl Serialize for TrajectoryView<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Trajectory { index, sample, turns, text, score, baseline, role } = self.0;
-        let mut trajectory = serializer.serialize_struct("Trajectory", 14)?;
+        let Trajectory { index, sample, turns, branches, text, score, baseline, role } = self.0;
+        let fields = 14 + usize::from(!branches.is_empty());
+        let mut trajectory = serializer.serialize_struct("Trajectory", fields)?;
         trajectory.serialize_field("token_ids", sample.token_ids())?;
         trajectory.serialize_field("loss_mask", sample.loss_mask())?;
         trajectory.serialize_field("behavior_logprobs", sample.behavior_logprobs())?;
@@ -517,19 +446,17 @@ impl Serialize for TrajectoryView<'_> {
         trajectory.serialize_field("temperature", &sample.temperature())?;
         trajectory.serialize_field("kept", &sample.kept())?;
         trajectory.serialize_field("index", index)?;
-        let turn = |turn: &Turn| TurnBody {
-            start: turn.completion.start,
-            end: turn.completion.end,
-            stop: turn.stop,
-            reward: turn.reward,
-        };
-        trajectory.serialize_field("turns", &MappedSequence(turns, turn))?;
+        trajectory.serialize_field("turns", &MappedSequence(turns, TurnBody::from))?;
         trajectory.serialize_field("text", text)?;
         trajectory.serialize_field("reward", &score.total)?;
         trajectory.serialize_field("rewards", &score.components)?;
         trajectory.serialize_field("correct", &score.correct)?;
         trajectory.serialize_field("baseline", baseline)?;
         trajectory.serialize_field("role", role)?;
+        // Clients that do not know branches read groups that have none.
+        if !branches.is_empty() {
+            trajectory.serialize_field("branches", &MappedSequence(branches, BranchView))?;
+        }
         trajectory.end()
     }
 }

@@ -3,6 +3,7 @@
 //! Invariant: an undocumented field is refused, so nothing in a request is ignored. Shapes are validated here,
 //! content where a body becomes a type of `trajectory`, and states by the buffer.
 
+mod branch;
 mod free;
 mod group;
 mod reports;

@@ -51,18 +51,20 @@ impl ToSchema for GroupView<'_> {
         TaskBody::schemas(schemas);
         TrajectoryBody::schemas(schemas);
         schemas.push((MessageBody::name().into_owned(), MessageBody::schema()));
-        schemas.push((TASK.to_owned(), given(TaskBody::schema(), &[])));
-        // An answer always has the runs.
-        schemas.push((TRAJECTORY.to_owned(), given(TrajectoryBody::schema(), &["policy_version"])));
+        schemas.push((TASK.to_owned(), given(TaskBody::schema(), None, None)));
+        // An answer always has the runs, and branches only where there are some.
+        let trajectory = given(TrajectoryBody::schema(), Some("policy_version"), Some("branches"));
+        schemas.push((TRAJECTORY.to_owned(), trajectory));
     }
 }
 
-/// The schema with all fields required, except `without`.
-fn given(shape: SchemaRef, without: &[&str]) -> SchemaRef {
+/// The schema without the field `absent`, and with all others required but `optional`.
+fn given(shape: SchemaRef, absent: Option<&str>, optional: Option<&str>) -> SchemaRef {
     let RefOr::T(Schema::Object(mut object)) = shape else { return shape };
-    for field in without {
-        object.properties.remove(*field);
+    if let Some(field) = absent {
+        object.properties.remove(field);
     }
-    object.required = object.properties.keys().cloned().collect();
+    object.required =
+        object.properties.keys().filter(|field| Some(field.as_str()) != optional).cloned().collect();
     RefOr::T(Schema::Object(object))
 }
