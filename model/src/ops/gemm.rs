@@ -24,11 +24,13 @@ pub(crate) use tree::{CHUNKS, TreeChunks, tree_product};
 pub(crate) const NR: usize = 48;
 /// Columns that panels are padded to.
 const STEP: usize = 16;
-/// Rows of the left matrix for which a panel is packed. With `INNER_BLOCK` they take 2 MiB, more than a second-level cache has:
-/// the tile reads a row for every 48 columns, which a third-level cache delivers easily, and packing less often is faster.
+/// Rows of the left matrix for which a block of panels is packed.
 const ROW_BLOCK: usize = 1024;
-/// Inner length of one pass; results are read and written once per pass.
-const INNER_BLOCK: usize = 512;
+/// Longest inner length of one pass; results are read and written once per pass. A tile reads this much of each of its rows,
+/// which a first-level cache keeps for all panels of a block.
+const INNER_BLOCK: usize = 320;
+/// Values of the panels of a block: 512 KiB, half of a small second-level cache.
+const BLOCK: usize = 512 * 1024 / size_of::<f32>();
 /// A cache line, in bytes: a register that is loaded across two of them takes twice the time.
 const LINE: usize = 64;
 
@@ -311,7 +313,7 @@ pub(crate) fn product(left: StridedMatrix<'_>, right: Right<'_>, mut out: Produc
         static BUFFERS: RefCell<(Vec<f32>, Vec<f32>)> = const { RefCell::new((Vec::new(), Vec::new())) };
     }
     BUFFERS.with_borrow_mut(|(panel, tiles)| {
-        panel.resize(NR * INNER_BLOCK + LINE / size_of::<f32>(), 0.0);
+        panel.resize(BLOCK.max(NR * INNER_BLOCK) + LINE / size_of::<f32>(), 0.0);
         let start = line_start(panel);
         multiply_blocks(left, right, &mut out, fresh, &mut panel[start..], tiles);
     });
@@ -334,7 +336,9 @@ widest! {
         pack_block::<__m512> | <__m256> | <>
 }
 
-/// `N` registers of type `V` by at most `R` rows make the largest tile.
+/// `N` registers of type `V` by at most `R` rows make the largest tile. A block of panels stays in the second-level cache while
+/// all rows pass it; the rows of a tile stay in the first-level cache while they pass the panels of the block, so that the
+/// results of a tile are written one behind the other.
 #[inline(always)]
 fn blocks<V: Vector, const N: usize, const R: usize>(
     left: StridedMatrix<'_>,
@@ -345,71 +349,97 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
     tiles: &mut Vec<f32>,
 ) {
     let (inner, columns) = right.shape();
+    let pass = even_part(inner, INNER_BLOCK);
+    let block = block_columns(right, pass);
     for row_start in (0..left.rows).step_by(ROW_BLOCK) {
         let rows = row_start..(row_start + ROW_BLOCK).min(left.rows);
-        for inner_start in (0..inner).step_by(INNER_BLOCK) {
-            let steps = inner_start..(inner_start + INNER_BLOCK).min(inner);
+        for inner_start in (0..inner).step_by(pass) {
+            let steps = inner_start..(inner_start + pass).min(inner);
             let fresh = fresh && inner_start == 0;
             let gathered = left.column_stride != 1;
             if gathered {
                 pack_rows::<R>(left, rows.clone(), steps.clone(), tiles);
             }
-            for first in (0..columns).step_by(NR) {
-                let wide = NR.min(columns - first);
-                let PackedPanel { values: panel, padded, next } = match right {
-                    Right::Panels { .. } => right.packed(first, &steps),
-                    Right::Unpacked(matrix) => {
-                        let padded = wide.next_multiple_of(STEP);
-                        let panel = &mut buffer[..steps.len() * padded];
+            for block_start in (0..columns).step_by(block) {
+                let block = block_start..(block_start + block).min(columns);
+                if let Right::Unpacked(matrix) = right {
+                    for first in block.clone().step_by(NR) {
+                        let padded = NR.min(columns - first).next_multiple_of(STEP);
+                        let panel =
+                            &mut buffer[(first - block_start) * steps.len()..][..steps.len() * padded];
                         pack_block::<V>(matrix, steps.clone(), first, panel);
-                        PackedPanel { values: &*panel, padded, next: None }
                     }
-                };
-                let mut row = rows.start;
-                while row < rows.end {
+                }
+                for row in rows.clone().step_by(R) {
                     let height = (rows.end - row).min(R);
-                    for next in row + height..(row + 2 * height).min(rows.end) {
-                        prefetch(out.first.wrapping_add(next * out.row_stride + first), wide);
-                    }
                     let a = if gathered {
                         TileRows::Packed(&tiles[(row - rows.start) * steps.len()..][..R * steps.len()])
                     } else {
-                        TileRows::Strided(
-                            &left.values[row * left.row_stride + steps.start..],
-                            left.row_stride,
-                        )
+                        let values = &left.values[row * left.row_stride + steps.start..];
+                        TileRows::Strided(values, left.row_stride)
                     };
-                    for sub in (0..wide).step_by(V::WIDTH * N) {
-                        let width = (wide - sub).min(V::WIDTH * N);
-                        let shape = TileShape {
-                            steps: steps.len(),
-                            stride: padded,
-                            width,
-                            fresh,
-                            out_stride: out.row_stride,
-                            ahead: next
-                                .map(|next| next.wrapping_add((row - rows.start) / R % (NR / LANES) * LANES)),
+                    for first in block.clone().step_by(NR) {
+                        let wide = NR.min(columns - first);
+                        let PackedPanel { values: panel, padded, next } = match right {
+                            Right::Panels { .. } => right.packed(first, &steps),
+                            Right::Unpacked(_) => {
+                                let padded = wide.next_multiple_of(STEP);
+                                let panel = &buffer[(first - block_start) * steps.len()..];
+                                PackedPanel { values: &panel[..steps.len() * padded], padded, next: None }
+                            }
                         };
-                        let at = row * out.row_stride + first + sub;
-                        let c = out.first.wrapping_add(at);
-                        let b = &panel[sub..];
-                        let registers = width.div_ceil(V::WIDTH);
-                        // Registers of one panel come in multiples of STEP columns, so few combinations exist.
-                        if registers == N {
-                            rows_of::<V, N, R>(height, a, b, shape, c);
-                        } else if registers == 2 {
-                            rows_of::<V, 2, R>(height, a, b, shape, c);
-                        } else if registers == 3 {
-                            rows_of::<V, 3, R>(height, a, b, shape, c);
-                        } else {
-                            rows_of::<V, 1, R>(height, a, b, shape, c);
+                        if next.is_some() {
+                            for below in row + height..(row + 2 * height).min(rows.end) {
+                                prefetch(out.first.wrapping_add(below * out.row_stride + first), wide);
+                            }
+                        }
+                        for sub in (0..wide).step_by(V::WIDTH * N) {
+                            let width = (wide - sub).min(V::WIDTH * N);
+                            let shape = TileShape {
+                                steps: steps.len(),
+                                stride: padded,
+                                width,
+                                fresh,
+                                out_stride: out.row_stride,
+                                ahead: next.map(|next| {
+                                    next.wrapping_add((row - rows.start) / R % (NR / LANES) * LANES)
+                                }),
+                            };
+                            let c = out.first.wrapping_add(row * out.row_stride + first + sub);
+                            let b = &panel[sub..];
+                            let registers = width.div_ceil(V::WIDTH);
+                            // Registers of one panel come in multiples of STEP columns, so few combinations exist.
+                            if registers == N {
+                                rows_of::<V, N, R>(height, a, b, shape, c);
+                            } else if registers == 2 {
+                                rows_of::<V, 2, R>(height, a, b, shape, c);
+                            } else if registers == 3 {
+                                rows_of::<V, 3, R>(height, a, b, shape, c);
+                            } else {
+                                rows_of::<V, 1, R>(height, a, b, shape, c);
+                            }
                         }
                     }
-                    row += height;
                 }
             }
         }
     }
+}
+
+/// Columns of a block of panels that have `steps` of the inner dimension. Packed panels come from memory one by one, the next
+/// while the rows pass this one.
+fn block_columns(right: Right<'_>, steps: usize) -> usize {
+    match right {
+        Right::Panels { .. } => NR,
+        Right::Unpacked(matrix) => {
+            NR * even_part(matrix.columns.div_ceil(NR), (BLOCK / (steps * NR).max(1)).max(1))
+        }
+    }
+}
+
+/// The length of the parts, none longer than `most`, into which `whole` is cut evenly.
+fn even_part(whole: usize, most: usize) -> usize {
+    whole.div_ceil(whole.div_ceil(most))
 }
 
 #[cfg(test)]

@@ -51,7 +51,7 @@ proptest! {
             for right in [Right::Unpacked(StridedMatrix::new(&b, n)), Right::Unpacked(StridedMatrix::new(&bt, k).transposed()), panels.whole()] {
                 for level in [Level::Portable, level()] {
                     let mut out = c.clone();
-                    let (mut buffer, mut tiles) = (vec![0.0; NR * INNER_BLOCK], Vec::new());
+                    let (mut buffer, mut tiles) = (vec![0.0; BLOCK], Vec::new());
                     let to = &mut ProductOut::new(&mut out, n);
                     blocks_of(level)(left, right, to, false, &mut buffer, &mut tiles);
                     prop_assert_eq!(&out, &expected);
@@ -88,6 +88,35 @@ proptest! {
         for (row, expected) in out.chunks(columns + 3).zip(expected.chunks(columns)) {
             prop_assert_eq!(&row[..columns], expected);
             prop_assert!(row[columns..].iter().all(|v| v.is_nan()), "nothing is written beyond the result");
+        }
+    }
+}
+
+/// More rows, steps and columns than one block has.
+#[test]
+fn blocks_follow_each_other() {
+    let (m, k, n) = (ROW_BLOCK + 3, INNER_BLOCK + 9, BLOCK / INNER_BLOCK + 100);
+    let (a, b) = (noise(m * k, 3), noise(k * n, 4));
+    let (at, bt) = (transposed(&a, m, k), transposed(&b, k, n));
+    let unpacked = [StridedMatrix::new(&b, n), StridedMatrix::new(&bt, k).transposed()].map(Right::Unpacked);
+    let chunks = TreeChunks { parts: &[k], count: CHUNKS };
+    let rows = [0, ROW_BLOCK - 1, ROW_BLOCK, m - 1];
+    let element = |row: usize, column: usize| {
+        (0..k).fold(0.0_f32, |sum, l| a[row * k + l].mul_add(b[l * n + column], sum))
+    };
+    for right in unpacked {
+        for left in [StridedMatrix::new(&a, k), StridedMatrix::new(&at, m).transposed()] {
+            let mut out = vec![f32::NAN; m * n];
+            multiply(left, right, &mut out);
+            for row in rows {
+                let expected: Vec<f32> = (0..n).map(|column| element(row, column)).collect();
+                assert_eq!(out[row * n..][..n], expected, "row {row}");
+            }
+        }
+        let mut out = vec![f32::NAN; m * n];
+        tree_product(StridedMatrix::new(&a, k), right, chunks, &ProductOut::new(&mut out, n), true);
+        for row in rows {
+            assert_eq!(out[row * n..][..n], tree_reference(&a[row * k..][..k], &b, n, chunks), "row {row}");
         }
     }
 }

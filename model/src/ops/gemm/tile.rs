@@ -71,10 +71,12 @@ fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
             *sum = load_row(out.wrapping_add(r * out_stride), width);
         }
     }
-    // Whole panels, which nearly all are, have a stride that the compiler knows.
+    // Whole panels, which nearly all are, have a stride that the compiler knows; so have panels in a cache no prefetch.
     match (a, stride == NR) {
-        (TileRows::Strided(a, row_stride), true) => strided(&mut sums, a, row_stride, b, NR, shape),
-        (TileRows::Strided(a, row_stride), false) => strided(&mut sums, a, row_stride, b, stride, shape),
+        (TileRows::Strided(a, row_stride), true) if shape.ahead.is_none() => {
+            strided(&mut sums, a, row_stride, b, NR, TileShape { ahead: None, ..shape });
+        }
+        (TileRows::Strided(a, row_stride), _) => strided(&mut sums, a, row_stride, b, stride, shape),
         (TileRows::Packed(a), true) => packed::<V, N, H, R>(&mut sums, a, b, NR, steps),
         (TileRows::Packed(a), false) => packed::<V, N, H, R>(&mut sums, a, b, stride, steps),
     }

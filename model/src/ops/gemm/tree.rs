@@ -14,7 +14,9 @@ use std::ops::Range;
 
 use super::pack::pack_block;
 use super::tile::{PREFETCH_STEPS, load_row, store_row};
-use super::{NR, PackedPanel, ProductOut, ROW_BLOCK, Right, STEP, StridedMatrix, line_start};
+use super::{
+    BLOCK, NR, PackedPanel, ProductOut, ROW_BLOCK, Right, STEP, StridedMatrix, block_columns, line_start,
+};
 use crate::ops::simd::{LANES, Vector, prefetch, vectorized, widest};
 
 /// Chunks that each part of a whole inner dimension is cut into.
@@ -220,59 +222,70 @@ fn columns_of_pass<V: Vector, const N: usize, const R: usize>(
 ) {
     let TreeScratch { panel: buffer, nodes, .. } = scratch;
     let len: usize = runs.iter().map(|run| run.steps.len()).sum();
-    buffer.resize(NR * PASS + LANES, 0.0);
+    buffer.resize(BLOCK.max(NR * PASS) + LANES, 0.0);
     nodes.resize(LEVELS * R * NR + LANES, 0.0);
     let (start, first_node) = (line_start(buffer), line_start(nodes));
     let RowBlock { left, right, columns, .. } = *block;
-    for first in (0..columns).step_by(NR) {
-        let wide = NR.min(columns - first);
-        let (panel, padded) = match right {
-            Right::Panels { .. } => {
-                let steps = runs[0].steps.start..runs[runs.len() - 1].steps.end;
-                assert_eq!(steps.len(), len, "the chunks of packed panels follow each other");
-                let PackedPanel { values, padded, .. } = right.packed(first, &steps);
-                (values, padded)
-            }
-            Right::Unpacked(matrix) => {
-                let padded = wide.next_multiple_of(STEP);
-                let mut at = start;
+    let block = block_columns(right, len);
+    for block_start in (0..columns).step_by(block) {
+        let block = block_start..(block_start + block).min(columns);
+        if let Right::Unpacked(matrix) = right {
+            for first in block.clone().step_by(NR) {
+                let padded = NR.min(columns - first).next_multiple_of(STEP);
+                let mut at = start + (first - block_start) * len;
                 for run in runs.iter().filter(|run| !run.steps.is_empty()) {
                     let to = &mut buffer[at..at + run.steps.len() * padded];
                     at += to.len();
                     pack_block::<V>(matrix, run.steps.clone(), first, to);
                 }
-                (&buffer[start..at], padded)
             }
-        };
+        }
         for row in (0..left.rows).step_by(R) {
             let height = (left.rows - row).min(R);
-            for next in row + height..(row + 2 * height).min(left.rows) {
-                prefetch(to.first.wrapping_add(next * to.row_stride + first), wide);
-            }
-            for sub in (0..wide).step_by(V::WIDTH * N) {
-                let width = (wide - sub).min(V::WIDTH * N);
-                let tile = TreeTile {
-                    rows: &left.values[row * left.row_stride..],
-                    row_stride: left.row_stride,
-                    runs,
-                    panel: &panel[sub.min(panel.len())..],
-                    panel_stride: padded,
-                    nodes: nodes[first_node..].as_mut_ptr(),
-                    store,
-                    width,
-                    out: to.first.wrapping_add(row * to.row_stride + first + sub),
-                    out_stride: to.row_stride,
+            for first in block.clone().step_by(NR) {
+                let wide = NR.min(columns - first);
+                let PackedPanel { values: panel, padded, next } = match right {
+                    Right::Panels { .. } => {
+                        let steps = runs[0].steps.start..runs[runs.len() - 1].steps.end;
+                        assert_eq!(steps.len(), len, "the chunks of packed panels follow each other");
+                        right.packed(first, &steps)
+                    }
+                    Right::Unpacked(_) => {
+                        let padded = wide.next_multiple_of(STEP);
+                        let values = &buffer[start + (first - block_start) * len..][..len * padded];
+                        PackedPanel { values, padded, next: None }
+                    }
                 };
-                let registers = width.div_ceil(V::WIDTH);
-                // Registers of one panel come in multiples of STEP columns, so few combinations exist.
-                if registers == N {
-                    tile.sum_rows::<V, N, R>(height);
-                } else if registers == 2 {
-                    tile.sum_rows::<V, 2, R>(height);
-                } else if registers == 3 {
-                    tile.sum_rows::<V, 3, R>(height);
-                } else {
-                    tile.sum_rows::<V, 1, R>(height);
+                if next.is_some() {
+                    for below in row + height..(row + 2 * height).min(left.rows) {
+                        prefetch(to.first.wrapping_add(below * to.row_stride + first), wide);
+                    }
+                }
+                for sub in (0..wide).step_by(V::WIDTH * N) {
+                    let width = (wide - sub).min(V::WIDTH * N);
+                    let tile = TreeTile {
+                        rows: &left.values[row * left.row_stride..],
+                        row_stride: left.row_stride,
+                        runs,
+                        panel: &panel[sub.min(panel.len())..],
+                        panel_stride: padded,
+                        nodes: nodes[first_node..].as_mut_ptr(),
+                        store,
+                        width,
+                        out: to.first.wrapping_add(row * to.row_stride + first + sub),
+                        out_stride: to.row_stride,
+                    };
+                    let registers = width.div_ceil(V::WIDTH);
+                    // Registers of one panel come in multiples of STEP columns, so few combinations exist.
+                    if registers == N {
+                        tile.sum_rows::<V, N, R>(height);
+                    } else if registers == 2 {
+                        tile.sum_rows::<V, 2, R>(height);
+                    } else if registers == 3 {
+                        tile.sum_rows::<V, 3, R>(height);
+                    } else {
+                        tile.sum_rows::<V, 1, R>(height);
+                    }
                 }
             }
         }
