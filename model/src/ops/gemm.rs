@@ -186,21 +186,28 @@ impl Right<'_> {
 }
 
 impl<'a> Right<'a> {
-    /// The packed panel of columns from `first` on for some steps of the inner dimension.
-    ///
-    /// # Panics
-    /// If it is not packed.
-    fn packed(self, first: usize, steps: &Range<usize>) -> PackedPanel<'a> {
-        let Self::Panels { panels, first: before, .. } = self else {
-            panic!("only panels are packed before")
-        };
-        let column = before + first;
-        // A panel keeps its packed width if only some of its columns are used.
-        let padded = NR.min(panels.columns - column).next_multiple_of(STEP);
-        let at = panels.start + column * panels.inner;
-        let panel = &panels.values[at + steps.start * padded..][..steps.len() * padded];
-        let next = panels.values.as_ptr().wrapping_add(at + (panels.inner + steps.start) * NR);
-        PackedPanel { values: panel, padded, next: Some(next) }
+    /// The panel of columns from `first` on for some `steps` of the inner dimension: one that was packed before, or one of the
+    /// panels of a block from column `block` on, packed in `buffer` one behind the other.
+    fn panel<'b>(self, first: usize, steps: &Range<usize>, block: usize, buffer: &'b [f32]) -> PackedPanel<'b>
+    where
+        'a: 'b,
+    {
+        match self {
+            Self::Panels { panels, first: before, .. } => {
+                let column = before + first;
+                // A panel keeps its packed width if only some of its columns are used.
+                let padded = NR.min(panels.columns - column).next_multiple_of(STEP);
+                let at = panels.start + column * panels.inner;
+                let values = &panels.values[at + steps.start * padded..][..steps.len() * padded];
+                let next = panels.values.as_ptr().wrapping_add(at + (panels.inner + steps.start) * NR);
+                PackedPanel { values, padded, next: Some(next) }
+            }
+            Self::Unpacked(matrix) => {
+                let padded = NR.min(matrix.columns - first).next_multiple_of(STEP);
+                let values = &buffer[(first - block) * steps.len()..][..steps.len() * padded];
+                PackedPanel { values, padded, next: None }
+            }
+        }
     }
 }
 
@@ -363,12 +370,7 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
             for block_start in (0..columns).step_by(block) {
                 let block = block_start..(block_start + block).min(columns);
                 if let Right::Unpacked(matrix) = right {
-                    for first in block.clone().step_by(NR) {
-                        let padded = NR.min(columns - first).next_multiple_of(STEP);
-                        let panel =
-                            &mut buffer[(first - block_start) * steps.len()..][..steps.len() * padded];
-                        pack_block::<V>(matrix, steps.clone(), first, panel);
-                    }
+                    pack_panels::<V>(matrix, &steps, &block, buffer);
                 }
                 for row in rows.clone().step_by(R) {
                     let height = (rows.end - row).min(R);
@@ -380,14 +382,8 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
                     };
                     for first in block.clone().step_by(NR) {
                         let wide = NR.min(columns - first);
-                        let PackedPanel { values: panel, padded, next } = match right {
-                            Right::Panels { .. } => right.packed(first, &steps),
-                            Right::Unpacked(_) => {
-                                let padded = wide.next_multiple_of(STEP);
-                                let panel = &buffer[(first - block_start) * steps.len()..];
-                                PackedPanel { values: &panel[..steps.len() * padded], padded, next: None }
-                            }
-                        };
+                        let PackedPanel { values: panel, padded, next } =
+                            right.panel(first, &steps, block_start, buffer);
                         if next.is_some() {
                             for below in row + height..(row + 2 * height).min(rows.end) {
                                 prefetch(out.first.wrapping_add(below * out.row_stride + first), wide);
@@ -423,6 +419,21 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
                 }
             }
         }
+    }
+}
+
+/// Packs the panels of the columns `block` one behind the other.
+#[inline(always)]
+fn pack_panels<V: Vector>(
+    matrix: StridedMatrix<'_>,
+    steps: &Range<usize>,
+    block: &Range<usize>,
+    buffer: &mut [f32],
+) {
+    for first in block.clone().step_by(NR) {
+        let padded = NR.min(matrix.columns - first).next_multiple_of(STEP);
+        let panel = &mut buffer[(first - block.start) * steps.len()..][..steps.len() * padded];
+        pack_block::<V>(matrix, steps.clone(), first, panel);
     }
 }
 

@@ -226,6 +226,11 @@ fn columns_of_pass<V: Vector, const N: usize, const R: usize>(
     nodes.resize(LEVELS * R * NR + LANES, 0.0);
     let (start, first_node) = (line_start(buffer), line_start(nodes));
     let RowBlock { left, right, columns, .. } = *block;
+    let steps = match right {
+        Right::Panels { .. } => runs[0].steps.start..runs[runs.len() - 1].steps.end,
+        Right::Unpacked(_) => 0..len,
+    };
+    assert_eq!(steps.len(), len, "the chunks of packed panels follow each other");
     let block = block_columns(right, len);
     for block_start in (0..columns).step_by(block) {
         let block = block_start..(block_start + block).min(columns);
@@ -244,18 +249,8 @@ fn columns_of_pass<V: Vector, const N: usize, const R: usize>(
             let height = (left.rows - row).min(R);
             for first in block.clone().step_by(NR) {
                 let wide = NR.min(columns - first);
-                let PackedPanel { values: panel, padded, next } = match right {
-                    Right::Panels { .. } => {
-                        let steps = runs[0].steps.start..runs[runs.len() - 1].steps.end;
-                        assert_eq!(steps.len(), len, "the chunks of packed panels follow each other");
-                        right.packed(first, &steps)
-                    }
-                    Right::Unpacked(_) => {
-                        let padded = wide.next_multiple_of(STEP);
-                        let values = &buffer[start + (first - block_start) * len..][..len * padded];
-                        PackedPanel { values, padded, next: None }
-                    }
-                };
+                let PackedPanel { values: panel, padded, next } =
+                    right.panel(first, &steps, block_start, &buffer[start..]);
                 if next.is_some() {
                     for below in row + height..(row + 2 * height).min(left.rows) {
                         prefetch(to.first.wrapping_add(below * to.row_stride + first), wide);
