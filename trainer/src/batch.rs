@@ -238,7 +238,7 @@ pub fn behavior_logprobs(sample: &Sample) -> Vec<f64> {
 }
 
 #[cfg(test)]
-mod branches;
+mod branch_tests;
 
 #[cfg(test)]
 pub(crate) mod tests {
