@@ -20,8 +20,9 @@ use tokio::task::{AbortHandle, JoinError, JoinSet};
 use trajectory::{GroupId, Message, PolicyVersion, StopReason, Task};
 
 use super::config::EpisodeEnvironment;
+use super::played::ExternalEpisodes;
 use super::streams::{AfterTurn, EndedTurn, EpisodeStreams, opening};
-use super::{Episode, EpisodeConfig, EpisodeEnd, EpisodePlace, PlayedEpisode};
+use super::{Episode, EpisodeConfig, EpisodeEnd, EpisodePlace};
 use crate::RolloutError;
 use crate::sampler::{Completion, SampleRequest, Sampler};
 
@@ -45,7 +46,7 @@ pub struct EpisodeDriver {
     /// Calls of environments that were not answered at once.
     calls: JoinSet<AnsweredCall>,
     /// Episodes whose loop is elsewhere.
-    played: JoinSet<(EpisodePlace, PlayedEpisode)>,
+    played: ExternalEpisodes,
     /// Episodes that ended outside of a poll of the sampler.
     ended: Vec<Episode>,
     /// Sequences, by group and index, that the sampler works at although their episodes are over.
@@ -53,9 +54,6 @@ pub struct EpisodeDriver {
     /// When episodes over their time are looked for again.
     next_look: Instant,
 }
-
-/// Longest wait for an episode whose loop is elsewhere, before requests of its agent are looked for.
-const AGENT_LOOK_UP: Duration = Duration::from_micros(500);
 
 /// Group and index of an episode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -121,7 +119,7 @@ impl EpisodeDriver {
             ready: VecDeque::new(),
             granted: Arc::default(),
             calls: JoinSet::new(),
-            played: JoinSet::new(),
+            played: ExternalEpisodes::default(),
             ended: Vec::new(),
             left: HashSet::new(),
             next_look: Instant::now(),
@@ -226,36 +224,9 @@ impl EpisodeDriver {
                 agents: agents.clone(),
                 limits: played_in.factory.limits(),
             };
-            let playing = player.play(place.clone());
-            self.played.spawn_on(async move { (place, playing.await) }, &self.runtime);
+            self.played.start(&**player, place, &self.runtime);
         }
         Ok(sequences)
-    }
-
-    /// Takes the episodes that agents have ended, after up to `wait` if nothing else can be advanced.
-    fn take_played(&mut self, sampler: &mut dyn Sampler, wait: Duration) -> Result<(), RolloutError> {
-        let wait = wait.min(AGENT_LOOK_UP);
-        if sampler.is_idle() && self.ready.is_empty() && self.ended.is_empty() && self.calls.is_empty() {
-            let played = &mut self.played;
-            let next = async { tokio::time::timeout(wait, played.join_next()).await };
-            if let Ok(Some(joined)) = self.runtime.block_on(next) {
-                self.end_played(sampler, joined)?;
-            }
-        }
-        while let Some(joined) = self.played.try_join_next() {
-            self.end_played(sampler, joined)?;
-        }
-        Ok(())
-    }
-
-    fn end_played(
-        &mut self,
-        sampler: &dyn Sampler,
-        joined: Result<(EpisodePlace, PlayedEpisode), tokio::task::JoinError>,
-    ) -> Result<(), RolloutError> {
-        let (place, played) = joined.map_err(|_| RolloutError::Ended { who: "the episode of an agent" })?;
-        self.ended.push(Episode::played(&place.request, place.index, played, sampler.version()));
-        Ok(())
     }
 
     /// Advances everything: takes the answers of environments, submits next turns, and polls the sampler. Returns the
@@ -277,7 +248,9 @@ impl EpisodeDriver {
             self.joined(sampler, joined)?;
         }
         if !self.played.is_empty() {
-            self.take_played(sampler, wait)?;
+            let none_ready = self.ready.is_empty() && self.ended.is_empty() && self.calls.is_empty();
+            let wait = if sampler.is_idle() && none_ready { wait } else { Duration::ZERO };
+            self.ended.extend(self.played.ended(wait, &self.runtime, sampler.version())?);
         }
         self.request_opened(sampler)?;
         if !sampler.is_idle() {

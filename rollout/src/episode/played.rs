@@ -8,11 +8,15 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use environments::{AgentSource, BoxFuture, EnvironmentLimits};
+use tokio::runtime::Handle;
+use tokio::task::{JoinError, JoinSet};
 use trajectory::{Branch, GroupId, PolicyVersion, Task};
 
 use super::{Episode, EpisodeEnd, EpisodeFailure, FailureKind};
+use crate::RolloutError;
 use crate::requests::RequestHandle;
 use crate::sampler::SampleRequest;
 
@@ -75,15 +79,57 @@ impl PlayedEpisode {
     }
 }
 
+/// Longest wait for an episode, before requests of its agent are looked for.
+const AGENT_LOOK_UP: Duration = Duration::from_micros(500);
+
+/// The episodes that are being played.
+#[derive(Debug, Default)]
+pub(super) struct ExternalEpisodes {
+    playing: JoinSet<(EpisodePlace, PlayedEpisode)>,
+}
+
+impl ExternalEpisodes {
+    pub(super) fn is_empty(&self) -> bool {
+        self.playing.is_empty()
+    }
+
+    /// Lets `player` play at `place`.
+    pub(super) fn start(&mut self, player: &dyn ExternalPlayer, place: EpisodePlace, runtime: &Handle) {
+        let playing = player.play(place.clone());
+        self.playing.spawn_on(async move { (place, playing.await) }, runtime);
+    }
+
+    /// Those that have ended, after up to `wait` for the first, and never longer than requests of agents may wait. `served` is the
+    /// version of the sampler.
+    ///
+    /// # Errors
+    /// A player that panicked.
+    pub(super) fn ended(
+        &mut self,
+        wait: Duration,
+        runtime: &Handle,
+        served: PolicyVersion,
+    ) -> Result<Vec<Episode>, RolloutError> {
+        let mut joined = Vec::new();
+        if !wait.is_zero() {
+            let playing = &mut self.playing;
+            let next = async { tokio::time::timeout(wait.min(AGENT_LOOK_UP), playing.join_next()).await };
+            joined.extend(runtime.block_on(next).ok().flatten());
+        }
+        joined.extend(std::iter::from_fn(|| self.playing.try_join_next()));
+        let episode = |joined: Result<(EpisodePlace, PlayedEpisode), JoinError>| {
+            let (place, played) =
+                joined.map_err(|_| RolloutError::Ended { who: "the episode of an agent" })?;
+            Ok(Episode::played(&place.request, place.index, played, served))
+        };
+        joined.into_iter().map(episode).collect()
+    }
+}
+
 impl Episode {
     /// The episode of `played` at the place of `request` and `index`; `served` stands for the version of an episode without a
     /// completion.
-    pub(super) fn played(
-        request: &SampleRequest,
-        index: u32,
-        played: PlayedEpisode,
-        served: PolicyVersion,
-    ) -> Self {
+    fn played(request: &SampleRequest, index: u32, played: PlayedEpisode, served: PolicyVersion) -> Self {
         let PlayedEpisode { branches, prompt_length, text, transcript, counts, end } = played;
         let mut branches = branches.into_iter();
         let Some(Branch { sample, turns }) = branches.next() else {
