@@ -103,6 +103,91 @@ fn agents_over_http_train_the_policy_on_the_tokens_that_they_were_sent() {
     }
 }
 
+/// A rollout function as TRL's documents have it: two turns of token ids by the client of its trainer.
+const ROLLOUT_FUNCTION: &str = r#"
+def rollout_func(prompts, trainer):
+    tokenizer, client = trainer.processing_class, trainer.vllm_generation.vllm_client
+    sampling = {"max_tokens": trainer.max_completion_length, "temperature": trainer.args.temperature, "top_p": trainer.args.top_p}
+    found = {key: [] for key in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "env_reward")}
+    for prompt in prompts:
+        for _ in range(trainer.num_generations):
+            prompt_ids = tokenizer(prompt)["input_ids"]
+            first = client.generate([prompt_ids], **sampling)
+            assert first["prompt_ids"] == [prompt_ids], first
+            [ids] = first["completion_ids"]
+            said = tokenizer.encode("<0>", add_special_tokens=False)
+            [more] = client.generate([prompt_ids + ids + said], **sampling)["completion_ids"]
+            found["prompt_ids"].append(prompt_ids)
+            found["completion_ids"].append(ids + said + more)
+            found["logprobs"].append([0.0] * len(ids + said + more))
+            found["env_mask"].append([1] * len(ids) + [0] * len(said) + [1] * len(more))
+            text = tokenizer.decode(ids, skip_special_tokens=True) + tokenizer.batch_decode([more], skip_special_tokens=True)[0]
+            found["env_reward"].append(float(sum(letter in "aeiou" for letter in text)))
+    return found
+"#;
+
+/// A generate function as slime's examples have it: two turns by SGLang's route, the second with what the first was answered.
+const GENERATE_FUNCTION: &str = r#"
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+async def generate(args, sample: Sample, sampling_params) -> Sample:
+    assert not args.partial_rollout and args.bonus == 0.5
+    state = GenerateState(args)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    prompt, response, mask = len(ids), "", []
+    for turn in range(2):
+        payload = {"input_ids": ids, "sampling_params": sampling_params, "return_logprob": True}
+        output = await post(url, payload)
+        meta = output["meta_info"]
+        if meta["finish_reason"]["type"] == "abort":
+            sample.status = Sample.Status.ABORTED
+            return sample
+        new = [token for _, token, _ in meta["output_token_logprobs"]]
+        assert new == output["output_ids"] and meta["prompt_tokens"] == len(ids)
+        observation = state.tokenizer("<0>", add_special_tokens=False)["input_ids"] if turn == 0 else []
+        response += output["text"]
+        mask += [1] * len(new) + [0] * len(observation)
+        ids = ids + new + observation
+    sample.tokens, sample.response, sample.response_length, sample.loss_mask = ids, response, len(ids) - prompt, mask
+    sample.status = Sample.Status.COMPLETED
+    sample.reward = args.bonus + sum(letter in "aeiou" for letter in response)
+    return sample
+"#;
+
+/// Their tokens are continued, and what the sessions recorded of them is what the trainer computes.
+#[test]
+fn functions_of_trl_and_slime_train_unchanged() {
+    for (file, text, parameters) in [
+        ("trl.py", ROLLOUT_FUNCTION, ""),
+        ("generate.py", GENERATE_FUNCTION, "\nparameters = { bonus = 0.5 }"),
+    ] {
+        let path = format!("path = \"{file}\"{parameters}");
+        let home = home(&RECIPE.replace("path = \"agent.py:play\"", &path));
+        home.write(file, text);
+        home.rlrun(&["agent.toml", "--run-dir", "run"]).ok();
+        let run = home.run("run");
+        assert_eq!(run.values("environment/failed"), [0.0; 3], "{file}");
+        assert_eq!(run.values("kl/mismatch"), [0.0; 3], "{file}");
+        for (name, expected) in [("turns", 2.0), ("branches", 1.0), ("clean", 1.0), ("fork", 0.0)] {
+            assert!((mean(&run, &format!("environment/{name}")) - expected).abs() < 1e-9, "{file}: {name}");
+        }
+    }
+}
+
+/// What such a function returns wrongly fails its episode with the reason.
+#[test]
+fn a_rollout_function_without_its_fields_fails_its_episodes() {
+    let home = home(&RECIPE.replace("agent.py:play", "trl.py"));
+    home.write("trl.py", "def rollout_func(prompts, trainer):\n    return {\"prompt_ids\": [[1]]}\n");
+    let done = home.rlrun(&["agent.toml", "--run-dir", "run"]);
+    assert!(done.stderr.contains("no trajectory of the last 3 steps could be scored"), "{done:?}");
+    let group = Value::Object(home.run("run").samples(3).remove(0)).to_string();
+    assert!(group.contains("returned no completion_ids, logprobs"), "{group}");
+}
+
 /// Two turns, worth a point for each vowel.
 const LEARNER: &str = r#"
 from agent import ask

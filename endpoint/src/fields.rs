@@ -41,6 +41,12 @@ impl Fields {
         format!("{}{name}", self.path)
     }
 
+    /// Whether there is a field.
+    #[must_use]
+    pub fn has(&self, name: &str) -> bool {
+        self.map.get(name).is_some_and(|value| !value.is_null())
+    }
+
     /// Takes a field of any type.
     pub fn take(&mut self, name: &str) -> Option<Value> {
         self.map.remove(name).filter(|value| !value.is_null())

@@ -3,7 +3,7 @@
 //! Invariant: what is sampled is what was asked for: a parameter that this endpoint cannot honour is refused unless it has
 //! the value at which it changes nothing.
 
-use model::{Sampling, Tokenizer};
+use model::{Sampling, SpecialTokens, Tokenizer};
 use rollout::{RequestOptions, RequestStop};
 use serde_json::{Value, json};
 
@@ -165,17 +165,25 @@ pub(crate) enum PromptText {
     Tokens(Vec<u32>),
 }
 
-/// `prompt`: a text, a list of texts, a list of token ids, or a list of such lists.
-pub(crate) fn take_prompts(fields: &mut Fields, most: usize) -> Result<Vec<PromptText>, ApiError> {
+/// The prompts of a request, and whether they came as a list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Prompts {
+    pub(crate) prompts: Vec<PromptText>,
+    pub(crate) listed: bool,
+}
+
+/// Field `name`: a text, a list of texts, a list of token ids, or a list of such lists.
+pub(crate) fn take_prompts(fields: &mut Fields, name: &str, most: usize) -> Result<Prompts, ApiError> {
     let wanted = "a text, a list of texts, a list of token ids, or a list of lists of token ids";
-    let value = fields.take("prompt");
-    let value = fields.required("prompt", value)?;
+    let value = fields.take(name);
+    let value = fields.required(name, value)?;
     let ids = |list: &[Value]| list.iter().map(token_id).collect::<Option<Vec<u32>>>();
     let one = |value: &Value| match value {
         Value::String(text) => Some(PromptText::Text(text.clone())),
         Value::Array(list) => ids(list).map(PromptText::Tokens),
         _ => None,
     };
+    let listed = matches!(&value, Value::Array(list) if !list.first().is_some_and(Value::is_number));
     let prompts = match &value {
         Value::String(_) => one(&value).map(|prompt| vec![prompt]),
         Value::Array(list) if list.first().is_some_and(Value::is_number) => {
@@ -185,7 +193,25 @@ pub(crate) fn take_prompts(fields: &mut Fields, most: usize) -> Result<Vec<Promp
         Value::Array(list) => list.iter().map(one).collect(),
         _ => None,
     };
-    prompts.ok_or_else(|| fields.wrong("prompt", &format!("{wanted}, at most {most} prompts")))
+    match prompts {
+        Some(prompts) => Ok(Prompts { prompts, listed }),
+        None => Err(fields.wrong(name, &format!("{wanted}, at most {most} prompts"))),
+    }
+}
+
+/// `[P]` the tokens of each prompt; texts get the special tokens that `special` says.
+pub(crate) fn encode_prompts(
+    prompts: Prompts,
+    tokenizer: &Tokenizer,
+    special: SpecialTokens,
+) -> Result<Vec<Vec<u32>>, ApiError> {
+    let encode = |prompt| match prompt {
+        PromptText::Tokens(ids) => Ok(ids),
+        PromptText::Text(text) => {
+            tokenizer.encode(&text, special).map_err(|error| ApiError::invalid("prompt", error.to_string()))
+        }
+    };
+    prompts.prompts.into_iter().map(encode).collect()
 }
 
 /// How a token is written in log-probabilities.
@@ -282,7 +308,8 @@ mod tests {
     #[test]
     fn prompts_have_four_forms() {
         let prompts = |value: Value| {
-            take_prompts(&mut Fields::of(json!({"prompt": value}).as_object().unwrap().clone(), ""), 2)
+            let mut fields = Fields::of(json!({"prompt": value}).as_object().unwrap().clone(), "");
+            take_prompts(&mut fields, "prompt", 2).map(|taken| taken.prompts)
         };
         let text = |text: &str| PromptText::Text(text.to_owned());
         assert_eq!(prompts(json!("a")).unwrap(), [text("a")]);

@@ -26,6 +26,7 @@ use crate::protocols::generate::Generate;
 use crate::protocols::messages::Messages;
 use crate::protocols::plain;
 use crate::protocols::responses::Responses;
+use crate::protocols::sglang::SglangGenerate;
 use crate::service::Service;
 
 /// Longest time to receive the head of a request.
@@ -73,6 +74,7 @@ pub fn router(service: Service) -> Router {
         .nest("/v1", v1)
         .merge(root)
         .route("/inference/v1/generate", post(protocol::<Generate>))
+        .route("/generate", post(protocol::<SglangGenerate>))
         .route("/tokenize", post(plain::tokenize))
         .route("/detokenize", post(plain::detokenize))
         .route("/health", get(plain::health))

@@ -222,6 +222,44 @@ fn a_conversation_with_calls_is_the_same_in_every_protocol() {
 }
 
 #[test]
+fn token_ids_and_texts_are_answered_in_the_form_of_sglang() {
+    let (endpoint, _) = Endpoint::saying("It is 5.");
+    let sampling = json!({"max_new_tokens": 32, "temperature": 1.0, "top_k": -1, "stop": null, "no_stop_trim": true,
+        "skip_special_tokens": false, "spaces_between_special_tokens": false});
+    let asked =
+        json!({"input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": true, "rid": "r"});
+    let body = endpoint.post("/generate", &asked).ok();
+    let (ids, meta) = (body["output_ids"].as_array().unwrap(), &body["meta_info"]);
+    let entries = meta["output_token_logprobs"].as_array().unwrap();
+    assert_eq!(entries.iter().map(|entry| &entry[1]).collect::<Vec<_>>(), ids.iter().collect::<Vec<_>>());
+    assert_eq!(entries[0], json!([-0.25, ids[0], null]));
+    assert_eq!(
+        (&meta["id"], &meta["prompt_tokens"], &meta["weight_version"]),
+        (&json!("r"), &json!(3), &json!("5"))
+    );
+    assert_eq!(meta["finish_reason"], json!({"type": "stop", "matched": ids.last()}));
+    let text = body["text"].as_str().unwrap();
+    assert!(text.starts_with("It is 5.") && text.len() > 8, "the stop token is part of it: {text:?}");
+    // As a text, and with the defaults of SGLang: the stop token is left out.
+    let plain = endpoint.post("/generate", &json!({"text": "a", "sampling_params": {"n": 2}})).ok();
+    let texts: Vec<&Value> = plain.as_array().unwrap().iter().map(|answer| &answer["text"]).collect();
+    assert_eq!(texts, ["It is 5."; 2]);
+    assert!(plain[0]["meta_info"].get("output_token_logprobs").is_none());
+    let listed = endpoint.post("/generate", &json!({"text": ["a"]})).ok();
+    assert_eq!(listed.as_array().unwrap().len(), 1);
+    for (wrong, name) in [
+        (json!({"sampling_params": {}}), "text"),
+        (json!({"text": "a", "stream": true}), "stream"),
+        (json!({"text": "a", "sampling_params": {"max_new_tokens": 0}}), "sampling_params.max_new_tokens"),
+        (json!({"text": "a", "sampling_params": {"typo": 1}}), "sampling_params.typo"),
+    ] {
+        let refused = endpoint.post("/generate", &wrong);
+        assert_eq!(refused.status, 400, "{wrong}");
+        assert!(refused.text.contains(name), "{}", refused.text);
+    }
+}
+
+#[test]
 fn ids_go_in_and_out_without_text() {
     let (endpoint, _) = Endpoint::saying("ab");
     let asked = json!({"model": "tiny", "token_ids": [20, 21, 22], "return_token_ids": true,

@@ -133,6 +133,10 @@ pub struct AgentCall<'a> {
     pub task: &'a Task,
     /// Which of its group's episodes it plays.
     pub index: u32,
+    /// The temperature that the policy is sampled at.
+    pub temperature: f32,
+    /// Most tokens of a completion.
+    pub max_completion_length: usize,
 }
 
 /// Most roles of an environment.

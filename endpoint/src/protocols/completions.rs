@@ -11,7 +11,7 @@ use super::chat::{take_details, take_length};
 use super::parts::{FINGERPRINT, MAX_ALTERNATIVES, StreamRequest, TokenDetails, number, stop_reason, usage};
 use crate::ApiError;
 use crate::answer::{Choice, Delta, Usage};
-use crate::parameters::{PromptText, SamplingParameters, take_prompts};
+use crate::parameters::{SamplingParameters, encode_prompts, take_prompts};
 use crate::protocol::{AnswerWriter, Answered, Call, PlannedAnswer, Protocol};
 use crate::service::{Generation, seconds_now};
 use crate::sse::SseEvent;
@@ -40,14 +40,8 @@ impl Protocol for Completions {
         fields.neutral("suffix", &[json!("")])?;
         let special = fields.flag("add_special_tokens")?.unwrap_or(true);
         let special = if special { SpecialTokens::Add } else { SpecialTokens::Omit };
-        let encode = |prompt| match prompt {
-            PromptText::Tokens(ids) => Ok(ids),
-            PromptText::Text(text) => tokenizer
-                .encode(&text, special)
-                .map_err(|error| ApiError::invalid("prompt", error.to_string())),
-        };
-        let prompts = take_prompts(fields, limits.max_prompts)?;
-        let prompts: Result<Vec<Vec<u32>>, ApiError> = prompts.into_iter().map(encode).collect();
+        let prompts = take_prompts(fields, "prompt", limits.max_prompts)?;
+        let prompts = encode_prompts(prompts, &tokenizer, special)?;
         let writer = CompletionWriter {
             id: call.service.id("cmpl-"),
             created: seconds_now(),
@@ -58,7 +52,7 @@ impl Protocol for Completions {
             prompts: Vec::new(),
             samples: parameters.samples,
         };
-        let generation = Generation { prompts: prompts?, parameters, length_field };
+        let generation = Generation { prompts, parameters, length_field };
         Ok(PlannedAnswer { generation, stream: stream.stream, writer: Box::new(writer) })
     }
 }

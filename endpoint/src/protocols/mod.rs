@@ -3,7 +3,7 @@
 //! Invariant: they translate and decide nothing: every protocol becomes the same request to the same sampler.
 //!
 //! - `chat`: OpenAI's `/v1/chat/completions`; `completions`: `/v1/completions`; `responses`: `/v1/responses`
-//! - `messages`: Anthropic's `/v1/messages`; `generate`: vLLM's `/inference/v1/generate`
+//! - `messages`: Anthropic's `/v1/messages`; `generate`: vLLM's `/inference/v1/generate`; `sglang`: SGLang's `/generate`
 //! - `parts`: fields that OpenAI's answers share; `plain`: routes that do not sample
 
 pub(crate) mod chat;
@@ -13,3 +13,4 @@ pub(crate) mod messages;
 mod parts;
 pub(crate) mod plain;
 pub(crate) mod responses;
+pub(crate) mod sglang;

@@ -89,7 +89,9 @@ pub(crate) async fn detokenize(
         let tokens = call.fields.token_ids("tokens")?;
         let tokens = call.fields.required("tokens", tokens)?;
         call.service.check_tokens(&tokens, "tokens")?;
-        let text = call.service.directory().tokenizer().decode_special(&tokens);
+        let skip_special = call.fields.flag("skip_special_tokens")?.unwrap_or(false);
+        let tokenizer = call.service.directory().tokenizer();
+        let text = if skip_special { tokenizer.decode(&tokens) } else { tokenizer.decode_special(&tokens) };
         let text = text.map_err(|error| ApiError::invalid("tokens", error.to_string()))?;
         Ok(json!({"prompt": text, "text": text}))
     };

@@ -84,6 +84,8 @@ impl SessionPlayer {
             model: &self.address.model,
             task: &place.task,
             index: place.index,
+            temperature: place.request.sampling.temperature,
+            max_completion_length: place.request.max_completion_length,
         };
         let reward = match runner.run(call).await {
             Ok(reward) => reward,

@@ -15,12 +15,13 @@ import os
 
 # ruff: noqa: F821 (Unusable, InvalidResult, import_code and others are those of user_code.py)
 
+# What an agent may take. A function that takes what TRL or slime give is called as they call it: generators.py.
 GIVEN = ("base_url", "api_key", "model", "row", "task", "messages", "prompt", "seed", "index")
 
 
 def load(config):
     target, name = split_target(config["path"])
-    module = import_code(target)
+    module = import_code(target, prepare=offer_slime)
     functions = own_functions(module)
     if name is None:
         public = [key for key in functions if not key.startswith("_")]
@@ -30,7 +31,11 @@ def load(config):
     agent = vars(module).get(name)
     if not callable(agent):
         raise Unusable(f"there is no function `{name}`; the functions of the file are: {', '.join(sorted(functions)) or 'none'}")
-    return Agent(name, agent, config.get("parameters") or {})
+    parameters = config.get("parameters") or {}
+    for kind in (RolloutFunction, GenerateFunction):  # of generators.py
+        if kind.takes(agent):
+            return kind(name, agent, parameters)
+    return Agent(name, agent, parameters)
 
 
 class Agent:

@@ -5,6 +5,7 @@
 //!
 //! # Layout
 //! - `agent.py`: the adapter of the processes, embedded: how an agent is found and called
+//! - `generators.py`: a part of it: rollout functions of TRL and generate functions of slime, and what they ask of their trainers
 //!
 //! Invariant: an exception, a crash or a timeout of an agent fails its episode and no other.
 
@@ -23,7 +24,7 @@ use crate::{
 };
 
 /// The adapter.
-const ADAPTER: &str = include_str!("agent.py");
+const ADAPTER: &str = concat!(include_str!("agent.py"), include_str!("generators.py"));
 /// Name of agents that are started.
 const NAME: &str = "agent";
 /// Name of agents that come by themselves.
@@ -126,11 +127,12 @@ impl AgentProcesses {
     async fn play(&self, call: AgentCall<'_>) -> Result<Option<f64>, EnvironmentError> {
         let failed =
             |evidence: String| EnvironmentError::Failed { environment: NAME.to_owned(), turn: 0, evidence };
-        let AgentCall { base_url, api_key, model, task, index } = call;
+        let AgentCall { base_url, api_key, model, task, index, temperature, max_completion_length } = call;
         let mut process = self.pool.open().await.map_err(|error| failed(error.to_string()))?;
         let arguments = json!({
             "base_url": base_url, "api_key": api_key, "model": model, "row": row(task), "messages": prompt(task),
-            "seed": task.id.0, "index": index,
+            "seed": task.id.0, "index": index, "temperature": temperature,
+            "max_completion_length": max_completion_length,
         });
         let seconds = self.limits.episode_timeout;
         let answer = process.call(arguments.to_string(), seconds).await.map_err(|error| match error {

@@ -10,7 +10,7 @@
 //! | `POST /sessions`, `GET`, `DELETE /sessions/{id}` | admin | starts, shows, removes a session |
 //! | `GET /sessions/{id}/rollout`, `/trace_entries` | admin | its rows, its calls |
 //! | `POST /sessions/{id}/samples` | admin | its rows in the form of miles |
-//! | `/sessions/{id}/v1/...` | | a route of the endpoint, with the key of the session in the path |
+//! | `/sessions/{id}/v1/...`, `/generate` and others | | a route of the endpoint, with the key of the session in the path |
 //!
 //! The admin key goes wherever that of a session does, with `session_id`. A session is named by its id or by its key.
 //!
@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::body::Bytes;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Path, RawPathParams, Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
@@ -56,9 +56,11 @@ pub struct SessionControl {
 
 /// The control routes, and those of `service` under the key of a session.
 pub fn session_routes(control: SessionControl, service: &Service) -> Router {
-    let keyed = Router::new()
-        .route("/sessions/{id}/v1/{*route}", any(in_session))
-        .with_state(router(service.clone()));
+    let routes = ["v1/{*route}", "inference/v1/{*route}", "generate", "tokenize", "detokenize", "health"];
+    let keyed = routes.iter().fold(Router::new(), |keyed, route| {
+        keyed.route(&format!("/sessions/{{id}}/{route}"), any(in_session))
+    });
+    let keyed = keyed.with_state(router(service.clone()));
     Router::new()
         .route("/rl/start_session", post(start_episode))
         .route("/rl/set_reward", post(set_reward))
@@ -77,13 +79,17 @@ pub fn session_routes(control: SessionControl, service: &Service) -> Router {
 /// A request of the session whose key is in the path.
 async fn in_session(
     State(endpoint): State<Router>,
-    Path((key, route)): Path<(String, String)>,
+    parameters: RawPathParams,
     mut request: Request,
 ) -> Result<Response, ApiError> {
-    let wrong = |_| ApiError::malformed("the path has no key of a session that can be sent on");
-    let path = format!("/v1/{route}");
-    *request.uri_mut() = path.parse::<Uri>().map_err(|_| ApiError::malformed("the path is no address"))?;
-    let bearer = HeaderValue::from_str(&format!("Bearer {key}")).map_err(wrong)?;
+    let wrong = || ApiError::malformed("the path has no key of a session that can be sent on");
+    let key = parameters.iter().find(|(name, _)| *name == "id").map(|(_, key)| key).ok_or_else(wrong)?;
+    let bearer = HeaderValue::from_str(&format!("Bearer {key}")).map_err(|_| wrong())?;
+    // `/sessions`, the key, and the route.
+    let path = request.uri().path().splitn(4, '/').nth(3).unwrap_or_default();
+    let route =
+        format!("/{path}").parse::<Uri>().map_err(|_| ApiError::malformed("the path is no address"))?;
+    *request.uri_mut() = route;
     request.headers_mut().insert(header::AUTHORIZATION, bearer);
     match TowerToHyperService::new(endpoint).call(request).await {
         Ok(response) => Ok(response),
