@@ -69,6 +69,7 @@ pub mod serve;
 pub mod settings;
 pub mod signals;
 mod supervised;
+mod trackers;
 mod trainer_progress;
 pub mod warmup;
 mod watchdog;

@@ -25,6 +25,7 @@ use crate::prepare::prompt_text;
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_dir::{JsonLines, RunDir};
+use crate::trackers::Trackers;
 
 /// Steps in a row without a scored trajectory after which a run ends.
 const UNSCORED: u32 = 3;
@@ -40,6 +41,7 @@ pub struct Observer<'a> {
     report: &'a Report,
     /// `None` until the run knows the step that it resumes from.
     metrics: Option<JsonLines>,
+    trackers: Trackers,
     diagnosis: Diagnosis,
     /// The version that this attempt at the run starts from.
     first: PolicyVersion,
@@ -90,6 +92,7 @@ impl<'a> Observer<'a> {
             run_dir,
             report,
             metrics: None,
+            trackers: Trackers::default(),
             diagnosis: Diagnosis::new(recipe),
             first: PolicyVersion(0),
             events,
@@ -107,6 +110,7 @@ impl<'a> Observer<'a> {
     pub fn resume_after(&mut self, version: PolicyVersion) -> Result<(), Failure> {
         let metrics = self.run_dir.metrics(version.0)?;
         self.metrics = Some(metrics);
+        self.trackers = Trackers::open(self.recipe, self.run_dir, version, self.report);
         self.first = version;
         for line in self.lines().lines() {
             let Ok(line) = serde_json::from_str(line) else { continue };
@@ -141,9 +145,22 @@ impl<'a> Observer<'a> {
         self.diagnosis.summary()
     }
 
+    /// How the logs of a tracker are uploaded, if the recipe wants such logs.
+    #[must_use]
+    pub fn upload(&self) -> Option<String> {
+        self.trackers.upload()
+    }
+
     /// The metrics that are written so far; empty if there are none.
     fn lines(&self) -> String {
         std::fs::read_to_string(self.run_dir.path().join("metrics.jsonl")).unwrap_or_default()
+    }
+
+    /// The mean reward of every step.
+    #[must_use]
+    pub fn rewards(&self) -> Vec<f64> {
+        let reward = |line: &str| Metrics::read(&serde_json::from_str(line).ok()?).get("reward/mean");
+        self.lines().lines().filter_map(reward).collect()
     }
 
     /// A measurement in the first line of the metrics: before any training, also of a run that was resumed.
@@ -195,7 +212,7 @@ impl<'a> Observer<'a> {
         metrics.set("step", version.0 as f64);
         metrics.set("time_s", time_s);
         evaluation.measure(&mut metrics);
-        self.write(&metrics)
+        self.write(&metrics, None)
     }
 
     /// Says what failed in an evaluation, and if nothing of it could be judged.
@@ -224,7 +241,7 @@ impl<'a> Observer<'a> {
         let found = self.diagnosis.observe(&metrics);
         metrics.notes.splice(0..0, found);
         self.explain_star(&metrics);
-        self.write(&metrics)?;
+        self.write(&metrics, Some(inputs.step))?;
         self.samples(inputs.step)?;
         self.report.step(&metrics);
         inputs.evaluation.iter().for_each(|evaluation| self.failures_of(evaluation));
@@ -281,7 +298,7 @@ impl<'a> Observer<'a> {
     /// # Errors
     /// If a file cannot be written.
     pub fn record(&mut self, metrics: &Metrics) -> Result<(), Failure> {
-        self.write(metrics)?;
+        self.write(metrics, None)?;
         self.report.step(metrics);
         Ok(())
     }
@@ -354,11 +371,14 @@ impl<'a> Observer<'a> {
         }
     }
 
-    fn write(&mut self, metrics: &Metrics) -> Result<(), Failure> {
-        match &mut self.metrics {
-            Some(file) => Ok(file.append(metrics)?),
-            None => Err(Failure::Internal("metrics were written before the run began".to_owned())),
-        }
+    /// Writes a line of metrics, and with the report of its step what trackers show besides.
+    fn write(&mut self, metrics: &Metrics, step: Option<&StepReport>) -> Result<(), Failure> {
+        let Some(file) = &mut self.metrics else {
+            return Err(Failure::Internal("metrics were written before the run began".to_owned()));
+        };
+        file.append(metrics)?;
+        self.trackers.write(metrics, step, self.report);
+        Ok(())
     }
 
     /// Writes the first groups of the batch for people to read.

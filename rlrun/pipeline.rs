@@ -209,6 +209,7 @@ impl Run<'_> {
             TrainingSource::Supervised(config) => self.supervise(config, start, &mut observer)?,
         };
         observer.diagnosis().iter().for_each(|line| self.report.note(line));
+        observer.upload().iter().for_each(|line| self.report.note(line));
         let done = result.version.0 >= self.recipe.trainer.steps && !result.cut_short;
         observer.event("end", &serde_json::json!({ "version": result.version, "done": done }))?;
         if !done {
@@ -224,6 +225,7 @@ impl Run<'_> {
             accuracy_after: accuracy.map(|(_, accuracy)| accuracy),
             steps: result.version.0,
             time_s: result.time_s,
+            rewards: observer.rewards(),
             run_dir: self.run_dir.path().to_path_buf(),
             samples: evaluate::pairs(before.as_ref(), result.evaluation.as_ref()),
         });

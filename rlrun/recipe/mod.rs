@@ -190,6 +190,16 @@ impl Recipe {
         resolved::write(self, origins)
     }
 
+    /// Every value that has an effect, by section.
+    #[must_use]
+    pub fn values(&self) -> serde_json::Map<String, serde_json::Value> {
+        match serde_json::to_value(resolved::table(self)) {
+            Ok(serde_json::Value::Object(values)) => values,
+            // A table of TOML is an object of JSON.
+            _ => serde_json::Map::new(),
+        }
+    }
+
     /// Whether there are held-out tasks to measure accuracy on.
     #[must_use]
     pub fn has_eval_tasks(&self) -> bool {

@@ -447,11 +447,18 @@ pub struct Log {
     /// Groups written to `samples/` per step.
     // resume = changes, worker = ignored
     pub samples: usize,
+    /// Whether `tensorboard/` has event files: all metrics, distributions of a batch, and its first group as text. TRL
+    /// `report_to = "tensorboard"`.
+    // resume = changes, worker = ignored
+    pub tensorboard: bool,
+    /// Logs of Weights & Biases: `offline` writes them to `wandb/`, from where `wandb sync` uploads them.
+    // resume = changes, worker = ignored
+    pub wandb: WandbLog,
 }
 
 impl Default for Log {
     fn default() -> Self {
-        Self { samples: 2 }
+        Self { samples: 2, tensorboard: true, wandb: WandbLog::Off }
     }
 }
 

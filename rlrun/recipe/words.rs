@@ -61,6 +61,17 @@ impl StoreWord {
     }
 }
 
+/// Logs of Weights & Biases.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WandbLog {
+    /// None.
+    #[default]
+    Off,
+    /// Files that `wandb sync` uploads.
+    Offline,
+}
+
 /// Form of the trainer's ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

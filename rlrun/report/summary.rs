@@ -17,6 +17,8 @@ pub struct Summary {
     pub steps: u64,
     /// Seconds that the run took.
     pub time_s: f64,
+    /// Mean reward of every step, in their order.
+    pub rewards: Vec<f64>,
     /// Where everything is.
     pub run_dir: PathBuf,
     /// The same tasks, answered before and after training.
@@ -60,6 +62,9 @@ impl fmt::Display for Summary {
         } else {
             writeln!(f, "{} steps, {:.0} s", self.steps, self.time_s)?;
         }
+        if let Some((curve, from, to)) = curve(&self.rewards) {
+            writeln!(f, "reward   {from:.3} -> {to:.3}  {curve}")?;
+        }
         let run = shell_quoted(&self.run_dir.display().to_string());
         let prompt = self.samples.first().map(|pair| shell_quoted(&one_line(&pair.prompt)));
         let prompt = prompt.unwrap_or_else(|| "'PROMPT'".to_owned());
@@ -69,6 +74,32 @@ impl fmt::Display for Summary {
         writeln!(f, "  rlrun export {run} --out DIR")?;
         write!(f, "  rlrun resume {run} --set trainer.steps={}", self.steps.saturating_mul(2))
     }
+}
+
+/// Columns of a curve.
+const CURVE_WIDTH: usize = 40;
+
+/// `values` as a curve of one line, and the means of its first and last column; `None` for less than two values. Values that are not
+/// finite are left out.
+fn curve(values: &[f64]) -> Option<(String, f64, f64)> {
+    const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+    let values: Vec<f64> = values.iter().copied().filter(|value| value.is_finite()).collect();
+    let columns = values.len().min(CURVE_WIDTH);
+    if columns < 2 {
+        return None;
+    }
+    let column = |n: usize| {
+        let part = &values[n * values.len() / columns..(n + 1) * values.len() / columns];
+        part.iter().sum::<f64>() / part.len() as f64
+    };
+    let means: Vec<f64> = (0..columns).map(column).collect();
+    let (least, most) =
+        means.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(l, m), v| (l.min(*v), m.max(*v)));
+    let level = |mean: &f64| {
+        let share = if most > least { (mean - least) / (most - least) } else { 0.5 };
+        LEVELS[((share * LEVELS.len() as f64) as usize).min(LEVELS.len() - 1)]
+    };
+    Some((means.iter().map(level).collect(), means[0], means[columns - 1]))
 }
 
 /// A text as one cell: control characters escaped, the middle of a long one left out, since ends hold the answers.
@@ -125,6 +156,7 @@ mod tests {
             accuracy_after: Some(0.95),
             steps: 60,
             time_s: 61.7,
+            rewards: vec![0.25, f64::NAN, 0.5, 0.75, 1.0],
             run_dir: "outputs/my run".into(),
             samples: vec![pair],
         };
@@ -133,6 +165,7 @@ task                            before                          after
 37+48=                          75                              85\\u{1b}[2J\\n
 
 accuracy 0.300 -> 0.950 in 60 steps, 62 s
+reward   0.250 -> 1.000  ▁▃▆█
 everything is in 'outputs/my run'; next:
   rlrun generate 'outputs/my run' 37+48=
   rlrun generate 'outputs/my run' --interactive
@@ -156,6 +189,15 @@ everything is in 'outputs/my run'; next:
         let samples = vec![SamplePair { prompt, before: String::new(), after: String::new() }];
         let shown = Summary { samples, run_dir: "r".into(), ..Summary::default() }.to_string();
         assert!(shown.contains("\n  rlrun generate r 'Question: a ...'\n"), "{shown}");
+    }
+
+    #[test]
+    fn curves_have_a_column_for_every_part_of_the_run() {
+        assert_eq!(curve(&[1.0]), None);
+        assert_eq!(curve(&[0.5, 0.5]), Some(("▅▅".to_owned(), 0.5, 0.5)));
+        let (shown, from, to) = curve(&(0..400).map(f64::from).collect::<Vec<_>>()).unwrap();
+        assert_eq!((shown.chars().count(), from, to), (CURVE_WIDTH, 4.5, 394.5));
+        assert!(shown.starts_with('▁') && shown.ends_with('█'), "{shown}");
     }
 
     #[test]

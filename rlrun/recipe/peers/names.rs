@@ -242,11 +242,12 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
         "",
     ),
     (
-        "report_to logger logging_steps use_wandb wandb wandb_project project_name stats_logger \
-         tensorboard swanlab mlflow",
+        "report_to logger logging_steps project_name stats_logger swanlab mlflow",
         "",
-        "nothing is uploaded: every metric of a step is in `metrics.jsonl` of the run directory",
+        "nothing is uploaded: every metric of a step is in `metrics.jsonl` of the run directory, and in event files of TensorBoard",
     ),
+    ("tensorboard", "log.tensorboard", ""),
+    ("use_wandb wandb wandb_project", "log.wandb", "`offline` writes files that `wandb sync` uploads"),
     (
         "push_to_hub hub_model_id",
         "",

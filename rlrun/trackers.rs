@@ -1,0 +1,113 @@
+//! What a run measures, in the formats of experiment trackers beside its own files.
+//!
+//! Invariant: the files of a run are authoritative and complete without these. A tracker that cannot be written is named once and
+//! left; it never ends a run.
+
+mod encoding;
+mod tensorboard;
+mod wandb;
+
+use std::io;
+
+use trainer::StepReport;
+use trajectory::{PolicyVersion, Trajectory};
+
+use crate::metrics::Metrics;
+use crate::recipe::Recipe;
+use crate::recipe::words::WandbLog;
+use crate::report::Report;
+use crate::run_dir::RunDir;
+use tensorboard::{EventFile, Summary};
+use wandb::OfflineRun;
+
+/// The trackers of a run.
+#[derive(Debug, Default)]
+pub(crate) struct Trackers {
+    tensorboard: Option<EventFile>,
+    wandb: Option<OfflineRun>,
+}
+
+impl Trackers {
+    /// Opens those that the recipe wants, for the steps after `done`.
+    pub(crate) fn open(recipe: &Recipe, run_dir: &RunDir, done: PolicyVersion, report: &Report) -> Self {
+        let (log, path) = (&recipe.log, run_dir.path());
+        let directory = path.join("tensorboard");
+        let first = if done.0 == 0 { 0 } else { done.0 + 1 };
+        let tensorboard = log.tensorboard.then(|| EventFile::create(&directory, first));
+        let wandb = (log.wandb == WandbLog::Offline).then(|| {
+            let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+            OfflineRun::create(path, &name, &recipe.values())
+        });
+        Self { tensorboard: opened("TensorBoard", tensorboard, report), wandb: opened("W&B", wandb, report) }
+    }
+
+    /// How the logs of W&B are uploaded, if there are any.
+    pub(crate) fn upload(&self) -> Option<String> {
+        let run = self.wandb.as_ref()?;
+        Some(format!("upload it to W&B with `wandb sync {}`", run.directory().display()))
+    }
+
+    /// Writes a line of metrics; with the report of its step also distributions and samples.
+    pub(crate) fn write(&mut self, metrics: &Metrics, step: Option<&StepReport>, report: &Report) {
+        let number = metrics.get("step").unwrap_or_default() as u64;
+        let values = || metrics.iter().filter(|(name, _)| *name != "step");
+        if let Some(file) = &mut self.tensorboard {
+            let mut summary = Summary::default();
+            values().for_each(|(name, value)| summary.scalar(name, value));
+            if let Some(step) = step {
+                distributions(&mut summary, step);
+            }
+            if let Err(error) = file.append(number, &summary) {
+                left("TensorBoard", &error, report);
+                self.tensorboard = None;
+            }
+        }
+        if let Some(run) = &mut self.wandb
+            && let Err(error) = run.append(number, values())
+        {
+            left("W&B", &error, report);
+            self.wandb = None;
+        }
+    }
+}
+
+fn opened<T>(name: &str, opened: Option<io::Result<T>>, report: &Report) -> Option<T> {
+    match opened? {
+        Ok(tracker) => Some(tracker),
+        Err(error) => {
+            left(name, &error, report);
+            None
+        }
+    }
+}
+
+fn left(name: &str, error: &io::Error, report: &Report) {
+    report.note(&format!("logs for {name} cannot be written: {error}; the run goes on without them"));
+}
+
+/// Distributions over the trajectories of a batch, and its first group as text.
+fn distributions(summary: &mut Summary, step: &StepReport) {
+    let trajectories = || step.groups.iter().flat_map(|group| group.sampled());
+    let lengths: Vec<f64> = trajectories().map(|trajectory| trajectory.completion_tokens() as f64).collect();
+    let rewards: Vec<f64> = trajectories().filter_map(Trajectory::reward).collect();
+    // The version before the step is the one that is trained.
+    let trained = PolicyVersion(step.version.0.saturating_sub(1));
+    let staleness = |trajectory: &Trajectory| trajectory.oldest_version().staleness_at(trained) as f64;
+    let stalenesses: Vec<f64> = trajectories().map(staleness).collect();
+    summary.histogram("distribution/completion_length", &lengths);
+    summary.histogram("distribution/reward", &rewards);
+    summary.histogram("distribution/staleness", &stalenesses);
+    let Some(group) = step.groups.first() else { return };
+    let mut text = format!("**prompt**\n\n{}\n", indented(&crate::prepare::prompt_text(&group.task)));
+    for trajectory in &group.trajectories {
+        let reward =
+            trajectory.reward().map_or_else(|| "no reward".to_owned(), |reward| format!("reward {reward}"));
+        text += &format!("\n**{reward}**\n\n{}\n", indented(&trajectory.text));
+    }
+    summary.text("samples", &text);
+}
+
+/// A text as a block of code in Markdown, which shows it as it is.
+fn indented(text: &str) -> String {
+    text.lines().map(|line| format!("    {line}\n")).collect()
+}

@@ -1,0 +1,47 @@
+"""TensorBoard's and W&B's own readers read what a run wrote: check.py RUN."""
+
+import glob
+import json
+import math
+import os
+import subprocess
+import sys
+
+from tensorboard.backend.event_processing import plugin_event_multiplexer
+from tensorboard.util import tensor_util
+
+run = sys.argv[1]
+lines = [json.loads(line) for line in open(os.path.join(run, "metrics.jsonl"))]
+written = {}
+for line in lines:
+    for name, value in line.items():
+        if name not in ("step", "bottleneck") and value is not None:
+            written.setdefault(name, {})[line["step"]] = value
+
+reader = plugin_event_multiplexer.EventMultiplexer(tensor_size_guidance={"scalars": 10**6, "histograms": 10**4, "text": 10**4})
+reader.AddRunsFromDirectory(os.path.join(run, "tensorboard"))
+reader.Reload()
+[name] = reader.Runs()
+tags = reader.Runs()[name]["tensors"]
+plugins = {tag: reader.SummaryMetadata(name, tag).plugin_data.plugin_name for tag in tags}
+scalars = {tag for tag, plugin in plugins.items() if plugin == "scalars"}
+assert set(written) <= scalars, set(written) - scalars
+for tag, values in written.items():
+    read = {event.step: float(tensor_util.make_ndarray(event.tensor_proto)) for event in reader.Tensors(name, tag)}
+    read = {step: value for step, value in read.items() if not math.isnan(value)}
+    assert set(read) == set(values), (tag, sorted(read), sorted(values))
+    assert all(math.isclose(read[step], values[step], rel_tol=1e-6, abs_tol=1e-30) for step in values), tag
+steps = [line["step"] for line in lines if line["step"] > 0]
+for tag in ("distribution/completion_length", "distribution/reward", "distribution/staleness"):
+    assert plugins[tag] == "histograms", plugins
+    assert [event.step for event in reader.Tensors(name, tag)] == steps, tag
+text = tensor_util.make_ndarray(reader.Tensors(name, "samples")[-1].tensor_proto)[0].decode()
+assert plugins["samples"] == "text" and text.startswith("**prompt**"), text
+print(f"ok TensorBoard: {len(scalars)} scalars of {len(steps)} steps, 3 histograms, samples")
+
+for directory in glob.glob(os.path.join(run, "wandb", "offline-run-*")):
+    wandb = os.path.join(os.path.dirname(sys.executable), "wandb")
+    shown = subprocess.run([wandb, "leet", "inspect", "--summary", directory], capture_output=True, text=True, timeout=120, check=True)
+    for expected in ("finished", "reward/mean", os.path.basename(run)):
+        assert expected in shown.stdout, shown.stdout
+    print(f"ok W&B: {os.path.basename(directory)}")
