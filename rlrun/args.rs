@@ -14,6 +14,7 @@ use model::WeightDtype;
 
 use crate::init::Template;
 
+mod completions;
 mod compute_on;
 mod doctor;
 mod explain;
@@ -23,6 +24,7 @@ mod reward;
 mod serve;
 mod worker;
 
+pub use completions::{CompletionKind, CompletionsArgs};
 pub use compute_on::DeviceArgs;
 pub use doctor::DoctorArgs;
 pub use explain::ExplainArgs;
@@ -95,6 +97,8 @@ pub enum Command {
     Reward(RewardCommand),
     /// Fit a scaling curve to runs and extrapolate to more compute
     Fit(FitArgs),
+    /// Write completions of a shell, or manual pages
+    Completions(CompletionsArgs),
 }
 
 /// A recipe and changes to it.

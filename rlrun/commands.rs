@@ -1,6 +1,7 @@
 //! The commands of the program.
 //!
 //! - `train`: `run` and `resume`; `check`: `check` and `plan`; `eval`, `generate`, `export`; `policy`: `serve policy`
+//! - `completions`: scripts of shells and manual pages
 //! - `checkpoint_paths`: the model or the checkpoint that an argument names
 //!
 //! Invariant: a command returns its text or one error with its exit status. Only output that grows while the user watches
@@ -8,6 +9,7 @@
 
 mod check;
 mod checkpoint_paths;
+mod completions;
 mod eval;
 mod export;
 mod generate;
@@ -55,6 +57,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         }
         Command::Reward(RewardCommand::Test(args)) => reward::test(args, program),
         Command::Fit(args) => fit::run(args),
+        Command::Completions(args) => completions::completions(args),
     }
 }
 

@@ -117,6 +117,30 @@ def listed():
     assert [entry.id for entry in found] == [model] and found[0].max_model_len > 0
 
 
-for check in (listed, chat, completions, responses, anthropic_messages, errors):
+def sessions():
+    """A session whose agent speaks four protocols, one after the other; a call in another protocol continues the conversation."""
+    key = client.post("/../sessions", cast_to=object, body={"purpose": "train"})["session_id"]
+    agent = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
+    claude_agent = anthropic.Anthropic(base_url=address, api_key=key, max_retries=0)
+    said = agent.chat.completions.create(model=model, messages=messages, max_tokens=6).choices[0].message.content or ""
+    second = messages + [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+    answer = claude_agent.messages.create(model=model, max_tokens=6, messages=second)
+    said = "".join(block.text for block in answer.content if block.type == "text")
+    third = second + [{"role": "assistant", "content": said}, {"role": "user", "content": "again"}]
+    assert agent.responses.create(model=model, input=third, max_output_tokens=6).status in ("completed", "incomplete")
+    routes = openai.OpenAI(base_url=f"{address}/sessions/{key}", api_key="any", max_retries=0)
+    ids = routes.post("/tokenize", cast_to=object, body={"prompt": "2+3="})["tokens"]
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 6}, "return_logprob": True}
+    sampled = routes.post("/generate", cast_to=object, body=body)
+    assert [token for _, token, _ in sampled["meta_info"]["output_token_logprobs"]] == sampled["output_ids"]
+    rollout = client.get(f"/../sessions/{key}/rollout", cast_to=object)
+    assert len(rollout["turns"]) == 4, rollout["turns"]
+    assert [turn["continues"] for turn in rollout["turns"]][:3] == [None, 0, 1], rollout["turns"]
+    for row in rollout["sequences"]:
+        assert len(row["input_ids"]) == len(row["loss_mask"]) == len(row["logprobs"])
+    client.delete(f"/../sessions/{key}", cast_to=object)
+
+
+for check in (listed, chat, completions, responses, anthropic_messages, errors, sessions):
     check()
     print(f"ok {check.__name__}: openai {openai.__version__}, anthropic {anthropic.__version__}")
