@@ -17,7 +17,7 @@ use crate::recipe::Recipe;
 use crate::recipe::words::WandbLog;
 use crate::report::Report;
 use crate::run_dir::RunDir;
-use tensorboard::{EventFile, Summary};
+use tensorboard::{EventFile, EventSummary};
 use wandb::OfflineRun;
 
 /// The trackers of a run.
@@ -52,7 +52,7 @@ impl Trackers {
         let number = metrics.get("step").unwrap_or_default() as u64;
         let values = || metrics.iter().filter(|(name, _)| *name != "step");
         if let Some(file) = &mut self.tensorboard {
-            let mut summary = Summary::default();
+            let mut summary = EventSummary::default();
             values().for_each(|(name, value)| summary.scalar(name, value));
             if let Some(step) = step {
                 distributions(&mut summary, step);
@@ -86,7 +86,7 @@ fn left(name: &str, error: &io::Error, report: &Report) {
 }
 
 /// Distributions over the trajectories of a batch, and its first group as text.
-fn distributions(summary: &mut Summary, step: &StepReport) {
+fn distributions(summary: &mut EventSummary, step: &StepReport) {
     let trajectories = || step.groups.iter().flat_map(|group| group.sampled());
     let lengths: Vec<f64> = trajectories().map(|trajectory| trajectory.completion_tokens() as f64).collect();
     let rewards: Vec<f64> = trajectories().filter_map(Trajectory::reward).collect();

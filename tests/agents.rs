@@ -183,7 +183,7 @@ fn a_rollout_function_without_its_fields_fails_its_episodes() {
     let home = home(&RECIPE.replace("agent.py:play", "trl.py"));
     home.write("trl.py", "def rollout_func(prompts, trainer):\n    return {\"prompt_ids\": [[1]]}\n");
     let done = home.rlrun(&["agent.toml", "--run-dir", "run"]);
-    assert!(done.stderr.contains("no trajectory of the last 3 steps could be scored"), "{done:?}");
+    assert!(done.stderr.contains("no trajectory of the last 3 steps could be scored"), "{}", done.stderr);
     let group = Value::Object(home.run("run").samples(3).remove(0)).to_string();
     assert!(group.contains("returned no completion_ids, logprobs"), "{group}");
 }

@@ -82,7 +82,8 @@ const CURVE_WIDTH: usize = 40;
 /// `values` as a curve of one line, and the means of its first and last column; `None` for less than two values. Values that are not
 /// finite are left out.
 fn curve(values: &[f64]) -> Option<(String, f64, f64)> {
-    const LEVELS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+    const LEVELS: [char; 8] =
+        ['\u{2581}', '\u{2582}', '\u{2583}', '\u{2584}', '\u{2585}', '\u{2586}', '\u{2587}', '\u{2588}'];
     let values: Vec<f64> = values.iter().copied().filter(|value| value.is_finite()).collect();
     let columns = values.len().min(CURVE_WIDTH);
     if columns < 2 {
@@ -165,7 +166,7 @@ task                            before                          after
 37+48=                          75                              85\\u{1b}[2J\\n
 
 accuracy 0.300 -> 0.950 in 60 steps, 62 s
-reward   0.250 -> 1.000  ▁▃▆█
+reward   0.250 -> 1.000  \u{2581}\u{2583}\u{2586}\u{2588}
 everything is in 'outputs/my run'; next:
   rlrun generate 'outputs/my run' 37+48=
   rlrun generate 'outputs/my run' --interactive
@@ -194,10 +195,10 @@ everything is in 'outputs/my run'; next:
     #[test]
     fn curves_have_a_column_for_every_part_of_the_run() {
         assert_eq!(curve(&[1.0]), None);
-        assert_eq!(curve(&[0.5, 0.5]), Some(("▅▅".to_owned(), 0.5, 0.5)));
+        assert_eq!(curve(&[0.5, 0.5]), Some(("\u{2585}\u{2585}".to_owned(), 0.5, 0.5)));
         let (shown, from, to) = curve(&(0..400).map(f64::from).collect::<Vec<_>>()).unwrap();
         assert_eq!((shown.chars().count(), from, to), (CURVE_WIDTH, 4.5, 394.5));
-        assert!(shown.starts_with('▁') && shown.ends_with('█'), "{shown}");
+        assert!(shown.starts_with('\u{2581}') && shown.ends_with('\u{2588}'), "{shown}");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 
 /// A message of protocol buffers that is being written (<https://protobuf.dev/programming-guides/encoding>).
 #[derive(Clone, Debug, Default)]
-pub(super) struct Message {
+pub(super) struct ProtobufMessage {
     bytes: Vec<u8>,
 }
 
@@ -17,7 +17,7 @@ enum WireType {
     Fixed32 = 5,
 }
 
-impl Message {
+impl ProtobufMessage {
     fn varint(&mut self, mut value: u64) {
         while value >= 0x80 {
             self.bytes.push(value as u8 | 0x80);
@@ -116,10 +116,13 @@ mod tests {
     /// The examples of the encoding guide.
     #[test]
     fn messages_are_encoded_as_the_guide_says() {
-        assert_eq!(Message::default().number(1, 150).into_bytes(), [0x08, 0x96, 0x01]);
-        let text = Message::default().text(2, "testing").into_bytes();
+        assert_eq!(ProtobufMessage::default().number(1, 150).into_bytes(), [0x08, 0x96, 0x01]);
+        let text = ProtobufMessage::default().text(2, "testing").into_bytes();
         assert_eq!(text, [&[0x12, 0x07][..], b"testing"].concat());
-        let inner = Message::default().number(1, 150);
-        assert_eq!(Message::default().message(3, &inner).into_bytes(), [0x1a, 0x03, 0x08, 0x96, 0x01]);
+        let inner = ProtobufMessage::default().number(1, 150);
+        assert_eq!(
+            ProtobufMessage::default().message(3, &inner).into_bytes(),
+            [0x1a, 0x03, 0x08, 0x96, 0x01]
+        );
     }
 }

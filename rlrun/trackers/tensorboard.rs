@@ -11,7 +11,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::encoding::{CRC32C, Message};
+use super::encoding::{CRC32C, ProtobufMessage};
 
 /// Buckets of a histogram.
 const BUCKETS: usize = 30;
@@ -29,8 +29,8 @@ pub(super) struct EventFile {
 
 /// The values of one step.
 #[derive(Debug, Default)]
-pub(super) struct Summary {
-    values: Message,
+pub(super) struct EventSummary {
+    values: ProtobufMessage,
 }
 
 impl EventFile {
@@ -42,16 +42,16 @@ impl EventFile {
         let path = directory.join(format!("events.out.tfevents.{seconds:010}.rlrun.{process}.{first}"));
         let mut file = Self { file: File::options().create_new(true).append(true).open(path)? };
         file.record(&event(0).text(3, "brain.Event:2"))?;
-        file.record(&event(first).message(7, &Message::default().number(1, START)))?;
+        file.record(&event(first).message(7, &ProtobufMessage::default().number(1, START)))?;
         Ok(file)
     }
 
     /// Appends the values of `step`.
-    pub(super) fn append(&mut self, step: u64, summary: &Summary) -> io::Result<()> {
+    pub(super) fn append(&mut self, step: u64, summary: &EventSummary) -> io::Result<()> {
         self.record(&event(step).message(5, &summary.values))
     }
 
-    fn record(&mut self, event: &Message) -> io::Result<()> {
+    fn record(&mut self, event: &ProtobufMessage) -> io::Result<()> {
         let data = event.clone().into_bytes();
         let length = (data.len() as u64).to_le_bytes();
         let (of_length, of_data) = (masked(&length), masked(&data));
@@ -59,15 +59,15 @@ impl EventFile {
     }
 }
 
-impl Summary {
+impl EventSummary {
     pub(super) fn scalar(&mut self, tag: &str, value: f64) {
-        let value = Message::default().text(1, tag).float(2, value as f32);
+        let value = ProtobufMessage::default().text(1, tag).float(2, value as f32);
         self.values = std::mem::take(&mut self.values).message(1, &value);
     }
 
     /// A text, as Markdown.
     pub(super) fn text(&mut self, tag: &str, text: &str) {
-        let tensor = Message::default().number(1, STRING).message(2, &shape(&[1])).text(8, text);
+        let tensor = ProtobufMessage::default().number(1, STRING).message(2, &shape(&[1])).text(8, text);
         self.tensor(tag, "text", &tensor);
     }
 
@@ -78,27 +78,28 @@ impl Summary {
             return;
         }
         let content: Vec<u8> = rows.iter().flatten().flat_map(|value| value.to_le_bytes()).collect();
-        let tensor = Message::default()
+        let tensor = ProtobufMessage::default()
             .number(1, DOUBLE)
             .message(2, &shape(&[rows.len() as u64, 3]))
             .data(4, &content);
         self.tensor(tag, "histograms", &tensor);
     }
 
-    fn tensor(&mut self, tag: &str, plugin: &str, tensor: &Message) {
-        let plugin = Message::default().message(1, &Message::default().text(1, plugin));
-        let value = Message::default().text(1, tag).message(8, tensor).message(9, &plugin);
+    fn tensor(&mut self, tag: &str, plugin: &str, tensor: &ProtobufMessage) {
+        let plugin = ProtobufMessage::default().message(1, &ProtobufMessage::default().text(1, plugin));
+        let value = ProtobufMessage::default().text(1, tag).message(8, tensor).message(9, &plugin);
         self.values = std::mem::take(&mut self.values).message(1, &value);
     }
 }
 
-fn event(step: u64) -> Message {
-    Message::default().double(1, seconds_now()).number(2, step)
+fn event(step: u64) -> ProtobufMessage {
+    ProtobufMessage::default().double(1, seconds_now()).number(2, step)
 }
 
-fn shape(sizes: &[u64]) -> Message {
-    let add = |shape: Message, size: &u64| shape.message(2, &Message::default().number(1, *size));
-    sizes.iter().fold(Message::default(), add)
+fn shape(sizes: &[u64]) -> ProtobufMessage {
+    let add =
+        |shape: ProtobufMessage, size: &u64| shape.message(2, &ProtobufMessage::default().number(1, *size));
+    sizes.iter().fold(ProtobufMessage::default(), add)
 }
 
 /// `[K, 3]` left end, right end and count of buckets of equal width from the least to the greatest of `values [N]`; one bucket if all
@@ -151,7 +152,7 @@ mod tests {
     fn records_have_their_length_and_checksums() {
         let directory = tempfile::tempdir().unwrap();
         let mut file = EventFile::create(directory.path(), 3).unwrap();
-        let mut summary = Summary::default();
+        let mut summary = EventSummary::default();
         summary.scalar("reward/mean", 0.5);
         summary.histogram("rewards", &[0.0, 1.0]);
         summary.text("samples", "*a*");

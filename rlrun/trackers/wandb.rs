@@ -12,7 +12,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value};
 
-use super::encoding::{CRC32, Message};
+use super::encoding::{CRC32, ProtobufMessage};
 
 /// Size of a block, bytes.
 const BLOCK: usize = 32 * 1024;
@@ -49,16 +49,16 @@ impl OfflineRun {
         file.write_all(&FILE_HEADER)?;
         let (written, summary) = (FILE_HEADER.len(), Map::new());
         let mut offline = Self { directory: run, file, written, records: 0, summary, started };
-        let versions = Message::default().text(1, "0.31.0").text(2, "0.70.0");
-        offline.record(21, &Message::default().message(1, &versions))?;
+        let versions = ProtobufMessage::default().text(1, "0.31.0").text(2, "0.70.0");
+        offline.record(21, &ProtobufMessage::default().message(1, &versions))?;
         // W&B wants a config of its own, which may be empty.
-        let own = Message::default().text(1, "_wandb").text(16, "{}");
-        let add = |config: Message, (key, value): (&String, &Value)| {
-            config.message(1, &Message::default().text(1, key).text(16, &value.to_string()))
+        let own = ProtobufMessage::default().text(1, "_wandb").text(16, "{}");
+        let add = |config: ProtobufMessage, (key, value): (&String, &Value)| {
+            config.message(1, &ProtobufMessage::default().text(1, key).text(16, &value.to_string()))
         };
-        let config = config.iter().fold(Message::default().message(1, &own), add);
-        let begun = Message::default().number(1, started);
-        let described = Message::default().text(1, &id).text(3, "rlrun").message(4, &config);
+        let config = config.iter().fold(ProtobufMessage::default().message(1, &own), add);
+        let begun = ProtobufMessage::default().number(1, started);
+        let described = ProtobufMessage::default().text(1, &id).text(3, "rlrun").message(4, &config);
         offline.record(17, &described.text(8, name).message(17, &begun))?;
         Ok(offline)
     }
@@ -80,23 +80,24 @@ impl OfflineRun {
         items.insert("_step".to_owned(), step.into());
         items.insert("_timestamp".to_owned(), now.into());
         items.insert("_runtime".to_owned(), now.saturating_sub(self.started).into());
-        let history = items.iter().fold(Message::default(), |history, item| history.message(1, &keyed(item)));
-        self.record(2, &history.message(2, &Message::default().number(1, step)))?;
+        let history =
+            items.iter().fold(ProtobufMessage::default(), |history, item| history.message(1, &keyed(item)));
+        self.record(2, &history.message(2, &ProtobufMessage::default().number(1, step)))?;
         self.summary.extend(items);
         Ok(())
     }
 
     fn finish(&mut self, exit_code: u64) -> io::Result<()> {
-        let add = |summary: Message, item| summary.message(1, &keyed(item));
-        let summary = self.summary.iter().fold(Message::default(), add);
+        let add = |summary: ProtobufMessage, item| summary.message(1, &keyed(item));
+        let summary = self.summary.iter().fold(ProtobufMessage::default(), add);
         self.record(3, &summary)?;
         let runtime = seconds_now().saturating_sub(self.started);
-        self.record(18, &Message::default().number(1, exit_code).number(2, runtime))
+        self.record(18, &ProtobufMessage::default().number(1, exit_code).number(2, runtime))
     }
 
-    fn record(&mut self, field: u32, content: &Message) -> io::Result<()> {
+    fn record(&mut self, field: u32, content: &ProtobufMessage) -> io::Result<()> {
         self.records += 1;
-        let record = Message::default().number(1, self.records).message(field, content).into_bytes();
+        let record = ProtobufMessage::default().number(1, self.records).message(field, content).into_bytes();
         let mut out = Vec::with_capacity(record.len() + 2 * CHUNK_HEADER);
         chunks(&record, self.written, &mut out);
         self.file.write_all(&out)?;
@@ -113,8 +114,8 @@ impl Drop for OfflineRun {
 }
 
 /// A metric in a history or a summary: `nested_key` has one part, slashes included.
-fn keyed((key, value): (&String, &Value)) -> Message {
-    Message::default().text(2, key).text(16, &value.to_string())
+fn keyed((key, value): (&String, &Value)) -> ProtobufMessage {
+    ProtobufMessage::default().text(2, key).text(16, &value.to_string())
 }
 
 /// A number; those that JSON does not have as their names.
