@@ -1,6 +1,7 @@
 //! The commands of the program.
 //!
-//! - `train`: `run` and `resume`; `check`: `check` and `plan`; `eval`, `generate`, `export`; `policy`: `serve policy`
+//! - `train`: `run` and `resume`; `check`: `check` and `plan`; `eval`, `generate`, `export`; `policy`: `serve policy`;
+//!   `view`: the live page
 //! - `checkpoint_paths`: the model or the checkpoint that an argument names
 //!
 //! Invariant: a command returns its text or one error with its exit status. Only output that grows while the user watches
@@ -13,6 +14,7 @@ mod export;
 mod generate;
 mod policy;
 mod train;
+mod view;
 
 use std::path::Path;
 
@@ -55,6 +57,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         }
         Command::Reward(RewardCommand::Test(args)) => reward::test(args, program),
         Command::Fit(args) => fit::run(args),
+        Command::View(args) => view::view(args),
     }
 }
 
