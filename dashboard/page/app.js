@@ -110,9 +110,9 @@ function showRuns() {
     return el("tr", {},
       el("th", { scope: "row" }, box, several && swatch, " ", run.name),
       el("td", {}, el("span", { class: `badge ${run.state}` }, SAYS[run.state] ?? run.state)),
-      el("td", { class: "value" }, progress),
-      el("td", { class: "value" }, duration(run.time_s)),
-      columns.map(([, key]) => el("td", { class: "value", "data-metric": key }, number(run.last[key]))),
+      el("td", { class: "value", "data-label": "step" }, progress),
+      el("td", { class: "value", "data-label": "time" }, duration(run.time_s)),
+      columns.map(([name, key]) => el("td", { class: "value", "data-label": name, "data-metric": key }, number(run.last[key]))),
       el("td", { class: "diagnosis" }, diagnosis(run)));
   });
   const heads = ["run", "state", "step", "time", ...columns.map(([name]) => name), "diagnosis"];

@@ -20,9 +20,26 @@ export function smoothed(values, weight) {
   });
 }
 
+// The names of metrics without the part that all of them begin with.
+function shortened(keys) {
+  const parts = keys.map((key) => key.split("/"));
+  let shared = 0;
+  while (keys.length > 1 && parts.every((part) => part.length > shared + 1 && part[shared] === parts[0][shared])) shared += 1;
+  return parts.map((part) => part.slice(shared).join("/"));
+}
+
+// The range of values with a margin; numbers that are never negative have an axis that is not, either.
+function valueRange(low, high) {
+  if (low === null) return [0, 1];
+  if (low === high) return low === 0 ? [0, 1] : [low - 0.1 * Math.abs(low), high + 0.1 * Math.abs(high)];
+  const [from, to] = uPlot.rangeNum(low, high, 0.08, true);
+  return [low >= 0 ? Math.max(from, 0) : from, to];
+}
+
 export class Chart {
   constructor({ title, keys, sync, onzoom, onreset, onlog, onremove }) {
     this.keys = keys;
+    this.names = shortened(keys);
     this.title = title;
     this.sync = sync;
     this.onzoom = onzoom;
@@ -46,7 +63,7 @@ export class Chart {
       const look = several ? { stroke: color(run.index), dash: DASHES[index % 8] } : { stroke: color(index), dash: [] };
       // A logarithm has no place for 0 and less.
       const y = log ? curve.y.map((value) => (value > 0 ? value : null)) : curve.y;
-      lines.push({ run: run.name, key, label: several && this.keys.length > 1 ? `${run.name} ${key}` : several ? run.name : key, x: curve.x, y, last: run.last[key], ...look });
+      lines.push({ run: run.name, key, label: [several && run.name, (!several || this.keys.length > 1) && this.names[index]].filter(Boolean).join(" "), x: curve.x, y, last: run.last[key], ...look });
     }));
     const tables = [];
     const series = [{}];
@@ -92,7 +109,7 @@ export class Chart {
       scales: {
         x: { time: false, range: range ? () => range : (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
         y: log ? { distr: 3 } : {
-          range: (u, low, high) => (low === null || low === high ? [(low ?? 0) - 1, (high ?? 0) + 1] : uPlot.rangeNum(low, high, 0.08, true)),
+          range: (u, low, high) => valueRange(low, high),
         },
       },
       axes: [
@@ -134,7 +151,7 @@ export class Chart {
       const swatch = el("i", { "aria-hidden": "true" });
       swatch.style.borderTopColor = line.stroke;
       swatch.style.borderTopStyle = line.dash.length === 0 ? "solid" : line.dash[0] > 3 ? "dashed" : "dotted";
-      return [el("li", { title: line.label, "data-key": line.key, "data-run": line.run }, swatch, el("span", { class: "name" }, line.label), el("b", {}, number(value)))];
+      return [el("li", { title: `${line.run} ${line.key}`, "data-key": line.key, "data-run": line.run }, swatch, el("span", { class: "name" }, line.label), el("b", {}, number(value)))];
     });
     const where = hovered && el("li", { class: "at" }, `${this.x} ${number(this.chart.data[0][index])}`);
     this.legend.replaceChildren(...items, ...(where ? [where] : []));

@@ -18,7 +18,8 @@ export function number(value) {
   const size = Math.abs(value);
   if (size >= 1e6 || (size < 1e-4 && size > 0)) return value.toExponential(3).replace("e+", "e");
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
-  return String(Number(value.toPrecision(size >= 1000 ? 6 : 4)));
+  if (size >= 1e4) return Math.round(value).toLocaleString("en-US");
+  return String(Number(value.toPrecision(size >= 1000 ? 5 : 4)));
 }
 
 // Ticks of an axis: short.

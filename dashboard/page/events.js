@@ -10,7 +10,7 @@ const remarks = el("tbody");
 const status = el("p", { class: "dim", role: "status" });
 root.append(controls, status, el("div", { class: "two" },
   el("section", { "aria-label": "Events" }, el("h2", {}, "Events"), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "event"), el("th", { scope: "col" }, "fields"))), events))),
-  el("section", { "aria-label": "Remarks" }, el("h2", {}, "Remarks of steps"), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "step"), el("th", { scope: "col" }, "remark"))), remarks)))));
+  el("section", { "aria-label": "Remarks" }, el("h2", {}, "Remarks of steps"), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", class: "value" }, "step"), el("th", { scope: "col" }, "remark"))), remarks)))));
 
 let answer = { events: [], remarks: [], left_out: 0 };
 let run;

@@ -38,9 +38,14 @@ const PANELS: [PanelSpec; 20] = [
         &["clip/low_mean", "clip/high_mean", "clip/dual_mean", "is/masked_frac"],
     ),
     panel("Stability", "gradient norm", &["optim/grad_norm", "critic/grad_norm"]),
-    panel("Stability", "loss", &["loss/mean", "critic/loss"]),
-    panel("Staleness", "staleness, versions", &["staleness/mean", "staleness/p95", "staleness/max"]),
-    panel("Staleness", "buffer, groups", &["buffer/size", "buffer/dropped_stale", "buffer/quarantined"]),
+    panel("Loss and staleness", "loss", &["loss/mean", "critic/loss"]),
+    panel("Loss and staleness", "staleness, versions", &["staleness/mean", "staleness/p95", "staleness/max"]),
+    panel(
+        "Loss and staleness",
+        "buffer, groups",
+        &["buffer/size", "buffer/dropped_stale", "buffer/quarantined"],
+    ),
+    panel("Loss and staleness", "memory, MiB", &["memory/peak_mib"]),
     panel(
         "Batch",
         "completion length, tokens",
@@ -49,15 +54,10 @@ const PANELS: [PanelSpec; 20] = [
     panel("Batch", "share of the batch", &["completions/clipped_ratio", "reward/frac_zero_std"]),
     panel("Batch", "turns of an episode", &["environment/turns"]),
     panel("Batch", "stop reasons", &["environment/stop/*"]),
+    panel("Speed and failures", "tokens per second", &["rollout/tokens_per_s", "trainer/tokens_per_s"]),
+    panel("Speed and failures", "idle share", &["rollout/idle_ratio", "trainer/idle_ratio"]),
     panel(
-        "Batch",
-        "failures",
-        &["environment/failed", "reward/*/errors", "reward/*/timeouts", "eval/failed"],
-    ),
-    panel("Speed", "tokens per second", &["rollout/tokens_per_s", "trainer/tokens_per_s"]),
-    panel("Speed", "idle share", &["rollout/idle_ratio", "trainer/idle_ratio"]),
-    panel(
-        "Speed",
+        "Speed and failures",
         "time of a step, s",
         &[
             "time/step",
@@ -68,7 +68,11 @@ const PANELS: [PanelSpec; 20] = [
             "time/save_ckpt",
         ],
     ),
-    panel("Speed", "memory, MiB", &["memory/peak_mib"]),
+    panel(
+        "Speed and failures",
+        "failures",
+        &["environment/failed", "reward/*/errors", "reward/*/timeouts", "eval/failed"],
+    ),
 ];
 
 /// The panels that have a metric in any of the runs, and their metrics.
