@@ -12,7 +12,7 @@ use toml::{Table, Value};
 ///
 /// The design in one table: groups go forward through `buffer`, versions back through `weights`; no other crate connects
 /// rollout and trainer. A new edge needs a separate commit with its reason.
-const EDGES: [(&str, &[&str]); 15] = [
+const EDGES: [(&str, &[&str]); 16] = [
     ("trajectory", &[]),
     // `device` depends on no crate. Crates that compute with or transfer weights may depend on it: `model`, `weights`,
     // `trainer`, `rollout`, and `rlrun`.

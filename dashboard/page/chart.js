@@ -47,8 +47,9 @@ export class Chart {
     this.log = el("button", { class: "small", "aria-pressed": "false", title: "Logarithmic scale", "aria-label": `Logarithmic scale of ${title}`, onclick: () => onlog(title) }, "log");
     const remove = onremove && el("button", { class: "small", "aria-label": `Remove the panel ${title}`, onclick: () => onremove(title) }, "×");
     this.legend = el("ul", { class: "legend" });
+    this.at = el("span", { class: "at" });
     this.plot = el("div", { class: "plot" });
-    this.element = el("figure", { class: "panel" }, el("figcaption", {}, el("span", { class: "title" }, title), this.log, remove), this.plot, this.legend);
+    this.element = el("figure", { class: "panel" }, el("figcaption", {}, el("span", { class: "title" }, title), this.at, this.log, remove), this.plot, this.legend);
     new ResizeObserver(() => this.resize()).observe(this.plot);
   }
 
@@ -153,8 +154,9 @@ export class Chart {
       swatch.style.borderTopStyle = line.dash.length === 0 ? "solid" : line.dash[0] > 3 ? "dashed" : "dotted";
       return [el("li", { title: `${line.run} ${line.key}`, "data-key": line.key, "data-run": line.run }, swatch, el("span", { class: "name" }, line.label), el("b", {}, number(value)))];
     });
-    const where = hovered && el("li", { class: "at" }, `${this.x} ${number(this.chart.data[0][index])}`);
-    this.legend.replaceChildren(...items, ...(where ? [where] : []));
+    this.at.textContent = hovered ? `${this.x} ${number(this.chart.data[0][index])}` : "";
+    this.legend.classList.toggle("single", items.length === 1);
+    this.legend.replaceChildren(...items);
   }
 
   resize() {

@@ -26,7 +26,12 @@ const fields = (event) => {
   return Object.entries(all).map(([key, value]) => el("span", { class: "field" }, el("span", { class: "dim" }, `${key} `), typeof value === "string" ? value : JSON.stringify(value)));
 };
 
+let drawn = "";
 export function show() {
+  const now = JSON.stringify([run, runNames(), answer]);
+  // A control keeps its focus while the run goes on.
+  if (now === drawn) return;
+  drawn = now;
   controls.replaceChildren(...[runSelect("run", runNames(), run, (name) => set({ run: name }))].filter(Boolean));
   status.textContent = answer.left_out > 0 ? `${answer.left_out} older entries are in the files` : "";
   status.hidden = answer.left_out === 0;

@@ -21,13 +21,18 @@ export async function load() {
   if (run) rows = await api("recipe", { run, against });
 }
 
+let drawn = "";
 export function show() {
+  const now = JSON.stringify([run, against, runNames(), rows, get("differences"), get("given")]);
+  // A control keeps its focus while the run goes on.
+  if (now === drawn) return;
+  drawn = now;
   const box = (key, label) => {
     const input = el("input", { type: "checkbox", checked: get(key) === "1", onchange: () => set({ [key]: input.checked ? "1" : "" }) });
     return el("label", {}, input, ` ${label}`);
   };
   const others = runNames().filter((name) => name !== run);
-  const focused = controls.contains(document.activeElement) && document.activeElement === filter;
+  const focused = document.activeElement === filter;
   controls.replaceChildren(...[
     runSelect("run", runNames(), run, (name) => set({ run: name })),
     others.length > 0 && runSelect("compare with", others, against, (name) => set({ against: name }), "no other run"),

@@ -13,6 +13,8 @@ root.append(controls, found, status, groups);
 let run;
 let steps = [];
 let searched = "";
+// What is drawn: a reader keeps the place while other steps are written.
+let drawn = "";
 
 // The step of the URL, or the newest one.
 const step = () => {
@@ -30,6 +32,7 @@ export async function show() {
   if (steps.length === 0) {
     status.textContent = "This run has written no samples; `log.samples` says how many groups of a step are written.";
     groups.replaceChildren();
+    drawn = "";
     return;
   }
   await showSearch();
@@ -83,6 +86,11 @@ async function showPage(offset) {
   const asked = { run, step: step(), offset, text: get("text") };
   const answer = await api("samples", asked);
   if (asked.step !== step() || asked.text !== get("text")) return;
+  if (offset === 0) {
+    const now = JSON.stringify([asked, answer]);
+    if (now === drawn) return;
+    drawn = now;
+  }
   const seen = offset + answer.groups.length;
   const skipped = answer.skipped_lines > 0 ? `; ${answer.skipped_lines} lines are incomplete or too long` : "";
   status.textContent = `step ${answer.step}: ${seen} of ${answer.matching} groups${asked.text ? " with the text" : ""}${skipped}`;

@@ -43,13 +43,13 @@ pub(crate) struct CurveView {
 
 /// Points of a curve.
 #[derive(Debug, Default, serde::Serialize)]
-pub(crate) struct Curve {
+pub(crate) struct MetricCurve {
     x: Vec<f64>,
     /// `None` for a value that is not finite.
     y: Vec<Option<f64>>,
 }
 
-impl Curve {
+impl MetricCurve {
     /// Number of points.
     pub(crate) fn len(&self) -> usize {
         self.x.len()
@@ -100,9 +100,9 @@ impl MetricsTable {
     }
 
     /// The curve of a metric; empty if there is none of this name. Values have seven significant digits.
-    pub(crate) fn curve(&self, name: &str, view: CurveView) -> Curve {
+    pub(crate) fn curve(&self, name: &str, view: CurveView) -> MetricCurve {
         let Some(column) = self.by_name.get(name).map(|index| &self.columns[*index]) else {
-            return Curve::default();
+            return MetricCurve::default();
         };
         let of_row = |row: u32| self.rows[row as usize][view.axis as usize];
         let mut points: Vec<(f64, f64)> =
@@ -122,7 +122,7 @@ impl MetricsTable {
         let (x, y): (Vec<f64>, Vec<f64>) = points.iter().copied().unzip();
         let kept = min_max(&x, &y, view.pixels);
         let seen = |value: f64| value.is_finite().then(|| seven_digits(value));
-        Curve {
+        MetricCurve {
             x: kept.iter().map(|index| seven_digits(x[*index])).collect(),
             y: kept.iter().map(|index| seen(y[*index])).collect(),
         }

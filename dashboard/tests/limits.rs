@@ -1,7 +1,7 @@
 //! Sizes of responses for long runs.
 
 use std::fmt::Write;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::{ServedPage, run_with};
 
@@ -54,11 +54,8 @@ fn ten_thousand_steps_of_eighty_metrics_have_a_bounded_first_picture() {
     let begin = Instant::now();
     let reply = page.get("/api/overview?pixels=300");
     let answered = begin.elapsed();
-    println!(
-        "{} MB read in {opened:?}; first picture {} bytes in {answered:?}",
-        text.len() >> 20,
-        reply.body.len()
-    );
+    // A second is the budget of the whole first picture; a loaded machine gets more time.
+    assert!(opened + answered < Duration::from_secs(10), "read in {opened:?}, answered in {answered:?}");
     assert!(reply.body.len() < 700_000, "{} bytes", reply.body.len());
     let overview = reply.json();
     let name = run.path().file_name().unwrap().to_str().unwrap();
