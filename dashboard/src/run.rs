@@ -108,15 +108,16 @@ impl RunContents {
         changed
     }
 
-    /// One word: `missing`, `waiting`, `running`, `quiet`, `stopped` or `done`.
+    /// The word for a state: `missing`, `waiting`, `running`, `quiet`, `stopped` or `done`.
     fn state(&self, now: SystemTime) -> &'static str {
         match self.history.last() {
             _ if self.missing => "missing",
             LastEvent::Done => "done",
             LastEvent::Stopped => "stopped",
             _ if self.age(now).is_some_and(|age| age > QUIET) => "quiet",
-            LastEvent::Open => "running",
-            LastEvent::None => "waiting",
+            // Copied metrics may come without their events.
+            LastEvent::None if self.table.last_row().is_none() => "waiting",
+            LastEvent::Open | LastEvent::None => "running",
         }
     }
 

@@ -30,3 +30,26 @@ pub(super) fn view(args: &ViewArgs) -> Result<String, Failure> {
         Ok(String::new())
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_served_is_refused_with_its_reason() {
+        let directory = tempfile::tempdir().unwrap();
+        let args = |listen: &str| ViewArgs {
+            runs: vec![directory.path().to_owned()],
+            listen: listen.parse().unwrap(),
+            token_file: None,
+        };
+        for (listen, reason) in [
+            ("127.0.0.1:0", "is no run directory: it has neither `metrics.jsonl` nor `resolved.toml`"),
+            ("0.0.0.0:0", "give a token with a token file"),
+        ] {
+            let error = view(&args(listen)).unwrap_err();
+            assert!(error.to_string().contains(reason), "{error}");
+            assert_eq!(error.exit_code(), 2);
+        }
+    }
+}
