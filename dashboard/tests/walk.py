@@ -190,6 +190,15 @@ class Walk:
         expect(step).to_have_text("2 / 3", timeout=3000)
         print("ok live")
 
+    def deleted(self, run):
+        """A run that is removed is named, and stays with what was read."""
+        self.open("overview")
+        shutil.rmtree(run)
+        row = self.page.locator("#runs tr", has_text=run.name)
+        expect(row.locator(".badge")).to_have_text("deleted", timeout=3000)
+        expect(row.locator("td.value").first).to_have_text("2 / 3")
+        print("ok deleted")
+
     def pictures(self, run):
         for scheme in ("light", "dark"):
             self.page.emulate_media(color_scheme=scheme)
@@ -202,6 +211,33 @@ class Walk:
                     assert scroll <= width, f"{view} is {scroll} pixels wide on {width}"
 
 
+def serve(program, *arguments):
+    """A served page and its address."""
+    server = subprocess.Popen([program, "view", *map(str, arguments), "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
+    return server, server.stdout.readline().strip().removeprefix("listening on ")
+
+
+def token(program, browser, run, scratch):
+    """With a token file the page shows nothing without the token, and all with it; the token leaves the address."""
+    file = scratch / "token"
+    file.write_text("secret\n")
+    server, url = serve(program, run, "--token-file", file)
+    try:
+        page = browser.new_context().new_page()
+        page.goto(url)
+        expect(page.locator("#problem")).to_contain_text("the token is missing or wrong")
+        page.goto(f"{url}/?token=secret")
+        expect(page.locator("figure.panel canvas").first).to_be_visible()
+        expect(page.locator("#connection")).to_have_text("live")
+        assert "secret" not in page.url
+        page.reload()
+        expect(page.locator("figure.panel canvas").first).to_be_visible()
+    finally:
+        server.terminate()
+        server.wait()
+    print("ok token")
+
+
 def main(program, out, *runs):
     out = pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -209,10 +245,8 @@ def main(program, out, *runs):
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         hostile = hostile_run(pathlib.Path(scratch))
         everything = [*runs, hostile]
-        command = [program, "view", *map(str, everything), "--listen", "127.0.0.1:0"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        server, url = serve(program, *everything)
         try:
-            url = server.stdout.readline().strip().removeprefix("listening on ")
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             walk = Walk(browser, url, everything, out)
             walk.live(hostile)
@@ -229,8 +263,10 @@ def main(program, out, *runs):
             walk.controls(runs[0])
             walk.pictures(runs[0])
             assert walk.page.evaluate("window.broken") is None, "a text of a model ran as a script"
+            walk.deleted(hostile)
             walk.problems and sys.exit("\n".join(["the console has errors:", *walk.problems]))
             print("ok console: no error in any view")
+            token(program, browser, runs[0], pathlib.Path(scratch))
             browser.close()
         finally:
             server.terminate()
