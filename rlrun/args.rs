@@ -22,6 +22,7 @@ mod fit;
 mod resume;
 mod reward;
 mod serve;
+mod view;
 mod worker;
 
 pub use completions::{CompletionKind, CompletionsArgs};
@@ -32,6 +33,7 @@ pub use fit::FitArgs;
 pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeCommand, ServePolicyArgs, ServeRewardArgs};
+pub use view::ViewArgs;
 pub use worker::{
     AllowArgs, JoinArgs, LeadArgs, RewardWorkerArgs, RolloutArgs, TrainerWorkerArgs, WorkerCommand,
 };
@@ -89,6 +91,8 @@ pub enum Command {
     /// Serve a part of rlrun to other processes
     #[command(subcommand)]
     Serve(ServeCommand),
+    /// Show runs on a page in the browser: curves, samples, recipe and events
+    View(ViewArgs),
     /// Join a run on another machine or process as a worker
     #[command(subcommand)]
     Worker(WorkerCommand),

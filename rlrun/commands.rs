@@ -1,7 +1,7 @@
 //! The commands of the program.
 //!
-//! - `train`: `run` and `resume`; `check`: `check` and `plan`; `eval`, `generate`, `export`; `policy`: `serve policy`
-//! - `completions`: scripts of shells and manual pages
+//! - `train`: `run` and `resume`; `check`: `check` and `plan`; `eval`, `generate`, `export`; `policy`: `serve policy`;
+//!   `view`: the live page; `completions`: scripts of shells and manual pages
 //! - `checkpoint_paths`: the model or the checkpoint that an argument names
 //!
 //! Invariant: a command returns its text or one error with its exit status. Only output that grows while the user watches
@@ -15,6 +15,7 @@ mod export;
 mod generate;
 mod policy;
 mod train;
+mod view;
 
 use std::path::Path;
 
@@ -58,6 +59,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Reward(RewardCommand::Test(args)) => reward::test(args, program),
         Command::Fit(args) => fit::run(args),
         Command::Completions(args) => completions::completions(args),
+        Command::View(args) => view::view(args),
     }
 }
 

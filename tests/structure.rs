@@ -12,7 +12,7 @@ use toml::{Table, Value};
 ///
 /// The design in one table: groups go forward through `buffer`, versions back through `weights`; no other crate connects
 /// rollout and trainer. A new edge needs a separate commit with its reason.
-const EDGES: [(&str, &[&str]); 15] = [
+const EDGES: [(&str, &[&str]); 16] = [
     ("trajectory", &[]),
     // `device` depends on no crate. Crates that compute with or transfer weights may depend on it: `model`, `weights`,
     // `trainer`, `rollout`, and `rlrun`.
@@ -34,6 +34,8 @@ const EDGES: [(&str, &[&str]); 15] = [
     // The policy over HTTP: requests go to a queue of `rollout`, sessions become groups for `buffer`. Tool calls in what the
     // policy writes are read by the parsers of `environments`.
     ("endpoint", &["trajectory", "model", "weights", "environments", "rollout", "buffer"]),
+    // The live page reads the files of runs, whose form `docs/run_directory.md` has; it knows no type of a run.
+    ("dashboard", &[]),
     ("trainer", &["trajectory", "device", "collective", "model", "buffer", "weights"]),
     (
         "rlrun",
@@ -51,6 +53,8 @@ const EDGES: [(&str, &[&str]); 15] = [
             "trainer",
             // Requests to the Hugging Face Hub.
             "connect",
+            // `rlrun view`.
+            "dashboard",
         ],
     ),
     // Measures parts of a run and whole runs, as a separate program.

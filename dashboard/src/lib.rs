@@ -1,0 +1,40 @@
+//! The live page of runs: reads the files of run directories and serves them to a browser.
+//!
+//! - `lines`: complete lines of a growing file; `table`: the metrics of a run as columns; `downsample`: at most two points
+//!   per pixel; `events`: the events and remarks of a run
+//! - `samples`: sampled groups, their pages and their search; `recipe`: resolved values with their origins
+//! - `run`: one run directory; `catalog`: all runs of a page; `panels`: the first screen
+//! - `access`: token, host and headers; `routes`, `stream`: the API; `page`: the embedded files; `server`: connections
+//!
+//! Invariant: a run directory is only read. Nothing is written into it or locked, and no file outside it is opened. Memory
+//! and responses have limits that do not depend on the size of the files.
+//!
+//! ```no_run
+//! use dashboard::{DashboardConfig, DashboardServer};
+//!
+//! # async fn example() -> Result<(), dashboard::DashboardError> {
+//! let listen = ([127, 0, 0, 1], 0).into();
+//! let config = DashboardConfig { listen, token: None, runs: vec!["outputs/grpo_math".into()] };
+//! let server = DashboardServer::bind(config).await?;
+//! println!("http://{}", server.local_addr());
+//! server.serve(std::future::pending()).await;
+//! # Ok(())
+//! # }
+//! ```
+
+mod access;
+mod catalog;
+mod downsample;
+mod events;
+mod lines;
+mod page;
+mod panels;
+mod recipe;
+mod routes;
+mod run;
+mod samples;
+mod server;
+mod stream;
+mod table;
+
+pub use server::{DashboardConfig, DashboardError, DashboardServer};

@@ -1,0 +1,141 @@
+//! The first screen: which metrics share a panel.
+//!
+//! Invariant: a panel names metrics as `metrics.jsonl` has them; one that no run has is left out.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Value, json};
+
+use crate::catalog::RunCatalog;
+
+/// Most metrics of one panel.
+const MAX_PANEL_KEYS: usize = 8;
+
+/// A panel of the first screen.
+struct PanelSpec {
+    /// The row of the screen.
+    row: &'static str,
+    title: &'static str,
+    /// Names of metrics; one `*` stands for any text.
+    keys: &'static [&'static str],
+}
+
+const fn panel(row: &'static str, title: &'static str, keys: &'static [&'static str]) -> PanelSpec {
+    PanelSpec { row, title, keys }
+}
+
+/// The first screen, row by row.
+const PANELS: [PanelSpec; 20] = [
+    panel("Reward", "reward", &["reward/mean", "eval/reward"]),
+    panel("Reward", "held-out accuracy", &["eval/accuracy", "eval/avg@*", "eval/pass@*", "eval/*/accuracy"]),
+    panel("Reward", "reward by component", &["reward/*/mean", "reward/role/*"]),
+    panel("Reward", "reward deviation in a batch", &["reward/std"]),
+    panel("Stability", "entropy, nats", &["entropy/mean"]),
+    panel("Stability", "KL, nats", &["kl/mismatch", "kl/ref"]),
+    panel(
+        "Stability",
+        "clipped and masked share",
+        &["clip/low_mean", "clip/high_mean", "clip/dual_mean", "is/masked_frac"],
+    ),
+    panel("Stability", "gradient norm", &["optim/grad_norm", "critic/grad_norm"]),
+    panel("Loss and staleness", "loss", &["loss/mean", "critic/loss"]),
+    panel("Loss and staleness", "staleness, versions", &["staleness/mean", "staleness/p95", "staleness/max"]),
+    panel(
+        "Loss and staleness",
+        "buffer, groups",
+        &["buffer/size", "buffer/dropped_stale", "buffer/quarantined"],
+    ),
+    panel("Loss and staleness", "memory, MiB", &["memory/peak_mib"]),
+    panel(
+        "Batch",
+        "completion length, tokens",
+        &["completions/mean_length", "completions/min_length", "completions/max_length"],
+    ),
+    panel("Batch", "share of the batch", &["completions/clipped_ratio", "reward/frac_zero_std"]),
+    panel("Batch", "turns of an episode", &["environment/turns"]),
+    panel("Batch", "stop reasons", &["environment/stop/*"]),
+    panel("Speed and failures", "tokens per second", &["rollout/tokens_per_s", "trainer/tokens_per_s"]),
+    panel("Speed and failures", "idle share", &["rollout/idle_ratio", "trainer/idle_ratio"]),
+    panel(
+        "Speed and failures",
+        "time of a step, s",
+        &[
+            "time/step",
+            "time/wait_for_batch",
+            "time/forward_backward",
+            "time/weight_sync",
+            "time/decode_stall",
+            "time/save_ckpt",
+        ],
+    ),
+    panel(
+        "Speed and failures",
+        "failures",
+        &["environment/failed", "reward/*/errors", "reward/*/timeouts", "eval/failed"],
+    ),
+];
+
+/// The panels that have a metric in any of the runs, and their metrics.
+pub(crate) fn first_screen(catalog: &RunCatalog) -> (Value, Vec<String>) {
+    let mut names: Vec<String> = Vec::new();
+    for run in catalog.iter() {
+        let known: BTreeSet<String> = names.iter().cloned().collect();
+        let contents = run.contents();
+        names.extend(contents.table.names().filter(|name| !known.contains(*name)).map(str::to_owned));
+    }
+    let mut panels = Vec::new();
+    let mut shown = Vec::new();
+    for PanelSpec { row, title, keys } in &PANELS {
+        let mut of_panel: Vec<&str> = Vec::new();
+        for pattern in *keys {
+            let found = names.iter().map(String::as_str).filter(|name| matches(pattern, name));
+            for name in found.take(MAX_PANEL_KEYS) {
+                if of_panel.len() < MAX_PANEL_KEYS && !of_panel.contains(&name) {
+                    of_panel.push(name);
+                }
+            }
+        }
+        if !of_panel.is_empty() {
+            shown.extend(of_panel.iter().map(|name| (*name).to_owned()));
+            panels.push(json!({ "row": row, "title": title, "keys": of_panel }));
+        }
+    }
+    (json!({ "panels": panels, "names": names }), shown)
+}
+
+fn matches(pattern: &str, name: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == name,
+        Some((start, end)) => {
+            name.len() > start.len() + end.len() && name.starts_with(start) && name.ends_with(end)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_star_is_any_text() {
+        for (pattern, name, expected) in [
+            ("reward/*/mean", "reward/math/mean", true),
+            ("reward/*/mean", "reward/mean", false),
+            ("eval/pass@*", "eval/pass@8", true),
+            ("kl/ref", "kl/reference", false),
+        ] {
+            assert_eq!(matches(pattern, name), expected, "{pattern} {name}");
+        }
+    }
+
+    #[test]
+    fn only_metrics_of_a_run_have_panels() {
+        let directory = tempfile::tempdir().unwrap();
+        let line = "{\"step\":1,\"reward/mean\":1,\"reward/math/mean\":2,\"x\":3}\n";
+        std::fs::write(directory.path().join("metrics.jsonl"), line).unwrap();
+        let (screen, shown) = first_screen(&RunCatalog::open(&[directory.path().to_owned()]));
+        assert_eq!(shown, ["reward/mean", "reward/math/mean"]);
+        assert_eq!(screen["panels"][1]["title"], "reward by component");
+        assert_eq!(screen["names"], json!(["reward/mean", "reward/math/mean", "x"]));
+    }
+}

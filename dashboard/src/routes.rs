@@ -1,0 +1,279 @@
+//! The API: what the page asks for.
+//!
+//! - `/api/overview?x=&pixels=`: runs, panels and curves of the first screen, in one response
+//! - `/api/runs`; `/api/metrics?keys=&run=&x=&pixels=&from=&to=`
+//! - `/api/steps?run=`, `/api/samples?run=&step=&offset=&text=`, `/api/search?run=&text=&before=`
+//! - `/api/recipe?run=&against=`, `/api/history?run=`, `/api/events` (a stream)
+//!
+//! Invariant: a response has at most [`MAX_POINTS`] points, however many runs, metrics and pixels are asked for. A run is
+//! named by its name on the page, never by a path.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use tokio::sync::{Semaphore, watch};
+
+use crate::access::{PageAccess, guard};
+use crate::catalog::RunCatalog;
+use crate::recipe::ResolvedRecipe;
+use crate::run::ShownRun;
+use crate::samples::{self, SamplePage};
+use crate::table::{CurveAxis, CurveView};
+use crate::{page, panels, stream};
+
+/// Most points of a response.
+const MAX_POINTS: usize = 150_000;
+/// Width of a panel if a request does not say it, pixels.
+const DEFAULT_PIXELS: usize = 400;
+/// Most pixels of a panel that curves are computed for.
+const MAX_PIXELS: usize = 4096;
+/// Most metrics of a request.
+const MAX_KEYS: usize = 256;
+/// Most events, and most remarks, of a response.
+const MAX_ENTRIES: usize = 500;
+/// Longest text that is searched for, bytes.
+const MAX_TEXT_BYTES: usize = 1000;
+
+/// What every route needs.
+#[derive(Clone, Debug)]
+pub(crate) struct PageState {
+    pub(crate) catalog: Arc<RunCatalog>,
+    /// The sender is the task that follows the files; it is dropped when the server stops.
+    pub(crate) revisions: watch::Receiver<Map<String, Value>>,
+    /// A permit for every open stream.
+    pub(crate) streams: Arc<Semaphore>,
+}
+
+/// All routes, behind the access check.
+pub(crate) fn router(state: PageState, access: PageAccess) -> Router {
+    let mut router = Router::new()
+        .route("/api/overview", get(overview))
+        .route("/api/runs", get(runs))
+        .route("/api/metrics", get(metrics))
+        .route("/api/steps", get(steps))
+        .route("/api/samples", get(sample_page))
+        .route("/api/search", get(search))
+        .route("/api/recipe", get(recipe))
+        .route("/api/history", get(history))
+        .route("/api/events", get(stream::revisions));
+    for path in page::paths() {
+        let serve = move || async move { page::file(path).ok_or(StatusCode::NOT_FOUND) };
+        router = router.route(path, get(serve));
+    }
+    router
+        .fallback(|| async { (StatusCode::NOT_FOUND, "there is no such page") })
+        .layer(axum::middleware::from_fn_with_state(access, guard))
+        .with_state(state)
+}
+
+/// Why a request has no answer.
+#[derive(Debug)]
+enum PageRefusal {
+    NoRun(String),
+    NoSamples(u64),
+    NoRecipe(String),
+    TextTooLong,
+    File(std::io::Error),
+    Panicked,
+}
+
+impl From<std::io::Error> for PageRefusal {
+    fn from(error: std::io::Error) -> Self {
+        Self::File(error)
+    }
+}
+
+impl IntoResponse for PageRefusal {
+    fn into_response(self) -> Response {
+        let (status, why) = match self {
+            Self::NoRun(name) => (StatusCode::NOT_FOUND, format!("there is no run `{name}`")),
+            Self::NoSamples(step) => (StatusCode::NOT_FOUND, format!("step {step} has no samples")),
+            Self::NoRecipe(name) => (StatusCode::NOT_FOUND, format!("run `{name}` has no `resolved.toml`")),
+            Self::TextTooLong => {
+                (StatusCode::BAD_REQUEST, format!("search for a text of at most {MAX_TEXT_BYTES} bytes"))
+            }
+            Self::File(error) => {
+                (StatusCode::INTERNAL_SERVER_ERROR, format!("a file of the run cannot be read: {error}"))
+            }
+            Self::Panicked => {
+                (StatusCode::INTERNAL_SERVER_ERROR, "a bug of the server: see its output".to_owned())
+            }
+        };
+        (status, why).into_response()
+    }
+}
+
+/// Computes a response on a thread that may wait for files.
+async fn respond(
+    state: PageState,
+    compute: impl FnOnce(&RunCatalog) -> Result<Value, PageRefusal> + Send + 'static,
+) -> Result<Response, PageRefusal> {
+    let bytes = tokio::task::spawn_blocking(move || compute(&state.catalog).map(|value| value.to_string()));
+    let body = bytes.await.map_err(|_| PageRefusal::Panicked)??;
+    Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+}
+
+fn run_of<'a>(catalog: &'a RunCatalog, name: &str) -> Result<&'a ShownRun, PageRefusal> {
+    catalog.get(name).ok_or_else(|| PageRefusal::NoRun(name.to_owned()))
+}
+
+/// The drawing that curves are for.
+#[derive(Debug, Default, Deserialize)]
+struct CurvesQuery {
+    /// Names of metrics, separated by commas.
+    #[serde(default)]
+    keys: String,
+    /// One run; all if it is missing.
+    run: Option<String>,
+    #[serde(default)]
+    x: CurveAxis,
+    /// Width of a panel, pixels.
+    pixels: Option<usize>,
+    from: Option<f64>,
+    to: Option<f64>,
+}
+
+impl CurvesQuery {
+    /// Curves of these metrics, by run and metric.
+    fn curves(&self, catalog: &RunCatalog, keys: &[String]) -> Result<Value, PageRefusal> {
+        let runs: Vec<&ShownRun> = match &self.run {
+            Some(name) => vec![run_of(catalog, name)?],
+            None => catalog.iter().collect(),
+        };
+        let keys = &keys[..keys.len().min(MAX_KEYS)];
+        let affordable = MAX_POINTS / 2 / (runs.len() * keys.len()).max(1);
+        let pixels = self.pixels.unwrap_or(DEFAULT_PIXELS).clamp(1, MAX_PIXELS).min(affordable.max(1));
+        let view = CurveView { axis: self.x, pixels, range: self.from.zip(self.to) };
+        let of_run = |run: &ShownRun| {
+            let contents = run.contents();
+            let curves = keys.iter().map(|key| (key, contents.table.curve(key, view)));
+            let curves = curves.filter(|(_, curve)| curve.len() > 0);
+            let curves: Map<String, Value> = curves.map(|(key, curve)| (key.clone(), json!(curve))).collect();
+            (run.name().to_owned(), Value::Object(curves))
+        };
+        Ok(Value::Object(runs.into_iter().map(of_run).collect()))
+    }
+}
+
+async fn overview(
+    State(state): State<PageState>,
+    Query(query): Query<CurvesQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let (screen, keys) = panels::first_screen(catalog);
+        Ok(json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "runs": catalog.describe(),
+            "panels": screen["panels"],
+            "names": screen["names"],
+            "curves": query.curves(catalog, &keys)?,
+        }))
+    })
+    .await
+}
+
+async fn runs(State(state): State<PageState>) -> Result<Response, PageRefusal> {
+    respond(state, |catalog| Ok(catalog.describe().into())).await
+}
+
+async fn metrics(
+    State(state): State<PageState>,
+    Query(query): Query<CurvesQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let keys: Vec<String> =
+            query.keys.split(',').filter(|key| !key.is_empty()).map(str::to_owned).collect();
+        query.curves(catalog, &keys)
+    })
+    .await
+}
+
+/// A run, and what of it.
+#[derive(Debug, Deserialize)]
+struct RunQuery {
+    run: String,
+    /// Another run to compare the recipe with.
+    against: Option<String>,
+    #[serde(default)]
+    step: u64,
+    /// Groups before a page.
+    #[serde(default)]
+    offset: usize,
+    /// A text to search for.
+    #[serde(default)]
+    text: String,
+    /// A search starts below this step.
+    before: Option<u64>,
+}
+
+async fn steps(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| Ok(samples::steps(run_of(catalog, &query.run)?.root())?.into())).await
+}
+
+async fn sample_page(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let RunQuery { run, step, offset, text, .. } = &query;
+        if text.len() > MAX_TEXT_BYTES {
+            return Err(PageRefusal::TextTooLong);
+        }
+        let root = run_of(catalog, run)?.root();
+        let page = samples::page(root, SamplePage { step: *step, offset: *offset, text })?;
+        page.ok_or(PageRefusal::NoSamples(*step))
+    })
+    .await
+}
+
+async fn search(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let root = run_of(catalog, &query.run)?.root();
+        if query.text.len() > MAX_TEXT_BYTES {
+            return Err(PageRefusal::TextTooLong);
+        }
+        if query.text.is_empty() {
+            return Ok(json!({ "hits": [], "next": null }));
+        }
+        Ok(samples::search(root, &query.text, query.before)?)
+    })
+    .await
+}
+
+async fn recipe(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let read = |name: &str| {
+            let found = ResolvedRecipe::read(run_of(catalog, name)?.root())?;
+            found.ok_or_else(|| PageRefusal::NoRecipe(name.to_owned()))
+        };
+        let other = query.against.as_deref().map(read).transpose()?;
+        Ok(read(&query.run)?.compare(other.as_ref()))
+    })
+    .await
+}
+
+async fn history(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let contents = run_of(catalog, &query.run)?.contents();
+        Ok(contents.history.entries(MAX_ENTRIES))
+    })
+    .await
+}

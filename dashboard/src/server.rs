@@ -1,0 +1,178 @@
+//! The listener of the page and its connections.
+//!
+//! Invariant: a connection costs its own task and a place in the limit of connections. After a stop no task is left.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use hyper_util::service::TowerToHyperService;
+use serde_json::{Map, Value};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinSet;
+
+use crate::access::PageAccess;
+use crate::catalog::{RunCatalog, follow};
+use crate::routes::{PageState, router};
+use crate::stream::MAX_STREAMS;
+
+/// Most open connections: every stream, and as much again for requests.
+const MAX_CONNECTIONS: usize = 2 * MAX_STREAMS;
+/// Most runs of a page.
+const MAX_RUNS: usize = 64;
+/// Longest time to receive the head of a request.
+const HEAD_TIME: Duration = Duration::from_secs(30);
+/// Pause of the listener when the system cannot accept a connection.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
+/// Longest time that requests in progress have after a stop.
+const STOP_TIME: Duration = Duration::from_secs(2);
+/// Buffer size for the head of a request, bytes.
+const READ_BYTES: usize = 64 << 10;
+
+/// Where a page is served, and of what.
+#[derive(Clone, Debug)]
+pub struct DashboardConfig {
+    /// Address and port; port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// The token that requests need; required unless the address is loopback.
+    pub token: Option<String>,
+    /// Run directories.
+    pub runs: Vec<PathBuf>,
+}
+
+/// Why a page cannot be served.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DashboardError {
+    /// The address is reachable from other machines, without a token.
+    #[error(
+        "{address} can be reached from other machines: give a token with a token file, or listen on 127.0.0.1"
+    )]
+    NoToken {
+        /// The address.
+        address: SocketAddr,
+    },
+    /// A directory is no run.
+    #[error("`{path}` is no run directory: it has neither `metrics.jsonl` nor `resolved.toml`")]
+    NotARun {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// Too many runs for one page.
+    #[error("{given} runs are too many for one page; name at most {most}")]
+    TooManyRuns {
+        /// Runs that were named.
+        given: usize,
+        /// Most runs of a page.
+        most: usize,
+    },
+    /// The system refuses to listen.
+    #[error("cannot listen on {address}: {source}; choose another address, or port 0 for a free one")]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+}
+
+/// A page that listens.
+#[derive(Debug)]
+pub struct DashboardServer {
+    listener: TcpListener,
+    address: SocketAddr,
+    catalog: Arc<RunCatalog>,
+    access: PageAccess,
+}
+
+impl DashboardServer {
+    /// Reads the runs and listens.
+    ///
+    /// # Errors
+    /// An address that others can reach, without a token; a directory that is no run; an address that cannot be used.
+    pub async fn bind(config: DashboardConfig) -> Result<Self, DashboardError> {
+        let DashboardConfig { listen: address, token, runs } = config;
+        if !address.ip().is_loopback() && token.is_none() {
+            return Err(DashboardError::NoToken { address });
+        }
+        if runs.len() > MAX_RUNS {
+            return Err(DashboardError::TooManyRuns { given: runs.len(), most: MAX_RUNS });
+        }
+        let is_run =
+            |path: &PathBuf| ["metrics.jsonl", "resolved.toml"].iter().any(|name| path.join(name).is_file());
+        if let Some(path) = runs.iter().find(|path| !is_run(path)) {
+            return Err(DashboardError::NotARun { path: path.clone() });
+        }
+        let failed = |source| DashboardError::Listen { address, source };
+        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        // Reading a long run takes longer than a task of the runtime may.
+        let opened = tokio::task::spawn_blocking(move || RunCatalog::open(&runs)).await;
+        let catalog = opened.map_err(|error| failed(std::io::Error::other(error)))?;
+        Ok(Self { listener, address, catalog: Arc::new(catalog), access: PageAccess::new(token) })
+    }
+
+    /// The address, with the actual port.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Answers requests and follows the files until `stop`.
+    pub async fn serve(self, stop: impl Future<Output = ()>) {
+        let Self { listener, address: _, catalog, access } = self;
+        let (sender, revisions) = watch::channel(Map::<String, Value>::new());
+        let follower = tokio::spawn(follow(Arc::clone(&catalog), sender));
+        let state = PageState { catalog, revisions, streams: Arc::new(Semaphore::new(MAX_STREAMS)) };
+        let router = router(state, access);
+        let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let graceful = GracefulShutdown::new();
+        let mut connections = JoinSet::new();
+        let mut stop = std::pin::pin!(stop);
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut stop => break,
+                // The panic of a handler was printed, and closed only its own connection.
+                Some(_) = connections.join_next() => {}
+                accepted = listener.accept() => match accepted {
+                    Ok((stream, _)) => {
+                        // A connection above the limit is closed at once.
+                        let Ok(permit) = Arc::clone(&permits).try_acquire_owned() else { continue };
+                        let (router, watcher) = (router.clone(), graceful.watcher());
+                        connections.spawn(async move {
+                            serve_connection(stream, router, watcher).await;
+                            drop(permit);
+                        });
+                    }
+                    // The client left, or the system is out of resources; the listener continues.
+                    Err(_) => tokio::time::sleep(ACCEPT_AGAIN).await,
+                },
+            }
+        }
+        drop(listener);
+        // Drops the sender of the revisions, which ends the streams.
+        follower.abort();
+        let _ = follower.await;
+        let _ = tokio::time::timeout(STOP_TIME, graceful.shutdown()).await;
+        connections.shutdown().await;
+    }
+}
+
+/// Answers the requests of one connection. An error means that the client left.
+async fn serve_connection(stream: TcpStream, router: Router, watcher: Watcher) {
+    // Events are small; Nagle's algorithm would delay them. Without this option the server is only slower.
+    let _ = stream.set_nodelay(true);
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIME)
+        .max_buf_size(READ_BYTES)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    let _ = watcher.watch(connection).await;
+}

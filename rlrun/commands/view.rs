@@ -1,0 +1,55 @@
+//! `rlrun view`: the live page of run directories.
+//!
+//! Invariant: it reads files and takes no lock, so that it changes nothing about a run that is in progress.
+
+use dashboard::{DashboardConfig, DashboardError, DashboardServer};
+
+use crate::args::ViewArgs;
+use crate::failure::Failure;
+use crate::serve::{ServerSignals, runtime, say, token};
+
+/// Serves the page until a signal stops it.
+pub(super) fn view(args: &ViewArgs) -> Result<String, Failure> {
+    let token = args.token_file.as_deref().map(token).transpose()?;
+    let config = DashboardConfig { listen: args.listen, token, runs: args.runs.clone() };
+    let needs_token = config.token.is_some();
+    runtime()?.block_on(async {
+        let signals = ServerSignals::listen()?;
+        let server = DashboardServer::bind(config).await.map_err(|error| match error {
+            DashboardError::Listen { address, source } => {
+                Failure::System { what: format!("listen on {address}"), source }
+            }
+            other => Failure::Argument(other.to_string()),
+        })?;
+        say(&format!("listening on http://{}", server.local_addr()));
+        if needs_token {
+            // The token itself stays out of terminals and logs.
+            say("open it with ?token= and the token of the file");
+        }
+        server.serve(signals.stop()).await;
+        Ok(String::new())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_served_is_refused_with_its_reason() {
+        let directory = tempfile::tempdir().unwrap();
+        let args = |listen: &str| ViewArgs {
+            runs: vec![directory.path().to_owned()],
+            listen: listen.parse().unwrap(),
+            token_file: None,
+        };
+        for (listen, reason) in [
+            ("127.0.0.1:0", "is no run directory: it has neither `metrics.jsonl` nor `resolved.toml`"),
+            ("0.0.0.0:0", "give a token with a token file"),
+        ] {
+            let error = view(&args(listen)).unwrap_err();
+            assert!(error.to_string().contains(reason), "{error}");
+            assert_eq!(error.exit_code(), 2);
+        }
+    }
+}
