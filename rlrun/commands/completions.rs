@@ -21,7 +21,7 @@ pub(super) fn completions(args: &CompletionsArgs) -> Result<String, Failure> {
     };
     let mut script = Vec::new();
     generate(shell, &mut Cli::command(), "rlrun", &mut script);
-    Ok(text(script))
+    Ok(text(&script))
 }
 
 fn manual(directory: Option<&Path>) -> Result<String, Failure> {
@@ -29,7 +29,7 @@ fn manual(directory: Option<&Path>) -> Result<String, Failure> {
     let Some(directory) = directory else {
         let mut page = Vec::new();
         clap_mangen::Man::new(Cli::command()).render(&mut page).map_err(failed)?;
-        return Ok(text(page));
+        return Ok(text(&page));
     };
     std::fs::create_dir_all(directory).map_err(failed)?;
     clap_mangen::generate_to(Cli::command(), directory).map_err(failed)?;
@@ -37,8 +37,8 @@ fn manual(directory: Option<&Path>) -> Result<String, Failure> {
 }
 
 /// Bytes that a generator of text wrote, without the line end that printing adds.
-fn text(bytes: Vec<u8>) -> String {
-    String::from_utf8_lossy(&bytes).trim_end().to_owned()
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).trim_end().to_owned()
 }
 
 #[cfg(test)]
