@@ -8,8 +8,8 @@ import * as recipe from "./recipe.js";
 import * as events from "./events.js";
 
 const VIEWS = { overview, samples, recipe, events };
-// A long run writes several lines a second; the page draws this often, milliseconds.
-const REDRAW = 1000;
+// A quick run writes several lines a second; the page waits so long for more of them, milliseconds.
+const PAUSE = 500;
 
 const connection = document.getElementById("connection");
 const problem = document.getElementById("problem");
@@ -141,7 +141,7 @@ function hear(message) {
 function changed() {
   // A hidden tab reads nothing until it is looked at.
   stale = document.hidden;
-  if (!stale) timer ??= setTimeout(() => { timer = null; refresh(); }, REDRAW / 2);
+  if (!stale) timer ??= setTimeout(() => { timer = null; refresh(); }, PAUSE);
 }
 
 function follow() {
