@@ -8,8 +8,8 @@ import * as recipe from "./recipe.js";
 import * as events from "./events.js";
 
 const VIEWS = { overview, samples, recipe, events };
-// A long run writes several lines a second; the page draws this often, milliseconds.
-const REDRAW = 1000;
+// A quick run writes several lines a second; the page waits so long for more of them, milliseconds.
+const PAUSE = 500;
 
 const connection = document.getElementById("connection");
 const problem = document.getElementById("problem");
@@ -122,36 +122,53 @@ function showRuns() {
   if (focused) runsTable.querySelector(`[data-run="${CSS.escape(focused)}"]`)?.focus();
 }
 
-// One stream per visible tab: a hidden tab closes its own, because browsers allow six connections to a server.
-let stream = null;
+// One stream for all tabs of a browser, because browsers allow six connections to a server: the tab that has the lock owns
+// the stream and passes on what it says. Without locks (a page that is neither local nor encrypted) every tab has its own.
+const tabsOfBrowser = navigator.locks && "BroadcastChannel" in window ? new BroadcastChannel("rlrun") : null;
+let owned = null;
 let timer = null;
-function follow() {
-  if (document.hidden) {
-    stream?.close();
-    stream = null;
-    connection.textContent = "paused";
-    return;
+let stale = false;
+
+function hear(message) {
+  if (message.state !== undefined) {
+    connection.textContent = message.state;
+    connection.className = message.state;
   }
-  if (stream) return;
-  stream = new EventSource(token() ? `api/events?token=${encodeURIComponent(token())}` : "api/events");
-  stream.onopen = () => { connection.textContent = "live"; connection.className = "live"; };
-  stream.onerror = () => {
-    connection.textContent = "disconnected";
-    connection.className = "";
-    // The browser tries again by itself, unless the server has refused.
-    if (stream?.readyState === EventSource.CLOSED) {
-      stream = null;
-      setTimeout(follow, 5000);
-    }
+  if (message.revisions && page.runs.some((run) => run.revision !== message.revisions[run.name])) changed();
+  if (message.ask && owned) tabsOfBrowser.postMessage(owned);
+}
+
+function changed() {
+  // A hidden tab reads nothing until it is looked at.
+  stale = document.hidden;
+  if (!stale) timer ??= setTimeout(() => { timer = null; refresh(); }, PAUSE);
+}
+
+function follow() {
+  const tell = (message) => {
+    owned = { ...owned, ...message };
+    hear(message);
+    tabsOfBrowser?.postMessage(message);
   };
-  stream.onmessage = (event) => {
-    const now = JSON.parse(event.data);
-    const known = page.runs.every((run) => run.revision === now[run.name]);
-    if (page.runs.length > 0 && known) return;
-    timer ??= setTimeout(() => { timer = null; refresh(); }, page.runs.length > 0 ? REDRAW / 2 : 0);
+  const stream = new EventSource(token() ? `api/events?token=${encodeURIComponent(token())}` : "api/events");
+  stream.onopen = () => tell({ state: "live" });
+  stream.onmessage = (event) => tell({ revisions: JSON.parse(event.data) });
+  stream.onerror = () => {
+    tell({ state: "disconnected" });
+    // The browser tries again by itself, unless the server has refused.
+    if (stream.readyState === EventSource.CLOSED) setTimeout(follow, 5000);
   };
 }
 
-document.addEventListener("visibilitychange", follow);
+if (tabsOfBrowser) {
+  tabsOfBrowser.onmessage = (event) => hear(event.data);
+  tabsOfBrowser.postMessage({ ask: true });
+  // The lock is free again when its tab is closed.
+  navigator.locks.request("rlrun", () => { follow(); return new Promise(() => {}); });
+} else {
+  follow();
+}
+
+document.addEventListener("visibilitychange", () => { if (stale) changed(); });
 onChange(refresh);
-refresh().then(follow);
+refresh();

@@ -181,14 +181,21 @@ class Walk:
         print("ok controls")
 
     def live(self, run):
-        """A line that is written now is on the page soon."""
+        """A line that is written now is on the page soon, in more tabs than a browser has connections to a server."""
         self.open("overview")
+        tabs = [self.context.new_page() for _ in range(12)]
+        for tab in tabs:
+            tab.goto(self.url)
+            expect(tab.locator("#connection")).to_have_text("live")
         step = self.page.locator("#runs tr", has_text=run.name).locator("td.value").first
         expect(step).to_have_text("1 / 3")
         with open(run / "metrics.jsonl", "a") as file:
             file.write('{"step":2,"time_s":2,"reward/mean":0.75}\n')
         expect(step).to_have_text("2 / 3", timeout=3000)
-        print("ok live")
+        for tab in tabs:
+            expect(tab.locator("#runs tr", has_text=run.name).locator("td.value").first).to_have_text("2 / 3")
+            tab.close()
+        print("ok live, in 13 tabs")
 
     def deleted(self, run):
         """A run that is removed is named, and stays with what was read."""
