@@ -40,7 +40,16 @@ impl OfflineRun {
     pub(super) fn create(directory: &Path, name: &str, config: &Map<String, Value>) -> io::Result<Self> {
         let started = seconds_now();
         let id = run_id(directory);
-        let run = directory.join("wandb").join(format!("offline-run-{}-{id}", date_and_time(started)));
+        let named = |second| {
+            let run = format!("offline-run-{}-{id}", date_and_time(second));
+            directory.join("wandb").join(run)
+        };
+        // A run that is resumed at once has the name of the next second.
+        let mut second = started;
+        while named(second).exists() {
+            second += 1;
+        }
+        let run = named(second);
         for part in ["files", "logs"] {
             std::fs::create_dir_all(run.join(part))?;
         }
