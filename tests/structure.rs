@@ -24,7 +24,7 @@ const EDGES: [(&str, &[&str]); 16] = [
     // Users' code and the sandbox, independent of their callers.
     ("host", &[]),
     ("rewards", &["trajectory", "model", "host", "connect"]),
-    // The HTTP client of `buffer`, `weights` and `rewards`: connections and TLS. It knows no protocol.
+    // HTTP connections: the client of `buffer`, `weights` and `rewards`, and the listener of servers. It knows no protocol.
     ("connect", &[]),
     ("buffer", &["trajectory", "connect"]),
     ("weights", &["trajectory", "device", "connect"]),
@@ -33,9 +33,9 @@ const EDGES: [(&str, &[&str]); 16] = [
     ("rollout", &["trajectory", "device", "model", "environments", "rewards", "buffer", "weights"]),
     // The policy over HTTP: requests go to a queue of `rollout`, sessions become groups for `buffer`. Tool calls in what the
     // policy writes are read by the parsers of `environments`.
-    ("endpoint", &["trajectory", "model", "weights", "environments", "rollout", "buffer"]),
+    ("endpoint", &["trajectory", "connect", "model", "weights", "environments", "rollout", "buffer"]),
     // The live page reads the files of runs, whose form `docs/run_directory.md` has; it knows no type of a run.
-    ("dashboard", &[]),
+    ("dashboard", &["connect"]),
     ("trainer", &["trajectory", "device", "collective", "model", "buffer", "weights"]),
     (
         "rlrun",

@@ -1,9 +1,12 @@
-//! The blocking HTTP client of the crates, over ureq: one connection pool per server, TLS roots from a PEM file, a filter
-//! of addresses, and a classification of failures by what may be repeated.
+//! HTTP connections of the crates. The blocking client, over ureq: one connection pool per server, TLS roots from a PEM file, a
+//! filter of addresses, and a classification of failures by what may be repeated. And the [`listener`] of servers.
 //!
 //! Invariant: every request has a deadline, no redirect is followed, and no environment variable configures a proxy. The
 //! crate knows no protocol: paths, bodies, error documents and retry policies belong to its users, `buffer`, `weights` and
 //! `rewards`.
+
+pub mod listener;
+mod write_deadline;
 
 use std::fmt;
 use std::net::IpAddr;

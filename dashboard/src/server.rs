@@ -7,15 +7,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
-use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use connect::listener::{AcceptedConnection, ConnectionLimits, accept_connections, answer_requests, listen};
 use hyper_util::service::TowerToHyperService;
 use serde_json::{Map, Value};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
-use tokio::task::JoinSet;
 
 use crate::access::PageAccess;
 use crate::catalog::{RunCatalog, follow};
@@ -28,12 +24,10 @@ const MAX_CONNECTIONS: usize = 2 * MAX_STREAMS;
 const MAX_RUNS: usize = 64;
 /// Longest time to receive the head of a request.
 const HEAD_TIME: Duration = Duration::from_secs(30);
-/// Pause of the listener when the system cannot accept a connection.
-const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
+/// Longest time that a browser accepts no byte of an answer.
+const WRITE_STALL: Duration = Duration::from_secs(60);
 /// Longest time that requests in progress have after a stop.
 const STOP_TIME: Duration = Duration::from_secs(2);
-/// Buffer size for the head of a request, bytes.
-const READ_BYTES: usize = 64 << 10;
 
 /// Where a page is served, and of what.
 #[derive(Clone, Debug)]
@@ -110,7 +104,7 @@ impl DashboardServer {
             return Err(DashboardError::NotARun { path: path.clone() });
         }
         let failed = |source| DashboardError::Listen { address, source };
-        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        let listener = listen(address, MAX_CONNECTIONS).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         // Reading a long run takes longer than a task of the runtime may.
         let opened = tokio::task::spawn_blocking(move || RunCatalog::open(&runs)).await;
@@ -131,48 +125,25 @@ impl DashboardServer {
         let follower = tokio::spawn(follow(Arc::clone(&catalog), sender));
         let state = PageState { catalog, revisions, streams: Arc::new(Semaphore::new(MAX_STREAMS)) };
         let router = router(state, access);
-        let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        let graceful = GracefulShutdown::new();
-        let mut connections = JoinSet::new();
-        let mut stop = std::pin::pin!(stop);
-        loop {
-            tokio::select! {
-                biased;
-                () = &mut stop => break,
-                // The panic of a handler was printed, and closed only its own connection.
-                Some(_) = connections.join_next() => {}
-                accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) => {
-                        // A connection above the limit is closed at once.
-                        let Ok(permit) = Arc::clone(&permits).try_acquire_owned() else { continue };
-                        let (router, watcher) = (router.clone(), graceful.watcher());
-                        connections.spawn(async move {
-                            serve_connection(stream, router, watcher).await;
-                            drop(permit);
-                        });
-                    }
-                    // The client left, or the system is out of resources; the listener continues.
-                    Err(_) => tokio::time::sleep(ACCEPT_AGAIN).await,
-                },
-            }
-        }
-        drop(listener);
+        let limits = ConnectionLimits {
+            connections: MAX_CONNECTIONS,
+            head_read: HEAD_TIME,
+            write_stall: WRITE_STALL,
+            stop: STOP_TIME,
+        };
+        let answer = |accepted: Option<AcceptedConnection>| {
+            let AcceptedConnection { stream, permit, watcher, .. } = accepted?;
+            let routes = TowerToHyperService::new(router.clone());
+            Some(async move {
+                answer_requests(stream, watcher, HEAD_TIME, routes).await;
+                drop(permit);
+            })
+        };
         // Drops the sender of the revisions, which ends the streams.
-        follower.abort();
-        let _ = follower.await;
-        let _ = tokio::time::timeout(STOP_TIME, graceful.shutdown()).await;
-        connections.shutdown().await;
+        let stopped = async || {
+            follower.abort();
+            let _ = follower.await;
+        };
+        accept_connections(listener, limits, stop, stopped, answer).await;
     }
-}
-
-/// Answers the requests of one connection. An error means that the client left.
-async fn serve_connection(stream: TcpStream, router: Router, watcher: Watcher) {
-    // Events are small; Nagle's algorithm would delay them. Without this option the server is only slower.
-    let _ = stream.set_nodelay(true);
-    let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEAD_TIME)
-        .max_buf_size(READ_BYTES)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
-    let _ = watcher.watch(connection).await;
 }

@@ -4,20 +4,15 @@
 //! are finished within the limit for it, and no task is left.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use axum::routing::{get, post};
-use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use connect::listener::{AcceptedConnection, ConnectionLimits, accept_connections, answer_requests, listen};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::sync::Semaphore;
-use tokio::task::JoinSet;
+use tokio::net::TcpListener;
 
 use crate::protocol::{Protocol, answer};
 use crate::protocols::chat::ChatCompletions;
@@ -31,10 +26,8 @@ use crate::service::Service;
 
 /// Longest time to receive the head of a request.
 const HEAD_TIME: Duration = Duration::from_secs(30);
-/// Pause of the listener when the system cannot accept a connection.
-const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
-/// Buffer size for the head of a request and for reads of a body, bytes.
-const READ_BYTES: usize = 64 << 10;
+/// Longest time that a client accepts no byte of an answer.
+const WRITE_STALL: Duration = Duration::from_secs(60);
 
 /// Why an endpoint cannot listen.
 #[derive(Debug, thiserror::Error)]
@@ -131,55 +124,21 @@ impl EndpointServer {
     /// Answers requests until `stop`; those that have begun are finished within [`crate::EndpointLimits::stop`].
     pub async fn serve(self, stop: impl Future<Output = ()>) {
         let Self { listener, address: _, router, service } = self;
-        let limits = *service.limits();
-        let permits = Arc::new(Semaphore::new(limits.max_connections));
-        let graceful = GracefulShutdown::new();
-        let mut connections = JoinSet::new();
-        let mut stop = std::pin::pin!(stop);
-        loop {
-            tokio::select! {
-                biased;
-                () = &mut stop => break,
-                // The panic of a handler was printed, and closed only its own connection.
-                Some(_) = connections.join_next() => {}
-                accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) => {
-                        // A connection above the limit is closed at once.
-                        let Ok(permit) = Arc::clone(&permits).try_acquire_owned() else { continue };
-                        let (router, watcher) = (router.clone(), graceful.watcher());
-                        connections.spawn(async move {
-                            serve_connection(stream, router, watcher).await;
-                            drop(permit);
-                        });
-                    }
-                    // The client left, or the system is out of resources; the listener continues.
-                    Err(_) => tokio::time::sleep(ACCEPT_AGAIN).await,
-                },
-            }
-        }
-        drop(listener);
-        // All tasks have ended, in time or aborted.
-        let _ = tokio::time::timeout(limits.stop, graceful.shutdown()).await;
-        connections.shutdown().await;
+        let limits = service.limits();
+        let limits = ConnectionLimits {
+            connections: limits.max_connections,
+            head_read: HEAD_TIME,
+            write_stall: WRITE_STALL,
+            stop: limits.stop,
+        };
+        let answer = |accepted: Option<AcceptedConnection>| {
+            let AcceptedConnection { stream, permit, watcher, .. } = accepted?;
+            let routes = TowerToHyperService::new(router.clone());
+            Some(async move {
+                answer_requests(stream, watcher, HEAD_TIME, routes).await;
+                drop(permit);
+            })
+        };
+        accept_connections(listener, limits, stop, async || {}, answer).await;
     }
-}
-
-/// The backlog equals the limit of connections, for clients that all connect at once.
-fn listen(address: SocketAddr, connections: usize) -> std::io::Result<TcpListener> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-    socket.set_reuseaddr(true)?;
-    socket.bind(address)?;
-    socket.listen(u32::try_from(connections).unwrap_or(u32::MAX))
-}
-
-/// Answers the requests of one connection. An error means that the client left, which drops its answer.
-async fn serve_connection(stream: TcpStream, router: Router, watcher: Watcher) {
-    // Events are small; Nagle's algorithm would delay them. Without this option the server is only slower.
-    let _ = stream.set_nodelay(true);
-    let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEAD_TIME)
-        .max_buf_size(READ_BYTES)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
-    let _ = watcher.watch(connection).await;
 }

@@ -30,7 +30,6 @@ mod server;
 mod state;
 mod tls;
 mod wire;
-mod write_deadline;
 
 pub use auth::{Role, TokenError, Tokens};
 pub use client::{Client, ClientConfig};

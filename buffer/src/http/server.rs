@@ -1,8 +1,7 @@
 //! Connections, from the listener to the last answer.
 //!
-//! Invariant: a connection costs only its own task. It is accepted without waiting for another, is closed when its
-//! client is too slow, and ends with the server: after a stop none of its tasks is left. The limit of connections is
-//! counted here, before any HTTP, where no layer of tower can.
+//! Invariant: a connection is bounded as [`connect::listener`] says, and counted while it is open. After a stop waits of clients
+//! end before their connections do.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -11,15 +10,12 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::Request;
+use connect::listener::{AcceptedConnection, ConnectionLimits, accept_connections, answer_requests, listen};
 use hyper::body::Incoming;
-use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
-use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::net::TcpListener;
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 use tokio_rustls::TlsAcceptor;
@@ -29,17 +25,12 @@ use super::limits::ServerLimits;
 use super::routes;
 use super::state::{GroupValidation, OnRefused, ServerState};
 use super::tls::Tls;
-use super::write_deadline::WriteDeadline;
 use crate::{Buffer, BufferError, GroupLimits};
 
 /// Interval at which holds are expired, so that event subscribers see it.
 const EXPIRE_EVERY: Duration = Duration::from_millis(250);
 /// Interval of attempts to open a failed buffer again.
 const REOPEN_EVERY: Duration = Duration::from_secs(1);
-/// Pause of the listener when the system cannot accept a connection.
-const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
-/// Buffer size for the head of a request and for reads of a body, bytes.
-const READ_BYTES: usize = 64 << 10;
 /// Host names of a server on loopback.
 const LOOPBACK_NAMES: [&str; 3] = ["localhost", "127.0.0.1", "[::1]"];
 
@@ -219,34 +210,27 @@ impl Server {
             StorageWatchdog { shared: Arc::clone(&shared), reopen: config.reopen, notice: config.notice };
         let mut tasks = JoinSet::new();
         tasks.spawn(watchdog.run());
-        let acceptor = ConnectionAcceptor {
+        let answerer = ConnectionAnswerer {
             router,
-            limits: config.limits,
+            handshake: config.limits.handshake,
+            head_read: config.limits.head_read,
             tls: config.tls.as_ref().map(Tls::acceptor),
-            permits: Arc::new(Semaphore::new(config.limits.connections)),
             shared: Arc::clone(&shared),
         };
-        let mut connections = JoinSet::new();
-        let graceful = GracefulShutdown::new();
-        let mut stop = std::pin::pin!(stop);
-        loop {
-            tokio::select! {
-                biased;
-                () = &mut stop => break,
-                // The panic of a handler was printed, and closed only its own connection.
-                Some(_) = connections.join_next() => {}
-                accepted = listener.accept() => match accepted {
-                    Ok((stream, peer)) => acceptor.accept(stream, peer.ip(), &graceful, &mut connections),
-                    // The client left, or the system is out of resources; the listener continues.
-                    Err(_) => tokio::time::sleep(ACCEPT_AGAIN).await,
-                },
-            }
-        }
-        drop(listener);
-        shared.stop();
-        // All tasks have ended, in time or aborted.
-        let _ = tokio::time::timeout(config.limits.stop, graceful.shutdown()).await;
-        connections.shutdown().await;
+        let limits = ConnectionLimits {
+            connections: config.limits.connections,
+            head_read: config.limits.head_read,
+            write_stall: config.limits.write_stall,
+            stop: config.limits.stop,
+        };
+        let answer = |accepted: Option<AcceptedConnection>| {
+            let Some(accepted) = accepted else {
+                answerer.shared.metrics.refused_connections.inc();
+                return None;
+            };
+            Some(answerer.clone().answer(accepted))
+        };
+        accept_connections(listener, limits, stop, async || shared.stop(), answer).await;
         tasks.shutdown().await;
     }
 }
@@ -260,15 +244,6 @@ impl fmt::Debug for Server {
     }
 }
 
-/// The backlog equals the limit of connections, for clients that all connect at once.
-fn listen(address: SocketAddr, connections: usize) -> std::io::Result<TcpListener> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-    // A restarted server need not wait for the timeout of earlier connections.
-    socket.set_reuseaddr(true)?;
-    socket.bind(address)?;
-    socket.listen(u32::try_from(connections).unwrap_or(u32::MAX))
-}
-
 fn adopt(listener: &std::net::TcpListener) -> std::io::Result<TcpListener> {
     let listener = listener.try_clone()?;
     listener.set_nonblocking(true)?;
@@ -276,67 +251,34 @@ fn adopt(listener: &std::net::TcpListener) -> std::io::Result<TcpListener> {
 }
 
 /// What every connection shares.
-struct ConnectionAcceptor {
+#[derive(Clone)]
+struct ConnectionAnswerer {
     router: Router,
-    limits: ServerLimits,
+    handshake: Duration,
+    head_read: Duration,
     tls: Option<TlsAcceptor>,
-    permits: Arc<Semaphore>,
     shared: Arc<ServerState>,
 }
 
-impl ConnectionAcceptor {
-    /// Starts the task of a connection, or closes it at the limit of connections.
-    fn accept(
-        &self,
-        stream: TcpStream,
-        peer: IpAddr,
-        graceful: &GracefulShutdown,
-        connections: &mut JoinSet<()>,
-    ) {
-        let Ok(permit) = Arc::clone(&self.permits).try_acquire_owned() else {
-            self.shared.metrics.refused_connections.inc();
-            return;
-        };
-        // Answers are written whole, so Nagle's algorithm only delays them. Without this option the server is only
-        // slower.
-        let _ = stream.set_nodelay(true);
-        let open = OpenConnection::new(Arc::clone(&self.shared), permit);
-        let (router, limits, watcher) = (self.router.clone(), self.limits, graceful.watcher());
-        let stream = WriteDeadline::new(stream, limits.write_stall);
-        match self.tls.clone() {
-            None => connections.spawn(async move {
-                serve_connection(stream, ClientAddress(peer), router, limits, watcher).await;
-                drop(open);
-            }),
-            Some(tls) => connections.spawn(async move {
-                if let Ok(Ok(stream)) = tokio::time::timeout(limits.handshake, tls.accept(stream)).await {
-                    serve_connection(stream, ClientAddress(peer), router, limits, watcher).await;
+impl ConnectionAnswerer {
+    /// Answers the requests of a connection.
+    async fn answer(self, accepted: AcceptedConnection) {
+        let AcceptedConnection { stream, peer, permit, watcher } = accepted;
+        let _open = OpenConnection::new(Arc::clone(&self.shared), permit);
+        let (peer, routes) = (ClientAddress(peer), TowerToHyperService::new(self.router));
+        let service = service_fn(move |mut request: Request<Incoming>| {
+            request.extensions_mut().insert(peer);
+            routes.call(request)
+        });
+        match self.tls {
+            None => answer_requests(stream, watcher, self.head_read, service).await,
+            Some(tls) => {
+                if let Ok(Ok(stream)) = tokio::time::timeout(self.handshake, tls.accept(stream)).await {
+                    answer_requests(stream, watcher, self.head_read, service).await;
                 }
-                drop(open);
-            }),
-        };
+            }
+        }
     }
-}
-
-/// Answers the requests of one connection. An error means that the client left.
-async fn serve_connection(
-    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    peer: ClientAddress,
-    router: Router,
-    limits: ServerLimits,
-    watcher: Watcher,
-) {
-    let routes = TowerToHyperService::new(router);
-    let service = service_fn(move |mut request: Request<Incoming>| {
-        request.extensions_mut().insert(peer);
-        routes.call(request)
-    });
-    let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(limits.head_read)
-        .max_buf_size(READ_BYTES)
-        .serve_connection(TokioIo::new(stream), service);
-    let _ = watcher.watch(connection).await;
 }
 
 /// Address of the client, an extension of every request.

@@ -9,9 +9,9 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
-/// See the module.
+/// A stream whose peer has to read.
 #[derive(Debug)]
-pub(super) struct WriteDeadline<S> {
+pub struct WriteDeadline<S> {
     stream: S,
     limit: Duration,
     /// Runs while a write is pending.
@@ -20,7 +20,8 @@ pub(super) struct WriteDeadline<S> {
 }
 
 impl<S> WriteDeadline<S> {
-    pub(super) fn new(stream: S, limit: Duration) -> Self {
+    /// Every write to `stream` progresses within `limit`.
+    pub fn new(stream: S, limit: Duration) -> Self {
         Self { stream, limit, deadline: Box::pin(tokio::time::sleep(limit)), waiting: false }
     }
 
