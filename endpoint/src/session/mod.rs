@@ -8,7 +8,7 @@
 //! - `tokens`: the tokens of the next prompt, and how they relate to those before
 //! - `interaction`: one call of the policy, and what it is for training; `credit`: what it is worth
 //! - `rows`: from interactions to rows, one for each branch
-//! - `state`: one session; `store`: all of them by key, with limits and expiry
+//! - `state`: one session; `call`: a call of it that is under way; `store`: all sessions by key, with limits and expiry
 //! - `play`: [`SessionPlayer`], episodes of a run whose agents have sessions; `waiting`: episodes that wait for agents of others
 //! - `turns`: sessions behind the protocols of the endpoint
 //! - `routes`: control routes over HTTP, and exports
@@ -19,6 +19,7 @@
 //! - A sampled token is trained on at most once.
 //! - A session that is lost costs its episode and nothing else.
 
+mod call;
 pub mod credit;
 mod error;
 mod interaction;
@@ -35,6 +36,7 @@ mod tree;
 mod turns;
 mod waiting;
 
+pub use call::SessionCall;
 pub use error::SessionError;
 pub use interaction::{Interaction, InteractionRole, roles};
 pub use message::SessionMessage;
@@ -42,9 +44,7 @@ pub use play::{EndpointAddress, SessionPlayer, expire_idle};
 pub use routes::{SessionControl, session_routes};
 pub use rows::{SessionRow, rows};
 pub use state::{AgentSession, SessionPurpose, SessionRequest, SessionResponse, SessionSampler};
-pub use store::{
-    SessionCall, SessionCaller, SessionCounts, SessionLimits, SessionStart, SessionStore, StartedSession,
-};
+pub use store::{SessionCaller, SessionCounts, SessionLimits, SessionStart, SessionStore, StartedSession};
 pub use tokens::{Continuation, DriftCounts, NextPrompt, PromptRenderer, REALIGN_BELOW};
 pub use tree::{Located, MessageTree, NodeId};
 pub use waiting::{EpisodeRequest, WaitingEpisodes};

@@ -5,7 +5,7 @@
 //!               \--> expired (idle, or lost): counted, nothing of it is trained on
 //! ```
 //!
-//! Invariant: a session is taken once. Its calls that are under way when it ends are not recorded. Numbers of sessions,
+//! Invariant: a session is taken once. Numbers of sessions,
 //! interactions, messages and bytes are bounded, and so is the memory of keys that have ended.
 
 use std::collections::{HashMap, VecDeque};
@@ -16,11 +16,7 @@ use serde_json::Value;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use super::tokens::compare;
-use super::{
-    AgentSession, Continuation, NextPrompt, PromptRenderer, SessionError, SessionPurpose, SessionRequest,
-    SessionResponse, SessionSampler,
-};
+use super::{AgentSession, SessionCall, SessionError, SessionPurpose, SessionSampler};
 
 /// Bytes of a key that is made here, before they are written as digits.
 const KEY_BYTES: usize = 24;
@@ -116,31 +112,22 @@ struct StoreState {
 }
 
 #[derive(Debug, Default)]
-struct StoredSessions {
+pub(super) struct StoredSessions {
     by_key: HashMap<String, Arc<StoredSession>>,
     /// The key of every session in `by_key`.
     key_of: HashMap<String, String>,
     /// Keys of sessions that were taken or expired, oldest first, with their ids.
     gone: VecDeque<String>,
     gone_ids: HashMap<String, String>,
-    counts: SessionCounts,
+    pub(super) counts: SessionCounts,
     made: u64,
 }
 
 #[derive(Debug)]
-struct StoredSession {
+pub(super) struct StoredSession {
     session: Mutex<AgentSession>,
     /// Notified when the session ends or expires.
     over: Notify,
-}
-
-/// A call of a session that is under way. To drop it is to cancel the call.
-#[derive(Debug)]
-pub struct SessionCall {
-    store: SessionStore,
-    entry: Arc<StoredSession>,
-    /// False once it was recorded.
-    open: bool,
 }
 
 impl SessionStore {
@@ -216,7 +203,7 @@ impl SessionStore {
         session.under_way += 1;
         session.last_used = now;
         drop(session);
-        Ok(SessionCall { store: self.clone(), entry, open: true })
+        Ok(SessionCall::new(self.clone(), entry))
     }
 
     /// Id of the session with `key`.
@@ -380,7 +367,7 @@ impl SessionStore {
         entry.map(Arc::clone).ok_or_else(|| SessionError::NoSession { session: id.to_owned() })
     }
 
-    fn registry(&self) -> MutexGuard<'_, StoredSessions> {
+    pub(super) fn registry(&self) -> MutexGuard<'_, StoredSessions> {
         self.shared.registry.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -418,96 +405,8 @@ impl StoredSessions {
 }
 
 impl StoredSession {
-    fn lock(&self) -> MutexGuard<'_, AgentSession> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, AgentSession> {
         self.session.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl SessionCall {
-    /// What the session is for.
-    #[must_use]
-    pub fn purpose(&self) -> SessionPurpose {
-        self.entry.lock().purpose
-    }
-
-    /// How the policy is sampled in it, if it is the session of an episode.
-    #[must_use]
-    pub fn sampler(&self) -> Option<Arc<SessionSampler>> {
-        self.entry.lock().sampler.clone()
-    }
-
-    /// Number of interactions so far.
-    #[must_use]
-    pub fn interactions(&self) -> usize {
-        self.entry.lock().interactions().len()
-    }
-
-    /// Whether a conversation of `messages` messages fits the limits of the session.
-    ///
-    /// # Errors
-    /// The limit that is reached.
-    pub fn fits(&self, messages: usize) -> Result<(), SessionError> {
-        self.entry.lock().fits(messages)
-    }
-
-    /// What `prompt [P]` continues.
-    #[must_use]
-    pub fn continuation(&self, prompt: &[u32]) -> Continuation {
-        compare(self.entry.lock().interactions(), prompt)
-    }
-
-    /// The prompt of the call.
-    ///
-    /// # Errors
-    /// Those of `renderer`.
-    pub fn next_prompt<R: PromptRenderer>(
-        &self,
-        request: &SessionRequest,
-        renderer: &R,
-    ) -> Result<NextPrompt, R::Error> {
-        self.entry.lock().next_prompt(request, renderer)
-    }
-
-    /// Records the answer, or several of one request, once they are complete; false if the session ended before.
-    pub fn record(
-        mut self,
-        request: &SessionRequest,
-        prompt: &NextPrompt,
-        responses: Vec<SessionResponse>,
-        now: Instant,
-    ) -> bool {
-        self.open = false;
-        let mut session = self.entry.lock();
-        session.under_way = session.under_way.saturating_sub(1);
-        session.last_used = now;
-        if session.ended {
-            drop(session);
-            self.store.registry().counts.cancelled += 1;
-            return false;
-        }
-        let before = session.drift();
-        let recorded = responses.len() as u64;
-        session.record(request, prompt, responses);
-        let after = session.drift();
-        drop(session);
-        let mut registry = self.store.registry();
-        let counts = &mut registry.counts;
-        counts.interactions += recorded;
-        counts.clean += after.clean - before.clean;
-        counts.realign += after.realign - before.realign;
-        counts.fork += after.fork - before.fork;
-        true
-    }
-}
-
-impl Drop for SessionCall {
-    fn drop(&mut self) {
-        if self.open {
-            let mut session = self.entry.lock();
-            session.under_way = session.under_way.saturating_sub(1);
-            drop(session);
-            self.store.registry().counts.cancelled += 1;
-        }
     }
 }
 

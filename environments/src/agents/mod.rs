@@ -11,12 +11,12 @@
 
 use std::sync::Arc;
 
-use host::python::{CallError, ForkServer, MEMORY_MB, PythonCode, SessionOptions, SessionPool};
+use host::python::{CallError, SessionPool};
 use serde::Deserialize;
 use serde_json::json;
 use trajectory::{Message, Task};
 
-use crate::python::{PROCESSES, prompt, row};
+use crate::python::{ProcessKind, prompt, row};
 use crate::{
     Action, AgentCall, AgentRunner, AgentSource, BoxFuture, Environment, EnvironmentContext,
     EnvironmentError, EnvironmentFactory, EnvironmentLimits, EnvironmentSpec, EnvironmentSpecError,
@@ -67,34 +67,16 @@ impl Agents {
         spec: &EnvironmentSpec,
         context: &EnvironmentContext,
     ) -> Result<Self, EnvironmentSpecError> {
-        let wrong = |key: &str, reason: String| EnvironmentSpecError::Value { key: key.to_owned(), reason };
-        let Some(path) = &spec.path else {
-            return Err(wrong("path", "is missing; name the function of the agent, FILE.py:NAME".to_owned()));
-        };
-        let Some(runtime) = &context.runtime else {
-            return Err(wrong(
-                "kind",
-                "is `agent`, which needs a runtime that waits for processes".to_owned(),
-            ));
-        };
         let script = script(spec)?;
-        let named = spec.environment.as_deref().unwrap_or_default();
-        let server = ForkServer::start(PythonCode {
-            interpreter: spec.python.clone().unwrap_or_else(|| "python3".to_owned()),
+        let kind = ProcessKind {
+            name: NAME,
             adapter: ADAPTER,
-            config: json!({"path": path, "parameters": spec.parameters}),
-            environment: host::python::environment(&context.variables, named),
-            log: context.scratch.join("agent.log"),
+            wanted: "name the function of the agent, FILE.py:NAME",
+            log: "agent.log",
             timeout: spec.limits().episode_timeout,
-            memory_mb: spec.memory_mb.unwrap_or(MEMORY_MB),
-            runtime: runtime.clone(),
-        });
-        let failed = |reason: String| wrong("path", format!("fails: {reason}"));
-        let server = server.map_err(|error| failed(error.reason))?;
-        let found = server.loaded().description.clone();
-        let found = serde_json::from_value(found).map_err(|error| failed(error.to_string()))?;
-        let processes = spec.processes.unwrap_or(PROCESSES);
-        let (pool, limits) = (SessionPool::start(server, SessionOptions { processes }), spec.limits());
+        };
+        let (pool, found) = kind.start(spec, context)?;
+        let limits = spec.limits();
         Ok(Self { runner: Arc::new(AgentProcesses { pool, found, limits }), limits, script })
     }
 }

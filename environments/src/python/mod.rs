@@ -15,9 +15,11 @@ mod functions;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use host::python::{CallError, ForkServer, MEMORY_MB, PythonCode, Session, SessionOptions, SessionPool};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use tokio::sync::Mutex;
 use trajectory::{Message, Prompt, Task};
@@ -36,7 +38,7 @@ const ADAPTER: &str = concat!(include_str!("schema.py"), "\n\n", include_str!("e
 /// Name of the environment.
 const NAME: &str = "python";
 /// Default number of processes: episodes that may be open at a time.
-pub(crate) const PROCESSES: usize = 64;
+const PROCESSES: usize = 64;
 
 /// Makes environments in processes of Python.
 #[derive(Debug)]
@@ -98,6 +100,63 @@ impl MethodAnswer {
     }
 }
 
+/// A kind of environment whose processes run code of the user.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ProcessKind {
+    /// The word in the recipe.
+    pub(crate) name: &'static str,
+    /// How the code is found and called, in Python.
+    pub(crate) adapter: &'static str,
+    /// What `path` has to be.
+    pub(crate) wanted: &'static str,
+    /// File of what the code prints.
+    pub(crate) log: &'static str,
+    /// Longest import and longest call.
+    pub(crate) timeout: Duration,
+}
+
+impl ProcessKind {
+    /// Starts Python and blocks until the file is imported. Returns the processes, and what the adapter says of the code.
+    ///
+    /// # Errors
+    /// No path; no runtime; code that cannot be imported or used.
+    pub(crate) fn start<D: DeserializeOwned>(
+        self,
+        spec: &EnvironmentSpec,
+        context: &EnvironmentContext,
+    ) -> Result<(SessionPool, D), EnvironmentSpecError> {
+        let wrong = |key: &str, reason: String| EnvironmentSpecError::Value { key: key.to_owned(), reason };
+        let Some(path) = &spec.path else {
+            return Err(wrong("path", format!("is missing; {}", self.wanted)));
+        };
+        let Some(runtime) = &context.runtime else {
+            let reason = format!("is `{}`, which needs a runtime that waits for processes", self.name);
+            return Err(wrong("kind", reason));
+        };
+        let named = spec.environment.as_deref().unwrap_or_default();
+        let server = ForkServer::start(PythonCode {
+            interpreter: spec.python.clone().unwrap_or_else(|| "python3".to_owned()),
+            adapter: self.adapter,
+            config: json!({"path": path, "dialect": spec.dialect, "parameters": spec.parameters}),
+            environment: host::python::environment(&context.variables, named),
+            log: context.scratch.join(self.log),
+            timeout: self.timeout,
+            memory_mb: spec.memory_mb.unwrap_or(MEMORY_MB),
+            runtime: runtime.clone(),
+        });
+        let server = server.map_err(|error| unusable(&error.reason))?;
+        let found = serde_json::from_value(server.loaded().description.clone());
+        let found = found.map_err(|error| unusable(&error.to_string()))?;
+        let processes = spec.processes.unwrap_or(PROCESSES);
+        Ok((SessionPool::start(server, SessionOptions { processes }), found))
+    }
+}
+
+/// The error of code that cannot be used.
+fn unusable(reason: &str) -> EnvironmentSpecError {
+    EnvironmentSpecError::Value { key: "path".to_owned(), reason: format!("fails: {reason}") }
+}
+
 impl PythonEnvironments {
     /// Starts Python and blocks until the file is imported.
     ///
@@ -107,41 +166,20 @@ impl PythonEnvironments {
         spec: &EnvironmentSpec,
         context: &EnvironmentContext,
     ) -> Result<Self, EnvironmentSpecError> {
-        let wrong = |key: &str, reason: String| EnvironmentSpecError::Value { key: key.to_owned(), reason };
-        let Some(path) = &spec.path else {
-            return Err(wrong("path", "is missing; name a Python file, or FILE.py:NAME".to_owned()));
-        };
-        let Some(runtime) = &context.runtime else {
-            return Err(wrong(
-                "kind",
-                "is `python`, which needs a runtime that waits for processes".to_owned(),
-            ));
-        };
-        let config = json!({"path": path, "dialect": spec.dialect, "parameters": spec.parameters});
-        let named = spec.environment.as_deref().unwrap_or_default();
-        let server = ForkServer::start(PythonCode {
-            interpreter: spec.python.clone().unwrap_or_else(|| "python3".to_owned()),
+        let kind = ProcessKind {
+            name: NAME,
             adapter: ADAPTER,
-            config,
-            environment: host::python::environment(&context.variables, named),
-            log: context.scratch.join("environment.log"),
+            wanted: "name a Python file, or FILE.py:NAME",
+            log: "environment.log",
             timeout: spec.limits().step_timeout,
-            memory_mb: spec.memory_mb.unwrap_or(MEMORY_MB),
-            runtime: runtime.clone(),
-        });
-        let failed = |reason: String| wrong("path", format!("fails: {reason}"));
-        let server = server.map_err(|error| failed(error.reason))?;
-        let found = server.loaded().description.clone();
-        let found: FoundEnvironment =
-            serde_json::from_value(found).map_err(|error| failed(error.to_string()))?;
+        };
+        let (pool, found) = kind.start::<FoundEnvironment>(spec, context)?;
         if found.roles.len() > MAX_ROLES {
-            return Err(failed(format!(
+            return Err(unusable(&format!(
                 "it has {} roles; at most {MAX_ROLES} are possible",
                 found.roles.len()
             )));
         }
-        let processes = spec.processes.unwrap_or(PROCESSES);
-        let pool = SessionPool::start(server, SessionOptions { processes });
         let shared = PythonShared {
             pool,
             found,

@@ -113,8 +113,7 @@ pub(super) async fn rollout(
     headers: HeaderMap,
     Path(name): Path<String>,
 ) -> Result<JsonAnswer, ApiError> {
-    control.admin(&headers)?;
-    let id = control.named(&name)?;
+    let id = control.managed(&headers, &name)?;
     let document = control.store.with(&id, |session| {
         let rows = session.rows().map_err(|error| broken(&error))?;
         let trainable = session.purpose == SessionPurpose::Train;
@@ -175,8 +174,7 @@ pub(super) async fn trace_entries(
     headers: HeaderMap,
     Path(name): Path<String>,
 ) -> Result<JsonAnswer, ApiError> {
-    control.admin(&headers)?;
-    let id = control.named(&name)?;
+    let id = control.managed(&headers, &name)?;
     let entries = control.store.with(&id, |session| calls(session))?;
     Ok(JsonAnswer(json!({ "session_id": id, "entries": entries })))
 }
@@ -195,9 +193,8 @@ pub(super) async fn samples(
     Path(name): Path<String>,
     bytes: Bytes,
 ) -> Result<JsonAnswer, ApiError> {
-    control.admin(&headers)?;
+    let id = control.managed(&headers, &name)?;
     let SamplesBody { max_seq_len, metadata } = body(&bytes)?;
-    let id = control.named(&name)?;
     let rows = control.store.with(&id, |session| session.rows())?.map_err(|error| broken(&error))?;
     let (fit, long): (Vec<_>, Vec<_>) =
         rows.iter().partition(|row| row.sample.token_ids().len() <= max_seq_len.unwrap_or(usize::MAX));

@@ -119,6 +119,12 @@ impl SessionControl {
         }
     }
 
+    /// The id of a session that the operator names.
+    fn managed(&self, headers: &HeaderMap, name: &str) -> Result<String, SessionError> {
+        self.admin(headers)?;
+        self.named(name)
+    }
+
     /// The id of a session that is named by its id or its key.
     fn named(&self, name: &str) -> Result<String, SessionError> {
         match self.store.id_of(name) {
@@ -301,8 +307,7 @@ async fn show(
     headers: HeaderMap,
     Path(name): Path<String>,
 ) -> Result<JsonAnswer, ApiError> {
-    control.admin(&headers)?;
-    let id = control.named(&name)?;
+    let id = control.managed(&headers, &name)?;
     let now = Instant::now();
     let shown = control.store.with(&id, |session| {
         let roles = session.roles();
@@ -321,8 +326,7 @@ async fn remove(
     headers: HeaderMap,
     Path(name): Path<String>,
 ) -> Result<JsonAnswer, ApiError> {
-    control.admin(&headers)?;
-    let id = control.named(&name)?;
+    let id = control.managed(&headers, &name)?;
     if !control.store.give_up(&id) {
         return Err(SessionError::NoSession { session: id }.into());
     }
