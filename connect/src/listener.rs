@@ -57,7 +57,7 @@ pub struct AcceptedConnection {
     pub stream: WriteDeadline<TcpStream>,
     /// Address of the client.
     pub peer: IpAddr,
-    /// Its place; dropping it makes room for another.
+    /// Its place; dropping it frees it.
     pub permit: OwnedSemaphorePermit,
     /// Ends the connection with the server.
     pub watcher: Watcher,
