@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, OnStale, Producer};
+use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, Finalized, OnStale, Producer};
 use model::{ModelDirectory, ResidentParameters};
 use trainer::WeightPublisher;
 use trainer::algorithm::{Algorithm, Proximal};
@@ -99,11 +99,18 @@ fn put(buffer: &Buffer, served: u64, rewards: &[f64]) {
 
 /// The same with behavior log-probabilities shifted by `off_policy` nats.
 fn put_off_policy(buffer: &Buffer, served: u64, rewards: &[f64], off_policy: f32) {
-    let served = PolicyVersion(served);
-    let id = buffer.admit(AdmitRequest { served, limit: 1, hold: None, holder: None }, SOON).unwrap()[0];
-    buffer.claim(id, served).unwrap();
-    let group = group(id.0, rewards, off_policy);
-    buffer.finalize(Group::clone(&group)).unwrap();
+    let (served, begun) = (PolicyVersion(served), Instant::now());
+    loop {
+        let id = buffer.admit(AdmitRequest { served, limit: 1, hold: None, holder: None }, SOON).unwrap()[0];
+        buffer.claim(id, served).unwrap();
+        let group = group(id.0, rewards, off_policy);
+        match buffer.finalize(Group::clone(&group)).unwrap() {
+            Finalized::Accepted => return,
+            // Its tokens are older than `served`, and no slot of their version is free yet.
+            Finalized::Full => assert!(begun.elapsed() < SOON, "the trainer takes no group"),
+            other => panic!("{other:?}"),
+        }
+    }
 }
 
 #[test]
