@@ -18,6 +18,7 @@ mod completions;
 mod compute_on;
 mod doctor;
 mod explain;
+mod export_logs;
 mod fit;
 mod resume;
 mod reward;
@@ -29,6 +30,7 @@ pub use completions::{CompletionKind, CompletionsArgs};
 pub use compute_on::DeviceArgs;
 pub use doctor::DoctorArgs;
 pub use explain::ExplainArgs;
+pub use export_logs::ExportLogsArgs;
 pub use fit::FitArgs;
 pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
@@ -86,6 +88,8 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Write a trained model as a Hugging Face directory
     Export(ExportArgs),
+    /// Write the logs of a run for an experiment tracker
+    ExportLogs(ExportLogsArgs),
     /// Resume a run from its last checkpoint
     Resume(ResumeArgs),
     /// Serve a part of rlrun to other processes

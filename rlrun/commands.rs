@@ -12,6 +12,7 @@ mod checkpoint_paths;
 mod completions;
 mod eval;
 mod export;
+mod export_logs;
 mod generate;
 mod policy;
 mod train;
@@ -46,6 +47,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Run(args) => train::run(args, program),
         Command::Eval(args) => eval::eval(args, program),
         Command::Generate(args) => generate::generate(args, program),
+        Command::ExportLogs(args) => export_logs::export_logs(args, program),
         Command::Export(args) => export::export(args, program),
         Command::Resume(args) => train::resume(args, program),
         Command::Worker(command) => worker(command, program),
