@@ -23,6 +23,7 @@ mod fit;
 mod resume;
 mod reward;
 mod serve;
+mod top;
 mod view;
 mod worker;
 
@@ -35,6 +36,7 @@ pub use fit::FitArgs;
 pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeCommand, ServePolicyArgs, ServeRewardArgs};
+pub use top::TopArgs;
 pub use view::ViewArgs;
 pub use worker::{
     AllowArgs, JoinArgs, LeadArgs, RewardWorkerArgs, RolloutArgs, TrainerWorkerArgs, WorkerCommand,
@@ -97,6 +99,8 @@ pub enum Command {
     Serve(ServeCommand),
     /// Show runs on a page in the browser: curves, samples, recipe and events
     View(ViewArgs),
+    /// Show a run in the terminal: its roles, its last steps, and what limits it
+    Top(TopArgs),
     /// Join a run on another machine or process as a worker
     #[command(subcommand)]
     Worker(WorkerCommand),

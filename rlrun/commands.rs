@@ -15,6 +15,7 @@ mod export;
 mod export_logs;
 mod generate;
 mod policy;
+mod top;
 mod train;
 mod view;
 
@@ -62,6 +63,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Fit(args) => fit::run(args),
         Command::Completions(args) => completions::completions(args),
         Command::View(args) => view::view(args),
+        Command::Top(args) => top::top(args),
     }
 }
 

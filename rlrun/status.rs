@@ -81,7 +81,7 @@ impl RunStatus {
             })),
         });
         let temporary = self.path.with_extension("json.tmp");
-        // Nobody waits for this file, and the next second writes it again.
+        // No role waits for this file, and the next second writes it again.
         let _ = std::fs::write(&temporary, status.to_string())
             .and_then(|()| std::fs::rename(&temporary, &self.path));
     }

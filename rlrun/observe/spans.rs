@@ -79,6 +79,10 @@ impl SpanWriter {
 
     fn reward(&self, lines: &mut Vec<TimelineLine>, name: &str, load: &LoadCounts) {
         for busy in load.busy.iter().filter(|busy| busy.start.is_finite() && busy.end.is_finite()) {
+            // The evaluation before the first step.
+            if self.timeline.second(busy.start) < 0.0 {
+                continue;
+            }
             lines.push(TimelineLine::Span(TimelineSpan {
                 lane: format!("reward {name}").into(),
                 kind: "score",

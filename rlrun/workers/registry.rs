@@ -142,7 +142,7 @@ struct RegistryState {
     /// Instances that the run has excluded.
     excluded: BTreeSet<u64>,
     loads: BTreeMap<String, LoadCounts>,
-    /// What workers have done and nobody has read, by name.
+    /// What workers have done and is not taken yet, by name.
     activity: BTreeMap<String, Activity>,
     /// The newest instance.
     instance: u64,

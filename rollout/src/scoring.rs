@@ -184,7 +184,7 @@ struct Scoring {
 }
 
 /// A scored group, and when its episodes passed which station.
-struct SettledGroup {
+struct TimedGroup {
     group: Group,
     times: Vec<EpisodeTimes>,
 }
@@ -197,7 +197,7 @@ impl Scoring {
     ) -> Result<(), RolloutError> {
         let mut partial: HashMap<GroupId, PartialGroup> = HashMap::new();
         let mut judging: JoinSet<JudgedEpisode> = JoinSet::new();
-        let mut completing: JoinSet<Result<SettledGroup, RolloutError>> = JoinSet::new();
+        let mut completing: JoinSet<Result<TimedGroup, RolloutError>> = JoinSet::new();
         let mut storing: JoinSet<Result<(), RolloutError>> = JoinSet::new();
         let mut receiving = true;
         while receiving || !judging.is_empty() || !completing.is_empty() || !storing.is_empty() {
@@ -253,10 +253,10 @@ impl Scoring {
 fn store(
     buffer: &dyn Producer,
     curation: Option<&Curation>,
-    settled: SettledGroup,
+    settled: TimedGroup,
     activity: &ActivityLog,
 ) -> Result<(), RolloutError> {
-    let SettledGroup { mut group, times } = settled;
+    let TimedGroup { mut group, times } = settled;
     let id = group.id;
     let verdict = curation.map_or(Ok(CurationVerdict::Keep), |curation| curation.settle(&mut group))?;
     if verdict == CurationVerdict::Drop {
@@ -307,7 +307,7 @@ async fn judge(request: ScoreRequest, rewards: Arc<RewardSet>) -> JudgedEpisode 
 }
 
 /// Asks the rewards that judge a group, and makes it one.
-async fn settle(judged: Vec<JudgedEpisode>, rewards: Arc<RewardSet>) -> Result<SettledGroup, RolloutError> {
+async fn settle(judged: Vec<JudgedEpisode>, rewards: Arc<RewardSet>) -> Result<TimedGroup, RolloutError> {
     let times = judged.iter().map(JudgedEpisode::times).collect();
     let (requests, parts): (Vec<ScoreRequest>, Vec<Option<PartScore>>) =
         judged.into_iter().map(|judged| (judged.request, judged.part)).unzip();
@@ -324,7 +324,7 @@ async fn settle(judged: Vec<JudgedEpisode>, rewards: Arc<RewardSet>) -> Result<S
         trajectory(episode, score)
     });
     let group = Group { id, task, trajectories: trajectories.collect::<Result<_, _>>()? };
-    Ok(SettledGroup { group, times })
+    Ok(TimedGroup { group, times })
 }
 
 /// The score of an episode whose environment failed: it is counted as failed and not trained on.
