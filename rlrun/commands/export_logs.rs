@@ -12,7 +12,7 @@ use crate::failure::Failure;
 use crate::program::Program;
 
 /// Writes a run into a database of Trackio.
-const TRACKIO: &str = include_str!("../trackers/trackio.py");
+const TRACKIO: &str = include_str!("../trackers/write_trackio.py");
 
 /// Writes the logs of a run for Trackio.
 pub(super) fn export_logs(args: &ExportLogsArgs, program: &Program) -> Result<String, Failure> {

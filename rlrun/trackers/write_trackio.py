@@ -1,4 +1,4 @@
-"""Writes a run into Trackio's database of a project: trackio.py RUN PROJECT DIRECTORY.
+"""Writes a run into Trackio's database of a project: write_trackio.py RUN PROJECT DIRECTORY.
 
 The tables are those of trackio 0.43; a run of the same name there is replaced.
 """
