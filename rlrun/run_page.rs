@@ -1,8 +1,8 @@
-//! The live page that a run serves of itself.
+//! The live page that a run serves of itself, and that a served buffer has.
 //!
 //! Invariant: the page reads the files of the run as `rlrun view` does; a page that cannot be served does not end the run.
 
-use dashboard::{DashboardConfig, DashboardServer};
+use dashboard::{DashboardConfig, DashboardError, DashboardServer};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -12,6 +12,19 @@ use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_dir::RunDir;
 use crate::serve::token;
+
+/// Opens the page of `config`.
+///
+/// # Errors
+/// An address that cannot be used or needs a token, a directory that is no run.
+pub(crate) async fn open_page(config: DashboardConfig) -> Result<DashboardServer, Failure> {
+    DashboardServer::bind(config).await.map_err(|error| match error {
+        DashboardError::Listen { address, source } => {
+            Failure::System { what: format!("listen on {address}"), source }
+        }
+        other => Failure::Argument(other.to_string()),
+    })
+}
 
 /// The page; it is served until this is dropped.
 pub(crate) struct RunPage {

@@ -1,5 +1,6 @@
 //! What a run writes beside its metrics: timeline, samples token by token, status, and the live page that it serves.
 
+use std::io::{BufRead, BufReader};
 use std::net::TcpStream;
 use std::path::Path;
 
@@ -201,4 +202,30 @@ fn an_address_for_others_needs_a_token_and_a_collector_an_address() {
         &["other machines can reach without a token", "dashboard.token_file"],
     );
     refused("log.otlp=collector:4318", &["is no address", "http://127.0.0.1:4318"]);
+}
+
+#[test]
+fn a_served_buffer_has_a_page() {
+    let home = Home::new();
+    let arguments =
+        ["serve", "buffer", "--dir", "kept", "--listen", "127.0.0.1:0", "--dashboard", "127.0.0.1:0"];
+    let mut child = home.start(&arguments);
+    let mut errors = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("the page is at http://") {
+        line.clear();
+        assert!(errors.read_line(&mut line).unwrap() > 0, "the server has ended");
+    }
+    let address = line.trim().rsplit("http://").next().unwrap();
+    let place = Place::at(address.parse().unwrap());
+    let (status, runs, _) = Client::new(&place).ask("GET", "/api/runs", &Value::Null);
+    assert_eq!((status, &runs[0]["name"]), (200, &"kept".into()));
+    let status: Value =
+        serde_json::from_slice(&std::fs::read(home.path("kept/status.json")).unwrap()).unwrap();
+    assert_eq!(
+        (&status["buffer"]["batch_groups"], &status["buffer"]["groups"]),
+        (&64.into(), &Value::Array(vec![]))
+    );
+    interrupt(&child);
+    assert!(child.wait().unwrap().success());
 }

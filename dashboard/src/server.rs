@@ -53,7 +53,9 @@ pub enum DashboardError {
         address: SocketAddr,
     },
     /// A directory is no run.
-    #[error("`{path}` is no run directory: it has neither `metrics.jsonl` nor `resolved.toml`")]
+    #[error(
+        "`{path}` is no run directory: it has neither `metrics.jsonl` nor `resolved.toml` nor `status.json`"
+    )]
     NotARun {
         /// The directory.
         path: PathBuf,
@@ -98,8 +100,9 @@ impl DashboardServer {
         if runs.len() > MAX_RUNS {
             return Err(DashboardError::TooManyRuns { given: runs.len(), most: MAX_RUNS });
         }
-        let is_run =
-            |path: &PathBuf| ["metrics.jsonl", "resolved.toml"].iter().any(|name| path.join(name).is_file());
+        let is_run = |path: &PathBuf| {
+            ["metrics.jsonl", "resolved.toml", "status.json"].iter().any(|name| path.join(name).is_file())
+        };
         if let Some(path) = runs.iter().find(|path| !is_run(path)) {
             return Err(DashboardError::NotARun { path: path.clone() });
         }
