@@ -3,6 +3,7 @@
 //! - `lines`: complete lines of a growing file; `table`: the metrics of a run as columns; `downsample`: at most two points
 //!   per pixel; `events`: the events and remarks of a run
 //! - `samples`: sampled groups, their pages and their search; `recipe`: resolved values with their origins
+//! - `timeline`: what each role did when
 //! - `run`: one run directory; `catalog`: all runs of a page; `panels`: the first screen
 //! - `access`: token, host and headers; `routes`, `stream`: the API; `page`: the embedded files; `server`: connections
 //!
@@ -36,5 +37,6 @@ mod samples;
 mod server;
 mod stream;
 mod table;
+mod timeline;
 
 pub use server::{DashboardConfig, DashboardError, DashboardServer};

@@ -25,6 +25,7 @@ use crate::recipe::ResolvedRecipe;
 use crate::run::ShownRun;
 use crate::samples::{self, SamplePage};
 use crate::table::{CurveAxis, CurveView};
+use crate::timeline::{self, TimelineQuery};
 use crate::{page, panels, stream};
 
 /// Most points of a response.
@@ -61,6 +62,7 @@ pub(crate) fn router(state: PageState, access: PageAccess) -> Router {
         .route("/api/search", get(search))
         .route("/api/recipe", get(recipe))
         .route("/api/history", get(history))
+        .route("/api/timeline", get(timeline_window))
         .route("/api/events", get(stream::revisions));
     for path in page::paths() {
         let serve = move || async move { page::file(path).ok_or(StatusCode::NOT_FOUND) };
@@ -274,6 +276,28 @@ async fn history(
     respond(state, move |catalog| {
         let contents = run_of(catalog, &query.run)?.contents();
         Ok(contents.history.entries(MAX_ENTRIES))
+    })
+    .await
+}
+
+/// A run, and a range of its timeline.
+#[derive(Debug, Deserialize)]
+struct WindowQuery {
+    run: String,
+    from: Option<f64>,
+    to: Option<f64>,
+    pixels: Option<usize>,
+}
+
+async fn timeline_window(
+    State(state): State<PageState>,
+    Query(query): Query<WindowQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let WindowQuery { run, from, to, pixels } = query;
+        let run = run_of(catalog, &run)?;
+        let planned = run.timeline().plan(TimelineQuery { from, to, pixels });
+        Ok(timeline::answer(run.root(), planned)?)
     })
     .await
 }

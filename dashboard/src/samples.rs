@@ -4,12 +4,12 @@
 //! long it is. Texts are JSON strings, never markup.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io;
 use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::lines::{MAX_LINE_BYTES, open_inside};
+use crate::lines::{for_each_line, open_inside};
 
 /// Most steps that are listed.
 const MAX_STEPS: usize = 100_000;
@@ -125,26 +125,6 @@ fn open_step(root: &Path, step: u64) -> io::Result<Option<File>> {
     open_inside(root, &root.join("samples").join(format!("step_{step:06}.jsonl")))
 }
 
-/// Calls `f` with every line, `None` for one that is too long, until it returns false. A torn last line is a line.
-fn for_each_line(file: File, mut f: impl FnMut(Option<&[u8]>) -> bool) -> io::Result<()> {
-    let mut reader = BufReader::new(file);
-    let mut line = Vec::new();
-    loop {
-        line.clear();
-        let limit = MAX_LINE_BYTES as u64 + 1;
-        if (&mut reader).take(limit).read_until(b'\n', &mut line)? == 0 {
-            return Ok(());
-        }
-        let whole = line.len() <= MAX_LINE_BYTES;
-        if !whole && line.last() != Some(&b'\n') {
-            reader.skip_until(b'\n')?;
-        }
-        if !f(whole.then_some(&line[..])) {
-            return Ok(());
-        }
-    }
-}
-
 /// The prompt of a group (`None`) and the completions of its trajectories with their indices.
 fn texts(group: &Value) -> impl Iterator<Item = (Option<usize>, &str)> {
     let prompt = group["prompt"].as_str().map(|text| (None, text));
@@ -186,6 +166,7 @@ fn excerpt(text: &str, wanted: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lines::MAX_LINE_BYTES;
 
     fn run(groups: &[(u64, &str)]) -> tempfile::TempDir {
         let directory = tempfile::tempdir().unwrap();
