@@ -4,10 +4,11 @@ import { api, get, list, onChange, page, set, token } from "./state.js";
 import { duration, el, number } from "./dom.js";
 import * as overview from "./overview.js";
 import * as samples from "./samples.js";
+import * as timeline from "./timeline.js";
 import * as recipe from "./recipe.js";
 import * as events from "./events.js";
 
-const VIEWS = { overview, samples, recipe, events };
+const VIEWS = { overview, samples, timeline, recipe, events };
 // A quick run writes several lines a second; the page waits so long for more of them, milliseconds.
 const PAUSE = 500;
 
