@@ -75,7 +75,7 @@ function remarks() {
     answer.indexed < 1 && `${Math.floor(100 * answer.indexed)} % of the file are read so far`,
     !answer.exact && "this range is too long for single spans: it shows the share of each kind of time; zoom in for spans and trajectories",
     left > 0 && `${number(left)} spans are left out`,
-    answer.unreadable > 0 && `${number(answer.unreadable)} lines are no spans`,
+    answer.unreadable > 0 && `lines that are no spans: ${number(answer.unreadable)}`,
   ].filter(Boolean);
 }
 

@@ -2,7 +2,8 @@
 //!
 //! - `lines`: complete lines of a growing file; `table`: the metrics of a run as columns; `downsample`: at most two points
 //!   per pixel; `events`: the events and remarks of a run
-//! - `samples`: sampled groups, their pages and their search; `recipe`: resolved values with their origins
+//! - `samples`: sampled groups, their pages and their search; `tokens`: the tokens of one trajectory; `compare`: the same
+//!   tasks at two steps; `recipe`: resolved values with their origins
 //! - `timeline`: what each role did when
 //! - `run`: one run directory; `catalog`: all runs of a page; `panels`: the first screen
 //! - `access`: token, host and headers; `routes`, `stream`: the API; `page`: the embedded files; `server`: connections
@@ -25,6 +26,7 @@
 
 mod access;
 mod catalog;
+mod compare;
 mod downsample;
 mod events;
 mod lines;
@@ -38,5 +40,6 @@ mod server;
 mod stream;
 mod table;
 mod timeline;
+mod tokens;
 
 pub use server::{DashboardConfig, DashboardError, DashboardServer};

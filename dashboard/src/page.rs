@@ -23,7 +23,7 @@ macro_rules! page_file {
 }
 
 /// All files of the page, with the licence of the library that draws the curves.
-const FILES: [PageFile; 16] = [
+const FILES: [PageFile; 18] = [
     page_file!("/", HTML, "index.html"),
     page_file!("/style.css", STYLE, "style.css"),
     page_file!("/app.js", SCRIPT, "app.js"),
@@ -32,6 +32,8 @@ const FILES: [PageFile; 16] = [
     page_file!("/chart.js", SCRIPT, "chart.js"),
     page_file!("/overview.js", SCRIPT, "overview.js"),
     page_file!("/samples.js", SCRIPT, "samples.js"),
+    page_file!("/tokens.js", SCRIPT, "tokens.js"),
+    page_file!("/compare.js", SCRIPT, "compare.js"),
     page_file!("/lanes.js", SCRIPT, "lanes.js"),
     page_file!("/timeline.js", SCRIPT, "timeline.js"),
     page_file!("/recipe.js", SCRIPT, "recipe.js"),

@@ -3,6 +3,8 @@
 //! - `/api/overview?x=&pixels=`: runs, panels and curves of the first screen, in one response
 //! - `/api/runs`; `/api/metrics?keys=&run=&x=&pixels=&from=&to=`
 //! - `/api/steps?run=`, `/api/samples?run=&step=&offset=&text=`, `/api/search?run=&text=&before=`
+//! - `/api/tokens?run=&step=&group=&index=`, `/api/shared?run=&step=&before=`, `/api/compare?run=&step=&other=&offset=`
+//! - `/api/timeline?run=&from=&to=&pixels=`
 //! - `/api/recipe?run=&against=`, `/api/history?run=`, `/api/events` (a stream)
 //!
 //! Invariant: a response has at most [`MAX_POINTS`] points, however many runs, metrics and pixels are asked for. A run is
@@ -21,11 +23,13 @@ use tokio::sync::{Semaphore, watch};
 
 use crate::access::{PageAccess, guard};
 use crate::catalog::RunCatalog;
+use crate::compare::{self, StepPair};
 use crate::recipe::ResolvedRecipe;
 use crate::run::ShownRun;
-use crate::samples::{self, SamplePage};
+use crate::samples::{self, SampleFilter, SamplePage};
 use crate::table::{CurveAxis, CurveView};
 use crate::timeline::{self, TimelineQuery};
+use crate::tokens::{self, TrajectoryName};
 use crate::{page, panels, stream};
 
 /// Most points of a response.
@@ -63,6 +67,9 @@ pub(crate) fn router(state: PageState, access: PageAccess) -> Router {
         .route("/api/recipe", get(recipe))
         .route("/api/history", get(history))
         .route("/api/timeline", get(timeline_window))
+        .route("/api/tokens", get(token_rows))
+        .route("/api/shared", get(shared_tasks))
+        .route("/api/compare", get(compared))
         .route("/api/events", get(stream::revisions));
     for path in page::paths() {
         let serve = move || async move { page::file(path).ok_or(StatusCode::NOT_FOUND) };
@@ -79,6 +86,7 @@ pub(crate) fn router(state: PageState, access: PageAccess) -> Router {
 enum PageRefusal {
     NoRun(String),
     NoSamples(u64),
+    NoTokens(u64),
     NoRecipe(String),
     TextTooLong,
     File(std::io::Error),
@@ -96,6 +104,9 @@ impl IntoResponse for PageRefusal {
         let (status, why) = match self {
             Self::NoRun(name) => (StatusCode::NOT_FOUND, format!("there is no run `{name}`")),
             Self::NoSamples(step) => (StatusCode::NOT_FOUND, format!("step {step} has no samples")),
+            Self::NoTokens(step) => {
+                (StatusCode::NOT_FOUND, format!("step {step} has no tokens; `log.tokens` writes them"))
+            }
             Self::NoRecipe(name) => (StatusCode::NOT_FOUND, format!("run `{name}` has no `resolved.toml`")),
             Self::TextTooLong => {
                 (StatusCode::BAD_REQUEST, format!("search for a text of at most {MAX_TEXT_BYTES} bytes"))
@@ -212,6 +223,31 @@ struct RunQuery {
     text: String,
     /// A search starts below this step.
     before: Option<u64>,
+    /// A second step.
+    #[serde(default)]
+    other: u64,
+    /// A trajectory.
+    #[serde(default)]
+    group: u64,
+    #[serde(default)]
+    index: u64,
+    /// Only groups with a reward in this range, with this reason to stop, with different rewards.
+    reward_from: Option<f64>,
+    reward_to: Option<f64>,
+    #[serde(default)]
+    stop: String,
+    #[serde(default)]
+    differing: bool,
+}
+
+impl RunQuery {
+    fn filter(&self) -> SampleFilter<'_> {
+        let reward = match (self.reward_from, self.reward_to) {
+            (None, None) => None,
+            (from, to) => Some((from.unwrap_or(f64::NEG_INFINITY), to.unwrap_or(f64::INFINITY))),
+        };
+        SampleFilter { text: &self.text, reward, stop: &self.stop, differing: self.differing }
+    }
 }
 
 async fn steps(
@@ -226,13 +262,13 @@ async fn sample_page(
     Query(query): Query<RunQuery>,
 ) -> Result<Response, PageRefusal> {
     respond(state, move |catalog| {
-        let RunQuery { run, step, offset, text, .. } = &query;
-        if text.len() > MAX_TEXT_BYTES {
+        let RunQuery { ref run, step, offset, .. } = query;
+        if query.text.len() > MAX_TEXT_BYTES {
             return Err(PageRefusal::TextTooLong);
         }
         let root = run_of(catalog, run)?.root();
-        let page = samples::page(root, SamplePage { step: *step, offset: *offset, text })?;
-        page.ok_or(PageRefusal::NoSamples(*step))
+        let page = samples::page(root, SamplePage { step, offset, filter: query.filter() })?;
+        page.ok_or(PageRefusal::NoSamples(step))
     })
     .await
 }
@@ -298,6 +334,40 @@ async fn timeline_window(
         let run = run_of(catalog, &run)?;
         let planned = run.timeline().plan(TimelineQuery { from, to, pixels });
         Ok(timeline::answer(run.root(), planned)?)
+    })
+    .await
+}
+
+async fn token_rows(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let RunQuery { ref run, step, group, index, .. } = query;
+        let rows = tokens::rows(run_of(catalog, run)?.root(), TrajectoryName { step, group, index })?;
+        rows.ok_or(PageRefusal::NoTokens(step))
+    })
+    .await
+}
+
+async fn shared_tasks(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        Ok(compare::shared(run_of(catalog, &query.run)?.root(), query.step, query.before)?)
+    })
+    .await
+}
+
+async fn compared(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let RunQuery { ref run, step, other, offset, .. } = query;
+        let pairs = compare::pairs(run_of(catalog, run)?.root(), StepPair { step, other, offset })?;
+        pairs.ok_or(PageRefusal::NoSamples(other))
     })
     .await
 }
