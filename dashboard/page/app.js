@@ -5,10 +5,11 @@ import { duration, el, number } from "./dom.js";
 import * as overview from "./overview.js";
 import * as samples from "./samples.js";
 import * as timeline from "./timeline.js";
+import * as buffer from "./buffer.js";
 import * as recipe from "./recipe.js";
 import * as events from "./events.js";
 
-const VIEWS = { overview, samples, timeline, recipe, events };
+const VIEWS = { overview, samples, timeline, buffer, recipe, events };
 // A quick run writes several lines a second; the page waits so long for more of them, milliseconds.
 const PAUSE = 500;
 

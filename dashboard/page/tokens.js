@@ -60,7 +60,7 @@ function curve(tokens, name, activate) {
   const axis = { stroke: css("--dim"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif", values: (u, ticks) => ticks.map(tick) };
   const options = {
     width: 300, height: 110, padding: [6, 8, 0, 0], legend: { show: false }, scales: { x: { time: false } }, cursor: { drag: { x: false, y: false } },
-    axes: [{ ...axis, size: 22, gap: 3 }, { ...axis, size: 46, gap: 3, space: 24 }],
+    axes: [{ ...axis, size: 22, gap: 3, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000] }, { ...axis, size: 46, gap: 3, space: 24 }],
     series: [{}, { stroke: css("--series-1"), width: 1.2, points: { show: tokens.length < 60, size: 4 } }],
     hooks: { setCursor: [(u) => { if (u.cursor.left >= 0 && u.cursor.idx !== null) activate(u.cursor.idx); }] },
   };

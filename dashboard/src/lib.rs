@@ -4,7 +4,7 @@
 //!   per pixel; `events`: the events and remarks of a run
 //! - `samples`: sampled groups, their pages and their search; `tokens`: the tokens of one trajectory; `compare`: the same
 //!   tasks at two steps; `recipe`: resolved values with their origins
-//! - `timeline`: what each role did when
+//! - `timeline`: what each role did when; `status`: what the roles do now
 //! - `run`: one run directory; `catalog`: all runs of a page; `panels`: the first screen
 //! - `access`: token, host and headers; `routes`, `stream`: the API; `page`: the embedded files; `server`: connections
 //!
@@ -37,6 +37,7 @@ mod routes;
 mod run;
 mod samples;
 mod server;
+mod status;
 mod stream;
 mod table;
 mod timeline;

@@ -4,13 +4,14 @@
 //! - `/api/runs`; `/api/metrics?keys=&run=&x=&pixels=&from=&to=`
 //! - `/api/steps?run=`, `/api/samples?run=&step=&offset=&text=`, `/api/search?run=&text=&before=`
 //! - `/api/tokens?run=&step=&group=&index=`, `/api/shared?run=&step=&before=`, `/api/compare?run=&step=&other=&offset=`
-//! - `/api/timeline?run=&from=&to=&pixels=`
+//! - `/api/timeline?run=&from=&to=&pixels=`, `/api/status?run=`
 //! - `/api/recipe?run=&against=`, `/api/history?run=`, `/api/events` (a stream)
 //!
 //! Invariant: a response has at most [`MAX_POINTS`] points, however many runs, metrics and pixels are asked for. A run is
 //! named by its name on the page, never by a path.
 
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use axum::Router;
 use axum::extract::{Query, State};
@@ -30,7 +31,7 @@ use crate::samples::{self, SampleFilter, SamplePage};
 use crate::table::{CurveAxis, CurveView};
 use crate::timeline::{self, TimelineQuery};
 use crate::tokens::{self, TrajectoryName};
-use crate::{page, panels, stream};
+use crate::{page, panels, status, stream};
 
 /// Most points of a response.
 const MAX_POINTS: usize = 150_000;
@@ -67,6 +68,7 @@ pub(crate) fn router(state: PageState, access: PageAccess) -> Router {
         .route("/api/recipe", get(recipe))
         .route("/api/history", get(history))
         .route("/api/timeline", get(timeline_window))
+        .route("/api/status", get(run_status))
         .route("/api/tokens", get(token_rows))
         .route("/api/shared", get(shared_tasks))
         .route("/api/compare", get(compared))
@@ -368,6 +370,17 @@ async fn compared(
         let RunQuery { ref run, step, other, offset, .. } = query;
         let pairs = compare::pairs(run_of(catalog, run)?.root(), StepPair { step, other, offset })?;
         pairs.ok_or(PageRefusal::NoSamples(other))
+    })
+    .await
+}
+
+async fn run_status(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let found = status::read(run_of(catalog, &query.run)?.root(), SystemTime::now())?;
+        Ok(found.unwrap_or_else(|| json!({ "status": null, "age_s": null })))
     })
     .await
 }
