@@ -112,7 +112,7 @@ function bufferPart(buffer, version) {
   const lag = (group) => (version === undefined || group.policy_version === undefined ? undefined : version - group.policy_version);
   const leases = list(buffer.leases);
   return el("section", { "aria-label": "Buffer" }, el("h2", {}, `Slots of the buffer: ${number(buffer.capacity)}`), bar,
-    facts([["dropped as stale", buffer.dropped_stale], ["expired", buffer.expired], ["evicted", buffer.evicted], ["quarantined", buffer.quarantined]]),
+    facts([...used, ["free", free], ["dropped as stale", buffer.dropped_stale], ["expired", buffer.expired], ["evicted", buffer.evicted], ["quarantined", buffer.quarantined]]),
     el("div", { class: "two" },
       el("section", { "aria-label": "Groups" }, el("h2", {}, `Groups: ${number(groups.length)}`),
         table("Groups", ["group", "state", "version", "lag", "tokens", "bytes", "reward", "uses", "age, s"], groups.map((group) => [group.id, String(group.state), group.policy_version, lag(group), group.tokens, group.bytes, group.reward, group.uses, group.age_s]))),

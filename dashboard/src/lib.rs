@@ -5,7 +5,7 @@
 //! - `samples`: sampled groups, their pages and their search; `tokens`: the tokens of one trajectory; `compare`: the same
 //!   tasks at two steps; `recipe`: resolved values with their origins
 //! - `timeline`: what each role did when; `status`: what the roles do now
-//! - `run`: one run directory; `catalog`: all runs of a page; `panels`: the first screen
+//! - `run`: one run directory; `catalog`: all runs of a page; `panels`: the first screen; `prometheus`: their last values
 //! - `access`: token, host and headers; `routes`, `stream`: the API; `page`: the embedded files; `server`: connections
 //!
 //! Invariant: a run directory is only read. Nothing is written into it or locked, and no file outside it is opened. Memory
@@ -32,6 +32,7 @@ mod events;
 mod lines;
 mod page;
 mod panels;
+mod prometheus;
 mod recipe;
 mod routes;
 mod run;

@@ -5,7 +5,7 @@
 //! - `/api/steps?run=`, `/api/samples?run=&step=&offset=&text=`, `/api/search?run=&text=&before=`
 //! - `/api/tokens?run=&step=&group=&index=`, `/api/shared?run=&step=&before=`, `/api/compare?run=&step=&other=&offset=`
 //! - `/api/timeline?run=&from=&to=&pixels=`, `/api/status?run=`
-//! - `/api/recipe?run=&against=`, `/api/history?run=`, `/api/events` (a stream)
+//! - `/api/recipe?run=&against=`, `/api/history?run=`, `/api/events` (a stream), `/metrics` (for Prometheus)
 //!
 //! Invariant: a response has at most [`MAX_POINTS`] points, however many runs, metrics and pixels are asked for. A run is
 //! named by its name on the page, never by a path.
@@ -31,7 +31,7 @@ use crate::samples::{self, SampleFilter, SamplePage};
 use crate::table::{CurveAxis, CurveView};
 use crate::timeline::{self, TimelineQuery};
 use crate::tokens::{self, TrajectoryName};
-use crate::{page, panels, status, stream};
+use crate::{page, panels, prometheus, status, stream};
 
 /// Most points of a response.
 const MAX_POINTS: usize = 150_000;
@@ -72,7 +72,8 @@ pub(crate) fn router(state: PageState, access: PageAccess) -> Router {
         .route("/api/tokens", get(token_rows))
         .route("/api/shared", get(shared_tasks))
         .route("/api/compare", get(compared))
-        .route("/api/events", get(stream::revisions));
+        .route("/api/events", get(stream::revisions))
+        .route("/metrics", get(last_values));
     for path in page::paths() {
         let serve = move || async move { page::file(path).ok_or(StatusCode::NOT_FOUND) };
         router = router.route(path, get(serve));
@@ -124,14 +125,24 @@ impl IntoResponse for PageRefusal {
     }
 }
 
-/// Computes a response on a thread that may wait for files.
+/// Computes a response of JSON.
 async fn respond(
     state: PageState,
     compute: impl FnOnce(&RunCatalog) -> Result<Value, PageRefusal> + Send + 'static,
 ) -> Result<Response, PageRefusal> {
-    let bytes = tokio::task::spawn_blocking(move || compute(&state.catalog).map(|value| value.to_string()));
-    let body = bytes.await.map_err(|_| PageRefusal::Panicked)??;
-    Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+    let text = move |catalog: &RunCatalog| compute(catalog).map(|value| value.to_string());
+    respond_text(state, "application/json", text).await
+}
+
+/// Computes a response on a thread that may wait for files.
+async fn respond_text(
+    state: PageState,
+    media_type: &'static str,
+    compute: impl FnOnce(&RunCatalog) -> Result<String, PageRefusal> + Send + 'static,
+) -> Result<Response, PageRefusal> {
+    let body = tokio::task::spawn_blocking(move || compute(&state.catalog));
+    let body = body.await.map_err(|_| PageRefusal::Panicked)??;
+    Ok(([(header::CONTENT_TYPE, media_type)], body).into_response())
 }
 
 fn run_of<'a>(catalog: &'a RunCatalog, name: &str) -> Result<&'a ShownRun, PageRefusal> {
@@ -383,4 +394,8 @@ async fn run_status(
         Ok(found.unwrap_or_else(|| json!({ "status": null, "age_s": null })))
     })
     .await
+}
+
+async fn last_values(State(state): State<PageState>) -> Result<Response, PageRefusal> {
+    respond_text(state, prometheus::MEDIA_TYPE, |catalog| Ok(prometheus::text(catalog))).await
 }

@@ -50,7 +50,10 @@ mod tests {
         assert!(found["age_s"].as_f64().unwrap() > 50.0);
         for (text, problem) in [
             ("[1".to_owned(), "the file is no JSON object"),
-            ("x".repeat(MAX_STATUS_BYTES as usize + 1), "the file has 2097153 bytes; at most 2097152 are read"),
+            (
+                "x".repeat(MAX_STATUS_BYTES as usize + 1),
+                "the file has 2097153 bytes; at most 2097152 are read",
+            ),
         ] {
             std::fs::write(directory.path().join("status.json"), text).unwrap();
             assert_eq!(read().unwrap()["status"], json!({"problem": problem}));

@@ -23,10 +23,15 @@ fn an_address_of_other_machines_needs_a_token() {
 fn runs_are_read_with_the_token_alone() {
     let run = run_with("{\"step\":1,\"a\":1}\n");
     let page = ServedPage::open(&[run.path()], Some("secret")).unwrap();
-    for path in ["/api/runs", "/api/overview", "/api/events", "/api/runs?token=wrong", "/api/none"] {
+    for path in
+        ["/api/runs", "/api/overview", "/api/events", "/api/runs?token=wrong", "/api/none", "/metrics"]
+    {
         assert_eq!(page.get(path).status, 401, "{path}");
     }
     assert_eq!(page.get("/api/runs?token=secret").status, 200);
+    let metrics = page.get("/metrics?token=secret");
+    assert_eq!(metrics.header("content-type"), "text/plain; version=0.0.4; charset=utf-8");
+    assert!(metrics.body.lines().any(|line| line.starts_with("rlrun:a{run=\"") && line.ends_with("\"} 1")));
     // By a token also from other hosts; the files of the page are no secret.
     let bearer = [("host", "machine.example"), ("authorization", "Bearer secret")];
     assert_eq!(page.request("/api/runs", &bearer).status, 200);
