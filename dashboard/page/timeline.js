@@ -1,4 +1,4 @@
-// The timeline: what each role did when, who waits for whom, and the way of trajectories from admission to training.
+// The timeline: what each role did when, which lane waits for what, and the way of trajectories from admission to training.
 
 import { api, currentRun, get, runNames, set } from "./state.js";
 import { el, number, runSelect } from "./dom.js";

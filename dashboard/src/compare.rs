@@ -85,10 +85,9 @@ pub(crate) fn pairs(root: &Path, pair: StepPair) -> io::Result<Option<Value>> {
     })?;
     let mut found = BTreeMap::<String, Value>::new();
     for_each_line(other_file, |line| {
-        if let Some(task) = line.and_then(task).filter(|task| ours.iter().any(|(known, _)| known == task)) {
-            if let (false, Some(group)) = (found.contains_key(&task), line.and_then(group)) {
-                found.insert(task, group);
-            }
+        let wanted = |task: &String| !found.contains_key(task) && ours.iter().any(|(known, _)| known == task);
+        if let Some(task) = line.and_then(task).filter(wanted) {
+            found.extend(line.and_then(group).map(|group| (task, group)));
         }
         found.len() < ours.len()
     })?;

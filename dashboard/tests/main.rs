@@ -3,6 +3,7 @@
 //! Invariant: tests see what a browser sees; servers listen on loopback and end with their test.
 
 mod client;
+mod embedded;
 mod files;
 mod limits;
 mod security;

@@ -1,4 +1,4 @@
-//! The answer for a range of time: lanes with their spans, trajectories, stalls, and who waits for whom.
+//! The answer for a range of time: lanes with their spans, trajectories, stalls, and which lane waits for what.
 //!
 //! Invariant: at most [`READ_BYTES`] of the file are read. A range with more is answered with the sums of its chunks, which
 //! `exact` says. A response has at most [`MAX_SPANS`] spans and [`MAX_TRAJECTORIES`] trajectories.
@@ -241,7 +241,7 @@ fn lane_order(name: &str) -> (usize, String, u64) {
     (kind, text.trim_end().to_owned(), number.parse().unwrap_or(0))
 }
 
-/// Who waits for whom: `(share, lane, what)`, the largest shares first.
+/// Which lane waits for what: `(share, lane, what)`, the largest shares first.
 fn sentence(mut clauses: Vec<(f64, String, String)>) -> String {
     clauses.retain(|(share, ..)| *share >= LEAST_SHARE);
     clauses.sort_by(|a, b| b.0.total_cmp(&a.0));

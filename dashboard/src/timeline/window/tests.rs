@@ -53,7 +53,7 @@ fn between(from: f64, to: f64) -> TimelineQuery {
 }
 
 #[test]
-fn the_newest_steps_come_first_with_who_waits_for_whom() {
+fn the_newest_steps_come_first_with_what_each_lane_waits_for() {
     let directory = file(50, 0);
     let answer = ask(&directory, TimelineQuery::default());
     assert_eq!(
