@@ -57,6 +57,13 @@ impl RunCatalog {
         self.runs.iter().map(|run| run.contents().describe(run.name(), now)).collect()
     }
 
+    /// Reads all parts of long files.
+    pub(crate) fn catch_up(&self) {
+        while self.behind() {
+            self.refresh();
+        }
+    }
+
     /// Reads what is new. Returns the revision of every run, by name.
     fn refresh(&self) -> Map<String, Value> {
         self.runs.iter().map(|run| (run.name().to_owned(), run.refresh().into())).collect()

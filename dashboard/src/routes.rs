@@ -4,7 +4,7 @@
 //! - `/api/runs`; `/api/metrics?keys=&run=&x=&pixels=&from=&to=`
 //! - `/api/steps?run=`, `/api/samples?run=&step=&offset=&text=`, `/api/search?run=&text=&before=`
 //! - `/api/tokens?run=&step=&group=&index=`, `/api/shared?run=&step=&before=`, `/api/compare?run=&step=&other=&offset=`
-//! - `/api/timeline?run=&from=&to=&pixels=`, `/api/status?run=`
+//! - `/api/timeline?run=&from=&to=&pixels=`, `/api/status?run=`, `/api/about?run=`
 //! - `/api/recipe?run=&against=`, `/api/history?run=`, `/api/events` (a stream), `/metrics` (for Prometheus)
 //!
 //! Invariant: a response has at most [`MAX_POINTS`] points, however many runs, metrics and pixels are asked for. A run is
@@ -22,6 +22,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokio::sync::{Semaphore, watch};
 
+use crate::about::about;
 use crate::access::{PageAccess, guard};
 use crate::catalog::RunCatalog;
 use crate::compare::{self, StepPair};
@@ -69,6 +70,7 @@ pub(crate) fn router(state: PageState, access: PageAccess) -> Router {
         .route("/api/history", get(history))
         .route("/api/timeline", get(timeline_window))
         .route("/api/status", get(run_status))
+        .route("/api/about", get(about_run))
         .route("/api/tokens", get(token_rows))
         .route("/api/shared", get(shared_tasks))
         .route("/api/compare", get(compared))
@@ -398,4 +400,15 @@ async fn run_status(
 
 async fn last_values(State(state): State<PageState>) -> Result<Response, PageRefusal> {
     respond_text(state, prometheus::MEDIA_TYPE, |catalog| Ok(prometheus::text(catalog))).await
+}
+
+async fn about_run(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let run = run_of(catalog, &query.run)?;
+        Ok(about(run.root(), &run.contents().table)?)
+    })
+    .await
 }

@@ -3,7 +3,7 @@
 //! Invariant: a connection costs its own task and a place in the limit of connections. After a stop no task is left.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,8 +21,8 @@ use crate::stream::MAX_STREAMS;
 
 /// Most open connections: every stream, and as much again for requests.
 const MAX_CONNECTIONS: usize = 2 * MAX_STREAMS;
-/// Most runs of a page.
-const MAX_RUNS: usize = 64;
+/// Most runs of a page or report.
+pub(crate) const MAX_RUNS: usize = 64;
 /// Longest time to receive the head of a request.
 const HEAD_TIME: Duration = Duration::from_secs(30);
 /// Longest time that a browser accepts no byte of an answer.
@@ -102,8 +102,7 @@ impl DashboardServer {
         if runs.len() > MAX_RUNS {
             return Err(DashboardError::TooManyRuns { given: runs.len(), most: MAX_RUNS });
         }
-        let is_run = |path: &PathBuf| RUN_FILES.iter().any(|name| path.join(name).is_file());
-        if let Some(path) = runs.iter().find(|path| !is_run(path)) {
+        if let Some(path) = runs.iter().find(|path| !is_run(path.as_path())) {
             return Err(DashboardError::NotARun { path: path.clone() });
         }
         let failed = |source| DashboardError::Listen { address, source };
@@ -149,6 +148,11 @@ impl DashboardServer {
         };
         accept_connections(listener, limits, stop, stopped, answer).await;
     }
+}
+
+/// Whether a directory is that of a run, which may have begun just now.
+pub(crate) fn is_run(path: &Path) -> bool {
+    RUN_FILES.iter().any(|name| path.join(name).is_file())
 }
 
 /// The task that follows the files. It ends when the server is dropped.

@@ -39,14 +39,9 @@ struct TokenLine {
 /// # Errors
 /// A file that cannot be read.
 pub(crate) fn rows(root: &Path, name: TrajectoryName) -> io::Result<Option<Value>> {
-    let path = root.join("samples").join(format!("step_{:06}_tokens.jsonl", name.step));
-    let Some(file) = open_inside(root, &path)? else { return Ok(None) };
-    let (mut rows, mut bytes, mut read, mut left_out) = (Vec::new(), 0, 0, 0);
-    for_each_line(file.take(MAX_READ_BYTES), |line| {
-        let Some(line) = line else { return true };
-        read += line.len() as u64 + 1;
-        let of = serde_json::from_slice::<TokenLine>(line).ok();
-        if of.is_none_or(|of| (of.group, of.index) != (Some(name.group), Some(name.index))) {
+    let (mut rows, mut bytes, mut left_out) = (Vec::new(), 0, 0);
+    let read = for_each_row(root, name.step, |group, index, line| {
+        if (group, index) != (name.group, name.index) {
             // The rows of a trajectory follow each other.
             return rows.is_empty();
         }
@@ -58,8 +53,33 @@ pub(crate) fn rows(root: &Path, name: TrajectoryName) -> io::Result<Option<Value
         rows.extend(serde_json::from_slice::<Value>(line).ok());
         true
     })?;
+    let Some(read) = read else { return Ok(None) };
     let complete = !rows.is_empty() || read < MAX_READ_BYTES;
     Ok(Some(json!({ "rows": rows, "left_out": left_out, "complete": complete })))
+}
+
+/// Calls `f` with group, index and line of every row of a step until it returns false. Returns the bytes of the lines that
+/// were read; `None` if the step has no tokens.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(crate) fn for_each_row(
+    root: &Path,
+    step: u64,
+    mut f: impl FnMut(u64, u64, &[u8]) -> bool,
+) -> io::Result<Option<u64>> {
+    let path = root.join("samples").join(format!("step_{step:06}_tokens.jsonl"));
+    let Some(file) = open_inside(root, &path)? else { return Ok(None) };
+    let mut read = 0;
+    for_each_line(file.take(MAX_READ_BYTES), |line| {
+        let Some(line) = line else { return true };
+        read += line.len() as u64;
+        match serde_json::from_slice::<TokenLine>(line) {
+            Ok(TokenLine { group: Some(group), index: Some(index) }) => f(group, index, line),
+            _ => true,
+        }
+    })?;
+    Ok(Some(read))
 }
 
 #[cfg(test)]
