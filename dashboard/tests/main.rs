@@ -8,6 +8,7 @@ mod files;
 mod limits;
 mod security;
 mod streams;
+mod views;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
