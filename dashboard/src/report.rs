@@ -251,7 +251,9 @@ fn tokens_of(run: &ShownRun, pages: &[(u64, Value)], budget: &mut ReportBudget) 
             };
             let empty = json!({ "rows": [], "left_out": 0, "complete": true });
             let of_trajectory = found.entry(format!("{step}.{group}.{index}")).or_insert(empty);
-            of_trajectory["rows"].as_array_mut().map(|rows| rows.push(row));
+            if let Some(rows) = of_trajectory["rows"].as_array_mut() {
+                rows.push(row);
+            }
             true
         })?;
     }

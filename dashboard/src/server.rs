@@ -124,7 +124,7 @@ impl DashboardServer {
     pub async fn serve(self, stop: impl Future<Output = ()>) {
         let Self { listener, address: _, catalog, access } = self;
         let (sender, revisions) = watch::channel(Map::<String, Value>::new());
-        let mut follower = Follower(tokio::spawn(follow(Arc::clone(&catalog), sender)));
+        let mut follower = FollowTask(tokio::spawn(follow(Arc::clone(&catalog), sender)));
         let state = PageState { catalog, revisions, streams: Arc::new(Semaphore::new(MAX_STREAMS)) };
         let router = router(state, access);
         let limits = ConnectionLimits {
@@ -156,9 +156,9 @@ pub(crate) fn is_run(path: &Path) -> bool {
 }
 
 /// The task that follows the files. It ends when the server is dropped.
-struct Follower(JoinHandle<()>);
+struct FollowTask(JoinHandle<()>);
 
-impl Drop for Follower {
+impl Drop for FollowTask {
     fn drop(&mut self) {
         self.0.abort();
     }

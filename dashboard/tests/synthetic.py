@@ -81,6 +81,18 @@ def tokens(run):
         write_lines(path.with_name(f"{path.stem}_tokens.jsonl"), rows)
 
 
+def repeat_task(run):
+    """The last step has a group of the task of the first group of the first step, with other texts."""
+    paths = [path for path in sorted((run / "samples").glob("step_*.jsonl")) if "tokens" not in path.name]
+    if len(paths) < 2:
+        return
+    group = json.loads(paths[0].read_text().splitlines()[0])
+    for one in group["trajectories"]:
+        one["completion"] = f"First {one['completion']} and then <b>more</b>\n"
+    with open(paths[-1], "a") as file:
+        file.write(json.dumps(group | {"group": 999999}) + "\n")
+
+
 def status(run):
     states = ["admitted", "claimed", "finalized", "leased"]
     groups = [{"id": 100 + at, "state": states[at % 4], "policy_version": 110 + at % 5, "tokens": 100 * at, "bytes": 2000 * at, "reward": None if at % 4 < 2 else at / 40, "uses": 0, "age_s": 0.25 * at} for at in range(40)]
@@ -93,6 +105,7 @@ def status(run):
 
 
 def add_to(run):
+    repeat_task(run)
     tokens(run)
     timeline(run, 40)
     status(run)
