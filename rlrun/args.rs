@@ -18,10 +18,12 @@ mod completions;
 mod compute_on;
 mod doctor;
 mod explain;
+mod export_logs;
 mod fit;
 mod resume;
 mod reward;
 mod serve;
+mod top;
 mod view;
 mod worker;
 
@@ -29,10 +31,12 @@ pub use completions::{CompletionKind, CompletionsArgs};
 pub use compute_on::DeviceArgs;
 pub use doctor::DoctorArgs;
 pub use explain::ExplainArgs;
+pub use export_logs::ExportLogsArgs;
 pub use fit::FitArgs;
 pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeCommand, ServePolicyArgs, ServeRewardArgs};
+pub use top::TopArgs;
 pub use view::ViewArgs;
 pub use worker::{
     AllowArgs, JoinArgs, LeadArgs, RewardWorkerArgs, RolloutArgs, TrainerWorkerArgs, WorkerCommand,
@@ -86,6 +90,8 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Write a trained model as a Hugging Face directory
     Export(ExportArgs),
+    /// Write the logs of a run for an experiment tracker
+    ExportLogs(ExportLogsArgs),
     /// Resume a run from its last checkpoint
     Resume(ResumeArgs),
     /// Serve a part of rlrun to other processes
@@ -93,6 +99,8 @@ pub enum Command {
     Serve(ServeCommand),
     /// Show runs on a page in the browser: curves, samples, recipe and events
     View(ViewArgs),
+    /// Show a run in the terminal: its roles, its last steps, and what limits it
+    Top(TopArgs),
     /// Join a run on another machine or process as a worker
     #[command(subcommand)]
     Worker(WorkerCommand),

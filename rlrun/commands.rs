@@ -12,8 +12,10 @@ mod checkpoint_paths;
 mod completions;
 mod eval;
 mod export;
+mod export_logs;
 mod generate;
 mod policy;
+mod top;
 mod train;
 mod view;
 
@@ -46,6 +48,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Run(args) => train::run(args, program),
         Command::Eval(args) => eval::eval(args, program),
         Command::Generate(args) => generate::generate(args, program),
+        Command::ExportLogs(args) => export_logs::export_logs(args, program),
         Command::Export(args) => export::export(args, program),
         Command::Resume(args) => train::resume(args, program),
         Command::Worker(command) => worker(command, program),
@@ -60,6 +63,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Fit(args) => fit::run(args),
         Command::Completions(args) => completions::completions(args),
         Command::View(args) => view::view(args),
+        Command::Top(args) => top::top(args),
     }
 }
 

@@ -12,7 +12,8 @@
 //! - `controller`: starts and restarts the processes of a run; `workers`: these processes and their protocol with the run;
 //!   `trainer_progress`: the phase of the trainer; `watchdog`: which role waits for which when a run makes no progress
 //! - `acting`: the environment of a recipe, for its model; [`evaluation`]: metrics on held-out tasks
-//! - [`run_dir`]: the directory with all files of a run
+//! - [`run_dir`]: the directory with all files of a run; `timeline`: when each role did what; `status`: the present state;
+//!   `trackers`: logs for experiment trackers; `run_page`: the live page that a run serves
 //! - [`metrics`], [`report`], [`chart`]: the measurements of a step and their display; `diagnosis`: whether the run
 //!   learns; [`memory`]: the resident memory of the process
 //!
@@ -64,11 +65,14 @@ pub mod report;
 pub mod reward;
 mod run_buffer;
 pub mod run_dir;
+mod run_page;
 mod sampler;
 pub mod serve;
 pub mod settings;
 pub mod signals;
+mod status;
 mod supervised;
+mod timeline;
 mod trackers;
 mod trainer_progress;
 pub mod warmup;

@@ -4,28 +4,36 @@
 
 mod peers;
 mod rewards;
+mod samples;
+mod spans;
+mod tokens;
 mod weights;
 
-use std::io::Write;
+use std::ops::Range;
+use std::sync::Arc;
 
 use ::rewards::LoadCounts;
 use ::weights::{Lag, PushCost};
-use rollout::Progress;
+use model::ModelDirectory;
+use rollout::{Activity, Progress};
 use serde_json::json;
 use trainer::StepReport;
 use trainer::report::ComponentStatistics;
-use trajectory::{Group, PolicyVersion, Sample, Turn};
+use trajectory::PolicyVersion;
 
 use crate::diagnosis::Diagnosis;
 use crate::evaluation::Evaluated;
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::peers::Refused;
-use crate::prepare::prompt_text;
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_dir::{JsonLines, RunDir};
+use crate::status::{RunStatus, StepStatus};
+use crate::timeline::Timeline;
 use crate::trackers::Trackers;
+use spans::SpanWriter;
+use tokens::TokenWriter;
 
 /// Steps in a row without a scored trajectory after which a run ends.
 const UNSCORED: u32 = 3;
@@ -38,10 +46,16 @@ const CLEAR: f64 = 0.1;
 pub struct Observer<'a> {
     recipe: &'a Recipe,
     run_dir: &'a RunDir,
-    report: &'a Report,
+    report: &'a Arc<Report>,
     /// `None` until the run knows the step that it resumes from.
     metrics: Option<JsonLines>,
     trackers: Trackers,
+    /// `None` without `log.timeline`, and before the first step.
+    spans: Option<SpanWriter>,
+    /// `None` for a run that no page follows.
+    status: Option<Arc<RunStatus>>,
+    /// `None` without `log.tokens`.
+    tokens: Option<TokenWriter>,
     diagnosis: Diagnosis,
     /// The version that this attempt at the run starts from.
     first: PolicyVersion,
@@ -62,6 +76,10 @@ pub struct ObserverInputs<'a> {
     pub step: &'a StepReport,
     /// Answers to the held-out tasks, if an evaluation was due.
     pub evaluation: Option<&'a Evaluated>,
+    /// What each sampler did since the last step, by name.
+    pub activity: &'a [(String, Activity)],
+    /// Begin and end of the evaluation, if one was due, seconds of the run.
+    pub evaluated: Option<Range<f64>>,
     /// The load of each reward during the step, by name.
     pub rewards: &'a [(String, LoadCounts)],
     /// Cost of the last weight push.
@@ -85,7 +103,7 @@ impl<'a> Observer<'a> {
     ///
     /// # Errors
     /// If they cannot be written.
-    pub fn new(recipe: &'a Recipe, run_dir: &'a RunDir, report: &'a Report) -> Result<Self, Failure> {
+    pub fn new(recipe: &'a Recipe, run_dir: &'a RunDir, report: &'a Arc<Report>) -> Result<Self, Failure> {
         let events = run_dir.events()?;
         Ok(Self {
             recipe,
@@ -93,6 +111,9 @@ impl<'a> Observer<'a> {
             report,
             metrics: None,
             trackers: Trackers::default(),
+            spans: None,
+            status: None,
+            tokens: None,
             diagnosis: Diagnosis::new(recipe),
             first: PolicyVersion(0),
             events,
@@ -122,6 +143,28 @@ impl<'a> Observer<'a> {
         Ok(())
     }
 
+    /// Opens the timeline at second `time_s` of the run, if the recipe wants one.
+    pub(crate) fn open_timeline(&mut self, time_s: f64) -> Option<Arc<Timeline>> {
+        let trajectories = self.recipe.log.timeline;
+        if trajectories == 0 {
+            return None;
+        }
+        let timeline = Timeline::open(self.run_dir.path(), time_s, self.report);
+        let timeline = Arc::new(timeline.sent_to(self.recipe.log.otlp.as_deref(), &self.recipe.name));
+        self.spans = Some(SpanWriter::new(Arc::clone(&timeline), trajectories));
+        Some(timeline)
+    }
+
+    /// Tells `status` of every step.
+    pub(crate) fn report_to(&mut self, status: &Arc<RunStatus>) {
+        self.status = Some(Arc::clone(status));
+    }
+
+    /// Writes samples token by token from now on, with the tokenizer of `directory`, if the recipe wants it.
+    pub fn write_tokens(&mut self, directory: &Arc<ModelDirectory>) {
+        self.tokens = self.recipe.log.tokens.then(|| TokenWriter::new(Arc::clone(directory)));
+    }
+
     /// Waits until the metrics are on the disk: a step that a checkpoint holds is never done again.
     ///
     /// # Errors
@@ -145,10 +188,9 @@ impl<'a> Observer<'a> {
         self.diagnosis.summary()
     }
 
-    /// How the logs of a tracker are uploaded, if the recipe wants such logs.
-    #[must_use]
-    pub fn upload(&self) -> Option<String> {
-        self.trackers.upload()
+    /// Writes the ends of the logs of trackers.
+    pub fn finish_trackers(&mut self) {
+        self.trackers.finish(self.report);
     }
 
     /// The metrics that are written so far; empty if there are none.
@@ -243,6 +285,16 @@ impl<'a> Observer<'a> {
         self.explain_star(&metrics);
         self.write(&metrics, Some(inputs.step))?;
         self.samples(inputs.step)?;
+        self.spans.iter_mut().for_each(|spans| spans.step(inputs));
+        if let Some(status) = &self.status {
+            status.step(StepStatus {
+                step: inputs.step.version.0,
+                time_s: inputs.time_s,
+                bottleneck: metrics.bottleneck.clone(),
+                push: inputs.push,
+                lags: inputs.lags.to_vec(),
+            });
+        }
         self.report.step(&metrics);
         inputs.evaluation.iter().for_each(|evaluation| self.failures_of(evaluation));
         self.failures(inputs)
@@ -382,72 +434,15 @@ impl<'a> Observer<'a> {
     }
 
     /// Writes the first groups of the batch for people to read.
-    fn samples(&self, step: &StepReport) -> Result<(), Failure> {
+    fn samples(&mut self, step: &StepReport) -> Result<(), Failure> {
         if self.recipe.log.samples == 0 {
             return Ok(());
         }
-        let path = self.run_dir.samples(step.version.0);
-        let system = |source| Failure::System { what: format!("write {}", path.display()), source };
-        let mut file = std::io::BufWriter::new(std::fs::File::create(&path).map_err(system)?);
-        for group in step.groups.iter().take(self.recipe.log.samples) {
-            writeln!(file, "{}", readable(group)).map_err(system)?;
-        }
-        file.flush().map_err(system)
+        let groups = &step.groups[..step.groups.len().min(self.recipe.log.samples)];
+        samples::write(&self.run_dir.samples(step.version.0), groups, &step.tokens)?;
+        let Some(tokens) = &mut self.tokens else { return Ok(()) };
+        tokens.write(&self.run_dir.tokens(step.version.0), groups, &step.tokens)
     }
-}
-
-/// A turn of an episode as one JSON object.
-fn readable_turn(turn: &Turn) -> serde_json::Value {
-    json!({ "tokens": turn.completion.len(), "stop": turn.stop, "reward": turn.reward })
-}
-
-/// A branch of an episode as one JSON object.
-fn readable_branch((sample, turns): (&Sample, &[Turn])) -> serde_json::Value {
-    json!({
-        "tokens": sample.token_ids().len(),
-        "trained": sample.trained_tokens(),
-        "turns": turns.len(),
-        "versions": sample.versions(),
-    })
-}
-
-/// A group as one JSON object.
-fn readable(group: &Group) -> serde_json::Value {
-    let trajectories: Vec<_> = group
-        .trajectories
-        .iter()
-        .map(|trajectory| {
-            let mut shown = json!({
-                "completion": trajectory.text,
-                "reward": trajectory.reward(),
-                "components": trajectory.score.components,
-                "tokens": trajectory.completion_tokens(),
-                "stop": trajectory.all_turns().last().map(|turn| turn.stop),
-                "versions": trajectory.sample.versions(),
-            });
-            let several = trajectory.all_turns().nth(1).is_some();
-            if several || trajectory.all_turns().any(|turn| turn.reward.is_some()) {
-                shown["turns"] = trajectory.all_turns().map(readable_turn).collect();
-            }
-            if !trajectory.branches.is_empty() {
-                shown["branches"] = trajectory.rows().map(readable_branch).collect();
-            }
-            if trajectory.baseline {
-                shown["baseline"] = true.into();
-            }
-            if let Some(role) = &trajectory.role {
-                shown["role"] = role.clone().into();
-            }
-            shown
-        })
-        .collect();
-    json!({
-        "group": group.id,
-        "task": group.task.id,
-        "prompt": prompt_text(&group.task),
-        "answer": group.task.answer,
-        "trajectories": trajectories,
-    })
 }
 
 fn speed(metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {

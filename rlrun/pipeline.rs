@@ -44,6 +44,7 @@ use crate::recipe::schema::Supervised;
 use crate::report::{Report, Summary};
 use crate::run_buffer::RunListener;
 use crate::run_dir::RunDir;
+use crate::run_page::RunPage;
 use crate::signals::Signals;
 use crate::trainer_progress::TrainerProgress;
 use services::RunServices;
@@ -126,6 +127,7 @@ pub fn run_in(
     report.log_to(&logs).map_err(system)?;
     let RunOptions { cores, rewards, program, listener, leader, from } = options;
     let runtime = RewardRuntime::new(&program, &cores)?;
+    let _page = RunPage::start(recipe, run_dir, runtime.handle(), report)?;
     let mut run = Run {
         recipe,
         run_dir,
@@ -200,6 +202,7 @@ impl Run<'_> {
         let version = start.state.version;
         observer.event("start", &serde_json::json!({ "version": version, "time_s": start.state.time_s }))?;
         observer.resume_after(version)?;
+        observer.write_tokens(&start.directory);
         if let Some(evaluation) = &start.evaluation {
             observer.initial(version, evaluation)?;
         }
@@ -209,7 +212,7 @@ impl Run<'_> {
             TrainingSource::Supervised(config) => self.supervise(config, start, &mut observer)?,
         };
         observer.diagnosis().iter().for_each(|line| self.report.note(line));
-        observer.upload().iter().for_each(|line| self.report.note(line));
+        observer.finish_trackers();
         let done = result.version.0 >= self.recipe.trainer.steps && !result.cut_short;
         observer.event("end", &serde_json::json!({ "version": result.version, "done": done }))?;
         if !done {

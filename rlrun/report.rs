@@ -13,8 +13,9 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+pub(crate) use summary::curve;
 pub use summary::{SamplePair, Summary};
-pub(crate) use table::wrapped;
+pub(crate) use table::{TableLayout, plain, wrapped};
 
 use crate::metrics::Metrics;
 

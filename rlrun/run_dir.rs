@@ -4,7 +4,7 @@
 //! are authoritative; this module does not interpret checkpoints or samples.
 //!
 //! ```text
-//! run.json recipe.toml resolved.toml metrics.jsonl events.jsonl curation.jsonl samples/ logs/ checkpoints/ lock
+//! run.json recipe.toml resolved.toml metrics.jsonl events.jsonl curation.jsonl timeline.jsonl status.json samples/ logs/ checkpoints/ lock
 //! ```
 
 mod lines;
@@ -192,6 +192,12 @@ impl RunDir {
     #[must_use]
     pub fn samples(&self, step: u64) -> PathBuf {
         self.path.join("samples").join(format!("step_{step:06}.jsonl"))
+    }
+
+    /// File of the same groups token by token.
+    #[must_use]
+    pub fn tokens(&self, step: u64) -> PathBuf {
+        self.path.join("samples").join(format!("step_{step:06}_tokens.jsonl"))
     }
 
     /// Opens `metrics.jsonl` to append, without the lines of steps after `last_step`; without any if no step is done.

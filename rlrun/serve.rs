@@ -9,20 +9,26 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use buffer::http::{Server, ServerConfig, ServerLimits, Tls, Tokens};
-use buffer::{Buffer, BufferConfig, BufferError};
+use buffer::{Buffer, BufferConfig, BufferError, Consumer};
+use dashboard::DashboardConfig;
 use model::Quantization;
 use rewards::reward_model::{self, server::ServedModel};
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::task::JoinSet;
 
 use crate::args::{KeepArgs, ServeBufferArgs, ServeRewardArgs};
 use crate::failure::Failure;
 use crate::huggingface::HuggingFace;
 use crate::program::Program;
+use crate::run_page::open_page;
 use crate::signals::INTERRUPTED;
+use crate::status::RunStatus;
 
 /// Longest time for the score of one sequence whose turn has come.
 const SCORE_TIME: Duration = Duration::from_secs(300);
 
+/// Time between two states of a buffer on its page.
+const STATUS_EVERY: Duration = Duration::from_secs(1);
 /// The journal in its directory.
 const JOURNAL: &str = "buffer.redb";
 
@@ -44,11 +50,42 @@ pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
         let signals = ServerSignals::listen()?;
         let config = ServerConfig { reopen, ..config };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
-        let server = Server::bind(config, buffer).await?;
+        let server = Server::bind(config, Arc::clone(&buffer)).await?;
+        let page = buffer_page(args, buffer).await?;
         say(&format!("listening on {scheme}://{}", server.local_addr()));
         server.serve(signals.stop()).await;
+        // Dropped, its tasks end.
+        drop(page);
         Ok(String::new())
     })
+}
+
+/// Serves the page of a buffer, if it has one, and writes the file that it shows, until the tasks are dropped.
+async fn buffer_page(args: &ServeBufferArgs, buffer: Arc<Buffer>) -> Result<Option<JoinSet<()>>, Failure> {
+    let Some(listen) = args.dashboard else { return Ok(None) };
+    let token = args.dashboard_token_file.as_deref().map(token).transpose()?;
+    let status = Arc::new(RunStatus::new(&args.dir));
+    let write = move |buffer: &Buffer| {
+        let stats = buffer.stats().ok();
+        status.write(&[], stats.as_ref(), Some(buffer));
+    };
+    write(&buffer);
+    let page = open_page(DashboardConfig { listen, token, runs: vec![args.dir.clone()] }).await?;
+    if !args.quiet {
+        eprintln!("the page is at http://{}", page.local_addr());
+    }
+    let mut tasks = JoinSet::new();
+    tasks.spawn(page.serve(std::future::pending()));
+    tasks.spawn(async move {
+        let write = Arc::new(write);
+        loop {
+            tokio::time::sleep(STATUS_EVERY).await;
+            let (write, buffer) = (Arc::clone(&write), Arc::clone(&buffer));
+            // A panic of it was printed.
+            let _ = tokio::task::spawn_blocking(move || write(&buffer)).await;
+        }
+    });
+    Ok(Some(tasks))
 }
 
 /// Serves a reward model until a signal stops it.

@@ -479,6 +479,7 @@ impl Recipe {
             bitwise: self.rollout.bitwise,
             checkpoint_interval: self.checkpoint.interval,
             checkpoint: self.checkpoints(checkpoints),
+            logged_groups: self.log.samples,
             wait: self.batch_wait(),
         }
     }

@@ -4,7 +4,9 @@
 //! left; it never ends a run.
 
 mod encoding;
+mod otlp;
 mod tensorboard;
+mod upload;
 mod wandb;
 
 use std::io;
@@ -17,7 +19,9 @@ use crate::recipe::Recipe;
 use crate::recipe::words::WandbLog;
 use crate::report::Report;
 use crate::run_dir::RunDir;
+pub(crate) use otlp::SpanExporter;
 use tensorboard::{EventFile, EventSummary};
+use upload::Uploader;
 use wandb::OfflineRun;
 
 /// The trackers of a run.
@@ -25,6 +29,7 @@ use wandb::OfflineRun;
 pub(crate) struct Trackers {
     tensorboard: Option<EventFile>,
     wandb: Option<OfflineRun>,
+    uploader: Option<Uploader>,
 }
 
 impl Trackers {
@@ -34,17 +39,33 @@ impl Trackers {
         let directory = path.join("tensorboard");
         let first = if done.0 == 0 { 0 } else { done.0 + 1 };
         let tensorboard = log.tensorboard.then(|| EventFile::create(&directory, first));
-        let wandb = (log.wandb == WandbLog::Offline).then(|| {
+        let wandb = (log.wandb != WandbLog::Off).then(|| {
             let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
             OfflineRun::create(path, &name, &recipe.values())
         });
-        Self { tensorboard: opened("TensorBoard", tensorboard, report), wandb: opened("W&B", wandb, report) }
+        let (tensorboard, wandb) = (opened("TensorBoard", tensorboard, report), opened("W&B", wandb, report));
+        let online = wandb.as_ref().filter(|_| log.wandb == WandbLog::Online);
+        let started =
+            online.map(|run| Uploader::start("wandb", run.directory(), run_dir.logs().join("wandb.log")));
+        let uploader = started.transpose().unwrap_or_else(|error| {
+            report.note(&format!("the run is not uploaded to W&B while it goes on: {error}"));
+            None
+        });
+        Self { tensorboard, wandb, uploader }
     }
 
-    /// How the logs of W&B are uploaded, if there are any.
-    pub(crate) fn upload(&self) -> Option<String> {
-        let run = self.wandb.as_ref()?;
-        Some(format!("upload it to W&B with `wandb sync {}`", run.directory().display()))
+    /// Writes the ends of the logs. What is uploaded while the run goes on is uploaded to its end; of other logs of W&B the
+    /// terminal says how they are.
+    pub(crate) fn finish(&mut self, report: &Report) {
+        self.tensorboard = None;
+        let Some(run) = self.wandb.take() else { return };
+        let directory = run.directory().to_path_buf();
+        // The record of its end.
+        drop(run);
+        match self.uploader.take() {
+            Some(uploader) => uploader.finish(&directory, report),
+            None => report.note(&format!("upload it to W&B with `wandb sync {}`", directory.display())),
+        }
     }
 
     /// Writes a line of metrics; with the report of its step also distributions and samples.

@@ -201,6 +201,7 @@ fn rewards_of_turns_reach_the_gradient() {
         critic: None,
         compares_sampler: true,
         bitwise: None,
+        token_log: None,
     };
     let samples: Vec<_> = rows.iter().map(|row| row.sample).collect();
     let norm = learner.step(&samples, &objective, 1e-3).unwrap().grad_norm;

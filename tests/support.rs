@@ -309,7 +309,7 @@ impl Run {
     }
 }
 
-fn lines(path: &Path) -> Vec<Map<String, Value>> {
+pub(crate) fn lines(path: &Path) -> Vec<Map<String, Value>> {
     let text = std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }

@@ -19,6 +19,7 @@ mod gguf;
 mod hub_server;
 mod huggingface;
 mod learns;
+mod logs;
 mod memory;
 mod parity;
 mod recipes;

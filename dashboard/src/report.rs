@@ -45,7 +45,9 @@ const MAX_ENTRIES: usize = 500;
 #[non_exhaustive]
 pub enum ReportError {
     /// A directory is no run.
-    #[error("`{path}` is no run directory: it has neither `metrics.jsonl` nor `resolved.toml`")]
+    #[error(
+        "`{path}` is no run directory: it has neither `metrics.jsonl` nor `resolved.toml` nor `status.json`"
+    )]
     NotARun {
         /// The directory.
         path: PathBuf,

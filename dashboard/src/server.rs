@@ -30,7 +30,8 @@ const WRITE_STALL: Duration = Duration::from_secs(60);
 /// Longest time that requests in progress have after a stop.
 const STOP_TIME: Duration = Duration::from_secs(2);
 /// A run directory has one of these from its first moment on; metrics come after the first step.
-const RUN_FILES: [&str; 5] = ["metrics.jsonl", "resolved.toml", "recipe.toml", "run.json", "lock"];
+const RUN_FILES: [&str; 6] =
+    ["metrics.jsonl", "resolved.toml", "status.json", "recipe.toml", "run.json", "lock"];
 
 /// Where a page is served, and of what.
 #[derive(Clone, Debug)]
@@ -56,7 +57,9 @@ pub enum DashboardError {
         address: SocketAddr,
     },
     /// A directory is no run.
-    #[error("`{path}` is no run directory: it has neither `metrics.jsonl` nor `resolved.toml`")]
+    #[error(
+        "`{path}` is no run directory: it has neither `metrics.jsonl` nor `resolved.toml` nor `status.json`"
+    )]
     NotARun {
         /// The directory.
         path: PathBuf,

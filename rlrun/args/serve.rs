@@ -115,6 +115,12 @@ pub struct ServeBufferArgs {
     /// Host name that clients may use for a server on loopback, in addition to localhost; can be repeated
     #[arg(long = "allow-host", value_name = "NAME")]
     pub allow_hosts: Vec<String>,
+    /// Address and port of a page in the browser that shows the buffer; one that is not loopback needs a token file
+    #[arg(long, value_name = "ADDRESS")]
+    pub dashboard: Option<SocketAddr>,
+    /// File with the token that the page needs
+    #[arg(long, value_name = "FILE", requires = "dashboard")]
+    pub dashboard_token_file: Option<PathBuf>,
     /// Show nothing but the address and errors
     #[arg(short, long, action = ArgAction::SetTrue)]
     pub quiet: bool,

@@ -2,10 +2,11 @@
 //!
 //! Invariant: it reads files and takes no lock, so that it changes nothing about a run that is in progress.
 
-use dashboard::{DashboardConfig, DashboardError, DashboardServer};
+use dashboard::DashboardConfig;
 
 use crate::args::ViewArgs;
 use crate::failure::Failure;
+use crate::run_page::open_page;
 use crate::serve::{ServerSignals, runtime, say, token};
 
 /// Serves the page until a signal stops it.
@@ -15,12 +16,7 @@ pub(super) fn view(args: &ViewArgs) -> Result<String, Failure> {
     let needs_token = config.token.is_some();
     runtime()?.block_on(async {
         let signals = ServerSignals::listen()?;
-        let server = DashboardServer::bind(config).await.map_err(|error| match error {
-            DashboardError::Listen { address, source } => {
-                Failure::System { what: format!("listen on {address}"), source }
-            }
-            other => Failure::Argument(other.to_string()),
-        })?;
+        let server = open_page(config).await?;
         say(&format!("listening on http://{}", server.local_addr()));
         if needs_token {
             // The token itself stays out of terminals and logs.
@@ -44,7 +40,7 @@ mod tests {
             token_file: None,
         };
         for (listen, reason) in [
-            ("127.0.0.1:0", "is no run directory: it has neither `metrics.jsonl` nor `resolved.toml`"),
+            ("127.0.0.1:0", "is no run directory: it has neither `metrics.jsonl` nor `resolved.toml` nor"),
             ("0.0.0.0:0", "give a token with a token file"),
         ] {
             let error = view(&args(listen)).unwrap_err();

@@ -8,7 +8,8 @@ use std::io::Write;
 use serde_json::json;
 use trainer::report::Quarantined;
 
-use super::{Observer, ObserverInputs, readable};
+use super::samples::readable;
+use super::{Observer, ObserverInputs};
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::peers::Refused;
@@ -75,7 +76,7 @@ impl Observer<'_> {
             .map(|sample| sample.token_ids())
             .collect();
         let line =
-            json!({ "reason": reason, "sender": sender, "group": readable(group), "token_ids": tokens });
+            json!({ "reason": reason, "sender": sender, "group": readable(group, &[]), "token_ids": tokens });
         writeln!(file, "{line}").map_err(system)
     }
 }

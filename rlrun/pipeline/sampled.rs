@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use buffer::{Consumer, Producer};
+use buffer::{Buffer, Consumer, Producer};
 use model::turns;
 use rollout::scoring::Scorer;
 use rollout::{Network, Worker};
@@ -24,8 +24,20 @@ use crate::failure::{Failure, REQUEUE};
 use crate::observe::Observer;
 use crate::run_buffer::RunBuffer;
 use crate::sampler::{SamplerSetup, SamplerWeights};
+use crate::status::RunStatus;
+use crate::timeline::Timeline;
 use crate::trainer_progress::{self, TrainerPhase};
 use crate::watchdog::Watchdog;
+
+/// What the watchdog looks at and writes.
+struct WatchedRun {
+    consumer: Arc<dyn Consumer>,
+    hub: Hub,
+    /// The buffer, if it is in this process.
+    own: Option<Arc<Buffer>>,
+    status: Arc<RunStatus>,
+    timeline: Option<Arc<Timeline>>,
+}
 
 impl Run<'_> {
     /// Runs samplers and trainer until all steps are done or the run is stopped.
@@ -50,7 +62,7 @@ impl Run<'_> {
         };
         let RunServices { buffer, hub, registry, .. } = services;
         // The server ends with the training.
-        let RunBuffer { producer, consumer, server: _server, .. } = buffer;
+        let RunBuffer { producer, consumer, server: _server, own } = buffer;
         let StartingState { learner, directory, prepared, state, .. } = start;
         let rewards = prepared.rewards.clone().filter(|_| worker.is_some());
 
@@ -71,9 +83,14 @@ impl Run<'_> {
         let local =
             worker.map(|worker| SamplerThread::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
         let mut samplers = Samplers { local, registry, rewards };
+        let timeline = observer.open_timeline(trainer.time_s());
+        let status = Arc::new(RunStatus::new(self.run_dir.path()));
+        observer.report_to(&status);
         // The next watchdog sees the samplers too.
         drop(watchdog);
-        let watchdog = self.watch(&samplers, consumer, hub)?;
+        let watched = WatchedRun { consumer: Arc::clone(&consumer), hub, own: own.clone(), status, timeline };
+        let last = Arc::clone(&watched.status);
+        let watchdog = self.watch(&samplers, watched)?;
         let trained = self.steps(&mut trainer, &samplers, &weights, observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)
         });
@@ -84,6 +101,7 @@ impl Run<'_> {
         // The last version is saved however the sampler ended.
         let saved = trained.is_ok().then(|| observer.sync().and_then(|()| Ok(trainer.last_checkpoint()?)));
         samplers.stop_workers();
+        last.write(&["the run has ended".to_owned()], consumer.stats().ok().as_ref(), own.as_deref());
         // An error of the sampler stops the trainer, so it is reported first.
         joined?;
         let evaluation = trained?;
@@ -136,7 +154,8 @@ impl Run<'_> {
     }
 
     /// Starts the watchdog over trainer and samplers.
-    fn watch(&self, samplers: &Samplers, consumer: Arc<dyn Consumer>, hub: Hub) -> Result<Watchdog, Failure> {
+    fn watch(&self, samplers: &Samplers, watched: WatchedRun) -> Result<Watchdog, Failure> {
+        let WatchedRun { consumer, hub, own, status, timeline } = watched;
         let view = WatchdogView {
             progress: Arc::clone(&self.progress),
             local: samplers.local.as_ref().map(|sampler| Arc::clone(&sampler.progress)),
@@ -146,12 +165,23 @@ impl Run<'_> {
             peers: Arc::clone(&self.peers),
             heartbeat: Duration::from_secs_f64(self.recipe.deadlines.heartbeat_s),
             report: Arc::clone(&self.report),
+            status,
+            buffer: own,
         };
         let report = Arc::clone(&self.report);
         // With this status a controller starts the process again.
         let status = if self.listener.is_some() { i32::from(REQUEUE) } else { 1 };
         let end = move || std::process::exit(status);
         let limits = trainer_progress::limits(self.recipe);
-        Watchdog::start(limits, move || view.snapshot(), move |text| report.note(text), end)
+        let quiet = limits.quiet.as_secs_f64();
+        Watchdog::start(
+            limits,
+            move || view.snapshot(),
+            move |text| {
+                report.note(text);
+                timeline.iter().for_each(|timeline| timeline.stalled(quiet, text));
+            },
+            end,
+        )
     }
 }

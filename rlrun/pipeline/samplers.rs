@@ -9,11 +9,13 @@ use std::time::Duration;
 
 use ::rewards::{LoadCounts, RewardSet};
 use buffer::Producer;
-use rollout::{Progress, RolloutError, Worker};
+use rollout::{Activity, ActivityLog, Progress, RolloutError, Worker};
 
 use crate::failure::Failure;
 use crate::workers::registry::WorkerRegistry;
 
+/// Name of the sampler of this process.
+pub(super) const SAMPLER_NAME: &str = "sampler 0";
 /// Time for workers to leave a run that has ended. Later their requests fail, and they end.
 const LEAVING: Duration = Duration::from_secs(10);
 
@@ -31,6 +33,12 @@ impl Samplers {
     /// Counts of all samplers.
     pub(super) fn progress(&self) -> Progress {
         self.registry.progress(self.local.as_ref().map(SamplerThread::progress))
+    }
+
+    /// What each has done since the last call, by name.
+    pub(super) fn take_activity(&self) -> Vec<(String, Activity)> {
+        let local = self.local.as_ref().map(|local| (SAMPLER_NAME.to_owned(), local.activity.take()));
+        local.into_iter().chain(self.registry.take_activity()).collect()
     }
 
     /// Counts of their rewards since the last call.
@@ -63,6 +71,7 @@ impl Samplers {
 pub(super) struct SamplerThread {
     thread: JoinHandle<Result<(), RolloutError>>,
     pub(super) progress: Arc<Mutex<Progress>>,
+    activity: Arc<ActivityLog>,
 }
 
 impl SamplerThread {
@@ -72,7 +81,7 @@ impl SamplerThread {
         producer: Arc<dyn Producer>,
         stop: Arc<AtomicBool>,
     ) -> Result<Self, Failure> {
-        let progress = worker.progress();
+        let (progress, activity) = (worker.progress(), worker.activity());
         let work = move || {
             let result = worker.run(&*producer, &stop);
             if result.is_err() {
@@ -81,8 +90,8 @@ impl SamplerThread {
             result
         };
         let system = |source| Failure::System { what: "start the thread of the sampler".to_owned(), source };
-        let thread = std::thread::Builder::new().name("sampler 0".to_owned()).spawn(work).map_err(system)?;
-        Ok(Self { thread, progress })
+        let thread = std::thread::Builder::new().name(SAMPLER_NAME.to_owned()).spawn(work).map_err(system)?;
+        Ok(Self { thread, progress, activity })
     }
 
     fn progress(&self) -> Progress {

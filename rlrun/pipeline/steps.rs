@@ -36,7 +36,9 @@ impl Run<'_> {
             let version = trainer.version().0;
             self.progress.reach(trainer.version());
             let due = version == steps || (interval > 0 && version.is_multiple_of(interval));
+            let before = trainer.time_s();
             let evaluation = if due && !self.signals.stop_requested() { evaluate(trainer)? } else { None };
+            let evaluated = evaluation.is_some().then(|| before..trainer.time_s());
             self.progress.enter(TrainerPhase::Writing);
             let now = samplers.progress();
             // Workers report once a second; until the next report the last one counts.
@@ -49,6 +51,8 @@ impl Run<'_> {
                 push: weights.last()?,
                 lags: &lags,
                 evaluation: evaluation.as_ref(),
+                evaluated,
+                activity: &samplers.take_activity(),
                 rewards: &samplers.take_loads(),
                 refused: &refused,
                 sampler_before: window.0,

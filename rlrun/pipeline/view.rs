@@ -1,17 +1,18 @@
 //! What the watchdog sees of a run: its counters, and the phase of every role.
 //!
-//! Invariant: a snapshot changes nothing, except that it removes workers whose heartbeat is overdue, and workers that the hub
+//! Invariant: a snapshot changes nothing of the run, except that it removes workers whose heartbeat is overdue, and workers that the hub
 //! has excluded.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use buffer::Consumer;
+use buffer::{Buffer, Consumer};
 use rollout::Progress;
 use weights::{Hub, RejectedSubscriber};
 
 use crate::peers::Peers;
 use crate::report::Report;
+use crate::status::RunStatus;
 use crate::trainer_progress::TrainerProgress;
 use crate::watchdog::RunSnapshot;
 use crate::workers::registry::WorkerRegistry;
@@ -27,6 +28,10 @@ pub(super) struct WatchdogView {
     /// Time without a heartbeat after which a worker is removed.
     pub(super) heartbeat: Duration,
     pub(super) report: Arc<Report>,
+    /// Written with every snapshot, at most once a second.
+    pub(super) status: Arc<RunStatus>,
+    /// The buffer, if it is in this process.
+    pub(super) buffer: Option<Arc<Buffer>>,
 }
 
 impl WatchdogView {
@@ -68,6 +73,7 @@ impl WatchdogView {
             )
         }));
         roles.extend(self.progress.describe_rewards());
+        self.status.refresh(&roles, stats.as_ref(), self.buffer.as_deref());
         let busy = self.progress.is_busy(stats.as_ref());
         RunSnapshot { counts, roles, busy }
     }

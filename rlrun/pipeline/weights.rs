@@ -18,13 +18,11 @@ use weights::{
     DevicePublisher, DevicePush, DeviceSubscriber, Hub, HubPublisher, Lag, Publisher, PushCost, WeightsError,
 };
 
+use super::samplers::SAMPLER_NAME;
 use crate::failure::Failure;
 use crate::recipe::Recipe;
 use crate::recipe::words::{Ranks, WeightTransport};
 use crate::settings::SHARED_MEMORY;
-
-/// Name of the local sampler.
-const SAMPLER_NAME: &str = "sampler 0";
 
 /// The publisher of a run.
 pub(super) enum WeightPublishing {

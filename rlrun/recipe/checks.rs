@@ -50,6 +50,7 @@ pub(super) fn check(
     super::rewards::check(&mut raw, program.registry(), &mut checker);
     super::environment::check(&mut raw, program.environments(), &mut checker);
     super::endpoint::check(&mut raw, &mut checker);
+    super::log::check(&mut raw, &mut checker);
     if let Some(data) = &data {
         check_tokens(&raw, data.max_prompt_length, &mut checker);
     }
@@ -88,6 +89,7 @@ pub(super) fn check(
         checkpoint: raw.checkpoint,
         weights: raw.weights,
         log: raw.log,
+        dashboard: raw.dashboard,
         placement: raw.placement,
         deadlines: raw.deadlines,
     };

@@ -14,13 +14,14 @@ use source::{Field, Struct, Words, parse};
 mod source;
 
 /// The sources of the sections. Types of fields that are structs in one of them are sections too.
-const SECTIONS: [&str; 11] = [
+const SECTIONS: [&str; 12] = [
     include_str!("schema.rs"),
     include_str!("schema/algorithm.rs"),
     include_str!("schema/curation.rs"),
     include_str!("schema/data.rs"),
     include_str!("schema/endpoint.rs"),
     include_str!("schema/eval.rs"),
+    include_str!("schema/log.rs"),
     include_str!("schema/lora.rs"),
     include_str!("schema/placement.rs"),
     include_str!("schema/supervised.rs"),

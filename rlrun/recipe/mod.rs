@@ -16,6 +16,7 @@ pub(crate) mod endpoint;
 mod environment;
 mod eval;
 mod layers;
+mod log;
 pub(crate) mod manual;
 pub(crate) mod peers;
 mod placement;
@@ -39,8 +40,8 @@ pub use layers::{Origin, Origins};
 pub use resume::{Change, Resumption};
 use schema::{
     AlgorithmSection, ArithmeticSection, BufferSection, CheckpointSection, CriticSection, CurationSection,
-    Deadlines, EndpointSection, Eval, Log, Lora, PlacementSection, RandomModel, Rollout, SeedsSection,
-    Supervised, TrainerSection, Warmup, Weights,
+    DashboardSection, Deadlines, EndpointSection, Eval, Log, Lora, PlacementSection, RandomModel, Rollout,
+    SeedsSection, Supervised, TrainerSection, Warmup, Weights,
 };
 pub use source::Layer;
 use words::{ModelDtype, Overlong, Reduction};
@@ -94,6 +95,8 @@ pub struct Recipe {
     pub weights: Weights,
     /// Records in addition to the metrics.
     pub log: Log,
+    /// The live page of the run; the path in it is absolute.
+    pub dashboard: DashboardSection,
     /// How long one role waits for another.
     pub deadlines: Deadlines,
     /// Devices, processes and cores of each role.

@@ -54,6 +54,7 @@ fn to_raw(recipe: &Recipe) -> RawRecipe {
         checkpoint,
         weights,
         log,
+        dashboard,
         deadlines,
         ..
     } = recipe.clone();
@@ -83,6 +84,7 @@ fn to_raw(recipe: &Recipe) -> RawRecipe {
         checkpoint,
         weights,
         log,
+        dashboard,
         placement,
         deadlines,
     }

@@ -21,6 +21,7 @@ mod curation;
 mod data;
 mod endpoint;
 mod eval;
+mod log;
 mod lora;
 mod placement;
 mod supervised;
@@ -31,6 +32,7 @@ pub use curation::CurationSection;
 pub use data::{ArithmeticSection, RawData, SeedsSection};
 pub use endpoint::EndpointSection;
 pub use eval::{Correct, Eval, EvalSet};
+pub use log::{DashboardSection, Log};
 pub use lora::Lora;
 pub use placement::PlacementSection;
 pub use supervised::Supervised;
@@ -94,6 +96,8 @@ pub struct RawRecipe {
     pub weights: Weights,
     /// Logs in addition to the metrics.
     pub log: Log,
+    /// The live page, served by the run.
+    pub dashboard: DashboardSection,
     /// Time limits of waits between roles.
     pub deadlines: Deadlines,
 }
@@ -437,28 +441,6 @@ pub struct CheckpointSection {
 impl Default for CheckpointSection {
     fn default() -> Self {
         Self { interval: 50, keep_last: 2, keep_every: 0, asynchronous: true }
-    }
-}
-
-/// `[log]`: logs in addition to the metrics.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Log {
-    /// Groups written to `samples/` per step.
-    // resume = changes, worker = ignored
-    pub samples: usize,
-    /// Whether `tensorboard/` has event files: all metrics, distributions of a batch, and its first group as text. TRL
-    /// `report_to = "tensorboard"`.
-    // resume = changes, worker = ignored
-    pub tensorboard: bool,
-    /// Logs of Weights & Biases: `offline` writes them to `wandb/`, from where `wandb sync` uploads them.
-    // resume = changes, worker = ignored
-    pub wandb: WandbLog,
-}
-
-impl Default for Log {
-    fn default() -> Self {
-        Self { samples: 2, tensorboard: true, wandb: WandbLog::Off }
     }
 }
 

@@ -70,6 +70,8 @@ pub enum WandbLog {
     Off,
     /// Files that `wandb sync` uploads.
     Offline,
+    /// The same, uploaded while they are written by the user's `wandb` program.
+    Online,
 }
 
 /// Form of the trainer's ranks.

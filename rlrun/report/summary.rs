@@ -81,7 +81,7 @@ const CURVE_WIDTH: usize = 40;
 
 /// `values` as a curve of one line, and the means of its first and last column; `None` for less than two values. Values that are not
 /// finite are left out.
-fn curve(values: &[f64]) -> Option<(String, f64, f64)> {
+pub(crate) fn curve(values: &[f64]) -> Option<(String, f64, f64)> {
     const LEVELS: [char; 8] =
         ['\u{2581}', '\u{2582}', '\u{2583}', '\u{2584}', '\u{2585}', '\u{2586}', '\u{2587}', '\u{2588}'];
     let values: Vec<f64> = values.iter().copied().filter(|value| value.is_finite()).collect();

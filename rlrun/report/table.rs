@@ -33,7 +33,7 @@ const COLUMNS: [Column; 10] = [
 
 /// The columns that fit the width of the terminal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct TableLayout {
+pub(crate) struct TableLayout {
     /// Columns with a larger `spared` are hidden.
     spare: u8,
     /// Spaces between columns.
@@ -44,7 +44,7 @@ pub(super) struct TableLayout {
 
 impl TableLayout {
     /// The most columns that fit into `width` characters.
-    pub(super) fn fitting(width: usize) -> Self {
+    pub(crate) fn fitting(width: usize) -> Self {
         let most = COLUMNS.iter().map(|column| column.spared).max().unwrap_or(0);
         let layouts = (0..=most).rev().flat_map(|spare| [2, 1].map(move |gap| Self { spare, gap, width }));
         let mut layouts = layouts.skip_while(|layout| layout.taken() > width);
@@ -52,12 +52,12 @@ impl TableLayout {
     }
 
     /// The header of the table.
-    pub(super) fn header(self) -> String {
+    pub(crate) fn header(self) -> String {
         self.join(|column| column.name.to_owned())
     }
 
     /// A step as a row of the table, and its notes below.
-    pub(super) fn row(self, metrics: &Metrics) -> String {
+    pub(crate) fn row(self, metrics: &Metrics) -> String {
         let row = self.join(|column| (column.cell)(metrics));
         let indent = " ".repeat(COLUMNS[0].width + self.gap);
         let width = self.width.saturating_sub(indent.len()).max(20);
@@ -100,7 +100,7 @@ pub(super) fn line(metrics: &Metrics) -> String {
 }
 
 /// The text without line breaks and what else a terminal would obey.
-fn plain(text: &str) -> String {
+pub(crate) fn plain(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 

@@ -1,4 +1,4 @@
-"""TensorBoard's and W&B's own readers read what a run wrote: check.py RUN."""
+"""TensorBoard's, W&B's and Trackio's own readers read what a run wrote: check.py RUN."""
 
 import glob
 import json
@@ -45,3 +45,16 @@ for directory in glob.glob(os.path.join(run, "wandb", "offline-run-*")):
     for expected in ("finished", "reward/mean", os.path.basename(run)):
         assert expected in shown.stdout, shown.stdout
     print(f"ok W&B: {os.path.basename(directory)}")
+
+from trackio.sqlite_storage import SQLiteStorage
+
+name = os.path.basename(run)
+logs = SQLiteStorage.get_logs("rlrun", name)
+read = {(log["step"], key): value for log in logs for key, value in log.items() if key not in ("step", "timestamp")}
+for tag, values in written.items():
+    for step, value in values.items():
+        assert math.isclose(read[step, tag], value, rel_tol=1e-12, abs_tol=1e-30), (step, tag)
+traces = SQLiteStorage.get_traces("rlrun", name)
+assert traces and traces[0]["messages"][1]["role"] == "assistant", traces[:1]
+assert SQLiteStorage.get_run_config("rlrun", name)["trainer"]["steps"] == lines[-1]["step"]
+print(f"ok Trackio: {len(logs)} lines, {len(traces)} samples")

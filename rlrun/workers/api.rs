@@ -22,8 +22,8 @@ use super::registry::{Heartbeat, JoinRefused, WorkerRegistry, WorkerRole};
 /// Version of this protocol; other versions are refused.
 pub(crate) const PROTOCOL: u32 = 1;
 
-/// Longest body, bytes: a heartbeat with the counters of some rewards.
-const MAX_BODY: usize = 256 << 10;
+/// Longest body, bytes: a heartbeat with what a sampler did and the counters of some rewards.
+const MAX_BODY: usize = 1 << 20;
 
 const MESSAGE_PACK: &str = "application/msgpack";
 

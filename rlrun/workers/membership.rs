@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use ::rewards::LoadCounts;
 use ::rewards::reward_model::ModelServer;
-use ::rollout::Progress;
+use ::rollout::{Activity, Progress};
 use buffer::BufferError;
 use buffer::http::{Client, ClientConfig};
 use model::DESCRIPTION_FILES;
@@ -40,6 +40,10 @@ pub(crate) trait WorkerReport: Send + 'static {
     fn doing(&self) -> String;
     /// Its counters, if it samples.
     fn progress(&self) -> Option<Progress>;
+    /// What it has done since the last call, if it samples.
+    fn take_activity(&self) -> Activity {
+        Activity::default()
+    }
     /// The counters of its rewards since the last call.
     fn take_loads(&self) -> Vec<(String, LoadCounts)>;
     /// The reward that it serves, and the server's address.
@@ -273,17 +277,21 @@ impl HeartbeatThread {
         let mut heard = Instant::now();
         // Counters are sent until a heartbeat is acknowledged.
         let mut unacknowledged: Vec<(String, LoadCounts)> = Vec::new();
+        let mut activity = Activity::default();
         loop {
             let leaves = self.over.load(Ordering::Relaxed);
             unacknowledged.extend(report.take_loads());
+            activity.append(report.take_activity());
             let (doing, progress) = (report.doing(), report.progress());
             let serves = report.serves();
-            self.beat =
-                Heartbeat { doing, progress, serves, leaves, rewards: unacknowledged.clone(), ..self.beat };
+            let rewards = unacknowledged.clone();
+            let done = activity.clone();
+            self.beat = Heartbeat { doing, progress, serves, leaves, rewards, activity: done, ..self.beat };
             match self.client.ask_once::<HeartbeatReply>("/v1/run/beat", &self.beat, ANSWER) {
                 Ok(orders) => {
                     heard = Instant::now();
                     unacknowledged.clear();
+                    activity = Activity::default();
                     if orders.stop {
                         stop.store(true, Ordering::Relaxed);
                     }

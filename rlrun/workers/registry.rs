@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ::rewards::LoadCounts;
 use ::rewards::reward_model::ModelServer;
-use ::rollout::Progress;
+use ::rollout::{Activity, Progress};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
@@ -64,6 +64,9 @@ pub(crate) struct Heartbeat {
     pub(crate) doing: String,
     /// Its counters since it was started, if it samples.
     pub(crate) progress: Option<Progress>,
+    /// What it has done since the last acknowledged heartbeat, if it samples.
+    #[serde(default)]
+    pub(crate) activity: Activity,
     /// The counters of its rewards since the last acknowledged heartbeat.
     pub(crate) rewards: Vec<(String, LoadCounts)>,
     /// The reward that it serves, and the server's address.
@@ -139,6 +142,8 @@ struct RegistryState {
     /// Instances that the run has excluded.
     excluded: BTreeSet<u64>,
     loads: BTreeMap<String, LoadCounts>,
+    /// What workers have done and is not taken yet, by name.
+    activity: BTreeMap<String, Activity>,
     /// The newest instance.
     instance: u64,
     /// Lost instances that `on_lost` has not been called with yet.
@@ -212,7 +217,7 @@ impl WorkerRegistry {
     /// An invalid name, too many workers.
     pub(crate) fn heartbeat(&self, beat: Heartbeat) -> Result<HeartbeatReply, JoinRefused> {
         check_name(&beat.name)?;
-        let beat = beat.bounded();
+        let mut beat = beat.bounded();
         let mut state = self.state();
         state.check_capacity(Some(&beat.name))?;
         if state.excluded.contains(&beat.instance) {
@@ -229,7 +234,11 @@ impl WorkerRegistry {
             }
             state.loads.entry(name.clone()).or_default().add(counts.clone());
         }
-        let leaves = beat.leaves.then(|| beat.name.clone());
+        let (leaves, name) = (beat.leaves.then(|| beat.name.clone()), beat.name.clone());
+        let activity = std::mem::take(&mut beat.activity);
+        if state.activity.len() < MAX_WORKERS || state.activity.contains_key(&name) {
+            state.activity.entry(name).or_default().append(activity);
+        }
         state.put(beat);
         leaves.iter().for_each(|name| state.leave(name));
         let stop = state.stopping;
@@ -266,6 +275,11 @@ impl WorkerRegistry {
     /// The counters of all workers' rewards since the last call, by name.
     pub(crate) fn take_loads(&self) -> Vec<(String, LoadCounts)> {
         std::mem::take(&mut self.state().loads).into_iter().collect()
+    }
+
+    /// What the workers have done since the last call, by name.
+    pub(crate) fn take_activity(&self) -> Vec<(String, Activity)> {
+        std::mem::take(&mut self.state().activity).into_iter().collect()
     }
 
     /// The reward servers, by reward.
@@ -343,6 +357,7 @@ impl Heartbeat {
         self.rewards.truncate(MAX_REWARDS);
         self.rewards.retain(|(name, _)| name.len() <= MAX_NAME);
         self.rewards.iter_mut().filter_map(|(_, counts)| counts.example.as_mut()).for_each(cut);
+        self.activity = self.activity.bounded();
         self.serves = self.serves.filter(|(name, _)| name.len() <= MAX_NAME);
         if let Some(progress) = &mut self.progress {
             let Progress { busy_s, idle_s, stall_s, switch_s, .. } = progress;

@@ -11,7 +11,7 @@ use ::rewards::reward_model::ModelServer;
 use ::rewards::{LoadCounts, RewardSet};
 use ::rollout::applier::WeightSource;
 use ::rollout::scoring::Scorer;
-use ::rollout::{Network, Progress, Worker, WorkerConfig};
+use ::rollout::{Activity, ActivityLog, Network, Progress, Worker, WorkerConfig};
 use buffer::Producer;
 use buffer::http::ClientConfig;
 use device::device::DeviceLocation;
@@ -106,7 +106,11 @@ fn sample(
     let config = WorkerConfig { holder: Some(membership.joined.instance), ..recipe.worker() };
     let worker = Worker::new(config, sampler, Arc::clone(&prepared.train), scorer);
     let worker = worker.acting_in(prepared.episodes.clone());
-    status.start_sampling(worker.progress(), rewards);
+    status.start_sampling(SamplingParts {
+        progress: worker.progress(),
+        activity: worker.activity(),
+        rewards,
+    });
     eprintln!("sampling from {version} on");
     Ok(worker.run(&*producer, stop)?)
 }
@@ -237,7 +241,15 @@ struct SamplerStatus {
 #[derive(Debug, Default)]
 struct SamplerState {
     doing: String,
-    sampling: Option<(Arc<Mutex<Progress>>, Arc<RewardSet>)>,
+    sampling: Option<SamplingParts>,
+}
+
+/// What a worker that samples reports.
+#[derive(Debug)]
+struct SamplingParts {
+    progress: Arc<Mutex<Progress>>,
+    activity: Arc<ActivityLog>,
+    rewards: Arc<RewardSet>,
 }
 
 impl SamplerStatus {
@@ -246,10 +258,10 @@ impl SamplerStatus {
         doing.clone_into(&mut state.doing);
     }
 
-    fn start_sampling(&self, progress: Arc<Mutex<Progress>>, rewards: Arc<RewardSet>) {
+    fn start_sampling(&self, parts: SamplingParts) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.doing.clear();
-        state.sampling = Some((progress, rewards));
+        state.sampling = Some(parts);
     }
 }
 
@@ -260,8 +272,8 @@ impl WorkerReport for SamplerReport {
     fn doing(&self) -> String {
         let state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
         match (&state.doing[..], &state.sampling) {
-            ("", Some((progress, _))) => {
-                progress.lock().unwrap_or_else(PoisonError::into_inner).doing.to_string()
+            ("", Some(parts)) => {
+                parts.progress.lock().unwrap_or_else(PoisonError::into_inner).doing.to_string()
             }
             (doing, _) => doing.to_owned(),
         }
@@ -269,13 +281,18 @@ impl WorkerReport for SamplerReport {
 
     fn progress(&self) -> Option<Progress> {
         let state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let (progress, _) = state.sampling.as_ref()?;
-        Some(*progress.lock().unwrap_or_else(PoisonError::into_inner))
+        let parts = state.sampling.as_ref()?;
+        Some(*parts.progress.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn take_activity(&self) -> Activity {
+        let state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.sampling.as_ref().map(|parts| parts.activity.take()).unwrap_or_default()
     }
 
     fn take_loads(&self) -> Vec<(String, LoadCounts)> {
         let state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.sampling.as_ref().map(|(_, rewards)| rewards.take_loads()).unwrap_or_default()
+        state.sampling.as_ref().map(|parts| parts.rewards.take_loads()).unwrap_or_default()
     }
 
     fn serves(&self) -> Option<(String, ModelServer)> {

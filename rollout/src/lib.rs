@@ -1,7 +1,7 @@
 //! From tasks to scored groups.
 //!
 //! # Layout
-//! - [`worker`]: the rollout worker, the loop that ties everything together
+//! - [`worker`]: the rollout worker, the loop that ties everything together; [`activity`]: when it did what
 //! - [`sampler`]: [`Sampler`], the seam to a rollout engine; [`engine`]: the engine of this process, continuous batching
 //!   over a paged KV cache; [`applier`]: newer weights, staged concurrently with decoding
 //! - [`episode`]: episodes of turns in an environment, played with a sampler
@@ -17,6 +17,7 @@
 //! - An admitted slot ends in a finalized group or goes back to the buffer.
 //! - Every wait has a deadline, and its error names both roles.
 
+pub mod activity;
 pub mod applier;
 pub mod curation;
 pub mod engine;
@@ -30,6 +31,7 @@ pub mod scoring;
 pub mod tasks;
 pub mod worker;
 
+pub use activity::{Activity, ActivityLog};
 pub use engine::{
     Engine, EngineConfig, Interruption, LocalSampler, Network, ServeOn, ServedWeights, StopRules,
     UnpackedWeights,

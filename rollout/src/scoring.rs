@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use buffer::{BufferError, Finalized, Producer};
+use rewards::load::unix_seconds;
 use rewards::{PartScore, RewardInput, RewardSet};
 use serde_json::{Map, Value};
 use tokio::runtime::Handle;
@@ -17,6 +18,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use trajectory::{Component, Group, GroupId, Score, Task, Trajectory};
 
 use crate::RolloutError;
+use crate::activity::{ActivityLog, EpisodeTimes};
 use crate::curation::{Curation, CurationVerdict};
 use crate::episode::{Episode, EpisodeEnd, EpisodeFailure, FailureKind};
 
@@ -37,6 +39,10 @@ pub struct ScoreRequest {
     pub max_completion_length: usize,
     /// The episode.
     pub episode: Episode,
+    /// When its group got a slot, seconds since 1970.
+    pub admitted: f64,
+    /// When its last token was sampled, seconds since 1970.
+    pub sampled: f64,
 }
 
 /// Scores episodes and sends complete groups to the buffer.
@@ -47,6 +53,7 @@ pub struct Scorer {
     give_up: Arc<Notify>,
     runtime: Handle,
     open: GroupsInScoring,
+    activity: Arc<ActivityLog>,
 }
 
 /// Groups of which an episode has come and which are not with the buffer yet.
@@ -67,9 +74,11 @@ impl Scorer {
         let give_up = Arc::new(Notify::new());
         let open = GroupsInScoring::default();
         let capacity = capacity.max(1);
-        let scoring = Scoring { rewards, buffer, curation, capacity, open: Arc::clone(&open) };
+        let activity = Arc::<ActivityLog>::default();
+        let (times, still_open) = (Arc::clone(&activity), Arc::clone(&open));
+        let scoring = Scoring { rewards, buffer, curation, capacity, open: still_open, activity: times };
         let task = runtime.spawn(scoring.run(receiver, Arc::clone(&give_up)));
-        Self { sender, task, give_up, runtime: runtime.clone(), open }
+        Self { sender, task, give_up, runtime: runtime.clone(), open, activity }
     }
 
     /// Hands over an episode. While too many are being scored it waits, up to `wait`: back-pressure from the rewards.
@@ -95,6 +104,11 @@ impl Scorer {
         self.open.lock().unwrap_or_else(PoisonError::into_inner).contains(&group)
     }
 
+    /// Where the times of its episodes are written down; for the worker's phases too.
+    pub(crate) fn activity(&self) -> Arc<ActivityLog> {
+        Arc::clone(&self.activity)
+    }
+
     /// The runtime that rewards run on; environments run there too.
     pub(crate) fn runtime(&self) -> &Handle {
         &self.runtime
@@ -112,7 +126,7 @@ impl Scorer {
     /// # Errors
     /// What ended the scoring; a deadline.
     pub fn finish(self, grace: Duration, wait: Duration) -> Result<(), RolloutError> {
-        let Self { sender, mut task, give_up, runtime, open: _ } = self;
+        let Self { sender, mut task, give_up, runtime, .. } = self;
         drop(sender);
         let ended = runtime.block_on(async {
             match tokio::time::timeout(grace, &mut task).await {
@@ -140,6 +154,16 @@ impl Scorer {
 struct JudgedEpisode {
     request: ScoreRequest,
     part: Option<PartScore>,
+    /// When they had judged it, seconds since 1970.
+    scored: f64,
+}
+
+impl JudgedEpisode {
+    fn times(&self) -> EpisodeTimes {
+        let ScoreRequest { episode, admitted, sampled, .. } = &self.request;
+        let (group, index, scored) = (episode.group, episode.index, self.scored);
+        EpisodeTimes { group, index, admitted: *admitted, sampled: *sampled, scored, stored: scored }
+    }
 }
 
 /// A group of which some episodes are scored.
@@ -156,6 +180,13 @@ struct Scoring {
     curation: Option<Curation>,
     capacity: usize,
     open: GroupsInScoring,
+    activity: Arc<ActivityLog>,
+}
+
+/// A scored group, and when its episodes passed which station.
+struct TimedGroup {
+    group: Group,
+    times: Vec<EpisodeTimes>,
 }
 
 impl Scoring {
@@ -166,7 +197,7 @@ impl Scoring {
     ) -> Result<(), RolloutError> {
         let mut partial: HashMap<GroupId, PartialGroup> = HashMap::new();
         let mut judging: JoinSet<JudgedEpisode> = JoinSet::new();
-        let mut completing: JoinSet<Result<Group, RolloutError>> = JoinSet::new();
+        let mut completing: JoinSet<Result<TimedGroup, RolloutError>> = JoinSet::new();
         let mut storing: JoinSet<Result<(), RolloutError>> = JoinSet::new();
         let mut receiving = true;
         while receiving || !judging.is_empty() || !completing.is_empty() || !storing.is_empty() {
@@ -191,11 +222,13 @@ impl Scoring {
                         completing.spawn(settle(group, Arc::clone(&self.rewards)));
                     }
                 }
-                Some(group) = completing.join_next() => {
-                    let group = group.map_err(|_| RolloutError::Ended { who: "the scoring of a group" })??;
-                    self.opened().remove(&group.id);
+                Some(settled) = completing.join_next() => {
+                    let settled =
+                        settled.map_err(|_| RolloutError::Ended { who: "the scoring of a group" })??;
+                    self.opened().remove(&settled.group.id);
                     let (buffer, curation) = (Arc::clone(&self.buffer), self.curation.clone());
-                    storing.spawn_blocking(move || store(buffer.as_ref(), curation.as_ref(), group));
+                    let activity = Arc::clone(&self.activity);
+                    storing.spawn_blocking(move || store(&*buffer, curation.as_ref(), settled, &activity));
                 }
                 Some(stored) = storing.join_next() => {
                     stored.map_err(|_| RolloutError::Ended { who: "the storing of a group" })??;
@@ -217,7 +250,13 @@ impl Scoring {
 }
 
 /// Hands a group to the buffer if curation keeps it; if the buffer is full, its task is sampled again first.
-fn store(buffer: &dyn Producer, curation: Option<&Curation>, mut group: Group) -> Result<(), RolloutError> {
+fn store(
+    buffer: &dyn Producer,
+    curation: Option<&Curation>,
+    settled: TimedGroup,
+    activity: &ActivityLog,
+) -> Result<(), RolloutError> {
+    let TimedGroup { mut group, times } = settled;
     let id = group.id;
     let verdict = curation.map_or(Ok(CurationVerdict::Keep), |curation| curation.settle(&mut group))?;
     if verdict == CurationVerdict::Drop {
@@ -227,6 +266,7 @@ fn store(buffer: &dyn Producer, curation: Option<&Curation>, mut group: Group) -
     if buffer.finalize(group)? == Finalized::Full {
         return give_back(buffer, id, true);
     }
+    activity.stored(&times);
     Ok(())
 }
 
@@ -260,14 +300,15 @@ fn complete(partial: &mut HashMap<GroupId, PartialGroup>, new: JudgedEpisode) ->
 async fn judge(request: ScoreRequest, rewards: Arc<RewardSet>) -> JudgedEpisode {
     fail::fail_point!("reward-call");
     if matches!(request.episode.end, EpisodeEnd::Failed(_)) {
-        return JudgedEpisode { request, part: None };
+        return JudgedEpisode { request, part: None, scored: unix_seconds() };
     }
     let part = Some(rewards.begin(&request.reward_input()).await);
-    JudgedEpisode { request, part }
+    JudgedEpisode { request, part, scored: unix_seconds() }
 }
 
 /// Asks the rewards that judge a group, and makes it one.
-async fn settle(judged: Vec<JudgedEpisode>, rewards: Arc<RewardSet>) -> Result<Group, RolloutError> {
+async fn settle(judged: Vec<JudgedEpisode>, rewards: Arc<RewardSet>) -> Result<TimedGroup, RolloutError> {
+    let times = judged.iter().map(JudgedEpisode::times).collect();
     let (requests, parts): (Vec<ScoreRequest>, Vec<Option<PartScore>>) =
         judged.into_iter().map(|judged| (judged.request, judged.part)).unzip();
     let asked: Vec<bool> = parts.iter().map(Option::is_some).collect();
@@ -282,7 +323,8 @@ async fn settle(judged: Vec<JudgedEpisode>, rewards: Arc<RewardSet>) -> Result<G
         let score = if asked { scores.next().unwrap_or_default() } else { unscored(&episode) };
         trajectory(episode, score)
     });
-    Ok(Group { id, task, trajectories: trajectories.collect::<Result<_, _>>()? })
+    let group = Group { id, task, trajectories: trajectories.collect::<Result<_, _>>()? };
+    Ok(TimedGroup { group, times })
 }
 
 /// The score of an episode whose environment failed: it is counted as failed and not trained on.

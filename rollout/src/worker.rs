@@ -13,9 +13,11 @@ use std::time::{Duration, Instant};
 
 use buffer::{AdmitRequest, BufferError, Producer};
 use model::{DeviceTurn, Sampling};
+use rewards::load::unix_seconds;
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
+use crate::activity::ActivityLog;
 use crate::curation::{Curation, CurationCounts, Decision};
 use crate::episode::{Episode, EpisodeConfig, EpisodeDriver};
 use crate::prompts::PromptSet;
@@ -152,6 +154,7 @@ pub struct Worker {
     waiting_since: Instant,
     progress: Progress,
     shared: Arc<Mutex<Progress>>,
+    activity: Arc<ActivityLog>,
 }
 
 /// A group of which an episode has not ended.
@@ -161,6 +164,8 @@ struct OpenGroup {
     episodes: usize,
     /// Episodes that have not ended.
     left: usize,
+    /// When it got its slot, seconds since 1970.
+    admitted: f64,
 }
 
 impl Worker {
@@ -175,6 +180,7 @@ impl Worker {
         let progress = Progress { served: sampler.version(), ..Progress::default() };
         let shared = Arc::new(Mutex::new(progress));
         let episodes = EpisodeDriver::new(EpisodeConfig::single_turn(), scorer.runtime().clone());
+        let activity = scorer.activity();
         Self {
             config,
             sampler,
@@ -188,6 +194,7 @@ impl Worker {
             waiting_since: Instant::now(),
             progress,
             shared,
+            activity,
         }
     }
 
@@ -220,6 +227,12 @@ impl Worker {
     #[must_use]
     pub fn progress(&self) -> Arc<Mutex<Progress>> {
         Arc::clone(&self.shared)
+    }
+
+    /// Where its phases and the times of its episodes can be taken while it runs.
+    #[must_use]
+    pub fn activity(&self) -> Arc<ActivityLog> {
+        Arc::clone(&self.activity)
     }
 
     /// Samples until `stop` is set. Groups in flight are then given back to be sampled again.
@@ -289,6 +302,7 @@ impl Worker {
     /// Publishes the worker's next activity.
     fn begins(&mut self, phase: WorkerPhase) {
         self.progress.doing = phase;
+        self.activity.enter(phase);
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).doing = phase;
     }
 
@@ -354,6 +368,7 @@ impl Worker {
             return Ok(true);
         };
         self.applying_since = None;
+        self.activity.applied(applied.version, since.elapsed());
         self.progress.stall_s += applied.stalled.as_secs_f64();
         self.progress.served = applied.version;
         Ok(false)
@@ -381,6 +396,7 @@ impl Worker {
                 admitted => admitted?.pop(),
             };
             let Some(group) = group else { break };
+            let admitted = unix_seconds();
             let (task, prompt) = self.prompts.of(group);
             let whole = Decision::Start { group_size: self.config.group_size, max_turns: None };
             let decision = self.curation.as_ref().map_or(whole, |curation| curation.decide(group, task.id));
@@ -419,7 +435,7 @@ impl Worker {
             };
             let max_turns = max_turns.unwrap_or(usize::MAX);
             let episodes = self.episodes.start_within(&mut *self.sampler, task, request, max_turns)?;
-            self.open.insert(group, OpenGroup { episodes, left: episodes });
+            self.open.insert(group, OpenGroup { episodes, left: episodes, admitted });
             self.progress.groups += 1;
         }
         Ok(())
@@ -462,12 +478,14 @@ impl Worker {
             let group = episode.group;
             let Some(open) = self.open.get_mut(&group) else { continue };
             open.left -= 1;
-            let OpenGroup { episodes, left } = *open;
+            let OpenGroup { episodes, left, admitted } = *open;
             let request = ScoreRequest {
                 task: Arc::clone(self.prompts.of(group).0),
                 group_size: episodes,
                 max_completion_length: self.config.max_completion_length,
                 episode,
+                admitted,
+                sampled: unix_seconds(),
             };
             self.scorer.submit(request, self.config.wait)?;
             if left == 0 {

@@ -106,7 +106,14 @@ fn two_groups(sink: Box<dyn OutcomeSink>) -> CuratedRun {
             let task = Arc::clone(&task);
             // Once the scoring has failed it takes nothing more; the reason comes from `finish`.
             let _ = scorer.submit(
-                ScoreRequest { task, group_size: 4, max_completion_length: 24, episode: completion.into() },
+                ScoreRequest {
+                    task,
+                    group_size: 4,
+                    max_completion_length: 24,
+                    episode: completion.into(),
+                    admitted: 0.0,
+                    sampled: 0.0,
+                },
                 SOON,
             );
         }

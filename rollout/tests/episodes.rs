@@ -359,7 +359,9 @@ fn a_failed_environment_fails_its_trajectory_without_a_reward() {
     while !driver.is_idle() {
         for episode in driver.poll(&mut sampler, SOON).unwrap() {
             let task = task(episode.group.0, Prompt::Text("x".into()));
-            let request = ScoreRequest { task, group_size: 3, max_completion_length: 24, episode };
+            let (admitted, sampled) = (0.0, 0.0);
+            let request =
+                ScoreRequest { task, group_size: 3, max_completion_length: 24, episode, admitted, sampled };
             scorer.submit(request, SOON).unwrap();
         }
     }

@@ -146,6 +146,7 @@ impl Follower {
             learner: &mut learner,
             critic: command.critic.map(|(config, _)| CriticUpdate { config, network: critic.as_mut() }),
             reference: self.references.get(&command.network),
+            logged: &[],
         };
         // The leader reads the reports of the rows.
         let done = update.run(&batch).map(drop);

@@ -49,6 +49,7 @@ mod ranks;
 pub mod report;
 pub mod schedule;
 pub mod supervised;
+pub mod token_log;
 pub mod weight_publisher;
 
 pub mod trainer;

@@ -19,6 +19,7 @@ use crate::loss::value::{self, ValuePrediction};
 use crate::loss::{LossRow, PolicyLoss, Ratio, TokenLoss, weighted};
 use crate::loss_inputs::LossInputs;
 use crate::report::{LogprobMismatch, TokenSums};
+use crate::token_log::TokenLog;
 
 /// The policy loss of an algorithm over the rows of one minibatch.
 #[derive(Debug)]
@@ -38,6 +39,8 @@ pub struct PolicyObjective<'a> {
     pub compares_sampler: bool,
     /// The version at the start of the step, if its samples must have exactly the trainer's log-probabilities.
     pub bitwise: Option<PolicyVersion>,
+    /// Where log-probabilities at the start of the step are reported, and the index of the first row there.
+    pub token_log: Option<(&'a TokenLog, usize)>,
 }
 
 /// The value loss of a critic.
@@ -212,6 +215,9 @@ impl PolicyObjective<'_> {
     ) {
         let (inputs, sample) = (&self.inputs[index], self.rows[index].sample);
         let before = self.compares_sampler.then(|| inputs.start_logprobs.as_deref().unwrap_or(current));
+        if let (Some((log, first)), Some(before)) = (self.token_log, before) {
+            log.observe(first + index, before);
+        }
         let bitwise =
             self.bitwise.is_some_and(|version| sample.versions().iter().all(|run| run.version == version));
         // With the behavior policy as the anchor, the ratio of the loss is the importance ratio.

@@ -9,6 +9,7 @@ use trajectory::{Component, Group, PolicyVersion, Trajectory};
 
 use crate::batch::BatchCounts;
 use crate::loss::Clipped;
+use crate::token_log::RowTokens;
 
 /// Statistics of one training step.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -27,6 +28,8 @@ pub struct StepReport {
     pub sums: TokenSums,
     /// Statistics of the critic; `None` without one.
     pub critic: Option<CriticReport>,
+    /// Tokens of the first groups, as many groups as the configuration asks for.
+    pub tokens: Vec<RowTokens>,
     /// Gradient norm of the last update, before clipping.
     pub grad_norm: f32,
     /// Optimizer updates of the policy: one for each minibatch and epoch that has a gradient. With 0 the new version
@@ -216,11 +219,15 @@ pub struct CriticReport {
     pub grad_norm: f32,
 }
 
-/// Time of the phases of a step, seconds.
+/// Time of the phases of a step, seconds; times of day are seconds of the run, as those of [`Trainer::time_s`](crate::Trainer::time_s).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepTime {
     /// Waiting for a batch, seconds.
     pub wait_for_batch: f64,
+    /// When the batch was leased.
+    pub leased_at: f64,
+    /// When packing began.
+    pub trained_from: f64,
     /// Packing, forward, backward, optimizer.
     pub forward_backward: f64,
     /// Checkpoint of the previous step, if due: waiting for the one before, copying or writing.

@@ -71,6 +71,8 @@ pub struct TrainerConfig {
     pub checkpoint_interval: u64,
     /// How checkpoints are written.
     pub checkpoint: CheckpointWriterConfig,
+    /// Number of groups of a batch whose tokens are reported, the first ones.
+    pub logged_groups: usize,
     /// Deadline for a batch.
     pub wait: Duration,
 }
@@ -244,13 +246,14 @@ impl Trainer {
 
         // The sampler may use all cores while the trainer waits for a batch.
         let _reservation = self.learner.pool().reserve_core();
+        time.trained_from = self.time_s();
         let clock = Instant::now();
         let batch = BatchStatistics::of(&lease.groups, self.version);
         let learning_rate = self.config.schedule.at(self.version.0);
         let updates_before = self.learner.updates();
         self.publisher.drop_taken()?;
         let (counts, updated) = self.update(&lease.groups, learning_rate)?;
-        let UpdateResult { sums, grad_norm, critic } = updated;
+        let UpdateResult { sums, grad_norm, critic, tokens } = updated;
         fail::fail_point!("after-optimizer");
         self.version = self.version.next();
         self.trained_tokens += sums.tokens;
@@ -269,6 +272,7 @@ impl Trainer {
             dropped_stale: lease.dropped_stale,
             sums,
             critic,
+            tokens,
             grad_norm,
             updates: self.learner.updates() - updates_before,
             learning_rate,
@@ -378,6 +382,7 @@ impl Trainer {
             },
         };
         time.wait_for_batch = clock.elapsed().as_secs_f64();
+        time.leased_at = self.time_s();
         let clock = Instant::now();
         if let Some(colocation) = &mut self.colocation {
             let networks = networks(&mut self.learner, &mut self.auxiliary);
@@ -442,6 +447,7 @@ impl Trainer {
             learner: &mut self.learner,
             critic,
             reference: reference.as_ref(),
+            logged: &groups[..groups.len().min(self.config.logged_groups)],
         };
         match update.run(&batch)? {
             Ok(updated) => Ok((batch.counts, updated)),

@@ -4,8 +4,10 @@
 //! Invariant: a forward pass is made only if the algorithm needs it. With one update per batch the proximal policy is
 //! the current policy, so the scoring pass for its log-probabilities is skipped.
 
+use std::sync::Arc;
+
 use model::{Placement, Prediction};
-use trajectory::{PolicyVersion, Sample};
+use trajectory::{Group, PolicyVersion, Sample, Trajectory};
 
 use crate::TrainerError;
 use crate::algorithm::{Algorithm, Proximal};
@@ -17,6 +19,7 @@ use crate::loss::trajectory_balance;
 use crate::loss_inputs::{LossInputs, Scores, groups_to_score, groups_with_gradient, loss_inputs};
 use crate::objective::{PolicyObjective, ValueObjective, balance};
 use crate::report::{CriticReport, LogprobMismatch, TokenSums};
+use crate::token_log::{RowTokens, TokenLog};
 
 /// The updates of one batch, with all that they read and change.
 #[derive(Debug)]
@@ -33,6 +36,8 @@ pub(crate) struct PolicyUpdate<'a> {
     pub(crate) critic: Option<CriticUpdate<'a>>,
     /// The reference policy or teacher.
     pub(crate) reference: Option<&'a Frozen>,
+    /// The groups whose tokens are reported.
+    pub(crate) logged: &'a [Arc<Group>],
 }
 
 /// The critic of the updates of a batch.
@@ -50,6 +55,8 @@ pub(crate) struct UpdateResult {
     /// Gradient norm of the last update, before clipping.
     pub(crate) grad_norm: f32,
     pub(crate) critic: Option<CriticReport>,
+    /// The tokens of the rows of the groups that are reported.
+    pub(crate) tokens: Vec<RowTokens>,
 }
 
 /// A minibatch: whole groups that share one optimizer step.
@@ -57,6 +64,8 @@ struct Minibatch<'a, 'b> {
     rows: &'a [BatchRow<'b>],
     samples: Vec<&'b Sample>,
     inputs: &'a [LossInputs],
+    /// Index of the first row among the rows with a gradient.
+    first: usize,
 }
 
 impl PolicyUpdate<'_> {
@@ -82,15 +91,19 @@ impl PolicyUpdate<'_> {
                 rows,
                 samples: rows.iter().map(|row| row.sample).collect(),
                 inputs: &inputs[from..to],
+                first: from,
             }
         };
         let minibatches: Vec<Minibatch<'_, '_>> = minibatches.iter().map(cut).collect();
+        let logged = self.logged.iter().flat_map(|group| &group.trajectories);
+        let logged: Vec<&Sample> = logged.flat_map(Trajectory::samples).collect();
+        let log = TokenLog::new(&rows, &logged);
         let mut updated = UpdateResult::default();
         for epoch in 0..self.epochs {
             updated.sums = updated.sums.next_epoch();
             for minibatch in &minibatches {
                 let compares_sampler = epoch == 0 && (knows_start || self.learner.updates() == first);
-                if let Err(mismatch) = self.minibatch(minibatch, compares_sampler, &mut updated)? {
+                if let Err(mismatch) = self.minibatch(minibatch, compares_sampler, &log, &mut updated)? {
                     return Ok(Err((minibatch.rows[mismatch.row], mismatch)));
                 }
             }
@@ -98,6 +111,7 @@ impl PolicyUpdate<'_> {
         if let Some(report) = &mut updated.critic {
             report.describe(&inputs);
         }
+        updated.tokens = log.tokens(self.logged, &rows, &inputs);
         Ok(Ok(updated))
     }
 
@@ -107,6 +121,7 @@ impl PolicyUpdate<'_> {
         &mut self,
         minibatch: &Minibatch<'_, '_>,
         compares_sampler: bool,
+        log: &TokenLog,
         updated: &mut UpdateResult,
     ) -> Result<Result<(), LogprobMismatch>, TrainerError> {
         let log_z = self.log_z(minibatch)?;
@@ -121,6 +136,7 @@ impl PolicyUpdate<'_> {
             critic: value_loss,
             compares_sampler,
             bitwise: self.bitwise.then_some(self.version),
+            token_log: Some((log, minibatch.first)),
         };
         let (learner, rate) = (&mut *self.learner, self.learning_rate);
         let mut step = || learner.step(&minibatch.samples, &objective, rate);

@@ -379,6 +379,7 @@ fn batches() {
             critic: None,
             compares_sampler: true,
             bitwise: None,
+            token_log: None,
         };
         let mut sums = TokenSums::default();
         let expected = |key: &str| -> Vec<Value> {

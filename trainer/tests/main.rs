@@ -173,6 +173,7 @@ fn policy_step(learner: &mut Learner, groups: &[Arc<Group>], learning_rate: f32)
         critic: None,
         compares_sampler: true,
         bitwise: None,
+        token_log: None,
     };
     let samples: Vec<&Sample> = rows.iter().map(|row| row.sample).collect();
     let LearnerStep { grad_norm, reports } = learner.step(&samples, &objective, learning_rate).unwrap();

@@ -181,6 +181,7 @@ fn settings_of(algorithm: &Algorithm, files: &std::path::Path) -> TrainerConfig 
             asynchronous: true,
             wait: SOON,
         },
+        logged_groups: 1,
         wait: SOON,
     }
 }

@@ -69,6 +69,7 @@ fn bench_of<S>(
             asynchronous: true,
             wait: SOON,
         },
+        logged_groups: 1,
         wait: SOON,
     };
     std::fs::create_dir(&settings.checkpoint.checkpoints).unwrap();
@@ -128,6 +129,31 @@ fn a_step_makes_the_next_version_and_publishes_it() {
     assert_eq!(second.version, PolicyVersion(1));
     assert_ne!(first.digest(), second.digest());
     assert_eq!(&second.values[..], bench.trainer.learner().parameters().unwrap().values());
+}
+
+/// In a pass of its own, or in the first update: the reported log-probabilities are those before the step.
+#[test]
+fn the_tokens_of_the_first_groups_are_reported() {
+    for minibatches in [1, 2] {
+        let mut bench = bench(|config| {
+            (config.logged_groups, config.split.minibatches) = (1, minibatches);
+        });
+        (0..2).for_each(|_| put_off_policy(&bench.buffer, 0, &[1.0, 0.0], -0.25));
+        let before = bench.trainer.learner().parameters().unwrap().clone();
+        let report = bench.trainer.step().unwrap().unwrap();
+        let (first, tokens) = (&report.groups[0], &report.tokens);
+        let rows: Vec<_> = tokens.iter().map(|row| (row.group, row.index, row.branch)).collect();
+        assert_eq!(rows, [(first.id, 0, 0), (first.id, 1, 0)]);
+        let learner = Learner::new(LEARNER, config(), before.as_ref().clone(), None).unwrap();
+        for (row, trajectory) in tokens.iter().zip(&first.trajectories) {
+            let scored = &learner.score(&[&trajectory.sample]).unwrap()[0];
+            let expected: Vec<f64> = scored.iter().map(|token| f64::from(token.logprob)).collect();
+            assert_eq!(row.start_logprobs.as_ref().unwrap(), &expected);
+            assert_eq!(row.advantages.len(), trajectory.trained_tokens());
+            let sign = if row.index == 0 { 1.0 } else { -1.0 };
+            assert!(row.advantages.iter().all(|advantage| advantage * sign > 0.0));
+        }
+    }
 }
 
 /// The first version is published without a subscriber.

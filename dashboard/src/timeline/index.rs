@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use super::line::TimelineLine;
+use super::line::SpanLine;
 use crate::lines::LineSink;
 
 /// Most chunks of a file.
@@ -33,7 +33,7 @@ pub(super) struct TimelineNames {
 
 impl TimelineNames {
     /// Lane and kind of a span.
-    pub(super) fn of(&mut self, line: &TimelineLine<'_>) -> (u16, u16) {
+    pub(super) fn of(&mut self, line: &SpanLine<'_>) -> (u16, u16) {
         let other = |full: bool, name: &str| if full { "other".to_owned() } else { name.to_owned() };
         let lane = self.lanes.iter().position(|known| known == line.lane()).unwrap_or_else(|| {
             if self.lanes.len() < MAX_LANES {
@@ -181,7 +181,7 @@ impl LineSink for TimelineIndex {
 
     fn line(&mut self, line: &[u8]) {
         let end = self.offset + line.len() as u64 + 1;
-        let Some(parsed) = TimelineLine::parse(line) else {
+        let Some(parsed) = SpanLine::parse(line) else {
             self.unreadable += 1;
             return;
         };

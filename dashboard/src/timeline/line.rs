@@ -18,7 +18,7 @@ const MAX_VERSIONS: usize = 32;
 
 /// A line of the file. Times are seconds of the run.
 #[derive(Debug, Deserialize)]
-pub(super) struct TimelineLine<'a> {
+pub(super) struct SpanLine<'a> {
     #[serde(borrow)]
     lane: Cow<'a, str>,
     #[serde(borrow)]
@@ -41,7 +41,7 @@ pub(super) struct TimelineLine<'a> {
     sampler: Option<Cow<'a, str>>,
 }
 
-impl<'a> TimelineLine<'a> {
+impl<'a> SpanLine<'a> {
     /// `None` for what is no line of a timeline.
     pub(super) fn parse(line: &'a [u8]) -> Option<Self> {
         serde_json::from_slice(line).ok()

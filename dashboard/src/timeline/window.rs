@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::index::{TimelineChunk, TimelineIndex, TimelineNames};
-use super::line::TimelineLine;
+use super::line::SpanLine;
 use super::picture::{LanePicture, NewSpans, TimeRange, micros};
 use crate::lines::{for_each_line, open_inside};
 
@@ -117,7 +117,7 @@ impl TimelineAnswer {
         for chunk in std::mem::take(&mut self.chunks) {
             file.seek(SeekFrom::Start(chunk.bytes.0))?;
             for_each_line((&file).take(chunk.bytes.1 - chunk.bytes.0), |line| {
-                if let Some(line) = line.and_then(TimelineLine::parse) {
+                if let Some(line) = line.and_then(SpanLine::parse) {
                     self.add(&line, &mut contents);
                 }
                 true
@@ -126,7 +126,7 @@ impl TimelineAnswer {
         Ok(contents)
     }
 
-    fn add(&mut self, line: &TimelineLine<'_>, contents: &mut WindowContents) {
+    fn add(&mut self, line: &SpanLine<'_>, contents: &mut WindowContents) {
         let times = (line.start, line.end());
         if !self.range.touches(times) {
             return;

@@ -1,0 +1,190 @@
+//! The lines of `timeline.jsonl`: what the trainer, the samplers, the rewards and the weights did around a step, and the way of
+//! its first trajectories.
+//!
+//! Invariant: what samplers report is bounded, also of trajectories that no step ever trains on.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use ::weights::PushCost;
+use rewards::LoadCounts;
+use rollout::activity::{EpisodeTimes, PhaseSpan};
+use rollout::{Activity, WorkerPhase};
+use trainer::StepReport;
+use trajectory::{GroupId, PolicyVersion};
+
+use super::ObserverInputs;
+use crate::timeline::{SampledTimes, TRAINER, Timeline, TimelineLine, TimelineSpan, TimelineTrajectory};
+
+/// Most episodes whose times are kept until a step trains on them.
+const MAX_WAITING: usize = 65_536;
+/// A span of the trainer that is shorter is left out, seconds.
+const BRIEF: f64 = 1e-4;
+
+/// Writes the timeline of a run.
+#[derive(Debug)]
+pub(super) struct SpanWriter {
+    timeline: Arc<Timeline>,
+    /// Trajectories of a step that are written.
+    trajectories: usize,
+    /// Times of episodes that no step has trained on, and their samplers.
+    waiting: BTreeMap<(GroupId, u32), (EpisodeTimes, Arc<str>)>,
+}
+
+impl SpanWriter {
+    pub(super) fn new(timeline: Arc<Timeline>, trajectories: usize) -> Self {
+        Self { timeline, trajectories, waiting: BTreeMap::new() }
+    }
+
+    /// Writes down a step.
+    pub(super) fn step(&mut self, inputs: &ObserverInputs<'_>) {
+        let mut lines = Vec::new();
+        trainer(&mut lines, inputs);
+        for (sampler, activity) in inputs.activity {
+            self.sampler(&mut lines, sampler, activity);
+        }
+        for (name, load) in inputs.rewards {
+            self.reward(&mut lines, name, load);
+        }
+        lines.extend(inputs.push.map(|push| pushed(inputs.step, push)));
+        self.trajectories(&mut lines, inputs.step);
+        self.timeline.write(&lines);
+    }
+
+    fn sampler(&mut self, lines: &mut Vec<TimelineLine>, name: &str, activity: &Activity) {
+        for PhaseSpan { phase, start, end, version } in &activity.phases {
+            let (kind, note) = described(*phase);
+            let (start, end) = (self.timeline.second(*start), self.timeline.second(*end));
+            let lane = name.to_owned().into();
+            let note = (!note.is_empty()).then(|| note.into());
+            let version = *version;
+            lines.push(TimelineLine::Span(TimelineSpan {
+                lane,
+                kind,
+                start,
+                end,
+                version,
+                note,
+                ..TimelineSpan::default()
+            }));
+        }
+        let name: Arc<str> = name.into();
+        for times in &activity.episodes {
+            self.waiting.insert((times.group, times.index), (*times, Arc::clone(&name)));
+        }
+        while self.waiting.len() > MAX_WAITING {
+            self.waiting.pop_first();
+        }
+    }
+
+    fn reward(&self, lines: &mut Vec<TimelineLine>, name: &str, load: &LoadCounts) {
+        for busy in load.busy.iter().filter(|busy| busy.start.is_finite() && busy.end.is_finite()) {
+            // The evaluation before the first step.
+            if self.timeline.second(busy.start) < 0.0 {
+                continue;
+            }
+            lines.push(TimelineLine::Span(TimelineSpan {
+                lane: format!("reward {name}").into(),
+                kind: "score",
+                start: self.timeline.second(busy.start),
+                end: self.timeline.second(busy.end),
+                count: Some(busy.scored),
+                ..TimelineSpan::default()
+            }));
+        }
+    }
+
+    /// The first trajectories of the batch; forgets the times of all.
+    fn trajectories(&mut self, lines: &mut Vec<TimelineLine>, step: &StepReport) {
+        let (leased, trained_from) = (step.time.leased_at, step.time.trained_from);
+        let end = trained_from + step.time.forward_backward;
+        // The version before the step is the one that is trained.
+        let trained = PolicyVersion(step.version.0.saturating_sub(1));
+        let mut left = self.trajectories;
+        for group in &step.groups {
+            for trajectory in &group.trajectories {
+                let known = self.waiting.remove(&(group.id, trajectory.index));
+                if left == 0 {
+                    continue;
+                }
+                left -= 1;
+                let start = known.as_ref().map_or(leased, |(times, _)| self.timeline.second(times.admitted));
+                let sampled = known.map(|(times, sampler)| SampledTimes {
+                    sampled: self.timeline.second(times.sampled),
+                    scored: self.timeline.second(times.scored),
+                    stored: self.timeline.second(times.stored),
+                    sampler: sampler.to_string(),
+                });
+                let mut versions: Vec<PolicyVersion> =
+                    trajectory.sample.versions().iter().map(|run| run.version).collect();
+                versions.dedup();
+                lines.push(TimelineLine::Trajectory(TimelineTrajectory {
+                    group: group.id,
+                    index: trajectory.index,
+                    step: step.version.0,
+                    lag: trajectory.oldest_version().staleness_at(trained),
+                    versions,
+                    start,
+                    sampled,
+                    leased,
+                    end,
+                }));
+            }
+        }
+    }
+}
+
+/// What the trainer did for a step, in order.
+fn trainer(lines: &mut Vec<TimelineLine>, inputs: &ObserverInputs<'_>) {
+    let (step, time) = (inputs.step.version.0, &inputs.step.time);
+    let asked = time.leased_at - time.wait_for_batch;
+    let trained = time.trained_from + time.forward_backward;
+    let evaluated = inputs.evaluated.clone().unwrap_or_default();
+    for (kind, start, end) in [
+        ("save_checkpoint", asked - time.save_checkpoint, asked),
+        ("wait_for_batch", asked, time.leased_at),
+        ("phase_switch", time.leased_at, time.leased_at.max(time.trained_from)),
+        ("forward_backward", time.trained_from, trained),
+        ("weight_sync", trained, trained + time.weight_sync),
+        ("evaluate", evaluated.start, evaluated.end),
+    ] {
+        if end - start >= BRIEF {
+            let (lane, step) = (TRAINER.into(), Some(step));
+            lines.push(TimelineLine::Span(TimelineSpan {
+                lane,
+                kind,
+                start,
+                end,
+                step,
+                ..TimelineSpan::default()
+            }));
+        }
+    }
+}
+
+fn pushed(step: &StepReport, push: PushCost) -> TimelineLine {
+    let start = step.time.trained_from + step.time.forward_backward;
+    TimelineLine::Span(TimelineSpan {
+        lane: "weights".into(),
+        kind: "push",
+        start,
+        end: start + push.took.as_secs_f64(),
+        version: Some(push.version),
+        bytes: Some(push.delta_bytes.unwrap_or(push.full_bytes)),
+        ..TimelineSpan::default()
+    })
+}
+
+/// The kind of a phase, and what it waits for.
+fn described(phase: WorkerPhase) -> (&'static str, &'static str) {
+    match phase {
+        WorkerPhase::Starting => ("start", ""),
+        WorkerPhase::Decoding => ("sample", ""),
+        WorkerPhase::Stepping => ("wait", "environments"),
+        WorkerPhase::Admitting => ("wait", "the buffer, asked for slots"),
+        WorkerPhase::Waiting => ("wait", "a slot or newer weights: the trainer has to advance"),
+        WorkerPhase::HandingOver => ("wait", "rewards: too many completions are being scored"),
+        WorkerPhase::Applying => ("apply_weights", ""),
+        WorkerPhase::Stopping => ("stop", ""),
+    }
+}
