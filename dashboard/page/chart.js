@@ -58,6 +58,7 @@ export class Chart {
   update(curves, runs, { log, smooth, axis, range, x }) {
     this.log.setAttribute("aria-pressed", String(log));
     const several = runs.length > 1;
+    this.several = several;
     // Of several runs parts are lines: areas would hide each other.
     const stack = this.stacked && !several;
     if (stack) [log, smooth] = [false, 0];
@@ -190,7 +191,7 @@ export class Chart {
       if (!line || line.edge) return [];
       const value = shown(line, position);
       const [low, high] = interval(line);
-      const ends = low === null || high === null ? "" : ` (${number(low)}–${number(high)})`;
+      const ends = this.several || low === null || high === null ? "" : ` (${number(low)}–${number(high)})`;
       const swatch = el("i", { "aria-hidden": "true" });
       swatch.style.borderTopColor = line.stroke;
       swatch.style.borderTopStyle = line.dash.length === 0 ? "solid" : line.dash[0] > 3 ? "dashed" : "dotted";

@@ -99,7 +99,7 @@ function compareControl() {
   }
   const known = shared?.of === `${run} ${step()}` ? shared.steps : [];
   if (other() === null && known.length === 0) return el("span", { class: "dim compare", tabindex: "-1" }, "no other step has these tasks");
-  const options = [["", other() === null ? "compare with …" : "no comparison"], ...known.map((one) => [one.step, `step ${one.step} (${one.tasks} tasks)`])];
+  const options = [["", other() === null ? "compare with …" : "no comparison"], ...known.map((one) => [one.step, `step ${one.step} (${one.tasks === 1 ? "1 task" : `${one.tasks} tasks`})`])];
   if (other() !== null && !known.some((one) => one.step === other())) options.push([other(), `step ${other()}`]);
   const picker = el("select", { class: "compare", "aria-label": "Compare with the same tasks at step", onchange: () => set({ other: picker.value }, { replace: false }) },
     options.map(([value, name]) => el("option", { value, selected: String(value) === String(other() ?? "") }, name)));

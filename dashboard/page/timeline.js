@@ -118,7 +118,7 @@ function showKeys() {
       mark.style.setProperty("--of", lagColor(lag));
       return el("li", {}, mark, lag === 4 ? "lag 4 and more" : `lag ${lag}`);
     }),
-    ...["generate", "reward", "queue", "train"].map(phase));
+    ...["generate", "reward", "queue", "train", ...(answer.trajectories.some((one) => one.sampled === undefined) ? ["elsewhere"] : [])].map(phase));
 }
 
 function paintSpan(pen, span, { left, width, top, height }) {

@@ -29,7 +29,7 @@ const MAX_MARKS: usize = 60;
 /// Most waits that the sentence names.
 const MAX_CLAUSES: usize = 4;
 /// A shorter share of the time is no reason for a sentence.
-const LEAST_SHARE: f64 = 0.005;
+const LEAST_SHARE: f64 = 0.01;
 
 /// The range that is asked for.
 #[derive(Clone, Copy, Debug, Default, Deserialize)]
