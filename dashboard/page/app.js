@@ -42,7 +42,7 @@ async function refresh() {
     problem.hidden = true;
   } catch (error) {
     showTabs();
-    problem.textContent = error instanceof TypeError ? "The server does not answer; the page shows what it had." : error.message;
+    problem.textContent = error.message;
     problem.hidden = false;
   }
   busy = false;

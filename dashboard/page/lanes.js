@@ -34,7 +34,7 @@ export class Lanes {
   constructor({ label, rowHeight, paint, describe, onzoom, onreset }) {
     Object.assign(this, { label, rowHeight, paint, describe, onzoom, onreset, rows: [], marks: [], bands: [], from: 0, to: 1 });
     this.canvas = el("canvas", {
-      tabindex: "0", role: "img", "aria-label": label, onpointerdown: (event) => this.press(event), onpointermove: (event) => this.move(event),
+      tabindex: "0", role: "application", "aria-label": label, onpointerdown: (event) => this.press(event), onpointermove: (event) => this.move(event),
       onpointerup: (event) => this.release(event), onpointercancel: () => this.cancel(), onpointerleave: () => this.hover(null), ondblclick: () => onreset(), onkeydown: (event) => this.key(event),
     });
     this.details = el("output", { class: "details", "aria-live": "polite" });
@@ -107,7 +107,10 @@ export class Lanes {
     pen.strokeStyle = css("--grid");
     pen.fillStyle = css("--dim");
     pen.textBaseline = "alphabetic";
-    for (let at = Math.ceil(this.from / every) * every; at <= this.to; at += every) {
+    const first = Math.ceil(this.from / every);
+    // A bound, because a range may be too short for its numbers to differ.
+    for (let tickAt = 0; tickAt < 100 && (first + tickAt) * every <= this.to; tickAt += 1) {
+      const at = (first + tickAt) * every;
       pen.beginPath();
       pen.moveTo(this.x(at), 14);
       pen.lineTo(this.x(at), height);

@@ -13,7 +13,7 @@ function part({ x, y }, from, to) {
 }
 
 function curves({ keys, run, x = "step", from, to }) {
-  const runs = Object.entries(report.curves[x]).filter(([name]) => run === undefined || name === run);
+  const runs = Object.entries(report.curves[x] ?? report.curves.step).filter(([name]) => run === undefined || name === run);
   return Object.fromEntries(runs.map(([name, all]) => [name, Object.fromEntries(Object.entries(all).filter(([key]) => !keys || keys.includes(key)).map(([key, curve]) => [key, part(curve, from, to)]))]));
 }
 

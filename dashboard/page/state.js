@@ -41,7 +41,9 @@ export async function api(path, parameters = {}) {
   if (report) return answer(path, parameters);
   const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== undefined && value !== ""));
   const headers = token() ? { authorization: `Bearer ${token()}` } : {};
-  const response = await fetch(`api/${path}?${query}`, { headers });
+  const response = await fetch(`api/${path}?${query}`, { headers }).catch(() => {
+    throw new Error("The server does not answer; the page shows what it had.");
+  });
   if (!response.ok) throw new Error(await response.text());
   return response.json();
 }

@@ -20,9 +20,13 @@ const COLUMNS = {
 
 // One object per token of a row.
 function tokensOf(row) {
-  const versions = (row.versions ?? []).flatMap(({ version, len }) => Array(Math.min(len, 100000)).fill(version));
-  return (row.texts ?? []).map((text, at) => ({
-    at, text, id: row.token_ids?.[at], trained: row.loss_mask?.[at] === 1, behavior: row.behavior_logprobs?.[at] ?? null,
+  const texts = Array.isArray(row.texts) ? row.texts : [];
+  const versions = [];
+  for (const { version, len } of Array.isArray(row.versions) ? row.versions : []) {
+    for (let count = 0; count < len && versions.length < texts.length; count += 1) versions.push(version);
+  }
+  return texts.map((text, at) => ({
+    at, text: String(text), id: row.token_ids?.[at], trained: row.loss_mask?.[at] === 1, behavior: row.behavior_logprobs?.[at] ?? null,
     trainer: row.trainer_logprobs?.[at] ?? null, advantage: row.advantages?.[at] ?? null, version: versions[at] ?? null,
   }));
 }

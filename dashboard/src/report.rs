@@ -27,6 +27,10 @@ use crate::{status, tokens};
 pub const MAX_REPORT_BYTES: usize = 20_000_000;
 /// Bytes of the page itself, at most.
 const PAGE_BYTES: usize = 400_000;
+/// Bytes of names and last values above which metrics are left out.
+const OVERVIEW_BYTES: usize = 4_000_000;
+/// Metrics that are in every report.
+const MIN_METRICS: usize = 100;
 /// Most bytes of curves.
 const CURVE_BYTES: usize = 9_000_000;
 /// Most points of all curves over one axis.
@@ -86,17 +90,11 @@ pub fn report(runs: &[PathBuf]) -> Result<String, ReportError> {
     }
     let catalog = RunCatalog::open(runs);
     catalog.catch_up();
-    let (screen, _) = first_screen(&catalog);
     let mut budget = ReportBudget { left: MAX_REPORT_BYTES - PAGE_BYTES };
-    let overview = json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "runs": catalog.describe(),
-        "panels": screen["panels"],
-        "names": screen["names"],
-    });
+    let (overview, keys) = overview(&catalog);
     budget.left = budget.left.saturating_sub(escaped(&overview).len());
     let mut of_curves = ReportBudget { left: CURVE_BYTES.min(budget.left / 2) };
-    let curves = curves(&catalog, &screen, &mut of_curves);
+    let curves = curves(&catalog, &keys, &mut of_curves);
     budget.left = budget.left.saturating_sub(escaped(&curves).len());
     let (mut of_runs, mut remaining) = (Map::new(), runs.len());
     for run in catalog.iter() {
@@ -145,23 +143,41 @@ fn escaped(value: &Value) -> String {
         .replace('\u{2029}', "\\u2029")
 }
 
-/// Curves by axis, run and metric. Those of the first screen come first, so that they are the last to be left out.
-fn curves(catalog: &RunCatalog, screen: &Value, budget: &mut ReportBudget) -> Value {
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let of_panels = screen["panels"].as_array().into_iter().flatten();
-    let mut keys: Vec<String> =
-        of_panels.flat_map(|panel| panel["keys"].as_array().into_iter().flatten().map(text)).collect();
-    for name in screen["names"].as_array().into_iter().flatten().map(text) {
-        if !keys.contains(&name) {
-            keys.push(name);
+/// Runs, panels, names and last values, and the names: those of the first screen first. Of very many metrics the last ones are
+/// left out.
+fn overview(catalog: &RunCatalog) -> (Value, Vec<String>) {
+    let (screen, shown) = first_screen(catalog);
+    let mut runs = catalog.describe();
+    let mut keys = shown;
+    let mut known: BTreeSet<String> = keys.iter().cloned().collect();
+    let names = screen["names"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    keys.extend(names.filter(|name| known.insert((*name).to_owned())).map(str::to_owned));
+    loop {
+        let overview = json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "runs": runs,
+            "panels": screen["panels"],
+            "names": keys,
+        });
+        if escaped(&overview).len() <= OVERVIEW_BYTES || keys.len() <= MIN_METRICS {
+            return (overview, keys);
+        }
+        keys.truncate((keys.len() / 2).max(MIN_METRICS));
+        let kept: BTreeSet<&String> = keys.iter().collect();
+        for last in runs.iter_mut().filter_map(|run| run["last"].as_object_mut()) {
+            last.retain(|name, _| kept.contains(name));
         }
     }
+}
+
+/// Curves of these metrics by axis, run and metric, as far as they fit.
+fn curves(catalog: &RunCatalog, keys: &[String], budget: &mut ReportBudget) -> Value {
     let runs = catalog.iter().count();
     let pixels = (CURVE_POINTS / 2 / (runs * keys.len()).max(1)).clamp(1, MAX_PIXELS);
     let axes = [("step", CurveAxis::Step), ("tokens", CurveAxis::Tokens), ("time", CurveAxis::Time)];
     let mut all: Vec<Map<String, Value>> =
         axes.iter().map(|_| catalog.iter().map(|run| (run.name().to_owned(), json!({}))).collect()).collect();
-    'keys: for key in &keys {
+    'keys: for key in keys {
         for run in catalog.iter() {
             let contents = run.contents();
             let drawn =

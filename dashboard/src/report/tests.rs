@@ -108,6 +108,25 @@ fn a_report_is_bounded_whatever_the_run() {
 }
 
 #[test]
+fn very_many_metrics_are_bounded_too() {
+    let directory = tempfile::tempdir().unwrap();
+    let roots: Vec<PathBuf> =
+        (0..MAX_RUNS).map(|index| run(directory.path(), &index.to_string(), 1)).collect();
+    for (index, root) in roots.iter().enumerate() {
+        // Every byte of a name takes six, and every run has names of its own.
+        let name = |metric: usize| format!("\"{}{index}/{metric}\":1", "<".repeat(180));
+        let metrics: Vec<String> = (0..1000).map(name).collect();
+        let line = format!("{{\"step\":1,\"reward/mean\":0.5,{}}}\n", metrics.join(","));
+        std::fs::write(root.join("metrics.jsonl"), line).unwrap();
+    }
+    let html = report(&roots).unwrap();
+    assert!(html.len() <= MAX_REPORT_BYTES, "{} bytes", html.len());
+    let data = data(&html);
+    assert_eq!(data["curves"]["step"]["63"]["reward/mean"]["y"], json!([0.5]));
+    assert_eq!(data["overview"]["runs"][63]["last"]["reward/mean"], 0.5);
+}
+
+#[test]
 fn what_is_no_run_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let error = report(&[directory.path().to_owned()]).unwrap_err();

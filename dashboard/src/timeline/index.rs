@@ -256,7 +256,8 @@ mod tests {
                 format!(r#"{{"lane":"lane {number}","kind":"kind {number}","start":0,"end":1,"new":[]}}"#);
             index.line(line.as_bytes());
         }
-        for broken in ["{\"lane\":\"a\"}", "[]", "{\"lane\":\"trainer\",\"ki", "1e999"] {
+        let far = "{\"lane\":\"a\",\"kind\":\"b\",\"start\":0,\"end\":1e300}";
+        for broken in ["{\"lane\":\"a\"}", "[]", "{\"lane\":\"trainer\",\"ki", far] {
             index.line(broken.as_bytes());
         }
         assert_eq!((index.names.lanes.len(), index.names.kinds.len()), (MAX_LANES, MAX_KINDS));

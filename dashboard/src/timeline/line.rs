@@ -13,6 +13,8 @@ use crate::events::cut;
 pub(super) const MAX_NOTE_BYTES: usize = 500;
 /// Longest name of a lane or kind, bytes.
 const MAX_NAME_BYTES: usize = 80;
+/// Latest time that is believed, seconds; beyond it sums and differences are not exact.
+const MAX_SECONDS: f64 = 1e12;
 /// Most versions of a trajectory that are shown.
 const MAX_VERSIONS: usize = 32;
 
@@ -44,7 +46,8 @@ pub(super) struct SpanLine<'a> {
 impl<'a> SpanLine<'a> {
     /// `None` for what is no line of a timeline.
     pub(super) fn parse(line: &'a [u8]) -> Option<Self> {
-        serde_json::from_slice(line).ok()
+        let line: Self = serde_json::from_slice(line).ok()?;
+        (line.start.abs().max(line.end.abs()) <= MAX_SECONDS).then_some(line)
     }
 
     pub(super) fn lane(&self) -> &str {
