@@ -4,10 +4,14 @@ import { api, get, list, onChange, page, set, token } from "./state.js";
 import { duration, el, number } from "./dom.js";
 import * as overview from "./overview.js";
 import * as samples from "./samples.js";
+import * as timeline from "./timeline.js";
+import * as buffer from "./buffer.js";
 import * as recipe from "./recipe.js";
 import * as events from "./events.js";
+import * as about from "./about.js";
+import { report } from "./report.js";
 
-const VIEWS = { overview, samples, recipe, events };
+const VIEWS = { overview, samples, timeline, buffer, recipe, events, about };
 // A quick run writes several lines a second; the page waits so long for more of them, milliseconds.
 const PAUSE = 500;
 
@@ -38,7 +42,7 @@ async function refresh() {
     problem.hidden = true;
   } catch (error) {
     showTabs();
-    problem.textContent = error instanceof TypeError ? "The server does not answer; the page shows what it had." : error.message;
+    problem.textContent = error.message;
     problem.hidden = false;
   }
   busy = false;
@@ -124,7 +128,7 @@ function showRuns() {
 
 // One stream for all tabs of a browser, because browsers allow six connections to a server: the tab that has the lock owns
 // the stream and passes on what it says. Without locks (a page that is neither local nor encrypted) every tab has its own.
-const tabsOfBrowser = navigator.locks && "BroadcastChannel" in window ? new BroadcastChannel("rlrun") : null;
+const tabsOfBrowser = !report && navigator.locks && "BroadcastChannel" in window ? new BroadcastChannel("rlrun") : null;
 let owned = null;
 let timer = null;
 let stale = false;
@@ -160,7 +164,9 @@ function follow() {
   };
 }
 
-if (tabsOfBrowser) {
+if (report) {
+  connection.textContent = "report";
+} else if (tabsOfBrowser) {
   tabsOfBrowser.onmessage = (event) => hear(event.data);
   tabsOfBrowser.postMessage({ ask: true });
   // The lock is free again when its tab is closed.

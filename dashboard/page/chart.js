@@ -37,9 +37,10 @@ function valueRange(low, high) {
 }
 
 export class Chart {
-  constructor({ title, keys, sync, onzoom, onreset, onlog, onremove }) {
+  constructor({ title, keys, stacked, sync, onzoom, onreset, onlog, onremove }) {
     this.keys = keys;
     this.names = shortened(keys);
+    this.stacked = stacked;
     this.title = title;
     this.sync = sync;
     this.onzoom = onzoom;
@@ -57,19 +58,34 @@ export class Chart {
   update(curves, runs, { log, smooth, axis, range, x }) {
     this.log.setAttribute("aria-pressed", String(log));
     const several = runs.length > 1;
+    this.several = several;
+    // Of several runs parts are lines: areas would hide each other.
+    const stack = this.stacked && !several;
+    if (stack) [log, smooth] = [false, 0];
     const lines = [];
     runs.forEach((run) => this.keys.forEach((key, index) => {
       const curve = curves[run.name]?.[key];
       if (!curve) return;
-      const look = several ? { stroke: color(run.index), dash: DASHES[index % 8] } : { stroke: color(index), dash: [] };
+      // The ends of an interval look like their metric.
+      const base = this.keys.indexOf(key.replace(/_(low|high)$/, ""));
+      const at = base < 0 ? index : base;
+      const look = several ? { stroke: color(run.index), dash: DASHES[at % 8] } : { stroke: color(at), dash: [] };
       // A logarithm has no place for 0 and less.
       const y = log ? curve.y.map((value) => (value > 0 ? value : null)) : curve.y;
-      lines.push({ run: run.name, key, label: [several && run.name, (!several || this.keys.length > 1) && this.names[index]].filter(Boolean).join(" "), x: curve.x, y, last: run.last[key], ...look });
+      lines.push({ run: run.name, key, label: [several && run.name, (!several || this.keys.length > 1) && this.names[index]].filter(Boolean).join(" "), x: curve.x, y, last: run.last[key], edge: base >= 0 && base !== index, ...look });
     }));
     const tables = [];
     const series = [{}];
     this.lines = [];
+    const edges = new Map();
     for (const line of lines) {
+      if (line.edge) {
+        tables.push([line.x, line.y]);
+        edges.set(`${line.run} ${line.key}`, series.length);
+        series.push({ stroke: line.stroke, alpha: 0.35, width: 0.7, points: { show: false } });
+        this.lines.push(line);
+        continue;
+      }
       // A single point has no line.
       const points = { show: line.x.length < 40, size: 4 };
       if (smooth > 0 && line.x.length > 2) {
@@ -85,20 +101,39 @@ export class Chart {
     }
     // Points of other curves leave `undefined`, which lines pass over; `null` is a gap.
     const data = tables.length === 0 ? [[], []] : tables.length === 1 ? tables[0] : uPlot.join(tables, tables.map(() => [1]));
-    const shape = JSON.stringify([log, axis, lines.map((line) => [line.label, line.stroke]), smooth > 0, range]);
+    if (stack) this.pile(data, series);
+    const bands = [...edges].filter(([name]) => name.endsWith("_high") && edges.has(name.replace(/_high$/, "_low")))
+      .map(([name, high]) => ({ series: [high, edges.get(name.replace(/_high$/, "_low"))], fill: `${series[high].stroke}22` }));
+    const shape = JSON.stringify([log, axis, lines.map((line) => [line.label, line.stroke]), smooth > 0, range, stack]);
     if (this.chart && this.shape === shape) {
       this.chart.setData(data);
     } else {
       this.shape = shape;
-      this.draw(data, series, { log, range, x });
+      this.draw(data, series, { log, range, x, bands });
     }
     this.showLegend();
-    const words = lines.map((line) => `${line.label} ${number(line.last)}`).join(", ");
+    const words = lines.filter((line) => !line.edge).map((line) => `${line.label} ${number(line.last)}`).join(", ");
     this.plot.setAttribute("role", "img");
     this.plot.setAttribute("aria-label", `${this.title} over ${x}; last values: ${words}`);
   }
 
-  draw(data, series, { log, range, x }) {
+  // Draws each line on top of those behind it in the list; the legend keeps the values.
+  pile(data, series) {
+    const below = data[0].map(() => 0);
+    for (let at = data.length - 1; at >= 1; at -= 1) {
+      let last = 0;
+      this.lines[at - 1].values = data[at];
+      // A line that has no point here has its last value.
+      data[at] = data[at].map((value, index) => {
+        last = value ?? last;
+        below[index] += last;
+        return below[index];
+      });
+      series[at].fill = series[at].stroke;
+    }
+  }
+
+  draw(data, series, { log, range, x, bands }) {
     this.chart?.destroy();
     const axis = { stroke: css("--dim"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     const options = {
@@ -118,6 +153,7 @@ export class Chart {
         { ...axis, size: 46, gap: 4, space: 28, values: (u, ticks) => ticks.map(tick) },
       ],
       series,
+      bands,
       hooks: {
         setCursor: [() => this.showLegend()],
         setSelect: [(u) => {
@@ -146,13 +182,20 @@ export class Chart {
       }
       return null;
     };
+    const shown = (line, position) => (hovered ? at(line.values ?? this.chart.data[position + 1] ?? []) : line.last);
+    const interval = (line) => ["low", "high"].map((end) => {
+      const position = this.lines.findIndex((other) => other?.edge && other.run === line.run && other.key === `${line.key}_${end}`);
+      return position < 0 ? null : shown(this.lines[position], position);
+    });
     const items = this.lines.flatMap((line, position) => {
-      if (!line) return [];
-      const value = hovered ? at(this.chart.data[position + 1] ?? []) : line.last;
+      if (!line || line.edge) return [];
+      const value = shown(line, position);
+      const [low, high] = interval(line);
+      const ends = this.several || low === null || high === null ? "" : ` (${number(low)}–${number(high)})`;
       const swatch = el("i", { "aria-hidden": "true" });
       swatch.style.borderTopColor = line.stroke;
       swatch.style.borderTopStyle = line.dash.length === 0 ? "solid" : line.dash[0] > 3 ? "dashed" : "dotted";
-      return [el("li", { title: `${line.run} ${line.key}`, "data-key": line.key, "data-run": line.run }, swatch, el("span", { class: "name" }, line.label), el("b", {}, number(value)))];
+      return [el("li", { title: `${line.run} ${line.key}`, "data-key": line.key, "data-run": line.run }, swatch, el("span", { class: "name" }, line.label), el("b", {}, number(value) + ends))];
     });
     this.at.textContent = hovered ? `${this.x} ${number(this.chart.data[0][index])}` : "";
     this.legend.classList.toggle("single", items.length === 1);

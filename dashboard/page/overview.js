@@ -63,10 +63,11 @@ function layOut(all, shape) {
   charts = new Map();
   drawn = shape;
   const rows = new Map();
-  for (const { row, title, keys } of all) {
+  for (const { row, title, keys, stacked } of all) {
     const chart = new Chart({
       title,
       keys,
+      stacked,
       sync: "overview",
       onzoom: (from, to) => set({ range: `${Number(from.toPrecision(6))}..${Number(to.toPrecision(6))}` }, { replace: false }),
       onreset: () => set({ range: "" }),

@@ -2,6 +2,8 @@
 
 import { api, currentRun, get, page, runNames, set } from "./state.js";
 import { debounce, el, number, runSelect } from "./dom.js";
+import { showPairs } from "./compare.js";
+import { tokenPanel } from "./tokens.js";
 
 const root = document.getElementById("samples");
 const controls = el("div", { class: "controls" });
@@ -36,12 +38,30 @@ export async function show() {
     return;
   }
   await showSearch();
-  await showPage(0);
+  if (other() === null) {
+    await showPage(0);
+    await showTokens();
+    return;
+  }
+  const now = JSON.stringify([run, step(), other()]);
+  if (now === drawn) return;
+  drawn = now;
+  await showPairs({ run, step: step(), other: other() }, groups, status);
 }
+
+// The step whose groups of the same tasks are shown beside those of this step.
+const other = () => (steps.includes(Number(get("other"))) && get("other") !== "" && Number(get("other")) !== step() ? Number(get("other")) : null);
+
+// What groups are asked for beside their step.
+const filters = () => ({ text: get("text"), reward_from: get("from"), reward_to: get("to"), stop: get("stop"), differing: get("differing") === "1" ? "true" : "" });
+
+// Reasons to stop of the step, and steps that share tasks with it, as far as they were asked for.
+let stops = [];
+let shared = null;
 
 let shownControls = "";
 function showControls() {
-  const now = JSON.stringify([run, runNames(), steps.length, steps.at(-1), step()]);
+  const now = JSON.stringify([run, runNames(), steps.length, steps.at(-1), step(), stops, shared, other(), get("stop"), get("differing")]);
   if (now === shownControls) return;
   shownControls = now;
   const position = steps.indexOf(step());
@@ -56,8 +76,52 @@ function showControls() {
       el("button", { "aria-label": "Previous step", disabled: position <= 0, onclick: () => go(position - 1) }, "‹"),
       picker,
       el("button", { "aria-label": "Next step", disabled: position >= steps.length - 1, onclick: () => go(position + 1) }, "›")),
-    text,
+    ...(other() === null ? [text, ...filterControls()] : []),
+    compareControl(),
     el("form", { role: "search", onsubmit: (event) => { event.preventDefault(); set({ search: all.value }); } }, all, " ", el("button", {}, "search")));
+}
+
+function filterControls() {
+  const bound = (key, label) => {
+    const input = el("input", { type: "number", step: "any", placeholder: label, "aria-label": `Reward ${label === "≥" ? "at least" : "at most"}`, value: get(key), oninput: debounce(() => set({ [key]: input.value }), 250) });
+    return input;
+  };
+  const stop = el("select", { "aria-label": "Stop reason", onchange: () => set({ stop: stop.value }) },
+    [["", "any stop reason"], ...[...new Set([...stops, get("stop")])].filter(Boolean).map((name) => [name, name])].map(([value, name]) => el("option", { value, selected: value === get("stop") }, name)));
+  const differing = el("input", { type: "checkbox", checked: get("differing") === "1", onchange: () => set({ differing: differing.checked ? "1" : "" }) });
+  return [el("label", {}, "reward ", bound("from", "≥"), bound("to", "≤")), stop, el("label", {}, differing, " only different rewards")];
+}
+
+// A button that looks for steps with the same tasks, and then a choice among them.
+function compareControl() {
+  if (other() === null && shared?.of !== `${run} ${step()}`) {
+    return el("button", { onclick: async () => { shared = { of: `${run} ${step()}`, steps: (await api("shared", { run, step: step() })).steps }; showControls(); controls.querySelector(".compare")?.focus(); } }, "same tasks at other steps");
+  }
+  const known = shared?.of === `${run} ${step()}` ? shared.steps : [];
+  if (other() === null && known.length === 0) return el("span", { class: "dim compare", tabindex: "-1" }, "no other step has these tasks");
+  const options = [["", other() === null ? "compare with …" : "no comparison"], ...known.map((one) => [one.step, `step ${one.step} (${one.tasks === 1 ? "1 task" : `${one.tasks} tasks`})`])];
+  if (other() !== null && !known.some((one) => one.step === other())) options.push([other(), `step ${other()}`]);
+  const picker = el("select", { class: "compare", "aria-label": "Compare with the same tasks at step", onchange: () => set({ other: picker.value }, { replace: false }) },
+    options.map(([value, name]) => el("option", { value, selected: String(value) === String(other() ?? "") }, name)));
+  return picker;
+}
+
+// The tokens of the trajectory that the URL names, below its group.
+let tokensOf = "";
+let panel = null;
+async function showTokens() {
+  const [of, index] = get("tokens").split(".");
+  const now = JSON.stringify([run, step(), of, index]);
+  if (now === tokensOf && (panel === null || panel.isConnected)) return;
+  tokensOf = now;
+  panel?.remove();
+  panel = null;
+  const article = index === undefined ? null : [...groups.children].find((one) => one.dataset.group === of);
+  if (!article) return;
+  const made = await tokenPanel({ run, step: step(), group: of, index }, () => set({ tokens: "" }));
+  if (now !== tokensOf || !article.isConnected) return;
+  panel = made;
+  article.append(panel);
 }
 
 async function showSearch() {
@@ -83,9 +147,11 @@ async function more(text, before) {
 }
 
 async function showPage(offset) {
-  const asked = { run, step: step(), offset, text: get("text") };
+  const asked = { run, step: step(), offset, ...filters() };
   const answer = await api("samples", asked);
-  if (asked.step !== step() || asked.text !== get("text")) return;
+  if (JSON.stringify(asked) !== JSON.stringify({ run, step: step(), offset, ...filters() })) return;
+  stops = answer.stops ?? [];
+  showControls();
   if (offset === 0) {
     const now = JSON.stringify([asked, answer]);
     if (now === drawn) return;
@@ -93,7 +159,7 @@ async function showPage(offset) {
   }
   const seen = offset + answer.groups.length;
   const skipped = answer.skipped_lines > 0 ? `; ${answer.skipped_lines} lines are incomplete or too long` : "";
-  status.textContent = `step ${answer.step}: ${seen} of ${answer.matching} groups${asked.text ? " with the text" : ""}${skipped}`;
+  status.textContent = `step ${answer.step}: ${seen} of ${answer.matching} groups${Object.values(filters()).some(Boolean) ? " that match" : ""}${skipped}`;
   const cards = answer.groups.map(group);
   if (answer.next !== null) {
     const next = el("button", { onclick: async () => { next.remove(); await showPage(answer.next); } }, "more groups");
@@ -109,7 +175,7 @@ function group(of) {
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
   const spread = Math.sqrt(rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / rewards.length);
   const names = [...new Set(trajectories.flatMap((one) => (one.components ?? []).map((component) => component.name)))];
-  return el("article", { class: "group", "aria-label": `Group ${of.group}` },
+  return el("article", { class: "group", "aria-label": `Group ${of.group}`, "data-group": of.group },
     el("header", {},
       el("h2", {}, `group ${of.group}`),
       el("span", { class: "dim" }, `task ${of.task}`),
@@ -117,10 +183,10 @@ function group(of) {
       spread === 0 && el("span", { class: "badge warn" }, "equal rewards"),
       of.answer !== null && of.answer !== undefined && el("span", {}, "answer ", el("code", {}, typeof of.answer === "string" ? of.answer : JSON.stringify(of.answer)))),
     of.prompt && el("pre", { class: "prompt", "aria-label": "Prompt", tabindex: "0" }, of.prompt),
-    el("div", { class: "side", tabindex: "0", role: "group", "aria-label": "Trajectories" }, trajectories.map((one, index) => trajectory(one, index, mean, names))));
+    el("div", { class: "side", tabindex: "0", role: "group", "aria-label": "Trajectories" }, trajectories.map((one, index) => trajectory(one, index, mean, names, of.group))));
 }
 
-function trajectory(of, index, mean, names) {
+function trajectory(of, index, mean, names, group) {
   const difference = typeof of.reward === "number" ? of.reward - mean : null;
   const sign = difference === null ? "" : difference > 1e-9 ? "up" : difference < -1e-9 ? "down" : "";
   const versions = (of.versions ?? []).map((span) => span.version);
@@ -131,6 +197,7 @@ function trajectory(of, index, mean, names) {
       const component = (of.components ?? []).find((one) => one.name === name);
       return [name, component?.error ? "failed" : number(component?.value), component?.error ? "down" : "", component?.error ?? undefined];
     }).filter(([name, value]) => names.length > 1 || name !== "environment" || value !== "–"),
+    typeof of.advantage === "number" && ["advantage", `${of.advantage > 0 ? "+" : ""}${number(of.advantage)}`],
     ["tokens", number(of.tokens)],
     ["stop", of.stop ?? "–"],
     ["version", versions.length > 1 ? `${Math.min(...versions)}–${Math.max(...versions)}` : versions[0] ?? "–"],
@@ -143,6 +210,7 @@ function trajectory(of, index, mean, names) {
   return el("section", { class: `trajectory ${sign}`, "aria-label": `Trajectory ${index + 1}` },
     el("dl", {}, facts.map(([name, value, mark, title]) => el("div", { title }, el("dt", {}, name), el("dd", { class: mark }, String(value))))),
     text(of),
+    el("button", { class: "small", "aria-label": `Tokens of trajectory ${index + 1} of group ${group}`, onclick: () => set({ tokens: `${group}.${of.index ?? index}` }) }, "tokens"),
     details.length > 0 && el("details", {}, el("summary", {}, "reward details"),
       details.map((component) => el("pre", {}, `${component.name}: ${component.error ?? JSON.stringify(component.details, null, 1)}`))));
 }

@@ -1,5 +1,7 @@
 // The state of the page and its requests. What a reader would want to share is in the hash of the URL.
 
+import { answer, report } from "./report.js";
+
 const listeners = new Set();
 let hash = new URLSearchParams(location.hash.slice(1));
 
@@ -36,9 +38,12 @@ export const token = () => sessionStorage.getItem("token");
 
 // An answer of the API as JSON. An error has the text of the server.
 export async function api(path, parameters = {}) {
+  if (report) return answer(path, parameters);
   const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== undefined && value !== ""));
   const headers = token() ? { authorization: `Bearer ${token()}` } : {};
-  const response = await fetch(`api/${path}?${query}`, { headers });
+  const response = await fetch(`api/${path}?${query}`, { headers }).catch(() => {
+    throw new Error("The server does not answer; the page shows what it had.");
+  });
   if (!response.ok) throw new Error(await response.text());
   return response.json();
 }

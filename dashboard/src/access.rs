@@ -53,7 +53,8 @@ impl std::fmt::Debug for PageAccess {
 
 /// Refuses requests without the token or with a foreign host name, and adds the headers.
 pub(crate) async fn guard(State(access): State<PageAccess>, request: Request, next: Next) -> Response {
-    let is_api = request.uri().path().starts_with("/api/");
+    let path = request.uri().path();
+    let is_api = path.starts_with("/api/") || path == "/metrics";
     let mut response = if access.token.is_none() && !is_local_host(request.headers()) {
         let why = "this server answers to localhost and to loopback addresses; use one of them in the URL";
         (StatusCode::MISDIRECTED_REQUEST, why).into_response()

@@ -46,10 +46,22 @@ impl RunCatalog {
         self.runs.iter().find(|run| run.name() == name)
     }
 
+    /// Whether a file has a part that the next look reads.
+    fn behind(&self) -> bool {
+        self.runs.iter().any(|run| run.root().is_dir() && run.timeline().behind())
+    }
+
     /// State and values of all runs.
     pub(crate) fn describe(&self) -> Vec<Value> {
         let now = SystemTime::now();
         self.runs.iter().map(|run| run.contents().describe(run.name(), now)).collect()
+    }
+
+    /// Reads all parts of long files.
+    pub(crate) fn catch_up(&self) {
+        while self.behind() {
+            self.refresh();
+        }
     }
 
     /// Reads what is new. Returns the revision of every run, by name.
@@ -63,7 +75,10 @@ pub(crate) async fn follow(catalog: Arc<RunCatalog>, revisions: watch::Sender<Ma
     let mut ticks = tokio::time::interval(POLL_INTERVAL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
-        ticks.tick().await;
+        // A long file is read in parts without a pause.
+        if !catalog.behind() {
+            ticks.tick().await;
+        }
         let catalog = Arc::clone(&catalog);
         // A file system may be slow. A panic was printed; the next look reads on.
         let Ok(new) = tokio::task::spawn_blocking(move || catalog.refresh()).await else { continue };

@@ -2,9 +2,12 @@
 //!
 //! - `lines`: complete lines of a growing file; `table`: the metrics of a run as columns; `downsample`: at most two points
 //!   per pixel; `events`: the events and remarks of a run
-//! - `samples`: sampled groups, their pages and their search; `recipe`: resolved values with their origins
-//! - `run`: one run directory; `catalog`: all runs of a page; `panels`: the first screen
+//! - `samples`: sampled groups, their pages and their search; `tokens`: the tokens of one trajectory; `compare`: the same
+//!   tasks at two steps; `recipe`: resolved values with their origins
+//! - `timeline`: what each role did when; `status`: what the roles do now; `about`: environment and timings
+//! - `run`: one run directory; `catalog`: all runs of a page; `panels`: the first screen; `prometheus`: their last values
 //! - `access`: token, host and headers; `routes`, `stream`: the API; `page`: the embedded files; `server`: connections
+//! - `report`: the same page as one file, with the answers of the API in it; `bundle`: its scripts as one
 //!
 //! Invariant: a run directory is only read. Nothing is written into it or locked, and no file outside it is opened. Memory
 //! and responses have limits that do not depend on the size of the files.
@@ -22,19 +25,28 @@
 //! # }
 //! ```
 
+mod about;
 mod access;
+mod bundle;
 mod catalog;
+mod compare;
 mod downsample;
 mod events;
 mod lines;
 mod page;
 mod panels;
+mod prometheus;
 mod recipe;
+mod report;
 mod routes;
 mod run;
 mod samples;
 mod server;
+mod status;
 mod stream;
 mod table;
+mod timeline;
+mod tokens;
 
+pub use report::{MAX_REPORT_BYTES, ReportError, report};
 pub use server::{DashboardConfig, DashboardError, DashboardServer};

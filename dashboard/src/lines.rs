@@ -5,7 +5,7 @@
 //! reported before its new lines.
 
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -23,6 +23,8 @@ pub(crate) trait LineSink {
     fn restart(&mut self);
     /// A complete line, without its line break.
     fn line(&mut self, line: &[u8]);
+    /// Before [`LineSink::line`]: the offset of its first byte.
+    fn at(&mut self, _offset: u64) {}
 }
 
 /// A position in a file that grows.
@@ -42,6 +44,10 @@ pub(crate) struct LineTail {
     skipped: u64,
     /// Length and time of the last change at the last read.
     seen: Option<(u64, SystemTime)>,
+    /// Most bytes that one call reads; above [`MAX_LINE_BYTES`], so that every call gets further.
+    most: u64,
+    /// Whether the last call ended before the end of the file.
+    behind: bool,
 }
 
 impl LineTail {
@@ -56,7 +62,25 @@ impl LineTail {
             skipping: false,
             skipped: 0,
             seen: None,
+            most: u64::MAX,
+            behind: false,
         }
+    }
+
+    /// Reads at most `bytes` in one call, so that a call on a long file ends soon.
+    pub(crate) fn in_parts(self, bytes: u64) -> Self {
+        Self { most: bytes.max(2 * MAX_LINE_BYTES as u64), ..self }
+    }
+
+    /// Whether the last call left a part of the file for the next one.
+    pub(crate) fn behind(&self) -> bool {
+        self.behind
+    }
+
+    /// The share of the file that was read, 0 to 1.
+    pub(crate) fn share(&self) -> f64 {
+        let length = self.seen.map_or(0, |(length, _)| length);
+        if self.behind && length > 0 { self.offset as f64 / length as f64 } else { 1.0 }
     }
 
     /// Lines that were too long.
@@ -74,6 +98,7 @@ impl LineTail {
     /// # Errors
     /// A file that cannot be read. A file that does not exist is no error.
     pub(crate) fn poll(&mut self, sink: &mut impl LineSink) -> io::Result<bool> {
+        let behind = std::mem::take(&mut self.behind);
         let Some(mut file) = open_inside(&self.root, &self.path)? else {
             let known = self.identity.is_some();
             if known {
@@ -84,7 +109,7 @@ impl LineTail {
         };
         let metadata = file.metadata()?;
         let (identity, now) = ((metadata.dev(), metadata.ino()), (metadata.len(), metadata.modified()?));
-        if self.identity == Some(identity) && self.seen == Some(now) {
+        if self.identity == Some(identity) && self.seen == Some(now) && !behind {
             return Ok(false);
         }
         if self.identity.is_some() && (self.identity != Some(identity) || !self.continues(&mut file)?) {
@@ -92,7 +117,9 @@ impl LineTail {
         }
         self.identity = Some(identity);
         self.seen = Some(now);
-        self.read(&mut file, now.0, sink)?;
+        let end = now.0.min(self.offset.saturating_add(self.most));
+        self.behind = end < now.0;
+        self.read(&mut file, end, sink)?;
         Ok(true)
     }
 
@@ -102,6 +129,7 @@ impl LineTail {
         self.fingerprint.clear();
         self.skipping = false;
         self.skipped = 0;
+        self.behind = false;
         sink.restart();
     }
 
@@ -141,6 +169,7 @@ impl LineTail {
                     self.advance(piece);
                 }
                 if ends && !std::mem::take(&mut self.skipping) {
+                    sink.at(self.offset);
                     sink.line(&pending[..pending.len() - 1]);
                     self.advance(&pending);
                     pending.clear();
@@ -177,6 +206,29 @@ pub(crate) fn open_inside(root: &Path, path: &Path) -> io::Result<Option<File>> 
         Ok(file) => Ok(Some(file)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+/// Calls `f` with every line, `None` for one that is too long, until it returns false. A torn last line is a line.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(crate) fn for_each_line(file: impl Read, mut f: impl FnMut(Option<&[u8]>) -> bool) -> io::Result<()> {
+    let mut reader = BufReader::new(file);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let limit = MAX_LINE_BYTES as u64 + 1;
+        if (&mut reader).take(limit).read_until(b'\n', &mut line)? == 0 {
+            return Ok(());
+        }
+        let whole = line.len() <= MAX_LINE_BYTES;
+        if !whole && line.last() != Some(&b'\n') {
+            reader.skip_until(b'\n')?;
+        }
+        if !f(whole.then_some(&line[..])) {
+            return Ok(());
+        }
     }
 }
 
@@ -271,6 +323,22 @@ mod tests {
         append(&path, b"three\n");
         tail.poll(&mut got).unwrap();
         assert_eq!((got.0.len(), got.1), (3, 0));
+    }
+
+    #[test]
+    fn a_long_file_is_read_in_parts() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("file");
+        let line = [vec![b'x'; (1 << 20) - 1], vec![b'\n']].concat();
+        append(&path, &line.repeat(20));
+        let mut tail = LineTail::new(directory.path(), "file").in_parts(0);
+        let (mut got, mut polls) = (Collected::default(), 0);
+        while tail.poll(&mut got).unwrap() {
+            polls += 1;
+            assert_eq!(tail.behind(), got.0.len() < 20);
+            assert!((tail.share() - got.0.len() as f64 / 20.0).abs() < 0.06, "{}", tail.share());
+        }
+        assert_eq!((got.0.len(), polls), (20, 3));
     }
 
     #[test]

@@ -23,7 +23,7 @@ macro_rules! page_file {
 }
 
 /// All files of the page, with the licence of the library that draws the curves.
-const FILES: [PageFile; 14] = [
+const FILES: [PageFile; 21] = [
     page_file!("/", HTML, "index.html"),
     page_file!("/style.css", STYLE, "style.css"),
     page_file!("/app.js", SCRIPT, "app.js"),
@@ -32,13 +32,26 @@ const FILES: [PageFile; 14] = [
     page_file!("/chart.js", SCRIPT, "chart.js"),
     page_file!("/overview.js", SCRIPT, "overview.js"),
     page_file!("/samples.js", SCRIPT, "samples.js"),
+    page_file!("/tokens.js", SCRIPT, "tokens.js"),
+    page_file!("/compare.js", SCRIPT, "compare.js"),
+    page_file!("/lanes.js", SCRIPT, "lanes.js"),
+    page_file!("/timeline.js", SCRIPT, "timeline.js"),
+    page_file!("/buffer.js", SCRIPT, "buffer.js"),
     page_file!("/recipe.js", SCRIPT, "recipe.js"),
     page_file!("/events.js", SCRIPT, "events.js"),
+    page_file!("/about.js", SCRIPT, "about.js"),
+    page_file!("/report.js", SCRIPT, "report.js"),
     page_file!("/icon.svg", "image/svg+xml", "icon.svg"),
     page_file!("/uplot.js", SCRIPT, "uplot.js"),
     page_file!("/uplot.css", STYLE, "uplot.css"),
     page_file!("/LICENSE-uplot", "text/plain; charset=utf-8", "LICENSE-uplot"),
 ];
+
+/// The text of a file of the page, by its path.
+pub(crate) fn text(path: &str) -> &'static str {
+    let found = FILES.iter().find(|file| file.path == path);
+    found.and_then(|file| std::str::from_utf8(file.bytes).ok()).unwrap_or_default()
+}
 
 /// Paths of the page.
 pub(crate) fn paths() -> impl Iterator<Item = &'static str> {

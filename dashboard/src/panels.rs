@@ -18,16 +18,34 @@ struct PanelSpec {
     title: &'static str,
     /// Names of metrics; one `*` stands for any text.
     keys: &'static [&'static str],
+    /// Whether the values are parts of a whole and are drawn on top of each other.
+    stacked: bool,
 }
 
 const fn panel(row: &'static str, title: &'static str, keys: &'static [&'static str]) -> PanelSpec {
-    PanelSpec { row, title, keys }
+    PanelSpec { row, title, keys, stacked: false }
+}
+
+const fn stacked(row: &'static str, title: &'static str, keys: &'static [&'static str]) -> PanelSpec {
+    PanelSpec { row, title, keys, stacked: true }
 }
 
 /// The first screen, row by row.
 const PANELS: [PanelSpec; 20] = [
     panel("Reward", "reward", &["reward/mean", "eval/reward"]),
-    panel("Reward", "held-out accuracy", &["eval/accuracy", "eval/avg@*", "eval/pass@*", "eval/*/accuracy"]),
+    // A metric with `_low` and `_high` beside it has an interval.
+    panel(
+        "Reward",
+        "held-out accuracy",
+        &[
+            "eval/accuracy",
+            "eval/accuracy_low",
+            "eval/accuracy_high",
+            "eval/avg@*",
+            "eval/pass@*",
+            "eval/*/accuracy",
+        ],
+    ),
     panel("Reward", "reward by component", &["reward/*/mean", "reward/role/*"]),
     panel("Reward", "reward deviation in a batch", &["reward/std"]),
     panel("Stability", "entropy, nats", &["entropy/mean"]),
@@ -45,15 +63,19 @@ const PANELS: [PanelSpec; 20] = [
         "buffer, groups",
         &["buffer/size", "buffer/dropped_stale", "buffer/quarantined"],
     ),
-    panel("Loss and staleness", "memory, MiB", &["memory/peak_mib"]),
+    panel("Loss and staleness", "memory, MiB", &["memory/peak_mib", "memory/*_mib"]),
     panel(
         "Batch",
         "completion length, tokens",
         &["completions/mean_length", "completions/min_length", "completions/max_length"],
     ),
-    panel("Batch", "share of the batch", &["completions/clipped_ratio", "reward/frac_zero_std"]),
+    panel(
+        "Batch",
+        "truncated, and groups with equal rewards, share",
+        &["completions/clipped_ratio", "reward/frac_zero_std"],
+    ),
     panel("Batch", "turns of an episode", &["environment/turns"]),
-    panel("Batch", "stop reasons", &["environment/stop/*"]),
+    stacked("Batch", "stop reasons", &["completions/stop/*", "environment/stop/*"]),
     panel("Speed and failures", "tokens per second", &["rollout/tokens_per_s", "trainer/tokens_per_s"]),
     panel("Speed and failures", "idle share", &["rollout/idle_ratio", "trainer/idle_ratio"]),
     panel(
@@ -85,7 +107,7 @@ pub(crate) fn first_screen(catalog: &RunCatalog) -> (Value, Vec<String>) {
     }
     let mut panels = Vec::new();
     let mut shown = Vec::new();
-    for PanelSpec { row, title, keys } in &PANELS {
+    for PanelSpec { row, title, keys, stacked } in &PANELS {
         let mut of_panel: Vec<&str> = Vec::new();
         for pattern in *keys {
             let found = names.iter().map(String::as_str).filter(|name| matches(pattern, name));
@@ -97,7 +119,7 @@ pub(crate) fn first_screen(catalog: &RunCatalog) -> (Value, Vec<String>) {
         }
         if !of_panel.is_empty() {
             shown.extend(of_panel.iter().map(|name| (*name).to_owned()));
-            panels.push(json!({ "row": row, "title": title, "keys": of_panel }));
+            panels.push(json!({ "row": row, "title": title, "keys": of_panel, "stacked": stacked }));
         }
     }
     (json!({ "panels": panels, "names": names }), shown)
@@ -131,11 +153,16 @@ mod tests {
     #[test]
     fn only_metrics_of_a_run_have_panels() {
         let directory = tempfile::tempdir().unwrap();
-        let line = "{\"step\":1,\"reward/mean\":1,\"reward/math/mean\":2,\"x\":3}\n";
+        let line =
+            "{\"step\":1,\"reward/mean\":1,\"reward/math/mean\":2,\"x\":3,\"environment/stop/length\":4}\n";
         std::fs::write(directory.path().join("metrics.jsonl"), line).unwrap();
         let (screen, shown) = first_screen(&RunCatalog::open(&[directory.path().to_owned()]));
-        assert_eq!(shown, ["reward/mean", "reward/math/mean"]);
+        assert_eq!(shown, ["reward/mean", "reward/math/mean", "environment/stop/length"]);
         assert_eq!(screen["panels"][1]["title"], "reward by component");
-        assert_eq!(screen["names"], json!(["reward/mean", "reward/math/mean", "x"]));
+        assert_eq!(screen["panels"][2]["stacked"], true);
+        assert_eq!(
+            screen["names"],
+            json!(["reward/mean", "reward/math/mean", "x", "environment/stop/length"])
+        );
     }
 }

@@ -3,12 +3,15 @@
 //! - `/api/overview?x=&pixels=`: runs, panels and curves of the first screen, in one response
 //! - `/api/runs`; `/api/metrics?keys=&run=&x=&pixels=&from=&to=`
 //! - `/api/steps?run=`, `/api/samples?run=&step=&offset=&text=`, `/api/search?run=&text=&before=`
-//! - `/api/recipe?run=&against=`, `/api/history?run=`, `/api/events` (a stream)
+//! - `/api/tokens?run=&step=&group=&index=`, `/api/shared?run=&step=&before=`, `/api/compare?run=&step=&other=&offset=`
+//! - `/api/timeline?run=&from=&to=&pixels=`, `/api/status?run=`, `/api/about?run=`
+//! - `/api/recipe?run=&against=`, `/api/history?run=`, `/api/events` (a stream), `/metrics` (for Prometheus)
 //!
 //! Invariant: a response has at most [`MAX_POINTS`] points, however many runs, metrics and pixels are asked for. A run is
 //! named by its name on the page, never by a path.
 
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use axum::Router;
 use axum::extract::{Query, State};
@@ -19,13 +22,17 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokio::sync::{Semaphore, watch};
 
+use crate::about::about;
 use crate::access::{PageAccess, guard};
 use crate::catalog::RunCatalog;
+use crate::compare::{self, StepPair};
 use crate::recipe::ResolvedRecipe;
 use crate::run::ShownRun;
-use crate::samples::{self, SamplePage};
+use crate::samples::{self, SampleFilter, SamplePage};
 use crate::table::{CurveAxis, CurveView};
-use crate::{page, panels, stream};
+use crate::timeline::{self, TimelineQuery};
+use crate::tokens::{self, TrajectoryName};
+use crate::{page, panels, prometheus, status, stream};
 
 /// Most points of a response.
 const MAX_POINTS: usize = 150_000;
@@ -61,7 +68,14 @@ pub(crate) fn router(state: PageState, access: PageAccess) -> Router {
         .route("/api/search", get(search))
         .route("/api/recipe", get(recipe))
         .route("/api/history", get(history))
-        .route("/api/events", get(stream::revisions));
+        .route("/api/timeline", get(timeline_window))
+        .route("/api/status", get(run_status))
+        .route("/api/about", get(about_run))
+        .route("/api/tokens", get(token_rows))
+        .route("/api/shared", get(shared_tasks))
+        .route("/api/compare", get(compared))
+        .route("/api/events", get(stream::revisions))
+        .route("/metrics", get(last_values));
     for path in page::paths() {
         let serve = move || async move { page::file(path).ok_or(StatusCode::NOT_FOUND) };
         router = router.route(path, get(serve));
@@ -77,6 +91,7 @@ pub(crate) fn router(state: PageState, access: PageAccess) -> Router {
 enum PageRefusal {
     NoRun(String),
     NoSamples(u64),
+    NoTokens(u64),
     NoRecipe(String),
     TextTooLong,
     File(std::io::Error),
@@ -94,6 +109,9 @@ impl IntoResponse for PageRefusal {
         let (status, why) = match self {
             Self::NoRun(name) => (StatusCode::NOT_FOUND, format!("there is no run `{name}`")),
             Self::NoSamples(step) => (StatusCode::NOT_FOUND, format!("step {step} has no samples")),
+            Self::NoTokens(step) => {
+                (StatusCode::NOT_FOUND, format!("step {step} has no tokens; `log.tokens` writes them"))
+            }
             Self::NoRecipe(name) => (StatusCode::NOT_FOUND, format!("run `{name}` has no `resolved.toml`")),
             Self::TextTooLong => {
                 (StatusCode::BAD_REQUEST, format!("search for a text of at most {MAX_TEXT_BYTES} bytes"))
@@ -109,14 +127,24 @@ impl IntoResponse for PageRefusal {
     }
 }
 
-/// Computes a response on a thread that may wait for files.
+/// Computes a response of JSON.
 async fn respond(
     state: PageState,
     compute: impl FnOnce(&RunCatalog) -> Result<Value, PageRefusal> + Send + 'static,
 ) -> Result<Response, PageRefusal> {
-    let bytes = tokio::task::spawn_blocking(move || compute(&state.catalog).map(|value| value.to_string()));
-    let body = bytes.await.map_err(|_| PageRefusal::Panicked)??;
-    Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+    let text = move |catalog: &RunCatalog| compute(catalog).map(|value| value.to_string());
+    respond_text(state, "application/json", text).await
+}
+
+/// Computes a response on a thread that may wait for files.
+async fn respond_text(
+    state: PageState,
+    media_type: &'static str,
+    compute: impl FnOnce(&RunCatalog) -> Result<String, PageRefusal> + Send + 'static,
+) -> Result<Response, PageRefusal> {
+    let body = tokio::task::spawn_blocking(move || compute(&state.catalog));
+    let body = body.await.map_err(|_| PageRefusal::Panicked)??;
+    Ok(([(header::CONTENT_TYPE, media_type)], body).into_response())
 }
 
 fn run_of<'a>(catalog: &'a RunCatalog, name: &str) -> Result<&'a ShownRun, PageRefusal> {
@@ -210,6 +238,31 @@ struct RunQuery {
     text: String,
     /// A search starts below this step.
     before: Option<u64>,
+    /// A second step.
+    #[serde(default)]
+    other: u64,
+    /// A trajectory.
+    #[serde(default)]
+    group: u64,
+    #[serde(default)]
+    index: u64,
+    /// Only groups with a reward in this range, with this reason to stop, with different rewards.
+    reward_from: Option<f64>,
+    reward_to: Option<f64>,
+    #[serde(default)]
+    stop: String,
+    #[serde(default)]
+    differing: bool,
+}
+
+impl RunQuery {
+    fn filter(&self) -> SampleFilter<'_> {
+        let reward = match (self.reward_from, self.reward_to) {
+            (None, None) => None,
+            (from, to) => Some((from.unwrap_or(f64::NEG_INFINITY), to.unwrap_or(f64::INFINITY))),
+        };
+        SampleFilter { text: &self.text, reward, stop: &self.stop, differing: self.differing }
+    }
 }
 
 async fn steps(
@@ -224,13 +277,13 @@ async fn sample_page(
     Query(query): Query<RunQuery>,
 ) -> Result<Response, PageRefusal> {
     respond(state, move |catalog| {
-        let RunQuery { run, step, offset, text, .. } = &query;
-        if text.len() > MAX_TEXT_BYTES {
+        let RunQuery { ref run, step, offset, .. } = query;
+        if query.text.len() > MAX_TEXT_BYTES {
             return Err(PageRefusal::TextTooLong);
         }
         let root = run_of(catalog, run)?.root();
-        let page = samples::page(root, SamplePage { step: *step, offset: *offset, text })?;
-        page.ok_or(PageRefusal::NoSamples(*step))
+        let page = samples::page(root, SamplePage { step, offset, filter: query.filter() })?;
+        page.ok_or(PageRefusal::NoSamples(step))
     })
     .await
 }
@@ -274,6 +327,88 @@ async fn history(
     respond(state, move |catalog| {
         let contents = run_of(catalog, &query.run)?.contents();
         Ok(contents.history.entries(MAX_ENTRIES))
+    })
+    .await
+}
+
+/// A run, and a range of its timeline.
+#[derive(Debug, Deserialize)]
+struct WindowQuery {
+    run: String,
+    from: Option<f64>,
+    to: Option<f64>,
+    pixels: Option<usize>,
+}
+
+async fn timeline_window(
+    State(state): State<PageState>,
+    Query(query): Query<WindowQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let WindowQuery { run, from, to, pixels } = query;
+        let run = run_of(catalog, &run)?;
+        let planned = run.timeline().plan(TimelineQuery { from, to, pixels });
+        Ok(timeline::answer(run.root(), planned)?)
+    })
+    .await
+}
+
+async fn token_rows(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let RunQuery { ref run, step, group, index, .. } = query;
+        let rows = tokens::rows(run_of(catalog, run)?.root(), TrajectoryName { step, group, index })?;
+        rows.ok_or(PageRefusal::NoTokens(step))
+    })
+    .await
+}
+
+async fn shared_tasks(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        Ok(compare::shared(run_of(catalog, &query.run)?.root(), query.step, query.before)?)
+    })
+    .await
+}
+
+async fn compared(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let RunQuery { ref run, step, other, offset, .. } = query;
+        let pairs = compare::pairs(run_of(catalog, run)?.root(), StepPair { step, other, offset })?;
+        pairs.ok_or(PageRefusal::NoSamples(other))
+    })
+    .await
+}
+
+async fn run_status(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let found = status::read(run_of(catalog, &query.run)?.root(), SystemTime::now())?;
+        Ok(found.unwrap_or_else(|| json!({ "status": null, "age_s": null })))
+    })
+    .await
+}
+
+async fn last_values(State(state): State<PageState>) -> Result<Response, PageRefusal> {
+    respond_text(state, prometheus::MEDIA_TYPE, |catalog| Ok(prometheus::text(catalog))).await
+}
+
+async fn about_run(
+    State(state): State<PageState>,
+    Query(query): Query<RunQuery>,
+) -> Result<Response, PageRefusal> {
+    respond(state, move |catalog| {
+        let run = run_of(catalog, &query.run)?;
+        Ok(about(run.root(), &run.contents().table)?)
     })
     .await
 }

@@ -12,6 +12,7 @@ use crate::events::{LastEvent, RunHistory};
 use crate::lines::LineTail;
 use crate::recipe::ResolvedRecipe;
 use crate::table::{MetricsSink, MetricsTable};
+use crate::timeline::FollowedTimeline;
 
 /// A run without an end whose files have not changed for so long is not called running.
 const QUIET: Duration = Duration::from_secs(600);
@@ -23,6 +24,8 @@ pub(crate) struct ShownRun {
     name: String,
     root: PathBuf,
     contents: Mutex<RunContents>,
+    /// Its own lock: reading a long timeline delays nothing else.
+    timeline: Mutex<FollowedTimeline>,
 }
 
 /// What was read of a run.
@@ -35,6 +38,7 @@ pub(crate) struct RunContents {
     /// Steps that the recipe asks for, and when the recipe was changed.
     planned: Option<(SystemTime, Option<u64>)>,
     samples_changed: Option<SystemTime>,
+    status_changed: Option<SystemTime>,
     /// Rises with every change.
     pub(crate) revision: u64,
     missing: bool,
@@ -52,11 +56,13 @@ impl ShownRun {
             history: RunHistory::default(),
             planned: None,
             samples_changed: None,
+            status_changed: None,
             revision: 0,
             missing: false,
             problem: None,
         };
-        Self { name, root: root.to_path_buf(), contents: Mutex::new(contents) }
+        let timeline = Mutex::new(FollowedTimeline::new(root));
+        Self { name, root: root.to_path_buf(), contents: Mutex::new(contents), timeline }
     }
 
     pub(crate) fn name(&self) -> &str {
@@ -72,11 +78,18 @@ impl ShownRun {
         self.contents.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What was read of the timeline.
+    pub(crate) fn timeline(&self) -> MutexGuard<'_, FollowedTimeline> {
+        self.timeline.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Reads what is new. Returns the revision.
     pub(crate) fn refresh(&self) -> u64 {
+        // A timeline that cannot be read says so to those who ask for it.
+        let spans = self.root.is_dir() && self.timeline().poll().unwrap_or(false);
         let mut contents = self.contents();
         let changed = contents.refresh(&self.root);
-        contents.revision += u64::from(changed);
+        contents.revision += u64::from(changed || spans);
         contents.revision
     }
 }
@@ -99,6 +112,8 @@ impl RunContents {
         }
         let samples = modified("samples");
         changed |= std::mem::replace(&mut self.samples_changed, samples) != samples;
+        let status = modified("status.json");
+        changed |= std::mem::replace(&mut self.status_changed, status) != status;
         let Self { metrics_tail, events_tail, table, history, .. } = self;
         let events = events_tail.poll(history);
         let metrics = metrics_tail.poll(&mut MetricsSink { table, history });

@@ -3,13 +3,15 @@
 //! Invariant: a response is bounded: by groups, by bytes of a page, by characters of a text. A text that is cut says how
 //! long it is. Texts are JSON strings, never markup.
 
+use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io;
 use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::lines::{MAX_LINE_BYTES, open_inside};
+use crate::events::cut;
+use crate::lines::{for_each_line, open_inside};
 
 /// Most steps that are listed.
 const MAX_STEPS: usize = 100_000;
@@ -19,6 +21,10 @@ const MAX_GROUPS: usize = 16;
 const MAX_PAGE_BYTES: usize = 2 << 20;
 /// Longest text of a page; a longer one is cut, bytes.
 const MAX_TEXT_BYTES: usize = 100_000;
+/// Most reasons to stop that a page lists.
+const MAX_STOPS: usize = 20;
+/// Longest reason to stop, bytes.
+const MAX_STOP_BYTES: usize = 100;
 /// Most results of a search.
 const MAX_HITS: usize = 60;
 /// Bytes of files that one request searches; the next request resumes where it ended.
@@ -51,8 +57,37 @@ pub(crate) struct SamplePage<'a> {
     pub(crate) step: u64,
     /// Groups before the page.
     pub(crate) offset: usize,
+    pub(crate) filter: SampleFilter<'a>,
+}
+
+/// Which groups are wanted; by default all.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct SampleFilter<'a> {
     /// Only groups with this text, in any case; empty for all.
     pub(crate) text: &'a str,
+    /// Only groups with a trajectory whose reward is between these two.
+    pub(crate) reward: Option<(f64, f64)>,
+    /// Only groups with a trajectory that ended for this reason; empty for all.
+    pub(crate) stop: &'a str,
+    /// Only groups whose trajectories have different rewards.
+    pub(crate) differing: bool,
+}
+
+impl SampleFilter<'_> {
+    fn accepts(&self, group: &Value, text: &str) -> bool {
+        let has_text =
+            || text.is_empty() || texts(group).any(|(_, found)| found.to_lowercase().contains(text));
+        (!self.differing || rewards_differ(group))
+            && ((self.reward.is_none() && self.stop.is_empty())
+                || trajectories(group).iter().any(|trajectory| self.accepts_trajectory(trajectory)))
+            && has_text()
+    }
+
+    fn accepts_trajectory(&self, trajectory: &Value) -> bool {
+        let reward = trajectory["reward"].as_f64();
+        self.reward.is_none_or(|(from, to)| reward.is_some_and(|reward| reward >= from && reward <= to))
+            && (self.stop.is_empty() || trajectory["stop"] == self.stop)
+    }
 }
 
 /// A page of the groups of a step; `None` if the step has no samples.
@@ -61,14 +96,20 @@ pub(crate) struct SamplePage<'a> {
 /// A file that cannot be read.
 pub(crate) fn page(root: &Path, asked: SamplePage<'_>) -> io::Result<Option<Value>> {
     let Some(file) = open_step(root, asked.step)? else { return Ok(None) };
-    let text = asked.text.to_lowercase();
+    let text = asked.filter.text.to_lowercase();
     let (mut groups, mut matching, mut bytes, mut skipped) = (Vec::new(), 0, 0, 0);
+    let mut stops = BTreeSet::new();
     for_each_line(file, |line| {
         let Some(mut group) = line.and_then(|line| serde_json::from_slice::<Value>(line).ok()) else {
             skipped += 1;
             return true;
         };
-        if !text.is_empty() && !texts(&group).any(|(_, found)| found.to_lowercase().contains(&text)) {
+        for stop in trajectories(&group).iter().filter_map(|trajectory| trajectory["stop"].as_str()) {
+            if stops.len() < MAX_STOPS && !stops.contains(stop) {
+                stops.insert(cut(stop, MAX_STOP_BYTES).to_owned());
+            }
+        }
+        if !asked.filter.accepts(&group, &text) {
             return true;
         }
         matching += 1;
@@ -87,6 +128,7 @@ pub(crate) fn page(root: &Path, asked: SamplePage<'_>) -> io::Result<Option<Valu
         "matching": matching,
         "next": (next < matching).then_some(next),
         "skipped_lines": skipped,
+        "stops": stops,
     })))
 }
 
@@ -121,46 +163,37 @@ pub(crate) fn search(root: &Path, text: &str, before: Option<u64>) -> io::Result
     Ok(json!({ "hits": hits, "next": next }))
 }
 
-fn open_step(root: &Path, step: u64) -> io::Result<Option<File>> {
+/// The file of a step; `None` if there is none.
+pub(crate) fn open_step(root: &Path, step: u64) -> io::Result<Option<File>> {
     open_inside(root, &root.join("samples").join(format!("step_{step:06}.jsonl")))
-}
-
-/// Calls `f` with every line, `None` for one that is too long, until it returns false. A torn last line is a line.
-fn for_each_line(file: File, mut f: impl FnMut(Option<&[u8]>) -> bool) -> io::Result<()> {
-    let mut reader = BufReader::new(file);
-    let mut line = Vec::new();
-    loop {
-        line.clear();
-        let limit = MAX_LINE_BYTES as u64 + 1;
-        if (&mut reader).take(limit).read_until(b'\n', &mut line)? == 0 {
-            return Ok(());
-        }
-        let whole = line.len() <= MAX_LINE_BYTES;
-        if !whole && line.last() != Some(&b'\n') {
-            reader.skip_until(b'\n')?;
-        }
-        if !f(whole.then_some(&line[..])) {
-            return Ok(());
-        }
-    }
 }
 
 /// The prompt of a group (`None`) and the completions of its trajectories with their indices.
 fn texts(group: &Value) -> impl Iterator<Item = (Option<usize>, &str)> {
     let prompt = group["prompt"].as_str().map(|text| (None, text));
-    let trajectories = group["trajectories"].as_array().map(Vec::as_slice).unwrap_or_default();
-    let completions = trajectories
+    let completions = trajectories(group)
         .iter()
         .enumerate()
         .filter_map(|(index, trajectory)| Some((Some(index), trajectory["completion"].as_str()?)));
     prompt.into_iter().chain(completions)
 }
 
+fn trajectories(group: &Value) -> &[Value] {
+    group["trajectories"].as_array().map(Vec::as_slice).unwrap_or_default()
+}
+
+/// Whether the trajectories that are no baselines have different rewards.
+fn rewards_differ(group: &Value) -> bool {
+    let compared = trajectories(group).iter().filter(|trajectory| trajectory["baseline"] != true);
+    let mut rewards = compared.filter_map(|trajectory| trajectory["reward"].as_f64());
+    rewards.next().is_some_and(|first| rewards.any(|reward| reward != first))
+}
+
 /// Cuts long texts of a group, and writes their length beside them.
-fn cut_texts(value: &mut Value) {
+pub(crate) fn cut_texts(value: &mut Value) {
     match value {
         Value::String(text) if text.len() > MAX_TEXT_BYTES => {
-            let kept = crate::events::cut(text, MAX_TEXT_BYTES).to_owned();
+            let kept = cut(text, MAX_TEXT_BYTES).to_owned();
             *text = format!("{kept}\n[cut: the text has {} bytes]", text.len());
         }
         Value::Array(list) => list.iter_mut().for_each(cut_texts),
@@ -186,6 +219,7 @@ fn excerpt(text: &str, wanted: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lines::MAX_LINE_BYTES;
 
     fn run(groups: &[(u64, &str)]) -> tempfile::TempDir {
         let directory = tempfile::tempdir().unwrap();
@@ -213,8 +247,10 @@ mod tests {
     fn pages_follow_each_other_and_filter() {
         let lines: String = (0..40).map(|id| group(id, &format!("Text {id}")) + "\n").collect();
         let directory = run(&[(1, &lines)]);
-        let page =
-            |offset, text| page(directory.path(), SamplePage { step: 1, offset, text }).unwrap().unwrap();
+        let page = |offset, text| {
+            let filter = SampleFilter { text, ..SampleFilter::default() };
+            page(directory.path(), SamplePage { step: 1, offset, filter }).unwrap().unwrap()
+        };
         let (mut offset, mut seen) = (Some(0), Vec::new());
         while let Some(at) = offset {
             let page = page(at as usize, "");
@@ -226,9 +262,37 @@ mod tests {
         assert_eq!(seen, (0..40).collect::<Vec<u64>>());
         let found = page(0, "text 3");
         assert_eq!((found["matching"].as_u64(), found["groups"].as_array().unwrap().len()), (Some(11), 11));
-        assert!(
-            super::page(directory.path(), SamplePage { step: 9, offset: 0, text: "" }).unwrap().is_none()
-        );
+        assert!(super::page(directory.path(), all_of(9)).unwrap().is_none());
+    }
+
+    /// The first page of a step.
+    fn all_of(step: u64) -> SamplePage<'static> {
+        SamplePage { step, offset: 0, filter: SampleFilter::default() }
+    }
+
+    #[test]
+    fn groups_are_filtered_by_reward_stop_and_difference() {
+        let group =
+            |id: usize, trajectories: Value| json!({"group": id, "trajectories": trajectories}).to_string();
+        let lines = [
+            group(0, json!([{"reward": 0.0, "stop": "length"}, {"reward": 1.0, "stop": "stop_token"}])),
+            group(1, json!([{"reward": 1.0, "stop": "length"}, {"reward": 1.0, "stop": "length"}])),
+            group(2, json!([{"reward": 0.5}, {"reward": 0.5}, {"reward": 9.0, "baseline": true}])),
+            group(3, json!([{"reward": null, "stop": "length"}])),
+        ];
+        let directory = run(&[(1, &lines.join("\n"))]);
+        let found = |filter| {
+            let page = page(directory.path(), SamplePage { filter, ..all_of(1) }).unwrap().unwrap();
+            assert_eq!(page["stops"], json!(["length", "stop_token"]));
+            let groups = page["groups"].as_array().unwrap().clone();
+            groups.iter().map(|group| group["group"].as_u64().unwrap()).collect::<Vec<_>>()
+        };
+        let all = SampleFilter::default();
+        assert_eq!(found(SampleFilter { differing: true, ..all }), [0]);
+        assert_eq!(found(SampleFilter { reward: Some((0.4, 1.0)), ..all }), [0, 1, 2]);
+        assert_eq!(found(SampleFilter { stop: "length", ..all }), [0, 1, 3]);
+        // One trajectory must have both.
+        assert_eq!(found(SampleFilter { stop: "stop_token", reward: Some((0.0, 0.0)), ..all }), [0; 0]);
     }
 
     #[test]
@@ -236,7 +300,7 @@ mod tests {
         let long = "\u{e4}".repeat(MAX_TEXT_BYTES);
         let lines = [group(0, "a"), "x".repeat(MAX_LINE_BYTES + 5), group(1, &long), "{\"gro".to_owned()];
         let directory = run(&[(1, &lines.join("\n"))]);
-        let page = page(directory.path(), SamplePage { step: 1, offset: 0, text: "" }).unwrap().unwrap();
+        let page = page(directory.path(), all_of(1)).unwrap().unwrap();
         assert_eq!((page["skipped_lines"].as_u64(), page["groups"].as_array().unwrap().len()), (Some(2), 2));
         let text = page["groups"][1]["trajectories"][0]["completion"].as_str().unwrap();
         assert!(text.ends_with("[cut: the text has 200000 bytes]") && text.len() < MAX_TEXT_BYTES + 50);

@@ -3,7 +3,7 @@
 //! Invariant: a connection costs its own task and a place in the limit of connections. After a stop no task is left.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use hyper_util::service::TowerToHyperService;
 use serde_json::{Map, Value};
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinHandle;
 
 use crate::access::PageAccess;
 use crate::catalog::{RunCatalog, follow};
@@ -20,14 +21,17 @@ use crate::stream::MAX_STREAMS;
 
 /// Most open connections: every stream, and as much again for requests.
 const MAX_CONNECTIONS: usize = 2 * MAX_STREAMS;
-/// Most runs of a page.
-const MAX_RUNS: usize = 64;
+/// Most runs of a page or report.
+pub(crate) const MAX_RUNS: usize = 64;
 /// Longest time to receive the head of a request.
 const HEAD_TIME: Duration = Duration::from_secs(30);
 /// Longest time that a browser accepts no byte of an answer.
 const WRITE_STALL: Duration = Duration::from_secs(60);
 /// Longest time that requests in progress have after a stop.
 const STOP_TIME: Duration = Duration::from_secs(2);
+/// A run directory has one of these from its first moment on; metrics come after the first step.
+const RUN_FILES: [&str; 6] =
+    ["metrics.jsonl", "resolved.toml", "status.json", "recipe.toml", "run.json", "lock"];
 
 /// Where a page is served, and of what.
 #[derive(Clone, Debug)]
@@ -88,7 +92,8 @@ pub struct DashboardServer {
 }
 
 impl DashboardServer {
-    /// Reads the runs and listens.
+    /// Reads the runs and listens. Runs may have begun just now: their first metrics are shown when they come. It needs a
+    /// runtime of tokio with time and I/O, and reads files on its threads for blocking calls alone.
     ///
     /// # Errors
     /// An address that others can reach, without a token; a directory that is no run; an address that cannot be used.
@@ -100,10 +105,7 @@ impl DashboardServer {
         if runs.len() > MAX_RUNS {
             return Err(DashboardError::TooManyRuns { given: runs.len(), most: MAX_RUNS });
         }
-        let is_run = |path: &PathBuf| {
-            ["metrics.jsonl", "resolved.toml", "status.json"].iter().any(|name| path.join(name).is_file())
-        };
-        if let Some(path) = runs.iter().find(|path| !is_run(path)) {
+        if let Some(path) = runs.iter().find(|path| !is_run(path.as_path())) {
             return Err(DashboardError::NotARun { path: path.clone() });
         }
         let failed = |source| DashboardError::Listen { address, source };
@@ -121,11 +123,11 @@ impl DashboardServer {
         self.address
     }
 
-    /// Answers requests and follows the files until `stop`.
+    /// Answers requests and follows the files until `stop`. It may be dropped, too: its connections end then.
     pub async fn serve(self, stop: impl Future<Output = ()>) {
         let Self { listener, address: _, catalog, access } = self;
         let (sender, revisions) = watch::channel(Map::<String, Value>::new());
-        let follower = tokio::spawn(follow(Arc::clone(&catalog), sender));
+        let mut follower = FollowTask(tokio::spawn(follow(Arc::clone(&catalog), sender)));
         let state = PageState { catalog, revisions, streams: Arc::new(Semaphore::new(MAX_STREAMS)) };
         let router = router(state, access);
         let limits = ConnectionLimits {
@@ -144,9 +146,23 @@ impl DashboardServer {
         };
         // Drops the sender of the revisions, which ends the streams.
         let stopped = async || {
-            follower.abort();
-            let _ = follower.await;
+            follower.0.abort();
+            let _ = (&mut follower.0).await;
         };
         accept_connections(listener, limits, stop, stopped, answer).await;
+    }
+}
+
+/// Whether a directory is that of a run, which may have begun just now.
+pub(crate) fn is_run(path: &Path) -> bool {
+    RUN_FILES.iter().any(|name| path.join(name).is_file())
+}
+
+/// The task that follows the files. It ends when the server is dropped.
+struct FollowTask(JoinHandle<()>);
+
+impl Drop for FollowTask {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }

@@ -99,6 +99,13 @@ impl MetricsTable {
         self.columns.iter().map(last).collect()
     }
 
+    /// Sum, number and largest of the finite values of a metric; `None` if it has none.
+    pub(crate) fn totals(&self, name: &str) -> Option<(f64, usize, f64)> {
+        let column = &self.columns[*self.by_name.get(name)?];
+        let finite = || column.values.iter().copied().filter(|value| value.is_finite());
+        Some((finite().sum(), finite().count(), finite().reduce(f64::max)?))
+    }
+
     /// The curve of a metric; empty if there is none of this name. Values have seven significant digits.
     pub(crate) fn curve(&self, name: &str, view: CurveView) -> MetricCurve {
         let Some(column) = self.by_name.get(name).map(|index| &self.columns[*index]) else {

@@ -3,10 +3,12 @@
 //! Invariant: tests see what a browser sees; servers listen on loopback and end with their test.
 
 mod client;
+mod embedded;
 mod files;
 mod limits;
 mod security;
 mod streams;
+mod views;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};

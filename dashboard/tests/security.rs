@@ -23,10 +23,15 @@ fn an_address_of_other_machines_needs_a_token() {
 fn runs_are_read_with_the_token_alone() {
     let run = run_with("{\"step\":1,\"a\":1}\n");
     let page = ServedPage::open(&[run.path()], Some("secret")).unwrap();
-    for path in ["/api/runs", "/api/overview", "/api/events", "/api/runs?token=wrong", "/api/none"] {
+    for path in
+        ["/api/runs", "/api/overview", "/api/events", "/api/runs?token=wrong", "/api/none", "/metrics"]
+    {
         assert_eq!(page.get(path).status, 401, "{path}");
     }
     assert_eq!(page.get("/api/runs?token=secret").status, 200);
+    let metrics = page.get("/metrics?token=secret");
+    assert_eq!(metrics.header("content-type"), "text/plain; version=0.0.4; charset=utf-8");
+    assert!(metrics.body.lines().any(|line| line.starts_with("rlrun:a{run=\"") && line.ends_with("\"} 1")));
     // By a token also from other hosts; the files of the page are no secret.
     let bearer = [("host", "machine.example"), ("authorization", "Bearer secret")];
     assert_eq!(page.request("/api/runs", &bearer).status, 200);
@@ -90,12 +95,22 @@ fn no_path_leaves_a_run() {
         .unwrap();
     std::os::unix::fs::symlink(outside.path().join("metrics.jsonl"), run.path().join("events.jsonl"))
         .unwrap();
+    for name in ["timeline.jsonl", "status.json", "run.json"] {
+        std::fs::write(
+            outside.path().join(name),
+            "{\"lane\":\"secret\",\"kind\":\"a\",\"start\":0,\"end\":1}\n",
+        )
+        .unwrap();
+        std::os::unix::fs::symlink(outside.path().join(name), run.path().join(name)).unwrap();
+    }
     let page = ServedPage::of(&[run.path()]);
     let name = run.path().file_name().unwrap().to_str().unwrap();
     let outside_name = outside.path().file_name().unwrap().to_str().unwrap();
     for path in [
         format!("/api/samples?run={name}&step=1"),
         format!("/api/recipe?run={name}"),
+        format!("/api/tokens?run={name}&step=1"),
+        format!("/api/compare?run={name}&step=1&other=1"),
         format!("/api/samples?run={name}/../{outside_name}&step=1"),
         format!("/api/history?run=..%2f{outside_name}"),
         "/api/samples?run=&step=1".to_owned(),
@@ -106,6 +121,10 @@ fn no_path_leaves_a_run() {
         let reply = page.get(&path);
         assert_eq!(reply.status, 404, "{path}: {reply:?}");
         assert!(!reply.body.contains("secret"), "{path}");
+    }
+    for path in ["timeline", "status", "about"] {
+        let reply = page.get(&format!("/api/{path}?run={name}"));
+        assert!(reply.status == 200 && !reply.body.contains("secret"), "{path}: {reply:?}");
     }
     let found = page.get(&format!("/api/search?run={name}&text=secret")).json();
     assert_eq!(found["hits"], json!([]));

@@ -1,15 +1,18 @@
 """Walks every view of `rlrun view` in Chromium, and compares what it shows with the files of the runs.
 
     walk.py RLRUN OUT RUN...
+    walk.py report FILE OUT RUN...
 
-RLRUN is the program, OUT a directory for screenshots, each RUN a run directory. Needs the Python package playwright and a
-Chromium (`chromium` on the path, or one that playwright installed). Fails on an error in the console of the browser, on a
-number that differs from its file, on a text of a model that is not shown as text, and on a page wider than a phone.
+RLRUN is the program, OUT a directory for screenshots, each RUN a run directory; the second form walks FILE, a report of
+these runs. Needs the Python package playwright and a Chromium (`chromium` on the path, or one that playwright installed).
+Fails on an error in the console of the browser, on a number that differs from its file, on a text of a model that is not
+shown as text, on a page wider than a phone, and on a report that loads anything.
 """
 
 import json
 import math
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -17,13 +20,37 @@ import tempfile
 
 from playwright.sync_api import expect, sync_playwright
 
-VIEWS = ["overview", "samples", "recipe", "events"]
+import synthetic
+
+VIEWS = ["overview", "samples", "timeline", "buffer", "recipe", "events", "about"]
 SIZES = {"wide": (1440, 900), "phone": (360, 740)}
-HOSTILE = '<script>window.broken = 1</script><img src=x onerror="window.broken = 1">'
+HOSTILE = synthetic.HOSTILE
 
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def readable(path):
+    """The lines that are JSON: a writer may have been cut off."""
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            pass
+
+
+def steps_of(run):
+    """Files of samples by their steps."""
+    return {int(path.stem.split("_")[1]): path for path in sorted((run / "samples").glob("step_*.jsonl")) if "tokens" not in path.name}
+
+
+def in_url(name):
+    return name.replace("<", "%3C").replace(">", "%3E")
+
+
+def number(text):
+    return float(text.replace(",", "").replace("%", "").replace("+", ""))
 
 
 def last_values(run):
@@ -46,12 +73,24 @@ def hostile_run(directory):
                     {"completion": f"{HOSTILE}\n[user] {HOSTILE}\n{HOSTILE}", "reward": 0.0, "turns": turns}]
     group = {"group": 1, "task": 1, "prompt": HOSTILE, "answer": HOSTILE, "trajectories": trajectories}
     (run / "samples" / "step_000001.jsonl").write_text(json.dumps(group) + "\n")
+    synthetic.add_to(run)
     return run
+
+
+def synthetic_run(directory, run):
+    """A copy of a run, with files of the newest form."""
+    copy = directory / "synthetic"
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints", "model", "*.redb"))
+    synthetic.add_to(copy)
+    return copy
 
 
 class Walk:
     def __init__(self, browser, url, runs, out):
-        self.url, self.runs, self.out, self.problems = url, runs, out, []
+        # A file has no path behind its name.
+        self.url, self.is_report = url, url.startswith("file:")
+        self.page_url = url if self.is_report else f"{url}/"
+        self.runs, self.out, self.problems = runs, out, []
         self.context = browser.new_context(viewport={"width": 1440, "height": 900})
         self.page = self.context.new_page()
         self.page.on("console", lambda message: self.problems.append(message.text) if message.type in ("error", "warning") else None)
@@ -61,7 +100,7 @@ class Walk:
     def open(self, view, **more):
         state = "&".join(f"{key}={value}" for key, value in {"view": view, **more}.items())
         self.page.goto("about:blank")
-        self.page.goto(f"{self.url}/#{state}")
+        self.page.goto(f"{self.page_url}#{state}")
         self.page.wait_for_selector(f"body[data-ready={view}]")
         self.page.wait_for_timeout(200)
         alert = self.page.locator("#problem")
@@ -91,7 +130,7 @@ class Walk:
         """The points of a curve are the values of the file."""
         for key in ("reward/mean", "time/step"):
             want = [(line["step"], line[key]) for line in lines(run / "metrics.jsonl") if line.get(key) is not None]
-            answer = self.page.evaluate(
+            answer = self.page.evaluate("JSON.parse(document.getElementById('report').textContent).curves.step") if self.is_report else self.page.evaluate(
                 "async ([key, run]) => (await fetch(`api/metrics?${new URLSearchParams({keys: key, run, pixels: 4000})}`)).json()", [key, run.name])
             if not want:
                 continue
@@ -100,11 +139,10 @@ class Walk:
             assert all(math.isclose(value, y, rel_tol=1e-6) for (_, value), y in zip(want, curve["y"])), f"{run.name} {key}"
 
     def samples(self, run):
-        files = sorted((run / "samples").glob("step_*.jsonl"))
-        for file in {files[0], files[-1]}:
-            step = int(file.stem.split("_")[1])
-            self.open("samples", run=run.name.replace("<", "%3C").replace(">", "%3E"), step=step)
-            groups = lines(file)
+        files = steps_of(run)
+        for step in {min(files), max(files)}:
+            self.open("samples", run=in_url(run.name), step=step)
+            groups = lines(files[step])
             assert self.page.locator("article.group").count() == min(len(groups), 16)
             first = groups[0]["trajectories"]
             shown = self.page.locator("article.group").first.locator("section.trajectory")
@@ -118,7 +156,7 @@ class Walk:
         print(f"ok samples of {run.name}")
 
     def recipe(self, run):
-        self.open("recipe", run=run.name.replace("<", "%3C").replace(">", "%3E"))
+        self.open("recipe", run=in_url(run.name))
         values = [line for line in (run / "resolved.toml").read_text().splitlines() if " = " in line and line[0] != "#"]
         assert self.page.locator("table.values tr[data-key]").count() == len(values), run.name
         steps = next(line for line in values if line.startswith("steps = ") and "trainer" in self.section(run, line))
@@ -136,13 +174,178 @@ class Walk:
         return ""
 
     def events(self, run):
-        self.open("events", run=run.name.replace("<", "%3C").replace(">", "%3E"))
+        self.open("events", run=in_url(run.name))
         rows = self.page.locator("section[aria-label=Events] tbody tr").count()
         assert rows == len(lines(run / "events.jsonl")), run.name
         remarks = [line["bottleneck"] for line in lines(run / "metrics.jsonl") if "bottleneck" in line]
         if remarks:
             assert self.page.locator("section[aria-label=Remarks] tbody td").first.text_content() == remarks[-1]
         print(f"ok events of {run.name}")
+
+    def filters(self, run):
+        """Groups that match by reward, stop reason and difference are those of the file."""
+        files = steps_of(run)
+        step = max(files)
+        groups = lines(files[step])
+        rewards = lambda group: {one["reward"] for one in group["trajectories"] if one.get("reward") is not None and not one.get("baseline")}
+        stops = {one["stop"] for group in groups for one in group["trajectories"] if one.get("stop")}
+        for asked, fits in [
+            ({"differing": 1}, lambda group: len(rewards(group)) > 1),
+            ({"from": 0.5}, lambda group: any(reward >= 0.5 for reward in rewards(group))),
+            ({"to": 0.4}, lambda group: any(reward <= 0.4 for reward in rewards(group))),
+            *(({"stop": stop}, lambda group, stop=stop: any(one.get("stop") == stop for one in group["trajectories"])) for stop in stops),
+        ]:
+            self.open("samples", run=in_url(run.name), step=step, **asked)
+            want = [f"Group {group['group']}" for group in groups if fits(group)][:16]
+            shown = self.page.locator("article.group").evaluate_all("all => all.map(one => one.getAttribute('aria-label'))")
+            assert shown == want, f"{run.name} {asked}: {shown} is not {want}"
+        print(f"ok filters of {run.name}")
+
+    def tokens(self, run):
+        """The tokens of the first trajectory, their texts, and their numbers for every colour."""
+        step = max(steps_of(run))
+        row = lines(run / "samples" / f"step_{step:06}_tokens.jsonl")[0]
+        self.open("samples", run=in_url(run.name), step=step)
+        self.page.get_by_role("button", name=f"Tokens of trajectory {row['index'] + 1} of group {row['group']}", exact=True).click()
+        panel = self.page.locator(".token-panel")
+        expect(panel.locator(".curve canvas").first).to_be_visible()
+        shown = panel.locator("[role=listbox]").first.locator("span").all_text_contents()
+        assert [text.replace("⏎\n", "\n").replace("∅", "") for text in shown] == row["texts"][:2000], run.name
+        at = next((at for at, mask in enumerate(row["loss_mask"]) if mask == 1 and row["trainer_logprobs"][at] is not None), None)
+        assert panel.locator(".masked[role=option]").count() >= sum(mask == 0 for mask in row["loss_mask"][:2000])
+        if at is None:
+            return
+        difference = row["trainer_logprobs"][at] - row["behavior_logprobs"][at]
+        for column in ["behavior", "trainer", "ratio", "difference", "advantage", "version"]:
+            panel.get_by_role("combobox").select_option(column)
+            panel.locator(f"[data-at='{at}']").first.hover()
+            text = panel.locator("output").first.text_content()
+            for label, want in [("importance ratio", math.exp(difference)), ("log-probability of the trainer", row["trainer_logprobs"][at])]:
+                value = number(text.split(f"{label} ")[1].split(", ")[0])
+                assert math.isclose(value, want, rel_tol=1e-3, abs_tol=1e-6), f"{text} is not {label} {want}"
+            assert f"column={column}" in self.page.url
+        panel.locator("[role=listbox]").first.focus()
+        self.page.keyboard.press("Home")
+        assert panel.locator("output").first.text_content().startswith("token 0 ")
+        panel.screenshot(path=self.out / f"tokens{'-report' if self.is_report else ''}.png")
+        panel.get_by_role("button", name="close").click()
+        expect(panel).to_have_count(0)
+        print(f"ok tokens of {run.name}")
+
+    def compare(self, run):
+        """The same task at two steps: what is marked makes each text of the other."""
+        files = steps_of(run)
+        first, last = min(files), max(files)
+        by_task = lambda step: {json.dumps(group["task"]): group for group in reversed(lines(files[step]))}
+        early, late = by_task(first), by_task(last)
+        shared = [task for task in late if task in early]
+        assert shared, f"{run.name}: no task is at both steps"
+        self.open("samples", run=in_url(run.name), step=last)
+        self.page.get_by_role("button", name="same tasks at other steps").click()
+        picker = self.page.get_by_label("Compare with the same tasks at step")
+        picker.select_option(str(first))
+        article = self.page.locator("article.group").first
+        expect(article.locator(".pair").first).to_be_visible()
+        task = article.locator("h2").text_content().removeprefix("task ")
+        for index, pair in enumerate(article.locator(".pair").all()):
+            before, after = pair.locator("pre").all_text_contents()
+            assert before == early[task]["trajectories"][index]["completion"], run.name
+            assert after == late[task]["trajectories"][index]["completion"], run.name
+            same = lambda side: pair.locator("pre").nth(side).evaluate("pre => [...pre.childNodes].filter(node => node.nodeType === 3).map(node => node.data).join('')")
+            assert same(0) == same(1), f"{before!r} and {after!r}: what is not marked differs"
+            assert before == after or pair.locator("ins, del").count() > 0
+        self.page.screenshot(path=self.out / "compare.png")
+        print(f"ok comparison of {run.name}")
+
+    def timeline(self, run):
+        """Lanes, waits and stalls are those of the file; zoom by drag, by keyboard and back."""
+        self.open("timeline", run=in_url(run.name))
+        spans = [line for line in readable(run / "timeline.jsonl") if isinstance(line, dict) and line.get("lane") != "trajectory"]
+        rows = self.page.locator("#timeline table tr[data-lane]")
+        shown = {row.get_attribute("data-lane"): number(row.locator("td").first.text_content()) for row in rows.all()}
+        assert set(shown) == {span["lane"] for span in spans}, f"{run.name}: {shown}"
+        steps = sorted({span["step"] for span in spans if span["lane"].startswith("trainer") and "step" in span})
+        begin = min(span["start"] for span in spans if span["lane"].startswith("trainer") and span.get("step") == steps[max(0, len(steps) - 20)]) if len(steps) >= 20 else min(span["start"] for span in spans)
+        end = max(span["end"] for span in spans)
+        for lane, share in shown.items():
+            waited = sum(max(0, min(span["end"], end) - max(span["start"], begin)) for span in spans if span["lane"] == lane and span["kind"].startswith("wait"))
+            assert math.isclose(share, 100 * min(1, waited / (end - begin)), abs_tol=0.1), f"{run.name} {lane}: {share} is not {100 * waited / (end - begin)}"
+        stalls = [span for span in spans if span["kind"] == "stall" and span["end"] >= begin]
+        texts = self.page.locator(".stalls li").all_text_contents()
+        assert len(texts) == len(stalls) and all(stall.get("note", "") in text for stall, text in zip(stalls, texts)), texts
+        canvas = self.page.locator("#timeline canvas").first
+        details = self.page.locator("#timeline output").first
+        canvas.focus()
+        self.page.keyboard.press("ArrowRight")
+        expect(details).to_contain_text("trainer: ")
+        self.page.keyboard.press("ArrowDown")
+        expect(details).not_to_contain_text("trainer: ")
+        box = canvas.bounding_box()
+        self.page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 45)
+        self.page.mouse.down()
+        self.page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 45, steps=5)
+        self.page.mouse.up()
+        self.page.wait_for_function("location.hash.includes('window=')")
+        expect(self.page.get_by_role("button", name="newest steps")).to_be_visible()
+        self.page.screenshot(path=self.out / f"timeline-zoomed{'-report' if self.is_report else ''}.png")
+        canvas.focus()
+        self.page.keyboard.press("Escape")
+        self.page.wait_for_function("!location.hash.includes('window=')")
+        canvas.dblclick(position={"x": box["width"] * 0.6, "y": 45})
+        colours = canvas.evaluate("canvas => new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size")
+        assert colours > 5, f"the canvas has {colours} colours"
+        print(f"ok timeline of {run.name}")
+
+    def buffer(self, run):
+        self.open("buffer", run=in_url(run.name))
+        status = json.loads((run / "status.json").read_text())
+        section = self.page.locator("#buffer")
+        for state in ["admitted", "claimed", "finalized", "leased"]:
+            if status["buffer"].get(state):
+                assert section.locator(f".slots [data-state={state}]").text_content() == f"{state} {status['buffer'][state]}"
+        for name, key in [("dropped as stale", "dropped_stale"), ("expired", "expired"), ("evicted", "evicted"), ("quarantined", "quarantined")]:
+            if key in status["buffer"]:
+                assert number(section.locator(f"[data-fact='{name}']").text_content()) == status["buffer"][key], name
+        assert section.get_by_role("group", name="Groups").locator("tbody tr").count() == len(status["buffer"].get("groups", []))
+        assert section.get_by_role("group", name="Leases").locator("tbody tr").count() == len(status["buffer"].get("leases", []))
+        receivers = section.get_by_role("group", name="Receivers").locator("tbody tr")
+        for row, receiver in zip(receivers.all(), status["weights"]["receivers"], strict=True):
+            cells = row.locator("th, td").all_text_contents()
+            wanted = [receiver.get(key) for key in ("version", "lag", "bytes", "apply_s", "stall_s")]
+            fits = lambda cell, want: cell == "–" if want is None else math.isclose(number(cell), want, rel_tol=1e-3)
+            assert cells[0] == receiver["name"] and all(map(fits, cells[1:], wanted)), f"{cells} are not {wanted}"
+        assert section.locator(".roles li").all_text_contents() == status.get("roles", [])
+        print(f"ok buffer of {run.name}")
+
+    def about(self, run):
+        self.open("about", run=in_url(run.name))
+        sums = {}
+        for line in lines(run / "metrics.jsonl"):
+            for name, value in line.items():
+                if name.startswith("time/") and value is not None:
+                    sums[name] = sums.get(name, 0) + value
+        rows = self.page.locator("#about tr[data-timing]")
+        assert {row.get_attribute("data-timing") for row in rows.all()} == set(sums)
+        for row in rows.all():
+            want = sums[row.get_attribute("data-timing")]
+            assert math.isclose(number(row.locator("td").first.text_content()), want, rel_tol=1e-3), run.name
+        facts = json.loads((run / "run.json").read_text()) if (run / "run.json").exists() else {}
+        for name, fact in facts.items():
+            assert self.page.locator(f"#about [data-fact='{name}'] td").text_content() == (fact if isinstance(fact, str) else json.dumps(fact, separators=(",", ":")))
+        print(f"ok environment and timings of {run.name}")
+
+    def prometheus(self):
+        """`/metrics` has the last value of every metric of every run."""
+        seen = {}
+        for line in self.context.request.get(f"{self.url}/metrics").text().splitlines():
+            if not line.startswith("#"):
+                name, labels, value = re.fullmatch(r'(rlrun:[A-Za-z0-9_]+){run="((?:[^"\\\n]|\\["\\n])*)"[^}]*} (\S+)', line).groups()
+                seen[name, labels] = float(value)
+        for run in self.runs:
+            for name, want in last_values(run).items():
+                value = seen["rlrun:" + re.sub("[^A-Za-z0-9]", "_", name), run.name]
+                assert math.isnan(value) if want is None else value == want, f"{run.name} {name}: {value} is not {want}"
+        print(f"ok metrics for Prometheus: {len(seen)}")
 
     def keyboard(self):
         self.open("overview")
@@ -151,7 +354,7 @@ class Walk:
         self.page.wait_for_selector("body[data-ready=samples]")
         assert self.page.locator("#samples").is_visible() and "view=samples" in self.page.url
         self.page.keyboard.press("End")
-        expect(self.page.locator("#events")).to_be_visible()
+        expect(self.page.locator("#about")).to_be_visible()
         self.page.go_back()
         expect(self.page.locator("#samples")).to_be_visible()
         print("ok keyboard and history")
@@ -196,6 +399,16 @@ class Walk:
             expect(tab.locator("#runs tr", has_text=run.name).locator("td.value").first).to_have_text("2 / 3")
             tab.close()
         print("ok live, in 13 tabs")
+
+    def followed(self, run):
+        """The timeline of a run that goes on shows its newest steps, also behind a line that was torn."""
+        self.open("timeline", run=in_url(run.name))
+        shown = self.page.locator("#timeline .controls")
+        expect(shown).to_contain_text("20 – 40 s")
+        with open(run / "timeline.jsonl", "a") as file:
+            file.write('\n{"lane":"trainer","kind":"wait_for_batch","start":40,"end":41,"step":41}\n')
+        expect(shown).to_contain_text("21 – 41 s", timeout=3000)
+        print("ok timeline is followed")
 
     def deleted(self, run):
         """A run that is removed is named, and stays with what was read."""
@@ -245,39 +458,85 @@ def token(program, browser, run, scratch):
     print("ok token")
 
 
-def main(program, out, *runs):
-    out = pathlib.Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    runs = [pathlib.Path(run).resolve() for run in runs]
+def walk_views(walk, synthetic_runs):
+    """Every view of every run; the new files of those that have them."""
+    walk.overview()
+    for run in walk.runs:
+        walk.samples(run)
+        walk.recipe(run)
+        walk.events(run)
+        walk.about(run)
+        if (run / "timeline.jsonl").exists():
+            walk.timeline(run)
+        if (run / "status.json").exists():
+            walk.buffer(run)
+        if any((run / "samples").glob("*_tokens.jsonl")):
+            walk.tokens(run)
+        walk.filters(run)
+    for run in synthetic_runs:
+        walk.compare(run)
+
+
+def walk_page(program, out, runs):
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
-        hostile = hostile_run(pathlib.Path(scratch))
-        everything = [*runs, hostile]
+        scratch = pathlib.Path(scratch)
+        hostile, copy = hostile_run(scratch), synthetic_run(scratch, runs[0])
+        everything = [*runs, hostile, copy]
         server, url = serve(program, *everything)
         try:
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             walk = Walk(browser, url, everything, out)
             walk.live(hostile)
-            walk.overview()
-            for run in everything:
-                walk.samples(run)
-                walk.recipe(run)
-                walk.events(run)
+            walk_views(walk, [copy])
+            walk.prometheus()
             walk.open("samples", run="hostile%3Cb%3E")
             assert walk.page.locator("pre.completion").first.text_content() == HOSTILE
             walk.open("recipe", run=runs[0].name, against="hostile%3Cb%3E")
             walk.page.screenshot(path=out / "difference.png")
             walk.keyboard()
             walk.controls(runs[0])
-            walk.pictures(runs[0])
+            walk.pictures(copy)
             assert walk.page.evaluate("window.broken") is None, "a text of a model ran as a script"
+            walk.followed(hostile)
             walk.deleted(hostile)
             walk.problems and sys.exit("\n".join(["the console has errors:", *walk.problems]))
             print("ok console: no error in any view")
-            token(program, browser, runs[0], pathlib.Path(scratch))
+            token(program, browser, runs[0], scratch)
             browser.close()
         finally:
             server.terminate()
             server.wait()
+
+
+def walk_report(file, out, runs):
+    """A report from disk, without a network."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        walk = Walk(browser, file.as_uri(), runs, out)
+        walk.context.set_offline(True)
+        loaded = []
+        walk.page.on("request", lambda request: loaded.append(request.url) if request.url.split("#")[0] != walk.url else None)
+        walk_views(walk, [run for run in runs if run.name == "synthetic"])
+        walk.keyboard()
+        walk.controls(runs[0])
+        walk.pictures(runs[-1])
+        assert walk.page.evaluate("window.broken") is None, "a text of a model ran as a script"
+        walk.problems and sys.exit("\n".join(["the console has errors:", *walk.problems]))
+        assert [url for url in loaded if url != "about:blank"] == [], loaded
+        browser.close()
+    print("ok report: no error in any view, and nothing was loaded")
+
+
+def main(program, *rest):
+    report = pathlib.Path(rest[0]).resolve() if program == "report" else None
+    out, *runs = rest[1:] if report else rest
+    out = pathlib.Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    runs = [pathlib.Path(run).resolve() for run in runs]
+    if report:
+        walk_report(report, out, runs)
+    else:
+        walk_page(program, out, runs)
 
 
 if __name__ == "__main__":
