@@ -20,6 +20,7 @@ mod doctor;
 mod explain;
 mod export_logs;
 mod fit;
+mod report;
 mod resume;
 mod reward;
 mod serve;
@@ -33,6 +34,7 @@ pub use doctor::DoctorArgs;
 pub use explain::ExplainArgs;
 pub use export_logs::ExportLogsArgs;
 pub use fit::FitArgs;
+pub use report::ReportArgs;
 pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeCommand, ServePolicyArgs, ServeRewardArgs};
@@ -99,6 +101,8 @@ pub enum Command {
     Serve(ServeCommand),
     /// Show runs on a page in the browser: curves, samples, recipe and events
     View(ViewArgs),
+    /// Write runs as one HTML file: curves, samples, timeline, recipe and events
+    Report(ReportArgs),
     /// Show a run in the terminal: its roles, its last steps, and what limits it
     Top(TopArgs),
     /// Join a run on another machine or process as a worker

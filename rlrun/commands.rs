@@ -15,6 +15,7 @@ mod export;
 mod export_logs;
 mod generate;
 mod policy;
+mod report;
 mod top;
 mod train;
 mod view;
@@ -64,6 +65,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Completions(args) => completions::completions(args),
         Command::View(args) => view::view(args),
         Command::Top(args) => top::top(args),
+        Command::Report(args) => report::report(args),
     }
 }
 
