@@ -64,6 +64,7 @@ pub mod report;
 pub mod reward;
 mod run_buffer;
 pub mod run_dir;
+mod runs;
 mod sampler;
 pub mod serve;
 pub mod settings;
