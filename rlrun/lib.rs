@@ -68,6 +68,7 @@ pub mod reward;
 mod run_buffer;
 pub mod run_dir;
 mod run_page;
+mod runs;
 mod sampler;
 pub mod serve;
 pub mod settings;
