@@ -12,6 +12,7 @@ use super::*;
 
 mod devices;
 mod elements;
+mod engines;
 mod manual;
 mod messages;
 mod peers;

@@ -38,6 +38,8 @@ struct EngineScript {
     calls: Vec<String>,
     /// The next generation ends after so many tokens as if it had been aborted.
     abort_after: Option<usize>,
+    /// Another program pauses it before the next generation.
+    paused_before: bool,
     /// Added to every log-probability.
     shift: f64,
     context: u64,
@@ -60,6 +62,7 @@ impl FakeEngine {
             paused: false,
             calls: Vec::new(),
             abort_after: None,
+            paused_before: false,
             shift: 0.0,
             context: 128,
         };
@@ -128,6 +131,10 @@ fn answer(stream: TcpStream, script: &Mutex<EngineScript>, over: &AtomicBool) {
     let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
     script.lock().unwrap().calls.push(path.clone());
     if path.ends_with("/generate") {
+        {
+            let mut script = script.lock().unwrap();
+            script.paused |= std::mem::take(&mut script.paused_before);
+        }
         while script.lock().unwrap().paused {
             if over.load(Ordering::Relaxed) {
                 return;
@@ -423,6 +430,12 @@ fn an_engine_that_another_program_has_paused_is_resumed() {
     engine.script().paused = true;
     bench.submit(1, 1);
     assert_eq!(bench.ended(1).len(), 1);
+    bench.waits_for_notice("was paused by another program, and is resumed");
+    // Also while it proves which weights it has.
+    bench.notices.lock().unwrap().clear();
+    engine.script().paused_before = true;
+    let other = bench.model.other_parameters();
+    bench.serve(1, &other).unwrap();
     bench.waits_for_notice("was paused by another program, and is resumed");
 }
 

@@ -9,7 +9,7 @@ use crate::recipe::manual;
 const FOLDERS: [&str; 9] =
     ["rlrun", "rollout", "trainer", "rewards", "host", "model", "buffer", "weights", "device"];
 /// Files of HTTP bodies, model directories and columns of datasets, whose names in backticks are no keys of a recipe.
-const OF_OTHERS: [&str; 11] = [
+const OF_OTHERS: [&str; 12] = [
     "buffer/src/http/",
     "model/src/",
     "weights/src/",
@@ -20,11 +20,12 @@ const OF_OTHERS: [&str; 11] = [
     "rewards/src/http/",
     "rewards/src/reward_model/wire.rs",
     "host/src/sandbox/",
+    "rollout/src/remote/",
     "rollout/src/tasks/prompt.rs",
 ];
 /// Names in backticks that are commands, files, columns or fields of a group.
-const NO_KEYS: [&str; 8] =
-    ["mpirun", "a", "b", "rlrun", "correct", "save_pretrained", "save_to_disk", "to_parquet"];
+const NO_KEYS: [&str; 9] =
+    ["log_metric", "mpirun", "a", "b", "rlrun", "correct", "save_pretrained", "save_to_disk", "to_parquet"];
 /// Endings of files and of names that only look like a key, such as `model.safetensors`.
 const ENDINGS: [&str; 10] =
     [".rs", ".json", ".jsonl", ".redb", ".toml", ".safetensors", ".old", ".weight", ".layers", ".layers.0"];

@@ -27,7 +27,7 @@ use weights::{Digest, Receipt, Snapshot, Subscriber};
 
 use self::client::{EngineClient, EngineFailure};
 use self::protocol::{EngineCompletion, EngineEnd, EngineRequest, push_run};
-use self::push::{WeightPusher, WrittenVersion};
+use self::push::{ProvenLoad, WeightPusher, WrittenVersion, is_paused};
 use crate::RolloutError;
 use crate::engine::StopRules;
 use crate::sampler::{AppliedWeights, Completion, EngineCounts, OnUpdate, SampleRequest, Sampler};
@@ -171,7 +171,7 @@ enum EngineEvent {
     /// The version is on the disk.
     Written(Box<Result<WrittenVersion, RolloutError>>),
     /// An engine has loaded a version, and serves the model of this name.
-    Loaded { engine: usize, version: PolicyVersion, loaded: Result<(String, Duration), EngineFailure> },
+    Loaded { engine: usize, version: PolicyVersion, loaded: Result<(String, ProvenLoad), EngineFailure> },
     /// An engine was asked whether it is paused, and resumed if it was.
     Looked { engine: usize, resumed: bool },
 }
@@ -220,6 +220,7 @@ impl RemoteSampler {
             model: directory,
             temperature: config.temperature,
             pool,
+            quiet: config.quiet,
         };
         Ok(Self {
             config,
@@ -287,13 +288,10 @@ impl RemoteSampler {
             }
             EngineEvent::Loaded { engine, version, loaded } => self.loaded(engine, version, loaded),
             EngineEvent::Looked { engine, resumed } => {
-                let engine = &mut self.engines[engine];
-                (engine.asked, engine.heard) = (false, Instant::now());
+                let one = &mut self.engines[engine];
+                (one.asked, one.heard) = (false, Instant::now());
                 if resumed {
-                    let url = engine.client.url();
-                    (self.config.notice)(&format!(
-                        "the rollout engine {url} was paused by another program, and is resumed"
-                    ));
+                    self.resumed(engine);
                 }
                 Ok(())
             }
@@ -307,8 +305,8 @@ impl RemoteSampler {
         let (on_update, max_length) = (self.on_update, self.config.max_length);
         self.spawn(move || {
             let loaded = served_model(&client, max_length).and_then(|model| {
-                let stalled = pusher.load(&client, &model, &written, on_update)?;
-                Ok((model, stalled))
+                let proven = pusher.load(&client, &model, &written, on_update)?;
+                Ok((model, proven))
             });
             EngineEvent::Loaded { engine, version: written.version, loaded }
         })
@@ -318,13 +316,16 @@ impl RemoteSampler {
         &mut self,
         engine: usize,
         version: PolicyVersion,
-        loaded: Result<(String, Duration), EngineFailure>,
+        loaded: Result<(String, ProvenLoad), EngineFailure>,
     ) -> Result<(), RolloutError> {
         if let Some(update) = self.update.as_mut().filter(|update| update.snapshot.version == version) {
             update.loading.remove(&engine);
         }
         match loaded {
-            Ok((model, stalled)) => {
+            Ok((model, ProvenLoad { stalled, resumed })) => {
+                if resumed {
+                    self.resumed(engine);
+                }
                 if let Some(update) = self.update.as_mut().filter(|update| update.snapshot.version == version)
                 {
                     update.stalled = update.stalled.max(stalled);
@@ -353,6 +354,13 @@ impl RemoteSampler {
                 Err(self.failure(engine, &evidence, self.config.kind.start_with()))
             }
         }
+    }
+
+    fn resumed(&self, engine: usize) {
+        let url = self.engines[engine].client.url();
+        (self.config.notice)(&format!(
+            "the rollout engine {url} was paused by another program, and is resumed"
+        ));
     }
 
     /// An engine is gone: it is left out until it answers again.
@@ -541,12 +549,14 @@ impl RemoteSampler {
                     if one.sequences > 0 && !one.asked && one.heard.elapsed() > self.config.quiet =>
                 {
                     let loads = self.update.as_ref().is_some_and(|update| update.loading.contains(&engine));
-                    let Some(path) = self.config.kind.is_paused().filter(|_| !loads) else { continue };
+                    if loads {
+                        continue;
+                    }
                     one.asked = true;
-                    let (client, resume) = (Arc::clone(&one.client), self.config.kind.resume());
+                    let (client, kind) = (Arc::clone(&one.client), self.config.kind);
                     self.spawn(move || {
-                        let paused = client.get(path, LOOK).is_ok_and(|answer| answer["is_paused"] == true);
-                        let resumed = paused && client.call(&resume, LOOK).is_ok();
+                        let paused = is_paused(&client, kind).unwrap_or(false);
+                        let resumed = paused && client.call(&kind.resume(), LOOK).is_ok();
                         EngineEvent::Looked { engine, resumed }
                     })?;
                 }

@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 use model::{
     Decoder, Layout, ModelDirectory, ModelError, Pack, Parameters, Sampling, Target, ThreadPool, WeightDtype,
 };
+use serde_json::Value;
 use trajectory::PolicyVersion;
 use weights::Snapshot;
 
 use super::client::{EngineClient, EngineFailure};
-use super::protocol::{EngineKind, EngineRequest};
+use super::protocol::{EngineCall, EngineKind, EngineRequest};
 use crate::RolloutError;
 use crate::sampler::OnUpdate;
 
@@ -55,6 +56,17 @@ pub(super) struct WeightPusher {
     /// Temperature of training samples: engines report log-probabilities of it.
     pub(super) temperature: f32,
     pub(super) pool: Arc<ThreadPool>,
+    /// Time without an answer after which an engine is asked whether something has paused it.
+    pub(super) quiet: Duration,
+}
+
+/// An engine has loaded a version and proven it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct ProvenLoad {
+    /// How long it stood still.
+    pub(super) stalled: Duration,
+    /// Whether another program had paused it meanwhile.
+    pub(super) resumed: bool,
 }
 
 impl WeightPusher {
@@ -95,7 +107,7 @@ impl WeightPusher {
         Ok(WrittenVersion { version, path, decoder: Decoder::new(self.model.config(), &parameters) })
     }
 
-    /// Loads `written` into `engine`, which serves the model `served`. Returns how long it stood still.
+    /// Loads `written` into `engine`, which serves the model `served`.
     ///
     /// # Errors
     /// What the engine answered; log-probabilities that are not those of the weights.
@@ -105,7 +117,7 @@ impl WeightPusher {
         served: &str,
         written: &WrittenVersion,
         on_update: OnUpdate,
-    ) -> Result<Duration, EngineFailure> {
+    ) -> Result<ProvenLoad, EngineFailure> {
         let start = Instant::now();
         let paused = engine.call(&self.kind.pause(), CALL);
         let loaded = paused.and_then(|_| {
@@ -122,17 +134,18 @@ impl WeightPusher {
         loaded?;
         resumed?;
         let stalled = start.elapsed();
-        self.probe(engine, served, written)?;
-        Ok(stalled)
+        let resumed = self.probe(engine, served, written)?;
+        Ok(ProvenLoad { stalled, resumed })
     }
 
-    /// Compares log-probabilities of the engine with those of the weights.
+    /// Compares log-probabilities of the engine with those of the weights. Returns whether it had to be resumed.
     fn probe(
         &self,
         engine: &EngineClient,
         served: &str,
         written: &WrittenVersion,
-    ) -> Result<(), EngineFailure> {
+    ) -> Result<bool, EngineFailure> {
+        let mut resumed = false;
         let sampling = Sampling { temperature: self.temperature, ..Sampling::PLAIN };
         for (number, prompt) in self.config.probes.iter().enumerate() {
             let request = EngineRequest {
@@ -145,7 +158,7 @@ impl WeightPusher {
                 stop_token_ids: Vec::new(),
                 seed: written.version.0 ^ number as u64,
             };
-            let answer = engine.call(&self.kind.generate(served, &request), self.config.wait)?;
+            let answer = self.patiently(engine, &self.kind.generate(served, &request), &mut resumed)?;
             let refused = |reason: String| EngineFailure::Refused(reason);
             let completions = self
                 .kind
@@ -168,7 +181,29 @@ impl WeightPusher {
                 }
             }
         }
-        Ok(())
+        Ok(resumed)
+    }
+
+    /// Makes `call` with growing deadlines; between two tries an engine that something has paused is resumed.
+    fn patiently(
+        &self,
+        engine: &EngineClient,
+        call: &EngineCall,
+        resumed: &mut bool,
+    ) -> Result<Value, EngineFailure> {
+        let mut deadline = self.quiet;
+        loop {
+            let answer = engine.call(call, deadline.min(self.config.wait));
+            let Err(EngineFailure::Gone(_)) = &answer else { return answer };
+            if deadline >= self.config.wait {
+                return answer;
+            }
+            if is_paused(engine, self.kind)? {
+                engine.call(&self.kind.resume(), CALL)?;
+                *resumed = true;
+            }
+            deadline *= 2;
+        }
     }
 
     /// Log-probabilities `[C]` of `completion [C]` after `prompt`, nats.
@@ -189,6 +224,15 @@ impl WeightPusher {
         let scored = scored.map_err(|error| format!("answers with tokens of another vocabulary: {error}"))?;
         Ok(scored.iter().map(|prediction| prediction.logprob).collect())
     }
+}
+
+/// Whether something has paused the engine; false if it cannot be asked.
+///
+/// # Errors
+/// It does not answer.
+pub(super) fn is_paused(engine: &EngineClient, kind: EngineKind) -> Result<bool, EngineFailure> {
+    let Some(path) = kind.is_paused() else { return Ok(false) };
+    Ok(engine.get(path, CALL)?["is_paused"] == true)
 }
 
 /// What the name of a directory of weights begins with.
