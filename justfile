@@ -24,6 +24,11 @@ deny:
 run recipe="recipes/grpo_math.toml" *flags:
     cargo run --release -- {{recipe}} {{flags}}
 
+# Write the book into target/book from the release build; pages need mdbook
+book:
+    docs/book.py links
+    docs/book.py build
+
 # Make the golden numbers anew (python needs torch and transformers); a change of theirs has to be explained
 goldens python="python3":
     {{python}} model/tests/goldens/make_goldens.py

@@ -20,8 +20,10 @@ mod doctor;
 mod explain;
 mod export_logs;
 mod fit;
+mod report;
 mod resume;
 mod reward;
+mod runs;
 mod serve;
 mod top;
 mod view;
@@ -30,11 +32,13 @@ mod worker;
 pub use completions::{CompletionKind, CompletionsArgs};
 pub use compute_on::DeviceArgs;
 pub use doctor::DoctorArgs;
-pub use explain::ExplainArgs;
+pub use explain::{ExplainArgs, MarkdownChapter};
 pub use export_logs::ExportLogsArgs;
 pub use fit::FitArgs;
+pub use report::ReportArgs;
 pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
+pub use runs::RunsArgs;
 pub use serve::{KeepArgs, ServeBufferArgs, ServeCommand, ServePolicyArgs, ServeRewardArgs};
 pub use top::TopArgs;
 pub use view::ViewArgs;
@@ -47,6 +51,7 @@ const USAGE: &str = "rlrun RECIPE.toml [OPTIONS]\n       rlrun COMMAND";
 const EXAMPLES: &str = "\
 Examples:
   rlrun init                                      write a recipe to start from
+  rlrun init --template own-data                  write recipe, data and reward to replace by your own
   rlrun grpo_math.toml                            run it
   rlrun grpo_math.toml --set trainer.steps=10     run it with another value
   rlrun generate outputs/grpo_math '37+48='       ask the trained model
@@ -78,11 +83,11 @@ pub enum Command {
     Check(RecipeArgs),
     /// Show every value with its origin, the batch arithmetic and the memory needed
     Plan(RecipeArgs),
-    /// Write a template of a recipe
+    /// Write a recipe to start from, or a directory with recipe, data and reward
     Init(InitArgs),
     /// Show the hardware and software that rlrun can use, with the reason for each that it cannot
     Doctor(DoctorArgs),
-    /// Explain a key, a section or a word of a recipe, with its names in other frameworks
+    /// Explain a key, a section or a word of a recipe, with its names in other frameworks, or a metric
     Explain(ExplainArgs),
     /// Measure the accuracy of a trained model
     Eval(EvalArgs),
@@ -97,8 +102,12 @@ pub enum Command {
     /// Serve a part of rlrun to other processes
     #[command(subcommand)]
     Serve(ServeCommand),
+    /// List runs with their state, step, accuracy and reward, the newest first
+    Runs(RunsArgs),
     /// Show runs on a page in the browser: curves, samples, recipe and events
     View(ViewArgs),
+    /// Write runs as one HTML file: curves, samples, timeline, recipe and events
+    Report(ReportArgs),
     /// Show a run in the terminal: its roles, its last steps, and what limits it
     Top(TopArgs),
     /// Join a run on another machine or process as a worker
@@ -157,7 +166,7 @@ pub struct InitArgs {
     /// Template
     #[arg(long, value_enum, default_value_t)]
     pub template: Template,
-    /// File to write [default: the template's name]
+    /// File or directory to write [default: the template's name]
     pub file: Option<PathBuf>,
 }
 
@@ -380,6 +389,7 @@ mod tests {
         assert!(parse(&["resume", "r", "--from", "3"]).is_ok());
         assert!(parse(&["resume", "r", "--set", "trainer.steps=9", "-q"]).is_ok());
         assert!(parse(&["plan", "r.toml", "--set", "a.b=c"]).is_ok());
+        assert!(parse(&["runs"]).is_ok() && parse(&["runs", "d", "--json"]).is_ok());
         assert!(parse(&["explain"]).is_ok() && parse(&["explain", "trainer.steps", "grpo"]).is_ok());
     }
 }

@@ -15,6 +15,7 @@ mod export;
 mod export_logs;
 mod generate;
 mod policy;
+mod report;
 mod top;
 mod train;
 mod view;
@@ -31,6 +32,7 @@ use crate::init;
 use crate::program::Program;
 use crate::recipe::{Origins, Recipe};
 use crate::reward;
+use crate::runs;
 use crate::serve;
 use crate::workers;
 
@@ -62,8 +64,10 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Reward(RewardCommand::Test(args)) => reward::test(args, program),
         Command::Fit(args) => fit::run(args),
         Command::Completions(args) => completions::completions(args),
+        Command::Runs(args) => runs::run(args),
         Command::View(args) => view::view(args),
         Command::Top(args) => top::top(args),
+        Command::Report(args) => report::report(args),
     }
 }
 
@@ -80,9 +84,20 @@ fn worker(command: &WorkerCommand, program: &Program) -> Result<String, Failure>
 }
 
 fn write_template(args: &InitArgs) -> Result<String, Failure> {
-    let path = args.file.as_deref().unwrap_or(Path::new(args.template.file_name()));
-    init::init(args.template, path)?;
-    Ok(format!("wrote {}; next: rlrun {}", path.display(), path.display()))
+    let path = args.file.as_deref().unwrap_or(Path::new(args.template.default_path()));
+    let recipe = init::init(args.template, path)?;
+    let recipe = recipe.display();
+    if let [_] = args.template.files() {
+        return Ok(format!("wrote {recipe}; next: rlrun {recipe}"));
+    }
+    let names: Vec<&str> = args.template.files().iter().map(|file| file.name).collect();
+    Ok(format!(
+        "wrote {}: {}\n\nnext\n  rlrun check {recipe}          finds mistakes in recipe, data and reward\n  \
+         rlrun reward test {recipe}    shows what the rewards give for the answers of the data\n  \
+         rlrun {recipe}                trains",
+        path.display(),
+        names.join(", ")
+    ))
 }
 
 fn load(path: &Path, sets: &[String], program: &Program) -> Result<(Recipe, Origins), Failure> {
@@ -129,6 +144,25 @@ mod tests {
             execute_args(&["check", file, "--set", "trainer.stepps=7", "--set", "seed=x"]).unwrap_err();
         assert_eq!((error.exit_code(), error.to_string().matches("error: ").count()), (2, 2), "{error}");
         assert_eq!(execute_args(&["init", file]).unwrap_err().exit_code(), 2);
+    }
+
+    #[test]
+    fn the_template_for_own_data_is_complete() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("mine");
+        let said = execute_args(&["init", "--template", "own-data", path.to_str().unwrap()]).unwrap();
+        let recipe = path.join("my_task.toml");
+        let recipe = recipe.to_str().unwrap();
+        assert!(
+            said.contains(&format!("\n  rlrun check {recipe} ")) && said.contains("my_reward.py"),
+            "{said}"
+        );
+        let checked = execute_args(&["check", recipe]).unwrap();
+        assert!(
+            checked.contains("no mistakes found; ") && checked.contains("100 training tasks"),
+            "{checked}"
+        );
+        assert!(execute_args(&["reward", "test", recipe]).unwrap().contains("places"));
     }
 
     #[test]

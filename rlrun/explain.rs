@@ -1,10 +1,13 @@
-//! `rlrun explain`: the meaning of a key, a section or a word of a recipe.
+//! `rlrun explain`: the meaning of a key, a section or a word of a recipe, or of a metric; `markdown`: chapters of the book.
 //!
-//! Invariant: all text comes from the manual in the binary ([`crate::recipe`]'s comments, types and defaults) and from the
-//! registry of rewards; this module adds no explanation.
+//! Invariant: all text comes from the manual in the binary ([`crate::recipe`]'s comments, types and defaults), from the
+//! registry of rewards and from the table of metrics; this module adds no explanation.
+
+mod markdown;
 
 use crate::args::ExplainArgs;
 use crate::failure::Failure;
+use crate::metrics::{METRICS, meaning};
 use crate::program::Program;
 use crate::recipe::decode::nearest;
 use crate::recipe::manual::{self, Key, Section};
@@ -22,6 +25,9 @@ const WIDTH: usize = 80;
 /// # Errors
 /// A name that means nothing, with the nearest that does.
 pub(crate) fn run(args: &ExplainArgs, program: &Program) -> Result<String, Failure> {
+    if let Some(chapter) = args.markdown {
+        return Ok(markdown::chapter(chapter, program));
+    }
     if args.names.is_empty() {
         return Ok(overview());
     }
@@ -63,6 +69,7 @@ fn explain(asked: &str, program: &Program) -> Result<String, Failure> {
         );
     }
     texts.extend(words(&name, program));
+    texts.extend(metric(asked.trim()));
     if texts.is_empty() {
         texts.extend(foreign(&name));
     }
@@ -166,6 +173,12 @@ fn words(word: &str, program: &Program) -> Vec<String> {
     texts
 }
 
+/// The unit and meaning of a metric.
+fn metric(name: &str) -> Option<String> {
+    let found = meaning(name)?;
+    Some(format!("{name}\n  unit       {}\n\n{}", found.unit, paragraph(found.about, 2)))
+}
+
 /// The keys of `[algorithm]` as an algorithm has them.
 fn of_algorithm(kind: AlgorithmKind) -> String {
     let table = toml::Table::try_from(AlgorithmSection::usual(kind)).unwrap_or_default();
@@ -187,10 +200,13 @@ fn unknown(asked: &str, name: &str, program: &Program) -> String {
     let sections = manual::sections().iter().map(|section| section.path.as_str());
     let words = manual::keys().iter().flat_map(|key| key.kind.words()).map(|(word, _)| word.as_str());
     let all = keys.chain(sections).chain(words).chain(program.registry().names());
-    let all: Vec<&str> = all.filter(|known| !known.is_empty()).collect();
+    let mut all: Vec<&str> = all.filter(|known| !known.is_empty()).collect();
+    for metric in METRICS.iter().flat_map(|section| section.metrics) {
+        metric.names().for_each(|name| all.push(name));
+    }
     let near = nearest(name, &all).map(|near| format!("did you mean `{near}`? "));
     let near = near.unwrap_or_default();
-    format!("there is no key, section or word `{asked}`; {near}`rlrun explain` lists all sections")
+    format!("there is no key, section, word or metric `{asked}`; {near}`rlrun explain` lists all sections")
 }
 
 /// `[trainer]`, and whether it has to be written.
@@ -235,7 +251,7 @@ mod tests {
 
     fn shown(names: &[&str]) -> Result<String, Failure> {
         let names = names.iter().map(|name| (*name).to_owned()).collect();
-        run(&ExplainArgs { names }, &Program::new(Registry::builtin(), []))
+        run(&ExplainArgs { names, markdown: None }, &Program::new(Registry::builtin(), []))
     }
 
     #[test]
@@ -310,11 +326,20 @@ trainer.steps
     }
 
     #[test]
+    fn metrics_have_a_unit_and_a_meaning() {
+        let expected = "kl/ref\n  unit       nats per token\n\n  Divergence of the policy from the reference";
+        let text = shown(&["kl/ref"]).unwrap();
+        assert!(text.starts_with(expected), "{text}");
+        assert!(shown(&["eval/aime/pass@8"]).unwrap().contains("Chen et al. 2021"));
+    }
+
+    #[test]
     fn unknown_words_lead_to_the_nearest_known_one() {
         for (name, near) in [
             ("trainer.learning_rat", "`trainer.learning_rate`"),
             ("max_stalenes", "`max_staleness`"),
             ("gpro", "`grpo`"),
+            ("reward/meen", "`reward/mean`"),
             ("", "lists all sections"),
             ("xyzzy", "`rlrun explain` lists all sections"),
         ] {
@@ -332,6 +357,7 @@ trainer.steps
             "judge",
             "[trainer]",
             "lora",
+            "reward/x/latency_p95_s",
         ]);
         for name in all {
             for line in shown(&[name]).unwrap().lines() {

@@ -7,8 +7,8 @@
 //! - [`reward`]: rewards evaluated without a run; [`huggingface`]: models and datasets of the Hugging Face Hub
 //! - `doctor`: the hardware and software that rlrun can use; `explain`: the meaning of a key of a recipe
 //! - [`plan`]: batch arithmetic and memory of a recipe before it runs; [`fit`]: extrapolation of a run to more compute
-//! - [`pipeline`]: a run; `run_buffer`: its buffer; `sampler`: its samplers; `curation`: its selection of tasks;
-//!   `auxiliary_models`: reference, critic and demonstrations; [`serve`]: a part of a run as a separate process
+//! - [`pipeline`]: a run; `run_buffer`: its buffer; `sampler`: its samplers; `engines`: vLLM and SGLang; `curation`: its selection of tasks;
+//!   `companion`: a program beside a run; `auxiliary_models`: reference, critic and demonstrations; [`serve`]: a part of a run as a separate process
 //! - `controller`: starts and restarts the processes of a run; `workers`: these processes and their protocol with the run;
 //!   `trainer_progress`: the phase of the trainer; `watchdog`: which role waits for which when a run makes no progress
 //! - `acting`: the environment of a recipe, for its model; [`evaluation`]: metrics on held-out tasks
@@ -39,12 +39,14 @@ pub mod args;
 mod auxiliary_models;
 pub mod chart;
 pub mod commands;
+mod companion;
 mod controller;
 mod conversations;
 mod curation;
 mod demonstrations;
 mod diagnosis;
 mod doctor;
+mod engines;
 pub mod evaluation;
 mod explain;
 pub mod failpoints;
@@ -66,6 +68,7 @@ pub mod reward;
 mod run_buffer;
 pub mod run_dir;
 mod run_page;
+mod runs;
 mod sampler;
 pub mod serve;
 pub mod settings;

@@ -1,8 +1,11 @@
 //! The measurements of one training step.
 //!
-//! Invariant: names are unique and keep the order in which they were first set. The module that
-//! measures a value defines the meaning of its name; this module aggregates no values.
+//! Invariant: names are unique and keep the order in which they were first set. `catalog` has the unit and the meaning of every
+//! name; this module aggregates no values.
 
+mod catalog;
+
+pub(crate) use catalog::{METRICS, meaning};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
 /// Named measurements in order, which side is the bottleneck, and what else there is to say.
@@ -15,9 +18,14 @@ pub struct Metrics {
     pub notes: Vec<String>,
 }
 
+/// Whether `rlrun explain` knows the unit and the meaning of a metric.
+#[must_use]
+pub fn is_explained(name: &str) -> bool {
+    meaning(name).is_some()
+}
+
 impl Metrics {
-    /// Sets a measurement. Units are part of the name's meaning: seconds under `time/`, tokens per second under
-    /// `*/tokens_per_s`, versions under `staleness/`.
+    /// Sets a measurement, in the unit that the table of metrics has for its name.
     pub fn set(&mut self, name: &str, value: f64) {
         match self.values.iter_mut().find(|(known, _)| known == name) {
             Some((_, old)) => *old = value,

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 pub use lines::{JsonLines, JsonLinesError};
 use lock::Lock;
+pub(crate) use lock::is_in_use;
 
 /// Why a run directory cannot be used.
 #[derive(Debug, thiserror::Error)]

@@ -53,11 +53,7 @@ impl SamplerSetup<'_> {
             .speculating(self.recipe.rollout.speculation)
             .on(Arc::clone(&self.prepared.pool));
         let applier = if alternates { Applier::inline(incoming) } else { Applier::start(incoming) };
-        let sampler: Box<dyn Sampler> = Box::new(LocalSampler::new(engine, applier));
-        Ok(match &self.prepared.agents {
-            Some(agents) => agents.training(sampler),
-            None => sampler,
-        })
+        Ok(Box::new(LocalSampler::new(engine, applier)))
     }
 
     /// A sampler that serves `network` and no other weights.

@@ -30,7 +30,11 @@ const EDGES: [(&str, &[&str]); 16] = [
     ("weights", &["trajectory", "device", "connect"]),
     // Environments depend on no sampler, model or buffer; those on servers connect.
     ("environments", &["trajectory", "host", "connect"]),
-    ("rollout", &["trajectory", "device", "model", "environments", "rewards", "buffer", "weights"]),
+    // `connect`: rollout engines of others.
+    (
+        "rollout",
+        &["trajectory", "connect", "device", "model", "environments", "rewards", "buffer", "weights"],
+    ),
     // The policy over HTTP: requests go to a queue of `rollout`, sessions become groups for `buffer`. Tool calls in what the
     // policy writes are read by the parsers of `environments`.
     ("endpoint", &["trajectory", "connect", "model", "weights", "environments", "rollout", "buffer"]),

@@ -231,9 +231,16 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// All lines of `metrics.jsonl`.
+    /// All lines of `metrics.jsonl`; every metric in them is explained.
     pub(crate) fn metrics(&self) -> Vec<Map<String, Value>> {
-        lines(&self.path.join("metrics.jsonl"))
+        let lines = lines(&self.path.join("metrics.jsonl"));
+        for name in lines.iter().flat_map(Map::keys) {
+            assert!(
+                rlrun::metrics::is_explained(name),
+                "`{name}` has no unit and meaning; add it to rlrun/metrics/catalog.rs"
+            );
+        }
+        lines
     }
 
     /// All lines of the controller, if the run has one.

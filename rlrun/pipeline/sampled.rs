@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use buffer::{Buffer, Consumer, Producer};
 use model::turns;
+use rollout::remote::EngineKind;
 use rollout::scoring::Scorer;
-use rollout::{Network, Worker};
+use rollout::{Network, Sampler, Worker};
 use trainer::{Trainer, TrainerParts};
 use weights::Hub;
 
-use super::samplers::{SamplerThread, Samplers};
+use super::samplers::{SAMPLER_NAME, SamplerThread, Samplers};
 use super::services::RunServices;
 use super::start::StartingState;
 use super::view::WatchdogView;
@@ -20,6 +21,7 @@ use super::{Run, TrainingResult};
 use crate::allocator;
 use crate::auxiliary_models::AuxiliarySetup;
 use crate::curation;
+use crate::engines::{EngineProcess, EngineSetup};
 use crate::failure::{Failure, REQUEUE};
 use crate::observe::Observer;
 use crate::run_buffer::RunBuffer;
@@ -56,6 +58,7 @@ impl Run<'_> {
         let local = self.listener.is_none();
         let weights =
             WeightPublishing::new(self.recipe, &services.hub, services.buffer.server.is_some(), local)?;
+        let _engine = EngineProcess::start(self.recipe, self.run_dir, &self.report)?;
         let worker = match local {
             true => Some(self.worker(&start, &services, &weights)?),
             false => None,
@@ -131,15 +134,15 @@ impl Run<'_> {
         services: &RunServices,
         weights: &WeightPublishing,
     ) -> Result<Worker, Failure> {
-        let StartingState { learner, directory, prepared, state, .. } = start;
-        let on = self.recipe.serve_on()?;
-        let network = Network::new(&on, directory.config(), &*learner.parameters()?)?;
-        let incoming = weights.incoming(self.recipe, &services.hub, network.config())?;
-        let setup = SamplerSetup { recipe: self.recipe, directory, prepared };
-        let sampler = setup.updated(
-            SamplerWeights { version: state.version, network, incoming },
-            self.recipe.is_colocated(),
-        )?;
+        let prepared = &start.prepared;
+        let sampler = match self.recipe.engine_kind() {
+            Some(kind) => self.engines(kind, start, services)?,
+            None => self.own_engine(start, services, weights)?,
+        };
+        let sampler = match &prepared.agents {
+            Some(agents) => agents.training(sampler),
+            None => sampler,
+        };
         let curation = curation::open(self.recipe, self.run_dir, &prepared.train)?;
         let Some(rewards) = prepared.rewards.clone() else {
             return Err(Failure::Argument(
@@ -151,6 +154,35 @@ impl Run<'_> {
         let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
         let worker = Worker::new(self.recipe.worker(), sampler, Arc::clone(&prepared.train), scorer);
         Ok(worker.acting_in(prepared.episodes.clone()).curated(curation))
+    }
+
+    /// The engine of this process.
+    fn own_engine(
+        &self,
+        start: &StartingState,
+        services: &RunServices,
+        weights: &WeightPublishing,
+    ) -> Result<Box<dyn Sampler>, Failure> {
+        let StartingState { learner, directory, prepared, state, .. } = start;
+        let on = self.recipe.serve_on()?;
+        let network = Network::new(&on, directory.config(), &*learner.parameters()?)?;
+        let incoming = weights.incoming(self.recipe, &services.hub, network.config())?;
+        let setup = SamplerSetup { recipe: self.recipe, directory, prepared };
+        setup
+            .updated(SamplerWeights { version: state.version, network, incoming }, self.recipe.is_colocated())
+    }
+
+    /// Engines of others.
+    fn engines(
+        &self,
+        kind: EngineKind,
+        start: &StartingState,
+        services: &RunServices,
+    ) -> Result<Box<dyn Sampler>, Failure> {
+        let StartingState { directory, prepared, .. } = start;
+        let (recipe, run_dir, report) = (self.recipe, self.run_dir, &self.report);
+        let subscriber = Arc::new(services.hub.subscribe(SAMPLER_NAME)?);
+        EngineSetup { recipe, run_dir, directory, prepared, report }.sampler(kind, subscriber)
     }
 
     /// Starts the watchdog over trainer and samplers.

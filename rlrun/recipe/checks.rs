@@ -51,6 +51,7 @@ pub(super) fn check(
     super::environment::check(&mut raw, program.environments(), &mut checker);
     super::endpoint::check(&mut raw, &mut checker);
     super::log::check(&mut raw, &mut checker);
+    super::engines::check(&mut raw, &mut checker);
     if let Some(data) = &data {
         check_tokens(&raw, data.max_prompt_length, &mut checker);
     }

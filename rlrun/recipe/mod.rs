@@ -13,6 +13,7 @@ pub(crate) mod decode;
 mod diagnostic;
 mod elements;
 pub(crate) mod endpoint;
+mod engines;
 mod environment;
 mod eval;
 mod layers;

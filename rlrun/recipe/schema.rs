@@ -273,6 +273,26 @@ pub struct Rollout {
     /// f32 sampling is bitwise equal with and without this key; the key checks it. The check has no cost.
     // resume = changes, worker = run
     pub bitwise: bool,
+    /// What samples: rlrun's own engine, or engines of others at `urls`, which load every version from `weights_dir`. They have
+    /// to report log-probabilities after temperature. prime-rl, verl `rollout.name`.
+    // resume = changes, worker = run
+    pub engine: EngineWord,
+    /// Addresses of the engines. Default: none.
+    // resume = changes, worker = ignored
+    pub urls: Vec<String>,
+    /// A program and its arguments that start the engine, if the run is to start it. It is started again if it ends, and ends with the
+    /// run. Default: none.
+    // resume = changes, worker = ignored
+    pub command: Vec<String>,
+    /// Directory that this process and all engines see, for the weights of a version. Default: `engine_weights` in the run
+    /// directory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
+    pub weights_dir: Option<PathBuf>,
+    /// Largest difference between a log-probability of an engine and that of the pushed weights, nats; checked on three prompts after
+    /// every push. bf16 engines need about 0.1.
+    // resume = changes, worker = ignored
+    pub probe_bound: f64,
 }
 
 impl Default for Rollout {
@@ -297,6 +317,11 @@ impl Default for Rollout {
             quantization: Quantization::None,
             speculation: Speculation::None,
             bitwise: false,
+            engine: EngineWord::Own,
+            urls: Vec::new(),
+            command: Vec::new(),
+            weights_dir: None,
+            probe_bound: 0.02,
         }
     }
 }

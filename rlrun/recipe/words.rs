@@ -61,6 +61,19 @@ impl StoreWord {
     }
 }
 
+/// What samples.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EngineWord {
+    /// The engine of rlrun.
+    #[default]
+    Own,
+    /// vLLM, started with `--enable-scale-out` and VLLM_SERVER_DEV_MODE=1.
+    Vllm,
+    /// SGLang.
+    Sglang,
+}
+
 /// Logs of Weights & Biases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

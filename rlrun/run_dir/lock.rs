@@ -6,11 +6,15 @@
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, Write};
 use std::path::Path;
+use std::time::Duration;
 
 use super::{RunDirError, failed};
 
 /// Name of the lock file in a run directory.
 pub(super) const NAME: &str = "lock";
+
+/// Wait before the second attempt at a lock, milliseconds: [`is_in_use`] has it for an instant.
+const RETRY_MS: u64 = 50;
 
 /// An acquired lock, released when it is dropped.
 #[derive(Debug)]
@@ -25,7 +29,12 @@ impl Lock {
         // Not truncated here: the file may be another process's.
         let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
         let mut file = opened.map_err(|source| failed("write", &path, source))?;
-        match file.try_lock() {
+        let mut tried = file.try_lock();
+        if let Err(TryLockError::WouldBlock) = tried {
+            std::thread::sleep(Duration::from_millis(RETRY_MS));
+            tried = file.try_lock();
+        }
+        match tried {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 let mut holder = String::new();
@@ -43,4 +52,10 @@ impl Lock {
         written.map_err(|source| failed("write", &path, source))?;
         Ok(Self { _file: file })
     }
+}
+
+/// Whether a process has the run in this directory open. It tries the lock, shared with others that ask, and leaves nothing.
+pub(crate) fn is_in_use(directory: &Path) -> bool {
+    let file = model::files::open(&directory.join(NAME));
+    file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
 }

@@ -97,6 +97,10 @@ fn sample(
     let version = weights.version;
     let setup = SamplerSetup { recipe: &recipe, directory: &directory, prepared: &prepared };
     let sampler = setup.updated(weights, false)?;
+    let sampler = match &prepared.agents {
+        Some(agents) => agents.training(sampler),
+        None => sampler,
+    };
     let Some(rewards) = prepared.rewards.clone() else {
         return Err(Failure::Argument("the run samples nothing: its recipe has no rewards".to_owned()));
     };

@@ -3,7 +3,7 @@
 //! # Layout
 //! - [`worker`]: the rollout worker, the loop that ties everything together; [`activity`]: when it did what
 //! - [`sampler`]: [`Sampler`], the seam to a rollout engine; [`engine`]: the engine of this process, continuous batching
-//!   over a paged KV cache; [`applier`]: newer weights, staged concurrently with decoding
+//!   over a paged KV cache; [`applier`]: newer weights, staged concurrently with decoding; [`remote`]: vLLM and SGLang
 //! - [`episode`]: episodes of turns in an environment, played with a sampler
 //! - [`tasks`]: datasets, the arithmetic generator, the endless shuffled stream of tasks
 //! - [`prompts`]: tasks as tokens, checked before the run starts
@@ -25,6 +25,7 @@ pub mod episode;
 mod error;
 pub mod evaluate;
 pub mod prompts;
+pub mod remote;
 pub mod requests;
 pub mod sampler;
 pub mod scoring;

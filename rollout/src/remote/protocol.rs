@@ -1,0 +1,435 @@
+//! What vLLM and SGLang are asked, and what they answer.
+//!
+//! Requests and answers of vLLM 0.32 (`/inference/v1/generate`, started with `--enable-scale-out`) and SGLang 0.5
+//! (`/generate`); both report the version of the weights of every token as spans over the completion.
+//!
+//! Invariant: an answer of another form is an error that quotes it; nothing of it is guessed.
+
+use std::path::Path;
+
+use model::Sampling;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use trajectory::{PolicyVersion, StopReason, VersionRun};
+
+use crate::sampler::OnUpdate;
+
+/// A rollout engine of others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EngineKind {
+    /// vLLM.
+    Vllm,
+    /// SGLang.
+    Sglang,
+}
+
+/// Completions of one prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct EngineRequest {
+    /// Its id.
+    pub(super) id: String,
+    /// `[P]` tokens before the completion.
+    pub(super) token_ids: Vec<u32>,
+    /// Number of completions.
+    pub(super) samples: usize,
+    /// How tokens are chosen.
+    pub(super) sampling: Sampling,
+    /// Longest completion, tokens.
+    pub(super) max_tokens: usize,
+    /// Fewest tokens before a stop token ends it.
+    pub(super) min_tokens: usize,
+    /// Tokens that end it.
+    pub(super) stop_token_ids: Vec<u32>,
+    /// Seed of its random numbers.
+    pub(super) seed: u64,
+}
+
+/// How a completion ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum EngineEnd {
+    Stopped(StopReason),
+    /// It was stopped from outside, and can be continued.
+    Aborted,
+}
+
+/// A completion, or the part of it before it was aborted; `C` tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct EngineCompletion {
+    /// `[C]`
+    pub(super) token_ids: Vec<u32>,
+    /// `[C]` log-probabilities, nats.
+    pub(super) logprobs: Vec<f32>,
+    /// Runs over all `C` tokens.
+    pub(super) versions: Vec<VersionRun>,
+    pub(super) end: EngineEnd,
+}
+
+/// A call of an engine.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct EngineCall {
+    pub(super) path: &'static str,
+    /// `None` for no body.
+    pub(super) body: Option<Value>,
+}
+
+impl EngineCall {
+    fn new(path: &'static str, body: Value) -> Self {
+        Self { path, body: Some(body) }
+    }
+
+    fn bare(path: &'static str) -> Self {
+        Self { path, body: None }
+    }
+}
+
+impl EngineKind {
+    /// How it has to be started, for messages.
+    pub(super) fn start_with(self) -> &'static str {
+        match self {
+            Self::Vllm => {
+                "start it with VLLM_SERVER_DEV_MODE=1 and `vllm serve MODEL --enable-scale-out --logprobs-mode \
+                 processed_logprobs`, the model of the recipe and `--dtype float32` where weights are f32"
+            }
+            Self::Sglang => {
+                "start it with `python -m sglang.launch_server --model-path MODEL`, the model of the recipe"
+            }
+        }
+    }
+
+    /// The call for completions of `model`.
+    pub(super) fn generate(self, model: &str, request: &EngineRequest) -> EngineCall {
+        let EngineRequest { id, token_ids, samples, sampling, max_tokens, min_tokens, stop_token_ids, seed } =
+            request;
+        // Neither engine takes a seed above 63 bits.
+        let seed = seed >> 1;
+        match self {
+            Self::Vllm => EngineCall::new(
+                "/inference/v1/generate",
+                json!({
+                    "model": model,
+                    "request_id": id,
+                    "token_ids": token_ids,
+                    "return_token_ids": true,
+                    "output_mode": "tokens",
+                    "stream": false,
+                    "sampling_params": {
+                        "n": samples,
+                        "max_tokens": max_tokens,
+                        "min_tokens": min_tokens,
+                        "temperature": sampling.temperature,
+                        "top_p": 1.0,
+                        "logprobs": 0,
+                        "seed": seed,
+                        "stop_token_ids": stop_token_ids,
+                        // The stop tokens of the recipe are all of them.
+                        "ignore_eos": true,
+                    },
+                }),
+            ),
+            Self::Sglang => EngineCall::new(
+                "/generate",
+                json!({
+                    "rid": if *samples == 1 { json!(id) } else { json!((0..*samples).map(|n| format!("{id}-{n}")).collect::<Vec<_>>()) },
+                    "input_ids": token_ids,
+                    "return_logprob": true,
+                    "logprob_start_len": -1,
+                    "stream": false,
+                    "sampling_params": {
+                        "n": samples,
+                        "max_new_tokens": max_tokens,
+                        "min_new_tokens": min_tokens,
+                        "temperature": sampling.temperature,
+                        "top_p": 1.0,
+                        "sampling_seed": seed,
+                        "stop_token_ids": stop_token_ids,
+                        "ignore_eos": true,
+                        "skip_special_tokens": false,
+                    },
+                }),
+            ),
+        }
+    }
+
+    /// The completions in an answer to [`generate`](Self::generate); tokens without a version are of `served`.
+    ///
+    /// # Errors
+    /// What is missing in it.
+    pub(super) fn completions(
+        self,
+        answer: &Value,
+        served: PolicyVersion,
+    ) -> Result<Vec<EngineCompletion>, String> {
+        match self {
+            Self::Vllm => {
+                let choices = answer["choices"].as_array().ok_or("no `choices`")?;
+                let mut choices: Vec<&Value> = choices.iter().collect();
+                choices.sort_by_key(|choice| choice["index"].as_u64());
+                choices.into_iter().map(|choice| vllm_choice(choice, served)).collect()
+            }
+            Self::Sglang => match answer {
+                Value::Array(all) => all.iter().map(|one| sglang_completion(one, served)).collect(),
+                one => Ok(vec![sglang_completion(one, served)?]),
+            },
+        }
+    }
+
+    /// Ends the requests with the id `id`.
+    pub(super) fn abort(self, id: &str, samples: usize) -> Vec<EngineCall> {
+        match self {
+            Self::Vllm => vec![EngineCall::new("/abort_requests", json!({ "request_ids": [id] }))],
+            Self::Sglang if samples == 1 => vec![EngineCall::new("/abort_request", json!({ "rid": id }))],
+            Self::Sglang => (0..samples)
+                .map(|n| EngineCall::new("/abort_request", json!({ "rid": format!("{id}-{n}") })))
+                .collect(),
+        }
+    }
+
+    /// Stops it between two steps; requests in flight stay.
+    pub(super) fn pause(self) -> EngineCall {
+        match self {
+            Self::Vllm => EngineCall::bare("/pause?mode=keep"),
+            Self::Sglang => EngineCall::new("/pause_generation", json!({ "mode": "in_place" })),
+        }
+    }
+
+    /// Lets it go on. It can be called again.
+    pub(super) fn resume(self) -> EngineCall {
+        match self {
+            Self::Vllm => EngineCall::bare("/resume"),
+            Self::Sglang => EngineCall::new("/continue_generation", json!({})),
+        }
+    }
+
+    /// The calls that load `version` from `directory` while it is paused.
+    pub(super) fn load(
+        self,
+        directory: &Path,
+        version: PolicyVersion,
+        on_update: OnUpdate,
+    ) -> Vec<EngineCall> {
+        let (path, named) = (directory.display().to_string(), version.0.to_string());
+        let recompute = on_update == OnUpdate::Recompute;
+        match self {
+            Self::Vllm => vec![
+                EngineCall::new(
+                    "/collective_rpc",
+                    json!({ "method": "reload_weights", "kwargs": { "weights_path": path } }),
+                ),
+                // What is cached of prompts is of the old weights. Requests in flight keep their own unless they are recomputed.
+                EngineCall::bare(match recompute {
+                    true => "/reset_prefix_cache?reset_running_requests=true",
+                    false => "/reset_prefix_cache",
+                }),
+                EngineCall::new("/update_weight_version", json!({ "new_version": named })),
+            ],
+            Self::Sglang => vec![EngineCall::new(
+                "/update_weights_from_disk",
+                json!({
+                    "model_path": path,
+                    "weight_version": named,
+                    "abort_all_requests": false,
+                    "keep_pause": true,
+                    "flush_cache": recompute,
+                }),
+            )],
+        }
+    }
+
+    /// The question whether it is paused; `None` if it cannot be asked.
+    pub(super) fn is_paused(self) -> Option<&'static str> {
+        match self {
+            Self::Vllm => Some("/is_paused"),
+            Self::Sglang => None,
+        }
+    }
+
+    /// The names of the models that it serves and the longest context of each, in an answer to `/v1/models`.
+    pub(super) fn models(answer: &Value) -> Vec<(String, Option<u64>)> {
+        let models = answer["data"].as_array().map(Vec::as_slice).unwrap_or_default();
+        let named = models
+            .iter()
+            .filter_map(|model| Some((model["id"].as_str()?.to_owned(), model["max_model_len"].as_u64())));
+        named.collect()
+    }
+}
+
+fn vllm_choice(choice: &Value, served: PolicyVersion) -> Result<EngineCompletion, String> {
+    let token_ids = ids(&choice["token_ids"]).ok_or("no `token_ids`; start vLLM with --enable-scale-out")?;
+    let content = choice["logprobs"]["content"].as_array().ok_or("no `logprobs`")?;
+    let logprobs = content.iter().map(|token| token["logprob"].as_f64()).collect::<Option<Vec<f64>>>();
+    let logprobs = logprobs.ok_or("a token has no `logprob`")?;
+    let end = match choice["finish_reason"].as_str() {
+        Some("stop") => EngineEnd::Stopped(StopReason::StopToken),
+        Some("length") => EngineEnd::Stopped(StopReason::Length),
+        Some("abort") => EngineEnd::Aborted,
+        other => return Err(format!("`finish_reason` is {other:?}")),
+    };
+    let span = |span: &Value| {
+        let version = span["version"].as_str().map(str::to_owned);
+        Some((version?, span["start"].as_u64()?, span["end"].as_u64()?))
+    };
+    completion(token_ids, &logprobs, end, spans(&choice["weight_versions"], span)?, served)
+}
+
+fn sglang_completion(answer: &Value, served: PolicyVersion) -> Result<EngineCompletion, String> {
+    let token_ids = ids(&answer["output_ids"]).ok_or("no `output_ids`")?;
+    let meta = &answer["meta_info"];
+    let tokens = meta["output_token_logprobs"].as_array().ok_or("no `output_token_logprobs`")?;
+    let logprobs = tokens.iter().map(|token| token[0].as_f64()).collect::<Option<Vec<f64>>>();
+    let logprobs = logprobs.ok_or("a token has no log-probability")?;
+    let end = match meta["finish_reason"]["type"].as_str() {
+        Some("stop") => EngineEnd::Stopped(StopReason::StopToken),
+        Some("length") => EngineEnd::Stopped(StopReason::Length),
+        Some("abort") => EngineEnd::Aborted,
+        other => return Err(format!("`finish_reason` is {other:?}")),
+    };
+    let span = |span: &Value| {
+        let version = span[0].as_str().map(str::to_owned);
+        Some((version?, span[1].as_u64()?, span[2].as_u64()?))
+    };
+    let mut found = spans(&meta["weight_versions"], span)?;
+    if found.is_empty()
+        && let Some(version) = meta["weight_version"].as_str()
+    {
+        // It saw one version.
+        found = vec![(version.to_owned(), 0, token_ids.len() as u64)];
+    }
+    completion(token_ids, &logprobs, end, found, served)
+}
+
+fn ids(value: &Value) -> Option<Vec<u32>> {
+    let each = value.as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok());
+    each.collect()
+}
+
+type NamedSpan = (String, u64, u64);
+
+fn spans(value: &Value, of: impl Fn(&Value) -> Option<NamedSpan>) -> Result<Vec<NamedSpan>, String> {
+    let each = value.as_array().map(Vec::as_slice).unwrap_or_default().iter();
+    each.map(of).collect::<Option<Vec<_>>>().ok_or_else(|| format!("`weight_versions` are {value}"))
+}
+
+/// Checks the streams against each other.
+fn completion(
+    token_ids: Vec<u32>,
+    logprobs: &[f64],
+    end: EngineEnd,
+    spans: Vec<NamedSpan>,
+    served: PolicyVersion,
+) -> Result<EngineCompletion, String> {
+    let tokens = token_ids.len();
+    if logprobs.len() != tokens {
+        return Err(format!("{tokens} tokens with {} log-probabilities", logprobs.len()));
+    }
+    let mut versions: Vec<VersionRun> = Vec::new();
+    let mut covered = 0;
+    for (name, start, end) in spans {
+        if start != covered || end < start || end > tokens as u64 {
+            return Err(format!("the version {name:?} from token {start} to {end} of {tokens}"));
+        }
+        covered = end;
+        // A version that rlrun did not name is one that it did not push.
+        let version = name.parse().map(PolicyVersion).map_err(|_| {
+            format!("weights of the version {name:?}; another program loads weights into this engine")
+        })?;
+        push_run(&mut versions, version, end - start);
+    }
+    push_run(&mut versions, served, tokens as u64 - covered);
+    // Engines may round a log-probability to slightly above 0.
+    let logprobs = logprobs.iter().map(|logprob| logprob.min(0.0) as f32).collect();
+    Ok(EngineCompletion { token_ids, logprobs, versions, end })
+}
+
+/// Appends tokens of `version`.
+pub(super) fn push_run(runs: &mut Vec<VersionRun>, version: PolicyVersion, tokens: u64) {
+    let len = u32::try_from(tokens).unwrap_or(u32::MAX);
+    match runs.last_mut() {
+        _ if len == 0 => {}
+        Some(last) if last.version == version => last.len = last.len.saturating_add(len),
+        _ => runs.push(VersionRun { version, len }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SERVED: PolicyVersion = PolicyVersion(4);
+
+    fn run(version: u64, len: u32) -> VersionRun {
+        VersionRun { version: PolicyVersion(version), len }
+    }
+
+    fn vllm(weight_versions: &Value, finish: &str) -> Value {
+        json!({ "choices": [{
+            "index": 0, "finish_reason": finish, "token_ids": [5, 6, 7], "weight_versions": weight_versions,
+            "logprobs": { "content": [
+                { "token_id": 5, "logprob": -0.5 }, { "token_id": 6, "logprob": 1e-9 }, { "token_id": 7, "logprob": -2.0 },
+            ] },
+        }] })
+    }
+
+    #[test]
+    fn versions_of_vllm_are_spans_over_the_completion() {
+        let spans =
+            json!([{ "version": "3", "start": 0, "end": 1 }, { "version": "4", "start": 1, "end": 3 }]);
+        let [read] = &EngineKind::Vllm.completions(&vllm(&spans, "stop"), SERVED).unwrap()[..] else {
+            panic!()
+        };
+        assert_eq!((&read.token_ids[..], &read.logprobs[..]), (&[5, 6, 7][..], &[-0.5, 0.0, -2.0][..]));
+        assert_eq!(read.versions, [run(3, 1), run(4, 2)]);
+        assert_eq!(read.end, EngineEnd::Stopped(StopReason::StopToken));
+        let without = EngineKind::Vllm.completions(&vllm(&Value::Null, "abort"), SERVED).unwrap();
+        assert_eq!((&without[0].versions[..], without[0].end), (&[run(4, 3)][..], EngineEnd::Aborted));
+    }
+
+    #[test]
+    fn an_answer_of_another_form_says_what_is_wrong() {
+        let refused = |spans: Value, part: &str| {
+            let error = EngineKind::Vllm.completions(&vllm(&spans, "stop"), SERVED).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        };
+        refused(json!([{ "version": "default", "start": 0, "end": 3 }]), "another program loads weights");
+        refused(json!([{ "version": "3", "start": 1, "end": 3 }]), "from token 1 to 3");
+        refused(json!([{ "version": "3", "start": 0, "end": 9 }]), "from token 0 to 9 of 3");
+        refused(json!([7]), "`weight_versions` are [7]");
+        for (answer, part) in [
+            (json!({}), "no `choices`"),
+            (json!({ "choices": [{}] }), "--enable-scale-out"),
+            (json!({ "choices": [{ "token_ids": [1] }] }), "no `logprobs`"),
+            (json!({ "choices": [{ "token_ids": [1], "logprobs": { "content": [] } }] }), "`finish_reason`"),
+        ] {
+            let error = EngineKind::Vllm.completions(&answer, SERVED).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        }
+        let short = json!({ "output_ids": [1, 2], "meta_info": {
+            "finish_reason": { "type": "stop" }, "output_token_logprobs": [[-1.0, 1, null]],
+        } });
+        let error = EngineKind::Sglang.completions(&short, SERVED).unwrap_err();
+        assert_eq!(error, "2 tokens with 1 log-probabilities");
+    }
+
+    #[test]
+    fn sglang_names_one_version_or_spans() {
+        let answer = |meta: Value| {
+            let mut meta = meta;
+            meta["finish_reason"] = json!({ "type": "length", "length": 2 });
+            meta["output_token_logprobs"] = json!([[-0.25, 1, null], [-0.5, 2, null]]);
+            json!({ "text": "x", "output_ids": [1, 2], "meta_info": meta })
+        };
+        let read = |answer: &Value| EngineKind::Sglang.completions(answer, SERVED).unwrap();
+        let one = read(&answer(json!({ "weight_version": "2" })));
+        assert_eq!(
+            (&one[0].versions[..], one[0].end),
+            (&[run(2, 2)][..], EngineEnd::Stopped(StopReason::Length))
+        );
+        let two =
+            json!([answer(json!({ "weight_versions": [["2", 0, 1], ["3", 1, 2]] })), answer(json!({}))]);
+        let two = read(&two);
+        assert_eq!(
+            (&two[0].versions[..], &two[1].versions[..]),
+            (&[run(2, 1), run(3, 1)][..], &[run(4, 2)][..])
+        );
+    }
+}

@@ -1,0 +1,199 @@
+//! Weights for engines of others: a directory in Hugging Face form that they load, and the proof that they serve it.
+//!
+//! Invariant: an engine counts as serving a version only after its log-probabilities of the probe prompts are those that this
+//! process computes with the weights, within the bound. An engine that was paused is resumed, whatever failed meanwhile.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use model::{
+    Decoder, Layout, ModelDirectory, ModelError, Pack, Parameters, Sampling, Target, ThreadPool, WeightDtype,
+};
+use trajectory::PolicyVersion;
+use weights::Snapshot;
+
+use super::client::{EngineClient, EngineFailure};
+use super::protocol::{EngineKind, EngineRequest};
+use crate::RolloutError;
+use crate::sampler::OnUpdate;
+
+/// Deadline of a call that needs no work.
+const CALL: Duration = Duration::from_secs(60);
+/// Tokens that an engine generates after each probe prompt.
+const PROBED: usize = 8;
+
+/// How weights reach engines, and how that is checked.
+#[derive(Clone, Debug)]
+pub struct PushConfig {
+    /// Directory that this process and all engines see.
+    pub directory: PathBuf,
+    /// Number format of the files.
+    pub dtype: WeightDtype,
+    /// `[3][P]` prompts whose completions are compared.
+    pub probes: Vec<Vec<u32>>,
+    /// Largest difference of a log-probability, nats.
+    pub bound: f64,
+    /// Deadline for loading a version.
+    pub wait: Duration,
+}
+
+/// A version on the disk, with what is needed to check an engine that has loaded it.
+#[derive(Debug)]
+pub(super) struct WrittenVersion {
+    pub(super) version: PolicyVersion,
+    path: PathBuf,
+    decoder: Decoder,
+}
+
+/// Writes and loads versions.
+#[derive(Debug)]
+pub(super) struct WeightPusher {
+    pub(super) kind: EngineKind,
+    pub(super) config: PushConfig,
+    pub(super) model: Arc<ModelDirectory>,
+    /// Temperature of training samples: engines report log-probabilities of it.
+    pub(super) temperature: f32,
+    pub(super) pool: Arc<ThreadPool>,
+}
+
+impl WeightPusher {
+    /// Writes `snapshot` into a directory of its own; removes all but the version before.
+    ///
+    /// # Errors
+    /// A directory that cannot be written, weights of another model.
+    pub(super) fn write(
+        &self,
+        snapshot: &Snapshot,
+        before: Option<PolicyVersion>,
+    ) -> Result<WrittenVersion, RolloutError> {
+        let layout = Arc::new(Layout::new(self.model.config()));
+        let parameters = Parameters::from_values(layout, snapshot.values.to_vec())?;
+        let version = snapshot.version;
+        let directory = &self.config.directory;
+        let failed = |path: &Path| {
+            let path = path.to_path_buf();
+            move |source| RolloutError::Model(ModelError::Write { path, source })
+        };
+        std::fs::create_dir_all(directory).map_err(failed(directory))?;
+        let kept = [Some(version), before].map(|version| version.map(name_of));
+        for entry in std::fs::read_dir(directory).map_err(failed(directory))?.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let stale = name.starts_with(PREFIX) && !kept.iter().flatten().any(|kept| *kept == name);
+            if stale {
+                // What an engine still has open stays readable for it; what cannot be removed is tried again.
+                let _ = std::fs::remove_dir_all(entry.path());
+            }
+        }
+        let path = directory.join(name_of(version));
+        if path.exists() {
+            // Of an earlier process of the run: the same version may have other weights.
+            std::fs::remove_dir_all(&path).map_err(failed(&path))?;
+        }
+        self.model.export(&path, &parameters, self.config.dtype)?;
+        let path = std::path::absolute(&path).unwrap_or(path);
+        Ok(WrittenVersion { version, path, decoder: Decoder::new(self.model.config(), &parameters) })
+    }
+
+    /// Loads `written` into `engine`, which serves the model `served`. Returns how long it stood still.
+    ///
+    /// # Errors
+    /// What the engine answered; log-probabilities that are not those of the weights.
+    pub(super) fn load(
+        &self,
+        engine: &EngineClient,
+        served: &str,
+        written: &WrittenVersion,
+        on_update: OnUpdate,
+    ) -> Result<Duration, EngineFailure> {
+        let start = Instant::now();
+        let paused = engine.call(&self.kind.pause(), CALL);
+        let loaded = paused.and_then(|_| {
+            let calls = self.kind.load(&written.path, written.version, on_update);
+            calls.iter().try_for_each(|call| match engine.call(call, self.config.wait)? {
+                answer if answer["success"] == false && !call.path.contains("prefix_cache") => {
+                    Err(EngineFailure::Refused(format!("answers {} with {answer}", call.path)))
+                }
+                _ => Ok(()),
+            })
+        });
+        let resumed =
+            engine.call(&self.kind.resume(), CALL).or_else(|_| engine.call(&self.kind.resume(), CALL));
+        loaded?;
+        resumed?;
+        let stalled = start.elapsed();
+        self.probe(engine, served, written)?;
+        Ok(stalled)
+    }
+
+    /// Compares log-probabilities of the engine with those of the weights.
+    fn probe(
+        &self,
+        engine: &EngineClient,
+        served: &str,
+        written: &WrittenVersion,
+    ) -> Result<(), EngineFailure> {
+        let sampling = Sampling { temperature: self.temperature, ..Sampling::PLAIN };
+        for (number, prompt) in self.config.probes.iter().enumerate() {
+            let request = EngineRequest {
+                id: format!("rlrun-probe-{}-{number}", written.version.0),
+                token_ids: prompt.clone(),
+                samples: 1,
+                sampling,
+                max_tokens: PROBED,
+                min_tokens: 0,
+                stop_token_ids: Vec::new(),
+                seed: written.version.0 ^ number as u64,
+            };
+            let answer = engine.call(&self.kind.generate(served, &request), self.config.wait)?;
+            let refused = |reason: String| EngineFailure::Refused(reason);
+            let completions = self
+                .kind
+                .completions(&answer, written.version)
+                .map_err(|reason| refused(format!("answers with {reason}")))?;
+            let [completion] = &completions[..] else {
+                return Err(refused(format!("answers one prompt with {} completions", completions.len())));
+            };
+            let own = self.score(written, prompt, &completion.token_ids).map_err(refused)?;
+            for ((token, theirs), own) in completion.token_ids.iter().zip(&completion.logprobs).zip(own) {
+                let difference = (f64::from(*theirs) - f64::from(own)).abs();
+                if difference.is_nan() || difference > self.config.bound {
+                    let (version, bound, temperature) =
+                        (written.version, self.config.bound, self.temperature);
+                    return Err(refused(format!(
+                        "gives token {token} the log-probability {theirs:.4} with the weights of {version}, and rlrun \
+                         {own:.4} at temperature {temperature}: more than {bound} apart, so it serves other weights, \
+                         another number format, or log-probabilities of another temperature"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Log-probabilities `[C]` of `completion [C]` after `prompt`, nats.
+    fn score(
+        &self,
+        written: &WrittenVersion,
+        prompt: &[u32],
+        completion: &[u32],
+    ) -> Result<Vec<f32>, String> {
+        let mut pack = Pack::new();
+        let tokens = [prompt, completion].concat();
+        pack.push(&tokens).map_err(|error| error.to_string())?;
+        let rows: Vec<usize> = (prompt.len() - 1..tokens.len() - 1).collect();
+        let temperature = if self.temperature > 0.0 { self.temperature } else { 1.0 };
+        let targets: Vec<Target<'_>> =
+            completion.iter().map(|token| Target { token: *token, temperature, kept: None }).collect();
+        let scored = written.decoder.score(&pack, &rows, &targets, &self.pool);
+        let scored = scored.map_err(|error| format!("answers with tokens of another vocabulary: {error}"))?;
+        Ok(scored.iter().map(|prediction| prediction.logprob).collect())
+    }
+}
+
+/// What the name of a directory of weights begins with.
+const PREFIX: &str = "version_";
+
+fn name_of(version: PolicyVersion) -> String {
+    format!("{PREFIX}{:06}", version.0)
+}

@@ -1,0 +1,461 @@
+//! Engines of others: a server that answers as vLLM and SGLang do, with a real model that it loads from the pushed directory.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use model::{
+    Decoder, ModelDirectory, Pack, Parameters, Sampling, SharedCores, Target, ThreadPool, WeightDtype,
+};
+use rollout::remote::{EngineKind, PushConfig, RemoteConfig, RemoteSampler};
+use rollout::{Completion, OnUpdate, RolloutError, SampleRequest, Sampler, StopRules};
+use serde_json::{Value, json};
+use trajectory::{GroupId, PolicyVersion, StopReason};
+use weights::{HubPublisher, Publisher};
+
+use crate::Model;
+
+/// A request of `samples` completions of at most 12 tokens.
+fn request(group: u64, prompt: &[u32], samples: usize) -> SampleRequest {
+    let prompt = prompt.to_vec();
+    SampleRequest { prompt, max_completion_length: 12, ..crate::request(group, samples, Sampling::PLAIN) }
+}
+
+const SOON: Duration = Duration::from_secs(30);
+const QUIET: Duration = Duration::from_millis(300);
+
+/// What an engine has and does.
+struct EngineScript {
+    kind: EngineKind,
+    decoder: Option<Decoder>,
+    version: String,
+    paused: bool,
+    /// Paths of all calls.
+    calls: Vec<String>,
+    /// The next generation ends after so many tokens as if it had been aborted.
+    abort_after: Option<usize>,
+    /// Added to every log-probability.
+    shift: f64,
+    context: u64,
+}
+
+/// A server in place of an engine.
+struct FakeEngine {
+    address: SocketAddr,
+    script: Arc<Mutex<EngineScript>>,
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl FakeEngine {
+    fn new(kind: EngineKind) -> Self {
+        let script = EngineScript {
+            kind,
+            decoder: None,
+            version: "default".to_owned(),
+            paused: false,
+            calls: Vec::new(),
+            abort_after: None,
+            shift: 0.0,
+            context: 128,
+        };
+        Self::listen(([127, 0, 0, 1], 0).into(), Arc::new(Mutex::new(script)))
+    }
+
+    fn listen(address: SocketAddr, script: Arc<Mutex<EngineScript>>) -> Self {
+        let listener = TcpListener::bind(address).unwrap();
+        let (address, over) = (listener.local_addr().unwrap(), Arc::new(AtomicBool::new(false)));
+        let (theirs, stop) = (Arc::clone(&script), Arc::clone(&over));
+        let thread = std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                if stop.load(Ordering::Relaxed) {
+                    return;
+                }
+                let (script, stop) = (Arc::clone(&theirs), Arc::clone(&stop));
+                std::thread::spawn(move || answer(stream.unwrap(), &script, &stop));
+            }
+        });
+        Self { address, script, over, thread: Some(thread) }
+    }
+
+    fn script(&self) -> MutexGuard<'_, EngineScript> {
+        self.script.lock().unwrap()
+    }
+
+    /// Ends as a killed process does: connections close without an answer.
+    fn kill(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        drop(TcpStream::connect(self.address));
+        self.thread.take().into_iter().for_each(|thread| thread.join().unwrap());
+    }
+
+    /// The same address again, with nothing loaded.
+    fn start_again(&mut self) {
+        {
+            let mut script = self.script();
+            (script.decoder, script.version, script.paused) = (None, "default".to_owned(), false);
+            script.calls.clear();
+        }
+        *self = Self::listen(self.address, Arc::clone(&self.script));
+    }
+}
+
+impl Drop for FakeEngine {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.kill();
+        }
+    }
+}
+
+fn answer(stream: TcpStream, script: &Mutex<EngineScript>, over: &AtomicBool) {
+    let mut reader = BufReader::new(stream);
+    let mut head = String::new();
+    while !head.ends_with("\r\n\r\n") {
+        if reader.read_line(&mut head).unwrap_or(0) == 0 {
+            return;
+        }
+    }
+    let path = head.split(' ').nth(1).unwrap().to_owned();
+    let length =
+        head.lines().find_map(|line| line.to_lowercase().strip_prefix("content-length: ")?.parse().ok());
+    let mut body = vec![0; length.unwrap_or(0)];
+    reader.read_exact(&mut body).unwrap();
+    let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+    script.lock().unwrap().calls.push(path.clone());
+    if path.ends_with("/generate") {
+        while script.lock().unwrap().paused {
+            if over.load(Ordering::Relaxed) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+    let (status, answer) = script.lock().unwrap().answer(&path, &body);
+    let text = answer.to_string();
+    let head = format!("HTTP/1.1 {status} X\r\ncontent-length: {}\r\nconnection: close\r\n\r\n", text.len());
+    let _ = reader.get_mut().write_all((head + &text).as_bytes());
+}
+
+impl EngineScript {
+    fn answer(&mut self, path: &str, body: &Value) -> (u16, Value) {
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        match path {
+            "/v1/models" => (200, json!({ "data": [{ "id": "policy", "max_model_len": self.context }] })),
+            "/pause?mode=keep" | "/pause_generation" => {
+                self.paused = true;
+                (200, json!({}))
+            }
+            "/resume" | "/continue_generation" => {
+                self.paused = false;
+                (200, json!({}))
+            }
+            "/is_paused" => (200, json!({ "is_paused": self.paused })),
+            "/collective_rpc" => {
+                assert!(self.paused && body["method"] == "reload_weights", "{body}");
+                self.load(&text(&body["kwargs"]["weights_path"]));
+                (200, json!({ "results": [null] }))
+            }
+            // Blocks are held.
+            "/reset_prefix_cache" | "/reset_prefix_cache?reset_running_requests=true" => {
+                (200, json!({ "success": false }))
+            }
+            "/update_weight_version" => {
+                self.version = text(&body["new_version"]);
+                (200, json!({ "success": true }))
+            }
+            "/update_weights_from_disk" => {
+                assert!(self.paused && body["keep_pause"] == true, "{body}");
+                self.load(&text(&body["model_path"]));
+                self.version = text(&body["weight_version"]);
+                (200, json!({ "success": true, "message": "" }))
+            }
+            "/inference/v1/generate" | "/generate" => (200, self.generate(body)),
+            "/abort_requests" | "/abort_request" => (200, json!({})),
+            _ => (404, json!({ "error": { "message": path } })),
+        }
+    }
+
+    fn load(&mut self, directory: &str) {
+        let directory = ModelDirectory::open(Path::new(directory)).unwrap();
+        self.decoder = Some(Decoder::new(directory.config(), &directory.load_parameters().unwrap()));
+    }
+
+    fn generate(&mut self, body: &Value) -> Value {
+        let vllm = self.kind == EngineKind::Vllm;
+        let prompt = &body[if vllm { "token_ids" } else { "input_ids" }];
+        let prompt: Vec<u32> = serde_json::from_value(prompt.clone()).unwrap();
+        let rules = &body["sampling_params"];
+        let number = |name: &str| rules[name].as_u64().unwrap();
+        let most = number(if vllm { "max_tokens" } else { "max_new_tokens" });
+        let seed = number(if vllm { "seed" } else { "sampling_seed" });
+        let temperature = rules["temperature"].as_f64().unwrap() as f32;
+        let completion = |n: u64| {
+            let (mut tokens, mut finish) = (Vec::new(), "length");
+            for place in 0..most {
+                let token = ((seed % 1000 + 31 * n + 17 * place) % 100) as u32;
+                tokens.push(token);
+                if rules["stop_token_ids"].as_array().unwrap().contains(&token.into()) {
+                    finish = "stop";
+                    break;
+                }
+                if self.abort_after == Some(tokens.len()) {
+                    finish = "abort";
+                    break;
+                }
+            }
+            let logprobs = self.score(&prompt, &tokens, temperature);
+            (tokens, logprobs, finish)
+        };
+        let all: Vec<_> = (0..number("n")).map(completion).collect();
+        self.abort_after = None;
+        let version = &self.version;
+        if vllm {
+            let choice = |(index, (tokens, logprobs, finish)): (usize, (Vec<u32>, Vec<f64>, &str))| {
+                let end = tokens.len();
+                let content =
+                    tokens.iter().zip(&logprobs).map(|(id, of)| json!({ "token_id": id, "logprob": of }));
+                json!({
+                    "index": index, "finish_reason": finish, "token_ids": tokens,
+                    "logprobs": { "content": content.collect::<Vec<_>>() },
+                    "weight_versions": [{ "version": version, "start": 0, "end": end }],
+                })
+            };
+            // In any order.
+            let choices: Vec<Value> = all.into_iter().enumerate().map(choice).rev().collect();
+            return json!({ "choices": choices });
+        }
+        let one = |(tokens, logprobs, finish): (Vec<u32>, Vec<f64>, &str)| {
+            let pairs = tokens.iter().zip(&logprobs).map(|(id, of)| json!([of, id, null]));
+            json!({ "output_ids": tokens, "meta_info": {
+                "finish_reason": { "type": finish }, "weight_version": version,
+                "output_token_logprobs": pairs.collect::<Vec<_>>(),
+            } })
+        };
+        let mut all: Vec<Value> = all.into_iter().map(one).collect();
+        if all.len() == 1 { all.remove(0) } else { all.into() }
+    }
+
+    fn score(&self, prompt: &[u32], tokens: &[u32], temperature: f32) -> Vec<f64> {
+        let temperature = if temperature > 0.0 { temperature } else { 1.0 };
+        let mut pack = Pack::new();
+        pack.push(&[prompt, tokens].concat()).unwrap();
+        let rows: Vec<usize> = (prompt.len() - 1..prompt.len() + tokens.len() - 1).collect();
+        let targets: Vec<_> =
+            tokens.iter().map(|token| Target { token: *token, temperature, kept: None }).collect();
+        let decoder = self.decoder.as_ref().expect("no request comes before weights");
+        let scored = decoder.score(&pack, &rows, &targets, &ThreadPool::single()).unwrap();
+        scored.iter().map(|one| f64::from(one.logprob) + self.shift).collect()
+    }
+}
+
+/// A sampler with the engines of `engines`, and what publishes its weights.
+struct Bench {
+    sampler: RemoteSampler,
+    publisher: HubPublisher,
+    notices: Arc<Mutex<Vec<String>>>,
+    model: Model,
+    files: tempfile::TempDir,
+}
+
+impl Bench {
+    fn new(kind: EngineKind, engines: &[&FakeEngine], temperature: f32) -> Self {
+        let (model, files) = (Model::new(), tempfile::tempdir().unwrap());
+        let (publisher, hub) = weights::memory::hub();
+        let notices = Arc::new(Mutex::new(Vec::new()));
+        let said = Arc::clone(&notices);
+        let tokenizer = model.directory.tokenizer().clone();
+        let push = PushConfig {
+            directory: files.path().join("weights"),
+            dtype: WeightDtype::F32,
+            probes: vec![vec![5, 6, 7], vec![8]],
+            bound: 1e-3,
+            wait: SOON,
+        };
+        let config = RemoteConfig {
+            kind,
+            urls: engines.iter().map(|engine| format!("http://{}", engine.address)).collect(),
+            max_running: 8,
+            max_length: 64,
+            seed: 3,
+            temperature,
+            stop_rules: StopRules { token_ids: vec![2], strings: Vec::new(), tokenizer },
+            push,
+            wait: SOON,
+            quiet: QUIET,
+            notice: Box::new(move |text| said.lock().unwrap().push(text.to_owned())),
+        };
+        let directory = Arc::new(ModelDirectory::open(model.directory.path()).unwrap());
+        let subscriber = Arc::new(hub.subscribe("sampler").unwrap());
+        let pool = Arc::new(ThreadPool::new(&SharedCores::new(1), 1));
+        let sampler = RemoteSampler::new(config, directory, subscriber, pool).unwrap();
+        Self { sampler, publisher, notices, model, files }
+    }
+
+    fn publish(&self, version: u64, parameters: &Parameters) {
+        self.publisher.publish_values(PolicyVersion(version), parameters.values()).unwrap();
+    }
+
+    /// Publishes the weights and waits until they are served.
+    fn serve(&mut self, version: u64, parameters: &Parameters) -> Result<(), RolloutError> {
+        self.publish(version, parameters);
+        let begun = Instant::now();
+        loop {
+            assert!(begun.elapsed() < SOON, "{:?}", self.notices.lock().unwrap());
+            if self.sampler.newer_weights(Duration::from_millis(5))?.is_some()
+                && let Some(applied) = self.sampler.apply_weights(OnUpdate::Keep)?
+            {
+                assert_eq!(applied.version, PolicyVersion(version));
+                return Ok(());
+            }
+        }
+    }
+
+    fn served(kind: EngineKind, engines: &[&FakeEngine]) -> Self {
+        let mut bench = Self::new(kind, engines, 1.0);
+        let parameters = bench.model.parameters();
+        bench.serve(0, &parameters).unwrap();
+        bench
+    }
+
+    fn submit(&mut self, group: u64, samples: usize) {
+        self.sampler.submit(request(group, &[5, 6, 7], samples)).unwrap();
+    }
+
+    fn ended(&mut self, count: usize) -> Vec<Completion> {
+        let (mut ended, begun) = (Vec::new(), Instant::now());
+        while ended.len() < count {
+            assert!(begun.elapsed() < SOON, "{} of {count}: {:?}", ended.len(), self.notices.lock().unwrap());
+            ended.extend(self.sampler.poll(Duration::from_millis(5)).unwrap());
+        }
+        ended.sort_by_key(|completion| (completion.group, completion.index));
+        ended
+    }
+
+    fn waits_for_notice(&mut self, part: &str) {
+        let begun = Instant::now();
+        while !self.notices.lock().unwrap().iter().any(|notice| notice.contains(part)) {
+            assert!(begun.elapsed() < SOON, "{part}: {:?}", self.notices.lock().unwrap());
+            drop(self.sampler.poll(Duration::from_millis(5)).unwrap());
+        }
+    }
+}
+
+#[test]
+fn completions_have_the_versions_of_the_weights_that_were_pushed() {
+    for kind in [EngineKind::Vllm, EngineKind::Sglang] {
+        let engine = FakeEngine::new(kind);
+        let mut bench = Bench::served(kind, &[&engine]);
+        bench.sampler.submit(SampleRequest { baseline: true, ..request(4, &[5, 6, 7], 3) }).unwrap();
+        assert_eq!(bench.sampler.in_flight(), 4);
+        let ended = bench.ended(4);
+        for (index, one) in ended.iter().enumerate() {
+            assert_eq!((one.group, one.index as usize, one.baseline), (GroupId(4), index, index == 3));
+            assert_eq!((one.versions[0].version, one.prompt_version), (PolicyVersion(0), PolicyVersion(0)));
+            assert_eq!(&one.token_ids[..3], &[5, 6, 7]);
+            let sample = one.sample().unwrap();
+            assert_eq!(sample.trained_tokens(), if one.baseline { 0 } else { one.logprobs.len() });
+            assert_eq!(one.stop == StopReason::StopToken, one.token_ids.last() == Some(&2));
+        }
+        let other = bench.model.other_parameters();
+        bench.serve(1, &other).unwrap();
+        assert_eq!(bench.sampler.version(), PolicyVersion(1));
+        bench.submit(5, 2);
+        assert!(bench.ended(2).iter().all(|one| one.versions[0].version == PolicyVersion(1)));
+        bench.serve(2, &other).unwrap();
+        let kept: Vec<String> = std::fs::read_dir(bench.files.path().join("weights"))
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        assert_eq!(kept.len(), 2, "the version and the one before: {kept:?}");
+        assert_eq!(bench.publisher.lags().unwrap()[0].receipt.unwrap().version, PolicyVersion(2));
+    }
+}
+
+#[test]
+fn an_aborted_completion_goes_on_where_it_was() {
+    let engine = FakeEngine::new(EngineKind::Vllm);
+    let mut bench = Bench::served(EngineKind::Vllm, &[&engine]);
+    engine.script().abort_after = Some(4);
+    let mut asked = request(1, &[5, 6, 7], 2);
+    asked.options.stop.ignore_eos = true;
+    bench.sampler.submit(asked).unwrap();
+    let ended = bench.ended(2);
+    let generated = engine.script().calls.iter().filter(|path| path.ends_with("/generate")).count();
+    assert_eq!(generated, 2 + 1 + 2, "two probes, the group, and the rest of both");
+    for one in ended {
+        assert_eq!((one.logprobs.len(), one.token_ids.len(), one.stop), (12, 15, StopReason::Length));
+        assert_eq!(one.versions.iter().map(|run| run.len).sum::<u32>(), 12);
+    }
+}
+
+#[test]
+fn requests_of_a_killed_engine_begin_again_elsewhere_and_it_comes_back_with_the_weights() {
+    let (mut first, second) = (FakeEngine::new(EngineKind::Vllm), FakeEngine::new(EngineKind::Vllm));
+    let mut bench = Bench::served(EngineKind::Vllm, &[&first, &second]);
+    bench.waits_for_notice(&format!("{} serves v0", first.address));
+    bench.waits_for_notice(&format!("{} serves v0", second.address));
+    // Requests stay in both.
+    first.script().paused = true;
+    second.script().paused = true;
+    (1..=4).for_each(|group| bench.submit(group, 2));
+    first.kill();
+    bench.waits_for_notice("is left out until it answers again");
+    second.script().paused = false;
+    let ended = bench.ended(8);
+    let groups: Vec<u64> = ended.iter().map(|one| one.group.0).collect();
+    assert_eq!(groups, [1, 1, 2, 2, 3, 3, 4, 4], "none is missing and none came twice");
+    let other = bench.model.other_parameters();
+    bench.serve(1, &other).unwrap();
+    first.start_again();
+    bench.waits_for_notice(&format!("{} serves v1", first.address));
+    assert!(first.script().calls.contains(&"/collective_rpc".to_owned()));
+}
+
+#[test]
+fn an_engine_that_another_program_has_paused_is_resumed() {
+    let engine = FakeEngine::new(EngineKind::Vllm);
+    let mut bench = Bench::served(EngineKind::Vllm, &[&engine]);
+    engine.script().paused = true;
+    bench.submit(1, 1);
+    assert_eq!(bench.ended(1).len(), 1);
+    bench.waits_for_notice("was paused by another program, and is resumed");
+}
+
+#[test]
+fn aborted_groups_give_no_completion() {
+    let engine = FakeEngine::new(EngineKind::Sglang);
+    let mut bench = Bench::served(EngineKind::Sglang, &[&engine]);
+    engine.script().paused = true;
+    bench.submit(1, 2);
+    bench.submit(2, 2);
+    assert_eq!(bench.sampler.abort(GroupId(1)).unwrap(), 2);
+    assert_eq!(bench.sampler.in_flight(), 2);
+    engine.script().paused = false;
+    assert!(bench.ended(2).iter().all(|one| one.group == GroupId(2)));
+}
+
+#[test]
+fn engines_that_would_train_wrong_are_refused() {
+    let refused = |change: &dyn Fn(&mut EngineScript), temperature: f32, part: &str| {
+        let engine = FakeEngine::new(EngineKind::Vllm);
+        change(&mut engine.script());
+        let mut bench = Bench::new(EngineKind::Vllm, &[&engine], temperature);
+        let parameters = bench.model.parameters();
+        let error = bench.serve(0, &parameters).unwrap_err().to_string();
+        assert!(error.contains(part) && error.contains("--enable-scale-out"), "{error}");
+    };
+    refused(&|script| script.shift = -0.01, 1.0, "more than 0.001 apart, so it serves other weights");
+    refused(&|script| script.context = 32, 1.0, "serves a context of 32 tokens");
+    // It reports log-probabilities of temperature 1.
+    refused(&|script| script.shift = 0.5, 0.5, "log-probabilities of another temperature");
+    let engine = FakeEngine::new(EngineKind::Vllm);
+    let mut bench = Bench::served(EngineKind::Vllm, &[&engine]);
+    let mut stops = request(1, &[5], 1);
+    stops.options.stop.strings = vec!["x".to_owned()];
+    assert!(bench.sampler.submit(stops).unwrap_err().to_string().contains("neither finds stop strings"));
+}
