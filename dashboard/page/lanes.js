@@ -3,6 +3,7 @@
 import { el, tick } from "./dom.js";
 
 const TOP = 34;
+const MOST_PIXELS = 8e6;
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // A colour of each kind; waits are hatched, so that the colour is not all that tells them apart.
@@ -67,7 +68,8 @@ export class Lanes {
     this.width = this.element.clientWidth;
     if (this.width < 50) return;
     const height = TOP + this.rows.length * this.rowHeight + 4;
-    const scale = devicePixelRatio || 1;
+    // Very tall pictures are less fine, because every pixel takes memory.
+    const scale = Math.min(devicePixelRatio || 1, Math.sqrt(MOST_PIXELS / (this.width * height)));
     this.canvas.width = this.width * scale;
     this.canvas.height = height * scale;
     this.canvas.style.width = `${this.width}px`;

@@ -74,14 +74,21 @@ impl RunCatalog {
 pub(crate) async fn follow(catalog: Arc<RunCatalog>, revisions: watch::Sender<Map<String, Value>>) {
     let mut ticks = tokio::time::interval(POLL_INTERVAL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut behind = false;
     loop {
         // A long file is read in parts without a pause.
-        if !catalog.behind() {
+        if !behind {
             ticks.tick().await;
         }
         let catalog = Arc::clone(&catalog);
-        // A file system may be slow. A panic was printed; the next look reads on.
-        let Ok(new) = tokio::task::spawn_blocking(move || catalog.refresh()).await else { continue };
+        // A file system may be slow.
+        let look = tokio::task::spawn_blocking(move || (catalog.refresh(), catalog.behind()));
+        let Ok((new, more)) = look.await else {
+            // A panic was printed; the next look reads on.
+            behind = false;
+            continue;
+        };
+        behind = more;
         revisions.send_if_modified(|old| {
             let changed = *old != new;
             *old = new;

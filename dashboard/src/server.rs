@@ -105,13 +105,15 @@ impl DashboardServer {
         if runs.len() > MAX_RUNS {
             return Err(DashboardError::TooManyRuns { given: runs.len(), most: MAX_RUNS });
         }
-        if let Some(path) = runs.iter().find(|path| !is_run(path.as_path())) {
-            return Err(DashboardError::NotARun { path: path.clone() });
-        }
         let failed = |source| DashboardError::Listen { address, source };
+        // Files may be on a slow disk, and reading a long run takes longer than a task of the runtime may.
+        let checked = tokio::task::spawn_blocking(move || match runs.iter().find(|path| !is_run(path)) {
+            Some(path) => Err(DashboardError::NotARun { path: path.clone() }),
+            None => Ok(runs),
+        });
+        let runs = checked.await.map_err(|error| failed(std::io::Error::other(error)))??;
         let listener = listen(address, MAX_CONNECTIONS).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        // Reading a long run takes longer than a task of the runtime may.
         let opened = tokio::task::spawn_blocking(move || RunCatalog::open(&runs)).await;
         let catalog = opened.map_err(|error| failed(std::io::Error::other(error)))?;
         Ok(Self { listener, address, catalog: Arc::new(catalog), access: PageAccess::new(token) })

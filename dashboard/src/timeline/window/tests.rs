@@ -2,6 +2,8 @@
 
 use std::fmt::Write;
 
+use proptest::prelude::*;
+
 use super::*;
 use crate::lines::LineTail;
 
@@ -128,4 +130,39 @@ fn lanes_are_in_the_order_of_their_numbers() {
         names,
         ["trainer", "trainer rank 1", "sampler 2", "sampler 10", "reward b", "weights", "other"]
     );
+}
+
+/// A line that may be one of a timeline, of another form, or torn.
+fn any_line() -> impl Strategy<Value = String> {
+    let time = prop_oneof![-2.0..12.0, -1e13..1e13, Just(0.0), Just(5.0)];
+    let name = prop_oneof!["trainer", "[a-z]{1,3}", "trajectory", "watchdog", "sampler [0-9]{1,3}"];
+    let kind = prop_oneof!["wait[a-z_]{0,9}", "trajectory", "stall", "[a-z]{1,3}"];
+    (name, kind, time.clone(), time, any::<u64>(), 0..400_usize).prop_map(|(lane, kind, start, end, step, kept)| {
+        let line = json!({"lane": lane, "kind": kind, "start": start, "end": end, "step": step, "note": "for x"});
+        // Most are whole.
+        line.to_string().chars().take(kept).collect()
+    })
+}
+
+proptest! {
+    #[test]
+    fn any_file_and_any_window_have_a_bounded_answer(
+        lines in prop::collection::vec(any_line(), 0..200),
+        from in prop_oneof![-20.0..20.0, any::<f64>()],
+        to in prop_oneof![-20.0..20.0, any::<f64>()],
+        pixels in any::<usize>(),
+    ) {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("timeline.jsonl"), lines.join("\n")).unwrap();
+        let answer = ask(&directory, TimelineQuery { from: Some(from), to: Some(to), pixels: Some(pixels) });
+        let lanes = answer["lanes"].as_array().unwrap();
+        let spans = lanes.iter().flat_map(|lane| lane["spans"].as_array().unwrap());
+        for span in spans.chain(answer["trajectories"].as_array().unwrap()) {
+            prop_assert!(span["start"].as_f64().unwrap() <= span["end"].as_f64().unwrap());
+        }
+        for wait in lanes.iter().flat_map(|lane| lane["waits"].as_array().unwrap()) {
+            prop_assert!((0.0..=1.0).contains(&wait["share"].as_f64().unwrap()));
+        }
+        prop_assert!(answer["to"].as_f64().unwrap() > answer["from"].as_f64().unwrap());
+    }
 }
