@@ -42,10 +42,10 @@ const MAX_ENTRIES: usize = 500;
 const MAX_TEXT_BYTES: usize = 1000;
 
 /// Computes the answer to a request.
-pub(crate) type Answer = fn(&RunCatalog, &ApiQuery) -> Result<Value, PageRefusal>;
+pub(crate) type ApiAnswer = fn(&RunCatalog, &ApiQuery) -> Result<Value, PageRefusal>;
 
 /// The answers by their paths.
-pub(crate) const ANSWERS: [(&str, Answer); 14] = [
+pub(crate) const ANSWERS: [(&str, ApiAnswer); 14] = [
     ("/api/overview", overview),
     ("/api/runs", |catalog, _| Ok(catalog.describe().into())),
     ("/api/metrics", metrics),

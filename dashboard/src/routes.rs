@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 use tokio::sync::{Semaphore, watch};
 
 use crate::access::{PageAccess, guard};
-use crate::answers::{ANSWERS, Answer, ApiQuery, PageRefusal};
+use crate::answers::{ANSWERS, ApiAnswer, ApiQuery, PageRefusal};
 use crate::catalog::RunCatalog;
 use crate::{page, prometheus, stream};
 
@@ -46,7 +46,7 @@ pub(crate) fn router(state: PageState, access: PageAccess) -> Router {
 }
 
 /// A route of the API.
-fn api(answer: Answer) -> MethodRouter<PageState> {
+fn api(answer: ApiAnswer) -> MethodRouter<PageState> {
     get(move |State(state): State<PageState>, Query(query): Query<ApiQuery>| {
         let compute = move |catalog: &RunCatalog| answer(catalog, &query).map(|value| value.to_string());
         respond(state, "application/json", Box::new(compute))
