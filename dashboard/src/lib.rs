@@ -6,7 +6,7 @@
 //!   tasks at two steps; `recipe`: resolved values with their origins
 //! - `timeline`: what each role did when; `status`: what the roles do now; `about`: environment and timings
 //! - `run`: one run directory; `catalog`: all runs of a page; `panels`: the first screen; `prometheus`: their last values
-//! - `access`: token, host and headers; `routes`, `stream`: the API; `page`: the embedded files; `server`: connections
+//! - `access`: token, host and headers; `answers`, `routes`, `stream`: the API; `page`: the embedded files; `server`: connections
 //! - `report`: the same page as one file, with the answers of the API in it; `bundle`: its scripts as one
 //!
 //! Invariant: a run directory is only read. Nothing is written into it or locked, and no file outside it is opened. Memory
@@ -27,6 +27,7 @@
 
 mod about;
 mod access;
+mod answers;
 mod bundle;
 mod catalog;
 mod compare;

@@ -44,6 +44,12 @@ const SAMPLED_STEPS: usize = 6;
 /// Most events, and most remarks.
 const MAX_ENTRIES: usize = 500;
 
+/// A timeline of no run.
+const WITHOUT_SPANS: &str = r#"{
+    "from": 0, "to": 1, "first": null, "last": null, "indexed": 1, "exact": false, "lanes": [], "sentence": "", "stalls": [],
+    "steps": [], "trajectories": [], "trajectories_left_out": 0, "unreadable": 0
+}"#;
+
 /// Why there is no report.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -221,10 +227,7 @@ fn parts(run: &ShownRun, budget: &mut ReportBudget) -> io::Result<Value> {
         "history": budget.take_or(history, json!({ "events": [], "remarks": [], "left_out": 0 })),
         "status": budget.take_or(found, nothing),
     });
-    let without_spans = json!({
-        "from": 0, "to": 1, "first": null, "last": null, "indexed": 1, "exact": false, "lanes": [], "sentence": "",
-        "stalls": [], "steps": [], "trajectories": [], "trajectories_left_out": 0, "unreadable": 0,
-    });
+    let without_spans = serde_json::from_str(WITHOUT_SPANS).unwrap_or_default();
     let newest = budget.take_or(newest, without_spans);
     let whole = budget.take(whole).unwrap_or_else(|| newest.clone());
     parts["timeline"] = json!({ "newest": newest, "whole": whole });

@@ -127,7 +127,7 @@ impl LanePicture {
     /// The spans in the order of their starts.
     pub(super) fn spans(&self, names: &TimelineNames) -> Vec<Value> {
         let mut all: Vec<&DrawnSpan> = self.short.values().chain(&self.long).collect();
-        all.sort_by(|a, b| a.times.0.total_cmp(&b.times.0));
+        all.sort_unstable_by(|a, b| a.times.0.total_cmp(&b.times.0));
         all.into_iter().map(|span| span.to_json(names)).collect()
     }
 
@@ -140,7 +140,7 @@ impl LanePicture {
         }
         let share = |sum: f64| if seconds > 0.0 { (sum / seconds).min(1.0) } else { 0.0 };
         let mut waits: Vec<(String, f64)> = waits.into_iter().map(|(what, sum)| (what, share(sum))).collect();
-        waits.sort_by(|a, b| b.1.total_cmp(&a.1));
+        waits.sort_unstable_by(|a, b| b.1.total_cmp(&a.1));
         waits
     }
 

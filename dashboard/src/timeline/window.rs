@@ -175,7 +175,7 @@ impl TimelineAnswer {
         let TimeRange { from, to, .. } = self.range;
         let known = self.whole.map_or(0.0, |whole| self.range.overlap(whole));
         let mut order: Vec<usize> = (0..self.names.lanes.len()).collect();
-        order.sort_by_key(|lane| lane_order(&self.names.lanes[*lane]));
+        order.sort_unstable_by_key(|lane| lane_order(&self.names.lanes[*lane]));
         let none = LanePicture::default();
         let (mut clauses, mut lanes) = (Vec::new(), Vec::new());
         for lane in order {
@@ -225,11 +225,18 @@ impl WindowContents {
 
     /// Keeps the trajectories that ended last, in the order of their starts.
     fn keep_newest(&mut self) {
-        self.trajectories.sort_by(|a, b| b.1.total_cmp(&a.1));
+        self.trajectories.sort_by(by(|one| -one.1));
         self.trajectories_left_out += self.trajectories.len().saturating_sub(MAX_TRAJECTORIES);
         self.trajectories.truncate(MAX_TRAJECTORIES);
-        self.trajectories.sort_by(|a, b| a.0.total_cmp(&b.0));
+        self.trajectories.sort_by(by(|one| one.0));
     }
+}
+
+/// An order of trajectories. One type for all orders, so that the program has one copy of the sort.
+fn by(
+    key: fn(&(f64, f64, Value)) -> f64,
+) -> impl Fn(&(f64, f64, Value), &(f64, f64, Value)) -> std::cmp::Ordering {
+    move |a, b| key(a).total_cmp(&key(b))
 }
 
 /// Trainer first, then samplers, rewards, weights and the watchdog; numbers in their order.
@@ -244,7 +251,7 @@ fn lane_order(name: &str) -> (usize, String, u64) {
 /// Which lane waits for what: `(share, lane, what)`, the largest shares first.
 fn sentence(mut clauses: Vec<(f64, String, String)>) -> String {
     clauses.retain(|(share, ..)| *share >= LEAST_SHARE);
-    clauses.sort_by(|a, b| b.0.total_cmp(&a.0));
+    clauses.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then_with(|| a.1.cmp(&b.1)));
     let more = clauses.len().saturating_sub(MAX_CLAUSES);
     let clauses = clauses.iter().take(MAX_CLAUSES);
     let mut words: Vec<String> = clauses
