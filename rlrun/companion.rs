@@ -15,8 +15,7 @@ const LOOK_UP: Duration = Duration::from_millis(50);
 /// Time after the grace in which the program ends or is killed.
 const KILLED: Duration = Duration::from_secs(15);
 
-/// Runs the program `$2...` and exits as it does. `$1` tenths of a second after standard input has ended the program is told to
-/// end. Once it has, or ten seconds later, what is left of the process group is killed.
+/// Runs the program `$2...` and exits as it does. `$1` tenths of a second after standard input has ended the program gets SIGTERM. Once it has, or ten seconds later, what is left of the process group is killed.
 const SCRIPT: &str = r#"
 left=$1; shift
 exec 3<&0
@@ -24,6 +23,7 @@ exec 3<&0
 program=$!
 (
   cat <&3 >/dev/null
+  trap '' TERM
   alive() { [ "$left" -gt 0 ] && kill -0 "$program"; }
   while alive; do left=$((left - 1)); sleep 0.1; done
   kill "$program" || exit
@@ -36,6 +36,7 @@ exec 3<&-
 wait "$program"
 status=$?
 kill "$watch" 2>/dev/null
+wait "$watch"
 exit "$status"
 "#;
 
@@ -49,7 +50,7 @@ pub(crate) struct Companion {
 }
 
 impl Companion {
-    /// Starts `program`, whose output goes to the end of `log`. Once it is told to end it has `grace` to do so by itself.
+    /// Starts `program`, whose output goes to the end of `log`. Once this process has ended it has `grace` to end by itself.
     ///
     /// # Errors
     /// A program that is not installed, a log that cannot be written, a process that cannot be started.
@@ -89,7 +90,7 @@ impl Companion {
         self.shell.try_wait()
     }
 
-    /// Tells it to end and waits. `None` if it does not.
+    /// Waits for its end, as if this process had ended. `None` if it does not end.
     ///
     /// # Errors
     /// The system cannot say how it ended.
@@ -161,7 +162,7 @@ pub(crate) mod tests {
             assert!(companion.finish().unwrap().is_some(), "the shell ends");
             for pid in std::fs::read_to_string(&pids).unwrap().split_whitespace() {
                 let begun = Instant::now();
-                // A zombie has ended, whoever should reap it.
+                // A zombie has ended.
                 let runs = || {
                     let state = Command::new("ps").args(["-o", "stat=", "-p", pid]).output().unwrap().stdout;
                     !state.is_empty() && !state.starts_with(b"Z")

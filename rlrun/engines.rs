@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use model::{ModelDirectory, WeightDtype};
 use rollout::Sampler;
-use rollout::remote::{EngineKind, PushConfig, RemoteConfig, RemoteSampler};
+use rollout::remote::{EngineKind, PushConfig, RemoteEnginesConfig, RemoteSampler};
 use weights::Subscriber;
 
 use crate::companion::Companion;
@@ -33,6 +33,8 @@ const QUIET: Duration = Duration::from_secs(10);
 const GRACE: Duration = Duration::from_secs(5);
 /// Prompts whose completions prove which weights an engine serves.
 const PROBES: usize = 3;
+/// Most tokens after each of them.
+const PROBED: usize = 64;
 
 impl Recipe {
     /// The kind of the engines, if they are of others.
@@ -78,11 +80,12 @@ impl EngineSetup<'_> {
             directory: weights_dir,
             dtype,
             probes: probes.collect(),
+            probe_tokens: rollout.max_completion_length.min(PROBED),
             bound: rollout.probe_bound,
             wait: recipe.wait(),
         };
         let report = Arc::clone(report);
-        let config = RemoteConfig {
+        let config = RemoteEnginesConfig {
             kind,
             urls: rollout.urls.clone(),
             max_running: rollout.max_running,
@@ -144,7 +147,7 @@ impl EngineProcess {
                     Err(error) => report.note(&format!("the rollout engine cannot be started: {error}")),
                 }
             }
-            // It is told to end, and killed if it does not.
+            // It is asked to end, and killed if it does not.
             let _ = engine.finish();
         };
         let thread = std::thread::Builder::new().name("engine process".to_owned()).spawn(work);

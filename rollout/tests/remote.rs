@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use model::{
     Decoder, ModelDirectory, Pack, Parameters, Sampling, SharedCores, Target, ThreadPool, WeightDtype,
 };
-use rollout::remote::{EngineKind, PushConfig, RemoteConfig, RemoteSampler};
+use rollout::remote::{EngineKind, PushConfig, RemoteEnginesConfig, RemoteSampler};
 use rollout::{Completion, OnUpdate, RolloutError, SampleRequest, Sampler, StopRules};
 use serde_json::{Value, json};
 use trajectory::{GroupId, PolicyVersion, StopReason};
@@ -167,7 +167,7 @@ impl EngineScript {
                 self.load(&text(&body["kwargs"]["weights_path"]));
                 (200, json!({ "results": [null] }))
             }
-            // Blocks are held.
+            // Blocks are in use.
             "/reset_prefix_cache" | "/reset_prefix_cache?reset_running_requests=true" => {
                 (200, json!({ "success": false }))
             }
@@ -280,10 +280,11 @@ impl Bench {
             directory: files.path().join("weights"),
             dtype: WeightDtype::F32,
             probes: vec![vec![5, 6, 7], vec![8]],
+            probe_tokens: 8,
             bound: 1e-3,
             wait: SOON,
         };
-        let config = RemoteConfig {
+        let config = RemoteEnginesConfig {
             kind,
             urls: engines.iter().map(|engine| format!("http://{}", engine.address)).collect(),
             max_running: 8,

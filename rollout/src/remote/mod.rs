@@ -1,6 +1,7 @@
 //! Rollout engines of others behind [`Sampler`]: vLLM and SGLang over HTTP.
 //!
 //! - `protocol`: what they are asked, and what they answer; `client`: requests to one engine
+//! - `engine`: an engine that joins, loads weights, or is gone
 //! - `push`: weights, from a directory that all see, and the proof that an engine serves them
 //!
 //! Requests go to the engine with the fewest sequences. An engine that is gone is left out, and its requests begin again on
@@ -8,10 +9,11 @@
 //!
 //! # Invariants
 //! - No token is sampled from an engine before it has proven to serve weights that this sampler has pushed.
-//! - At most [`RemoteConfig::max_running`] sequences are in flight in each engine, and every request has a deadline.
+//! - At most [`RemoteEnginesConfig::max_running`] sequences are in flight in each engine, and every request has a deadline.
 //! - Requests, weights and looks at an engine run in threads of their own; no method waits for an engine.
 
 mod client;
+mod engine;
 mod protocol;
 mod push;
 
@@ -26,8 +28,9 @@ use trajectory::{GroupId, PolicyVersion, VersionRun};
 use weights::{Digest, Receipt, Snapshot, Subscriber};
 
 use self::client::{EngineClient, EngineFailure};
+use self::engine::{EngineState, LOOK, RemoteEngine};
 use self::protocol::{EngineCompletion, EngineEnd, EngineRequest, push_run};
-use self::push::{ProvenLoad, WeightPusher, WrittenVersion, is_paused};
+use self::push::{ProvenLoad, WeightPusher, WrittenVersion};
 use crate::RolloutError;
 use crate::engine::StopRules;
 use crate::sampler::{AppliedWeights, Completion, EngineCounts, OnUpdate, SampleRequest, Sampler};
@@ -35,18 +38,14 @@ use crate::sampler::{AppliedWeights, Completion, EngineCounts, OnUpdate, SampleR
 pub use self::protocol::EngineKind;
 pub use self::push::PushConfig;
 
-/// Pause between two tries to reach an engine that is gone.
-const TRY_AGAIN: Duration = Duration::from_secs(3);
 /// Events that wait; a thread with a further one waits with it.
 const EVENTS: usize = 1024;
-/// Deadline of a look at an engine.
-const LOOK: Duration = Duration::from_secs(10);
 
 /// Called with what people should know of the engines.
 pub type EngineNotice = Box<dyn Fn(&str) + Send + Sync>;
 
 /// Engines, and how they are used.
-pub struct RemoteConfig {
+pub struct RemoteEnginesConfig {
     /// Their kind.
     pub kind: EngineKind,
     /// Their addresses, such as `http://127.0.0.1:8000`.
@@ -71,9 +70,9 @@ pub struct RemoteConfig {
     pub notice: EngineNotice,
 }
 
-impl fmt::Debug for RemoteConfig {
+impl fmt::Debug for RemoteEnginesConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RemoteConfig")
+        f.debug_struct("RemoteEnginesConfig")
             .field("kind", &self.kind)
             .field("urls", &self.urls)
             .finish_non_exhaustive()
@@ -82,7 +81,7 @@ impl fmt::Debug for RemoteConfig {
 
 /// Engines of others as a sampler.
 pub struct RemoteSampler {
-    config: RemoteConfig,
+    config: RemoteEnginesConfig,
     pusher: Arc<WeightPusher>,
     subscriber: Arc<dyn Subscriber>,
     engines: Vec<RemoteEngine>,
@@ -104,30 +103,6 @@ pub struct RemoteSampler {
     without_engine: Option<Instant>,
     events: (Sender<EngineEvent>, Receiver<EngineEvent>),
     counts: EngineCounts,
-}
-
-/// One engine.
-struct RemoteEngine {
-    client: Arc<EngineClient>,
-    state: EngineState,
-    /// The model that it serves.
-    model: String,
-    /// Sequences in flight.
-    sequences: usize,
-    /// When it answered last.
-    heard: Instant,
-    /// Whether it is being asked whether it is paused.
-    asked: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum EngineState {
-    /// It serves the current version, or loads it while it serves the one before.
-    Up,
-    /// It is reached and gets weights.
-    Joining,
-    /// It is tried again then.
-    Down(Instant),
 }
 
 /// A version on its way into the engines.
@@ -191,7 +166,7 @@ impl RemoteSampler {
     /// # Errors
     /// Certificates of the system that cannot be read.
     pub fn new(
-        config: RemoteConfig,
+        config: RemoteEnginesConfig,
         directory: Arc<ModelDirectory>,
         subscriber: Arc<dyn Subscriber>,
         pool: Arc<ThreadPool>,
@@ -295,87 +270,6 @@ impl RemoteSampler {
                 }
                 Ok(())
             }
-        }
-    }
-
-    /// Loads `written` into an engine, after a look at the model that it serves.
-    fn load(&self, engine: usize, written: &Arc<WrittenVersion>) -> Result<(), RolloutError> {
-        let client = Arc::clone(&self.engines[engine].client);
-        let (pusher, written) = (Arc::clone(&self.pusher), Arc::clone(written));
-        let (on_update, max_length) = (self.on_update, self.config.max_length);
-        self.spawn(move || {
-            let loaded = served_model(&client, max_length).and_then(|model| {
-                let proven = pusher.load(&client, &model, &written, on_update)?;
-                Ok((model, proven))
-            });
-            EngineEvent::Loaded { engine, version: written.version, loaded }
-        })
-    }
-
-    fn loaded(
-        &mut self,
-        engine: usize,
-        version: PolicyVersion,
-        loaded: Result<(String, ProvenLoad), EngineFailure>,
-    ) -> Result<(), RolloutError> {
-        if let Some(update) = self.update.as_mut().filter(|update| update.snapshot.version == version) {
-            update.loading.remove(&engine);
-        }
-        match loaded {
-            Ok((model, ProvenLoad { stalled, resumed })) => {
-                if resumed {
-                    self.resumed(engine);
-                }
-                if let Some(update) = self.update.as_mut().filter(|update| update.snapshot.version == version)
-                {
-                    update.stalled = update.stalled.max(stalled);
-                }
-                let newest = self.current.clone().filter(|current| current.version != version);
-                let one = &mut self.engines[engine];
-                (one.model, one.heard) = (model, Instant::now());
-                match newest {
-                    // A newer version was written while it joined.
-                    Some(newest) if one.state == EngineState::Joining => return self.load(engine, &newest),
-                    _ if one.state == EngineState::Joining => {
-                        one.state = EngineState::Up;
-                        let url = one.client.url();
-                        (self.config.notice)(&format!("the rollout engine {url} serves {version}"));
-                    }
-                    _ => {}
-                }
-                self.without_engine = None;
-                Ok(())
-            }
-            Err(EngineFailure::Gone(reason)) => {
-                self.lose(engine, &reason);
-                Ok(())
-            }
-            Err(EngineFailure::Refused(evidence)) => {
-                Err(self.failure(engine, &evidence, self.config.kind.start_with()))
-            }
-        }
-    }
-
-    fn resumed(&self, engine: usize) {
-        let url = self.engines[engine].client.url();
-        (self.config.notice)(&format!(
-            "the rollout engine {url} was paused by another program, and is resumed"
-        ));
-    }
-
-    /// An engine is gone: it is left out until it answers again.
-    fn lose(&mut self, engine: usize, reason: &str) {
-        let one = &mut self.engines[engine];
-        let known = one.state == EngineState::Up;
-        one.state = EngineState::Down(Instant::now() + TRY_AGAIN);
-        if known {
-            let url = one.client.url();
-            (self.config.notice)(&format!(
-                "the rollout engine {url} {reason}; it is left out until it answers again, and its requests begin again elsewhere"
-            ));
-        }
-        if !self.engines.iter().any(|engine| engine.state == EngineState::Up) {
-            self.without_engine.get_or_insert_with(Instant::now);
         }
     }
 
@@ -520,51 +414,6 @@ impl RemoteSampler {
         self.flying.insert(number, FlyingJob { job, engine, id, dropped: false });
         self.spawn(move || EngineEvent::Answered { job: number, answer: client.call(&call, deadline) })
     }
-
-    /// Looks after engines that are gone or quiet.
-    fn maintain(&mut self) -> Result<(), RolloutError> {
-        let now = Instant::now();
-        if let Some(since) = self.without_engine
-            && since.elapsed() > self.config.wait
-        {
-            return Err(RolloutError::Deadline {
-                who: "a rollout worker",
-                whom: format!(
-                    "one of its rollout engines ({}); {}",
-                    self.config.urls.join(", "),
-                    self.config.kind.start_with()
-                ),
-                seconds: self.config.wait.as_secs_f64(),
-            });
-        }
-        for engine in 0..self.engines.len() {
-            let one = &mut self.engines[engine];
-            match one.state {
-                EngineState::Down(next) if now >= next => {
-                    let Some(current) = self.current.clone() else { continue };
-                    one.state = EngineState::Joining;
-                    self.load(engine, &current)?;
-                }
-                EngineState::Up
-                    if one.sequences > 0 && !one.asked && one.heard.elapsed() > self.config.quiet =>
-                {
-                    let loads = self.update.as_ref().is_some_and(|update| update.loading.contains(&engine));
-                    if loads {
-                        continue;
-                    }
-                    one.asked = true;
-                    let (client, kind) = (Arc::clone(&one.client), self.config.kind);
-                    self.spawn(move || {
-                        let paused = is_paused(&client, kind).unwrap_or(false);
-                        let resumed = paused && client.call(&kind.resume(), LOOK).is_ok();
-                        EngineEvent::Looked { engine, resumed }
-                    })?;
-                }
-                _ => {}
-            }
-        }
-        Ok(())
-    }
 }
 
 impl Sampler for RemoteSampler {
@@ -702,24 +551,6 @@ impl Sampler for RemoteSampler {
     fn counts(&self) -> EngineCounts {
         self.counts
     }
-}
-
-/// The model that an engine serves.
-///
-/// # Errors
-/// An engine that does not answer, serves no model, or a shorter context than `max_length`.
-fn served_model(client: &EngineClient, max_length: usize) -> Result<String, EngineFailure> {
-    let models = EngineKind::models(&client.get("/v1/models", LOOK)?);
-    let Some((name, context)) = models.into_iter().next() else {
-        return Err(EngineFailure::Refused("serves no model".to_owned()));
-    };
-    if context.is_some_and(|context| context < max_length as u64) {
-        let context = context.unwrap_or_default();
-        return Err(EngineFailure::Refused(format!(
-            "serves a context of {context} tokens, and prompt and completion of the recipe have up to {max_length}"
-        )));
-    }
-    Ok(name)
 }
 
 /// The seed of a request: a function of the run's seed and its place.

@@ -21,8 +21,6 @@ use crate::sampler::OnUpdate;
 
 /// Deadline of a call that needs no work.
 const CALL: Duration = Duration::from_secs(60);
-/// Tokens that an engine generates after each probe prompt.
-const PROBED: usize = 8;
 
 /// How weights reach engines, and how that is checked.
 #[derive(Clone, Debug)]
@@ -33,6 +31,8 @@ pub struct PushConfig {
     pub dtype: WeightDtype,
     /// `[3][P]` prompts whose completions are compared.
     pub probes: Vec<Vec<u32>>,
+    /// Tokens that an engine generates after each: enough to leave what the policy is sure of.
+    pub probe_tokens: usize,
     /// Largest difference of a log-probability, nats.
     pub bound: f64,
     /// Deadline for loading a version.
@@ -153,7 +153,7 @@ impl WeightPusher {
                 token_ids: prompt.clone(),
                 samples: 1,
                 sampling,
-                max_tokens: PROBED,
+                max_tokens: self.config.probe_tokens,
                 min_tokens: 0,
                 stop_token_ids: Vec::new(),
                 seed: written.version.0 ^ number as u64,

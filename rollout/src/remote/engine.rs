@@ -1,0 +1,189 @@
+//! The state of each engine: it joins with the current weights, loads newer ones, and is left out while it is gone.
+//!
+//! Invariant: an engine in use has proven to serve the current version, or is loading it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use trajectory::PolicyVersion;
+
+use super::client::{EngineClient, EngineFailure};
+use super::protocol::EngineKind;
+use super::push::{ProvenLoad, WrittenVersion, is_paused};
+use super::{EngineEvent, RemoteSampler};
+use crate::RolloutError;
+
+/// Pause between two tries to reach an engine that is gone.
+const TRY_AGAIN: Duration = Duration::from_secs(3);
+/// Deadline of a look at an engine.
+pub(super) const LOOK: Duration = Duration::from_secs(10);
+
+/// One engine.
+pub(super) struct RemoteEngine {
+    pub(super) client: Arc<EngineClient>,
+    pub(super) state: EngineState,
+    /// The model that it serves.
+    pub(super) model: String,
+    /// Sequences in flight.
+    pub(super) sequences: usize,
+    /// When it answered last.
+    pub(super) heard: Instant,
+    /// Whether it is being asked whether it is paused.
+    pub(super) asked: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum EngineState {
+    /// It serves the current version, or loads it while it serves the one before.
+    Up,
+    /// It is reached and gets weights.
+    Joining,
+    /// It is tried again then.
+    Down(Instant),
+}
+
+impl RemoteSampler {
+    /// Loads `written` into an engine, after a look at the model that it serves.
+    pub(super) fn load(&self, engine: usize, written: &Arc<WrittenVersion>) -> Result<(), RolloutError> {
+        let client = Arc::clone(&self.engines[engine].client);
+        let (pusher, written) = (Arc::clone(&self.pusher), Arc::clone(written));
+        let (on_update, max_length) = (self.on_update, self.config.max_length);
+        self.spawn(move || {
+            let loaded = served_model(&client, max_length).and_then(|model| {
+                let proven = pusher.load(&client, &model, &written, on_update)?;
+                Ok((model, proven))
+            });
+            EngineEvent::Loaded { engine, version: written.version, loaded }
+        })
+    }
+
+    pub(super) fn loaded(
+        &mut self,
+        engine: usize,
+        version: PolicyVersion,
+        loaded: Result<(String, ProvenLoad), EngineFailure>,
+    ) -> Result<(), RolloutError> {
+        if let Some(update) = self.update.as_mut().filter(|update| update.snapshot.version == version) {
+            update.loading.remove(&engine);
+        }
+        match loaded {
+            Ok((model, ProvenLoad { stalled, resumed })) => {
+                if resumed {
+                    self.resumed(engine);
+                }
+                if let Some(update) = self.update.as_mut().filter(|update| update.snapshot.version == version)
+                {
+                    update.stalled = update.stalled.max(stalled);
+                }
+                let newest = self.current.clone().filter(|current| current.version != version);
+                let one = &mut self.engines[engine];
+                (one.model, one.heard) = (model, Instant::now());
+                match newest {
+                    // A newer version was written while it joined.
+                    Some(newest) if one.state == EngineState::Joining => return self.load(engine, &newest),
+                    _ if one.state == EngineState::Joining => {
+                        one.state = EngineState::Up;
+                        let url = one.client.url();
+                        (self.config.notice)(&format!("the rollout engine {url} serves {version}"));
+                    }
+                    _ => {}
+                }
+                self.without_engine = None;
+                Ok(())
+            }
+            Err(EngineFailure::Gone(reason)) => {
+                self.lose(engine, &reason);
+                Ok(())
+            }
+            Err(EngineFailure::Refused(evidence)) => {
+                Err(self.failure(engine, &evidence, self.config.kind.start_with()))
+            }
+        }
+    }
+
+    pub(super) fn resumed(&self, engine: usize) {
+        let url = self.engines[engine].client.url();
+        (self.config.notice)(&format!(
+            "the rollout engine {url} was paused by another program, and is resumed"
+        ));
+    }
+
+    /// An engine is gone: it is left out until it answers again.
+    pub(super) fn lose(&mut self, engine: usize, reason: &str) {
+        let one = &mut self.engines[engine];
+        let known = one.state == EngineState::Up;
+        one.state = EngineState::Down(Instant::now() + TRY_AGAIN);
+        if known {
+            let url = one.client.url();
+            (self.config.notice)(&format!(
+                "the rollout engine {url} {reason}; it is left out until it answers again, and its requests begin again elsewhere"
+            ));
+        }
+        if !self.engines.iter().any(|engine| engine.state == EngineState::Up) {
+            self.without_engine.get_or_insert_with(Instant::now);
+        }
+    }
+
+    /// Looks after engines that are gone or quiet.
+    pub(super) fn maintain(&mut self) -> Result<(), RolloutError> {
+        let now = Instant::now();
+        if let Some(since) = self.without_engine
+            && since.elapsed() > self.config.wait
+        {
+            return Err(RolloutError::Deadline {
+                who: "a rollout worker",
+                whom: format!(
+                    "one of its rollout engines ({}); {}",
+                    self.config.urls.join(", "),
+                    self.config.kind.start_with()
+                ),
+                seconds: self.config.wait.as_secs_f64(),
+            });
+        }
+        for engine in 0..self.engines.len() {
+            let one = &mut self.engines[engine];
+            match one.state {
+                EngineState::Down(next) if now >= next => {
+                    let Some(current) = self.current.clone() else { continue };
+                    one.state = EngineState::Joining;
+                    self.load(engine, &current)?;
+                }
+                EngineState::Up
+                    if one.sequences > 0 && !one.asked && one.heard.elapsed() > self.config.quiet =>
+                {
+                    let loads = self.update.as_ref().is_some_and(|update| update.loading.contains(&engine));
+                    if loads {
+                        continue;
+                    }
+                    one.asked = true;
+                    let (client, kind) = (Arc::clone(&one.client), self.config.kind);
+                    self.spawn(move || {
+                        let paused = is_paused(&client, kind).unwrap_or(false);
+                        let resumed = paused && client.call(&kind.resume(), LOOK).is_ok();
+                        EngineEvent::Looked { engine, resumed }
+                    })?;
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The model that an engine serves.
+///
+/// # Errors
+/// An engine that does not answer, serves no model, or a shorter context than `max_length`.
+fn served_model(client: &EngineClient, max_length: usize) -> Result<String, EngineFailure> {
+    let models = EngineKind::models(&client.get("/v1/models", LOOK)?);
+    let Some((name, context)) = models.into_iter().next() else {
+        return Err(EngineFailure::Refused("serves no model".to_owned()));
+    };
+    if context.is_some_and(|context| context < max_length as u64) {
+        let context = context.unwrap_or_default();
+        return Err(EngineFailure::Refused(format!(
+            "serves a context of {context} tokens, and prompt and completion of the recipe have up to {max_length}"
+        )));
+    }
+    Ok(name)
+}
