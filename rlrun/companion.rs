@@ -36,7 +36,7 @@ exec 3<&-
 wait "$program"
 status=$?
 kill "$watch" 2>/dev/null
-wait "$watch"
+wait "$watch" 2>/dev/null
 exit "$status"
 "#;
 
