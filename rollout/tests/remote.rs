@@ -198,6 +198,8 @@ impl EngineScript {
         let prompt: Vec<u32> = serde_json::from_value(prompt.clone()).unwrap();
         let rules = &body["sampling_params"];
         let number = |name: &str| rules[name].as_u64().unwrap();
+        // A cache of prompts is that of the version.
+        assert_eq!(body["cache_salt"], format!("rlrun-v{}", self.version), "{body}");
         let most = number(if vllm { "max_tokens" } else { "max_new_tokens" });
         let seed = number(if vllm { "seed" } else { "sampling_seed" });
         let temperature = rules["temperature"].as_f64().unwrap() as f32;

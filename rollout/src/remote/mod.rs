@@ -401,6 +401,7 @@ impl RemoteSampler {
             max_tokens: request.max_completion_length - done,
             min_tokens: request.options.stop.min_tokens.saturating_sub(done),
             stop_token_ids,
+            version: self.served,
             seed: request.options.seed.unwrap_or_else(|| seed_of(self.config.seed, place)),
         };
         self.counts.prefilled_tokens += asked.token_ids.len() as u64;

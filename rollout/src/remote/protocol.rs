@@ -43,6 +43,8 @@ pub(super) struct EngineRequest {
     pub(super) stop_token_ids: Vec<u32>,
     /// Seed of its random numbers.
     pub(super) seed: u64,
+    /// The version that the engine serves: what it has cached of prompts under another one is not reused.
+    pub(super) version: PolicyVersion,
 }
 
 /// How a completion ended.
@@ -99,8 +101,9 @@ impl EngineKind {
 
     /// The call for completions of `model`.
     pub(super) fn generate(self, model: &str, request: &EngineRequest) -> EngineCall {
-        let EngineRequest { id, token_ids, samples, sampling, max_tokens, min_tokens, stop_token_ids, seed } =
-            request;
+        let EngineRequest { id, token_ids, samples, sampling, max_tokens, .. } = request;
+        let EngineRequest { min_tokens, stop_token_ids, seed, version, .. } = request;
+        let salt = format!("rlrun-{version}");
         // Neither engine takes a seed above 63 bits.
         let seed = seed >> 1;
         match self {
@@ -112,6 +115,7 @@ impl EngineKind {
                     "token_ids": token_ids,
                     "return_token_ids": true,
                     "output_mode": "tokens",
+                    "cache_salt": salt,
                     "stream": false,
                     "sampling_params": {
                         "n": samples,
@@ -134,6 +138,7 @@ impl EngineKind {
                     "input_ids": token_ids,
                     "return_logprob": true,
                     "logprob_start_len": -1,
+                    "cache_salt": salt,
                     "stream": false,
                     "sampling_params": {
                         "n": samples,
