@@ -283,18 +283,16 @@ impl RemoteSampler {
         let one = &mut self.engines[engine];
         one.sequences = one.sequences.saturating_sub(job.sequences.len());
         one.heard = Instant::now();
-        match answer {
+        let served = self.served;
+        let read = answer.and_then(|answer| self.config.kind.completions(&answer, served));
+        match read {
             _ if dropped => Ok(()),
-            Ok(answer) => {
-                let completions = self.config.kind.completions(&answer, self.served);
-                let wrong = |reason: String| {
-                    self.failure(engine, &format!("answers with {reason}"), self.config.kind.start_with())
-                };
-                let completions = completions.map_err(wrong)?;
-                if completions.len() != job.sequences.len() {
-                    let found = completions.len();
-                    return Err(wrong(format!("{found} completions for {}", job.sequences.len())));
-                }
+            Ok(completions) if completions.len() != job.sequences.len() => {
+                let evidence =
+                    format!("answers with {} completions for {}", completions.len(), job.sequences.len());
+                Err(self.failure(engine, &evidence, self.config.kind.start_with()))
+            }
+            Ok(completions) => {
                 for (sequence, completion) in job.sequences.into_iter().zip(completions) {
                     self.grown(sequence, completion, ended)?;
                 }

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use trajectory::{PolicyVersion, StopReason, VersionRun};
 
+use super::client::EngineFailure;
 use crate::sampler::OnUpdate;
 
 /// A rollout engine of others.
@@ -159,12 +160,20 @@ impl EngineKind {
     /// The completions in an answer to [`generate`](Self::generate); tokens without a version are of `served`.
     ///
     /// # Errors
-    /// What is missing in it.
+    /// What is missing in it. An engine whose weights rlrun has not pushed, because it was started again, is
+    /// [`EngineFailure::Gone`].
     pub(super) fn completions(
         self,
         answer: &Value,
         served: PolicyVersion,
-    ) -> Result<Vec<EngineCompletion>, String> {
+    ) -> Result<Vec<EngineCompletion>, EngineFailure> {
+        self.read(answer, served).map_err(|wrong| match wrong {
+            WrongAnswer::Form(what) => EngineFailure::Refused(format!("answers with {what}")),
+            WrongAnswer::Version(name) => EngineFailure::Gone(format!("has weights of the version {name:?}")),
+        })
+    }
+
+    fn read(self, answer: &Value, served: PolicyVersion) -> Result<Vec<EngineCompletion>, WrongAnswer> {
         match self {
             Self::Vllm => {
                 let choices = answer["choices"].as_array().ok_or("no `choices`")?;
@@ -259,7 +268,26 @@ impl EngineKind {
     }
 }
 
-fn vllm_choice(choice: &Value, served: PolicyVersion) -> Result<EngineCompletion, String> {
+/// What is wrong with an answer.
+enum WrongAnswer {
+    Form(String),
+    /// It is of weights with a name that rlrun does not give.
+    Version(String),
+}
+
+impl From<String> for WrongAnswer {
+    fn from(what: String) -> Self {
+        Self::Form(what)
+    }
+}
+
+impl From<&str> for WrongAnswer {
+    fn from(what: &str) -> Self {
+        Self::Form(what.to_owned())
+    }
+}
+
+fn vllm_choice(choice: &Value, served: PolicyVersion) -> Result<EngineCompletion, WrongAnswer> {
     let token_ids = ids(&choice["token_ids"]).ok_or("no `token_ids`; start vLLM with --enable-scale-out")?;
     let content = choice["logprobs"]["content"].as_array().ok_or("no `logprobs`")?;
     let logprobs = content.iter().map(|token| token["logprob"].as_f64()).collect::<Option<Vec<f64>>>();
@@ -268,7 +296,7 @@ fn vllm_choice(choice: &Value, served: PolicyVersion) -> Result<EngineCompletion
         Some("stop") => EngineEnd::Stopped(StopReason::StopToken),
         Some("length") => EngineEnd::Stopped(StopReason::Length),
         Some("abort") => EngineEnd::Aborted,
-        other => return Err(format!("`finish_reason` is {other:?}")),
+        other => return Err(format!("`finish_reason` is {other:?}").into()),
     };
     let span = |span: &Value| {
         let version = span["version"].as_str().map(str::to_owned);
@@ -277,7 +305,7 @@ fn vllm_choice(choice: &Value, served: PolicyVersion) -> Result<EngineCompletion
     completion(token_ids, &logprobs, end, spans(&choice["weight_versions"], span)?, served)
 }
 
-fn sglang_completion(answer: &Value, served: PolicyVersion) -> Result<EngineCompletion, String> {
+fn sglang_completion(answer: &Value, served: PolicyVersion) -> Result<EngineCompletion, WrongAnswer> {
     let token_ids = ids(&answer["output_ids"]).ok_or("no `output_ids`")?;
     let meta = &answer["meta_info"];
     let tokens = meta["output_token_logprobs"].as_array().ok_or("no `output_token_logprobs`")?;
@@ -287,7 +315,7 @@ fn sglang_completion(answer: &Value, served: PolicyVersion) -> Result<EngineComp
         Some("stop") => EngineEnd::Stopped(StopReason::StopToken),
         Some("length") => EngineEnd::Stopped(StopReason::Length),
         Some("abort") => EngineEnd::Aborted,
-        other => return Err(format!("`finish_reason` is {other:?}")),
+        other => return Err(format!("`finish_reason` is {other:?}").into()),
     };
     let span = |span: &Value| {
         let version = span[0].as_str().map(str::to_owned);
@@ -322,22 +350,20 @@ fn completion(
     end: EngineEnd,
     spans: Vec<NamedSpan>,
     served: PolicyVersion,
-) -> Result<EngineCompletion, String> {
+) -> Result<EngineCompletion, WrongAnswer> {
     let tokens = token_ids.len();
     if logprobs.len() != tokens {
-        return Err(format!("{tokens} tokens with {} log-probabilities", logprobs.len()));
+        return Err(format!("{tokens} tokens with {} log-probabilities", logprobs.len()).into());
     }
     let mut versions: Vec<VersionRun> = Vec::new();
     let mut covered = 0;
     for (name, start, end) in spans {
         if start != covered || end < start || end > tokens as u64 {
-            return Err(format!("the version {name:?} from token {start} to {end} of {tokens}"));
+            return Err(format!("the version {name:?} from token {start} to {end} of {tokens}").into());
         }
         covered = end;
-        // A version that rlrun did not name is one that it did not push.
-        let version = name.parse().map(PolicyVersion).map_err(|_| {
-            format!("weights of the version {name:?}; another program loads weights into this engine")
-        })?;
+        let Ok(number) = name.parse() else { return Err(WrongAnswer::Version(name)) };
+        let version = PolicyVersion(number);
         push_run(&mut versions, version, end - start);
     }
     push_run(&mut versions, served, tokens as u64 - covered);
@@ -375,6 +401,13 @@ mod tests {
         }] })
     }
 
+    fn refusal(read: Result<Vec<EngineCompletion>, EngineFailure>) -> String {
+        match read {
+            Err(EngineFailure::Refused(what)) => what,
+            other => panic!("{other:?}"),
+        }
+    }
+
     #[test]
     fn versions_of_vllm_are_spans_over_the_completion() {
         let spans =
@@ -392,10 +425,9 @@ mod tests {
     #[test]
     fn an_answer_of_another_form_says_what_is_wrong() {
         let refused = |spans: Value, part: &str| {
-            let error = EngineKind::Vllm.completions(&vllm(&spans, "stop"), SERVED).unwrap_err();
+            let error = refusal(EngineKind::Vllm.completions(&vllm(&spans, "stop"), SERVED));
             assert!(error.contains(part), "{error}");
         };
-        refused(json!([{ "version": "default", "start": 0, "end": 3 }]), "another program loads weights");
         refused(json!([{ "version": "3", "start": 1, "end": 3 }]), "from token 1 to 3");
         refused(json!([{ "version": "3", "start": 0, "end": 9 }]), "from token 0 to 9 of 3");
         refused(json!([7]), "`weight_versions` are [7]");
@@ -405,14 +437,18 @@ mod tests {
             (json!({ "choices": [{ "token_ids": [1] }] }), "no `logprobs`"),
             (json!({ "choices": [{ "token_ids": [1], "logprobs": { "content": [] } }] }), "`finish_reason`"),
         ] {
-            let error = EngineKind::Vllm.completions(&answer, SERVED).unwrap_err();
+            let error = refusal(EngineKind::Vllm.completions(&answer, SERVED));
             assert!(error.contains(part), "{error}");
         }
         let short = json!({ "output_ids": [1, 2], "meta_info": {
             "finish_reason": { "type": "stop" }, "output_token_logprobs": [[-1.0, 1, null]],
         } });
-        let error = EngineKind::Sglang.completions(&short, SERVED).unwrap_err();
-        assert_eq!(error, "2 tokens with 1 log-probabilities");
+        let error = refusal(EngineKind::Sglang.completions(&short, SERVED));
+        assert_eq!(error, "answers with 2 tokens with 1 log-probabilities");
+        // It was started again since its last push.
+        let base = json!([{ "version": "default", "start": 0, "end": 3 }]);
+        let gone = EngineKind::Vllm.completions(&vllm(&base, "stop"), SERVED).unwrap_err();
+        assert_eq!(gone, EngineFailure::Gone("has weights of the version \"default\"".to_owned()));
     }
 
     #[test]

@@ -161,10 +161,7 @@ impl WeightPusher {
             };
             let answer = self.patiently(engine, &self.kind.generate(served, &request), &mut resumed)?;
             let refused = |reason: String| EngineFailure::Refused(reason);
-            let completions = self
-                .kind
-                .completions(&answer, written.version)
-                .map_err(|reason| refused(format!("answers with {reason}")))?;
+            let completions = self.kind.completions(&answer, written.version)?;
             let [completion] = &completions[..] else {
                 return Err(refused(format!("answers one prompt with {} completions", completions.len())));
             };
