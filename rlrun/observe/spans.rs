@@ -18,7 +18,9 @@ use crate::timeline::{SampledTimes, TRAINER, Timeline, TimelineLine, TimelineSpa
 
 /// Most episodes whose times are kept until a step trains on them.
 const MAX_WAITING: usize = 65_536;
-/// A span of the trainer that is shorter is left out, seconds.
+/// The span that every step has, also one without anything to learn from.
+const TRAINING: &str = "forward_backward";
+/// Another span of the trainer that is shorter is left out, seconds.
 const BRIEF: f64 = 1e-4;
 
 /// Writes the timeline of a run.
@@ -144,11 +146,11 @@ fn trainer(lines: &mut Vec<TimelineLine>, inputs: &ObserverInputs<'_>) {
         ("save_checkpoint", asked - time.save_checkpoint, asked),
         ("wait_for_batch", asked, time.leased_at),
         ("phase_switch", time.leased_at, time.leased_at.max(time.trained_from)),
-        ("forward_backward", time.trained_from, trained),
+        (TRAINING, time.trained_from, trained),
         ("weight_sync", trained, trained + time.weight_sync),
         ("evaluate", evaluated.start, evaluated.end),
     ] {
-        if end - start >= BRIEF {
+        if end - start >= BRIEF || kind == TRAINING {
             let (lane, step) = (TRAINER.into(), Some(step));
             lines.push(TimelineLine::Span(TimelineSpan {
                 lane,
