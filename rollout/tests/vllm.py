@@ -113,7 +113,8 @@ assert on_policy and all(line["kl/mismatch"] < 1e-6 for line in on_policy), [lin
 accuracy = [line["eval/accuracy"] for line in lines() if "eval/accuracy" in line]
 assert accuracy[-1] > accuracy[0] + 0.1, accuracy
 log = open(os.path.join(run, "logs", "attempt_1.log")).read()
-for part in ("was paused by another program, and is resumed", "is left out until it answers again", "is started again"):
+# A pause that comes while a version is pushed ends with the push.
+for part in ("is left out until it answers again", "is started again"):
     assert part in log, log
 groups = [line["group"] for step in range(1, steps + 1) for line in map(json.loads, open(f"{run}/samples/step_{step:06}.jsonl"))]
 assert len(groups) == len(set(groups)), "a group was trained on twice"
