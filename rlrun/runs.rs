@@ -69,7 +69,7 @@ struct ListedRun {
 
 /// Whether a run goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum RunState {
+pub(crate) enum RunState {
     /// A process has it open.
     Running,
     /// It reached its last step.
@@ -81,7 +81,7 @@ enum RunState {
 }
 
 impl RunState {
-    fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Running => "running",
             Self::Done => "done",
@@ -172,7 +172,7 @@ fn tail(path: &Path) -> io::Result<Vec<u8>> {
 }
 
 /// What the events of a run say that no process has open.
-fn last_state(path: &Path) -> RunState {
+pub(crate) fn last_state(path: &Path) -> RunState {
     for event in last_objects(&path.join("events.jsonl")) {
         match event.get("event").and_then(Value::as_str) {
             Some("end") if event["fields"]["done"] == true => return RunState::Done,
@@ -185,7 +185,7 @@ fn last_state(path: &Path) -> RunState {
 }
 
 /// Steps that the recipe of a run asks for.
-fn steps(path: &Path) -> Option<u64> {
+pub(crate) fn steps(path: &Path) -> Option<u64> {
     let text = model::files::read_text(&path.join("resolved.toml"), MAX_RECIPE_BYTES).ok()?;
     let steps = text.parse::<toml::Table>().ok()?.get("trainer")?.get("steps")?.as_integer()?;
     steps.try_into().ok()

@@ -4,7 +4,6 @@
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -15,6 +14,7 @@ use crate::args::TopArgs;
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::report::{TableLayout, curve, plain, wrapped};
+use crate::runs::{self, RunState};
 use crate::signals::Signals;
 
 /// Time between two pictures.
@@ -121,16 +121,13 @@ struct FollowedRun {
 
 impl FollowedRun {
     fn new(root: &Path) -> Self {
-        let resolved = read_tail(&root.join("resolved.toml")).unwrap_or_default();
-        let recipe: Option<toml::Table> = toml::from_str(&resolved).ok();
-        let steps = recipe.as_ref().and_then(|recipe| recipe.get("trainer")?.get("steps")?.as_integer());
         Self {
             root: root.to_path_buf(),
             read: None,
             last: VecDeque::new(),
             curves: Default::default(),
             status: Value::Null,
-            planned: steps.and_then(|steps| u64::try_from(steps).ok()),
+            planned: runs::steps(root),
             ended: None,
         }
     }
@@ -144,20 +141,15 @@ impl FollowedRun {
         if let Ok(text) = self.new_lines() {
             text.lines().for_each(|line| self.take(line));
         }
-        let status = read_tail(&self.root.join("status.json")).ok();
+        let status = model::files::read_text(&self.root.join("status.json"), MAX_READ).ok();
         self.status = status.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or(Value::Null);
-        let events = read_tail(&self.root.join("events.jsonl")).unwrap_or_default();
-        let events = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-        let mut bounds = events.filter(|event| event["event"] == "start" || event["event"] == "end");
-        let last = bounds.next_back();
-        self.ended = last
-            .filter(|event| event["event"] == "end")
-            .map(|event| if event["fields"]["done"] == true { "done" } else { "stopped" });
+        let last = Some(runs::last_state(&self.root));
+        self.ended = last.filter(|state| *state != RunState::Interrupted).map(RunState::as_str);
     }
 
     /// The whole lines that `metrics.jsonl` has got since the last call; of a long file the last ones.
     fn new_lines(&mut self) -> std::io::Result<String> {
-        let mut file = File::open(self.root.join("metrics.jsonl"))?;
+        let mut file = model::files::open(&self.root.join("metrics.jsonl"))?;
         let length = file.metadata()?.len();
         if self.read.is_some_and(|read| length < read) {
             // A resume has removed the steps that it repeats.
@@ -272,18 +264,9 @@ fn cut(line: &str, width: usize) -> String {
     line.chars().take(width).collect()
 }
 
-/// The last [`MAX_READ`] bytes of a file.
-fn read_tail(path: &Path) -> std::io::Result<String> {
-    let mut file = File::open(path)?;
-    let length = file.metadata()?.len();
-    file.seek(SeekFrom::Start(length.saturating_sub(MAX_READ)))?;
-    let mut bytes = Vec::new();
-    file.take(MAX_READ).read_to_end(&mut bytes)?;
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
     use std::io::Write as _;
 
     use super::*;

@@ -30,6 +30,8 @@ pub(super) struct RemoteEngine {
     pub(super) heard: Instant,
     /// Whether it is being asked whether it is paused.
     pub(super) asked: bool,
+    /// Why it was last left out.
+    pub(super) lost: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -113,6 +115,7 @@ impl RemoteSampler {
         let one = &mut self.engines[engine];
         let known = one.state == EngineState::Up;
         one.state = EngineState::Down(Instant::now() + TRY_AGAIN);
+        reason.clone_into(&mut one.lost);
         if known {
             let url = one.client.url();
             (self.config.notice)(&format!(
@@ -124,6 +127,15 @@ impl RemoteSampler {
         }
     }
 
+    /// Every engine with the reason why it was left out.
+    fn losses(&self) -> String {
+        let each = self.engines.iter().map(|engine| match &engine.lost[..] {
+            "" => format!("{} has not answered yet", engine.client.url()),
+            lost => format!("{} {lost}", engine.client.url()),
+        });
+        each.collect::<Vec<_>>().join(", ")
+    }
+
     /// Looks after engines that are gone or quiet.
     pub(super) fn maintain(&mut self) -> Result<(), RolloutError> {
         let now = Instant::now();
@@ -133,8 +145,8 @@ impl RemoteSampler {
             return Err(RolloutError::Deadline {
                 who: "a rollout worker",
                 whom: format!(
-                    "one of its rollout engines ({}); {}",
-                    self.config.urls.join(", "),
+                    "one of its rollout engines: {}; {}",
+                    self.losses(),
                     self.config.kind.start_with()
                 ),
                 seconds: self.config.wait.as_secs_f64(),

@@ -186,6 +186,7 @@ impl RemoteSampler {
                 sequences: 0,
                 heard: now,
                 asked: false,
+                lost: String::new(),
             })
         };
         let engines = config.urls.iter().map(engine).collect::<Result<Vec<_>, RolloutError>>()?;
