@@ -20,6 +20,7 @@ mod doctor;
 mod explain;
 mod export_logs;
 mod fit;
+mod launch;
 mod report;
 mod resume;
 mod reward;
@@ -35,6 +36,7 @@ pub use doctor::DoctorArgs;
 pub use explain::{ExplainArgs, MarkdownChapter};
 pub use export_logs::ExportLogsArgs;
 pub use fit::FitArgs;
+pub use launch::{KubernetesArgs, LaunchArgs, LaunchCommand, RayArgs, SkypilotArgs, SlurmArgs};
 pub use report::ReportArgs;
 pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
@@ -58,7 +60,7 @@ Examples:
   rlrun explain trainer.learning_rate             say what a key means
 
 Values come from the recipe, the files it extends, variables such as RLRUN__TRAINER__STEPS, and --set; later wins.
-Exit status: 0 done, 1 the run failed, 2 the input was wrong.";
+Exit status: 0 done, 1 the run failed, 2 the input was wrong, 75 start it again.";
 
 /// The answer to `rlrun bench`, a command of earlier versions.
 const BENCH: &str = "unrecognized subcommand 'bench'
@@ -110,6 +112,9 @@ pub enum Command {
     Report(ReportArgs),
     /// Show a run in the terminal: its roles, its last steps, and what limits it
     Top(TopArgs),
+    /// Start a run on several machines with Slurm, Kubernetes, SkyPilot or Ray
+    #[command(subcommand)]
+    Launch(LaunchCommand),
     /// Join a run on another machine or process as a worker
     #[command(subcommand)]
     Worker(WorkerCommand),
@@ -123,7 +128,7 @@ pub enum Command {
 }
 
 /// A recipe and changes to it.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct RecipeArgs {
     /// Recipe file
     pub recipe: PathBuf,
@@ -144,6 +149,15 @@ pub struct RunArgs {
     /// Name of the run [default: the recipe's]
     #[arg(long)]
     pub name: Option<String>,
+    /// Resume the run in the run directory if there is one, and start it otherwise
+    #[arg(long)]
+    pub resume_or_start: bool,
+    /// Take the role of this process from the rank that its launcher gives: 0 starts or resumes the run, others join it
+    #[arg(long)]
+    pub by_rank: bool,
+    /// Serve the run on the address of this network interface, such as ib0, with the port of `buffer.listen` or 8700
+    #[arg(long, value_name = "NAME")]
+    pub interface: Option<String>,
     /// Amount of output.
     #[command(flatten)]
     pub loudness: Loudness,
@@ -264,7 +278,7 @@ fn first_positional(args: &[OsString]) -> Option<&OsStr> {
     let mut rest = args.iter().skip(1);
     while let Some(arg) = rest.next() {
         let text = arg.to_string_lossy();
-        if ["--set", "--run-dir", "--name", "--width"].contains(&text.as_ref()) {
+        if ["--set", "--run-dir", "--name", "--interface", "--width"].contains(&text.as_ref()) {
             rest.next();
         } else if !text.starts_with('-') {
             return Some(arg);

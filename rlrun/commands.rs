@@ -1,12 +1,13 @@
 //! The commands of the program.
 //!
-//! - `train`: `run` and `resume`; `check`: `check` and `plan`; `eval`, `generate`, `export`; `policy`: `serve policy`;
-//!   `view`: the live page; `completions`: scripts of shells and manual pages
+//! - `train`: `run` and `resume`; `by_rank`: the roles of processes that run the same command; `check`: `check` and `plan`; `eval`, `generate`, `export`; `policy`: `serve policy`;
+//!   `view`: the live page; `launch`: runs on several machines; `completions`: scripts of shells and manual pages
 //! - `checkpoint_paths`: the model or the checkpoint that an argument names
 //!
 //! Invariant: a command returns its text or one error with its exit status. Only output that grows while the user watches
 //! (the report of a run, a chat) is written before the command ends.
 
+mod by_rank;
 mod check;
 mod checkpoint_paths;
 mod completions;
@@ -14,6 +15,7 @@ mod eval;
 mod export;
 mod export_logs;
 mod generate;
+mod launch;
 mod policy;
 mod report;
 mod top;
@@ -53,6 +55,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::ExportLogs(args) => export_logs::export_logs(args, program),
         Command::Export(args) => export::export(args, program),
         Command::Resume(args) => train::resume(args, program),
+        Command::Launch(command) => launch::launch(command, program),
         Command::Worker(command) => worker(command, program),
         Command::Serve(ServeCommand::Buffer(args)) => serve::buffer(args),
         Command::Serve(ServeCommand::Policy(args)) => policy::serve(args, program),

@@ -18,7 +18,7 @@ mod health;
 
 use std::ffi::OsString;
 use std::net::{SocketAddr, TcpListener};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,7 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use crate::args::Loudness;
+use crate::credentials::{Credentials, ServerAccess};
 use crate::failure::{Failure, REQUEUE};
 use crate::pipeline::Ending;
 use crate::recipe::Recipe;
@@ -45,8 +46,6 @@ const LEAVING: Duration = Duration::from_secs(10);
 const WINDOW: Duration = Duration::from_secs(600);
 /// Name of the process that leads.
 const LEAD: &str = "the trainer";
-/// Tokens of a run, in its directory.
-const TOKENS: &str = "tokens";
 
 /// Runs `recipe` in `run_dir` as processes.
 ///
@@ -63,18 +62,30 @@ pub(crate) fn run(recipe: &Recipe, run_dir: RunDir, loudness: Loudness) -> Resul
     let listen = recipe.buffer.listen.unwrap_or(SocketAddr::from(([127, 0, 0, 1], 0)));
     let listener = TcpListener::bind(listen).map_err(system(&format!("listen on {listen}")))?;
     let address = listener.local_addr().map_err(system("read the address of the run's socket"))?;
-    let token_file = match &recipe.buffer.token_file {
-        Some(file) => file.clone(),
-        None => tokens(&path)?,
-    };
-    let scheme = if recipe.buffer.tls_cert.is_some() { "https" } else { "http" };
+    let access = ServerAccess::of(&recipe.buffer, address, &path)?;
+    // On loopback too: the processes of other users could connect.
+    let own = Credentials::of_run(&path);
+    let token_file = access.token_file.clone().map_or_else(|| own.tokens(), Ok)?;
+    let ca = access.ca()?;
+    let scheme = if ca.is_some() { "https" } else { "http" };
     let url = format!("{scheme}://{}", reachable(address));
     let program = std::env::current_exe().map_err(system("find the program that is running"))?;
     let shares = Shares::of(recipe);
     let workers = workers(recipe)?;
-    let start =
-        Start { program, path, recipe_file, url, token_file, listener, workers, shares, loudness, recipe };
-    let health = Health::start(&start.url, &start.token_file, recipe.buffer.tls_cert.as_deref())?;
+    let start = Start {
+        program,
+        path,
+        recipe_file,
+        url,
+        token_file,
+        ca,
+        listener,
+        workers,
+        shares,
+        loudness,
+        recipe,
+    };
+    let health = Health::start(&start.url, &start.token_file, start.ca.as_deref())?;
     Controller { start: &start, events, health, lead: None, workers: Vec::new(), began: Instant::now() }
         .go(&signals)
 }
@@ -93,27 +104,6 @@ fn reachable(address: SocketAddr) -> SocketAddr {
 fn system(what: &str) -> impl FnOnce(std::io::Error) -> Failure + use<> {
     let what = what.to_owned();
     move |source| Failure::System { what, source }
-}
-
-/// The token file of a run, made if it is not there; only its owner can read it.
-fn tokens(run: &Path) -> Result<PathBuf, Failure> {
-    use std::io::{Read, Write};
-    use std::os::unix::fs::OpenOptionsExt;
-    let path = run.join(TOKENS);
-    if path.exists() {
-        return Ok(path);
-    }
-    let mut token = [0_u8; 32];
-    let mut random = std::fs::File::open("/dev/urandom").map_err(system("open /dev/urandom"))?;
-    random.read_exact(&mut token).map_err(system("read /dev/urandom"))?;
-    let hex: String = token.iter().map(|byte| format!("{byte:02x}")).collect();
-    let begun = path.with_extension("new");
-    let file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&begun);
-    let written = file.and_then(|mut file| writeln!(file, "admin {hex}").and_then(|()| file.sync_all()));
-    written
-        .and_then(|()| std::fs::rename(&begun, &path))
-        .map_err(system(&format!("write {}", path.display())))?;
-    Ok(path)
 }
 
 /// A worker that a run has.
@@ -164,6 +154,8 @@ struct Start<'a> {
     recipe_file: PathBuf,
     url: String,
     token_file: PathBuf,
+    /// The certificate to trust, if the run encrypts.
+    ca: Option<PathBuf>,
     listener: TcpListener,
     workers: Vec<ChildWorker>,
     shares: Shares,
@@ -215,7 +207,7 @@ impl Start<'_> {
             args.extend(["--recipe".into(), self.recipe_file.clone().into_os_string()]);
         }
         args.extend(["--patience".into(), self.recipe.deadlines.wait_s.to_string().into()]);
-        if let Some(certificate) = &self.recipe.buffer.tls_cert {
+        if let Some(certificate) = &self.ca {
             args.extend(["--tls-ca".into(), certificate.clone().into_os_string()]);
         }
         let file = name.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
@@ -437,7 +429,8 @@ pub(crate) mod lead {
         let socket = TcpListener::from(socket);
         socket.local_addr().map_err(system("find a socket on standard input"))?;
         let (tokens, token) = (Tokens::read(&args.token_file)?, token(&args.token_file, "writer")?);
-        let listener = RunListener { listener: Arc::new(socket), tokens, token };
+        let listener =
+            RunListener { listener: Arc::new(socket), tokens, token, token_file: args.token_file.clone() };
         let run_dir = RunDir::open(&args.run)?;
         // It contains the controller's layers.
         let program = program.without_overrides();
@@ -470,19 +463,5 @@ mod tests {
         ] {
             assert_eq!(reachable(listens.parse().unwrap()).to_string(), reached);
         }
-    }
-
-    #[test]
-    fn tokens_are_drawn_once_and_are_their_owners() {
-        use std::os::unix::fs::MetadataExt;
-        let run = tempfile::tempdir().unwrap();
-        let path = tokens(run.path()).unwrap();
-        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
-        let text = std::fs::read_to_string(&path).unwrap();
-        assert_eq!(text.trim().len(), "admin ".len() + 64);
-        assert_eq!(tokens(run.path()).unwrap(), path);
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
-        let other = tempfile::tempdir().unwrap();
-        assert_ne!(std::fs::read_to_string(tokens(other.path()).unwrap()).unwrap(), text);
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use model::{ModelDirectory, WeightDtype};
 use rollout::Sampler;
-use rollout::remote::{EngineKind, PushConfig, RemoteEnginesConfig, RemoteSampler};
+use rollout::remote::{EngineKind, EngineNotice, PushConfig, RemoteEnginesConfig, RemoteSampler};
 use weights::Subscriber;
 
 use crate::companion::Companion;
@@ -33,6 +33,8 @@ const QUIET: Duration = Duration::from_secs(10);
 const GRACE: Duration = Duration::from_secs(5);
 /// Prompts whose completions prove which weights an engine serves.
 const PROBES: usize = 3;
+/// Name of the directory of weights in a run directory.
+pub(crate) const WEIGHTS: &str = "engine_weights";
 /// Most tokens after each of them.
 const PROBED: usize = 64;
 
@@ -51,10 +53,12 @@ impl Recipe {
 /// What a sampler of engines is made of.
 pub(crate) struct EngineSetup<'a> {
     pub(crate) recipe: &'a Recipe,
-    pub(crate) run_dir: &'a RunDir,
+    /// For the weights, if the recipe names no directory.
+    pub(crate) weights_dir: PathBuf,
     pub(crate) directory: &'a Arc<ModelDirectory>,
     pub(crate) prepared: &'a Prepared,
-    pub(crate) report: &'a Arc<Report>,
+    /// Shows what happens to an engine.
+    pub(crate) notice: EngineNotice,
 }
 
 impl EngineSetup<'_> {
@@ -63,28 +67,25 @@ impl EngineSetup<'_> {
     /// # Errors
     /// Certificates of the system that cannot be read.
     pub(crate) fn sampler(
-        &self,
+        self,
         kind: EngineKind,
         subscriber: Arc<dyn Subscriber>,
     ) -> Result<Box<dyn Sampler>, Failure> {
-        let Self { recipe, run_dir, directory, prepared, report } = self;
+        let Self { recipe, weights_dir, directory, prepared, notice } = self;
         let rollout = &recipe.rollout;
         let dtype = match recipe.weights.dtype {
             WeightDtypeWord::F32 => WeightDtype::F32,
             WeightDtypeWord::Bf16 => WeightDtype::Bf16,
         };
-        let weights_dir =
-            rollout.weights_dir.clone().unwrap_or_else(|| run_dir.path().join("engine_weights"));
         let probes = (0..PROBES as u64).map(|task| prepared.train.of(trajectory::GroupId(task)).1.to_vec());
         let push = PushConfig {
-            directory: weights_dir,
+            directory: rollout.weights_dir.clone().unwrap_or(weights_dir),
             dtype,
             probes: probes.collect(),
             probe_tokens: rollout.max_completion_length.min(PROBED),
             bound: rollout.probe_bound,
             wait: recipe.wait(),
         };
-        let report = Arc::clone(report);
         let config = RemoteEnginesConfig {
             kind,
             urls: rollout.urls.clone(),
@@ -96,7 +97,7 @@ impl EngineSetup<'_> {
             push,
             wait: recipe.wait(),
             quiet: QUIET,
-            notice: Box::new(move |text| report.note(text)),
+            notice,
         };
         let pool = Arc::clone(&prepared.pool);
         Ok(Box::new(RemoteSampler::new(config, Arc::clone(directory), subscriber, pool)?))

@@ -11,6 +11,8 @@
 //!   `companion`: a program beside a run; `auxiliary_models`: reference, critic and demonstrations; [`serve`]: a part of a run as a separate process
 //! - `controller`: starts and restarts the processes of a run; `workers`: these processes and their protocol with the run;
 //!   `trainer_progress`: the phase of the trainer; `watchdog`: which role waits for which when a run makes no progress
+//! - `launchers`: Slurm, Kubernetes, SkyPilot, Ray and MPI; `lead_address`: where workers find a run; `credentials`: the tokens and the
+//!   certificate that a run makes for itself
 //! - `acting`: the environment of a recipe, for its model; [`evaluation`]: metrics on held-out tasks
 //! - [`run_dir`]: the directory with all files of a run; `timeline`: when each role did what; `status`: the present state;
 //!   `trackers`: logs for experiment trackers; `run_page`: the live page that a run serves
@@ -42,6 +44,7 @@ pub mod commands;
 mod companion;
 mod controller;
 mod conversations;
+mod credentials;
 mod curation;
 mod demonstrations;
 mod diagnosis;
@@ -54,6 +57,8 @@ pub mod failure;
 pub mod fit;
 pub mod huggingface;
 pub mod init;
+mod launchers;
+mod lead_address;
 pub mod memory;
 pub mod metrics;
 pub mod observe;

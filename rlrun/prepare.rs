@@ -65,6 +65,11 @@ impl RewardRuntime {
         &self.handle
     }
 
+    /// The variables of the process.
+    pub(crate) fn environment(&self) -> &BTreeMap<String, String> {
+        self.program.environment()
+    }
+
     /// What rewards find that belong to no run; they keep logs and sockets in `scratch`.
     #[must_use]
     pub fn context(&self, scratch: &Path) -> RewardContext {

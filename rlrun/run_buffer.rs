@@ -2,19 +2,22 @@
 //!
 //! Invariant: sampler and trainer get the two traits of a buffer and do not depend on where it is.
 
+use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use axum::Router;
-use buffer::http::{
-    Client, ClientConfig, RefusedGroup, Role, Server, ServerConfig, ServerLimits, Tls, Tokens,
-};
+use axum::http::Uri;
+use buffer::http::{Client, ClientConfig, RefusedGroup, Role, Server, ServerConfig, ServerLimits, Tokens};
 use buffer::{Buffer, Consumer, GroupLimits, Producer};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
+use crate::credentials::ServerAccess;
 use crate::failure::Failure;
+use crate::launchers::{network, variables};
+use crate::lead_address::{self, AnnouncedAddress, LeadAddress};
 use crate::peers::Peers;
 use crate::prepare::RewardRuntime;
 use crate::recipe::Recipe;
@@ -48,6 +51,8 @@ pub(crate) struct RunListener {
     pub(crate) tokens: Tokens,
     /// The token of the workers.
     pub(crate) token: String,
+    /// The file of the tokens.
+    pub(crate) token_file: PathBuf,
 }
 
 /// The configuration of the buffer of a run.
@@ -85,10 +90,10 @@ impl BufferSetup<'_> {
             let sender = sender.map_or_else(|| "an unknown address".to_owned(), |sender| sender.to_string());
             peers.refuse(&sender, code, detail);
         };
-        let serve = |config| {
+        let serve = |(config, access)| {
             let limits = Some(Arc::clone(self.limits));
             let config = ServerConfig { group_limits: limits, refused: Some(Arc::new(refused)), ..config };
-            BufferServer::start(config, Arc::clone(&own), self.runtime, self.report)
+            BufferServer::start(config, Arc::clone(&own), &access, self)
         };
         let server = self.server_config(routes)?.map(serve).transpose()?;
         let producer = Arc::clone(&own) as Arc<dyn Producer>;
@@ -109,41 +114,49 @@ impl BufferSetup<'_> {
         )))
     }
 
-    /// The address and the tokens of the server; `None` without an address.
-    fn server_config(&self, routes: Vec<(Role, Router)>) -> Result<Option<ServerConfig>, Failure> {
+    /// The server and how it authenticates; `None` without an address.
+    fn server_config(
+        &self,
+        routes: Vec<(Role, Router)>,
+    ) -> Result<Option<(ServerConfig, ServerAccess)>, Failure> {
         let buffer = &self.recipe.buffer;
-        let files = buffer.tls_cert.as_deref().zip(buffer.tls_key.as_deref());
-        let tls = files.map(|(certificate, key)| Tls::read(certificate, key)).transpose()?;
-        let insecure = buffer.insecure;
-        let limits =
-            ServerLimits { correct: self.recipe.algorithm().needs_correct(), ..ServerLimits::default() };
-        if let Some(RunListener { listener, tokens, .. }) = self.listener {
-            let system =
-                |source| Failure::System { what: "read the address of the run's socket".to_owned(), source };
-            let listen = listener.local_addr().map_err(system)?;
-            let (listener, tokens) = (Some(Arc::clone(listener)), Some(tokens.clone()));
-            return Ok(Some(ServerConfig {
-                listener,
-                tokens,
-                tls,
-                insecure,
-                routes,
-                own_trainer: true,
-                limits,
-                ..ServerConfig::new(listen)
-            }));
+        let system =
+            |source| Failure::System { what: "read the address of the run's socket".to_owned(), source };
+        let given = self.listener.map(|given| given.listener.local_addr().map_err(system)).transpose()?;
+        let Some(listen) = given.or(buffer.listen) else { return Ok(None) };
+        let mut access = ServerAccess::of(buffer, listen, self.run_dir)?;
+        if let Some(given) = self.listener {
+            access.token_file = Some(given.token_file.clone());
         }
-        let Some(listen) = buffer.listen else { return Ok(None) };
-        let tokens = buffer.token_file.as_deref().map(Tokens::read).transpose()?;
-        Ok(Some(ServerConfig {
+        let tokens = match self.listener {
+            Some(given) => Some(given.tokens.clone()),
+            None => access.token_file.as_deref().map(Tokens::read).transpose()?,
+        };
+        let config = ServerConfig {
+            listener: self.listener.map(|given| Arc::clone(&given.listener)),
             tokens,
-            tls,
-            insecure,
+            tls: access.tls(&self.names(listen))?,
+            insecure: buffer.insecure,
             routes,
-            limits,
+            limits: ServerLimits {
+                correct: self.recipe.algorithm().needs_correct(),
+                ..ServerLimits::default()
+            },
             own_trainer: true,
             ..ServerConfig::new(listen)
-        }))
+        };
+        Ok(Some((config, access)))
+    }
+
+    /// The names by which workers call this machine.
+    fn names(&self, listen: SocketAddr) -> BTreeSet<String> {
+        let environment = self.runtime.environment();
+        let named = environment.get(variables::JOIN).and_then(|url| url.parse::<Uri>().ok());
+        let named = named.as_ref().and_then(Uri::host).map(|host| host.trim_matches(['[', ']']).to_owned());
+        let mut names = network::own_names();
+        names.extend(named.into_iter().chain(variables::head(environment)));
+        names.insert(listen.ip().to_string());
+        names
     }
 }
 
@@ -177,6 +190,10 @@ fn connect(recipe: &Recipe) -> Result<RunBuffer, Failure> {
 pub(crate) struct BufferServer {
     /// Its address.
     pub(crate) address: SocketAddr,
+    /// The file of its tokens, if it wants any.
+    pub(crate) token_file: Option<PathBuf>,
+    /// For workers, until this is dropped.
+    _announced: AnnouncedAddress,
     stop: Arc<Notify>,
     task: Option<JoinHandle<()>>,
     runtime: tokio::runtime::Handle,
@@ -186,18 +203,23 @@ impl BufferServer {
     fn start(
         config: ServerConfig,
         buffer: Arc<Buffer>,
-        runtime: &RewardRuntime,
-        report: &Report,
+        access: &ServerAccess,
+        setup: &BufferSetup<'_>,
     ) -> Result<Self, Failure> {
-        let handle = runtime.handle();
-        let scheme = if config.tls.is_some() { "https" } else { "http" };
+        let handle = setup.runtime.handle();
+        let encrypted = config.tls.is_some();
         let server = handle.block_on(Server::bind(config, buffer))?;
         let address = server.local_addr();
-        report.note(&format!("the run is served on {scheme}://{address}"));
+        let url = lead_address::url(address, encrypted);
+        setup.report.note(&format!("the run is served on {url}"));
+        let token_file = access.token_file.clone();
+        let announced = LeadAddress { url, token_file: token_file.clone(), tls_ca: access.ca()? };
+        let announced = announced.announce(setup.run_dir)?;
         let stop = Arc::new(Notify::new());
         let signal = Arc::clone(&stop);
         let task = handle.spawn(server.serve(async move { signal.notified().await }));
-        Ok(Self { address, stop, task: Some(task), runtime: handle.clone() })
+        let (task, runtime) = (Some(task), handle.clone());
+        Ok(Self { address, token_file, _announced: announced, stop, task, runtime })
     }
 }
 

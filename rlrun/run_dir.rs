@@ -4,7 +4,8 @@
 //! are authoritative; this module does not interpret checkpoints or samples.
 //!
 //! ```text
-//! run.json recipe.toml resolved.toml metrics.jsonl events.jsonl curation.jsonl timeline.jsonl status.json samples/ logs/ checkpoints/ lock
+//! run.json recipe.toml resolved.toml metrics.jsonl events.jsonl curation.jsonl timeline.jsonl status.json
+//! address.json credentials/ samples/ logs/ checkpoints/ lock
 //! ```
 
 mod lines;
@@ -78,6 +79,8 @@ pub enum RunDirError {
 
 /// Version of the layout: 2 has `run.json` and checkpoints with manifests, 1 had neither.
 const FORMAT: u64 = 2;
+/// Its directories.
+const DIRECTORIES: [&str; 3] = ["samples", "logs", "checkpoints"];
 /// File of the layout's version.
 const FORMAT_FILE: &str = "run.json";
 /// Longest file of that kind, bytes.
@@ -117,12 +120,12 @@ impl RunDir {
             return Err(taken(path));
         }
         let lock = Lock::take(path)?;
-        if has_files(path)? {
+        if has_files(path)? && !is_unfinished(path)? {
             return Err(taken(path));
         }
-        for directory in ["samples", "logs", "checkpoints"] {
+        for directory in DIRECTORIES {
             let directory = path.join(directory);
-            std::fs::create_dir(&directory).map_err(|source| failed("create", &directory, source))?;
+            std::fs::create_dir_all(&directory).map_err(|source| failed("create", &directory, source))?;
         }
         // `resolved.toml` makes it a run, so it comes last: a crash before leaves nothing that looks resumable.
         write_format(path)?;
@@ -273,6 +276,19 @@ fn has_files(path: &Path) -> Result<bool, RunDirError> {
     Ok(entries.any(|entry| entry.is_ok_and(|entry| entry.file_name() != lock::NAME)))
 }
 
+/// Whether a process has died while it made this run directory: there is no more than what comes before `resolved.toml`.
+fn is_unfinished(path: &Path) -> Result<bool, RunDirError> {
+    let entries = std::fs::read_dir(path).map_err(|source| failed("read", path, source))?;
+    Ok(entries.flatten().all(|entry| {
+        let name = entry.file_name();
+        let empty = || std::fs::read_dir(entry.path()).is_ok_and(|mut entries| entries.next().is_none());
+        let file = |known: &str| name.to_str().is_some_and(|name| name.strip_prefix(known).is_some());
+        DIRECTORIES.iter().any(|known| name == *known && empty())
+            || name == lock::NAME
+            || [FORMAT_FILE, "recipe.toml", "resolved.toml."].into_iter().any(file)
+    }))
+}
+
 fn taken(path: &Path) -> RunDirError {
     let path = path.to_path_buf();
     if path.join("resolved.toml").exists() {
@@ -286,7 +302,11 @@ fn failed(verb: &'static str, path: &Path, source: io::Error) -> RunDirError {
     RunDirError::Io { verb, path: path.to_path_buf(), source }
 }
 
-fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), RunDirError> {
+/// Writes a file that is there whole or not at all.
+///
+/// # Errors
+/// The file cannot be written.
+pub(crate) fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), RunDirError> {
     lines::replace(path, bytes).map_err(|source| failed("write", path, source))
 }
 

@@ -29,7 +29,7 @@ use trajectory::{Prompt, Task, TaskId};
 use weights::{DeltaConfig, Dtype, HubConfig, PublishConfig};
 
 use crate::recipe::schema::{ArithmeticSection, CheckpointSection, EvalSet, RandomModel, SeedsSection};
-use crate::recipe::words::{PolicyPlacement, SupervisedKind, WeightDtypeWord};
+use crate::recipe::words::{PolicyPlacement, Ranks, SupervisedKind, WeightDtypeWord};
 use crate::recipe::{Data, DataSource, Recipe};
 
 mod devices;
@@ -68,6 +68,13 @@ impl Recipe {
     pub fn batch_wait(&self) -> Duration {
         let episode = self.environment.as_ref().map_or(0.0, |environment| environment.episode_timeout_s);
         Duration::from_secs_f64((self.deadlines.wait_s + episode).min(LONGEST_WAIT_S))
+    }
+
+    /// Ranks of the trainer that join the run from elsewhere: a run of processes starts its own.
+    #[must_use]
+    pub fn ranks_that_join(&self) -> usize {
+        let joins = self.trainer.ranks == Ranks::Processes && !self.placement.processes;
+        if joins { self.trainer.world.saturating_sub(1) } else { 0 }
     }
 
     /// The longest wait of one role for another.

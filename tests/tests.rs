@@ -18,6 +18,7 @@ mod fit;
 mod gguf;
 mod hub_server;
 mod huggingface;
+mod launchers;
 mod learns;
 mod logs;
 mod memory;

@@ -253,10 +253,12 @@ fn impossible_placements_and_addresses_are_refused_at_once() {
     };
     start(&["placement.rollout_workers=3"]).refused(&["has no effect without `placement.processes`"]);
     start(&["placement.processes=true", "buffer.store=memory"]).refused(&["share its journal"]);
-    start(&["buffer.listen=0.0.0.0:0"]).refused(&["which other machines can reach without a token"]);
     let tokens = home.write("tokens.txt", "writer 0123456789abcdef\n");
-    let tokens = format!("buffer.token_file={:?}", tokens.display().to_string());
-    start(&["buffer.listen=0.0.0.0:0", &tokens]).refused(&["for all to read", "buffer.insecure"]);
+    let given = |key: &str| format!("buffer.{key}={:?}", tokens.display().to_string());
+    let all = ["token_file", "tls_cert", "tls_key"].map(given);
+    let [tokens, certificate, key] = all.each_ref().map(String::as_str);
+    start(&["buffer.listen=0.0.0.0:0", "buffer.credentials=keys", tokens, certificate, key])
+        .refused(&["there is nothing to make", "buffer.credentials"]);
     assert!(!home.path("run").exists());
     // No server listens there: the worker retries for its patience, then asks to be started again.
     let done = home.rlrun(&["worker", "rollout", "--join", "http://127.0.0.1:1", "--patience", "0.2"]);

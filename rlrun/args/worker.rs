@@ -28,9 +28,13 @@ pub enum WorkerCommand {
 /// Address and credentials of the run.
 #[derive(Clone, Debug, Args)]
 pub struct JoinArgs {
-    /// URL of the run, such as http://10.0.0.1:8700 (`buffer.listen` of its recipe)
-    #[arg(long, value_name = "URL")]
-    pub join: String,
+    /// URL of the run, such as https://10.0.0.1:8700 (`buffer.listen` of its recipe), or its directory [default: RLRUN_JOIN, or
+    /// the first host of a launcher (Slurm, SkyPilot, torchrun) and port 8700]
+    #[arg(long, value_name = "URL_OR_RUN")]
+    pub join: Option<String>,
+    /// Directory with the credentials of the run, `tokens` and `ca.pem` [default: those that the run names in its directory]
+    #[arg(long, value_name = "DIR")]
+    pub credentials: Option<PathBuf>,
     /// File with the run's token: alone, or in a line `writer TOKEN` or `admin TOKEN`
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
@@ -54,6 +58,9 @@ pub struct AllowArgs {
     /// Recipe of this machine: paths, code, programs, addresses and variables come from it, rewards by name and kind
     #[arg(long, value_name = "FILE")]
     pub recipe: Option<PathBuf>,
+    /// Change a value of --recipe; can be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE", requires = "recipe")]
+    pub sets: Vec<String>,
     /// What the worker may read for the run: files, directories, and repositories of the Hugging Face Hub (hf:OWNER/NAME)
     #[arg(long = "allow-path", value_name = "PATH", num_args = 1..)]
     pub paths: Vec<PathBuf>,
@@ -74,6 +81,15 @@ pub struct RolloutArgs {
     /// Largest number of cores at a time [default: the recipe's `placement.rollout_threads`, or all]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub threads: Option<usize>,
+    /// Sample with this engine instead of rlrun's own
+    #[arg(long, value_name = "KIND", value_parser = ["vllm", "sglang"], requires = "engine_urls")]
+    pub engine: Option<String>,
+    /// Address of the engine, such as http://127.0.0.1:8000; can be repeated
+    #[arg(long = "engine-url", value_name = "URL", requires = "engine")]
+    pub engine_urls: Vec<String>,
+    /// Directory that the worker and its engines see, for the weights [default: a temporary directory]
+    #[arg(long, value_name = "DIR", requires = "engine")]
+    pub weights_dir: Option<PathBuf>,
     /// Device, such as cuda:1 [default: that of the recipe's `placement`]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<DeviceWord>,
@@ -112,6 +128,9 @@ pub struct RewardWorkerArgs {
     /// Address and port; port 0 chooses a free port
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
     pub listen: SocketAddr,
+    /// Listen on the address of this network interface, with the port of --listen
+    #[arg(long, value_name = "NAME")]
+    pub interface: Option<String>,
     /// URL for samplers, if it differs from http:// and the address
     #[arg(long, value_name = "URL")]
     pub url: Option<String>,

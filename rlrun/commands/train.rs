@@ -1,14 +1,17 @@
 //! `rlrun run` and `rlrun resume`.
 
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 
 use buffer::Buffer;
 #[cfg(feature = "mpi")]
 use model::SharedCores;
+use toml::Value;
 use trainer::Leader;
 use trajectory::PolicyVersion;
 
+use super::by_rank;
 use super::check::refuse_what_does_not_fit;
 use super::checkpoint_paths::checkpoint_of;
 use super::load;
@@ -16,6 +19,8 @@ use crate::args::{Loudness, ResumeArgs, RunArgs};
 use crate::controller;
 use crate::failure::Failure;
 use crate::huggingface::{FetchScope, HuggingFace};
+use crate::launchers::network::address_of;
+use crate::launchers::{PORT, ServedRecipe};
 use crate::pipeline::{self, Ending, RunOptions};
 use crate::program::Program;
 use crate::recipe::{Change, Recipe, Resumption};
@@ -23,11 +28,67 @@ use crate::report::{Report, Style};
 use crate::run_buffer;
 use crate::run_dir::{self, RecipeTexts, RunDir};
 
-/// Trains as a recipe says, in a new run directory.
+/// Trains as a recipe says, in a new run directory or, if the user says so, in the one that is there.
 pub(super) fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> {
     let mut sets = args.recipe.sets.clone();
     sets.extend(args.name.as_ref().map(|name| format!("name={name:?}")));
-    let (recipe, origins) = load(&args.recipe.recipe, &sets, program)?;
+    let recipe = if args.by_rank {
+        let served = ServedRecipe::load(&args.recipe.recipe, sets, program)?;
+        sets = served.sets;
+        served.recipe
+    } else {
+        load(&args.recipe.recipe, &sets, program)?.0
+    };
+    let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
+    if args.by_rank
+        && let Some(worker) = by_rank::worker(args, &recipe, &place, program)?
+    {
+        return worker.run(program);
+    }
+    let resume_or_start = args.resume_or_start || args.by_rank;
+    if let Some(name) = &args.interface {
+        let port = recipe.buffer.listen.map_or(PORT, |listen| listen.port());
+        sets.push(format!("buffer.listen=\"{}\"", SocketAddr::new(address_of(name)?, port)));
+    }
+    if resume_or_start && place.join("resolved.toml").exists() {
+        if let Some(line) = left_out(&recipe, &sets, &place, program)? {
+            eprintln!("note: {line}");
+        }
+        let (run, loudness) = (place, args.loudness);
+        return resume(&ResumeArgs { run, sets, without_journal: false, from: None, loudness }, program);
+    }
+    start(args, &sets, program)
+}
+
+/// What a recipe file says by now that the run in `place` does not follow: it has its own copy, which `sets` change.
+fn left_out(
+    recipe: &Recipe,
+    sets: &[String],
+    place: &Path,
+    program: &Program,
+) -> Result<Option<String>, Failure> {
+    let (own, _) = load(&place.join("resolved.toml"), &[], &program.without_overrides())?;
+    let is_set =
+        |key: &str| sets.iter().any(|set| set.split('=').next().is_some_and(|set| set.trim() == key));
+    // A run records the commit of a repository.
+    let is_pinned = |change: &Change| match (&change.from, &change.to) {
+        (Some(Value::String(from)), Some(Value::String(to))) => from.starts_with(&format!("{to}@")),
+        _ => false,
+    };
+    let changes = own.changes_to(recipe).into_iter();
+    let changes = changes.filter(|change| !is_set(&change.key) && !is_pinned(change));
+    let shown: Vec<String> = changes.map(|change| change.to_string()).collect();
+    Ok((!shown.is_empty()).then(|| {
+        format!(
+            "the run goes by its own recipe and not by the file, which has changed: {}; a change needs --set",
+            shown.join(", ")
+        )
+    }))
+}
+
+/// Starts a run in a new directory.
+fn start(args: &RunArgs, sets: &[String], program: &Program) -> Result<String, Failure> {
+    let (recipe, origins) = load(&args.recipe.recipe, sets, program)?;
     let given = std::fs::read_to_string(&args.recipe.recipe).map_err(|source| Failure::System {
         what: format!("read {}", args.recipe.recipe.display()),
         source,

@@ -21,7 +21,7 @@ use super::{Run, TrainingResult};
 use crate::allocator;
 use crate::auxiliary_models::AuxiliarySetup;
 use crate::curation;
-use crate::engines::{EngineProcess, EngineSetup};
+use crate::engines::{self, EngineProcess, EngineSetup};
 use crate::failure::{Failure, REQUEUE};
 use crate::observe::Observer;
 use crate::run_buffer::RunBuffer;
@@ -180,9 +180,16 @@ impl Run<'_> {
         services: &RunServices,
     ) -> Result<Box<dyn Sampler>, Failure> {
         let StartingState { directory, prepared, .. } = start;
-        let (recipe, run_dir, report) = (self.recipe, self.run_dir, &self.report);
         let subscriber = Arc::new(services.hub.subscribe(SAMPLER_NAME)?);
-        EngineSetup { recipe, run_dir, directory, prepared, report }.sampler(kind, subscriber)
+        let report = Arc::clone(&self.report);
+        let setup = EngineSetup {
+            recipe: self.recipe,
+            weights_dir: self.run_dir.path().join(engines::WEIGHTS),
+            directory,
+            prepared,
+            notice: Box::new(move |text| report.note(text)),
+        };
+        setup.sampler(kind, subscriber)
     }
 
     /// Starts the watchdog over trainer and samplers.

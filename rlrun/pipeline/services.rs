@@ -23,7 +23,7 @@ use trainer::{Leader, TrainerError};
 use super::Run;
 use crate::failure::Failure;
 use crate::recipe::words::Ranks;
-use crate::run_buffer::{BufferSetup, RunBuffer};
+use crate::run_buffer::{BufferServer, BufferSetup, RunBuffer};
 use crate::workers::api::WorkerApi;
 use crate::workers::membership::{derived, token};
 use crate::workers::registry::WorkerRegistry;
@@ -66,17 +66,17 @@ impl Run<'_> {
             self.runtime.ask(services.reward_servers(&wanted, self.recipe.wait(), &stop)?);
         }
         if let (Ranks::Processes, Some(server)) = (self.recipe.trainer.ranks, &services.buffer.server) {
-            self.leader = Some(self.wait_for_ranks(&services.api, server.address)?);
+            self.leader = Some(self.wait_for_ranks(&services.api, server)?);
         }
         Ok(services)
     }
 
     /// Waits until all other ranks of the trainer have joined.
-    fn wait_for_ranks(&self, api: &WorkerApi, served_on: SocketAddr) -> Result<Arc<Leader>, Failure> {
-        let own = self.recipe.buffer.token_file.as_deref().map(|file| token(file, "writer")).transpose()?;
+    fn wait_for_ranks(&self, api: &WorkerApi, server: &BufferServer) -> Result<Arc<Leader>, Failure> {
+        let own = server.token_file.as_deref().map(|file| token(file, "writer")).transpose()?;
         let known = self.listener.as_ref().map(|listener| listener.token.as_str()).or(own.as_deref());
         let secret = derived(known, MEETING).unwrap_or_default();
-        let address = SocketAddr::new(served_on.ip(), 0);
+        let address = SocketAddr::new(server.address.ip(), 0);
         let listener = tcp::Listener::bind(address, secret.as_bytes()).map_err(TrainerError::from)?;
         let system = |source| Failure::System { what: "read the address for ranks".to_owned(), source };
         let port = listener.local_addr().map_err(system)?.port();

@@ -120,6 +120,7 @@ impl BufferSection {
             "dedup",
             "max_mib",
             "listen",
+            "credentials",
             "tls_cert",
             "tls_key",
             "insecure",
@@ -127,7 +128,7 @@ impl BufferSection {
         match (self.store.is_remote(), &self.listen) {
             (true, _) => OF_OWN,
             (false, Some(_)) => &["url"],
-            (false, None) => &["url", "token_file", "tls_cert", "tls_key", "insecure"],
+            (false, None) => &["url", "token_file", "credentials", "tls_cert", "tls_key", "insecure"],
         }
     }
 }
@@ -156,7 +157,7 @@ fn check_store(buffer: &mut BufferSection, checker: &mut Checker<'_>) {
     }
 }
 
-/// A connection from another machine needs a token, and a token may not cross the network unencrypted.
+/// The files of certificates are there, and there is one way to authenticate.
 fn check_listen(buffer: &mut BufferSection, checker: &mut Checker<'_>) {
     for (key, file) in [("tls_cert", &mut buffer.tls_cert), ("tls_key", &mut buffer.tls_key)] {
         if let Some(named) = file.take() {
@@ -171,15 +172,10 @@ fn check_listen(buffer: &mut BufferSection, checker: &mut Checker<'_>) {
             help,
         );
     }
-    let Some(listen) = buffer.listen.filter(|listen| !listen.ip().is_loopback()) else { return };
-    if buffer.token_file.is_none() {
-        let message = format!("`buffer.listen` is {listen}, which other machines can reach without a token");
-        checker.report("buffer.listen", message, "name a `buffer.token_file`, or listen on 127.0.0.1");
-    } else if buffer.tls_cert.is_none() && !buffer.insecure {
-        let message = format!("`buffer.listen` is {listen}, and tokens would go there for all to read");
-        let help =
-            "name `buffer.tls_cert` and `buffer.tls_key`, or set `buffer.insecure` if the network is safe";
-        checker.report("buffer.listen", message, help);
+    if buffer.credentials.is_some() && buffer.token_file.is_some() && buffer.tls_cert.is_some() {
+        let help = "remove `buffer.credentials`";
+        let message = "there is nothing to make: tokens and certificate are given (`buffer.token_file`, `buffer.tls_cert`)";
+        checker.report("buffer.credentials", message, help);
     }
 }
 

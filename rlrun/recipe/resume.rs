@@ -72,6 +72,12 @@ impl std::fmt::Display for Change {
 }
 
 impl Recipe {
+    /// Values of `other` that differ from those of this recipe.
+    #[must_use]
+    pub fn changes_to(&self, other: &Self) -> Vec<Change> {
+        changes(&resolved::table(self), &resolved::table(other))
+    }
+
     /// Reads the resolved recipe of a run, changed by the variables of `program` and by `sets`, for the run's resume number
     /// `resume`, counted from 1.
     ///

@@ -275,7 +275,7 @@ pub struct Rollout {
     pub bitwise: bool,
     /// What samples: rlrun's own engine, or engines of others at `urls`, which load every version from `weights_dir`. They have
     /// to report log-probabilities after temperature. prime-rl, verl `rollout.name`.
-    // resume = changes, worker = run
+    // resume = changes, worker = ignored
     pub engine: EngineWord,
     /// Addresses of the engines. Default: none.
     // resume = changes, worker = ignored
@@ -291,7 +291,7 @@ pub struct Rollout {
     pub weights_dir: Option<PathBuf>,
     /// Largest difference between a log-probability of an engine and that of the pushed weights, nats; checked on three prompts after
     /// every push. bf16 engines need about 0.1.
-    // resume = changes, worker = ignored
+    // resume = changes, worker = run
     pub probe_bound: f64,
 }
 
@@ -369,10 +369,16 @@ pub struct BufferSection {
     // resume = changes, worker = ignored
     pub token_file: Option<PathBuf>,
     /// Address on which the run serves HTTP, such as `127.0.0.1:8700`. Clients can inspect the run, add groups, and join
-    /// with `rlrun worker rollout --join http://127.0.0.1:8700`. An address that other machines can reach needs
-    /// `token_file`, and TLS or `insecure`.
+    /// with `rlrun worker rollout --join http://127.0.0.1:8700`. On an address that other machines can reach, the run encrypts
+    /// and wants a token; what is not given of `token_file` and `tls_cert` it makes itself (`credentials`).
     // resume = changes, worker = ignored
     pub listen: Option<SocketAddr>,
+    /// For `listen`: directory in which the run makes the tokens and the certificate authority that are not given, `tokens` and
+    /// `ca.pem` for workers; what is there is used. By default `credentials` in the run directory, for an address that other
+    /// machines can reach.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
+    pub credentials: Option<PathBuf>,
     /// For `listen`: certificate chain, PEM.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
@@ -403,6 +409,7 @@ impl Default for BufferSection {
             url: None,
             token_file: None,
             listen: None,
+            credentials: None,
             tls_cert: None,
             tls_key: None,
             insecure: false,

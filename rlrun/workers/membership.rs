@@ -21,6 +21,9 @@ use super::permissions::Permissions;
 use super::registry::{Heartbeat, HeartbeatReply, WorkerRole};
 use crate::args::JoinArgs;
 use crate::failure::Failure;
+use crate::launchers::network::host_name;
+use crate::lead_address::{JoinTarget, LeadAddress};
+use crate::program::Program;
 use crate::recipe::schema::RawRecipe;
 
 /// Pause between two heartbeats.
@@ -53,7 +56,8 @@ pub(crate) trait WorkerReport: Send + 'static {
 /// A worker's membership in a run.
 pub(crate) struct Membership {
     client: Arc<Client>,
-    token: Option<String>,
+    /// The client's configuration, for other connections to the run.
+    pub(crate) config: ClientConfig,
     /// The answer of the run.
     pub(crate) joined: WorkerAssignment,
     role: WorkerRole,
@@ -63,12 +67,10 @@ pub(crate) struct Membership {
     patience: Duration,
 }
 
-/// The client for a run's routes.
-pub(crate) fn client_config(args: &JoinArgs) -> Result<ClientConfig, Failure> {
-    let token = args.token_file.as_deref().map(|file| token(file, "writer")).transpose()?;
-    let patience = Duration::from_secs_f64(args.patience);
-    let roots = args.tls_ca.clone();
-    Ok(ClientConfig { token, roots, patience, hold: HOLD, ..ClientConfig::new(args.join.clone()) })
+/// The client for the routes of the run at `address`.
+fn client_config(address: LeadAddress, patience: Duration) -> Result<ClientConfig, Failure> {
+    let token = address.token_file.as_deref().map(|file| token(file, "writer")).transpose()?;
+    Ok(ClientConfig { token, roots: address.tls_ca, patience, hold: HOLD, ..ClientConfig::new(address.url) })
 }
 
 /// The token of `role` in a file of lines `ROLE TOKEN`, that of an admin if there is none, or the only word of the file.
@@ -103,15 +105,27 @@ impl Membership {
     pub(crate) fn join(
         role: WorkerRole,
         args: &JoinArgs,
+        program: &Program,
         stop: &Arc<AtomicBool>,
     ) -> Result<Option<Self>, Failure> {
-        let config = ClientConfig { give_up: Some(Arc::clone(stop)), ..client_config(args)? };
-        let token = config.token.clone();
-        let client = Arc::new(Client::new(config)?);
+        let target = JoinTarget::of(args, program.environment())?;
         let join = JoinRequest { protocol: PROTOCOL, role, name: args.name.clone() };
         let patience = Duration::from_secs_f64(args.patience);
         let mut heard = Instant::now();
         while !stop.load(Ordering::Relaxed) {
+            let Some(address) = target.address()? else {
+                if heard.elapsed() > patience {
+                    return Err(Failure::Requeue(format!(
+                        "{target} had no address for {:.0} s",
+                        args.patience
+                    )));
+                }
+                pause(EVERY, stop);
+                continue;
+            };
+            let config = client_config(address, patience)?;
+            let config = ClientConfig { give_up: Some(Arc::clone(stop)), ..config };
+            let client = Arc::new(Client::new(config.clone())?);
             match client.ask_once("/v1/run/join", &join, ANSWER) {
                 Ok(JoinReply { joined: Some(joined), .. }) if !is_plain(&joined.name) => {
                     return Err(Failure::Argument(format!(
@@ -122,7 +136,7 @@ impl Membership {
                 Ok(JoinReply { joined: Some(joined), .. }) => {
                     let (lost, over) = (Arc::default(), Arc::default());
                     let thread = None;
-                    return Ok(Some(Self { client, token, joined, role, lost, over, thread, patience }));
+                    return Ok(Some(Self { client, config, joined, role, lost, over, thread, patience }));
                 }
                 // The run answers; a warm-up may take longer than the patience.
                 Ok(JoinReply { joined: None, .. }) => heard = Instant::now(),
@@ -140,7 +154,12 @@ impl Membership {
 
     /// The token for the run, if it has one.
     pub(crate) fn token(&self) -> Option<&str> {
-        self.token.as_deref()
+        self.config.token.as_deref()
+    }
+
+    /// The URL of the run.
+    pub(crate) fn url(&self) -> &str {
+        &self.config.url
     }
 
     /// The buffer of the run.
@@ -202,7 +221,7 @@ impl Membership {
                 role: self.role,
                 instance: self.joined.instance,
                 pid: std::process::id(),
-                host: host(),
+                host: host_name(),
                 ..Heartbeat::default()
             },
             lost: Arc::clone(&self.lost),
@@ -253,14 +272,6 @@ fn pause(wait: Duration, end: &AtomicBool) {
     while Instant::now() < next && !end.load(Ordering::Relaxed) {
         std::thread::sleep(LOOK_UP);
     }
-}
-
-/// The host name, or a placeholder.
-fn host() -> String {
-    let name = ["/proc/sys/kernel/hostname", "/etc/hostname"]
-        .iter()
-        .find_map(|file| std::fs::read_to_string(file).ok());
-    name.map_or_else(|| "this machine".to_owned(), |name| name.trim().to_owned())
 }
 
 /// The heartbeat thread of a worker.

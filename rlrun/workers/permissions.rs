@@ -109,7 +109,7 @@ impl Permissions {
         let code = code.collect::<Result<_, Failure>>()?;
         let local = |path: &PathBuf| {
             let (recipe, _) =
-                Recipe::load(path, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
+                Recipe::load(path, &args.sets, &program.without_overrides()).map_err(Failure::Recipe)?;
             let train = match recipe.data.source {
                 DataSource::Files(files) => Some(files.train),
                 DataSource::Arithmetic(_) | DataSource::Seeds(_) => None,

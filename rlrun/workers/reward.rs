@@ -3,7 +3,7 @@
 //! Invariant: the recipe chooses the model and its settings, the operator of this machine allows its path. The process ends
 //! with the run. Only members of the run get its address and its token.
 
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,6 +22,7 @@ use super::registry::WorkerRole;
 use crate::args::RewardWorkerArgs;
 use crate::failure::Failure;
 use crate::huggingface::HuggingFace;
+use crate::launchers::network::address_of;
 use crate::program::Program;
 use crate::signals::{Signals, end_with_parent};
 
@@ -41,7 +42,7 @@ pub(crate) fn run(args: &RewardWorkerArgs, program: &Program) -> Result<(), Fail
     let permissions = Permissions::new(&args.allow, &[], program)?;
     let signals = Signals::listen()?;
     let stop = signals.stop_flag();
-    let Some(mut membership) = Membership::join(WorkerRole::Reward, &args.join, &stop)? else {
+    let Some(mut membership) = Membership::join(WorkerRole::Reward, &args.join, program, &stop)? else {
         return Ok(());
     };
     let listener = listener(args)?;
@@ -80,8 +81,12 @@ fn listener(args: &RewardWorkerArgs) -> Result<TcpListener, Failure> {
     if args.socket {
         return Ok(TcpListener::from(std::io::stdin().as_fd().try_clone_to_owned().map_err(socket)?));
     }
-    let system = |source| Failure::System { what: format!("listen on {}", args.listen), source };
-    TcpListener::bind(args.listen).map_err(system)
+    let listen = match &args.interface {
+        Some(name) => SocketAddr::new(address_of(name)?, args.listen.port()),
+        None => args.listen,
+    };
+    let system = |source| Failure::System { what: format!("listen on {listen}"), source };
+    TcpListener::bind(listen).map_err(system)
 }
 
 /// The model of a reward, and how it is served.

@@ -21,10 +21,11 @@ use model::{Config, Head, Layout, Parameters, Quantization, SharedCores};
 use weights::http::{RemoteConfig, RemoteSubscriber};
 use weights::{DeviceSubscriber, Subscriber};
 
-use super::membership::{Membership, WorkerReport, client_config};
+use super::membership::{Membership, WorkerReport};
 use super::permissions::Permissions;
 use super::registry::WorkerRole;
 use crate::args::RolloutArgs;
+use crate::engines::{self, EngineSetup};
 use crate::failure::Failure;
 use crate::huggingface::{FetchScope, HuggingFace};
 use crate::pipeline::remote_subscriber;
@@ -49,10 +50,10 @@ pub(crate) fn run(args: &RolloutArgs, program: &Program) -> Result<(), Failure> 
     let permissions = Permissions::new(&args.allow, &args.code, program)?;
     let signals = Signals::listen()?;
     let stop = signals.stop_flag();
-    let Some(mut membership) = Membership::join(WorkerRole::Rollout, &args.join, &stop)? else {
+    let Some(mut membership) = Membership::join(WorkerRole::Rollout, &args.join, program, &stop)? else {
         return Ok(());
     };
-    eprintln!("joined {} as {}", args.join.join, membership.joined.name);
+    eprintln!("joined {} as {}", membership.url(), membership.joined.name);
     let status = Arc::new(SamplerStatus::default());
     membership.start_heartbeat(SamplerReport(Arc::clone(&status)), Arc::clone(&stop))?;
     let work = sample(args, &permissions, program, &membership, &status, &stop);
@@ -74,14 +75,14 @@ fn sample(
     let (recipe, directory) = membership.unpack(permissions, scratch.path())?;
     // The run has resolved the recipe; environment variables of this machine do not change it.
     let (mut recipe, _) =
-        Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
+        Recipe::load(&recipe, &engine_sets(args), &program.without_overrides()).map_err(Failure::Recipe)?;
     recipe = HuggingFace::of(program).fetched(&recipe, FetchScope::Everything)?;
     settle_device(&mut recipe, args.device)?;
     let directory = recipe.opened(&directory)?;
-    let directory = match membership.joined.model.value_head {
+    let directory = Arc::new(match membership.joined.model.value_head {
         true => directory.with_head(Head::LanguageAndValue),
         false => directory,
-    };
+    });
     let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
     let mut runtime = RewardRuntime::new(program, &cores)?;
     if permissions.allow_servers() {
@@ -91,12 +92,27 @@ fn sample(
     let prepared = prepared.serving_agents(&recipe, &directory, &runtime)?;
 
     status.enter("waits for the first weights");
-    let Some(weights) = first(remote(args, membership, &recipe)?, directory.config(), &recipe, stop)? else {
-        return Ok(());
+    let remote = remote(membership, &recipe);
+    let sampler = match recipe.engine_kind() {
+        Some(kind) => {
+            let subscriber = Arc::new(RemoteSubscriber::connect(remote)?);
+            let setup = EngineSetup {
+                recipe: &recipe,
+                weights_dir: scratch.path().join(engines::WEIGHTS),
+                directory: &directory,
+                prepared: &prepared,
+                notice: Box::new(|text| eprintln!("{text}")),
+            };
+            eprintln!("sampling with {}", recipe.rollout.urls.join(", "));
+            setup.sampler(kind, subscriber)?
+        }
+        None => {
+            let Some(weights) = first(remote, directory.config(), &recipe, stop)? else { return Ok(()) };
+            eprintln!("sampling from {} on", weights.version);
+            let setup = SamplerSetup { recipe: &recipe, directory: &directory, prepared: &prepared };
+            setup.updated(weights, false)?
+        }
     };
-    let version = weights.version;
-    let setup = SamplerSetup { recipe: &recipe, directory: &directory, prepared: &prepared };
-    let sampler = setup.updated(weights, false)?;
     let sampler = match &prepared.agents {
         Some(agents) => agents.training(sampler),
         None => sampler,
@@ -115,8 +131,15 @@ fn sample(
         activity: worker.activity(),
         rewards,
     });
-    eprintln!("sampling from {version} on");
     Ok(worker.run(&*producer, stop)?)
+}
+
+/// The values of the recipe for the engine that the operator of this machine has named.
+fn engine_sets(args: &RolloutArgs) -> Vec<String> {
+    let Some(engine) = &args.engine else { return Vec::new() };
+    let mut sets = vec![format!("rollout.engine={engine:?}"), format!("rollout.urls={:?}", args.engine_urls)];
+    sets.extend(args.weights_dir.as_ref().map(|path| format!("rollout.weights_dir={path:?}")));
+    sets
 }
 
 /// Sets the device of this sampler in `recipe`; without `device` that of all samplers.
@@ -150,11 +173,11 @@ fn settle_device(recipe: &mut Recipe, device: Option<DeviceWord>) -> Result<(), 
 }
 
 /// The client configuration for the run's hub.
-fn remote(args: &RolloutArgs, membership: &Membership, recipe: &Recipe) -> Result<RemoteConfig, Failure> {
+fn remote(membership: &Membership, recipe: &Recipe) -> RemoteConfig {
     let transport = recipe.weights.transport.remote();
-    let ClientConfig { url, token, roots, patience, .. } = client_config(&args.join)?;
+    let ClientConfig { url, token, roots, patience, .. } = membership.config.clone();
     let config = RemoteConfig::new(url, membership.joined.name.clone());
-    Ok(RemoteConfig { token, roots, patience, transport, ..config })
+    RemoteConfig { token, roots, patience, transport, ..config }
 }
 
 /// The newest weights; `None` if the worker was stopped before.

@@ -19,19 +19,13 @@ use super::membership::{Membership, WorkerReport, derived};
 use super::registry::WorkerRole;
 use crate::args::TrainerWorkerArgs;
 use crate::failure::Failure;
+use crate::launchers::variables;
 use crate::program::Program;
 use crate::settings::LONGEST_WAIT_S;
 use crate::signals::{Signals, end_with_parent};
 
 /// Purpose of the key derivation: the shared secret of the ranks.
 pub(crate) const MEETING: &str = "rlrun 2026 meeting of the ranks of a trainer";
-/// Variables of launchers: rank and world size. Launchers also start processes that are no ranks of a trainer.
-const RANK_VARIABLES: [(&str, &str); 4] = [
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("RANK", "WORLD_SIZE"),
-];
 
 /// Follows the first rank until the run ends.
 ///
@@ -43,7 +37,7 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
     }
     let signals = Signals::listen()?;
     let stop = signals.stop_flag();
-    let Some(mut membership) = Membership::join(WorkerRole::Trainer, &args.join, &stop)? else {
+    let Some(mut membership) = Membership::join(WorkerRole::Trainer, &args.join, program, &stop)? else {
         return Ok(());
     };
     let recipe = membership.raw_recipe()?;
@@ -52,9 +46,9 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
         Failure::Argument(format!("the run sent `deadlines.wait_s` = {}: {error}", recipe.deadlines.wait_s))
     })?;
     let secret = derived(membership.token(), MEETING).unwrap_or_default();
-    let collective = meet(&args.join.join, &membership, &secret, rank, wait)?;
+    let collective = meet(&membership, &secret, rank, wait)?;
     let report = RankReport { rank: collective.rank() };
-    eprintln!("joined {} as rank {}", args.join.join, report.rank);
+    eprintln!("joined {} as rank {}", membership.url(), report.rank);
     membership.start_heartbeat(report, stop)?;
     let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
     let threads = recipe.placement.trainer_threads.unwrap_or(cores.total()).max(1);
@@ -77,7 +71,6 @@ fn rank(
     environment: &BTreeMap<String, String>,
     world: usize,
 ) -> Result<Option<usize>, Failure> {
-    let number = |name: &str| environment.get(name)?.trim().parse::<usize>().ok();
     let refused = |said: &str, rank: usize| {
         Failure::Argument(format!(
             "{said} is rank {rank}, and the ranks that join this trainer are 1 to {} (`trainer.world` is {world}, the first is \
@@ -88,32 +81,31 @@ fn rank(
     let (said, rank) = if let Some(rank) = args.rank {
         ("--rank".to_owned(), rank)
     } else if let Some(offset) = args.rank_offset {
-        let said = RANK_VARIABLES.iter().find_map(|(rank, _)| Some((rank, number(rank)?)));
-        let Some((name, rank)) = said else {
-            let names = RANK_VARIABLES.map(|(rank, _)| rank).join(", ");
+        let Some((name, rank)) = variables::any_rank(environment) else {
+            let names = variables::rank_names();
             return Err(Failure::Argument(format!(
                 "--rank-offset adds to the rank that a launcher gives, and none is in {names}; use --rank"
             )));
         };
         (format!("{name} with --rank-offset {offset}"), rank.saturating_add(offset))
     } else {
-        let whole = RANK_VARIABLES.iter().find(|(_, size)| number(size) == Some(world));
-        let Some((name, rank)) = whole.and_then(|(rank, _)| Some((rank, number(rank)?))) else {
+        let Some(launched) = variables::launched_as(environment).find(|launched| launched.processes == world)
+        else {
             return Ok(None);
         };
-        ((*name).to_owned(), rank)
+        (launched.variable.to_owned(), launched.rank)
     };
     if (1..world).contains(&rank) { Ok(Some(rank)) } else { Err(refused(&said, rank)) }
 }
 
 /// Connects to the other ranks, on the host that serves the run.
 fn meet(
-    url: &str,
     membership: &Membership,
     secret: &str,
     rank: Option<usize>,
     wait: Duration,
 ) -> Result<tcp::Tcp, Failure> {
+    let url = membership.url();
     let port = membership.joined.ranks.unwrap_or_default();
     let authority = url.split_once("://").map_or(url, |(_, rest)| rest).trim_end_matches('/');
     let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
@@ -199,6 +191,6 @@ mod tests {
             assert!(error.contains(part), "{error}");
         }
         let none = rank_of(&["--rank-offset", "1"], &[], 3).unwrap_err();
-        assert!(none.contains("none is in SLURM_PROCID"), "{none}");
+        assert!(none.contains("SLURM_PROCID"), "{none}");
     }
 }

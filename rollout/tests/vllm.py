@@ -124,3 +124,27 @@ with socket.socket() as probe:
 worst = max(line["kl/mismatch"] for line in on_policy)
 print(f"ok vLLM: {steps} steps with a pause and a kill, accuracy {accuracy[0]:.3f} to {accuracy[-1]:.3f}, "
       f"kl/mismatch of the current version at most {worst:.1e}")
+
+# A worker brings the engine: the run knows nothing of it, and shares no directory with it.
+joined = run + "-joined"
+arguments = {
+    "model.path": base, "warmup.steps": 0, "trainer.steps": 10, "eval.interval": 0, "placement.processes": "true",
+    "placement.rollout_workers": 0, "buffer.listen": "127.0.0.1:0", "buffer.credentials": os.path.join(scratch, "vllm-keys"),
+}
+sets = [part for key, value in arguments.items() for part in ("--set", f"{key}={value}")]
+worker = [rlrun, "worker", "rollout", "--join", joined, "--engine", "vllm", "--engine-url", url]
+children = []
+try:
+    for command in ([program], [rlrun, recipe, "--quiet", "--run-dir", joined, *sets], worker):
+        children.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL if command[0] == program else None))
+    engine, training, sampling = children
+    assert training.wait(timeout=900) == 0 and sampling.wait(timeout=60) == 0
+finally:
+    for child in reversed(children):
+        child.terminate()
+        child.wait()
+trained = [line for line in map(json.loads, open(os.path.join(joined, "metrics.jsonl"))) if line["step"] > 0]
+assert len(trained) == 10
+on_policy = [line for line in trained if line["staleness/max"] == 0]
+assert on_policy and all(line["kl/mismatch"] < 1e-6 for line in on_policy), on_policy
+print(f"ok vLLM of a worker: {len(trained)} steps")

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use tokio_rustls::rustls::{self, ServerConfig};
 
 /// TLS certificate and key of a server.
@@ -38,6 +38,9 @@ pub enum TlsError {
         /// The reason.
         source: rustls::Error,
     },
+    /// A certificate that this process has made cannot be used.
+    #[error("the server's own certificate cannot be used: {0}; this is a mistake in rlrun, please report it")]
+    Made(rustls::Error),
 }
 
 impl Tls {
@@ -56,12 +59,23 @@ impl Tls {
         let secret = PrivateKeyDer::from_pem_file(key).map_err(file(key, "the private key"))?;
         let unusable =
             |source| TlsError::Unusable { certificate: certificate.to_owned(), key: key.to_owned(), source };
+        Self::of(chain, secret).map_err(unusable)
+    }
+
+    /// Serves with a certificate that this process has made: the certificate and its private key (PKCS 8), both in DER.
+    ///
+    /// # Errors
+    /// Bytes that are neither.
+    pub fn from_der(certificate: &[u8], key: &[u8]) -> Result<Self, TlsError> {
+        let chain = vec![CertificateDer::from(certificate.to_vec())];
+        Self::of(chain, PrivatePkcs8KeyDer::from(key.to_vec()).into()).map_err(TlsError::Made)
+    }
+
+    fn of(chain: Vec<CertificateDer<'static>>, key: PrivateKeyDer<'static>) -> Result<Self, rustls::Error> {
         let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .map_err(unusable)?
+            .with_safe_default_protocol_versions()?
             .with_no_client_auth()
-            .with_single_cert(chain, secret)
-            .map_err(unusable)?;
+            .with_single_cert(chain, key)?;
         Ok(Self(Arc::new(config)))
     }
 

@@ -39,6 +39,7 @@ impl WorkerMachine {
         let args = AllowArgs {
             recipe: recipe.map(|text| self.write("own.toml", text)),
             paths: paths.iter().map(|name| self.path(name)).collect(),
+            ..AllowArgs::default()
         };
         let code: Vec<String> = code.iter().map(|name| self.shown(name)).collect();
         Permissions::new(&args, &code, &Program::default()).unwrap()
@@ -248,7 +249,7 @@ fn a_recipe_of_this_machine_has_what_a_run_may_not_choose() {
 fn repositories_of_the_hub_are_allowed_by_name() {
     let machine = WorkerMachine::new();
     let settle = |allowed: &str, named: &str| {
-        let args = AllowArgs { recipe: None, paths: vec![PathBuf::from(allowed)] };
+        let args = AllowArgs { paths: vec![PathBuf::from(allowed)], ..AllowArgs::default() };
         let permissions = Permissions::new(&args, &[], &Program::default()).unwrap();
         machine.settle(&permissions, &format!("[data]\ntrain = {named:?}\n"))
     };
@@ -266,7 +267,7 @@ fn repositories_of_the_hub_are_allowed_by_name() {
         assert_eq!(settled.is_ok(), expected, "{allowed} {named}: {settled:?}");
         assert!(settled.is_err() || settled.unwrap()["data"]["train"][0].as_str() == Some(named));
     }
-    let args = AllowArgs { recipe: None, paths: vec![PathBuf::from("hf:openai/../x")] };
+    let args = AllowArgs { paths: vec![PathBuf::from("hf:openai/../x")], ..AllowArgs::default() };
     let error = Permissions::new(&args, &[], &Program::default()).unwrap_err().to_string();
     assert!(error.contains("--allow-path hf:openai/../x") && error.contains("hf:OWNER/NAME"), "{error}");
 }
