@@ -56,7 +56,6 @@ def compare(sent, read, path):
 
 def skypilot(rlrun):
     from sky import Task
-    from sky.utils import common_utils
 
     for more in [[], ["--accelerators", "H100:8", "--cpus", "16", "--rollout-workers", "3"]]:
         text = launched(rlrun, "skypilot", RECIPE, "--run-dir", "runs/a", *more)
@@ -66,7 +65,7 @@ def skypilot(rlrun):
             config["file_mounts"] = {path: directory for path in config["file_mounts"]}
             task = Task.from_yaml_config(copy.deepcopy(config))
         assert task.num_nodes == config["num_nodes"] and "--by-rank" in task.run, task
-        print("ok SkyPilot", task.name, task.num_nodes, "nodes", common_utils.dump_yaml_str(config["resources"]).replace("\n", " "))
+        print("ok SkyPilot", task.name, task.num_nodes, "nodes", json.dumps(config["resources"]))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,14 @@ def own_network():
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
+def running(client, job):
+    """The log of the job, which must not have ended."""
+    log = client.get_job_logs(job)
+    if client.get_job_status(job).is_terminal():
+        sys.exit("the job has ended\n" + log)
+    return log
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rlrun")
@@ -40,6 +48,8 @@ def main():
     run = os.path.join(directory, "run")
     own_network()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Jobs and the command-line program are started with the programs beside this interpreter.
+    os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     from ray.cluster_utils import Cluster
     from ray.job_submission import JobSubmissionClient
 
@@ -51,17 +61,15 @@ def main():
         command = [rlrun, "launch", "ray", arguments.recipe, "--run-dir", run, "--interface", "lo", "--address", address]
         for value in ["buffer.credentials=%s" % json.dumps(os.path.join(directory, "keys"))] + arguments.set:
             command += ["--set", value]
-        # Its command-line program lies beside this interpreter.
-        environment = dict(os.environ, PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"])
-        subprocess.run(command, env=environment, check=True)
+        subprocess.run(command, check=True)
         client = JobSubmissionClient(address)
         [job] = [job.submission_id for job in client.list_jobs()]
         log = lambda: client.get_job_logs(job)
-        wait("steps with a sampler", lambda: "rollout 0 started" in log() and len(steps(run)) >= 3, log)
+        wait("steps with a sampler", lambda: "rollout 0 started" in running(client, job) and len(steps(run)) >= 3, log)
 
         [worker] = pids("worker", "rollout", "--join")
         os.kill(worker, signal.SIGKILL)
-        wait("another sampler", lambda: log().count("rollout 0 started") == 2, log)
+        wait("another sampler", lambda: running(client, job).count("rollout 0 started") == 2, log)
         print("ok a sampler was killed and started again", flush=True)
 
         [lead] = [pid for pid in pids("--resume-or-start")]
