@@ -18,6 +18,7 @@ use model::ModelDirectory;
 use rollout::{Activity, Progress};
 use serde_json::json;
 use trainer::StepReport;
+use trainer::rank_spans::RankPhase;
 use trainer::report::ComponentStatistics;
 use trajectory::PolicyVersion;
 
@@ -474,6 +475,9 @@ fn speed(metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
     metrics.set("trainer/tokens_per_s", per_second(inputs.step.sums.tokens, time.forward_backward));
     metrics.set("rollout/idle_ratio", rollout_idle);
     metrics.set("trainer/idle_ratio", trainer_idle);
+    if let Some(waiting) = rank_wait(inputs.step) {
+        metrics.set("trainer/rank_wait_ratio", waiting);
+    }
     metrics.set("rollout/lag", after.served.staleness_at(inputs.step.version) as f64);
     metrics.set("time/step", inputs.step_s);
     metrics.set("time/wait_for_batch", time.wait_for_batch);
@@ -496,4 +500,13 @@ fn speed(metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
     } else {
         String::new()
     };
+}
+
+/// Share of the updates of a step that its ranks wait for each other, a mean over the ranks; `None` for a single rank.
+fn rank_wait(step: &StepReport) -> Option<f64> {
+    let seconds = |waits: bool| {
+        let all = step.ranks.iter().flatten().filter(move |span| !waits || span.phase == RankPhase::Wait);
+        all.map(|span| span.end - span.start).sum::<f64>()
+    };
+    (!step.ranks.is_empty()).then(|| if seconds(false) > 0.0 { seconds(true) / seconds(false) } else { 0.0 })
 }

@@ -77,7 +77,11 @@ const PANELS: [PanelSpec; 20] = [
     panel("Batch", "turns of an episode", &["environment/turns"]),
     stacked("Batch", "stop reasons", &["completions/stop/*", "environment/stop/*"]),
     panel("Speed and failures", "tokens per second", &["rollout/tokens_per_s", "trainer/tokens_per_s"]),
-    panel("Speed and failures", "idle share", &["rollout/idle_ratio", "trainer/idle_ratio"]),
+    panel(
+        "Speed and failures",
+        "idle share",
+        &["rollout/idle_ratio", "trainer/idle_ratio", "trainer/rank_wait_ratio"],
+    ),
     panel(
         "Speed and failures",
         "time of a step, s",

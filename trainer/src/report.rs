@@ -9,6 +9,7 @@ use trajectory::{Component, Group, PolicyVersion, Trajectory};
 
 use crate::batch::BatchCounts;
 use crate::loss::{Clipped, MAX_LOG_RATIO};
+use crate::rank_spans::RankSpan;
 use crate::token_log::RowTokens;
 
 /// Statistics of one training step.
@@ -30,6 +31,8 @@ pub struct StepReport {
     pub critic: Option<CriticReport>,
     /// Tokens of the first groups, as many groups as the configuration asks for.
     pub tokens: Vec<RowTokens>,
+    /// What every rank of the policy did from [`StepTime::updated_from`] on, by rank; empty for a single rank.
+    pub ranks: Vec<Vec<RankSpan>>,
     /// Gradient norm of the last update, before clipping.
     pub grad_norm: f32,
     /// Optimizer updates of the policy: one for each minibatch and epoch that has a gradient. With 0 the new version
@@ -290,6 +293,8 @@ pub struct StepTime {
     pub leased_at: f64,
     /// When packing began.
     pub trained_from: f64,
+    /// When the optimizer updates began.
+    pub updated_from: f64,
     /// Packing, forward, backward, optimizer.
     pub forward_backward: f64,
     /// Checkpoint of the previous step, if due: waiting for the one before, copying or writing.
@@ -433,14 +438,6 @@ mod tests {
     use crate::batch::tests::group;
 
     #[test]
-    fn summary_statistics_of_known_numbers() {
-        let spread = SummaryStatistics::of((1..=20).rev().map(f64::from).collect());
-        assert_eq!((spread.mean, spread.min, spread.max, spread.p95), (10.5, 1.0, 20.0, 19.0));
-        assert_eq!(SummaryStatistics::of(vec![3.0]).p95, 3.0);
-        assert_eq!(SummaryStatistics::of(Vec::new()), SummaryStatistics::default());
-    }
-
-    #[test]
     fn ratios_near_one_and_far_from_it_have_buckets_of_their_own() {
         let mut ratios = RatioCounts::default();
         assert!(ratios.buckets().is_empty());
@@ -470,6 +467,14 @@ mod tests {
         sums.merge(&sums.clone());
         assert_eq!(sums.ratios.buckets().iter().map(|bucket| bucket[2]).sum::<f64>(), 16.0);
         assert_eq!(sums.next_epoch().ratios, RatioCounts::default());
+    }
+
+    #[test]
+    fn summary_statistics_of_known_numbers() {
+        let spread = SummaryStatistics::of((1..=20).rev().map(f64::from).collect());
+        assert_eq!((spread.mean, spread.min, spread.max, spread.p95), (10.5, 1.0, 20.0, 19.0));
+        assert_eq!(SummaryStatistics::of(vec![3.0]).p95, 3.0);
+        assert_eq!(SummaryStatistics::of(Vec::new()), SummaryStatistics::default());
     }
 
     #[test]
