@@ -49,5 +49,6 @@ mod table;
 mod timeline;
 mod tokens;
 
-pub use report::{MAX_REPORT_BYTES, ReportError, report};
+pub use panels::{PanelCurve, PanelCurves};
+pub use report::{MAX_REPORT_BYTES, ReportError, panel_curves, report};
 pub use server::{DashboardConfig, DashboardError, DashboardServer};
