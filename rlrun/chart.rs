@@ -1,14 +1,19 @@
-//! Curves as a chart: an SVG file, or characters in the terminal.
+//! Curves as a chart: an SVG file, a part of a PNG file, or characters in the terminal.
 //!
 //! - `text`: the same chart in plain ASCII
+//! - `sheet`: several charts on one canvas; `canvas`: its pixels; `letters`: its font; `png`: its file
 //!
-//! Invariant: any browser or terminal shows it. The x axis is logarithmic, and points that it cannot show are
-//! skipped.
+//! Invariant: any browser or terminal shows it. Points that a logarithmic axis cannot show are skipped.
 
+mod canvas;
+mod letters;
+pub(crate) mod png;
+pub(crate) mod sheet;
 mod text;
 
 use std::ops::Range;
 
+use plotters::coord::Shift;
 use plotters::coord::ranged1d::{AsRangedCoord, ValueFormatter};
 use plotters::drawing::DrawingAreaErrorKind;
 use plotters::prelude::*;
@@ -17,21 +22,30 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 /// Width and height of the picture, pixels.
 const SIZE: (u32, u32) = (720, 420);
 
-/// The font of numbers in the picture and its size.
-const FONT: (&str, i32) = ("sans-serif", 13);
+/// The font of numbers beside points.
+const FONT: (&str, i32) = (FAMILY, 13);
+/// The family of all fonts.
+const FAMILY: &str = "sans-serif";
 
 /// Radius of points, pixels.
 const RADIUS: i32 = 3;
 
 /// Colors of series, by their number.
-const COLORS: [RGBColor; 6] = [
+const COLORS: [RGBColor; 9] = [
     BLACK,
     RGBColor(0xc1, 0x27, 0x2d),
     RGBColor(0x00, 0x55, 0xa4),
     RGBColor(0x2e, 0x7d, 0x32),
     RGBColor(0x8e, 0x44, 0xad),
     RGBColor(0xb9, 0x77, 0x0e),
+    RGBColor(0x00, 0x8b, 0x8b),
+    RGBColor(0xd8, 0x1b, 0x78),
+    RGBColor(0x6d, 0x4c, 0x41),
 ];
+/// Share of an axis below which a number is the rounding error of 0.
+const TICK: f64 = 1e-9;
+/// Share of a color that a faint line has.
+const FAINT: f64 = 0.4;
 
 /// How a series is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +54,8 @@ pub enum SeriesStyle {
     Measured,
     /// A line alone.
     Line,
+    /// A line that others stand before.
+    Faint,
     /// Filled points.
     Dots,
     /// Hollow points.
@@ -60,7 +76,7 @@ pub enum Scale {
 pub struct Series {
     /// The text in the legend; empty for none.
     pub name: String,
-    /// (x, y) in ascending order of x, which is above 0.
+    /// (x, y) in ascending order of x.
     pub points: Vec<(f64, f64)>,
     /// Its style.
     pub mark: SeriesStyle,
@@ -75,6 +91,8 @@ pub struct Chart<'a> {
     pub x_words: &'a str,
     /// Label of the y axis.
     pub y_words: &'a str,
+    /// Scale of the x axis.
+    pub x_scale: Scale,
     /// Scale of the y axis.
     pub y_scale: Scale,
     /// The series.
@@ -86,39 +104,73 @@ impl Chart<'_> {
     #[must_use]
     pub fn svg(&self) -> String {
         let mut out = String::new();
-        let ys = self.axes().1.range();
-        let drawn = match self.y_scale {
-            Scale::Linear => self.draw(&mut out, ys),
-            Scale::Logarithmic => self.draw(&mut out, ys.log_scale()),
-        };
-        drawn.expect("a string takes everything that is drawn");
+        let area = SVGBackend::with_string(&mut out, SIZE).into_drawing_area();
+        let drawn = area.fill(&WHITE).and_then(|()| self.draw(&area, ChartLook::SVG));
+        drawn.and_then(|()| area.present()).expect("a string takes everything that is drawn");
+        drop(area);
         out
     }
 
-    fn draw<Y>(&self, out: &mut String, ys: Y) -> Result<(), DrawingAreaErrorKind<std::io::Error>>
+    /// Draws the chart on an area.
+    fn draw<D: DrawingBackend>(
+        &self,
+        area: &DrawingArea<D, Shift>,
+        look: ChartLook,
+    ) -> Result<(), DrawingAreaErrorKind<D::ErrorType>> {
+        let (xs, ys) = self.axes();
+        let (xs, ys) = (xs.range(), ys.widened(look.y_margin).range());
+        let look = ChartLook { tick: TICK * (ys.end - ys.start), ..look };
+        match (self.x_scale, self.y_scale) {
+            (Scale::Linear, Scale::Linear) => self.draw_over(area, look, xs, ys),
+            (Scale::Linear, Scale::Logarithmic) => self.draw_over(area, look, xs, ys.log_scale()),
+            (Scale::Logarithmic, Scale::Linear) => self.draw_over(area, look, xs.log_scale(), ys),
+            (Scale::Logarithmic, Scale::Logarithmic) => {
+                self.draw_over(area, look, xs.log_scale(), ys.log_scale())
+            }
+        }
+    }
+
+    /// Draws the chart over these axes.
+    fn draw_over<D, X, Y>(
+        &self,
+        area: &DrawingArea<D, Shift>,
+        look: ChartLook,
+        xs: X,
+        ys: Y,
+    ) -> Result<(), DrawingAreaErrorKind<D::ErrorType>>
     where
+        D: DrawingBackend,
+        X: AsRangedCoord<Value = f64>,
+        X::CoordDescType: ValueFormatter<f64>,
         Y: AsRangedCoord<Value = f64>,
         Y::CoordDescType: ValueFormatter<f64>,
     {
-        let area = SVGBackend::with_string(out, SIZE).into_drawing_area();
-        area.fill(&WHITE)?;
-        let xs = self.axes().0.range().log_scale();
-        let mut builder = ChartBuilder::on(&area);
-        builder.margin(20).x_label_area_size(40).y_label_area_size(60);
+        let mut builder = ChartBuilder::on(area);
+        let [below, left] = look.label_areas;
+        builder.margin(look.margin).x_label_area_size(below).y_label_area_size(left);
         let mut chart = builder.build_cartesian_2d(xs, ys)?;
         let mut mesh = chart.configure_mesh();
         mesh.disable_x_mesh().x_desc(self.x_words).y_desc(self.y_words).x_labels(6).y_labels(6);
-        mesh.x_label_formatter(&|x| number(*x)).y_label_formatter(&|y| number(*y)).draw()?;
+        mesh.label_style((FAMILY, look.text));
+        if !look.fine_grid {
+            mesh.light_line_style(TRANSPARENT);
+        }
+        let of_y = |y: &f64| number(if y.abs() < look.tick { 0.0 } else { *y });
+        mesh.x_label_formatter(&|x| number(*x)).y_label_formatter(&of_y).draw()?;
         for series in &self.series {
-            let color = COLORS[series.color % COLORS.len()];
+            let share = if series.mark == SeriesStyle::Faint { FAINT } else { 1.0 };
+            let color = COLORS[series.color % COLORS.len()].mix(share);
+            let stroke = color.stroke_width(look.line);
             let points = || self.shown(series).copied();
-            let fill = if series.mark == SeriesStyle::Rings { color.into() } else { color.filled() };
+            let fill = if series.mark == SeriesStyle::Rings { stroke } else { color.filled() };
             let circles = points().map(|point| Circle::new(point, RADIUS, fill));
             let drawn = match series.mark {
-                SeriesStyle::Line => chart.draw_series(LineSeries::new(points(), color))?,
+                SeriesStyle::Line | SeriesStyle::Faint => {
+                    chart.draw_series(LineSeries::new(points(), stroke))?
+                }
                 SeriesStyle::Dots | SeriesStyle::Rings => chart.draw_series(circles)?,
                 SeriesStyle::Measured => {
-                    chart.draw_series(LineSeries::new(points(), color))?;
+                    chart.draw_series(LineSeries::new(points(), stroke))?;
                     let above = TextStyle::from(FONT).pos(Pos::new(HPos::Center, VPos::Bottom));
                     chart.draw_series(points().map(|(x, y)| {
                         let label = Text::new(format!("{x}: {y:.3}"), (0, -2 * RADIUS), above.clone());
@@ -136,21 +188,53 @@ impl Chart<'_> {
             let mut legend = chart.configure_series_labels();
             legend.position(SeriesLabelPosition::UpperLeft).draw()?;
         }
-        area.present()
+        Ok(())
     }
 
     /// The points of `series` that can stand on the axes.
     fn shown<'a>(&self, series: &'a Series) -> impl Iterator<Item = &'a (f64, f64)> {
-        let scale = self.y_scale;
-        series.points.iter().filter(move |(x, y)| *x > 0.0 && (scale == Scale::Linear || *y > 0.0))
+        let (x_scale, scale) = (self.x_scale, self.y_scale);
+        let fits = |scale: Scale, value: f64| value.is_finite() && (scale == Scale::Linear || value > 0.0);
+        series.points.iter().filter(move |(x, y)| fits(x_scale, *x) && fits(scale, *y))
     }
 
     /// Both axes over all points.
     fn axes(&self) -> (Axis, Axis) {
         let points = || self.series.iter().flat_map(|series| self.shown(series));
-        let xs = Axis::over(points().map(|point| point.0), Scale::Logarithmic);
+        let xs = Axis::over(points().map(|point| point.0), self.x_scale);
         (xs, Axis::over(points().map(|point| point.1), self.y_scale))
     }
+}
+
+/// Sizes of a chart, pixels.
+#[derive(Clone, Copy, Debug)]
+struct ChartLook {
+    /// The font of labels.
+    text: i32,
+    /// Width of lines.
+    line: u32,
+    /// Space around the chart.
+    margin: i32,
+    /// Height of the labels below, width of those at the left.
+    label_areas: [i32; 2],
+    /// Share of the y axis that stays free above and below.
+    y_margin: f64,
+    /// Whether the grid has lines between its numbers.
+    fine_grid: bool,
+    /// Numbers of the y axis below this size are 0.
+    tick: f64,
+}
+
+impl ChartLook {
+    const SVG: Self = Self {
+        text: 12,
+        line: 1,
+        margin: 20,
+        label_areas: [40, 60],
+        y_margin: 0.0,
+        fine_grid: true,
+        tick: 0.0,
+    };
 }
 
 /// An axis from the smallest to the largest value.
@@ -165,6 +249,21 @@ impl Axis {
     fn over(values: impl Iterator<Item = f64>, scale: Scale) -> Self {
         let start = Self { from: f64::INFINITY, to: f64::NEG_INFINITY, scale };
         values.fold(start, |axis, value| Self { from: axis.from.min(value), to: axis.to.max(value), scale })
+    }
+
+    /// The axis with a share of its length added at both ends.
+    fn widened(self, share: f64) -> Self {
+        match self.scale {
+            _ if self.from >= self.to => self,
+            Scale::Linear => {
+                let more = share * (self.to - self.from);
+                Self { from: self.from - more, to: self.to + more, ..self }
+            }
+            Scale::Logarithmic => {
+                let more = (self.to / self.from).powf(share);
+                Self { from: self.from / more, to: self.to * more, ..self }
+            }
+        }
     }
 
     /// Where `value` lies, from 0 to 1; in the middle if there is only one value.
@@ -210,7 +309,7 @@ mod tests {
 
     fn chart(points: &[(f64, f64)], mark: SeriesStyle, y_scale: Scale) -> Chart<'static> {
         let series = vec![Series { name: String::new(), points: points.to_vec(), mark, color: 0 }];
-        Chart { x_words: "batch", y_words: "ms", y_scale, series }
+        Chart { x_words: "batch", y_words: "ms", x_scale: Scale::Logarithmic, y_scale, series }
     }
 
     /// The values of an attribute of the elements of one kind.

@@ -1,14 +1,12 @@
 //! `rlrun runs`: the run directories below a directory, with their state and their last measurements.
 //!
-//! Invariant: it reads the ends of files, within limits, and changes none. A file that is torn, damaged or missing costs what it
-//! would have said and nothing else.
+//! Invariant: it reads what `dashboard::RunGlance` reads, and changes no file.
 
-use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use serde_json::{Map, Value, json};
+use dashboard::{LastEvent, RunGlance};
+use serde_json::{Value, json};
 
 use crate::args::RunsArgs;
 use crate::failure::Failure;
@@ -18,10 +16,6 @@ use crate::run_dir;
 const MAX_ENTRIES: usize = 20_000;
 /// How deep below the directory a run may lie.
 const MAX_DEPTH: usize = 4;
-/// What is read of the end of a file, bytes: some hundred steps.
-const MAX_TAIL_BYTES: u64 = 1 << 20;
-/// Longest resolved recipe, bytes.
-const MAX_RECIPE_BYTES: u64 = 1 << 20;
 /// Characters of a name in the table.
 const MAX_NAME_COLUMNS: usize = 60;
 
@@ -38,7 +32,7 @@ pub(crate) fn run(args: &RunsArgs) -> Result<String, Failure> {
     let (found, all) = find(root);
     let now = SystemTime::now();
     let mut runs: Vec<ListedRun> = found.into_iter().map(ListedRun::read).collect();
-    runs.sort_by(|a, b| b.changed.cmp(&a.changed).then_with(|| a.path.cmp(&b.path)));
+    runs.sort_by(|a, b| b.glance.changed.cmp(&a.glance.changed).then_with(|| a.path.cmp(&b.path)));
     if args.json {
         let runs: Vec<Value> = runs.iter().map(|run| run.json(now)).collect();
         return Ok(format!("{:#}", json!({ "runs": runs, "complete": all })));
@@ -50,21 +44,12 @@ pub(crate) fn run(args: &RunsArgs) -> Result<String, Failure> {
     Ok(text)
 }
 
-/// What is known of a run.
+/// A run with its state.
 #[derive(Debug)]
 struct ListedRun {
     path: PathBuf,
     state: RunState,
-    /// Steps that are done; `None` before the first line of metrics.
-    step: Option<u64>,
-    /// Steps that the recipe asks for.
-    steps: Option<u64>,
-    /// Last measured share of correct answers.
-    accuracy: Option<f64>,
-    /// Mean reward of the last step.
-    reward: Option<f64>,
-    /// When a file of the run changed last.
-    changed: SystemTime,
+    glance: RunGlance,
 }
 
 /// Whether a run goes on.
@@ -81,6 +66,15 @@ pub(crate) enum RunState {
 }
 
 impl RunState {
+    /// The state of a run that no process has open.
+    pub(crate) fn closed(last: LastEvent) -> Self {
+        match last {
+            LastEvent::Done => Self::Done,
+            LastEvent::Stopped => Self::Stopped,
+            LastEvent::None | LastEvent::Open => Self::Interrupted,
+        }
+    }
+
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Running => "running",
@@ -93,38 +87,25 @@ impl RunState {
 
 impl ListedRun {
     fn read(path: PathBuf) -> Self {
-        let (mut step, mut accuracy, mut reward) = (None, None, None);
-        for line in last_objects(&path.join("metrics.jsonl")) {
-            step = step.or_else(|| line.get("step").and_then(Value::as_u64));
-            reward = reward.or_else(|| line.get("reward/mean").and_then(Value::as_f64));
-            accuracy = accuracy.or_else(|| line.get("eval/accuracy").and_then(Value::as_f64));
-            if step.is_some() && accuracy.is_some() && reward.is_some() {
-                break;
-            }
-        }
-        let state = if run_dir::is_in_use(&path) { RunState::Running } else { last_state(&path) };
-        let changed = ["metrics.jsonl", "events.jsonl", "resolved.toml"].map(|name| {
-            std::fs::metadata(path.join(name))
-                .and_then(|found| found.modified())
-                .unwrap_or(SystemTime::UNIX_EPOCH)
-        });
-        let changed = changed.into_iter().max().unwrap_or(SystemTime::UNIX_EPOCH);
-        Self { state, step, steps: steps(&path), accuracy, reward, changed, path }
+        let glance = RunGlance::read(&path);
+        let state = if run_dir::is_in_use(&path) { RunState::Running } else { RunState::closed(glance.last) };
+        Self { path, state, glance }
     }
 
     /// How long ago a file changed; 0 after a clock was set back.
     fn age(&self, now: SystemTime) -> Duration {
-        now.duration_since(self.changed).unwrap_or_default()
+        now.duration_since(self.glance.changed).unwrap_or_default()
     }
 
     fn json(&self, now: SystemTime) -> Value {
+        let RunGlance { step, steps, accuracy, reward, .. } = self.glance;
         json!({
             "path": self.path,
             "state": self.state.as_str(),
-            "step": self.step,
-            "steps": self.steps,
-            "accuracy": self.accuracy,
-            "reward": self.reward,
+            "step": step,
+            "steps": steps,
+            "accuracy": accuracy,
+            "reward": reward,
             "age_s": self.age(now).as_secs(),
         })
     }
@@ -154,43 +135,6 @@ fn find(root: &Path) -> (Vec<PathBuf>, bool) {
     (found, all)
 }
 
-/// The JSON objects at the end of a file of lines, the last one first; what is no object is passed over.
-fn last_objects(path: &Path) -> impl Iterator<Item = Map<String, Value>> {
-    let tail = tail(path).unwrap_or_default();
-    let mut lines: Vec<Vec<u8>> = tail.split(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect();
-    std::iter::from_fn(move || lines.pop()).filter_map(|line| serde_json::from_slice(&line).ok())
-}
-
-/// The last bytes of a regular file.
-fn tail(path: &Path) -> io::Result<Vec<u8>> {
-    let mut file: File = model::files::open(path)?;
-    let start = file.metadata()?.len().saturating_sub(MAX_TAIL_BYTES);
-    file.seek(SeekFrom::Start(start))?;
-    let mut bytes = Vec::new();
-    file.take(MAX_TAIL_BYTES).read_to_end(&mut bytes)?;
-    Ok(bytes)
-}
-
-/// What the events of a run say that no process has open.
-pub(crate) fn last_state(path: &Path) -> RunState {
-    for event in last_objects(&path.join("events.jsonl")) {
-        match event.get("event").and_then(Value::as_str) {
-            Some("end") if event["fields"]["done"] == true => return RunState::Done,
-            Some("end") => return RunState::Stopped,
-            Some("start" | "resume") => return RunState::Interrupted,
-            _ => {}
-        }
-    }
-    RunState::Interrupted
-}
-
-/// Steps that the recipe of a run asks for.
-pub(crate) fn steps(path: &Path) -> Option<u64> {
-    let text = model::files::read_text(&path.join("resolved.toml"), MAX_RECIPE_BYTES).ok()?;
-    let steps = text.parse::<toml::Table>().ok()?.get("trainer")?.get("steps")?.as_integer()?;
-    steps.try_into().ok()
-}
-
 /// One line per run.
 fn table(runs: &[ListedRun], now: SystemTime) -> String {
     if runs.is_empty() {
@@ -203,14 +147,15 @@ fn table(runs: &[ListedRun], now: SystemTime) -> String {
         let number = |value: Option<f64>, digits: usize| {
             value.map_or("-".to_owned(), |value| format!("{value:.digits$}"))
         };
-        let step = run.step.map_or("-".to_owned(), |step| step.to_string());
-        let steps = run.steps.map_or(String::new(), |steps| format!("/{steps}"));
+        let RunGlance { step, steps, accuracy, reward, .. } = run.glance;
+        let step = step.map_or("-".to_owned(), |step| step.to_string());
+        let steps = steps.map_or(String::new(), |steps| format!("/{steps}"));
         text += &format!(
             "\n{name:width$}  {:11} {:>11}  {:>8}  {:>6}  {} ago",
             run.state.as_str(),
             step + &steps,
-            number(run.accuracy, 4),
-            number(run.reward, 3),
+            number(accuracy, 4),
+            number(reward, 3),
             rounded(run.age(now)),
         );
     }
@@ -237,7 +182,7 @@ fn rounded(age: Duration) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::fs::{self, File};
 
     use super::*;
     use crate::run_dir::{RecipeTexts, RunDir};

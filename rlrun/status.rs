@@ -154,6 +154,7 @@ mod tests {
             (&first["buffer"]["admitted"], &first["buffer"]["groups"][0]["state"]),
             (&json!(1), &json!("admitted"))
         );
+        assert!(first["buffer"]["groups"][0]["age_ms"].is_u64(), "{first}");
         assert_eq!((&first["weights"], &first["buffer"]["leases"]), (&Value::Null, &json!([])));
         status.step(StepStatus { step: 4, ..StepStatus::default() });
         status.refresh(&[], None, None);

@@ -106,7 +106,7 @@ fn left(name: &str, error: &io::Error, report: &Report) {
     report.note(&format!("logs for {name} cannot be written: {error}; the run goes on without them"));
 }
 
-/// Distributions over the trajectories of a batch, and its first group as text.
+/// Distributions over the trajectories of a batch and over its sampled tokens, and its first group as text.
 fn distributions(summary: &mut EventSummary, step: &StepReport) {
     let trajectories = || step.groups.iter().flat_map(|group| group.sampled());
     let lengths: Vec<f64> = trajectories().map(|trajectory| trajectory.completion_tokens() as f64).collect();
@@ -118,6 +118,7 @@ fn distributions(summary: &mut EventSummary, step: &StepReport) {
     summary.histogram("distribution/completion_length", &lengths);
     summary.histogram("distribution/reward", &rewards);
     summary.histogram("distribution/staleness", &stalenesses);
+    summary.counted("distribution/importance_ratio", &step.sums.ratios.buckets());
     let Some(group) = step.groups.first() else { return };
     let mut text = format!("**prompt**\n\n{}\n", indented(&crate::prepare::prompt_text(&group.task)));
     for trajectory in &group.trajectories {

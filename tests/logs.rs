@@ -162,6 +162,59 @@ fn workers_in_other_processes_have_lanes() {
     finish(child);
 }
 
+/// Threads and processes: each rank has its spans, and a wait names the rank that works meanwhile.
+#[test]
+fn ranks_of_the_trainer_have_lanes() {
+    let home = Home::new();
+    let two = ["trainer.steps=3", "trainer.world=2", "log.timeline=1"];
+    let processes = ["placement.processes=true", "trainer.ranks=processes", "trainer.zero=3"];
+    for (name, sets) in [("threads", two.to_vec()), ("processes", [&two[..], &processes].concat())] {
+        let run = home.small(name, &sets);
+        let (lines, steps) = (timeline(&run), run.steps());
+        let trained = of_kind(&lines, "forward_backward");
+        let of_step = |lane: &str, step: &Line| -> Vec<Line> {
+            let is = |line: &&Line| line["lane"] == lane && line["step"] == step["step"];
+            lines.iter().filter(is).cloned().collect()
+        };
+        let mut waits = 0;
+        for step in &steps {
+            let own = |line: &&Line| line["lane"] == "trainer" && line["step"] == step["step"];
+            let whole = trained.iter().find(own).unwrap();
+            for lane in ["trainer rank 0", "trainer rank 1"] {
+                let spans = of_step(lane, step);
+                let kinds = ["forward", "forward_backward", "wait", "optimizer"];
+                assert!(spans.iter().all(|span| kinds.iter().any(|kind| span["kind"] == *kind)), "{spans:?}");
+                if step["optim/updates"] != 0 {
+                    let passes = spans.iter().any(|span| span["kind"] == "forward_backward");
+                    assert!(passes, "{name}: {lane} {spans:?}");
+                }
+                for pair in spans.windows(2) {
+                    assert!(second(&pair[0], "end") <= second(&pair[1], "start") + 2e-6, "{name}: {pair:?}");
+                }
+                for span in &spans {
+                    // Another process gets the batch a little later than its clock says.
+                    assert!(second(span, "start") >= second(whole, "start"), "{name}: {span:?} {whole:?}");
+                    assert!(second(span, "end") <= second(whole, "end") + 0.05, "{name}: {span:?} {whole:?}");
+                    if span["kind"] == "wait" {
+                        let note = span["note"].as_str().unwrap();
+                        assert!(
+                            note.starts_with("trainer rank ") && note != lane
+                                || note.starts_with("the exchange")
+                        );
+                        waits += 1;
+                    }
+                }
+            }
+            let share = step["trainer/rank_wait_ratio"].as_f64().unwrap();
+            assert!((0.0..=1.0).contains(&share), "{name}: {share}");
+        }
+        assert!(waits > 0, "{name}: the ranks never wait for each other");
+    }
+    let one = home.small("one", &["trainer.steps=1"]);
+    assert!(timeline(&one).iter().all(|line| !line["lane"].as_str().unwrap().contains("rank")));
+    assert!(!one.steps()[0].contains_key("trainer/rank_wait_ratio"));
+}
+
 /// The lines of a file that is being written.
 fn whole_lines(path: &Path) -> Vec<Line> {
     let text = std::fs::read_to_string(path).unwrap_or_default();

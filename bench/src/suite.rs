@@ -92,6 +92,7 @@ impl<'a> Bench<'a> {
         let chart = Chart {
             x_words: "sequences decoded together",
             y_words: "milliseconds per token",
+            x_scale: Scale::Logarithmic,
             y_scale: Scale::Logarithmic,
             series: vec![series],
         };

@@ -142,7 +142,7 @@ impl Buffer {
         after: Option<GroupId>,
         limit: usize,
     ) -> Result<GroupPage, BufferError> {
-        Ok(self.shared.ledger()?.list(filter, after, limit))
+        Ok(self.shared.ledger()?.list(filter, after, limit, self.shared.now()))
     }
 
     /// One group, with its payload once it is finalized, which may be read from disk.
@@ -151,7 +151,7 @@ impl Buffer {
     /// A group that cannot be read.
     pub fn get(&self, id: GroupId) -> Result<Option<WithPayload>, BufferError> {
         let ledger = self.shared.ledger()?;
-        let Some(entry) = ledger.entry(id) else { return Ok(None) };
+        let Some(entry) = ledger.entry(id, self.shared.now()) else { return Ok(None) };
         let stored = ledger.is_stored(id);
         drop(ledger);
         let payload = if stored { self.store.read(&[id], false)?.pop() } else { None };

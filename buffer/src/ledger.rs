@@ -86,11 +86,13 @@ struct InFlightGroup {
     contents: Vec<u128>,
 }
 
-/// The process that generates a group, and the time after which the group is revoked without a heartbeat.
+/// The process that generates a group, when the group got its slot, and the time after which it is revoked without a heartbeat.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct GroupHold {
     ms: Option<u64>,
     holder: Option<u64>,
+    /// Milliseconds.
+    since: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -98,6 +100,8 @@ struct StoredGroup {
     row: GroupRow,
     /// Number of open leases that contain it.
     out: u32,
+    /// When it got its slot, milliseconds.
+    since: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -207,7 +211,7 @@ impl Ledger {
             ledger.again.remove(&row.id);
             ledger.bytes += row.bytes;
             ledger.contents.add(&row.contents);
-            ledger.stored.insert(row.id, StoredGroup { row, out: 0 });
+            ledger.stored.insert(row.id, StoredGroup { row, out: 0, since: now });
         }
         leases.into_iter().for_each(|(id, row)| ledger.restore_lease(id, row, now));
         // Earlier programs did not count the open leases of a step that the trainer had rewound to.
@@ -232,7 +236,7 @@ impl Ledger {
                 self.next_id += 1;
                 GroupId(self.next_id - 1)
             });
-            let hold = GroupHold { ms: request.hold.map(millis), holder: request.holder };
+            let hold = GroupHold { ms: request.hold.map(millis), holder: request.holder, since: now };
             self.take_off(id, InFlightStage::Admitted, request.served, hold, now);
             ids.push(id);
         }

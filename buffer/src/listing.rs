@@ -40,6 +40,8 @@ pub struct GroupEntry {
     pub uses: u32,
     /// Whether it came under an idempotency key instead of an admission.
     pub keyed: bool,
+    /// Milliseconds since it got its slot; for a group of an earlier process, since the buffer was opened.
+    pub age_ms: u64,
 }
 
 /// Filter of a list; a `None` field matches all groups.

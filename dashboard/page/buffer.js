@@ -108,14 +108,15 @@ function bufferPart(buffer, version) {
       return part;
     }));
   const order = Object.keys(STATES);
-  const groups = list(buffer.groups).slice().sort((a, b) => order.indexOf(a.state) - order.indexOf(b.state) || (b.age_s ?? 0) - (a.age_s ?? 0));
+  const groups = list(buffer.groups).slice().sort((a, b) => order.indexOf(a.state) - order.indexOf(b.state) || (b.age_ms ?? 0) - (a.age_ms ?? 0));
+  const age = (group) => (typeof group.age_ms === "number" ? group.age_ms / 1000 : undefined);
   const lag = (group) => (version === undefined || group.policy_version === undefined ? undefined : version - group.policy_version);
   const leases = list(buffer.leases);
   return el("section", { "aria-label": "Buffer" }, el("h2", {}, `Slots of the buffer: ${number(buffer.capacity)}`), bar,
     facts([...used, ["free", free], ["dropped as stale", buffer.dropped_stale], ["expired", buffer.expired], ["evicted", buffer.evicted], ["quarantined", buffer.quarantined]]),
     el("div", { class: "two" },
       el("section", { "aria-label": "Groups" }, el("h2", {}, `Groups: ${number(groups.length)}`),
-        table("Groups", ["group", "state", "version", "lag", "tokens", "bytes", "reward", "uses", "age, s"], groups.map((group) => [group.id, String(group.state), group.policy_version, lag(group), group.tokens, group.bytes, group.reward, group.uses, group.age_s]))),
+        table("Groups", ["group", "state", "version", "lag, versions", "tokens", "bytes", "reward", "uses", "age, s"], groups.map((group) => [group.id, String(group.state), group.policy_version, lag(group), group.tokens, group.bytes, group.reward, group.uses, age(group)]))),
       el("section", { "aria-label": "Leases" }, el("h2", {}, `Leases: ${number(leases.length)}`),
         table("Leases", ["lease", "consumer", "step", "expires in, s", "groups"], leases.map((lease) => [lease.id, `${lease.consumer}${lease.expired ? " (expired)" : ""}`, lease.step, typeof lease.expires_in_ms === "number" ? lease.expires_in_ms / 1000 : "never", list(lease.groups).slice(0, 64).join(", ") || "–"])))));
 }

@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::lines::LineSink;
 
@@ -15,7 +15,7 @@ const MAX_ENTRY_BYTES: usize = 8 << 10;
 
 /// The end of a run, as its last event says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LastEvent {
+pub enum LastEvent {
     /// There is no event.
     None,
     /// It started or was resumed, and has not ended.
@@ -24,6 +24,19 @@ pub(crate) enum LastEvent {
     Done,
     /// It was stopped and can be resumed.
     Stopped,
+}
+
+impl LastEvent {
+    /// What an event says of the run; `None` for one that says nothing of its start or end.
+    pub(crate) fn of(event: &Map<String, Value>) -> Option<Self> {
+        let done = || event.get("fields").and_then(|fields| fields.get("done")) == Some(&Value::Bool(true));
+        match event.get("event")?.as_str()? {
+            "start" | "resume" => Some(Self::Open),
+            "end" if done() => Some(Self::Done),
+            "end" => Some(Self::Stopped),
+            _ => None,
+        }
+    }
 }
 
 /// Events and remarks of a run.
@@ -100,16 +113,11 @@ impl LineSink for RunHistory {
     }
 
     fn line(&mut self, line: &[u8]) {
-        let Ok(event) = serde_json::from_slice::<Value>(line) else { return };
+        let Ok(event) = serde_json::from_slice::<Map<String, Value>>(line) else { return };
         let Some(name) = event.get("event").and_then(Value::as_str) else { return };
-        match name {
-            "start" | "resume" => self.last = LastEvent::Open,
-            "end" if event["fields"]["done"] == true => self.last = LastEvent::Done,
-            "end" => self.last = LastEvent::Stopped,
-            _ => {}
-        }
+        self.last = LastEvent::of(&event).unwrap_or(self.last);
         let event = if line.len() <= MAX_ENTRY_BYTES {
-            event
+            Value::Object(event)
         } else {
             let text = String::from_utf8_lossy(&line[..MAX_ENTRY_BYTES]);
             json!({ "event": cut(name, MAX_ENTRY_BYTES), "cut": text })

@@ -5,7 +5,7 @@
 //! - `samples`: sampled groups, their pages and their search; `tokens`: the tokens of one trajectory; `compare`: the same
 //!   tasks at two steps; `recipe`: resolved values with their origins
 //! - `timeline`: what each role did when; `status`: what the roles do now; `about`: environment and timings
-//! - `run`: one run directory; `catalog`: all runs of a page; `panels`: the first screen; `prometheus`: their last values
+//! - `run`: one run directory; `glance`: the same from the ends of its files; `catalog`: all runs of a page; `panels`: the first screen; `prometheus`: their last values
 //! - `access`: token, host and headers; `answers`, `routes`, `stream`: the API; `page`: the embedded files; `server`: connections
 //! - `report`: the same page as one file, with the answers of the API in it; `bundle`: its scripts as one
 //!
@@ -33,6 +33,7 @@ mod catalog;
 mod compare;
 mod downsample;
 mod events;
+mod glance;
 mod lines;
 mod page;
 mod panels;
@@ -49,5 +50,8 @@ mod table;
 mod timeline;
 mod tokens;
 
-pub use report::{MAX_REPORT_BYTES, ReportError, report};
+pub use events::LastEvent;
+pub use glance::{RunGlance, last_event, planned_steps};
+pub use panels::{PanelCurve, PanelCurves};
+pub use report::{MAX_REPORT_BYTES, ReportError, panel_curves, report};
 pub use server::{DashboardConfig, DashboardError, DashboardServer};

@@ -7,6 +7,8 @@ use std::collections::BTreeSet;
 use serde_json::{Value, json};
 
 use crate::catalog::RunCatalog;
+use crate::run::ShownRun;
+use crate::table::{CurveAxis, CurveView, MetricCurve};
 
 /// Most metrics of one panel.
 const MAX_PANEL_KEYS: usize = 8;
@@ -77,7 +79,11 @@ const PANELS: [PanelSpec; 20] = [
     panel("Batch", "turns of an episode", &["environment/turns"]),
     stacked("Batch", "stop reasons", &["completions/stop/*", "environment/stop/*"]),
     panel("Speed and failures", "tokens per second", &["rollout/tokens_per_s", "trainer/tokens_per_s"]),
-    panel("Speed and failures", "idle share", &["rollout/idle_ratio", "trainer/idle_ratio"]),
+    panel(
+        "Speed and failures",
+        "idle share",
+        &["rollout/idle_ratio", "trainer/idle_ratio", "trainer/rank_wait_ratio"],
+    ),
     panel(
         "Speed and failures",
         "time of a step, s",
@@ -97,19 +103,83 @@ const PANELS: [PanelSpec; 20] = [
     ),
 ];
 
+/// A panel of the first screen with its curves over the steps.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PanelCurves {
+    /// The row of the screen, which several panels share.
+    pub row: &'static str,
+    /// What the panel shows, with its unit.
+    pub title: &'static str,
+    /// In the order of the runs, and of the metrics of the panel.
+    pub curves: Vec<PanelCurve>,
+}
+
+/// A metric of a run.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct PanelCurve {
+    /// The name of the run; unique among those of a report.
+    pub run: String,
+    /// The name of the metric.
+    pub metric: String,
+    /// Steps and values; NaN for a value that is not finite.
+    pub points: Vec<(f64, f64)>,
+}
+
+/// The panels that have a metric in any of the runs, with at most two points of every curve for each of `pixels`.
+pub(crate) fn panel_curves(catalog: &RunCatalog, pixels: usize) -> Vec<PanelCurves> {
+    let view = CurveView { axis: CurveAxis::Step, pixels, range: None };
+    let names = names(catalog);
+    let of_run = |run: &ShownRun, keys: &[&str]| -> Vec<PanelCurve> {
+        let contents = run.contents();
+        let curves = keys.iter().map(|key| (*key, contents.table.curve(key, view)));
+        let curves = curves.filter(|(_, curve)| curve.len() > 0);
+        let named = |(key, curve): (&str, MetricCurve)| PanelCurve {
+            run: run.name().to_owned(),
+            metric: key.to_owned(),
+            points: curve.points().collect(),
+        };
+        curves.map(named).collect()
+    };
+    let chosen = chosen(&names).into_iter();
+    let panel = |(spec, keys): (&PanelSpec, Vec<&str>)| PanelCurves {
+        row: spec.row,
+        title: spec.title,
+        curves: catalog.iter().flat_map(|run| of_run(run, &keys)).collect(),
+    };
+    chosen.map(panel).filter(|panel| !panel.curves.is_empty()).collect()
+}
+
 /// The panels that have a metric in any of the runs, and their metrics.
 pub(crate) fn first_screen(catalog: &RunCatalog) -> (Value, Vec<String>) {
+    let names = names(catalog);
+    let mut panels = Vec::new();
+    let mut shown = Vec::new();
+    for (PanelSpec { row, title, stacked, .. }, keys) in chosen(&names) {
+        shown.extend(keys.iter().map(|name| (*name).to_owned()));
+        panels.push(json!({ "row": row, "title": title, "keys": keys, "stacked": stacked }));
+    }
+    (json!({ "panels": panels, "names": names }), shown)
+}
+
+/// The names of all metrics, in the order of their first lines.
+fn names(catalog: &RunCatalog) -> Vec<String> {
     let mut names: Vec<String> = Vec::new();
     for run in catalog.iter() {
         let known: BTreeSet<String> = names.iter().cloned().collect();
         let contents = run.contents();
         names.extend(contents.table.names().filter(|name| !known.contains(*name)).map(str::to_owned));
     }
-    let mut panels = Vec::new();
-    let mut shown = Vec::new();
-    for PanelSpec { row, title, keys, stacked } in &PANELS {
+    names
+}
+
+/// The panels that show any of these metrics, with the metrics.
+fn chosen(names: &[String]) -> Vec<(&'static PanelSpec, Vec<&str>)> {
+    let mut chosen = Vec::new();
+    for spec in &PANELS {
         let mut of_panel: Vec<&str> = Vec::new();
-        for pattern in *keys {
+        for pattern in spec.keys {
             let found = names.iter().map(String::as_str).filter(|name| matches(pattern, name));
             for name in found.take(MAX_PANEL_KEYS) {
                 if of_panel.len() < MAX_PANEL_KEYS && !of_panel.contains(&name) {
@@ -118,11 +188,10 @@ pub(crate) fn first_screen(catalog: &RunCatalog) -> (Value, Vec<String>) {
             }
         }
         if !of_panel.is_empty() {
-            shown.extend(of_panel.iter().map(|name| (*name).to_owned()));
-            panels.push(json!({ "row": row, "title": title, "keys": of_panel, "stacked": stacked }));
+            chosen.push((spec, of_panel));
         }
     }
-    (json!({ "panels": panels, "names": names }), shown)
+    chosen
 }
 
 fn matches(pattern: &str, name: &str) -> bool {
@@ -156,7 +225,8 @@ mod tests {
         let line =
             "{\"step\":1,\"reward/mean\":1,\"reward/math/mean\":2,\"x\":3,\"environment/stop/length\":4}\n";
         std::fs::write(directory.path().join("metrics.jsonl"), line).unwrap();
-        let (screen, shown) = first_screen(&RunCatalog::open(&[directory.path().to_owned()]));
+        let catalog = RunCatalog::open(&[directory.path().to_owned()]);
+        let (screen, shown) = first_screen(&catalog);
         assert_eq!(shown, ["reward/mean", "reward/math/mean", "environment/stop/length"]);
         assert_eq!(screen["panels"][1]["title"], "reward by component");
         assert_eq!(screen["panels"][2]["stacked"], true);
@@ -164,5 +234,9 @@ mod tests {
             screen["names"],
             json!(["reward/mean", "reward/math/mean", "x", "environment/stop/length"])
         );
+        let curves = panel_curves(&catalog, 100);
+        assert_eq!((curves.len(), curves[2].row, curves[2].title), (3, "Batch", "stop reasons"));
+        assert_eq!(curves[2].curves[0].metric, "environment/stop/length");
+        assert_eq!(curves[2].curves[0].points, [(1.0, 4.0)]);
     }
 }

@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use crate::about::about;
 use crate::bundle::page_with;
 use crate::catalog::RunCatalog;
-use crate::panels::first_screen;
+use crate::panels::{self, PanelCurves, first_screen};
 use crate::recipe::ResolvedRecipe;
 use crate::run::ShownRun;
 use crate::samples::{self, SampleFilter, SamplePage};
@@ -88,13 +88,7 @@ pub enum ReportError {
 /// # Errors
 /// A directory that is no run; a file that cannot be read; too many runs.
 pub fn report(runs: &[PathBuf]) -> Result<String, ReportError> {
-    if runs.len() > MAX_RUNS {
-        return Err(ReportError::TooManyRuns { given: runs.len(), most: MAX_RUNS });
-    }
-    if let Some(path) = runs.iter().find(|path| !is_run(path)) {
-        return Err(ReportError::NotARun { path: path.clone() });
-    }
-    let catalog = RunCatalog::open(runs);
+    let catalog = opened(runs)?;
     catalog.catch_up();
     let mut budget = ReportBudget { left: MAX_REPORT_BYTES - PAGE_BYTES };
     let (overview, keys) = overview(&catalog);
@@ -117,6 +111,27 @@ pub fn report(runs: &[PathBuf]) -> Result<String, ReportError> {
     // The keys are random for each process; a run was written before.
     let half = || RandomState::new().hash_one(SystemTime::now());
     Ok(page_with(&escaped(&data), &format!("{:016x}{:016x}", half(), half())))
+}
+
+/// The panels of the first screen of these runs, with curves of at most two points for each of `pixels`.
+///
+/// It reads files, so a task of a runtime calls it in `spawn_blocking`.
+///
+/// # Errors
+/// A directory that is no run; too many runs.
+pub fn panel_curves(runs: &[PathBuf], pixels: usize) -> Result<Vec<PanelCurves>, ReportError> {
+    Ok(panels::panel_curves(&opened(runs)?, pixels))
+}
+
+/// The runs of a report, whose metrics are read.
+fn opened(runs: &[PathBuf]) -> Result<RunCatalog, ReportError> {
+    if runs.len() > MAX_RUNS {
+        return Err(ReportError::TooManyRuns { given: runs.len(), most: MAX_RUNS });
+    }
+    if let Some(path) = runs.iter().find(|path| !is_run(path)) {
+        return Err(ReportError::NotARun { path: path.clone() });
+    }
+    Ok(RunCatalog::open(runs))
 }
 
 /// Bytes that are left.

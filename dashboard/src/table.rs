@@ -54,6 +54,11 @@ impl MetricCurve {
     pub(crate) fn len(&self) -> usize {
         self.x.len()
     }
+
+    /// Its points; NaN for a value that is not finite.
+    pub(crate) fn points(&self) -> impl Iterator<Item = (f64, f64)> {
+        self.x.iter().zip(&self.y).map(|(x, y)| (*x, y.unwrap_or(f64::NAN)))
+    }
 }
 
 /// The metrics of a run.

@@ -95,7 +95,7 @@ def repeat_task(run):
 
 def status(run):
     states = ["admitted", "claimed", "finalized", "leased"]
-    groups = [{"id": 100 + at, "state": states[at % 4], "policy_version": 110 + at % 5, "tokens": 100 * at, "bytes": 2000 * at, "reward": None if at % 4 < 2 else at / 40, "uses": 0, "age_s": 0.25 * at} for at in range(40)]
+    groups = [{"id": 100 + at, "state": states[at % 4], "policy_version": 110 + at % 5, "tokens": 100 * at, "bytes": 2000 * at, "reward": None if at % 4 < 2 else at / 40, "uses": 0, "age_ms": 250 * at} for at in range(40)]
     (run / "status.json").write_text(json.dumps({
         "time_s": 12.3, "step": 120,
         "buffer": {"capacity": 64, "admitted": 10, "claimed": 10, "finalized": 10, "leased": 10, "quarantined": 1, "dropped_stale": 4, "expired": 2, "evicted": 3, "groups": groups,

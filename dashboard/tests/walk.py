@@ -307,6 +307,9 @@ class Walk:
             if key in status["buffer"]:
                 assert number(section.locator(f"[data-fact='{name}']").text_content()) == status["buffer"][key], name
         assert section.get_by_role("group", name="Groups").locator("tbody tr").count() == len(status["buffer"].get("groups", []))
+        ages = [number(row.locator("td").last.text_content()) for row in section.get_by_role("group", name="Groups").locator("tbody tr").all()]
+        wanted = [group["age_ms"] / 1000 for group in status["buffer"].get("groups", [])]
+        assert all(math.isclose(age, want, rel_tol=1e-3) for age, want in zip(sorted(ages), sorted(wanted), strict=True)), f"{ages} are not {wanted}"
         assert section.get_by_role("group", name="Leases").locator("tbody tr").count() == len(status["buffer"].get("leases", []))
         receivers = section.get_by_role("group", name="Receivers").locator("tbody tr")
         for row, receiver in zip(receivers.all(), status["weights"]["receivers"], strict=True):

@@ -15,11 +15,10 @@ impl Chart<'_> {
         let (columns, rows) = FIELD;
         let (xs, ys) = self.axes();
         let mut field = vec![vec![' '; columns]; rows];
-        let lines_first =
-            |line: bool| self.series.iter().filter(move |s| (s.mark == SeriesStyle::Line) == line);
+        let lines_first = |line: bool| self.series.iter().filter(move |s| is_line(s.mark) == line);
         for series in lines_first(true).chain(lines_first(false)) {
             let sign = match series.mark {
-                SeriesStyle::Line => '.',
+                SeriesStyle::Line | SeriesStyle::Faint => '.',
                 SeriesStyle::Rings => 'x',
                 SeriesStyle::Dots | SeriesStyle::Measured => 'o',
             };
@@ -47,6 +46,10 @@ impl Chart<'_> {
     }
 }
 
+fn is_line(style: SeriesStyle) -> bool {
+    matches!(style, SeriesStyle::Line | SeriesStyle::Faint)
+}
+
 /// The cell of `count` that `value` falls into.
 fn cell(axis: Axis, value: f64, count: usize) -> usize {
     // NaN falls into the first cell.
@@ -65,6 +68,7 @@ mod tests {
         let chart = Chart {
             x_words: "tokens",
             y_words: "accuracy",
+            x_scale: Scale::Logarithmic,
             y_scale: Scale::Linear,
             series: vec![
                 series(vec![(1.0, 0.0), (10.0, 0.5)], SeriesStyle::Dots),

@@ -14,7 +14,7 @@ use crate::args::TopArgs;
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::report::{TableLayout, curve, plain, wrapped};
-use crate::runs::{self, RunState};
+use crate::runs::RunState;
 use crate::signals::Signals;
 
 /// Time between two pictures.
@@ -127,7 +127,7 @@ impl FollowedRun {
             last: VecDeque::new(),
             curves: Default::default(),
             status: Value::Null,
-            planned: runs::steps(root),
+            planned: dashboard::planned_steps(root),
             ended: None,
         }
     }
@@ -143,7 +143,7 @@ impl FollowedRun {
         }
         let status = model::files::read_text(&self.root.join("status.json"), MAX_READ).ok();
         self.status = status.and_then(|text| serde_json::from_str(&text).ok()).unwrap_or(Value::Null);
-        let last = Some(runs::last_state(&self.root));
+        let last = Some(RunState::closed(dashboard::last_event(&self.root)));
         self.ended = last.filter(|state| *state != RunState::Interrupted).map(RunState::as_str);
     }
 

@@ -171,7 +171,13 @@ fn after_start(points: &[Point]) -> Vec<Point> {
 }
 
 fn chart(plan: &Plan, series: Vec<Series>) -> Chart<'_> {
-    Chart { x_words: &plan.compute, y_words: &plan.metric, y_scale: Scale::Linear, series }
+    Chart {
+        x_words: &plan.compute,
+        y_words: &plan.metric,
+        x_scale: Scale::Logarithmic,
+        y_scale: Scale::Linear,
+        series,
+    }
 }
 
 /// The fitted points of a run, its held-out points, and its curve up to the predicted compute.

@@ -329,6 +329,12 @@ pub(crate) const METRICS: &[MetricSection] = &[
                 "Time of the step in which a side waited for the other.",
             ),
             metric(
+                "trainer/rank_wait_ratio",
+                "share",
+                "Time of the updates in which the trainer's ranks waited for each other, a mean over the ranks; only with \
+                 `trainer.world` above 1. Waits of ranks that are a device group count as passes.",
+            ),
+            metric(
                 "rollout/lag",
                 "versions",
                 "Versions between the trainer and the one that the sampler serves.",

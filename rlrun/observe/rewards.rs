@@ -77,7 +77,8 @@ fn measure_environment(metrics: &mut Metrics, component: &ComponentStatistics) {
 /// A run waits for a reward if a role was idle and judging a trajectory, queue included, took a good part of the step.
 pub(super) fn name_culprits(metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
     let mut notes = Vec::new();
-    let idle = |role: &str| metrics.get(&format!("{role}/idle_ratio")).unwrap_or(0.0) > super::CLEAR;
+    let idle =
+        |role: &str| metrics.get(&format!("{role}/idle_ratio")).unwrap_or(0.0) > super::measures::CLEAR;
     let took = |load: &LoadCounts| load.waited.p95_s + load.ran.p95_s;
     let slowest = inputs.rewards.iter().max_by(|a, b| took(&a.1).total_cmp(&took(&b.1)));
     if let Some((name, load)) = slowest

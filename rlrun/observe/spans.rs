@@ -11,6 +11,7 @@ use rewards::LoadCounts;
 use rollout::activity::{EpisodeTimes, PhaseSpan};
 use rollout::{Activity, WorkerPhase};
 use trainer::StepReport;
+use trainer::rank_spans::{RankPhase, RankSpan};
 use trajectory::{GroupId, PolicyVersion};
 
 use super::ObserverInputs;
@@ -42,6 +43,7 @@ impl SpanWriter {
     pub(super) fn step(&mut self, inputs: &ObserverInputs<'_>) {
         let mut lines = Vec::new();
         trainer(&mut lines, inputs);
+        ranks(&mut lines, inputs.step);
         for (sampler, activity) in inputs.activity {
             self.sampler(&mut lines, sampler, activity);
         }
@@ -164,6 +166,51 @@ fn trainer(lines: &mut Vec<TimelineLine>, inputs: &ObserverInputs<'_>) {
     }
 }
 
+/// What each of several ranks of the trainer did during the updates of a step.
+fn ranks(lines: &mut Vec<TimelineLine>, step: &StepReport) {
+    let begin = step.time.updated_from;
+    for (rank, spans) in step.ranks.iter().enumerate() {
+        for span in spans {
+            let (kind, note) = match span.phase {
+                RankPhase::Score => ("forward", None),
+                RankPhase::ForwardBackward => (TRAINING, None),
+                RankPhase::Wait => ("wait", Some(awaited(&step.ranks, rank, *span).into())),
+                RankPhase::Optimizer => ("optimizer", None),
+            };
+            lines.push(TimelineLine::Span(TimelineSpan {
+                lane: lane_of(rank).into(),
+                kind,
+                start: begin + span.start,
+                end: begin + span.end,
+                step: Some(step.version.0),
+                note,
+                ..TimelineSpan::default()
+            }));
+        }
+    }
+}
+
+/// The lane of a rank.
+fn lane_of(rank: usize) -> String {
+    format!("{TRAINER} rank {rank}")
+}
+
+/// The rank that works longest while `waiting` waits in `wait`; if no rank works, the exchange itself takes the time.
+fn awaited(ranks: &[Vec<RankSpan>], waiting: usize, wait: RankSpan) -> String {
+    let overlap = |span: &RankSpan| (span.end.min(wait.end) - span.start.max(wait.start)).max(0.0);
+    let works = |spans: &[RankSpan]| {
+        let first = spans.partition_point(|span| span.end <= wait.start);
+        let inside = spans[first..].iter().take_while(|span| span.start < wait.end);
+        inside.filter(|span| span.phase != RankPhase::Wait).map(overlap).sum::<f64>()
+    };
+    let others = ranks.iter().enumerate().filter(|(rank, _)| *rank != waiting);
+    let longest = others.map(|(rank, spans)| (works(spans), rank)).max_by(|a, b| a.0.total_cmp(&b.0));
+    match longest {
+        Some((seconds, rank)) if seconds > 0.0 => lane_of(rank),
+        _ => "the exchange with other ranks".to_owned(),
+    }
+}
+
 fn pushed(step: &StepReport, push: PushCost) -> TimelineLine {
     let start = step.time.trained_from + step.time.forward_backward;
     TimelineLine::Span(TimelineSpan {
@@ -188,5 +235,28 @@ fn described(phase: WorkerPhase) -> (&'static str, &'static str) {
         WorkerPhase::HandingOver => ("wait", "rewards: too many completions are being scored"),
         WorkerPhase::Applying => ("apply_weights", ""),
         WorkerPhase::Stopping => ("stop", ""),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_is_for_the_rank_that_works_meanwhile() {
+        let span = |phase, start, end| RankSpan { phase, start, end };
+        let ranks = vec![
+            vec![span(RankPhase::ForwardBackward, 0.0, 1.0), span(RankPhase::Wait, 1.0, 3.0)],
+            vec![span(RankPhase::ForwardBackward, 0.0, 1.5), span(RankPhase::Wait, 1.5, 3.0)],
+            vec![
+                span(RankPhase::Score, 0.0, 0.5),
+                span(RankPhase::ForwardBackward, 0.5, 2.0),
+                span(RankPhase::Wait, 2.0, 3.0),
+            ],
+        ];
+        assert_eq!(awaited(&ranks, 0, ranks[0][1]), "trainer rank 2");
+        assert_eq!(awaited(&ranks, 1, ranks[1][1]), "trainer rank 2");
+        assert_eq!(awaited(&ranks, 2, ranks[2][2]), "the exchange with other ranks");
+        assert_eq!(awaited(&ranks[..1], 0, ranks[0][1]), "the exchange with other ranks");
     }
 }

@@ -35,9 +35,17 @@ steps = [line["step"] for line in lines if line["step"] > 0]
 for tag in ("distribution/completion_length", "distribution/reward", "distribution/staleness"):
     assert plugins[tag] == "histograms", plugins
     assert [event.step for event in reader.Tensors(name, tag)] == steps, tag
+# All sampled tokens that passes were made of; a step without an update has none.
+ratios = {event.step: tensor_util.make_ndarray(event.tensor_proto) for event in reader.Tensors(name, "distribution/importance_ratio")}
+assert plugins["distribution/importance_ratio"] == "histograms" and ratios and set(ratios) <= set(steps), plugins
+for line in (line for line in lines if line["step"] in ratios):
+    buckets = ratios[line["step"]]
+    assert (buckets[:-1, 1] == buckets[1:, 0]).all() and (buckets[:, 0] < buckets[:, 1]).all(), buckets
+    tokens = line["trainer/tokens_per_s"] * line["time/forward_backward"]
+    assert math.isclose(buckets[:, 2].sum(), tokens, rel_tol=1e-6), (line["step"], buckets, tokens)
 text = tensor_util.make_ndarray(reader.Tensors(name, "samples")[-1].tensor_proto)[0].decode()
 assert plugins["samples"] == "text" and text.startswith("**prompt**"), text
-print(f"ok TensorBoard: {len(scalars)} scalars of {len(steps)} steps, 3 histograms, samples")
+print(f"ok TensorBoard: {len(scalars)} scalars of {len(steps)} steps, 4 histograms, samples")
 
 for directory in glob.glob(os.path.join(run, "wandb", "offline-run-*")):
     wandb = os.path.join(os.path.dirname(sys.executable), "wandb")

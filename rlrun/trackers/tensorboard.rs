@@ -73,7 +73,11 @@ impl EventSummary {
 
     /// The distribution of `values [N]`; nothing if there are none. Values that are not finite are left out.
     pub(super) fn histogram(&mut self, tag: &str, values: &[f64]) {
-        let rows = buckets(values);
+        self.counted(tag, &buckets(values));
+    }
+
+    /// A distribution of which `rows [K, 3]` are left end, right end and count of its buckets; nothing if there are none.
+    pub(super) fn counted(&mut self, tag: &str, rows: &[[f64; 3]]) {
         if rows.is_empty() {
             return;
         }

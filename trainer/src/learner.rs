@@ -6,6 +6,8 @@
 //! the same bits for every number of ranks on the processor that is a power of two and at most [`LearnerConfig::leaves`];
 //! other numbers of ranks differ by rounding.
 
+mod spans;
+
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,6 +31,7 @@ use crate::on_device::{DeviceConfig, LearnerWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
 use crate::plan::{MicroBatch, leaves, plan};
 use crate::rank::{LearnerSeed, PlannedRows, Rank, ScoredRows, StepInputs};
+use crate::rank_spans::RankPhase;
 use crate::ranks::{make, on_each};
 use collective::HostCollective;
 
@@ -458,7 +461,8 @@ impl Learner {
     /// # Errors
     /// If a token is outside the vocabulary, or a rank fails.
     pub fn score(&self, rows: &[&Sample]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        self.scored(rows, |rank, task| rank.score(task, &self.rank_pool(&self.pool)))
+        let pool = self.rank_pool(&self.pool);
+        self.scored(rows, |rank, task| rank.during(RankPhase::Score, || rank.score(task, &pool)))
     }
 
     /// Predictions of the trained tokens of each row under a frozen model, where that is placed.
@@ -472,7 +476,12 @@ impl Learner {
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         let parameters = frozen.weights.get()?;
         let pool = self.rank_pool(frozen.pool.as_ref().unwrap_or(&self.pool));
-        self.scored(rows, |rank, task| rank.score_under(frozen, &parameters, task, &pool))
+        // A model with its own threads scores beside the policy, whose phases are those of the rank.
+        let beside = frozen.pool.is_some() && !self.is_spread();
+        self.scored(rows, |rank, task| {
+            let score = || rank.score_under(frozen, &parameters, task, &pool);
+            if beside { score() } else { rank.during(RankPhase::Score, score) }
+        })
     }
 
     fn scored(
@@ -487,7 +496,7 @@ impl Learner {
             rank.into_iter().for_each(|(row, predictions)| scored[row] = predictions);
         }
         if let Some(LearnerProcesses { collective, .. }) = &self.spread {
-            exchange_predictions(&**collective, task, &mut scored)?;
+            self.first.during(RankPhase::Wait, || exchange_predictions(&**collective, task, &mut scored))?;
         }
         Ok(scored)
     }
@@ -514,7 +523,8 @@ impl Learner {
         let grad_norm = done.first().map_or(0.0, |step| step.grad_norm);
         let mut reports: Vec<Vec<L::Report>> = done.into_iter().map(|step| step.reports).collect();
         if let (Some(LearnerProcesses { collective, .. }), Some(own)) = (&self.spread, reports.first()) {
-            let all = collective.all_gather_bytes(encode(own)?)?;
+            let own = encode(own)?;
+            let all = self.first.during(RankPhase::Wait, || collective.all_gather_bytes(own))?;
             reports = all.iter().map(|reports| decode(reports)).collect::<Result<_, _>>()?;
         }
         let reports = in_order_of_leaf(reports, !self.config.shares_gradients());

@@ -12,7 +12,8 @@
 //! - [`on_device`]: ranks that compute on a GPU
 //! - [`lora`]: low-rank adapters and their files
 //! - [`checkpoint`]; [`colocation`]: a trainer and a sampler that share a device in turns
-//! - [`lead`] and [`mod@follow`]: ranks that are processes; ranks communicate over the crate `collective`
+//! - [`lead`] and [`mod@follow`]: ranks that are processes; ranks communicate over the crate `collective`;
+//!   [`rank_spans`]: what each rank does when
 //!
 //! # Invariants
 //! - A step is a function of its batch and of the state before it: the same groups in the same order give the same
@@ -45,6 +46,7 @@ mod pass;
 pub mod plan;
 mod quarantine;
 mod rank;
+pub mod rank_spans;
 mod ranks;
 pub mod report;
 pub mod schedule;

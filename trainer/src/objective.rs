@@ -227,6 +227,7 @@ impl PolicyObjective<'_> {
             let weight = corrected.weights[t] * losses[t].weight * ratio;
             let masked = inputs.weights[t] == 0.0 || inputs.selected.get(t) == Some(&false);
             report.weigh((!masked).then_some((weight, losses[t].clipped)));
+            report.ratios.count(current[t] - behavior);
             let Some(before) = before.map(|before| before[t]) else { continue };
             report.compare(before - behavior);
             // NaN differs too.

@@ -37,6 +37,7 @@ pub(crate) use step::StepInputs;
 use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Instant;
 
 use collective::HostCollective;
 use device::{Device, bf16};
@@ -60,6 +61,7 @@ use crate::optimizer::{Optimizer, TensorState};
 use crate::packing::pack;
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
+use crate::rank_spans::{RankClock, RankPhase, RankSpan};
 use crate::zero::{BufferPool, Fragment};
 
 /// One rank.
@@ -171,6 +173,28 @@ impl Rank {
             RankKind::Sharded(rank) => Some(&rank.membership),
             RankKind::Group(rank) => Some(by_dtype!(&**rank, rank => &rank.membership)),
         }
+    }
+
+    /// Does `work` as `phase` on the clock of one of several ranks.
+    pub(crate) fn during<R>(&self, phase: RankPhase, work: impl FnOnce() -> R) -> R {
+        match self.clock() {
+            Some(clock) => clock.during(phase, work),
+            None => work(),
+        }
+    }
+
+    /// Starts its clock at second 0.
+    pub(crate) fn restart_clock(&self, begin: Instant) {
+        self.clock().into_iter().for_each(|clock| clock.restart(begin));
+    }
+
+    /// What it did since its clock was started; nothing for a single rank.
+    pub(crate) fn take_spans(&self) -> Vec<RankSpan> {
+        self.clock().map_or_else(Vec::new, RankClock::take)
+    }
+
+    fn clock(&self) -> Option<&RankClock> {
+        self.membership().map(|membership| &*membership.clock)
     }
 
     /// The rank number.

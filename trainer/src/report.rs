@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use trajectory::{Component, Group, PolicyVersion, Trajectory};
 
 use crate::batch::BatchCounts;
-use crate::loss::Clipped;
+use crate::loss::{Clipped, MAX_LOG_RATIO};
+use crate::rank_spans::RankSpan;
 use crate::token_log::RowTokens;
 
 /// Statistics of one training step.
@@ -30,6 +31,8 @@ pub struct StepReport {
     pub critic: Option<CriticReport>,
     /// Tokens of the first groups, as many groups as the configuration asks for.
     pub tokens: Vec<RowTokens>,
+    /// What every rank of the policy did from [`StepTime::updated_from`] on, by rank; empty for a single rank.
+    pub ranks: Vec<Vec<RankSpan>>,
     /// Gradient norm of the last update, before clipping.
     pub grad_norm: f32,
     /// Optimizer updates of the policy: one for each minibatch and epoch that has a gradient. With 0 the new version
@@ -73,6 +76,62 @@ pub struct LogprobMismatch {
     pub proximal: f32,
 }
 
+/// Tokens by importance ratio `exp(current - behavior)`. The ends of the buckets on either side of ratio 1 are
+/// `exp(+-0.001 * 2^k)`: fine near 1, and wide enough for all ratios.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RatioCounts {
+    /// `[RATIO_BUCKETS]` tokens, by ascending ratio.
+    counts: [u64; RATIO_BUCKETS],
+}
+
+/// Buckets of importance ratios; half of them are below 1.
+const RATIO_BUCKETS: usize = 32;
+/// The log-ratio at which the bucket next to ratio 1 ends, nats.
+const FIRST_RATIO: f64 = 1e-3;
+
+impl RatioCounts {
+    /// Counts a token with this log-ratio, nats. One that is not finite is left out.
+    pub fn count(&mut self, log_ratio: f64) {
+        const HALF: usize = RATIO_BUCKETS / 2;
+        if !log_ratio.is_finite() {
+            return;
+        }
+        let size = log_ratio.abs();
+        let bucket =
+            if size < FIRST_RATIO { 0 } else { (size / FIRST_RATIO).log2() as usize + 1 }.min(HALF - 1);
+        self.counts[if log_ratio < 0.0 { HALF - 1 - bucket } else { HALF + bucket }] += 1;
+    }
+
+    /// Adds the tokens of another row, micro-batch or rank.
+    pub fn merge(&mut self, other: &Self) {
+        self.counts.iter_mut().zip(&other.counts).for_each(|(count, more)| *count += more);
+    }
+
+    /// `[n, 3]` least ratio, greatest ratio and tokens of the buckets from the first to the last one with tokens.
+    #[must_use]
+    pub fn buckets(&self) -> Vec<[f64; 3]> {
+        let filled = |count: &u64| *count > 0;
+        let Some(first) = self.counts.iter().position(filled) else { return Vec::new() };
+        let last = self.counts.iter().rposition(filled).unwrap_or(first);
+        let bucket = |at: usize| [ratio_edge(at), ratio_edge(at + 1), self.counts[at] as f64];
+        (first..=last).map(bucket).collect()
+    }
+}
+
+/// The ratio between two buckets, of which `above` is the number of the upper one.
+fn ratio_edge(above: usize) -> f64 {
+    let from_middle = above as i32 - RATIO_BUCKETS as i32 / 2;
+    let size = FIRST_RATIO * 2.0_f64.powi(from_middle.abs() - 1);
+    match from_middle {
+        0 => 1.0,
+        // The outermost buckets end where ratios are cut.
+        _ if 2 * from_middle.unsigned_abs() as usize == RATIO_BUCKETS => {
+            (MAX_LOG_RATIO * f64::from(from_middle.signum())).exp()
+        }
+        _ => (size * f64::from(from_middle.signum())).exp(),
+    }
+}
+
 /// Sums over the trained tokens of a step. Reports divide them by `tokens` or another count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TokenSums {
@@ -113,6 +172,8 @@ pub struct TokenSums {
     pub clipped_dual: u64,
     /// Tokens masked by an off-policy correction or by `entropy_share`.
     pub masked: u64,
+    /// Importance ratios of the sampled tokens.
+    pub ratios: RatioCounts,
     /// The first mismatch, if bits must be equal.
     pub mismatched: Option<LogprobMismatch>,
 }
@@ -137,6 +198,10 @@ impl TokenSums {
         self.clipped_high += other.clipped_high;
         self.clipped_dual += other.clipped_dual;
         self.masked += other.masked;
+        // Sums of one token have none.
+        if other.sampled > 0 {
+            self.ratios.merge(&other.ratios);
+        }
         self.mismatched = self.mismatched.or(other.mismatched);
     }
 
@@ -228,6 +293,8 @@ pub struct StepTime {
     pub leased_at: f64,
     /// When packing began.
     pub trained_from: f64,
+    /// When the optimizer updates began.
+    pub updated_from: f64,
     /// Packing, forward, backward, optimizer.
     pub forward_backward: f64,
     /// Checkpoint of the previous step, if due: waiting for the one before, copying or writing.
@@ -369,6 +436,38 @@ impl BatchStatistics {
 mod tests {
     use super::*;
     use crate::batch::tests::group;
+
+    #[test]
+    fn ratios_near_one_and_far_from_it_have_buckets_of_their_own() {
+        let mut ratios = RatioCounts::default();
+        assert!(ratios.buckets().is_empty());
+        for ratio in [1.0, 1.0, 1.0005, 0.9995, 1.0015, 0.5, f64::NAN] {
+            ratios.count(ratio.ln());
+        }
+        let buckets = ratios.buckets();
+        assert!(
+            buckets.windows(2).all(|pair| pair[0][1] == pair[1][0] && pair[0][0] < pair[0][1]),
+            "{buckets:?}"
+        );
+        assert_eq!(buckets.iter().map(|bucket| bucket[2]).sum::<f64>(), 6.0);
+        let of = |ratio: f64| buckets.iter().find(|b| b[0] <= ratio && ratio < b[1]).unwrap()[2];
+        assert_eq!([of(0.5), of(0.7), of(0.9995), of(1.0), of(1.0015)], [1.0, 0.0, 1.0, 3.0, 1.0]);
+        let mut all = RatioCounts::default();
+        all.count(-100.0);
+        all.count(100.0);
+        all.merge(&ratios);
+        let buckets = all.buckets();
+        assert_eq!((buckets.len(), buckets[0][2], buckets[RATIO_BUCKETS - 1][2]), (RATIO_BUCKETS, 1.0, 1.0));
+        assert!(
+            buckets.windows(2).all(|pair| pair[0][1] == pair[1][0] && pair[0][0] < pair[0][1]),
+            "{buckets:?}"
+        );
+        let mut sums = TokenSums { sampled: 8, ratios: all, ..TokenSums::default() };
+        sums.merge(&TokenSums { tokens: 1, ..TokenSums::default() });
+        sums.merge(&sums.clone());
+        assert_eq!(sums.ratios.buckets().iter().map(|bucket| bucket[2]).sum::<f64>(), 16.0);
+        assert_eq!(sums.next_epoch().ratios, RatioCounts::default());
+    }
 
     #[test]
     fn summary_statistics_of_known_numbers() {

@@ -253,7 +253,8 @@ impl Trainer {
         let updates_before = self.learner.updates();
         self.publisher.drop_taken()?;
         let (counts, updated) = self.update(&lease.groups, learning_rate)?;
-        let UpdateResult { sums, grad_norm, critic, tokens } = updated;
+        let UpdateResult { sums, grad_norm, critic, tokens, began, ranks } = updated;
+        time.updated_from = time.trained_from + began.map_or(0.0, |began| (began - clock).as_secs_f64());
         fail::fail_point!("after-optimizer");
         self.version = self.version.next();
         self.trained_tokens += sums.tokens;
@@ -273,6 +274,7 @@ impl Trainer {
             sums,
             critic,
             tokens,
+            ranks,
             grad_norm,
             updates: self.learner.updates() - updates_before,
             learning_rate,

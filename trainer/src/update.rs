@@ -5,6 +5,7 @@
 //! the current policy, so the scoring pass for its log-probabilities is skipped.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use model::{Placement, Prediction};
 use trajectory::{Group, PolicyVersion, Sample, Trajectory};
@@ -18,6 +19,7 @@ use crate::loss::PolicyLoss;
 use crate::loss::trajectory_balance;
 use crate::loss_inputs::{LossInputs, Scores, groups_to_score, groups_with_gradient, loss_inputs};
 use crate::objective::{PolicyObjective, ValueObjective, balance};
+use crate::rank_spans::RankSpan;
 use crate::report::{CriticReport, LogprobMismatch, TokenSums};
 use crate::token_log::{RowTokens, TokenLog};
 
@@ -57,6 +59,10 @@ pub(crate) struct UpdateResult {
     pub(crate) critic: Option<CriticReport>,
     /// The tokens of the rows of the groups that are reported.
     pub(crate) tokens: Vec<RowTokens>,
+    /// When the updates began; second 0 of the spans.
+    pub(crate) began: Option<Instant>,
+    /// What every rank of the policy did, by rank; empty for a single rank.
+    pub(crate) ranks: Vec<Vec<RankSpan>>,
 }
 
 /// A minibatch: whole groups that share one optimizer step.
@@ -74,6 +80,8 @@ impl PolicyUpdate<'_> {
         mut self,
         batch: &Batch<'b>,
     ) -> Result<Result<UpdateResult, (BatchRow<'b>, LogprobMismatch)>, TrainerError> {
+        let began = Instant::now();
+        self.learner.restart_clocks(began);
         let (wanted, scored) =
             (groups_with_gradient(batch, self.algorithm), groups_to_score(batch, self.algorithm));
         let rows = batch.rows(|group| scored[group]);
@@ -98,7 +106,7 @@ impl PolicyUpdate<'_> {
         let logged = self.logged.iter().flat_map(|group| &group.trajectories);
         let logged: Vec<&Sample> = logged.flat_map(Trajectory::samples).collect();
         let log = TokenLog::new(&rows, &logged);
-        let mut updated = UpdateResult::default();
+        let mut updated = UpdateResult { began: Some(began), ..UpdateResult::default() };
         for epoch in 0..self.epochs {
             updated.sums = updated.sums.next_epoch();
             for minibatch in &minibatches {
@@ -112,6 +120,7 @@ impl PolicyUpdate<'_> {
             report.describe(&inputs);
         }
         updated.tokens = log.tokens(self.logged, &rows, &inputs);
+        updated.ranks = self.learner.rank_spans()?;
         Ok(Ok(updated))
     }
 

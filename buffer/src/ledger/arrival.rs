@@ -3,7 +3,7 @@
 
 use trajectory::{GroupId, PolicyVersion};
 
-use super::{GroupRow, InFlightStage, KEYED, Ledger, StoredGroup};
+use super::{GroupHold, GroupRow, InFlightStage, KEYED, Ledger, StoredGroup};
 use crate::{BufferError, EventKind, Finalized};
 
 /// A group that arrived to be stored.
@@ -59,7 +59,8 @@ impl Ledger {
             self.count_dropped(1);
             return Ok(ArrivalDecision::Answer(known, Finalized::Stale));
         }
-        let hold = self.flights.get(&group).map(|flight| flight.hold).unwrap_or_default();
+        let arrived = GroupHold { since: now, ..GroupHold::default() };
+        let hold = self.flights.get(&group).map_or(arrived, |flight| flight.hold);
         self.give_up_slot_if_older(group, oldest);
         let in_flight = self.flights.contains_key(&group);
         if (!in_flight && self.free(oldest) == 0) || self.bytes + bytes > self.config.max_bytes {
@@ -110,7 +111,7 @@ impl Ledger {
             return;
         };
         self.bytes = self.bytes - flight.bytes + row.bytes;
-        self.stored.insert(group, StoredGroup { row, out: 0 });
+        self.stored.insert(group, StoredGroup { row, out: 0, since: flight.hold.since });
         self.enter_pool(group);
         self.emit(EventKind::Finalized, vec![group], None, None);
         if let Some(below) = self.keys.trim(|group| self.stored.contains_key(&group)) {

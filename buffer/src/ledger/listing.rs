@@ -11,7 +11,13 @@ const LOOKED_AT: usize = 20_000;
 impl Ledger {
     /// Up to `limit` groups that match `filter`, ascending by id, after `after`. Examines at most [`LOOKED_AT`]
     /// groups, because the ledger is locked meanwhile.
-    pub(crate) fn list(&self, filter: &GroupFilter, after: Option<GroupId>, limit: usize) -> GroupPage {
+    pub(crate) fn list(
+        &self,
+        filter: &GroupFilter,
+        after: Option<GroupId>,
+        limit: usize,
+        now: u64,
+    ) -> GroupPage {
         let from = after.map_or(GroupId(0), |id| GroupId(id.0.saturating_add(1)));
         let mut flights = self.flights.range(from..).peekable();
         let mut stored = self.stored.range(from..).peekable();
@@ -31,14 +37,14 @@ impl Ledger {
                 stored.next().map(|(id, _)| *id)
             };
             last = id;
-            groups.extend(id.and_then(|id| self.entry(id)).filter(|entry| filter.passes(entry)));
+            groups.extend(id.and_then(|id| self.entry(id, now)).filter(|entry| filter.passes(entry)));
         }
         let more = flights.peek().is_some() || stored.peek().is_some();
         GroupPage { groups, next: last.or(after).filter(|_| more) }
     }
 
     /// A group in flight or stored.
-    pub(crate) fn entry(&self, id: GroupId) -> Option<GroupEntry> {
+    pub(crate) fn entry(&self, id: GroupId, now: u64) -> Option<GroupEntry> {
         if let Some(flight) = self.flights.get(&id) {
             let state = if flight.stage == InFlightStage::Admitted {
                 GroupState::Admitted
@@ -55,9 +61,10 @@ impl Ledger {
                 reward: None,
                 uses: 0,
                 keyed: id.0 >= KEYED,
+                age_ms: now.saturating_sub(flight.hold.since),
             });
         }
-        let StoredGroup { row, out } = self.stored.get(&id)?;
+        let StoredGroup { row, out, since } = self.stored.get(&id)?;
         Some(GroupEntry {
             id,
             state: if *out > 0 { GroupState::Leased } else { GroupState::Finalized },
@@ -68,6 +75,7 @@ impl Ledger {
             reward: row.reward,
             uses: row.uses,
             keyed: id.0 >= KEYED,
+            age_ms: now.saturating_sub(*since),
         })
     }
 

@@ -21,6 +21,7 @@ use crate::on_device::{
 };
 use crate::optimizer::TensorState;
 use crate::plan::step_passes;
+use crate::rank_spans::RankPhase;
 use crate::zero::{DeviceReduction, DeviceSharding};
 
 pub(super) struct GroupRank<T: LearnerStorage> {
@@ -73,6 +74,7 @@ impl<T: LearnerStorage> GroupRank<T> {
         let position = self.membership.collective()?.position();
         let Self { membership, network, weights, mirror, moments, sums, own, sharding, .. } = self;
         let (device, layout, sharding) = (network.device(), network.layout(), &*sharding);
+        let passes = membership.clock.enter(RankPhase::ForwardBackward);
         let own = zeroed(own, device, moments.len())?;
         // ZeRO stage 1 accumulates the gradients of several passes.
         let accumulates = base.accumulates();
@@ -92,6 +94,8 @@ impl<T: LearnerStorage> GroupRank<T> {
         }
         drop(pass);
         sharding.wait("add up gradients")?;
+        drop(passes);
+        let _optimizer = membership.clock.enter(RankPhase::Optimizer);
         let mut squares = SquareSum::default();
         squares.add(sum_of_squares(device, own.all())?);
         let grad_norm = membership.norm(&squares)?;

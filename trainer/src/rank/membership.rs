@@ -9,6 +9,7 @@ use model::ThreadPool;
 use crate::TrainerError;
 use crate::learner::OwnedValues;
 use crate::norm::{SquareSum, squares};
+use crate::rank_spans::{RankClock, RankPhase};
 use crate::zero::{Fragment, Shards};
 
 #[derive(Debug)]
@@ -16,6 +17,8 @@ pub(super) struct RankMembership {
     pub(super) rank: usize,
     /// `None` after an error; dropping it ends the calls of the other ranks.
     collective: Mutex<Option<Arc<dyn HostCollective>>>,
+    /// Shared with its passes, which wait for other ranks.
+    pub(super) clock: Arc<RankClock>,
     /// Shards of the trained tensors.
     pub(super) trained: Shards,
     /// Shards of the weights.
@@ -31,7 +34,8 @@ pub(super) struct OwnShards<'a> {
 
 impl RankMembership {
     pub(super) fn new(collective: Arc<dyn HostCollective>, trained: Shards, weights: Shards) -> Self {
-        Self { rank: collective.rank(), collective: Mutex::new(Some(collective)), trained, weights }
+        let (rank, clock) = (collective.rank(), Arc::default());
+        Self { rank, collective: Mutex::new(Some(collective)), clock, trained, weights }
     }
 
     /// The collective of the ranks.
@@ -74,7 +78,8 @@ impl RankMembership {
     /// If another rank does not make the call.
     pub(super) fn norm(&self, squares: &SquareSum) -> Result<f32, TrainerError> {
         let mut sum = SquareSum::default();
-        let all = self.collective()?.all_gather_bytes(squares.to_bytes())?;
+        let collective = self.collective()?;
+        let all = self.clock.during(RankPhase::Wait, || collective.all_gather_bytes(squares.to_bytes()))?;
         for (rank, bytes) in all.iter().enumerate() {
             let Some(squares) = SquareSum::from_bytes(bytes) else {
                 let reason = format!("rank {rank} sent {} bytes for a sum of squares", bytes.len());

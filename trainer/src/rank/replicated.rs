@@ -1,6 +1,8 @@
 //! One of several ranks that all have all weights: ZeRO stages 1 and 2, or an adapter. Every rank updates its shards of
 //! the trained values and gathers the others.
 
+use std::sync::Arc;
+
 use collective::HostCollective;
 
 use super::RankBase;
@@ -12,6 +14,7 @@ use crate::learner::{LearnerStep, RowLoss};
 use crate::norm::clip;
 use crate::on_device::by_dtype;
 use crate::pass::Pass;
+use crate::rank_spans::RankPhase;
 use crate::zero::{Shards, TreeSums};
 
 pub(super) struct ReplicatedRank {
@@ -31,7 +34,9 @@ impl ReplicatedRank {
         base: &mut RankBase,
         step: &StepInputs<'_, L>,
     ) -> Result<LearnerStep<L::Report>, TrainerError> {
-        let reports = self.reduce(base, step)?;
+        let clock = Arc::clone(&self.membership.clock);
+        let reports = clock.during(RankPhase::ForwardBackward, || self.reduce(base, step))?;
+        let _optimizer = clock.enter(RankPhase::Optimizer);
         let grad_norm = self.update(base, step)?;
         self.weights.refresh()?;
         Ok(LearnerStep { grad_norm, reports })
@@ -76,7 +81,8 @@ impl ReplicatedRank {
         weights.change(pool, |specs, values| {
             let own = owned(specs, membership.fragments(), values, false, gradients);
             base.optimizer.update_owned(specs, own, scale, learning_rate, pool);
-            gather(&*collective, &membership.trained, values)
+            let gathers = || gather(&*collective, &membership.trained, values);
+            membership.clock.during(RankPhase::Wait, gathers)
         })?;
         Ok(norm)
     }

@@ -1,5 +1,7 @@
 //! One of several ranks that each have their shards of the weights (ZeRO stage 3), and gather layers through the host.
 
+use std::sync::Arc;
+
 use model::ThreadPool;
 
 use super::membership::{OwnShards, RankMembership};
@@ -11,6 +13,7 @@ use crate::learner::{LearnerStep, RowLoss};
 use crate::norm::clip;
 use crate::on_device::by_dtype;
 use crate::pass::Pass;
+use crate::rank_spans::RankPhase;
 use crate::zero::{Requests, TreeSums, WeightShards};
 
 pub(super) struct ShardedRank {
@@ -56,8 +59,9 @@ impl ShardedRank {
         base: &mut RankBase,
         step: &StepInputs<'_, L>,
     ) -> Result<LearnerStep<L::Report>, TrainerError> {
-        let reports = self.reduce(base, step)?;
-        let grad_norm = self.update(base, step)?;
+        let clock = Arc::clone(&self.membership.clock);
+        let reports = clock.during(RankPhase::ForwardBackward, || self.reduce(base, step))?;
+        let grad_norm = clock.during(RankPhase::Optimizer, || self.update(base, step))?;
         Ok(LearnerStep { grad_norm, reports })
     }
 

@@ -59,6 +59,7 @@ impl HostExchange<'_> {
             trained: &self.membership.trained,
             weights: self.weights,
             buffers: &self.base.buffers,
+            clock: &self.membership.clock,
         };
         with_communication(&communication, sums, body)
     }

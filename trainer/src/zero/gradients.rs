@@ -1,12 +1,11 @@
 //! Gradients of one step. Reduce-scatter of a unit starts as soon as the backward pass has completed it.
 
 use std::ops::Range;
-use std::sync::mpsc::SyncSender;
 
 use model::{GradientSink, Layout, ThreadPool, Unit};
 
 use super::tree::{Merge, TreeSums, add};
-use super::{BufferPool, Request, number};
+use super::{BufferPool, Request, RequestSender, number};
 use crate::lora::Adapter;
 use crate::plan::Slot;
 
@@ -39,7 +38,7 @@ struct SlotGradients<'a> {
 /// The sum to which the gradients of a complete slot are added.
 enum ReductionTarget<'a> {
     /// The sum over all ranks. With `local` the slots of this rank are summed first, and their sum is sent.
-    Ranks { requests: SyncSender<Request>, local: Option<LocalSums> },
+    Ranks { requests: RequestSender, local: Option<LocalSums> },
     /// The sums of a single rank.
     Single { sums: &'a mut TreeSums, written: Vec<bool> },
 }
@@ -126,7 +125,7 @@ impl<'a> GradientReduction<'a> {
     /// The gradients of one of several ranks. If it `accumulates`, it sums its own slots before reduce-scatter.
     pub(super) fn among_ranks(
         network: TrainedNetwork<'a>,
-        requests: SyncSender<Request>,
+        requests: RequestSender,
         accumulates: bool,
     ) -> Self {
         let units = SlotGradients::new(network);

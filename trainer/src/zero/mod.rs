@@ -20,14 +20,15 @@ mod parameters;
 mod shards;
 mod tree;
 
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::mpsc::{Receiver, SendError, SyncSender, TryRecvError, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use collective::{CollectiveError, HostCollective};
 use model::{Layout, ThreadPool, Unit};
 
 use crate::TrainerError;
 use crate::plan::Slot;
+use crate::rank_spans::{RankClock, RankPhase};
 
 pub(crate) use devices::{DeviceGathering, DeviceReduction, DeviceSharding};
 pub(crate) use gradients::{GradientReduction, TrainedNetwork};
@@ -52,6 +53,8 @@ pub(crate) struct Communication<'a> {
     /// The weights that this rank owns; `None` if every rank has all weights.
     pub(crate) weights: Option<WeightShards<'a>>,
     pub(crate) buffers: &'a BufferPool,
+    /// The clock of the rank, for waits of the computing thread.
+    pub(crate) clock: &'a Arc<RankClock>,
 }
 
 /// The weights that a rank owns.
@@ -73,8 +76,41 @@ enum Request {
 
 /// The computing thread's end of the channels.
 pub(crate) struct Requests {
-    requests: SyncSender<Request>,
+    requests: RequestSender,
     gathered: Receiver<Vec<f32>>,
+}
+
+/// Where the computing thread sends its requests. It waits while the communication thread waits for other ranks.
+#[derive(Clone)]
+struct RequestSender {
+    requests: SyncSender<Request>,
+    clock: Arc<RankClock>,
+}
+
+impl RequestSender {
+    /// Sends a request.
+    ///
+    /// # Errors
+    /// If the communication thread has ended.
+    fn send(&self, request: Request) -> Result<(), SendError<Request>> {
+        match self.requests.try_send(request) {
+            Ok(()) => Ok(()),
+            Err(TrySendError::Full(request)) => {
+                self.clock.during(RankPhase::Wait, || self.requests.send(request))
+            }
+            Err(TrySendError::Disconnected(request)) => Err(SendError(request)),
+        }
+    }
+
+    /// The next gathered unit; `None` if the communication thread has ended.
+    fn receive(&self, gathered: &Receiver<Vec<f32>>) -> Option<Vec<f32>> {
+        match gathered.try_recv() {
+            Ok(values) => Some(values),
+            // The collective that the communication thread waits in has the deadline.
+            Err(TryRecvError::Empty) => self.clock.during(RankPhase::Wait, || gathered.recv().ok()),
+            Err(TryRecvError::Disconnected) => None,
+        }
+    }
 }
 
 /// Runs `body` with a communication thread. `own` receives the sums of the gradients that this rank owns.
@@ -94,8 +130,11 @@ pub(crate) fn with_communication<R>(
         let thread = std::thread::Builder::new().name(name).spawn_scoped(scope, serve);
         let thread = thread.map_err(|source| TrainerError::Thread { source })?;
         // The channel closes with the body, and the thread ends.
+        let clock = communication.clock;
+        let requests = RequestSender { requests, clock: Arc::clone(clock) };
         let result = body(Requests { requests, gathered });
-        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        let joined = clock.during(RankPhase::Wait, || thread.join());
+        joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         result
     })
 }
@@ -107,7 +146,7 @@ fn serve(
     requests: &Receiver<Request>,
     gathered: &SyncSender<Vec<f32>>,
 ) -> Result<(), CollectiveError> {
-    let Communication { collective, trained, weights, buffers } = communication;
+    let Communication { collective, trained, weights, buffers, .. } = communication;
     let rank = collective.rank();
     let (mut sums, threads) = (Vec::new(), ThreadPool::single());
     for request in requests {

@@ -1,16 +1,16 @@
 //! Layers that are gathered from their owners one ahead of the pass.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender};
+use std::sync::mpsc::Receiver;
 
 use candle_core::bail;
 use model::{LayerSource, Layout, Unit};
 
-use super::{BufferPool, Request, Requests, number};
+use super::{BufferPool, Request, RequestSender, Requests, number};
 
 /// Layers of a model of which every rank has its shards.
 pub(crate) struct ParameterGathering<'a> {
-    requests: SyncSender<Request>,
+    requests: RequestSender,
     gathered: Receiver<Vec<f32>>,
     layout: &'a Layout,
     buffers: &'a BufferPool,
@@ -54,10 +54,9 @@ impl ParameterGathering<'_> {
     }
 
     fn receive(&self) -> candle_core::Result<Vec<f32>> {
-        // The collective that the communication thread waits in has the deadline.
-        match self.gathered.recv() {
-            Ok(values) => Ok(values),
-            Err(_) => bail!("weights do not come any more"),
+        match self.requests.receive(&self.gathered) {
+            Some(values) => Ok(values),
+            None => bail!("weights do not come any more"),
         }
     }
 

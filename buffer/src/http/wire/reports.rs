@@ -60,6 +60,8 @@ pub(crate) struct EntryBody {
     uses: u32,
     /// Whether it was submitted under an idempotency key.
     keyed: bool,
+    /// Milliseconds since it got its slot; for a group of an earlier process, since the buffer was opened.
+    age_ms: u64,
 }
 
 impl From<&GroupEntry> for EntryBody {
@@ -74,6 +76,7 @@ impl From<&GroupEntry> for EntryBody {
             reward: entry.reward,
             uses: entry.uses,
             keyed: entry.keyed,
+            age_ms: entry.age_ms,
         }
     }
 }

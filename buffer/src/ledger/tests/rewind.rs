@@ -1,7 +1,7 @@
-//! Rewinds, calls on ended leases, and impossible versions, step by step.
+//! Rewinds, calls on ended leases, impossible versions, and ages, step by step.
 
 use super::*;
-use crate::{Finalized, LeaseRequest};
+use crate::{Finalized, GroupFilter, LeaseRequest};
 
 const TRAINER: &str = "trainer";
 
@@ -218,4 +218,29 @@ fn versions_that_were_never_made_are_refused_and_change_nothing() {
     assert!(is_stored(&submit(&mut ledger, 3, last.0)) && is_stored(&submit(&mut ledger, 4, last.0)));
     assert!(lease(&mut ledger, TRAINER, last.0).is_some());
     assert!(ledger.stats().next_step > last);
+}
+
+/// From the slot on, through all states; a group of an earlier process counts from the opening.
+#[test]
+fn the_age_of_a_group_counts_from_its_slot() {
+    let mut ledger = synchronous();
+    let age = |ledger: &Ledger, id: GroupId, now: u64| ledger.entry(id, now).unwrap().age_ms;
+    let [group, _] = ledger.admit(AdmitRequest { limit: 2, ..served(0) }, 100).unwrap()[..] else { panic!() };
+    assert_eq!(age(&ledger, group, 150), 50);
+    ledger.claim(group, PolicyVersion(0), 200).unwrap();
+    ledger.begin(&arrival(ArrivalIdentity::Admitted(group), PolicyVersion(0)), 300).unwrap();
+    assert_eq!(age(&ledger, group, 310), 210);
+    ledger.end(group, Some(row(group, PolicyVersion(0))), 320);
+    assert_eq!(ledger.list(&GroupFilter::default(), None, 1, 400).groups[0].age_ms, 300);
+    ledger
+        .lease(
+            &LeaseRequest { at_least: Some(1), ..LeaseRequest::step(TRAINER, PolicyVersion(0)) },
+            450,
+            true,
+        )
+        .unwrap();
+    assert_eq!((age(&ledger, group, 500), age(&ledger, group, 50)), (400, 0));
+    let recovered = Recovered { rows: vec![row(group, PolicyVersion(0))], ..Recovered::default() };
+    let reopened = Ledger::restore(BufferConfig::new(2, 0), recovered, 7);
+    assert_eq!(age(&reopened, group, 9), 2);
 }
