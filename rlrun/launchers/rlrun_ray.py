@@ -181,6 +181,7 @@ def run(description):
 
 
 if __name__ == "__main__":
-    ray.init(address=os.environ.get("RAY_ADDRESS", "auto"))
     with open(sys.argv[1]) as file:
-        sys.exit(run(json.load(file)))
+        description = json.load(file)
+    ray.init(address=os.environ.get("RAY_ADDRESS", "auto"))
+    sys.exit(run(description))
