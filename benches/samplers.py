@@ -60,7 +60,7 @@ def arguments():
 class Run:
     """A run without samplers of its own, which workers join at `url`."""
 
-    def __init__(self, args, name, host, sets):
+    def __init__(self, args, name, host, sets, recipe=os.path.join(ROOT, "recipes", "grpo_math.toml")):
         self.directory = os.path.join(args.dir, name)
         shutil.rmtree(self.directory, ignore_errors=True)
         self.tokens = os.path.join(args.dir, "tokens")
@@ -74,8 +74,7 @@ class Run:
                 f"buffer.token_file={json.dumps(self.tokens)}",
                 "warmup.steps=20", "eval.interval=0", "checkpoint.interval=0", "log.samples=0",
                 f"trainer.steps={args.steps}", "data.arithmetic.eval_tasks=20", *sets, *args.sets]
-        command = [os.path.join(args.bin, "rlrun"), os.path.join(ROOT, "recipes", "grpo_math.toml"), "--run-dir",
-                   self.directory, "--quiet"]
+        command = [os.path.join(args.bin, "rlrun"), recipe, "--run-dir", self.directory, "--quiet"]
         self.process = start(command + [part for value in sets for part in ("--set", value)])
         self.samples = []
 
@@ -101,8 +100,8 @@ class Run:
             return []
         return [line for line in lines if line["step"] > 0]
 
-    def follow(self):
-        """Waits for the end of the run; notes its processor time whenever a step is complete."""
+    def follow(self, look=lambda: None):
+        """Waits for the end of the run; notes its processor time and looks whenever a step is complete."""
         known, since = 0, time.monotonic()
         while self.process.poll() is None:
             count = len(self.steps())
@@ -110,6 +109,7 @@ class Run:
             if count > known and cpu is not None:
                 known, since = count, time.monotonic()
                 self.samples.append((count, cpu, since))
+                look()
             if time.monotonic() - since > ADVANCE:
                 raise SystemExit(f"{self.directory}: no step for {ADVANCE} s")
             time.sleep(0.05)
@@ -162,6 +162,15 @@ def processor_seconds(root):
     except OSError:
         return None
     return total / TICKS
+
+
+def learnable(args):
+    """A recipe whose reward tells the answers of an untrained model apart, so that every step changes the weights."""
+    path = os.path.join(args.dir, "learnable.toml")
+    with open(path, "w") as file:
+        file.write(f"extends = {json.dumps(os.path.join(ROOT, 'recipes', 'grpo_math.toml'))}\n"
+                   "[[rewards]]\nkind = \"regex\"\npattern = \"[02468]$\"\n[eval.correct]\nreward = \"regex\"\n")
+    return path
 
 
 def trained_tokens(steps):
@@ -222,7 +231,7 @@ def real(args):
     for round_ in range(args.rounds):
         for tree in (False, True):
             run = Run(args, f"real_{'tree_' if tree else ''}{round_}", "127.0.0.1",
-                      ["weights.dtype=bf16", "weights.transport=http", "trainer.learning_rate=1e-6"])
+                      ["weights.dtype=bf16", "weights.transport=http", "trainer.learning_rate=1e-6"], learnable(args))
             workers = []
             try:
                 run.wait_for_workers()
@@ -282,20 +291,20 @@ def link(args):
 
 
 def one_link(args, dtype, rate, sets, bound):
-    run = Run(args, f"link_{dtype}_{rate}", OUTSIDE, sets)
-    workers = []
+    run = Run(args, f"link_{dtype}_{rate}", OUTSIDE, sets, learnable(args))
+    workers, sampled = [], {}
     try:
         time.sleep(1)
         for name, inside in (("near", []), ("behind the link", ["ip", "netns", "exec", NAMESPACE])):
             workers.append(start([*inside, os.path.join(args.bin, "rlrun"), "worker", "rollout", "--join", run.url,
                                   "--token-file", run.tokens, "--name", name, "--threads", "1"],
                                  stderr=subprocess.DEVNULL))
-        run.follow()
+        run.follow(lambda: sampled.update({member["name"]: member["sampled_tokens"] for member in run.members() or []}))
     finally:
         end([run.process, *workers])
-    steps = run.steps()
+    steps, sampled = run.steps(), sampled.get("behind the link", 0)
     # A full push comes every `weights.full_every` versions.
-    pushes = [step["weights/bytes"] for step in steps[1:]]
+    pushes = [step["weights/bytes"] for step in steps[1:] if step.get("weights/density", 1.0) > 0]
     row = {
         "dtype": dtype,
         "learning_rate": rate,
@@ -304,6 +313,7 @@ def one_link(args, dtype, rate, sets, bound):
         "push_bytes": statistics.median(pushes),
         "push_s_on_link": statistics.median(pushes) * 8e-6 / args.mbit,
         "density": statistics.median(step.get("weights/density", 1.0) for step in steps[1:]),
+        "sampled_behind_the_link": sampled,
         "received_bytes_last": steps[-1]["weights/received_bytes"],
         "apply_s": statistics.median(step["weights/apply_s"] for step in steps[1:]),
         "subscribers": int(max(step["weights/subscribers"] for step in steps)),
