@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ::rewards::LoadCounts;
-use ::weights::{Lag, PushCost};
+use ::weights::{Distribution, Lag, PushCost};
 use model::ModelDirectory;
 use rollout::{Activity, Progress};
 use serde_json::json;
@@ -84,6 +84,8 @@ pub struct ObserverInputs<'a> {
     pub push: Option<PushCost>,
     /// The version of every sampler.
     pub lags: &'a [Lag],
+    /// How versions have been sent so far.
+    pub distribution: Distribution,
     /// Rejected input of other processes during the step.
     pub refused: &'a [Refused],
     /// The work of the sampler up to the begin of the step.
@@ -272,7 +274,7 @@ impl<'a> Observer<'a> {
         rewards::measure(&self.recipe.rewards, &mut metrics, inputs);
         measures::speed(&mut metrics, inputs);
         rewards::name_culprits(&mut metrics, inputs);
-        weights::measure(&mut metrics, inputs.push, inputs.lags);
+        weights::measure(&mut metrics, inputs.push, inputs.lags, inputs.distribution);
         self.peers(&mut metrics, inputs)?;
         crate::curation::measure(self.recipe, &mut metrics, inputs.sampler_before, inputs.sampler_after);
         if let Some(peak) = crate::memory::peak_mib() {

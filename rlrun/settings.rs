@@ -368,7 +368,8 @@ impl Recipe {
             WeightDtypeWord::F32 => Dtype::F32,
             WeightDtypeWord::Bf16 => Dtype::Bf16,
         };
-        HubConfig { hold: Duration::from_secs_f64(self.deadlines.heartbeat_s), dtype }
+        let hold = Duration::from_secs_f64(self.deadlines.heartbeat_s);
+        HubConfig { hold, dtype, fanout: self.weights.fanout, ..HubConfig::default() }
     }
 
     /// How new versions are published; `served` says whether other processes can take them.

@@ -5,7 +5,7 @@
 //!    /v1/run/join                role and name          -> recipe, files of the model, name
 //!    /v1/run/beat                heartbeat, each second -> whether to stop
 //!    /v1/admissions, /v1/groups  the buffer
-//!    /v1/weights                 the weights
+//!    /v1/weights                 the weights, or the relay that sends them
 //! ```
 //!
 //! - [`registry`]: the run's registry of workers; [`api`]: its routes for them

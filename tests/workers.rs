@@ -144,6 +144,52 @@ fn workers_join_and_leave_during_a_run() {
     assert!(run.values("staleness/max").iter().all(|max| *max <= 2.0));
 }
 
+/// Weights go from the run to one worker and from there to others; when that one is killed, the run serves them itself.
+#[test]
+fn workers_pass_weights_on() {
+    let home = Home::new();
+    let run = home.run("run");
+    // All workers are on the host of the run, and would share its memory.
+    let sets =
+        ["buffer.listen=127.0.0.1:0", "buffer.max_staleness=2", "weights.transport=http", "weights.fanout=1"];
+    let mut lead = home.start_endless("run", &[&sets[..], &["trainer.learning_rate=1e-9"]].concat());
+    assert!(run.wait_for(Moment::Step(1), &mut lead));
+    let url = served_on(&run);
+    let join = |name: &str, more: &[&str]| {
+        let args = ["worker", "rollout", "--join", &url, "--name", name, "--threads", "1", "--patience", "5"];
+        home.start(&[&args[..], more].concat())
+    };
+    let last = |name: &str| run.values(name).last().copied().unwrap_or(0.0);
+    let show = || format!("{:?}", members(&url));
+    let relay = ["--relay", "127.0.0.1:0"];
+    let mut first = join("first", &relay);
+    until("the first relay", &|| last("weights/relays") == 1.0, &show);
+    let second = join("second", &relay);
+    until("the second relay", &|| last("weights/relays") == 2.0, &show);
+    let leaf = join("leaf", &[]);
+    let sampled = |name: &str| {
+        let member = members(&url).into_iter().find(|member| member["name"] == name);
+        member.and_then(|member| member["sampled_tokens"].as_u64()).unwrap_or(0)
+    };
+    until("work of all", &|| ["first", "second", "leaf"].iter().all(|name| sampled(name) > 0), &show);
+    let failures = last("weights/relay_failures");
+    first.kill().unwrap();
+    until("a failed relay", &|| last("weights/relay_failures") > failures, &show);
+    let before = sampled("leaf");
+    until("more work of the leaf", &|| sampled("leaf") > before, &show);
+    interrupt(&lead);
+    finish(lead).ok();
+    let said = finish(second).ok();
+    assert!(said.stderr.contains("passing weights on from http://127.0.0.1:"), "{}", said.stderr);
+    finish(leaf).ok();
+    let log = fs::read_to_string(run.path.join("logs/attempt_1.log")).unwrap();
+    assert!(log.contains("second took v") && log.contains("from the run instead of first"), "{log}");
+    every_group_once(&run, run.steps().len() as u64, 8).unwrap();
+    assert!(run.values("staleness/max").iter().all(|max| *max <= 2.0));
+    // One that others could not reach is no relay.
+    finish(join("everywhere", &["--relay", "0.0.0.0:0"])).refused(&["--relay-url"]);
+}
+
 /// A run names a dataset and a function: a worker reads and runs neither until its operator allows it.
 #[test]
 fn a_worker_reads_and_runs_only_what_its_operator_allows() {

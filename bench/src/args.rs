@@ -10,11 +10,13 @@ use trainer::optimizer::OptimizerKind;
 
 mod buffer;
 mod episodes;
+mod samplers;
 mod turns;
 mod weights;
 
 pub use buffer::BufferBenchArgs;
 pub use episodes::EpisodesBenchArgs;
+pub use samplers::SamplersBenchArgs;
 pub use turns::TurnsBenchArgs;
 pub use weights::WeightsBenchArgs;
 
@@ -56,6 +58,8 @@ pub enum BenchCommand {
     Episodes(EpisodesBenchArgs),
     /// Turns of episodes, with the KV pages of the turns before and without them
     Turns(TurnsBenchArgs),
+    /// Simulated rollout workers, for a run that is served elsewhere
+    Samplers(SamplersBenchArgs),
     /// New weights on their way to a sampler, by every transport
     Weights(Box<WeightsBenchArgs>),
     /// Serve the buffer that another process of this program measures

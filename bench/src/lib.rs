@@ -8,6 +8,7 @@
 //! - [`generate`], [`train`], [`steps`], [`ops`]: sampling, training, the whole loop, single operations
 //! - [`mod@buffer`]: a served buffer
 //! - [`episodes`]: use of environments under three schedules
+//! - [`samplers`]: simulated rollout workers of a served run
 //! - [`turns`]: a turn of an episode after the turns before it
 //! - [`mod@weights`]: publishing new weights, against the speed of a copy
 //!
@@ -27,6 +28,7 @@ pub mod generate;
 pub mod machine;
 pub mod measure;
 pub mod ops;
+pub mod samplers;
 pub mod steps;
 pub mod suite;
 pub mod train;

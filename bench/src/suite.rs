@@ -21,7 +21,7 @@ use crate::args::{
 };
 use crate::machine::{Machine, Peaks};
 use crate::measure::{self, Measure, Work};
-use crate::{buffer, episodes, generate, ops, steps, train, turns, weights};
+use crate::{buffer, episodes, generate, ops, samplers, steps, train, turns, weights};
 
 /// Runs the measures of `args` and writes each result to `out` as it is made.
 ///
@@ -31,6 +31,7 @@ pub fn run(args: &BenchArgs, program: &Program, out: &mut dyn Write) -> Result<(
     match &args.command {
         Some(BenchCommand::Buffer(args)) => buffer::run(args, out),
         Some(BenchCommand::Episodes(args)) => episodes::run(args, out),
+        Some(BenchCommand::Samplers(args)) => samplers::run(args, out),
         Some(BenchCommand::Turns(args)) => turns::run(args, out),
         Some(BenchCommand::Weights(args)) => weights::run(args, out),
         Some(BenchCommand::ServeBuffer(args)) => rlrun::serve::buffer(args).map(drop),

@@ -93,6 +93,12 @@ pub struct RolloutArgs {
     /// Device, such as cuda:1 [default: that of the recipe's `placement`]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<DeviceWord>,
+    /// Pass new weights on to other samplers, who reach this one at this address and port; port 0 chooses a free port
+    #[arg(long, value_name = "ADDRESS")]
+    pub relay: Option<SocketAddr>,
+    /// URL of the relay for other samplers, if it differs from http:// and the address
+    #[arg(long, value_name = "URL", requires = "relay")]
+    pub relay_url: Option<String>,
 }
 
 /// `rlrun worker trainer`.

@@ -59,6 +59,8 @@ pub(super) fn worker(
                 allow,
                 code: Vec::new(),
                 threads: None,
+                relay: None,
+                relay_url: None,
                 engine: None,
                 engine_urls: Vec::new(),
                 weights_dir: None,

@@ -412,6 +412,21 @@ pub(crate) const METRICS: &[MetricSection] = &[
                 "bytes",
                 "Bytes that all samplers received; 0 where memory is shared.",
             ),
+            metric(
+                "weights/sent_bytes",
+                "bytes",
+                "Bytes of weights that the run itself has sent over the network so far; relays send the others.",
+            ),
+            metric(
+                "weights/relays",
+                "samplers",
+                "Samplers that pass weights on (`rlrun worker rollout --relay`).",
+            ),
+            metric(
+                "weights/relay_failures",
+                "versions",
+                "Versions so far that a sampler took from the run because its relay was unreachable, slow or wrong.",
+            ),
         ],
     },
 ];

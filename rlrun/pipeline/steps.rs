@@ -50,6 +50,7 @@ impl Run<'_> {
                 step: &step,
                 push: weights.last()?,
                 lags: &lags,
+                distribution: weights.distribution()?,
                 evaluation: evaluation.as_ref(),
                 evaluated,
                 activity: &samplers.take_activity(),

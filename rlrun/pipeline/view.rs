@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use buffer::{Buffer, Consumer};
 use rollout::Progress;
-use weights::{Hub, RejectedSubscriber};
+use weights::{Hub, RejectedSubscriber, RelayFallback};
 
 use crate::peers::Peers;
 use crate::report::Report;
@@ -47,6 +47,17 @@ impl WatchdogView {
             self.registry.exclude(&subscriber);
             self.peers.refuse(&subscriber, "left_out", &error.to_string());
             self.report.note(&format!("{subscriber} is excluded, and the run continues without it: {error}"));
+        }
+        // One line a second, however many samplers report.
+        let fallbacks = self.hub.take_fallbacks().unwrap_or_default();
+        if let Some(RelayFallback { subscriber, relay, version, reason, detail }) = fallbacks.first() {
+            let more = match fallbacks.len() - 1 {
+                0 => String::new(),
+                others => format!("; {others} more versions were taken so"),
+            };
+            self.report.note(&format!(
+                "{subscriber} took {version} from the run instead of {relay}: {reason} ({detail}){more}"
+            ));
         }
         // Reported here too: with failing rewards the first step may never end.
         for (reward, failure) in self.progress.failures() {

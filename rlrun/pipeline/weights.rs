@@ -15,7 +15,8 @@ use weights::direct::ipc::{IpcConfig, IpcPublisher, IpcSubscriber};
 use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
 use weights::http::RemoteConfig;
 use weights::{
-    DevicePublisher, DevicePush, DeviceSubscriber, Hub, HubPublisher, Lag, Publisher, PushCost, WeightsError,
+    DevicePublisher, DevicePush, DeviceSubscriber, Distribution, Hub, HubPublisher, Lag, Publisher, PushCost,
+    WeightsError,
 };
 
 use super::samplers::SAMPLER_NAME;
@@ -176,6 +177,15 @@ impl WeightPublishing {
             Self::Host(publisher) => publisher.lags(),
             Self::F32(direct) => direct.publisher.lags(),
             Self::Bf16(direct) => direct.publisher.lags(),
+        }
+    }
+
+    /// How versions have been sent so far.
+    pub(super) fn distribution(&self) -> Result<Distribution, WeightsError> {
+        match self {
+            Self::Host(publisher) => publisher.hub().distribution(),
+            Self::F32(direct) => direct.publisher.hub().distribution(),
+            Self::Bf16(direct) => direct.publisher.hub().distribution(),
         }
     }
 

@@ -439,6 +439,10 @@ pub struct Weights {
     /// Whether transfers over HTTP are compressed with zstd. For slow networks.
     // resume = changes, worker = run
     pub compress: bool,
+    /// Most samplers that fetch a version over HTTP from the run, or from one relay, if there are relays
+    /// (`rlrun worker rollout --relay`); 0: all from the run. INTELLECT-2 SHARDCAST.
+    // resume = changes, worker = run
+    pub fanout: usize,
 }
 
 impl Default for Weights {
@@ -448,6 +452,7 @@ impl Default for Weights {
             dtype: WeightDtypeWord::F32,
             full_every: 20,
             compress: false,
+            fanout: 4,
         }
     }
 }

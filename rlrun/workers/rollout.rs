@@ -3,6 +3,7 @@
 //! Invariant: the run chooses what is sampled: its tasks, tokenizer and weights arrive as data. The operator of this machine
 //! allows what is read and executed here: see [`permissions`](super::permissions).
 
+use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,7 +19,7 @@ use device::device::DeviceLocation;
 use device::{Device, DeviceBuffer, Storage};
 use model::on_device::{DeviceDtype, DeviceSampler, StagedWeights};
 use model::{Config, Head, Layout, Parameters, Quantization, SharedCores};
-use weights::http::{RemoteConfig, RemoteSubscriber};
+use weights::http::{RelayConfig, RelaySubscriber, RemoteConfig, RemoteSubscriber};
 use weights::{DeviceSubscriber, Subscriber};
 
 use super::membership::{Membership, WorkerReport};
@@ -46,6 +47,12 @@ const LOOK_UP: Duration = Duration::from_millis(100);
 pub(crate) fn run(args: &RolloutArgs, program: &Program) -> Result<(), Failure> {
     if let Some(parent) = args.join.parent {
         end_with_parent(parent)?;
+    }
+    if args.relay.is_some_and(|address| address.ip().is_unspecified()) && args.relay_url.is_none() {
+        return Err(Failure::Argument(
+            "--relay listens on every address of this machine: say with --relay-url at which one others reach it"
+                .to_owned(),
+        ));
     }
     let permissions = Permissions::new(&args.allow, &args.code, program)?;
     let signals = Signals::listen()?;
@@ -92,10 +99,10 @@ fn sample(
     let prepared = prepared.serving_agents(&recipe, &directory, &runtime)?;
 
     status.enter("waits for the first weights");
-    let remote = remote(membership, &recipe);
+    let (remote, relay) = (remote(membership, &recipe), relay(args, &recipe)?);
     let sampler = match recipe.engine_kind() {
         Some(kind) => {
-            let subscriber = Arc::new(RemoteSubscriber::connect(remote)?);
+            let subscriber = subscribe(remote, relay)?;
             let setup = EngineSetup {
                 recipe: &recipe,
                 weights_dir: scratch.path().join(engines::WEIGHTS),
@@ -107,7 +114,9 @@ fn sample(
             setup.sampler(kind, subscriber)?
         }
         None => {
-            let Some(weights) = first(remote, directory.config(), &recipe, stop)? else { return Ok(()) };
+            let Some(weights) = first(remote, relay, directory.config(), &recipe, stop)? else {
+                return Ok(());
+            };
             eprintln!("sampling from {} on", weights.version);
             let setup = SamplerSetup { recipe: &recipe, directory: &directory, prepared: &prepared };
             setup.updated(weights, false)?
@@ -180,9 +189,32 @@ fn remote(membership: &Membership, recipe: &Recipe) -> RemoteConfig {
     RemoteConfig { token, roots, patience, transport, ..config }
 }
 
+/// The relay that this worker is asked to be.
+fn relay(args: &RolloutArgs, recipe: &Recipe) -> Result<Option<RelayConfig>, Failure> {
+    let Some(address) = args.relay else { return Ok(None) };
+    if recipe.weights.transport.is_between_devices() {
+        return Err(Failure::Argument(
+            "the weights of this run go from device to device (`weights.transport`): leave --relay out"
+                .to_owned(),
+        ));
+    }
+    let system = |source| Failure::System { what: format!("listen on {address}"), source };
+    let listener = TcpListener::bind(address).map_err(system)?;
+    Ok(Some(RelayConfig { listener, url: args.relay_url.clone(), dtype: recipe.hub().dtype }))
+}
+
+/// The subscription to weights in memory of the host.
+fn subscribe(remote: RemoteConfig, relay: Option<RelayConfig>) -> Result<Arc<dyn Subscriber>, Failure> {
+    let Some(relay) = relay else { return Ok(Arc::new(RemoteSubscriber::connect(remote)?)) };
+    let subscriber = RelaySubscriber::start(remote, relay)?;
+    eprintln!("passing weights on from http://{}", subscriber.address());
+    Ok(Arc::new(subscriber))
+}
+
 /// The newest weights; `None` if the worker was stopped before.
 fn first(
     remote: RemoteConfig,
+    relay: Option<RelayConfig>,
     config: &Config,
     recipe: &Recipe,
     stop: &AtomicBool,
@@ -204,7 +236,7 @@ fn first(
             ),
         };
     }
-    let subscriber = RemoteSubscriber::connect(remote)?;
+    let subscriber = subscribe(remote, relay)?;
     let Some(snapshot) = wait_for(recipe, stop, || Ok(subscriber.wait_newer(None, LOOK_UP)?))? else {
         return Ok(None);
     };
@@ -212,7 +244,7 @@ fn first(
     let version = snapshot.version;
     drop(snapshot);
     let network = Network::new(&recipe.serve_on()?, config, &parameters)?;
-    let (subscriber, config, on) = (Arc::new(subscriber), Arc::new(config.clone()), recipe.serve_on()?);
+    let (config, on) = (Arc::new(config.clone()), recipe.serve_on()?);
     Ok(Some(SamplerWeights { version, network, incoming: WeightSource::Host { subscriber, config, on } }))
 }
 

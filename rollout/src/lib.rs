@@ -1,7 +1,8 @@
 //! From tasks to scored groups.
 //!
 //! # Layout
-//! - [`worker`]: the rollout worker, the loop that ties everything together; [`activity`]: when it did what
+//! - [`worker`]: the rollout worker, the loop that ties everything together; [`activity`]: when it did what;
+//!   `admission_pace`: how often it asks for slots over a network
 //! - [`sampler`]: [`Sampler`], the seam to a rollout engine; [`engine`]: the engine of this process, continuous batching
 //!   over a paged KV cache; [`applier`]: newer weights, staged concurrently with decoding; [`remote`]: vLLM and SGLang
 //! - [`episode`]: episodes of turns in an environment, played with a sampler
@@ -18,6 +19,7 @@
 //! - Every wait has a deadline, and its error names both roles.
 
 pub mod activity;
+mod admission_pace;
 pub mod applier;
 pub mod curation;
 pub mod engine;

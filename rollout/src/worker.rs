@@ -18,6 +18,7 @@ use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
 use crate::activity::ActivityLog;
+use crate::admission_pace::AdmissionPace;
 use crate::curation::{Curation, CurationCounts, Decision};
 use crate::episode::{Episode, EpisodeConfig, EpisodeDriver};
 use crate::prompts::PromptSet;
@@ -147,6 +148,7 @@ pub struct Worker {
     /// Since when the sampler has been applying a version.
     applying_since: Option<Instant>,
     open: HashMap<GroupId, OpenGroup>,
+    pace: AdmissionPace,
     curation: Option<Curation>,
     /// Its turn on a device that it shares with the trainer.
     turn: Option<DeviceTurn>,
@@ -189,6 +191,7 @@ impl Worker {
             scorer,
             applying_since: None,
             open: HashMap::new(),
+            pace: AdmissionPace::default(),
             curation: None,
             turn: None,
             waiting_since: Instant::now(),
@@ -384,9 +387,12 @@ impl Worker {
             }
         }
         let baseline = usize::from(self.config.greedy_baseline);
+        let afar = self.config.holder.is_some();
+        if afar && !self.pace.is_due(version, Instant::now()) {
+            return Ok(());
+        }
         // Without a wait, a worker that asks over the network would always come after those of the buffer's process.
-        let afar = self.config.holder.is_some() && self.sampler.is_idle();
-        let wait = if afar { IN_LINE } else { Duration::ZERO };
+        let wait = if afar && self.sampler.is_idle() { IN_LINE } else { Duration::ZERO };
         let mut skipped = 0;
         while self.sampler.has_capacity(self.config.group_size + baseline) && skipped < MAX_SKIPS {
             let one = AdmitRequest { served: version, limit: 1, hold: None, holder: self.config.holder };
@@ -395,7 +401,11 @@ impl Worker {
                 Err(BufferError::Unclear { .. }) => break,
                 admitted => admitted?.pop(),
             };
-            let Some(group) = group else { break };
+            let Some(group) = group else {
+                self.pace.refused(version, Instant::now());
+                break;
+            };
+            self.pace.granted();
             let admitted = unix_seconds();
             let (task, prompt) = self.prompts.of(group);
             let whole = Decision::Start { group_size: self.config.group_size, max_turns: None };

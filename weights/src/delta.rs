@@ -42,6 +42,11 @@ pub(crate) struct DeltaEncoding {
 }
 
 impl DeltaFrame {
+    /// A delta as it was received: header and payload.
+    pub(crate) fn received(base: PolicyVersion, bytes: Vec<u8>) -> Self {
+        Self { base, bytes: bytes.into() }
+    }
+
     /// The version that it applies to.
     pub(crate) fn base(&self) -> PolicyVersion {
         self.base
@@ -103,6 +108,15 @@ pub(crate) fn encode(
     DeltaEncoding { frame: Some(DeltaFrame { base: base.version, bytes: bytes.into() }), density }
 }
 
+/// Compares the payload of a delta with the checksum in its header.
+pub(crate) fn check_payload(header: &FrameHeader, payload: &[u8]) -> Result<(), String> {
+    let FrameKind::Delta { checksum, .. } = header.kind else { return Err("it is no delta".to_owned()) };
+    if *blake3::hash(payload).as_bytes() == checksum {
+        return Ok(());
+    }
+    Err("its payload does not have the checksum that the header names".to_owned())
+}
+
 /// Applies the payload of a delta to `[values]` weights of its base. The caller compares the digest afterwards; after
 /// an error the weights are of no version.
 pub(crate) fn apply(
@@ -111,10 +125,7 @@ pub(crate) fn apply(
     values: &mut [f32],
     threads: usize,
 ) -> Result<(), String> {
-    let FrameKind::Delta { checksum, .. } = header.kind else { return Err("it is no delta".to_owned()) };
-    if *blake3::hash(payload).as_bytes() != checksum {
-        return Err("its payload does not have the checksum that the header names".to_owned());
-    }
+    check_payload(header, payload)?;
     let (mut rest, mut blocks) = (payload, Vec::new());
     for block in values.chunks_mut(BLOCK) {
         let (stored, raw) = (number(&mut rest)?, number(&mut rest)?);

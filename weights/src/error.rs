@@ -104,6 +104,22 @@ pub enum WeightsError {
         /// The connection id.
         connection: u64,
     },
+    /// An invalid address of a relay.
+    #[error("{name} names {url:?} as its address as a relay: write http:// or https://, a host and a port")]
+    BadRelay {
+        /// Its name.
+        name: String,
+        /// The address, truncated.
+        url: String,
+    },
+    /// A relay that cannot serve.
+    #[error("{name} cannot serve weights to others as a relay: {reason}; give it another address, or none")]
+    Relay {
+        /// Its name.
+        name: String,
+        /// The reason.
+        reason: String,
+    },
     /// An invalid name.
     #[error(
         "{name:?} is no name of a subscriber: 1 to {limit} letters, digits, spaces and -_.: are possible"

@@ -9,7 +9,9 @@
 //! connection wins. Receipts for versions of an earlier incarnation of the hub (`life` on the wire) are compared when
 //! the version is published again.
 
+mod relays;
 mod state;
+mod tree;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -18,8 +20,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::Notify;
 use trajectory::PolicyVersion;
 
+pub(crate) use self::relays::{AssignedRelay, MAX_RELAY_WAIT};
+pub use self::relays::{Distribution, FallbackReason, RelayAddress, RelayFallback};
+pub(crate) use self::state::{Availability, PublicationStatus, SubscriberId};
 use self::state::{HubState, Registration};
-pub(crate) use self::state::{PublicationStatus, SubscriberId};
 use crate::delta::DeltaFrame;
 use crate::direct::WeightsLocation;
 use crate::memory::MemorySubscriber;
@@ -45,11 +49,17 @@ pub struct HubConfig {
     pub hold: Duration,
     /// Precision of published weights.
     pub dtype: Dtype,
+    /// Most subscribers that fetch a version from the hub, or from one relay, if there are relays; 0: all from the hub.
+    pub fanout: usize,
+    /// How long a subscriber waits for its relay before it asks the hub: once for each relay between them, and the time to
+    /// transfer the version at 4 MiB per second in addition.
+    pub relay_wait: Duration,
 }
 
 impl Default for HubConfig {
     fn default() -> Self {
-        Self { hold: Duration::from_secs(60), dtype: Dtype::F32 }
+        let (hold, relay_wait) = (Duration::from_secs(60), Duration::from_secs(5));
+        Self { hold, dtype: Dtype::F32, fanout: 4, relay_wait }
     }
 }
 
@@ -74,6 +84,8 @@ pub(crate) struct Announcement {
     pub(crate) newest: PublishedVersion,
     /// `None` until it is computed; from then on the version can be fetched over HTTP.
     pub(crate) digest: Option<Digest>,
+    /// The relay to fetch it from; `None`: the hub.
+    pub(crate) relay: Option<AssignedRelay>,
 }
 
 /// The newest version, and where its weights are.
@@ -177,7 +189,7 @@ impl Hub {
         state.last_connection = connection;
         state.register(&name, Registration::new(connection, remote))?;
         drop(state);
-        self.wake();
+        self.wake_publisher();
         Ok(SubscriberId { name, connection })
     }
 
@@ -201,9 +213,9 @@ impl Hub {
                 .get(&caller.name)
                 .is_some_and(|registration| registration.connection == caller.connection)
         {
-            state.registrations.remove(&caller.name);
+            state.unregister(&caller.name);
         }
-        self.wake();
+        self.wake_publisher();
     }
 
     /// The newest version if it is newer than `after`.
@@ -214,9 +226,13 @@ impl Hub {
     ) -> Result<Option<Announcement>, WeightsError> {
         let mut state = self.healthy()?;
         if state.record_poll(caller, after)? {
-            self.wake();
+            self.wake_publisher();
         }
-        state.take_newer(caller, after)
+        let mut newer = state.take_newer(caller, after)?;
+        if let Some(newer) = &mut newer {
+            newer.relay = state.assigned_relay(&caller.name, &self.shared.config);
+        }
+        Ok(newer)
     }
 
     pub(crate) fn wait_newer(
@@ -229,7 +245,7 @@ impl Hub {
         let mut state = self.healthy()?;
         loop {
             if state.record_poll(caller, after)? {
-                self.wake();
+                self.wake_publisher();
             }
             let newer = state.take_newer(caller, after)?;
             if newer.is_some() || Instant::now() >= deadline {
@@ -257,7 +273,10 @@ impl Hub {
             state.failure = Some(error.clone());
         }
         drop(state);
-        self.wake();
+        match &result {
+            Ok(()) => self.wake_publisher(),
+            Err(_) => self.wake(),
+        }
         result
     }
 
@@ -301,9 +320,9 @@ impl Hub {
         if let Ok(mut state) = self.state()
             && state.registrations.get(name).is_some_and(Registration::is_remote)
         {
-            state.registrations.remove(name);
+            state.unregister(name);
         }
-        self.wake();
+        self.wake_publisher();
     }
 
     /// Members of broadcast rounds that called lately, sorted by name.
@@ -366,21 +385,19 @@ impl Hub {
 
     /// Announces a digested version to the network, with or without the `delta` from the previous one.
     pub(crate) fn settle(&self, delta: Option<Arc<DeltaFrame>>) -> Result<(), WeightsError> {
-        self.healthy()?.settle(delta);
+        self.healthy()?.settle(delta, self.dtype());
         self.wake();
         Ok(())
     }
 
     /// The delta from `from`, if the chain from it is complete and smaller than the full weights.
-    pub(crate) fn delta(&self, from: PolicyVersion) -> Result<Option<Arc<DeltaFrame>>, WeightsError> {
-        Ok(self.healthy()?.delta(from, self.dtype()))
+    pub(crate) fn delta(&self, from: PolicyVersion) -> Result<Availability<Arc<DeltaFrame>>, WeightsError> {
+        Ok(self.healthy()?.delta(from))
     }
 
     /// A version in full, while it is the newest and digested.
-    pub(crate) fn full(&self, version: PolicyVersion) -> Result<Option<Arc<Snapshot>>, WeightsError> {
-        let state = self.healthy()?;
-        let newest = state.newest.as_ref().filter(|newest| newest.version() == version && state.settled);
-        Ok(newest.and_then(PublishedVersion::snapshot).cloned())
+    pub(crate) fn full(&self, version: PolicyVersion) -> Result<Availability<Arc<Snapshot>>, WeightsError> {
+        Ok(self.healthy()?.full(version))
     }
 
     pub(crate) fn sent(&self, bytes: u64) {
@@ -431,9 +448,16 @@ impl Hub {
         Ok(state)
     }
 
+    /// Wakes every wait: a version has changed, or the hub has failed.
     fn wake(&self) {
         self.shared.changed.notify_all();
         self.shared.changed_async.notify_waiters();
+    }
+
+    /// Wakes the publisher: subscribers or receipts have changed. Polls of subscribers continue to wait, or every receipt would
+    /// cost a look of every other subscriber.
+    fn wake_publisher(&self) {
+        self.shared.changed.notify_all();
     }
 
     /// Waits for a change or the deadline.

@@ -58,7 +58,9 @@ pub use contract::{Lag, Publisher, Receipt, Subscriber};
 pub use copier::Copier;
 pub use direct::{DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights};
 pub use error::WeightsError;
-pub use hub::{Hub, HubConfig, RejectedSubscriber};
+pub use hub::{
+    Distribution, FallbackReason, Hub, HubConfig, RejectedSubscriber, RelayAddress, RelayFallback,
+};
 pub use publisher::{DeltaConfig, HubPublisher, PublishConfig, PushCost};
 pub use shm::ShardOwner;
 pub use snapshot::{Digest, Received, Snapshot};

@@ -1,7 +1,7 @@
 //! Requests of a subscriber to a hub. Invariant: every request has a deadline, and every answer a limit of bytes.
 
 use std::fmt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use connect::{Body, BodyReader, HttpClient, RequestBuilder, Response, SendError, ServerAddress};
 use serde::Serialize;
@@ -15,6 +15,8 @@ use crate::WeightsError;
 const ANSWER: Duration = Duration::from_secs(30);
 /// The slowest network that weights are sent over, bytes per second.
 const SLOWEST: u64 = 1 << 20;
+/// Shortest time for an answer of a relay.
+const LEAST_WAIT: Duration = Duration::from_millis(1);
 /// Largest answer except weights, bytes.
 const MAX_ANSWER: u64 = 64 << 10;
 /// Why a request has no usable answer.
@@ -24,6 +26,8 @@ pub(super) enum FetchError {
     Unreachable(String),
     /// The version is no longer available.
     VersionGone,
+    /// A relay did not receive the version in time.
+    NotYet,
     /// It sent something else than the weights of the version.
     Corrupt(String),
     /// It refused; a repetition will not succeed.
@@ -79,14 +83,18 @@ impl HubClient {
         self.answer(self.http.send(request, limit).map_err(|error| self.failed(&error))?)
     }
 
-    /// Weights, of at most `limit` bytes.
+    /// Weights, of at most `limit` bytes, until `deadline`; `None`: a time for this many bytes.
     pub(super) fn weights(
         &self,
         route: &str,
         query: &impl Serialize,
         limit: u64,
+        deadline: Option<Instant>,
     ) -> Result<BodyReader<'static>, FetchError> {
-        let wait = ANSWER + Duration::from_secs(limit / SLOWEST);
+        let wait = match deadline {
+            Some(deadline) => deadline.saturating_duration_since(Instant::now()).max(LEAST_WAIT),
+            None => ANSWER + Duration::from_secs(limit / SLOWEST),
+        };
         let mut response = self.send("GET", route, query, wait)?;
         if response.status() != 200 {
             return Err(self.problem_error(&mut response));
@@ -154,6 +162,7 @@ impl HubClient {
         };
         match &problem.code[..] {
             WeightsProblem::VERSION_GONE => FetchError::VersionGone,
+            WeightsProblem::NOT_YET => FetchError::NotYet,
             WeightsProblem::PUBLISHER_GONE => {
                 FetchError::Refused(WeightsError::PublisherGone { newest: problem.newest.map(PolicyVersion) })
             }

@@ -1,7 +1,7 @@
 //! Receives the weights of a version: from shared memory, as deltas, or in full.
 //!
 //! Invariant: returned weights have the announced digest, or lie in the publisher's slot. Damaged weights are dropped
-//! together with their base.
+//! together with their base. From a relay exactly the announced version is accepted; the hub may send a newer one.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -10,14 +10,16 @@ use std::time::Instant;
 
 use trajectory::PolicyVersion;
 
-use super::client::{FetchError, HubClient};
-use super::wire::{DeltaQuery, FullQuery, VersionNotice};
+use super::client::FetchError;
+use super::upstream::FrameSource;
+use super::wire::VersionNotice;
 use crate::copier::copy_rounded;
-use crate::delta::{apply, full_bytes, longest_payload, value_of};
+use crate::delta::{DeltaFrame, apply, check_payload, full_bytes, longest_payload, value_of};
 use crate::direct::WeightsLocation;
 use crate::frame::{FrameHeader, FrameKind, HEADER};
+use crate::hub::AssignedRelay;
 use crate::shm::{SlotReader, is_of_publisher};
-use crate::{Digest, Dtype, Received, Snapshot};
+use crate::{Digest, Dtype, Hub, Received, Snapshot};
 
 /// Weights in another precision per read.
 const CHUNK: usize = 1 << 18;
@@ -35,6 +37,8 @@ pub(super) struct WeightReceiver {
     current: Option<DeltaBase>,
     /// Memory of an earlier version, which the sampler may still reference.
     spare: Option<Arc<[f32]>>,
+    /// The hub that passes received versions on, if this is a relay.
+    relay: Option<Hub>,
 }
 
 #[derive(Clone, Debug)]
@@ -55,6 +59,8 @@ pub(super) struct AnnouncedVersion {
     shm: Option<String>,
     /// How to get it, if it is on a device.
     direct: Option<WeightsLocation>,
+    /// The relay to fetch it from.
+    relay: Option<AssignedRelay>,
 }
 
 impl AnnouncedVersion {
@@ -70,6 +76,7 @@ impl AnnouncedVersion {
             dtype: dtype.ok_or_else(|| format!("weights are announced as {:?}", news.dtype))?,
             shm: news.shm,
             direct: news.direct,
+            relay: news.relay.map(AssignedRelay::from),
         })
     }
 
@@ -86,6 +93,10 @@ impl AnnouncedVersion {
         self.direct.as_ref()
     }
 
+    pub(super) fn relay(&self) -> Option<&AssignedRelay> {
+        self.relay.as_ref()
+    }
+
     /// The digest for an error; zeros if it is unknown.
     pub(super) fn digest(&self) -> Digest {
         self.digest.unwrap_or_else(|| Digest::from_bytes([0; 32]))
@@ -93,8 +104,9 @@ impl AnnouncedVersion {
 }
 
 impl WeightReceiver {
-    pub(super) fn new(threads: usize, shared: PathBuf) -> Self {
-        Self { threads, shared, reader: SlotReader::default(), current: None, spare: None }
+    /// `relay` passes received versions on.
+    pub(super) fn new(threads: usize, shared: PathBuf, relay: Option<Hub>) -> Self {
+        Self { threads, shared, reader: SlotReader::default(), current: None, spare: None, relay }
     }
 
     /// The weights in the publisher's slot; `None` if the slot was overwritten, an error if the slot will never be
@@ -124,37 +136,36 @@ impl WeightReceiver {
     /// Fetches the weights over the network.
     pub(super) fn fetch(
         &mut self,
-        client: &HubClient,
+        source: FrameSource<'_>,
         wanted: &AnnouncedVersion,
     ) -> Result<Snapshot, FetchError> {
         let Some(digest) = wanted.digest else { return Err(FetchError::VersionGone) };
         let started = Instant::now();
-        let mut bytes = 0;
         let near = |current: &DeltaBase| {
             current.version <= wanted.version
                 && current.dtype == wanted.dtype
                 && current.values.len() == wanted.len
         };
         let current = self.current.take().filter(near);
-        let changes = match current.as_ref().map(|current| changes(client, current, wanted.version)) {
+        let changes = match current.as_ref().map(|current| changes(source, current, wanted)) {
             Some(Ok(changes)) => Some(changes),
-            Some(Err(FetchError::Unreachable(reason))) => {
-                // The base is unchanged, so a later call can continue from it.
-                self.current = current;
-                return Err(FetchError::Unreachable(reason));
-            }
             Some(Err(FetchError::VersionGone)) | None => None,
-            Some(Err(trouble)) => return Err(trouble),
+            Some(Err(error)) => {
+                // The base is unchanged, so a later call can continue from it. One that the hub has damaged changes for is
+                // dropped: the next push is full.
+                let keeps = source.is_relay() || matches!(error, FetchError::Unreachable(_));
+                self.current = current.filter(|_| keeps);
+                return Err(error);
+            }
         };
-        let current = match (current, changes) {
+        let (current, bytes, frames) = match (current, changes) {
             (Some(current), Some(changes)) => {
-                bytes += changes.iter().map(|delta| HEADER as u64 + delta.header.payload).sum::<u64>();
-                self.follow(current, &changes)?
+                let bytes: u64 = changes.iter().map(|delta| delta.frame.len() as u64).sum();
+                (self.follow(current, &changes)?, bytes, changes)
             }
             (current, _) => {
-                self.spare = current.map(|current| current.values).or(self.spare.take());
-                bytes += full_bytes(wanted.len, wanted.dtype);
-                self.full(client, wanted, digest)?
+                let bytes = full_bytes(wanted.len, wanted.dtype);
+                (self.full(source, wanted, digest, current)?, bytes, Vec::new())
             }
         };
         if current.version == wanted.version && current.digest != digest {
@@ -165,6 +176,11 @@ impl WeightReceiver {
         let values = Arc::clone(&current.values).into();
         let snapshot = Snapshot::received(current.version, values, received, Some(current.digest));
         self.current = Some(current);
+        if let Some(relay) = self.relay.as_ref().filter(|relay| relay.dtype() == wanted.dtype) {
+            let frames = frames.into_iter().map(ReceivedDelta::into_frame).collect();
+            // A hub of received versions fails only after a panic, which ends its requests.
+            let _ = relay.relay(&Arc::new(snapshot.clone()), frames);
+        }
         Ok(snapshot)
     }
 
@@ -177,8 +193,9 @@ impl WeightReceiver {
             copy_rounded(&values, own_mut(&mut own)?, Dtype::F32, self.threads);
             self.spare = Some(std::mem::replace(&mut values, own));
         }
-        for ReceivedDelta { header, payload } in changes {
-            apply(header, payload, own_mut(&mut values)?, self.threads).map_err(FetchError::Corrupt)?;
+        for ReceivedDelta { header, frame, .. } in changes {
+            let values = own_mut(&mut values)?;
+            apply(header, &frame[HEADER..], values, self.threads).map_err(FetchError::Corrupt)?;
         }
         let found = Digest::on(&values, self.threads);
         if found != last.digest {
@@ -197,20 +214,29 @@ impl WeightReceiver {
         }
     }
 
+    /// All weights, into the memory of `current`, which is kept if the source has none.
     fn full(
         &mut self,
-        client: &HubClient,
+        source: FrameSource<'_>,
         wanted: &AnnouncedVersion,
         digest: Digest,
+        current: Option<DeltaBase>,
     ) -> Result<DeltaBase, FetchError> {
         let (version, dtype) = (wanted.version, wanted.dtype);
-        let mut stream =
-            client.weights("full", &FullQuery { version: version.0 }, full_bytes(wanted.len, dtype))?;
-        let (header, expected) =
-            (receive_header(&mut stream)?, FrameHeader::full(version, digest, wanted.len, dtype));
-        if header != expected {
-            return Err(FetchError::Corrupt(format!("{header:?} came instead of {expected:?}")));
-        }
+        let expected = FrameHeader::full(version, digest, wanted.len, dtype);
+        let opened = source.full(version, full_bytes(wanted.len, dtype)).and_then(|mut stream| {
+            let (header, _) = receive_header(&mut stream)?;
+            let other = || FetchError::Corrupt(format!("{header:?} came instead of {expected:?}"));
+            if header == expected { Ok(stream) } else { Err(other()) }
+        });
+        let mut stream = match opened {
+            Ok(stream) => stream,
+            Err(error) => {
+                self.current = current;
+                return Err(error);
+            }
+        };
+        self.spare = current.map(|current| current.values).or(self.spare.take());
         let mut values = self.memory(wanted.len);
         let received = receive_values(&mut stream, own_mut(&mut values)?, dtype).and_then(|()| {
             let found = Digest::on(&values, self.threads);
@@ -232,41 +258,58 @@ fn own_mut(values: &mut Arc<[f32]>) -> Result<&mut [f32], FetchError> {
 
 /// A delta as it was received.
 struct ReceivedDelta {
+    base: PolicyVersion,
     header: FrameHeader,
-    payload: Vec<u8>,
+    /// Header and payload.
+    frame: Vec<u8>,
+}
+
+impl ReceivedDelta {
+    fn into_frame(self) -> DeltaFrame {
+        DeltaFrame::received(self.base, self.frame)
+    }
 }
 
 /// The deltas from `current` to a version at least as new as `wanted`, together smaller than the weights.
 fn changes(
-    client: &HubClient,
+    source: FrameSource<'_>,
     current: &DeltaBase,
-    wanted: PolicyVersion,
+    wanted: &AnnouncedVersion,
 ) -> Result<Vec<ReceivedDelta>, FetchError> {
     let (mut base, mut digest, mut changes) = (current.version, current.digest, Vec::new());
-    while base < wanted {
-        let delta = receive_delta(client, current, base, digest)?;
+    while base < wanted.version {
+        let delta = receive_delta(source, current, base, digest)?;
         (base, digest) = (delta.header.version, delta.header.digest);
         changes.push(delta);
+    }
+    // A relay does not decide what a version is.
+    if source.is_relay() && (base, Some(digest)) != (wanted.version, wanted.digest) {
+        return Err(FetchError::Corrupt(format!(
+            "its changes lead to {base} ({digest}), and {} ({}) was announced",
+            wanted.version,
+            wanted.digest()
+        )));
     }
     Ok(changes)
 }
 
-fn receive_header(stream: &mut impl Read) -> Result<FrameHeader, FetchError> {
+/// A header, decoded and as it came.
+fn receive_header(stream: &mut impl Read) -> Result<(FrameHeader, [u8; HEADER]), FetchError> {
     let mut header = [0; HEADER];
     stream.read_exact(&mut header).map_err(lost)?;
-    FrameHeader::decode(&header).map_err(FetchError::Corrupt)
+    Ok((FrameHeader::decode(&header).map_err(FetchError::Corrupt)?, header))
 }
 
 /// The delta from `base`, whose weights have the digest `of`.
 fn receive_delta(
-    client: &HubClient,
+    source: FrameSource<'_>,
     current: &DeltaBase,
     base: PolicyVersion,
     of: Digest,
 ) -> Result<ReceivedDelta, FetchError> {
     let (len, longest) = (current.values.len(), longest_payload(current.values.len()));
-    let mut stream = client.weights("delta", &DeltaQuery { from: base.0 }, HEADER as u64 + longest)?;
-    let header = receive_header(&mut stream)?;
+    let mut stream = source.delta(base, HEADER as u64 + longest)?;
+    let (header, head) = receive_header(&mut stream)?;
     let fits = matches!(header.kind, FrameKind::Delta { base: b, of: o, .. } if (b, o) == (base, of));
     if !fits || header.version <= base || (header.values, header.dtype) != (len as u64, current.dtype) {
         return Err(FetchError::Corrupt(format!(
@@ -279,9 +322,14 @@ fn receive_delta(
             header.payload
         )));
     }
-    let mut payload = vec![0; header.payload as usize];
-    stream.read_exact(&mut payload).map_err(lost)?;
-    Ok(ReceivedDelta { header, payload })
+    let mut frame = vec![0; HEADER + header.payload as usize];
+    frame[..HEADER].copy_from_slice(&head);
+    stream.read_exact(&mut frame[HEADER..]).map_err(lost)?;
+    // Before the base is changed: then only the bytes of the relay are lost.
+    if source.is_relay() {
+        check_payload(&header, &frame[HEADER..]).map_err(FetchError::Corrupt)?;
+    }
+    Ok(ReceivedDelta { base, header, frame })
 }
 
 /// Reads all weights directly to their destination.

@@ -14,18 +14,22 @@ use trajectory::PolicyVersion;
 
 use super::client::{FetchError, HubClient};
 use super::receiver::{AnnouncedVersion, WeightReceiver};
+use super::upstream::{FrameSource, RelayConnections};
 use super::wire::{
-    Acknowledged, NewestAnswer, NewestQuery, ReceiptBody, SubscribeAnswer, SubscribeRequest, UnsubscribeQuery,
+    Acknowledged, FallbackBody, NewestAnswer, NewestQuery, ReceiptBody, RelayBody, SubscribeAnswer,
+    SubscribeRequest, UnsubscribeQuery,
 };
 use crate::direct::PushNotice;
-use crate::hub::After;
-use crate::{Receipt, Snapshot, Subscriber, WeightsError};
+use crate::hub::{After, AssignedRelay};
+use crate::{Hub, Receipt, RelayAddress, Snapshot, Subscriber, WeightsError};
 
 /// Longest wait of one request. It bounds the delay of a receipt, and is a fraction of the hold, so a poll is also
 /// the heartbeat.
 const LONGEST_ASK: Duration = Duration::from_millis(500);
 /// Deadline of a receipt.
 const RECEIPT: Duration = Duration::from_secs(10);
+/// Deadline of a message about relays.
+const RELAYS: Duration = Duration::from_secs(5);
 /// Deadline of unsubscribing.
 const LEAVE: Duration = Duration::from_secs(1);
 /// Deadline of subscribing, once connected.
@@ -84,6 +88,10 @@ pub struct RemoteSubscriber {
     connection: u64,
     longest_ask: Duration,
     receiver: Mutex<WeightReceiver>,
+    /// The relay that it fetches from.
+    relays: Mutex<RelayConnections>,
+    /// Where it passes versions on, if it does.
+    serves_at: Option<RelayAddress>,
     session: Mutex<SessionState>,
     /// Locked while a receipt is sent, so receipts arrive in order.
     sending: Mutex<()>,
@@ -145,6 +153,14 @@ impl RemoteSubscriber {
     /// # Errors
     /// Unusable URL or certificates, a server that refuses or does not answer.
     pub fn connect(config: RemoteConfig) -> Result<Self, WeightsError> {
+        Self::connect_as(config, None)
+    }
+
+    /// Subscribes as a relay, whose hub gets every version that is received.
+    pub(super) fn connect_as(
+        config: RemoteConfig,
+        relay: Option<(RelayAddress, Hub)>,
+    ) -> Result<Self, WeightsError> {
         let (token, roots) = (config.token.as_deref(), config.roots.as_deref());
         let client = HubClient::new(ServerAddress { url: &config.url, token, roots }, &config.name)?;
         let (started, mut pause) = (Instant::now(), FIRST_PAUSE);
@@ -154,7 +170,9 @@ impl RemoteSubscriber {
                     Ok(joined) => break joined,
                     Err(FetchError::Refused(error)) => return Err(error),
                     Err(FetchError::Unreachable(reason) | FetchError::Corrupt(reason)) => reason,
-                    Err(FetchError::VersionGone) => "it answered another question".to_owned(),
+                    Err(FetchError::VersionGone | FetchError::NotYet) => {
+                        "it answered another question".to_owned()
+                    }
                 };
             let waited = started.elapsed();
             let Some(left) = config.patience.checked_sub(waited).filter(|left| !left.is_zero()) else {
@@ -165,10 +183,14 @@ impl RemoteSubscriber {
             pause = (2 * pause).min(LONGEST_PAUSE);
         };
         let longest_ask = (Duration::from_millis(joined.hold_ms) / 3).min(LONGEST_ASK);
-        let (receiver, session) =
-            (Mutex::new(WeightReceiver::new(config.threads, config.shared.clone())), Mutex::default());
+        let (serves_at, passes_on) = relay.unzip();
+        let receiver = WeightReceiver::new(config.threads, config.shared.clone(), passes_on);
+        let (receiver, relays, session) = (Mutex::new(receiver), Mutex::default(), Mutex::default());
         let (connection, sending) = (joined.connection, Mutex::new(()));
-        Ok(Self { config, client, connection, longest_ask, receiver, session, sending })
+        let subscriber =
+            Self { config, client, connection, longest_ask, receiver, relays, serves_at, session, sending };
+        subscriber.offer_relay(false)?;
+        Ok(subscriber)
     }
 
     /// Damaged pushes since the last call; each was fetched again in full.
@@ -206,6 +228,7 @@ impl RemoteSubscriber {
             Ok(answer) => answer,
             Err(error) => return self.record_failure(error, None, deadline).map(|()| None),
         };
+        self.offer_relay(answer.relays)?;
         let mut session = self.session()?;
         session.away = None;
         session.pause = FIRST_PAUSE;
@@ -290,12 +313,56 @@ impl RemoteSubscriber {
                 Err(_) => *shm = false,
             }
         }
-        match receiver.fetch(&self.client, wanted) {
+        if let Some(relay) = wanted.relay()
+            && let Some(snapshot) = self.get_from_relay(&mut receiver, relay, wanted)?
+        {
+            return Ok(Some(snapshot));
+        }
+        match receiver.fetch(FrameSource::hub(&self.client), wanted) {
             Ok(snapshot) => {
                 self.session()?.damaged = 0;
                 Ok(Some(snapshot))
             }
             Err(error) => self.record_failure(error, Some(wanted), deadline).map(|()| None),
+        }
+    }
+
+    /// Gets the announced weights from a relay; `None` if it fails, which the hub is notified of.
+    fn get_from_relay(
+        &self,
+        receiver: &mut WeightReceiver,
+        relay: &AssignedRelay,
+        wanted: &AnnouncedVersion,
+    ) -> Result<Option<Snapshot>, WeightsError> {
+        let mut relays = self.relays.lock().map_err(|_| WeightsError::Poisoned)?;
+        let client = relays.client(&relay.address, self.config.roots.as_deref(), &self.config.name)?;
+        let source = FrameSource::relay(client, Instant::now() + relay.wait);
+        let error = match receiver.fetch(source, wanted) {
+            Ok(snapshot) => return Ok(Some(snapshot)),
+            Err(error) => error,
+        };
+        let Some((reason, detail)) = source.failure(error) else { return Ok(None) };
+        let report = FallbackBody {
+            name: self.config.name.clone(),
+            connection: self.connection,
+            relay: relay.name.clone(),
+            version: wanted.version().0,
+            reason,
+            detail,
+        };
+        // Without it the hub assigns the relay again.
+        drop(self.client.post::<Acknowledged>("fallbacks", &report, RELAYS));
+        Ok(None)
+    }
+
+    /// Registers this relay with a hub that does not know it, as after a restart.
+    fn offer_relay(&self, is_known: bool) -> Result<(), WeightsError> {
+        let Some(address) = self.serves_at.clone().filter(|_| !is_known) else { return Ok(()) };
+        let offer = RelayBody { name: self.config.name.clone(), connection: self.connection, address };
+        match self.client.post::<Acknowledged>("relays", &offer, RELAYS) {
+            Err(FetchError::Refused(error)) => Err(error),
+            // An unreachable hub gets it after the next poll.
+            Ok(Acknowledged {}) | Err(_) => Ok(()),
         }
     }
 
@@ -337,7 +404,7 @@ impl RemoteSubscriber {
         let mut session = self.session()?;
         match error {
             FetchError::Refused(error) => Err(error),
-            FetchError::VersionGone => Ok(()),
+            FetchError::VersionGone | FetchError::NotYet => Ok(()),
             FetchError::Corrupt(what) => {
                 let Some(wanted) = wanted else { return Err(self.bad_answer(what)) };
                 let error =

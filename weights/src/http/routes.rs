@@ -1,4 +1,4 @@
-//! The server's routes. Invariant: the bytes sent for a version are those of its digest.
+//! The routes of a hub, and those of them that a relay serves. Invariant: the bytes sent for a version are those of its digest.
 
 use std::time::Duration;
 
@@ -17,13 +17,14 @@ use trajectory::PolicyVersion;
 
 use super::MAX_WAIT;
 use super::wire::{
-    Acknowledged, DeltaQuery, FullQuery, LagBody, NewestAnswer, NewestQuery, ReceiptBody, SubscribeAnswer,
-    SubscribeRequest, UnsubscribeQuery, VersionNotice, WeightsProblem,
+    Acknowledged, DeltaQuery, FallbackBody, FullQuery, LagBody, NewestAnswer, NewestQuery, ReceiptBody,
+    RelayBody, RelayNotice, SubscribeAnswer, SubscribeRequest, UnsubscribeQuery, VersionNotice,
+    WeightsProblem,
 };
 use crate::delta::put_word;
 use crate::frame::FrameHeader;
-use crate::hub::{Announcement, Hub};
-use crate::{Digest, Dtype, Receipt, Values};
+use crate::hub::{Announcement, Availability, Hub, MAX_RELAY_WAIT};
+use crate::{Digest, Dtype, Receipt, RelayFallback, Values, WeightsError};
 
 /// Largest body of a request, bytes.
 const MAX_BODY: usize = 16 << 10;
@@ -35,12 +36,19 @@ pub fn router(hub: Hub) -> Router {
     Router::new()
         .route("/v1/weights/subscribers", post(join).delete(leave))
         .route("/v1/weights/newest", get(newest))
-        .route("/v1/weights/full", get(full))
-        .route("/v1/weights/delta", get(delta))
         .route("/v1/weights/receipts", post(applied))
+        .route("/v1/weights/relays", post(relays))
+        .route("/v1/weights/fallbacks", post(fell_back))
         .route("/v1/weights/lags", get(lags))
         .layer(DefaultBodyLimit::max(MAX_BODY))
-        .with_state(hub)
+        .with_state(hub.clone())
+        .merge(frames(hub))
+}
+
+/// The routes of the weights themselves, for hubs and relays.
+pub(super) fn frames(hub: Hub) -> Router {
+    let routes = Router::new().route("/v1/weights/full", get(full)).route("/v1/weights/delta", get(delta));
+    routes.with_state(hub)
 }
 
 type QueryResult<T> = Result<Query<T>, QueryRejection>;
@@ -71,10 +79,11 @@ async fn newest(State(hub): State<Hub>, asked: QueryResult<NewestQuery>) -> Rout
         let at_once =
             |it: &Announcement| ask.shm && it.newest.place().is_some() || it.newest.direct().is_some();
         let useful = |it: &Announcement| it.digest.is_some() || at_once(it);
-        let news = hub.newest(&caller, after)?.filter(useful).map(|it| news(&it, hub.dtype()));
+        let news = hub.newest(&caller, after)?.filter(useful).map(|it| news(it, hub.dtype()));
         if news.is_some() || Instant::now() >= deadline {
             let served = hub.served(&caller)?.map(|version| version.0);
-            return Ok(json(&NewestAnswer { life: hub.life(), served, news }));
+            let relays = hub.is_relay(&caller)?;
+            return Ok(json(&NewestAnswer { life: hub.life(), served, relays, news }));
         }
         // The next check sees a timeout.
         let _ = timeout_at(deadline, changed).await;
@@ -82,8 +91,9 @@ async fn newest(State(hub): State<Hub>, asked: QueryResult<NewestQuery>) -> Rout
 }
 
 async fn full(State(hub): State<Hub>, asked: QueryResult<FullQuery>) -> RouteResult {
-    let version = PolicyVersion(query(asked)?.version);
-    let Some(snapshot) = hub.full(version)? else {
+    let FullQuery { version, wait_ms } = query(asked)?;
+    let version = PolicyVersion(version);
+    let Some(snapshot) = available(&hub, wait_ms, || hub.full(version)).await? else {
         return Err(version_gone(format!("{version} is not the newest any more: ask for that")));
     };
     let (dtype, values) = (hub.dtype(), snapshot.values.clone());
@@ -112,8 +122,9 @@ async fn full(State(hub): State<Hub>, asked: QueryResult<FullQuery>) -> RouteRes
 }
 
 async fn delta(State(hub): State<Hub>, asked: QueryResult<DeltaQuery>) -> RouteResult {
-    let from = PolicyVersion(query(asked)?.from);
-    let Some(frame) = hub.delta(from)? else {
+    let DeltaQuery { from, wait_ms } = query(asked)?;
+    let from = PolicyVersion(from);
+    let Some(frame) = available(&hub, wait_ms, || hub.delta(from)).await? else {
         return Err(version_gone(format!(
             "there is no delta from {from}, or it is no gain: take the newest in full"
         )));
@@ -122,6 +133,47 @@ async fn delta(State(hub): State<Hub>, asked: QueryResult<DeltaQuery>) -> RouteR
     hub.sent(bytes.len() as u64);
     let length = bytes.len();
     Ok(weights(Body::from(bytes), length))
+}
+
+/// What `look` finds once it is there, for up to `wait_ms`; `None` if it never will be.
+async fn available<T>(
+    hub: &Hub,
+    wait_ms: u64,
+    look: impl Fn() -> Result<Availability<T>, WeightsError>,
+) -> Result<Option<T>, WeightsProblem> {
+    let deadline = Instant::now() + Duration::from_millis(wait_ms).min(MAX_RELAY_WAIT);
+    loop {
+        let changed = hub.changed_async();
+        tokio::pin!(changed);
+        // Registered before the look, so that no change is missed between look and wait.
+        changed.as_mut().enable();
+        match look()? {
+            Availability::Ready(found) => return Ok(Some(found)),
+            Availability::Gone => return Ok(None),
+            // A subscriber that does not wait has been replaced, or is ahead of a hub that was started again.
+            Availability::NotYet if wait_ms == 0 => return Ok(None),
+            Availability::NotYet if Instant::now() >= deadline => {
+                let detail = "the version has not arrived here in time: fetch it from the hub".to_owned();
+                return Err(WeightsProblem::new(503, WeightsProblem::NOT_YET, detail));
+            }
+            // The next look sees a timeout.
+            Availability::NotYet => drop(timeout_at(deadline, changed).await),
+        }
+    }
+}
+
+async fn relays(State(hub): State<Hub>, body: Bytes) -> RouteResult {
+    let RelayBody { name, connection, address } = read(&body)?;
+    hub.register_relay(&hub.remote_caller(name, connection)?, address)?;
+    Ok(json(&Acknowledged {}))
+}
+
+async fn fell_back(State(hub): State<Hub>, body: Bytes) -> RouteResult {
+    let FallbackBody { name, connection, relay, version, reason, detail } = read(&body)?;
+    let caller = hub.remote_caller(name, connection)?;
+    let (subscriber, version) = (caller.name.clone(), PolicyVersion(version));
+    hub.fall_back(&caller, RelayFallback { subscriber, relay, version, reason, detail })?;
+    Ok(json(&Acknowledged {}))
 }
 
 async fn applied(State(hub): State<Hub>, body: Bytes) -> RouteResult {
@@ -147,7 +199,7 @@ impl AsRef<[u8]> for ValuesBytes {
     }
 }
 
-fn news(announced: &Announcement, dtype: Dtype) -> VersionNotice {
+fn news(announced: Announcement, dtype: Dtype) -> VersionNotice {
     VersionNotice {
         version: announced.newest.version().0,
         digest: announced.digest.map(|digest| digest.to_string()),
@@ -155,6 +207,7 @@ fn news(announced: &Announcement, dtype: Dtype) -> VersionNotice {
         dtype: dtype.as_str().to_owned(),
         shm: announced.newest.place().and_then(|path| path.to_str()).map(str::to_owned),
         direct: announced.newest.direct().cloned(),
+        relay: announced.relay.map(RelayNotice::from),
     }
 }
 

@@ -25,18 +25,18 @@ use crate::{
     Subscriber, WeightsError,
 };
 
-const SOON: Duration = Duration::from_secs(20);
-const LEN: usize = 30_000;
+pub(super) const SOON: Duration = Duration::from_secs(20);
+pub(super) const LEN: usize = 30_000;
 
 /// A server on a port of its own, for as long as it lives.
-struct TestHub {
+pub(super) struct TestHub {
     tokio: Runtime,
-    address: SocketAddr,
+    pub(super) address: SocketAddr,
     task: JoinHandle<()>,
 }
 
 impl TestHub {
-    fn start(router: Router) -> Self {
+    pub(super) fn start(router: Router) -> Self {
         Self::at(router, "127.0.0.1:0".parse().unwrap())
     }
 
@@ -56,7 +56,7 @@ impl TestHub {
         Self { tokio, address, task }
     }
 
-    fn config(&self, name: &str) -> RemoteConfig {
+    pub(super) fn config(&self, name: &str) -> RemoteConfig {
         RemoteConfig {
             transport: RemoteTransport::Http,
             patience: SOON,
@@ -64,7 +64,7 @@ impl TestHub {
         }
     }
 
-    fn connect(&self, name: &str) -> RemoteSubscriber {
+    pub(super) fn connect(&self, name: &str) -> RemoteSubscriber {
         RemoteSubscriber::connect(self.config(name)).unwrap()
     }
 
@@ -76,7 +76,7 @@ impl TestHub {
     }
 }
 
-fn deltas(every: usize) -> PublishConfig {
+pub(super) fn deltas(every: usize) -> PublishConfig {
     let full_every = NonZeroUsize::new(every).unwrap();
     PublishConfig { deltas: Some(DeltaConfig { full_every, compress: true }), ..PublishConfig::default() }
 }
@@ -87,27 +87,27 @@ fn publisher(dtype: Dtype, config: PublishConfig) -> (HubPublisher, Hub) {
 }
 
 /// Weights of which each version changes a few.
-fn values(version: u64) -> Vec<f32> {
+pub(super) fn values(version: u64) -> Vec<f32> {
     let last = |index: u64| (0..=version).rev().find(|v| index % 50 == v % 50).unwrap_or(0);
     (0..LEN as u64).map(|index| (last(index) * 1000 + index) as f32 * 0.01).collect()
 }
 
-fn put(publisher: &HubPublisher, version: u64) {
+pub(super) fn put(publisher: &HubPublisher, version: u64) {
     publisher.publish_values(PolicyVersion(version), &values(version)).unwrap();
 }
 
-fn receipt(snapshot: &Snapshot) -> Receipt {
+pub(super) fn receipt(snapshot: &Snapshot) -> Receipt {
     let (version, digest, bytes) = (snapshot.version, Digest::of(&snapshot.values), snapshot.received.bytes);
     Receipt { version, digest, took: Duration::from_millis(3), stalled: Duration::from_micros(7), bytes }
 }
 
 /// Applies it, and lets the hub know at once.
-fn apply(subscriber: &RemoteSubscriber, new: &Snapshot) {
+pub(super) fn apply(subscriber: &RemoteSubscriber, new: &Snapshot) {
     subscriber.applied(receipt(new)).unwrap();
     subscriber.flush().unwrap();
 }
 
-fn next(subscriber: &RemoteSubscriber, after: Option<u64>) -> Arc<Snapshot> {
+pub(super) fn next(subscriber: &RemoteSubscriber, after: Option<u64>) -> Arc<Snapshot> {
     subscriber.wait_newer(after.map(PolicyVersion), SOON).unwrap().expect("a version in time")
 }
 
@@ -300,7 +300,7 @@ fn the_end_of_the_publisher_is_reported() {
 }
 
 /// Changes a byte of the weights in the first `times` answers of `route`.
-fn liar(hub: Hub, route: &'static str, times: usize) -> Router {
+pub(super) fn liar(hub: Hub, route: &'static str, times: usize) -> Router {
     let left = Arc::new(AtomicUsize::new(times));
     router(hub).layer(from_fn(move |request: Request, next: Next| {
         let (left, lies) = (Arc::clone(&left), request.uri().path().ends_with(route));

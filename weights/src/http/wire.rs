@@ -4,8 +4,8 @@ use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
 use crate::direct::WeightsLocation;
-use crate::hub::After;
-use crate::{Lag, WeightsError};
+use crate::hub::{After, AssignedRelay};
+use crate::{FallbackReason, Lag, RelayAddress, WeightsError};
 
 /// Registers a subscriber.
 #[derive(Debug, Serialize, Deserialize)]
@@ -51,6 +51,9 @@ pub(super) struct NewestAnswer {
     pub(super) life: u64,
     /// The version of the caller's last receipt.
     pub(super) served: Option<u64>,
+    /// Whether the caller is registered as a relay.
+    #[serde(default)]
+    pub(super) relays: bool,
     pub(super) news: Option<VersionNotice>,
 }
 
@@ -67,18 +70,55 @@ pub(super) struct VersionNotice {
     /// How to get it from a device.
     #[serde(default)]
     pub(super) direct: Option<WeightsLocation>,
+    /// The relay to fetch it from; `None`: the hub.
+    #[serde(default)]
+    pub(super) relay: Option<RelayNotice>,
+}
+
+/// The relay that a subscriber is to fetch a version from.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct RelayNotice {
+    pub(super) name: String,
+    pub(super) address: RelayAddress,
+    /// How long to wait for the whole version, milliseconds.
+    pub(super) wait_ms: u64,
+}
+
+/// Registers the caller as a relay.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct RelayBody {
+    pub(super) name: String,
+    pub(super) connection: u64,
+    pub(super) address: RelayAddress,
+}
+
+/// Reports that a relay failed, and that the version is fetched from the hub.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct FallbackBody {
+    pub(super) name: String,
+    pub(super) connection: u64,
+    pub(super) relay: String,
+    pub(super) version: u64,
+    pub(super) reason: FallbackReason,
+    pub(super) detail: String,
 }
 
 /// Requests all weights.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct FullQuery {
     pub(super) version: u64,
+    /// How long to wait for it, if the server may get it.
+    #[serde(default)]
+    pub(super) wait_ms: u64,
 }
 
 /// Requests a delta.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct DeltaQuery {
     pub(super) from: u64,
+    /// How long to wait for it, if the server may get it.
+    #[serde(default)]
+    pub(super) wait_ms: u64,
 }
 
 /// A receipt.
@@ -131,6 +171,7 @@ impl WeightsProblem {
     pub(super) const PUBLISHER_GONE: &str = "publisher_gone";
     pub(super) const TAKEN_OVER: &str = "taken_over";
     pub(super) const VERSION_GONE: &str = "version_gone";
+    pub(super) const NOT_YET: &str = "not_yet";
 
     pub(super) fn new(status: u16, code: &str, detail: String) -> Self {
         let title = code.replace('_', " ");
@@ -148,6 +189,7 @@ impl From<WeightsError> for WeightsProblem {
             WeightsError::TakenOver { .. } => (409, Self::TAKEN_OVER),
             WeightsError::BadName { .. } => (400, "bad_name"),
             WeightsError::BadConnection { .. } => (400, "bad_connection"),
+            WeightsError::BadRelay { .. } => (400, "bad_relay"),
             WeightsError::NameTaken { .. } => (409, "name_taken"),
             WeightsError::Rejected { .. } => (409, "left_out"),
             WeightsError::TooMany { .. } => (429, "too_many_subscribers"),
@@ -177,5 +219,17 @@ impl From<&Lag> for LagBody {
 impl NewestQuery {
     pub(super) fn known(&self) -> After {
         self.round.map_or(After::Version(self.after.map(PolicyVersion)), After::Round)
+    }
+}
+
+impl From<AssignedRelay> for RelayNotice {
+    fn from(AssignedRelay { name, address, wait }: AssignedRelay) -> Self {
+        Self { name, address, wait_ms: wait.as_millis() as u64 }
+    }
+}
+
+impl From<RelayNotice> for AssignedRelay {
+    fn from(RelayNotice { name, address, wait_ms }: RelayNotice) -> Self {
+        Self { name, address, wait: std::time::Duration::from_millis(wait_ms) }
     }
 }

@@ -9,9 +9,11 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
+use super::relays::{RelayAddress, RelayFallback};
+use super::tree::RelayTree;
 use super::{After, Announcement, MAX_REPORTED, MAX_SUBSCRIBERS, PublishedVersion, RejectedSubscriber};
 use crate::delta::{DeltaFrame, full_bytes};
-use crate::{Digest, Dtype, Lag, Receipt, WeightsError};
+use crate::{Digest, Dtype, Lag, Receipt, Snapshot, WeightsError};
 
 /// Number of digests that are stored although no receipt can name them: a version can be published again.
 const DIGESTS_KEPT: usize = 1024;
@@ -42,7 +44,7 @@ pub(super) struct HubState {
     /// Digests of published versions; `None` while one is computed.
     pub(super) digests: BTreeMap<PolicyVersion, Option<Digest>>,
     /// Deltas from one version to the next, without gaps, up to the newest.
-    chain: VecDeque<Arc<DeltaFrame>>,
+    pub(super) chain: VecDeque<Arc<DeltaFrame>>,
     pub(super) registrations: BTreeMap<String, Registration>,
     /// Rejected subscribers that were not reported yet.
     pub(super) rejected: Vec<RejectedSubscriber>,
@@ -54,6 +56,23 @@ pub(super) struct HubState {
     pub(super) failure: Option<WeightsError>,
     /// The last broadcast round that an owner of a shard could not send in, and the reason.
     pub(super) failed_round: Option<(u64, String)>,
+    /// Who fetches from which relay; `None` after a change of the registrations.
+    pub(super) tree: Option<RelayTree>,
+    /// Number of versions that were taken from the hub because a relay failed.
+    pub(super) fallbacks: u64,
+    /// Those of them that were not reported yet.
+    pub(super) reported_fallbacks: Vec<RelayFallback>,
+}
+
+/// Whether a hub has something that can be fetched.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Availability<T> {
+    /// It has.
+    Ready(T),
+    /// It may have later.
+    NotYet,
+    /// It never will.
+    Gone,
 }
 
 /// A registered subscriber.
@@ -68,6 +87,10 @@ pub(super) struct Registration {
     /// The newest version that it was given.
     taken: Option<PolicyVersion>,
     claim: Option<AppliedVersion>,
+    /// Where it passes versions on, if it does.
+    pub(super) relay: Option<RelayAddress>,
+    /// Its relay has failed: until then it fetches from the hub.
+    pub(super) from_hub_until: Option<Instant>,
 }
 
 /// The last receipt of a subscriber.
@@ -82,7 +105,16 @@ struct AppliedVersion {
 
 impl Registration {
     pub(super) fn new(connection: u64, remote: bool) -> Self {
-        Self { connection, remote, seen: Instant::now(), receives: false, taken: None, claim: None }
+        Self {
+            connection,
+            remote,
+            seen: Instant::now(),
+            receives: false,
+            taken: None,
+            claim: None,
+            relay: None,
+            from_hub_until: None,
+        }
     }
 
     fn receipt(&self) -> Option<Receipt> {
@@ -105,7 +137,14 @@ impl HubState {
             return Err(WeightsError::TooMany { limit: MAX_SUBSCRIBERS });
         }
         self.registrations.insert(name.to_owned(), registration);
+        self.tree = None;
         Ok(())
+    }
+
+    /// Removes a registration.
+    pub(super) fn unregister(&mut self, name: &str) {
+        self.registrations.remove(name);
+        self.tree = None;
     }
 
     /// Records that `caller` polled for what follows `after`; whether it has just joined or left the broadcast
@@ -146,7 +185,7 @@ impl HubState {
             self.refused.pop_first();
         }
         self.refused.insert(name.to_owned(), registration.connection);
-        self.registrations.remove(name);
+        self.unregister(name);
         if self.rejected.len() < MAX_REPORTED {
             self.rejected.push(RejectedSubscriber { subscriber: name.to_owned(), error: error.clone() });
         }
@@ -158,7 +197,10 @@ impl HubState {
         let now = Instant::now();
         let silent =
             |registration: &Registration| registration.remote && now.duration_since(registration.seen) > hold;
-        self.registrations.retain(|_, registration| !silent(registration));
+        if self.registrations.values().any(silent) {
+            self.registrations.retain(|_, registration| !silent(registration));
+            self.tree = None;
+        }
         // One millisecond later, so that the hold is over then.
         let over = |registration: &Registration| registration.seen + hold + Duration::from_millis(1);
         self.registrations.values().filter(|registration| registration.remote).map(over).min()
@@ -238,6 +280,7 @@ impl HubState {
         let announced = |newest: &PublishedVersion| Announcement {
             newest: newest.clone(),
             digest: self.digests.get(&newest.version()).copied().flatten().filter(|_| self.settled),
+            relay: None,
         };
         Ok(newer.map(announced))
     }
@@ -285,19 +328,45 @@ impl HubState {
         Ok(())
     }
 
-    pub(super) fn settle(&mut self, delta: Option<Arc<DeltaFrame>>) {
+    /// The newest version can be sent: after `delta`, or in full alone. Deltas that are together no smaller than all weights
+    /// are dropped, the oldest first.
+    pub(super) fn settle(&mut self, delta: Option<Arc<DeltaFrame>>, dtype: Dtype) {
         match delta {
             Some(delta) => self.chain.push_back(delta),
             None => self.chain.clear(),
         }
+        let full = self.newest.as_ref().map_or(0, |newest| full_bytes(newest.parameters(), dtype));
+        let mut bytes: u64 = self.chain.iter().map(|frame| frame.bytes().len() as u64).sum();
+        while bytes >= full
+            && let Some(oldest) = self.chain.pop_front()
+        {
+            bytes -= oldest.bytes().len() as u64;
+        }
         self.settled = true;
     }
 
-    pub(super) fn delta(&self, from: PolicyVersion, dtype: Dtype) -> Option<Arc<DeltaFrame>> {
-        let first = self.chain.iter().position(|frame| frame.base() == from)?;
-        let bytes: u64 = self.chain.iter().skip(first).map(|frame| frame.bytes().len() as u64).sum();
-        let full = full_bytes(self.newest.as_ref()?.snapshot()?.values.len(), dtype);
-        (self.settled && bytes < full).then(|| Arc::clone(&self.chain[first]))
+    /// The delta from `from`.
+    pub(super) fn delta(&self, from: PolicyVersion) -> Availability<Arc<DeltaFrame>> {
+        if !self.settled || self.newest_version() <= Some(from) {
+            return Availability::NotYet;
+        }
+        match self.chain.iter().find(|frame| frame.base() == from) {
+            Some(delta) => Availability::Ready(Arc::clone(delta)),
+            None => Availability::Gone,
+        }
+    }
+
+    /// The version in full.
+    pub(super) fn full(&self, version: PolicyVersion) -> Availability<Arc<Snapshot>> {
+        let newest = self.newest_version();
+        if newest > Some(version) {
+            return Availability::Gone;
+        }
+        let snapshot = self.newest.as_ref().and_then(PublishedVersion::snapshot);
+        match snapshot.filter(|_| newest == Some(version) && self.settled) {
+            Some(snapshot) => Availability::Ready(Arc::clone(snapshot)),
+            None => Availability::NotYet,
+        }
     }
 
     pub(super) fn accept(
