@@ -20,7 +20,7 @@ pub(super) enum WorkerByRank {
     /// A further rank of the trainer.
     Trainer(TrainerWorkerArgs),
     /// A sampler.
-    Rollout(RolloutArgs),
+    Rollout(Box<RolloutArgs>),
 }
 
 /// The worker that this process is, with the arguments of the run that all processes have; `None` if it is the run.
@@ -54,7 +54,7 @@ pub(super) fn worker(
                 sets: args.recipe.sets.clone(),
                 ..AllowArgs::default()
             };
-            Some(WorkerByRank::Rollout(RolloutArgs {
+            Some(WorkerByRank::Rollout(Box::new(RolloutArgs {
                 join,
                 allow,
                 code: Vec::new(),
@@ -65,7 +65,7 @@ pub(super) fn worker(
                 engine_urls: Vec::new(),
                 weights_dir: None,
                 device: None,
-            }))
+            })))
         }
     })
 }
