@@ -67,12 +67,12 @@ def main():
         log = lambda: client.get_job_logs(job)
         wait("steps with a sampler", lambda: "rollout 0 started" in running(client, job) and len(steps(run)) >= 3, log)
 
-        [worker] = pids("worker", "rollout", "--join")
+        [worker] = pids("worker", "rollout", "recipe.toml")
         os.kill(worker, signal.SIGKILL)
         wait("another sampler", lambda: running(client, job).count("rollout 0 started") == 2, log)
         print("ok a sampler was killed and started again", flush=True)
 
-        [lead] = [pid for pid in pids("--resume-or-start")]
+        [lead] = pids("--resume-or-start", "recipe.toml")
         os.kill(lead, signal.SIGTERM)
         wait("the end with status 75", lambda: "run ended with status 75" in log(), log)
         saved = len(steps(run))
