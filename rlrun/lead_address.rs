@@ -12,10 +12,8 @@ use crate::args::JoinArgs;
 use crate::credentials::Credentials;
 use crate::failure::Failure;
 use crate::launchers::{self, network, variables};
-use crate::run_dir;
+use crate::run_dir::{self, ADDRESS_FILE};
 
-/// File of the address in a run directory.
-const FILE: &str = "address.json";
 /// Largest file of that kind, bytes.
 const MAX_FILE: u64 = 1 << 16;
 
@@ -43,7 +41,7 @@ impl LeadAddress {
         };
         let written =
             Self { url: self.url, token_file: self.token_file.map(inside), tls_ca: self.tls_ca.map(inside) };
-        let path = run_dir.join(FILE);
+        let path = run_dir.join(ADDRESS_FILE);
         let text = format!("{:#}\n", serde_json::json!(written));
         run_dir::write_atomic(&path, text.as_bytes())?;
         Ok(AnnouncedAddress { path })
@@ -54,7 +52,7 @@ impl LeadAddress {
     /// # Errors
     /// A file that cannot be read or is none of that kind.
     fn of_run(run_dir: &Path) -> Result<Option<Self>, Failure> {
-        let path = run_dir.join(FILE);
+        let path = run_dir.join(ADDRESS_FILE);
         let text = model::files::read_text_if_there(&path, MAX_FILE)
             .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
         let Some(text) = text else { return Ok(None) };
@@ -204,7 +202,7 @@ mod tests {
         assert_eq!((found.url, found.token_file), (written.url, written.token_file));
         drop(announced);
         assert_eq!(target.address().unwrap(), None);
-        std::fs::write(run.join(FILE), "{}").unwrap();
+        std::fs::write(run.join(ADDRESS_FILE), "{}").unwrap();
         assert!(target.address().unwrap_err().to_string().contains("address.json"));
     }
 

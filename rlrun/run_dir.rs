@@ -79,6 +79,8 @@ pub enum RunDirError {
 
 /// Version of the layout: 2 has `run.json` and checkpoints with manifests, 1 had neither.
 const FORMAT: u64 = 2;
+/// File of the address of a run, while it is served.
+pub(crate) const ADDRESS_FILE: &str = "address.json";
 /// Its directories.
 const DIRECTORIES: [&str; 3] = ["samples", "logs", "checkpoints"];
 /// File of the layout's version.
@@ -146,6 +148,8 @@ impl RunDir {
         }
         let format = read_format(path)?;
         let lock = Lock::take(path)?;
+        // Workers would look for the run where it was before.
+        let _ = std::fs::remove_file(path.join(ADDRESS_FILE));
         if format < FORMAT {
             write_format(path)?;
         }

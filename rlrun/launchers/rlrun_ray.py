@@ -49,9 +49,7 @@ class Process:
                     file.write(text)
                 if text:
                     command += [{"tokens": "--token-file", "ca.pem": "--tls-ca"}[name], path]
-        environment = dict(os.environ)
-        # Ray may hide the GPUs and cores of other actors; what it gives to this one is left.
-        self.child = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
+        self.child = subprocess.Popen(command, preexec_fn=end_with_parent)
         return ray.util.get_node_ip_address(), self.child.pid
 
     def status(self):
@@ -93,12 +91,15 @@ class Role:
 
     def __init__(self, name, command, strategy, resources):
         self.name, self.command, self.strategy, self.resources = name, command, strategy, resources
-        self.actor, self.pause, self.next, self.starts = None, FIRST_PAUSE, 0.0, 0
+        self.actor, self.pause, self.next, self.done = None, FIRST_PAUSE, 0.0, False
 
     def start(self, address=None):
         self.actor = Process.options(scheduling_strategy=self.strategy, **self.resources).remote()
-        node, pid = ray.get(self.actor.start.remote(list(self.command), address), timeout=RESOURCES)
-        self.starts += 1
+        try:
+            node, pid = ray.get(self.actor.start.remote(list(self.command), address), timeout=RESOURCES)
+        except ray.exceptions.RayError as error:
+            # Its node is gone; Ray gives its place to another one.
+            return self.ended(f"{type(error).__name__} before its start")
         print(f"{self.name} started on {node}, process {pid}", flush=True)
 
     def status(self):
@@ -108,6 +109,13 @@ class Role:
         except ray.exceptions.RayError as error:
             print(f"{self.name}: its actor is gone: {type(error).__name__}", flush=True)
             return REQUEUE
+
+    def address(self, run_dir):
+        """Where the run in `run_dir` is; None if it is not served, or its node is gone."""
+        try:
+            return ray.get(self.actor.address.remote(run_dir), timeout=GRACE)
+        except ray.exceptions.RayError:
+            return None
 
     def ended(self, status):
         """Notes an end; the process is started again after a pause."""
@@ -154,23 +162,30 @@ def run(description):
             time.sleep(LOOK)
             if stopping:
                 lead.terminate()
-            status = lead.status()
-            if status is not None:
+            if lead.actor is None:
+                if stopping:
+                    return REQUEUE
+                if time.monotonic() >= lead.next:
+                    lead.start()
+                    for worker in workers:
+                        worker.done = False
+                continue
+            if (status := lead.status()) is not None:
                 lead.ended(status)
                 if status != REQUEUE or stopping:
                     return status
                 address = None
-            if lead.actor is None:
-                if time.monotonic() >= lead.next:
-                    lead.start()
                 continue
             # A run that was started again may have another address.
-            address = address or ray.get(lead.actor.address.remote(description["run_dir"]), timeout=GRACE)
+            address = address or lead.address(description["run_dir"])
             for worker in workers if address is not None else []:
-                if worker.actor is None and time.monotonic() >= worker.next:
-                    worker.start(address)
-                elif worker.actor is not None and (ended := worker.status()) is not None:
+                if worker.actor is None:
+                    if not worker.done and time.monotonic() >= worker.next:
+                        worker.start(address)
+                elif (ended := worker.status()) is not None:
                     worker.ended(ended)
+                    # With status 0 the run has ended for it.
+                    worker.done = ended == 0
                     # It may have joined an earlier address.
                     address = None
     finally:

@@ -35,12 +35,30 @@ def running(client, job):
     return log
 
 
+def disturb(client, job, run):
+    """Kills the sampler and stops the run, which are started again; returns the steps that were saved."""
+    log = lambda: client.get_job_logs(job)
+    wait("steps with a sampler", lambda: "rollout 0 started" in running(client, job) and len(steps(run)) >= 3, log)
+
+    [worker] = pids("worker", "rollout", "recipe.toml")
+    os.kill(worker, signal.SIGKILL)
+    wait("another sampler", lambda: running(client, job).count("rollout 0 started") == 2, log)
+    print("ok a sampler was killed and started again", flush=True)
+
+    [lead] = pids("--resume-or-start", "recipe.toml")
+    os.kill(lead, signal.SIGTERM)
+    wait("the end with status 75", lambda: "run ended with status 75" in log(), log)
+    saved = len(steps(run))
+    return saved
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rlrun")
     parser.add_argument("directory")
     parser.add_argument("--recipe", default="recipes/grpo_math.toml")
     parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--undisturbed", action="store_true", help="kill and stop nothing")
     arguments = parser.parse_args()
     directory, rlrun = os.path.abspath(arguments.directory), os.path.abspath(arguments.rlrun)
     shutil.rmtree(directory, ignore_errors=True)
@@ -65,17 +83,7 @@ def main():
         client = JobSubmissionClient(address)
         [job] = [job.submission_id for job in client.list_jobs()]
         log = lambda: client.get_job_logs(job)
-        wait("steps with a sampler", lambda: "rollout 0 started" in running(client, job) and len(steps(run)) >= 3, log)
-
-        [worker] = pids("worker", "rollout", "recipe.toml")
-        os.kill(worker, signal.SIGKILL)
-        wait("another sampler", lambda: running(client, job).count("rollout 0 started") == 2, log)
-        print("ok a sampler was killed and started again", flush=True)
-
-        [lead] = pids("--resume-or-start", "recipe.toml")
-        os.kill(lead, signal.SIGTERM)
-        wait("the end with status 75", lambda: "run ended with status 75" in log(), log)
-        saved = len(steps(run))
+        saved = 0 if arguments.undisturbed else disturb(client, job, run)
         wait("the end of the job", lambda: client.get_job_status(job).is_terminal(), log)
         assert str(client.get_job_status(job)) == "SUCCEEDED", (client.get_job_status(job), log())
         done = steps(run)

@@ -138,6 +138,7 @@ def main():
     parser.add_argument("directory")
     parser.add_argument("--recipe", default="recipes/grpo_math.toml")
     parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--undisturbed", action="store_true", help="kill and signal nothing")
     arguments = parser.parse_args()
     directory = os.path.abspath(arguments.directory)
     shutil.rmtree(directory, ignore_errors=True)
@@ -154,23 +155,8 @@ def main():
         job = re.search(r"batch job (\d+)", said).group(1)
         log = "%s-%s.log" % (run, job)
         text = lambda: open(log).read() if os.path.exists(log) else ""
-        joined = lambda: text().count("joined https://127.0.0.1:")
 
-        wait("steps with a sampler of the second node", lambda: joined() == 1 and len(steps(run)) >= 3, text)
-        [worker] = pids("worker", "rollout", directory)
-        os.kill(worker, 9)
-        before = len(steps(run))
-        wait("another sampler", lambda: joined() == 2, text)
-        print("ok a sampler was killed at step %d; another one has joined at step %d" % (before, len(steps(run))), flush=True)
-
-        subprocess.run(["scancel", "--signal=TERM", job], env=cluster.environment, check=True)
-        wait("the job in the queue", lambda: cluster.state(job)[2] == 1 and cluster.state(job)[0] == "PENDING", text)
-        saved = len(steps(run))
-        assert "stopped and saved" in text(), text()
-        # Slurm waits for two minutes; an administrator can end that, once the nodes have forgotten the first start.
-        time.sleep(10)
-        wait("its second start", lambda: started(cluster, job), text)
-        print("ok the job was signalled at step %d, saved and queued again" % saved, flush=True)
+        saved = 0 if arguments.undisturbed else disturb(cluster, job, run, text)
         wait("the end of the job", lambda: cluster.state(job)[0] not in ("RUNNING", "PENDING", "COMPLETING"), text)
         assert cluster.state(job)[0] == "COMPLETED", (cluster.state(job), text())
         done = steps(run)
@@ -189,6 +175,27 @@ def main():
             cluster.ask("scancel", job)
             wait("the end of the cancelled job", lambda: cluster.state(job)[0] not in ("RUNNING", "COMPLETING"))
         cluster.close()
+
+
+def disturb(cluster, job, run, text):
+    """Kills the sampler of the second node and signals the job, which is started again; returns the steps that were saved."""
+    joined = lambda: text().count("joined https://127.0.0.1:")
+    wait("steps with a sampler of the second node", lambda: joined() == 1 and len(steps(run)) >= 3, text)
+    [worker] = pids("worker", "rollout", run)
+    os.kill(worker, 9)
+    before = len(steps(run))
+    wait("another sampler", lambda: joined() == 2, text)
+    print("ok a sampler was killed at step %d; another one has joined at step %d" % (before, len(steps(run))), flush=True)
+
+    subprocess.run(["scancel", "--signal=TERM", job], env=cluster.environment, check=True)
+    wait("the job in the queue", lambda: cluster.state(job)[2] == 1 and cluster.state(job)[0] == "PENDING", text)
+    saved = len(steps(run))
+    assert "stopped and saved" in text(), text()
+    # Slurm waits for two minutes; an administrator can end that, once the nodes have forgotten the first start.
+    time.sleep(10)
+    wait("its second start", lambda: started(cluster, job), text)
+    print("ok the job was signalled at step %d, saved and queued again" % saved, flush=True)
+    return saved
 
 
 def started(cluster, job):
