@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args, Subcommand};
 
 use super::{Loudness, at_least_one};
-use crate::recipe::words::DeviceWord;
+use crate::recipe::words::{DeviceWord, EngineWord};
 
 /// The roles of a worker.
 #[derive(Debug, Subcommand)]
@@ -82,8 +82,8 @@ pub struct RolloutArgs {
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub threads: Option<usize>,
     /// Sample with this engine instead of rlrun's own
-    #[arg(long, value_name = "KIND", value_parser = ["vllm", "sglang"], requires = "engine_urls")]
-    pub engine: Option<String>,
+    #[arg(long, value_name = "KIND", requires = "engine_urls")]
+    pub engine: Option<EngineWord>,
     /// Address of the engine, such as http://127.0.0.1:8000; can be repeated
     #[arg(long = "engine-url", value_name = "URL", requires = "engine")]
     pub engine_urls: Vec<String>,

@@ -2,8 +2,11 @@
 //!
 //! Invariant: a key that has no effect with an engine, or none without it, is refused by name.
 
+use std::path::Path;
+
 use model::Quantization;
 
+use super::Recipe;
 use super::ranges::{Checker, POSITIVE};
 use super::schema::{RawRecipe, Rollout};
 use super::words::{EngineWord, PolicyPlacement, Speculation};
@@ -56,12 +59,24 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
     check_placement(raw, checker);
 }
 
-/// Keys of rlrun's own engine.
+/// Keys of rlrun's own engine, with the reason why they have no effect.
 fn without_effect(rollout: &Rollout, checker: &mut Checker<'_>) {
+    for (paths, reason) in given_of_own(rollout) {
+        let message = format!("{} has no effect with `rollout.engine`: {reason}", named(paths));
+        checker.report_latest(paths, message, "leave it at its default");
+    }
+}
+
+fn named(paths: &[&str]) -> String {
+    format!("`{}`", paths.join("`, `"))
+}
+
+/// The keys of rlrun's own engine that are not at their defaults, with the reason why they have no effect with another one.
+fn given_of_own(rollout: &Rollout) -> Vec<(&'static [&'static str], &'static str)> {
     let truncated = rollout.top_p < 1.0 || rollout.top_k > 0 || rollout.min_p > 0.0;
-    for (paths, given, reason) in [
+    let all: [(&[&str], bool, &str); 6] = [
         (
-            &["rollout.top_p", "rollout.top_k", "rollout.min_p"][..],
+            &["rollout.top_p", "rollout.top_k", "rollout.min_p"],
             truncated,
             "engines do not say which tokens truncation left",
         ),
@@ -78,12 +93,34 @@ fn without_effect(rollout: &Rollout, checker: &mut Checker<'_>) {
             "an engine is started with its own speculation",
         ),
         (&["rollout.bitwise"], rollout.bitwise, "engines of others compute other bits than the trainer"),
-    ] {
-        if given {
-            let key = paths.join("`, `");
-            let message = format!("`{key}` has no effect with `rollout.engine`: {reason}");
-            checker.report_latest(paths, message, "leave it at its default");
+    ];
+    all.into_iter().filter(|(_, given, _)| *given).map(|(paths, _, reason)| (paths, reason)).collect()
+}
+
+impl Recipe {
+    /// The same recipe for a worker that samples with the engines at `urls`, which load weights from `weights_dir`.
+    ///
+    /// # Errors
+    /// What in the recipe of the run these engines cannot do.
+    pub(crate) fn with_engines(
+        mut self,
+        engine: EngineWord,
+        urls: &[String],
+        weights_dir: Option<&Path>,
+    ) -> Result<Self, String> {
+        if let Some((paths, reason)) = given_of_own(&self.rollout).first() {
+            return Err(format!("the run sets {}, and {reason}: leave --engine out", named(paths)));
         }
+        if self.weights.transport.is_between_devices() {
+            return Err("the weights of the run go from device to device (`weights.transport`), and engines of others load \
+                        them from a directory: leave --engine out"
+                .to_owned());
+        }
+        self.rollout.engine = engine;
+        self.rollout.urls = urls.to_vec();
+        self.rollout.weights_dir =
+            weights_dir.map(|path| std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf()));
+        Ok(self)
     }
 }
 

@@ -74,6 +74,19 @@ pub enum EngineWord {
     Sglang,
 }
 
+impl FromStr for EngineWord {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        match word {
+            "own" => Ok(Self::Own),
+            "vllm" => Ok(Self::Vllm),
+            "sglang" => Ok(Self::Sglang),
+            _ => Err(format!("`{word}` is no engine: own, vllm or sglang")),
+        }
+    }
+}
+
 /// Logs of Weights & Biases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -82,9 +82,13 @@ fn sample(
     let (recipe, directory) = membership.unpack(permissions, scratch.path())?;
     // The run has resolved the recipe; environment variables of this machine do not change it.
     let (mut recipe, _) =
-        Recipe::load(&recipe, &engine_sets(args), &program.without_overrides()).map_err(Failure::Recipe)?;
+        Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
     recipe = HuggingFace::of(program).fetched(&recipe, FetchScope::Everything)?;
     settle_device(&mut recipe, args.device)?;
+    if let Some(engine) = args.engine {
+        let engines = recipe.with_engines(engine, &args.engine_urls, args.weights_dir.as_deref());
+        recipe = engines.map_err(Failure::Argument)?;
+    }
     let directory = recipe.opened(&directory)?;
     let directory = Arc::new(match membership.joined.model.value_head {
         true => directory.with_head(Head::LanguageAndValue),
@@ -141,14 +145,6 @@ fn sample(
         rewards,
     });
     Ok(worker.run(&*producer, stop)?)
-}
-
-/// The values of the recipe for the engine that the operator of this machine has named.
-fn engine_sets(args: &RolloutArgs) -> Vec<String> {
-    let Some(engine) = &args.engine else { return Vec::new() };
-    let mut sets = vec![format!("rollout.engine={engine:?}"), format!("rollout.urls={:?}", args.engine_urls)];
-    sets.extend(args.weights_dir.as_ref().map(|path| format!("rollout.weights_dir={path:?}")));
-    sets
 }
 
 /// Sets the device of this sampler in `recipe`; without `device` that of all samplers.
