@@ -145,12 +145,13 @@ impl Credentials {
             let mut file = file.write(true).create(true).truncate(true).mode(0o600).open(&begun)?;
             file.write_all(text.as_bytes())?;
             file.sync_all()?;
-            // Unlike a rename this replaces nothing.
+            // Unlike a rename this replaces nothing; some file systems have no links.
             match std::fs::hard_link(&begun, path) {
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-                linked => linked?,
+                Err(error) if error.kind() != ErrorKind::AlreadyExists && !path.exists() => {
+                    std::fs::rename(&begun, path)
+                }
+                _ => std::fs::remove_file(&begun),
             }
-            std::fs::remove_file(&begun)
         });
         written.map_err(|source| Failure::System { what: format!("write {}", path.display()), source })
     }

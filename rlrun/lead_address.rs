@@ -77,6 +77,11 @@ pub(crate) fn url(address: SocketAddr, encrypted: bool) -> String {
     format!("{scheme}://{}", network::reachable_from_outside(address))
 }
 
+/// The URL of a run on `host`, a name or an address.
+pub(crate) fn url_of(host: &str, port: u16) -> String {
+    if host.contains(':') { format!("https://[{host}]:{port}") } else { format!("https://{host}:{port}") }
+}
+
 /// The file of an address. It disappears when this is dropped: the run ends.
 #[derive(Debug)]
 pub(crate) struct AnnouncedAddress {
@@ -122,8 +127,7 @@ impl JoinTarget {
                         variables::JOIN
                     )));
                 };
-                let host = if head.contains(':') { format!("[{head}]") } else { head };
-                RunPlace::Url(format!("https://{host}:{}", launchers::PORT))
+                RunPlace::Url(url_of(&head, launchers::PORT))
             }
         };
         let own = args.credentials.as_ref().map(Credentials::new);

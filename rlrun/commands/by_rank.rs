@@ -10,7 +10,8 @@ use std::path::Path;
 
 use crate::args::{AllowArgs, JoinArgs, RolloutArgs, RunArgs, TrainerWorkerArgs};
 use crate::failure::Failure;
-use crate::launchers::variables;
+use crate::launchers::{PORT, variables};
+use crate::lead_address;
 use crate::program::Program;
 use crate::recipe::Recipe;
 use crate::workers;
@@ -74,10 +75,11 @@ pub(super) fn worker(
 /// directory, which has its address.
 fn join(recipe: &Recipe, run_dir: &Path, program: &Program) -> JoinArgs {
     let environment = program.environment();
-    let named = environment.contains_key(variables::JOIN)
-        || (recipe.buffer.credentials.is_some() && variables::head(environment).is_some());
+    let port = recipe.buffer.listen.map_or(PORT, |listen| listen.port());
+    let head = variables::head(environment).filter(|_| recipe.buffer.credentials.is_some());
+    let place = head.map_or_else(|| run_dir.display().to_string(), |head| lead_address::url_of(&head, port));
     JoinArgs {
-        join: (!named).then(|| run_dir.display().to_string()),
+        join: (!environment.contains_key(variables::JOIN)).then_some(place),
         credentials: recipe.buffer.credentials.clone(),
         token_file: None,
         name: None,
@@ -98,5 +100,37 @@ impl WorkerByRank {
             Self::Rollout(args) => workers::rollout::run(args, program)?,
         }
         Ok(String::new())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use rewards::Registry;
+
+    use super::*;
+
+    fn join_of(sets: &[&str], variables: &[(&str, &str)]) -> JoinArgs {
+        let variables = variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        let program = Program::new(Registry::builtin(), variables);
+        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("recipes/grpo_math.toml");
+        let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+        let (recipe, _) = Recipe::load(&path, &sets, &program).unwrap();
+        join(&recipe, Path::new("runs/a"), &program)
+    }
+
+    #[test]
+    fn a_worker_looks_for_its_run_in_a_shared_directory_or_at_the_first_host() {
+        let head = [("SKYPILOT_NODE_IPS", "10.0.0.1\n10.0.0.2")];
+        let listen = "buffer.listen=0.0.0.0:9000";
+        assert_eq!(join_of(&[listen], &head).join.as_deref(), Some("runs/a"));
+        let keys = join_of(&[listen, "buffer.credentials=/keys"], &head);
+        assert_eq!(
+            (keys.join.as_deref(), keys.credentials),
+            (Some("https://10.0.0.1:9000"), Some("/keys".into()))
+        );
+        let named = [head[0], (variables::JOIN, "https://run:1")];
+        assert_eq!(join_of(&[listen, "buffer.credentials=/keys"], &named).join, None);
     }
 }
