@@ -75,7 +75,8 @@ fn left_out(
         (Some(Value::String(from)), Some(Value::String(to))) => from.starts_with(&format!("{to}@")),
         _ => false,
     };
-    let changes = own.changes_to(recipe).into_iter();
+    // A key that the file does not give has what an earlier command gave the run, such as its address.
+    let changes = own.changes_to(recipe).into_iter().filter(|change| change.to.is_some());
     let changes = changes.filter(|change| !is_set(&change.key) && !is_pinned(change));
     let shown: Vec<String> = changes.map(|change| change.to_string()).collect();
     Ok((!shown.is_empty()).then(|| {
