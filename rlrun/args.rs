@@ -137,9 +137,9 @@ pub struct RecipeArgs {
     pub sets: Vec<String>,
 }
 
-/// `rlrun run`.
-#[derive(Debug, Args)]
-pub struct RunArgs {
+/// The recipe of a run, its name and its directory.
+#[derive(Clone, Debug, Args)]
+pub struct NewRunArgs {
     /// The recipe.
     #[command(flatten)]
     pub recipe: RecipeArgs,
@@ -149,6 +149,24 @@ pub struct RunArgs {
     /// Name of the run [default: the recipe's]
     #[arg(long)]
     pub name: Option<String>,
+}
+
+impl NewRunArgs {
+    /// The changes to the recipe file, the name among them.
+    #[must_use]
+    pub fn sets(&self) -> Vec<String> {
+        let mut sets = self.recipe.sets.clone();
+        sets.extend(self.name.as_ref().map(|name| format!("name={name:?}")));
+        sets
+    }
+}
+
+/// `rlrun run`.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// The recipe and the place of the run.
+    #[command(flatten)]
+    pub run: NewRunArgs,
     /// Resume the run in the run directory if there is one, and start it otherwise
     #[arg(long)]
     pub resume_or_start: bool,
@@ -346,13 +364,13 @@ mod tests {
             &["--set", "x.y=1", "--name=n", "-q", "--width=80", "--", "a.toml"],
         ] {
             let run = parse_run(args);
-            assert_eq!(run.recipe.recipe, Path::new("a.toml"));
-            assert_eq!((run.recipe.sets, run.name.as_deref()), (vec!["x.y=1".to_owned()], Some("n")));
+            assert_eq!(run.run.recipe.recipe, Path::new("a.toml"));
+            assert_eq!((run.run.recipe.sets, run.run.name.as_deref()), (vec!["x.y=1".to_owned()], Some("n")));
             assert!(run.loudness.quiet);
             assert_eq!(run.loudness.width, Some(80));
         }
-        assert_eq!(parse_run(&["run", "check"]).recipe.recipe, Path::new("check"));
-        assert_eq!(parse_run(&["run", "a.toml", "--run-dir", "d"]).run_dir.unwrap(), Path::new("d"));
+        assert_eq!(parse_run(&["run", "check"]).run.recipe.recipe, Path::new("check"));
+        assert_eq!(parse_run(&["run", "a.toml", "--run-dir", "d"]).run.run_dir.unwrap(), Path::new("d"));
     }
 
     #[test]
@@ -360,7 +378,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("recipe");
         std::fs::write(&file, "").unwrap();
-        assert_eq!(parse_run(&[file.to_str().unwrap()]).recipe.recipe, file);
+        assert_eq!(parse_run(&[file.to_str().unwrap()]).run.recipe.recipe, file);
         assert!(matches!(parse(&["check", "run.toml"]).unwrap().command, Command::Check(_)));
         assert!(matches!(parse(&["init"]).unwrap().command, Command::Init(_)));
     }

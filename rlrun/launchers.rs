@@ -83,6 +83,8 @@ pub(crate) struct LaunchPlan {
     pub(crate) trainer_ranks: usize,
     /// Samplers that join the run.
     pub(crate) rollout_workers: usize,
+    /// Port on which the run listens.
+    pub(crate) port: u16,
     /// GPUs of each machine.
     pub(crate) gpus: usize,
     /// Cores of each process.
@@ -99,9 +101,9 @@ impl LaunchPlan {
         program: &Program,
         installed: Option<&str>,
     ) -> Result<Self, Failure> {
-        let mut sets = args.recipe.sets.clone();
-        sets.extend(args.name.as_ref().map(|name| format!("name={name:?}")));
-        let ServedRecipe { recipe, origins, sets } = ServedRecipe::load(&args.recipe.recipe, sets, program)?;
+        let run = &args.run;
+        let served = ServedRecipe::load(&run.recipe.recipe, run.sets(), program)?;
+        let ServedRecipe { recipe, origins, sets } = served;
         let absolute = |path: &Path| {
             std::path::absolute(path).map_err(|source| Failure::System {
                 what: format!("find the directory of {}", path.display()),
@@ -118,14 +120,15 @@ impl LaunchPlan {
                 .clone()
                 .or(installed.map(str::to_owned))
                 .unwrap_or_else(|| own.display().to_string()),
-            recipe: absolute(&args.recipe.recipe)?,
+            recipe: absolute(&run.recipe.recipe)?,
             resolved: recipe.resolved_toml(&origins),
             sets,
-            run_dir: absolute(&run_dir::place(args.run_dir.as_deref(), &recipe.name))?,
+            run_dir: absolute(&run_dir::place(run.run_dir.as_deref(), &recipe.name))?,
             trainer_ranks: recipe.ranks_that_join(),
             rollout_workers: args.rollout_workers,
             gpus: args.gpus,
             cpus: args.cpus,
+            port: recipe.buffer.listen.map_or(PORT, |listen| listen.port()),
             name: recipe.name,
         })
     }

@@ -188,6 +188,9 @@ fn manifests_name_the_run_its_volume_and_its_secret() {
     ] {
         assert!(manifest.contains(part), "{part} is missing in:\n{manifest}");
     }
+    let port = [&kubernetes[..], &["--set", "buffer.listen=0.0.0.0:9000"]].concat();
+    let manifest = launch(&home, &port).ok().stdout;
+    assert!(manifest.contains("my-run:9000\"") && !manifest.contains("8700"), "{manifest}");
     let sky = [
         "skypilot",
         "small.toml",

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{RecipeArgs, at_least_one};
+use super::{NewRunArgs, at_least_one};
 
 /// The launchers.
 #[derive(Debug, Subcommand)]
@@ -22,15 +22,9 @@ pub enum LaunchCommand {
 /// What a launcher starts.
 #[derive(Clone, Debug, Args)]
 pub struct LaunchArgs {
-    /// The recipe.
+    /// The recipe and the place of the run, on a disk that survives its machine.
     #[command(flatten)]
-    pub recipe: RecipeArgs,
-    /// Directory of the run, on a disk that survives the run's machine [default: outputs/NAME]
-    #[arg(long, value_name = "DIR")]
-    pub run_dir: Option<PathBuf>,
-    /// Name of the run [default: the recipe's]
-    #[arg(long)]
-    pub name: Option<String>,
+    pub run: NewRunArgs,
     /// Number of samplers beside those of the run itself, each on a machine of its own
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub rollout_workers: usize,

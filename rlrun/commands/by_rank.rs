@@ -51,8 +51,8 @@ pub(super) fn worker(
         _ => {
             // The user of this machine has given the recipe, so the run may use what it names.
             let allow = AllowArgs {
-                recipe: Some(args.recipe.recipe.clone()),
-                sets: args.recipe.sets.clone(),
+                recipe: Some(args.run.recipe.recipe.clone()),
+                sets: args.run.recipe.sets.clone(),
                 ..AllowArgs::default()
             };
             Some(WorkerByRank::Rollout(Box::new(RolloutArgs {

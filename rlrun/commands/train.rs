@@ -30,16 +30,15 @@ use crate::run_dir::{self, RecipeTexts, RunDir};
 
 /// Trains as a recipe says, in a new run directory or, if the user says so, in the one that is there.
 pub(super) fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> {
-    let mut sets = args.recipe.sets.clone();
-    sets.extend(args.name.as_ref().map(|name| format!("name={name:?}")));
+    let mut sets = args.run.sets();
     let recipe = if args.by_rank {
-        let served = ServedRecipe::load(&args.recipe.recipe, sets, program)?;
+        let served = ServedRecipe::load(&args.run.recipe.recipe, sets, program)?;
         sets = served.sets;
         served.recipe
     } else {
-        load(&args.recipe.recipe, &sets, program)?.0
+        load(&args.run.recipe.recipe, &sets, program)?.0
     };
-    let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
+    let place = run_dir::place(args.run.run_dir.as_deref(), &recipe.name);
     if args.by_rank
         && let Some(worker) = by_rank::worker(args, &recipe, &place, program)?
     {
@@ -81,7 +80,7 @@ fn left_out(
     let shown: Vec<String> = changes.map(|change| change.to_string()).collect();
     Ok((!shown.is_empty()).then(|| {
         format!(
-            "the run goes by its own recipe and not by the file, which has changed: {}; a change needs --set",
+            "the run has a recipe of its own, and the file differs from it: {}; a change needs --set",
             shown.join(", ")
         )
     }))
@@ -89,9 +88,9 @@ fn left_out(
 
 /// Starts a run in a new directory.
 fn start(args: &RunArgs, sets: &[String], program: &Program) -> Result<String, Failure> {
-    let (recipe, origins) = load(&args.recipe.recipe, sets, program)?;
-    let given = std::fs::read_to_string(&args.recipe.recipe).map_err(|source| Failure::System {
-        what: format!("read {}", args.recipe.recipe.display()),
+    let (recipe, origins) = load(&args.run.recipe.recipe, sets, program)?;
+    let given = std::fs::read_to_string(&args.run.recipe.recipe).map_err(|source| Failure::System {
+        what: format!("read {}", args.run.recipe.recipe.display()),
         source,
     })?;
     let hub = HuggingFace::of(program);
@@ -100,7 +99,7 @@ fn start(args: &RunArgs, sets: &[String], program: &Program) -> Result<String, F
     let recipe = hub.fetched(&named, FetchScope::Everything)?;
     refuse_what_does_not_fit(&recipe)?;
     let Some(leader) = launched(&recipe)? else { return Ok(String::new()) };
-    let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
+    let place = run_dir::place(args.run.run_dir.as_deref(), &recipe.name);
     let resolved = named.resolved_toml(&origins);
     let run_dir = RunDir::create(&place, RecipeTexts { given: &given, resolved: &resolved })?;
     let result = train(&recipe, TrainingStart { run_dir, from: None, leader }, &args.loudness, program);

@@ -5,8 +5,8 @@
 
 use serde_json::{Value, json};
 
+use super::LaunchPlan;
 use super::manifest::yaml;
-use super::{LaunchPlan, PORT};
 use crate::args::KubernetesArgs;
 
 /// Where a pod has the recipe, the run directories and the credentials.
@@ -74,7 +74,7 @@ struct JobTemplates<'a> {
 impl JobTemplates<'_> {
     /// The URL of the run: its pod in the service of the JobSet.
     fn url(&self) -> String {
-        format!("https://{0}-lead-0-0.{0}:{PORT}", self.name)
+        format!("https://{0}-lead-0-0.{0}:{1}", self.name, self.plan.port)
     }
 
     fn lead(&self) -> Value {
@@ -82,9 +82,9 @@ impl JobTemplates<'_> {
         let mut command = self.plan.lead(RECIPE, &run_dir, None);
         command.extend(["--set".to_owned(), format!("buffer.credentials={CREDENTIALS:?}")]);
         let mut container = self.container(&command);
-        container["ports"] = json!([{ "containerPort": PORT }]);
+        container["ports"] = json!([{ "containerPort": self.plan.port }]);
         container["readinessProbe"] = json!({
-            "httpGet": { "path": "/readyz", "port": PORT, "scheme": "HTTPS" }, "periodSeconds": 5,
+            "httpGet": { "path": "/readyz", "port": self.plan.port, "scheme": "HTTPS" }, "periodSeconds": 5,
         });
         // The certificate of the run is for this name too.
         container["env"] = json!([{ "name": "RLRUN_JOIN", "value": self.url() }]);

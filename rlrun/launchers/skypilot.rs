@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::json;
 
 use super::manifest::yaml;
-use super::{LaunchPlan, PORT, shell};
+use super::{LaunchPlan, shell};
 use crate::args::SkypilotArgs;
 use crate::credentials::Credentials;
 
@@ -27,7 +27,7 @@ pub(crate) fn task(
     credentials: &Credentials,
 ) -> String {
     let mut resources = json!({
-        "ports": PORT,
+        "ports": plan.port,
         "job_recovery": { "max_restarts_on_errors": RESTARTS, "recover_on_exit_codes": [75] },
     });
     if let Some(accelerators) = &args.accelerators {

@@ -5,17 +5,15 @@ Ray listens on all interfaces, so this process moves to a network of its own fir
 submits the default recipe; its sampler is killed, its run is stopped with SIGTERM, and both are started again.
 """
 
-import argparse
 import ctypes
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 
-from on_slurm import lines, pids, steps, wait
+from on_slurm import lines, parsed, pids, steps, wait
 
 CLONE_NEWNET = 0x40000000
 
@@ -53,16 +51,8 @@ def disturb(client, job, run):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rlrun")
-    parser.add_argument("directory")
-    parser.add_argument("--recipe", default="recipes/grpo_math.toml")
-    parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--undisturbed", action="store_true", help="kill and stop nothing")
-    arguments = parser.parse_args()
-    directory, rlrun = os.path.abspath(arguments.directory), os.path.abspath(arguments.rlrun)
-    shutil.rmtree(directory, ignore_errors=True)
-    os.makedirs(directory)
+    arguments, directory = parsed(__doc__)
+    rlrun = arguments.rlrun
     run = os.path.join(directory, "run")
     own_network()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

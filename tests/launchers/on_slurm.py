@@ -132,9 +132,10 @@ def steps(run):
     return [line for line in lines(os.path.join(run, "metrics.jsonl")) if line["step"] > 0]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rlrun")
+def parsed(description):
+    """The arguments, and the directory, which is empty."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rlrun", type=os.path.abspath)
     parser.add_argument("directory")
     parser.add_argument("--recipe", default="recipes/grpo_math.toml")
     parser.add_argument("--set", action="append", default=[])
@@ -143,6 +144,11 @@ def main():
     directory = os.path.abspath(arguments.directory)
     shutil.rmtree(directory, ignore_errors=True)
     os.makedirs(directory)
+    return arguments, directory
+
+
+def main():
+    arguments, directory = parsed(__doc__)
     run = os.path.join(directory, "run")
     cluster = Cluster(directory)
     job = None

@@ -66,7 +66,9 @@ pub trait Subscriber: Send + Sync {
     ///
     /// # Errors
     /// An earlier mismatch; [`WeightsError::PublisherGone`] if nothing newer will ever come.
-    fn newest(&self, after: Option<PolicyVersion>) -> Result<Option<Arc<Snapshot>>, WeightsError>;
+    fn newest(&self, after: Option<PolicyVersion>) -> Result<Option<Arc<Snapshot>>, WeightsError> {
+        self.wait_newer(after, Duration::ZERO)
+    }
 
     /// The newest snapshot as soon as it is newer than `after`; `None` if none came within `wait`.
     ///

@@ -126,10 +126,6 @@ impl RelaySubscriber {
 }
 
 impl Subscriber for RelaySubscriber {
-    fn newest(&self, after: Option<PolicyVersion>) -> Result<Option<Arc<Snapshot>>, WeightsError> {
-        self.wait_newer(after, Duration::ZERO)
-    }
-
     fn wait_newer(
         &self,
         after: Option<PolicyVersion>,

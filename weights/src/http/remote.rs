@@ -444,10 +444,6 @@ impl RemoteSubscriber {
 }
 
 impl Subscriber for RemoteSubscriber {
-    fn newest(&self, after: Option<PolicyVersion>) -> Result<Option<Arc<Snapshot>>, WeightsError> {
-        self.wait_newer(after, Duration::ZERO)
-    }
-
     fn wait_newer(
         &self,
         after: Option<PolicyVersion>,
