@@ -4,7 +4,8 @@
     cargo build --release --workspace
     benches/async.py run DIR [--seeds 3]     about half an hour on two cores
     benches/async.py table DIR
-    benches/async.py questions DIR --model MODEL [--seeds 3]   the same with a real language model, half an hour a seed
+    benches/async.py questions DIR --model MODEL [--seeds 3] [--staleness 0,2] [--steps 40]   the same with a real language
+                                             model, 40 minutes a seed
     benches/async.py table DIR --of questions
     benches/async.py anchors DIR [--seeds 5]  about an hour: what keeps the policy from collapsing under staleness
 
@@ -193,18 +194,19 @@ def prepare(directory, binary):
     return ["model.path=%s" % json.dumps(last_checkpoint(base)), given("train")]
 
 
-def questions(model):
+def questions(model, steps):
     """What `questions` changes in recipes/grpo_smollm.toml."""
     sets = ["model.path=%s" % json.dumps(os.path.abspath(model)), "rollout.group_size=8", "buffer.batch_groups=8"]
-    return sets + ["trainer.steps=40", "eval.interval=0", "checkpoint.interval=0", "log.samples=0"]
+    return sets + ["trainer.steps=%d" % steps, "eval.interval=0", "checkpoint.interval=0", "log.samples=0"]
 
 
-def run(directory, seeds, binary, study, base, common):
+def run(directory, seeds, binary, study, base, common, bounds=None):
+    """Runs the arms of `study`, those with a bound on staleness in `bounds` if it is given."""
     server = Server(study)
     for seed in range(seeds):
         for arm, staleness, median in study.arms[:: -1 if seed % 2 else 1]:
             run_dir = place(directory, arm, seed)
-            if os.path.exists(run_dir):
+            if os.path.exists(run_dir) or (bounds is not None and staleness not in bounds):
                 continue
             server.median = median
             sets = ["seed=%d" % seed, "buffer.max_staleness=%d" % staleness] + common
@@ -328,6 +330,9 @@ def main():
     parser.add_argument("directory")
     parser.add_argument("--seeds", type=int, help="3, of `anchors` 5")
     parser.add_argument("--model", help="directory of SmolLM2-135M-Instruct, of `questions`")
+    bounds = lambda text: [int(bound) for bound in text.split(",")]
+    parser.add_argument("--staleness", type=bounds, help="arms of `questions` to run, by their bound; all by default")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each arm of `questions`")
     parser.add_argument("--of", choices=sorted(STUDIES), default="run", help="what `table` shows")
     parser.add_argument("--binary", default=os.path.join(ROOT, "target", "release", "rlrun"))
     arguments = parser.parse_args()
@@ -342,7 +347,7 @@ def main():
     elif verb == "questions":
         if arguments.model is None:
             parser.error("`questions` needs --model")
-        run(directory, arguments.seeds or 3, binary, study, "recipes/grpo_smollm.toml", questions(arguments.model))
+        run(directory, arguments.seeds or 3, binary, study, "recipes/grpo_smollm.toml", questions(arguments.model, arguments.steps), arguments.staleness)
     table(directory, study)
 
 
