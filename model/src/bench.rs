@@ -181,7 +181,7 @@ pub fn operations(config: &Config, rows: usize) -> Result<Vec<Operation>> {
     let x = random(hidden)?;
     let scale = vec![1.0; hidden];
     let moved = |numbers: usize| OperationCost { flops: 0, numbers };
-    let norm = move || rms_norm(&x, &scale, 1e-6).map(done);
+    let norm = move || rms_norm(&x, &scale, 1e-6, &ThreadPool::single()).map(done);
     all.push(Operation::new("norm", moved(2 * rows * hidden), norm));
     let gate_up = random(2 * middle)?;
     all.push(Operation::new("swiglu", moved(3 * rows * middle), move || {

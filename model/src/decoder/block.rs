@@ -202,10 +202,10 @@ impl TransformerBlock {
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
         pool: &ThreadPool,
     ) -> Result<AttentionTrace> {
-        let mut qkv = self.qkv.apply_values(&rms_norm(x, &self.attention_norm, self.eps)?, pool)?;
+        let mut qkv = self.qkv.apply_values(&rms_norm(x, &self.attention_norm, self.eps, pool)?, pool)?;
         let width = self.shape.width();
         let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
-        heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles);
+        heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles, pool);
         let prepared = matrix(qkv, width)?;
         let attended = attend(&prepared)?;
         let middle = self.output.add_to(x, &attended, pool)?;
@@ -214,7 +214,7 @@ impl TransformerBlock {
 
     /// `[T, 2 m]` gate and up of the feed-forward half, for its input `middle [T, d]`.
     pub(super) fn gate_up(&self, middle: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
-        self.gate_up.apply(&rms_norm(middle, &self.feed_forward_norm, self.eps)?, pool)
+        self.gate_up.apply(&rms_norm(middle, &self.feed_forward_norm, self.eps, pool)?, pool)
     }
 
     /// `[T, d]` the residual stream after the feed-forward half.
@@ -235,7 +235,7 @@ impl TransformerBlock {
         g: &Tensor,
     ) -> Result<FeedForwardReverse> {
         let alone = ThreadPool::single();
-        let normed = rms_norm(middle, &self.feed_forward_norm, self.eps)?;
+        let normed = rms_norm(middle, &self.feed_forward_norm, self.eps, &alone)?;
         let computed;
         let gate_up = match gate_up {
             Some(kept) => kept,
@@ -262,7 +262,7 @@ impl TransformerBlock {
         d_middle: &Tensor,
         attend_backward: impl FnOnce(&Tensor, &Tensor) -> Result<Vec<f32>>,
     ) -> Result<AttentionReverse> {
-        let normed = rms_norm(input, &self.attention_norm, self.eps)?;
+        let normed = rms_norm(input, &self.attention_norm, self.eps, &ThreadPool::single())?;
         let d_prepared = attend_backward(&trace.prepared, &self.output.input_gradient(d_middle)?)?;
         let kept = match &trace.raw {
             Some(_) => Some(matrix(d_prepared.clone(), self.shape.width())?),

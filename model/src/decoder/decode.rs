@@ -281,7 +281,7 @@ impl Decoder {
             x = block.forward(&x, &angles, attend, pool)?;
         }
         let picked = gather(&[&x], &wanted)?;
-        let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
+        let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps, pool)?;
         let mut logits = unwritten(wanted.len() * self.head.output());
         self.head.apply_slice(&values(&normed)?, &mut logits, pool);
         Ok(logits)

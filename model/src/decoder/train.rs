@@ -114,7 +114,7 @@ impl Decoder {
     ) -> Result<Vec<Prediction>> {
         assert_eq!(rows.len(), targets.len(), "one row per target");
         let picked = gather(&outputs.iter().collect::<Vec<_>>(), rows)?;
-        let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
+        let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps, pool)?;
         self.predict(&normed, targets, pool)
     }
 
@@ -136,7 +136,8 @@ impl Decoder {
         let outputs = self.outputs(pack, &ThreadPool::single())?;
         let rows: Vec<usize> = (0..pack.token_ids().len()).collect();
         let all = gather(&outputs.iter().collect::<Vec<_>>(), &rows)?;
-        self.head.apply(&rms_norm(&all, &self.final_norm, self.config.rms_norm_eps)?, &ThreadPool::single())
+        let alone = ThreadPool::single();
+        self.head.apply(&rms_norm(&all, &self.final_norm, self.config.rms_norm_eps, &alone)?, &alone)
     }
 
     /// `[T, hidden]` residual stream after the last layer, of each part.
@@ -255,7 +256,7 @@ impl Decoder {
         let TrainedTargets { rows, targets, samples } = trained;
         assert_eq!(rows.len(), targets.len(), "one row per target");
         let picked = gather(&parts.iter().map(|part| &part.output).collect::<Vec<_>>(), rows)?;
-        let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
+        let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps, pool)?;
         let mut predictions = vec![Prediction::default(); targets.len()];
         value::predict(&normed, &self.value_head, &mut predictions)?;
 

@@ -109,13 +109,13 @@ pub(crate) fn panels<S: Sums, const N: usize, const MR: usize>(
 
 /// Position of a tile in the result.
 #[derive(Clone, Copy)]
-struct TilePlacement {
+pub(crate) struct TilePlacement {
     /// Its first column in the part of the result.
-    column: usize,
+    pub(crate) column: usize,
     /// Column of the layer that this part begins at.
-    first_column: usize,
-    row: usize,
-    store: StoreMode,
+    pub(crate) first_column: usize,
+    pub(crate) row: usize,
+    pub(crate) store: StoreMode,
 }
 
 /// Sums over all inputs of `N` lines of a panel, from `first` on, with `R` rows, whose `inputs` are interleaved. On the
@@ -156,7 +156,7 @@ fn prefetch<W>(line: &PanelLine<W>, beyond: usize) {
 
 /// Puts the results of a tile into `out`.
 #[inline(always)]
-fn finish<S: Sums, const N: usize, const R: usize>(
+pub(crate) fn finish<S: Sums, const N: usize, const R: usize>(
     results: &impl Results<S>,
     sums: [[S; N]; R],
     place: TilePlacement,

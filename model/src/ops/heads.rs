@@ -6,7 +6,8 @@ pub(crate) use device::ops::heads::HeadShape;
 
 use super::norm::{norm_row, norm_row_backward, norm_row_weight_gradient};
 use super::simd::vectorized;
-use super::{matrix, values};
+use super::{matrix, rows_each, values};
+use crate::ThreadPool;
 
 /// Weights of the per-head RMSNorm.
 #[derive(Clone, Copy, Debug)]
@@ -56,8 +57,18 @@ impl Angles {
 
 /// Normalises (if the model does) and rotates queries and keys of `qkv [T, width]` in place; values pass as they are.
 /// `angles` are those of the same tokens.
-pub(crate) fn prepare(qkv: &mut [f32], shape: HeadShape, norm: Option<HeadNormWeights<'_>>, angles: &Angles) {
-    forward(qkv, shape, norm, angles);
+pub(crate) fn prepare(
+    qkv: &mut [f32],
+    shape: HeadShape,
+    norm: Option<HeadNormWeights<'_>>,
+    angles: &Angles,
+    pool: &ThreadPool,
+) {
+    let each = rows_each(qkv.len() / shape.width(), qkv.len(), pool);
+    let half = each * shape.head_dim / 2;
+    let angles = angles.cos.chunks(half).zip(angles.sin.chunks(half));
+    let parts = qkv.chunks_mut(each * shape.width()).zip(angles).collect();
+    pool.map(parts, |(qkv, (cos, sin))| forward(qkv, shape, norm, cos, sin));
 }
 
 /// Gradient of the raw projection for the gradient `g [T, width]` of the prepared. `raw [T, width]` is needed where heads
@@ -93,9 +104,9 @@ pub(crate) fn head_norm_gradient(
 }
 
 vectorized! {
-    fn forward(qkv: &mut [f32], shape: HeadShape, norm: Option<HeadNormWeights<'_>>, angles: &Angles) {
+    fn forward(qkv: &mut [f32], shape: HeadShape, norm: Option<HeadNormWeights<'_>>, cos: &[f32], sin: &[f32]) {
         let half = shape.head_dim / 2;
-        let angles = angles.cos.chunks_exact(half).zip(angles.sin.chunks_exact(half));
+        let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half));
         for (row, (cos, sin)) in qkv.chunks_exact_mut(shape.width()).zip(angles) {
             let rotated = row.chunks_exact_mut(shape.head_dim).take(shape.heads + shape.kv_heads);
             for (h, head) in rotated.enumerate() {
@@ -167,7 +178,7 @@ mod tests {
             let loss = |x: &[f32], w: &[f32]| {
                 let mut out = x.to_vec();
                 let norm = HeadNormWeights { query: &w[..6], key: &w[6..], eps: 1e-2 };
-                forward(&mut out, shape, with_norm.then_some(norm), &angles);
+                forward(&mut out, shape, with_norm.then_some(norm), &angles.cos, &angles.sin);
                 weighted(&out, &c)
             };
             let norm = with_norm.then_some(HeadNormWeights { query: &w[..6], key: &w[6..], eps: 1e-2 });

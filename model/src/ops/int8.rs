@@ -19,14 +19,16 @@
 //! error of the logits is an error of every log-probability, while the residual stream damps the error of a layer. Threads
 //! share the outputs.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod dot;
 
 use dot::{Int8Product, QuantizedRows};
 
 use super::dot::{LINE, PANEL, PANEL_WIDTH, PanelLine, StoreMode};
 use super::gemm::ProductOut;
-use super::row_ranges;
 use super::simd::{max, min, vectorized};
+use super::{row_ranges, rows_each};
 use crate::ThreadPool;
 
 /// Rows of activations whose quantised form stays in the second-level cache while all weights pass by once.
@@ -56,7 +58,7 @@ struct PanelColumns {
 }
 
 /// How a row of activations was quantised: `x = step (p - zero)`.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct RowQuantization {
     step: f32,
     zero: i32,
@@ -99,9 +101,27 @@ impl Int8Linear {
         Self { input, output, lines, columns }
     }
 
+    /// Quantises the rows of `x [T, in]` to `values [T, steps]` and `ranges [T]`.
+    fn quantize(&self, x: &[f32], values: &mut [[u8; 4]], ranges: &mut [RowQuantization], pool: &ThreadPool) {
+        let each = rows_each(ranges.len(), x.len(), pool);
+        let parts = x.chunks(each * self.input).zip(values.chunks_mut(each * self.steps()));
+        let parts = parts.zip(ranges.chunks_mut(each)).collect();
+        pool.map(parts, |((x, values), ranges): ((&[f32], &mut [[u8; 4]]), &mut [RowQuantization])| {
+            let rows = x.chunks_exact(self.input).zip(values.chunks_exact_mut(self.steps()));
+            for ((x, values), range) in rows.zip(ranges) {
+                *range = quantize_row(x, &mut values.as_flattened_mut()[..self.input]);
+            }
+        });
+    }
+
     /// Number of outputs.
     pub(crate) fn output(&self) -> usize {
         self.output
+    }
+
+    /// Steps of a row, of four inputs each.
+    fn steps(&self) -> usize {
+        self.input.div_ceil(4)
     }
 
     /// `out [T, out] = x [T, in] W^T + b`, or added to `out`.
@@ -111,16 +131,15 @@ impl Int8Linear {
     pub(crate) fn run(&self, x: &[f32], out: &mut [f32], store: StoreMode, pool: &ThreadPool) {
         assert_eq!(x.len() / self.input * self.output, out.len(), "the result is [T, {}]", self.output);
         assert_eq!(x.len() % self.input, 0, "activations are [T, {}]", self.input);
-        let (rows, steps) = (x.len() / self.input, self.input.div_ceil(4));
+        let (rows, steps) = (x.len() / self.input, self.steps());
         let mut values = vec![[0_u8; 4]; rows.min(ROW_BLOCK) * steps];
-        let mut ranges = Vec::with_capacity(rows.min(ROW_BLOCK));
+        let mut ranges = vec![RowQuantization::default(); rows.min(ROW_BLOCK)];
         let blocks = x.chunks(ROW_BLOCK * self.input);
         for (x, out) in blocks.zip(out.chunks_mut((ROW_BLOCK * self.output).max(1))) {
-            ranges.clear();
-            for (x, values) in x.chunks_exact(self.input).zip(values.chunks_exact_mut(steps)) {
-                ranges.push(quantize_row(x, &mut values.as_flattened_mut()[..self.input]));
-            }
-            let rows = QuantizedRows { values: &values[..ranges.len() * steps], ranges: &ranges };
+            let rows = x.len() / self.input;
+            let (values, ranges) = (&mut values[..rows * steps], &mut ranges[..rows]);
+            self.quantize(x, values, ranges, pool);
+            let rows = QuantizedRows { values, ranges };
             let columns = row_ranges(self.output, pool.threads(), PANEL_WIDTH);
             let outs = ProductOut::columns(out, self.output, &columns);
             pool.map(columns.into_iter().zip(outs).collect(), |(columns, mut out)| {

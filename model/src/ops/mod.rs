@@ -35,6 +35,8 @@ use std::ops::{Deref, Range};
 
 use candle_core::{CpuStorage, Device, Result, Storage, Tensor, bail};
 
+use crate::ThreadPool;
+
 /// The f32 values of a contiguous CPU tensor, borrowed.
 struct TensorValues<S> {
     storage: S,
@@ -96,6 +98,15 @@ pub(crate) fn row_ranges(rows: usize, parts: usize, unit: usize) -> Vec<Range<us
     let each = rows.div_ceil(parts.max(1)).next_multiple_of(unit).max(unit);
     let count = rows.div_ceil(each).max(1);
     (0..count).map(|i| i * each..((i + 1) * each).min(rows)).collect()
+}
+
+/// Values from which on threads share the rows of an operation that reads each value once.
+const WORTH_SHARING: usize = 1 << 13;
+
+/// Rows for each thread, of `rows` rows with `values` values in all.
+pub(crate) fn rows_each(rows: usize, values: usize, pool: &ThreadPool) -> usize {
+    let threads = if values < WORTH_SHARING { 1 } else { pool.threads() };
+    rows.div_ceil(threads).max(1)
 }
 
 #[cfg(test)]

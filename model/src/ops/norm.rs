@@ -4,13 +4,17 @@
 use candle_core::{Result, Tensor};
 
 use super::simd::{dot, vectorized};
-use super::{matrix, unwritten, values};
+use super::{matrix, rows_each, unwritten, values};
+use crate::ThreadPool;
 
 /// Normalises each row of `x [T, d]` and scales it by `weight [d]`.
-pub(crate) fn rms_norm(x: &Tensor, weight: &[f32], eps: f32) -> Result<Tensor> {
-    let (_, width) = x.dims2()?;
+pub(crate) fn rms_norm(x: &Tensor, weight: &[f32], eps: f32, pool: &ThreadPool) -> Result<Tensor> {
+    let (rows, width) = x.dims2()?;
     let mut out = unwritten(x.elem_count());
-    forward(&values(x)?, weight, eps, &mut out);
+    let each = rows_each(rows, out.len(), pool) * width;
+    let x = values(x)?;
+    let parts = x.chunks(each).zip(out.chunks_mut(each)).collect();
+    pool.map(parts, |(x, out)| forward(x, weight, eps, out));
     matrix(out, width)
 }
 

@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 
 use super::simd::{exp, vectorized};
-use super::{matrix, row_ranges, unwritten, values};
+use super::{matrix, rows_each, unwritten, values};
 use crate::ThreadPool;
 
 /// `gate_up [T, 2 m]`, the gate in the first half of each row, to `[T, m]`.
@@ -11,7 +11,7 @@ pub(crate) fn swiglu(gate_up: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
     let (rows, width) = gate_up.dims2()?;
     let mut out = unwritten(rows * width / 2);
     let gate_up = values(gate_up)?;
-    let each = row_ranges(rows, pool.threads(), 1)[0].len().max(1);
+    let each = rows_each(rows, gate_up.len(), pool);
     let parts = gate_up.chunks(each * width).zip(out.chunks_mut(each * width / 2));
     pool.map(parts.collect(), |(gate_up, out)| forward(gate_up, width / 2, out));
     matrix(out, width / 2)

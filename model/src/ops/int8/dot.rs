@@ -5,6 +5,8 @@
 
 use super::super::dot::{DotOperands, LINE, PANEL_WIDTH, PanelLine, Results, StoreMode, Sums, panels};
 use super::super::gemm::ProductOut;
+#[cfg(target_arch = "x86_64")]
+use super::amx;
 use super::{Int8Linear, RowQuantization};
 
 /// Rows of activations, quantised.
@@ -28,13 +30,13 @@ pub(super) struct Int8Product<'a> {
 impl Int8Product<'_> {
     /// Stores the result in `out [T, columns]`.
     pub(super) fn write(self, out: &mut ProductOut<'_>) {
-        Arm::best().product(self, out);
+        Arm::best(self.layer.steps()).product(self, out);
     }
 
     /// `N` lines by at most `MR` rows at a time.
     #[inline(always)]
     fn tiles<S: Totals, const N: usize, const MR: usize>(self, out: &mut ProductOut<'_>) {
-        let steps = self.layer.input.div_ceil(4);
+        let steps = self.layer.steps();
         let panel_count = out.width().div_ceil(PANEL_WIDTH);
         let operands = DotOperands {
             lines: &self.layer.lines[self.panel * steps..][..panel_count * steps],
@@ -67,6 +69,9 @@ trait Totals: Sums<Inputs = [u8; 4], Weights = [i8; 4]> {
 /// An instruction set that the product is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Arm {
+    /// 16,384 products by one instruction, where inputs fill tiles.
+    #[cfg(target_arch = "x86_64")]
+    Amx,
     /// 64 products by one instruction.
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni,
@@ -81,23 +86,24 @@ enum Arm {
 }
 
 impl Arm {
-    /// The fastest that this machine has.
+    /// The fastest that this machine has, for layers of `steps` steps.
     #[cfg(target_arch = "x86_64")]
-    fn best() -> Self {
-        let vector = [Self::Avx512Vnni, Self::AvxVnni, Self::Avx2];
-        vector.into_iter().find(|arm| arm.is_here()).unwrap_or(Self::Portable)
+    fn best(steps: usize) -> Self {
+        let wide = [Self::Amx, Self::Avx512Vnni, Self::AvxVnni, Self::Avx2];
+        wide.into_iter().find(|arm| arm.computes(steps)).unwrap_or(Self::Portable)
     }
 
     #[cfg(not(target_arch = "x86_64"))]
-    fn best() -> Self {
+    fn best(_: usize) -> Self {
         Self::Portable
     }
 
-    /// Whether this machine has its instructions.
+    /// Whether this machine has its instructions, and they are for layers of `steps` steps.
     #[cfg(target_arch = "x86_64")]
-    fn is_here(self) -> bool {
+    fn computes(self, steps: usize) -> bool {
         use std::arch::is_x86_feature_detected as has;
         match self {
+            Self::Amx => amx::is_here() && amx::fits(steps),
             Self::Avx512Vnni => has!("avx512f") && has!("avx512vnni"),
             Self::AvxVnni => has!("avx2") && has!("avxvnni"),
             Self::Avx2 => has!("avx2"),
@@ -121,10 +127,11 @@ impl Arm {
         fn avx2(product: Int8Product<'_>, out: &mut ProductOut<'_>) {
             product.tiles::<[__m256i; 4], 1, 2>(out);
         }
-        assert!(self.is_here(), "{self:?} needs instructions that this machine lacks");
+        assert!(self.computes(product.layer.steps()), "{self:?} needs instructions that this machine lacks");
         #[expect(unsafe_code, reason = "the line above has looked for the features of the callee")]
         unsafe {
             match self {
+                Self::Amx => amx::product(product, out),
                 Self::Avx512Vnni => avx512_vnni(product, out),
                 Self::AvxVnni => avx_vnni(product, out),
                 Self::Avx2 => avx2(product, out),
@@ -278,13 +285,13 @@ mod tests {
     use super::*;
 
     #[cfg(target_arch = "x86_64")]
-    fn arms() -> Vec<Arm> {
-        let all = [Arm::Avx512Vnni, Arm::AvxVnni, Arm::Avx2, Arm::Portable];
-        all.into_iter().filter(|arm| arm.is_here()).collect()
+    fn arms(steps: usize) -> Vec<Arm> {
+        let all = [Arm::Amx, Arm::Avx512Vnni, Arm::AvxVnni, Arm::Avx2, Arm::Portable];
+        all.into_iter().filter(|arm| arm.computes(steps)).collect()
     }
 
     #[cfg(not(target_arch = "x86_64"))]
-    fn arms() -> Vec<Arm> {
+    fn arms(_: usize) -> Vec<Arm> {
         vec![Arm::Portable]
     }
 
@@ -320,7 +327,7 @@ mod tests {
                 })
             })
             .collect();
-        for arm in arms() {
+        for arm in arms(steps) {
             let mut out = vec![f32::NAN; expected.len()];
             let mut product = Int8Product { layer: &layer, rows, panel: 0, store: StoreMode::Replace };
             arm.product(product, &mut ProductOut::new(&mut out, output));
@@ -339,11 +346,23 @@ mod tests {
         }
     }
 
+    proptest! {
+        /// Inputs that fill tiles, and rows that do not.
+        #[test]
+        fn every_arm_is_exact_in_tiles(
+            rows in 1..100usize, tiles in 1..6usize, short in 0..4usize, output in 1..200usize, seed in 0..u64::MAX,
+        ) {
+            let input = 64 * tiles - short;
+            let q: Vec<i8> = bytes(output * input, seed ^ 7).into_iter().map(|b| b as i8).collect();
+            check(rows, input, output, &bytes(rows * input, seed), &q);
+        }
+    }
+
     /// Where sums of two products in 16 bits would saturate.
     #[test]
     fn extreme_factors_do_not_saturate() {
-        for q in [127, -127] {
-            check(7, 400, 70, &[255; 7 * 400], &vec![q; 70 * 400]);
+        for (input, q) in [(400, 127), (400, -127), (384, 127), (384, -127)] {
+            check(7, input, 70, &vec![255; 7 * input], &vec![q; 70 * input]);
         }
     }
 }
