@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use trajectory::PolicyVersion;
 
 /// Pause after the first refusal.
-const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// Longest pause: the delay with which a slot is noticed that no version frees.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 

@@ -7,6 +7,7 @@
 //! | `GET newest` | the newest version that is newer than `after`, as soon as there is one, for up to `wait_ms` |
 //! | `GET full` | a version in full, as long as it is the newest; 410 otherwise |
 //! | `GET delta` | the delta from the version `from`; 410 if there is none, or the full weights are smaller |
+//! | `POST newest` | the same, after a receipt |
 //! | `POST receipts` | receipt: which version a sampler serves |
 //! | `POST relays` | the caller passes versions on at this address |
 //! | `POST fallbacks` | the relay of the caller failed; it fetches the version from the hub |

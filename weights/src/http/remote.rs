@@ -16,8 +16,8 @@ use super::client::{FetchError, HubClient};
 use super::receiver::{AnnouncedVersion, WeightReceiver};
 use super::upstream::{FrameSource, RelayConnections};
 use super::wire::{
-    Acknowledged, FallbackBody, NewestAnswer, NewestQuery, ReceiptBody, RelayBody, SubscribeAnswer,
-    SubscribeRequest, UnsubscribeQuery,
+    Acknowledged, FallbackBody, NewestAnswer, NewestQuery, ReceiptAndPoll, ReceiptBody, RelayBody,
+    SubscribeAnswer, SubscribeRequest, UnsubscribeQuery,
 };
 use crate::direct::PushNotice;
 use crate::hub::{After, AssignedRelay};
@@ -93,7 +93,7 @@ pub struct RemoteSubscriber {
     /// Where it passes versions on, if it does.
     serves_at: Option<RelayAddress>,
     session: Mutex<SessionState>,
-    /// Locked while a receipt is sent, so receipts arrive in order.
+    /// Locked while a receipt is on its way, alone or with a poll, so receipts arrive in order.
     sending: Mutex<()>,
 }
 
@@ -113,6 +113,30 @@ struct SessionState {
     unsent: bool,
     damaged: u32,
     refused: Vec<WeightsError>,
+}
+
+/// A receipt that the hub may not have; no other one is sent while this exists.
+struct UnsentReceipt<'a> {
+    receipt: Receipt,
+    /// Incarnation of the hub that announced its version.
+    life: u64,
+    _sending: MutexGuard<'a, ()>,
+}
+
+impl UnsentReceipt<'_> {
+    fn body(&self, name: &str, connection: u64) -> ReceiptBody {
+        let Receipt { version, digest, took, stalled, bytes } = self.receipt;
+        ReceiptBody {
+            name: name.to_owned(),
+            connection,
+            life: self.life,
+            version: version.0,
+            digest: digest.to_string(),
+            took_us: took.as_micros() as u64,
+            stalled_us: stalled.as_micros() as u64,
+            bytes,
+        }
+    }
 }
 
 impl RemoteConfig {
@@ -216,7 +240,7 @@ impl RemoteSubscriber {
         deadline: Instant,
         shm: bool,
     ) -> Result<Option<AnnouncedVersion>, WeightsError> {
-        self.send_receipt()?;
+        let unsent = self.unsent()?;
         let wait = deadline.saturating_duration_since(Instant::now()).min(self.longest_ask);
         let (name, connection) = (self.config.name.clone(), self.connection);
         let (after, round) = match after {
@@ -224,10 +248,21 @@ impl RemoteSubscriber {
             After::Round(number) => (None, Some(number)),
         };
         let ask = NewestQuery { name, connection, after, wait_ms: wait.as_millis() as u64, shm, round };
-        let answer: NewestAnswer = match self.client.get("newest", &ask, wait) {
+        let answer = match &unsent {
+            Some(unsent) => {
+                let both =
+                    ReceiptAndPoll { receipt: unsent.body(&self.config.name, connection), newest: ask };
+                self.client.post("newest", &both, wait + RECEIPT)
+            }
+            None => self.client.get("newest", &ask, wait),
+        };
+        let answer: NewestAnswer = match answer {
             Ok(answer) => answer,
             Err(error) => return self.record_failure(error, None, deadline).map(|()| None),
         };
+        if let Some(unsent) = unsent {
+            self.acknowledged(&unsent)?;
+        }
         self.offer_relay(answer.relays)?;
         let mut session = self.session()?;
         session.away = None;
@@ -366,29 +401,28 @@ impl RemoteSubscriber {
         }
     }
 
+    /// The last receipt, if the hub may not have it.
+    fn unsent(&self) -> Result<Option<UnsentReceipt<'_>>, WeightsError> {
+        let sending = self.sending.lock().map_err(|_| WeightsError::Poisoned)?;
+        let session = self.session()?;
+        let unsent = session.served.filter(|_| session.unsent);
+        Ok(unsent.map(|(receipt, life)| UnsentReceipt { receipt, life, _sending: sending }))
+    }
+
+    /// The hub has the receipt.
+    fn acknowledged(&self, sent: &UnsentReceipt<'_>) -> Result<(), WeightsError> {
+        let mut session = self.session()?;
+        // A receipt for a newer version may have come meanwhile.
+        session.unsent = session.served.is_some_and(|(newest, _)| newest.version > sent.receipt.version);
+        Ok(())
+    }
+
     /// Sends the last receipt if the hub may not have it. An unreachable server gets it later.
     fn send_receipt(&self) -> Result<(), WeightsError> {
-        let _sending = self.sending.lock().map_err(|_| WeightsError::Poisoned)?;
-        let session = self.session()?;
-        let Some((receipt, life)) = session.served.filter(|_| session.unsent) else { return Ok(()) };
-        drop(session);
-        let applied = ReceiptBody {
-            name: self.config.name.clone(),
-            connection: self.connection,
-            life,
-            version: receipt.version.0,
-            digest: receipt.digest.to_string(),
-            took_us: receipt.took.as_micros() as u64,
-            stalled_us: receipt.stalled.as_micros() as u64,
-            bytes: receipt.bytes,
-        };
-        match self.client.post::<Acknowledged>("receipts", &applied, RECEIPT) {
-            Ok(Acknowledged {}) => {
-                let mut session = self.session()?;
-                // A receipt for a newer version may have come meanwhile.
-                session.unsent = session.served.is_some_and(|(newest, _)| newest.version > receipt.version);
-                Ok(())
-            }
+        let Some(unsent) = self.unsent()? else { return Ok(()) };
+        let body = unsent.body(&self.config.name, self.connection);
+        match self.client.post::<Acknowledged>("receipts", &body, RECEIPT) {
+            Ok(Acknowledged {}) => self.acknowledged(&unsent),
             Err(FetchError::Refused(error)) => Err(error),
             Err(_) => Ok(()),
         }

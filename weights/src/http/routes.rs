@@ -17,8 +17,8 @@ use trajectory::PolicyVersion;
 
 use super::MAX_WAIT;
 use super::wire::{
-    Acknowledged, DeltaQuery, FallbackBody, FullQuery, LagBody, NewestAnswer, NewestQuery, ReceiptBody,
-    RelayBody, RelayNotice, SubscribeAnswer, SubscribeRequest, UnsubscribeQuery, VersionNotice,
+    Acknowledged, DeltaQuery, FallbackBody, FullQuery, LagBody, NewestAnswer, NewestQuery, ReceiptAndPoll,
+    ReceiptBody, RelayBody, RelayNotice, SubscribeAnswer, SubscribeRequest, UnsubscribeQuery, VersionNotice,
     WeightsProblem,
 };
 use crate::delta::put_word;
@@ -35,7 +35,7 @@ const CHUNK: usize = 1 << 18;
 pub fn router(hub: Hub) -> Router {
     Router::new()
         .route("/v1/weights/subscribers", post(join).delete(leave))
-        .route("/v1/weights/newest", get(newest))
+        .route("/v1/weights/newest", get(newest).post(applied_and_newest))
         .route("/v1/weights/receipts", post(applied))
         .route("/v1/weights/relays", post(relays))
         .route("/v1/weights/fallbacks", post(fell_back))
@@ -67,7 +67,16 @@ async fn leave(State(hub): State<Hub>, asked: QueryResult<UnsubscribeQuery>) -> 
 }
 
 async fn newest(State(hub): State<Hub>, asked: QueryResult<NewestQuery>) -> RouteResult {
-    let ask = query(asked)?;
+    poll(&hub, query(asked)?).await
+}
+
+async fn applied_and_newest(State(hub): State<Hub>, body: Bytes) -> RouteResult {
+    let ReceiptAndPoll { receipt, newest } = read(&body)?;
+    accept(&hub, receipt)?;
+    poll(&hub, newest).await
+}
+
+async fn poll(hub: &Hub, ask: NewestQuery) -> RouteResult {
     let after = ask.known();
     let caller = hub.remote_caller(ask.name, ask.connection)?;
     let deadline = Instant::now() + Duration::from_millis(ask.wait_ms).min(MAX_WAIT);
@@ -177,12 +186,16 @@ async fn fell_back(State(hub): State<Hub>, body: Bytes) -> RouteResult {
 }
 
 async fn applied(State(hub): State<Hub>, body: Bytes) -> RouteResult {
-    let ReceiptBody { name, connection, life, version, digest, took_us, stalled_us, bytes } = read(&body)?;
+    accept(&hub, read(&body)?)?;
+    Ok(json(&Acknowledged {}))
+}
+
+fn accept(hub: &Hub, receipt: ReceiptBody) -> Result<(), WeightsProblem> {
+    let ReceiptBody { name, connection, life, version, digest, took_us, stalled_us, bytes } = receipt;
     let digest: Digest = digest.parse().map_err(|error| WeightsProblem::new(400, "bad_request", error))?;
     let (took, stalled) = (Duration::from_micros(took_us), Duration::from_micros(stalled_us));
     let receipt = Receipt { version: PolicyVersion(version), digest, took, stalled, bytes };
-    hub.accept(&hub.remote_caller(name, connection)?, life, receipt)?;
-    Ok(json(&Acknowledged {}))
+    Ok(hub.accept(&hub.remote_caller(name, connection)?, life, receipt)?)
 }
 
 async fn lags(State(hub): State<Hub>) -> RouteResult {

@@ -44,6 +44,13 @@ pub(super) struct NewestQuery {
     pub(super) round: Option<u64>,
 }
 
+/// Polls for the newest version, and sends a receipt first.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct ReceiptAndPoll {
+    pub(super) receipt: ReceiptBody,
+    pub(super) newest: NewestQuery,
+}
+
 /// Answer of a poll.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct NewestAnswer {
