@@ -81,6 +81,7 @@ impl EngineSetup<'_> {
         let push = PushConfig {
             directory: rollout.weights_dir.clone().unwrap_or(weights_dir),
             dtype,
+            adapter: rollout.push_adapter,
             probes: probes.collect(),
             probe_tokens: rollout.max_completion_length.min(PROBED),
             bound: rollout.probe_bound,

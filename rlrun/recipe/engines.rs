@@ -20,6 +20,7 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
             ("rollout.urls", !rollout.urls.is_empty()),
             ("rollout.command", !rollout.command.is_empty()),
             ("rollout.weights_dir", rollout.weights_dir.is_some()),
+            ("rollout.push_adapter", rollout.push_adapter),
         ] {
             if given {
                 let message = format!("`{key}` is for engines of others, and `rollout.engine` is \"own\"");
@@ -54,6 +55,14 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
             "`rollout.command` starts one engine, and there are several addresses",
             help,
         );
+    }
+    if rollout.push_adapter && rollout.engine == EngineWord::Sglang {
+        let message = "`rollout.push_adapter` is for vLLM, and `rollout.engine` is \"sglang\"";
+        checker.report("rollout.push_adapter", message, "leave it out: SGLang gets the merged weights");
+    }
+    if rollout.push_adapter && raw.lora.is_none() {
+        let message = "`rollout.push_adapter` pushes a LoRA adapter, and the run trains none";
+        checker.report("rollout.push_adapter", message, "add `[lora]`, or leave it out");
     }
     without_effect(rollout, checker);
     check_placement(raw, checker);
@@ -118,6 +127,8 @@ impl Recipe {
         }
         self.rollout.engine = engine;
         self.rollout.urls = urls.to_vec();
+        // Weights come to a worker merged.
+        self.rollout.push_adapter = false;
         self.rollout.weights_dir =
             weights_dir.map(|path| std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf()));
         Ok(self)

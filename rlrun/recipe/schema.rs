@@ -289,6 +289,10 @@ pub struct Rollout {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub weights_dir: Option<PathBuf>,
+    /// Whether vLLM gets the LoRA adapter of a version alone, in place of all weights: it has the base model, and was started with
+    /// `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. For runs with `[lora]`.
+    // resume = changes, worker = ignored
+    pub push_adapter: bool,
     /// Largest difference between a log-probability of an engine and that of the pushed weights, nats; checked on three prompts after
     /// every push. bf16 engines need about 0.1.
     // resume = changes, worker = run
@@ -321,6 +325,7 @@ impl Default for Rollout {
             urls: Vec::new(),
             command: Vec::new(),
             weights_dir: None,
+            push_adapter: false,
             probe_bound: 0.02,
         }
     }

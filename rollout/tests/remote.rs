@@ -15,7 +15,7 @@ use rollout::remote::{EngineKind, PushConfig, RemoteEnginesConfig, RemoteSampler
 use rollout::{Completion, OnUpdate, RolloutError, SampleRequest, Sampler, StopRules};
 use serde_json::{Value, json};
 use trajectory::{GroupId, PolicyVersion, StopReason};
-use weights::{HubPublisher, Publisher};
+use weights::{HubPublisher, Publisher, Snapshot, WeightAdapter};
 
 use crate::Model;
 
@@ -25,6 +25,8 @@ fn request(group: u64, prompt: &[u32], samples: usize) -> SampleRequest {
     SampleRequest { prompt, max_completion_length: 12, ..crate::request(group, samples, Sampling::PLAIN) }
 }
 
+/// Name of the model that an engine was started with.
+const BASE: &str = "policy";
 const SOON: Duration = Duration::from_secs(30);
 const QUIET: Duration = Duration::from_millis(300);
 
@@ -34,6 +36,8 @@ struct EngineScript {
     decoder: Option<Decoder>,
     version: String,
     paused: bool,
+    /// Requests wait, although nothing has paused it.
+    stuck: bool,
     /// Paths of all calls.
     calls: Vec<String>,
     /// The next generation ends after so many tokens as if it had been aborted.
@@ -43,6 +47,10 @@ struct EngineScript {
     /// Added to every log-probability.
     shift: f64,
     context: u64,
+    /// Requests that wait within it.
+    queued: u64,
+    /// The name by which what was loaded last is sampled from.
+    served: String,
 }
 
 /// A server in place of an engine.
@@ -60,11 +68,14 @@ impl FakeEngine {
             decoder: None,
             version: "default".to_owned(),
             paused: false,
+            stuck: false,
             calls: Vec::new(),
             abort_after: None,
             paused_before: false,
             shift: 0.0,
             context: 128,
+            queued: 0,
+            served: BASE.to_owned(),
         };
         Self::listen(([127, 0, 0, 1], 0).into(), Arc::new(Mutex::new(script)))
     }
@@ -135,7 +146,12 @@ fn answer(stream: TcpStream, script: &Mutex<EngineScript>, over: &AtomicBool) {
             let mut script = script.lock().unwrap();
             script.paused |= std::mem::take(&mut script.paused_before);
         }
-        while script.lock().unwrap().paused {
+        loop {
+            let script = script.lock().unwrap();
+            if !script.paused && !script.stuck {
+                break;
+            }
+            drop(script);
             if over.load(Ordering::Relaxed) {
                 return;
             }
@@ -143,7 +159,10 @@ fn answer(stream: TcpStream, script: &Mutex<EngineScript>, over: &AtomicBool) {
         }
     }
     let (status, answer) = script.lock().unwrap().answer(&path, &body);
-    let text = answer.to_string();
+    let text = match &path[..] {
+        "/metrics" => format!("vllm:num_requests_waiting{{engine=\"0\"}} {answer}.0\n"),
+        _ => answer.to_string(),
+    };
     let head = format!("HTTP/1.1 {status} X\r\ncontent-length: {}\r\nconnection: close\r\n\r\n", text.len());
     let _ = reader.get_mut().write_all((head + &text).as_bytes());
 }
@@ -152,7 +171,8 @@ impl EngineScript {
     fn answer(&mut self, path: &str, body: &Value) -> (u16, Value) {
         let text = |value: &Value| value.as_str().unwrap().to_owned();
         match path {
-            "/v1/models" => (200, json!({ "data": [{ "id": "policy", "max_model_len": self.context }] })),
+            "/v1/models" => (200, json!({ "data": [{ "id": BASE, "max_model_len": self.context }] })),
+            "/metrics" => (200, Value::from(self.queued)),
             "/pause?mode=keep" | "/pause_generation" => {
                 self.paused = true;
                 (200, json!({}))
@@ -166,6 +186,12 @@ impl EngineScript {
                 assert!(self.paused && body["method"] == "reload_weights", "{body}");
                 self.load(&text(&body["kwargs"]["weights_path"]));
                 (200, json!({ "results": [null] }))
+            }
+            "/v1/load_lora_adapter" => {
+                assert!(self.paused && body["load_inplace"] == true, "{body}");
+                self.load(&text(&body["lora_path"]));
+                self.served = text(&body["lora_name"]);
+                (200, Value::from("Success"))
             }
             // Blocks are in use.
             "/reset_prefix_cache" | "/reset_prefix_cache?reset_running_requests=true" => {
@@ -196,6 +222,7 @@ impl EngineScript {
         let vllm = self.kind == EngineKind::Vllm;
         let prompt = &body[if vllm { "token_ids" } else { "input_ids" }];
         let prompt: Vec<u32> = serde_json::from_value(prompt.clone()).unwrap();
+        assert!(!vllm || body["model"] == self.served, "{body}");
         let rules = &body["sampling_params"];
         let number = |name: &str| rules[name].as_u64().unwrap();
         // A cache of prompts is that of the version.
@@ -276,6 +303,10 @@ struct Bench {
 
 impl Bench {
     fn new(kind: EngineKind, engines: &[&FakeEngine], temperature: f32) -> Self {
+        Self::with(kind, engines, temperature, false)
+    }
+
+    fn with(kind: EngineKind, engines: &[&FakeEngine], temperature: f32, adapter: bool) -> Self {
         let (model, files) = (Model::new(), tempfile::tempdir().unwrap());
         let (publisher, hub) = weights::memory::hub();
         let notices = Arc::new(Mutex::new(Vec::new()));
@@ -284,6 +315,7 @@ impl Bench {
         let push = PushConfig {
             directory: files.path().join("weights"),
             dtype: WeightDtype::F32,
+            adapter,
             probes: vec![vec![5, 6, 7], vec![8]],
             probe_tokens: 8,
             bound: 1e-3,
@@ -316,6 +348,10 @@ impl Bench {
     /// Publishes the weights and waits until they are served.
     fn serve(&mut self, version: u64, parameters: &Parameters) -> Result<(), RolloutError> {
         self.publish(version, parameters);
+        self.waits_for(version)
+    }
+
+    fn waits_for(&mut self, version: u64) -> Result<(), RolloutError> {
         let begun = Instant::now();
         loop {
             assert!(begun.elapsed() < SOON, "{:?}", self.notices.lock().unwrap());
@@ -387,6 +423,73 @@ fn completions_have_the_versions_of_the_weights_that_were_pushed() {
         assert_eq!(kept.len(), 2, "the version and the one before: {kept:?}");
         assert_eq!(bench.publisher.lags().unwrap()[0].receipt.unwrap().version, PolicyVersion(2));
     }
+}
+
+/// Stands for an adapter: its directory has all weights, which the engine of these tests loads.
+#[derive(Debug)]
+struct MergedAdapter(Arc<ModelDirectory>, Parameters);
+
+impl WeightAdapter for MergedAdapter {
+    fn write(&self, directory: &Path) -> std::io::Result<()> {
+        self.0.export(directory, &self.1, WeightDtype::F32).map_err(std::io::Error::other)
+    }
+}
+
+#[test]
+fn an_adapter_is_loaded_in_place_of_weights_and_sampled_from_by_its_name() {
+    let engine = FakeEngine::new(EngineKind::Vllm);
+    let mut bench = Bench::with(EngineKind::Vllm, &[&engine], 1.0, true);
+    let directory = Arc::new(ModelDirectory::open(bench.model.directory.path()).unwrap());
+    for version in 0..2 {
+        let parameters = if version == 0 { bench.model.parameters() } else { bench.model.other_parameters() };
+        let values: Arc<[f32]> = parameters.values().into();
+        let adapter = MergedAdapter(Arc::clone(&directory), parameters);
+        let snapshot = Snapshot::new(PolicyVersion(version), values.into());
+        bench.publisher.publish(snapshot.with_adapter(Some(Arc::new(adapter)))).unwrap();
+        bench.waits_for(version).unwrap();
+        bench.submit(version, 2);
+        assert!(bench.ended(2).iter().all(|one| one.versions[0].version == PolicyVersion(version)));
+    }
+    let calls = engine.script().calls.clone();
+    let loads = |path: &str| calls.iter().filter(|call| *call == path).count();
+    assert_eq!((loads("/v1/load_lora_adapter"), loads("/collective_rpc")), (2, 0));
+    // Weights that come without their adapter are not pushed in its place.
+    let parameters = bench.model.parameters();
+    let error = bench.serve(2, &parameters).unwrap_err().to_string();
+    assert!(error.contains("version_000002") && error.contains("no adapter"), "{error}");
+}
+
+#[test]
+fn an_engine_in_which_requests_wait_gets_no_more_until_they_run() {
+    let (busy, idle) = (FakeEngine::new(EngineKind::Vllm), FakeEngine::new(EngineKind::Vllm));
+    let mut bench = Bench::served(EngineKind::Vllm, &[&busy, &idle]);
+    bench.waits_for_notice(&format!("{} serves v0", busy.address));
+    bench.waits_for_notice(&format!("{} serves v0", idle.address));
+    let asked = |engine: &FakeEngine| engine.script().calls.iter().filter(|path| *path == "/metrics").count();
+    let measured = |bench: &mut Bench, engine: &FakeEngine, times: usize| {
+        let (before, begun) = (asked(engine), Instant::now());
+        while asked(engine) < before + times {
+            assert!(begun.elapsed() < SOON, "it is not asked for its queue");
+            drop(bench.sampler.poll(Duration::from_millis(5)).unwrap());
+        }
+    };
+    // Both have a request that does not end, and other programs fill the queue of one.
+    busy.script().stuck = true;
+    idle.script().stuck = true;
+    busy.script().queued = 5;
+    bench.submit(1, 1);
+    bench.submit(2, 1);
+    measured(&mut bench, &busy, 3);
+    assert!(bench.sampler.has_capacity(7) && !bench.sampler.has_capacity(8), "the other one has space for 7");
+    idle.script().queued = 1;
+    measured(&mut bench, &idle, 3);
+    assert!(!bench.sampler.has_capacity(1));
+    busy.script().queued = 0;
+    measured(&mut bench, &busy, 2);
+    assert!(bench.sampler.has_capacity(7));
+    busy.script().stuck = false;
+    idle.script().stuck = false;
+    assert_eq!(bench.ended(2).len(), 2);
 }
 
 #[test]

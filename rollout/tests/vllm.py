@@ -1,7 +1,8 @@
 """A real vLLM samples for a run: vllm.py RLRUN VLLM SCRATCH.
 
 The run starts the engine itself. While it trains, the engine is paused by another program, and then killed with all its
-processes; every step is trained all the same, and the policy learns.
+processes; every step is trained all the same, and the policy learns. Then a worker brings the engine to a run, and then a run with
+LoRA pushes its adapter alone.
 """
 
 import json
@@ -45,15 +46,23 @@ with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
 url = f"http://127.0.0.1:{port}"
-program = os.path.join(scratch, "vllm.sh")
-with open(program, "w") as file:
-    file.write(f"""#!/bin/sh
+
+
+def program_of(name, options):
+    """A script that starts the engine."""
+    path = os.path.join(scratch, name)
+    with open(path, "w") as file:
+        file.write(f"""#!/bin/sh
 export VLLM_SERVER_DEV_MODE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
-export VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
+export VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
 exec {vllm} serve {base} --host 127.0.0.1 --port {port} --dtype float32 --max-model-len 96 --enforce-eager \\
-  --logprobs-mode processed_logprobs --enable-scale-out --max-num-seqs 64
+  --logprobs-mode processed_logprobs --enable-scale-out --max-num-seqs 64 {options}
 """)
-os.chmod(program, 0o755)
+    os.chmod(path, 0o755)
+    return path
+
+
+program = program_of("vllm.sh", "")
 
 
 def lines():
@@ -148,3 +157,22 @@ assert len(trained) == 10
 on_policy = [line for line in trained if line["staleness/max"] == 0]
 assert on_policy and all(line["kl/mismatch"] < 1e-6 for line in on_policy), on_policy
 print(f"ok vLLM of a worker: {len(trained)} steps")
+
+# The adapter alone: the engine keeps the base model.
+adapter = run + "-adapter"
+lora = program_of("vllm-lora.sh", "--enable-lora --max-lora-rank 16")
+arguments = {
+    "model.path": base, "warmup.steps": 0, "trainer.steps": 20, "trainer.learning_rate": 1e-3, "eval.interval": 0, "lora.rank": 8,
+    "lora.alpha": 16, "rollout.engine": "vllm", "rollout.urls": [url], "rollout.command": [lora], "rollout.push_adapter": "true",
+}
+sets = [part for key, value in arguments.items() for part in ("--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}")]
+subprocess.run([rlrun, recipe, "--quiet", "--run-dir", adapter, *sets], check=True, timeout=900)
+trained = [line for line in map(json.loads, open(os.path.join(adapter, "metrics.jsonl"))) if line["step"] > 0]
+on_policy = [line for line in trained if line["staleness/max"] == 0]
+assert len(trained) == 20 and on_policy and all(line["kl/mismatch"] < 1e-6 for line in on_policy), on_policy
+files = os.path.join(adapter, "engine_weights")
+newest = os.path.join(files, max(os.listdir(files)))
+assert sorted(os.listdir(newest)) == ["adapter_config.json", "adapter_model.safetensors"], os.listdir(newest)
+size = os.path.getsize(os.path.join(newest, "adapter_model.safetensors"))
+whole = os.path.getsize(weights)
+print(f"ok vLLM with an adapter: {len(trained)} steps, {size} bytes a version, all weights have {whole}")

@@ -238,7 +238,9 @@ fn write(checkpoints: &Path, target: &Path, contents: &CheckpointContents<'_>) -
     Ok(atomic::directory(target, |dir| {
         write_network(dir, policy)?;
         if let Some(adapter) = policy.adapter {
-            lora_files::write(&adapter_path(dir), adapter, &base_path(checkpoints))?;
+            let base = base_path(checkpoints);
+            let base = std::path::absolute(&base).unwrap_or(base);
+            lora_files::write(&adapter_path(dir), adapter, &base.to_string_lossy())?;
             // A manifest for the adapter alone, which can be read without the checkpoint.
             manifest::write(&adapter_path(dir))?;
         }

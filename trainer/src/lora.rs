@@ -293,6 +293,13 @@ impl Adapter {
         Self { config, pairs, specs, values: Vec::new(), base: Vec::new() }
     }
 
+    /// A copy without the frozen weights: enough to write its files.
+    pub(crate) fn without_base(&self) -> Self {
+        let Self { config, pairs, specs, values, base: _ } = self;
+        let (config, pairs, specs, values) = (config.clone(), pairs.clone(), specs.clone(), values.clone());
+        Self { config, pairs, specs, values, base: Vec::new() }
+    }
+
     /// Number of values, and number of frozen weights.
     pub(crate) fn lengths(&self) -> (usize, usize) {
         let values = self.specs.last().map_or(0, |last| last.range().end);

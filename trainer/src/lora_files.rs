@@ -51,19 +51,18 @@ const PLAIN: [(&str, &str); 20] = [
 const CHANGES_BASE: [&str; 5] = ["pissa", "olora", "corda", "loftq", "lora_ga"];
 
 /// Writes a new directory. `base` becomes PEFT's `base_model_name_or_path`.
-pub(crate) fn write(dir: &Path, adapter: &Adapter, base: &Path) -> Result<(), ModelError> {
+pub(crate) fn write(dir: &Path, adapter: &Adapter, base: &str) -> Result<(), ModelError> {
     let error = |path: &Path| {
         let path = path.to_owned();
         move |source| ModelError::Write { path, source }
     };
     fs::create_dir(dir).map_err(error(dir))?;
     let LoraConfig { rank, alpha, target_modules } = adapter.config();
-    let base = std::path::absolute(base).unwrap_or_else(|_| base.to_owned());
     let modules: Vec<&str> = target_modules.iter().map(|module| module.as_str()).collect();
     let config = json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        BASE: base.to_string_lossy(),
+        BASE: base,
         "r": rank,
         "lora_alpha": number(*alpha),
         "lora_dropout": 0.0,

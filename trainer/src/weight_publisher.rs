@@ -2,17 +2,21 @@
 //!
 //! Invariant: the published weights are those that the next step starts from, for every transport.
 
+use std::io;
+use std::path::Path;
 use std::sync::Arc;
 
 use device::{Device, Storage, View, bf16};
-use model::Parameters;
+use model::{ModelError, Parameters};
 use trajectory::PolicyVersion;
 use weights::direct::nccl::NcclPublisher;
 use weights::direct::round::PushPlan;
-use weights::{DevicePublisher, Digest, Hub, Publisher, Snapshot, WeightMemory, WeightsError};
+use weights::{DevicePublisher, Digest, Hub, Publisher, Snapshot, WeightAdapter, WeightMemory, WeightsError};
 
 use crate::TrainerError;
 use crate::learner::Learner;
+use crate::lora::Adapter;
+use crate::lora_files;
 use crate::on_device::LearnerWeights;
 
 /// The trainer's weight publisher.
@@ -45,9 +49,13 @@ impl WeightPublisher {
         match (self, learner.device_weights()) {
             (Self::Host(publisher), _) => match learner.whole()? {
                 Some(whole) => {
-                    publisher.publish_shared(version, Arc::new(SharedParameters(Arc::clone(whole))))?;
+                    let (parameters, adapter) = (Arc::clone(whole), published_adapter(learner));
+                    publisher.publish_shared(version, Arc::new(SharedParameters { parameters, adapter }))?;
                 }
-                None => publisher.publish(Snapshot::new(version, learner.snapshot()?.into()))?,
+                None => {
+                    let snapshot = Snapshot::new(version, learner.snapshot()?.into());
+                    publisher.publish(snapshot.with_adapter(published_adapter(learner)))?;
+                }
             },
             (Self::F32(publisher), Some((device, LearnerWeights::F32(values)))) => {
                 publish_from(&**publisher, version, learner, device, values)?;
@@ -92,12 +100,38 @@ impl WeightPublisher {
 }
 
 /// The weights of a learner as published. The learner copies them before it changes them while they are referenced here.
-struct SharedParameters(Arc<Parameters>);
+struct SharedParameters {
+    parameters: Arc<Parameters>,
+    adapter: Option<Arc<dyn WeightAdapter>>,
+}
 
 impl WeightMemory for SharedParameters {
     fn values(&self) -> &[f32] {
-        self.0.values()
+        self.parameters.values()
     }
+
+    fn adapter(&self) -> Option<Arc<dyn WeightAdapter>> {
+        self.adapter.clone()
+    }
+}
+
+/// A copy of the adapter of a learner as published, without the frozen weights.
+#[derive(Debug)]
+struct PublishedAdapter(Adapter);
+
+impl WeightAdapter for PublishedAdapter {
+    fn write(&self, directory: &Path) -> io::Result<()> {
+        // The engine that reads it has the base model already.
+        lora_files::write(directory, &self.0, "").map_err(|error| match error {
+            ModelError::Write { source, .. } => source,
+            error => io::Error::other(error),
+        })
+    }
+}
+
+fn published_adapter(learner: &Learner) -> Option<Arc<dyn WeightAdapter>> {
+    let adapter = learner.adapter()?.without_base();
+    Some(Arc::new(PublishedAdapter(adapter)))
 }
 
 /// Publishes from the device of a single rank, or by all ranks, a shard each.

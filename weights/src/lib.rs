@@ -64,4 +64,4 @@ pub use hub::{
 pub use publisher::{DeltaConfig, HubPublisher, PublishConfig, PushCost};
 pub use shm::ShardOwner;
 pub use snapshot::{Digest, Received, Snapshot};
-pub use values::{Dtype, Values, WeightMemory};
+pub use values::{Dtype, Values, WeightAdapter, WeightMemory};

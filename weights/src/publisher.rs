@@ -14,7 +14,9 @@ use crate::copier::Copier;
 use crate::delta::{self, full_bytes};
 use crate::hub::{PublicationStatus, PublishedVersion};
 use crate::shm::SlotWriter;
-use crate::{Digest, Dtype, Hub, Lag, Publisher, Snapshot, Values, WeightMemory, WeightsError};
+use crate::{
+    Digest, Dtype, Hub, Lag, Publisher, Snapshot, Values, WeightAdapter, WeightMemory, WeightsError,
+};
 
 /// Maximum number of threads that copy and digest: more do not increase memory bandwidth.
 const MAX_THREADS: usize = 8;
@@ -191,6 +193,35 @@ impl HubPublisher {
         });
         Ok(())
     }
+
+    /// Publishes a copy of `[parameters]` weights, into which `adapter` is merged.
+    fn publish_copy(
+        &self,
+        version: PolicyVersion,
+        values: &[f32],
+        adapter: Option<Arc<dyn WeightAdapter>>,
+    ) -> Result<(), WeightsError> {
+        let started = Instant::now();
+        let mut pushing = self.pushing()?;
+        let (dtype, threads) = (self.hub.dtype(), self.threads);
+        if let PublicationStatus::Published(before) = self.hub.known(version)? {
+            let again = pushing.copier.copy(values, dtype);
+            return same(version, before, Digest::on(&again, threads));
+        }
+        if let Some(store) = &mut pushing.store {
+            store.begin(version, values.len(), dtype)?;
+            store.place(values, threads)?;
+            let (values, place) = store.commit(version)?;
+            return self.push(
+                pushing,
+                Snapshot::new(version, values).with_adapter(adapter),
+                Some(place),
+                started,
+            );
+        }
+        let values = pushing.copier.copy(values, dtype);
+        self.push(pushing, Snapshot::new(version, values).with_adapter(adapter), None, started)
+    }
 }
 
 impl PublisherState {
@@ -208,7 +239,7 @@ impl Publisher for HubPublisher {
         let pushing = self.pushing()?;
         if pushing.store.is_some() || self.hub.dtype() != Dtype::F32 {
             drop(pushing);
-            return self.publish_values(snapshot.version, &snapshot.values);
+            return self.publish_copy(snapshot.version, &snapshot.values, snapshot.adapter);
         }
         match self.hub.known(snapshot.version)? {
             PublicationStatus::Published(before) => {
@@ -219,21 +250,7 @@ impl Publisher for HubPublisher {
     }
 
     fn publish_values(&self, version: PolicyVersion, values: &[f32]) -> Result<(), WeightsError> {
-        let started = Instant::now();
-        let mut pushing = self.pushing()?;
-        let (dtype, threads) = (self.hub.dtype(), self.threads);
-        if let PublicationStatus::Published(before) = self.hub.known(version)? {
-            let again = pushing.copier.copy(values, dtype);
-            return same(version, before, Digest::on(&again, threads));
-        }
-        if let Some(store) = &mut pushing.store {
-            store.begin(version, values.len(), dtype)?;
-            store.place(values, threads)?;
-            let (values, place) = store.commit(version)?;
-            return self.push(pushing, Snapshot::new(version, values), Some(place), started);
-        }
-        let values = pushing.copier.copy(values, dtype);
-        self.push(pushing, Snapshot::new(version, values), None, started)
+        self.publish_copy(version, values, None)
     }
 
     fn publish_shared(
@@ -243,9 +260,11 @@ impl Publisher for HubPublisher {
     ) -> Result<(), WeightsError> {
         let shareable = self.in_process && self.hub.dtype() == Dtype::F32 && self.pushing()?.store.is_none();
         if shareable {
-            return self.publish(Snapshot::new(version, Values::owned_by(owner)));
+            return self.publish(
+                Snapshot::new(version, Values::owned_by(Arc::clone(&owner))).with_adapter(owner.adapter()),
+            );
         }
-        self.publish_values(version, owner.values())
+        self.publish_copy(version, owner.values(), owner.adapter())
     }
 
     fn drop_taken(&self) -> Result<(), WeightsError> {

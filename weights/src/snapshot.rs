@@ -2,12 +2,13 @@
 
 use std::fmt;
 use std::str::FromStr;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use trajectory::PolicyVersion;
 
 use crate::copier::Copier;
+use crate::values::WeightAdapter;
 use crate::{Dtype, Values, digest};
 
 /// BLAKE3 over weights as little-endian f32, in the canonical order of the model.
@@ -79,6 +80,8 @@ pub struct Snapshot {
     pub version: PolicyVersion,
     /// `[parameters]` weights, flat, in the canonical order of the model.
     pub values: Values,
+    /// The adapter that is merged into them, if one is trained and the snapshot comes from the trainer's process.
+    pub adapter: Option<Arc<dyn WeightAdapter>>,
     /// Cost of receiving them.
     pub received: Received,
     /// The digest of `values`, once computed.
@@ -89,7 +92,13 @@ impl Snapshot {
     /// A snapshot of these weights; the digest is computed on demand.
     #[must_use]
     pub fn new(version: PolicyVersion, values: Values) -> Self {
-        Self { version, values, received: Received::default(), digest: OnceLock::new() }
+        Self { version, values, adapter: None, received: Received::default(), digest: OnceLock::new() }
+    }
+
+    /// The same with the adapter that is merged into the weights.
+    #[must_use]
+    pub fn with_adapter(self, adapter: Option<Arc<dyn WeightAdapter>>) -> Self {
+        Self { adapter, ..self }
     }
 
     /// A copy of `[parameters]` weights, rounded to `dtype`, as every transport gives them to samplers.
@@ -110,7 +119,7 @@ impl Snapshot {
             // The cell is new.
             let _ = known.set(digest);
         }
-        Self { version, values, received, digest: known }
+        Self { version, values, adapter: None, received, digest: known }
     }
 
     /// The digest of the values. The first call computes it on its thread; concurrent calls wait.

@@ -3,13 +3,29 @@
 //! Invariant: the content of [`Values`] does not change during the lifetime of any clone.
 
 use std::fmt;
+use std::io;
 use std::ops::Deref;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Memory with weights that outlives every view of it, such as a mapped file that is locked against writers.
 pub trait WeightMemory: Send + Sync {
     /// `[parameters]` the weights, the same at every call.
     fn values(&self) -> &[f32];
+
+    /// The low-rank adapter that is merged into them, if one is trained.
+    fn adapter(&self) -> Option<Arc<dyn WeightAdapter>> {
+        None
+    }
+}
+
+/// A low-rank adapter that is merged into published weights: what an engine needs that has the frozen weights already.
+pub trait WeightAdapter: fmt::Debug + Send + Sync {
+    /// Writes it as the new directory `directory`, in PEFT's layout.
+    ///
+    /// # Errors
+    /// A directory that exists or cannot be written.
+    fn write(&self, directory: &Path) -> io::Result<()>;
 }
 
 /// `[parameters]` weights; clones share them.

@@ -27,18 +27,25 @@ fn keys_of_the_own_engine_are_refused_with_engines_of_others() {
     refused("rollout.urls=[]", "there is no address");
     refused("rollout.urls=[\"127.0.0.1:8000\"]", "which is no address");
     refused("rollout.probe_bound=0", "rollout.probe_bound");
+    refused("rollout.push_adapter=true", "pushes a LoRA adapter, and the run trains none");
     let two = "rollout.urls=[\"http://a:1\", \"http://b:1\"]";
     let shown = Case::new(MINIMAL).errors(&["rollout.engine=sglang", two, "rollout.command=[\"x\"]"], &[]);
     assert!(shown.contains("starts one engine, and there are several addresses"), "{shown}");
+    let shown =
+        Case::new(MINIMAL).errors(&["rollout.engine=sglang", VLLM[1], "rollout.push_adapter=true"], &[]);
+    assert!(shown.contains("is for vLLM, and `rollout.engine` is \"sglang\""), "{shown}");
 }
 
 #[test]
 fn keys_of_engines_are_refused_without_one() {
     let (recipe, _) = Case::new(MINIMAL).load(&[], &[]).unwrap();
     assert_eq!(recipe.engine_kind(), None);
-    for set in
-        ["rollout.urls=[\"http://127.0.0.1:8000\"]", "rollout.command=[\"vllm\"]", "rollout.weights_dir=w"]
-    {
+    for set in [
+        "rollout.urls=[\"http://127.0.0.1:8000\"]",
+        "rollout.command=[\"vllm\"]",
+        "rollout.weights_dir=w",
+        "rollout.push_adapter=true",
+    ] {
         let shown = Case::new(MINIMAL).errors(&[set], &[]);
         assert!(shown.contains("is for engines of others, and `rollout.engine` is \"own\""), "{shown}");
     }

@@ -2,6 +2,7 @@
 //!
 //! Invariant: every request has a deadline, and every answer a limit. What an engine says is quoted in an error, shortened.
 
+use std::path::Path;
 use std::time::Duration;
 
 use connect::{HttpClient, SendError, ServerAddress};
@@ -21,6 +22,22 @@ pub(super) enum EngineFailure {
     Gone(String),
     /// It refuses the request, as another one would.
     Refused(String),
+}
+
+impl EngineFailure {
+    /// The same, when it was to load the directory `path`.
+    pub(super) fn about(self, path: &Path) -> Self {
+        let about = |what: String| {
+            format!(
+                "{what} (it has to load {}, and to see it under this path: `rollout.weights_dir`)",
+                path.display()
+            )
+        };
+        match self {
+            Self::Gone(what) => Self::Gone(about(what)),
+            Self::Refused(what) => Self::Refused(about(what)),
+        }
+    }
 }
 
 /// The connection to an engine.
@@ -45,12 +62,18 @@ impl EngineClient {
     /// Makes `call`; the answer as JSON, null if it is none.
     pub(super) fn call(&self, call: &EngineCall, deadline: Duration) -> Result<Value, EngineFailure> {
         let body = call.body.as_ref().map(Value::to_string).unwrap_or_default();
-        self.send("POST", call.path, body, deadline)
+        self.send("POST", call.path, body, deadline).map(json)
     }
 
     /// Reads `path`.
     pub(super) fn get(&self, path: &str, deadline: Duration) -> Result<Value, EngineFailure> {
-        self.send("GET", path, String::new(), deadline)
+        self.send("GET", path, String::new(), deadline).map(json)
+    }
+
+    /// Reads `path` as text.
+    pub(super) fn text(&self, path: &str, deadline: Duration) -> Result<String, EngineFailure> {
+        let answer = self.send("GET", path, String::new(), deadline)?;
+        Ok(String::from_utf8_lossy(&answer).into_owned())
     }
 
     fn send(
@@ -59,7 +82,7 @@ impl EngineClient {
         path: &str,
         body: String,
         deadline: Duration,
-    ) -> Result<Value, EngineFailure> {
+    ) -> Result<Vec<u8>, EngineFailure> {
         let gone =
             |error: &dyn std::fmt::Display| EngineFailure::Gone(format!("does not answer {path}: {error}"));
         let request = self.http.request(method, path);
@@ -80,7 +103,7 @@ impl EngineClient {
         let read = response.body_mut().with_config().limit(MAX_ANSWER).read_to_vec();
         let answer = read.map_err(|error| gone(&error))?;
         match status {
-            200..=299 => Ok(serde_json::from_slice(&answer).unwrap_or(Value::Null)),
+            200..=299 => Ok(answer),
             // The engine starts, is overloaded, or has failed.
             408 | 429 | 500.. => Err(gone(&format!("status {status}: {}", quoted(&answer)))),
             _ => Err(EngineFailure::Refused(format!(
@@ -89,6 +112,10 @@ impl EngineClient {
             ))),
         }
     }
+}
+
+fn json(answer: Vec<u8>) -> Value {
+    serde_json::from_slice(&answer).unwrap_or(Value::Null)
 }
 
 fn quoted(answer: &[u8]) -> String {

@@ -15,6 +15,8 @@ use crate::RolloutError;
 
 /// Pause between two tries to reach an engine that is gone.
 const TRY_AGAIN: Duration = Duration::from_secs(3);
+/// Pause between two questions how many requests wait within an engine.
+const MEASURE: Duration = Duration::from_millis(500);
 /// Deadline of a look at an engine.
 pub(super) const LOOK: Duration = Duration::from_secs(10);
 
@@ -26,6 +28,11 @@ pub(super) struct RemoteEngine {
     pub(super) model: String,
     /// Sequences in flight.
     pub(super) sequences: usize,
+    /// Requests of all its users that wait within it: the smaller of the last two answers, since a request that has just come
+    /// waits for a step.
+    pub(super) queued: u64,
+    /// The last answer, and when it is asked again; `None` while it is asked.
+    pub(super) measured: (u64, Option<Instant>),
     /// When it answered last.
     pub(super) heard: Instant,
     /// Whether it is being asked whether it is paused.
@@ -44,6 +51,21 @@ pub(super) enum EngineState {
     Down(Instant),
 }
 
+impl RemoteEngine {
+    /// Whether it takes `sequences` more, if `most` are the most that this sampler sends. One that has none of this sampler takes any
+    /// number; one in which requests wait takes no more.
+    pub(super) fn has_space(&self, sequences: usize, most: usize) -> bool {
+        let space = self.sequences + sequences <= most && self.queued == 0;
+        self.state == EngineState::Up && (space || self.sequences == 0)
+    }
+
+    /// It was asked how many requests wait.
+    pub(super) fn measured(&mut self, queued: u64) {
+        self.queued = queued.min(self.measured.0);
+        self.measured = (queued, Some(Instant::now() + MEASURE));
+    }
+}
+
 impl RemoteSampler {
     /// Loads `written` into an engine, after a look at the model that it serves.
     pub(super) fn load(&self, engine: usize, written: &Arc<WrittenVersion>) -> Result<(), RolloutError> {
@@ -51,9 +73,10 @@ impl RemoteSampler {
         let (pusher, written) = (Arc::clone(&self.pusher), Arc::clone(written));
         let (on_update, max_length) = (self.on_update, self.config.max_length);
         self.spawn(move || {
-            let loaded = served_model(&client, max_length).and_then(|model| {
-                let proven = pusher.load(&client, &model, &written, on_update)?;
-                Ok((model, proven))
+            let loaded = served_model(&client, max_length).and_then(|base| {
+                let model = written.served_name(&base);
+                let proven = pusher.load(&client, model, &written, on_update)?;
+                Ok((model.to_owned(), proven))
             });
             EngineEvent::Loaded { engine, version: written.version, loaded }
         })
@@ -97,9 +120,7 @@ impl RemoteSampler {
                 self.lose(engine, &reason);
                 Ok(())
             }
-            Err(EngineFailure::Refused(evidence)) => {
-                Err(self.failure(engine, &evidence, self.config.kind.start_with()))
-            }
+            Err(EngineFailure::Refused(evidence)) => Err(self.failure(engine, &evidence, self.start_with())),
         }
     }
 
@@ -144,15 +165,24 @@ impl RemoteSampler {
         {
             return Err(RolloutError::Deadline {
                 who: "a rollout worker",
-                whom: format!(
-                    "one of its rollout engines: {}; {}",
-                    self.losses(),
-                    self.config.kind.start_with()
-                ),
+                whom: format!("one of its rollout engines: {}; {}", self.losses(), self.start_with()),
                 seconds: self.config.wait.as_secs_f64(),
             });
         }
         for engine in 0..self.engines.len() {
+            let one = &mut self.engines[engine];
+            if one.state == EngineState::Up
+                && one.sequences > 0
+                && one.measured.1.is_some_and(|next| now >= next)
+            {
+                one.measured.1 = None;
+                let (client, kind) = (Arc::clone(&one.client), self.config.kind);
+                self.spawn(move || {
+                    // Some engines do not say.
+                    let metrics = client.text("/metrics", LOOK).unwrap_or_default();
+                    EngineEvent::Measured { engine, queued: kind.queued(&metrics).unwrap_or(0) }
+                })?;
+            }
             let one = &mut self.engines[engine];
             match one.state {
                 EngineState::Down(next) if now >= next => {

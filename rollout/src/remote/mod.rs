@@ -4,7 +4,7 @@
 //! - `engine`: an engine that joins, loads weights, or is gone
 //! - `push`: weights, from a directory that all see, and the proof that an engine serves them
 //!
-//! Requests go to the engine with the fewest sequences. An engine that is gone is left out, and its requests begin again on
+//! Requests go to the engine with the fewest sequences, and none to one in which requests wait. An engine that is gone is left out, and its requests begin again on
 //! another one; it is tried again every few seconds, and gets the current weights before its first request.
 //!
 //! # Invariants
@@ -147,6 +147,8 @@ enum EngineEvent {
     Written(Box<Result<WrittenVersion, RolloutError>>),
     /// An engine has loaded a version, and serves the model of this name.
     Loaded { engine: usize, version: PolicyVersion, loaded: Result<(String, ProvenLoad), EngineFailure> },
+    /// An engine was asked how many requests wait within it.
+    Measured { engine: usize, queued: u64 },
     /// An engine was asked whether it is paused, and resumed if it was.
     Looked { engine: usize, resumed: bool },
 }
@@ -184,6 +186,8 @@ impl RemoteSampler {
                 state,
                 model,
                 sequences: 0,
+                queued: 0,
+                measured: (0, Some(now)),
                 heard: now,
                 asked: false,
                 lost: String::new(),
@@ -230,6 +234,11 @@ impl RemoteSampler {
         })
     }
 
+    /// How an engine has to be started, for messages.
+    fn start_with(&self) -> &'static str {
+        self.config.kind.start_with(self.config.push.adapter)
+    }
+
     fn failure(&self, engine: usize, evidence: &str, remedy: &str) -> RolloutError {
         let engine =
             self.engines.get(engine).map(|engine| engine.client.url().to_owned()).unwrap_or_default();
@@ -263,6 +272,10 @@ impl RemoteSampler {
                 Ok(())
             }
             EngineEvent::Loaded { engine, version, loaded } => self.loaded(engine, version, loaded),
+            EngineEvent::Measured { engine, queued } => {
+                self.engines[engine].measured(queued);
+                Ok(())
+            }
             EngineEvent::Looked { engine, resumed } => {
                 let one = &mut self.engines[engine];
                 (one.asked, one.heard) = (false, Instant::now());
@@ -291,7 +304,7 @@ impl RemoteSampler {
             Ok(completions) if completions.len() != job.sequences.len() => {
                 let evidence =
                     format!("answers with {} completions for {}", completions.len(), job.sequences.len());
-                Err(self.failure(engine, &evidence, self.config.kind.start_with()))
+                Err(self.failure(engine, &evidence, self.start_with()))
             }
             Ok(completions) => {
                 for (sequence, completion) in job.sequences.into_iter().zip(completions) {
@@ -304,9 +317,7 @@ impl RemoteSampler {
                 self.waiting.push_front(job);
                 Ok(())
             }
-            Err(EngineFailure::Refused(evidence)) => {
-                Err(self.failure(engine, &evidence, self.config.kind.start_with()))
-            }
+            Err(EngineFailure::Refused(evidence)) => Err(self.failure(engine, &evidence, self.start_with())),
         }
     }
 
@@ -367,12 +378,9 @@ impl RemoteSampler {
         while let Some(job) = self.waiting.front() {
             let needed = job.sequences.len();
             let most = self.config.max_running;
-            let free = |engine: &RemoteEngine| {
-                engine.state == EngineState::Up
-                    && (engine.sequences + needed <= most || engine.sequences == 0)
-            };
-            let least = self.engines.iter().enumerate().filter(|(_, engine)| free(engine));
-            let Some((engine, _)) = least.min_by_key(|(_, engine)| engine.sequences) else { return Ok(()) };
+            let least = self.engines.iter().enumerate().filter(|(_, engine)| engine.has_space(needed, most));
+            let load = |engine: &RemoteEngine| engine.sequences as u64 + engine.queued;
+            let Some((engine, _)) = least.min_by_key(|(_, engine)| load(engine)) else { return Ok(()) };
             let Some(job) = self.waiting.pop_front() else { return Ok(()) };
             self.send(engine, job)?;
         }
@@ -422,10 +430,7 @@ impl Sampler for RemoteSampler {
     }
 
     fn has_capacity(&self, completions: usize) -> bool {
-        let free = |engine: &RemoteEngine| {
-            let space = self.config.max_running.saturating_sub(engine.sequences);
-            engine.state == EngineState::Up && (space >= completions || engine.sequences == 0)
-        };
+        let free = |engine: &RemoteEngine| engine.has_space(completions, self.config.max_running);
         self.waiting.is_empty() && self.engines.iter().any(free)
     }
 

@@ -13,7 +13,11 @@ use serde_json::{Value, json};
 use trajectory::{PolicyVersion, StopReason, VersionRun};
 
 use super::client::EngineFailure;
+use super::push::WrittenFiles;
 use crate::sampler::OnUpdate;
+
+/// Name of the LoRA adapter of the policy in an engine.
+pub(super) const ADAPTER: &str = "rlrun-policy";
 
 /// A rollout engine of others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,12 +88,25 @@ impl EngineCall {
     fn bare(path: &'static str) -> Self {
         Self { path, body: None }
     }
+
+    /// Whether its body has the name of a directory.
+    pub(super) fn names(&self, directory: &Path) -> bool {
+        let name = directory.display().to_string();
+        let values =
+            |body: &Value| body.as_object().is_some_and(|body| body.values().any(|value| *value == name));
+        self.body.as_ref().is_some_and(|body| values(body) || values(&body["kwargs"]))
+    }
 }
 
 impl EngineKind {
-    /// How it has to be started, for messages.
-    pub(super) fn start_with(self) -> &'static str {
+    /// How it has to be started, for messages; `adapter`: to load LoRA adapters.
+    pub(super) fn start_with(self, adapter: bool) -> &'static str {
         match self {
+            Self::Vllm if adapter => {
+                "start it with VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and `vllm serve MODEL --enable-scale-out \
+                 --logprobs-mode processed_logprobs --enable-lora --max-lora-rank RANK`, with the base model of the recipe and \
+                 at least its rank, or leave `rollout.push_adapter` out"
+            }
             Self::Vllm => {
                 "start it with VLLM_SERVER_DEV_MODE=1 and `vllm serve MODEL --enable-scale-out --logprobs-mode \
                  processed_logprobs`, the model of the recipe and `--dtype float32` where weights are f32"
@@ -215,21 +232,27 @@ impl EngineKind {
         }
     }
 
-    /// The calls that load `version` from `directory` while it is paused.
+    /// The calls that load `version` from `files` while it is paused.
     pub(super) fn load(
         self,
-        directory: &Path,
+        files: &WrittenFiles,
         version: PolicyVersion,
         on_update: OnUpdate,
     ) -> Vec<EngineCall> {
-        let (path, named) = (directory.display().to_string(), version.0.to_string());
+        let (path, named) = (files.path().display().to_string(), version.0.to_string());
         let recompute = on_update == OnUpdate::Recompute;
         match self {
             Self::Vllm => vec![
-                EngineCall::new(
-                    "/collective_rpc",
-                    json!({ "method": "reload_weights", "kwargs": { "weights_path": path } }),
-                ),
+                match files {
+                    WrittenFiles::Weights(_) => EngineCall::new(
+                        "/collective_rpc",
+                        json!({ "method": "reload_weights", "kwargs": { "weights_path": path } }),
+                    ),
+                    WrittenFiles::Adapter(_) => EngineCall::new(
+                        "/v1/load_lora_adapter",
+                        json!({ "lora_name": ADAPTER, "lora_path": path, "load_inplace": true }),
+                    ),
+                },
                 // What is cached of prompts is of the old weights. Requests in flight keep their own unless they are recomputed.
                 EngineCall::bare(match recompute {
                     true => "/reset_prefix_cache?reset_running_requests=true",
@@ -256,6 +279,22 @@ impl EngineKind {
             Self::Vllm => Some("/is_paused"),
             Self::Sglang => None,
         }
+    }
+
+    /// Requests that wait within the engine, in an answer to `/metrics`; `None` if it does not say.
+    pub(super) fn queued(self, metrics: &str) -> Option<u64> {
+        let name = match self {
+            Self::Vllm => "vllm:num_requests_waiting",
+            Self::Sglang => "sglang:num_queue_reqs",
+        };
+        // One line for each of its ranks: a name, labels in braces, and a value.
+        let value = |line: &str| {
+            let rest = line.strip_prefix(name)?;
+            let of_name = rest.starts_with(['{', ' ']);
+            let value: f64 = rest.rsplit(' ').next()?.parse().ok()?;
+            of_name.then_some(value.max(0.0) as u64)
+        };
+        metrics.lines().filter_map(value).reduce(u64::saturating_add)
     }
 
     /// The names of the models that it serves and the longest context of each, in an answer to `/v1/models`.
@@ -449,6 +488,18 @@ mod tests {
         let base = json!([{ "version": "default", "start": 0, "end": 3 }]);
         let gone = EngineKind::Vllm.completions(&vllm(&base, "stop"), SERVED).unwrap_err();
         assert_eq!(gone, EngineFailure::Gone("has weights of the version \"default\"".to_owned()));
+    }
+
+    #[test]
+    fn the_queue_of_an_engine_is_the_sum_over_its_ranks() {
+        let metrics = "# TYPE vllm:num_requests_waiting gauge\n\
+                       vllm:num_requests_waiting{engine=\"0\",model_name=\"a b\"} 3.0\n\
+                       vllm:num_requests_waiting{engine=\"1\",model_name=\"a b\"} 4.0\n\
+                       vllm:num_requests_waiting_by_reason{reason=\"capacity\"} 7.0\n";
+        assert_eq!(EngineKind::Vllm.queued(metrics), Some(7));
+        assert_eq!(EngineKind::Sglang.queued(metrics), None);
+        assert_eq!(EngineKind::Sglang.queued("sglang:num_queue_reqs 2\n"), Some(2));
+        assert_eq!(EngineKind::Vllm.queued("vllm:num_requests_waiting{} NaN"), Some(0));
     }
 
     #[test]

@@ -1,8 +1,9 @@
-//! Weights for engines of others: a directory in Hugging Face form that they load, and the proof that they serve it.
+//! Weights for engines of others: a directory that they load, with all weights or a LoRA adapter, and the proof that they serve it.
 //!
 //! Invariant: an engine counts as serving a version only after its log-probabilities of the probe prompts are those that this
 //! process computes with the weights, within the bound. An engine that was paused is resumed, whatever failed meanwhile.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use trajectory::PolicyVersion;
 use weights::Snapshot;
 
 use super::client::{EngineClient, EngineFailure};
-use super::protocol::{EngineCall, EngineKind, EngineRequest};
+use super::protocol::{ADAPTER, EngineCall, EngineKind, EngineRequest};
 use crate::RolloutError;
 use crate::sampler::OnUpdate;
 
@@ -29,6 +30,8 @@ pub struct PushConfig {
     pub directory: PathBuf,
     /// Number format of the files.
     pub dtype: WeightDtype,
+    /// Whether engines, which must be vLLM, have the base model and load the LoRA adapter of a version alone.
+    pub adapter: bool,
     /// `[3][P]` prompts whose completions are compared.
     pub probes: Vec<Vec<u32>>,
     /// Tokens that an engine generates after each: enough to leave what the policy is sure of.
@@ -43,8 +46,35 @@ pub struct PushConfig {
 #[derive(Debug)]
 pub(super) struct WrittenVersion {
     pub(super) version: PolicyVersion,
-    path: PathBuf,
+    files: WrittenFiles,
     decoder: Decoder,
+}
+
+/// What an engine loads: a directory.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum WrittenFiles {
+    /// All weights in Hugging Face form.
+    Weights(PathBuf),
+    /// A LoRA adapter in PEFT's layout, for the model that the engine was started with.
+    Adapter(PathBuf),
+}
+
+impl WrittenFiles {
+    pub(super) fn path(&self) -> &Path {
+        match self {
+            Self::Weights(path) | Self::Adapter(path) => path,
+        }
+    }
+}
+
+impl WrittenVersion {
+    /// The name by which an engine samples from this version, which serves the model `base`.
+    pub(super) fn served_name<'a>(&self, base: &'a str) -> &'a str {
+        match self.files {
+            WrittenFiles::Weights(_) => base,
+            WrittenFiles::Adapter(_) => ADAPTER,
+        }
+    }
 }
 
 /// Writes and loads versions.
@@ -102,9 +132,22 @@ impl WeightPusher {
             // Of an earlier process of the run: the same version may have other weights.
             std::fs::remove_dir_all(&path).map_err(failed(&path))?;
         }
-        self.model.export(&path, &parameters, self.config.dtype)?;
-        let path = std::path::absolute(&path).unwrap_or(path);
-        Ok(WrittenVersion { version, path, decoder: Decoder::new(self.model.config(), &parameters) })
+        let absolute = std::path::absolute(&path).unwrap_or_else(|_| path.clone());
+        let files = match (&snapshot.adapter, self.config.adapter) {
+            (_, false) => {
+                self.model.export(&path, &parameters, self.config.dtype)?;
+                WrittenFiles::Weights(absolute)
+            }
+            (Some(adapter), true) => {
+                adapter.write(&path).map_err(failed(&path))?;
+                WrittenFiles::Adapter(absolute)
+            }
+            (None, true) => {
+                let source = io::Error::other("the trainer has published no adapter");
+                return Err(failed(&path)(source));
+            }
+        };
+        Ok(WrittenVersion { version, files, decoder: Decoder::new(self.model.config(), &parameters) })
     }
 
     /// Loads `written` into `engine`, which serves the model `served`.
@@ -118,11 +161,15 @@ impl WeightPusher {
         written: &WrittenVersion,
         on_update: OnUpdate,
     ) -> Result<ProvenLoad, EngineFailure> {
-        let start = Instant::now();
+        let (start, path) = (Instant::now(), written.files.path());
         let paused = engine.call(&self.kind.pause(), CALL);
         let loaded = paused.and_then(|_| {
-            let calls = self.kind.load(&written.path, written.version, on_update);
-            calls.iter().try_for_each(|call| match engine.call(call, self.config.wait)? {
+            let calls = self.kind.load(&written.files, written.version, on_update);
+            let answer = |call: &EngineCall| {
+                let answer = engine.call(call, self.config.wait);
+                answer.map_err(|failure| if call.names(path) { failure.about(path) } else { failure })
+            };
+            calls.iter().try_for_each(|call| match answer(call)? {
                 answer if answer["success"] == false && !call.path.contains("prefix_cache") => {
                     Err(EngineFailure::Refused(format!("answers {} with {answer}", call.path)))
                 }

@@ -145,7 +145,7 @@ fn files_round_trip() {
     let targets = [TargetModule::QProj, TargetModule::DownProj];
     let adapter = changed(&targets, &base);
     let dir = files.path().join("adapter");
-    lora_files::write(&dir, &adapter, &files.path().join("base")).unwrap();
+    lora_files::write(&dir, &adapter, &files.path().join("base").to_string_lossy()).unwrap();
     // The order of the layers does not matter.
     let turned = config(&[targets[1], targets[0]]);
     assert_eq!(Adapter::open(&dir, &turned, &base).unwrap().values(), adapter.values());
@@ -178,7 +178,7 @@ fn half_precision_adapters_are_read() {
     for (dtype, bytes, rounded) in kinds {
         let files = tempfile::tempdir().unwrap();
         let dir = files.path().join("adapter");
-        lora_files::write(&dir, &adapter, files.path()).unwrap();
+        lora_files::write(&dir, &adapter, "base").unwrap();
         let data: Vec<(&ParameterSpec, Vec<u8>)> = adapter
             .specs()
             .iter()
@@ -201,7 +201,7 @@ fn unsupported_adapters_are_rejected_with_the_reason() {
     let base = base();
     let adapter = changed(&[TargetModule::QProj], &base);
     let dir = files.path().join("adapter");
-    lora_files::write(&dir, &adapter, files.path()).unwrap();
+    lora_files::write(&dir, &adapter, "base").unwrap();
     let message = |config: &LoraConfig| Adapter::open(&dir, config, &base).unwrap_err().to_string();
     let wanted = adapter.config().clone();
     for other in [
@@ -237,7 +237,7 @@ fn unsupported_adapters_are_rejected_with_the_reason() {
     assert!(message(&wanted).contains("cannot be read"), "{}", message(&wanted));
     let wide = changed(&[TargetModule::QProj], &Parameters::random(&wide_config(), 1));
     std::fs::remove_dir_all(&dir).unwrap();
-    lora_files::write(&dir, &wide, files.path()).unwrap();
+    lora_files::write(&dir, &wide, "base").unwrap();
     assert!(message(&wanted).contains("expected [4, 16]"), "{}", message(&wanted));
 }
 
