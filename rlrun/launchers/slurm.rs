@@ -4,13 +4,15 @@
 //! preempted ends no other process and is started again. Workers find the run through its directory, which all nodes share.
 //!
 //! Slurm signals the steps before the time limit and at a preemption; the run saves and ends with status 75, and the script
-//! puts the job back into the queue. A batch script must not forward signals to srun, which would kill all tasks at once.
+//! puts the job back into the queue; so it does when the run was killed without time to save. A batch script must not forward signals to srun, which would kill all tasks at once.
 
 use super::{LaunchPlan, shell};
 use crate::args::SlurmArgs;
 
 /// Seconds before a sampler that has ended is started again.
 const PAUSE_S: u64 = 10;
+/// Starts of a job after which a run that was killed, for example because it takes too much memory, is not started again.
+const MOST_RESTARTS: u64 = 5;
 
 /// The script for `sbatch`.
 pub(crate) fn script(plan: &LaunchPlan, args: &SlurmArgs) -> String {
@@ -62,8 +64,9 @@ pub(crate) fn script(plan: &LaunchPlan, args: &SlurmArgs) -> String {
          {steps}\
          wait \"$run\"\n\
          status=$?\n\
-         # 75: stopped and saved. The run resumes when the job starts again.\n\
-         if [ \"$status\" = 75 ]; then scontrol requeue \"$SLURM_JOB_ID\" || true; fi\n\
+         # 75: stopped and saved. Above 128: killed, unless that has happened often. The run resumes when the job starts again.\n\
+         killed() {{ [ \"$status\" -gt 128 ] && [ \"${{SLURM_RESTART_COUNT:-0}}\" -lt {MOST_RESTARTS} ]; }}\n\
+         if [ \"$status\" = 75 ] || killed; then scontrol requeue \"$SLURM_JOB_ID\" || true; fi\n\
          exit \"$status\"\n"
     )
 }

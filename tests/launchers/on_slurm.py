@@ -7,7 +7,9 @@ recipe, and ends all of them. Needs root and Debian's packages slurm-wlm and mun
 1. The sampler of the second node is killed with SIGKILL, as a node that is taken away; another one joins.
 2. The job is signalled as Slurm does before its time limit: the run saves and ends with status 75, the job goes back into the
    queue and resumes.
-3. The run ends, and the job with it. No group was trained on twice, no step is missing.
+3. The run is killed with SIGKILL, without time to save: the job goes back into the queue and resumes from its last checkpoint.
+4. Two samplers join from an array of their own; one is preempted and joins again.
+5. The run ends, and the job with it. No group was trained on twice, no step is missing.
 """
 
 import argparse
@@ -121,6 +123,13 @@ def wait(what, holds, show=lambda: ""):
         time.sleep(0.1)
 
 
+def text_of(path):
+    if not os.path.exists(path):
+        return ""
+    with open(path) as file:
+        return file.read()
+
+
 def lines(path):
     if not os.path.exists(path):
         return []
@@ -160,9 +169,9 @@ def main():
         said = subprocess.run(command, env=cluster.environment, check=True, capture_output=True, text=True).stdout
         job = re.search(r"batch job (\d+)", said).group(1)
         log = "%s-%s.log" % (run, job)
-        text = lambda: open(log).read() if os.path.exists(log) else ""
+        text = lambda: text_of(log)
 
-        saved = 0 if arguments.undisturbed else disturb(cluster, job, run, text)
+        saved = 0 if arguments.undisturbed else disturb(cluster, job, run, text, arguments.rlrun, arguments.recipe)
         wait("the end of the job", lambda: cluster.state(job)[0] not in ("RUNNING", "PENDING", "COMPLETING"), text)
         assert cluster.state(job)[0] == "COMPLETED", (cluster.state(job), text())
         done = steps(run)
@@ -183,8 +192,8 @@ def main():
         cluster.close()
 
 
-def disturb(cluster, job, run, text):
-    """Kills the sampler of the second node and signals the job, which is started again; returns the steps that were saved."""
+def disturb(cluster, job, run, text, rlrun, recipe):
+    """What the description says to the run and its samplers; returns the last step before the run was killed."""
     joined = lambda: text().count("joined https://127.0.0.1:")
     wait("steps with a sampler of the second node", lambda: joined() == 1 and len(steps(run)) >= 3, text)
     [worker] = pids("worker", "rollout", run)
@@ -201,7 +210,34 @@ def disturb(cluster, job, run, text):
     time.sleep(10)
     wait("its second start", lambda: started(cluster, job), text)
     print("ok the job was signalled at step %d, saved and queued again" % saved, flush=True)
-    return saved
+
+    wait("steps after the second start", lambda: len(steps(run)) > saved, text)
+    killed = len(steps(run))
+    for process in pids("--resume-or-start", run):
+        os.kill(process, 9)
+    wait("the job in the queue again", lambda: cluster.state(job)[2] == 2 and cluster.state(job)[0] == "PENDING", text)
+    time.sleep(10)
+    wait("its third start", lambda: started(cluster, job), text)
+    wait("steps after the third start", lambda: len(steps(run)) > killed, text)
+    print("ok the run was killed at step %d and goes on at step %d" % (killed, len(steps(run))), flush=True)
+
+    log = os.path.join(cluster.directory, "array-%a.log")
+    command = "%s worker rollout --join %s --recipe %s" % (rlrun, run, os.path.abspath(recipe))
+    said = cluster.ask("sbatch", "--parsable", "--array=0-1", "--requeue", "--open-mode=append", "--output=" + log, "--wrap", command)
+    array = said.strip()
+    logged = lambda task: text_of(log.replace("%a", str(task)))
+    joins = lambda task: logged(task).count("joined https://127.0.0.1:")
+    try:
+        wait("both samplers of the array", lambda: joins(0) == 1 and joins(1) == 1, lambda: said + logged(0) + logged(1))
+        cluster.ask("scontrol", "requeue", array + "_0")
+        # As above.
+        time.sleep(10)
+        again = lambda: cluster.ask("scontrol", "update", "job=%s_0" % array, "StartTime=now") is not None and joins(0) == 2
+        wait("the preempted sampler again", again, lambda: logged(0))
+        print("ok a sampler of an array was preempted and has joined again at step %d" % len(steps(run)), flush=True)
+    finally:
+        cluster.ask("scancel", array)
+    return killed
 
 
 def started(cluster, job):
