@@ -100,7 +100,7 @@ impl Recipe {
             max_position_embeddings: positions,
         });
         config.initializer_range = sizes.initializer_range;
-        config.of_family(sizes.architecture)
+        config.of_family(sizes.architecture).with_experts(sizes.experts, sizes.experts_per_token)
     }
 
     /// Training tasks and held-out tasks.

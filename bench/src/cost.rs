@@ -90,10 +90,9 @@ impl Shape {
     pub fn new(config: &Config) -> Self {
         let query_width = config.num_heads * config.head_dim;
         let kv_width = config.num_kv_heads * config.head_dim;
-        let layer = config.hidden_size * (2 * query_width + 2 * kv_width + 3 * config.intermediate_size);
         Self {
             parameters: Layout::new(config).len() as f64,
-            matrices: (config.num_layers * layer) as f64,
+            matrices: (config.num_layers * config.layer_multiply_adds()) as f64,
             head: (config.vocab_size * config.hidden_size) as f64,
             layers: config.num_layers as f64,
             query_width: query_width as f64,

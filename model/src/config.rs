@@ -13,7 +13,8 @@ mod write;
 
 pub use families::Architecture;
 
-use crate::layer::LayerSpec;
+use self::families::ExpertRule;
+use crate::layer::{ExpertSpec, FeedForward, LayerSpec};
 
 /// The key of [`Reduction`] in `config.json`, which is absent for the default.
 pub(crate) const REDUCTION_KEY: &str = "rlrun_reduction";
@@ -29,7 +30,7 @@ pub struct Config {
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the gated MLP.
+    /// Width of the gated MLP; with experts, of each of them.
     pub intermediate_size: usize,
     /// Transformer blocks.
     pub num_layers: usize,
@@ -151,7 +152,7 @@ impl Config {
             rope_theta: 10_000.0,
             rope_scaling: RopeScaling::None,
             tie_word_embeddings: true,
-            layer: Architecture::Qwen2.family().layer(false),
+            layer: Architecture::Qwen2.family().layer(false, None),
             max_position_embeddings: sizes.max_position_embeddings,
             sliding_window: None,
             eos_token_ids: vec![2],
@@ -162,10 +163,23 @@ impl Config {
         }
     }
 
-    /// The same sizes in another family.
+    /// The same sizes in another family; one with experts has four of this width, of which a token has two.
     #[must_use]
     pub fn of_family(self, architecture: Architecture) -> Self {
-        Self { architecture, layer: architecture.family().layer(false), ..self }
+        let experts = match architecture.family().experts {
+            ExpertRule::Never => None,
+            ExpertRule::All { .. } => Some(ExpertSpec { count: 4, per_token: 2, normalized: true }),
+        };
+        Self { architecture, layer: architecture.family().layer(false, experts), ..self }
+    }
+
+    /// The same with `count` experts of which a token has `per_token`, if the family has experts.
+    #[must_use]
+    pub fn with_experts(mut self, count: usize, per_token: usize) -> Self {
+        if let FeedForward::Experts(spec) = &mut self.layer.feed_forward {
+            (spec.count, spec.per_token) = (count, per_token);
+        }
+        self
     }
 
     /// Longest sequence, in tokens, that the model computes as it was trained to: the position range, or the attention

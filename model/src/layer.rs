@@ -5,8 +5,10 @@
 //! initialisation, LoRA, the sums that tensor-parallel ranks would share, the memory plan, and the code of the processor and
 //! of devices.
 //!
-//! Invariant: tensors of one `Operand` are neighbours in the layout, so that they are one matrix or vector to a layer.
+//! Invariant: tensors of one `Operand` are neighbours in the layout, so that they are one matrix or vector to a layer, or one for
+//! each expert.
 
+use std::borrow::Cow;
 use std::ops::{Index, Range};
 
 use device::ops::heads::HeadShape;
@@ -45,6 +47,8 @@ pub enum QueryKeyNorm {
     None,
     /// RMSNorm of every head, with one weight `[head_dim]` for all queries and one for all keys.
     PerHead,
+    /// RMSNorm of all heads together, with a weight `[heads * head_dim]` for the queries and one for the keys.
+    Whole,
 }
 
 /// The feed-forward network of a layer.
@@ -52,6 +56,19 @@ pub enum QueryKeyNorm {
 pub enum FeedForward {
     /// `down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv 2002.05202).
     SwiGlu,
+    /// The sum of the results of some SwiGLU networks, which a router chooses for each token and weighs.
+    Experts(ExpertSpec),
+}
+
+/// Experts, and how they are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertSpec {
+    /// Number of experts.
+    pub count: usize,
+    /// Experts of a token: those with the largest probabilities, a softmax over all.
+    pub per_token: usize,
+    /// Whether the probabilities of the chosen experts are divided by their sum.
+    pub normalized: bool,
 }
 
 /// A linear layer of every decoder block, which can have a LoRA adapter.
@@ -110,7 +127,7 @@ pub(crate) enum Operand {
     Qkv,
     /// `[queries + keys + values]`
     QkvBias,
-    /// `[2, head_dim]` weights of the norms of queries and keys.
+    /// Weights of the norms of queries and keys.
     QueryKeyNorm,
     /// `[hidden, queries]`
     Output,
@@ -118,9 +135,11 @@ pub(crate) enum Operand {
     OutputBias,
     /// `[hidden]` weight of the feed-forward block's norm.
     FeedForwardNorm,
-    /// `[2 * intermediate, hidden]`: gate and up.
+    /// `[experts, hidden]`
+    Router,
+    /// `[2 * intermediate, hidden]`: gate and up; with experts one after the other.
     GateUp,
-    /// `[hidden, intermediate]`
+    /// `[hidden, intermediate]`; with experts one after the other.
     Down,
 }
 
@@ -139,7 +158,7 @@ pub(crate) enum Sharding {
 #[derive(Clone, Debug)]
 pub(crate) struct LayerTensor {
     /// Its Hugging Face name within the layer.
-    pub(crate) name: &'static str,
+    pub(crate) name: Cow<'static, str>,
     /// `[out, in]` of a projection, `[n]` of a norm or a bias.
     pub(crate) shape: Vec<usize>,
     pub(crate) operand: Operand,
@@ -172,8 +191,8 @@ impl Config {
         let (hidden, inner, head) = (self.hidden_size, self.intermediate_size, self.head_dim);
         let (queries, keys) = (self.head_shape().query_width(), self.head_shape().kv_width());
         let mut tensors = Vec::new();
-        let mut push = |name, shape: &[usize], operand, sharding| {
-            tensors.push(LayerTensor { name, shape: shape.to_vec(), operand, sharding });
+        let mut push = |name: &'static str, shape: &[usize], operand, sharding| {
+            tensors.push(LayerTensor { name: name.into(), shape: shape.to_vec(), operand, sharding });
         };
         match norm {
             Norm::RmsBefore => {
@@ -194,6 +213,10 @@ impl Config {
                 push("self_attn.q_norm.weight", &[head], Operand::QueryKeyNorm, Sharding::Replicated);
                 push("self_attn.k_norm.weight", &[head], Operand::QueryKeyNorm, Sharding::Replicated);
             }
+            QueryKeyNorm::Whole => {
+                push("self_attn.q_norm.weight", &[queries], Operand::QueryKeyNorm, Sharding::Replicated);
+                push("self_attn.k_norm.weight", &[keys], Operand::QueryKeyNorm, Sharding::Replicated);
+            }
         }
         push("self_attn.o_proj.weight", &[hidden, queries], Output, Sharding::Inputs);
         if output_bias {
@@ -210,16 +233,45 @@ impl Config {
                 push("mlp.up_proj.weight", &[inner, hidden], GateUp, Sharding::Outputs);
                 push("mlp.down_proj.weight", &[hidden, inner], Down, Sharding::Inputs);
             }
+            FeedForward::Experts(ExpertSpec { count, .. }) => {
+                push("mlp.gate.weight", &[count, hidden], Operand::Router, Sharding::Replicated);
+                let mut of_expert = |expert: usize, module: &str, shape: &[usize], operand, sharding| {
+                    let name = format!("mlp.experts.{expert}.{module}.weight").into();
+                    tensors.push(LayerTensor { name, shape: shape.to_vec(), operand, sharding });
+                };
+                for expert in 0..count {
+                    of_expert(expert, "gate_proj", &[inner, hidden], GateUp, Sharding::Outputs);
+                    of_expert(expert, "up_proj", &[inner, hidden], GateUp, Sharding::Outputs);
+                }
+                for expert in 0..count {
+                    of_expert(expert, "down_proj", &[hidden, inner], Down, Sharding::Inputs);
+                }
+            }
         }
         tensors
     }
 
-    /// The linear operation of `weight`.
+    /// The experts of a layer, if it has any.
+    #[must_use]
+    pub fn experts(&self) -> Option<ExpertSpec> {
+        match self.layer.feed_forward {
+            FeedForward::SwiGlu => None,
+            FeedForward::Experts(spec) => Some(spec),
+        }
+    }
+
+    /// The linear operation of `weight`; with experts, that of one of them.
     pub(crate) fn linear_spec(&self, weight: Operand) -> LinearSpec {
         let tensors = self.layer_tensors();
         let bias = weight.bias().filter(|bias| tensors.iter().any(|tensor| tensor.operand == *bias));
         let (mut input, mut outputs, mut sharding) = (0, Vec::new(), Sharding::Replicated);
-        for tensor in tensors.iter().filter(|tensor| tensor.operand == weight) {
+        let of_weight = tensors.iter().filter(|tensor| tensor.operand == weight);
+        let networks = match (weight, self.experts()) {
+            (Operand::GateUp | Operand::Down, Some(ExpertSpec { count, .. })) => count,
+            _ => 1,
+        };
+        let tensors_each = of_weight.clone().count() / networks;
+        for tensor in of_weight.take(tensors_each) {
             input = tensor.shape[1];
             outputs.push(tensor.shape[0]);
             sharding = tensor.sharding;
@@ -227,11 +279,27 @@ impl Config {
         LinearSpec { weight, bias, input, outputs, sharding }
     }
 
-    /// Weights of the matrices of one layer: multiply-adds per token.
+    /// Weights of the matrices of one layer.
     #[must_use]
     pub fn layer_matrix_weights(&self) -> usize {
-        let matrices = self.layer_tensors().into_iter().filter(|tensor| tensor.shape.len() == 2);
+        let tensors = self.layer_tensors();
+        let matrices = tensors.iter().filter(|tensor| tensor.shape.len() == 2);
         matrices.map(|tensor| tensor.shape.iter().product::<usize>()).sum()
+    }
+
+    /// Multiply-adds of a token with the matrices of one layer: with experts those of the token alone.
+    #[must_use]
+    pub fn layer_multiply_adds(&self) -> usize {
+        let weights = |tensor: &LayerTensor| {
+            let weights = tensor.shape.iter().product::<usize>();
+            match (tensor.operand, self.experts()) {
+                (Operand::GateUp | Operand::Down, Some(ExpertSpec { count, per_token, .. })) => {
+                    weights * per_token / count
+                }
+                _ => weights,
+            }
+        };
+        self.layer_tensors().iter().filter(|tensor| tensor.shape.len() == 2).map(weights).sum()
     }
 }
 
@@ -300,8 +368,9 @@ mod tests {
         for config in tiny() {
             for LayerTensor { name, shape, sharding, .. } in config.layer_tensors() {
                 let is_matrix = shape.len() == 2;
-                assert_eq!(TargetModule::of_weight(name).is_some(), is_matrix, "{name}");
-                assert!(!is_matrix || sharding != Sharding::Replicated, "{name}");
+                let is_router = &name[..] == "mlp.gate.weight";
+                assert_eq!(TargetModule::of_weight(&name).is_some(), is_matrix && !is_router, "{name}");
+                assert_eq!(sharding == Sharding::Replicated, !is_matrix || is_router, "{name}");
             }
         }
     }

@@ -307,7 +307,11 @@ impl Size {
     /// A weight and an activation have `width` bytes, a logit 4.
     fn of(config: &Config, recompute: Recompute, quantization: Quantization, width: u64) -> Self {
         let n = |size: usize| size as u64;
-        let (hidden, middle) = (n(config.hidden_size), n(config.intermediate_size));
+        let hidden = n(config.hidden_size);
+        // With experts a token has a row for each of its experts, and the input of each is a copy.
+        let (rows, copies) =
+            config.experts().map_or((1, 0), |experts| (experts.per_token, experts.per_token));
+        let (middle, copied) = (n(rows) * n(config.intermediate_size), n(copies) * hidden);
         let queries = n(config.num_heads) * n(config.head_dim);
         let keys = n(config.num_kv_heads) * n(config.head_dim);
         let projected = queries + 2 * keys;
@@ -326,7 +330,7 @@ impl Size {
         // normalised), the attention, gate and up.
         let raw = match config.layer.query_key_norm {
             QueryKeyNorm::None => 0,
-            QueryKeyNorm::PerHead => projected,
+            QueryKeyNorm::PerHead | QueryKeyNorm::Whole => projected,
         };
         let attention = 2 * hidden + raw + projected + queries;
         let layer = attention + 2 * middle;
@@ -339,7 +343,7 @@ impl Size {
         let back = attention
             + hidden
             + match recompute {
-                Recompute::None | Recompute::Block => 4 * middle,
+                Recompute::None | Recompute::Block => 4 * middle + 3 * copied,
                 Recompute::Sequence => 0,
             };
         Self {

@@ -177,8 +177,21 @@ fn check_optional_sections(raw: &RawRecipe, checker: &mut Checker<'_>) {
             ("model.random.num_layers", random.num_layers),
             ("model.random.num_heads", random.num_heads),
             ("model.random.num_kv_heads", random.num_kv_heads),
+            ("model.random.experts", random.experts),
+            ("model.random.experts_per_token", random.experts_per_token),
         ] {
             checker.at_least_one(path, value);
+        }
+        if random.experts_per_token > random.experts {
+            let message = format!(
+                "`model.random.experts_per_token` is {}, and `model.random.experts` {}",
+                random.experts_per_token, random.experts
+            );
+            checker.report_latest(
+                &["model.random.experts", "model.random.experts_per_token"],
+                message,
+                "a token has at most all experts",
+            );
         }
         checker.number("model.random.initializer_range", random.initializer_range, POSITIVE);
     }

@@ -151,6 +151,12 @@ pub struct RandomModel {
     /// Key and value heads; they divide `num_heads`.
     // resume = policy, worker = ignored
     pub num_kv_heads: usize,
+    /// Experts of a layer, in families that have them (`architecture = "qwen3_moe"`); each is `intermediate_size` wide.
+    // resume = policy, worker = ignored
+    pub experts: usize,
+    /// Experts of a token.
+    // resume = policy, worker = ignored
+    pub experts_per_token: usize,
     /// Standard deviation of the weights at the start.
     // resume = policy, worker = ignored
     pub initializer_range: f64,
@@ -165,6 +171,8 @@ impl Default for RandomModel {
             num_layers: 2,
             num_heads: 4,
             num_kv_heads: 2,
+            experts: 8,
+            experts_per_token: 2,
             initializer_range: 0.02,
         }
     }

@@ -98,7 +98,7 @@ impl ForwardCost {
         const MULTIPLY_ADD: u64 = 2;
         let [hidden, matrices, layers, heads, head_dim, vocabulary] = [
             model.hidden_size,
-            model.layer_matrix_weights(),
+            model.layer_multiply_adds(),
             model.num_layers,
             model.num_heads,
             model.head_dim,

@@ -36,6 +36,13 @@ impl HeadShape {
         self.kv_heads * self.head_dim
     }
 
+    /// The queries and the keys of a row.
+    #[must_use]
+    pub fn parts(self) -> [std::ops::Range<usize>; 2] {
+        let queries = self.query_width();
+        [0..queries, queries..queries + self.kv_width()]
+    }
+
     /// Width of the queries of a row.
     #[must_use]
     pub fn query_width(self) -> usize {

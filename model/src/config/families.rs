@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Head;
-use crate::layer::{FeedForward, LayerSpec, Norm, QueryKeyNorm};
+use crate::layer::{ExpertSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
 
 /// The supported model families.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,6 +20,10 @@ pub enum Architecture {
     Qwen2,
     /// Qwen 3, dense.
     Qwen3,
+    /// Qwen 3 with experts.
+    Qwen3Moe,
+    /// OLMoE.
+    Olmoe,
 }
 
 /// One family.
@@ -38,6 +42,17 @@ pub(super) struct Family {
     pub(super) output_bias: BiasRule,
     pub(super) query_key_norm: QueryKeyNorm,
     pub(super) window: WindowRule,
+    pub(super) experts: ExpertRule,
+}
+
+/// Whether layers have experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ExpertRule {
+    Never,
+    /// `num_experts` in every layer, `num_experts_per_tok` for a token, with `norm_topk_prob`; the key of their width.
+    All {
+        width: &'static str,
+    },
 }
 
 /// Whether a projection has a bias.
@@ -68,6 +83,7 @@ const LLAMA: Family = Family {
     output_bias: BiasRule::AttentionBias,
     query_key_norm: QueryKeyNorm::None,
     window: WindowRule::Never,
+    experts: ExpertRule::Never,
 };
 
 const MISTRAL: Family = Family {
@@ -80,6 +96,7 @@ const MISTRAL: Family = Family {
     output_bias: BiasRule::Never,
     query_key_norm: QueryKeyNorm::None,
     window: WindowRule::Always,
+    experts: ExpertRule::Never,
 };
 
 const QWEN2: Family = Family {
@@ -92,6 +109,7 @@ const QWEN2: Family = Family {
     output_bias: BiasRule::Never,
     query_key_norm: QueryKeyNorm::None,
     window: WindowRule::Flagged,
+    experts: ExpertRule::Never,
 };
 
 const QWEN3: Family = Family {
@@ -104,9 +122,32 @@ const QWEN3: Family = Family {
     output_bias: BiasRule::AttentionBias,
     query_key_norm: QueryKeyNorm::PerHead,
     window: WindowRule::Flagged,
+    experts: ExpertRule::Never,
 };
 
-pub(super) const FAMILIES: [Family; 4] = [LLAMA, MISTRAL, QWEN2, QWEN3];
+const QWEN3_MOE: Family = Family {
+    architecture: Architecture::Qwen3Moe,
+    model_type: "qwen3_moe",
+    class: "Qwen3Moe",
+    head_dim: None,
+    experts: ExpertRule::All { width: "moe_intermediate_size" },
+    ..QWEN3
+};
+
+const OLMOE: Family = Family {
+    architecture: Architecture::Olmoe,
+    model_type: "olmoe",
+    class: "Olmoe",
+    head_dim: None,
+    optional_kv_heads: true,
+    qkv_bias: BiasRule::AttentionBias,
+    output_bias: BiasRule::AttentionBias,
+    query_key_norm: QueryKeyNorm::Whole,
+    window: WindowRule::Never,
+    experts: ExpertRule::All { width: "intermediate_size" },
+};
+
+pub(super) const FAMILIES: [Family; 6] = [LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMOE];
 
 /// The values of `model_type` that are supported, for messages.
 pub(super) fn model_types() -> String {
@@ -130,14 +171,14 @@ impl BiasRule {
 }
 
 impl Family {
-    /// The layer of the family, given the value of `attention_bias`.
-    pub(super) fn layer(&self, attention_bias: bool) -> LayerSpec {
+    /// The layer of the family, given the value of `attention_bias` and its experts, if it has any.
+    pub(super) fn layer(&self, attention_bias: bool, experts: Option<ExpertSpec>) -> LayerSpec {
         LayerSpec {
             norm: Norm::RmsBefore,
             query_key_norm: self.query_key_norm,
             qkv_bias: self.qkv_bias.applies(attention_bias),
             output_bias: self.output_bias.applies(attention_bias),
-            feed_forward: FeedForward::SwiGlu,
+            feed_forward: experts.map_or(FeedForward::SwiGlu, FeedForward::Experts),
         }
     }
 }
@@ -150,6 +191,8 @@ impl Architecture {
             Self::Mistral => &MISTRAL,
             Self::Qwen2 => &QWEN2,
             Self::Qwen3 => &QWEN3,
+            Self::Qwen3Moe => &QWEN3_MOE,
+            Self::Olmoe => &OLMOE,
         }
     }
 

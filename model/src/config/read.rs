@@ -7,15 +7,17 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::families::{FAMILIES, Family, WindowRule, model_types};
+use super::families::{ExpertRule, FAMILIES, Family, WindowRule, model_types};
 use super::keys::JsonKeys;
 use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, RopeScaling};
 use crate::gguf::{self, GgufFile};
+use crate::layer::ExpertSpec;
 use crate::{ModelError, files};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
 const MAX_WEIGHTS: u128 = 1 << 44;
 const MAX_LAYERS: usize = 10_000;
+const MAX_EXPERTS: usize = 4096;
 
 impl Config {
     /// Reads `config.json` of a model directory, and the end-of-text tokens of its `generation_config.json` if there
@@ -51,7 +53,8 @@ impl Config {
         let keys = JsonKeys { path, map };
         let (architecture, head) = architecture(&keys)?;
         let family = architecture.family();
-        refuse_other_networks(&keys)?;
+        let experts = experts(&keys, family)?;
+        refuse_other_networks(&keys, experts)?;
         let hidden_size = keys.size("hidden_size")?;
         let num_layers = keys.size("num_hidden_layers")?;
         let num_heads = keys.size("num_attention_heads")?;
@@ -63,7 +66,10 @@ impl Config {
             head,
             vocab_size: keys.size("vocab_size")?,
             hidden_size,
-            intermediate_size: keys.size("intermediate_size")?,
+            intermediate_size: keys.size(match family.experts {
+                ExpertRule::Never => "intermediate_size",
+                ExpertRule::All { width } => width,
+            })?,
             num_layers,
             num_heads,
             num_kv_heads: num_kv_heads(&keys, family, num_heads)?,
@@ -79,7 +85,7 @@ impl Config {
             rope_theta,
             rope_scaling,
             tie_word_embeddings: keys.flag("tie_word_embeddings", false)?,
-            layer: family.layer(bias),
+            layer: family.layer(bias, experts),
             max_position_embeddings,
             sliding_window: sliding_window(&keys, family.window, num_layers)?,
             eos_token_ids: keys.token_ids("eos_token_id")?,
@@ -130,8 +136,9 @@ impl Config {
     fn approximate_weights(&self) -> u128 {
         let n = |size: usize| size as u128;
         let heads = n(self.head_dim) * (2 * n(self.num_heads) + 2 * n(self.num_kv_heads));
-        n(self.hidden_size)
-            * (2 * n(self.vocab_size) + n(self.num_layers) * (heads + 3 * n(self.intermediate_size)))
+        let networks = n(self.experts().map_or(1, |experts| experts.count));
+        let feed_forward = networks * (3 * n(self.intermediate_size) + 1);
+        n(self.hidden_size) * (2 * n(self.vocab_size) + n(self.num_layers) * (heads + feed_forward))
     }
 }
 
@@ -180,9 +187,42 @@ fn architecture(keys: &JsonKeys<'_>) -> Result<(Architecture, Head), ModelError>
     Ok((architecture, head))
 }
 
-fn refuse_other_networks(keys: &JsonKeys<'_>) -> Result<(), ModelError> {
+/// The experts of every layer, if the family has any.
+fn experts(keys: &JsonKeys<'_>, family: &Family) -> Result<Option<ExpertSpec>, ModelError> {
+    match family.experts {
+        ExpertRule::Never => return Ok(None),
+        ExpertRule::All { .. } => {}
+    }
+    // transformers writes the number under the second name.
+    let [count, other] = [keys.optional_size("num_experts")?, keys.optional_size("num_local_experts")?];
+    let count = count.or(other).ok_or_else(|| keys.missing("num_experts"))?;
+    if other.is_some_and(|other| other != count) {
+        return Err(keys.bad("num_local_experts", &format!("num_experts, which is {count}")));
+    }
+    let per_token = keys.size("num_experts_per_tok")?;
+    if per_token > count {
+        return Err(keys.bad("num_experts_per_tok", &format!("at most num_experts, which is {count}")));
+    }
+    if count > MAX_EXPERTS {
+        return Err(keys.bad("num_experts", &format!("at most {MAX_EXPERTS}")));
+    }
+    // Layers are alike: all have experts.
+    if keys.optional_size("decoder_sparse_step")?.is_some_and(|step| step != 1) {
+        return Err(keys.unsupported("decoder_sparse_step", "1"));
+    }
+    let dense = keys.map.get("mlp_only_layers").and_then(Value::as_array);
+    if dense.is_some_and(|layers| !layers.is_empty()) {
+        return Err(keys.unsupported("mlp_only_layers", "[]"));
+    }
+    Ok(Some(ExpertSpec { count, per_token, normalized: keys.flag("norm_topk_prob", false)? }))
+}
+
+fn refuse_other_networks(keys: &JsonKeys<'_>, experts: Option<ExpertSpec>) -> Result<(), ModelError> {
     if keys.has("hidden_act") && !matches!(keys.text("hidden_act")?, "silu" | "swish") {
         return Err(keys.unsupported("hidden_act", "silu"));
+    }
+    if keys.has("clip_qkv") {
+        return Err(keys.unsupported("clip_qkv", "null"));
     }
     if keys.flag("mlp_bias", false)? {
         return Err(keys.unsupported("mlp_bias", "false"));
@@ -190,14 +230,16 @@ fn refuse_other_networks(keys: &JsonKeys<'_>) -> Result<(), ModelError> {
     if keys.has("quantization_config") {
         return Err(keys.unsupported("quantization_config", "weights stored as f32, bf16 or f16"));
     }
-    for key in [
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
+    for (key, of_qwen) in [
+        ("num_experts", true),
+        ("num_local_experts", true),
+        ("n_routed_experts", false),
+        ("n_shared_experts", false),
+        ("shared_expert_intermediate_size", false),
+        ("num_experts_per_tok", true),
+        ("moe_intermediate_size", true),
     ] {
-        if keys.has(key) {
+        if keys.has(key) && !(of_qwen && experts.is_some()) {
             return Err(keys.unsupported(key, "dense models, which have no experts"));
         }
     }

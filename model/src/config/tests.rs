@@ -55,7 +55,7 @@ fn written_configurations_read_back() {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 32,
         },
-        layer: Architecture::Llama.family().layer(false),
+        layer: Architecture::Llama.family().layer(false, None),
         eos_token_ids: vec![2, 7],
         pad_token_id: None,
         initializer_range: 0.02,
@@ -63,15 +63,17 @@ fn written_configurations_read_back() {
     };
     let mistral = Config {
         architecture: Architecture::Mistral,
-        layer: Architecture::Mistral.family().layer(false),
+        layer: Architecture::Mistral.family().layer(false, None),
         sliding_window: Some(32),
         rope_scaling: RopeScaling::Linear { factor: 2.0 },
         eos_token_ids: vec![],
         ..tied.clone()
     };
+    let experts = tied.clone().of_family(Architecture::Qwen3Moe).with_experts(6, 3);
+    let olmoe = tied.clone().of_family(Architecture::Olmoe);
     let windowed = Config { sliding_window: Some(16), ..tied.clone() };
     let tree = Config { reduction: Reduction::Tree, ..tied.clone() };
-    for config in [tied, untied, llama, mistral, windowed, tree] {
+    for config in [tied, untied, llama, mistral, experts, olmoe, windowed, tree] {
         let map = config.to_json().as_object().unwrap().clone();
         assert_eq!(Config::from_json(Path::new("config.json"), &map).unwrap(), config);
     }

@@ -5,8 +5,9 @@
 
 use serde_json::{Map, Value, json};
 
-use super::families::{BiasRule, WindowRule};
+use super::families::{BiasRule, ExpertRule, WindowRule};
 use super::{Config, Head, REDUCTION_KEY, Reduction, RopeScaling};
+use crate::layer::ExpertSpec;
 
 impl Config {
     /// The content of a `config.json` that transformers and [`Config::from_json`] both read back as this model.
@@ -49,6 +50,16 @@ impl Config {
             let windowed = self.sliding_window.is_some();
             map["use_sliding_window"] = json!(windowed);
             map["max_window_layers"] = json!(if windowed { 0 } else { self.num_layers });
+        }
+        if let Some(ExpertSpec { count, per_token, normalized }) = self.experts() {
+            map["num_experts"] = json!(count);
+            map["num_experts_per_tok"] = json!(per_token);
+            map["norm_topk_prob"] = json!(normalized);
+            if let ExpertRule::All { width } = family.experts {
+                map[width] = json!(self.intermediate_size);
+            }
+            map["decoder_sparse_step"] = json!(1);
+            map["mlp_only_layers"] = json!([]);
         }
         if let Some(map) = map.as_object_mut() {
             self.write_head(map);

@@ -10,12 +10,15 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
+use super::feed_forward::{
+    ExpertWeights, FeedForwardGradients, FeedForwardOperands, FeedForwardPiece, FeedForwardTrace,
+    FeedForwardWeights, GatedWeights,
+};
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
 use crate::ops::heads::{self, Angles, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum, bias_gradient, weight_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
-use crate::ops::swiglu::{SwigluReverse, swiglu, swiglu_backward};
 use crate::ops::{matrix, row_ranges};
 use crate::{Config, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
 
@@ -26,12 +29,11 @@ pub(super) struct TransformerBlock {
     eps: f32,
     attention_norm: Vec<f32>,
     qkv: Linear,
-    /// `[2, head_dim]` weights of the norms of queries and keys, if the layer has them.
+    /// Weights of the norms of queries and keys, if the layer has them.
     head_norm: Option<Vec<f32>>,
     output: Linear,
     feed_forward_norm: Vec<f32>,
-    gate_up: Linear,
-    down: Linear,
+    feed_forward: FeedForwardWeights,
     ranges: LayerRanges,
 }
 
@@ -75,19 +77,27 @@ pub(super) struct FeedForwardReverse {
     pub(super) d_middle: Tensor,
     middle: Tensor,
     normed: Tensor,
-    activated: Tensor,
-    d_gate_up: Tensor,
+    operands: FeedForwardOperands,
     d_normed: Tensor,
-    g: Tensor,
+}
+
+impl FeedForwardPiece for FeedForwardReverse {
+    fn normed(&self) -> &Tensor {
+        &self.normed
+    }
+
+    fn operands(&self) -> &FeedForwardOperands {
+        &self.operands
+    }
 }
 
 /// The computation of one range of weight gradients, independent of the others.
-type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
+pub(super) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 impl TransformerBlock {
     /// Memory of the linear layers, bytes.
     pub(super) fn bytes(&self) -> usize {
-        [&self.qkv, &self.output, &self.gate_up, &self.down].map(Linear::bytes).iter().sum()
+        self.qkv.bytes() + self.output.bytes() + self.feed_forward.bytes()
     }
 
     /// A layer to sample with, of the `values [layout.len()]` of a model.
@@ -100,10 +110,12 @@ impl TransformerBlock {
     ) -> Self {
         let layer = &values[layout.unit(Unit::Layer(index))];
         let ranges = layout.ranges();
-        let linear = |spec: &LinearSpec| {
-            let weight = &layer[ranges[spec.weight].clone()];
+        let linear = |spec: &LinearSpec, weight: Range<usize>| {
+            let weight = &layer[weight];
             let bias = spec.bias.map(|bias| &layer[ranges[bias].clone()]);
             match quantization {
+                // Another route is another network.
+                _ if spec.weight == Operand::Router => Linear::packed(weight, spec.input, bias),
                 Quantization::Int8 if spec.input <= MAX_INPUT => Linear::int8(weight, spec.input, bias),
                 Quantization::Bf16 => Linear::bf16(weight, spec.input, bias),
                 Quantization::None | Quantization::Int8 => Linear::packed(weight, spec.input, bias),
@@ -136,34 +148,52 @@ impl TransformerBlock {
     /// A layer to train, of `values` of `flat`.
     fn flat(config: &Config, layout: &Layout, flat: &FlatValues, values: &Range<usize>) -> Self {
         let ranges = layout.ranges();
-        let moved =
-            |operand: Operand| values.start + ranges[operand].start..values.start + ranges[operand].end;
-        let linear = |spec: &LinearSpec| {
-            let bias = spec.bias.map_or(0..0, moved);
-            Linear::flat(flat, moved(spec.weight), spec.input, &bias)
+        let moved = |range: &Range<usize>| values.start + range.start..values.start + range.end;
+        let linear = |spec: &LinearSpec, weight: Range<usize>| {
+            let bias = spec.bias.map_or(0..0, |bias| moved(&ranges[bias]));
+            Linear::flat(flat, moved(&weight), spec.input, &bias)
         };
         Self::new(config, ranges, &flat.values()[values.clone()], linear)
     }
 
-    /// The layer of `values`, whose matrices `linear` makes.
+    /// The layer of `values`, whose matrices `linear` makes of a range of them.
     fn new(
         config: &Config,
         ranges: &LayerRanges,
         values: &[f32],
-        linear: impl Fn(&LinearSpec) -> Linear,
+        linear: impl Fn(&LinearSpec, Range<usize>) -> Linear,
     ) -> Self {
         // Another kind of layer does not compile until its operations are here.
-        let LayerSpec { norm: Norm::RmsBefore, feed_forward: FeedForward::SwiGlu, query_key_norm, .. } =
-            config.layer;
+        let LayerSpec { norm: Norm::RmsBefore, feed_forward, query_key_norm, .. } = config.layer;
         let vector = |operand: Operand| values[ranges[operand].clone()].to_vec();
-        let linear = |operand: Operand| {
+        let linear_of = |operand: Operand, weight: Range<usize>| {
             let spec = config.linear_spec(operand);
             let tree = match (config.reduction, spec.sharding) {
                 (Reduction::Chain, _) | (_, Sharding::Replicated) => TreeSum::None,
                 (Reduction::Tree, Sharding::Inputs) => TreeSum::Inputs,
                 (Reduction::Tree, Sharding::Outputs) => TreeSum::Outputs(spec.outputs.clone()),
             };
-            linear(&spec).with_tree(tree)
+            linear(&spec, weight).with_tree(tree)
+        };
+        let linear = |operand: Operand| linear_of(operand, ranges[operand].clone());
+        let feed_forward = match feed_forward {
+            FeedForward::SwiGlu => FeedForwardWeights::Gated(GatedWeights {
+                gate_up: linear(Operand::GateUp),
+                down: linear(Operand::Down),
+            }),
+            FeedForward::Experts(spec) => {
+                let part = |operand: Operand, expert: usize| {
+                    let Range { start, end } = ranges[operand].clone();
+                    let each = (end - start) / spec.count;
+                    linear_of(operand, start + expert * each..start + (expert + 1) * each)
+                };
+                let expert = |expert: usize| GatedWeights {
+                    gate_up: part(Operand::GateUp, expert),
+                    down: part(Operand::Down, expert),
+                };
+                let (router, experts) = (linear(Operand::Router), (0..spec.count).map(expert).collect());
+                FeedForwardWeights::Experts(ExpertWeights { spec, router, experts })
+            }
         };
         Self {
             shape: config.head_shape(),
@@ -172,12 +202,11 @@ impl TransformerBlock {
             qkv: linear(Operand::Qkv),
             head_norm: match query_key_norm {
                 QueryKeyNorm::None => None,
-                QueryKeyNorm::PerHead => Some(vector(Operand::QueryKeyNorm)),
+                QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(vector(Operand::QueryKeyNorm)),
             },
             output: linear(Operand::Output),
             feed_forward_norm: vector(Operand::FeedForwardNorm),
-            gate_up: linear(Operand::GateUp),
-            down: linear(Operand::Down),
+            feed_forward,
             ranges: ranges.clone(),
         }
     }
@@ -191,7 +220,7 @@ impl TransformerBlock {
         pool: &ThreadPool,
     ) -> Result<Tensor> {
         let AttentionTrace { middle, .. } = self.attention(x, angles, attend, pool)?;
-        self.feed_forward(&middle, &self.gate_up(&middle, pool)?, pool)
+        self.finish_feed_forward(&middle, &self.begin_feed_forward(&middle, pool)?, pool)
     }
 
     /// Forward of the attention half on `x [T, d]`.
@@ -212,44 +241,41 @@ impl TransformerBlock {
         Ok(AttentionTrace { raw, prepared, attended, middle })
     }
 
-    /// `[T, 2 m]` gate and up of the feed-forward half, for its input `middle [T, d]`.
-    pub(super) fn gate_up(&self, middle: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
-        self.gate_up.apply(&rms_norm(middle, &self.feed_forward_norm, self.eps, pool)?, pool)
+    /// The feed-forward half up to its activation, for its input `middle [T, d]`.
+    pub(super) fn begin_feed_forward(&self, middle: &Tensor, pool: &ThreadPool) -> Result<FeedForwardTrace> {
+        self.feed_forward.begin(&rms_norm(middle, &self.feed_forward_norm, self.eps, pool)?, pool)
     }
 
     /// `[T, d]` the residual stream after the feed-forward half.
-    pub(super) fn feed_forward(
+    pub(super) fn finish_feed_forward(
         &self,
         middle: &Tensor,
-        gate_up: &Tensor,
+        trace: &FeedForwardTrace,
         pool: &ThreadPool,
     ) -> Result<Tensor> {
-        self.down.add_to(middle, &swiglu(gate_up, pool)?, pool)
+        self.feed_forward.finish(middle, trace, pool)
     }
 
-    /// Backward of the feed-forward half for the gradient `g [T, d]` of its result. `gate_up` is computed again if `None`.
+    /// Backward of the feed-forward half for the gradient `g [T, d]` of its result. The trace is computed again if `None`.
     pub(super) fn feed_forward_backward(
         &self,
         middle: &Tensor,
-        gate_up: Option<&Tensor>,
+        trace: Option<&FeedForwardTrace>,
         g: &Tensor,
     ) -> Result<FeedForwardReverse> {
         let alone = ThreadPool::single();
         let normed = rms_norm(middle, &self.feed_forward_norm, self.eps, &alone)?;
         let computed;
-        let gate_up = match gate_up {
+        let trace = match trace {
             Some(kept) => kept,
             None => {
-                computed = self.gate_up.apply(&normed, &alone)?;
+                computed = self.feed_forward.begin(&normed, &alone)?;
                 &computed
             }
         };
-        let d_activated = self.down.input_gradient_values(g)?;
-        let SwigluReverse { activated, d_gate_up } = swiglu_backward(gate_up, d_activated)?;
-        let d_normed = self.gate_up.input_gradient(&d_gate_up)?;
+        let (d_normed, operands) = self.feed_forward.backward(&normed, trace, g)?;
         let d_middle = rms_norm_backward(middle, &self.feed_forward_norm, self.eps, &d_normed, Some(g))?;
-        let (middle, g) = (middle.clone(), g.clone());
-        Ok(FeedForwardReverse { d_middle, middle, normed, activated, d_gate_up, d_normed, g })
+        Ok(FeedForwardReverse { d_middle, middle: middle.clone(), normed, operands, d_normed })
     }
 
     /// Backward of the attention half for the gradient `d_middle [T, d]` of its result. `attend_backward` is the backward of
@@ -284,13 +310,12 @@ impl TransformerBlock {
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
-        let [norm, gate_up, down] = carve(
+        let [norm, router, gate_up, down] = carve(
             gradients,
-            [&ranges[Operand::FeedForwardNorm], &ranges[Operand::GateUp], &ranges[Operand::Down]],
+            [Operand::FeedForwardNorm, Operand::Router, Operand::GateUp, Operand::Down].map(|of| &ranges[of]),
         );
-        let mut jobs: Vec<GradientJob<'_>> = Vec::new();
-        weight_jobs(&mut jobs, pieces, gate_up, |p| (&p.normed, &p.d_gate_up), pool);
-        weight_jobs(&mut jobs, pieces, down, |p| (&p.activated, &p.g), pool);
+        let of_network = FeedForwardGradients { router, gate_up, down };
+        let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
         jobs.push(Box::new(|| {
             pieces.iter().try_for_each(|p| rms_norm_weight_gradient(&p.middle, self.eps, &p.d_normed, norm))
         }));
@@ -328,8 +353,8 @@ impl TransformerBlock {
                 if !output_bias.is_empty() {
                     bias_gradient(&r.d_middle, output_bias)?;
                 }
-                if let (Some(raw), Some(g)) = (&trace.raw, &r.d_prepared) {
-                    heads::head_norm_gradient(raw, self.shape, self.eps, angles, g, head_norm)?;
+                if let (Some(raw), Some(g), Some(norm)) = (&trace.raw, &r.d_prepared, self.norm_of_heads()) {
+                    heads::head_norm_gradient(raw, self.shape, norm, angles, g, head_norm)?;
                 }
             }
             Ok(())
@@ -338,7 +363,10 @@ impl TransformerBlock {
     }
 
     fn norm_of_heads(&self) -> Option<HeadNormWeights<'_>> {
-        let (query, key) = self.head_norm.as_ref()?.split_at(self.shape.head_dim);
+        let both = self.head_norm.as_ref()?;
+        // Of the same width each if heads are normalised apart, and of their own otherwise.
+        let apart = both.len() == 2 * self.shape.head_dim;
+        let (query, key) = both.split_at(if apart { self.shape.head_dim } else { self.shape.query_width() });
         Some(HeadNormWeights { query, key, eps: self.eps })
     }
 }
@@ -359,7 +387,7 @@ fn carve<'a, const N: usize>(mut buffer: &'a mut [f32], ranges: [&Range<usize>; 
 
 /// The gradient of one weight `[out, in]`, as one job per thread for a range of its rows over all `pieces`. `operands`
 /// gives the input `[T, in]` and the gradient `[T, out]` of a piece.
-fn weight_jobs<'a, P: Sync>(
+pub(super) fn weight_jobs<'a, P: Sync>(
     jobs: &mut Vec<GradientJob<'a>>,
     pieces: &'a [P],
     gradient: &'a mut [f32],

@@ -5,7 +5,7 @@
 //! and values are in a [`KvCache`]. All three run the same blocks, on the threads of a [`ThreadPool`].
 //!
 //! # Layout
-//! - `block`: one layer, forward and backward
+//! - `block`: one layer, forward and backward; `feed_forward`: its feed-forward network, which may be experts
 //! - `pack`: sequences one after the other
 //! - `train`: forward and backward
 //! - `gradients`: gradient sinks and layer sources
@@ -13,6 +13,7 @@
 
 mod block;
 mod decode;
+mod feed_forward;
 mod gradients;
 mod pack;
 mod train;

@@ -7,6 +7,7 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 
 use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, TransformerBlock};
+use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
 use super::{Decoder, GradientSink, LayerSource, gather};
 use crate::ops::attention;
@@ -52,8 +53,7 @@ struct LayerTrace {
 #[derive(Debug)]
 struct KeptLayer {
     attention: AttentionTrace,
-    /// `[T, 2 m]`
-    gate_up: Tensor,
+    feed_forward: FeedForwardTrace,
 }
 
 impl Decoder {
@@ -229,9 +229,9 @@ impl Decoder {
         let alone = ThreadPool::single();
         let (kept, output) = if self.recompute == Recompute::None {
             let attention = block.attention(x, angles, |qkv| part.attend(self, qkv), &alone)?;
-            let gate_up = block.gate_up(&attention.middle, &alone)?;
-            let output = block.feed_forward(&attention.middle, &gate_up, &alone)?;
-            (Some(KeptLayer { attention, gate_up }), output)
+            let feed_forward = block.begin_feed_forward(&attention.middle, &alone)?;
+            let output = block.finish_feed_forward(&attention.middle, &feed_forward, &alone)?;
+            (Some(KeptLayer { attention, feed_forward }), output)
         } else {
             (None, block.forward(x, angles, |qkv| part.attend(self, qkv), &alone)?)
         };
@@ -324,7 +324,7 @@ impl Decoder {
 
         let unit = gradients.unit(Unit::Layer(index));
         let d_middle = self.reverse_feed_forward(block, &parts, unit, pool)?;
-        parts.iter_mut().for_each(|part| part.gate_up = None);
+        parts.iter_mut().for_each(|part| part.feed_forward = None);
 
         let reverse = |(reversing, d_middle): (&Reversing<'_>, Tensor)| {
             let Reversing { part, angles, input, attention, .. } = reversing;
@@ -358,14 +358,14 @@ impl Decoder {
         let Some(LayerTrace { input, kept }) = trace.layers.pop() else {
             candle_core::bail!("a layer has no activations: the trace is of another decoder or pack")
         };
-        let (attention, gate_up) = match kept {
-            Some(KeptLayer { attention, gate_up }) => (attention, Some(gate_up)),
+        let (attention, feed_forward) = match kept {
+            Some(KeptLayer { attention, feed_forward }) => (attention, Some(feed_forward)),
             None => {
                 let attend = |qkv: &Tensor| part.attend(self, qkv);
                 (block.attention(&input, &trace.angles, attend, &ThreadPool::single())?, None)
             }
         };
-        Ok(Reversing { part, angles: &trace.angles, input, attention, gate_up, g })
+        Ok(Reversing { part, angles: &trace.angles, input, attention, feed_forward, g })
     }
 
     /// Backward of the feed-forward block, in chunks of tokens. Returns the gradient of its input for each part.
@@ -386,9 +386,9 @@ impl Decoder {
         for pieces in chunks {
             let reverse = |PartRows { part, rows }: &PartRows| -> Result<FeedForwardReverse> {
                 let cut = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len());
-                let Reversing { attention, gate_up, g, .. } = &parts[*part];
-                let gate_up = gate_up.as_ref().map(cut).transpose()?;
-                block.feed_forward_backward(&cut(&attention.middle)?, gate_up.as_ref(), &cut(g)?)
+                let Reversing { attention, feed_forward, g, .. } = &parts[*part];
+                // What is kept is of all rows of a part, which then are one piece.
+                block.feed_forward_backward(&cut(&attention.middle)?, feed_forward.as_ref(), &cut(g)?)
             };
             let reversed: Vec<_> =
                 pool.map(pieces.iter().collect(), reverse).into_iter().collect::<Result<_>>()?;
@@ -420,7 +420,7 @@ struct Reversing<'a> {
     angles: &'a Angles,
     input: Tensor,
     attention: AttentionTrace,
-    gate_up: Option<Tensor>,
+    feed_forward: Option<FeedForwardTrace>,
     /// Gradient of the layer's output.
     g: Tensor,
 }

@@ -79,7 +79,7 @@ impl<T: Storage> DeviceDecoder<T> {
     /// The decoder of `config` for weights in the order of `layout`.
     ///
     /// # Errors
-    /// If the device fails, or `config` wants sums in an order that its matrix products do not have.
+    /// If the device fails, or `config` has experts, or wants sums in an order that its matrix products do not have.
     pub fn new(device: &Device, config: &Config, layout: &Arc<Layout>, recompute: Recompute) -> Result<Self> {
         if config.reduction != Reduction::Chain {
             return Err(device::DeviceError::Kernel {
@@ -89,10 +89,18 @@ impl<T: Storage> DeviceDecoder<T> {
             });
         }
         // Another kind of layer does not compile until its operations, or a refusal, are here.
-        let LayerSpec { norm: Norm::RmsBefore, feed_forward: FeedForward::SwiGlu, query_key_norm, .. } =
-            config.layer;
-        match query_key_norm {
-            QueryKeyNorm::None | QueryKeyNorm::PerHead => {}
+        let LayerSpec { norm: Norm::RmsBefore, feed_forward, query_key_norm, .. } = config.layer;
+        let missing = match (feed_forward, query_key_norm) {
+            (FeedForward::SwiGlu, QueryKeyNorm::None | QueryKeyNorm::PerHead) => None,
+            (FeedForward::Experts(_), _) => Some("experts"),
+            (_, QueryKeyNorm::Whole) => Some("norms of all heads together"),
+        };
+        if let Some(missing) = missing {
+            return Err(device::DeviceError::Kernel {
+                device: device.name(),
+                kernel: "layer".to_owned(),
+                reason: format!("{missing} are computed on the processor alone so far"),
+            });
         }
         Ok(Self {
             device: device.clone(),

@@ -1,5 +1,5 @@
-//! Queries and keys between the projection and the attention: per-head RMSNorm (Qwen3; Henry et al. 2020, arXiv 2010.04245)
-//! and rotary position embedding (RoPE, Su et al. 2021, arXiv 2104.09864, in the half-split layout of Hugging Face).
+//! Queries and keys between the projection and the attention: RMSNorm of each head (Qwen3; Henry et al. 2020, arXiv 2010.04245) or of
+//! all together (OLMoE), and rotary position embedding (RoPE, Su et al. 2021, arXiv 2104.09864, in the half-split layout of Hugging Face).
 
 use candle_core::{Result, Tensor};
 pub(crate) use device::ops::heads::HeadShape;
@@ -9,12 +9,12 @@ use super::simd::vectorized;
 use super::{matrix, rows_each, values};
 use crate::ThreadPool;
 
-/// Weights of the per-head RMSNorm.
+/// Weights of the RMSNorm of queries and keys.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HeadNormWeights<'a> {
-    /// `[head_dim]` scale of the queries.
+    /// Scale of the queries: `[head_dim]` for each head apart, or `[heads * head_dim]` for all together.
     pub(crate) query: &'a [f32],
-    /// `[head_dim]` scale of the keys.
+    /// Scale of the keys, likewise.
     pub(crate) key: &'a [f32],
     pub(crate) eps: f32,
 }
@@ -92,14 +92,14 @@ pub(crate) fn prepare_backward(
 pub(crate) fn head_norm_gradient(
     raw: &Tensor,
     shape: HeadShape,
-    eps: f32,
+    norm: HeadNormWeights<'_>,
     angles: &Angles,
     g: &Tensor,
     gradient: &mut [f32],
 ) -> Result<()> {
     let mut g = values(g)?.to_vec();
     rotate_back(&mut g, shape, angles);
-    norm_gradient(&values(raw)?, shape, eps, &g, gradient);
+    norm_gradient(&values(raw)?, shape, norm, &g, gradient);
     Ok(())
 }
 
@@ -108,11 +108,13 @@ vectorized! {
         let half = shape.head_dim / 2;
         let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half));
         for (row, (cos, sin)) in qkv.chunks_exact_mut(shape.width()).zip(angles) {
-            let rotated = row.chunks_exact_mut(shape.head_dim).take(shape.heads + shape.kv_heads);
-            for (h, head) in rotated.enumerate() {
-                if let Some(norm) = norm {
-                    norm_row(head, if h < shape.heads { norm.query } else { norm.key }, norm.eps);
-                }
+            let (queries, rest) = row.split_at_mut(shape.query_width());
+            let keys = &mut rest[..shape.kv_width()];
+            if let Some(HeadNormWeights { query, key, eps }) = norm {
+                queries.chunks_exact_mut(query.len()).for_each(|part| norm_row(part, query, eps));
+                keys.chunks_exact_mut(key.len()).for_each(|part| norm_row(part, key, eps));
+            }
+            for head in queries.chunks_exact_mut(shape.head_dim).chain(keys.chunks_exact_mut(shape.head_dim)) {
                 rotate(head, cos, sin, 1.0);
             }
         }
@@ -134,21 +136,24 @@ vectorized! {
 vectorized! {
     fn norm_backward(raw: &[f32], shape: HeadShape, norm: HeadNormWeights<'_>, g: &mut [f32]) {
         for (row, g) in raw.chunks_exact(shape.width()).zip(g.chunks_exact_mut(shape.width())) {
-            let heads = row.chunks_exact(shape.head_dim).zip(g.chunks_exact_mut(shape.head_dim));
-            for (h, (head, g)) in heads.take(shape.heads + shape.kv_heads).enumerate() {
-                norm_row_backward(head, if h < shape.heads { norm.query } else { norm.key }, norm.eps, g);
+            let [queries, keys] = shape.parts();
+            for (part, weight) in [(queries, norm.query), (keys, norm.key)] {
+                let parts = row[part.clone()].chunks_exact(weight.len()).zip(g[part].chunks_exact_mut(weight.len()));
+                parts.for_each(|(x, g)| norm_row_backward(x, weight, norm.eps, g));
             }
         }
     }
 }
 
 vectorized! {
-    fn norm_gradient(raw: &[f32], shape: HeadShape, eps: f32, g: &[f32], gradient: &mut [f32]) {
-        let (query, key) = gradient.split_at_mut(shape.head_dim);
+    fn norm_gradient(raw: &[f32], shape: HeadShape, norm: HeadNormWeights<'_>, g: &[f32], gradient: &mut [f32]) {
+        let (query, key) = gradient.split_at_mut(norm.query.len());
         for (row, g) in raw.chunks_exact(shape.width()).zip(g.chunks_exact(shape.width())) {
-            let heads = row.chunks_exact(shape.head_dim).zip(g.chunks_exact(shape.head_dim));
-            for (h, (head, g)) in heads.take(shape.heads + shape.kv_heads).enumerate() {
-                norm_row_weight_gradient(head, eps, g, if h < shape.heads { &mut *query } else { &mut *key });
+            let [queries, keys] = shape.parts();
+            for (part, gradient) in [(queries, &mut *query), (keys, &mut *key)] {
+                let width = gradient.len();
+                let parts = row[part.clone()].chunks_exact(width).zip(g[part].chunks_exact(width));
+                parts.for_each(|(x, g)| norm_row_weight_gradient(x, norm.eps, g, gradient));
             }
         }
     }
@@ -173,22 +178,27 @@ mod tests {
     fn backward_is_the_derivative() {
         let shape = HeadShape { heads: 4, kv_heads: 2, head_dim: 6 };
         let angles = Angles::new(&[0, 1, 7], &[1.0, 0.3, 0.1]);
-        let (x, c, w) = (noise(3 * shape.width(), 1), noise(3 * shape.width(), 2), noise(12, 3));
-        for with_norm in [false, true] {
+        let (x, c, w) = (noise(3 * shape.width(), 1), noise(3 * shape.width(), 2), noise(36, 3));
+        // Without a norm, of each head, of all heads together.
+        for [query, key] in [[0, 0], [6, 6], [24, 12]] {
+            let with_norm = query > 0;
+            let weights = |w: &'_ [f32]| (w[..query].to_vec(), w[query..query + key].to_vec());
             let loss = |x: &[f32], w: &[f32]| {
                 let mut out = x.to_vec();
-                let norm = HeadNormWeights { query: &w[..6], key: &w[6..], eps: 1e-2 };
+                let (query, key) = weights(w);
+                let norm = HeadNormWeights { query: &query, key: &key, eps: 1e-2 };
                 forward(&mut out, shape, with_norm.then_some(norm), &angles.cos, &angles.sin);
                 weighted(&out, &c)
             };
-            let norm = with_norm.then_some(HeadNormWeights { query: &w[..6], key: &w[6..], eps: 1e-2 });
+            let (of_queries, of_keys) = weights(&w);
+            let norm = with_norm.then_some(HeadNormWeights { query: &of_queries, key: &of_keys, eps: 1e-2 });
             let raw = matrix(x.clone(), shape.width()).unwrap();
             let dx = prepare_backward(Some(&raw), shape, norm, &angles, c.clone()).unwrap();
             gradient(|x| loss(x, &w), &x, &values(&dx).unwrap(), 2e-2);
-            let mut dw = vec![0.0; 12];
-            if with_norm {
+            let mut dw = vec![0.0; w.len()];
+            if let Some(norm) = norm {
                 let g = matrix(c.clone(), shape.width()).unwrap();
-                head_norm_gradient(&raw, shape, 1e-2, &angles, &g, &mut dw).unwrap();
+                head_norm_gradient(&raw, shape, norm, &angles, &g, &mut dw[..query + key]).unwrap();
             }
             gradient(|w| loss(&x, w), &w, &dw, 1e-3);
         }

@@ -13,6 +13,7 @@
 //! # Layout
 //! - [`linear`] over [`gemm`], or over [`int8`] and [`bf16`], which share the tiles of [`dot`]; [`norm`], [`swiglu`], [`embedding`]
 //! - [`heads`]: per-head norm and rotary embedding
+//! - [`experts`]: the routes of tokens to experts
 //! - [`attention`]: packed and paged
 //! - [`head`]: logits fused with log-probability and entropy, over [`softmax`]; [`value`]: the value head
 
@@ -20,6 +21,7 @@ pub(crate) mod attention;
 pub(crate) mod bf16;
 pub(crate) mod dot;
 pub(crate) mod embedding;
+pub(crate) mod experts;
 pub(crate) mod gemm;
 pub(crate) mod head;
 pub(crate) mod heads;

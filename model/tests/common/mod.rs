@@ -17,7 +17,8 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 
 /// Directory names of the models.
-pub(crate) const MODELS: [&str; 5] = ["qwen2", "qwen2_sharded", "qwen3", "llama", "mistral"];
+pub(crate) const MODELS: [&str; 7] =
+    ["qwen2", "qwen2_sharded", "qwen3", "qwen3_moe", "olmoe", "llama", "mistral"];
 
 /// A model and what PyTorch computes for it, in f32.
 pub(crate) struct Golden {

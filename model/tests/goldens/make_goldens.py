@@ -23,8 +23,9 @@ import sys
 import jinja2
 import torch
 from safetensors.torch import save_file
-from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast,
-                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, OlmoeConfig, OlmoeForCausalLM,
+                          PreTrainedTokenizerFast,
+                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 COMMON = dict(vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -38,6 +39,11 @@ MODELS = {
         rope_type="linear", rope_theta=10000.0, factor=2.0)), torch.bfloat16, "20KB"),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(tie_word_embeddings=True, head_dim=16, num_key_value_heads=1),
               torch.float32, "1GB"),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, dict(
+        tie_word_embeddings=False, head_dim=16, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, norm_topk_prob=True), torch.float32, "1GB"),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM, dict(tie_word_embeddings=False, intermediate_size=20, num_experts=4,
+                                                  num_experts_per_tok=3), torch.bfloat16, "1GB"),
     "llama": (LlamaConfig, LlamaForCausalLM, dict(tie_word_embeddings=False, rope_parameters=LLAMA3),
               torch.float32, "1GB"),
     "mistral": (MistralConfig, MistralForCausalLM, dict(tie_word_embeddings=False, sliding_window=64),
@@ -48,10 +54,24 @@ TEMPERATURE = 0.7
 
 
 def randomise(model):
-    """Weights large enough that logits differ, norms around 1, biases around 0."""
+    """Weights large enough that logits differ, norms around 1, biases around 0, routers that choose every expert."""
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape)
-        p.data = 1.0 + 0.2 * noise if name.endswith("norm.weight") else 0.3 * noise
+        scale = 0.15 if name.endswith("mlp.gate.weight") else 0.3
+        p.data = 1.0 + 0.2 * noise if name.endswith("norm.weight") else scale * noise
+
+
+def apart(name, values):
+    """Tensors by their names in files: transformers keeps those of all experts in one."""
+    if name.endswith("experts.gate_up_proj"):
+        for expert, both in enumerate(values):
+            for module, part in zip(["gate_proj", "up_proj"], both.chunk(2)):
+                yield name.replace("gate_up_proj", f"{expert}.{module}.weight"), part.clone()
+    elif name.endswith("experts.down_proj"):
+        for expert, part in enumerate(values):
+            yield name.replace("down_proj", f"{expert}.down_proj.weight"), part.clone()
+    else:
+        yield name, values.clone()
 
 
 def golden(model, seed):
@@ -70,11 +90,14 @@ def golden(model, seed):
     loss.backward()
     out.update(tokens=tokens, offsets=offsets, coefficients=coefficients, temperature=torch.tensor([TEMPERATURE]),
                loss=loss.detach().reshape(1), inv_freq=model.model.rotary_emb.inv_freq.clone())
-    parameters = dict(model.named_parameters())
-    for name, p in parameters.items():
-        out[f"grad.{name}"] = p.grad.clone()
-    for name in ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"]:
-        out[f"param.{name}"] = parameters[name].detach().clone()
+    parameters = {}
+    for name, p in model.named_parameters():
+        parameters.update(apart(name, p.detach()))
+        out.update((f"grad.{part}", values) for part, values in apart(name, p.grad))
+    for name in ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight",
+                 "model.layers.0.mlp.experts.3.up_proj.weight"]:
+        if name in parameters:
+            out[f"param.{name}"] = parameters[name]
     return out
 
 

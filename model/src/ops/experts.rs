@@ -1,0 +1,242 @@
+//! Which experts a token goes to, and the tokens of every expert (mixture of experts, Shazeer et al. 2017, arXiv 1701.06538).
+//!
+//! A token has `k` slots, one for each of its experts, in the order of experts. Slots are grouped by expert, and within it in the
+//! order of tokens, so that the products of an expert are over neighbouring rows: there is no padding.
+//!
+//! Invariant: the router and its softmax are f32, whatever the weights of experts are packed as. The results of a token are summed
+//! in the order of experts, as transformers does.
+
+use std::ops::Range;
+
+use super::simd::{exp, max, vectorized};
+use crate::layer::ExpertSpec;
+
+/// Routes of `T` tokens to `k` of `E` experts each.
+#[derive(Clone, Debug)]
+pub(crate) struct Routes {
+    spec: ExpertSpec,
+    /// `[T, E]` probabilities of all experts.
+    probabilities: Vec<f32>,
+    /// `[T, k]` the experts of each token, ascending.
+    experts: Vec<u32>,
+    /// `[T, k]` what the results of the experts are multiplied with.
+    weights: Vec<f32>,
+    /// `[T, k]` the row of each slot among the grouped ones.
+    rows: Vec<u32>,
+    /// `[T k]` the slot of each grouped row.
+    slots: Vec<u32>,
+    /// `[E + 1]` where the rows of each expert begin.
+    starts: Vec<usize>,
+}
+
+impl Routes {
+    /// The routes for the router's `logits [T, E]`: the `k` experts of largest probability. Of equal ones the first.
+    pub(crate) fn new(mut logits: Vec<f32>, spec: ExpertSpec) -> Self {
+        let ExpertSpec { count, per_token, normalized } = spec;
+        softmax_rows(&mut logits, count);
+        let probabilities = logits;
+        let tokens = probabilities.len() / count;
+        let (mut experts, mut weights) = (Vec::new(), Vec::new());
+        let mut ranking: Vec<u32> = Vec::with_capacity(count);
+        for row in probabilities.chunks_exact(count) {
+            ranking.clear();
+            ranking.extend(0..count as u32);
+            let by_probability =
+                |a: &u32, b: &u32| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b));
+            if per_token < count {
+                ranking.select_nth_unstable_by(per_token, by_probability);
+            }
+            let chosen = &mut ranking[..per_token];
+            chosen.sort_unstable();
+            let total: f32 = if normalized { chosen.iter().map(|e| row[*e as usize]).sum() } else { 1.0 };
+            weights.extend(chosen.iter().map(|expert| row[*expert as usize] / total));
+            experts.extend_from_slice(chosen);
+        }
+        let mut starts = vec![0; count + 1];
+        experts.iter().for_each(|expert| starts[*expert as usize + 1] += 1);
+        (0..count).for_each(|expert| starts[expert + 1] += starts[expert]);
+        let mut next = starts.clone();
+        let (mut rows, mut slots) = (vec![0; tokens * per_token], vec![0; tokens * per_token]);
+        for (slot, expert) in experts.iter().enumerate() {
+            let row = &mut next[*expert as usize];
+            rows[slot] = *row as u32;
+            slots[*row] = slot as u32;
+            *row += 1;
+        }
+        Self { spec, probabilities, experts, weights, rows, slots, starts }
+    }
+
+    /// Number of grouped rows.
+    pub(crate) fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// The experts that have tokens, each with its grouped rows.
+    pub(crate) fn busy(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let rows = self.starts.windows(2).map(|pair| pair[0]..pair[1]).enumerate();
+        rows.filter(|(_, rows)| !rows.is_empty())
+    }
+
+    /// The grouped rows of `expert`.
+    pub(crate) fn of_expert(&self, expert: usize) -> Range<usize> {
+        self.starts[expert]..self.starts[expert + 1]
+    }
+
+    /// `[rows, width]` the rows of `x [T, width]`, grouped.
+    pub(crate) fn grouped(&self, x: &[f32], width: usize) -> Vec<f32> {
+        let mut out = Vec::with_capacity(self.len() * width);
+        for slot in &self.slots {
+            out.extend_from_slice(&x[*slot as usize / self.spec.per_token * width..][..width]);
+        }
+        out
+    }
+
+    /// The same, each multiplied with the weight of its slot.
+    pub(crate) fn weighted(&self, x: &[f32], width: usize) -> Vec<f32> {
+        let mut out = self.grouped(x, width);
+        for (row, slot) in out.chunks_exact_mut(width).zip(&self.slots) {
+            let weight = self.weights[*slot as usize];
+            row.iter_mut().for_each(|value| *value *= weight);
+        }
+        out
+    }
+
+    /// Adds the results `y [rows, width]` of the experts to `out [T, width]`, each with its weight.
+    pub(crate) fn add_weighted(&self, y: &[f32], out: &mut [f32], width: usize) {
+        let slots =
+            self.rows.chunks_exact(self.spec.per_token).zip(self.weights.chunks_exact(self.spec.per_token));
+        for (out, (rows, weights)) in out.chunks_exact_mut(width).zip(slots) {
+            for (row, weight) in rows.iter().zip(weights) {
+                add_scaled(out, &y[*row as usize * width..][..width], *weight);
+            }
+        }
+    }
+
+    /// Adds the gradients `y [rows, width]` of the grouped rows to those of their tokens, `out [T, width]`.
+    pub(crate) fn add(&self, y: &[f32], out: &mut [f32], width: usize) {
+        for (out, rows) in out.chunks_exact_mut(width).zip(self.rows.chunks_exact(self.spec.per_token)) {
+            for row in rows {
+                add_scaled(out, &y[*row as usize * width..][..width], 1.0);
+            }
+        }
+    }
+
+    /// Multiplies each row of `values [rows, width]` with the weight of its slot. Returns `[T, k]` the dot products of `values`
+    /// before and `others [rows, width]`: the gradient of the weights, if they are the gradient and the value of what is weighted.
+    pub(crate) fn weigh(&self, values: &mut [f32], others: &[f32], width: usize) -> Vec<f32> {
+        let mut products = vec![0.0; self.len()];
+        let rows = values.chunks_exact_mut(width).zip(others.chunks_exact(width));
+        for ((values, others), slot) in rows.zip(&self.slots) {
+            let slot = *slot as usize;
+            products[slot] = super::simd::dot(values, others);
+            values.iter_mut().for_each(|value| *value *= self.weights[slot]);
+        }
+        products
+    }
+
+    /// `[T, E]` gradient of the logits for the gradient `d_weights [T, k]` of the weights.
+    pub(crate) fn backward(&self, d_weights: &[f32]) -> Vec<f32> {
+        let ExpertSpec { count, per_token, normalized } = self.spec;
+        let mut d_logits = vec![0.0; self.probabilities.len()];
+        let tokens = self.probabilities.chunks_exact(count).zip(d_logits.chunks_exact_mut(count));
+        let slots = self.experts.chunks_exact(per_token).zip(self.weights.chunks_exact(per_token));
+        for (((row, d_row), (experts, weights)), d_weights) in
+            tokens.zip(slots).zip(d_weights.chunks_exact(per_token))
+        {
+            // Of `w = p / sum(p)` over the chosen: `dp = (dw - sum(dw w)) / sum(p)`.
+            let chosen = |of: &dyn Fn(usize) -> f32| (0..per_token).map(of).sum::<f32>();
+            let (shift, total) = match normalized {
+                true => (chosen(&|i| d_weights[i] * weights[i]), chosen(&|i| row[experts[i] as usize])),
+                false => (0.0, 1.0),
+            };
+            let d_probability = |i: usize| (d_weights[i] - shift) / total;
+            // Of the softmax: `dz = p (dp - sum(dp p))`, over all experts.
+            let mean = chosen(&|i| d_probability(i) * row[experts[i] as usize]);
+            d_row.iter_mut().zip(row).for_each(|(d, p)| *d = -p * mean);
+            for (i, expert) in experts.iter().enumerate() {
+                d_row[*expert as usize] += row[*expert as usize] * d_probability(i);
+            }
+        }
+        d_logits
+    }
+}
+
+vectorized! {
+    fn softmax_rows(logits: &mut [f32], width: usize) {
+        for row in logits.chunks_exact_mut(width) {
+            let top = max(row);
+            let mut total = 0.0_f32;
+            for z in row.iter_mut() {
+                *z = exp(*z - top);
+                total += *z;
+            }
+            for z in row.iter_mut() {
+                *z /= total;
+            }
+        }
+    }
+}
+
+vectorized! {
+    fn add_scaled(out: &mut [f32], row: &[f32], scale: f32) {
+        for (out, y) in out.iter_mut().zip(row) {
+            *out += scale * y;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::check::{gradient, noise, weighted};
+    use super::*;
+
+    const SPEC: ExpertSpec = ExpertSpec { count: 5, per_token: 2, normalized: true };
+
+    #[test]
+    fn every_slot_has_a_row_of_its_expert_in_the_order_of_tokens() {
+        let routes = Routes::new(noise(9 * 5, 3), SPEC);
+        assert_eq!(routes.len(), 18);
+        for (expert, rows) in routes.busy() {
+            let slots = &routes.slots[rows.clone()];
+            assert!(slots.windows(2).all(|pair| pair[0] < pair[1]));
+            assert!(slots.iter().all(|slot| routes.experts[*slot as usize] as usize == expert));
+            assert!(rows.zip(slots).all(|(row, slot)| routes.rows[*slot as usize] as usize == row));
+        }
+        for (weights, experts) in routes.weights.chunks(2).zip(routes.experts.chunks(2)) {
+            assert!((weights.iter().sum::<f32>() - 1.0).abs() < 1e-6 && experts[0] < experts[1]);
+        }
+        let x: Vec<f32> = (0..9 * 3).map(|value| value as f32).collect();
+        let mut sums = vec![0.0; x.len()];
+        routes.add(&routes.grouped(&x, 3), &mut sums, 3);
+        assert!(sums.iter().zip(&x).all(|(sum, x)| *sum == 2.0 * x), "both slots of a token have its row");
+    }
+
+    #[test]
+    fn of_equal_probabilities_the_first_experts_are_chosen() {
+        let routes = Routes::new(vec![0.0; 10], SPEC);
+        assert_eq!(routes.experts, [0, 1, 0, 1]);
+        let every = Routes::new(vec![0.5, 0.25], ExpertSpec { count: 2, per_token: 2, normalized: false });
+        assert_eq!(every.experts, [0, 1]);
+    }
+
+    #[test]
+    fn backward_is_the_derivative() {
+        for normalized in [true, false] {
+            let spec = ExpertSpec { normalized, ..SPEC };
+            // Far enough apart that a small change chooses no other experts.
+            let logits: Vec<f32> =
+                noise(4 * 5, 11).iter().enumerate().map(|(i, z)| z + (i * 3 % 5) as f32).collect();
+            let (y, c) = (noise(4 * 2 * 3, 5), noise(4 * 3, 7));
+            let loss = |logits: &[f32]| {
+                let mut out = vec![0.0; 4 * 3];
+                Routes::new(logits.to_vec(), spec).add_weighted(&y, &mut out, 3);
+                weighted(&out, &c)
+            };
+            let routes = Routes::new(logits.clone(), spec);
+            let mut d_y = routes.grouped(&c, 3);
+            let d_weights = routes.weigh(&mut d_y, &y, 3);
+            gradient(loss, &logits, &routes.backward(&d_weights), 1e-2);
+            assert_eq!(d_y, routes.weighted(&c, 3));
+        }
+    }
+}
