@@ -11,7 +11,7 @@ use candle_core::{Result, Tensor};
 use super::block::{GradientJob, weight_jobs};
 use crate::ThreadPool;
 use crate::layer::ExpertSpec;
-use crate::ops::experts::Routes;
+use crate::ops::experts::ExpertRoutes;
 use crate::ops::linear::{Linear, weight_gradient};
 use crate::ops::swiglu::{SwigluReverse, swiglu, swiglu_backward};
 use crate::ops::{matrix, unwritten, values};
@@ -44,7 +44,7 @@ pub(super) enum FeedForwardTrace {
     /// `[T, 2 m]`
     Gated(Tensor),
     /// The routes, and `[rows, 2 m]` of the grouped rows.
-    Experts(Box<Routes>, Tensor),
+    Experts(Box<ExpertRoutes>, Tensor),
 }
 
 /// What gradients of weights are computed from. With experts, rows are the grouped ones.
@@ -59,7 +59,7 @@ pub(super) struct FeedForwardOperands {
     /// `[rows, d]` gradient of the result.
     g: Tensor,
     /// The routes, and the gradient `[T, E]` of the router's logits.
-    routed: Option<(Box<Routes>, Tensor)>,
+    routed: Option<(Box<ExpertRoutes>, Tensor)>,
 }
 
 impl FeedForwardWeights {
@@ -130,7 +130,7 @@ impl GatedWeights {
 
 impl ExpertWeights {
     fn begin(&self, x: &Tensor, pool: &ThreadPool) -> Result<FeedForwardTrace> {
-        let routes = Routes::new(self.router.apply_values(x, pool)?, self.spec);
+        let routes = ExpertRoutes::new(self.router.apply_values(x, pool)?, self.spec);
         let width = x.dim(1)?;
         let grouped = routes.grouped(&values(x)?, width);
         let gate_up = self.each(&routes, &grouped, |expert| &expert.gate_up, pool);
@@ -138,7 +138,13 @@ impl ExpertWeights {
         Ok(FeedForwardTrace::Experts(Box::new(routes), gate_up))
     }
 
-    fn finish(&self, base: &Tensor, routes: &Routes, gate_up: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
+    fn finish(
+        &self,
+        base: &Tensor,
+        routes: &ExpertRoutes,
+        gate_up: &Tensor,
+        pool: &ThreadPool,
+    ) -> Result<Tensor> {
         let activated = swiglu(gate_up, pool)?;
         let y = self.each(routes, &values(&activated)?, |expert| &expert.down, pool);
         let width = base.dim(1)?;
@@ -150,7 +156,7 @@ impl ExpertWeights {
     /// `[rows, out]` a layer of every expert on its rows of `x [rows, in]`.
     fn each(
         &self,
-        routes: &Routes,
+        routes: &ExpertRoutes,
         x: &[f32],
         layer: impl Fn(&GatedWeights) -> &Linear + Sync,
         pool: &ThreadPool,
@@ -173,7 +179,7 @@ impl ExpertWeights {
     fn backward(
         &self,
         x: &Tensor,
-        routes: &Routes,
+        routes: &ExpertRoutes,
         gate_up: &Tensor,
         g: &Tensor,
     ) -> Result<(Tensor, FeedForwardOperands)> {
@@ -205,7 +211,7 @@ impl ExpertWeights {
     /// `[rows, input]` gradients of the inputs of a layer of every expert, for the gradients `g [rows, out]` of its results.
     fn each_input_gradient(
         &self,
-        routes: &Routes,
+        routes: &ExpertRoutes,
         g: &[f32],
         layer: impl Fn(&GatedWeights) -> &Linear,
         input: usize,

@@ -13,7 +13,7 @@ use crate::layer::ExpertSpec;
 
 /// Routes of `T` tokens to `k` of `E` experts each.
 #[derive(Clone, Debug)]
-pub(crate) struct Routes {
+pub(crate) struct ExpertRoutes {
     spec: ExpertSpec,
     /// `[T, E]` probabilities of all experts.
     probabilities: Vec<f32>,
@@ -29,7 +29,7 @@ pub(crate) struct Routes {
     starts: Vec<usize>,
 }
 
-impl Routes {
+impl ExpertRoutes {
     /// The routes for the router's `logits [T, E]`: the `k` experts of largest probability. Of equal ones the first.
     pub(crate) fn new(mut logits: Vec<f32>, spec: ExpertSpec) -> Self {
         let ExpertSpec { count, per_token, normalized } = spec;
@@ -194,7 +194,7 @@ mod tests {
 
     #[test]
     fn every_slot_has_a_row_of_its_expert_in_the_order_of_tokens() {
-        let routes = Routes::new(noise(9 * 5, 3), SPEC);
+        let routes = ExpertRoutes::new(noise(9 * 5, 3), SPEC);
         assert_eq!(routes.len(), 18);
         for (expert, rows) in routes.busy() {
             let slots = &routes.slots[rows.clone()];
@@ -213,9 +213,10 @@ mod tests {
 
     #[test]
     fn of_equal_probabilities_the_first_experts_are_chosen() {
-        let routes = Routes::new(vec![0.0; 10], SPEC);
+        let routes = ExpertRoutes::new(vec![0.0; 10], SPEC);
         assert_eq!(routes.experts, [0, 1, 0, 1]);
-        let every = Routes::new(vec![0.5, 0.25], ExpertSpec { count: 2, per_token: 2, normalized: false });
+        let every =
+            ExpertRoutes::new(vec![0.5, 0.25], ExpertSpec { count: 2, per_token: 2, normalized: false });
         assert_eq!(every.experts, [0, 1]);
     }
 
@@ -229,10 +230,10 @@ mod tests {
             let (y, c) = (noise(4 * 2 * 3, 5), noise(4 * 3, 7));
             let loss = |logits: &[f32]| {
                 let mut out = vec![0.0; 4 * 3];
-                Routes::new(logits.to_vec(), spec).add_weighted(&y, &mut out, 3);
+                ExpertRoutes::new(logits.to_vec(), spec).add_weighted(&y, &mut out, 3);
                 weighted(&out, &c)
             };
-            let routes = Routes::new(logits.clone(), spec);
+            let routes = ExpertRoutes::new(logits.clone(), spec);
             let mut d_y = routes.grouped(&c, 3);
             let d_weights = routes.weigh(&mut d_y, &y, 3);
             gradient(loss, &logits, &routes.backward(&d_weights), 1e-2);
