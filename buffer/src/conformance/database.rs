@@ -2,7 +2,6 @@
 //! programs that are installed; without them there is no server, and a test says that it is skipped.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::os::unix::fs::chown;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -195,9 +194,9 @@ impl DatabaseServer {
     /// Its URL; with `others`, those servers are tried too.
     #[must_use]
     pub fn url(&self, others: &[&Self]) -> String {
-        let mut hosts = self.directory.display().to_string();
-        others.iter().for_each(|other| write!(hosts, ",{}", other.directory.display()).expect("text grows"));
-        format!("postgres://{USER}@/postgres?host={hosts}")
+        let host = |server: &Self| server.directory.display().to_string().replace('/', "%2F");
+        let hosts: Vec<String> = [self].into_iter().chain(others.iter().copied()).map(host).collect();
+        format!("postgres://{USER}@{}/postgres", hosts.join(","))
     }
 
     /// A store in `schema` of this server.

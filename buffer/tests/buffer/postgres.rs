@@ -86,10 +86,8 @@ fn an_opening_refuses_what_it_cannot_use() {
     let error = refusal(server.config("b"));
     assert!(error.contains("synchronous_commit is off"), "{error}");
     server.sql("ALTER ROLE rlrun RESET synchronous_commit");
-    let error = refusal(PostgresConfig {
-        url: server.url(&[]).replace("/postgres?", "/none?"),
-        ..server.config("b")
-    });
+    let error =
+        refusal(PostgresConfig { url: server.url(&[]).replace("/postgres", "/none"), ..server.config("b") });
     assert!(error.contains("create the database"), "{error}");
 }
 
