@@ -47,7 +47,10 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Check(args) => check::check(args, program),
         Command::Plan(args) => check::plan(args, program),
         Command::Init(args) => write_template(args),
-        Command::Doctor(args) => Ok(doctor::run(args)),
+        Command::Doctor(args) => {
+            let recipe = args.recipe.as_ref().map(|path| load(path, &args.sets, program)).transpose()?;
+            Ok(doctor::run(args, recipe.as_ref().map(|(recipe, _)| recipe), program))
+        }
         Command::Explain(args) => explain::run(args, program),
         Command::Run(args) => train::run(args, program),
         Command::Eval(args) => eval::eval(args, program),
@@ -57,7 +60,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Resume(args) => train::resume(args, program),
         Command::Launch(command) => launch::launch(command, program),
         Command::Worker(command) => worker(command, program),
-        Command::Serve(ServeCommand::Buffer(args)) => serve::buffer(args),
+        Command::Serve(ServeCommand::Buffer(args)) => serve::buffer(args, program),
         Command::Serve(ServeCommand::Policy(args)) => policy::serve(args, program),
         Command::Serve(ServeCommand::Reward(args)) => serve::reward(args, program),
         Command::Reward(RewardCommand::Grade(args)) => {

@@ -10,6 +10,10 @@ use serde_json::{Value, json};
 
 use crate::args::DoctorArgs;
 use crate::memory;
+use crate::program::Program;
+use crate::recipe::Recipe;
+#[cfg(feature = "postgres")]
+use crate::run_database::DatabaseFindings;
 
 /// The properties of the machine and of this program.
 #[derive(Debug)]
@@ -19,6 +23,9 @@ struct Findings {
     memory: Option<usize>,
     devices: Inventory,
     built: Built,
+    /// The database of the recipe, if there is one.
+    #[cfg(feature = "postgres")]
+    database: Option<DatabaseFindings>,
 }
 
 /// The features of this build.
@@ -29,12 +36,17 @@ struct Built {
 }
 
 /// Looks, and says it.
-pub(crate) fn run(args: &DoctorArgs) -> String {
+pub(crate) fn run(args: &DoctorArgs, recipe: Option<&Recipe>, program: &Program) -> String {
+    #[cfg(not(feature = "postgres"))]
+    // A recipe with a database was refused.
+    let _ = (recipe, program);
     let findings = Findings {
         cores: model::thread_pool::available_cores(),
         memory: memory::available(),
         devices: inventory(),
         built: Built { cuda: cfg!(feature = "cuda"), emulator: cfg!(feature = "emulator") },
+        #[cfg(feature = "postgres")]
+        database: recipe.and_then(|recipe| DatabaseFindings::of(recipe, program.environment())),
     };
     if args.json { findings.json().to_string() } else { findings.to_string() }
 }
@@ -53,7 +65,7 @@ impl Findings {
         };
         let broken =
             |(ordinal, why): &(usize, String)| json!({ "device": format!("cuda:{ordinal}"), "why": why });
-        json!({
+        let findings = json!({
             "version": env!("CARGO_PKG_VERSION"),
             "cores": self.cores,
             "free_bytes": self.memory,
@@ -66,7 +78,14 @@ impl Findings {
                 "unusable": unusable.iter().map(broken).collect::<Vec<_>>(),
                 "emulator": self.built.emulator,
             },
-        })
+        });
+        #[cfg(feature = "postgres")]
+        if let Some(database) = &self.database {
+            let mut findings = findings;
+            findings["database"] = database.json();
+            return findings;
+        }
+        findings
     }
 }
 
@@ -105,7 +124,10 @@ impl fmt::Display for Findings {
             true => "there, for tests",
             false => "not there; it is for tests: build with `--features emulator`",
         };
-        write!(f, "  {:10}  {emulator}", "emulator")
+        write!(f, "  {:10}  {emulator}", "emulator")?;
+        #[cfg(feature = "postgres")]
+        self.database.iter().try_for_each(|database| write!(f, "\n\ndatabase\n{database}"))?;
+        Ok(())
     }
 }
 
@@ -132,7 +154,14 @@ mod tests {
     use super::*;
 
     fn findings(devices: Inventory, cuda: bool) -> Findings {
-        Findings { cores: 8, memory: Some(3 << 30), devices, built: Built { cuda, emulator: false } }
+        Findings {
+            cores: 8,
+            memory: Some(3 << 30),
+            devices,
+            built: Built { cuda, emulator: false },
+            #[cfg(feature = "postgres")]
+            database: None,
+        }
     }
 
     #[test]

@@ -71,6 +71,8 @@ pub mod recipe;
 pub mod report;
 pub mod reward;
 mod run_buffer;
+#[cfg(feature = "postgres")]
+mod run_database;
 pub mod run_dir;
 mod run_page;
 mod runs;

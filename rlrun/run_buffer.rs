@@ -23,11 +23,29 @@ use crate::prepare::RewardRuntime;
 use crate::recipe::Recipe;
 use crate::recipe::words::StoreWord;
 use crate::report::Report;
+#[cfg(feature = "postgres")]
+use crate::run_database::NamedDatabase;
 use crate::workers::membership::token;
 
 /// The journal of the run in `run_dir`.
 pub(crate) fn journal(run_dir: &Path) -> PathBuf {
     run_dir.join("buffer.redb")
+}
+
+/// What a program without the feature says.
+#[cfg(not(feature = "postgres"))]
+pub(crate) const WITHOUT_POSTGRES: &str =
+    "this program was built without PostgreSQL; build it with `cargo build --release --features postgres`";
+
+/// The database that a recipe names.
+#[cfg(feature = "postgres")]
+pub(crate) fn run_database<'a>(
+    recipe: &'a Recipe,
+    directory: &'a Path,
+    variables: &'a std::collections::BTreeMap<String, String>,
+) -> NamedDatabase<'a> {
+    let url = recipe.buffer.url.as_deref().unwrap_or_default();
+    NamedDatabase { url, schema: recipe.buffer.schema.as_deref(), directory, variables }
 }
 
 /// The buffer of a run, for both sides.
@@ -60,7 +78,7 @@ pub(crate) struct BufferSetup<'a> {
     pub(crate) recipe: &'a Recipe,
     pub(crate) run_dir: &'a Path,
     pub(crate) runtime: &'a RewardRuntime,
-    pub(crate) report: &'a Report,
+    pub(crate) report: &'a Arc<Report>,
     /// In place of the recipe's address.
     pub(crate) listener: Option<&'a RunListener>,
     /// Whether the run has made anything that its journal belongs to.
@@ -83,6 +101,7 @@ impl BufferSetup<'_> {
             StoreWord::Redb => Buffer::open(self.journal()?, config)?,
             StoreWord::Memory => Buffer::in_memory(config)?,
             StoreWord::Http => return connect(self.recipe),
+            StoreWord::Postgres => self.database(!self.has_begun)?,
         };
         let own = Arc::new(own);
         let peers = Arc::clone(self.peers);
@@ -98,6 +117,21 @@ impl BufferSetup<'_> {
         let server = self.server_config(routes)?.map(serve).transpose()?;
         let producer = Arc::clone(&own) as Arc<dyn Producer>;
         Ok(RunBuffer { producer, consumer: Arc::clone(&own) as Arc<dyn Consumer>, own: Some(own), server })
+    }
+
+    /// The buffer in the database of the recipe; `create`: a missing schema is made.
+    #[cfg(feature = "postgres")]
+    fn database(&self, create: bool) -> Result<Buffer, Failure> {
+        let report = Arc::clone(self.report);
+        let notice = Arc::new(move |text: &str| report.note(text));
+        let database = run_database(self.recipe, self.run_dir, self.runtime.environment());
+        Ok(Buffer::with_store(self.recipe.buffer_config(), database.of_run(create, notice)?)?)
+    }
+
+    /// Such a recipe was refused.
+    #[cfg(not(feature = "postgres"))]
+    fn database(&self, _create: bool) -> Result<Buffer, Failure> {
+        Err(Failure::Argument(WITHOUT_POSTGRES.to_owned()))
     }
 
     /// The path of the journal. A resumed run without its journal is refused.

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use buffer::http::{Server, ServerConfig, ServerLimits, Tls, Tokens};
+use buffer::http::{Reopen, Server, ServerConfig, ServerLimits, Tls, Tokens};
 use buffer::{Buffer, BufferConfig, BufferError, Consumer};
 use dashboard::DashboardConfig;
 use model::Quantization;
@@ -20,6 +20,8 @@ use crate::args::{KeepArgs, ServeBufferArgs, ServeRewardArgs};
 use crate::failure::Failure;
 use crate::huggingface::HuggingFace;
 use crate::program::Program;
+#[cfg(feature = "postgres")]
+use crate::run_database::{NamedDatabase, is_in_use};
 use crate::run_page::open_page;
 use crate::signals::INTERRUPTED;
 use crate::status::RunStatus;
@@ -35,23 +37,26 @@ const JOURNAL: &str = "buffer.redb";
 /// Serves a buffer until a signal stops it.
 ///
 /// # Errors
-/// A directory, journal, token file, certificate or address that cannot be used.
-pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
+/// A directory, journal, database, token file, certificate or address that cannot be used.
+pub fn buffer(args: &ServeBufferArgs, program: &Program) -> Result<String, Failure> {
     let config = server_config(args)?;
     std::fs::create_dir_all(&args.dir).map_err(|source| Failure::System {
         what: format!("make the directory {}", args.dir.display()),
         source,
     })?;
-    let path = args.dir.join(JOURNAL);
-    let keep = args.keep.buffer_config();
-    let buffer = Arc::new(Buffer::open(&path, keep)?);
-    let reopen = buffer.reopen();
+    let StoredBuffer { buffer, reopen } = match &args.postgres {
+        None => journal(args)?,
+        Some(url) => database(args, url, program)?,
+    };
     runtime()?.block_on(async {
         let signals = ServerSignals::listen()?;
         let config = ServerConfig { reopen, ..config };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
-        let server = Server::bind(config, Arc::clone(&buffer)).await?;
-        let page = buffer_page(args, buffer).await?;
+        let server = match &buffer {
+            Ok(buffer) => Server::bind(config, Arc::clone(buffer)).await?,
+            Err(reason) => Server::bind_standby(config, reason).await?,
+        };
+        let page = buffer_page(args, buffer.ok()).await?;
         say(&format!("listening on {scheme}://{}", server.local_addr()));
         server.serve(signals.stop()).await;
         // Dropped, its tasks end.
@@ -60,8 +65,54 @@ pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
     })
 }
 
-/// Serves the page of a buffer, if it has one, and writes the file that it shows, until the tasks are dropped.
-async fn buffer_page(args: &ServeBufferArgs, buffer: Arc<Buffer>) -> Result<Option<JoinSet<()>>, Failure> {
+/// A buffer to serve.
+struct StoredBuffer {
+    /// The buffer, or why another process has it open.
+    buffer: Result<Arc<Buffer>, BufferError>,
+    /// Opens it again, or as soon as the other process has ended.
+    reopen: Option<Reopen>,
+}
+
+/// The buffer in the journal.
+fn journal(args: &ServeBufferArgs) -> Result<StoredBuffer, Failure> {
+    let buffer = Arc::new(Buffer::open(args.dir.join(JOURNAL), args.keep.buffer_config())?);
+    let reopen = buffer.reopen();
+    Ok(StoredBuffer { buffer: Ok(buffer), reopen })
+}
+
+/// The buffer in a database.
+#[cfg(feature = "postgres")]
+fn database(args: &ServeBufferArgs, url: &str, program: &Program) -> Result<StoredBuffer, Failure> {
+    use buffer::postgres::open_postgres;
+    let quiet = args.quiet;
+    let notice = move |text: &str| {
+        if !quiet {
+            eprintln!("{text}");
+        }
+    };
+    let (schema, directory) = (args.schema.as_deref(), &args.dir);
+    let named = NamedDatabase { url, schema, directory, variables: program.environment() };
+    let (config, keep) = (named.served(Arc::new(notice))?, args.keep.buffer_config());
+    let open = move || Buffer::with_store(keep, open_postgres(config.clone())?);
+    let buffer = match open() {
+        Ok(buffer) => Ok(Arc::new(buffer)),
+        Err(error) if is_in_use(&error) => Err(error),
+        Err(error) => return Err(error.into()),
+    };
+    Ok(StoredBuffer { buffer, reopen: Some(Arc::new(open)) })
+}
+
+#[cfg(not(feature = "postgres"))]
+fn database(_args: &ServeBufferArgs, _url: &str, _program: &Program) -> Result<StoredBuffer, Failure> {
+    Err(Failure::Argument(crate::run_buffer::WITHOUT_POSTGRES.to_owned()))
+}
+
+/// Serves the page of a buffer, if it has one, and writes the file that it shows, until the tasks are dropped. A standby has no
+/// buffer to show.
+async fn buffer_page(
+    args: &ServeBufferArgs,
+    buffer: Option<Arc<Buffer>>,
+) -> Result<Option<JoinSet<()>>, Failure> {
     let Some(listen) = args.dashboard else { return Ok(None) };
     let token = args.dashboard_token_file.as_deref().map(token).transpose()?;
     let status = Arc::new(RunStatus::new(&args.dir));
@@ -69,13 +120,14 @@ async fn buffer_page(args: &ServeBufferArgs, buffer: Arc<Buffer>) -> Result<Opti
         let stats = buffer.stats().ok();
         status.write(&[], stats.as_ref(), Some(buffer));
     };
-    write(&buffer);
+    buffer.iter().for_each(|buffer| write(buffer));
     let page = open_page(DashboardConfig { listen, token, runs: vec![args.dir.clone()] }).await?;
     if !args.quiet {
         eprintln!("the page is at http://{}", page.local_addr());
     }
     let mut tasks = JoinSet::new();
     tasks.spawn(page.serve(std::future::pending()));
+    let Some(buffer) = buffer else { return Ok(Some(tasks)) };
     tasks.spawn(async move {
         let write = Arc::new(write);
         loop {
@@ -218,6 +270,10 @@ impl ServerSignals {
 pub(crate) fn is_input(error: &BufferError) -> bool {
     matches!(
         error,
-        BufferError::Config { .. } | BufferError::ReplayWaits { .. } | BufferError::Unusable { .. }
+        BufferError::Config { .. }
+            | BufferError::ReplayWaits { .. }
+            | BufferError::Unusable { .. }
+            | BufferError::StoreSetup { .. }
+            | BufferError::StoreInUse { .. }
     )
 }

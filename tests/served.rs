@@ -40,6 +40,12 @@ impl Server {
 }
 
 impl Server {
+    /// Number of its process.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Sends the signal `name`, and returns the exit status.
     pub(crate) fn signalled(mut self, name: &str) -> Option<i32> {
         signal(&self.child, name);

@@ -23,6 +23,8 @@ mod learns;
 mod logs;
 mod memory;
 mod parity;
+#[cfg(feature = "postgres")]
+mod postgres;
 mod recipes;
 mod reference_loop;
 mod resume;

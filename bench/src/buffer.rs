@@ -10,6 +10,7 @@
 //! |---|---|
 //! | `measure` | `buffer` |
 //! | `of` | `append`, `lease`, `reopen` or `in_process` |
+//! | `store` | `redb` or `postgres` |
 //! | `clients`, `batch`, `group_bytes` | connections, groups of one request, bytes of a group in JSON |
 //! | `groups`, `seconds`, `groups_per_s` | what was done, wall time, and their ratio |
 //! | `p50_ms`, `p99_ms`, `max_ms` | time from a request to its answer (with `lease`: of lease and acknowledgement together) |
@@ -65,7 +66,10 @@ pub fn run(args: &BufferBenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let tokio = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let tokio = tokio.map_err(system("start the clients"))?;
     let mut bench = BufferBench { args, out, tokio };
-    bench.appends(&scratch.path().join("appends"))?;
+    bench.appends(&scratch.path().join("appends"), None)?;
+    if let Some(url) = &args.postgres {
+        bench.appends(&scratch.path().join("database"), Some(url))?;
+    }
     if args.reopen_gib > 0.0 {
         bench.reopen(&scratch.path().join("reopen"))?;
     }
@@ -80,14 +84,15 @@ struct BufferBench<'a> {
 
 impl BufferBench<'_> {
     /// Appends of single groups by each number of clients, then leases of what they left.
-    fn appends(&mut self, directory: &Path) -> Result<(), Failure> {
-        let served = Served::start(directory)?;
+    fn appends(&mut self, directory: &Path, database: Option<&str>) -> Result<(), Failure> {
+        let served = Served::start(directory, database)?;
+        let store = json!(if database.is_some() { "postgres" } else { "redb" });
         let time = self.time();
         for &clients in &self.args.clients {
             let done =
                 self.tokio.block_on(load::append(served.address, clients, time, 1, self.args.group_bytes));
             let mut fields = self.fields("append");
-            fields.insert("clients".to_owned(), json!(clients));
+            fields.extend([("store".to_owned(), store.clone()), ("clients".to_owned(), json!(clients))]);
             self.report(fields, done)?;
         }
         for consumers in CONSUMERS {
@@ -95,7 +100,8 @@ impl BufferBench<'_> {
             self.fill(&served, time);
             let done = self.tokio.block_on(load::lease(served.address, consumers, time, BATCH));
             let mut fields = self.fields("lease");
-            fields.extend([("clients".to_owned(), json!(consumers)), ("batch".to_owned(), json!(BATCH))]);
+            fields.extend([("store".to_owned(), store.clone()), ("clients".to_owned(), json!(consumers))]);
+            fields.insert("batch".to_owned(), json!(BATCH));
             self.report(fields, done)?;
         }
         Ok(())
@@ -103,7 +109,7 @@ impl BufferBench<'_> {
 
     /// Fills a journal, kills its server, and starts another.
     fn reopen(&mut self, directory: &Path) -> Result<(), Failure> {
-        let served = Served::start(directory)?;
+        let served = Served::start(directory, None)?;
         let bytes = (self.args.reopen_gib * f64::from(1 << 30)) as u64;
         let mut filled = Done::default();
         let stored = loop {
@@ -122,7 +128,7 @@ impl BufferBench<'_> {
         let memory = served.memory_mib();
         drop(served);
         let started = Instant::now();
-        let served = Served::start(directory)?;
+        let served = Served::start(directory, None)?;
         let stats = self.stats(&served)?;
         let first_answer = started.elapsed().as_secs_f64();
         let mut fields = self.fields("reopen");

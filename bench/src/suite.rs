@@ -34,7 +34,7 @@ pub fn run(args: &BenchArgs, program: &Program, out: &mut dyn Write) -> Result<(
         Some(BenchCommand::Samplers(args)) => samplers::run(args, out),
         Some(BenchCommand::Turns(args)) => turns::run(args, out),
         Some(BenchCommand::Weights(args)) => weights::run(args, out),
-        Some(BenchCommand::ServeBuffer(args)) => rlrun::serve::buffer(args).map(drop),
+        Some(BenchCommand::ServeBuffer(args)) => rlrun::serve::buffer(args, program).map(drop),
         Some(BenchCommand::Templates) => model::chat::serve().map_err(|source| Failure::System {
             what: "render chat templates for another process".to_owned(),
             source,

@@ -484,6 +484,16 @@ impl Consumer for Buffer {
         self.settle(|ledger, _| ledger.set_version(version, rewind))
     }
 
+    fn confirm(&self) -> Result<(), BufferError> {
+        if !self.store.can_be_taken_over() {
+            return Ok(());
+        }
+        self.settle(|ledger, _| {
+            ledger.write_watermarks();
+            Ok(())
+        })
+    }
+
     fn stats(&self) -> Result<Stats, BufferError> {
         Ok(self.shared.ledger()?.stats())
     }

@@ -108,6 +108,16 @@ pub trait Consumer: Send + Sync {
     /// put all groups over the staleness bound.
     fn set_version(&self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError>;
 
+    /// Confirms by a durable write that no other process has taken the buffer over. The trainer calls it before it publishes a
+    /// version: one that was deposed while it trained must not. Where no other process can do so there is nothing to confirm; a
+    /// served buffer is taken over by another server, which its clients do not notice.
+    ///
+    /// # Errors
+    /// [`BufferError::Deposed`]; a store that cannot write.
+    fn confirm(&self) -> Result<(), BufferError> {
+        Ok(())
+    }
+
     /// Counts of all states.
     ///
     /// # Errors

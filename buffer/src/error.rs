@@ -291,6 +291,36 @@ pub enum BufferError {
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A store in a database that cannot be used as it is configured.
+    #[error("store {store} cannot be used: {reason}")]
+    StoreSetup {
+        /// Name of the store: the servers, the database and the schema.
+        store: String,
+        /// What is wrong, and the remedy.
+        reason: String,
+    },
+    /// Another process has the store open.
+    #[error("store {store} is open in another process ({by}): stop that process, or use another schema")]
+    StoreInUse {
+        /// Name of the store.
+        store: String,
+        /// The database's description of the other process.
+        by: String,
+    },
+    /// Another process has taken the store over.
+    #[error(
+        "store {store}: another process has taken it over (this was opening {opening}, now it is {now}): nothing is \
+         acknowledged here any more, and what was acknowledged is stored; leave the work to the other process, or stop it \
+         and resume the run"
+    )]
+    Deposed {
+        /// Name of the store.
+        store: String,
+        /// The number of this opening, which fences its writes.
+        opening: u64,
+        /// The number of the newest opening.
+        now: u64,
+    },
     /// The journal writer failed earlier; nothing is acknowledged any more.
     #[error("journal {}: the writer has stopped: {cause}; nothing that was acknowledged is lost: check the disk, then resume the run", .path.display())]
     WriterStopped {

@@ -31,6 +31,7 @@ use trajectory::{Group, GroupId};
 
 use crate::BufferError;
 use crate::payload;
+use crate::payload_cache::PayloadCache;
 use crate::store::{AppendGroup, GroupRow, LedgerChange, OpenedStore, Store, WRITE_WAIT, WriteCompletion};
 
 mod database;
@@ -50,8 +51,6 @@ use writer::JournalWriter;
 const QUEUE: usize = 8192;
 /// Part of the queue that groups leave to changes, which cannot be refused.
 const QUEUE_FOR_CHANGES: usize = 1024;
-/// Bytes of decoded groups that are cached until their first lease, which then does not read the disk.
-const AT_HAND_BYTES: u64 = 256 << 20;
 
 /// Location of a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -101,13 +100,6 @@ enum WriterFailure {
 enum WriteRequest {
     Append(AppendGroup),
     Change(LedgerChange, WriteCompletion),
-}
-
-/// Cache of decoded groups, bounded in bytes.
-#[derive(Debug, Default)]
-struct PayloadCache {
-    groups: HashMap<GroupId, (Arc<Group>, u64)>,
-    bytes: u64,
 }
 
 impl JournalStore {
@@ -203,10 +195,7 @@ impl Store for JournalStore {
     }
 
     fn read(&self, ids: &[GroupId], last_read: bool) -> Result<Vec<Arc<Group>>, BufferError> {
-        let found: Vec<Option<Arc<Group>>> = {
-            let mut cache = lock(&self.cache);
-            ids.iter().map(|id| if last_read { cache.take(*id) } else { cache.get(*id) }).collect()
-        };
+        let found = lock(&self.cache).find(ids, last_read);
         if found.iter().all(Option::is_some) {
             return Ok(found.into_iter().flatten().collect());
         }
@@ -229,8 +218,7 @@ impl Store for JournalStore {
     }
 
     fn is_cached(&self, ids: &[GroupId]) -> bool {
-        let cache = lock(&self.cache);
-        ids.iter().all(|id| cache.groups.contains_key(id))
+        lock(&self.cache).has(ids)
     }
 
     fn unacknowledged(&self, waited: Option<Duration>) -> BufferError {
@@ -316,25 +304,6 @@ impl PayloadLocation {
             return Err("its checksum is wrong".to_owned());
         }
         Ok(bytes)
-    }
-}
-
-impl PayloadCache {
-    fn put(&mut self, id: GroupId, group: Arc<Group>, bytes: u64) {
-        if self.bytes + bytes <= AT_HAND_BYTES {
-            self.bytes += bytes;
-            self.groups.insert(id, (group, bytes));
-        }
-    }
-
-    fn get(&self, id: GroupId) -> Option<Arc<Group>> {
-        self.groups.get(&id).map(|(group, _)| Arc::clone(group))
-    }
-
-    fn take(&mut self, id: GroupId) -> Option<Arc<Group>> {
-        let (group, bytes) = self.groups.remove(&id)?;
-        self.bytes -= bytes;
-        Some(group)
     }
 }
 

@@ -354,6 +354,11 @@ impl Ledger {
         (change, std::mem::take(&mut self.occurrences))
     }
 
+    /// Makes the next change write at least the watermarks.
+    pub(crate) fn write_watermarks(&mut self) {
+        self.change();
+    }
+
     /// The events since the last call, if there is no change to commit first.
     pub(crate) fn take_occurrences(&mut self) -> Vec<LedgerEvent> {
         if self.change.is_some() { Vec::new() } else { std::mem::take(&mut self.occurrences) }

@@ -92,6 +92,7 @@ mod config;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod contract;
+pub mod database;
 mod error;
 mod events;
 #[cfg(fuzzing)]
@@ -103,6 +104,9 @@ mod ledger;
 mod listing;
 mod memory;
 mod payload;
+mod payload_cache;
+#[cfg(feature = "postgres")]
+pub mod postgres;
 pub mod store;
 
 pub use buffer::{Buffer, WithPayload};

@@ -135,4 +135,10 @@ pub trait Store: Send + Sync {
 
     /// Why nothing can be written any more; `None` while the store works. A failed store has to be opened again.
     fn failure(&self) -> Option<BufferError>;
+
+    /// Whether another process can take the data over while this one has it open. Then only a durable write proves that it has
+    /// not happened.
+    fn can_be_taken_over(&self) -> bool {
+        false
+    }
 }

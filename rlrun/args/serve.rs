@@ -91,6 +91,13 @@ pub struct ServeBufferArgs {
     /// Directory of the journal; created if it does not exist
     #[arg(long, value_name = "DIR")]
     pub dir: PathBuf,
+    /// Keep the groups in the PostgreSQL database at this URL instead of a journal; of several servers of a schema one is
+    /// active and the others are its standbys
+    #[arg(long, value_name = "URL")]
+    pub postgres: Option<String>,
+    /// Schema of the database [default: rlrun_ and the name of DIR]
+    #[arg(long, value_name = "NAME", requires = "postgres")]
+    pub schema: Option<String>,
     /// Address and port; port 0 chooses a free port. An address that is not loopback needs a token file and TLS
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8700")]
     pub listen: SocketAddr,

@@ -23,6 +23,8 @@ use crate::launchers::network::address_of;
 use crate::launchers::{PORT, ServedRecipe};
 use crate::pipeline::{self, Ending, RunOptions};
 use crate::program::Program;
+#[cfg(feature = "postgres")]
+use crate::recipe::words::StoreWord;
 use crate::recipe::{Change, Recipe, Resumption};
 use crate::report::{Report, Style};
 use crate::run_buffer;
@@ -200,6 +202,11 @@ pub(super) fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Fai
     let keeps_one = recipe.buffer.store.has_journal() && recipe.supervised.is_none();
     if args.without_journal && keeps_one && !journal.exists() {
         drop(Buffer::open(journal, recipe.buffer_config())?);
+    }
+    #[cfg(feature = "postgres")]
+    if args.without_journal && recipe.buffer.store == StoreWord::Postgres {
+        let database = run_buffer::run_database(&recipe, run_dir.path(), program.environment());
+        drop(database.of_run(true, Arc::new(|_: &str| ()))?);
     }
     let from = args.from.map(PolicyVersion);
     if let Some(from) = from {

@@ -5,6 +5,8 @@
 
 use std::path::{Path, PathBuf};
 
+use buffer::database::has_password;
+
 use super::curation::check_curation;
 use super::diagnostic::Diagnostic;
 use super::layers::{Origin, Origins};
@@ -124,11 +126,14 @@ impl BufferSection {
             "tls_cert",
             "tls_key",
             "insecure",
+            "schema",
         ];
-        match (self.store.is_remote(), &self.listen) {
-            (true, _) => OF_OWN,
-            (false, Some(_)) => &["url"],
-            (false, None) => &["url", "token_file", "credentials", "tls_cert", "tls_key", "insecure"],
+        match (self.store, &self.listen) {
+            (StoreWord::Http, _) => OF_OWN,
+            (StoreWord::Postgres, Some(_)) => &[],
+            (StoreWord::Postgres, None) => &["token_file", "credentials", "tls_cert", "tls_key", "insecure"],
+            (_, Some(_)) => &["url", "schema"],
+            (_, None) => &["url", "schema", "token_file", "credentials", "tls_cert", "tls_key", "insecure"],
         }
     }
 }
@@ -139,21 +144,56 @@ fn check_store(buffer: &mut BufferSection, checker: &mut Checker<'_>) {
         let help = "name the address that `rlrun serve buffer` printed";
         checker.report("buffer.store", "`buffer.store` is \"http\", but there is no `buffer.url`", help);
     }
+    check_database(buffer, checker);
     for key in buffer.keys_without_effect() {
         let path = format!("buffer.{key}");
         let help = match (remote, *key) {
             (true, _) => "remove it; it is set where the buffer is served",
-            (false, "url") => "remove it, or set `buffer.store = \"http\"`",
+            (false, "url") => "remove it, or set `buffer.store` to \"http\" or \"postgres\"",
+            (false, "schema") => "remove it, or set `buffer.store = \"postgres\"`",
             (false, _) => "remove it, or set `buffer.listen`",
         };
         if checker.given(&path) {
-            let store = if remote { "\"http\"" } else { StoreWord::OWN };
+            let store = match buffer.store {
+                StoreWord::Http => "\"http\"",
+                StoreWord::Postgres => "\"postgres\"",
+                StoreWord::Redb | StoreWord::Memory => StoreWord::OWN,
+            };
             checker.report(&path, format!("`{path}` has no effect with `buffer.store` {store}"), help);
         }
     }
     check_listen(buffer, checker);
     if let Some(file) = buffer.token_file.take() {
         buffer.token_file = existing(&file, "buffer.token_file", "write the token into it", checker);
+    }
+}
+
+/// A database has a URL without a password: the recipe is shown, and written into the run directory.
+fn check_database(buffer: &BufferSection, checker: &mut Checker<'_>) {
+    if buffer.store != StoreWord::Postgres {
+        return;
+    }
+    if !buffer.store.is_built() {
+        let help = "build it with `cargo build --release --features postgres`";
+        checker.report("buffer.store", "this program was built without PostgreSQL", help);
+    }
+    let Some(url) = &buffer.url else {
+        let help = "name the database, such as `buffer.url = \"postgres://rlrun@localhost:5432/rlrun\"`";
+        return checker.report(
+            "buffer.store",
+            "`buffer.store` is \"postgres\", but there is no `buffer.url`",
+            help,
+        );
+    };
+    if has_password(url) {
+        let help =
+            "take it out of the URL, and set PGPASSWORD, or write it into the file that PGPASSFILE names";
+        // At the line of the store: a message shows the line of its key.
+        checker.report(
+            "buffer.store",
+            "`buffer.url` has a password, which every file of the run would show",
+            help,
+        );
     }
 }
 

@@ -81,9 +81,9 @@ fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
     if recipe.supervised.is_some() {
         cannot("supervised", "`placement.processes` has no effect without sampling", "remove it");
     }
-    if !recipe.buffer.store.has_journal() {
+    if !recipe.buffer.store.is_durable() || recipe.buffer.store.is_remote() {
         let message = "processes of a run (`placement.processes`) share its journal, so that nothing is lost when one dies";
-        cannot("buffer.store", message, "set `buffer.store` to \"redb\"");
+        cannot("buffer.store", message, "set `buffer.store` to \"redb\" or \"postgres\"");
     }
     if recipe.curation.is_on() {
         let message = "curation (`[curation]`) decides with what one sampler knows, which processes of their own \

@@ -373,9 +373,15 @@ pub struct BufferSection {
     /// Capacity for stored groups in their written form, MiB. While the buffer is full, no new group starts.
     // resume = changes, worker = run
     pub max_mib: u64,
-    /// For `store = "http"`: URL of the buffer server, such as `http://127.0.0.1:8700`.
+    /// For `store = "http"`: URL of the buffer server, such as `http://127.0.0.1:8700`. For `store = "postgres"`: URL of the
+    /// database, such as `postgres://rlrun@db:5432/rlrun`, without a password, which is that of PGPASSWORD or of the password
+    /// file of libpq; with several hosts, `postgres://rlrun@a,b/rlrun`, the one that accepts writes.
     // resume = changes, worker = ignored
     pub url: Option<String>,
+    /// For `store = "postgres"`: schema of the database for this run; by default `rlrun_` and the name of the run directory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = groups, worker = ignored
+    pub schema: Option<String>,
     /// For `store = "http"`: a file with the token of the role `admin`, if the server requires one. For `listen`: a file
     /// with one token per role, in lines such as `writer TOKEN`, `trainer TOKEN`, `admin TOKEN`. Without the file a loopback
     /// address accepts every request.
@@ -420,6 +426,7 @@ impl Default for BufferSection {
             dedup: false,
             max_mib: 16 << 10,
             url: None,
+            schema: None,
             token_file: None,
             listen: None,
             credentials: None,

@@ -464,3 +464,21 @@ fn the_recipes_of_the_repository_hold() {
         assert_eq!((train.len(), eval.len()), (660, 150));
     }
 }
+
+#[test]
+fn a_database_has_a_url_without_a_password_and_a_program_that_can_use_it() {
+    let postgres = "buffer.store=postgres";
+    let shown = Case::new(MINIMAL).errors(&[postgres], &[]);
+    let what = if cfg!(feature = "postgres") { "there is no `buffer.url`" } else { "--features postgres" };
+    assert!(shown.contains(what), "{shown}");
+    let url = "buffer.url=postgres://u:opensesame@h/d";
+    let shown = Case::new(MINIMAL).errors(&[postgres, url], &[]);
+    assert!(shown.contains("has a password") && !shown.contains("opensesame"), "{shown}");
+    let shown = Case::new(MINIMAL).errors(&["buffer.schema=a"], &[]);
+    assert!(shown.contains("`buffer.schema` has no effect with `buffer.store` \"redb\""), "{shown}");
+    if cfg!(feature = "postgres") {
+        let sets = [postgres, "buffer.url=postgres://u@h/d", "buffer.schema=a"];
+        let (recipe, _) = Case::new(MINIMAL).load(&sets, &[]).unwrap();
+        assert_eq!(recipe.buffer.schema.as_deref(), Some("a"));
+    }
+}

@@ -36,11 +36,20 @@ pub enum StoreWord {
     Memory,
     /// A buffer that `rlrun serve buffer` serves at `buffer.url`.
     Http,
+    /// The PostgreSQL database at `buffer.url`; the loss of the run's machine loses no acknowledged group. Needs a program that
+    /// was built with `--features postgres`.
+    Postgres,
 }
 
 impl StoreWord {
     /// The words of the stores that are part of the run, for messages.
     pub const OWN: &str = "\"redb\" or \"memory\"";
+
+    /// Whether this program has it.
+    #[must_use]
+    pub fn is_built(self) -> bool {
+        self != Self::Postgres || cfg!(feature = "postgres")
+    }
 
     /// Whether another process serves the buffer.
     #[must_use]
@@ -57,7 +66,7 @@ impl StoreWord {
     /// Whether the stored groups survive a crash of the run.
     #[must_use]
     pub fn is_durable(self) -> bool {
-        self.has_journal() || self.is_remote()
+        self != Self::Memory
     }
 }
 

@@ -501,6 +501,8 @@ impl Trainer {
 
     fn publish(&self) -> Result<(), TrainerError> {
         fail::fail_point!("weights-publish");
+        // Another process that has taken the buffer over publishes this version itself, with other weights.
+        self.buffer.confirm()?;
         self.publisher.publish(self.version, &self.learner)
     }
 }

@@ -5,7 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, Finalized, OnStale, Producer};
+use buffer::{
+    AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, Finalized, Lease, LeaseId, LeaseRequest,
+    OnStale, Producer, Stats,
+};
 use model::{ModelDirectory, ResidentParameters};
 use trainer::WeightPublisher;
 use trainer::algorithm::{Algorithm, Proximal};
@@ -17,7 +20,7 @@ use trainer::schedule::{LearningRateSchedule, ScheduleShape};
 use trainer::{
     AuxiliaryModels, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError, TrainerParts, TrainerState,
 };
-use trajectory::{Group, PolicyVersion};
+use trajectory::{Group, GroupId, PolicyVersion};
 use weights::Subscriber;
 use weights::memory::MemorySubscriber;
 
@@ -25,9 +28,58 @@ use crate::{LEARNER, SPLIT, config, group, with_optimizer};
 
 const SOON: Duration = Duration::from_secs(20);
 
+/// The buffer, which another process can take over.
+struct SharedBuffer {
+    buffer: Arc<Buffer>,
+    deposed: Arc<AtomicBool>,
+}
+
+impl Consumer for SharedBuffer {
+    fn lease(&self, request: &LeaseRequest, wait: Duration) -> Result<Lease, BufferError> {
+        self.buffer.lease(request, wait)
+    }
+
+    fn extend(&self, lease: LeaseId, hold: Duration) -> Result<(), BufferError> {
+        self.buffer.extend(lease, hold)
+    }
+
+    fn ack(&self, lease: LeaseId) -> Result<(), BufferError> {
+        self.buffer.ack(lease)
+    }
+
+    fn ack_through(&self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError> {
+        self.buffer.ack_through(consumer, through)
+    }
+
+    fn release(&self, lease: LeaseId) -> Result<(), BufferError> {
+        self.buffer.release(lease)
+    }
+
+    fn quarantine(&self, group: GroupId) -> Result<Option<String>, BufferError> {
+        self.buffer.quarantine(group)
+    }
+
+    fn set_version(&self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError> {
+        self.buffer.set_version(version, rewind)
+    }
+
+    fn confirm(&self) -> Result<(), BufferError> {
+        if self.deposed.load(Ordering::Relaxed) {
+            return Err(BufferError::Deposed { store: "a test".to_owned(), opening: 1, now: 2 });
+        }
+        self.buffer.confirm()
+    }
+
+    fn stats(&self) -> Result<Stats, BufferError> {
+        self.buffer.stats()
+    }
+}
+
 struct StepBench<S> {
     files: tempfile::TempDir,
     buffer: Arc<Buffer>,
+    /// Whether another process has taken the buffer over.
+    deposed: Arc<AtomicBool>,
     subscriber: S,
     trainer: Trainer,
     stop: Arc<AtomicBool>,
@@ -74,7 +126,7 @@ fn bench_of<S>(
     };
     std::fs::create_dir(&settings.checkpoint.checkpoints).unwrap();
     change(&mut settings);
-    let stop = Arc::new(AtomicBool::new(false));
+    let (stop, deposed) = (Arc::new(AtomicBool::new(false)), Arc::default());
     // The reference policy: the initial weights.
     let reference = settings.algorithm.needs_reference().then(|| {
         let parameters = Arc::new(directory.load_parameters().unwrap());
@@ -85,12 +137,12 @@ fn bench_of<S>(
         learner,
         auxiliary: AuxiliaryModels { reference, ..AuxiliaryModels::default() },
         directory: Arc::new(directory),
-        buffer: Arc::clone(&buffer) as Arc<dyn Consumer>,
+        buffer: Arc::new(SharedBuffer { buffer: Arc::clone(&buffer), deposed: Arc::clone(&deposed) }),
         publisher,
         stop: Arc::clone(&stop),
     };
     let trainer = Trainer::start(settings, parts, &state).unwrap();
-    StepBench { files, buffer, subscriber, trainer, stop }
+    StepBench { files, buffer, deposed, subscriber, trainer, stop }
 }
 
 /// Puts a complete group with these rewards into the buffer.
@@ -129,6 +181,20 @@ fn a_step_makes_the_next_version_and_publishes_it() {
     assert_eq!(second.version, PolicyVersion(1));
     assert_ne!(first.digest(), second.digest());
     assert_eq!(&second.values[..], bench.trainer.learner().parameters().unwrap().values());
+}
+
+/// Another process that has taken the buffer over makes the same version with other weights.
+#[test]
+fn a_trainer_that_was_deposed_while_it_trained_publishes_nothing() {
+    let mut bench = bench(|_| {});
+    put(&bench.buffer, 0, &[1.0, 0.0]);
+    put(&bench.buffer, 0, &[1.0, 1.0]);
+    bench.deposed.store(true, Ordering::Relaxed);
+    let error = bench.trainer.step().unwrap_err();
+    assert!(matches!(error, TrainerError::Buffer(BufferError::Deposed { .. })), "{error}");
+    let newest = bench.subscriber.newest(None).unwrap().unwrap();
+    assert_eq!(newest.version, PolicyVersion(0));
+    assert_eq!(bench.buffer.stats().unwrap().leased, 2, "nothing is acknowledged");
 }
 
 /// In a pass of its own, or in the first update: the reported log-probabilities are those before the step.

@@ -23,6 +23,9 @@ pub struct BufferBenchArgs {
     /// Directory on the disk to measure [default: that of temporary files]
     #[arg(long, value_name = "DIR")]
     pub dir: Option<PathBuf>,
+    /// Measure a buffer in the PostgreSQL database at this URL too, in a schema of its own, which stays there
+    #[arg(long, value_name = "URL")]
+    pub postgres: Option<String>,
     /// Print one JSON object per result instead of a line
     #[arg(long)]
     pub json: bool,

@@ -22,16 +22,23 @@ pub struct Served {
 }
 
 impl Served {
-    /// Serves the journal in `directory`; its capacity is so large that no writer waits for back-pressure.
+    /// Serves the journal in `directory`, or a new schema of `database`; its capacity is so large that no writer waits for
+    /// back-pressure.
     ///
     /// # Errors
     /// A child that does not start or does not listen; its reason is on standard error.
-    pub fn start(directory: &Path) -> Result<Self, Failure> {
+    pub fn start(directory: &Path, database: Option<&str>) -> Result<Self, Failure> {
         let system = |source| Failure::System { what: "start `rlrun serve buffer`".to_owned(), source };
         let program = std::env::current_exe().map_err(system)?;
         let started = Instant::now();
-        let mut child = Command::new(program)
-            .args(["serve-buffer", "--listen", "127.0.0.1:0", "--max-bytes", "64GiB", "--quiet"])
+        let mut command = Command::new(program);
+        command.arg("serve-buffer");
+        if let Some(url) = database {
+            let schema = format!("rlrun_bench_{}", std::process::id());
+            command.args(["--postgres", url, "--schema", &schema]);
+        }
+        let mut child = command
+            .args(["--listen", "127.0.0.1:0", "--max-bytes", "64GiB", "--quiet"])
             .args(["--batch-groups", "65536", "--max-staleness", "255", "--dir"])
             .arg(directory)
             .stdin(Stdio::null())

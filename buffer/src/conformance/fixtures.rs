@@ -7,6 +7,8 @@ use trajectory::{
     Trajectory, Turn, VersionRun,
 };
 
+use crate::payload::{FinishedGroup, IncomingGroup, PreparedGroup};
+use crate::store::{AppendGroup, WriteCompletion};
 use crate::{AdmitRequest, BufferConfig, BufferError, Consumer, Finalized, Lease, LeaseRequest, Producer};
 
 /// A deadline for what must happen: far longer than it takes.
@@ -73,6 +75,15 @@ pub fn group(id: GroupId, served: PolicyVersion) -> Group {
         },
         trajectories: vec![trajectory(0), trajectory(1)],
     }
+}
+
+/// A group as a buffer hands it to a store.
+#[must_use]
+pub fn append(group: Group, done: WriteCompletion) -> AppendGroup {
+    let id = group.id;
+    let prepared = PreparedGroup::new(IncomingGroup::admitted(group), false).unwrap();
+    let FinishedGroup { row, key, payload, group, sender } = prepared.finish(id, &[]).unwrap();
+    AppendGroup { row, key, payload, group: group.into(), sender, done }
 }
 
 /// Admits up to `limit` groups for a sampler that serves `served`, without waiting.

@@ -4,6 +4,7 @@
 //! - [`check_store`]: the guarantees of [`Store`](crate::store::Store), then the contract of a buffer over that store
 //! - [`check_contract`]: the contract of [`Producer`] and [`Consumer`] alone, such as for a client of a served buffer
 //! - [`fixtures`]: the groups and calls that the cases share
+//! - `database`, with the feature `postgres`: a server for tests
 //!
 //! Invariant: the cases are independent of each other; each gets a buffer or a store of its own, without data.
 //!
@@ -28,6 +29,8 @@
 //! ```
 
 mod contract;
+#[cfg(feature = "postgres")]
+pub mod database;
 pub mod fixtures;
 mod model;
 mod store;

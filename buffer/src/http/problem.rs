@@ -225,6 +225,9 @@ impl From<&BufferError> for Problem {
             BufferError::NotWritable { .. }
             | BufferError::Journal { .. }
             | BufferError::Store { .. }
+            | BufferError::StoreSetup { .. }
+            | BufferError::StoreInUse { .. }
+            | BufferError::Deposed { .. }
             | BufferError::JournalMoved { .. }
             | BufferError::WriterStopped { .. }
             | BufferError::WriteTimeout { .. }

@@ -22,8 +22,9 @@ use tokio_rustls::TlsAcceptor;
 
 use super::auth::{AccessControl, Role, Tokens};
 use super::limits::ServerLimits;
+use super::problem::Problem;
 use super::routes;
-use super::state::{GroupValidation, OnRefused, ServerState};
+use super::state::{BufferStatus, GroupValidation, OnRefused, ServerState};
 use super::tls::Tls;
 use crate::{Buffer, BufferError, GroupLimits};
 
@@ -172,6 +173,8 @@ pub struct Server {
     router: Router,
     shared: Arc<ServerState>,
     config: ServerConfig,
+    /// Whether another process had the store open when this server was bound.
+    standby: bool,
 }
 
 impl Server {
@@ -180,7 +183,21 @@ impl Server {
     /// # Errors
     /// An address that needs protection or cannot be listened on.
     #[expect(clippy::unused_async, reason = "a listener needs the runtime that this runs on")]
-    pub async fn bind(mut config: ServerConfig, buffer: Arc<Buffer>) -> Result<Self, ServerError> {
+    pub async fn bind(config: ServerConfig, buffer: Arc<Buffer>) -> Result<Self, ServerError> {
+        Self::bound(config, BufferStatus::Buffer(buffer))
+    }
+
+    /// Listens as a standby: `reason` is why the buffer cannot be opened yet, and the answer to every request for it until
+    /// [`ServerConfig::reopen`] opens it.
+    ///
+    /// # Errors
+    /// Those of [`Server::bind`].
+    #[expect(clippy::unused_async, reason = "a listener needs the runtime that this runs on")]
+    pub async fn bind_standby(config: ServerConfig, reason: &BufferError) -> Result<Self, ServerError> {
+        Ok(Self { standby: true, ..Self::bound(config, BufferStatus::Failed(Problem::from(reason)))? })
+    }
+
+    fn bound(mut config: ServerConfig, served: BufferStatus) -> Result<Self, ServerError> {
         config.check()?;
         let address = config.listen;
         let failed = |source| ServerError::Listen { address, source };
@@ -191,9 +208,9 @@ impl Server {
         let listener = listener.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let entry = GroupValidation { limits: config.group_limits.clone(), refused: config.refused.clone() };
-        let shared = Arc::new(ServerState::new(buffer, config.limits, config.access(), entry));
+        let shared = Arc::new(ServerState::new(served, config.limits, config.access(), entry));
         let router = routes::router(&shared, std::mem::take(&mut config.routes));
-        Ok(Self { listener, address, router, shared, config })
+        Ok(Self { listener, address, router, shared, config, standby: false })
     }
 
     /// The address, with the actual port.
@@ -205,9 +222,13 @@ impl Server {
     /// Answers requests until `stop`. Then it accepts no connection any more, ends waits, and gives running requests
     /// [`ServerLimits::stop`] to finish.
     pub async fn serve(self, stop: impl Future<Output = ()>) {
-        let Self { listener, address: _, router, shared, config } = self;
-        let watchdog =
-            StorageWatchdog { shared: Arc::clone(&shared), reopen: config.reopen, notice: config.notice };
+        let Self { listener, address: _, router, shared, config, standby } = self;
+        let watchdog = StorageWatchdog {
+            shared: Arc::clone(&shared),
+            reopen: config.reopen,
+            notice: config.notice,
+            standby,
+        };
         let mut tasks = JoinSet::new();
         tasks.spawn(watchdog.run());
         let answerer = ConnectionAnswerer {
@@ -309,10 +330,12 @@ struct StorageWatchdog {
     shared: Arc<ServerState>,
     reopen: Option<Reopen>,
     notice: Option<StorageNotice>,
+    /// Whether the buffer has not been open here yet.
+    standby: bool,
 }
 
 impl StorageWatchdog {
-    async fn run(self) {
+    async fn run(mut self) {
         let mut tick = tokio::time::interval(EXPIRE_EVERY);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -334,9 +357,10 @@ impl StorageWatchdog {
     }
 
     /// Opens the buffer again as soon as possible.
-    async fn recover(&self) {
+    async fn recover(&mut self) {
         if let Err(problem) = self.shared.buffer() {
-            self.notify(&format!("storage failed: {}", problem.detail));
+            let state = if self.standby { "standby" } else { "storage failed" };
+            self.notify(&format!("{state}: {}", problem.detail));
         }
         let Some(reopen) = &self.reopen else { return std::future::pending().await };
         loop {
@@ -349,7 +373,8 @@ impl StorageWatchdog {
                 Err(_) => {}
             }
         }
-        self.notify("storage works again");
+        let standby = std::mem::take(&mut self.standby);
+        self.notify(if standby { "active: this server has the buffer now" } else { "storage works again" });
     }
 
     fn notify(&self, what: &str) {

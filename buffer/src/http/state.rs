@@ -63,7 +63,7 @@ pub(crate) struct ServerState {
 }
 
 #[derive(Debug)]
-enum BufferStatus {
+pub(super) enum BufferStatus {
     Buffer(Arc<Buffer>),
     /// Its storage failed; the watchdog opens it again if it can.
     Failed(Problem),
@@ -77,14 +77,14 @@ struct Interruptions {
 
 impl ServerState {
     pub(super) fn new(
-        buffer: Arc<Buffer>,
+        served: BufferStatus,
         limits: ServerLimits,
         access: AccessControl,
         entry: GroupValidation,
     ) -> Self {
         let reservable = limits.bodies_bytes.max(limits.body_bytes).max(limits.decoded_bytes);
         Self {
-            served: RwLock::new(BufferStatus::Buffer(buffer)),
+            served: RwLock::new(served),
             interruptions: watch::Sender::default(),
             bodies: Arc::new(Semaphore::new(reservable.div_ceil(1024))),
             limits,

@@ -18,11 +18,11 @@ use super::database::PanicSafeDatabase;
 use super::open::panic_text;
 use super::tables::{KEYS, LEASES, META, ROWS, SEGMENTS};
 use super::{
-    OpenFile, PayloadCache, PayloadLocation, PayloadLocations, StoredRow, WriteRequest, WriterFailure, check,
-    lock, stopped,
+    OpenFile, PayloadLocation, PayloadLocations, StoredRow, WriteRequest, WriterFailure, check, lock, stopped,
 };
 use crate::BufferError;
 use crate::ledger::{GroupRow, LedgerChange};
+use crate::payload_cache::{CachedGroup, PayloadCache};
 use crate::store::{AppendGroup, WriteCompletion};
 
 /// Bytes of payloads in a segment: with redb's overhead they fill 16 pages. A larger payload has its own segment.
@@ -64,13 +64,6 @@ pub(super) struct JournalWriter {
 struct PendingCompletions {
     done: Vec<WriteCompletion>,
     cache: Vec<CachedGroup>,
-}
-
-/// A group for the cache.
-struct CachedGroup {
-    id: GroupId,
-    group: Arc<trajectory::Group>,
-    bytes: u64,
 }
 
 /// A row to append, with its payload.
@@ -146,9 +139,7 @@ impl JournalWriter {
             }
             {
                 let mut cache = lock(&self.cache);
-                for CachedGroup { id, group, bytes } in pending.cache {
-                    cache.put(id, group, bytes);
-                }
+                pending.cache.into_iter().for_each(|group| cache.put(group));
             }
             pending.done.into_iter().for_each(|done| done(Ok(())));
             if requests.is_empty() {

@@ -4,7 +4,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -14,25 +13,69 @@ use trajectory::{GroupId, PolicyVersion};
 
 use super::{NOW, SOON, TRAINER, config, group, lease, v};
 
-const JOURNAL: &str = "RLRUN_TEST_CRASH_JOURNAL";
+/// A path, or the URL of a database.
+const STORE: &str = "RLRUN_TEST_CRASH_STORE";
 const CHECKPOINT: &str = "RLRUN_TEST_CRASH_CHECKPOINT";
 const KILLS: u64 = 40;
+/// Number of kills of a process with a database, by default; each opens four sessions.
+#[cfg(feature = "postgres")]
+const DATABASE_KILLS: u64 = 10;
 /// Exit code of a child that failed on any of its threads.
 const FAILED: i32 = 3;
 
 #[test]
 fn acknowledged_groups_survive_a_kill_and_are_trained_once() {
     let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("buffer.redb");
+    survives(directory.path().join("buffer.redb").to_str().unwrap(), KILLS);
+}
+
+#[cfg(feature = "postgres")]
+#[test]
+fn groups_in_a_database_survive_a_kill_and_are_trained_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some(server) = buffer::conformance::database::DatabaseServer::start(directory.path(), &[]) else {
+        return;
+    };
+    let kills = std::env::var("RLRUN_DATABASE_KILLS").map_or(DATABASE_KILLS, |kills| kills.parse().unwrap());
+    survives(&server.url(&[]), kills);
+}
+
+/// Opens the store at a path or URL.
+fn open(store: &str) -> Buffer {
+    #[cfg(feature = "postgres")]
+    if store.starts_with("postgres:") {
+        let config = buffer::postgres::PostgresConfig {
+            url: store.to_owned(),
+            schema: "crash".to_owned(),
+            owner: "a test".to_owned(),
+            create: true,
+            variables: BTreeMap::new(),
+            outage: SOON,
+            // The server finds out that the killed process is gone.
+            wait: SOON,
+            notice: None,
+        };
+        let opened = buffer::postgres::open_postgres(config).unwrap();
+        return Buffer::with_store(config_of_child(), opened).unwrap();
+    }
+    Buffer::open(store, config_of_child()).unwrap()
+}
+
+fn config_of_child() -> buffer::BufferConfig {
+    config(2, 2)
+}
+
+/// A child on `store` is killed `kills` times.
+fn survives(store: &str, kills: u64) {
     let mut seen = Seen::default();
-    for round in 0..KILLS {
+    for round in 0..kills {
         // Spread over the first steps of the child; the kill falls anywhere in what it does next.
         let lines = round * 37 % 61;
-        run_and_kill(&path, usize::try_from(lines).unwrap(), &mut seen);
+        run_and_kill(store, usize::try_from(lines).unwrap(), &mut seen);
     }
-    assert!(seen.checkpoint > v(5), "the child came no further than {}", seen.checkpoint);
+    assert!(seen.checkpoint > v(kills.min(40) / 8), "the child came no further than {}", seen.checkpoint);
 
-    let journal = Buffer::open(&path, config(2, 2)).unwrap();
+    let journal = open(store);
     let mut step = seen.checkpoint;
     while let Ok(lease) = lease(&journal, step.0, NOW) {
         let ids: Vec<GroupId> = lease.groups.iter().map(|group| group.id).collect();
@@ -79,10 +122,10 @@ impl Seen {
     }
 }
 
-fn run_and_kill(path: &Path, lines: usize, seen: &mut Seen) {
+fn run_and_kill(store: &str, lines: usize, seen: &mut Seen) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "crash::child", "--ignored", "--nocapture"])
-        .env(JOURNAL, path)
+        .env(STORE, store)
         .env(CHECKPOINT, seen.checkpoint.0.to_string())
         .stdout(Stdio::piped())
         .spawn()
@@ -106,7 +149,7 @@ fn run_and_kill(path: &Path, lines: usize, seen: &mut Seen) {
 #[test]
 #[ignore = "the child of the test above, which runs it"]
 fn child() {
-    let (Some(path), Some(checkpoint)) = (std::env::var_os(JOURNAL), std::env::var_os(CHECKPOINT)) else {
+    let (Ok(store), Some(checkpoint)) = (std::env::var(STORE), std::env::var_os(CHECKPOINT)) else {
         return;
     };
     std::panic::set_hook(Box::new(|panic| {
@@ -116,7 +159,7 @@ fn child() {
     // The test harness has begun a line of its own.
     say("");
     let start: u64 = checkpoint.to_str().unwrap().parse().unwrap();
-    let journal = Buffer::open(path, config(2, 2)).unwrap();
+    let journal = open(&store);
     journal.ack_through(TRAINER, v(start)).unwrap();
     let version = AtomicU64::new(start);
     std::thread::scope(|scope| {

@@ -5,6 +5,8 @@ mod crash;
 mod formats;
 mod http;
 mod journal;
+#[cfg(feature = "postgres")]
+mod postgres;
 mod rewind;
 mod served;
 
