@@ -47,7 +47,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Check(args) => check::check(args, program),
         Command::Plan(args) => check::plan(args, program),
         Command::Init(args) => write_template(args),
-        Command::Doctor(args) => Ok(doctor::run(args)),
+        Command::Doctor(args) => doctor::run(args, program),
         Command::Explain(args) => explain::run(args, program),
         Command::Run(args) => train::run(args, program),
         Command::Eval(args) => eval::eval(args, program),
