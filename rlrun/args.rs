@@ -167,9 +167,12 @@ pub struct RunArgs {
     /// The recipe and the place of the run.
     #[command(flatten)]
     pub run: NewRunArgs,
-    /// Resume the run in the run directory if there is one, and start it otherwise
+    /// Resume the run in the run directory if there is one, or that in the archive of the recipe, and start it otherwise
     #[arg(long)]
     pub resume_or_start: bool,
+    /// With --resume-or-start: as `rlrun resume --without-journal`
+    #[arg(long, requires = "resume_or_start")]
+    pub without_journal: bool,
     /// Take the role of this process from the rank that its launcher gives: 0 starts or resumes the run, others join it
     #[arg(long)]
     pub by_rank: bool,

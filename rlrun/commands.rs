@@ -47,10 +47,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Check(args) => check::check(args, program),
         Command::Plan(args) => check::plan(args, program),
         Command::Init(args) => write_template(args),
-        Command::Doctor(args) => {
-            let recipe = args.recipe.as_ref().map(|path| load(path, &args.sets, program)).transpose()?;
-            Ok(doctor::run(args, recipe.as_ref().map(|(recipe, _)| recipe), program))
-        }
+        Command::Doctor(args) => doctor::run(args, program),
         Command::Explain(args) => explain::run(args, program),
         Command::Run(args) => train::run(args, program),
         Command::Eval(args) => eval::eval(args, program),

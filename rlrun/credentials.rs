@@ -242,12 +242,17 @@ impl ServerAccess {
 
 /// 32 random bytes as 64 digits.
 fn random_hex() -> Result<String, Failure> {
-    let read = || {
-        let mut bytes = [0_u8; 32];
-        std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-        Ok::<_, io::Error>(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
-    };
-    read().map_err(|source| Failure::System { what: "read /dev/urandom".to_owned(), source })
+    random_name().map_err(|source| Failure::System { what: "read /dev/urandom".to_owned(), source })
+}
+
+/// A name that no other process has: 32 random bytes as 64 digits.
+///
+/// # Errors
+/// The random source of the system cannot be read.
+pub(crate) fn random_name() -> io::Result<String> {
+    let mut bytes = [0_u8; 32];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 #[cfg(test)]

@@ -1,6 +1,8 @@
 //! `rlrun doctor`: the hardware and software of this machine that rlrun can use, and the reason for each that it cannot.
 //!
-//! Invariant: it changes nothing. Every missing part is listed with its remedy, and a machine that lacks a part is no
+//! With a recipe also what its archive allows.
+//!
+//! Invariant: it leaves nothing changed. Every missing part is listed with its remedy, and a machine that lacks a part is no
 //! failure.
 
 use std::fmt;
@@ -8,7 +10,9 @@ use std::fmt;
 use device::inventory::{Gpu, Inventory, NCCL_REMEDY, inventory};
 use serde_json::{Value, json};
 
+use crate::archive::{self, ArchiveFindings, ArchiveRequest};
 use crate::args::DoctorArgs;
+use crate::failure::Failure;
 use crate::memory;
 use crate::program::Program;
 use crate::recipe::Recipe;
@@ -26,6 +30,8 @@ struct Findings {
     /// The database of the recipe, if there is one.
     #[cfg(feature = "postgres")]
     database: Option<DatabaseFindings>,
+    /// Of the archive of a recipe, if it has one.
+    archive: Option<ArchiveFindings>,
 }
 
 /// The features of this build.
@@ -36,19 +42,29 @@ struct Built {
 }
 
 /// Looks, and says it.
-pub(crate) fn run(args: &DoctorArgs, recipe: Option<&Recipe>, program: &Program) -> String {
-    #[cfg(not(feature = "postgres"))]
-    // A recipe with a database was refused.
-    let _ = (recipe, program);
+///
+/// # Errors
+/// A recipe that is wrong.
+pub(crate) fn run(args: &DoctorArgs, program: &Program) -> Result<String, Failure> {
+    let recipe = args.recipe.as_ref().map(|path| Recipe::load(path, &args.sets, program)).transpose();
+    let recipe = recipe.map_err(Failure::Recipe)?.map(|(recipe, _)| recipe);
     let findings = Findings {
         cores: model::thread_pool::available_cores(),
         memory: memory::available(),
         devices: inventory(),
         built: Built { cuda: cfg!(feature = "cuda"), emulator: cfg!(feature = "emulator") },
         #[cfg(feature = "postgres")]
-        database: recipe.and_then(|recipe| DatabaseFindings::of(recipe, program.environment())),
+        database: recipe.as_ref().and_then(|recipe| DatabaseFindings::of(recipe, program.environment())),
+        archive: recipe.as_ref().and_then(|recipe| archive_of(recipe, program)),
     };
-    if args.json { findings.json().to_string() } else { findings.to_string() }
+    Ok(if args.json { findings.json().to_string() } else { findings.to_string() })
+}
+
+/// Tries the archive of the recipe.
+fn archive_of(recipe: &Recipe, program: &Program) -> Option<ArchiveFindings> {
+    let url = recipe.archive()?;
+    let (environment, patience) = (program.environment(), recipe.wait());
+    Some(archive::examine(&ArchiveRequest { url: &url, environment, patience, from: None }))
 }
 
 impl Findings {
@@ -69,6 +85,7 @@ impl Findings {
             "version": env!("CARGO_PKG_VERSION"),
             "cores": self.cores,
             "free_bytes": self.memory,
+            "archive": self.archive.as_ref().map(|archive| &archive.json),
             "devices": {
                 "cuda_is_used": missing.is_empty(),
                 "missing": missing,
@@ -127,7 +144,9 @@ impl fmt::Display for Findings {
         write!(f, "  {:10}  {emulator}", "emulator")?;
         #[cfg(feature = "postgres")]
         self.database.iter().try_for_each(|database| write!(f, "\n\ndatabase\n{database}"))?;
-        Ok(())
+        let Some(archive) = &self.archive else { return Ok(()) };
+        write!(f, "\n\narchive")?;
+        archive.lines.iter().try_for_each(|(what, found)| write!(f, "\n  {what:15}  {found}"))
     }
 }
 
@@ -161,6 +180,7 @@ mod tests {
             built: Built { cuda, emulator: false },
             #[cfg(feature = "postgres")]
             database: None,
+            archive: None,
         }
     }
 

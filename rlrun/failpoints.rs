@@ -13,9 +13,13 @@ use crate::failure::Failure;
 pub const VARIABLE: &str = "RLRUN_FAILPOINTS";
 
 /// Every place, and whether the system can refuse something there: an error or a full disk.
-pub const PLACES: [(&str, bool); 10] = [
+pub const PLACES: [(&str, bool); 12] = [
     // The journal is about to commit what has come.
     ("journal-commit", true),
+    // The files of a checkpoint are in the archive, its index is not.
+    ("archive-upload", false),
+    // A checkpoint is in the archive, and `lead.json` does not name it yet.
+    ("archive-commit", false),
     // The weights of a checkpoint are written, its optimizer is not.
     ("checkpoint-write", true),
     // A checkpoint is complete but for its name.

@@ -32,6 +32,9 @@ pub enum Failure {
     /// A model or a dataset cannot be had from the Hugging Face Hub.
     #[error(transparent)]
     Repository(#[from] RepositoryError),
+    /// The archive of a run cannot be used.
+    #[error(transparent)]
+    Archive(#[from] crate::archive::ArchiveError),
     /// A reward is wrong.
     #[error(transparent)]
     Reward(#[from] rewards::RewardError),
@@ -123,6 +126,7 @@ impl Failure {
             Self::ChildFailed(status) => *status,
             Self::Trainer(trainer::TrainerError::Adapter { .. }) => 2,
             Self::Server(error) if error.is_input() => 2,
+            Self::Archive(error) if error.is_input() => 2,
             Self::Repository(error) if error.is_input() => 2,
             Self::Buffer(error) if crate::serve::is_input(error) => 2,
             Self::Rollout(error) if error.is_input() => 2,

@@ -14,7 +14,7 @@
 //! - `launchers`: Slurm, Kubernetes, SkyPilot, Ray and MPI; `lead_address`: where workers find a run; `credentials`: the tokens and the
 //!   certificate that a run makes for itself
 //! - `acting`: the environment of a recipe, for its model; [`evaluation`]: metrics on held-out tasks
-//! - [`run_dir`]: the directory with all files of a run; `timeline`: when each role did what; `status`: the present state;
+//! - [`archive`]: a run in an object store; [`run_dir`]: the directory with all files of a run; `timeline`: when each role did what; `status`: the present state;
 //!   `trackers`: logs for experiment trackers; `run_page`: the live page that a run serves
 //! - [`metrics`], [`report`], [`chart`]: the measurements of a step and their display; `diagnosis`: whether the run
 //!   learns; [`memory`]: the resident memory of the process
@@ -37,6 +37,7 @@
 mod acting;
 mod agents;
 pub mod allocator;
+pub mod archive;
 pub mod args;
 mod auxiliary_models;
 pub mod chart;

@@ -33,6 +33,7 @@ use trainer::Leader;
 use trajectory::PolicyVersion;
 
 pub(crate) use self::weights::remote_subscriber;
+use crate::archive::{self, ArchiveSetup, RunArchive};
 use crate::evaluation::Evaluated;
 use crate::failure::Failure;
 use crate::observe::Observer;
@@ -126,6 +127,7 @@ pub fn run_in(
     let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
     report.log_to(&logs).map_err(system)?;
     let RunOptions { cores, rewards, program, listener, leader, from } = options;
+    let archive = open_archive(recipe, run_dir, report, &program)?;
     let runtime = RewardRuntime::new(&program, &cores)?;
     let _page = RunPage::start(recipe, run_dir, runtime.handle(), report)?;
     let mut run = Run {
@@ -139,6 +141,7 @@ pub fn run_in(
         listener,
         leader,
         from,
+        archive,
         limits: Arc::default(),
         peers: Arc::default(),
         progress: Arc::default(),
@@ -166,12 +169,34 @@ struct Run<'a> {
     leader: Option<Arc<Leader>>,
     /// The checkpoint to resume from; the last by default.
     from: Option<PolicyVersion>,
+    /// The archive of the run, if its recipe names one.
+    archive: Option<Arc<dyn RunArchive>>,
     /// Limits on groups that other processes send, once the model is open.
     limits: Arc<OnceLock<GroupLimits>>,
     /// Requests of other processes that were refused.
     peers: Arc<Peers>,
     /// The phase of this thread.
     progress: Arc<TrainerProgress>,
+}
+
+/// The archive that the recipe names. Its lead is replaced once training can start.
+fn open_archive(
+    recipe: &Recipe,
+    run_dir: &RunDir,
+    report: &Arc<Report>,
+    program: &Program,
+) -> Result<Option<Arc<dyn RunArchive>>, Failure> {
+    let Some(url) = recipe.archive() else { return Ok(None) };
+    let setup = ArchiveSetup {
+        url: &url,
+        name: &recipe.name,
+        run_dir: run_dir.path(),
+        retention: recipe.retention(),
+        environment: program.environment(),
+        patience: recipe.wait(),
+        report,
+    };
+    Ok(Some(archive::open(&setup)?))
 }
 
 /// Where the samples of a run come from.
@@ -193,6 +218,23 @@ struct TrainingResult {
 }
 
 impl Run<'_> {
+    /// Archives the checkpoint that training starts from: what it contains is acknowledged to the buffer next.
+    fn archive_start(&self, version: PolicyVersion, observer: &mut Observer<'_>) -> Result<(), Failure> {
+        let Some(archive) = &self.archive else { return Ok(()) };
+        observer.sync()?;
+        archive.take_lead()?;
+        let checkpoint = trainer::checkpoint::path(&self.run_dir.checkpoints(), version);
+        if checkpoint.is_dir() {
+            archive.store(&checkpoint, version)?;
+        }
+        Ok(())
+    }
+
+    /// Archives what the run wrote after its last checkpoint.
+    fn archive_end(&self) -> Result<(), Failure> {
+        Ok(self.archive.as_ref().map_or(Ok(()), |archive| archive.finish())?)
+    }
+
     fn run(&self, source: TrainingSource<'_>) -> Result<Ending, Failure> {
         let mut observer = Observer::new(self.recipe, self.run_dir, &self.report)?;
         let stopped = || if self.signals.terminated() { Ending::Requeued } else { Ending::Stopped };
@@ -207,6 +249,7 @@ impl Run<'_> {
             observer.initial(version, evaluation)?;
         }
         let before = start.evaluation.clone();
+        self.archive_start(version, &mut observer)?;
         let result = match source {
             TrainingSource::Sampled(services) => self.train(start, services, &mut observer, watchdog)?,
             TrainingSource::Supervised(config) => self.supervise(config, start, &mut observer)?,
@@ -220,6 +263,7 @@ impl Run<'_> {
             self.report.note(&format!(
                 "stopped after step {step}; everything is saved; go on with: rlrun resume {dir}"
             ));
+            self.archive_end()?;
             return Ok(stopped());
         }
         let accuracy = result.evaluation.as_ref().and_then(Evaluated::accuracy);
@@ -232,6 +276,7 @@ impl Run<'_> {
             run_dir: self.run_dir.path().to_path_buf(),
             samples: evaluate::pairs(before.as_ref(), result.evaluation.as_ref()),
         });
+        self.archive_end()?;
         Ok(Ending::Done)
     }
 }

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! run.json recipe.toml resolved.toml metrics.jsonl events.jsonl curation.jsonl timeline.jsonl status.json
-//! address.json credentials/ samples/ logs/ checkpoints/ lock
+//! archive.json address.json credentials/ samples/ logs/ checkpoints/ lock
 //! ```
 
 mod lines;
@@ -95,6 +95,12 @@ pub struct RunDir {
     _lock: Lock,
 }
 
+/// A directory without a run that this process has locked; dropping it releases the lock.
+#[derive(Debug)]
+pub(crate) struct ReservedDirectory {
+    _lock: Lock,
+}
+
 /// The first files of a new run directory.
 #[derive(Clone, Copy, Debug)]
 pub struct RecipeTexts<'a> {
@@ -135,6 +141,19 @@ impl RunDir {
             write_atomic(&path.join(name), text.as_bytes())?;
         }
         Ok(Self { path: path.to_path_buf(), _lock: lock })
+    }
+
+    /// Locks a directory that a run is to be copied into: an empty one, or one in which such a copy was begun, as the file
+    /// `mark` in it shows.
+    ///
+    /// # Errors
+    /// It has a run or other files in it, another process has locked it, or it cannot be written.
+    pub(crate) fn reserve(path: &Path, mark: &str) -> Result<ReservedDirectory, RunDirError> {
+        std::fs::create_dir_all(path).map_err(|source| failed("create", path, source))?;
+        if path.join("resolved.toml").exists() || (has_files(path)? && !path.join(mark).exists()) {
+            return Err(taken(path));
+        }
+        Ok(ReservedDirectory { _lock: Lock::take(path)? })
     }
 
     /// Locks an existing run directory to resume its run. A directory of format 1, which had no `run.json`, becomes one of

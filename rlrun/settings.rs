@@ -28,6 +28,7 @@ use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::{Prompt, Task, TaskId};
 use weights::{DeltaConfig, Dtype, HubConfig, PublishConfig};
 
+use crate::archive::ArchiveUrl;
 use crate::recipe::schema::{ArithmeticSection, CheckpointSection, EvalSet, RandomModel, SeedsSection};
 use crate::recipe::words::{PolicyPlacement, Ranks, SupervisedKind, WeightDtypeWord};
 use crate::recipe::{Data, DataSource, Recipe};
@@ -497,6 +498,12 @@ impl Recipe {
     pub fn checkpoints(&self, checkpoints: PathBuf) -> CheckpointWriterConfig {
         let (retention, asynchronous) = (self.retention(), self.checkpoint.asynchronous);
         CheckpointWriterConfig { checkpoints, retention, asynchronous, wait: self.wait() }
+    }
+
+    /// The archive of the run, if the recipe names one. Its address was checked.
+    #[must_use]
+    pub(crate) fn archive(&self) -> Option<ArchiveUrl> {
+        self.checkpoint.url.as_ref()?.parse().ok()
     }
 
     /// Which checkpoints stay.

@@ -156,7 +156,7 @@ impl Home {
 }
 
 /// Its reward has no reference answer, so the recipe defines what is correct.
-fn small_args<'a>(name: &'a str, sets: &[&'a str]) -> Vec<&'a str> {
+pub(crate) fn small_args<'a>(name: &'a str, sets: &[&'a str]) -> Vec<&'a str> {
     let sets = [CORRECT].iter().chain(sets).flat_map(|set| ["--set", set]);
     ["small.toml", "--run-dir", name].into_iter().chain(sets).collect()
 }

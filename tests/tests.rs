@@ -2,6 +2,10 @@
 
 mod agents;
 mod algorithms;
+#[cfg(feature = "object-store")]
+mod archive;
+#[cfg(feature = "object-store")]
+mod archive_s3;
 mod bad_input;
 mod bitwise;
 mod chaos;
@@ -14,6 +18,8 @@ mod environments;
 mod episodes;
 mod evaluation;
 mod failpoints;
+#[cfg(feature = "object-store")]
+mod faulty_proxy;
 mod fit;
 mod gguf;
 mod hub_server;

@@ -7,7 +7,7 @@ use clap::Args;
 /// `rlrun doctor`.
 #[derive(Clone, Debug, Args)]
 pub struct DoctorArgs {
-    /// Recipe whose database is looked at too
+    /// Recipe whose database and archive (buffer.url, checkpoint.url) are tried too
     #[arg(value_name = "RECIPE")]
     pub recipe: Option<PathBuf>,
     /// Change a value of the recipe; can be repeated

@@ -7,11 +7,14 @@ use clap::Args;
 use super::Loudness;
 
 /// `rlrun resume`.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 pub struct ResumeArgs {
-    /// Run directory
+    /// Run directory; or the archive of a run, such as s3://BUCKET/RUN, which is fetched into --run-dir
     #[arg(value_name = "RUN")]
     pub run: PathBuf,
+    /// Directory for a run that is fetched from its archive: an empty or a new one
+    #[arg(long, value_name = "DIR")]
+    pub run_dir: Option<PathBuf>,
     /// Change a value of the run's recipe, if it may change (`rlrun explain KEY` says so); can be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use buffer::Buffer;
 #[cfg(feature = "mpi")]
@@ -15,6 +16,7 @@ use super::by_rank;
 use super::check::refuse_what_does_not_fit;
 use super::checkpoint_paths::checkpoint_of;
 use super::load;
+use crate::archive::{self, ArchiveError, ArchiveRequest, ArchiveUrl};
 use crate::args::{Loudness, ResumeArgs, RunArgs};
 use crate::controller;
 use crate::failure::Failure;
@@ -23,6 +25,7 @@ use crate::launchers::network::address_of;
 use crate::launchers::{PORT, ServedRecipe};
 use crate::pipeline::{self, Ending, RunOptions};
 use crate::program::Program;
+use crate::recipe::schema::Deadlines;
 #[cfg(feature = "postgres")]
 use crate::recipe::words::StoreWord;
 use crate::recipe::{Change, Recipe, Resumption};
@@ -51,12 +54,20 @@ pub(super) fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> 
         let port = recipe.buffer.listen.map_or(PORT, |listen| listen.port());
         sets.push(format!("buffer.listen=\"{}\"", SocketAddr::new(address_of(name)?, port)));
     }
-    if resume_or_start && place.join("resolved.toml").exists() {
+    let is_run = |place: &Path| place.join("resolved.toml").exists();
+    if resume_or_start
+        && !is_run(&place)
+        && let Some(url) = recipe.archive()
+    {
+        fetch_if_any(&url, &place, args, recipe.wait(), program)?;
+    }
+    if resume_or_start && is_run(&place) {
         if let Some(line) = left_out(&recipe, &sets, &place, program)? {
             eprintln!("note: {line}");
         }
-        let (run, loudness) = (place, args.loudness);
-        return resume(&ResumeArgs { run, sets, without_journal: false, from: None, loudness }, program);
+        let (run, loudness, without_journal) = (place, args.loudness, args.without_journal);
+        let resume = ResumeArgs { run, run_dir: None, sets, without_journal, from: None, loudness };
+        return resume_in_place(&resume, program);
     }
     start(args, &sets, program)
 }
@@ -185,8 +196,48 @@ pub(super) fn outcome(ending: Ending, run_dir: &Path) -> Result<String, Failure>
     Ok(String::new())
 }
 
-/// Resumes a run from its last checkpoint, or from the one that is named.
+/// Fetches the run in the archive of the recipe, if there is one with a checkpoint.
+fn fetch_if_any(
+    url: &ArchiveUrl,
+    place: &Path,
+    args: &RunArgs,
+    patience: Duration,
+    program: &Program,
+) -> Result<(), Failure> {
+    let request = ArchiveRequest { url, environment: program.environment(), patience, from: None };
+    if !archive::has_run(&request)? {
+        return Ok(());
+    }
+    let report = report(&args.loudness, program);
+    archive::fetch(&request, place, &|text| report.note(text))
+}
+
+/// Resumes a run from its last checkpoint, or from the one that is named; a run in an archive is fetched first.
 pub(super) fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
+    if !ArchiveUrl::is_one(&args.run) {
+        if args.run_dir.is_some() {
+            let what =
+                "--run-dir is for a run that is fetched from its archive; leave it out, or name the archive";
+            return Err(Failure::Argument(what.to_owned()));
+        }
+        return resume_in_place(args, program);
+    }
+    let text = args.run.to_string_lossy().into_owned();
+    let url: ArchiveUrl = text.parse().map_err(|reason| ArchiveError::Address { text, reason })?;
+    let Some(place) = args.run_dir.clone() else {
+        let what = format!("{url} is an archive: name a directory for the run with --run-dir DIR");
+        return Err(Failure::Argument(what));
+    };
+    let patience = Duration::from_secs_f64(Deadlines::default().wait_s);
+    let from = args.from.map(PolicyVersion);
+    let request = ArchiveRequest { url: &url, environment: program.environment(), patience, from };
+    let report = report(&args.loudness, program);
+    archive::fetch(&request, &place, &|text| report.note(text))?;
+    resume_in_place(&ResumeArgs { run: place, run_dir: None, ..args.clone() }, program)
+}
+
+/// Resumes the run in a run directory.
+fn resume_in_place(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
     let run_dir = RunDir::open(&args.run)?;
     let path = run_dir.resolved_recipe();
     let before = std::fs::read_to_string(&path)

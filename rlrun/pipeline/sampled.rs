@@ -9,6 +9,7 @@ use model::turns;
 use rollout::remote::EngineKind;
 use rollout::scoring::Scorer;
 use rollout::{Network, Sampler, Worker};
+use trainer::checkpoint::CheckpointArchive;
 use trainer::{Trainer, TrainerParts};
 use weights::Hub;
 
@@ -72,7 +73,9 @@ impl Run<'_> {
         let config = self.recipe.trainer(self.run_dir.checkpoints());
         let evaluated = self.recipe.opened(directory.path())?;
         let (buffer, publisher, stop_flag) = (Arc::clone(&consumer), weights.publishing(), Arc::clone(&stop));
-        let parts = TrainerParts { learner, auxiliary, directory, buffer, publisher, stop: stop_flag };
+        let archive = self.archive.clone().map(|archive| archive as Arc<dyn CheckpointArchive>);
+        let parts =
+            TrainerParts { learner, auxiliary, directory, buffer, publisher, stop: stop_flag, archive };
         let mut trainer = Trainer::start(config, parts, &state)?;
         if let Some(lost) = trainer.lost_lease() {
             self.report.note(&format!("warning: {lost}; the checkpoint contains these groups all the same"));

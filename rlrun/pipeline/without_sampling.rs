@@ -2,11 +2,12 @@
 //!
 //! Invariant: it can be stopped between two steps, and resumes from its last checkpoint.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use model::ModelDirectory;
 use trainer::Learner;
-use trainer::checkpoint::{CheckpointContents, CheckpointWriter, NetworkState};
+use trainer::checkpoint::{CheckpointArchive, CheckpointContents, CheckpointWriter, NetworkState};
 
 use super::start::StartingState;
 use super::{Run, TrainingResult};
@@ -36,7 +37,9 @@ impl Run<'_> {
         let (steps, every) = (self.recipe.trainer.steps, self.recipe.checkpoint.interval);
         let phase = self.report.phase("training", steps);
         let mut last = None;
-        let mut writer = CheckpointWriter::new(self.recipe.checkpoints(self.run_dir.checkpoints()));
+        let archive = self.archive.clone().map(|archive| archive as Arc<dyn CheckpointArchive>);
+        let writer = CheckpointWriter::new(self.recipe.checkpoints(self.run_dir.checkpoints()));
+        let mut writer = writer.archived(archive);
         while state.version.0 < steps && !self.signals.stop_requested() {
             let clock = Instant::now();
             self.progress.enter(TrainerPhase::Step);

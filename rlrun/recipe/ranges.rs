@@ -7,7 +7,8 @@ use super::diagnostic::Diagnostic;
 use super::layers::Origins;
 use rewards::RewardSpec;
 
-use super::schema::RawRecipe;
+use super::schema::{CheckpointSection, RawRecipe};
+use crate::archive::{self, ArchiveUrl};
 
 /// Collects what is wrong.
 #[derive(Debug)]
@@ -117,11 +118,24 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
     ] {
         checker.at_least_one(path, value);
     }
+    check_archive(&raw.checkpoint, checker);
     check_algorithm(raw, checker);
     check_seed_and_steps(raw, checker);
     check_optional_sections(raw, checker);
     for (index, reward) in raw.rewards.iter().enumerate() {
         check_reward(index, reward, checker);
+    }
+}
+
+/// The address of the archive, and whether this program can open one.
+fn check_archive(checkpoint: &CheckpointSection, checker: &mut Checker<'_>) {
+    let Some(url) = &checkpoint.url else { return };
+    if let Err(reason) = url.parse::<ArchiveUrl>() {
+        let message = format!("`checkpoint.url` is {url:?}, and {reason}");
+        checker.report("checkpoint.url", message, "write an address such as \"s3://BUCKET/RUN\"");
+    } else if !archive::IS_BUILT {
+        let message = "`checkpoint.url` needs object stores, and this program was built without them";
+        checker.report("checkpoint.url", message, "build it with `--features object-store`");
     }
 }
 

@@ -493,11 +493,19 @@ pub struct CheckpointSection {
     /// Whether training continues while a copy of the state is written. Without it steps wait, and no copy uses memory.
     // resume = changes, worker = ignored
     pub asynchronous: bool,
+    /// Archive of the run: an object store (`s3://BUCKET/RUN`, `gs://BUCKET/RUN`, `az://CONTAINER/RUN`) or a directory that
+    /// other machines see (`file:///DIRECTORY`), one for each run. Every checkpoint, with recipe, metrics, samples and logs, is
+    /// stored there too, and counts as durable once it is: `rlrun resume URL` continues the run on another machine. Credentials
+    /// and endpoints come from the variables of the store, such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL. Needs a program
+    /// with the feature `object-store`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
+    pub url: Option<String>,
 }
 
 impl Default for CheckpointSection {
     fn default() -> Self {
-        Self { interval: 50, keep_last: 2, keep_every: 0, asynchronous: true }
+        Self { interval: 50, keep_last: 2, keep_every: 0, asynchronous: true, url: None }
     }
 }
 

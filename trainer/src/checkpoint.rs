@@ -37,7 +37,7 @@ use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::{lora_files, optimizer_files};
 
 pub use integrity::{CheckpointIntegrity, check, set_aside_after};
-pub use writer::{CheckpointTime, CheckpointWriter, CheckpointWriterConfig};
+pub use writer::{CheckpointArchive, CheckpointTime, CheckpointWriter, CheckpointWriterConfig};
 
 /// Version of the layout on disk: format 2 has a manifest, format 1 had none.
 const FORMAT: u32 = 2;
@@ -132,8 +132,13 @@ impl Retention {
         Self { keep_last, keep_every: 0 }
     }
 
-    fn keeps(self, version: PolicyVersion) -> bool {
-        self.keep_every > 0 && version.0.is_multiple_of(self.keep_every)
+    /// Those of `versions`, ascending, that are not kept. The newest is always kept.
+    #[must_use]
+    pub fn superseded(self, versions: &[PolicyVersion]) -> Vec<PolicyVersion> {
+        let older = &versions[..versions.len().saturating_sub(self.keep_last.max(1))];
+        let keeps =
+            |version: &PolicyVersion| self.keep_every > 0 && version.0.is_multiple_of(self.keep_every);
+        older.iter().copied().filter(|version| !keeps(version)).collect()
     }
 }
 
@@ -221,10 +226,9 @@ pub fn save(
         return Ok(target);
     }
     write(checkpoints, &target, contents).map_err(|error| no_space(error, &target, contents))?;
-    let versions = list(checkpoints);
-    for old in &versions[..versions.len().saturating_sub(retention.keep_last.max(1))] {
-        if *old != contents.state.version && !retention.keeps(*old) {
-            remove(&path(checkpoints, *old))?;
+    for old in retention.superseded(&list(checkpoints)) {
+        if old != contents.state.version {
+            remove(&path(checkpoints, old))?;
         }
     }
     Ok(target)

@@ -146,6 +146,9 @@ pub enum TrainerError {
         /// Why.
         source: std::io::Error,
     },
+    /// A checkpoint could not be stored in the archive of the run.
+    #[error("the archive of the run: {0}")]
+    Archive(Box<dyn std::error::Error + Send + Sync>),
     /// A LoRA adapter could not be read, or differs from the recipe.
     #[error("adapter {path}: {reason}")]
     Adapter {

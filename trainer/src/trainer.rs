@@ -17,7 +17,8 @@ use crate::TrainerError;
 use crate::algorithm::Algorithm;
 use crate::batch::{Batch, BatchCounts, BatchRow, BatchSplit};
 use crate::checkpoint::{
-    CheckpointContents, CheckpointTime, CheckpointWriter, CheckpointWriterConfig, NetworkState, TrainerState,
+    CheckpointArchive, CheckpointContents, CheckpointTime, CheckpointWriter, CheckpointWriterConfig,
+    NetworkState, TrainerState,
 };
 use crate::colocation::Colocation;
 use crate::critic::{Critic, CriticNetwork};
@@ -96,6 +97,8 @@ pub struct TrainerParts {
     pub publisher: WeightPublisher,
     /// Flag that stops training before the next step.
     pub stop: Arc<AtomicBool>,
+    /// A second place for checkpoints. Groups are acknowledged once it has the checkpoint that contains them.
+    pub archive: Option<Arc<dyn CheckpointArchive>>,
 }
 
 impl std::fmt::Debug for TrainerParts {
@@ -144,9 +147,9 @@ impl Trainer {
         parts: TrainerParts,
         state: &TrainerState,
     ) -> Result<Self, TrainerError> {
-        let TrainerParts { learner, auxiliary, directory, buffer, publisher, stop } = parts;
+        let TrainerParts { learner, auxiliary, directory, buffer, publisher, stop, archive } = parts;
         let mut trainer = Self {
-            writer: CheckpointWriter::new(config.checkpoint.clone()),
+            writer: CheckpointWriter::new(config.checkpoint.clone()).archived(archive),
             config,
             learner,
             auxiliary,

@@ -237,6 +237,7 @@ fn trained(
         buffer: Arc::clone(&buffer) as Arc<dyn Consumer>,
         publisher,
         stop: Arc::new(AtomicBool::new(false)),
+        archive: None,
     };
     let mut trainer = Trainer::start(trainer_config, parts, &state).unwrap();
     let mut reports = Vec::new();

@@ -1,8 +1,8 @@
 //! A training step between a buffer and a weight publisher.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use buffer::{
@@ -12,7 +12,7 @@ use buffer::{
 use model::{ModelDirectory, ResidentParameters};
 use trainer::WeightPublisher;
 use trainer::algorithm::{Algorithm, Proximal};
-use trainer::checkpoint::{CheckpointWriterConfig, Retention, list, load};
+use trainer::checkpoint::{CheckpointArchive, CheckpointWriterConfig, Retention, list, load};
 use trainer::learner::Frozen;
 use trainer::loss::Correction;
 use trainer::optimizer::OptimizerKind;
@@ -86,15 +86,24 @@ struct StepBench<S> {
 }
 
 fn bench(change: impl FnOnce(&mut TrainerConfig)) -> StepBench<MemorySubscriber> {
-    let (publisher, hub) = weights::memory::hub();
-    let subscriber = hub.subscribe("sampler").unwrap();
-    bench_of(LEARNER, (WeightPublisher::Host(Arc::new(publisher)), subscriber), change)
+    archived_bench(None, change)
 }
 
-/// [`bench`] with ranks, publisher and subscriber.
+/// The same with an archive of checkpoints.
+fn archived_bench(
+    archive: Option<Arc<dyn CheckpointArchive>>,
+    change: impl FnOnce(&mut TrainerConfig),
+) -> StepBench<MemorySubscriber> {
+    let (publisher, hub) = weights::memory::hub();
+    let subscriber = hub.subscribe("sampler").unwrap();
+    bench_of(LEARNER, (WeightPublisher::Host(Arc::new(publisher)), subscriber), archive, change)
+}
+
+/// [`bench`] with ranks, publisher, subscriber and archive.
 fn bench_of<S>(
     learner: LearnerConfig,
     (publisher, subscriber): (WeightPublisher, S),
+    archive: Option<Arc<dyn CheckpointArchive>>,
     change: impl FnOnce(&mut TrainerConfig),
 ) -> StepBench<S> {
     let files = tempfile::tempdir().unwrap();
@@ -140,6 +149,7 @@ fn bench_of<S>(
         buffer: Arc::new(SharedBuffer { buffer: Arc::clone(&buffer), deposed: Arc::clone(&deposed) }),
         publisher,
         stop: Arc::clone(&stop),
+        archive,
     };
     let trainer = Trainer::start(settings, parts, &state).unwrap();
     StepBench { files, buffer, deposed, subscriber, trainer, stop }
@@ -237,7 +247,7 @@ fn a_sampler_that_subscribes_during_a_wait_receives_the_published_version() {
     let publisher = NcclPublisher::<f32>::new(hub.clone(), &emulated(), NcclConfig::default());
     let device = DeviceConfig::new(DeviceLocation::Emulated, model::on_device::DeviceDtype::F32);
     let learner = LearnerConfig { device: Some(device), ..LEARNER };
-    let mut bench = bench_of(learner, (WeightPublisher::F32(Arc::new(publisher)), ()), |_| {});
+    let mut bench = bench_of(learner, (WeightPublisher::F32(Arc::new(publisher)), ()), None, |_| {});
     let stop = Arc::clone(&bench.stop);
     let late = std::thread::spawn(move || {
         let sampler = NcclSubscriber::<f32>::within(&hub, "late", &emulated()).unwrap();
@@ -276,7 +286,7 @@ fn a_batch_without_a_gradient_makes_no_update() {
         let (publisher, hub) = weights::memory::hub();
         let edges = (WeightPublisher::Host(Arc::new(publisher)), hub.subscribe("sampler").unwrap());
         let learner = LearnerConfig { world, zero, ..with_optimizer(kind) };
-        let mut bench = bench_of(learner, edges, |config| {
+        let mut bench = bench_of(learner, edges, None, |config| {
             (config.algorithm, config.split.minibatches) = (algorithm, 2);
         });
         (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0]));
@@ -359,6 +369,63 @@ fn an_asynchronous_checkpoint_has_the_state_when_it_was_due() {
     let read = read(&bench.files.path().join("checkpoints/step_000001"));
     assert_eq!(read.parameters.values(), first.values());
     assert_eq!((read.optimizer, read.state.version), (optimizer, PolicyVersion(1)));
+}
+
+/// An archive that stores a checkpoint once it is allowed to, and fails at the second.
+#[derive(Debug, Default)]
+struct SlowArchive {
+    allowed: AtomicBool,
+    stored: Mutex<Vec<PolicyVersion>>,
+}
+
+impl CheckpointArchive for SlowArchive {
+    fn store(&self, directory: &Path, version: PolicyVersion) -> Result<(), TrainerError> {
+        assert!(directory.join("manifest.json").is_file(), "a checkpoint is stored once it is complete");
+        while !self.allowed.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let mut stored = self.stored.lock().unwrap();
+        if !stored.is_empty() {
+            return Err(TrainerError::Archive("the lead is another process".into()));
+        }
+        stored.push(version);
+        Ok(())
+    }
+}
+
+/// The deadline of the disk does not apply to the archive, which has its own.
+#[test]
+fn groups_are_acknowledged_once_the_archive_has_their_checkpoint() {
+    let archive = Arc::new(SlowArchive::default());
+    let of_trainer: Arc<dyn CheckpointArchive> = Arc::clone(&archive) as _;
+    let mut bench = archived_bench(Some(of_trainer), |config| {
+        config.checkpoint.wait = Duration::from_millis(200);
+    });
+    let step = |bench: &mut StepBench<_>, version| {
+        (0..2).for_each(|_| put(&bench.buffer, version, &[1.0, 0.0]));
+        bench.trainer.step().unwrap().unwrap();
+    };
+    step(&mut bench, 0);
+    bench.trainer.checkpoint().unwrap();
+    let checkpoint = bench.files.path().join("checkpoints/step_000001");
+    while !checkpoint.exists() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    step(&mut bench, 1);
+    assert_eq!(bench.buffer.stats().unwrap().leased, 4, "on disk is not enough");
+    let allow = Arc::clone(&archive);
+    let later = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(600));
+        allow.allowed.store(true, Ordering::Relaxed);
+    });
+    // Waits for the first checkpoint, longer than the deadline of the disk.
+    bench.trainer.checkpoint().unwrap();
+    later.join().unwrap();
+    assert_eq!(*archive.stored.lock().unwrap(), [PolicyVersion(1)]);
+    assert_eq!(bench.buffer.stats().unwrap().leased, 2, "the groups of the first step are acknowledged");
+    let error = bench.trainer.last_checkpoint().unwrap_err().to_string();
+    assert!(error.contains("the lead is another process"), "{error}");
+    assert_eq!(bench.buffer.stats().unwrap().leased, 2, "what the archive refused is not acknowledged");
 }
 
 #[test]

@@ -1,12 +1,14 @@
 //! Asynchronous checkpoints: a thread writes a copy of the state while training continues.
 //!
 //! The copy is taken between two steps. Invariants: at most one checkpoint is being written, and the next one waits for
-//! it; a version is reported as durable only after its directory has its final name; an error of the thread is returned
-//! by the next call.
+//! it; a version is reported as durable only after its directory has its final name, and with an archive only after the
+//! archive has it too; an error of the thread is returned by the next call.
 
 use std::borrow::Cow;
-use std::path::PathBuf;
+use std::fmt::Debug;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -32,6 +34,16 @@ pub struct CheckpointWriterConfig {
     pub wait: Duration,
 }
 
+/// A second place for every checkpoint, which survives the loss of this machine.
+pub trait CheckpointArchive: Debug + Send + Sync {
+    /// Stores the complete checkpoint of `version` in `directory`; it is durable in the archive when this returns. Storing
+    /// what is stored already changes nothing.
+    ///
+    /// # Errors
+    /// [`TrainerError::Archive`]; also if the archive makes no progress before a deadline of its own.
+    fn store(&self, directory: &Path, version: PolicyVersion) -> Result<(), TrainerError>;
+}
+
 /// Time spent on checkpoints, seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CheckpointTime {
@@ -47,6 +59,7 @@ pub struct CheckpointTime {
 #[derive(Debug)]
 pub struct CheckpointWriter {
     config: CheckpointWriterConfig,
+    archive: Option<Arc<dyn CheckpointArchive>>,
     in_flight: Option<PendingCheckpoint>,
     durable: Option<PolicyVersion>,
     time: CheckpointTime,
@@ -56,6 +69,8 @@ pub struct CheckpointWriter {
 #[derive(Debug)]
 struct PendingCheckpoint {
     version: PolicyVersion,
+    /// Whether it is on disk. From then on the deadline of the archive applies.
+    on_disk: Arc<AtomicBool>,
     /// Receives the seconds that the write took.
     done: Receiver<Result<f64, TrainerError>>,
 }
@@ -64,7 +79,14 @@ impl CheckpointWriter {
     /// A writer without a checkpoint.
     #[must_use]
     pub fn new(config: CheckpointWriterConfig) -> Self {
-        Self { config, in_flight: None, durable: None, time: CheckpointTime::default() }
+        Self { config, archive: None, in_flight: None, durable: None, time: CheckpointTime::default() }
+    }
+
+    /// Also stores every checkpoint in `archive`.
+    #[must_use]
+    pub fn archived(mut self, archive: Option<Arc<dyn CheckpointArchive>>) -> Self {
+        self.archive = archive;
+        self
     }
 
     /// Writes a checkpoint, or copies `contents` and starts a thread that writes the copy. The previous checkpoint is
@@ -82,16 +104,22 @@ impl CheckpointWriter {
         let version = contents.state.version;
         let snapshot = CheckpointSnapshot::of(contents);
         let (checkpoints, retention) = (self.config.checkpoints.clone(), self.config.retention);
+        let (archive, on_disk) = (self.archive.clone(), Arc::<AtomicBool>::default());
         let (sender, done) = sync_channel(1);
+        let is_on_disk = Arc::clone(&on_disk);
         let write = move || {
             let clock = Instant::now();
             let written = save(&checkpoints, &snapshot.contents(), retention);
+            // The copy uses memory, and the archive reads the files.
+            drop(snapshot);
+            is_on_disk.store(true, Ordering::Release);
+            let stored = written.and_then(|path| store(archive.as_deref(), &path, version));
             // The receiver is dropped if the run has ended with an error.
-            let _ = sender.send(written.map(|_| clock.elapsed().as_secs_f64()));
+            let _ = sender.send(stored.map(|()| clock.elapsed().as_secs_f64()));
         };
         let spawned = thread::Builder::new().name("checkpoint".to_owned()).spawn(write);
         spawned.map_err(|error| self.failed(version, format!("no thread to write it: {error}")))?;
-        self.in_flight = Some(PendingCheckpoint { version, done });
+        self.in_flight = Some(PendingCheckpoint { version, on_disk, done });
         self.time.stall += clock.elapsed().as_secs_f64();
         Ok(())
     }
@@ -105,6 +133,7 @@ impl CheckpointWriter {
         self.join()?;
         let writing = Instant::now();
         let path = save(&self.config.checkpoints, contents, self.config.retention)?;
+        store(self.archive.as_deref(), &path, contents.state.version)?;
         self.time.write += writing.elapsed().as_secs_f64();
         self.time.stall += clock.elapsed().as_secs_f64();
         self.durable = Some(contents.state.version);
@@ -116,7 +145,7 @@ impl CheckpointWriter {
     /// # Errors
     /// If a checkpoint could not be written.
     pub fn take_durable(&mut self) -> Result<Option<PolicyVersion>, TrainerError> {
-        if let Some(PendingCheckpoint { version, done }) = &self.in_flight {
+        if let Some(PendingCheckpoint { version, done, .. }) = &self.in_flight {
             match done.try_recv() {
                 Err(TryRecvError::Empty) => {}
                 result => {
@@ -135,9 +164,13 @@ impl CheckpointWriter {
 
     /// Waits until no checkpoint is being written.
     fn join(&mut self) -> Result<(), TrainerError> {
-        let Some(PendingCheckpoint { version, done }) = &self.in_flight else { return Ok(()) };
+        let Some(PendingCheckpoint { version, on_disk, done }) = &self.in_flight else { return Ok(()) };
         let (clock, version) = (Instant::now(), *version);
-        let result = match done.recv_timeout(self.config.wait) {
+        let mut received = done.recv_timeout(self.config.wait);
+        while matches!(received, Err(RecvTimeoutError::Timeout)) && on_disk.load(Ordering::Acquire) {
+            received = done.recv_timeout(self.config.wait);
+        }
+        let result = match received {
             Ok(result) => Some(result),
             Err(RecvTimeoutError::Disconnected) => None,
             Err(RecvTimeoutError::Timeout) => {
@@ -176,6 +209,15 @@ impl Drop for CheckpointWriter {
     fn drop(&mut self) {
         let _ = self.join();
     }
+}
+
+/// Stores the checkpoint of `version` in `directory` in the archive, if there is one.
+fn store(
+    archive: Option<&dyn CheckpointArchive>,
+    directory: &Path,
+    version: PolicyVersion,
+) -> Result<(), TrainerError> {
+    archive.map_or(Ok(()), |archive| archive.store(directory, version))
 }
 
 /// A copy of the state, for the thread.
