@@ -24,7 +24,7 @@ use crate::recipe::words::StoreWord;
 use crate::run_buffer::run_database;
 
 /// The file of the mark in the directory of a run.
-const MARK: &str = "buffer.id";
+const MARK: &str = "database.id";
 /// Longest mark, bytes.
 const MAX_MARK: u64 = 128;
 /// How long a run waits for another process that has its schema open: one that was killed on another machine loses it sooner.
@@ -98,7 +98,7 @@ impl NamedDatabase<'_> {
         match std::fs::File::open(&path) {
             Ok(file) => {
                 let mut text = String::new();
-                file.take(MAX_MARK).read_to_string(&mut text).map_err(self.failed("read buffer.id in"))?;
+                file.take(MAX_MARK).read_to_string(&mut text).map_err(self.failed("read database.id in"))?;
                 let mut words = text.split_whitespace().map(str::to_owned);
                 let Some((mark, schema)) = words.next().zip(words.next()) else {
                     let what = "it must have the mark of the run and the name of its schema: restore it";
@@ -107,11 +107,11 @@ impl NamedDatabase<'_> {
                 return Ok((mark, self.schema.map_or(schema, str::to_owned)));
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(self.failed("read buffer.id in")(error)),
+            Err(error) => return Err(self.failed("read database.id in")(error)),
         }
         let mut random = [0; 8];
         let failed =
-            |_| self.failed("make buffer.id in")(io::Error::other("the system has no random numbers"));
+            |_| self.failed("make database.id in")(io::Error::other("the system has no random numbers"));
         SystemRandom::new().fill(&mut random).map_err(failed)?;
         let mark = format!("{:016x}", u64::from_le_bytes(random));
         let schema = self.schema.map_or_else(name, |schema| Ok(schema.to_owned()))?;

@@ -213,7 +213,7 @@ impl Store for PostgresStore {
         if bytes > MAX_PAYLOAD_BYTES {
             return (append.done)(Err(BufferError::GroupTooLarge { bytes, limit: MAX_PAYLOAD_BYTES }));
         }
-        if let Err((append, waiting)) = self.shared.queue.push_group(append) {
+        if let Err((append, waiting)) = self.shared.queue.push_group(Box::new(append)) {
             (append.done)(Err(BufferError::QueueFull { waiting }));
         }
     }

@@ -264,5 +264,5 @@ fn signal(name: &str, pids: &[u32]) {
     let pids = pids.iter().map(u32::to_string);
     // One that has just ended is no failure.
     let status = Command::new("kill").arg(format!("-{name}")).args(pids).stderr(Stdio::null()).status();
-    status.expect("`kill` can be started");
+    status.expect("the program that sends signals can be started");
 }

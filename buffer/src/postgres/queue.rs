@@ -42,12 +42,12 @@ struct WriteQueueState {
 
 impl WriteQueue {
     /// Queues a group; a full queue returns it with the number of waiting writes.
-    pub(super) fn push_group(&self, append: AppendGroup) -> Result<(), (AppendGroup, usize)> {
+    pub(super) fn push_group(&self, append: Box<AppendGroup>) -> Result<(), (Box<AppendGroup>, usize)> {
         let mut state = lock(&self.state);
         if state.writes.len() >= QUEUE - QUEUE_FOR_CHANGES {
             return Err((append, state.writes.len()));
         }
-        self.push(&mut state, QueuedWrite::Append(Box::new(append)));
+        self.push(&mut state, QueuedWrite::Append(append));
         Ok(())
     }
 

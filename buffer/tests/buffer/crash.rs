@@ -36,7 +36,7 @@ fn groups_in_a_database_survive_a_kill_and_are_trained_once() {
     let Some(server) = buffer::conformance::database::DatabaseServer::start(directory.path(), &[]) else {
         return;
     };
-    let kills = std::env::var("RLRUN_DATABASE_KILLS").map_or(DATABASE_KILLS, |kills| kills.parse().unwrap());
+    let kills = super::number("RLRUN_DATABASE_KILLS", DATABASE_KILLS);
     survives(&server.url(&[]), kills);
 }
 
@@ -149,7 +149,7 @@ fn run_and_kill(store: &str, lines: usize, seen: &mut Seen) {
 #[test]
 #[ignore = "the child of the test above, which runs it"]
 fn child() {
-    let (Ok(store), Some(checkpoint)) = (std::env::var(STORE), std::env::var_os(CHECKPOINT)) else {
+    let (Some(store), Some(checkpoint)) = (std::env::var_os(STORE), std::env::var_os(CHECKPOINT)) else {
         return;
     };
     std::panic::set_hook(Box::new(|panic| {
@@ -159,7 +159,7 @@ fn child() {
     // The test harness has begun a line of its own.
     say("");
     let start: u64 = checkpoint.to_str().unwrap().parse().unwrap();
-    let journal = open(&store);
+    let journal = open(store.to_str().unwrap());
     journal.ack_through(TRAINER, v(start)).unwrap();
     let version = AtomicU64::new(start);
     std::thread::scope(|scope| {

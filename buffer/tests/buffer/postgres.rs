@@ -18,7 +18,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use trajectory::GroupId;
 
-use super::{NOW, SOON, TRAINER, admit, config, generate, group, lease, leased, v};
+use super::{NOW, SOON, TRAINER, admit, config, generate, group, lease, leased, number, v};
 
 /// A server and its directory.
 struct Database {
@@ -45,7 +45,10 @@ fn buffer(of: PostgresConfig) -> Buffer {
 }
 
 fn refusal(of: PostgresConfig) -> String {
-    open_postgres(of).err().expect("it must be refused").to_string()
+    match open_postgres(of) {
+        Ok(_) => panic!("it must be refused"),
+        Err(error) => error.to_string(),
+    }
 }
 
 #[test]
@@ -174,8 +177,8 @@ fn lost_sessions_are_made_again_and_nothing_is_lost() {
 }
 
 /// Number of crashes of the server: more with `tests/run --all`.
-fn crashes() -> u32 {
-    std::env::var("RLRUN_DATABASE_KILLS").map_or(3, |kills| kills.parse().unwrap())
+fn crashes() -> u64 {
+    number("RLRUN_DATABASE_KILLS", 3)
 }
 
 #[test]
@@ -184,9 +187,9 @@ fn crashes_and_stops_of_the_server_are_survived() {
     let of = server.config("crash");
     let opened = open_postgres(of.clone()).unwrap();
     let kills = crashes();
-    let acknowledged = append_while(&*opened.store, 700 * u64::from(kills), || {
+    let acknowledged = append_while(&*opened.store, 700 * kills, || {
         for kill in 0..kills {
-            std::thread::sleep(Duration::from_millis(u64::from(kill * 37 % 100)));
+            std::thread::sleep(Duration::from_millis(kill * 37 % 100));
             match kill % 3 {
                 0 => server.crash(),
                 1 => server.stop(),
@@ -235,7 +238,7 @@ fn a_failover_to_a_synchronous_replica_loses_nothing() {
 
 /// Calls of the comparison with the journal: more with `tests/run --all`.
 fn calls() -> u64 {
-    std::env::var("RLRUN_DATABASE_CALLS").map_or(4000, |calls| calls.parse().unwrap())
+    number("RLRUN_DATABASE_CALLS", 4000)
 }
 
 /// Random calls of samplers and trainers, and openings, get the same answers from a journal and from a database.
