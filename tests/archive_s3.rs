@@ -315,7 +315,7 @@ fn an_outage_delays_acknowledgements_and_a_longer_one_is_an_error() {
     }
 
     bench.proxy.fail(|_, request| stores(request, "step_000009").then_some(ProxyFault::Status(503)));
-    let args = ["resume", "run", "--set", "trainer.steps=12", "--set", "deadlines.wait_s=6"];
+    let args = ["resume", "run", "--set", "trainer.steps=12", "--set", "deadlines.wait_s=20"];
     let failed = bench.rlrun(&args);
     assert_eq!(failed.status.code(), Some(1), "{}", failed.stderr);
     for part in [

@@ -14,7 +14,7 @@ use super::bucket::{Bucket, BucketError};
 use super::files::{self, CHECKPOINTS, RESOLVED};
 use super::lead::{self, ArchiveIndex, ArchiveLead, FoundLead, IndexedFile, LeadCheckpoint};
 use super::record::{ArchiveRecord, RECORD};
-use super::transfer::{MeasuredFile, Transfer};
+use super::transfer::{FileTransfer, MeasuredFile};
 use super::{ArchiveError, ArchiveRequest};
 use crate::failure::Failure;
 use crate::run_dir::{RunDir, RunDirError};
@@ -49,7 +49,8 @@ pub(super) fn fetch(
     let name = lead.name.clone();
     let (lead, _) =
         FoundLead { bucket: &bucket, found: Some((lead, version)), name: &name }.replace(&mut record, to)?;
-    let copy = RunCopy { bucket: &bucket, transfer: Transfer::new(&bucket, request.patience, notice), to };
+    let copy =
+        RunCopy { bucket: &bucket, transfer: FileTransfer::new(&bucket, request.patience, notice), to };
     copy.run(&lead, request.from, notice)?;
     std::fs::rename(to.join(UNRESOLVED), to.join(RESOLVED)).map_err(|source| ArchiveError::Local {
         verb: "write",
@@ -62,7 +63,7 @@ pub(super) fn fetch(
 /// A run on its way from an archive into a directory.
 struct RunCopy<'a> {
     bucket: &'a Bucket,
-    transfer: Transfer<'a>,
+    transfer: FileTransfer<'a>,
     to: &'a Path,
 }
 

@@ -18,7 +18,7 @@ use super::bucket::{Bucket, BucketError, PARALLEL};
 use super::files::{self, CHECKPOINTS};
 use super::lead::{self, ArchiveIndex, ArchiveLead, FoundLead, IndexedFile, LEAD, LeadCheckpoint, epoch_of};
 use super::record::ArchiveRecord;
-use super::transfer::{MeasuredFile, Transfer};
+use super::transfer::{FileTransfer, MeasuredFile};
 use super::{ArchiveError, ArchiveSetup, RunArchive, probe};
 use crate::report::Report;
 
@@ -184,7 +184,7 @@ impl ObjectArchive {
         version: PolicyVersion,
     ) -> Result<(), ArchiveError> {
         let say = |text: &str| self.report.note(text);
-        let transfer = Transfer::new(&self.bucket, self.patience, &say);
+        let transfer = FileTransfer::new(&self.bucket, self.patience, &say);
         let files = self.files(state, &transfer, directory)?;
         let newest = state.newest_index();
         if files.missing.is_empty() && newest.is_some_and(|newest| newest.files == files.stored) {
@@ -212,7 +212,7 @@ impl ObjectArchive {
     fn files(
         &self,
         state: &mut ArchiveState,
-        transfer: &Transfer<'_>,
+        transfer: &FileTransfer<'_>,
         directory: Option<&Path>,
     ) -> Result<CommitFiles, ArchiveError> {
         let local = |error: BucketError| error.into_error(self.bucket.url(), "read the run directory");
@@ -279,7 +279,7 @@ impl ObjectArchive {
     fn upload(
         &self,
         state: &mut ArchiveState,
-        transfer: &Transfer<'_>,
+        transfer: &FileTransfer<'_>,
         files: CommitFiles,
         target: &str,
     ) -> Result<BTreeMap<String, IndexedFile>, ArchiveError> {
@@ -288,7 +288,7 @@ impl ObjectArchive {
             |path: &str| path.starts_with(CHECKPOINTS) && path.ends_with(model::manifest::MANIFEST);
         let manifest = missing.pop_if(|(path, _)| is_manifest(path));
         let (large, small): (Vec<_>, Vec<_>) =
-            missing.into_iter().partition(|(_, file)| Transfer::is_large(file));
+            missing.into_iter().partition(|(_, file)| FileTransfer::is_large(file));
         let batches = small.chunks(PARALLEL).chain(large.chunks(1)).chain(manifest.as_slice().chunks(1));
         for batch in batches {
             let named: Vec<(String, MeasuredFile)> = batch
@@ -324,7 +324,7 @@ impl ObjectArchive {
     /// Commits: replaces the lead of `state` by `next` unless another process is the lead.
     fn replace_lead(
         &self,
-        transfer: &Transfer<'_>,
+        transfer: &FileTransfer<'_>,
         state: &ArchiveState,
         next: &ArchiveLead,
     ) -> Result<UpdateVersion, ArchiveError> {
