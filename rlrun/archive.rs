@@ -68,6 +68,7 @@ pub(crate) trait RunArchive: CheckpointArchive {
 }
 
 /// What an archive is opened with.
+#[cfg_attr(not(feature = "object-store"), expect(dead_code, reason = "only object stores read all of it"))]
 pub(crate) struct ArchiveSetup<'a> {
     pub(crate) url: &'a ArchiveUrl,
     /// Name of the run, for people.
@@ -82,6 +83,7 @@ pub(crate) struct ArchiveSetup<'a> {
 }
 
 /// What is fetched from an archive.
+#[cfg_attr(not(feature = "object-store"), expect(dead_code, reason = "only object stores read all of it"))]
 pub(crate) struct ArchiveRequest<'a> {
     pub(crate) url: &'a ArchiveUrl,
     /// The variables of the process: credentials and endpoints.

@@ -16,14 +16,14 @@ pub const VARIABLE: &str = "RLRUN_FAILPOINTS";
 pub const PLACES: [(&str, bool); 12] = [
     // The journal is about to commit what has come.
     ("journal-commit", true),
-    // The files of a checkpoint are in the archive, its index is not.
-    ("archive-upload", false),
-    // A checkpoint is in the archive, and `lead.json` does not name it yet.
-    ("archive-commit", false),
     // The weights of a checkpoint are written, its optimizer is not.
     ("checkpoint-write", true),
     // A checkpoint is complete but for its name.
     ("checkpoint-rename", true),
+    // The files of a checkpoint are in the archive, its index is not.
+    ("archive-upload", false),
+    // A checkpoint is in the archive, and `lead.json` does not name it yet.
+    ("archive-commit", false),
     // The trainer is about to publish a version.
     ("weights-publish", false),
     // A sampler has found a new version and copies it.

@@ -193,7 +193,8 @@ fn open_archive(
         run_dir: run_dir.path(),
         retention: recipe.retention(),
         environment: program.environment(),
-        patience: recipe.wait(),
+        // Its error names the cause, so it comes before those of roles that wait for the trainer meanwhile.
+        patience: recipe.wait() / 2,
         report,
     };
     Ok(Some(archive::open(&setup)?))

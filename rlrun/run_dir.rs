@@ -96,6 +96,7 @@ pub struct RunDir {
 }
 
 /// A directory without a run that this process has locked; dropping it releases the lock.
+#[cfg(feature = "object-store")]
 #[derive(Debug)]
 pub(crate) struct ReservedDirectory {
     _lock: Lock,
@@ -148,6 +149,7 @@ impl RunDir {
     ///
     /// # Errors
     /// It has a run or other files in it, another process has locked it, or it cannot be written.
+    #[cfg(feature = "object-store")]
     pub(crate) fn reserve(path: &Path, mark: &str) -> Result<ReservedDirectory, RunDirError> {
         std::fs::create_dir_all(path).map_err(|source| failed("create", path, source))?;
         if path.join("resolved.toml").exists() || (has_files(path)? && !path.join(mark).exists()) {

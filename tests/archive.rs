@@ -136,7 +136,7 @@ fn a_run_is_archived_with_its_logs_and_continues_in_another_directory() {
     home.rlrun(&["resume", &url, "--run-dir", "again"])
         .refused(&["buffer.redb is missing", "--without-journal"]);
     let epoch = &lead(&home)["epoch"];
-    assert_eq!(epoch, 1, "a resume that is refused takes no lead");
+    assert_eq!(epoch, 2, "a fetch takes the lead");
     home.rlrun(&["resume", &url, "--run-dir", "again", "--without-journal"])
         .refused(&["is not empty", "rlrun resume"]);
     let args = ["resume", "again", "--without-journal", "--set", "trainer.steps=12"];
@@ -147,13 +147,13 @@ fn a_run_is_archived_with_its_logs_and_continues_in_another_directory() {
     assert!(weights(&again, 9) == weights(&home.run("lost"), 9));
     assert_eq!(again.samples(4), whole.samples(4), "samples of earlier steps come along");
     let second = lead(&home);
-    assert_eq!((&second["epoch"], steps_of(&second, "checkpoints")), (&2.into(), vec![9, 12]));
+    assert_eq!((&second["epoch"], steps_of(&second, "checkpoints")), (&3.into(), vec![9, 12]));
     nothing_is_left_over(&home);
 
     // The lost machine comes back: it does not have the steps of the other one.
     home.rlrun(&["resume", "lost", "--set", "trainer.steps=20"]).refused(&[
         "another start of this run",
-        "epoch 2, step 12",
+        "epoch 3, step 12",
         "--run-dir DIR",
     ]);
     home.rlrun(&["small.toml", "--run-dir", "new", "--set", &set, "--set", crate::support::CORRECT])
@@ -217,18 +217,20 @@ fn of_two_leads_only_the_newer_one_commits() {
     let mut taken = home.start(&resume);
     let old = finish(child);
     assert_eq!(old.status.code(), Some(1), "{}", old.stderr);
-    for part in ["no longer the lead of the run", "epoch 2, after epoch 1", "let the other one continue"] {
+    for part in
+        ["no longer the lead of the run", ", after epoch 1 of this process", "let the other one continue"]
+    {
         assert!(old.stderr.contains(part), "`{part}` is missing in:\n{}", old.stderr);
     }
     let ended = taken.wait().unwrap();
     let said = finish(taken);
     assert!(ended.success(), "{}\n{}", said.stdout, said.stderr);
-    assert_eq!(lead(&home)["epoch"], 2);
+    assert_eq!(lead(&home)["epoch"], 3);
     home.rlrun(&["resume", "run"]).refused(&["another start of this run"]);
     // What the old lead was uploading when it ended is removed after the next start.
     let step = steps_of(&lead(&home), "checkpoints").last().copied().unwrap();
     home.rlrun(&["resume", "taken", "--set", &format!("trainer.steps={}", step + 1)]).ok();
-    assert_eq!(lead(&home)["epoch"], 3);
+    assert_eq!(lead(&home)["epoch"], 4);
     nothing_is_left_over(&home);
 }
 

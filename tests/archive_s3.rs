@@ -307,7 +307,7 @@ fn an_outage_delays_acknowledgements_and_a_longer_one_is_an_error() {
         let since = is_out.then(|| *since.get_or_insert_with(Instant::now));
         since.is_some_and(|since| since.elapsed() < Duration::from_secs(8)).then_some(ProxyFault::Status(503))
     });
-    let done = bench.small("run", &["trainer.steps=6"]).ok();
+    let done = bench.small("run", &["trainer.steps=6", "rewards[0].timeout_s=5"]).ok();
     assert!(begun.elapsed() > Duration::from_secs(8));
     let said = done.stdout + &done.stderr;
     for part in ["waiting for the archive s3://bucket/runs/small", "503", "answers again after"] {
@@ -315,7 +315,7 @@ fn an_outage_delays_acknowledgements_and_a_longer_one_is_an_error() {
     }
 
     bench.proxy.fail(|_, request| stores(request, "step_000009").then_some(ProxyFault::Status(503)));
-    let args = ["resume", "run", "--set", "trainer.steps=12", "--set", "deadlines.wait_s=10"];
+    let args = ["resume", "run", "--set", "trainer.steps=12", "--set", "deadlines.wait_s=20"];
     let failed = bench.rlrun(&args);
     assert_eq!(failed.status.code(), Some(1), "{}", failed.stderr);
     for part in [
@@ -345,7 +345,7 @@ fn of_two_leads_in_s3_only_the_newer_one_commits() {
     let mut child = bench.start_small("run", &["trainer.steps=100000", "checkpoint.interval=1"]);
     assert!(run.wait_for(Moment::Step(4), &mut child));
     let taken = bench.elsewhere("taken", &["trainer.steps=6"]).ok();
-    assert!(taken.stdout.contains("this process is the lead of epoch 2"), "{}", taken.stdout);
+    assert!(taken.stdout.contains("this process is the lead of epoch 3"), "{}", taken.stdout);
     let old = finish(child);
     assert_eq!(old.status.code(), Some(1), "{}", old.stderr);
     assert!(old.stderr.contains("no longer the lead of the run"), "{}", old.stderr);

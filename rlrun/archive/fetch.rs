@@ -1,5 +1,7 @@
 //! A run directory from an archive.
 //!
+//! It takes the lead first, so that nothing is committed that the copy lacks.
+//!
 //! Invariant: `resolved.toml`, which makes a directory a run, comes last, so an interrupted fetch leaves nothing that looks
 //! resumable, and the next one continues it. A checkpoint that is damaged in the archive is fetched as far as it can be: the
 //! rules for damaged checkpoints of a run directory apply to it.
@@ -10,9 +12,9 @@ use trajectory::PolicyVersion;
 
 use super::bucket::{Bucket, BucketError};
 use super::files::{self, CHECKPOINTS, RESOLVED};
-use super::lead::{ArchiveIndex, ArchiveLead, IndexedFile, LEAD, LeadCheckpoint};
+use super::lead::{self, ArchiveIndex, ArchiveLead, FoundLead, IndexedFile, LeadCheckpoint};
 use super::record::{ArchiveRecord, RECORD};
-use super::transfer::{MeasuredFile, Transfer};
+use super::transfer::{FileTransfer, MeasuredFile};
 use super::{ArchiveError, ArchiveRequest};
 use crate::failure::Failure;
 use crate::run_dir::{RunDir, RunDirError};
@@ -23,7 +25,7 @@ const UNRESOLVED: &str = "resolved.toml.fetched";
 /// Whether the archive has a checkpoint.
 pub(super) fn has_run(request: &ArchiveRequest<'_>) -> Result<bool, ArchiveError> {
     let bucket = Bucket::open(request.url, request.environment)?;
-    Ok(read_lead(&bucket)?.is_some_and(|lead| !lead.checkpoints.is_empty()))
+    Ok(lead::read(&bucket)?.is_some_and(|(lead, _)| !lead.checkpoints.is_empty()))
 }
 
 /// Makes the run directory `to`: the newest intact checkpoint, those after it as far as they can be fetched, and the recipe,
@@ -35,22 +37,20 @@ pub(super) fn fetch(
 ) -> Result<(), Failure> {
     let bucket = Bucket::open(request.url, request.environment)?;
     let url = request.url.to_string();
-    let lead = read_lead(&bucket)?.filter(|lead| !lead.checkpoints.is_empty());
-    let lead = lead.ok_or_else(|| ArchiveError::Empty { url: url.clone() })?;
+    let found = lead::read(&bucket)?.filter(|(lead, _)| !lead.checkpoints.is_empty());
+    let (lead, version) = found.ok_or_else(|| ArchiveError::Empty { url: url.clone() })?;
     let begun = to.join(RECORD).exists();
     let _reserved = RunDir::reserve(to, RECORD)?;
-    let record = ArchiveRecord::read(to, &url);
+    let mut record = ArchiveRecord::read(to, &url);
     if begun && record.writers.is_empty() {
         return Err(RunDirError::Occupied { path: to.to_owned() }.into());
     }
-    let record = ArchiveRecord {
-        url,
-        writers: vec![lead.writer.clone()],
-        fetched: Some(lead.commit),
-        stored: Vec::new(),
-    };
-    record.write(to)?;
-    let copy = RunCopy { bucket: &bucket, transfer: Transfer::new(&bucket, request.patience, notice), to };
+    // From here on an earlier lead, which may only seem to be dead, commits nothing that the copy would lack.
+    let name = lead.name.clone();
+    let (lead, _) =
+        FoundLead { bucket: &bucket, found: Some((lead, version)), name: &name }.replace(&mut record, to)?;
+    let copy =
+        RunCopy { bucket: &bucket, transfer: FileTransfer::new(&bucket, request.patience, notice), to };
     copy.run(&lead, request.from, notice)?;
     std::fs::rename(to.join(UNRESOLVED), to.join(RESOLVED)).map_err(|source| ArchiveError::Local {
         verb: "write",
@@ -60,16 +60,10 @@ pub(super) fn fetch(
     Ok(())
 }
 
-fn read_lead(bucket: &Bucket) -> Result<Option<ArchiveLead>, ArchiveError> {
-    let found = ArchiveLead::read(bucket);
-    let found = found.map_err(|error| error.into_error(bucket.url(), &format!("read {LEAD}")))?;
-    Ok(found.map(|(lead, _)| lead))
-}
-
 /// A run on its way from an archive into a directory.
 struct RunCopy<'a> {
     bucket: &'a Bucket,
-    transfer: Transfer<'a>,
+    transfer: FileTransfer<'a>,
     to: &'a Path,
 }
 

@@ -16,7 +16,10 @@ use object_store::UpdateVersion;
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
+use super::ArchiveError;
 use super::bucket::{Bucket, BucketError};
+use super::record::ArchiveRecord;
+use crate::credentials;
 
 /// Name of the object.
 pub(super) const LEAD: &str = "lead.json";
@@ -24,6 +27,10 @@ pub(super) const LEAD: &str = "lead.json";
 const FORMAT: u64 = 1;
 /// Longest `lead.json`, bytes.
 const MAX_LEAD_BYTES: u64 = 4 << 20;
+/// Attempts to take the lead from one that commits, or of a store that loses answers.
+const ATTEMPTS: usize = 10;
+/// What a start does.
+const TAKE: &str = "take the lead of the run";
 /// Longest index, bytes.
 const MAX_INDEX_BYTES: u64 = 16 << 20;
 
@@ -74,6 +81,77 @@ pub(super) struct IndexedFile {
     pub(super) object: String,
     pub(super) bytes: u64,
     pub(super) blake3: String,
+}
+
+/// The lead that a start has found.
+pub(super) struct FoundLead<'a> {
+    pub(super) bucket: &'a Bucket,
+    pub(super) found: Option<(ArchiveLead, UpdateVersion)>,
+    /// Name of the run.
+    pub(super) name: &'a str,
+}
+
+impl FoundLead<'_> {
+    /// Replaces it by this process, with the next epoch, under the condition that no other start did.
+    ///
+    /// # Errors
+    /// [`ArchiveError::Fenced`] if another start did; an archive or a run directory that cannot be used.
+    pub(super) fn replace(
+        self,
+        record: &mut ArchiveRecord,
+        run_dir: &Path,
+    ) -> Result<(ArchiveLead, UpdateVersion), ArchiveError> {
+        let Self { bucket, found, name } = self;
+        let (mut lead, mut expected) = match found {
+            Some((lead, version)) => (lead, Some(version)),
+            None => (ArchiveLead::new(name), None),
+        };
+        let local = |source| ArchiveError::Local { verb: "read", path: "/dev/urandom".into(), source };
+        let writer = credentials::random_name().map_err(local)?;
+        record.add_writer(&writer);
+        record.write(run_dir)?;
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let mut attempt = 0;
+        loop {
+            attempt += 1;
+            let epoch = lead.epoch + 1;
+            let next = ArchiveLead {
+                name: name.to_owned(),
+                epoch,
+                commit: 0,
+                writer: writer.clone(),
+                host: host.clone(),
+                ..lead.clone()
+            };
+            let error = match bucket.put_if(LEAD, next.to_bytes(), expected.as_ref()) {
+                Ok(version) => return Ok((next, version)),
+                Err(error @ (BucketError::Conflict | BucketError::Unavailable(_))) => error,
+                Err(error) => return Err(error.into_error(bucket.url(), TAKE)),
+            };
+            match read(bucket)? {
+                // The answer was lost.
+                Some((found, version)) if found == next => return Ok((next, version)),
+                Some((found, _)) if found.writer != lead.writer => return Err(fenced(bucket, found, epoch)),
+                _ if attempt == ATTEMPTS => return Err(error.into_error(bucket.url(), TAKE)),
+                // Nothing has happened, or the lead has committed a checkpoint meanwhile.
+                Some((found, version)) => (lead, expected) = (found, Some(version)),
+                None => {}
+            }
+        }
+    }
+}
+
+/// Reads `lead.json`; `None` if there is none.
+///
+/// # Errors
+/// An archive that cannot be used.
+pub(super) fn read(bucket: &Bucket) -> Result<Option<(ArchiveLead, UpdateVersion)>, ArchiveError> {
+    ArchiveLead::read(bucket).map_err(|error| error.into_error(bucket.url(), &format!("read {LEAD}")))
+}
+
+/// The error of a process of epoch `own` that finds the lead `found`.
+pub(super) fn fenced(bucket: &Bucket, found: ArchiveLead, own: u64) -> ArchiveError {
+    ArchiveError::Fenced { url: bucket.url().to_string(), host: found.host, epoch: found.epoch, own }
 }
 
 impl ArchiveLead {

@@ -13,6 +13,8 @@ use crate::credentials;
 
 /// Requests whose fastest is the round trip.
 const ROUND_TRIPS: usize = 5;
+/// Attempts at a conditional put.
+const ATTEMPTS: usize = 5;
 /// Difference of clocks above which signed requests are refused by S3, seconds.
 const MAX_CLOCK_DIFFERENCE_S: f64 = 900.0;
 
@@ -25,14 +27,20 @@ pub(super) fn conditional_put(bucket: &Bucket) -> Result<(), ArchiveError> {
         // There a lock compares.
         return Ok(());
     }
-    let name = probe_name();
-    let tried = try_conditional_put(bucket, &name);
-    let removed = bucket.delete(&name);
     let url = bucket.url();
-    match tried {
-        Ok(None) => removed.map_err(|error| error.into_error(url, "remove an object")),
-        Ok(Some(found)) => Err(ArchiveError::Unconditional { url: url.to_string(), found }),
-        Err(error) => Err(error.into_error(url, "create an object under a condition")),
+    let mut attempt = 0;
+    loop {
+        attempt += 1;
+        let name = probe_name();
+        let tried = try_conditional_put(bucket, &name);
+        let removed = bucket.delete(&name);
+        return match tried {
+            Ok(None) => removed.map_err(|error| error.into_error(url, "remove an object")),
+            Ok(Some(found)) => Err(ArchiveError::Unconditional { url: url.to_string(), found }),
+            // A put under a condition is not repeated by itself.
+            Err(BucketError::Unavailable(_) | BucketError::Conflict) if attempt < ATTEMPTS => continue,
+            Err(error) => Err(error.into_error(url, "create an object under a condition")),
+        };
     }
 }
 

@@ -26,8 +26,6 @@ pub(super) struct ArchiveRecord {
     pub(super) url: String,
     /// Names under which processes of this directory have been the lead, the newest last.
     pub(super) writers: Vec<String>,
-    /// The commit that the directory was made from, while it has not been the lead since.
-    pub(super) fetched: Option<u64>,
     /// Files of a commit in progress that are stored, by path in the run directory.
     pub(super) stored: Vec<(String, IndexedFile)>,
 }
@@ -52,7 +50,7 @@ impl ArchiveRecord {
 
     /// Whether the directory has everything that `lead` has committed.
     pub(super) fn is_of(&self, lead: &ArchiveLead) -> bool {
-        self.writers.contains(&lead.writer) && self.fetched.is_none_or(|commit| commit == lead.commit)
+        self.writers.contains(&lead.writer)
     }
 
     /// Adds the name of a lead to be.

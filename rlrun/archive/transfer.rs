@@ -65,7 +65,7 @@ impl MeasuredFile {
 }
 
 /// Moves files from and to an archive.
-pub(super) struct Transfer<'a> {
+pub(super) struct FileTransfer<'a> {
     bucket: &'a Bucket,
     /// How long it may make no progress.
     patience: Duration,
@@ -74,7 +74,7 @@ pub(super) struct Transfer<'a> {
     moved: Arc<AtomicU64>,
 }
 
-impl<'a> Transfer<'a> {
+impl<'a> FileTransfer<'a> {
     pub(super) fn new(
         bucket: &'a Bucket,
         patience: Duration,
@@ -91,9 +91,11 @@ impl<'a> Transfer<'a> {
     ) -> Result<T, ArchiveError> {
         let url = self.bucket.url();
         let begun = Instant::now();
-        let (mut moved, mut progress, mut pause) = (self.moved.load(Ordering::Relaxed), begun, PAUSES[0]);
+        // Bytes that the farthest attempt moved: one that fails where an earlier one did is no progress.
+        let (mut farthest, mut progress, mut pause) = (0, begun, PAUSES[0]);
         let mut said = false;
         loop {
+            let before = self.moved.load(Ordering::Relaxed);
             let error = match attempt() {
                 Ok(done) if said => {
                     let waited = begun.elapsed().as_secs_f64();
@@ -104,9 +106,9 @@ impl<'a> Transfer<'a> {
                 Err(error) => error,
             };
             let BucketError::Unavailable(reason) = error else { return Err(error.into_error(url, what)) };
-            let now = self.moved.load(Ordering::Relaxed);
-            if now != moved {
-                (moved, progress, pause) = (now, Instant::now(), PAUSES[0]);
+            let moved = self.moved.load(Ordering::Relaxed) - before;
+            if moved > farthest {
+                (farthest, progress, pause) = (moved, Instant::now(), PAUSES[0]);
             }
             let waited = progress.elapsed();
             if waited >= self.patience {
@@ -128,21 +130,33 @@ impl<'a> Transfer<'a> {
     /// Stores files under these names at the same time: one of any size, or [`PARALLEL`] of at most a part each.
     pub(super) fn upload(&self, files: &[(String, MeasuredFile)]) -> Result<(), ArchiveError> {
         let Some((first, _)) = files.first() else { return Ok(()) };
-        self.patiently(&format!("store {first}"), || self.bucket.wait_for(self.upload_together(files)))
+        let mut missing: Vec<&(String, MeasuredFile)> = files.iter().collect();
+        self.patiently(&format!("store {first}"), || {
+            let stored = self.bucket.wait_for(self.upload_together(&missing));
+            let mut failure = Ok(());
+            let is_stored =
+                |object: &str| stored.iter().any(|(name, result)| name == object && result.is_ok());
+            missing.retain(|(object, _)| !is_stored(object));
+            for (_, result) in stored {
+                failure = failure.and(result);
+            }
+            failure
+        })
     }
 
-    async fn upload_together(&self, files: &[(String, MeasuredFile)]) -> Result<(), BucketError> {
+    /// Stores files at the same time; the result of each by name.
+    async fn upload_together(
+        &self,
+        files: &[&(String, MeasuredFile)],
+    ) -> Vec<(String, Result<(), BucketError>)> {
         let mut uploads = JoinSet::new();
-        for (object, file) in files {
+        for (object, file) in files.iter().copied().cloned() {
             let (store, path, moved) =
-                (self.bucket.store(), self.bucket.path(object), Arc::clone(&self.moved));
-            let file = file.clone();
-            uploads.spawn(async move { upload(&*store, &path, &file, &moved).await });
+                (self.bucket.store(), self.bucket.path(&object), Arc::clone(&self.moved));
+            uploads.spawn(async move { (object, upload(&*store, &path, &file, &moved).await) });
         }
-        while let Some(done) = uploads.join_next().await {
-            done.map_err(|error| BucketError::Unavailable(error.to_string()))??;
-        }
-        Ok(())
+        // A panic of a task goes on here.
+        uploads.join_all().await
     }
 
     /// Fetches the object of `file` to the path `to`, whose directory exists.
@@ -174,7 +188,7 @@ async fn upload(
     moved: &AtomicU64,
 ) -> Result<(), BucketError> {
     let failed = |source| BucketError::Local("read", file.path.clone(), source);
-    let mut parts = Parts {
+    let mut parts = FileParts {
         file: model::files::open(&file.path).map_err(failed)?,
         hasher: blake3::Hasher::new(),
         left: file.bytes,
@@ -211,7 +225,7 @@ enum PartError {
 
 async fn upload_parts(
     upload: &mut dyn MultipartUpload,
-    parts: &mut Parts,
+    parts: &mut FileParts,
     moved: &AtomicU64,
 ) -> Result<(), PartError> {
     let mut in_flight = JoinSet::new();
@@ -235,7 +249,7 @@ async fn upload_parts(
 }
 
 /// The parts of a file, in order, digested as they are read.
-struct Parts {
+struct FileParts {
     file: File,
     hasher: blake3::Hasher,
     /// Bytes that are not read yet.
@@ -244,7 +258,7 @@ struct Parts {
     size: u64,
 }
 
-impl Parts {
+impl FileParts {
     fn next(&mut self) -> io::Result<Option<Vec<u8>>> {
         if self.left == 0 {
             return Ok(None);
@@ -352,13 +366,13 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let bucket = bucket(directory.path());
         let silent = |_: &str| {};
-        let transfer = Transfer::new(&bucket, SOON, &silent);
+        let transfer = FileTransfer::new(&bucket, SOON, &silent);
         for (name, bytes) in [("none", 0), ("one", 1000), ("several", 2 * PART_BYTES as usize + 5)] {
             let path = directory.path().join(name);
             let content: Vec<u8> = (0..bytes).map(|index| (index * 7 % 251) as u8).collect();
             std::fs::write(&path, &content).unwrap();
             let file = MeasuredFile::measure(&path).unwrap();
-            assert_eq!(Transfer::is_large(&file), name == "several");
+            assert_eq!(FileTransfer::is_large(&file), name == "several");
             transfer.upload(&[(name.to_owned(), file.clone())]).unwrap();
             let back = directory.path().join("back");
             transfer.download(&indexed(name, &file), &back).unwrap();
@@ -371,7 +385,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let bucket = bucket(directory.path());
         let silent = |_: &str| {};
-        let transfer = Transfer::new(&bucket, SOON, &silent);
+        let transfer = FileTransfer::new(&bucket, SOON, &silent);
         let path = directory.path().join("metrics.jsonl");
         std::fs::write(&path, "one\n").unwrap();
         let file = MeasuredFile::measure(&path).unwrap();
@@ -392,7 +406,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let bucket = bucket(directory.path());
         let silent = |_: &str| {};
-        let transfer = Transfer::new(&bucket, SOON, &silent);
+        let transfer = FileTransfer::new(&bucket, SOON, &silent);
         let path = directory.path().join("a");
         std::fs::write(&path, "right").unwrap();
         let file = MeasuredFile::measure(&path).unwrap();
@@ -414,7 +428,7 @@ mod tests {
         let bucket = bucket(directory.path());
         let said = Mutex::new(Vec::new());
         let note = |text: &str| said.lock().unwrap().push(text.to_owned());
-        let transfer = Transfer::new(&bucket, SOON, &note);
+        let transfer = FileTransfer::new(&bucket, SOON, &note);
         let away = || BucketError::Unavailable("503".to_owned());
         let error = transfer.patiently("store x", || Err::<(), _>(away())).unwrap_err();
         let text = error.to_string();

@@ -3,7 +3,9 @@
 //! Invariant: an address has no user name, password or query, so it can be shown and written down. Nothing is opened here.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+#[cfg(any(feature = "object-store", test))]
+use std::path::PathBuf;
 use std::str::FromStr;
 
 /// Kind of a store.
@@ -41,7 +43,11 @@ impl ArchiveUrl {
     pub(crate) fn is_one(argument: &Path) -> bool {
         argument.to_str().is_some_and(|text| text.contains("://"))
     }
+}
 
+#[cfg(any(feature = "object-store", test))]
+impl ArchiveUrl {
+    #[cfg(feature = "object-store")]
     pub(crate) fn scheme(&self) -> ArchiveScheme {
         self.scheme
     }

@@ -16,11 +16,10 @@ use trajectory::PolicyVersion;
 
 use super::bucket::{Bucket, BucketError, PARALLEL};
 use super::files::{self, CHECKPOINTS};
-use super::lead::{ArchiveIndex, ArchiveLead, IndexedFile, LEAD, LeadCheckpoint, epoch_of};
+use super::lead::{self, ArchiveIndex, ArchiveLead, FoundLead, IndexedFile, LEAD, LeadCheckpoint, epoch_of};
 use super::record::ArchiveRecord;
-use super::transfer::{MeasuredFile, Transfer};
+use super::transfer::{FileTransfer, MeasuredFile};
 use super::{ArchiveError, ArchiveSetup, RunArchive, probe};
-use crate::credentials;
 use crate::report::Report;
 
 /// How often a commit is begun again because a log was replaced while it was stored.
@@ -86,7 +85,7 @@ impl ObjectArchive {
 
     /// The lead in the archive with its version, and the record of the run directory, which has all that the lead committed.
     fn found_lead(&self) -> Result<(Option<(ArchiveLead, UpdateVersion)>, ArchiveRecord), ArchiveError> {
-        let found = self.read_lead()?;
+        let found = lead::read(&self.bucket)?;
         let mut record = ArchiveRecord::read(&self.run_dir, &self.url());
         let Some((lead, _)) = found.as_ref().filter(|(lead, _)| !record.is_of(lead)) else {
             return Ok((found, record));
@@ -106,11 +105,6 @@ impl ObjectArchive {
         }
     }
 
-    fn read_lead(&self) -> Result<Option<(ArchiveLead, UpdateVersion)>, ArchiveError> {
-        let found = ArchiveLead::read(&self.bucket);
-        found.map_err(|error| error.into_error(self.bucket.url(), &format!("read {LEAD}")))
-    }
-
     fn url(&self) -> String {
         self.bucket.url().to_string()
     }
@@ -118,31 +112,9 @@ impl ObjectArchive {
     /// Replaces the lead in the archive by this process, with the next epoch.
     fn replace_found_lead(&self) -> Result<ArchiveState, ArchiveError> {
         let (found, mut record) = self.found_lead()?;
-        let (lead, expected) = match found {
-            Some((lead, version)) => (lead, Some(version)),
-            None => (ArchiveLead::new(&self.name), None),
-        };
-        let local =
-            |source| ArchiveError::Local { verb: "read", path: PathBuf::from("/dev/urandom"), source };
-        let writer = credentials::random_name().map_err(local)?;
-        record.add_writer(&writer);
-        record.write(&self.run_dir)?;
-        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        let (name, epoch) = (self.name.clone(), lead.epoch + 1);
-        let next = ArchiveLead { name, epoch, commit: 0, writer, host, ..lead };
-        let version = match self.bucket.put_if(LEAD, next.to_bytes(), expected.as_ref()) {
-            Ok(version) => version,
-            Err(error) => match self.read_lead()? {
-                // The answer was lost.
-                Some((found, version)) if found == next => version,
-                Some((found, _)) if matches!(error, BucketError::Conflict) => {
-                    return Err(self.fenced(found, epoch));
-                }
-                _ => return Err(error.into_error(self.bucket.url(), "take the lead of the run")),
-            },
-        };
-        record.fetched = None;
-        record.write(&self.run_dir)?;
+        let lead = FoundLead { bucket: &self.bucket, found, name: &self.name };
+        let (next, version) = lead.replace(&mut record, &self.run_dir)?;
+        let epoch = next.epoch;
         let indexes = self.indexes(&next)?;
         self.report.note(&format!(
             "checkpoints are archived in {}; this process is the lead of epoch {epoch}",
@@ -171,11 +143,6 @@ impl ObjectArchive {
             indexes.insert(checkpoint.index.clone(), index);
         }
         Ok(indexes)
-    }
-
-    /// The error of this process, of epoch `own`, that finds the lead `found`.
-    fn fenced(&self, found: ArchiveLead, own: u64) -> ArchiveError {
-        ArchiveError::Fenced { url: self.url(), host: found.host, epoch: found.epoch, own }
     }
 
     /// Stores `checkpoint`, or else what the run wrote after the newest one, and commits it.
@@ -217,7 +184,7 @@ impl ObjectArchive {
         version: PolicyVersion,
     ) -> Result<(), ArchiveError> {
         let say = |text: &str| self.report.note(text);
-        let transfer = Transfer::new(&self.bucket, self.patience, &say);
+        let transfer = FileTransfer::new(&self.bucket, self.patience, &say);
         let files = self.files(state, &transfer, directory)?;
         let newest = state.newest_index();
         if files.missing.is_empty() && newest.is_some_and(|newest| newest.files == files.stored) {
@@ -245,7 +212,7 @@ impl ObjectArchive {
     fn files(
         &self,
         state: &mut ArchiveState,
-        transfer: &Transfer<'_>,
+        transfer: &FileTransfer<'_>,
         directory: Option<&Path>,
     ) -> Result<CommitFiles, ArchiveError> {
         let local = |error: BucketError| error.into_error(self.bucket.url(), "read the run directory");
@@ -312,7 +279,7 @@ impl ObjectArchive {
     fn upload(
         &self,
         state: &mut ArchiveState,
-        transfer: &Transfer<'_>,
+        transfer: &FileTransfer<'_>,
         files: CommitFiles,
         target: &str,
     ) -> Result<BTreeMap<String, IndexedFile>, ArchiveError> {
@@ -321,7 +288,7 @@ impl ObjectArchive {
             |path: &str| path.starts_with(CHECKPOINTS) && path.ends_with(model::manifest::MANIFEST);
         let manifest = missing.pop_if(|(path, _)| is_manifest(path));
         let (large, small): (Vec<_>, Vec<_>) =
-            missing.into_iter().partition(|(_, file)| Transfer::is_large(file));
+            missing.into_iter().partition(|(_, file)| FileTransfer::is_large(file));
         let batches = small.chunks(PARALLEL).chain(large.chunks(1)).chain(manifest.as_slice().chunks(1));
         for batch in batches {
             let named: Vec<(String, MeasuredFile)> = batch
@@ -357,7 +324,7 @@ impl ObjectArchive {
     /// Commits: replaces the lead of `state` by `next` unless another process is the lead.
     fn replace_lead(
         &self,
-        transfer: &Transfer<'_>,
+        transfer: &FileTransfer<'_>,
         state: &ArchiveState,
         next: &ArchiveLead,
     ) -> Result<UpdateVersion, ArchiveError> {
@@ -381,7 +348,7 @@ impl ObjectArchive {
                 failure => Err(failure),
             }
         })?;
-        replaced.map_err(|found| self.fenced(found, next.epoch))
+        replaced.map_err(|found| lead::fenced(&self.bucket, found, next.epoch))
     }
 
     /// Removes the objects that no commit names any more; after the first commit also what earlier leads have left behind.
