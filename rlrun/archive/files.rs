@@ -12,7 +12,7 @@ use super::bucket::BucketError;
 const FILES: [&str; 8] = [
     "run.json",
     // The mark by which a database knows the run.
-    "buffer.id",
+    "database.id",
     "recipe.toml",
     "resolved.toml",
     "metrics.jsonl",
