@@ -105,8 +105,8 @@ impl Int8Linear {
     fn quantize(&self, x: &[f32], values: &mut [[u8; 4]], ranges: &mut [RowQuantization], pool: &ThreadPool) {
         let each = rows_each(ranges.len(), x.len(), pool);
         let parts = x.chunks(each * self.input).zip(values.chunks_mut(each * self.steps()));
-        let parts = parts.zip(ranges.chunks_mut(each)).collect();
-        pool.map(parts, |((x, values), ranges): ((&[f32], &mut [[u8; 4]]), &mut [RowQuantization])| {
+        let parts: Vec<_> = parts.zip(ranges.chunks_mut(each)).collect();
+        pool.map(parts, |((x, values), ranges)| {
             let rows = x.chunks_exact(self.input).zip(values.chunks_exact_mut(self.steps()));
             for ((x, values), range) in rows.zip(ranges) {
                 *range = quantize_row(x, &mut values.as_flattened_mut()[..self.input]);

@@ -62,12 +62,12 @@ impl EngineClient {
     /// Makes `call`; the answer as JSON, null if it is none.
     pub(super) fn call(&self, call: &EngineCall, deadline: Duration) -> Result<Value, EngineFailure> {
         let body = call.body.as_ref().map(Value::to_string).unwrap_or_default();
-        self.send("POST", call.path, body, deadline).map(json)
+        self.send("POST", call.path, body, deadline).map(|answer| json(&answer))
     }
 
     /// Reads `path`.
     pub(super) fn get(&self, path: &str, deadline: Duration) -> Result<Value, EngineFailure> {
-        self.send("GET", path, String::new(), deadline).map(json)
+        self.send("GET", path, String::new(), deadline).map(|answer| json(&answer))
     }
 
     /// Reads `path` as text.
@@ -114,8 +114,8 @@ impl EngineClient {
     }
 }
 
-fn json(answer: Vec<u8>) -> Value {
-    serde_json::from_slice(&answer).unwrap_or(Value::Null)
+fn json(answer: &[u8]) -> Value {
+    serde_json::from_slice(answer).unwrap_or(Value::Null)
 }
 
 fn quoted(answer: &[u8]) -> String {

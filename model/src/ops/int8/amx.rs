@@ -93,6 +93,17 @@ struct TileOperands<'a> {
     ahead: bool,
 }
 
+impl TileOperands<'_> {
+    /// Where the inputs, the weights and what is fetched begin; the last need not exist.
+    fn addresses(&self, step_bytes: usize) -> (*const u8, *const u8, *const u8) {
+        let steps = self.lines.len();
+        assert!(steps > 0 && fits(steps) && self.line + 2 <= PANEL, "the lines are those of a panel");
+        let weights = std::ptr::from_ref(&self.lines[0][self.line]).cast::<u8>();
+        let next = if self.ahead { weights.wrapping_add(steps * step_bytes) } else { weights };
+        (self.inputs.as_ptr().cast(), weights, next)
+    }
+}
+
 /// Stores the product in `out`.
 ///
 /// # Panics
@@ -151,14 +162,9 @@ fn release() {
 
 /// All inputs of the rows with two lines, by the tiles that are configured.
 fn multiply(operands: &TileOperands<'_>, sums: &mut TileSums) {
-    let TileOperands { inputs, lines, line, ahead } = *operands;
-    let steps = lines.len();
-    assert!(steps > 0 && fits(steps) && line + 2 <= PANEL, "the lines are those of a panel");
+    let steps = operands.lines.len();
     let (row_bytes, step_bytes) = (4 * steps, PANEL * size_of::<PanelLine<[i8; 4]>>());
-    let first = inputs.as_ptr().cast::<u8>();
-    let weights = std::ptr::from_ref(&lines[0][line]).cast::<u8>();
-    // An address to fetch from, which need not exist.
-    let next = if ahead { weights.wrapping_add(steps * step_bytes) } else { weights };
+    let (first, weights, next) = operands.addresses(step_bytes);
     let sums = sums.0.as_mut_ptr().cast::<u8>();
     macro_rules! tiles {
         ($([$second:literal])* ; $([$load:literal])* ; $([$product:literal])* ; $([$store:literal])*) => {
@@ -203,7 +209,7 @@ fn multiply(operands: &TileOperands<'_>, sums: &mut TileSums) {
             )
         };
     }
-    if inputs.len() > ROWS * steps {
+    if operands.inputs.len() > ROWS * steps {
         #[expect(
             unsafe_code,
             reason = "tiles cover the rows and the lines that are borrowed here, and the sums"
