@@ -7,7 +7,7 @@
 //! # Invariants
 //! - A row of any result depends on its own inputs only, bit for bit, never on the other rows of the batch.
 //! - Sampling and training call the same functions, so equal weights give equal log-probabilities.
-//! - An operation runs on the calling thread unless it takes a [`ThreadPool`](crate::ThreadPool); the number of threads
+//! - An operation runs on the calling thread unless it takes a [`ThreadPool`]; the number of threads
 //!   changes no bit.
 //!
 //! # Layout
