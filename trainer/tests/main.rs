@@ -8,6 +8,7 @@ mod lora;
 #[cfg(feature = "emulator")]
 mod on_device;
 mod sharded;
+mod shared_buffer;
 mod spread;
 mod step;
 

@@ -5,10 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use buffer::{
-    AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, Finalized, Lease, LeaseId, LeaseRequest,
-    OnStale, Producer, Stats,
-};
+use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, Finalized, OnStale, Producer};
 use model::{ModelDirectory, ResidentParameters};
 use trainer::WeightPublisher;
 use trainer::algorithm::{Algorithm, Proximal};
@@ -20,60 +17,14 @@ use trainer::schedule::{LearningRateSchedule, ScheduleShape};
 use trainer::{
     AuxiliaryModels, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError, TrainerParts, TrainerState,
 };
-use trajectory::{Group, GroupId, PolicyVersion};
+use trajectory::{Group, PolicyVersion};
 use weights::Subscriber;
 use weights::memory::MemorySubscriber;
 
+use crate::shared_buffer::SharedBuffer;
 use crate::{LEARNER, SPLIT, config, group, with_optimizer};
 
 const SOON: Duration = Duration::from_secs(20);
-
-/// The buffer, which another process can take over.
-struct SharedBuffer {
-    buffer: Arc<Buffer>,
-    deposed: Arc<AtomicBool>,
-}
-
-impl Consumer for SharedBuffer {
-    fn lease(&self, request: &LeaseRequest, wait: Duration) -> Result<Lease, BufferError> {
-        self.buffer.lease(request, wait)
-    }
-
-    fn extend(&self, lease: LeaseId, hold: Duration) -> Result<(), BufferError> {
-        self.buffer.extend(lease, hold)
-    }
-
-    fn ack(&self, lease: LeaseId) -> Result<(), BufferError> {
-        self.buffer.ack(lease)
-    }
-
-    fn ack_through(&self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError> {
-        self.buffer.ack_through(consumer, through)
-    }
-
-    fn release(&self, lease: LeaseId) -> Result<(), BufferError> {
-        self.buffer.release(lease)
-    }
-
-    fn quarantine(&self, group: GroupId) -> Result<Option<String>, BufferError> {
-        self.buffer.quarantine(group)
-    }
-
-    fn set_version(&self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError> {
-        self.buffer.set_version(version, rewind)
-    }
-
-    fn confirm(&self) -> Result<(), BufferError> {
-        if self.deposed.load(Ordering::Relaxed) {
-            return Err(BufferError::Deposed { store: "a test".to_owned(), opening: 1, now: 2 });
-        }
-        self.buffer.confirm()
-    }
-
-    fn stats(&self) -> Result<Stats, BufferError> {
-        self.buffer.stats()
-    }
-}
 
 struct StepBench<S> {
     files: tempfile::TempDir,
