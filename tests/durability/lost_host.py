@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 
@@ -31,13 +32,13 @@ def server_programs():
 
 
 class Database:
-    """A PostgreSQL on a socket in `directory`, until it is closed."""
+    """A PostgreSQL on a socket in a directory of its own, which other users can enter, until it is closed."""
 
-    def __init__(self, directory):
+    def __init__(self):
+        directory = tempfile.mkdtemp(prefix="rlrun-postgres-")
         self.programs, self.data = server_programs(), os.path.join(directory, "data")
         if self.programs is None:
             sys.exit("PostgreSQL's server programs are not installed")
-        os.makedirs(directory)
         # The server refuses root.
         self.user = "postgres" if os.getuid() == 0 else None
         if self.user:
@@ -64,6 +65,7 @@ class Database:
     def close(self):
         self.server.send_signal(signal.SIGINT)
         self.server.wait(60)
+        shutil.rmtree(self.socket)
 
 
 class Bucket:
@@ -130,8 +132,7 @@ def main():
     arguments = parser.parse_args()
     shutil.rmtree(arguments.directory, ignore_errors=True)
     os.makedirs(arguments.directory)
-    os.chmod(arguments.directory, 0o755)
-    database = Database(os.path.join(arguments.directory, "postgres"))
+    database = Database()
     bucket = Bucket(os.path.join(arguments.directory, "bucket"), arguments.moto)
     running = None
     try:
