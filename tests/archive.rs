@@ -3,12 +3,11 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use rlrun::failpoints::VARIABLE;
 use serde_json::Value;
 
-use crate::served::Server;
+use crate::served_run::serve_in;
 use crate::support::{Home, Moment, Run, finish, small_args};
 
 /// A run whose archive is the directory `archive` of `home`.
@@ -168,19 +167,7 @@ fn a_run_on_a_served_buffer_continues_exactly_in_another_directory() {
     let home = Home::new();
     let synchronous = ["buffer.max_staleness=0", "checkpoint.interval=2", "buffer.batch_groups=4"];
     let whole = home.small("whole", &[&synchronous[..], &["trainer.steps=6"]].concat());
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rlrun"));
-    let args = [
-        "serve",
-        "buffer",
-        "--listen",
-        "127.0.0.1:0",
-        "--batch-groups",
-        "4",
-        "--max-staleness",
-        "0",
-        "--dir",
-    ];
-    let server = Server::start(command.args(args).arg(home.path("served"))).unwrap();
+    let server = serve_in(&home, "served");
     let (set, buffer) = (set(&home), format!("buffer.url=http://{}", server.address));
     let sets = [&synchronous[..], &["trainer.steps=6", "buffer.store=http", &buffer, &set]].concat();
     let args = [&small_args("run", &sets)[..], &["--resume-or-start"]].concat();

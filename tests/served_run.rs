@@ -15,7 +15,8 @@ fn serve(home: &Home) -> Server {
     serve_in(home, "served")
 }
 
-fn serve_in(home: &Home, directory: &str) -> Server {
+/// A served buffer of batches of four without staleness, in `directory`.
+pub(crate) fn serve_in(home: &Home, directory: &str) -> Server {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rlrun"));
     command.args([
         "serve",

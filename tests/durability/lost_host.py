@@ -8,7 +8,6 @@ on from: every group of the final record is there once. Needs PostgreSQL's serve
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -17,10 +16,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 
-LIMIT = 600.0
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from run_directory import LIMIT, lines, steps, wait
+
 RECIPE = "recipes/grpo_math.toml"
 
 
@@ -103,25 +103,6 @@ def answers(url):
         return False
 
 
-def wait(what, holds, show=lambda: ""):
-    start = time.monotonic()
-    while not holds():
-        if time.monotonic() - start > LIMIT:
-            sys.exit("%s has not come in %.0f s\n%s" % (what, LIMIT, show()))
-        time.sleep(0.05)
-
-
-def lines(path):
-    if not os.path.exists(path):
-        return []
-    with open(path) as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
-
-
-def steps(run):
-    return [line["step"] for line in lines(os.path.join(run, "metrics.jsonl")) if line["step"] > 0]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rlrun", type=os.path.abspath)
@@ -153,16 +134,16 @@ def main():
                 assert running.returncode == 0, said
                 break
             last = known + random.Random(attempt).randrange(7, 16)
-            advanced = lambda: running.poll() is not None or (steps(run) or [0])[-1] >= last
+            advanced = lambda: running.poll() is not None or len(steps(run)) >= last
             wait("step %d" % last, advanced)
             assert running.poll() is None, running.communicate()[1]
             running.kill()
             running.communicate()
-            lost = steps(run)[-1]
+            lost = steps(run)[-1]["step"]
             shutil.rmtree(run)
             print("ok host %d was lost at step %d" % (attempt, lost), flush=True)
             known = lost
-        done = steps(run)
+        done = [line["step"] for line in steps(run)]
         assert done == list(range(1, arguments.steps + 1)), done
         groups = [
             group["group"] for step in done for group in lines(os.path.join(run, "samples", "step_%06d.jsonl" % step))

@@ -22,7 +22,9 @@ import subprocess
 import sys
 import time
 
-LIMIT = 600.0
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from run_directory import lines, steps, text_of, wait
+
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -113,32 +115,6 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-
-
-def wait(what, holds, show=lambda: ""):
-    start = time.monotonic()
-    while not holds():
-        if time.monotonic() - start > LIMIT:
-            sys.exit("%s has not come in %.0f s\n%s" % (what, LIMIT, show()))
-        time.sleep(0.1)
-
-
-def text_of(path):
-    if not os.path.exists(path):
-        return ""
-    with open(path) as file:
-        return file.read()
-
-
-def lines(path):
-    if not os.path.exists(path):
-        return []
-    with open(path) as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
-
-
-def steps(run):
-    return [line for line in lines(os.path.join(run, "metrics.jsonl")) if line["step"] > 0]
 
 
 def parsed(description):
