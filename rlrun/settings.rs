@@ -101,7 +101,8 @@ impl Recipe {
             max_position_embeddings: positions,
         });
         config.initializer_range = sizes.initializer_range;
-        config.of_family(sizes.architecture).with_experts(sizes.experts, sizes.experts_per_token)
+        let [experts, per_token] = sizes.experts();
+        config.of_family(sizes.architecture).with_experts(experts, per_token)
     }
 
     /// Training tasks and held-out tasks.

@@ -7,7 +7,7 @@ use super::diagnostic::Diagnostic;
 use super::layers::Origins;
 use rewards::RewardSpec;
 
-use super::schema::{CheckpointSection, RawRecipe};
+use super::schema::{CheckpointSection, RandomModel, RawRecipe};
 use crate::archive::{self, ArchiveUrl};
 
 /// Collects what is wrong.
@@ -183,31 +183,45 @@ fn check_seed_and_steps(raw: &RawRecipe, checker: &mut Checker<'_>) {
     }
 }
 
+/// The sizes of a new model.
+fn check_random(random: &RandomModel, checker: &mut Checker<'_>) {
+    let [experts, per_token] = random.experts();
+    for (path, value) in [
+        ("model.random.hidden_size", random.hidden_size),
+        ("model.random.intermediate_size", random.intermediate_size),
+        ("model.random.num_layers", random.num_layers),
+        ("model.random.num_heads", random.num_heads),
+        ("model.random.num_kv_heads", random.num_kv_heads),
+        ("model.random.experts", experts),
+        ("model.random.experts_per_token", per_token),
+    ] {
+        checker.at_least_one(path, value);
+    }
+    if per_token > experts {
+        let message =
+            format!("`model.random.experts_per_token` is {per_token}, and `model.random.experts` {experts}");
+        let paths = ["model.random.experts", "model.random.experts_per_token"];
+        checker.report_latest(&paths, message, "a token has at most all experts");
+    }
+    checker.number("model.random.initializer_range", random.initializer_range, POSITIVE);
+    for (path, given) in [
+        ("model.random.experts", random.experts),
+        ("model.random.experts_per_token", random.experts_per_token),
+    ] {
+        if given.is_some() && !random.architecture.has_experts() {
+            let message = format!("`{path}` has no effect: a family without experts is built");
+            checker.report(
+                path,
+                message,
+                "leave it out, or set `model.random.architecture` to \"qwen3_moe\" or \"olmoe\"",
+            );
+        }
+    }
+}
+
 fn check_optional_sections(raw: &RawRecipe, checker: &mut Checker<'_>) {
     if let Some(random) = &raw.model.random {
-        for (path, value) in [
-            ("model.random.hidden_size", random.hidden_size),
-            ("model.random.intermediate_size", random.intermediate_size),
-            ("model.random.num_layers", random.num_layers),
-            ("model.random.num_heads", random.num_heads),
-            ("model.random.num_kv_heads", random.num_kv_heads),
-            ("model.random.experts", random.experts),
-            ("model.random.experts_per_token", random.experts_per_token),
-        ] {
-            checker.at_least_one(path, value);
-        }
-        if random.experts_per_token > random.experts {
-            let message = format!(
-                "`model.random.experts_per_token` is {}, and `model.random.experts` {}",
-                random.experts_per_token, random.experts
-            );
-            checker.report_latest(
-                &["model.random.experts", "model.random.experts_per_token"],
-                message,
-                "a token has at most all experts",
-            );
-        }
-        checker.number("model.random.initializer_range", random.initializer_range, POSITIVE);
+        check_random(random, checker);
     }
     if let Some(arithmetic) = &raw.data.arithmetic {
         checker.at_least_one("data.arithmetic.max_operand", arithmetic.max_operand as usize);

@@ -151,12 +151,14 @@ pub struct RandomModel {
     /// Key and value heads; they divide `num_heads`.
     // resume = policy, worker = ignored
     pub num_kv_heads: usize,
-    /// Experts of a layer, in families that have them (`architecture = "qwen3_moe"`); each is `intermediate_size` wide.
+    /// Experts of a layer, in families that have them (`qwen3_moe`, `olmoe`); each is `intermediate_size` wide. Default: 8.
+    #[serde(skip_serializing_if = "Option::is_none")]
     // resume = policy, worker = ignored
-    pub experts: usize,
-    /// Experts of a token.
+    pub experts: Option<usize>,
+    /// Experts of a token. Default: 2.
+    #[serde(skip_serializing_if = "Option::is_none")]
     // resume = policy, worker = ignored
-    pub experts_per_token: usize,
+    pub experts_per_token: Option<usize>,
     /// Standard deviation of the weights at the start.
     // resume = policy, worker = ignored
     pub initializer_range: f64,
@@ -171,10 +173,18 @@ impl Default for RandomModel {
             num_layers: 2,
             num_heads: 4,
             num_kv_heads: 2,
-            experts: 8,
-            experts_per_token: 2,
+            experts: None,
+            experts_per_token: None,
             initializer_range: 0.02,
         }
+    }
+}
+
+impl RandomModel {
+    /// Experts of a layer, and of a token, in families that have them.
+    #[must_use]
+    pub fn experts(&self) -> [usize; 2] {
+        [self.experts.unwrap_or(8), self.experts_per_token.unwrap_or(2)]
     }
 }
 

@@ -482,3 +482,15 @@ fn a_database_has_a_url_without_a_password_and_a_program_that_can_use_it() {
         assert_eq!(recipe.buffer.schema.as_deref(), Some("a"));
     }
 }
+
+#[test]
+fn experts_are_for_families_that_have_them() {
+    let shown = Case::new(MINIMAL).errors(&["model.random.experts=4"], &[]);
+    assert!(shown.contains("`model.random.experts` has no effect"), "{shown}");
+    let family = "model.random.architecture=olmoe";
+    let shown = Case::new(MINIMAL).errors(&[family, "model.random.experts_per_token=9"], &[]);
+    assert!(shown.contains("`model.random.experts_per_token` is 9, and `model.random.experts` 8"), "{shown}");
+    let (recipe, _) = Case::new(MINIMAL).load(&[family, "model.random.experts=4"], &[]).unwrap();
+    let Model::Random(random) = recipe.model else { panic!("the recipe has a new model") };
+    assert_eq!((random.experts(), random.experts_per_token), ([4, 2], None));
+}

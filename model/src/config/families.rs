@@ -202,6 +202,12 @@ impl Architecture {
         self.family().model_type
     }
 
+    /// Whether its layers have experts.
+    #[must_use]
+    pub fn has_experts(self) -> bool {
+        self.family().experts != ExpertRule::Never
+    }
+
     /// The class in `architectures` of `config.json`.
     #[must_use]
     pub fn class_name(self, head: Head) -> String {
