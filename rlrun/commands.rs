@@ -18,6 +18,8 @@ mod generate;
 mod launch;
 mod policy;
 mod report;
+mod resume;
+mod run;
 mod top;
 mod train;
 mod view;
@@ -49,12 +51,12 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Init(args) => write_template(args),
         Command::Doctor(args) => doctor::run(args, program),
         Command::Explain(args) => explain::run(args, program),
-        Command::Run(args) => train::run(args, program),
+        Command::Run(args) => run::run(args, program),
         Command::Eval(args) => eval::eval(args, program),
         Command::Generate(args) => generate::generate(args, program),
         Command::ExportLogs(args) => export_logs::export_logs(args, program),
         Command::Export(args) => export::export(args, program),
-        Command::Resume(args) => train::resume(args, program),
+        Command::Resume(args) => resume::resume(args, program),
         Command::Launch(command) => launch::launch(command, program),
         Command::Worker(command) => worker(command, program),
         Command::Serve(ServeCommand::Buffer(args)) => serve::buffer(args, program),
