@@ -251,12 +251,35 @@ fn turns_are_limited_by_the_successes_of_a_task() {
         "environment.max_turns=6",
         "environment.max_tokens=90",
         "data.arithmetic.train_tasks=8",
+        "buffer.max_staleness=0",
         "curation.turn_margin=0",
-        "log.samples=1",
+        "log.samples=100",
     ];
     let run = home.small("run", &sets);
     let limited = run.values("curation/turn_limited");
     assert!(limited.iter().sum::<f64>() > 0.0, "{limited:?}");
-    let history = std::fs::read_to_string(run.path.join("curation.jsonl")).unwrap();
-    assert!(history.contains("\"success_turns\":1"), "{history}");
+    let most: BTreeMap<u64, usize> = (1..=run.steps().len() as u64)
+        .flat_map(|step| run.samples(step))
+        .map(|group| {
+            let turns = |trajectory: &Value| trajectory["turns"].as_array().map_or(1, Vec::len);
+            let most = group["trajectories"].as_array().unwrap().iter().map(turns).max();
+            (group["group"].as_u64().unwrap(), most.unwrap())
+        })
+        .collect();
+    // Without staleness a version starts after all results of the versions before.
+    let mut longest = BTreeMap::<u64, [u64; 2]>::new();
+    let mut compared = 0;
+    for outcome in history(&run) {
+        let [version, task, group] =
+            ["version", "task", "group"].map(|key| outcome[key].as_u64().expect("a number"));
+        let [first, success] = longest.get(&task).copied().unwrap_or([u64::MAX, 0]);
+        if let Some(turns) = most.get(&group).filter(|_| first < version) {
+            assert!(*turns as u64 <= success, "task {task}, version {version}: {turns} turns");
+            compared += 1;
+        }
+        if let Some(turns) = outcome["success_turns"].as_u64() {
+            longest.insert(task, [first.min(version), success.max(turns)]);
+        }
+    }
+    assert!(compared > 10, "{compared} groups after a success");
 }
