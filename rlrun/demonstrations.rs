@@ -143,6 +143,7 @@ pub(crate) fn learnt(token_ids: Vec<u32>, loss_mask: Vec<bool>) -> Result<Sample
         behavior_logprobs: vec![0.0; tokens],
         versions: vec![VersionRun { version: PolicyVersion::default(), len: tokens as u32 }],
         kept: None,
+        experts: None,
         temperature: 1.0,
         token_ids,
     };

@@ -52,6 +52,7 @@ impl SamplerSetup<'_> {
             .interrupting(interruption)
             .speculating(self.recipe.rollout.speculation)
             .on(Arc::clone(&self.prepared.pool));
+        let engine = if self.recipe.rollout.routing_replay { engine.recording_experts() } else { engine };
         let applier = if alternates { Applier::inline(incoming) } else { Applier::start(incoming) };
         Ok(Box::new(LocalSampler::new(engine, applier)))
     }

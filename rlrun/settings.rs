@@ -280,6 +280,7 @@ impl Recipe {
             vocabulary: u32::try_from(model.vocab_size).unwrap_or(u32::MAX),
             context: model.max_context(),
             trajectories: self.rollout.group_size,
+            experts: trainer::expert_limits(model),
         }
     }
 

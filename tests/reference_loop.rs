@@ -108,6 +108,7 @@ impl Reference<'_> {
                 behavior_logprobs: [&vec![0.0; prompt][..], &t.behavior_logprobs].concat(),
                 versions: vec![VersionRun { version: PolicyVersion(0), len: t.token_ids.len() as u32 }],
                 kept: None,
+                experts: None,
                 temperature: 1.0,
             })
         };

@@ -17,6 +17,7 @@ mod devices;
 mod environments;
 mod episodes;
 mod evaluation;
+mod experts;
 mod failpoints;
 #[cfg(feature = "object-store")]
 mod faulty_proxy;

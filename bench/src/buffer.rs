@@ -264,6 +264,7 @@ fn plain_group(bytes: usize) -> Group {
             .collect(),
         versions: vec![VersionRun { version: PolicyVersion(0), len: tokens as u32 }],
         kept: None,
+        experts: None,
         temperature: 1.0,
     };
     let sample = Sample::new(streams).expect("all streams are made for the same tokens");

@@ -395,6 +395,7 @@ impl Sampler for SimulatedSampler {
             inserted: None,
             baseline: false,
             kept: None,
+            experts: None,
             alternatives: Vec::new(),
             sampling: request.sampling,
             stop: StopReason::StopToken,

@@ -111,6 +111,7 @@ pub(super) fn sequence(token_ids: Vec<u32>) -> Result<Sample, Failure> {
         behavior_logprobs: vec![0.0; tokens],
         versions: vec![VersionRun { version: PolicyVersion::default(), len: tokens as u32 }],
         kept: None,
+        experts: None,
         temperature: 1.0,
         token_ids,
     };

@@ -121,6 +121,7 @@ fn group(n: u64) -> Group {
         behavior_logprobs: vec![0.0, -1.0],
         versions: vec![VersionRun { version: PolicyVersion(0), len: 2 }],
         kept: None,
+        experts: None,
         temperature: 1.0,
     };
     let sample = Sample::new(streams).expect("all streams have two tokens");

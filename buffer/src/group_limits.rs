@@ -22,6 +22,19 @@ pub struct GroupLimits {
     pub context: usize,
     /// Maximum number of trained trajectories of a group, for each role; one baseline trajectory may come on top.
     pub trajectories: usize,
+    /// Experts of the model; `None` if it has none.
+    pub experts: Option<ExpertLimits>,
+}
+
+/// The experts that a token can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertLimits {
+    /// Experts of a layer.
+    pub count: usize,
+    /// Experts of a token in each layer that has some.
+    pub per_token: usize,
+    /// Experts of a token in all layers.
+    pub slots: usize,
 }
 
 /// Why a group cannot be trained on.
@@ -69,6 +82,30 @@ pub enum Unfit {
         token: usize,
         /// Nats.
         value: f32,
+    },
+    /// Experts of another model.
+    #[error(
+        "trajectory {trajectory} has {found} experts per token, {per_token} of each layer; the model of the run has {slots}"
+    )]
+    Experts {
+        /// Its index in the group.
+        trajectory: u32,
+        /// Experts of a token in all layers.
+        found: usize,
+        /// Those of a layer.
+        per_token: u32,
+        /// Those of a token of the model.
+        slots: usize,
+    },
+    /// An expert that the model does not have.
+    #[error("trajectory {trajectory}: expert {id}; a layer of the run's model has {count}, from 0")]
+    Expert {
+        /// Its index in the group.
+        trajectory: u32,
+        /// The expert.
+        id: u16,
+        /// Experts of a layer.
+        count: usize,
     },
     /// A temperature that logits cannot be divided by.
     #[error(
@@ -144,11 +181,26 @@ impl GroupLimits {
         if let Some((token, (&value, _))) = { trained }.find(improbable) {
             return Err(Unfit::Logprob { trajectory, token, value });
         }
+        self.check_experts(trajectory, sample)?;
         let value = sample.temperature();
         if !TEMPERATURES.contains(&value) {
             return Err(Unfit::Temperature { trajectory, value });
         }
         Ok(())
+    }
+
+    fn check_experts(&self, trajectory: u32, sample: &Sample) -> Result<(), Unfit> {
+        let Some(experts) = sample.experts() else { return Ok(()) };
+        let tokens = sample.token_ids().len();
+        let (found, per_token) = (experts.slots(tokens), experts.per_token);
+        let limits = self.experts.unwrap_or(ExpertLimits { count: 0, per_token: 0, slots: 0 });
+        if tokens > 1 && (found, per_token as usize) != (limits.slots, limits.per_token) {
+            return Err(Unfit::Experts { trajectory, found, per_token, slots: limits.slots });
+        }
+        match experts.ids.iter().find(|id| **id as usize >= limits.count) {
+            Some(id) => Err(Unfit::Expert { trajectory, id: *id, count: limits.count }),
+            None => Ok(()),
+        }
     }
 }
 
@@ -180,12 +232,17 @@ fn check_turns(found: &Trajectory) -> Result<(), Unfit> {
 mod tests {
     use trajectory::{
         Branch, GroupId, KeptTokens, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task,
-        TaskId, Turn, VersionRun,
+        TaskId, TokenExperts, Turn, VersionRun,
     };
 
     use super::*;
 
-    const LIMITS: GroupLimits = GroupLimits { vocabulary: 10, context: 4, trajectories: 2 };
+    const LIMITS: GroupLimits = GroupLimits {
+        vocabulary: 10,
+        context: 4,
+        trajectories: 2,
+        experts: Some(ExpertLimits { count: 4, per_token: 2, slots: 4 }),
+    };
 
     fn streams() -> SampleStreams {
         SampleStreams {
@@ -194,6 +251,7 @@ mod tests {
             behavior_logprobs: vec![-70.0, -49.0],
             versions: vec![VersionRun { version: PolicyVersion(0), len: 2 }],
             kept: Some(KeptTokens { offsets: vec![0, 2], ids: vec![8, 9] }),
+            experts: None,
             temperature: 1.0,
         }
     }
@@ -233,8 +291,19 @@ mod tests {
         refused(|trajectory| trajectory.sample = Sample::new(streams).unwrap())
     }
 
+    fn experts(per_token: u32, ids: &[u16]) -> Option<TokenExperts> {
+        Some(TokenExperts { per_token, ids: ids.to_vec() })
+    }
+
     #[test]
     fn untrainable_groups_are_named() {
+        let routed = SampleStreams { experts: experts(2, &[0, 3, 1, 2]), ..streams() };
+        LIMITS.check(&group(vec![trajectory(routed.clone())])).unwrap();
+        let dense = GroupLimits { experts: None, ..LIMITS };
+        assert!(matches!(
+            dense.check(&group(vec![trajectory(routed)])),
+            Err(Unfit::Experts { slots: 0, .. })
+        ));
         LIMITS.check(&group(vec![trajectory(streams()), trajectory(streams())])).unwrap();
         let mut greedy = trajectory(SampleStreams { loss_mask: vec![false; 2], kept: None, ..streams() });
         greedy.baseline = true;
@@ -261,11 +330,15 @@ mod tests {
                         behavior_logprobs: vec![0.0; 5],
                         versions: vec![VersionRun { version: PolicyVersion(0), len: 5 }],
                         kept: None,
+                        experts: None,
                         temperature: 1.0,
                     }
                 }),
                 "has 5 tokens; the model of the run sees 4",
             ),
+            (with(|s| s.experts = experts(2, &[0, 1])), "has 2 experts per token, 2 of each layer"),
+            (with(|s| s.experts = experts(1, &[0, 1, 2, 3])), "1 of each layer; the model of the run has 4"),
+            (with(|s| s.experts = experts(2, &[0, 1, 2, 4])), "expert 4; a layer of the run's model has 4"),
             (with(|s| s.behavior_logprobs[1] = -51.0), "behavior log-probability -51 of token 1"),
             (with(|s| s.temperature = 1e-30), "temperature"),
             (refused(|t| t.score.total = Some(-2e9)), "reward -2000000000"),

@@ -54,7 +54,7 @@
 //! # fn generate(id: GroupId, version: PolicyVersion) -> Group {
 //! #     let sample = Sample::new(SampleStreams {
 //! #         token_ids: vec![1, 2], loss_mask: vec![false, true], behavior_logprobs: vec![0.0, -0.5],
-//! #         versions: vec![VersionRun { version, len: 2 }], kept: None, temperature: 1.0,
+//! #         versions: vec![VersionRun { version, len: 2 }], kept: None, experts: None, temperature: 1.0,
 //! #     }).unwrap();
 //! #     let task = Task { id: TaskId(id.0), prompt: Prompt::Text("?".into()), answer: None, columns: Default::default() };
 //! #     let score = Score::default();
@@ -116,7 +116,7 @@ pub use contract::{
 };
 pub use error::BufferError;
 pub use events::{Event, EventKind, Events, Replay};
-pub use group_limits::{GroupLimits, Unfit};
+pub use group_limits::{ExpertLimits, GroupLimits, Unfit};
 pub use journal::JOURNAL_CACHE_BYTES;
 pub use ledger::Rewound;
 pub use listing::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
 use trajectory::{
     Branch, Component, Group, GroupId, KeptTokens, PolicyVersion, Sample, SampleStreams, Score, Task,
-    Trajectory, Turn, VersionRun,
+    TokenExperts, Trajectory, Turn, VersionRun,
 };
 
 use crate::BufferError;
@@ -69,6 +69,8 @@ struct EncodedTrajectory<'a> {
     behavior_logprobs: ByteField<'a>,
     versions: &'a [VersionRun],
     kept: Option<&'a KeptTokens>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    experts: Option<EncodedExperts>,
     temperature: f32,
     turns: &'a [Turn],
     text: &'a str,
@@ -88,6 +90,8 @@ struct EncodedBranch<'a> {
     behavior_logprobs: ByteField<'a>,
     versions: &'a [VersionRun],
     kept: Option<&'a KeptTokens>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    experts: Option<EncodedExperts>,
     temperature: f32,
     turns: &'a [Turn],
 }
@@ -108,6 +112,9 @@ struct DecodedTrajectory<'a> {
     behavior_logprobs: &'a [u8],
     versions: Vec<VersionRun>,
     kept: Option<KeptTokens>,
+    /// Omitted if they were not recorded, and by programs that do not know them.
+    #[serde(default, borrow)]
+    experts: Option<DecodedExperts<'a>>,
     temperature: f32,
     turns: Vec<Turn>,
     text: String,
@@ -130,8 +137,31 @@ struct DecodedBranch<'a> {
     behavior_logprobs: &'a [u8],
     versions: Vec<VersionRun>,
     kept: Option<KeptTokens>,
+    /// Omitted if they were not recorded, and by programs that do not know them.
+    #[serde(default, borrow)]
+    experts: Option<DecodedExperts<'a>>,
     temperature: f32,
     turns: Vec<Turn>,
+}
+
+/// The experts of tokens: a byte each, or two where a number does not fit.
+#[derive(Serialize)]
+struct EncodedExperts {
+    per_token: u32,
+    bytes_each: usize,
+    #[serde(serialize_with = "as_bytes")]
+    ids: Vec<u8>,
+}
+
+#[derive(Deserialize)]
+struct DecodedExperts<'a> {
+    per_token: u32,
+    bytes_each: usize,
+    ids: &'a [u8],
+}
+
+fn as_bytes<S: Serializer>(ids: &[u8], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_bytes(ids)
 }
 
 /// A slice encoded as one byte string.
@@ -251,7 +281,8 @@ pub(crate) fn weight(group: &Group) -> u64 {
     let trajectory = |t: &Trajectory| {
         let row = |sample: &Sample| {
             let kept = sample.kept().map_or(0, |kept| kept.ids.len() + kept.offsets.len());
-            STRUCT + 4 * (3 * sample.token_ids().len() + kept)
+            let experts = sample.experts().map_or(0, |experts| experts.ids.len());
+            STRUCT + 4 * (3 * sample.token_ids().len() + kept) + 2 * experts
         };
         let components: usize = t.score.components.iter().map(component).sum();
         t.samples().map(row).sum::<usize>() + t.text.len() + components
@@ -283,6 +314,7 @@ impl<'a> From<&'a Trajectory> for EncodedTrajectory<'a> {
             behavior_logprobs: ByteField(bytemuck::cast_slice(sample.behavior_logprobs())),
             versions: sample.versions(),
             kept: sample.kept(),
+            experts: sample.experts().map(EncodedExperts::from),
             temperature: sample.temperature(),
             turns,
             text,
@@ -302,9 +334,34 @@ impl<'a> From<&'a Branch> for EncodedBranch<'a> {
             behavior_logprobs: ByteField(bytemuck::cast_slice(sample.behavior_logprobs())),
             versions: sample.versions(),
             kept: sample.kept(),
+            experts: sample.experts().map(EncodedExperts::from),
             temperature: sample.temperature(),
             turns,
         }
+    }
+}
+
+impl From<&TokenExperts> for EncodedExperts {
+    fn from(TokenExperts { per_token, ids }: &TokenExperts) -> Self {
+        let narrow: Result<Vec<u8>, _> = ids.iter().map(|id| u8::try_from(*id)).collect();
+        let (bytes_each, ids) = match narrow {
+            Ok(ids) => (1, ids),
+            Err(_) => (2, ids.iter().flat_map(|id| id.to_le_bytes()).collect()),
+        };
+        Self { per_token: *per_token, bytes_each, ids }
+    }
+}
+
+impl TryFrom<DecodedExperts<'_>> for TokenExperts {
+    type Error = String;
+
+    fn try_from(DecodedExperts { per_token, bytes_each, ids }: DecodedExperts<'_>) -> Result<Self, String> {
+        let ids = match (bytes_each, ids.as_chunks::<2>()) {
+            (1, _) => ids.iter().map(|id| u16::from(*id)).collect(),
+            (2, (pairs, [])) => pairs.iter().map(|pair| u16::from_le_bytes(*pair)).collect(),
+            _ => return Err(format!("{} bytes do not hold experts of {bytes_each} bytes", ids.len())),
+        };
+        Ok(Self { per_token, ids })
     }
 }
 
@@ -313,9 +370,18 @@ impl TryFrom<DecodedTrajectory<'_>> for Trajectory {
 
     fn try_from(decoded: DecodedTrajectory<'_>) -> Result<Self, String> {
         let DecodedTrajectory { token_ids, loss_mask, behavior_logprobs, versions, kept, .. } = decoded;
-        let DecodedTrajectory { temperature, turns, index, text, score, baseline, role, .. } = decoded;
-        let first =
-            DecodedBranch { token_ids, loss_mask, behavior_logprobs, versions, kept, temperature, turns };
+        let DecodedTrajectory { experts, temperature, turns, index, text, score, baseline, role, .. } =
+            decoded;
+        let first = DecodedBranch {
+            token_ids,
+            loss_mask,
+            behavior_logprobs,
+            versions,
+            kept,
+            experts,
+            temperature,
+            turns,
+        };
         let Branch { sample, turns } = Branch::try_from(first)?;
         let branches = decoded.branches.into_iter().map(Branch::try_from).collect::<Result<_, _>>()?;
         Ok(Self { index, sample, turns, branches, text, score, baseline, role })
@@ -332,6 +398,7 @@ impl TryFrom<DecodedBranch<'_>> for Branch {
             behavior_logprobs: numbers(decoded.behavior_logprobs, f32::from_le_bytes)?,
             versions: decoded.versions,
             kept: decoded.kept,
+            experts: decoded.experts.map(TokenExperts::try_from).transpose()?,
             temperature: decoded.temperature,
         };
         let sample = Sample::new(streams).map_err(|error| error.to_string())?;

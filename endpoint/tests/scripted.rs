@@ -55,6 +55,7 @@ impl Scripted {
             inserted: None,
             baseline: false,
             kept: None,
+            experts: None,
             alternatives: Vec::new(),
             sampling: request.sampling,
             stop: StopReason::StopToken,

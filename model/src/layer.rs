@@ -260,6 +260,12 @@ impl Config {
         }
     }
 
+    /// Experts of a token in all layers.
+    #[must_use]
+    pub fn expert_slots(&self) -> usize {
+        self.experts().map_or(0, |experts| self.num_layers * experts.per_token)
+    }
+
     /// The linear operation of `weight`; with experts, that of one of them.
     pub(crate) fn linear_spec(&self, weight: Operand) -> LinearSpec {
         let tensors = self.layer_tensors();

@@ -76,11 +76,12 @@ pub use chat::{ChatMessage, ChatOptions, ChatTemplate};
 pub use config::{Architecture, Config, Head, Reduction, RopeScaling, Sizes};
 pub use decoder::{
     Decoder, GradientSink, Gradients, KvCache, LayerSource, Pack, PackError, Quantization, Recompute,
-    StepSequence,
+    RoutedTokens, StepSequence,
 };
 pub use directory::{DESCRIPTION_FILES, ModelDirectory};
 pub use error::ModelError;
 pub use layer::{LayerSpec, QueryKeyNorm, TargetModule};
+pub use ops::experts::ANY_EXPERT;
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};

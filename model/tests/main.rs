@@ -6,6 +6,7 @@
 mod common;
 mod decoding;
 mod derivative;
+mod experts;
 mod files;
 mod gguf;
 mod gguf_tokenizer;

@@ -25,6 +25,7 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
     let from_hub: String = hub.described(&named)?.into_iter().map(|line| line + "\n").collect();
     let recipe = hub.fetched(&named, FetchScope::Everything)?;
     check_files(&recipe, &origins).map_err(Failure::Recipe)?;
+    refuse_what_does_not_fit(&recipe)?;
     let scratch = scratch_directory()?;
     let directory = recipe.open_model(scratch.path())?;
     let runtime = RewardRuntime::new(program, &SharedCores::all())?;
@@ -140,8 +141,12 @@ fn shape(recipe: &Recipe) -> Result<Config, Failure> {
     }
 }
 
-/// Refuses a run that needs more memory than its devices have free.
+/// Refuses a recipe that its model cannot follow, and a run that needs more memory than its devices have free.
 pub(super) fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
+    if recipe.rollout.routing_replay && shape(recipe)?.experts().is_none() {
+        let what = "`rollout.routing_replay` is set, and the model has no experts: remove it, or name a model with experts";
+        return Err(Failure::Argument(what.to_owned()));
+    }
     if !recipe.devices().any() {
         return Ok(());
     }

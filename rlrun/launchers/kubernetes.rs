@@ -81,14 +81,13 @@ impl JobTemplates<'_> {
         let run_dir = format!("{RUNS}/{}", self.plan.name);
         let mut command = self.plan.lead(RECIPE, &run_dir, None);
         command.extend(["--set".to_owned(), format!("buffer.credentials={CREDENTIALS:?}")]);
-        let mut container = self.container(&command);
+        let mut container = self.container(&command, Some(json!({ "name": "runs", "mountPath": RUNS })));
         container["ports"] = json!([{ "containerPort": self.plan.port }]);
         container["readinessProbe"] = json!({
             "httpGet": { "path": "/readyz", "port": self.plan.port, "scheme": "HTTPS" }, "periodSeconds": 5,
         });
         // The certificate of the run is for this name too.
         container["env"] = json!([{ "name": "RLRUN_JOIN", "value": self.url() }]);
-        mounts(&mut container).push(json!({ "name": "runs", "mountPath": RUNS }));
         let claim =
             json!({ "name": "runs", "persistentVolumeClaim": { "claimName": self.args.volume_claim } });
         self.job("lead", 1, RETRIES.0, &container, vec![claim])
@@ -97,7 +96,7 @@ impl JobTemplates<'_> {
     fn trainer(&self) -> Value {
         let mut command = self.plan.trainer(&self.url());
         command.extend(["--credentials".to_owned(), CREDENTIALS.to_owned()]);
-        let mut container = self.container(&command);
+        let mut container = self.container(&command, None);
         // The ranks of a trainer take their numbers from their pods.
         let index = json!({ "fieldRef": { "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']" } });
         container["env"] = json!([{ "name": "RANK", "valueFrom": index }]);
@@ -107,11 +106,12 @@ impl JobTemplates<'_> {
     fn rollout(&self) -> Value {
         let mut command = self.plan.rollout(RECIPE, &self.url());
         command.extend(["--credentials".to_owned(), CREDENTIALS.to_owned()]);
-        let container = self.container(&command);
+        let container = self.container(&command, None);
         self.job("rollout", self.plan.rollout_workers, RETRIES.1, &container, Vec::new())
     }
 
-    fn container(&self, command: &[String]) -> Value {
+    /// A container that runs `command`, with the recipe, the credentials and what else is `mounted`.
+    fn container(&self, command: &[String], mounted: Option<Value>) -> Value {
         let mut limits = serde_json::Map::new();
         if let Some(cpus) = self.plan.cpus {
             limits.insert("cpu".to_owned(), json!(cpus.to_string()));
@@ -119,9 +119,11 @@ impl JobTemplates<'_> {
         if self.plan.gpus > 0 {
             limits.insert("nvidia.com/gpu".to_owned(), json!(self.plan.gpus.to_string()));
         }
-        let mounts = json!([
-            { "name": "recipe", "mountPath": "/rlrun/recipe" }, { "name": "credentials", "mountPath": CREDENTIALS },
-        ]);
+        let mut mounts = vec![
+            json!({ "name": "recipe", "mountPath": "/rlrun/recipe" }),
+            json!({ "name": "credentials", "mountPath": CREDENTIALS }),
+        ];
+        mounts.extend(mounted);
         json!({
             "name": "rlrun", "image": self.args.image, "command": command, "volumeMounts": mounts,
             "resources": { "limits": limits },
@@ -145,12 +147,5 @@ impl JobTemplates<'_> {
             "parallelism": pods, "completions": pods, "completionMode": "Indexed", "backoffLimit": retries,
             "podFailurePolicy": { "rules": rules }, "template": pod,
         } } })
-    }
-}
-
-fn mounts(container: &mut Value) -> &mut Vec<Value> {
-    match &mut container["volumeMounts"] {
-        Value::Array(mounts) => mounts,
-        _ => unreachable!("a container of this module has mounts"),
     }
 }

@@ -200,6 +200,21 @@ pub(crate) const METRICS: &[MetricSection] = &[
                 "nats",
                 "Mean margin between the chosen and the rejected of a pair (`[supervised]`).",
             ),
+            metric(
+                "experts/load_cv experts/load_peak",
+                NONE,
+                "Tokens of the experts of a layer: coefficient of variation, and the busiest expert over the mean; mean over the layers.",
+            ),
+            metric(
+                "experts/replayed",
+                "share",
+                "Tokens that the trainer computes with the experts of the sampler (`rollout.routing_replay`).",
+            ),
+            metric(
+                "experts/changed",
+                "share",
+                "Replayed tokens for which the router of the trainer prefers another expert, over all layers.",
+            ),
             metric("critic/loss", "loss", "Mean value loss per token."),
             metric("critic/value", "reward", "Mean value that the critic predicts."),
             metric(

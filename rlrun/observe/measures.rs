@@ -4,6 +4,7 @@
 
 use trainer::StepReport;
 use trainer::rank_spans::RankPhase;
+use trainer::report::ExpertLoads;
 
 use super::{Observer, ObserverInputs};
 use crate::metrics::Metrics;
@@ -42,6 +43,7 @@ impl Observer<'_> {
         metrics.set("clip/low_mean", sums.mean_sampled(sums.clipped_low as f64));
         metrics.set("clip/high_mean", sums.mean_sampled(sums.clipped_high as f64));
         self.algorithm(metrics, inputs.step);
+        self.experts(metrics, &sums.experts);
         if counts.unjudged > 0 {
             metrics.set("reward/unjudged", counts.unjudged as f64);
         }
@@ -58,6 +60,20 @@ impl Observer<'_> {
         metrics.set("staleness/spans", batch.versions_per_sample);
         metrics.set("buffer/size", inputs.step.buffer_size as f64);
         metrics.set("buffer/dropped_stale", self.dropped_stale as f64);
+    }
+
+    /// Metrics of models with experts.
+    fn experts(&self, metrics: &mut Metrics, loads: &ExpertLoads) {
+        for (name, value) in [
+            ("experts/load_cv", loads.variation()),
+            ("experts/load_peak", loads.peak()),
+            ("experts/replayed", loads.replayed()),
+            ("experts/changed", loads.changed()),
+        ] {
+            if let Some(value) = value {
+                metrics.set(name, value);
+            }
+        }
     }
 
     /// Metrics of single algorithms.

@@ -139,6 +139,7 @@ mod tests {
             behavior_logprobs: (0..tokens).map(|t| if t > 0 { -0.5 } else { 0.0 }).collect(),
             versions: vec![VersionRun { version: PolicyVersion(2), len: u32::try_from(tokens).unwrap() }],
             kept: None,
+            experts: None,
             temperature: 1.0,
         };
         let sample = Sample::new(streams).unwrap();

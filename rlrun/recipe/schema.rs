@@ -287,6 +287,11 @@ pub struct Rollout {
     /// were accepted. vLLM `speculative_config`.
     // resume = changes, worker = run
     pub speculation: Speculation,
+    /// Whether samples record the experts of every token, and the trainer computes with them instead of those that its router
+    /// prefers by then (routing replay, R3, arXiv 2510.11370). For models with experts on the processor. `experts/changed` is the share
+    /// of tokens that it matters for. verl `enable_router_replay`, slime `--use-rollout-routing-replay`.
+    // resume = changes, worker = run
+    pub routing_replay: bool,
     /// Whether the run stops if trainer and sampler compute different bits for a log-probability of the current version.
     /// f32 sampling is bitwise equal with and without this key; the key checks it. The check has no cost.
     // resume = changes, worker = run
@@ -338,6 +343,7 @@ impl Default for Rollout {
             on_update: OnUpdate::Keep,
             quantization: Quantization::None,
             speculation: Speculation::None,
+            routing_replay: false,
             bitwise: false,
             engine: EngineWord::Own,
             urls: Vec::new(),

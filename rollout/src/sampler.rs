@@ -15,7 +15,9 @@ use std::time::Duration;
 
 use model::{Sampling, TokenLogprob};
 use serde::{Deserialize, Serialize};
-use trajectory::{GroupId, KeptTokens, PolicyVersion, Sample, SampleError, StopReason, VersionRun};
+use trajectory::{
+    GroupId, KeptTokens, PolicyVersion, Sample, SampleError, StopReason, TokenExperts, VersionRun,
+};
 
 use crate::RolloutError;
 use crate::episode::Episode;
@@ -285,6 +287,8 @@ pub struct Completion {
     pub baseline: bool,
     /// The tokens that truncation kept at each sampled token that was not inserted; `None` without truncation.
     pub kept: Option<KeptTokens>,
+    /// The experts of the tokens; `None` if the sampler does not record them.
+    pub experts: Option<TokenExperts>,
     /// `[C]` the most likely tokens at each position; empty if [`RequestOptions::alternatives`] is 0.
     pub alternatives: Vec<Vec<TokenLogprob>>,
     /// How tokens were chosen.

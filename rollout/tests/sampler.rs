@@ -78,6 +78,7 @@ impl ScriptedSampler {
             inserted: None,
             baseline,
             kept: None,
+            experts: None,
             alternatives: Vec::new(),
             sampling: if baseline { Sampling::GREEDY } else { request.sampling },
             stop: StopReason::StopToken,

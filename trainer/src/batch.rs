@@ -263,6 +263,7 @@ pub(crate) mod tests {
                 behavior_logprobs: (0..2 + *tokens).map(|t| if t >= 2 { -2.0 } else { 0.0 }).collect(),
                 versions: vec![VersionRun { version: PolicyVersion(0), len: 2 + *tokens as u32 }],
                 kept: None,
+                experts: None,
                 temperature: 1.0,
             })
             .unwrap(),

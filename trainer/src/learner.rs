@@ -16,7 +16,7 @@ use std::time::Duration;
 use device::Device;
 use model::{
     Config, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute, ResidentParameters,
-    ThreadPool,
+    RoutedTokens, ThreadPool,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -29,6 +29,7 @@ use crate::lead::{Followers, RankCommand, decode, encode};
 use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, LearnerWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
+use crate::packing::recorded_slots;
 use crate::plan::{MicroBatch, leaves, plan};
 use crate::rank::{LearnerSeed, PlannedRows, Rank, ScoredRows, StepInputs};
 use crate::rank_spans::RankPhase;
@@ -115,6 +116,9 @@ pub trait RowLoss: Sync {
         predictions: &[Prediction],
         report: &mut Self::Report,
     ) -> Vec<PredictionGradient>;
+
+    /// Reports the tokens that a micro-batch had in the experts of each layer.
+    fn routed(&self, _layers: &[RoutedTokens], _report: &mut Self::Report) {}
 }
 
 impl LearnerConfig {
@@ -517,7 +521,9 @@ impl Learner {
             return Ok(LearnerStep { grad_norm: 0.0, reports: Vec::new() });
         }
         let pool = &self.rank_pool(&self.pool);
-        let step = StepInputs { task: PlannedRows { rows, plan: &plan }, loss, learning_rate, pool };
+        let task = PlannedRows { rows, plan: &plan };
+        let recorded_slots = recorded_slots(&self.model);
+        let step = StepInputs { task, loss, learning_rate, recorded_slots, pool };
         let work = |rank: &mut &mut Rank| rank.step(&step);
         let done = on_each(self.ranks_mut().collect(), work)?;
         let grad_norm = done.first().map_or(0.0, |step| step.grad_norm);

@@ -65,6 +65,7 @@ pub use follow::follow;
 pub use lead::Leader;
 pub use learner::{Frozen, Learner, LearnerConfig, LearnerStep};
 pub use on_device::{CollectivePlace, DeviceConfig, LearnerWeights, OptimizerPlace};
+pub use quarantine::expert_limits;
 pub use report::StepReport;
 pub use trainer::{AuxiliaryModels, Trainer, TrainerConfig, TrainerParts};
 pub use weight_publisher::WeightPublisher;

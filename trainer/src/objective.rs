@@ -6,7 +6,7 @@
 
 use std::cmp::Ordering;
 
-use model::{Prediction, PredictionGradient};
+use model::{Prediction, PredictionGradient, RoutedTokens};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
@@ -82,6 +82,10 @@ impl RowLoss for PolicyObjective<'_> {
             value: slope.value as f32,
         };
         self.gradients(index, &predictions, report).into_iter().map(narrow).collect()
+    }
+
+    fn routed(&self, layers: &[RoutedTokens], report: &mut TokenSums) {
+        report.experts.add(layers);
     }
 }
 

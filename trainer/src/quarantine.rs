@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use buffer::{Consumer, GroupLimits, Lease};
+use buffer::{Consumer, ExpertLimits, GroupLimits, Lease};
 use model::Config;
 use trajectory::Sample;
 
@@ -29,6 +29,13 @@ pub(crate) struct Quarantine {
     in_a_row: u64,
 }
 
+/// The experts that a token of `model` can have.
+#[must_use]
+pub fn expert_limits(model: &Config) -> Option<ExpertLimits> {
+    let slots = model.expert_slots();
+    model.experts().map(|experts| ExpertLimits { count: experts.count, per_token: experts.per_token, slots })
+}
+
 impl Quarantine {
     /// Limits of the model `model`.
     pub(crate) fn new(model: &Config) -> Self {
@@ -37,6 +44,7 @@ impl Quarantine {
             context: model.max_context(),
             // The group size needs no limit.
             trajectories: usize::MAX,
+            experts: expert_limits(model),
         };
         Self { limits, described: Vec::new(), count: 0, in_a_row: 0 }
     }

@@ -58,7 +58,7 @@ use crate::learner::{Frozen, LearnerConfig, LearnerStep, OwnedValues, RowLoss};
 use crate::lora::Adapter;
 use crate::on_device::{ByDtype, LearnerWeights, NetworkWeights, by_dtype};
 use crate::optimizer::{Optimizer, TensorState};
-use crate::packing::pack;
+use crate::packing::{pack, recorded_slots};
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
 use crate::rank_spans::{RankClock, RankPhase, RankSpan};
@@ -326,7 +326,7 @@ impl Rank {
             RankKind::Group(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Sharded(rank) => return rank.score(&self.base, task, pool),
         };
-        score_with(&mut pass, self.number(), task, pool)
+        score_with(&mut pass, self.number(), task, recorded_slots(&self.base.model), pool)
     }
 
     /// Predictions of this rank's rows under another network, whose weights are `parameters`.
@@ -343,13 +343,13 @@ impl Rank {
         let (model, rank) = (frozen.weights.config(), self.number());
         let Some(on_device) = self.on_device() else {
             let decoder = Decoder::trainable(model, parameters, self.base.config.recompute);
-            return score_with(&mut Pass::Whole(decoder), rank, task, pool);
+            return score_with(&mut Pass::Whole(decoder), rank, task, 0, pool);
         };
         // A model that is swapped in is freed on the device as on the host.
         let keep = !frozen.weights.is_swapped();
         by_dtype!(on_device, on_device => {
             let network = on_device.network.frozen(model, parameters, keep)?;
-            score_with(&mut Pass::Device(Box::new(network.pass())), rank, task, pool)
+            score_with(&mut Pass::Device(Box::new(network.pass())), rank, task, 0, pool)
         })
     }
 
@@ -395,11 +395,13 @@ impl fmt::Debug for Rank {
     }
 }
 
-/// Predictions of the rows of a rank. The rank also makes the all-gather calls of passes that only other ranks have.
+/// Predictions of the rows of a rank, whose tokens have `slots` recorded experts. The rank also makes the all-gather calls of passes
+/// that only other ranks have.
 fn score_with(
     pass: &mut Pass<'_>,
     rank: usize,
     task: PlannedRows<'_>,
+    slots: usize,
     pool: &ThreadPool,
 ) -> Result<ScoredRows, TrainerError> {
     let most = task.plan.iter().map(Vec::len).max().unwrap_or(0);
@@ -409,7 +411,7 @@ fn score_with(
             pass.skip_forward()?;
             continue;
         };
-        let packed = pack(batch.rows.iter().map(|row| task.rows[*row]));
+        let packed = pack(batch.rows.iter().map(|row| task.rows[*row]), slots);
         let all = pass.score(&packed, pool)?;
         let mut from = 0;
         for (row, trained) in batch.rows.iter().zip(&packed.trained) {

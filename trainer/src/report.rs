@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use buffer::Unfit;
+use model::RoutedTokens;
 use serde::{Deserialize, Serialize};
 use trajectory::{Component, Group, PolicyVersion, Trajectory};
 
@@ -132,8 +133,66 @@ fn ratio_edge(above: usize) -> f64 {
     }
 }
 
+/// Tokens that the experts of each layer computed in the passes of a step, prompts included; each pass of an epoch counts.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExpertLoads {
+    /// By layer; no experts in a layer without.
+    layers: Vec<RoutedTokens>,
+}
+
+impl ExpertLoads {
+    /// Adds the tokens of a micro-batch, leaf or rank, by layer.
+    pub(crate) fn add(&mut self, layers: &[RoutedTokens]) {
+        self.layers.resize(self.layers.len().max(layers.len()), RoutedTokens::default());
+        self.layers.iter_mut().zip(layers).for_each(|(own, more)| own.merge(more));
+    }
+
+    /// Coefficient of variation of the tokens of a layer's experts, mean over the layers; `None` without experts.
+    #[must_use]
+    pub fn variation(&self) -> Option<f64> {
+        self.mean_of_layers(|of_expert, mean| {
+            let squares = of_expert.iter().map(|tokens| (*tokens as f64 - mean).powi(2));
+            (squares.sum::<f64>() / of_expert.len() as f64).sqrt() / mean
+        })
+    }
+
+    /// Tokens of the busiest expert of a layer over the mean of its experts, mean over the layers; `None` without experts.
+    #[must_use]
+    pub fn peak(&self) -> Option<f64> {
+        self.mean_of_layers(|of_expert, mean| of_expert.iter().copied().max().unwrap_or(0) as f64 / mean)
+    }
+
+    /// Share of the tokens that had the sampler's experts, over all layers; `None` if none had.
+    #[must_use]
+    pub fn replayed(&self) -> Option<f64> {
+        let (given, tokens) = (self.given(), self.layers.iter().map(|layer| layer.tokens).sum::<u64>());
+        (given > 0).then(|| given as f64 / tokens as f64)
+    }
+
+    /// Share of these tokens for which the trainer's router prefers another expert; `None` if there are none.
+    #[must_use]
+    pub fn changed(&self) -> Option<f64> {
+        let (given, changed) = (self.given(), self.layers.iter().map(|layer| layer.changed).sum::<u64>());
+        (given > 0).then(|| changed as f64 / given as f64)
+    }
+
+    fn given(&self) -> u64 {
+        self.layers.iter().map(|layer| layer.given).sum()
+    }
+
+    /// Mean of `of(tokens, mean tokens)` over the layers with experts.
+    fn mean_of_layers(&self, of: impl Fn(&[u64], f64) -> f64) -> Option<f64> {
+        let layer = |layer: &RoutedTokens| {
+            let total: u64 = layer.of_expert.iter().sum();
+            (total > 0).then(|| of(&layer.of_expert, total as f64 / layer.of_expert.len() as f64))
+        };
+        let all: Vec<f64> = self.layers.iter().filter_map(layer).collect();
+        (!all.is_empty()).then(|| all.iter().sum::<f64>() / all.len() as f64)
+    }
+}
+
 /// Sums over the trained tokens of a step. Reports divide them by `tokens` or another count.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TokenSums {
     /// Number of tokens.
     pub tokens: u64,
@@ -174,6 +233,8 @@ pub struct TokenSums {
     pub masked: u64,
     /// Importance ratios of the sampled tokens.
     pub ratios: RatioCounts,
+    /// Tokens of the experts, of a model with some.
+    pub experts: ExpertLoads,
     /// The first mismatch, if bits must be equal.
     pub mismatched: Option<LogprobMismatch>,
 }
@@ -202,6 +263,7 @@ impl TokenSums {
         if other.sampled > 0 {
             self.ratios.merge(&other.ratios);
         }
+        self.experts.add(&other.experts.layers);
         self.mismatched = self.mismatched.or(other.mismatched);
     }
 

@@ -301,6 +301,7 @@ fn group(id: usize, members: &[Value]) -> Group {
             behavior_logprobs,
             versions: vec![VersionRun { version: PolicyVersion(0), len: tokens as u32 }],
             kept: None,
+            experts: None,
             temperature: 1.0,
         };
         Trajectory {

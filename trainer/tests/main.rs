@@ -118,6 +118,7 @@ fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
             behavior_logprobs: [0.0, 0.0].into_iter().chain(behavior).collect(),
             versions: vec![VersionRun { version: PolicyVersion(0), len: tokens as u32 }],
             kept: None,
+            experts: None,
             temperature: 1.0,
             token_ids,
         });

@@ -338,6 +338,7 @@ fn a_lost_rank_ends_the_step_on_devices() {
         behavior_logprobs: vec![0.0, -1.0],
         versions: vec![VersionRun { version: PolicyVersion(0), len: 2 }],
         kept: None,
+        experts: None,
         temperature: 1.0,
     })
     .unwrap();

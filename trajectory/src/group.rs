@@ -266,6 +266,7 @@ mod tests {
                 behavior_logprobs: vec![0.0, 0.0],
                 versions: vec![VersionRun { version: PolicyVersion(0), len: 2 }],
                 kept: None,
+                experts: None,
                 temperature: 1.0,
             })
             .unwrap(),

@@ -21,6 +21,7 @@
 //!     behavior_logprobs: vec![0.0, -0.1, -0.2],
 //!     versions: vec![VersionRun { version: PolicyVersion(3), len: 3 }],
 //!     kept: None,
+//!     experts: None,
 //!     temperature: 1.0,
 //! })?;
 //! assert_eq!(sample.oldest_version().staleness_at(PolicyVersion(5)), 2);
@@ -33,6 +34,6 @@ pub mod task;
 pub mod version;
 
 pub use group::{Branch, Component, Group, GroupId, Score, StopReason, Trajectory, Turn, episode_reward};
-pub use sample::{KeptTokens, Sample, SampleError, SampleStreams, VersionRun};
+pub use sample::{KeptTokens, Sample, SampleError, SampleStreams, TokenExperts, VersionRun};
 pub use task::{Message, Prompt, Task, TaskId};
 pub use version::PolicyVersion;

@@ -34,6 +34,24 @@ impl KeptTokens {
     }
 }
 
+/// The experts that the network of the sampler chose (mixture of experts), for every token but the last, which it did not
+/// read. A trainer that uses them computes with the sampler's routes (routing replay, Ma et al. 2025, arXiv 2510.11370).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TokenExperts {
+    /// Experts of a token in each layer that has some, at least 1.
+    pub per_token: u32,
+    /// `[tokens - 1, layers with experts, per_token]` numbers of experts, ascending in each layer.
+    pub ids: Vec<u16>,
+}
+
+impl TokenExperts {
+    /// Experts of a token in all layers, in a sample of `tokens` tokens.
+    #[must_use]
+    pub fn slots(&self, tokens: usize) -> usize {
+        self.ids.len().checked_div(tokens.saturating_sub(1)).unwrap_or(0)
+    }
+}
+
 /// The streams of a [`Sample`] before they are checked; `T` tokens.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SampleStreams {
@@ -47,6 +65,8 @@ pub struct SampleStreams {
     pub versions: Vec<VersionRun>,
     /// What truncation kept; `None` if nothing was cut off.
     pub kept: Option<KeptTokens>,
+    /// The experts of the tokens; `None` if they were not recorded.
+    pub experts: Option<TokenExperts>,
     /// The temperature that the tokens were sampled at, above 0.
     pub temperature: f32,
 }
@@ -97,6 +117,18 @@ pub enum SampleError {
         /// What is wrong.
         reason: &'static str,
     },
+    /// The experts are not those of the tokens.
+    #[error("{ids} experts, {per_token} of each layer, do not fit {tokens} tokens: {reason}")]
+    Experts {
+        /// Number of experts.
+        ids: usize,
+        /// Experts of a token in a layer.
+        per_token: u32,
+        /// Tokens of the sample.
+        tokens: usize,
+        /// What is wrong.
+        reason: &'static str,
+    },
 }
 
 impl Sample {
@@ -104,7 +136,8 @@ impl Sample {
     ///
     /// # Errors
     /// Streams of different lengths, an empty stream, a trained first token, log-probabilities that are not finite
-    /// and non-positive, kept sets that do not fit the mask or miss the token that was sampled.
+    /// and non-positive, kept sets that do not fit the mask or miss the token that was sampled, experts that do not fit the
+    /// tokens.
     pub fn new(streams: SampleStreams) -> Result<Self, SampleError> {
         let tokens = streams.token_ids.len();
         if tokens == 0 {
@@ -132,6 +165,7 @@ impl Sample {
             return Err(SampleError::Temperature(streams.temperature));
         }
         check_kept(&streams)?;
+        check_experts(&streams)?;
         Ok(Self { streams })
     }
 
@@ -163,6 +197,12 @@ impl Sample {
     #[must_use]
     pub fn kept(&self) -> Option<&KeptTokens> {
         self.streams.kept.as_ref()
+    }
+
+    /// The experts of the tokens, if they were recorded.
+    #[must_use]
+    pub fn experts(&self) -> Option<&TokenExperts> {
+        self.streams.experts.as_ref()
     }
 
     /// The temperature that the tokens were sampled at.
@@ -210,6 +250,22 @@ fn check_kept(streams: &SampleStreams) -> Result<(), SampleError> {
     Ok(())
 }
 
+fn check_experts(streams: &SampleStreams) -> Result<(), SampleError> {
+    let Some(TokenExperts { per_token, ids }) = &streams.experts else { return Ok(()) };
+    let tokens = streams.token_ids.len();
+    let broken = |reason| Err(SampleError::Experts { ids: ids.len(), per_token: *per_token, tokens, reason });
+    let per_layer = *per_token as usize;
+    // Of one token the sampler reads none.
+    let rows = tokens - 1;
+    if per_layer == 0 || ids.is_empty() != (rows == 0) || !ids.len().is_multiple_of(rows.max(1) * per_layer) {
+        return broken("every token but the last has as many in each layer");
+    }
+    if !ids.chunks_exact(per_layer).all(|layer| layer.is_sorted_by(|a, b| a < b)) {
+        return broken("those of a token in a layer are ascending");
+    }
+    Ok(())
+}
+
 impl TryFrom<SampleStreams> for Sample {
     type Error = SampleError;
 
@@ -241,6 +297,7 @@ mod tests {
                 .map(|v| VersionRun { version: PolicyVersion(9 - u64::from(v)), len: 1 })
                 .collect(),
             kept: None,
+            experts: None,
             temperature: 1.0,
         }
     }
@@ -284,5 +341,27 @@ mod tests {
             assert!(matches!(Sample::new(wrong), Err(SampleError::Logprob { index: 1, .. })));
         }
         assert!(Sample::new(SampleStreams { temperature: 0.0, ..streams(2, 2, 2, 2) }).is_err());
+    }
+
+    #[test]
+    fn experts_belong_to_every_token_but_the_last() {
+        let with = |tokens, per_token, ids: &[u16]| {
+            let experts = Some(TokenExperts { per_token, ids: ids.to_vec() });
+            Sample::new(SampleStreams { experts, ..streams(tokens, tokens, tokens, tokens as u32) })
+        };
+        let sample = with(3, 2, &[0, 1, 2, 7, 1, 3, 0, 2]).unwrap();
+        assert_eq!(sample.experts().map(|experts| experts.slots(3)), Some(4));
+        assert!(with(1, 2, &[]).is_ok());
+        for (tokens, per_token, ids) in [
+            (3, 2, &[0, 1, 2, 7, 1, 3][..]),
+            (3, 0, &[0, 1]),
+            (3, 2, &[]),
+            (1, 1, &[0]),
+            (2, 2, &[1, 0]),
+            (2, 2, &[1, 1]),
+        ] {
+            let error = with(tokens, per_token, ids).unwrap_err();
+            assert!(matches!(error, SampleError::Experts { .. }), "{error}");
+        }
     }
 }

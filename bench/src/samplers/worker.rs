@@ -223,6 +223,7 @@ impl<'a> SimulatedWorker<'a> {
                 behavior_logprobs: (0..length).map(|at| if trained(at) { -3.0 } else { 0.0 }).collect(),
                 versions: vec![VersionRun { version, len: length as u32 }],
                 kept: None,
+                experts: None,
                 temperature: 1.0,
             };
             let sample = Sample::new(streams).expect("all streams are made for the same tokens");

@@ -13,7 +13,7 @@ use serde_json::Value;
 /// Fields that are lists of structs.
 const LISTS: [&str; 6] = ["groups", "trajectories", "branches", "turns", "rewards", "versions"];
 /// Fields that are structs.
-const RECORDS: [&str; 2] = ["task", "kept"];
+const RECORDS: [&str; 3] = ["task", "kept", "experts"];
 /// Fields that clients may shape freely; a prompt can be a list of messages.
 const FREE: [&str; 3] = ["columns", "details", "prompt"];
 /// A growing vector has up to twice the capacity of its content, and is copied from one of half its size.

@@ -93,6 +93,7 @@ codes! {
     TwoIdentities = UNPROCESSABLE_ENTITY "two_identities" "the group has both id and key";
     BadKey = UNPROCESSABLE_ENTITY "bad_key" "the key cannot be used";
     BadKept = UNPROCESSABLE_ENTITY "bad_kept" "the kept tokens do not fit the trained tokens";
+    BadExperts = UNPROCESSABLE_ENTITY "bad_experts" "the experts do not fit the tokens or the model";
     BadTemperature = UNPROCESSABLE_ENTITY "bad_temperature" "the temperature cannot have sampled anything";
     BadTurn = UNPROCESSABLE_ENTITY "bad_turn" "the turns do not fit the tokens";
     BadBaseline = UNPROCESSABLE_ENTITY "bad_baseline" "a baseline has tokens that are trained on";

@@ -102,6 +102,7 @@ fn a_free_page_that_does_not_exist_is_reported() {
             behavior_logprobs: vec![0.0, -1.0],
             versions: vec![VersionRun { version: PolicyVersion(0), len: 2 }],
             kept: None,
+            experts: None,
             temperature: 1.0,
         };
         let sample = Sample::new(streams).unwrap();

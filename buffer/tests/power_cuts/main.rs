@@ -222,6 +222,7 @@ fn group_of(id: GroupId, version: PolicyVersion, n: u64, tokens: usize) -> Group
         behavior_logprobs: (0..=tokens).map(|token| -(token as f32) / 7.0).collect(),
         versions: vec![VersionRun { version, len: u32::try_from(tokens + 1).unwrap() }],
         kept: None,
+        experts: None,
         temperature: 0.7,
     })
     .unwrap();

@@ -155,6 +155,7 @@ impl RowStreams {
             behavior_logprobs: self.logprobs,
             versions,
             kept: None,
+            experts: None,
             temperature,
         })
     }

@@ -15,6 +15,7 @@ use super::feed_forward::{
     FeedForwardWeights, GatedWeights,
 };
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
+use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::heads::{self, Angles, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum, bias_gradient, weight_gradient};
@@ -81,6 +82,13 @@ pub(super) struct FeedForwardReverse {
     d_normed: Tensor,
 }
 
+impl FeedForwardReverse {
+    /// The routes of the tokens, if the layer has experts.
+    pub(super) fn routes(&self) -> Option<&ExpertRoutes> {
+        self.operands.routes()
+    }
+}
+
 impl FeedForwardPiece for FeedForwardReverse {
     fn normed(&self) -> &Tensor {
         &self.normed
@@ -121,14 +129,14 @@ impl TransformerBlock {
                 Quantization::None | Quantization::Int8 => Linear::packed(weight, spec.input, bias),
             }
         };
-        Self::new(config, ranges, layer, linear)
+        Self::new(config, index, ranges, layer, linear)
     }
 
     /// A layer to train, of the values of the whole model.
     pub(super) fn trainable(config: &Config, parameters: &Arc<Parameters>, index: usize) -> Self {
         let layout = parameters.layout();
         let values = layout.unit(Unit::Layer(index));
-        Self::flat(config, layout, &FlatValues::Model(Arc::clone(parameters)), &values)
+        Self::flat(config, layout, index, &FlatValues::Model(Arc::clone(parameters)), &values)
     }
 
     /// A layer to train, of values of its own.
@@ -142,23 +150,30 @@ impl TransformerBlock {
         if expected != found {
             candle_core::bail!("layer {index} has {expected} values, {found} were given");
         }
-        Ok(Self::flat(config, layout, &FlatValues::Unit(Arc::clone(values)), &(0..found)))
+        Ok(Self::flat(config, layout, index, &FlatValues::Unit(Arc::clone(values)), &(0..found)))
     }
 
     /// A layer to train, of `values` of `flat`.
-    fn flat(config: &Config, layout: &Layout, flat: &FlatValues, values: &Range<usize>) -> Self {
+    fn flat(
+        config: &Config,
+        layout: &Layout,
+        index: usize,
+        flat: &FlatValues,
+        values: &Range<usize>,
+    ) -> Self {
         let ranges = layout.ranges();
         let moved = |range: &Range<usize>| values.start + range.start..values.start + range.end;
         let linear = |spec: &LinearSpec, weight: Range<usize>| {
             let bias = spec.bias.map_or(0..0, |bias| moved(&ranges[bias]));
             Linear::flat(flat, moved(&weight), spec.input, &bias)
         };
-        Self::new(config, ranges, &flat.values()[values.clone()], linear)
+        Self::new(config, index, ranges, &flat.values()[values.clone()], linear)
     }
 
-    /// The layer of `values`, whose matrices `linear` makes of a range of them.
+    /// Layer `index` of `values`, whose matrices `linear` makes of a range of them.
     fn new(
         config: &Config,
+        index: usize,
         ranges: &LayerRanges,
         values: &[f32],
         linear: impl Fn(&LinearSpec, Range<usize>) -> Linear,
@@ -192,7 +207,8 @@ impl TransformerBlock {
                     down: part(Operand::Down, expert),
                 };
                 let (router, experts) = (linear(Operand::Router), (0..spec.count).map(expert).collect());
-                FeedForwardWeights::Experts(ExpertWeights { spec, router, experts })
+                let first_slot = index * spec.per_token;
+                FeedForwardWeights::Experts(ExpertWeights { spec, first_slot, router, experts })
             }
         };
         Self {
@@ -211,16 +227,31 @@ impl TransformerBlock {
         }
     }
 
-    /// Forward on `x [T, d]` without activations; `attend` computes attention for prepared queries, keys and values.
+    /// Forward on `x [T, d]` without activations; `attend` computes attention for prepared queries, keys and values, and the
+    /// experts of the tokens may be `given`.
     pub(super) fn forward(
         &self,
         x: &Tensor,
         angles: &Angles,
+        given: Option<GivenExperts<'_>>,
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
         pool: &ThreadPool,
     ) -> Result<Tensor> {
+        Ok(self.forward_routed(x, angles, given, attend, pool)?.0)
+    }
+
+    /// The same, with what the feed-forward half computed up to its activation, which has the routes of the tokens.
+    pub(super) fn forward_routed(
+        &self,
+        x: &Tensor,
+        angles: &Angles,
+        given: Option<GivenExperts<'_>>,
+        attend: impl FnOnce(&Tensor) -> Result<Tensor>,
+        pool: &ThreadPool,
+    ) -> Result<(Tensor, FeedForwardTrace)> {
         let AttentionTrace { middle, .. } = self.attention(x, angles, attend, pool)?;
-        self.finish_feed_forward(&middle, &self.begin_feed_forward(&middle, pool)?, pool)
+        let trace = self.begin_feed_forward(&middle, given, pool)?;
+        Ok((self.finish_feed_forward(&middle, &trace, pool)?, trace))
     }
 
     /// Forward of the attention half on `x [T, d]`.
@@ -242,8 +273,13 @@ impl TransformerBlock {
     }
 
     /// The feed-forward half up to its activation, for its input `middle [T, d]`.
-    pub(super) fn begin_feed_forward(&self, middle: &Tensor, pool: &ThreadPool) -> Result<FeedForwardTrace> {
-        self.feed_forward.begin(&rms_norm(middle, &self.feed_forward_norm, self.eps, pool)?, pool)
+    pub(super) fn begin_feed_forward(
+        &self,
+        middle: &Tensor,
+        given: Option<GivenExperts<'_>>,
+        pool: &ThreadPool,
+    ) -> Result<FeedForwardTrace> {
+        self.feed_forward.begin(&rms_norm(middle, &self.feed_forward_norm, self.eps, pool)?, given, pool)
     }
 
     /// `[T, d]` the residual stream after the feed-forward half.
@@ -256,11 +292,13 @@ impl TransformerBlock {
         self.feed_forward.finish(middle, trace, pool)
     }
 
-    /// Backward of the feed-forward half for the gradient `g [T, d]` of its result. The trace is computed again if `None`.
+    /// Backward of the feed-forward half for the gradient `g [T, d]` of its result. The trace is computed again if `None`, with the
+    /// experts that are `given`.
     pub(super) fn feed_forward_backward(
         &self,
         middle: &Tensor,
         trace: Option<&FeedForwardTrace>,
+        given: Option<GivenExperts<'_>>,
         g: &Tensor,
     ) -> Result<FeedForwardReverse> {
         let alone = ThreadPool::single();
@@ -269,7 +307,7 @@ impl TransformerBlock {
         let trace = match trace {
             Some(kept) => kept,
             None => {
-                computed = self.feed_forward.begin(&normed, &alone)?;
+                computed = self.feed_forward.begin(&normed, given, &alone)?;
                 &computed
             }
         };

@@ -7,6 +7,7 @@ use candle_core::{Result, Tensor};
 
 use super::{Decoder, gather};
 use crate::ops::attention::{PAGE, PageLayout};
+use crate::ops::experts::ExpertRoutes;
 use crate::ops::heads::Angles;
 use crate::ops::norm::rms_norm;
 use crate::ops::{matrix, unwritten, values};
@@ -27,6 +28,16 @@ pub struct KvCache {
     /// Reference count of each page.
     holders: Vec<u32>,
     free: Vec<u32>,
+    routes: Option<RouteCache>,
+}
+
+/// The experts that the network chose for the tokens in the cache.
+#[derive(Debug)]
+struct RouteCache {
+    /// Experts of a token in all layers.
+    slots: usize,
+    /// `[PAGE, slots]` each.
+    pages: Vec<Vec<u16>>,
 }
 
 impl KvCache {
@@ -52,7 +63,29 @@ impl KvCache {
             copies: Some(Vec::new()),
             holders: vec![0; pages],
             free: (0..pages as u32).rev().collect(),
+            routes: None,
         }
+    }
+
+    /// The same, which also keeps the experts that the network chooses for every token, in all layers that have some.
+    #[must_use]
+    pub fn with_routes(self, config: &Config) -> Self {
+        let (slots, pages) = (config.expert_slots(), self.pages.len());
+        let routes = (slots > 0).then(|| RouteCache { slots, pages: vec![vec![0; PAGE * slots]; pages] });
+        Self { routes, ..self }
+    }
+
+    /// `[tokens, slots]` experts of the first `tokens` tokens of the page table `pages`, ascending in each layer; `None` if they are not
+    /// kept.
+    #[must_use]
+    pub fn routes(&self, pages: &[u32], tokens: usize) -> Option<Vec<u16>> {
+        let RouteCache { slots, pages: all } = self.routes.as_ref()?;
+        let mut routes = Vec::with_capacity(tokens * slots);
+        for page in &pages[..Self::pages_for(tokens)] {
+            routes.extend_from_slice(&all[*page as usize]);
+        }
+        routes.truncate(tokens * slots);
+        Some(routes)
     }
 
     /// Page copies since the last call, from and to, in order. A device makes them before its next step.
@@ -81,7 +114,11 @@ impl KvCache {
     /// Memory of all pages, bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.pages.iter().map(|page| size_of_val(&page[..]) as u64).sum()
+        let routes = self
+            .routes
+            .as_ref()
+            .map_or(0, |routes| size_of::<u16>() * routes.slots * PAGE * routes.pages.len());
+        routes as u64 + self.pages.iter().map(|page| size_of_val(&page[..]) as u64).sum::<u64>()
     }
 
     /// Frees the memory of all keys and values. Reference counts stay; [`KvCache::restore`] has to follow before the next
@@ -133,6 +170,9 @@ impl KvCache {
             return Some(page);
         }
         let copy = self.take()?;
+        if let Some(RouteCache { pages, .. }) = &mut self.routes {
+            pages[copy as usize] = pages[page as usize].clone();
+        }
         if let Some(copies) = &mut self.copies {
             copies.push([page, copy]);
             self.holders[page as usize] -= 1;
@@ -180,6 +220,18 @@ impl KvCache {
             self.pages[*page as usize] = values;
         }
     }
+
+    /// Keeps the experts of the new tokens of `sequences`, from `routes [tokens, slots]`.
+    fn keep_routes(&mut self, sequences: &[StepSequence<'_>], routes: &[u16]) {
+        let Some(RouteCache { slots, pages }) = &mut self.routes else { return };
+        let mut rows = routes.chunks_exact(*slots);
+        for sequence in sequences {
+            for (position, row) in (sequence.position..).zip(rows.by_ref().take(sequence.tokens.len())) {
+                let page = &mut pages[sequence.pages[position / PAGE] as usize];
+                page[position % PAGE * *slots..][..*slots].copy_from_slice(row);
+            }
+        }
+    }
 }
 
 /// New tokens of one sequence.
@@ -211,6 +263,14 @@ struct StepPart<'a> {
     sequences: &'a [StepSequence<'a>],
     /// The pages that each sequence writes.
     own: Vec<Vec<Vec<f32>>>,
+}
+
+/// What one thread computed of a step.
+struct PartOutput {
+    /// `[wanted, V]`
+    logits: Vec<f32>,
+    /// `[T, slots]` the experts of the tokens; empty if they are not kept.
+    routes: Vec<u16>,
 }
 
 impl Decoder {
@@ -248,25 +308,31 @@ impl Decoder {
             .collect();
         let shared = &*cache;
         let done = pool.map(parts, |mut part| {
-            let logits = self.step_part(shared, &mut part, inside);
-            (part, logits)
+            let computed = self.step_part(shared, &mut part, inside);
+            (part, computed)
         });
         let mut all = Vec::new();
         let mut failed = None;
-        for (part, logits) in done {
+        for (part, computed) in done {
             for (sequence, pages) in part.sequences.iter().zip(part.own) {
                 cache.check_in(sequence, pages);
             }
-            match logits {
-                Ok(logits) if all.is_empty() => all = logits,
-                Ok(logits) => all.extend(logits),
+            match computed {
+                Ok(PartOutput { logits, routes }) => {
+                    cache.keep_routes(part.sequences, &routes);
+                    if all.is_empty() {
+                        all = logits;
+                    } else {
+                        all.extend(logits);
+                    }
+                }
                 Err(error) => failed = Some(error),
             }
         }
         failed.map_or(Ok(all), Err)
     }
 
-    fn step_part(&self, cache: &KvCache, part: &mut StepPart<'_>, pool: &ThreadPool) -> Result<Vec<f32>> {
+    fn step_part(&self, cache: &KvCache, part: &mut StepPart<'_>, pool: &ThreadPool) -> Result<PartOutput> {
         let StepPart { sequences, own } = part;
         let (mut token_ids, mut positions, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for sequence in *sequences {
@@ -276,15 +342,28 @@ impl Decoder {
         }
         let angles = Angles::new(&positions, &self.inv_freq);
         let mut x = self.embed(&token_ids, 0)?;
+        let slots = cache.routes.as_ref().map_or(0, |routes| routes.slots);
+        let (mut routes, mut first) = (vec![0; token_ids.len() * slots], 0);
         for (layer, block) in self.blocks.iter().enumerate() {
             let attend = |qkv: &Tensor| self.attend(cache, sequences, own, layer, qkv, pool);
-            x = block.forward(&x, &angles, attend, pool)?;
+            let (output, trace) = block.forward_routed(&x, &angles, None, attend, pool)?;
+            x = output;
+            if let Some(chosen) = trace.routes().map(ExpertRoutes::experts).filter(|_| slots > 0) {
+                let per_token = chosen.len() / token_ids.len();
+                for (row, chosen) in routes.chunks_exact_mut(slots).zip(chosen.chunks_exact(per_token)) {
+                    row[first..][..per_token]
+                        .iter_mut()
+                        .zip(chosen)
+                        .for_each(|(kept, expert)| *kept = *expert as u16);
+                }
+                first += per_token;
+            }
         }
         let picked = gather(&[&x], &wanted)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps, pool)?;
         let mut logits = unwritten(wanted.len() * self.head.output());
         self.head.apply_slice(&values(&normed)?, &mut logits, pool);
-        Ok(logits)
+        Ok(PartOutput { logits, routes })
     }
 
     /// Writes keys and values of the new tokens of `qkv [T, width]`, and attends to all positions up to each of them.

@@ -11,7 +11,7 @@ use candle_core::{Result, Tensor};
 use super::block::{GradientJob, weight_jobs};
 use crate::ThreadPool;
 use crate::layer::ExpertSpec;
-use crate::ops::experts::ExpertRoutes;
+use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::linear::{Linear, weight_gradient};
 use crate::ops::swiglu::{SwigluReverse, swiglu, swiglu_backward};
 use crate::ops::{matrix, unwritten, values};
@@ -34,6 +34,8 @@ pub(super) struct GatedWeights {
 #[derive(Clone, Debug)]
 pub(super) struct ExpertWeights {
     pub(super) spec: ExpertSpec,
+    /// The first of this layer's experts among those of a token in all layers.
+    pub(super) first_slot: usize,
     pub(super) router: Linear,
     pub(super) experts: Vec<GatedWeights>,
 }
@@ -45,6 +47,16 @@ pub(super) enum FeedForwardTrace {
     Gated(Tensor),
     /// The routes, and `[rows, 2 m]` of the grouped rows.
     Experts(Box<ExpertRoutes>, Tensor),
+}
+
+impl FeedForwardTrace {
+    /// The routes of the tokens, if the layer has experts.
+    pub(super) fn routes(&self) -> Option<&ExpertRoutes> {
+        match self {
+            Self::Gated(_) => None,
+            Self::Experts(routes, _) => Some(routes),
+        }
+    }
 }
 
 /// What gradients of weights are computed from. With experts, rows are the grouped ones.
@@ -62,6 +74,13 @@ pub(super) struct FeedForwardOperands {
     routed: Option<(Box<ExpertRoutes>, Tensor)>,
 }
 
+impl FeedForwardOperands {
+    /// The routes of the tokens, if the layer has experts.
+    pub(super) fn routes(&self) -> Option<&ExpertRoutes> {
+        self.routed.as_ref().map(|(routes, _)| &**routes)
+    }
+}
+
 impl FeedForwardWeights {
     /// Memory of the linear layers, bytes.
     pub(super) fn bytes(&self) -> usize {
@@ -73,11 +92,16 @@ impl FeedForwardWeights {
         }
     }
 
-    /// Forward up to the activation, of the normalised input `x [T, d]`.
-    pub(super) fn begin(&self, x: &Tensor, pool: &ThreadPool) -> Result<FeedForwardTrace> {
+    /// Forward up to the activation, of the normalised input `x [T, d]`; its experts may be `given`.
+    pub(super) fn begin(
+        &self,
+        x: &Tensor,
+        given: Option<GivenExperts<'_>>,
+        pool: &ThreadPool,
+    ) -> Result<FeedForwardTrace> {
         match self {
             Self::Gated(gated) => Ok(FeedForwardTrace::Gated(gated.gate_up.apply(x, pool)?)),
-            Self::Experts(experts) => experts.begin(x, pool),
+            Self::Experts(experts) => experts.begin(x, given, pool),
         }
     }
 
@@ -129,8 +153,14 @@ impl GatedWeights {
 }
 
 impl ExpertWeights {
-    fn begin(&self, x: &Tensor, pool: &ThreadPool) -> Result<FeedForwardTrace> {
-        let routes = ExpertRoutes::new(self.router.apply_values(x, pool)?, self.spec);
+    fn begin(
+        &self,
+        x: &Tensor,
+        given: Option<GivenExperts<'_>>,
+        pool: &ThreadPool,
+    ) -> Result<FeedForwardTrace> {
+        let given = given.map(|given| GivenExperts { first: self.first_slot, ..given });
+        let routes = ExpertRoutes::new(self.router.apply_values(x, pool)?, self.spec, given);
         let width = x.dim(1)?;
         let grouped = routes.grouped(&values(x)?, width);
         let gate_up = self.each(&routes, &grouped, |expert| &expert.gate_up, pool);

@@ -7,7 +7,9 @@
 use std::sync::Arc;
 
 use candle_core::Result;
+use serde::{Deserialize, Serialize};
 
+use crate::ops::experts::ExpertRoutes;
 use crate::{Layout, ThreadPool, Unit};
 
 /// Values that one thread clears or adds at a time.
@@ -20,6 +22,39 @@ pub trait GradientSink {
 
     /// Marks a unit as complete: this backward adds nothing more to it.
     fn done(&mut self, unit: Unit);
+
+    /// The tokens of this backward went to the experts of layer `index` as `tokens` says.
+    fn routed(&mut self, _index: usize, _tokens: &RoutedTokens) {}
+}
+
+/// Tokens of a layer with experts.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RoutedTokens {
+    /// `[experts]` tokens that each expert computed.
+    pub of_expert: Vec<u64>,
+    /// Tokens.
+    pub tokens: u64,
+    /// Tokens whose experts were given ([`Pack::routed`](super::Pack::routed)).
+    pub given: u64,
+    /// Those of them for which the router prefers another expert.
+    pub changed: u64,
+}
+
+impl RoutedTokens {
+    /// Adds the tokens of `routes`.
+    pub(super) fn count(&mut self, routes: &ExpertRoutes) {
+        let [given, changed] = routes.replayed();
+        self.merge(&Self { of_expert: routes.load(), tokens: routes.tokens() as u64, given, changed });
+    }
+
+    /// Adds those of another pass or rank.
+    pub fn merge(&mut self, other: &Self) {
+        self.of_expert.resize(self.of_expert.len().max(other.of_expert.len()), 0);
+        self.of_expert.iter_mut().zip(&other.of_expert).for_each(|(tokens, more)| *tokens += more);
+        self.tokens += other.tokens;
+        self.given += other.given;
+        self.changed += other.changed;
+    }
 }
 
 /// Supplies the weights of layers that are not all in memory, as ZeRO stage 3 gathers them.

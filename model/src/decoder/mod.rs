@@ -30,7 +30,7 @@ use crate::ops::{embedding, matrix, values};
 use crate::{Config, Layout, Parameters, Reduction, ThreadPool, Unit};
 use block::TransformerBlock;
 pub use decode::{KvCache, StepSequence};
-pub use gradients::{GradientSink, Gradients, LayerSource};
+pub use gradients::{GradientSink, Gradients, LayerSource, RoutedTokens};
 pub use pack::{Pack, PackError};
 pub use train::Recompute;
 

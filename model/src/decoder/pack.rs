@@ -8,6 +8,7 @@ use candle_core::{Result, Tensor};
 
 use super::Decoder;
 use crate::ops::attention::{self, Segment};
+use crate::ops::experts::GivenExperts;
 use crate::ops::heads::Angles;
 
 /// Packed sequences. Some may continue others, as the completions of a group continue one prompt.
@@ -16,6 +17,8 @@ pub struct Pack {
     token_ids: Vec<u32>,
     positions: Vec<u32>,
     segments: Vec<Segment>,
+    /// `[tokens, slots]`, or empty.
+    experts: Vec<u16>,
 }
 
 /// Why a sequence cannot be packed.
@@ -75,6 +78,14 @@ impl Pack {
         self.positions.extend((prefix.len()..prefix.len() + sequence.len()).map(|p| p as u32));
         self.segments.push(Segment { rows: start..self.token_ids.len(), prefix });
         Ok(start)
+    }
+
+    /// The same pack with the `experts [tokens, slots]` that its tokens go to in all layers with experts, ascending in each;
+    /// [`ANY_EXPERT`](crate::ANY_EXPERT) where the router chooses. `slots` are those of a token
+    /// ([`Config::expert_slots`](crate::Config::expert_slots)).
+    #[must_use]
+    pub fn routed(self, experts: Vec<u16>) -> Self {
+        Self { experts, ..self }
     }
 
     /// `[tokens]` token ids of all sequences.
@@ -139,6 +150,13 @@ pub(super) struct PackPart<'a> {
 impl PackPart<'_> {
     pub(super) fn token_ids(&self) -> &[u32] {
         &self.pack.token_ids[self.rows.clone()]
+    }
+
+    /// The experts that are given to the tokens of this part.
+    pub(super) fn given(&self) -> Option<GivenExperts<'_>> {
+        let slots = self.pack.experts.len() / self.pack.token_ids.len().max(1);
+        let all = GivenExperts { all: &self.pack.experts, slots, first: 0 };
+        (slots > 0).then(|| all.after(self.rows.start))
     }
 
     pub(super) fn angles(&self, decoder: &Decoder) -> Angles {

@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor};
 use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
-use super::{Decoder, GradientSink, LayerSource, gather};
+use super::{Decoder, GradientSink, LayerSource, RoutedTokens, gather};
 use crate::ops::attention;
 use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, Target, TrainedTargets};
 use crate::ops::heads::Angles;
@@ -96,7 +96,7 @@ impl Decoder {
         for index in 0..self.config.num_layers {
             let block = self.block_of(source, index)?;
             let run = |((part, angles), x): ((&PackPart<'_>, &Angles), Tensor)| {
-                block.forward(&x, angles, |qkv| part.attend(self, qkv), &ThreadPool::single())
+                block.forward(&x, angles, part.given(), |qkv| part.attend(self, qkv), &ThreadPool::single())
             };
             let all = parts.iter().zip(&angles).zip(outputs).collect();
             outputs = pool.map(all, run).into_iter().collect::<Result<_>>()?;
@@ -147,7 +147,7 @@ impl Decoder {
             let alone = ThreadPool::single();
             let mut x = self.embed(part.token_ids(), part.rows.start)?;
             for block in &self.blocks {
-                x = block.forward(&x, &angles, |qkv| part.attend(self, qkv), &alone)?;
+                x = block.forward(&x, &angles, part.given(), |qkv| part.attend(self, qkv), &alone)?;
             }
             Ok(x)
         };
@@ -229,11 +229,11 @@ impl Decoder {
         let alone = ThreadPool::single();
         let (kept, output) = if self.recompute == Recompute::None {
             let attention = block.attention(x, angles, |qkv| part.attend(self, qkv), &alone)?;
-            let feed_forward = block.begin_feed_forward(&attention.middle, &alone)?;
+            let feed_forward = block.begin_feed_forward(&attention.middle, part.given(), &alone)?;
             let output = block.finish_feed_forward(&attention.middle, &feed_forward, &alone)?;
             (Some(KeptLayer { attention, feed_forward }), output)
         } else {
-            (None, block.forward(x, angles, |qkv| part.attend(self, qkv), &alone)?)
+            (None, block.forward(x, angles, part.given(), |qkv| part.attend(self, qkv), &alone)?)
         };
         layers.push(LayerTrace { input: std::mem::replace(x, output), kept });
         Ok(())
@@ -323,7 +323,8 @@ impl Decoder {
         let mut parts: Vec<Reversing<'_>> = pool.map(layer, begin).into_iter().collect::<Result<_>>()?;
 
         let unit = gradients.unit(Unit::Layer(index));
-        let d_middle = self.reverse_feed_forward(block, &parts, unit, pool)?;
+        let mut routed = RoutedTokens::default();
+        let d_middle = self.reverse_feed_forward(block, &parts, unit, &mut routed, pool)?;
         parts.iter_mut().for_each(|part| part.feed_forward = None);
 
         let reverse = |(reversing, d_middle): (&Reversing<'_>, Tensor)| {
@@ -344,6 +345,9 @@ impl Decoder {
         let done: Vec<_> = reversed.collect();
         block.attention_gradients(&done, unit, pool)?;
         gradients.done(Unit::Layer(index));
+        if !routed.of_expert.is_empty() {
+            gradients.routed(index, &routed);
+        }
         Ok(())
     }
 
@@ -368,12 +372,14 @@ impl Decoder {
         Ok(Reversing { part, angles: &trace.angles, input, attention, feed_forward, g })
     }
 
-    /// Backward of the feed-forward block, in chunks of tokens. Returns the gradient of its input for each part.
+    /// Backward of the feed-forward block, in chunks of tokens, which are counted in `routed`. Returns the gradient of its input for
+    /// each part.
     fn reverse_feed_forward(
         &self,
         block: &TransformerBlock,
         parts: &[Reversing<'_>],
         gradients: &mut [f32],
+        routed: &mut RoutedTokens,
         pool: &ThreadPool,
     ) -> Result<Vec<Tensor>> {
         let whole = parts.iter().enumerate();
@@ -386,9 +392,10 @@ impl Decoder {
         for pieces in chunks {
             let reverse = |PartRows { part, rows }: &PartRows| -> Result<FeedForwardReverse> {
                 let cut = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len());
-                let Reversing { attention, feed_forward, g, .. } = &parts[*part];
+                let Reversing { part, attention, feed_forward, g, .. } = &parts[*part];
+                let given = part.given().map(|given| given.after(rows.start));
                 // What is kept is of all rows of a part, which then are one piece.
-                block.feed_forward_backward(&cut(&attention.middle)?, feed_forward.as_ref(), &cut(g)?)
+                block.feed_forward_backward(&cut(&attention.middle)?, feed_forward.as_ref(), given, &cut(g)?)
             };
             let reversed: Vec<_> =
                 pool.map(pieces.iter().collect(), reverse).into_iter().collect::<Result<_>>()?;
@@ -396,6 +403,7 @@ impl Decoder {
                 d_middle[of.part].push(piece.d_middle.clone());
             }
             block.feed_forward_gradients(&reversed, gradients, pool)?;
+            reversed.iter().filter_map(FeedForwardReverse::routes).for_each(|routes| routed.count(routes));
         }
         let join = |pieces: Vec<Tensor>| match &pieces[..] {
             [only] => Ok(only.clone()),

@@ -39,6 +39,7 @@ fn group(id: u64, task: u64, version: u64, rewards: &[f64]) -> Group {
             behavior_logprobs: vec![0.0, -0.5, -(index as f32)],
             versions: vec![VersionRun { version: PolicyVersion(version), len: 3 }],
             kept: None,
+            experts: None,
             temperature: 1.0,
         })
         .unwrap(),

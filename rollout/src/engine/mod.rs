@@ -39,7 +39,7 @@ use std::sync::Arc;
 use device::Device;
 use model::on_device::{DeviceSampler, StagedWeights};
 use model::{Config, KvCache, StepSequence, ThreadPool};
-use trajectory::{GroupId, PolicyVersion, StopReason};
+use trajectory::{GroupId, PolicyVersion, StopReason, TokenExperts};
 
 use crate::RolloutError;
 use crate::sampler::{Completion, EngineCounts, PartialCompletion, SampleRequest};
@@ -153,6 +153,13 @@ impl Engine {
     pub fn speculating(self, speculation: Speculation) -> Self {
         let on_device = self.device.is_some();
         Self { speculation: if on_device { Speculation::None } else { speculation }, ..self }
+    }
+
+    /// The same, with completions that name the experts of their tokens ([`TokenExperts`]). A model without experts has none, and
+    /// on a device there are no models with experts.
+    #[must_use]
+    pub fn recording_experts(self) -> Self {
+        Self { cache: self.cache.with_routes(&self.model), ..self }
     }
 
     /// The thread pool that it computes on.
@@ -484,13 +491,21 @@ impl Engine {
             match sequence.ended(&self.stop)? {
                 None => self.running.push(sequence),
                 Some(stop) => {
+                    let experts = self.experts_of(&sequence);
                     self.keep_pages(&mut sequence, stop);
                     self.release(&sequence);
-                    ended.push(sequence.finish(stop, &self.stop)?);
+                    ended.push(sequence.finish(stop, experts, &self.stop)?);
                 }
             }
         }
         Ok(ended)
+    }
+
+    /// The experts of the tokens of a sequence, if they are recorded. The newest token was not fed to the network.
+    fn experts_of(&self, sequence: &Sequence) -> Option<TokenExperts> {
+        let per_token = self.model.experts()?.per_token as u32;
+        let ids = self.cache.routes(&sequence.pages, sequence.token_ids.len() - 1)?;
+        Some(TokenExperts { per_token, ids })
     }
 
     /// Keeps the pages of a sequence that ended, if a next turn or another request may continue them.

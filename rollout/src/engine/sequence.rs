@@ -6,7 +6,7 @@ use model::on_device::DrawRequest;
 use model::{KvCache, Sampling, StepSequence, TokenLogprob};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
-use trajectory::{GroupId, KeptTokens, PolicyVersion, StopReason, VersionRun};
+use trajectory::{GroupId, KeptTokens, PolicyVersion, StopReason, TokenExperts, VersionRun};
 
 use super::interrupt::Planned;
 use super::network::{DrawnToken, TokenRequest};
@@ -250,7 +250,13 @@ impl Sequence {
         Ok((self.logprobs.len() >= self.max_completion_length).then_some(StopReason::Length))
     }
 
-    pub(super) fn finish(self, reason: StopReason, stop: &StopRules) -> Result<Completion, RolloutError> {
+    /// The completion that ended for `reason`, whose tokens have `experts`.
+    pub(super) fn finish(
+        self,
+        reason: StopReason,
+        experts: Option<TokenExperts>,
+        stop: &StopRules,
+    ) -> Result<Completion, RolloutError> {
         let mut completion = &self.token_ids[self.prompt_length..];
         if reason == StopReason::StopToken {
             completion = &completion[..completion.len() - 1];
@@ -271,6 +277,7 @@ impl Sequence {
             versions: self.versions,
             baseline: self.baseline,
             kept: self.kept,
+            experts,
             alternatives: self.alternatives,
             sampling: self.sampling,
             stop: reason,

@@ -197,6 +197,7 @@ impl Episode {
                 behavior_logprobs: vec![0.0; tokens],
                 versions: vec![VersionRun { version: served, len: tokens as u32 }],
                 kept: None,
+                experts: None,
                 temperature: 1.0,
             },
             turns: Vec::new(),
@@ -252,6 +253,16 @@ impl Episode {
                 none => *none = Some(sets),
             }
         }
+        streams.experts = match (streams.experts.take(), completion.experts) {
+            (None, experts) if self.turns.is_empty() => experts,
+            (Some(mut known), Some(experts)) => {
+                // What was chosen when the tokens before were read first is kept; the last of them is read by this turn.
+                let slots = experts.slots(end);
+                known.ids.extend_from_slice(&experts.ids[(before - 1) * slots..]);
+                Some(known)
+            }
+            _ => None,
+        };
         streams.token_ids = completion.token_ids;
         self.turns.push(Turn { completion: start..end, stop: completion.stop, reward: None });
         self.transcript += &completion.text;

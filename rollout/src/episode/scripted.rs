@@ -124,6 +124,7 @@ fn completion(prompt: &[u32], spoken: &[u32], text: String) -> Completion {
         inserted: None,
         baseline: false,
         kept: None,
+        experts: None,
         alternatives: Vec::new(),
         text,
         stop: StopReason::StopToken,

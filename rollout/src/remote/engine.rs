@@ -28,17 +28,41 @@ pub(super) struct RemoteEngine {
     pub(super) model: String,
     /// Sequences in flight.
     pub(super) sequences: usize,
-    /// Requests of all its users that wait within it: the smaller of the last two answers, since a request that has just come
-    /// waits for a step.
-    pub(super) queued: u64,
-    /// The last answer, and when it is asked again; `None` while it is asked.
-    pub(super) measured: (u64, Option<Instant>),
+    pub(super) queue: EngineQueue,
     /// When it answered last.
     pub(super) heard: Instant,
     /// Whether it is being asked whether it is paused.
     pub(super) asked: bool,
     /// Why it was last left out.
     pub(super) lost: String,
+}
+
+/// Requests of all users of an engine that wait within it.
+pub(super) struct EngineQueue {
+    /// The smaller of the last two answers, since a request that has just come waits for a step.
+    pub(super) waiting: u64,
+    /// The last answer.
+    last: u64,
+    /// When it is asked again; `None` while it is asked.
+    next: Option<Instant>,
+}
+
+impl EngineQueue {
+    /// An empty queue, which is asked for at once.
+    pub(super) fn unknown(now: Instant) -> Self {
+        Self { waiting: 0, last: 0, next: Some(now) }
+    }
+
+    /// Whether it is asked for now; the answer is awaited then.
+    fn is_due(&mut self, now: Instant) -> bool {
+        self.next.take_if(|next| now >= *next).is_some()
+    }
+
+    /// The engine answered that `waiting` requests wait.
+    pub(super) fn answered(&mut self, waiting: u64) {
+        self.waiting = waiting.min(self.last);
+        (self.last, self.next) = (waiting, Some(Instant::now() + MEASURE));
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -55,14 +79,8 @@ impl RemoteEngine {
     /// Whether it takes `sequences` more, if `most` are the most that this sampler sends. One that has none of this sampler takes any
     /// number; one in which requests wait takes no more.
     pub(super) fn has_space(&self, sequences: usize, most: usize) -> bool {
-        let space = self.sequences + sequences <= most && self.queued == 0;
+        let space = self.sequences + sequences <= most && self.queue.waiting == 0;
         self.state == EngineState::Up && (space || self.sequences == 0)
-    }
-
-    /// It was asked how many requests wait.
-    pub(super) fn measured(&mut self, queued: u64) {
-        self.queued = queued.min(self.measured.0);
-        self.measured = (queued, Some(Instant::now() + MEASURE));
     }
 }
 
@@ -171,11 +189,7 @@ impl RemoteSampler {
         }
         for engine in 0..self.engines.len() {
             let one = &mut self.engines[engine];
-            if one.state == EngineState::Up
-                && one.sequences > 0
-                && one.measured.1.is_some_and(|next| now >= next)
-            {
-                one.measured.1 = None;
+            if one.state == EngineState::Up && one.sequences > 0 && one.queue.is_due(now) {
                 let (client, kind) = (Arc::clone(&one.client), self.config.kind);
                 self.spawn(move || {
                     // Some engines do not say.

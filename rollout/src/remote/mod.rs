@@ -28,7 +28,7 @@ use trajectory::{GroupId, PolicyVersion, VersionRun};
 use weights::{Digest, Receipt, Snapshot, Subscriber};
 
 use self::client::{EngineClient, EngineFailure};
-use self::engine::{EngineState, LOOK, RemoteEngine};
+use self::engine::{EngineQueue, EngineState, LOOK, RemoteEngine};
 use self::protocol::{EngineCompletion, EngineEnd, EngineRequest, push_run};
 use self::push::{ProvenLoad, WeightPusher, WrittenVersion};
 use crate::RolloutError;
@@ -186,8 +186,7 @@ impl RemoteSampler {
                 state,
                 model,
                 sequences: 0,
-                queued: 0,
-                measured: (0, Some(now)),
+                queue: EngineQueue::unknown(now),
                 heard: now,
                 asked: false,
                 lost: String::new(),
@@ -273,7 +272,7 @@ impl RemoteSampler {
             }
             EngineEvent::Loaded { engine, version, loaded } => self.loaded(engine, version, loaded),
             EngineEvent::Measured { engine, queued } => {
-                self.engines[engine].measured(queued);
+                self.engines[engine].queue.answered(queued);
                 Ok(())
             }
             EngineEvent::Looked { engine, resumed } => {
@@ -365,6 +364,7 @@ impl RemoteSampler {
             inserted: None,
             baseline,
             kept: None,
+            experts: None,
             alternatives: Vec::new(),
             sampling: request.sampling,
             stop,
@@ -379,7 +379,7 @@ impl RemoteSampler {
             let needed = job.sequences.len();
             let most = self.config.max_running;
             let least = self.engines.iter().enumerate().filter(|(_, engine)| engine.has_space(needed, most));
-            let load = |engine: &RemoteEngine| engine.sequences as u64 + engine.queued;
+            let load = |engine: &RemoteEngine| engine.sequences as u64 + engine.queue.waiting;
             let Some((engine, _)) = least.min_by_key(|(_, engine)| load(engine)) else { return Ok(()) };
             let Some(job) = self.waiting.pop_front() else { return Ok(()) };
             self.send(engine, job)?;

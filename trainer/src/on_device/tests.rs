@@ -55,6 +55,7 @@ fn sample() -> Sample {
         behavior_logprobs: vec![0.0, 0.0, -1.0, -1.0, -1.0, -1.0],
         versions: vec![VersionRun { version: PolicyVersion(0), len: 6 }],
         kept: None,
+        experts: None,
         temperature: 1.0,
     })
     .unwrap()

@@ -12,6 +12,7 @@ use crate::TrainerError;
 use crate::learner::{LearnerStep, RowLoss};
 use crate::norm::clip;
 use crate::on_device::by_dtype;
+use crate::packing::recorded_slots;
 use crate::pass::Pass;
 use crate::rank_spans::RankPhase;
 use crate::zero::{Requests, TreeSums, WeightShards};
@@ -46,7 +47,8 @@ impl ShardedRank {
         let weights = Some(WeightShards { shards: &membership.weights, own });
         let exchange = HostExchange { base, membership, adapter: None, weights };
         exchange.communicate(&mut TreeSums::default(), |requests| {
-            score_with(&mut gathered(base, device.as_ref(), requests)?, membership.rank, task, pool)
+            let mut pass = gathered(base, device.as_ref(), requests)?;
+            score_with(&mut pass, membership.rank, task, recorded_slots(&base.model), pool)
         })
     }
 

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use collective::Position;
-use model::{GradientSink, ParameterSpec, Prediction, PredictionGradient, ThreadPool};
+use model::{GradientSink, ParameterSpec, Prediction, PredictionGradient, RoutedTokens, ThreadPool, Unit};
 
 use super::membership::RankMembership;
 use super::{PlannedRows, RankBase};
@@ -30,7 +30,31 @@ pub(crate) struct StepInputs<'a, L> {
     pub(crate) task: PlannedRows<'a>,
     pub(crate) loss: &'a L,
     pub(crate) learning_rate: f32,
+    /// Experts of a token that the rows may have recorded.
+    pub(crate) recorded_slots: usize,
     pub(crate) pool: &'a ThreadPool,
+}
+
+/// Counts the tokens of experts on the way to a sink.
+struct RouteCounter<'a> {
+    sink: &'a mut dyn GradientSink,
+    /// By layer.
+    layers: Vec<RoutedTokens>,
+}
+
+impl GradientSink for RouteCounter<'_> {
+    fn unit(&mut self, unit: Unit) -> &mut [f32] {
+        self.sink.unit(unit)
+    }
+
+    fn done(&mut self, unit: Unit) {
+        self.sink.done(unit);
+    }
+
+    fn routed(&mut self, index: usize, tokens: &RoutedTokens) {
+        self.layers.resize(self.layers.len().max(index + 1), RoutedTokens::default());
+        self.layers[index].merge(tokens);
+    }
 }
 
 /// The exchange of gradients and weights between ranks through the host.
@@ -132,7 +156,10 @@ impl<L: RowLoss> StepInputs<'_, L> {
         let mut slopes = |samples: Range<usize>, predictions: &[Prediction]| {
             self.slopes(&batch.rows[samples.clone()], &packed.trained[samples], predictions, report)
         };
-        pass.train(&packed, &mut slopes, sink, complete, self.pool)
+        let mut sink = RouteCounter { sink, layers: Vec::new() };
+        pass.train(&packed, &mut slopes, &mut sink, complete, self.pool)?;
+        self.loss.routed(&sink.layers, report);
+        Ok(())
     }
 
     /// Adds the gradients of a micro-batch to the sums on the device, and its losses to `report`.
@@ -159,7 +186,7 @@ impl<L: RowLoss> StepInputs<'_, L> {
     }
 
     fn pack(&self, batch: &MicroBatch) -> Packed<'_> {
-        pack(batch.rows.iter().map(|row| self.task.rows[*row]))
+        pack(batch.rows.iter().map(|row| self.task.rows[*row]), self.recorded_slots)
     }
 
     /// Derivatives of the loss with respect to the `predictions` of `rows`, which have `trained` tokens each.

@@ -134,6 +134,7 @@ fn code_of(unfit: &Unfit) -> ProblemCode {
         Unfit::Temperature { .. } => ProblemCode::BadTemperature,
         Unfit::Reward { .. } => ProblemCode::RewardOutOfRange,
         Unfit::Turn { .. } => ProblemCode::BadTurn,
+        Unfit::Experts { .. } | Unfit::Expert { .. } => ProblemCode::BadExperts,
     }
 }
 

@@ -5,11 +5,14 @@
 use serde::ser::{SerializeStruct, Serializer};
 use serde::{Deserialize, Serialize};
 use trajectory::{
-    Branch, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, Trajectory, Turn, VersionRun,
+    Branch, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, TokenExperts, Trajectory, Turn,
+    VersionRun,
 };
 use utoipa::ToSchema;
 
-use super::group::{ItemLimits, KeptBody, MappedSequence, RunBody, TurnBody, ValidationResult, one, reject};
+use super::group::{
+    ExpertsBody, ItemLimits, KeptBody, MappedSequence, RunBody, TurnBody, ValidationResult, one, reject,
+};
 use crate::http::problem::ProblemCode;
 
 /// A further token stream of an episode. The three streams have one entry per token, prompt and completion.
@@ -33,6 +36,8 @@ pub(super) struct BranchBody {
     pub(super) temperature: f32,
     /// The tokens that truncation (top-k, top-p) kept.
     pub(super) kept: Option<KeptBody>,
+    /// The experts of the tokens, of a model with experts.
+    pub(super) experts: Option<ExpertsBody>,
     /// The model calls that are in no earlier branch, in order.
     #[serde(default)]
     pub(super) turns: Vec<TurnBody>,
@@ -73,6 +78,9 @@ impl BranchBody {
             loss_mask: self.loss_mask,
             behavior_logprobs: self.behavior_logprobs,
             kept: self.kept.map(|kept| KeptTokens { offsets: kept.offsets, ids: kept.ids }),
+            experts: self
+                .experts
+                .map(|experts| TokenExperts { per_token: experts.per_token, ids: experts.ids }),
             temperature: self.temperature,
         })
         .or_else(|error| reject(code_of(&error), error.to_string()))?;
@@ -153,6 +161,7 @@ fn code_of(error: &SampleError) -> ProblemCode {
         SampleError::Logprob { .. } => ProblemCode::NotFinite,
         SampleError::Temperature(_) => ProblemCode::BadTemperature,
         SampleError::Kept { .. } => ProblemCode::BadKept,
+        SampleError::Experts { .. } => ProblemCode::BadExperts,
         _ => ProblemCode::UnequalLengths,
     }
 }
@@ -164,19 +173,23 @@ impl From<&Turn> for TurnBody {
     }
 }
 
-/// A branch in an answer; every field is present.
+/// A branch in an answer; every field is present, but `experts` only where they were recorded.
 pub(super) struct BranchView<'a>(pub(super) &'a Branch);
 
 impl Serialize for BranchView<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Branch { sample, turns } = self.0;
-        let mut branch = serializer.serialize_struct("Branch", 7)?;
+        let mut branch =
+            serializer.serialize_struct("Branch", 7 + usize::from(sample.experts().is_some()))?;
         branch.serialize_field("token_ids", sample.token_ids())?;
         branch.serialize_field("loss_mask", sample.loss_mask())?;
         branch.serialize_field("behavior_logprobs", sample.behavior_logprobs())?;
         branch.serialize_field("versions", sample.versions())?;
         branch.serialize_field("temperature", &sample.temperature())?;
         branch.serialize_field("kept", &sample.kept())?;
+        if let Some(experts) = sample.experts() {
+            branch.serialize_field("experts", experts)?;
+        }
         branch.serialize_field("turns", &MappedSequence(turns, TurnBody::from))?;
         branch.end()
     }

@@ -89,6 +89,8 @@ pub(super) struct TrajectoryBody {
     temperature: f32,
     /// The tokens that truncation (top-k, top-p) kept.
     kept: Option<KeptBody>,
+    /// The experts of the tokens, of a model with experts.
+    experts: Option<ExpertsBody>,
     /// Index of the trajectory in its group, ascending from 0; its position if omitted.
     index: Option<u32>,
     /// The model calls, in order.
@@ -136,6 +138,18 @@ pub(super) struct KeptBody {
     pub(super) offsets: Vec<u32>,
     /// Token ids, ascending within a set.
     pub(super) ids: Vec<u32>,
+}
+
+/// For every token but the last, the experts that the network of the sampler chose.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+#[schema(as = TokenExperts)]
+pub(super) struct ExpertsBody {
+    /// Experts of a token in each layer that has some.
+    #[schema(minimum = 1)]
+    pub(super) per_token: u32,
+    /// Numbers of experts: of the first token in all layers, ascending in each, then of the next token.
+    pub(super) ids: Vec<u16>,
 }
 
 /// One model call.
@@ -300,6 +314,7 @@ impl TrajectoryBody {
             policy_version: self.policy_version,
             temperature: self.temperature,
             kept: self.kept,
+            experts: self.experts,
             turns: self.turns,
         };
         let Branch { sample, turns } = first.check(limits, self.baseline)?;
@@ -378,7 +393,7 @@ impl<'de> Deserialize<'de> for PromptBody {
     }
 }
 
-/// A group in an answer; every field is present, but `branches` only where there are some.
+/// A group in an answer; every field is present, but `branches` and `experts` only where there are some.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupView<'a> {
     pub(crate) group: &'a Group,
@@ -437,7 +452,7 @@ struct TrajectoryView<'a>(&'a Trajectory);
 impl Serialize for TrajectoryView<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Trajectory { index, sample, turns, branches, text, score, baseline, role } = self.0;
-        let fields = 14 + usize::from(!branches.is_empty());
+        let fields = 14 + usize::from(!branches.is_empty()) + usize::from(sample.experts().is_some());
         let mut trajectory = serializer.serialize_struct("Trajectory", fields)?;
         trajectory.serialize_field("token_ids", sample.token_ids())?;
         trajectory.serialize_field("loss_mask", sample.loss_mask())?;
@@ -453,7 +468,10 @@ impl Serialize for TrajectoryView<'_> {
         trajectory.serialize_field("correct", &score.correct)?;
         trajectory.serialize_field("baseline", baseline)?;
         trajectory.serialize_field("role", role)?;
-        // Clients that do not know branches read groups that have none.
+        // Clients that do not know experts or branches read groups that have none.
+        if let Some(experts) = sample.experts() {
+            trajectory.serialize_field("experts", experts)?;
+        }
         if !branches.is_empty() {
             trajectory.serialize_field("branches", &MappedSequence(branches, BranchView))?;
         }

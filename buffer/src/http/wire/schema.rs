@@ -51,20 +51,20 @@ impl ToSchema for GroupView<'_> {
         TaskBody::schemas(schemas);
         TrajectoryBody::schemas(schemas);
         schemas.push((MessageBody::name().into_owned(), MessageBody::schema()));
-        schemas.push((TASK.to_owned(), given(TaskBody::schema(), None, None)));
-        // An answer always has the runs, and branches only where there are some.
-        let trajectory = given(TrajectoryBody::schema(), Some("policy_version"), Some("branches"));
+        schemas.push((TASK.to_owned(), given(TaskBody::schema(), None, &[])));
+        // An answer always has the runs, and branches and experts only where there are some.
+        let trajectory = given(TrajectoryBody::schema(), Some("policy_version"), &["branches", "experts"]);
         schemas.push((TRAJECTORY.to_owned(), trajectory));
     }
 }
 
 /// The schema without the field `absent`, and with all others required but `optional`.
-fn given(shape: SchemaRef, absent: Option<&str>, optional: Option<&str>) -> SchemaRef {
+fn given(shape: SchemaRef, absent: Option<&str>, optional: &[&str]) -> SchemaRef {
     let RefOr::T(Schema::Object(mut object)) = shape else { return shape };
     if let Some(field) = absent {
         object.properties.remove(field);
     }
     object.required =
-        object.properties.keys().filter(|field| Some(field.as_str()) != optional).cloned().collect();
+        object.properties.keys().filter(|field| !optional.contains(&field.as_str())).cloned().collect();
     RefOr::T(Schema::Object(object))
 }

@@ -37,6 +37,7 @@ fn a_group_round_trips() {
             "versions": [{"version": 0, "len": 1}, {"version": 0, "len": 2}],
             "temperature": 0.7,
             "kept": {"offsets": [0, 2, 3], "ids": [2, 5, 4_294_967_295_u32]},
+            "experts": {"per_token": 2, "ids": [0, 1, 2, 300]},
             "index": 3,
             "turns": [{"start": 1, "end": 2, "stop": "length", "reward": -0.5}, {"start": 2, "end": 3, "stop": "stop_string", "reward": null}],
             "text": "4",
@@ -154,6 +155,8 @@ fn each_group_is_refused_by_itself_and_says_why() {
         (json!({ "key": "k".repeat(129), "trajectories": [trajectory()] }), "bad_key"),
         (json!({ "key": "a\nb", "trajectories": [trajectory()] }), "bad_key"),
         (with(&[("kept", json!({ "offsets": [0, 1], "ids": [2] }))]), "bad_kept"),
+        (with(&[("experts", json!({ "per_token": 2, "ids": [0, 1, 2] }))]), "bad_experts"),
+        (with(&[("experts", json!({ "per_token": 1, "ids": [0, 1] }))]), "accepted"),
         (with(&[("temperature", json!(0.0))]), "bad_temperature"),
         (with(&[("turns", json!([turn(1, 4)]))]), "bad_turn"),
         (with(&[("turns", json!([turn(1, 3), turn(2, 3)]))]), "bad_turn"),
@@ -357,7 +360,7 @@ fn a_run_accepts_only_trainable_groups_and_reports_the_others() {
         ServerConfig { group_limits: Some(Arc::clone(&limits)), refused: Some(refused), ..loopback() };
     let served = TestServer::start(Buffer::in_memory(super::super::config(8, 1)).unwrap(), config);
     store(&served, &[keyed("early")]).is_problem(503, "preparing");
-    limits.set(GroupLimits { vocabulary: 10, context: 4, trajectories: 2 }).unwrap();
+    limits.set(GroupLimits { vocabulary: 10, context: 4, trajectories: 2, experts: None }).unwrap();
     let with = |key: &str, field: &str, value: Value| {
         let mut group = keyed(key);
         group["trajectories"][0][field] = value;
@@ -374,6 +377,7 @@ fn a_run_accepts_only_trainable_groups_and_reports_the_others() {
         keyed("sound"),
         with("ids", "token_ids", json!([1, 50_000, 3])),
         with("kept", "kept", json!({ "offsets": [0, 2, 3], "ids": [2, 50_000, 3] })),
+        with("experts", "experts", json!({ "per_token": 1, "ids": [0, 1] })),
         with("low", "behavior_logprobs", json!([0.0, -1e30, -0.25])),
         with("cold", "temperature", json!(1e-20)),
         with("rich", "reward", json!(1e300)),
@@ -392,6 +396,7 @@ fn a_run_accepts_only_trainable_groups_and_reports_the_others() {
         "stored",
         "token_out_of_vocabulary",
         "token_out_of_vocabulary",
+        "bad_experts",
         "logprob_too_low",
         "bad_temperature",
         "reward_out_of_range",
@@ -406,7 +411,7 @@ fn a_run_accepts_only_trainable_groups_and_reports_the_others() {
     wanted.sort_unstable();
     assert_eq!(refused, wanted);
     assert!(reports.lock().unwrap().iter().all(|(sender, _)| sender == "127.0.0.1"));
-    assert!(served.get("/metrics").text().contains("rlrun_buffer_groups_refused_total 8"));
+    assert!(served.get("/metrics").text().contains("rlrun_buffer_groups_refused_total 9"));
     let sound = format!("/v1/groups/{}/quarantine", answer.json()["results"][0]["id"]);
     let set_aside = served.post(&sound, &json!({})).json();
     assert_eq!(set_aside, json!({ "quarantined": true, "sender": "127.0.0.1 as \"sound\"" }));

@@ -1,0 +1,70 @@
+//! Models with experts in whole runs: load metrics, and routing replay.
+
+use crate::support::{Home, Run};
+use crate::workers::PROCESSES;
+
+const EXPERTS: [&str; 3] =
+    ["model.random.architecture=olmoe", "model.random.experts=4", "model.random.experts_per_token=2"];
+
+fn run(home: &Home, name: &str, sets: &[&str]) -> Run {
+    home.small(name, &[&EXPERTS[..], sets].concat())
+}
+
+/// Of the current version the sampler's experts are those that the trainer would choose, in every turn of an episode.
+#[test]
+fn replayed_experts_of_the_current_version_change_no_bit() {
+    let home = Home::new();
+    let synchronous = ["buffer.max_staleness=0", "rollout.bitwise=true", "trainer.steps=4"];
+    let episodes = ["environment.kind=retry", "environment.max_turns=4", "environment.max_tokens=90"];
+    for (name, more) in
+        [("turns", &episodes[..]), ("plain", &[][..]), ("ranks", &["trainer.world=2", "trainer.zero=3"])]
+    {
+        let sets = [&synchronous[..], more].concat();
+        let own = run(&home, name, &sets);
+        let replayed =
+            run(&home, &format!("{name}_replayed"), &[&sets[..], &["rollout.routing_replay=true"]].concat());
+        assert_eq!(replayed.values("experts/replayed"), [1.0; 4], "{name}");
+        assert_eq!(replayed.values("experts/changed"), [0.0; 4], "{name}");
+        for metric in ["loss/mean", "optim/grad_norm", "experts/load_cv", "experts/load_peak"] {
+            assert_eq!(own.values(metric), replayed.values(metric), "{name}: {metric}");
+        }
+        assert!(own.values("experts/load_peak").iter().all(|peak| (1.0..=4.0).contains(peak)), "{name}");
+        assert!(own.steps().iter().all(|step| !step.contains_key("experts/replayed")), "{name}");
+    }
+}
+
+/// A quantised sampler prefers other experts for some tokens. With its experts the trainer's log-probabilities are nearer to its own.
+#[test]
+fn a_trainer_replays_the_experts_of_a_quantized_sampler() {
+    let home = Home::new();
+    let sets = ["buffer.max_staleness=0", "rollout.quantization=int8", "trainer.steps=4"];
+    let own = run(&home, "own", &sets);
+    let replayed = run(&home, "replayed", &[&sets[..], &["rollout.routing_replay=true"]].concat());
+    let changed = replayed.values("experts/changed");
+    assert!(changed.iter().all(|share| *share > 0.0 && *share < 0.5), "{changed:?}");
+    // The first step has the same samples in both runs.
+    let [before, after] = [&own, &replayed].map(|run| run.values("kl/mismatch")[0]);
+    assert!(after < before, "{after} with the sampler's experts, {before} without");
+}
+
+/// Groups of older versions carry their experts through the journal and the buffer of another process.
+#[test]
+fn stale_groups_carry_their_experts_through_journal_and_processes() {
+    let home = Home::new();
+    let stale = ["rollout.routing_replay=true", "trainer.learning_rate=1e-2", "trainer.steps=8"];
+    let local = run(&home, "local", &stale);
+    let workers = run(&home, "workers", &[&stale[..], &PROCESSES[..]].concat());
+    for run in [&local, &workers] {
+        assert_eq!(run.values("experts/replayed"), [1.0; 8]);
+        assert!(run.values("staleness/max").iter().any(|staleness| *staleness > 0.0));
+        assert!(run.values("experts/changed").iter().any(|share| *share > 0.0));
+    }
+}
+
+#[test]
+fn a_model_without_experts_refuses_routing_replay() {
+    let home = Home::new();
+    let args = ["small.toml", "--run-dir", "run", "--set", "rollout.routing_replay=true"];
+    home.rlrun(&args).refused(&["rollout.routing_replay", "the model has no experts"]);
+    assert!(!home.path("run").exists());
+}
