@@ -146,9 +146,9 @@ fn networks_that_are_not_supported_are_refused() {
     bench.configure(|config| {
         config["model_type"] = json!("qwen2");
         config["rope_parameters"] = Value::Null;
-        config["rope_scaling"] = json!({"rope_type": "yarn", "factor": 4.0});
+        config["rope_scaling"] = json!({"rope_type": "longrope", "factor": 4.0});
     });
-    bench.refuses(&[], &["config.json: `", "rope_type", "yarn", "llama3"]);
+    bench.refuses(&[], &["config.json: `", "rope_type", "longrope", "llama3"]);
 }
 
 #[test]

@@ -139,7 +139,7 @@ impl Operation {
 /// # Errors
 /// If a matrix cannot be made.
 pub fn operations(config: &Config, rows: usize) -> Result<Vec<Operation>> {
-    let one_layer = Config { num_layers: 1, ..config.clone() };
+    let one_layer = Config { layers: config.layers[..1].to_vec(), ..config.clone() };
     let parameters = Arc::new(Parameters::random(&one_layer, 0));
     let span = |first: &str, last: &str| {
         let range = |name: &str| {

@@ -7,7 +7,6 @@ use candle_core::{Result, Tensor};
 
 use super::{Decoder, gather};
 use crate::ops::attention::{PAGE, PageLayout};
-use crate::ops::heads::Angles;
 use crate::ops::norm::rms_norm;
 use crate::ops::{matrix, unwritten, values};
 use crate::{Config, ThreadPool};
@@ -95,7 +94,7 @@ impl KvCache {
         if self.copies.is_some() {
             return;
         }
-        let len = config.num_layers * self.layout.len();
+        let len = config.num_layers() * self.layout.len();
         self.pages.iter_mut().for_each(|page| *page = vec![0.0; len]);
     }
 
@@ -274,7 +273,7 @@ impl Decoder {
             positions.extend((sequence.position..).take(sequence.tokens.len()).map(|p| p as u32));
             wanted.extend(token_ids.len() - sequence.wanted..token_ids.len());
         }
-        let angles = Angles::new(&positions, &self.inv_freq);
+        let angles = self.angles(&positions);
         let mut x = self.embed(&token_ids, 0)?;
         for (layer, block) in self.blocks.iter().enumerate() {
             let attend = |qkv: &Tensor| self.attend(cache, sequences, own, layer, qkv, pool);

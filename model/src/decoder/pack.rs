@@ -6,9 +6,8 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use super::Decoder;
+use super::{Decoder, LayerAngles};
 use crate::ops::attention::{self, Segment};
-use crate::ops::heads::Angles;
 
 /// Packed sequences. Some may continue others, as the completions of a group continue one prompt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -141,8 +140,8 @@ impl PackPart<'_> {
         &self.pack.token_ids[self.rows.clone()]
     }
 
-    pub(super) fn angles(&self, decoder: &Decoder) -> Angles {
-        Angles::new(&self.pack.positions[self.rows.clone()], &decoder.inv_freq)
+    pub(super) fn angles(&self, decoder: &Decoder) -> LayerAngles {
+        decoder.angles(&self.pack.positions[self.rows.clone()])
     }
 
     pub(super) fn attend(&self, decoder: &Decoder, qkv: &Tensor) -> Result<Tensor> {

@@ -9,10 +9,9 @@ use candle_core::{Result, Tensor};
 use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
-use super::{Decoder, GradientSink, LayerSource, gather};
+use super::{Decoder, GradientSink, LayerAngles, LayerSource, gather};
 use crate::ops::attention;
 use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, Target, TrainedTargets};
-use crate::ops::heads::Angles;
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::{embedding, matrix, value, values};
 use crate::{Head, ThreadPool, Unit};
@@ -37,7 +36,7 @@ pub enum Recompute {
 /// Activations of the rows of one thread.
 #[derive(Debug)]
 struct PartTrace {
-    angles: Angles,
+    angles: LayerAngles,
     layers: Vec<LayerTrace>,
     /// `[T, d]` the residual stream after the last layer.
     output: Tensor,
@@ -90,12 +89,12 @@ impl Decoder {
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
         let parts = pack.parts(pool.threads());
-        let angles: Vec<Angles> = parts.iter().map(|part| part.angles(self)).collect();
+        let angles: Vec<LayerAngles> = parts.iter().map(|part| part.angles(self)).collect();
         let embed = |part: &PackPart<'_>| self.embed(part.token_ids(), part.rows.start);
         let mut outputs = parts.iter().map(embed).collect::<Result<Vec<_>>>()?;
-        for index in 0..self.config.num_layers {
+        for index in 0..self.config.num_layers() {
             let block = self.block_of(source, index)?;
-            let run = |((part, angles), x): ((&PackPart<'_>, &Angles), Tensor)| {
+            let run = |((part, angles), x): ((&PackPart<'_>, &LayerAngles), Tensor)| {
                 block.forward(&x, angles, |qkv| part.attend(self, qkv), &ThreadPool::single())
             };
             let all = parts.iter().zip(&angles).zip(outputs).collect();
@@ -203,14 +202,14 @@ impl Decoder {
         let begin = |part: &PackPart<'_>| self.begin(part);
         let mut traces: Vec<PartTrace> =
             pool.map(parts.iter().collect(), begin).into_iter().collect::<Result<_>>()?;
-        for index in 0..self.config.num_layers {
+        for index in 0..self.config.num_layers() {
             let block = self.block_of(source, index)?;
             let advance = |(part, trace): (&PackPart<'_>, &mut PartTrace)| self.advance(&block, part, trace);
             pool.map(parts.iter().zip(&mut traces).collect(), advance).into_iter().collect::<Result<()>>()?;
         }
         let mut reversing = self.train_head(pack, traces, trained, slopes, gradients, pool)?;
         source.reverse();
-        for index in (0..self.config.num_layers).rev() {
+        for index in (0..self.config.num_layers()).rev() {
             let block = self.block_of(source, index)?;
             self.reverse_layer(index, &block, &mut reversing, gradients, pool)?;
         }
@@ -219,7 +218,7 @@ impl Decoder {
 
     fn begin(&self, part: &PackPart<'_>) -> Result<PartTrace> {
         let output = self.embed(part.token_ids(), part.rows.start)?;
-        let layers = Vec::with_capacity(self.config.num_layers);
+        let layers = Vec::with_capacity(self.config.num_layers());
         Ok(PartTrace { angles: part.angles(self), layers, output })
     }
 
@@ -417,7 +416,7 @@ struct ReversingPack<'a> {
 /// Inputs of the backward of one layer for one part.
 struct Reversing<'a> {
     part: &'a PackPart<'a>,
-    angles: &'a Angles,
+    angles: &'a LayerAngles,
     input: Tensor,
     attention: AttentionTrace,
     feed_forward: Option<FeedForwardTrace>,
