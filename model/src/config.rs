@@ -176,39 +176,15 @@ impl Config {
         rotaries
     }
 
-    /// Keys that a query of the narrowest layer sees, if a layer has a sliding window.
-    fn narrowest_window(&self) -> Option<usize> {
-        self.layers.iter().filter_map(|layer| layer.attention.window).min()
-    }
-
-    /// Longest sequence, in tokens, that the model computes as it was trained to: the position range, or the attention
-    /// window where that is narrower.
+    /// Longest sequence, in tokens, that the model computes as it was trained to.
     #[must_use]
     pub fn max_context(&self) -> usize {
-        self.narrowest_window().map_or(self.max_position_embeddings, |w| w.min(self.max_position_embeddings))
+        self.max_position_embeddings
     }
 
-    /// The limit on the length of sequences and its reason, for messages: the positions, or the window.
+    /// The limit on the length of sequences and its reason, for messages.
     #[must_use]
     pub fn context_limit(&self) -> String {
-        let most = self.max_context();
-        match self.narrowest_window() {
-            Some(window) if window < self.max_position_embeddings => format!(
-                "{window} tokens of the model's sliding attention window; windows are not supported yet, and up to their \
-                 length sequences are computed as without one"
-            ),
-            _ => format!("{most} tokens that the model can see (max_position_embeddings)"),
-        }
-    }
-
-    /// A note to the user about a sliding window, if the model has one.
-    #[must_use]
-    pub fn window_note(&self) -> Option<String> {
-        let window = self.narrowest_window().filter(|window| *window < self.max_position_embeddings)?;
-        let positions = self.max_position_embeddings;
-        Some(format!(
-            "the model has a sliding attention window of {window} tokens, which is not supported yet: sequences of up to \
-             {window} tokens are computed exactly, and longer ones are refused (the model has {positions} positions)"
-        ))
+        format!("{} tokens that the model can see (max_position_embeddings)", self.max_context())
     }
 }

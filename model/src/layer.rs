@@ -15,6 +15,7 @@ use device::ops::heads::HeadShape;
 use serde::{Deserialize, Serialize};
 
 use crate::Config;
+use crate::ops::attention::AttentionRule;
 use crate::rotary::Rotary;
 
 /// What a decoder layer computes: a residual block of causal attention with grouped key-value heads (GQA, Ainslie et al. 2023,
@@ -43,6 +44,8 @@ pub struct AttentionSpec {
     pub window: Option<usize>,
     /// The rotary position embedding of queries and keys, if there is one.
     pub rotary: Option<Rotary>,
+    /// Multiplies scores; `None` for `1 / sqrt(head_dim)`.
+    pub scale: Option<f32>,
 }
 
 /// The norm of a residual block.
@@ -194,6 +197,13 @@ impl Config {
     /// The heads of attention.
     pub(crate) fn head_shape(&self) -> HeadShape {
         HeadShape { heads: self.num_heads, kv_heads: self.num_kv_heads, head_dim: self.head_dim }
+    }
+
+    /// What attention of layer `index` computes.
+    pub(crate) fn attention_rule(&self, index: usize) -> AttentionRule {
+        let AttentionSpec { window, scale, .. } = self.layers[index].attention;
+        let full = AttentionRule::full(self.head_shape());
+        AttentionRule { scale: scale.unwrap_or(full.scale), window: window.unwrap_or(full.window), ..full }
     }
 
     /// The tensors of layer `index`, in the order of the flat layout.

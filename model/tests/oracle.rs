@@ -6,7 +6,7 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::{llama, mistral, qwen2, qwen3};
-use model::{AttentionSpec, Decoder, LayerSpec, RopeScaling, Rotary};
+use model::{AttentionSpec, Config, Decoder, LayerSpec, RopeScaling, Rotary};
 
 use crate::common::{Golden, logits_of, pack_of};
 

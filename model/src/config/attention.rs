@@ -22,7 +22,7 @@ pub(super) fn of_layers(
         return Err(keys.unsupported("partial_rotary_factor", "1.0 for models of this family"));
     }
     let rotary = Some(rotary);
-    Ok(windows.into_iter().map(|window| AttentionSpec { window, rotary }).collect())
+    Ok(windows.into_iter().map(|window| AttentionSpec { window, rotary, scale: None }).collect())
 }
 
 /// The window of each layer under the rules of the family.

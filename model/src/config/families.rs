@@ -186,7 +186,7 @@ impl Family {
     pub(super) fn layer(&self, attention_bias: bool, experts: Option<ExpertSpec>) -> LayerSpec {
         LayerSpec {
             norm: Norm::RmsBefore,
-            attention: AttentionSpec { window: None, rotary: Some(Rotary::plain(10_000.0)) },
+            attention: AttentionSpec { window: None, rotary: Some(Rotary::plain(10_000.0)), scale: None },
             query_key_norm: self.query_key_norm,
             qkv_bias: self.qkv_bias.applies(attention_bias),
             output_bias: self.output_bias.applies(attention_bias),

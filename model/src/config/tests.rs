@@ -209,21 +209,23 @@ fn defaults_are_those_of_the_family() {
     assert_eq!(llama(json!({"num_key_value_heads": null})).num_kv_heads, 4);
     assert!(!llama(json!({})).layers[0].qkv_bias);
     assert!(llama(json!({"attention_bias": true})).layers[0].output_bias);
+    let windows = |config: &Config| config.layers.iter().map(|layer| layer.attention.window).collect::<Vec<_>>();
     let mistral = family("mistral", "MistralForCausalLM", json!({"sliding_window": 16})).unwrap();
-    assert_eq!((mistral.max_context(), mistral.layers[0].qkv_bias), (16, false));
+    assert_eq!((windows(&mistral), mistral.layers[0].qkv_bias), (vec![Some(16); 2], false));
+    assert_eq!(mistral.max_context(), 64);
     let qwen2 = with(&json!({"sliding_window": 16, "use_sliding_window": false})).unwrap();
     let LayerSpec { qkv_bias, output_bias, .. } = qwen2.layers[0];
-    assert_eq!((qwen2.max_context(), qkv_bias, output_bias), (64, true, false));
-    let upper = json!({"sliding_window": 16, "use_sliding_window": true, "max_window_layers": 1, "layer_types": null});
-    assert_eq!(with(&upper).unwrap().max_context(), 16);
-    let note = with(&upper).unwrap().window_note().unwrap();
-    assert!(note.contains("a sliding attention window of 16 tokens, which is not supported yet"), "{note}");
-    assert!(with(&upper).unwrap().context_limit().contains("windows are not supported yet"));
-    assert!(with(&json!({})).unwrap().context_limit().contains("max_position_embeddings"));
-    let wide = json!({"sliding_window": 64, "use_sliding_window": true, "max_window_layers": 1, "layer_types": null});
-    assert_eq!(with(&wide).unwrap().window_note(), None);
-    let none = json!({"sliding_window": 16, "use_sliding_window": true, "max_window_layers": 2, "layer_types": null});
-    assert_eq!(with(&none).unwrap().max_context(), 64);
+    assert_eq!((windows(&qwen2), qkv_bias, output_bias), (vec![None; 2], true, false));
+    for (changes, expected) in [
+        (json!({"max_window_layers": 1}), [None, Some(16)]),
+        (json!({"max_window_layers": 2}), [None, None]),
+        (json!({"max_window_layers": 0}), [Some(16), Some(16)]),
+        (json!({"layer_types": ["sliding_attention", "full_attention"]}), [Some(16), None]),
+    ] {
+        let mut all = json!({"sliding_window": 16, "use_sliding_window": true, "layer_types": null});
+        all.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        assert_eq!(windows(&with(&all).unwrap()), expected, "{changes}");
+    }
     let mut qwen3 = tiny()[1].to_json().as_object().unwrap().clone();
     qwen3.remove("head_dim");
     assert_eq!(Config::from_json(Path::new("config.json"), &qwen3).unwrap().head_dim, 128);

@@ -16,6 +16,7 @@ use super::feed_forward::{
     FeedForwardWeights, GatedWeights,
 };
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
+use crate::ops::attention::AttentionRule;
 use crate::ops::heads::{self, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum, bias_gradient, weight_gradient};
@@ -27,6 +28,7 @@ use crate::{Config, Layout, Parameters, Quantization, Reduction, ThreadPool, Uni
 #[derive(Clone, Debug)]
 pub(super) struct TransformerBlock {
     shape: HeadShape,
+    rule: AttentionRule,
     /// Number of its rotary embedding among [`Config::rotaries`].
     rotary: Option<usize>,
     eps: f32,
@@ -98,6 +100,11 @@ impl FeedForwardPiece for FeedForwardReverse {
 pub(super) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 impl TransformerBlock {
+    /// What its attention computes.
+    pub(super) fn rule(&self) -> AttentionRule {
+        self.rule
+    }
+
     /// Memory of the linear layers, bytes.
     pub(super) fn bytes(&self) -> usize {
         self.qkv.bytes() + self.output.bytes() + self.feed_forward.bytes()
@@ -208,6 +215,7 @@ impl TransformerBlock {
         };
         Self {
             shape: config.head_shape(),
+            rule: config.attention_rule(index),
             rotary: config.rotaries().iter().position(|rotary| attention.rotary == Some(*rotary)),
             eps: config.rms_norm_eps,
             attention_norm: vector(Operand::AttentionNorm),

@@ -14,7 +14,8 @@ use crate::{Config, ThreadPool};
 /// Multiply-adds per thread below which waking another thread costs more than it saves.
 const WORTH_A_THREAD: usize = 4_000_000;
 
-/// KV cache of the running sequences, in pages of 16 positions. Sequences with a common prefix share its pages.
+/// KV cache of the running sequences, in pages of 16 positions. Sequences with a common prefix share its pages. A page has the
+/// positions of all layers, so it stays after the sliding windows of some have passed it: windows save time, and no memory.
 #[derive(Debug)]
 pub struct KvCache {
     layout: PageLayout,
@@ -325,7 +326,7 @@ impl Decoder {
         qkv: &[f32],
         out: &mut [f32],
     ) {
-        let (shape, layout) = (self.shape, cache.layout);
+        let (shape, layout, rule) = (self.shape, cache.layout, self.blocks[layer].rule());
         let of_layer = layer * layout.len()..(layer + 1) * layout.len();
         let mut rows = qkv.chunks_exact(shape.width()).zip(out.chunks_exact_mut(shape.query_width()));
         let (mut weights, mut of_sequence) = (Vec::new(), Vec::new());
@@ -342,7 +343,7 @@ impl Decoder {
             let pages: Vec<&[f32]> = before.chain(&*own).map(|page| &page[of_layer.clone()]).collect();
             for (position, (row, out)) in (sequence.position..).zip(&mut of_sequence) {
                 let queries = &row[..shape.query_width()];
-                layout.attend(queries, &pages[..=position / PAGE], position + 1, &mut weights, out);
+                layout.attend(rule, queries, &pages[..=position / PAGE], position + 1, &mut weights, out);
             }
         }
     }

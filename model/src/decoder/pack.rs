@@ -7,7 +7,7 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 
 use super::{Decoder, LayerAngles};
-use crate::ops::attention::{self, Segment};
+use crate::ops::attention::{self, AttentionRule, Segment};
 
 /// Packed sequences. Some may continue others, as the completions of a group continue one prompt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -144,7 +144,7 @@ impl PackPart<'_> {
         decoder.angles(&self.pack.positions[self.rows.clone()])
     }
 
-    pub(super) fn attend(&self, decoder: &Decoder, qkv: &Tensor) -> Result<Tensor> {
-        attention::packed(qkv, self.segments, self.rows.start, decoder.shape)
+    pub(super) fn attend(&self, rule: AttentionRule, qkv: &Tensor) -> Result<Tensor> {
+        attention::packed(qkv, self.segments, self.rows.start, rule)
     }
 }

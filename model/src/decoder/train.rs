@@ -95,7 +95,7 @@ impl Decoder {
         for index in 0..self.config.num_layers() {
             let block = self.block_of(source, index)?;
             let run = |((part, angles), x): ((&PackPart<'_>, &LayerAngles), Tensor)| {
-                block.forward(&x, angles, |qkv| part.attend(self, qkv), &ThreadPool::single())
+                block.forward(&x, angles, |qkv| part.attend(block.rule(), qkv), &ThreadPool::single())
             };
             let all = parts.iter().zip(&angles).zip(outputs).collect();
             outputs = pool.map(all, run).into_iter().collect::<Result<_>>()?;
@@ -146,7 +146,7 @@ impl Decoder {
             let alone = ThreadPool::single();
             let mut x = self.embed(part.token_ids(), part.rows.start)?;
             for block in &self.blocks {
-                x = block.forward(&x, &angles, |qkv| part.attend(self, qkv), &alone)?;
+                x = block.forward(&x, &angles, |qkv| part.attend(block.rule(), qkv), &alone)?;
             }
             Ok(x)
         };
@@ -227,12 +227,12 @@ impl Decoder {
         let PartTrace { angles, layers, output: x } = trace;
         let alone = ThreadPool::single();
         let (kept, output) = if self.recompute == Recompute::None {
-            let attention = block.attention(x, angles, |qkv| part.attend(self, qkv), &alone)?;
+            let attention = block.attention(x, angles, |qkv| part.attend(block.rule(), qkv), &alone)?;
             let feed_forward = block.begin_feed_forward(&attention.middle, &alone)?;
             let output = block.finish_feed_forward(&attention.middle, &feed_forward, &alone)?;
             (Some(KeptLayer { attention, feed_forward }), output)
         } else {
-            (None, block.forward(x, angles, |qkv| part.attend(self, qkv), &alone)?)
+            (None, block.forward(x, angles, |qkv| part.attend(block.rule(), qkv), &alone)?)
         };
         layers.push(LayerTrace { input: std::mem::replace(x, output), kept });
         Ok(())
@@ -328,7 +328,7 @@ impl Decoder {
         let reverse = |(reversing, d_middle): (&Reversing<'_>, Tensor)| {
             let Reversing { part, angles, input, attention, .. } = reversing;
             let attend_backward = |qkv: &Tensor, g: &Tensor| {
-                attention::packed_backward(qkv, part.segments, part.rows.start, self.shape, g)
+                attention::packed_backward(qkv, part.segments, part.rows.start, block.rule(), g)
             };
             block.attention_backward(input, attention, angles, &d_middle, attend_backward)
         };
@@ -360,7 +360,7 @@ impl Decoder {
         let (attention, feed_forward) = match kept {
             Some(KeptLayer { attention, feed_forward }) => (attention, Some(feed_forward)),
             None => {
-                let attend = |qkv: &Tensor| part.attend(self, qkv);
+                let attend = |qkv: &Tensor| part.attend(block.rule(), qkv);
                 (block.attention(&input, &trace.angles, attend, &ThreadPool::single())?, None)
             }
         };

@@ -149,7 +149,7 @@ fn missing(config: &Config) -> Option<&'static str> {
     config.layers.iter().find_map(|layer| {
         // Another kind of layer does not compile until its operations, or a refusal, are here.
         let LayerSpec { norm: Norm::RmsBefore, attention, feed_forward, query_key_norm, .. } = *layer;
-        let AttentionSpec { window, rotary } = attention;
+        let AttentionSpec { window, rotary, scale } = attention;
         let plain = |rotary: Rotary| rotary.share == 1.0 && rotary.amplitude() == 1.0;
         match (feed_forward, query_key_norm) {
             (FeedForward::Experts(_), _) => Some("experts"),
@@ -160,6 +160,7 @@ fn missing(config: &Config) -> Option<&'static str> {
             _ if window.is_some_and(|window| window < config.max_position_embeddings) => {
                 Some("sliding attention windows")
             }
+            _ if scale.is_some() => Some("scores with a scale of their own"),
             (FeedForward::SwiGlu, QueryKeyNorm::None | QueryKeyNorm::PerHead) => None,
         }
     })
