@@ -278,7 +278,6 @@ impl Prepared {
             "model {name}, {parameters} parameters; {} training tasks, {held_out} held-out tasks",
             self.train.len()
         ));
-        directory.config().window_note().iter().for_each(|note| report.note(note));
         self.understood().for_each(|line| report.note(&line));
         if recipe.criterion().is_none() {
             recipe.describe_correct().iter().for_each(|line| report.note(line));

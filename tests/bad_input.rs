@@ -76,24 +76,6 @@ fn models_that_hang_or_exhaust_memory_are_refused() {
     }
 }
 
-/// `check` names the window of a model; a run whose sequences exceed it is refused.
-#[test]
-fn a_sliding_window_is_named_as_not_supported() {
-    let bench = TinyHome::new();
-    bench.configure(|config| {
-        config["use_sliding_window"] = true.into();
-        config["sliding_window"] = 16.into();
-        config["max_window_layers"] = 0.into();
-    });
-    let check = bench.home.rlrun(&["check", "recipe.toml"]).ok();
-    assert!(check.stdout.contains("a sliding attention window of 16 tokens, which is not supported yet"));
-    let sets = ["rollout.max_completion_length=14"];
-    bench.refuses(
-        &sets,
-        &["16 tokens of the model's sliding attention window; windows are not supported yet"],
-    );
-}
-
 /// The unchanged bench of the other tests is valid.
 #[test]
 fn a_correct_recipe_runs_after_a_refused_one() {
@@ -146,9 +128,9 @@ fn networks_that_are_not_supported_are_refused() {
     bench.configure(|config| {
         config["model_type"] = json!("qwen2");
         config["rope_parameters"] = Value::Null;
-        config["rope_scaling"] = json!({"rope_type": "yarn", "factor": 4.0});
+        config["rope_scaling"] = json!({"rope_type": "longrope", "factor": 4.0});
     });
-    bench.refuses(&[], &["config.json: `", "rope_type", "yarn", "llama3"]);
+    bench.refuses(&[], &["config.json: `", "rope_type", "longrope", "llama3"]);
 }
 
 #[test]

@@ -92,9 +92,9 @@ impl Shape {
         let kv_width = config.num_kv_heads * config.head_dim;
         Self {
             parameters: Layout::new(config).len() as f64,
-            matrices: (config.num_layers * config.layer_multiply_adds()) as f64,
+            matrices: config.layer_multiply_adds() as f64,
             head: (config.vocab_size * config.hidden_size) as f64,
-            layers: config.num_layers as f64,
+            layers: config.num_layers() as f64,
             query_width: query_width as f64,
             kv_width: kv_width as f64,
             number: F32,

@@ -11,7 +11,7 @@ use candle_core::Result;
 
 use crate::ThreadPool;
 use crate::machine::{Level, level};
-use crate::ops::attention::{self, PAGE, PageLayout, Segment};
+use crate::ops::attention::{self, AttentionRule, PAGE, PageLayout, Segment};
 use crate::ops::heads::HeadShape;
 use crate::ops::linear::{FlatValues, Linear, weight_gradient};
 use crate::ops::matrix;
@@ -139,7 +139,7 @@ impl Operation {
 /// # Errors
 /// If a matrix cannot be made.
 pub fn operations(config: &Config, rows: usize) -> Result<Vec<Operation>> {
-    let one_layer = Config { num_layers: 1, ..config.clone() };
+    let one_layer = Config { layers: config.layers[..1].to_vec(), ..config.clone() };
     let parameters = Arc::new(Parameters::random(&one_layer, 0));
     let span = |first: &str, last: &str| {
         let range = |name: &str| {
@@ -217,7 +217,7 @@ fn products(
 
 /// Attention over the cache and over a pack, forward and backward.
 fn attention(shape: HeadShape, rows: usize) -> Result<[Operation; 3]> {
-    let layout = PageLayout::new(shape);
+    let (layout, rule) = (PageLayout::new(shape), AttentionRule::full(shape));
     let pages: Vec<Vec<f32>> = (0..rows.div_ceil(PAGE)).map(|_| noise(layout.len())).collect();
     let queries = noise(rows * shape.query_width());
     let mut weights = Vec::new();
@@ -227,7 +227,7 @@ fn attention(shape: HeadShape, rows: usize) -> Result<[Operation; 3]> {
         let mut out = vec![0.0; queries.len()];
         let outs = out.chunks_exact_mut(shape.query_width());
         for (queries, out) in queries.chunks_exact(shape.query_width()).zip(outs) {
-            layout.attend(queries, &pages, rows, &mut weights, out);
+            layout.attend(rule, queries, &pages, rows, &mut weights, out);
         }
         done(out);
         Ok(())
@@ -245,10 +245,10 @@ fn attention(shape: HeadShape, rows: usize) -> Result<[Operation; 3]> {
     Ok([
         Operation::new("attention_cache", cached, decode),
         Operation::new("attention_pack", forward, move || {
-            attention::packed(&qkv, &segments, 0, shape).map(done)
+            attention::packed(&qkv, &segments, 0, rule).map(done)
         }),
         Operation::new("attention_pack_dx", backward, move || {
-            attention::packed_backward(&qkv_back, &segments_back, 0, shape, &g).map(done)
+            attention::packed_backward(&qkv_back, &segments_back, 0, rule, &g).map(done)
         }),
     ])
 }

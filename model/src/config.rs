@@ -4,6 +4,7 @@
 //! does, for every sequence up to [`Config::max_context`]. A key with an unsupported meaning is refused by name. The storage
 //! type of weights is that of the tensor files; `torch_dtype` and `dtype` are not read.
 
+mod attention;
 pub(crate) mod families;
 pub(crate) mod keys;
 mod read;
@@ -15,11 +16,12 @@ pub use families::Architecture;
 
 use self::families::ExpertRule;
 use crate::layer::{ExpertSpec, FeedForward, LayerSpec};
+use crate::rotary::Rotary;
 
 /// The key of [`Reduction`] in `config.json`, which is absent for the default.
 pub(crate) const REDUCTION_KEY: &str = "rlrun_reduction";
 
-/// Shape of a decoder-only transformer with grouped-query attention, rotary embedding, RMSNorm and SwiGLU.
+/// Shape of a decoder-only transformer with grouped-query attention and RMSNorm.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// The family of the files.
@@ -32,8 +34,6 @@ pub struct Config {
     pub hidden_size: usize,
     /// Width of the gated MLP; with experts, of each of them.
     pub intermediate_size: usize,
-    /// Transformer blocks.
-    pub num_layers: usize,
     /// Query heads.
     pub num_heads: usize,
     /// Key and value heads; divides `num_heads`.
@@ -42,19 +42,12 @@ pub struct Config {
     pub head_dim: usize,
     /// Added to the mean square under the root.
     pub rms_norm_eps: f32,
-    /// Base of the rotary wavelengths.
-    pub rope_theta: f64,
-    /// Scaling of the rotary frequencies for long contexts.
-    pub rope_scaling: RopeScaling,
     /// The head is the embedding, and the files hold no `lm_head.weight`.
     pub tie_word_embeddings: bool,
-    /// What every layer computes.
-    pub layer: LayerSpec,
+    /// What each layer computes, from the first to the last; at least one.
+    pub layers: Vec<LayerSpec>,
     /// Tokens that the position embedding was made for.
     pub max_position_embeddings: usize,
-    /// Width of the attention window where one is in use. Attention here is always full, which is the same thing up
-    /// to this many tokens, so it only caps [`Config::max_context`].
-    pub sliding_window: Option<usize>,
     /// Tokens that end a completion, ascending, without repeats; may be empty.
     pub eos_token_ids: Vec<u32>,
     /// Token that starts a text, where the model has one.
@@ -92,29 +85,6 @@ pub enum Head {
     Value,
 }
 
-/// Scaling of the rotary frequencies (RoPE, Su et al. 2021, arXiv 2104.09864).
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RopeScaling {
-    /// None.
-    None,
-    /// All frequencies by the same factor (Chen et al. 2023, arXiv 2306.15595).
-    Linear {
-        /// Divides every frequency.
-        factor: f64,
-    },
-    /// Llama 3.1: long wavelengths by the factor, short ones not at all, smooth in between.
-    Llama3 {
-        /// Divides the low frequencies.
-        factor: f64,
-        /// Wavelengths above `original_max_position_embeddings / low_freq_factor` are fully stretched.
-        low_freq_factor: f64,
-        /// Wavelengths below `original_max_position_embeddings / high_freq_factor` are left alone.
-        high_freq_factor: f64,
-        /// Context that the model was pretrained with, tokens.
-        original_max_position_embeddings: usize,
-    },
-}
-
 /// Sizes of a fresh model; see [`Config::fresh`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
@@ -144,17 +114,13 @@ impl Config {
             vocab_size: sizes.vocab_size,
             hidden_size: sizes.hidden_size,
             intermediate_size: sizes.intermediate_size,
-            num_layers: sizes.num_layers,
             num_heads: sizes.num_heads,
             num_kv_heads: sizes.num_kv_heads,
             head_dim: sizes.hidden_size / sizes.num_heads.max(1),
             rms_norm_eps: 1e-6,
-            rope_theta: 10_000.0,
-            rope_scaling: RopeScaling::None,
             tie_word_embeddings: true,
-            layer: Architecture::Qwen2.family().layer(false, None),
+            layers: vec![Architecture::Qwen2.family().layer(false, None); sizes.num_layers],
             max_position_embeddings: sizes.max_position_embeddings,
-            sliding_window: None,
             eos_token_ids: vec![2],
             bos_token_id: Some(1),
             pad_token_id: Some(0),
@@ -170,82 +136,55 @@ impl Config {
             ExpertRule::Never => None,
             ExpertRule::All { .. } => Some(ExpertSpec { count: 4, per_token: 2, normalized: true }),
         };
-        Self { architecture, layer: architecture.family().layer(false, experts), ..self }
+        let layer = architecture.family().layer(false, experts);
+        Self { architecture, ..self }.map_layers(|_| layer)
     }
 
     /// The same with `count` experts of which a token has `per_token`, if the family has experts.
     #[must_use]
-    pub fn with_experts(mut self, count: usize, per_token: usize) -> Self {
-        if let FeedForward::Experts(spec) = &mut self.layer.feed_forward {
-            (spec.count, spec.per_token) = (count, per_token);
-        }
+    pub fn with_experts(self, count: usize, per_token: usize) -> Self {
+        self.map_layers(|mut layer| {
+            if let FeedForward::Experts(spec) = &mut layer.feed_forward {
+                (spec.count, spec.per_token) = (count, per_token);
+            }
+            layer
+        })
+    }
+
+    /// The same with every layer changed by `change`.
+    #[must_use]
+    pub fn map_layers(mut self, change: impl Fn(LayerSpec) -> LayerSpec) -> Self {
+        self.layers.iter_mut().for_each(|layer| *layer = change(*layer));
         self
     }
 
-    /// Longest sequence, in tokens, that the model computes as it was trained to: the position range, or the attention
-    /// window where that is narrower.
+    /// Number of transformer blocks.
     #[must_use]
-    pub fn max_context(&self) -> usize {
-        self.sliding_window.map_or(self.max_position_embeddings, |w| w.min(self.max_position_embeddings))
+    pub fn num_layers(&self) -> usize {
+        self.layers.len()
     }
 
-    /// The limit on the length of sequences and its reason, for messages: the positions, or the window.
+    /// The rotary embeddings of the layers, each once, in the order of the layers.
     #[must_use]
-    pub fn context_limit(&self) -> String {
-        let most = self.max_context();
-        match self.sliding_window {
-            Some(window) if window < self.max_position_embeddings => format!(
-                "{window} tokens of the model's sliding attention window; windows are not supported yet, and up to their \
-                 length sequences are computed as without one"
-            ),
-            _ => format!("{most} tokens that the model can see (max_position_embeddings)"),
-        }
-    }
-
-    /// A note to the user about a sliding window, if the model has one.
-    #[must_use]
-    pub fn window_note(&self) -> Option<String> {
-        let window = self.sliding_window.filter(|window| *window < self.max_position_embeddings)?;
-        let positions = self.max_position_embeddings;
-        Some(format!(
-            "the model has a sliding attention window of {window} tokens, which is not supported yet: sequences of up to \
-             {window} tokens are computed exactly, and longer ones are refused (the model has {positions} positions)"
-        ))
-    }
-
-    /// `[head_dim / 2]` radians per position of each rotary pair, scaling applied, in the order and rounding of
-    /// transformers.
-    #[must_use]
-    pub fn inv_freq(&self) -> Vec<f32> {
-        let pairs = self.head_dim / 2;
-        let plain = |i: usize| {
-            let exponent = (2 * i) as f32 / self.head_dim as f32;
-            1.0 / libm::powf(self.rope_theta as f32, exponent)
-        };
-        match self.rope_scaling {
-            RopeScaling::None => (0..pairs).map(plain).collect(),
-            RopeScaling::Linear { factor } => (0..pairs).map(|i| plain(i) / factor as f32).collect(),
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_position_embeddings,
-            } => {
-                let context = original_max_position_embeddings as f64;
-                let stretch = |freq: f32| {
-                    let turns = context * f64::from(freq) / std::f64::consts::TAU;
-                    if turns < low_freq_factor {
-                        freq / factor as f32
-                    } else if turns > high_freq_factor {
-                        freq
-                    } else {
-                        let smooth =
-                            ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)) as f32;
-                        (1.0 - smooth) * freq / factor as f32 + smooth * freq
-                    }
-                };
-                (0..pairs).map(plain).map(stretch).collect()
+    pub fn rotaries(&self) -> Vec<Rotary> {
+        let mut rotaries = Vec::new();
+        for rotary in self.layers.iter().filter_map(|layer| layer.attention.rotary) {
+            if !rotaries.contains(&rotary) {
+                rotaries.push(rotary);
             }
         }
+        rotaries
+    }
+
+    /// Longest sequence, in tokens, that the model computes as it was trained to.
+    #[must_use]
+    pub fn max_context(&self) -> usize {
+        self.max_position_embeddings
+    }
+
+    /// The limit on the length of sequences and its reason, for messages.
+    #[must_use]
+    pub fn context_limit(&self) -> String {
+        format!("{} tokens that the model can see (max_position_embeddings)", self.max_context())
     }
 }

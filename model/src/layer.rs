@@ -1,7 +1,7 @@
 //! One decoder layer as data: what it computes, and the tensors that it is made of.
 //!
-//! A family of models is a row of the table in `config/families.rs`, which gives a [`LayerSpec`]. The tensors follow from it
-//! (`Config::layer_tensors`). Everything else reads these two and knows no family: the flat layout and the weight files,
+//! A family of models is a row of the table in `config/families.rs`, which gives the [`LayerSpec`] of each layer: layers of a model
+//! may differ. The tensors follow from it (`Config::layer_tensors`). Everything else reads these two and knows no family: the flat layout and the weight files,
 //! initialisation, LoRA, the sums that tensor-parallel ranks would share, the memory plan, and the code of the processor and
 //! of devices.
 //!
@@ -15,14 +15,17 @@ use device::ops::heads::HeadShape;
 use serde::{Deserialize, Serialize};
 
 use crate::Config;
+use crate::ops::attention::AttentionRule;
+use crate::rotary::Rotary;
 
-/// What a decoder layer computes. All layers of a model are alike: a residual block of causal attention with grouped
-/// key-value heads (GQA, Ainslie et al. 2023, arXiv 2305.13245) and rotary position embedding, then one of a feed-forward
-/// network, both on a normalised input.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What a decoder layer computes: a residual block of causal attention with grouped key-value heads (GQA, Ainslie et al. 2023,
+/// arXiv 2305.13245), then one of a feed-forward network, both on a normalised input.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerSpec {
     /// The norm of a block.
     pub norm: Norm,
+    /// How queries attend to keys.
+    pub attention: AttentionSpec,
     /// The norm of queries and keys before the rotary embedding.
     pub query_key_norm: QueryKeyNorm,
     /// Whether the query, key and value projections have a bias.
@@ -31,6 +34,18 @@ pub struct LayerSpec {
     pub output_bias: bool,
     /// The feed-forward network.
     pub feed_forward: FeedForward,
+}
+
+/// How queries attend to keys.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionSpec {
+    /// The sliding window (Beltagy et al. 2020, arXiv 2004.05150): number of keys that a query sees, the last of which is its
+    /// own; `None` for all up to its own.
+    pub window: Option<usize>,
+    /// The rotary position embedding of queries and keys, if there is one.
+    pub rotary: Option<Rotary>,
+    /// Multiplies scores; `None` for `1 / sqrt(head_dim)`.
+    pub scale: Option<f32>,
 }
 
 /// The norm of a residual block.
@@ -184,10 +199,17 @@ impl Config {
         HeadShape { heads: self.num_heads, kv_heads: self.num_kv_heads, head_dim: self.head_dim }
     }
 
-    /// The tensors of a layer, in the order of the flat layout.
-    pub(crate) fn layer_tensors(&self) -> Vec<LayerTensor> {
+    /// What attention of layer `index` computes.
+    pub(crate) fn attention_rule(&self, index: usize) -> AttentionRule {
+        let AttentionSpec { window, scale, .. } = self.layers[index].attention;
+        let full = AttentionRule::full(self.head_shape());
+        AttentionRule { scale: scale.unwrap_or(full.scale), window: window.unwrap_or(full.window), ..full }
+    }
+
+    /// The tensors of layer `index`, in the order of the flat layout.
+    pub(crate) fn layer_tensors(&self, index: usize) -> Vec<LayerTensor> {
         use Operand::{AttentionNorm, Down, FeedForwardNorm, GateUp, Output, OutputBias, Qkv, QkvBias};
-        let LayerSpec { norm, query_key_norm, qkv_bias, output_bias, feed_forward } = self.layer;
+        let LayerSpec { norm, query_key_norm, qkv_bias, output_bias, feed_forward, .. } = self.layers[index];
         let (hidden, inner, head) = (self.hidden_size, self.intermediate_size, self.head_dim);
         let (queries, keys) = (self.head_shape().query_width(), self.head_shape().kv_width());
         let mut tensors = Vec::new();
@@ -251,28 +273,31 @@ impl Config {
         tensors
     }
 
-    /// The experts of a layer, if it has any.
+    /// The experts of the first layer that has any.
     #[must_use]
     pub fn experts(&self) -> Option<ExpertSpec> {
-        match self.layer.feed_forward {
-            FeedForward::SwiGlu => None,
-            FeedForward::Experts(spec) => Some(spec),
-        }
+        self.layers.iter().find_map(|layer| layer.feed_forward.experts())
     }
 
     /// Experts of a token in all layers.
     #[must_use]
     pub fn expert_slots(&self) -> usize {
-        self.experts().map_or(0, |experts| self.num_layers * experts.per_token)
+        self.slots_before(self.num_layers())
     }
 
-    /// The linear operation of `weight`; with experts, that of one of them.
-    pub(crate) fn linear_spec(&self, weight: Operand) -> LinearSpec {
-        let tensors = self.layer_tensors();
+    /// Experts of a token in the layers before `index`.
+    pub(crate) fn slots_before(&self, index: usize) -> usize {
+        let experts = |layer: &LayerSpec| layer.feed_forward.experts().map_or(0, |experts| experts.per_token);
+        self.layers[..index].iter().map(experts).sum()
+    }
+
+    /// The linear operation of `weight` in layer `index`; with experts, that of one of them.
+    pub(crate) fn linear_spec(&self, index: usize, weight: Operand) -> LinearSpec {
+        let tensors = self.layer_tensors(index);
         let bias = weight.bias().filter(|bias| tensors.iter().any(|tensor| tensor.operand == *bias));
         let (mut input, mut outputs, mut sharding) = (0, Vec::new(), Sharding::Replicated);
         let of_weight = tensors.iter().filter(|tensor| tensor.operand == weight);
-        let networks = match (weight, self.experts()) {
+        let networks = match (weight, self.layers[index].feed_forward.experts()) {
             (Operand::GateUp | Operand::Down, Some(ExpertSpec { count, .. })) => count,
             _ => 1,
         };
@@ -285,27 +310,46 @@ impl Config {
         LinearSpec { weight, bias, input, outputs, sharding }
     }
 
-    /// Weights of the matrices of one layer.
+    /// Weights of the matrices of all layers.
     #[must_use]
     pub fn layer_matrix_weights(&self) -> usize {
-        let tensors = self.layer_tensors();
-        let matrices = tensors.iter().filter(|tensor| tensor.shape.len() == 2);
-        matrices.map(|tensor| tensor.shape.iter().product::<usize>()).sum()
+        let weights = |index| {
+            let tensors = self.layer_tensors(index);
+            let matrices = tensors.iter().filter(|tensor| tensor.shape.len() == 2);
+            matrices.map(|tensor| tensor.shape.iter().product::<usize>()).sum::<usize>()
+        };
+        (0..self.num_layers()).map(weights).sum()
     }
 
-    /// Multiply-adds of a token with the matrices of one layer: with experts those of the token alone.
+    /// Multiply-adds of a token with the matrices of all layers: with experts those of the token alone.
     #[must_use]
     pub fn layer_multiply_adds(&self) -> usize {
-        let weights = |tensor: &LayerTensor| {
-            let weights = tensor.shape.iter().product::<usize>();
-            match (tensor.operand, self.experts()) {
-                (Operand::GateUp | Operand::Down, Some(ExpertSpec { count, per_token, .. })) => {
-                    weights * per_token / count
+        let of_layer = |index: usize| {
+            let experts = self.layers[index].feed_forward.experts();
+            let weights = |tensor: &LayerTensor| {
+                let weights = tensor.shape.iter().product::<usize>();
+                match (tensor.operand, experts) {
+                    (Operand::GateUp | Operand::Down, Some(ExpertSpec { count, per_token, .. })) => {
+                        weights * per_token / count
+                    }
+                    _ => weights,
                 }
-                _ => weights,
-            }
+            };
+            let tensors = self.layer_tensors(index);
+            tensors.iter().filter(|tensor| tensor.shape.len() == 2).map(weights).sum::<usize>()
         };
-        self.layer_tensors().iter().filter(|tensor| tensor.shape.len() == 2).map(weights).sum()
+        (0..self.num_layers()).map(of_layer).sum()
+    }
+}
+
+impl FeedForward {
+    /// Its experts, if it has any.
+    #[must_use]
+    pub fn experts(self) -> Option<ExpertSpec> {
+        match self {
+            Self::SwiGlu => None,
+            Self::Experts(spec) => Some(spec),
+        }
     }
 }
 
@@ -320,7 +364,7 @@ impl Operand {
     }
 }
 
-/// Ranges of the operands among the values of a layer, the same in every layer; empty if the layer has none.
+/// Ranges of the operands among the values of a layer; empty if the layer has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LayerRanges([Range<usize>; Operand::Down as usize + 1]);
 
@@ -354,8 +398,9 @@ mod tests {
     #[test]
     fn tensors_of_an_operand_are_neighbours_and_ranges_cover_the_layer() {
         for config in tiny() {
-            let tensors = config.layer_tensors();
-            let ranges = LayerRanges::new(&tensors);
+            let tensors = config.layer_tensors(1);
+            let layout = crate::Layout::new(&config);
+            let ranges = layout.ranges(1);
             let (mut start, mut covered) = (0, 0);
             for tensor in &tensors {
                 let end = start + tensor.shape.iter().product::<usize>();
@@ -365,14 +410,14 @@ mod tests {
             }
             covered += ranges.0.iter().map(Range::len).sum::<usize>();
             assert_eq!(covered, start, "operands overlap");
-            assert_eq!(crate::Layout::new(&config).layers()[0].len(), start);
+            assert_eq!(layout.layers()[1].len(), start);
         }
     }
 
     #[test]
     fn every_shared_matrix_is_a_target_of_lora() {
         for config in tiny() {
-            for LayerTensor { name, shape, sharding, .. } in config.layer_tensors() {
+            for LayerTensor { name, shape, sharding, .. } in config.layer_tensors(0) {
                 let is_matrix = shape.len() == 2;
                 let is_router = &name[..] == "mlp.gate.weight";
                 assert_eq!(TargetModule::of_weight(&name).is_some(), is_matrix && !is_router, "{name}");

@@ -10,7 +10,7 @@
 //! - [`on_device`]: the same network on a GPU
 //! - [`scorer`]: reward models, on our decoder and of candle-transformers; [`resident`]: frozen weights, kept in memory or
 //!   read for every use
-//! - [`layer`]: one decoder layer as data, from which layout, files, LoRA and the decoders follow
+//! - [`layer`]: one decoder layer as data, from which layout, files, LoRA and the decoders follow; [`rotary`]: its position embedding
 //! - `ops`: its hot operations, each with its backward
 //! - [`products`]: the decoder's matrix product, for optimizers and adapters
 //! - [`machine`]: CPU features of this machine
@@ -63,6 +63,7 @@ mod ops;
 pub mod parameters;
 pub mod products;
 pub mod resident;
+pub mod rotary;
 pub mod sampling;
 pub mod scorer;
 pub mod thread_pool;
@@ -73,18 +74,19 @@ mod weight_writer;
 
 pub use characters::{CHARACTERS, characters};
 pub use chat::{ChatMessage, ChatOptions, ChatTemplate};
-pub use config::{Architecture, Config, Head, Reduction, RopeScaling, Sizes};
+pub use config::{Architecture, Config, Head, Reduction, Sizes};
 pub use decoder::{
     Decoder, GradientSink, Gradients, KvCache, LayerSource, Pack, PackError, Quantization, Recompute,
     RoutedTokens, StepSequence,
 };
 pub use directory::{DESCRIPTION_FILES, ModelDirectory};
 pub use error::ModelError;
-pub use layer::{LayerSpec, QueryKeyNorm, TargetModule};
+pub use layer::{AttentionSpec, LayerSpec, QueryKeyNorm, TargetModule};
 pub use ops::experts::ANY_EXPERT;
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};
+pub use rotary::{RopeScaling, Rotary, Yarn};
 pub use sampling::{Draw, Sampling, TokenLogprob, most_likely};
 pub use scorer::{LoadedScorer, PromptCompletion, ScoreError, SequenceScorer};
 pub use thread_pool::{CoreReservation, SharedCores, ThreadPool};

@@ -30,7 +30,8 @@ pub struct Layout {
     specs: Vec<ParameterSpec>,
     by_name: HashMap<String, usize>,
     layers: Vec<Range<usize>>,
-    ranges: LayerRanges,
+    /// Of each layer.
+    ranges: Vec<LayerRanges>,
     len: usize,
 }
 
@@ -150,14 +151,17 @@ impl Layout {
     /// The layout of a model.
     #[must_use]
     pub fn new(config: &Config) -> Self {
-        let tensors = config.layer_tensors();
-        let ranges = LayerRanges::new(&tensors);
-        let mut layout =
-            Self { specs: Vec::new(), by_name: HashMap::new(), layers: Vec::new(), ranges, len: 0 };
+        let mut layout = Self {
+            specs: Vec::new(),
+            by_name: HashMap::new(),
+            layers: Vec::new(),
+            ranges: Vec::new(),
+            len: 0,
+        };
         let hidden = config.hidden_size;
         layout.push("model.embed_tokens.weight".to_owned(), &[config.vocab_size, hidden]);
-        for layer in 0..config.num_layers {
-            layout.push_layer(&tensors, layer);
+        for layer in 0..config.num_layers() {
+            layout.push_layer(&config.layer_tensors(layer), layer);
         }
         layout.push("model.norm.weight".to_owned(), &[hidden]);
         if !config.tie_word_embeddings && config.head != Head::Value {
@@ -188,9 +192,9 @@ impl Layout {
         &self.layers
     }
 
-    /// Ranges of the operands among the values of any layer.
-    pub(crate) fn ranges(&self) -> &LayerRanges {
-        &self.ranges
+    /// Ranges of the operands among the values of layer `index`.
+    pub(crate) fn ranges(&self, index: usize) -> &LayerRanges {
+        &self.ranges[index]
     }
 
     /// All units in the order of the buffer.
@@ -243,6 +247,7 @@ impl Layout {
             self.push(format!("model.layers.{layer}.{name}"), shape);
         }
         self.layers.push(start..self.len);
+        self.ranges.push(LayerRanges::new(tensors));
     }
 
     fn push(&mut self, name: String, shape: &[usize]) {
@@ -301,7 +306,7 @@ mod tests {
                 assert_eq!(layout.spec(&spec.name), Some(spec));
             }
             assert_eq!(end, layout.len());
-            assert_eq!(layout.layers().len(), config.num_layers);
+            assert_eq!(layout.layers().len(), config.num_layers());
             assert_eq!(layout.layers()[0].start, layout.specs()[0].len());
             assert!(layout.layers().windows(2).all(|w| w[0].end == w[1].start));
             let end = layout.units().fold(0, |end, unit| {
@@ -323,7 +328,7 @@ mod tests {
             };
             neighbours(&["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"]);
             neighbours(&["mlp.gate_proj.weight", "mlp.up_proj.weight"]);
-            if config.layer.qkv_bias {
+            if config.layers[0].qkv_bias {
                 neighbours(&["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"]);
             }
         }

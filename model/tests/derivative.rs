@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use model::{
-    Config, Decoder, Gradients, Head, LayerSpec, Pack, Parameters, PredictionGradient, QueryKeyNorm,
-    Recompute, Reduction, RopeScaling, Sizes, Target, ThreadPool,
+    AttentionSpec, Config, Decoder, Gradients, Head, LayerSpec, Pack, Parameters, PredictionGradient,
+    QueryKeyNorm, Recompute, Reduction, RopeScaling, Rotary, Sizes, Target, ThreadPool,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -99,16 +99,16 @@ fn random(config: &Config, seed: u64) -> Parameters {
 /// Models that differ in every optional part.
 fn configs() -> Vec<Config> {
     let fresh = Config::fresh(&SIZES);
-    let without_bias = LayerSpec { qkv_bias: false, ..fresh.layer };
-    let bare = Config { tie_word_embeddings: false, layer: without_bias, ..fresh.clone() };
-    let full = Config {
-        num_kv_heads: 1,
-        head_dim: 4,
-        rms_norm_eps: 1e-2,
-        rope_scaling: RopeScaling::Linear { factor: 2.0 },
-        layer: LayerSpec { output_bias: true, query_key_norm: QueryKeyNorm::PerHead, ..fresh.layer },
-        ..fresh.clone()
-    };
+    let without_bias = |layer| LayerSpec { qkv_bias: false, ..layer };
+    let bare = Config { tie_word_embeddings: false, ..fresh.clone().map_layers(without_bias) };
+    let linear = Rotary { scaling: RopeScaling::Linear { factor: 2.0 }, ..Rotary::plain(10_000.0) };
+    let full = Config { num_kv_heads: 1, head_dim: 4, rms_norm_eps: 1e-2, ..fresh.clone() };
+    let full = full.map_layers(|layer| LayerSpec {
+        output_bias: true,
+        query_key_norm: QueryKeyNorm::PerHead,
+        attention: AttentionSpec { rotary: Some(linear), ..layer.attention },
+        ..layer
+    });
     let critic = Config { head: Head::Value, ..bare.clone() };
     let both = Config { head: Head::LanguageAndValue, ..fresh.clone() };
     let tree = Config { reduction: Reduction::Tree, ..full.clone() };

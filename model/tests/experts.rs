@@ -87,7 +87,7 @@ fn recorded_experts_are_those_that_training_chooses() {
             let replayed = pack.clone().routed(routes.clone());
             let (gradients, layers) = trained(config, &parameters, &replayed, recompute, threads);
             assert!(gradients == own, "{name}: {recompute:?}");
-            assert_eq!(layers.len(), config.num_layers);
+            assert_eq!(layers.len(), config.num_layers());
             assert!(layers.iter().all(|(_, tokens)| (tokens.given, tokens.changed) == (57, 0)), "{layers:?}");
         }
     }

@@ -43,14 +43,14 @@ fn weights_are_what_pytorch_reads() {
 fn rotary_frequencies_are_those_of_transformers() {
     for name in MODELS {
         let golden = Golden::open(name);
-        let ours = golden.config.inv_freq();
+        let ours = golden.config.rotaries()[0].inv_freq(golden.config.head_dim);
         assert_eq!(ours.len(), golden.inv_freq.len());
         for (ours, theirs) in ours.iter().zip(&golden.inv_freq) {
             assert!((ours / theirs - 1.0).abs() < 3e-7, "{name}: {ours} {theirs}");
         }
     }
-    assert!(matches!(Golden::open("llama").config.rope_scaling, RopeScaling::Llama3 { .. }));
-    assert!(matches!(Golden::open("qwen2_sharded").config.rope_scaling, RopeScaling::Linear { .. }));
+    assert!(matches!(Golden::open("llama").config.rotaries()[0].scaling, RopeScaling::Llama3 { .. }));
+    assert!(matches!(Golden::open("qwen2_sharded").config.rotaries()[0].scaling, RopeScaling::Linear { .. }));
 }
 
 /// Guards the goldens and their reader rather than the crate: a misread sequence would not give the stored loss.

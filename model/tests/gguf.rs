@@ -9,8 +9,8 @@ use candle_core::Device;
 use candle_core::quantized::gguf_file::Value as GgufValue;
 use candle_core::quantized::{GgmlDType, QTensor};
 use model::{
-    Architecture, Config, MemoryBudget, ModelDirectory, ModelError, Parameters, ResidentParameters,
-    RopeScaling, Sizes, WeightDtype, characters,
+    Architecture, Config, LayerSpec, MemoryBudget, ModelDirectory, ModelError, Parameters,
+    ResidentParameters, RopeScaling, Rotary, Sizes, WeightDtype, characters,
 };
 use proptest::prelude::*;
 use serde_json::json;
@@ -61,6 +61,14 @@ fn small(architecture: Architecture) -> Config {
         max_position_embeddings: 64,
     })
     .of_family(architecture)
+}
+
+/// The model with this base of rotary wavelengths.
+fn rotating(config: Config, theta: f64) -> Config {
+    config.map_layers(|mut layer| {
+        layer.attention.rotary = Some(Rotary::plain(theta));
+        layer
+    })
 }
 
 /// Random parameters, biases and norms too.
@@ -129,13 +137,15 @@ fn every_format_is_dequantised() {
 #[test]
 fn every_architecture_keeps_its_network_and_rows() {
     let llama = small(Architecture::Llama);
-    let biased = Config {
-        layer: model::LayerSpec { qkv_bias: true, output_bias: true, ..llama.layer },
-        ..llama.clone()
+    let bias = |layer| LayerSpec { qkv_bias: true, output_bias: true, ..layer };
+    let biased = llama.clone().map_layers(bias);
+    let untied = Config { tie_word_embeddings: false, rms_norm_eps: 1e-5, ..rotating(llama.clone(), 1e5) };
+    let window = |mut layer: LayerSpec| {
+        layer.attention.window = Some(16);
+        layer
     };
-    let untied = Config { tie_word_embeddings: false, rms_norm_eps: 1e-5, rope_theta: 1e5, ..llama.clone() };
-    let mistral = Config { sliding_window: Some(16), ..small(Architecture::Mistral) };
-    let windowed = Config { sliding_window: Some(16), ..small(Architecture::Qwen2) };
+    let mistral = small(Architecture::Mistral).map_layers(window);
+    let windowed = small(Architecture::Qwen2).map_layers(window);
     let wide = Config { head_dim: 32, eos_token_ids: vec![2, 9], ..small(Architecture::Qwen3) };
     for config in [llama, biased, untied, mistral, windowed, wide, small(Architecture::Qwen2)] {
         let written = written(&content(&config, GgmlDType::Q5_0));
@@ -188,7 +198,8 @@ fn rope_factors(config: &Config, (low, high): (f64, f64), factor: f64) -> Vec<f3
     let original = 8192.0;
     (0..config.head_dim / 2)
         .map(|index| {
-            let frequency = 1.0 / config.rope_theta.powf(2.0 * index as f64 / config.head_dim as f64);
+            let frequency =
+                1.0 / config.rotaries()[0].theta.powf(2.0 * index as f64 / config.head_dim as f64);
             let wavelength = std::f64::consts::TAU / frequency;
             if wavelength < original / high {
                 1.0
@@ -208,7 +219,7 @@ fn divisors_tensor(divisors: &[f32]) -> (String, QTensor) {
 
 #[test]
 fn the_scaling_of_llama_3_is_recognised() {
-    let plain = Config { rope_theta: 500_000.0, ..config(Architecture::Llama) };
+    let plain = rotating(config(Architecture::Llama), 500_000.0);
     let divisors = rope_factors(&plain, (1.0, 4.0), 32.0);
     assert!(divisors.iter().any(|x| (1.1..31.0).contains(x)), "{divisors:?}");
     let mut scaled = content(&plain, GgmlDType::Q8_0);
@@ -220,7 +231,7 @@ fn the_scaling_of_llama_3_is_recognised() {
         high_freq_factor: 4.0,
         original_max_position_embeddings: 8192,
     };
-    assert_eq!(Config::load(&written.path).unwrap().rope_scaling, expected);
+    assert_eq!(Config::load(&written.path).unwrap().rotaries()[0].scaling, expected);
     loaded(&written.path).unwrap();
 
     let mut other = content(&plain, GgmlDType::Q8_0);
@@ -230,7 +241,10 @@ fn the_scaling_of_llama_3_is_recognised() {
     linear.set("llama.rope.scaling.type", GgufValue::String("linear".to_owned()));
     linear.set("llama.rope.scaling.factor", GgufValue::F32(4.0));
     let written = self::written(&linear);
-    assert_eq!(Config::load(&written.path).unwrap().rope_scaling, RopeScaling::Linear { factor: 4.0 });
+    assert_eq!(
+        Config::load(&written.path).unwrap().rotaries()[0].scaling,
+        RopeScaling::Linear { factor: 4.0 }
+    );
     linear.set("llama.rope.scaling.type", GgufValue::String("yarn".to_owned()));
     assert!(failure(&linear).contains("`llama.rope.scaling.type` is \"yarn\", which is not supported"));
 }

@@ -83,7 +83,7 @@ fn layers_that_come_one_at_a_time_give_the_same_bits() {
             drop(slopes_of);
             assert_eq!((&scored, &predicted), (&expected, &expected), "{name}");
             assert_eq!(bits(&apart.units.concat()), bits(flat.values()), "{name} {recompute:?}");
-            let up = 0..config.num_layers;
+            let up = 0..config.num_layers();
             assert_eq!(source.asked, up.clone().chain(up.rev()).collect::<Vec<_>>());
             done_in_order(layout, &apart.said);
         }

@@ -30,8 +30,8 @@ fn config(qk_norm: bool, tied: bool, head: Head) -> Config {
     };
     let fresh = Config::fresh(&sizes);
     let query_key_norm = if qk_norm { QueryKeyNorm::PerHead } else { QueryKeyNorm::None };
-    let layer = LayerSpec { query_key_norm, qkv_bias: !qk_norm, output_bias: !tied, ..fresh.layer };
-    Config { layer, tie_word_embeddings: tied, head, ..fresh }
+    let layer = |layer| LayerSpec { query_key_norm, qkv_bias: !qk_norm, output_bias: !tied, ..layer };
+    Config { tie_word_embeddings: tied, head, ..fresh.map_layers(layer) }
 }
 
 fn configs() -> Vec<Config> {

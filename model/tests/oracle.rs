@@ -6,7 +6,7 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::{llama, mistral, qwen2, qwen3};
-use model::{Config, Decoder, RopeScaling};
+use model::{AttentionSpec, Config, Decoder, LayerSpec, RopeScaling, Rotary};
 
 use crate::common::{Golden, logits_of, pack_of};
 
@@ -47,14 +47,14 @@ fn qwen2_oracle(golden: &Golden, config: &Config) -> impl FnMut(&Tensor) -> Tens
         vocab_size: config.vocab_size,
         hidden_size: config.hidden_size,
         intermediate_size: config.intermediate_size,
-        num_hidden_layers: config.num_layers,
+        num_hidden_layers: config.num_layers(),
         num_attention_heads: config.num_heads,
         num_key_value_heads: config.num_kv_heads,
         max_position_embeddings: config.max_position_embeddings,
         sliding_window: config.max_position_embeddings, // applied whatever `use_sliding_window` says
-        max_window_layers: config.num_layers,
+        max_window_layers: config.num_layers(),
         tie_word_embeddings: config.tie_word_embeddings,
-        rope_theta: config.rope_theta,
+        rope_theta: config.rotaries()[0].theta,
         rms_norm_eps: f64::from(config.rms_norm_eps),
         use_sliding_window: false,
         hidden_act: Activation::Silu,
@@ -78,7 +78,11 @@ fn qwen2_agrees() {
 fn qwen2_in_shards_agrees_without_rope_scaling() {
     let golden = Golden::open("qwen2_sharded");
     assert!(!golden.config.tie_word_embeddings);
-    let config = Config { rope_scaling: RopeScaling::None, ..golden.config.clone() };
+    let plain = |layer: LayerSpec| {
+        let rotary = layer.attention.rotary.map(|rotary| Rotary { scaling: RopeScaling::None, ..rotary });
+        LayerSpec { attention: AttentionSpec { rotary, ..layer.attention }, ..layer }
+    };
+    let config = golden.config.clone().map_layers(plain);
     assert_agrees("qwen2_sharded", &golden, &config, qwen2_oracle(&golden, &config));
 }
 
@@ -90,16 +94,16 @@ fn qwen3_agrees() {
         vocab_size: config.vocab_size,
         hidden_size: config.hidden_size,
         intermediate_size: config.intermediate_size,
-        num_hidden_layers: config.num_layers,
+        num_hidden_layers: config.num_layers(),
         num_attention_heads: config.num_heads,
         head_dim: config.head_dim,
-        attention_bias: config.layer.qkv_bias,
+        attention_bias: config.layers[0].qkv_bias,
         num_key_value_heads: config.num_kv_heads,
         max_position_embeddings: config.max_position_embeddings,
         sliding_window: None,
-        max_window_layers: config.num_layers,
+        max_window_layers: config.num_layers(),
         tie_word_embeddings: config.tie_word_embeddings,
-        rope_theta: config.rope_theta,
+        rope_theta: config.rotaries()[0].theta,
         rms_norm_eps: f64::from(config.rms_norm_eps),
         use_sliding_window: false,
         hidden_act: Activation::Silu,
@@ -116,20 +120,20 @@ fn llama_agrees() {
     let golden = Golden::open("llama");
     let config = &golden.config;
     let RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } =
-        config.rope_scaling
+        config.rotaries()[0].scaling
     else {
-        panic!("the golden has the rope of Llama 3.1, not {:?}", config.rope_scaling)
+        panic!("the golden has the rope of Llama 3.1, not {:?}", config.rotaries())
     };
     let theirs = llama::Config {
         hidden_size: config.hidden_size,
         intermediate_size: config.intermediate_size,
         vocab_size: config.vocab_size,
-        num_hidden_layers: config.num_layers,
+        num_hidden_layers: config.num_layers(),
         num_attention_heads: config.num_heads,
         num_key_value_heads: config.num_kv_heads,
         use_flash_attn: false,
         rms_norm_eps: f64::from(config.rms_norm_eps),
-        rope_theta: config.rope_theta as f32,
+        rope_theta: config.rotaries()[0].theta as f32,
         bos_token_id: None,
         eos_token_id: None,
         rope_scaling: Some(llama::Llama3RopeConfig {
@@ -157,15 +161,15 @@ fn mistral_agrees() {
         vocab_size: config.vocab_size,
         hidden_size: config.hidden_size,
         intermediate_size: config.intermediate_size,
-        num_hidden_layers: config.num_layers,
+        num_hidden_layers: config.num_layers(),
         num_attention_heads: config.num_heads,
         head_dim: Some(config.head_dim),
         num_key_value_heads: config.num_kv_heads,
         hidden_act: Activation::Silu,
         max_position_embeddings: config.max_position_embeddings,
         rms_norm_eps: f64::from(config.rms_norm_eps),
-        rope_theta: config.rope_theta,
-        sliding_window: config.sliding_window,
+        rope_theta: config.rotaries()[0].theta,
+        sliding_window: config.layers[0].attention.window,
         use_flash_attn: false,
     };
     let mut model = mistral::Model::new(&theirs, weights(&golden)).unwrap();

@@ -43,13 +43,12 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
     let understood = prepared.understood().chain(recipe.describe_correct());
     let understood: String = understood.map(|line| line + "\n").collect();
     let note = recipe.algorithm.note().map_or_else(String::new, |note| format!("{note}\n"));
-    let window = directory.config().window_note().map_or_else(String::new, |note| note + "\n");
     Ok(from_hub
         + &understood
         + &played
         + &note
         + &format!(
-            "{placement}{window}{}: no mistakes found; {} parameters, {} training tasks ({} skipped: prompt too long), {held_out} held-out tasks, longest prompt \
+            "{placement}{}: no mistakes found; {} parameters, {} training tasks ({} skipped: prompt too long), {held_out} held-out tasks, longest prompt \
          {} tokens",
             args.recipe.display(),
             model::Layout::new(directory.config()).len(),

@@ -168,7 +168,7 @@ fn cache_tokens(args: &ServePolicyArgs, directory: &ModelDirectory, max_context:
     let longest = max_context + 3 * KvCache::PAGE;
     let all = args.max_running.saturating_mul(longest);
     let config = directory.config();
-    let token_bytes = 2 * size_of::<f32>() * config.num_layers * config.num_kv_heads * config.head_dim;
+    let token_bytes = 2 * size_of::<f32>() * config.num_layers() * config.num_kv_heads * config.head_dim;
     let affordable = memory::available().map_or(all, |bytes| bytes / 4 / token_bytes.max(1));
     args.kv_cache_tokens.unwrap_or(all.min(affordable)).max(longest)
 }

@@ -12,7 +12,7 @@ mod turns;
 
 use std::fmt;
 
-use model::{Config, KvCache, Layout, ParameterSpec, Quantization, QueryKeyNorm, Recompute};
+use model::{Config, KvCache, LayerSpec, Layout, ParameterSpec, Quantization, QueryKeyNorm, Recompute};
 
 use crate::allocator::SPARE;
 use crate::recipe::Recipe;
@@ -320,24 +320,23 @@ impl Size {
         let apart = config.tie_word_embeddings && quantization == Quantization::Bf16;
         let twice = if apart { n(config.vocab_size) * hidden } else { 0 };
         // The embedding stays as it is, and with 8 bits the head.
-        let matrices = n(config.num_layers) * n(config.layer_matrix_weights());
+        let matrices = n(config.layer_matrix_weights());
         let saved = match quantization {
             Quantization::None => 0,
             Quantization::Int8 => (width - 1) * matrices,
             Quantization::Bf16 => width.saturating_sub(2) * (matrices + n(config.vocab_size) * hidden),
         };
+        let layers = n(config.num_layers());
         // The residual stream before and between the halves, the prepared projection (and the raw one where heads are
         // normalised), the attention, gate and up.
-        let raw = match config.layer.query_key_norm {
-            QueryKeyNorm::None => 0,
-            QueryKeyNorm::PerHead | QueryKeyNorm::Whole => projected,
-        };
+        let normed = |layer: &LayerSpec| layer.query_key_norm != QueryKeyNorm::None;
+        let raw = if config.layers.iter().any(normed) { projected } else { 0 };
         let attention = 2 * hidden + raw + projected + queries;
         let layer = attention + 2 * middle;
         let kept = match recompute {
-            Recompute::None => n(config.num_layers) * layer,
-            Recompute::Block => n(config.num_layers) * hidden + layer,
-            Recompute::Sequence => n(config.num_layers) * hidden + attention,
+            Recompute::None => layers * layer,
+            Recompute::Block => layers * hidden + layer,
+            Recompute::Sequence => layers * hidden + attention,
         };
         // In the backward pass the gradients of all that, and the norm and the activation once more.
         let back = attention
@@ -350,7 +349,7 @@ impl Size {
             weights: width * weights,
             packed: width * (weights + twice) - saved,
             activations_per_token: product(&[width, kept + back]),
-            cache_per_token: product(&[width, 2, n(config.num_layers), keys]),
+            cache_per_token: product(&[width, 2, layers, keys]),
             layer_per_token: width * layer,
             decoding_per_token: width * layer + product(&[F32, 2, n(config.vocab_size)]),
         }
@@ -474,7 +473,7 @@ mod tests {
     #[test]
     fn every_zero_stage_shards_one_more_tensor() {
         let mut config = config();
-        config.num_layers = 8;
+        config.layers = vec![config.layers[0]; 8];
         let mut recipe = recipe();
         recipe.trainer.world = 4;
         let bytes = |recipe: &Recipe, name: &str| {

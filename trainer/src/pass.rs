@@ -121,7 +121,7 @@ impl<'a> Pass<'a> {
 
     fn layers(&self) -> usize {
         match self {
-            Self::Whole(decoder) | Self::Gathered(decoder, _) => decoder.config().num_layers,
+            Self::Whole(decoder) | Self::Gathered(decoder, _) => decoder.config().num_layers(),
             Self::Device(pass) => pass.layers(),
         }
     }

@@ -99,14 +99,14 @@ impl ForwardCost {
         let [hidden, matrices, layers, heads, head_dim, vocabulary] = [
             model.hidden_size,
             model.layer_multiply_adds(),
-            model.num_layers,
+            model.num_layers(),
             model.num_heads,
             model.head_dim,
             model.vocab_size,
         ]
         .map(|n| n as u64);
         Self {
-            token: MULTIPLY_ADD * layers * matrices,
+            token: MULTIPLY_ADD * matrices,
             pair: MULTIPLY_ADD * layers * 2 * heads * head_dim,
             prediction: MULTIPLY_ADD * hidden * vocabulary,
         }

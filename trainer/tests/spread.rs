@@ -285,7 +285,7 @@ fn a_lost_follower_ends_the_step_with_its_number() {
     let dying = ranks.pop().unwrap();
     let lasting = ranks.pop().unwrap();
     let lasting = std::thread::spawn(move || follow(lasting, Arc::new(ThreadPool::single())));
-    let units = config().num_layers + 2;
+    let units = config().num_layers() + 2;
     let dying = std::thread::spawn(move || {
         (0..=units).for_each(|_| drop(dying.broadcast_bytes(0, Vec::new()).unwrap()));
     });
@@ -391,7 +391,7 @@ impl HostCollective for Recording {
 fn reduce_scatter_starts_before_the_backward_pass_ends() {
     const LAYERS: usize = 4;
     let mut config = config();
-    config.num_layers = LAYERS;
+    config.layers = vec![config.layers[0]; LAYERS];
     let groups = groups();
     let rows = samples(&groups);
     let parameters = Parameters::random(&config, 5);

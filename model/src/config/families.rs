@@ -6,7 +6,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::Head;
-use crate::layer::{ExpertSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
+use crate::layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
+use crate::rotary::Rotary;
 
 /// The supported model families.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,6 +42,8 @@ pub(super) struct Family {
     pub(super) qkv_bias: BiasRule,
     pub(super) output_bias: BiasRule,
     pub(super) query_key_norm: QueryKeyNorm,
+    /// Whether `partial_rotary_factor` may be other than 1.
+    pub(super) partial_rotary: bool,
     pub(super) window: WindowRule,
     pub(super) experts: ExpertRule,
 }
@@ -71,6 +74,8 @@ pub(super) enum WindowRule {
     Always,
     /// With `use_sliding_window`, in the layers of `layer_types` or from `max_window_layers` on.
     Flagged,
+    /// With `use_sliding_window`, in all layers.
+    FlaggedForAll,
 }
 
 const LLAMA: Family = Family {
@@ -82,6 +87,7 @@ const LLAMA: Family = Family {
     qkv_bias: BiasRule::AttentionBias,
     output_bias: BiasRule::AttentionBias,
     query_key_norm: QueryKeyNorm::None,
+    partial_rotary: false,
     window: WindowRule::Never,
     experts: ExpertRule::Never,
 };
@@ -95,6 +101,7 @@ const MISTRAL: Family = Family {
     qkv_bias: BiasRule::Never,
     output_bias: BiasRule::Never,
     query_key_norm: QueryKeyNorm::None,
+    partial_rotary: false,
     window: WindowRule::Always,
     experts: ExpertRule::Never,
 };
@@ -108,6 +115,7 @@ const QWEN2: Family = Family {
     qkv_bias: BiasRule::Always,
     output_bias: BiasRule::Never,
     query_key_norm: QueryKeyNorm::None,
+    partial_rotary: false,
     window: WindowRule::Flagged,
     experts: ExpertRule::Never,
 };
@@ -121,6 +129,7 @@ const QWEN3: Family = Family {
     qkv_bias: BiasRule::AttentionBias,
     output_bias: BiasRule::AttentionBias,
     query_key_norm: QueryKeyNorm::PerHead,
+    partial_rotary: false,
     window: WindowRule::Flagged,
     experts: ExpertRule::Never,
 };
@@ -130,6 +139,7 @@ const QWEN3_MOE: Family = Family {
     model_type: "qwen3_moe",
     class: "Qwen3Moe",
     head_dim: None,
+    window: WindowRule::FlaggedForAll,
     experts: ExpertRule::All { width: "moe_intermediate_size" },
     ..QWEN3
 };
@@ -143,6 +153,7 @@ const OLMOE: Family = Family {
     qkv_bias: BiasRule::AttentionBias,
     output_bias: BiasRule::AttentionBias,
     query_key_norm: QueryKeyNorm::Whole,
+    partial_rotary: false,
     window: WindowRule::Never,
     experts: ExpertRule::All { width: "intermediate_size" },
 };
@@ -175,6 +186,7 @@ impl Family {
     pub(super) fn layer(&self, attention_bias: bool, experts: Option<ExpertSpec>) -> LayerSpec {
         LayerSpec {
             norm: Norm::RmsBefore,
+            attention: AttentionSpec { window: None, rotary: Some(Rotary::plain(10_000.0)), scale: None },
             query_key_norm: self.query_key_norm,
             qkv_bias: self.qkv_bias.applies(attention_bias),
             output_bias: self.output_bias.applies(attention_bias),

@@ -7,11 +7,11 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::families::{ExpertRule, FAMILIES, Family, WindowRule, model_types};
+use super::families::{ExpertRule, FAMILIES, Family, model_types};
 use super::keys::JsonKeys;
-use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, RopeScaling};
+use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, attention};
 use crate::gguf::{self, GgufFile};
-use crate::layer::ExpertSpec;
+use crate::layer::{ExpertSpec, LayerSpec};
 use crate::{ModelError, files};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
@@ -57,10 +57,13 @@ impl Config {
         refuse_other_networks(&keys, experts)?;
         let hidden_size = keys.size("hidden_size")?;
         let num_layers = keys.size("num_hidden_layers")?;
+        if num_layers > MAX_LAYERS {
+            return Err(keys.bad("num_hidden_layers", &format!("at most {MAX_LAYERS}")));
+        }
         let num_heads = keys.size("num_attention_heads")?;
         let max_position_embeddings = keys.size("max_position_embeddings")?;
-        let (rope_theta, rope_scaling) = rope(&keys, max_position_embeddings)?;
-        let bias = keys.flag("attention_bias", false)?;
+        let layer = family.layer(keys.flag("attention_bias", false)?, experts);
+        let attention = attention::of_layers(&keys, family, num_layers)?;
         let config = Self {
             architecture,
             head,
@@ -70,7 +73,6 @@ impl Config {
                 ExpertRule::Never => "intermediate_size",
                 ExpertRule::All { width } => width,
             })?,
-            num_layers,
             num_heads,
             num_kv_heads: num_kv_heads(&keys, family, num_heads)?,
             head_dim: match keys.optional_size("head_dim")? {
@@ -82,12 +84,9 @@ impl Config {
                     .unwrap_or(hidden_size / num_heads),
             },
             rms_norm_eps: keys.number("rms_norm_eps", 1e-6)? as f32,
-            rope_theta,
-            rope_scaling,
             tie_word_embeddings: keys.flag("tie_word_embeddings", false)?,
-            layer: family.layer(bias, experts),
+            layers: attention.into_iter().map(|attention| LayerSpec { attention, ..layer }).collect(),
             max_position_embeddings,
-            sliding_window: sliding_window(&keys, family.window, num_layers)?,
             eos_token_ids: keys.token_ids("eos_token_id")?,
             bos_token_id: keys.token_ids("bos_token_id")?.first().copied(),
             pad_token_id: keys.token_ids("pad_token_id")?.first().copied(),
@@ -120,9 +119,17 @@ impl Config {
             ));
         }
         let weights = self.approximate_weights();
-        if weights > MAX_WEIGHTS || self.num_layers > MAX_LAYERS {
-            let expected = format!("at most {MAX_LAYERS} layers and {MAX_WEIGHTS} weights, got {weights}");
-            return Err(keys.bad("num_hidden_layers", &expected));
+        if weights > MAX_WEIGHTS {
+            return Err(
+                keys.bad("num_hidden_layers", &format!("at most {MAX_WEIGHTS} weights, got {weights}"))
+            );
+        }
+        for rotary in self.rotaries() {
+            let width = rotary.width(self.head_dim);
+            if width == 0 || !width.is_multiple_of(2) {
+                let expected = format!("the share of an even width in head_dim, which is {}", self.head_dim);
+                return Err(keys.bad("partial_rotary_factor", &expected));
+            }
         }
         if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps < 0.1) {
             return Err(keys.bad("rms_norm_eps", "a small number above 0, such as 1e-6"));
@@ -138,7 +145,7 @@ impl Config {
         let heads = n(self.head_dim) * (2 * n(self.num_heads) + 2 * n(self.num_kv_heads));
         let networks = n(self.experts().map_or(1, |experts| experts.count));
         let feed_forward = networks * (3 * n(self.intermediate_size) + 1);
-        n(self.hidden_size) * (2 * n(self.vocab_size) + n(self.num_layers) * (heads + feed_forward))
+        n(self.hidden_size) * (2 * n(self.vocab_size) + n(self.num_layers()) * (heads + feed_forward))
     }
 }
 
@@ -255,95 +262,4 @@ fn num_kv_heads(keys: &JsonKeys<'_>, family: &Family, num_heads: usize) -> Resul
         return Ok(num_heads);
     }
     Err(keys.missing("num_key_value_heads"))
-}
-
-fn rope(keys: &JsonKeys<'_>, max_position_embeddings: usize) -> Result<(f64, RopeScaling), ModelError> {
-    // transformers lets the old key win where both are there.
-    let found = ["rope_scaling", "rope_parameters"].into_iter().find(|key| keys.has(key));
-    let empty = Map::new();
-    let (name, object) = match found {
-        None => ("rope_scaling", &empty),
-        Some(name) => {
-            (name, keys.map.get(name).and_then(Value::as_object).ok_or_else(|| keys.bad(name, "an object"))?)
-        }
-    };
-    let inner = JsonKeys { path: keys.path, map: object };
-    let theta = if inner.has("rope_theta") {
-        inner.number("rope_theta", 0.0)?
-    } else {
-        keys.number("rope_theta", 10_000.0)?
-    };
-    if theta <= 1.0 {
-        return Err(keys.bad("rope_theta", "a number above 1"));
-    }
-    if keys.number("partial_rotary_factor", 1.0)? != 1.0 || inner.number("partial_rotary_factor", 1.0)? != 1.0
-    {
-        return Err(keys.unsupported("partial_rotary_factor", "1.0"));
-    }
-    let kind = ["rope_type", "type"].into_iter().find(|key| inner.has(key));
-    let factor = || match inner.number("factor", 0.0)? {
-        factor if factor >= 1.0 => Ok(factor),
-        _ => Err(keys.bad(name, "an object with a `factor` of at least 1")),
-    };
-    let scaling = match kind.map(|key| inner.text(key)).transpose()? {
-        None if inner.has("factor") => return Err(keys.bad(name, "an object with a `rope_type`")),
-        None | Some("default") => RopeScaling::None,
-        Some("linear") => RopeScaling::Linear { factor: factor()? },
-        Some("llama3") => llama3(keys, &inner, factor()?, max_position_embeddings)?,
-        Some(_) => return Err(keys.unsupported(name, "rope_type default, linear, llama3")),
-    };
-    Ok((theta, scaling))
-}
-
-fn llama3(
-    keys: &JsonKeys<'_>,
-    inner: &JsonKeys<'_>,
-    factor: f64,
-    max_position_embeddings: usize,
-) -> Result<RopeScaling, ModelError> {
-    for key in ["low_freq_factor", "high_freq_factor"] {
-        if !inner.has(key) {
-            return Err(inner.missing(key));
-        }
-    }
-    let (low, high) = (inner.number("low_freq_factor", 0.0)?, inner.number("high_freq_factor", 0.0)?);
-    if !(0.0 < low && low < high) {
-        return Err(inner.bad(
-            "low_freq_factor",
-            &format!("a number above 0 and below high_freq_factor, which is {high}"),
-        ));
-    }
-    let original = match keys.optional_size("original_max_position_embeddings")? {
-        Some(size) => size,
-        None => inner.optional_size("original_max_position_embeddings")?.unwrap_or(max_position_embeddings),
-    };
-    Ok(RopeScaling::Llama3 {
-        factor,
-        low_freq_factor: low,
-        high_freq_factor: high,
-        original_max_position_embeddings: original,
-    })
-}
-
-/// The window, if any layer really uses one under the rules of its family.
-fn sliding_window(
-    keys: &JsonKeys<'_>,
-    rule: WindowRule,
-    num_layers: usize,
-) -> Result<Option<usize>, ModelError> {
-    let default = if keys.map.contains_key("sliding_window") { None } else { Some(4096) };
-    let window = keys.optional_size("sliding_window")?.or(default);
-    match rule {
-        WindowRule::Never => return Ok(None),
-        WindowRule::Always => return Ok(window),
-        WindowRule::Flagged => {}
-    }
-    if !keys.flag("use_sliding_window", false)? {
-        return Ok(None);
-    }
-    let sliding = match keys.map.get("layer_types").and_then(Value::as_array) {
-        Some(types) => types.iter().any(|kind| kind == "sliding_attention"),
-        None => keys.optional_size("max_window_layers")?.unwrap_or(28) < num_layers,
-    };
-    Ok(window.filter(|_| sliding))
 }

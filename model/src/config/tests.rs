@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::ModelError;
-use crate::layer::QueryKeyNorm;
+use crate::layer::{AttentionSpec, QueryKeyNorm};
+use crate::rotary::{RopeScaling, Yarn};
 
 /// A tied Qwen2 and an untied Qwen3 with every optional tensor, whose heads are wider than `hidden / heads`.
 pub(crate) fn tiny() -> [Config; 2] {
@@ -21,14 +22,28 @@ pub(crate) fn tiny() -> [Config; 2] {
         num_kv_heads: 2,
         max_position_embeddings: 64,
     });
-    let untied = Config {
-        architecture: Architecture::Qwen3,
-        head_dim: 6,
-        tie_word_embeddings: false,
-        layer: LayerSpec { output_bias: true, query_key_norm: QueryKeyNorm::PerHead, ..tied.layer },
-        ..tied.clone()
-    };
+    let untied =
+        Config { architecture: Architecture::Qwen3, head_dim: 6, tie_word_embeddings: false, ..tied.clone() }
+            .map_layers(|layer| LayerSpec {
+                output_bias: true,
+                query_key_norm: QueryKeyNorm::PerHead,
+                ..layer
+            });
     [tied, untied]
+}
+
+/// The model with this rotary embedding in every layer.
+fn rotating(config: Config, rotary: Rotary) -> Config {
+    config.map_layers(|layer| LayerSpec {
+        attention: AttentionSpec { rotary: Some(rotary), ..layer.attention },
+        ..layer
+    })
+}
+
+/// The model with a window in the layers from `first` on.
+fn windowed(mut config: Config, window: usize, first: usize) -> Config {
+    config.layers[first..].iter_mut().for_each(|layer| layer.attention.window = Some(window));
+    config
 }
 
 /// The tiny Qwen2 with some keys replaced (`null` takes one away).
@@ -48,32 +63,36 @@ fn written_configurations_read_back() {
     let llama = Config {
         architecture: Architecture::Llama,
         rms_norm_eps: 1e-5,
-        rope_theta: 500_000.0,
-        rope_scaling: RopeScaling::Llama3 {
-            factor: 8.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_max_position_embeddings: 32,
-        },
-        layer: Architecture::Llama.family().layer(false, None),
         eos_token_ids: vec![2, 7],
         pad_token_id: None,
         initializer_range: 0.02,
-        ..tied.clone()
+        ..tied.clone().of_family(Architecture::Llama)
     };
-    let mistral = Config {
-        architecture: Architecture::Mistral,
-        layer: Architecture::Mistral.family().layer(false, None),
-        sliding_window: Some(32),
-        rope_scaling: RopeScaling::Linear { factor: 2.0 },
-        eos_token_ids: vec![],
-        ..tied.clone()
+    let llama3 = RopeScaling::Llama3 {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 32,
     };
+    let llama = rotating(llama, Rotary { scaling: llama3, ..Rotary::plain(500_000.0) });
+    let mistral = Config { eos_token_ids: vec![], ..tied.clone().of_family(Architecture::Mistral) };
+    let linear = Rotary { scaling: RopeScaling::Linear { factor: 2.0 }, ..Rotary::plain(10_000.0) };
+    let mistral = windowed(rotating(mistral, linear), 32, 0);
+    let yarn = Yarn {
+        factor: 4.0,
+        attention_factor: 1.25,
+        beta_fast: 16.0,
+        beta_slow: 2.0,
+        truncate: false,
+        original_max_position_embeddings: 32,
+    };
+    let yarn = Rotary { scaling: RopeScaling::Yarn(yarn), ..Rotary::plain(10_000.0) };
+    let yarn = rotating(tied.clone(), yarn);
     let experts = tied.clone().of_family(Architecture::Qwen3Moe).with_experts(6, 3);
     let olmoe = tied.clone().of_family(Architecture::Olmoe);
-    let windowed = Config { sliding_window: Some(16), ..tied.clone() };
+    let upper = windowed(tied.clone(), 16, 1);
     let tree = Config { reduction: Reduction::Tree, ..tied.clone() };
-    for config in [tied, untied, llama, mistral, experts, olmoe, windowed, tree] {
+    for config in [tied, untied, llama, mistral, yarn, experts, olmoe, upper, tree] {
         let map = config.to_json().as_object().unwrap().clone();
         assert_eq!(Config::from_json(Path::new("config.json"), &map).unwrap(), config);
     }
@@ -81,16 +100,16 @@ fn written_configurations_read_back() {
 
 #[test]
 fn rope_is_read_from_either_place() {
-    let expected = RopeScaling::Linear { factor: 4.0 };
+    let expected = Rotary { scaling: RopeScaling::Linear { factor: 4.0 }, ..Rotary::plain(5e5) };
     let new = json!({"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}, "rope_theta": null});
     let old = json!({"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 5e5});
     for changes in [new, old] {
         let config = with(&changes).unwrap();
-        assert_eq!((config.rope_theta, config.rope_scaling), (5e5, expected), "{changes}");
+        assert_eq!(config.rotaries(), [expected], "{changes}");
     }
     let plain = with(&json!({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})).unwrap();
-    assert_eq!((plain.rope_theta, plain.rope_scaling), (1e6, RopeScaling::None));
-    assert_eq!(with(&json!({"rope_theta": null})).unwrap().rope_theta, 1e4);
+    assert_eq!(plain.rotaries(), [Rotary::plain(1e6)]);
+    assert_eq!(with(&json!({"rope_theta": null})).unwrap().rotaries(), [Rotary::plain(1e4)]);
 }
 
 #[test]
@@ -123,11 +142,15 @@ fn other_networks_are_refused_by_file_and_key() {
         (json!({"quantization_config": {"bits": 4}}), "quantization_config", "bf16"),
         (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor", "1.0"),
         (
-            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+            json!({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
             "rope_scaling",
-            "default, linear, llama3",
+            "default, linear, llama3, yarn",
         ),
-        (json!({"rope_scaling": {"type": "dynamic", "factor": 4.0}}), "rope_scaling", "dynamic"),
+        (
+            json!({"use_sliding_window": true, "layer_types": ["full_attention", "chunked_attention"]}),
+            "layer_types",
+            "sliding_attention",
+        ),
         (
             json!({"rope_parameters": {"rope_type": "longrope"}, "rope_scaling": null}),
             "rope_parameters",
@@ -150,12 +173,18 @@ fn invalid_values_are_refused_by_file_and_key() {
         (json!({"num_attention_heads": 6, "head_dim": null}), "num_attention_heads"),
         (json!({"head_dim": 7}), "head_dim"),
         (json!({"vocab_size": u32::MAX, "hidden_size": u32::MAX - 3}), "num_hidden_layers"),
-        (json!({"num_hidden_layers": 20_000}), "num_hidden_layers"),
+        (json!({"num_hidden_layers": 20_000, "layer_types": null}), "num_hidden_layers"),
         (json!({"rms_norm_eps": 0.0}), "rms_norm_eps"),
         (json!({"rope_theta": 0.5}), "rope_theta"),
         (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling"),
         (json!({"rope_scaling": {"factor": 2.0}}), "rope_scaling"),
         (json!({"rope_scaling": "linear"}), "rope_scaling"),
+        (
+            json!({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": -1.0}}),
+            "attention_factor",
+        ),
+        (json!({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 64.0}}), "beta_fast"),
+        (json!({"use_sliding_window": true, "layer_types": ["full_attention"]}), "layer_types"),
         (json!({"eos_token_id": 100}), "eos_token_id"),
         (json!({"bos_token_id": [1, "x"]}), "bos_token_id"),
     ] {
@@ -181,23 +210,26 @@ fn defaults_are_those_of_the_family() {
     };
     let llama = |changes| family("llama", "LlamaForCausalLM", changes).unwrap();
     assert_eq!(llama(json!({"num_key_value_heads": null})).num_kv_heads, 4);
-    assert!(!llama(json!({})).layer.qkv_bias);
-    assert!(llama(json!({"attention_bias": true})).layer.output_bias);
+    assert!(!llama(json!({})).layers[0].qkv_bias);
+    assert!(llama(json!({"attention_bias": true})).layers[0].output_bias);
+    let windows =
+        |config: &Config| config.layers.iter().map(|layer| layer.attention.window).collect::<Vec<_>>();
     let mistral = family("mistral", "MistralForCausalLM", json!({"sliding_window": 16})).unwrap();
-    assert_eq!((mistral.max_context(), mistral.layer.qkv_bias), (16, false));
+    assert_eq!((windows(&mistral), mistral.layers[0].qkv_bias), (vec![Some(16); 2], false));
+    assert_eq!(mistral.max_context(), 64);
     let qwen2 = with(&json!({"sliding_window": 16, "use_sliding_window": false})).unwrap();
-    let LayerSpec { qkv_bias, output_bias, .. } = qwen2.layer;
-    assert_eq!((qwen2.max_context(), qkv_bias, output_bias), (64, true, false));
-    let upper = json!({"sliding_window": 16, "use_sliding_window": true, "max_window_layers": 1});
-    assert_eq!(with(&upper).unwrap().max_context(), 16);
-    let note = with(&upper).unwrap().window_note().unwrap();
-    assert!(note.contains("a sliding attention window of 16 tokens, which is not supported yet"), "{note}");
-    assert!(with(&upper).unwrap().context_limit().contains("windows are not supported yet"));
-    assert!(with(&json!({})).unwrap().context_limit().contains("max_position_embeddings"));
-    let wide = json!({"sliding_window": 64, "use_sliding_window": true, "max_window_layers": 1});
-    assert_eq!(with(&wide).unwrap().window_note(), None);
-    let none = json!({"sliding_window": 16, "use_sliding_window": true, "max_window_layers": 2});
-    assert_eq!(with(&none).unwrap().max_context(), 64);
+    let LayerSpec { qkv_bias, output_bias, .. } = qwen2.layers[0];
+    assert_eq!((windows(&qwen2), qkv_bias, output_bias), (vec![None; 2], true, false));
+    for (changes, expected) in [
+        (json!({"max_window_layers": 1}), [None, Some(16)]),
+        (json!({"max_window_layers": 2}), [None, None]),
+        (json!({"max_window_layers": 0}), [Some(16), Some(16)]),
+        (json!({"layer_types": ["sliding_attention", "full_attention"]}), [Some(16), None]),
+    ] {
+        let mut all = json!({"sliding_window": 16, "use_sliding_window": true, "layer_types": null});
+        all.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        assert_eq!(windows(&with(&all).unwrap()), expected, "{changes}");
+    }
     let mut qwen3 = tiny()[1].to_json().as_object().unwrap().clone();
     qwen3.remove("head_dim");
     assert_eq!(Config::from_json(Path::new("config.json"), &qwen3).unwrap().head_dim, 128);
@@ -227,15 +259,14 @@ fn a_missing_or_broken_file_is_named() {
 
 #[test]
 fn llama3_leaves_short_waves_alone_and_stretches_long_ones() {
-    let plain = Config { head_dim: 64, rope_theta: 5e5, ..tiny()[0].clone() };
+    let plain = Rotary::plain(5e5);
     let scaling = RopeScaling::Llama3 {
         factor: 8.0,
         low_freq_factor: 1.0,
         high_freq_factor: 4.0,
         original_max_position_embeddings: 8192,
     };
-    let scaled = Config { rope_scaling: scaling, ..plain.clone() };
-    let (plain, scaled) = (plain.inv_freq(), scaled.inv_freq());
+    let (plain, scaled) = (plain.inv_freq(64), Rotary { scaling, ..plain }.inv_freq(64));
     assert_eq!((plain.len(), plain[0]), (32, 1.0));
     assert_eq!(plain[0], scaled[0]);
     assert_eq!(plain[31] / 8.0, scaled[31]);

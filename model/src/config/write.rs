@@ -6,8 +6,9 @@
 use serde_json::{Map, Value, json};
 
 use super::families::{BiasRule, ExpertRule, WindowRule};
-use super::{Config, Head, REDUCTION_KEY, Reduction, RopeScaling};
+use super::{Config, Head, REDUCTION_KEY, Reduction};
 use crate::layer::ExpertSpec;
+use crate::rotary::RopeScaling;
 
 impl Config {
     /// The content of a `config.json` that transformers and [`Config::from_json`] both read back as this model.
@@ -19,14 +20,12 @@ impl Config {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
+            "num_hidden_layers": self.num_layers(),
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": decimal(self.rms_norm_eps),
-            "rope_theta": self.rope_theta,
-            "rope_scaling": self.rope_scaling.to_json(),
             "tie_word_embeddings": self.tie_word_embeddings,
             "max_position_embeddings": self.max_position_embeddings,
             "initializer_range": self.initializer_range,
@@ -40,16 +39,13 @@ impl Config {
             },
             "pad_token_id": self.pad_token_id,
             "torch_dtype": "float32",
-            "sliding_window": self.sliding_window,
         });
         let family = self.architecture.family();
         if [family.qkv_bias, family.output_bias].contains(&BiasRule::AttentionBias) {
-            map["attention_bias"] = json!(self.layer.qkv_bias);
+            map["attention_bias"] = json!(self.layers.first().is_some_and(|layer| layer.qkv_bias));
         }
-        if family.window == WindowRule::Flagged {
-            let windowed = self.sliding_window.is_some();
-            map["use_sliding_window"] = json!(windowed);
-            map["max_window_layers"] = json!(if windowed { 0 } else { self.num_layers });
+        if let Some(map) = map.as_object_mut() {
+            self.write_attention(map);
         }
         if let Some(ExpertSpec { count, per_token, normalized }) = self.experts() {
             map["num_experts"] = json!(count);
@@ -66,6 +62,34 @@ impl Config {
             self.write_reduction(map);
         }
         map
+    }
+
+    /// Writes rotary embeddings and windows.
+    fn write_attention(&self, map: &mut Map<String, Value>) {
+        if let Some(rotary) = self.rotaries().first() {
+            map.insert("rope_theta".to_owned(), json!(rotary.theta));
+            map.insert("rope_scaling".to_owned(), rotary.scaling.to_json());
+            if rotary.share != 1.0 {
+                map.insert("partial_rotary_factor".to_owned(), json!(rotary.share));
+            }
+        }
+        let windows = self.layers.iter().map(|layer| layer.attention.window);
+        let window = windows.clone().flatten().next();
+        map.insert("sliding_window".to_owned(), json!(window));
+        match self.architecture.family().window {
+            WindowRule::Never | WindowRule::Always => {}
+            WindowRule::FlaggedForAll => {
+                map.insert("use_sliding_window".to_owned(), json!(window.is_some()));
+            }
+            WindowRule::Flagged => {
+                let kind = |window: Option<usize>| match window {
+                    None => "full_attention",
+                    Some(_) => "sliding_attention",
+                };
+                map.insert("use_sliding_window".to_owned(), json!(window.is_some()));
+                map.insert("layer_types".to_owned(), json!(windows.map(kind).collect::<Vec<_>>()));
+            }
+        }
     }
 
     /// Writes the order of sums to `map`, the content of a `config.json`, if it is not the default.
@@ -105,6 +129,15 @@ impl RopeScaling {
                     "original_max_position_embeddings": original_max_position_embeddings,
                 })
             }
+            Self::Yarn(yarn) => json!({
+                "rope_type": "yarn",
+                "factor": yarn.factor,
+                "attention_factor": yarn.attention_factor,
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+                "truncate": yarn.truncate,
+                "original_max_position_embeddings": yarn.original_max_position_embeddings,
+            }),
         }
     }
 }

@@ -10,13 +10,15 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
+use super::LayerAngles;
 use super::feed_forward::{
     ExpertWeights, FeedForwardGradients, FeedForwardOperands, FeedForwardPiece, FeedForwardTrace,
     FeedForwardWeights, GatedWeights,
 };
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
+use crate::ops::attention::AttentionRule;
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
-use crate::ops::heads::{self, Angles, HeadNormWeights, HeadShape};
+use crate::ops::heads::{self, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum, bias_gradient, weight_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
@@ -27,6 +29,9 @@ use crate::{Config, Layout, Parameters, Quantization, Reduction, ThreadPool, Uni
 #[derive(Clone, Debug)]
 pub(super) struct TransformerBlock {
     shape: HeadShape,
+    rule: AttentionRule,
+    /// Number of its rotary embedding among [`Config::rotaries`].
+    rotary: Option<usize>,
     eps: f32,
     attention_norm: Vec<f32>,
     qkv: Linear,
@@ -68,7 +73,7 @@ pub(super) struct AttentionReverse {
 pub(super) struct ReversedAttention<'a> {
     pub(super) trace: &'a AttentionTrace,
     pub(super) reverse: AttentionReverse,
-    pub(super) angles: &'a Angles,
+    pub(super) angles: &'a LayerAngles,
 }
 
 /// Backward of the feed-forward half: the gradient of its input, and the operands of its weight gradients.
@@ -103,6 +108,11 @@ impl FeedForwardPiece for FeedForwardReverse {
 pub(super) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 impl TransformerBlock {
+    /// What its attention computes.
+    pub(super) fn rule(&self) -> AttentionRule {
+        self.rule
+    }
+
     /// Memory of the linear layers, bytes.
     pub(super) fn bytes(&self) -> usize {
         self.qkv.bytes() + self.output.bytes() + self.feed_forward.bytes()
@@ -117,7 +127,7 @@ impl TransformerBlock {
         quantization: Quantization,
     ) -> Self {
         let layer = &values[layout.unit(Unit::Layer(index))];
-        let ranges = layout.ranges();
+        let ranges = layout.ranges(index);
         let linear = |spec: &LinearSpec, weight: Range<usize>| {
             let weight = &layer[weight];
             let bias = spec.bias.map(|bias| &layer[ranges[bias].clone()]);
@@ -153,7 +163,7 @@ impl TransformerBlock {
         Ok(Self::flat(config, layout, index, &FlatValues::Unit(Arc::clone(values)), &(0..found)))
     }
 
-    /// A layer to train, of `values` of `flat`.
+    /// Layer `index` to train, of `values` of `flat`.
     fn flat(
         config: &Config,
         layout: &Layout,
@@ -161,7 +171,7 @@ impl TransformerBlock {
         flat: &FlatValues,
         values: &Range<usize>,
     ) -> Self {
-        let ranges = layout.ranges();
+        let ranges = layout.ranges(index);
         let moved = |range: &Range<usize>| values.start + range.start..values.start + range.end;
         let linear = |spec: &LinearSpec, weight: Range<usize>| {
             let bias = spec.bias.map_or(0..0, |bias| moved(&ranges[bias]));
@@ -170,7 +180,7 @@ impl TransformerBlock {
         Self::new(config, index, ranges, &flat.values()[values.clone()], linear)
     }
 
-    /// Layer `index` of `values`, whose matrices `linear` makes of a range of them.
+    /// Layer `index`, of `values`, whose matrices `linear` makes of a range of them.
     fn new(
         config: &Config,
         index: usize,
@@ -179,10 +189,11 @@ impl TransformerBlock {
         linear: impl Fn(&LinearSpec, Range<usize>) -> Linear,
     ) -> Self {
         // Another kind of layer does not compile until its operations are here.
-        let LayerSpec { norm: Norm::RmsBefore, feed_forward, query_key_norm, .. } = config.layer;
+        let LayerSpec { norm: Norm::RmsBefore, attention, feed_forward, query_key_norm, .. } =
+            config.layers[index];
         let vector = |operand: Operand| values[ranges[operand].clone()].to_vec();
         let linear_of = |operand: Operand, weight: Range<usize>| {
-            let spec = config.linear_spec(operand);
+            let spec = config.linear_spec(index, operand);
             let tree = match (config.reduction, spec.sharding) {
                 (Reduction::Chain, _) | (_, Sharding::Replicated) => TreeSum::None,
                 (Reduction::Tree, Sharding::Inputs) => TreeSum::Inputs,
@@ -207,12 +218,14 @@ impl TransformerBlock {
                     down: part(Operand::Down, expert),
                 };
                 let (router, experts) = (linear(Operand::Router), (0..spec.count).map(expert).collect());
-                let first_slot = index * spec.per_token;
+                let first_slot = config.slots_before(index);
                 FeedForwardWeights::Experts(ExpertWeights { spec, first_slot, router, experts })
             }
         };
         Self {
             shape: config.head_shape(),
+            rule: config.attention_rule(index),
+            rotary: config.rotaries().iter().position(|rotary| attention.rotary == Some(*rotary)),
             eps: config.rms_norm_eps,
             attention_norm: vector(Operand::AttentionNorm),
             qkv: linear(Operand::Qkv),
@@ -232,7 +245,7 @@ impl TransformerBlock {
     pub(super) fn forward(
         &self,
         x: &Tensor,
-        angles: &Angles,
+        angles: &LayerAngles,
         given: Option<GivenExperts<'_>>,
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
         pool: &ThreadPool,
@@ -244,7 +257,7 @@ impl TransformerBlock {
     pub(super) fn forward_routed(
         &self,
         x: &Tensor,
-        angles: &Angles,
+        angles: &LayerAngles,
         given: Option<GivenExperts<'_>>,
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
         pool: &ThreadPool,
@@ -258,14 +271,14 @@ impl TransformerBlock {
     pub(super) fn attention(
         &self,
         x: &Tensor,
-        angles: &Angles,
+        angles: &LayerAngles,
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
         pool: &ThreadPool,
     ) -> Result<AttentionTrace> {
         let mut qkv = self.qkv.apply_values(&rms_norm(x, &self.attention_norm, self.eps, pool)?, pool)?;
         let width = self.shape.width();
         let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
-        heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles, pool);
+        heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles.of(self.rotary), pool);
         let prepared = matrix(qkv, width)?;
         let attended = attend(&prepared)?;
         let middle = self.output.add_to(x, &attended, pool)?;
@@ -322,7 +335,7 @@ impl TransformerBlock {
         &self,
         input: &Tensor,
         trace: &AttentionTrace,
-        angles: &Angles,
+        angles: &LayerAngles,
         d_middle: &Tensor,
         attend_backward: impl FnOnce(&Tensor, &Tensor) -> Result<Vec<f32>>,
     ) -> Result<AttentionReverse> {
@@ -333,7 +346,13 @@ impl TransformerBlock {
             None => None,
         };
         let norm = self.norm_of_heads();
-        let d_qkv = heads::prepare_backward(trace.raw.as_ref(), self.shape, norm, angles, d_prepared)?;
+        let d_qkv = heads::prepare_backward(
+            trace.raw.as_ref(),
+            self.shape,
+            norm,
+            angles.of(self.rotary),
+            d_prepared,
+        )?;
         let d_normed = self.qkv.input_gradient(&d_qkv)?;
         let d_input = rms_norm_backward(input, &self.attention_norm, self.eps, &d_normed, Some(d_middle))?;
         let (input, d_middle) = (input.clone(), d_middle.clone());
@@ -392,7 +411,7 @@ impl TransformerBlock {
                     bias_gradient(&r.d_middle, output_bias)?;
                 }
                 if let (Some(raw), Some(g), Some(norm)) = (&trace.raw, &r.d_prepared, self.norm_of_heads()) {
-                    heads::head_norm_gradient(raw, self.shape, norm, angles, g, head_norm)?;
+                    heads::head_norm_gradient(raw, self.shape, norm, angles.of(self.rotary), g, head_norm)?;
                 }
             }
             Ok(())

@@ -8,7 +8,6 @@ use candle_core::{Result, Tensor};
 use super::{Decoder, gather};
 use crate::ops::attention::{PAGE, PageLayout};
 use crate::ops::experts::ExpertRoutes;
-use crate::ops::heads::Angles;
 use crate::ops::norm::rms_norm;
 use crate::ops::{matrix, unwritten, values};
 use crate::{Config, ThreadPool};
@@ -16,7 +15,8 @@ use crate::{Config, ThreadPool};
 /// Multiply-adds per thread below which waking another thread costs more than it saves.
 const WORTH_A_THREAD: usize = 4_000_000;
 
-/// KV cache of the running sequences, in pages of 16 positions. Sequences with a common prefix share its pages.
+/// KV cache of the running sequences, in pages of 16 positions. Sequences with a common prefix share its pages. A page has the
+/// positions of all layers, so it stays after the sliding windows of some have passed it: windows save time, and no memory.
 #[derive(Debug)]
 pub struct KvCache {
     layout: PageLayout,
@@ -132,7 +132,7 @@ impl KvCache {
         if self.copies.is_some() {
             return;
         }
-        let len = config.num_layers * self.layout.len();
+        let len = config.num_layers() * self.layout.len();
         self.pages.iter_mut().for_each(|page| *page = vec![0.0; len]);
     }
 
@@ -340,7 +340,7 @@ impl Decoder {
             positions.extend((sequence.position..).take(sequence.tokens.len()).map(|p| p as u32));
             wanted.extend(token_ids.len() - sequence.wanted..token_ids.len());
         }
-        let angles = Angles::new(&positions, &self.inv_freq);
+        let angles = self.angles(&positions);
         let mut x = self.embed(&token_ids, 0)?;
         let slots = cache.routes.as_ref().map_or(0, |routes| routes.slots);
         let (mut routes, mut first) = (vec![0; token_ids.len() * slots], 0);
@@ -405,7 +405,7 @@ impl Decoder {
         qkv: &[f32],
         out: &mut [f32],
     ) {
-        let (shape, layout) = (self.shape, cache.layout);
+        let (shape, layout, rule) = (self.shape, cache.layout, self.blocks[layer].rule());
         let of_layer = layer * layout.len()..(layer + 1) * layout.len();
         let mut rows = qkv.chunks_exact(shape.width()).zip(out.chunks_exact_mut(shape.query_width()));
         let (mut weights, mut of_sequence) = (Vec::new(), Vec::new());
@@ -422,7 +422,7 @@ impl Decoder {
             let pages: Vec<&[f32]> = before.chain(&*own).map(|page| &page[of_layer.clone()]).collect();
             for (position, (row, out)) in (sequence.position..).zip(&mut of_sequence) {
                 let queries = &row[..shape.query_width()];
-                layout.attend(queries, &pages[..=position / PAGE], position + 1, &mut weights, out);
+                layout.attend(rule, queries, &pages[..=position / PAGE], position + 1, &mut weights, out);
             }
         }
     }

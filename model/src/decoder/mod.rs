@@ -24,10 +24,10 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
-use crate::ops::heads::HeadShape;
+use crate::ops::heads::{Angles, Frequencies, HeadShape};
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::{embedding, matrix, values};
-use crate::{Config, Layout, Parameters, Reduction, ThreadPool, Unit};
+use crate::{Config, Layout, Parameters, Reduction, Rotary, ThreadPool, Unit};
 use block::TransformerBlock;
 pub use decode::{KvCache, StepSequence};
 pub use gradients::{GradientSink, Gradients, LayerSource, RoutedTokens};
@@ -56,7 +56,8 @@ pub enum Quantization {
 pub struct Decoder {
     config: Config,
     shape: HeadShape,
-    inv_freq: Vec<f32>,
+    /// Of [`Config::rotaries`].
+    frequencies: Vec<Frequencies>,
     embedding: Embedding,
     blocks: Vec<TransformerBlock>,
     final_norm: Vec<f32>,
@@ -127,7 +128,7 @@ impl Decoder {
         };
         Self {
             embedding,
-            blocks: pool.map((0..config.num_layers).collect(), block),
+            blocks: pool.map((0..config.num_layers()).collect(), block),
             head: match quantization {
                 Quantization::None | Quantization::Int8 => Linear::packed(head, config.hidden_size, None),
                 Quantization::Bf16 => Linear::bf16(head, config.hidden_size, None),
@@ -147,7 +148,7 @@ impl Decoder {
         let flat = FlatValues::Model(Arc::clone(parameters));
         Self {
             embedding: Embedding::Flat(flat.clone()),
-            blocks: (0..config.num_layers)
+            blocks: (0..config.num_layers())
                 .map(|i| TransformerBlock::trainable(config, parameters, i))
                 .collect(),
             head: Linear::flat(&flat, parameters.layout().head(), config.hidden_size, &(0..0))
@@ -198,7 +199,7 @@ impl Decoder {
         Self {
             config: config.clone(),
             shape: config.head_shape(),
-            inv_freq: config.inv_freq(),
+            frequencies: frequencies(config),
             embedding: Embedding::Own(Vec::new()),
             blocks: Vec::new(),
             final_norm,
@@ -227,6 +228,12 @@ impl Decoder {
         (embedding + blocks + self.head.bytes()) as u64
     }
 
+    /// The angles of `positions [T]`, of each rotary embedding.
+    fn angles(&self, positions: &[u32]) -> LayerAngles {
+        let rotaries = self.frequencies.iter().map(|of| Angles::new(positions, of)).collect();
+        LayerAngles { rotaries, none: Angles::default() }
+    }
+
     /// Hidden states `[T, d]` of tokens; `first` is the number of the first in its batch, for errors.
     fn embed(&self, token_ids: &[u32], first: usize) -> Result<Tensor> {
         let shape @ [_, width] = [self.config.vocab_size, self.config.hidden_size];
@@ -241,6 +248,31 @@ impl Decoder {
             out.copy_from_slice(&table[id * width..][..width])
         })
     }
+}
+
+/// The angles of some positions in every layer.
+#[derive(Debug)]
+struct LayerAngles {
+    /// Of each rotary embedding.
+    rotaries: Vec<Angles>,
+    /// Of layers without one.
+    none: Angles,
+}
+
+impl LayerAngles {
+    /// Those of the rotary embedding of this number.
+    fn of(&self, rotary: Option<usize>) -> &Angles {
+        rotary.map_or(&self.none, |rotary| &self.rotaries[rotary])
+    }
+}
+
+fn frequencies(config: &Config) -> Vec<Frequencies> {
+    let rotaries = config.rotaries();
+    let of = |rotary: &Rotary| Frequencies {
+        inv_freq: rotary.inv_freq(config.head_dim),
+        amplitude: rotary.amplitude(),
+    };
+    rotaries.iter().map(of).collect()
 }
 
 /// The tree of the head's input gradient, over the vocabulary.

@@ -6,10 +6,9 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use super::Decoder;
-use crate::ops::attention::{self, Segment};
+use super::{Decoder, LayerAngles};
+use crate::ops::attention::{self, AttentionRule, Segment};
 use crate::ops::experts::GivenExperts;
-use crate::ops::heads::Angles;
 
 /// Packed sequences. Some may continue others, as the completions of a group continue one prompt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -159,11 +158,11 @@ impl PackPart<'_> {
         (slots > 0).then(|| all.after(self.rows.start))
     }
 
-    pub(super) fn angles(&self, decoder: &Decoder) -> Angles {
-        Angles::new(&self.pack.positions[self.rows.clone()], &decoder.inv_freq)
+    pub(super) fn angles(&self, decoder: &Decoder) -> LayerAngles {
+        decoder.angles(&self.pack.positions[self.rows.clone()])
     }
 
-    pub(super) fn attend(&self, decoder: &Decoder, qkv: &Tensor) -> Result<Tensor> {
-        attention::packed(qkv, self.segments, self.rows.start, decoder.shape)
+    pub(super) fn attend(&self, rule: AttentionRule, qkv: &Tensor) -> Result<Tensor> {
+        attention::packed(qkv, self.segments, self.rows.start, rule)
     }
 }

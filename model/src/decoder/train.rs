@@ -9,10 +9,9 @@ use candle_core::{Result, Tensor};
 use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
-use super::{Decoder, GradientSink, LayerSource, RoutedTokens, gather};
+use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather};
 use crate::ops::attention;
 use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, Target, TrainedTargets};
-use crate::ops::heads::Angles;
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::{embedding, matrix, value, values};
 use crate::{Head, ThreadPool, Unit};
@@ -37,7 +36,7 @@ pub enum Recompute {
 /// Activations of the rows of one thread.
 #[derive(Debug)]
 struct PartTrace {
-    angles: Angles,
+    angles: LayerAngles,
     layers: Vec<LayerTrace>,
     /// `[T, d]` the residual stream after the last layer.
     output: Tensor,
@@ -90,13 +89,19 @@ impl Decoder {
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
         let parts = pack.parts(pool.threads());
-        let angles: Vec<Angles> = parts.iter().map(|part| part.angles(self)).collect();
+        let angles: Vec<LayerAngles> = parts.iter().map(|part| part.angles(self)).collect();
         let embed = |part: &PackPart<'_>| self.embed(part.token_ids(), part.rows.start);
         let mut outputs = parts.iter().map(embed).collect::<Result<Vec<_>>>()?;
-        for index in 0..self.config.num_layers {
+        for index in 0..self.config.num_layers() {
             let block = self.block_of(source, index)?;
-            let run = |((part, angles), x): ((&PackPart<'_>, &Angles), Tensor)| {
-                block.forward(&x, angles, part.given(), |qkv| part.attend(self, qkv), &ThreadPool::single())
+            let run = |((part, angles), x): ((&PackPart<'_>, &LayerAngles), Tensor)| {
+                block.forward(
+                    &x,
+                    angles,
+                    part.given(),
+                    |qkv| part.attend(block.rule(), qkv),
+                    &ThreadPool::single(),
+                )
             };
             let all = parts.iter().zip(&angles).zip(outputs).collect();
             outputs = pool.map(all, run).into_iter().collect::<Result<_>>()?;
@@ -147,7 +152,7 @@ impl Decoder {
             let alone = ThreadPool::single();
             let mut x = self.embed(part.token_ids(), part.rows.start)?;
             for block in &self.blocks {
-                x = block.forward(&x, &angles, part.given(), |qkv| part.attend(self, qkv), &alone)?;
+                x = block.forward(&x, &angles, part.given(), |qkv| part.attend(block.rule(), qkv), &alone)?;
             }
             Ok(x)
         };
@@ -203,14 +208,14 @@ impl Decoder {
         let begin = |part: &PackPart<'_>| self.begin(part);
         let mut traces: Vec<PartTrace> =
             pool.map(parts.iter().collect(), begin).into_iter().collect::<Result<_>>()?;
-        for index in 0..self.config.num_layers {
+        for index in 0..self.config.num_layers() {
             let block = self.block_of(source, index)?;
             let advance = |(part, trace): (&PackPart<'_>, &mut PartTrace)| self.advance(&block, part, trace);
             pool.map(parts.iter().zip(&mut traces).collect(), advance).into_iter().collect::<Result<()>>()?;
         }
         let mut reversing = self.train_head(pack, traces, trained, slopes, gradients, pool)?;
         source.reverse();
-        for index in (0..self.config.num_layers).rev() {
+        for index in (0..self.config.num_layers()).rev() {
             let block = self.block_of(source, index)?;
             self.reverse_layer(index, &block, &mut reversing, gradients, pool)?;
         }
@@ -219,7 +224,7 @@ impl Decoder {
 
     fn begin(&self, part: &PackPart<'_>) -> Result<PartTrace> {
         let output = self.embed(part.token_ids(), part.rows.start)?;
-        let layers = Vec::with_capacity(self.config.num_layers);
+        let layers = Vec::with_capacity(self.config.num_layers());
         Ok(PartTrace { angles: part.angles(self), layers, output })
     }
 
@@ -228,12 +233,12 @@ impl Decoder {
         let PartTrace { angles, layers, output: x } = trace;
         let alone = ThreadPool::single();
         let (kept, output) = if self.recompute == Recompute::None {
-            let attention = block.attention(x, angles, |qkv| part.attend(self, qkv), &alone)?;
+            let attention = block.attention(x, angles, |qkv| part.attend(block.rule(), qkv), &alone)?;
             let feed_forward = block.begin_feed_forward(&attention.middle, part.given(), &alone)?;
             let output = block.finish_feed_forward(&attention.middle, &feed_forward, &alone)?;
             (Some(KeptLayer { attention, feed_forward }), output)
         } else {
-            (None, block.forward(x, angles, part.given(), |qkv| part.attend(self, qkv), &alone)?)
+            (None, block.forward(x, angles, part.given(), |qkv| part.attend(block.rule(), qkv), &alone)?)
         };
         layers.push(LayerTrace { input: std::mem::replace(x, output), kept });
         Ok(())
@@ -330,7 +335,7 @@ impl Decoder {
         let reverse = |(reversing, d_middle): (&Reversing<'_>, Tensor)| {
             let Reversing { part, angles, input, attention, .. } = reversing;
             let attend_backward = |qkv: &Tensor, g: &Tensor| {
-                attention::packed_backward(qkv, part.segments, part.rows.start, self.shape, g)
+                attention::packed_backward(qkv, part.segments, part.rows.start, block.rule(), g)
             };
             block.attention_backward(input, attention, angles, &d_middle, attend_backward)
         };
@@ -365,7 +370,7 @@ impl Decoder {
         let (attention, feed_forward) = match kept {
             Some(KeptLayer { attention, feed_forward }) => (attention, Some(feed_forward)),
             None => {
-                let attend = |qkv: &Tensor| part.attend(self, qkv);
+                let attend = |qkv: &Tensor| part.attend(block.rule(), qkv);
                 (block.attention(&input, &trace.angles, attend, &ThreadPool::single())?, None)
             }
         };
@@ -425,7 +430,7 @@ struct ReversingPack<'a> {
 /// Inputs of the backward of one layer for one part.
 struct Reversing<'a> {
     part: &'a PackPart<'a>,
-    angles: &'a Angles,
+    angles: &'a LayerAngles,
     input: Tensor,
     attention: AttentionTrace,
     feed_forward: Option<FeedForwardTrace>,

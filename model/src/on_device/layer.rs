@@ -40,6 +40,8 @@ pub(super) struct AttentionActivations<T: Storage> {
 /// A layer in a pass over a pack.
 pub(super) struct DeviceLayer<'a, T: Storage> {
     pub(super) decoder: &'a DeviceDecoder<T>,
+    /// Its number.
+    pub(super) index: usize,
     /// The values of its unit.
     pub(super) weights: View<'a, T>,
     pub(super) angles: &'a DeviceAngles,
@@ -84,7 +86,7 @@ pub(super) fn weight_gradient<T: Storage>(
 
 impl<'a, T: Storage> DeviceLayer<'a, T> {
     fn ranges(&self) -> &'a LayerRanges {
-        self.decoder.layout.ranges()
+        self.decoder.layout.ranges(self.index)
     }
 
     fn on(&self) -> &'a Device {

@@ -27,8 +27,8 @@ pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
 pub use self::steps::recorded_tokens;
 pub use self::train::DeviceTrace;
 pub use self::units::{FlatGradients, FlatWeights, UnitGradients, UnitWeights};
-use crate::layer::{FeedForward, LayerSpec, Norm, QueryKeyNorm};
-use crate::{Config, Layout, Recompute, Reduction};
+use crate::layer::{AttentionSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
+use crate::{Config, Layout, Recompute, Reduction, Rotary};
 
 /// Storage type of weights and activations on a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -79,7 +79,7 @@ impl<T: Storage> DeviceDecoder<T> {
     /// The decoder of `config` for weights in the order of `layout`.
     ///
     /// # Errors
-    /// If the device fails, or `config` has experts, or wants sums in an order that its matrix products do not have.
+    /// If the device fails, or `config` has a layer whose operations it does not have, or wants sums in an order that its matrix products do not have.
     pub fn new(device: &Device, config: &Config, layout: &Arc<Layout>, recompute: Recompute) -> Result<Self> {
         if config.reduction != Reduction::Chain {
             return Err(device::DeviceError::Kernel {
@@ -88,27 +88,22 @@ impl<T: Storage> DeviceDecoder<T> {
                 reason: "tree sums (`model.reduction`) are computed on the processor alone".to_owned(),
             });
         }
-        // Another kind of layer does not compile until its operations, or a refusal, are here.
-        let LayerSpec { norm: Norm::RmsBefore, feed_forward, query_key_norm, .. } = config.layer;
-        let missing = match (feed_forward, query_key_norm) {
-            (FeedForward::SwiGlu, QueryKeyNorm::None | QueryKeyNorm::PerHead) => None,
-            (FeedForward::Experts(_), _) => Some("experts"),
-            (_, QueryKeyNorm::Whole) => Some("norms of all heads together"),
-        };
-        if let Some(missing) = missing {
+        if let Some(missing) = missing(config) {
             return Err(device::DeviceError::Kernel {
                 device: device.name(),
                 kernel: "layer".to_owned(),
                 reason: format!("{missing} are computed on the processor alone so far"),
             });
         }
+        let inv_freq =
+            config.rotaries().first().map_or(Vec::new(), |rotary| rotary.inv_freq(config.head_dim));
         Ok(Self {
             device: device.clone(),
             activations: device.labelled("activations"),
             config: config.clone(),
             layout: Arc::clone(layout),
             shape: config.head_shape(),
-            inv_freq: device.upload(&config.inv_freq())?,
+            inv_freq: device.upload(&inv_freq)?,
             recompute,
             storage: std::marker::PhantomData,
         })
@@ -147,6 +142,29 @@ impl<T: Storage> DeviceDecoder<T> {
         check_ids(&self.device, "gather_rows", token_ids, self.config.vocab_size)?;
         self.activations.upload(token_ids)
     }
+}
+
+/// What a layer of the model computes that devices do not.
+fn missing(config: &Config) -> Option<&'static str> {
+    let same = config.rotaries().len() == 1;
+    config.layers.iter().find_map(|layer| {
+        // Another kind of layer does not compile until its operations, or a refusal, are here.
+        let LayerSpec { norm: Norm::RmsBefore, attention, feed_forward, query_key_norm, .. } = *layer;
+        let AttentionSpec { window, rotary, scale } = attention;
+        let plain = |rotary: Rotary| rotary.share == 1.0 && rotary.amplitude() == 1.0;
+        match (feed_forward, query_key_norm) {
+            (FeedForward::Experts(_), _) => Some("experts"),
+            (_, QueryKeyNorm::Whole) => Some("norms of all heads together"),
+            _ if !same || !rotary.is_some_and(plain) => Some(
+                "layers without rotary embedding, and embeddings that are partial, scaled by YaRN or differ",
+            ),
+            _ if window.is_some_and(|window| window < config.max_position_embeddings) => {
+                Some("sliding attention windows")
+            }
+            _ if scale.is_some() => Some("scores with a scale of their own"),
+            (FeedForward::SwiGlu, QueryKeyNorm::None | QueryKeyNorm::PerHead) => None,
+        }
+    })
 }
 
 /// Refuses an id beyond the vocabulary in the arguments of `kernel`.

@@ -227,7 +227,7 @@ impl<T: Storage> TypedSampler<T> {
     fn step(&mut self, cache: &mut KvCache, sequences: &[StepSequence<'_>]) -> Result<()> {
         let device = self.decoder.device().clone();
         let pages = cache.total_pages() + 1;
-        let (page_len, layers) = (self.page_len(), self.decoder.config().num_layers);
+        let (page_len, layers) = (self.page_len(), self.decoder.config().num_layers());
         let len = layers * pages * page_len;
         let values = match self.cache.take_if(|values| values.len() == len) {
             Some(values) => values,

@@ -306,6 +306,7 @@ impl<T: Storage> StepMemory<T> {
 /// A layer's weights in a step.
 struct StepLayer<'a, T: Storage> {
     decoder: &'a DeviceDecoder<T>,
+    index: usize,
     weights: View<'a, T>,
 }
 
@@ -326,8 +327,8 @@ fn layers<T: Storage>(
     let table = weights.unit(Unit::Embedding)?.slice(0..decoder.config().vocab_size * width);
     gather_rows(device, table, ids, width, memory.x.of_mut(tokens))?;
     let layer_len = shape.pages * shape.page_len;
-    for index in 0..decoder.config().num_layers {
-        let layer = StepLayer { decoder, weights: weights.unit(Unit::Layer(index))? };
+    for index in 0..decoder.config().num_layers() {
+        let layer = StepLayer { decoder, index, weights: weights.unit(Unit::Layer(index))? };
         let cache = cache.view_mut(index * layer_len..(index + 1) * layer_len);
         layer.attend(memory, sizes, chunks, cache)?;
         layer.feed_forward(memory, tokens)?;
@@ -343,7 +344,7 @@ impl<T: Storage> StepLayer<'_, T> {
 
     /// The weight `[out, input]` of `operand`.
     fn matrix(&self, operand: Operand, input: usize) -> Matrix<'_, T> {
-        Matrix::new(self.at(&self.decoder.layout().ranges()[operand]), input)
+        Matrix::new(self.at(&self.decoder.layout().ranges(self.index)[operand]), input)
     }
 
     fn normalise(
@@ -363,7 +364,7 @@ impl<T: Storage> StepLayer<'_, T> {
         chunks: Option<&Chunks>,
         mut cache: ViewMut<'_, T>,
     ) -> Result<()> {
-        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges());
+        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
         let (device, config, shape) = (decoder.device(), decoder.config(), decoder.shape);
         let StepSizes { tokens, single, columns, .. } = sizes;
         self.normalise(memory, tokens, &ranges[Operand::AttentionNorm])?;
@@ -406,7 +407,7 @@ impl<T: Storage> StepLayer<'_, T> {
     }
 
     fn feed_forward(&self, memory: &mut StepMemory<T>, tokens: usize) -> Result<()> {
-        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges());
+        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
         let (device, config) = (decoder.device(), decoder.config());
         let width = config.intermediate_size;
         self.normalise(memory, tokens, &ranges[Operand::FeedForwardNorm])?;

@@ -113,9 +113,9 @@ impl<T: Storage> DeviceDecoder<T> {
         gather_rows(device, table, ids.all(), width, x.all_mut())?;
 
         let mut layers = Vec::new();
-        for index in 0..self.config.num_layers {
+        for index in 0..self.config.num_layers() {
             let weights = weights.unit(Unit::Layer(index))?;
-            let layer = DeviceLayer { decoder: self, weights, angles: &angles, segments: &segments };
+            let layer = DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments };
             let (output, kept) = layer.forward(&x, recompute == Some(Recompute::None))?;
             let input = std::mem::replace(&mut x, output);
             if recompute.is_some() {
@@ -169,7 +169,7 @@ impl<T: Storage> DeviceDecoder<T> {
         let chunk = if self.recompute == Recompute::Sequence { CHUNK } else { tokens };
         for (index, DeviceLayerTrace { input, kept }) in layers.into_iter().enumerate().rev() {
             let weights = weights.unit(Unit::Layer(index))?;
-            let layer = DeviceLayer { decoder: self, weights, angles: &angles, segments: &segments };
+            let layer = DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments };
             let mut unit = gradients.unit(Unit::Layer(index))?;
             d = layer.backward(&input, kept, &d, &mut unit, chunk)?;
             gradients.done(Unit::Layer(index))?;

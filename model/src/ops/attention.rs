@@ -1,10 +1,12 @@
 //! Causal attention with grouped key-value heads (GQA, Ainslie et al. 2023, arXiv 2305.13245): over packed segments, forward
 //! and backward, in blocks of queries with scores recomputed in the backward as in FlashAttention (Dao et al. 2022, arXiv
 //! 2205.14135), and over a paged KV cache (PagedAttention, Kwon et al. 2023, arXiv 2309.06180). The softmax of a row is not
-//! online: all its scores are in memory, so that both forms have the same bits.
+//! online: all its scores are in memory, so that both forms have the same bits. A query sees all keys up to its own, or the last
+//! of them: a sliding window (Beltagy et al. 2020, arXiv 2004.05150). Packed segments compute the scores of keys before a window
+//! too, and give them the weight zero; the paged form skips the pages before it.
 //!
 //! Invariant: for a query at position `p` both forms compute the same bits. A score is one chain over the head's width,
-//! a result one chain over keys `0..=p` in their order, and the softmax of a row is the same function. No `T x T` matrix
+//! a result one chain over the keys that it sees in their order, and the softmax of a row is the same function. No `T x T` matrix
 //! is kept: scores exist for 32 queries of one head at a time, and the backward computes them again.
 
 use std::ops::Range;
@@ -23,15 +25,38 @@ pub(crate) const PAGE: usize = 16;
 /// Queries of a block: their scores are in memory at a time.
 const QUERIES: usize = 32;
 
+/// What attention computes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AttentionRule {
+    pub(crate) shape: HeadShape,
+    /// Multiplies scores.
+    pub(crate) scale: f32,
+    /// Number of keys that a query sees, the last of which is its own; `usize::MAX` for all.
+    pub(crate) window: usize,
+}
+
+impl AttentionRule {
+    /// Without a window, with the usual scale.
+    pub(crate) fn full(shape: HeadShape) -> Self {
+        Self { shape, scale: (shape.head_dim as f32).powf(-0.5), window: usize::MAX }
+    }
+}
+
 /// Attention within each segment: `qkv [T, width]` prepared, result `[T, heads * head_dim]`. Rows of the segments begin
 /// at `first` in the pack that they are of.
-pub(crate) fn packed(qkv: &Tensor, segments: &[Segment], first: usize, shape: HeadShape) -> Result<Tensor> {
-    let mut out = unwritten(qkv.dim(0)? * shape.query_width());
+pub(crate) fn packed(
+    qkv: &Tensor,
+    segments: &[Segment],
+    first: usize,
+    rule: AttentionRule,
+) -> Result<Tensor> {
+    let query_width = rule.shape.query_width();
+    let mut out = unwritten(qkv.dim(0)? * query_width);
     let qkv = values(qkv)?;
     for segment in segments {
-        SegmentHeads::new(&qkv, segment, first, shape).forward(&mut out);
+        SegmentHeads::new(&qkv, segment, first, rule).forward(&mut out);
     }
-    matrix(out, shape.query_width())
+    matrix(out, query_width)
 }
 
 /// Gradient `[T, width]` of the prepared `qkv` for the gradient `g [T, heads * head_dim]` of the result.
@@ -39,13 +64,13 @@ pub(crate) fn packed_backward(
     qkv: &Tensor,
     segments: &[Segment],
     first: usize,
-    shape: HeadShape,
+    rule: AttentionRule,
     g: &Tensor,
 ) -> Result<Vec<f32>> {
     let mut out = vec![0.0; qkv.elem_count()];
     let (qkv, g) = (values(qkv)?, values(g)?);
     for segment in segments {
-        SegmentHeads::new(&qkv, segment, first, shape).backward(&g, &mut out);
+        SegmentHeads::new(&qkv, segment, first, rule).backward(&g, &mut out);
     }
     Ok(out)
 }
@@ -55,6 +80,7 @@ struct SegmentHeads<'a> {
     qkv: &'a [f32],
     rows: Range<usize>,
     prefix: Range<usize>,
+    rule: AttentionRule,
     shape: HeadShape,
 }
 
@@ -65,11 +91,11 @@ struct PackedColumns {
 }
 
 impl<'a> SegmentHeads<'a> {
-    fn new(qkv: &'a [f32], segment: &Segment, first: usize, shape: HeadShape) -> Self {
+    fn new(qkv: &'a [f32], segment: &Segment, first: usize, rule: AttentionRule) -> Self {
         let within = |rows: &Range<usize>| {
             if rows.is_empty() { 0..0 } else { rows.start - first..rows.end - first }
         };
-        Self { qkv, rows: within(&segment.rows), prefix: within(&segment.prefix), shape }
+        Self { qkv, rows: within(&segment.rows), prefix: within(&segment.prefix), rule, shape: rule.shape }
     }
 
     /// Columns of a row from `column` on, for `rows`: `[rows, head_dim]`.
@@ -111,14 +137,14 @@ impl<'a> SegmentHeads<'a> {
     }
 
     /// Weights `[block, prefix + block.end]` of the queries of a block over the keys that the last of them sees; zero for
-    /// keys behind a query.
+    /// keys that a query does not see.
     fn weights(&self, h: usize, block: &Range<usize>, keys: &PackedColumns, weights: &mut Vec<f32>) {
         let (before, seen) = (self.prefix.len(), self.prefix.len() + block.end);
         weights.resize(block.len() * seen, 0.0);
         let rows = self.rows.start + block.start..self.rows.start + block.end;
         let queries = self.columns(rows, self.query_column(h));
         self.scores(queries, keys, block, weights);
-        softmax_rows(weights, seen, before + block.start, (self.shape.head_dim as f32).powf(-0.5));
+        softmax_rows(weights, seen, before + block.start, self.rule);
     }
 
     /// `left [block, head_dim] x columns [head_dim, prefix + block.end]`.
@@ -173,7 +199,7 @@ impl<'a> SegmentHeads<'a> {
     /// `dq = sum_j ds_j k_j`, `dk_j += ds_j q`, `dv_j += p_j g`.
     fn backward(&self, g: &[f32], out: &mut [f32]) {
         let (dim, width, query_width) = (self.shape.head_dim, self.shape.width(), self.shape.query_width());
-        let (before, scale) = (self.prefix.len(), (dim as f32).powf(-0.5));
+        let (before, scale) = (self.prefix.len(), self.rule.scale);
         let (mut weights, mut slopes) = (Vec::new(), Vec::new());
         for kv in 0..self.shape.kv_heads {
             let (key_column, value_column) = (self.key_column(kv), self.value_column(kv));
@@ -215,11 +241,13 @@ impl<'a> SegmentHeads<'a> {
 }
 
 vectorized! {
-    /// Turns scores into weights: row `i` of `rows [_, width]` sees its first `first + i + 1` keys.
-    fn softmax_rows(rows: &mut [f32], width: usize, first: usize, scale: f32) {
+    /// Turns scores into weights: row `i` of `rows [_, width]` sees the last of its first `first + i + 1` keys.
+    fn softmax_rows(rows: &mut [f32], width: usize, first: usize, rule: AttentionRule) {
         for (i, row) in rows.chunks_exact_mut(width).enumerate() {
-            let (seen, behind) = row.split_at_mut(first + i + 1);
-            softmax(seen, scale);
+            let (upto, behind) = row.split_at_mut(first + i + 1);
+            let (before, seen) = upto.split_at_mut(upto.len().saturating_sub(rule.window));
+            softmax(seen, rule.scale);
+            before.fill(0.0);
             behind.fill(0.0);
         }
     }
@@ -296,26 +324,30 @@ impl PageLayout {
         }
     }
 
-    /// Attention of one row of queries over the first `seen` positions of `pages`, which are those of one layer, to
-    /// `out [heads * head_dim]`. `weights` is scratch.
+    /// Attention of one row of queries over the first `end` positions of `pages`, which are those of one layer, or the last of
+    /// them under a window, to `out [heads * head_dim]`. `weights` is scratch.
     pub(crate) fn attend(
         self,
+        rule: AttentionRule,
         queries: &[f32],
         pages: &[&[f32]],
-        seen: usize,
+        end: usize,
         weights: &mut Vec<f32>,
         out: &mut [f32],
     ) {
+        let start = end.saturating_sub(rule.window);
+        let (pages, passed) = (&pages[start / PAGE..], start / PAGE * PAGE);
         weights.resize(self.shape.heads * pages.len() * PAGE, 0.0);
-        paged(self, queries, pages, seen, weights, out);
+        paged(rule, queries, pages, start - passed..end - passed, weights, out);
     }
 }
 
 vectorized! {
-    fn paged(layout: PageLayout, queries: &[f32], pages: &[&[f32]], seen: usize, weights: &mut [f32], out: &mut [f32]) {
-        let HeadShape { heads, kv_heads, head_dim } = layout.shape;
+    /// Over the positions `seen` of `pages`.
+    fn paged(rule: AttentionRule, queries: &[f32], pages: &[&[f32]], seen: Range<usize>, weights: &mut [f32], out: &mut [f32]) {
+        let (layout, HeadShape { heads, kv_heads, head_dim }) = (PageLayout::new(rule.shape), rule.shape);
         let (per_kv, head) = (heads / kv_heads, layout.head());
-        let (scale, row) = ((head_dim as f32).powf(-0.5), pages.len() * PAGE);
+        let row = pages.len() * PAGE;
         for kv in 0..kv_heads {
             let group = kv * per_kv..(kv + 1) * per_kv;
             let queries = &queries[group.start * head_dim..group.end * head_dim];
@@ -334,13 +366,14 @@ vectorized! {
                 };
             }
             for weights in weights.chunks_exact_mut(row) {
-                softmax(&mut weights[..seen], scale);
+                weights[..seen.start].fill(0.0);
+                softmax(&mut weights[seen.clone()], rule.scale);
             }
             let values = PAGE * layout.shape.kv_width() + kv * head;
             let out = &mut out[group.start * head_dim..group.end * head_dim];
             let mut h = 0;
             while h < per_kv {
-                let work = ValueWork { weights: &weights[h * row..], row, pages, column: values, seen };
+                let work = ValueWork { weights: &weights[h * row..], row, pages, column: values, seen: seen.end };
                 let out = &mut out[h * head_dim..];
                 h += match per_kv - h {
                     1 => values_of_heads::<1>(work, head_dim, out),
@@ -497,9 +530,9 @@ mod tests {
         lengths.iter().map(segment).collect()
     }
 
-    fn forward(qkv: &[f32], segments: &[Segment], shape: HeadShape) -> Vec<f32> {
-        let qkv = matrix(qkv.to_vec(), shape.width()).unwrap();
-        values(&packed(&qkv, segments, 0, shape).unwrap()).unwrap().to_vec()
+    fn forward(qkv: &[f32], segments: &[Segment], rule: AttentionRule) -> Vec<f32> {
+        let qkv = matrix(qkv.to_vec(), rule.shape.width()).unwrap();
+        values(&packed(&qkv, segments, 0, rule).unwrap()).unwrap().to_vec()
     }
 
     #[test]
@@ -512,11 +545,14 @@ mod tests {
         let rows = 49;
         let x: Vec<f32> = noise(rows * shape.width(), 1).iter().map(|x| 2.0 * x).collect();
         let c = noise(rows * shape.query_width(), 2);
-        let loss = |x: &[f32]| weighted(&forward(x, &segments, shape), &c);
         let tensor = |v: &[f32], n| matrix(v.to_vec(), n).unwrap();
         let (qkv, g) = (tensor(&x, shape.width()), tensor(&c, shape.query_width()));
-        let dx = packed_backward(&qkv, &segments, 0, shape, &g).unwrap();
-        gradient(loss, &x, &dx, 5e-3);
+        for window in [usize::MAX, 35, 4, 1] {
+            let rule = AttentionRule { window, scale: 0.6, ..AttentionRule::full(shape) };
+            let loss = |x: &[f32]| weighted(&forward(x, &segments, rule), &c);
+            let dx = packed_backward(&qkv, &segments, 0, rule, &g).unwrap();
+            gradient(loss, &x, &dx, 5e-3);
+        }
     }
 
     /// Rows of `sequence` in a pack of prefix and continuation are the rows of the whole.
@@ -525,22 +561,44 @@ mod tests {
         let shape = HeadShape { heads: 6, kv_heads: 2, head_dim: 8 };
         for (prefix, own) in [(1, 1), (7, 40), (33, 5), (70, 70)] {
             let qkv = noise((prefix + own) * shape.width(), 3);
-            let whole = forward(&qkv, &segments(&[prefix + own]), shape);
-            let mut shared = segments(&[prefix, own]);
-            shared[1].prefix = 0..prefix;
-            assert_eq!(forward(&qkv, &shared, shape), whole);
+            for window in [usize::MAX, 20, 3] {
+                let rule = AttentionRule { window, ..AttentionRule::full(shape) };
+                let whole = forward(&qkv, &segments(&[prefix + own]), rule);
+                let mut shared = segments(&[prefix, own]);
+                shared[1].prefix = 0..prefix;
+                assert_eq!(forward(&qkv, &shared, rule), whole);
+            }
+        }
+    }
+
+    /// A window of `w` is attention over the last `w` keys alone.
+    #[test]
+    fn keys_before_a_window_change_nothing() {
+        let shape = HeadShape { heads: 2, kv_heads: 1, head_dim: 8 };
+        let (rows, window) = (50, 7);
+        let qkv = noise(rows * shape.width(), 4);
+        let rule = AttentionRule { window, ..AttentionRule::full(shape) };
+        let windowed = forward(&qkv, &segments(&[rows]), rule);
+        for row in 0..rows {
+            let first = (row + 1_usize).saturating_sub(window);
+            let last = &qkv[first * shape.width()..(row + 1) * shape.width()];
+            let alone = forward(last, &segments(&[row + 1 - first]), AttentionRule::full(shape));
+            let width = shape.query_width();
+            assert_eq!(windowed[row * width..][..width], alone[(row - first) * width..]);
         }
     }
 
     proptest! {
         #[test]
         fn paged_and_packed_give_the_same_bits(
-            lengths in prop::collection::vec(1..70usize, 1..4), kv_heads in 1..3usize, per_kv in 1..8usize, dim in 1..20usize
+            lengths in prop::collection::vec(1..70usize, 1..4), kv_heads in 1..3usize, per_kv in 1..8usize, dim in 1..20usize,
+            window in prop::option::of(1..60usize)
         ) {
             let shape = HeadShape { heads: per_kv * kv_heads, kv_heads, head_dim: 2 * dim };
             let rows: usize = lengths.iter().sum();
             let qkv = noise(rows * shape.width(), 5);
-            let expected = forward(&qkv, &segments(&lengths), shape);
+            let rule = AttentionRule { window: window.unwrap_or(usize::MAX), ..AttentionRule::full(shape) };
+            let expected = forward(&qkv, &segments(&lengths), rule);
             let layout = PageLayout::new(shape);
             let mut out = vec![0.0; expected.len()];
             for segment in segments(&lengths) {
@@ -551,7 +609,7 @@ mod tests {
                     layout.write(&mut pages[position / PAGE], position % PAGE, key, value);
                     let pages: Vec<&[f32]> = pages[..=position / PAGE].iter().map(Vec::as_slice).collect();
                     let out = &mut out[row * shape.query_width()..][..shape.query_width()];
-                    layout.attend(queries, &pages, position + 1, &mut Vec::new(), out);
+                    layout.attend(rule, queries, &pages, position + 1, &mut Vec::new(), out);
                 }
             }
             prop_assert_eq!(out, expected);

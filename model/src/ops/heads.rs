@@ -19,18 +19,29 @@ pub(crate) struct HeadNormWeights<'a> {
     pub(crate) eps: f32,
 }
 
-/// Cosines and sines of the angles of a batch of positions, shared by all layers.
+/// Cosines and sines of the angles of a batch of positions, shared by all layers with the same rotary embedding.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Angles {
-    /// `[T, head_dim / 2]`
+    /// Number of rotated pairs of a head: its first values; 0 for a layer without rotary embedding.
+    pairs: usize,
+    /// `[T, pairs]`
     cos: Vec<f32>,
-    /// `[T, head_dim / 2]`
+    /// `[T, pairs]`
     sin: Vec<f32>,
+}
+
+/// The angular frequencies of a rotary embedding.
+#[derive(Clone, Debug)]
+pub(crate) struct Frequencies {
+    /// `[pairs]` radians per position.
+    pub(crate) inv_freq: Vec<f32>,
+    /// Multiplies cosines and sines.
+    pub(crate) amplitude: f32,
 }
 
 impl Angles {
     /// Angles `position * inv_freq[i]` for each of `positions [T]`.
-    pub(crate) fn new(positions: &[u32], inv_freq: &[f32]) -> Self {
+    pub(crate) fn new(positions: &[u32], Frequencies { inv_freq, amplitude }: &Frequencies) -> Self {
         let half = inv_freq.len();
         let last = positions.iter().max().map_or(0, |p| *p as usize + 1);
         // Positions repeat in every sequence of a batch, and a sine costs as much as a hundred multiplications.
@@ -46,12 +57,18 @@ impl Angles {
                 None => {
                     known[*position as usize] = Some(cos.len());
                     let angles = inv_freq.iter().map(|f| *position as f32 * f);
-                    cos.extend(angles.clone().map(f32::cos));
-                    sin.extend(angles.map(f32::sin));
+                    cos.extend(angles.clone().map(|angle| angle.cos() * amplitude));
+                    sin.extend(angles.map(|angle| angle.sin() * amplitude));
                 }
             }
         }
-        Self { cos, sin }
+        Self { pairs: half, cos, sin }
+    }
+
+    /// Cosines and sines `[pairs]` of a row.
+    fn row(&self, row: usize) -> (&[f32], &[f32]) {
+        let range = row * self.pairs..(row + 1) * self.pairs;
+        (&self.cos[range.clone()], &self.sin[range])
     }
 }
 
@@ -65,10 +82,8 @@ pub(crate) fn prepare(
     pool: &ThreadPool,
 ) {
     let each = rows_each(qkv.len() / shape.width(), qkv.len(), pool);
-    let half = each * shape.head_dim / 2;
-    let angles = angles.cos.chunks(half).zip(angles.sin.chunks(half));
-    let parts = qkv.chunks_mut(each * shape.width()).zip(angles).collect();
-    pool.map(parts, |(qkv, (cos, sin))| forward(qkv, shape, norm, cos, sin));
+    let parts = qkv.chunks_mut(each * shape.width()).enumerate().collect();
+    pool.map(parts, |(part, qkv)| forward(qkv, part * each, shape, norm, angles));
 }
 
 /// Gradient of the raw projection for the gradient `g [T, width]` of the prepared. `raw [T, width]` is needed where heads
@@ -104,11 +119,11 @@ pub(crate) fn head_norm_gradient(
 }
 
 vectorized! {
-    fn forward(qkv: &mut [f32], shape: HeadShape, norm: Option<HeadNormWeights<'_>>, cos: &[f32], sin: &[f32]) {
-        let half = shape.head_dim / 2;
-        let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half));
-        for (row, (cos, sin)) in qkv.chunks_exact_mut(shape.width()).zip(angles) {
-            let (queries, rest) = row.split_at_mut(shape.query_width());
+    /// Rows from row `first` of the angles on.
+    fn forward(qkv: &mut [f32], first: usize, shape: HeadShape, norm: Option<HeadNormWeights<'_>>, angles: &Angles) {
+        for (row, of_row) in qkv.chunks_exact_mut(shape.width()).enumerate() {
+            let (cos, sin) = angles.row(first + row);
+            let (queries, rest) = of_row.split_at_mut(shape.query_width());
             let keys = &mut rest[..shape.kv_width()];
             if let Some(HeadNormWeights { query, key, eps }) = norm {
                 queries.chunks_exact_mut(query.len()).for_each(|part| norm_row(part, query, eps));
@@ -123,9 +138,8 @@ vectorized! {
 
 vectorized! {
     fn rotate_back(g: &mut [f32], shape: HeadShape, angles: &Angles) {
-        let half = shape.head_dim / 2;
-        let angles = angles.cos.chunks_exact(half).zip(angles.sin.chunks_exact(half));
-        for (g, (cos, sin)) in g.chunks_exact_mut(shape.width()).zip(angles) {
+        for (row, g) in g.chunks_exact_mut(shape.width()).enumerate() {
+            let (cos, sin) = angles.row(row);
             for g in g.chunks_exact_mut(shape.head_dim).take(shape.heads + shape.kv_heads) {
                 rotate(g, cos, sin, -1.0);
             }
@@ -159,7 +173,7 @@ vectorized! {
     }
 }
 
-/// Rotates pairs `(x[i], x[i + half])` by the angle, or back for `direction` -1.
+/// Rotates pairs `(x[i], x[i + pairs])` by the angle, or back for `direction` -1. Values behind the pairs stay.
 #[inline(always)]
 fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32], direction: f32) {
     let (first, second) = head.split_at_mut(cos.len());
@@ -177,28 +191,34 @@ mod tests {
     #[test]
     fn backward_is_the_derivative() {
         let shape = HeadShape { heads: 4, kv_heads: 2, head_dim: 6 };
-        let angles = Angles::new(&[0, 1, 7], &[1.0, 0.3, 0.1]);
+        // All of a head, a part of it with longer vectors, none of it.
+        let rotaries = [(vec![1.0, 0.3, 0.1], 1.0), (vec![1.0, 0.1], 1.2), (vec![], 1.0)];
+        let rotaries = rotaries.map(|(inv_freq, amplitude)| Frequencies { inv_freq, amplitude });
+        let all = rotaries.map(|of| Angles::new(&[0, 1, 7], &of));
         let (x, c, w) = (noise(3 * shape.width(), 1), noise(3 * shape.width(), 2), noise(36, 3));
         // Without a norm, of each head, of all heads together.
-        for [query, key] in [[0, 0], [6, 6], [24, 12]] {
+        for ([query, key], angles) in [[0, 0], [6, 6], [24, 12]]
+            .into_iter()
+            .flat_map(|norm| all.iter().map(move |angles| (norm, angles)))
+        {
             let with_norm = query > 0;
             let weights = |w: &'_ [f32]| (w[..query].to_vec(), w[query..query + key].to_vec());
             let loss = |x: &[f32], w: &[f32]| {
                 let mut out = x.to_vec();
                 let (query, key) = weights(w);
                 let norm = HeadNormWeights { query: &query, key: &key, eps: 1e-2 };
-                forward(&mut out, shape, with_norm.then_some(norm), &angles.cos, &angles.sin);
+                forward(&mut out, 0, shape, with_norm.then_some(norm), angles);
                 weighted(&out, &c)
             };
             let (of_queries, of_keys) = weights(&w);
             let norm = with_norm.then_some(HeadNormWeights { query: &of_queries, key: &of_keys, eps: 1e-2 });
             let raw = matrix(x.clone(), shape.width()).unwrap();
-            let dx = prepare_backward(Some(&raw), shape, norm, &angles, c.clone()).unwrap();
+            let dx = prepare_backward(Some(&raw), shape, norm, angles, c.clone()).unwrap();
             gradient(|x| loss(x, &w), &x, &values(&dx).unwrap(), 2e-2);
             let mut dw = vec![0.0; w.len()];
             if let Some(norm) = norm {
                 let g = matrix(c.clone(), shape.width()).unwrap();
-                head_norm_gradient(&raw, shape, norm, &angles, &g, &mut dw[..query + key]).unwrap();
+                head_norm_gradient(&raw, shape, norm, angles, &g, &mut dw[..query + key]).unwrap();
             }
             gradient(|w| loss(&x, w), &w, &dw, 1e-3);
         }

@@ -73,7 +73,7 @@ fn network(config: &Config) -> BTreeMap<String, GgufValue> {
     };
     let size = |n: usize| GgufValue::U32(n as u32);
     let mut metadata: BTreeMap<String, GgufValue> = [
-        ("block_count", size(config.num_layers)),
+        ("block_count", size(config.num_layers())),
         ("context_length", size(config.max_position_embeddings)),
         ("embedding_length", size(config.hidden_size)),
         ("feed_forward_length", size(config.intermediate_size)),
@@ -82,7 +82,7 @@ fn network(config: &Config) -> BTreeMap<String, GgufValue> {
         ("attention.key_length", size(config.head_dim)),
         ("attention.value_length", size(config.head_dim)),
         ("attention.layer_norm_rms_epsilon", GgufValue::F32(config.rms_norm_eps)),
-        ("rope.freq_base", GgufValue::F32(config.rope_theta as f32)),
+        ("rope.freq_base", GgufValue::F32(config.rotaries()[0].theta as f32)),
     ]
     .into_iter()
     .map(|(key, value)| (format!("{architecture}.{key}"), value))
@@ -91,7 +91,7 @@ fn network(config: &Config) -> BTreeMap<String, GgufValue> {
         metadata.insert("llama.rope.dimension_count".to_owned(), size(config.head_dim));
         metadata.insert("llama.vocab_size".to_owned(), size(config.vocab_size));
     }
-    if let Some(window) = config.sliding_window {
+    if let Some(window) = config.layers[0].attention.window {
         metadata.insert(format!("{architecture}.attention.sliding_window"), size(window));
     }
     metadata.insert("general.architecture".to_owned(), GgufValue::String(architecture.to_owned()));
