@@ -151,6 +151,9 @@ pub struct TrainBenchArgs {
     /// What the backward computes again instead of keeping it
     #[arg(long, default_value = "none", value_parser = recompute())]
     pub recompute: Recompute,
+    /// Trains an adapter of this rank on all linear layers instead of the weights
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub lora_rank: Option<usize>,
     /// Steps that are timed, after one that is not
     #[arg(long, default_value_t = 3, value_parser = at_least_one)]
     pub repeats: usize,

@@ -6,11 +6,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use model::{ModelDirectory, SharedCores, ThreadPool};
+use model::{ModelDirectory, SharedCores, TargetModule, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 use rlrun::failure::Failure;
 use serde_json::json;
+use trainer::lora::{Adapter, LoraConfig};
 use trainer::optimizer::OptimizerConfig;
 use trainer::plan::plan;
 use trainer::supervised::DemonstrationLoss;
@@ -55,7 +56,17 @@ pub fn work(
     };
     let parameters = directory.load_parameters()?;
     let pool = Arc::new(ThreadPool::new(cores, cores.total()));
-    let mut learner = Learner::new(config, directory.config().clone(), parameters, None)?.on(pool);
+    let model = directory.config().clone();
+    let learner = match args.lora_rank {
+        None => Learner::new(config, model, parameters, None)?,
+        Some(rank) => {
+            let target_modules = TargetModule::ALL.to_vec();
+            let adapter =
+                Adapter::new(LoraConfig { rank, alpha: 2.0 * rank as f64, target_modules }, &parameters, 0);
+            Learner::adapting(config, model, parameters, adapter, None)?
+        }
+    };
+    let mut learner = learner.on(pool);
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let samples = (0..args.sequences)
         .map(|_| sequence(random_tokens(&mut rng, args.length + 1, directory.config().vocab_size)))
@@ -90,6 +101,7 @@ pub fn work(
                 ("microbatch_tokens", json!(args.microbatch_tokens)),
                 ("optimizer", json!(args.optimizer)),
                 ("recompute", json!(args.recompute)),
+                ("lora_rank", json!(args.lora_rank)),
             ],
         ),
         seconds,
