@@ -33,6 +33,8 @@ pub struct Choice {
     pub versions: Vec<VersionRun>,
     /// The version that began to prefill the prompt.
     pub prompt_version: trajectory::PolicyVersion,
+    /// The experts of the tokens of prompt and completion; `None` if the sampler does not record them.
+    pub experts: Option<trajectory::TokenExperts>,
     /// The text, without stop token and stop string.
     pub text: String,
     /// Why it ended.
@@ -269,6 +271,7 @@ impl RunningAnswer {
             alternatives: completion.alternatives,
             versions: completion.versions,
             prompt_version: completion.prompt_version,
+            experts: completion.experts,
             text: completion.text,
             stop: completion.stop,
             matched,

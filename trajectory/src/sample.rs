@@ -50,6 +50,17 @@ impl TokenExperts {
     pub fn slots(&self, tokens: usize) -> usize {
         self.ids.len().checked_div(tokens.saturating_sub(1)).unwrap_or(0)
     }
+
+    /// Adds the experts of the tokens that a later call read first, of `all` tokens up to its end. Those of tokens before stay as they
+    /// were when they were read first.
+    pub fn extend(&mut self, all: &Self) {
+        self.ids.extend_from_slice(all.ids.get(self.ids.len()..).unwrap_or_default());
+    }
+
+    /// Keeps the experts of the first `kept` of `tokens` tokens.
+    pub fn truncate(&mut self, kept: usize, tokens: usize) {
+        self.ids.truncate(kept.saturating_sub(1) * self.slots(tokens));
+    }
 }
 
 /// The streams of a [`Sample`] before they are checked; `T` tokens.
@@ -352,6 +363,11 @@ mod tests {
         let sample = with(3, 2, &[0, 1, 2, 7, 1, 3, 0, 2]).unwrap();
         assert_eq!(sample.experts().map(|experts| experts.slots(3)), Some(4));
         assert!(with(1, 2, &[]).is_ok());
+        let mut experts = TokenExperts { per_token: 1, ids: vec![0, 1, 2, 3] };
+        experts.truncate(2, 3);
+        assert_eq!(experts.ids, [0, 1]);
+        experts.extend(&TokenExperts { per_token: 1, ids: vec![9, 9, 4, 5] });
+        assert_eq!(experts.ids, [0, 1, 4, 5]);
         for (tokens, per_token, ids) in [
             (3, 2, &[0, 1, 2, 7, 1, 3][..]),
             (3, 0, &[0, 1]),

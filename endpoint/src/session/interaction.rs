@@ -1,6 +1,6 @@
 //! One call of the policy in a session: the prompt, what was sampled, and what it is for training.
 
-use trajectory::{PolicyVersion, StopReason, VersionRun};
+use trajectory::{PolicyVersion, StopReason, TokenExperts, VersionRun};
 
 use super::{Continuation, MessageTree, NodeId};
 
@@ -19,6 +19,8 @@ pub struct Interaction {
     pub versions: Vec<VersionRun>,
     /// The version that began to prefill the prompt.
     pub prompt_version: PolicyVersion,
+    /// The experts of the tokens of prompt and completion, if the sampler records them.
+    pub experts: Option<TokenExperts>,
     /// The temperature that was sampled at; 0 for a greedy completion, which only an evaluation has.
     pub temperature: f32,
     /// Why it ended.
@@ -55,7 +57,13 @@ impl Interaction {
     /// Approximate bytes in memory.
     pub(super) fn bytes(&self) -> usize {
         let numbers = self.prompt_ids.len() + self.sampled_ids.len() + self.logprobs.len();
-        size_of::<Self>() + 4 * numbers + 16 * self.versions.len() + self.text.len() + self.id.len()
+        let experts = self.experts.as_ref().map_or(0, |experts| experts.ids.len());
+        size_of::<Self>()
+            + 4 * numbers
+            + 2 * experts
+            + 16 * self.versions.len()
+            + self.text.len()
+            + self.id.len()
     }
 }
 

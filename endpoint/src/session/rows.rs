@@ -3,7 +3,7 @@
 //! Invariant: a sampled token is trained on in at most one row, and only where the row has exactly the tokens before it
 //! that it was sampled after. Everything else in a row is context.
 
-use trajectory::{PolicyVersion, Sample, SampleError, SampleStreams, Turn, VersionRun};
+use trajectory::{PolicyVersion, Sample, SampleError, SampleStreams, TokenExperts, Turn, VersionRun};
 
 use super::{Continuation, Interaction, InteractionRole, credit};
 
@@ -83,10 +83,11 @@ impl RowPlan {
         let mut turns = Vec::with_capacity(self.trained.len());
         let mut temperature = 1.0;
         for n in &self.branch {
-            let Interaction { prompt_ids, sampled_ids, logprobs, versions, .. } = &interactions[*n];
+            let Interaction { prompt_ids, sampled_ids, logprobs, versions, experts, .. } = &interactions[*n];
             if let Continuation::Realign(before) = interactions[*n].continuation {
                 row.cut(interactions[before].prompt_ids.len());
             }
+            row.read(experts.as_ref());
             row.context(prompt_ids, interactions[*n].prompt_version);
             let start = row.token_ids.len();
             let trained = self.trained.contains(n);
@@ -125,15 +126,29 @@ struct RowStreams {
     loss_mask: Vec<bool>,
     logprobs: Vec<f32>,
     versions: Vec<PolicyVersion>,
+    /// `None` if a call has not recorded them.
+    experts: Option<TokenExperts>,
 }
 
 impl RowStreams {
     /// Keeps the first `tokens` tokens.
     fn cut(&mut self, tokens: usize) {
+        if let Some(experts) = &mut self.experts {
+            experts.truncate(tokens, self.token_ids.len());
+        }
         self.token_ids.truncate(tokens);
         self.loss_mask.truncate(tokens);
         self.logprobs.truncate(tokens);
         self.versions.truncate(tokens);
+    }
+
+    /// Adds the experts of the tokens that a call read first, of all its tokens.
+    fn read(&mut self, experts: Option<&TokenExperts>) {
+        match (&mut self.experts, experts) {
+            (none, Some(experts)) if self.token_ids.is_empty() => *none = Some(experts.clone()),
+            (Some(known), Some(experts)) => known.extend(experts),
+            (known, _) => *known = None,
+        }
     }
 
     /// Adds what `prompt [P]` has after the tokens so far, which it begins with.
@@ -155,7 +170,7 @@ impl RowStreams {
             behavior_logprobs: self.logprobs,
             versions,
             kept: None,
-            experts: None,
+            experts: self.experts,
             temperature,
         })
     }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rollout::{RequestHandle, SampleRequest};
 use serde_json::Value;
 use tokio::time::Instant;
-use trajectory::{PolicyVersion, SampleError, StopReason, VersionRun};
+use trajectory::{PolicyVersion, SampleError, StopReason, TokenExperts, VersionRun};
 
 use super::tokens::next_prompt;
 use super::{
@@ -65,6 +65,8 @@ pub struct SessionResponse {
     pub versions: Vec<VersionRun>,
     /// The version that began to prefill the prompt.
     pub prompt_version: PolicyVersion,
+    /// The experts of the tokens of prompt and completion, if the sampler records them.
+    pub experts: Option<TokenExperts>,
     /// The temperature that was sampled at.
     pub temperature: f32,
     /// Why it ended.
@@ -183,6 +185,7 @@ impl AgentSession {
             logprobs: response.logprobs,
             versions: response.versions,
             prompt_version: response.prompt_version,
+            experts: response.experts,
             temperature: response.temperature,
             stop: response.stop,
             text: response.text,

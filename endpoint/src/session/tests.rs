@@ -6,7 +6,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tokio::time::Instant;
-use trajectory::{Message, PolicyVersion, StopReason, VersionRun};
+use trajectory::{Message, PolicyVersion, StopReason, TokenExperts, VersionRun};
 
 use super::*;
 
@@ -62,6 +62,7 @@ fn response(n: usize, text: &str, version: u64, other: bool, cut: bool) -> Sessi
         logprobs: (0..tokens).map(|t| -1.0 - t as f32 - 0.01 * n as f32).collect(),
         versions: vec![VersionRun { version: PolicyVersion(version), len: tokens as u32 }],
         prompt_version: PolicyVersion(version),
+        experts: None,
         temperature: 1.0,
         stop: if cut { StopReason::Length } else { StopReason::StopToken },
         text: text.to_owned(),
@@ -116,6 +117,29 @@ impl AskedSession {
     fn take(self) -> AgentSession {
         self.store.take(&self.started.session_id).unwrap()
     }
+}
+
+#[test]
+fn tokens_of_a_row_have_the_experts_of_the_call_that_read_them_first() {
+    let asked = AskedSession::new();
+    let mut messages = vec![user("a")];
+    let mut lengths = Vec::new();
+    for n in 0..2_u16 {
+        let (now, request) = (Instant::now(), request(&messages));
+        let call = asked.store.call(&asked.started.api_key, now).unwrap();
+        let prompt = call.next_prompt(&request, &Letters(&request.messages)).unwrap();
+        let mut response = response(usize::from(n), "b", 0, true, false);
+        let tokens = prompt.token_ids.len() + response.sampled_ids.len();
+        response.experts = Some(TokenExperts { per_token: 1, ids: vec![n; tokens - 1] });
+        assert!(call.record(&request, &prompt, vec![response], now));
+        lengths.push(tokens);
+        messages.extend([assistant("b"), user("c")]);
+    }
+    asked.store.with(&asked.started.session_id, |s| s.set_reward(None, 1.0)).unwrap().unwrap();
+    let rows = asked.take().rows().unwrap();
+    let [row] = &rows[..] else { panic!("{rows:?}") };
+    let expected = [vec![0; lengths[0] - 1], vec![1; lengths[1] - lengths[0]]].concat();
+    assert_eq!(row.sample.experts(), Some(&TokenExperts { per_token: 1, ids: expected }));
 }
 
 #[test]

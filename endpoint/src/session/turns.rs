@@ -143,6 +143,7 @@ impl SessionTurn for RecordedTurn {
                 logprobs: choice.logprobs.clone(),
                 versions: choice.versions.clone(),
                 prompt_version: choice.prompt_version,
+                experts: choice.experts.clone(),
                 temperature: sampling.temperature,
                 stop: choice.stop,
                 text: choice.text.clone(),

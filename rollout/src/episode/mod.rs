@@ -256,9 +256,7 @@ impl Episode {
         streams.experts = match (streams.experts.take(), completion.experts) {
             (None, experts) if self.turns.is_empty() => experts,
             (Some(mut known), Some(experts)) => {
-                // What was chosen when the tokens before were read first is kept; the last of them is read by this turn.
-                let slots = experts.slots(end);
-                known.ids.extend_from_slice(&experts.ids[(before - 1) * slots..]);
+                known.extend(&experts);
                 Some(known)
             }
             _ => None,

@@ -99,12 +99,16 @@ fn rows_of(session: &AgentSession) -> Result<Vec<Value>, ApiError> {
 
 fn row(row: &SessionRow) -> Value {
     let sample = &row.sample;
-    json!({
+    let mut shown = json!({
         "token_ids": sample.token_ids(), "loss_mask": sample.loss_mask(),
         "behavior_logprobs": sample.behavior_logprobs(), "versions": sample.versions(),
         "temperature": sample.temperature(), "prompt_length": row.prompt_length,
         "turns": row.turns, "interactions": row.interactions, "branch": row.branch,
-    })
+    });
+    if let Some(experts) = sample.experts() {
+        shown["experts"] = json!(experts);
+    }
+    shown
 }
 
 /// The rows of a session as the document of OpenEnv's capture.

@@ -87,6 +87,7 @@ impl Routes {
                 logprobs: vec![-0.5, -0.25],
                 versions: vec![VersionRun { version: PolicyVersion(7), len: 2 }],
                 prompt_version: PolicyVersion(7),
+                experts: None,
                 temperature: 1.0,
                 stop: StopReason::StopToken,
                 text: format!("answer {n}"),
