@@ -140,6 +140,7 @@ impl Sampler for Stalled {
             inserted: None,
             baseline: false,
             kept: None,
+            experts: None,
             sampling: request.sampling,
             stop: StopReason::StopToken,
             text: String::new(),
