@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use model::{
-    AttentionSpec, Config, Decoder, Gradients, Head, LayerSpec, Pack, Parameters, PredictionGradient, QueryKeyNorm,
-    Recompute, Reduction, RopeScaling, Rotary, Sizes, Target, ThreadPool,
+    AttentionSpec, Config, Decoder, Gradients, Head, LayerSpec, Pack, Parameters, PredictionGradient,
+    QueryKeyNorm, Recompute, Reduction, RopeScaling, Rotary, Sizes, Target, ThreadPool,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};

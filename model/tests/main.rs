@@ -6,6 +6,7 @@
 mod common;
 mod decoding;
 mod derivative;
+mod expert_files;
 mod files;
 mod gguf;
 mod gguf_tokenizer;

@@ -95,7 +95,8 @@ impl<T: Storage> DeviceDecoder<T> {
                 reason: format!("{missing} are computed on the processor alone so far"),
             });
         }
-        let inv_freq = config.rotaries().first().map_or(Vec::new(), |rotary| rotary.inv_freq(config.head_dim));
+        let inv_freq =
+            config.rotaries().first().map_or(Vec::new(), |rotary| rotary.inv_freq(config.head_dim));
         Ok(Self {
             device: device.clone(),
             activations: device.labelled("activations"),
@@ -149,14 +150,15 @@ fn missing(config: &Config) -> Option<&'static str> {
     config.layers.iter().find_map(|layer| {
         // Another kind of layer does not compile until its operations, or a refusal, are here.
         let LayerSpec { norm: Norm::RmsBefore, attention, feed_forward, query_key_norm, .. } = *layer;
-        let AttentionSpec { window, rotary, scale } = attention;
+        let AttentionSpec { window, rotary, scale, sinks } = attention;
         let plain = |rotary: Rotary| rotary.share == 1.0 && rotary.amplitude() == 1.0;
         match (feed_forward, query_key_norm) {
             (FeedForward::Experts(_), _) => Some("experts"),
             (_, QueryKeyNorm::Whole) => Some("norms of all heads together"),
-            _ if !same || !rotary.is_some_and(plain) => {
-                Some("layers without rotary embedding, and embeddings that are partial, scaled by YaRN or differ")
-            }
+            _ if sinks => Some("attention sinks"),
+            _ if !same || !rotary.is_some_and(plain) => Some(
+                "layers without rotary embedding, and embeddings that are partial, scaled by YaRN or differ",
+            ),
             _ if window.is_some_and(|window| window < config.max_position_embeddings) => {
                 Some("sliding attention windows")
             }
