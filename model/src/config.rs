@@ -5,6 +5,7 @@
 //! type of weights is that of the tensor files; `torch_dtype` and `dtype` are not read.
 
 mod attention;
+mod experts;
 pub(crate) mod families;
 pub(crate) mod keys;
 mod read;
@@ -14,8 +15,8 @@ mod write;
 
 pub use families::Architecture;
 
-use self::families::ExpertRule;
-use crate::layer::{ExpertSpec, FeedForward, LayerSpec};
+use self::experts::ExpertRule;
+use crate::layer::{FeedForward, LayerSpec};
 use crate::rotary::Rotary;
 
 /// The key of [`Reduction`] in `config.json`, which is absent for the default.
@@ -32,7 +33,7 @@ pub struct Config {
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width of the gated MLP; with experts, of each of them.
+    /// Width of the gated network of layers without experts. Experts have a width of their own.
     pub intermediate_size: usize,
     /// Query heads.
     pub num_heads: usize,
@@ -134,7 +135,7 @@ impl Config {
     pub fn of_family(self, architecture: Architecture) -> Self {
         let experts = match architecture.family().experts {
             ExpertRule::Never => None,
-            ExpertRule::All { .. } => Some(ExpertSpec { count: 4, per_token: 2, normalized: true }),
+            ExpertRule::Keys(keys) => Some(keys.fresh(self.intermediate_size)),
         };
         let layer = architecture.family().layer(false, experts);
         Self { architecture, ..self }.map_layers(|_| layer)

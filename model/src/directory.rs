@@ -310,14 +310,17 @@ fn read_copied(dir: &Path) -> Result<Vec<(&'static str, Vec<u8>)>, ModelError> {
         .collect()
 }
 
-/// The content of a `config.json` with `dtype` as the number format of the weights. Readers such as transformers convert
-/// what they read to it. The key is `dtype` since transformers 4.56, which still reads the `torch_dtype` of before.
+/// The content of a `config.json` with `dtype` as the number format of the weights, which are not quantised any more. Readers
+/// such as transformers convert what they read to it. The key is `dtype` since transformers 4.56, which still reads the
+/// `torch_dtype` of before.
 fn declaring(config: &[u8], dtype: WeightDtype) -> Cow<'_, [u8]> {
     let Ok(Value::Object(mut map)) = serde_json::from_slice(config) else { return config.into() };
     let there: Vec<&str> =
         ["dtype", "torch_dtype"].into_iter().filter(|key| map.contains_key(*key)).collect();
     let keys = if there.is_empty() { vec!["torch_dtype"] } else { there };
-    if keys.iter().all(|key| map.get(*key).and_then(Value::as_str) == Some(dtype.declared())) {
+    let quantised = map.remove("quantization_config").is_some();
+    let declared = |key: &&str| map.get(*key).and_then(Value::as_str) == Some(dtype.declared());
+    if !quantised && keys.iter().all(declared) {
         return config.into();
     }
     for key in keys {

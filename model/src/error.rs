@@ -175,6 +175,16 @@ pub enum ModelError {
         /// Its number format.
         found: String,
     },
+    /// A tensor of 4-bit numbers cannot be read.
+    #[error("{}: tensor {tensor} cannot be read as MXFP4: {reason}; fetch the model again", path.display())]
+    Mxfp4 {
+        /// The weight file.
+        path: PathBuf,
+        /// The tensor's name.
+        tensor: String,
+        /// What is wrong.
+        reason: String,
+    },
     /// Weights are infinite or not a number.
     #[error(
         "{}: {count} weights are infinite or not a number, the first in tensor {tensor}; fetch the model again, or go \

@@ -1,8 +1,8 @@
 //! One decoder layer as data: what it computes, and the tensors that it is made of.
 //!
 //! A family of models is a row of the table in `config/families.rs`, which gives the [`LayerSpec`] of each layer: layers of a model
-//! may differ. The tensors follow from it (`Config::layer_tensors`). Everything else reads these two and knows no family: the flat layout and the weight files,
-//! initialisation, LoRA, the sums that tensor-parallel ranks would share, the memory plan, and the code of the processor and
+//! may differ. The tensors follow from it (`Config::layer_tensors`). Everything else reads these two and knows no family: the
+//! flat layout and the weight files, initialisation, LoRA, the sums that tensor-parallel ranks would share, the memory plan, and the code of the processor and
 //! of devices.
 //!
 //! Invariant: tensors of one `Operand` are neighbours in the layout, so that they are one matrix or vector to a layer, or one for
@@ -15,6 +15,7 @@ use device::ops::heads::HeadShape;
 use serde::{Deserialize, Serialize};
 
 use crate::Config;
+use crate::file_tensors::{FilePlace, FusedTensor};
 use crate::ops::attention::AttentionRule;
 use crate::rotary::Rotary;
 
@@ -46,6 +47,8 @@ pub struct AttentionSpec {
     pub rotary: Option<Rotary>,
     /// Multiplies scores; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f32>,
+    /// Whether the softmax of every head has a logit beside its keys, whose value is zero.
+    pub sinks: bool,
 }
 
 /// The norm of a residual block.
@@ -67,23 +70,86 @@ pub enum QueryKeyNorm {
 }
 
 /// The feed-forward network of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum FeedForward {
     /// `down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv 2002.05202).
     SwiGlu,
-    /// The sum of the results of some SwiGLU networks, which a router chooses for each token and weighs.
+    /// The sum of the results of some gated networks, which a router chooses for each token and weighs.
     Experts(ExpertSpec),
 }
 
 /// Experts, and how they are chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertSpec {
     /// Number of experts.
     pub count: usize,
-    /// Experts of a token: those with the largest probabilities, a softmax over all.
+    /// Experts of a token.
     pub per_token: usize,
-    /// Whether the probabilities of the chosen experts are divided by their sum.
-    pub normalized: bool,
+    /// Width of an expert.
+    pub width: usize,
+    /// How experts are chosen and weighed.
+    pub router: RouterKind,
+    /// Width of the SwiGLU network that every token goes through besides its experts (DeepSeekMoE, Dai et al. 2024, arXiv
+    /// 2401.06066); 0 for none.
+    pub shared_width: usize,
+    /// Whether the router and the projections of experts have a bias.
+    pub bias: bool,
+    /// Whether files have each projection of all experts as one tensor `[experts, in, out]`, gate and up in turns.
+    pub fused_files: bool,
+    /// The activation of experts.
+    pub activation: ExpertActivation,
+}
+
+/// How the experts of a token are chosen, and what their results are multiplied with.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RouterKind {
+    /// Those with the largest probabilities of a softmax over all, weighed by these.
+    Softmax {
+        /// Whether the weights are divided by their sum.
+        normalized: bool,
+    },
+    /// Those with the largest sigmoids, after a correction of each expert that balances loads and has no gradient
+    /// (DeepSeek-V3, arXiv 2412.19437; Wang et al. 2024, arXiv 2408.15664), weighed by the sigmoids without it.
+    Sigmoid {
+        /// Whether the weights are divided by their sum.
+        normalized: bool,
+        /// Groups of neighbouring experts; divides their number.
+        groups: usize,
+        /// Groups of a token: those with the largest sums of their two best experts.
+        chosen_groups: usize,
+        /// Multiplies the weights.
+        scale: f32,
+    },
+    /// Those with the largest logits, weighed by a softmax over the chosen.
+    SoftmaxOfChosen,
+}
+
+/// The activation of experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ExpertActivation {
+    /// `silu(gate) * up`
+    SwiGlu,
+    /// SwiGLU with bounded operands.
+    Clamped(SwigluClamp),
+}
+
+/// The constants of SwiGLU with bounded operands; see `ops::clamped_swiglu`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SwigluClamp {
+    /// Factor of the gate in the sigmoid.
+    pub alpha: f32,
+    /// Bound of the gate from above, and of `up` on both sides.
+    pub limit: f32,
+}
+
+impl RouterKind {
+    /// The Hugging Face name of the router within a layer.
+    fn module(self) -> &'static str {
+        match self {
+            Self::Softmax { .. } | Self::Sigmoid { .. } => "mlp.gate",
+            Self::SoftmaxOfChosen => "mlp.router",
+        }
+    }
 }
 
 /// A linear layer of every decoder block, which can have a LoRA adapter.
@@ -133,6 +199,9 @@ impl TargetModule {
     }
 }
 
+/// The end of the name of the tensor that balances the loads of experts: it has no gradient, and no optimizer updates it.
+pub(crate) const ROUTER_CORRECTION: &str = "e_score_correction_bias";
+
 /// A matrix or vector that a layer computes with: one tensor of the files, or several that are neighbours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operand {
@@ -144,6 +213,8 @@ pub(crate) enum Operand {
     QkvBias,
     /// Weights of the norms of queries and keys.
     QueryKeyNorm,
+    /// `[heads]` logits of attention that have no key.
+    Sinks,
     /// `[hidden, queries]`
     Output,
     /// `[hidden]`
@@ -152,10 +223,22 @@ pub(crate) enum Operand {
     FeedForwardNorm,
     /// `[experts, hidden]`
     Router,
+    /// `[experts]`
+    RouterBias,
+    /// `[experts]` what is added to the scores that choose experts; frozen.
+    RouterCorrection,
     /// `[2 * intermediate, hidden]`: gate and up; with experts one after the other.
     GateUp,
+    /// `[2 * intermediate]`, likewise.
+    GateUpBias,
     /// `[hidden, intermediate]`; with experts one after the other.
     Down,
+    /// `[hidden]`, likewise.
+    DownBias,
+    /// `[2 * shared, hidden]` gate and up of the network beside the experts.
+    SharedGateUp,
+    /// `[hidden, shared]`
+    SharedDown,
 }
 
 /// How tensor-parallel ranks share a matrix (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053).
@@ -178,6 +261,8 @@ pub(crate) struct LayerTensor {
     pub(crate) shape: Vec<usize>,
     pub(crate) operand: Operand,
     pub(crate) sharding: Sharding,
+    /// The tensor of files that it is a part of; absent if it is one itself.
+    pub(crate) fused: Option<FusedTensor>,
 }
 
 /// A linear operation of a layer.
@@ -200,7 +285,7 @@ impl Config {
     }
 
     /// What attention of layer `index` computes.
-    pub(crate) fn attention_rule(&self, index: usize) -> AttentionRule {
+    pub(crate) fn attention_rule(&self, index: usize) -> AttentionRule<'static> {
         let AttentionSpec { window, scale, .. } = self.layers[index].attention;
         let full = AttentionRule::full(self.head_shape());
         AttentionRule { scale: scale.unwrap_or(full.scale), window: window.unwrap_or(full.window), ..full }
@@ -209,12 +294,14 @@ impl Config {
     /// The tensors of layer `index`, in the order of the flat layout.
     pub(crate) fn layer_tensors(&self, index: usize) -> Vec<LayerTensor> {
         use Operand::{AttentionNorm, Down, FeedForwardNorm, GateUp, Output, OutputBias, Qkv, QkvBias};
-        let LayerSpec { norm, query_key_norm, qkv_bias, output_bias, feed_forward, .. } = self.layers[index];
+        let LayerSpec { norm, attention, query_key_norm, qkv_bias, output_bias, feed_forward } =
+            self.layers[index];
         let (hidden, inner, head) = (self.hidden_size, self.intermediate_size, self.head_dim);
         let (queries, keys) = (self.head_shape().query_width(), self.head_shape().kv_width());
         let mut tensors = Vec::new();
         let mut push = |name: &'static str, shape: &[usize], operand, sharding| {
-            tensors.push(LayerTensor { name: name.into(), shape: shape.to_vec(), operand, sharding });
+            let shape = shape.to_vec();
+            tensors.push(LayerTensor { name: name.into(), shape, operand, sharding, fused: None });
         };
         match norm {
             Norm::RmsBefore => {
@@ -240,6 +327,9 @@ impl Config {
                 push("self_attn.k_norm.weight", &[keys], Operand::QueryKeyNorm, Sharding::Replicated);
             }
         }
+        if attention.sinks {
+            push("self_attn.sinks", &[self.num_heads], Operand::Sinks, Sharding::Outputs);
+        }
         push("self_attn.o_proj.weight", &[hidden, queries], Output, Sharding::Inputs);
         if output_bias {
             push("self_attn.o_proj.bias", &[hidden], OutputBias, Sharding::Replicated);
@@ -255,20 +345,7 @@ impl Config {
                 push("mlp.up_proj.weight", &[inner, hidden], GateUp, Sharding::Outputs);
                 push("mlp.down_proj.weight", &[hidden, inner], Down, Sharding::Inputs);
             }
-            FeedForward::Experts(ExpertSpec { count, .. }) => {
-                push("mlp.gate.weight", &[count, hidden], Operand::Router, Sharding::Replicated);
-                let mut of_expert = |expert: usize, module: &str, shape: &[usize], operand, sharding| {
-                    let name = format!("mlp.experts.{expert}.{module}.weight").into();
-                    tensors.push(LayerTensor { name, shape: shape.to_vec(), operand, sharding });
-                };
-                for expert in 0..count {
-                    of_expert(expert, "gate_proj", &[inner, hidden], GateUp, Sharding::Outputs);
-                    of_expert(expert, "up_proj", &[inner, hidden], GateUp, Sharding::Outputs);
-                }
-                for expert in 0..count {
-                    of_expert(expert, "down_proj", &[hidden, inner], Down, Sharding::Inputs);
-                }
-            }
+            FeedForward::Experts(spec) => expert_tensors(&mut tensors, spec, hidden),
         }
         tensors
     }
@@ -353,12 +430,74 @@ impl FeedForward {
     }
 }
 
+/// Appends the tensors of a router and its experts.
+fn expert_tensors(tensors: &mut Vec<LayerTensor>, spec: ExpertSpec, hidden: usize) {
+    let ExpertSpec { count, width, router, shared_width, bias, .. } = spec;
+    let mut push = |name: String, shape: &[usize], operand, sharding, fused| {
+        tensors.push(LayerTensor { name: name.into(), shape: shape.to_vec(), operand, sharding, fused });
+    };
+    let module = router.module();
+    push(format!("{module}.weight"), &[count, hidden], Operand::Router, Sharding::Replicated, None);
+    if bias {
+        push(format!("{module}.bias"), &[count], Operand::RouterBias, Sharding::Replicated, None);
+    }
+    if let RouterKind::Sigmoid { .. } = router {
+        let name = format!("{module}.{ROUTER_CORRECTION}");
+        push(name, &[count], Operand::RouterCorrection, Sharding::Replicated, None);
+    }
+    let gate_up = [("gate_proj", 0), ("up_proj", 1)];
+    let each = move || (0..count).flat_map(move |expert| gate_up.map(|(part, turn)| (expert, part, turn)));
+    for (expert, part, turn) in each() {
+        let name = format!("mlp.experts.{expert}.{part}.weight");
+        let start = expert * hidden * 2 * width + turn;
+        let place = FilePlace { start, output_stride: 2, input_stride: 2 * width };
+        let fused = spec.fused("mlp.experts.gate_up_proj", &[count, hidden, 2 * width], place);
+        push(name, &[width, hidden], Operand::GateUp, Sharding::Outputs, fused);
+    }
+    for (expert, part, turn) in each().filter(|_| bias) {
+        let name = format!("mlp.experts.{expert}.{part}.bias");
+        let place = FilePlace { start: expert * 2 * width + turn, output_stride: 2, input_stride: 1 };
+        let fused = spec.fused("mlp.experts.gate_up_proj_bias", &[count, 2 * width], place);
+        push(name, &[width], Operand::GateUpBias, Sharding::Outputs, fused);
+    }
+    for expert in 0..count {
+        let name = format!("mlp.experts.{expert}.down_proj.weight");
+        let place = FilePlace { start: expert * width * hidden, output_stride: 1, input_stride: hidden };
+        let fused = spec.fused("mlp.experts.down_proj", &[count, width, hidden], place);
+        push(name, &[hidden, width], Operand::Down, Sharding::Inputs, fused);
+    }
+    for expert in (0..count).filter(|_| bias) {
+        let name = format!("mlp.experts.{expert}.down_proj.bias");
+        let place = FilePlace { start: expert * hidden, output_stride: 1, input_stride: 1 };
+        let fused = spec.fused("mlp.experts.down_proj_bias", &[count, hidden], place);
+        push(name, &[hidden], Operand::DownBias, Sharding::Replicated, fused);
+    }
+    if shared_width > 0 {
+        for (part, _) in gate_up {
+            let name = format!("mlp.shared_experts.{part}.weight");
+            push(name, &[shared_width, hidden], Operand::SharedGateUp, Sharding::Outputs, None);
+        }
+        let name = "mlp.shared_experts.down_proj.weight".to_owned();
+        push(name, &[hidden, shared_width], Operand::SharedDown, Sharding::Inputs, None);
+    }
+}
+
+impl ExpertSpec {
+    /// The tensor `name` of files that a projection of all experts is a part of, at `place`; `None` if it is a tensor itself.
+    fn fused(&self, name: &'static str, shape: &[usize], place: FilePlace) -> Option<FusedTensor> {
+        self.fused_files.then(|| FusedTensor { name, shape: shape.to_vec(), place })
+    }
+}
+
 impl Operand {
     /// The bias of a matrix.
     fn bias(self) -> Option<Self> {
         match self {
             Self::Qkv => Some(Self::QkvBias),
             Self::Output => Some(Self::OutputBias),
+            Self::Router => Some(Self::RouterBias),
+            Self::GateUp => Some(Self::GateUpBias),
+            Self::Down => Some(Self::DownBias),
             _ => None,
         }
     }
@@ -366,7 +505,7 @@ impl Operand {
 
 /// Ranges of the operands among the values of a layer; empty if the layer has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct LayerRanges([Range<usize>; Operand::Down as usize + 1]);
+pub(crate) struct LayerRanges([Range<usize>; Operand::SharedDown as usize + 1]);
 
 impl LayerRanges {
     /// The ranges of `tensors`, one after the other from 0.
@@ -393,11 +532,20 @@ impl Index<Operand> for LayerRanges {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Architecture;
     use crate::config::tests::tiny;
+
+    /// Layers of every kind.
+    fn all() -> impl Iterator<Item = Config> {
+        let experts = [Architecture::Qwen3Moe, Architecture::Glm4Moe, Architecture::GptOss];
+        let [tied, untied] = tiny();
+        let experts = experts.map(|architecture| tied.clone().of_family(architecture));
+        [tied, untied].into_iter().chain(experts)
+    }
 
     #[test]
     fn tensors_of_an_operand_are_neighbours_and_ranges_cover_the_layer() {
-        for config in tiny() {
+        for config in all() {
             let tensors = config.layer_tensors(1);
             let layout = crate::Layout::new(&config);
             let ranges = layout.ranges(1);
@@ -416,10 +564,10 @@ mod tests {
 
     #[test]
     fn every_shared_matrix_is_a_target_of_lora() {
-        for config in tiny() {
+        for config in all() {
             for LayerTensor { name, shape, sharding, .. } in config.layer_tensors(0) {
                 let is_matrix = shape.len() == 2;
-                let is_router = &name[..] == "mlp.gate.weight";
+                let is_router = ["mlp.gate.weight", "mlp.router.weight"].contains(&&name[..]);
                 assert_eq!(TargetModule::of_weight(&name).is_some(), is_matrix && !is_router, "{name}");
                 assert!(!is_matrix || (sharding == Sharding::Replicated) == is_router, "{name}");
             }

@@ -2,7 +2,8 @@
 //!
 //! Invariant: the order of [`Layout`] is canonical. Query, key and value weights of a layer are neighbours, so are
 //! their biases, and so are gate and up: `[q; k; v]` and `[gate; up]` are each one matrix to the decoder. Every weight
-//! keeps the `[out, in]` shape of the Hugging Face files. It does not know files (see `weight_files`) nor compute.
+//! keeps the `[out, in]` shape of the Hugging Face files, also where files have several of them in one tensor (`file_tensors`). It
+//! does not read files (see `weight_files`) nor compute.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -11,7 +12,8 @@ use std::sync::Arc;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-use crate::layer::{LayerRanges, LayerTensor};
+use crate::file_tensors::{FilePart, FileTensor, FusedTensor, matrix_shape};
+use crate::layer::{LayerRanges, LayerTensor, ROUTER_CORRECTION};
 use crate::{Config, Head, ModelError};
 
 /// The name of the value head in files: that of transformers' sequence classifiers.
@@ -32,6 +34,7 @@ pub struct Layout {
     layers: Vec<Range<usize>>,
     /// Of each layer.
     ranges: Vec<LayerRanges>,
+    files: Vec<FileTensor>,
     len: usize,
 }
 
@@ -55,6 +58,8 @@ pub struct ParameterSpec {
     pub shape: Vec<usize>,
     /// Where it starts in the flat buffer, in values.
     pub offset: usize,
+    /// Whether it is no weight of the loss: it has no gradient, and no optimizer updates it.
+    pub frozen: bool,
 }
 
 impl Parameters {
@@ -156,6 +161,7 @@ impl Layout {
             by_name: HashMap::new(),
             layers: Vec::new(),
             ranges: Vec::new(),
+            files: Vec::new(),
             len: 0,
         };
         let hidden = config.hidden_size;
@@ -195,6 +201,11 @@ impl Layout {
     /// Ranges of the operands among the values of layer `index`.
     pub(crate) fn ranges(&self, index: usize) -> &LayerRanges {
         &self.ranges[index]
+    }
+
+    /// The tensors of weight files.
+    pub(crate) fn file_tensors(&self) -> &[FileTensor] {
+        &self.files
     }
 
     /// All units in the order of the buffer.
@@ -243,15 +254,38 @@ impl Layout {
 
     fn push_layer(&mut self, tensors: &[LayerTensor], layer: usize) {
         let start = self.len;
-        for LayerTensor { name, shape, .. } in tensors {
-            self.push(format!("model.layers.{layer}.{name}"), shape);
+        for LayerTensor { name: of_layer, shape, fused, .. } in tensors {
+            let name = |name: &str| format!("model.layers.{layer}.{name}");
+            match fused {
+                None => self.push(name(of_layer), shape),
+                Some(FusedTensor { name: of_file, shape: file_shape, place }) => {
+                    let part = FilePart { offset: self.len, shape: matrix_shape(shape), place: *place };
+                    self.push_part(name(of_file), file_shape, part);
+                    self.push_spec(name(of_layer), shape);
+                }
+            }
         }
         self.layers.push(start..self.len);
         self.ranges.push(LayerRanges::new(tensors));
     }
 
     fn push(&mut self, name: String, shape: &[usize]) {
-        let spec = ParameterSpec { name: name.clone(), shape: shape.to_vec(), offset: self.len };
+        let parts = vec![FilePart::whole(self.len, shape)];
+        self.files.push(FileTensor { name: name.clone(), shape: shape.to_vec(), parts });
+        self.push_spec(name, shape);
+    }
+
+    /// Appends `part` to the tensor `name` of files, which is the last one or new.
+    fn push_part(&mut self, name: String, shape: &[usize], part: FilePart) {
+        match self.files.last_mut() {
+            Some(last) if last.name == name => last.parts.push(part),
+            _ => self.files.push(FileTensor { name, shape: shape.to_vec(), parts: vec![part] }),
+        }
+    }
+
+    fn push_spec(&mut self, name: String, shape: &[usize]) {
+        let frozen = name.ends_with(ROUTER_CORRECTION);
+        let spec = ParameterSpec { name: name.clone(), shape: shape.to_vec(), offset: self.len, frozen };
         self.len += spec.len();
         self.by_name.insert(name, self.specs.len());
         self.specs.push(spec);

@@ -1,11 +1,10 @@
 //! Safetensors files of a model to [`Parameters`].
 //!
-//! Invariant: a load either fills every tensor of the layout with finite numbers or names what is wrong. Saving is in
-//! `weight_writer`.
+//! Invariant: a load either fills every tensor of the layout with finite numbers or names what is wrong. `weight_loader`
+//! places the tensors, `weight_writer` saves them.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use half::{bf16, f16};
@@ -13,9 +12,9 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 
-use crate::files;
 use crate::gguf::{self, GgufFile};
-use crate::{Config, Layout, ModelError, ParameterSpec, Parameters};
+use crate::weight_loader::Loader;
+use crate::{Config, ModelError, Parameters, files};
 
 pub(crate) const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
@@ -26,7 +25,8 @@ impl Parameters {
     /// Reads `model.safetensors`, or the shards of `model.safetensors.index.json`, as f32; or the tensors of a GGUF file.
     ///
     /// Names may lack the `model.` prefix, as transformers saves them for a model without a head. `lm_head.weight`
-    /// of a tied model and the rotary tables of old files are ignored.
+    /// of a tied model, the rotary tables of old files and layers that predict further tokens are ignored. Experts in MXFP4 are
+    /// dequantised.
     ///
     /// # Errors
     /// If a file is missing, cut off or malformed, or if tensors are missing, unexpected, of another shape, of a number
@@ -37,8 +37,8 @@ impl Parameters {
         }
         let (source, files) = weight_files(dir)?;
         let mut loader = Loader::new(config);
-        for file in &files {
-            loader.read(file)?;
+        for path in &files {
+            each_tensor(path, |name, tensor| loader.place(path, name, tensor))?;
         }
         loader.finish(source)
     }
@@ -88,78 +88,6 @@ fn each_tensor(
     tensors.into_iter().try_for_each(|(name, tensor)| visit(name, &tensor))
 }
 
-/// Fills the flat buffer file by file and keeps what there is to complain about.
-struct Loader {
-    layout: Arc<Layout>,
-    values: Vec<f32>,
-    /// Per tensor of the layout: values that are not finite; `None` until it was read.
-    non_finite: Vec<Option<usize>>,
-    unexpected: BTreeSet<String>,
-}
-
-impl Loader {
-    fn new(config: &Config) -> Self {
-        let layout = Arc::new(Layout::new(config));
-        let values = vec![0.0; layout.len()];
-        let non_finite = vec![None; layout.specs().len()];
-        Self { layout, values, non_finite, unexpected: BTreeSet::new() }
-    }
-
-    fn read(&mut self, path: &Path) -> Result<(), ModelError> {
-        each_tensor(path, |name, tensor| self.place(path, name, tensor))
-    }
-
-    fn place(&mut self, path: &Path, name: &str, tensor: &TensorView<'_>) -> Result<(), ModelError> {
-        let layout = Arc::clone(&self.layout);
-        let Some(index) = layout.index(name).or_else(|| layout.index(&format!("model.{name}"))) else {
-            // The head of a tied model is there twice in some files; rotary tables are computed, not learnt.
-            if name != "lm_head.weight" && !name.ends_with("rotary_emb.inv_freq") {
-                self.unexpected.insert(name.to_owned());
-            }
-            return Ok(());
-        };
-        let spec = &layout.specs()[index];
-        if tensor.shape() != spec.shape {
-            return Err(ModelError::Shape {
-                path: path.to_owned(),
-                tensor: name.to_owned(),
-                expected: spec.shape.clone(),
-                found: tensor.shape().to_vec(),
-            });
-        }
-        let values = &mut self.values[spec.range()];
-        if !widen(tensor, values) {
-            return Err(ModelError::Dtype {
-                path: path.to_owned(),
-                tensor: name.to_owned(),
-                found: format!("{:?}", tensor.dtype()),
-            });
-        }
-        self.non_finite[index] = Some(non_finite(values));
-        Ok(())
-    }
-
-    fn finish(self, source: PathBuf) -> Result<Parameters, ModelError> {
-        let specs = self.layout.specs();
-        let missing = specs.iter().zip(&self.non_finite).filter(|(_, read)| read.is_none());
-        let missing: Vec<&str> = missing.map(|(spec, _)| spec.name.as_str()).collect();
-        if !missing.is_empty() {
-            return Err(ModelError::MissingTensors {
-                path: source,
-                count: missing.len(),
-                names: first_of(missing),
-            });
-        }
-        if !self.unexpected.is_empty() {
-            let count = self.unexpected.len();
-            let names = first_of(self.unexpected.iter().map(String::as_str));
-            return Err(ModelError::UnexpectedTensors { path: source, count, names });
-        }
-        refuse_non_finite(&source, specs.iter().zip(self.non_finite.iter().copied().flatten()))?;
-        Parameters::from_values(self.layout, self.values)
-    }
-}
-
 /// What to name in errors about the whole model, and the files to read.
 fn weight_files(dir: &Path) -> Result<(PathBuf, Vec<PathBuf>), ModelError> {
     let single = dir.join(SINGLE);
@@ -191,7 +119,7 @@ fn weight_files(dir: &Path) -> Result<(PathBuf, Vec<PathBuf>), ModelError> {
 }
 
 /// Converts to f32; false if the number format is none that is read.
-fn widen(tensor: &TensorView<'_>, values: &mut [f32]) -> bool {
+pub(crate) fn widen(tensor: &TensorView<'_>, values: &mut [f32]) -> bool {
     let bytes = tensor.data();
     match tensor.dtype() {
         Dtype::F32 => {
@@ -218,14 +146,15 @@ pub(crate) fn non_finite(values: &[f32]) -> usize {
     values.iter().filter(|x| !x.is_finite()).count()
 }
 
+/// Refuses weights that are not finite, for the number of them in each tensor.
 pub(crate) fn refuse_non_finite<'a>(
     path: &Path,
-    counts: impl Iterator<Item = (&'a ParameterSpec, usize)>,
+    counts: impl IntoIterator<Item = (&'a str, usize)>,
 ) -> Result<(), ModelError> {
-    let mut bad = counts.filter(|(_, count)| *count > 0);
-    let Some((spec, count)) = bad.next() else { return Ok(()) };
+    let mut bad = counts.into_iter().filter(|(_, count)| *count > 0);
+    let Some((name, count)) = bad.next() else { return Ok(()) };
     let count = count + bad.map(|(_, count)| count).sum::<usize>();
-    Err(ModelError::NonFinite { path: path.to_owned(), tensor: spec.name.clone(), count })
+    Err(ModelError::NonFinite { path: path.to_owned(), tensor: name.to_owned(), count })
 }
 
 pub(crate) fn first_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
@@ -242,8 +171,8 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::WeightDtype;
     use crate::config::tests::tiny;
+    use crate::{ParameterSpec, WeightDtype};
     use proptest::prelude::*;
     use tempfile::TempDir;
 

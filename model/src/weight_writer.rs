@@ -13,8 +13,9 @@ use safetensors::tensor::{Dtype, View};
 use serde_json::json;
 
 use crate::atomic;
+use crate::file_tensors::FileTensor;
 use crate::weight_files::{INDEX, SINGLE, refuse_non_finite};
-use crate::{ModelError, ParameterSpec, Parameters};
+use crate::{ModelError, Parameters};
 
 /// Number format of weights in files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -100,12 +101,13 @@ impl Parameters {
                 return Err(ModelError::Exists { path: dir.join(name) });
             }
         }
-        let specs = self.layout().specs();
-        let counts = specs
-            .iter()
-            .map(|spec| self.values()[spec.range()].iter().filter(|value| !dtype.holds(**value)).count());
-        refuse_non_finite(dir, specs.iter().zip(counts))?;
-        let shards = shards(specs, dtype, max_shard_bytes);
+        let specs = self.layout().specs().iter();
+        let counts = specs.map(|spec| {
+            let values = &self.values()[spec.range()];
+            (&spec.name[..], values.iter().filter(|value| !dtype.holds(**value)).count())
+        });
+        refuse_non_finite(dir, counts)?;
+        let shards = shards(self.layout().file_tensors(), dtype, max_shard_bytes);
         if let [shard] = shards.as_slice() {
             return self.write_shard(&dir.join(SINGLE), dtype, shard);
         }
@@ -113,7 +115,7 @@ impl Parameters {
         for (index, shard) in shards.iter().enumerate() {
             let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, shards.len());
             self.write_shard(&dir.join(&name), dtype, shard)?;
-            weight_map.extend(shard.iter().map(|spec| (spec.name.clone(), name.clone())));
+            weight_map.extend(shard.iter().map(|tensor| (&tensor.name[..], name.clone())));
         }
         let total = self.layout().len();
         let metadata = json!({"total_size": dtype.bytes() * total, "total_parameters": total});
@@ -128,11 +130,11 @@ impl Parameters {
         &self,
         path: &Path,
         dtype: WeightDtype,
-        specs: &[ParameterSpec],
+        tensors: &[&FileTensor],
     ) -> Result<(), ModelError> {
-        let views = specs
+        let views = tensors
             .iter()
-            .map(|spec| (&spec.name, EncodedTensor { spec, dtype, values: &self.values()[spec.range()] }));
+            .map(|tensor| (&tensor.name, EncodedTensor { tensor, dtype, values: self.values() }));
         let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
         atomic::file(path, |temporary| {
             safetensors::serialize_to_file(views, Some(format), temporary).map_err(|err| {
@@ -148,8 +150,9 @@ impl Parameters {
 
 /// One tensor to write; it is encoded when it is written.
 struct EncodedTensor<'a> {
-    spec: &'a ParameterSpec,
+    tensor: &'a FileTensor,
     dtype: WeightDtype,
+    /// All values of the model.
     values: &'a [f32],
 }
 
@@ -159,31 +162,31 @@ impl View for EncodedTensor<'_> {
     }
 
     fn shape(&self) -> &[usize] {
-        &self.spec.shape
+        &self.tensor.shape
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        self.dtype.encode(self.values).into()
+        self.dtype.encode(&self.tensor.gathered(self.values)).into()
     }
 
     fn data_len(&self) -> usize {
-        self.dtype.bytes() * self.values.len()
+        self.dtype.bytes() * self.tensor.len()
     }
 }
 
 /// Cuts the canonical order into runs of at most `max_bytes`, each of at least one tensor.
-fn shards(specs: &[ParameterSpec], dtype: WeightDtype, max_bytes: usize) -> Vec<Vec<ParameterSpec>> {
-    let mut shards: Vec<Vec<ParameterSpec>> = Vec::new();
+fn shards(tensors: &[FileTensor], dtype: WeightDtype, max_bytes: usize) -> Vec<Vec<&FileTensor>> {
+    let mut shards: Vec<Vec<&FileTensor>> = Vec::new();
     let mut free = 0;
-    for spec in specs {
-        let bytes = dtype.bytes() * spec.len();
+    for tensor in tensors {
+        let bytes = dtype.bytes() * tensor.len();
         match shards.last_mut().filter(|_| bytes <= free) {
             Some(shard) => {
-                shard.push(spec.clone());
+                shard.push(tensor);
                 free -= bytes;
             }
             None => {
-                shards.push(vec![spec.clone()]);
+                shards.push(vec![tensor]);
                 free = max_bytes.saturating_sub(bytes);
             }
         }

@@ -2,6 +2,7 @@
 //!
 //! Invariant: the goldens were made by transformers (`tests/goldens/make_goldens.py`); nothing here runs Python.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -9,6 +10,7 @@ use model::{
     ChatTemplate, Config, ModelDirectory, ModelError, Parameters, RopeScaling, Sizes, SpecialTokens,
     Tokenizer, WeightDtype, characters,
 };
+use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use trajectory::{Message, Prompt};
 
@@ -104,6 +106,32 @@ fn an_export_differs_in_the_weights_alone() {
             Err(ModelError::Exists { .. })
         ));
     }
+}
+
+/// What is saved has exactly the tensors that transformers writes, and expects.
+#[test]
+fn saved_tensors_have_the_names_and_shapes_of_transformers() {
+    for name in MODELS {
+        let golden = Golden::open(name);
+        let dir = tempfile::tempdir().unwrap();
+        golden.parameters.save(dir.path(), WeightDtype::F32, usize::MAX).unwrap();
+        assert_eq!(shapes(dir.path()), shapes(&golden.dir), "{name}");
+    }
+}
+
+/// The shape of every tensor in the weight files of `dir`.
+fn shapes(dir: &Path) -> BTreeMap<String, Vec<usize>> {
+    let mut shapes = BTreeMap::new();
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        let file = path.file_name().unwrap().to_str().unwrap();
+        if file.starts_with("model") && file.ends_with(".safetensors") {
+            let bytes = fs::read(&path).unwrap();
+            let tensors = SafeTensors::deserialize(&bytes).unwrap();
+            shapes.extend(tensors.iter().map(|(name, view)| (name.to_owned(), view.shape().to_vec())));
+        }
+    }
+    shapes
 }
 
 /// The `config.json` of `dir` that declares `dtype` under `key`, and under no other.

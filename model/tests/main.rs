@@ -6,6 +6,7 @@
 mod common;
 mod decoding;
 mod derivative;
+mod expert_files;
 mod experts;
 mod files;
 mod gguf;

@@ -308,10 +308,13 @@ impl Size {
     fn of(config: &Config, recompute: Recompute, quantization: Quantization, width: u64) -> Self {
         let n = |size: usize| size as u64;
         let hidden = n(config.hidden_size);
-        // With experts a token has a row for each of its experts, and the input of each is a copy.
-        let (rows, copies) =
-            config.experts().map_or((1, 0), |experts| (experts.per_token, experts.per_token));
-        let (middle, copied) = (n(rows) * n(config.intermediate_size), n(copies) * hidden);
+        // With experts a token has a row for each of its experts, and the input of each is a copy. Some layers may have none.
+        let (of_experts, copied) = config.experts().map_or((0, 0), |spec| {
+            let rows = n(spec.per_token);
+            (rows * n(spec.width) + n(spec.shared_width), rows * hidden)
+        });
+        let all_have = config.layers.iter().all(|layer| layer.feed_forward.experts().is_some());
+        let middle = if all_have { of_experts } else { of_experts.max(n(config.intermediate_size)) };
         let queries = n(config.num_heads) * n(config.head_dim);
         let keys = n(config.num_kv_heads) * n(config.head_dim);
         let projected = queries + 2 * keys;

@@ -151,7 +151,8 @@ pub struct RandomModel {
     /// Key and value heads; they divide `num_heads`.
     // resume = policy, worker = ignored
     pub num_kv_heads: usize,
-    /// Experts of a layer, in families that have them (`qwen3_moe`, `olmoe`); each is `intermediate_size` wide. Default: 8.
+    /// Experts of a layer, in families that have them (`qwen3_moe`, `olmoe`, `glm4_moe`, `gpt_oss`); each is `intermediate_size`
+    /// wide. Default: 8.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = policy, worker = ignored
     pub experts: Option<usize>,

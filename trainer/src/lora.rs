@@ -91,7 +91,7 @@ impl LoraConfig {
             let module = spec.name.strip_suffix(".weight").unwrap_or(&spec.name);
             for (which, shape) in [('A', [self.rank, columns]), ('B', [rows, self.rank])] {
                 let name = format!("base_model.model.{module}.lora_{which}.weight");
-                matrices.push(ParameterSpec { name, shape: shape.to_vec(), offset: len });
+                matrices.push(ParameterSpec { name, shape: shape.to_vec(), offset: len, frozen: false });
                 len = shape.into_iter().fold(1, usize::saturating_mul).saturating_add(len);
             }
             frozen += spec.len();

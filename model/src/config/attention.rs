@@ -4,7 +4,7 @@
 
 use serde_json::{Map, Value};
 
-use super::families::{Family, WindowRule};
+use super::families::{Family, FamilyDefaults, WindowRule};
 use super::keys::JsonKeys;
 use crate::ModelError;
 use crate::layer::AttentionSpec;
@@ -17,12 +17,15 @@ pub(super) fn of_layers(
     num_layers: usize,
 ) -> Result<Vec<AttentionSpec>, ModelError> {
     let windows = windows(keys, family.window, num_layers)?;
-    let rotary = rotary(keys)?;
+    let rotary = rotary(keys, &family.defaults)?;
     if rotary.share != 1.0 && !family.partial_rotary {
         return Err(keys.unsupported("partial_rotary_factor", "1.0 for models of this family"));
     }
     let rotary = Some(rotary);
-    Ok(windows.into_iter().map(|window| AttentionSpec { window, rotary, scale: None }).collect())
+    Ok(windows
+        .into_iter()
+        .map(|window| AttentionSpec { window, rotary, scale: None, sinks: family.sinks })
+        .collect())
 }
 
 /// The window of each layer under the rules of the family.
@@ -31,6 +34,9 @@ fn windows(
     rule: WindowRule,
     num_layers: usize,
 ) -> Result<Vec<Option<usize>>, ModelError> {
+    if rule == WindowRule::Alternate && !keys.map.contains_key("sliding_window") {
+        return Err(keys.missing("sliding_window"));
+    }
     let default = if keys.map.contains_key("sliding_window") { None } else { Some(4096) };
     let window = keys.optional_size("sliding_window")?.or(default);
     let flagged = keys.flag("use_sliding_window", false)?;
@@ -38,6 +44,10 @@ fn windows(
         WindowRule::Never => vec![false; num_layers],
         WindowRule::Always => vec![true; num_layers],
         WindowRule::FlaggedForAll => vec![flagged; num_layers],
+        WindowRule::Alternate => match layer_types(keys, num_layers)? {
+            Some(types) => types,
+            None => (0..num_layers).map(|index| index % 2 == 0).collect(),
+        },
         WindowRule::Flagged if !flagged => vec![false; num_layers],
         WindowRule::Flagged => match layer_types(keys, num_layers)? {
             Some(types) => types,
@@ -67,17 +77,18 @@ fn layer_types(keys: &JsonKeys<'_>, num_layers: usize) -> Result<Option<Vec<bool
 }
 
 /// The rotary embedding.
-fn rotary(keys: &JsonKeys<'_>) -> Result<Rotary, ModelError> {
+fn rotary(keys: &JsonKeys<'_>, defaults: &FamilyDefaults) -> Result<Rotary, ModelError> {
     // transformers lets the old key win where both are there.
     let found = ["rope_scaling", "rope_parameters"].into_iter().find(|key| keys.has(key));
     let empty = Map::new();
     let (name, object) = match found {
+        None if !defaults.plain_rotary => return Err(keys.missing("rope_scaling")),
         None => ("rope_scaling", &empty),
         Some(name) => {
             (name, keys.map.get(name).and_then(Value::as_object).ok_or_else(|| keys.bad(name, "an object"))?)
         }
     };
-    RotaryKeys { keys: *keys, name, inner: JsonKeys { path: keys.path, map: object } }.rotary()
+    RotaryKeys { keys: *keys, name, inner: JsonKeys { path: keys.path, map: object } }.rotary(defaults)
 }
 
 /// The object that describes a rotary embedding, within the whole configuration.
@@ -89,13 +100,13 @@ struct RotaryKeys<'a> {
 }
 
 impl RotaryKeys<'_> {
-    fn rotary(&self) -> Result<Rotary, ModelError> {
+    fn rotary(&self, defaults: &FamilyDefaults) -> Result<Rotary, ModelError> {
         let Self { keys, name, inner } = self;
-        let theta = self.number("rope_theta", 10_000.0)?;
+        let theta = self.number("rope_theta", defaults.rope_theta)?;
         if theta <= 1.0 {
             return Err(keys.bad("rope_theta", "a number above 1"));
         }
-        let share = self.number("partial_rotary_factor", 1.0)?;
+        let share = self.number("partial_rotary_factor", defaults.partial_rotary_factor)?;
         if !(0.0 < share && share <= 1.0) {
             return Err(keys.bad("partial_rotary_factor", "a number above 0, and at most 1"));
         }

@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Head;
+use super::experts::{ExpertKeys, ExpertLayers, ExpertRule, RouterRule};
 use crate::layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
 use crate::rotary::Rotary;
 
@@ -25,6 +26,10 @@ pub enum Architecture {
     Qwen3Moe,
     /// OLMoE.
     Olmoe,
+    /// GLM 4.5 and 4.6, with experts.
+    Glm4Moe,
+    /// gpt-oss.
+    GptOss,
 }
 
 /// One family.
@@ -42,21 +47,37 @@ pub(super) struct Family {
     pub(super) qkv_bias: BiasRule,
     pub(super) output_bias: BiasRule,
     pub(super) query_key_norm: QueryKeyNorm,
+    /// The key that has to be true for this norm.
+    pub(super) query_key_norm_flag: Option<&'static str>,
+    /// Whether attention has sinks.
+    pub(super) sinks: bool,
     /// Whether `partial_rotary_factor` may be other than 1.
     pub(super) partial_rotary: bool,
     pub(super) window: WindowRule,
     pub(super) experts: ExpertRule,
+    /// Whether files may have layers after the last, which predict further tokens (MTP, DeepSeek-V3, arXiv 2412.19437) and
+    /// which transformers does not read either.
+    pub(super) further_layers: bool,
+    pub(super) defaults: FamilyDefaults,
 }
 
-/// Whether layers have experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ExpertRule {
-    Never,
-    /// `num_experts` in every layer, `num_experts_per_tok` for a token, with `norm_topk_prob`; the key of their width.
-    All {
-        width: &'static str,
-    },
+/// Values of keys that `config.json` may leave out.
+pub(super) struct FamilyDefaults {
+    pub(super) rms_norm_eps: f64,
+    pub(super) attention_bias: bool,
+    pub(super) rope_theta: f64,
+    pub(super) partial_rotary_factor: f64,
+    /// Whether the object of the rotary embedding may be left out, for one without scaling.
+    pub(super) plain_rotary: bool,
 }
+
+const DEFAULTS: FamilyDefaults = FamilyDefaults {
+    rms_norm_eps: 1e-6,
+    attention_bias: false,
+    rope_theta: 10_000.0,
+    partial_rotary_factor: 1.0,
+    plain_rotary: true,
+};
 
 /// Whether a projection has a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +97,8 @@ pub(super) enum WindowRule {
     Flagged,
     /// With `use_sliding_window`, in all layers.
     FlaggedForAll,
+    /// In the layers of `layer_types`, or else in every other layer from the first on.
+    Alternate,
 }
 
 const LLAMA: Family = Family {
@@ -87,9 +110,13 @@ const LLAMA: Family = Family {
     qkv_bias: BiasRule::AttentionBias,
     output_bias: BiasRule::AttentionBias,
     query_key_norm: QueryKeyNorm::None,
+    query_key_norm_flag: None,
+    sinks: false,
     partial_rotary: false,
     window: WindowRule::Never,
     experts: ExpertRule::Never,
+    further_layers: false,
+    defaults: DEFAULTS,
 };
 
 const MISTRAL: Family = Family {
@@ -101,9 +128,13 @@ const MISTRAL: Family = Family {
     qkv_bias: BiasRule::Never,
     output_bias: BiasRule::Never,
     query_key_norm: QueryKeyNorm::None,
+    query_key_norm_flag: None,
+    sinks: false,
     partial_rotary: false,
     window: WindowRule::Always,
     experts: ExpertRule::Never,
+    further_layers: false,
+    defaults: DEFAULTS,
 };
 
 const QWEN2: Family = Family {
@@ -115,9 +146,13 @@ const QWEN2: Family = Family {
     qkv_bias: BiasRule::Always,
     output_bias: BiasRule::Never,
     query_key_norm: QueryKeyNorm::None,
+    query_key_norm_flag: None,
+    sinks: false,
     partial_rotary: false,
     window: WindowRule::Flagged,
     experts: ExpertRule::Never,
+    further_layers: false,
+    defaults: DEFAULTS,
 };
 
 const QWEN3: Family = Family {
@@ -129,9 +164,13 @@ const QWEN3: Family = Family {
     qkv_bias: BiasRule::AttentionBias,
     output_bias: BiasRule::AttentionBias,
     query_key_norm: QueryKeyNorm::PerHead,
+    query_key_norm_flag: None,
+    sinks: false,
     partial_rotary: false,
     window: WindowRule::Flagged,
     experts: ExpertRule::Never,
+    further_layers: false,
+    defaults: DEFAULTS,
 };
 
 const QWEN3_MOE: Family = Family {
@@ -140,7 +179,12 @@ const QWEN3_MOE: Family = Family {
     class: "Qwen3Moe",
     head_dim: None,
     window: WindowRule::FlaggedForAll,
-    experts: ExpertRule::All { width: "moe_intermediate_size" },
+    experts: ExpertRule::Keys(ExpertKeys {
+        count: &["num_experts", "num_local_experts"],
+        width: "moe_intermediate_size",
+        layers: ExpertLayers::Sparse,
+        router: RouterRule::Softmax,
+    }),
     ..QWEN3
 };
 
@@ -153,12 +197,73 @@ const OLMOE: Family = Family {
     qkv_bias: BiasRule::AttentionBias,
     output_bias: BiasRule::AttentionBias,
     query_key_norm: QueryKeyNorm::Whole,
+    query_key_norm_flag: None,
+    sinks: false,
     partial_rotary: false,
     window: WindowRule::Never,
-    experts: ExpertRule::All { width: "intermediate_size" },
+    experts: ExpertRule::Keys(ExpertKeys {
+        count: &["num_experts", "num_local_experts"],
+        width: "intermediate_size",
+        layers: ExpertLayers::All,
+        router: RouterRule::Softmax,
+    }),
+    further_layers: false,
+    defaults: FamilyDefaults { rms_norm_eps: 1e-5, ..DEFAULTS },
 };
 
-pub(super) const FAMILIES: [Family; 6] = [LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMOE];
+const GLM4_MOE: Family = Family {
+    architecture: Architecture::Glm4Moe,
+    model_type: "glm4_moe",
+    class: "Glm4Moe",
+    head_dim: None,
+    optional_kv_heads: false,
+    qkv_bias: BiasRule::AttentionBias,
+    output_bias: BiasRule::Never,
+    query_key_norm: QueryKeyNorm::PerHead,
+    query_key_norm_flag: Some("use_qk_norm"),
+    sinks: false,
+    partial_rotary: true,
+    window: WindowRule::Never,
+    experts: ExpertRule::Keys(ExpertKeys {
+        count: &["n_routed_experts", "num_local_experts"],
+        width: "moe_intermediate_size",
+        layers: ExpertLayers::AfterDense,
+        router: RouterRule::Sigmoid,
+    }),
+    further_layers: true,
+    defaults: FamilyDefaults { rms_norm_eps: 1e-5, partial_rotary_factor: 0.5, ..DEFAULTS },
+};
+
+const GPT_OSS: Family = Family {
+    architecture: Architecture::GptOss,
+    model_type: "gpt_oss",
+    class: "GptOss",
+    head_dim: Some(64),
+    optional_kv_heads: false,
+    qkv_bias: BiasRule::AttentionBias,
+    output_bias: BiasRule::AttentionBias,
+    query_key_norm: QueryKeyNorm::None,
+    query_key_norm_flag: None,
+    sinks: true,
+    partial_rotary: false,
+    window: WindowRule::Alternate,
+    experts: ExpertRule::Keys(ExpertKeys {
+        count: &["num_local_experts", "num_experts"],
+        width: "intermediate_size",
+        layers: ExpertLayers::All,
+        router: RouterRule::SoftmaxOfChosen,
+    }),
+    further_layers: false,
+    defaults: FamilyDefaults {
+        rms_norm_eps: 1e-5,
+        attention_bias: true,
+        rope_theta: 150_000.0,
+        plain_rotary: false,
+        ..DEFAULTS
+    },
+};
+
+pub(super) const FAMILIES: [Family; 8] = [LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS];
 
 /// The values of `model_type` that are supported, for messages.
 pub(super) fn model_types() -> String {
@@ -186,7 +291,12 @@ impl Family {
     pub(super) fn layer(&self, attention_bias: bool, experts: Option<ExpertSpec>) -> LayerSpec {
         LayerSpec {
             norm: Norm::RmsBefore,
-            attention: AttentionSpec { window: None, rotary: Some(Rotary::plain(10_000.0)), scale: None },
+            attention: AttentionSpec {
+                window: None,
+                rotary: Some(Rotary::plain(10_000.0)),
+                scale: None,
+                sinks: self.sinks,
+            },
             query_key_norm: self.query_key_norm,
             qkv_bias: self.qkv_bias.applies(attention_bias),
             output_bias: self.output_bias.applies(attention_bias),
@@ -205,6 +315,8 @@ impl Architecture {
             Self::Qwen3 => &QWEN3,
             Self::Qwen3Moe => &QWEN3_MOE,
             Self::Olmoe => &OLMOE,
+            Self::Glm4Moe => &GLM4_MOE,
+            Self::GptOss => &GPT_OSS,
         }
     }
 
@@ -218,6 +330,11 @@ impl Architecture {
     #[must_use]
     pub fn has_experts(self) -> bool {
         self.family().experts != ExpertRule::Never
+    }
+
+    /// Whether files may have layers after the last, which predict further tokens.
+    pub(crate) fn predicts_further_tokens(self) -> bool {
+        self.family().further_layers
     }
 
     /// The class in `architectures` of `config.json`.

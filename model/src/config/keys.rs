@@ -26,10 +26,10 @@ impl<'a> JsonKeys<'a> {
         self.optional_size(key)?.ok_or_else(|| self.missing(key))
     }
 
-    /// A count of at least 1 that may be absent. Zero is allowed nowhere but in `max_window_layers`.
+    /// A count of at least 1 that may be absent. Zero is allowed in numbers of layers that may have none.
     pub(crate) fn optional_size(&self, key: &str) -> Result<Option<usize>, ModelError> {
         let Some(value) = self.value(key) else { return Ok(None) };
-        let least = u64::from(key != "max_window_layers");
+        let least = u64::from(!["max_window_layers", "first_k_dense_replace"].contains(&key));
         match value.as_u64().filter(|n| (least..=u64::from(u32::MAX)).contains(n)) {
             Some(n) => Ok(Some(n as usize)),
             None => Err(self.bad(key, &format!("a whole number of at least {least}"))),

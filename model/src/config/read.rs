@@ -7,17 +7,16 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::families::{ExpertRule, FAMILIES, Family, model_types};
+use super::families::{FAMILIES, Family, model_types};
 use super::keys::JsonKeys;
-use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, attention};
+use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, attention, experts};
 use crate::gguf::{self, GgufFile};
-use crate::layer::{ExpertSpec, LayerSpec};
+use crate::layer::{FeedForward, LayerSpec, QueryKeyNorm};
 use crate::{ModelError, files};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
 const MAX_WEIGHTS: u128 = 1 << 44;
 const MAX_LAYERS: usize = 10_000;
-const MAX_EXPERTS: usize = 4096;
 
 impl Config {
     /// Reads `config.json` of a model directory, and the end-of-text tokens of its `generation_config.json` if there
@@ -53,26 +52,35 @@ impl Config {
         let keys = JsonKeys { path, map };
         let (architecture, head) = architecture(&keys)?;
         let family = architecture.family();
-        let experts = experts(&keys, family)?;
-        refuse_other_networks(&keys, experts)?;
+        refuse_other_networks(&keys, family)?;
         let hidden_size = keys.size("hidden_size")?;
         let num_layers = keys.size("num_hidden_layers")?;
         if num_layers > MAX_LAYERS {
-            return Err(keys.bad("num_hidden_layers", &format!("at most {MAX_LAYERS}")));
+            return Err(keys.bad("num_hidden_layers", &format!("at most {MAX_LAYERS} layers")));
         }
         let num_heads = keys.size("num_attention_heads")?;
         let max_position_embeddings = keys.size("max_position_embeddings")?;
-        let layer = family.layer(keys.flag("attention_bias", false)?, experts);
+        let experts = experts::read(&keys, family.experts, num_layers)?;
+        let mut layer = family.layer(keys.flag("attention_bias", family.defaults.attention_bias)?, None);
+        if let Some(flag) = family.query_key_norm_flag
+            && !keys.flag(flag, false)?
+        {
+            layer.query_key_norm = QueryKeyNorm::None;
+        }
+        let feed_forward = |index: usize| match &experts {
+            Some((spec, layers)) if layers[index] => FeedForward::Experts(*spec),
+            _ => FeedForward::SwiGlu,
+        };
         let attention = attention::of_layers(&keys, family, num_layers)?;
         let config = Self {
             architecture,
             head,
             vocab_size: keys.size("vocab_size")?,
             hidden_size,
-            intermediate_size: keys.size(match family.experts {
-                ExpertRule::Never => "intermediate_size",
-                ExpertRule::All { width } => width,
-            })?,
+            intermediate_size: match &experts {
+                Some((spec, layers)) if !layers.contains(&false) => spec.width,
+                _ => keys.size("intermediate_size")?,
+            },
             num_heads,
             num_kv_heads: num_kv_heads(&keys, family, num_heads)?,
             head_dim: match keys.optional_size("head_dim")? {
@@ -83,9 +91,13 @@ impl Config {
                     .filter(|_| !map.contains_key("head_dim"))
                     .unwrap_or(hidden_size / num_heads),
             },
-            rms_norm_eps: keys.number("rms_norm_eps", 1e-6)? as f32,
+            rms_norm_eps: keys.number("rms_norm_eps", family.defaults.rms_norm_eps)? as f32,
             tie_word_embeddings: keys.flag("tie_word_embeddings", false)?,
-            layers: attention.into_iter().map(|attention| LayerSpec { attention, ..layer }).collect(),
+            layers: attention
+                .into_iter()
+                .enumerate()
+                .map(|(index, attention)| LayerSpec { attention, feed_forward: feed_forward(index), ..layer })
+                .collect(),
             max_position_embeddings,
             eos_token_ids: keys.token_ids("eos_token_id")?,
             bos_token_id: keys.token_ids("bos_token_id")?.first().copied(),
@@ -143,8 +155,10 @@ impl Config {
     fn approximate_weights(&self) -> u128 {
         let n = |size: usize| size as u128;
         let heads = n(self.head_dim) * (2 * n(self.num_heads) + 2 * n(self.num_kv_heads));
-        let networks = n(self.experts().map_or(1, |experts| experts.count));
-        let feed_forward = networks * (3 * n(self.intermediate_size) + 1);
+        let of_experts = self
+            .experts()
+            .map_or(0, |spec| n(spec.count) * (3 * n(spec.width) + 1) + 3 * n(spec.shared_width));
+        let feed_forward = of_experts.max(3 * n(self.intermediate_size));
         n(self.hidden_size) * (2 * n(self.vocab_size) + n(self.num_layers()) * (heads + feed_forward))
     }
 }
@@ -194,37 +208,7 @@ fn architecture(keys: &JsonKeys<'_>) -> Result<(Architecture, Head), ModelError>
     Ok((architecture, head))
 }
 
-/// The experts of every layer, if the family has any.
-fn experts(keys: &JsonKeys<'_>, family: &Family) -> Result<Option<ExpertSpec>, ModelError> {
-    match family.experts {
-        ExpertRule::Never => return Ok(None),
-        ExpertRule::All { .. } => {}
-    }
-    // transformers writes the number under the second name.
-    let [count, other] = [keys.optional_size("num_experts")?, keys.optional_size("num_local_experts")?];
-    let count = count.or(other).ok_or_else(|| keys.missing("num_experts"))?;
-    if other.is_some_and(|other| other != count) {
-        return Err(keys.bad("num_local_experts", &format!("num_experts, which is {count}")));
-    }
-    let per_token = keys.size("num_experts_per_tok")?;
-    if per_token > count {
-        return Err(keys.bad("num_experts_per_tok", &format!("at most num_experts, which is {count}")));
-    }
-    if count > MAX_EXPERTS {
-        return Err(keys.bad("num_experts", &format!("at most {MAX_EXPERTS}")));
-    }
-    // Layers are alike: all have experts.
-    if keys.optional_size("decoder_sparse_step")?.is_some_and(|step| step != 1) {
-        return Err(keys.unsupported("decoder_sparse_step", "1"));
-    }
-    let dense = keys.map.get("mlp_only_layers").and_then(Value::as_array);
-    if dense.is_some_and(|layers| !layers.is_empty()) {
-        return Err(keys.unsupported("mlp_only_layers", "[]"));
-    }
-    Ok(Some(ExpertSpec { count, per_token, normalized: keys.flag("norm_topk_prob", false)? }))
-}
-
-fn refuse_other_networks(keys: &JsonKeys<'_>, experts: Option<ExpertSpec>) -> Result<(), ModelError> {
+fn refuse_other_networks(keys: &JsonKeys<'_>, family: &Family) -> Result<(), ModelError> {
     if keys.has("hidden_act") && !matches!(keys.text("hidden_act")?, "silu" | "swish") {
         return Err(keys.unsupported("hidden_act", "silu"));
     }
@@ -234,21 +218,10 @@ fn refuse_other_networks(keys: &JsonKeys<'_>, experts: Option<ExpertSpec>) -> Re
     if keys.flag("mlp_bias", false)? {
         return Err(keys.unsupported("mlp_bias", "false"));
     }
-    if keys.has("quantization_config") {
-        return Err(keys.unsupported("quantization_config", "weights stored as f32, bf16 or f16"));
-    }
-    for (key, of_qwen) in [
-        ("num_experts", true),
-        ("num_local_experts", true),
-        ("n_routed_experts", false),
-        ("n_shared_experts", false),
-        ("shared_expert_intermediate_size", false),
-        ("num_experts_per_tok", true),
-        ("moe_intermediate_size", true),
-    ] {
-        if keys.has(key) && !(of_qwen && experts.is_some()) {
-            return Err(keys.unsupported(key, "dense models, which have no experts"));
-        }
+    let method = keys.map.get("quantization_config").and_then(|config| config["quant_method"].as_str());
+    if keys.has("quantization_config") && !(family.experts.reads_mxfp4() && method == Some("mxfp4")) {
+        let supported = "weights stored as f32, bf16 or f16, and experts of gpt-oss in mxfp4";
+        return Err(keys.unsupported("quantization_config", supported));
     }
     Ok(())
 }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::ModelError;
-use crate::layer::{AttentionSpec, QueryKeyNorm};
+use crate::layer::{AttentionSpec, QueryKeyNorm, RouterKind};
 use crate::rotary::{RopeScaling, Yarn};
 
 /// A tied Qwen2 and an untied Qwen3 with every optional tensor, whose heads are wider than `hidden / heads`.
@@ -90,9 +90,25 @@ fn written_configurations_read_back() {
     let yarn = rotating(tied.clone(), yarn);
     let experts = tied.clone().of_family(Architecture::Qwen3Moe).with_experts(6, 3);
     let olmoe = tied.clone().of_family(Architecture::Olmoe);
+    let mut glm = tied.clone().of_family(Architecture::Glm4Moe);
+    glm.layers[0].feed_forward = FeedForward::SwiGlu;
+    let glm = glm.map_layers(|mut layer| {
+        if let FeedForward::Experts(spec) = &mut layer.feed_forward {
+            spec.router = RouterKind::Sigmoid { normalized: false, groups: 2, chosen_groups: 1, scale: 1.5 };
+            (spec.width, spec.shared_width) = (10, 20);
+        }
+        LayerSpec { query_key_norm: QueryKeyNorm::None, qkv_bias: true, ..layer }
+    });
+    let mut mixed = experts.clone();
+    (mixed.layers[1].feed_forward, mixed.intermediate_size) = (FeedForward::SwiGlu, 30);
+    let gpt_oss = tied.clone().of_family(Architecture::GptOss);
+    let mut alternate = gpt_oss.clone();
+    alternate.layers[0].attention.window = Some(12);
     let upper = windowed(tied.clone(), 16, 1);
     let tree = Config { reduction: Reduction::Tree, ..tied.clone() };
-    for config in [tied, untied, llama, mistral, yarn, experts, olmoe, upper, tree] {
+    for config in
+        [tied, untied, llama, mistral, yarn, experts, olmoe, upper, tree, glm, mixed, gpt_oss, alternate]
+    {
         let map = config.to_json().as_object().unwrap().clone();
         assert_eq!(Config::from_json(Path::new("config.json"), &map).unwrap(), config);
     }
@@ -271,4 +287,56 @@ fn llama3_leaves_short_waves_alone_and_stretches_long_ones() {
     assert_eq!(plain[0], scaled[0]);
     assert_eq!(plain[31] / 8.0, scaled[31]);
     assert!(plain.iter().zip(&scaled).any(|(p, s)| s < p && *s > p / 8.0), "nothing in between");
+}
+
+#[test]
+fn keys_of_experts_are_honoured_or_refused() {
+    let [tied, _] = tiny();
+    let of = |architecture: Architecture, changes: &Value| {
+        let mut map = tied.clone().of_family(architecture).to_json().as_object().unwrap().clone();
+        map.extend(changes.as_object().unwrap().clone());
+        Config::from_json(Path::new("m/config.json"), &map)
+    };
+    let [qwen, glm, gpt_oss] = [Architecture::Qwen3Moe, Architecture::Glm4Moe, Architecture::GptOss];
+    for (architecture, changes, key) in [
+        (qwen, json!({"num_experts": 5000}), "num_experts"),
+        (qwen, json!({"num_experts_per_tok": 5}), "num_experts_per_tok"),
+        (qwen, json!({"num_local_experts": 3}), "num_local_experts"),
+        (qwen, json!({"mlp_only_layers": [0, 1]}), "num_hidden_layers"),
+        (qwen, json!({"n_shared_experts": 1}), "n_shared_experts"),
+        (qwen, json!({"shared_expert_intermediate_size": 8}), "shared_expert_intermediate_size"),
+        (qwen, json!({"n_group": 2}), "n_group"),
+        (glm, json!({"n_group": 3}), "n_group"),
+        (glm, json!({"n_group": 4}), "n_group"),
+        (glm, json!({"topk_group": 2}), "topk_group"),
+        (glm, json!({"n_group": null}), "n_group"),
+        (glm, json!({"routed_scaling_factor": null}), "routed_scaling_factor"),
+        (glm, json!({"first_k_dense_replace": null}), "first_k_dense_replace"),
+        (glm, json!({"scoring_func": "softmax"}), "scoring_func"),
+        (glm, json!({"moe_layer_freq": 2}), "moe_layer_freq"),
+        (glm, json!({"swiglu_limit": 7.0}), "swiglu_limit"),
+        (glm, json!({"quantization_config": {"quant_method": "mxfp4"}}), "quantization_config"),
+        (gpt_oss, json!({"quantization_config": {"quant_method": "awq"}}), "quantization_config"),
+        (gpt_oss, json!({"experts_per_token": 3}), "experts_per_token"),
+        (gpt_oss, json!({"routed_scaling_factor": 2.0}), "routed_scaling_factor"),
+        (gpt_oss, json!({"rope_scaling": null}), "rope_scaling"),
+        (gpt_oss, json!({"layer_types": ["full_attention"]}), "layer_types"),
+    ] {
+        let text = of(architecture, &changes).unwrap_err().to_string();
+        assert!(text.starts_with("m/config.json") && text.contains(key), "{changes}: {text}");
+    }
+    let packed = json!({"quantization_config": {"quant_method": "mxfp4"}, "experts_per_token": 2});
+    assert_eq!(of(gpt_oss, &packed).unwrap(), tied.clone().of_family(gpt_oss));
+    let alternate = of(gpt_oss, &json!({"layer_types": null, "sliding_window": 16})).unwrap();
+    assert_eq!(
+        alternate.layers.iter().map(|layer| layer.attention.window).collect::<Vec<_>>(),
+        [Some(16), None]
+    );
+    let partial = of(glm, &json!({"partial_rotary_factor": null})).unwrap();
+    assert_eq!(partial.rotaries()[0].share, 0.5);
+    let sparse = of(qwen, &json!({"decoder_sparse_step": 2})).unwrap();
+    let has_experts = |layer: &LayerSpec| layer.feed_forward.experts().is_some();
+    assert_eq!(sparse.layers.iter().map(has_experts).collect::<Vec<_>>(), [false, true]);
+    let dense = of(glm, &json!({"first_k_dense_replace": 1})).unwrap();
+    assert_eq!(dense.layers.iter().map(has_experts).collect::<Vec<_>>(), [false, true]);
 }

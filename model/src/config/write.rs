@@ -5,10 +5,14 @@
 
 use serde_json::{Map, Value, json};
 
-use super::families::{BiasRule, ExpertRule, WindowRule};
+use super::experts::ExpertRule;
+use super::families::{BiasRule, Family, WindowRule};
 use super::{Config, Head, REDUCTION_KEY, Reduction};
-use crate::layer::ExpertSpec;
+use crate::layer::{LayerSpec, QueryKeyNorm};
 use crate::rotary::RopeScaling;
+
+/// A window of no layer, tokens: that of gpt-oss.
+const UNUSED_WINDOW: usize = 128;
 
 impl Config {
     /// The content of a `config.json` that transformers and [`Config::from_json`] both read back as this model.
@@ -46,18 +50,10 @@ impl Config {
         }
         if let Some(map) = map.as_object_mut() {
             self.write_attention(map);
-        }
-        if let Some(ExpertSpec { count, per_token, normalized }) = self.experts() {
-            map["num_experts"] = json!(count);
-            map["num_experts_per_tok"] = json!(per_token);
-            map["norm_topk_prob"] = json!(normalized);
-            if let ExpertRule::All { width } = family.experts {
-                map[width] = json!(self.intermediate_size);
+            if let (ExpertRule::Keys(keys), Some(spec)) = (family.experts, self.experts()) {
+                let has_experts = |layer: &LayerSpec| layer.feed_forward.experts().is_some();
+                keys.write(&spec, &self.layers.iter().map(has_experts).collect::<Vec<_>>(), map);
             }
-            map["decoder_sparse_step"] = json!(1);
-            map["mlp_only_layers"] = json!([]);
-        }
-        if let Some(map) = map.as_object_mut() {
             self.write_head(map);
             self.write_reduction(map);
         }
@@ -66,28 +62,45 @@ impl Config {
 
     /// Writes rotary embeddings and windows.
     fn write_attention(&self, map: &mut Map<String, Value>) {
+        let Family { query_key_norm_flag, window: rule, defaults, .. } = self.architecture.family();
+        if let Some(flag) = query_key_norm_flag {
+            let normed = self.layers.iter().any(|layer| layer.query_key_norm != QueryKeyNorm::None);
+            map.insert((*flag).to_owned(), json!(normed));
+        }
         if let Some(rotary) = self.rotaries().first() {
             map.insert("rope_theta".to_owned(), json!(rotary.theta));
-            map.insert("rope_scaling".to_owned(), rotary.scaling.to_json());
-            if rotary.share != 1.0 {
+            map.insert(
+                "rope_scaling".to_owned(),
+                match rotary.scaling {
+                    RopeScaling::None if !defaults.plain_rotary => json!({ "rope_type": "default" }),
+                    scaling => scaling.to_json(),
+                },
+            );
+            if rotary.share != defaults.partial_rotary_factor {
                 map.insert("partial_rotary_factor".to_owned(), json!(rotary.share));
             }
         }
         let windows = self.layers.iter().map(|layer| layer.attention.window);
         let window = windows.clone().flatten().next();
         map.insert("sliding_window".to_owned(), json!(window));
-        match self.architecture.family().window {
+        let kind = |window: Option<usize>| match window {
+            None => "full_attention",
+            Some(_) => "sliding_attention",
+        };
+        let kinds = json!(windows.map(kind).collect::<Vec<_>>());
+        match rule {
             WindowRule::Never | WindowRule::Always => {}
             WindowRule::FlaggedForAll => {
                 map.insert("use_sliding_window".to_owned(), json!(window.is_some()));
             }
             WindowRule::Flagged => {
-                let kind = |window: Option<usize>| match window {
-                    None => "full_attention",
-                    Some(_) => "sliding_attention",
-                };
                 map.insert("use_sliding_window".to_owned(), json!(window.is_some()));
-                map.insert("layer_types".to_owned(), json!(windows.map(kind).collect::<Vec<_>>()));
+                map.insert("layer_types".to_owned(), kinds);
+            }
+            WindowRule::Alternate => {
+                map.insert("layer_types".to_owned(), kinds);
+                // transformers wants a number even if no layer uses it.
+                map.insert("sliding_window".to_owned(), json!(window.unwrap_or(UNUSED_WINDOW)));
             }
         }
     }
@@ -143,6 +156,6 @@ impl RopeScaling {
 }
 
 /// The shortest decimal that reads back as this f32; as an f64 it would be written with all its noise.
-fn decimal(x: f32) -> f64 {
+pub(super) fn decimal(x: f32) -> f64 {
     x.to_string().parse().unwrap_or_else(|_| f64::from(x))
 }

@@ -16,7 +16,7 @@ use super::feed_forward::{
     FeedForwardWeights, GatedWeights,
 };
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
-use crate::ops::attention::AttentionRule;
+use crate::ops::attention::{AttentionRule, PackedReverse};
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::heads::{self, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
@@ -29,12 +29,15 @@ use crate::{Config, Layout, Parameters, Quantization, Reduction, ThreadPool, Uni
 #[derive(Clone, Debug)]
 pub(super) struct TransformerBlock {
     shape: HeadShape,
-    rule: AttentionRule,
+    /// Without its sinks.
+    rule: AttentionRule<'static>,
     /// Number of its rotary embedding among [`Config::rotaries`].
     rotary: Option<usize>,
     eps: f32,
     attention_norm: Vec<f32>,
     qkv: Linear,
+    /// `[heads]` logits of attention that have no key; empty for none.
+    sinks: Vec<f32>,
     /// Weights of the norms of queries and keys, if the layer has them.
     head_norm: Option<Vec<f32>>,
     output: Linear,
@@ -65,6 +68,8 @@ pub(super) struct AttentionReverse {
     normed: Tensor,
     d_prepared: Option<Tensor>,
     d_qkv: Tensor,
+    /// `[T, heads]` what each token adds to the gradient of the sinks; absent without sinks.
+    d_sinks: Option<Tensor>,
     d_normed: Tensor,
     d_middle: Tensor,
 }
@@ -104,13 +109,20 @@ impl FeedForwardPiece for FeedForwardReverse {
     }
 }
 
+/// Where the values of a linear operation are among those of a layer.
+struct LinearRanges {
+    weight: Range<usize>,
+    /// Absent if the operation has none.
+    bias: Option<Range<usize>>,
+}
+
 /// The computation of one range of weight gradients, independent of the others.
 pub(super) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 impl TransformerBlock {
     /// What its attention computes.
-    pub(super) fn rule(&self) -> AttentionRule {
-        self.rule
+    pub(super) fn rule(&self) -> AttentionRule<'_> {
+        AttentionRule { sinks: &self.sinks, ..self.rule }
     }
 
     /// Memory of the linear layers, bytes.
@@ -128,9 +140,8 @@ impl TransformerBlock {
     ) -> Self {
         let layer = &values[layout.unit(Unit::Layer(index))];
         let ranges = layout.ranges(index);
-        let linear = |spec: &LinearSpec, weight: Range<usize>| {
-            let weight = &layer[weight];
-            let bias = spec.bias.map(|bias| &layer[ranges[bias].clone()]);
+        let linear = |spec: &LinearSpec, LinearRanges { weight, bias }: LinearRanges| {
+            let (weight, bias) = (&layer[weight], bias.map(|bias| &layer[bias]));
             match quantization {
                 // Another route is another network.
                 _ if spec.weight == Operand::Router => Linear::packed(weight, spec.input, bias),
@@ -173,53 +184,60 @@ impl TransformerBlock {
     ) -> Self {
         let ranges = layout.ranges(index);
         let moved = |range: &Range<usize>| values.start + range.start..values.start + range.end;
-        let linear = |spec: &LinearSpec, weight: Range<usize>| {
-            let bias = spec.bias.map_or(0..0, |bias| moved(&ranges[bias]));
+        let linear = |spec: &LinearSpec, LinearRanges { weight, bias }: LinearRanges| {
+            let bias = bias.map_or(0..0, |bias| moved(&bias));
             Linear::flat(flat, moved(&weight), spec.input, &bias)
         };
         Self::new(config, index, ranges, &flat.values()[values.clone()], linear)
     }
 
-    /// Layer `index`, of `values`, whose matrices `linear` makes of a range of them.
+    /// Layer `index`, of `values`, whose matrices `linear` makes of ranges of them.
     fn new(
         config: &Config,
         index: usize,
         ranges: &LayerRanges,
         values: &[f32],
-        linear: impl Fn(&LinearSpec, Range<usize>) -> Linear,
+        linear: impl Fn(&LinearSpec, LinearRanges) -> Linear,
     ) -> Self {
         // Another kind of layer does not compile until its operations are here.
         let LayerSpec { norm: Norm::RmsBefore, attention, feed_forward, query_key_norm, .. } =
             config.layers[index];
         let vector = |operand: Operand| values[ranges[operand].clone()].to_vec();
-        let linear_of = |operand: Operand, weight: Range<usize>| {
-            let spec = config.linear_spec(index, operand);
+        // Part `part` of `parts` equal ones of an operation: with experts that of one of them.
+        let linear_of = |spec: &LinearSpec, part: usize, parts: usize| {
             let tree = match (config.reduction, spec.sharding) {
                 (Reduction::Chain, _) | (_, Sharding::Replicated) => TreeSum::None,
                 (Reduction::Tree, Sharding::Inputs) => TreeSum::Inputs,
                 (Reduction::Tree, Sharding::Outputs) => TreeSum::Outputs(spec.outputs.clone()),
             };
-            linear(&spec, weight).with_tree(tree)
+            let cut = |operand: Operand| {
+                let Range { start, end } = ranges[operand].clone();
+                let each = (end - start) / parts;
+                start + part * each..start + (part + 1) * each
+            };
+            linear(spec, LinearRanges { weight: cut(spec.weight), bias: spec.bias.map(cut) }).with_tree(tree)
         };
-        let linear = |operand: Operand| linear_of(operand, ranges[operand].clone());
+        let linear = |operand: Operand| linear_of(&config.linear_spec(index, operand), 0, 1);
+        let gated =
+            |gate_up: Operand, down: Operand| GatedWeights { gate_up: linear(gate_up), down: linear(down) };
         let feed_forward = match feed_forward {
-            FeedForward::SwiGlu => FeedForwardWeights::Gated(GatedWeights {
-                gate_up: linear(Operand::GateUp),
-                down: linear(Operand::Down),
-            }),
+            FeedForward::SwiGlu => FeedForwardWeights::Gated(gated(Operand::GateUp, Operand::Down)),
             FeedForward::Experts(spec) => {
-                let part = |operand: Operand, expert: usize| {
-                    let Range { start, end } = ranges[operand].clone();
-                    let each = (end - start) / spec.count;
-                    linear_of(operand, start + expert * each..start + (expert + 1) * each)
-                };
+                let [gate_up, down] =
+                    [Operand::GateUp, Operand::Down].map(|operand| config.linear_spec(index, operand));
                 let expert = |expert: usize| GatedWeights {
-                    gate_up: part(Operand::GateUp, expert),
-                    down: part(Operand::Down, expert),
+                    gate_up: linear_of(&gate_up, expert, spec.count),
+                    down: linear_of(&down, expert, spec.count),
                 };
-                let (router, experts) = (linear(Operand::Router), (0..spec.count).map(expert).collect());
-                let first_slot = config.slots_before(index);
-                FeedForwardWeights::Experts(ExpertWeights { spec, first_slot, router, experts })
+                FeedForwardWeights::Experts(ExpertWeights {
+                    spec,
+                    first_slot: config.slots_before(index),
+                    router: linear(Operand::Router),
+                    correction: vector(Operand::RouterCorrection),
+                    experts: (0..spec.count).map(expert).collect(),
+                    shared: (spec.shared_width > 0)
+                        .then(|| Box::new(gated(Operand::SharedGateUp, Operand::SharedDown))),
+                })
             }
         };
         Self {
@@ -229,6 +247,7 @@ impl TransformerBlock {
             eps: config.rms_norm_eps,
             attention_norm: vector(Operand::AttentionNorm),
             qkv: linear(Operand::Qkv),
+            sinks: vector(Operand::Sinks),
             head_norm: match query_key_norm {
                 QueryKeyNorm::None => None,
                 QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(vector(Operand::QueryKeyNorm)),
@@ -337,26 +356,26 @@ impl TransformerBlock {
         trace: &AttentionTrace,
         angles: &LayerAngles,
         d_middle: &Tensor,
-        attend_backward: impl FnOnce(&Tensor, &Tensor) -> Result<Vec<f32>>,
+        attend_backward: impl FnOnce(&Tensor, &Tensor) -> Result<PackedReverse>,
     ) -> Result<AttentionReverse> {
         let normed = rms_norm(input, &self.attention_norm, self.eps, &ThreadPool::single())?;
-        let d_prepared = attend_backward(&trace.prepared, &self.output.input_gradient(d_middle)?)?;
+        let d_attended = self.output.input_gradient(d_middle)?;
+        let PackedReverse { d_qkv: d_prepared, d_sinks } = attend_backward(&trace.prepared, &d_attended)?;
+        let d_sinks = match self.sinks.len() {
+            0 => None,
+            heads => Some(matrix(d_sinks, heads)?),
+        };
         let kept = match &trace.raw {
             Some(_) => Some(matrix(d_prepared.clone(), self.shape.width())?),
             None => None,
         };
         let norm = self.norm_of_heads();
-        let d_qkv = heads::prepare_backward(
-            trace.raw.as_ref(),
-            self.shape,
-            norm,
-            angles.of(self.rotary),
-            d_prepared,
-        )?;
+        let angles = angles.of(self.rotary);
+        let d_qkv = heads::prepare_backward(trace.raw.as_ref(), self.shape, norm, angles, d_prepared)?;
         let d_normed = self.qkv.input_gradient(&d_qkv)?;
         let d_input = rms_norm_backward(input, &self.attention_norm, self.eps, &d_normed, Some(d_middle))?;
         let (input, d_middle) = (input.clone(), d_middle.clone());
-        Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_normed, d_middle })
+        Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_sinks, d_normed, d_middle })
     }
 
     /// Adds the weight gradients of the feed-forward half to the layer's `gradients`; `pieces` are in the order of tokens.
@@ -367,11 +386,29 @@ impl TransformerBlock {
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
-        let [norm, router, gate_up, down] = carve(
-            gradients,
-            [Operand::FeedForwardNorm, Operand::Router, Operand::GateUp, Operand::Down].map(|of| &ranges[of]),
-        );
-        let of_network = FeedForwardGradients { router, gate_up, down };
+        let operands = [
+            Operand::FeedForwardNorm,
+            Operand::Router,
+            Operand::RouterBias,
+            Operand::GateUp,
+            Operand::GateUpBias,
+            Operand::Down,
+            Operand::DownBias,
+            Operand::SharedGateUp,
+            Operand::SharedDown,
+        ];
+        let [norm, router, router_bias, gate_up, gate_up_bias, down, down_bias, shared_gate_up, shared_down] =
+            carve(gradients, operands.map(|of| &ranges[of]));
+        let of_network = FeedForwardGradients {
+            router,
+            router_bias,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            shared_gate_up,
+            shared_down,
+        };
         let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
         jobs.push(Box::new(|| {
             pieces.iter().try_for_each(|p| rms_norm_weight_gradient(&p.middle, self.eps, &p.d_normed, norm))
@@ -387,13 +424,14 @@ impl TransformerBlock {
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
-        let [norm, qkv, qkv_bias, head_norm, output, output_bias] = carve(
+        let [norm, qkv, qkv_bias, head_norm, sinks, output, output_bias] = carve(
             gradients,
             [
                 &ranges[Operand::AttentionNorm],
                 &ranges[Operand::Qkv],
                 &ranges[Operand::QkvBias],
                 &ranges[Operand::QueryKeyNorm],
+                &ranges[Operand::Sinks],
                 &ranges[Operand::Output],
                 &ranges[Operand::OutputBias],
             ],
@@ -406,6 +444,9 @@ impl TransformerBlock {
                 rms_norm_weight_gradient(&r.input, self.eps, &r.d_normed, norm)?;
                 if !qkv_bias.is_empty() {
                     bias_gradient(&r.d_qkv, qkv_bias)?;
+                }
+                if let Some(d_sinks) = &r.d_sinks {
+                    bias_gradient(d_sinks, sinks)?;
                 }
                 if !output_bias.is_empty() {
                     bias_gradient(&r.d_middle, output_bias)?;

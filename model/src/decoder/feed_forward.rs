@@ -10,9 +10,10 @@ use candle_core::{Result, Tensor};
 
 use super::block::{GradientJob, weight_jobs};
 use crate::ThreadPool;
-use crate::layer::ExpertSpec;
+use crate::layer::{ExpertActivation, ExpertSpec};
+use crate::ops::clamped_swiglu::{clamped_swiglu, clamped_swiglu_backward};
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
-use crate::ops::linear::{Linear, weight_gradient};
+use crate::ops::linear::{Linear, bias_gradient, weight_gradient};
 use crate::ops::swiglu::{SwigluReverse, swiglu, swiglu_backward};
 use crate::ops::{matrix, unwritten, values};
 
@@ -37,7 +38,11 @@ pub(super) struct ExpertWeights {
     /// The first of this layer's experts among those of a token in all layers.
     pub(super) first_slot: usize,
     pub(super) router: Linear,
+    /// `[E]` added to the scores that choose experts; empty for none.
+    pub(super) correction: Vec<f32>,
     pub(super) experts: Vec<GatedWeights>,
+    /// The network that every token goes through besides its experts.
+    pub(super) shared: Option<Box<GatedWeights>>,
 }
 
 /// Activations for the backward.
@@ -45,8 +50,8 @@ pub(super) struct ExpertWeights {
 pub(super) enum FeedForwardTrace {
     /// `[T, 2 m]`
     Gated(Tensor),
-    /// The routes, and `[rows, 2 m]` of the grouped rows.
-    Experts(Box<ExpertRoutes>, Tensor),
+    /// Boxed: it has the routes.
+    Experts(Box<ExpertTrace>),
 }
 
 impl FeedForwardTrace {
@@ -54,14 +59,32 @@ impl FeedForwardTrace {
     pub(super) fn routes(&self) -> Option<&ExpertRoutes> {
         match self {
             Self::Gated(_) => None,
-            Self::Experts(routes, _) => Some(routes),
+            Self::Experts(trace) => Some(&trace.routes),
         }
     }
 }
 
-/// What gradients of weights are computed from. With experts, rows are the grouped ones.
+/// Activations of experts.
+#[derive(Debug)]
+pub(super) struct ExpertTrace {
+    routes: ExpertRoutes,
+    /// `[rows, 2 m]` of the grouped rows.
+    gate_up: Tensor,
+    /// `[T, 2 s]` of the shared network.
+    shared: Option<Tensor>,
+}
+
+/// What gradients of weights are computed from.
 #[derive(Debug)]
 pub(super) struct FeedForwardOperands {
+    /// With experts, rows are the grouped ones.
+    gated: GatedOperands,
+    routed: Option<Box<RoutedOperands>>,
+}
+
+/// Those of gated networks.
+#[derive(Debug)]
+struct GatedOperands {
     /// `[rows, d]` normalised input.
     input: Tensor,
     /// `[rows, m]`
@@ -70,14 +93,31 @@ pub(super) struct FeedForwardOperands {
     d_gate_up: Tensor,
     /// `[rows, d]` gradient of the result.
     g: Tensor,
-    /// The routes, and the gradient `[T, E]` of the router's logits.
-    routed: Option<(Box<ExpertRoutes>, Tensor)>,
+}
+
+/// Those of routes, and of the network beside them.
+#[derive(Debug)]
+struct RoutedOperands {
+    routes: ExpertRoutes,
+    /// `[T, E]` gradient of the router's logits.
+    d_logits: Tensor,
+    shared: Option<GatedOperands>,
+}
+
+impl FeedForwardOperands {
+    /// Those of the shared network of a layer that has one.
+    fn shared(&self) -> &GatedOperands {
+        let shared = self.routed.as_ref().and_then(|routed| routed.shared.as_ref());
+        shared.unwrap_or_else(|| {
+            unreachable!("the layer has a shared network, which is reversed with its experts")
+        })
+    }
 }
 
 impl FeedForwardOperands {
     /// The routes of the tokens, if the layer has experts.
     pub(super) fn routes(&self) -> Option<&ExpertRoutes> {
-        self.routed.as_ref().map(|(routes, _)| &**routes)
+        self.routed.as_ref().map(|routed| &routed.routes)
     }
 }
 
@@ -86,8 +126,9 @@ impl FeedForwardWeights {
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Gated(gated) => gated.bytes(),
-            Self::Experts(ExpertWeights { router, experts, .. }) => {
-                router.bytes() + experts.iter().map(GatedWeights::bytes).sum::<usize>()
+            Self::Experts(ExpertWeights { router, experts, shared, .. }) => {
+                let shared = shared.as_deref();
+                router.bytes() + experts.iter().chain(shared).map(GatedWeights::bytes).sum::<usize>()
             }
         }
     }
@@ -116,9 +157,7 @@ impl FeedForwardWeights {
             (Self::Gated(gated), FeedForwardTrace::Gated(gate_up)) => {
                 gated.down.add_to(base, &swiglu(gate_up, pool)?, pool)
             }
-            (Self::Experts(experts), FeedForwardTrace::Experts(routes, gate_up)) => {
-                experts.finish(base, routes, gate_up, pool)
-            }
+            (Self::Experts(experts), FeedForwardTrace::Experts(trace)) => experts.finish(base, trace, pool),
             _ => candle_core::bail!("the activations are of another kind of layer"),
         }
     }
@@ -132,15 +171,10 @@ impl FeedForwardWeights {
     ) -> Result<(Tensor, FeedForwardOperands)> {
         match (self, trace) {
             (Self::Gated(gated), FeedForwardTrace::Gated(gate_up)) => {
-                let d_activated = gated.down.input_gradient_values(g)?;
-                let SwigluReverse { activated, d_gate_up } = swiglu_backward(gate_up, d_activated)?;
-                let d_x = gated.gate_up.input_gradient(&d_gate_up)?;
-                let (input, g) = (x.clone(), g.clone());
-                Ok((d_x, FeedForwardOperands { input, activated, d_gate_up, g, routed: None }))
+                let (d_x, gated) = gated.backward(x, gate_up, g)?;
+                Ok((d_x, FeedForwardOperands { gated, routed: None }))
             }
-            (Self::Experts(experts), FeedForwardTrace::Experts(routes, gate_up)) => {
-                experts.backward(x, routes, gate_up, g)
-            }
+            (Self::Experts(experts), FeedForwardTrace::Experts(trace)) => experts.backward(x, trace, g),
             _ => candle_core::bail!("the activations are of another kind of layer"),
         }
     }
@@ -149,6 +183,14 @@ impl FeedForwardWeights {
 impl GatedWeights {
     fn bytes(&self) -> usize {
         self.gate_up.bytes() + self.down.bytes()
+    }
+
+    /// Backward for `gate_up [T, 2 m]` and the gradient `g [T, d]` of the result, of SwiGLU.
+    fn backward(&self, x: &Tensor, gate_up: &Tensor, g: &Tensor) -> Result<(Tensor, GatedOperands)> {
+        let d_activated = self.down.input_gradient_values(g)?;
+        let SwigluReverse { activated, d_gate_up } = swiglu_backward(gate_up, d_activated)?;
+        let d_x = self.gate_up.input_gradient(&d_gate_up)?;
+        Ok((d_x, GatedOperands { input: x.clone(), activated, d_gate_up, g: g.clone() }))
     }
 }
 
@@ -160,27 +202,44 @@ impl ExpertWeights {
         pool: &ThreadPool,
     ) -> Result<FeedForwardTrace> {
         let given = given.map(|given| GivenExperts { first: self.first_slot, ..given });
-        let routes = ExpertRoutes::new(self.router.apply_values(x, pool)?, self.spec, given);
+        let routes =
+            ExpertRoutes::new(self.router.apply_values(x, pool)?, &self.correction, self.spec, given);
         let width = x.dim(1)?;
         let grouped = routes.grouped(&values(x)?, width);
         let gate_up = self.each(&routes, &grouped, |expert| &expert.gate_up, pool);
         let gate_up = matrix(gate_up, self.experts[0].gate_up.output())?;
-        Ok(FeedForwardTrace::Experts(Box::new(routes), gate_up))
+        let shared = self.shared.as_ref().map(|network| network.gate_up.apply(x, pool)).transpose()?;
+        Ok(FeedForwardTrace::Experts(Box::new(ExpertTrace { routes, gate_up, shared })))
     }
 
-    fn finish(
-        &self,
-        base: &Tensor,
-        routes: &ExpertRoutes,
-        gate_up: &Tensor,
-        pool: &ThreadPool,
-    ) -> Result<Tensor> {
-        let activated = swiglu(gate_up, pool)?;
+    fn finish(&self, base: &Tensor, trace: &ExpertTrace, pool: &ThreadPool) -> Result<Tensor> {
+        let ExpertTrace { routes, gate_up, shared } = trace;
+        let activated = self.activated(gate_up, pool)?;
         let y = self.each(routes, &values(&activated)?, |expert| &expert.down, pool);
         let width = base.dim(1)?;
         let mut out = values(base)?.to_vec();
         routes.add_weighted(&y, &mut out, width);
-        matrix(out, width)
+        let out = matrix(out, width)?;
+        match (&self.shared, shared) {
+            (Some(network), Some(gate_up)) => network.down.add_to(&out, &swiglu(gate_up, pool)?, pool),
+            _ => Ok(out),
+        }
+    }
+
+    /// `[rows, m]` the activation of the experts, of `gate_up [rows, 2 m]`.
+    fn activated(&self, gate_up: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
+        match self.spec.activation {
+            ExpertActivation::SwiGlu => swiglu(gate_up, pool),
+            ExpertActivation::Clamped(clamp) => clamped_swiglu(gate_up, clamp, pool),
+        }
+    }
+
+    /// Its backward for the gradient `g [rows, m]`.
+    fn activated_backward(&self, gate_up: &Tensor, g: Vec<f32>) -> Result<SwigluReverse> {
+        match self.spec.activation {
+            ExpertActivation::SwiGlu => swiglu_backward(gate_up, g),
+            ExpertActivation::Clamped(clamp) => clamped_swiglu_backward(gate_up, clamp, g),
+        }
     }
 
     /// `[rows, out]` a layer of every expert on its rows of `x [rows, in]`.
@@ -206,36 +265,45 @@ impl ExpertWeights {
         out
     }
 
-    fn backward(
-        &self,
-        x: &Tensor,
-        routes: &ExpertRoutes,
-        gate_up: &Tensor,
-        g: &Tensor,
-    ) -> Result<(Tensor, FeedForwardOperands)> {
+    fn backward(&self, x: &Tensor, trace: &ExpertTrace, g: &Tensor) -> Result<(Tensor, FeedForwardOperands)> {
+        let ExpertTrace { routes, gate_up, shared } = trace;
         let (_, width) = x.dims2()?;
         let inner = gate_up.dim(1)? / 2;
-        let g = values(g)?;
         // The gradient of an expert's result is that of the token with the weight of the slot. Without the weight it also gives the
-        // gradient of the weight: `g . (W a) = (W^T g) . a`.
-        let mut d_activated =
-            self.each_input_gradient(routes, &routes.grouped(&g, width), |expert| &expert.down, inner);
-        let activated = values(&swiglu(gate_up, &ThreadPool::single())?)?.to_vec();
-        let d_weights = routes.weigh(&mut d_activated, &activated, inner);
-        let SwigluReverse { activated, d_gate_up } = swiglu_backward(gate_up, d_activated)?;
+        // gradient of the weight: `g . (W a + b) = (W^T g) . a + g . b`.
+        let (of_rows, weighted) = {
+            let g = values(g)?;
+            (routes.grouped(&g, width), routes.weighted(&g, width))
+        };
+        let mut d_activated = self.each_input_gradient(routes, &of_rows, |expert| &expert.down, inner);
+        let activated = values(&self.activated(gate_up, &ThreadPool::single())?)?.to_vec();
+        let mut d_weights = routes.weigh(&mut d_activated, &activated, inner);
+        for (expert, _) in routes.busy() {
+            if let Some(bias) = self.experts[expert].down.bias() {
+                routes.add_products(expert, &of_rows, bias, &mut d_weights);
+            }
+        }
+        let SwigluReverse { activated, d_gate_up } = self.activated_backward(gate_up, d_activated)?;
         let d_grouped =
             self.each_input_gradient(routes, &values(&d_gate_up)?, |expert| &expert.gate_up, width);
         let d_logits = matrix(routes.backward(&d_weights), self.spec.count)?;
         let mut d_x = self.router.input_gradient_values(&d_logits)?;
         routes.add(&d_grouped, &mut d_x, width);
-        let operands = FeedForwardOperands {
+        let mut d_x = matrix(d_x, width)?;
+        let mut of_shared = None;
+        if let (Some(network), Some(gate_up)) = (&self.shared, shared) {
+            let (d_input, operands) = network.backward(x, gate_up, g)?;
+            d_x = (d_x + d_input)?;
+            of_shared = Some(operands);
+        }
+        let gated = GatedOperands {
             input: matrix(routes.grouped(&values(x)?, width), width)?,
             activated,
             d_gate_up,
-            g: matrix(routes.weighted(&g, width), width)?,
-            routed: Some((Box::new(routes.clone()), d_logits)),
+            g: matrix(weighted, width)?,
         };
-        Ok((matrix(d_x, width)?, operands))
+        let routed = RoutedOperands { routes: routes.clone(), d_logits, shared: of_shared };
+        Ok((d_x, FeedForwardOperands { gated, routed: Some(Box::new(routed)) }))
     }
 
     /// `[rows, input]` gradients of the inputs of a layer of every expert, for the gradients `g [rows, out]` of its results.
@@ -263,11 +331,16 @@ pub(super) trait FeedForwardPiece: Sync {
     fn operands(&self) -> &FeedForwardOperands;
 }
 
-/// Gradients of the weights, as parts of those of a layer; `router` is empty without experts.
+/// Gradients of the weights, as parts of those of a layer; empty for what the layer does not have.
 pub(super) struct FeedForwardGradients<'a> {
     pub(super) router: &'a mut [f32],
+    pub(super) router_bias: &'a mut [f32],
     pub(super) gate_up: &'a mut [f32],
+    pub(super) gate_up_bias: &'a mut [f32],
     pub(super) down: &'a mut [f32],
+    pub(super) down_bias: &'a mut [f32],
+    pub(super) shared_gate_up: &'a mut [f32],
+    pub(super) shared_down: &'a mut [f32],
 }
 
 impl FeedForwardWeights {
@@ -278,32 +351,71 @@ impl FeedForwardWeights {
         gradients: FeedForwardGradients<'a>,
         pool: &ThreadPool,
     ) -> Vec<GradientJob<'a>> {
-        let FeedForwardGradients { router, gate_up, down } = gradients;
         let mut jobs: Vec<GradientJob<'a>> = Vec::new();
-        let Self::Experts(ExpertWeights { experts, .. }) = self else {
-            weight_jobs(&mut jobs, pieces, gate_up, |p| (&p.operands().input, &p.operands().d_gate_up), pool);
-            weight_jobs(&mut jobs, pieces, down, |p| (&p.operands().activated, &p.operands().g), pool);
+        let gated = |piece: &'a P| &piece.operands().gated;
+        let Self::Experts(ExpertWeights { experts, shared, .. }) = self else {
+            let FeedForwardGradients { gate_up, down, .. } = gradients;
+            weight_jobs(&mut jobs, pieces, gate_up, |p| p.operands().gated.of_gate_up(), pool);
+            weight_jobs(&mut jobs, pieces, down, |p| p.operands().gated.of_down(), pool);
             return jobs;
         };
-        let routed = |piece: &'a P| piece.operands().routed.as_ref().map(|routed| (piece, routed));
-        let (of_gate_up, of_down) = (gate_up.len() / experts.len(), down.len() / experts.len());
-        let each = gate_up.chunks_exact_mut(of_gate_up).zip(down.chunks_exact_mut(of_down));
-        for (expert, (gate_up, down)) in each.enumerate() {
+        // Of all tokens, so the longest: they come first.
+        if shared.is_some() {
+            let FeedForwardGradients { shared_gate_up, shared_down, .. } = gradients;
+            weight_jobs(&mut jobs, pieces, shared_gate_up, |p| p.operands().shared().of_gate_up(), pool);
+            weight_jobs(&mut jobs, pieces, shared_down, |p| p.operands().shared().of_down(), pool);
+        }
+        let routed = move |piece: &'a P| {
+            let routed = piece.operands().routed.as_deref();
+            routed.map(|routed| (piece, gated(piece), routed))
+        };
+        let each = |gradients: &'a mut [f32]| parts(gradients, experts.len());
+        let matrices = each(gradients.gate_up).into_iter().zip(each(gradients.down));
+        let biases = each(gradients.gate_up_bias).into_iter().zip(each(gradients.down_bias));
+        for (expert, ((gate_up, down), (gate_up_bias, down_bias))) in matrices.zip(biases).enumerate() {
             jobs.push(Box::new(move || {
-                pieces.iter().filter_map(routed).try_for_each(|(piece, (routes, _))| {
-                    let (rows, of) = (routes.of_expert(expert), piece.operands());
+                pieces.iter().filter_map(routed).try_for_each(|(_, of, RoutedOperands { routes, .. })| {
+                    let rows = routes.of_expert(expert);
                     add_gradient(&of.input, &of.d_gate_up, &rows, gate_up)?;
-                    add_gradient(&of.activated, &of.g, &rows, down)
+                    add_bias_gradient(&of.d_gate_up, &rows, gate_up_bias)?;
+                    add_gradient(&of.activated, &of.g, &rows, down)?;
+                    add_bias_gradient(&of.g, &rows, down_bias)
                 })
             }));
         }
+        let FeedForwardGradients { router, router_bias, .. } = gradients;
         jobs.push(Box::new(move || {
-            pieces.iter().filter_map(routed).try_for_each(|(piece, (_, d_logits))| {
-                add_gradient(piece.normed(), d_logits, &(0..d_logits.dim(0)?), router)
+            pieces.iter().filter_map(routed).try_for_each(|(piece, _, RoutedOperands { d_logits, .. })| {
+                let rows = 0..d_logits.dim(0)?;
+                add_gradient(piece.normed(), d_logits, &rows, router)?;
+                add_bias_gradient(d_logits, &rows, router_bias)
             })
         }));
         jobs
     }
+}
+
+impl GatedOperands {
+    /// Input `[rows, d]` and gradient `[rows, 2 m]` of the first product.
+    fn of_gate_up(&self) -> (&Tensor, &Tensor) {
+        (&self.input, &self.d_gate_up)
+    }
+
+    /// Input `[rows, m]` and gradient `[rows, d]` of the second.
+    fn of_down(&self) -> (&Tensor, &Tensor) {
+        (&self.activated, &self.g)
+    }
+}
+
+/// Cuts gradients into `count` equal parts.
+fn parts(gradients: &mut [f32], count: usize) -> Vec<&mut [f32]> {
+    let (each, mut rest) = (gradients.len() / count, gradients);
+    let cut = |_| {
+        let (part, after) = std::mem::take(&mut rest).split_at_mut(each);
+        rest = after;
+        part
+    };
+    (0..count).map(cut).collect()
 }
 
 /// Adds the gradient of a weight `[out, in]`, of `rows` of the input `x [_, in]` and of the gradient `g [_, out]` of the result.
@@ -313,4 +425,12 @@ fn add_gradient(x: &Tensor, g: &Tensor, rows: &Range<usize>, gradient: &mut [f32
     }
     let (x, g) = (x.narrow(0, rows.start, rows.len())?, g.narrow(0, rows.start, rows.len())?);
     weight_gradient(&x, &g, 0..g.dim(1)?, gradient)
+}
+
+/// Adds the gradient of a bias `[out]`, empty for none, of `rows` of the gradient `g [_, out]` of the result.
+fn add_bias_gradient(g: &Tensor, rows: &Range<usize>, gradient: &mut [f32]) -> Result<()> {
+    if rows.is_empty() || gradient.is_empty() {
+        return Ok(());
+    }
+    bias_gradient(&g.narrow(0, rows.start, rows.len())?, gradient)
 }

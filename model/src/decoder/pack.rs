@@ -162,7 +162,7 @@ impl PackPart<'_> {
         decoder.angles(&self.pack.positions[self.rows.clone()])
     }
 
-    pub(super) fn attend(&self, rule: AttentionRule, qkv: &Tensor) -> Result<Tensor> {
+    pub(super) fn attend(&self, rule: AttentionRule<'_>, qkv: &Tensor) -> Result<Tensor> {
         attention::packed(qkv, self.segments, self.rows.start, rule)
     }
 }

@@ -60,9 +60,9 @@ impl GgufFile {
                 let columns = spec.len() / spec.shape[0];
                 restore_rows(values, spec.shape[0] / heads * columns, columns);
             }
-            counts.push(non_finite(values));
+            counts.push((&spec.name[..], non_finite(values)));
         }
-        refuse_non_finite(&self.path, layout.specs().iter().zip(counts))?;
+        refuse_non_finite(&self.path, counts)?;
         Parameters::from_values(layout, values)
     }
 

@@ -150,11 +150,12 @@ fn missing(config: &Config) -> Option<&'static str> {
     config.layers.iter().find_map(|layer| {
         // Another kind of layer does not compile until its operations, or a refusal, are here.
         let LayerSpec { norm: Norm::RmsBefore, attention, feed_forward, query_key_norm, .. } = *layer;
-        let AttentionSpec { window, rotary, scale } = attention;
+        let AttentionSpec { window, rotary, scale, sinks } = attention;
         let plain = |rotary: Rotary| rotary.share == 1.0 && rotary.amplitude() == 1.0;
         match (feed_forward, query_key_norm) {
             (FeedForward::Experts(_), _) => Some("experts"),
             (_, QueryKeyNorm::Whole) => Some("norms of all heads together"),
+            _ if sinks => Some("attention sinks"),
             _ if !same || !rotary.is_some_and(plain) => Some(
                 "layers without rotary embedding, and embeddings that are partial, scaled by YaRN or differ",
             ),

@@ -3,7 +3,8 @@
 //! 2205.14135), and over a paged KV cache (PagedAttention, Kwon et al. 2023, arXiv 2309.06180). The softmax of a row is not
 //! online: all its scores are in memory, so that both forms have the same bits. A query sees all keys up to its own, or the last
 //! of them: a sliding window (Beltagy et al. 2020, arXiv 2004.05150). Packed segments compute the scores of keys before a window
-//! too, and give them the weight zero; the paged form skips the pages before it.
+//! too, and give them the weight zero; the paged form skips the pages before it. A head may have a sink, a logit of the softmax
+//! that has no key and no value (gpt-oss, OpenAI 2025, arXiv 2508.10925; Xiao et al. 2023, arXiv 2309.17453).
 //!
 //! Invariant: for a query at position `p` both forms compute the same bits. A score is one chain over the head's width,
 //! a result one chain over the keys that it sees in their order, and the softmax of a row is the same function. No `T x T` matrix
@@ -27,18 +28,20 @@ const QUERIES: usize = 32;
 
 /// What attention computes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct AttentionRule {
+pub(crate) struct AttentionRule<'a> {
     pub(crate) shape: HeadShape,
     /// Multiplies scores.
     pub(crate) scale: f32,
     /// Number of keys that a query sees, the last of which is its own; `usize::MAX` for all.
     pub(crate) window: usize,
+    /// `[heads]` logits of the softmax that have no key; empty for none.
+    pub(crate) sinks: &'a [f32],
 }
 
-impl AttentionRule {
-    /// Without a window, with the usual scale.
+impl AttentionRule<'_> {
+    /// Without a window and sinks, with the usual scale.
     pub(crate) fn full(shape: HeadShape) -> Self {
-        Self { shape, scale: (shape.head_dim as f32).powf(-0.5), window: usize::MAX }
+        Self { shape, scale: (shape.head_dim as f32).powf(-0.5), window: usize::MAX, sinks: &[] }
     }
 }
 
@@ -48,7 +51,7 @@ pub(crate) fn packed(
     qkv: &Tensor,
     segments: &[Segment],
     first: usize,
-    rule: AttentionRule,
+    rule: AttentionRule<'_>,
 ) -> Result<Tensor> {
     let query_width = rule.shape.query_width();
     let mut out = unwritten(qkv.dim(0)? * query_width);
@@ -59,20 +62,30 @@ pub(crate) fn packed(
     matrix(out, query_width)
 }
 
-/// Gradient `[T, width]` of the prepared `qkv` for the gradient `g [T, heads * head_dim]` of the result.
+/// Gradients of the operands of attention.
+#[derive(Debug)]
+pub(crate) struct PackedReverse {
+    /// `[T, width]` gradient of the prepared queries, keys and values.
+    pub(crate) d_qkv: Vec<f32>,
+    /// `[T, heads]` what each row adds to the gradient of the sinks; empty without sinks.
+    pub(crate) d_sinks: Vec<f32>,
+}
+
+/// Gradients for the gradient `g [T, heads * head_dim]` of the result of [`packed`].
 pub(crate) fn packed_backward(
     qkv: &Tensor,
     segments: &[Segment],
     first: usize,
-    rule: AttentionRule,
+    rule: AttentionRule<'_>,
     g: &Tensor,
-) -> Result<Vec<f32>> {
-    let mut out = vec![0.0; qkv.elem_count()];
+) -> Result<PackedReverse> {
+    let d_qkv = vec![0.0; qkv.elem_count()];
+    let mut reverse = PackedReverse { d_qkv, d_sinks: vec![0.0; qkv.dim(0)? * rule.sinks.len()] };
     let (qkv, g) = (values(qkv)?, values(g)?);
     for segment in segments {
-        SegmentHeads::new(&qkv, segment, first, rule).backward(&g, &mut out);
+        SegmentHeads::new(&qkv, segment, first, rule).backward(&g, &mut reverse);
     }
-    Ok(out)
+    Ok(reverse)
 }
 
 /// One segment with the rows that it attends to.
@@ -80,8 +93,17 @@ struct SegmentHeads<'a> {
     qkv: &'a [f32],
     rows: Range<usize>,
     prefix: Range<usize>,
-    rule: AttentionRule,
+    rule: AttentionRule<'a>,
     shape: HeadShape,
+}
+
+/// Rows of attention weights of one head, for a block of queries.
+#[derive(Default)]
+struct WeightRows {
+    /// `[block, seen]`
+    keys: Vec<f32>,
+    /// `[block]` weights of the sink; 0 without one.
+    sink: Vec<f32>,
 }
 
 /// Keys or values of one head, of the prefix and of the segment itself, packed for products.
@@ -91,7 +113,7 @@ struct PackedColumns {
 }
 
 impl<'a> SegmentHeads<'a> {
-    fn new(qkv: &'a [f32], segment: &Segment, first: usize, rule: AttentionRule) -> Self {
+    fn new(qkv: &'a [f32], segment: &Segment, first: usize, rule: AttentionRule<'a>) -> Self {
         let within = |rows: &Range<usize>| {
             if rows.is_empty() { 0..0 } else { rows.start - first..rows.end - first }
         };
@@ -138,13 +160,16 @@ impl<'a> SegmentHeads<'a> {
 
     /// Weights `[block, prefix + block.end]` of the queries of a block over the keys that the last of them sees; zero for
     /// keys that a query does not see.
-    fn weights(&self, h: usize, block: &Range<usize>, keys: &PackedColumns, weights: &mut Vec<f32>) {
+    fn weights(&self, h: usize, block: &Range<usize>, keys: &PackedColumns, weights: &mut WeightRows) {
         let (before, seen) = (self.prefix.len(), self.prefix.len() + block.end);
+        let WeightRows { keys: weights, sink } = weights;
         weights.resize(block.len() * seen, 0.0);
+        sink.resize(block.len(), 0.0);
         let rows = self.rows.start + block.start..self.rows.start + block.end;
         let queries = self.columns(rows, self.query_column(h));
         self.scores(queries, keys, block, weights);
-        softmax_rows(weights, seen, before + block.start, self.rule);
+        let softmax = RowSoftmax { rule: self.rule, sink: self.rule.sinks.get(h).copied() };
+        softmax_rows(weights, seen, before + block.start, softmax, sink);
     }
 
     /// `left [block, head_dim] x columns [head_dim, prefix + block.end]`.
@@ -179,9 +204,20 @@ impl<'a> SegmentHeads<'a> {
         product(own, rows.own.part(block.end, dim), ProductOut::new(out, row_stride), false);
     }
 
+    /// Adds to `d_sinks [T, heads]` the derivatives by the sink of head `h` in `rows`, for its weights and the means of the rows.
+    fn add_sinks(&self, h: usize, rows: &Range<usize>, weights: &[f32], means: &[f32], d_sinks: &mut [f32]) {
+        let heads = self.rule.sinks.len();
+        if heads > 0 {
+            let of_rows = d_sinks[rows.start * heads..].chunks_exact_mut(heads);
+            for ((d_sinks, weight), mean) in of_rows.zip(weights).zip(means) {
+                d_sinks[h] = -weight * mean;
+            }
+        }
+    }
+
     fn forward(&self, out: &mut [f32]) {
         let row_stride = self.shape.query_width();
-        let mut weights = Vec::new();
+        let mut weights = WeightRows::default();
         for kv in 0..self.shape.kv_heads {
             let keys = self.both(self.key_column(kv), |keys| Panels::new(keys.transposed()));
             let values = self.both(self.value_column(kv), Panels::new);
@@ -189,18 +225,18 @@ impl<'a> SegmentHeads<'a> {
                 for block in self.blocks() {
                     self.weights(h, &block, &keys, &mut weights);
                     let at = (self.rows.start + block.start) * row_stride + self.query_column(h);
-                    self.combine(&weights, &values, &block, &mut out[at..], row_stride);
+                    self.combine(&weights.keys, &values, &block, &mut out[at..], row_stride);
                 }
             }
         }
     }
 
     /// With `p` the weights, `o` the result and `d = sum_j p_j (g . v_j)`: `ds_j = p_j (g . v_j - d) / sqrt(head_dim)`,
-    /// `dq = sum_j ds_j k_j`, `dk_j += ds_j q`, `dv_j += p_j g`.
-    fn backward(&self, g: &[f32], out: &mut [f32]) {
+    /// `dq = sum_j ds_j k_j`, `dk_j += ds_j q`, `dv_j += p_j g`. The sink has the value 0: its derivative is `-p d`.
+    fn backward(&self, g: &[f32], PackedReverse { d_qkv: out, d_sinks }: &mut PackedReverse) {
         let (dim, width, query_width) = (self.shape.head_dim, self.shape.width(), self.shape.query_width());
         let (before, scale) = (self.prefix.len(), self.rule.scale);
-        let (mut weights, mut slopes) = (Vec::new(), Vec::new());
+        let (mut weights, mut slopes, mut means) = (WeightRows::default(), Vec::new(), Vec::new());
         for kv in 0..self.shape.kv_heads {
             let (key_column, value_column) = (self.key_column(kv), self.value_column(kv));
             let keys = self.both(key_column, |keys| Panels::new(keys.transposed()));
@@ -215,14 +251,16 @@ impl<'a> SegmentHeads<'a> {
                     let g = StridedMatrix::strided(&g[at..], block.len(), dim, query_width);
                     slopes.resize(block.len() * seen, 0.0);
                     self.scores(g, &values, &block, &mut slopes);
-                    softmax_slopes(&weights, &mut slopes, seen, before + block.start, scale);
+                    means.resize(block.len(), 0.0);
+                    softmax_slopes(&weights.keys, &mut slopes, seen, before + block.start, scale, &mut means);
+                    self.add_sinks(h, &rows, &weights.sink, &means, d_sinks);
 
                     let at = rows.start * width + self.query_column(h);
                     self.combine(&slopes, &key_rows, &block, &mut out[at..], width);
 
                     let queries = self.columns(rows, self.query_column(h));
                     for (matrix, right, column) in
-                        [(&slopes, queries, key_column), (&weights, g, value_column)]
+                        [(&slopes, queries, key_column), (&weights.keys, g, value_column)]
                     {
                         for (from, count, row) in
                             [(0, before, self.prefix.start), (before, block.end, self.rows.start)]
@@ -240,13 +278,22 @@ impl<'a> SegmentHeads<'a> {
     }
 }
 
+/// The softmax of the scores of one head.
+#[derive(Clone, Copy)]
+struct RowSoftmax<'a> {
+    rule: AttentionRule<'a>,
+    sink: Option<f32>,
+}
+
 vectorized! {
     /// Turns scores into weights: row `i` of `rows [_, width]` sees the last of its first `first + i + 1` keys.
-    fn softmax_rows(rows: &mut [f32], width: usize, first: usize, rule: AttentionRule) {
-        for (i, row) in rows.chunks_exact_mut(width).enumerate() {
+    /// `of_sink [_]` gets the weights of the sink.
+    fn softmax_rows(rows: &mut [f32], width: usize, first: usize, of: RowSoftmax<'_>, of_sink: &mut [f32]) {
+        let RowSoftmax { rule, sink } = of;
+        for (i, (row, of_sink)) in rows.chunks_exact_mut(width).zip(of_sink).enumerate() {
             let (upto, behind) = row.split_at_mut(first + i + 1);
             let (before, seen) = upto.split_at_mut(upto.len().saturating_sub(rule.window));
-            softmax(seen, rule.scale);
+            *of_sink = softmax(seen, rule.scale, sink);
             before.fill(0.0);
             behind.fill(0.0);
         }
@@ -254,12 +301,20 @@ vectorized! {
 }
 
 vectorized! {
-    /// Turns derivatives by the weights into derivatives by the unscaled scores.
-    fn softmax_slopes(weights: &[f32], slopes: &mut [f32], width: usize, first: usize, scale: f32) {
-        let rows = weights.chunks_exact(width).zip(slopes.chunks_exact_mut(width));
-        for (i, (weights, slopes)) in rows.enumerate() {
+    /// Turns derivatives by the weights into derivatives by the unscaled scores. `means [_]` gets the weighted mean of each row.
+    fn softmax_slopes(
+        weights: &[f32],
+        slopes: &mut [f32],
+        width: usize,
+        first: usize,
+        scale: f32,
+        means: &mut [f32],
+    ) {
+        let rows = weights.chunks_exact(width).zip(slopes.chunks_exact_mut(width)).zip(means);
+        for (i, ((weights, slopes), of_row)) in rows.enumerate() {
             let seen = first + i + 1;
             let mean = dot(&weights[..seen], &slopes[..seen]);
+            *of_row = mean;
             for (slope, weight) in slopes.iter_mut().zip(weights) {
                 *slope = weight * (*slope - mean) * scale;
             }
@@ -267,13 +322,13 @@ vectorized! {
     }
 }
 
-/// Softmax of `scores * scale`, in place.
+/// Softmax of `scores * scale` and of `sink`, if there is one, in place. Returns the weight of the sink.
 #[inline(always)]
-fn softmax(scores: &mut [f32], scale: f32) {
+fn softmax(scores: &mut [f32], scale: f32, sink: Option<f32>) -> f32 {
     for score in scores.iter_mut() {
         *score *= scale;
     }
-    let top = max(scores);
+    let top = sink.unwrap_or(f32::NEG_INFINITY).max(max(scores));
     let mut lanes = [0.0_f32; LANES];
     let mut chunks = scores.chunks_exact_mut(LANES);
     for chunk in &mut chunks {
@@ -286,10 +341,12 @@ fn softmax(scores: &mut [f32], scale: f32) {
         *score = exp(*score - top);
         *lane += *score;
     }
-    let inv = 1.0 / sum(&lanes);
+    let of_sink = sink.map_or(0.0, |sink| exp(sink - top));
+    let inv = 1.0 / (sum(&lanes) + of_sink);
     for score in scores {
         *score *= inv;
     }
+    of_sink * inv
 }
 
 /// Layout of one head's keys and values in a page: keys `[head_dim, PAGE]`, so that one register has the scores of all
@@ -328,7 +385,7 @@ impl PageLayout {
     /// them under a window, to `out [heads * head_dim]`. `weights` is scratch.
     pub(crate) fn attend(
         self,
-        rule: AttentionRule,
+        rule: AttentionRule<'_>,
         queries: &[f32],
         pages: &[&[f32]],
         end: usize,
@@ -344,7 +401,7 @@ impl PageLayout {
 
 vectorized! {
     /// Over the positions `seen` of `pages`.
-    fn paged(rule: AttentionRule, queries: &[f32], pages: &[&[f32]], seen: Range<usize>, weights: &mut [f32], out: &mut [f32]) {
+    fn paged(rule: AttentionRule<'_>, queries: &[f32], pages: &[&[f32]], seen: Range<usize>, weights: &mut [f32], out: &mut [f32]) {
         let (layout, HeadShape { heads, kv_heads, head_dim }) = (PageLayout::new(rule.shape), rule.shape);
         let (per_kv, head) = (heads / kv_heads, layout.head());
         let row = pages.len() * PAGE;
@@ -365,9 +422,9 @@ vectorized! {
                     _ => scores_of_pages::<4>(work, per_kv, rows, row),
                 };
             }
-            for weights in weights.chunks_exact_mut(row) {
+            for (h, weights) in group.clone().zip(weights.chunks_exact_mut(row)) {
                 weights[..seen.start].fill(0.0);
-                softmax(&mut weights[seen.clone()], rule.scale);
+                softmax(&mut weights[seen.clone()], rule.scale, rule.sinks.get(h).copied());
             }
             let values = PAGE * layout.shape.kv_width() + kv * head;
             let out = &mut out[group.start * head_dim..group.end * head_dim];
@@ -515,104 +572,4 @@ fn page_values<const H: usize, const D: usize>(
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::super::check::{gradient, noise, weighted};
-    use super::*;
-
-    fn segments(lengths: &[usize]) -> Vec<Segment> {
-        let mut start = 0;
-        let segment = |n: &usize| {
-            start += n;
-            Segment { rows: start - n..start, prefix: 0..0 }
-        };
-        lengths.iter().map(segment).collect()
-    }
-
-    fn forward(qkv: &[f32], segments: &[Segment], rule: AttentionRule) -> Vec<f32> {
-        let qkv = matrix(qkv.to_vec(), rule.shape.width()).unwrap();
-        values(&packed(&qkv, segments, 0, rule).unwrap()).unwrap().to_vec()
-    }
-
-    #[test]
-    fn backward_is_the_derivative() {
-        let shape = HeadShape { heads: 4, kv_heads: 2, head_dim: 6 };
-        // A prefix with two continuations, and sequences of their own.
-        let mut segments = segments(&[5, 1, 3, 40]);
-        segments[1].prefix = 0..5;
-        segments[2].prefix = 0..5;
-        let rows = 49;
-        let x: Vec<f32> = noise(rows * shape.width(), 1).iter().map(|x| 2.0 * x).collect();
-        let c = noise(rows * shape.query_width(), 2);
-        let tensor = |v: &[f32], n| matrix(v.to_vec(), n).unwrap();
-        let (qkv, g) = (tensor(&x, shape.width()), tensor(&c, shape.query_width()));
-        for window in [usize::MAX, 35, 4, 1] {
-            let rule = AttentionRule { window, scale: 0.6, ..AttentionRule::full(shape) };
-            let loss = |x: &[f32]| weighted(&forward(x, &segments, rule), &c);
-            let dx = packed_backward(&qkv, &segments, 0, rule, &g).unwrap();
-            gradient(loss, &x, &dx, 5e-3);
-        }
-    }
-
-    /// Rows of `sequence` in a pack of prefix and continuation are the rows of the whole.
-    #[test]
-    fn a_shared_prefix_gives_the_bits_of_the_whole() {
-        let shape = HeadShape { heads: 6, kv_heads: 2, head_dim: 8 };
-        for (prefix, own) in [(1, 1), (7, 40), (33, 5), (70, 70)] {
-            let qkv = noise((prefix + own) * shape.width(), 3);
-            for window in [usize::MAX, 20, 3] {
-                let rule = AttentionRule { window, ..AttentionRule::full(shape) };
-                let whole = forward(&qkv, &segments(&[prefix + own]), rule);
-                let mut shared = segments(&[prefix, own]);
-                shared[1].prefix = 0..prefix;
-                assert_eq!(forward(&qkv, &shared, rule), whole);
-            }
-        }
-    }
-
-    /// A window of `w` is attention over the last `w` keys alone.
-    #[test]
-    fn keys_before_a_window_change_nothing() {
-        let shape = HeadShape { heads: 2, kv_heads: 1, head_dim: 8 };
-        let (rows, window) = (50, 7);
-        let qkv = noise(rows * shape.width(), 4);
-        let rule = AttentionRule { window, ..AttentionRule::full(shape) };
-        let windowed = forward(&qkv, &segments(&[rows]), rule);
-        for row in 0..rows {
-            let first = (row + 1_usize).saturating_sub(window);
-            let last = &qkv[first * shape.width()..(row + 1) * shape.width()];
-            let alone = forward(last, &segments(&[row + 1 - first]), AttentionRule::full(shape));
-            let width = shape.query_width();
-            assert_eq!(windowed[row * width..][..width], alone[(row - first) * width..]);
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn paged_and_packed_give_the_same_bits(
-            lengths in prop::collection::vec(1..70usize, 1..4), kv_heads in 1..3usize, per_kv in 1..8usize, dim in 1..20usize,
-            window in prop::option::of(1..60usize)
-        ) {
-            let shape = HeadShape { heads: per_kv * kv_heads, kv_heads, head_dim: 2 * dim };
-            let rows: usize = lengths.iter().sum();
-            let qkv = noise(rows * shape.width(), 5);
-            let rule = AttentionRule { window: window.unwrap_or(usize::MAX), ..AttentionRule::full(shape) };
-            let expected = forward(&qkv, &segments(&lengths), rule);
-            let layout = PageLayout::new(shape);
-            let mut out = vec![0.0; expected.len()];
-            for segment in segments(&lengths) {
-                let mut pages = vec![vec![f32::NAN; layout.len()]; segment.rows.len().div_ceil(PAGE)];
-                for (position, row) in segment.rows.enumerate() {
-                    let (queries, rest) = qkv[row * shape.width()..][..shape.width()].split_at(shape.query_width());
-                    let (key, value) = rest.split_at(shape.kv_width());
-                    layout.write(&mut pages[position / PAGE], position % PAGE, key, value);
-                    let pages: Vec<&[f32]> = pages[..=position / PAGE].iter().map(Vec::as_slice).collect();
-                    let out = &mut out[row * shape.query_width()..][..shape.query_width()];
-                    layout.attend(rule, queries, &pages, position + 1, &mut Vec::new(), out);
-                }
-            }
-            prop_assert_eq!(out, expected);
-        }
-    }
-}
+mod tests;

@@ -257,6 +257,11 @@ impl Linear {
         }
     }
 
+    /// The bias `[out]` of a layer to train, if it has one.
+    pub(crate) fn bias(&self) -> Option<&[f32]> {
+        self.bias.as_deref()
+    }
+
     /// Number of outputs.
     pub(crate) fn output(&self) -> usize {
         self.output

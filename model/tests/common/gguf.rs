@@ -69,7 +69,9 @@ fn network(config: &Config) -> BTreeMap<String, GgufValue> {
         Architecture::Llama | Architecture::Mistral => "llama",
         Architecture::Qwen2 => "qwen2",
         Architecture::Qwen3 => "qwen3",
-        Architecture::Qwen3Moe | Architecture::Olmoe => panic!("GGUF files with experts are not read"),
+        Architecture::Qwen3Moe | Architecture::Olmoe | Architecture::Glm4Moe | Architecture::GptOss => {
+            panic!("GGUF files with experts are not read")
+        }
     };
     let size = |n: usize| GgufValue::U32(n as u32);
     let mut metadata: BTreeMap<String, GgufValue> = [

@@ -17,8 +17,8 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 
 /// Directory names of the models.
-pub(crate) const MODELS: [&str; 7] =
-    ["qwen2", "qwen2_sharded", "qwen3", "qwen3_moe", "olmoe", "llama", "mistral"];
+pub(crate) const MODELS: [&str; 9] =
+    ["qwen2", "qwen2_sharded", "qwen3", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss", "llama", "mistral"];
 
 /// A model and what PyTorch computes for it, in f32.
 pub(crate) struct Golden {
@@ -38,7 +38,7 @@ pub(crate) struct Golden {
     pub(crate) temperature: f32,
     /// Sum over sequences and positions of `coefficient * log_softmax(logits / temperature)[next token]`.
     pub(crate) loss: f32,
-    /// Gradient of the loss by every parameter.
+    /// Gradient of the loss by every parameter; zero for frozen ones, which have none.
     pub(crate) gradients: Parameters,
 }
 
@@ -154,7 +154,7 @@ impl Golden {
 
 fn gradients(file: &SafeTensors<'_>, layout: &Arc<Layout>) -> Parameters {
     let mut gradients = Parameters::zeros(Arc::clone(layout));
-    for spec in layout.specs() {
+    for spec in layout.specs().iter().filter(|spec| !spec.frozen) {
         let values = floats(file, &format!("grad.{}", spec.name));
         gradients.values_mut()[spec.range()].copy_from_slice(&values);
     }

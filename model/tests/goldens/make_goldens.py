@@ -1,6 +1,6 @@
 """Tiny random models as transformers writes them, with the logits and gradients that PyTorch computes.
 
-  pip install torch transformers safetensors        (made with torch 2.15.0, transformers 5.23.0, CPU)
+  pip install torch transformers safetensors        (made with torch 2.15.0, transformers 5.23.0 and, glm4_moe and gpt_oss, 5.24.0, CPU)
   python make_goldens.py [NAME ...]                 writes ./NAME/ for each, and ./chat.json
 
 Per model directory: config.json, generation_config.json, weights as save_pretrained writes them, and
@@ -23,7 +23,7 @@ import sys
 import jinja2
 import torch
 from safetensors.torch import save_file
-from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, OlmoeConfig, OlmoeForCausalLM,
+from transformers import (Glm4MoeConfig, Glm4MoeForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, OlmoeConfig, OlmoeForCausalLM,
                           PreTrainedTokenizerFast,
                           Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
@@ -48,7 +48,19 @@ MODELS = {
               torch.float32, "1GB"),
     "mistral": (MistralConfig, MistralForCausalLM, dict(tie_word_embeddings=False, sliding_window=64),
                 torch.float16, "1GB"),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, dict(
+        tie_word_embeddings=False, head_dim=16, num_key_value_heads=1, attention_bias=True, use_qk_norm=True,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5), first_k_dense_replace=1,
+        n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=1, n_group=3, topk_group=2,
+        routed_scaling_factor=1.5), torch.bfloat16, "1GB"),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM, dict(
+        tie_word_embeddings=False, head_dim=16, num_key_value_heads=1, intermediate_size=12, num_local_experts=4,
+        num_experts_per_tok=2, sliding_window=8, swiglu_limit=0.8, rope_parameters=dict(
+            rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+            original_max_position_embeddings=16)), torch.bfloat16, "1GB"),
 }
+# Seeds with which every expert has tokens of every sequence, and few are nearly as good as another.
+SEEDS = {"glm4_moe": 11, "gpt_oss": 23}
 LENGTHS = [7, 1, 23, 12]
 TEMPERATURE = 0.7
 
@@ -57,20 +69,30 @@ def randomise(model):
     """Weights large enough that logits differ, norms around 1, biases around 0, routers that choose every expert."""
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape)
-        scale = 0.15 if name.endswith("mlp.gate.weight") else 0.3
+        scale = 0.15 if name.endswith(("mlp.gate.weight", "mlp.router.weight")) else 0.3
         p.data = 1.0 + 0.2 * noise if name.endswith("norm.weight") else scale * noise
+    for name, correction in corrections(model):
+        correction.data = 0.1 * torch.randn(correction.shape)
 
 
-def apart(name, values):
-    """Tensors by their names in files: transformers keeps those of all experts in one."""
-    if name.endswith("experts.gate_up_proj"):
-        for expert, both in enumerate(values):
-            for module, part in zip(["gate_proj", "up_proj"], both.chunk(2)):
-                yield name.replace("gate_up_proj", f"{expert}.{module}.weight"), part.clone()
-    elif name.endswith("experts.down_proj"):
-        for expert, part in enumerate(values):
-            yield name.replace("down_proj", f"{expert}.down_proj.weight"), part.clone()
-    else:
+def corrections(model):
+    """What routers add to the scores that choose experts: buffers, which have no gradient."""
+    return [(name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
+def apart(name, values, in_turns):
+    """Tensors as [out, in] by expert: transformers keeps those of all experts in one, gpt-oss [in, out] with gate and up in turns."""
+    path, _, last = name.rpartition("experts.")
+    of_each = values if last in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias") else []
+    for expert, part in enumerate(of_each):
+        kind = "bias" if last.endswith("_bias") else "weight"
+        part = part.t() if in_turns and kind == "weight" else part
+        if last.startswith("gate_up_proj"):
+            for module, half in zip(["gate_proj", "up_proj"], (part[0::2], part[1::2]) if in_turns else part.chunk(2)):
+                yield f"{path}experts.{expert}.{module}.{kind}", half.clone()
+        else:
+            yield f"{path}experts.{expert}.down_proj.{kind}", part.clone()
+    if not len(of_each):
         yield name, values.clone()
 
 
@@ -90,12 +112,14 @@ def golden(model, seed):
     loss.backward()
     out.update(tokens=tokens, offsets=offsets, coefficients=coefficients, temperature=torch.tensor([TEMPERATURE]),
                loss=loss.detach().reshape(1), inv_freq=model.model.rotary_emb.inv_freq.clone())
-    parameters = {}
+    parameters, in_turns = dict(corrections(model)), model.config.model_type == "gpt_oss"
     for name, p in model.named_parameters():
-        parameters.update(apart(name, p.detach()))
-        out.update((f"grad.{part}", values) for part, values in apart(name, p.grad))
+        parameters.update(apart(name, p.detach(), in_turns))
+        out.update((f"grad.{part}", values) for part, values in apart(name, p.grad, in_turns))
     for name in ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight",
-                 "model.layers.0.mlp.experts.3.up_proj.weight"]:
+                 "model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.experts.2.down_proj.weight",
+                 "model.layers.1.mlp.experts.2.up_proj.bias", "model.layers.1.mlp.gate.e_score_correction_bias",
+                 "model.layers.1.mlp.shared_experts.up_proj.weight", "model.layers.1.self_attn.sinks"]:
         if name in parameters:
             out[f"param.{name}"] = parameters[name]
     return out
@@ -213,7 +237,7 @@ def tokenizer():
 def main():
     torch.set_num_threads(1)
     for name in sys.argv[1:] or MODELS:
-        make(name, seed=sorted(MODELS).index(name))
+        make(name, seed=SEEDS.get(name, sorted(MODELS).index(name)))
     chat()
 
 

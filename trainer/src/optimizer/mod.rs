@@ -311,6 +311,9 @@ impl Optimizer {
             owned.into_iter().zip(Arc::make_mut(&mut self.states))
         {
             let spec = &specs[tensor];
+            if spec.frozen {
+                continue;
+            }
             let columns = spec.shape.last().copied().unwrap_or(1);
             match state {
                 TensorState::Moments(moments) => {

@@ -1,6 +1,6 @@
 //! Properties of all optimizers.
 
-use model::{Config, Layout, SharedCores, Sizes};
+use model::{Architecture, Config, Layout, SharedCores, Sizes};
 
 use super::check::random;
 use super::*;
@@ -131,5 +131,38 @@ fn contiguous_matrices_are_updated_separately() {
         );
         assert!(values[k.clone()].iter().all(|x| *x != 0.0));
         assert!(values[..k.start].iter().chain(&values[k.end..]).all(|x| *x == 0.0), "{config:?}");
+    }
+}
+
+/// The correction of a router is updated by loads of experts or not at all, whatever its gradient is.
+#[test]
+fn frozen_tensors_are_not_updated() {
+    let sizes = Sizes {
+        vocab_size: 10,
+        hidden_size: 8,
+        intermediate_size: 12,
+        num_layers: 1,
+        num_heads: 2,
+        num_kv_heads: 1,
+        max_position_embeddings: 8,
+    };
+    let layout = Layout::new(&Config::fresh(&sizes).of_family(Architecture::Glm4Moe));
+    for config in configs() {
+        let config = OptimizerConfig { weight_decay: 0.1, ..config };
+        let before = random(layout.len(), 1);
+        let mut values = before.clone();
+        let gradients = random(layout.len(), 2);
+        let update = ScaledGradients { gradients: &gradients, scale: 1.0 };
+        let mut optimizer = Optimizer::new(config, layout.specs());
+        optimizer.update(layout.specs(), &mut values, update, 0.1, &ThreadPool::single());
+        for spec in layout.specs() {
+            assert_eq!(
+                values[spec.range()] == before[spec.range()],
+                spec.frozen,
+                "{config:?}: {}",
+                spec.name
+            );
+        }
+        assert_eq!(layout.specs().iter().filter(|spec| spec.frozen).count(), 1);
     }
 }
