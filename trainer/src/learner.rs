@@ -30,7 +30,7 @@ use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, LearnerWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
 use crate::packing::recorded_slots;
-use crate::plan::{MicroBatch, leaves, plan};
+use crate::plan::{MicroBatch, in_order_of_leaf, leaves, plan};
 use crate::rank::{LearnerSeed, PlannedRows, Rank, ScoredRows, StepInputs};
 use crate::rank_spans::RankPhase;
 use crate::ranks::{make, on_each};
@@ -554,23 +554,6 @@ impl Learner {
 
     fn ranks_mut(&mut self) -> impl Iterator<Item = &mut Rank> {
         std::iter::once(&mut self.first).chain(&mut self.others)
-    }
-}
-
-/// The reports of all leaves in order, from the reports by rank. With `accumulates` a rank has neighbouring leaves,
-/// otherwise every `world`th leaf.
-fn in_order_of_leaf<R>(reports: Vec<Vec<R>>, accumulates: bool) -> Vec<R> {
-    if accumulates {
-        return reports.into_iter().flatten().collect();
-    }
-    let mut ranks: Vec<_> = reports.into_iter().map(Vec::into_iter).collect();
-    let mut ordered = Vec::new();
-    loop {
-        let before = ordered.len();
-        ordered.extend(ranks.iter_mut().filter_map(Iterator::next));
-        if ordered.len() == before {
-            return ordered;
-        }
     }
 }
 

@@ -313,6 +313,23 @@ impl MicroBatch {
     }
 }
 
+/// The reports of all leaves in order, from the reports by rank. With `accumulates` a rank has neighbouring leaves,
+/// otherwise every `world`th leaf.
+pub(crate) fn in_order_of_leaf<R>(reports: Vec<Vec<R>>, accumulates: bool) -> Vec<R> {
+    if accumulates {
+        return reports.into_iter().flatten().collect();
+    }
+    let mut ranks: Vec<_> = reports.into_iter().map(Vec::into_iter).collect();
+    let mut ordered = Vec::new();
+    loop {
+        let before = ordered.len();
+        ordered.extend(ranks.iter_mut().filter_map(Iterator::next));
+        if ordered.len() == before {
+            return ordered;
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use model::Sizes;
