@@ -453,3 +453,44 @@ fn retain<T>(items: &mut Vec<T>, keep: &[bool]) {
     let mut keep = keep.iter();
     items.retain(|_| *keep.next().unwrap_or(&true));
 }
+
+#[cfg(test)]
+mod tests {
+    use trajectory::{Prompt, TaskId};
+
+    use super::*;
+
+    /// Experts with numbers of a byte and of two.
+    #[test]
+    fn experts_are_decoded_as_they_were_encoded() {
+        let trajectory = |index: u32, ids: &[u16]| Trajectory {
+            index,
+            sample: Sample::new(SampleStreams {
+                token_ids: vec![1, 2, 3],
+                loss_mask: vec![false, true, true],
+                behavior_logprobs: vec![0.0, -1.0, -0.5],
+                versions: vec![VersionRun { version: PolicyVersion(0), len: 3 }],
+                kept: None,
+                experts: Some(TokenExperts { per_token: 2, ids: ids.to_vec() }),
+                temperature: 1.0,
+            })
+            .unwrap(),
+            turns: Vec::new(),
+            branches: Vec::new(),
+            text: String::new(),
+            score: Score::default(),
+            baseline: false,
+            role: None,
+        };
+        let task =
+            Task { id: TaskId(0), prompt: Prompt::Text("?".to_owned()), answer: None, columns: Map::new() };
+        let trajectories = vec![trajectory(0, &[0, 255, 3, 4]), trajectory(1, &[0, 1, 2, 256])];
+        let mut group = Group { id: GroupId(7), task, trajectories };
+        let Trajectory { sample, .. } = group.trajectories[1].clone();
+        group.trajectories[0].branches.push(Branch { sample, turns: Vec::new() });
+        let payload = encode(&group, None).unwrap();
+        assert_eq!(decode(GroupId(7), &payload).unwrap(), group);
+        let odd = DecodedExperts { per_token: 1, bytes_each: 2, ids: &[1, 2, 3] };
+        assert!(TokenExperts::try_from(odd).unwrap_err().contains("3 bytes"));
+    }
+}

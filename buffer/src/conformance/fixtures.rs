@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use trajectory::{
     Component, Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
-    TokenExperts, Trajectory, Turn, VersionRun,
+    Trajectory, Turn, VersionRun,
 };
 
 use crate::payload::{FinishedGroup, IncomingGroup, PreparedGroup};
@@ -40,7 +40,7 @@ pub fn group(id: GroupId, served: PolicyVersion) -> Group {
         behavior_logprobs: vec![0.0, -0.1, -12.5],
         versions: [1, 2].map(|len| VersionRun { version: served, len }).to_vec(),
         kept: None,
-        experts: Some(TokenExperts { per_token: 1, ids: vec![3, 300] }),
+        experts: None,
         temperature: 0.7,
     })
     .unwrap();
