@@ -12,7 +12,8 @@
 //!   read for every use
 //! - [`layer`]: one decoder layer as data, from which layout, files, LoRA and the decoders follow
 //! - `ops`: its hot operations, each with its backward
-//! - [`products`]: the decoder's matrix product, for optimizers and adapters
+//! - [`low_rank`]: trained factors of frozen weights (LoRA), and their gradients
+//! - [`products`]: the decoder's matrix product, for optimizers
 //! - [`machine`]: CPU features of this machine
 //! - [`sampling`]: from logits to a token and its log-probability
 //! - [`mod@characters`]: the character-level tokenizer of fresh models
@@ -56,6 +57,7 @@ pub mod error;
 pub mod files;
 mod gguf;
 pub mod layer;
+pub mod low_rank;
 pub mod machine;
 pub mod manifest;
 pub mod on_device;
@@ -81,6 +83,7 @@ pub use decoder::{
 pub use directory::{DESCRIPTION_FILES, ModelDirectory};
 pub use error::ModelError;
 pub use layer::{LayerSpec, QueryKeyNorm, TargetModule};
+pub use low_rank::{FactorPair, LowRank};
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};

@@ -10,6 +10,7 @@ mod files;
 mod gguf;
 mod gguf_tokenizer;
 mod layers;
+mod low_rank;
 #[cfg(feature = "emulator")]
 mod on_device;
 mod oracle;

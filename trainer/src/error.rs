@@ -149,6 +149,15 @@ pub enum TrainerError {
     /// A checkpoint could not be stored in the archive of the run.
     #[error("the archive of the run: {0}")]
     Archive(Box<dyn std::error::Error + Send + Sync>),
+    /// An adapter of one end of a model whose ends are one tensor.
+    #[error(
+        "`lora.target_modules` names \"{module}\", but the model computes its embedding and its head with one tensor; leave it \
+         out, or use a model that has two (tie_word_embeddings is false in its config.json)"
+    )]
+    TiedTarget {
+        /// The layer.
+        module: &'static str,
+    },
     /// A LoRA adapter could not be read, or differs from the recipe.
     #[error("adapter {path}: {reason}")]
     Adapter {

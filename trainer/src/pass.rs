@@ -10,6 +10,7 @@ use model::{
 use std::sync::Arc;
 
 use crate::TrainerError;
+use crate::lora::Adapter;
 use crate::on_device::DevicePass;
 use crate::packing::Packed;
 use crate::zero::ParameterGathering;
@@ -28,6 +29,20 @@ impl<'a> Pass<'a> {
     /// A network with all weights.
     pub(crate) fn whole(model: &Config, parameters: &Arc<Parameters>, recompute: Recompute) -> Self {
         Self::Whole(Decoder::trainable(model, parameters, recompute))
+    }
+
+    /// The same, to train its weights or an `adapter` that is merged into them.
+    pub(crate) fn trained(
+        model: &Config,
+        parameters: &Arc<Parameters>,
+        adapter: Option<&Adapter>,
+        recompute: Recompute,
+    ) -> Self {
+        let decoder = Decoder::trainable(model, parameters, recompute);
+        Self::Whole(match adapter {
+            Some(adapter) => decoder.adapting(Arc::clone(adapter.factors())),
+            None => decoder,
+        })
     }
 
     /// A network whose layers are gathered. Embedding and tail stay in memory for its life.

@@ -15,6 +15,7 @@ use super::feed_forward::{
     FeedForwardWeights, GatedWeights,
 };
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
+use crate::low_rank::{UnitFactors, WeightGradient, carve};
 use crate::ops::heads::{self, Angles, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum, bias_gradient, weight_gradient};
@@ -302,31 +303,41 @@ impl TransformerBlock {
         Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_normed, d_middle })
     }
 
-    /// Adds the weight gradients of the feed-forward half to the layer's `gradients`; `pieces` are in the order of tokens.
+    /// Adds the weight gradients of the feed-forward half to the layer's `gradients`, or to those of its `factors`; `pieces` are
+    /// in the order of tokens.
     pub(super) fn feed_forward_gradients(
         &self,
         pieces: &[FeedForwardReverse],
         gradients: &mut [f32],
+        factors: Option<UnitFactors<'_>>,
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
         let [norm, router, gate_up, down] = carve(
             gradients,
             [Operand::FeedForwardNorm, Operand::Router, Operand::GateUp, Operand::Down].map(|of| &ranges[of]),
+            factors,
         );
-        let of_network = FeedForwardGradients { router, gate_up, down };
+        let (norm, of_network) = (norm.vector(), FeedForwardGradients { router, gate_up, down });
         let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
-        jobs.push(Box::new(|| {
-            pieces.iter().try_for_each(|p| rms_norm_weight_gradient(&p.middle, self.eps, &p.d_normed, norm))
-        }));
+        // Only matrices have factors.
+        if factors.is_none() {
+            jobs.push(Box::new(|| {
+                pieces
+                    .iter()
+                    .try_for_each(|p| rms_norm_weight_gradient(&p.middle, self.eps, &p.d_normed, norm))
+            }));
+        }
         pool.map(jobs, |job| job()).into_iter().collect()
     }
 
-    /// Adds the weight gradients of the attention half to the layer's `gradients`; `parts` are in the order of tokens.
+    /// Adds the weight gradients of the attention half to the layer's `gradients`, or to those of its `factors`; `parts` are in
+    /// the order of tokens.
     pub(super) fn attention_gradients(
         &self,
         parts: &[ReversedAttention<'_>],
         gradients: &mut [f32],
+        factors: Option<UnitFactors<'_>>,
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
@@ -340,10 +351,16 @@ impl TransformerBlock {
                 &ranges[Operand::Output],
                 &ranges[Operand::OutputBias],
             ],
+            factors,
         );
+        let [norm, qkv_bias, head_norm, output_bias] =
+            [norm, qkv_bias, head_norm, output_bias].map(WeightGradient::vector);
         let mut jobs: Vec<GradientJob<'_>> = Vec::new();
         weight_jobs(&mut jobs, parts, qkv, |part| (&part.reverse.normed, &part.reverse.d_qkv), pool);
         weight_jobs(&mut jobs, parts, output, |part| (&part.trace.attended, &part.reverse.d_middle), pool);
+        if factors.is_some() {
+            return pool.map(jobs, |job| job()).into_iter().collect();
+        }
         jobs.push(Box::new(|| {
             for ReversedAttention { trace, reverse: r, angles } in parts {
                 rms_norm_weight_gradient(&r.input, self.eps, &r.d_normed, norm)?;
@@ -371,34 +388,33 @@ impl TransformerBlock {
     }
 }
 
-/// Cuts ascending, disjoint ranges out of a flat buffer.
-fn carve<'a, const N: usize>(mut buffer: &'a mut [f32], ranges: [&Range<usize>; N]) -> [&'a mut [f32]; N] {
-    let mut passed = 0;
-    ranges.map(|range| {
-        if range.is_empty() {
-            return &mut [][..];
-        }
-        let (_, rest) = std::mem::take(&mut buffer).split_at_mut(range.start - passed);
-        let (cut, rest) = rest.split_at_mut(range.len());
-        (buffer, passed) = (rest, range.end);
-        cut
-    })
-}
-
-/// The gradient of one weight `[out, in]`, as one job per thread for a range of its rows over all `pieces`. `operands`
-/// gives the input `[T, in]` and the gradient `[T, out]` of a piece.
+/// The gradient of one weight `[out, in]` over all `pieces`: a job per thread for a range of its rows, or a job for each pair of
+/// factors. `operands` gives the input `[T, in]` and the gradient `[T, out]` of a piece.
 pub(super) fn weight_jobs<'a, P: Sync>(
     jobs: &mut Vec<GradientJob<'a>>,
     pieces: &'a [P],
-    gradient: &'a mut [f32],
+    gradient: WeightGradient<'a>,
     operands: impl Fn(&P) -> (&Tensor, &Tensor) + Send + Sync + Copy + 'a,
     pool: &ThreadPool,
 ) {
     let Some(output) = pieces.first().and_then(|piece| operands(piece).1.dims().last().copied()) else {
         return;
     };
-    let input = gradient.len() / output;
-    let mut rest = gradient;
+    let mut rest = match gradient {
+        WeightGradient::Whole(gradient) => gradient,
+        WeightGradient::Factors(all) => {
+            for mut factors in all {
+                jobs.push(Box::new(move || {
+                    pieces.iter().try_for_each(|piece| {
+                        let (x, g) = operands(piece);
+                        factors.add(x, g)
+                    })
+                }));
+            }
+            return;
+        }
+    };
+    let input = rest.len() / output;
     for rows in row_ranges(output, pool.threads(), 8) {
         let (own, after) = rest.split_at_mut(rows.len() * input);
         rest = after;

@@ -4,15 +4,14 @@
 //! all tokens in their order. The products of experts run over the tokens that they have, so that the cost is that of the experts
 //! in use.
 
-use std::ops::Range;
-
 use candle_core::{Result, Tensor};
 
 use super::block::{GradientJob, weight_jobs};
 use crate::ThreadPool;
 use crate::layer::ExpertSpec;
+use crate::low_rank::WeightGradient;
 use crate::ops::experts::ExpertRoutes;
-use crate::ops::linear::{Linear, weight_gradient};
+use crate::ops::linear::Linear;
 use crate::ops::swiglu::{SwigluReverse, swiglu, swiglu_backward};
 use crate::ops::{matrix, unwritten, values};
 
@@ -235,9 +234,9 @@ pub(super) trait FeedForwardPiece: Sync {
 
 /// Gradients of the weights, as parts of those of a layer; `router` is empty without experts.
 pub(super) struct FeedForwardGradients<'a> {
-    pub(super) router: &'a mut [f32],
-    pub(super) gate_up: &'a mut [f32],
-    pub(super) down: &'a mut [f32],
+    pub(super) router: WeightGradient<'a>,
+    pub(super) gate_up: WeightGradient<'a>,
+    pub(super) down: WeightGradient<'a>,
 }
 
 impl FeedForwardWeights {
@@ -248,7 +247,7 @@ impl FeedForwardWeights {
         gradients: FeedForwardGradients<'a>,
         pool: &ThreadPool,
     ) -> Vec<GradientJob<'a>> {
-        let FeedForwardGradients { router, gate_up, down } = gradients;
+        let FeedForwardGradients { mut router, gate_up, down } = gradients;
         let mut jobs: Vec<GradientJob<'a>> = Vec::new();
         let Self::Experts(ExpertWeights { experts, .. }) = self else {
             weight_jobs(&mut jobs, pieces, gate_up, |p| (&p.operands().input, &p.operands().d_gate_up), pool);
@@ -256,31 +255,23 @@ impl FeedForwardWeights {
             return jobs;
         };
         let routed = |piece: &'a P| piece.operands().routed.as_ref().map(|routed| (piece, routed));
-        let (of_gate_up, of_down) = (gate_up.len() / experts.len(), down.len() / experts.len());
-        let each = gate_up.chunks_exact_mut(of_gate_up).zip(down.chunks_exact_mut(of_down));
-        for (expert, (gate_up, down)) in each.enumerate() {
+        let split =
+            |gradient: WeightGradient<'a>, layer: &Linear| gradient.split(experts.len(), layer.output());
+        let each = split(gate_up, &experts[0].gate_up).into_iter().zip(split(down, &experts[0].down));
+        for (expert, (mut gate_up, mut down)) in each.enumerate() {
             jobs.push(Box::new(move || {
                 pieces.iter().filter_map(routed).try_for_each(|(piece, (routes, _))| {
                     let (rows, of) = (routes.of_expert(expert), piece.operands());
-                    add_gradient(&of.input, &of.d_gate_up, &rows, gate_up)?;
-                    add_gradient(&of.activated, &of.g, &rows, down)
+                    gate_up.add(&of.input, &of.d_gate_up, &rows)?;
+                    down.add(&of.activated, &of.g, &rows)
                 })
             }));
         }
         jobs.push(Box::new(move || {
             pieces.iter().filter_map(routed).try_for_each(|(piece, (_, d_logits))| {
-                add_gradient(piece.normed(), d_logits, &(0..d_logits.dim(0)?), router)
+                router.add(piece.normed(), d_logits, &(0..d_logits.dim(0)?))
             })
         }));
         jobs
     }
-}
-
-/// Adds the gradient of a weight `[out, in]`, of `rows` of the input `x [_, in]` and of the gradient `g [_, out]` of the result.
-fn add_gradient(x: &Tensor, g: &Tensor, rows: &Range<usize>, gradient: &mut [f32]) -> Result<()> {
-    if rows.is_empty() {
-        return Ok(());
-    }
-    let (x, g) = (x.narrow(0, rows.start, rows.len())?, g.narrow(0, rows.start, rows.len())?);
-    weight_gradient(&x, &g, 0..g.dim(1)?, gradient)
 }

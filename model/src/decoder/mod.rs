@@ -8,7 +8,7 @@
 //! - `block`: one layer, forward and backward; `feed_forward`: its feed-forward network, which may be experts
 //! - `pack`: sequences one after the other
 //! - `train`: forward and backward
-//! - `gradients`: gradient sinks and layer sources
+//! - `gradients`: gradient sinks and layer sources; with low-rank factors gradients are those of the factors
 //! - `decode`: the paged cache and the decode step
 
 mod block;
@@ -24,6 +24,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
+use crate::low_rank::{LowRank, UnitFactors};
 use crate::ops::heads::HeadShape;
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::{embedding, matrix, values};
@@ -65,6 +66,8 @@ pub struct Decoder {
     value_head: Vec<f32>,
     layout: Arc<Layout>,
     recompute: Recompute,
+    /// The factors that are trained in place of the weights.
+    factors: Option<Arc<LowRank>>,
     /// Whether the threads of a decode step share the columns of the weights, or each computes some of the sequences.
     columns_are_shared: bool,
 }
@@ -186,6 +189,19 @@ impl Decoder {
         Self { embedding, head, recompute, ..Self::without(config, layout, final_norm, value_head) }
     }
 
+    /// The same decoder with trained `factors`, which its weights have merged: [`Decoder::train`] gives the gradients of the
+    /// factors of a unit to the sink, in the order of [`LowRank::within`], in place of those of the weights.
+    #[must_use]
+    pub fn adapting(self, factors: Arc<LowRank>) -> Self {
+        Self { factors: Some(factors), ..self }
+    }
+
+    /// The trained factors of the weights of a unit.
+    fn factors_of(&self, unit: Unit) -> Option<UnitFactors<'_>> {
+        let place = self.layout.unit(unit);
+        self.factors.as_deref().map(|low_rank| UnitFactors { low_rank, start: place.start, len: place.len() })
+    }
+
     /// Without embedding, blocks and head.
     fn bare(config: &Config, layout: &Arc<Layout>, values: &[f32]) -> Self {
         let of = |range: Range<usize>| values[range].to_vec();
@@ -206,6 +222,7 @@ impl Decoder {
             value_head,
             layout: Arc::clone(layout),
             recompute: Recompute::None,
+            factors: None,
             columns_are_shared: false,
         }
     }

@@ -74,6 +74,11 @@ impl<'a> StridedMatrix<'a> {
         }
     }
 
+    /// Number of its rows.
+    pub(crate) fn height(self) -> usize {
+        self.rows
+    }
+
     /// Some of its rows.
     ///
     /// # Panics
