@@ -3,6 +3,7 @@
 //! # Layout
 //! - [`directory`]: a model directory in Hugging Face layout, opened, made and exported; it is made of
 //!   [`config`], [`parameters`] (all weights as one flat buffer), [`tokenizer`] and [`chat`]
+//! - [`frozen_parameters`]: frozen weights that stay quantised, under factors that are trained
 //! - `gguf`: a model in one file of llama.cpp, read as such a directory
 //! - [`files`]: bounded reads of untrusted files; [`manifest`]: a digest of every file of a directory
 //! - [`mod@thread_pool`]: thread pools of the roles over the cores of a process; [`mod@turns`]: one device for two roles
@@ -55,6 +56,7 @@ pub mod decoder;
 pub mod directory;
 pub mod error;
 pub mod files;
+pub mod frozen_parameters;
 mod gguf;
 pub mod layer;
 pub mod low_rank;
@@ -82,6 +84,7 @@ pub use decoder::{
 };
 pub use directory::{DESCRIPTION_FILES, ModelDirectory};
 pub use error::ModelError;
+pub use frozen_parameters::FrozenParameters;
 pub use layer::{LayerSpec, QueryKeyNorm, TargetModule};
 pub use low_rank::{FactorPair, LowRank};
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};

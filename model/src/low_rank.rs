@@ -13,14 +13,16 @@
 //! threads. A weight without factors is frozen: it has no gradient.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
+use crate::ThreadPool;
 use crate::ops::embedding::embed_backward;
-use crate::ops::linear::weight_gradient;
+use crate::ops::gemm::{ProductOut, Right, product};
+use crate::ops::linear::{LinearFactors, weight_gradient};
 use crate::ops::values;
 use crate::products::{StridedMatrix, multiply, multiply_add};
-use crate::ThreadPool;
 
 /// The factors of some weights of a model.
 #[derive(Clone, Debug, PartialEq)]
@@ -205,6 +207,44 @@ impl FactorGradient<'_> {
 }
 
 impl LowRank {
+    /// Adds `s (x A^T) B^T` for `x [T, in]` to `out [T, out]`, for the pair of this index.
+    pub(crate) fn add_product(&self, pair: usize, x: StridedMatrix<'_>, out: ProductOut<'_>) {
+        let (a, b) = self.matrices(&self.pairs[pair]);
+        let projected = self.scaled(x, a.transposed());
+        let projected = StridedMatrix::new(&projected, self.rank);
+        product(projected, Right::Unpacked(b.transposed()), out, false);
+    }
+
+    /// Adds `s (g B) A` for `g [T, out]` to `dx [T, in]`, for the pair of this index.
+    pub(crate) fn add_input_gradient(&self, pair: usize, g: StridedMatrix<'_>, dx: &mut [f32]) {
+        let (a, b) = self.matrices(&self.pairs[pair]);
+        let reversed = self.scaled(g, b);
+        multiply_add(StridedMatrix::new(&reversed, self.rank), a, dx);
+    }
+
+    /// Adds what an embedding adds to the row of token `id`, `[hidden]`, for the pair of this index.
+    pub(crate) fn add_row(&self, pair: usize, id: usize, row: &mut [f32]) {
+        let pair = &self.pairs[pair];
+        let (a, b) = (&self.values[pair.a.clone()], &self.values[pair.b.clone()]);
+        for (value, b) in row.iter_mut().zip(b.chunks_exact(self.rank)) {
+            let column = a[id..].iter().step_by(pair.rows);
+            *value += self.scale * b.iter().zip(column).map(|(b, a)| b * a).sum::<f32>();
+        }
+    }
+
+    /// The factors of the outputs of a linear layer whose weight has this range in the flat parameters.
+    pub(crate) fn linear(factors: &Arc<Self>, weight: &Range<usize>) -> Vec<LinearFactors> {
+        let own = |(index, pair): (usize, &FactorPair)| {
+            let inside = weight.contains(&pair.weight.start) && !pair.is_embedding;
+            inside.then(|| {
+                let first = (pair.weight.start - weight.start) / pair.columns;
+                let outputs = first..first + pair.rows;
+                LinearFactors { outputs, low_rank: Arc::clone(factors), pair: index }
+            })
+        };
+        factors.pairs.iter().enumerate().filter_map(own).collect()
+    }
+
     /// `s left [T, n] x right [n, rank]`.
     fn scaled(&self, left: StridedMatrix<'_>, right: StridedMatrix<'_>) -> Vec<f32> {
         let mut product = vec![0.0; left.height() * self.rank];
@@ -336,7 +376,7 @@ impl RowFactors<'_> {
 
     /// The same on slices, with the widths of their rows.
     pub(crate) fn add_values(&mut self, x: &[f32], input: usize, g: &[f32], output: usize) {
-        let g = StridedMatrix::new(g, output).transposed().rows(self.rows.clone()).transposed();
+        let g = StridedMatrix::new(g, output).columns(self.rows.clone());
         self.factors.add(StridedMatrix::new(x, input), g);
     }
 }

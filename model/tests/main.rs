@@ -7,6 +7,7 @@ mod common;
 mod decoding;
 mod derivative;
 mod files;
+mod frozen;
 mod gguf;
 mod gguf_tokenizer;
 mod layers;

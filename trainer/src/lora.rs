@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 pub use model::TargetModule;
 use model::parameters::fill_normal;
-use model::{FactorPair, LowRank, ParameterSpec, Parameters, ThreadPool};
+use model::{FactorPair, FrozenParameters, LowRank, ParameterSpec, Parameters, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde::{Deserialize, Serialize};
@@ -125,8 +125,17 @@ impl Adapter {
     /// the same bits on every platform, and each matrix has its own random stream.
     #[must_use]
     pub fn new(config: LoraConfig, base: &Parameters, seed: u64) -> Self {
-        let mut adapter = Self::zeros(config, base);
-        let factors = Arc::make_mut(&mut adapter.factors);
+        Self::zeros(config, base).initialized(seed)
+    }
+
+    /// The same for a base that stays quantised, into which it is never merged.
+    #[must_use]
+    pub fn over(config: LoraConfig, base: &FrozenParameters, seed: u64) -> Self {
+        Self::skeleton(config, base.layout().specs()).initialized(seed)
+    }
+
+    fn initialized(mut self, seed: u64) -> Self {
+        let factors = Arc::make_mut(&mut self.factors);
         let pairs = factors.pairs().to_vec();
         for (index, pair) in (0..).zip(pairs) {
             if pair.is_embedding {
@@ -141,7 +150,7 @@ impl Adapter {
                 *value = (bound * ((rng.next_u64() >> 11) as f64 * unit - 1.0)) as f32;
             }
         }
-        adapter
+        self
     }
 
     /// Loads the adapter in `dir`, in PEFT's layout, which must match `config`.

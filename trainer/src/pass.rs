@@ -4,8 +4,8 @@
 //! different numbers of micro-batches make the same calls.
 
 use model::{
-    Config, Decoder, GradientSink, LayerSource, Layout, Parameters, Prediction, Recompute, SampleSlopes,
-    ThreadPool, TrainedTargets, Unit,
+    Config, Decoder, FrozenParameters, GradientSink, LayerSource, Layout, Parameters, Prediction, Recompute,
+    SampleSlopes, ThreadPool, TrainedTargets, Unit,
 };
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::zero::ParameterGathering;
 
 /// The network of a rank.
 pub(crate) enum Pass<'a> {
-    /// All weights are on the host.
+    /// All weights are on the host, or a frozen base and an adapter.
     Whole(Decoder),
     /// Layers are gathered from all ranks.
     Gathered(Decoder, ParameterGathering<'a>),
@@ -43,6 +43,11 @@ impl<'a> Pass<'a> {
             Some(adapter) => decoder.adapting(Arc::clone(adapter.factors())),
             None => decoder,
         })
+    }
+
+    /// A network with a frozen `base` and an `adapter` that is not merged.
+    pub(crate) fn frozen(base: &FrozenParameters, adapter: &Adapter, recompute: Recompute) -> Self {
+        Self::Whole(Decoder::frozen(base, adapter.factors(), recompute))
     }
 
     /// A network whose layers are gathered. Embedding and tail stay in memory for its life.

@@ -15,13 +15,13 @@ use super::feed_forward::{
     FeedForwardWeights, GatedWeights,
 };
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
-use crate::low_rank::{UnitFactors, WeightGradient, carve};
+use crate::low_rank::{LowRank, UnitFactors, WeightGradient, carve};
 use crate::ops::heads::{self, Angles, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum, bias_gradient, weight_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::{matrix, row_ranges};
-use crate::{Config, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
+use crate::{Config, FrozenParameters, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
 
 /// Weights of one layer.
 #[derive(Clone, Debug)]
@@ -122,7 +122,20 @@ impl TransformerBlock {
                 Quantization::None | Quantization::Int8 => Linear::packed(weight, spec.input, bias),
             }
         };
-        Self::new(config, ranges, layer, linear)
+        Self::new(config, ranges, |range| layer[range].to_vec(), linear)
+    }
+
+    /// A layer of frozen weights with factors, to train and to sample with.
+    pub(super) fn frozen(base: &FrozenParameters, factors: &Arc<LowRank>, index: usize) -> Self {
+        let (layout, config) = (base.layout(), base.config());
+        let (start, ranges) = (layout.unit(Unit::Layer(index)).start, layout.ranges());
+        let moved = |range: &Range<usize>| start + range.start..start + range.end;
+        let linear = |spec: &LinearSpec, weight: Range<usize>| {
+            let bias = spec.bias.map_or(Vec::new(), |bias| base.vector(&moved(&ranges[bias])));
+            let weight = moved(&weight);
+            Linear::frozen(base.matrices(&weight), spec.input, bias, LowRank::linear(factors, &weight))
+        };
+        Self::new(config, ranges, |range| base.vector(&moved(&range)), linear)
     }
 
     /// A layer to train, of the values of the whole model.
@@ -154,19 +167,19 @@ impl TransformerBlock {
             let bias = spec.bias.map_or(0..0, |bias| moved(&ranges[bias]));
             Linear::flat(flat, moved(&weight), spec.input, &bias)
         };
-        Self::new(config, ranges, &flat.values()[values.clone()], linear)
+        Self::new(config, ranges, |range| flat.values()[moved(&range)].to_vec(), linear)
     }
 
-    /// The layer of `values`, whose matrices `linear` makes of a range of them.
+    /// The layer whose vectors `values` gives, and whose matrices `linear` makes, of a range of its values.
     fn new(
         config: &Config,
         ranges: &LayerRanges,
-        values: &[f32],
+        values: impl Fn(Range<usize>) -> Vec<f32>,
         linear: impl Fn(&LinearSpec, Range<usize>) -> Linear,
     ) -> Self {
         // Another kind of layer does not compile until its operations are here.
         let LayerSpec { norm: Norm::RmsBefore, feed_forward, query_key_norm, .. } = config.layer;
-        let vector = |operand: Operand| values[ranges[operand].clone()].to_vec();
+        let vector = |operand: Operand| values(ranges[operand].clone());
         let linear_of = |operand: Operand, weight: Range<usize>| {
             let spec = config.linear_spec(operand);
             let tree = match (config.reduction, spec.sharding) {

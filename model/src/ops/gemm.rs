@@ -79,6 +79,14 @@ impl<'a> StridedMatrix<'a> {
         self.rows
     }
 
+    /// Some of its columns.
+    ///
+    /// # Panics
+    /// If it has fewer.
+    pub(crate) fn columns(self, columns: Range<usize>) -> Self {
+        self.transposed().rows(columns).transposed()
+    }
+
     /// Some of its rows.
     ///
     /// # Panics

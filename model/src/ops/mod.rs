@@ -11,7 +11,8 @@
 //!   changes no bit.
 //!
 //! # Layout
-//! - [`linear`] over [`gemm`], or over [`int8`] and [`bf16`], which share the tiles of [`dot`]; [`norm`], [`swiglu`], [`embedding`]
+//! - [`linear`] over [`gemm`], of f32 weights or of quantised [`blocks`], or over [`int8`] and [`bf16`], which share the tiles of
+//!   [`dot`]; [`norm`], [`swiglu`], [`embedding`]
 //! - [`heads`]: per-head norm and rotary embedding
 //! - [`experts`]: the routes of tokens to experts
 //! - [`attention`]: packed and paged
@@ -19,6 +20,7 @@
 
 pub(crate) mod attention;
 pub(crate) mod bf16;
+pub(crate) mod blocks;
 pub(crate) mod dot;
 pub(crate) mod embedding;
 pub(crate) mod experts;
