@@ -16,6 +16,7 @@ use super::feed_forward::{
     FeedForwardWeights, GatedWeights,
 };
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
+use crate::low_rank::{LowRank, UnitFactors, WeightGradient, carve};
 use crate::ops::attention::{AttentionRule, PackedReverse};
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::heads::{self, HeadNormWeights, HeadShape};
@@ -23,7 +24,7 @@ use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum, bias_gradient, weight_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::{matrix, row_ranges};
-use crate::{Config, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
+use crate::{Config, FrozenParameters, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
 
 /// Weights of one layer.
 #[derive(Clone, Debug)]
@@ -150,7 +151,20 @@ impl TransformerBlock {
                 Quantization::None | Quantization::Int8 => Linear::packed(weight, spec.input, bias),
             }
         };
-        Self::new(config, index, ranges, layer, linear)
+        Self::new(config, index, ranges, |range| layer[range].to_vec(), linear)
+    }
+
+    /// Layer `index` of frozen weights with factors, to train and to sample with.
+    pub(super) fn frozen(base: &FrozenParameters, factors: &Arc<LowRank>, index: usize) -> Self {
+        let (layout, config) = (base.layout(), base.config());
+        let (start, ranges) = (layout.unit(Unit::Layer(index)).start, layout.ranges(index));
+        let moved = |range: &Range<usize>| start + range.start..start + range.end;
+        let linear = |spec: &LinearSpec, LinearRanges { weight, bias }: LinearRanges| {
+            let bias = bias.map_or(Vec::new(), |bias| base.vector(&moved(&bias)));
+            let weight = moved(&weight);
+            Linear::frozen(base.matrices(&weight), spec.input, bias, LowRank::linear(factors, &weight))
+        };
+        Self::new(config, index, ranges, |range| base.vector(&moved(&range)), linear)
     }
 
     /// A layer to train, of the values of the whole model.
@@ -188,21 +202,22 @@ impl TransformerBlock {
             let bias = bias.map_or(0..0, |bias| moved(&bias));
             Linear::flat(flat, moved(&weight), spec.input, &bias)
         };
-        Self::new(config, index, ranges, &flat.values()[values.clone()], linear)
+        let vector = |range: Range<usize>| flat.values()[moved(&range)].to_vec();
+        Self::new(config, index, ranges, vector, linear)
     }
 
-    /// Layer `index`, of `values`, whose matrices `linear` makes of ranges of them.
+    /// Layer `index`, whose vectors `values` gives, and whose matrices `linear` makes, of ranges of its values.
     fn new(
         config: &Config,
         index: usize,
         ranges: &LayerRanges,
-        values: &[f32],
+        values: impl Fn(Range<usize>) -> Vec<f32>,
         linear: impl Fn(&LinearSpec, LinearRanges) -> Linear,
     ) -> Self {
         // Another kind of layer does not compile until its operations are here.
         let LayerSpec { norm: Norm::RmsBefore, attention, feed_forward, query_key_norm, .. } =
             config.layers[index];
-        let vector = |operand: Operand| values[ranges[operand].clone()].to_vec();
+        let vector = |operand: Operand| values(ranges[operand].clone());
         // Part `part` of `parts` equal ones of an operation: with experts that of one of them.
         let linear_of = |spec: &LinearSpec, part: usize, parts: usize| {
             let tree = match (config.reduction, spec.sharding) {
@@ -378,11 +393,13 @@ impl TransformerBlock {
         Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_sinks, d_normed, d_middle })
     }
 
-    /// Adds the weight gradients of the feed-forward half to the layer's `gradients`; `pieces` are in the order of tokens.
+    /// Adds the weight gradients of the feed-forward half to the layer's `gradients`, or to those of its `factors`; `pieces` are
+    /// in the order of tokens.
     pub(super) fn feed_forward_gradients(
         &self,
         pieces: &[FeedForwardReverse],
         gradients: &mut [f32],
+        factors: Option<UnitFactors<'_>>,
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
@@ -398,7 +415,9 @@ impl TransformerBlock {
             Operand::SharedDown,
         ];
         let [norm, router, router_bias, gate_up, gate_up_bias, down, down_bias, shared_gate_up, shared_down] =
-            carve(gradients, operands.map(|of| &ranges[of]));
+            carve(gradients, operands.map(|of| &ranges[of]), factors);
+        let [norm, router_bias, gate_up_bias, down_bias] =
+            [norm, router_bias, gate_up_bias, down_bias].map(WeightGradient::vector);
         let of_network = FeedForwardGradients {
             router,
             router_bias,
@@ -410,17 +429,24 @@ impl TransformerBlock {
             shared_down,
         };
         let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
-        jobs.push(Box::new(|| {
-            pieces.iter().try_for_each(|p| rms_norm_weight_gradient(&p.middle, self.eps, &p.d_normed, norm))
-        }));
+        // Only matrices have factors.
+        if factors.is_none() {
+            jobs.push(Box::new(|| {
+                pieces
+                    .iter()
+                    .try_for_each(|p| rms_norm_weight_gradient(&p.middle, self.eps, &p.d_normed, norm))
+            }));
+        }
         pool.map(jobs, |job| job()).into_iter().collect()
     }
 
-    /// Adds the weight gradients of the attention half to the layer's `gradients`; `parts` are in the order of tokens.
+    /// Adds the weight gradients of the attention half to the layer's `gradients`, or to those of its `factors`; `parts` are in
+    /// the order of tokens.
     pub(super) fn attention_gradients(
         &self,
         parts: &[ReversedAttention<'_>],
         gradients: &mut [f32],
+        factors: Option<UnitFactors<'_>>,
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
@@ -435,10 +461,16 @@ impl TransformerBlock {
                 &ranges[Operand::Output],
                 &ranges[Operand::OutputBias],
             ],
+            factors,
         );
+        let [norm, qkv_bias, head_norm, sinks, output_bias] =
+            [norm, qkv_bias, head_norm, sinks, output_bias].map(WeightGradient::vector);
         let mut jobs: Vec<GradientJob<'_>> = Vec::new();
         weight_jobs(&mut jobs, parts, qkv, |part| (&part.reverse.normed, &part.reverse.d_qkv), pool);
         weight_jobs(&mut jobs, parts, output, |part| (&part.trace.attended, &part.reverse.d_middle), pool);
+        if factors.is_some() {
+            return pool.map(jobs, |job| job()).into_iter().collect();
+        }
         jobs.push(Box::new(|| {
             for ReversedAttention { trace, reverse: r, angles } in parts {
                 rms_norm_weight_gradient(&r.input, self.eps, &r.d_normed, norm)?;
@@ -469,34 +501,33 @@ impl TransformerBlock {
     }
 }
 
-/// Cuts ascending, disjoint ranges out of a flat buffer.
-fn carve<'a, const N: usize>(mut buffer: &'a mut [f32], ranges: [&Range<usize>; N]) -> [&'a mut [f32]; N] {
-    let mut passed = 0;
-    ranges.map(|range| {
-        if range.is_empty() {
-            return &mut [][..];
-        }
-        let (_, rest) = std::mem::take(&mut buffer).split_at_mut(range.start - passed);
-        let (cut, rest) = rest.split_at_mut(range.len());
-        (buffer, passed) = (rest, range.end);
-        cut
-    })
-}
-
-/// The gradient of one weight `[out, in]`, as one job per thread for a range of its rows over all `pieces`. `operands`
-/// gives the input `[T, in]` and the gradient `[T, out]` of a piece.
+/// The gradient of one weight `[out, in]` over all `pieces`: a job per thread for a range of its rows, or a job for each pair of
+/// factors. `operands` gives the input `[T, in]` and the gradient `[T, out]` of a piece.
 pub(super) fn weight_jobs<'a, P: Sync>(
     jobs: &mut Vec<GradientJob<'a>>,
     pieces: &'a [P],
-    gradient: &'a mut [f32],
+    gradient: WeightGradient<'a>,
     operands: impl Fn(&P) -> (&Tensor, &Tensor) + Send + Sync + Copy + 'a,
     pool: &ThreadPool,
 ) {
     let Some(output) = pieces.first().and_then(|piece| operands(piece).1.dims().last().copied()) else {
         return;
     };
-    let input = gradient.len() / output;
-    let mut rest = gradient;
+    let mut rest = match gradient {
+        WeightGradient::Whole(gradient) => gradient,
+        WeightGradient::Factors(all) => {
+            for mut factors in all {
+                jobs.push(Box::new(move || {
+                    pieces.iter().try_for_each(|piece| {
+                        let (x, g) = operands(piece);
+                        factors.add(x, g)
+                    })
+                }));
+            }
+            return;
+        }
+    };
+    let input = rest.len() / output;
     for rows in row_ranges(output, pool.threads(), 8) {
         let (own, after) = rest.split_at_mut(rows.len() * input);
         rest = after;
