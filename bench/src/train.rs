@@ -54,19 +54,8 @@ pub fn work(
         wait: Duration::MAX,
         device: on.map(|on| DeviceConfig::new(on.place, on.dtype)),
     };
-    let parameters = directory.load_parameters()?;
     let pool = Arc::new(ThreadPool::new(cores, cores.total()));
-    let model = directory.config().clone();
-    let learner = match args.lora_rank {
-        None => Learner::new(config, model, parameters, None)?,
-        Some(rank) => {
-            let target_modules = TargetModule::ALL.to_vec();
-            let adapter =
-                Adapter::new(LoraConfig { rank, alpha: 2.0 * rank as f64, target_modules }, &parameters, 0);
-            Learner::adapting(config, model, parameters, adapter, None)?
-        }
-    };
-    let mut learner = learner.on(pool);
+    let mut learner = learner(config, &directory, args.lora_rank)?.on(pool);
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let samples = (0..args.sequences)
         .map(|_| sequence(random_tokens(&mut rng, args.length + 1, directory.config().vocab_size)))
@@ -113,6 +102,19 @@ pub fn work(
             .map(|(device, _)| device_mib(device))
             .collect::<Result<_, _>>()?,
     })
+}
+
+/// A learner of all weights, or of an adapter of `lora_rank` on the linear layers of all blocks.
+fn learner(
+    config: LearnerConfig,
+    directory: &ModelDirectory,
+    lora_rank: Option<usize>,
+) -> Result<Learner, Failure> {
+    let (model, parameters) = (directory.config().clone(), directory.load_parameters()?);
+    let Some(rank) = lora_rank else { return Ok(Learner::new(config, model, parameters, None)?) };
+    let lora = LoraConfig { rank, alpha: 2.0 * rank as f64, target_modules: TargetModule::BLOCK.to_vec() };
+    let adapter = Adapter::new(lora, &parameters, 0);
+    Ok(Learner::adapting(config, model, parameters, adapter, None)?)
 }
 
 /// A sequence whose every token but the first is trained on.
