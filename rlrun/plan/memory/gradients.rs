@@ -138,6 +138,7 @@ mod tests {
         let target_modules = vec![TargetModule::QProj, TargetModule::DownProj];
         let lora = LoraConfig { rank: 2, alpha: 2.0, target_modules };
         let mut recipe = recipe();
+        recipe.trainer.leaves = 1;
         let layer = 4 * 2 * ((8 + 8) + (16 + 8));
         assert_eq!(bytes(&recipe, &layout, Some(&lora)), 2 * layer);
         (recipe.trainer.world, recipe.trainer.zero) = (2, 2);
