@@ -19,7 +19,7 @@ use crate::ops::attention::AttentionRule;
 use crate::rotary::Rotary;
 
 /// What a decoder layer computes: a residual block of causal attention with grouped key-value heads (GQA, Ainslie et al. 2023,
-/// arXiv 2305.13245), then one of a feed-forward network, both on a normalised input.
+/// arXiv 2305.13245), then one of a feed-forward network.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerSpec {
     /// The norm of a block.
@@ -34,6 +34,8 @@ pub struct LayerSpec {
     pub output_bias: bool,
     /// The feed-forward network.
     pub feed_forward: FeedForward,
+    /// Multiplies the result of a block before it is added to the residual stream.
+    pub residual_multiplier: f32,
 }
 
 /// How queries attend to keys.
@@ -53,6 +55,10 @@ pub struct AttentionSpec {
 pub enum Norm {
     /// RMSNorm of the block's input: `x + f(norm(x))`.
     RmsBefore,
+    /// RMSNorm of the block's result: `x + norm(f(x))` (OLMo 2, Walsh et al. 2025, arXiv 2501.00656).
+    RmsAfter,
+    /// RMSNorm of both: `x + norm(f(norm(x)))` (Gemma 2, Riviere et al. 2024, arXiv 2408.00118).
+    RmsAround,
 }
 
 /// The norm of queries and keys.
@@ -71,6 +77,8 @@ pub enum QueryKeyNorm {
 pub enum FeedForward {
     /// `down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv 2002.05202).
     SwiGlu,
+    /// `down(gelu(gate(x)) * up(x))` with the approximation of GELU by a hyperbolic tangent (Shazeer 2020, arXiv 2002.05202).
+    GeGlu,
     /// The sum of the results of some SwiGLU networks, which a router chooses for each token and weighs.
     Experts(ExpertSpec),
 }
@@ -148,8 +156,12 @@ pub(crate) enum Operand {
     Output,
     /// `[hidden]`
     OutputBias,
+    /// `[hidden]` weight of the norm of the attention block's result.
+    AttentionAfterNorm,
     /// `[hidden]` weight of the feed-forward block's norm.
     FeedForwardNorm,
+    /// `[hidden]` weight of the norm of the feed-forward block's result.
+    FeedForwardAfterNorm,
     /// `[experts, hidden]`
     Router,
     /// `[2 * intermediate, hidden]`: gate and up; with experts one after the other.
@@ -199,6 +211,15 @@ impl Config {
         HeadShape { heads: self.num_heads, kv_heads: self.num_kv_heads, head_dim: self.head_dim }
     }
 
+    /// The name, within a layer, of the one tensor that files have of all tensors of `operand`, if they have one.
+    pub(crate) fn fused_name(&self, operand: Operand) -> Option<&'static str> {
+        match operand {
+            Operand::Qkv if self.architecture.has_fused_files() => Some("self_attn.qkv_proj.weight"),
+            Operand::GateUp if self.architecture.has_fused_files() => Some("mlp.gate_up_proj.weight"),
+            _ => None,
+        }
+    }
+
     /// What attention of layer `index` computes.
     pub(crate) fn attention_rule(&self, index: usize) -> AttentionRule {
         let AttentionSpec { window, scale, .. } = self.layers[index].attention;
@@ -208,7 +229,10 @@ impl Config {
 
     /// The tensors of layer `index`, in the order of the flat layout.
     pub(crate) fn layer_tensors(&self, index: usize) -> Vec<LayerTensor> {
-        use Operand::{AttentionNorm, Down, FeedForwardNorm, GateUp, Output, OutputBias, Qkv, QkvBias};
+        use Operand::{
+            AttentionAfterNorm, AttentionNorm, Down, FeedForwardNorm, GateUp, Output, OutputBias, Qkv,
+            QkvBias,
+        };
         let LayerSpec { norm, query_key_norm, qkv_bias, output_bias, feed_forward, .. } = self.layers[index];
         let (hidden, inner, head) = (self.hidden_size, self.intermediate_size, self.head_dim);
         let (queries, keys) = (self.head_shape().query_width(), self.head_shape().kv_width());
@@ -216,10 +240,8 @@ impl Config {
         let mut push = |name: &'static str, shape: &[usize], operand, sharding| {
             tensors.push(LayerTensor { name: name.into(), shape: shape.to_vec(), operand, sharding });
         };
-        match norm {
-            Norm::RmsBefore => {
-                push("input_layernorm.weight", &[hidden], AttentionNorm, Sharding::Replicated);
-            }
+        if norm.is_before() {
+            push("input_layernorm.weight", &[hidden], AttentionNorm, Sharding::Replicated);
         }
         push("self_attn.q_proj.weight", &[queries, hidden], Qkv, Sharding::Outputs);
         push("self_attn.k_proj.weight", &[keys, hidden], Qkv, Sharding::Outputs);
@@ -244,31 +266,33 @@ impl Config {
         if output_bias {
             push("self_attn.o_proj.bias", &[hidden], OutputBias, Sharding::Replicated);
         }
+        if norm.is_after() {
+            push("post_attention_layernorm.weight", &[hidden], AttentionAfterNorm, Sharding::Replicated);
+        }
         match norm {
             Norm::RmsBefore => {
                 push("post_attention_layernorm.weight", &[hidden], FeedForwardNorm, Sharding::Replicated);
             }
+            Norm::RmsAround => {
+                push("pre_feedforward_layernorm.weight", &[hidden], FeedForwardNorm, Sharding::Replicated);
+            }
+            Norm::RmsAfter => {}
         }
         match feed_forward {
-            FeedForward::SwiGlu => {
+            FeedForward::SwiGlu | FeedForward::GeGlu => {
                 push("mlp.gate_proj.weight", &[inner, hidden], GateUp, Sharding::Outputs);
                 push("mlp.up_proj.weight", &[inner, hidden], GateUp, Sharding::Outputs);
                 push("mlp.down_proj.weight", &[hidden, inner], Down, Sharding::Inputs);
             }
-            FeedForward::Experts(ExpertSpec { count, .. }) => {
-                push("mlp.gate.weight", &[count, hidden], Operand::Router, Sharding::Replicated);
-                let mut of_expert = |expert: usize, module: &str, shape: &[usize], operand, sharding| {
-                    let name = format!("mlp.experts.{expert}.{module}.weight").into();
-                    tensors.push(LayerTensor { name, shape: shape.to_vec(), operand, sharding });
-                };
-                for expert in 0..count {
-                    of_expert(expert, "gate_proj", &[inner, hidden], GateUp, Sharding::Outputs);
-                    of_expert(expert, "up_proj", &[inner, hidden], GateUp, Sharding::Outputs);
-                }
-                for expert in 0..count {
-                    of_expert(expert, "down_proj", &[hidden, inner], Down, Sharding::Inputs);
-                }
-            }
+            FeedForward::Experts(spec) => expert_tensors(&mut tensors, spec, [hidden, inner]),
+        }
+        if norm.is_after() {
+            tensors.push(LayerTensor {
+                name: "post_feedforward_layernorm.weight".into(),
+                shape: vec![hidden],
+                operand: Operand::FeedForwardAfterNorm,
+                sharding: Sharding::Replicated,
+            });
         }
         tensors
     }
@@ -330,12 +354,44 @@ impl Config {
     }
 }
 
+/// Appends the tensors of a router and its experts, which are `inner` wide.
+fn expert_tensors(tensors: &mut Vec<LayerTensor>, spec: ExpertSpec, [hidden, inner]: [usize; 2]) {
+    use Operand::{Down, GateUp, Router};
+    let count = spec.count;
+    let mut push = |name: String, shape: [usize; 2], operand, sharding| {
+        tensors.push(LayerTensor { name: name.into(), shape: shape.to_vec(), operand, sharding });
+    };
+    push("mlp.gate.weight".to_owned(), [count, hidden], Router, Sharding::Replicated);
+    for expert in 0..count {
+        let name = |module: &str| format!("mlp.experts.{expert}.{module}.weight");
+        push(name("gate_proj"), [inner, hidden], GateUp, Sharding::Outputs);
+        push(name("up_proj"), [inner, hidden], GateUp, Sharding::Outputs);
+    }
+    for expert in 0..count {
+        push(format!("mlp.experts.{expert}.down_proj.weight"), [hidden, inner], Down, Sharding::Inputs);
+    }
+}
+
+impl Norm {
+    /// Whether the input of a block is normalised.
+    #[must_use]
+    pub fn is_before(self) -> bool {
+        self != Self::RmsAfter
+    }
+
+    /// Whether the result of a block is normalised.
+    #[must_use]
+    pub fn is_after(self) -> bool {
+        self != Self::RmsBefore
+    }
+}
+
 impl FeedForward {
     /// Its experts, if it has any.
     #[must_use]
     pub fn experts(self) -> Option<ExpertSpec> {
         match self {
-            Self::SwiGlu => None,
+            Self::SwiGlu | Self::GeGlu => None,
             Self::Experts(spec) => Some(spec),
         }
     }
@@ -381,11 +437,11 @@ impl Index<Operand> for LayerRanges {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::tests::tiny;
+    use crate::config::tests::of_every_family;
 
     #[test]
     fn tensors_of_an_operand_are_neighbours_and_ranges_cover_the_layer() {
-        for config in tiny() {
+        for config in of_every_family() {
             let tensors = config.layer_tensors(1);
             let layout = crate::Layout::new(&config);
             let ranges = layout.ranges(1);
@@ -404,7 +460,7 @@ mod tests {
 
     #[test]
     fn every_shared_matrix_is_a_target_of_lora() {
-        for config in tiny() {
+        for config in of_every_family() {
             for LayerTensor { name, shape, sharding, .. } in config.layer_tensors(0) {
                 let is_matrix = shape.len() == 2;
                 let is_router = &name[..] == "mlp.gate.weight";

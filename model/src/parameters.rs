@@ -28,6 +28,7 @@ pub struct Parameters {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Layout {
     specs: Vec<ParameterSpec>,
+    stored: Vec<ParameterSpec>,
     by_name: HashMap<String, usize>,
     layers: Vec<Range<usize>>,
     /// Of each layer.
@@ -58,7 +59,7 @@ pub struct ParameterSpec {
 }
 
 impl Parameters {
-    /// A fresh model: weights normal with standard deviation `initializer_range`, norms 1, biases 0. The same seed gives the same
+    /// A fresh model: weights normal with standard deviation `initializer_range`, norms that scale by 1, biases 0. The same seed gives the same
     /// bits on every platform, and a tensor's values do not depend on the tensors before it.
     #[must_use]
     pub fn random(config: &Config, seed: u64) -> Self {
@@ -67,7 +68,7 @@ impl Parameters {
         for (index, spec) in layout.specs.iter().enumerate() {
             let values = &mut parameters.values[spec.range()];
             if spec.name.ends_with("norm.weight") {
-                values.fill(1.0);
+                values.fill(1.0 - config.norm_offset);
             } else if spec.name.ends_with(".weight") {
                 fill_normal(values, config.initializer_range, seed, index as u64);
             }
@@ -153,6 +154,7 @@ impl Layout {
     pub fn new(config: &Config) -> Self {
         let mut layout = Self {
             specs: Vec::new(),
+            stored: Vec::new(),
             by_name: HashMap::new(),
             layers: Vec::new(),
             ranges: Vec::new(),
@@ -161,7 +163,7 @@ impl Layout {
         let hidden = config.hidden_size;
         layout.push("model.embed_tokens.weight".to_owned(), &[config.vocab_size, hidden]);
         for layer in 0..config.num_layers() {
-            layout.push_layer(&config.layer_tensors(layer), layer);
+            layout.push_layer(config, layer);
         }
         layout.push("model.norm.weight".to_owned(), &[hidden]);
         if !config.tie_word_embeddings && config.head != Head::Value {
@@ -177,6 +179,12 @@ impl Layout {
     #[must_use]
     pub fn specs(&self) -> &[ParameterSpec] {
         &self.specs
+    }
+
+    /// The tensors of files in canonical order: those of the layout, of which some families store neighbours as one.
+    #[must_use]
+    pub fn stored(&self) -> &[ParameterSpec] {
+        &self.stored
     }
 
     /// The tensor of this Hugging Face name.
@@ -241,19 +249,32 @@ impl Layout {
         self.by_name.get(name).copied()
     }
 
-    fn push_layer(&mut self, tensors: &[LayerTensor], layer: usize) {
-        let start = self.len;
-        for LayerTensor { name, shape, .. } in tensors {
-            self.push(format!("model.layers.{layer}.{name}"), shape);
+    fn push_layer(&mut self, config: &Config, layer: usize) {
+        let (start, tensors) = (self.len, config.layer_tensors(layer));
+        for LayerTensor { name, shape, operand, .. } in &tensors {
+            let fused = config.fused_name(*operand).map(|fused| format!("model.layers.{layer}.{fused}"));
+            self.push_stored(format!("model.layers.{layer}.{name}"), shape, fused);
         }
         self.layers.push(start..self.len);
-        self.ranges.push(LayerRanges::new(tensors));
+        self.ranges.push(LayerRanges::new(&tensors));
     }
 
     fn push(&mut self, name: String, shape: &[usize]) {
+        self.push_stored(name, shape, None);
+    }
+
+    /// A tensor that files store under its own name, or as further rows of the tensor `fused`.
+    fn push_stored(&mut self, name: String, shape: &[usize], fused: Option<String>) {
         let spec = ParameterSpec { name: name.clone(), shape: shape.to_vec(), offset: self.len };
         self.len += spec.len();
         self.by_name.insert(name, self.specs.len());
+        match self.stored.last_mut() {
+            Some(last) if fused.as_ref() == Some(&last.name) => last.shape[0] += shape[0],
+            _ => {
+                let name = fused.unwrap_or_else(|| spec.name.clone());
+                self.stored.push(ParameterSpec { name, ..spec.clone() });
+            }
+        }
         self.specs.push(spec);
     }
 }

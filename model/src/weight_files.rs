@@ -91,8 +91,10 @@ fn each_tensor(
 /// Fills the flat buffer file by file and keeps what there is to complain about.
 struct Loader {
     layout: Arc<Layout>,
+    /// Position of each tensor among [`Layout::stored`], by its name.
+    by_name: HashMap<String, usize>,
     values: Vec<f32>,
-    /// Per tensor of the layout: values that are not finite; `None` until it was read.
+    /// Per stored tensor: values that are not finite; `None` until it was read.
     non_finite: Vec<Option<usize>>,
     unexpected: BTreeSet<String>,
 }
@@ -101,8 +103,10 @@ impl Loader {
     fn new(config: &Config) -> Self {
         let layout = Arc::new(Layout::new(config));
         let values = vec![0.0; layout.len()];
-        let non_finite = vec![None; layout.specs().len()];
-        Self { layout, values, non_finite, unexpected: BTreeSet::new() }
+        let non_finite = vec![None; layout.stored().len()];
+        let names = layout.stored().iter().map(|spec| spec.name.clone());
+        let by_name = names.enumerate().map(|(index, name)| (name, index)).collect();
+        Self { layout, by_name, values, non_finite, unexpected: BTreeSet::new() }
     }
 
     fn read(&mut self, path: &Path) -> Result<(), ModelError> {
@@ -111,14 +115,15 @@ impl Loader {
 
     fn place(&mut self, path: &Path, name: &str, tensor: &TensorView<'_>) -> Result<(), ModelError> {
         let layout = Arc::clone(&self.layout);
-        let Some(index) = layout.index(name).or_else(|| layout.index(&format!("model.{name}"))) else {
+        let index = self.by_name.get(name).or_else(|| self.by_name.get(&format!("model.{name}")));
+        let Some(index) = index.copied() else {
             // The head of a tied model is there twice in some files; rotary tables are computed, not learnt.
             if name != "lm_head.weight" && !name.ends_with("rotary_emb.inv_freq") {
                 self.unexpected.insert(name.to_owned());
             }
             return Ok(());
         };
-        let spec = &layout.specs()[index];
+        let spec = &layout.stored()[index];
         if tensor.shape() != spec.shape {
             return Err(ModelError::Shape {
                 path: path.to_owned(),
@@ -140,7 +145,7 @@ impl Loader {
     }
 
     fn finish(self, source: PathBuf) -> Result<Parameters, ModelError> {
-        let specs = self.layout.specs();
+        let specs = self.layout.stored();
         let missing = specs.iter().zip(&self.non_finite).filter(|(_, read)| read.is_none());
         let missing: Vec<&str> = missing.map(|(spec, _)| spec.name.as_str()).collect();
         if !missing.is_empty() {

@@ -100,7 +100,7 @@ impl Parameters {
                 return Err(ModelError::Exists { path: dir.join(name) });
             }
         }
-        let specs = self.layout().specs();
+        let specs = self.layout().stored();
         let counts = specs
             .iter()
             .map(|spec| self.values()[spec.range()].iter().filter(|value| !dtype.holds(**value)).count());

@@ -2,6 +2,7 @@
 //!
 //! Invariant: the goldens were made by transformers (`tests/goldens/make_goldens.py`); nothing here runs Python.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -104,6 +105,33 @@ fn an_export_differs_in_the_weights_alone() {
             Err(ModelError::Exists { .. })
         ));
     }
+}
+
+/// Names and shapes of all tensors in the weight files of `dir`.
+fn stored(dir: &Path) -> BTreeMap<String, Vec<usize>> {
+    let mut all = BTreeMap::new();
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if name.starts_with("model") && name.ends_with(".safetensors") {
+            let bytes = fs::read(&path).unwrap();
+            let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            all.extend(tensors.iter().map(|(name, tensor)| (name.to_owned(), tensor.shape().to_vec())));
+        }
+    }
+    all
+}
+
+#[test]
+fn an_export_has_the_tensors_that_transformers_wrote() {
+    for name in MODELS {
+        let golden = Golden::open(name);
+        let out = tempfile::tempdir().unwrap();
+        golden.parameters.save(out.path(), WeightDtype::F32, usize::MAX).unwrap();
+        assert_eq!(stored(out.path()), stored(&golden.dir), "{name}");
+    }
+    let fused = stored(&goldens().join("phi3"));
+    assert!(fused.contains_key("model.layers.1.self_attn.qkv_proj.weight"), "{fused:?}");
 }
 
 /// The `config.json` of `dir` that declares `dtype` under `key`, and under no other.

@@ -9,8 +9,8 @@ use candle_core::Device;
 use candle_core::quantized::gguf_file::Value as GgufValue;
 use candle_core::quantized::{GgmlDType, QTensor};
 use model::{
-    Architecture, Config, LayerSpec, MemoryBudget, ModelDirectory, ModelError, Parameters, ResidentParameters,
-    RopeScaling, Rotary, Sizes, WeightDtype, characters,
+    Architecture, Config, LayerSpec, MemoryBudget, ModelDirectory, ModelError, Parameters,
+    ResidentParameters, RopeScaling, Rotary, Sizes, WeightDtype, characters,
 };
 use proptest::prelude::*;
 use serde_json::json;
@@ -198,7 +198,8 @@ fn rope_factors(config: &Config, (low, high): (f64, f64), factor: f64) -> Vec<f3
     let original = 8192.0;
     (0..config.head_dim / 2)
         .map(|index| {
-            let frequency = 1.0 / config.rotaries()[0].theta.powf(2.0 * index as f64 / config.head_dim as f64);
+            let frequency =
+                1.0 / config.rotaries()[0].theta.powf(2.0 * index as f64 / config.head_dim as f64);
             let wavelength = std::f64::consts::TAU / frequency;
             if wavelength < original / high {
                 1.0
@@ -240,7 +241,10 @@ fn the_scaling_of_llama_3_is_recognised() {
     linear.set("llama.rope.scaling.type", GgufValue::String("linear".to_owned()));
     linear.set("llama.rope.scaling.factor", GgufValue::F32(4.0));
     let written = self::written(&linear);
-    assert_eq!(Config::load(&written.path).unwrap().rotaries()[0].scaling, RopeScaling::Linear { factor: 4.0 });
+    assert_eq!(
+        Config::load(&written.path).unwrap().rotaries()[0].scaling,
+        RopeScaling::Linear { factor: 4.0 }
+    );
     linear.set("llama.rope.scaling.type", GgufValue::String("yarn".to_owned()));
     assert!(failure(&linear).contains("`llama.rope.scaling.type` is \"yarn\", which is not supported"));
 }

@@ -7,11 +7,11 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::families::{ExpertRule, FAMILIES, Family, model_types};
+use super::families::{Activation, ExpertRule, FAMILIES, Family, MultiplierRule, model_types};
 use super::keys::JsonKeys;
 use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, attention};
 use crate::gguf::{self, GgufFile};
-use crate::layer::{ExpertSpec, LayerSpec};
+use crate::layer::{AttentionSpec, ExpertSpec, LayerSpec};
 use crate::{ModelError, files};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
@@ -54,16 +54,28 @@ impl Config {
         let (architecture, head) = architecture(&keys)?;
         let family = architecture.family();
         let experts = experts(&keys, family)?;
-        refuse_other_networks(&keys, experts)?;
+        refuse_other_networks(&keys, family, experts)?;
         let hidden_size = keys.size("hidden_size")?;
         let num_layers = keys.size("num_hidden_layers")?;
         if num_layers > MAX_LAYERS {
-            return Err(keys.bad("num_hidden_layers", &format!("at most {MAX_LAYERS}")));
+            return Err(keys.bad("num_hidden_layers", &format!("at most {MAX_LAYERS} layers")));
         }
         let num_heads = keys.size("num_attention_heads")?;
         let max_position_embeddings = keys.size("max_position_embeddings")?;
-        let layer = family.layer(keys.flag("attention_bias", false)?, experts);
-        let attention = attention::of_layers(&keys, family, num_layers)?;
+        let head_dim = match keys.optional_size("head_dim")? {
+            Some(dim) => dim,
+            // `null` is not an absent key: transformers then divides.
+            None => {
+                family.head_dim.filter(|_| !map.contains_key("head_dim")).unwrap_or(hidden_size / num_heads)
+            }
+        };
+        let multipliers = multipliers(&keys, family, hidden_size, head_dim)?;
+        let layer = LayerSpec {
+            residual_multiplier: multipliers.residual,
+            ..family.layer(keys.flag("attention_bias", false)?, experts)
+        };
+        let attention = attention::of_layers(&keys, family, num_layers)?.into_iter();
+        let attention = attention.map(|of| AttentionSpec { scale: multipliers.scores, ..of });
         let config = Self {
             architecture,
             head,
@@ -75,17 +87,13 @@ impl Config {
             })?,
             num_heads,
             num_kv_heads: num_kv_heads(&keys, family, num_heads)?,
-            head_dim: match keys.optional_size("head_dim")? {
-                Some(dim) => dim,
-                // `null` is not an absent key: transformers then divides.
-                None => family
-                    .head_dim
-                    .filter(|_| !map.contains_key("head_dim"))
-                    .unwrap_or(hidden_size / num_heads),
-            },
-            rms_norm_eps: keys.number("rms_norm_eps", 1e-6)? as f32,
-            tie_word_embeddings: keys.flag("tie_word_embeddings", false)?,
-            layers: attention.into_iter().map(|attention| LayerSpec { attention, ..layer }).collect(),
+            head_dim,
+            rms_norm_eps: keys.number("rms_norm_eps", family.eps)? as f32,
+            norm_offset: family.norm_offset,
+            embedding_multiplier: multipliers.embedding,
+            logits_scaling: multipliers.logits,
+            tie_word_embeddings: keys.flag("tie_word_embeddings", family.tied)?,
+            layers: attention.map(|attention| LayerSpec { attention, ..layer }).collect(),
             max_position_embeddings,
             eos_token_ids: keys.token_ids("eos_token_id")?,
             bos_token_id: keys.token_ids("bos_token_id")?.first().copied(),
@@ -120,7 +128,9 @@ impl Config {
         }
         let weights = self.approximate_weights();
         if weights > MAX_WEIGHTS {
-            return Err(keys.bad("num_hidden_layers", &format!("at most {MAX_WEIGHTS} weights, got {weights}")));
+            return Err(
+                keys.bad("num_hidden_layers", &format!("at most {MAX_WEIGHTS} weights, got {weights}"))
+            );
         }
         for rotary in self.rotaries() {
             let width = rotary.width(self.head_dim);
@@ -222,12 +232,65 @@ fn experts(keys: &JsonKeys<'_>, family: &Family) -> Result<Option<ExpertSpec>, M
     Ok(Some(ExpertSpec { count, per_token, normalized: keys.flag("norm_topk_prob", false)? }))
 }
 
-fn refuse_other_networks(keys: &JsonKeys<'_>, experts: Option<ExpertSpec>) -> Result<(), ModelError> {
-    if keys.has("hidden_act") && !matches!(keys.text("hidden_act")?, "silu" | "swish") {
-        return Err(keys.unsupported("hidden_act", "silu"));
+/// Numbers that multiply activations.
+struct Multipliers {
+    embedding: f32,
+    /// `None` for `1 / sqrt(head_dim)`.
+    scores: Option<f32>,
+    residual: f32,
+    /// Divides logits.
+    logits: f32,
+}
+
+fn multipliers(
+    keys: &JsonKeys<'_>,
+    family: &Family,
+    hidden_size: usize,
+    head_dim: usize,
+) -> Result<Multipliers, ModelError> {
+    let positive = |key: &str, default: f64| match keys.number(key, default)? {
+        number if number > 0.0 => Ok(number),
+        _ => Err(keys.bad(key, "a number above 0")),
+    };
+    let usual = (head_dim as f32).powf(-0.5);
+    let mut all = Multipliers {
+        embedding: family.embedding_multiplier(hidden_size),
+        scores: None,
+        residual: 1.0,
+        logits: 1.0,
+    };
+    match family.multipliers {
+        MultiplierRule::None => {}
+        MultiplierRule::Granite => {
+            all.embedding = positive("embedding_multiplier", 1.0)? as f32;
+            all.residual = positive("residual_multiplier", 1.0)? as f32;
+            all.logits = positive("logits_scaling", 1.0)? as f32;
+            all.scores = Some(positive("attention_multiplier", 1.0)? as f32).filter(|scale| *scale != usual);
+        }
+        MultiplierRule::Gemma => {
+            let scalar = positive("query_pre_attn_scalar", 256.0)? as f32;
+            all.scores = (scalar != head_dim as f32).then(|| scalar.powf(-0.5));
+        }
     }
-    if keys.has("clip_qkv") {
-        return Err(keys.unsupported("clip_qkv", "null"));
+    Ok(all)
+}
+
+fn refuse_other_networks(
+    keys: &JsonKeys<'_>,
+    family: &Family,
+    experts: Option<ExpertSpec>,
+) -> Result<(), ModelError> {
+    let Activation { key, names, .. } = family.activation;
+    if keys.has(key) && !names.contains(&keys.text(key)?) {
+        return Err(keys.unsupported(key, &names.join(", ")));
+    }
+    for key in ["clip_qkv", "attn_logit_softcapping", "final_logit_softcapping"] {
+        if keys.has(key) {
+            return Err(keys.unsupported(key, "null"));
+        }
+    }
+    if keys.flag("use_bidirectional_attention", false)? {
+        return Err(keys.unsupported("use_bidirectional_attention", "false"));
     }
     if keys.flag("mlp_bias", false)? {
         return Err(keys.unsupported("mlp_bias", "false"));

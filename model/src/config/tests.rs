@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::ModelError;
-use crate::layer::{AttentionSpec, QueryKeyNorm};
+use crate::layer::QueryKeyNorm;
 use crate::rotary::{RopeScaling, Yarn};
 
 /// A tied Qwen2 and an untied Qwen3 with every optional tensor, whose heads are wider than `hidden / heads`.
@@ -22,14 +22,23 @@ pub(crate) fn tiny() -> [Config; 2] {
         num_kv_heads: 2,
         max_position_embeddings: 64,
     });
-    let untied = Config {
-        architecture: Architecture::Qwen3,
-        head_dim: 6,
-        tie_word_embeddings: false,
-        ..tied.clone()
-    }
-    .map_layers(|layer| LayerSpec { output_bias: true, query_key_norm: QueryKeyNorm::PerHead, ..layer });
+    let untied =
+        Config { architecture: Architecture::Qwen3, head_dim: 6, tie_word_embeddings: false, ..tied.clone() }
+            .map_layers(|layer| LayerSpec {
+                output_bias: true,
+                query_key_norm: QueryKeyNorm::PerHead,
+                ..layer
+            });
     [tied, untied]
+}
+
+/// A tiny model of every family, with what its keys may change.
+pub(crate) fn of_every_family() -> Vec<Config> {
+    let [tied, untied] = tiny();
+    let of = |family: &families::Family| tied.clone().of_family(family.architecture);
+    let mut all: Vec<Config> = families::FAMILIES.iter().map(of).collect();
+    all.push(untied);
+    all
 }
 
 /// The model with this rotary embedding in every layer.
@@ -87,12 +96,34 @@ fn written_configurations_read_back() {
         original_max_position_embeddings: 32,
     };
     let yarn = Rotary { scaling: RopeScaling::Yarn(yarn), ..Rotary::plain(10_000.0) };
-    let yarn = rotating(tied.clone(), yarn);
+    let scaled = rotating(tied.clone(), yarn);
     let experts = tied.clone().of_family(Architecture::Qwen3Moe).with_experts(6, 3);
-    let olmoe = tied.clone().of_family(Architecture::Olmoe);
+    let partial = Rotary { share: 0.5, ..Rotary::plain(10_000.0) };
+    let phi3 = windowed(rotating(tied.clone().of_family(Architecture::Phi3), partial), 16, 0);
+    let granite = Config {
+        embedding_multiplier: 12.0,
+        logits_scaling: 8.0,
+        ..tied.clone().of_family(Architecture::Granite).map_layers(|layer| LayerSpec {
+            residual_multiplier: 0.22,
+            attention: AttentionSpec { scale: Some(0.015_625), ..layer.attention },
+            ..layer
+        })
+    };
+    let mut gemma = windowed(tied.clone().of_family(Architecture::Gemma3), 16, 1);
+    gemma.layers[0].attention.rotary = Some(linear);
+    let gemma = gemma.map_layers(|layer| LayerSpec {
+        attention: AttentionSpec { scale: Some(0.25), ..layer.attention },
+        ..layer
+    });
+    let mut olmo3 = windowed(tied.clone().of_family(Architecture::Olmo3), 16, 0);
+    olmo3.layers[1].attention = AttentionSpec { window: None, rotary: Some(yarn), scale: None };
+    let smollm3 = windowed(tied.clone().of_family(Architecture::Smollm3), 16, 1);
+    let pairs = [experts, phi3, granite, gemma, olmo3, smollm3];
     let upper = windowed(tied.clone(), 16, 1);
     let tree = Config { reduction: Reduction::Tree, ..tied.clone() };
-    for config in [tied, untied, llama, mistral, yarn, experts, olmoe, upper, tree] {
+    let all =
+        [tied, untied, llama, mistral, scaled, upper, tree].into_iter().chain(pairs).chain(of_every_family());
+    for config in all {
         let map = config.to_json().as_object().unwrap().clone();
         assert_eq!(Config::from_json(Path::new("config.json"), &map).unwrap(), config);
     }
@@ -141,6 +172,12 @@ fn other_networks_are_refused_by_file_and_key() {
         (json!({"rlrun_reduction": "ring"}), "rlrun_reduction", "chain, tree"),
         (json!({"quantization_config": {"bits": 4}}), "quantization_config", "bf16"),
         (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor", "1.0"),
+        (json!({"final_logit_softcapping": 30.0}), "final_logit_softcapping", "null"),
+        (
+            json!({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
+            "rope_parameters",
+            "one object",
+        ),
         (
             json!({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
             "rope_scaling",
@@ -179,7 +216,10 @@ fn invalid_values_are_refused_by_file_and_key() {
         (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling"),
         (json!({"rope_scaling": {"factor": 2.0}}), "rope_scaling"),
         (json!({"rope_scaling": "linear"}), "rope_scaling"),
-        (json!({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": -1.0}}), "attention_factor"),
+        (
+            json!({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": -1.0}}),
+            "attention_factor",
+        ),
         (json!({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 64.0}}), "beta_fast"),
         (json!({"use_sliding_window": true, "layer_types": ["full_attention"]}), "layer_types"),
         (json!({"eos_token_id": 100}), "eos_token_id"),
@@ -209,7 +249,8 @@ fn defaults_are_those_of_the_family() {
     assert_eq!(llama(json!({"num_key_value_heads": null})).num_kv_heads, 4);
     assert!(!llama(json!({})).layers[0].qkv_bias);
     assert!(llama(json!({"attention_bias": true})).layers[0].output_bias);
-    let windows = |config: &Config| config.layers.iter().map(|layer| layer.attention.window).collect::<Vec<_>>();
+    let windows =
+        |config: &Config| config.layers.iter().map(|layer| layer.attention.window).collect::<Vec<_>>();
     let mistral = family("mistral", "MistralForCausalLM", json!({"sliding_window": 16})).unwrap();
     assert_eq!((windows(&mistral), mistral.layers[0].qkv_bias), (vec![Some(16); 2], false));
     assert_eq!(mistral.max_context(), 64);

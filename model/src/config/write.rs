@@ -5,10 +5,10 @@
 
 use serde_json::{Map, Value, json};
 
-use super::families::{BiasRule, ExpertRule, WindowRule};
+use super::families::{BiasRule, ExpertRule, MultiplierRule, WindowRule};
 use super::{Config, Head, REDUCTION_KEY, Reduction};
 use crate::layer::ExpertSpec;
-use crate::rotary::RopeScaling;
+use crate::rotary::{RopeScaling, Rotary};
 
 impl Config {
     /// The content of a `config.json` that transformers and [`Config::from_json`] both read back as this model.
@@ -24,7 +24,6 @@ impl Config {
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
             "rms_norm_eps": decimal(self.rms_norm_eps),
             "tie_word_embeddings": self.tie_word_embeddings,
             "max_position_embeddings": self.max_position_embeddings,
@@ -44,8 +43,11 @@ impl Config {
         if [family.qkv_bias, family.output_bias].contains(&BiasRule::AttentionBias) {
             map["attention_bias"] = json!(self.layers.first().is_some_and(|layer| layer.qkv_bias));
         }
+        map[family.activation.key] = json!(family.activation.names[0]);
         if let Some(map) = map.as_object_mut() {
-            self.write_attention(map);
+            self.write_rotary(map);
+            self.write_windows(map);
+            self.write_multipliers(map);
         }
         if let Some(ExpertSpec { count, per_token, normalized }) = self.experts() {
             map["num_experts"] = json!(count);
@@ -64,30 +66,78 @@ impl Config {
         map
     }
 
-    /// Writes rotary embeddings and windows.
-    fn write_attention(&self, map: &mut Map<String, Value>) {
-        if let Some(rotary) = self.rotaries().first() {
-            map.insert("rope_theta".to_owned(), json!(rotary.theta));
-            map.insert("rope_scaling".to_owned(), rotary.scaling.to_json());
-            if rotary.share != 1.0 {
-                map.insert("partial_rotary_factor".to_owned(), json!(rotary.share));
-            }
+    /// Writes rotary embeddings.
+    fn write_rotary(&self, map: &mut Map<String, Value>) {
+        let rule = self.architecture.family().rotary;
+        let of = |windowed: bool| {
+            let mut layers = self.layers.iter().map(|layer| layer.attention);
+            layers.find(|of| of.window.is_some() == windowed).and_then(|of| of.rotary)
+        };
+        let parameters = |rotary: Option<Rotary>| {
+            let rotary = rotary.unwrap_or(Rotary::plain(rule.theta));
+            let mut object = rotary.scaling.to_json();
+            object["rope_theta"] = json!(rotary.theta);
+            object
+        };
+        if rule.local.is_some() {
+            let [full, sliding] = [false, true].map(|windowed| parameters(of(windowed)));
+            let both = json!({"full_attention": full, "sliding_attention": sliding});
+            map.insert("rope_parameters".to_owned(), both);
+            return;
         }
+        let rotary = self.rotaries().first().copied();
+        map.insert("rope_theta".to_owned(), json!(rotary.map_or(rule.theta, |rotary| rotary.theta)));
+        if let Some(rotary) = rotary.filter(|rotary| rotary.scaling != RopeScaling::None) {
+            map.insert("rope_scaling".to_owned(), rotary.scaling.to_json());
+        }
+        if let Some(rotary) = rotary.filter(|rotary| rotary.share != 1.0) {
+            map.insert("partial_rotary_factor".to_owned(), json!(rotary.share));
+        }
+        if rule.skips {
+            let flags = self.layers.iter().map(|layer| u8::from(layer.attention.rotary.is_some()));
+            map.insert("no_rope_layers".to_owned(), json!(flags.collect::<Vec<_>>()));
+        }
+    }
+
+    /// Writes attention windows.
+    fn write_windows(&self, map: &mut Map<String, Value>) {
         let windows = self.layers.iter().map(|layer| layer.attention.window);
         let window = windows.clone().flatten().next();
         map.insert("sliding_window".to_owned(), json!(window));
-        match self.architecture.family().window {
-            WindowRule::Never | WindowRule::Always => {}
-            WindowRule::FlaggedForAll => {
-                map.insert("use_sliding_window".to_owned(), json!(window.is_some()));
+        let rule = self.architecture.family().window;
+        if matches!(rule, WindowRule::Flagged | WindowRule::FlaggedForAll | WindowRule::FlaggedUnrotated) {
+            map.insert("use_sliding_window".to_owned(), json!(window.is_some()));
+        }
+        if !matches!(rule, WindowRule::Never | WindowRule::Always | WindowRule::FlaggedForAll) {
+            let kind = |window: Option<usize>| match window {
+                None => "full_attention",
+                Some(_) => "sliding_attention",
+            };
+            map.insert("layer_types".to_owned(), json!(windows.map(kind).collect::<Vec<_>>()));
+        }
+    }
+
+    /// Writes the numbers that multiply activations.
+    fn write_multipliers(&self, map: &mut Map<String, Value>) {
+        let layer = self.layers.first();
+        let scale = layer.and_then(|layer| layer.attention.scale);
+        match self.architecture.family().multipliers {
+            MultiplierRule::None => {}
+            MultiplierRule::Granite => {
+                let residual = layer.map_or(1.0, |layer| layer.residual_multiplier);
+                let usual = (self.head_dim as f32).powf(-0.5);
+                for (key, value) in [
+                    ("embedding_multiplier", self.embedding_multiplier),
+                    ("attention_multiplier", scale.unwrap_or(usual)),
+                    ("residual_multiplier", residual),
+                    ("logits_scaling", self.logits_scaling),
+                ] {
+                    map.insert(key.to_owned(), json!(decimal(value)));
+                }
             }
-            WindowRule::Flagged => {
-                let kind = |window: Option<usize>| match window {
-                    None => "full_attention",
-                    Some(_) => "sliding_attention",
-                };
-                map.insert("use_sliding_window".to_owned(), json!(window.is_some()));
-                map.insert("layer_types".to_owned(), json!(windows.map(kind).collect::<Vec<_>>()));
+            MultiplierRule::Gemma => {
+                let scalar = scale.map_or(self.head_dim as f32, |scale| scale.powi(-2).round());
+                map.insert("query_pre_attn_scalar".to_owned(), json!(scalar as u64));
             }
         }
     }
@@ -118,7 +168,7 @@ impl Config {
 impl RopeScaling {
     fn to_json(self) -> Value {
         match self {
-            Self::None => Value::Null,
+            Self::None => json!({"rope_type": "default"}),
             Self::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
                 json!({

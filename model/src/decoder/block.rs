@@ -13,7 +13,7 @@ use candle_core::{Result, Tensor};
 use super::LayerAngles;
 use super::feed_forward::{
     ExpertWeights, FeedForwardGradients, FeedForwardOperands, FeedForwardPiece, FeedForwardTrace,
-    FeedForwardWeights, GatedWeights,
+    FeedForwardWeights, GatedActivation, GatedWeights,
 };
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
 use crate::ops::attention::AttentionRule;
@@ -21,6 +21,7 @@ use crate::ops::heads::{self, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum, bias_gradient, weight_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use crate::ops::residual::{add_multiple, multiple};
 use crate::ops::{matrix, row_ranges};
 use crate::{Config, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
 
@@ -32,12 +33,19 @@ pub(super) struct TransformerBlock {
     /// Number of its rotary embedding among [`Config::rotaries`].
     rotary: Option<usize>,
     eps: f32,
+    /// Empty if the layer has none, as the other norms.
     attention_norm: Vec<f32>,
     qkv: Linear,
     /// Weights of the norms of queries and keys, if the layer has them.
     head_norm: Option<Vec<f32>>,
     output: Linear,
+    /// Of the result of attention.
+    attention_after: Vec<f32>,
     feed_forward_norm: Vec<f32>,
+    /// Of the result of the feed-forward network.
+    feed_forward_after: Vec<f32>,
+    /// Multiplies the result of a half.
+    multiplier: f32,
     feed_forward: FeedForwardWeights,
     ranges: LayerRanges,
 }
@@ -65,7 +73,16 @@ pub(super) struct AttentionReverse {
     d_prepared: Option<Tensor>,
     d_qkv: Tensor,
     d_normed: Tensor,
-    d_middle: Tensor,
+    branch: BranchReverse,
+}
+
+/// Backward of a sum of the residual stream with the result of a half.
+#[derive(Debug)]
+struct BranchReverse {
+    /// `[T, d]` gradient of the result.
+    d_result: Tensor,
+    /// The result before its norm, and the gradient after it, if it is normalised.
+    normed: Option<[Tensor; 2]>,
 }
 
 /// Forward and backward of the attention half for one part of a pack.
@@ -84,6 +101,7 @@ pub(super) struct FeedForwardReverse {
     normed: Tensor,
     operands: FeedForwardOperands,
     d_normed: Tensor,
+    branch: BranchReverse,
 }
 
 impl FeedForwardPiece for FeedForwardReverse {
@@ -181,9 +199,21 @@ impl TransformerBlock {
         linear: impl Fn(&LinearSpec, Range<usize>) -> Linear,
     ) -> Self {
         // Another kind of layer does not compile until its operations are here.
-        let LayerSpec { norm: Norm::RmsBefore, attention, feed_forward, query_key_norm, .. } =
-            config.layers[index];
-        let vector = |operand: Operand| values[ranges[operand].clone()].to_vec();
+        let LayerSpec {
+            norm: Norm::RmsBefore | Norm::RmsAfter | Norm::RmsAround,
+            attention,
+            feed_forward,
+            query_key_norm,
+            residual_multiplier,
+            qkv_bias: _,
+            output_bias: _,
+        } = config.layers[index];
+        let norm_weights = |operand: Operand| {
+            values[ranges[operand].clone()]
+                .iter()
+                .map(|weight| weight + config.norm_offset)
+                .collect::<Vec<_>>()
+        };
         let linear_of = |operand: Operand, weight: Range<usize>| {
             let spec = config.linear_spec(index, operand);
             let tree = match (config.reduction, spec.sharding) {
@@ -195,7 +225,11 @@ impl TransformerBlock {
         };
         let linear = |operand: Operand| linear_of(operand, ranges[operand].clone());
         let feed_forward = match feed_forward {
-            FeedForward::SwiGlu => FeedForwardWeights::Gated(GatedWeights {
+            FeedForward::SwiGlu | FeedForward::GeGlu => FeedForwardWeights::Gated(GatedWeights {
+                activation: match feed_forward {
+                    FeedForward::GeGlu => GatedActivation::Gelu,
+                    FeedForward::SwiGlu | FeedForward::Experts(_) => GatedActivation::Silu,
+                },
                 gate_up: linear(Operand::GateUp),
                 down: linear(Operand::Down),
             }),
@@ -206,6 +240,7 @@ impl TransformerBlock {
                     linear_of(operand, start + expert * each..start + (expert + 1) * each)
                 };
                 let expert = |expert: usize| GatedWeights {
+                    activation: GatedActivation::Silu,
                     gate_up: part(Operand::GateUp, expert),
                     down: part(Operand::Down, expert),
                 };
@@ -218,14 +253,17 @@ impl TransformerBlock {
             rule: config.attention_rule(index),
             rotary: config.rotaries().iter().position(|rotary| attention.rotary == Some(*rotary)),
             eps: config.rms_norm_eps,
-            attention_norm: vector(Operand::AttentionNorm),
+            attention_norm: norm_weights(Operand::AttentionNorm),
             qkv: linear(Operand::Qkv),
             head_norm: match query_key_norm {
                 QueryKeyNorm::None => None,
-                QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(vector(Operand::QueryKeyNorm)),
+                QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(norm_weights(Operand::QueryKeyNorm)),
             },
             output: linear(Operand::Output),
-            feed_forward_norm: vector(Operand::FeedForwardNorm),
+            attention_after: norm_weights(Operand::AttentionAfterNorm),
+            feed_forward_norm: norm_weights(Operand::FeedForwardNorm),
+            feed_forward_after: norm_weights(Operand::FeedForwardAfterNorm),
+            multiplier: residual_multiplier,
             feed_forward,
             ranges: ranges.clone(),
         }
@@ -251,19 +289,23 @@ impl TransformerBlock {
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
         pool: &ThreadPool,
     ) -> Result<AttentionTrace> {
-        let mut qkv = self.qkv.apply_values(&rms_norm(x, &self.attention_norm, self.eps, pool)?, pool)?;
+        let mut qkv = self.qkv.apply_values(&self.normed(x, &self.attention_norm, pool)?, pool)?;
         let width = self.shape.width();
         let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
         heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles.of(self.rotary), pool);
         let prepared = matrix(qkv, width)?;
         let attended = attend(&prepared)?;
-        let middle = self.output.add_to(x, &attended, pool)?;
+        let middle = if self.adds_plainly() {
+            self.output.add_to(x, &attended, pool)?
+        } else {
+            self.join(x, &self.output.apply(&attended, pool)?, &self.attention_after, pool)?
+        };
         Ok(AttentionTrace { raw, prepared, attended, middle })
     }
 
     /// The feed-forward half up to its activation, for its input `middle [T, d]`.
     pub(super) fn begin_feed_forward(&self, middle: &Tensor, pool: &ThreadPool) -> Result<FeedForwardTrace> {
-        self.feed_forward.begin(&rms_norm(middle, &self.feed_forward_norm, self.eps, pool)?, pool)
+        self.feed_forward.begin(&self.normed(middle, &self.feed_forward_norm, pool)?, pool)
     }
 
     /// `[T, d]` the residual stream after the feed-forward half.
@@ -273,7 +315,51 @@ impl TransformerBlock {
         trace: &FeedForwardTrace,
         pool: &ThreadPool,
     ) -> Result<Tensor> {
-        self.feed_forward.finish(middle, trace, pool)
+        if self.adds_plainly() {
+            return self.feed_forward.finish(middle, trace, pool);
+        }
+        let result = self.feed_forward.finish(&middle.zeros_like()?, trace, pool)?;
+        self.join(middle, &result, &self.feed_forward_after, pool)
+    }
+
+    /// Whether the result of a half is added to the residual stream as it is.
+    fn adds_plainly(&self) -> bool {
+        self.attention_after.is_empty() && self.multiplier == 1.0
+    }
+
+    /// `x [T, d]` normalised by `weight`, which is empty for none.
+    fn normed(&self, x: &Tensor, weight: &[f32], pool: &ThreadPool) -> Result<Tensor> {
+        if weight.is_empty() { Ok(x.clone()) } else { rms_norm(x, weight, self.eps, pool) }
+    }
+
+    /// `base [T, d]` plus the gradient of `x [T, d]`, for that of [`TransformerBlock::normed`], `g [T, d]`.
+    fn normed_backward(&self, x: &Tensor, weight: &[f32], g: &Tensor, base: &Tensor) -> Result<Tensor> {
+        if weight.is_empty() {
+            add_multiple(base, g, 1.0)
+        } else {
+            rms_norm_backward(x, weight, self.eps, g, Some(base))
+        }
+    }
+
+    /// `base [T, d]` plus the result `x [T, d]` of a half, normalised by `after` and multiplied.
+    fn join(&self, base: &Tensor, x: &Tensor, after: &[f32], pool: &ThreadPool) -> Result<Tensor> {
+        add_multiple(base, &self.normed(x, after, pool)?, self.multiplier)
+    }
+
+    /// Backward of [`TransformerBlock::join`] for its gradient `g [T, d]`; `result` computes the result again.
+    fn join_backward(
+        &self,
+        after: &[f32],
+        g: &Tensor,
+        result: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<BranchReverse> {
+        let d_normed = multiple(g, self.multiplier)?;
+        if after.is_empty() {
+            return Ok(BranchReverse { d_result: d_normed, normed: None });
+        }
+        let result = result()?;
+        let d_result = rms_norm_backward(&result, after, self.eps, &d_normed, None)?;
+        Ok(BranchReverse { d_result, normed: Some([result, d_normed]) })
     }
 
     /// Backward of the feed-forward half for the gradient `g [T, d]` of its result. The trace is computed again if `None`.
@@ -284,7 +370,7 @@ impl TransformerBlock {
         g: &Tensor,
     ) -> Result<FeedForwardReverse> {
         let alone = ThreadPool::single();
-        let normed = rms_norm(middle, &self.feed_forward_norm, self.eps, &alone)?;
+        let normed = self.normed(middle, &self.feed_forward_norm, &alone)?;
         let computed;
         let trace = match trace {
             Some(kept) => kept,
@@ -293,9 +379,11 @@ impl TransformerBlock {
                 &computed
             }
         };
-        let (d_normed, operands) = self.feed_forward.backward(&normed, trace, g)?;
-        let d_middle = rms_norm_backward(middle, &self.feed_forward_norm, self.eps, &d_normed, Some(g))?;
-        Ok(FeedForwardReverse { d_middle, middle: middle.clone(), normed, operands, d_normed })
+        let again = || self.feed_forward.finish(&middle.zeros_like()?, trace, &alone);
+        let branch = self.join_backward(&self.feed_forward_after, g, again)?;
+        let (d_normed, operands) = self.feed_forward.backward(&normed, trace, &branch.d_result)?;
+        let d_middle = self.normed_backward(middle, &self.feed_forward_norm, &d_normed, g)?;
+        Ok(FeedForwardReverse { d_middle, middle: middle.clone(), normed, operands, d_normed, branch })
     }
 
     /// Backward of the attention half for the gradient `d_middle [T, d]` of its result. `attend_backward` is the backward of
@@ -308,18 +396,28 @@ impl TransformerBlock {
         d_middle: &Tensor,
         attend_backward: impl FnOnce(&Tensor, &Tensor) -> Result<Vec<f32>>,
     ) -> Result<AttentionReverse> {
-        let normed = rms_norm(input, &self.attention_norm, self.eps, &ThreadPool::single())?;
-        let d_prepared = attend_backward(&trace.prepared, &self.output.input_gradient(d_middle)?)?;
+        let alone = ThreadPool::single();
+        let normed = self.normed(input, &self.attention_norm, &alone)?;
+        let again = || self.output.apply(&trace.attended, &alone);
+        let branch = self.join_backward(&self.attention_after, d_middle, again)?;
+        let d_attended = self.output.input_gradient(&branch.d_result)?;
+        let d_prepared = attend_backward(&trace.prepared, &d_attended)?;
         let kept = match &trace.raw {
             Some(_) => Some(matrix(d_prepared.clone(), self.shape.width())?),
             None => None,
         };
         let norm = self.norm_of_heads();
-        let d_qkv = heads::prepare_backward(trace.raw.as_ref(), self.shape, norm, angles.of(self.rotary), d_prepared)?;
+        let d_qkv = heads::prepare_backward(
+            trace.raw.as_ref(),
+            self.shape,
+            norm,
+            angles.of(self.rotary),
+            d_prepared,
+        )?;
         let d_normed = self.qkv.input_gradient(&d_qkv)?;
-        let d_input = rms_norm_backward(input, &self.attention_norm, self.eps, &d_normed, Some(d_middle))?;
-        let (input, d_middle) = (input.clone(), d_middle.clone());
-        Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_normed, d_middle })
+        let d_input = self.normed_backward(input, &self.attention_norm, &d_normed, d_middle)?;
+        let input = input.clone();
+        Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_normed, branch })
     }
 
     /// Adds the weight gradients of the feed-forward half to the layer's `gradients`; `pieces` are in the order of tokens.
@@ -330,14 +428,24 @@ impl TransformerBlock {
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
-        let [norm, router, gate_up, down] = carve(
+        let [norm, router, gate_up, down, after] = carve(
             gradients,
-            [Operand::FeedForwardNorm, Operand::Router, Operand::GateUp, Operand::Down].map(|of| &ranges[of]),
+            [
+                Operand::FeedForwardNorm,
+                Operand::Router,
+                Operand::GateUp,
+                Operand::Down,
+                Operand::FeedForwardAfterNorm,
+            ]
+            .map(|of| &ranges[of]),
         );
         let of_network = FeedForwardGradients { router, gate_up, down };
         let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
         jobs.push(Box::new(|| {
-            pieces.iter().try_for_each(|p| rms_norm_weight_gradient(&p.middle, self.eps, &p.d_normed, norm))
+            pieces.iter().try_for_each(|p| {
+                p.branch.add_norm_gradient(self.eps, after)?;
+                norm_gradient(&p.middle, self.eps, &p.d_normed, norm)
+            })
         }));
         pool.map(jobs, |job| job()).into_iter().collect()
     }
@@ -350,7 +458,7 @@ impl TransformerBlock {
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
-        let [norm, qkv, qkv_bias, head_norm, output, output_bias] = carve(
+        let [norm, qkv, qkv_bias, head_norm, output, output_bias, after] = carve(
             gradients,
             [
                 &ranges[Operand::AttentionNorm],
@@ -359,19 +467,27 @@ impl TransformerBlock {
                 &ranges[Operand::QueryKeyNorm],
                 &ranges[Operand::Output],
                 &ranges[Operand::OutputBias],
+                &ranges[Operand::AttentionAfterNorm],
             ],
         );
         let mut jobs: Vec<GradientJob<'_>> = Vec::new();
         weight_jobs(&mut jobs, parts, qkv, |part| (&part.reverse.normed, &part.reverse.d_qkv), pool);
-        weight_jobs(&mut jobs, parts, output, |part| (&part.trace.attended, &part.reverse.d_middle), pool);
+        weight_jobs(
+            &mut jobs,
+            parts,
+            output,
+            |part| (&part.trace.attended, &part.reverse.branch.d_result),
+            pool,
+        );
         jobs.push(Box::new(|| {
             for ReversedAttention { trace, reverse: r, angles } in parts {
-                rms_norm_weight_gradient(&r.input, self.eps, &r.d_normed, norm)?;
+                norm_gradient(&r.input, self.eps, &r.d_normed, norm)?;
+                r.branch.add_norm_gradient(self.eps, after)?;
                 if !qkv_bias.is_empty() {
                     bias_gradient(&r.d_qkv, qkv_bias)?;
                 }
                 if !output_bias.is_empty() {
-                    bias_gradient(&r.d_middle, output_bias)?;
+                    bias_gradient(&r.branch.d_result, output_bias)?;
                 }
                 if let (Some(raw), Some(g), Some(norm)) = (&trace.raw, &r.d_prepared, self.norm_of_heads()) {
                     heads::head_norm_gradient(raw, self.shape, norm, angles.of(self.rotary), g, head_norm)?;
@@ -389,6 +505,19 @@ impl TransformerBlock {
         let (query, key) = both.split_at(if apart { self.shape.head_dim } else { self.shape.query_width() });
         Some(HeadNormWeights { query, key, eps: self.eps })
     }
+}
+
+impl BranchReverse {
+    /// Adds the gradient of the weight of the result's norm, if it is normalised.
+    fn add_norm_gradient(&self, eps: f32, gradient: &mut [f32]) -> Result<()> {
+        let Some([result, g]) = &self.normed else { return Ok(()) };
+        rms_norm_weight_gradient(result, eps, g, gradient)
+    }
+}
+
+/// Adds the gradient of the weight of a norm to `gradient`, which is empty if there is no norm.
+fn norm_gradient(x: &Tensor, eps: f32, g: &Tensor, gradient: &mut [f32]) -> Result<()> {
+    if gradient.is_empty() { Ok(()) } else { rms_norm_weight_gradient(x, eps, g, gradient) }
 }
 
 /// Cuts ascending, disjoint ranges out of a flat buffer.

@@ -12,6 +12,7 @@ use super::block::{GradientJob, weight_jobs};
 use crate::ThreadPool;
 use crate::layer::ExpertSpec;
 use crate::ops::experts::ExpertRoutes;
+use crate::ops::geglu::{geglu, geglu_backward};
 use crate::ops::linear::{Linear, weight_gradient};
 use crate::ops::swiglu::{SwigluReverse, swiglu, swiglu_backward};
 use crate::ops::{matrix, unwritten, values};
@@ -23,11 +24,19 @@ pub(super) enum FeedForwardWeights {
     Experts(ExpertWeights),
 }
 
-/// A gated network: `down(silu(gate(x)) * up(x))`.
+/// A gated network: `down(activation(gate(x)) * up(x))`.
 #[derive(Clone, Debug)]
 pub(super) struct GatedWeights {
+    pub(super) activation: GatedActivation,
     pub(super) gate_up: Linear,
     pub(super) down: Linear,
+}
+
+/// What the gate goes through.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum GatedActivation {
+    Silu,
+    Gelu,
 }
 
 /// A router, and the networks that it chooses from.
@@ -90,7 +99,7 @@ impl FeedForwardWeights {
     ) -> Result<Tensor> {
         match (self, trace) {
             (Self::Gated(gated), FeedForwardTrace::Gated(gate_up)) => {
-                gated.down.add_to(base, &swiglu(gate_up, pool)?, pool)
+                gated.down.add_to(base, &gated.activation.forward(gate_up, pool)?, pool)
             }
             (Self::Experts(experts), FeedForwardTrace::Experts(routes, gate_up)) => {
                 experts.finish(base, routes, gate_up, pool)
@@ -109,7 +118,8 @@ impl FeedForwardWeights {
         match (self, trace) {
             (Self::Gated(gated), FeedForwardTrace::Gated(gate_up)) => {
                 let d_activated = gated.down.input_gradient_values(g)?;
-                let SwigluReverse { activated, d_gate_up } = swiglu_backward(gate_up, d_activated)?;
+                let SwigluReverse { activated, d_gate_up } =
+                    gated.activation.backward(gate_up, d_activated)?;
                 let d_x = gated.gate_up.input_gradient(&d_gate_up)?;
                 let (input, g) = (x.clone(), g.clone());
                 Ok((d_x, FeedForwardOperands { input, activated, d_gate_up, g, routed: None }))
@@ -118,6 +128,22 @@ impl FeedForwardWeights {
                 experts.backward(x, routes, gate_up, g)
             }
             _ => candle_core::bail!("the activations are of another kind of layer"),
+        }
+    }
+}
+
+impl GatedActivation {
+    fn forward(self, gate_up: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
+        match self {
+            Self::Silu => swiglu(gate_up, pool),
+            Self::Gelu => geglu(gate_up, pool),
+        }
+    }
+
+    fn backward(self, gate_up: &Tensor, g: Vec<f32>) -> Result<SwigluReverse> {
+        match self {
+            Self::Silu => swiglu_backward(gate_up, g),
+            Self::Gelu => geglu_backward(gate_up, g),
         }
     }
 }

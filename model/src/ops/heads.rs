@@ -197,8 +197,9 @@ mod tests {
         let all = rotaries.map(|of| Angles::new(&[0, 1, 7], &of));
         let (x, c, w) = (noise(3 * shape.width(), 1), noise(3 * shape.width(), 2), noise(36, 3));
         // Without a norm, of each head, of all heads together.
-        for ([query, key], angles) in
-            [[0, 0], [6, 6], [24, 12]].into_iter().flat_map(|norm| all.iter().map(move |angles| (norm, angles)))
+        for ([query, key], angles) in [[0, 0], [6, 6], [24, 12]]
+            .into_iter()
+            .flat_map(|norm| all.iter().map(move |angles| (norm, angles)))
         {
             let with_norm = query > 0;
             let weights = |w: &'_ [f32]| (w[..query].to_vec(), w[query..query + key].to_vec());

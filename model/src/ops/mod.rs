@@ -11,7 +11,8 @@
 //!   changes no bit.
 //!
 //! # Layout
-//! - [`linear`] over [`gemm`], or over [`int8`] and [`bf16`], which share the tiles of [`dot`]; [`norm`], [`swiglu`], [`embedding`]
+//! - [`linear`] over [`gemm`], or over [`int8`] and [`bf16`], which share the tiles of [`dot`]; [`norm`], [`swiglu`], [`geglu`],
+//!   [`residual`], [`embedding`]
 //! - [`heads`]: per-head norm and rotary embedding
 //! - [`experts`]: the routes of tokens to experts
 //! - [`attention`]: packed and paged
@@ -22,12 +23,14 @@ pub(crate) mod bf16;
 pub(crate) mod dot;
 pub(crate) mod embedding;
 pub(crate) mod experts;
+pub(crate) mod geglu;
 pub(crate) mod gemm;
 pub(crate) mod head;
 pub(crate) mod heads;
 pub(crate) mod int8;
 pub(crate) mod linear;
 pub(crate) mod norm;
+pub(crate) mod residual;
 pub(crate) mod simd;
 pub(crate) mod softmax;
 pub(crate) mod swiglu;

@@ -9,7 +9,7 @@ golden.safetensors (all computed in f32 from the weights as stored):
   offsets           [S + 1] i64, where each sequence starts
   temperature       [1] f32
   coefficients      [T] f32, c_t of position t; 0 at the last position of a sequence, which predicts nothing
-  inv_freq          [head_dim / 2] f32, radians per position of each rotary pair
+  inv_freq          [pairs] f32, radians per position of each rotary pair
   logits.<s>        [len, vocab] f32 of sequence s, before the temperature
   loss              [1] f32 = sum_t c_t * log_softmax(logits_t / temperature)[token_{t+1}]
   grad.<hf name>    f32 gradient of the loss by each parameter (a tied head's is in the embedding's)
@@ -23,15 +23,20 @@ import sys
 import jinja2
 import torch
 from safetensors.torch import save_file
-from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, OlmoeConfig, OlmoeForCausalLM,
-                          PreTrainedTokenizerFast,
-                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
+from transformers import (Gemma3ForCausalLM, Gemma3TextConfig, GraniteConfig, GraniteForCausalLM,
+                          LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+                          Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM, OlmoeConfig, OlmoeForCausalLM,
+                          Phi3Config, Phi3ForCausalLM, PreTrainedTokenizerFast,
+                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM,
+                          SmolLM3Config, SmolLM3ForCausalLM)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 COMMON = dict(vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", rope_theta=500000.0, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0,
+            beta_slow=1.0, attention_factor=1.2079441541679836)
 # name: (config class, model class, changes, stored type, largest shard)
 MODELS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, dict(tie_word_embeddings=True), torch.float32, "1GB"),
@@ -48,7 +53,26 @@ MODELS = {
               torch.float32, "1GB"),
     "mistral": (MistralConfig, MistralForCausalLM, dict(tie_word_embeddings=False, sliding_window=64),
                 torch.float16, "1GB"),
+    "phi3": (Phi3Config, Phi3ForCausalLM, dict(tie_word_embeddings=False, intermediate_size=36, sliding_window=8,
+                                                rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)), torch.bfloat16, "1GB"),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, dict(
+        tie_word_embeddings=True, no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=8), torch.bfloat16, "1GB"),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, dict(tie_word_embeddings=False, intermediate_size=36), torch.bfloat16, "1GB"),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM, dict(
+        tie_word_embeddings=False, intermediate_size=36, sliding_window=8, layer_types=["full_attention", "sliding_attention"],
+        rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=500000.0))),
+        torch.bfloat16, "1GB"),
+    "granite": (GraniteConfig, GraniteForCausalLM, dict(
+        tie_word_embeddings=True, attention_bias=True, embedding_multiplier=3.0, attention_multiplier=0.2,
+        residual_multiplier=0.4, logits_scaling=2.0), torch.bfloat16, "1GB"),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, dict(
+        tie_word_embeddings=True, intermediate_size=32, head_dim=16, num_key_value_heads=1, query_pre_attn_scalar=24, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"]), torch.bfloat16, "1GB"),
 }
+# The seed of a model is its place here.
+SEEDS = ["llama", "mistral", "olmoe", "qwen2", "qwen2_sharded", "qwen3", "qwen3_moe", "phi3", "smollm3", "olmo2", "olmo3",
+         "granite", "gemma3"]
 LENGTHS = [7, 1, 23, 12]
 TEMPERATURE = 0.7
 
@@ -58,11 +82,28 @@ def randomise(model):
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape)
         scale = 0.15 if name.endswith("mlp.gate.weight") else 0.3
-        p.data = 1.0 + 0.2 * noise if name.endswith("norm.weight") else scale * noise
+        one = 0.0 if model.config.model_type == "gemma3_text" else 1.0  # Gemma stores the weights of norms without it
+        p.data = one + 0.2 * noise if name.endswith("norm.weight") else scale * noise
 
 
-def apart(name, values):
-    """Tensors by their names in files: transformers keeps those of all experts in one."""
+def frequencies(model):
+    """Of the first layer with a rotary embedding."""
+    rotary = model.model.rotary_emb
+    return rotary.inv_freq if hasattr(rotary, "inv_freq") else getattr(rotary, f"{model.config.layer_types[0]}_inv_freq")
+
+
+def apart(name, values, config):
+    """One tensor per projection: transformers keeps those of all experts, and fused ones, in one."""
+    width = config.hidden_size // config.num_attention_heads
+    queries, keys = config.num_attention_heads * width, config.num_key_value_heads * width
+    if name.endswith("self_attn.qkv_proj.weight"):
+        for module, part in zip(["q_proj", "k_proj", "v_proj"], values.split([queries, keys, keys])):
+            yield name.replace("qkv_proj", module), part.clone()
+        return
+    if name.endswith("mlp.gate_up_proj.weight"):
+        for module, part in zip(["gate_proj", "up_proj"], values.chunk(2)):
+            yield name.replace("gate_up_proj", module), part.clone()
+        return
     if name.endswith("experts.gate_up_proj"):
         for expert, both in enumerate(values):
             for module, part in zip(["gate_proj", "up_proj"], both.chunk(2)):
@@ -89,11 +130,11 @@ def golden(model, seed):
         out[f"logits.{s}"] = logits.detach().clone()
     loss.backward()
     out.update(tokens=tokens, offsets=offsets, coefficients=coefficients, temperature=torch.tensor([TEMPERATURE]),
-               loss=loss.detach().reshape(1), inv_freq=model.model.rotary_emb.inv_freq.clone())
+               loss=loss.detach().reshape(1), inv_freq=frequencies(model).clone())
     parameters = {}
     for name, p in model.named_parameters():
-        parameters.update(apart(name, p.detach()))
-        out.update((f"grad.{part}", values) for part, values in apart(name, p.grad))
+        parameters.update(apart(name, p.detach(), model.config))
+        out.update((f"grad.{part}", values) for part, values in apart(name, p.grad, model.config))
     for name in ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight",
                  "model.layers.0.mlp.experts.3.up_proj.weight"]:
         if name in parameters:
@@ -213,7 +254,7 @@ def tokenizer():
 def main():
     torch.set_num_threads(1)
     for name in sys.argv[1:] or MODELS:
-        make(name, seed=sorted(MODELS).index(name))
+        make(name, seed=SEEDS.index(name))
     chat()
 
 
