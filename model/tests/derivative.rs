@@ -123,7 +123,8 @@ fn configs() -> Vec<Config> {
     gemma.layers[0].attention.rotary = Some(linear);
     gemma.layers[2].attention.scale = Some(0.4);
     // Norms after a block, a layer without rotary embedding, half of a head rotated, sums as trees.
-    let after = Config { reduction: Reduction::Tree, logits_scaling: 4.0, ..fresh.clone() };
+    let after =
+        Config { reduction: Reduction::Tree, logits_scaling: 4.0, rms_norm_eps: 0.05, ..fresh.clone() };
     let after = after.of_family(Architecture::Olmo2);
     let mut after = after.map_layers(|layer| LayerSpec { output_bias: true, ..window(layer) });
     after.layers[1].attention.rotary = None;
