@@ -1,6 +1,6 @@
 //! The tensors of weight files: one for each tensor of the layout, or one for several.
 //!
-//! Some families store the matrices of all experts as one tensor, in another order. The layout has each `[out, in]`, so that
+//! Some families store the matrices of all experts as one tensor, in another order, or the projections of a block. The layout has each `[out, in]`, so that
 //! everything that computes, shares or adapts matrices knows one form; files are read into it and written from it.
 //!
 //! Invariant: every value of a file tensor is one value of the layout, and no other.

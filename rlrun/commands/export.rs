@@ -25,6 +25,16 @@ pub(super) fn export(args: &ExportArgs, program: &Program) -> Result<String, Fai
             return Err(Failure::NotThere(what));
         }
         trainer::checkpoint::check(checkpoint)?;
+        let architecture = ModelDirectory::open(&model)?.config().architecture;
+        if architecture.has_fused_files() {
+            let family = architecture.model_type();
+            let what = format!(
+                "files of {family} have query, key and value in one projection, and PEFT has no layers that the adapter of {} \
+                 would fit; leave `--adapter` out to write the model with the adapter merged",
+                args.run.display()
+            );
+            return Err(Failure::NotThere(what));
+        }
         let base = base_of(&args.run, program)?;
         trainer::lora::export(&adapter, &args.out, &base)?;
         let (out, adapter) = (args.out.display(), adapter.display());

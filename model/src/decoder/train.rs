@@ -9,10 +9,11 @@ use candle_core::{Result, Tensor};
 use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
-use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather};
+use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather, logit_factor};
 use crate::ops::attention;
 use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, Target, TrainedTargets};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use crate::ops::residual::multiple;
 use crate::ops::{embedding, matrix, value, values};
 use crate::{Head, ThreadPool, Unit};
 
@@ -290,7 +291,12 @@ impl Decoder {
         let norm = self.layout.spec("model.norm.weight").map_or(start..start, crate::ParameterSpec::range);
         let eps = self.config.rms_norm_eps;
         let norm_gradient = &mut gradients.unit(Unit::Tail)[in_tail(norm)];
-        rms_norm_weight_gradient(&picked, eps, &d_normed, norm_gradient)?;
+        rms_norm_weight_gradient(
+            &picked,
+            eps,
+            &multiple(&d_normed, logit_factor(&self.config))?,
+            norm_gradient,
+        )?;
         gradients.done(Unit::Tail);
         let d_picked = rms_norm_backward(&picked, &self.final_norm, eps, &d_normed, None)?;
         // The backward keeps the parts of the forward: the number of threads may have changed since.
@@ -307,7 +313,7 @@ impl Decoder {
     ) -> Result<()> {
         let table = gradients.unit(Unit::Embedding);
         for (part, d) in reversing.cuts.iter().zip(&reversing.d) {
-            embedding::embed_backward(part.token_ids(), d, table)?;
+            embedding::embed_backward(part.token_ids(), d, self.config.embedding_multiplier, table)?;
         }
         gradients.done(Unit::Embedding);
         Ok(())
@@ -324,7 +330,7 @@ impl Decoder {
     ) -> Result<()> {
         let ReversingPack { cuts, parts, d } = reversing;
         let layer: Vec<_> = cuts.iter().zip(parts).zip(std::mem::take(d)).collect();
-        let begin = |((part, trace), g)| self.begin_reversing(block, part, trace, g);
+        let begin = |((part, trace), g)| begin_reversing(block, part, trace, g);
         let mut parts: Vec<Reversing<'_>> = pool.map(layer, begin).into_iter().collect::<Result<_>>()?;
 
         let unit = gradients.unit(Unit::Layer(index));
@@ -354,27 +360,6 @@ impl Decoder {
             gradients.routed(index, &routed);
         }
         Ok(())
-    }
-
-    /// Takes the activations of a part in this layer; those of the attention block are computed again if they were not kept.
-    fn begin_reversing<'a>(
-        &self,
-        block: &TransformerBlock,
-        part: &'a PackPart<'a>,
-        trace: &'a mut PartTrace,
-        g: Tensor,
-    ) -> Result<Reversing<'a>> {
-        let Some(LayerTrace { input, kept }) = trace.layers.pop() else {
-            candle_core::bail!("a layer has no activations: the trace is of another decoder or pack")
-        };
-        let (attention, feed_forward) = match kept {
-            Some(KeptLayer { attention, feed_forward }) => (attention, Some(feed_forward)),
-            None => {
-                let attend = |qkv: &Tensor| part.attend(block.rule(), qkv);
-                (block.attention(&input, &trace.angles, attend, &ThreadPool::single())?, None)
-            }
-        };
-        Ok(Reversing { part, angles: &trace.angles, input, attention, feed_forward, g })
     }
 
     /// Backward of the feed-forward block, in chunks of tokens, which are counted in `routed`. Returns the gradient of its input for
@@ -416,6 +401,26 @@ impl Decoder {
         };
         d_middle.into_iter().map(join).collect()
     }
+}
+
+/// Takes the activations of a part in this layer; those of the attention block are computed again if they were not kept.
+fn begin_reversing<'a>(
+    block: &TransformerBlock,
+    part: &'a PackPart<'a>,
+    trace: &'a mut PartTrace,
+    g: Tensor,
+) -> Result<Reversing<'a>> {
+    let Some(LayerTrace { input, kept }) = trace.layers.pop() else {
+        candle_core::bail!("a layer has no activations: the trace is of another decoder or pack")
+    };
+    let (attention, feed_forward) = match kept {
+        Some(KeptLayer { attention, feed_forward }) => (attention, Some(feed_forward)),
+        None => {
+            let attend = |qkv: &Tensor| part.attend(block.rule(), qkv);
+            (block.attention(&input, &trace.angles, attend, &ThreadPool::single())?, None)
+        }
+    };
+    Ok(Reversing { part, angles: &trace.angles, input, attention, feed_forward, g })
 }
 
 /// State of a backward.

@@ -11,8 +11,8 @@
 //!   changes no bit.
 //!
 //! # Layout
-//! - [`linear`] over [`gemm`], or over [`int8`] and [`bf16`], which share the tiles of [`dot`]; [`norm`], [`embedding`]
-//! - [`swiglu`], [`clamped_swiglu`]: gated activations
+//! - [`linear`] over [`gemm`], or over [`int8`] and [`bf16`], which share the tiles of [`dot`]; [`norm`], [`residual`], [`embedding`]
+//! - [`swiglu`], [`clamped_swiglu`], [`geglu`]: gated activations
 //! - [`heads`]: per-head norm and rotary embedding
 //! - [`experts`]: the routes of tokens to experts
 //! - [`attention`]: packed and paged
@@ -24,12 +24,14 @@ pub(crate) mod clamped_swiglu;
 pub(crate) mod dot;
 pub(crate) mod embedding;
 pub(crate) mod experts;
+pub(crate) mod geglu;
 pub(crate) mod gemm;
 pub(crate) mod head;
 pub(crate) mod heads;
 pub(crate) mod int8;
 pub(crate) mod linear;
 pub(crate) mod norm;
+pub(crate) mod residual;
 pub(crate) mod simd;
 pub(crate) mod softmax;
 pub(crate) mod swiglu;

@@ -1,0 +1,179 @@
+//! Gradients of the weights of a block, apart from those of inputs.
+//!
+//! Invariant: they are sums over all tokens in their order, one range of rows of a weight per thread, so that their bits do not depend
+//! on how tokens were shared among threads.
+
+use std::ops::Range;
+
+use candle_core::{Result, Tensor};
+
+use super::super::feed_forward::FeedForwardGradients;
+use super::{BranchReverse, FeedForwardReverse, ReversedAttention, TransformerBlock};
+use crate::ThreadPool;
+use crate::layer::Operand;
+use crate::ops::heads;
+use crate::ops::linear::{bias_gradient, weight_gradient};
+use crate::ops::norm::rms_norm_weight_gradient;
+use crate::ops::row_ranges;
+
+/// The computation of one range of weight gradients, independent of the others.
+pub(in crate::decoder) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
+
+impl TransformerBlock {
+    /// Adds the weight gradients of the feed-forward half to the layer's `gradients`; `pieces` are in the order of tokens.
+    pub(in crate::decoder) fn feed_forward_gradients(
+        &self,
+        pieces: &[FeedForwardReverse],
+        gradients: &mut [f32],
+        pool: &ThreadPool,
+    ) -> Result<()> {
+        let ranges = &self.ranges;
+        let operands = [
+            Operand::FeedForwardNorm,
+            Operand::Router,
+            Operand::RouterBias,
+            Operand::GateUp,
+            Operand::GateUpBias,
+            Operand::Down,
+            Operand::DownBias,
+            Operand::SharedGateUp,
+            Operand::SharedDown,
+            Operand::FeedForwardAfterNorm,
+        ];
+        let [
+            norm,
+            router,
+            router_bias,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            shared_gate_up,
+            shared_down,
+            after,
+        ] = carve(gradients, operands.map(|of| &ranges[of]));
+        let of_network = FeedForwardGradients {
+            router,
+            router_bias,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            shared_gate_up,
+            shared_down,
+        };
+        let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
+        jobs.push(Box::new(|| {
+            pieces.iter().try_for_each(|p| {
+                p.branch.add_norm_gradient(self.eps, after)?;
+                norm_gradient(&p.middle, self.eps, &p.d_normed, norm)
+            })
+        }));
+        pool.map(jobs, |job| job()).into_iter().collect()
+    }
+
+    /// Adds the weight gradients of the attention half to the layer's `gradients`; `parts` are in the order of tokens.
+    pub(in crate::decoder) fn attention_gradients(
+        &self,
+        parts: &[ReversedAttention<'_>],
+        gradients: &mut [f32],
+        pool: &ThreadPool,
+    ) -> Result<()> {
+        let ranges = &self.ranges;
+        let [norm, qkv, qkv_bias, head_norm, sinks, output, output_bias, after] = carve(
+            gradients,
+            [
+                &ranges[Operand::AttentionNorm],
+                &ranges[Operand::Qkv],
+                &ranges[Operand::QkvBias],
+                &ranges[Operand::QueryKeyNorm],
+                &ranges[Operand::Sinks],
+                &ranges[Operand::Output],
+                &ranges[Operand::OutputBias],
+                &ranges[Operand::AttentionAfterNorm],
+            ],
+        );
+        let mut jobs: Vec<GradientJob<'_>> = Vec::new();
+        weight_jobs(&mut jobs, parts, qkv, |part| (&part.reverse.normed, &part.reverse.d_qkv), pool);
+        weight_jobs(
+            &mut jobs,
+            parts,
+            output,
+            |part| (&part.trace.attended, &part.reverse.branch.d_result),
+            pool,
+        );
+        jobs.push(Box::new(|| {
+            for ReversedAttention { trace, reverse: r, angles } in parts {
+                norm_gradient(&r.input, self.eps, &r.d_normed, norm)?;
+                r.branch.add_norm_gradient(self.eps, after)?;
+                if !qkv_bias.is_empty() {
+                    bias_gradient(&r.d_qkv, qkv_bias)?;
+                }
+                if let Some(d_sinks) = &r.d_sinks {
+                    bias_gradient(d_sinks, sinks)?;
+                }
+                if !output_bias.is_empty() {
+                    bias_gradient(&r.branch.d_result, output_bias)?;
+                }
+                if let (Some(raw), Some(g), Some(norm)) = (&trace.raw, &r.d_prepared, self.norm_of_heads()) {
+                    heads::head_norm_gradient(raw, self.shape, norm, angles.of(self.rotary), g, head_norm)?;
+                }
+            }
+            Ok(())
+        }));
+        pool.map(jobs, |job| job()).into_iter().collect()
+    }
+}
+
+impl BranchReverse {
+    /// Adds the gradient of the weight of the result's norm, if it is normalised.
+    fn add_norm_gradient(&self, eps: f32, gradient: &mut [f32]) -> Result<()> {
+        let Some([result, g]) = &self.normed else { return Ok(()) };
+        rms_norm_weight_gradient(result, eps, g, gradient)
+    }
+}
+
+/// Adds the gradient of the weight of a norm to `gradient`, which is empty if there is no norm.
+fn norm_gradient(x: &Tensor, eps: f32, g: &Tensor, gradient: &mut [f32]) -> Result<()> {
+    if gradient.is_empty() { Ok(()) } else { rms_norm_weight_gradient(x, eps, g, gradient) }
+}
+
+/// Cuts ascending, disjoint ranges out of a flat buffer.
+fn carve<'a, const N: usize>(mut buffer: &'a mut [f32], ranges: [&Range<usize>; N]) -> [&'a mut [f32]; N] {
+    let mut passed = 0;
+    ranges.map(|range| {
+        if range.is_empty() {
+            return &mut [][..];
+        }
+        let (_, rest) = std::mem::take(&mut buffer).split_at_mut(range.start - passed);
+        let (cut, rest) = rest.split_at_mut(range.len());
+        (buffer, passed) = (rest, range.end);
+        cut
+    })
+}
+
+/// The gradient of one weight `[out, in]`, as one job per thread for a range of its rows over all `pieces`. `operands`
+/// gives the input `[T, in]` and the gradient `[T, out]` of a piece.
+pub(in crate::decoder) fn weight_jobs<'a, P: Sync>(
+    jobs: &mut Vec<GradientJob<'a>>,
+    pieces: &'a [P],
+    gradient: &'a mut [f32],
+    operands: impl Fn(&P) -> (&Tensor, &Tensor) + Send + Sync + Copy + 'a,
+    pool: &ThreadPool,
+) {
+    let Some(output) = pieces.first().and_then(|piece| operands(piece).1.dims().last().copied()) else {
+        return;
+    };
+    let input = gradient.len() / output;
+    let mut rest = gradient;
+    for rows in row_ranges(output, pool.threads(), 8) {
+        let (own, after) = rest.split_at_mut(rows.len() * input);
+        rest = after;
+        jobs.push(Box::new(move || {
+            pieces.iter().try_for_each(|piece| {
+                let (x, g) = operands(piece);
+                weight_gradient(x, g, rows.clone(), own)
+            })
+        }));
+    }
+}
