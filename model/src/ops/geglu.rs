@@ -10,7 +10,7 @@ use super::{matrix, rows_each, unwritten, values};
 use crate::ThreadPool;
 
 /// `2 sqrt(2 / pi)`
-const SLOPE: f32 = 1.595_769_1;
+const SLOPE: f32 = 1.595_769_2;
 const CUBIC: f32 = 0.044_715;
 
 /// `gate_up [T, 2 m]`, the gate in the first half of each row, to `[T, m]`.
