@@ -182,7 +182,10 @@ impl Recipe {
         let (Some(config), Some(lora)) = (self.lora(), &self.lora) else { return Ok(None) };
         Ok(Some(match &lora.path {
             Some(path) => Adapter::open(path, &config, base)?,
-            None => Adapter::new(config, base, self.seed),
+            None => {
+                config.check(base.layout().specs())?;
+                Adapter::new(config, base, self.seed)
+            }
         }))
     }
 }

@@ -90,7 +90,7 @@ pub enum FeedForward {
     Experts(ExpertSpec),
 }
 
-/// A linear layer of every decoder block, which can have a LoRA adapter.
+/// A layer that can have a LoRA adapter: the linear layers of every decoder block, the embedding and the head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TargetModule {
@@ -108,12 +108,29 @@ pub enum TargetModule {
     UpProj,
     /// Down projection of the feed-forward block.
     DownProj,
+    /// Embedding, if it is not the head too.
+    EmbedTokens,
+    /// Head, if it is not the embedding too.
+    LmHead,
 }
 
 impl TargetModule {
-    /// All layers.
-    pub const ALL: [Self; 7] =
+    /// The linear layers of a block; with experts those of every expert.
+    pub const BLOCK: [Self; 7] =
         [Self::QProj, Self::KProj, Self::VProj, Self::OProj, Self::GateProj, Self::UpProj, Self::DownProj];
+
+    /// All layers.
+    pub const ALL: [Self; 9] = [
+        Self::QProj,
+        Self::KProj,
+        Self::VProj,
+        Self::OProj,
+        Self::GateProj,
+        Self::UpProj,
+        Self::DownProj,
+        Self::EmbedTokens,
+        Self::LmHead,
+    ];
 
     /// The name in Hugging Face models and in PEFT.
     #[must_use]
@@ -126,6 +143,8 @@ impl TargetModule {
             Self::GateProj => "gate_proj",
             Self::UpProj => "up_proj",
             Self::DownProj => "down_proj",
+            Self::EmbedTokens => "embed_tokens",
+            Self::LmHead => "lm_head",
         }
     }
 

@@ -3,6 +3,7 @@
 //! # Layout
 //! - [`directory`]: a model directory in Hugging Face layout, opened, made and exported; it is made of
 //!   [`config`], [`parameters`] (all weights as one flat buffer), [`tokenizer`] and [`chat`]
+//! - [`frozen_parameters`]: frozen weights that stay quantised, under factors that are trained
 //! - `gguf`: a model in one file of llama.cpp, read as such a directory
 //! - [`files`]: bounded reads of untrusted files; [`manifest`]: a digest of every file of a directory
 //! - [`mod@thread_pool`]: thread pools of the roles over the cores of a process; [`mod@turns`]: one device for two roles
@@ -12,7 +13,8 @@
 //!   read for every use
 //! - [`layer`]: one decoder layer as data, from which layout, files, LoRA and the decoders follow; [`rotary`]: its position embedding
 //! - `ops`: its hot operations, each with its backward
-//! - [`products`]: the decoder's matrix product, for optimizers and adapters
+//! - [`low_rank`]: trained factors of frozen weights (LoRA), and their gradients
+//! - [`products`]: the decoder's matrix product, for optimizers
 //! - [`machine`]: CPU features of this machine
 //! - [`sampling`]: from logits to a token and its log-probability
 //! - [`mod@characters`]: the character-level tokenizer of fresh models
@@ -55,8 +57,10 @@ pub mod directory;
 pub mod error;
 mod file_tensors;
 pub mod files;
+pub mod frozen_parameters;
 mod gguf;
 pub mod layer;
+pub mod low_rank;
 pub mod machine;
 pub mod manifest;
 mod mxfp4;
@@ -84,7 +88,9 @@ pub use decoder::{
 };
 pub use directory::{DESCRIPTION_FILES, ModelDirectory};
 pub use error::ModelError;
+pub use frozen_parameters::FrozenParameters;
 pub use layer::{AttentionSpec, LayerSpec, QueryKeyNorm, TargetModule};
+pub use low_rank::{FactorPair, LowRank};
 pub use ops::experts::ANY_EXPERT;
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};

@@ -308,8 +308,8 @@ impl ParameterSpec {
 }
 
 /// Fills a tensor by the Box-Muller transform from a counter-based random stream. `libm` gives the same bits on every
-/// platform, which `ln` and `cos` of the system do not.
-fn fill_normal(values: &mut [f32], std: f64, seed: u64, stream: u64) {
+/// platform, which `ln` and `cos` of the system do not. `values` are `[n]`, of standard deviation `std`.
+pub fn fill_normal(values: &mut [f32], std: f64, seed: u64, stream: u64) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(stream);
     let unit = 1.0 / (1u64 << 53) as f64;

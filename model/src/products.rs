@@ -1,4 +1,4 @@
-//! The decoder's matrix product (GEMM) on slices, for optimizers and adapters.
+//! The decoder's matrix product (GEMM) on slices, for optimizers and low-rank factors.
 //!
 //! Invariant: every element is one chain of fused multiply-adds over the inner dimension in ascending order, so its bits
 //! depend on its row and its column alone, not on the machine. A product runs on the calling thread; a caller with several

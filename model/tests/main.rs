@@ -9,9 +9,11 @@ mod derivative;
 mod expert_files;
 mod experts;
 mod files;
+mod frozen;
 mod gguf;
 mod gguf_tokenizer;
 mod layers;
+mod low_rank;
 #[cfg(feature = "emulator")]
 mod on_device;
 mod oracle;

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use model::{
-    Decoder, Gradients, Pack, PackError, Prediction, PredictionGradient, Recompute, SharedCores, Target,
-    ThreadPool,
+    Decoder, GradientSink, Gradients, Pack, PackError, Prediction, PredictionGradient, Recompute,
+    SharedCores, Target, ThreadPool,
 };
 
 use crate::common::{Golden, MODELS, bits, logits_of, pack_of, train};
@@ -58,12 +58,12 @@ fn reverse(decoder: &Decoder, golden: &Golden, indices: &[usize], gradients: &mu
     reverse_on(&ThreadPool::single(), decoder, golden, indices, gradients);
 }
 
-fn reverse_on(
+pub(crate) fn reverse_on(
     pool: &ThreadPool,
     decoder: &Decoder,
     golden: &Golden,
     indices: &[usize],
-    gradients: &mut Gradients,
+    gradients: &mut dyn GradientSink,
 ) {
     let (pack, loss) =
         (pack_of(indices.iter().map(|i| &golden.sequences[*i].tokens[..])), Loss::new(golden, indices));

@@ -13,6 +13,7 @@ mod turns;
 use std::fmt;
 
 use model::{Config, KvCache, LayerSpec, Layout, ParameterSpec, Quantization, QueryKeyNorm, Recompute};
+use trainer::lora::LoraConfig;
 
 use crate::allocator::SPARE;
 use crate::recipe::Recipe;
@@ -109,7 +110,7 @@ impl Memory {
             parts.push(part("update", "an update of the largest matrix on every core", trained.scratch));
         }
         if trained.adapter > 0 {
-            let what = "A and B with their gradients, and the frozen weights under them";
+            let what = "A and B, and the frozen weights under them";
             parts.push(part("adapter", what, trained.adapter));
         }
         if recipe.needs_reference() {
@@ -263,19 +264,19 @@ impl Trained {
         };
         let (specs, frozen) = lora.shapes(layout.specs());
         let changed = changed(&specs);
-        let values = changed.saturating_mul(2).saturating_add(frozen as u64);
+        let values = changed.saturating_add(frozen as u64);
         let adapter = product(&[F32, recipe.trainer.world as u64, values]);
-        of(&specs, adapter, of_ranks(recipe, &layout, Some(changed), F32))
+        of(&specs, adapter, of_ranks(recipe, &layout, Some(&lora), F32))
     }
 }
 
-/// Weights and gradients of all ranks, which are threads of one process; of an adapter that has `changed` values, those
-/// of the model under it. A stage shares what it names, and has units of every rank on their way. A weight has `width` bytes, a
+/// Weights and gradients of all ranks, which are threads of one process; with an adapter, the weights that it is merged into
+/// and its own gradients. A stage shares what it names, and has units of every rank on their way. A weight has `width` bytes, a
 /// gradient 4.
-fn of_ranks(recipe: &Recipe, layout: &Layout, changed: Option<u64>, width: u64) -> (u64, u64) {
+fn of_ranks(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>, width: u64) -> (u64, u64) {
     let (world, zero) = (recipe.trainer.world as u64, recipe.trainer.zero);
     let all = product(&[width, layout.len() as u64]);
-    let weights = match changed {
+    let weights = match lora {
         None if zero >= 3 && world > 1 => {
             // The next layer and the current one.
             let gathered = gradients::units(layout, 2) / F32 * width;
@@ -283,7 +284,7 @@ fn of_ranks(recipe: &Recipe, layout: &Layout, changed: Option<u64>, width: u64) 
         }
         _ => product(&[world, all]),
     };
-    (weights, gradients::bytes(recipe, layout, changed))
+    (weights, gradients::bytes(recipe, layout, lora))
 }
 
 /// Bytes that follow from the shape of a model.
@@ -474,7 +475,8 @@ mod tests {
         recipe.lora = Some(Lora { rank: 2, target_modules, ..Lora::default() });
         let changed = 2 * (2 * (8 + 8) + 2 * (16 + 8));
         assert_eq!(bytes(&recipe, "optimizer"), 8 * changed);
-        assert_eq!(bytes(&recipe, "adapter"), 4 * (2 * changed + 2 * (8 * 8 + 8 * 16)));
+        assert_eq!(bytes(&recipe, "gradients"), 4 * changed);
+        assert_eq!(bytes(&recipe, "adapter"), 4 * (changed + 2 * (8 * 8 + 8 * 16)));
     }
 
     #[test]

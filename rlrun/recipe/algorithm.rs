@@ -309,6 +309,11 @@ fn check_critic(raw: &mut RawRecipe, algorithm: &Algorithm, checker: &mut Checke
     let critic = raw.critic.get_or_insert_default();
     let (without_effect, word): (Vec<(&str, bool)>, _) = match critic.kind {
         CriticKind::Shared => {
+            if raw.lora.is_some() {
+                let message = "`[lora]` would freeze the value head of a shared critic";
+                let help = "set `critic.kind = \"separate\"`, or remove `[lora]`";
+                checker.report("critic.kind", message, help);
+            }
             let keys = [
                 ("learning_rate", critic.learning_rate.is_some()),
                 ("pretrain_steps", critic.pretrain_steps.is_some()),

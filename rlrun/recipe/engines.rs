@@ -9,7 +9,7 @@ use model::Quantization;
 use super::Recipe;
 use super::ranges::{Checker, POSITIVE};
 use super::schema::{RawRecipe, Rollout};
-use super::words::{EngineWord, PolicyPlacement, Speculation};
+use super::words::{EngineWord, PolicyPlacement, Speculation, TargetModule};
 
 /// Checks the keys; makes the directory of weights absolute.
 pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
@@ -59,6 +59,15 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
     if rollout.push_adapter && rollout.engine == EngineWord::Sglang {
         let message = "`rollout.push_adapter` is for vLLM, and `rollout.engine` is \"sglang\"";
         checker.report("rollout.push_adapter", message, "leave it out: SGLang gets the merged weights");
+    }
+    let ends = [TargetModule::EmbedTokens, TargetModule::LmHead];
+    let of_lora = raw.lora.iter().flat_map(|lora| &lora.target_modules);
+    if let Some(end) = of_lora.filter(|_| rollout.push_adapter).find(|module| ends.contains(module)) {
+        let message = format!(
+            "vLLM reads adapters of linear layers alone, and `lora.target_modules` names \"{}\"",
+            end.as_str()
+        );
+        checker.report("rollout.push_adapter", message, "leave it out: the engine gets the merged weights");
     }
     if rollout.push_adapter && raw.lora.is_none() {
         let message = "`rollout.push_adapter` pushes a LoRA adapter, and the run trains none";

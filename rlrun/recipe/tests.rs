@@ -201,6 +201,9 @@ fn layers_of_an_adapter_are_known_and_named_once() {
     let shown = Case::new(&format!("{MINIMAL}[lora]\nlora_alpha = 8\n")).errors(&[], &[]);
     assert!(shown.contains("lora.alpha") || shown.contains("`alpha`"), "{shown}");
     let (recipe, _) = Case::new(&format!("{MINIMAL}[lora]\n")).load(&[], &[]).unwrap();
+    let shared = ["algorithm.kind=ppo", "critic.kind=shared"];
+    let shown = Case::new(&format!("{MINIMAL}[lora]\n")).errors(&shared, &[]);
+    assert!(shown.contains("would freeze the value head"), "{shown}");
     let lora = recipe.lora.unwrap();
     assert_eq!((lora.rank, lora.alpha, lora.target_modules.len()), (16, 32.0, 7));
 }

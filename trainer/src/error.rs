@@ -149,6 +149,27 @@ pub enum TrainerError {
     /// A checkpoint could not be stored in the archive of the run.
     #[error("the archive of the run: {0}")]
     Archive(Box<dyn std::error::Error + Send + Sync>),
+    /// An adapter of one end of a model whose ends are one tensor.
+    #[error(
+        "`lora.target_modules` names \"{module}\", but the model computes its embedding and its head with one tensor; leave it \
+         out, or use a model that has two (tie_word_embeddings is false in its config.json)"
+    )]
+    TiedTarget {
+        /// The layer.
+        module: &'static str,
+    },
+    /// An operation on the weights in f32 of a learner that has none.
+    #[error(
+        "the base of the adapter stays quantised, so the trainer has no weights in f32; load the model without quantisation to \
+         publish or save them"
+    )]
+    QuantizedBase,
+    /// A learner of a quantised base with several ranks or a device.
+    #[error(
+        "an adapter of a base that stays quantised is trained by one rank on the processor; set `trainer.world = 1` and \
+         `placement.device = \"cpu\"`, or load the model without quantisation"
+    )]
+    QuantizedBaseAlone,
     /// A LoRA adapter could not be read, or differs from the recipe.
     #[error("adapter {path}: {reason}")]
     Adapter {

@@ -102,7 +102,7 @@ impl Follower {
         if let Some(adapter) = member.adapter_mut() {
             let (values, base) = adapter.lengths();
             let values = receive_values(collective, values)?;
-            adapter.fill(values, receive_values(collective, base)?);
+            adapter.fill(&values, receive_values(collective, base)?);
         }
         let optimizer = match updates {
             None => None,

@@ -6,6 +6,7 @@
 //! the same bits for every number of ranks on the processor that is a power of two and at most [`LearnerConfig::leaves`];
 //! other numbers of ranks differ by rounding.
 
+mod frozen;
 mod spans;
 
 use std::borrow::Cow;

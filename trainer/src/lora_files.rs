@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 
 use half::{bf16, f16};
-use model::{ModelError, ParameterSpec, atomic, files, manifest};
+use model::{Layout, ModelError, ParameterSpec, Parameters, atomic, files, manifest};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -107,10 +107,11 @@ pub(crate) fn copy(from: &Path, to: &Path, base: &str) -> Result<(), TrainerErro
     Ok(())
 }
 
-/// Reads the matrices `specs`, which are contiguous in `values [n]`.
+/// Reads the matrices `specs` of an adapter of `base`, which are contiguous in `values [n]`.
 pub(crate) fn read(
     dir: &Path,
     expected: &LoraConfig,
+    base: &Parameters,
     specs: &[ParameterSpec],
     values: &mut [f32],
 ) -> Result<(), TrainerError> {
@@ -127,10 +128,11 @@ pub(crate) fn read(
     };
     let (path, bytes) = file(CONFIG, files::MAX_JSON_BYTES)?;
     check_config(&bytes, expected).map_err(|reason| TrainerError::Adapter { path, reason })?;
-    // The size of f32 values plus a header.
-    let weights = 4 * values.len() as u64;
+    // The size of f32 values plus a header. PEFT adds both ends of the model if one of them is adapted.
+    let ends = base.layout().specs().iter().filter(|spec| is_end(spec)).map(ParameterSpec::len);
+    let weights = 4 * (values.len() + ends.sum::<usize>()) as u64;
     let (path, bytes) = file(WEIGHTS, weights + files::MAX_JSON_BYTES)?;
-    read_weights(&bytes, specs, values).map_err(|reason| TrainerError::Adapter { path, reason })
+    read_weights(&bytes, base, specs, values).map_err(|reason| TrainerError::Adapter { path, reason })
 }
 
 /// Checks that the config describes plain LoRA with the settings `expected`.
@@ -176,12 +178,28 @@ fn check_config(bytes: &[u8], expected: &LoraConfig) -> Result<(), String> {
     Err(format!("has {found}, but the recipe says {wanted}; write the adapter's values under `[lora]`"))
 }
 
-fn read_weights(bytes: &[u8], specs: &[ParameterSpec], values: &mut [f32]) -> Result<(), String> {
+fn read_weights(
+    bytes: &[u8],
+    base: &Parameters,
+    specs: &[ParameterSpec],
+    values: &mut [f32],
+) -> Result<(), String> {
     let tensors =
         SafeTensors::deserialize(bytes).map_err(|error| format!("is not a safetensors file: {error}"))?;
     let known: BTreeSet<&str> = specs.iter().map(|spec| &spec.name[..]).collect();
-    if let Some(other) = tensors.names().into_iter().find(|name| !known.contains(*name)) {
-        return Err(format!("has a tensor {other}, for which the model has no layer; use its base model"));
+    for (name, view) in tensors.iter().filter(|(name, _)| !known.contains(name)) {
+        let Some(end) = end_of(name, base.layout()) else {
+            return Err(format!("has a tensor {name}, for which the model has no layer; use its base model"));
+        };
+        let mut found = vec![0.0; end.len()];
+        if view.shape() == end.shape {
+            convert(&view, &mut found).map_err(|reason| format!("{name} {reason}"))?;
+        }
+        if found != base.values()[end.range()] {
+            return Err(format!(
+                "{name} is not that of the base model; use the model that it was trained on"
+            ));
+        }
     }
     for spec in specs {
         let name = &spec.name;
@@ -192,6 +210,19 @@ fn read_weights(bytes: &[u8], specs: &[ParameterSpec], values: &mut [f32]) -> Re
         convert(&view, &mut values[spec.range()]).map_err(|reason| format!("{name} {reason}"))?;
     }
     Ok(())
+}
+
+/// Whether a tensor is the embedding or the head.
+fn is_end(spec: &ParameterSpec) -> bool {
+    use TargetModule::{EmbedTokens, LmHead};
+    matches!(TargetModule::of_weight(&spec.name), Some(EmbedTokens | LmHead))
+}
+
+/// The end of the base model that PEFT has written beside the factors under this name.
+fn end_of<'a>(name: &str, layout: &'a Layout) -> Option<&'a ParameterSpec> {
+    let module = name.strip_prefix("base_model.model.")?.strip_suffix(".weight")?;
+    let module = module.strip_suffix(".base_layer").unwrap_or(module);
+    layout.spec(&format!("{module}.weight")).filter(|spec| is_end(spec))
 }
 
 /// Converts a tensor to f32; an error if a number is not finite.

@@ -4,19 +4,20 @@
 //! different numbers of micro-batches make the same calls.
 
 use model::{
-    Config, Decoder, GradientSink, LayerSource, Layout, Parameters, Prediction, Recompute, SampleSlopes,
-    ThreadPool, TrainedTargets, Unit,
+    Config, Decoder, FrozenParameters, GradientSink, LayerSource, Layout, Parameters, Prediction, Recompute,
+    SampleSlopes, ThreadPool, TrainedTargets, Unit,
 };
 use std::sync::Arc;
 
 use crate::TrainerError;
+use crate::lora::Adapter;
 use crate::on_device::DevicePass;
 use crate::packing::Packed;
 use crate::zero::ParameterGathering;
 
 /// The network of a rank.
 pub(crate) enum Pass<'a> {
-    /// All weights are on the host.
+    /// All weights are on the host, or a frozen base and an adapter.
     Whole(Decoder),
     /// Layers are gathered from all ranks.
     Gathered(Decoder, ParameterGathering<'a>),
@@ -28,6 +29,25 @@ impl<'a> Pass<'a> {
     /// A network with all weights.
     pub(crate) fn whole(model: &Config, parameters: &Arc<Parameters>, recompute: Recompute) -> Self {
         Self::Whole(Decoder::trainable(model, parameters, recompute))
+    }
+
+    /// The same, to train its weights or an `adapter` that is merged into them.
+    pub(crate) fn trained(
+        model: &Config,
+        parameters: &Arc<Parameters>,
+        adapter: Option<&Adapter>,
+        recompute: Recompute,
+    ) -> Self {
+        let decoder = Decoder::trainable(model, parameters, recompute);
+        Self::Whole(match adapter {
+            Some(adapter) => decoder.adapting(Arc::clone(adapter.factors())),
+            None => decoder,
+        })
+    }
+
+    /// A network with a frozen `base` and an `adapter` that is not merged.
+    pub(crate) fn frozen(base: &FrozenParameters, adapter: &Adapter, recompute: Recompute) -> Self {
+        Self::Whole(Decoder::frozen(base, adapter.factors(), recompute))
     }
 
     /// A network whose layers are gathered. Embedding and tail stay in memory for its life.

@@ -1,12 +1,14 @@
 //! Training a LoRA adapter.
 
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use model::{
-    Decoder, Gradients, ModelDirectory, Pack, Parameters, Prediction, PredictionGradient, Recompute, Target,
-    ThreadPool, TrainedTargets,
+    Config, Decoder, GradientSink, Gradients, ModelDirectory, Pack, Parameters, Prediction,
+    PredictionGradient, Recompute, Target, ThreadPool, TrainedTargets, Unit,
 };
+use safetensors::SafeTensors;
 use trainer::checkpoint::{base_path, load};
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
 use trainer::optimizer::OptimizerKind;
@@ -17,7 +19,7 @@ use crate::checkpoint::advance;
 use crate::{LEARNER, config, groups, policy_step, save, with_optimizer};
 
 fn lora() -> LoraConfig {
-    LoraConfig { rank: 3, alpha: 6.0, target_modules: TargetModule::ALL.to_vec() }
+    LoraConfig { rank: 3, alpha: 6.0, target_modules: TargetModule::BLOCK.to_vec() }
 }
 
 fn base() -> Parameters {
@@ -97,6 +99,149 @@ fn gradients_are_finite_differences_of_the_loss() {
         assert!((numeric - exact).abs() < 2e-2 * norm, "{}: {numeric} {exact}, norm {norm}", spec.name);
         assert!(norm > 1e-4, "{}", spec.name);
     }
+}
+
+/// Gradients of the factors of an adapter.
+struct FactorGradients<'a> {
+    adapter: &'a Adapter,
+    base: &'a Parameters,
+    values: Vec<f32>,
+}
+
+impl GradientSink for FactorGradients<'_> {
+    fn unit(&mut self, unit: Unit) -> &mut [f32] {
+        &mut self.values[self.adapter.factors().within(&self.base.layout().unit(unit))]
+    }
+
+    fn done(&mut self, _: Unit) {}
+}
+
+fn floats(file: &SafeTensors<'_>, name: &str) -> Vec<f32> {
+    let view = file.tensor(name).unwrap();
+    view.data().as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+}
+
+/// An adapter with what PEFT computes, on a model of the goldens.
+struct PeftGolden {
+    directory: PathBuf,
+    config: Config,
+    base: Parameters,
+    adapter: Adapter,
+    tokens: Vec<u32>,
+    numbers: Vec<u8>,
+}
+
+impl PeftGolden {
+    fn open(name: &str, model: &str, target_modules: Vec<TargetModule>) -> Self {
+        let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+        let directory = tests.join("goldens").join(name);
+        let model = tests.join("../../model/tests/goldens").join(model);
+        let config = Config::load(&model).unwrap();
+        let base = Parameters::load(&model, &config).unwrap();
+        let lora = LoraConfig { rank: 2, alpha: 3.0, target_modules };
+        let adapter = Adapter::open(&directory, &lora, &base).unwrap();
+        let numbers = std::fs::read(directory.join("golden.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&numbers).unwrap();
+        let tokens = file.tensor("tokens").unwrap();
+        let tokens =
+            tokens.data().as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes) as u32).collect();
+        Self { directory, config, base, adapter, tokens, numbers }
+    }
+
+    fn pack(&self) -> Pack {
+        let mut pack = Pack::new();
+        pack.push(&self.tokens).unwrap();
+        pack
+    }
+
+    /// A decoder with the adapter merged, whose logits are those of PEFT.
+    fn decoder(&self) -> Decoder {
+        let mut merged = self.base.clone();
+        self.adapter.merge(merged.values_mut(), &ThreadPool::single());
+        let decoder = Decoder::trainable(&self.config, &Arc::new(merged), Recompute::None);
+        let logits: Vec<f32> =
+            decoder.logits(&self.pack()).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        let expected = floats(&self.file(), "logits");
+        assert_eq!(logits.len(), expected.len());
+        for (i, (ours, theirs)) in logits.iter().zip(&expected).enumerate() {
+            assert!((ours - theirs).abs() < 1e-4, "logit {i} is {ours}, not {theirs}");
+        }
+        decoder
+    }
+
+    fn file(&self) -> SafeTensors<'_> {
+        SafeTensors::deserialize(&self.numbers).unwrap()
+    }
+}
+
+/// Layers of experts are adapted each.
+#[test]
+fn an_adapter_of_experts_has_the_logits_of_peft() {
+    use TargetModule::{DownProj, GateProj, QProj, UpProj};
+    let golden = PeftGolden::open("adapter_experts", "qwen3_moe", vec![QProj, GateProj, UpProj, DownProj]);
+    golden.decoder();
+}
+
+/// An adapter of every layer, embedding and head too, that PEFT has written: its logits, and the gradient of every factor.
+#[test]
+fn an_adapter_of_peft_has_its_logits_and_gradients() {
+    let golden = PeftGolden::open("adapter", "llama", TargetModule::ALL.to_vec());
+    let PeftGolden { directory: peft, config, base, adapter, tokens, .. } = &golden;
+    let decoder = golden.decoder();
+    let rows: Vec<usize> = (0..tokens.len() - 1).collect();
+    let target = |row: &usize| Target { token: tokens[row + 1], temperature: 1.0, kept: None };
+    let targets: Vec<_> = rows.iter().map(target).collect();
+    let trained = TrainedTargets { rows: &rows, targets: &targets, samples: &[rows.len()] };
+    let slope =
+        |row: &usize| PredictionGradient { logprob: 1.0 - *row as f32 / 10.0, entropy: 0.0, value: 0.0 };
+    let mut slopes = |_: Range<usize>, _: &[Prediction]| rows.iter().map(slope).collect();
+    let values = vec![0.0; adapter.values().len()];
+    let mut found = FactorGradients { adapter, base, values };
+    let decoder = decoder.adapting(Arc::clone(adapter.factors()));
+    decoder.train(&golden.pack(), trained, &mut slopes, &mut found, &ThreadPool::single()).unwrap();
+    let norm = |values: &[f32]| values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    for spec in adapter.specs() {
+        let theirs = floats(&golden.file(), &format!("grad.{}", spec.name));
+        let off: Vec<f32> = found.values[spec.range()].iter().zip(&theirs).map(|(a, b)| a - b).collect();
+        let (error, scale) = (norm(&off), norm(&theirs));
+        assert!(scale > 0.0 && error <= 1e-3 * scale, "{}: off by {error} of {scale}", spec.name);
+    }
+
+    // PEFT has written both ends beside the factors. Another base model has other ones.
+    let other = Parameters::random(config, 1);
+    let message = Adapter::open(peft, adapter.config(), &other).unwrap_err().to_string();
+    assert!(message.contains("base_layer.weight is not that of the base model"), "{message}");
+}
+
+/// Neither gradients nor optimizer have memory for frozen weights.
+#[test]
+fn a_learner_has_memory_for_gradients_of_its_adapter_alone() {
+    let mut learner = learner(LearnerConfig { leaves: 1, ..LEARNER }, moved());
+    advance(&mut learner, 1);
+    let factors = 4 * learner.adapter().unwrap().values().len() as u64;
+    let weights = 4 * base().values().len() as u64;
+    // The sums of gradients, and two moments.
+    assert_eq!(learner.bytes(), weights + factors + 2 * factors);
+}
+
+#[test]
+fn embedding_and_head_learn_beside_the_layers() {
+    let config = Config { tie_word_embeddings: false, ..config() };
+    let base = Parameters::random(&config, 5);
+    let lora = LoraConfig { target_modules: TargetModule::ALL.to_vec(), ..lora() };
+    let run = |world| {
+        let settings = LearnerConfig { world, ..LEARNER };
+        let adapter = Adapter::new(lora.clone(), &base, 1);
+        let mut learner = Learner::adapting(settings, config.clone(), base.clone(), adapter, None).unwrap();
+        advance(&mut learner, 2);
+        learner.parameters().unwrap().values().to_vec()
+    };
+    let alone = run(1);
+    for name in ["model.embed_tokens.weight", "lm_head.weight"] {
+        let range = base.layout().spec(name).unwrap().range();
+        assert_ne!(alone[range.clone()], base.values()[range], "{name}");
+    }
+    assert_eq!(run(2), alone);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The learner and the trainer on a tiny random model.
 
 mod checkpoint;
+mod frozen_base;
 mod goldens;
 mod identities;
 mod learner;

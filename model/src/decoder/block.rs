@@ -17,6 +17,7 @@ use super::feed_forward::{
     GatedActivation, GatedWeights,
 };
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
+use crate::low_rank::LowRank;
 use crate::ops::attention::{AttentionRule, PackedReverse};
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::heads::{self, HeadNormWeights, HeadShape};
@@ -25,7 +26,7 @@ use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::matrix;
 use crate::ops::norm::{rms_norm, rms_norm_backward};
 use crate::ops::residual::{add_multiple, multiple};
-use crate::{Config, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
+use crate::{Config, FrozenParameters, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
 
 /// Weights of one layer.
 #[derive(Clone, Debug)]
@@ -166,7 +167,20 @@ impl TransformerBlock {
                 Quantization::None | Quantization::Int8 => Linear::packed(weight, spec.input, bias),
             }
         };
-        Self::new(config, index, ranges, layer, linear)
+        Self::new(config, index, ranges, |range| layer[range].to_vec(), linear)
+    }
+
+    /// Layer `index` of frozen weights with factors, to train and to sample with.
+    pub(super) fn frozen(base: &FrozenParameters, factors: &Arc<LowRank>, index: usize) -> Self {
+        let (layout, config) = (base.layout(), base.config());
+        let (start, ranges) = (layout.unit(Unit::Layer(index)).start, layout.ranges(index));
+        let moved = |range: &Range<usize>| start + range.start..start + range.end;
+        let linear = |spec: &LinearSpec, LinearRanges { weight, bias }: LinearRanges| {
+            let bias = bias.map_or(Vec::new(), |bias| base.vector(&moved(&bias)));
+            let weight = moved(&weight);
+            Linear::frozen(base.matrices(&weight), spec.input, bias, LowRank::linear(factors, &weight))
+        };
+        Self::new(config, index, ranges, |range| base.vector(&moved(&range)), linear)
     }
 
     /// A layer to train, of the values of the whole model.
@@ -204,15 +218,16 @@ impl TransformerBlock {
             let bias = bias.map_or(0..0, |bias| moved(&bias));
             Linear::flat(flat, moved(&weight), spec.input, &bias)
         };
-        Self::new(config, index, ranges, &flat.values()[values.clone()], linear)
+        let vector = |range: Range<usize>| flat.values()[moved(&range)].to_vec();
+        Self::new(config, index, ranges, vector, linear)
     }
 
-    /// Layer `index`, of `values`, whose matrices `linear` makes of ranges of them.
+    /// Layer `index`, whose vectors `values` gives, and whose matrices `linear` makes, of ranges of its values.
     fn new(
         config: &Config,
         index: usize,
         ranges: &LayerRanges,
-        values: &[f32],
+        values: impl Fn(Range<usize>) -> Vec<f32>,
         linear: impl Fn(&LinearSpec, LinearRanges) -> Linear,
     ) -> Self {
         // Another kind of layer does not compile until its operations are here.
@@ -225,7 +240,7 @@ impl TransformerBlock {
             qkv_bias: _,
             output_bias: _,
         } = config.layers[index];
-        let vector = |operand: Operand| values[ranges[operand].clone()].to_vec();
+        let vector = |operand: Operand| values(ranges[operand].clone());
         let norm_weights = |operand: Operand| {
             vector(operand).into_iter().map(|weight| weight + config.norm_offset).collect::<Vec<_>>()
         };

@@ -11,10 +11,11 @@ use candle_core::{Result, Tensor};
 use super::block::{GradientJob, weight_jobs};
 use crate::ThreadPool;
 use crate::layer::{ExpertActivation, ExpertSpec, SwigluClamp};
+use crate::low_rank::WeightGradient;
 use crate::ops::clamped_swiglu::{clamped_swiglu, clamped_swiglu_backward};
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::geglu::{geglu, geglu_backward};
-use crate::ops::linear::{Linear, bias_gradient, weight_gradient};
+use crate::ops::linear::{Linear, bias_gradient};
 use crate::ops::swiglu::{SwigluReverse, swiglu, swiglu_backward};
 use crate::ops::{matrix, unwritten, values};
 
@@ -365,14 +366,14 @@ pub(super) trait FeedForwardPiece: Sync {
 
 /// Gradients of the weights, as parts of those of a layer; empty for what the layer does not have.
 pub(super) struct FeedForwardGradients<'a> {
-    pub(super) router: &'a mut [f32],
+    pub(super) router: WeightGradient<'a>,
     pub(super) router_bias: &'a mut [f32],
-    pub(super) gate_up: &'a mut [f32],
+    pub(super) gate_up: WeightGradient<'a>,
     pub(super) gate_up_bias: &'a mut [f32],
-    pub(super) down: &'a mut [f32],
+    pub(super) down: WeightGradient<'a>,
     pub(super) down_bias: &'a mut [f32],
-    pub(super) shared_gate_up: &'a mut [f32],
-    pub(super) shared_down: &'a mut [f32],
+    pub(super) shared_gate_up: WeightGradient<'a>,
+    pub(super) shared_down: WeightGradient<'a>,
 }
 
 impl FeedForwardWeights {
@@ -383,17 +384,25 @@ impl FeedForwardWeights {
         gradients: FeedForwardGradients<'a>,
         pool: &ThreadPool,
     ) -> Vec<GradientJob<'a>> {
+        let FeedForwardGradients {
+            mut router,
+            router_bias,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            shared_gate_up,
+            shared_down,
+        } = gradients;
         let mut jobs: Vec<GradientJob<'a>> = Vec::new();
         let gated = |piece: &'a P| &piece.operands().gated;
         let Self::Experts(ExpertWeights { experts, shared, .. }) = self else {
-            let FeedForwardGradients { gate_up, down, .. } = gradients;
             weight_jobs(&mut jobs, pieces, gate_up, |p| p.operands().gated.of_gate_up(), pool);
             weight_jobs(&mut jobs, pieces, down, |p| p.operands().gated.of_down(), pool);
             return jobs;
         };
         // Of all tokens, so the longest: they come first.
         if shared.is_some() {
-            let FeedForwardGradients { shared_gate_up, shared_down, .. } = gradients;
             weight_jobs(&mut jobs, pieces, shared_gate_up, |p| p.operands().shared().of_gate_up(), pool);
             weight_jobs(&mut jobs, pieces, shared_down, |p| p.operands().shared().of_down(), pool);
         }
@@ -401,25 +410,26 @@ impl FeedForwardWeights {
             let routed = piece.operands().routed.as_deref();
             routed.map(|routed| (piece, gated(piece), routed))
         };
-        let each = |gradients: &'a mut [f32]| parts(gradients, experts.len());
-        let matrices = each(gradients.gate_up).into_iter().zip(each(gradients.down));
-        let biases = each(gradients.gate_up_bias).into_iter().zip(each(gradients.down_bias));
-        for (expert, ((gate_up, down), (gate_up_bias, down_bias))) in matrices.zip(biases).enumerate() {
+        let split =
+            |gradient: WeightGradient<'a>, layer: &Linear| gradient.split(experts.len(), layer.output());
+        let matrices = split(gate_up, &experts[0].gate_up).into_iter().zip(split(down, &experts[0].down));
+        let biases = parts(gate_up_bias, experts.len()).into_iter().zip(parts(down_bias, experts.len()));
+        for (expert, ((mut gate_up, mut down), (gate_up_bias, down_bias))) in matrices.zip(biases).enumerate()
+        {
             jobs.push(Box::new(move || {
                 pieces.iter().filter_map(routed).try_for_each(|(_, of, RoutedOperands { routes, .. })| {
                     let rows = routes.of_expert(expert);
-                    add_gradient(&of.input, &of.d_gate_up, &rows, gate_up)?;
+                    gate_up.add(&of.input, &of.d_gate_up, &rows)?;
                     add_bias_gradient(&of.d_gate_up, &rows, gate_up_bias)?;
-                    add_gradient(&of.activated, &of.g, &rows, down)?;
+                    down.add(&of.activated, &of.g, &rows)?;
                     add_bias_gradient(&of.g, &rows, down_bias)
                 })
             }));
         }
-        let FeedForwardGradients { router, router_bias, .. } = gradients;
         jobs.push(Box::new(move || {
             pieces.iter().filter_map(routed).try_for_each(|(piece, _, RoutedOperands { d_logits, .. })| {
                 let rows = 0..d_logits.dim(0)?;
-                add_gradient(piece.normed(), d_logits, &rows, router)?;
+                router.add(piece.normed(), d_logits, &rows)?;
                 add_bias_gradient(d_logits, &rows, router_bias)
             })
         }));
@@ -448,15 +458,6 @@ fn parts(gradients: &mut [f32], count: usize) -> Vec<&mut [f32]> {
         part
     };
     (0..count).map(cut).collect()
-}
-
-/// Adds the gradient of a weight `[out, in]`, of `rows` of the input `x [_, in]` and of the gradient `g [_, out]` of the result.
-fn add_gradient(x: &Tensor, g: &Tensor, rows: &Range<usize>, gradient: &mut [f32]) -> Result<()> {
-    if rows.is_empty() {
-        return Ok(());
-    }
-    let (x, g) = (x.narrow(0, rows.start, rows.len())?, g.narrow(0, rows.start, rows.len())?);
-    weight_gradient(&x, &g, 0..g.dim(1)?, gradient)
 }
 
 /// Adds the gradient of a bias `[out]`, empty for none, of `rows` of the gradient `g [_, out]` of the result.

@@ -17,7 +17,8 @@ const BLOCK: usize = 1 << 18;
 
 /// Receives the gradients of a backward.
 pub trait GradientSink {
-    /// `[layout.unit(unit).len()]` gradients of a unit, in the order of the layout, to add to.
+    /// `[layout.unit(unit).len()]` gradients of a unit, in the order of the layout, to add to; with a decoder of low-rank factors,
+    /// those of the factors of the unit.
     fn unit(&mut self, unit: Unit) -> &mut [f32];
 
     /// Marks a unit as complete: this backward adds nothing more to it.

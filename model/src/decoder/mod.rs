@@ -8,7 +8,7 @@
 //! - `block`: one layer, forward and backward; `feed_forward`: its feed-forward network, which may be experts
 //! - `pack`: sequences one after the other
 //! - `train`: forward and backward
-//! - `gradients`: gradient sinks and layer sources
+//! - `gradients`: gradient sinks and layer sources; with low-rank factors gradients are those of the factors
 //! - `decode`: the paged cache and the decode step
 
 mod block;
@@ -24,11 +24,13 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
+use crate::low_rank::{LowRank, UnitFactors};
+use crate::ops::blocks::BlockRows;
 use crate::ops::heads::{Angles, Frequencies, HeadShape};
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::residual::multiple;
 use crate::ops::{embedding, matrix, values};
-use crate::{Config, Head, Layout, Parameters, Reduction, Rotary, ThreadPool, Unit};
+use crate::{Config, FrozenParameters, Head, Layout, Parameters, Reduction, Rotary, ThreadPool, Unit};
 use block::TransformerBlock;
 pub use decode::{KvCache, StepSequence};
 pub use gradients::{GradientSink, Gradients, LayerSource, RoutedTokens};
@@ -68,6 +70,8 @@ pub struct Decoder {
     value_head: Vec<f32>,
     layout: Arc<Layout>,
     recompute: Recompute,
+    /// The factors that are trained in place of the weights.
+    factors: Option<Arc<LowRank>>,
     /// Whether the threads of a decode step share the columns of the weights, or each computes some of the sequences.
     columns_are_shared: bool,
 }
@@ -85,6 +89,8 @@ enum Embedding {
     Head,
     /// The first of flat values.
     Flat(FlatValues),
+    /// A quantised table, with the index of its pair of factors if it has one.
+    Frozen(BlockRows, Arc<LowRank>, Option<usize>),
 }
 
 impl Decoder {
@@ -189,6 +195,46 @@ impl Decoder {
         Self { embedding, head, recompute, ..Self::without(config, layout, final_norm, value_head) }
     }
 
+    /// A decoder of frozen weights that stay quantised, with `factors` that are not merged into them: to train the factors, to
+    /// score and to sample with. All three compute with the same operations, so a sampled token has the log-probability that
+    /// training computes, bit for bit.
+    ///
+    /// # Panics
+    /// If the factors are of another model.
+    #[must_use]
+    pub fn frozen(base: &FrozenParameters, factors: &Arc<LowRank>, recompute: Recompute) -> Self {
+        let (config, layout) = (base.config(), base.layout());
+        let of = |range: Range<usize>| base.vector(&range);
+        let value_head = layout.value_head().map_or(Vec::new(), of);
+        let final_norm = layout.spec("model.norm.weight").map_or(Vec::new(), |norm| of(norm.range()));
+        let (table, head) = (layout.unit(Unit::Embedding), layout.head());
+        let pair = factors.pairs().iter().position(|pair| pair.is_embedding);
+        let embedding = Embedding::Frozen(base.matrices(&table), Arc::clone(factors), pair);
+        let of_head = LowRank::linear(factors, &head);
+        Self {
+            embedding,
+            blocks: (0..config.num_layers()).map(|i| TransformerBlock::frozen(base, factors, i)).collect(),
+            head: Linear::frozen(base.matrices(&head), config.hidden_size, Vec::new(), of_head),
+            recompute,
+            factors: Some(Arc::clone(factors)),
+            columns_are_shared: layout.len() > SMALL,
+            ..Self::without(config, layout, final_norm, value_head)
+        }
+    }
+
+    /// The same decoder with trained `factors`, which its weights have merged: [`Decoder::train`] gives the gradients of the
+    /// factors of a unit to the sink, in the order of [`LowRank::within`], in place of those of the weights.
+    #[must_use]
+    pub fn adapting(self, factors: Arc<LowRank>) -> Self {
+        Self { factors: Some(factors), ..self }
+    }
+
+    /// The trained factors of the weights of a unit.
+    fn factors_of(&self, unit: Unit) -> Option<UnitFactors<'_>> {
+        let place = self.layout.unit(unit);
+        self.factors.as_deref().map(|low_rank| UnitFactors { low_rank, start: place.start, len: place.len() })
+    }
+
     /// Without embedding, blocks and head.
     fn bare(config: &Config, layout: &Arc<Layout>, values: &[f32]) -> Self {
         let of = |range: Range<usize>| values[range].to_vec();
@@ -216,6 +262,7 @@ impl Decoder {
             value_head,
             layout: Arc::clone(layout),
             recompute: Recompute::None,
+            factors: None,
             columns_are_shared: false,
         }
     }
@@ -231,7 +278,7 @@ impl Decoder {
     pub fn bytes(&self) -> u64 {
         let embedding = match &self.embedding {
             Embedding::Own(table) => size_of_val(&table[..]),
-            Embedding::Head | Embedding::Flat(_) => 0,
+            Embedding::Head | Embedding::Flat(_) | Embedding::Frozen(..) => 0,
         };
         let blocks: usize = self.blocks.iter().map(TransformerBlock::bytes).sum();
         (embedding + blocks + self.head.bytes()) as u64
@@ -251,6 +298,13 @@ impl Decoder {
             Embedding::Flat(flat) => flat.values(),
             Embedding::Head => {
                 let rows = embedding::embed(token_ids, first, shape, |id, out| self.head.copy_row(id, out));
+                return multiple(&rows?, self.config.embedding_multiplier);
+            }
+            Embedding::Frozen(table, factors, pair) => {
+                let rows = embedding::embed(token_ids, first, shape, |id, out| {
+                    out.copy_from_slice(&table.dequantized(&(id..id + 1)));
+                    pair.iter().for_each(|pair| factors.add_row(*pair, id, out));
+                });
                 return multiple(&rows?, self.config.embedding_multiplier);
             }
         };

@@ -10,11 +10,12 @@ use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, Transf
 use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
 use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather, logit_factor};
+use crate::low_rank::{UnitFactors, carve};
 use crate::ops::attention;
 use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, Target, TrainedTargets};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::residual::multiple;
-use crate::ops::{embedding, matrix, value, values};
+use crate::ops::{matrix, value, values};
 use crate::{Head, ThreadPool, Unit};
 
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
@@ -275,28 +276,26 @@ impl Decoder {
             }
             Head::Language | Head::LanguageAndValue => {
                 let place = self.layout.head();
-                let gradient = if place.start < start {
-                    &mut gradients.unit(Unit::Embedding)[place]
-                } else {
-                    &mut gradients.unit(Unit::Tail)[in_tail(place)]
-                };
-                head::train(&normed, &self.head, trained, &mut predictions, slopes, gradient, pool)?
+                let (unit, place) =
+                    if place.start < start { (Unit::Embedding, place) } else { (Unit::Tail, in_tail(place)) };
+                let [mut gradient] = carve(gradients.unit(unit), [&place], self.factors_of(unit));
+                head::train(&normed, &self.head, trained, &mut predictions, slopes, &mut gradient, pool)?
             }
         };
         let mut d_normed = matrix(d_hidden, self.config.hidden_size)?;
+        let factors = self.factors_of(Unit::Tail);
         if let Some(place) = self.layout.value_head() {
-            let weight_gradient = &mut gradients.unit(Unit::Tail)[in_tail(place)];
-            d_normed = value::backward(&normed, &self.value_head, &slopes, weight_gradient, d_normed)?;
+            let [gradient] = carve(gradients.unit(Unit::Tail), [&in_tail(place)], factors);
+            d_normed = value::backward(&normed, &self.value_head, &slopes, gradient.vector(), d_normed)?;
         }
         let norm = self.layout.spec("model.norm.weight").map_or(start..start, crate::ParameterSpec::range);
         let eps = self.config.rms_norm_eps;
-        let norm_gradient = &mut gradients.unit(Unit::Tail)[in_tail(norm)];
-        rms_norm_weight_gradient(
-            &picked,
-            eps,
-            &multiple(&d_normed, logit_factor(&self.config))?,
-            norm_gradient,
-        )?;
+        let [norm_gradient] = carve(gradients.unit(Unit::Tail), [&in_tail(norm)], factors);
+        let norm_gradient = norm_gradient.vector();
+        if !norm_gradient.is_empty() {
+            let d_normed = multiple(&d_normed, logit_factor(&self.config))?;
+            rms_norm_weight_gradient(&picked, eps, &d_normed, norm_gradient)?;
+        }
         gradients.done(Unit::Tail);
         let d_picked = rms_norm_backward(&picked, &self.final_norm, eps, &d_normed, None)?;
         // The backward keeps the parts of the forward: the number of threads may have changed since.
@@ -311,9 +310,11 @@ impl Decoder {
         reversing: &ReversingPack<'_>,
         gradients: &mut dyn GradientSink,
     ) -> Result<()> {
-        let table = gradients.unit(Unit::Embedding);
+        let table = 0..self.layout.unit(Unit::Embedding).len();
+        let [mut table] = carve(gradients.unit(Unit::Embedding), [&table], self.factors_of(Unit::Embedding));
         for (part, d) in reversing.cuts.iter().zip(&reversing.d) {
-            embedding::embed_backward(part.token_ids(), d, self.config.embedding_multiplier, table)?;
+            let d = multiple(d, self.config.embedding_multiplier)?;
+            table.add_embedded(part.token_ids(), &d)?;
         }
         gradients.done(Unit::Embedding);
         Ok(())
@@ -333,9 +334,9 @@ impl Decoder {
         let begin = |((part, trace), g)| begin_reversing(block, part, trace, g);
         let mut parts: Vec<Reversing<'_>> = pool.map(layer, begin).into_iter().collect::<Result<_>>()?;
 
-        let unit = gradients.unit(Unit::Layer(index));
+        let (unit, factors) = (gradients.unit(Unit::Layer(index)), self.factors_of(Unit::Layer(index)));
         let mut routed = RoutedTokens::default();
-        let d_middle = self.reverse_feed_forward(block, &parts, unit, &mut routed, pool)?;
+        let d_middle = self.reverse_feed_forward(block, &parts, unit, &mut routed, factors, pool)?;
         parts.iter_mut().for_each(|part| part.feed_forward = None);
 
         let reverse = |(reversing, d_middle): (&Reversing<'_>, Tensor)| {
@@ -354,7 +355,7 @@ impl Decoder {
             angles: part.angles,
         });
         let done: Vec<_> = reversed.collect();
-        block.attention_gradients(&done, unit, pool)?;
+        block.attention_gradients(&done, unit, factors, pool)?;
         gradients.done(Unit::Layer(index));
         if !routed.of_expert.is_empty() {
             gradients.routed(index, &routed);
@@ -370,6 +371,7 @@ impl Decoder {
         parts: &[Reversing<'_>],
         gradients: &mut [f32],
         routed: &mut RoutedTokens,
+        factors: Option<UnitFactors<'_>>,
         pool: &ThreadPool,
     ) -> Result<Vec<Tensor>> {
         let whole = parts.iter().enumerate();
@@ -392,7 +394,7 @@ impl Decoder {
             for (of, piece) in pieces.iter().zip(&reversed) {
                 d_middle[of.part].push(piece.d_middle.clone());
             }
-            block.feed_forward_gradients(&reversed, gradients, pool)?;
+            block.feed_forward_gradients(&reversed, gradients, factors, pool)?;
             reversed.iter().filter_map(FeedForwardReverse::routes).for_each(|routes| routed.count(routes));
         }
         let join = |pieces: Vec<Tensor>| match &pieces[..] {

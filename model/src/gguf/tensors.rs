@@ -12,6 +12,8 @@ use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 
 use super::header::GgufTensor;
 use super::{GgufFile, config::ROPE_FACTORS};
+use crate::frozen_parameters::FrozenTensor;
+use crate::ops::blocks::{BlockFormat, BlockMatrix};
 use crate::weight_files::{first_of, non_finite, refuse_non_finite};
 use crate::{Architecture, Config, Layout, ModelError, ParameterSpec, Parameters};
 
@@ -64,6 +66,49 @@ impl GgufFile {
         }
         refuse_non_finite(&self.path, counts)?;
         Parameters::from_values(layout, values)
+    }
+
+    /// The weights as they are stored: matrices stay quantised.
+    ///
+    /// # Errors
+    /// As [`Self::parameters`], and if a matrix has a format that is not computed with.
+    pub(crate) fn frozen(&self, config: &Config, layout: &Layout) -> Result<Vec<FrozenTensor>, ModelError> {
+        let (mut tensors, mut counts) = (Vec::new(), Vec::new());
+        for (spec, (name, tensor)) in layout.specs().iter().zip(self.all_of(layout)?) {
+            let bytes = &self.bytes[tensor.bytes.clone()];
+            let heads = permuted_heads(&name, config);
+            let failed = |error| self.unusable(format!("tensor {name} cannot be dequantised: {error}"));
+            if let [rows, columns] = spec.shape[..] {
+                let mut bytes = bytes.to_vec();
+                if let Some(heads) = heads {
+                    let row = bytes.len() / rows;
+                    restore_rows(&mut bytes, rows / heads * row, row);
+                }
+                let format = BlockFormat::of(tensor.dtype);
+                let matrix = format.and_then(|format| BlockMatrix::new(format, [rows, columns], bytes));
+                let Some(matrix) = matrix else {
+                    return Err(self.unusable(format!(
+                        "tensor {name} is {:?}, which is not computed with as it is; {} are: convert the file, or load the \
+                         model without quantisation",
+                        tensor.dtype,
+                        BlockFormat::NAMES
+                    )));
+                };
+                counts.push(matrix.non_finite());
+                tensors.push(FrozenTensor::Matrix(Arc::new(matrix)));
+            } else {
+                let mut values = vec![0.0; spec.len()];
+                dequantize(tensor.dtype, bytes, &mut values).map_err(failed)?;
+                if let Some(heads) = heads {
+                    restore_rows(&mut values, spec.len() / heads, 1);
+                }
+                counts.push(non_finite(&values));
+                tensors.push(FrozenTensor::Vector(values));
+            }
+        }
+        let names = layout.specs().iter().map(|spec| &spec.name[..]);
+        refuse_non_finite(&self.path, names.zip(counts))?;
+        Ok(tensors)
     }
 
     /// The tensors of the layout, in its order, with their names in the file. All that is not allocated yet is checked here:
@@ -144,8 +189,8 @@ fn permuted_heads(name: &str, config: &Config) -> Option<usize> {
 }
 
 /// Undoes llama.cpp's permutation: there the two rows of a rotary pair are neighbours, in Hugging Face files they are half a
-/// head apart. `values [heads, head_dim, columns]`; `head` is the length of a head in values.
-fn restore_rows(values: &mut [f32], head: usize, columns: usize) {
+/// head apart. `values [heads, head_dim, columns]`, numbers or bytes of whole rows; `head` is the length of a head in values.
+fn restore_rows<T: Copy>(values: &mut [T], head: usize, columns: usize) {
     let half = head / columns / 2;
     for rows in values.chunks_exact_mut(head) {
         let pairs = rows.to_vec();

@@ -26,12 +26,12 @@ pub(crate) fn embed(
     matrix(out, width)
 }
 
-/// Adds the gradient `g [T, d]` of the embedded tokens, which were multiplied by `factor`, to `table_gradient [V, d]`.
-pub(crate) fn embed_backward(ids: &[u32], g: &Tensor, factor: f32, table_gradient: &mut [f32]) -> Result<()> {
+/// Adds the gradient `g [T, d]` of the embedded tokens to `table_gradient [V, d]`.
+pub(crate) fn embed_backward(ids: &[u32], g: &Tensor, table_gradient: &mut [f32]) -> Result<()> {
     let (_, width) = g.dims2()?;
     for (id, g) in ids.iter().zip(values(g)?.chunks_exact(width)) {
         let row = &mut table_gradient[*id as usize * width..][..width];
-        row.iter_mut().zip(g).for_each(|(row, g)| *row += factor * g);
+        row.iter_mut().zip(g).for_each(|(row, g)| *row += g);
     }
     Ok(())
 }

@@ -74,6 +74,19 @@ impl<'a> StridedMatrix<'a> {
         }
     }
 
+    /// Number of its rows.
+    pub(crate) fn height(self) -> usize {
+        self.rows
+    }
+
+    /// Some of its columns.
+    ///
+    /// # Panics
+    /// If it has fewer.
+    pub(crate) fn columns(self, columns: Range<usize>) -> Self {
+        self.transposed().rows(columns).transposed()
+    }
+
     /// Some of its rows.
     ///
     /// # Panics

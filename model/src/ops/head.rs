@@ -13,6 +13,7 @@ use super::simd::{exp, vectorized};
 use super::softmax::{entropy, scale_and_normalizer};
 use super::{row_ranges, unwritten, values};
 use crate::ThreadPool;
+use crate::low_rank::WeightGradient;
 
 /// Logits in memory at a time: enough rows that reading the whole weight, and reading and writing its gradient, costs little
 /// beside the products.
@@ -118,7 +119,7 @@ pub(crate) fn predict(
 }
 
 /// Predictions of the targets for `hidden [M, d]`, and backward with the derivatives that `slopes_of` returns for them.
-/// `predictions [M]` have their values and get the rest. Adds the gradient of the head's weight to `weight_gradient [V, d]`.
+/// `predictions [M]` have their values and get the rest. Adds the gradient of the head's weight `[V, d]` to `weight_gradient`.
 /// Logits are computed once, but for samples whose logits exceed the memory.
 pub(crate) fn train(
     hidden: &Tensor,
@@ -126,7 +127,7 @@ pub(crate) fn train(
     trained: TrainedTargets<'_>,
     predictions: &mut [Prediction],
     slopes_of: &mut SampleSlopes<'_>,
-    weight_gradient: &mut [f32],
+    weight_gradient: &mut WeightGradient<'_>,
     pool: &ThreadPool,
 ) -> Result<HeadReverse> {
     let hidden = values(hidden)?;
@@ -205,7 +206,7 @@ impl<'a> RowLogits<'a> {
         samples: &[usize],
         predictions: &mut [Prediction],
         slopes_of: &mut SampleSlopes<'_>,
-        weight_gradient: &mut [f32],
+        weight_gradient: &mut WeightGradient<'_>,
     ) -> HeadReverse {
         let mut d_hidden = unwritten(self.hidden.len());
         let mut slopes = Vec::with_capacity(self.targets.len());
@@ -254,7 +255,7 @@ impl<'a> RowLogits<'a> {
         rows: Range<usize>,
         slopes: &[PredictionGradient],
         d_hidden: &mut [f32],
-        weight_gradient: &mut [f32],
+        weight_gradient: &mut WeightGradient<'_>,
     ) {
         let Self { hidden, width, head, targets, pool, .. } = *self;
         let vocabulary = head.output();
@@ -272,7 +273,14 @@ impl<'a> RowLogits<'a> {
             }
             head.input_gradient_slice(logits, d_hidden);
         });
-        let (d_logits, hidden) = (&*logits, StridedMatrix::new(&hidden[values], width));
+        let (d_logits, hidden) = (&*logits, &hidden[values]);
+        let weight_gradient = match weight_gradient {
+            WeightGradient::Whole(gradient) => gradient,
+            WeightGradient::Factors(all) => {
+                return all.iter_mut().for_each(|own| own.add_values(hidden, width, d_logits, vocabulary));
+            }
+        };
+        let hidden = StridedMatrix::new(hidden, width);
         let ranges = row_ranges(vocabulary, pool.threads(), 8);
         let outs = weight_gradient.chunks_mut(ranges[0].len() * width);
         pool.map(ranges.into_iter().zip(outs).collect(), |(rows, out)| {
@@ -394,8 +402,9 @@ mod tests {
                 calls.push(range);
                 c[start..start + predicted.len()].to_vec()
             };
+            let mut whole = WeightGradient::Whole(&mut dw);
             let HeadReverse { slopes, d_hidden } =
-                logits.train(&samples, &mut predictions, &mut slopes_of, &mut dw);
+                logits.train(&samples, &mut predictions, &mut slopes_of, &mut whole);
             assert_eq!(calls.len(), [1, 2, 4][[rows, 40, 10].iter().position(|m| *m == most).unwrap()]);
             assert_eq!((&predictions, &slopes), (&expected, &c));
             gradient(|h| loss(h, &weight, &targets, &c), &hidden, &d_hidden, 2e-3);

@@ -2,7 +2,8 @@
 //!
 //! A sampler packs a weight once per policy version. The trainer reads it in the flat parameters and packs it block by block
 //! during a product: with hundreds of rows that costs a few percent of the time and saves two more copies of the model and
-//! their packing after every update.
+//! their packing after every update. A frozen weight may stay quantised, and has low-rank factors that are not merged into it:
+//! `y = x W^T + s (x A^T) B^T + b`. Samplers and trainers compute it with the same operations.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 
 use super::bf16::Bf16Linear;
+use super::blocks::BlockRows;
 use super::dot::StoreMode;
 use super::gemm::{
     CHUNKS, NR, Panels, ProductOut, Right, StridedMatrix, TreeChunks, multiply_add, product, tree_product,
@@ -17,7 +19,7 @@ use super::gemm::{
 use super::int8::Int8Linear;
 use super::simd::vectorized;
 use super::{matrix, row_ranges, unwritten, values};
-use crate::{Parameters, ThreadPool};
+use crate::{LowRank, Parameters, ThreadPool};
 
 /// One linear layer. Its weight is `[out, in]`, as Hugging Face stores it.
 #[derive(Clone, Debug)]
@@ -27,6 +29,17 @@ pub(crate) struct Linear {
     output: usize,
     bias: Option<Vec<f32>>,
     tree: TreeSum,
+    /// Low-rank factors that are not merged into the weight.
+    factors: Vec<LinearFactors>,
+}
+
+/// Low-rank factors of some outputs of a layer.
+#[derive(Clone, Debug)]
+pub(crate) struct LinearFactors {
+    pub(crate) outputs: Range<usize>,
+    pub(crate) low_rank: Arc<LowRank>,
+    /// Index of the pair.
+    pub(crate) pair: usize,
 }
 
 /// Which sums of a layer are balanced binary trees over fixed chunks ([`crate::Reduction::Tree`]): those whose terms
@@ -51,6 +64,7 @@ impl Default for Linear {
             output: 0,
             bias: None,
             tree: TreeSum::None,
+            factors: Vec::new(),
         }
     }
 }
@@ -78,6 +92,8 @@ enum Weight {
     Packed(Panels),
     /// A range of flat values.
     Flat(FlatValues, Range<usize>),
+    /// Quantised, for training and sampling.
+    Blocks(BlockRows),
     /// With its bias.
     Int8(Int8Linear),
     /// With its bias.
@@ -93,27 +109,33 @@ impl Linear {
             weight: Weight::Packed(panels),
             input,
             bias: bias.map(<[f32]>::to_vec),
-            tree: TreeSum::None,
+            ..Self::default()
         }
     }
 
     /// A layer to sample with: quantises `weight [out, in]`.
     pub(crate) fn int8(weight: &[f32], input: usize, bias: Option<&[f32]>) -> Self {
         let layer = Int8Linear::new(weight, input, bias);
-        Self { output: layer.output(), weight: Weight::Int8(layer), input, bias: None, tree: TreeSum::None }
+        Self { output: layer.output(), weight: Weight::Int8(layer), input, ..Self::default() }
     }
 
     /// A layer to sample with: rounds `weight [out, in]` to bf16.
     pub(crate) fn bf16(weight: &[f32], input: usize, bias: Option<&[f32]>) -> Self {
         let layer = Bf16Linear::new(weight, input, bias);
-        Self { output: layer.output(), weight: Weight::Bf16(layer), input, bias: None, tree: TreeSum::None }
+        Self { output: layer.output(), weight: Weight::Bf16(layer), input, ..Self::default() }
     }
 
     /// A layer to train: `weight [out, in]` and `bias [out]`, empty for none, are ranges of `flat`.
     pub(crate) fn flat(flat: &FlatValues, weight: Range<usize>, input: usize, bias: &Range<usize>) -> Self {
         let bias = (!bias.is_empty()).then(|| flat.values()[bias.clone()].to_vec());
         let output = weight.len() / input;
-        Self { weight: Weight::Flat(flat.clone(), weight), input, output, bias, tree: TreeSum::None }
+        Self { weight: Weight::Flat(flat.clone(), weight), input, output, bias, ..Self::default() }
+    }
+
+    /// A frozen layer with quantised rows, `bias [out]`, empty for none, and the factors of its outputs.
+    pub(crate) fn frozen(rows: BlockRows, input: usize, bias: Vec<f32>, factors: Vec<LinearFactors>) -> Self {
+        let (output, bias) = (rows.len(), (!bias.is_empty()).then_some(bias));
+        Self { weight: Weight::Blocks(rows), input, output, bias, tree: TreeSum::None, factors }
     }
 
     /// The same layer, with trees for these sums. Those of int8 and bf16 weights stay as they are.
@@ -122,11 +144,11 @@ impl Linear {
         Self { tree, ..self }
     }
 
-    /// Memory in bytes, without weights in the flat parameters.
+    /// Memory in bytes, without weights in the flat parameters or in frozen ones.
     pub(crate) fn bytes(&self) -> usize {
         let weight = match &self.weight {
             Weight::Packed(panels) => panels.bytes(),
-            Weight::Flat(..) => 0,
+            Weight::Flat(..) | Weight::Blocks(_) => 0,
             Weight::Int8(layer) => layer.bytes(),
             Weight::Bf16(layer) => layer.bytes(),
         };
@@ -179,6 +201,20 @@ impl Linear {
                     self.sum_inputs(x, Right::Unpacked(weight), out, fresh);
                 });
             }
+            Weight::Blocks(blocks) => {
+                let ranges = blocks.chunks();
+                let outs = ProductOut::columns(out, self.output, &ranges);
+                pool.map(ranges.into_iter().zip(outs).collect(), |(rows, out)| {
+                    let weight = blocks.dequantized(&rows);
+                    let weight = StridedMatrix::new(&weight, self.input).transposed();
+                    self.sum_inputs(x, Right::Unpacked(weight), out, fresh);
+                });
+            }
+        }
+        for LinearFactors { outputs, low_rank, pair } in &self.factors {
+            let x = StridedMatrix::new(x, self.input);
+            let own = ProductOut::columns(out, self.output, std::slice::from_ref(outputs));
+            own.into_iter().for_each(|own| low_rank.add_product(*pair, x, own));
         }
         if let Some(bias) = &self.bias {
             add_rows(out, bias);
@@ -221,8 +257,21 @@ impl Linear {
     /// # Panics
     /// If the layer is one to sample with.
     pub(crate) fn input_gradient_slice(&self, g: &[f32], dx: &mut [f32]) {
+        let g = StridedMatrix::new(g, self.output);
+        if let Weight::Blocks(blocks) = &self.weight {
+            for rows in blocks.chunks() {
+                let weight = blocks.dequantized(&rows);
+                let weight = Right::Unpacked(StridedMatrix::new(&weight, self.input));
+                let fresh = rows.start == 0;
+                product(g.columns(rows), weight, ProductOut::new(&mut *dx, self.input), fresh);
+            }
+            for LinearFactors { outputs, low_rank, pair } in &self.factors {
+                low_rank.add_input_gradient(*pair, g.columns(outputs.clone()), dx);
+            }
+            return;
+        }
         let weight = Right::Unpacked(StridedMatrix::new(self.weight(), self.input));
-        let (g, dx) = (StridedMatrix::new(g, self.output), ProductOut::new(dx, self.input));
+        let dx = ProductOut::new(dx, self.input);
         match &self.tree {
             TreeSum::Outputs(parts) => {
                 tree_product(g, weight, TreeChunks { parts, count: CHUNKS }, &dx, true);
@@ -238,8 +287,8 @@ impl Linear {
     pub(crate) fn weight(&self) -> &[f32] {
         match &self.weight {
             Weight::Flat(flat, range) => &flat.values()[range.clone()],
-            Weight::Packed(_) | Weight::Int8(_) | Weight::Bf16(_) => {
-                panic!("only a trainable layer has a backward")
+            Weight::Packed(_) | Weight::Int8(_) | Weight::Bf16(_) | Weight::Blocks(_) => {
+                panic!("only a trainable layer has its weight in f32")
             }
         }
     }
@@ -251,7 +300,7 @@ impl Linear {
     pub(crate) fn copy_row(&self, output: usize, row: &mut [f32]) {
         match &self.weight {
             Weight::Packed(panels) => panels.copy_column(output, row),
-            Weight::Flat(..) | Weight::Int8(_) | Weight::Bf16(_) => {
+            Weight::Flat(..) | Weight::Int8(_) | Weight::Bf16(_) | Weight::Blocks(_) => {
                 panic!("only rows of packed f32 weights are copied")
             }
         }

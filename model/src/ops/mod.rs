@@ -11,7 +11,8 @@
 //!   changes no bit.
 //!
 //! # Layout
-//! - [`linear`] over [`gemm`], or over [`int8`] and [`bf16`], which share the tiles of [`dot`]; [`norm`], [`residual`], [`embedding`]
+//! - [`linear`] over [`gemm`], of f32 weights or of quantised [`blocks`], or over [`int8`] and [`bf16`], which share the tiles of
+//!   [`dot`]; [`norm`], [`residual`], [`embedding`]
 //! - [`swiglu`], [`clamped_swiglu`], [`geglu`]: gated activations
 //! - [`heads`]: per-head norm and rotary embedding
 //! - [`experts`]: the routes of tokens to experts
@@ -20,6 +21,7 @@
 
 pub(crate) mod attention;
 pub(crate) mod bf16;
+pub(crate) mod blocks;
 pub(crate) mod clamped_swiglu;
 pub(crate) mod dot;
 pub(crate) mod embedding;

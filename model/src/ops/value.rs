@@ -18,7 +18,7 @@ pub(crate) fn predict(hidden: &Tensor, weight: &[f32], predictions: &mut [Predic
     Ok(())
 }
 
-/// `d_hidden [M, d]` with the gradient of the values added; adds that of the head to `weight_gradient [d]`.
+/// `d_hidden [M, d]` with the gradient of the values added; adds that of the head to `weight_gradient [d]`, empty if it is frozen.
 pub(crate) fn backward(
     hidden: &Tensor,
     weight: &[f32],
@@ -34,10 +34,8 @@ pub(crate) fn backward(
     for ((row, d), gradient) in
         values(hidden)?.chunks_exact(width).zip(d.chunks_exact_mut(width)).zip(gradients)
     {
-        for (((h, w), d), total) in row.iter().zip(weight).zip(d).zip(&mut *weight_gradient) {
-            *d += gradient.value * w;
-            *total += gradient.value * h;
-        }
+        d.iter_mut().zip(weight).for_each(|(d, w)| *d += gradient.value * w);
+        weight_gradient.iter_mut().zip(row).for_each(|(total, h)| *total += gradient.value * h);
     }
     matrix(d, width)
 }

@@ -1,52 +1,100 @@
 //! The memory of gradients: of the micro-batch in its backward pass, of the tree over leaves, and between ranks.
 
-use model::Layout;
+use model::{Layout, ParameterSpec};
+use trainer::lora::LoraConfig;
 use trainer::plan::sum_buffers;
 
 use super::super::BatchPlan;
 use super::{F32, product};
 use crate::recipe::Recipe;
 
-/// Bytes of the gradients of all ranks of a trainer of this `layout`; with an adapter that has `changed` values, of these.
-pub(super) fn bytes(recipe: &Recipe, layout: &Layout, changed: Option<u64>) -> u64 {
+/// Numbers of values whose gradients are formed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TrainedValues {
+    /// Of the whole model.
+    all: u64,
+    /// Of the largest layer.
+    layer: u64,
+    /// Of embedding and tail.
+    ends: u64,
+}
+
+impl TrainedValues {
+    /// All weights of a `layout`.
+    fn weights(layout: &Layout) -> Self {
+        let layer = layout.layers().iter().map(std::ops::Range::len).max().unwrap_or(0);
+        let ends = layout.len() - layout.layers().iter().map(std::ops::Range::len).sum::<usize>();
+        Self { all: layout.len() as u64, layer: layer as u64, ends: ends as u64 }
+    }
+
+    /// The factors of an adapter of a model of this `layout`.
+    fn factors(lora: &LoraConfig, layout: &Layout) -> Self {
+        let sum = |specs: &[ParameterSpec]| {
+            let (shapes, _) = lora.shapes(specs);
+            shapes.iter().map(|spec| spec.len() as u64).fold(0, u64::saturating_add)
+        };
+        let within = |layer: &std::ops::Range<usize>| {
+            let inside = layout.specs().iter().filter(|spec| layer.contains(&spec.offset));
+            sum(&inside.cloned().collect::<Vec<_>>())
+        };
+        let all = sum(layout.specs());
+        let layers: Vec<u64> = layout.layers().iter().map(within).collect();
+        let ends = all - layers.iter().copied().fold(0, u64::saturating_add).min(all);
+        Self { all, layer: layers.into_iter().max().unwrap_or(0), ends }
+    }
+
+    /// Bytes of both ends of the model and of some layers.
+    fn units(self, layers: u64) -> u64 {
+        product(&[F32, self.ends.saturating_add(layers.saturating_mul(self.layer))])
+    }
+}
+
+/// Bytes of the gradients of all ranks of a trainer of this `layout`; with an adapter, of its factors. A device forms those of
+/// the weights.
+pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>) -> u64 {
     let (world, zero) = (recipe.trainer.world as u64, recipe.trainer.zero);
-    let all = product(&[F32, layout.len() as u64]);
-    let owned = changed.map_or(all, |changed| product(&[F32, changed]));
+    let on_device = recipe.devices().trains();
+    let weights = TrainedValues::weights(layout);
+    let trained = lora.map_or(weights, |lora| TrainedValues::factors(lora, layout));
+    let formed = if on_device { weights } else { trained };
+    let (all, owned) = (product(&[F32, formed.all]), product(&[F32, trained.all]));
     let leaves = recipe.learner().step_leaves();
     let slots = leaves / recipe.trainer.world.max(1);
     let several = BatchPlan::of(recipe).max_tokens.div_ceil(leaves.max(1) as u64)
         > recipe.trainer.microbatch_tokens as u64;
     let chained = several && zero >= 2;
     let sums = product(&[owned, sum_buffers(slots, if chained { 2 } else { 1 }) as u64]);
-    let on_device = recipe.devices().trains();
     if world == 1 {
-        let current = match changed {
-            _ if on_device => return all,
+        if on_device {
+            return all;
+        }
+        let current = if slots == 1 && !chained {
             // The first leaf of two is written where it is summed.
-            None if slots == 1 && !chained => 0,
-            _ if several && zero < 2 => all,
-            _ => units(layout, 1),
+            0
+        } else if several && zero < 2 {
+            all
+        } else {
+            formed.units(1)
         };
         return sums.saturating_add(current);
     }
     if zero >= 2 {
         // The layers whose gradients are being reduced, wait, and are being computed.
-        return sums.saturating_add(product(&[world, units(layout, 3)]));
+        return sums.saturating_add(product(&[world, formed.units(3)]));
     }
     let waiting = product(&[owned, u64::from(slots.max(1).ilog2())]);
     owned.saturating_add(product(&[world, all.saturating_add(waiting)]))
 }
 
-/// Bytes of both ends of the model and of some layers.
-pub(super) fn units(layout: &Layout, layers: usize) -> u64 {
-    let layer = layout.layers().iter().map(std::ops::Range::len).max().unwrap_or(0);
-    let ends = layout.len() - layout.layers().iter().map(std::ops::Range::len).sum::<usize>();
-    product(&[F32, ends.saturating_add(layers * layer) as u64])
+/// Bytes of the weights of both ends of the model and of some layers.
+pub(super) fn units(layout: &Layout, layers: u64) -> u64 {
+    TrainedValues::weights(layout).units(layers)
 }
 
 #[cfg(test)]
 mod tests {
     use model::{Config, Sizes};
+    use trainer::lora::TargetModule;
 
     use super::*;
     use crate::plan::tests::recipe;
@@ -74,5 +122,26 @@ mod tests {
         assert_eq!([of(1, 4, 1, one), of(1, 4, 1, many)], [2 * all + units(&layout, 1), 3 * all]);
         assert_eq!(of(1, 4, 2, many), 3 * all + units(&layout, 1));
         assert_eq!([of(2, 4, 1, many), of(4, 4, 1, many)], [all + 2 * 2 * all, all + 4 * all]);
+    }
+
+    #[test]
+    fn an_adapter_has_gradients_of_its_factors_alone() {
+        let layout = Layout::new(&Config::fresh(&Sizes {
+            vocab_size: 10,
+            hidden_size: 8,
+            intermediate_size: 16,
+            num_layers: 2,
+            num_heads: 2,
+            num_kv_heads: 2,
+            max_position_embeddings: 64,
+        }));
+        let target_modules = vec![TargetModule::QProj, TargetModule::DownProj];
+        let lora = LoraConfig { rank: 2, alpha: 2.0, target_modules };
+        let mut recipe = recipe();
+        let layer = 4 * 2 * ((8 + 8) + (16 + 8));
+        assert_eq!(bytes(&recipe, &layout, Some(&lora)), 2 * layer);
+        (recipe.trainer.world, recipe.trainer.zero) = (2, 2);
+        recipe.trainer.microbatch_tokens = 100_000;
+        assert_eq!(bytes(&recipe, &layout, Some(&lora)), 2 * layer + 2 * 3 * layer);
     }
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::words::TargetModule;
 
-/// `[lora]`: low-rank adapters of the linear layers are trained; all other weights are frozen.
+/// `[lora]`: low-rank adapters of layers are trained; all other weights are frozen.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Lora {
@@ -16,7 +16,8 @@ pub struct Lora {
     /// Scale of the adapters: their product is multiplied by `alpha / rank`. PEFT `lora_alpha`.
     // resume = state, worker = ignored
     pub alpha: f64,
-    /// Linear layers with adapters, in every block. PEFT `target_modules`, TRL `lora_target_modules`.
+    /// Layers with adapters, in every block; with experts those of every expert. Default: all linear layers of a block.
+    /// `embed_tokens` and `lm_head` too, if the model does not tie them. PEFT `target_modules`, TRL `lora_target_modules`.
     // resume = state, worker = ignored
     pub target_modules: Vec<TargetModule>,
     /// Directory of a PEFT adapter that training starts from. Its rank, alpha and layers must equal those of this section.
@@ -30,6 +31,6 @@ impl Default for Lora {
     fn default() -> Self {
         // Rank and alpha as in TRL; all linear layers, because LoRA on fewer layers learns less (Biderman et al. 2024,
         // arXiv 2405.09673).
-        Self { rank: 16, alpha: 32.0, target_modules: TargetModule::ALL.to_vec(), path: None }
+        Self { rank: 16, alpha: 32.0, target_modules: TargetModule::BLOCK.to_vec(), path: None }
     }
 }

@@ -34,6 +34,9 @@ fn keys_of_the_own_engine_are_refused_with_engines_of_others() {
     let shown =
         Case::new(MINIMAL).errors(&["rollout.engine=sglang", VLLM[1], "rollout.push_adapter=true"], &[]);
     assert!(shown.contains("is for vLLM, and `rollout.engine` is \"sglang\""), "{shown}");
+    let ends = "lora.target_modules=[\"q_proj\", \"lm_head\"]";
+    let shown = Case::new(MINIMAL).errors(&[VLLM[0], VLLM[1], "rollout.push_adapter=true", ends], &[]);
+    assert!(shown.contains("`lora.target_modules` names \"lm_head\""), "{shown}");
 }
 
 #[test]

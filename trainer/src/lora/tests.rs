@@ -8,7 +8,16 @@ use super::*;
 use crate::moments::noise;
 
 fn base() -> Parameters {
-    let config = Config::fresh(&Sizes {
+    Parameters::random(&small_config(), 3)
+}
+
+/// With an embedding that is not the head.
+fn untied() -> Parameters {
+    Parameters::random(&Config { tie_word_embeddings: false, ..small_config() }, 3)
+}
+
+fn small_config() -> Config {
+    Config::fresh(&Sizes {
         vocab_size: 20,
         hidden_size: 16,
         intermediate_size: 24,
@@ -16,8 +25,7 @@ fn base() -> Parameters {
         num_heads: 4,
         num_kv_heads: 2,
         max_position_embeddings: 8,
-    });
-    Parameters::random(&config, 3)
+    })
 }
 
 fn config(target_modules: &[TargetModule]) -> LoraConfig {
@@ -36,7 +44,7 @@ fn changed(target_modules: &[TargetModule], base: &Parameters) -> Adapter {
 #[test]
 fn a_new_adapter_has_peft_initialisation_and_changes_nothing() {
     let base = base();
-    let adapter = Adapter::new(config(&TargetModule::ALL), &base, 7);
+    let adapter = Adapter::new(config(&TargetModule::BLOCK), &base, 7);
     assert_eq!(adapter.specs().len(), 2 * 7 * 2);
     let first: Vec<_> = adapter.specs()[..2].iter().map(|spec| (&spec.name[..], &spec.shape[..])).collect();
     let name = "base_model.model.model.layers.0.self_attn.q_proj.lora";
@@ -58,8 +66,8 @@ fn a_new_adapter_has_peft_initialisation_and_changes_nothing() {
     let mut merged = base.clone();
     adapter.merge(merged.values_mut(), &ThreadPool::single());
     assert_eq!(merged.values(), base.values());
-    assert_eq!(adapter, Adapter::new(config(&TargetModule::ALL), &base, 7));
-    assert_ne!(adapter.values(), Adapter::new(config(&TargetModule::ALL), &base, 8).values());
+    assert_eq!(adapter, Adapter::new(config(&TargetModule::BLOCK), &base, 7));
+    assert_ne!(adapter.values(), Adapter::new(config(&TargetModule::BLOCK), &base, 8).values());
 }
 
 #[test]
@@ -100,7 +108,7 @@ fn merged_is_the_base_plus_the_scaled_product() {
 /// Directional derivatives of `sum(G * W)` by `A` and `B` match the gradients exactly, since it is linear in each.
 #[test]
 fn gradients_are_the_derivative_of_a_function_of_the_weights() {
-    let base = base();
+    let base = untied();
     let mut adapter = changed(&TargetModule::ALL, &base);
     let g: Vec<f32> =
         (0..base.values().len()).map(|i| noise(i as u32 ^ 99) as f32 / u32::MAX as f32 - 0.5).collect();
@@ -128,6 +136,50 @@ fn gradients_are_the_derivative_of_a_function_of_the_weights() {
             gradients[range.clone()].iter().zip(&direction).map(|(g, d)| f64::from(*g) * f64::from(*d)).sum();
         assert!((numeric - exact).abs() < 1e-4 * (1.0 + exact.abs()), "tensor {index}: {numeric} {exact}");
     }
+}
+
+#[test]
+fn embedding_and_head_are_adapted_as_peft_does() {
+    let base = untied();
+    let adapter = Adapter::new(config(&[TargetModule::LmHead, TargetModule::EmbedTokens]), &base, 7);
+    let specs: Vec<_> = adapter.specs().iter().map(|spec| (&spec.name[..], &spec.shape[..])).collect();
+    let expected = [
+        ("base_model.model.model.embed_tokens.lora_embedding_A", &[4, 20][..]),
+        ("base_model.model.model.embed_tokens.lora_embedding_B", &[16, 4]),
+        ("base_model.model.lm_head.lora_A.weight", &[4, 16]),
+        ("base_model.model.lm_head.lora_B.weight", &[20, 4]),
+    ];
+    assert_eq!(specs, expected);
+    let [a, b, _, d] = [0, 1, 2, 3].map(|index| &adapter.values()[adapter.specs()[index].range()]);
+    assert!(a.iter().chain(d).all(|x| *x == 0.0));
+    let variance = b.iter().map(|x| x * x).sum::<f32>() / b.len() as f32;
+    assert!((0.5..1.6).contains(&variance), "a normal distribution, not one with a variance of {variance}");
+    let mut merged = base.clone();
+    adapter.merge(merged.values_mut(), &ThreadPool::single());
+    assert_eq!(merged.values(), base.values());
+
+    // The row of a token moves by its column of A.
+    let adapter = changed(&[TargetModule::EmbedTokens], &base);
+    adapter.merge(merged.values_mut(), &ThreadPool::single());
+    let [a, b] = [0, 1].map(|index| &adapter.values()[adapter.specs()[index].range()]);
+    let (name, token) = ("model.embed_tokens.weight", 13);
+    for column in 0..16 {
+        let product: f32 = (0..4).map(|k| b[column * 4 + k] * a[k * 20 + token]).sum();
+        let moved = merged.get(name)[token * 16 + column] - base.get(name)[token * 16 + column];
+        assert!((moved - 1.5 * product).abs() < 1e-6, "{column}: {moved}, not {}", 1.5 * product);
+    }
+}
+
+#[test]
+fn an_end_of_a_tied_model_is_refused() {
+    let specs = [base(), untied()].map(|base| base.layout().specs().to_vec());
+    for module in [TargetModule::EmbedTokens, TargetModule::LmHead] {
+        let config = config(&[TargetModule::QProj, module]);
+        let message = config.check(&specs[0]).unwrap_err().to_string();
+        assert!(message.contains(module.as_str()) && message.contains("tie_word_embeddings"), "{message}");
+        config.check(&specs[1]).unwrap();
+    }
+    config(&TargetModule::BLOCK).check(&specs[0]).unwrap();
 }
 
 #[test]
@@ -218,7 +270,7 @@ fn unsupported_adapters_are_rejected_with_the_reason() {
     for (from, to, says) in [
         ("\"use_dora\": false", "\"use_dora\": true", "has `use_dora` true"),
         ("\"LORA\"", "\"IA3\"", "has `peft_type` \"IA3\""),
-        ("\"q_proj\"", "\"embed_tokens\"", "adapts `embed_tokens`, which is not supported"),
+        ("\"q_proj\"", "\"conv1d\"", "adapts `conv1d`, which is not supported"),
         ("\"modules_to_save\": null", "\"modules_to_save\": [\"lm_head\"]", "has `modules_to_save`"),
         ("\"init_lora_weights\": true", "\"init_lora_weights\": \"pissa\"", "initialised with \"pissa\""),
         ("{", "[", "is not JSON"),

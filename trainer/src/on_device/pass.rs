@@ -6,9 +6,10 @@
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
 use model::on_device::{DeviceDecoder, UnitGradients, UnitWeights};
-use model::{GradientSink, LayerSource, Layout, Prediction, SampleSlopes, Unit};
+use model::{GradientSink, LayerSource, Layout, Prediction, SampleSlopes, ThreadPool, Unit};
 
 use crate::TrainerError;
+use crate::lora::Adapter;
 use crate::packing::Packed;
 use crate::zero::{DeviceGathering, DeviceReduction, ParameterGathering, number};
 
@@ -45,6 +46,8 @@ pub(crate) struct NetworkPass<'a, T: Storage> {
     sums: Option<&'a mut DeviceBuffer<f32>>,
     /// The reduce-scatter of gradients in a device group.
     reducing: Option<DeviceReduction<'a, T>>,
+    /// The adapter whose factors the host reduces gradients of.
+    adapter: Option<&'a Adapter>,
 }
 
 /// Source of the weights.
@@ -77,6 +80,7 @@ struct GradientTransfer<'a, 'b, 'c, T: Storage> {
     units: Vec<Option<DeviceBuffer<f32>>>,
     sink: Option<&'a mut (dyn GradientSink + 'b)>,
     reducing: Option<&'a mut DeviceReduction<'c, T>>,
+    adapter: Option<&'a Adapter>,
     /// A reused buffer on the host.
     values: Vec<f32>,
 }
@@ -109,7 +113,12 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
         source: ParameterSource<'a, T>,
         sums: Option<&'a mut DeviceBuffer<f32>>,
     ) -> Self {
-        Self { decoder, source, sums, reducing: None }
+        Self { decoder, source, sums, reducing: None, adapter: None }
+    }
+
+    /// The pass with gradients that are projected on the factors of `adapter`, if there is one, before they reach a sink.
+    pub(crate) fn projecting(self, adapter: Option<&'a Adapter>) -> Self {
+        Self { adapter, ..self }
     }
 
     /// The pass with a reduce-scatter of its gradients to their owners.
@@ -173,6 +182,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
             units: self.decoder.layout().units().map(|_| None).collect(),
             sink,
             reducing: self.reducing.as_mut(),
+            adapter: self.adapter,
             values: Vec::new(),
         };
         self.decoder.backward(&mut self.source, pack, trace, &slopes, &mut transfer)?;
@@ -296,9 +306,14 @@ impl<T: Storage> UnitGradients for GradientTransfer<'_, '_, '_, T> {
         }
         let Some(sink) = &mut self.sink else { return Ok(()) };
         let to = sink.unit(unit);
-        if let Some(from) = from {
+        // A unit may have no trained factors.
+        if let Some(from) = from.filter(|_| !to.is_empty()) {
             self.values.resize(from.len(), 0.0);
             self.device.download_to(from, &mut self.values)?;
+            if let Some(adapter) = self.adapter {
+                let place = self.layout.unit(unit);
+                self.values = adapter.factors().projected(&place, &self.values, &ThreadPool::single());
+            }
             to.iter_mut().zip(&self.values).for_each(|(to, value)| *to += value);
         }
         sink.done(unit);

@@ -18,6 +18,9 @@ impl Rank {
                 (size_of_val(weights.parameters.values()), sums.bytes())
             }
             RankKind::Sharded(rank) => (size_of_val(&rank.own[..]), rank.sums.bytes()),
+            RankKind::Frozen(rank) => {
+                (rank.weights.bytes() as usize + size_of_val(rank.adapter.values()), rank.sums.bytes())
+            }
             RankKind::SingleOnDevice(rank) => (by_dtype!(&**rank, rank => rank.host_bytes()), 0),
             RankKind::Group(rank) => (by_dtype!(&**rank, rank => rank.host_bytes()), 0),
         };
@@ -30,6 +33,7 @@ impl Rank {
             RankKind::Single(SingleRank { weights, .. })
             | RankKind::Replicated(ReplicatedRank { weights, .. }) => &weights.device,
             RankKind::Sharded(rank) => &rank.device,
+            RankKind::Frozen(_) => return [0, 0],
             RankKind::SingleOnDevice(rank) => return by_dtype!(&**rank, rank => rank.device_bytes()),
             RankKind::Group(rank) => return by_dtype!(&**rank, rank => rank.device_bytes()),
         };
@@ -52,6 +56,7 @@ impl Rank {
             RankKind::Single(SingleRank { weights, sums })
             | RankKind::Replicated(ReplicatedRank { weights, sums, .. }) => (sums, &mut weights.device),
             RankKind::Sharded(rank) => (&mut rank.sums, &mut rank.device),
+            RankKind::Frozen(rank) => return rank.sums.clear() + self.base.buffers.clear(),
             RankKind::SingleOnDevice(rank) => return by_dtype!(&mut **rank, rank => rank.drop_sums()),
             RankKind::Group(rank) => return by_dtype!(&mut **rank, rank => rank.drop_sums()),
         };
@@ -68,6 +73,8 @@ impl Rank {
                 RankKind::Single(SingleRank { weights, .. })
                 | RankKind::Replicated(ReplicatedRank { weights, .. }) => streams.extend(weights.streams()),
                 RankKind::Sharded(rank) => streams.push(StateStream::F32(&mut rank.own)),
+                // The factors are small, and the base is not written to files.
+                RankKind::Frozen(_) => {}
                 RankKind::SingleOnDevice(rank) => {
                     let unloaded = by_dtype!(&mut **rank, rank => rank.unloaded_mut());
                     let values = unloaded.map(|parameters| Arc::make_mut(parameters).buffer_mut());
@@ -90,7 +97,7 @@ impl Rank {
             RankKind::SingleOnDevice(rank) => {
                 by_dtype!(&mut **rank, rank => rank.enter_device(&mut self.base))
             }
-            RankKind::Sharded(_) | RankKind::Group(_) => Ok(()),
+            RankKind::Frozen(_) | RankKind::Sharded(_) | RankKind::Group(_) => Ok(()),
         }
     }
 
@@ -107,7 +114,7 @@ impl Rank {
             RankKind::SingleOnDevice(rank) => {
                 return by_dtype!(&mut **rank, rank => rank.leave_device(&mut self.base, optimizer, weights));
             }
-            RankKind::Group(_) => return Ok(0),
+            RankKind::Frozen(_) | RankKind::Group(_) => return Ok(0),
         };
         Ok(copy.as_mut().map_or(0, |copy| by_dtype!(copy, copy => copy.leave(weights))))
     }

@@ -13,6 +13,7 @@ use super::RankBase;
 use super::step::{StepInputs, finite};
 use crate::TrainerError;
 use crate::learner::{LearnerStep, RowLoss};
+use crate::lora::Adapter;
 use crate::norm::clip;
 use crate::on_device::{
     ByDtype, DeviceMoments, DeviceNetwork, DevicePass, LearnerStorage, NetworkWeights, ParameterSource,
@@ -76,14 +77,19 @@ impl<T: LearnerStorage> PassDevice<T> {
         Ok(Box::new(self.network.pass(source, None)))
     }
 
-    /// A pass with the copy of the weights. If it `accumulates`, gradients stay on the device until they are complete.
+    /// A pass with the copy of the weights, whose gradients are projected on the factors of an `adapter`. If it `accumulates`,
+    /// gradients stay on the device until they are complete.
     ///
     /// # Errors
     /// If the weights are not on the device, or its memory is too small.
-    pub(super) fn pass(&mut self, accumulates: bool) -> Result<Box<dyn DevicePass + '_>, TrainerError> {
+    pub(super) fn pass<'a>(
+        &'a mut self,
+        accumulates: bool,
+        adapter: Option<&'a Adapter>,
+    ) -> Result<Box<dyn DevicePass + 'a>, TrainerError> {
         let Self { network, copy, sums } = self;
         let sums = if accumulates { Some(zeros(sums, network)?) } else { None };
-        Ok(Box::new(network.pass(whole(network, copy.as_ref())?, sums)))
+        Ok(Box::new(network.pass(whole(network, copy.as_ref())?, sums).projecting(adapter)))
     }
 
     /// A pass with weights that are gathered from all ranks through the host.

@@ -49,15 +49,16 @@ impl ReplicatedRank {
         step: &StepInputs<'_, L>,
     ) -> Result<Vec<L::Report>, TrainerError> {
         let Self { weights: WholeWeights { parameters, adapter, device }, membership, sums } = self;
-        let exchange = HostExchange { base, membership, adapter: adapter.as_ref(), weights: None };
+        let adapter = adapter.as_ref();
+        let exchange = HostExchange { base, membership, adapter, weights: None };
         exchange.reduce(
             sums,
             move |_| match device {
                 Some(device) => {
-                    let pass = by_dtype!(device, device => device.pass(base.accumulates())?);
+                    let pass = by_dtype!(device, device => device.pass(base.accumulates(), adapter)?);
                     Ok(Pass::Device(pass))
                 }
-                None => Ok(Pass::whole(&base.model, parameters, base.config.recompute)),
+                None => Ok(Pass::trained(&base.model, parameters, adapter, base.config.recompute)),
             },
             step,
         )
@@ -90,7 +91,7 @@ impl ReplicatedRank {
 
 /// Gathers the shards of the other ranks into `values`, `[trained values]`.
 fn gather(collective: &dyn HostCollective, shards: &Shards, values: &mut [f32]) -> Result<(), TrainerError> {
-    for unit in 0..shards.units() {
+    for unit in (0..shards.units()).filter(|unit| !shards.place(*unit).is_empty()) {
         let own = values[shards.owned(collective.rank(), unit)].to_vec();
         collective.all_gather(&own, shards.cuts(unit), &mut values[shards.place(unit)])?;
     }

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use collective::HostCollective;
 use device::group::{DeviceGroup, DeviceGroupId, GroupCandidate};
 use device::{Device, bf16};
-use model::{Config, Layout, ParameterSpec, Parameters};
+use model::{Config, FrozenParameters, Layout, ParameterSpec, Parameters};
 
+use super::frozen::FrozenRank;
 use super::group::GroupRank;
 use super::membership::RankMembership;
 use super::on_device::{PassDevice, SingleDeviceRank};
@@ -34,6 +35,25 @@ pub(crate) struct LearnerSeed {
     pub(crate) adapter: Option<Adapter>,
     /// Optimizer state of whole tensors.
     pub(crate) optimizer: Option<Optimizer>,
+}
+
+/// The only rank of a learner of an `adapter` of frozen `weights` that stay quantised. `optimizer` is the restored state.
+///
+/// # Errors
+/// If the configuration has a device or several ranks.
+pub(crate) fn frozen(
+    config: LearnerConfig,
+    weights: Arc<FrozenParameters>,
+    adapter: Adapter,
+    optimizer: Option<Optimizer>,
+) -> Result<Rank, TrainerError> {
+    if config.device.is_some() || config.world > 1 {
+        return Err(TrainerError::QuantizedBaseAlone);
+    }
+    let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, adapter.specs()));
+    let (model, layout) = (weights.config().clone(), Arc::clone(weights.layout()));
+    let base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default() };
+    Ok(Rank { base, kind: RankKind::Frozen(FrozenRank::new(weights, adapter)) })
 }
 
 /// Configuration and shards of one of several ranks, before it receives its weights.

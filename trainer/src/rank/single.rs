@@ -53,7 +53,7 @@ impl SingleRank {
     ) -> Result<Vec<L::Report>, TrainerError> {
         let WholeWeights { parameters, adapter, .. } = &self.weights;
         let alone = Position { rank: 0, world: 1 };
-        let mut pass = Pass::whole(&base.model, parameters, base.config.recompute);
+        let mut pass = Pass::trained(&base.model, parameters, adapter.as_ref(), base.config.recompute);
         let network = TrainedNetwork {
             layout: &base.layout,
             adapter: adapter.as_ref(),

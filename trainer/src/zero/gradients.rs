@@ -54,7 +54,7 @@ impl<'a> SlotGradients<'a> {
     /// The accumulator of the gradients of a unit, which starts at zero.
     fn get(&mut self, unit: Unit) -> &mut [f32] {
         let TrainedNetwork { layout, buffers, .. } = self.network;
-        let len = layout.unit(unit).len();
+        let len = self.range(unit).len();
         self.units[number(layout, unit)].get_or_insert_with(|| {
             let mut values = buffers.take(len);
             values.fill(0.0);
@@ -62,32 +62,10 @@ impl<'a> SlotGradients<'a> {
         })
     }
 
-    /// The gradients of the trained tensors of a unit, with its number. `None` if no tensor of the unit is trained.
-    fn take(&mut self, unit: Unit) -> Option<(usize, Vec<f32>)> {
-        self.get(unit);
-        let TrainedNetwork { layout, adapter, buffers, threads } = self.network;
-        let values = self.units[number(layout, unit)].take()?;
-        match (adapter, unit) {
-            (None, unit) => Some((number(layout, unit), values)),
-            (Some(adapter), Unit::Layer(index)) => {
-                let gradients = adapter.gradients_within(&layout.unit(unit), &values, threads);
-                buffers.put(values);
-                // A buffer of the pool, because it returns there.
-                let mut own = buffers.take(gradients.len());
-                own.copy_from_slice(&gradients);
-                Some((index, own))
-            }
-            (Some(_), Unit::Embedding | Unit::Tail) => {
-                buffers.put(values);
-                None
-            }
-        }
-    }
-
-    /// Range of the gradients of a trained unit among all gradients.
+    /// Range of the gradients of a unit among all gradients: empty if no tensor of the unit is trained.
     fn range(&self, unit: Unit) -> Range<usize> {
         let range = self.network.layout.unit(unit);
-        self.network.adapter.map_or(range.clone(), |adapter| adapter.within(&range))
+        self.network.adapter.map_or(range.clone(), |adapter| adapter.factors().within(&range))
     }
 }
 
@@ -138,9 +116,7 @@ impl<'a> GradientReduction<'a> {
 impl GradientSink for GradientReduction<'_> {
     fn unit(&mut self, unit: Unit) -> &mut [f32] {
         let Self { units, target, slot, .. } = self;
-        if let ReductionTarget::Single { sums, written } = target
-            && units.network.adapter.is_none()
-        {
+        if let ReductionTarget::Single { sums, written } = target {
             let number = number(units.network.layout, unit);
             // Two calls, because the borrow of the first would last as long as this one.
             if sums.place(units.range(unit), *slot).is_some() {
@@ -156,7 +132,7 @@ impl GradientSink for GradientReduction<'_> {
     }
 
     fn done(&mut self, unit: Unit) {
-        if !self.complete {
+        if !self.complete || self.units.range(unit).is_empty() {
             return;
         }
         // A unit without gradients is zero.
@@ -167,7 +143,8 @@ impl GradientSink for GradientReduction<'_> {
         {
             return;
         }
-        let Some((number, mut values)) = units.take(unit) else { return };
+        let number = number(units.network.layout, unit);
+        let Some(mut values) = units.units[number].take() else { return };
         match target {
             ReductionTarget::Single { sums, .. } => {
                 sums.add(units.range(unit), &values, *slot, units.network.threads);

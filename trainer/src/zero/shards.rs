@@ -50,14 +50,15 @@ impl Shards {
         Self::new(layout.specs(), &units, world, config)
     }
 
-    /// The units of an adapter: its tensors of each layer.
+    /// The units of an adapter: its tensors of each unit of the model.
     pub(crate) fn of_adapter(
         layout: &Layout,
         adapter: &Adapter,
         world: usize,
         config: &OptimizerConfig,
     ) -> Self {
-        let units: Vec<_> = layout.layers().iter().map(|layer| adapter.within(layer)).collect();
+        let within = |unit| adapter.factors().within(&layout.unit(unit));
+        let units: Vec<_> = layout.units().map(within).collect();
         Self::new(adapter.specs(), &units, world, config)
     }
 

@@ -3,14 +3,13 @@
 //! Invariant: they are sums over all tokens in their order, one range of rows of a weight per thread, so that their bits do not depend
 //! on how tokens were shared among threads.
 
-use std::ops::Range;
-
 use candle_core::{Result, Tensor};
 
 use super::super::feed_forward::FeedForwardGradients;
 use super::{BranchReverse, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use crate::ThreadPool;
 use crate::layer::Operand;
+use crate::low_rank::{UnitFactors, WeightGradient, carve};
 use crate::ops::heads;
 use crate::ops::linear::{bias_gradient, weight_gradient};
 use crate::ops::norm::rms_norm_weight_gradient;
@@ -20,11 +19,13 @@ use crate::ops::row_ranges;
 pub(in crate::decoder) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 impl TransformerBlock {
-    /// Adds the weight gradients of the feed-forward half to the layer's `gradients`; `pieces` are in the order of tokens.
+    /// Adds the weight gradients of the feed-forward half to the layer's `gradients`, or to those of its `factors`; `pieces` are
+    /// in the order of tokens.
     pub(in crate::decoder) fn feed_forward_gradients(
         &self,
         pieces: &[FeedForwardReverse],
         gradients: &mut [f32],
+        factors: Option<UnitFactors<'_>>,
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
@@ -51,7 +52,9 @@ impl TransformerBlock {
             shared_gate_up,
             shared_down,
             after,
-        ] = carve(gradients, operands.map(|of| &ranges[of]));
+        ] = carve(gradients, operands.map(|of| &ranges[of]), factors);
+        let [norm, router_bias, gate_up_bias, down_bias, after] =
+            [norm, router_bias, gate_up_bias, down_bias, after].map(WeightGradient::vector);
         let of_network = FeedForwardGradients {
             router,
             router_bias,
@@ -63,20 +66,25 @@ impl TransformerBlock {
             shared_down,
         };
         let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
-        jobs.push(Box::new(|| {
-            pieces.iter().try_for_each(|p| {
-                p.branch.add_norm_gradient(self.eps, after)?;
-                norm_gradient(&p.middle, self.eps, &p.d_normed, norm)
-            })
-        }));
+        // Only matrices have factors.
+        if factors.is_none() {
+            jobs.push(Box::new(|| {
+                pieces.iter().try_for_each(|p| {
+                    p.branch.add_norm_gradient(self.eps, after)?;
+                    norm_gradient(&p.middle, self.eps, &p.d_normed, norm)
+                })
+            }));
+        }
         pool.map(jobs, |job| job()).into_iter().collect()
     }
 
-    /// Adds the weight gradients of the attention half to the layer's `gradients`; `parts` are in the order of tokens.
+    /// Adds the weight gradients of the attention half to the layer's `gradients`, or to those of its `factors`; `parts` are in
+    /// the order of tokens.
     pub(in crate::decoder) fn attention_gradients(
         &self,
         parts: &[ReversedAttention<'_>],
         gradients: &mut [f32],
+        factors: Option<UnitFactors<'_>>,
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
@@ -92,7 +100,10 @@ impl TransformerBlock {
                 &ranges[Operand::OutputBias],
                 &ranges[Operand::AttentionAfterNorm],
             ],
+            factors,
         );
+        let [norm, qkv_bias, head_norm, sinks, output_bias, after] =
+            [norm, qkv_bias, head_norm, sinks, output_bias, after].map(WeightGradient::vector);
         let mut jobs: Vec<GradientJob<'_>> = Vec::new();
         weight_jobs(&mut jobs, parts, qkv, |part| (&part.reverse.normed, &part.reverse.d_qkv), pool);
         weight_jobs(
@@ -102,6 +113,9 @@ impl TransformerBlock {
             |part| (&part.trace.attended, &part.reverse.branch.d_result),
             pool,
         );
+        if factors.is_some() {
+            return pool.map(jobs, |job| job()).into_iter().collect();
+        }
         jobs.push(Box::new(|| {
             for ReversedAttention { trace, reverse: r, angles } in parts {
                 norm_gradient(&r.input, self.eps, &r.d_normed, norm)?;
@@ -138,34 +152,33 @@ fn norm_gradient(x: &Tensor, eps: f32, g: &Tensor, gradient: &mut [f32]) -> Resu
     if gradient.is_empty() { Ok(()) } else { rms_norm_weight_gradient(x, eps, g, gradient) }
 }
 
-/// Cuts ascending, disjoint ranges out of a flat buffer.
-fn carve<'a, const N: usize>(mut buffer: &'a mut [f32], ranges: [&Range<usize>; N]) -> [&'a mut [f32]; N] {
-    let mut passed = 0;
-    ranges.map(|range| {
-        if range.is_empty() {
-            return &mut [][..];
-        }
-        let (_, rest) = std::mem::take(&mut buffer).split_at_mut(range.start - passed);
-        let (cut, rest) = rest.split_at_mut(range.len());
-        (buffer, passed) = (rest, range.end);
-        cut
-    })
-}
-
-/// The gradient of one weight `[out, in]`, as one job per thread for a range of its rows over all `pieces`. `operands`
-/// gives the input `[T, in]` and the gradient `[T, out]` of a piece.
+/// The gradient of one weight `[out, in]` over all `pieces`: a job per thread for a range of its rows, or a job for each pair of
+/// factors. `operands` gives the input `[T, in]` and the gradient `[T, out]` of a piece.
 pub(in crate::decoder) fn weight_jobs<'a, P: Sync>(
     jobs: &mut Vec<GradientJob<'a>>,
     pieces: &'a [P],
-    gradient: &'a mut [f32],
+    gradient: WeightGradient<'a>,
     operands: impl Fn(&P) -> (&Tensor, &Tensor) + Send + Sync + Copy + 'a,
     pool: &ThreadPool,
 ) {
     let Some(output) = pieces.first().and_then(|piece| operands(piece).1.dims().last().copied()) else {
         return;
     };
-    let input = gradient.len() / output;
-    let mut rest = gradient;
+    let mut rest = match gradient {
+        WeightGradient::Whole(gradient) => gradient,
+        WeightGradient::Factors(all) => {
+            for mut factors in all {
+                jobs.push(Box::new(move || {
+                    pieces.iter().try_for_each(|piece| {
+                        let (x, g) = operands(piece);
+                        factors.add(x, g)
+                    })
+                }));
+            }
+            return;
+        }
+    };
+    let input = rest.len() / output;
     for rows in row_ranges(output, pool.threads(), 8) {
         let (own, after) = rest.split_at_mut(rows.len() * input);
         rest = after;

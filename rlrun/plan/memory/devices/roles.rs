@@ -27,11 +27,7 @@ pub(super) fn training(
     // The share of the ranks on this device in the total of all ranks.
     let of_those_here = |all: u64| product(&[all.div_ceil(world), ranks]);
     let trained = Trained::of(recipe, config);
-    let changed = recipe.lora().map(|lora| {
-        let (specs, _) = lora.shapes(layout.specs());
-        specs.iter().map(|spec| spec.len() as u64).fold(0, u64::saturating_add)
-    });
-    let (policy, gradients) = of_ranks(recipe, &layout, changed, width);
+    let (policy, gradients) = of_ranks(recipe, &layout, recipe.lora().as_ref(), width);
     let master = masters(&layout, width, recipe, devices);
     parts.push(part("policy", "the weights that are computed with", of_those_here(policy)));
     if devices.optimizer_on_device && master > 0 {
