@@ -46,8 +46,8 @@ pub struct LayerSpec {
 /// How queries attend to keys.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionSpec {
-    /// The sliding window (Beltagy et al. 2020, arXiv 2004.05150): number of keys that a query sees, the last of which is its
-    /// own; `None` for all up to its own.
+    /// The sliding window (Beltagy et al. 2020, arXiv 2004.05150): tokens that a query sees, the last of which is its own; `None` for
+    /// all up to its own.
     pub window: Option<usize>,
     /// The rotary position embedding of queries and keys, if there is one.
     pub rotary: Option<Rotary>,

@@ -32,7 +32,7 @@ pub(crate) struct AttentionRule<'a> {
     pub(crate) shape: HeadShape,
     /// Multiplies scores.
     pub(crate) scale: f32,
-    /// Number of keys that a query sees, the last of which is its own; `usize::MAX` for all.
+    /// Tokens that a query sees, the last of which is its own; `usize::MAX` for all.
     pub(crate) window: usize,
     /// `[heads]` logits of the softmax that have no key; empty for none.
     pub(crate) sinks: &'a [f32],
