@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use environments::EnvironmentContext;
-use model::{MemoryBudget, ModelDirectory, Parameters, SharedCores, ThreadPool};
+use model::{Config, MemoryBudget, ModelDirectory, Parameters, SharedCores, TargetModule, ThreadPool};
 use rewards::reward_model::{ModelContext, ModelServer};
 use rewards::{RewardContext, RewardSet};
 use rollout::tasks::TaskOrder;
@@ -187,6 +187,15 @@ impl Recipe {
                 Adapter::new(config, base, self.seed)
             }
         }))
+    }
+
+    /// Why programs that read PEFT's adapters cannot read that of this recipe for `model`, if they cannot.
+    pub(crate) fn why_not_in_peft(&self, model: &Config) -> Option<&'static str> {
+        let of_experts = [TargetModule::GateProj, TargetModule::UpProj, TargetModule::DownProj];
+        let adapted = self.lora.as_ref().map_or(&[][..], |lora| &lora.target_modules);
+        (model.has_fused_experts() && adapted.iter().any(|module| of_experts.contains(module))).then_some(
+            "the files of this family have the projections of all experts as one tensor, and PEFT adapts none of them alone",
+        )
     }
 }
 

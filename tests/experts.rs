@@ -61,6 +61,21 @@ fn stale_groups_carry_their_experts_through_journal_and_processes() {
     }
 }
 
+/// An adapter on the experts of gpt-oss trains, and is refused where PEFT would have to read it; one on attention is not.
+#[test]
+fn an_adapter_on_fused_experts_is_not_written_for_peft() {
+    let home = Home::new();
+    let family = "model.random.architecture=gpt_oss";
+    let sets = [family, "trainer.steps=1", "lora.rank=2"];
+    home.small("all", &sets);
+    home.rlrun(&["export", "all", "--adapter", "--out", "x"])
+        .refused(&["is on experts", "without --adapter"]);
+    assert!(!home.path("x").exists());
+    home.rlrun(&["export", "all", "--out", "merged"]).ok();
+    home.small("attention", &[&sets[..], &["lora.target_modules=[\"q_proj\", \"o_proj\"]"]].concat());
+    home.rlrun(&["export", "attention", "--adapter", "--out", "x"]).ok();
+}
+
 #[test]
 fn a_model_without_experts_refuses_routing_replay() {
     let home = Home::new();

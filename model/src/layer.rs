@@ -375,6 +375,12 @@ impl Config {
         self.layers.iter().find_map(|layer| layer.feed_forward.experts())
     }
 
+    /// Whether files have the projections of all experts of a layer as one tensor.
+    #[must_use]
+    pub fn has_fused_experts(&self) -> bool {
+        self.experts().is_some_and(|experts| experts.fused_files)
+    }
+
     /// Experts of a token in all layers.
     #[must_use]
     pub fn expert_slots(&self) -> usize {

@@ -146,6 +146,15 @@ pub(super) fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
         let what = "`rollout.routing_replay` is set, and the model has no experts: remove it, or name a model with experts";
         return Err(Failure::Argument(what.to_owned()));
     }
+    if recipe.rollout.push_adapter
+        && let Some(why) = recipe.why_not_in_peft(&shape(recipe)?)
+    {
+        let what = format!(
+            "`rollout.push_adapter` is set, and `lora.target_modules` names projections of experts: {why}; leave the key out, and \
+             the engine gets the merged weights"
+        );
+        return Err(Failure::Argument(what));
+    }
     if !recipe.devices().any() {
         return Ok(());
     }

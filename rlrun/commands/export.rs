@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use model::ModelDirectory;
+use model::{Config, ModelDirectory};
 
 use super::checkpoint_paths::model_of;
 use super::load;
@@ -12,7 +12,7 @@ use crate::args::ExportArgs;
 use crate::failure::Failure;
 use crate::huggingface::{RepositoryKind, RepositoryName};
 use crate::program::Program;
-use crate::recipe::Model;
+use crate::recipe::{Model, Recipe};
 
 /// Writes what a run has trained.
 pub(super) fn export(args: &ExportArgs, program: &Program) -> Result<String, Failure> {
@@ -25,7 +25,15 @@ pub(super) fn export(args: &ExportArgs, program: &Program) -> Result<String, Fai
             return Err(Failure::NotThere(what));
         }
         trainer::checkpoint::check(checkpoint)?;
-        let base = base_of(&args.run, program)?;
+        let (recipe, _) = load(&args.run.join("resolved.toml"), &[], program)?;
+        if let Some(why) = recipe.why_not_in_peft(&Config::load(&model)?) {
+            let what = format!(
+                "the adapter of {} is on experts: {why}; without --adapter the merged model is written",
+                args.run.display()
+            );
+            return Err(Failure::Argument(what));
+        }
+        let base = base_of(&args.run, &recipe);
         trainer::lora::export(&adapter, &args.out, &base)?;
         let (out, adapter) = (args.out.display(), adapter.display());
         return Ok(format!("wrote {out} from {adapter}, for the model {base}"));
@@ -38,20 +46,19 @@ pub(super) fn export(args: &ExportArgs, program: &Program) -> Result<String, Fai
 
 /// The model that the adapter of a run belongs to, as PEFT is to load it: that of its recipe, by its name on the hub if it
 /// lies in the cache of the hub. A model that the run made or warmed up is only in the run, and PEFT reads no GGUF file.
-fn base_of(run: &Path, program: &Program) -> Result<String, Failure> {
-    let (recipe, _) = load(&run.join("resolved.toml"), &[], program)?;
+fn base_of(run: &Path, recipe: &Recipe) -> String {
     let path = match &recipe.model {
         Model::Path(path) if recipe.warmup.is_none() && !ModelDirectory::is_file(path) => path.clone(),
         Model::Path(_) | Model::Random(_) => trainer::checkpoint::base_path(&run.join("checkpoints")),
     };
     if let Ok(name) = RepositoryName::parse(&path, RepositoryKind::Model) {
-        return Ok(name.repository);
+        return name.repository;
     }
     if let Some(name) = hub_name(&path) {
-        return Ok(name);
+        return name;
     }
     let path = std::path::absolute(&path).unwrap_or(path);
-    Ok(path.to_string_lossy().into_owned())
+    path.to_string_lossy().into_owned()
 }
 
 /// `ORG/NAME` of a directory `models--ORG--NAME/snapshots/REVISION`.

@@ -466,8 +466,14 @@ impl TransformerBlock {
         let [norm, qkv_bias, head_norm, sinks, output_bias] =
             [norm, qkv_bias, head_norm, sinks, output_bias].map(WeightGradient::vector);
         let mut jobs: Vec<GradientJob<'_>> = Vec::new();
-        weight_jobs(&mut jobs, parts, qkv, |part| (&part.reverse.normed, &part.reverse.d_qkv), pool);
-        weight_jobs(&mut jobs, parts, output, |part| (&part.trace.attended, &part.reverse.d_middle), pool);
+        weight_jobs(&mut jobs, parts, qkv, |part| Some((&part.reverse.normed, &part.reverse.d_qkv)), pool);
+        weight_jobs(
+            &mut jobs,
+            parts,
+            output,
+            |part| Some((&part.trace.attended, &part.reverse.d_middle)),
+            pool,
+        );
         if factors.is_some() {
             return pool.map(jobs, |job| job()).into_iter().collect();
         }
@@ -502,15 +508,15 @@ impl TransformerBlock {
 }
 
 /// The gradient of one weight `[out, in]` over all `pieces`: a job per thread for a range of its rows, or a job for each pair of
-/// factors. `operands` gives the input `[T, in]` and the gradient `[T, out]` of a piece.
+/// factors. `operands` gives the input `[T, in]` and the gradient `[T, out]` of a piece, or nothing in a layer without the weight.
 pub(super) fn weight_jobs<'a, P: Sync>(
     jobs: &mut Vec<GradientJob<'a>>,
     pieces: &'a [P],
     gradient: WeightGradient<'a>,
-    operands: impl Fn(&P) -> (&Tensor, &Tensor) + Send + Sync + Copy + 'a,
+    operands: impl Fn(&P) -> Option<(&Tensor, &Tensor)> + Send + Sync + Copy + 'a,
     pool: &ThreadPool,
 ) {
-    let Some(output) = pieces.first().and_then(|piece| operands(piece).1.dims().last().copied()) else {
+    let Some(output) = pieces.first().and_then(operands).and_then(|(_, g)| g.dims().last().copied()) else {
         return;
     };
     let mut rest = match gradient {
@@ -518,10 +524,7 @@ pub(super) fn weight_jobs<'a, P: Sync>(
         WeightGradient::Factors(all) => {
             for mut factors in all {
                 jobs.push(Box::new(move || {
-                    pieces.iter().try_for_each(|piece| {
-                        let (x, g) = operands(piece);
-                        factors.add(x, g)
-                    })
+                    pieces.iter().filter_map(operands).try_for_each(|(x, g)| factors.add(x, g))
                 }));
             }
             return;
@@ -532,10 +535,7 @@ pub(super) fn weight_jobs<'a, P: Sync>(
         let (own, after) = rest.split_at_mut(rows.len() * input);
         rest = after;
         jobs.push(Box::new(move || {
-            pieces.iter().try_for_each(|piece| {
-                let (x, g) = operands(piece);
-                weight_gradient(x, g, rows.clone(), own)
-            })
+            pieces.iter().filter_map(operands).try_for_each(|(x, g)| weight_gradient(x, g, rows.clone(), own))
         }));
     }
 }

@@ -106,16 +106,11 @@ struct RoutedOperands {
 }
 
 impl FeedForwardOperands {
-    /// Those of the shared network of a layer that has one.
-    fn shared(&self) -> &GatedOperands {
-        let shared = self.routed.as_ref().and_then(|routed| routed.shared.as_ref());
-        shared.unwrap_or_else(|| {
-            unreachable!("the layer has a shared network, which is reversed with its experts")
-        })
+    /// Those of the shared network, if the layer has one.
+    fn shared(&self) -> Option<&GatedOperands> {
+        self.routed.as_ref()?.shared.as_ref()
     }
-}
 
-impl FeedForwardOperands {
     /// The routes of the tokens, if the layer has experts.
     pub(super) fn routes(&self) -> Option<&ExpertRoutes> {
         self.routed.as_ref().map(|routed| &routed.routes)
@@ -364,16 +359,14 @@ impl FeedForwardWeights {
         } = gradients;
         let mut jobs: Vec<GradientJob<'a>> = Vec::new();
         let gated = |piece: &'a P| &piece.operands().gated;
-        let Self::Experts(ExpertWeights { experts, shared, .. }) = self else {
-            weight_jobs(&mut jobs, pieces, gate_up, |p| p.operands().gated.of_gate_up(), pool);
-            weight_jobs(&mut jobs, pieces, down, |p| p.operands().gated.of_down(), pool);
+        let Self::Experts(ExpertWeights { experts, .. }) = self else {
+            weight_jobs(&mut jobs, pieces, gate_up, |p| Some(p.operands().gated.of_gate_up()), pool);
+            weight_jobs(&mut jobs, pieces, down, |p| Some(p.operands().gated.of_down()), pool);
             return jobs;
         };
         // Of all tokens, so the longest: they come first.
-        if shared.is_some() {
-            weight_jobs(&mut jobs, pieces, shared_gate_up, |p| p.operands().shared().of_gate_up(), pool);
-            weight_jobs(&mut jobs, pieces, shared_down, |p| p.operands().shared().of_down(), pool);
-        }
+        weight_jobs(&mut jobs, pieces, shared_gate_up, |p| Some(p.operands().shared()?.of_gate_up()), pool);
+        weight_jobs(&mut jobs, pieces, shared_down, |p| Some(p.operands().shared()?.of_down()), pool);
         let routed = move |piece: &'a P| {
             let routed = piece.operands().routed.as_deref();
             routed.map(|routed| (piece, gated(piece), routed))

@@ -99,9 +99,8 @@ mod tests {
     use super::*;
     use crate::plan::tests::recipe;
 
-    #[test]
-    fn more_leaves_of_a_rank_take_a_buffer_for_each_doubling() {
-        let layout = Layout::new(&Config::fresh(&Sizes {
+    fn layout() -> Layout {
+        Layout::new(&Config::fresh(&Sizes {
             vocab_size: 10,
             hidden_size: 8,
             intermediate_size: 16,
@@ -109,7 +108,12 @@ mod tests {
             num_heads: 2,
             num_kv_heads: 2,
             max_position_embeddings: 64,
-        }));
+        }))
+    }
+
+    #[test]
+    fn more_leaves_of_a_rank_take_a_buffer_for_each_doubling() {
+        let layout = layout();
         let all = 4 * layout.len() as u64;
         let of = |world, leaves, zero, microbatch_tokens| {
             let mut recipe = recipe();
@@ -126,15 +130,7 @@ mod tests {
 
     #[test]
     fn an_adapter_has_gradients_of_its_factors_alone() {
-        let layout = Layout::new(&Config::fresh(&Sizes {
-            vocab_size: 10,
-            hidden_size: 8,
-            intermediate_size: 16,
-            num_layers: 2,
-            num_heads: 2,
-            num_kv_heads: 2,
-            max_position_embeddings: 64,
-        }));
+        let layout = layout();
         let target_modules = vec![TargetModule::QProj, TargetModule::DownProj];
         let lora = LoraConfig { rank: 2, alpha: 2.0, target_modules };
         let mut recipe = recipe();
