@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use environments::EnvironmentContext;
-use model::{Config, MemoryBudget, ModelDirectory, Parameters, SharedCores, TargetModule, ThreadPool};
+use model::{Config, MemoryBudget, ModelDirectory, Parameters, SharedCores, ThreadPool};
 use rewards::reward_model::{ModelContext, ModelServer};
 use rewards::{RewardContext, RewardSet};
 use rollout::tasks::TaskOrder;
@@ -190,12 +190,14 @@ impl Recipe {
     }
 
     /// Why programs that read PEFT's adapters cannot read that of this recipe for `model`, if they cannot.
-    pub(crate) fn why_not_in_peft(&self, model: &Config) -> Option<&'static str> {
-        let of_experts = [TargetModule::GateProj, TargetModule::UpProj, TargetModule::DownProj];
-        let adapted = self.lora.as_ref().map_or(&[][..], |lora| &lora.target_modules);
-        (model.has_fused_experts() && adapted.iter().any(|module| of_experts.contains(module))).then_some(
-            "the files of this family have the projections of all experts as one tensor, and PEFT adapts none of them alone",
-        )
+    pub(crate) fn why_not_in_peft(&self, model: &Config) -> Option<String> {
+        let mut adapted = self.lora.as_ref()?.target_modules.iter();
+        let fused = adapted.find(|module| model.is_fused_in_files(**module))?;
+        Some(format!(
+            "the files of {} have `{}` in one tensor with others, which PEFT does not adapt apart",
+            model.architecture.model_type(),
+            fused.as_str()
+        ))
     }
 }
 

@@ -16,7 +16,7 @@ mod write;
 pub use families::Architecture;
 
 use self::experts::ExpertRule;
-use crate::layer::{FeedForward, LayerSpec};
+use crate::layer::{AttentionSpec, FeedForward, LayerSpec};
 use crate::rotary::Rotary;
 
 /// The key of [`Reduction`] in `config.json`, which is absent for the default.
@@ -43,6 +43,12 @@ pub struct Config {
     pub head_dim: usize,
     /// Added to the mean square under the root.
     pub rms_norm_eps: f32,
+    /// Added to the weights of all norms, which are stored without it: 1 for Gemma, 0 for others.
+    pub norm_offset: f32,
+    /// Multiplies embedded tokens.
+    pub embedding_multiplier: f32,
+    /// Divides logits.
+    pub logits_scaling: f32,
     /// The head is the embedding, and the files hold no `lm_head.weight`.
     pub tie_word_embeddings: bool,
     /// What each layer computes, from the first to the last; at least one.
@@ -119,6 +125,9 @@ impl Config {
             num_kv_heads: sizes.num_kv_heads,
             head_dim: sizes.hidden_size / sizes.num_heads.max(1),
             rms_norm_eps: 1e-6,
+            norm_offset: 0.0,
+            embedding_multiplier: 1.0,
+            logits_scaling: 1.0,
             tie_word_embeddings: true,
             layers: vec![Architecture::Qwen2.family().layer(false, None); sizes.num_layers],
             max_position_embeddings: sizes.max_position_embeddings,
@@ -137,8 +146,18 @@ impl Config {
             ExpertRule::Never => None,
             ExpertRule::Keys(keys) => Some(keys.fresh(self.intermediate_size)),
         };
-        let layer = architecture.family().layer(false, experts);
-        Self { architecture, ..self }.map_layers(|_| layer)
+        let (family, count) = (architecture.family(), self.num_layers());
+        let layer = family.layer(false, experts);
+        let rotates = |index: usize| !family.rotary.skips || attention::rotates(index, attention::INTERVAL);
+        let rotary = |index| layer.attention.rotary.filter(|_| rotates(index));
+        let attention = |index| AttentionSpec { rotary: rotary(index), ..layer.attention };
+        Self {
+            architecture,
+            norm_offset: family.norm_offset,
+            embedding_multiplier: family.embedding_multiplier(self.hidden_size),
+            layers: (0..count).map(|index| LayerSpec { attention: attention(index), ..layer }).collect(),
+            ..self
+        }
     }
 
     /// The same with `count` experts of which a token has `per_token`, if the family has experts.

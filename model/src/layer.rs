@@ -8,19 +8,23 @@
 //! Invariant: tensors of one `Operand` are neighbours in the layout, so that they are one matrix or vector to a layer, or one for
 //! each expert.
 
+mod experts;
+
 use std::borrow::Cow;
 use std::ops::{Index, Range};
 
 use device::ops::heads::HeadShape;
 use serde::{Deserialize, Serialize};
 
+pub(crate) use self::experts::ROUTER_CORRECTION;
+pub use self::experts::{ExpertActivation, ExpertSpec, RouterKind, SwigluClamp};
 use crate::Config;
-use crate::file_tensors::{FilePlace, FusedTensor};
+use crate::file_tensors::{FilePlace, FusedTensor, matrix_shape};
 use crate::ops::attention::AttentionRule;
 use crate::rotary::Rotary;
 
 /// What a decoder layer computes: a residual block of causal attention with grouped key-value heads (GQA, Ainslie et al. 2023,
-/// arXiv 2305.13245), then one of a feed-forward network, both on a normalised input.
+/// arXiv 2305.13245), then one of a feed-forward network.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerSpec {
     /// The norm of a block.
@@ -35,6 +39,8 @@ pub struct LayerSpec {
     pub output_bias: bool,
     /// The feed-forward network.
     pub feed_forward: FeedForward,
+    /// Multiplies the result of a block before it is added to the residual stream.
+    pub residual_multiplier: f32,
 }
 
 /// How queries attend to keys.
@@ -56,6 +62,10 @@ pub struct AttentionSpec {
 pub enum Norm {
     /// RMSNorm of the block's input: `x + f(norm(x))`.
     RmsBefore,
+    /// RMSNorm of the block's result: `x + norm(f(x))` (OLMo 2, Walsh et al. 2025, arXiv 2501.00656).
+    RmsAfter,
+    /// RMSNorm of both: `x + norm(f(norm(x)))` (Gemma 2, Riviere et al. 2024, arXiv 2408.00118).
+    RmsAround,
 }
 
 /// The norm of queries and keys.
@@ -74,82 +84,10 @@ pub enum QueryKeyNorm {
 pub enum FeedForward {
     /// `down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv 2002.05202).
     SwiGlu,
+    /// `down(gelu(gate(x)) * up(x))` with the approximation of GELU by a hyperbolic tangent (Shazeer 2020, arXiv 2002.05202).
+    GeGlu,
     /// The sum of the results of some gated networks, which a router chooses for each token and weighs.
     Experts(ExpertSpec),
-}
-
-/// Experts, and how they are chosen.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ExpertSpec {
-    /// Number of experts.
-    pub count: usize,
-    /// Experts of a token.
-    pub per_token: usize,
-    /// Width of an expert.
-    pub width: usize,
-    /// How experts are chosen and weighed.
-    pub router: RouterKind,
-    /// Width of the SwiGLU network that every token goes through besides its experts (DeepSeekMoE, Dai et al. 2024, arXiv
-    /// 2401.06066); 0 for none.
-    pub shared_width: usize,
-    /// Whether the router and the projections of experts have a bias.
-    pub bias: bool,
-    /// Whether files have each projection of all experts as one tensor `[experts, in, out]`, gate and up in turns.
-    pub fused_files: bool,
-    /// The activation of experts.
-    pub activation: ExpertActivation,
-}
-
-/// How the experts of a token are chosen, and what their results are multiplied with.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RouterKind {
-    /// Those with the largest probabilities of a softmax over all, weighed by these.
-    Softmax {
-        /// Whether the weights are divided by their sum.
-        normalized: bool,
-    },
-    /// Those with the largest sigmoids, after a correction of each expert that balances loads and has no gradient
-    /// (DeepSeek-V3, arXiv 2412.19437; Wang et al. 2024, arXiv 2408.15664), weighed by the sigmoids without it.
-    Sigmoid {
-        /// Whether the weights are divided by their sum.
-        normalized: bool,
-        /// Groups of neighbouring experts; divides their number.
-        groups: usize,
-        /// Groups of a token: those with the largest sums of their two best experts.
-        chosen_groups: usize,
-        /// Multiplies the weights.
-        scale: f32,
-    },
-    /// Those with the largest logits, weighed by a softmax over the chosen.
-    SoftmaxOfChosen,
-}
-
-/// The activation of experts.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum ExpertActivation {
-    /// `silu(gate) * up`
-    SwiGlu,
-    /// SwiGLU with bounded operands.
-    Clamped(SwigluClamp),
-}
-
-/// The constants of SwiGLU with bounded operands; see `ops::clamped_swiglu`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct SwigluClamp {
-    /// Factor of the gate in the sigmoid.
-    pub alpha: f32,
-    /// Bound of every entry of the gate from above, and of `up` on both sides.
-    pub limit: f32,
-}
-
-impl RouterKind {
-    /// The Hugging Face name of the router within a layer.
-    fn module(self) -> &'static str {
-        match self {
-            Self::Softmax { .. } | Self::Sigmoid { .. } => "mlp.gate",
-            Self::SoftmaxOfChosen => "mlp.router",
-        }
-    }
 }
 
 /// A layer that can have a LoRA adapter: the linear layers of every decoder block, the embedding and the head.
@@ -218,9 +156,6 @@ impl TargetModule {
     }
 }
 
-/// The end of the name of the tensor that balances the loads of experts: it has no gradient, and no optimizer updates it.
-pub(crate) const ROUTER_CORRECTION: &str = "e_score_correction_bias";
-
 /// A matrix or vector that a layer computes with: one tensor of the files, or several that are neighbours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operand {
@@ -238,8 +173,12 @@ pub(crate) enum Operand {
     Output,
     /// `[hidden]`
     OutputBias,
+    /// `[hidden]` weight of the norm of the attention block's result.
+    AttentionAfterNorm,
     /// `[hidden]` weight of the feed-forward block's norm.
     FeedForwardNorm,
+    /// `[hidden]` weight of the norm of the feed-forward block's result.
+    FeedForwardAfterNorm,
     /// `[experts, hidden]`
     Router,
     /// `[experts]`
@@ -312,21 +251,54 @@ impl Config {
 
     /// The tensors of layer `index`, in the order of the flat layout.
     pub(crate) fn layer_tensors(&self, index: usize) -> Vec<LayerTensor> {
-        use Operand::{AttentionNorm, Down, FeedForwardNorm, GateUp, Output, OutputBias, Qkv, QkvBias};
-        let LayerSpec { norm, attention, query_key_norm, qkv_bias, output_bias, feed_forward } =
-            self.layers[index];
-        let (hidden, inner, head) = (self.hidden_size, self.intermediate_size, self.head_dim);
-        let (queries, keys) = (self.head_shape().query_width(), self.head_shape().kv_width());
-        let mut tensors = Vec::new();
-        let mut push = |name: &'static str, shape: &[usize], operand, sharding| {
-            let shape = shape.to_vec();
-            tensors.push(LayerTensor { name: name.into(), shape, operand, sharding, fused: None });
+        use Operand::{
+            AttentionAfterNorm, AttentionNorm, Down, FeedForwardAfterNorm, FeedForwardNorm, GateUp,
         };
-        match norm {
-            Norm::RmsBefore => {
-                push("input_layernorm.weight", &[hidden], AttentionNorm, Sharding::Replicated);
-            }
+        let spec = self.layers[index];
+        let (hidden, inner) = (self.hidden_size, self.intermediate_size);
+        let mut tensors = Vec::new();
+        let norm =
+            |name: &'static str, operand| LayerTensor::new(name, &[hidden], operand, Sharding::Replicated);
+        if spec.norm.is_before() {
+            tensors.push(norm("input_layernorm.weight", AttentionNorm));
         }
+        self.push_attention(&mut tensors, &spec);
+        if spec.norm.is_after() {
+            tensors.push(norm("post_attention_layernorm.weight", AttentionAfterNorm));
+        }
+        match spec.norm {
+            Norm::RmsBefore => tensors.push(norm("post_attention_layernorm.weight", FeedForwardNorm)),
+            Norm::RmsAround => tensors.push(norm("pre_feedforward_layernorm.weight", FeedForwardNorm)),
+            Norm::RmsAfter => {}
+        }
+        match spec.feed_forward {
+            FeedForward::SwiGlu | FeedForward::GeGlu => {
+                let gate_up = |name| LayerTensor::new(name, &[inner, hidden], GateUp, Sharding::Outputs);
+                tensors.extend(["mlp.gate_proj.weight", "mlp.up_proj.weight"].map(gate_up));
+                let down = LayerTensor::new("mlp.down_proj.weight", &[hidden, inner], Down, Sharding::Inputs);
+                tensors.push(down);
+            }
+            FeedForward::Experts(spec) => experts::push_tensors(&mut tensors, spec, hidden),
+        }
+        if spec.norm.is_after() {
+            tensors.push(norm("post_feedforward_layernorm.weight", FeedForwardAfterNorm));
+        }
+        if self.architecture.has_fused_files() {
+            fuse_rows(&mut tensors, Operand::Qkv, "self_attn.qkv_proj.weight");
+            fuse_rows(&mut tensors, GateUp, "mlp.gate_up_proj.weight");
+        }
+        tensors
+    }
+
+    /// Appends the tensors of attention without the norms of its block.
+    fn push_attention(&self, tensors: &mut Vec<LayerTensor>, spec: &LayerSpec) {
+        use Operand::{Output, OutputBias, Qkv, QkvBias};
+        let LayerSpec { attention, query_key_norm, qkv_bias, output_bias, .. } = *spec;
+        let (hidden, head) = (self.hidden_size, self.head_dim);
+        let (queries, keys) = (self.head_shape().query_width(), self.head_shape().kv_width());
+        let mut push = |name: &'static str, shape: &[usize], operand, sharding| {
+            tensors.push(LayerTensor::new(name, shape, operand, sharding));
+        };
         push("self_attn.q_proj.weight", &[queries, hidden], Qkv, Sharding::Outputs);
         push("self_attn.k_proj.weight", &[keys, hidden], Qkv, Sharding::Outputs);
         push("self_attn.v_proj.weight", &[keys, hidden], Qkv, Sharding::Outputs);
@@ -353,20 +325,6 @@ impl Config {
         if output_bias {
             push("self_attn.o_proj.bias", &[hidden], OutputBias, Sharding::Replicated);
         }
-        match norm {
-            Norm::RmsBefore => {
-                push("post_attention_layernorm.weight", &[hidden], FeedForwardNorm, Sharding::Replicated);
-            }
-        }
-        match feed_forward {
-            FeedForward::SwiGlu => {
-                push("mlp.gate_proj.weight", &[inner, hidden], GateUp, Sharding::Outputs);
-                push("mlp.up_proj.weight", &[inner, hidden], GateUp, Sharding::Outputs);
-                push("mlp.down_proj.weight", &[hidden, inner], Down, Sharding::Inputs);
-            }
-            FeedForward::Experts(spec) => expert_tensors(&mut tensors, spec, hidden),
-        }
-        tensors
     }
 
     /// The experts of the first layer that has any.
@@ -375,10 +333,18 @@ impl Config {
         self.layers.iter().find_map(|layer| layer.feed_forward.experts())
     }
 
-    /// Whether files have the projections of all experts of a layer as one tensor.
+    /// Whether files have the weights of `module` in one tensor with others.
     #[must_use]
-    pub fn has_fused_experts(&self) -> bool {
-        self.experts().is_some_and(|experts| experts.fused_files)
+    pub fn is_fused_in_files(&self, module: TargetModule) -> bool {
+        use TargetModule::{DownProj, GateProj, KProj, QProj, UpProj, VProj};
+        let fused: &[TargetModule] = if self.architecture.has_fused_files() {
+            &[QProj, KProj, VProj, GateProj, UpProj]
+        } else if self.experts().is_some_and(|experts| experts.fused_files) {
+            &[GateProj, UpProj, DownProj]
+        } else {
+            &[]
+        };
+        fused.contains(&module)
     }
 
     /// Experts of a token in all layers.
@@ -444,73 +410,53 @@ impl Config {
     }
 }
 
+/// Makes the tensors of `operand` the rows of one tensor `name` of files, one after the other.
+fn fuse_rows(tensors: &mut [LayerTensor], operand: Operand, name: &'static str) {
+    let of_operand = tensors.iter().filter(|tensor| tensor.operand == operand);
+    let rows = of_operand.map(|tensor| matrix_shape(&tensor.shape)[0]).sum();
+    let mut before = 0;
+    for tensor in tensors.iter_mut().filter(|tensor| tensor.operand == operand) {
+        let [outputs, inputs] = matrix_shape(&tensor.shape);
+        let place = FilePlace { start: before * inputs, output_stride: inputs, input_stride: 1 };
+        tensor.fused = Some(FusedTensor { name, shape: vec![rows, inputs], place });
+        before += outputs;
+    }
+}
+
+impl LayerTensor {
+    /// A tensor that files have as it is.
+    fn new(
+        name: impl Into<Cow<'static, str>>,
+        shape: &[usize],
+        operand: Operand,
+        sharding: Sharding,
+    ) -> Self {
+        Self { name: name.into(), shape: shape.to_vec(), operand, sharding, fused: None }
+    }
+}
+
+impl Norm {
+    /// Whether the input of a block is normalised.
+    #[must_use]
+    pub fn is_before(self) -> bool {
+        self != Self::RmsAfter
+    }
+
+    /// Whether the result of a block is normalised.
+    #[must_use]
+    pub fn is_after(self) -> bool {
+        self != Self::RmsBefore
+    }
+}
+
 impl FeedForward {
     /// Its experts, if it has any.
     #[must_use]
     pub fn experts(self) -> Option<ExpertSpec> {
         match self {
-            Self::SwiGlu => None,
+            Self::SwiGlu | Self::GeGlu => None,
             Self::Experts(spec) => Some(spec),
         }
-    }
-}
-
-/// Appends the tensors of a router and its experts.
-fn expert_tensors(tensors: &mut Vec<LayerTensor>, spec: ExpertSpec, hidden: usize) {
-    let ExpertSpec { count, width, router, shared_width, bias, .. } = spec;
-    let mut push = |name: String, shape: &[usize], operand, sharding, fused| {
-        tensors.push(LayerTensor { name: name.into(), shape: shape.to_vec(), operand, sharding, fused });
-    };
-    let module = router.module();
-    push(format!("{module}.weight"), &[count, hidden], Operand::Router, Sharding::Replicated, None);
-    if bias {
-        push(format!("{module}.bias"), &[count], Operand::RouterBias, Sharding::Replicated, None);
-    }
-    if let RouterKind::Sigmoid { .. } = router {
-        let name = format!("{module}.{ROUTER_CORRECTION}");
-        push(name, &[count], Operand::RouterCorrection, Sharding::Replicated, None);
-    }
-    let gate_up = [("gate_proj", 0), ("up_proj", 1)];
-    let each = move || (0..count).flat_map(move |expert| gate_up.map(|(part, turn)| (expert, part, turn)));
-    for (expert, part, turn) in each() {
-        let name = format!("mlp.experts.{expert}.{part}.weight");
-        let start = expert * hidden * 2 * width + turn;
-        let place = FilePlace { start, output_stride: 2, input_stride: 2 * width };
-        let fused = spec.fused("mlp.experts.gate_up_proj", &[count, hidden, 2 * width], place);
-        push(name, &[width, hidden], Operand::GateUp, Sharding::Outputs, fused);
-    }
-    for (expert, part, turn) in each().filter(|_| bias) {
-        let name = format!("mlp.experts.{expert}.{part}.bias");
-        let place = FilePlace { start: expert * 2 * width + turn, output_stride: 2, input_stride: 1 };
-        let fused = spec.fused("mlp.experts.gate_up_proj_bias", &[count, 2 * width], place);
-        push(name, &[width], Operand::GateUpBias, Sharding::Outputs, fused);
-    }
-    for expert in 0..count {
-        let name = format!("mlp.experts.{expert}.down_proj.weight");
-        let place = FilePlace { start: expert * width * hidden, output_stride: 1, input_stride: hidden };
-        let fused = spec.fused("mlp.experts.down_proj", &[count, width, hidden], place);
-        push(name, &[hidden, width], Operand::Down, Sharding::Inputs, fused);
-    }
-    for expert in (0..count).filter(|_| bias) {
-        let name = format!("mlp.experts.{expert}.down_proj.bias");
-        let place = FilePlace { start: expert * hidden, output_stride: 1, input_stride: 1 };
-        let fused = spec.fused("mlp.experts.down_proj_bias", &[count, hidden], place);
-        push(name, &[hidden], Operand::DownBias, Sharding::Replicated, fused);
-    }
-    if shared_width > 0 {
-        for (part, _) in gate_up {
-            let name = format!("mlp.shared_experts.{part}.weight");
-            push(name, &[shared_width, hidden], Operand::SharedGateUp, Sharding::Outputs, None);
-        }
-        let name = "mlp.shared_experts.down_proj.weight".to_owned();
-        push(name, &[hidden, shared_width], Operand::SharedDown, Sharding::Inputs, None);
-    }
-}
-
-impl ExpertSpec {
-    /// The tensor `name` of files that a projection of all experts is a part of, at `place`; `None` if it is a tensor itself.
-    fn fused(&self, name: &'static str, shape: &[usize], place: FilePlace) -> Option<FusedTensor> {
-        self.fused_files.then(|| FusedTensor { name, shape: shape.to_vec(), place })
     }
 }
 
@@ -557,20 +503,11 @@ impl Index<Operand> for LayerRanges {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Architecture;
-    use crate::config::tests::tiny;
-
-    /// Layers of every kind.
-    fn all() -> impl Iterator<Item = Config> {
-        let experts = [Architecture::Qwen3Moe, Architecture::Glm4Moe, Architecture::GptOss];
-        let [tied, untied] = tiny();
-        let experts = experts.map(|architecture| tied.clone().of_family(architecture));
-        [tied, untied].into_iter().chain(experts)
-    }
+    use crate::config::tests::of_every_family;
 
     #[test]
     fn tensors_of_an_operand_are_neighbours_and_ranges_cover_the_layer() {
-        for config in all() {
+        for config in of_every_family() {
             let tensors = config.layer_tensors(1);
             let layout = crate::Layout::new(&config);
             let ranges = layout.ranges(1);
@@ -589,7 +526,7 @@ mod tests {
 
     #[test]
     fn every_shared_matrix_is_a_target_of_lora() {
-        for config in all() {
+        for config in of_every_family() {
             for LayerTensor { name, shape, sharding, .. } in config.layer_tensors(0) {
                 let is_matrix = shape.len() == 2;
                 let is_router = ["mlp.gate.weight", "mlp.router.weight"].contains(&&name[..]);

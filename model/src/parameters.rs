@@ -63,7 +63,7 @@ pub struct ParameterSpec {
 }
 
 impl Parameters {
-    /// A fresh model: weights normal with standard deviation `initializer_range`, norms 1, biases 0. The same seed gives the same
+    /// A fresh model: weights normal with standard deviation `initializer_range`, norms that scale by 1, biases 0. The same seed gives the same
     /// bits on every platform, and a tensor's values do not depend on the tensors before it.
     #[must_use]
     pub fn random(config: &Config, seed: u64) -> Self {
@@ -72,7 +72,7 @@ impl Parameters {
         for (index, spec) in layout.specs.iter().enumerate() {
             let values = &mut parameters.values[spec.range()];
             if spec.name.ends_with("norm.weight") {
-                values.fill(1.0);
+                values.fill(1.0 - config.norm_offset);
             } else if spec.name.ends_with(".weight") {
                 fill_normal(values, config.initializer_range, seed, index as u64);
             }
@@ -167,7 +167,7 @@ impl Layout {
         let hidden = config.hidden_size;
         layout.push("model.embed_tokens.weight".to_owned(), &[config.vocab_size, hidden]);
         for layer in 0..config.num_layers() {
-            layout.push_layer(&config.layer_tensors(layer), layer);
+            layout.push_layer(config, layer);
         }
         layout.push("model.norm.weight".to_owned(), &[hidden]);
         if !config.tie_word_embeddings && config.head != Head::Value {
@@ -252,9 +252,9 @@ impl Layout {
         self.by_name.get(name).copied()
     }
 
-    fn push_layer(&mut self, tensors: &[LayerTensor], layer: usize) {
-        let start = self.len;
-        for LayerTensor { name: of_layer, shape, fused, .. } in tensors {
+    fn push_layer(&mut self, config: &Config, layer: usize) {
+        let (start, tensors) = (self.len, config.layer_tensors(layer));
+        for LayerTensor { name: of_layer, shape, fused, .. } in &tensors {
             let name = |name: &str| format!("model.layers.{layer}.{name}");
             match fused {
                 None => self.push(name(of_layer), shape),
@@ -266,7 +266,7 @@ impl Layout {
             }
         }
         self.layers.push(start..self.len);
-        self.ranges.push(LayerRanges::new(tensors));
+        self.ranges.push(LayerRanges::new(&tensors));
     }
 
     fn push(&mut self, name: String, shape: &[usize]) {

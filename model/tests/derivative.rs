@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use model::{
-    AttentionSpec, Config, Decoder, Gradients, Head, LayerSpec, Pack, Parameters, PredictionGradient,
-    QueryKeyNorm, Recompute, Reduction, RopeScaling, Rotary, Sizes, Target, ThreadPool,
+    Architecture, AttentionSpec, Config, Decoder, Gradients, Head, LayerSpec, Pack, Parameters,
+    PredictionGradient, QueryKeyNorm, Recompute, Reduction, RopeScaling, Rotary, Sizes, Target, ThreadPool,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -112,7 +112,33 @@ fn configs() -> Vec<Config> {
     let critic = Config { head: Head::Value, ..bare.clone() };
     let both = Config { head: Head::LanguageAndValue, ..fresh.clone() };
     let tree = Config { reduction: Reduction::Tree, ..full.clone() };
-    vec![fresh, bare, full, critic, both, tree]
+    let window = |mut layer: LayerSpec| {
+        layer.attention.window = Some(3);
+        layer
+    };
+    // Norms around a block with an offset, GELU, two rotary embeddings, a scale and a window.
+    let gemma = Config { logits_scaling: 2.0, ..fresh.clone() };
+    let mut gemma = gemma.of_family(Architecture::Gemma3);
+    gemma.layers[0] = window(gemma.layers[0]);
+    gemma.layers[0].attention.rotary = Some(linear);
+    gemma.layers[2].attention.scale = Some(0.4);
+    // Norms after a block, a layer without rotary embedding, half of a head rotated, sums as trees.
+    let after =
+        Config { reduction: Reduction::Tree, logits_scaling: 4.0, rms_norm_eps: 0.05, ..fresh.clone() };
+    let after = after.of_family(Architecture::Olmo2);
+    let mut after = after.map_layers(|layer| LayerSpec { output_bias: true, ..window(layer) });
+    after.layers[1].attention.rotary = None;
+    after.layers[2].attention.rotary = Some(Rotary { share: 0.67, ..Rotary::plain(10_000.0) });
+    // Multipliers of everything.
+    let granite = Config {
+        head: Head::LanguageAndValue,
+        embedding_multiplier: 1.5,
+        logits_scaling: 3.0,
+        tie_word_embeddings: false,
+        ..fresh.clone().of_family(Architecture::Granite)
+    };
+    let granite = granite.map_layers(|layer| LayerSpec { residual_multiplier: 0.6, ..layer });
+    vec![fresh, bare, full, critic, both, tree, gemma, after, granite]
 }
 
 /// Derivative of the loss along `direction`, by central differences of fourth order.
@@ -148,7 +174,8 @@ fn backward_is_the_derivative_along_random_directions() {
     let loss = Loss::new();
     for config in configs() {
         for seed in 20..24 {
-            assert_derivative("all", &loss, &config, seed, |_| true);
+            let name = format!("all of {:?}", config.architecture);
+            assert_derivative(&name, &loss, &config, seed, |_| true);
         }
     }
 }

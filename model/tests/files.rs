@@ -117,6 +117,8 @@ fn saved_tensors_have_the_names_and_shapes_of_transformers() {
         golden.parameters.save(dir.path(), WeightDtype::F32, usize::MAX).unwrap();
         assert_eq!(shapes(dir.path()), shapes(&golden.dir), "{name}");
     }
+    let fused = shapes(&goldens().join("phi3"));
+    assert!(fused.contains_key("model.layers.1.self_attn.qkv_proj.weight"), "{fused:?}");
 }
 
 /// The shape of every tensor in the weight files of `dir`.

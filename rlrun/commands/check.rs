@@ -150,8 +150,7 @@ pub(super) fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
         && let Some(why) = recipe.why_not_in_peft(&shape(recipe)?)
     {
         let what = format!(
-            "`rollout.push_adapter` is set, and `lora.target_modules` names projections of experts: {why}; leave the key out, and \
-             the engine gets the merged weights"
+            "`rollout.push_adapter` is set: {why}; leave the key out, and the engine gets the merged weights"
         );
         return Err(Failure::Argument(what));
     }

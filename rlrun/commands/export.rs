@@ -28,7 +28,7 @@ pub(super) fn export(args: &ExportArgs, program: &Program) -> Result<String, Fai
         let (recipe, _) = load(&args.run.join("resolved.toml"), &[], program)?;
         if let Some(why) = recipe.why_not_in_peft(&Config::load(&model)?) {
             let what = format!(
-                "the adapter of {} is on experts: {why}; without --adapter the merged model is written",
+                "the adapter of {} does not fit: {why}; without --adapter the merged model is written",
                 args.run.display()
             );
             return Err(Failure::Argument(what));

@@ -342,9 +342,13 @@ impl Size {
             Recompute::Block => layers * hidden + layer,
             Recompute::Sequence => layers * hidden + attention,
         };
-        // In the backward pass the gradients of all that, and the norm and the activation once more.
+        // In the backward pass the gradients of all that, and the norm and the activation once more; and where results of
+        // blocks are normalised or multiplied, the result, and two gradients of it.
+        let joined = |layer: &LayerSpec| layer.norm.is_after() || layer.residual_multiplier != 1.0;
+        let results = if config.layers.iter().any(joined) { 3 * hidden } else { 0 };
         let back = attention
             + hidden
+            + results
             + match recompute {
                 Recompute::None | Recompute::Block => 4 * middle + 3 * copied,
                 Recompute::Sequence => 0,

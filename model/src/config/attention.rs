@@ -4,11 +4,14 @@
 
 use serde_json::{Map, Value};
 
-use super::families::{Family, FamilyDefaults, WindowRule};
+use super::families::{Family, LocalRotary, RotaryRule, WindowRule};
 use super::keys::JsonKeys;
 use crate::ModelError;
 use crate::layer::AttentionSpec;
 use crate::rotary::{RopeScaling, Rotary, Yarn};
+
+/// `no_rope_layer_interval` if `config.json` has no such key.
+pub(super) const INTERVAL: usize = 4;
 
 /// The attention of each of `num_layers` layers.
 pub(super) fn of_layers(
@@ -16,46 +19,61 @@ pub(super) fn of_layers(
     family: &Family,
     num_layers: usize,
 ) -> Result<Vec<AttentionSpec>, ModelError> {
-    let windows = windows(keys, family.window, num_layers)?;
-    let rotary = rotary(keys, &family.defaults)?;
-    if rotary.share != 1.0 && !family.partial_rotary {
-        return Err(keys.unsupported("partial_rotary_factor", "1.0 for models of this family"));
-    }
-    let rotary = Some(rotary);
-    Ok(windows
-        .into_iter()
-        .map(|window| AttentionSpec { window, rotary, scale: None, sinks: family.sinks })
-        .collect())
+    let rotates = rotated(keys, family.rotary, num_layers)?;
+    let windows = windows(keys, family, &rotates)?;
+    let [full, local] = rotaries(keys, family.rotary)?;
+    let of = |(window, rotates): (Option<usize>, bool)| {
+        let rotary = if window.is_some() { local } else { full };
+        AttentionSpec { window, rotary: rotates.then_some(rotary), scale: None, sinks: family.sinks }
+    };
+    Ok(windows.into_iter().zip(rotates).map(of).collect())
 }
 
-/// The window of each layer under the rules of the family.
-fn windows(
-    keys: &JsonKeys<'_>,
-    rule: WindowRule,
-    num_layers: usize,
-) -> Result<Vec<Option<usize>>, ModelError> {
-    if rule == WindowRule::Alternate && !keys.map.contains_key("sliding_window") {
-        return Err(keys.missing("sliding_window"));
+/// Whether a layer has a rotary embedding: all but the last of each interval.
+pub(super) fn rotates(index: usize, interval: usize) -> bool {
+    !(index + 1).is_multiple_of(interval)
+}
+
+/// Whether each layer has a rotary embedding.
+fn rotated(keys: &JsonKeys<'_>, rule: RotaryRule, num_layers: usize) -> Result<Vec<bool>, ModelError> {
+    if !rule.skips {
+        return Ok(vec![true; num_layers]);
     }
-    let default = if keys.map.contains_key("sliding_window") { None } else { Some(4096) };
+    if !keys.has("no_rope_layers") {
+        let interval = keys.optional_size("no_rope_layer_interval")?.unwrap_or(INTERVAL);
+        return Ok((0..num_layers).map(|index| rotates(index, interval)).collect());
+    }
+    let bad = || keys.bad("no_rope_layers", &format!("a list of {num_layers} numbers, each 0 or 1"));
+    let list = keys.map.get("no_rope_layers").and_then(Value::as_array).ok_or_else(bad)?;
+    let of = |flag: &Value| flag.as_u64().filter(|flag| *flag <= 1).map(|flag| flag == 1).ok_or_else(bad);
+    let all = list.iter().take(num_layers).map(of).collect::<Result<Vec<_>, _>>()?;
+    if all.len() < num_layers { Err(bad()) } else { Ok(all) }
+}
+
+/// The window of each layer under the rules of the family; `rotates` says which have a rotary embedding.
+fn windows(keys: &JsonKeys<'_>, family: &Family, rotates: &[bool]) -> Result<Vec<Option<usize>>, ModelError> {
+    let num_layers = rotates.len();
+    let default = family.sliding_window.filter(|_| !keys.map.contains_key("sliding_window"));
     let window = keys.optional_size("sliding_window")?.or(default);
     let flagged = keys.flag("use_sliding_window", false)?;
-    let slides = match rule {
+    let listed = || layer_types(keys, num_layers);
+    let slides = match family.window {
         WindowRule::Never => vec![false; num_layers],
         WindowRule::Always => vec![true; num_layers],
         WindowRule::FlaggedForAll => vec![flagged; num_layers],
-        WindowRule::Alternate => match layer_types(keys, num_layers)? {
-            Some(types) => types,
-            None => (0..num_layers).map(|index| index % 2 == 0).collect(),
-        },
-        WindowRule::Flagged if !flagged => vec![false; num_layers],
-        WindowRule::Flagged => match layer_types(keys, num_layers)? {
-            Some(types) => types,
-            None => {
-                let first = keys.optional_size("max_window_layers")?.unwrap_or(28);
-                (0..num_layers).map(|index| index >= first).collect()
-            }
-        },
+        WindowRule::Flagged | WindowRule::FlaggedUnrotated if !flagged => vec![false; num_layers],
+        WindowRule::FlaggedUnrotated => {
+            listed()?.unwrap_or_else(|| rotates.iter().map(|rotates| !rotates).collect())
+        }
+        WindowRule::Flagged => {
+            let first = keys.optional_size("max_window_layers")?.unwrap_or(28);
+            listed()?.unwrap_or_else(|| (0..num_layers).map(|index| index >= first).collect())
+        }
+        WindowRule::Periodic { key, period } => {
+            let period = key.map_or(Ok(None), |key| keys.optional_size(key))?.unwrap_or(period);
+            let all_but_last = |index: usize| !(index + 1).is_multiple_of(period);
+            listed()?.unwrap_or_else(|| (0..num_layers).map(all_but_last).collect())
+        }
     };
     Ok(slides.into_iter().map(|slides| window.filter(|_| slides)).collect())
 }
@@ -76,19 +94,50 @@ fn layer_types(keys: &JsonKeys<'_>, num_layers: usize) -> Result<Option<Vec<bool
     types.iter().map(slides).collect::<Result<_, _>>().map(Some)
 }
 
-/// The rotary embedding.
-fn rotary(keys: &JsonKeys<'_>, defaults: &FamilyDefaults) -> Result<Rotary, ModelError> {
-    // transformers lets the old key win where both are there.
-    let found = ["rope_scaling", "rope_parameters"].into_iter().find(|key| keys.has(key));
+/// The rotary embeddings of layers without a window and of those with one.
+fn rotaries(keys: &JsonKeys<'_>, rule: RotaryRule) -> Result<[Rotary; 2], ModelError> {
     let empty = Map::new();
-    let (name, object) = match found {
-        None if !defaults.plain_rotary => return Err(keys.missing("rope_scaling")),
-        None => ("rope_scaling", &empty),
-        Some(name) => {
-            (name, keys.map.get(name).and_then(Value::as_object).ok_or_else(|| keys.bad(name, "an object"))?)
-        }
+    let [old, new] = [object(keys, "rope_scaling")?, object(keys, "rope_parameters")?];
+    let kinds = ["full_attention", "sliding_attention"];
+    let nested = [old, new].into_iter().flatten().any(|map| kinds.iter().any(|kind| map.contains_key(*kind)));
+    let of = |name, map, theta| {
+        let inner = JsonKeys { path: keys.path, map };
+        RotaryKeys { keys: *keys, name, inner, theta }.rotary(rule)
     };
-    RotaryKeys { keys: *keys, name, inner: JsonKeys { path: keys.path, map: object } }.rotary(defaults)
+    let Some(LocalRotary { key, theta }) = rule.local else {
+        if nested {
+            return Err(keys.unsupported("rope_parameters", "one object for all layers of this family"));
+        }
+        // transformers lets the old key win where both are there.
+        let (name, map) = match (old, new) {
+            (None, Some(new)) => ("rope_parameters", Some(new)),
+            (old, _) => ("rope_scaling", old),
+        };
+        if map.is_none() && !rule.plain {
+            return Err(keys.missing(name));
+        }
+        let theta = keys.number("rope_theta", rule.theta)?;
+        let rotary = of(name, map.unwrap_or(&empty), theta)?;
+        return Ok([rotary; 2]);
+    };
+    if new.is_some() && !nested {
+        return Err(keys.unsupported("rope_parameters", "objects full_attention and sliding_attention"));
+    }
+    let inner = JsonKeys { path: keys.path, map: new.unwrap_or(&empty) };
+    let [full, local] = [object(&inner, kinds[0])?, object(&inner, kinds[1])?];
+    let mut merged = full.cloned().unwrap_or_default();
+    merged.extend(old.cloned().unwrap_or_default());
+    let full = of("rope_parameters", &merged, keys.number("rope_theta", rule.theta)?)?;
+    let theta = key.map_or(Ok(theta), |key| keys.number(key, theta))?;
+    Ok([full, of("rope_parameters", local.unwrap_or(&empty), theta)?])
+}
+
+/// The object at `key`, if there is one.
+fn object<'a>(keys: &JsonKeys<'a>, key: &str) -> Result<Option<&'a Map<String, Value>>, ModelError> {
+    match keys.map.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => value.as_object().map(Some).ok_or_else(|| keys.bad(key, "an object")),
+    }
 }
 
 /// The object that describes a rotary embedding, within the whole configuration.
@@ -97,34 +146,38 @@ struct RotaryKeys<'a> {
     /// The key of the object.
     name: &'static str,
     inner: JsonKeys<'a>,
+    /// The base if the object has none.
+    theta: f64,
 }
 
 impl RotaryKeys<'_> {
-    fn rotary(&self, defaults: &FamilyDefaults) -> Result<Rotary, ModelError> {
-        let Self { keys, name, inner } = self;
-        let theta = self.number("rope_theta", defaults.rope_theta)?;
+    fn rotary(&self, rule: RotaryRule) -> Result<Rotary, ModelError> {
+        let Self { keys, name, inner, theta } = self;
+        let theta = inner.number("rope_theta", *theta)?;
         if theta <= 1.0 {
             return Err(keys.bad("rope_theta", "a number above 1"));
         }
-        let share = self.number("partial_rotary_factor", defaults.partial_rotary_factor)?;
+        let key = "partial_rotary_factor";
+        let share = inner.number(key, keys.number(key, rule.share)?)?;
         if !(0.0 < share && share <= 1.0) {
-            return Err(keys.bad("partial_rotary_factor", "a number above 0, and at most 1"));
+            return Err(keys.bad(key, "a number above 0, and at most 1"));
+        }
+        if share != 1.0 && !rule.partial {
+            return Err(keys.unsupported(key, "1.0 for models of this family"));
         }
         let kind = ["rope_type", "type"].into_iter().find(|key| inner.has(key));
         let scaling = match kind.map(|key| inner.text(key)).transpose()? {
             None if inner.has("factor") => return Err(keys.bad(name, "an object with a `rope_type`")),
             None | Some("default") => RopeScaling::None,
+            Some(_) if !rule.scaling => {
+                return Err(keys.unsupported(name, "rope_type default for models of this family"));
+            }
             Some("linear") => RopeScaling::Linear { factor: self.factor()? },
             Some("llama3") => self.llama3()?,
             Some("yarn") => RopeScaling::Yarn(self.yarn()?),
             Some(_) => return Err(keys.unsupported(name, "rope_type default, linear, llama3, yarn")),
         };
         Ok(Rotary { theta, share, scaling })
-    }
-
-    /// A number of the object, or else of the configuration, or else the default.
-    fn number(&self, key: &str, default: f64) -> Result<f64, ModelError> {
-        if self.inner.has(key) { self.inner.number(key, default) } else { self.keys.number(key, default) }
     }
 
     fn factor(&self) -> Result<f64, ModelError> {

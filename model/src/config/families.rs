@@ -30,6 +30,18 @@ pub enum Architecture {
     Glm4Moe,
     /// gpt-oss.
     GptOss,
+    /// OLMo 2.
+    Olmo2,
+    /// OLMo 3.
+    Olmo3,
+    /// SmolLM3.
+    Smollm3,
+    /// Phi-3 and Phi-4.
+    Phi3,
+    /// Granite 3, dense.
+    Granite,
+    /// Gemma 3, of text alone.
+    Gemma3,
 }
 
 /// One family.
@@ -39,11 +51,22 @@ pub(super) struct Family {
     pub(super) model_type: &'static str,
     /// The start of the class names in `architectures`.
     pub(super) class: &'static str,
+    /// The same of the classifier.
+    pub(super) classifier: &'static str,
     /// `head_dim` if `config.json` has no such key; `None` for `hidden_size / num_attention_heads`.
     pub(super) head_dim: Option<usize>,
     /// Whether `num_key_value_heads` may be left out, for one per query head. The classes of the other families have a
     /// number that fits no small model.
     pub(super) optional_kv_heads: bool,
+    /// `tie_word_embeddings` if `config.json` has no such key.
+    pub(super) tied: bool,
+    /// `rms_norm_eps` if `config.json` has no such key.
+    pub(super) eps: f64,
+    /// `attention_bias` if `config.json` has no such key.
+    pub(super) attention_bias: bool,
+    pub(super) norm: Norm,
+    /// Added to the weights of norms.
+    pub(super) norm_offset: f32,
     pub(super) qkv_bias: BiasRule,
     pub(super) output_bias: BiasRule,
     pub(super) query_key_norm: QueryKeyNorm,
@@ -51,33 +74,19 @@ pub(super) struct Family {
     pub(super) query_key_norm_flag: Option<&'static str>,
     /// Whether attention has sinks.
     pub(super) sinks: bool,
-    /// Whether `partial_rotary_factor` may be other than 1.
-    pub(super) partial_rotary: bool,
+    pub(super) rotary: RotaryRule,
     pub(super) window: WindowRule,
+    /// `sliding_window` if `config.json` has no such key.
+    pub(super) sliding_window: Option<usize>,
+    pub(super) multipliers: MultiplierRule,
+    pub(super) activation: Activation,
     pub(super) experts: ExpertRule,
+    /// Whether files have one tensor of query, key and value projections, and one of gate and up projections.
+    pub(super) fused: bool,
     /// Whether files may have layers after the last, which predict further tokens (MTP, DeepSeek-V3, arXiv 2412.19437) and
     /// which transformers does not read either.
     pub(super) further_layers: bool,
-    pub(super) defaults: FamilyDefaults,
 }
-
-/// Values of keys that `config.json` may leave out.
-pub(super) struct FamilyDefaults {
-    pub(super) rms_norm_eps: f64,
-    pub(super) attention_bias: bool,
-    pub(super) rope_theta: f64,
-    pub(super) partial_rotary_factor: f64,
-    /// Whether the object of the rotary embedding may be left out, for one without scaling.
-    pub(super) plain_rotary: bool,
-}
-
-const DEFAULTS: FamilyDefaults = FamilyDefaults {
-    rms_norm_eps: 1e-6,
-    attention_bias: false,
-    rope_theta: 10_000.0,
-    partial_rotary_factor: 1.0,
-    plain_rotary: true,
-};
 
 /// Whether a projection has a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +95,34 @@ pub(super) enum BiasRule {
     Always,
     /// If `attention_bias` says so.
     AttentionBias,
+}
+
+/// The rotary embeddings of the layers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct RotaryRule {
+    /// `rope_theta` if `config.json` has no such key.
+    pub(super) theta: f64,
+    /// Whether frequencies may be scaled.
+    pub(super) scaling: bool,
+    /// Whether `partial_rotary_factor` may be other than 1.
+    pub(super) partial: bool,
+    /// `partial_rotary_factor` if `config.json` has no such key.
+    pub(super) share: f64,
+    /// Whether the object of the embedding may be left out, for one without scaling.
+    pub(super) plain: bool,
+    /// Whether layers are without one: those of `no_rope_layers`, or the last of each `no_rope_layer_interval`.
+    pub(super) skips: bool,
+    /// The embedding of layers with a window, if it is their own.
+    pub(super) local: Option<LocalRotary>,
+}
+
+/// The rotary embedding of layers with a window: that of `rope_parameters.sliding_attention`, or one without scaling.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct LocalRotary {
+    /// The key of its base.
+    pub(super) key: Option<&'static str>,
+    /// Its base without such a key.
+    pub(super) theta: f64,
 }
 
 /// When the attention window of `sliding_window` is in use.
@@ -97,86 +134,112 @@ pub(super) enum WindowRule {
     Flagged,
     /// With `use_sliding_window`, in all layers.
     FlaggedForAll,
-    /// In the layers of `layer_types`, or else in every other layer from the first on.
-    Alternate,
+    /// With `use_sliding_window`, in the layers of `layer_types` or in those without rotary embedding.
+    FlaggedUnrotated,
+    /// In the layers of `layer_types`, or in all but the last of each period; the key of the period, and its default.
+    Periodic {
+        key: Option<&'static str>,
+        period: usize,
+    },
 }
+
+/// Numbers that multiply activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum MultiplierRule {
+    None,
+    /// `embedding_multiplier`, `attention_multiplier` for scores, `residual_multiplier`, `logits_scaling`.
+    Granite,
+    /// The square root of `hidden_size` for embedded tokens, that of `query_pre_attn_scalar` divides scores.
+    Gemma,
+}
+
+/// The activation of the gated network.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Activation {
+    /// Its key.
+    pub(super) key: &'static str,
+    /// The names that mean it; the first is written.
+    pub(super) names: &'static [&'static str],
+    pub(super) network: FeedForward,
+}
+
+/// The rotary embedding of most families.
+const ROTARY: RotaryRule = RotaryRule {
+    theta: 10_000.0,
+    scaling: true,
+    partial: false,
+    share: 1.0,
+    plain: true,
+    skips: false,
+    local: None,
+};
 
 const LLAMA: Family = Family {
     architecture: Architecture::Llama,
     model_type: "llama",
     class: "Llama",
+    classifier: "Llama",
     head_dim: None,
     optional_kv_heads: true,
+    tied: false,
+    eps: 1e-6,
+    attention_bias: false,
+    norm: Norm::RmsBefore,
+    norm_offset: 0.0,
     qkv_bias: BiasRule::AttentionBias,
     output_bias: BiasRule::AttentionBias,
     query_key_norm: QueryKeyNorm::None,
     query_key_norm_flag: None,
     sinks: false,
-    partial_rotary: false,
+    rotary: ROTARY,
     window: WindowRule::Never,
+    sliding_window: Some(4096),
+    multipliers: MultiplierRule::None,
+    activation: Activation { key: "hidden_act", names: &["silu", "swish"], network: FeedForward::SwiGlu },
     experts: ExpertRule::Never,
+    fused: false,
     further_layers: false,
-    defaults: DEFAULTS,
 };
 
 const MISTRAL: Family = Family {
     architecture: Architecture::Mistral,
     model_type: "mistral",
     class: "Mistral",
-    head_dim: None,
+    classifier: "Mistral",
     optional_kv_heads: false,
     qkv_bias: BiasRule::Never,
     output_bias: BiasRule::Never,
-    query_key_norm: QueryKeyNorm::None,
-    query_key_norm_flag: None,
-    sinks: false,
-    partial_rotary: false,
     window: WindowRule::Always,
-    experts: ExpertRule::Never,
-    further_layers: false,
-    defaults: DEFAULTS,
+    ..LLAMA
 };
 
 const QWEN2: Family = Family {
     architecture: Architecture::Qwen2,
     model_type: "qwen2",
     class: "Qwen2",
-    head_dim: None,
-    optional_kv_heads: false,
+    classifier: "Qwen2",
     qkv_bias: BiasRule::Always,
-    output_bias: BiasRule::Never,
-    query_key_norm: QueryKeyNorm::None,
-    query_key_norm_flag: None,
-    sinks: false,
-    partial_rotary: false,
     window: WindowRule::Flagged,
-    experts: ExpertRule::Never,
-    further_layers: false,
-    defaults: DEFAULTS,
+    ..MISTRAL
 };
 
 const QWEN3: Family = Family {
     architecture: Architecture::Qwen3,
     model_type: "qwen3",
     class: "Qwen3",
+    classifier: "Qwen3",
     head_dim: Some(128),
     optional_kv_heads: false,
-    qkv_bias: BiasRule::AttentionBias,
-    output_bias: BiasRule::AttentionBias,
     query_key_norm: QueryKeyNorm::PerHead,
-    query_key_norm_flag: None,
-    sinks: false,
-    partial_rotary: false,
     window: WindowRule::Flagged,
-    experts: ExpertRule::Never,
-    further_layers: false,
-    defaults: DEFAULTS,
+    ..LLAMA
 };
 
 const QWEN3_MOE: Family = Family {
     architecture: Architecture::Qwen3Moe,
     model_type: "qwen3_moe",
     class: "Qwen3Moe",
+    classifier: "Qwen3Moe",
     head_dim: None,
     window: WindowRule::FlaggedForAll,
     experts: ExpertRule::Keys(ExpertKeys {
@@ -192,38 +255,28 @@ const OLMOE: Family = Family {
     architecture: Architecture::Olmoe,
     model_type: "olmoe",
     class: "Olmoe",
-    head_dim: None,
-    optional_kv_heads: true,
-    qkv_bias: BiasRule::AttentionBias,
-    output_bias: BiasRule::AttentionBias,
+    classifier: "Olmoe",
     query_key_norm: QueryKeyNorm::Whole,
-    query_key_norm_flag: None,
-    sinks: false,
-    partial_rotary: false,
-    window: WindowRule::Never,
     experts: ExpertRule::Keys(ExpertKeys {
         count: &["num_experts", "num_local_experts"],
         width: "intermediate_size",
         layers: ExpertLayers::All,
         router: RouterRule::Softmax,
     }),
-    further_layers: false,
-    defaults: FamilyDefaults { rms_norm_eps: 1e-5, ..DEFAULTS },
+    ..LLAMA
 };
 
 const GLM4_MOE: Family = Family {
     architecture: Architecture::Glm4Moe,
     model_type: "glm4_moe",
     class: "Glm4Moe",
-    head_dim: None,
+    classifier: "Glm4Moe",
     optional_kv_heads: false,
-    qkv_bias: BiasRule::AttentionBias,
+    eps: 1e-5,
     output_bias: BiasRule::Never,
     query_key_norm: QueryKeyNorm::PerHead,
     query_key_norm_flag: Some("use_qk_norm"),
-    sinks: false,
-    partial_rotary: true,
-    window: WindowRule::Never,
+    rotary: RotaryRule { partial: true, share: 0.5, ..ROTARY },
     experts: ExpertRule::Keys(ExpertKeys {
         count: &["n_routed_experts", "num_local_experts"],
         width: "moe_intermediate_size",
@@ -231,48 +284,132 @@ const GLM4_MOE: Family = Family {
         router: RouterRule::Sigmoid,
     }),
     further_layers: true,
-    defaults: FamilyDefaults { rms_norm_eps: 1e-5, partial_rotary_factor: 0.5, ..DEFAULTS },
+    ..LLAMA
 };
 
 const GPT_OSS: Family = Family {
     architecture: Architecture::GptOss,
     model_type: "gpt_oss",
     class: "GptOss",
+    classifier: "GptOss",
     head_dim: Some(64),
     optional_kv_heads: false,
-    qkv_bias: BiasRule::AttentionBias,
-    output_bias: BiasRule::AttentionBias,
-    query_key_norm: QueryKeyNorm::None,
-    query_key_norm_flag: None,
+    eps: 1e-5,
+    attention_bias: true,
     sinks: true,
-    partial_rotary: false,
-    window: WindowRule::Alternate,
+    rotary: RotaryRule { theta: 150_000.0, plain: false, ..ROTARY },
+    window: WindowRule::Periodic { key: None, period: 2 },
+    sliding_window: Some(128),
     experts: ExpertRule::Keys(ExpertKeys {
         count: &["num_local_experts", "num_experts"],
         width: "intermediate_size",
         layers: ExpertLayers::All,
         router: RouterRule::SoftmaxOfChosen,
     }),
-    further_layers: false,
-    defaults: FamilyDefaults {
-        rms_norm_eps: 1e-5,
-        attention_bias: true,
-        rope_theta: 150_000.0,
-        plain_rotary: false,
-        ..DEFAULTS
-    },
+    ..LLAMA
 };
 
-pub(super) const FAMILIES: [Family; 8] = [LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS];
+const OLMO2: Family = Family {
+    architecture: Architecture::Olmo2,
+    model_type: "olmo2",
+    class: "Olmo2",
+    classifier: "Olmo2",
+    eps: 1e-5,
+    norm: Norm::RmsAfter,
+    query_key_norm: QueryKeyNorm::Whole,
+    ..LLAMA
+};
+
+const OLMO3: Family = Family {
+    architecture: Architecture::Olmo3,
+    model_type: "olmo3",
+    class: "Olmo3",
+    classifier: "Olmo3",
+    rotary: RotaryRule {
+        theta: 500_000.0,
+        local: Some(LocalRotary { key: None, theta: 500_000.0 }),
+        ..ROTARY
+    },
+    window: WindowRule::Periodic { key: None, period: 4 },
+    ..OLMO2
+};
+
+const SMOLLM3: Family = Family {
+    architecture: Architecture::Smollm3,
+    model_type: "smollm3",
+    class: "SmolLM3",
+    classifier: "SmolLM3",
+    optional_kv_heads: false,
+    tied: true,
+    rotary: RotaryRule { theta: 2_000_000.0, skips: true, ..ROTARY },
+    window: WindowRule::FlaggedUnrotated,
+    sliding_window: None,
+    ..LLAMA
+};
+
+const PHI3: Family = Family {
+    architecture: Architecture::Phi3,
+    model_type: "phi3",
+    class: "Phi3",
+    classifier: "Phi3",
+    eps: 1e-5,
+    qkv_bias: BiasRule::Never,
+    output_bias: BiasRule::Never,
+    rotary: RotaryRule { scaling: false, partial: true, ..ROTARY },
+    window: WindowRule::Always,
+    sliding_window: None,
+    fused: true,
+    ..LLAMA
+};
+
+const GRANITE: Family = Family {
+    architecture: Architecture::Granite,
+    model_type: "granite",
+    class: "Granite",
+    classifier: "Granite",
+    multipliers: MultiplierRule::Granite,
+    ..LLAMA
+};
+
+const GEMMA3: Family = Family {
+    architecture: Architecture::Gemma3,
+    model_type: "gemma3_text",
+    class: "Gemma3",
+    classifier: "Gemma3Text",
+    head_dim: Some(256),
+    optional_kv_heads: false,
+    tied: true,
+    norm: Norm::RmsAround,
+    norm_offset: 1.0,
+    query_key_norm: QueryKeyNorm::PerHead,
+    rotary: RotaryRule {
+        theta: 1_000_000.0,
+        local: Some(LocalRotary { key: Some("rope_local_base_freq"), theta: 10_000.0 }),
+        ..ROTARY
+    },
+    window: WindowRule::Periodic { key: Some("sliding_window_pattern"), period: 6 },
+    multipliers: MultiplierRule::Gemma,
+    activation: Activation {
+        key: "hidden_activation",
+        names: &["gelu_pytorch_tanh"],
+        network: FeedForward::GeGlu,
+    },
+    ..LLAMA
+};
+
+pub(super) const FAMILIES: [Family; 14] = [
+    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, OLMO2, OLMO3, SMOLLM3, PHI3, GRANITE,
+    GEMMA3,
+];
 
 /// The values of `model_type` that are supported, for messages.
 pub(super) fn model_types() -> String {
     FAMILIES.map(|family| family.model_type).join(", ")
 }
 
-/// The supported families by the names of their classes, for messages.
+/// The supported families by the names of their classifiers, for messages.
 pub(crate) fn class_prefixes() -> String {
-    FAMILIES.map(|family| family.class).join(", ")
+    FAMILIES.map(|family| family.classifier).join(", ")
 }
 
 impl BiasRule {
@@ -287,20 +424,30 @@ impl BiasRule {
 }
 
 impl Family {
-    /// The layer of the family, given the value of `attention_bias` and its experts, if it has any.
+    /// A layer of the family with all keys and its rotary embedding without scaling, given the value of `attention_bias` and its
+    /// experts, if it has any.
     pub(super) fn layer(&self, attention_bias: bool, experts: Option<ExpertSpec>) -> LayerSpec {
         LayerSpec {
-            norm: Norm::RmsBefore,
+            norm: self.norm,
             attention: AttentionSpec {
                 window: None,
-                rotary: Some(Rotary::plain(10_000.0)),
+                rotary: Some(Rotary::plain(self.rotary.theta)),
                 scale: None,
                 sinks: self.sinks,
             },
             query_key_norm: self.query_key_norm,
             qkv_bias: self.qkv_bias.applies(attention_bias),
             output_bias: self.output_bias.applies(attention_bias),
-            feed_forward: experts.map_or(FeedForward::SwiGlu, FeedForward::Experts),
+            feed_forward: experts.map_or(self.activation.network, FeedForward::Experts),
+            residual_multiplier: 1.0,
+        }
+    }
+
+    /// What multiplies embedded tokens of `hidden_size` values, where no key says it.
+    pub(super) fn embedding_multiplier(&self, hidden_size: usize) -> f32 {
+        match self.multipliers {
+            MultiplierRule::None | MultiplierRule::Granite => 1.0,
+            MultiplierRule::Gemma => (hidden_size as f64).sqrt() as f32,
         }
     }
 }
@@ -317,6 +464,12 @@ impl Architecture {
             Self::Olmoe => &OLMOE,
             Self::Glm4Moe => &GLM4_MOE,
             Self::GptOss => &GPT_OSS,
+            Self::Olmo2 => &OLMO2,
+            Self::Olmo3 => &OLMO3,
+            Self::Smollm3 => &SMOLLM3,
+            Self::Phi3 => &PHI3,
+            Self::Granite => &GRANITE,
+            Self::Gemma3 => &GEMMA3,
         }
     }
 
@@ -324,6 +477,12 @@ impl Architecture {
     #[must_use]
     pub fn model_type(self) -> &'static str {
         self.family().model_type
+    }
+
+    /// Whether files have one tensor of query, key and value projections, and one of gate and up projections.
+    #[must_use]
+    pub fn has_fused_files(self) -> bool {
+        self.family().fused
     }
 
     /// Whether its layers have experts.
@@ -340,10 +499,10 @@ impl Architecture {
     /// The class in `architectures` of `config.json`.
     #[must_use]
     pub fn class_name(self, head: Head) -> String {
-        let family = self.family().class;
+        let family = self.family();
         match head {
-            Head::Language | Head::LanguageAndValue => format!("{family}ForCausalLM"),
-            Head::Value => format!("{family}ForSequenceClassification"),
+            Head::Language | Head::LanguageAndValue => format!("{}ForCausalLM", family.class),
+            Head::Value => format!("{}ForSequenceClassification", family.classifier),
         }
     }
 }

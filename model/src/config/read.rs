@@ -7,11 +7,11 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::families::{FAMILIES, Family, model_types};
+use super::families::{Activation, FAMILIES, Family, MultiplierRule, model_types};
 use super::keys::JsonKeys;
 use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, attention, experts};
 use crate::gguf::{self, GgufFile};
-use crate::layer::{FeedForward, LayerSpec, QueryKeyNorm};
+use crate::layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, QueryKeyNorm};
 use crate::{ModelError, files};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
@@ -60,18 +60,15 @@ impl Config {
         }
         let num_heads = keys.size("num_attention_heads")?;
         let max_position_embeddings = keys.size("max_position_embeddings")?;
-        let experts = experts::read(&keys, family.experts, num_layers)?;
-        let mut layer = family.layer(keys.flag("attention_bias", family.defaults.attention_bias)?, None);
-        if let Some(flag) = family.query_key_norm_flag
-            && !keys.flag(flag, false)?
-        {
-            layer.query_key_norm = QueryKeyNorm::None;
-        }
-        let feed_forward = |index: usize| match &experts {
-            Some((spec, layers)) if layers[index] => FeedForward::Experts(*spec),
-            _ => FeedForward::SwiGlu,
+        let head_dim = match keys.optional_size("head_dim")? {
+            Some(dim) => dim,
+            // `null` is not an absent key: transformers then divides.
+            None => {
+                family.head_dim.filter(|_| !map.contains_key("head_dim")).unwrap_or(hidden_size / num_heads)
+            }
         };
-        let attention = attention::of_layers(&keys, family, num_layers)?;
+        let multipliers = multipliers(&keys, family, hidden_size, head_dim)?;
+        let experts = experts::read(&keys, family.experts, num_layers)?;
         let config = Self {
             architecture,
             head,
@@ -83,21 +80,13 @@ impl Config {
             },
             num_heads,
             num_kv_heads: num_kv_heads(&keys, family, num_heads)?,
-            head_dim: match keys.optional_size("head_dim")? {
-                Some(dim) => dim,
-                // `null` is not an absent key: transformers then divides.
-                None => family
-                    .head_dim
-                    .filter(|_| !map.contains_key("head_dim"))
-                    .unwrap_or(hidden_size / num_heads),
-            },
-            rms_norm_eps: keys.number("rms_norm_eps", family.defaults.rms_norm_eps)? as f32,
-            tie_word_embeddings: keys.flag("tie_word_embeddings", false)?,
-            layers: attention
-                .into_iter()
-                .enumerate()
-                .map(|(index, attention)| LayerSpec { attention, feed_forward: feed_forward(index), ..layer })
-                .collect(),
+            head_dim,
+            rms_norm_eps: keys.number("rms_norm_eps", family.eps)? as f32,
+            norm_offset: family.norm_offset,
+            embedding_multiplier: multipliers.embedding,
+            logits_scaling: multipliers.logits,
+            tie_word_embeddings: keys.flag("tie_word_embeddings", family.tied)?,
+            layers: layers(&keys, family, num_layers, &multipliers, experts.as_ref())?,
             max_position_embeddings,
             eos_token_ids: keys.token_ids("eos_token_id")?,
             bos_token_id: keys.token_ids("bos_token_id")?.first().copied(),
@@ -163,6 +152,33 @@ impl Config {
     }
 }
 
+/// What each of `num_layers` layers computes, of which some may have `experts`.
+fn layers(
+    keys: &JsonKeys<'_>,
+    family: &Family,
+    num_layers: usize,
+    multipliers: &Multipliers,
+    experts: Option<&(ExpertSpec, Vec<bool>)>,
+) -> Result<Vec<LayerSpec>, ModelError> {
+    let mut layer = family.layer(keys.flag("attention_bias", family.attention_bias)?, None);
+    layer.residual_multiplier = multipliers.residual;
+    if let Some(flag) = family.query_key_norm_flag
+        && !keys.flag(flag, false)?
+    {
+        layer.query_key_norm = QueryKeyNorm::None;
+    }
+    let feed_forward = |index: usize| match experts {
+        Some((spec, layers)) if layers[index] => FeedForward::Experts(*spec),
+        _ => layer.feed_forward,
+    };
+    let of = |(index, attention)| LayerSpec {
+        attention: AttentionSpec { scale: multipliers.scores, ..attention },
+        feed_forward: feed_forward(index),
+        ..layer
+    };
+    Ok(attention::of_layers(keys, family, num_layers)?.into_iter().enumerate().map(of).collect())
+}
+
 /// Our own key; transformers ignores it.
 fn reduction(keys: &JsonKeys<'_>) -> Result<Reduction, ModelError> {
     if !keys.has(REDUCTION_KEY) {
@@ -208,12 +224,61 @@ fn architecture(keys: &JsonKeys<'_>) -> Result<(Architecture, Head), ModelError>
     Ok((architecture, head))
 }
 
-fn refuse_other_networks(keys: &JsonKeys<'_>, family: &Family) -> Result<(), ModelError> {
-    if keys.has("hidden_act") && !matches!(keys.text("hidden_act")?, "silu" | "swish") {
-        return Err(keys.unsupported("hidden_act", "silu"));
+/// Numbers that multiply activations.
+struct Multipliers {
+    embedding: f32,
+    /// `None` for `1 / sqrt(head_dim)`.
+    scores: Option<f32>,
+    residual: f32,
+    /// Divides logits.
+    logits: f32,
+}
+
+fn multipliers(
+    keys: &JsonKeys<'_>,
+    family: &Family,
+    hidden_size: usize,
+    head_dim: usize,
+) -> Result<Multipliers, ModelError> {
+    let positive = |key: &str, default: f64| match keys.number(key, default)? {
+        number if number > 0.0 => Ok(number),
+        _ => Err(keys.bad(key, "a number above 0")),
+    };
+    let usual = (head_dim as f32).powf(-0.5);
+    let mut all = Multipliers {
+        embedding: family.embedding_multiplier(hidden_size),
+        scores: None,
+        residual: 1.0,
+        logits: 1.0,
+    };
+    match family.multipliers {
+        MultiplierRule::None => {}
+        MultiplierRule::Granite => {
+            all.embedding = positive("embedding_multiplier", 1.0)? as f32;
+            all.residual = positive("residual_multiplier", 1.0)? as f32;
+            all.logits = positive("logits_scaling", 1.0)? as f32;
+            all.scores = Some(positive("attention_multiplier", 1.0)? as f32).filter(|scale| *scale != usual);
+        }
+        MultiplierRule::Gemma => {
+            let scalar = positive("query_pre_attn_scalar", 256.0)? as f32;
+            all.scores = (scalar != head_dim as f32).then(|| scalar.powf(-0.5));
+        }
     }
-    if keys.has("clip_qkv") {
-        return Err(keys.unsupported("clip_qkv", "null"));
+    Ok(all)
+}
+
+fn refuse_other_networks(keys: &JsonKeys<'_>, family: &Family) -> Result<(), ModelError> {
+    let Activation { key, names, .. } = family.activation;
+    if keys.has(key) && !names.contains(&keys.text(key)?) {
+        return Err(keys.unsupported(key, &names.join(", ")));
+    }
+    for key in ["clip_qkv", "attn_logit_softcapping", "final_logit_softcapping"] {
+        if keys.has(key) {
+            return Err(keys.unsupported(key, "null"));
+        }
+    }
+    if keys.flag("use_bidirectional_attention", false)? {
+        return Err(keys.unsupported("use_bidirectional_attention", "false"));
     }
     if keys.flag("mlp_bias", false)? {
         return Err(keys.unsupported("mlp_bias", "false"));

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::ModelError;
-use crate::layer::{AttentionSpec, QueryKeyNorm, RouterKind};
+use crate::layer::{QueryKeyNorm, RouterKind};
 use crate::rotary::{RopeScaling, Yarn};
 
 /// A tied Qwen2 and an untied Qwen3 with every optional tensor, whose heads are wider than `hidden / heads`.
@@ -30,6 +30,15 @@ pub(crate) fn tiny() -> [Config; 2] {
                 ..layer
             });
     [tied, untied]
+}
+
+/// A tiny model of every family, with what its keys may change.
+pub(crate) fn of_every_family() -> Vec<Config> {
+    let [tied, untied] = tiny();
+    let of = |family: &families::Family| tied.clone().of_family(family.architecture);
+    let mut all: Vec<Config> = families::FAMILIES.iter().map(of).collect();
+    all.push(untied);
+    all
 }
 
 /// The model with this rotary embedding in every layer.
@@ -57,6 +66,25 @@ fn message(changes: &Value) -> String {
     with(changes).unwrap_err().to_string()
 }
 
+fn assert_read_back(configs: impl IntoIterator<Item = Config>) {
+    for config in configs {
+        let map = config.to_json().as_object().unwrap().clone();
+        assert_eq!(Config::from_json(Path::new("config.json"), &map).unwrap(), config);
+    }
+}
+
+fn yarn() -> Rotary {
+    let yarn = Yarn {
+        factor: 4.0,
+        attention_factor: 1.25,
+        beta_fast: 16.0,
+        beta_slow: 2.0,
+        truncate: false,
+        original_max_position_embeddings: 32,
+    };
+    Rotary { scaling: RopeScaling::Yarn(yarn), ..Rotary::plain(10_000.0) }
+}
+
 #[test]
 fn written_configurations_read_back() {
     let [tied, untied] = tiny();
@@ -78,18 +106,46 @@ fn written_configurations_read_back() {
     let mistral = Config { eos_token_ids: vec![], ..tied.clone().of_family(Architecture::Mistral) };
     let linear = Rotary { scaling: RopeScaling::Linear { factor: 2.0 }, ..Rotary::plain(10_000.0) };
     let mistral = windowed(rotating(mistral, linear), 32, 0);
-    let yarn = Yarn {
-        factor: 4.0,
-        attention_factor: 1.25,
-        beta_fast: 16.0,
-        beta_slow: 2.0,
-        truncate: false,
-        original_max_position_embeddings: 32,
+    let scaled = rotating(tied.clone(), yarn());
+    let upper = windowed(tied.clone(), 16, 1);
+    let tree = Config { reduction: Reduction::Tree, ..tied.clone() };
+    assert_read_back(
+        [tied, untied, llama, mistral, scaled, upper, tree].into_iter().chain(of_every_family()),
+    );
+}
+
+#[test]
+fn written_layers_that_differ_read_back() {
+    let [tied, _] = tiny();
+    let partial = Rotary { share: 0.5, ..Rotary::plain(10_000.0) };
+    let phi3 = windowed(rotating(tied.clone().of_family(Architecture::Phi3), partial), 16, 0);
+    let granite = Config {
+        embedding_multiplier: 12.0,
+        logits_scaling: 8.0,
+        ..tied.clone().of_family(Architecture::Granite).map_layers(|layer| LayerSpec {
+            residual_multiplier: 0.22,
+            attention: AttentionSpec { scale: Some(0.015_625), ..layer.attention },
+            ..layer
+        })
     };
-    let yarn = Rotary { scaling: RopeScaling::Yarn(yarn), ..Rotary::plain(10_000.0) };
-    let yarn = rotating(tied.clone(), yarn);
+    let mut gemma = windowed(tied.clone().of_family(Architecture::Gemma3), 16, 1);
+    let linear = Rotary { scaling: RopeScaling::Linear { factor: 2.0 }, ..Rotary::plain(10_000.0) };
+    gemma.layers[0].attention.rotary = Some(linear);
+    let gemma = gemma.map_layers(|layer| LayerSpec {
+        attention: AttentionSpec { scale: Some(0.25), ..layer.attention },
+        ..layer
+    });
+    let mut olmo3 = windowed(tied.clone().of_family(Architecture::Olmo3), 16, 0);
+    let attention = olmo3.layers[1].attention;
+    olmo3.layers[1].attention = AttentionSpec { window: None, rotary: Some(yarn()), ..attention };
+    let smollm3 = windowed(tied.of_family(Architecture::Smollm3), 16, 1);
+    assert_read_back([phi3, granite, gemma, olmo3, smollm3]);
+}
+
+#[test]
+fn written_experts_read_back() {
+    let [tied, _] = tiny();
     let experts = tied.clone().of_family(Architecture::Qwen3Moe).with_experts(6, 3);
-    let olmoe = tied.clone().of_family(Architecture::Olmoe);
     let mut glm = tied.clone().of_family(Architecture::Glm4Moe);
     glm.layers[0].feed_forward = FeedForward::SwiGlu;
     let glm = glm.map_layers(|mut layer| {
@@ -101,17 +157,9 @@ fn written_configurations_read_back() {
     });
     let mut mixed = experts.clone();
     (mixed.layers[1].feed_forward, mixed.intermediate_size) = (FeedForward::SwiGlu, 30);
-    let gpt_oss = tied.clone().of_family(Architecture::GptOss);
-    let mut alternate = gpt_oss.clone();
+    let mut alternate = rotating(tied.of_family(Architecture::GptOss), yarn());
     alternate.layers[0].attention.window = Some(12);
-    let upper = windowed(tied.clone(), 16, 1);
-    let tree = Config { reduction: Reduction::Tree, ..tied.clone() };
-    for config in
-        [tied, untied, llama, mistral, yarn, experts, olmoe, upper, tree, glm, mixed, gpt_oss, alternate]
-    {
-        let map = config.to_json().as_object().unwrap().clone();
-        assert_eq!(Config::from_json(Path::new("config.json"), &map).unwrap(), config);
-    }
+    assert_read_back([experts, glm, mixed, alternate]);
 }
 
 #[test]
@@ -157,6 +205,12 @@ fn other_networks_are_refused_by_file_and_key() {
         (json!({"rlrun_reduction": "ring"}), "rlrun_reduction", "chain, tree"),
         (json!({"quantization_config": {"bits": 4}}), "quantization_config", "bf16"),
         (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor", "1.0"),
+        (json!({"final_logit_softcapping": 30.0}), "final_logit_softcapping", "null"),
+        (
+            json!({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
+            "rope_parameters",
+            "one object",
+        ),
         (
             json!({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
             "rope_scaling",

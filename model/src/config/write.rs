@@ -6,13 +6,10 @@
 use serde_json::{Map, Value, json};
 
 use super::experts::ExpertRule;
-use super::families::{BiasRule, Family, WindowRule};
+use super::families::{BiasRule, Family, MultiplierRule, WindowRule};
 use super::{Config, Head, REDUCTION_KEY, Reduction};
 use crate::layer::{LayerSpec, QueryKeyNorm};
-use crate::rotary::RopeScaling;
-
-/// A window of no layer, tokens: that of gpt-oss.
-const UNUSED_WINDOW: usize = 128;
+use crate::rotary::{RopeScaling, Rotary};
 
 impl Config {
     /// The content of a `config.json` that transformers and [`Config::from_json`] both read back as this model.
@@ -28,7 +25,6 @@ impl Config {
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
             "rms_norm_eps": decimal(self.rms_norm_eps),
             "tie_word_embeddings": self.tie_word_embeddings,
             "max_position_embeddings": self.max_position_embeddings,
@@ -48,8 +44,12 @@ impl Config {
         if [family.qkv_bias, family.output_bias].contains(&BiasRule::AttentionBias) {
             map["attention_bias"] = json!(self.layers.first().is_some_and(|layer| layer.qkv_bias));
         }
+        map[family.activation.key] = json!(family.activation.names[0]);
         if let Some(map) = map.as_object_mut() {
-            self.write_attention(map);
+            self.write_query_key_norm(map);
+            self.write_rotary(map);
+            self.write_windows(map);
+            self.write_multipliers(map);
             if let (ExpertRule::Keys(keys), Some(spec)) = (family.experts, self.experts()) {
                 let has_experts = |layer: &LayerSpec| layer.feed_forward.experts().is_some();
                 keys.write(&spec, &self.layers.iter().map(has_experts).collect::<Vec<_>>(), map);
@@ -60,47 +60,88 @@ impl Config {
         map
     }
 
-    /// Writes rotary embeddings and windows.
-    fn write_attention(&self, map: &mut Map<String, Value>) {
-        let Family { query_key_norm_flag, window: rule, defaults, .. } = self.architecture.family();
-        if let Some(flag) = query_key_norm_flag {
+    /// Writes whether queries and keys have a norm, where a key says it.
+    fn write_query_key_norm(&self, map: &mut Map<String, Value>) {
+        if let Some(flag) = self.architecture.family().query_key_norm_flag {
             let normed = self.layers.iter().any(|layer| layer.query_key_norm != QueryKeyNorm::None);
-            map.insert((*flag).to_owned(), json!(normed));
+            map.insert(flag.to_owned(), json!(normed));
         }
-        if let Some(rotary) = self.rotaries().first() {
-            map.insert("rope_theta".to_owned(), json!(rotary.theta));
-            map.insert(
-                "rope_scaling".to_owned(),
-                match rotary.scaling {
-                    RopeScaling::None if !defaults.plain_rotary => json!({ "rope_type": "default" }),
-                    scaling => scaling.to_json(),
-                },
-            );
-            if rotary.share != defaults.partial_rotary_factor {
-                map.insert("partial_rotary_factor".to_owned(), json!(rotary.share));
-            }
+    }
+
+    /// Writes rotary embeddings.
+    fn write_rotary(&self, map: &mut Map<String, Value>) {
+        let rule = self.architecture.family().rotary;
+        let of = |windowed: bool| {
+            let mut layers = self.layers.iter().map(|layer| layer.attention);
+            layers.find(|of| of.window.is_some() == windowed).and_then(|of| of.rotary)
+        };
+        let parameters = |rotary: Option<Rotary>| {
+            let rotary = rotary.unwrap_or(Rotary::plain(rule.theta));
+            let mut object = rotary.scaling.to_json();
+            object["rope_theta"] = json!(rotary.theta);
+            object
+        };
+        if rule.local.is_some() {
+            let [full, sliding] = [false, true].map(|windowed| parameters(of(windowed)));
+            let both = json!({"full_attention": full, "sliding_attention": sliding});
+            map.insert("rope_parameters".to_owned(), both);
+            return;
         }
+        let rotary = self.rotaries().first().copied();
+        map.insert("rope_theta".to_owned(), json!(rotary.map_or(rule.theta, |rotary| rotary.theta)));
+        if let Some(rotary) = rotary.filter(|rotary| rotary.scaling != RopeScaling::None || !rule.plain) {
+            map.insert("rope_scaling".to_owned(), rotary.scaling.to_json());
+        }
+        if let Some(rotary) = rotary.filter(|rotary| rotary.share != rule.share) {
+            map.insert("partial_rotary_factor".to_owned(), json!(rotary.share));
+        }
+        if rule.skips {
+            let flags = self.layers.iter().map(|layer| u8::from(layer.attention.rotary.is_some()));
+            map.insert("no_rope_layers".to_owned(), json!(flags.collect::<Vec<_>>()));
+        }
+    }
+
+    /// Writes attention windows.
+    fn write_windows(&self, map: &mut Map<String, Value>) {
         let windows = self.layers.iter().map(|layer| layer.attention.window);
         let window = windows.clone().flatten().next();
-        map.insert("sliding_window".to_owned(), json!(window));
-        let kind = |window: Option<usize>| match window {
-            None => "full_attention",
-            Some(_) => "sliding_attention",
-        };
-        let kinds = json!(windows.map(kind).collect::<Vec<_>>());
-        match rule {
-            WindowRule::Never | WindowRule::Always => {}
-            WindowRule::FlaggedForAll => {
-                map.insert("use_sliding_window".to_owned(), json!(window.is_some()));
+        let Family { window: rule, sliding_window, .. } = self.architecture.family();
+        // transformers wants a number even if no layer uses it.
+        let unused = sliding_window.filter(|_| matches!(rule, WindowRule::Periodic { .. }));
+        map.insert("sliding_window".to_owned(), json!(window.or(unused)));
+        if matches!(rule, WindowRule::Flagged | WindowRule::FlaggedForAll | WindowRule::FlaggedUnrotated) {
+            map.insert("use_sliding_window".to_owned(), json!(window.is_some()));
+        }
+        if !matches!(rule, WindowRule::Never | WindowRule::Always | WindowRule::FlaggedForAll) {
+            let kind = |window: Option<usize>| match window {
+                None => "full_attention",
+                Some(_) => "sliding_attention",
+            };
+            map.insert("layer_types".to_owned(), json!(windows.map(kind).collect::<Vec<_>>()));
+        }
+    }
+
+    /// Writes the numbers that multiply activations.
+    fn write_multipliers(&self, map: &mut Map<String, Value>) {
+        let layer = self.layers.first();
+        let scale = layer.and_then(|layer| layer.attention.scale);
+        match self.architecture.family().multipliers {
+            MultiplierRule::None => {}
+            MultiplierRule::Granite => {
+                let residual = layer.map_or(1.0, |layer| layer.residual_multiplier);
+                let usual = (self.head_dim as f32).powf(-0.5);
+                for (key, value) in [
+                    ("embedding_multiplier", self.embedding_multiplier),
+                    ("attention_multiplier", scale.unwrap_or(usual)),
+                    ("residual_multiplier", residual),
+                    ("logits_scaling", self.logits_scaling),
+                ] {
+                    map.insert(key.to_owned(), json!(decimal(value)));
+                }
             }
-            WindowRule::Flagged => {
-                map.insert("use_sliding_window".to_owned(), json!(window.is_some()));
-                map.insert("layer_types".to_owned(), kinds);
-            }
-            WindowRule::Alternate => {
-                map.insert("layer_types".to_owned(), kinds);
-                // transformers wants a number even if no layer uses it.
-                map.insert("sliding_window".to_owned(), json!(window.unwrap_or(UNUSED_WINDOW)));
+            MultiplierRule::Gemma => {
+                let scalar = scale.map_or(self.head_dim as f32, |scale| scale.powi(-2).round());
+                map.insert("query_pre_attn_scalar".to_owned(), json!(scalar as u64));
             }
         }
     }
@@ -131,7 +172,7 @@ impl Config {
 impl RopeScaling {
     fn to_json(self) -> Value {
         match self {
-            Self::None => Value::Null,
+            Self::None => json!({"rope_type": "default"}),
             Self::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
                 json!({

@@ -1,29 +1,31 @@
 //! One transformer block: attention and gated feed-forward, each on a normalised input and added to the residual stream.
 //!
 //! Invariant: the backward of each half is its exact vector-Jacobian product and needs no other layer, so that gradients can
-//! be reduced, and activations freed, layer by layer. Gradients of weights are computed apart from those of inputs: over all
-//! tokens in their order, one range of rows of a weight per thread, so that their bits do not depend on how tokens were
-//! shared among threads.
+//! be reduced, and activations freed, layer by layer. `gradients` computes those of weights.
+
+mod gradients;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
+pub(super) use self::gradients::{GradientJob, weight_jobs};
 use super::LayerAngles;
 use super::feed_forward::{
-    ExpertWeights, FeedForwardGradients, FeedForwardOperands, FeedForwardPiece, FeedForwardTrace,
-    FeedForwardWeights, GatedWeights,
+    ExpertWeights, FeedForwardOperands, FeedForwardPiece, FeedForwardTrace, FeedForwardWeights,
+    GatedActivation, GatedWeights,
 };
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
-use crate::low_rank::{LowRank, UnitFactors, WeightGradient, carve};
+use crate::low_rank::LowRank;
 use crate::ops::attention::{AttentionRule, PackedReverse};
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::heads::{self, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
-use crate::ops::linear::{FlatValues, Linear, TreeSum, bias_gradient, weight_gradient};
-use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
-use crate::ops::{matrix, row_ranges};
+use crate::ops::linear::{FlatValues, Linear, TreeSum};
+use crate::ops::matrix;
+use crate::ops::norm::{rms_norm, rms_norm_backward};
+use crate::ops::residual::{add_multiple, multiple};
 use crate::{Config, FrozenParameters, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
 
 /// Weights of one layer.
@@ -35,6 +37,7 @@ pub(super) struct TransformerBlock {
     /// Number of its rotary embedding among [`Config::rotaries`].
     rotary: Option<usize>,
     eps: f32,
+    /// Empty if the layer has none, as the other norms.
     attention_norm: Vec<f32>,
     qkv: Linear,
     /// `[heads]` logits of attention that have no key; empty for none.
@@ -42,7 +45,13 @@ pub(super) struct TransformerBlock {
     /// Weights of the norms of queries and keys, if the layer has them.
     head_norm: Option<Vec<f32>>,
     output: Linear,
+    /// Of the result of attention.
+    attention_after: Vec<f32>,
     feed_forward_norm: Vec<f32>,
+    /// Of the result of the feed-forward network.
+    feed_forward_after: Vec<f32>,
+    /// Multiplies the result of a half.
+    multiplier: f32,
     feed_forward: FeedForwardWeights,
     ranges: LayerRanges,
 }
@@ -72,7 +81,16 @@ pub(super) struct AttentionReverse {
     /// `[T, heads]` what each token adds to the gradient of the sinks; absent without sinks.
     d_sinks: Option<Tensor>,
     d_normed: Tensor,
-    d_middle: Tensor,
+    branch: BranchReverse,
+}
+
+/// Backward of a sum of the residual stream with the result of a half.
+#[derive(Debug)]
+struct BranchReverse {
+    /// `[T, d]` gradient of the result.
+    d_result: Tensor,
+    /// The result before its norm, and the gradient after it, if it is normalised.
+    normed: Option<[Tensor; 2]>,
 }
 
 /// Forward and backward of the attention half for one part of a pack.
@@ -91,6 +109,7 @@ pub(super) struct FeedForwardReverse {
     normed: Tensor,
     operands: FeedForwardOperands,
     d_normed: Tensor,
+    branch: BranchReverse,
 }
 
 impl FeedForwardReverse {
@@ -116,9 +135,6 @@ struct LinearRanges {
     /// Absent if the operation has none.
     bias: Option<Range<usize>>,
 }
-
-/// The computation of one range of weight gradients, independent of the others.
-pub(super) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 impl TransformerBlock {
     /// What its attention computes.
@@ -215,9 +231,19 @@ impl TransformerBlock {
         linear: impl Fn(&LinearSpec, LinearRanges) -> Linear,
     ) -> Self {
         // Another kind of layer does not compile until its operations are here.
-        let LayerSpec { norm: Norm::RmsBefore, attention, feed_forward, query_key_norm, .. } =
-            config.layers[index];
+        let LayerSpec {
+            norm: Norm::RmsBefore | Norm::RmsAfter | Norm::RmsAround,
+            attention,
+            feed_forward: _,
+            query_key_norm,
+            residual_multiplier,
+            qkv_bias: _,
+            output_bias: _,
+        } = config.layers[index];
         let vector = |operand: Operand| values(ranges[operand].clone());
+        let norm_weights = |operand: Operand| {
+            vector(operand).into_iter().map(|weight| weight + config.norm_offset).collect::<Vec<_>>()
+        };
         // Part `part` of `parts` equal ones of an operation: with experts that of one of them.
         let linear_of = |spec: &LinearSpec, part: usize, parts: usize| {
             let tree = match (config.reduction, spec.sharding) {
@@ -233,43 +259,24 @@ impl TransformerBlock {
             linear(spec, LinearRanges { weight: cut(spec.weight), bias: spec.bias.map(cut) }).with_tree(tree)
         };
         let linear = |operand: Operand| linear_of(&config.linear_spec(index, operand), 0, 1);
-        let gated =
-            |gate_up: Operand, down: Operand| GatedWeights { gate_up: linear(gate_up), down: linear(down) };
-        let feed_forward = match feed_forward {
-            FeedForward::SwiGlu => FeedForwardWeights::Gated(gated(Operand::GateUp, Operand::Down)),
-            FeedForward::Experts(spec) => {
-                let [gate_up, down] =
-                    [Operand::GateUp, Operand::Down].map(|operand| config.linear_spec(index, operand));
-                let expert = |expert: usize| GatedWeights {
-                    gate_up: linear_of(&gate_up, expert, spec.count),
-                    down: linear_of(&down, expert, spec.count),
-                };
-                FeedForwardWeights::Experts(ExpertWeights {
-                    spec,
-                    first_slot: config.slots_before(index),
-                    router: linear(Operand::Router),
-                    correction: vector(Operand::RouterCorrection),
-                    experts: (0..spec.count).map(expert).collect(),
-                    shared: (spec.shared_width > 0)
-                        .then(|| Box::new(gated(Operand::SharedGateUp, Operand::SharedDown))),
-                })
-            }
-        };
         Self {
             shape: config.head_shape(),
             rule: config.attention_rule(index),
             rotary: config.rotaries().iter().position(|rotary| attention.rotary == Some(*rotary)),
             eps: config.rms_norm_eps,
-            attention_norm: vector(Operand::AttentionNorm),
+            attention_norm: norm_weights(Operand::AttentionNorm),
             qkv: linear(Operand::Qkv),
             sinks: vector(Operand::Sinks),
             head_norm: match query_key_norm {
                 QueryKeyNorm::None => None,
-                QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(vector(Operand::QueryKeyNorm)),
+                QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(norm_weights(Operand::QueryKeyNorm)),
             },
             output: linear(Operand::Output),
-            feed_forward_norm: vector(Operand::FeedForwardNorm),
-            feed_forward,
+            attention_after: norm_weights(Operand::AttentionAfterNorm),
+            feed_forward_norm: norm_weights(Operand::FeedForwardNorm),
+            feed_forward_after: norm_weights(Operand::FeedForwardAfterNorm),
+            multiplier: residual_multiplier,
+            feed_forward: feed_forward_weights(config, index, vector, linear_of),
             ranges: ranges.clone(),
         }
     }
@@ -309,13 +316,17 @@ impl TransformerBlock {
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
         pool: &ThreadPool,
     ) -> Result<AttentionTrace> {
-        let mut qkv = self.qkv.apply_values(&rms_norm(x, &self.attention_norm, self.eps, pool)?, pool)?;
+        let mut qkv = self.qkv.apply_values(&self.normed(x, &self.attention_norm, pool)?, pool)?;
         let width = self.shape.width();
         let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
         heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles.of(self.rotary), pool);
         let prepared = matrix(qkv, width)?;
         let attended = attend(&prepared)?;
-        let middle = self.output.add_to(x, &attended, pool)?;
+        let middle = if self.adds_plainly() {
+            self.output.add_to(x, &attended, pool)?
+        } else {
+            self.join(x, &self.output.apply(&attended, pool)?, &self.attention_after, pool)?
+        };
         Ok(AttentionTrace { raw, prepared, attended, middle })
     }
 
@@ -326,7 +337,7 @@ impl TransformerBlock {
         given: Option<GivenExperts<'_>>,
         pool: &ThreadPool,
     ) -> Result<FeedForwardTrace> {
-        self.feed_forward.begin(&rms_norm(middle, &self.feed_forward_norm, self.eps, pool)?, given, pool)
+        self.feed_forward.begin(&self.normed(middle, &self.feed_forward_norm, pool)?, given, pool)
     }
 
     /// `[T, d]` the residual stream after the feed-forward half.
@@ -336,7 +347,51 @@ impl TransformerBlock {
         trace: &FeedForwardTrace,
         pool: &ThreadPool,
     ) -> Result<Tensor> {
-        self.feed_forward.finish(middle, trace, pool)
+        if self.adds_plainly() {
+            return self.feed_forward.finish(middle, trace, pool);
+        }
+        let result = self.feed_forward.finish(&middle.zeros_like()?, trace, pool)?;
+        self.join(middle, &result, &self.feed_forward_after, pool)
+    }
+
+    /// Whether the result of a half is added to the residual stream as it is.
+    fn adds_plainly(&self) -> bool {
+        self.attention_after.is_empty() && self.multiplier == 1.0
+    }
+
+    /// `x [T, d]` normalised by `weight`, which is empty for none.
+    fn normed(&self, x: &Tensor, weight: &[f32], pool: &ThreadPool) -> Result<Tensor> {
+        if weight.is_empty() { Ok(x.clone()) } else { rms_norm(x, weight, self.eps, pool) }
+    }
+
+    /// `base [T, d]` plus the gradient of `x [T, d]`, for that of [`TransformerBlock::normed`], `g [T, d]`.
+    fn normed_backward(&self, x: &Tensor, weight: &[f32], g: &Tensor, base: &Tensor) -> Result<Tensor> {
+        if weight.is_empty() {
+            add_multiple(base, g, 1.0)
+        } else {
+            rms_norm_backward(x, weight, self.eps, g, Some(base))
+        }
+    }
+
+    /// `base [T, d]` plus the result `x [T, d]` of a half, normalised by `after` and multiplied.
+    fn join(&self, base: &Tensor, x: &Tensor, after: &[f32], pool: &ThreadPool) -> Result<Tensor> {
+        add_multiple(base, &self.normed(x, after, pool)?, self.multiplier)
+    }
+
+    /// Backward of [`TransformerBlock::join`] for its gradient `g [T, d]`; `result` computes the result again.
+    fn join_backward(
+        &self,
+        after: &[f32],
+        g: &Tensor,
+        result: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<BranchReverse> {
+        let d_normed = multiple(g, self.multiplier)?;
+        if after.is_empty() {
+            return Ok(BranchReverse { d_result: d_normed, normed: None });
+        }
+        let result = result()?;
+        let d_result = rms_norm_backward(&result, after, self.eps, &d_normed, None)?;
+        Ok(BranchReverse { d_result, normed: Some([result, d_normed]) })
     }
 
     /// Backward of the feed-forward half for the gradient `g [T, d]` of its result. The trace is computed again if `None`, with the
@@ -349,7 +404,7 @@ impl TransformerBlock {
         g: &Tensor,
     ) -> Result<FeedForwardReverse> {
         let alone = ThreadPool::single();
-        let normed = rms_norm(middle, &self.feed_forward_norm, self.eps, &alone)?;
+        let normed = self.normed(middle, &self.feed_forward_norm, &alone)?;
         let computed;
         let trace = match trace {
             Some(kept) => kept,
@@ -358,9 +413,11 @@ impl TransformerBlock {
                 &computed
             }
         };
-        let (d_normed, operands) = self.feed_forward.backward(&normed, trace, g)?;
-        let d_middle = rms_norm_backward(middle, &self.feed_forward_norm, self.eps, &d_normed, Some(g))?;
-        Ok(FeedForwardReverse { d_middle, middle: middle.clone(), normed, operands, d_normed })
+        let again = || self.feed_forward.finish(&middle.zeros_like()?, trace, &alone);
+        let branch = self.join_backward(&self.feed_forward_after, g, again)?;
+        let (d_normed, operands) = self.feed_forward.backward(&normed, trace, &branch.d_result)?;
+        let d_middle = self.normed_backward(middle, &self.feed_forward_norm, &d_normed, g)?;
+        Ok(FeedForwardReverse { d_middle, middle: middle.clone(), normed, operands, d_normed, branch })
     }
 
     /// Backward of the attention half for the gradient `d_middle [T, d]` of its result. `attend_backward` is the backward of
@@ -373,8 +430,11 @@ impl TransformerBlock {
         d_middle: &Tensor,
         attend_backward: impl FnOnce(&Tensor, &Tensor) -> Result<PackedReverse>,
     ) -> Result<AttentionReverse> {
-        let normed = rms_norm(input, &self.attention_norm, self.eps, &ThreadPool::single())?;
-        let d_attended = self.output.input_gradient(d_middle)?;
+        let alone = ThreadPool::single();
+        let normed = self.normed(input, &self.attention_norm, &alone)?;
+        let again = || self.output.apply(&trace.attended, &alone);
+        let branch = self.join_backward(&self.attention_after, d_middle, again)?;
+        let d_attended = self.output.input_gradient(&branch.d_result)?;
         let PackedReverse { d_qkv: d_prepared, d_sinks } = attend_backward(&trace.prepared, &d_attended)?;
         let d_sinks = match self.sinks.len() {
             0 => None,
@@ -388,114 +448,9 @@ impl TransformerBlock {
         let angles = angles.of(self.rotary);
         let d_qkv = heads::prepare_backward(trace.raw.as_ref(), self.shape, norm, angles, d_prepared)?;
         let d_normed = self.qkv.input_gradient(&d_qkv)?;
-        let d_input = rms_norm_backward(input, &self.attention_norm, self.eps, &d_normed, Some(d_middle))?;
-        let (input, d_middle) = (input.clone(), d_middle.clone());
-        Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_sinks, d_normed, d_middle })
-    }
-
-    /// Adds the weight gradients of the feed-forward half to the layer's `gradients`, or to those of its `factors`; `pieces` are
-    /// in the order of tokens.
-    pub(super) fn feed_forward_gradients(
-        &self,
-        pieces: &[FeedForwardReverse],
-        gradients: &mut [f32],
-        factors: Option<UnitFactors<'_>>,
-        pool: &ThreadPool,
-    ) -> Result<()> {
-        let ranges = &self.ranges;
-        let operands = [
-            Operand::FeedForwardNorm,
-            Operand::Router,
-            Operand::RouterBias,
-            Operand::GateUp,
-            Operand::GateUpBias,
-            Operand::Down,
-            Operand::DownBias,
-            Operand::SharedGateUp,
-            Operand::SharedDown,
-        ];
-        let [norm, router, router_bias, gate_up, gate_up_bias, down, down_bias, shared_gate_up, shared_down] =
-            carve(gradients, operands.map(|of| &ranges[of]), factors);
-        let [norm, router_bias, gate_up_bias, down_bias] =
-            [norm, router_bias, gate_up_bias, down_bias].map(WeightGradient::vector);
-        let of_network = FeedForwardGradients {
-            router,
-            router_bias,
-            gate_up,
-            gate_up_bias,
-            down,
-            down_bias,
-            shared_gate_up,
-            shared_down,
-        };
-        let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
-        // Only matrices have factors.
-        if factors.is_none() {
-            jobs.push(Box::new(|| {
-                pieces
-                    .iter()
-                    .try_for_each(|p| rms_norm_weight_gradient(&p.middle, self.eps, &p.d_normed, norm))
-            }));
-        }
-        pool.map(jobs, |job| job()).into_iter().collect()
-    }
-
-    /// Adds the weight gradients of the attention half to the layer's `gradients`, or to those of its `factors`; `parts` are in
-    /// the order of tokens.
-    pub(super) fn attention_gradients(
-        &self,
-        parts: &[ReversedAttention<'_>],
-        gradients: &mut [f32],
-        factors: Option<UnitFactors<'_>>,
-        pool: &ThreadPool,
-    ) -> Result<()> {
-        let ranges = &self.ranges;
-        let [norm, qkv, qkv_bias, head_norm, sinks, output, output_bias] = carve(
-            gradients,
-            [
-                &ranges[Operand::AttentionNorm],
-                &ranges[Operand::Qkv],
-                &ranges[Operand::QkvBias],
-                &ranges[Operand::QueryKeyNorm],
-                &ranges[Operand::Sinks],
-                &ranges[Operand::Output],
-                &ranges[Operand::OutputBias],
-            ],
-            factors,
-        );
-        let [norm, qkv_bias, head_norm, sinks, output_bias] =
-            [norm, qkv_bias, head_norm, sinks, output_bias].map(WeightGradient::vector);
-        let mut jobs: Vec<GradientJob<'_>> = Vec::new();
-        weight_jobs(&mut jobs, parts, qkv, |part| Some((&part.reverse.normed, &part.reverse.d_qkv)), pool);
-        weight_jobs(
-            &mut jobs,
-            parts,
-            output,
-            |part| Some((&part.trace.attended, &part.reverse.d_middle)),
-            pool,
-        );
-        if factors.is_some() {
-            return pool.map(jobs, |job| job()).into_iter().collect();
-        }
-        jobs.push(Box::new(|| {
-            for ReversedAttention { trace, reverse: r, angles } in parts {
-                rms_norm_weight_gradient(&r.input, self.eps, &r.d_normed, norm)?;
-                if !qkv_bias.is_empty() {
-                    bias_gradient(&r.d_qkv, qkv_bias)?;
-                }
-                if let Some(d_sinks) = &r.d_sinks {
-                    bias_gradient(d_sinks, sinks)?;
-                }
-                if !output_bias.is_empty() {
-                    bias_gradient(&r.d_middle, output_bias)?;
-                }
-                if let (Some(raw), Some(g), Some(norm)) = (&trace.raw, &r.d_prepared, self.norm_of_heads()) {
-                    heads::head_norm_gradient(raw, self.shape, norm, angles.of(self.rotary), g, head_norm)?;
-                }
-            }
-            Ok(())
-        }));
-        pool.map(jobs, |job| job()).into_iter().collect()
+        let d_input = self.normed_backward(input, &self.attention_norm, &d_normed, d_middle)?;
+        let input = input.clone();
+        Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_sinks, d_normed, branch })
     }
 
     fn norm_of_heads(&self) -> Option<HeadNormWeights<'_>> {
@@ -507,35 +462,41 @@ impl TransformerBlock {
     }
 }
 
-/// The gradient of one weight `[out, in]` over all `pieces`: a job per thread for a range of its rows, or a job for each pair of
-/// factors. `operands` gives the input `[T, in]` and the gradient `[T, out]` of a piece, or nothing in a layer without the weight.
-pub(super) fn weight_jobs<'a, P: Sync>(
-    jobs: &mut Vec<GradientJob<'a>>,
-    pieces: &'a [P],
-    gradient: WeightGradient<'a>,
-    operands: impl Fn(&P) -> Option<(&Tensor, &Tensor)> + Send + Sync + Copy + 'a,
-    pool: &ThreadPool,
-) {
-    let Some(output) = pieces.first().and_then(operands).and_then(|(_, g)| g.dims().last().copied()) else {
-        return;
+/// The feed-forward network of layer `index`, of the vectors and the parts of linear operations that it is made of.
+fn feed_forward_weights(
+    config: &Config,
+    index: usize,
+    vector: impl Fn(Operand) -> Vec<f32>,
+    linear_of: impl Fn(&LinearSpec, usize, usize) -> Linear,
+) -> FeedForwardWeights {
+    let linear = |operand: Operand| linear_of(&config.linear_spec(index, operand), 0, 1);
+    let gated = |activation: GatedActivation, gate_up: Operand, down: Operand| GatedWeights {
+        activation,
+        gate_up: linear(gate_up),
+        down: linear(down),
     };
-    let mut rest = match gradient {
-        WeightGradient::Whole(gradient) => gradient,
-        WeightGradient::Factors(all) => {
-            for mut factors in all {
-                jobs.push(Box::new(move || {
-                    pieces.iter().filter_map(operands).try_for_each(|(x, g)| factors.add(x, g))
-                }));
-            }
-            return;
+    let spec = match config.layers[index].feed_forward {
+        FeedForward::SwiGlu => {
+            return FeedForwardWeights::Gated(gated(GatedActivation::Silu, Operand::GateUp, Operand::Down));
         }
+        FeedForward::GeGlu => {
+            return FeedForwardWeights::Gated(gated(GatedActivation::Gelu, Operand::GateUp, Operand::Down));
+        }
+        FeedForward::Experts(spec) => spec,
     };
-    let input = rest.len() / output;
-    for rows in row_ranges(output, pool.threads(), 8) {
-        let (own, after) = rest.split_at_mut(rows.len() * input);
-        rest = after;
-        jobs.push(Box::new(move || {
-            pieces.iter().filter_map(operands).try_for_each(|(x, g)| weight_gradient(x, g, rows.clone(), own))
-        }));
-    }
+    let [gate_up, down] = [Operand::GateUp, Operand::Down].map(|operand| config.linear_spec(index, operand));
+    let expert = |expert: usize| GatedWeights {
+        activation: spec.activation.into(),
+        gate_up: linear_of(&gate_up, expert, spec.count),
+        down: linear_of(&down, expert, spec.count),
+    };
+    let shared = || gated(GatedActivation::Silu, Operand::SharedGateUp, Operand::SharedDown);
+    FeedForwardWeights::Experts(ExpertWeights {
+        spec,
+        first_slot: config.slots_before(index),
+        router: linear(Operand::Router),
+        correction: vector(Operand::RouterCorrection),
+        experts: (0..spec.count).map(expert).collect(),
+        shared: (spec.shared_width > 0).then(|| Box::new(shared())),
+    })
 }

@@ -10,10 +10,11 @@ use candle_core::{Result, Tensor};
 
 use super::block::{GradientJob, weight_jobs};
 use crate::ThreadPool;
-use crate::layer::{ExpertActivation, ExpertSpec};
+use crate::layer::{ExpertActivation, ExpertSpec, SwigluClamp};
 use crate::low_rank::WeightGradient;
 use crate::ops::clamped_swiglu::{clamped_swiglu, clamped_swiglu_backward};
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
+use crate::ops::geglu::{geglu, geglu_backward};
 use crate::ops::linear::{Linear, bias_gradient};
 use crate::ops::swiglu::{SwigluReverse, swiglu, swiglu_backward};
 use crate::ops::{matrix, unwritten, values};
@@ -25,11 +26,32 @@ pub(super) enum FeedForwardWeights {
     Experts(ExpertWeights),
 }
 
-/// A gated network: `down(silu(gate(x)) * up(x))`.
+/// A gated network: `down(activation(gate(x)) * up(x))`.
 #[derive(Clone, Debug)]
 pub(super) struct GatedWeights {
+    pub(super) activation: GatedActivation,
     pub(super) gate_up: Linear,
     pub(super) down: Linear,
+}
+
+/// The activation of a gated network.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum GatedActivation {
+    /// `silu(gate) * up`
+    Silu,
+    /// `gelu(gate) * up`
+    Gelu,
+    /// That of [`Self::Silu`] with bounded operands.
+    Clamped(SwigluClamp),
+}
+
+impl From<ExpertActivation> for GatedActivation {
+    fn from(activation: ExpertActivation) -> Self {
+        match activation {
+            ExpertActivation::SwiGlu => Self::Silu,
+            ExpertActivation::Clamped(clamp) => Self::Clamped(clamp),
+        }
+    }
 }
 
 /// A router, and the networks that it chooses from.
@@ -151,7 +173,7 @@ impl FeedForwardWeights {
     ) -> Result<Tensor> {
         match (self, trace) {
             (Self::Gated(gated), FeedForwardTrace::Gated(gate_up)) => {
-                gated.down.add_to(base, &swiglu(gate_up, pool)?, pool)
+                gated.down.add_to(base, &gated.activation.forward(gate_up, pool)?, pool)
             }
             (Self::Experts(experts), FeedForwardTrace::Experts(trace)) => experts.finish(base, trace, pool),
             _ => candle_core::bail!("the activations are of another kind of layer"),
@@ -176,15 +198,35 @@ impl FeedForwardWeights {
     }
 }
 
+impl GatedActivation {
+    /// `[T, m]` of `gate_up [T, 2 m]`.
+    fn forward(self, gate_up: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
+        match self {
+            Self::Silu => swiglu(gate_up, pool),
+            Self::Gelu => geglu(gate_up, pool),
+            Self::Clamped(clamp) => clamped_swiglu(gate_up, clamp, pool),
+        }
+    }
+
+    /// Backward for the gradient `g [T, m]`.
+    fn backward(self, gate_up: &Tensor, g: Vec<f32>) -> Result<SwigluReverse> {
+        match self {
+            Self::Silu => swiglu_backward(gate_up, g),
+            Self::Gelu => geglu_backward(gate_up, g),
+            Self::Clamped(clamp) => clamped_swiglu_backward(gate_up, clamp, g),
+        }
+    }
+}
+
 impl GatedWeights {
     fn bytes(&self) -> usize {
         self.gate_up.bytes() + self.down.bytes()
     }
 
-    /// Backward for `gate_up [T, 2 m]` and the gradient `g [T, d]` of the result, of SwiGLU.
+    /// Backward for `gate_up [T, 2 m]` and the gradient `g [T, d]` of the result.
     fn backward(&self, x: &Tensor, gate_up: &Tensor, g: &Tensor) -> Result<(Tensor, GatedOperands)> {
         let d_activated = self.down.input_gradient_values(g)?;
-        let SwigluReverse { activated, d_gate_up } = swiglu_backward(gate_up, d_activated)?;
+        let SwigluReverse { activated, d_gate_up } = self.activation.backward(gate_up, d_activated)?;
         let d_x = self.gate_up.input_gradient(&d_gate_up)?;
         Ok((d_x, GatedOperands { input: x.clone(), activated, d_gate_up, g: g.clone() }))
     }
@@ -210,32 +252,22 @@ impl ExpertWeights {
 
     fn finish(&self, base: &Tensor, trace: &ExpertTrace, pool: &ThreadPool) -> Result<Tensor> {
         let ExpertTrace { routes, gate_up, shared } = trace;
-        let activated = self.activated(gate_up, pool)?;
+        let activated = self.activation().forward(gate_up, pool)?;
         let y = self.each(routes, &values(&activated)?, |expert| &expert.down, pool);
         let width = base.dim(1)?;
         let mut out = values(base)?.to_vec();
         routes.add_weighted(&y, &mut out, width);
         let out = matrix(out, width)?;
         match (&self.shared, shared) {
-            (Some(network), Some(gate_up)) => network.down.add_to(&out, &swiglu(gate_up, pool)?, pool),
+            (Some(network), Some(gate_up)) => {
+                network.down.add_to(&out, &network.activation.forward(gate_up, pool)?, pool)
+            }
             _ => Ok(out),
         }
     }
 
-    /// `[rows, m]` the activation of the experts, of `gate_up [rows, 2 m]`.
-    fn activated(&self, gate_up: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
-        match self.spec.activation {
-            ExpertActivation::SwiGlu => swiglu(gate_up, pool),
-            ExpertActivation::Clamped(clamp) => clamped_swiglu(gate_up, clamp, pool),
-        }
-    }
-
-    /// Its backward for the gradient `g [rows, m]`.
-    fn activated_backward(&self, gate_up: &Tensor, g: Vec<f32>) -> Result<SwigluReverse> {
-        match self.spec.activation {
-            ExpertActivation::SwiGlu => swiglu_backward(gate_up, g),
-            ExpertActivation::Clamped(clamp) => clamped_swiglu_backward(gate_up, clamp, g),
-        }
+    fn activation(&self) -> GatedActivation {
+        self.spec.activation.into()
     }
 
     /// `[rows, out]` a layer of every expert on its rows of `x [rows, in]`.
@@ -264,7 +296,7 @@ impl ExpertWeights {
     fn backward(&self, x: &Tensor, trace: &ExpertTrace, g: &Tensor) -> Result<(Tensor, FeedForwardOperands)> {
         let ExpertTrace { routes, gate_up, shared } = trace;
         let (_, width) = x.dims2()?;
-        let inner = gate_up.dim(1)? / 2;
+        let (inner, activation) = (gate_up.dim(1)? / 2, self.activation());
         // The gradient of an expert's result is that of the token with the weight of the slot. Without the weight it also gives the
         // gradient of the weight: `g . (W a + b) = (W^T g) . a + g . b`.
         let (of_rows, weighted) = {
@@ -272,14 +304,14 @@ impl ExpertWeights {
             (routes.grouped(&g, width), routes.weighted(&g, width))
         };
         let mut d_activated = self.each_input_gradient(routes, &of_rows, |expert| &expert.down, inner);
-        let activated = values(&self.activated(gate_up, &ThreadPool::single())?)?.to_vec();
+        let activated = values(&activation.forward(gate_up, &ThreadPool::single())?)?.to_vec();
         let mut d_weights = routes.weigh(&mut d_activated, &activated, inner);
         for (expert, _) in routes.busy() {
             if let Some(bias) = self.experts[expert].down.bias() {
                 routes.add_products(expert, &of_rows, bias, &mut d_weights);
             }
         }
-        let SwigluReverse { activated, d_gate_up } = self.activated_backward(gate_up, d_activated)?;
+        let SwigluReverse { activated, d_gate_up } = activation.backward(gate_up, d_activated)?;
         let d_grouped =
             self.each_input_gradient(routes, &values(&d_gate_up)?, |expert| &expert.gate_up, width);
         let d_logits = matrix(routes.backward(&d_weights), self.spec.count)?;

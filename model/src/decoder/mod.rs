@@ -28,8 +28,9 @@ use crate::low_rank::{LowRank, UnitFactors};
 use crate::ops::blocks::BlockRows;
 use crate::ops::heads::{Angles, Frequencies, HeadShape};
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
+use crate::ops::residual::multiple;
 use crate::ops::{embedding, matrix, values};
-use crate::{Config, FrozenParameters, Layout, Parameters, Reduction, Rotary, ThreadPool, Unit};
+use crate::{Config, FrozenParameters, Head, Layout, Parameters, Reduction, Rotary, ThreadPool, Unit};
 use block::TransformerBlock;
 pub use decode::{KvCache, StepSequence};
 pub use gradients::{GradientSink, Gradients, LayerSource, RoutedTokens};
@@ -62,6 +63,7 @@ pub struct Decoder {
     frequencies: Vec<Frequencies>,
     embedding: Embedding,
     blocks: Vec<TransformerBlock>,
+    /// `[d]` weights of the final norm, with their offset, divided as logits are.
     final_norm: Vec<f32>,
     head: Linear,
     /// `[d]` weights of the value head; empty without one.
@@ -241,7 +243,14 @@ impl Decoder {
         Self::without(config, layout, final_norm, value_head)
     }
 
-    fn without(config: &Config, layout: &Arc<Layout>, final_norm: Vec<f32>, value_head: Vec<f32>) -> Self {
+    fn without(
+        config: &Config,
+        layout: &Arc<Layout>,
+        mut final_norm: Vec<f32>,
+        value_head: Vec<f32>,
+    ) -> Self {
+        let factor = logit_factor(config);
+        final_norm.iter_mut().for_each(|weight| *weight = (*weight + config.norm_offset) * factor);
         Self {
             config: config.clone(),
             shape: config.head_shape(),
@@ -288,18 +297,27 @@ impl Decoder {
             Embedding::Own(table) => table,
             Embedding::Flat(flat) => flat.values(),
             Embedding::Head => {
-                return embedding::embed(token_ids, first, shape, |id, out| self.head.copy_row(id, out));
+                let rows = embedding::embed(token_ids, first, shape, |id, out| self.head.copy_row(id, out));
+                return multiple(&rows?, self.config.embedding_multiplier);
             }
             Embedding::Frozen(table, factors, pair) => {
-                return embedding::embed(token_ids, first, shape, |id, out| {
+                let rows = embedding::embed(token_ids, first, shape, |id, out| {
                     out.copy_from_slice(&table.dequantized(&(id..id + 1)));
                     pair.iter().for_each(|pair| factors.add_row(*pair, id, out));
                 });
+                return multiple(&rows?, self.config.embedding_multiplier);
             }
         };
-        embedding::embed(token_ids, first, shape, |id, out| {
-            out.copy_from_slice(&table[id * width..][..width])
-        })
+        let copy = |id: usize, out: &mut [f32]| out.copy_from_slice(&table[id * width..][..width]);
+        multiple(&embedding::embed(token_ids, first, shape, copy)?, self.config.embedding_multiplier)
+    }
+}
+
+/// Multiplies the final norm in place of the logits, which are linear in it.
+fn logit_factor(config: &Config) -> f32 {
+    match config.head {
+        Head::Language | Head::LanguageAndValue => 1.0 / config.logits_scaling,
+        Head::Value => 1.0,
     }
 }
 

@@ -9,11 +9,12 @@ use candle_core::{Result, Tensor};
 use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
-use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather};
+use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather, logit_factor};
 use crate::low_rank::{UnitFactors, carve};
 use crate::ops::attention;
 use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, Target, TrainedTargets};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use crate::ops::residual::multiple;
 use crate::ops::{matrix, value, values};
 use crate::{Head, ThreadPool, Unit};
 
@@ -292,6 +293,7 @@ impl Decoder {
         let [norm_gradient] = carve(gradients.unit(Unit::Tail), [&in_tail(norm)], factors);
         let norm_gradient = norm_gradient.vector();
         if !norm_gradient.is_empty() {
+            let d_normed = multiple(&d_normed, logit_factor(&self.config))?;
             rms_norm_weight_gradient(&picked, eps, &d_normed, norm_gradient)?;
         }
         gradients.done(Unit::Tail);
@@ -311,7 +313,8 @@ impl Decoder {
         let table = 0..self.layout.unit(Unit::Embedding).len();
         let [mut table] = carve(gradients.unit(Unit::Embedding), [&table], self.factors_of(Unit::Embedding));
         for (part, d) in reversing.cuts.iter().zip(&reversing.d) {
-            table.add_embedded(part.token_ids(), d)?;
+            let d = multiple(d, self.config.embedding_multiplier)?;
+            table.add_embedded(part.token_ids(), &d)?;
         }
         gradients.done(Unit::Embedding);
         Ok(())
@@ -328,7 +331,7 @@ impl Decoder {
     ) -> Result<()> {
         let ReversingPack { cuts, parts, d } = reversing;
         let layer: Vec<_> = cuts.iter().zip(parts).zip(std::mem::take(d)).collect();
-        let begin = |((part, trace), g)| self.begin_reversing(block, part, trace, g);
+        let begin = |((part, trace), g)| begin_reversing(block, part, trace, g);
         let mut parts: Vec<Reversing<'_>> = pool.map(layer, begin).into_iter().collect::<Result<_>>()?;
 
         let (unit, factors) = (gradients.unit(Unit::Layer(index)), self.factors_of(Unit::Layer(index)));
@@ -358,27 +361,6 @@ impl Decoder {
             gradients.routed(index, &routed);
         }
         Ok(())
-    }
-
-    /// Takes the activations of a part in this layer; those of the attention block are computed again if they were not kept.
-    fn begin_reversing<'a>(
-        &self,
-        block: &TransformerBlock,
-        part: &'a PackPart<'a>,
-        trace: &'a mut PartTrace,
-        g: Tensor,
-    ) -> Result<Reversing<'a>> {
-        let Some(LayerTrace { input, kept }) = trace.layers.pop() else {
-            candle_core::bail!("a layer has no activations: the trace is of another decoder or pack")
-        };
-        let (attention, feed_forward) = match kept {
-            Some(KeptLayer { attention, feed_forward }) => (attention, Some(feed_forward)),
-            None => {
-                let attend = |qkv: &Tensor| part.attend(block.rule(), qkv);
-                (block.attention(&input, &trace.angles, attend, &ThreadPool::single())?, None)
-            }
-        };
-        Ok(Reversing { part, angles: &trace.angles, input, attention, feed_forward, g })
     }
 
     /// Backward of the feed-forward block, in chunks of tokens, which are counted in `routed`. Returns the gradient of its input for
@@ -421,6 +403,26 @@ impl Decoder {
         };
         d_middle.into_iter().map(join).collect()
     }
+}
+
+/// Takes the activations of a part in this layer; those of the attention block are computed again if they were not kept.
+fn begin_reversing<'a>(
+    block: &TransformerBlock,
+    part: &'a PackPart<'a>,
+    trace: &'a mut PartTrace,
+    g: Tensor,
+) -> Result<Reversing<'a>> {
+    let Some(LayerTrace { input, kept }) = trace.layers.pop() else {
+        candle_core::bail!("a layer has no activations: the trace is of another decoder or pack")
+    };
+    let (attention, feed_forward) = match kept {
+        Some(KeptLayer { attention, feed_forward }) => (attention, Some(feed_forward)),
+        None => {
+            let attend = |qkv: &Tensor| part.attend(block.rule(), qkv);
+            (block.attention(&input, &trace.angles, attend, &ThreadPool::single())?, None)
+        }
+    };
+    Ok(Reversing { part, angles: &trace.angles, input, attention, feed_forward, g })
 }
 
 /// State of a backward.

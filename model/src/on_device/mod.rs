@@ -144,17 +144,30 @@ impl<T: Storage> DeviceDecoder<T> {
     }
 }
 
-/// What a layer of the model computes that devices do not.
+/// What the model computes that devices do not.
 fn missing(config: &Config) -> Option<&'static str> {
+    let multiplied = [config.embedding_multiplier, config.logits_scaling].iter().any(|factor| *factor != 1.0);
+    if multiplied || config.norm_offset != 0.0 {
+        return Some("multiplied embeddings and logits, and norms whose weights have an offset");
+    }
     let same = config.rotaries().len() == 1;
     config.layers.iter().find_map(|layer| {
         // Another kind of layer does not compile until its operations, or a refusal, are here.
-        let LayerSpec { norm: Norm::RmsBefore, attention, feed_forward, query_key_norm, .. } = *layer;
-        let AttentionSpec { window, rotary, scale, sinks } = attention;
+        let LayerSpec {
+            norm,
+            attention: AttentionSpec { window, rotary, scale, sinks },
+            query_key_norm,
+            qkv_bias: _,
+            output_bias: _,
+            feed_forward,
+            residual_multiplier,
+        } = *layer;
         let plain = |rotary: Rotary| rotary.share == 1.0 && rotary.amplitude() == 1.0;
-        match (feed_forward, query_key_norm) {
-            (FeedForward::Experts(_), _) => Some("experts"),
-            (_, QueryKeyNorm::Whole) => Some("norms of all heads together"),
+        match (norm, feed_forward, query_key_norm) {
+            (_, FeedForward::Experts(_), _) => Some("experts"),
+            (_, FeedForward::GeGlu, _) => Some("feed-forward networks with GELU"),
+            (_, _, QueryKeyNorm::Whole) => Some("norms of all heads together"),
+            (Norm::RmsAfter | Norm::RmsAround, _, _) => Some("norms after a block"),
             _ if sinks => Some("attention sinks"),
             _ if !same || !rotary.is_some_and(plain) => Some(
                 "layers without rotary embedding, and embeddings that are partial, scaled by YaRN or differ",
@@ -162,8 +175,10 @@ fn missing(config: &Config) -> Option<&'static str> {
             _ if window.is_some_and(|window| window < config.max_position_embeddings) => {
                 Some("sliding attention windows")
             }
-            _ if scale.is_some() => Some("scores with a scale of their own"),
-            (FeedForward::SwiGlu, QueryKeyNorm::None | QueryKeyNorm::PerHead) => None,
+            _ if scale.is_some() || residual_multiplier != 1.0 => {
+                Some("scores and residual streams with multipliers of their own")
+            }
+            (Norm::RmsBefore, FeedForward::SwiGlu, QueryKeyNorm::None | QueryKeyNorm::PerHead) => None,
         }
     })
 }

@@ -12,8 +12,8 @@
 //!
 //! # Layout
 //! - [`linear`] over [`gemm`], of f32 weights or of quantised [`blocks`], or over [`int8`] and [`bf16`], which share the tiles of
-//!   [`dot`]; [`norm`], [`embedding`]
-//! - [`swiglu`], [`clamped_swiglu`]: gated activations
+//!   [`dot`]; [`norm`], [`residual`], [`embedding`]
+//! - [`swiglu`], [`clamped_swiglu`], [`geglu`]: gated activations
 //! - [`heads`]: per-head norm and rotary embedding
 //! - [`experts`]: the routes of tokens to experts
 //! - [`attention`]: packed and paged
@@ -26,12 +26,14 @@ pub(crate) mod clamped_swiglu;
 pub(crate) mod dot;
 pub(crate) mod embedding;
 pub(crate) mod experts;
+pub(crate) mod geglu;
 pub(crate) mod gemm;
 pub(crate) mod head;
 pub(crate) mod heads;
 pub(crate) mod int8;
 pub(crate) mod linear;
 pub(crate) mod norm;
+pub(crate) mod residual;
 pub(crate) mod simd;
 pub(crate) mod softmax;
 pub(crate) mod swiglu;

@@ -17,8 +17,23 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 
 /// Directory names of the models.
-pub(crate) const MODELS: [&str; 9] =
-    ["qwen2", "qwen2_sharded", "qwen3", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss", "llama", "mistral"];
+pub(crate) const MODELS: [&str; 15] = [
+    "qwen2",
+    "qwen2_sharded",
+    "qwen3",
+    "qwen3_moe",
+    "olmoe",
+    "glm4_moe",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "gemma3",
+];
 
 /// A model and what PyTorch computes for it, in f32.
 pub(crate) struct Golden {
@@ -30,7 +45,7 @@ pub(crate) struct Golden {
     pub(crate) parameters: Parameters,
     /// Some weights as PyTorch read them, by name.
     pub(crate) some_parameters: Vec<(String, Vec<f32>)>,
-    /// `[head_dim / 2]` rotary frequencies.
+    /// `[pairs]` rotary frequencies of the first layer that has any.
     pub(crate) inv_freq: Vec<f32>,
     /// The sequences.
     pub(crate) sequences: Vec<GoldenSequence>,

@@ -9,7 +9,7 @@ golden.safetensors (all computed in f32 from the weights as stored):
   offsets           [S + 1] i64, where each sequence starts
   temperature       [1] f32
   coefficients      [T] f32, c_t of position t; 0 at the last position of a sequence, which predicts nothing
-  inv_freq          [head_dim / 2] f32, radians per position of each rotary pair
+  inv_freq          [pairs] f32, radians per position of each rotary pair
   logits.<s>        [len, vocab] f32 of sequence s, before the temperature
   loss              [1] f32 = sum_t c_t * log_softmax(logits_t / temperature)[token_{t+1}]
   grad.<hf name>    f32 gradient of the loss by each parameter (a tied head's is in the embedding's)
@@ -23,15 +23,21 @@ import sys
 import jinja2
 import torch
 from safetensors.torch import save_file
-from transformers import (Glm4MoeConfig, Glm4MoeForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, OlmoeConfig, OlmoeForCausalLM,
-                          PreTrainedTokenizerFast,
-                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
+from transformers import (Gemma3ForCausalLM, Gemma3TextConfig, Glm4MoeConfig, Glm4MoeForCausalLM, GptOssConfig, GptOssForCausalLM,
+                          GraniteConfig, GraniteForCausalLM,
+                          LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+                          Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM, OlmoeConfig, OlmoeForCausalLM,
+                          Phi3Config, Phi3ForCausalLM, PreTrainedTokenizerFast,
+                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM,
+                          SmolLM3Config, SmolLM3ForCausalLM)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 COMMON = dict(vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", rope_theta=500000.0, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0,
+            beta_slow=1.0, attention_factor=1.2079441541679836)
 # name: (config class, model class, changes, stored type, largest shard)
 MODELS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, dict(tie_word_embeddings=True), torch.float32, "1GB"),
@@ -58,9 +64,29 @@ MODELS = {
         num_experts_per_tok=2, sliding_window=8, swiglu_limit=0.8, rope_parameters=dict(
             rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
             original_max_position_embeddings=16)), torch.bfloat16, "1GB"),
+    "phi3": (Phi3Config, Phi3ForCausalLM, dict(tie_word_embeddings=False, intermediate_size=36, sliding_window=8,
+                                                rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)), torch.bfloat16, "1GB"),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, dict(
+        tie_word_embeddings=True, no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=8), torch.bfloat16, "1GB"),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, dict(tie_word_embeddings=False, intermediate_size=36), torch.bfloat16, "1GB"),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM, dict(
+        tie_word_embeddings=False, intermediate_size=36, sliding_window=8, layer_types=["full_attention", "sliding_attention"],
+        rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=500000.0))),
+        torch.bfloat16, "1GB"),
+    "granite": (GraniteConfig, GraniteForCausalLM, dict(
+        tie_word_embeddings=True, attention_bias=True, embedding_multiplier=3.0, attention_multiplier=0.2,
+        residual_multiplier=0.4, logits_scaling=2.0), torch.bfloat16, "1GB"),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, dict(
+        tie_word_embeddings=True, intermediate_size=32, head_dim=16, num_key_value_heads=1, query_pre_attn_scalar=24, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"]), torch.bfloat16, "1GB"),
 }
-# Seeds with which every expert has tokens of every sequence, and few are nearly as good as another.
-SEEDS = {"glm4_moe": 11, "gpt_oss": 23}
+# The seed of a model; with those of glm4_moe and gpt_oss every expert has tokens of every sequence, and few are nearly as good as
+# another.
+SEEDS = {
+    "llama": 0, "mistral": 1, "olmoe": 2, "qwen2": 3, "qwen2_sharded": 4, "qwen3": 5, "qwen3_moe": 6, "phi3": 7, "smollm3": 8,
+    "olmo2": 9, "olmo3": 10, "granite": 11, "gemma3": 12, "glm4_moe": 11, "gpt_oss": 23,
+}
 LENGTHS = [7, 1, 23, 12]
 TEMPERATURE = 0.7
 
@@ -70,7 +96,8 @@ def randomise(model):
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape)
         scale = 0.15 if name.endswith(("mlp.gate.weight", "mlp.router.weight")) else 0.3
-        p.data = 1.0 + 0.2 * noise if name.endswith("norm.weight") else scale * noise
+        one = 0.0 if model.config.model_type == "gemma3_text" else 1.0  # Gemma stores the weights of norms without it
+        p.data = one + 0.2 * noise if name.endswith("norm.weight") else scale * noise
     for name, correction in corrections(model):
         correction.data = 0.1 * torch.randn(correction.shape)
 
@@ -80,8 +107,26 @@ def corrections(model):
     return [(name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
-def apart(name, values, in_turns):
-    """Tensors as [out, in] by expert: transformers keeps those of all experts in one, gpt-oss [in, out] with gate and up in turns."""
+def frequencies(model):
+    """Of the first layer with a rotary embedding."""
+    rotary = model.model.rotary_emb
+    return rotary.inv_freq if hasattr(rotary, "inv_freq") else getattr(rotary, f"{model.config.layer_types[0]}_inv_freq")
+
+
+def apart(name, values, config):
+    """One tensor [out, in] per projection: transformers keeps those of all experts, and fused ones, in one; gpt-oss those of experts
+    [in, out] with gate and up in turns."""
+    width = config.hidden_size // config.num_attention_heads
+    queries, keys = config.num_attention_heads * width, config.num_key_value_heads * width
+    if name.endswith("self_attn.qkv_proj.weight"):
+        for module, part in zip(["q_proj", "k_proj", "v_proj"], values.split([queries, keys, keys])):
+            yield name.replace("qkv_proj", module), part.clone()
+        return
+    if name.endswith("mlp.gate_up_proj.weight"):
+        for module, part in zip(["gate_proj", "up_proj"], values.chunk(2)):
+            yield name.replace("gate_up_proj", module), part.clone()
+        return
+    in_turns = config.model_type == "gpt_oss"
     path, _, last = name.rpartition("experts.")
     of_each = values if last in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias") else []
     for expert, part in enumerate(of_each):
@@ -111,11 +156,11 @@ def golden(model, seed):
         out[f"logits.{s}"] = logits.detach().clone()
     loss.backward()
     out.update(tokens=tokens, offsets=offsets, coefficients=coefficients, temperature=torch.tensor([TEMPERATURE]),
-               loss=loss.detach().reshape(1), inv_freq=model.model.rotary_emb.inv_freq.clone())
-    parameters, in_turns = dict(corrections(model)), model.config.model_type == "gpt_oss"
+               loss=loss.detach().reshape(1), inv_freq=frequencies(model).clone())
+    parameters = dict(corrections(model))
     for name, p in model.named_parameters():
-        parameters.update(apart(name, p.detach(), in_turns))
-        out.update((f"grad.{part}", values) for part, values in apart(name, p.grad, in_turns))
+        parameters.update(apart(name, p.detach(), model.config))
+        out.update((f"grad.{part}", values) for part, values in apart(name, p.grad, model.config))
     for name in ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight",
                  "model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.experts.2.down_proj.weight",
                  "model.layers.1.mlp.experts.2.up_proj.bias", "model.layers.1.mlp.gate.e_score_correction_bias",
@@ -237,7 +282,7 @@ def tokenizer():
 def main():
     torch.set_num_threads(1)
     for name in sys.argv[1:] or MODELS:
-        make(name, seed=SEEDS.get(name, sorted(MODELS).index(name)))
+        make(name, seed=SEEDS[name])
     chat()
 
 

@@ -1,0 +1,186 @@
+//! Gradients of the weights of a block, apart from those of inputs.
+//!
+//! Invariant: they are sums over all tokens in their order, one range of rows of a weight per thread, so that their bits do not depend
+//! on how tokens were shared among threads.
+
+use candle_core::{Result, Tensor};
+
+use super::super::feed_forward::FeedForwardGradients;
+use super::{BranchReverse, FeedForwardReverse, ReversedAttention, TransformerBlock};
+use crate::ThreadPool;
+use crate::layer::Operand;
+use crate::low_rank::{UnitFactors, WeightGradient, carve};
+use crate::ops::heads;
+use crate::ops::linear::{bias_gradient, weight_gradient};
+use crate::ops::norm::rms_norm_weight_gradient;
+use crate::ops::row_ranges;
+
+/// The computation of one range of weight gradients, independent of the others.
+pub(in crate::decoder) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
+
+impl TransformerBlock {
+    /// Adds the weight gradients of the feed-forward half to the layer's `gradients`, or to those of its `factors`; `pieces` are
+    /// in the order of tokens.
+    pub(in crate::decoder) fn feed_forward_gradients(
+        &self,
+        pieces: &[FeedForwardReverse],
+        gradients: &mut [f32],
+        factors: Option<UnitFactors<'_>>,
+        pool: &ThreadPool,
+    ) -> Result<()> {
+        let ranges = &self.ranges;
+        let operands = [
+            Operand::FeedForwardNorm,
+            Operand::Router,
+            Operand::RouterBias,
+            Operand::GateUp,
+            Operand::GateUpBias,
+            Operand::Down,
+            Operand::DownBias,
+            Operand::SharedGateUp,
+            Operand::SharedDown,
+            Operand::FeedForwardAfterNorm,
+        ];
+        let [
+            norm,
+            router,
+            router_bias,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            shared_gate_up,
+            shared_down,
+            after,
+        ] = carve(gradients, operands.map(|of| &ranges[of]), factors);
+        let [norm, router_bias, gate_up_bias, down_bias, after] =
+            [norm, router_bias, gate_up_bias, down_bias, after].map(WeightGradient::vector);
+        let of_network = FeedForwardGradients {
+            router,
+            router_bias,
+            gate_up,
+            gate_up_bias,
+            down,
+            down_bias,
+            shared_gate_up,
+            shared_down,
+        };
+        let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
+        // Only matrices have factors.
+        if factors.is_none() {
+            jobs.push(Box::new(|| {
+                pieces.iter().try_for_each(|p| {
+                    p.branch.add_norm_gradient(self.eps, after)?;
+                    norm_gradient(&p.middle, self.eps, &p.d_normed, norm)
+                })
+            }));
+        }
+        pool.map(jobs, |job| job()).into_iter().collect()
+    }
+
+    /// Adds the weight gradients of the attention half to the layer's `gradients`, or to those of its `factors`; `parts` are in
+    /// the order of tokens.
+    pub(in crate::decoder) fn attention_gradients(
+        &self,
+        parts: &[ReversedAttention<'_>],
+        gradients: &mut [f32],
+        factors: Option<UnitFactors<'_>>,
+        pool: &ThreadPool,
+    ) -> Result<()> {
+        let ranges = &self.ranges;
+        let [norm, qkv, qkv_bias, head_norm, sinks, output, output_bias, after] = carve(
+            gradients,
+            [
+                &ranges[Operand::AttentionNorm],
+                &ranges[Operand::Qkv],
+                &ranges[Operand::QkvBias],
+                &ranges[Operand::QueryKeyNorm],
+                &ranges[Operand::Sinks],
+                &ranges[Operand::Output],
+                &ranges[Operand::OutputBias],
+                &ranges[Operand::AttentionAfterNorm],
+            ],
+            factors,
+        );
+        let [norm, qkv_bias, head_norm, sinks, output_bias, after] =
+            [norm, qkv_bias, head_norm, sinks, output_bias, after].map(WeightGradient::vector);
+        let mut jobs: Vec<GradientJob<'_>> = Vec::new();
+        weight_jobs(&mut jobs, parts, qkv, |part| Some((&part.reverse.normed, &part.reverse.d_qkv)), pool);
+        weight_jobs(
+            &mut jobs,
+            parts,
+            output,
+            |part| Some((&part.trace.attended, &part.reverse.branch.d_result)),
+            pool,
+        );
+        if factors.is_some() {
+            return pool.map(jobs, |job| job()).into_iter().collect();
+        }
+        jobs.push(Box::new(|| {
+            for ReversedAttention { trace, reverse: r, angles } in parts {
+                norm_gradient(&r.input, self.eps, &r.d_normed, norm)?;
+                r.branch.add_norm_gradient(self.eps, after)?;
+                if !qkv_bias.is_empty() {
+                    bias_gradient(&r.d_qkv, qkv_bias)?;
+                }
+                if let Some(d_sinks) = &r.d_sinks {
+                    bias_gradient(d_sinks, sinks)?;
+                }
+                if !output_bias.is_empty() {
+                    bias_gradient(&r.branch.d_result, output_bias)?;
+                }
+                if let (Some(raw), Some(g), Some(norm)) = (&trace.raw, &r.d_prepared, self.norm_of_heads()) {
+                    heads::head_norm_gradient(raw, self.shape, norm, angles.of(self.rotary), g, head_norm)?;
+                }
+            }
+            Ok(())
+        }));
+        pool.map(jobs, |job| job()).into_iter().collect()
+    }
+}
+
+impl BranchReverse {
+    /// Adds the gradient of the weight of the result's norm, if it is normalised.
+    fn add_norm_gradient(&self, eps: f32, gradient: &mut [f32]) -> Result<()> {
+        let Some([result, g]) = &self.normed else { return Ok(()) };
+        rms_norm_weight_gradient(result, eps, g, gradient)
+    }
+}
+
+/// Adds the gradient of the weight of a norm to `gradient`, which is empty if there is no norm.
+fn norm_gradient(x: &Tensor, eps: f32, g: &Tensor, gradient: &mut [f32]) -> Result<()> {
+    if gradient.is_empty() { Ok(()) } else { rms_norm_weight_gradient(x, eps, g, gradient) }
+}
+
+/// The gradient of one weight `[out, in]` over all `pieces`: a job per thread for a range of its rows, or a job for each pair of
+/// factors. `operands` gives the input `[T, in]` and the gradient `[T, out]` of a piece, or nothing in a layer without the weight.
+pub(in crate::decoder) fn weight_jobs<'a, P: Sync>(
+    jobs: &mut Vec<GradientJob<'a>>,
+    pieces: &'a [P],
+    gradient: WeightGradient<'a>,
+    operands: impl Fn(&P) -> Option<(&Tensor, &Tensor)> + Send + Sync + Copy + 'a,
+    pool: &ThreadPool,
+) {
+    let Some(output) = pieces.first().and_then(operands).and_then(|(_, g)| g.dims().last().copied()) else {
+        return;
+    };
+    let mut rest = match gradient {
+        WeightGradient::Whole(gradient) => gradient,
+        WeightGradient::Factors(all) => {
+            for mut factors in all {
+                jobs.push(Box::new(move || {
+                    pieces.iter().filter_map(operands).try_for_each(|(x, g)| factors.add(x, g))
+                }));
+            }
+            return;
+        }
+    };
+    let input = rest.len() / output;
+    for rows in row_ranges(output, pool.threads(), 8) {
+        let (own, after) = rest.split_at_mut(rows.len() * input);
+        rest = after;
+        jobs.push(Box::new(move || {
+            pieces.iter().filter_map(operands).try_for_each(|(x, g)| weight_gradient(x, g, rows.clone(), own))
+        }));
+    }
+}

@@ -1,0 +1,142 @@
+//! Experts as data: how a router chooses them, what they compute, and the tensors that they are made of.
+//!
+//! Invariant: as in `layer`: everything else reads these, and knows no family.
+
+use super::{LayerTensor, Operand, Sharding};
+use crate::file_tensors::{FilePlace, FusedTensor};
+
+/// Experts, and how they are chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ExpertSpec {
+    /// Number of experts.
+    pub count: usize,
+    /// Experts of a token.
+    pub per_token: usize,
+    /// Width of an expert.
+    pub width: usize,
+    /// How experts are chosen and weighed.
+    pub router: RouterKind,
+    /// Width of the SwiGLU network that every token goes through besides its experts (DeepSeekMoE, Dai et al. 2024, arXiv
+    /// 2401.06066); 0 for none.
+    pub shared_width: usize,
+    /// Whether the router and the projections of experts have a bias.
+    pub bias: bool,
+    /// Whether files have each projection of all experts as one tensor `[experts, in, out]`, gate and up in turns.
+    pub fused_files: bool,
+    /// The activation of experts.
+    pub activation: ExpertActivation,
+}
+
+/// How the experts of a token are chosen, and what their results are multiplied with.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RouterKind {
+    /// Those with the largest probabilities of a softmax over all, weighed by these.
+    Softmax {
+        /// Whether the weights are divided by their sum.
+        normalized: bool,
+    },
+    /// Those with the largest sigmoids, after a correction of each expert that balances loads and has no gradient
+    /// (DeepSeek-V3, arXiv 2412.19437; Wang et al. 2024, arXiv 2408.15664), weighed by the sigmoids without it.
+    Sigmoid {
+        /// Whether the weights are divided by their sum.
+        normalized: bool,
+        /// Groups of neighbouring experts; divides their number.
+        groups: usize,
+        /// Groups of a token: those with the largest sums of their two best experts.
+        chosen_groups: usize,
+        /// Multiplies the weights.
+        scale: f32,
+    },
+    /// Those with the largest logits, weighed by a softmax over the chosen.
+    SoftmaxOfChosen,
+}
+
+/// The activation of experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ExpertActivation {
+    /// `silu(gate) * up`
+    SwiGlu,
+    /// SwiGLU with bounded operands.
+    Clamped(SwigluClamp),
+}
+
+/// The constants of SwiGLU with bounded operands; see `ops::clamped_swiglu`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SwigluClamp {
+    /// Factor of the gate in the sigmoid.
+    pub alpha: f32,
+    /// Bound of the gate from above, and of `up` on both sides.
+    pub limit: f32,
+}
+
+impl RouterKind {
+    /// The Hugging Face name of the router within a layer.
+    fn module(self) -> &'static str {
+        match self {
+            Self::Softmax { .. } | Self::Sigmoid { .. } => "mlp.gate",
+            Self::SoftmaxOfChosen => "mlp.router",
+        }
+    }
+}
+
+/// The end of the name of the tensor that balances the loads of experts: it has no gradient, and no optimizer updates it.
+pub(crate) const ROUTER_CORRECTION: &str = "e_score_correction_bias";
+
+/// Appends the tensors of a router and its experts.
+pub(super) fn push_tensors(tensors: &mut Vec<LayerTensor>, spec: ExpertSpec, hidden: usize) {
+    let ExpertSpec { count, width, router, shared_width, bias, .. } = spec;
+    let mut push = |name: String, shape: &[usize], operand, sharding, fused| {
+        tensors.push(LayerTensor { name: name.into(), shape: shape.to_vec(), operand, sharding, fused });
+    };
+    let module = router.module();
+    push(format!("{module}.weight"), &[count, hidden], Operand::Router, Sharding::Replicated, None);
+    if bias {
+        push(format!("{module}.bias"), &[count], Operand::RouterBias, Sharding::Replicated, None);
+    }
+    if let RouterKind::Sigmoid { .. } = router {
+        let name = format!("{module}.{ROUTER_CORRECTION}");
+        push(name, &[count], Operand::RouterCorrection, Sharding::Replicated, None);
+    }
+    let gate_up = [("gate_proj", 0), ("up_proj", 1)];
+    let each = move || (0..count).flat_map(move |expert| gate_up.map(|(part, turn)| (expert, part, turn)));
+    for (expert, part, turn) in each() {
+        let name = format!("mlp.experts.{expert}.{part}.weight");
+        let start = expert * hidden * 2 * width + turn;
+        let place = FilePlace { start, output_stride: 2, input_stride: 2 * width };
+        let fused = spec.fused("mlp.experts.gate_up_proj", &[count, hidden, 2 * width], place);
+        push(name, &[width, hidden], Operand::GateUp, Sharding::Outputs, fused);
+    }
+    for (expert, part, turn) in each().filter(|_| bias) {
+        let name = format!("mlp.experts.{expert}.{part}.bias");
+        let place = FilePlace { start: expert * 2 * width + turn, output_stride: 2, input_stride: 1 };
+        let fused = spec.fused("mlp.experts.gate_up_proj_bias", &[count, 2 * width], place);
+        push(name, &[width], Operand::GateUpBias, Sharding::Outputs, fused);
+    }
+    for expert in 0..count {
+        let name = format!("mlp.experts.{expert}.down_proj.weight");
+        let place = FilePlace { start: expert * width * hidden, output_stride: 1, input_stride: hidden };
+        let fused = spec.fused("mlp.experts.down_proj", &[count, width, hidden], place);
+        push(name, &[hidden, width], Operand::Down, Sharding::Inputs, fused);
+    }
+    for expert in (0..count).filter(|_| bias) {
+        let name = format!("mlp.experts.{expert}.down_proj.bias");
+        let place = FilePlace { start: expert * hidden, output_stride: 1, input_stride: 1 };
+        let fused = spec.fused("mlp.experts.down_proj_bias", &[count, hidden], place);
+        push(name, &[hidden], Operand::DownBias, Sharding::Replicated, fused);
+    }
+    if shared_width > 0 {
+        for (part, _) in gate_up {
+            let name = format!("mlp.shared_experts.{part}.weight");
+            push(name, &[shared_width, hidden], Operand::SharedGateUp, Sharding::Outputs, None);
+        }
+        let name = "mlp.shared_experts.down_proj.weight".to_owned();
+        push(name, &[hidden, shared_width], Operand::SharedDown, Sharding::Inputs, None);
+    }
+}
+
+impl ExpertSpec {
+    /// The tensor `name` of files that a projection of all experts is a part of, at `place`; `None` if it is a tensor itself.
+    fn fused(&self, name: &'static str, shape: &[usize], place: FilePlace) -> Option<FusedTensor> {
+        self.fused_files.then(|| FusedTensor { name, shape: shape.to_vec(), place })
+    }
+}
