@@ -3,6 +3,7 @@
 //! Invariant: nothing here has a tolerance. Pages come from a cache that other sequences have filled before, so that a
 //! key which is read without having been written shows.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use model::{
@@ -10,7 +11,7 @@ use model::{
 };
 use proptest::prelude::*;
 
-use crate::common::{Golden, MODELS, bits, logits_of, pack_of};
+use crate::common::{Golden, MODELS, bits, goldens, logits_of, pack_of};
 
 /// A sequence on its way through the cache.
 struct Running {
@@ -133,6 +134,25 @@ fn chunks_of_every_size_give_the_bits_of_the_pack() {
             assert!(stepped == packed, "{name}: chunks of {chunks:?}");
             release(&mut cache, &running);
         }
+    }
+}
+
+#[test]
+fn greedy_answers_are_those_of_transformers() {
+    let read = std::fs::read(goldens().join("greedy.json")).unwrap();
+    let rows: BTreeMap<String, BTreeMap<String, Vec<u32>>> = serde_json::from_slice(&read).unwrap();
+    for name in MODELS {
+        let (decoder, row) = (decoder(name), &rows[name]);
+        let mut cache = used_cache(&decoder, 3);
+        let mut running = [Running::new(row["prompt"].clone())];
+        while running[0].tokens.len() < row["prompt"].len() + row["answer"].len() {
+            running[0].logits.clear();
+            run(&decoder, &mut cache, &mut running, &[KvCache::PAGE]);
+            let last = running[0].logits.rchunks(decoder.config().vocab_size).next().unwrap();
+            let best = (0..last.len()).max_by(|a, b| last[*a].total_cmp(&last[*b])).unwrap();
+            running[0].tokens.push(best as u32);
+        }
+        assert_eq!(running[0].tokens[row["prompt"].len()..], row["answer"], "{name}");
     }
 }
 

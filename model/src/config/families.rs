@@ -76,7 +76,7 @@ pub(super) struct Family {
     pub(super) sinks: bool,
     pub(super) rotary: RotaryRule,
     pub(super) window: WindowRule,
-    /// `sliding_window` if `config.json` has no such key.
+    /// `sliding_window`, tokens, if `config.json` has no such key.
     pub(super) sliding_window: Option<usize>,
     pub(super) multipliers: MultiplierRule,
     pub(super) activation: Activation,

@@ -65,7 +65,7 @@ pub enum ExpertActivation {
 pub struct SwigluClamp {
     /// Factor of the gate in the sigmoid.
     pub alpha: f32,
-    /// Bound of the gate from above, and of `up` on both sides.
+    /// Bound of every entry of the gate from above, and of `up` on both sides.
     pub limit: f32,
 }
 

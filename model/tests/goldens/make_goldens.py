@@ -1,7 +1,7 @@
 """Tiny random models as transformers writes them, with the logits and gradients that PyTorch computes.
 
   pip install torch transformers safetensors        (made with torch 2.15.0, transformers 5.23.0 and, glm4_moe and gpt_oss, 5.24.0, CPU)
-  python make_goldens.py [NAME ...]                 writes ./NAME/ for each, and ./chat.json
+  python make_goldens.py [NAME ...]                 writes ./NAME/ for each, ./chat.json and ./greedy.json (of all)
 
 Per model directory: config.json, generation_config.json, weights as save_pretrained writes them, and
 golden.safetensors (all computed in f32 from the weights as stored):
@@ -14,6 +14,7 @@ golden.safetensors (all computed in f32 from the weights as stored):
   loss              [1] f32 = sum_t c_t * log_softmax(logits_t / temperature)[token_{t+1}]
   grad.<hf name>    f32 gradient of the loss by each parameter (a tied head's is in the embedding's)
   param.<hf name>   f32 values of a few parameters as loaded
+greedy.json has for each model a prompt and the tokens that transformers' generate chooses greedily after it.
 """
 import json
 import os
@@ -186,6 +187,26 @@ def make(name, seed):
     print(name, size, "bytes")
 
 
+def greedy():
+    """Of the prompt with the most different answers, of those whose best tokens are never nearly as probable as the next."""
+    rows = {}
+    for name in sorted(SEEDS):
+        directory = os.path.join(HERE, name)
+        model = MODELS[name][1].from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+        found = {}
+        for seed in range(20):
+            prompt = torch.randint(4, 100, (1, 9), generator=torch.Generator().manual_seed(seed))
+            made = model.generate(prompt, do_sample=False, max_new_tokens=24, min_new_tokens=24, output_logits=True,
+                                  return_dict_in_generate=True)
+            best = torch.stack(made.logits).topk(2, -1).values
+            answer = made.sequences[0, 9:].tolist()
+            if (best[..., 0] - best[..., 1]).min() > 0.01:
+                found[len(set(answer))] = dict(prompt=prompt[0].tolist(), answer=answer)
+        rows[name] = found[max(found)]
+    with open(os.path.join(HERE, "greedy.json"), "w") as f:
+        f.write("{\n" + ",\n".join(f' "{name}": {json.dumps(row)}' for name, row in rows.items()) + "\n}\n")
+
+
 QWEN = """{%- if messages[0]['role'] == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
 {%- else %}
@@ -284,6 +305,7 @@ def main():
     for name in sys.argv[1:] or MODELS:
         make(name, seed=SEEDS[name])
     chat()
+    greedy()
 
 
 if __name__ == "__main__":
