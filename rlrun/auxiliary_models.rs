@@ -6,14 +6,16 @@
 use std::sync::Arc;
 
 use model::{
-    Config, Head, MemoryBudget, ModelDirectory, Parameters, Placement, ResidentParameters, SharedCores,
-    ThreadPool,
+    Config, Head, MemoryBudget, ModelDirectory, Placement, ResidentParameters, SharedCores, ThreadPool,
 };
+use trainer::checkpoint::StateWeights;
 use trainer::critic::{Critic, CriticKind, CriticNetwork};
 use trainer::lora::Adapter;
 use trainer::optimizer::Optimizer;
 use trainer::trainer::Demonstrate;
-use trainer::{AuxiliaryModels, Frozen, Leader, Learner, LearnerConfig, TrainerState, checkpoint};
+use trainer::{
+    AuxiliaryModels, Frozen, Leader, Learner, LearnerConfig, TrainerError, TrainerState, checkpoint,
+};
 use trajectory::PolicyVersion;
 
 use crate::demonstrations;
@@ -36,7 +38,7 @@ pub(crate) struct AuxiliarySetup<'a> {
 
 /// The initial state of a learner.
 pub(crate) struct LearnerStates {
-    pub(crate) parameters: Parameters,
+    pub(crate) weights: StateWeights,
     /// With LoRA.
     pub(crate) adapter: Option<Adapter>,
     /// `None`: fresh.
@@ -53,7 +55,14 @@ pub(crate) fn learner(
     model: Config,
     states: LearnerStates,
 ) -> Result<Learner, Failure> {
-    let LearnerStates { parameters, adapter, optimizer } = states;
+    let LearnerStates { weights, adapter, optimizer } = states;
+    let parameters = match weights {
+        StateWeights::Whole(parameters) => Arc::unwrap_or_clone(parameters),
+        StateWeights::Quantized(base) => {
+            let adapter = adapter.ok_or(TrainerError::QuantizedBase)?;
+            return Ok(Learner::over(config, base, adapter, optimizer)?);
+        }
+    };
     Ok(match (leader, adapter) {
         (Some(leader), adapter) => leader.learner(config, model, parameters, adapter, optimizer)?,
         (None, Some(adapter)) => Learner::adapting(config, model, parameters, adapter, optimizer)?,
@@ -145,13 +154,14 @@ impl AuxiliarySetup<'_> {
             let parameters = self.learner.parameters()?.with_head(directory.config());
             (directory, parameters, None)
         };
+        let weights = StateWeights::Whole(Arc::new(parameters));
         let pool = match config.placement {
             Placement::Colocated => Arc::clone(self.learner.pool()),
             Placement::Separated => self.own_pool(),
         };
         let (of_learner, model) = (self.recipe.learner(), directory.config().clone());
         let learner =
-            learner(self.leader, of_learner, model, LearnerStates { parameters, adapter: None, optimizer })?
+            learner(self.leader, of_learner, model, LearnerStates { weights, adapter: None, optimizer })?
                 .on(pool);
         Ok(Some(Critic { config, network: Some(CriticNetwork { learner, directory: Arc::new(directory) }) }))
     }

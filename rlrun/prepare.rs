@@ -5,13 +5,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use environments::EnvironmentContext;
-use model::{Config, MemoryBudget, ModelDirectory, Parameters, SharedCores, ThreadPool};
+use model::{Config, FrozenParameters, MemoryBudget, ModelDirectory, Parameters, SharedCores, ThreadPool};
 use rewards::reward_model::{ModelContext, ModelServer};
 use rewards::{RewardContext, RewardSet};
 use rollout::tasks::TaskOrder;
 use rollout::{ENVIRONMENT_COLUMN, EpisodeConfig, PromptSet, RolloutError};
 use serde_json::Value;
 use tokio::runtime::{Handle, Runtime};
+use trainer::TrainerError;
 use trainer::lora::Adapter;
 use trajectory::{Prompt, Task};
 
@@ -187,6 +188,33 @@ impl Recipe {
                 Adapter::new(config, base, self.seed)
             }
         }))
+    }
+
+    /// Whether the frozen weights stay quantised.
+    pub(crate) fn has_quantized_base(&self) -> bool {
+        self.lora.as_ref().is_some_and(|lora| lora.quantized_base)
+    }
+
+    /// The frozen weights as the files of `directory` store them, and the adapter to train over them.
+    ///
+    /// # Errors
+    /// If there is no `[lora]`, the weights cannot be computed with as they are stored, or the adapter cannot be read or is not as the recipe says.
+    pub(crate) fn over_quantized_base(
+        &self,
+        directory: &ModelDirectory,
+    ) -> Result<(FrozenParameters, Adapter), Failure> {
+        let (Some(config), Some(lora)) = (self.lora(), &self.lora) else {
+            return Err(TrainerError::QuantizedBase.into());
+        };
+        let base = FrozenParameters::load(directory.path(), directory.config())?;
+        let adapter = match &lora.path {
+            Some(path) => Adapter::open_over(path, &config, &base)?,
+            None => {
+                config.check(base.layout().specs())?;
+                Adapter::over(config, &base, self.seed)
+            }
+        };
+        Ok((base, adapter))
     }
 
     /// Why programs that read PEFT's adapters cannot read that of this recipe for `model`, if they cannot.

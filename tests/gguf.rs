@@ -127,3 +127,82 @@ fn a_damaged_file_is_an_error_of_the_input() {
     home.write("chat.gguf", "text");
     home.rlrun(&["check", "recipe.toml"]).refused(&["chat.gguf", "does not begin with `GGUF`"]);
 }
+
+/// The sampler computes what the trainer does, without any weights in f32, and a run needs nothing outside its directory.
+#[test]
+fn an_adapter_is_trained_over_a_file_that_stays_quantised() {
+    let home = home();
+    let without = RECIPE
+        .split("[placement]")
+        .next()
+        .unwrap()
+        .replace("kl_coef = 0.01\nreference = \"chat.gguf\"\n", "");
+    home.write("adapter.toml", format!("{without}[lora]\nrank = 4\nquantized_base = true\n"));
+    home.rlrun(&["check", "adapter.toml"]).ok();
+    let train = |run: &str, steps: &str| {
+        let steps = format!("trainer.steps={steps}");
+        let sets = ["buffer.max_staleness=0", "checkpoint.interval=1", &steps];
+        let sets: Vec<&str> = sets.into_iter().flat_map(|set| ["--set", set]).collect();
+        home.rlrun(&[&["adapter.toml", "--run-dir", run], &sets[..]].concat()).ok();
+    };
+    train("whole", "4");
+    assert_eq!(home.run("whole").values("kl/mismatch"), [0.0; 4]);
+    train("half", "2");
+    home.rlrun(&["resume", "half", "--set", "trainer.steps=4"]).ok();
+    let shown = home.rlrun(&["export", "whole", "--adapter", "--out", "adapter"]).ok().stdout;
+    assert!(shown.contains("chat.gguf"), "{shown}");
+    fs::remove_file(home.path("chat.gguf")).unwrap();
+    let adapter = |run: &str, step: u64| {
+        let file = format!("{run}/checkpoints/step_{step:06}/adapter/adapter_model.safetensors");
+        fs::read(home.path(&file)).unwrap()
+    };
+    assert!(adapter("whole", 4) == adapter("half", 4), "a resumed run has the same bits");
+    assert!(adapter("whole", 4) != adapter("whole", 3), "the adapter is trained");
+    assert!(!home.path("whole/checkpoints/step_000004/model/model.safetensors").exists());
+
+    home.rlrun(&["export", "whole", "--out", "merged"]).ok();
+    let answer =
+        |model: &str| home.rlrun(&["generate", model, "1+1=", "2+1=", "--max-tokens", "16"]).ok().stdout;
+    assert_eq!(answer("whole"), answer("merged"));
+    let base = home.path("whole/checkpoints/base/model.gguf");
+    let mut bytes = fs::read(&base).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&base, bytes).unwrap();
+    home.rlrun(&["generate", "whole", "1+1="]).refused(&["base", "model.gguf"]);
+}
+
+/// The weights of a directory in bf16 stay so too.
+#[test]
+fn an_adapter_is_trained_over_a_directory_as_it_is_stored() {
+    let home = home();
+    let without = RECIPE.split("[placement]").next().unwrap();
+    let without =
+        without.replace("kl_coef = 0.01\nreference = \"chat.gguf\"\n", "").replace("chat.gguf", "narrow");
+    home.write("adapter.toml", format!("{without}[lora]\nrank = 4\nquantized_base = true\n"));
+    home.rlrun(&["export", "chat.gguf", "--out", "narrow", "--dtype", "bf16"]).ok();
+    home.rlrun(&["adapter.toml", "--run-dir", "run"]).ok();
+    assert_eq!(home.run("run").values("kl/mismatch"), [0.0; 2]);
+    let file = |path: &str| fs::read(home.path(path)).unwrap();
+    assert!(file("run/checkpoints/base/model.safetensors") == file("narrow/model.safetensors"));
+    let plan = |set: &str| home.rlrun(&["plan", "adapter.toml", "--set", set]).ok().stdout;
+    assert!(plan("lora.quantized_base=true").contains("A and B\n"));
+    assert!(plan("lora.quantized_base=false").contains("the frozen weights under them"));
+    home.rlrun(&["eval", "run", "--recipe", "adapter.toml"]).ok();
+}
+
+#[test]
+fn what_needs_the_weights_in_f32_is_refused_over_a_file_that_stays_quantised() {
+    let home = home();
+    home.write("adapter.toml", format!("{RECIPE}[lora]\nrank = 4\nquantized_base = true\n"));
+    home.rlrun(&["check", "adapter.toml"])
+        .refused(&["processes = true", "a sampler in the process of the trainer"]);
+    home.rlrun(&[
+        "plan",
+        "adapter.toml",
+        "--set",
+        "placement.processes=false",
+        "--set",
+        "rollout.quantization=\"int8\"",
+    ])
+    .refused(&["quantization", "the weights stay as their files store them"]);
+}

@@ -15,6 +15,7 @@ use trajectory::Prompt;
 use crate::characters::{characters, characters_config};
 use crate::gguf::{self, GgufFile, GgufParts};
 use crate::tokenizer::encode_error;
+use crate::weight_files::{INDEX, SINGLE};
 use crate::{
     ChatTemplate, Config, Head, ModelError, Parameters, Reduction, SpecialTokens, Tokenizer, WeightDtype,
 };
@@ -60,6 +61,12 @@ impl ModelDirectory {
     #[must_use]
     pub fn is_model(path: &Path) -> bool {
         Self::is_file(path) || path.join("config.json").is_file()
+    }
+
+    /// Whether the directory `path` has weights; that of a policy over a base that stays quantised has none.
+    #[must_use]
+    pub fn has_weights(path: &Path) -> bool {
+        path.join(SINGLE).exists() || path.join(INDEX).exists()
     }
 
     /// Whether this path names a model in one file: GGUF.
@@ -198,6 +205,17 @@ impl ModelDirectory {
         })
     }
 
+    /// Writes a new directory with everything but the weights, and a manifest.
+    ///
+    /// # Errors
+    /// If `out_dir` exists already or cannot be written.
+    pub fn describe(&self, out_dir: &Path) -> Result<(), ModelError> {
+        atomic::directory(out_dir, |dir| {
+            self.write_description(dir, WeightDtype::F32)?;
+            manifest::write(dir)
+        })
+    }
+
     fn check_layout(&self, parameters: &Parameters) -> Result<(), ModelError> {
         let expected = crate::Layout::new(&self.config);
         if **parameters.layout() != expected {
@@ -207,12 +225,17 @@ impl ModelDirectory {
     }
 
     fn fill(&self, dir: &Path, parameters: &Parameters, dtype: WeightDtype) -> Result<(), ModelError> {
+        self.write_description(dir, dtype)?;
+        parameters.save(dir, dtype, MAX_SHARD_BYTES)
+    }
+
+    fn write_description(&self, dir: &Path, dtype: WeightDtype) -> Result<(), ModelError> {
         for (name, content) in &self.copied {
             let to = dir.join(name);
             let content = if *name == "config.json" { declaring(content, dtype) } else { content.into() };
             fs::write(&to, content).map_err(|source| ModelError::Write { path: to, source })?;
         }
-        parameters.save(dir, dtype, MAX_SHARD_BYTES)
+        Ok(())
     }
 
     /// Tokens of a prompt, at least one. Text gets the special tokens that `tokenizer.json` puts around texts; messages

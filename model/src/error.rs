@@ -175,9 +175,19 @@ pub enum ModelError {
         /// Its number format.
         found: String,
     },
-    /// A tensor of 4-bit numbers cannot be read.
-    #[error("{}: tensor {tensor} cannot be read as MXFP4: {reason}; fetch the model again", path.display())]
-    Mxfp4 {
+    /// Weights that stay as they are stored, in a model that sums as trees.
+    #[error(
+        "{}: weights that stay quantised are dequantised some rows at a time, and the sums of the model are trees over all of \
+         them; use the reduction \"chain\"",
+        path.display()
+    )]
+    TreesOfBlocks {
+        /// The model.
+        path: PathBuf,
+    },
+    /// A tensor of quantised numbers cannot be read.
+    #[error("{}: tensor {tensor} cannot be read: {reason}; fetch the model again, or one in bf16", path.display())]
+    Blocks {
         /// The weight file.
         path: PathBuf,
         /// The tensor's name.

@@ -73,13 +73,6 @@ impl FileTensor {
         }
         out.into()
     }
-
-    /// Puts its values `[len]`, in the order of the file, to where they belong in the `values` of the whole model.
-    pub(crate) fn scatter(&self, file: &[f32], values: &mut [f32]) {
-        for part in &self.parts {
-            part.each(|of_layout, of_file| values[of_layout] = file[of_file]);
-        }
-    }
 }
 
 impl FilePart {
@@ -87,6 +80,24 @@ impl FilePart {
     pub(crate) fn whole(offset: usize, shape: &[usize]) -> Self {
         let shape = matrix_shape(shape);
         Self { offset, shape, place: FilePlace { start: 0, output_stride: shape[1], input_stride: 1 } }
+    }
+
+    /// Its values in the order of the layout, `width` bytes each, of the bytes of the tensor of the files.
+    pub(crate) fn bytes(&self, file: &[u8], width: usize) -> Vec<u8> {
+        let [outputs, inputs] = self.shape;
+        let FilePlace { start, output_stride, input_stride } = self.place;
+        let mut out = Vec::with_capacity(outputs * inputs * width);
+        for output in 0..outputs {
+            let first = (start + output * output_stride) * width;
+            let row = &file[first..];
+            if input_stride == 1 {
+                out.extend_from_slice(&row[..inputs * width]);
+            } else {
+                let values = row.chunks(width).step_by(input_stride).take(inputs);
+                values.for_each(|value| out.extend_from_slice(value));
+            }
+        }
+        out
     }
 
     fn is_plain(&self) -> bool {
@@ -136,7 +147,12 @@ mod tests {
                     "{}",
                     file.name
                 );
-                file.scatter(&gathered, &mut again);
+                let bytes: Vec<u8> = gathered.iter().flat_map(|value| value.to_le_bytes()).collect();
+                for part in &file.parts {
+                    let values = part.bytes(&bytes, 4);
+                    let values = values.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+                    again[part.offset..].iter_mut().zip(values).for_each(|(to, value)| *to = value);
+                }
             }
             assert_eq!(again, values, "{architecture:?}");
         }

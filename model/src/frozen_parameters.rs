@@ -4,17 +4,24 @@
 //! Invariant: a load either has every tensor of the layout, with finite numbers only, or names what is wrong. Memory is that of
 //! the tensors in the file.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::directory::DESCRIPTION_FILES;
 use crate::gguf::{self, GgufFile};
 use crate::ops::blocks::{BlockMatrix, BlockRows};
+use crate::weight_files::{stored, weight_files};
 use crate::{Config, Layout, ModelError, Reduction};
+
+/// Name of the copy of a GGUF file.
+const COPY: &str = "model.gguf";
 
 /// Frozen weights of a model.
 #[derive(Debug)]
 pub struct FrozenParameters {
+    path: PathBuf,
     config: Config,
     layout: Arc<Layout>,
     /// In the order of the layout.
@@ -30,29 +37,69 @@ pub(crate) enum FrozenTensor {
     Matrix(Arc<BlockMatrix>),
 }
 
+/// Bytes of the weights at `path`, a GGUF file or a directory; 0 if there are none.
+#[must_use]
+pub fn stored_bytes(path: &Path) -> u64 {
+    let files = match gguf::is_gguf(path) {
+        true => vec![path.to_owned()],
+        false => weight_files(path).map_or_else(|_| Vec::new(), |(_, files)| files),
+    };
+    files.iter().filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()
+}
+
 impl FrozenParameters {
-    /// Reads a GGUF file with a model of `config`.
+    /// Reads a GGUF file or a Hugging Face directory with a model of `config`.
     ///
     /// # Errors
-    /// If it is no GGUF file, its tensors are not those of the model or not finite, a format is not computed with, or the model
-    /// sums as trees, which need whole matrices.
+    /// If its tensors are not those of the model or not finite, a format is not computed with, or the model sums as trees, which
+    /// need whole matrices.
     pub fn load(path: &Path, config: &Config) -> Result<Self, ModelError> {
-        let unusable = |reason: &str| ModelError::Gguf { path: path.to_owned(), reason: reason.to_owned() };
-        if !gguf::is_gguf(path) {
-            return Err(unusable(
-                "it is no GGUF file, and only these stay quantised in memory; convert the model with llama.cpp's \
-                 convert_hf_to_gguf, or load it without quantisation",
-            ));
-        }
         if config.reduction == Reduction::Tree {
-            return Err(unusable(
-                "quantised weights are dequantised some rows at a time, and the sums of its model are trees over all of them; \
-                 use the reduction \"chain\"",
-            ));
+            return Err(ModelError::TreesOfBlocks { path: path.to_owned() });
         }
         let layout = Arc::new(Layout::new(config));
-        let tensors = GgufFile::open(path)?.frozen(config, &layout)?;
-        Ok(Self { config: config.clone(), layout, tensors })
+        let tensors = match gguf::is_gguf(path) {
+            true => GgufFile::open(path)?.frozen(config, &layout)?,
+            false => stored(path, config)?,
+        };
+        Ok(Self { path: path.to_owned(), config: config.clone(), layout, tensors })
+    }
+
+    /// The file or the directory that they were read from.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Copies the file, or the weights and the description of the directory, to the directory `to`, and returns what
+    /// [`Self::load`] reads there.
+    ///
+    /// # Errors
+    /// If a file cannot be copied.
+    pub fn copy_to(&self, to: &Path) -> Result<PathBuf, ModelError> {
+        let copy = |from: &Path, to: PathBuf| match std::fs::copy(from, &to) {
+            Ok(_) => Ok(to),
+            Err(source) => Err(ModelError::Write { path: to, source }),
+        };
+        if gguf::is_gguf(&self.path) {
+            return copy(&self.path, to.join(COPY));
+        }
+        let (source, shards) = weight_files(&self.path)?;
+        let described = DESCRIPTION_FILES.map(|name| self.path.join(name));
+        let described = described.into_iter().filter(|file| file.exists());
+        // One file is its own index.
+        let files: BTreeSet<PathBuf> = shards.into_iter().chain([source]).chain(described).collect();
+        for file in files {
+            copy(&file, to.join(file.file_name().unwrap_or_default()))?;
+        }
+        Ok(to.to_owned())
+    }
+
+    /// What [`Self::copy_to`] wrote to the directory `to`.
+    #[must_use]
+    pub fn copied_to(to: &Path) -> PathBuf {
+        let file = to.join(COPY);
+        if file.exists() { file } else { to.to_owned() }
     }
 
     /// The configuration of the model.

@@ -3,7 +3,7 @@
 //! # Layout
 //! - [`directory`]: a model directory in Hugging Face layout, opened, made and exported; it is made of
 //!   [`config`], [`parameters`] (all weights as one flat buffer), [`tokenizer`] and [`chat`]
-//! - [`frozen_parameters`]: frozen weights that stay quantised, under factors that are trained
+//! - [`frozen_parameters`]: frozen weights that stay quantised, under factors that are trained; [`adapted`]: both, as a policy
 //! - `gguf`: a model in one file of llama.cpp, read as such a directory
 //! - [`files`]: bounded reads of untrusted files; [`manifest`]: a digest of every file of a directory
 //! - [`mod@thread_pool`]: thread pools of the roles over the cores of a process; [`mod@turns`]: one device for two roles
@@ -47,6 +47,7 @@
 //! # Ok::<(), candle_core::Error>(())
 //! ```
 
+pub mod adapted;
 pub mod atomic;
 pub mod bench;
 pub mod characters;
@@ -57,6 +58,7 @@ pub mod directory;
 pub mod error;
 mod file_tensors;
 pub mod files;
+mod float8;
 pub mod frozen_parameters;
 mod gguf;
 pub mod layer;
@@ -72,6 +74,8 @@ pub mod resident;
 pub mod rotary;
 pub mod sampling;
 pub mod scorer;
+mod stored;
+mod stored_loader;
 pub mod thread_pool;
 pub mod tokenizer;
 pub mod turns;
@@ -79,6 +83,7 @@ mod weight_files;
 mod weight_loader;
 mod weight_writer;
 
+pub use adapted::AdaptedBase;
 pub use characters::{CHARACTERS, characters};
 pub use chat::{ChatMessage, ChatOptions, ChatTemplate};
 pub use config::{Architecture, Config, Head, Reduction, Sizes};
@@ -88,7 +93,7 @@ pub use decoder::{
 };
 pub use directory::{DESCRIPTION_FILES, ModelDirectory};
 pub use error::ModelError;
-pub use frozen_parameters::FrozenParameters;
+pub use frozen_parameters::{FrozenParameters, stored_bytes};
 pub use layer::{AttentionSpec, LayerSpec, QueryKeyNorm, TargetModule};
 pub use low_rank::{FactorPair, LowRank};
 pub use ops::experts::ANY_EXPERT;

@@ -12,7 +12,9 @@ use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 
+use crate::frozen_parameters::FrozenTensor;
 use crate::gguf::{self, GgufFile};
+use crate::stored_loader::StoredLoader;
 use crate::weight_loader::Loader;
 use crate::{Config, ModelError, Parameters, files};
 
@@ -25,12 +27,12 @@ impl Parameters {
     /// Reads `model.safetensors`, or the shards of `model.safetensors.index.json`, as f32; or the tensors of a GGUF file.
     ///
     /// Names may lack the `model.` prefix, as transformers saves them for a model without a head. `lm_head.weight`
-    /// of a tied model, the rotary tables of old files and layers that predict further tokens are ignored. Experts in MXFP4 are
-    /// dequantised.
+    /// of a tied model, the rotary tables of old files and layers that predict further tokens are ignored. Matrices in FP8 and
+    /// experts in MXFP4 are dequantised.
     ///
     /// # Errors
     /// If a file is missing, cut off or malformed, or if tensors are missing, unexpected, of another shape, of a number
-    /// format other than F32, BF16, F16, or not finite.
+    /// format that is not read, or not finite.
     pub fn load(dir: &Path, config: &Config) -> Result<Self, ModelError> {
         if gguf::is_gguf(dir) {
             return GgufFile::open(dir)?.parameters(config);
@@ -42,6 +44,19 @@ impl Parameters {
         }
         loader.finish(source)
     }
+}
+
+/// The tensors of a directory as its files store them, in the order of the layout.
+///
+/// # Errors
+/// Those of [`Parameters::load`].
+pub(crate) fn stored(dir: &Path, config: &Config) -> Result<Vec<FrozenTensor>, ModelError> {
+    let (source, files) = weight_files(dir)?;
+    let mut loader = StoredLoader::new(config);
+    for path in &files {
+        each_tensor(path, |name, tensor| loader.place(path, name, tensor))?;
+    }
+    loader.finish(source)
 }
 
 /// All tensors of a directory by their names, as f32, for networks of other crates.
@@ -89,7 +104,7 @@ fn each_tensor(
 }
 
 /// What to name in errors about the whole model, and the files to read.
-fn weight_files(dir: &Path) -> Result<(PathBuf, Vec<PathBuf>), ModelError> {
+pub(crate) fn weight_files(dir: &Path) -> Result<(PathBuf, Vec<PathBuf>), ModelError> {
     let single = dir.join(SINGLE);
     if single.exists() {
         return Ok((single.clone(), vec![single]));

@@ -6,150 +6,52 @@ use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use safetensors::tensor::{Dtype, TensorView};
+use safetensors::tensor::TensorView;
 
+use crate::stored::{StoredPart, StoredValues};
 use crate::weight_files::{first_of, non_finite, refuse_non_finite, widen};
-use crate::{Config, Layout, ModelError, Parameters, mxfp4};
+use crate::{Config, Layout, ModelError, Parameters};
 
-/// Fills the flat buffer file by file and keeps what there is to complain about.
-pub(crate) struct Loader {
-    layout: Arc<Layout>,
-    values: Vec<f32>,
+/// The names of the tensors of weight files, and what there is to complain about.
+pub(crate) struct TensorNames {
+    pub(crate) layout: Arc<Layout>,
     /// Position of each tensor of files by its name.
     by_name: HashMap<String, usize>,
-    /// Per tensor of files: values that are not finite; `None` until it was read.
-    non_finite: Vec<Option<usize>>,
-    /// One half of tensors in MXFP4, by their position, whose other half was not read yet.
-    halves: HashMap<usize, (Mxfp4Half, Vec<u8>)>,
     /// Layers from this one on predict further tokens, and are not read.
     end_of_layers: Option<usize>,
     unexpected: BTreeSet<String>,
 }
 
-/// A half of a tensor in MXFP4.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mxfp4Half {
-    Blocks,
-    Scales,
-}
-
-impl Mxfp4Half {
-    const BOTH: [Self; 2] = [Self::Blocks, Self::Scales];
-
-    /// What its name adds to that of the tensor.
-    fn suffix(self) -> &'static str {
-        match self {
-            Self::Blocks => "_blocks",
-            Self::Scales => "_scales",
-        }
-    }
-}
-
-impl Loader {
+impl TensorNames {
     pub(crate) fn new(config: &Config) -> Self {
         let layout = Arc::new(Layout::new(config));
-        let values = vec![0.0; layout.len()];
         let names = layout.file_tensors().iter().map(|tensor| tensor.name.clone());
         Self {
             by_name: names.zip(0..).collect(),
-            non_finite: vec![None; layout.file_tensors().len()],
-            halves: HashMap::new(),
             end_of_layers: config.architecture.predicts_further_tokens().then_some(config.num_layers()),
             unexpected: BTreeSet::new(),
             layout,
-            values,
         }
     }
 
-    /// Position of a tensor of files.
-    fn find(&self, name: &str) -> Option<usize> {
-        self.by_name.get(name).or_else(|| self.by_name.get(&format!("model.{name}"))).copied()
+    /// Position of a tensor of files, and what `name` is of it.
+    pub(crate) fn find(&self, name: &str) -> Option<(usize, StoredPart)> {
+        let position = |name: &str| {
+            self.by_name.get(name).or_else(|| self.by_name.get(&format!("model.{name}"))).copied()
+        };
+        StoredPart::ALL.into_iter().find_map(|part| {
+            let index = position(name.strip_suffix(part.suffix())?)?;
+            part.is_of(&self.layout.file_tensors()[index]).then_some((index, part))
+        })
     }
 
-    /// Places a tensor of the file `path`.
-    pub(crate) fn place(
-        &mut self,
-        path: &Path,
-        name: &str,
-        tensor: &TensorView<'_>,
-    ) -> Result<(), ModelError> {
-        let layout = Arc::clone(&self.layout);
-        let Some(index) = self.find(name) else {
-            return self.place_half(path, name, tensor);
-        };
-        let file = &layout.file_tensors()[index];
-        check_shape(path, name, &file.shape, tensor)?;
-        let mut of_file = Vec::new();
-        let values = match file.plain() {
-            Some(range) => &mut self.values[range],
-            None => {
-                of_file.resize(file.len(), 0.0);
-                &mut of_file[..]
-            }
-        };
-        if !widen(tensor, values) {
-            return Err(ModelError::Dtype {
-                path: path.to_owned(),
-                tensor: name.to_owned(),
-                found: format!("{:?}", tensor.dtype()),
-            });
+    /// Notes a tensor that has no place, if it is none to ignore.
+    pub(crate) fn note(&mut self, name: &str) {
+        // The head of a tied model is there twice in some files; rotary tables are computed, not learnt.
+        let known = name == "lm_head.weight" || name.ends_with("rotary_emb.inv_freq");
+        if !known && !self.is_of_further_layer(name) {
+            self.unexpected.insert(name.to_owned());
         }
-        self.non_finite[index] = Some(non_finite(values));
-        if !of_file.is_empty() {
-            file.scatter(&of_file, &mut self.values);
-        }
-        Ok(())
-    }
-
-    /// Places a tensor of no name in the layout: a half of one in MXFP4, or one to ignore or to complain about.
-    fn place_half(&mut self, path: &Path, name: &str, tensor: &TensorView<'_>) -> Result<(), ModelError> {
-        let layout = Arc::clone(&self.layout);
-        let half = Mxfp4Half::BOTH.into_iter().find_map(|half| {
-            let index = self.find(name.strip_suffix(half.suffix())?)?;
-            let file = &layout.file_tensors()[index];
-            Some((half, index, <[usize; 3]>::try_from(&file.shape[..]).ok()?))
-        });
-        let Some((half, index, shape)) = half else {
-            // The head of a tied model is there twice in some files; rotary tables are computed, not learnt.
-            let known = name == "lm_head.weight" || name.ends_with("rotary_emb.inv_freq");
-            if !known && !self.is_of_further_layer(name) {
-                self.unexpected.insert(name.to_owned());
-            }
-            return Ok(());
-        };
-        let bad =
-            |reason: String| ModelError::Mxfp4 { path: path.to_owned(), tensor: name.to_owned(), reason };
-        let [experts, inputs, outputs] = shape;
-        if !inputs.is_multiple_of(mxfp4::BLOCK) {
-            let block = mxfp4::BLOCK;
-            return Err(bad(format!(
-                "an expert has {inputs} inputs, and blocks have {block} values of one output"
-            )));
-        }
-        if tensor.dtype() != Dtype::U8 {
-            return Err(bad(format!("it is stored as {:?}, not as bytes", tensor.dtype())));
-        }
-        let mut expected = vec![experts, outputs, inputs / mxfp4::BLOCK];
-        if half == Mxfp4Half::Blocks {
-            expected.push(mxfp4::BLOCK_BYTES);
-        }
-        check_shape(path, name, &expected, tensor)?;
-        let (blocks, scales) = match self.halves.remove(&index) {
-            Some((Mxfp4Half::Blocks, blocks)) if half == Mxfp4Half::Scales => {
-                (blocks, tensor.data().to_vec())
-            }
-            Some((Mxfp4Half::Scales, scales)) if half == Mxfp4Half::Blocks => {
-                (tensor.data().to_vec(), scales)
-            }
-            _ => {
-                self.halves.insert(index, (half, tensor.data().to_vec()));
-                return Ok(());
-            }
-        };
-        let of_file = mxfp4::transposed(shape, &blocks, &scales);
-        self.non_finite[index] = Some(non_finite(&of_file));
-        layout.file_tensors()[index].scatter(&of_file, &mut self.values);
-        Ok(())
     }
 
     /// Whether a tensor is of a layer after the last of the network.
@@ -160,22 +62,18 @@ impl Loader {
         layer.zip(self.end_of_layers).is_some_and(|(layer, end)| layer >= end)
     }
 
-    /// The parameters, if all tensors were placed. `source` names the files in errors.
-    pub(crate) fn finish(self, source: PathBuf) -> Result<Parameters, ModelError> {
-        let tensors = self.layout.file_tensors();
-        let missing = tensors.iter().enumerate().filter(|(index, _)| self.non_finite[*index].is_none());
-        let missing: Vec<String> = missing
-            .map(|(index, tensor)| {
-                let other = self.halves.get(&index).map_or("", |(half, _)| match half {
-                    Mxfp4Half::Blocks => Mxfp4Half::Scales.suffix(),
-                    Mxfp4Half::Scales => Mxfp4Half::Blocks.suffix(),
-                });
-                format!("{}{other}", tensor.name)
-            })
-            .collect();
+    /// An error if tensors have no place, or if a part of one is `missing`. `source` names the files.
+    pub(crate) fn complain(
+        &self,
+        source: &Path,
+        missing: impl Iterator<Item = Option<StoredPart>>,
+    ) -> Result<(), ModelError> {
+        let tensors = self.layout.file_tensors().iter().zip(missing);
+        let missing: Vec<String> =
+            tensors.filter_map(|(tensor, part)| Some(format!("{}{}", tensor.name, part?.suffix()))).collect();
         if !missing.is_empty() {
             return Err(ModelError::MissingTensors {
-                path: source,
+                path: source.to_owned(),
                 count: missing.len(),
                 names: first_of(missing.iter().map(String::as_str)),
             });
@@ -183,27 +81,88 @@ impl Loader {
         if !self.unexpected.is_empty() {
             let count = self.unexpected.len();
             let names = first_of(self.unexpected.iter().map(String::as_str));
-            return Err(ModelError::UnexpectedTensors { path: source, count, names });
+            return Err(ModelError::UnexpectedTensors { path: source.to_owned(), count, names });
         }
-        let names = tensors.iter().map(|tensor| &tensor.name[..]);
-        refuse_non_finite(&source, names.zip(self.non_finite.iter().copied().flatten()))?;
-        Parameters::from_values(self.layout, self.values)
+        Ok(())
     }
 }
 
-fn check_shape(
-    path: &Path,
-    name: &str,
-    expected: &[usize],
-    tensor: &TensorView<'_>,
-) -> Result<(), ModelError> {
-    if tensor.shape() == expected {
-        return Ok(());
+/// Fills the flat buffer file by file.
+pub(crate) struct Loader {
+    names: TensorNames,
+    values: Vec<f32>,
+    /// Per tensor of files: values that are not finite; `None` until it was read.
+    non_finite: Vec<Option<usize>>,
+    /// Quantised tensors of files, by their position, of which a part was not read yet.
+    halves: HashMap<usize, StoredValues>,
+}
+
+impl Loader {
+    pub(crate) fn new(config: &Config) -> Self {
+        let names = TensorNames::new(config);
+        let values = vec![0.0; names.layout.len()];
+        Self {
+            non_finite: vec![None; names.layout.file_tensors().len()],
+            halves: HashMap::new(),
+            names,
+            values,
+        }
     }
-    Err(ModelError::Shape {
-        path: path.to_owned(),
-        tensor: name.to_owned(),
-        expected: expected.to_vec(),
-        found: tensor.shape().to_vec(),
-    })
+
+    /// Places a tensor of the file `path`.
+    pub(crate) fn place(
+        &mut self,
+        path: &Path,
+        name: &str,
+        tensor: &TensorView<'_>,
+    ) -> Result<(), ModelError> {
+        let layout = Arc::clone(&self.names.layout);
+        let Some((index, part)) = self.names.find(name) else {
+            self.names.note(name);
+            return Ok(());
+        };
+        let file = &layout.file_tensors()[index];
+        let plain = file.plain().filter(|_| part == StoredPart::Values && tensor.shape() == file.shape);
+        if let Some(range) = plain
+            && widen(tensor, &mut self.values[range.clone()])
+        {
+            self.non_finite[index] = Some(non_finite(&self.values[range]));
+            return Ok(());
+        }
+        let mut stored = self.halves.remove(&index).unwrap_or_default();
+        stored.put((path, name), file, part, tensor)?;
+        if stored.missing().is_some() {
+            self.halves.insert(index, stored);
+            return Ok(());
+        }
+        let mut count = 0;
+        for part in &file.parts {
+            let Some(matrix) = stored.matrix(file, part) else {
+                let (path, tensor) = (path.to_owned(), name.to_owned());
+                let reason = "its rows are not whole blocks of the layout".to_owned();
+                return Err(ModelError::Blocks { path, tensor, reason });
+            };
+            let [rows, columns] = part.shape;
+            let values = &mut self.values[part.offset..][..rows * columns];
+            matrix.dequantize(0..rows, values);
+            count += non_finite(values);
+        }
+        self.non_finite[index] = Some(count);
+        Ok(())
+    }
+
+    /// The parameters, if all tensors were placed. `source` names the files in errors.
+    pub(crate) fn finish(self, source: PathBuf) -> Result<Parameters, ModelError> {
+        let Self { names, values, non_finite, halves } = self;
+        let missing =
+            non_finite.iter().enumerate().map(|(index, placed)| match (placed, halves.get(&index)) {
+                (Some(_), _) => None,
+                (None, Some(half)) => half.missing(),
+                (None, None) => Some(StoredPart::Values),
+            });
+        names.complain(&source, missing)?;
+        let files = names.layout.file_tensors().iter().map(|tensor| &tensor.name[..]);
+        refuse_non_finite(&source, files.zip(non_finite.into_iter().flatten()))?;
+        Parameters::from_values(names.layout, values)
+    }
 }

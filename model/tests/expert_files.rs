@@ -1,13 +1,19 @@
-//! Weight files of models with experts: the number formats and layouts that are read, and what is refused by name.
+//! Weight files with experts or with quantised tensors: the number formats and layouts that are read, and what is refused by name.
 //!
 //! Invariant: files are made here tensor by tensor, from the tensors that a fresh model is saved with.
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
-use model::{Architecture, Config, ModelError, Parameters, Sizes, WeightDtype};
+use model::{
+    Architecture, Config, Decoder, FrozenParameters, LowRank, ModelError, Parameters, Recompute, Sizes,
+    WeightDtype,
+};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
+
+use crate::common::{bits, logits_of, pack_of};
 
 const SIZES: Sizes = Sizes {
     vocab_size: 20,
@@ -194,15 +200,78 @@ fn halves_and_odd_shapes_of_mxfp4_are_named() {
     );
     tensors.insert(format!("{DOWN}_scales"), Stored::zero());
     let message = error(&config, &tensors);
-    assert!(message.contains("down_proj_scales cannot be read as MXFP4: it is stored as F32"), "{message}");
+    assert!(message.contains("down_proj_scales is stored as F32"), "{message}");
 
     let narrow = Config::fresh(&Sizes { intermediate_size: 24, ..SIZES }).of_family(Architecture::GptOss);
     let (_, mut tensors) = saved(&narrow);
     tensors.remove(DOWN).unwrap();
     tensors.insert(format!("{DOWN}_blocks"), Stored::zero());
     let message = error(&narrow, &tensors);
-    assert!(
-        message.contains("down_proj_blocks cannot be read as MXFP4: an expert has 24 inputs"),
-        "{message}"
-    );
+    assert!(message.contains("down_proj_blocks cannot be read: an expert has 24 inputs"), "{message}");
+}
+
+const GATE: &str = "model.layers.1.mlp.gate_proj.weight";
+
+/// A Qwen 3 model with one matrix in FP8: `[200, 256]`, so the last square of its rows is cut.
+fn with_float8() -> (Config, Parameters, Tensors) {
+    let config = Config::fresh(&Sizes { hidden_size: 256, intermediate_size: 200, ..SIZES })
+        .of_family(Architecture::Qwen3);
+    let (mut parameters, mut tensors) = saved(&config);
+    // All bits but those that are no number.
+    let codes: Vec<u8> =
+        (0..200 * 256).map(|at| (at * 37 % 254) as u8).map(|code| code + u8::from(code > 126)).collect();
+    let scales = [0.5_f32, 0.02, 0.3, 0.04];
+    let value = |code: u8| {
+        let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7) / 8.0);
+        let size = if exponent == 0 {
+            mantissa * 2.0_f32.powi(-6)
+        } else {
+            (1.0 + mantissa) * 2.0_f32.powi(exponent - 7)
+        };
+        if code < 128 { size } else { -size }
+    };
+    let range = parameters.layout().spec(GATE).unwrap().range();
+    for (at, to) in parameters.values_mut()[range].iter_mut().enumerate() {
+        let (row, column) = (at / 256, at % 256);
+        *to = value(codes[at]) * scales[row / 128 * 2 + column / 128];
+    }
+    let bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+    tensors.insert(GATE.to_owned(), Stored { dtype: Dtype::F8_E4M3, shape: vec![200, 256], bytes: codes });
+    tensors.insert(format!("{GATE}_scale_inv"), Stored { dtype: Dtype::F32, shape: vec![2, 2], bytes });
+    (config, parameters, tensors)
+}
+
+#[test]
+fn matrices_in_fp8_are_dequantised() {
+    let (config, parameters, mut tensors) = with_float8();
+    assert_eq!(load(&config, &tensors).unwrap().values(), parameters.values());
+    let scales = tensors.remove(&format!("{GATE}_scale_inv")).unwrap();
+    let message = error(&config, &tensors);
+    assert!(message.contains("lacks 1 of") && message.contains("gate_proj.weight_scale_inv"), "{message}");
+    tensors.insert(format!("{GATE}_scale_inv"), Stored { shape: vec![4, 1], ..scales });
+    let message = error(&config, &tensors);
+    assert!(message.contains("gate_proj.weight_scale_inv has shape [4, 1]"), "{message}");
+    let down = tensors.remove(GATE).unwrap();
+    tensors.insert("model.layers.1.mlp.down_proj.weight_scale_inv".to_owned(), down);
+    let message = error(&config, &tensors);
+    assert!(message.contains("a row has 200 values, and a scale is of 128"), "{message}");
+}
+
+/// Weights that stay as they are stored compute what the same weights in f32 do, in the memory of their files.
+#[test]
+fn quantised_tensors_of_a_directory_can_stay_as_they_are() {
+    for (config, parameters, tensors) in [with_blocks(), with_float8()] {
+        let dir = tempfile::tempdir().unwrap();
+        write(&dir.path().join("model.safetensors"), &tensors);
+        let base = FrozenParameters::load(dir.path(), &config).unwrap();
+        let none = Arc::new(LowRank::zeros(1, 1.0, Vec::new()));
+        let pack = pack_of([&[3, 14, 15, 9, 2, 6][..]]);
+        let [stored, expected] =
+            [Decoder::frozen(&base, &none, Recompute::None), Decoder::new(&config, &parameters)]
+                .map(|decoder| bits(&logits_of(&decoder, &pack)));
+        assert!(stored == expected, "{:?}", config.architecture);
+        let bytes: usize = tensors.values().map(|tensor| tensor.bytes.len()).sum();
+        // The scales of a square are kept for each of its rows.
+        assert!((base.bytes() as usize) < bytes + bytes / 50, "{} of {bytes}", base.bytes());
+    }
 }

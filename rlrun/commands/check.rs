@@ -31,7 +31,11 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
     let runtime = RewardRuntime::new(program, &SharedCores::all())?;
     let prepared = Prepared::new(&recipe, &directory, &runtime, scratch.path())?;
     // Missing weights and wrong shapes are found only when the weights are read.
-    recipe.adapter(&directory.load_parameters()?)?;
+    if recipe.has_quantized_base() {
+        recipe.over_quantized_base(&directory)?;
+    } else {
+        recipe.adapter(&directory.load_parameters()?)?;
+    }
     if let Some(supervised) = &recipe.supervised {
         let files = ModelDirectory::open(directory.path())?;
         // Without the reference: only the examples are checked.

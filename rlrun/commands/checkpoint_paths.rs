@@ -1,8 +1,9 @@
-//! The model or the checkpoint that an argument names: a model directory, a GGUF file, or a run.
+//! The model or the checkpoint that an argument names: a model directory, a GGUF file, or a run; and its weights.
 
 use std::path::{Path, PathBuf};
 
-use model::ModelDirectory;
+use model::{AdaptedBase, ModelDirectory, Parameters, Quantization, SharedCores, ThreadPool};
+use rollout::{Network, ServeOn};
 
 use crate::failure::Failure;
 
@@ -37,4 +38,27 @@ pub(super) fn checkpoint_of(target: &Path, step: Option<u64>) -> Result<PathBuf,
         }));
     };
     Ok(trainer::checkpoint::path(&checkpoints, *version))
+}
+
+/// A network of the model of `directory`. Over a base that stays quantised the adapter is merged only where it has to be.
+pub(super) fn network_of(directory: &ModelDirectory, on: &ServeOn) -> Result<Network, Failure> {
+    if matches!(on, ServeOn::Host(Quantization::None))
+        && let Some(policy) = adapted(directory)?
+    {
+        return Ok(policy.decoder().into());
+    }
+    Ok(Network::new(on, directory.config(), &parameters_of(directory)?)?)
+}
+
+/// The weights of the model of `directory` in f32.
+pub(super) fn parameters_of(directory: &ModelDirectory) -> Result<Parameters, Failure> {
+    let Some(policy) = adapted(directory)? else { return Ok(directory.load_parameters()?) };
+    let cores = SharedCores::all();
+    Ok(policy.merged(&ThreadPool::new(&cores, cores.total()))?)
+}
+
+/// The policy, if `directory` is that of a checkpoint whose base stays quantised.
+fn adapted(directory: &ModelDirectory) -> Result<Option<AdaptedBase>, Failure> {
+    let Some(checkpoint) = directory.path().parent() else { return Ok(None) };
+    Ok(trainer::checkpoint::load_adapted(checkpoint, directory)?)
 }

@@ -7,10 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use model::SharedCores;
-use rollout::Network;
 use rollout::evaluate::EvaluationObserver;
 
-use super::checkpoint_paths::model_of;
+use super::checkpoint_paths::{model_of, network_of};
 use super::{load, scratch_directory};
 use crate::args::EvalArgs;
 use crate::evaluation::{Evaluated, EvaluationRequest, Which};
@@ -39,8 +38,7 @@ pub(super) fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure
     let prepared = Prepared::new(&recipe, &directory, &runtime, scratch.path())?;
     let prepared = prepared.serving_agents(&recipe, &directory, &runtime)?;
     progress.set_rewards(prepared.rewards.clone());
-    let parameters = directory.load_parameters()?;
-    let network = Network::new(&recipe.evaluate_on()?, directory.config(), &parameters)?;
+    let network = network_of(&directory, &recipe.evaluate_on()?)?;
     progress.enter(TrainerPhase::Evaluation);
     let watch = EvaluationObserver { stop: &stop, progress: progress.evaluation(), show: &|_| {} };
     let (which, directory, runtime, watch) = (Which::All, &directory, &runtime, &watch);

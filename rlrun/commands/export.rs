@@ -6,7 +6,7 @@ use std::path::Path;
 
 use model::{Config, ModelDirectory};
 
-use super::checkpoint_paths::model_of;
+use super::checkpoint_paths::{model_of, parameters_of};
 use super::load;
 use crate::args::ExportArgs;
 use crate::failure::Failure;
@@ -39,15 +39,17 @@ pub(super) fn export(args: &ExportArgs, program: &Program) -> Result<String, Fai
         return Ok(format!("wrote {out} from {adapter}, for the model {base}"));
     }
     let directory = ModelDirectory::open(&model)?;
-    directory.export(&args.out, &directory.load_parameters()?, args.dtype)?;
+    directory.export(&args.out, &parameters_of(&directory)?, args.dtype)?;
     let (out, dtype) = (args.out.display(), args.dtype.declared());
     Ok(format!("wrote {out} from {} as {dtype}", model.display()))
 }
 
 /// The model that the adapter of a run belongs to, as PEFT is to load it: that of its recipe, by its name on the hub if it
-/// lies in the cache of the hub. A model that the run made or warmed up is only in the run, and PEFT reads no GGUF file.
+/// lies in the cache of the hub. A model that the run made or warmed up is only in the run, and PEFT reads no GGUF file; but a base that stays quantised is
+/// the model of the recipe.
 fn base_of(run: &Path, recipe: &Recipe) -> String {
     let path = match &recipe.model {
+        Model::Path(path) if recipe.has_quantized_base() => path.clone(),
         Model::Path(path) if recipe.warmup.is_none() && !ModelDirectory::is_file(path) => path.clone(),
         Model::Path(_) | Model::Random(_) => trainer::checkpoint::base_path(&run.join("checkpoints")),
     };

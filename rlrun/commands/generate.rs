@@ -9,12 +9,12 @@ use device::Device;
 use environments::EnvironmentContext;
 use model::{ModelDirectory, Quantization, Sampling, SharedCores, ThreadPool};
 use rollout::{
-    Engine, EngineConfig, Episode, EpisodeConfig, EpisodeDriver, LocalSampler, Network, RequestOptions,
-    SampleRequest, Sampler, ServeOn, StopRules,
+    Engine, EngineConfig, Episode, EpisodeConfig, EpisodeDriver, LocalSampler, RequestOptions, SampleRequest,
+    Sampler, ServeOn, StopRules,
 };
 use trajectory::{GroupId, Message, PolicyVersion, Prompt, Task, TaskId};
 
-use super::checkpoint_paths::model_of;
+use super::checkpoint_paths::{model_of, network_of};
 use super::{load, scratch_directory};
 use crate::acting::Acting;
 use crate::args::GenerateArgs;
@@ -71,7 +71,6 @@ impl TextGenerator {
     fn open(args: &GenerateArgs, program: &Program) -> Result<Self, Failure> {
         let target = HuggingFace::of(program).model(&args.target)?;
         let directory = ModelDirectory::open(&model_of(&target, None)?)?;
-        let parameters = directory.load_parameters()?;
         let context = directory.config().max_context();
         let max_tokens = args.max_tokens.min(context.saturating_sub(1)).max(1);
         let device = args.on.device()?;
@@ -94,7 +93,7 @@ impl TextGenerator {
             None => ServeOn::Host(Quantization::None),
             Some((place, dtype)) => ServeOn::Device(Device::open(place)?, dtype),
         };
-        let (network, cores) = (Network::new(&on, directory.config(), &parameters)?, SharedCores::all());
+        let (network, cores) = (network_of(&directory, &on)?, SharedCores::all());
         let engine = Engine::new(config, stop, network, PolicyVersion::default())?
             .on(Arc::new(ThreadPool::new(&cores, cores.total())));
         let sampling = Sampling { temperature: args.temperature as f32, ..Sampling::PLAIN };

@@ -12,13 +12,13 @@ use endpoint::session::{SessionControl, SessionLimits, SessionStore, expire_idle
 use endpoint::{EndpointConfig, EndpointError, EndpointLimits, EndpointServer, ServedPolicy, Service};
 use model::{KvCache, ModelDirectory, Quantization, SharedCores, ThreadPool};
 use rollout::{
-    Engine, EngineConfig, LocalSampler, Network, OnUpdate, RequestBounds, RolloutError, ServeOn,
-    ServedSampler, StopRules, request_queue,
+    Engine, EngineConfig, LocalSampler, OnUpdate, RequestBounds, RolloutError, ServeOn, ServedSampler,
+    StopRules, request_queue,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use trajectory::PolicyVersion;
 
-use super::checkpoint_paths::model_of;
+use super::checkpoint_paths::{model_of, network_of};
 use crate::args::ServePolicyArgs;
 use crate::failure::Failure;
 use crate::huggingface::HuggingFace;
@@ -156,8 +156,7 @@ fn engine(
         strings: Vec::new(),
         tokenizer: directory.tokenizer().clone(),
     };
-    let parameters = directory.load_parameters()?;
-    let network = Network::new(&on, directory.config(), &parameters)?;
+    let network = network_of(directory, &on)?;
     let cores = SharedCores::all();
     let threads = args.threads.unwrap_or(cores.total());
     Ok(Engine::new(config, stop, network, version)?.on(Arc::new(ThreadPool::new(&cores, threads))))

@@ -41,7 +41,10 @@ impl Run<'_> {
         self.progress.enter(TrainerPhase::Evaluation);
         let answers: usize = sets.iter().map(|(_, set)| set.answers()).sum();
         let bar = self.report.bar("evaluation", answers as u64);
-        let network = Network::new(&self.recipe.evaluate_on()?, learner.model(), &*learner.parameters()?)?;
+        let network = match learner.adapted() {
+            Some(policy) => policy.decoder().into(),
+            None => Network::new(&self.recipe.evaluate_on()?, learner.model(), &*learner.parameters()?)?,
+        };
         let (stop, show) = (self.signals.stop_flag(), |judged| bar.set(judged, ""));
         let watch = EvaluationObserver { stop: &stop, progress: self.progress.evaluation(), show: &show };
         let (runtime, watch) = (&self.runtime, &watch);

@@ -8,7 +8,7 @@ use buffer::{Buffer, Consumer, Producer};
 use model::turns;
 use rollout::remote::EngineKind;
 use rollout::scoring::Scorer;
-use rollout::{Network, Sampler, Worker};
+use rollout::{Network, Sampler, ServeOn, Worker};
 use trainer::checkpoint::CheckpointArchive;
 use trainer::{Trainer, TrainerParts};
 use weights::Hub;
@@ -167,9 +167,19 @@ impl Run<'_> {
         weights: &WeightPublishing,
     ) -> Result<Box<dyn Sampler>, Failure> {
         let StartingState { learner, directory, prepared, state, .. } = start;
-        let on = self.recipe.serve_on()?;
-        let network = Network::new(&on, directory.config(), &*learner.parameters()?)?;
-        let incoming = weights.incoming(self.recipe, &services.hub, network.config())?;
+        let (on, network) = match learner.adapted() {
+            Some(policy) => {
+                let network = policy.decoder().into();
+                (ServeOn::Adapted(policy), network)
+            }
+            None => {
+                let on = self.recipe.serve_on()?;
+                let network = Network::new(&on, directory.config(), &*learner.parameters()?)?;
+                // The next version is uploaded on another stream than the engine's.
+                (self.recipe.serve_on()?, network)
+            }
+        };
+        let incoming = weights.incoming(self.recipe, &services.hub, network.config(), on)?;
         let setup = SamplerSetup { recipe: self.recipe, directory, prepared };
         setup
             .updated(SamplerWeights { version: state.version, network, incoming }, self.recipe.is_colocated())

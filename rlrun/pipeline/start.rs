@@ -6,10 +6,11 @@ use std::sync::Arc;
 
 use model::{Head, ModelDirectory, Parameters};
 use serde_json::json;
-use trainer::checkpoint::{CheckpointContents, CheckpointIntegrity, NetworkState, set_aside_after};
+use trainer::checkpoint::{
+    CheckpointContents, CheckpointIntegrity, NetworkState, StateWeights, set_aside_after,
+};
 use trainer::critic::CriticKind;
-use trainer::lora::Adapter;
-use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind};
+use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::{Checkpoint, Learner, LearnerConfig, TrainerError, TrainerState};
 use trajectory::PolicyVersion;
 
@@ -55,10 +56,18 @@ impl Run<'_> {
         }
         let recipe = self.recipe;
         self.progress.enter(TrainerPhase::Opening);
-        let checkpoints = self.run_dir.checkpoints();
         let mut directory = recipe.open_model(self.run_dir.path())?;
         let prepared = self.prepared(&directory)?;
         prepared.announce(recipe, &self.report, &directory);
+        if recipe.has_quantized_base() {
+            let (base, adapter) = recipe.over_quantized_base(&directory)?;
+            let weights = StateWeights::Quantized(Arc::new(base));
+            return self.first_state(
+                directory,
+                prepared,
+                LearnerStates { weights, adapter: Some(adapter), optimizer: None },
+            );
+        }
         let mut parameters = directory.load_parameters()?;
         // An adapter that does not fit is refused before the warm-up.
         recipe.adapter(&parameters)?;
@@ -75,17 +84,29 @@ impl Run<'_> {
             parameters = parameters.with_head(directory.config());
         }
         let adapter = recipe.adapter(&parameters)?;
-        if let Some(adapter) = &adapter {
+        let weights = StateWeights::Whole(Arc::new(parameters));
+        self.first_state(directory, prepared, LearnerStates { weights, adapter, optimizer: None })
+    }
+
+    /// The state before the first step; `None` if the run was stopped.
+    fn first_state(
+        &self,
+        directory: ModelDirectory,
+        prepared: Prepared,
+        states: LearnerStates,
+    ) -> Result<Option<StartingState>, Failure> {
+        let recipe = self.recipe;
+        if let Some(adapter) = &states.adapter {
             let trained = adapter.values().len();
             self.report.note(&format!("LoRA trains {trained} parameters, all others are frozen"));
         }
         let directory = Arc::new(directory);
-        let learner = self.learner(&directory, parameters, adapter, None)?;
+        let learner = self.learner(&directory, states)?;
         let state = TrainerState::at(PolicyVersion::default());
         if recipe.warmup.is_some() && recipe.checkpoint.interval > 0 {
             let policy = NetworkState::of(&directory, &learner)?;
             let contents = CheckpointContents { policy, critic: None, state: &state };
-            trainer::checkpoint::save(&checkpoints, &contents, recipe.retention())?;
+            trainer::checkpoint::save(&self.run_dir.checkpoints(), &contents, recipe.retention())?;
         }
         let evaluation = self.evaluate(&prepared, &learner, &directory)?;
         Ok(self.unless_stopped(StartingState {
@@ -101,12 +122,13 @@ impl Run<'_> {
     /// The state in the checkpoint of [`Run::from`], or in the newest undamaged one; `None` if there is no checkpoint.
     fn resumed(&self, observer: &mut Observer<'_>) -> Result<Option<StartingState>, Failure> {
         let Some((checkpoint, damage)) = self.checkpoint()? else { return Ok(None) };
-        let Checkpoint { directory, parameters, adapter, optimizer, state, integrity } = checkpoint;
+        let Checkpoint { directory, weights, adapter, optimizer, state, integrity } = checkpoint;
         let (checkpoints, version) = (self.run_dir.checkpoints(), state.version);
         let path = trainer::checkpoint::path(&checkpoints, version);
         let directory = Arc::new(directory);
         let prepared = self.prepared(&directory)?;
-        let learner = self.learner(&directory, parameters, adapter, Some(optimizer))?;
+        let states = LearnerStates { weights, adapter, optimizer: Some(optimizer) };
+        let learner = self.learner(&directory, states)?;
         // From here on only errors remain that no change of the recipe can mend.
         for (damaged, reason) in &damage {
             self.report.note(&format!("the checkpoint of step {} cannot be used: {reason}", damaged.0));
@@ -186,16 +208,9 @@ impl Run<'_> {
     }
 
     /// The learner of the training steps, on the cores that the recipe gives the trainer.
-    fn learner(
-        &self,
-        directory: &ModelDirectory,
-        parameters: Parameters,
-        adapter: Option<Adapter>,
-        optimizer: Option<Optimizer>,
-    ) -> Result<Learner, Failure> {
+    fn learner(&self, directory: &ModelDirectory, states: LearnerStates) -> Result<Learner, Failure> {
         let (config, model) = (self.recipe.learner(), directory.config().clone());
-        let learner =
-            learner(self.leader.as_ref(), config, model, LearnerStates { parameters, adapter, optimizer })?;
+        let learner = learner(self.leader.as_ref(), config, model, states)?;
         match learner.meets_on_devices() {
             Some(true) => self.report.note("ranks exchange from device to device"),
             Some(false) => self.report.note("ranks exchange through the host"),
@@ -220,7 +235,8 @@ impl Run<'_> {
         let optimizer = OptimizerConfig::standard(kind, WARMUP_BETA2);
         let config = LearnerConfig { optimizer, ..self.recipe.learner() };
         let model = directory.config().clone();
-        let states = LearnerStates { parameters, adapter: None, optimizer: None };
+        let weights = StateWeights::Whole(Arc::new(parameters));
+        let states = LearnerStates { weights, adapter: None, optimizer: None };
         let mut learner = learner(self.leader.as_ref(), config, model, states)?
             .on(Arc::new(self.recipe.trainer_pool(&self.cores)));
         let phase = self.report.phase("warm-up", warmup.steps as u64);

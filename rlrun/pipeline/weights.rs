@@ -8,6 +8,7 @@ use std::sync::Arc;
 use device::device::DeviceLocation;
 use device::{Device, Storage, bf16};
 use model::on_device::DeviceDtype;
+use rollout::ServeOn;
 use rollout::applier::WeightSource;
 use trainer::WeightPublisher;
 use weights::direct::colocated::ColocatedPublisher;
@@ -147,12 +148,13 @@ impl WeightPublishing {
         }
     }
 
-    /// The subscription of the local sampler, which runs `model`.
+    /// The subscription of the local sampler, which runs `model` and serves it `on`.
     pub(super) fn incoming(
         &self,
         recipe: &Recipe,
         hub: &Hub,
         model: &model::Config,
+        on: ServeOn,
     ) -> Result<WeightSource, Failure> {
         let direct = match self {
             Self::Host(_) => None,
@@ -162,8 +164,6 @@ impl WeightPublishing {
         if let Some(direct) = direct {
             return Ok(direct);
         }
-        // The next version is uploaded on another stream than the engine's.
-        let on = recipe.serve_on()?;
         Ok(WeightSource::Host {
             subscriber: Arc::new(hub.subscribe(SAMPLER_NAME)?),
             config: Arc::new(model.clone()),

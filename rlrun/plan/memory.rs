@@ -16,8 +16,8 @@ use model::{Config, KvCache, LayerSpec, Layout, ParameterSpec, Quantization, Que
 use trainer::lora::LoraConfig;
 
 use crate::allocator::SPARE;
-use crate::recipe::Recipe;
 use crate::recipe::words::CriticKind;
+use crate::recipe::{Model, Recipe};
 
 /// What a run takes whose model takes nothing: program, libraries, threads and the heap that the allocator keeps for each
 /// of them in pages of 2 MiB, measured with a model of 20 thousand weights: 70 to 100 MiB.
@@ -77,6 +77,11 @@ impl Memory {
         let size = Size::of(config, recipe.trainer.recompute, recipe.rollout.quantization, F32);
         let trained = Trained::of(recipe, config);
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
+        // Over a base that stays quantised the factors are published, and the sampler computes with the base of the trainer.
+        let (pushed, packed) = match recipe.has_quantized_base() {
+            true => (trained.adapter, 0),
+            false => (weights, size.packed),
+        };
         let (positions, rows, micro_batch) =
             (cache_positions(recipe, config), decoding_rows(recipe), micro_batch_tokens(recipe));
         let part = |name, what, bytes| Part { name, what, bytes, phase: Phase::Always };
@@ -97,8 +102,8 @@ impl Memory {
                 product(&[world, micro_batch, size.activations_per_token]),
             ),
             part("logits", "of rows of the micro-batch of every rank", product(&[world, logits])),
-            published(recipe, weights),
-            part("served", "the version that is sampled from, packed", size.packed),
+            published(recipe, pushed),
+            part("served", "the version that is sampled from, packed", packed),
             part(
                 "kv cache",
                 "keys and values of all running sequences",
@@ -110,7 +115,10 @@ impl Memory {
             parts.push(part("update", "an update of the largest matrix on every core", trained.scratch));
         }
         if trained.adapter > 0 {
-            let what = "A and B, and the frozen weights under them";
+            let what = match recipe.has_quantized_base() {
+                true => "A and B",
+                false => "A and B, and the frozen weights under them",
+            };
             parts.push(part("adapter", what, trained.adapter));
         }
         if recipe.needs_reference() {
@@ -264,6 +272,14 @@ impl Trained {
         };
         let (specs, frozen) = lora.shapes(layout.specs());
         let changed = changed(&specs);
+        if recipe.has_quantized_base() {
+            let file = match &recipe.model {
+                Model::Path(path) => model::stored_bytes(path),
+                Model::Random(_) => 0,
+            };
+            let (_, gradients) = of_ranks(recipe, &layout, Some(&lora), F32);
+            return of(&specs, product(&[F32, changed]), (file, gradients));
+        }
         let values = changed.saturating_add(frozen as u64);
         let adapter = product(&[F32, recipe.trainer.world as u64, values]);
         of(&specs, adapter, of_ranks(recipe, &layout, Some(&lora), F32))

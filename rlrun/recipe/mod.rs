@@ -21,6 +21,7 @@ mod log;
 pub(crate) mod manual;
 pub(crate) mod peers;
 mod placement;
+mod quantized_base;
 mod ranges;
 mod resolved;
 pub(crate) mod resume;

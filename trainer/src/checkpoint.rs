@@ -11,6 +11,8 @@
 //! checkpoints/base/         with LoRA: the frozen model as a Hugging Face directory, written once
 //! ```
 //!
+//! If the frozen weights stay quantised, `base/` has a copy of their files, and `model/` has no weights.
+//!
 //! With LoRA the frozen weights cannot be computed from the merged ones, which were rounded, so they are stored as they
 //! were when training began. They take the space of one checkpoint. A run stays complete if its directory moves or its
 //! original model is deleted.
@@ -26,7 +28,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{ModelDirectory, ParameterSpec, Parameters, ThreadPool, atomic, files, manifest};
+use model::{
+    AdaptedBase, FrozenParameters, ModelDirectory, ParameterSpec, Parameters, ThreadPool, atomic, files,
+    manifest,
+};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
@@ -69,8 +74,8 @@ pub struct TrainerState {
 pub struct Checkpoint {
     /// Its model directory without weights.
     pub directory: ModelDirectory,
-    /// Its weights: the f32 master weights.
-    pub parameters: Parameters,
+    /// Its weights.
+    pub weights: StateWeights,
     /// Its LoRA adapter, if the run trains one.
     pub adapter: Option<Adapter>,
     /// Its optimizer state.
@@ -117,12 +122,21 @@ pub struct CheckpointContents<'a> {
 pub struct NetworkState<'a> {
     /// The model files other than weights.
     pub directory: &'a Arc<ModelDirectory>,
-    /// Master weights.
-    pub parameters: Arc<Parameters>,
+    /// Its weights.
+    pub weights: StateWeights,
     /// Optimizer state of every trained tensor.
     pub optimizer: Cow<'a, Optimizer>,
-    /// The LoRA adapter, if one is trained; `parameters` has it merged.
+    /// The LoRA adapter, if one is trained.
     pub adapter: Option<&'a Adapter>,
+}
+
+/// Weights of a network in training.
+#[derive(Clone, Debug)]
+pub enum StateWeights {
+    /// The f32 master weights, with an adapter merged.
+    Whole(Arc<Parameters>),
+    /// The frozen weights, which stay quantised, under an adapter.
+    Quantized(Arc<FrozenParameters>),
 }
 
 impl Retention {
@@ -148,21 +162,53 @@ impl<'a> NetworkState<'a> {
     /// # Errors
     /// If a rank has ended.
     pub fn of(directory: &'a Arc<ModelDirectory>, learner: &'a Learner) -> Result<Self, TrainerError> {
-        let (parameters, optimizer) = (learner.parameters()?, learner.optimizer()?);
-        Ok(Self { directory, parameters, optimizer, adapter: learner.adapter() })
+        let weights = match learner.adapted() {
+            Some(policy) => StateWeights::Quantized(Arc::clone(policy.base())),
+            None => StateWeights::Whole(learner.parameters()?),
+        };
+        Ok(Self { directory, weights, optimizer: learner.optimizer()?, adapter: learner.adapter() })
     }
 
     /// Size of the files that grow with the model, bytes.
     fn bytes(&self) -> u64 {
         let adapter = self.adapter.map_or(0, |adapter| adapter.values().len());
-        let values = 4 * (self.parameters.values().len() + adapter) as u64;
+        let merged = match &self.weights {
+            StateWeights::Whole(parameters) => parameters.values().len(),
+            StateWeights::Quantized(_) => 0,
+        };
+        let values = 4 * (merged + adapter) as u64;
         values.saturating_add(self.optimizer.config().state_bytes(self.trained()))
     }
 
     /// The trained tensors, in the order of the optimizer states.
     fn trained(&self) -> &[ParameterSpec] {
-        self.adapter.map_or(self.parameters.layout().specs(), Adapter::specs)
+        trained(&self.weights, self.adapter)
     }
+}
+
+impl StateWeights {
+    /// The weights in f32.
+    ///
+    /// # Errors
+    /// If they stay quantised.
+    pub fn whole(&self) -> Result<&Arc<Parameters>, TrainerError> {
+        match self {
+            Self::Whole(parameters) => Ok(parameters),
+            Self::Quantized(_) => Err(TrainerError::QuantizedBase),
+        }
+    }
+
+    /// Its tensors.
+    fn specs(&self) -> &[ParameterSpec] {
+        match self {
+            Self::Whole(parameters) => parameters.layout().specs(),
+            Self::Quantized(base) => base.layout().specs(),
+        }
+    }
+}
+
+fn trained<'a>(weights: &'a StateWeights, adapter: Option<&'a Adapter>) -> &'a [ParameterSpec] {
+    adapter.map_or(weights.specs(), Adapter::specs)
 }
 
 impl TrainerState {
@@ -189,6 +235,12 @@ pub fn adapter_path(checkpoint: &Path) -> PathBuf {
 #[must_use]
 pub fn base_path(checkpoints: &Path) -> PathBuf {
     checkpoints.join("base")
+}
+
+/// The frozen model under the adapter of the checkpoint `dir`, if it stays quantised.
+fn quantized_base(dir: &Path) -> Option<PathBuf> {
+    let stays = adapter_path(dir).is_dir() && !ModelDirectory::has_weights(&dir.join("model"));
+    dir.parent().filter(|_| stays).map(base_path)
 }
 
 /// The critic in a checkpoint directory; absent without a separate critic.
@@ -237,7 +289,7 @@ pub fn save(
 fn write(checkpoints: &Path, target: &Path, contents: &CheckpointContents<'_>) -> Result<(), TrainerError> {
     let CheckpointContents { policy, critic, state } = contents;
     if let Some(adapter) = policy.adapter {
-        save_base(checkpoints, policy.directory, || adapter.base_parameters(&policy.parameters))?;
+        save_base(checkpoints, policy, adapter)?;
     }
     Ok(atomic::directory(target, |dir| {
         write_network(dir, policy)?;
@@ -267,7 +319,11 @@ fn write(checkpoints: &Path, target: &Path, contents: &CheckpointContents<'_>) -
 
 /// Writes the weights and the optimizer state of a network.
 fn write_network(dir: &Path, network: &NetworkState<'_>) -> Result<(), model::ModelError> {
-    network.directory.save(&dir.join("model"), &network.parameters)?;
+    let model = dir.join("model");
+    match &network.weights {
+        StateWeights::Whole(parameters) => network.directory.save(&model, parameters)?,
+        StateWeights::Quantized(_) => network.directory.describe(&model)?,
+    }
     let optimizer = dir.join("optimizer.safetensors");
     fail::fail_point!("checkpoint-write", |errno: Option<String>| {
         let number = errno.and_then(|number| number.parse().ok()).unwrap_or_default();
@@ -300,11 +356,7 @@ fn write_error(path: PathBuf) -> impl FnOnce(std::io::Error) -> model::ModelErro
 
 /// Writes the frozen model before the first checkpoint. An existing one without any checkpoint is from a killed
 /// attempt, maybe with other settings.
-fn save_base(
-    checkpoints: &Path,
-    directory: &ModelDirectory,
-    base: impl FnOnce() -> Parameters,
-) -> Result<(), TrainerError> {
+fn save_base(checkpoints: &Path, policy: &NetworkState<'_>, adapter: &Adapter) -> Result<(), TrainerError> {
     let path = base_path(checkpoints);
     if path.exists() {
         if !list(checkpoints).is_empty() {
@@ -312,7 +364,13 @@ fn save_base(
         }
         remove(&path)?;
     }
-    Ok(directory.save(&path, &base())?)
+    Ok(match &policy.weights {
+        StateWeights::Whole(merged) => policy.directory.save(&path, &adapter.base_parameters(merged))?,
+        StateWeights::Quantized(base) => atomic::directory(&path, |dir| {
+            base.copy_to(dir)?;
+            manifest::write(dir)
+        })?,
+    })
 }
 
 /// Loads the checkpoint in `dir` after comparing its files with the manifest, if it has one.
@@ -329,13 +387,41 @@ pub fn load(
     // New checkpoints have the current format.
     let state = TrainerState { format: FORMAT, ..numbers(dir)? };
     let directory = ModelDirectory::open(&dir.join("model"))?;
-    // `check` has already compared the digests.
-    let parameters = Parameters::load(directory.path(), directory.config())?;
-    let adapter = load_adapter(dir, &parameters, lora)?;
-    let specs = adapter.as_ref().map_or(parameters.layout().specs(), Adapter::specs);
+    let (weights, adapter) = match (quantized_base(dir), lora) {
+        (Some(file), Some(lora)) => {
+            let base = load_quantized(&file, &directory)?;
+            let adapter = Adapter::open_over(&adapter_path(dir), lora, &base)?;
+            (StateWeights::Quantized(Arc::new(base)), Some(adapter))
+        }
+        _ => {
+            // `check` has already compared the digests.
+            let parameters = Parameters::load(directory.path(), directory.config())?;
+            let adapter = load_adapter(dir, &parameters, lora)?;
+            (StateWeights::Whole(Arc::new(parameters)), adapter)
+        }
+    };
+    let specs = trained(&weights, adapter.as_ref());
     let states = optimizer_files::read(&dir.join("optimizer.safetensors"), specs, &optimizer)?;
     let optimizer = Optimizer::from_states(optimizer, state.updates, states);
-    Ok(Checkpoint { directory, parameters, adapter, optimizer, state, integrity })
+    Ok(Checkpoint { directory, weights, adapter, optimizer, state, integrity })
+}
+
+/// The policy of the checkpoint in `dir`, if its base stays quantised; `directory` is its model.
+///
+/// # Errors
+/// If a file is missing, broken or changed.
+pub fn load_adapted(dir: &Path, directory: &ModelDirectory) -> Result<Option<AdaptedBase>, TrainerError> {
+    let Some(file) = quantized_base(dir) else { return Ok(None) };
+    check(dir)?;
+    let base = load_quantized(&file, directory)?;
+    let path = adapter_path(dir);
+    let adapter = Adapter::open_over(&path, &lora_files::config(&path)?, &base)?;
+    Ok(Some(AdaptedBase::new(Arc::new(base), Arc::clone(adapter.factors()))))
+}
+
+fn load_quantized(base: &Path, directory: &ModelDirectory) -> Result<FrozenParameters, TrainerError> {
+    manifest::check(base)?;
+    Ok(FrozenParameters::load(&FrozenParameters::copied_to(base), directory.config())?)
 }
 
 /// Reads the counters of the checkpoint in `dir`.

@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use device::Device;
 use model::{
-    Config, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute, ResidentParameters,
-    RoutedTokens, ThreadPool,
+    AdaptedBase, Config, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute,
+    ResidentParameters, RoutedTokens, ThreadPool,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -384,6 +384,12 @@ impl Learner {
         let states = fragments.zip(states.iter().map(|states| &**states));
         let joined = Optimizer::join(self.config.optimizer, self.updates(), self.trained(), states)?;
         Ok(Cow::Owned(joined))
+    }
+
+    /// The policy, if an adapter is trained over a base that stays quantised.
+    #[must_use]
+    pub fn adapted(&self) -> Option<AdaptedBase> {
+        self.first.adapted()
     }
 
     /// The adapter, if one is trained in place of the weights.

@@ -161,7 +161,20 @@ impl Adapter {
         config.check(base.layout().specs())?;
         let mut adapter = Self::zeros(config.clone(), base);
         let values = Arc::make_mut(&mut adapter.factors).values_mut();
-        lora_files::read(dir, config, base, &adapter.specs, values)?;
+        lora_files::read(dir, config, base.layout(), Some(base), (&adapter.specs, values))?;
+        Ok(adapter)
+    }
+
+    /// The same as [`Self::open`] for a base that stays quantised.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open_over(dir: &Path, config: &LoraConfig, base: &FrozenParameters) -> Result<Self, TrainerError> {
+        let layout = base.layout();
+        config.check(layout.specs())?;
+        let mut adapter = Self::skeleton(config.clone(), layout.specs());
+        let values = Arc::make_mut(&mut adapter.factors).values_mut();
+        lora_files::read(dir, config, layout, None, (&adapter.specs, values))?;
         Ok(adapter)
     }
 

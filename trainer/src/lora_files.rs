@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
 use model::{Layout, ModelError, ParameterSpec, Parameters, atomic, files, manifest};
@@ -107,32 +107,50 @@ pub(crate) fn copy(from: &Path, to: &Path, base: &str) -> Result<(), TrainerErro
     Ok(())
 }
 
-/// Reads the matrices `specs` of an adapter of `base`, which are contiguous in `values [n]`.
+/// The settings of the adapter in `dir`.
+pub(crate) fn config(dir: &Path) -> Result<LoraConfig, TrainerError> {
+    let (path, bytes) = file(dir, CONFIG, files::MAX_JSON_BYTES)?;
+    let unusable = |reason: &str| TrainerError::Adapter { path: path.clone(), reason: reason.to_owned() };
+    let config: Value =
+        serde_json::from_slice(&bytes).map_err(|error| unusable(&format!("is not JSON: {error}")))?;
+    let rank = config["r"].as_u64().and_then(|rank| usize::try_from(rank).ok());
+    let modules = serde_json::from_value(config["target_modules"].clone()).ok();
+    match (rank, config["lora_alpha"].as_f64(), modules) {
+        (Some(rank), Some(alpha), Some(target_modules)) => Ok(LoraConfig { rank, alpha, target_modules }),
+        _ => Err(unusable("has no rank, no alpha, or layers that are not supported")),
+    }
+}
+
+/// The file `name` of an adapter, of at most `limit` bytes, with its path.
+fn file(dir: &Path, name: &str, limit: u64) -> Result<(PathBuf, Vec<u8>), TrainerError> {
+    let path = dir.join(name);
+    match files::read(&path, limit) {
+        Ok(bytes) => Ok((path, bytes)),
+        Err(error) => {
+            let reason = format!("cannot be read: {error}; name a directory that PEFT has written");
+            Err(TrainerError::Adapter { path, reason })
+        }
+    }
+}
+
+/// Reads the matrices of an adapter of a model of `layout`: `specs`, which are contiguous in `values [n]`. `base` are its weights,
+/// if it has them in f32.
 pub(crate) fn read(
     dir: &Path,
     expected: &LoraConfig,
-    base: &Parameters,
-    specs: &[ParameterSpec],
-    values: &mut [f32],
+    layout: &Layout,
+    base: Option<&Parameters>,
+    (specs, values): (&[ParameterSpec], &mut [f32]),
 ) -> Result<(), TrainerError> {
     manifest::check(dir)?;
-    let file = |name: &str, limit| {
-        let path = dir.join(name);
-        match files::read(&path, limit) {
-            Ok(bytes) => Ok((path, bytes)),
-            Err(error) => {
-                let reason = format!("cannot be read: {error}; name a directory that PEFT has written");
-                Err(TrainerError::Adapter { path, reason })
-            }
-        }
-    };
-    let (path, bytes) = file(CONFIG, files::MAX_JSON_BYTES)?;
+    let (path, bytes) = file(dir, CONFIG, files::MAX_JSON_BYTES)?;
     check_config(&bytes, expected).map_err(|reason| TrainerError::Adapter { path, reason })?;
     // The size of f32 values plus a header. PEFT adds both ends of the model if one of them is adapted.
-    let ends = base.layout().specs().iter().filter(|spec| is_end(spec)).map(ParameterSpec::len);
+    let ends = layout.specs().iter().filter(|spec| is_end(spec)).map(ParameterSpec::len);
     let weights = 4 * (values.len() + ends.sum::<usize>()) as u64;
-    let (path, bytes) = file(WEIGHTS, weights + files::MAX_JSON_BYTES)?;
-    read_weights(&bytes, base, specs, values).map_err(|reason| TrainerError::Adapter { path, reason })
+    let (path, bytes) = file(dir, WEIGHTS, weights + files::MAX_JSON_BYTES)?;
+    let base = FrozenEnds { layout, values: base };
+    read_weights(&bytes, &base, specs, values).map_err(|reason| TrainerError::Adapter { path, reason })
 }
 
 /// Checks that the config describes plain LoRA with the settings `expected`.
@@ -178,9 +196,16 @@ fn check_config(bytes: &[u8], expected: &LoraConfig) -> Result<(), String> {
     Err(format!("has {found}, but the recipe says {wanted}; write the adapter's values under `[lora]`"))
 }
 
+/// Embedding and head of a base model.
+struct FrozenEnds<'a> {
+    layout: &'a Layout,
+    /// `None` if they stay quantised.
+    values: Option<&'a Parameters>,
+}
+
 fn read_weights(
     bytes: &[u8],
-    base: &Parameters,
+    base: &FrozenEnds<'_>,
     specs: &[ParameterSpec],
     values: &mut [f32],
 ) -> Result<(), String> {
@@ -188,14 +213,19 @@ fn read_weights(
         SafeTensors::deserialize(bytes).map_err(|error| format!("is not a safetensors file: {error}"))?;
     let known: BTreeSet<&str> = specs.iter().map(|spec| &spec.name[..]).collect();
     for (name, view) in tensors.iter().filter(|(name, _)| !known.contains(name)) {
-        let Some(end) = end_of(name, base.layout()) else {
+        let Some(end) = end_of(name, base.layout) else {
             return Err(format!("has a tensor {name}, for which the model has no layer; use its base model"));
+        };
+        let Some(values) = base.values else {
+            return Err(format!(
+                "has {name}, which cannot be compared with that of a base model that stays quantised; remove it from the file"
+            ));
         };
         let mut found = vec![0.0; end.len()];
         if view.shape() == end.shape {
             convert(&view, &mut found).map_err(|reason| format!("{name} {reason}"))?;
         }
-        if found != base.values()[end.range()] {
+        if found != values.values()[end.range()] {
             return Err(format!(
                 "{name} is not that of the base model; use the model that it was trained on"
             ));

@@ -43,7 +43,7 @@ use std::time::Instant;
 
 use collective::HostCollective;
 use device::{Device, bf16};
-use model::{Config, Decoder, Layout, ParameterSpec, Parameters, Prediction, ThreadPool};
+use model::{AdaptedBase, Config, Decoder, Layout, ParameterSpec, Parameters, Prediction, ThreadPool};
 use trajectory::Sample;
 use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
@@ -159,6 +159,12 @@ impl Rank {
             RankKind::Sharded(rank) => Ok(Some(rank.shards())),
             RankKind::Group(rank) => by_dtype!(&**rank, rank => rank.shards()).map(Some),
         }
+    }
+
+    /// The policy, if its base stays quantised.
+    pub(crate) fn adapted(&self) -> Option<AdaptedBase> {
+        let RankKind::Frozen(rank) = &self.kind else { return None };
+        Some(AdaptedBase::new(Arc::clone(&rank.weights), Arc::clone(rank.adapter.factors())))
     }
 
     pub(crate) fn adapter(&self) -> Option<&Adapter> {

@@ -41,11 +41,17 @@ impl std::fmt::Debug for WeightPublisher {
 }
 
 impl WeightPublisher {
-    /// Publishes the weights of `learner` as `version`.
+    /// Publishes the weights of `learner` as `version`; only its factors if the base stays quantised.
     ///
     /// # Errors
     /// If the transport fails, or the learner does not have the weights where the transport needs them.
     pub(crate) fn publish(&self, version: PolicyVersion, learner: &Learner) -> Result<(), TrainerError> {
+        if let (Self::Host(publisher), Some(policy)) = (self, learner.adapted()) {
+            let factors: Arc<[f32]> = policy.factors().values().into();
+            let snapshot = Snapshot::new(version, factors.into());
+            publisher.publish(snapshot.with_adapter(published_adapter(learner)))?;
+            return Ok(());
+        }
         match (self, learner.device_weights()) {
             (Self::Host(publisher), _) => match learner.whole()? {
                 Some(whole) => {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use model::ModelDirectory;
+use model::{ModelDirectory, Parameters};
 use trainer::checkpoint::{
     CheckpointContents, CheckpointIntegrity, NetworkState, Retention, list, load, path, set_aside_after,
 };
@@ -45,7 +45,13 @@ fn resuming_from_a_checkpoint_gives_the_same_bits() {
             TensorState::Dion { .. } => kind == OptimizerKind::Dion,
         };
         assert!(read.optimizer.states().iter().filter(own).count() > 0, "{kind:?}");
-        let mut resumed = Learner::new(settings, config(), read.parameters, Some(read.optimizer)).unwrap();
+        let mut resumed = Learner::new(
+            settings,
+            config(),
+            Parameters::clone(read.weights.whole().unwrap()),
+            Some(read.optimizer),
+        )
+        .unwrap();
         advance(&mut resumed, 2);
         advance(&mut learner, 2);
         assert_eq!(resumed.parameters().unwrap().values(), learner.parameters().unwrap().values());

@@ -293,11 +293,11 @@ fn resuming_from_a_checkpoint_gives_the_same_bits() {
         let dir = save(files.path(), &directory, &learner, &state(3, &learner), 1).unwrap();
         let read = load(&dir, settings.optimizer, Some(&lora())).unwrap();
         assert_eq!(read.adapter.as_ref(), learner.adapter());
-        assert_eq!(read.parameters.values(), learner.parameters().unwrap().values());
+        assert_eq!(read.weights.whole().unwrap().values(), learner.parameters().unwrap().values());
         let mut resumed = Learner::adapting(
             settings.clone(),
             config(),
-            read.parameters,
+            Parameters::clone(read.weights.whole().unwrap()),
             read.adapter.unwrap(),
             Some(read.optimizer),
         )

@@ -240,11 +240,11 @@ fn resuming_from_a_checkpoint_gives_the_same_bits() {
         };
         let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
         let read = load(&dir, settings.optimizer, None).unwrap();
-        assert_eq!(read.parameters.values(), values(&learner));
+        assert_eq!(read.weights.whole().unwrap().values(), values(&learner));
         assert_eq!(read.optimizer, *learner.optimizer().unwrap());
         let moved = |state: &TensorState| matches!(state, TensorState::Moments(Moments::Full { first, .. }) if first.iter().any(|m| *m != 0.0));
         assert!(read.optimizer.states().iter().any(moved), "the moments are those of the steps");
-        let mut resumed = new(read.parameters, Some(read.optimizer));
+        let mut resumed = new(Parameters::clone(read.weights.whole().unwrap()), Some(read.optimizer));
         advance(&mut resumed, 2);
         advance(&mut learner, 2);
         assert_eq!(resumed.updates(), 4);

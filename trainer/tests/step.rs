@@ -316,9 +316,12 @@ fn an_asynchronous_checkpoint_has_the_state_when_it_was_due() {
     assert_eq!(bench.buffer.stats().unwrap().leased, 0);
     let read = |dir: &Path| load(dir, LEARNER.optimizer, None).unwrap();
     assert!(last.ends_with("step_000002"));
-    assert_eq!(read(&last).parameters.values(), bench.trainer.learner().parameters().unwrap().values());
+    assert_eq!(
+        read(&last).weights.whole().unwrap().values(),
+        bench.trainer.learner().parameters().unwrap().values()
+    );
     let read = read(&bench.files.path().join("checkpoints/step_000001"));
-    assert_eq!(read.parameters.values(), first.values());
+    assert_eq!(read.weights.whole().unwrap().values(), first.values());
     assert_eq!((read.optimizer, read.state.version), (optimizer, PolicyVersion(1)));
 }
 

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::families::{Activation, FAMILIES, Family, MultiplierRule, model_types};
 use super::keys::JsonKeys;
@@ -284,8 +284,13 @@ fn refuse_other_networks(keys: &JsonKeys<'_>, family: &Family) -> Result<(), Mod
         return Err(keys.unsupported("mlp_bias", "false"));
     }
     let method = keys.map.get("quantization_config").and_then(|config| config["quant_method"].as_str());
-    if keys.has("quantization_config") && !(family.experts.reads_mxfp4() && method == Some("mxfp4")) {
-        let supported = "weights stored as f32, bf16 or f16, and experts of gpt-oss in mxfp4";
+    let is_read = match method {
+        Some("mxfp4") => family.experts.reads_mxfp4(),
+        Some("fp8") => keys.map["quantization_config"]["weight_block_size"] == json!([128, 128]),
+        _ => false,
+    };
+    if keys.has("quantization_config") && !is_read {
+        let supported = "weights stored as f32, bf16, f16 or fp8 with scales of 128 x 128 values, and experts of gpt-oss in mxfp4";
         return Err(keys.unsupported("quantization_config", supported));
     }
     Ok(())

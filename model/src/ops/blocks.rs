@@ -1,4 +1,4 @@
-//! Matrices in the quantised blocks of GGUF files, as QLoRA keeps a frozen base (Dettmers et al. 2023, arXiv 2305.14314).
+//! Matrices in quantised blocks, those of GGUF files and of [`crate::float8`] and [`crate::mxfp4`], as QLoRA keeps a frozen base (Dettmers et al. 2023, arXiv 2305.14314).
 //!
 //! ```text
 //! Q8_0   32 values   d f16 | 32 x i8                                    d q
@@ -6,6 +6,8 @@
 //! Q4_1   32 values   d f16, m f16 | 16 bytes of nibbles                 d q + m
 //! Q4_K  256 values   d f16, m f16 | 8 x (scale, min) of 6 bits | nibbles    (d scale) q - (m min)
 //! Q6_K  256 values   low nibbles | high 2 bits | 16 x scale i8 | d f16      (d scale) (q - 32)
+//! FP8   128 values   d f32 | 128 x E4M3                                 d q
+//! MXFP4  32 values   d E8M0 | 16 bytes of E2M1                          d q
 //! ```
 //!
 //! Invariant: a product dequantises some rows at a time, and every element of its result is the chain of multiply-adds of a
@@ -20,6 +22,7 @@ use half::{bf16, f16};
 use super::gemm::NR;
 use super::simd::vectorized;
 use super::unwritten;
+use crate::{float8, mxfp4};
 
 /// Values that are dequantised at a time: 512 KiB, half of a small second-level cache.
 const AT_A_TIME: usize = 1 << 17;
@@ -35,10 +38,12 @@ pub(crate) enum BlockFormat {
     Q4One,
     Q4K,
     Q6K,
+    Float8,
+    Mxfp4,
 }
 
 impl BlockFormat {
-    /// The formats that are computed with, for messages.
+    /// The formats of GGUF files that are computed with, for messages.
     pub(crate) const NAMES: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K";
 
     /// The format of a tensor of a file; `None` if it is not computed with.
@@ -66,6 +71,8 @@ impl BlockFormat {
             Self::Q4One => (32, 20),
             Self::Q4K => (256, 144),
             Self::Q6K => (256, 210),
+            Self::Float8 => (float8::SQUARE, float8::BLOCK_BYTES),
+            Self::Mxfp4 => (mxfp4::BLOCK, 1 + mxfp4::BLOCK_BYTES),
         }
     }
 }
@@ -171,6 +178,8 @@ vectorized! {
             BlockFormat::Q4One => each(bytes, out, q4_one),
             BlockFormat::Q4K => each(bytes, out, q4_k),
             BlockFormat::Q6K => each(bytes, out, q6_k),
+            BlockFormat::Float8 => each(bytes, out, float8::dequantize),
+            BlockFormat::Mxfp4 => each(bytes, out, mxfp4::dequantize),
         }
     }
 }

@@ -198,9 +198,10 @@ def greedy():
             prompt = torch.randint(4, 100, (1, 9), generator=torch.Generator().manual_seed(seed))
             made = model.generate(prompt, do_sample=False, max_new_tokens=24, min_new_tokens=24, output_logits=True,
                                   return_dict_in_generate=True)
-            best = torch.stack(made.logits).topk(2, -1).values
+            best = torch.stack(made.logits)[:, 0].topk(2)
             answer = made.sequences[0, 9:].tolist()
-            if (best[..., 0] - best[..., 1]).min() > 0.01:
+            # The end of text is not chosen: answers in which it would be are left out.
+            if best.indices[:, 0].tolist() == answer and (best.values[:, 0] - best.values[:, 1]).min() > 0.01:
                 found[len(set(answer))] = dict(prompt=prompt[0].tolist(), answer=answer)
         rows[name] = found[max(found)]
     with open(os.path.join(HERE, "greedy.json"), "w") as f:

@@ -25,12 +25,22 @@ pub struct Lora {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = state, worker = ignored
     pub path: Option<PathBuf>,
+    /// Whether the frozen weights stay in memory as the files of `model.path` store them (GGUF, FP8, MXFP4, 16 bits), and the adapter is
+    /// not merged into them (QLoRA). For a trainer and a sampler in one process, on the processor. bitsandbytes `load_in_4bit`.
+    // resume = state, worker = ignored
+    pub quantized_base: bool,
 }
 
 impl Default for Lora {
     fn default() -> Self {
         // Rank and alpha as in TRL; all linear layers, because LoRA on fewer layers learns less (Biderman et al. 2024,
         // arXiv 2405.09673).
-        Self { rank: 16, alpha: 32.0, target_modules: TargetModule::BLOCK.to_vec(), path: None }
+        Self {
+            rank: 16,
+            alpha: 32.0,
+            target_modules: TargetModule::BLOCK.to_vec(),
+            path: None,
+            quantized_base: false,
+        }
     }
 }

@@ -27,8 +27,19 @@ const OF_OTHERS: [&str; 12] = [
 const NO_KEYS: [&str; 9] =
     ["log_metric", "mpirun", "a", "b", "rlrun", "correct", "save_pretrained", "save_to_disk", "to_parquet"];
 /// Endings of files and of names that only look like a key, such as `model.safetensors`.
-const ENDINGS: [&str; 10] =
-    [".rs", ".json", ".jsonl", ".redb", ".toml", ".safetensors", ".old", ".weight", ".layers", ".layers.0"];
+const ENDINGS: [&str; 11] = [
+    ".rs",
+    ".json",
+    ".jsonl",
+    ".redb",
+    ".toml",
+    ".safetensors",
+    ".gguf",
+    ".old",
+    ".weight",
+    ".layers",
+    ".layers.0",
+];
 
 /// The string literals of a source, without its tests and comments.
 fn literals(source: &str) -> Vec<String> {

@@ -9,8 +9,8 @@ use model::on_device::{DeviceDtype, DeviceSampler, DrawRequest, StagedWeights};
 use std::sync::Arc;
 
 use model::{
-    Config, Decoder, Draw, KvCache, Layout, ModelError, Parameters, Quantization, StepSequence, ThreadPool,
-    TokenLogprob, most_likely,
+    AdaptedBase, Config, Decoder, Draw, KvCache, Layout, ModelError, Parameters, Quantization, StepSequence,
+    ThreadPool, TokenLogprob, most_likely,
 };
 use weights::{Digest, Values};
 
@@ -39,6 +39,8 @@ const WORTH_A_THREAD: usize = 1 << 15;
 pub enum ServeOn {
     /// On the processor, packed, or quantised.
     Host(Quantization),
+    /// On the processor, as factors over a base that stays quantised: only the factors are published.
+    Adapted(AdaptedBase),
     /// On a device.
     Device(Device, DeviceDtype),
 }
@@ -78,16 +80,23 @@ impl ServeOn {
     /// # Errors
     /// If the number of values is not that of the model, or the device fails or has no memory.
     pub fn prepare(&self, config: &Config, values: Values) -> Result<(ServedWeights, Digest), RolloutError> {
-        let layout = Arc::new(Layout::new(config));
-        if values.len() != layout.len() {
-            return Err(ModelError::Length { expected: layout.len(), found: values.len() }.into());
-        }
+        let whole = || {
+            let layout = Arc::new(Layout::new(config));
+            let (expected, found) = (layout.len(), values.len());
+            if found == expected { Ok(layout) } else { Err(ModelError::Length { expected, found }) }
+        };
         match self {
+            Self::Adapted(before) => {
+                let next = before.with_values(&values)?;
+                Ok((next.decoder().into(), Digest::of(&values)))
+            }
             Self::Host(quantization) => {
-                let (digest, quantization) = (Digest::of(&values), *quantization);
+                let digest = Digest::of(&values);
+                let (layout, quantization) = (whole()?, *quantization);
                 Ok((ServedWeights::Unpacked(UnpackedWeights { layout, values, quantization }), digest))
             }
             Self::Device(device, dtype) => {
+                whole()?;
                 let (staged, digest) = stage(device, *dtype, &values)?;
                 Ok((ServedWeights::Device(staged), digest))
             }
@@ -153,10 +162,14 @@ impl Network {
     /// A network that serves `parameters`, on a stream of its own if it is on a device.
     ///
     /// # Errors
-    /// If the device fails or has no memory.
+    /// If the device fails or has no memory, or only factors can be served.
     pub fn new(on: &ServeOn, config: &Config, parameters: &Parameters) -> Result<Self, RolloutError> {
         Ok(match on {
             ServeOn::Host(quantization) => Decoder::sampler(config, parameters, *quantization).into(),
+            ServeOn::Adapted(_) => {
+                let (weights, engine) = ("of a whole model", "with factors over a base that stays quantised");
+                return Err(RolloutError::Misplaced { weights, engine });
+            }
             ServeOn::Device(device, dtype) => {
                 let (staged, _) = stage(device, *dtype, parameters.values())?;
                 Self::Device(Box::new(DeviceSampler::new(device, config, staged)?))

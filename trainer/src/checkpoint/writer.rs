@@ -13,10 +13,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use model::{ModelDirectory, Parameters};
+use model::ModelDirectory;
 use trajectory::PolicyVersion;
 
-use super::{CheckpointContents, NetworkState, Retention, TrainerState, path, save};
+use super::{CheckpointContents, NetworkState, Retention, StateWeights, TrainerState, path, save};
 use crate::TrainerError;
 use crate::lora::Adapter;
 use crate::optimizer::Optimizer;
@@ -231,7 +231,7 @@ struct CheckpointSnapshot {
 #[derive(Debug)]
 struct NetworkCopy {
     directory: Arc<ModelDirectory>,
-    parameters: Arc<Parameters>,
+    weights: StateWeights,
     optimizer: Optimizer,
     adapter: Option<Adapter>,
 }
@@ -241,7 +241,7 @@ impl CheckpointSnapshot {
     fn of(contents: CheckpointContents<'_>) -> Self {
         let copy = |network: NetworkState<'_>| NetworkCopy {
             directory: Arc::clone(network.directory),
-            parameters: network.parameters,
+            weights: network.weights,
             optimizer: network.optimizer.into_owned(),
             adapter: network.adapter.cloned(),
         };
@@ -260,8 +260,8 @@ impl CheckpointSnapshot {
 
 impl NetworkCopy {
     fn state(&self) -> NetworkState<'_> {
-        let Self { directory, parameters, optimizer, adapter } = self;
-        let (parameters, optimizer) = (Arc::clone(parameters), Cow::Borrowed(optimizer));
-        NetworkState { directory, parameters, optimizer, adapter: adapter.as_ref() }
+        let Self { directory, weights, optimizer, adapter } = self;
+        let (weights, optimizer) = (weights.clone(), Cow::Borrowed(optimizer));
+        NetworkState { directory, weights, optimizer, adapter: adapter.as_ref() }
     }
 }
