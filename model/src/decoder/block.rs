@@ -16,7 +16,10 @@ use super::feed_forward::{
     ExpertWeights, FeedForwardOperands, FeedForwardPiece, FeedForwardTrace, FeedForwardWeights,
     GatedActivation, GatedWeights,
 };
-use super::mixer::{AttentionWeights, MixerReverse, MixerTrace, MixerWeights, MixingReverse, MixingRule};
+use super::mixer::{
+    AttentionWeights, LatentOperands, LatentPiece, LatentWeights, MixerReverse, MixerTrace, MixerWeights,
+    MixingReverse, MixingRule,
+};
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
 use crate::low_rank::LowRank;
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
@@ -78,6 +81,20 @@ pub(super) struct ReversedAttention<'a> {
     pub(super) trace: &'a AttentionTrace,
     pub(super) reverse: AttentionReverse,
     pub(super) angles: &'a LayerAngles,
+}
+
+impl LatentPiece for ReversedAttention<'_> {
+    fn normed(&self) -> &Tensor {
+        &self.reverse.normed
+    }
+
+    fn d_projected(&self) -> &Tensor {
+        &self.reverse.mixer.d_projected
+    }
+
+    fn operands(&self) -> Option<&LatentOperands> {
+        self.reverse.mixer.latent.as_ref()
+    }
 }
 
 /// Backward of the feed-forward half: the gradient of its input, and the operands of its weight gradients.
@@ -239,18 +256,29 @@ impl TransformerBlock {
             linear(spec, LinearRanges { weight: cut(spec.weight), bias: spec.bias.map(cut) }).with_tree(tree)
         };
         let linear = |operand: Operand| linear_of(&config.linear_spec(index, operand), 0, 1);
-        let mixer = MixerWeights::Attention(AttentionWeights {
-            shape: config.head_shape(),
-            rule: config.attention_rule(index),
-            rotary: config.rotaries().iter().position(|rotary| attention.rotary == Some(*rotary)),
-            eps: config.rms_norm_eps,
-            qkv: linear(Operand::Qkv),
-            sinks: vector(Operand::Sinks),
-            head_norm: match query_key_norm {
-                QueryKeyNorm::None => None,
-                QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(norm_weights(Operand::QueryKeyNorm)),
-            },
-        });
+        let (rule, rotary) = (config.attention_rule(index), config.rotaries());
+        let rotary = rotary.iter().position(|rotary| attention.rotary == Some(*rotary));
+        let mixer = match attention.latent {
+            None => MixerWeights::Attention(Box::new(AttentionWeights {
+                shape: config.head_shape(),
+                rule,
+                rotary,
+                eps: config.rms_norm_eps,
+                qkv: linear(Operand::Qkv),
+                sinks: vector(Operand::Sinks),
+                head_norm: match query_key_norm {
+                    QueryKeyNorm::None => None,
+                    QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(norm_weights(Operand::QueryKeyNorm)),
+                },
+            })),
+            Some(latent) => {
+                let shape = latent.shape(config.num_heads);
+                let has_query_latent = latent.query_rank.is_some();
+                let mut weights = LatentWeights::new(shape, rule, has_query_latent, vector, linear);
+                weights.rotary = rotary;
+                MixerWeights::Latent(Box::new(weights))
+            }
+        };
         Self {
             eps: config.rms_norm_eps,
             attention_norm: norm_weights(Operand::AttentionNorm),
@@ -414,7 +442,7 @@ impl TransformerBlock {
         let again = || self.output.apply(&trace.mixer.result, &alone);
         let branch = self.join_backward(&self.attention_after, d_middle, again)?;
         let d_mixed = self.output.input_gradient(&branch.d_result)?;
-        let mixer = self.mixer.backward(&trace.mixer, angles, &d_mixed, mix_backward)?;
+        let mixer = self.mixer.backward(&normed, &trace.mixer, angles, &d_mixed, mix_backward)?;
         let d_input = self.normed_backward(input, &self.attention_norm, &mixer.d_normed, d_middle)?;
         Ok(AttentionReverse { d_input, input: input.clone(), normed, mixer, branch })
     }

@@ -8,10 +8,12 @@
 //! all tokens in their order.
 
 mod attention;
+mod latent;
 
 use candle_core::{Result, Tensor};
 
 pub(super) use self::attention::AttentionWeights;
+pub(super) use self::latent::{LatentOperands, LatentPiece, LatentTrace, LatentWeights, gradient_jobs};
 use super::LayerAngles;
 use crate::ThreadPool;
 use crate::ops::attention::{AttentionRule, PackedReverse};
@@ -19,7 +21,9 @@ use crate::ops::attention::{AttentionRule, PackedReverse};
 /// The weights.
 #[derive(Clone, Debug)]
 pub(super) enum MixerWeights {
-    Attention(AttentionWeights),
+    Attention(Box<AttentionWeights>),
+    /// Attention of queries, keys and values through latents.
+    Latent(Box<LatentWeights>),
 }
 
 /// How tokens are mixed.
@@ -39,6 +43,8 @@ pub(super) enum MixingReverse {
 struct Projected {
     /// `[T, width]` before norm and rotation, if heads are normalised.
     raw: Option<Tensor>,
+    /// In a layer with latents.
+    latent: Option<LatentTrace>,
     /// `[T, width]` what is mixed.
     prepared: Tensor,
 }
@@ -56,8 +62,10 @@ pub(super) struct MixerTrace {
 pub(super) struct MixerReverse {
     /// `[T, d]` gradient of the normalised input.
     pub(super) d_normed: Tensor,
-    /// `[T, projected]` gradient of the projection.
+    /// `[T, projected]` gradient of the projection; with latents, of that to the latent of keys and values.
     pub(super) d_projected: Tensor,
+    /// In a layer with latents.
+    pub(super) latent: Option<LatentOperands>,
     /// `[T, width]` gradient of what is mixed, where norms of heads need it.
     d_prepared: Option<Tensor>,
     /// `[T, heads]` what each token adds to the gradient of the sinks; absent without sinks.
@@ -76,6 +84,7 @@ impl MixerWeights {
     pub(super) fn rule(&self) -> MixingRule<'_> {
         match self {
             Self::Attention(attention) => MixingRule::Attention(attention.rule()),
+            Self::Latent(latent) => MixingRule::Attention(latent.rule()),
         }
     }
 
@@ -83,6 +92,7 @@ impl MixerWeights {
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Attention(attention) => attention.bytes(),
+            Self::Latent(latent) => latent.bytes(),
         }
     }
 
@@ -96,22 +106,39 @@ impl MixerWeights {
     ) -> Result<MixerTrace> {
         let projected = match self {
             Self::Attention(attention) => attention.project(x, angles, pool)?,
+            Self::Latent(latent) => latent.project(x, angles, pool)?,
         };
-        let result = mix(&projected.prepared)?;
+        let mut result = mix(&projected.prepared)?;
+        if let Self::Latent(latent) = self {
+            result = latent.narrowed(&result)?;
+        }
         Ok(MixerTrace { projected, result })
     }
 
-    /// Backward for the gradient `g [T, mixed]` of the result. `mix_backward` is the backward of `mix`.
+    /// Backward for the gradient `g [T, mixed]` of the result for the normalised input `x [T, d]`. `mix_backward` is the backward of
+    /// `mix`.
     pub(super) fn backward(
         &self,
+        x: &Tensor,
         trace: &MixerTrace,
         angles: &LayerAngles,
         g: &Tensor,
         mix_backward: impl FnOnce(&Tensor, &Tensor) -> Result<MixingReverse>,
     ) -> Result<MixerReverse> {
+        let padded;
+        let g = match self {
+            Self::Attention(_) => g,
+            Self::Latent(latent) => {
+                padded = latent.widened(g)?;
+                &padded
+            }
+        };
         match (self, mix_backward(&trace.projected.prepared, g)?) {
             (Self::Attention(attention), MixingReverse::Attention(mixed)) => {
                 attention.backward(trace, angles, mixed)
+            }
+            (Self::Latent(latent), MixingReverse::Attention(mixed)) => {
+                latent.backward(x, trace, angles, &mixed.d_qkv)
             }
         }
     }
@@ -126,6 +153,8 @@ impl MixerWeights {
     ) -> Result<()> {
         match self {
             Self::Attention(attention) => attention.vector_gradients(trace, reverse, angles, gradients),
+            // Those of latents are jobs beside those of their matrices.
+            Self::Latent(_) => Ok(()),
         }
     }
 }

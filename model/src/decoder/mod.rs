@@ -342,7 +342,7 @@ impl LayerAngles {
 fn frequencies(config: &Config) -> Vec<Frequencies> {
     let rotaries = config.rotaries();
     let of = |rotary: &Rotary| Frequencies {
-        inv_freq: rotary.inv_freq(config.head_dim),
+        inv_freq: rotary.inv_freq(config.rotary_dim()),
         amplitude: rotary.amplitude(),
     };
     rotaries.iter().map(of).collect()

@@ -6,7 +6,7 @@
 use candle_core::{Result, Tensor};
 
 use super::super::feed_forward::FeedForwardGradients;
-use super::super::mixer::MixerVectors;
+use super::super::mixer::{self, MixerVectors};
 use super::{BranchReverse, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use crate::ThreadPool;
 use crate::layer::Operand;
@@ -17,6 +17,26 @@ use crate::ops::row_ranges;
 
 /// The computation of one range of weight gradients, independent of the others.
 pub(in crate::decoder) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
+
+/// The operands of the attention half, in the order of the layout.
+const ATTENTION: [Operand; 16] = [
+    Operand::AttentionNorm,
+    Operand::Qkv,
+    Operand::QkvBias,
+    Operand::QueryKeyNorm,
+    Operand::Sinks,
+    Operand::QueryDown,
+    Operand::QueryDownBias,
+    Operand::QueryLatentNorm,
+    Operand::QueryUp,
+    Operand::KeyDown,
+    Operand::KeyDownBias,
+    Operand::KeyLatentNorm,
+    Operand::KeyUp,
+    Operand::Output,
+    Operand::OutputBias,
+    Operand::AttentionAfterNorm,
+];
 
 impl TransformerBlock {
     /// Adds the weight gradients of the feed-forward half to the layer's `gradients`, or to those of its `factors`; `pieces` are
@@ -88,20 +108,8 @@ impl TransformerBlock {
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
-        let [norm, qkv, qkv_bias, head_norm, sinks, output, output_bias, after] = carve(
-            gradients,
-            [
-                &ranges[Operand::AttentionNorm],
-                &ranges[Operand::Qkv],
-                &ranges[Operand::QkvBias],
-                &ranges[Operand::QueryKeyNorm],
-                &ranges[Operand::Sinks],
-                &ranges[Operand::Output],
-                &ranges[Operand::OutputBias],
-                &ranges[Operand::AttentionAfterNorm],
-            ],
-            factors,
-        );
+        let [norm, qkv, qkv_bias, head_norm, sinks, latents @ .., output, output_bias, after] =
+            carve(gradients, ATTENTION.map(|of| &ranges[of]), factors);
         let [norm, qkv_bias, head_norm, sinks, output_bias, after] =
             [norm, qkv_bias, head_norm, sinks, output_bias, after].map(WeightGradient::vector);
         let mut jobs: Vec<GradientJob<'_>> = Vec::new();
@@ -119,6 +127,7 @@ impl TransformerBlock {
             |part| Some((&part.trace.mixer.result, &part.reverse.branch.d_result)),
             pool,
         );
+        mixer::gradient_jobs(&mut jobs, parts, latents, pool);
         if factors.is_some() {
             return pool.map(jobs, |job| job()).into_iter().collect();
         }
@@ -164,6 +173,7 @@ pub(in crate::decoder) fn weight_jobs<'a, P: Sync>(
         return;
     };
     let mut rest = match gradient {
+        WeightGradient::Whole([]) => return,
         WeightGradient::Whole(gradient) => gradient,
         WeightGradient::Factors(all) => {
             for mut factors in all {

@@ -41,7 +41,7 @@ impl AttentionWeights {
         let width = self.shape.width();
         let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
         heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles.of(self.rotary), pool);
-        Ok(Projected { raw, prepared: matrix(qkv, width)? })
+        Ok(Projected { raw, latent: None, prepared: matrix(qkv, width)? })
     }
 
     /// Backward for the gradients of what was prepared.
@@ -63,7 +63,7 @@ impl AttentionWeights {
         let (norm, angles) = (self.norm_of_heads(), angles.of(self.rotary));
         let d_projected = heads::prepare_backward(raw, self.shape, norm, angles, d_prepared)?;
         let d_normed = self.qkv.input_gradient(&d_projected)?;
-        Ok(MixerReverse { d_normed, d_projected, d_prepared: kept, d_sinks })
+        Ok(MixerReverse { d_normed, d_projected, latent: None, d_prepared: kept, d_sinks })
     }
 
     pub(super) fn vector_gradients(
