@@ -175,6 +175,7 @@ fn models_of_every_family_train_on_columns_of_any_name() {
         "qwen3_moe",
         "glm4_moe",
         "gpt_oss",
+        "deepseek_v3",
     ];
     for family in ["qwen2", "qwen2_sharded", "qwen3", "llama", "mistral"].into_iter().chain(newer) {
         let home = Home::new();

@@ -137,8 +137,13 @@ impl Operation {
 /// the cache every token sees `rows` others, in a pack they are one sequence.
 ///
 /// # Errors
-/// If a matrix cannot be made.
+/// If a matrix cannot be made, or the model has latents, whose matrices are others.
 pub fn operations(config: &Config, rows: usize) -> Result<Vec<Operation>> {
+    if config.latent().is_some() {
+        candle_core::bail!(
+            "the matrices of models with latents are not measured one by one; measure a training step"
+        );
+    }
     let one_layer = Config { layers: config.layers[..1].to_vec(), ..config.clone() };
     let parameters = Arc::new(Parameters::random(&one_layer, 0));
     let span = |first: &str, last: &str| {

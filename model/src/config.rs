@@ -8,6 +8,7 @@ mod attention;
 mod experts;
 pub(crate) mod families;
 pub(crate) mod keys;
+mod latent;
 mod read;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -16,7 +17,7 @@ mod write;
 pub use families::Architecture;
 
 use self::experts::ExpertRule;
-use crate::layer::{AttentionSpec, FeedForward, LayerSpec};
+use crate::layer::{AttentionSpec, FeedForward, LatentSpec, LayerSpec};
 use crate::rotary::Rotary;
 
 /// The key of [`Reduction`] in `config.json`, which is absent for the default.
@@ -39,7 +40,7 @@ pub struct Config {
     pub num_heads: usize,
     /// Key and value heads; divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Width of one head, even; `num_heads * head_dim` may differ from `hidden_size`.
+    /// Width of one head, even; `num_heads * head_dim` may differ from `hidden_size`. With latents, that of a query or a key.
     pub head_dim: usize,
     /// Added to the mean square under the root.
     pub rms_norm_eps: f32,
@@ -68,7 +69,7 @@ pub struct Config {
 }
 
 /// Order of the sums over the inner dimension of row-parallel products: the forward of `o_proj` and `down_proj`, and the
-/// input gradients of `q_proj`, `k_proj`, `v_proj`, `gate_proj`, `up_proj` and the head. Part of the numerics, not of the
+/// input gradients of `q_proj`, `k_proj`, `v_proj`, `q_b_proj`, `kv_b_proj`, `gate_proj`, `up_proj` and the head. Part of the numerics, not of the
 /// network: both give the same function, rounded differently.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -139,7 +140,8 @@ impl Config {
         }
     }
 
-    /// The same sizes in another family; one with experts has four of this width, of which a token has two.
+    /// The same sizes in another family; one with experts has four of this width, of which a token has two. One with latents has a
+    /// key and a value for every query head, and keys that are wider by their rotated part.
     #[must_use]
     pub fn of_family(self, architecture: Architecture) -> Self {
         let experts = match architecture.family().experts {
@@ -150,9 +152,12 @@ impl Config {
         let layer = family.layer(false, experts);
         let rotates = |index: usize| !family.rotary.skips || attention::rotates(index, attention::INTERVAL);
         let rotary = |index| layer.attention.rotary.filter(|_| rotates(index));
-        let attention = |index| AttentionSpec { rotary: rotary(index), ..layer.attention };
+        let latent = family.latent.then(|| LatentSpec::fresh(self.hidden_size, self.head_dim));
+        let attention = |index| AttentionSpec { rotary: rotary(index), latent, ..layer.attention };
         Self {
             architecture,
+            num_kv_heads: latent.map_or(self.num_kv_heads, |_| self.num_heads),
+            head_dim: latent.map_or(self.head_dim, |latent| latent.head_dim()),
             norm_offset: family.norm_offset,
             embedding_multiplier: family.embedding_multiplier(self.hidden_size),
             layers: (0..count).map(|index| LayerSpec { attention: attention(index), ..layer }).collect(),

@@ -9,6 +9,7 @@
 //! each expert.
 
 mod experts;
+mod latent;
 
 use std::borrow::Cow;
 use std::ops::{Index, Range};
@@ -18,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use self::experts::ROUTER_CORRECTION;
 pub use self::experts::{ExpertActivation, ExpertSpec, RouterKind, SwigluClamp};
+pub use self::latent::LatentSpec;
 use crate::Config;
 use crate::file_tensors::{FilePlace, FusedTensor, matrix_shape};
 use crate::ops::attention::AttentionRule;
@@ -33,7 +35,7 @@ pub struct LayerSpec {
     pub attention: AttentionSpec,
     /// The norm of queries and keys before the rotary embedding.
     pub query_key_norm: QueryKeyNorm,
-    /// Whether the query, key and value projections have a bias.
+    /// Whether the query, key and value projections have a bias; with latents, those to the latents.
     pub qkv_bias: bool,
     /// Whether the output projection of attention has a bias.
     pub output_bias: bool,
@@ -55,6 +57,8 @@ pub struct AttentionSpec {
     pub scale: Option<f32>,
     /// Whether the softmax of every head has a logit beside its keys, whose value is zero.
     pub sinks: bool,
+    /// Queries, keys and values through latents; `None` if they are projections of the input.
+    pub latent: Option<LatentSpec>,
 }
 
 /// The norm of a residual block.
@@ -102,6 +106,14 @@ pub enum TargetModule {
     VProj,
     /// Output projection of attention.
     OProj,
+    /// Projection to the latent of queries.
+    QAProj,
+    /// Projection from the latent of queries.
+    QBProj,
+    /// Projection to the latent of keys and values, and to what is rotated of the keys.
+    KvAProjWithMqa,
+    /// Projection from the latent of keys and values.
+    KvBProj,
     /// Gate projection of the feed-forward block.
     GateProj,
     /// Up projection of the feed-forward block.
@@ -115,16 +127,20 @@ pub enum TargetModule {
 }
 
 impl TargetModule {
-    /// The linear layers of a block; with experts those of every expert.
+    /// The linear layers of a block without latents; with experts those of every expert.
     pub const BLOCK: [Self; 7] =
         [Self::QProj, Self::KProj, Self::VProj, Self::OProj, Self::GateProj, Self::UpProj, Self::DownProj];
 
     /// All layers.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 13] = [
         Self::QProj,
         Self::KProj,
         Self::VProj,
         Self::OProj,
+        Self::QAProj,
+        Self::QBProj,
+        Self::KvAProjWithMqa,
+        Self::KvBProj,
         Self::GateProj,
         Self::UpProj,
         Self::DownProj,
@@ -140,6 +156,10 @@ impl TargetModule {
             Self::KProj => "k_proj",
             Self::VProj => "v_proj",
             Self::OProj => "o_proj",
+            Self::QAProj => "q_a_proj",
+            Self::QBProj => "q_b_proj",
+            Self::KvAProjWithMqa => "kv_a_proj_with_mqa",
+            Self::KvBProj => "kv_b_proj",
             Self::GateProj => "gate_proj",
             Self::UpProj => "up_proj",
             Self::DownProj => "down_proj",
@@ -169,7 +189,23 @@ pub(crate) enum Operand {
     QueryKeyNorm,
     /// `[heads]` logits of attention that have no key.
     Sinks,
-    /// `[hidden, queries]`
+    /// `[query_rank, hidden]` to the latent of queries.
+    QueryDown,
+    /// `[query_rank]`
+    QueryDownBias,
+    /// `[query_rank]` weight of the norm of the latent of queries.
+    QueryLatentNorm,
+    /// `[queries, query_rank]`, or `[queries, hidden]` without a latent of queries.
+    QueryUp,
+    /// `[key_rank + rope, hidden]` to the latent of keys and values, and to what is rotated of the keys.
+    KeyDown,
+    /// `[key_rank + rope]`
+    KeyDownBias,
+    /// `[key_rank]` weight of the norm of the latent of keys and values.
+    KeyLatentNorm,
+    /// `[heads * (nope + value), key_rank]`
+    KeyUp,
+    /// `[hidden, queries]`; with latents `[hidden, heads * value]`.
     Output,
     /// `[hidden]`
     OutputBias,
@@ -292,10 +328,14 @@ impl Config {
 
     /// Appends the tensors of attention without the norms of its block.
     fn push_attention(&self, tensors: &mut Vec<LayerTensor>, spec: &LayerSpec) {
-        use Operand::{Output, OutputBias, Qkv, QkvBias};
+        use Operand::{Qkv, QkvBias};
         let LayerSpec { attention, query_key_norm, qkv_bias, output_bias, .. } = *spec;
         let (hidden, head) = (self.hidden_size, self.head_dim);
         let (queries, keys) = (self.head_shape().query_width(), self.head_shape().kv_width());
+        if let Some(latent) = attention.latent {
+            latent.push_tensors(tensors, self, spec);
+            return self.push_output(tensors, self.num_heads * latent.value, output_bias);
+        }
         let mut push = |name: &'static str, shape: &[usize], operand, sharding| {
             tensors.push(LayerTensor::new(name, shape, operand, sharding));
         };
@@ -321,9 +361,16 @@ impl Config {
         if attention.sinks {
             push("self_attn.sinks", &[self.num_heads], Operand::Sinks, Sharding::Outputs);
         }
-        push("self_attn.o_proj.weight", &[hidden, queries], Output, Sharding::Inputs);
-        if output_bias {
-            push("self_attn.o_proj.bias", &[hidden], OutputBias, Sharding::Replicated);
+        self.push_output(tensors, queries, output_bias);
+    }
+
+    /// Appends the output projection of results of attention that are `width` wide.
+    fn push_output(&self, tensors: &mut Vec<LayerTensor>, width: usize, bias: bool) {
+        let (hidden, name) = (self.hidden_size, "self_attn.o_proj.weight");
+        tensors.push(LayerTensor::new(name, &[hidden, width], Operand::Output, Sharding::Inputs));
+        if bias {
+            let (name, own) = ("self_attn.o_proj.bias", Sharding::Replicated);
+            tensors.push(LayerTensor::new(name, &[hidden], Operand::OutputBias, own));
         }
     }
 
@@ -465,6 +512,8 @@ impl Operand {
     fn bias(self) -> Option<Self> {
         match self {
             Self::Qkv => Some(Self::QkvBias),
+            Self::QueryDown => Some(Self::QueryDownBias),
+            Self::KeyDown => Some(Self::KeyDownBias),
             Self::Output => Some(Self::OutputBias),
             Self::Router => Some(Self::RouterBias),
             Self::GateUp => Some(Self::GateUpBias),
@@ -530,8 +579,10 @@ mod tests {
             for LayerTensor { name, shape, sharding, .. } in config.layer_tensors(0) {
                 let is_matrix = shape.len() == 2;
                 let is_router = ["mlp.gate.weight", "mlp.router.weight"].contains(&&name[..]);
+                let to_latent = name.contains("_a_proj");
                 assert_eq!(TargetModule::of_weight(&name).is_some(), is_matrix && !is_router, "{name}");
-                assert!(!is_matrix || (sharding == Sharding::Replicated) == is_router, "{name}");
+                let replicated = is_router || to_latent;
+                assert!(!is_matrix || (sharding == Sharding::Replicated) == replicated, "{name}");
             }
         }
     }

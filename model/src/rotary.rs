@@ -50,6 +50,9 @@ pub struct Yarn {
     pub beta_fast: f64,
     /// Rotations within the original context up to which a pair is fully stretched.
     pub beta_slow: f64,
+    /// Weight of the factor's logarithm in a magnitude whose square multiplies scores too (`mscale_all_dim` of DeepSeek-V3); 0 for
+    /// none.
+    pub score_weight: f64,
     /// Whether the ends of the ramp are rounded to whole pairs.
     pub truncate: bool,
     /// Context that the model was pretrained with, tokens.

@@ -138,7 +138,20 @@ fn configs() -> Vec<Config> {
         ..fresh.clone().of_family(Architecture::Granite)
     };
     let granite = granite.map_layers(|layer| LayerSpec { residual_multiplier: 0.6, ..layer });
-    vec![fresh, bare, full, critic, both, tree, gemma, after, granite]
+    // Queries without a latent, rotated in halves, values as wide as keys; then with one and biases, sums as trees.
+    let feed_forward = fresh.layers[0].feed_forward;
+    let latent = fresh.clone().of_family(Architecture::DeepseekV3);
+    let latent = latent.map_layers(|layer| LayerSpec { feed_forward, ..layer });
+    let latent_tree = Config { reduction: Reduction::Tree, ..latent.clone() };
+    let latent_tree =
+        latent_tree.map_layers(|layer| LayerSpec { qkv_bias: true, output_bias: true, ..layer });
+    let latent = latent.map_layers(|mut layer| {
+        if let Some(latent) = &mut layer.attention.latent {
+            (latent.query_rank, latent.interleaved, latent.value) = (None, false, latent.head_dim());
+        }
+        layer
+    });
+    vec![fresh, bare, full, critic, both, tree, gemma, after, granite, latent, latent_tree]
 }
 
 /// Derivative of the loss along `direction`, by central differences of fourth order.

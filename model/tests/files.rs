@@ -45,7 +45,7 @@ fn weights_are_what_pytorch_reads() {
 fn rotary_frequencies_are_those_of_transformers() {
     for name in MODELS {
         let golden = Golden::open(name);
-        let ours = golden.config.rotaries()[0].inv_freq(golden.config.head_dim);
+        let ours = golden.config.rotaries()[0].inv_freq(golden.config.rotary_dim());
         assert_eq!(ours.len(), golden.inv_freq.len());
         for (ours, theirs) in ours.iter().zip(&golden.inv_freq) {
             assert!((ours / theirs - 1.0).abs() < 3e-7, "{name}: {ours} {theirs}");

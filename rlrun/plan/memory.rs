@@ -347,11 +347,12 @@ impl Size {
             Quantization::Bf16 => width.saturating_sub(2) * (matrices + n(config.vocab_size) * hidden),
         };
         let layers = n(config.num_layers());
+        let [latents, parts] = latent_widths(config);
         // The residual stream before and between the halves, the prepared projection (and the raw one where heads are
         // normalised), the attention, gate and up.
         let normed = |layer: &LayerSpec| layer.query_key_norm != QueryKeyNorm::None;
         let raw = if config.layers.iter().any(normed) { projected } else { 0 };
-        let attention = 2 * hidden + raw + projected + queries;
+        let attention = 2 * hidden + raw + latents + projected + queries;
         let layer = attention + 2 * middle;
         let kept = match recompute {
             Recompute::None => layers * layer,
@@ -365,6 +366,7 @@ impl Size {
         let back = attention
             + hidden
             + results
+            + parts
             + match recompute {
                 Recompute::None | Recompute::Block => 4 * middle + 3 * copied,
                 Recompute::Sequence => 0,
@@ -378,6 +380,17 @@ impl Size {
             decoding_per_token: width * layer + product(&[F32, 2, n(config.vocab_size)]),
         }
     }
+}
+
+/// Values of a token in a layer with latents besides those of any attention: latents before their norms, which are kept; and, in
+/// the backward pass, latents normalised, gradients of both, and those of the parts of queries, keys and values.
+fn latent_widths(config: &Config) -> [u64; 2] {
+    let n = |size: usize| size as u64;
+    config.latent().map_or([0, 0], |latent| {
+        let ranks = n(latent.query_rank.unwrap_or(0)) + n(latent.key_rank) + n(latent.rope);
+        let of_head = 2 * n(latent.nope) + n(latent.rope) + n(latent.value);
+        [ranks, 3 * ranks + n(config.num_heads) * of_head]
+    })
 }
 
 /// Tokens of the largest micro-batch: that of a leaf with an equal part of a full batch, or the token budget.

@@ -7,26 +7,35 @@ use serde_json::{Map, Value};
 use super::families::{Family, LocalRotary, RotaryRule, WindowRule};
 use super::keys::JsonKeys;
 use crate::ModelError;
-use crate::layer::AttentionSpec;
+use crate::layer::{AttentionSpec, LatentSpec};
 use crate::rotary::{RopeScaling, Rotary, Yarn};
 
 /// `no_rope_layer_interval` if `config.json` has no such key.
 pub(super) const INTERVAL: usize = 4;
 
-/// The attention of each of `num_layers` layers.
+/// The attention of each of `num_layers` layers, which may have latents.
 pub(super) fn of_layers(
     keys: &JsonKeys<'_>,
     family: &Family,
+    latent: Option<LatentSpec>,
     num_layers: usize,
 ) -> Result<Vec<AttentionSpec>, ModelError> {
     let rotates = rotated(keys, family.rotary, num_layers)?;
     let windows = windows(keys, family, &rotates)?;
-    let [full, local] = rotaries(keys, family.rotary)?;
+    let [full, local] = rotaries(keys, family)?;
     let of = |(window, rotates): (Option<usize>, bool)| {
         let rotary = if window.is_some() { local } else { full };
-        AttentionSpec { window, rotary: rotates.then_some(rotary), scale: None, sinks: family.sinks }
+        let scale = latent.and_then(|latent| latent_scale(rotary.scaling, latent.head_dim()));
+        AttentionSpec { window, rotary: rotates.then_some(rotary), scale, sinks: family.sinks, latent }
     };
     Ok(windows.into_iter().zip(rotates).map(of).collect())
+}
+
+/// What multiplies scores of heads of `head_dim` values; `None` for `1 / sqrt(head_dim)`.
+fn latent_scale(scaling: RopeScaling, head_dim: usize) -> Option<f32> {
+    let RopeScaling::Yarn(Yarn { factor, score_weight, .. }) = scaling else { return None };
+    let magnitude = Yarn::magnitude(factor, score_weight);
+    (score_weight != 0.0).then(|| ((head_dim as f64).powf(-0.5) * magnitude * magnitude) as f32)
 }
 
 /// Whether a layer has a rotary embedding: all but the last of each interval.
@@ -95,14 +104,15 @@ fn layer_types(keys: &JsonKeys<'_>, num_layers: usize) -> Result<Option<Vec<bool
 }
 
 /// The rotary embeddings of layers without a window and of those with one.
-fn rotaries(keys: &JsonKeys<'_>, rule: RotaryRule) -> Result<[Rotary; 2], ModelError> {
+fn rotaries(keys: &JsonKeys<'_>, family: &Family) -> Result<[Rotary; 2], ModelError> {
+    let (rule, latent) = (family.rotary, family.latent);
     let empty = Map::new();
     let [old, new] = [object(keys, "rope_scaling")?, object(keys, "rope_parameters")?];
     let kinds = ["full_attention", "sliding_attention"];
     let nested = [old, new].into_iter().flatten().any(|map| kinds.iter().any(|kind| map.contains_key(*kind)));
     let of = |name, map, theta| {
         let inner = JsonKeys { path: keys.path, map };
-        RotaryKeys { keys: *keys, name, inner, theta }.rotary(rule)
+        RotaryKeys { keys: *keys, name, inner, theta, latent }.rotary(rule)
     };
     let Some(LocalRotary { key, theta }) = rule.local else {
         if nested {
@@ -148,11 +158,13 @@ struct RotaryKeys<'a> {
     inner: JsonKeys<'a>,
     /// The base if the object has none.
     theta: f64,
+    /// Whether it is that of a model with latents, in which `mscale_all_dim` multiplies scores.
+    latent: bool,
 }
 
 impl RotaryKeys<'_> {
     fn rotary(&self, rule: RotaryRule) -> Result<Rotary, ModelError> {
-        let Self { keys, name, inner, theta } = self;
+        let Self { keys, name, inner, theta, latent } = self;
         let theta = inner.number("rope_theta", *theta)?;
         if theta <= 1.0 {
             return Err(keys.bad("rope_theta", "a number above 1"));
@@ -171,6 +183,9 @@ impl RotaryKeys<'_> {
             None | Some("default") => RopeScaling::None,
             Some(_) if !rule.scaling => {
                 return Err(keys.unsupported(name, "rope_type default for models of this family"));
+            }
+            Some("linear" | "llama3") if *latent && inner.has("mscale_all_dim") => {
+                return Err(inner.unsupported("mscale_all_dim", "null without YaRN"));
             }
             Some("linear") => RopeScaling::Linear { factor: self.factor()? },
             Some("llama3") => self.llama3()?,
@@ -246,6 +261,7 @@ impl RotaryKeys<'_> {
             attention_factor,
             beta_fast,
             beta_slow,
+            score_weight: all_dim.filter(|_| self.latent).unwrap_or(0.0),
             truncate: inner.flag("truncate", true)?,
             original_max_position_embeddings: self.original_context()?,
         })

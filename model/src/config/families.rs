@@ -42,6 +42,8 @@ pub enum Architecture {
     Granite,
     /// Gemma 3, of text alone.
     Gemma3,
+    /// DeepSeek-V3 and R1, Moonlight, Kimi K2.
+    DeepseekV3,
 }
 
 /// One family.
@@ -49,6 +51,8 @@ pub(super) struct Family {
     pub(super) architecture: Architecture,
     /// The value of `model_type` in `config.json`.
     pub(super) model_type: &'static str,
+    /// Further values that mean the same network.
+    pub(super) other_types: &'static [&'static str],
     /// The start of the class names in `architectures`.
     pub(super) class: &'static str,
     /// The same of the classifier.
@@ -74,6 +78,8 @@ pub(super) struct Family {
     pub(super) query_key_norm_flag: Option<&'static str>,
     /// Whether attention has sinks.
     pub(super) sinks: bool,
+    /// Whether queries, keys and values have latents.
+    pub(super) latent: bool,
     pub(super) rotary: RotaryRule,
     pub(super) window: WindowRule,
     /// `sliding_window`, tokens, if `config.json` has no such key.
@@ -177,6 +183,7 @@ const ROTARY: RotaryRule = RotaryRule {
 const LLAMA: Family = Family {
     architecture: Architecture::Llama,
     model_type: "llama",
+    other_types: &[],
     class: "Llama",
     classifier: "Llama",
     head_dim: None,
@@ -191,6 +198,7 @@ const LLAMA: Family = Family {
     query_key_norm: QueryKeyNorm::None,
     query_key_norm_flag: None,
     sinks: false,
+    latent: false,
     rotary: ROTARY,
     window: WindowRule::Never,
     sliding_window: Some(4096),
@@ -397,9 +405,37 @@ const GEMMA3: Family = Family {
     ..LLAMA
 };
 
-pub(super) const FAMILIES: [Family; 14] = [
-    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, OLMO2, OLMO3, SMOLLM3, PHI3, GRANITE,
+const DEEPSEEK_V3: Family = Family {
+    architecture: Architecture::DeepseekV3,
+    model_type: "deepseek_v3",
+    other_types: &["kimi_k2"],
+    class: "DeepseekV3",
+    classifier: "DeepseekV3",
+    eps: 1e-6,
+    output_bias: BiasRule::AttentionBias,
+    query_key_norm: QueryKeyNorm::None,
+    query_key_norm_flag: None,
+    latent: true,
+    rotary: ROTARY,
+    ..GLM4_MOE
+};
+
+pub(super) const FAMILIES: [Family; 15] = [
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    OLMOE,
+    GLM4_MOE,
+    GPT_OSS,
+    OLMO2,
+    OLMO3,
+    SMOLLM3,
+    PHI3,
+    GRANITE,
     GEMMA3,
+    DEEPSEEK_V3,
 ];
 
 /// The values of `model_type` that are supported, for messages.
@@ -434,6 +470,7 @@ impl Family {
                 rotary: Some(Rotary::plain(self.rotary.theta)),
                 scale: None,
                 sinks: self.sinks,
+                latent: None,
             },
             query_key_norm: self.query_key_norm,
             qkv_bias: self.qkv_bias.applies(attention_bias),
@@ -470,6 +507,7 @@ impl Architecture {
             Self::Phi3 => &PHI3,
             Self::Granite => &GRANITE,
             Self::Gemma3 => &GEMMA3,
+            Self::DeepseekV3 => &DEEPSEEK_V3,
         }
     }
 

@@ -9,9 +9,9 @@ use serde_json::{Map, Value, json};
 
 use super::families::{Activation, FAMILIES, Family, MultiplierRule, model_types};
 use super::keys::JsonKeys;
-use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, attention, experts};
+use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, attention, experts, latent};
 use crate::gguf::{self, GgufFile};
-use crate::layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, QueryKeyNorm};
+use crate::layer::{AttentionSpec, ExpertSpec, FeedForward, LatentSpec, LayerSpec, QueryKeyNorm};
 use crate::{ModelError, files};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
@@ -60,10 +60,12 @@ impl Config {
         }
         let num_heads = keys.size("num_attention_heads")?;
         let max_position_embeddings = keys.size("max_position_embeddings")?;
-        let head_dim = match keys.optional_size("head_dim")? {
-            Some(dim) => dim,
+        let latent = latent::read(&keys, family)?;
+        let head_dim = match (latent, keys.optional_size("head_dim")?) {
+            (Some(latent), _) => latent.head_dim(),
+            (None, Some(dim)) => dim,
             // `null` is not an absent key: transformers then divides.
-            None => {
+            (None, None) => {
                 family.head_dim.filter(|_| !map.contains_key("head_dim")).unwrap_or(hidden_size / num_heads)
             }
         };
@@ -86,7 +88,7 @@ impl Config {
             embedding_multiplier: multipliers.embedding,
             logits_scaling: multipliers.logits,
             tie_word_embeddings: keys.flag("tie_word_embeddings", family.tied)?,
-            layers: layers(&keys, family, num_layers, &multipliers, experts.as_ref())?,
+            layers: layers(&keys, family, latent, &multipliers, (num_layers, experts.as_ref()))?,
             max_position_embeddings,
             eos_token_ids: keys.token_ids("eos_token_id")?,
             bos_token_id: keys.token_ids("bos_token_id")?.first().copied(),
@@ -105,6 +107,11 @@ impl Config {
                 &format!("a divisor of num_attention_heads, which is {}", self.num_heads),
             ));
         }
+        if self.latent().is_some() && self.num_kv_heads != self.num_heads {
+            let expected =
+                format!("num_attention_heads, which is {}: latents expand to all heads", self.num_heads);
+            return Err(keys.bad("num_key_value_heads", &expected));
+        }
         if self.head_dim == 0 || !self.head_dim.is_multiple_of(2) {
             let key = if keys.has("head_dim") { "head_dim" } else { "num_attention_heads" };
             return Err(keys.bad(key, &format!("an even head width, got {}", self.head_dim)));
@@ -112,6 +119,7 @@ impl Config {
         // A file that states neither head_dim nor a divisible width would silently lose part of every head.
         if !keys.has("head_dim")
             && self.architecture.family().head_dim.is_none()
+            && self.latent().is_none()
             && !self.hidden_size.is_multiple_of(self.num_heads)
         {
             return Err(keys.bad(
@@ -126,7 +134,7 @@ impl Config {
             );
         }
         for rotary in self.rotaries() {
-            let width = rotary.width(self.head_dim);
+            let width = rotary.width(self.rotary_dim());
             if width == 0 || !width.is_multiple_of(2) {
                 let expected = format!("the share of an even width in head_dim, which is {}", self.head_dim);
                 return Err(keys.bad("partial_rotary_factor", &expected));
@@ -144,11 +152,17 @@ impl Config {
     fn approximate_weights(&self) -> u128 {
         let n = |size: usize| size as u128;
         let heads = n(self.head_dim) * (2 * n(self.num_heads) + 2 * n(self.num_kv_heads));
+        // A head has at most two of its width for each value of a latent.
+        let of_latents = self.latent().map_or(0, |latent| {
+            let ranks = n(latent.query_rank.unwrap_or(0)) + n(latent.key_rank) + n(latent.rope);
+            n(self.num_layers()) * ranks * (n(self.hidden_size) + 2 * n(self.num_heads) * n(self.head_dim))
+        });
         let of_experts = self
             .experts()
             .map_or(0, |spec| n(spec.count) * (3 * n(spec.width) + 1) + 3 * n(spec.shared_width));
         let feed_forward = of_experts.max(3 * n(self.intermediate_size));
-        n(self.hidden_size) * (2 * n(self.vocab_size) + n(self.num_layers()) * (heads + feed_forward))
+        of_latents
+            + n(self.hidden_size) * (2 * n(self.vocab_size) + n(self.num_layers()) * (heads + feed_forward))
     }
 }
 
@@ -156,9 +170,9 @@ impl Config {
 fn layers(
     keys: &JsonKeys<'_>,
     family: &Family,
-    num_layers: usize,
+    latent: Option<LatentSpec>,
     multipliers: &Multipliers,
-    experts: Option<&(ExpertSpec, Vec<bool>)>,
+    (num_layers, experts): (usize, Option<&(ExpertSpec, Vec<bool>)>),
 ) -> Result<Vec<LayerSpec>, ModelError> {
     let mut layer = family.layer(keys.flag("attention_bias", family.attention_bias)?, None);
     layer.residual_multiplier = multipliers.residual;
@@ -171,12 +185,12 @@ fn layers(
         Some((spec, layers)) if layers[index] => FeedForward::Experts(*spec),
         _ => layer.feed_forward,
     };
-    let of = |(index, attention)| LayerSpec {
-        attention: AttentionSpec { scale: multipliers.scores, ..attention },
+    let of = |(index, attention): (usize, AttentionSpec)| LayerSpec {
+        attention: AttentionSpec { scale: multipliers.scores.or(attention.scale), ..attention },
         feed_forward: feed_forward(index),
         ..layer
     };
-    Ok(attention::of_layers(keys, family, num_layers)?.into_iter().enumerate().map(of).collect())
+    Ok(attention::of_layers(keys, family, latent, num_layers)?.into_iter().enumerate().map(of).collect())
 }
 
 /// Our own key; transformers ignores it.
@@ -200,7 +214,8 @@ fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
 
 fn architecture(keys: &JsonKeys<'_>) -> Result<(Architecture, Head), ModelError> {
     let found = keys.text("model_type")?;
-    let Some(Family { architecture, .. }) = FAMILIES.iter().find(|family| family.model_type == found) else {
+    let is_found = |family: &&Family| family.model_type == found || family.other_types.contains(&found);
+    let Some(Family { architecture, .. }) = FAMILIES.iter().find(is_found) else {
         return Err(keys.unsupported("model_type", &model_types()));
     };
     let architecture = *architecture;

@@ -77,6 +77,7 @@ fn yarn() -> Rotary {
     let yarn = Yarn {
         factor: 4.0,
         attention_factor: 1.25,
+        score_weight: 0.0,
         beta_fast: 16.0,
         beta_slow: 2.0,
         truncate: false,
@@ -341,6 +342,51 @@ fn llama3_leaves_short_waves_alone_and_stretches_long_ones() {
     assert_eq!(plain[0], scaled[0]);
     assert_eq!(plain[31] / 8.0, scaled[31]);
     assert!(plain.iter().zip(&scaled).any(|(p, s)| s < p && *s > p / 8.0), "nothing in between");
+}
+
+#[test]
+fn keys_of_latents_are_honoured_or_refused() {
+    let [tied, _] = tiny();
+    let of = |architecture: Architecture, changes: &Value| {
+        let mut map = tied.clone().of_family(architecture).to_json().as_object().unwrap().clone();
+        map.extend(changes.as_object().unwrap().clone());
+        Config::from_json(Path::new("m/config.json"), &map)
+    };
+    let (deepseek, llama) = (Architecture::DeepseekV3, Architecture::Llama);
+    let linear = json!({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}});
+    for (architecture, changes, key) in [
+        (llama, json!({"kv_lora_rank": 8}), "kv_lora_rank"),
+        (llama, json!({"rope_interleave": true}), "rope_interleave"),
+        (deepseek, json!({"kv_lora_rank": null}), "kv_lora_rank"),
+        (deepseek, json!({"qk_rope_head_dim": 3}), "qk_rope_head_dim"),
+        (deepseek, json!({"v_head_dim": 7}), "v_head_dim"),
+        (deepseek, json!({"num_key_value_heads": 2}), "num_key_value_heads"),
+        (deepseek, json!({"kv_lora_rank": u32::MAX, "hidden_size": u32::MAX}), "num_hidden_layers"),
+        (deepseek, linear, "mscale_all_dim"),
+    ] {
+        let text = of(architecture, &changes).unwrap_err().to_string();
+        assert!(text.starts_with("m/config.json") && text.contains(key), "{changes}: {text}");
+    }
+    let mut map = tied.clone().of_family(deepseek).to_json().as_object().unwrap().clone();
+    map.remove("q_lora_rank");
+    let text = Config::from_json(Path::new("m/config.json"), &map).unwrap_err().to_string();
+    assert!(text.contains("q_lora_rank"), "{text}");
+
+    let latent = |changes: Value| of(deepseek, &changes).unwrap().latent().unwrap();
+    let usual = latent(json!({}));
+    assert_eq!((usual.nope, usual.rope, usual.value, usual.key_rank), (4, 2, 4, 4));
+    assert_eq!((usual.query_rank, latent(json!({"q_lora_rank": null})).query_rank), (Some(8), None));
+    assert!(!latent(json!({"rope_interleave": false})).interleaved);
+    let kimi = json!({"model_type": "kimi_k2", "head_dim": null});
+    assert_eq!(of(deepseek, &kimi).unwrap(), tied.clone().of_family(deepseek));
+    // 0.1 ln 40 + 1, as in DeepSeek-V3: cosines stay, and scores are multiplied by its square.
+    let yarn = json!({"type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0});
+    let scaled = of(deepseek, &json!({ "rope_scaling": yarn })).unwrap();
+    let AttentionSpec { rotary, scale, .. } = scaled.layers[0].attention;
+    assert_eq!(rotary.unwrap().amplitude(), 1.0);
+    let expected = 1.368_887_945_411_393_6_f64.powi(2) / 6.0_f64.sqrt();
+    assert!((f64::from(scale.unwrap()) - expected).abs() < 1e-7, "{scale:?}");
+    assert_read_back([scaled]);
 }
 
 #[test]

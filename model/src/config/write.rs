@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::experts::ExpertRule;
 use super::families::{BiasRule, Family, MultiplierRule, WindowRule};
-use super::{Config, Head, REDUCTION_KEY, Reduction};
+use super::{Config, Head, REDUCTION_KEY, Reduction, latent};
 use crate::layer::{LayerSpec, QueryKeyNorm};
 use crate::rotary::{RopeScaling, Rotary};
 
@@ -48,6 +48,7 @@ impl Config {
         if let Some(map) = map.as_object_mut() {
             self.write_query_key_norm(map);
             self.write_rotary(map);
+            self.latent().iter().for_each(|of| latent::write(of, map));
             self.write_windows(map);
             self.write_multipliers(map);
             if let (ExpertRule::Keys(keys), Some(spec)) = (family.experts, self.experts()) {
@@ -187,6 +188,7 @@ impl RopeScaling {
                 "rope_type": "yarn",
                 "factor": yarn.factor,
                 "attention_factor": yarn.attention_factor,
+                "mscale_all_dim": yarn.score_weight,
                 "beta_fast": yarn.beta_fast,
                 "beta_slow": yarn.beta_slow,
                 "truncate": yarn.truncate,

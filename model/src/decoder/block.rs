@@ -16,14 +16,15 @@ use super::feed_forward::{
     ExpertWeights, FeedForwardOperands, FeedForwardPiece, FeedForwardTrace, FeedForwardWeights,
     GatedActivation, GatedWeights,
 };
+use super::mixer::{
+    AttentionWeights, LatentOperands, LatentPiece, LatentWeights, MixerReverse, MixerTrace, MixerWeights,
+    MixingReverse, MixingRule,
+};
 use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
 use crate::low_rank::LowRank;
-use crate::ops::attention::{AttentionRule, PackedReverse};
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
-use crate::ops::heads::{self, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
-use crate::ops::matrix;
 use crate::ops::norm::{rms_norm, rms_norm_backward};
 use crate::ops::residual::{add_multiple, multiple};
 use crate::{Config, FrozenParameters, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
@@ -31,19 +32,10 @@ use crate::{Config, FrozenParameters, Layout, Parameters, Quantization, Reductio
 /// Weights of one layer.
 #[derive(Clone, Debug)]
 pub(super) struct TransformerBlock {
-    shape: HeadShape,
-    /// Without its sinks.
-    rule: AttentionRule<'static>,
-    /// Number of its rotary embedding among [`Config::rotaries`].
-    rotary: Option<usize>,
     eps: f32,
     /// Empty if the layer has none, as the other norms.
     attention_norm: Vec<f32>,
-    qkv: Linear,
-    /// `[heads]` logits of attention that have no key; empty for none.
-    sinks: Vec<f32>,
-    /// Weights of the norms of queries and keys, if the layer has them.
-    head_norm: Option<Vec<f32>>,
+    mixer: MixerWeights,
     output: Linear,
     /// Of the result of attention.
     attention_after: Vec<f32>,
@@ -59,12 +51,7 @@ pub(super) struct TransformerBlock {
 /// Activations of the attention half, for its backward. `T` tokens.
 #[derive(Debug)]
 pub(super) struct AttentionTrace {
-    /// `[T, width]` the projection before norm and rotation, if heads are normalised.
-    raw: Option<Tensor>,
-    /// `[T, width]`
-    prepared: Tensor,
-    /// `[T, heads * head_dim]`
-    attended: Tensor,
+    mixer: MixerTrace,
     /// `[T, d]` the residual stream after this half.
     pub(super) middle: Tensor,
 }
@@ -76,11 +63,7 @@ pub(super) struct AttentionReverse {
     pub(super) d_input: Tensor,
     input: Tensor,
     normed: Tensor,
-    d_prepared: Option<Tensor>,
-    d_qkv: Tensor,
-    /// `[T, heads]` what each token adds to the gradient of the sinks; absent without sinks.
-    d_sinks: Option<Tensor>,
-    d_normed: Tensor,
+    mixer: MixerReverse,
     branch: BranchReverse,
 }
 
@@ -98,6 +81,20 @@ pub(super) struct ReversedAttention<'a> {
     pub(super) trace: &'a AttentionTrace,
     pub(super) reverse: AttentionReverse,
     pub(super) angles: &'a LayerAngles,
+}
+
+impl LatentPiece for ReversedAttention<'_> {
+    fn normed(&self) -> &Tensor {
+        &self.reverse.normed
+    }
+
+    fn d_projected(&self) -> &Tensor {
+        &self.reverse.mixer.d_projected
+    }
+
+    fn operands(&self) -> Option<&LatentOperands> {
+        self.reverse.mixer.latent.as_ref()
+    }
 }
 
 /// Backward of the feed-forward half: the gradient of its input, and the operands of its weight gradients.
@@ -137,14 +134,14 @@ struct LinearRanges {
 }
 
 impl TransformerBlock {
-    /// What its attention computes.
-    pub(super) fn rule(&self) -> AttentionRule<'_> {
-        AttentionRule { sinks: &self.sinks, ..self.rule }
+    /// How its tokens are mixed.
+    pub(super) fn rule(&self) -> MixingRule<'_> {
+        self.mixer.rule()
     }
 
     /// Memory of the linear layers, bytes.
     pub(super) fn bytes(&self) -> usize {
-        self.qkv.bytes() + self.output.bytes() + self.feed_forward.bytes()
+        self.mixer.bytes() + self.output.bytes() + self.feed_forward.bytes()
     }
 
     /// A layer to sample with, of the `values [layout.len()]` of a model.
@@ -259,18 +256,33 @@ impl TransformerBlock {
             linear(spec, LinearRanges { weight: cut(spec.weight), bias: spec.bias.map(cut) }).with_tree(tree)
         };
         let linear = |operand: Operand| linear_of(&config.linear_spec(index, operand), 0, 1);
+        let (rule, rotary) = (config.attention_rule(index), config.rotaries());
+        let rotary = rotary.iter().position(|rotary| attention.rotary == Some(*rotary));
+        let mixer = match attention.latent {
+            None => MixerWeights::Attention(Box::new(AttentionWeights {
+                shape: config.head_shape(),
+                rule,
+                rotary,
+                eps: config.rms_norm_eps,
+                qkv: linear(Operand::Qkv),
+                sinks: vector(Operand::Sinks),
+                head_norm: match query_key_norm {
+                    QueryKeyNorm::None => None,
+                    QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(norm_weights(Operand::QueryKeyNorm)),
+                },
+            })),
+            Some(latent) => {
+                let shape = latent.shape(config.num_heads);
+                let has_query_latent = latent.query_rank.is_some();
+                let mut weights = LatentWeights::new(shape, rule, has_query_latent, vector, linear);
+                weights.rotary = rotary;
+                MixerWeights::Latent(Box::new(weights))
+            }
+        };
         Self {
-            shape: config.head_shape(),
-            rule: config.attention_rule(index),
-            rotary: config.rotaries().iter().position(|rotary| attention.rotary == Some(*rotary)),
             eps: config.rms_norm_eps,
             attention_norm: norm_weights(Operand::AttentionNorm),
-            qkv: linear(Operand::Qkv),
-            sinks: vector(Operand::Sinks),
-            head_norm: match query_key_norm {
-                QueryKeyNorm::None => None,
-                QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(norm_weights(Operand::QueryKeyNorm)),
-            },
+            mixer,
             output: linear(Operand::Output),
             attention_after: norm_weights(Operand::AttentionAfterNorm),
             feed_forward_norm: norm_weights(Operand::FeedForwardNorm),
@@ -281,17 +293,17 @@ impl TransformerBlock {
         }
     }
 
-    /// Forward on `x [T, d]` without activations; `attend` computes attention for prepared queries, keys and values, and the
-    /// experts of the tokens may be `given`.
+    /// Forward on `x [T, d]` without activations; `mix` mixes what the mixer prepared, and the experts of the tokens may be
+    /// `given`.
     pub(super) fn forward(
         &self,
         x: &Tensor,
         angles: &LayerAngles,
         given: Option<GivenExperts<'_>>,
-        attend: impl FnOnce(&Tensor) -> Result<Tensor>,
+        mix: impl FnOnce(&Tensor) -> Result<Tensor>,
         pool: &ThreadPool,
     ) -> Result<Tensor> {
-        Ok(self.forward_routed(x, angles, given, attend, pool)?.0)
+        Ok(self.forward_routed(x, angles, given, mix, pool)?.0)
     }
 
     /// The same, with what the feed-forward half computed up to its activation, which has the routes of the tokens.
@@ -300,10 +312,10 @@ impl TransformerBlock {
         x: &Tensor,
         angles: &LayerAngles,
         given: Option<GivenExperts<'_>>,
-        attend: impl FnOnce(&Tensor) -> Result<Tensor>,
+        mix: impl FnOnce(&Tensor) -> Result<Tensor>,
         pool: &ThreadPool,
     ) -> Result<(Tensor, FeedForwardTrace)> {
-        let AttentionTrace { middle, .. } = self.attention(x, angles, attend, pool)?;
+        let AttentionTrace { middle, .. } = self.attention(x, angles, mix, pool)?;
         let trace = self.begin_feed_forward(&middle, given, pool)?;
         Ok((self.finish_feed_forward(&middle, &trace, pool)?, trace))
     }
@@ -313,21 +325,17 @@ impl TransformerBlock {
         &self,
         x: &Tensor,
         angles: &LayerAngles,
-        attend: impl FnOnce(&Tensor) -> Result<Tensor>,
+        mix: impl FnOnce(&Tensor) -> Result<Tensor>,
         pool: &ThreadPool,
     ) -> Result<AttentionTrace> {
-        let mut qkv = self.qkv.apply_values(&self.normed(x, &self.attention_norm, pool)?, pool)?;
-        let width = self.shape.width();
-        let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
-        heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles.of(self.rotary), pool);
-        let prepared = matrix(qkv, width)?;
-        let attended = attend(&prepared)?;
+        let normed = self.normed(x, &self.attention_norm, pool)?;
+        let mixer = self.mixer.forward(&normed, angles, mix, pool)?;
         let middle = if self.adds_plainly() {
-            self.output.add_to(x, &attended, pool)?
+            self.output.add_to(x, &mixer.result, pool)?
         } else {
-            self.join(x, &self.output.apply(&attended, pool)?, &self.attention_after, pool)?
+            self.join(x, &self.output.apply(&mixer.result, pool)?, &self.attention_after, pool)?
         };
-        Ok(AttentionTrace { raw, prepared, attended, middle })
+        Ok(AttentionTrace { mixer, middle })
     }
 
     /// The feed-forward half up to its activation, for its input `middle [T, d]`.
@@ -420,45 +428,23 @@ impl TransformerBlock {
         Ok(FeedForwardReverse { d_middle, middle: middle.clone(), normed, operands, d_normed, branch })
     }
 
-    /// Backward of the attention half for the gradient `d_middle [T, d]` of its result. `attend_backward` is the backward of
-    /// `attend`.
+    /// Backward of the attention half for the gradient `d_middle [T, d]` of its result. `mix_backward` is the backward of `mix`.
     pub(super) fn attention_backward(
         &self,
         input: &Tensor,
         trace: &AttentionTrace,
         angles: &LayerAngles,
         d_middle: &Tensor,
-        attend_backward: impl FnOnce(&Tensor, &Tensor) -> Result<PackedReverse>,
+        mix_backward: impl FnOnce(&Tensor, &Tensor) -> Result<MixingReverse>,
     ) -> Result<AttentionReverse> {
         let alone = ThreadPool::single();
         let normed = self.normed(input, &self.attention_norm, &alone)?;
-        let again = || self.output.apply(&trace.attended, &alone);
+        let again = || self.output.apply(&trace.mixer.result, &alone);
         let branch = self.join_backward(&self.attention_after, d_middle, again)?;
-        let d_attended = self.output.input_gradient(&branch.d_result)?;
-        let PackedReverse { d_qkv: d_prepared, d_sinks } = attend_backward(&trace.prepared, &d_attended)?;
-        let d_sinks = match self.sinks.len() {
-            0 => None,
-            heads => Some(matrix(d_sinks, heads)?),
-        };
-        let kept = match &trace.raw {
-            Some(_) => Some(matrix(d_prepared.clone(), self.shape.width())?),
-            None => None,
-        };
-        let norm = self.norm_of_heads();
-        let angles = angles.of(self.rotary);
-        let d_qkv = heads::prepare_backward(trace.raw.as_ref(), self.shape, norm, angles, d_prepared)?;
-        let d_normed = self.qkv.input_gradient(&d_qkv)?;
-        let d_input = self.normed_backward(input, &self.attention_norm, &d_normed, d_middle)?;
-        let input = input.clone();
-        Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_sinks, d_normed, branch })
-    }
-
-    fn norm_of_heads(&self) -> Option<HeadNormWeights<'_>> {
-        let both = self.head_norm.as_ref()?;
-        // Of the same width each if heads are normalised apart, and of their own otherwise.
-        let apart = both.len() == 2 * self.shape.head_dim;
-        let (query, key) = both.split_at(if apart { self.shape.head_dim } else { self.shape.query_width() });
-        Some(HeadNormWeights { query, key, eps: self.eps })
+        let d_mixed = self.output.input_gradient(&branch.d_result)?;
+        let mixer = self.mixer.backward(&normed, &trace.mixer, angles, &d_mixed, mix_backward)?;
+        let d_input = self.normed_backward(input, &self.attention_norm, &mixer.d_normed, d_middle)?;
+        Ok(AttentionReverse { d_input, input: input.clone(), normed, mixer, branch })
     }
 }
 

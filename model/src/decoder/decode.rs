@@ -5,8 +5,9 @@
 
 use candle_core::{Result, Tensor};
 
+use super::mixer::MixingRule;
 use super::{Decoder, gather};
-use crate::ops::attention::{PAGE, PageLayout};
+use crate::ops::attention::{AttentionRule, PAGE, PageLayout};
 use crate::ops::experts::ExpertRoutes;
 use crate::ops::norm::rms_norm;
 use crate::ops::{matrix, unwritten, values};
@@ -345,8 +346,12 @@ impl Decoder {
         let slots = cache.routes.as_ref().map_or(0, |routes| routes.slots);
         let (mut routes, mut first) = (vec![0; token_ids.len() * slots], 0);
         for (layer, block) in self.blocks.iter().enumerate() {
-            let attend = |qkv: &Tensor| self.attend(cache, sequences, own, layer, qkv, pool);
-            let (output, trace) = block.forward_routed(&x, &angles, None, attend, pool)?;
+            let mix = |prepared: &Tensor| match block.rule() {
+                MixingRule::Attention(rule) => {
+                    self.attend(cache, sequences, own, (layer, rule), prepared, pool)
+                }
+            };
+            let (output, trace) = block.forward_routed(&x, &angles, None, mix, pool)?;
             x = output;
             if let Some(chosen) = trace.routes().map(ExpertRoutes::experts).filter(|_| slots > 0) {
                 let per_token = chosen.len() / token_ids.len();
@@ -373,7 +378,7 @@ impl Decoder {
         cache: &KvCache,
         sequences: &[StepSequence<'_>],
         mut own: &mut [Vec<Vec<f32>>],
-        layer: usize,
+        (layer, rule): (usize, AttentionRule<'_>),
         qkv: &Tensor,
         pool: &ThreadPool,
     ) -> Result<Tensor> {
@@ -391,7 +396,7 @@ impl Decoder {
             parts.push((sequences, own_part, qkv_part, out_part));
         }
         pool.map(parts, |(sequences, own, qkv, out)| {
-            self.attend_part(cache, sequences, own, layer, qkv, out);
+            self.attend_part(cache, sequences, own, (layer, rule), qkv, out);
         });
         matrix(out, query_width)
     }
@@ -401,11 +406,11 @@ impl Decoder {
         cache: &KvCache,
         sequences: &[StepSequence<'_>],
         own: &mut [Vec<Vec<f32>>],
-        layer: usize,
+        (layer, rule): (usize, AttentionRule<'_>),
         qkv: &[f32],
         out: &mut [f32],
     ) {
-        let (shape, layout, rule) = (self.shape, cache.layout, self.blocks[layer].rule());
+        let (shape, layout) = (self.shape, cache.layout);
         let of_layer = layer * layout.len()..(layer + 1) * layout.len();
         let mut rows = qkv.chunks_exact(shape.width()).zip(out.chunks_exact_mut(shape.query_width()));
         let (mut weights, mut of_sequence) = (Vec::new(), Vec::new());

@@ -5,7 +5,8 @@
 //! and values are in a [`KvCache`]. All three run the same blocks, on the threads of a [`ThreadPool`].
 //!
 //! # Layout
-//! - `block`: one layer, forward and backward; `feed_forward`: its feed-forward network, which may be experts
+//! - `block`: one layer, forward and backward; `mixer`: its attention; `feed_forward`: its feed-forward network, which may be
+//!   experts
 //! - `pack`: sequences one after the other
 //! - `train`: forward and backward
 //! - `gradients`: gradient sinks and layer sources; with low-rank factors gradients are those of the factors
@@ -15,6 +16,7 @@ mod block;
 mod decode;
 mod feed_forward;
 mod gradients;
+mod mixer;
 mod pack;
 mod train;
 
@@ -340,7 +342,7 @@ impl LayerAngles {
 fn frequencies(config: &Config) -> Vec<Frequencies> {
     let rotaries = config.rotaries();
     let of = |rotary: &Rotary| Frequencies {
-        inv_freq: rotary.inv_freq(config.head_dim),
+        inv_freq: rotary.inv_freq(config.rotary_dim()),
         amplitude: rotary.amplitude(),
     };
     rotaries.iter().map(of).collect()

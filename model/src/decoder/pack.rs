@@ -6,8 +6,9 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
+use super::mixer::{MixingReverse, MixingRule};
 use super::{Decoder, LayerAngles};
-use crate::ops::attention::{self, AttentionRule, Segment};
+use crate::ops::attention::{self, Segment};
 use crate::ops::experts::GivenExperts;
 
 /// Packed sequences. Some may continue others, as the completions of a group continue one prompt.
@@ -162,7 +163,25 @@ impl PackPart<'_> {
         decoder.angles(&self.pack.positions[self.rows.clone()])
     }
 
-    pub(super) fn attend(&self, rule: AttentionRule<'_>, qkv: &Tensor) -> Result<Tensor> {
-        attention::packed(qkv, self.segments, self.rows.start, rule)
+    /// Mixes what the mixer of a layer prepared, `[T, width]`.
+    pub(super) fn mix(&self, rule: MixingRule<'_>, prepared: &Tensor) -> Result<Tensor> {
+        match rule {
+            MixingRule::Attention(rule) => attention::packed(prepared, self.segments, self.rows.start, rule),
+        }
+    }
+
+    /// Backward of [`PackPart::mix`] for the gradient `g [T, mixed]` of its result.
+    pub(super) fn mix_backward(
+        &self,
+        rule: MixingRule<'_>,
+        prepared: &Tensor,
+        g: &Tensor,
+    ) -> Result<MixingReverse> {
+        match rule {
+            MixingRule::Attention(rule) => {
+                let reverse = attention::packed_backward(prepared, self.segments, self.rows.start, rule, g)?;
+                Ok(MixingReverse::Attention(reverse))
+            }
+        }
     }
 }

@@ -11,7 +11,6 @@ use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
 use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather, logit_factor};
 use crate::low_rank::{UnitFactors, carve};
-use crate::ops::attention;
 use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, Target, TrainedTargets};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::residual::multiple;
@@ -101,7 +100,7 @@ impl Decoder {
                     &x,
                     angles,
                     part.given(),
-                    |qkv| part.attend(block.rule(), qkv),
+                    |prepared| part.mix(block.rule(), prepared),
                     &ThreadPool::single(),
                 )
             };
@@ -154,7 +153,13 @@ impl Decoder {
             let alone = ThreadPool::single();
             let mut x = self.embed(part.token_ids(), part.rows.start)?;
             for block in &self.blocks {
-                x = block.forward(&x, &angles, part.given(), |qkv| part.attend(block.rule(), qkv), &alone)?;
+                x = block.forward(
+                    &x,
+                    &angles,
+                    part.given(),
+                    |prepared| part.mix(block.rule(), prepared),
+                    &alone,
+                )?;
             }
             Ok(x)
         };
@@ -235,12 +240,22 @@ impl Decoder {
         let PartTrace { angles, layers, output: x } = trace;
         let alone = ThreadPool::single();
         let (kept, output) = if self.recompute == Recompute::None {
-            let attention = block.attention(x, angles, |qkv| part.attend(block.rule(), qkv), &alone)?;
+            let attention =
+                block.attention(x, angles, |prepared| part.mix(block.rule(), prepared), &alone)?;
             let feed_forward = block.begin_feed_forward(&attention.middle, part.given(), &alone)?;
             let output = block.finish_feed_forward(&attention.middle, &feed_forward, &alone)?;
             (Some(KeptLayer { attention, feed_forward }), output)
         } else {
-            (None, block.forward(x, angles, part.given(), |qkv| part.attend(block.rule(), qkv), &alone)?)
+            (
+                None,
+                block.forward(
+                    x,
+                    angles,
+                    part.given(),
+                    |prepared| part.mix(block.rule(), prepared),
+                    &alone,
+                )?,
+            )
         };
         layers.push(LayerTrace { input: std::mem::replace(x, output), kept });
         Ok(())
@@ -341,10 +356,8 @@ impl Decoder {
 
         let reverse = |(reversing, d_middle): (&Reversing<'_>, Tensor)| {
             let Reversing { part, angles, input, attention, .. } = reversing;
-            let attend_backward = |qkv: &Tensor, g: &Tensor| {
-                attention::packed_backward(qkv, part.segments, part.rows.start, block.rule(), g)
-            };
-            block.attention_backward(input, attention, angles, &d_middle, attend_backward)
+            let mix_backward = |prepared: &Tensor, g: &Tensor| part.mix_backward(block.rule(), prepared, g);
+            block.attention_backward(input, attention, angles, &d_middle, mix_backward)
         };
         let reversed = pool.map(parts.iter().zip(d_middle).collect(), reverse);
         let reversed: Vec<_> = reversed.into_iter().collect::<Result<_>>()?;
@@ -418,8 +431,8 @@ fn begin_reversing<'a>(
     let (attention, feed_forward) = match kept {
         Some(KeptLayer { attention, feed_forward }) => (attention, Some(feed_forward)),
         None => {
-            let attend = |qkv: &Tensor| part.attend(block.rule(), qkv);
-            (block.attention(&input, &trace.angles, attend, &ThreadPool::single())?, None)
+            let mix = |prepared: &Tensor| part.mix(block.rule(), prepared);
+            (block.attention(&input, &trace.angles, mix, &ThreadPool::single())?, None)
         }
     };
     Ok(Reversing { part, angles: &trace.angles, input, attention, feed_forward, g })

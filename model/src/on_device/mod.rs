@@ -155,7 +155,7 @@ fn missing(config: &Config) -> Option<&'static str> {
         // Another kind of layer does not compile until its operations, or a refusal, are here.
         let LayerSpec {
             norm,
-            attention: AttentionSpec { window, rotary, scale, sinks },
+            attention: AttentionSpec { window, rotary, scale, sinks, latent },
             query_key_norm,
             qkv_bias: _,
             output_bias: _,
@@ -168,6 +168,7 @@ fn missing(config: &Config) -> Option<&'static str> {
             (_, FeedForward::GeGlu, _) => Some("feed-forward networks with GELU"),
             (_, _, QueryKeyNorm::Whole) => Some("norms of all heads together"),
             (Norm::RmsAfter | Norm::RmsAround, _, _) => Some("norms after a block"),
+            _ if latent.is_some() => Some("latents of queries, keys and values"),
             _ if sinks => Some("attention sinks"),
             _ if !same || !rotary.is_some_and(plain) => Some(
                 "layers without rotary embedding, and embeddings that are partial, scaled by YaRN or differ",

@@ -66,7 +66,7 @@ impl Angles {
     }
 
     /// Cosines and sines `[pairs]` of a row.
-    fn row(&self, row: usize) -> (&[f32], &[f32]) {
+    pub(super) fn row(&self, row: usize) -> (&[f32], &[f32]) {
         let range = row * self.pairs..(row + 1) * self.pairs;
         (&self.cos[range.clone()], &self.sin[range])
     }

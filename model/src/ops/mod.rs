@@ -15,6 +15,7 @@
 //!   [`dot`]; [`norm`], [`residual`], [`embedding`]
 //! - [`swiglu`], [`clamped_swiglu`], [`geglu`]: gated activations
 //! - [`heads`]: per-head norm and rotary embedding
+//! - [`latent`]: queries, keys and values of their parts
 //! - [`experts`]: the routes of tokens to experts
 //! - [`attention`]: packed and paged
 //! - [`head`]: logits fused with log-probability and entropy, over [`softmax`]; [`value`]: the value head
@@ -31,6 +32,7 @@ pub(crate) mod gemm;
 pub(crate) mod head;
 pub(crate) mod heads;
 pub(crate) mod int8;
+pub(crate) mod latent;
 pub(crate) mod linear;
 pub(crate) mod norm;
 pub(crate) mod residual;

@@ -6,17 +6,37 @@
 use candle_core::{Result, Tensor};
 
 use super::super::feed_forward::FeedForwardGradients;
+use super::super::mixer::{self, MixerVectors};
 use super::{BranchReverse, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use crate::ThreadPool;
 use crate::layer::Operand;
 use crate::low_rank::{UnitFactors, WeightGradient, carve};
-use crate::ops::heads;
 use crate::ops::linear::{bias_gradient, weight_gradient};
 use crate::ops::norm::rms_norm_weight_gradient;
 use crate::ops::row_ranges;
 
 /// The computation of one range of weight gradients, independent of the others.
 pub(in crate::decoder) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
+
+/// The operands of the attention half, in the order of the layout.
+const ATTENTION: [Operand; 16] = [
+    Operand::AttentionNorm,
+    Operand::Qkv,
+    Operand::QkvBias,
+    Operand::QueryKeyNorm,
+    Operand::Sinks,
+    Operand::QueryDown,
+    Operand::QueryDownBias,
+    Operand::QueryLatentNorm,
+    Operand::QueryUp,
+    Operand::KeyDown,
+    Operand::KeyDownBias,
+    Operand::KeyLatentNorm,
+    Operand::KeyUp,
+    Operand::Output,
+    Operand::OutputBias,
+    Operand::AttentionAfterNorm,
+];
 
 impl TransformerBlock {
     /// Adds the weight gradients of the feed-forward half to the layer's `gradients`, or to those of its `factors`; `pieces` are
@@ -88,49 +108,37 @@ impl TransformerBlock {
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
-        let [norm, qkv, qkv_bias, head_norm, sinks, output, output_bias, after] = carve(
-            gradients,
-            [
-                &ranges[Operand::AttentionNorm],
-                &ranges[Operand::Qkv],
-                &ranges[Operand::QkvBias],
-                &ranges[Operand::QueryKeyNorm],
-                &ranges[Operand::Sinks],
-                &ranges[Operand::Output],
-                &ranges[Operand::OutputBias],
-                &ranges[Operand::AttentionAfterNorm],
-            ],
-            factors,
-        );
+        let [norm, qkv, qkv_bias, head_norm, sinks, latents @ .., output, output_bias, after] =
+            carve(gradients, ATTENTION.map(|of| &ranges[of]), factors);
         let [norm, qkv_bias, head_norm, sinks, output_bias, after] =
             [norm, qkv_bias, head_norm, sinks, output_bias, after].map(WeightGradient::vector);
         let mut jobs: Vec<GradientJob<'_>> = Vec::new();
-        weight_jobs(&mut jobs, parts, qkv, |part| Some((&part.reverse.normed, &part.reverse.d_qkv)), pool);
+        weight_jobs(
+            &mut jobs,
+            parts,
+            qkv,
+            |part| Some((&part.reverse.normed, &part.reverse.mixer.d_projected)),
+            pool,
+        );
         weight_jobs(
             &mut jobs,
             parts,
             output,
-            |part| Some((&part.trace.attended, &part.reverse.branch.d_result)),
+            |part| Some((&part.trace.mixer.result, &part.reverse.branch.d_result)),
             pool,
         );
+        mixer::gradient_jobs(&mut jobs, parts, latents, pool);
         if factors.is_some() {
             return pool.map(jobs, |job| job()).into_iter().collect();
         }
         jobs.push(Box::new(|| {
+            let mut vectors = MixerVectors { qkv_bias, head_norm, sinks };
             for ReversedAttention { trace, reverse: r, angles } in parts {
-                norm_gradient(&r.input, self.eps, &r.d_normed, norm)?;
+                norm_gradient(&r.input, self.eps, &r.mixer.d_normed, norm)?;
                 r.branch.add_norm_gradient(self.eps, after)?;
-                if !qkv_bias.is_empty() {
-                    bias_gradient(&r.d_qkv, qkv_bias)?;
-                }
-                if let Some(d_sinks) = &r.d_sinks {
-                    bias_gradient(d_sinks, sinks)?;
-                }
+                self.mixer.vector_gradients(&trace.mixer, &r.mixer, angles, &mut vectors)?;
                 if !output_bias.is_empty() {
                     bias_gradient(&r.branch.d_result, output_bias)?;
-                }
-                if let (Some(raw), Some(g), Some(norm)) = (&trace.raw, &r.d_prepared, self.norm_of_heads()) {
-                    heads::head_norm_gradient(raw, self.shape, norm, angles.of(self.rotary), g, head_norm)?;
                 }
             }
             Ok(())
@@ -165,6 +173,7 @@ pub(in crate::decoder) fn weight_jobs<'a, P: Sync>(
         return;
     };
     let mut rest = match gradient {
+        WeightGradient::Whole([]) => return,
         WeightGradient::Whole(gradient) => gradient,
         WeightGradient::Factors(all) => {
             for mut factors in all {

@@ -1,0 +1,97 @@
+//! Causal attention as a mixer: projection, norm and rotation of queries and keys.
+
+use candle_core::{Result, Tensor};
+
+use super::{MixerReverse, MixerTrace, MixerVectors, Projected};
+use crate::ThreadPool;
+use crate::decoder::LayerAngles;
+use crate::ops::attention::{AttentionRule, PackedReverse};
+use crate::ops::heads::{self, HeadNormWeights, HeadShape};
+use crate::ops::linear::{Linear, bias_gradient};
+use crate::ops::matrix;
+
+/// The weights of attention without those of its output projection.
+#[derive(Clone, Debug)]
+pub(in crate::decoder) struct AttentionWeights {
+    pub(in crate::decoder) shape: HeadShape,
+    /// Without its sinks.
+    pub(in crate::decoder) rule: AttentionRule<'static>,
+    /// Number of its rotary embedding among `Config::rotaries`.
+    pub(in crate::decoder) rotary: Option<usize>,
+    pub(in crate::decoder) eps: f32,
+    pub(in crate::decoder) qkv: Linear,
+    /// `[heads]` logits of attention that have no key; empty for none.
+    pub(in crate::decoder) sinks: Vec<f32>,
+    /// Weights of the norms of queries and keys, if the layer has them.
+    pub(in crate::decoder) head_norm: Option<Vec<f32>>,
+}
+
+impl AttentionWeights {
+    pub(super) fn rule(&self) -> AttentionRule<'_> {
+        AttentionRule { sinks: &self.sinks, ..self.rule }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.qkv.bytes()
+    }
+
+    /// Queries, keys and values of the normalised input `x [T, d]`.
+    pub(super) fn project(&self, x: &Tensor, angles: &LayerAngles, pool: &ThreadPool) -> Result<Projected> {
+        let mut qkv = self.qkv.apply_values(x, pool)?;
+        let width = self.shape.width();
+        let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
+        heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles.of(self.rotary), pool);
+        Ok(Projected { raw, latent: None, prepared: matrix(qkv, width)? })
+    }
+
+    /// Backward for the gradients of what was prepared.
+    pub(super) fn backward(
+        &self,
+        trace: &MixerTrace,
+        angles: &LayerAngles,
+        PackedReverse { d_qkv: d_prepared, d_sinks }: PackedReverse,
+    ) -> Result<MixerReverse> {
+        let d_sinks = match self.sinks.len() {
+            0 => None,
+            heads => Some(matrix(d_sinks, heads)?),
+        };
+        let raw = trace.projected.raw.as_ref();
+        let kept = match raw {
+            Some(_) => Some(matrix(d_prepared.clone(), self.shape.width())?),
+            None => None,
+        };
+        let (norm, angles) = (self.norm_of_heads(), angles.of(self.rotary));
+        let d_projected = heads::prepare_backward(raw, self.shape, norm, angles, d_prepared)?;
+        let d_normed = self.qkv.input_gradient(&d_projected)?;
+        Ok(MixerReverse { d_normed, d_projected, latent: None, d_prepared: kept, d_sinks })
+    }
+
+    pub(super) fn vector_gradients(
+        &self,
+        trace: &MixerTrace,
+        reverse: &MixerReverse,
+        angles: &LayerAngles,
+        gradients: &mut MixerVectors<'_>,
+    ) -> Result<()> {
+        if !gradients.qkv_bias.is_empty() {
+            bias_gradient(&reverse.d_projected, gradients.qkv_bias)?;
+        }
+        if let Some(d_sinks) = &reverse.d_sinks {
+            bias_gradient(d_sinks, gradients.sinks)?;
+        }
+        let raw = &trace.projected.raw;
+        if let (Some(raw), Some(g), Some(norm)) = (raw, &reverse.d_prepared, self.norm_of_heads()) {
+            let angles = angles.of(self.rotary);
+            heads::head_norm_gradient(raw, self.shape, norm, angles, g, gradients.head_norm)?;
+        }
+        Ok(())
+    }
+
+    fn norm_of_heads(&self) -> Option<HeadNormWeights<'_>> {
+        let both = self.head_norm.as_ref()?;
+        // Of the same width each if heads are normalised apart, and of their own otherwise.
+        let apart = both.len() == 2 * self.shape.head_dim;
+        let (query, key) = both.split_at(if apart { self.shape.head_dim } else { self.shape.query_width() });
+        Some(HeadNormWeights { query, key, eps: self.eps })
+    }
+}
