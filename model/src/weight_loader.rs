@@ -8,8 +8,12 @@ use std::sync::Arc;
 
 use safetensors::tensor::{Dtype, TensorView};
 
+use crate::config::families::FurtherLayers;
 use crate::weight_files::{first_of, non_finite, refuse_non_finite, widen};
 use crate::{Config, Layout, ModelError, Parameters, mxfp4};
+
+/// Starts of the names of tensors that read images.
+const IMAGES: &[&str] = &["model.visual.", "visual."];
 
 /// Fills the flat buffer file by file and keeps what there is to complain about.
 pub(crate) struct Loader {
@@ -23,6 +27,10 @@ pub(crate) struct Loader {
     halves: HashMap<usize, (Mxfp4Half, Vec<u8>)>,
     /// Layers from this one on predict further tokens, and are not read.
     end_of_layers: Option<usize>,
+    /// Whether the files may be those of a model that reads images too.
+    has_images: bool,
+    /// Starts of the names of tensors that are not read.
+    ignored: Vec<&'static str>,
     unexpected: BTreeSet<String>,
 }
 
@@ -49,12 +57,17 @@ impl Loader {
     pub(crate) fn new(config: &Config) -> Self {
         let layout = Arc::new(Layout::new(config));
         let values = vec![0.0; layout.len()];
+        let further = config.architecture.further_layers();
+        let has_images = config.architecture.has_files_with_images();
+        let further_parts: &[&str] = if further == FurtherLayers::Apart { &["mtp."] } else { &[] };
         let names = layout.file_tensors().iter().map(|tensor| tensor.name.clone());
         Self {
             by_name: names.zip(0..).collect(),
             non_finite: vec![None; layout.file_tensors().len()],
             halves: HashMap::new(),
-            end_of_layers: config.architecture.predicts_further_tokens().then_some(config.num_layers()),
+            end_of_layers: (further == FurtherLayers::AfterLast).then_some(config.num_layers()),
+            has_images,
+            ignored: if has_images { [further_parts, IMAGES].concat() } else { further_parts.to_vec() },
             unexpected: BTreeSet::new(),
             layout,
             values,
@@ -63,7 +76,8 @@ impl Loader {
 
     /// Position of a tensor of files.
     fn find(&self, name: &str) -> Option<usize> {
-        self.by_name.get(name).or_else(|| self.by_name.get(&format!("model.{name}"))).copied()
+        let of_text = name.replacen("model.language_model.", "model.", usize::from(self.has_images));
+        self.by_name.get(&of_text).or_else(|| self.by_name.get(&format!("model.{name}"))).copied()
     }
 
     /// Places a tensor of the file `path`.
@@ -111,7 +125,9 @@ impl Loader {
         });
         let Some((half, index, shape)) = half else {
             // The head of a tied model is there twice in some files; rotary tables are computed, not learnt.
-            let known = name == "lm_head.weight" || name.ends_with("rotary_emb.inv_freq");
+            let known = name == "lm_head.weight"
+                || name.ends_with("rotary_emb.inv_freq")
+                || self.ignored.iter().any(|start| name.starts_with(start));
             if !known && !self.is_of_further_layer(name) {
                 self.unexpected.insert(name.to_owned());
             }
