@@ -10,8 +10,10 @@ pub(crate) mod families;
 pub(crate) mod keys;
 mod latent;
 mod read;
+mod recurrence;
 #[cfg(test)]
 pub(crate) mod tests;
+pub(crate) mod text;
 mod write;
 
 pub use families::Architecture;
@@ -154,13 +156,18 @@ impl Config {
         let rotary = |index| layer.attention.rotary.filter(|_| rotates(index));
         let latent = family.latent.then(|| LatentSpec::fresh(self.hidden_size, self.head_dim));
         let attention = |index| AttentionSpec { rotary: rotary(index), latent, ..layer.attention };
+        let of = |index| {
+            let layer = LayerSpec { attention: attention(index), ..layer };
+            let delta_net = recurrence::fresh(&self, family.recurrence, index);
+            delta_net.map_or(layer, |delta_net| recurrence::in_place_of_attention(layer, delta_net))
+        };
         Self {
             architecture,
             num_kv_heads: latent.map_or(self.num_kv_heads, |_| self.num_heads),
             head_dim: latent.map_or(self.head_dim, |latent| latent.head_dim()),
             norm_offset: family.norm_offset,
             embedding_multiplier: family.embedding_multiplier(self.hidden_size),
-            layers: (0..count).map(|index| LayerSpec { attention: attention(index), ..layer }).collect(),
+            layers: (0..count).map(of).collect(),
             ..self
         }
     }

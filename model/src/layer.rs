@@ -8,31 +8,34 @@
 //! Invariant: tensors of one `Operand` are neighbours in the layout, so that they are one matrix or vector to a layer, or one for
 //! each expert.
 
+mod delta_net;
 mod experts;
 mod latent;
-
-use std::borrow::Cow;
-use std::ops::{Index, Range};
+mod operands;
 
 use device::ops::heads::HeadShape;
 use serde::{Deserialize, Serialize};
 
+pub use self::delta_net::{DeltaNetFiles, DeltaNetSpec};
 pub(crate) use self::experts::ROUTER_CORRECTION;
 pub use self::experts::{ExpertActivation, ExpertSpec, RouterKind, SwigluClamp};
 pub use self::latent::LatentSpec;
+pub(crate) use self::operands::{LayerRanges, LayerTensor, LinearSpec, Operand, Sharding};
 use crate::Config;
 use crate::file_tensors::{FilePlace, FusedTensor, matrix_shape};
 use crate::ops::attention::AttentionRule;
 use crate::rotary::Rotary;
 
 /// What a decoder layer computes: a residual block of causal attention with grouped key-value heads (GQA, Ainslie et al. 2023,
-/// arXiv 2305.13245), then one of a feed-forward network.
+/// arXiv 2305.13245) or of a recurrence, then one of a feed-forward network.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerSpec {
     /// The norm of a block.
     pub norm: Norm,
     /// How queries attend to keys.
     pub attention: AttentionSpec,
+    /// The recurrence that the layer has in place of attention, if it is one. Then nothing of attention applies.
+    pub delta_net: Option<DeltaNetSpec>,
     /// The norm of queries and keys before the rotary embedding.
     pub query_key_norm: QueryKeyNorm,
     /// Whether the query, key and value projections have a bias; with latents, those to the latents.
@@ -59,6 +62,9 @@ pub struct AttentionSpec {
     pub sinks: bool,
     /// Queries, keys and values through latents; `None` if they are projections of the input.
     pub latent: Option<LatentSpec>,
+    /// Whether every value of the result is multiplied with a sigmoid of the token's own (Qiu et al. 2025, arXiv 2505.06708): the
+    /// second half of each head of the query projection, which is twice as wide.
+    pub gated: bool,
 }
 
 /// The norm of a residual block.
@@ -176,102 +182,6 @@ impl TargetModule {
     }
 }
 
-/// A matrix or vector that a layer computes with: one tensor of the files, or several that are neighbours.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Operand {
-    /// `[hidden]` weight of the attention block's norm.
-    AttentionNorm,
-    /// `[queries + keys + values, hidden]`
-    Qkv,
-    /// `[queries + keys + values]`
-    QkvBias,
-    /// Weights of the norms of queries and keys.
-    QueryKeyNorm,
-    /// `[heads]` logits of attention that have no key.
-    Sinks,
-    /// `[query_rank, hidden]` to the latent of queries.
-    QueryDown,
-    /// `[query_rank]`
-    QueryDownBias,
-    /// `[query_rank]` weight of the norm of the latent of queries.
-    QueryLatentNorm,
-    /// `[queries, query_rank]`, or `[queries, hidden]` without a latent of queries.
-    QueryUp,
-    /// `[key_rank + rope, hidden]` to the latent of keys and values, and to what is rotated of the keys.
-    KeyDown,
-    /// `[key_rank + rope]`
-    KeyDownBias,
-    /// `[key_rank]` weight of the norm of the latent of keys and values.
-    KeyLatentNorm,
-    /// `[heads * (nope + value), key_rank]`
-    KeyUp,
-    /// `[hidden, queries]`; with latents `[hidden, heads * value]`.
-    Output,
-    /// `[hidden]`
-    OutputBias,
-    /// `[hidden]` weight of the norm of the attention block's result.
-    AttentionAfterNorm,
-    /// `[hidden]` weight of the feed-forward block's norm.
-    FeedForwardNorm,
-    /// `[hidden]` weight of the norm of the feed-forward block's result.
-    FeedForwardAfterNorm,
-    /// `[experts, hidden]`
-    Router,
-    /// `[experts]`
-    RouterBias,
-    /// `[experts]` what is added to the scores that choose experts; frozen.
-    RouterCorrection,
-    /// `[2 * intermediate, hidden]`: gate and up; with experts one after the other.
-    GateUp,
-    /// `[2 * intermediate]`, likewise.
-    GateUpBias,
-    /// `[hidden, intermediate]`; with experts one after the other.
-    Down,
-    /// `[hidden]`, likewise.
-    DownBias,
-    /// `[2 * shared, hidden]` gate and up of the network beside the experts.
-    SharedGateUp,
-    /// `[hidden, shared]`
-    SharedDown,
-}
-
-/// How tensor-parallel ranks share a matrix (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sharding {
-    /// Every rank has all of it.
-    Replicated,
-    /// By its outputs: column-parallel.
-    Outputs,
-    /// By its inputs: row-parallel.
-    Inputs,
-}
-
-/// One tensor of a layer.
-#[derive(Clone, Debug)]
-pub(crate) struct LayerTensor {
-    /// Its Hugging Face name within the layer.
-    pub(crate) name: Cow<'static, str>,
-    /// `[out, in]` of a projection, `[n]` of a norm or a bias.
-    pub(crate) shape: Vec<usize>,
-    pub(crate) operand: Operand,
-    pub(crate) sharding: Sharding,
-    /// The tensor of files that it is a part of; absent if it is one itself.
-    pub(crate) fused: Option<FusedTensor>,
-}
-
-/// A linear operation of a layer.
-#[derive(Clone, Debug)]
-pub(crate) struct LinearSpec {
-    pub(crate) weight: Operand,
-    /// Absent if the layer has no tensor of it.
-    pub(crate) bias: Option<Operand>,
-    /// Width of the input.
-    pub(crate) input: usize,
-    /// Widths of its outputs, one per tensor.
-    pub(crate) outputs: Vec<usize>,
-    pub(crate) sharding: Sharding,
-}
-
 impl Config {
     /// The heads of attention.
     pub(crate) fn head_shape(&self) -> HeadShape {
@@ -298,7 +208,10 @@ impl Config {
         if spec.norm.is_before() {
             tensors.push(norm("input_layernorm.weight", AttentionNorm));
         }
-        self.push_attention(&mut tensors, &spec);
+        match &spec.delta_net {
+            None => self.push_attention(&mut tensors, &spec),
+            Some(delta_net) => delta_net::push_tensors(&mut tensors, delta_net, hidden),
+        }
         if spec.norm.is_after() {
             tensors.push(norm("post_attention_layernorm.weight", AttentionAfterNorm));
         }
@@ -339,11 +252,12 @@ impl Config {
         let mut push = |name: &'static str, shape: &[usize], operand, sharding| {
             tensors.push(LayerTensor::new(name, shape, operand, sharding));
         };
-        push("self_attn.q_proj.weight", &[queries, hidden], Qkv, Sharding::Outputs);
+        let of_queries = if attention.gated { 2 * queries } else { queries };
+        push("self_attn.q_proj.weight", &[of_queries, hidden], Qkv, Sharding::Outputs);
         push("self_attn.k_proj.weight", &[keys, hidden], Qkv, Sharding::Outputs);
         push("self_attn.v_proj.weight", &[keys, hidden], Qkv, Sharding::Outputs);
         if qkv_bias {
-            push("self_attn.q_proj.bias", &[queries], QkvBias, Sharding::Outputs);
+            push("self_attn.q_proj.bias", &[of_queries], QkvBias, Sharding::Outputs);
             push("self_attn.k_proj.bias", &[keys], QkvBias, Sharding::Outputs);
             push("self_attn.v_proj.bias", &[keys], QkvBias, Sharding::Outputs);
         }
@@ -372,6 +286,24 @@ impl Config {
             let (name, own) = ("self_attn.o_proj.bias", Sharding::Replicated);
             tensors.push(LayerTensor::new(name, &[hidden], Operand::OutputBias, own));
         }
+    }
+
+    /// Number of layers with attention: those that have keys and values.
+    #[must_use]
+    pub fn attention_layers(&self) -> usize {
+        self.layers.iter().filter(|layer| layer.delta_net.is_none()).count()
+    }
+
+    /// The recurrence of the first layer that has one.
+    #[must_use]
+    pub fn delta_net(&self) -> Option<DeltaNetSpec> {
+        self.layers.iter().find_map(|layer| layer.delta_net)
+    }
+
+    /// Values of what a sequence keeps in all layers with a recurrence, whatever its length; 0 without such layers.
+    #[must_use]
+    pub fn state_len(&self) -> usize {
+        self.layers.iter().filter_map(|layer| layer.delta_net).map(|of| of.state_len()).sum()
     }
 
     /// The experts of the first layer that has any.
@@ -464,21 +396,9 @@ fn fuse_rows(tensors: &mut [LayerTensor], operand: Operand, name: &'static str) 
     let mut before = 0;
     for tensor in tensors.iter_mut().filter(|tensor| tensor.operand == operand) {
         let [outputs, inputs] = matrix_shape(&tensor.shape);
-        let place = FilePlace { start: before * inputs, output_stride: inputs, input_stride: 1 };
+        let place = FilePlace::rows(before, inputs);
         tensor.fused = Some(FusedTensor { name, shape: vec![rows, inputs], place });
         before += outputs;
-    }
-}
-
-impl LayerTensor {
-    /// A tensor that files have as it is.
-    fn new(
-        name: impl Into<Cow<'static, str>>,
-        shape: &[usize],
-        operand: Operand,
-        sharding: Sharding,
-    ) -> Self {
-        Self { name: name.into(), shape: shape.to_vec(), operand, sharding, fused: None }
     }
 }
 
@@ -507,78 +427,24 @@ impl FeedForward {
     }
 }
 
-impl Operand {
-    /// The bias of a matrix.
-    fn bias(self) -> Option<Self> {
-        match self {
-            Self::Qkv => Some(Self::QkvBias),
-            Self::QueryDown => Some(Self::QueryDownBias),
-            Self::KeyDown => Some(Self::KeyDownBias),
-            Self::Output => Some(Self::OutputBias),
-            Self::Router => Some(Self::RouterBias),
-            Self::GateUp => Some(Self::GateUpBias),
-            Self::Down => Some(Self::DownBias),
-            _ => None,
-        }
-    }
-}
-
-/// Ranges of the operands among the values of a layer; empty if the layer has none.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct LayerRanges([Range<usize>; Operand::SharedDown as usize + 1]);
-
-impl LayerRanges {
-    /// The ranges of `tensors`, one after the other from 0.
-    pub(crate) fn new(tensors: &[LayerTensor]) -> Self {
-        let (mut ranges, mut end) = (Self::default(), 0);
-        for tensor in tensors {
-            let range = &mut ranges.0[tensor.operand as usize];
-            let start = if Range::is_empty(range) { end } else { range.start };
-            end += tensor.shape.iter().product::<usize>();
-            *range = start..end;
-        }
-        ranges
-    }
-}
-
-impl Index<Operand> for LayerRanges {
-    type Output = Range<usize>;
-
-    fn index(&self, operand: Operand) -> &Range<usize> {
-        &self.0[operand as usize]
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::config::tests::of_every_family;
 
     #[test]
-    fn tensors_of_an_operand_are_neighbours_and_ranges_cover_the_layer() {
-        for config in of_every_family() {
-            let tensors = config.layer_tensors(1);
-            let layout = crate::Layout::new(&config);
-            let ranges = layout.ranges(1);
-            let (mut start, mut covered) = (0, 0);
-            for tensor in &tensors {
-                let end = start + tensor.shape.iter().product::<usize>();
-                let range = &ranges[tensor.operand];
-                assert!(range.start <= start && end <= range.end, "{} is outside of {range:?}", tensor.name);
-                start = end;
-            }
-            covered += ranges.0.iter().map(Range::len).sum::<usize>();
-            assert_eq!(covered, start, "operands overlap");
-            assert_eq!(layout.layers()[1].len(), start);
-        }
-    }
-
-    #[test]
     fn every_shared_matrix_is_a_target_of_lora() {
         for config in of_every_family() {
-            for LayerTensor { name, shape, sharding, .. } in config.layer_tensors(0) {
+            for LayerTensor { name, shape, sharding, .. } in
+                (0..2).flat_map(|index| config.layer_tensors(index))
+            {
                 let is_matrix = shape.len() == 2;
-                let is_router = ["mlp.gate.weight", "mlp.router.weight"].contains(&&name[..]);
+                // Those of a recurrence have no adapters.
+                if name.starts_with("linear_attn.") {
+                    continue;
+                }
+                let small = ["mlp.gate.weight", "mlp.router.weight", "mlp.shared_expert_gate.weight"];
+                let is_router = small.contains(&&name[..]);
                 let to_latent = name.contains("_a_proj");
                 assert_eq!(TargetModule::of_weight(&name).is_some(), is_matrix && !is_router, "{name}");
                 let replicated = is_router || to_latent;

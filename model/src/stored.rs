@@ -166,7 +166,7 @@ fn float8_blocks(file: &FileTensor, part: &FilePart, values: &[u8], scales: &[u8
     let per_row = float8::scales_of(columns);
     let mut blocks = Vec::with_capacity(outputs * per_row * float8::BLOCK_BYTES);
     for output in 0..outputs {
-        let row = (part.place.start + output * part.place.output_stride) / columns;
+        let row = part.place.output(output) / columns;
         let values = values.get(row * columns..(row + 1) * columns)?.chunks_exact(float8::SQUARE);
         let scales = scales.get(4 * (row / float8::SQUARE * per_row)..)?.chunks_exact(4);
         for (values, scale) in values.zip(scales) {
@@ -181,10 +181,10 @@ fn float8_blocks(file: &FileTensor, part: &FilePart, values: &[u8], scales: &[u8
 fn mxfp4_blocks(file: &FileTensor, part: &FilePart, values: &[u8], scales: &[u8]) -> Option<Vec<u8>> {
     let ([outputs, inputs], &[_, _, width]) = (part.shape, &file.shape[..]) else { return None };
     let per_row = inputs / mxfp4::BLOCK;
-    let (expert, first) = (part.place.start / (inputs * width), part.place.start % width);
     let mut blocks = Vec::with_capacity(outputs * per_row * (1 + mxfp4::BLOCK_BYTES));
     for output in 0..outputs {
-        let row = expert * width + first + output * part.place.output_stride;
+        let first = part.place.output(output);
+        let row = first / (inputs * width) * width + first % width;
         let of_row = row * per_row..(row + 1) * per_row;
         let values = values.get(of_row.start * mxfp4::BLOCK_BYTES..of_row.end * mxfp4::BLOCK_BYTES)?;
         for (values, scale) in values.chunks_exact(mxfp4::BLOCK_BYTES).zip(scales.get(of_row)?) {

@@ -8,9 +8,13 @@ use std::sync::Arc;
 
 use safetensors::tensor::TensorView;
 
+use crate::config::families::FurtherLayers;
 use crate::stored::{StoredPart, StoredValues};
 use crate::weight_files::{first_of, non_finite, refuse_non_finite, widen};
 use crate::{Config, Layout, ModelError, Parameters};
+
+/// Starts of the names of tensors that read images.
+const IMAGES: &[&str] = &["model.visual.", "visual."];
 
 /// The names of the tensors of weight files, and what there is to complain about.
 pub(crate) struct TensorNames {
@@ -19,16 +23,25 @@ pub(crate) struct TensorNames {
     by_name: HashMap<String, usize>,
     /// Layers from this one on predict further tokens, and are not read.
     end_of_layers: Option<usize>,
+    /// Whether the files may be those of a model that reads images too.
+    has_images: bool,
+    /// Starts of the names of tensors that are not read.
+    ignored: Vec<&'static str>,
     unexpected: BTreeSet<String>,
 }
 
 impl TensorNames {
     pub(crate) fn new(config: &Config) -> Self {
         let layout = Arc::new(Layout::new(config));
+        let further = config.architecture.further_layers();
+        let has_images = config.architecture.has_files_with_images();
+        let further_parts: &[&str] = if further == FurtherLayers::Apart { &["mtp."] } else { &[] };
         let names = layout.file_tensors().iter().map(|tensor| tensor.name.clone());
         Self {
             by_name: names.zip(0..).collect(),
-            end_of_layers: config.architecture.predicts_further_tokens().then_some(config.num_layers()),
+            end_of_layers: (further == FurtherLayers::AfterLast).then_some(config.num_layers()),
+            has_images,
+            ignored: if has_images { [further_parts, IMAGES].concat() } else { further_parts.to_vec() },
             unexpected: BTreeSet::new(),
             layout,
         }
@@ -37,7 +50,8 @@ impl TensorNames {
     /// Position of a tensor of files, and what `name` is of it.
     pub(crate) fn find(&self, name: &str) -> Option<(usize, StoredPart)> {
         let position = |name: &str| {
-            self.by_name.get(name).or_else(|| self.by_name.get(&format!("model.{name}"))).copied()
+            let of_text = name.replacen("model.language_model.", "model.", usize::from(self.has_images));
+            self.by_name.get(&of_text).or_else(|| self.by_name.get(&format!("model.{name}"))).copied()
         };
         StoredPart::ALL.into_iter().find_map(|part| {
             let index = position(name.strip_suffix(part.suffix())?)?;
@@ -48,7 +62,9 @@ impl TensorNames {
     /// Notes a tensor that has no place, if it is none to ignore.
     pub(crate) fn note(&mut self, name: &str) {
         // The head of a tied model is there twice in some files; rotary tables are computed, not learnt.
-        let known = name == "lm_head.weight" || name.ends_with("rotary_emb.inv_freq");
+        let known = name == "lm_head.weight"
+            || name.ends_with("rotary_emb.inv_freq")
+            || self.ignored.iter().any(|start| name.starts_with(start));
         if !known && !self.is_of_further_layer(name) {
             self.unexpected.insert(name.to_owned());
         }

@@ -26,7 +26,14 @@ pub(super) fn of_layers(
     let of = |(window, rotates): (Option<usize>, bool)| {
         let rotary = if window.is_some() { local } else { full };
         let scale = latent.and_then(|latent| latent_scale(rotary.scaling, latent.head_dim()));
-        AttentionSpec { window, rotary: rotates.then_some(rotary), scale, sinks: family.sinks, latent }
+        AttentionSpec {
+            window,
+            rotary: rotates.then_some(rotary),
+            scale,
+            sinks: family.sinks,
+            gated: family.gated,
+            latent,
+        }
     };
     Ok(windows.into_iter().zip(rotates).map(of).collect())
 }

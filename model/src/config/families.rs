@@ -3,12 +3,16 @@
 //! A new family is a variant of [`Architecture`] and a row of [`FAMILIES`]; a layer that computes something new needs a
 //! variant in `layer.rs` and its operation too.
 
+mod table;
+
 use serde::{Deserialize, Serialize};
 
 use super::Head;
-use super::experts::{ExpertKeys, ExpertLayers, ExpertRule, RouterRule};
-use crate::layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
+use super::experts::ExpertRule;
+use crate::layer::{AttentionSpec, DeltaNetFiles, ExpertSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
 use crate::rotary::Rotary;
+
+pub(super) use self::table::FAMILIES;
 
 /// The supported model families.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,6 +48,14 @@ pub enum Architecture {
     Gemma3,
     /// DeepSeek-V3 and R1, Moonlight, Kimi K2.
     DeepseekV3,
+    /// Qwen3-Next, with a recurrence in most layers.
+    Qwen3Next,
+    /// Qwen 3.5, dense, with a recurrence in most layers; the part of text.
+    #[serde(rename = "qwen3_5")]
+    Qwen35,
+    /// The same with experts.
+    #[serde(rename = "qwen3_5_moe")]
+    Qwen35Moe,
 }
 
 /// One family.
@@ -80,6 +92,12 @@ pub(super) struct Family {
     pub(super) sinks: bool,
     /// Whether queries, keys and values have latents.
     pub(super) latent: bool,
+    /// Whether the result of attention has a gate.
+    pub(super) gated: bool,
+    /// How files have the recurrence of layers without attention, if the family has such layers.
+    pub(super) recurrence: Option<DeltaNetFiles>,
+    /// The value of `model_type` of models that read images too, whose part of text is of this family.
+    pub(super) with_images: Option<&'static str>,
     pub(super) rotary: RotaryRule,
     pub(super) window: WindowRule,
     /// `sliding_window`, tokens, if `config.json` has no such key.
@@ -89,9 +107,19 @@ pub(super) struct Family {
     pub(super) experts: ExpertRule,
     /// Whether files have one tensor of query, key and value projections, and one of gate and up projections.
     pub(super) fused: bool,
-    /// Whether files may have layers after the last, which predict further tokens (MTP, DeepSeek-V3, arXiv 2412.19437) and
-    /// which transformers does not read either.
-    pub(super) further_layers: bool,
+    /// Where files may have layers that predict further tokens (MTP, DeepSeek-V3, arXiv 2412.19437) and which transformers does not
+    /// read either.
+    pub(super) further_layers: FurtherLayers,
+}
+
+/// Where layers are that predict further tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FurtherLayers {
+    Never,
+    /// After the last layer.
+    AfterLast,
+    /// In `mtp`.
+    Apart,
 }
 
 /// Whether a projection has a bias.
@@ -169,278 +197,10 @@ pub(super) struct Activation {
     pub(super) network: FeedForward,
 }
 
-/// The rotary embedding of most families.
-const ROTARY: RotaryRule = RotaryRule {
-    theta: 10_000.0,
-    scaling: true,
-    partial: false,
-    share: 1.0,
-    plain: true,
-    skips: false,
-    local: None,
-};
-
-const LLAMA: Family = Family {
-    architecture: Architecture::Llama,
-    model_type: "llama",
-    other_types: &[],
-    class: "Llama",
-    classifier: "Llama",
-    head_dim: None,
-    optional_kv_heads: true,
-    tied: false,
-    eps: 1e-6,
-    attention_bias: false,
-    norm: Norm::RmsBefore,
-    norm_offset: 0.0,
-    qkv_bias: BiasRule::AttentionBias,
-    output_bias: BiasRule::AttentionBias,
-    query_key_norm: QueryKeyNorm::None,
-    query_key_norm_flag: None,
-    sinks: false,
-    latent: false,
-    rotary: ROTARY,
-    window: WindowRule::Never,
-    sliding_window: Some(4096),
-    multipliers: MultiplierRule::None,
-    activation: Activation { key: "hidden_act", names: &["silu", "swish"], network: FeedForward::SwiGlu },
-    experts: ExpertRule::Never,
-    fused: false,
-    further_layers: false,
-};
-
-const MISTRAL: Family = Family {
-    architecture: Architecture::Mistral,
-    model_type: "mistral",
-    class: "Mistral",
-    classifier: "Mistral",
-    optional_kv_heads: false,
-    qkv_bias: BiasRule::Never,
-    output_bias: BiasRule::Never,
-    window: WindowRule::Always,
-    ..LLAMA
-};
-
-const QWEN2: Family = Family {
-    architecture: Architecture::Qwen2,
-    model_type: "qwen2",
-    class: "Qwen2",
-    classifier: "Qwen2",
-    qkv_bias: BiasRule::Always,
-    window: WindowRule::Flagged,
-    ..MISTRAL
-};
-
-const QWEN3: Family = Family {
-    architecture: Architecture::Qwen3,
-    model_type: "qwen3",
-    class: "Qwen3",
-    classifier: "Qwen3",
-    head_dim: Some(128),
-    optional_kv_heads: false,
-    query_key_norm: QueryKeyNorm::PerHead,
-    window: WindowRule::Flagged,
-    ..LLAMA
-};
-
-const QWEN3_MOE: Family = Family {
-    architecture: Architecture::Qwen3Moe,
-    model_type: "qwen3_moe",
-    class: "Qwen3Moe",
-    classifier: "Qwen3Moe",
-    head_dim: None,
-    window: WindowRule::FlaggedForAll,
-    experts: ExpertRule::Keys(ExpertKeys {
-        count: &["num_experts", "num_local_experts"],
-        width: "moe_intermediate_size",
-        layers: ExpertLayers::Sparse,
-        router: RouterRule::Softmax,
-    }),
-    ..QWEN3
-};
-
-const OLMOE: Family = Family {
-    architecture: Architecture::Olmoe,
-    model_type: "olmoe",
-    class: "Olmoe",
-    classifier: "Olmoe",
-    query_key_norm: QueryKeyNorm::Whole,
-    experts: ExpertRule::Keys(ExpertKeys {
-        count: &["num_experts", "num_local_experts"],
-        width: "intermediate_size",
-        layers: ExpertLayers::All,
-        router: RouterRule::Softmax,
-    }),
-    ..LLAMA
-};
-
-const GLM4_MOE: Family = Family {
-    architecture: Architecture::Glm4Moe,
-    model_type: "glm4_moe",
-    class: "Glm4Moe",
-    classifier: "Glm4Moe",
-    optional_kv_heads: false,
-    eps: 1e-5,
-    output_bias: BiasRule::Never,
-    query_key_norm: QueryKeyNorm::PerHead,
-    query_key_norm_flag: Some("use_qk_norm"),
-    rotary: RotaryRule { partial: true, share: 0.5, ..ROTARY },
-    experts: ExpertRule::Keys(ExpertKeys {
-        count: &["n_routed_experts", "num_local_experts"],
-        width: "moe_intermediate_size",
-        layers: ExpertLayers::AfterDense,
-        router: RouterRule::Sigmoid,
-    }),
-    further_layers: true,
-    ..LLAMA
-};
-
-const GPT_OSS: Family = Family {
-    architecture: Architecture::GptOss,
-    model_type: "gpt_oss",
-    class: "GptOss",
-    classifier: "GptOss",
-    head_dim: Some(64),
-    optional_kv_heads: false,
-    eps: 1e-5,
-    attention_bias: true,
-    sinks: true,
-    rotary: RotaryRule { theta: 150_000.0, plain: false, ..ROTARY },
-    window: WindowRule::Periodic { key: None, period: 2 },
-    sliding_window: Some(128),
-    experts: ExpertRule::Keys(ExpertKeys {
-        count: &["num_local_experts", "num_experts"],
-        width: "intermediate_size",
-        layers: ExpertLayers::All,
-        router: RouterRule::SoftmaxOfChosen,
-    }),
-    ..LLAMA
-};
-
-const OLMO2: Family = Family {
-    architecture: Architecture::Olmo2,
-    model_type: "olmo2",
-    class: "Olmo2",
-    classifier: "Olmo2",
-    eps: 1e-5,
-    norm: Norm::RmsAfter,
-    query_key_norm: QueryKeyNorm::Whole,
-    ..LLAMA
-};
-
-const OLMO3: Family = Family {
-    architecture: Architecture::Olmo3,
-    model_type: "olmo3",
-    class: "Olmo3",
-    classifier: "Olmo3",
-    rotary: RotaryRule {
-        theta: 500_000.0,
-        local: Some(LocalRotary { key: None, theta: 500_000.0 }),
-        ..ROTARY
-    },
-    window: WindowRule::Periodic { key: None, period: 4 },
-    ..OLMO2
-};
-
-const SMOLLM3: Family = Family {
-    architecture: Architecture::Smollm3,
-    model_type: "smollm3",
-    class: "SmolLM3",
-    classifier: "SmolLM3",
-    optional_kv_heads: false,
-    tied: true,
-    rotary: RotaryRule { theta: 2_000_000.0, skips: true, ..ROTARY },
-    window: WindowRule::FlaggedUnrotated,
-    sliding_window: None,
-    ..LLAMA
-};
-
-const PHI3: Family = Family {
-    architecture: Architecture::Phi3,
-    model_type: "phi3",
-    class: "Phi3",
-    classifier: "Phi3",
-    eps: 1e-5,
-    qkv_bias: BiasRule::Never,
-    output_bias: BiasRule::Never,
-    rotary: RotaryRule { scaling: false, partial: true, ..ROTARY },
-    window: WindowRule::Always,
-    sliding_window: None,
-    fused: true,
-    ..LLAMA
-};
-
-const GRANITE: Family = Family {
-    architecture: Architecture::Granite,
-    model_type: "granite",
-    class: "Granite",
-    classifier: "Granite",
-    multipliers: MultiplierRule::Granite,
-    ..LLAMA
-};
-
-const GEMMA3: Family = Family {
-    architecture: Architecture::Gemma3,
-    model_type: "gemma3_text",
-    class: "Gemma3",
-    classifier: "Gemma3Text",
-    head_dim: Some(256),
-    optional_kv_heads: false,
-    tied: true,
-    norm: Norm::RmsAround,
-    norm_offset: 1.0,
-    query_key_norm: QueryKeyNorm::PerHead,
-    rotary: RotaryRule {
-        theta: 1_000_000.0,
-        local: Some(LocalRotary { key: Some("rope_local_base_freq"), theta: 10_000.0 }),
-        ..ROTARY
-    },
-    window: WindowRule::Periodic { key: Some("sliding_window_pattern"), period: 6 },
-    multipliers: MultiplierRule::Gemma,
-    activation: Activation {
-        key: "hidden_activation",
-        names: &["gelu_pytorch_tanh"],
-        network: FeedForward::GeGlu,
-    },
-    ..LLAMA
-};
-
-const DEEPSEEK_V3: Family = Family {
-    architecture: Architecture::DeepseekV3,
-    model_type: "deepseek_v3",
-    other_types: &["kimi_k2"],
-    class: "DeepseekV3",
-    classifier: "DeepseekV3",
-    eps: 1e-6,
-    output_bias: BiasRule::AttentionBias,
-    query_key_norm: QueryKeyNorm::None,
-    query_key_norm_flag: None,
-    latent: true,
-    rotary: ROTARY,
-    ..GLM4_MOE
-};
-
-pub(super) const FAMILIES: [Family; 15] = [
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-    OLMOE,
-    GLM4_MOE,
-    GPT_OSS,
-    OLMO2,
-    OLMO3,
-    SMOLLM3,
-    PHI3,
-    GRANITE,
-    GEMMA3,
-    DEEPSEEK_V3,
-];
-
 /// The values of `model_type` that are supported, for messages.
 pub(super) fn model_types() -> String {
-    FAMILIES.map(|family| family.model_type).join(", ")
+    let with_images = FAMILIES.iter().filter_map(|family| family.with_images);
+    FAMILIES.iter().map(|family| family.model_type).chain(with_images).collect::<Vec<_>>().join(", ")
 }
 
 /// The supported families by the names of their classifiers, for messages.
@@ -471,7 +231,9 @@ impl Family {
                 scale: None,
                 sinks: self.sinks,
                 latent: None,
+                gated: self.gated,
             },
+            delta_net: None,
             query_key_norm: self.query_key_norm,
             qkv_bias: self.qkv_bias.applies(attention_bias),
             output_bias: self.output_bias.applies(attention_bias),
@@ -490,27 +252,6 @@ impl Family {
 }
 
 impl Architecture {
-    /// Its row of the table.
-    pub(super) fn family(self) -> &'static Family {
-        match self {
-            Self::Llama => &LLAMA,
-            Self::Mistral => &MISTRAL,
-            Self::Qwen2 => &QWEN2,
-            Self::Qwen3 => &QWEN3,
-            Self::Qwen3Moe => &QWEN3_MOE,
-            Self::Olmoe => &OLMOE,
-            Self::Glm4Moe => &GLM4_MOE,
-            Self::GptOss => &GPT_OSS,
-            Self::Olmo2 => &OLMO2,
-            Self::Olmo3 => &OLMO3,
-            Self::Smollm3 => &SMOLLM3,
-            Self::Phi3 => &PHI3,
-            Self::Granite => &GRANITE,
-            Self::Gemma3 => &GEMMA3,
-            Self::DeepseekV3 => &DEEPSEEK_V3,
-        }
-    }
-
     /// The value of `model_type` in `config.json`.
     #[must_use]
     pub fn model_type(self) -> &'static str {
@@ -529,9 +270,14 @@ impl Architecture {
         self.family().experts != ExpertRule::Never
     }
 
-    /// Whether files may have layers after the last, which predict further tokens.
-    pub(crate) fn predicts_further_tokens(self) -> bool {
+    /// Where files may have layers that predict further tokens.
+    pub(crate) fn further_layers(self) -> FurtherLayers {
         self.family().further_layers
+    }
+
+    /// Whether files may be those of a model that reads images too.
+    pub(crate) fn has_files_with_images(self) -> bool {
+        self.family().with_images.is_some()
     }
 
     /// The class in `architectures` of `config.json`.

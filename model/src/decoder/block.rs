@@ -17,16 +17,21 @@ use super::feed_forward::{
     GatedActivation, GatedWeights,
 };
 use super::mixer::{
-    AttentionWeights, LatentOperands, LatentPiece, LatentWeights, MixerReverse, MixerTrace, MixerWeights,
-    MixingReverse, MixingRule,
+    AttentionWeights, DeltaNetWeights, LatentOperands, LatentPiece, LatentWeights, MixerReverse, MixerTrace,
+    MixerWeights, MixingReverse, MixingRule,
 };
-use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
+use crate::layer::{
+    DeltaNetSpec, FeedForward, LatentSpec, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm,
+    Sharding,
+};
 use crate::low_rank::LowRank;
+use crate::ops::causal_convolution::transposed;
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::norm::{rms_norm, rms_norm_backward};
 use crate::ops::residual::{add_multiple, multiple};
+use crate::ops::simd::exp;
 use crate::{Config, FrozenParameters, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
 
 /// Weights of one layer.
@@ -93,7 +98,7 @@ impl LatentPiece for ReversedAttention<'_> {
     }
 
     fn operands(&self) -> Option<&LatentOperands> {
-        self.reverse.mixer.latent.as_ref()
+        self.reverse.mixer.latent()
     }
 }
 
@@ -157,8 +162,8 @@ impl TransformerBlock {
         let linear = |spec: &LinearSpec, LinearRanges { weight, bias }: LinearRanges| {
             let (weight, bias) = (&layer[weight], bias.map(|bias| &layer[bias]));
             match quantization {
-                // Another route is another network.
-                _ if spec.weight == Operand::Router => Linear::packed(weight, spec.input, bias),
+                // Another route is another network, and gates are small.
+                _ if spec.weight.is_exact() => Linear::packed(weight, spec.input, bias),
                 Quantization::Int8 if spec.input <= MAX_INPUT => Linear::int8(weight, spec.input, bias),
                 Quantization::Bf16 => Linear::bf16(weight, spec.input, bias),
                 Quantization::None | Quantization::Int8 => Linear::packed(weight, spec.input, bias),
@@ -231,6 +236,7 @@ impl TransformerBlock {
         let LayerSpec {
             norm: Norm::RmsBefore | Norm::RmsAfter | Norm::RmsAround,
             attention,
+            delta_net,
             feed_forward: _,
             query_key_norm,
             residual_multiplier,
@@ -258,31 +264,41 @@ impl TransformerBlock {
         let linear = |operand: Operand| linear_of(&config.linear_spec(index, operand), 0, 1);
         let (rule, rotary) = (config.attention_rule(index), config.rotaries());
         let rotary = rotary.iter().position(|rotary| attention.rotary == Some(*rotary));
-        let mixer = match attention.latent {
-            None => MixerWeights::Attention(Box::new(AttentionWeights {
-                shape: config.head_shape(),
-                rule,
-                rotary,
-                eps: config.rms_norm_eps,
-                qkv: linear(Operand::Qkv),
-                sinks: vector(Operand::Sinks),
-                head_norm: match query_key_norm {
-                    QueryKeyNorm::None => None,
-                    QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(norm_weights(Operand::QueryKeyNorm)),
-                },
-            })),
-            Some(latent) => {
-                let shape = latent.shape(config.num_heads);
-                let has_query_latent = latent.query_rank.is_some();
-                let mut weights = LatentWeights::new(shape, rule, has_query_latent, vector, linear);
-                weights.rotary = rotary;
-                MixerWeights::Latent(Box::new(weights))
-            }
+        let of_delta_net = |spec: DeltaNetSpec| DeltaNetWeights {
+            spec,
+            projection: linear(Operand::Qkv),
+            gates: linear(Operand::DeltaGates),
+            kernel: transposed(&vector(Operand::Convolution), spec.taps),
+            rates: vector(Operand::DecayRate).into_iter().map(exp).collect(),
+            time_bias: vector(Operand::TimeBias),
+            result_norm: vector(Operand::ResultNorm),
+            eps: config.rms_norm_eps,
+        };
+        let of_latents = |latent: LatentSpec| {
+            let shape = latent.shape(config.num_heads);
+            LatentWeights::new(shape, (rule, rotary), latent.query_rank.is_some(), vector, linear)
+        };
+        let of_attention = || AttentionWeights {
+            shape: config.head_shape(),
+            rule,
+            rotary,
+            eps: config.rms_norm_eps,
+            qkv: linear(Operand::Qkv),
+            sinks: vector(Operand::Sinks),
+            head_norm: match query_key_norm {
+                QueryKeyNorm::None => None,
+                QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(norm_weights(Operand::QueryKeyNorm)),
+            },
+            gated: attention.gated,
         };
         Self {
             eps: config.rms_norm_eps,
             attention_norm: norm_weights(Operand::AttentionNorm),
-            mixer,
+            mixer: match (delta_net, attention.latent) {
+                (None, None) => MixerWeights::Attention(Box::new(of_attention())),
+                (None, Some(latent)) => MixerWeights::Latent(Box::new(of_latents(latent))),
+                (Some(spec), _) => MixerWeights::DeltaNet(Box::new(of_delta_net(spec))),
+            },
             output: linear(Operand::Output),
             attention_after: norm_weights(Operand::AttentionAfterNorm),
             feed_forward_norm: norm_weights(Operand::FeedForwardNorm),
@@ -484,5 +500,6 @@ fn feed_forward_weights(
         correction: vector(Operand::RouterCorrection),
         experts: (0..spec.count).map(expert).collect(),
         shared: (spec.shared_width > 0).then(|| Box::new(shared())),
+        shared_gate: spec.shared_gate.then(|| linear(Operand::SharedGate)),
     })
 }

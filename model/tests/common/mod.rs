@@ -17,7 +17,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 
 /// Directory names of the models.
-pub(crate) const MODELS: [&str; 16] = [
+pub(crate) const MODELS: [&str; 19] = [
     "qwen2",
     "qwen2_sharded",
     "qwen3",
@@ -34,6 +34,9 @@ pub(crate) const MODELS: [&str; 16] = [
     "granite",
     "gemma3",
     "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
 ];
 
 /// A model and what PyTorch computes for it, in f32.

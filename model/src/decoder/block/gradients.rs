@@ -19,12 +19,17 @@ use crate::ops::row_ranges;
 pub(in crate::decoder) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 /// The operands of the attention half, in the order of the layout.
-const ATTENTION: [Operand; 16] = [
+const ATTENTION: [Operand; 21] = [
     Operand::AttentionNorm,
     Operand::Qkv,
     Operand::QkvBias,
     Operand::QueryKeyNorm,
     Operand::Sinks,
+    Operand::DeltaGates,
+    Operand::Convolution,
+    Operand::DecayRate,
+    Operand::TimeBias,
+    Operand::ResultNorm,
     Operand::QueryDown,
     Operand::QueryDownBias,
     Operand::QueryLatentNorm,
@@ -59,6 +64,7 @@ impl TransformerBlock {
             Operand::DownBias,
             Operand::SharedGateUp,
             Operand::SharedDown,
+            Operand::SharedGate,
             Operand::FeedForwardAfterNorm,
         ];
         let [
@@ -71,6 +77,7 @@ impl TransformerBlock {
             down_bias,
             shared_gate_up,
             shared_down,
+            shared_gate,
             after,
         ] = carve(gradients, operands.map(|of| &ranges[of]), factors);
         let [norm, router_bias, gate_up_bias, down_bias, after] =
@@ -84,6 +91,7 @@ impl TransformerBlock {
             down_bias,
             shared_gate_up,
             shared_down,
+            shared_gate,
         };
         let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
         // Only matrices have factors.
@@ -108,16 +116,41 @@ impl TransformerBlock {
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
-        let [norm, qkv, qkv_bias, head_norm, sinks, latents @ .., output, output_bias, after] =
-            carve(gradients, ATTENTION.map(|of| &ranges[of]), factors);
-        let [norm, qkv_bias, head_norm, sinks, output_bias, after] =
-            [norm, qkv_bias, head_norm, sinks, output_bias, after].map(WeightGradient::vector);
+        let [
+            norm,
+            qkv,
+            qkv_bias,
+            head_norm,
+            sinks,
+            gates,
+            convolution,
+            decay_rate,
+            time_bias,
+            result_norm,
+            latents @ ..,
+            output,
+            output_bias,
+            after,
+        ] = carve(gradients, ATTENTION.map(|of| &ranges[of]), factors);
+        let [norm, output_bias, after] = [norm, output_bias, after].map(WeightGradient::vector);
+        let [qkv_bias, head_norm, sinks, convolution, decay_rate, time_bias, result_norm] =
+            [qkv_bias, head_norm, sinks, convolution, decay_rate, time_bias, result_norm]
+                .map(WeightGradient::vector);
+        let mut vectors =
+            MixerVectors { qkv_bias, head_norm, sinks, convolution, decay_rate, time_bias, result_norm };
         let mut jobs: Vec<GradientJob<'_>> = Vec::new();
         weight_jobs(
             &mut jobs,
             parts,
             qkv,
             |part| Some((&part.reverse.normed, &part.reverse.mixer.d_projected)),
+            pool,
+        );
+        weight_jobs(
+            &mut jobs,
+            parts,
+            gates,
+            |part| Some((&part.reverse.normed, part.reverse.mixer.d_gates()?)),
             pool,
         );
         weight_jobs(
@@ -132,7 +165,6 @@ impl TransformerBlock {
             return pool.map(jobs, |job| job()).into_iter().collect();
         }
         jobs.push(Box::new(|| {
-            let mut vectors = MixerVectors { qkv_bias, head_norm, sinks };
             for ReversedAttention { trace, reverse: r, angles } in parts {
                 norm_gradient(&r.input, self.eps, &r.mixer.d_normed, norm)?;
                 r.branch.add_norm_gradient(self.eps, after)?;

@@ -4,7 +4,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{MixerReverse, MixerTrace, Projected};
+use super::{MixerOperands, MixerReverse, MixerTrace, Projected};
 use crate::ThreadPool;
 use crate::decoder::LayerAngles;
 use crate::decoder::block::{GradientJob, weight_jobs};
@@ -86,10 +86,10 @@ pub(in crate::decoder) trait LatentPiece: Sync {
 }
 
 impl LatentWeights {
-    /// Those of a layer, of its vectors and linear operations, which may have a latent of queries.
+    /// Those of a layer, of its vectors and linear operations, which may have a latent of queries; `rotary` is the number of its embedding.
     pub(in crate::decoder) fn new(
         shape: LatentShape,
-        rule: AttentionRule<'static>,
+        (rule, rotary): (AttentionRule<'static>, Option<usize>),
         has_query_latent: bool,
         vector: impl Fn(Operand) -> Vec<f32>,
         linear: impl Fn(Operand) -> Linear,
@@ -99,7 +99,7 @@ impl LatentWeights {
         Self {
             shape,
             rule,
-            rotary: None,
+            rotary,
             query_latent: has_query_latent.then(of_queries),
             queries: linear(Operand::QueryUp),
             key_latent: latent(Operand::KeyDown, Operand::KeyLatentNorm),
@@ -132,7 +132,12 @@ impl LatentWeights {
         let expanded = self.expand.apply_values(&normed, pool)?;
         let (parts, angles) = (LatentParts { queries, expanded, rotary }, angles.of(self.rotary));
         let prepared = matrix(self.shape.assemble(&parts, angles, pool), self.shape.padded().width())?;
-        Ok(Projected { raw: None, latent: Some(LatentTrace { query_latent, key_latent }), prepared })
+        Ok(Projected {
+            raw: None,
+            latent: Some(LatentTrace { query_latent, key_latent }),
+            prepared,
+            gate: None,
+        })
     }
 
     /// Latent `[T, rank]` and rotated part `[T, rope]` of keys.
@@ -199,13 +204,7 @@ impl LatentWeights {
         let key_latent = LatentReverse { latent: latent.clone(), d_normed };
         let operands =
             LatentOperands { query_latent, query_input, d_queries, key_latent, key_input, d_expanded };
-        Ok(MixerReverse {
-            d_normed: d_normed_input,
-            d_projected,
-            latent: Some(operands),
-            d_prepared: None,
-            d_sinks: None,
-        })
+        Ok(MixerReverse { d_normed: d_normed_input, d_projected, operands: MixerOperands::Latent(operands) })
     }
 }
 
