@@ -164,7 +164,7 @@ fn gsm8k_as_published_trains_from_lines_and_from_parquet() {
 /// Directories as transformers wrote them (`model/tests/goldens`), with the character tokenizer, whose ids they have.
 #[test]
 fn models_of_every_family_train_on_columns_of_any_name() {
-    let newer = ["phi3", "smollm3", "olmo2", "olmo3", "granite", "gemma3", "deepseek_v3"];
+    let newer = ["phi3", "smollm3", "olmo2", "olmo3", "granite", "gemma3", "deepseek_v3", "glm4_moe_lite"];
     for family in ["qwen2", "qwen2_sharded", "qwen3", "llama", "mistral"].into_iter().chain(newer) {
         let home = Home::new();
         for entry in std::fs::read_dir(repository().join("model/tests/goldens").join(family)).unwrap() {

@@ -57,6 +57,7 @@ pub mod directory;
 pub mod error;
 mod file_tensors;
 pub mod files;
+mod fp8;
 pub mod frozen_parameters;
 mod gguf;
 pub mod layer;

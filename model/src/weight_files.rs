@@ -25,12 +25,12 @@ impl Parameters {
     /// Reads `model.safetensors`, or the shards of `model.safetensors.index.json`, as f32; or the tensors of a GGUF file.
     ///
     /// Names may lack the `model.` prefix, as transformers saves them for a model without a head. `lm_head.weight`
-    /// of a tied model, the rotary tables of old files and layers that predict further tokens are ignored. Experts in MXFP4 are
-    /// dequantised.
+    /// of a tied model, the rotary tables of old files and layers that predict further tokens are ignored. Experts in MXFP4 and
+    /// matrices in FP8 with scales of blocks are dequantised.
     ///
     /// # Errors
     /// If a file is missing, cut off or malformed, or if tensors are missing, unexpected, of another shape, of a number
-    /// format other than F32, BF16, F16, or not finite.
+    /// format other than F32, BF16, F16 and those, or not finite.
     pub fn load(dir: &Path, config: &Config) -> Result<Self, ModelError> {
         if gguf::is_gguf(dir) {
             return GgufFile::open(dir)?.parameters(config);

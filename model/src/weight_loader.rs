@@ -9,7 +9,7 @@ use std::sync::Arc;
 use safetensors::tensor::{Dtype, TensorView};
 
 use crate::weight_files::{first_of, non_finite, refuse_non_finite, widen};
-use crate::{Config, Layout, ModelError, Parameters, mxfp4};
+use crate::{Config, Layout, ModelError, Parameters, fp8, mxfp4};
 
 /// Fills the flat buffer file by file and keeps what there is to complain about.
 pub(crate) struct Loader {
@@ -21,6 +21,8 @@ pub(crate) struct Loader {
     non_finite: Vec<Option<usize>>,
     /// One half of tensors in MXFP4, by their position, whose other half was not read yet.
     halves: HashMap<usize, (Mxfp4Half, Vec<u8>)>,
+    /// One half of matrices in FP8, by their position, whose other half was not read yet.
+    fp8: HashMap<usize, Fp8Half>,
     /// Layers from this one on predict further tokens, and are not read.
     end_of_layers: Option<usize>,
     unexpected: BTreeSet<String>,
@@ -31,6 +33,14 @@ pub(crate) struct Loader {
 enum Mxfp4Half {
     Blocks,
     Scales,
+}
+
+/// A half of a matrix in FP8.
+#[derive(Clone, Debug)]
+enum Fp8Half {
+    /// The numbers, which are in place.
+    Numbers,
+    Scales(Vec<f32>),
 }
 
 impl Mxfp4Half {
@@ -54,6 +64,7 @@ impl Loader {
             by_name: names.zip(0..).collect(),
             non_finite: vec![None; layout.file_tensors().len()],
             halves: HashMap::new(),
+            fp8: HashMap::new(),
             end_of_layers: config.architecture.predicts_further_tokens().then_some(config.num_layers()),
             unexpected: BTreeSet::new(),
             layout,
@@ -75,10 +86,26 @@ impl Loader {
     ) -> Result<(), ModelError> {
         let layout = Arc::clone(&self.layout);
         let Some(index) = self.find(name) else {
-            return self.place_half(path, name, tensor);
+            return match name.strip_suffix(fp8::SCALES).and_then(|matrix| self.find(matrix)) {
+                Some(index) => self.place_scales(path, name, index, tensor),
+                None => self.place_half(path, name, tensor),
+            };
         };
         let file = &layout.file_tensors()[index];
         check_shape(path, name, &file.shape, tensor)?;
+        if let (Dtype::F8_E4M3, Some(range), &[_, columns]) = (tensor.dtype(), file.plain(), &file.shape[..])
+        {
+            let values = &mut self.values[range];
+            fp8::widen(tensor.data(), values);
+            match self.fp8.remove(&index) {
+                Some(Fp8Half::Scales(scales)) => {
+                    fp8::scale(values, columns, &scales);
+                    self.non_finite[index] = Some(non_finite(values));
+                }
+                Some(Fp8Half::Numbers) | None => drop(self.fp8.insert(index, Fp8Half::Numbers)),
+            }
+            return Ok(());
+        }
         let mut of_file = Vec::new();
         let values = match file.plain() {
             Some(range) => &mut self.values[range],
@@ -97,6 +124,39 @@ impl Loader {
         self.non_finite[index] = Some(non_finite(values));
         if !of_file.is_empty() {
             file.scatter(&of_file, &mut self.values);
+        }
+        Ok(())
+    }
+
+    /// Places the scales of the matrix in FP8 of this position.
+    fn place_scales(
+        &mut self,
+        path: &Path,
+        name: &str,
+        index: usize,
+        tensor: &TensorView<'_>,
+    ) -> Result<(), ModelError> {
+        let file = &self.layout.file_tensors()[index];
+        let (Some(range), &[rows, columns]) = (file.plain(), &file.shape[..]) else {
+            self.unexpected.insert(name.to_owned());
+            return Ok(());
+        };
+        check_shape(path, name, &fp8::scale_shape([rows, columns]), tensor)?;
+        let mut scales = vec![0.0; tensor.shape().iter().product()];
+        if !widen(tensor, &mut scales) {
+            return Err(ModelError::Dtype {
+                path: path.to_owned(),
+                tensor: name.to_owned(),
+                found: format!("{:?}", tensor.dtype()),
+            });
+        }
+        match self.fp8.remove(&index) {
+            Some(Fp8Half::Numbers) => {
+                let values = &mut self.values[range];
+                fp8::scale(values, columns, &scales);
+                self.non_finite[index] = Some(non_finite(values));
+            }
+            Some(Fp8Half::Scales(_)) | None => drop(self.fp8.insert(index, Fp8Half::Scales(scales))),
         }
         Ok(())
     }
@@ -166,10 +226,12 @@ impl Loader {
         let missing = tensors.iter().enumerate().filter(|(index, _)| self.non_finite[*index].is_none());
         let missing: Vec<String> = missing
             .map(|(index, tensor)| {
-                let other = self.halves.get(&index).map_or("", |(half, _)| match half {
-                    Mxfp4Half::Blocks => Mxfp4Half::Scales.suffix(),
-                    Mxfp4Half::Scales => Mxfp4Half::Blocks.suffix(),
-                });
+                let other = match (self.halves.get(&index), self.fp8.get(&index)) {
+                    (Some((Mxfp4Half::Blocks, _)), _) => Mxfp4Half::Scales.suffix(),
+                    (Some((Mxfp4Half::Scales, _)), _) => Mxfp4Half::Blocks.suffix(),
+                    (None, Some(Fp8Half::Numbers)) => fp8::SCALES,
+                    (None, Some(Fp8Half::Scales(_)) | None) => "",
+                };
                 format!("{}{other}", tensor.name)
             })
             .collect();
@@ -180,9 +242,12 @@ impl Loader {
                 names: first_of(missing.iter().map(String::as_str)),
             });
         }
-        if !self.unexpected.is_empty() {
-            let count = self.unexpected.len();
-            let names = first_of(self.unexpected.iter().map(String::as_str));
+        let mut unexpected = self.unexpected;
+        // Scales of a matrix that is not in FP8.
+        unexpected.extend(self.fp8.keys().map(|index| format!("{}{}", tensors[*index].name, fp8::SCALES)));
+        if !unexpected.is_empty() {
+            let count = unexpected.len();
+            let names = first_of(unexpected.iter().map(String::as_str));
             return Err(ModelError::UnexpectedTensors { path: source, count, names });
         }
         let names = tensors.iter().map(|tensor| &tensor.name[..]);

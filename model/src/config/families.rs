@@ -44,6 +44,8 @@ pub enum Architecture {
     Gemma3,
     /// DeepSeek-V3 and R1, Moonlight, Kimi K2.
     DeepseekV3,
+    /// GLM 4.7 Flash.
+    Glm4MoeLite,
 }
 
 /// One family.
@@ -420,7 +422,23 @@ const DEEPSEEK_V3: Family = Family {
     ..GLM4_MOE
 };
 
-pub(super) const FAMILIES: [Family; 15] = [
+const GLM4_MOE_LITE: Family = Family {
+    architecture: Architecture::Glm4MoeLite,
+    model_type: "glm4_moe_lite",
+    other_types: &[],
+    class: "Glm4MoeLite",
+    classifier: "Glm4MoeLite",
+    eps: 1e-5,
+    experts: ExpertRule::Keys(ExpertKeys {
+        count: &["n_routed_experts", "num_local_experts"],
+        width: "moe_intermediate_size",
+        layers: ExpertLayers::Listed,
+        router: RouterRule::Sigmoid,
+    }),
+    ..DEEPSEEK_V3
+};
+
+pub(super) const FAMILIES: [Family; 16] = [
     LLAMA,
     MISTRAL,
     QWEN2,
@@ -436,6 +454,7 @@ pub(super) const FAMILIES: [Family; 15] = [
     GRANITE,
     GEMMA3,
     DEEPSEEK_V3,
+    GLM4_MOE_LITE,
 ];
 
 /// The values of `model_type` that are supported, for messages.
@@ -508,6 +527,7 @@ impl Architecture {
             Self::Granite => &GRANITE,
             Self::Gemma3 => &GEMMA3,
             Self::DeepseekV3 => &DEEPSEEK_V3,
+            Self::Glm4MoeLite => &GLM4_MOE_LITE,
         }
     }
 

@@ -12,7 +12,7 @@ use super::keys::JsonKeys;
 use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, attention, experts, latent};
 use crate::gguf::{self, GgufFile};
 use crate::layer::{AttentionSpec, ExpertSpec, FeedForward, LatentSpec, LayerSpec, QueryKeyNorm};
-use crate::{ModelError, files};
+use crate::{ModelError, files, fp8};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
 const MAX_WEIGHTS: u128 = 1 << 44;
@@ -298,12 +298,27 @@ fn refuse_other_networks(keys: &JsonKeys<'_>, family: &Family) -> Result<(), Mod
     if keys.flag("mlp_bias", false)? {
         return Err(keys.unsupported("mlp_bias", "false"));
     }
-    let method = keys.map.get("quantization_config").and_then(|config| config["quant_method"].as_str());
-    if keys.has("quantization_config") && !(family.experts.reads_mxfp4() && method == Some("mxfp4")) {
-        let supported = "weights stored as f32, bf16 or f16, and experts of gpt-oss in mxfp4";
-        return Err(keys.unsupported("quantization_config", supported));
+    match keys.map.get("quantization_config").filter(|value| !value.is_null()) {
+        Some(config) if !is_dequantised(config, family) => {
+            let supported = "weights stored as f32, bf16 or f16, matrices in fp8 (e4m3, a weight_block_size of [128, 128]), and \
+                             experts of gpt-oss in mxfp4";
+            Err(keys.unsupported("quantization_config", supported))
+        }
+        _ => Ok(()),
     }
-    Ok(())
+}
+
+/// Whether weights that are quantised as `config` says can be dequantised when they are read.
+fn is_dequantised(config: &Value, family: &Family) -> bool {
+    match config["quant_method"].as_str() {
+        Some("mxfp4") => family.experts.reads_mxfp4(),
+        Some("fp8") => {
+            let block = [fp8::BLOCK; 2];
+            config["weight_block_size"] == serde_json::json!(block)
+                && config["fmt"].as_str().is_none_or(|format| format == "e4m3")
+        }
+        _ => false,
+    }
 }
 
 fn num_kv_heads(keys: &JsonKeys<'_>, family: &Family, num_heads: usize) -> Result<usize, ModelError> {

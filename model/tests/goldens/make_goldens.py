@@ -1,6 +1,6 @@
 """Tiny random models as transformers writes them, with the logits and gradients that PyTorch computes.
 
-  pip install torch transformers safetensors        (made with torch 2.15.0, transformers 5.23.0 and, glm4_moe, gpt_oss and deepseek_v3, 5.24.0, CPU)
+  pip install torch transformers safetensors        (made with torch 2.15.0, transformers 5.23.0 and, glm4_moe, gpt_oss, deepseek_v3 and glm4_moe_lite, 5.24.0, CPU)
   python make_goldens.py [NAME ...]                 writes ./NAME/ for each, and ./chat.json
 
 Per model directory: config.json, generation_config.json, weights as save_pretrained writes them, and
@@ -24,7 +24,7 @@ import jinja2
 import torch
 from safetensors.torch import save_file
 from transformers import (DeepseekV3Config, DeepseekV3ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig,
-                          Glm4MoeConfig, Glm4MoeForCausalLM, GptOssConfig, GptOssForCausalLM,
+                          Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, GptOssConfig, GptOssForCausalLM,
                           GraniteConfig, GraniteForCausalLM,
                           LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
                           Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM, OlmoeConfig, OlmoeForCausalLM,
@@ -66,6 +66,11 @@ MODELS = {
         moe_intermediate_size=12, n_shared_experts=1, n_group=3, topk_group=2, routed_scaling_factor=1.5, rope_parameters=dict(
             rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0, mscale=0.8, mscale_all_dim=0.5,
             original_max_position_embeddings=16)), torch.bfloat16, "1GB"),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, dict(
+        tie_word_embeddings=False, hidden_size=24, intermediate_size=28, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=10,
+        qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10, rope_interleave=False, mlp_layer_types=["sparse", "dense"],
+        n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=1, n_group=1, topk_group=1,
+        routed_scaling_factor=1.8), torch.bfloat16, "1GB"),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM, dict(
         tie_word_embeddings=False, head_dim=16, num_key_value_heads=1, intermediate_size=12, num_local_experts=4,
         num_experts_per_tok=2, sliding_window=8, swiglu_limit=0.8, rope_parameters=dict(
@@ -88,12 +93,12 @@ MODELS = {
         tie_word_embeddings=True, intermediate_size=32, head_dim=16, num_key_value_heads=1, query_pre_attn_scalar=24, sliding_window=8,
         layer_types=["sliding_attention", "full_attention"]), torch.bfloat16, "1GB"),
 }
-# The seed of a model; with those of glm4_moe, deepseek_v3 and gpt_oss every expert has tokens of every sequence, and few are nearly as good as
+# The seed of a model; with those of glm4_moe, deepseek_v3, glm4_moe_lite and gpt_oss every expert has tokens of every sequence, and few are nearly as good as
 # another.
 SEEDS = {
     "llama": 0, "mistral": 1, "olmoe": 2, "qwen2": 3, "qwen2_sharded": 4, "qwen3": 5, "qwen3_moe": 6, "phi3": 7, "smollm3": 8,
     "olmo2": 9, "olmo3": 10, "granite": 11, "gemma3": 12, "glm4_moe": 11, "gpt_oss": 23,
-    "deepseek_v3": 13,
+    "deepseek_v3": 13, "glm4_moe_lite": 14,
 }
 LENGTHS = [7, 1, 23, 12]
 TEMPERATURE = 0.7
