@@ -218,7 +218,7 @@ impl Run<'_> {
             OptimizerKind::Adamw | OptimizerKind::Muon | OptimizerKind::Dion => OptimizerKind::Adamw,
         };
         let optimizer = OptimizerConfig::standard(kind, WARMUP_BETA2);
-        let config = LearnerConfig { optimizer, ..self.recipe.learner() };
+        let config = LearnerConfig { optimizer, router_correction_rate: 0.0, ..self.recipe.learner() };
         let model = directory.config().clone();
         let states = LearnerStates { parameters, adapter: None, optimizer: None };
         let mut learner = learner(self.leader.as_ref(), config, model, states)?

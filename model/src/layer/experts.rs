@@ -3,6 +3,7 @@
 //! Invariant: as in `layer`: everything else reads these, and knows no family.
 
 use super::{LayerTensor, Operand, Sharding};
+use crate::Config;
 use crate::file_tensors::{FilePlace, FusedTensor};
 
 /// Experts, and how they are chosen.
@@ -131,6 +132,14 @@ pub(super) fn push_tensors(tensors: &mut Vec<LayerTensor>, spec: ExpertSpec, hid
         }
         let name = "mlp.shared_experts.down_proj.weight".to_owned();
         push(name, &[hidden, shared_width], Operand::SharedDown, Sharding::Inputs, None);
+    }
+}
+
+impl Config {
+    /// Whether routers add a correction to the scores that choose experts.
+    #[must_use]
+    pub fn has_router_correction(&self) -> bool {
+        self.experts().is_some_and(|experts| matches!(experts.router, RouterKind::Sigmoid { .. }))
     }
 }
 
