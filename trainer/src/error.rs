@@ -97,6 +97,14 @@ pub enum TrainerError {
         /// Why not.
         reason: &'static str,
     },
+    /// A model has none of the layers that an adapter is for.
+    #[error(
+        "the model has none of the layers in `lora.target_modules`, so nothing would be trained; name some of {there}"
+    )]
+    NoTarget {
+        /// The layers that it has.
+        there: String,
+    },
     /// The state of a rank is not where an operation needs it.
     #[error("a rank of the trainer cannot continue: {reason}; report this")]
     State {
