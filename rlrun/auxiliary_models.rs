@@ -159,7 +159,9 @@ impl AuxiliarySetup<'_> {
             Placement::Colocated => Arc::clone(self.learner.pool()),
             Placement::Separated => self.own_pool(),
         };
-        let (of_learner, model) = (self.recipe.learner(), directory.config().clone());
+        // A critic has no samples to balance for.
+        let of_learner = LearnerConfig { router_correction_rate: 0.0, ..self.recipe.learner() };
+        let model = directory.config().clone();
         let learner =
             learner(self.leader, of_learner, model, LearnerStates { weights, adapter: None, optimizer })?
                 .on(pool);

@@ -418,6 +418,7 @@ impl Recipe {
         LearnerConfig {
             optimizer: self.optimizer(),
             max_grad_norm: self.trainer.max_grad_norm as f32,
+            router_correction_rate: self.trainer.router_correction_rate as f32,
             microbatch_tokens: self.trainer.microbatch_tokens,
             recompute: self.trainer.recompute,
             world: self.trainer.world,

@@ -40,6 +40,7 @@ const LEARNER: LearnerConfig = LearnerConfig {
         dion_rank_fraction: 0.5,
     },
     max_grad_norm: 1.0,
+    router_correction_rate: 0.0,
     recompute: Recompute::None,
     microbatch_tokens: 256,
     world: 1,

@@ -83,3 +83,12 @@ fn a_model_without_experts_refuses_routing_replay() {
     home.rlrun(&args).refused(&["rollout.routing_replay", "the model has no experts"]);
     assert!(!home.path("run").exists());
 }
+
+#[test]
+fn a_model_without_a_correction_refuses_its_rate() {
+    let home = Home::new();
+    let args = ["small.toml", "--run-dir", "run", "--set", "trainer.router_correction_rate=0.001"];
+    home.rlrun(&args)
+        .refused(&["trainer.router_correction_rate", "the routers of the model have no correction"]);
+    assert!(!home.path("run").exists());
+}

@@ -176,6 +176,7 @@ fn models_of_every_family_train_on_columns_of_any_name() {
         "glm4_moe",
         "gpt_oss",
         "deepseek_v3",
+        "glm4_moe_lite",
     ];
     for family in ["qwen2", "qwen2_sharded", "qwen3", "llama", "mistral"].into_iter().chain(newer) {
         let home = Home::new();

@@ -46,6 +46,7 @@ pub fn work(
     let config = LearnerConfig {
         optimizer: OptimizerConfig::standard(args.optimizer, 0.999),
         max_grad_norm: 1.0,
+        router_correction_rate: 0.0,
         microbatch_tokens: args.microbatch_tokens,
         recompute: args.recompute,
         world: 1,

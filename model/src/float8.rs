@@ -27,6 +27,14 @@ pub(crate) fn dequantize(block: &[u8; BLOCK_BYTES], out: &mut [f32; SQUARE]) {
     out.iter_mut().zip(bits).for_each(|(out, bits)| *out = VALUES[usize::from(*bits)] * scale);
 }
 
+/// The values `out [columns]` of a row of `bits [columns]`, with its `scales`, f32, one for each `SQUARE` values or the rest of them.
+pub(crate) fn dequantize_row(bits: &[u8], scales: &[u8], out: &mut [f32]) {
+    let scales = scales.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+    for ((out, bits), scale) in out.chunks_mut(SQUARE).zip(bits.chunks(SQUARE)).zip(scales) {
+        out.iter_mut().zip(bits).for_each(|(out, bits)| *out = VALUES[usize::from(*bits)] * scale);
+    }
+}
+
 /// The value of the bits E4M3: a sign, four bits of exponent, three of mantissa; without infinities.
 const fn value(bits: u8) -> f32 {
     let magnitude = match (bits >> 3 & 15, bits & 7) {

@@ -13,7 +13,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
 use crate::file_tensors::{FilePart, FileTensor, FusedTensor, matrix_shape};
-use crate::layer::{LayerRanges, LayerTensor, ROUTER_CORRECTION};
+use crate::layer::{LayerRanges, LayerTensor, Operand, ROUTER_CORRECTION};
 use crate::{Config, Head, ModelError};
 
 /// The name of the value head in files: that of transformers' sequence classifiers.
@@ -206,6 +206,13 @@ impl Layout {
     /// Ranges of the operands among the values of layer `index`.
     pub(crate) fn ranges(&self, index: usize) -> &LayerRanges {
         &self.ranges[index]
+    }
+
+    /// The values `[experts]` that the router of layer `index` adds to the scores that choose experts; empty without them.
+    #[must_use]
+    pub fn router_correction(&self, index: usize) -> Range<usize> {
+        let (start, within) = (self.layers[index].start, &self.ranges[index][Operand::RouterCorrection]);
+        start + within.start..start + within.end
     }
 
     /// The tensors of weight files.

@@ -62,10 +62,7 @@ impl StoredPart {
     /// The shape of this part of `file`, or why the tensor cannot be stored so.
     fn shape(self, file: &FileTensor) -> Result<Vec<usize>, String> {
         match (self, &file.shape[..]) {
-            (Self::Float8Scales, &[rows, columns]) => match columns.is_multiple_of(float8::SQUARE) {
-                true => Ok([rows, columns].map(float8::scales_of).to_vec()),
-                false => Err(format!("a row has {columns} values, and a scale is of {}", float8::SQUARE)),
-            },
+            (Self::Float8Scales, &[rows, columns]) => Ok([rows, columns].map(float8::scales_of).to_vec()),
             (Self::Mxfp4Blocks | Self::Mxfp4Scales, &[experts, inputs, outputs]) => {
                 let block = mxfp4::BLOCK;
                 if !inputs.is_multiple_of(block) {
@@ -142,7 +139,35 @@ impl StoredValues {
         }
     }
 
-    /// The tensor of the layout that `part` of `file` is, once nothing is missing.
+    /// Whether there are scales of values that have none.
+    pub(crate) fn has_loose_scales(&self) -> bool {
+        let plain = |dtype: &Dtype| matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16);
+        self.scales.is_some() && self.values.as_ref().is_some_and(|(dtype, _)| plain(dtype))
+    }
+
+    /// Writes the tensor of the layout that `part` of `file` is to `out [rows, columns]`, once nothing is missing; false if it cannot
+    /// be read.
+    pub(crate) fn write(&self, file: &FileTensor, part: &FilePart, out: &mut [f32]) -> bool {
+        let matrix = match &self.values {
+            Some((Dtype::F8_E4M3, values)) => {
+                return float8_rows(file, part, values, self.scales.as_deref().unwrap_or_default())
+                    .is_some_and(|rows| {
+                        let out = out.chunks_exact_mut(part.shape[1].max(1));
+                        rows.into_iter().zip(out).for_each(|((bits, scales), out)| {
+                            float8::dequantize_row(bits, scales, out);
+                        });
+                        true
+                    });
+            }
+            _ => self.matrix(file, part),
+        };
+        matrix.as_ref().is_some_and(|matrix| {
+            matrix.dequantize(0..part.shape[0], out);
+            true
+        })
+    }
+
+    /// The same as it is stored; `None` if its rows are not whole blocks.
     pub(crate) fn matrix(&self, file: &FileTensor, part: &FilePart) -> Option<BlockMatrix> {
         let (dtype, values) = self.values.as_ref()?;
         let scales = self.scales.as_deref().unwrap_or_default();
@@ -157,21 +182,36 @@ impl StoredValues {
     }
 }
 
-/// Each row in blocks of a scale and its values.
-fn float8_blocks(file: &FileTensor, part: &FilePart, values: &[u8], scales: &[u8]) -> Option<Vec<u8>> {
+/// The bits of each row and its scales.
+fn float8_rows<'a>(
+    file: &FileTensor,
+    part: &FilePart,
+    values: &'a [u8],
+    scales: &'a [u8],
+) -> Option<Vec<(&'a [u8], &'a [u8])>> {
     let ([outputs, inputs], &[_, columns]) = (part.shape, &file.shape[..]) else { return None };
     if part.place.input_stride != 1 || inputs != columns {
         return None;
     }
-    let per_row = float8::scales_of(columns);
-    let mut blocks = Vec::with_capacity(outputs * per_row * float8::BLOCK_BYTES);
-    for output in 0..outputs {
+    let per_row = 4 * float8::scales_of(columns);
+    let row = |output: usize| {
         let row = part.place.output(output) / columns;
-        let values = values.get(row * columns..(row + 1) * columns)?.chunks_exact(float8::SQUARE);
-        let scales = scales.get(4 * (row / float8::SQUARE * per_row)..)?.chunks_exact(4);
-        for (values, scale) in values.zip(scales) {
+        let squares = row / float8::SQUARE * per_row;
+        Some((values.get(row * columns..(row + 1) * columns)?, scales.get(squares..squares + per_row)?))
+    };
+    (0..outputs).map(row).collect()
+}
+
+/// Each row in blocks of a scale and its values.
+fn float8_blocks(file: &FileTensor, part: &FilePart, values: &[u8], scales: &[u8]) -> Option<Vec<u8>> {
+    if !part.shape[1].is_multiple_of(float8::SQUARE) {
+        return None;
+    }
+    let mut blocks = Vec::new();
+    for (bits, scales) in float8_rows(file, part, values, scales)? {
+        for (bits, scale) in bits.chunks_exact(float8::SQUARE).zip(scales.chunks_exact(4)) {
             blocks.extend_from_slice(scale);
-            blocks.extend_from_slice(values);
+            blocks.extend_from_slice(bits);
         }
     }
     Some(blocks)

@@ -44,7 +44,9 @@ impl StoredLoader {
 
     /// The tensors in the order of the layout, if all are there. `source` names the files in errors.
     pub(crate) fn finish(self, source: PathBuf) -> Result<Vec<FrozenTensor>, ModelError> {
-        let Self { names, stored } = self;
+        let Self { mut names, stored } = self;
+        let loose = stored.iter().enumerate().filter(|(_, stored)| stored.has_loose_scales());
+        loose.for_each(|(index, _)| names.note_scales(index));
         let files = names.layout.file_tensors();
         names.complain(&source, stored.iter().map(StoredValues::missing))?;
         let specs = names.layout.specs();
@@ -54,7 +56,7 @@ impl StoredLoader {
             for part in &file.parts {
                 let index = specs.partition_point(|spec| spec.offset < part.offset);
                 let Some(matrix) = stored.matrix(file, part) else {
-                    let reason = "its rows are not whole blocks of the layout".to_owned();
+                    let reason = format!("a row has {} values, which are not whole blocks", part.shape[1]);
                     return Err(ModelError::Blocks { path: source, tensor: file.name.clone(), reason });
                 };
                 let tensor = if specs[index].shape.len() == 2 {

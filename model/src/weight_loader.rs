@@ -70,6 +70,12 @@ impl TensorNames {
         }
     }
 
+    /// Notes scales of the tensor of files of this position, which has none.
+    pub(crate) fn note_scales(&mut self, index: usize) {
+        let name = &self.layout.file_tensors()[index].name;
+        self.unexpected.insert(format!("{name}{}", StoredPart::Float8Scales.suffix()));
+    }
+
     /// Whether a tensor is of a layer after the last of the network.
     fn is_of_further_layer(&self, name: &str) -> bool {
         let within = name.strip_prefix("model.").unwrap_or(name).strip_prefix("layers.");
@@ -147,20 +153,22 @@ impl Loader {
         }
         let mut stored = self.halves.remove(&index).unwrap_or_default();
         stored.put((path, name), file, part, tensor)?;
+        if stored.has_loose_scales() {
+            self.names.note_scales(index);
+        }
         if stored.missing().is_some() {
             self.halves.insert(index, stored);
             return Ok(());
         }
         let mut count = 0;
         for part in &file.parts {
-            let Some(matrix) = stored.matrix(file, part) else {
-                let (path, tensor) = (path.to_owned(), name.to_owned());
-                let reason = "its rows are not whole blocks of the layout".to_owned();
-                return Err(ModelError::Blocks { path, tensor, reason });
-            };
             let [rows, columns] = part.shape;
             let values = &mut self.values[part.offset..][..rows * columns];
-            matrix.dequantize(0..rows, values);
+            if !stored.write(file, part, values) {
+                let (path, tensor) = (path.to_owned(), name.to_owned());
+                let reason = format!("it has no rows of {columns} values");
+                return Err(ModelError::Blocks { path, tensor, reason });
+            }
             count += non_finite(values);
         }
         self.non_finite[index] = Some(count);
@@ -169,7 +177,12 @@ impl Loader {
 
     /// The parameters, if all tensors were placed. `source` names the files in errors.
     pub(crate) fn finish(self, source: PathBuf) -> Result<Parameters, ModelError> {
-        let Self { names, values, non_finite, halves } = self;
+        let Self { mut names, values, non_finite, halves } = self;
+        // Scales of what was whole without them.
+        halves
+            .keys()
+            .filter(|index| non_finite[**index].is_some())
+            .for_each(|index| names.note_scales(*index));
         let missing =
             non_finite.iter().enumerate().map(|(index, placed)| match (placed, halves.get(&index)) {
                 (Some(_), _) => None,

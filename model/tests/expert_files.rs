@@ -241,22 +241,6 @@ fn with_float8() -> (Config, Parameters, Tensors) {
     (config, parameters, tensors)
 }
 
-#[test]
-fn matrices_in_fp8_are_dequantised() {
-    let (config, parameters, mut tensors) = with_float8();
-    assert_eq!(load(&config, &tensors).unwrap().values(), parameters.values());
-    let scales = tensors.remove(&format!("{GATE}_scale_inv")).unwrap();
-    let message = error(&config, &tensors);
-    assert!(message.contains("lacks 1 of") && message.contains("gate_proj.weight_scale_inv"), "{message}");
-    tensors.insert(format!("{GATE}_scale_inv"), Stored { shape: vec![4, 1], ..scales });
-    let message = error(&config, &tensors);
-    assert!(message.contains("gate_proj.weight_scale_inv has shape [4, 1]"), "{message}");
-    let down = tensors.remove(GATE).unwrap();
-    tensors.insert("model.layers.1.mlp.down_proj.weight_scale_inv".to_owned(), down);
-    let message = error(&config, &tensors);
-    assert!(message.contains("a row has 200 values, and a scale is of 128"), "{message}");
-}
-
 /// Weights that stay as they are stored compute what the same weights in f32 do, in the memory of their files.
 #[test]
 fn quantised_tensors_of_a_directory_can_stay_as_they_are() {
@@ -273,5 +257,73 @@ fn quantised_tensors_of_a_directory_can_stay_as_they_are() {
         let bytes: usize = tensors.values().map(|tensor| tensor.bytes.len()).sum();
         // The scales of a square are kept for each of its rows.
         assert!((base.bytes() as usize) < bytes + bytes / 50, "{} of {bytes}", base.bytes());
+    }
+}
+
+const IN_FP8: &str = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight";
+
+/// A model with a matrix in FP8, which has two blocks with the scales 0.5 and 4, and its tensors.
+fn with_fp8() -> (Config, Parameters, Tensors) {
+    let config = Config::fresh(&Sizes { hidden_size: 160, ..SIZES }).of_family(Architecture::DeepseekV3);
+    let (mut parameters, mut tensors) = saved(&config);
+    let spec = parameters.layout().spec(IN_FP8).unwrap().clone();
+    // 1, -2 and 0.5 in turns.
+    let numbers = (0..spec.len()).map(|i| [(0x38_u8, 1.0), (0xc0, -2.0), (0x30, 0.5)][i % 3]);
+    for (i, (value, (_, number))) in
+        parameters.values_mut()[spec.range()].iter_mut().zip(numbers.clone()).enumerate()
+    {
+        *value = number * if i % 160 < 128 { 0.5 } else { 4.0 };
+    }
+    let bytes = numbers.map(|(byte, _)| byte).collect();
+    tensors.insert(IN_FP8.to_owned(), Stored { dtype: Dtype::F8_E4M3, shape: spec.shape, bytes });
+    let bytes = [0.5_f32, 4.0].iter().flat_map(|scale| scale.to_le_bytes()).collect();
+    let scales = Stored { dtype: Dtype::F32, shape: vec![1, 2], bytes };
+    tensors.insert(format!("{IN_FP8}_scale_inv"), scales);
+    (config, parameters, tensors)
+}
+
+#[test]
+fn matrices_in_fp8_are_dequantised() {
+    let (config, parameters, tensors) = with_float8();
+    assert_eq!(load(&config, &tensors).unwrap().values(), parameters.values());
+    let (config, parameters, mut tensors) = with_fp8();
+    assert_eq!(load(&config, &tensors).unwrap().values(), parameters.values());
+    // Halves in different files, the scales first.
+    let dir = tempfile::tempdir().unwrap();
+    let numbers = tensors.remove(IN_FP8).unwrap();
+    write(&dir.path().join("a.safetensors"), &tensors);
+    write(&dir.path().join("b.safetensors"), &Tensors::from([(IN_FP8.to_owned(), numbers)]));
+    let index = r#"{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}"#;
+    std::fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
+    assert_eq!(Parameters::load(dir.path(), &config).unwrap().values(), parameters.values());
+}
+
+#[test]
+fn halves_and_odd_shapes_of_fp8_are_named() {
+    let (config, _, mut tensors) = with_fp8();
+    let name = format!("{IN_FP8}_scale_inv");
+    let scales = tensors.remove(&name).unwrap();
+    let message = error(&config, &tensors);
+    assert!(message.contains("lacks 1 of") && message.contains(&name), "{message}");
+    tensors.insert(name.clone(), Stored { shape: vec![2, 1], bytes: scales.bytes.clone(), ..scales });
+    let message = error(&config, &tensors);
+    assert!(message.contains("scale_inv has shape [2, 1]") && message.contains("[1, 2]"), "{message}");
+    tensors.insert(name.clone(), scales);
+    if let Some(numbers) = tensors.get_mut(IN_FP8) {
+        numbers.bytes[7] = 0x7f;
+    }
+    let message = error(&config, &tensors);
+    assert!(message.contains("1 weights are infinite or not a number"), "{message}");
+    // Scales of a matrix that is not in FP8, and rows that are no whole blocks.
+    let stored = |tensors: &Tensors| {
+        let dir = tempfile::tempdir().unwrap();
+        write(&dir.path().join("model.safetensors"), tensors);
+        FrozenParameters::load(dir.path(), &config).unwrap_err().to_string()
+    };
+    assert!(stored(&tensors).contains("a row has 160 values"), "{}", stored(&tensors));
+    let (_, plain) = saved(&config);
+    tensors.extend(plain);
+    for message in [error(&config, &tensors), stored(&tensors)] {
+        assert!(message.contains(&name), "{message}");
     }
 }

@@ -150,6 +150,11 @@ pub(super) fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
         let what = "`rollout.routing_replay` is set, and the model has no experts: remove it, or name a model with experts";
         return Err(Failure::Argument(what.to_owned()));
     }
+    if recipe.trainer.router_correction_rate > 0.0 && !shape(recipe)?.has_router_correction() {
+        let what = "`trainer.router_correction_rate` is set, and the routers of the model have no correction: leave it out, or name a \
+                    model of `glm4_moe` or `deepseek_v3`";
+        return Err(Failure::Argument(what.to_owned()));
+    }
     if recipe.rollout.push_adapter
         && let Some(why) = recipe.why_not_in_peft(&shape(recipe)?)
     {

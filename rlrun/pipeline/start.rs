@@ -233,7 +233,7 @@ impl Run<'_> {
             OptimizerKind::Adamw | OptimizerKind::Muon | OptimizerKind::Dion => OptimizerKind::Adamw,
         };
         let optimizer = OptimizerConfig::standard(kind, WARMUP_BETA2);
-        let config = LearnerConfig { optimizer, ..self.recipe.learner() };
+        let config = LearnerConfig { optimizer, router_correction_rate: 0.0, ..self.recipe.learner() };
         let model = directory.config().clone();
         let weights = StateWeights::Whole(Arc::new(parameters));
         let states = LearnerStates { weights, adapter: None, optimizer: None };

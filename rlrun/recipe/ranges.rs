@@ -89,6 +89,7 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
         ("trainer.momentum", raw.trainer.momentum, SHARE),
         ("trainer.dion_rank_fraction", raw.trainer.dion_rank_fraction, FRACTION),
         ("trainer.max_grad_norm", raw.trainer.max_grad_norm, POSITIVE),
+        ("trainer.router_correction_rate", raw.trainer.router_correction_rate, NOT_NEGATIVE),
         ("eval.temperature", raw.eval.temperature, NOT_NEGATIVE),
         ("deadlines.wait_s", raw.deadlines.wait_s, POSITIVE),
         ("deadlines.quiet_s", raw.deadlines.quiet_s, POSITIVE),
@@ -213,7 +214,7 @@ fn check_random(random: &RandomModel, checker: &mut Checker<'_>) {
             checker.report(
                 path,
                 message,
-                "leave it out, or set `model.random.architecture` to \"qwen3_moe\", \"olmoe\", \"glm4_moe\", \"gpt_oss\" or \"deepseek_v3\"",
+                "leave it out, or set `model.random.architecture` to \"qwen3_moe\", \"olmoe\", \"glm4_moe\", \"gpt_oss\", \"deepseek_v3\" or \"glm4_moe_lite\"",
             );
         }
     }
@@ -229,6 +230,11 @@ fn check_optional_sections(raw: &RawRecipe, checker: &mut Checker<'_>) {
     }
     if let Some(seeds) = &raw.data.seeds {
         checker.at_least_one("data.seeds.train_tasks", seeds.train_tasks);
+    }
+    if raw.lora.is_some() && raw.trainer.router_correction_rate > 0.0 {
+        let message =
+            "`trainer.router_correction_rate` updates routers, and with `[lora]` all weights are frozen";
+        checker.report("trainer.router_correction_rate", message, "leave it out");
     }
     if let Some(lora) = &raw.lora {
         checker.at_least_one("lora.rank", lora.rank);

@@ -148,10 +148,11 @@ pub struct RandomModel {
     /// Query heads; they divide `hidden_size` into even parts.
     // resume = policy, worker = ignored
     pub num_heads: usize,
-    /// Key and value heads; they divide `num_heads`. `deepseek_v3` has one of each for every query head, whatever this says.
+    /// Key and value heads; they divide `num_heads`. `deepseek_v3` and `glm4_moe_lite` have one of each for every
+    /// query head, whatever this says.
     // resume = policy, worker = ignored
     pub num_kv_heads: usize,
-    /// Experts of a layer, in families that have them (`qwen3_moe`, `olmoe`, `glm4_moe`, `gpt_oss`, `deepseek_v3`); each is
+    /// Experts of a layer, in families that have them (`qwen3_moe`, `olmoe`, `glm4_moe`, `gpt_oss`, `deepseek_v3`, `glm4_moe_lite`); each is
     /// `intermediate_size` wide. Default: 8.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = policy, worker = ignored

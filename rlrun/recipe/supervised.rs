@@ -54,7 +54,7 @@ pub(super) fn check(raw: &RawRecipe, generated: bool, checker: &mut Checker<'_>)
             }
         }
     }
-    let further = ["trainer.minibatches", "trainer.epochs"];
+    let further = ["trainer.minibatches", "trainer.epochs", "trainer.router_correction_rate"];
     for path in WITHOUT_EFFECT.iter().chain(&further) {
         if let Some(path) = checker.first_given(path) {
             let message = format!("`{path}` has no effect on training without sampling (`[supervised]`)");

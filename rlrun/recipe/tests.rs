@@ -204,6 +204,8 @@ fn layers_of_an_adapter_are_known_and_named_once() {
     let shared = ["algorithm.kind=ppo", "critic.kind=shared"];
     let shown = Case::new(&format!("{MINIMAL}[lora]\n")).errors(&shared, &[]);
     assert!(shown.contains("would freeze the value head"), "{shown}");
+    let shown = Case::new(&format!("{MINIMAL}router_correction_rate = 0.1\n[lora]\n")).errors(&[], &[]);
+    assert!(shown.contains("updates routers, and with `[lora]` all weights are frozen"), "{shown}");
     let lora = recipe.lora.unwrap();
     assert_eq!((lora.rank, lora.alpha, lora.target_modules.len()), (16, 32.0, 7));
 }

@@ -89,6 +89,22 @@ pub enum TrainerError {
         /// What is wrong with the last one.
         reason: Unfit,
     },
+    /// What balances the loads of experts cannot be updated.
+    #[error("`trainer.router_correction_rate` is {rate}, and {reason}; leave it out")]
+    RouterCorrection {
+        /// The rate.
+        rate: f32,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// A model has none of the layers that an adapter is for.
+    #[error(
+        "the model has none of the layers in `lora.target_modules`, so nothing would be trained; name some of {there}"
+    )]
+    NoTarget {
+        /// The layers that it has.
+        there: String,
+    },
     /// The state of a rank is not where an operation needs it.
     #[error("a rank of the trainer cannot continue: {reason}; report this")]
     State {

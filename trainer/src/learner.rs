@@ -6,9 +6,11 @@
 //! the same bits for every number of ranks on the processor that is a power of two and at most [`LearnerConfig::leaves`];
 //! other numbers of ranks differ by rounding.
 
+mod balance;
 mod frozen;
 mod spans;
 
+pub(crate) use self::balance::RouterStep;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,8 +18,8 @@ use std::time::Duration;
 
 use device::Device;
 use model::{
-    AdaptedBase, Config, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute,
-    ResidentParameters, RoutedTokens, ThreadPool,
+    Config, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute, ResidentParameters,
+    RoutedTokens, ThreadPool,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -35,6 +37,7 @@ use crate::plan::{MicroBatch, in_order_of_leaf, leaves, plan};
 use crate::rank::{LearnerSeed, PlannedRows, Rank, ScoredRows, StepInputs};
 use crate::rank_spans::RankPhase;
 use crate::ranks::{make, on_each};
+use crate::report::ExpertLoads;
 use collective::HostCollective;
 
 /// How the learner computes.
@@ -44,6 +47,9 @@ pub struct LearnerConfig {
     pub optimizer: OptimizerConfig,
     /// Gradients are scaled down to this norm.
     pub max_grad_norm: f32,
+    /// Step of what balances the loads of experts; 0 if it is frozen.
+    #[serde(default)]
+    pub router_correction_rate: f32,
     /// Tokens of a micro-batch.
     pub microbatch_tokens: usize,
     /// Activations that the backward pass computes again instead of storing them.
@@ -120,6 +126,11 @@ pub trait RowLoss: Sync {
 
     /// Reports the tokens that a micro-batch had in the experts of each layer.
     fn routed(&self, _layers: &[RoutedTokens], _report: &mut Self::Report) {}
+
+    /// The tokens of experts in a report; `None` if it has none.
+    fn loads(_report: &Self::Report) -> Option<&ExpertLoads> {
+        None
+    }
 }
 
 impl LearnerConfig {
@@ -386,12 +397,6 @@ impl Learner {
         Ok(Cow::Owned(joined))
     }
 
-    /// The policy, if an adapter is trained over a base that stays quantised.
-    #[must_use]
-    pub fn adapted(&self) -> Option<AdaptedBase> {
-        self.first.adapted()
-    }
-
     /// The adapter, if one is trained in place of the weights.
     #[must_use]
     pub fn adapter(&self) -> Option<&Adapter> {
@@ -540,6 +545,7 @@ impl Learner {
             let all = self.first.during(RankPhase::Wait, || collective.all_gather_bytes(own))?;
             reports = all.iter().map(|reports| decode(reports)).collect::<Result<_, _>>()?;
         }
+        self.balance::<L>(grad_norm, &reports)?;
         let reports = in_order_of_leaf(reports, !self.config.shares_gradients());
         Ok(LearnerStep { grad_norm, reports })
     }

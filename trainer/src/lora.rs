@@ -69,12 +69,22 @@ impl LoraConfig {
     /// Checks that the layers are those of a model with tensors `specs`.
     ///
     /// # Errors
-    /// If embedding and head are one tensor and one of them is named.
+    /// If embedding and head are one tensor and one of them is named, or the model has none of the layers.
     pub fn check(&self, specs: &[ParameterSpec]) -> Result<(), TrainerError> {
         let ends = [TargetModule::EmbedTokens, TargetModule::LmHead];
         let is_tied = specs.iter().all(|spec| TargetModule::of_weight(&spec.name) != Some(ends[1]));
         match ends.into_iter().find(|end| is_tied && self.target_modules.contains(end)) {
             Some(module) => Err(TrainerError::TiedTarget { module: module.as_str() }),
+            None if self.targets(specs).next().is_none() => {
+                let mut there: Vec<&str> = Vec::new();
+                for module in specs.iter().filter_map(|spec| TargetModule::of_weight(&spec.name)) {
+                    let possible = !is_tied || !ends.contains(&module);
+                    if possible && !there.contains(&module.as_str()) {
+                        there.push(module.as_str());
+                    }
+                }
+                Err(TrainerError::NoTarget { there: there.join(", ") })
+            }
             None => Ok(()),
         }
     }

@@ -18,7 +18,7 @@ use crate::loss::trajectory_balance::{self, Balance};
 use crate::loss::value::{self, ValuePrediction};
 use crate::loss::{LossRow, PolicyLoss, Ratio, TokenLoss, weighted};
 use crate::loss_inputs::LossInputs;
-use crate::report::{LogprobMismatch, TokenSums};
+use crate::report::{ExpertLoads, LogprobMismatch, TokenSums};
 use crate::token_log::TokenLog;
 
 /// The policy loss of an algorithm over the rows of one minibatch.
@@ -86,6 +86,10 @@ impl RowLoss for PolicyObjective<'_> {
 
     fn routed(&self, layers: &[RoutedTokens], report: &mut TokenSums) {
         report.experts.add(layers);
+    }
+
+    fn loads(report: &TokenSums) -> Option<&ExpertLoads> {
+        Some(&report.experts)
     }
 }
 

@@ -19,8 +19,9 @@
 //!   single rank that trains an adapter of a base that stays quantised
 //! - `on_device`: a single rank that updates its weights on a device, and passes on a device for the others; `group`: ranks of
 //!   a device group
-//! - `membership`: a rank among several; `step`: the passes of a step; `memory`: bytes, and leaving a device
+//! - `balance`: the update of routers; `membership`: a rank among several; `step`: the passes of a step; `memory`: bytes, and leaving a device
 
+mod balance;
 mod frozen;
 mod group;
 mod membership;

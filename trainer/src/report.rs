@@ -147,6 +147,16 @@ impl ExpertLoads {
         self.layers.iter_mut().zip(layers).for_each(|(own, more)| own.merge(more));
     }
 
+    /// Adds those of a leaf.
+    pub(crate) fn merge(&mut self, other: &Self) {
+        self.add(&other.layers);
+    }
+
+    /// `[experts]` tokens of the experts of each layer; empty in a layer without.
+    pub(crate) fn of_layers(&self) -> impl Iterator<Item = &[u64]> {
+        self.layers.iter().map(|layer| &layer.of_expert[..])
+    }
+
     /// Coefficient of variation of the tokens of a layer's experts, mean over the layers; `None` without experts.
     #[must_use]
     pub fn variation(&self) -> Option<f64> {

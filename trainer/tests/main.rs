@@ -8,6 +8,7 @@ mod learner;
 mod lora;
 #[cfg(feature = "emulator")]
 mod on_device;
+mod router_correction;
 mod sharded;
 mod shared_buffer;
 mod spread;
@@ -45,6 +46,7 @@ const LEARNER: LearnerConfig = LearnerConfig {
         dion_rank_fraction: 0.5,
     },
     max_grad_norm: 1.0,
+    router_correction_rate: 0.0,
     recompute: Recompute::None,
     microbatch_tokens: 64,
     world: 1,

@@ -25,6 +25,7 @@ use trainer::{
 };
 use trajectory::{Group, PolicyVersion};
 
+use crate::router_correction::{BALANCED, with_experts};
 use crate::{LEARNER, SPLIT, config, group, groups, samples, with_optimizer};
 
 const SOON: Duration = Duration::from_secs(60);
@@ -189,14 +190,15 @@ fn settings_of(algorithm: &Algorithm, files: &std::path::Path) -> TrainerConfig 
 /// Steps of a trainer with all auxiliary models.
 fn trained(
     make: Make<'_>,
+    model: &Config,
     settings: LearnerConfig,
     algorithm: &Algorithm,
     critic: Option<CriticKind>,
 ) -> impl PartialEq + use<> {
     let files = tempfile::tempdir().unwrap();
-    let mut directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let mut directory = ModelDirectory::fresh(&files.path().join("model"), model, 5).unwrap();
     let mut parameters = directory.load_parameters().unwrap();
-    let frozen = ResidentParameters::of(config(), Arc::new(parameters.clone()));
+    let frozen = ResidentParameters::of(model.clone(), Arc::new(parameters.clone()));
     let network = (critic == Some(CriticKind::Separate)).then(|| {
         let directory = ModelDirectory::open(directory.path()).unwrap().with_head(Head::Value);
         let parameters = parameters.with_head(directory.config());
@@ -270,7 +272,18 @@ fn a_spread_trainer_makes_the_steps_of_one_process() {
     ] {
         let settings = LearnerConfig { zero, microbatch_tokens: 40, ..LEARNER };
         let what = format!("{name} {critic:?}, stage {zero}");
-        same(world, &what, |make| trained(make, settings.clone(), &algorithm, critic));
+        same(world, &what, |make| trained(make, &config(), settings.clone(), &algorithm, critic));
+    }
+}
+
+#[test]
+fn routers_of_all_processes_are_corrected_alike() {
+    for zero in [1, 3] {
+        let settings = LearnerConfig { zero, ..BALANCED };
+        let model = with_experts();
+        same(2, &format!("routers, stage {zero}"), |make| {
+            trained(make, &model, settings.clone(), &Algorithm::grpo(), None)
+        });
     }
 }
 

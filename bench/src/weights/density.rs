@@ -42,6 +42,7 @@ pub(super) fn measure(bench: &mut WeightsBench<'_>) -> Result<(), Failure> {
         let config = LearnerConfig {
             optimizer: OptimizerConfig::standard(OptimizerKind::Adamw, 0.999),
             max_grad_norm: 1.0,
+            router_correction_rate: 0.0,
             microbatch_tokens: SEQUENCES * TOKENS,
             recompute: Recompute::None,
             world: 1,

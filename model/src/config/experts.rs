@@ -38,6 +38,8 @@ pub(super) enum ExpertLayers {
     Sparse,
     /// Those from `first_k_dense_replace` on.
     AfterDense,
+    /// Those that are `sparse` in `mlp_layer_types`, or all but the first.
+    Listed,
 }
 
 /// How experts are chosen, and what they are.
@@ -56,7 +58,7 @@ pub(super) enum RouterRule {
 }
 
 /// Keys of experts of any family.
-const KEYS: [&str; 17] = [
+const KEYS: [&str; 18] = [
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
@@ -72,6 +74,7 @@ const KEYS: [&str; 17] = [
     "routed_scaling_factor",
     "first_k_dense_replace",
     "moe_layer_freq",
+    "mlp_layer_types",
     "swiglu_limit",
     "swiglu_alpha",
 ];
@@ -186,6 +189,7 @@ impl ExpertKeys {
         let of_layers: &[&str] = match self.layers {
             ExpertLayers::All | ExpertLayers::Sparse => &[],
             ExpertLayers::AfterDense => &["first_k_dense_replace", "moe_layer_freq"],
+            ExpertLayers::Listed => &["first_k_dense_replace", "mlp_layer_types"],
         };
         let of_all = [self.width, "num_experts_per_tok"];
         [self.count, &of_all[..], of_router, of_layers].iter().any(|known| known.contains(&key))
@@ -275,6 +279,10 @@ impl ExpertKeys {
                 put("mlp_only_layers", json!(dense.collect::<Vec<usize>>()));
             }
             ExpertLayers::AfterDense => put("first_k_dense_replace", json!(dense.count())),
+            ExpertLayers::Listed => {
+                let kinds = has_experts.iter().map(|has| if *has { "sparse" } else { "dense" });
+                put("mlp_layer_types", json!(kinds.collect::<Vec<_>>()));
+            }
         }
     }
 }
@@ -302,6 +310,29 @@ impl ExpertLayers {
                 let first = keys.size("first_k_dense_replace")?;
                 Ok(layers.map(|layer| layer >= first).collect())
             }
+            Self::Listed => {
+                let listed = keys.map.get("mlp_layer_types").filter(|value| !value.is_null());
+                let Some(listed) = listed else {
+                    // transformers does not look at this key.
+                    if keys.optional_size("first_k_dense_replace")?.is_some_and(|first| first != 1) {
+                        return Err(keys.unsupported("first_k_dense_replace", "1 without `mlp_layer_types`"));
+                    }
+                    return Ok(layers.map(|layer| layer > 0).collect());
+                };
+                let kinds = listed.as_array().filter(|kinds| kinds.len() == num_layers);
+                let kinds = kinds.and_then(|kinds| kinds.iter().map(is_sparse).collect());
+                let expected = format!("a list of {num_layers} texts, each dense or sparse");
+                kinds.ok_or_else(|| keys.bad("mlp_layer_types", &expected))
+            }
         }
+    }
+}
+
+/// Whether a layer of this kind has experts.
+fn is_sparse(kind: &Value) -> Option<bool> {
+    match kind.as_str()? {
+        "dense" => Some(false),
+        "sparse" => Some(true),
+        _ => None,
     }
 }

@@ -48,6 +48,8 @@ pub enum Architecture {
     Gemma3,
     /// DeepSeek-V3 and R1, Moonlight, Kimi K2.
     DeepseekV3,
+    /// GLM 4.7 Flash.
+    Glm4MoeLite,
     /// Qwen3-Next, with a recurrence in most layers.
     Qwen3Next,
     /// Qwen 3.5, dense, with a recurrence in most layers; the part of text.

@@ -13,7 +13,7 @@ use super::text::text_part;
 use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, attention, experts, latent, recurrence};
 use crate::gguf::{self, GgufFile};
 use crate::layer::{AttentionSpec, ExpertSpec, FeedForward, LatentSpec, LayerSpec, QueryKeyNorm};
-use crate::{ModelError, files};
+use crate::{ModelError, files, float8};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
 const MAX_WEIGHTS: u128 = 1 << 44;
@@ -313,17 +313,27 @@ fn refuse_other_networks(keys: &JsonKeys<'_>, family: &Family) -> Result<(), Mod
     if keys.flag("mlp_bias", false)? {
         return Err(keys.unsupported("mlp_bias", "false"));
     }
-    let method = keys.map.get("quantization_config").and_then(|config| config["quant_method"].as_str());
-    let is_read = match method {
-        Some("mxfp4") => family.experts.reads_mxfp4(),
-        Some("fp8") => keys.map["quantization_config"]["weight_block_size"] == json!([128, 128]),
-        _ => false,
-    };
-    if keys.has("quantization_config") && !is_read {
-        let supported = "weights stored as f32, bf16, f16 or fp8 with scales of 128 x 128 values, and experts of gpt-oss in mxfp4";
-        return Err(keys.unsupported("quantization_config", supported));
+    match keys.map.get("quantization_config").filter(|value| !value.is_null()) {
+        Some(config) if !is_read(config, family) => {
+            let supported = "weights stored as f32, bf16 or f16, matrices in fp8 (e4m3, a weight_block_size of [128, 128]), and \
+                             experts of gpt-oss in mxfp4";
+            Err(keys.unsupported("quantization_config", supported))
+        }
+        _ => Ok(()),
     }
-    Ok(())
+}
+
+/// Whether weights that are quantised as `config` says can be read.
+fn is_read(config: &Value, family: &Family) -> bool {
+    match config["quant_method"].as_str() {
+        Some("mxfp4") => family.experts.reads_mxfp4(),
+        Some("fp8") => {
+            let e4m3 = config["fmt"].as_str().is_none_or(|format| format == "e4m3");
+            let squares = [float8::SQUARE; 2];
+            e4m3 && config["weight_block_size"] == json!(squares)
+        }
+        _ => false,
+    }
 }
 
 fn num_kv_heads(keys: &JsonKeys<'_>, family: &Family, num_heads: usize) -> Result<usize, ModelError> {

@@ -398,6 +398,7 @@ fn keys_of_experts_are_honoured_or_refused() {
         Config::from_json(Path::new("m/config.json"), &map)
     };
     let [qwen, glm, gpt_oss] = [Architecture::Qwen3Moe, Architecture::Glm4Moe, Architecture::GptOss];
+    let lite = Architecture::Glm4MoeLite;
     for (architecture, changes, key) in [
         (qwen, json!({"num_experts": 5000}), "num_experts"),
         (qwen, json!({"num_experts_per_tok": 5}), "num_experts_per_tok"),
@@ -416,8 +417,18 @@ fn keys_of_experts_are_honoured_or_refused() {
         (glm, json!({"moe_layer_freq": 2}), "moe_layer_freq"),
         (glm, json!({"swiglu_limit": 7.0}), "swiglu_limit"),
         (glm, json!({"quantization_config": {"quant_method": "mxfp4"}}), "quantization_config"),
+        (glm, json!({"quantization_config": {"quant_method": "fp8"}}), "quantization_config"),
+        (
+            glm,
+            json!({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}}),
+            "quantization_config",
+        ),
         (gpt_oss, json!({"quantization_config": {"quant_method": "awq"}}), "quantization_config"),
         (gpt_oss, json!({"experts_per_token": 3}), "experts_per_token"),
+        (lite, json!({"mlp_layer_types": ["dense"]}), "mlp_layer_types"),
+        (lite, json!({"mlp_layer_types": ["dense", "none"]}), "mlp_layer_types"),
+        (lite, json!({"mlp_layer_types": null, "first_k_dense_replace": 0}), "first_k_dense_replace"),
+        (glm, json!({"mlp_layer_types": ["dense", "sparse"]}), "mlp_layer_types"),
         (gpt_oss, json!({"routed_scaling_factor": 2.0}), "routed_scaling_factor"),
         (gpt_oss, json!({"rope_scaling": null}), "rope_scaling"),
         (gpt_oss, json!({"layer_types": ["full_attention"]}), "layer_types"),
@@ -427,6 +438,8 @@ fn keys_of_experts_are_honoured_or_refused() {
     }
     let packed = json!({"quantization_config": {"quant_method": "mxfp4"}, "experts_per_token": 2});
     assert_eq!(of(gpt_oss, &packed).unwrap(), tied.clone().of_family(gpt_oss));
+    let blocks = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]});
+    assert!(of(glm, &json!({ "quantization_config": blocks })).is_ok());
     let alternate = of(gpt_oss, &json!({"layer_types": null, "sliding_window": 16})).unwrap();
     assert_eq!(
         alternate.layers.iter().map(|layer| layer.attention.window).collect::<Vec<_>>(),
@@ -437,6 +450,12 @@ fn keys_of_experts_are_honoured_or_refused() {
     let sparse = of(qwen, &json!({"decoder_sparse_step": 2})).unwrap();
     let has_experts = |layer: &LayerSpec| layer.feed_forward.experts().is_some();
     assert_eq!(sparse.layers.iter().map(has_experts).collect::<Vec<_>>(), [false, true]);
-    let dense = of(glm, &json!({"first_k_dense_replace": 1})).unwrap();
-    assert_eq!(dense.layers.iter().map(has_experts).collect::<Vec<_>>(), [false, true]);
+    for (architecture, changes) in [
+        (glm, json!({"first_k_dense_replace": 1})),
+        (lite, json!({"mlp_layer_types": null, "first_k_dense_replace": 1})),
+        (lite, json!({"mlp_layer_types": ["dense", "sparse"]})),
+    ] {
+        let dense = of(architecture, &changes).unwrap();
+        assert_eq!(dense.layers.iter().map(has_experts).collect::<Vec<_>>(), [false, true], "{changes}");
+    }
 }

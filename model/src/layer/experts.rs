@@ -3,6 +3,7 @@
 //! Invariant: as in `layer`: everything else reads these, and knows no family.
 
 use super::{LayerTensor, Operand, Sharding};
+use crate::Config;
 use crate::file_tensors::{FilePlace, FusedTensor};
 
 /// Experts, and how they are chosen.
@@ -139,6 +140,14 @@ pub(super) fn push_tensors(tensors: &mut Vec<LayerTensor>, spec: ExpertSpec, hid
             let name = "mlp.shared_expert_gate.weight".to_owned();
             push(name, &[1, hidden], Operand::SharedGate, Sharding::Replicated, None);
         }
+    }
+}
+
+impl Config {
+    /// Whether routers add a correction to the scores that choose experts.
+    #[must_use]
+    pub fn has_router_correction(&self) -> bool {
+        self.experts().is_some_and(|experts| matches!(experts.router, RouterKind::Sigmoid { .. }))
     }
 }
 

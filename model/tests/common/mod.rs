@@ -17,7 +17,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 
 /// Directory names of the models.
-pub(crate) const MODELS: [&str; 19] = [
+pub(crate) const MODELS: [&str; 20] = [
     "qwen2",
     "qwen2_sharded",
     "qwen3",
@@ -34,6 +34,7 @@ pub(crate) const MODELS: [&str; 19] = [
     "granite",
     "gemma3",
     "deepseek_v3",
+    "glm4_moe_lite",
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",

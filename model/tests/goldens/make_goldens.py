@@ -25,7 +25,7 @@ import jinja2
 import torch
 from safetensors.torch import save_file
 from transformers import (DeepseekV3Config, DeepseekV3ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig,
-                          Glm4MoeConfig, Glm4MoeForCausalLM, GptOssConfig, GptOssForCausalLM,
+                          Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, GptOssConfig, GptOssForCausalLM,
                           GraniteConfig, GraniteForCausalLM,
                           LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
                           Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM, OlmoeConfig, OlmoeForCausalLM,
@@ -74,6 +74,11 @@ MODELS = {
         moe_intermediate_size=12, n_shared_experts=1, n_group=3, topk_group=2, routed_scaling_factor=1.5, rope_parameters=dict(
             rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0, mscale=0.8, mscale_all_dim=0.5,
             original_max_position_embeddings=16)), torch.bfloat16, "1GB"),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, dict(
+        tie_word_embeddings=False, hidden_size=24, intermediate_size=28, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=10,
+        qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10, rope_interleave=False, mlp_layer_types=["sparse", "dense"],
+        n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=1, n_group=1, topk_group=1,
+        routed_scaling_factor=1.8), torch.bfloat16, "1GB"),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM, dict(
         tie_word_embeddings=False, head_dim=16, num_key_value_heads=1, intermediate_size=12, num_local_experts=4,
         num_experts_per_tok=2, sliding_window=8, swiglu_limit=0.8, rope_parameters=dict(
@@ -104,7 +109,7 @@ MODELS = {
 SEEDS = {
     "llama": 0, "mistral": 1, "olmoe": 2, "qwen2": 3, "qwen2_sharded": 4, "qwen3": 5, "qwen3_moe": 6, "phi3": 7, "smollm3": 8,
     "olmo2": 9, "olmo3": 10, "granite": 11, "gemma3": 12, "glm4_moe": 11, "gpt_oss": 23,
-    "deepseek_v3": 13,
+    "deepseek_v3": 13, "glm4_moe_lite": 14,
     "qwen3_next": 17, "qwen3_5": 17, "qwen3_5_moe": 17,
 }
 LENGTHS = [7, 1, 23, 12]

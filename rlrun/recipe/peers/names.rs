@@ -107,6 +107,7 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
         "",
     ),
     ("grad_clip max_norm clip_grad gradient_clipping", "trainer.max_grad_norm", ""),
+    ("moe_router_bias_update_rate", "trainer.router_correction_rate", ""),
     ("num_iterations ppo_epochs max_epochs update_epochs", "trainer.epochs", ""),
     ("ppo_n_minibatches", "trainer.minibatches", ""),
     ("ppo_max_token_len_per_gpu", "trainer.microbatch_tokens", ""),

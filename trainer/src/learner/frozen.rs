@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use model::{FrozenParameters, ThreadPool};
+use model::{AdaptedBase, FrozenParameters, ThreadPool};
 
 use super::{Learner, LearnerConfig};
 use crate::TrainerError;
@@ -27,5 +27,11 @@ impl Learner {
         let (model, pool) = (base.config().clone(), Arc::new(ThreadPool::single()));
         let first = frozen(config.clone(), base, adapter, optimizer)?;
         Ok(Self { config, model, first, others: Vec::new(), pool, spread: None })
+    }
+
+    /// The policy, if an adapter is trained over a base that stays quantised.
+    #[must_use]
+    pub fn adapted(&self) -> Option<AdaptedBase> {
+        self.first.adapted()
     }
 }

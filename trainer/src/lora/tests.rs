@@ -183,6 +183,13 @@ fn an_end_of_a_tied_model_is_refused() {
 }
 
 #[test]
+fn layers_of_another_model_are_refused_and_its_own_named() {
+    let message = config(&[TargetModule::QAProj]).check(base().layout().specs()).unwrap_err().to_string();
+    let there = "name some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj";
+    assert!(message.contains("has none of the layers") && message.ends_with(there), "{message}");
+}
+
+#[test]
 fn shapes_are_those_of_the_adapter() {
     let base = base();
     let adapter = changed(&[TargetModule::KProj, TargetModule::UpProj], &base);

@@ -34,6 +34,7 @@ fn settings(dtype: DeviceDtype, optimizer: OptimizerPlace) -> LearnerConfig {
     LearnerConfig {
         optimizer: OptimizerConfig::standard(OptimizerKind::Adamw, 0.95),
         max_grad_norm: 1.0,
+        router_correction_rate: 0.0,
         microbatch_tokens: 64,
         recompute: Recompute::None,
         world: 1,

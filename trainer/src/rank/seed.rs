@@ -40,7 +40,7 @@ pub(crate) struct LearnerSeed {
 /// The only rank of a learner of an `adapter` of frozen `weights` that stay quantised. `optimizer` is the restored state.
 ///
 /// # Errors
-/// If the configuration has a device or several ranks.
+/// If the configuration has a device or several ranks, or updates routers.
 pub(crate) fn frozen(
     config: LearnerConfig,
     weights: Arc<FrozenParameters>,
@@ -50,6 +50,7 @@ pub(crate) fn frozen(
     if config.device.is_some() || config.world > 1 {
         return Err(TrainerError::QuantizedBaseAlone);
     }
+    config.check_routers(weights.config(), true)?;
     let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, adapter.specs()));
     let (model, layout) = (weights.config().clone(), Arc::clone(weights.layout()));
     let base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default() };
@@ -82,9 +83,10 @@ impl LearnerSeed {
     /// The only rank of a learner.
     ///
     /// # Errors
-    /// If its device is not available, or its memory is too small.
+    /// If its device is not available, its memory is too small, or routers cannot be updated as the configuration says.
     pub(crate) fn alone(self) -> Result<Rank, TrainerError> {
         let Self { config, model, parameters, adapter, optimizer } = self;
+        config.check_routers(&model, adapter.is_some())?;
         let layout = Arc::clone(parameters.layout());
         let specs = adapter.as_ref().map_or(layout.specs(), Adapter::specs);
         let sums = TreeSums::new(specs.last().map_or(0, |spec| spec.range().end));
@@ -180,6 +182,7 @@ impl MemberSeed {
         weights: RankWeights,
         optimizer: Option<Optimizer>,
     ) -> Result<Rank, TrainerError> {
+        self.config.check_routers(&self.model, self.adapter.is_some())?;
         let fresh = || Optimizer::of_fragments(self.config.optimizer, self.trained(), self.fragments());
         let optimizer = optimizer.unwrap_or_else(fresh);
         let Self { config, model, layout, adapter, collective, rank, trained, weights: shards } = self;

@@ -261,6 +261,22 @@ const DEEPSEEK_V3: Family = Family {
     ..GLM4_MOE
 };
 
+const GLM4_MOE_LITE: Family = Family {
+    architecture: Architecture::Glm4MoeLite,
+    model_type: "glm4_moe_lite",
+    other_types: &[],
+    class: "Glm4MoeLite",
+    classifier: "Glm4MoeLite",
+    eps: 1e-5,
+    experts: ExpertRule::Keys(ExpertKeys {
+        count: &["n_routed_experts", "num_local_experts"],
+        width: "moe_intermediate_size",
+        layers: ExpertLayers::Listed,
+        router: RouterRule::Sigmoid,
+    }),
+    ..DEEPSEEK_V3
+};
+
 const QWEN3_NEXT: Family = Family {
     architecture: Architecture::Qwen3Next,
     model_type: "qwen3_next",
@@ -309,7 +325,7 @@ const QWEN3_5_MOE: Family = Family {
     ..QWEN3_5
 };
 
-pub(in crate::config) const FAMILIES: [Family; 18] = [
+pub(in crate::config) const FAMILIES: [Family; 19] = [
     LLAMA,
     MISTRAL,
     QWEN2,
@@ -325,6 +341,7 @@ pub(in crate::config) const FAMILIES: [Family; 18] = [
     GRANITE,
     GEMMA3,
     DEEPSEEK_V3,
+    GLM4_MOE_LITE,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
@@ -349,6 +366,7 @@ impl Architecture {
             Self::Granite => &GRANITE,
             Self::Gemma3 => &GEMMA3,
             Self::DeepseekV3 => &DEEPSEEK_V3,
+            Self::Glm4MoeLite => &GLM4_MOE_LITE,
             Self::Qwen3Next => &QWEN3_NEXT,
             Self::Qwen35 => &QWEN3_5,
             Self::Qwen35Moe => &QWEN3_5_MOE,

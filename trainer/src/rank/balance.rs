@@ -1,0 +1,40 @@
+//! The part of a rank in the update of what balances the loads of experts.
+
+use std::sync::Arc;
+
+use super::replicated::ReplicatedRank;
+use super::sharded::ShardedRank;
+use super::single::SingleRank;
+use super::{Rank, RankKind};
+use crate::TrainerError;
+use crate::learner::RouterStep;
+
+impl Rank {
+    /// Adds `steps` to the weights that this rank has.
+    ///
+    /// # Errors
+    /// If its weights are on a device or frozen.
+    pub(crate) fn correct(&mut self, steps: &[RouterStep]) -> Result<(), TrainerError> {
+        match &mut self.kind {
+            RankKind::Single(SingleRank { weights, .. })
+            | RankKind::Replicated(ReplicatedRank { weights, .. }) => {
+                let values = Arc::make_mut(&mut weights.parameters).values_mut();
+                steps.iter().for_each(|step| step.add(&(0..values.len()), values));
+                weights.refresh()
+            }
+            RankKind::Sharded(ShardedRank { own, membership, .. }) => {
+                let mut rest = &mut own[..];
+                for place in membership.owned() {
+                    let (shard, others) = rest.split_at_mut(place.len());
+                    steps.iter().for_each(|step| step.add(&place, shard));
+                    rest = others;
+                }
+                Ok(())
+            }
+            RankKind::Frozen(_) | RankKind::SingleOnDevice(_) | RankKind::Group(_) => {
+                let reason = "the corrections of its routers are on a device or frozen";
+                Err(TrainerError::State { reason })
+            }
+        }
+    }
+}
