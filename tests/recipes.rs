@@ -177,6 +177,9 @@ fn models_of_every_family_train_on_columns_of_any_name() {
         "gpt_oss",
         "deepseek_v3",
         "glm4_moe_lite",
+        "qwen3_5",
+        "qwen3_next",
+        "qwen3_5_moe",
     ];
     for family in ["qwen2", "qwen2_sharded", "qwen3", "llama", "mistral"].into_iter().chain(newer) {
         let home = Home::new();

@@ -167,10 +167,11 @@ mod tests {
 
     #[test]
     fn every_value_is_in_one_place_of_the_files_and_of_the_layout() {
+        use Architecture::{GptOss, Phi3, Qwen3Moe, Qwen3Next, Qwen35};
         let [tied, _] = tiny();
-        for architecture in [Architecture::Qwen3Moe, Architecture::GptOss, Architecture::Phi3] {
+        for architecture in [Qwen3Moe, GptOss, Phi3, Qwen3Next, Qwen35] {
             let layout = Layout::new(&tied.clone().of_family(architecture));
-            let fused = architecture != Architecture::Qwen3Moe;
+            let fused = architecture != Qwen3Moe;
             assert_eq!(layout.file_tensors().len() < layout.specs().len(), fused, "{architecture:?}");
             let values: Vec<f32> = (0..layout.len()).map(|value| value as f32).collect();
             let mut again = vec![-1.0; values.len()];

@@ -288,24 +288,6 @@ impl Config {
         }
     }
 
-    /// Number of layers with attention: those that have keys and values.
-    #[must_use]
-    pub fn attention_layers(&self) -> usize {
-        self.layers.iter().filter(|layer| layer.delta_net.is_none()).count()
-    }
-
-    /// The recurrence of the first layer that has one.
-    #[must_use]
-    pub fn delta_net(&self) -> Option<DeltaNetSpec> {
-        self.layers.iter().find_map(|layer| layer.delta_net)
-    }
-
-    /// Values of what a sequence keeps in all layers with a recurrence, whatever its length; 0 without such layers.
-    #[must_use]
-    pub fn state_len(&self) -> usize {
-        self.layers.iter().filter_map(|layer| layer.delta_net).map(|of| of.state_len()).sum()
-    }
-
     /// The experts of the first layer that has any.
     #[must_use]
     pub fn experts(&self) -> Option<ExpertSpec> {

@@ -74,6 +74,7 @@ pub mod resident;
 pub mod rotary;
 pub mod sampling;
 pub mod scorer;
+mod stacked_experts;
 mod stored;
 mod stored_loader;
 pub mod thread_pool;

@@ -128,6 +128,14 @@ impl StoredValues {
         Ok(())
     }
 
+    /// What `part` is of it, as a tensor of its own; nothing of values in FP8, whose scales are not with them.
+    pub(crate) fn part(&self, part: &FilePart) -> Self {
+        let width = |dtype: Dtype| if dtype == Dtype::F32 { 4 } else { 2 };
+        let own = self.values.as_ref().filter(|(dtype, _)| *dtype != Dtype::F8_E4M3);
+        let values = own.map(|(dtype, values)| (*dtype, part.bytes(values, width(*dtype))));
+        Self { values, scales: None }
+    }
+
     /// The part that has not come yet.
     pub(crate) fn missing(&self) -> Option<StoredPart> {
         match (&self.values, &self.scales) {

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use safetensors::tensor::TensorView;
 
 use crate::frozen_parameters::FrozenTensor;
-use crate::stored::StoredValues;
+use crate::stacked_experts::StackedExperts;
+use crate::stored::{StoredPart, StoredValues};
 use crate::weight_files::{non_finite, refuse_non_finite};
 use crate::weight_loader::TensorNames;
 use crate::{Config, ModelError};
@@ -34,6 +35,14 @@ impl StoredLoader {
         name: &str,
         tensor: &TensorView<'_>,
     ) -> Result<(), ModelError> {
+        if let Some(StackedExperts { file, of_each }) = self.names.take_stacked(name) {
+            let mut all = StoredValues::default();
+            all.put((path, name), &file, StoredPart::Values, tensor)?;
+            for (part, index) in file.parts.iter().zip(of_each) {
+                self.stored[index] = all.part(part);
+            }
+            return Ok(());
+        }
         let Some((index, part)) = self.names.find(name) else {
             self.names.note(name);
             return Ok(());

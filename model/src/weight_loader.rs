@@ -9,6 +9,8 @@ use std::sync::Arc;
 use safetensors::tensor::TensorView;
 
 use crate::config::families::FurtherLayers;
+use crate::file_tensors::{FilePart, FileTensor};
+use crate::stacked_experts::{StackedExperts, stacked_experts};
 use crate::stored::{StoredPart, StoredValues};
 use crate::weight_files::{first_of, non_finite, refuse_non_finite, widen};
 use crate::{Config, Layout, ModelError, Parameters};
@@ -25,6 +27,8 @@ pub(crate) struct TensorNames {
     end_of_layers: Option<usize>,
     /// Whether the files may be those of a model that reads images too.
     has_images: bool,
+    /// Tensors of all experts of a layer, by their names, in place of those of each.
+    stacked: HashMap<String, StackedExperts>,
     /// Starts of the names of tensors that are not read.
     ignored: Vec<&'static str>,
     unexpected: BTreeSet<String>,
@@ -37,8 +41,10 @@ impl TensorNames {
         let has_images = config.architecture.has_files_with_images();
         let further_parts: &[&str] = if further == FurtherLayers::Apart { &["mtp."] } else { &[] };
         let names = layout.file_tensors().iter().map(|tensor| tensor.name.clone());
+        let by_name = names.zip(0..).collect();
         Self {
-            by_name: names.zip(0..).collect(),
+            stacked: if has_images { stacked_experts(config, &layout, &by_name) } else { HashMap::new() },
+            by_name,
             end_of_layers: (further == FurtherLayers::AfterLast).then_some(config.num_layers()),
             has_images,
             ignored: if has_images { [further_parts, IMAGES].concat() } else { further_parts.to_vec() },
@@ -47,11 +53,23 @@ impl TensorNames {
         }
     }
 
+    /// The name of a tensor in a model of text alone.
+    fn of_text(&self, name: &str) -> String {
+        name.replacen("model.language_model.", "model.", usize::from(self.has_images))
+    }
+
+    /// The tensor of all experts of a layer of this name, which is taken out.
+    pub(crate) fn take_stacked(&mut self, name: &str) -> Option<StackedExperts> {
+        self.stacked.remove(&self.of_text(name))
+    }
+
     /// Position of a tensor of files, and what `name` is of it.
     pub(crate) fn find(&self, name: &str) -> Option<(usize, StoredPart)> {
         let position = |name: &str| {
-            let of_text = name.replacen("model.language_model.", "model.", usize::from(self.has_images));
-            self.by_name.get(&of_text).or_else(|| self.by_name.get(&format!("model.{name}"))).copied()
+            self.by_name
+                .get(&self.of_text(name))
+                .or_else(|| self.by_name.get(&format!("model.{name}")))
+                .copied()
         };
         StoredPart::ALL.into_iter().find_map(|part| {
             let index = position(name.strip_suffix(part.suffix())?)?;
@@ -139,6 +157,14 @@ impl Loader {
         tensor: &TensorView<'_>,
     ) -> Result<(), ModelError> {
         let layout = Arc::clone(&self.names.layout);
+        if let Some(StackedExperts { file, of_each }) = self.names.take_stacked(name) {
+            let mut stored = StoredValues::default();
+            stored.put((path, name), &file, StoredPart::Values, tensor)?;
+            for (part, index) in file.parts.iter().zip(of_each) {
+                self.non_finite[index] = Some(self.write((path, name), &file, part, &stored)?);
+            }
+            return Ok(());
+        }
         let Some((index, part)) = self.names.find(name) else {
             self.names.note(name);
             return Ok(());
@@ -162,17 +188,28 @@ impl Loader {
         }
         let mut count = 0;
         for part in &file.parts {
-            let [rows, columns] = part.shape;
-            let values = &mut self.values[part.offset..][..rows * columns];
-            if !stored.write(file, part, values) {
-                let (path, tensor) = (path.to_owned(), name.to_owned());
-                let reason = format!("it has no rows of {columns} values");
-                return Err(ModelError::Blocks { path, tensor, reason });
-            }
-            count += non_finite(values);
+            count += self.write((path, name), file, part, &stored)?;
         }
         self.non_finite[index] = Some(count);
         Ok(())
+    }
+
+    /// Writes `part` of `file`, which is the tensor `name` of the file `path`, and counts the values that are not finite.
+    fn write(
+        &mut self,
+        (path, name): (&Path, &str),
+        file: &FileTensor,
+        part: &FilePart,
+        stored: &StoredValues,
+    ) -> Result<usize, ModelError> {
+        let [rows, columns] = part.shape;
+        let values = &mut self.values[part.offset..][..rows * columns];
+        if stored.write(file, part, values) {
+            return Ok(non_finite(values));
+        }
+        let (path, tensor) = (path.to_owned(), name.to_owned());
+        let reason = format!("it has no rows of {columns} values");
+        Err(ModelError::Blocks { path, tensor, reason })
     }
 
     /// The parameters, if all tensors were placed. `source` names the files in errors.

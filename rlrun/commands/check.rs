@@ -3,6 +3,7 @@
 use environments::Demonstration;
 use model::{Config, ModelDirectory, SharedCores};
 use rollout::Episode;
+use rollout::engine::Speculation;
 
 use super::{load, scratch_directory};
 use crate::args::RecipeArgs;
@@ -153,6 +154,11 @@ pub(super) fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
     if recipe.trainer.router_correction_rate > 0.0 && !shape(recipe)?.has_router_correction() {
         let what = "`trainer.router_correction_rate` is set, and the routers of the model have no correction: leave it out, or name a \
                     model of `glm4_moe` or `deepseek_v3`";
+        return Err(Failure::Argument(what.to_owned()));
+    }
+    if recipe.rollout.speculation != Speculation::None && shape(recipe)?.state_len() > 0 {
+        let what = "`rollout.speculation` is set, and the model has a recurrence, whose state does not go back to before a \
+                    rejected token: remove it";
         return Err(Failure::Argument(what.to_owned()));
     }
     if recipe.rollout.push_adapter

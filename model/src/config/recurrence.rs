@@ -10,7 +10,7 @@ use super::keys::JsonKeys;
 use crate::ModelError;
 use crate::layer::{AttentionSpec, DeltaNetFiles, DeltaNetSpec, LayerSpec, QueryKeyNorm};
 
-/// `full_attention_interval` if `config.json` has no such key.
+/// `full_attention_interval`, layers, if `config.json` has no such key.
 const INTERVAL: usize = 4;
 /// Far above any model that exists, and low enough that no state is too large to allocate.
 const MAX_HEAD_WIDTH: usize = 1024;

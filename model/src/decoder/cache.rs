@@ -119,21 +119,21 @@ impl KvCache {
         states + routes as u64 + self.pages.iter().map(|page| size_of_val(&page[..]) as u64).sum::<u64>()
     }
 
-    /// The largest number of positions, at most `tokens`, from which a sequence with the page table `pages` can go on: all of them, or
+    /// The largest number of positions, at most `tokens`, from which a sequence with the page table `pages` can resume: all of them, or
     /// in a model with a recurrence those after which there is a state.
     #[must_use]
     pub fn resumable(&self, pages: &[u32], tokens: usize) -> usize {
         self.states.as_ref().map_or(tokens, |states| states.resumable(pages, tokens))
     }
 
-    /// Whether sequences have recurrent states, so that they can go on from some positions only.
+    /// Whether sequences have recurrent states, so that they can resume from some positions only.
     #[must_use]
     pub fn has_states(&self) -> bool {
         self.states.is_some()
     }
 
-    /// Makes the state after `tokens` positions of the page table `pages`, where a step has just ended, stay as long as their pages
-    /// do: others may go on from there.
+    /// Makes the state after `tokens` positions of the page table `pages [n]`, where a step has just ended, stay as long as their pages
+    /// do: others may resume from there.
     pub fn keep_state(&mut self, pages: &[u32], tokens: usize) {
         if let Some(states) = &mut self.states {
             states.keep(pages, tokens);
@@ -243,12 +243,11 @@ impl KvCache {
         sequence.written().iter().map(take).collect()
     }
 
-    /// Takes out the state that `sequence` goes on from; empty without a recurrence, `None` if it is not there.
+    /// Takes out the state that `sequence` resumes from; empty without a recurrence, `None` if it is not there.
     pub(super) fn check_out_state(&mut self, sequence: &StepSequence<'_>) -> Option<Vec<f32>> {
         let Some(states) = &mut self.states else { return Some(Vec::new()) };
         let holders = &self.holders;
-        let pages = &sequence.pages[..Self::pages_for(sequence.end())];
-        states.check_out(pages, sequence.position, |page| holders[page as usize] > 1)
+        states.check_out(sequence.pages, sequence.position, |page| holders[page as usize] > 1)
     }
 
     /// Leaves the state after the last token of `sequence`.

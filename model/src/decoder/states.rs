@@ -4,7 +4,7 @@
 //! at most. A step starts from the state of its first position and leaves one behind its last token. The state moves on with its
 //! sequence, unless other sequences share the page or it was asked to stay ([`StateCache::keep`]).
 //!
-//! Invariant: a state that is held for a position of a page is that after the tokens whose keys and values are in this page and in
+//! Invariant: the state of a page is that after the tokens whose keys and values are in this page and in
 //! those before it.
 
 use std::ops::Range;
@@ -20,15 +20,15 @@ pub(super) struct StateCache {
     /// Values of a state.
     len: usize,
     /// Of each page.
-    pages: Vec<Option<HeldState>>,
+    pages: Vec<Option<RecurrentState>>,
 }
 
 /// A state, and the number of tokens that it is of.
 #[derive(Clone, Debug)]
-struct HeldState {
+struct RecurrentState {
     tokens: usize,
     values: Vec<f32>,
-    /// Whether it stays when its sequence goes on.
+    /// Whether it stays when its sequence advances.
     stays: bool,
 }
 
@@ -51,12 +51,12 @@ impl StateCache {
 
     /// Memory of all states, bytes.
     pub(super) fn bytes(&self) -> u64 {
-        self.pages.iter().flatten().map(|held| size_of_val(&held.values[..]) as u64).sum()
+        self.pages.iter().flatten().map(|stored| size_of_val(&stored.values[..]) as u64).sum()
     }
 
     /// Frees all states.
     pub(super) fn clear(&mut self) {
-        self.pages.iter_mut().for_each(|held| *held = None);
+        self.pages.iter_mut().for_each(|stored| *stored = None);
     }
 
     /// Frees the state of a page.
@@ -69,26 +69,26 @@ impl StateCache {
         self.pages[to as usize] = self.pages[from as usize].clone();
     }
 
-    /// The largest number of tokens, at most `tokens`, from which a sequence with this page table can go on.
+    /// The largest number of tokens, at most `tokens`, from which a sequence with this page table can resume.
     pub(super) fn resumable(&self, pages: &[u32], tokens: usize) -> usize {
-        let held = |page: &u32| self.pages[*page as usize].as_ref().map(|held| held.tokens);
+        let stored = |page: &u32| self.pages[*page as usize].as_ref().map(|stored| stored.tokens);
         // A page that is shared for its beginning may have the state of another end.
         let within = pages.iter().enumerate().filter_map(|(index, page)| {
-            held(page).filter(|of| index * PAGE < *of && *of <= ((index + 1) * PAGE).min(tokens))
+            stored(page).filter(|of| index * PAGE < *of && *of <= ((index + 1) * PAGE).min(tokens))
         });
         within.max().unwrap_or(0)
     }
 
-    /// Makes the state after `tokens` tokens of this page table stay when its sequence goes on.
+    /// Makes the state after `tokens` tokens of this page table stay when its sequence advances.
     pub(super) fn keep(&mut self, pages: &[u32], tokens: usize) {
         let page = tokens.checked_sub(1).and_then(|last| pages.get(last / PAGE));
-        if let Some(held) = page.and_then(|page| self.pages[*page as usize].as_mut()) {
-            held.stays |= held.tokens == tokens;
+        if let Some(stored) = page.and_then(|page| self.pages[*page as usize].as_mut()) {
+            stored.stays |= stored.tokens == tokens;
         }
     }
 
-    /// Takes the state that a sequence goes on from, whose first new token is at `position` and which writes the pages
-    /// `written`; `is_shared` says whether other sequences have a page. `None` if it is not there.
+    /// Takes the state that a sequence with this page table resumes from, whose first new token is at `position`; `is_shared` says
+    /// whether other sequences have a page. `None` if it is not there.
     pub(super) fn check_out(
         &mut self,
         pages: &[u32],
@@ -99,19 +99,19 @@ impl StateCache {
             None => vec![0.0; self.len],
             Some(last) => {
                 let page = *pages.get(last / PAGE)?;
-                let held = self.pages[page as usize].as_mut().filter(|held| held.tokens == position)?;
-                if held.stays || is_shared(page) {
-                    held.values.clone()
+                let stored = self.pages[page as usize].as_mut().filter(|stored| stored.tokens == position)?;
+                if stored.stays || is_shared(page) {
+                    stored.values.clone()
                 } else {
                     self.pages[page as usize].take()?.values
                 }
             }
         };
-        // What was computed of tokens that are written again is of others now.
+        // What was computed of tokens that are written again, or that follow them, is of others now.
         for page in &pages[position / PAGE..] {
-            let held = &mut self.pages[*page as usize];
-            if held.as_ref().is_some_and(|held| held.tokens > position) {
-                *held = None;
+            let stored = &mut self.pages[*page as usize];
+            if stored.as_ref().is_some_and(|stored| stored.tokens > position) {
+                *stored = None;
             }
         }
         Some(state)
@@ -120,6 +120,6 @@ impl StateCache {
     /// Leaves the state after `tokens` tokens of a sequence.
     pub(super) fn check_in(&mut self, pages: &[u32], tokens: usize, values: Vec<f32>) {
         let Some(last) = tokens.checked_sub(1) else { return };
-        self.pages[pages[last / PAGE] as usize] = Some(HeldState { tokens, values, stays: false });
+        self.pages[pages[last / PAGE] as usize] = Some(RecurrentState { tokens, values, stays: false });
     }
 }

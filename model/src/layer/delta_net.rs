@@ -2,8 +2,10 @@
 //!
 //! Invariant: as in `layer`: everything else reads these, and knows no family.
 
-use super::{LayerTensor, Operand, Sharding};
+use super::{LayerSpec, LayerTensor, Operand, QueryKeyNorm, Sharding};
+use crate::Config;
 use crate::file_tensors::{FilePlace, FusedTensor};
+use crate::ops::delta_rule::CHUNK;
 
 /// The sizes of a gated DeltaNet, a recurrence in place of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,6 +69,16 @@ impl DeltaNetSpec {
         self.tail_len() + self.heads_len()
     }
 
+    /// Values of a backward beside its activations: of each token, and in all.
+    pub(super) fn scratch(&self) -> [usize; 2] {
+        let state = self.key_dim * self.value_dim;
+        // What the convolution sees, its sums, heads and activations, and the gradients of them; a state of every chunk.
+        [
+            7 * self.channels() + 6 * self.value_heads + state.div_ceil(CHUNK),
+            (CHUNK + 2) * state + self.heads_len(),
+        ]
+    }
+
     /// Value heads of a key head.
     pub(crate) fn group(&self) -> usize {
         self.value_heads / self.key_heads
@@ -124,5 +136,49 @@ impl DeltaNetSpec {
             (DeltaNetFiles::ByKeyHead, "b") => Some(by_head(ba, self.group(), 0, 2 * self.group())),
             (DeltaNetFiles::ByKeyHead, _) => Some(by_head(ba, self.group(), self.group(), 2 * self.group())),
         }
+    }
+}
+
+impl Config {
+    /// Number of layers with attention: those that have keys and values.
+    #[must_use]
+    pub fn attention_layers(&self) -> usize {
+        self.layers.iter().filter(|layer| layer.delta_net.is_none()).count()
+    }
+
+    /// The recurrence of the first layer that has one.
+    #[must_use]
+    pub fn delta_net(&self) -> Option<DeltaNetSpec> {
+        self.layers.iter().find_map(|layer| layer.delta_net)
+    }
+
+    /// Values of what a sequence keeps in all layers with a recurrence, whatever its length; 0 without such layers.
+    #[must_use]
+    pub fn state_len(&self) -> usize {
+        self.layers.iter().filter_map(|layer| layer.delta_net).map(|of| of.state_len()).sum()
+    }
+
+    /// Values that the backward of the first layer with a recurrence has beside its activations: of each token, and in all.
+    #[must_use]
+    pub fn recurrence_scratch(&self) -> [usize; 2] {
+        self.delta_net().map_or([0; 2], |spec| spec.scratch())
+    }
+
+    /// Values of a token that a layer keeps between its projections, the wider of attention and recurrence: before the mixing, and
+    /// after it.
+    #[must_use]
+    pub fn mixer_widths(&self) -> [usize; 2] {
+        let shape = self.head_shape();
+        let of = |layer: &LayerSpec| match layer.delta_net {
+            // With the gate of the result; before and after it.
+            Some(spec) => [spec.input_width() + spec.value_width(), 2 * spec.value_width()],
+            None => {
+                let raw = if layer.query_key_norm == QueryKeyNorm::None { 0 } else { shape.width() };
+                let (gate, results) = if layer.attention.gated { (shape.query_width(), 2) } else { (0, 1) };
+                [raw + shape.width() + gate, results * shape.query_width()]
+            }
+        };
+        let widest = |a: [usize; 2], b: [usize; 2]| if a[0] + a[1] < b[0] + b[1] { b } else { a };
+        self.layers.iter().map(of).fold([0; 2], widest)
     }
 }

@@ -147,7 +147,7 @@ impl<T: Storage> DeviceDecoder<T> {
 /// What the model computes that devices do not.
 fn missing(config: &Config) -> Option<&'static str> {
     if config.delta_net().is_some() {
-        return Some("a recurrence in place of attention");
+        return Some("layers with a recurrence in place of attention");
     }
     let multiplied = [config.embedding_multiplier, config.logits_scaling].iter().any(|factor| *factor != 1.0);
     if multiplied || config.norm_offset != 0.0 {

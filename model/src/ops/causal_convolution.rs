@@ -28,7 +28,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// SiLU of `sums`, in place.
+    /// SiLU of `sums [n]`, in place.
     pub(crate) fn activate(sums: &mut [f32]) {
         for x in sums {
             *x /= 1.0 + exp(-*x);
@@ -37,7 +37,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Turns the gradient `g [T, channels]` of the activated into that of the `sums`, in place.
+    /// Turns the gradient `g [T, channels]` of the activated into that of the `sums [T, channels]`, in place.
     pub(crate) fn activate_backward(sums: &[f32], g: &mut [f32]) {
         for (g, x) in g.iter_mut().zip(sums) {
             let sigmoid = 1.0 / (1.0 + exp(-x));

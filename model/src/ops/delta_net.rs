@@ -1,5 +1,5 @@
 //! A gated DeltaNet (Yang et al. 2024, arXiv 2412.06464) over the tokens of sequences: convolution, gates and recurrence, over
-//! packed segments, forward and backward, and on from a state.
+//! packed segments, forward and backward, and after a state.
 //!
 //! A token gives `[input_width]`: the channels of the convolution (queries, keys, values), then for each value head the strength of
 //! its update and its decay, before their activations. A state is what a sequence keeps of the tokens before the next one: the
@@ -64,7 +64,7 @@ pub(crate) fn packed(
         let mut end = Vec::new();
         for [rows, prefix] in &group {
             let mut states = rule.begin(&end);
-            let run = Run::new(rule, &inputs, rows, prefix);
+            let run = TokenRun::new(rule, &inputs, rows, prefix);
             advance(run.tokens(rule), &mut states, &mut out[rows.start * width..rows.end * width]);
             if prefix.is_empty() {
                 end = states;
@@ -96,29 +96,29 @@ pub(crate) fn packed_backward(
         let mut end = Vec::new();
         if let ([[whole, _]], true) = (&group[..1], group.len() > 1) {
             end = rule.begin(&[]);
-            let run = Run::new(rule, &inputs, whole, &(0..0));
+            let run = TokenRun::new(rule, &inputs, whole, &(0..0));
             advance(run.tokens(rule), &mut end, &mut unwritten(whole.len() * spec.value_width()));
         }
         for [rows, prefix] in &group[1..] {
             let mut d_states = vec![0.0; spec.heads_len()];
-            let run = Run::new(rule, &inputs, rows, prefix);
+            let run = TokenRun::new(rule, &inputs, rows, prefix);
             run.reverse(rule, &end, &g, &mut d_states, &mut reverse);
             d_end.iter_mut().zip(&d_states).for_each(|(sum, g)| *sum += g);
         }
         for [rows, prefix] in &group[..1] {
-            let run = Run::new(rule, &inputs, rows, prefix);
+            let run = TokenRun::new(rule, &inputs, rows, prefix);
             run.reverse(rule, &rule.begin(&[]), &g, &mut d_end, &mut reverse);
         }
     }
     Ok(reverse)
 }
 
-/// Goes on from `state [state_len]` with the inputs `inputs [T, input_width]`, to `out [T, values]`. The state becomes that after
+/// Continues after `state [state_len]` with the inputs `inputs [T, input_width]`, to `out [T, values]`. The state becomes that after
 /// them.
 pub(crate) fn resume(rule: DeltaRule<'_>, inputs: &[f32], state: &mut [f32], out: &mut [f32]) {
     let (tail, states) = state.split_at_mut(rule.spec.tail_len());
     let rows = inputs.len() / rule.spec.input_width();
-    let run = Run::after(rule, tail, inputs, 0..rows);
+    let run = TokenRun::after(rule, tail, inputs, 0..rows);
     advance(run.tokens(rule), states, out);
     tail.copy_from_slice(&run.seen[run.seen.len() - tail.len()..]);
 }
@@ -211,7 +211,7 @@ fn softplus(x: f32) -> f32 {
 }
 
 /// The tokens of one sequence, as the recurrence reads them.
-struct Run {
+struct TokenRun {
     rows: Range<usize>,
     /// The rows that the sequence continues.
     prefix: Range<usize>,
@@ -227,7 +227,7 @@ struct Run {
     opened: Vec<f32>,
 }
 
-impl Run {
+impl TokenRun {
     fn new(rule: DeltaRule<'_>, inputs: &[f32], rows: &Range<usize>, prefix: &Range<usize>) -> Self {
         Self {
             prefix: prefix.clone(),

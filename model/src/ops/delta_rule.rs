@@ -113,7 +113,7 @@ vectorized! {
     }
 }
 
-/// Decays `state`, and computes the `update [value_dim]` that its key is to get. Returns nothing else, so that the state is read once.
+/// Decays `state`, and computes the `update [value_dim]` of its key.
 #[inline(always)]
 fn correct(of: &HeadToken<'_>, state: &mut [f32], update: &mut [f32]) {
     predict(of, state, update);

@@ -165,17 +165,28 @@ impl TransformerBlock {
             return pool.map(jobs, |job| job()).into_iter().collect();
         }
         jobs.push(Box::new(|| {
-            for ReversedAttention { trace, reverse: r, angles } in parts {
-                norm_gradient(&r.input, self.eps, &r.mixer.d_normed, norm)?;
-                r.branch.add_norm_gradient(self.eps, after)?;
-                self.mixer.vector_gradients(&trace.mixer, &r.mixer, angles, &mut vectors)?;
-                if !output_bias.is_empty() {
-                    bias_gradient(&r.branch.d_result, output_bias)?;
-                }
-            }
-            Ok(())
+            self.attention_vector_gradients(parts, [norm, output_bias, after], &mut vectors)
         }));
         pool.map(jobs, |job| job()).into_iter().collect()
+    }
+
+    /// Adds the gradients of the vectors of the attention half: those of the norm, of the bias of the output, of the norm after it, and
+    /// of the mixer.
+    fn attention_vector_gradients(
+        &self,
+        parts: &[ReversedAttention<'_>],
+        [norm, output_bias, after]: [&mut [f32]; 3],
+        vectors: &mut MixerVectors<'_>,
+    ) -> Result<()> {
+        for ReversedAttention { trace, reverse: r, angles } in parts {
+            norm_gradient(&r.input, self.eps, &r.mixer.d_normed, norm)?;
+            r.branch.add_norm_gradient(self.eps, after)?;
+            self.mixer.vector_gradients(&trace.mixer, &r.mixer, angles, vectors)?;
+            if !output_bias.is_empty() {
+                bias_gradient(&r.branch.d_result, output_bias)?;
+            }
+        }
+        Ok(())
     }
 }
 
