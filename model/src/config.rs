@@ -9,8 +9,10 @@ mod experts;
 pub(crate) mod families;
 pub(crate) mod keys;
 mod read;
+mod recurrence;
 #[cfg(test)]
 pub(crate) mod tests;
+pub(crate) mod text;
 mod write;
 
 pub use families::Architecture;
@@ -151,11 +153,16 @@ impl Config {
         let rotates = |index: usize| !family.rotary.skips || attention::rotates(index, attention::INTERVAL);
         let rotary = |index| layer.attention.rotary.filter(|_| rotates(index));
         let attention = |index| AttentionSpec { rotary: rotary(index), ..layer.attention };
+        let of = |index| {
+            let layer = LayerSpec { attention: attention(index), ..layer };
+            let delta_net = recurrence::fresh(&self, family.recurrence, index);
+            delta_net.map_or(layer, |delta_net| recurrence::in_place_of_attention(layer, delta_net))
+        };
         Self {
             architecture,
             norm_offset: family.norm_offset,
             embedding_multiplier: family.embedding_multiplier(self.hidden_size),
-            layers: (0..count).map(|index| LayerSpec { attention: attention(index), ..layer }).collect(),
+            layers: (0..count).map(of).collect(),
             ..self
         }
     }

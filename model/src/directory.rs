@@ -13,6 +13,8 @@ use serde_json::{Map, Value, json};
 use trajectory::Prompt;
 
 use crate::characters::{characters, characters_config};
+use crate::config::keys::JsonKeys;
+use crate::config::text::text_part;
 use crate::gguf::{self, GgufFile, GgufParts};
 use crate::tokenizer::encode_error;
 use crate::{
@@ -94,7 +96,8 @@ impl ModelDirectory {
         let mut stop: BTreeSet<u32> = config.eos_token_ids.iter().copied().collect();
         stop.extend(end_token(dir, &tokenizer));
         let stop_token_ids = stop.into_iter().collect();
-        let copied = read_copied(dir)?;
+        let mut copied = read_copied(dir)?;
+        describe_text(dir, &mut copied)?;
         let (path, tools) = (dir.to_owned(), Vec::new());
         Ok(Self { path, config, tokenizer, template, stop_token_ids, tools, copied })
     }
@@ -308,6 +311,18 @@ fn read_copied(dir: &Path) -> Result<Vec<(&'static str, Vec<u8>)>, ModelError> {
             Err(source) => Err(ModelError::Read { path, source }),
         })
         .collect()
+}
+
+/// Of a model that reads images too, `config.json` becomes that of its part of text, which is all that an export has.
+fn describe_text(dir: &Path, copied: &mut [(&'static str, Vec<u8>)]) -> Result<(), ModelError> {
+    for (name, content) in copied.iter_mut().filter(|(name, _)| *name == "config.json") {
+        let Ok(Value::Object(map)) = serde_json::from_slice(content) else { continue };
+        let path = dir.join(*name);
+        if let Some(text) = text_part(&JsonKeys { path: &path, map: &map })? {
+            *content = format!("{:#}\n", Value::Object(text)).into_bytes();
+        }
+    }
+    Ok(())
 }
 
 /// The content of a `config.json` with `dtype` as the number format of the weights, which are not quantised any more. Readers

@@ -37,6 +37,45 @@ pub(crate) struct FilePlace {
     pub(crate) output_stride: usize,
     /// Distance of neighbouring inputs.
     pub(crate) input_stride: usize,
+    /// Outputs that are neighbours, where not all are: outputs of other tensors lie between blocks of them.
+    pub(crate) block: Option<OutputBlock>,
+}
+
+/// Blocks of outputs of one tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct OutputBlock {
+    /// Outputs of a block.
+    pub(crate) outputs: usize,
+    /// Distance of neighbouring blocks.
+    pub(crate) stride: usize,
+}
+
+impl FilePlace {
+    /// Rows of `inputs` values, from row `start` on.
+    pub(crate) fn rows(start: usize, inputs: usize) -> Self {
+        Self::strided(start * inputs, inputs, 1)
+    }
+
+    /// All outputs at one distance, and all inputs.
+    pub(crate) fn strided(start: usize, output_stride: usize, input_stride: usize) -> Self {
+        Self { start, output_stride, input_stride, block: None }
+    }
+
+    /// The same in blocks of `outputs` at a distance of `stride`.
+    pub(crate) fn in_blocks(self, outputs: usize, stride: usize) -> Self {
+        Self { block: Some(OutputBlock { outputs, stride }), ..self }
+    }
+
+    /// Where the first input of an output lies.
+    fn output(&self, output: usize) -> usize {
+        let Self { start, output_stride, block, .. } = *self;
+        match block {
+            None => start + output * output_stride,
+            Some(OutputBlock { outputs, stride }) => {
+                start + output / outputs * stride + output % outputs * output_stride
+            }
+        }
+    }
 }
 
 /// A tensor of files that is made of several of a layer.
@@ -86,21 +125,21 @@ impl FilePart {
     /// A whole tensor of the files with the `shape` of one of the layout.
     pub(crate) fn whole(offset: usize, shape: &[usize]) -> Self {
         let shape = matrix_shape(shape);
-        Self { offset, shape, place: FilePlace { start: 0, output_stride: shape[1], input_stride: 1 } }
+        Self { offset, shape, place: FilePlace::rows(0, shape[1]) }
     }
 
     fn is_plain(&self) -> bool {
-        self.place == FilePlace { start: 0, output_stride: self.shape[1], input_stride: 1 }
+        self.place == FilePlace::rows(0, self.shape[1])
     }
 
     /// Shows `visit` every value: its place in the layout, and in the tensor of the files.
     fn each(&self, mut visit: impl FnMut(usize, usize)) {
-        let FilePlace { start, output_stride, input_stride } = self.place;
         let [outputs, inputs] = self.shape;
         for output in 0..outputs {
+            let start = self.place.output(output);
             for input in 0..inputs {
                 let of_layout = self.offset + output * inputs + input;
-                visit(of_layout, start + output * output_stride + input * input_stride);
+                visit(of_layout, start + input * self.place.input_stride);
             }
         }
     }
@@ -119,10 +158,11 @@ mod tests {
 
     #[test]
     fn every_value_is_in_one_place_of_the_files_and_of_the_layout() {
+        use Architecture::{GptOss, Phi3, Qwen3Moe, Qwen3Next, Qwen35};
         let [tied, _] = tiny();
-        for architecture in [Architecture::Qwen3Moe, Architecture::GptOss, Architecture::Phi3] {
+        for architecture in [Qwen3Moe, GptOss, Phi3, Qwen3Next, Qwen35] {
             let layout = Layout::new(&tied.clone().of_family(architecture));
-            let fused = architecture != Architecture::Qwen3Moe;
+            let fused = architecture != Qwen3Moe;
             assert_eq!(layout.file_tensors().len() < layout.specs().len(), fused, "{architecture:?}");
             let values: Vec<f32> = (0..layout.len()).map(|value| value as f32).collect();
             let mut again = vec![-1.0; values.len()];

@@ -8,6 +8,7 @@
 //! Invariant: tensors of one `Operand` are neighbours in the layout, so that they are one matrix or vector to a layer, or one for
 //! each expert.
 
+mod delta_net;
 mod experts;
 
 use std::borrow::Cow;
@@ -16,6 +17,7 @@ use std::ops::{Index, Range};
 use device::ops::heads::HeadShape;
 use serde::{Deserialize, Serialize};
 
+pub use self::delta_net::{DeltaNetFiles, DeltaNetSpec};
 pub(crate) use self::experts::ROUTER_CORRECTION;
 pub use self::experts::{ExpertActivation, ExpertSpec, RouterKind, SwigluClamp};
 use crate::Config;
@@ -24,13 +26,15 @@ use crate::ops::attention::AttentionRule;
 use crate::rotary::Rotary;
 
 /// What a decoder layer computes: a residual block of causal attention with grouped key-value heads (GQA, Ainslie et al. 2023,
-/// arXiv 2305.13245), then one of a feed-forward network.
+/// arXiv 2305.13245) or of a recurrence, then one of a feed-forward network.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerSpec {
     /// The norm of a block.
     pub norm: Norm,
     /// How queries attend to keys.
     pub attention: AttentionSpec,
+    /// The recurrence that the layer has in place of attention, if it is one. Then nothing of attention applies.
+    pub delta_net: Option<DeltaNetSpec>,
     /// The norm of queries and keys before the rotary embedding.
     pub query_key_norm: QueryKeyNorm,
     /// Whether the query, key and value projections have a bias.
@@ -55,6 +59,9 @@ pub struct AttentionSpec {
     pub scale: Option<f32>,
     /// Whether the softmax of every head has a logit beside its keys, whose value is zero.
     pub sinks: bool,
+    /// Whether every value of the result is multiplied with a sigmoid of the token's own (Qiu et al. 2025, arXiv 2505.06708): the
+    /// second half of each head of the query projection, which is twice as wide.
+    pub gated: bool,
 }
 
 /// The norm of a residual block.
@@ -161,7 +168,7 @@ impl TargetModule {
 pub(crate) enum Operand {
     /// `[hidden]` weight of the attention block's norm.
     AttentionNorm,
-    /// `[queries + keys + values, hidden]`
+    /// `[queries + keys + values, hidden]`, with gates `[2 * queries + ...]`; of a DeltaNet with its gate behind them.
     Qkv,
     /// `[queries + keys + values]`
     QkvBias,
@@ -169,7 +176,17 @@ pub(crate) enum Operand {
     QueryKeyNorm,
     /// `[heads]` logits of attention that have no key.
     Sinks,
-    /// `[hidden, queries]`
+    /// `[2 * value heads, hidden]` strength of updates, and decay, of a DeltaNet.
+    DeltaGates,
+    /// `[channels, 1, taps]` of a DeltaNet.
+    Convolution,
+    /// `[value heads]` logarithm of the rate of decay of a DeltaNet.
+    DecayRate,
+    /// `[value heads]` bias of the decay of a DeltaNet.
+    TimeBias,
+    /// `[value_dim]` weight of the norm of the result of each head of a DeltaNet; without the offset of other norms.
+    ResultNorm,
+    /// `[hidden, queries]`, of a DeltaNet `[hidden, values]`.
     Output,
     /// `[hidden]`
     OutputBias,
@@ -197,6 +214,8 @@ pub(crate) enum Operand {
     SharedGateUp,
     /// `[hidden, shared]`
     SharedDown,
+    /// `[1, hidden]`
+    SharedGate,
 }
 
 /// How tensor-parallel ranks share a matrix (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053).
@@ -262,7 +281,10 @@ impl Config {
         if spec.norm.is_before() {
             tensors.push(norm("input_layernorm.weight", AttentionNorm));
         }
-        self.push_attention(&mut tensors, &spec);
+        match &spec.delta_net {
+            None => self.push_attention(&mut tensors, &spec),
+            Some(delta_net) => delta_net::push_tensors(&mut tensors, delta_net, hidden),
+        }
         if spec.norm.is_after() {
             tensors.push(norm("post_attention_layernorm.weight", AttentionAfterNorm));
         }
@@ -299,11 +321,12 @@ impl Config {
         let mut push = |name: &'static str, shape: &[usize], operand, sharding| {
             tensors.push(LayerTensor::new(name, shape, operand, sharding));
         };
-        push("self_attn.q_proj.weight", &[queries, hidden], Qkv, Sharding::Outputs);
+        let of_queries = if attention.gated { 2 * queries } else { queries };
+        push("self_attn.q_proj.weight", &[of_queries, hidden], Qkv, Sharding::Outputs);
         push("self_attn.k_proj.weight", &[keys, hidden], Qkv, Sharding::Outputs);
         push("self_attn.v_proj.weight", &[keys, hidden], Qkv, Sharding::Outputs);
         if qkv_bias {
-            push("self_attn.q_proj.bias", &[queries], QkvBias, Sharding::Outputs);
+            push("self_attn.q_proj.bias", &[of_queries], QkvBias, Sharding::Outputs);
             push("self_attn.k_proj.bias", &[keys], QkvBias, Sharding::Outputs);
             push("self_attn.v_proj.bias", &[keys], QkvBias, Sharding::Outputs);
         }
@@ -417,7 +440,7 @@ fn fuse_rows(tensors: &mut [LayerTensor], operand: Operand, name: &'static str) 
     let mut before = 0;
     for tensor in tensors.iter_mut().filter(|tensor| tensor.operand == operand) {
         let [outputs, inputs] = matrix_shape(&tensor.shape);
-        let place = FilePlace { start: before * inputs, output_stride: inputs, input_stride: 1 };
+        let place = FilePlace::rows(before, inputs);
         tensor.fused = Some(FusedTensor { name, shape: vec![rows, inputs], place });
         before += outputs;
     }
@@ -461,6 +484,11 @@ impl FeedForward {
 }
 
 impl Operand {
+    /// Whether samplers have the matrix in f32, whatever their other matrices are stored in.
+    pub(crate) fn is_exact(self) -> bool {
+        matches!(self, Self::Router | Self::SharedGate | Self::DeltaGates)
+    }
+
     /// The bias of a matrix.
     fn bias(self) -> Option<Self> {
         match self {
@@ -476,7 +504,7 @@ impl Operand {
 
 /// Ranges of the operands among the values of a layer; empty if the layer has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct LayerRanges([Range<usize>; Operand::SharedDown as usize + 1]);
+pub(crate) struct LayerRanges([Range<usize>; Operand::SharedGate as usize + 1]);
 
 impl LayerRanges {
     /// The ranges of `tensors`, one after the other from 0.
@@ -508,28 +536,41 @@ mod tests {
     #[test]
     fn tensors_of_an_operand_are_neighbours_and_ranges_cover_the_layer() {
         for config in of_every_family() {
-            let tensors = config.layer_tensors(1);
-            let layout = crate::Layout::new(&config);
-            let ranges = layout.ranges(1);
-            let (mut start, mut covered) = (0, 0);
-            for tensor in &tensors {
-                let end = start + tensor.shape.iter().product::<usize>();
-                let range = &ranges[tensor.operand];
-                assert!(range.start <= start && end <= range.end, "{} is outside of {range:?}", tensor.name);
-                start = end;
+            for index in 0..config.num_layers() {
+                let tensors = config.layer_tensors(index);
+                let layout = crate::Layout::new(&config);
+                let ranges = layout.ranges(index);
+                let (mut start, mut covered) = (0, 0);
+                for tensor in &tensors {
+                    let end = start + tensor.shape.iter().product::<usize>();
+                    let range = &ranges[tensor.operand];
+                    assert!(
+                        range.start <= start && end <= range.end,
+                        "{} is outside of {range:?}",
+                        tensor.name
+                    );
+                    start = end;
+                }
+                covered += ranges.0.iter().map(Range::len).sum::<usize>();
+                assert_eq!(covered, start, "operands overlap");
+                assert_eq!(layout.layers()[index].len(), start);
             }
-            covered += ranges.0.iter().map(Range::len).sum::<usize>();
-            assert_eq!(covered, start, "operands overlap");
-            assert_eq!(layout.layers()[1].len(), start);
         }
     }
 
     #[test]
     fn every_shared_matrix_is_a_target_of_lora() {
         for config in of_every_family() {
-            for LayerTensor { name, shape, sharding, .. } in config.layer_tensors(0) {
+            for LayerTensor { name, shape, sharding, .. } in
+                (0..2).flat_map(|index| config.layer_tensors(index))
+            {
                 let is_matrix = shape.len() == 2;
-                let is_router = ["mlp.gate.weight", "mlp.router.weight"].contains(&&name[..]);
+                // Those of a recurrence have no adapters.
+                if name.starts_with("linear_attn.") {
+                    continue;
+                }
+                let small = ["mlp.gate.weight", "mlp.router.weight", "mlp.shared_expert_gate.weight"];
+                let is_router = small.contains(&&name[..]);
                 assert_eq!(TargetModule::of_weight(&name).is_some(), is_matrix && !is_router, "{name}");
                 assert!(!is_matrix || (sharding == Sharding::Replicated) == is_router, "{name}");
             }

@@ -63,7 +63,8 @@ pub struct ParameterSpec {
 }
 
 impl Parameters {
-    /// A fresh model: weights normal with standard deviation `initializer_range`, norms that scale by 1, biases 0. The same seed gives the same
+    /// A fresh model: weights normal with standard deviation `initializer_range`, norms that scale by 1, biases 0; decay of a
+    /// recurrence as in transformers. The same seed gives the same
     /// bits on every platform, and a tensor's values do not depend on the tensors before it.
     #[must_use]
     pub fn random(config: &Config, seed: u64) -> Self {
@@ -71,7 +72,11 @@ impl Parameters {
         let layout = Arc::clone(&parameters.layout);
         for (index, spec) in layout.specs.iter().enumerate() {
             let values = &mut parameters.values[spec.range()];
-            if spec.name.ends_with("norm.weight") {
+            if spec.name.ends_with("linear_attn.norm.weight") || spec.name.ends_with("dt_bias") {
+                values.fill(1.0);
+            } else if spec.name.ends_with("A_log") {
+                fill_rates(values, seed, index as u64);
+            } else if spec.name.ends_with("norm.weight") {
                 values.fill(1.0 - config.norm_offset);
             } else if spec.name.ends_with(".weight") {
                 fill_normal(values, config.initializer_range, seed, index as u64);
@@ -304,6 +309,16 @@ impl ParameterSpec {
     #[must_use]
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.len()
+    }
+}
+
+/// Fills a tensor with the logarithms of rates of decay between 0.01 and 16, as transformers does.
+fn fill_rates(values: &mut [f32], seed: u64, stream: u64) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_stream(stream);
+    let unit = 1.0 / (1u64 << 53) as f64;
+    for value in values {
+        *value = libm::log(0.01 + 15.99 * ((rng.next_u64() >> 11) as f64 * unit)) as f32;
     }
 }
 

@@ -8,8 +8,14 @@ use std::sync::Arc;
 
 use safetensors::tensor::{Dtype, TensorView};
 
+use crate::config::families::FurtherLayers;
+use crate::file_tensors::{FilePart, FilePlace, FileTensor};
+use crate::layer::ExpertSpec;
 use crate::weight_files::{first_of, non_finite, refuse_non_finite, widen};
 use crate::{Config, Layout, ModelError, Parameters, mxfp4};
+
+/// Starts of the names of tensors that read images.
+const IMAGES: &[&str] = &["model.visual.", "visual."];
 
 /// Fills the flat buffer file by file and keeps what there is to complain about.
 pub(crate) struct Loader {
@@ -23,6 +29,12 @@ pub(crate) struct Loader {
     halves: HashMap<usize, (Mxfp4Half, Vec<u8>)>,
     /// Layers from this one on predict further tokens, and are not read.
     end_of_layers: Option<usize>,
+    /// Whether the files may be those of a model that reads images too.
+    has_images: bool,
+    /// Tensors of all experts of a layer, by their names, in place of those of each.
+    stacked: HashMap<String, StackedExperts>,
+    /// Starts of the names of tensors that are not read.
+    ignored: Vec<&'static str>,
     unexpected: BTreeSet<String>,
 }
 
@@ -49,21 +61,34 @@ impl Loader {
     pub(crate) fn new(config: &Config) -> Self {
         let layout = Arc::new(Layout::new(config));
         let values = vec![0.0; layout.len()];
+        let further = config.architecture.further_layers();
+        let has_images = config.architecture.has_files_with_images();
+        let further_parts: &[&str] = if further == FurtherLayers::Apart { &["mtp."] } else { &[] };
         let names = layout.file_tensors().iter().map(|tensor| tensor.name.clone());
+        let by_name = names.zip(0..).collect();
         Self {
-            by_name: names.zip(0..).collect(),
             non_finite: vec![None; layout.file_tensors().len()],
             halves: HashMap::new(),
-            end_of_layers: config.architecture.predicts_further_tokens().then_some(config.num_layers()),
+            end_of_layers: (further == FurtherLayers::AfterLast).then_some(config.num_layers()),
+            stacked: if has_images { stacked_experts(config, &layout, &by_name) } else { HashMap::new() },
+            by_name,
+            has_images,
+            ignored: if has_images { [further_parts, IMAGES].concat() } else { further_parts.to_vec() },
             unexpected: BTreeSet::new(),
             layout,
             values,
         }
     }
 
+    /// The name of a tensor in a model of text alone.
+    fn of_text(&self, name: &str) -> String {
+        name.replacen("model.language_model.", "model.", usize::from(self.has_images))
+    }
+
     /// Position of a tensor of files.
     fn find(&self, name: &str) -> Option<usize> {
-        self.by_name.get(name).or_else(|| self.by_name.get(&format!("model.{name}"))).copied()
+        let of_text = self.of_text(name);
+        self.by_name.get(&of_text).or_else(|| self.by_name.get(&format!("model.{name}"))).copied()
     }
 
     /// Places a tensor of the file `path`.
@@ -74,6 +99,9 @@ impl Loader {
         tensor: &TensorView<'_>,
     ) -> Result<(), ModelError> {
         let layout = Arc::clone(&self.layout);
+        if let Some(stacked) = self.stacked.remove(&self.of_text(name)) {
+            return self.place_stacked(path, name, tensor, &stacked);
+        }
         let Some(index) = self.find(name) else {
             return self.place_half(path, name, tensor);
         };
@@ -87,16 +115,28 @@ impl Loader {
                 &mut of_file[..]
             }
         };
-        if !widen(tensor, values) {
-            return Err(ModelError::Dtype {
-                path: path.to_owned(),
-                tensor: name.to_owned(),
-                found: format!("{:?}", tensor.dtype()),
-            });
-        }
+        read_values(path, name, tensor, values)?;
         self.non_finite[index] = Some(non_finite(values));
         if !of_file.is_empty() {
             file.scatter(&of_file, &mut self.values);
+        }
+        Ok(())
+    }
+
+    /// Places a tensor of all experts of a layer.
+    fn place_stacked(
+        &mut self,
+        path: &Path,
+        name: &str,
+        tensor: &TensorView<'_>,
+        StackedExperts { file, of_each }: &StackedExperts,
+    ) -> Result<(), ModelError> {
+        check_shape(path, name, &file.shape, tensor)?;
+        let mut values = vec![0.0; file.len()];
+        read_values(path, name, tensor, &mut values)?;
+        file.scatter(&values, &mut self.values);
+        for (at, index) in of_each.iter().enumerate() {
+            self.non_finite[*index] = Some(if at == 0 { non_finite(&values) } else { 0 });
         }
         Ok(())
     }
@@ -111,7 +151,9 @@ impl Loader {
         });
         let Some((half, index, shape)) = half else {
             // The head of a tied model is there twice in some files; rotary tables are computed, not learnt.
-            let known = name == "lm_head.weight" || name.ends_with("rotary_emb.inv_freq");
+            let known = name == "lm_head.weight"
+                || name.ends_with("rotary_emb.inv_freq")
+                || self.ignored.iter().any(|start| name.starts_with(start));
             if !known && !self.is_of_further_layer(name) {
                 self.unexpected.insert(name.to_owned());
             }
@@ -189,6 +231,63 @@ impl Loader {
         refuse_non_finite(&source, names.zip(self.non_finite.iter().copied().flatten()))?;
         Parameters::from_values(self.layout, self.values)
     }
+}
+
+/// A tensor of all experts of a layer.
+struct StackedExperts {
+    file: FileTensor,
+    /// Positions of the tensors of each expert among those of files.
+    of_each: Vec<usize>,
+}
+
+/// Tensors of all experts, as models that read images too have them: `[experts, 2 width, hidden]` of gate and up, one after the
+/// other, and `[experts, hidden, width]`.
+fn stacked_experts(
+    config: &Config,
+    layout: &Layout,
+    by_name: &HashMap<String, usize>,
+) -> HashMap<String, StackedExperts> {
+    let mut all = HashMap::new();
+    for (layer, spec) in config.layers.iter().enumerate() {
+        let Some(ExpertSpec { count, width, .. }) = spec.feed_forward.experts() else { continue };
+        let hidden = config.hidden_size;
+        let module = format!("model.layers.{layer}.mlp.experts");
+        for (name, parts, [rows, inputs]) in [
+            ("gate_up_proj", &["gate_proj", "up_proj"][..], [2 * width, hidden]),
+            ("down_proj", &["down_proj"], [hidden, width]),
+        ] {
+            let names = (0..count).flat_map(|expert| parts.iter().map(move |part| (expert, *part)));
+            let names = names.map(|(expert, part)| format!("{module}.{expert}.{part}.weight"));
+            let each = rows / parts.len();
+            let part = |(at, name): (usize, String)| {
+                let (file, spec) = (FilePlace::rows(at * each, inputs), layout.spec(&name)?);
+                let part = FilePart { offset: spec.offset, shape: [each, inputs], place: file };
+                Some((part, *by_name.get(&name)?))
+            };
+            let (parts, of_each) = names.enumerate().filter_map(part).unzip();
+            let name = format!("{module}.{name}");
+            let file = FileTensor { name: name.clone(), shape: vec![count, rows, inputs], parts };
+            all.insert(name, StackedExperts { file, of_each });
+        }
+    }
+    all
+}
+
+/// Reads the values of a tensor, as f32.
+fn read_values(
+    path: &Path,
+    name: &str,
+    tensor: &TensorView<'_>,
+    values: &mut [f32],
+) -> Result<(), ModelError> {
+    if widen(tensor, values) {
+        return Ok(());
+    }
+    Err(ModelError::Dtype {
+        path: path.to_owned(),
+        tensor: name.to_owned(),
+        found: format!("{:?}", tensor.dtype()),
+    })
 }
 
 fn check_shape(

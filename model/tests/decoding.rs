@@ -173,8 +173,10 @@ fn a_quantized_sampler_is_close_and_does_not_depend_on_the_batch() {
             |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>().sqrt();
         let error =
             norm(&mut exact.iter().zip(&close).map(|(a, b)| a - b)) / norm(&mut exact.iter().copied());
-        // A token whose experts are nearly as probable may go to others.
-        let bounds = if golden.config.experts().is_some() { bounds.start..2.0 * bounds.end } else { bounds };
+        // A token whose experts are nearly as probable may go to others, and norms of the narrow heads of a recurrence enlarge what
+        // rounding changes.
+        let (experts, recurs) = (golden.config.experts().is_some(), golden.config.state_len() > 0);
+        let bounds = if experts || recurs { bounds.start..2.0 * bounds.end } else { bounds };
         assert!(bounds.contains(&error), "{name}, {quantization:?}: relative error of the logits {error}");
 
         let mut cache = used_cache(&quantized, 9);

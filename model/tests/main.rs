@@ -18,4 +18,5 @@ mod low_rank;
 mod on_device;
 mod oracle;
 mod parity;
+mod recurrent;
 mod scorers;

@@ -24,7 +24,13 @@ pub(super) fn of_layers(
     let [full, local] = rotaries(keys, family.rotary)?;
     let of = |(window, rotates): (Option<usize>, bool)| {
         let rotary = if window.is_some() { local } else { full };
-        AttentionSpec { window, rotary: rotates.then_some(rotary), scale: None, sinks: family.sinks }
+        AttentionSpec {
+            window,
+            rotary: rotates.then_some(rotary),
+            scale: None,
+            sinks: family.sinks,
+            gated: family.gated,
+        }
     };
     Ok(windows.into_iter().zip(rotates).map(of).collect())
 }

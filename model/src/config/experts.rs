@@ -45,6 +45,9 @@ pub(super) enum ExpertLayers {
 pub(super) enum RouterRule {
     /// [`RouterKind::Softmax`] with `norm_topk_prob`.
     Softmax,
+    /// [`RouterKind::Softmax`], normalised unless `norm_topk_prob` says otherwise where there is such a `flag`, and beside it a gated
+    /// network of `shared_expert_intermediate_size` for all tokens.
+    SoftmaxAndShared { flag: bool },
     /// [`RouterKind::Sigmoid`] with `norm_topk_prob`, `n_group`, `topk_group` and `routed_scaling_factor`, and beside it
     /// `n_shared_experts` for all tokens.
     Sigmoid,
@@ -72,6 +75,8 @@ const KEYS: [&str; 17] = [
     "swiglu_limit",
     "swiglu_alpha",
 ];
+
+const SHARED_WIDTH: &str = "shared_expert_intermediate_size";
 
 /// The experts that a `config.json` asks for, and which of its `num_layers` layers have them.
 pub(super) fn read(
@@ -102,6 +107,14 @@ pub(super) fn read(
     match rule.router {
         RouterRule::Softmax => {
             spec.router = RouterKind::Softmax { normalized: keys.flag("norm_topk_prob", false)? };
+        }
+        RouterRule::SoftmaxAndShared { flag } => {
+            let normalized = keys.flag("norm_topk_prob", true)?;
+            if !flag && !normalized {
+                return Err(keys.unsupported("norm_topk_prob", "true for models of this family"));
+            }
+            spec.router = RouterKind::Softmax { normalized };
+            spec.shared_width = keys.size(SHARED_WIDTH)?;
         }
         RouterRule::Sigmoid => {
             spec.router = sigmoid(keys, &spec)?;
@@ -159,6 +172,7 @@ impl ExpertKeys {
     fn reads(&self, key: &str) -> bool {
         let of_router: &[&str] = match self.router {
             RouterRule::Softmax => &[],
+            RouterRule::SoftmaxAndShared { .. } => &[SHARED_WIDTH],
             RouterRule::Sigmoid => &[
                 "n_shared_experts",
                 "n_group",
@@ -202,12 +216,16 @@ impl ExpertKeys {
             width,
             router: RouterKind::Softmax { normalized: true },
             shared_width: 0,
+            shared_gate: false,
             bias: false,
             fused_files: false,
             activation: ExpertActivation::SwiGlu,
         };
         match self.router {
             RouterRule::Softmax => all,
+            RouterRule::SoftmaxAndShared { .. } => {
+                ExpertSpec { shared_width: width, shared_gate: true, ..all }
+            }
             RouterRule::Sigmoid => {
                 let router =
                     RouterKind::Sigmoid { normalized: true, groups: 1, chosen_groups: 1, scale: 1.0 };
@@ -230,7 +248,12 @@ impl ExpertKeys {
         put("num_experts_per_tok", json!(spec.per_token));
         put(self.width, json!(spec.width));
         match spec.router {
-            RouterKind::Softmax { normalized } => put("norm_topk_prob", json!(normalized)),
+            RouterKind::Softmax { normalized } => {
+                put("norm_topk_prob", json!(normalized));
+                if spec.shared_gate {
+                    put(SHARED_WIDTH, json!(spec.shared_width));
+                }
+            }
             RouterKind::Sigmoid { normalized, groups, chosen_groups, scale } => {
                 put("norm_topk_prob", json!(normalized));
                 put("n_group", json!(groups));

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Head;
 use super::experts::{ExpertKeys, ExpertLayers, ExpertRule, RouterRule};
-use crate::layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
+use crate::layer::{AttentionSpec, DeltaNetFiles, ExpertSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
 use crate::rotary::Rotary;
 
 /// The supported model families.
@@ -42,6 +42,14 @@ pub enum Architecture {
     Granite,
     /// Gemma 3, of text alone.
     Gemma3,
+    /// Qwen3-Next, with a recurrence in most layers.
+    Qwen3Next,
+    /// Qwen 3.5, dense, with a recurrence in most layers; the part of text.
+    #[serde(rename = "qwen3_5")]
+    Qwen35,
+    /// The same with experts.
+    #[serde(rename = "qwen3_5_moe")]
+    Qwen35Moe,
 }
 
 /// One family.
@@ -74,6 +82,12 @@ pub(super) struct Family {
     pub(super) query_key_norm_flag: Option<&'static str>,
     /// Whether attention has sinks.
     pub(super) sinks: bool,
+    /// Whether the result of attention has a gate.
+    pub(super) gated: bool,
+    /// How files have the recurrence of layers without attention, if the family has such layers.
+    pub(super) recurrence: Option<DeltaNetFiles>,
+    /// The value of `model_type` of models that read images too, whose part of text is of this family.
+    pub(super) with_images: Option<&'static str>,
     pub(super) rotary: RotaryRule,
     pub(super) window: WindowRule,
     /// `sliding_window` if `config.json` has no such key.
@@ -83,9 +97,19 @@ pub(super) struct Family {
     pub(super) experts: ExpertRule,
     /// Whether files have one tensor of query, key and value projections, and one of gate and up projections.
     pub(super) fused: bool,
-    /// Whether files may have layers after the last, which predict further tokens (MTP, DeepSeek-V3, arXiv 2412.19437) and
-    /// which transformers does not read either.
-    pub(super) further_layers: bool,
+    /// Where files may have layers that predict further tokens (MTP, DeepSeek-V3, arXiv 2412.19437) and which transformers does not
+    /// read either.
+    pub(super) further_layers: FurtherLayers,
+}
+
+/// Where layers are that predict further tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FurtherLayers {
+    Never,
+    /// After the last layer.
+    AfterLast,
+    /// In `mtp`.
+    Apart,
 }
 
 /// Whether a projection has a bias.
@@ -191,6 +215,9 @@ const LLAMA: Family = Family {
     query_key_norm: QueryKeyNorm::None,
     query_key_norm_flag: None,
     sinks: false,
+    gated: false,
+    recurrence: None,
+    with_images: None,
     rotary: ROTARY,
     window: WindowRule::Never,
     sliding_window: Some(4096),
@@ -198,7 +225,7 @@ const LLAMA: Family = Family {
     activation: Activation { key: "hidden_act", names: &["silu", "swish"], network: FeedForward::SwiGlu },
     experts: ExpertRule::Never,
     fused: false,
-    further_layers: false,
+    further_layers: FurtherLayers::Never,
 };
 
 const MISTRAL: Family = Family {
@@ -283,7 +310,7 @@ const GLM4_MOE: Family = Family {
         layers: ExpertLayers::AfterDense,
         router: RouterRule::Sigmoid,
     }),
-    further_layers: true,
+    further_layers: FurtherLayers::AfterLast,
     ..LLAMA
 };
 
@@ -397,14 +424,78 @@ const GEMMA3: Family = Family {
     ..LLAMA
 };
 
-pub(super) const FAMILIES: [Family; 14] = [
-    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, OLMO2, OLMO3, SMOLLM3, PHI3, GRANITE,
+const QWEN3_NEXT: Family = Family {
+    architecture: Architecture::Qwen3Next,
+    model_type: "qwen3_next",
+    class: "Qwen3Next",
+    classifier: "Qwen3Next",
+    head_dim: Some(256),
+    optional_kv_heads: false,
+    norm_offset: 1.0,
+    query_key_norm: QueryKeyNorm::PerHead,
+    gated: true,
+    recurrence: Some(DeltaNetFiles::ByKeyHead),
+    rotary: RotaryRule { partial: true, share: 0.25, ..ROTARY },
+    experts: ExpertRule::Keys(ExpertKeys {
+        count: &["num_experts", "num_local_experts"],
+        width: "moe_intermediate_size",
+        layers: ExpertLayers::Sparse,
+        router: RouterRule::SoftmaxAndShared { flag: true },
+    }),
+    further_layers: FurtherLayers::Apart,
+    ..LLAMA
+};
+
+const QWEN3_5: Family = Family {
+    architecture: Architecture::Qwen35,
+    model_type: "qwen3_5_text",
+    class: "Qwen3_5",
+    classifier: "Qwen3_5Text",
+    recurrence: Some(DeltaNetFiles::Apart),
+    with_images: Some("qwen3_5"),
+    experts: ExpertRule::Never,
+    ..QWEN3_NEXT
+};
+
+const QWEN3_5_MOE: Family = Family {
+    architecture: Architecture::Qwen35Moe,
+    model_type: "qwen3_5_moe_text",
+    class: "Qwen3_5Moe",
+    classifier: "Qwen3_5MoeText",
+    with_images: Some("qwen3_5_moe"),
+    experts: ExpertRule::Keys(ExpertKeys {
+        count: &["num_experts", "num_local_experts"],
+        width: "moe_intermediate_size",
+        layers: ExpertLayers::All,
+        router: RouterRule::SoftmaxAndShared { flag: false },
+    }),
+    ..QWEN3_5
+};
+
+pub(super) const FAMILIES: [Family; 17] = [
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    OLMOE,
+    GLM4_MOE,
+    GPT_OSS,
+    OLMO2,
+    OLMO3,
+    SMOLLM3,
+    PHI3,
+    GRANITE,
     GEMMA3,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
 ];
 
 /// The values of `model_type` that are supported, for messages.
 pub(super) fn model_types() -> String {
-    FAMILIES.map(|family| family.model_type).join(", ")
+    let with_images = FAMILIES.iter().filter_map(|family| family.with_images);
+    FAMILIES.iter().map(|family| family.model_type).chain(with_images).collect::<Vec<_>>().join(", ")
 }
 
 /// The supported families by the names of their classifiers, for messages.
@@ -434,7 +525,9 @@ impl Family {
                 rotary: Some(Rotary::plain(self.rotary.theta)),
                 scale: None,
                 sinks: self.sinks,
+                gated: self.gated,
             },
+            delta_net: None,
             query_key_norm: self.query_key_norm,
             qkv_bias: self.qkv_bias.applies(attention_bias),
             output_bias: self.output_bias.applies(attention_bias),
@@ -470,6 +563,9 @@ impl Architecture {
             Self::Phi3 => &PHI3,
             Self::Granite => &GRANITE,
             Self::Gemma3 => &GEMMA3,
+            Self::Qwen3Next => &QWEN3_NEXT,
+            Self::Qwen35 => &QWEN3_5,
+            Self::Qwen35Moe => &QWEN3_5_MOE,
         }
     }
 
@@ -491,9 +587,14 @@ impl Architecture {
         self.family().experts != ExpertRule::Never
     }
 
-    /// Whether files may have layers after the last, which predict further tokens.
-    pub(crate) fn predicts_further_tokens(self) -> bool {
+    /// Where files may have layers that predict further tokens.
+    pub(crate) fn further_layers(self) -> FurtherLayers {
         self.family().further_layers
+    }
+
+    /// Whether files may be those of a model that reads images too.
+    pub(crate) fn has_files_with_images(self) -> bool {
+        self.family().with_images.is_some()
     }
 
     /// The class in `architectures` of `config.json`.

@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 
 use super::families::{Activation, FAMILIES, Family, MultiplierRule, model_types};
 use super::keys::JsonKeys;
-use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, attention, experts};
+use super::text::text_part;
+use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, attention, experts, recurrence};
 use crate::gguf::{self, GgufFile};
 use crate::layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, QueryKeyNorm};
 use crate::{ModelError, files};
@@ -49,6 +50,8 @@ impl Config {
     /// # Errors
     /// If a key is missing or makes no sense, or asks for something the decoder cannot compute.
     pub fn from_json(path: &Path, map: &Map<String, Value>) -> Result<Self, ModelError> {
+        let text = text_part(&JsonKeys { path, map })?;
+        let map = text.as_ref().unwrap_or(map);
         let keys = JsonKeys { path, map };
         let (architecture, head) = architecture(&keys)?;
         let family = architecture.family();
@@ -148,7 +151,12 @@ impl Config {
             .experts()
             .map_or(0, |spec| n(spec.count) * (3 * n(spec.width) + 1) + 3 * n(spec.shared_width));
         let feed_forward = of_experts.max(3 * n(self.intermediate_size));
-        n(self.hidden_size) * (2 * n(self.vocab_size) + n(self.num_layers()) * (heads + feed_forward))
+        let of_delta_net = self.delta_net().map_or(0, |spec| {
+            let values = n(spec.value_heads) * n(spec.value_dim);
+            2 * n(spec.key_heads) * n(spec.key_dim) + 3 * values + 2 * n(spec.value_heads)
+        });
+        let mixer = heads.max(of_delta_net);
+        n(self.hidden_size) * (2 * n(self.vocab_size) + n(self.num_layers()) * (mixer + feed_forward))
     }
 }
 
@@ -171,10 +179,17 @@ fn layers(
         Some((spec, layers)) if layers[index] => FeedForward::Experts(*spec),
         _ => layer.feed_forward,
     };
-    let of = |(index, attention)| LayerSpec {
-        attention: AttentionSpec { scale: multipliers.scores, ..attention },
-        feed_forward: feed_forward(index),
-        ..layer
+    let delta_net = recurrence::read(keys, family, num_layers)?;
+    let of = |(index, attention)| {
+        let with_attention = LayerSpec {
+            attention: AttentionSpec { scale: multipliers.scores, ..attention },
+            feed_forward: feed_forward(index),
+            ..layer
+        };
+        match &delta_net {
+            Some((spec, layers)) if layers[index] => recurrence::in_place_of_attention(with_attention, *spec),
+            _ => with_attention,
+        }
     };
     Ok(attention::of_layers(keys, family, num_layers)?.into_iter().enumerate().map(of).collect())
 }

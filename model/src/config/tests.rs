@@ -306,6 +306,55 @@ fn defaults_are_those_of_the_family() {
 }
 
 #[test]
+fn recurrences_are_read_written_and_refused() {
+    let [tied, _] = tiny();
+    let mut next = tied.clone().of_family(Architecture::Qwen3Next);
+    next.layers[1].feed_forward = FeedForward::SwiGlu;
+    let next = next.map_layers(|mut layer| {
+        if let Some(spec) = &mut layer.delta_net {
+            (spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.taps) = (3, 6, 5, 7, 3);
+        }
+        if let FeedForward::Experts(spec) = &mut layer.feed_forward {
+            (spec.shared_width, spec.router) = (10, RouterKind::Softmax { normalized: false });
+        }
+        layer
+    });
+    let dense = tied.clone().of_family(Architecture::Qwen35);
+    assert_read_back([next, dense.clone()]);
+    let with = |changes: Value| {
+        let mut map = dense.to_json().as_object().unwrap().clone();
+        map.extend(changes.as_object().unwrap().clone());
+        Config::from_json(Path::new("m/config.json"), &map)
+    };
+    let recurs = |config: &Config| config.layers.iter().map(|of| of.delta_net.is_some()).collect::<Vec<_>>();
+    let by_interval = json!({"layer_types": null, "num_hidden_layers": 6, "full_attention_interval": 3});
+    assert_eq!(recurs(&with(by_interval).unwrap()), [true, true, false, true, true, false]);
+    let default = with(json!({"layer_types": null, "num_hidden_layers": 4, "linear_num_key_heads": null,
+        "linear_key_head_dim": null, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0]},
+        "partial_rotary_factor": null, "rope_theta": null, "head_dim": 16}));
+    let default = default.unwrap_err().to_string();
+    assert!(default.contains("a multiple of linear_num_key_heads, which is 16"), "{default}");
+    for (changes, key) in [
+        (json!({"layer_types": ["linear_attention", "linear_attention"]}), "layer_types"),
+        (json!({"layer_types": ["linear_attention", "mamba"]}), "layer_types"),
+        (json!({"layer_types": null, "full_attention_interval": 5}), "full_attention_interval"),
+        (json!({"linear_num_value_heads": 5}), "linear_num_value_heads"),
+        (json!({"linear_key_head_dim": 4096}), "linear_key_head_dim"),
+        (json!({"attn_output_gate": false}), "attn_output_gate"),
+        (json!({"num_experts": 4}), "num_experts"),
+    ] {
+        let text = with(changes.clone()).unwrap_err().to_string();
+        assert!(text.contains(key), "{changes}: {text}");
+    }
+    assert!(message(&json!({"linear_num_key_heads": 2})).contains("linear_num_key_heads"));
+    let moe = tied.of_family(Architecture::Qwen35Moe).to_json();
+    let mut moe = moe.as_object().unwrap().clone();
+    moe.insert("norm_topk_prob".to_owned(), json!(false));
+    let text = Config::from_json(Path::new("m/config.json"), &moe).unwrap_err().to_string();
+    assert!(text.contains("norm_topk_prob"), "{text}");
+}
+
+#[test]
 fn ends_of_both_files_count() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), tiny()[0].to_json().to_string()).unwrap();

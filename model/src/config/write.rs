@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::experts::ExpertRule;
 use super::families::{BiasRule, Family, MultiplierRule, WindowRule};
-use super::{Config, Head, REDUCTION_KEY, Reduction};
+use super::{Config, Head, REDUCTION_KEY, Reduction, recurrence};
 use crate::layer::{LayerSpec, QueryKeyNorm};
 use crate::rotary::{RopeScaling, Rotary};
 
@@ -42,13 +42,16 @@ impl Config {
         });
         let family = self.architecture.family();
         if [family.qkv_bias, family.output_bias].contains(&BiasRule::AttentionBias) {
-            map["attention_bias"] = json!(self.layers.first().is_some_and(|layer| layer.qkv_bias));
+            map["attention_bias"] = json!(self.layers.iter().any(|layer| layer.qkv_bias));
         }
         map[family.activation.key] = json!(family.activation.names[0]);
         if let Some(map) = map.as_object_mut() {
             self.write_query_key_norm(map);
             self.write_rotary(map);
             self.write_windows(map);
+            if family.recurrence.is_some() {
+                recurrence::write(self, map);
+            }
             self.write_multipliers(map);
             if let (ExpertRule::Keys(keys), Some(spec)) = (family.experts, self.experts()) {
                 let has_experts = |layer: &LayerSpec| layer.feed_forward.experts().is_some();

@@ -16,14 +16,20 @@ use super::feed_forward::{
     ExpertWeights, FeedForwardOperands, FeedForwardPiece, FeedForwardTrace, FeedForwardWeights,
     GatedActivation, GatedWeights,
 };
-use super::mixer::{AttentionWeights, MixerReverse, MixerTrace, MixerWeights, MixingReverse, MixingRule};
-use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
+use super::mixer::{
+    AttentionWeights, DeltaNetWeights, MixerReverse, MixerTrace, MixerWeights, MixingReverse, MixingRule,
+};
+use crate::layer::{
+    DeltaNetSpec, FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding,
+};
 use crate::low_rank::LowRank;
+use crate::ops::causal_convolution::transposed;
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::norm::{rms_norm, rms_norm_backward};
 use crate::ops::residual::{add_multiple, multiple};
+use crate::ops::simd::exp;
 use crate::{Config, FrozenParameters, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
 
 /// Weights of one layer.
@@ -140,8 +146,8 @@ impl TransformerBlock {
         let linear = |spec: &LinearSpec, LinearRanges { weight, bias }: LinearRanges| {
             let (weight, bias) = (&layer[weight], bias.map(|bias| &layer[bias]));
             match quantization {
-                // Another route is another network.
-                _ if spec.weight == Operand::Router => Linear::packed(weight, spec.input, bias),
+                // Another route is another network, and gates are small.
+                _ if spec.weight.is_exact() => Linear::packed(weight, spec.input, bias),
                 Quantization::Int8 if spec.input <= MAX_INPUT => Linear::int8(weight, spec.input, bias),
                 Quantization::Bf16 => Linear::bf16(weight, spec.input, bias),
                 Quantization::None | Quantization::Int8 => Linear::packed(weight, spec.input, bias),
@@ -214,6 +220,7 @@ impl TransformerBlock {
         let LayerSpec {
             norm: Norm::RmsBefore | Norm::RmsAfter | Norm::RmsAround,
             attention,
+            delta_net,
             feed_forward: _,
             query_key_norm,
             residual_multiplier,
@@ -239,7 +246,17 @@ impl TransformerBlock {
             linear(spec, LinearRanges { weight: cut(spec.weight), bias: spec.bias.map(cut) }).with_tree(tree)
         };
         let linear = |operand: Operand| linear_of(&config.linear_spec(index, operand), 0, 1);
-        let mixer = MixerWeights::Attention(AttentionWeights {
+        let of_delta_net = |spec: DeltaNetSpec| DeltaNetWeights {
+            spec,
+            projection: linear(Operand::Qkv),
+            gates: linear(Operand::DeltaGates),
+            kernel: transposed(&vector(Operand::Convolution), spec.taps),
+            rates: vector(Operand::DecayRate).into_iter().map(exp).collect(),
+            time_bias: vector(Operand::TimeBias),
+            result_norm: vector(Operand::ResultNorm),
+            eps: config.rms_norm_eps,
+        };
+        let of_attention = || AttentionWeights {
             shape: config.head_shape(),
             rule: config.attention_rule(index),
             rotary: config.rotaries().iter().position(|rotary| attention.rotary == Some(*rotary)),
@@ -250,11 +267,15 @@ impl TransformerBlock {
                 QueryKeyNorm::None => None,
                 QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(norm_weights(Operand::QueryKeyNorm)),
             },
-        });
+            gated: attention.gated,
+        };
         Self {
             eps: config.rms_norm_eps,
             attention_norm: norm_weights(Operand::AttentionNorm),
-            mixer,
+            mixer: match delta_net {
+                None => MixerWeights::Attention(of_attention()),
+                Some(spec) => MixerWeights::DeltaNet(of_delta_net(spec)),
+            },
             output: linear(Operand::Output),
             attention_after: norm_weights(Operand::AttentionAfterNorm),
             feed_forward_norm: norm_weights(Operand::FeedForwardNorm),
@@ -456,5 +477,6 @@ fn feed_forward_weights(
         correction: vector(Operand::RouterCorrection),
         experts: (0..spec.count).map(expert).collect(),
         shared: (spec.shared_width > 0).then(|| Box::new(shared())),
+        shared_gate: spec.shared_gate.then(|| linear(Operand::SharedGate)),
     })
 }

@@ -1,239 +1,24 @@
 //! Prefill and decode over a paged KV cache (PagedAttention, Kwon et al. 2023, arXiv 2309.06180).
 //!
-//! Invariant: a page is written by one sequence only; [`KvCache::own`] copies a shared page first (copy on write). Prefill
-//! and decode are the same call: a sequence has one or more new tokens.
+//! Invariant: prefill and decode are the same call: a sequence has one or more new tokens. A step that is given up gives all pages
+//! back.
+
+use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
+use super::cache::KvCache;
 use super::mixer::MixingRule;
 use super::{Decoder, gather};
-use crate::ops::attention::{AttentionRule, PAGE, PageLayout};
+use crate::ThreadPool;
+use crate::ops::attention::{AttentionRule, PAGE};
+use crate::ops::delta_net::{self, DeltaRule};
 use crate::ops::experts::ExpertRoutes;
 use crate::ops::norm::rms_norm;
 use crate::ops::{matrix, unwritten, values};
-use crate::{Config, ThreadPool};
 
 /// Multiply-adds per thread below which waking another thread costs more than it saves.
 const WORTH_A_THREAD: usize = 4_000_000;
-
-/// KV cache of the running sequences, in pages of 16 positions. Sequences with a common prefix share its pages. A page has the
-/// positions of all layers, so it stays after the sliding windows of some have passed it: windows save time, and no memory.
-#[derive(Debug)]
-pub struct KvCache {
-    layout: PageLayout,
-    /// `[layers, layout.len()]` each. A page that a step writes is empty during the step; all are if a device has the
-    /// values.
-    pages: Vec<Vec<f32>>,
-    /// Pending page copies of a device, from and to; `None` if the values are on the host.
-    copies: Option<Vec<[u32; 2]>>,
-    /// Reference count of each page.
-    holders: Vec<u32>,
-    free: Vec<u32>,
-    routes: Option<RouteCache>,
-}
-
-/// The experts that the network chose for the tokens in the cache.
-#[derive(Debug)]
-struct RouteCache {
-    /// Experts of a token in all layers.
-    slots: usize,
-    /// `[PAGE, slots]` each.
-    pages: Vec<Vec<u16>>,
-}
-
-impl KvCache {
-    /// Positions of one page.
-    pub const PAGE: usize = PAGE;
-
-    /// A cache for at least `positions` positions, all free.
-    #[must_use]
-    pub fn new(config: &Config, positions: usize) -> Self {
-        let mut cache = Self::elsewhere(config, positions);
-        cache.copies = None;
-        cache.restore(config);
-        cache
-    }
-
-    /// A cache whose keys and values are on a device: the reference counts of its pages alone.
-    #[must_use]
-    pub fn elsewhere(config: &Config, positions: usize) -> Self {
-        let pages = Self::pages_for(positions);
-        Self {
-            layout: PageLayout::new(config.head_shape()),
-            pages: vec![Vec::new(); pages],
-            copies: Some(Vec::new()),
-            holders: vec![0; pages],
-            free: (0..pages as u32).rev().collect(),
-            routes: None,
-        }
-    }
-
-    /// The same, which also keeps the experts that the network chooses for every token, in all layers that have some.
-    #[must_use]
-    pub fn with_routes(self, config: &Config) -> Self {
-        let (slots, pages) = (config.expert_slots(), self.pages.len());
-        let routes = (slots > 0).then(|| RouteCache { slots, pages: vec![vec![0; PAGE * slots]; pages] });
-        Self { routes, ..self }
-    }
-
-    /// `[tokens, slots]` experts of the first `tokens` tokens of the page table `pages`, ascending in each layer; `None` if they are not
-    /// kept.
-    #[must_use]
-    pub fn routes(&self, pages: &[u32], tokens: usize) -> Option<Vec<u16>> {
-        let RouteCache { slots, pages: all } = self.routes.as_ref()?;
-        let mut routes = Vec::with_capacity(tokens * slots);
-        for page in &pages[..Self::pages_for(tokens)] {
-            routes.extend_from_slice(&all[*page as usize]);
-        }
-        routes.truncate(tokens * slots);
-        Some(routes)
-    }
-
-    /// Page copies since the last call, from and to, in order. A device makes them before its next step.
-    pub(crate) fn take_copies(&mut self) -> Vec<[u32; 2]> {
-        self.copies.as_mut().map_or_else(Vec::new, std::mem::take)
-    }
-
-    /// Pages that hold `positions` positions.
-    #[must_use]
-    pub fn pages_for(positions: usize) -> usize {
-        positions.div_ceil(PAGE)
-    }
-
-    /// Number of free pages.
-    #[must_use]
-    pub fn free_pages(&self) -> usize {
-        self.free.len()
-    }
-
-    /// Number of all pages.
-    #[must_use]
-    pub fn total_pages(&self) -> usize {
-        self.holders.len()
-    }
-
-    /// Memory of all pages, bytes.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        let routes = self
-            .routes
-            .as_ref()
-            .map_or(0, |routes| size_of::<u16>() * routes.slots * PAGE * routes.pages.len());
-        routes as u64 + self.pages.iter().map(|page| size_of_val(&page[..]) as u64).sum::<u64>()
-    }
-
-    /// Frees the memory of all keys and values. Reference counts stay; [`KvCache::restore`] has to follow before the next
-    /// step.
-    pub fn forget(&mut self) {
-        self.pages.iter_mut().for_each(|page| *page = Vec::new());
-    }
-
-    /// Allocates all pages again. Their content is lost and has to be computed again.
-    pub fn restore(&mut self, config: &Config) {
-        if self.copies.is_some() {
-            return;
-        }
-        let len = config.num_layers() * self.layout.len();
-        self.pages.iter_mut().for_each(|page| *page = vec![0.0; len]);
-    }
-
-    /// Allocates a page, or `None` if none is free.
-    pub fn take(&mut self) -> Option<u32> {
-        let page = self.free.pop()?;
-        self.holders[page as usize] = 1;
-        Some(page)
-    }
-
-    /// Increments the reference counts of `pages [n]`, for a sequence that shares them.
-    pub fn share(&mut self, pages: &[u32]) {
-        for page in pages {
-            assert!(self.holders[*page as usize] > 0, "only an allocated page can be shared");
-            self.holders[*page as usize] += 1;
-        }
-    }
-
-    /// Decrements the reference counts of `pages [n]`; a page without references is free.
-    pub fn release(&mut self, pages: &[u32]) {
-        for page in pages {
-            let holders = &mut self.holders[*page as usize];
-            assert!(*holders > 0, "page {page} is released, but it is free");
-            *holders -= 1;
-            if *holders == 0 {
-                self.free.push(*page);
-            }
-        }
-    }
-
-    /// A page with the content of `page` that one sequence may write: `page` itself if it is not shared, else a copy.
-    /// `None` if no page is free.
-    pub fn own(&mut self, page: u32) -> Option<u32> {
-        if self.holders[page as usize] == 1 {
-            return Some(page);
-        }
-        let copy = self.take()?;
-        if let Some(RouteCache { pages, .. }) = &mut self.routes {
-            pages[copy as usize] = pages[page as usize].clone();
-        }
-        if let Some(copies) = &mut self.copies {
-            copies.push([page, copy]);
-            self.holders[page as usize] -= 1;
-            return Some(copy);
-        }
-        let mut to = std::mem::take(&mut self.pages[copy as usize]);
-        to.copy_from_slice(&self.pages[page as usize]);
-        self.pages[copy as usize] = to;
-        self.holders[page as usize] -= 1;
-        Some(copy)
-    }
-
-    /// Makes the pages of the positions `from..to` in the page table `pages` writable for one sequence alone; takes those
-    /// that are not there.
-    ///
-    /// # Panics
-    /// If no page is free; pages that a sequence may need are reserved before.
-    pub fn make_writable(&mut self, pages: &mut Vec<u32>, from: usize, to: usize) {
-        for page in from / PAGE..Self::pages_for(to) {
-            let mine = match pages.get(page) {
-                Some(shared) => self.own(*shared),
-                None => self.take(),
-            };
-            let mine = mine.expect("the pages of an accepted request are reserved");
-            if page == pages.len() {
-                pages.push(mine);
-            } else {
-                pages[page] = mine;
-            }
-        }
-    }
-
-    /// Takes out the pages that `sequence` writes, so that a thread can write them while others read the rest.
-    fn check_out(&mut self, sequence: &StepSequence<'_>) -> Vec<Vec<f32>> {
-        let take = |page: &u32| {
-            let taken = std::mem::take(&mut self.pages[*page as usize]);
-            assert!(!taken.is_empty(), "page {page} is written by two sequences of a step");
-            taken
-        };
-        sequence.written().iter().map(take).collect()
-    }
-
-    fn check_in(&mut self, sequence: &StepSequence<'_>, pages: Vec<Vec<f32>>) {
-        for (page, values) in sequence.written().iter().zip(pages) {
-            self.pages[*page as usize] = values;
-        }
-    }
-
-    /// Keeps the experts of the new tokens of `sequences`, from `routes [tokens, slots]`.
-    fn keep_routes(&mut self, sequences: &[StepSequence<'_>], routes: &[u16]) {
-        let Some(RouteCache { slots, pages }) = &mut self.routes else { return };
-        let mut rows = routes.chunks_exact(*slots);
-        for sequence in sequences {
-            for (position, row) in (sequence.position..).zip(rows.by_ref().take(sequence.tokens.len())) {
-                let page = &mut pages[sequence.pages[position / PAGE] as usize];
-                page[position % PAGE * *slots..][..*slots].copy_from_slice(row);
-            }
-        }
-    }
-}
 
 /// New tokens of one sequence.
 #[derive(Clone, Copy, Debug)]
@@ -254,8 +39,13 @@ impl<'a> StepSequence<'a> {
         self.position / PAGE
     }
 
-    fn written(&self) -> &'a [u32] {
-        &self.pages[self.first_written()..KvCache::pages_for(self.position + self.tokens.len())]
+    /// Position behind the last token.
+    pub(super) fn end(&self) -> usize {
+        self.position + self.tokens.len()
+    }
+
+    pub(super) fn written(&self) -> &'a [u32] {
+        &self.pages[self.first_written()..KvCache::pages_for(self.end())]
     }
 }
 
@@ -264,6 +54,8 @@ struct StepPart<'a> {
     sequences: &'a [StepSequence<'a>],
     /// The pages that each sequence writes.
     own: Vec<Vec<Vec<f32>>>,
+    /// The recurrent state of each sequence; empty without one.
+    states: Vec<Vec<f32>>,
 }
 
 /// What one thread computed of a step.
@@ -279,7 +71,8 @@ impl Decoder {
     /// `[wanted, vocab_size]` of the tokens whose logits are wanted, in order.
     ///
     /// # Errors
-    /// If a token id lies beyond the vocabulary.
+    /// If a token id lies beyond the vocabulary, or a sequence of a model with a recurrence begins where the cache has no state
+    /// ([`KvCache::resumable`]).
     ///
     /// # Panics
     /// If the pages of a sequence do not reach its last token, or two sequences write to the same page.
@@ -299,12 +92,21 @@ impl Decoder {
             _ if self.columns_are_shared => (1, pool),
             _ => (pool.threads().min(worth), &alone),
         };
+        let mut states = Vec::with_capacity(sequences.len());
+        for sequence in sequences {
+            let Some(state) = cache.check_out_state(sequence) else {
+                candle_core::bail!("the cache has no recurrent state at position {}", sequence.position)
+            };
+            states.push(state);
+        }
+        let mut states = states.into_iter();
         let parts = split(sequences, tokens, count);
         let parts: Vec<StepPart<'_>> = parts
             .into_iter()
             .map(|sequences| StepPart {
                 sequences,
                 own: sequences.iter().map(|sequence| cache.check_out(sequence)).collect(),
+                states: states.by_ref().take(sequences.len()).collect(),
             })
             .collect();
         let shared = &*cache;
@@ -321,6 +123,9 @@ impl Decoder {
             match computed {
                 Ok(PartOutput { logits, routes }) => {
                     cache.keep_routes(part.sequences, &routes);
+                    for (sequence, state) in part.sequences.iter().zip(part.states) {
+                        cache.check_in_state(sequence, state);
+                    }
                     if all.is_empty() {
                         all = logits;
                     } else {
@@ -334,7 +139,7 @@ impl Decoder {
     }
 
     fn step_part(&self, cache: &KvCache, part: &mut StepPart<'_>, pool: &ThreadPool) -> Result<PartOutput> {
-        let StepPart { sequences, own } = part;
+        let StepPart { sequences, own, states } = part;
         let (mut token_ids, mut positions, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for sequence in *sequences {
             token_ids.extend_from_slice(sequence.tokens);
@@ -345,10 +150,17 @@ impl Decoder {
         let mut x = self.embed(&token_ids, 0)?;
         let slots = cache.routes.as_ref().map_or(0, |routes| routes.slots);
         let (mut routes, mut first) = (vec![0; token_ids.len() * slots], 0);
+        // Of the layers with attention.
+        let mut attending = 0;
         for (layer, block) in self.blocks.iter().enumerate() {
             let mix = |prepared: &Tensor| match block.rule() {
                 MixingRule::Attention(rule) => {
-                    self.attend(cache, sequences, own, (layer, rule), prepared, pool)
+                    attending += 1;
+                    self.attend(cache, sequences, own, (attending - 1, rule), prepared, pool)
+                }
+                MixingRule::DeltaNet(rule) => {
+                    let of_layer = cache.states.as_ref().map_or(0..0, |states| states.layer(layer));
+                    recur(sequences, states, &of_layer, rule, prepared, pool)
                 }
             };
             let (output, trace) = block.forward_routed(&x, &angles, None, mix, pool)?;
@@ -433,6 +245,30 @@ impl Decoder {
     }
 }
 
+/// Advances the part `of_layer` of the states of all sequences by their new tokens of `inputs [T, width]`. Returns `[T, values]`.
+fn recur(
+    sequences: &[StepSequence<'_>],
+    states: &mut [Vec<f32>],
+    of_layer: &Range<usize>,
+    rule: DeltaRule<'_>,
+    inputs: &Tensor,
+    pool: &ThreadPool,
+) -> Result<Tensor> {
+    let (width, result) = (rule.spec.input_width(), rule.spec.value_width());
+    let mut out = unwritten(inputs.dim(0)? * result);
+    let inputs = values(inputs)?;
+    let (mut inputs, mut rest) = (&inputs[..], &mut out[..]);
+    let mut parts = Vec::new();
+    for (sequence, state) in sequences.iter().zip(states) {
+        let (own, inputs_rest) = inputs.split_at(sequence.tokens.len() * width);
+        let (out, out_rest) = rest.split_at_mut(sequence.tokens.len() * result);
+        (inputs, rest) = (inputs_rest, out_rest);
+        parts.push((own, &mut state[of_layer.clone()], out));
+    }
+    pool.map(parts, |(inputs, state, out)| delta_net::resume(rule, inputs, state, out));
+    matrix(out, result)
+}
+
 /// Cuts `sequences` with `tokens` tokens into at most `count` runs of about equal length.
 fn split<'a>(sequences: &'a [StepSequence<'a>], tokens: usize, count: usize) -> Vec<&'a [StepSequence<'a>]> {
     let mut parts = Vec::new();
@@ -450,7 +286,7 @@ fn split<'a>(sequences: &'a [StepSequence<'a>], tokens: usize, count: usize) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Parameters, SharedCores, Sizes};
+    use crate::{Config, Parameters, SharedCores, Sizes};
 
     /// Both ways of sharing a step among threads give the bits of one thread.
     #[test]

@@ -16,6 +16,7 @@ use crate::ops::clamped_swiglu::{clamped_swiglu, clamped_swiglu_backward};
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::geglu::{geglu, geglu_backward};
 use crate::ops::linear::{Linear, bias_gradient};
+use crate::ops::row_gate::{add_gated, gated_backward};
 use crate::ops::swiglu::{SwigluReverse, swiglu, swiglu_backward};
 use crate::ops::{matrix, unwritten, values};
 
@@ -66,6 +67,8 @@ pub(super) struct ExpertWeights {
     pub(super) experts: Vec<GatedWeights>,
     /// The network that every token goes through besides its experts.
     pub(super) shared: Option<Box<GatedWeights>>,
+    /// `[1, d]` of the sigmoid that the result of that network is multiplied with; absent without one.
+    pub(super) shared_gate: Option<Linear>,
 }
 
 /// Activations for the backward.
@@ -95,6 +98,8 @@ pub(super) struct ExpertTrace {
     gate_up: Tensor,
     /// `[T, 2 s]` of the shared network.
     shared: Option<Tensor>,
+    /// `[T, 1]` of its gate before the sigmoid, if it has one.
+    shared_gate: Option<Tensor>,
 }
 
 /// What gradients of weights are computed from.
@@ -125,6 +130,8 @@ struct RoutedOperands {
     /// `[T, E]` gradient of the router's logits.
     d_logits: Tensor,
     shared: Option<GatedOperands>,
+    /// `[T, 1]` gradient of the gate of the shared network.
+    d_shared_gate: Option<Tensor>,
 }
 
 impl FeedForwardOperands {
@@ -144,9 +151,11 @@ impl FeedForwardWeights {
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Gated(gated) => gated.bytes(),
-            Self::Experts(ExpertWeights { router, experts, shared, .. }) => {
+            Self::Experts(ExpertWeights { router, experts, shared, shared_gate, .. }) => {
                 let shared = shared.as_deref();
-                router.bytes() + experts.iter().chain(shared).map(GatedWeights::bytes).sum::<usize>()
+                router.bytes()
+                    + shared_gate.as_ref().map_or(0, Linear::bytes)
+                    + experts.iter().chain(shared).map(GatedWeights::bytes).sum::<usize>()
             }
         }
     }
@@ -247,11 +256,12 @@ impl ExpertWeights {
         let gate_up = self.each(&routes, &grouped, |expert| &expert.gate_up, pool);
         let gate_up = matrix(gate_up, self.experts[0].gate_up.output())?;
         let shared = self.shared.as_ref().map(|network| network.gate_up.apply(x, pool)).transpose()?;
-        Ok(FeedForwardTrace::Experts(Box::new(ExpertTrace { routes, gate_up, shared })))
+        let shared_gate = self.shared_gate.as_ref().map(|gate| gate.apply(x, pool)).transpose()?;
+        Ok(FeedForwardTrace::Experts(Box::new(ExpertTrace { routes, gate_up, shared, shared_gate })))
     }
 
     fn finish(&self, base: &Tensor, trace: &ExpertTrace, pool: &ThreadPool) -> Result<Tensor> {
-        let ExpertTrace { routes, gate_up, shared } = trace;
+        let ExpertTrace { routes, gate_up, shared, shared_gate } = trace;
         let activated = self.activation().forward(gate_up, pool)?;
         let y = self.each(routes, &values(&activated)?, |expert| &expert.down, pool);
         let width = base.dim(1)?;
@@ -260,7 +270,11 @@ impl ExpertWeights {
         let out = matrix(out, width)?;
         match (&self.shared, shared) {
             (Some(network), Some(gate_up)) => {
-                network.down.add_to(&out, &network.activation.forward(gate_up, pool)?, pool)
+                let activated = network.activation.forward(gate_up, pool)?;
+                match shared_gate {
+                    None => network.down.add_to(&out, &activated, pool),
+                    Some(gate) => add_gated(&out, &network.down.apply(&activated, pool)?, gate),
+                }
             }
             _ => Ok(out),
         }
@@ -294,7 +308,7 @@ impl ExpertWeights {
     }
 
     fn backward(&self, x: &Tensor, trace: &ExpertTrace, g: &Tensor) -> Result<(Tensor, FeedForwardOperands)> {
-        let ExpertTrace { routes, gate_up, shared } = trace;
+        let ExpertTrace { routes, gate_up, shared, shared_gate } = trace;
         let (_, width) = x.dims2()?;
         let (inner, activation) = (gate_up.dim(1)? / 2, self.activation());
         // The gradient of an expert's result is that of the token with the weight of the slot. Without the weight it also gives the
@@ -318,9 +332,17 @@ impl ExpertWeights {
         let mut d_x = self.router.input_gradient_values(&d_logits)?;
         routes.add(&d_grouped, &mut d_x, width);
         let mut d_x = matrix(d_x, width)?;
-        let mut of_shared = None;
+        let (mut of_shared, mut d_shared_gate) = (None, None);
         if let (Some(network), Some(gate_up)) = (&self.shared, shared) {
-            let (d_input, operands) = network.backward(x, gate_up, g)?;
+            let mut d_result = g.clone();
+            if let (Some(weights), Some(gate)) = (&self.shared_gate, shared_gate) {
+                let alone = ThreadPool::single();
+                let result = network.down.apply(&network.activation.forward(gate_up, &alone)?, &alone)?;
+                let (of_result, d_gate) = gated_backward(&result, gate, g)?;
+                d_x = (d_x + weights.input_gradient(&d_gate)?)?;
+                (d_result, d_shared_gate) = (of_result, Some(d_gate));
+            }
+            let (d_input, operands) = network.backward(x, gate_up, &d_result)?;
             d_x = (d_x + d_input)?;
             of_shared = Some(operands);
         }
@@ -330,7 +352,7 @@ impl ExpertWeights {
             d_gate_up,
             g: matrix(weighted, width)?,
         };
-        let routed = RoutedOperands { routes: routes.clone(), d_logits, shared: of_shared };
+        let routed = RoutedOperands { routes: routes.clone(), d_logits, shared: of_shared, d_shared_gate };
         Ok((d_x, FeedForwardOperands { gated, routed: Some(Box::new(routed)) }))
     }
 
@@ -369,6 +391,7 @@ pub(super) struct FeedForwardGradients<'a> {
     pub(super) down_bias: &'a mut [f32],
     pub(super) shared_gate_up: WeightGradient<'a>,
     pub(super) shared_down: WeightGradient<'a>,
+    pub(super) shared_gate: WeightGradient<'a>,
 }
 
 impl FeedForwardWeights {
@@ -388,6 +411,7 @@ impl FeedForwardWeights {
             down_bias,
             shared_gate_up,
             shared_down,
+            mut shared_gate,
         } = gradients;
         let mut jobs: Vec<GradientJob<'a>> = Vec::new();
         let gated = |piece: &'a P| &piece.operands().gated;
@@ -420,9 +444,13 @@ impl FeedForwardWeights {
             }));
         }
         jobs.push(Box::new(move || {
-            pieces.iter().filter_map(routed).try_for_each(|(piece, _, RoutedOperands { d_logits, .. })| {
+            pieces.iter().filter_map(routed).try_for_each(|(piece, _, routed)| {
+                let RoutedOperands { d_logits, d_shared_gate, .. } = routed;
                 let rows = 0..d_logits.dim(0)?;
                 router.add(piece.normed(), d_logits, &rows)?;
+                if let Some(d_shared_gate) = d_shared_gate {
+                    shared_gate.add(piece.normed(), d_shared_gate, &rows)?;
+                }
                 add_bias_gradient(d_logits, &rows, router_bias)
             })
         }));

@@ -8,30 +8,39 @@
 //! all tokens in their order.
 
 mod attention;
+mod delta_net;
+
+use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
 pub(super) use self::attention::AttentionWeights;
+pub(super) use self::delta_net::DeltaNetWeights;
 use super::LayerAngles;
 use crate::ThreadPool;
 use crate::ops::attention::{AttentionRule, PackedReverse};
+use crate::ops::delta_net::{DeltaReverse, DeltaRule};
+use crate::ops::result_gate::{ResultNorm, gated, gated_backward};
 
 /// The weights.
 #[derive(Clone, Debug)]
 pub(super) enum MixerWeights {
     Attention(AttentionWeights),
+    DeltaNet(DeltaNetWeights),
 }
 
 /// How tokens are mixed.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum MixingRule<'a> {
     Attention(AttentionRule<'a>),
+    DeltaNet(DeltaRule<'a>),
 }
 
 /// The backward of the mixing.
 #[derive(Debug)]
 pub(super) enum MixingReverse {
     Attention(PackedReverse),
+    DeltaNet(DeltaReverse),
 }
 
 /// What the projections of a mixer give. `T` tokens.
@@ -41,12 +50,16 @@ struct Projected {
     raw: Option<Tensor>,
     /// `[T, width]` what is mixed.
     prepared: Tensor,
+    /// `[T, mixed]` the gate of the result before its activation, if there is one.
+    gate: Option<Tensor>,
 }
 
 /// Activations of a mixer, for its backward. `T` tokens.
 #[derive(Debug)]
 pub(super) struct MixerTrace {
     projected: Projected,
+    /// `[T, mixed]` before the gate, if there is one.
+    mixed: Option<Tensor>,
     /// `[T, mixed]` the result: the input of the output projection.
     pub(super) result: Tensor,
 }
@@ -58,10 +71,30 @@ pub(super) struct MixerReverse {
     pub(super) d_normed: Tensor,
     /// `[T, projected]` gradient of the projection.
     pub(super) d_projected: Tensor,
-    /// `[T, width]` gradient of what is mixed, where norms of heads need it.
-    d_prepared: Option<Tensor>,
-    /// `[T, heads]` what each token adds to the gradient of the sinks; absent without sinks.
-    d_sinks: Option<Tensor>,
+    operands: MixerOperands,
+}
+
+/// What gradients of the vectors of a mixer are computed from.
+#[derive(Debug)]
+enum MixerOperands {
+    Attention {
+        /// `[T, width]` gradient of what is mixed, where norms of heads need it.
+        d_prepared: Option<Tensor>,
+        /// `[T, heads]` what each token adds to the gradient of the sinks; absent without sinks.
+        d_sinks: Option<Tensor>,
+    },
+    DeltaNet {
+        /// `[T, 2 value_heads]` gradient of the gates of the recurrence.
+        d_gates: Tensor,
+        /// `[T, value_heads]` what each token adds to the gradient of the logarithm of the rates.
+        d_rates: Tensor,
+        /// `[T, channels]` gradient of the sums of the convolution.
+        d_sums: Vec<f32>,
+        /// The rows of the segments, each with those that it continues.
+        runs: Vec<[Range<usize>; 2]>,
+        /// `[T, mixed]` gradient of the result.
+        d_result: Tensor,
+    },
 }
 
 /// Gradients of the vectors of a mixer, as parts of those of a layer; empty for what it does not have.
@@ -69,6 +102,20 @@ pub(super) struct MixerVectors<'a> {
     pub(super) qkv_bias: &'a mut [f32],
     pub(super) head_norm: &'a mut [f32],
     pub(super) sinks: &'a mut [f32],
+    pub(super) convolution: &'a mut [f32],
+    pub(super) decay_rate: &'a mut [f32],
+    pub(super) time_bias: &'a mut [f32],
+    pub(super) result_norm: &'a mut [f32],
+}
+
+impl MixerReverse {
+    /// `[T, 2 value_heads]` gradient of the gates of the recurrence, if there is one.
+    pub(super) fn d_gates(&self) -> Option<&Tensor> {
+        match &self.operands {
+            MixerOperands::Attention { .. } => None,
+            MixerOperands::DeltaNet { d_gates, .. } => Some(d_gates),
+        }
+    }
 }
 
 impl MixerWeights {
@@ -76,6 +123,7 @@ impl MixerWeights {
     pub(super) fn rule(&self) -> MixingRule<'_> {
         match self {
             Self::Attention(attention) => MixingRule::Attention(attention.rule()),
+            Self::DeltaNet(delta_net) => MixingRule::DeltaNet(delta_net.rule()),
         }
     }
 
@@ -83,6 +131,15 @@ impl MixerWeights {
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Attention(attention) => attention.bytes(),
+            Self::DeltaNet(delta_net) => delta_net.bytes(),
+        }
+    }
+
+    /// The norm of the result before its gate.
+    fn result_norm(&self) -> Option<ResultNorm<'_>> {
+        match self {
+            Self::Attention(_) => None,
+            Self::DeltaNet(delta_net) => Some(delta_net.result_norm()),
         }
     }
 
@@ -96,9 +153,17 @@ impl MixerWeights {
     ) -> Result<MixerTrace> {
         let projected = match self {
             Self::Attention(attention) => attention.project(x, angles, pool)?,
+            Self::DeltaNet(delta_net) => delta_net.project(x, pool)?,
         };
-        let result = mix(&projected.prepared)?;
-        Ok(MixerTrace { projected, result })
+        let mixed = mix(&projected.prepared)?;
+        let (mixed, result) = match &projected.gate {
+            None => (None, mixed),
+            Some(gate) => {
+                let result = gated(&mixed, gate, self.result_norm(), pool)?;
+                (Some(mixed), result)
+            }
+        };
+        Ok(MixerTrace { projected, mixed, result })
     }
 
     /// Backward for the gradient `g [T, mixed]` of the result. `mix_backward` is the backward of `mix`.
@@ -109,10 +174,22 @@ impl MixerWeights {
         g: &Tensor,
         mix_backward: impl FnOnce(&Tensor, &Tensor) -> Result<MixingReverse>,
     ) -> Result<MixerReverse> {
-        match (self, mix_backward(&trace.projected.prepared, g)?) {
-            (Self::Attention(attention), MixingReverse::Attention(mixed)) => {
-                attention.backward(trace, angles, mixed)
+        let Projected { prepared, gate, .. } = &trace.projected;
+        let (d_mixed, d_gate) = match (&trace.mixed, gate) {
+            (Some(mixed), Some(gate)) => {
+                let [d_mixed, d_gate] = gated_backward(mixed, gate, self.result_norm(), g)?;
+                (d_mixed, Some(d_gate))
             }
+            _ => (g.clone(), None),
+        };
+        match (self, mix_backward(prepared, &d_mixed)?, d_gate) {
+            (Self::Attention(attention), MixingReverse::Attention(mixed), d_gate) => {
+                attention.backward(trace, angles, mixed, d_gate.as_ref())
+            }
+            (Self::DeltaNet(delta_net), MixingReverse::DeltaNet(mixed), Some(d_gate)) => {
+                delta_net.backward(mixed, &d_gate, g)
+            }
+            _ => candle_core::bail!("the activations are of another kind of layer"),
         }
     }
 
@@ -126,6 +203,7 @@ impl MixerWeights {
     ) -> Result<()> {
         match self {
             Self::Attention(attention) => attention.vector_gradients(trace, reverse, angles, gradients),
+            Self::DeltaNet(delta_net) => delta_net.vector_gradients(trace, reverse, gradients),
         }
     }
 }

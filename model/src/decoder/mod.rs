@@ -5,19 +5,21 @@
 //! and values are in a [`KvCache`]. All three run the same blocks, on the threads of a [`ThreadPool`].
 //!
 //! # Layout
-//! - `block`: one layer, forward and backward; `mixer`: its attention; `feed_forward`: its feed-forward network, which may be
+//! - `block`: one layer, forward and backward; `mixer`: its attention or recurrence; `feed_forward`: its feed-forward network, which may be
 //!   experts
 //! - `pack`: sequences one after the other
 //! - `train`: forward and backward
 //! - `gradients`: gradient sinks and layer sources; with low-rank factors gradients are those of the factors
-//! - `decode`: the paged cache and the decode step
+//! - `cache`: the paged cache; `states`: its recurrent states; `decode`: the decode step
 
 mod block;
+mod cache;
 mod decode;
 mod feed_forward;
 mod gradients;
 mod mixer;
 mod pack;
+mod states;
 mod train;
 
 use std::ops::Range;
@@ -34,7 +36,8 @@ use crate::ops::residual::multiple;
 use crate::ops::{embedding, matrix, values};
 use crate::{Config, FrozenParameters, Head, Layout, Parameters, Reduction, Rotary, ThreadPool, Unit};
 use block::TransformerBlock;
-pub use decode::{KvCache, StepSequence};
+pub use cache::KvCache;
+pub use decode::StepSequence;
 pub use gradients::{GradientSink, Gradients, LayerSource, RoutedTokens};
 pub use pack::{Pack, PackError};
 pub use train::Recompute;

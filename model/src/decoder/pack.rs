@@ -9,6 +9,7 @@ use candle_core::{Result, Tensor};
 use super::mixer::{MixingReverse, MixingRule};
 use super::{Decoder, LayerAngles};
 use crate::ops::attention::{self, Segment};
+use crate::ops::delta_net;
 use crate::ops::experts::GivenExperts;
 
 /// Packed sequences. Some may continue others, as the completions of a group continue one prompt.
@@ -167,6 +168,7 @@ impl PackPart<'_> {
     pub(super) fn mix(&self, rule: MixingRule<'_>, prepared: &Tensor) -> Result<Tensor> {
         match rule {
             MixingRule::Attention(rule) => attention::packed(prepared, self.segments, self.rows.start, rule),
+            MixingRule::DeltaNet(rule) => delta_net::packed(prepared, self.segments, self.rows.start, rule),
         }
     }
 
@@ -181,6 +183,10 @@ impl PackPart<'_> {
             MixingRule::Attention(rule) => {
                 let reverse = attention::packed_backward(prepared, self.segments, self.rows.start, rule, g)?;
                 Ok(MixingReverse::Attention(reverse))
+            }
+            MixingRule::DeltaNet(rule) => {
+                let reverse = delta_net::packed_backward(prepared, self.segments, self.rows.start, rule, g)?;
+                Ok(MixingReverse::DeltaNet(reverse))
             }
         }
     }

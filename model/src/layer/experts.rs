@@ -19,6 +19,9 @@ pub struct ExpertSpec {
     /// Width of the SwiGLU network that every token goes through besides its experts (DeepSeekMoE, Dai et al. 2024, arXiv
     /// 2401.06066); 0 for none.
     pub shared_width: usize,
+    /// Whether the result of that network is multiplied with a sigmoid of the token's own (Qwen2-MoE, Yang et al. 2024, arXiv
+    /// 2407.10671).
+    pub shared_gate: bool,
     /// Whether the router and the projections of experts have a bias.
     pub bias: bool,
     /// Whether files have each projection of all experts as one tensor `[experts, in, out]`, gate and up in turns.
@@ -84,7 +87,7 @@ pub(crate) const ROUTER_CORRECTION: &str = "e_score_correction_bias";
 
 /// Appends the tensors of a router and its experts.
 pub(super) fn push_tensors(tensors: &mut Vec<LayerTensor>, spec: ExpertSpec, hidden: usize) {
-    let ExpertSpec { count, width, router, shared_width, bias, .. } = spec;
+    let ExpertSpec { count, width, router, shared_width, shared_gate, bias, .. } = spec;
     let mut push = |name: String, shape: &[usize], operand, sharding, fused| {
         tensors.push(LayerTensor { name: name.into(), shape: shape.to_vec(), operand, sharding, fused });
     };
@@ -102,35 +105,40 @@ pub(super) fn push_tensors(tensors: &mut Vec<LayerTensor>, spec: ExpertSpec, hid
     for (expert, part, turn) in each() {
         let name = format!("mlp.experts.{expert}.{part}.weight");
         let start = expert * hidden * 2 * width + turn;
-        let place = FilePlace { start, output_stride: 2, input_stride: 2 * width };
+        let place = FilePlace::strided(start, 2, 2 * width);
         let fused = spec.fused("mlp.experts.gate_up_proj", &[count, hidden, 2 * width], place);
         push(name, &[width, hidden], Operand::GateUp, Sharding::Outputs, fused);
     }
     for (expert, part, turn) in each().filter(|_| bias) {
         let name = format!("mlp.experts.{expert}.{part}.bias");
-        let place = FilePlace { start: expert * 2 * width + turn, output_stride: 2, input_stride: 1 };
+        let place = FilePlace::strided(expert * 2 * width + turn, 2, 1);
         let fused = spec.fused("mlp.experts.gate_up_proj_bias", &[count, 2 * width], place);
         push(name, &[width], Operand::GateUpBias, Sharding::Outputs, fused);
     }
     for expert in 0..count {
         let name = format!("mlp.experts.{expert}.down_proj.weight");
-        let place = FilePlace { start: expert * width * hidden, output_stride: 1, input_stride: hidden };
+        let place = FilePlace::strided(expert * width * hidden, 1, hidden);
         let fused = spec.fused("mlp.experts.down_proj", &[count, width, hidden], place);
         push(name, &[hidden, width], Operand::Down, Sharding::Inputs, fused);
     }
     for expert in (0..count).filter(|_| bias) {
         let name = format!("mlp.experts.{expert}.down_proj.bias");
-        let place = FilePlace { start: expert * hidden, output_stride: 1, input_stride: 1 };
+        let place = FilePlace::strided(expert * hidden, 1, 1);
         let fused = spec.fused("mlp.experts.down_proj_bias", &[count, hidden], place);
         push(name, &[hidden], Operand::DownBias, Sharding::Replicated, fused);
     }
     if shared_width > 0 {
+        let module = if shared_gate { "mlp.shared_expert" } else { "mlp.shared_experts" };
         for (part, _) in gate_up {
-            let name = format!("mlp.shared_experts.{part}.weight");
+            let name = format!("{module}.{part}.weight");
             push(name, &[shared_width, hidden], Operand::SharedGateUp, Sharding::Outputs, None);
         }
-        let name = "mlp.shared_experts.down_proj.weight".to_owned();
+        let name = format!("{module}.down_proj.weight");
         push(name, &[hidden, shared_width], Operand::SharedDown, Sharding::Inputs, None);
+        if shared_gate {
+            let name = "mlp.shared_expert_gate.weight".to_owned();
+            push(name, &[1, hidden], Operand::SharedGate, Sharding::Replicated, None);
+        }
     }
 }
 

@@ -146,6 +146,9 @@ impl<T: Storage> DeviceDecoder<T> {
 
 /// What the model computes that devices do not.
 fn missing(config: &Config) -> Option<&'static str> {
+    if config.delta_net().is_some() {
+        return Some("layers with a recurrence in place of attention");
+    }
     let multiplied = [config.embedding_multiplier, config.logits_scaling].iter().any(|factor| *factor != 1.0);
     if multiplied || config.norm_offset != 0.0 {
         return Some("multiplied embeddings and logits, and norms whose weights have an offset");
@@ -155,7 +158,8 @@ fn missing(config: &Config) -> Option<&'static str> {
         // Another kind of layer does not compile until its operations, or a refusal, are here.
         let LayerSpec {
             norm,
-            attention: AttentionSpec { window, rotary, scale, sinks },
+            attention: AttentionSpec { window, rotary, scale, sinks, gated },
+            delta_net: _,
             query_key_norm,
             qkv_bias: _,
             output_bias: _,
@@ -168,7 +172,7 @@ fn missing(config: &Config) -> Option<&'static str> {
             (_, FeedForward::GeGlu, _) => Some("feed-forward networks with GELU"),
             (_, _, QueryKeyNorm::Whole) => Some("norms of all heads together"),
             (Norm::RmsAfter | Norm::RmsAround, _, _) => Some("norms after a block"),
-            _ if sinks => Some("attention sinks"),
+            _ if sinks || gated => Some("attention sinks, and gates on the result of attention"),
             _ if !same || !rotary.is_some_and(plain) => Some(
                 "layers without rotary embedding, and embeddings that are partial, scaled by YaRN or differ",
             ),

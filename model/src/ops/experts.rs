@@ -414,6 +414,7 @@ mod tests {
         width: 3,
         router: RouterKind::Softmax { normalized: true },
         shared_width: 0,
+        shared_gate: false,
         bias: false,
         fused_files: false,
         activation: ExpertActivation::SwiGlu,

@@ -15,14 +15,18 @@
 //!   [`dot`]; [`norm`], [`residual`], [`embedding`]
 //! - [`swiglu`], [`clamped_swiglu`], [`geglu`]: gated activations
 //! - [`heads`]: per-head norm and rotary embedding
-//! - [`experts`]: the routes of tokens to experts
+//! - [`experts`]: the routes of tokens to experts; [`row_gate`]: the gate of the network beside them
 //! - [`attention`]: packed and paged
+//! - [`delta_net`]: a recurrence, over [`causal_convolution`] and [`delta_rule`]; [`result_gate`]: gates on the results of both
 //! - [`head`]: logits fused with log-probability and entropy, over [`softmax`]; [`value`]: the value head
 
 pub(crate) mod attention;
 pub(crate) mod bf16;
 pub(crate) mod blocks;
+pub(crate) mod causal_convolution;
 pub(crate) mod clamped_swiglu;
+pub(crate) mod delta_net;
+pub(crate) mod delta_rule;
 pub(crate) mod dot;
 pub(crate) mod embedding;
 pub(crate) mod experts;
@@ -34,6 +38,8 @@ pub(crate) mod int8;
 pub(crate) mod linear;
 pub(crate) mod norm;
 pub(crate) mod residual;
+pub(crate) mod result_gate;
+pub(crate) mod row_gate;
 pub(crate) mod simd;
 pub(crate) mod softmax;
 pub(crate) mod swiglu;

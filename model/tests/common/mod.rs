@@ -17,7 +17,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 
 /// Directory names of the models.
-pub(crate) const MODELS: [&str; 15] = [
+pub(crate) const MODELS: [&str; 18] = [
     "qwen2",
     "qwen2_sharded",
     "qwen3",
@@ -33,6 +33,9 @@ pub(crate) const MODELS: [&str; 15] = [
     "olmo3",
     "granite",
     "gemma3",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
 ];
 
 /// A model and what PyTorch computes for it, in f32.

@@ -1,6 +1,6 @@
 """Tiny random models as transformers writes them, with the logits and gradients that PyTorch computes.
 
-  pip install torch transformers safetensors        (made with torch 2.15.0, transformers 5.23.0 and, glm4_moe and gpt_oss, 5.24.0, CPU)
+  pip install torch transformers safetensors        (made with torch 2.15.0, transformers 5.23.0 or 5.24.0, CPU)
   python make_goldens.py [NAME ...]                 writes ./NAME/ for each, and ./chat.json
 
 Per model directory: config.json, generation_config.json, weights as save_pretrained writes them, and
@@ -28,7 +28,9 @@ from transformers import (Gemma3ForCausalLM, Gemma3TextConfig, Glm4MoeConfig, Gl
                           LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
                           Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM, OlmoeConfig, OlmoeForCausalLM,
                           Phi3Config, Phi3ForCausalLM, PreTrainedTokenizerFast,
-                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM,
+                          Qwen2Config, Qwen2ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig,
+                          Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3NextConfig,
+                          Qwen3NextForCausalLM,
                           SmolLM3Config, SmolLM3ForCausalLM)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -38,6 +40,11 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_fact
               original_max_position_embeddings=16)
 YARN = dict(rope_type="yarn", rope_theta=500000.0, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0,
             beta_slow=1.0, attention_factor=1.2079441541679836)
+# A recurrence in the first layer, attention in the second.
+RECURRENT = dict(tie_word_embeddings=True, head_dim=8, intermediate_size=32, num_key_value_heads=1, layer_types=["linear_attention", "full_attention"],
+                 linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6,
+                 rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5))
+SHARED = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8)
 # name: (config class, model class, changes, stored type, largest shard)
 MODELS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, dict(tie_word_embeddings=True), torch.float32, "1GB"),
@@ -80,12 +87,16 @@ MODELS = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, dict(
         tie_word_embeddings=True, intermediate_size=32, head_dim=16, num_key_value_heads=1, query_pre_attn_scalar=24, sliding_window=8,
         layer_types=["sliding_attention", "full_attention"]), torch.bfloat16, "1GB"),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, dict(**RECURRENT, **SHARED, norm_topk_prob=False), torch.bfloat16, "1GB"),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, dict(**RECURRENT), torch.bfloat16, "1GB"),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, dict(**RECURRENT, **SHARED), torch.bfloat16, "1GB"),
 }
-# The seed of a model; with those of glm4_moe and gpt_oss every expert has tokens of every sequence, and few are nearly as good as
+# The seed of a model; with those of glm4_moe, gpt_oss, qwen3_next and qwen3_5_moe every expert has tokens of every sequence, and few are nearly as good as
 # another.
 SEEDS = {
     "llama": 0, "mistral": 1, "olmoe": 2, "qwen2": 3, "qwen2_sharded": 4, "qwen3": 5, "qwen3_moe": 6, "phi3": 7, "smollm3": 8,
     "olmo2": 9, "olmo3": 10, "granite": 11, "gemma3": 12, "glm4_moe": 11, "gpt_oss": 23,
+    "qwen3_next": 17, "qwen3_5": 17, "qwen3_5_moe": 17,
 }
 LENGTHS = [7, 1, 23, 12]
 TEMPERATURE = 0.7
@@ -96,7 +107,9 @@ def randomise(model):
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape)
         scale = 0.15 if name.endswith(("mlp.gate.weight", "mlp.router.weight")) else 0.3
-        one = 0.0 if model.config.model_type == "gemma3_text" else 1.0  # Gemma stores the weights of norms without it
+        # Some store the weights of norms without it.
+        without = model.config.model_type in ("gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+        one = 0.0 if without and not name.endswith("linear_attn.norm.weight") else 1.0
         p.data = one + 0.2 * noise if name.endswith("norm.weight") else scale * noise
     for name, correction in corrections(model):
         correction.data = 0.1 * torch.randn(correction.shape)
@@ -126,6 +139,9 @@ def apart(name, values, config):
         for module, part in zip(["gate_proj", "up_proj"], values.chunk(2)):
             yield name.replace("gate_up_proj", module), part.clone()
         return
+    if ".in_proj_qkv" in name or name.endswith(".in_proj_ba.weight"):
+        yield from projections(name, values, config)
+        return
     in_turns = config.model_type == "gpt_oss"
     path, _, last = name.rpartition("experts.")
     of_each = values if last in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias") else []
@@ -139,6 +155,21 @@ def apart(name, values, config):
             yield f"{path}experts.{expert}.down_proj.{kind}", part.clone()
     if not len(of_each):
         yield name, values.clone()
+
+
+def projections(name, values, config):
+    """Those of a recurrence: one after the other, or one after the other for each key head."""
+    heads, group = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    key, value = config.linear_key_head_dim, config.linear_value_head_dim
+    path, _, last = name.rpartition(".in_proj_")
+    sizes = dict(q=key, k=key, v=group * value, z=group * value, b=group, a=group)
+    parts = last.removesuffix(".weight")
+    if parts == "qkv":
+        for part, of in zip(parts, values.split([heads * sizes[part] for part in parts])):
+            yield f"{path}.in_proj_{part}.weight", of.clone()
+        return
+    for part, of in zip(parts, values.reshape(heads, -1, values.shape[-1]).split([sizes[part] for part in parts], 1)):
+        yield f"{path}.in_proj_{part}.weight", of.reshape(-1, values.shape[-1]).clone()
 
 
 def golden(model, seed):
@@ -164,7 +195,9 @@ def golden(model, seed):
     for name in ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight",
                  "model.layers.0.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.experts.2.down_proj.weight",
                  "model.layers.1.mlp.experts.2.up_proj.bias", "model.layers.1.mlp.gate.e_score_correction_bias",
-                 "model.layers.1.mlp.shared_experts.up_proj.weight", "model.layers.1.self_attn.sinks"]:
+                 "model.layers.1.mlp.shared_experts.up_proj.weight", "model.layers.1.self_attn.sinks",
+                 "model.layers.0.linear_attn.in_proj_v.weight", "model.layers.0.linear_attn.in_proj_a.weight",
+                 "model.layers.0.linear_attn.conv1d.weight", "model.layers.1.mlp.shared_expert.up_proj.weight"]:
         if name in parameters:
             out[f"param.{name}"] = parameters[name]
     return out

@@ -39,6 +39,7 @@ impl TransformerBlock {
             Operand::DownBias,
             Operand::SharedGateUp,
             Operand::SharedDown,
+            Operand::SharedGate,
             Operand::FeedForwardAfterNorm,
         ];
         let [
@@ -51,6 +52,7 @@ impl TransformerBlock {
             down_bias,
             shared_gate_up,
             shared_down,
+            shared_gate,
             after,
         ] = carve(gradients, operands.map(|of| &ranges[of]), factors);
         let [norm, router_bias, gate_up_bias, down_bias, after] =
@@ -64,6 +66,7 @@ impl TransformerBlock {
             down_bias,
             shared_gate_up,
             shared_down,
+            shared_gate,
         };
         let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
         // Only matrices have factors.
@@ -88,7 +91,21 @@ impl TransformerBlock {
         pool: &ThreadPool,
     ) -> Result<()> {
         let ranges = &self.ranges;
-        let [norm, qkv, qkv_bias, head_norm, sinks, output, output_bias, after] = carve(
+        let [
+            norm,
+            qkv,
+            qkv_bias,
+            head_norm,
+            sinks,
+            gates,
+            convolution,
+            decay_rate,
+            time_bias,
+            result_norm,
+            output,
+            output_bias,
+            after,
+        ] = carve(
             gradients,
             [
                 &ranges[Operand::AttentionNorm],
@@ -96,20 +113,36 @@ impl TransformerBlock {
                 &ranges[Operand::QkvBias],
                 &ranges[Operand::QueryKeyNorm],
                 &ranges[Operand::Sinks],
+                &ranges[Operand::DeltaGates],
+                &ranges[Operand::Convolution],
+                &ranges[Operand::DecayRate],
+                &ranges[Operand::TimeBias],
+                &ranges[Operand::ResultNorm],
                 &ranges[Operand::Output],
                 &ranges[Operand::OutputBias],
                 &ranges[Operand::AttentionAfterNorm],
             ],
             factors,
         );
-        let [norm, qkv_bias, head_norm, sinks, output_bias, after] =
-            [norm, qkv_bias, head_norm, sinks, output_bias, after].map(WeightGradient::vector);
+        let [norm, output_bias, after] = [norm, output_bias, after].map(WeightGradient::vector);
+        let [qkv_bias, head_norm, sinks, convolution, decay_rate, time_bias, result_norm] =
+            [qkv_bias, head_norm, sinks, convolution, decay_rate, time_bias, result_norm]
+                .map(WeightGradient::vector);
+        let mut vectors =
+            MixerVectors { qkv_bias, head_norm, sinks, convolution, decay_rate, time_bias, result_norm };
         let mut jobs: Vec<GradientJob<'_>> = Vec::new();
         weight_jobs(
             &mut jobs,
             parts,
             qkv,
             |part| Some((&part.reverse.normed, &part.reverse.mixer.d_projected)),
+            pool,
+        );
+        weight_jobs(
+            &mut jobs,
+            parts,
+            gates,
+            |part| Some((&part.reverse.normed, part.reverse.mixer.d_gates()?)),
             pool,
         );
         weight_jobs(
@@ -123,18 +156,28 @@ impl TransformerBlock {
             return pool.map(jobs, |job| job()).into_iter().collect();
         }
         jobs.push(Box::new(|| {
-            let mut vectors = MixerVectors { qkv_bias, head_norm, sinks };
-            for ReversedAttention { trace, reverse: r, angles } in parts {
-                norm_gradient(&r.input, self.eps, &r.mixer.d_normed, norm)?;
-                r.branch.add_norm_gradient(self.eps, after)?;
-                self.mixer.vector_gradients(&trace.mixer, &r.mixer, angles, &mut vectors)?;
-                if !output_bias.is_empty() {
-                    bias_gradient(&r.branch.d_result, output_bias)?;
-                }
-            }
-            Ok(())
+            self.attention_vector_gradients(parts, [norm, output_bias, after], &mut vectors)
         }));
         pool.map(jobs, |job| job()).into_iter().collect()
+    }
+
+    /// Adds the gradients of the vectors of the attention half: those of the norm, of the bias of the output, of the norm after it, and
+    /// of the mixer.
+    fn attention_vector_gradients(
+        &self,
+        parts: &[ReversedAttention<'_>],
+        [norm, output_bias, after]: [&mut [f32]; 3],
+        vectors: &mut MixerVectors<'_>,
+    ) -> Result<()> {
+        for ReversedAttention { trace, reverse: r, angles } in parts {
+            norm_gradient(&r.input, self.eps, &r.mixer.d_normed, norm)?;
+            r.branch.add_norm_gradient(self.eps, after)?;
+            self.mixer.vector_gradients(&trace.mixer, &r.mixer, angles, vectors)?;
+            if !output_bias.is_empty() {
+                bias_gradient(&r.branch.d_result, output_bias)?;
+            }
+        }
+        Ok(())
     }
 }
 

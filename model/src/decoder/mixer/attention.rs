@@ -2,13 +2,14 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{MixerReverse, MixerTrace, MixerVectors, Projected};
+use super::{MixerOperands, MixerReverse, MixerTrace, MixerVectors, Projected};
 use crate::ThreadPool;
 use crate::decoder::LayerAngles;
 use crate::ops::attention::{AttentionRule, PackedReverse};
 use crate::ops::heads::{self, HeadNormWeights, HeadShape};
 use crate::ops::linear::{Linear, bias_gradient};
-use crate::ops::matrix;
+use crate::ops::result_gate::{join_gates, split_gates};
+use crate::ops::{matrix, values};
 
 /// The weights of attention without those of its output projection.
 #[derive(Clone, Debug)]
@@ -24,6 +25,8 @@ pub(in crate::decoder) struct AttentionWeights {
     pub(in crate::decoder) sinks: Vec<f32>,
     /// Weights of the norms of queries and keys, if the layer has them.
     pub(in crate::decoder) head_norm: Option<Vec<f32>>,
+    /// Whether every query head has the gate of its result behind it.
+    pub(in crate::decoder) gated: bool,
 }
 
 impl AttentionWeights {
@@ -35,21 +38,26 @@ impl AttentionWeights {
         self.qkv.bytes()
     }
 
-    /// Queries, keys and values of the normalised input `x [T, d]`.
+    /// Queries, keys and values of the normalised input `x [T, d]`, and the gate of the result.
     pub(super) fn project(&self, x: &Tensor, angles: &LayerAngles, pool: &ThreadPool) -> Result<Projected> {
-        let mut qkv = self.qkv.apply_values(x, pool)?;
+        let (mut qkv, mut gate) = (self.qkv.apply_values(x, pool)?, None);
+        if self.gated {
+            let [own, gates] = split_gates(&qkv, self.shape);
+            (qkv, gate) = (own, Some(matrix(gates, self.shape.query_width())?));
+        }
         let width = self.shape.width();
         let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
         heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles.of(self.rotary), pool);
-        Ok(Projected { raw, prepared: matrix(qkv, width)? })
+        Ok(Projected { raw, prepared: matrix(qkv, width)?, gate })
     }
 
-    /// Backward for the gradients of what was prepared.
+    /// Backward for the gradients of what was prepared and of the gate of the result.
     pub(super) fn backward(
         &self,
         trace: &MixerTrace,
         angles: &LayerAngles,
         PackedReverse { d_qkv: d_prepared, d_sinks }: PackedReverse,
+        d_gate: Option<&Tensor>,
     ) -> Result<MixerReverse> {
         let d_sinks = match self.sinks.len() {
             0 => None,
@@ -61,9 +69,17 @@ impl AttentionWeights {
             None => None,
         };
         let (norm, angles) = (self.norm_of_heads(), angles.of(self.rotary));
-        let d_projected = heads::prepare_backward(raw, self.shape, norm, angles, d_prepared)?;
+        let mut d_projected = heads::prepare_backward(raw, self.shape, norm, angles, d_prepared)?;
+        if let Some(d_gate) = d_gate {
+            let joined = join_gates(&values(&d_projected)?, &values(d_gate)?, self.shape);
+            d_projected = matrix(joined, self.shape.width() + self.shape.query_width())?;
+        }
         let d_normed = self.qkv.input_gradient(&d_projected)?;
-        Ok(MixerReverse { d_normed, d_projected, d_prepared: kept, d_sinks })
+        Ok(MixerReverse {
+            d_normed,
+            d_projected,
+            operands: MixerOperands::Attention { d_prepared: kept, d_sinks },
+        })
     }
 
     pub(super) fn vector_gradients(
@@ -73,14 +89,17 @@ impl AttentionWeights {
         angles: &LayerAngles,
         gradients: &mut MixerVectors<'_>,
     ) -> Result<()> {
+        let MixerOperands::Attention { d_prepared, d_sinks } = &reverse.operands else {
+            candle_core::bail!("the gradients are of another kind of layer")
+        };
         if !gradients.qkv_bias.is_empty() {
             bias_gradient(&reverse.d_projected, gradients.qkv_bias)?;
         }
-        if let Some(d_sinks) = &reverse.d_sinks {
+        if let Some(d_sinks) = d_sinks {
             bias_gradient(d_sinks, gradients.sinks)?;
         }
         let raw = &trace.projected.raw;
-        if let (Some(raw), Some(g), Some(norm)) = (raw, &reverse.d_prepared, self.norm_of_heads()) {
+        if let (Some(raw), Some(g), Some(norm)) = (raw, d_prepared, self.norm_of_heads()) {
             let angles = angles.of(self.rotary);
             heads::head_norm_gradient(raw, self.shape, norm, angles, g, gradients.head_norm)?;
         }
