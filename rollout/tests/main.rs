@@ -9,6 +9,7 @@ mod episodes;
 #[cfg(feature = "emulator")]
 mod on_device;
 mod overdue;
+mod recurrent;
 mod remote;
 mod requests;
 mod roles;

@@ -48,7 +48,7 @@ pub use interrupt::Interruption;
 pub use local::LocalSampler;
 use network::DrawnToken;
 pub use network::{Network, ServeOn, ServedWeights, UnpackedWeights};
-use prefixes::PrefixCache;
+use prefixes::{MOST, PrefixCache};
 use prompt::PromptJob;
 use reservation::{OpenRequest, Reservation};
 use retained::RetainedPages;
@@ -110,6 +110,9 @@ impl Engine {
             return Err(RolloutError::CacheTooSmall { needed: largest, positions });
         }
         let cache = network.cache(positions);
+        // A recurrent state may take more memory than the pages of its sequence.
+        let [retained, prefixes] =
+            if cache.has_states() { [config.max_running; 2] } else { [usize::MAX, MOST] };
         let device = match &network {
             Network::Host { .. } => None,
             Network::Device(sampler) => Some(sampler.device().clone()),
@@ -127,8 +130,8 @@ impl Engine {
             open: HashMap::new(),
             prompts: VecDeque::new(),
             running: Vec::new(),
-            retained: RetainedPages::default(),
-            prefixes: PrefixCache::default(),
+            retained: RetainedPages::new(retained),
+            prefixes: PrefixCache::new(prefixes),
             counts: EngineCounts::default(),
             interruption: None,
             speculation: Speculation::None,
@@ -148,11 +151,12 @@ impl Engine {
         Self { interruption, ..self }
     }
 
-    /// The same, with proposals that one pass verifies while few sequences decode. On a device it has no effect.
+    /// The same, with proposals that one pass verifies while few sequences decode. It has no effect on a device, and with a model
+    /// that has a recurrence, whose state does not go back to before a rejected token.
     #[must_use]
     pub fn speculating(self, speculation: Speculation) -> Self {
-        let on_device = self.device.is_some();
-        Self { speculation: if on_device { Speculation::None } else { speculation }, ..self }
+        let off = self.device.is_some() || self.cache.has_states();
+        Self { speculation: if off { Speculation::None } else { speculation }, ..self }
     }
 
     /// The same, with completions that name the experts of their tokens ([`TokenExperts`]). A model without experts has none, and
@@ -367,11 +371,14 @@ impl Engine {
             let from = if done == Some(sequence.request) { shared } else { 0 };
             done = Some(sequence.request);
             let known = sequence.token_ids.len() - 1;
-            let chunk = self.config.prefill_chunk.max(1);
-            for position in (from..known).step_by(chunk) {
-                let tokens = &sequence.token_ids[position..(position + chunk).min(known)];
+            let (chunk, mut position) = (self.config.prefill_chunk.max(1), from);
+            while position < known {
+                // A recurrent state is left where the next sequence of the request begins.
+                let stop = if position < shared { shared } else { known };
+                let tokens = &sequence.token_ids[position..(position + chunk).min(stop)];
                 let step = StepSequence { tokens, position, pages: &sequence.pages, wanted: 0 };
                 network.step(&mut self.cache, &[step], &self.pool)?;
+                position += tokens.len();
             }
         }
         Ok(())
@@ -416,6 +423,9 @@ impl Engine {
             self.counts.prefilled_tokens += tokens as u64;
             let Some(mut job) = self.prompts.pop_front() else { break };
             job.advance(tokens, self.version);
+            if job.state_at() == Some(job.prefilled) {
+                self.cache.keep_state(&job.pages, job.prefilled);
+            }
             if job.prefilled < job.request.prompt.len() {
                 self.prompts.push_front(job);
                 break;
@@ -476,10 +486,13 @@ impl Engine {
             if left == 0 {
                 break;
             }
-            let tokens = left.min(job.request.prompt.len() - job.prefilled);
+            let rest = job.request.prompt.len() - job.prefilled;
+            let state_at = job.state_at().filter(|at| self.cache.has_states() && *at > job.prefilled);
+            let tokens = left.min(state_at.map_or(rest, |at| at - job.prefilled));
             job.reserve_pages(tokens, &mut self.cache);
             chunk.push(tokens);
-            left -= tokens;
+            // Prompts behind one that is not whole wait.
+            left = if tokens < rest { 0 } else { left - tokens };
         }
         chunk
     }
@@ -514,7 +527,8 @@ impl Engine {
         let known = &sequence.token_ids[..sequence.token_ids.len() - 1];
         if sequence.keep_cache && stop != StopReason::Length {
             let (known, pages) = (known.to_vec(), std::mem::take(&mut sequence.pages));
-            self.retained.keep(sequence.group, sequence.index, known, pages, &mut self.cache);
+            let evicted = self.retained.keep(sequence.group, sequence.index, known, pages, &mut self.cache);
+            self.counts.evicted_tokens += evicted as u64;
         } else if let Some(salt) = sequence.prefix_salt(self.version) {
             let (known, pages) = (known.to_vec(), std::mem::take(&mut sequence.pages));
             self.prefixes.keep(salt, known, pages, &mut self.cache);

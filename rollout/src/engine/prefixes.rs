@@ -12,13 +12,15 @@ use model::KvCache;
 
 use super::retained::CachedPrefix;
 
-/// Most completions that are kept.
-const MOST: usize = 512;
+/// Most completions that are kept of a model without a recurrence.
+pub(super) const MOST: usize = 512;
 
 /// The kept completions, least recently used first.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct PrefixCache {
     kept: VecDeque<KeptPrefix>,
+    /// Most completions that are kept.
+    most: usize,
 }
 
 #[derive(Debug)]
@@ -31,6 +33,11 @@ struct KeptPrefix {
 }
 
 impl PrefixCache {
+    /// Keeps `most` completions at most.
+    pub(super) fn new(most: usize) -> Self {
+        Self { kept: VecDeque::new(), most }
+    }
+
     /// Keeps `pages`, which have `token_ids` in the cache. A kept prefix of them is freed.
     pub(super) fn keep(&mut self, salt: u64, token_ids: Vec<u32>, mut pages: Vec<u32>, cache: &mut KvCache) {
         cache.release(&pages.split_off(KvCache::pages_for(token_ids.len())));
@@ -42,17 +49,19 @@ impl PrefixCache {
             stays
         });
         self.kept.push_back(KeptPrefix { salt, token_ids, pages });
-        while self.kept.len() > MOST {
+        while self.kept.len() > self.most {
             self.pop(cache);
         }
     }
 
-    /// The longest kept beginning of `prompt`, whose pages are now shared: all but its last token at most, since the logits
-    /// of the last are wanted.
+    /// The longest kept beginning of `prompt` from which it can resume, whose pages are now shared: all but its last token at most,
+    /// since the logits of the last are wanted.
     pub(super) fn share(&mut self, salt: u64, prompt: &[u32], cache: &mut KvCache) -> CachedPrefix {
         let most = prompt.len().saturating_sub(1);
         let of_salt = self.kept.iter().enumerate().filter(|(_, kept)| kept.salt == salt);
-        let longest = of_salt.map(|(at, kept)| (common(&kept.token_ids, prompt).min(most), at)).max();
+        let usable =
+            |kept: &KeptPrefix| cache.resumable(&kept.pages, common(&kept.token_ids, prompt).min(most));
+        let longest = of_salt.map(|(at, kept)| (usable(kept), at)).max();
         // Less than a page costs a copy of the page.
         let Some((tokens, at)) = longest.filter(|(tokens, _)| *tokens >= KvCache::PAGE) else {
             return CachedPrefix::default();

@@ -42,6 +42,13 @@ impl PromptJob {
         self.prefilled += tokens;
     }
 
+    /// Prompt tokens after which a step ends, so that a recurrent state is left for requests that begin with the same tokens: the
+    /// whole pages before the last token. None if no request may continue them.
+    pub(super) fn state_at(&self) -> Option<usize> {
+        let whole = (self.request.prompt.len() - 1) / KvCache::PAGE * KvCache::PAGE;
+        (self.request.options.prefix_cache.is_some() && whole > 0).then_some(whole)
+    }
+
     /// Takes the pages that the next `tokens` tokens need.
     pub(super) fn reserve_pages(&mut self, tokens: usize, cache: &mut KvCache) {
         cache.make_writable(&mut self.pages, self.prefilled, self.prefilled + tokens);

@@ -1,7 +1,8 @@
 //! KV pages of completions that ended, kept for the next turn of their episode.
 //!
 //! Kept pages have no reservation. When the engine needs their space, the completion that ended first gives its pages up,
-//! and the next turn of its episode prefills all tokens again.
+//! and the next turn of its episode prefills all tokens again. So it does when more are kept than a bound, which models with a
+//! recurrence have: each has a state beside its pages.
 //!
 //! Invariant: kept pages have the keys and values of the tokens that they are kept for, so that a turn which continues them
 //! samples what it would sample after a prefill of its whole prompt under the same weights.
@@ -12,9 +13,11 @@ use model::KvCache;
 use trajectory::GroupId;
 
 /// The kept completions, in the order in which they ended.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct RetainedPages {
     completions: VecDeque<RetainedCompletion>,
+    /// Most completions that are kept.
+    most: usize,
 }
 
 /// The tokens of a prompt that are in the KV cache, and their pages.
@@ -35,7 +38,13 @@ struct RetainedCompletion {
 }
 
 impl RetainedPages {
-    /// Keeps `pages` of episode `index` of `group`, which have `token_ids` in the cache.
+    /// Keeps `most` completions at most.
+    pub(super) fn new(most: usize) -> Self {
+        Self { completions: VecDeque::new(), most }
+    }
+
+    /// Keeps `pages` of episode `index` of `group`, which have `token_ids` in the cache. Returns the number of tokens that have to be
+    /// prefilled again, because too many are kept.
     pub(super) fn keep(
         &mut self,
         group: GroupId,
@@ -43,10 +52,15 @@ impl RetainedPages {
         token_ids: Vec<u32>,
         mut pages: Vec<u32>,
         cache: &mut KvCache,
-    ) {
+    ) -> usize {
         self.forget(cache, |kept| kept == (group, index));
         cache.release(&pages.split_off(KvCache::pages_for(token_ids.len())));
         self.completions.push_back(RetainedCompletion { group, index, token_ids, pages });
+        let mut tokens = 0;
+        while self.completions.len() > self.most {
+            tokens += self.pop(cache).unwrap_or(0);
+        }
+        tokens
     }
 
     /// What is in the cache of `prompt`, the next turn of episode `index` of `group`: all but its last token at most, since
@@ -64,7 +78,9 @@ impl RetainedPages {
         };
         let tokens = kept.token_ids.len();
         if tokens < prompt.len() && prompt.starts_with(&kept.token_ids) {
-            return CachedPrefix { tokens, pages: kept.pages };
+            let (tokens, mut pages) = (cache.resumable(&kept.pages, tokens), kept.pages);
+            cache.release(&pages.split_off(KvCache::pages_for(tokens)));
+            return CachedPrefix { tokens, pages };
         }
         cache.release(&kept.pages);
         CachedPrefix::default()
@@ -75,12 +91,18 @@ impl RetainedPages {
     pub(super) fn evict(&mut self, pages: usize, cache: &mut KvCache) -> usize {
         let mut tokens = 0;
         while cache.free_pages() < pages
-            && let Some(first) = self.completions.pop_front()
+            && let Some(freed) = self.pop(cache)
         {
-            cache.release(&first.pages);
-            tokens += first.token_ids.len();
+            tokens += freed;
         }
         tokens
+    }
+
+    /// Frees the pages that were kept first. Returns the number of their tokens, if there were any pages.
+    fn pop(&mut self, cache: &mut KvCache) -> Option<usize> {
+        let first = self.completions.pop_front()?;
+        cache.release(&first.pages);
+        Some(first.token_ids.len())
     }
 
     /// Gives up the pages of the episodes, by group and index, that `ended` names.
