@@ -58,7 +58,12 @@ pub struct Shape {
     matrices: f64,
     /// Weights of the head.
     head: f64,
+    /// Layers with attention.
     layers: f64,
+    /// Operations of a token in all layers with a recurrence, beside their matrices.
+    recurrence: f64,
+    /// Values of the recurrent state of a sequence.
+    state: f64,
     /// Width of all query heads.
     query_width: f64,
     /// Width of all key heads.
@@ -94,7 +99,10 @@ impl Shape {
             parameters: Layout::new(config).len() as f64,
             matrices: config.layer_multiply_adds() as f64,
             head: (config.vocab_size * config.hidden_size) as f64,
-            layers: config.num_layers() as f64,
+            layers: config.attention_layers() as f64,
+            // A state is decayed, read, corrected and read again.
+            recurrence: 7.0 * config.state_len() as f64,
+            state: config.state_len() as f64,
             query_width: query_width as f64,
             kv_width: kv_width as f64,
             number: F32,
@@ -123,9 +131,13 @@ impl Shape {
         let logits = prompts + completions * decoded;
         let seen = prompts * seen_by_prompt + completions * seen_by_completion;
         Cost {
-            flops: 2.0 * self.matrices * tokens + 2.0 * self.head * logits + self.attention(seen),
+            flops: (2.0 * self.matrices + self.recurrence) * tokens
+                + 2.0 * self.head * logits
+                + self.attention(seen),
             bytes: passes * (weight * self.matrices + head * self.head)
-                + self.number * 2.0 * self.layers * self.kv_width * completions * seen_by_completion,
+                + self.number * 2.0 * self.layers * self.kv_width * completions * seen_by_completion
+                // A state is read and written for every token.
+                + F32 * 2.0 * self.state * completions * decoded,
         }
     }
 
@@ -138,7 +150,9 @@ impl Shape {
             tokens += length;
             seen += length * (length + 1.0) / 2.0;
         }
-        let forward = 2.0 * self.matrices * tokens + 2.0 * self.head * logits + self.attention(seen);
+        let forward = (2.0 * self.matrices + self.recurrence) * tokens
+            + 2.0 * self.head * logits
+            + self.attention(seen);
         // Read in the forward and in the backward; gradients are f32.
         let matrices = (2.0 * self.number + 2.0 * F32) * (self.matrices + self.head);
         Cost { flops: 3.0 * forward, bytes: passes * matrices + F32 * 7.0 * self.parameters }

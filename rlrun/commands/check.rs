@@ -3,6 +3,7 @@
 use environments::Demonstration;
 use model::{Config, ModelDirectory, SharedCores};
 use rollout::Episode;
+use rollout::engine::Speculation;
 
 use super::{load, scratch_directory};
 use crate::args::RecipeArgs;
@@ -144,6 +145,11 @@ fn shape(recipe: &Recipe) -> Result<Config, Failure> {
 pub(super) fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
     if recipe.rollout.routing_replay && shape(recipe)?.experts().is_none() {
         let what = "`rollout.routing_replay` is set, and the model has no experts: remove it, or name a model with experts";
+        return Err(Failure::Argument(what.to_owned()));
+    }
+    if recipe.rollout.speculation != Speculation::None && shape(recipe)?.state_len() > 0 {
+        let what = "`rollout.speculation` is set, and the model has a recurrence, whose state does not go back to before a \
+                    rejected token: remove it";
         return Err(Failure::Argument(what.to_owned()));
     }
     if recipe.rollout.push_adapter

@@ -12,7 +12,7 @@ mod turns;
 
 use std::fmt;
 
-use model::{Config, KvCache, LayerSpec, Layout, ParameterSpec, Quantization, QueryKeyNorm, Recompute};
+use model::{Config, KvCache, LayerSpec, Layout, ParameterSpec, Quantization, Recompute};
 use trainer::lora::LoraConfig;
 
 use crate::allocator::SPARE;
@@ -94,15 +94,16 @@ impl Memory {
             part(
                 "activations",
                 "a full micro-batch of every rank, kept for its backward",
-                product(&[world, micro_batch, size.activations_per_token]),
+                product(&[world, micro_batch, size.activations_per_token])
+                    .saturating_add(product(&[cores(recipe).max(world), size.recurrence])),
             ),
             part("logits", "of rows of the micro-batch of every rank", product(&[world, logits])),
             published(recipe, weights),
             part("served", "the version that is sampled from, packed", size.packed),
             part(
                 "kv cache",
-                "keys and values of all running sequences",
-                product(&[positions, size.cache_per_token]),
+                "keys and values of all running sequences, and recurrent states",
+                product(&[positions, size.cache_per_token]).saturating_add(states(recipe, config)),
             ),
             part("decoding", "one step of all running sequences", product(&[rows, size.decoding_per_token])),
         ];
@@ -247,8 +248,7 @@ impl Trained {
         let layout = Layout::new(config);
         let optimizer = recipe.optimizer();
         // Ranks that share a step have a core each.
-        let cores =
-            recipe.placement.trainer_threads.unwrap_or_else(model::thread_pool::available_cores) as u64;
+        let cores = cores(recipe);
         let threads = if recipe.trainer.world > 1 { recipe.trainer.world as u64 } else { cores };
         let changed =
             |specs: &[ParameterSpec]| specs.iter().map(|spec| spec.len() as u64).fold(0, u64::saturating_add);
@@ -268,6 +268,11 @@ impl Trained {
         let adapter = product(&[F32, recipe.trainer.world as u64, values]);
         of(&specs, adapter, of_ranks(recipe, &layout, Some(&lora), F32))
     }
+}
+
+/// Threads of the trainer, unless it has ranks.
+fn cores(recipe: &Recipe) -> u64 {
+    recipe.placement.trainer_threads.unwrap_or_else(model::thread_pool::available_cores) as u64
 }
 
 /// Weights and gradients of all ranks, which are threads of one process; with an adapter, the weights that it is merged into
@@ -300,6 +305,8 @@ struct Size {
     cache_per_token: u64,
     /// Temporary activations of a token in one layer.
     layer_per_token: u64,
+    /// What the backward of a recurrence has on each thread, whatever the number of its tokens.
+    recurrence: u64,
     /// [`Size::activations_per_token`] and the logits twice.
     decoding_per_token: u64,
 }
@@ -316,9 +323,9 @@ impl Size {
         });
         let all_have = config.layers.iter().all(|layer| layer.feed_forward.experts().is_some());
         let middle = if all_have { of_experts } else { of_experts.max(n(config.intermediate_size)) };
-        let queries = n(config.num_heads) * n(config.head_dim);
         let keys = n(config.num_kv_heads) * n(config.head_dim);
-        let projected = queries + 2 * keys;
+        let [projected, mixed] = config.mixer_widths().map(n);
+        let [recurrence, recurrence_in_all] = config.recurrence_scratch().map(n);
         let weights = Layout::new(config).len() as u64;
         // An embedding that is tied to the head is one tensor, and two copies if the head is rounded.
         let apart = config.tie_word_embeddings && quantization == Quantization::Bf16;
@@ -332,10 +339,8 @@ impl Size {
         };
         let layers = n(config.num_layers());
         // The residual stream before and between the halves, the prepared projection (and the raw one where heads are
-        // normalised), the attention, gate and up.
-        let normed = |layer: &LayerSpec| layer.query_key_norm != QueryKeyNorm::None;
-        let raw = if config.layers.iter().any(normed) { projected } else { 0 };
-        let attention = 2 * hidden + raw + projected + queries;
+        // normalised), the attention or the recurrence, gate and up.
+        let attention = 2 * hidden + projected + mixed;
         let layer = attention + 2 * middle;
         let kept = match recompute {
             Recompute::None => layers * layer,
@@ -347,6 +352,7 @@ impl Size {
         let joined = |layer: &LayerSpec| layer.norm.is_after() || layer.residual_multiplier != 1.0;
         let results = if config.layers.iter().any(joined) { 3 * hidden } else { 0 };
         let back = attention
+            + recurrence
             + hidden
             + results
             + match recompute {
@@ -357,8 +363,9 @@ impl Size {
             weights: width * weights,
             packed: width * (weights + twice) - saved,
             activations_per_token: product(&[width, kept + back]),
-            cache_per_token: product(&[width, 2, layers, keys]),
+            cache_per_token: product(&[width, 2, n(config.attention_layers()), keys]),
             layer_per_token: width * layer,
+            recurrence: product(&[width, recurrence_in_all]),
             decoding_per_token: width * layer + product(&[F32, 2, n(config.vocab_size)]),
         }
     }
@@ -397,6 +404,12 @@ fn cache_positions(recipe: &Recipe, config: &Config) -> u64 {
         None => 0,
     };
     product(&[pages as u64, sequences as u64]).max(episode as u64).saturating_mul(KvCache::PAGE as u64)
+}
+
+/// Recurrent states of the sampler's cache: of every running sequence, of a prompt for each, and of as many sequences whose pages are
+/// kept, each with one where its prompt ends too.
+fn states(recipe: &Recipe, config: &Config) -> u64 {
+    product(&[F32, 4, recipe.rollout.max_running as u64, config.state_len() as u64])
 }
 
 fn product(factors: &[u64]) -> u64 {

@@ -285,7 +285,7 @@ pub struct Rollout {
     /// Speculation, while few sequences decode: "ngram" proposes the tokens that followed the last ones where they occurred
     /// before, and one pass verifies all of them. Completions and log-probabilities are the same with and without it. It
     /// pays where completions repeat parts of the prompt; `rollout/speculation_acceptance` is the share of proposals that
-    /// were accepted. vLLM `speculative_config`.
+    /// were accepted. Not for models with a recurrence. vLLM `speculative_config`.
     // resume = changes, worker = run
     pub speculation: Speculation,
     /// Whether samples record the experts of every token, and the trainer computes with them instead of those that its router
