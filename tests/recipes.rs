@@ -164,7 +164,8 @@ fn gsm8k_as_published_trains_from_lines_and_from_parquet() {
 /// Directories as transformers wrote them (`model/tests/goldens`), with the character tokenizer, whose ids they have.
 #[test]
 fn models_of_every_family_train_on_columns_of_any_name() {
-    let newer = ["phi3", "smollm3", "olmo2", "olmo3", "granite", "gemma3"];
+    let newer =
+        ["phi3", "smollm3", "olmo2", "olmo3", "granite", "gemma3", "qwen3_5", "qwen3_next", "qwen3_5_moe"];
     for family in ["qwen2", "qwen2_sharded", "qwen3", "llama", "mistral"].into_iter().chain(newer) {
         let home = Home::new();
         for entry in std::fs::read_dir(repository().join("model/tests/goldens").join(family)).unwrap() {
