@@ -33,6 +33,30 @@ fn replayed_experts_of_the_current_version_change_no_bit() {
     }
 }
 
+/// Fresh models of every family with experts: the sampler's experts change no bit of the trainer's.
+#[test]
+fn every_family_with_experts_replays_them() {
+    let home = Home::new();
+    for family in
+        ["qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe"]
+    {
+        let architecture = format!("model.random.architecture={family}");
+        let sets = [
+            &architecture[..],
+            "model.random.experts=4",
+            "model.random.experts_per_token=2",
+            "buffer.max_staleness=0",
+            "rollout.bitwise=true",
+            "rollout.routing_replay=true",
+            "trainer.steps=2",
+        ];
+        let run = home.small(family, &sets);
+        assert_eq!(run.values("experts/replayed"), [1.0; 2], "{family}");
+        assert_eq!(run.values("experts/changed"), [0.0; 2], "{family}");
+        assert_eq!(run.values("kl/mismatch"), [0.0; 2], "{family}");
+    }
+}
+
 /// A quantised sampler prefers other experts for some tokens. With its experts the trainer's log-probabilities are nearer to its own.
 #[test]
 fn a_trainer_replays_the_experts_of_a_quantized_sampler() {
@@ -74,6 +98,27 @@ fn an_adapter_on_fused_experts_is_not_written_for_peft() {
     home.rlrun(&["export", "all", "--out", "merged"]).ok();
     home.small("attention", &[&sets[..], &["lora.target_modules=[\"q_proj\", \"o_proj\"]"]].concat());
     home.rlrun(&["export", "attention", "--adapter", "--out", "x"]).ok();
+}
+
+/// The correction is part of checkpoints and pushes, so a resumed run has the same bits; and it makes loads more equal.
+#[test]
+fn a_rate_moves_the_correction_of_routers() {
+    let home = Home::new();
+    let sets = [
+        "model.random.architecture=glm4_moe",
+        "model.random.experts=4",
+        "model.random.experts_per_token=2",
+        "buffer.max_staleness=0",
+        "checkpoint.interval=2",
+        "trainer.router_correction_rate=0.05",
+    ];
+    let whole = home.small("whole", &[&sets[..], &["trainer.steps=6"]].concat());
+    home.small("half", &[&sets[..], &["trainer.steps=4"]].concat());
+    home.rlrun(&["resume", "half", "--set", "trainer.steps=6"]).ok();
+    let weights = |run: &Run| std::fs::read(run.checkpoint(6).join("model/model.safetensors")).unwrap();
+    assert!(weights(&whole) == weights(&home.run("half")), "a resumed run has the same bits");
+    let frozen = home.small("frozen", &[&sets[..5], &["trainer.steps=6"]].concat());
+    assert!(weights(&whole) != weights(&frozen));
 }
 
 #[test]
