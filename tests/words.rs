@@ -92,7 +92,7 @@ const UNITS: [&str; 32] = [
 ];
 
 /// Files that compute a published method, and name its paper.
-const METHODS: [&str; 17] = [
+const METHODS: [&str; 20] = [
     "device/kernels/adamw.cu",
     "device/kernels/attention.cu",
     "device/kernels/paged.cu",
@@ -101,9 +101,12 @@ const METHODS: [&str; 17] = [
     "device/src/ops/head.rs",
     "device/src/ops/paged.rs",
     "device/src/ops/prefill.rs",
+    "model/src/decoder/cache.rs",
     "model/src/decoder/decode.rs",
     "model/src/on_device/head.rs",
     "model/src/ops/attention.rs",
+    "model/src/ops/delta_net.rs",
+    "model/src/ops/delta_rule.rs",
     "model/src/ops/head.rs",
     "model/src/ops/int8.rs",
     "trainer/src/adamw.rs",

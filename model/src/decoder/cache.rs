@@ -119,7 +119,7 @@ impl KvCache {
         states + routes as u64 + self.pages.iter().map(|page| size_of_val(&page[..]) as u64).sum::<u64>()
     }
 
-    /// The largest number of positions, at most `tokens`, from which a sequence with the page table `pages` can resume: all of them, or
+    /// The largest number of positions, at most `tokens`, from which a sequence with the page table `pages [n]` can resume: all of them, or
     /// in a model with a recurrence those after which there is a state.
     #[must_use]
     pub fn resumable(&self, pages: &[u32], tokens: usize) -> usize {
