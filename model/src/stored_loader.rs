@@ -2,7 +2,7 @@
 //!
 //! Invariant: every tensor of the layout is there, in its own rows and columns, or an error names it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use safetensors::tensor::TensorView;
@@ -52,12 +52,12 @@ impl StoredLoader {
     }
 
     /// The tensors in the order of the layout, if all are there. `source` names the files in errors.
-    pub(crate) fn finish(self, source: PathBuf) -> Result<Vec<FrozenTensor>, ModelError> {
+    pub(crate) fn finish(self, source: &Path) -> Result<Vec<FrozenTensor>, ModelError> {
         let Self { mut names, stored } = self;
         let loose = stored.iter().enumerate().filter(|(_, stored)| stored.has_loose_scales());
         loose.for_each(|(index, _)| names.note_scales(index));
         let files = names.layout.file_tensors();
-        names.complain(&source, stored.iter().map(StoredValues::missing))?;
+        names.complain(source, stored.iter().map(StoredValues::missing))?;
         let specs = names.layout.specs();
         let mut tensors: Vec<Option<FrozenTensor>> = specs.iter().map(|_| None).collect();
         let mut counts = Vec::new();
@@ -66,7 +66,11 @@ impl StoredLoader {
                 let index = specs.partition_point(|spec| spec.offset < part.offset);
                 let Some(matrix) = stored.matrix(file, part) else {
                     let reason = format!("a row has {} values, which are not whole blocks", part.shape[1]);
-                    return Err(ModelError::Blocks { path: source, tensor: file.name.clone(), reason });
+                    return Err(ModelError::Blocks {
+                        path: source.to_owned(),
+                        tensor: file.name.clone(),
+                        reason,
+                    });
                 };
                 let tensor = if specs[index].shape.len() == 2 {
                     counts.push((&file.name[..], matrix.non_finite()));
@@ -80,7 +84,7 @@ impl StoredLoader {
                 tensors[index] = Some(tensor);
             }
         }
-        refuse_non_finite(&source, counts)?;
+        refuse_non_finite(source, counts)?;
         Ok(tensors.into_iter().flatten().collect())
     }
 }

@@ -42,7 +42,7 @@ impl Parameters {
         for path in &files {
             each_tensor(path, |name, tensor| loader.place(path, name, tensor))?;
         }
-        loader.finish(source)
+        loader.finish(&source)
     }
 }
 
@@ -56,7 +56,7 @@ pub(crate) fn stored(dir: &Path, config: &Config) -> Result<Vec<FrozenTensor>, M
     for path in &files {
         each_tensor(path, |name, tensor| loader.place(path, name, tensor))?;
     }
-    loader.finish(source)
+    loader.finish(&source)
 }
 
 /// All tensors of a directory by their names, as f32, for networks of other crates.

@@ -3,7 +3,7 @@
 //! Invariant: a tensor is placed whole, or an error names it. Tensors that have no place, or were not there, are named at the end.
 
 use std::collections::{BTreeSet, HashMap};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use safetensors::tensor::TensorView;
@@ -213,7 +213,7 @@ impl Loader {
     }
 
     /// The parameters, if all tensors were placed. `source` names the files in errors.
-    pub(crate) fn finish(self, source: PathBuf) -> Result<Parameters, ModelError> {
+    pub(crate) fn finish(self, source: &Path) -> Result<Parameters, ModelError> {
         let Self { mut names, values, non_finite, halves } = self;
         // Scales of what was whole without them.
         halves
@@ -226,9 +226,9 @@ impl Loader {
                 (None, Some(half)) => half.missing(),
                 (None, None) => Some(StoredPart::Values),
             });
-        names.complain(&source, missing)?;
+        names.complain(source, missing)?;
         let files = names.layout.file_tensors().iter().map(|tensor| &tensor.name[..]);
-        refuse_non_finite(&source, files.zip(non_finite.into_iter().flatten()))?;
+        refuse_non_finite(source, files.zip(non_finite.into_iter().flatten()))?;
         Parameters::from_values(names.layout, values)
     }
 }

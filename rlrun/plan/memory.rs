@@ -126,17 +126,11 @@ impl Memory {
             parts.push(part("reference", "the frozen policy, or a teacher of its size", weights));
         }
         if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate) {
-            let layout = Layout::new(config);
-            let (own, gradients) = of_ranks(recipe, &layout, None, F32);
-            let state = recipe.optimizer().state_bytes(layout.specs());
-            let bytes = own.saturating_add(gradients).saturating_add(state);
-            parts.push(part("critic", "its weights, gradients of every rank and optimizer", bytes));
+            let what = "its weights, gradients of every rank and optimizer";
+            parts.push(part("critic", what, critic(recipe, config)));
         }
         parts.extend(copied(recipe, &parts));
-        let models = recipe.rewards.iter().filter(|spec| spec.kind == "model");
-        let configs = models.filter_map(|spec| Config::load(spec.path.as_deref()?).ok());
-        let bytes = |config| product(&[F32, Layout::new(&config).len() as u64]);
-        let scored = configs.map(bytes).fold(0_u64, u64::saturating_add);
+        let scored = reward_models(recipe);
         if scored > 0 {
             parts.push(part("rewards", "reward models, all at the same time", scored));
         }
@@ -221,6 +215,22 @@ fn published(recipe: &Recipe, weights: u64) -> Part {
         bytes: product(&[copies, weights]),
         phase: if is_shared { Phase::SlowReader } else { Phase::Always },
     }
+}
+
+/// A separate critic, bytes.
+fn critic(recipe: &Recipe, config: &Config) -> u64 {
+    let layout = Layout::new(config);
+    let (own, gradients) = of_ranks(recipe, &layout, None, F32);
+    let state = recipe.optimizer().state_bytes(layout.specs());
+    own.saturating_add(gradients).saturating_add(state)
+}
+
+/// All reward models, bytes.
+fn reward_models(recipe: &Recipe) -> u64 {
+    let models = recipe.rewards.iter().filter(|spec| spec.kind == "model");
+    let configs = models.filter_map(|spec| Config::load(spec.path.as_deref()?).ok());
+    let bytes = |config| product(&[F32, Layout::new(&config).len() as u64]);
+    configs.map(bytes).fold(0_u64, u64::saturating_add)
 }
 
 /// The copy that is written to disk concurrently with the steps, if there is one.

@@ -98,7 +98,6 @@ pub(super) fn check(
     };
     super::eval::check_effect(&recipe, &mut checker);
     check_placement(&recipe, &mut checker);
-    super::quantized_base::check(&recipe, &mut checker);
     if checker.errors.is_empty() { Ok(recipe) } else { Err(checker.errors) }
 }
 

@@ -25,6 +25,7 @@ pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
     check_processes(recipe, checker);
     check_ranks(recipe, checker);
     check_devices(recipe, checker);
+    super::quantized_base::check(recipe, checker);
 }
 
 /// Ranks that are processes need a number of processes and an address to connect to.

@@ -364,13 +364,14 @@ fn save_base(checkpoints: &Path, policy: &NetworkState<'_>, adapter: &Adapter) -
         }
         remove(&path)?;
     }
-    Ok(match &policy.weights {
+    match &policy.weights {
         StateWeights::Whole(merged) => policy.directory.save(&path, &adapter.base_parameters(merged))?,
         StateWeights::Quantized(base) => atomic::directory(&path, |dir| {
             base.copy_to(dir)?;
             manifest::write(dir)
         })?,
-    })
+    }
+    Ok(())
 }
 
 /// Loads the checkpoint in `dir` after comparing its files with the manifest, if it has one.

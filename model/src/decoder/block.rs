@@ -235,10 +235,10 @@ impl TransformerBlock {
         // Another kind of layer does not compile until its operations are here.
         let LayerSpec {
             norm: Norm::RmsBefore | Norm::RmsAfter | Norm::RmsAround,
-            attention,
-            delta_net,
+            attention: _,
+            delta_net: _,
             feed_forward: _,
-            query_key_norm,
+            query_key_norm: _,
             residual_multiplier,
             qkv_bias: _,
             output_bias: _,
@@ -262,43 +262,10 @@ impl TransformerBlock {
             linear(spec, LinearRanges { weight: cut(spec.weight), bias: spec.bias.map(cut) }).with_tree(tree)
         };
         let linear = |operand: Operand| linear_of(&config.linear_spec(index, operand), 0, 1);
-        let (rule, rotary) = (config.attention_rule(index), config.rotaries());
-        let rotary = rotary.iter().position(|rotary| attention.rotary == Some(*rotary));
-        let of_delta_net = |spec: DeltaNetSpec| DeltaNetWeights {
-            spec,
-            projection: linear(Operand::Qkv),
-            gates: linear(Operand::DeltaGates),
-            kernel: transposed(&vector(Operand::Convolution), spec.taps),
-            rates: vector(Operand::DecayRate).into_iter().map(exp).collect(),
-            time_bias: vector(Operand::TimeBias),
-            result_norm: vector(Operand::ResultNorm),
-            eps: config.rms_norm_eps,
-        };
-        let of_latents = |latent: LatentSpec| {
-            let shape = latent.shape(config.num_heads);
-            LatentWeights::new(shape, (rule, rotary), latent.query_rank.is_some(), vector, linear)
-        };
-        let of_attention = || AttentionWeights {
-            shape: config.head_shape(),
-            rule,
-            rotary,
-            eps: config.rms_norm_eps,
-            qkv: linear(Operand::Qkv),
-            sinks: vector(Operand::Sinks),
-            head_norm: match query_key_norm {
-                QueryKeyNorm::None => None,
-                QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(norm_weights(Operand::QueryKeyNorm)),
-            },
-            gated: attention.gated,
-        };
         Self {
             eps: config.rms_norm_eps,
             attention_norm: norm_weights(Operand::AttentionNorm),
-            mixer: match (delta_net, attention.latent) {
-                (None, None) => MixerWeights::Attention(Box::new(of_attention())),
-                (None, Some(latent)) => MixerWeights::Latent(Box::new(of_latents(latent))),
-                (Some(spec), _) => MixerWeights::DeltaNet(Box::new(of_delta_net(spec))),
-            },
+            mixer: mixer_weights(config, index, vector, linear),
             output: linear(Operand::Output),
             attention_after: norm_weights(Operand::AttentionAfterNorm),
             feed_forward_norm: norm_weights(Operand::FeedForwardNorm),
@@ -461,6 +428,54 @@ impl TransformerBlock {
         let mixer = self.mixer.backward(&normed, &trace.mixer, angles, &d_mixed, mix_backward)?;
         let d_input = self.normed_backward(input, &self.attention_norm, &mixer.d_normed, d_middle)?;
         Ok(AttentionReverse { d_input, input: input.clone(), normed, mixer, branch })
+    }
+}
+
+/// The mixer of layer `index`, of the vectors and linear operations that it is made of.
+fn mixer_weights(
+    config: &Config,
+    index: usize,
+    vector: impl Fn(Operand) -> Vec<f32>,
+    linear: impl Fn(Operand) -> Linear,
+) -> MixerWeights {
+    let LayerSpec { attention, delta_net, query_key_norm, .. } = config.layers[index];
+    let (rule, rotary) = (config.attention_rule(index), config.rotaries());
+    let rotary = rotary.iter().position(|rotary| attention.rotary == Some(*rotary));
+    let head_norm = || {
+        let weights = vector(Operand::QueryKeyNorm).into_iter();
+        weights.map(|weight| weight + config.norm_offset).collect()
+    };
+    let of_delta_net = |spec: DeltaNetSpec| DeltaNetWeights {
+        spec,
+        projection: linear(Operand::Qkv),
+        gates: linear(Operand::DeltaGates),
+        kernel: transposed(&vector(Operand::Convolution), spec.taps),
+        rates: vector(Operand::DecayRate).into_iter().map(exp).collect(),
+        time_bias: vector(Operand::TimeBias),
+        result_norm: vector(Operand::ResultNorm),
+        eps: config.rms_norm_eps,
+    };
+    let of_latents = |latent: LatentSpec| {
+        let shape = latent.shape(config.num_heads);
+        LatentWeights::new(shape, (rule, rotary), latent.query_rank.is_some(), &vector, &linear)
+    };
+    let of_attention = || AttentionWeights {
+        shape: config.head_shape(),
+        rule,
+        rotary,
+        eps: config.rms_norm_eps,
+        qkv: linear(Operand::Qkv),
+        sinks: vector(Operand::Sinks),
+        head_norm: match query_key_norm {
+            QueryKeyNorm::None => None,
+            QueryKeyNorm::PerHead | QueryKeyNorm::Whole => Some(head_norm()),
+        },
+        gated: attention.gated,
+    };
+    match (delta_net, attention.latent) {
+        (None, None) => MixerWeights::Attention(Box::new(of_attention())),
+        (None, Some(latent)) => MixerWeights::Latent(Box::new(of_latents(latent))),
+        (Some(spec), _) => MixerWeights::DeltaNet(Box::new(of_delta_net(spec))),
     }
 }
 

@@ -72,7 +72,7 @@ impl Decoder {
     ///
     /// # Errors
     /// If a token id lies beyond the vocabulary, or a sequence of a model with a recurrence begins where the cache has no state
-    /// ([`KvCache::resumable`]).
+    /// ([`KvCache::resumable`]). Then the sequences of the step may have lost their states, and begin again.
     ///
     /// # Panics
     /// If the pages of a sequence do not reach its last token, or two sequences write to the same page.
