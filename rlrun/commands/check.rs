@@ -153,7 +153,7 @@ pub(super) fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
     }
     if recipe.trainer.router_correction_rate > 0.0 && !shape(recipe)?.has_router_correction() {
         let what = "`trainer.router_correction_rate` is set, and the routers of the model have no correction: leave it out, or name a \
-                    model of `glm4_moe` or `deepseek_v3`";
+                    model of the type glm4_moe, glm4_moe_lite or deepseek_v3";
         return Err(Failure::Argument(what.to_owned()));
     }
     if recipe.rollout.speculation != Speculation::None && shape(recipe)?.state_len() > 0 {
