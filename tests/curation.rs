@@ -215,7 +215,7 @@ fn stored_successes_keep_the_bound() {
         "buffer.batch_groups=4",
         "rollout.group_size=2",
         "data.arithmetic.train_tasks=4",
-        "trainer.steps=10",
+        "trainer.steps=24",
     ];
     let run = home.small("run", &sets);
     assert!(total(&run, "replayed_successes") > 0.0);

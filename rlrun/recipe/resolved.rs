@@ -142,6 +142,7 @@ fn drop_without_effect(table: &mut Table, recipe: &Recipe) {
         }
         if let Some(Value::Table(trainer)) = table.get_mut("trainer") {
             trainer.remove("minibatches");
+            trainer.remove("router_correction_rate");
             trainer.remove("epochs");
         }
     }
