@@ -12,12 +12,12 @@ use candle_core::Result;
 use crate::ThreadPool;
 use crate::machine::{Level, level};
 use crate::ops::attention::{self, AttentionRule, PAGE, PageLayout, Segment};
+use crate::ops::gated_unit::{GateActivation, gated_unit};
 use crate::ops::heads::HeadShape;
 use crate::ops::linear::{FlatValues, Linear, weight_gradient};
 use crate::ops::matrix;
 use crate::ops::norm::rms_norm;
 use crate::ops::simd::{LANES, Vector, vectorized};
-use crate::ops::swiglu::swiglu;
 use crate::{Config, ParameterSpec, Parameters};
 
 /// Sums that do not wait for each other: more than two units of latency four can keep busy, few enough for the 16
@@ -190,7 +190,7 @@ pub fn operations(config: &Config, rows: usize) -> Result<Vec<Operation>> {
     all.push(Operation::new("norm", moved(2 * rows * hidden), norm));
     let gate_up = random(2 * middle)?;
     all.push(Operation::new("swiglu", moved(3 * rows * middle), move || {
-        swiglu(&gate_up, &ThreadPool::single()).map(done)
+        gated_unit(&gate_up, GateActivation::Silu, &ThreadPool::single()).map(done)
     }));
     Ok(all)
 }

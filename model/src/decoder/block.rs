@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-pub(super) use self::gradients::{GradientJob, weight_jobs};
+pub(super) use self::gradients::{GradientJob, OperandGradients, weight_jobs};
 use super::LayerAngles;
 use super::feed_forward::{
     ExpertWeights, FeedForwardOperands, FeedForwardPiece, FeedForwardTrace, FeedForwardWeights,
@@ -27,6 +27,7 @@ use crate::layer::{
 use crate::low_rank::LowRank;
 use crate::ops::causal_convolution::transposed;
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
+use crate::ops::gated_unit::GateActivation;
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::norm::{rms_norm, rms_norm_backward};
@@ -494,10 +495,18 @@ fn feed_forward_weights(
     };
     let spec = match config.layers[index].feed_forward {
         FeedForward::SwiGlu => {
-            return FeedForwardWeights::Gated(gated(GatedActivation::Silu, Operand::GateUp, Operand::Down));
+            return FeedForwardWeights::Gated(gated(
+                GatedActivation::Unit(GateActivation::Silu),
+                Operand::GateUp,
+                Operand::Down,
+            ));
         }
         FeedForward::GeGlu => {
-            return FeedForwardWeights::Gated(gated(GatedActivation::Gelu, Operand::GateUp, Operand::Down));
+            return FeedForwardWeights::Gated(gated(
+                GatedActivation::Unit(GateActivation::Gelu),
+                Operand::GateUp,
+                Operand::Down,
+            ));
         }
         FeedForward::Experts(spec) => spec,
     };
@@ -507,7 +516,8 @@ fn feed_forward_weights(
         gate_up: linear_of(&gate_up, expert, spec.count),
         down: linear_of(&down, expert, spec.count),
     };
-    let shared = || gated(GatedActivation::Silu, Operand::SharedGateUp, Operand::SharedDown);
+    let shared =
+        || gated(GatedActivation::Unit(GateActivation::Silu), Operand::SharedGateUp, Operand::SharedDown);
     FeedForwardWeights::Experts(ExpertWeights {
         spec,
         first_slot: config.slots_before(index),

@@ -8,16 +8,15 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use super::block::{GradientJob, weight_jobs};
+use super::block::{GradientJob, OperandGradients, weight_jobs};
 use crate::ThreadPool;
-use crate::layer::{ExpertActivation, ExpertSpec, SwigluClamp};
+use crate::layer::{ExpertActivation, ExpertSpec, Operand, SwigluClamp};
 use crate::low_rank::WeightGradient;
 use crate::ops::clamped_swiglu::{clamped_swiglu, clamped_swiglu_backward};
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
-use crate::ops::geglu::{geglu, geglu_backward};
+use crate::ops::gated_unit::{GateActivation, GatedUnitReverse, gated_unit, gated_unit_backward};
 use crate::ops::linear::{Linear, bias_gradient};
 use crate::ops::row_gate::{add_gated, gated_backward};
-use crate::ops::swiglu::{SwigluReverse, swiglu, swiglu_backward};
 use crate::ops::{matrix, unwritten, values};
 
 /// The weights.
@@ -38,18 +37,16 @@ pub(super) struct GatedWeights {
 /// The activation of a gated network.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum GatedActivation {
-    /// `silu(gate) * up`
-    Silu,
-    /// `gelu(gate) * up`
-    Gelu,
-    /// That of [`Self::Silu`] with bounded operands.
+    /// `silu(gate) * up` or `gelu(gate) * up`
+    Unit(GateActivation),
+    /// The first with bounded operands.
     Clamped(SwigluClamp),
 }
 
 impl From<ExpertActivation> for GatedActivation {
     fn from(activation: ExpertActivation) -> Self {
         match activation {
-            ExpertActivation::SwiGlu => Self::Silu,
+            ExpertActivation::SwiGlu => Self::Unit(GateActivation::Silu),
             ExpertActivation::Clamped(clamp) => Self::Clamped(clamp),
         }
     }
@@ -211,17 +208,15 @@ impl GatedActivation {
     /// `[T, m]` of `gate_up [T, 2 m]`.
     fn forward(self, gate_up: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
         match self {
-            Self::Silu => swiglu(gate_up, pool),
-            Self::Gelu => geglu(gate_up, pool),
+            Self::Unit(activation) => gated_unit(gate_up, activation, pool),
             Self::Clamped(clamp) => clamped_swiglu(gate_up, clamp, pool),
         }
     }
 
     /// Backward for the gradient `g [T, m]`.
-    fn backward(self, gate_up: &Tensor, g: Vec<f32>) -> Result<SwigluReverse> {
+    fn backward(self, gate_up: &Tensor, g: Vec<f32>) -> Result<GatedUnitReverse> {
         match self {
-            Self::Silu => swiglu_backward(gate_up, g),
-            Self::Gelu => geglu_backward(gate_up, g),
+            Self::Unit(activation) => gated_unit_backward(gate_up, activation, g),
             Self::Clamped(clamp) => clamped_swiglu_backward(gate_up, clamp, g),
         }
     }
@@ -235,7 +230,7 @@ impl GatedWeights {
     /// Backward for `gate_up [T, 2 m]` and the gradient `g [T, d]` of the result.
     fn backward(&self, x: &Tensor, gate_up: &Tensor, g: &Tensor) -> Result<(Tensor, GatedOperands)> {
         let d_activated = self.down.input_gradient_values(g)?;
-        let SwigluReverse { activated, d_gate_up } = self.activation.backward(gate_up, d_activated)?;
+        let GatedUnitReverse { activated, d_gate_up } = self.activation.backward(gate_up, d_activated)?;
         let d_x = self.gate_up.input_gradient(&d_gate_up)?;
         Ok((d_x, GatedOperands { input: x.clone(), activated, d_gate_up, g: g.clone() }))
     }
@@ -325,7 +320,7 @@ impl ExpertWeights {
                 routes.add_products(expert, &of_rows, bias, &mut d_weights);
             }
         }
-        let SwigluReverse { activated, d_gate_up } = activation.backward(gate_up, d_activated)?;
+        let GatedUnitReverse { activated, d_gate_up } = activation.backward(gate_up, d_activated)?;
         let d_grouped =
             self.each_input_gradient(routes, &values(&d_gate_up)?, |expert| &expert.gate_up, width);
         let d_logits = matrix(routes.backward(&d_weights), self.spec.count)?;
@@ -381,38 +376,15 @@ pub(super) trait FeedForwardPiece: Sync {
     fn operands(&self) -> &FeedForwardOperands;
 }
 
-/// Gradients of the weights, as parts of those of a layer; empty for what the layer does not have.
-pub(super) struct FeedForwardGradients<'a> {
-    pub(super) router: WeightGradient<'a>,
-    pub(super) router_bias: &'a mut [f32],
-    pub(super) gate_up: WeightGradient<'a>,
-    pub(super) gate_up_bias: &'a mut [f32],
-    pub(super) down: WeightGradient<'a>,
-    pub(super) down_bias: &'a mut [f32],
-    pub(super) shared_gate_up: WeightGradient<'a>,
-    pub(super) shared_down: WeightGradient<'a>,
-    pub(super) shared_gate: WeightGradient<'a>,
-}
-
 impl FeedForwardWeights {
     /// The jobs that add the gradients of the weights; `pieces` are in the order of tokens.
     pub(super) fn gradient_jobs<'a, P: FeedForwardPiece>(
         &self,
         pieces: &'a [P],
-        gradients: FeedForwardGradients<'a>,
+        gradients: &mut OperandGradients<'a>,
         pool: &ThreadPool,
     ) -> Vec<GradientJob<'a>> {
-        let FeedForwardGradients {
-            mut router,
-            router_bias,
-            gate_up,
-            gate_up_bias,
-            down,
-            down_bias,
-            shared_gate_up,
-            shared_down,
-            mut shared_gate,
-        } = gradients;
+        let [gate_up, down] = [Operand::GateUp, Operand::Down].map(|operand| gradients.matrix(operand));
         let mut jobs: Vec<GradientJob<'a>> = Vec::new();
         let gated = |piece: &'a P| &piece.operands().gated;
         let Self::Experts(ExpertWeights { experts, .. }) = self else {
@@ -421,6 +393,12 @@ impl FeedForwardWeights {
             return jobs;
         };
         // Of all tokens, so the longest: they come first.
+        let [shared_gate_up, shared_down, mut router, mut shared_gate] =
+            [Operand::SharedGateUp, Operand::SharedDown, Operand::Router, Operand::SharedGate]
+                .map(|operand| gradients.matrix(operand));
+        let [router_bias, gate_up_bias, down_bias] =
+            [Operand::RouterBias, Operand::GateUpBias, Operand::DownBias]
+                .map(|operand| gradients.vector(operand));
         weight_jobs(&mut jobs, pieces, shared_gate_up, |p| Some(p.operands().shared()?.of_gate_up()), pool);
         weight_jobs(&mut jobs, pieces, shared_down, |p| Some(p.operands().shared()?.of_down()), pool);
         let routed = move |piece: &'a P| {

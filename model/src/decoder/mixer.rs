@@ -19,7 +19,9 @@ pub(super) use self::attention::AttentionWeights;
 pub(super) use self::delta_net::DeltaNetWeights;
 pub(super) use self::latent::{LatentOperands, LatentPiece, LatentTrace, LatentWeights, gradient_jobs};
 use super::LayerAngles;
+use super::block::OperandGradients;
 use crate::ThreadPool;
+use crate::layer::Operand;
 use crate::ops::attention::{AttentionRule, PackedReverse};
 use crate::ops::delta_net::{DeltaReverse, DeltaRule};
 use crate::ops::result_gate::{ResultNorm, gated, gated_backward};
@@ -113,6 +115,21 @@ pub(super) struct MixerVectors<'a> {
     pub(super) decay_rate: &'a mut [f32],
     pub(super) time_bias: &'a mut [f32],
     pub(super) result_norm: &'a mut [f32],
+}
+
+impl<'a> MixerVectors<'a> {
+    /// Takes them out of `gradients`.
+    pub(super) fn of(gradients: &mut OperandGradients<'a>) -> Self {
+        Self {
+            qkv_bias: gradients.vector(Operand::QkvBias),
+            head_norm: gradients.vector(Operand::QueryKeyNorm),
+            sinks: gradients.vector(Operand::Sinks),
+            convolution: gradients.vector(Operand::Convolution),
+            decay_rate: gradients.vector(Operand::DecayRate),
+            time_bias: gradients.vector(Operand::TimeBias),
+            result_norm: gradients.vector(Operand::ResultNorm),
+        }
+    }
 }
 
 impl MixerReverse {

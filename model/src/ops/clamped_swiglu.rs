@@ -5,12 +5,12 @@
 //! result = (u + 1) * g * sigmoid(alpha * g)
 //! ```
 //!
-//! Invariant: rows are as in `swiglu`: the gate in the first half of each, whatever the order in files. A bound passes no gradient.
+//! Invariant: rows are as in `gated_unit`: the gate in the first half of each, whatever the order in files. A bound passes no gradient.
 
 use candle_core::{Result, Tensor};
 
+use super::gated_unit::GatedUnitReverse;
 use super::simd::{exp, vectorized};
-use super::swiglu::SwigluReverse;
 use super::{matrix, rows_each, unwritten, values};
 use crate::ThreadPool;
 use crate::layer::SwigluClamp;
@@ -32,11 +32,11 @@ pub(crate) fn clamped_swiglu_backward(
     gate_up: &Tensor,
     clamp: SwigluClamp,
     mut g: Vec<f32>,
-) -> Result<SwigluReverse> {
+) -> Result<GatedUnitReverse> {
     let (_, width) = gate_up.dims2()?;
     let mut out = unwritten(gate_up.elem_count());
     backward(&values(gate_up)?, width / 2, clamp, &mut g, &mut out);
-    Ok(SwigluReverse { activated: matrix(g, width / 2)?, d_gate_up: matrix(out, width)? })
+    Ok(GatedUnitReverse { activated: matrix(g, width / 2)?, d_gate_up: matrix(out, width)? })
 }
 
 vectorized! {

@@ -13,7 +13,7 @@
 //! # Layout
 //! - [`linear`] over [`gemm`], of f32 weights or of quantised [`blocks`], or over [`int8`] and [`bf16`], which share the tiles of
 //!   [`dot`]; [`norm`], [`residual`], [`embedding`]
-//! - [`swiglu`], [`clamped_swiglu`], [`geglu`]: gated activations
+//! - [`gated_unit`], [`clamped_swiglu`]: gated activations
 //! - [`heads`]: per-head norm and rotary embedding
 //! - [`latent`]: queries, keys and values of their parts
 //! - [`experts`]: the routes of tokens to experts; [`row_gate`]: the gate of the network beside them
@@ -31,7 +31,7 @@ pub(crate) mod delta_rule;
 pub(crate) mod dot;
 pub(crate) mod embedding;
 pub(crate) mod experts;
-pub(crate) mod geglu;
+pub(crate) mod gated_unit;
 pub(crate) mod gemm;
 pub(crate) mod head;
 pub(crate) mod heads;
@@ -44,7 +44,6 @@ pub(crate) mod result_gate;
 pub(crate) mod row_gate;
 pub(crate) mod simd;
 pub(crate) mod softmax;
-pub(crate) mod swiglu;
 pub(crate) mod value;
 
 use std::ops::{Deref, Range};

@@ -5,11 +5,10 @@
 
 use candle_core::{Result, Tensor};
 
-use super::super::feed_forward::FeedForwardGradients;
 use super::super::mixer::{self, MixerVectors};
 use super::{BranchReverse, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use crate::ThreadPool;
-use crate::layer::Operand;
+use crate::layer::{LayerRanges, Operand};
 use crate::low_rank::{UnitFactors, WeightGradient, carve};
 use crate::ops::linear::{bias_gradient, weight_gradient};
 use crate::ops::norm::rms_norm_weight_gradient;
@@ -43,6 +42,48 @@ const ATTENTION: [Operand; 21] = [
     Operand::AttentionAfterNorm,
 ];
 
+/// The operands of the feed-forward half, in the order of the layout.
+const FEED_FORWARD: [Operand; 11] = [
+    Operand::FeedForwardNorm,
+    Operand::Router,
+    Operand::RouterBias,
+    Operand::GateUp,
+    Operand::GateUpBias,
+    Operand::Down,
+    Operand::DownBias,
+    Operand::SharedGateUp,
+    Operand::SharedDown,
+    Operand::SharedGate,
+    Operand::FeedForwardAfterNorm,
+];
+
+/// Gradients of the operands of half a layer.
+pub(in crate::decoder) struct OperandGradients<'a>(Vec<(Operand, WeightGradient<'a>)>);
+
+impl<'a> OperandGradients<'a> {
+    /// Those of `operands`, in the order of the layout, of the layer's `gradients`, or of its `factors`.
+    fn new<const N: usize>(
+        operands: [Operand; N],
+        ranges: &LayerRanges,
+        gradients: &'a mut [f32],
+        factors: Option<UnitFactors<'a>>,
+    ) -> Self {
+        let parts = carve(gradients, operands.map(|operand| &ranges[operand]), factors);
+        Self(operands.into_iter().zip(parts).collect())
+    }
+
+    /// That of a matrix, which is taken out; empty if the layer does not have it.
+    pub(in crate::decoder) fn matrix(&mut self, operand: Operand) -> WeightGradient<'a> {
+        let found = self.0.iter().position(|(of, _)| *of == operand);
+        found.map_or(WeightGradient::Whole(&mut []), |at| self.0.swap_remove(at).1)
+    }
+
+    /// That of a vector, which is taken out; empty if the layer does not have it, or it is frozen.
+    pub(in crate::decoder) fn vector(&mut self, operand: Operand) -> &'a mut [f32] {
+        self.matrix(operand).vector()
+    }
+}
+
 impl TransformerBlock {
     /// Adds the weight gradients of the feed-forward half to the layer's `gradients`, or to those of its `factors`; `pieces` are
     /// in the order of tokens.
@@ -53,47 +94,10 @@ impl TransformerBlock {
         factors: Option<UnitFactors<'_>>,
         pool: &ThreadPool,
     ) -> Result<()> {
-        let ranges = &self.ranges;
-        let operands = [
-            Operand::FeedForwardNorm,
-            Operand::Router,
-            Operand::RouterBias,
-            Operand::GateUp,
-            Operand::GateUpBias,
-            Operand::Down,
-            Operand::DownBias,
-            Operand::SharedGateUp,
-            Operand::SharedDown,
-            Operand::SharedGate,
-            Operand::FeedForwardAfterNorm,
-        ];
-        let [
-            norm,
-            router,
-            router_bias,
-            gate_up,
-            gate_up_bias,
-            down,
-            down_bias,
-            shared_gate_up,
-            shared_down,
-            shared_gate,
-            after,
-        ] = carve(gradients, operands.map(|of| &ranges[of]), factors);
-        let [norm, router_bias, gate_up_bias, down_bias, after] =
-            [norm, router_bias, gate_up_bias, down_bias, after].map(WeightGradient::vector);
-        let of_network = FeedForwardGradients {
-            router,
-            router_bias,
-            gate_up,
-            gate_up_bias,
-            down,
-            down_bias,
-            shared_gate_up,
-            shared_down,
-            shared_gate,
-        };
-        let mut jobs = self.feed_forward.gradient_jobs(pieces, of_network, pool);
+        let mut of = OperandGradients::new(FEED_FORWARD, &self.ranges, gradients, factors);
+        let [norm, after] =
+            [Operand::FeedForwardNorm, Operand::FeedForwardAfterNorm].map(|norm| of.vector(norm));
+        let mut jobs = self.feed_forward.gradient_jobs(pieces, &mut of, pool);
         // Only matrices have factors.
         if factors.is_none() {
             jobs.push(Box::new(|| {
@@ -115,58 +119,36 @@ impl TransformerBlock {
         factors: Option<UnitFactors<'_>>,
         pool: &ThreadPool,
     ) -> Result<()> {
-        let ranges = &self.ranges;
-        let [
-            norm,
-            qkv,
-            qkv_bias,
-            head_norm,
-            sinks,
-            gates,
-            convolution,
-            decay_rate,
-            time_bias,
-            result_norm,
-            latents @ ..,
-            output,
-            output_bias,
-            after,
-        ] = carve(gradients, ATTENTION.map(|of| &ranges[of]), factors);
-        let [norm, output_bias, after] = [norm, output_bias, after].map(WeightGradient::vector);
-        let [qkv_bias, head_norm, sinks, convolution, decay_rate, time_bias, result_norm] =
-            [qkv_bias, head_norm, sinks, convolution, decay_rate, time_bias, result_norm]
-                .map(WeightGradient::vector);
-        let mut vectors =
-            MixerVectors { qkv_bias, head_norm, sinks, convolution, decay_rate, time_bias, result_norm };
+        let mut of = OperandGradients::new(ATTENTION, &self.ranges, gradients, factors);
+        let vectors = [Operand::AttentionNorm, Operand::OutputBias, Operand::AttentionAfterNorm];
+        let (of_block, mut of_mixer) = (vectors.map(|vector| of.vector(vector)), MixerVectors::of(&mut of));
         let mut jobs: Vec<GradientJob<'_>> = Vec::new();
         weight_jobs(
             &mut jobs,
             parts,
-            qkv,
+            of.matrix(Operand::Qkv),
             |part| Some((&part.reverse.normed, &part.reverse.mixer.d_projected)),
             pool,
         );
         weight_jobs(
             &mut jobs,
             parts,
-            gates,
+            of.matrix(Operand::DeltaGates),
             |part| Some((&part.reverse.normed, part.reverse.mixer.d_gates()?)),
             pool,
         );
         weight_jobs(
             &mut jobs,
             parts,
-            output,
+            of.matrix(Operand::Output),
             |part| Some((&part.trace.mixer.result, &part.reverse.branch.d_result)),
             pool,
         );
-        mixer::gradient_jobs(&mut jobs, parts, latents, pool);
+        mixer::gradient_jobs(&mut jobs, parts, &mut of, pool);
         if factors.is_some() {
             return pool.map(jobs, |job| job()).into_iter().collect();
         }
-        jobs.push(Box::new(|| {
-            self.attention_vector_gradients(parts, [norm, output_bias, after], &mut vectors)
-        }));
+        jobs.push(Box::new(|| self.attention_vector_gradients(parts, of_block, &mut of_mixer)));
         pool.map(jobs, |job| job()).into_iter().collect()
     }
 

@@ -7,9 +7,8 @@ use candle_core::{Result, Tensor};
 use super::{MixerOperands, MixerReverse, MixerTrace, Projected};
 use crate::ThreadPool;
 use crate::decoder::LayerAngles;
-use crate::decoder::block::{GradientJob, weight_jobs};
+use crate::decoder::block::{GradientJob, OperandGradients, weight_jobs};
 use crate::layer::Operand;
-use crate::low_rank::WeightGradient;
 use crate::ops::attention::AttentionRule;
 use crate::ops::latent::{LatentParts, LatentShape};
 use crate::ops::linear::{Linear, bias_gradient};
@@ -213,13 +212,15 @@ impl LatentWeights {
 pub(in crate::decoder) fn gradient_jobs<'a, P: LatentPiece>(
     jobs: &mut Vec<GradientJob<'a>>,
     pieces: &'a [P],
-    gradients: [WeightGradient<'a>; 8],
+    gradients: &mut OperandGradients<'a>,
     pool: &ThreadPool,
 ) {
-    let [query_down, query_down_bias, query_norm, queries, key_down, key_down_bias, key_norm, expand] =
-        gradients;
+    let [query_down, queries, key_down, expand] =
+        [Operand::QueryDown, Operand::QueryUp, Operand::KeyDown, Operand::KeyUp]
+            .map(|operand| gradients.matrix(operand));
     let [query_down_bias, query_norm, key_down_bias, key_norm] =
-        [query_down_bias, query_norm, key_down_bias, key_norm].map(WeightGradient::vector);
+        [Operand::QueryDownBias, Operand::QueryLatentNorm, Operand::KeyDownBias, Operand::KeyLatentNorm]
+            .map(|operand| gradients.vector(operand));
     weight_jobs(
         jobs,
         pieces,
