@@ -198,7 +198,8 @@ impl Recipe {
     /// The frozen weights as the files of `directory` store them, and the adapter to train over them.
     ///
     /// # Errors
-    /// If there is no `[lora]`, the weights cannot be computed with as they are stored, or the adapter cannot be read or is not as the recipe says.
+    /// If there is no `[lora]`, the weights cannot be computed with as they are stored, or the adapter cannot be read or is not as
+    /// the recipe says.
     pub(crate) fn over_quantized_base(
         &self,
         directory: &ModelDirectory,

@@ -70,9 +70,9 @@ pub struct Config {
     pub reduction: Reduction,
 }
 
-/// Order of the sums over the inner dimension of row-parallel products: the forward of `o_proj` and `down_proj`, and the
-/// input gradients of `q_proj`, `k_proj`, `v_proj`, `q_b_proj`, `kv_b_proj`, `gate_proj`, `up_proj` and the head. Part of the numerics, not of the
-/// network: both give the same function, rounded differently.
+/// Order of the sums over the inner dimension of row-parallel products: the forward of `o_proj` and `down_proj`, and the input
+/// gradients of `q_proj`, `k_proj`, `v_proj`, `q_b_proj`, `kv_b_proj`, `gate_proj`, `up_proj` and the head. Part of the numerics,
+/// not of the network: both give the same function, rounded differently.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reduction {

@@ -1,9 +1,9 @@
 //! One decoder layer as data: what it computes, and the tensors that it is made of.
 //!
 //! A family of models is a row of the table in `config/families.rs`, which gives the [`LayerSpec`] of each layer: layers of a model
-//! may differ. The tensors follow from it (`Config::layer_tensors`). Everything else reads these two and knows no family: the
-//! flat layout and the weight files, initialisation, LoRA, the sums that tensor-parallel ranks would share, the memory plan, and the code of the processor and
-//! of devices.
+//! may differ. The tensors follow from it (`Config::layer_tensors`). Everything else reads these two and knows no family: the flat
+//! layout and the weight files, initialisation, LoRA, the sums that tensor-parallel ranks would share, the memory plan, and the
+//! code of the processor and of devices.
 //!
 //! Invariant: tensors of one `Operand` are neighbours in the layout, so that they are one matrix or vector to a layer, or one for
 //! each expert.

@@ -44,9 +44,9 @@ pub(super) fn export(args: &ExportArgs, program: &Program) -> Result<String, Fai
     Ok(format!("wrote {out} from {} as {dtype}", model.display()))
 }
 
-/// The model that the adapter of a run belongs to, as PEFT is to load it: that of its recipe, by its name on the hub if it
-/// lies in the cache of the hub. A model that the run made or warmed up is only in the run, and PEFT reads no GGUF file; but a base that stays quantised is
-/// the model of the recipe.
+/// The model that the adapter of a run belongs to, as PEFT is to load it: that of its recipe, by its name on the hub if it lies in
+/// the cache of the hub. A model that the run made or warmed up is only in the run, and PEFT reads no GGUF file; but a base that
+/// stays quantised is the model of the recipe.
 fn base_of(run: &Path, recipe: &Recipe) -> String {
     let path = match &recipe.model {
         Model::Path(path) if recipe.has_quantized_base() => path.clone(),

@@ -235,7 +235,11 @@ fn reward_models(recipe: &Recipe) -> u64 {
 
 /// The copy that is written to disk concurrently with the steps, if there is one.
 fn copied(recipe: &Recipe, parts: &[Part]) -> Option<Part> {
-    let of = |part: &&Part| ["policy", "optimizer", "adapter", "critic"].contains(&part.name);
+    // A base that stays quantised is shared.
+    let policy = if recipe.has_quantized_base() { None } else { Some("policy") };
+    let of = |part: &&Part| {
+        policy.into_iter().chain(["optimizer", "adapter", "critic"]).any(|name| name == part.name)
+    };
     let bytes = parts.iter().filter(of).fold(0_u64, |sum, part| sum.saturating_add(part.bytes));
     let what = "a copy of what is written beside the steps";
     (recipe.checkpoint.asynchronous && recipe.checkpoint.interval > 0).then_some(Part {

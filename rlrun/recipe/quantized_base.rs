@@ -13,70 +13,60 @@ pub(super) fn check(recipe: &Recipe, checker: &mut Checker<'_>) {
     if !recipe.lora.as_ref().is_some_and(|lora| lora.quantized_base) {
         return;
     }
-    if matches!(recipe.model, Model::Random(_)) {
-        let message =
-            "`lora.quantized_base` keeps the weights of files as they are, and the model is a fresh one";
-        let help = "name a GGUF file or a directory in `model.path`, or remove the key";
-        checker.report_latest(&["model.random", KEY], message, help);
-    }
-    let engine = recipe.rollout.engine != EngineWord::default();
+    let rollout = &recipe.rollout;
     let reference = recipe.needs_reference() && recipe.algorithm.reference.is_none();
-    let of_trainer = recipe.trainer.world != 1 || recipe.devices().any() || recipe.is_colocated();
-    let processes = recipe.placement.processes || recipe.buffer.listen.is_some();
-    let rules = [
+    let one_rank =
+        "one rank of the trainer, beside a sampler that does not take turns with it, on the processor";
+    let own_process = "a sampler in the process of the trainer";
+    let whole = "remove it: samplers in other processes get whole weights";
+    let is_random = matches!(recipe.model, Model::Random(_));
+    // What breaks a rule, the key that does, what the base needs, and what helps.
+    for (breaks, path, needs, help) in [
+        (is_random, "model.random", "a model of files", "name a GGUF file or a directory in `model.path`"),
+        (recipe.trainer.world != 1, "trainer.world", one_rank, "remove it"),
+        (recipe.devices().any(), "placement.device", one_rank, "remove it"),
+        (recipe.is_colocated(), "placement.policy", one_rank, "remove it"),
+        (recipe.placement.processes, "placement.processes", own_process, whole),
+        (recipe.buffer.listen.is_some(), "buffer.listen", own_process, whole),
         (
-            of_trainer,
-            ["trainer.world", "placement.device"],
-            "one rank of the trainer on the processor",
-            "remove them",
-        ),
-        (
-            processes,
-            ["placement.processes", "buffer.listen"],
-            "a sampler in the process of the trainer",
-            "remove it: samplers in other processes get whole weights",
-        ),
-        (
-            engine,
-            ["rollout.engine", "rollout.urls"],
+            rollout.engine != EngineWord::default(),
+            "rollout.engine",
             "rlrun's own sampler",
             "remove it: the engine would need the base in f32",
         ),
         (
-            recipe.rollout.quantization != Quantization::None,
-            ["rollout.quantization", "rollout.quantization"],
+            rollout.quantization != Quantization::None,
+            "rollout.quantization",
             "a sampler with the numbers of the trainer",
             "remove it: the weights stay as their files store them",
         ),
         (
             recipe.reduction == Reduction::Tree,
-            ["model.reduction", "model.reduction"],
+            "model.reduction",
             "sums as chains",
             "set `model.reduction = \"chain\"`",
         ),
         (
             recipe.warmup.is_some(),
-            ["warmup", "warmup.steps"],
+            "warmup",
             "no warm-up, which trains all weights",
-            "remove `[warmup]`",
+            "remove `[warmup]`, or start from a model that `[supervised]` trained",
         ),
         (
             recipe.critic.is_some(),
-            ["critic", "critic.kind"],
+            "critic",
             "no critic, which starts from weights in f32",
             "use an `algorithm.kind` without one",
         ),
         (
             reference,
-            ["algorithm.reference", "algorithm.kind"],
+            "algorithm.kind",
             "a reference policy of its own",
             "name a model in `algorithm.reference`, or use an algorithm without reference",
         ),
-    ];
-    for (breaks, paths, needs, help) in rules {
+    ] {
         if breaks {
-            let message = format!("`{KEY}` needs {needs}");
-            checker.report_latest(&[paths[0], paths[1], KEY], message, help);
+            checker.report_latest(&[path, KEY], format!("`{KEY}` needs {needs}"), help);
         }
     }
 }

@@ -214,7 +214,7 @@ fn check_random(random: &RandomModel, checker: &mut Checker<'_>) {
             checker.report(
                 path,
                 message,
-                "leave it out, or set `model.random.architecture` to \"qwen3_moe\", \"olmoe\", \"glm4_moe\", \"gpt_oss\", \"deepseek_v3\" or \"glm4_moe_lite\"",
+                "leave it out, or set `model.random.architecture` to a family with experts, such as \"olmoe\"",
             );
         }
     }

@@ -152,8 +152,8 @@ pub struct RandomModel {
     /// query head, whatever this says.
     // resume = policy, worker = ignored
     pub num_kv_heads: usize,
-    /// Experts of a layer, in families that have them (`qwen3_moe`, `olmoe`, `glm4_moe`, `gpt_oss`, `deepseek_v3`, `glm4_moe_lite`); each is
-    /// `intermediate_size` wide. Default: 8.
+    /// Experts of a layer, in families that have them (`olmoe`, `qwen3_moe`, `glm4_moe`, `gpt_oss`, `deepseek_v3`, `qwen3_next` and
+    /// others); each is `intermediate_size` wide. Default: 8.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = policy, worker = ignored
     pub experts: Option<usize>,

@@ -20,7 +20,7 @@ mod speculation;
 mod templates;
 mod updates;
 
-use model::{Config, Decoder, ModelDirectory, Parameters, Sampling, Sizes};
+use model::{Architecture, Config, Decoder, ModelDirectory, Parameters, Sampling, Sizes};
 use rollout::{Completion, Engine, EngineConfig, RequestOptions, SampleRequest, StopRules};
 use trajectory::{GroupId, PolicyVersion};
 
@@ -36,6 +36,10 @@ impl Model {
     }
 
     fn with_context(tokens: usize) -> Self {
+        Self::of_family(Architecture::Qwen2, tokens)
+    }
+
+    fn of_family(family: Architecture, tokens: usize) -> Self {
         let files = tempfile::tempdir().unwrap();
         let mut config = Config::fresh(&Sizes {
             vocab_size: 100,
@@ -45,7 +49,8 @@ impl Model {
             num_heads: 4,
             num_kv_heads: 2,
             max_position_embeddings: tokens,
-        });
+        })
+        .of_family(family);
         config.initializer_range = 0.3;
         let directory = ModelDirectory::fresh(&files.path().join("model"), &config, 11).unwrap();
         Self { directory, _files: files }

@@ -1,9 +1,7 @@
 //! The engine with a model that has a recurrence: whatever is shared, cut, kept or computed again, its completions are those of the
 //! trainer.
 
-use model::{
-    Architecture, Config, KvCache, ModelDirectory, Pack, Parameters, Sampling, Sizes, Target, ThreadPool,
-};
+use model::{Architecture, KvCache, Pack, Parameters, Sampling, Target, ThreadPool};
 use proptest::prelude::*;
 use rollout::engine::Speculation;
 use rollout::{Completion, Engine, EngineConfig, RequestOptions, SampleRequest};
@@ -13,21 +11,9 @@ use crate::{CONFIG, Model, complete, request};
 
 /// A tiny model whose first layer has a recurrence.
 fn recurrent() -> Model {
-    let files = tempfile::tempdir().unwrap();
-    let mut config = Config::fresh(&Sizes {
-        vocab_size: 100,
-        hidden_size: 32,
-        intermediate_size: 48,
-        num_layers: 2,
-        num_heads: 4,
-        num_kv_heads: 2,
-        max_position_embeddings: 160,
-    })
-    .of_family(Architecture::Qwen35);
-    config.initializer_range = 0.3;
-    assert!(config.state_len() > 0);
-    let directory = ModelDirectory::fresh(&files.path().join("model"), &config, 11).unwrap();
-    Model { directory, _files: files }
+    let model = Model::of_family(Architecture::Qwen35, 160);
+    assert!(model.directory.config().state_len() > 0);
+    model
 }
 
 /// Log-probabilities of the sampled tokens if the whole sequence is run under `parameters`.

@@ -517,7 +517,8 @@ impl Learner {
         Ok(scored)
     }
 
-    /// One optimizer step on the sum of `loss` over `rows`. Without a row, or with a gradient of zero, there is no update: no moments, no weight decay.
+    /// One optimizer step on the sum of `loss` over `rows`. Without a row, or with a gradient of zero, there is no update: no
+    /// moments, no weight decay.
     ///
     /// # Errors
     /// If a token is outside the vocabulary, or the gradient is not finite; the weights are then unchanged. If one of

@@ -79,7 +79,8 @@ impl<T: Storage> DeviceDecoder<T> {
     /// The decoder of `config` for weights in the order of `layout`.
     ///
     /// # Errors
-    /// If the device fails, or `config` has a layer whose operations it does not have, or wants sums in an order that its matrix products do not have.
+    /// If the device fails, or `config` has a layer whose operations it does not have, or wants sums in an order that its matrix
+    /// products do not have.
     pub fn new(device: &Device, config: &Config, layout: &Arc<Layout>, recompute: Recompute) -> Result<Self> {
         if config.reduction != Reduction::Chain {
             return Err(device::DeviceError::Kernel {

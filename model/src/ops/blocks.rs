@@ -1,4 +1,5 @@
-//! Matrices in quantised blocks, those of GGUF files and of [`crate::float8`] and [`crate::mxfp4`], as QLoRA keeps a frozen base (Dettmers et al. 2023, arXiv 2305.14314).
+//! Matrices in quantised blocks, those of GGUF files and of [`crate::float8`] and [`crate::mxfp4`], as QLoRA keeps a frozen base
+//! (Dettmers et al. 2023, arXiv 2305.14314).
 //!
 //! ```text
 //! Q8_0   32 values   d f16 | 32 x i8                                    d q

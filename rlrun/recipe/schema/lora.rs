@@ -17,8 +17,9 @@ pub struct Lora {
     // resume = state, worker = ignored
     pub alpha: f64,
     /// Layers with adapters, in every block; with experts those of every expert. Default: all linear layers of a block without
-    /// latents. For multi-head latent attention (`deepseek_v3`, `glm4_moe_lite`) `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa` and `kv_b_proj`;
-    /// `embed_tokens` and `lm_head` too, if the model does not tie them. A layer that the model lacks has no adapter. PEFT `target_modules`, TRL `lora_target_modules`.
+    /// latents. For multi-head latent attention (`deepseek_v3`, `glm4_moe_lite`) `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa` and
+    /// `kv_b_proj`; `embed_tokens` and `lm_head` too, if the model does not tie them. A layer that the model lacks has no adapter.
+    /// PEFT `target_modules`, TRL `lora_target_modules`.
     // resume = state, worker = ignored
     pub target_modules: Vec<TargetModule>,
     /// Directory of a PEFT adapter that training starts from. Its rank, alpha and layers must equal those of this section.

@@ -52,9 +52,10 @@ pub struct TrainerSection {
     /// Largest gradient norm; a larger gradient is scaled down to it. verl `grad_clip`.
     // resume = changes, worker = run
     pub max_grad_norm: f64,
-    /// For models whose routers have a correction that balances the loads of experts (`glm4_moe`, `glm4_moe_lite`, `deepseek_v3`): after each update of
-    /// the policy the correction of an expert rises by this if it had fewer tokens than the mean of its layer in the update, and falls
-    /// by it if it had more. DeepSeek-V3 was trained with 0.001. 0 leaves it as it is. Megatron-LM `moe_router_bias_update_rate`.
+    /// For models whose routers have a correction that balances the loads of experts (`glm4_moe`, `glm4_moe_lite`, `deepseek_v3`):
+    /// after each update of the policy the correction of an expert rises by this if it had fewer tokens than the mean of its layer
+    /// in the update, and falls by it if it had more. DeepSeek-V3 was trained with 0.001. 0 leaves it as it is. Megatron-LM
+    /// `moe_router_bias_update_rate`.
     // resume = changes, worker = run
     pub router_correction_rate: f64,
     /// Number of minibatches in a batch, each with one optimizer update. verl `ppo_mini_batch_size` as a count, AReaL

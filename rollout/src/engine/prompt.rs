@@ -45,7 +45,7 @@ impl PromptJob {
     /// Prompt tokens after which a step ends, so that a recurrent state is left for requests that begin with the same tokens: the
     /// whole pages before the last token. None if no request may continue them.
     pub(super) fn state_at(&self) -> Option<usize> {
-        let whole = (self.request.prompt.len() - 1) / KvCache::PAGE * KvCache::PAGE;
+        let whole = self.request.prompt.len().saturating_sub(1) / KvCache::PAGE * KvCache::PAGE;
         (self.request.options.prefix_cache.is_some() && whole > 0).then_some(whole)
     }
 
