@@ -68,6 +68,7 @@ impl AgentEndpoint {
             root: directory.path().display().to_string(),
             directory: Arc::clone(directory),
             max_context: directory.config().max_context(),
+            adapters: Vec::new(),
         };
         let config = EndpointConfig {
             policy,

@@ -41,7 +41,7 @@ pub use report::ReportArgs;
 pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
 pub use runs::RunsArgs;
-pub use serve::{KeepArgs, ServeBufferArgs, ServeCommand, ServePolicyArgs, ServeRewardArgs};
+pub use serve::{AdapterArg, KeepArgs, ServeBufferArgs, ServeCommand, ServePolicyArgs, ServeRewardArgs};
 pub use top::TopArgs;
 pub use view::ViewArgs;
 pub use worker::{

@@ -187,6 +187,17 @@ impl HuggingFace {
         }
     }
 
+    /// The directory of an adapter of PEFT, or of the files of a repository with one.
+    ///
+    /// # Errors
+    /// As [`Self::model`].
+    pub(crate) fn adapter(&self, path: &Path) -> Result<PathBuf, RepositoryError> {
+        match RepositoryName::is_name(path) {
+            true => self.model_files(path, ModelRole::Adapter, true),
+            false => Ok(path.to_path_buf()),
+        }
+    }
+
     /// One line for each name of a pinned recipe: what it consists of, and how much of it is in the cache.
     ///
     /// # Errors

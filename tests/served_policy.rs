@@ -62,3 +62,63 @@ fn what_cannot_be_served_is_refused() {
     home.rlrun(&["serve", "policy", "run", "--max-context", "100000"])
         .refused(&["--max-context 100000", "lower it"]);
 }
+
+/// A run with LoRA, its exported adapter, and its base: requests choose by name what is sampled, in one batch.
+#[test]
+fn adapters_are_served_beside_their_base() {
+    let home = Home::new();
+    home.small("tuned", &["lora.rank=4", "trainer.learning_rate=0.02", "trainer.steps=4"]);
+    let base = "tuned/checkpoints/base";
+    home.rlrun(&["export", "tuned", "--adapter", "--out", "peft"]).ok();
+    let adapters = ["--adapter", "run=tuned", "--adapter", "peft=peft"];
+    let server = serve(&home, &[&[base, "--name", "base"], &adapters[..]].concat()).unwrap();
+    let place = Place::at(server.address);
+    let mut client = Client::new(&place);
+    let (_, models, _) = client.ask("GET", "/v1/models", &Value::Null);
+    let named: Vec<_> =
+        models["data"].as_array().unwrap().iter().map(|of| (&of["id"], &of["parent"])).collect();
+    assert_eq!(
+        named,
+        [(&json!("base"), &Value::Null), (&json!("run"), &json!("base")), (&json!("peft"), &json!("base"))]
+    );
+    let logprobs = |client: &mut Client, model: &str| {
+        let asked = json!({"model": model, "prompt": "2+3=", "max_tokens": 4, "temperature": 0, "logprobs": 0,
+            "ignore_eos": true, "return_token_ids": true});
+        let (status, answer, _) = client.ask("POST", "/v1/completions", &asked);
+        assert_eq!((status, &answer["model"]), (200, &json!(model)), "{answer}");
+        let choice = &answer["choices"][0];
+        (choice["token_ids"].clone(), choice["logprobs"]["token_logprobs"].clone())
+    };
+    let [plain, run, peft] = ["base", "run", "peft"].map(|model| logprobs(&mut client, model));
+    assert_eq!(run, peft, "a run and its adapter are the same");
+    assert_ne!(run.1, plain.1);
+    let (status, error, _) = client.ask("POST", "/v1/completions", &json!({"model": "other", "prompt": "2"}));
+    let message = error["error"]["message"].as_str().unwrap();
+    assert_eq!(status, 404);
+    assert!(message.contains("`base`, `run`, `peft`"), "{message}");
+    drop(client);
+    // Merged into the weights they give the same up to rounding.
+    let merged = serve(&home, &["tuned", "--name", "run"]).unwrap();
+    let place = Place::at(merged.address);
+    let mut client = Client::new(&place);
+    let (tokens, values) = logprobs(&mut client, "run");
+    assert_eq!(tokens, run.0);
+    let numbers = |values: &Value| -> Vec<f64> {
+        values.as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect()
+    };
+    let off = numbers(&values).iter().zip(numbers(&run.1)).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    assert!(off < 1e-4, "{values} and {}", run.1);
+
+    let refused = |adapter: &str, parts: &[&str]| {
+        home.rlrun(&["serve", "policy", base, "--name", "base", "--adapter", adapter]).refused(parts);
+    };
+    refused("peft", &["NAME=DIR_OR_RUN"]);
+    refused("base=peft", &["--adapter base", "name is taken"]);
+    home.small("plain", &["trainer.steps=3"]);
+    refused("x=plain", &["--adapter x", "run without [lora]"]);
+    refused("x=missing", &["missing"]);
+    let config = std::fs::read_to_string(home.path("peft/adapter_config.json")).unwrap();
+    std::fs::create_dir(home.path("odd")).unwrap();
+    home.write("odd/adapter_config.json", config.replace("\"use_dora\": false", "\"use_dora\": true"));
+    refused("x=odd", &["use_dora", "plain LoRA"]);
+}

@@ -54,8 +54,10 @@ impl ApiError {
 
     /// A model that is not served: 404.
     #[must_use]
-    pub fn unknown_model(asked: &str, served: &str) -> Self {
-        let message = format!("the model `{asked}` does not exist; this endpoint serves `{served}`");
+    pub fn unknown_model<'a>(asked: &str, served: impl IntoIterator<Item = &'a str>) -> Self {
+        let served: Vec<String> = served.into_iter().map(|name| format!("`{name}`")).collect();
+        let message =
+            format!("the model `{asked}` does not exist; this endpoint serves {}", served.join(", "));
         Self { param: Some("model".to_owned()), ..Self::new(StatusCode::NOT_FOUND, "NotFoundError", message) }
     }
 
@@ -156,7 +158,7 @@ mod tests {
 
     #[test]
     fn errors_have_the_form_of_their_protocol() {
-        let error = ApiError::unknown_model("a", "b");
+        let error = ApiError::unknown_model("a", ["b"]);
         let expected = json!({"error": {"message": "the model `a` does not exist; this endpoint serves `b`",
             "type": "NotFoundError", "param": "model", "code": 404}});
         assert_eq!(error.openai_body(), expected);

@@ -42,5 +42,5 @@ pub use conversation::{ChatRenderer, Conversation};
 pub use errors::ApiError;
 pub use limits::EndpointLimits;
 pub use server::{EndpointError, EndpointServer};
-pub use service::{EndpointConfig, Generation, ServedPolicy, Service};
+pub use service::{EndpointConfig, Generation, ServedAdapter, ServedPolicy, Service};
 pub use sessions::{SessionRegistry, SessionTurn};

@@ -43,10 +43,9 @@ impl SamplingParameters {
         let options = RequestOptions {
             stop,
             seed,
-            alternatives: 0,
             score_greedy: true,
-            stream: false,
             prefix_cache: Some(salt),
+            ..RequestOptions::default()
         };
         Ok(Self { samples, sampling, max_tokens: None, options })
     }

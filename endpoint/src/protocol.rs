@@ -41,6 +41,8 @@ pub(crate) struct Call {
     pub(crate) fields: Fields,
     /// The turn that the request is of a session.
     pub(crate) turn: Option<Box<dyn SessionTurn>>,
+    /// The adapter that the request names as its model.
+    pub(crate) adapter: Option<usize>,
 }
 
 impl Call {
@@ -53,10 +55,11 @@ impl Call {
         }
     }
 
-    /// Takes `model` and checks that it is the model of this endpoint.
-    pub(crate) fn take_model(&mut self) -> Result<(), ApiError> {
+    /// Takes `model`, which is the model of this endpoint or one of its adapters. Returns its name.
+    pub(crate) fn take_model(&mut self) -> Result<String, ApiError> {
         let name = self.fields.text("model")?;
-        self.service.check_model(name.as_deref())
+        self.adapter = self.service.adapter(name.as_deref())?;
+        Ok(self.service.name_of(self.adapter).to_owned())
     }
 }
 
@@ -139,7 +142,7 @@ async fn try_answer<P: Protocol>(service: Service, request: Request) -> Result<R
     let permit = service.open(key)?;
     let progress = service.replay().begin(digest);
     let turn = service.begin_turn(headers)?;
-    let mut call = Call { service: service.clone(), fields, turn };
+    let mut call = Call { service: service.clone(), fields, turn, adapter: None };
     let planning = tokio::task::spawn_blocking(move || {
         let planned = P::read(&mut call);
         (planned, call)
@@ -148,6 +151,7 @@ async fn try_answer<P: Protocol>(service: Service, request: Request) -> Result<R
     let PlannedAnswer { mut generation, stream, writer } = planned?;
     call.fields.finish()?;
     generation.parameters.options.stream = stream;
+    generation.parameters.options.adapter = call.adapter;
     let answer = service.begin(generation, call.turn, permit)?.named(writer.id());
     if stream {
         return Ok(sse::respond(answer, writer, progress));

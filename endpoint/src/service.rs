@@ -32,6 +32,17 @@ pub struct ServedPolicy {
     pub directory: Arc<ModelDirectory>,
     /// Most tokens of prompt and completion.
     pub max_context: usize,
+    /// Adapters that are served beside its weights, in the order of the sampler's.
+    pub adapters: Vec<ServedAdapter>,
+}
+
+/// An adapter that an endpoint serves as a model of its own.
+#[derive(Clone, Debug)]
+pub struct ServedAdapter {
+    /// Its name in requests.
+    pub name: String,
+    /// Where it comes from, for `/v1/models`.
+    pub root: String,
 }
 
 /// How an endpoint serves.
@@ -198,16 +209,27 @@ impl Service {
         self.state.open.open(key)
     }
 
-    /// Whether `name` is the name of the model; a request without a name means it.
+    /// The index of the adapter that is named `name`; `None` for the model itself, which a request without a name means.
     ///
     /// # Errors
-    /// Another name.
-    pub fn check_model(&self, name: Option<&str>) -> Result<(), ApiError> {
-        let served = &self.policy().name;
-        match name {
-            Some(name) if name != served => Err(ApiError::unknown_model(name, served)),
-            _ => Ok(()),
+    /// A name of neither.
+    pub fn adapter(&self, name: Option<&str>) -> Result<Option<usize>, ApiError> {
+        let ServedPolicy { name: model, adapters, .. } = self.policy();
+        let Some(name) = name.filter(|name| name != model) else { return Ok(None) };
+        match adapters.iter().position(|adapter| adapter.name == name) {
+            Some(index) => Ok(Some(index)),
+            None => {
+                let served = [&model[..]].into_iter().chain(adapters.iter().map(|adapter| &adapter.name[..]));
+                Err(ApiError::unknown_model(name, served))
+            }
         }
+    }
+
+    /// The name of the model with this adapter.
+    #[must_use]
+    pub fn name_of(&self, adapter: Option<usize>) -> &str {
+        let policy = self.policy();
+        adapter.and_then(|index| policy.adapters.get(index)).map_or(&policy.name, |adapter| &adapter.name)
     }
 
     /// Whether every token of `prompt [P]` has a row of the embedding.

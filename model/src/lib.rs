@@ -39,7 +39,7 @@
 //!
 //! let mut cache = KvCache::new(&config, config.max_context());
 //! let pages = [cache.take().expect("all pages of a new cache are free")];
-//! let prompt = StepSequence { tokens: &[22, 16, 22], position: 0, pages: &pages, wanted: 1 };
+//! let prompt = StepSequence { tokens: &[22, 16, 22], position: 0, pages: &pages, wanted: 1, adapter: None };
 //! let mut logits = decoder.step(&mut cache, &[prompt], &ThreadPool::single())?;
 //! let uniform = 0.5;
 //! let draw = Draw::new(&mut logits, Sampling::PLAIN, uniform);

@@ -13,14 +13,13 @@
 //! threads. A weight without factors is frozen: it has no gradient.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
 use crate::ThreadPool;
 use crate::ops::embedding::embed_backward;
 use crate::ops::gemm::{ProductOut, Right, product};
-use crate::ops::linear::{LinearFactors, weight_gradient};
+use crate::ops::linear::weight_gradient;
 use crate::ops::values;
 use crate::products::{StridedMatrix, multiply, multiply_add};
 
@@ -230,19 +229,6 @@ impl LowRank {
             let column = a[id..].iter().step_by(pair.rows);
             *value += self.scale * b.iter().zip(column).map(|(b, a)| b * a).sum::<f32>();
         }
-    }
-
-    /// The factors of the outputs of a linear layer whose weight has this range in the flat parameters.
-    pub(crate) fn linear(factors: &Arc<Self>, weight: &Range<usize>) -> Vec<LinearFactors> {
-        let own = |(index, pair): (usize, &FactorPair)| {
-            let inside = weight.contains(&pair.weight.start) && !pair.is_embedding;
-            inside.then(|| {
-                let first = (pair.weight.start - weight.start) / pair.columns;
-                let outputs = first..first + pair.rows;
-                LinearFactors { outputs, low_rank: Arc::clone(factors), pair: index }
-            })
-        };
-        factors.pairs.iter().enumerate().filter_map(own).collect()
     }
 
     /// `s left [T, n] x right [n, rank]`.

@@ -76,6 +76,7 @@ fn run_on(
                 position: r.done,
                 pages: &r.pages,
                 wanted: *count,
+                adapter: None,
             })
             .filter(|sequence| !sequence.tokens.is_empty())
             .collect();
@@ -218,8 +219,8 @@ fn only_the_wanted_logits_are_returned() {
     let (long, short) = (tokens(5, 1), tokens(3, 2));
     let step = |cache: &mut KvCache, wanted: [usize; 2]| {
         let sequences = [
-            StepSequence { tokens: &long, position: 0, pages: &pages[0], wanted: wanted[0] },
-            StepSequence { tokens: &short, position: 0, pages: &pages[1], wanted: wanted[1] },
+            StepSequence { tokens: &long, position: 0, pages: &pages[0], wanted: wanted[0], adapter: None },
+            StepSequence { tokens: &short, position: 0, pages: &pages[1], wanted: wanted[1], adapter: None },
         ];
         bits(&decoder.step(cache, &sequences, &ThreadPool::single()).unwrap())
     };
@@ -253,7 +254,7 @@ fn a_step_that_fails_leaves_the_cache_usable() {
     let page = [cache.take().unwrap()];
     let good = tokens(4, 1);
     let mut step = |tokens: &[u32]| {
-        let sequence = StepSequence { tokens, position: 0, pages: &page, wanted: 1 };
+        let sequence = StepSequence { tokens, position: 0, pages: &page, wanted: 1, adapter: None };
         decoder.step(&mut cache, &[sequence], &ThreadPool::single())
     };
     let err = step(&[5, 100]).unwrap_err().to_string();

@@ -41,7 +41,13 @@ fn sampled(decoder: &Decoder, cache: &mut KvCache, sequence: &[u32]) -> (Vec<u16
     let mut pages = Vec::new();
     for (from, to) in [(0, sequence.len() / 3), (sequence.len() / 3, sequence.len())] {
         cache.make_writable(&mut pages, from, to);
-        let step = StepSequence { tokens: &sequence[from..to], position: from, pages: &pages, wanted: 1 };
+        let step = StepSequence {
+            tokens: &sequence[from..to],
+            position: from,
+            pages: &pages,
+            wanted: 1,
+            adapter: None,
+        };
         decoder.step(cache, &[step], &ThreadPool::single()).unwrap();
     }
     (cache.routes(&pages, sequence.len()).unwrap(), pages)
@@ -142,7 +148,7 @@ fn copied_pages_keep_the_experts_of_the_tokens_before() {
     let mut own = pages.clone();
     cache.make_writable(&mut own, prompt.len(), prompt.len() + 1);
     assert_ne!(own, pages);
-    let step = StepSequence { tokens: &[9], position: prompt.len(), pages: &own, wanted: 1 };
+    let step = StepSequence { tokens: &[9], position: prompt.len(), pages: &own, wanted: 1, adapter: None };
     sampler.step(&mut cache, &[step], &ThreadPool::single()).unwrap();
     let longer = cache.routes(&own, prompt.len() + 1).unwrap();
     assert_eq!(longer[..routes.len()], routes[..]);

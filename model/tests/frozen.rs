@@ -153,8 +153,13 @@ fn decoding_has_the_bits_of_the_training_forward() {
                 let (mut pages, mut done, mut logits) = (Vec::new(), 0, Vec::new());
                 for tokens in TOKENS.chunks(chunk) {
                     cache.make_writable(&mut pages, done, done + tokens.len());
-                    let sequence =
-                        StepSequence { tokens, position: done, pages: &pages, wanted: tokens.len() };
+                    let sequence = StepSequence {
+                        tokens,
+                        position: done,
+                        pages: &pages,
+                        wanted: tokens.len(),
+                        adapter: None,
+                    };
                     logits.extend(decoder.step(&mut cache, &[sequence], &pool).unwrap());
                     done += tokens.len();
                 }

@@ -3,6 +3,7 @@
 //! Invariant: whatever is compared with another implementation is compared on the directories of `tests/goldens`, which
 //! transformers wrote. Nothing here trains or needs anything beyond the repository.
 
+mod adapters;
 mod common;
 mod decoding;
 mod derivative;

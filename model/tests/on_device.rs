@@ -212,9 +212,11 @@ fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
         sampler.step(&mut caches[1], sequences).unwrap();
         logits
     };
-    let first = StepSequence { tokens: &prompt[..9], position: 0, pages: &pages[0][..1], wanted: 0 };
+    let first =
+        StepSequence { tokens: &prompt[..9], position: 0, pages: &pages[0][..1], wanted: 0, adapter: None };
     both(&mut caches, &mut sampler, &[first]);
-    let second = StepSequence { tokens: &prompt[9..], position: 9, pages: &pages[0], wanted: 1 };
+    let second =
+        StepSequence { tokens: &prompt[9..], position: 9, pages: &pages[0], wanted: 1, adapter: None };
     let mut logits = both(&mut caches, &mut sampler, &[second]);
     for step in 0..14 {
         // Greedy on the processor; the device draws the same, with log-probabilities near those of the processor.
@@ -254,7 +256,7 @@ fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
             .zip(&pages)
             .map(|(tokens, pages)| {
                 let position = tokens.len() - 1;
-                StepSequence { tokens: &tokens[position..], position, pages, wanted: 1 }
+                StepSequence { tokens: &tokens[position..], position, pages, wanted: 1, adapter: None }
             })
             .collect();
         logits = both(&mut caches, &mut sampler, &sequences);
@@ -292,14 +294,16 @@ fn prompts_are_prefilled_beside_decoding() {
         position: of.start,
         pages: &others,
         wanted: usize::from(of.end > 69),
+        adapter: None,
     };
     let next = |position: usize| StepSequence {
         tokens: &short[position..=position],
         position,
         pages: &own,
         wanted: 1,
+        adapter: None,
     };
-    let prompt = StepSequence { tokens: &short[..20], position: 0, pages: &own, wanted: 1 };
+    let prompt = StepSequence { tokens: &short[..20], position: 0, pages: &own, wanted: 1, adapter: None };
     let steps = [
         vec![prompt],
         vec![next(20), part(0..69)],
@@ -327,7 +331,7 @@ fn new_weights_are_served_from_the_next_step_on() {
     let config = config(false, true, Head::Language);
     let device = Device::open(DeviceLocation::Emulated).unwrap();
     let logprob = |sampler: &mut DeviceSampler, cache: &mut KvCache, page: u32, position: usize| {
-        let sequence = StepSequence { tokens: &[7], position, pages: &[page], wanted: 1 };
+        let sequence = StepSequence { tokens: &[7], position, pages: &[page], wanted: 1, adapter: None };
         sampler.step(cache, &[sequence]).unwrap();
         let sampling = Sampling::PLAIN;
         sampler.draw(&[DrawRequest { row: 0, sampling, uniform: 0.5 }]).unwrap().remove(0)

@@ -38,7 +38,7 @@ impl Cached {
         position: usize,
     ) -> candle_core::Result<Vec<u32>> {
         self.cache.make_writable(pages, position, position + tokens.len());
-        let step = StepSequence { tokens, position, pages, wanted: 1 };
+        let step = StepSequence { tokens, position, pages, wanted: 1, adapter: None };
         Ok(bits(&self.decoder.step(&mut self.cache, &[step], &ThreadPool::single())?))
     }
 

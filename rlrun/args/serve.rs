@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use buffer::OnStale;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -38,6 +39,10 @@ pub struct ServePolicyArgs {
     /// Name of the model in requests [default: the last part of MODEL_OR_RUN]
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
+    /// Serve an adapter under a name of its own, beside the model: a directory that PEFT wrote, the run that trained it, or
+    /// hf:OWNER/NAME; can be repeated
+    #[arg(long = "adapter", value_name = "NAME=DIR_OR_RUN", conflicts_with = "device")]
+    pub adapters: Vec<AdapterArg>,
     /// Largest number of cores at a time [default: all]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub threads: Option<usize>,
@@ -60,6 +65,28 @@ pub struct ServePolicyArgs {
     /// Device of the command.
     #[command(flatten)]
     pub on: DeviceArgs,
+}
+
+/// An adapter, and its name in requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AdapterArg {
+    /// The name.
+    pub name: String,
+    /// Directory that PEFT wrote, run directory, or hf:OWNER/NAME.
+    pub path: PathBuf,
+}
+
+impl FromStr for AdapterArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('=') {
+            Some((name, path)) if !name.is_empty() && !path.is_empty() => {
+                Ok(Self { name: name.to_owned(), path: path.into() })
+            }
+            _ => Err("an adapter is NAME=DIR_OR_RUN, such as sql=outputs/sql".to_owned()),
+        }
+    }
 }
 
 /// `rlrun serve reward`.

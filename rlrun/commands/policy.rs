@@ -9,8 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use device::Device;
 use endpoint::session::{SessionControl, SessionLimits, SessionStore, expire_idle, session_routes};
-use endpoint::{EndpointConfig, EndpointError, EndpointLimits, EndpointServer, ServedPolicy, Service};
-use model::{KvCache, ModelDirectory, Quantization, SharedCores, ThreadPool};
+use endpoint::{
+    EndpointConfig, EndpointError, EndpointLimits, EndpointServer, ServedAdapter, ServedPolicy, Service,
+};
+use model::{KvCache, Layout, LowRank, ModelDirectory, Quantization, SharedCores, ThreadPool};
 use rollout::{
     Engine, EngineConfig, LocalSampler, OnUpdate, RequestBounds, RolloutError, ServeOn, ServedSampler,
     StopRules, request_queue,
@@ -18,8 +20,8 @@ use rollout::{
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use trajectory::PolicyVersion;
 
-use super::checkpoint_paths::{model_of, network_of};
-use crate::args::ServePolicyArgs;
+use super::checkpoint_paths::{checkpoint_of, model_of, network_of};
+use crate::args::{AdapterArg, ServePolicyArgs};
 use crate::failure::Failure;
 use crate::huggingface::HuggingFace;
 use crate::memory;
@@ -41,7 +43,9 @@ pub(super) fn serve(args: &ServePolicyArgs, program: &Program) -> Result<String,
     let path = model_of(&target, None)?;
     let directory = Arc::new(ModelDirectory::open(&path)?);
     let max_context = context(args, &directory)?;
-    let engine = engine(args, &directory, max_context, version_of(&target))?;
+    let name = args.name.clone().unwrap_or_else(|| name_of(&args.target));
+    let (adapters, factors) = adapters(args, program, &name, &directory)?;
+    let engine = engine(args, &directory, max_context, version_of(&target))?.with_adapters(factors)?;
     let limits = EndpointLimits {
         max_open: args.max_open,
         max_open_per_key: args.max_open,
@@ -51,12 +55,8 @@ pub(super) fn serve(args: &ServePolicyArgs, program: &Program) -> Result<String,
     allow_files();
     let (handle, queue) =
         request_queue(RequestBounds { max_open: args.max_open, max_running: args.max_running });
-    let policy = ServedPolicy {
-        name: args.name.clone().unwrap_or_else(|| name_of(&args.target)),
-        root: args.target.display().to_string(),
-        directory,
-        max_context,
-    };
+    let policy =
+        ServedPolicy { name, root: args.target.display().to_string(), directory, max_context, adapters };
     let store = SessionStore::new(SessionLimits::default());
     let admin_key = key.as_deref().map(Into::into);
     let control = SessionControl { store: store.clone(), waiting: None, admin_key };
@@ -123,6 +123,38 @@ fn context(args: &ServePolicyArgs, directory: &ModelDirectory) -> Result<usize, 
         Some(asked) => Ok(asked),
         None => Ok(of_model.min(MAX_CONTEXT)),
     }
+}
+
+/// The adapters of the arguments, and the factors of each.
+fn adapters(
+    args: &ServePolicyArgs,
+    program: &Program,
+    model: &str,
+    directory: &ModelDirectory,
+) -> Result<(Vec<ServedAdapter>, Vec<Arc<LowRank>>), Failure> {
+    let layout = Layout::new(directory.config());
+    let (mut served, mut all): (Vec<ServedAdapter>, Vec<_>) = (Vec::new(), Vec::new());
+    for AdapterArg { name, path } in &args.adapters {
+        if name == model || served.iter().any(|other| other.name == *name) {
+            let help = "give each adapter a name of its own";
+            return Err(Failure::Argument(format!("--adapter {name}: the name is taken; {help}")));
+        }
+        let found = HuggingFace::of(program).adapter(path)?;
+        let dir = match trainer::lora::is_adapter(&found) {
+            true => found,
+            false => {
+                let adapter = trainer::checkpoint::adapter_path(&checkpoint_of(&found, None)?);
+                if !trainer::lora::is_adapter(&adapter) {
+                    let reason = "is a run without [lora]";
+                    return Err(Failure::NotThere(format!("--adapter {name}: {} {reason}", path.display())));
+                }
+                adapter
+            }
+        };
+        all.push(trainer::lora::load_factors(&dir, &layout)?);
+        served.push(ServedAdapter { name: name.clone(), root: path.display().to_string() });
+    }
+    Ok((served, all))
 }
 
 fn engine(

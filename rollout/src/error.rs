@@ -111,6 +111,14 @@ pub enum RolloutError {
         "an engine on a GPU reports the sampled tokens alone; ask for no alternatives (top_logprobs = 0)"
     )]
     NoAlternatives,
+    /// A request names an adapter that the engine does not serve.
+    #[error("the request names adapter {adapter}, the engine serves {served}")]
+    UnknownAdapter {
+        /// Its index.
+        adapter: usize,
+        /// Number of adapters.
+        served: usize,
+    },
     /// A device failed.
     #[error(transparent)]
     Device(#[from] device::DeviceError),

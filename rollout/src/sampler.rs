@@ -220,6 +220,8 @@ pub struct RequestOptions {
     /// Whether it continues KV pages of an earlier request with the same salt whose tokens begin as its prompt does, and
     /// leaves its own pages for later ones.
     pub prefix_cache: Option<u64>,
+    /// The adapter that it is sampled with, by its index among those of the engine; `None` for the served weights alone.
+    pub adapter: Option<usize>,
 }
 
 impl RequestOptions {

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 pub use model::TargetModule;
 use model::parameters::fill_normal;
-use model::{FactorPair, FrozenParameters, LowRank, ParameterSpec, Parameters, ThreadPool};
+use model::{FactorPair, FrozenParameters, Layout, LowRank, ParameterSpec, Parameters, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde::{Deserialize, Serialize};
@@ -57,6 +57,20 @@ pub struct Adapter {
 /// If `to` exists, or a file cannot be read or written.
 pub fn export(from: &Path, to: &Path, base: &str) -> Result<(), TrainerError> {
     lora_files::copy(from, to, base)
+}
+
+/// Whether `dir` is an adapter in PEFT's layout.
+#[must_use]
+pub fn is_adapter(dir: &Path) -> bool {
+    lora_files::is_adapter(dir)
+}
+
+/// The factors of the adapter in `dir`, in PEFT's layout, for a model of `layout`: to be served beside its weights.
+///
+/// # Errors
+/// If a file is missing or broken, or the adapter is of another model or more than plain LoRA.
+pub fn load_factors(dir: &Path, layout: &Layout) -> Result<Arc<LowRank>, TrainerError> {
+    Ok(Adapter::read(dir, &lora_files::config(dir)?, layout)?.factors)
 }
 
 impl LoraConfig {
@@ -180,7 +194,11 @@ impl Adapter {
     /// # Errors
     /// As there.
     pub fn open_over(dir: &Path, config: &LoraConfig, base: &FrozenParameters) -> Result<Self, TrainerError> {
-        let layout = base.layout();
+        Self::read(dir, config, base.layout())
+    }
+
+    /// The same without frozen weights, for a model of `layout`.
+    fn read(dir: &Path, config: &LoraConfig, layout: &Layout) -> Result<Self, TrainerError> {
         config.check(layout.specs())?;
         let mut adapter = Self::skeleton(config.clone(), layout.specs());
         let values = Arc::make_mut(&mut adapter.factors).values_mut();

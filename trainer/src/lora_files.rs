@@ -107,6 +107,11 @@ pub(crate) fn copy(from: &Path, to: &Path, base: &str) -> Result<(), TrainerErro
     Ok(())
 }
 
+/// Whether `dir` is an adapter.
+pub(crate) fn is_adapter(dir: &Path) -> bool {
+    dir.join(CONFIG).is_file()
+}
+
 /// The settings of the adapter in `dir`.
 pub(crate) fn config(dir: &Path) -> Result<LoraConfig, TrainerError> {
     let (path, bytes) = file(dir, CONFIG, files::MAX_JSON_BYTES)?;
@@ -199,7 +204,7 @@ fn check_config(bytes: &[u8], expected: &LoraConfig) -> Result<(), String> {
 /// Embedding and head of a base model.
 struct FrozenEnds<'a> {
     layout: &'a Layout,
-    /// `None` if they stay quantised.
+    /// `None` if they are not in memory in f32.
     values: Option<&'a Parameters>,
 }
 
@@ -218,7 +223,8 @@ fn read_weights(
         };
         let Some(values) = base.values else {
             return Err(format!(
-                "has {name}, which cannot be compared with that of a base model that stays quantised; remove it from the file"
+                "has {name}, which is compared with that of the base model only where that is in memory in f32; remove it from the \
+                 file"
             ));
         };
         let mut found = vec![0.0; end.len()];

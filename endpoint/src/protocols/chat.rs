@@ -24,7 +24,7 @@ pub(crate) struct ChatCompletions;
 
 impl Protocol for ChatCompletions {
     fn read(call: &mut Call) -> Result<PlannedAnswer, ApiError> {
-        call.take_model()?;
+        let model = call.take_model()?;
         let limits = *call.service.limits();
         let format = call.service.renderer().format();
         let fields = &mut call.fields;
@@ -46,7 +46,7 @@ impl Protocol for ChatCompletions {
         let writer = ChatWriter {
             id: call.service.id("chatcmpl-"),
             created: seconds_now(),
-            model: call.service.policy().name.clone(),
+            model,
             details,
             tools,
             stream,

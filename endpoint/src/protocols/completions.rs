@@ -25,7 +25,7 @@ pub(crate) struct Completions;
 
 impl Protocol for Completions {
     fn read(call: &mut Call) -> Result<PlannedAnswer, ApiError> {
-        call.take_model()?;
+        let model = call.take_model()?;
         let limits = *call.service.limits();
         let tokenizer = call.service.directory().tokenizer().clone();
         let fields = &mut call.fields;
@@ -45,7 +45,7 @@ impl Protocol for Completions {
         let writer = CompletionWriter {
             id: call.service.id("cmpl-"),
             created: seconds_now(),
-            model: call.service.policy().name.clone(),
+            model,
             details,
             stream,
             lengths: HashMap::new(),

@@ -19,7 +19,7 @@ pub(crate) struct Generate;
 
 impl Protocol for Generate {
     fn read(call: &mut Call) -> Result<PlannedAnswer, ApiError> {
-        call.take_model()?;
+        let model = call.take_model()?;
         let limits = *call.service.limits();
         let fields = &mut call.fields;
         let prompt = fields.token_ids("token_ids")?;
@@ -48,7 +48,7 @@ impl Protocol for Generate {
         let writer = GenerateWriter {
             id: format!("generate-tokens-{id}"),
             created: seconds_now(),
-            model: call.service.policy().name.clone(),
+            model,
             logprobs: logprobs.is_some(),
             prompt: wants_prompt.then(|| prompt.clone()),
             text: mode == "text",

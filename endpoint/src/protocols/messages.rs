@@ -23,7 +23,7 @@ pub(crate) struct Messages;
 
 impl Protocol for Messages {
     fn read(call: &mut Call) -> Result<PlannedAnswer, ApiError> {
-        call.take_model()?;
+        let model = call.take_model()?;
         let limits = *call.service.limits();
         let max_tokens = call.fields.count("max_tokens", 1..=u32::MAX as usize)?;
         let max_tokens = call.fields.required("max_tokens", max_tokens)?;
@@ -41,7 +41,7 @@ impl Protocol for Messages {
         let parameters = SamplingParameters { samples: 1, sampling, max_tokens: Some(max_tokens), options };
         let writer = MessageWriter {
             id: call.service.id("msg_"),
-            model: call.service.policy().name.clone(),
+            model,
             tools,
             text: ToolStream::default(),
             blocks: 0,

@@ -20,7 +20,9 @@ use crate::tools::{Toolbox, openai_tool};
 /// `GET /v1/models`.
 pub(crate) async fn models(State(service): State<Service>, headers: HeaderMap) -> Result<Response, ApiError> {
     service.check_key(&headers)?;
-    Ok(json_response(&json!({"object": "list", "data": [description(&service)]})))
+    let adapters = (0..service.policy().adapters.len()).map(Some);
+    let all: Vec<Value> = [None].into_iter().chain(adapters).map(|of| description(&service, of)).collect();
+    Ok(json_response(&json!({"object": "list", "data": all})))
 }
 
 /// `GET /v1/models/NAME`.
@@ -30,15 +32,19 @@ pub(crate) async fn model(
     headers: HeaderMap,
 ) -> Result<Response, ApiError> {
     service.check_key(&headers)?;
-    service.check_model(Some(&name))?;
-    Ok(json_response(&description(&service)))
+    let adapter = service.adapter(Some(&name))?;
+    Ok(json_response(&description(&service, adapter)))
 }
 
-fn description(service: &Service) -> Value {
+/// The model with an adapter, or without one.
+fn description(service: &Service, adapter: Option<usize>) -> Value {
     let policy = service.policy();
+    let adapter = adapter.and_then(|index| policy.adapters.get(index));
     json!({
-        "id": policy.name, "object": "model", "created": service.created(), "owned_by": "rlrun",
-        "root": policy.root, "parent": null, "max_model_len": policy.max_context,
+        "id": adapter.map_or(&policy.name, |adapter| &adapter.name),
+        "object": "model", "created": service.created(), "owned_by": "rlrun",
+        "root": adapter.map_or(&policy.root, |adapter| &adapter.root),
+        "parent": adapter.map(|_| &policy.name), "max_model_len": policy.max_context,
         // What log-probabilities are of: the distribution that tokens are drawn from.
         "logprobs_mode": "processed_logprobs",
         "policy_version": service.queue().status().version.0,
@@ -142,7 +148,7 @@ async fn answer(
     let (parts, body) = request.into_parts();
     service.check_key(&parts.headers)?;
     let fields = service.bodies().read(&parts.headers, body, Fields::parse).await?;
-    let mut call = Call { service, fields, turn: None };
+    let mut call = Call { service, fields, turn: None, adapter: None };
     let answered = tokio::task::spawn_blocking(move || -> Result<Value, ApiError> {
         let value = read(&mut call)?;
         call.fields.finish()?;

@@ -25,7 +25,7 @@ pub(crate) struct Responses;
 
 impl Protocol for Responses {
     fn read(call: &mut Call) -> Result<PlannedAnswer, ApiError> {
-        call.take_model()?;
+        let model = call.take_model()?;
         let limits = *call.service.limits();
         let format = call.service.renderer().format();
         let fields = &mut call.fields;
@@ -51,7 +51,7 @@ impl Protocol for Responses {
             response: ResponseHead {
                 id: call.service.id("resp_"),
                 created: seconds_now(),
-                model: call.service.policy().name.clone(),
+                model,
                 instructions,
                 tools: described.unwrap_or_else(|| json!([])),
                 temperature: parameters.sampling.temperature,

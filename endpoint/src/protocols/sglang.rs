@@ -46,7 +46,9 @@ impl Protocol for SglangGenerate {
         for name in ["return_hidden_states", "return_routed_experts"] {
             fields.neutral(name, &[json!(false)])?;
         }
-        fields.neutral("lora_path", &[])?;
+        if let Some(name) = fields.text("lora_path")? {
+            call.adapter = call.service.adapter(Some(&name))?;
+        }
         fields.ignore(&["log_metrics", "priority", "return_prompt_token_ids"]);
         let asked = fields.object("sampling_params")?.unwrap_or_default();
         let mut asked = Fields::of(asked, "sampling_params");

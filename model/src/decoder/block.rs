@@ -24,7 +24,7 @@ use crate::layer::{
     DeltaNetSpec, FeedForward, LatentSpec, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm,
     Sharding,
 };
-use crate::low_rank::LowRank;
+use crate::ops::adapters::LinearPass;
 use crate::ops::causal_convolution::transposed;
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::gated_unit::GateActivation;
@@ -150,6 +150,13 @@ impl TransformerBlock {
         self.mixer.bytes() + self.output.bytes() + self.feed_forward.bytes()
     }
 
+    /// Calls `change` for every linear layer.
+    pub(super) fn change_linears(&mut self, change: &mut impl FnMut(&mut Linear)) {
+        self.mixer.change_linears(change);
+        change(&mut self.output);
+        self.feed_forward.change_linears(change);
+    }
+
     /// A layer to sample with, of the `values [layout.len()]` of a model.
     pub(super) fn sampler(
         config: &Config,
@@ -159,7 +166,6 @@ impl TransformerBlock {
         quantization: Quantization,
     ) -> Self {
         let layer = &values[layout.unit(Unit::Layer(index))];
-        let ranges = layout.ranges(index);
         let linear = |spec: &LinearSpec, LinearRanges { weight, bias }: LinearRanges| {
             let (weight, bias) = (&layer[weight], bias.map(|bias| &layer[bias]));
             match quantization {
@@ -170,20 +176,19 @@ impl TransformerBlock {
                 Quantization::None | Quantization::Int8 => Linear::packed(weight, spec.input, bias),
             }
         };
-        Self::new(config, index, ranges, |range| layer[range].to_vec(), linear)
+        Self::new(config, index, layout, |range| layer[range].to_vec(), linear)
     }
 
-    /// Layer `index` of frozen weights with factors, to train and to sample with.
-    pub(super) fn frozen(base: &FrozenParameters, factors: &Arc<LowRank>, index: usize) -> Self {
+    /// Layer `index` of frozen weights, to train factors and to sample with.
+    pub(super) fn frozen(base: &FrozenParameters, index: usize) -> Self {
         let (layout, config) = (base.layout(), base.config());
-        let (start, ranges) = (layout.unit(Unit::Layer(index)).start, layout.ranges(index));
+        let start = layout.unit(Unit::Layer(index)).start;
         let moved = |range: &Range<usize>| start + range.start..start + range.end;
         let linear = |spec: &LinearSpec, LinearRanges { weight, bias }: LinearRanges| {
             let bias = bias.map_or(Vec::new(), |bias| base.vector(&moved(&bias)));
-            let weight = moved(&weight);
-            Linear::frozen(base.matrices(&weight), spec.input, bias, LowRank::linear(factors, &weight))
+            Linear::frozen(base.matrices(&moved(&weight)), spec.input, bias)
         };
-        Self::new(config, index, ranges, |range| base.vector(&moved(&range)), linear)
+        Self::new(config, index, layout, |range| base.vector(&moved(&range)), linear)
     }
 
     /// A layer to train, of the values of the whole model.
@@ -215,21 +220,20 @@ impl TransformerBlock {
         flat: &FlatValues,
         values: &Range<usize>,
     ) -> Self {
-        let ranges = layout.ranges(index);
         let moved = |range: &Range<usize>| values.start + range.start..values.start + range.end;
         let linear = |spec: &LinearSpec, LinearRanges { weight, bias }: LinearRanges| {
             let bias = bias.map_or(0..0, |bias| moved(&bias));
             Linear::flat(flat, moved(&weight), spec.input, &bias)
         };
         let vector = |range: Range<usize>| flat.values()[moved(&range)].to_vec();
-        Self::new(config, index, ranges, vector, linear)
+        Self::new(config, index, layout, vector, linear)
     }
 
     /// Layer `index`, whose vectors `values` gives, and whose matrices `linear` makes, of ranges of its values.
     fn new(
         config: &Config,
         index: usize,
-        ranges: &LayerRanges,
+        layout: &Layout,
         values: impl Fn(Range<usize>) -> Vec<f32>,
         linear: impl Fn(&LinearSpec, LinearRanges) -> Linear,
     ) -> Self {
@@ -244,6 +248,7 @@ impl TransformerBlock {
             qkv_bias: _,
             output_bias: _,
         } = config.layers[index];
+        let (ranges, start) = (layout.ranges(index), layout.unit(Unit::Layer(index)).start);
         let vector = |operand: Operand| values(ranges[operand].clone());
         let norm_weights = |operand: Operand| {
             vector(operand).into_iter().map(|weight| weight + config.norm_offset).collect::<Vec<_>>()
@@ -260,7 +265,9 @@ impl TransformerBlock {
                 let each = (end - start) / parts;
                 start + part * each..start + (part + 1) * each
             };
-            linear(spec, LinearRanges { weight: cut(spec.weight), bias: spec.bias.map(cut) }).with_tree(tree)
+            let weight = cut(spec.weight);
+            let place = start + weight.start..start + weight.end;
+            linear(spec, LinearRanges { weight, bias: spec.bias.map(cut) }).with_tree(tree).at(place)
         };
         let linear = |operand: Operand| linear_of(&config.linear_spec(index, operand), 0, 1);
         Self {
@@ -279,15 +286,15 @@ impl TransformerBlock {
 
     /// Forward on `x [T, d]` without activations; `mix` mixes what the mixer prepared, and the experts of the tokens may be
     /// `given`.
-    pub(super) fn forward(
+    pub(super) fn forward<'a>(
         &self,
         x: &Tensor,
         angles: &LayerAngles,
         given: Option<GivenExperts<'_>>,
         mix: impl FnOnce(&Tensor) -> Result<Tensor>,
-        pool: &ThreadPool,
+        on: impl Into<LinearPass<'a>>,
     ) -> Result<Tensor> {
-        Ok(self.forward_routed(x, angles, given, mix, pool)?.0)
+        Ok(self.forward_routed(x, angles, given, mix, on.into())?.0)
     }
 
     /// The same, with what the feed-forward half computed up to its activation, which has the routes of the tokens.
@@ -297,53 +304,56 @@ impl TransformerBlock {
         angles: &LayerAngles,
         given: Option<GivenExperts<'_>>,
         mix: impl FnOnce(&Tensor) -> Result<Tensor>,
-        pool: &ThreadPool,
+        on: LinearPass<'_>,
     ) -> Result<(Tensor, FeedForwardTrace)> {
-        let AttentionTrace { middle, .. } = self.attention(x, angles, mix, pool)?;
-        let trace = self.begin_feed_forward(&middle, given, pool)?;
-        Ok((self.finish_feed_forward(&middle, &trace, pool)?, trace))
+        let AttentionTrace { middle, .. } = self.attention(x, angles, mix, on)?;
+        let trace = self.begin_feed_forward(&middle, given, on)?;
+        Ok((self.finish_feed_forward(&middle, &trace, on)?, trace))
     }
 
     /// Forward of the attention half on `x [T, d]`.
-    pub(super) fn attention(
+    pub(super) fn attention<'a>(
         &self,
         x: &Tensor,
         angles: &LayerAngles,
         mix: impl FnOnce(&Tensor) -> Result<Tensor>,
-        pool: &ThreadPool,
+        on: impl Into<LinearPass<'a>>,
     ) -> Result<AttentionTrace> {
-        let normed = self.normed(x, &self.attention_norm, pool)?;
-        let mixer = self.mixer.forward(&normed, angles, mix, pool)?;
+        let on = on.into();
+        let normed = self.normed(x, &self.attention_norm, on.pool)?;
+        let mixer = self.mixer.forward(&normed, angles, mix, on)?;
         let middle = if self.adds_plainly() {
-            self.output.add_to(x, &mixer.result, pool)?
+            self.output.add_to(x, &mixer.result, on)?
         } else {
-            self.join(x, &self.output.apply(&mixer.result, pool)?, &self.attention_after, pool)?
+            self.join(x, &self.output.apply(&mixer.result, on)?, &self.attention_after, on.pool)?
         };
         Ok(AttentionTrace { mixer, middle })
     }
 
     /// The feed-forward half up to its activation, for its input `middle [T, d]`.
-    pub(super) fn begin_feed_forward(
+    pub(super) fn begin_feed_forward<'a>(
         &self,
         middle: &Tensor,
         given: Option<GivenExperts<'_>>,
-        pool: &ThreadPool,
+        on: impl Into<LinearPass<'a>>,
     ) -> Result<FeedForwardTrace> {
-        self.feed_forward.begin(&self.normed(middle, &self.feed_forward_norm, pool)?, given, pool)
+        let on = on.into();
+        self.feed_forward.begin(&self.normed(middle, &self.feed_forward_norm, on.pool)?, given, on)
     }
 
     /// `[T, d]` the residual stream after the feed-forward half.
-    pub(super) fn finish_feed_forward(
+    pub(super) fn finish_feed_forward<'a>(
         &self,
         middle: &Tensor,
         trace: &FeedForwardTrace,
-        pool: &ThreadPool,
+        on: impl Into<LinearPass<'a>>,
     ) -> Result<Tensor> {
+        let on = on.into();
         if self.adds_plainly() {
-            return self.feed_forward.finish(middle, trace, pool);
+            return self.feed_forward.finish(middle, trace, on);
         }
-        let result = self.feed_forward.finish(&middle.zeros_like()?, trace, pool)?;
-        self.join(middle, &result, &self.feed_forward_after, pool)
+        let result = self.feed_forward.finish(&middle.zeros_like()?, trace, on)?;
+        self.join(middle, &result, &self.feed_forward_after, on.pool)
     }
 
     /// Whether the result of a half is added to the residual stream as it is.
@@ -401,11 +411,11 @@ impl TransformerBlock {
         let trace = match trace {
             Some(kept) => kept,
             None => {
-                computed = self.feed_forward.begin(&normed, given, &alone)?;
+                computed = self.feed_forward.begin(&normed, given, (&alone).into())?;
                 &computed
             }
         };
-        let again = || self.feed_forward.finish(&middle.zeros_like()?, trace, &alone);
+        let again = || self.feed_forward.finish(&middle.zeros_like()?, trace, (&alone).into());
         let branch = self.join_backward(&self.feed_forward_after, g, again)?;
         let (d_normed, operands) = self.feed_forward.backward(&normed, trace, &branch.d_result)?;
         let d_middle = self.normed_backward(middle, &self.feed_forward_norm, &d_normed, g)?;

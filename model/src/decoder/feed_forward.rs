@@ -12,6 +12,7 @@ use super::block::{GradientJob, OperandGradients, weight_jobs};
 use crate::ThreadPool;
 use crate::layer::{ExpertActivation, ExpertSpec, Operand, SwigluClamp};
 use crate::low_rank::WeightGradient;
+use crate::ops::adapters::LinearPass;
 use crate::ops::clamped_swiglu::{clamped_swiglu, clamped_swiglu_backward};
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::gated_unit::{GateActivation, GatedUnitReverse, gated_unit, gated_unit_backward};
@@ -157,16 +158,32 @@ impl FeedForwardWeights {
         }
     }
 
+    /// Calls `change` for every linear layer.
+    pub(super) fn change_linears(&mut self, change: &mut impl FnMut(&mut Linear)) {
+        let mut of_network = |network: &mut GatedWeights| {
+            change(&mut network.gate_up);
+            change(&mut network.down);
+        };
+        match self {
+            Self::Gated(gated) => of_network(gated),
+            Self::Experts(ExpertWeights { router, experts, shared, shared_gate, .. }) => {
+                experts.iter_mut().chain(shared.as_deref_mut()).for_each(&mut of_network);
+                change(router);
+                shared_gate.iter_mut().for_each(change);
+            }
+        }
+    }
+
     /// Forward up to the activation, of the normalised input `x [T, d]`; its experts may be `given`.
     pub(super) fn begin(
         &self,
         x: &Tensor,
         given: Option<GivenExperts<'_>>,
-        pool: &ThreadPool,
+        on: LinearPass<'_>,
     ) -> Result<FeedForwardTrace> {
         match self {
-            Self::Gated(gated) => Ok(FeedForwardTrace::Gated(gated.gate_up.apply(x, pool)?)),
-            Self::Experts(experts) => experts.begin(x, given, pool),
+            Self::Gated(gated) => Ok(FeedForwardTrace::Gated(gated.gate_up.apply(x, on)?)),
+            Self::Experts(experts) => experts.begin(x, given, on),
         }
     }
 
@@ -175,13 +192,13 @@ impl FeedForwardWeights {
         &self,
         base: &Tensor,
         trace: &FeedForwardTrace,
-        pool: &ThreadPool,
+        on: LinearPass<'_>,
     ) -> Result<Tensor> {
         match (self, trace) {
             (Self::Gated(gated), FeedForwardTrace::Gated(gate_up)) => {
-                gated.down.add_to(base, &gated.activation.forward(gate_up, pool)?, pool)
+                gated.down.add_to(base, &gated.activation.forward(gate_up, on.pool)?, on)
             }
-            (Self::Experts(experts), FeedForwardTrace::Experts(trace)) => experts.finish(base, trace, pool),
+            (Self::Experts(experts), FeedForwardTrace::Experts(trace)) => experts.finish(base, trace, on),
             _ => candle_core::bail!("the activations are of another kind of layer"),
         }
     }
@@ -241,34 +258,33 @@ impl ExpertWeights {
         &self,
         x: &Tensor,
         given: Option<GivenExperts<'_>>,
-        pool: &ThreadPool,
+        on: LinearPass<'_>,
     ) -> Result<FeedForwardTrace> {
         let given = given.map(|given| GivenExperts { first: self.first_slot, ..given });
-        let routes =
-            ExpertRoutes::new(self.router.apply_values(x, pool)?, &self.correction, self.spec, given);
+        let routes = ExpertRoutes::new(self.router.apply_values(x, on)?, &self.correction, self.spec, given);
         let width = x.dim(1)?;
         let grouped = routes.grouped(&values(x)?, width);
-        let gate_up = self.each(&routes, &grouped, |expert| &expert.gate_up, pool);
+        let gate_up = self.each(&routes, &grouped, |expert| &expert.gate_up, on);
         let gate_up = matrix(gate_up, self.experts[0].gate_up.output())?;
-        let shared = self.shared.as_ref().map(|network| network.gate_up.apply(x, pool)).transpose()?;
-        let shared_gate = self.shared_gate.as_ref().map(|gate| gate.apply(x, pool)).transpose()?;
+        let shared = self.shared.as_ref().map(|network| network.gate_up.apply(x, on)).transpose()?;
+        let shared_gate = self.shared_gate.as_ref().map(|gate| gate.apply(x, on)).transpose()?;
         Ok(FeedForwardTrace::Experts(Box::new(ExpertTrace { routes, gate_up, shared, shared_gate })))
     }
 
-    fn finish(&self, base: &Tensor, trace: &ExpertTrace, pool: &ThreadPool) -> Result<Tensor> {
+    fn finish(&self, base: &Tensor, trace: &ExpertTrace, on: LinearPass<'_>) -> Result<Tensor> {
         let ExpertTrace { routes, gate_up, shared, shared_gate } = trace;
-        let activated = self.activation().forward(gate_up, pool)?;
-        let y = self.each(routes, &values(&activated)?, |expert| &expert.down, pool);
+        let activated = self.activation().forward(gate_up, on.pool)?;
+        let y = self.each(routes, &values(&activated)?, |expert| &expert.down, on);
         let width = base.dim(1)?;
         let mut out = values(base)?.to_vec();
         routes.add_weighted(&y, &mut out, width);
         let out = matrix(out, width)?;
         match (&self.shared, shared) {
             (Some(network), Some(gate_up)) => {
-                let activated = network.activation.forward(gate_up, pool)?;
+                let activated = network.activation.forward(gate_up, on.pool)?;
                 match shared_gate {
-                    None => network.down.add_to(&out, &activated, pool),
-                    Some(gate) => add_gated(&out, &network.down.apply(&activated, pool)?, gate),
+                    None => network.down.add_to(&out, &activated, on),
+                    Some(gate) => add_gated(&out, &network.down.apply(&activated, on)?, gate),
                 }
             }
             _ => Ok(out),
@@ -285,20 +301,24 @@ impl ExpertWeights {
         routes: &ExpertRoutes,
         x: &[f32],
         layer: impl Fn(&GatedWeights) -> &Linear + Sync,
-        pool: &ThreadPool,
+        on: LinearPass<'_>,
     ) -> Vec<f32> {
         let output = layer(&self.experts[0]).output();
         let input = x.len().checked_div(routes.len()).unwrap_or(0);
         let mut out = unwritten(routes.len() * output);
+        let adapters = routes.grouped_adapters(on.adapters);
         let mut rest = &mut out[..];
         let mut parts = Vec::new();
         for (expert, rows) in routes.busy() {
             let (own, after) = rest.split_at_mut(rows.len() * output);
             rest = after;
-            parts.push((&self.experts[expert], &x[rows.start * input..rows.end * input], own));
+            let x = &x[rows.start * input..rows.end * input];
+            parts.push((&self.experts[expert], x, adapters.get(rows).unwrap_or_default(), own));
         }
         let alone = ThreadPool::single();
-        pool.map(parts, |(expert, x, out)| layer(expert).apply_slice(x, out, &alone));
+        on.pool.map(parts, |(expert, x, adapters, out)| {
+            layer(expert).apply_slice(x, out, LinearPass { pool: &alone, adapters });
+        });
         out
     }
 

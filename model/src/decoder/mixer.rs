@@ -20,10 +20,11 @@ pub(super) use self::delta_net::DeltaNetWeights;
 pub(super) use self::latent::{LatentOperands, LatentPiece, LatentTrace, LatentWeights, gradient_jobs};
 use super::LayerAngles;
 use super::block::OperandGradients;
-use crate::ThreadPool;
 use crate::layer::Operand;
+use crate::ops::adapters::LinearPass;
 use crate::ops::attention::{AttentionRule, PackedReverse};
 use crate::ops::delta_net::{DeltaReverse, DeltaRule};
+use crate::ops::linear::Linear;
 use crate::ops::result_gate::{ResultNorm, gated, gated_backward};
 
 /// The weights.
@@ -169,6 +170,18 @@ impl MixerWeights {
         }
     }
 
+    /// Calls `change` for every linear layer.
+    pub(super) fn change_linears(&mut self, change: &mut impl FnMut(&mut Linear)) {
+        match self {
+            Self::Attention(attention) => change(&mut attention.qkv),
+            Self::Latent(latent) => latent.change_linears(change),
+            Self::DeltaNet(delta_net) => {
+                change(&mut delta_net.projection);
+                change(&mut delta_net.gates);
+            }
+        }
+    }
+
     /// The norm of the result before its gate.
     fn result_norm(&self) -> Option<ResultNorm<'_>> {
         match self {
@@ -183,12 +196,12 @@ impl MixerWeights {
         x: &Tensor,
         angles: &LayerAngles,
         mix: impl FnOnce(&Tensor) -> Result<Tensor>,
-        pool: &ThreadPool,
+        on: LinearPass<'_>,
     ) -> Result<MixerTrace> {
         let projected = match self {
-            Self::Attention(attention) => attention.project(x, angles, pool)?,
-            Self::Latent(latent) => latent.project(x, angles, pool)?,
-            Self::DeltaNet(delta_net) => delta_net.project(x, pool)?,
+            Self::Attention(attention) => attention.project(x, angles, on)?,
+            Self::Latent(latent) => latent.project(x, angles, on)?,
+            Self::DeltaNet(delta_net) => delta_net.project(x, on)?,
         };
         let mut mixed = mix(&projected.prepared)?;
         if let Self::Latent(latent) = self {
@@ -197,7 +210,7 @@ impl MixerWeights {
         let (mixed, result) = match &projected.gate {
             None => (None, mixed),
             Some(gate) => {
-                let result = gated(&mixed, gate, self.result_norm(), pool)?;
+                let result = gated(&mixed, gate, self.result_norm(), on.pool)?;
                 (Some(mixed), result)
             }
         };

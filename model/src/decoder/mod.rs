@@ -28,7 +28,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
-use crate::low_rank::{LowRank, UnitFactors};
+use crate::low_rank::{FactorPair, LowRank, UnitFactors};
 use crate::ops::blocks::BlockRows;
 use crate::ops::heads::{Angles, Frequencies, HeadShape};
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
@@ -67,6 +67,8 @@ pub struct Decoder {
     /// Of [`Config::rotaries`].
     frequencies: Vec<Frequencies>,
     embedding: Embedding,
+    /// Those that are not merged into the embedding.
+    embedding_factors: Vec<EmbeddingFactors>,
     blocks: Vec<TransformerBlock>,
     /// `[d]` weights of the final norm, with their offset, divided as logits are.
     final_norm: Vec<f32>,
@@ -77,6 +79,8 @@ pub struct Decoder {
     recompute: Recompute,
     /// The factors that are trained in place of the weights.
     factors: Option<Arc<LowRank>>,
+    /// Number of adapters that a sequence can name.
+    adapters: usize,
     /// Whether the threads of a decode step share the columns of the weights, or each computes some of the sequences.
     columns_are_shared: bool,
 }
@@ -94,8 +98,18 @@ enum Embedding {
     Head,
     /// The first of flat values.
     Flat(FlatValues),
-    /// A quantised table, with the index of its pair of factors if it has one.
-    Frozen(BlockRows, Arc<LowRank>, Option<usize>),
+    /// A quantised table.
+    Frozen(BlockRows),
+}
+
+/// Low-rank factors of the embedding.
+#[derive(Clone, Debug)]
+struct EmbeddingFactors {
+    /// The adapter of the tokens that have them; `None` for the factors of tokens without one.
+    adapter: Option<usize>,
+    low_rank: Arc<LowRank>,
+    /// Index of the pair.
+    pair: usize,
 }
 
 impl Decoder {
@@ -145,7 +159,8 @@ impl Decoder {
             head: match quantization {
                 Quantization::None | Quantization::Int8 => Linear::packed(head, config.hidden_size, None),
                 Quantization::Bf16 => Linear::bf16(head, config.hidden_size, None),
-            },
+            }
+            .at(layout.head()),
             columns_are_shared: values.len() > SMALL,
             ..Self::bare(config, layout, values)
         }
@@ -213,18 +228,47 @@ impl Decoder {
         let value_head = layout.value_head().map_or(Vec::new(), of);
         let final_norm = layout.spec("model.norm.weight").map_or(Vec::new(), |norm| of(norm.range()));
         let (table, head) = (layout.unit(Unit::Embedding), layout.head());
-        let pair = factors.pairs().iter().position(|pair| pair.is_embedding);
-        let embedding = Embedding::Frozen(base.matrices(&table), Arc::clone(factors), pair);
-        let of_head = LowRank::linear(factors, &head);
-        Self {
-            embedding,
-            blocks: (0..config.num_layers()).map(|i| TransformerBlock::frozen(base, factors, i)).collect(),
-            head: Linear::frozen(base.matrices(&head), config.hidden_size, Vec::new(), of_head),
+        let mut decoder = Self {
+            embedding: Embedding::Frozen(base.matrices(&table)),
+            blocks: (0..config.num_layers()).map(|i| TransformerBlock::frozen(base, i)).collect(),
+            head: Linear::frozen(base.matrices(&head), config.hidden_size, Vec::new()).at(head),
             recompute,
             factors: Some(Arc::clone(factors)),
             columns_are_shared: layout.len() > SMALL,
             ..Self::without(config, layout, final_norm, value_head)
+        };
+        decoder.adapt(None, factors);
+        decoder
+    }
+
+    /// Serves `adapters` beside each other, in place of those before: a sequence names its own by its index
+    /// ([`StepSequence::adapter`]), and one that names none has the weights alone. They are not merged into the weights.
+    ///
+    /// # Panics
+    /// If an adapter is of another model.
+    pub fn set_adapters(&mut self, adapters: &[Arc<LowRank>]) {
+        self.change_linears(&mut |linear| linear.without_adapters());
+        self.embedding_factors.retain(|factors| factors.adapter.is_none());
+        for (index, factors) in adapters.iter().enumerate() {
+            self.adapt(Some(index), factors);
         }
+        self.adapters = adapters.len();
+    }
+
+    /// Adds `factors` of the tokens with `adapter`.
+    fn adapt(&mut self, adapter: Option<usize>, factors: &Arc<LowRank>) {
+        let fits = |pair: &FactorPair| self.layout.specs().iter().any(|spec| spec.range() == pair.weight);
+        assert!(factors.pairs().iter().all(fits), "the adapter is of this model");
+        self.change_linears(&mut |linear| linear.adapt(adapter, factors));
+        let pair = factors.pairs().iter().position(|pair| pair.is_embedding);
+        let of_embedding = |pair| EmbeddingFactors { adapter, low_rank: Arc::clone(factors), pair };
+        self.embedding_factors.extend(pair.map(of_embedding));
+    }
+
+    /// Calls `change` for every linear layer.
+    fn change_linears(&mut self, change: &mut impl FnMut(&mut Linear)) {
+        self.blocks.iter_mut().for_each(|block| block.change_linears(change));
+        change(&mut self.head);
     }
 
     /// The same decoder with trained `factors`, which its weights have merged: [`Decoder::train`] gives the gradients of the
@@ -261,6 +305,7 @@ impl Decoder {
             shape: config.head_shape(),
             frequencies: frequencies(config),
             embedding: Embedding::Own(Vec::new()),
+            embedding_factors: Vec::new(),
             blocks: Vec::new(),
             final_norm,
             head: Linear::default(),
@@ -268,6 +313,7 @@ impl Decoder {
             layout: Arc::clone(layout),
             recompute: Recompute::None,
             factors: None,
+            adapters: 0,
             columns_are_shared: false,
         }
     }
@@ -283,7 +329,7 @@ impl Decoder {
     pub fn bytes(&self) -> u64 {
         let embedding = match &self.embedding {
             Embedding::Own(table) => size_of_val(&table[..]),
-            Embedding::Head | Embedding::Flat(_) | Embedding::Frozen(..) => 0,
+            Embedding::Head | Embedding::Flat(_) | Embedding::Frozen(_) => 0,
         };
         let blocks: usize = self.blocks.iter().map(TransformerBlock::bytes).sum();
         (embedding + blocks + self.head.bytes()) as u64
@@ -295,26 +341,26 @@ impl Decoder {
         LayerAngles { rotaries, none: Angles::default() }
     }
 
-    /// Hidden states `[T, d]` of tokens; `first` is the number of the first in its batch, for errors.
-    fn embed(&self, token_ids: &[u32], first: usize) -> Result<Tensor> {
+    /// Hidden states `[T, d]` of tokens with `adapters [T]`, empty for none; `first` is the number of the first in its batch, for
+    /// errors.
+    fn embed(&self, token_ids: &[u32], first: usize, adapters: &[Option<usize>]) -> Result<Tensor> {
         let shape @ [_, width] = [self.config.vocab_size, self.config.hidden_size];
-        let table = match &self.embedding {
-            Embedding::Own(table) => table,
-            Embedding::Flat(flat) => flat.values(),
-            Embedding::Head => {
-                let rows = embedding::embed(token_ids, first, shape, |id, out| self.head.copy_row(id, out));
-                return multiple(&rows?, self.config.embedding_multiplier);
-            }
-            Embedding::Frozen(table, factors, pair) => {
-                let rows = embedding::embed(token_ids, first, shape, |id, out| {
-                    out.copy_from_slice(&table.dequantized(&(id..id + 1)));
-                    pair.iter().for_each(|pair| factors.add_row(*pair, id, out));
-                });
-                return multiple(&rows?, self.config.embedding_multiplier);
-            }
+        let flat = |table: &[f32], id: usize, out: &mut [f32]| {
+            out.copy_from_slice(&table[id * width..][..width]);
         };
-        let copy = |id: usize, out: &mut [f32]| out.copy_from_slice(&table[id * width..][..width]);
-        multiple(&embedding::embed(token_ids, first, shape, copy)?, self.config.embedding_multiplier)
+        let rows = embedding::embed(token_ids, first, shape, |t, id, out| {
+            match &self.embedding {
+                Embedding::Own(table) => flat(table, id, out),
+                Embedding::Flat(table) => flat(table.values(), id, out),
+                Embedding::Head => self.head.copy_row(id, out),
+                Embedding::Frozen(table) => out.copy_from_slice(&table.dequantized(&(id..id + 1))),
+            }
+            let adapter = adapters.get(t).copied().flatten();
+            for factors in self.embedding_factors.iter().filter(|factors| factors.adapter == adapter) {
+                factors.low_rank.add_row(factors.pair, id, out);
+            }
+        });
+        multiple(&rows?, self.config.embedding_multiplier)
     }
 }
 

@@ -91,7 +91,7 @@ impl Decoder {
     ) -> Result<Vec<Prediction>> {
         let parts = pack.parts(pool.threads());
         let angles: Vec<LayerAngles> = parts.iter().map(|part| part.angles(self)).collect();
-        let embed = |part: &PackPart<'_>| self.embed(part.token_ids(), part.rows.start);
+        let embed = |part: &PackPart<'_>| self.embed(part.token_ids(), part.rows.start, &[]);
         let mut outputs = parts.iter().map(embed).collect::<Result<Vec<_>>>()?;
         for index in 0..self.config.num_layers() {
             let block = self.block_of(source, index)?;
@@ -151,7 +151,7 @@ impl Decoder {
         let run = |part: PackPart<'_>| {
             let angles = part.angles(self);
             let alone = ThreadPool::single();
-            let mut x = self.embed(part.token_ids(), part.rows.start)?;
+            let mut x = self.embed(part.token_ids(), part.rows.start, &[])?;
             for block in &self.blocks {
                 x = block.forward(
                     &x,
@@ -230,7 +230,7 @@ impl Decoder {
     }
 
     fn begin(&self, part: &PackPart<'_>) -> Result<PartTrace> {
-        let output = self.embed(part.token_ids(), part.rows.start)?;
+        let output = self.embed(part.token_ids(), part.rows.start, &[])?;
         let layers = Vec::with_capacity(self.config.num_layers());
         Ok(PartTrace { angles: part.angles(self), layers, output })
     }

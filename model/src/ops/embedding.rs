@@ -5,7 +5,7 @@ use candle_core::{Result, Tensor, bail};
 use super::{matrix, unwritten, values};
 
 /// Row `ids[t]` of a table `[vocabulary, width]` for every token, of which the first is number `first` of its batch; `copy`
-/// writes a row to `[width]` values.
+/// writes the row of token `t` and this id to `[width]` values.
 ///
 /// # Errors
 /// An id at or above `vocabulary`.
@@ -13,7 +13,7 @@ pub(crate) fn embed(
     ids: &[u32],
     first: usize,
     [vocabulary, width]: [usize; 2],
-    copy: impl Fn(usize, &mut [f32]),
+    copy: impl Fn(usize, usize, &mut [f32]),
 ) -> Result<Tensor> {
     let mut out = unwritten(ids.len() * width);
     for (t, (id, out)) in ids.iter().zip(out.chunks_exact_mut(width)).enumerate() {
@@ -21,7 +21,7 @@ pub(crate) fn embed(
         if id >= vocabulary {
             bail!("token {} has id {id}, but the vocabulary ends at {vocabulary}", first + t)
         }
-        copy(id, out);
+        copy(t, id, out);
     }
     matrix(out, width)
 }

@@ -236,6 +236,12 @@ impl ExpertRoutes {
         out
     }
 
+    /// `[rows]` the adapters of the grouped rows, of those `[T]` of the tokens; empty if no token has one.
+    pub(crate) fn grouped_adapters(&self, adapters: &[Option<usize>]) -> Vec<Option<usize>> {
+        let of_slot = |slot: &u32| adapters.get(*slot as usize / self.spec.per_token).copied();
+        self.slots.iter().map_while(of_slot).collect()
+    }
+
     /// The same, each multiplied with the weight of its slot.
     pub(crate) fn weighted(&self, x: &[f32], width: usize) -> Vec<f32> {
         let mut out = self.grouped(x, width);

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
+use super::adapters::{LinearFactors, LinearPass, add_products};
 use super::bf16::Bf16Linear;
 use super::blocks::BlockRows;
 use super::dot::StoreMode;
@@ -19,7 +20,7 @@ use super::gemm::{
 use super::int8::Int8Linear;
 use super::simd::vectorized;
 use super::{matrix, row_ranges, unwritten, values};
-use crate::{LowRank, Parameters, ThreadPool};
+use crate::{LowRank, Parameters};
 
 /// One linear layer. Its weight is `[out, in]`, as Hugging Face stores it.
 #[derive(Clone, Debug)]
@@ -29,17 +30,10 @@ pub(crate) struct Linear {
     output: usize,
     bias: Option<Vec<f32>>,
     tree: TreeSum,
+    /// The range of the weight in the flat parameters of its model; empty if its factors are not asked for.
+    place: Range<usize>,
     /// Low-rank factors that are not merged into the weight.
     factors: Vec<LinearFactors>,
-}
-
-/// Low-rank factors of some outputs of a layer.
-#[derive(Clone, Debug)]
-pub(crate) struct LinearFactors {
-    pub(crate) outputs: Range<usize>,
-    pub(crate) low_rank: Arc<LowRank>,
-    /// Index of the pair.
-    pub(crate) pair: usize,
 }
 
 /// Which sums of a layer are balanced binary trees over fixed chunks ([`crate::Reduction::Tree`]): those whose terms
@@ -64,6 +58,7 @@ impl Default for Linear {
             output: 0,
             bias: None,
             tree: TreeSum::None,
+            place: 0..0,
             factors: Vec::new(),
         }
     }
@@ -132,16 +127,32 @@ impl Linear {
         Self { weight: Weight::Flat(flat.clone(), weight), input, output, bias, ..Self::default() }
     }
 
-    /// A frozen layer with quantised rows, `bias [out]`, empty for none, and the factors of its outputs.
-    pub(crate) fn frozen(rows: BlockRows, input: usize, bias: Vec<f32>, factors: Vec<LinearFactors>) -> Self {
+    /// A frozen layer with quantised rows and `bias [out]`, empty for none.
+    pub(crate) fn frozen(rows: BlockRows, input: usize, bias: Vec<f32>) -> Self {
         let (output, bias) = (rows.len(), (!bias.is_empty()).then_some(bias));
-        Self { weight: Weight::Blocks(rows), input, output, bias, tree: TreeSum::None, factors }
+        Self { weight: Weight::Blocks(rows), input, output, bias, ..Self::default() }
     }
 
     /// The same layer, with trees for these sums. Those of int8 and bf16 weights stay as they are.
     #[must_use]
     pub(crate) fn with_tree(self, tree: TreeSum) -> Self {
         Self { tree, ..self }
+    }
+
+    /// The same layer, whose weight has the range `place` in the flat parameters of its model.
+    #[must_use]
+    pub(crate) fn at(self, place: Range<usize>) -> Self {
+        Self { place, ..self }
+    }
+
+    /// Adds the factors of rows with `adapter`, which are not merged into the weight.
+    pub(crate) fn adapt(&mut self, adapter: Option<usize>, factors: &Arc<LowRank>) {
+        self.factors.extend(LinearFactors::of(factors, adapter, &self.place));
+    }
+
+    /// Removes the factors of all adapters.
+    pub(crate) fn without_adapters(&mut self) {
+        self.factors.retain(|factors| factors.adapter.is_none());
     }
 
     /// Memory in bytes, without weights in the flat parameters or in frozen ones.
@@ -156,32 +167,38 @@ impl Linear {
     }
 
     /// `x [T, in]` to `[T, out]`.
-    pub(crate) fn apply(&self, x: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
-        matrix(self.apply_values(x, pool)?, self.output)
+    pub(crate) fn apply<'a>(&self, x: &Tensor, on: impl Into<LinearPass<'a>>) -> Result<Tensor> {
+        matrix(self.apply_values(x, on)?, self.output)
     }
 
     /// The same, as plain values.
-    pub(crate) fn apply_values(&self, x: &Tensor, pool: &ThreadPool) -> Result<Vec<f32>> {
+    pub(crate) fn apply_values<'a>(&self, x: &Tensor, on: impl Into<LinearPass<'a>>) -> Result<Vec<f32>> {
         let mut out = unwritten(x.dim(0)? * self.output);
-        self.run(&values(x)?, &mut out, true, pool);
+        self.run(&values(x)?, &mut out, true, on.into());
         Ok(out)
     }
 
     /// `base [T, out]` plus the layer's result for `x [T, in]`.
-    pub(crate) fn add_to(&self, base: &Tensor, x: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
+    pub(crate) fn add_to<'a>(
+        &self,
+        base: &Tensor,
+        x: &Tensor,
+        on: impl Into<LinearPass<'a>>,
+    ) -> Result<Tensor> {
         let mut out = values(base)?.to_vec();
-        self.run(&values(x)?, &mut out, false, pool);
+        self.run(&values(x)?, &mut out, false, on.into());
         matrix(out, self.output)
     }
 
     /// `x [T, in]` to `out [T, out]`.
-    pub(crate) fn apply_slice(&self, x: &[f32], out: &mut [f32], pool: &ThreadPool) {
-        self.run(x, out, true, pool);
+    pub(crate) fn apply_slice<'a>(&self, x: &[f32], out: &mut [f32], on: impl Into<LinearPass<'a>>) {
+        self.run(x, out, true, on.into());
     }
 
     /// Writes the layer's result for `x [T, in]` to `out [T, out]`, or adds it if not `fresh`. Threads share the columns of
     /// f32 weights, so that each reads and packs its part only.
-    fn run(&self, x: &[f32], out: &mut [f32], fresh: bool, pool: &ThreadPool) {
+    fn run(&self, x: &[f32], out: &mut [f32], fresh: bool, on: LinearPass<'_>) {
+        let pool = on.pool;
         let store = if fresh { StoreMode::Replace } else { StoreMode::Add };
         match &self.weight {
             Weight::Int8(layer) => layer.run(x, out, store, pool),
@@ -211,11 +228,7 @@ impl Linear {
                 });
             }
         }
-        for LinearFactors { outputs, low_rank, pair } in &self.factors {
-            let x = StridedMatrix::new(x, self.input);
-            let own = ProductOut::columns(out, self.output, std::slice::from_ref(outputs));
-            own.into_iter().for_each(|own| low_rank.add_product(*pair, x, own));
-        }
+        add_products(&self.factors, x, out, self.output, on);
         if let Some(bias) = &self.bias {
             add_rows(out, bias);
         }
@@ -265,7 +278,7 @@ impl Linear {
                 let fresh = rows.start == 0;
                 product(g.columns(rows), weight, ProductOut::new(&mut *dx, self.input), fresh);
             }
-            for LinearFactors { outputs, low_rank, pair } in &self.factors {
+            for LinearFactors { outputs, low_rank, pair, .. } in &self.factors {
                 low_rank.add_input_gradient(*pair, g.columns(outputs.clone()), dx);
             }
             return;
@@ -385,6 +398,7 @@ mod tests {
 
     use super::super::check::{gradient, noise, weighted};
     use super::*;
+    use crate::ThreadPool;
 
     #[test]
     fn backward_is_the_derivative_and_adds_up() {

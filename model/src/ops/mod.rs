@@ -12,7 +12,7 @@
 //!
 //! # Layout
 //! - [`linear`] over [`gemm`], of f32 weights or of quantised [`blocks`], or over [`int8`] and [`bf16`], which share the tiles of
-//!   [`dot`]; [`norm`], [`residual`], [`embedding`]
+//!   [`dot`]; [`adapters`]: the low-rank factors of its rows; [`norm`], [`residual`], [`embedding`]
 //! - [`gated_unit`], [`clamped_swiglu`]: gated activations
 //! - [`heads`]: per-head norm and rotary embedding
 //! - [`latent`]: queries, keys and values of their parts
@@ -21,6 +21,7 @@
 //! - [`delta_net`]: a recurrence, over [`causal_convolution`] and [`delta_rule`]; [`result_gate`]: gates on the results of both
 //! - [`head`]: logits fused with log-probability and entropy, over [`softmax`]; [`value`]: the value head
 
+pub(crate) mod adapters;
 pub(crate) mod attention;
 pub(crate) mod bf16;
 pub(crate) mod blocks;

@@ -38,7 +38,7 @@ use std::sync::Arc;
 
 use device::Device;
 use model::on_device::{DeviceSampler, StagedWeights};
-use model::{Config, KvCache, StepSequence, ThreadPool};
+use model::{Config, KvCache, LowRank, StepSequence, ThreadPool};
 use trajectory::{GroupId, PolicyVersion, StopReason, TokenExperts};
 
 use crate::RolloutError;
@@ -48,7 +48,7 @@ pub use interrupt::Interruption;
 pub use local::LocalSampler;
 use network::DrawnToken;
 pub use network::{Network, ServeOn, ServedWeights, UnpackedWeights};
-use prefixes::{MOST, PrefixCache};
+use prefixes::{MOST, PrefixCache, PrefixKey};
 use prompt::PromptJob;
 use reservation::{OpenRequest, Reservation};
 use retained::RetainedPages;
@@ -85,6 +85,8 @@ pub struct Engine {
     counts: EngineCounts,
     interruption: Option<Interruption>,
     speculation: Speculation,
+    /// Those that requests can name.
+    adapters: Vec<Arc<LowRank>>,
     pool: Arc<ThreadPool>,
 }
 
@@ -135,6 +137,7 @@ impl Engine {
             counts: EngineCounts::default(),
             interruption: None,
             speculation: Speculation::None,
+            adapters: Vec::new(),
             pool: Arc::new(ThreadPool::single()),
         })
     }
@@ -157,6 +160,20 @@ impl Engine {
     pub fn speculating(self, speculation: Speculation) -> Self {
         let off = self.device.is_some() || self.cache.has_states();
         Self { speculation: if off { Speculation::None } else { speculation }, ..self }
+    }
+
+    /// The same, serving `adapters` of the model beside its weights, in one batch: a request names its adapter
+    /// ([`RequestOptions::adapter`](crate::RequestOptions::adapter)).
+    ///
+    /// # Errors
+    /// If the network is on a device.
+    ///
+    /// # Panics
+    /// If an adapter is of another model.
+    pub fn with_adapters(mut self, adapters: Vec<Arc<LowRank>>) -> Result<Self, RolloutError> {
+        self.adapters = adapters;
+        self.adapt()?;
+        Ok(self)
     }
 
     /// The same, with completions that name the experts of their tokens ([`TokenExperts`]). A model without experts has none, and
@@ -238,6 +255,10 @@ impl Engine {
         if request.options.alternatives > 0 && self.device.is_some() {
             return Err(RolloutError::NoAlternatives);
         }
+        let served = self.adapters.len();
+        if let Some(adapter) = request.options.adapter.filter(|adapter| *adapter >= served) {
+            return Err(RolloutError::UnknownAdapter { adapter, served });
+        }
         if length == 0 {
             return Err(RolloutError::EmptyPrompt { group: request.group });
         }
@@ -260,10 +281,9 @@ impl Engine {
         self.reserved += needed;
         let open = OpenRequest { sequences: request.sequences(), prompt_pages: reservation.prompt };
         self.open.insert(self.accepted, open);
-        let SampleRequest { group, first_index, .. } = request;
-        let cached = match request.options.prefix_cache {
-            None => self.retained.take(group, first_index, &request.prompt, &mut self.cache),
-            Some(salt) => self.prefixes.share(salt, &request.prompt, &mut self.cache),
+        let cached = match PrefixKey::of(&request.options) {
+            None => self.retained.take(&request, &mut self.cache),
+            Some(key) => self.prefixes.share(key, &request.prompt, &mut self.cache),
         };
         self.counts.reused_tokens += cached.tokens as u64;
         self.prompts.push_back(PromptJob::new(self.accepted, request, cached));
@@ -308,7 +328,13 @@ impl Engine {
             self.prefixes.clear(&mut self.cache);
         }
         self.version = version;
+        self.adapt()?;
         Ok(before)
+    }
+
+    /// Gives the network its adapters.
+    fn adapt(&mut self) -> Result<(), RolloutError> {
+        self.network.as_mut().map_or(Ok(()), |network| network.set_adapters(&self.adapters))
     }
 
     /// Memory of the packed weights and of the cache, bytes.
@@ -376,7 +402,8 @@ impl Engine {
                 // A recurrent state is left where the next sequence of the request begins.
                 let stop = if position < shared { shared } else { known };
                 let tokens = &sequence.token_ids[position..(position + chunk).min(stop)];
-                let step = StepSequence { tokens, position, pages: &sequence.pages, wanted: 0 };
+                let (pages, adapter) = (&sequence.pages, sequence.adapter());
+                let step = StepSequence { tokens, position, pages, wanted: 0, adapter };
                 network.step(&mut self.cache, &[step], &self.pool)?;
                 position += tokens.len();
             }
@@ -393,6 +420,10 @@ impl Engine {
     /// If the engine sleeps.
     pub fn step(&mut self) -> Result<Vec<Completion>, RolloutError> {
         let decoding = self.running.len().min(self.config.max_running);
+        if !self.adapters.is_empty() {
+            // Those of one adapter are one product.
+            self.running[..decoding].sort_by_key(Sequence::adapter);
+        }
         let proposals = self.speculation.per_sequence(decoding);
         self.evict_for(decoding, proposals);
         for sequence in &mut self.running[..decoding] {
@@ -527,11 +558,11 @@ impl Engine {
         let known = &sequence.token_ids[..sequence.token_ids.len() - 1];
         if sequence.keep_cache && stop != StopReason::Length {
             let (known, pages) = (known.to_vec(), std::mem::take(&mut sequence.pages));
-            let evicted = self.retained.keep(sequence.group, sequence.index, known, pages, &mut self.cache);
+            let evicted = self.retained.keep(sequence, known, pages, &mut self.cache);
             self.counts.evicted_tokens += evicted as u64;
-        } else if let Some(salt) = sequence.prefix_salt(self.version) {
+        } else if let Some(key) = sequence.prefix_key(self.version) {
             let (known, pages) = (known.to_vec(), std::mem::take(&mut sequence.pages));
-            self.prefixes.keep(salt, known, pages, &mut self.cache);
+            self.prefixes.keep(key, known, pages, &mut self.cache);
         }
     }
 

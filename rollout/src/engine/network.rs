@@ -9,8 +9,8 @@ use model::on_device::{DeviceDtype, DeviceSampler, DrawRequest, StagedWeights};
 use std::sync::Arc;
 
 use model::{
-    AdaptedBase, Config, Decoder, Draw, KvCache, Layout, ModelError, Parameters, Quantization, StepSequence,
-    ThreadPool, TokenLogprob, most_likely,
+    AdaptedBase, Config, Decoder, Draw, KvCache, Layout, LowRank, ModelError, Parameters, Quantization,
+    StepSequence, ThreadPool, TokenLogprob, most_likely,
 };
 use weights::{Digest, Values};
 
@@ -184,6 +184,22 @@ impl Network {
             Self::Host { decoder, .. } => decoder.config(),
             Self::Device(sampler) => sampler.config(),
         }
+    }
+
+    /// Serves `adapters` beside its weights, in place of those before.
+    ///
+    /// # Errors
+    /// If it is on a device.
+    pub(super) fn set_adapters(&mut self, adapters: &[Arc<LowRank>]) -> Result<(), RolloutError> {
+        match self {
+            Self::Host { decoder, .. } => decoder.set_adapters(adapters),
+            Self::Device(_) if adapters.is_empty() => {}
+            Self::Device(_) => {
+                let weights = "adapters that are not merged";
+                return Err(RolloutError::Misplaced { weights, engine: "on a device, with merged weights" });
+            }
+        }
+        Ok(())
     }
 
     /// Memory of its own, bytes; with its cache if it is on a device.

@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use model::KvCache;
 
 use super::retained::CachedPrefix;
+use crate::sampler::RequestOptions;
 
 /// Most completions that are kept of a model without a recurrence.
 pub(super) const MOST: usize = 512;
@@ -23,10 +24,25 @@ pub(super) struct PrefixCache {
     most: usize,
 }
 
+/// What a request and a kept completion have in common if the request may continue it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PrefixKey {
+    salt: u64,
+    /// Another adapter has other keys and values.
+    adapter: Option<usize>,
+}
+
+impl PrefixKey {
+    /// That of a request, if it takes part in the prefix cache.
+    pub(super) fn of(options: &RequestOptions) -> Option<Self> {
+        options.prefix_cache.map(|salt| Self { salt, adapter: options.adapter })
+    }
+}
+
 #[derive(Debug)]
 struct KeptPrefix {
-    /// Requests with another salt do not find it.
-    salt: u64,
+    /// Requests with another key do not find it.
+    key: PrefixKey,
     /// The tokens whose keys and values are in `pages`.
     token_ids: Vec<u32>,
     pages: Vec<u32>,
@@ -39,16 +55,22 @@ impl PrefixCache {
     }
 
     /// Keeps `pages`, which have `token_ids` in the cache. A kept prefix of them is freed.
-    pub(super) fn keep(&mut self, salt: u64, token_ids: Vec<u32>, mut pages: Vec<u32>, cache: &mut KvCache) {
+    pub(super) fn keep(
+        &mut self,
+        key: PrefixKey,
+        token_ids: Vec<u32>,
+        mut pages: Vec<u32>,
+        cache: &mut KvCache,
+    ) {
         cache.release(&pages.split_off(KvCache::pages_for(token_ids.len())));
         self.kept.retain(|kept| {
-            let stays = kept.salt != salt || !token_ids.starts_with(&kept.token_ids);
+            let stays = kept.key != key || !token_ids.starts_with(&kept.token_ids);
             if !stays {
                 cache.release(&kept.pages);
             }
             stays
         });
-        self.kept.push_back(KeptPrefix { salt, token_ids, pages });
+        self.kept.push_back(KeptPrefix { key, token_ids, pages });
         while self.kept.len() > self.most {
             self.pop(cache);
         }
@@ -56,12 +78,12 @@ impl PrefixCache {
 
     /// The longest kept beginning of `prompt` from which it can resume, whose pages are now shared: all but its last token at most,
     /// since the logits of the last are wanted.
-    pub(super) fn share(&mut self, salt: u64, prompt: &[u32], cache: &mut KvCache) -> CachedPrefix {
+    pub(super) fn share(&mut self, key: PrefixKey, prompt: &[u32], cache: &mut KvCache) -> CachedPrefix {
         let most = prompt.len().saturating_sub(1);
-        let of_salt = self.kept.iter().enumerate().filter(|(_, kept)| kept.salt == salt);
+        let of_key = self.kept.iter().enumerate().filter(|(_, kept)| kept.key == key);
         let usable =
             |kept: &KeptPrefix| cache.resumable(&kept.pages, common(&kept.token_ids, prompt).min(most));
-        let longest = of_salt.map(|(at, kept)| (usable(kept), at)).max();
+        let longest = of_key.map(|(at, kept)| (usable(kept), at)).max();
         // Less than a page costs a copy of the page.
         let Some((tokens, at)) = longest.filter(|(tokens, _)| *tokens >= KvCache::PAGE) else {
             return CachedPrefix::default();

@@ -62,6 +62,7 @@ impl PromptJob {
             position: self.prefilled,
             pages: &self.pages,
             wanted: usize::from(end == self.request.prompt.len()),
+            adapter: self.request.options.adapter,
         }
     }
 

@@ -12,6 +12,9 @@ use std::collections::VecDeque;
 use model::KvCache;
 use trajectory::GroupId;
 
+use super::sequence::Sequence;
+use crate::sampler::SampleRequest;
+
 /// The kept completions, in the order in which they ended.
 #[derive(Debug)]
 pub(super) struct RetainedPages {
@@ -32,6 +35,7 @@ pub(super) struct CachedPrefix {
 struct RetainedCompletion {
     group: GroupId,
     index: u32,
+    adapter: Option<usize>,
     /// The tokens whose keys and values are in `pages`.
     token_ids: Vec<u32>,
     pages: Vec<u32>,
@@ -43,19 +47,19 @@ impl RetainedPages {
         Self { completions: VecDeque::new(), most }
     }
 
-    /// Keeps `pages` of episode `index` of `group`, which have `token_ids` in the cache. Returns the number of tokens that have to be
+    /// Keeps `pages` of the episode of `sequence`, which have `token_ids` in the cache. Returns the number of tokens that have to be
     /// prefilled again, because too many are kept.
     pub(super) fn keep(
         &mut self,
-        group: GroupId,
-        index: u32,
+        sequence: &Sequence,
         token_ids: Vec<u32>,
         mut pages: Vec<u32>,
         cache: &mut KvCache,
     ) -> usize {
+        let (group, index, adapter) = (sequence.group, sequence.index, sequence.adapter());
         self.forget(cache, |kept| kept == (group, index));
         cache.release(&pages.split_off(KvCache::pages_for(token_ids.len())));
-        self.completions.push_back(RetainedCompletion { group, index, token_ids, pages });
+        self.completions.push_back(RetainedCompletion { group, index, adapter, token_ids, pages });
         let mut tokens = 0;
         while self.completions.len() > self.most {
             tokens += self.pop(cache).unwrap_or(0);
@@ -63,21 +67,17 @@ impl RetainedPages {
         tokens
     }
 
-    /// What is in the cache of `prompt`, the next turn of episode `index` of `group`: all but its last token at most, since
-    /// the logits of the last are wanted.
-    pub(super) fn take(
-        &mut self,
-        group: GroupId,
-        index: u32,
-        prompt: &[u32],
-        cache: &mut KvCache,
-    ) -> CachedPrefix {
-        let found = self.completions.iter().position(|kept| (kept.group, kept.index) == (group, index));
+    /// What is in the cache of the prompt of `request`, the next turn of its episode: all but its last token at most, since
+    /// the logits of the last are wanted. Another adapter has other keys and values.
+    pub(super) fn take(&mut self, request: &SampleRequest, cache: &mut KvCache) -> CachedPrefix {
+        let (prompt, episode) = (&request.prompt, (request.group, request.first_index));
+        let found = self.completions.iter().position(|kept| (kept.group, kept.index) == episode);
         let Some(kept) = found.and_then(|at| self.completions.remove(at)) else {
             return CachedPrefix::default();
         };
         let tokens = kept.token_ids.len();
-        if tokens < prompt.len() && prompt.starts_with(&kept.token_ids) {
+        let continues = tokens < prompt.len() && prompt.starts_with(&kept.token_ids);
+        if continues && kept.adapter == request.options.adapter {
             let (tokens, mut pages) = (cache.resumable(&kept.pages, tokens), kept.pages);
             cache.release(&pages.split_off(KvCache::pages_for(tokens)));
             return CachedPrefix { tokens, pages };

@@ -10,6 +10,7 @@ use trajectory::{GroupId, KeptTokens, PolicyVersion, StopReason, TokenExperts, V
 
 use super::interrupt::Planned;
 use super::network::{DrawnToken, TokenRequest};
+use super::prefixes::PrefixKey;
 use super::speculate::propose;
 use super::stop::{StopRules, TextWatch};
 use crate::RolloutError;
@@ -134,7 +135,18 @@ impl Sequence {
     /// The tokens of the next pass.
     pub(super) fn pass(&self) -> StepSequence<'_> {
         let position = self.token_ids.len() - 1;
-        StepSequence { tokens: &self.pass, position, pages: &self.pages, wanted: self.pass.len() }
+        StepSequence {
+            tokens: &self.pass,
+            position,
+            pages: &self.pages,
+            wanted: self.pass.len(),
+            adapter: self.adapter(),
+        }
+    }
+
+    /// The adapter that it is sampled with.
+    pub(super) fn adapter(&self) -> Option<usize> {
+        self.options.adapter
     }
 
     /// Whether the next token is the first of a text that is put in.
@@ -197,9 +209,9 @@ impl Sequence {
         Ok(verified)
     }
 
-    /// The salt under which other requests may continue its pages; none if older weights than `version` filled some of them.
-    pub(super) fn prefix_salt(&self, version: PolicyVersion) -> Option<u64> {
-        self.options.prefix_cache.filter(|_| self.prompt_version == version)
+    /// What other requests need to continue its pages; none may if older weights than `version` filled some of them.
+    pub(super) fn prefix_key(&self, version: PolicyVersion) -> Option<PrefixKey> {
+        PrefixKey::of(&self.options).filter(|_| self.prompt_version == version)
     }
 
     /// What was sampled since the last partial completion, if its request streams.

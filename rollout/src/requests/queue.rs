@@ -206,6 +206,7 @@ fn is_of_the_request(error: &RolloutError) -> bool {
             | RolloutError::PromptTooLong { .. }
             | RolloutError::CacheTooSmall { .. }
             | RolloutError::NoAlternatives
+            | RolloutError::UnknownAdapter { .. }
     )
 }
 

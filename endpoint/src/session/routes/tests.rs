@@ -39,6 +39,7 @@ impl Routes {
             root: String::new(),
             directory: Arc::new(model),
             max_context: 64,
+            adapters: Vec::new(),
         };
         let config = EndpointConfig {
             policy,

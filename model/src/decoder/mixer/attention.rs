@@ -3,8 +3,8 @@
 use candle_core::{Result, Tensor};
 
 use super::{MixerOperands, MixerReverse, MixerTrace, MixerVectors, Projected};
-use crate::ThreadPool;
 use crate::decoder::LayerAngles;
+use crate::ops::adapters::LinearPass;
 use crate::ops::attention::{AttentionRule, PackedReverse};
 use crate::ops::heads::{self, HeadNormWeights, HeadShape};
 use crate::ops::linear::{Linear, bias_gradient};
@@ -39,15 +39,15 @@ impl AttentionWeights {
     }
 
     /// Queries, keys and values of the normalised input `x [T, d]`, and the gate of the result.
-    pub(super) fn project(&self, x: &Tensor, angles: &LayerAngles, pool: &ThreadPool) -> Result<Projected> {
-        let (mut qkv, mut gate) = (self.qkv.apply_values(x, pool)?, None);
+    pub(super) fn project(&self, x: &Tensor, angles: &LayerAngles, on: LinearPass<'_>) -> Result<Projected> {
+        let (mut qkv, mut gate) = (self.qkv.apply_values(x, on)?, None);
         if self.gated {
             let [own, gates] = split_gates(&qkv, self.shape);
             (qkv, gate) = (own, Some(matrix(gates, self.shape.query_width())?));
         }
         let width = self.shape.width();
         let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
-        heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles.of(self.rotary), pool);
+        heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles.of(self.rotary), on.pool);
         Ok(Projected { raw, latent: None, prepared: matrix(qkv, width)?, gate })
     }
 

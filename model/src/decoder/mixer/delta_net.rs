@@ -3,8 +3,8 @@
 use candle_core::{Result, Tensor};
 
 use super::{MixerOperands, MixerReverse, MixerTrace, MixerVectors, Projected};
-use crate::ThreadPool;
 use crate::layer::DeltaNetSpec;
+use crate::ops::adapters::LinearPass;
 use crate::ops::delta_net::{DeltaReverse, DeltaRule, convolution_gradient};
 use crate::ops::linear::{Linear, bias_gradient};
 use crate::ops::result_gate::{ResultNorm, norm_weight_gradient};
@@ -44,10 +44,10 @@ impl DeltaNetWeights {
     }
 
     /// What the recurrence reads of the normalised input `x [T, d]`, and the gate of the result.
-    pub(super) fn project(&self, x: &Tensor, pool: &ThreadPool) -> Result<Projected> {
+    pub(super) fn project(&self, x: &Tensor, on: LinearPass<'_>) -> Result<Projected> {
         let (channels, width) = (self.spec.channels(), self.spec.value_width());
-        let projected = self.projection.apply_values(x, pool)?;
-        let gates = self.gates.apply_values(x, pool)?;
+        let projected = self.projection.apply_values(x, on)?;
+        let gates = self.gates.apply_values(x, on)?;
         let rows = projected.len() / (channels + width);
         let mut prepared = Vec::with_capacity(rows * self.spec.input_width());
         let mut gate = Vec::with_capacity(rows * width);

@@ -9,6 +9,7 @@ use crate::ThreadPool;
 use crate::decoder::LayerAngles;
 use crate::decoder::block::{GradientJob, OperandGradients, weight_jobs};
 use crate::layer::Operand;
+use crate::ops::adapters::LinearPass;
 use crate::ops::attention::AttentionRule;
 use crate::ops::latent::{LatentParts, LatentShape};
 use crate::ops::linear::{Linear, bias_gradient};
@@ -116,21 +117,27 @@ impl LatentWeights {
         of_queries + self.queries.bytes() + self.key_latent.down.bytes() + self.expand.bytes()
     }
 
+    /// Calls `change` for every linear layer.
+    pub(super) fn change_linears(&mut self, change: &mut impl FnMut(&mut Linear)) {
+        let of_queries = self.query_latent.iter_mut().map(|latent| &mut latent.down);
+        of_queries.chain([&mut self.queries, &mut self.key_latent.down, &mut self.expand]).for_each(change);
+    }
+
     /// Prepared queries, keys and padded values `[T, width]` of the normalised input `x [T, d]`.
-    pub(super) fn project(&self, x: &Tensor, angles: &LayerAngles, pool: &ThreadPool) -> Result<Projected> {
+    pub(super) fn project(&self, x: &Tensor, angles: &LayerAngles, on: LinearPass<'_>) -> Result<Projected> {
         let (queries, query_latent) = match &self.query_latent {
-            None => (self.queries.apply_values(x, pool)?, None),
+            None => (self.queries.apply_values(x, on)?, None),
             Some(NormedLatent { down, norm }) => {
-                let latent = down.apply(x, pool)?;
-                let normed = rms_norm(&latent, norm, EPS, pool)?;
-                (self.queries.apply_values(&normed, pool)?, Some(latent))
+                let latent = down.apply(x, on)?;
+                let normed = rms_norm(&latent, norm, EPS, on.pool)?;
+                (self.queries.apply_values(&normed, on)?, Some(latent))
             }
         };
-        let (key_latent, rotary) = self.split(&self.key_latent.down.apply(x, pool)?)?;
-        let normed = rms_norm(&key_latent, &self.key_latent.norm, EPS, pool)?;
-        let expanded = self.expand.apply_values(&normed, pool)?;
+        let (key_latent, rotary) = self.split(&self.key_latent.down.apply(x, on)?)?;
+        let normed = rms_norm(&key_latent, &self.key_latent.norm, EPS, on.pool)?;
+        let expanded = self.expand.apply_values(&normed, on)?;
         let (parts, angles) = (LatentParts { queries, expanded, rotary }, angles.of(self.rotary));
-        let prepared = matrix(self.shape.assemble(&parts, angles, pool), self.shape.padded().width())?;
+        let prepared = matrix(self.shape.assemble(&parts, angles, on.pool), self.shape.padded().width())?;
         Ok(Projected {
             raw: None,
             latent: Some(LatentTrace { query_latent, key_latent }),
