@@ -6,7 +6,8 @@
 use std::sync::Arc;
 
 use model::{
-    Config, Head, MemoryBudget, ModelDirectory, Placement, ResidentParameters, SharedCores, ThreadPool,
+    AdaptedBase, Config, Head, MemoryBudget, ModelDirectory, Placement, ResidentParameters, SharedCores,
+    ThreadPool,
 };
 use trainer::checkpoint::StateWeights;
 use trainer::critic::{Critic, CriticKind, CriticNetwork};
@@ -14,7 +15,8 @@ use trainer::lora::Adapter;
 use trainer::optimizer::Optimizer;
 use trainer::trainer::Demonstrate;
 use trainer::{
-    AuxiliaryModels, Frozen, Leader, Learner, LearnerConfig, TrainerError, TrainerState, checkpoint,
+    AuxiliaryModels, Frozen, FrozenWeights, Leader, Learner, LearnerConfig, TrainerError, TrainerState,
+    checkpoint,
 };
 use trajectory::PolicyVersion;
 
@@ -97,23 +99,37 @@ impl AuxiliarySetup<'_> {
             return Ok(Some(self.frozen(&directory)?));
         }
         let path = self.run_dir.path().join("reference");
-        if !path.exists() {
-            if self.state.version != PolicyVersion::default() {
-                let what = format!("{}: the run's reference policy is not there any more", path.display());
-                return Err(Failure::NotThere(what));
+        let is_new = !path.exists();
+        if is_new && self.state.version != PolicyVersion::default() {
+            let what = format!("{}: the run's reference policy is not there any more", path.display());
+            return Err(Failure::NotThere(what));
+        }
+        if let Some((policy, adapter)) = self.learner.adapted().zip(self.learner.adapter()) {
+            if is_new {
+                adapter.save(&path, &self.directory.path().to_string_lossy())?;
             }
+            let start = Adapter::open_over(&path, adapter.config(), policy.base())?;
+            let start = AdaptedBase::new(Arc::clone(policy.base()), Arc::clone(start.factors()));
+            return Ok(Some(Frozen { weights: FrozenWeights::Adapted(start), pool: self.reference_pool() }));
+        }
+        if is_new {
             self.directory.save(&path, &*self.learner.parameters()?)?;
         }
         Ok(Some(self.frozen(&self.recipe.opened(&path)?)?))
     }
 
+    /// The thread pool of a separated reference.
+    fn reference_pool(&self) -> Option<Arc<ThreadPool>> {
+        let is_separated = self.recipe.placement.reference == Some(Placement::Separated);
+        is_separated.then(|| self.own_pool())
+    }
+
     /// The reference in the placement of the recipe. Separated, it has its own thread pool and stays in memory.
     fn frozen(&self, directory: &ModelDirectory) -> Result<Frozen, Failure> {
-        let separated = self.recipe.placement.reference == Some(Placement::Separated);
-        let everything = MemoryBudget::default();
-        let budget = if separated { &everything } else { &*self.prepared.budget };
+        let (pool, everything) = (self.reference_pool(), MemoryBudget::default());
+        let budget = if pool.is_some() { &everything } else { &*self.prepared.budget };
         let weights = ResidentParameters::open(directory.path(), directory.config(), budget)?;
-        Ok(Frozen { weights, pool: separated.then(|| self.own_pool()) })
+        Ok(Frozen { weights: weights.into(), pool })
     }
 
     /// The thread pool of a model with placement `separated`.

@@ -95,6 +95,7 @@ impl EngineSetup<'_> {
             seed: recipe.seed,
             temperature: recipe.worker().sampling.temperature,
             stop_rules: recipe.stop_rules(directory),
+            experts: rollout.routing_replay,
             push,
             wait: recipe.wait(),
             quiet: QUIET,

@@ -132,11 +132,7 @@ fn a_damaged_file_is_an_error_of_the_input() {
 #[test]
 fn an_adapter_is_trained_over_a_file_that_stays_quantised() {
     let home = home();
-    let without = RECIPE
-        .split("[placement]")
-        .next()
-        .unwrap()
-        .replace("kl_coef = 0.01\nreference = \"chat.gguf\"\n", "");
+    let without = RECIPE.split("[placement]").next().unwrap().replace("reference = \"chat.gguf\"\n", "");
     home.write("adapter.toml", format!("{without}[lora]\nrank = 4\nquantized_base = true\n"));
     home.rlrun(&["check", "adapter.toml"]).ok();
     let train = |run: &str, steps: &str| {
@@ -146,7 +142,12 @@ fn an_adapter_is_trained_over_a_file_that_stays_quantised() {
         home.rlrun(&[&["adapter.toml", "--run-dir", run], &sets[..]].concat()).ok();
     };
     train("whole", "4");
-    assert_eq!(home.run("whole").values("kl/mismatch"), [0.0; 4]);
+    let whole = home.run("whole");
+    assert_eq!(whole.values("kl/mismatch"), [0.0; 4]);
+    // The reference is the base with the adapter of the start, which adds nothing.
+    let divergences = whole.values("kl/ref");
+    assert_eq!(divergences[0], 0.0);
+    assert!(divergences[1..].iter().all(|divergence| *divergence > 0.0), "{divergences:?}");
     train("half", "2");
     home.rlrun(&["resume", "half", "--set", "trainer.steps=4"]).ok();
     let shown = home.rlrun(&["export", "whole", "--adapter", "--out", "adapter"]).ok().stdout;

@@ -248,6 +248,12 @@ fn conversations_train_without_a_reward() {
     let losses = measured("sft", "eval/loss");
     assert!(losses.len() == 2 && losses[1] < losses[0], "{losses:?}");
     assert_eq!(measured("dpo", "eval/pair_accuracy").last(), Some(&1.0));
+    // The reference of an adapter over weights that stay as they are stored is what it was at the start.
+    let adapted =
+        ["dpo.toml", "--run-dir", "adapted", "--set", "lora.rank=8", "--set", "lora.quantized_base=true"];
+    home.rlrun(&adapted).ok();
+    assert_eq!(measured("adapted", "eval/pair_accuracy").last(), Some(&1.0));
+    assert!((measured("adapted", "loss/mean")[0] - 2.0_f64.ln()).abs() < 1e-6);
     // Rows are validated before the run starts.
     home.write("sft.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"1?\"}]}\n");
     home.rlrun(&["check", "sft.toml"]).refused(&["sft.jsonl:1", "`messages`", "no assistant turn"]);

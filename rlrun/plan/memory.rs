@@ -122,7 +122,7 @@ impl Memory {
             };
             parts.push(part("adapter", what, trained.adapter));
         }
-        if recipe.needs_reference() {
+        if has_own_reference(recipe) {
             parts.push(part("reference", "the frozen policy, or a teacher of its size", weights));
         }
         if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate) {
@@ -231,6 +231,12 @@ fn reward_models(recipe: &Recipe) -> u64 {
     let configs = models.filter_map(|spec| Config::load(spec.path.as_deref()?).ok());
     let bytes = |config| product(&[F32, Layout::new(&config).len() as u64]);
     configs.map(bytes).fold(0_u64, u64::saturating_add)
+}
+
+/// Whether the reference has weights of its own: over a base that stays quantised it shares them.
+fn has_own_reference(recipe: &Recipe) -> bool {
+    let is_shared = recipe.has_quantized_base() && recipe.algorithm.reference.is_none();
+    recipe.needs_reference() && !is_shared
 }
 
 /// The copy that is written to disk concurrently with the steps, if there is one.

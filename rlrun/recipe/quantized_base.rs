@@ -14,7 +14,6 @@ pub(super) fn check(recipe: &Recipe, checker: &mut Checker<'_>) {
         return;
     }
     let rollout = &recipe.rollout;
-    let reference = recipe.needs_reference() && recipe.algorithm.reference.is_none();
     let one_rank =
         "one rank of the trainer, beside a sampler that does not take turns with it, on the processor";
     let own_process = "a sampler in the process of the trainer";
@@ -57,12 +56,6 @@ pub(super) fn check(recipe: &Recipe, checker: &mut Checker<'_>) {
             "critic",
             "no critic, which starts from weights in f32",
             "use an `algorithm.kind` without one",
-        ),
-        (
-            reference,
-            "algorithm.kind",
-            "a reference policy of its own",
-            "name a model in `algorithm.reference`, or use an algorithm without reference",
         ),
     ] {
         if breaks {

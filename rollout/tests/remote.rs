@@ -8,8 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use model::{
-    Decoder, ModelDirectory, Pack, Parameters, Sampling, SharedCores, Target, ThreadPool, WeightDtype,
+    Architecture, Decoder, ModelDirectory, Pack, Parameters, Sampling, SharedCores, Target, ThreadPool,
+    WeightDtype,
 };
 use rollout::remote::{EngineKind, PushConfig, RemoteEnginesConfig, RemoteSampler};
 use rollout::{Completion, OnUpdate, RolloutError, SampleRequest, Sampler, StopRules};
@@ -51,6 +54,8 @@ struct EngineScript {
     queued: u64,
     /// The name by which what was loaded last is sampled from.
     served: String,
+    /// Whether it was started to name the experts of tokens.
+    experts: bool,
 }
 
 /// A server in place of an engine.
@@ -76,6 +81,7 @@ impl FakeEngine {
             context: 128,
             queued: 0,
             served: BASE.to_owned(),
+            experts: false,
         };
         Self::listen(([127, 0, 0, 1], 0).into(), Arc::new(Mutex::new(script)))
     }
@@ -252,6 +258,8 @@ impl EngineScript {
         };
         let all: Vec<_> = (0..number("n")).map(completion).collect();
         self.abort_after = None;
+        let wanted = self.experts && (vllm || body["return_routed_experts"] == true);
+        let routes = |tokens: &[u32]| wanted.then(|| self.routes(&[&prompt[..], tokens].concat()));
         let version = &self.version;
         if vllm {
             let choice = |(index, (tokens, logprobs, finish)): (usize, (Vec<u32>, Vec<f64>, &str))| {
@@ -262,6 +270,7 @@ impl EngineScript {
                     "index": index, "finish_reason": finish, "token_ids": tokens,
                     "logprobs": { "content": content.collect::<Vec<_>>() },
                     "weight_versions": [{ "version": version, "start": 0, "end": end }],
+                    "routed_experts": routes(&tokens),
                 })
             };
             // In any order.
@@ -273,10 +282,31 @@ impl EngineScript {
             json!({ "output_ids": tokens, "meta_info": {
                 "finish_reason": { "type": finish }, "weight_version": version,
                 "output_token_logprobs": pairs.collect::<Vec<_>>(),
+                "routed_experts": routes(&tokens),
             } })
         };
         let mut all: Vec<Value> = all.into_iter().map(one).collect();
         if all.len() == 1 { all.remove(0) } else { all.into() }
+    }
+
+    /// The experts of `tokens` as an engine writes them: of every layer, most likely first, with numbers of their places.
+    fn routes(&self, tokens: &[u32]) -> String {
+        let experts = routed(tokens);
+        let [rows, layers, per_token] = [tokens.len() - 1, 2, 2];
+        let bytes: Vec<u8> = match self.kind {
+            EngineKind::Sglang => experts.iter().flat_map(|id| u32::from(*id).to_le_bytes()).collect(),
+            EngineKind::Vllm => {
+                let mut header = format!(
+                    "{{'descr': '|u1', 'fortran_order': False, 'shape': ({rows}, {layers}, {per_token}), }}"
+                );
+                header += &" ".repeat(63 - (10 + header.len()) % 64);
+                header.push('\n');
+                let length = (header.len() as u16).to_le_bytes();
+                let ids = experts.iter().map(|id| *id as u8);
+                b"\x93NUMPY\x01\x00".iter().copied().chain(length).chain(header.bytes()).chain(ids).collect()
+            }
+        };
+        STANDARD.encode(bytes)
     }
 
     fn score(&self, prompt: &[u32], tokens: &[u32], temperature: f32) -> Vec<f64> {
@@ -307,7 +337,11 @@ impl Bench {
     }
 
     fn with(kind: EngineKind, engines: &[&FakeEngine], temperature: f32, adapter: bool) -> Self {
-        let (model, files) = (Model::new(), tempfile::tempdir().unwrap());
+        Self::of(Model::new(), kind, engines, temperature, adapter)
+    }
+
+    fn of(model: Model, kind: EngineKind, engines: &[&FakeEngine], temperature: f32, adapter: bool) -> Self {
+        let files = tempfile::tempdir().unwrap();
         let (publisher, hub) = weights::memory::hub();
         let notices = Arc::new(Mutex::new(Vec::new()));
         let said = Arc::clone(&notices);
@@ -328,6 +362,7 @@ impl Bench {
             max_length: 64,
             seed: 3,
             temperature,
+            experts: model.directory.config().experts().is_some(),
             stop_rules: StopRules { token_ids: vec![2], strings: Vec::new(), tokenizer },
             push,
             wait: SOON,
@@ -422,6 +457,52 @@ fn completions_have_the_versions_of_the_weights_that_were_pushed() {
             .collect();
         assert_eq!(kept.len(), 2, "the version and the one before: {kept:?}");
         assert_eq!(bench.publisher.lags().unwrap()[0].receipt.unwrap().version, PolicyVersion(2));
+    }
+}
+
+/// Two different experts of 4 for every token and each of two layers.
+fn routed(tokens: &[u32]) -> Vec<u16> {
+    let of = |(place, token): (usize, &u32)| {
+        let first = (*token as usize + 3 * place) as u16;
+        [(first + 1) % 4, first % 4, (first + 3) % 4, (first + 2) % 4]
+    };
+    tokens[..tokens.len() - 1].iter().enumerate().flat_map(of).collect()
+}
+
+/// The experts of prompt and completion are those that the engine reports, ascending in each layer, also where it was stopped in
+/// between; an engine that does not report them is refused.
+#[test]
+fn completions_have_the_experts_that_the_engine_reports() {
+    for kind in [EngineKind::Vllm, EngineKind::Sglang] {
+        let engine = FakeEngine::new(kind);
+        engine.script().experts = true;
+        let mut bench =
+            Bench::of(Model::of_family(Architecture::Qwen3Moe, 128), kind, &[&engine], 1.0, false);
+        let parameters = bench.model.parameters();
+        bench.serve(0, &parameters).unwrap();
+        bench.submit(1, 2);
+        let mut ended = bench.ended(2);
+        engine.script().abort_after = Some(2);
+        bench.submit(2, 1);
+        ended.extend(bench.ended(1));
+        for one in &ended {
+            let mut expected = routed(&one.token_ids);
+            expected.chunks_exact_mut(2).for_each(<[u16]>::sort_unstable);
+            let experts = one.experts.as_ref().unwrap();
+            assert_eq!((experts.per_token, &experts.ids), (2, &expected));
+            assert!(one.sample().unwrap().experts().is_some());
+        }
+        engine.script().experts = false;
+        bench.submit(3, 1);
+        let begun = Instant::now();
+        let error = loop {
+            assert!(begun.elapsed() < SOON);
+            match bench.sampler.poll(Duration::from_millis(5)) {
+                Ok(_) => {}
+                Err(error) => break error.to_string(),
+            }
+        };
+        assert!(error.contains("--enable-return-routed-experts"), "{error}");
     }
 }
 

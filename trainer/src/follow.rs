@@ -14,11 +14,12 @@ use weights::direct::round::PushPlan;
 
 use crate::TrainerError;
 use crate::batch::Batch;
+use crate::frozen::Frozen;
 use crate::lead::{
     NetworkHeader, PairComparison, RankCommand, UpdateCommand, decode, receive_units, receive_values,
     received,
 };
-use crate::learner::{Frozen, Learner};
+use crate::learner::Learner;
 use crate::lora::Adapter;
 use crate::optimizer::{Optimizer, TensorState};
 use crate::rank::{MemberSeed, RankWeights};
@@ -126,7 +127,7 @@ impl Follower {
         let model = received(model)?;
         let parameters = receive_parameters(&*self.collective, &Arc::new(Layout::new(&model)))?;
         let weights = ResidentParameters::of(model, Arc::new(parameters));
-        self.references.insert(network, Frozen { weights, pool: None });
+        self.references.insert(network, Frozen { weights: weights.into(), pool: None });
         Ok(())
     }
 

@@ -20,7 +20,8 @@ use crate::TrainerError;
 use crate::algorithm::Algorithm;
 use crate::batch::BatchSplit;
 use crate::critic::CriticConfig;
-use crate::learner::{Frozen, Learner, LearnerConfig};
+use crate::frozen::{Frozen, FrozenWeights};
+use crate::learner::{Learner, LearnerConfig};
 use crate::lora::{Adapter, LoraConfig};
 use crate::loss::preference::Preference;
 use crate::optimizer::Optimizer;
@@ -191,9 +192,12 @@ impl Followers {
         if self.has_reference.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let model = sent(frozen.weights.config())?;
+        let FrozenWeights::Whole(weights) = &frozen.weights else {
+            return Err(TrainerError::QuantizedBaseAlone);
+        };
+        let model = sent(weights.config())?;
         self.send_command(&RankCommand::Reference { network: self.network, model })?;
-        self.leader.send_units(&*frozen.weights.get()?)
+        self.leader.send_units(&*weights.get()?)
     }
 }
 

@@ -18,8 +18,7 @@ use std::time::Duration;
 
 use device::Device;
 use model::{
-    Config, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute, ResidentParameters,
-    RoutedTokens, ThreadPool,
+    Config, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute, RoutedTokens, ThreadPool,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -28,6 +27,7 @@ use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
 
 use crate::TrainerError;
+use crate::frozen::Frozen;
 use crate::lead::{Followers, RankCommand, decode, encode};
 use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, LearnerWeights};
@@ -97,15 +97,6 @@ pub struct LearnerStep<R> {
     pub grad_norm: f32,
     /// Reports of the leaves, in order.
     pub reports: Vec<R>,
-}
-
-/// A model that is not trained: a reference policy or a teacher.
-#[derive(Clone, Debug)]
-pub struct Frozen {
-    /// Configuration and weights, which are always in memory or only during a scoring pass.
-    pub weights: ResidentParameters,
-    /// A thread pool of its own, for scoring beside the policy. `None` if it shares the pool of the policy in turns.
-    pub pool: Option<Arc<ThreadPool>>,
 }
 
 /// Ranges of the flat parameters with their values.
@@ -490,12 +481,12 @@ impl Learner {
         frozen: &Frozen,
         rows: &[&Sample],
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        let parameters = frozen.weights.get()?;
+        let weights = frozen.weights.load()?;
         let pool = self.rank_pool(frozen.pool.as_ref().unwrap_or(&self.pool));
         // A model with its own threads scores beside the policy, whose phases are those of the rank.
         let beside = frozen.pool.is_some() && !self.is_spread();
         self.scored(rows, |rank, task| {
-            let score = || rank.score_under(frozen, &parameters, task, &pool);
+            let score = || rank.score_under(&weights, task, &pool);
             if beside { score() } else { rank.during(RankPhase::Score, score) }
         })
     }

@@ -9,6 +9,7 @@
 //! - [`learner`]: forward, backward with gradient accumulation over micro-batches, gradient clipping, optimizer step;
 //!   [`mod@plan`]: rows to leaves and micro-batches, leaves to ranks; [`packing`]: a micro-batch as one token stream
 //! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]: the learning rate
+//! - [`Frozen`]: a reference policy or a teacher
 //! - [`on_device`]: ranks that compute on a GPU
 //! - [`lora`]: low-rank adapters and their files
 //! - [`checkpoint`]; [`colocation`]: a trainer and a sampler that share a device in turns
@@ -29,6 +30,7 @@ pub mod colocation;
 pub mod critic;
 mod error;
 pub mod follow;
+mod frozen;
 pub mod lead;
 pub mod learner;
 pub mod lora;
@@ -62,8 +64,9 @@ pub use checkpoint::{Checkpoint, TrainerState};
 pub use colocation::Colocation;
 pub use error::TrainerError;
 pub use follow::follow;
+pub use frozen::{Frozen, FrozenWeights};
 pub use lead::Leader;
-pub use learner::{Frozen, Learner, LearnerConfig, LearnerStep};
+pub use learner::{Learner, LearnerConfig, LearnerStep};
 pub use on_device::{CollectivePlace, DeviceConfig, LearnerWeights, OptimizerPlace};
 pub use quarantine::expert_limits;
 pub use report::StepReport;

@@ -18,7 +18,9 @@ use std::sync::Arc;
 
 pub use model::TargetModule;
 use model::parameters::fill_normal;
-use model::{FactorPair, FrozenParameters, Layout, LowRank, ParameterSpec, Parameters, ThreadPool};
+use model::{
+    FactorPair, FrozenParameters, Layout, LowRank, ParameterSpec, Parameters, ThreadPool, atomic, manifest,
+};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde::{Deserialize, Serialize};
@@ -204,6 +206,18 @@ impl Adapter {
         let values = Arc::make_mut(&mut adapter.factors).values_mut();
         lora_files::read(dir, config, layout, None, (&adapter.specs, values))?;
         Ok(adapter)
+    }
+
+    /// Writes it to the new directory `dir` in PEFT's layout, with a manifest, atomically. `base` becomes PEFT's
+    /// `base_model_name_or_path`.
+    ///
+    /// # Errors
+    /// If `dir` exists, or a file cannot be written.
+    pub fn save(&self, dir: &Path, base: &str) -> Result<(), TrainerError> {
+        Ok(atomic::directory(dir, |dir| {
+            lora_files::fill(dir, self, base)?;
+            manifest::write(dir)
+        })?)
     }
 
     /// Hyperparameters.

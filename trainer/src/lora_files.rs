@@ -52,11 +52,16 @@ const CHANGES_BASE: [&str; 5] = ["pissa", "olora", "corda", "loftq", "lora_ga"];
 
 /// Writes a new directory. `base` becomes PEFT's `base_model_name_or_path`.
 pub(crate) fn write(dir: &Path, adapter: &Adapter, base: &str) -> Result<(), ModelError> {
+    fs::create_dir(dir).map_err(|source| ModelError::Write { path: dir.to_owned(), source })?;
+    fill(dir, adapter, base)
+}
+
+/// The same in an empty directory.
+pub(crate) fn fill(dir: &Path, adapter: &Adapter, base: &str) -> Result<(), ModelError> {
     let error = |path: &Path| {
         let path = path.to_owned();
         move |source| ModelError::Write { path, source }
     };
-    fs::create_dir(dir).map_err(error(dir))?;
     let LoraConfig { rank, alpha, target_modules } = adapter.config();
     let modules: Vec<&str> = target_modules.iter().map(|module| module.as_str()).collect();
     let config = json!({

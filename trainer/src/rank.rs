@@ -57,8 +57,9 @@ use self::replicated::ReplicatedRank;
 use self::sharded::ShardedRank;
 use self::single::SingleRank;
 use crate::TrainerError;
+use crate::frozen::LoadedWeights;
 use crate::lead::{decode, encode};
-use crate::learner::{Frozen, LearnerConfig, LearnerStep, OwnedValues, RowLoss};
+use crate::learner::{LearnerConfig, LearnerStep, OwnedValues, RowLoss};
 use crate::lora::Adapter;
 use crate::on_device::{ByDtype, LearnerWeights, NetworkWeights, by_dtype};
 use crate::optimizer::{Optimizer, TensorState};
@@ -350,24 +351,30 @@ impl Rank {
         score_with(&mut pass, self.number(), task, recorded_slots(&self.base.model), pool)
     }
 
-    /// Predictions of this rank's rows under another network, whose weights are `parameters`.
+    /// Predictions of this rank's rows under another network.
     ///
     /// # Errors
     /// If a token is outside its vocabulary, or the memory of the device is too small.
     pub(crate) fn score_under(
         &self,
-        frozen: &Frozen,
-        parameters: &Arc<Parameters>,
+        weights: &LoadedWeights<'_>,
         task: PlannedRows<'_>,
         pool: &ThreadPool,
     ) -> Result<ScoredRows, TrainerError> {
-        let (model, rank) = (frozen.weights.config(), self.number());
+        let rank = self.number();
+        let (resident, parameters) = match weights {
+            LoadedWeights::Whole(resident, parameters) => (*resident, parameters),
+            LoadedWeights::Adapted(policy) => {
+                return score_with(&mut Pass::Whole(policy.decoder()), rank, task, 0, pool);
+            }
+        };
+        let model = resident.config();
         let Some(on_device) = self.on_device() else {
             let decoder = Decoder::trainable(model, parameters, self.base.config.recompute);
             return score_with(&mut Pass::Whole(decoder), rank, task, 0, pool);
         };
         // A model that is swapped in is freed on the device as on the host.
-        let keep = !frozen.weights.is_swapped();
+        let keep = !resident.is_swapped();
         by_dtype!(on_device, on_device => {
             let network = on_device.network.frozen(model, parameters, keep)?;
             score_with(&mut Pass::Device(Box::new(network.pass())), rank, task, 0, pool)

@@ -9,8 +9,9 @@ use model::{Prediction, PredictionGradient};
 use trajectory::Sample;
 
 use crate::TrainerError;
+use crate::frozen::Frozen;
 use crate::lead::{PairComparison, RankCommand};
-use crate::learner::{Frozen, Learner, LearnerStep, RowLoss};
+use crate::learner::{Learner, LearnerStep, RowLoss};
 use crate::loss::preference::{Preference, PreferencePair, bradley_terry};
 
 /// Cross-entropy on demonstrations: the mean over all trained tokens of the batch.

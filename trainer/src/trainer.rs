@@ -22,8 +22,9 @@ use crate::checkpoint::{
 };
 use crate::colocation::Colocation;
 use crate::critic::{Critic, CriticNetwork};
+use crate::frozen::Frozen;
 use crate::lead::{RankCommand, UpdateCommand};
-use crate::learner::{Frozen, Learner};
+use crate::learner::Learner;
 use crate::quarantine::Quarantine;
 use crate::report::{BatchStatistics, LogprobMismatch, StepReport, StepTime};
 use crate::schedule::LearningRateSchedule;

@@ -398,7 +398,7 @@ fn device_scores_match_the_processor() {
         scored.into_iter().flatten().flat_map(|p| [p.logprob, p.entropy]).collect()
     };
     let processor = learner(smooth(OptimizerKind::Adamw));
-    let frozen = [kept, swapped].map(|weights| Frozen { weights, pool: None });
+    let frozen = [kept, swapped].map(|weights| Frozen { weights: weights.into(), pool: None });
     let expected = flat(processor.score(&rows).unwrap());
     let expected_under = flat(processor.score_under(&frozen[0], &rows).unwrap());
     assert!(difference(&expected, &expected_under) > 0.1);

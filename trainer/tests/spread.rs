@@ -101,7 +101,7 @@ fn demonstrations_and_pairs_are_learned_by_all_processes() {
             // Another learner restores its optimizer from the saved state.
             let mut learner = make(settings, config(), parameters.clone(), None, Some(optimizer));
             let reference =
-                Frozen { weights: ResidentParameters::of(config(), Arc::new(parameters)), pool: None };
+                Frozen { weights: ResidentParameters::of(config(), Arc::new(parameters)).into(), pool: None };
             let preference = Preference::Dpo { beta: 0.5, smoothing: 0.0 };
             let pairs = PairLoss::Preference { preference, reference: Box::new(reference) };
             let reports = [1e-3, 1e-3].map(|rate| pairs.step(&mut learner, &rows, rate).unwrap());
@@ -218,7 +218,7 @@ fn trained(
             network,
         }
     });
-    let reference = algorithm.needs_reference().then(|| Frozen { weights: frozen, pool: None });
+    let reference = algorithm.needs_reference().then(|| Frozen { weights: frozen.into(), pool: None });
     let buffer_config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(3, 2) };
     let buffer = Arc::new(Buffer::in_memory(buffer_config).unwrap());
     let (publisher, _hub) = weights::memory::hub();

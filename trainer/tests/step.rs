@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, Finalized, OnStale, Producer};
 use model::{ModelDirectory, ResidentParameters};
+use trainer::Frozen;
 use trainer::WeightPublisher;
 use trainer::algorithm::{Algorithm, Proximal};
 use trainer::checkpoint::{CheckpointArchive, CheckpointWriterConfig, Retention, list, load};
-use trainer::learner::Frozen;
 use trainer::loss::Correction;
 use trainer::optimizer::OptimizerKind;
 use trainer::schedule::{LearningRateSchedule, ScheduleShape};
@@ -90,7 +90,7 @@ fn bench_of<S>(
     // The reference policy: the initial weights.
     let reference = settings.algorithm.needs_reference().then(|| {
         let parameters = Arc::new(directory.load_parameters().unwrap());
-        Frozen { weights: ResidentParameters::of(config(), parameters), pool: None }
+        Frozen { weights: ResidentParameters::of(config(), parameters).into(), pool: None }
     });
     let state = TrainerState::at(PolicyVersion(0));
     let parts = TrainerParts {

@@ -2,10 +2,12 @@
 //!
 //! - `protocol`: what they are asked, and what they answer; `client`: requests to one engine
 //! - `engine`: an engine that joins, loads weights, or is gone
+//! - `experts`: the experts of tokens in their answers
 //! - `push`: weights, from a directory that all see, and the proof that an engine serves them
 //!
-//! Requests go to the engine with the fewest sequences, and none to one in which requests wait. An engine that is gone is left out, and its requests begin again on
-//! another one; it is tried again every few seconds, and gets the current weights before its first request.
+//! Requests go to the engine with the fewest sequences, and none to one in which requests wait. An engine that is gone is left out,
+//! and its requests begin again on another one; it is tried again every few seconds, and gets the current weights before its first
+//! request.
 //!
 //! # Invariants
 //! - No token is sampled from an engine before it has proven to serve weights that this sampler has pushed.
@@ -14,6 +16,7 @@
 
 mod client;
 mod engine;
+mod experts;
 mod protocol;
 mod push;
 
@@ -24,11 +27,12 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender, bounded};
 use model::{ModelDirectory, ThreadPool};
-use trajectory::{GroupId, PolicyVersion, VersionRun};
+use trajectory::{GroupId, PolicyVersion, TokenExperts, VersionRun};
 use weights::{Digest, Receipt, Snapshot, Subscriber};
 
 use self::client::{EngineClient, EngineFailure};
 use self::engine::{EngineQueue, EngineState, LOOK, RemoteEngine};
+use self::experts::RoutedLayers;
 use self::protocol::{EngineCompletion, EngineEnd, EngineRequest, push_run};
 use self::push::{ProvenLoad, WeightPusher, WrittenVersion};
 use crate::RolloutError;
@@ -60,6 +64,8 @@ pub struct RemoteEnginesConfig {
     pub temperature: f32,
     /// What ends a completion.
     pub stop_rules: StopRules,
+    /// Whether completions name the experts of their tokens, if the model has any.
+    pub experts: bool,
     /// How weights reach them.
     pub push: PushConfig,
     /// Longest time without any engine, and for a request.
@@ -82,6 +88,8 @@ impl fmt::Debug for RemoteEnginesConfig {
 /// Engines of others as a sampler.
 pub struct RemoteSampler {
     config: RemoteEnginesConfig,
+    /// The layers with experts, if these are wanted.
+    routed: Option<RoutedLayers>,
     pusher: Arc<WeightPusher>,
     subscriber: Arc<dyn Subscriber>,
     engines: Vec<RemoteEngine>,
@@ -124,6 +132,7 @@ struct RemoteSequence {
     token_ids: Vec<u32>,
     logprobs: Vec<f32>,
     versions: Vec<VersionRun>,
+    experts: Option<TokenExperts>,
 }
 
 /// One request to an engine: sequences that begin with the same tokens.
@@ -193,6 +202,7 @@ impl RemoteSampler {
             })
         };
         let engines = config.urls.iter().map(engine).collect::<Result<Vec<_>, RolloutError>>()?;
+        let routed = RoutedLayers::of(directory.config()).filter(|_| config.experts);
         let pusher = WeightPusher {
             kind: config.kind,
             config: config.push.clone(),
@@ -202,6 +212,7 @@ impl RemoteSampler {
             quiet: config.quiet,
         };
         Ok(Self {
+            routed,
             config,
             pusher: Arc::new(pusher),
             subscriber,
@@ -298,6 +309,12 @@ impl RemoteSampler {
         one.heard = Instant::now();
         let served = self.served;
         let read = answer.and_then(|answer| self.config.kind.completions(&answer, served));
+        let tokens = |one: &RemoteSequence| one.request.prompt.len() + one.token_ids.len();
+        let before = |number: usize| job.sequences.get(number).map_or(0, tokens);
+        let read = read.and_then(|parts| match &self.routed {
+            None => Ok(parts.into_iter().map(|part| (part, None)).collect::<Vec<_>>()),
+            Some(layers) => layers.read_all(self.config.kind, parts, before),
+        });
         match read {
             _ if dropped => Ok(()),
             Ok(completions) if completions.len() != job.sequences.len() => {
@@ -306,8 +323,8 @@ impl RemoteSampler {
                 Err(self.failure(engine, &evidence, self.start_with()))
             }
             Ok(completions) => {
-                for (sequence, completion) in job.sequences.into_iter().zip(completions) {
-                    self.grown(sequence, completion, ended)?;
+                for (sequence, (completion, experts)) in job.sequences.into_iter().zip(completions) {
+                    self.grown(sequence, completion, experts, ended)?;
                 }
                 Ok(())
             }
@@ -325,11 +342,18 @@ impl RemoteSampler {
         &mut self,
         mut sequence: RemoteSequence,
         part: EngineCompletion,
+        experts: Option<TokenExperts>,
         ended: &mut Vec<Completion>,
     ) -> Result<(), RolloutError> {
         self.counts.sampled_tokens += part.token_ids.len() as u64;
         sequence.token_ids.extend(part.token_ids);
         sequence.logprobs.extend(part.logprobs);
+        match (&mut sequence.experts, experts) {
+            // What was read again keeps the experts with which it was sampled.
+            (Some(before), Some(all)) => before.extend(&all),
+            (before @ None, all) => *before = all,
+            (Some(_), None) => {}
+        }
         part.versions
             .iter()
             .for_each(|run| push_run(&mut sequence.versions, run.version, u64::from(run.len)));
@@ -342,7 +366,7 @@ impl RemoteSampler {
                 return Ok(());
             }
         };
-        let RemoteSequence { request, index, baseline, token_ids, logprobs, versions } = sequence;
+        let RemoteSequence { request, index, baseline, token_ids, logprobs, versions, experts } = sequence;
         let rules = &self.config.stop_rules;
         let is_stop = |token: &u32| {
             (rules.is_stop_token(*token) && !request.options.stop.ignore_eos)
@@ -364,7 +388,7 @@ impl RemoteSampler {
             inserted: None,
             baseline,
             kept: None,
-            experts: None,
+            experts,
             alternatives: Vec::new(),
             sampling: request.sampling,
             stop,
@@ -408,6 +432,7 @@ impl RemoteSampler {
             max_tokens: request.max_completion_length - done,
             min_tokens: request.options.stop.min_tokens.saturating_sub(done),
             stop_token_ids,
+            experts: self.routed.is_some(),
             version: self.served,
             seed: request.options.seed.unwrap_or_else(|| seed_of(self.config.seed, place)),
         };
@@ -455,6 +480,7 @@ impl Sampler for RemoteSampler {
             token_ids: Vec::new(),
             logprobs: Vec::new(),
             versions: Vec::new(),
+            experts: None,
         };
         let samples = u32::try_from(request.samples).unwrap_or(u32::MAX);
         let sampled = (0..samples).map(|n| sequence(request.first_index + n, false));

@@ -48,6 +48,8 @@ pub(super) struct EngineRequest {
     pub(super) stop_token_ids: Vec<u32>,
     /// Seed of its random numbers.
     pub(super) seed: u64,
+    /// Whether the experts of all tokens are wanted.
+    pub(super) experts: bool,
     /// The version that the engine serves: what it has cached of prompts under another one is not reused.
     pub(super) version: PolicyVersion,
 }
@@ -70,6 +72,8 @@ pub(super) struct EngineCompletion {
     /// Runs over all `C` tokens.
     pub(super) versions: Vec<VersionRun>,
     pub(super) end: EngineEnd,
+    /// The experts of prompt and completion, as the engine has written them.
+    pub(super) experts: Option<String>,
 }
 
 /// A call of an engine.
@@ -117,10 +121,22 @@ impl EngineKind {
         }
     }
 
+    /// How it has to be started to name the experts of tokens, for messages.
+    pub(super) fn start_with_experts(self) -> &'static str {
+        match self {
+            Self::Vllm => {
+                "start vLLM with --enable-return-routed-experts, or leave `rollout.routing_replay` out"
+            }
+            Self::Sglang => {
+                "start SGLang with --enable-return-routed-experts, or leave `rollout.routing_replay` out"
+            }
+        }
+    }
+
     /// The call for completions of `model`.
     pub(super) fn generate(self, model: &str, request: &EngineRequest) -> EngineCall {
         let EngineRequest { id, token_ids, samples, sampling, max_tokens, .. } = request;
-        let EngineRequest { min_tokens, stop_token_ids, seed, version, .. } = request;
+        let EngineRequest { min_tokens, stop_token_ids, seed, version, experts, .. } = request;
         let salt = format!("rlrun-{version}");
         // Neither engine takes a seed above 63 bits.
         let seed = seed >> 1;
@@ -155,6 +171,7 @@ impl EngineKind {
                     "rid": if *samples == 1 { json!(id) } else { json!((0..*samples).map(|n| format!("{id}-{n}")).collect::<Vec<_>>()) },
                     "input_ids": token_ids,
                     "return_logprob": true,
+                    "return_routed_experts": experts,
                     "logprob_start_len": -1,
                     "cache_salt": salt,
                     "stream": false,
@@ -341,7 +358,8 @@ fn vllm_choice(choice: &Value, served: PolicyVersion) -> Result<EngineCompletion
         let version = span["version"].as_str().map(str::to_owned);
         Some((version?, span["start"].as_u64()?, span["end"].as_u64()?))
     };
-    completion(token_ids, &logprobs, end, spans(&choice["weight_versions"], span)?, served)
+    let whole = completion(token_ids, &logprobs, end, spans(&choice["weight_versions"], span)?, served)?;
+    Ok(EngineCompletion { experts: text(&choice["routed_experts"]), ..whole })
 }
 
 fn sglang_completion(answer: &Value, served: PolicyVersion) -> Result<EngineCompletion, WrongAnswer> {
@@ -367,7 +385,12 @@ fn sglang_completion(answer: &Value, served: PolicyVersion) -> Result<EngineComp
         // It saw one version.
         found = vec![(version.to_owned(), 0, token_ids.len() as u64)];
     }
-    completion(token_ids, &logprobs, end, found, served)
+    let whole = completion(token_ids, &logprobs, end, found, served)?;
+    Ok(EngineCompletion { experts: text(&meta["routed_experts"]), ..whole })
+}
+
+fn text(value: &Value) -> Option<String> {
+    value.as_str().map(str::to_owned)
 }
 
 fn ids(value: &Value) -> Option<Vec<u32>> {
@@ -408,7 +431,7 @@ fn completion(
     push_run(&mut versions, served, tokens as u64 - covered);
     // Engines may round a log-probability to slightly above 0.
     let logprobs = logprobs.iter().map(|logprob| logprob.min(0.0) as f32).collect();
-    Ok(EngineCompletion { token_ids, logprobs, versions, end })
+    Ok(EngineCompletion { token_ids, logprobs, versions, end, experts: None })
 }
 
 /// Appends tokens of `version`.

@@ -204,6 +204,7 @@ impl WeightPusher {
                 min_tokens: 0,
                 stop_token_ids: Vec::new(),
                 seed: written.version.0 ^ number as u64,
+                experts: false,
                 version: written.version,
             };
             let answer = self.patiently(engine, &self.kind.generate(served, &request), &mut resumed)?;
