@@ -6,9 +6,10 @@
 //!
 //! # Layout
 //! - `units`: sources of weights and sinks of gradients
-//! - `layer`: one layer, forward and backward; `head`: the heads
+//! - `layer`: one layer, forward and backward, its halves in `layer::attention` and `layer::feed_forward`; `head`: the heads
 //! - `train`: passes over packs
-//! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs)
+//! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs); the halves of its
+//!   layers in `steps::attention` and `steps::feed_forward`
 
 mod head;
 mod layer;

@@ -4,19 +4,22 @@
 //! hundreds of launches cost as much as one. Padding tokens write to a page of their own, which is never read. In a step that
 //! also prefills, sequences with one new token come first and attend as in a recorded step; prefill chunks follow and attend
 //! in tiles of many queries.
+//!
+//! `attention` and `feed_forward` are the halves of a layer.
+
+mod attention;
+mod feed_forward;
 
 use std::collections::HashMap;
 
-use device::ops::heads::{HeadNorm, angles, prepare};
+use device::ops::heads::angles;
 use device::ops::norm::rms_norm;
-use device::ops::paged::{PageTable, PagedTokens, paged_attention, scratch_len, write_pages};
-use device::ops::prefill::{Chunk, Chunks, prefill_attention};
-use device::ops::rows::{add_bias, gather_rows};
-use device::ops::swiglu::swiglu;
+use device::ops::paged::scratch_len;
+use device::ops::prefill::{Chunk, Chunks};
+use device::ops::rows::gather_rows;
 use device::{Device, DeviceBuffer, DeviceError, Graph, Matrix, Result, Storage, View, ViewMut};
 
 use super::DeviceDecoder;
-use super::layer::linear;
 use super::units::{FlatWeights, UnitWeights};
 use crate::layer::Operand;
 use crate::{KvCache, StepSequence, Unit};
@@ -355,71 +358,5 @@ impl<T: Storage> StepLayer<'_, T> {
     ) -> Result<()> {
         let (device, eps) = (self.decoder.device(), self.decoder.config().rms_norm_eps);
         rms_norm(device, memory.x.of(tokens), self.at(by), eps, memory.normed.of_mut(tokens))
-    }
-
-    fn attend(
-        &self,
-        memory: &mut StepMemory<T>,
-        sizes: StepSizes,
-        chunks: Option<&Chunks>,
-        mut cache: ViewMut<'_, T>,
-    ) -> Result<()> {
-        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
-        let (device, config, shape) = (decoder.device(), decoder.config(), decoder.shape);
-        let StepSizes { tokens, single, columns, .. } = sizes;
-        self.normalise(memory, tokens, &ranges[Operand::AttentionNorm])?;
-        let qkv = self.matrix(Operand::Qkv, config.hidden_size);
-        linear(device, memory.normed.of(tokens), qkv, memory.qkv.of_mut(tokens), false)?;
-        if !ranges[Operand::QkvBias].is_empty() {
-            add_bias(device, memory.qkv.of_mut(tokens), self.at(&ranges[Operand::QkvBias]))?;
-        }
-        let norm = (!ranges[Operand::QueryKeyNorm].is_empty()).then(|| {
-            let (both, dim) = (self.at(&ranges[Operand::QueryKeyNorm]), shape.head_dim);
-            HeadNorm { query: both.slice(0..dim), key: both.slice(dim..2 * dim), eps: config.rms_norm_eps }
-        });
-        prepare(
-            device,
-            memory.qkv.of_mut(tokens),
-            shape,
-            norm,
-            memory.cos.of(tokens),
-            memory.sin.of(tokens),
-        )?;
-        let numbers = memory.numbers.view(0..sizes.numbers());
-        let part = |number: usize| numbers.slice(number * tokens..(number + 1) * tokens);
-        write_pages(device, memory.qkv.of(tokens), part(2), shape, cache.reborrow())?;
-        let table = PageTable { pages: numbers.slice(4 * tokens..numbers.len()), columns };
-        let paged =
-            PagedTokens { positions: part(1).slice(0..single), table, sequence_of: part(3).slice(0..single) };
-        let (qkv, cache) = (memory.qkv.of(tokens), cache.as_view());
-        let (first, scratch) = (memory.qkv.of(single), memory.scratch.all_mut());
-        paged_attention(device, first, cache, &paged, shape, memory.attended.of_mut(single), scratch)?;
-        if let Some(chunks) = chunks {
-            let out = memory.attended.of_mut(tokens);
-            prefill_attention(device, qkv, cache, chunks, table, shape, out)?;
-        }
-        let output = self.matrix(Operand::Output, shape.query_width());
-        linear(device, memory.attended.of(tokens), output, memory.x.of_mut(tokens), true)?;
-        if !ranges[Operand::OutputBias].is_empty() {
-            add_bias(device, memory.x.of_mut(tokens), self.at(&ranges[Operand::OutputBias]))?;
-        }
-        Ok(())
-    }
-
-    fn feed_forward(&self, memory: &mut StepMemory<T>, tokens: usize) -> Result<()> {
-        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
-        let (device, config) = (decoder.device(), decoder.config());
-        let width = config.intermediate_size;
-        self.normalise(memory, tokens, &ranges[Operand::FeedForwardNorm])?;
-        let gate_up = self.matrix(Operand::GateUp, config.hidden_size);
-        linear(device, memory.normed.of(tokens), gate_up, memory.gate_up.of_mut(tokens), false)?;
-        swiglu(device, memory.gate_up.of(tokens), width, memory.activated.of_mut(tokens))?;
-        linear(
-            device,
-            memory.activated.of(tokens),
-            self.matrix(Operand::Down, width),
-            memory.x.of_mut(tokens),
-            true,
-        )
     }
 }
