@@ -36,6 +36,7 @@ sources!(
     "adamw.cu",
     "attention.cu",
     "digest.cu",
+    "gates.cu",
     "head.cu",
     "heads.cu",
     "norm.cu",

@@ -3,7 +3,7 @@
 //! Invariant: sums are f32 or wider, in an order that depends on the shapes only, so equal inputs give equal bits.
 //!
 //! # Layout
-//! - [`norm`], [`heads`], [`swiglu`]: elementwise operations of a layer
+//! - [`norm`], [`heads`], [`gates`], [`swiglu`]: elementwise operations of a layer
 //! - [`attention`]: packed sequences; [`paged`]: decode over a paged KV cache; [`prefill`]: prefill over a paged KV
 //!   cache
 //! - [`head`]: log-probabilities and entropies of logits; [`sampling`]: tokens sampled from logits
@@ -14,6 +14,7 @@
 pub mod adamw;
 pub mod attention;
 pub mod digest;
+pub mod gates;
 pub mod head;
 pub mod heads;
 pub mod norm;

@@ -3,6 +3,7 @@
 mod adamw;
 mod attention;
 mod digest;
+mod gates;
 mod head;
 mod heads;
 mod norm;
