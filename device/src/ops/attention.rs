@@ -270,7 +270,12 @@ impl<T: Storage> AttentionHeads<'_, T> {
         let HeadShape { heads, kv_heads, head_dim: dim } = self.shape;
         assert!(kv_heads > 0 && heads.is_multiple_of(kv_heads), "{heads} heads in groups of {kv_heads}");
         assert!((1..=MAX_HEAD_DIM).contains(&dim), "a head of {dim}; at most {MAX_HEAD_DIM} are supported");
-        assert!(self.scale > 0.0 && self.window > 0, "a scale of {} and a window of {}", self.scale, self.window);
+        assert!(
+            self.scale > 0.0 && self.window > 0,
+            "a scale of {} and a window of {}",
+            self.scale,
+            self.window
+        );
         assert!(self.sinks.is_none_or(|sinks| sinks.len() == heads), "a sink for each of {heads} heads");
     }
 
@@ -426,7 +431,11 @@ pub fn attention_backward<T: Storage>(
     assert_eq!(dqkv.len(), qkv.len(), "the gradient is as large as what it is of");
     assert_eq!([out.len(), g.len()], [rows * shape.query_width(); 2], "results are [rows, query_width]");
     assert_eq!(log_sums.len(), rows * shape.heads, "the sums are [heads, rows]");
-    assert_eq!(d_sinks.len(), heads.sinks.map_or(0, |sinks| sinks.len()), "a gradient has the shape of what it is of");
+    assert_eq!(
+        d_sinks.len(),
+        heads.sinks.map_or(0, |sinks| sinks.len()),
+        "a gradient has the shape of what it is of"
+    );
     [qkv, out, g, dqkv.as_view()].into_iter().for_each(|view| kernels.check(view));
     let lists = segments.keys.iter().find(|lists| lists.window == heads.window);
     let Some(lists) = lists else {

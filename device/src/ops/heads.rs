@@ -2,9 +2,7 @@
 //! and rotary position embedding (RoPE, arXiv 2104.09864) in the half-split layout of Hugging Face, which rotates the
 //! pairs `(x[i], x[i + pairs])` of a head; the values behind the pairs are unchanged.
 
-use super::norm::{
-    RmsNorm, RowColumns, rms_norm_backward_in_place, rms_norm_in_place, weight_gradient_of,
-};
+use super::norm::{RmsNorm, RowColumns, rms_norm_backward_in_place, rms_norm_in_place, weight_gradient_of};
 use super::rows::add_partial_sums;
 use super::{PACK, THREADS, rows_of, size, slabs};
 use crate::backend::Argument;

@@ -340,6 +340,32 @@ fn windows_of_shared_prefixes_match_f64() {
     }
 }
 
+/// Rows whose keys and values are NaN, before the window of the rows that are checked: a tile that is read has NaN results.
+#[test]
+fn tiles_outside_of_windows_are_not_read() {
+    fn check<T: Storage + PartialEq>(shape: HeadShape) {
+        let (rows, first, width) = (300, 128, shape.width());
+        let rule = TestRule { window: 20, ..TestRule::full(shape) };
+        let list = segments(0, &[(rows, 0..0)]);
+        let qkv: Vec<T> = steep(rows * width, 1);
+        let g: Vec<T> = narrow(noise(rows * shape.query_width(), 2));
+        let mut broken = qkv.clone();
+        for row in broken.chunks_mut(width).take(64) {
+            row[shape.query_width()..].fill(T::narrow(f32::NAN));
+        }
+        for device in devices() {
+            let results = |qkv: &[T]| {
+                let (out, _) = forward(&device, qkv, &list, &rule);
+                let (gradient, _) = backward(&device, qkv, &list, &rule, &g);
+                (part(&out, shape.query_width(), first..rows), part(&gradient, width, first..rows))
+            };
+            assert!(results(&broken) == results(&qkv), "the tiles of the first 64 keys");
+        }
+    }
+    check::<f32>(shape(2, 1, 8));
+    check::<bf16>(shape(2, 1, 64));
+}
+
 #[test]
 fn a_backward_needs_the_work_lists_of_its_window() {
     let (shape, rule) = (shape(1, 1, 8), TestRule::full(shape(1, 1, 8)));

@@ -51,8 +51,7 @@ fn check<T: Storage + PartialEq>(tolerance: f64) {
         for len in [0, 1, 7, 1024, 4099] {
             let (x, g): (Vec<T>, Vec<T>) = (narrow(noise(len, 1)), narrow(noise(len, 2)));
             let gates: Vec<T> = narrow(noise(len, 3).into_iter().map(|gate| 4.0 * gate).collect());
-            let [on_x, on_gates, mut on_g] =
-                [&x, &gates, &g].map(|values| device.upload(values).unwrap());
+            let [on_x, on_gates, mut on_g] = [&x, &gates, &g].map(|values| device.upload(values).unwrap());
             let [mut out, mut d_gates] = [0; 2].map(|_| device.zeros::<T>(len).unwrap());
             gate(&device, on_x.all(), on_gates.all(), out.all_mut()).unwrap();
             gate_backward(&device, on_x.all(), on_gates.all(), on_g.all_mut(), d_gates.all_mut()).unwrap();

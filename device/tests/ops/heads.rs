@@ -135,8 +135,12 @@ fn check<T: Storage>(device: &Device, rows: usize, shape: HeadShape, options: He
     let (query, key): (Vec<T>, Vec<T>) = (narrow(noise(of_query, 3)), narrow(noise(of_key, 4)));
     let start = noise(of_query + of_key, 5);
     let [on_raw, on_query, on_key] = [&raw, &query, &key].map(|values| device.upload(values).unwrap());
-    let on_norm = (norm != NormOfHeads::None)
-        .then(|| HeadNorm { query: on_query.all(), key: on_key.all(), offset, eps: EPS });
+    let on_norm = (norm != NormOfHeads::None).then(|| HeadNorm {
+        query: on_query.all(),
+        key: on_key.all(),
+        offset,
+        eps: EPS,
+    });
     let with_offset = |w: &[T]| wide(w).iter().map(|w| w + f64::from(offset)).collect::<Vec<f64>>();
     let case = HeadCase {
         shape,
@@ -154,11 +158,8 @@ fn check<T: Storage>(device: &Device, rows: usize, shape: HeadShape, options: He
 
     let mut dx = device.upload(&g).unwrap();
     let mut gradient = device.upload(&start).unwrap();
-    let of_norm = on_norm.map(|norm| HeadNormBackward {
-        norm,
-        raw: on_raw.all(),
-        gradient: gradient.all_mut(),
-    });
+    let of_norm =
+        on_norm.map(|norm| HeadNormBackward { norm, raw: on_raw.all(), gradient: gradient.all_mut() });
     prepare_backward(device, shape, of_norm, on_angles, dx.all_mut()).unwrap();
     let mut expected = wide(&g);
     let slopes = case.backward(&wide(&raw), &mut expected);

@@ -101,11 +101,17 @@ fn check_rule<T: Storage + PartialEq>(rule: &TestRule, tolerance: f64) {
         assert_close(&widen(&found), &expected, tolerance);
         // One token at a time.
         for (i, token) in tokens.iter().enumerate().step_by(3) {
-            assert!(cached.attend(&device, rule, &[*token]) == found[i * width..][..width], "{token:?} alone");
+            assert!(
+                cached.attend(&device, rule, &[*token]) == found[i * width..][..width],
+                "{token:?} alone"
+            );
         }
         // In a grid without parts.
         let short = Cached::<T>::new(&device, &lengths[..5], 9, shape);
-        assert!(short.attend(&device, rule, &tokens[..10]) == found[..10 * width], "where contexts are short");
+        assert!(
+            short.attend(&device, rule, &tokens[..10]) == found[..10 * width],
+            "where contexts are short"
+        );
         assert!(short.attend(&device, rule, &[]).is_empty());
     }
 }
@@ -148,6 +154,27 @@ fn windows_and_sinks_match_f64() {
     }
 }
 
+/// Positions whose keys and values are NaN, before the page where the window begins.
+#[test]
+fn pages_outside_of_windows_are_not_read() {
+    fn check<T: Storage + PartialEq>(shape: HeadShape) {
+        let rule = TestRule { window: 40, ..TestRule::full(shape) };
+        for device in devices() {
+            let mut cached = Cached::<T>::new(&device, &[600], 40, shape);
+            let expected = cached.attend(&device, &rule, &[(0, 598), (0, 599)]);
+            let nan = device.upload(&vec![T::narrow(f32::NAN); 544 * shape.width()]).unwrap();
+            let pages = device.download(cached.tables.all()).unwrap();
+            let slots: Vec<u32> =
+                (0..544).map(|at| pages[at / PAGE] * PAGE as u32 + (at % PAGE) as u32).collect();
+            let slots = device.upload(&slots).unwrap();
+            write_pages(&device, nan.all(), slots.all(), shape, cached.cache.all_mut()).unwrap();
+            assert!(cached.attend(&device, &rule, &[(0, 598), (0, 599)]) == expected);
+        }
+    }
+    check::<f32>(shape(2, 1, 8));
+    check::<bf16>(shape(2, 1, 64));
+}
+
 #[test]
 fn a_replayed_graph_reads_new_positions() {
     let (shape, width) = (shape(2, 1, 64), shape(2, 1, 64).query_width());
@@ -177,7 +204,10 @@ fn a_replayed_graph_reads_new_positions() {
             device.upload_to(row, qkv.all_mut()).unwrap();
             device.upload_to(&[at as u32], positions.all_mut()).unwrap();
             graph.replay().unwrap();
-            assert!(device.download(out.all()).unwrap() == cached.attend(&device, &rule, &[(0, at)]), "at {at}");
+            assert!(
+                device.download(out.all()).unwrap() == cached.attend(&device, &rule, &[(0, at)]),
+                "at {at}"
+            );
         }
     }
 }

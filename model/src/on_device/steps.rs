@@ -11,15 +11,18 @@ mod attention;
 mod feed_forward;
 
 use std::collections::HashMap;
+use std::ops::Range;
 
-use device::ops::heads::angles;
-use device::ops::norm::rms_norm;
+use device::ops::norm::{add_rms_norm, rms_norm};
 use device::ops::paged::scratch_len;
 use device::ops::prefill::{Chunk, Chunks};
-use device::ops::rows::gather_rows;
+use device::ops::rows::{add_bias, gather_rows};
+use device::ops::vectors::add_multiple;
 use device::{Device, DeviceBuffer, DeviceError, Graph, Matrix, Result, Storage, View, ViewMut};
 
 use super::DeviceDecoder;
+use super::layer::linear;
+use super::operands::{DeviceAngles, multiply_embedded};
 use super::units::{FlatWeights, UnitWeights};
 use crate::layer::Operand;
 use crate::{KvCache, StepSequence, Unit};
@@ -84,10 +87,14 @@ impl StepSizes {
 struct StepMemory<T: Storage> {
     tokens: usize,
     numbers: DeviceBuffer<u32>,
-    cos: RowBuffer<f32>,
-    sin: RowBuffer<f32>,
+    /// Of each rotary embedding.
+    angles: Vec<DeviceAngles>,
     x: RowBuffer<T>,
+    /// The normalised input of a half, and its result before it is added to `x` where that is not plain.
     normed: RowBuffer<T>,
+    /// Queries, keys and values with the gates of the result; empty if no layer has any.
+    projected: RowBuffer<T>,
+    gates: RowBuffer<T>,
     qkv: RowBuffer<T>,
     attended: RowBuffer<T>,
     gate_up: RowBuffer<T>,
@@ -254,14 +261,17 @@ impl<T: Storage> StepMemory<T> {
     fn new(decoder: &DeviceDecoder<T>, [tokens, numbers, scratch]: [usize; 3]) -> Result<Self> {
         let (config, shape, device) = (decoder.config(), decoder.shape, decoder.device().labelled("steps"));
         let (hidden, width) = (config.hidden_size, config.intermediate_size);
-        let half = config.head_dim / 2;
+        let gated = (0..config.num_layers()).any(|index| decoder.is_gated(index));
+        let gates = if gated { shape.query_width() } else { 0 };
+        let projected = if gated { shape.width() + gates } else { 0 };
         Ok(Self {
             tokens,
             numbers: device.uninit(numbers)?,
-            cos: RowBuffer::new(&device, tokens, half)?,
-            sin: RowBuffer::new(&device, tokens, half)?,
+            angles: decoder.rotaries.reserve(&device, tokens)?,
             x: RowBuffer::new(&device, tokens, hidden)?,
             normed: RowBuffer::new(&device, tokens, hidden)?,
+            projected: RowBuffer::new(&device, tokens, projected)?,
+            gates: RowBuffer::new(&device, tokens, gates)?,
             qkv: RowBuffer::new(&device, tokens, shape.width())?,
             attended: RowBuffer::new(&device, tokens, shape.query_width())?,
             gate_up: RowBuffer::new(&device, tokens, 2 * width)?,
@@ -326,9 +336,10 @@ fn layers<T: Storage>(
     let (device, width, tokens) = (decoder.device(), decoder.config().hidden_size, sizes.tokens);
     let numbers = &memory.numbers;
     let (ids, positions) = (numbers.view(0..tokens), numbers.view(tokens..2 * tokens));
-    angles(device, positions, decoder.inv_freq.all(), memory.cos.of_mut(tokens), memory.sin.of_mut(tokens))?;
+    decoder.rotaries.compute(device, positions, &mut memory.angles)?;
     let table = weights.unit(Unit::Embedding)?.slice(0..decoder.config().vocab_size * width);
     gather_rows(device, table, ids, width, memory.x.of_mut(tokens))?;
+    multiply_embedded(device, decoder.config(), memory.x.of_mut(tokens))?;
     let layer_len = shape.pages * shape.page_len;
     for index in 0..decoder.config().num_layers() {
         let layer = StepLayer { decoder, index, weights: weights.unit(Unit::Layer(index))? };
@@ -336,12 +347,12 @@ fn layers<T: Storage>(
         layer.attend(memory, sizes, chunks, cache)?;
         layer.feed_forward(memory, tokens)?;
     }
-    let norm = weights.unit(Unit::Tail)?.slice(decoder.final_norm());
-    rms_norm(device, memory.x.of(tokens), norm, decoder.config().rms_norm_eps, memory.normed.of_mut(tokens))
+    let norm = decoder.final_norm_of(weights.unit(Unit::Tail)?.slice(decoder.final_norm()));
+    rms_norm(device, memory.x.of(tokens), norm, memory.normed.of_mut(tokens))
 }
 
 impl<T: Storage> StepLayer<'_, T> {
-    fn at(&self, range: &std::ops::Range<usize>) -> View<'_, T> {
+    fn at(&self, range: &Range<usize>) -> View<'_, T> {
         self.weights.slice(range.clone())
     }
 
@@ -350,13 +361,39 @@ impl<T: Storage> StepLayer<'_, T> {
         Matrix::new(self.at(&self.decoder.layout().ranges(self.index)[operand]), input)
     }
 
-    fn normalise(
+    /// Writes the input of a half to `memory.normed`: the residual stream, normalised by the weight at `by`, which is empty for
+    /// none.
+    fn normalise(&self, memory: &mut StepMemory<T>, tokens: usize, by: &Range<usize>) -> Result<()> {
+        let (device, decoder) = (self.decoder.device(), self.decoder);
+        let (x, to) = (memory.x.of(tokens), memory.normed.of_mut(tokens));
+        if by.is_empty() { device.copy(x, to) } else { rms_norm(device, x, decoder.norm(self.at(by)), to) }
+    }
+
+    /// Adds the result of a half, `input [tokens, in]` times the matrix `weight [d, in]` plus `bias`, normalised by the weight at
+    /// `after` and multiplied, to the residual stream. `normed` is overwritten.
+    fn add_result(
         &self,
-        memory: &mut StepMemory<T>,
-        tokens: usize,
-        by: &std::ops::Range<usize>,
+        x: &mut RowBuffer<T>,
+        normed: &mut RowBuffer<T>,
+        input: View<'_, T>,
+        weight: Matrix<'_, T>,
+        [bias, after]: [&Range<usize>; 2],
     ) -> Result<()> {
-        let (device, eps) = (self.decoder.device(), self.decoder.config().rms_norm_eps);
-        rms_norm(device, memory.x.of(tokens), self.at(by), eps, memory.normed.of_mut(tokens))
+        let (device, decoder) = (self.decoder.device(), self.decoder);
+        let tokens = input.len() / weight.columns();
+        let plain = decoder.adds_plainly(self.index, after);
+        let to = if plain { &mut *x } else { &mut *normed };
+        linear(device, input, weight, to.of_mut(tokens), plain)?;
+        if !bias.is_empty() {
+            add_bias(device, to.of_mut(tokens), self.at(bias))?;
+        }
+        let (result, to) = (normed.of(tokens), x.of_mut(tokens));
+        if plain {
+            Ok(())
+        } else if after.is_empty() {
+            add_multiple(device, result, decoder.multiplier(self.index), to)
+        } else {
+            add_rms_norm(device, result, decoder.norm_after(self.index, self.at(after)), to)
+        }
     }
 }

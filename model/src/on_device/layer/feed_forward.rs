@@ -1,6 +1,5 @@
 //! The feed-forward half of a layer.
 
-use device::ops::norm::{rms_norm_backward, rms_norm_weight_gradient};
 use device::ops::swiglu::{swiglu, swiglu_backward};
 use device::{DeviceBuffer, Matrix, Result, Storage, View, ViewMut};
 
@@ -28,6 +27,12 @@ impl<T: Storage> DeviceLayer<'_, T> {
         Ok(out)
     }
 
+    /// The result of the half for `activated [T, m]`, into `to [T, d]`, or added to it if `kept`.
+    pub(super) fn down(&self, activated: View<'_, T>, to: ViewMut<'_, T>, kept: bool) -> Result<()> {
+        let down = self.matrix(Operand::Down, self.decoder.config.intermediate_size);
+        linear(self.on(), activated, down, to, kept)
+    }
+
     /// Backward of the feed-forward half: the gradient of `middle`.
     pub(super) fn feed_forward_backward(
         &self,
@@ -51,10 +56,14 @@ impl<T: Storage> DeviceLayer<'_, T> {
                 None => computed.insert(self.gate_up_of(normed.all())?).all(),
             };
             let activated = self.activated(gate_up)?;
+            let after = &ranges[Operand::FeedForwardAfterNorm];
+            let again = |to: ViewMut<'_, T>| self.down(activated.all(), to, false);
+            let d_result = self.result_gradient(after, g, gradients, again)?;
             let of_down = gradients.slice_mut(ranges[Operand::Down].clone());
-            weight_gradient(device, Matrix::new(activated.all(), width), g, of_down)?;
+            weight_gradient(device, Matrix::new(activated.all(), width), d_result.all(), of_down)?;
             drop(activated);
-            let d_activated = input_gradient(device, g, self.matrix(Operand::Down, width))?;
+            let d_activated = input_gradient(device, d_result.all(), self.matrix(Operand::Down, width))?;
+            drop(d_result);
             let mut d_gate_up = device.uninit(gate_up.len())?;
             swiglu_backward(device, gate_up, width, d_activated.all(), d_gate_up.all_mut())?;
             drop((d_activated, computed));
@@ -63,9 +72,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
             let d_normed = input_gradient(device, d_gate_up.all(), self.matrix(Operand::GateUp, hidden))?;
             let norm = &ranges[Operand::FeedForwardNorm];
             let d_piece = d_middle.view_mut(piece);
-            rms_norm_backward(device, middle, self.at(norm), self.eps(), d_normed.all(), Some(g), d_piece)?;
-            let of_norm = gradients.slice_mut(norm.clone());
-            rms_norm_weight_gradient(device, middle, self.eps(), d_normed.all(), of_norm)?;
+            self.normed_backward(middle, norm, d_normed.all(), g, d_piece, gradients)?;
         }
         Ok(d_middle)
     }

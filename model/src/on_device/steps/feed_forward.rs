@@ -16,12 +16,8 @@ impl<T: Storage> StepLayer<'_, T> {
         let gate_up = self.matrix(Operand::GateUp, config.hidden_size);
         linear(device, memory.normed.of(tokens), gate_up, memory.gate_up.of_mut(tokens), false)?;
         swiglu(device, memory.gate_up.of(tokens), width, memory.activated.of_mut(tokens))?;
-        linear(
-            device,
-            memory.activated.of(tokens),
-            self.matrix(Operand::Down, width),
-            memory.x.of_mut(tokens),
-            true,
-        )
+        let StepMemory { x, normed, activated, .. } = memory;
+        let (down, after) = (self.matrix(Operand::Down, width), &ranges[Operand::FeedForwardAfterNorm]);
+        self.add_result(x, normed, activated.of(tokens), down, [&(0..0), after])
     }
 }
