@@ -36,14 +36,17 @@ sources!(
     "adamw.cu",
     "attention.cu",
     "digest.cu",
+    "expert_products.cu",
+    "expert_rows.cu",
+    "gated_unit.cu",
     "head.cu",
     "heads.cu",
     "norm.cu",
     "paged.cu",
     "prefill.cu",
+    "routes.cu",
     "rows.cu",
     "sampling.cu",
-    "swiglu.cu",
     "vectors.cu",
 );
 

@@ -7,10 +7,12 @@
 //! # Layout
 //! - `units`: sources of weights and sinks of gradients
 //! - `layer`: one layer, forward and backward, its halves in `layer::attention` and `layer::feed_forward`; `head`: the heads
+//! - `experts`: the router and the experts of a layer
 //! - `train`: passes over packs
 //! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs); the halves of its
 //!   layers in `steps::attention` and `steps::feed_forward`
 
+mod experts;
 mod head;
 mod layer;
 mod sampler;
@@ -165,15 +167,13 @@ fn missing(config: &Config) -> Option<&'static str> {
             query_key_norm,
             qkv_bias: _,
             output_bias: _,
-            feed_forward,
+            feed_forward: FeedForward::SwiGlu | FeedForward::GeGlu | FeedForward::Experts(_),
             residual_multiplier,
         } = *layer;
         let plain = |rotary: Rotary| rotary.share == 1.0 && rotary.amplitude() == 1.0;
-        match (norm, feed_forward, query_key_norm) {
-            (_, FeedForward::Experts(_), _) => Some("experts"),
-            (_, FeedForward::GeGlu, _) => Some("feed-forward networks with GELU"),
-            (_, _, QueryKeyNorm::Whole) => Some("norms of all heads together"),
-            (Norm::RmsAfter | Norm::RmsAround, _, _) => Some("norms after a block"),
+        match (norm, query_key_norm) {
+            (_, QueryKeyNorm::Whole) => Some("norms of all heads together"),
+            (Norm::RmsAfter | Norm::RmsAround, _) => Some("norms after a block"),
             _ if latent.is_some() => Some("latents of queries, keys and values"),
             _ if sinks || gated => Some("attention sinks, and gates on the result of attention"),
             _ if !same || !rotary.is_some_and(plain) => Some(
@@ -185,7 +185,7 @@ fn missing(config: &Config) -> Option<&'static str> {
             _ if scale.is_some() || residual_multiplier != 1.0 => {
                 Some("scores and residual streams with multipliers of their own")
             }
-            (Norm::RmsBefore, FeedForward::SwiGlu, QueryKeyNorm::None | QueryKeyNorm::PerHead) => None,
+            (Norm::RmsBefore, QueryKeyNorm::None | QueryKeyNorm::PerHead) => None,
         }
     })
 }

@@ -19,6 +19,7 @@ use device::ops::prefill::{Chunk, Chunks};
 use device::ops::rows::gather_rows;
 use device::{Device, DeviceBuffer, DeviceError, Graph, Matrix, Result, Storage, View, ViewMut};
 
+use self::feed_forward::FeedForwardMemory;
 use super::DeviceDecoder;
 use super::units::{FlatWeights, UnitWeights};
 use crate::layer::Operand;
@@ -49,6 +50,8 @@ pub(super) struct RecordedSteps<T: Storage> {
     hidden: Option<DeviceBuffer<T>>,
     /// Recordings that failed in a row.
     failed: usize,
+    /// Tokens of the last step with its padding.
+    tokens: usize,
 }
 
 /// Key of a recording.
@@ -90,8 +93,7 @@ struct StepMemory<T: Storage> {
     normed: RowBuffer<T>,
     qkv: RowBuffer<T>,
     attended: RowBuffer<T>,
-    gate_up: RowBuffer<T>,
-    activated: RowBuffer<T>,
+    feed_forward: FeedForwardMemory<T>,
     scratch: DeviceBuffer<f32>,
 }
 
@@ -114,11 +116,20 @@ impl<T: Storage> RowBuffer<T> {
     fn of_mut(&mut self, tokens: usize) -> ViewMut<'_, T> {
         self.buffer.view_mut(0..tokens * self.width)
     }
+
+    /// `[tokens, width]` of narrower rows.
+    fn narrow(&self, tokens: usize, width: usize) -> View<'_, T> {
+        self.buffer.view(0..tokens * width)
+    }
+
+    fn narrow_mut(&mut self, tokens: usize, width: usize) -> ViewMut<'_, T> {
+        self.buffer.view_mut(0..tokens * width)
+    }
 }
 
 impl<T: Storage> Default for RecordedSteps<T> {
     fn default() -> Self {
-        Self { recorded: HashMap::new(), memory: None, hidden: None, failed: 0 }
+        Self { recorded: HashMap::new(), memory: None, hidden: None, failed: 0, tokens: 0 }
     }
 }
 
@@ -167,8 +178,17 @@ impl<T: Storage> RecordedSteps<T> {
                 Err(error) => return Err(error),
             }
         }
+        self.tokens = sizes.tokens;
         self.hidden = Some(pick(decoder, memory.normed.of(tokens), sequences)?);
         Ok(())
+    }
+
+    /// `[tokens, slots]` the experts of the first `tokens` tokens of the last step, in all layers that have some. Synchronises.
+    pub(super) fn routes(&self, decoder: &DeviceDecoder<T>, tokens: usize) -> Result<Vec<u16>> {
+        match &self.memory {
+            Some(memory) => memory.feed_forward.routes(decoder, tokens, self.tokens),
+            None => Ok(Vec::new()),
+        }
     }
 
     /// Hidden states of the last step: of those that were wanted, the ones with these numbers, each below
@@ -253,8 +273,7 @@ fn reserve<'a, T: Storage>(
 impl<T: Storage> StepMemory<T> {
     fn new(decoder: &DeviceDecoder<T>, [tokens, numbers, scratch]: [usize; 3]) -> Result<Self> {
         let (config, shape, device) = (decoder.config(), decoder.shape, decoder.device().labelled("steps"));
-        let (hidden, width) = (config.hidden_size, config.intermediate_size);
-        let half = config.head_dim / 2;
+        let (hidden, half) = (config.hidden_size, config.head_dim / 2);
         Ok(Self {
             tokens,
             numbers: device.uninit(numbers)?,
@@ -264,8 +283,7 @@ impl<T: Storage> StepMemory<T> {
             normed: RowBuffer::new(&device, tokens, hidden)?,
             qkv: RowBuffer::new(&device, tokens, shape.width())?,
             attended: RowBuffer::new(&device, tokens, shape.query_width())?,
-            gate_up: RowBuffer::new(&device, tokens, 2 * width)?,
-            activated: RowBuffer::new(&device, tokens, width)?,
+            feed_forward: FeedForwardMemory::new(&device, config, tokens)?,
             scratch: device.uninit(scratch)?,
         })
     }
@@ -334,7 +352,7 @@ fn layers<T: Storage>(
         let layer = StepLayer { decoder, index, weights: weights.unit(Unit::Layer(index))? };
         let cache = cache.view_mut(index * layer_len..(index + 1) * layer_len);
         layer.attend(memory, sizes, chunks, cache)?;
-        layer.feed_forward(memory, tokens)?;
+        layer.feed_forward(memory, tokens, (shape.pages - 1) * KvCache::PAGE)?;
     }
     let norm = weights.unit(Unit::Tail)?.slice(decoder.final_norm());
     rms_norm(device, memory.x.of(tokens), norm, decoder.config().rms_norm_eps, memory.normed.of_mut(tokens))
