@@ -3,6 +3,7 @@
 //! The device is the emulator, which runs the kernels that GPUs run.
 
 mod attention;
+mod experts;
 mod families;
 
 use std::sync::Arc;
@@ -213,7 +214,8 @@ fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
     let staged = StagedWeights::upload(&device, dtype, &parameters).unwrap();
     let mut sampler = DeviceSampler::new(&device, config, staged).unwrap();
     let decoder = Decoder::new(config, &parameters);
-    let mut caches = [KvCache::new(config, 40 * 16), KvCache::elsewhere(config, 40 * 16)];
+    let mut caches = [KvCache::new(config, 40 * 16), KvCache::elsewhere(config, 40 * 16)]
+        .map(|cache| cache.with_routes(config));
     let prompt: Vec<u32> = (0..21).map(|i| (i * 11 % 29) as u32).collect();
     let mut tokens = vec![prompt.clone(); 3];
     let mut pages: Vec<Vec<u32>> = Vec::new();
@@ -273,6 +275,11 @@ fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
             })
             .collect();
         logits = both(&mut caches, &mut sampler, &sequences);
+        for (tokens, pages) in tokens.iter().zip(&pages) {
+            let [here, there] = caches.each_ref().map(|cache| cache.routes(pages, tokens.len()));
+            assert_eq!(here.is_some(), config.experts().is_some());
+            assert!(dtype == DeviceDtype::Bf16 || here == there, "the tokens have the same experts");
+        }
     }
 }
 

@@ -85,7 +85,7 @@ pub fn gate<T: Storage>(
     device.launch(&format!("gate_{}", T::SUFFIX), grid, THREADS, 0, &arguments)
 }
 
-/// [`gate`] in place.
+/// [`gate`] of `x [rows, query_width]` in place, by `gates [rows, query_width]`.
 ///
 /// # Errors
 /// If the launch fails.

@@ -1,20 +1,24 @@
 //! One layer on a device: the halves of `decoder::block`, with the same formulas.
 //!
-//! `attention` is the first half, `feed_forward` the second.
+//! `attention` is the first half, `feed_forward` the second, with the `experts` that it may have.
 //!
 //! Invariant: the backward needs no other layer. It adds to gradients of weights, and returns the gradient of its input.
 
 mod attention;
+mod experts;
 mod feed_forward;
 
 use std::ops::Range;
 
 use device::ops::attention::Segments;
 use device::ops::norm::{RmsNorm, add_rms_norm, rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use device::ops::routes::GivenSlots;
 use device::ops::vectors::{add_multiple, scale};
 use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
 use self::attention::AttentionActivations;
+pub(super) use self::experts::RouteCounts;
+use self::feed_forward::FeedForwardActivations;
 use super::DeviceDecoder;
 use super::operands::{DeviceAngles, DeviceRows, copied};
 use crate::layer::{LayerRanges, Operand};
@@ -23,8 +27,7 @@ use crate::layer::{LayerRanges, Operand};
 #[derive(Debug)]
 pub(super) struct LayerActivations<T: Storage> {
     attention: AttentionActivations<T>,
-    /// `[T, 2 m]`
-    gate_up: DeviceBuffer<T>,
+    feed_forward: FeedForwardActivations<T>,
 }
 
 /// A layer in a pass over a pack.
@@ -37,6 +40,8 @@ pub(super) struct DeviceLayer<'a, T: Storage> {
     /// Of each rotary embedding.
     pub(super) angles: &'a [DeviceAngles],
     pub(super) segments: &'a Segments,
+    /// The experts that are given to the tokens of the pack in this layer.
+    pub(super) given: Option<GivenSlots<'a>>,
 }
 
 /// `out [T, out] = x [T, in] W^T`, or `out += x W^T` if `kept`; `weight` is `[out, in]`.
@@ -140,7 +145,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         to: ViewMut<'_, T>,
         compute: impl FnOnce(ViewMut<'_, T>, bool) -> Result<()>,
     ) -> Result<()> {
-        if self.decoder.adds_plainly(self.index, after) {
+        if self.decoder.adds_plainly(self.index) {
             return compute(to, true);
         }
         let mut result = self.on().uninit(to.len())?;
@@ -161,7 +166,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         compute: impl FnOnce(ViewMut<'_, T>) -> Result<()>,
     ) -> Result<DeviceRows<'x, T>> {
         let device = self.on();
-        if self.decoder.adds_plainly(self.index, after) {
+        if self.decoder.adds_plainly(self.index) {
             return Ok(DeviceRows::Same(g));
         }
         if after.is_empty() {
@@ -184,32 +189,31 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         keep: bool,
     ) -> Result<(DeviceBuffer<T>, Option<LayerActivations<T>>)> {
         let attention = self.attention(x)?;
-        let gate_up = self.gate_up(attention.middle.all())?;
+        let feed_forward = self.feed_forward(attention.middle.all())?;
         let mut out = copied(self.on(), attention.middle.all())?;
-        let activated = self.activated(gate_up.all())?;
         let after = &self.ranges()[Operand::FeedForwardAfterNorm];
-        self.add_result(after, out.all_mut(), |to, kept| self.down(activated.all(), to, kept))?;
-        Ok((out, keep.then_some(LayerActivations { attention, gate_up })))
+        self.add_result(after, out.all_mut(), |to, kept| self.finish(&feed_forward, to, kept))?;
+        Ok((out, keep.then_some(LayerActivations { attention, feed_forward })))
     }
 
     /// Backward for the gradient `g [T, d]` of the residual stream after the layer. Adds the gradients of weights to `gradients`
     /// and returns that of `x`. Activations that were not kept are computed again. The feed-forward half runs in chunks of
-    /// `chunk` rows.
+    /// `chunk` rows, whose routes are added to `counts`.
     pub(super) fn backward(
         &self,
         x: &DeviceBuffer<T>,
         kept: Option<LayerActivations<T>>,
         g: &DeviceBuffer<T>,
         gradients: &mut ViewMut<'_, f32>,
+        counts: &mut RouteCounts,
         chunk: usize,
     ) -> Result<DeviceBuffer<T>> {
-        let (attention, gate_up) = match kept {
-            Some(LayerActivations { attention, gate_up }) => (attention, Some(gate_up)),
+        let (attention, feed_forward) = match kept {
+            Some(LayerActivations { attention, feed_forward }) => (attention, Some(feed_forward)),
             None => (self.attention(x)?, None),
         };
         let d_middle =
-            self.feed_forward_backward(&attention.middle, gate_up.as_ref(), g, gradients, chunk)?;
-        drop(gate_up);
+            self.feed_forward_backward(&attention.middle, feed_forward, g, gradients, counts, chunk)?;
         self.attention_backward(x, attention, &d_middle, gradients)
     }
 }

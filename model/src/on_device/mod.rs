@@ -8,10 +8,12 @@
 //! - `units`: sources of weights and sinks of gradients
 //! - `operands`: norms, heads and angles as kernels take them
 //! - `layer`: one layer, forward and backward, its halves in `layer::attention` and `layer::feed_forward`; `head`: the heads
+//! - `experts`: the router and the experts of a layer
 //! - `train`: passes over packs
 //! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs); the halves of its
 //!   layers in `steps::attention` and `steps::feed_forward`
 
+mod experts;
 mod head;
 mod layer;
 mod operands;
@@ -142,17 +144,10 @@ fn missing(config: &Config) -> Option<&'static str> {
             query_key_norm: QueryKeyNorm::None | QueryKeyNorm::PerHead | QueryKeyNorm::Whole,
             qkv_bias: _,
             output_bias: _,
-            feed_forward,
+            feed_forward: FeedForward::SwiGlu | FeedForward::GeGlu | FeedForward::Experts(_),
             residual_multiplier: _,
         } = *layer;
-        if latent.is_some() {
-            return Some("latents of queries, keys and values");
-        }
-        match feed_forward {
-            FeedForward::Experts(_) => Some("experts"),
-            FeedForward::GeGlu => Some("feed-forward networks with GELU"),
-            FeedForward::SwiGlu => None,
-        }
+        latent.map(|_| "latents of queries, keys and values")
     })
 }
 

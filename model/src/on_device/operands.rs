@@ -2,8 +2,6 @@
 //!
 //! Passes over packs and decode steps take them from here, so that both compute the same layer.
 
-use std::ops::Range;
-
 use device::ops::attention::AttentionHeads;
 use device::ops::heads::{HeadAngles, HeadNorm, angles};
 use device::ops::norm::RmsNorm;
@@ -124,9 +122,9 @@ impl<T: Storage> DeviceDecoder<T> {
         self.config.layers[index].residual_multiplier
     }
 
-    /// Whether the result of a half of layer `index`, whose norm is at `after`, is added to the residual stream as it is.
-    pub(super) fn adds_plainly(&self, index: usize, after: &Range<usize>) -> bool {
-        after.is_empty() && self.multiplier(index) == 1.0
+    /// Whether the results of the halves of layer `index` are added to the residual stream as they are.
+    pub(super) fn adds_plainly(&self, index: usize) -> bool {
+        !self.config.layers[index].norm.is_after() && self.multiplier(index) == 1.0
     }
 
     /// The norm of queries and keys of layer `index`, whose values are `weights`.

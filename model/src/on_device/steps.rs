@@ -16,12 +16,12 @@ use std::ops::Range;
 use device::ops::norm::{add_rms_norm, rms_norm};
 use device::ops::paged::scratch_len;
 use device::ops::prefill::{Chunk, Chunks};
-use device::ops::rows::{add_bias, gather_rows};
+use device::ops::rows::gather_rows;
 use device::ops::vectors::add_multiple;
 use device::{Device, DeviceBuffer, DeviceError, Graph, Matrix, Result, Storage, View, ViewMut};
 
+use self::feed_forward::FeedForwardMemory;
 use super::DeviceDecoder;
-use super::layer::linear;
 use super::operands::{DeviceAngles, multiply_embedded};
 use super::units::{FlatWeights, UnitWeights};
 use crate::layer::Operand;
@@ -52,6 +52,8 @@ pub(super) struct RecordedSteps<T: Storage> {
     hidden: Option<DeviceBuffer<T>>,
     /// Recordings that failed in a row.
     failed: usize,
+    /// Tokens of the last step with its padding.
+    tokens: usize,
 }
 
 /// Key of a recording.
@@ -90,15 +92,15 @@ struct StepMemory<T: Storage> {
     /// Of each rotary embedding.
     angles: Vec<DeviceAngles>,
     x: RowBuffer<T>,
-    /// The normalised input of a half, and its result before it is added to `x` where that is not plain.
     normed: RowBuffer<T>,
+    /// The result of a half; empty if all layers add it to `x` as it is.
+    result: RowBuffer<T>,
     /// Queries, keys and values with the gates of the result; empty if no layer has any.
     projected: RowBuffer<T>,
     gates: RowBuffer<T>,
     qkv: RowBuffer<T>,
     attended: RowBuffer<T>,
-    gate_up: RowBuffer<T>,
-    activated: RowBuffer<T>,
+    feed_forward: FeedForwardMemory<T>,
     scratch: DeviceBuffer<f32>,
 }
 
@@ -121,11 +123,20 @@ impl<T: Storage> RowBuffer<T> {
     fn of_mut(&mut self, tokens: usize) -> ViewMut<'_, T> {
         self.buffer.view_mut(0..tokens * self.width)
     }
+
+    /// `[tokens, width]` of narrower rows.
+    fn narrow(&self, tokens: usize, width: usize) -> View<'_, T> {
+        self.buffer.view(0..tokens * width)
+    }
+
+    fn narrow_mut(&mut self, tokens: usize, width: usize) -> ViewMut<'_, T> {
+        self.buffer.view_mut(0..tokens * width)
+    }
 }
 
 impl<T: Storage> Default for RecordedSteps<T> {
     fn default() -> Self {
-        Self { recorded: HashMap::new(), memory: None, hidden: None, failed: 0 }
+        Self { recorded: HashMap::new(), memory: None, hidden: None, failed: 0, tokens: 0 }
     }
 }
 
@@ -174,8 +185,17 @@ impl<T: Storage> RecordedSteps<T> {
                 Err(error) => return Err(error),
             }
         }
+        self.tokens = sizes.tokens;
         self.hidden = Some(pick(decoder, memory.normed.of(tokens), sequences)?);
         Ok(())
+    }
+
+    /// `[tokens, slots]` the experts of the first `tokens` tokens of the last step, in all layers that have some. Synchronises.
+    pub(super) fn routes(&self, decoder: &DeviceDecoder<T>, tokens: usize) -> Result<Vec<u16>> {
+        match &self.memory {
+            Some(memory) => memory.feed_forward.routes(decoder, tokens, self.tokens),
+            None => Ok(Vec::new()),
+        }
     }
 
     /// Hidden states of the last step: of those that were wanted, the ones with these numbers, each below
@@ -260,22 +280,23 @@ fn reserve<'a, T: Storage>(
 impl<T: Storage> StepMemory<T> {
     fn new(decoder: &DeviceDecoder<T>, [tokens, numbers, scratch]: [usize; 3]) -> Result<Self> {
         let (config, shape, device) = (decoder.config(), decoder.shape, decoder.device().labelled("steps"));
-        let (hidden, width) = (config.hidden_size, config.intermediate_size);
-        let gated = (0..config.num_layers()).any(|index| decoder.is_gated(index));
-        let gates = if gated { shape.query_width() } else { 0 };
-        let projected = if gated { shape.width() + gates } else { 0 };
+        let hidden = config.hidden_size;
+        let layers = 0..config.num_layers();
+        let gates = if layers.clone().any(|index| decoder.is_gated(index)) { shape.query_width() } else { 0 };
+        let projected = if gates > 0 { shape.width() + gates } else { 0 };
+        let result = if layers.clone().all(|index| decoder.adds_plainly(index)) { 0 } else { hidden };
         Ok(Self {
             tokens,
             numbers: device.uninit(numbers)?,
             angles: decoder.rotaries.reserve(&device, tokens)?,
             x: RowBuffer::new(&device, tokens, hidden)?,
             normed: RowBuffer::new(&device, tokens, hidden)?,
+            result: RowBuffer::new(&device, tokens, result)?,
             projected: RowBuffer::new(&device, tokens, projected)?,
             gates: RowBuffer::new(&device, tokens, gates)?,
             qkv: RowBuffer::new(&device, tokens, shape.width())?,
             attended: RowBuffer::new(&device, tokens, shape.query_width())?,
-            gate_up: RowBuffer::new(&device, tokens, 2 * width)?,
-            activated: RowBuffer::new(&device, tokens, width)?,
+            feed_forward: FeedForwardMemory::new(&device, config, tokens)?,
             scratch: device.uninit(scratch)?,
         })
     }
@@ -345,7 +366,7 @@ fn layers<T: Storage>(
         let layer = StepLayer { decoder, index, weights: weights.unit(Unit::Layer(index))? };
         let cache = cache.view_mut(index * layer_len..(index + 1) * layer_len);
         layer.attend(memory, sizes, chunks, cache)?;
-        layer.feed_forward(memory, tokens)?;
+        layer.feed_forward(memory, tokens, (shape.pages - 1) * KvCache::PAGE)?;
     }
     let norm = decoder.final_norm_of(weights.unit(Unit::Tail)?.slice(decoder.final_norm()));
     rms_norm(device, memory.x.of(tokens), norm, memory.normed.of_mut(tokens))
@@ -369,31 +390,24 @@ impl<T: Storage> StepLayer<'_, T> {
         if by.is_empty() { device.copy(x, to) } else { rms_norm(device, x, decoder.norm(self.at(by)), to) }
     }
 
-    /// Adds the result of a half, `input [tokens, in]` times the matrix `weight [d, in]` plus `bias`, normalised by the weight at
-    /// `after` and multiplied, to the residual stream. `normed` is overwritten.
+    /// Adds the result of a half, normalised by the weight at `after` and multiplied, to the residual stream `x`. `compute` writes
+    /// the result of `tokens` tokens, or adds it if its second argument is true.
     fn add_result(
         &self,
-        x: &mut RowBuffer<T>,
-        normed: &mut RowBuffer<T>,
-        input: View<'_, T>,
-        weight: Matrix<'_, T>,
-        [bias, after]: [&Range<usize>; 2],
+        (x, result): (&mut RowBuffer<T>, &mut RowBuffer<T>),
+        tokens: usize,
+        after: &Range<usize>,
+        compute: impl FnOnce(ViewMut<'_, T>, bool) -> Result<()>,
     ) -> Result<()> {
         let (device, decoder) = (self.decoder.device(), self.decoder);
-        let tokens = input.len() / weight.columns();
-        let plain = decoder.adds_plainly(self.index, after);
-        let to = if plain { &mut *x } else { &mut *normed };
-        linear(device, input, weight, to.of_mut(tokens), plain)?;
-        if !bias.is_empty() {
-            add_bias(device, to.of_mut(tokens), self.at(bias))?;
+        if decoder.adds_plainly(self.index) {
+            return compute(x.of_mut(tokens), true);
         }
-        let (result, to) = (normed.of(tokens), x.of_mut(tokens));
-        if plain {
-            Ok(())
-        } else if after.is_empty() {
-            add_multiple(device, result, decoder.multiplier(self.index), to)
-        } else {
-            add_rms_norm(device, result, decoder.norm_after(self.index, self.at(after)), to)
+        compute(result.of_mut(tokens), false)?;
+        let (result, to) = (result.of(tokens), x.of_mut(tokens));
+        if after.is_empty() {
+            return add_multiple(device, result, decoder.multiplier(self.index), to);
         }
+        add_rms_norm(device, result, decoder.norm_after(self.index, self.at(after)), to)
     }
 }

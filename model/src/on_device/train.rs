@@ -10,15 +10,17 @@ use std::ops::Range;
 
 use device::ops::attention::Segments;
 use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use device::ops::routes::GivenSlots;
 use device::ops::rows::{RowGroups, add_rows, gather_rows, scatter_rows};
 use device::{DeviceBuffer, Result, Storage};
 
 use super::DeviceDecoder;
+use super::experts::all_experts;
 use super::head::DeviceTargets;
-use super::layer::{DeviceLayer, LayerActivations};
+use super::layer::{DeviceLayer, LayerActivations, RouteCounts};
 use super::operands::{DeviceAngles, multiply_embedded};
 use super::units::{UnitGradients, UnitWeights};
-use crate::{Pack, Prediction, PredictionGradient, Recompute, Target, Unit};
+use crate::{Pack, Prediction, PredictionGradient, Recompute, RoutedTokens, Target, Unit};
 
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
 const CHUNK: usize = 4096;
@@ -29,6 +31,8 @@ pub struct DeviceTrace<T: Storage> {
     /// Of each rotary embedding.
     angles: Vec<DeviceAngles>,
     segments: Segments,
+    /// `[T, slots]` the experts that are given to the tokens in all layers.
+    given: Option<DeviceBuffer<u16>>,
     layers: Vec<DeviceLayerTrace<T>>,
     asked: DeviceTargets,
     groups: Groups,
@@ -60,7 +64,7 @@ impl<T: Storage> DeviceDecoder<T> {
     /// If a token id lies beyond the vocabulary, weights are not available, or the device fails.
     ///
     /// # Panics
-    /// If the numbers of rows and targets differ.
+    /// If the numbers of rows and targets differ, or the pack has experts of another model.
     pub fn score(
         &self,
         weights: &mut dyn UnitWeights<T>,
@@ -77,7 +81,7 @@ impl<T: Storage> DeviceDecoder<T> {
     /// If a token id lies beyond the vocabulary, weights are not available, or the device fails.
     ///
     /// # Panics
-    /// If the numbers of rows and targets differ.
+    /// If the numbers of rows and targets differ, or the pack has experts of another model.
     pub fn forward(
         &self,
         weights: &mut dyn UnitWeights<T>,
@@ -107,6 +111,7 @@ impl<T: Storage> DeviceDecoder<T> {
         let (ids, asked) = (self.ids(pack.token_ids())?, self.ask(targets)?);
         let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
         let rows_there = device.upload(&rows)?;
+        let given = self.given(pack)?;
         let (of_rows, of_ids): (&[u32], &[u32]) =
             if recompute.is_some() { (&rows, pack.token_ids()) } else { (&[], &[]) };
         let groups =
@@ -119,7 +124,9 @@ impl<T: Storage> DeviceDecoder<T> {
         let mut layers = Vec::new();
         for index in 0..self.config.num_layers() {
             let weights = weights.unit(Unit::Layer(index))?;
-            let layer = DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments };
+            let given = self.given_in(index, given.as_ref());
+            let layer =
+                DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments, given };
             let (output, kept) = layer.forward(&x, recompute == Some(Recompute::None))?;
             let input = std::mem::replace(&mut x, output);
             if recompute.is_some() {
@@ -133,7 +140,7 @@ impl<T: Storage> DeviceDecoder<T> {
         let norm = self.final_norm_of(weights.unit(Unit::Tail)?.slice(self.final_norm()));
         rms_norm(device, picked.all(), norm, normed.all_mut())?;
         let predictions = self.predictions(weights, &normed, &asked)?;
-        Ok((predictions, DeviceTrace { angles, segments, layers, asked, groups, picked, normed }))
+        Ok((predictions, DeviceTrace { angles, segments, given, layers, asked, groups, picked, normed }))
     }
 
     /// Angles of `positions [T]`, of each rotary embedding.
@@ -145,7 +152,8 @@ impl<T: Storage> DeviceDecoder<T> {
         Ok(all)
     }
 
-    /// Adds the gradients of `sum(slopes [n] * predictions [n])` to `gradients`, for the forward that returned `trace`.
+    /// Adds the gradients of `sum(slopes [n] * predictions [n])` to `gradients`, for the forward that returned `trace`. Returns the
+    /// tokens of the experts of each layer, up to the last one that has some; synchronises if there are any.
     ///
     /// # Errors
     /// If weights are not available, a reduction of gradients fails, or the device fails.
@@ -159,8 +167,8 @@ impl<T: Storage> DeviceDecoder<T> {
         trace: DeviceTrace<T>,
         slopes: &[PredictionGradient],
         gradients: &mut dyn UnitGradients,
-    ) -> Result<()> {
-        let DeviceTrace { angles, segments, layers, asked, groups, picked, normed } = trace;
+    ) -> Result<Vec<RoutedTokens>> {
+        let DeviceTrace { angles, segments, given, layers, asked, groups, picked, normed } = trace;
         let (device, width) = (&self.activations, self.config.hidden_size);
         assert_eq!(slopes.len() * width, picked.len(), "every prediction has a slope");
         let d_normed = self.predictions_backward(weights, &normed, &asked, slopes, gradients)?;
@@ -180,17 +188,41 @@ impl<T: Storage> DeviceDecoder<T> {
         drop(d_picked);
 
         let chunk = if self.recompute == Recompute::Sequence { CHUNK } else { tokens };
+        let chunks = all_experts(&self.config).count() * tokens.div_ceil(chunk.max(1));
+        let experts = all_experts(&self.config).map(|experts| experts.count).max().unwrap_or(0);
+        let mut counts = RouteCounts::new(device, chunks, experts)?;
         for (index, DeviceLayerTrace { input, kept }) in layers.into_iter().enumerate().rev() {
             let weights = weights.unit(Unit::Layer(index))?;
-            let layer = DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments };
+            let given = self.given_in(index, given.as_ref());
+            let layer =
+                DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments, given };
             let mut unit = gradients.unit(Unit::Layer(index))?;
-            d = layer.backward(&input, kept, &d, &mut unit, chunk)?;
+            d = layer.backward(&input, kept, &d, &mut unit, &mut counts, chunk)?;
             gradients.done(Unit::Layer(index))?;
         }
         multiply_embedded(device, &self.config, d.all_mut())?;
         let table = &mut gradients.unit(Unit::Embedding)?;
         let table = table.slice_mut(0..self.config.vocab_size * width);
         add_rows(device, d.all(), &groups.ids, width, table)?;
-        gradients.done(Unit::Embedding)
+        gradients.done(Unit::Embedding)?;
+        counts.download(device)
+    }
+
+    /// `[T, slots]` the experts that are given to the tokens of `pack`.
+    fn given(&self, pack: &Pack) -> Result<Option<DeviceBuffer<u16>>> {
+        let given = pack.experts();
+        if given.is_empty() {
+            return Ok(None);
+        }
+        let slots = self.config.expert_slots();
+        assert_eq!(given.len(), pack.token_ids().len() * slots, "every token has experts of all layers");
+        Ok(Some(self.activations.upload(given)?))
+    }
+
+    /// Those of layer `index`, if it has experts.
+    fn given_in<'a>(&self, index: usize, given: Option<&'a DeviceBuffer<u16>>) -> Option<GivenSlots<'a>> {
+        let (all, slots) = (given?.all(), self.config.expert_slots());
+        self.config.layers[index].feed_forward.experts()?;
+        Some(GivenSlots { all, slots, first: self.config.slots_before(index) })
     }
 }

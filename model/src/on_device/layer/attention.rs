@@ -41,7 +41,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let heads = self.decoder.attention_heads(self.index, self.weights);
         attention(device, prepared.all(), self.segments, heads, attended.all_mut(), log_sums.all_mut())?;
         let mut middle = copied(device, x.all())?;
-        let result = self.gated(&attended, gates.as_ref())?;
+        let result = self.through_gates(&attended, gates.as_ref())?;
         let after = &self.ranges()[Operand::AttentionAfterNorm];
         self.add_result(after, middle.all_mut(), |to, kept| self.output(result.all(), to, kept))?;
         drop(result);
@@ -75,7 +75,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
     }
 
     /// `[T, heads * head_dim]` what was attended, through its gates if there are any.
-    fn gated<'x>(
+    fn through_gates<'x>(
         &self,
         attended: &'x DeviceBuffer<T>,
         gates: Option<&DeviceBuffer<T>>,
@@ -147,7 +147,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
         gradients: &mut ViewMut<'_, f32>,
     ) -> Result<DeviceBuffer<T>> {
         let (device, ranges, width) = (self.on(), self.ranges(), self.decoder.shape.query_width());
-        let result = self.gated(attended, gates)?;
+        let result = self.through_gates(attended, gates)?;
         let again = |to: ViewMut<'_, T>| self.output(result.all(), to, false);
         let after = &ranges[Operand::AttentionAfterNorm];
         let d_result = self.result_gradient(after, d_middle.all(), gradients, again)?;

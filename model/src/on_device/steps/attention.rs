@@ -43,10 +43,14 @@ impl<T: Storage> StepLayer<'_, T> {
         if decoder.is_gated(self.index) {
             gate_in_place(device, memory.gates.of(tokens), memory.attended.of_mut(tokens))?;
         }
-        let StepMemory { x, normed, attended, .. } = memory;
-        let output = self.matrix(Operand::Output, shape.query_width());
-        let vectors = [&ranges[Operand::OutputBias], &ranges[Operand::AttentionAfterNorm]];
-        self.add_result(x, normed, attended.of(tokens), output, vectors)
+        let StepMemory { x, result, attended, .. } = memory;
+        let output = |mut to: ViewMut<'_, T>, kept: bool| {
+            let weight = self.matrix(Operand::Output, shape.query_width());
+            linear(device, attended.of(tokens), weight, to.reborrow(), kept)?;
+            let bias = &ranges[Operand::OutputBias];
+            if bias.is_empty() { Ok(()) } else { add_bias(device, to, self.at(bias)) }
+        };
+        self.add_result((x, result), tokens, &ranges[Operand::AttentionAfterNorm], output)
     }
 
     /// Queries, keys and values of the normalised residual stream, and the gates of the result if the layer has any.
