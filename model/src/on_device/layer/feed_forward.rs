@@ -116,7 +116,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
                     self.experts_backward(normed.all(), *kept, of_result, gradients)?
                 }
                 FeedForwardActivations::Gated(gate_up) => {
-                    let mut d_x = device.uninit(normed.len())?;
+                    let mut d_x = device.uninit(middle.len())?;
                     let (network, x, of_x) = (self.gated(), normed.all(), d_x.all_mut());
                     self.gated_backward(&network, x, gate_up, of_result, gradients, of_x, false)?;
                     d_x
