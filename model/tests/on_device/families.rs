@@ -5,7 +5,7 @@ use std::sync::Arc;
 use device::Device;
 use device::device::DeviceLocation;
 use model::on_device::{DeviceDecoder, FlatGradients, FlatWeights};
-use model::{Architecture, Config, Layout, PredictionGradient, Recompute, Sizes, Target};
+use model::{Architecture, Config, LayerSpec, Layout, Norm, PredictionGradient, Recompute, Sizes, Target};
 
 use super::{DeviceDtype, decodes, distance, trains_in_bf16, trains_in_f32};
 use crate::common::{Golden, MODELS, pack_of};
@@ -63,6 +63,15 @@ fn families_train_and_decode() {
             decodes(DeviceDtype::Bf16, &rounded, 0.3);
         }
     }
+}
+
+/// Experts whose result is normalised and multiplied, which is in no family.
+#[test]
+fn results_of_experts_are_normalised() {
+    let layer = |layer| LayerSpec { norm: Norm::RmsAround, residual_multiplier: 0.6, ..layer };
+    let config = config(Architecture::Glm4Moe, 3).map_layers(layer);
+    trains_in_f32(&config, "experts between norms");
+    decodes(DeviceDtype::F32, &config, 1e-4);
 }
 
 #[test]
