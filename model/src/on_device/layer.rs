@@ -16,7 +16,7 @@ use device::ops::routes::GivenSlots;
 use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
 use self::attention::AttentionActivations;
-pub(super) use self::experts::RouteCounts;
+pub use self::experts::RouteCounts;
 use self::feed_forward::FeedForwardActivations;
 use super::{DeviceAngles, DeviceDecoder};
 use crate::layer::{LayerRanges, Operand};

@@ -26,6 +26,7 @@ use device::ops::heads::{HeadShape, angles};
 use device::{Device, DeviceBuffer, Result, Storage, bf16};
 use serde::{Deserialize, Serialize};
 
+pub use self::layer::RouteCounts;
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
 pub use self::steps::recorded_tokens;
 pub use self::train::DeviceTrace;
