@@ -310,8 +310,8 @@ fn ranks_of_a_device_group_update_their_shards_on_their_devices() {
 }
 
 /// A learner of experts whose first expert has every token, with corrections that the steps move.
-fn balanced(device: Option<DeviceConfig>, settings: LearnerConfig) -> Learner {
-    let config = with_experts();
+fn balanced(device: Option<DeviceConfig>, settings: &LearnerConfig) -> Learner {
+    let (config, settings) = (with_experts(), settings.clone());
     let settings =
         LearnerConfig { device, router_correction_rate: BALANCED.router_correction_rate, ..settings };
     Learner::new(settings, config.clone(), skewed(&config), None).unwrap()
@@ -320,14 +320,14 @@ fn balanced(device: Option<DeviceConfig>, settings: LearnerConfig) -> Learner {
 #[test]
 fn experts_learn_and_corrections_move_as_on_the_processor() {
     let plain = smooth(OptimizerKind::Adamw);
-    let (expected, norms, sums) = steps(balanced(None, plain.clone()), 3);
+    let (expected, norms, sums) = steps(balanced(None, &plain), 3);
     assert!(sums.experts.variation().is_some_and(|variation| variation > 0.0));
     for (place, world) in
         [(OptimizerPlace::Device, 1), (OptimizerPlace::Host, 1), (OptimizerPlace::Device, 2)]
     {
         let device = emulated(DeviceDtype::F32, place, &plain).device;
         let (found, other, reported) =
-            steps(balanced(device, LearnerConfig { world, zero: 2, ..plain.clone() }), 3);
+            steps(balanced(device, &LearnerConfig { world, zero: 2, ..plain.clone() }), 3);
         let what = format!("{place:?}, {world} ranks");
         assert_same(&found[2], &expected[2], 1e-5, &what);
         assert_same(&other, &norms, 1e-5, &what);
