@@ -56,9 +56,15 @@ fn a_run_on_a_device_learns_as_on_the_processor() {
 /// Sampler and trainer on a device record and replay the experts of a version, as the processor does, and with the same loads.
 #[test]
 fn a_device_replays_the_experts_that_it_recorded() {
+    for family in ["qwen3_moe", "olmoe"] {
+        replays_on_a_device(&format!("model.random.architecture={family}"));
+    }
+}
+
+fn replays_on_a_device(family: &str) {
     let home = Home::new();
     let sets = [
-        "model.random.architecture=qwen3_moe",
+        family,
         "model.random.experts=4",
         "model.random.experts_per_token=2",
         "rollout.routing_replay=true",

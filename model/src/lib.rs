@@ -96,7 +96,7 @@ pub use directory::{DESCRIPTION_FILES, ModelDirectory};
 pub use error::ModelError;
 pub use frozen_parameters::{FrozenParameters, stored_bytes};
 pub use layer::{
-    AttentionSpec, ExpertActivation, ExpertSpec, FeedForward, LatentSpec, LayerSpec, QueryKeyNorm,
+    AttentionSpec, ExpertActivation, ExpertSpec, FeedForward, LatentSpec, LayerSpec, Norm, QueryKeyNorm,
     RouterKind, SwigluClamp, TargetModule,
 };
 pub use low_rank::{FactorPair, LowRank};

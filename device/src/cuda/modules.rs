@@ -39,6 +39,7 @@ sources!(
     "expert_products.cu",
     "expert_rows.cu",
     "gated_unit.cu",
+    "gates.cu",
     "head.cu",
     "heads.cu",
     "norm.cu",

@@ -5,6 +5,7 @@ mod attention;
 mod digest;
 mod experts;
 mod gated_unit;
+mod gates;
 mod head;
 mod heads;
 mod norm;

@@ -11,14 +11,16 @@ mod feed_forward;
 use std::ops::Range;
 
 use device::ops::attention::Segments;
-use device::ops::norm::rms_norm;
+use device::ops::norm::{RmsNorm, add_rms_norm, rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use device::ops::routes::GivenSlots;
+use device::ops::vectors::{add_multiple, scale};
 use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
 use self::attention::AttentionActivations;
 pub use self::experts::RouteCounts;
 use self::feed_forward::FeedForwardActivations;
-use super::{DeviceAngles, DeviceDecoder};
+use super::DeviceDecoder;
+use super::operands::{DeviceAngles, DeviceRows, copied};
 use crate::layer::{LayerRanges, Operand};
 
 /// Activations of a layer's forward, for its backward. `T` tokens.
@@ -35,7 +37,8 @@ pub(super) struct DeviceLayer<'a, T: Storage> {
     pub(super) index: usize,
     /// The values of its unit.
     pub(super) weights: View<'a, T>,
-    pub(super) angles: &'a DeviceAngles,
+    /// Of each rotary embedding.
+    pub(super) angles: &'a [DeviceAngles],
     pub(super) segments: &'a Segments,
     /// The experts that are given to the tokens of the pack in this layer.
     pub(super) given: Option<GivenSlots<'a>>,
@@ -99,15 +102,84 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         self.decoder.config.hidden_size
     }
 
-    fn eps(&self) -> f32 {
-        self.decoder.config.rms_norm_eps
+    /// The norm whose weight is at `range`.
+    fn norm(&self, range: &Range<usize>) -> RmsNorm<'a, T> {
+        self.decoder.norm(self.at(range))
     }
 
-    /// `[T, d]` a row of the stream, normalised by the weight at `norm`.
-    fn normed(&self, x: View<'_, T>, norm: &Range<usize>) -> Result<DeviceBuffer<T>> {
+    /// `[T, d]` rows of the stream, normalised by the weight at `norm`, which is empty for none.
+    fn normed<'x>(&self, x: View<'x, T>, norm: &Range<usize>) -> Result<DeviceRows<'x, T>> {
+        if norm.is_empty() {
+            return Ok(DeviceRows::Same(x));
+        }
         let mut out = self.on().uninit(x.len())?;
-        rms_norm(self.on(), x, self.at(norm), self.eps(), out.all_mut())?;
-        Ok(out)
+        rms_norm(self.on(), x, self.norm(norm), out.all_mut())?;
+        Ok(DeviceRows::Computed(out))
+    }
+
+    /// `base [T, d]` plus the gradient of `x [T, d]`, for that of [`Self::normed`], `g [T, d]`, into `d_x [T, d]`. Adds the
+    /// gradient of the norm's weight.
+    fn normed_backward(
+        &self,
+        x: View<'_, T>,
+        norm: &Range<usize>,
+        g: View<'_, T>,
+        base: View<'_, T>,
+        mut d_x: ViewMut<'_, T>,
+        gradients: &mut ViewMut<'_, f32>,
+    ) -> Result<()> {
+        if norm.is_empty() {
+            self.on().copy(base, d_x.reborrow())?;
+            return add_multiple(self.on(), g, 1.0, d_x);
+        }
+        rms_norm_backward(self.on(), x, self.norm(norm), g, Some(base), d_x)?;
+        let of_norm = gradients.slice_mut(norm.clone());
+        rms_norm_weight_gradient(self.on(), x, self.norm(norm), g, of_norm)
+    }
+
+    /// Adds the result of a half, normalised by the weight at `after` and multiplied, to the residual stream `to [T, d]`.
+    /// `compute` writes the result `[T, d]`, or adds it if its second argument is true.
+    fn add_result(
+        &self,
+        after: &Range<usize>,
+        to: ViewMut<'_, T>,
+        compute: impl FnOnce(ViewMut<'_, T>, bool) -> Result<()>,
+    ) -> Result<()> {
+        if self.decoder.adds_plainly(self.index) {
+            return compute(to, true);
+        }
+        let mut result = self.on().uninit(to.len())?;
+        compute(result.all_mut(), false)?;
+        if after.is_empty() {
+            return add_multiple(self.on(), result.all(), self.decoder.multiplier(self.index), to);
+        }
+        add_rms_norm(self.on(), result.all(), self.decoder.norm_after(self.index, self.at(after)), to)
+    }
+
+    /// `[T, d]` gradient of the result of a half for that of the residual stream, `g [T, d]`: the backward of
+    /// [`Self::add_result`], whose `compute` writes the result again. Adds the gradient of the norm's weight.
+    fn result_gradient<'x>(
+        &self,
+        after: &Range<usize>,
+        g: View<'x, T>,
+        gradients: &mut ViewMut<'_, f32>,
+        compute: impl FnOnce(ViewMut<'_, T>) -> Result<()>,
+    ) -> Result<DeviceRows<'x, T>> {
+        let device = self.on();
+        if self.decoder.adds_plainly(self.index) {
+            return Ok(DeviceRows::Same(g));
+        }
+        if after.is_empty() {
+            let mut d_result = copied(device, g)?;
+            scale(device, self.decoder.multiplier(self.index), d_result.all_mut())?;
+            return Ok(DeviceRows::Computed(d_result));
+        }
+        let [mut result, mut d_result] = [device.uninit(g.len())?, device.uninit(g.len())?];
+        compute(result.all_mut())?;
+        let norm = self.decoder.norm_after(self.index, self.at(after));
+        rms_norm_backward(device, result.all(), norm, g, None, d_result.all_mut())?;
+        rms_norm_weight_gradient(device, result.all(), norm, g, gradients.slice_mut(after.clone()))?;
+        Ok(DeviceRows::Computed(d_result))
     }
 
     /// Forward on `x [T, d]`. Returns the residual stream after it, and the activations for the backward if `keep`.
@@ -118,9 +190,9 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
     ) -> Result<(DeviceBuffer<T>, Option<LayerActivations<T>>)> {
         let attention = self.attention(x)?;
         let feed_forward = self.feed_forward(attention.middle.all())?;
-        let mut out = self.on().uninit(x.len())?;
-        self.on().copy(attention.middle.all(), out.all_mut())?;
-        self.finish(&feed_forward, out.all_mut())?;
+        let mut out = copied(self.on(), attention.middle.all())?;
+        let after = &self.ranges()[Operand::FeedForwardAfterNorm];
+        self.add_result(after, out.all_mut(), |to, kept| self.finish(&feed_forward, to, kept))?;
         Ok((out, keep.then_some(LayerActivations { attention, feed_forward })))
     }
 

@@ -11,16 +11,18 @@ mod attention;
 mod feed_forward;
 
 use std::collections::HashMap;
+use std::ops::Range;
 
-use device::ops::heads::angles;
-use device::ops::norm::rms_norm;
+use device::ops::norm::{add_rms_norm, rms_norm};
 use device::ops::paged::scratch_len;
 use device::ops::prefill::{Chunk, Chunks};
 use device::ops::rows::gather_rows;
+use device::ops::vectors::add_multiple;
 use device::{Device, DeviceBuffer, DeviceError, Graph, Matrix, Result, Storage, View, ViewMut};
 
 use self::feed_forward::FeedForwardMemory;
 use super::DeviceDecoder;
+use super::operands::{DeviceAngles, multiply_embedded};
 use super::units::{FlatWeights, UnitWeights};
 use crate::layer::Operand;
 use crate::{KvCache, StepSequence, Unit};
@@ -87,10 +89,15 @@ impl StepSizes {
 struct StepMemory<T: Storage> {
     tokens: usize,
     numbers: DeviceBuffer<u32>,
-    cos: RowBuffer<f32>,
-    sin: RowBuffer<f32>,
+    /// Of each rotary embedding.
+    angles: Vec<DeviceAngles>,
     x: RowBuffer<T>,
     normed: RowBuffer<T>,
+    /// The result of a half; empty if all layers add it to `x` as it is.
+    result: RowBuffer<T>,
+    /// Queries, keys and values with the gates of the result; empty if no layer has any.
+    projected: RowBuffer<T>,
+    gates: RowBuffer<T>,
     qkv: RowBuffer<T>,
     attended: RowBuffer<T>,
     feed_forward: FeedForwardMemory<T>,
@@ -273,14 +280,20 @@ fn reserve<'a, T: Storage>(
 impl<T: Storage> StepMemory<T> {
     fn new(decoder: &DeviceDecoder<T>, [tokens, numbers, scratch]: [usize; 3]) -> Result<Self> {
         let (config, shape, device) = (decoder.config(), decoder.shape, decoder.device().labelled("steps"));
-        let (hidden, half) = (config.hidden_size, config.head_dim / 2);
+        let hidden = config.hidden_size;
+        let layers = 0..config.num_layers();
+        let gates = if layers.clone().any(|index| decoder.is_gated(index)) { shape.query_width() } else { 0 };
+        let projected = if gates > 0 { shape.width() + gates } else { 0 };
+        let result = if layers.clone().all(|index| decoder.adds_plainly(index)) { 0 } else { hidden };
         Ok(Self {
             tokens,
             numbers: device.uninit(numbers)?,
-            cos: RowBuffer::new(&device, tokens, half)?,
-            sin: RowBuffer::new(&device, tokens, half)?,
+            angles: decoder.rotaries.reserve(&device, tokens)?,
             x: RowBuffer::new(&device, tokens, hidden)?,
             normed: RowBuffer::new(&device, tokens, hidden)?,
+            result: RowBuffer::new(&device, tokens, result)?,
+            projected: RowBuffer::new(&device, tokens, projected)?,
+            gates: RowBuffer::new(&device, tokens, gates)?,
             qkv: RowBuffer::new(&device, tokens, shape.width())?,
             attended: RowBuffer::new(&device, tokens, shape.query_width())?,
             feed_forward: FeedForwardMemory::new(&device, config, tokens)?,
@@ -344,9 +357,10 @@ fn layers<T: Storage>(
     let (device, width, tokens) = (decoder.device(), decoder.config().hidden_size, sizes.tokens);
     let numbers = &memory.numbers;
     let (ids, positions) = (numbers.view(0..tokens), numbers.view(tokens..2 * tokens));
-    angles(device, positions, decoder.inv_freq.all(), memory.cos.of_mut(tokens), memory.sin.of_mut(tokens))?;
+    decoder.rotaries.compute(device, positions, &mut memory.angles)?;
     let table = weights.unit(Unit::Embedding)?.slice(0..decoder.config().vocab_size * width);
     gather_rows(device, table, ids, width, memory.x.of_mut(tokens))?;
+    multiply_embedded(device, decoder.config(), memory.x.of_mut(tokens))?;
     let layer_len = shape.pages * shape.page_len;
     for index in 0..decoder.config().num_layers() {
         let layer = StepLayer { decoder, index, weights: weights.unit(Unit::Layer(index))? };
@@ -354,12 +368,12 @@ fn layers<T: Storage>(
         layer.attend(memory, sizes, chunks, cache)?;
         layer.feed_forward(memory, tokens, (shape.pages - 1) * KvCache::PAGE)?;
     }
-    let norm = weights.unit(Unit::Tail)?.slice(decoder.final_norm());
-    rms_norm(device, memory.x.of(tokens), norm, decoder.config().rms_norm_eps, memory.normed.of_mut(tokens))
+    let norm = decoder.final_norm_of(weights.unit(Unit::Tail)?.slice(decoder.final_norm()));
+    rms_norm(device, memory.x.of(tokens), norm, memory.normed.of_mut(tokens))
 }
 
 impl<T: Storage> StepLayer<'_, T> {
-    fn at(&self, range: &std::ops::Range<usize>) -> View<'_, T> {
+    fn at(&self, range: &Range<usize>) -> View<'_, T> {
         self.weights.slice(range.clone())
     }
 
@@ -368,13 +382,32 @@ impl<T: Storage> StepLayer<'_, T> {
         Matrix::new(self.at(&self.decoder.layout().ranges(self.index)[operand]), input)
     }
 
-    fn normalise(
+    /// Writes the input of a half to `memory.normed`: the residual stream, normalised by the weight at `by`, which is empty for
+    /// none.
+    fn normalise(&self, memory: &mut StepMemory<T>, tokens: usize, by: &Range<usize>) -> Result<()> {
+        let (device, decoder) = (self.decoder.device(), self.decoder);
+        let (x, to) = (memory.x.of(tokens), memory.normed.of_mut(tokens));
+        if by.is_empty() { device.copy(x, to) } else { rms_norm(device, x, decoder.norm(self.at(by)), to) }
+    }
+
+    /// Adds the result of a half, normalised by the weight at `after` and multiplied, to the residual stream `x`. `compute` writes
+    /// the result of `tokens` tokens, or adds it if its second argument is true.
+    fn add_result(
         &self,
-        memory: &mut StepMemory<T>,
+        (x, result): (&mut RowBuffer<T>, &mut RowBuffer<T>),
         tokens: usize,
-        by: &std::ops::Range<usize>,
+        after: &Range<usize>,
+        compute: impl FnOnce(ViewMut<'_, T>, bool) -> Result<()>,
     ) -> Result<()> {
-        let (device, eps) = (self.decoder.device(), self.decoder.config().rms_norm_eps);
-        rms_norm(device, memory.x.of(tokens), self.at(by), eps, memory.normed.of_mut(tokens))
+        let (device, decoder) = (self.decoder.device(), self.decoder);
+        if decoder.adds_plainly(self.index) {
+            return compute(x.of_mut(tokens), true);
+        }
+        compute(result.of_mut(tokens), false)?;
+        let (result, to) = (result.of(tokens), x.of_mut(tokens));
+        if after.is_empty() {
+            return add_multiple(device, result, decoder.multiplier(self.index), to);
+        }
+        add_rms_norm(device, result, decoder.norm_after(self.index, self.at(after)), to)
     }
 }

@@ -1,13 +1,14 @@
 //! The attention half of a layer.
 
-use device::ops::attention::{attention, attention_backward};
-use device::ops::heads::{HeadNorm, head_norm_gradient, prepare, prepare_backward};
-use device::ops::norm::{rms_norm_backward, rms_norm_weight_gradient};
+use device::ops::attention::{AttentionForward, attention, attention_backward};
+use device::ops::gates::{gate, gate_backward, join_gates, split_gates};
+use device::ops::heads::{HeadAngles, HeadNormBackward, prepare, prepare_backward};
 use device::ops::rows::{add_bias, column_sums};
-use device::{DeviceBuffer, Matrix, Result, Storage, ViewMut};
+use device::{DeviceBuffer, Matrix, Result, Storage, View, ViewMut};
 
 use super::{DeviceLayer, input_gradient, linear, weight_gradient};
 use crate::layer::Operand;
+use crate::on_device::operands::{DeviceRows, copied};
 
 /// Activations of the attention half.
 #[derive(Debug)]
@@ -16,6 +17,8 @@ pub(super) struct AttentionActivations<T: Storage> {
     raw: Option<DeviceBuffer<T>>,
     /// `[T, width]`
     prepared: DeviceBuffer<T>,
+    /// `[T, heads * head_dim]` gates of what was attended, if the layer has any.
+    gates: Option<DeviceBuffer<T>>,
     /// `[T, heads * head_dim]`
     attended: DeviceBuffer<T>,
     /// `[heads, T]`
@@ -24,49 +27,71 @@ pub(super) struct AttentionActivations<T: Storage> {
     pub(super) middle: DeviceBuffer<T>,
 }
 
-impl<'a, T: Storage> DeviceLayer<'a, T> {
-    fn head_norm(&self) -> Option<HeadNorm<'a, T>> {
-        let range = &self.ranges()[Operand::QueryKeyNorm];
-        if range.is_empty() {
-            return None;
-        }
-        let (both, dim) = (self.at(range), self.decoder.shape.head_dim);
-        let (query, key) = (both.slice(0..dim), both.slice(dim..2 * dim));
-        Some(HeadNorm { query, key, eps: self.eps() })
-    }
-
+impl<T: Storage> DeviceLayer<'_, T> {
     /// Forward of the attention half.
     pub(super) fn attention(&self, x: &DeviceBuffer<T>) -> Result<AttentionActivations<T>> {
-        let (device, ranges, shape) = (self.on(), self.ranges(), self.decoder.shape);
+        let (device, shape) = (self.on(), self.decoder.shape);
         let rows = x.len() / self.hidden();
-        let normed = self.normed(x.all(), &ranges[Operand::AttentionNorm])?;
-        let mut prepared = device.uninit(rows * shape.width())?;
-        linear(device, normed.all(), self.matrix(Operand::Qkv, self.hidden()), prepared.all_mut(), false)?;
-        drop(normed);
-        if !ranges[Operand::QkvBias].is_empty() {
-            add_bias(device, prepared.all_mut(), self.at(&ranges[Operand::QkvBias]))?;
-        }
-        let norm = self.head_norm();
-        let raw = match norm {
-            Some(_) => {
-                let mut raw = device.uninit(prepared.len())?;
-                device.copy(prepared.all(), raw.all_mut())?;
-                Some(raw)
-            }
-            None => None,
-        };
-        prepare(device, prepared.all_mut(), shape, norm, self.angles.cos.all(), self.angles.sin.all())?;
+        let (mut prepared, gates) = self.project(x)?;
+        let norm = self.decoder.head_norm(self.index, self.weights);
+        let raw = norm.map(|_| copied(device, prepared.all())).transpose()?;
+        prepare(device, prepared.all_mut(), shape, norm, self.head_angles(rows))?;
         let mut attended = device.uninit(rows * shape.query_width())?;
         let mut log_sums = device.uninit(rows * shape.heads)?;
-        attention(device, prepared.all(), self.segments, shape, attended.all_mut(), log_sums.all_mut())?;
-        let mut middle = device.uninit(x.len())?;
-        device.copy(x.all(), middle.all_mut())?;
-        let output = self.matrix(Operand::Output, shape.query_width());
-        linear(device, attended.all(), output, middle.all_mut(), true)?;
-        if !ranges[Operand::OutputBias].is_empty() {
-            add_bias(device, middle.all_mut(), self.at(&ranges[Operand::OutputBias]))?;
+        let heads = self.decoder.attention_heads(self.index, self.weights);
+        attention(device, prepared.all(), self.segments, heads, attended.all_mut(), log_sums.all_mut())?;
+        let mut middle = copied(device, x.all())?;
+        let result = self.through_gates(&attended, gates.as_ref())?;
+        let after = &self.ranges()[Operand::AttentionAfterNorm];
+        self.add_result(after, middle.all_mut(), |to, kept| self.output(result.all(), to, kept))?;
+        drop(result);
+        Ok(AttentionActivations { raw, prepared, gates, attended, log_sums, middle })
+    }
+
+    /// Queries, keys and values `[T, width]` of `x [T, d]`, and the gates of the result `[T, heads * head_dim]`.
+    fn project(&self, x: &DeviceBuffer<T>) -> Result<(DeviceBuffer<T>, Option<DeviceBuffer<T>>)> {
+        let (device, ranges, shape) = (self.on(), self.ranges(), self.decoder.shape);
+        let normed = self.normed(x.all(), &ranges[Operand::AttentionNorm])?;
+        let weight = self.matrix(Operand::Qkv, self.hidden());
+        let rows = x.len() / self.hidden();
+        let mut projected = device.uninit(rows * weight.rows())?;
+        linear(device, normed.all(), weight, projected.all_mut(), false)?;
+        drop(normed);
+        if !ranges[Operand::QkvBias].is_empty() {
+            add_bias(device, projected.all_mut(), self.at(&ranges[Operand::QkvBias]))?;
         }
-        Ok(AttentionActivations { raw, prepared, attended, log_sums, middle })
+        if !self.decoder.is_gated(self.index) {
+            return Ok((projected, None));
+        }
+        let mut qkv = device.uninit(rows * shape.width())?;
+        let mut gates = device.uninit(rows * shape.query_width())?;
+        split_gates(device, projected.all(), shape, qkv.all_mut(), gates.all_mut())?;
+        Ok((qkv, Some(gates)))
+    }
+
+    /// Angles of the `rows` tokens of the pack.
+    fn head_angles(&self, rows: usize) -> Option<HeadAngles<'_>> {
+        self.decoder.rotaries.of_layer(self.index, self.angles, rows)
+    }
+
+    /// `[T, heads * head_dim]` what was attended, through its gates if there are any.
+    fn through_gates<'x>(
+        &self,
+        attended: &'x DeviceBuffer<T>,
+        gates: Option<&DeviceBuffer<T>>,
+    ) -> Result<DeviceRows<'x, T>> {
+        let Some(gates) = gates else { return Ok(DeviceRows::Same(attended.all())) };
+        let mut out = self.on().uninit(attended.len())?;
+        gate(self.on(), attended.all(), gates.all(), out.all_mut())?;
+        Ok(DeviceRows::Computed(out))
+    }
+
+    /// The output projection of `x [T, heads * head_dim]` into `to [T, d]`, or added to it if `kept`.
+    fn output(&self, x: View<'_, T>, mut to: ViewMut<'_, T>, kept: bool) -> Result<()> {
+        let weight = self.matrix(Operand::Output, self.decoder.shape.query_width());
+        linear(self.on(), x, weight, to.reborrow(), kept)?;
+        let bias = &self.ranges()[Operand::OutputBias];
+        if bias.is_empty() { Ok(()) } else { add_bias(self.on(), to, self.at(bias)) }
     }
 
     /// Backward of the attention half: the gradient of `x`.
@@ -78,50 +103,82 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         gradients: &mut ViewMut<'_, f32>,
     ) -> Result<DeviceBuffer<T>> {
         let (device, ranges, shape) = (self.on(), self.ranges(), self.decoder.shape);
-        let AttentionActivations { raw, prepared, attended, log_sums, middle } = kept;
+        let AttentionActivations { raw, prepared, gates, attended, log_sums, middle } = kept;
         drop(middle);
-        let query_width = shape.query_width();
-        let of_output = gradients.slice_mut(ranges[Operand::Output].clone());
-        weight_gradient(device, Matrix::new(attended.all(), query_width), d_middle.all(), of_output)?;
-        if !ranges[Operand::OutputBias].is_empty() {
-            column_sums(device, d_middle.all(), gradients.slice_mut(ranges[Operand::OutputBias].clone()))?;
+        let mut d_attended = self.output_backward((&attended, gates.as_ref()), d_middle, gradients)?;
+        let mut d_gates = None;
+        if let Some(gates) = &gates {
+            let to = d_gates.insert(device.uninit(gates.len())?).all_mut();
+            gate_backward(device, attended.all(), gates.all(), d_attended.all_mut(), to)?;
         }
-        let d_attended = input_gradient(device, d_middle.all(), self.matrix(Operand::Output, query_width))?;
+        drop(gates);
         let mut d_qkv = device.uninit(prepared.len())?;
-        let (qkv, out) = (prepared.all(), attended.all());
-        attention_backward(
-            device,
-            qkv,
-            self.segments,
-            shape,
-            out,
-            log_sums.all(),
-            d_attended.all(),
-            d_qkv.all_mut(),
-        )?;
-        drop((d_attended, attended, prepared));
-        let (cos, sin) = (self.angles.cos.all(), self.angles.sin.all());
-        if let Some(raw) = &raw {
-            let of_norm = gradients.slice_mut(ranges[Operand::QueryKeyNorm].clone());
-            head_norm_gradient(device, raw.all(), shape, self.eps(), cos, sin, d_qkv.all(), of_norm)?;
+        let forward = AttentionForward { qkv: prepared.all(), out: attended.all(), log_sums: log_sums.all() };
+        let heads = self.decoder.attention_heads(self.index, self.weights);
+        let of_sinks = gradients.slice_mut(ranges[Operand::Sinks].clone());
+        let to = d_qkv.all_mut();
+        attention_backward(device, forward, self.segments, heads, d_attended.all(), to, of_sinks)?;
+        drop((d_attended, attended, prepared, log_sums));
+        let norm = self.decoder.head_norm(self.index, self.weights);
+        let of_norm = norm.zip(raw.as_ref()).map(|(norm, raw)| HeadNormBackward {
+            norm,
+            raw: raw.all(),
+            gradient: gradients.slice_mut(ranges[Operand::QueryKeyNorm].clone()),
+        });
+        let rows = x.len() / self.hidden();
+        prepare_backward(device, shape, of_norm, self.head_angles(rows), d_qkv.all_mut())?;
+        drop(raw);
+        let d_projected = match d_gates {
+            None => d_qkv,
+            Some(d_gates) => {
+                let mut joined = device.uninit(d_qkv.len() + d_gates.len())?;
+                join_gates(device, d_qkv.all(), d_gates.all(), shape, joined.all_mut())?;
+                joined
+            }
+        };
+        self.projection_backward(x, &d_projected, d_middle, gradients)
+    }
+
+    /// `[T, heads * head_dim]` gradient of what goes into the output projection, which is what was attended, through its gates.
+    fn output_backward(
+        &self,
+        (attended, gates): (&DeviceBuffer<T>, Option<&DeviceBuffer<T>>),
+        d_middle: &DeviceBuffer<T>,
+        gradients: &mut ViewMut<'_, f32>,
+    ) -> Result<DeviceBuffer<T>> {
+        let (device, ranges, width) = (self.on(), self.ranges(), self.decoder.shape.query_width());
+        let result = self.through_gates(attended, gates)?;
+        let again = |to: ViewMut<'_, T>| self.output(result.all(), to, false);
+        let after = &ranges[Operand::AttentionAfterNorm];
+        let d_result = self.result_gradient(after, d_middle.all(), gradients, again)?;
+        let of_output = gradients.slice_mut(ranges[Operand::Output].clone());
+        weight_gradient(device, Matrix::new(result.all(), width), d_result.all(), of_output)?;
+        if !ranges[Operand::OutputBias].is_empty() {
+            column_sums(device, d_result.all(), gradients.slice_mut(ranges[Operand::OutputBias].clone()))?;
         }
-        let raw = raw.as_ref().map(DeviceBuffer::all);
-        prepare_backward(device, raw, shape, self.head_norm(), cos, sin, d_qkv.all_mut())?;
-        let normed = self.normed(x.all(), &ranges[Operand::AttentionNorm])?;
+        input_gradient(device, d_result.all(), self.matrix(Operand::Output, width))
+    }
+
+    /// `[T, d]` gradient of `x`, through the projection, with the gradient `d_middle [T, d]` of the residual stream.
+    fn projection_backward(
+        &self,
+        x: &DeviceBuffer<T>,
+        d_projected: &DeviceBuffer<T>,
+        d_middle: &DeviceBuffer<T>,
+        gradients: &mut ViewMut<'_, f32>,
+    ) -> Result<DeviceBuffer<T>> {
+        let (device, ranges) = (self.on(), self.ranges());
+        let norm = &ranges[Operand::AttentionNorm];
+        let normed = self.normed(x.all(), norm)?;
         let of_qkv = gradients.slice_mut(ranges[Operand::Qkv].clone());
-        weight_gradient(device, Matrix::new(normed.all(), self.hidden()), d_qkv.all(), of_qkv)?;
+        weight_gradient(device, Matrix::new(normed.all(), self.hidden()), d_projected.all(), of_qkv)?;
         drop(normed);
         if !ranges[Operand::QkvBias].is_empty() {
-            column_sums(device, d_qkv.all(), gradients.slice_mut(ranges[Operand::QkvBias].clone()))?;
+            column_sums(device, d_projected.all(), gradients.slice_mut(ranges[Operand::QkvBias].clone()))?;
         }
-        let d_normed = input_gradient(device, d_qkv.all(), self.matrix(Operand::Qkv, self.hidden()))?;
-        drop(d_qkv);
-        let norm = &ranges[Operand::AttentionNorm];
+        let d_normed = input_gradient(device, d_projected.all(), self.matrix(Operand::Qkv, self.hidden()))?;
         let mut d_x = device.uninit(x.len())?;
-        let base = Some(d_middle.all());
-        rms_norm_backward(device, x.all(), self.at(norm), self.eps(), d_normed.all(), base, d_x.all_mut())?;
-        let of_norm = gradients.slice_mut(norm.clone());
-        rms_norm_weight_gradient(device, x.all(), self.eps(), d_normed.all(), of_norm)?;
+        self.normed_backward(x.all(), norm, d_normed.all(), d_middle.all(), d_x.all_mut(), gradients)?;
         Ok(d_x)
     }
 }

@@ -1,7 +1,6 @@
 //! The feed-forward half of a layer.
 
 use device::ops::gated_unit::{UnitKind, gated_unit, gated_unit_backward};
-use device::ops::norm::{rms_norm_backward, rms_norm_weight_gradient};
 use device::{DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
 use super::experts::{ExpertActivations, RouteCounts};
@@ -51,15 +50,25 @@ impl<T: Storage> DeviceLayer<'_, T> {
         }
     }
 
-    /// Adds the result of the network to `out [T, d]`.
-    pub(super) fn finish(&self, kept: &FeedForwardActivations<T>, out: ViewMut<'_, T>) -> Result<()> {
-        match kept {
-            FeedForwardActivations::Experts(kept) => self.finish_experts(kept, out),
+    /// The result of the network into `out [T, d]`, or added to it if `kept`.
+    pub(super) fn finish(
+        &self,
+        activations: &FeedForwardActivations<T>,
+        mut out: ViewMut<'_, T>,
+        kept: bool,
+    ) -> Result<()> {
+        match activations {
+            FeedForwardActivations::Experts(activations) => {
+                if !kept {
+                    self.on().clear(out.reborrow())?;
+                }
+                self.finish_experts(activations, out)
+            }
             FeedForwardActivations::Gated(gate_up) => {
                 let network = self.gated();
                 let activated = self.activated(&network, gate_up.all())?;
                 let down = self.matrix(network.down, network.width);
-                linear(self.on(), activated.all(), down, out, true)
+                linear(self.on(), activated.all(), down, out, kept)
             }
         }
     }
@@ -97,23 +106,25 @@ impl<T: Storage> DeviceLayer<'_, T> {
             let (middle, g) = (middle.view(piece.clone()), g.view(piece.clone()));
             let normed = self.normed(middle, &ranges[Operand::FeedForwardNorm])?;
             let activations = kept.take().map_or_else(|| self.begin(normed.all(), start), Ok)?;
+            let again = |to: ViewMut<'_, T>| self.finish(&activations, to, false);
+            let after = &ranges[Operand::FeedForwardAfterNorm];
+            let d_result = self.result_gradient(after, g, gradients, again)?;
+            let of_result = d_result.all();
             let d_normed = match activations {
                 FeedForwardActivations::Experts(kept) => {
                     counts.push(device, self.index, &kept)?;
-                    self.experts_backward(normed.all(), *kept, g, gradients)?
+                    self.experts_backward(normed.all(), *kept, of_result, gradients)?
                 }
                 FeedForwardActivations::Gated(gate_up) => {
-                    let mut d_x = device.uninit(normed.len())?;
-                    let of_x = d_x.all_mut();
-                    self.gated_backward(&self.gated(), normed.all(), gate_up, g, gradients, of_x, false)?;
+                    let mut d_x = device.uninit(middle.len())?;
+                    let (network, x, of_x) = (self.gated(), normed.all(), d_x.all_mut());
+                    self.gated_backward(&network, x, gate_up, of_result, gradients, of_x, false)?;
                     d_x
                 }
             };
             let norm = &ranges[Operand::FeedForwardNorm];
             let d_piece = d_middle.view_mut(piece);
-            rms_norm_backward(device, middle, self.at(norm), self.eps(), d_normed.all(), Some(g), d_piece)?;
-            let of_norm = gradients.slice_mut(norm.clone());
-            rms_norm_weight_gradient(device, middle, self.eps(), d_normed.all(), of_norm)?;
+            self.normed_backward(middle, norm, d_normed.all(), g, d_piece, gradients)?;
         }
         Ok(d_middle)
     }

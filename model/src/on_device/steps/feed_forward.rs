@@ -127,24 +127,28 @@ impl<T: Storage> StepLayer<'_, T> {
     pub(super) fn feed_forward(&self, memory: &mut StepMemory<T>, tokens: usize, end: usize) -> Result<()> {
         let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
         self.normalise(memory, tokens, &ranges[Operand::FeedForwardNorm])?;
-        let StepMemory { numbers, normed, feed_forward, x, .. } = memory;
-        let (normed, out) = (normed.of(tokens), x.of_mut(tokens));
+        let StepMemory { numbers, normed, feed_forward, x, result, .. } = memory;
+        let normed = normed.of(tokens);
         let network = decoder.config().layers[self.index].feed_forward;
-        match (network, &mut feed_forward.experts) {
+        let compute = |mut out: ViewMut<'_, T>, kept: bool| match (network, &mut feed_forward.experts) {
             (FeedForward::Experts(spec), Some(experts)) => {
                 // Slots of the cache come after ids and positions.
                 let padding = Padding { slots: numbers.view(2 * tokens..3 * tokens), end };
                 let layer = DeviceExperts::new(decoder, self.index, self.weights, spec);
                 self.route(&layer, experts, normed, padding)?;
+                if !kept {
+                    decoder.device().clear(out.reborrow())?;
+                }
                 self.add_experts(&layer, feed_forward, normed, out)
             }
             _ => {
                 let (gate_up, down) = (Operand::GateUp, Operand::Down);
                 let width = decoder.config().intermediate_size;
                 let network = StepNetwork { unit: network.unit(), gate_up, down, width };
-                self.gated(&network, feed_forward, normed, out, true)
+                self.gated(&network, feed_forward, normed, out, kept)
             }
-        }
+        };
+        self.add_result((x, result), tokens, &ranges[Operand::FeedForwardAfterNorm], compute)
     }
 
     /// Sets `out [T, d]` to the result of a gated network for `normed [T, d]`, or adds it if `out` is `kept`.
