@@ -206,6 +206,13 @@ fn tokens_beyond_the_vocabulary_are_refused() {
     }
 }
 
+/// Both caches have the same experts of the first `tokens` tokens of `pages`, if the model has some.
+fn assert_routes(caches: &[KvCache; 2], pages: &[u32], tokens: usize) {
+    let [here, there] = caches.each_ref().map(|cache| cache.routes(pages, tokens));
+    assert_eq!(here, there);
+    assert!(here.is_none_or(|routes| !routes.is_empty()));
+}
+
 /// Three sequences that share a prompt, step by step, with the logits of the processor: prefilled in two chunks, then one
 /// token at a time, so that recorded steps of one size are replayed.
 fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
@@ -275,10 +282,8 @@ fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
             })
             .collect();
         logits = both(&mut caches, &mut sampler, &sequences);
-        for (tokens, pages) in tokens.iter().zip(&pages) {
-            let [here, there] = caches.each_ref().map(|cache| cache.routes(pages, tokens.len()));
-            assert_eq!(here.is_some(), config.experts().is_some());
-            assert!(dtype == DeviceDtype::Bf16 || here == there, "the tokens have the same experts");
+        if dtype == DeviceDtype::F32 {
+            tokens.iter().zip(&pages).for_each(|(tokens, pages)| assert_routes(&caches, pages, tokens.len()));
         }
     }
 }

@@ -91,7 +91,7 @@ impl<T: Storage> ExpertProduct<'_, T> {
         x: ExpertInputs<'_, T>,
         out: ViewMut<'_, T>,
     ) -> Result<()> {
-        self.launch(device, "product", routes, x, self.bias, [self.input, self.output], out)
+        self.launch(device, "product", routes, x, [self.input, self.output], out)
     }
 
     /// `out [T k, in] = g W` of every row: the gradient of the input for that of the result.
@@ -108,7 +108,8 @@ impl<T: Storage> ExpertProduct<'_, T> {
         g: ExpertInputs<'_, T>,
         out: ViewMut<'_, T>,
     ) -> Result<()> {
-        self.launch(device, "input_gradient", routes, g, None, [self.output, self.input], out)
+        let inner_outer = [self.output, self.input];
+        Self { bias: None, ..*self }.launch(device, "input_gradient", routes, g, inner_outer, out)
     }
 
     fn launch(
@@ -117,14 +118,13 @@ impl<T: Storage> ExpertProduct<'_, T> {
         name: &str,
         routes: &Routes<'_>,
         x: ExpertInputs<'_, T>,
-        bias: Option<View<'_, T>>,
         [inner, outer]: [usize; 2],
         out: ViewMut<'_, T>,
     ) -> Result<()> {
         let Router { experts, per_token, .. } = routes.router;
         let rows = routes.slots.len();
         assert_eq!(self.weights.len(), experts * inner * outer, "a weight for each expert");
-        assert!(bias.is_none_or(|bias| bias.len() == experts * outer), "a bias for each expert");
+        assert!(self.bias.is_none_or(|bias| bias.len() == experts * outer), "a bias for each expert");
         assert_eq!(out.len(), rows * outer, "a result for each row");
         let shape = TileShape::of::<T>(routes.height);
         let [values, slots] = x.arguments(routes, inner);
@@ -133,7 +133,7 @@ impl<T: Storage> ExpertProduct<'_, T> {
             slots,
             size(per_token).into(),
             self.weights.into(),
-            bias.into(),
+            self.bias.into(),
             size(inner).into(),
             size(outer).into(),
             routes.tiles.into(),

@@ -31,7 +31,7 @@ impl Case {
         device.upload_to(&noise(tokens * router.experts, 3), memory.logits(router, tokens)).unwrap();
         let all = router.experts - 1;
         let of = |token: usize| {
-            let step = if token % 3 == 0 { 0 } else { token % all };
+            let step = if token.is_multiple_of(3) { 0 } else { token % all };
             let mut own: Vec<u16> = (0..router.per_token).map(|k| ((k + step) % all) as u16).collect();
             own.sort_unstable();
             own

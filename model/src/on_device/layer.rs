@@ -17,7 +17,7 @@ use device::ops::vectors::{add_multiple, scale};
 use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
 use self::attention::AttentionActivations;
-pub(super) use self::experts::RouteCounts;
+pub use self::experts::RouteCounts;
 use self::feed_forward::FeedForwardActivations;
 use super::DeviceDecoder;
 use super::operands::{DeviceAngles, DeviceRows, copied};

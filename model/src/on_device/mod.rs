@@ -28,6 +28,7 @@ use device::ops::heads::HeadShape;
 use device::{Device, DeviceBuffer, Result, Storage, bf16};
 use serde::{Deserialize, Serialize};
 
+pub use self::layer::RouteCounts;
 use self::operands::DeviceRotaries;
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
 pub use self::steps::recorded_tokens;

@@ -20,7 +20,7 @@ use super::head::DeviceTargets;
 use super::layer::{DeviceLayer, LayerActivations, RouteCounts};
 use super::operands::{DeviceAngles, multiply_embedded};
 use super::units::{UnitGradients, UnitWeights};
-use crate::{Pack, Prediction, PredictionGradient, Recompute, RoutedTokens, Target, Unit};
+use crate::{Pack, Prediction, PredictionGradient, Recompute, Target, Unit};
 
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
 const CHUNK: usize = 4096;
@@ -153,7 +153,7 @@ impl<T: Storage> DeviceDecoder<T> {
     }
 
     /// Adds the gradients of `sum(slopes [n] * predictions [n])` to `gradients`, for the forward that returned `trace`. Returns the
-    /// tokens of the experts of each layer, up to the last one that has some; synchronises if there are any.
+    /// tokens of the experts of its layers.
     ///
     /// # Errors
     /// If weights are not available, a reduction of gradients fails, or the device fails.
@@ -167,7 +167,7 @@ impl<T: Storage> DeviceDecoder<T> {
         trace: DeviceTrace<T>,
         slopes: &[PredictionGradient],
         gradients: &mut dyn UnitGradients,
-    ) -> Result<Vec<RoutedTokens>> {
+    ) -> Result<RouteCounts> {
         let DeviceTrace { angles, segments, given, layers, asked, groups, picked, normed } = trace;
         let (device, width) = (&self.activations, self.config.hidden_size);
         assert_eq!(slopes.len() * width, picked.len(), "every prediction has a slope");
@@ -205,7 +205,7 @@ impl<T: Storage> DeviceDecoder<T> {
         let table = table.slice_mut(0..self.config.vocab_size * width);
         add_rows(device, d.all(), &groups.ids, width, table)?;
         gradients.done(Unit::Embedding)?;
-        counts.download(device)
+        Ok(counts)
     }
 
     /// `[T, slots]` the experts that are given to the tokens of `pack`.

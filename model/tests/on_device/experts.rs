@@ -101,7 +101,9 @@ fn there<T: Storage>(case: &Case, config: &Config, parameters: &Parameters, reco
     let (predictions, trace) = decoder.forward(&mut weights, &case.pack, &case.rows, &case.targets).unwrap();
     let scored = decoder.score(&mut weights, &case.pack, &case.rows, &case.targets).unwrap();
     assert_eq!(scored, predictions);
-    let layers = decoder.backward(&mut weights, &case.pack, trace, &case.slopes, &mut gradients).unwrap();
+    let counts = decoder.backward(&mut weights, &case.pack, trace, &case.slopes, &mut gradients).unwrap();
+    assert_eq!(counts.is_empty(), config.experts().is_none());
+    let layers = counts.download(&device).unwrap();
     (flat(&predictions), device.download(gradients.buffer().all()).unwrap(), layers)
 }
 
@@ -168,9 +170,9 @@ fn bf16_is_near_and_what_is_computed_again_changes_no_bit() {
         let mut parameters = parameters(&config);
         // What is lost by the weights alone is not of interest, and neither is another expert of nearly the same score.
         parameters.values_mut().iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
-        let mut case = given(&config);
-        let chosen: Vec<u16> = case_experts(&config, &case);
-        case.pack = case.pack.clone().routed(chosen);
+        let case = Case::new();
+        let experts = every_expert(&config, case.pack.token_ids().len());
+        let case = Case { pack: case.pack.clone().routed(experts), ..case };
         let (predictions, gradients, layers) = here(&case, &config, &parameters);
         let (found, of_device, of_layers) = there::<bf16>(&case, &config, &parameters, Recompute::None);
         let loads = |layers: &[RoutedTokens]| -> Vec<Vec<u64>> {
@@ -188,10 +190,10 @@ fn bf16_is_near_and_what_is_computed_again_changes_no_bit() {
     }
 }
 
-/// Experts for all tokens of a case.
-fn case_experts(config: &Config, case: &Case) -> Vec<u16> {
+/// Experts for `tokens` tokens.
+fn every_expert(config: &Config, tokens: usize) -> Vec<u16> {
     let mut all = Vec::new();
-    for token in 0..case.pack.token_ids().len() {
+    for token in 0..tokens {
         for spec in config.layers.iter().filter_map(|layer| layer.feed_forward.experts()) {
             let mut own: Vec<u16> =
                 (0..spec.per_token).map(|k| ((token + k * 2) % spec.count) as u16).collect();
@@ -200,6 +202,30 @@ fn case_experts(config: &Config, case: &Case) -> Vec<u16> {
         }
     }
     all
+}
+
+/// More tokens than a chunk of `Recompute::Sequence` has, so that counts and gradients are of two chunks.
+#[test]
+fn chunks_have_the_gradients_and_loads_of_the_whole() {
+    let one = with_experts(ExpertSpec { shared_width: 4, shared_gate: true, ..SPEC });
+    let config = Config { layers: one.layers[..1].to_vec(), ..one };
+    let mut pack = Pack::new();
+    for text in 0..84 {
+        pack.push(&(0..50).map(|i| ((i * 11 + text) % 29) as u32).collect::<Vec<_>>()).unwrap();
+    }
+    let case = Case::new();
+    let rows: Vec<usize> = (0..case.rows.len()).map(|i| i * 4200 / case.rows.len()).collect();
+    let experts = every_expert(&config, 4200);
+    let case = Case { pack: pack.routed(experts), rows, ..case };
+    let parameters = parameters(&config);
+    let (_, gradients, layers) = here(&case, &config, &parameters);
+    let (_, found, of_layers) = there::<f32>(&case, &config, &parameters, Recompute::Sequence);
+    assert_eq!(of_layers, layers);
+    assert_eq!((layers[0].tokens, layers[0].given), (4200, 4200));
+    for spec in parameters.layout().specs() {
+        let off = distance(&found[spec.range()], &gradients[spec.range()]);
+        assert!(off < 2e-5, "{}: {off}", spec.name);
+    }
 }
 
 /// Three sequences leave one token of padding in each recorded step.

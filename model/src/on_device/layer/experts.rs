@@ -39,9 +39,9 @@ impl<T: Storage> ExpertActivations<T> {
     }
 }
 
-/// Tokens of the experts of all layers in a backward, on the device until it ends.
+/// Tokens of the experts of all layers in a backward, on the device until they are asked for.
 #[derive(Debug)]
-pub(in crate::on_device) struct RouteCounts {
+pub struct RouteCounts {
     /// `[chunks, width]`
     counters: DeviceBuffer<u32>,
     width: usize,
@@ -69,8 +69,17 @@ impl RouteCounts {
         device.copy(counters, self.counters.view_mut(start..start + counters.len()))
     }
 
+    /// Whether no layer has experts.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.chunks.is_empty()
+    }
+
     /// The tokens of each layer, up to the last one with experts. Synchronises if there are any.
-    pub(in crate::on_device) fn download(&self, device: &Device) -> Result<Vec<RoutedTokens>> {
+    ///
+    /// # Errors
+    /// If an earlier operation of the device failed.
+    pub fn download(&self, device: &Device) -> Result<Vec<RoutedTokens>> {
         let counters = device.download(self.counters.view(0..self.chunks.len() * self.width))?;
         let mut layers = Vec::new();
         for ((index, experts, tokens), of) in self.chunks.iter().zip(counters.chunks_exact(self.width)) {
