@@ -53,6 +53,40 @@ fn a_run_on_a_device_learns_as_on_the_processor() {
     }
 }
 
+/// Sampler and trainer on a device record and replay the experts of a version, as the processor does, and with the same loads.
+#[test]
+fn a_device_replays_the_experts_that_it_recorded() {
+    for family in ["qwen3_moe", "olmoe"] {
+        replays_on_a_device(&format!("model.random.architecture={family}"));
+    }
+}
+
+fn replays_on_a_device(family: &str) {
+    let home = Home::new();
+    let sets = [
+        family,
+        "model.random.experts=4",
+        "model.random.experts_per_token=2",
+        "rollout.routing_replay=true",
+        "trainer.steps=2",
+    ];
+    let here = run(&home, "here", &sets);
+    let there = run(&home, "there", &[&sets[..], &["placement.device=emulated"]].concat());
+    assert_eq!(there.values("experts/replayed"), [1.0; 2]);
+    for metric in ["experts/replayed", "experts/changed", "experts/load_cv", "experts/load_peak"] {
+        assert_eq!(there.values(metric), here.values(metric), "{metric}");
+    }
+    for metric in ["reward/mean", "optim/grad_norm", "loss/mean"] {
+        for (found, expected) in there.values(metric).iter().zip(here.values(metric)) {
+            assert!(
+                (found - expected).abs() <= 1e-3 * expected.abs().max(1.0),
+                "{metric}: {found} {expected}"
+            );
+        }
+    }
+    assert_eq!(texts(&there, 1), texts(&here, 1));
+}
+
 #[test]
 fn a_model_answers_on_a_device_as_on_the_processor() {
     let home = Home::new();

@@ -2,7 +2,7 @@
 //
 // Keys are numbered by place, in the order in which a query attends to them, and tiles of keys begin at fixed places. A
 // query therefore has the same tiles, and its result the same bits, for every memory layout of its keys and every
-// batch.
+// batch. With a window a block visits the tiles that its queries see; a tile of which a query sees no key adds zeros.
 //
 // Two families of kernels: tensor cores for bf16 heads of 64 and 128, and f32 for all other heads up to 256.
 #pragma once
@@ -28,17 +28,46 @@ DEVICE int group_of(const Heads& of) { return of.heads / of.kv_heads; }
 DEVICE int key_column(const Heads& of, int kv) { return (of.heads + kv) * of.dim; }
 DEVICE int value_column(const Heads& of, int kv) { return (of.heads + of.kv_heads + kv) * of.dim; }
 
-// A tile of queries of one head: the place of the first query, and the number of places of the last one.
+// How scores become weights.
+template <typename T> struct Rule {
+    // Multiplies scores; positive.
+    float scale;
+    // Keys that a query sees, the last of which is its own.
+    int window;
+    // `[heads]` logits of the softmax that have no key, and the value zero; null for none.
+    const T* sinks;
+};
+
+// The logit of a head without a key; minus infinity for none.
+template <typename T> DEVICE float sink_of(const Rule<T>& rule, int head) {
+    return rule.sinks ? load(rule.sinks[head]) : -INFINITE;
+}
+
+// A tile of queries of one head: the place of the first query, the first place of the tiles that they see, and the
+// number of places of the last one.
 struct QueryBlock {
     Heads of;
     Segment segment;
-    int head, kv, first, first_place, seen;
+    int window, head, kv, first, first_place, begin, seen;
 };
 
 // The tile of the calling block in a grid of [heads, tiles].
-DEVICE QueryBlock query_block(const Heads& of, const Segment& segment, int first) {
+DEVICE QueryBlock query_block(const Heads& of, const Segment& segment, int first, int window) {
     const int head = blockIdx.x, first_place = segment.prefix_end - segment.prefix_first + first - segment.first;
-    return {of, segment, head, head / group_of(of), first, first_place, first_place + min(TILE, segment.end - first)};
+    const int begin = max(0, first_place - window + 1) / TILE * TILE;
+    return {of, segment, window, head, head / group_of(of), first, first_place, begin,
+            first_place + min(TILE, segment.end - first)};
+}
+
+// Whether query `i` of a block does not see the key at a place: one after its own, which is many before it as an
+// unsigned number, or one before its window.
+DEVICE bool hidden(const QueryBlock& block, int i, int place) {
+    return uint32(block.first_place + i - place) >= uint32(block.window);
+}
+
+// Whether some query of a block does not see a key of the tile at `first`.
+DEVICE bool partly_hidden(const QueryBlock& block, int first) {
+    return first + TILE - 1 > block.first_place || first <= block.first_place + TILE - 1 - block.window;
 }
 
 // The row of a query; negative after the last.
@@ -173,7 +202,9 @@ DEVICE void soften(float (&s)[TILE / 8][4], float (&sums)[D / 8][4], float (&top
         UNROLL for (int n = 0; n < TILE / 8; ++n) high = fmaxf(high, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
         high = fmaxf(high, shuffle_xor(high, 1));
         high = fmaxf(high, shuffle_xor(high, 2));
-        float kept = exp2_fast((top[r] - high) * scale), shift = high * scale;
+        // A row that has seen no key yet keeps its zeros.
+        float base = high == -INFINITE ? 0.0f : high;
+        float kept = exp2_fast((top[r] - base) * scale), shift = base * scale;
         float sum = total[r] * kept;
         UNROLL for (int i = 0; i < TILE / 4; ++i) {
             float& weight = s[i / 2][2 * r + i % 2];
@@ -191,15 +222,19 @@ DEVICE void soften(float (&s)[TILE / 8][4], float (&sums)[D / 8][4], float (&top
 
 // Stores the results of a block's queries, and `log_sums [heads, rows]` if requested.
 template <int D>
-DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock& block, int rows, float scale, bf16* out,
-                   float* log_sums) {
+DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock& block, int rows, const Rule<bf16>& rule,
+                   bf16* out, float* log_sums) {
     constexpr int SIZE = TILE * (D + PAD);
     DYNAMIC_SHARED(bf16, shared);
     bf16 *keys = shared, *values = shared + 2 * SIZE;
     const Heads& of = block.of;
     const int warp = warp_index(), g = lane_index() / 4, t2 = lane_index() % 4 * 2;
+    const float scale = rule.scale, sink = sink_of(rule, block.head);
     auto query = [&](int i) { return query_row(block, i); };
-    auto fetch = [&](int t) { fetch_keys<D>(keys + (t & 1) * SIZE, values + (t & 1) * SIZE, from, block, t * TILE); };
+    auto fetch = [&](int t) {
+        const int stage = (t & 1) * SIZE;
+        fetch_keys<D>(keys + stage, values + stage, from, block, block.begin + t * TILE);
+    };
     // Queries are loaded to registers through the second buffer of keys.
     copy_tile<D, TILE>(keys + SIZE, qkv + block.head * D, row_width(of), query);
     copy_commit();
@@ -209,8 +244,10 @@ DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock&
     UNROLL for (int k = 0; k < D / 16; ++k) load_a(q[k], keys + SIZE + 16 * warp * (D + PAD) + 16 * k, D + PAD);
     BLOCK_SYNC();
 
-    float sums[D / 8][4] = {}, top[2] = {-INFINITE, -INFINITE}, total[2] = {};
-    const int count = (block.seen + TILE - 1) / TILE;
+    // The sink is a score with the weight 1 at first, which one lane of a row counts.
+    const float first_top = sink / scale, first_total = rule.sinks && t2 == 0 ? 1.0f : 0.0f;
+    float sums[D / 8][4] = {}, top[2] = {first_top, first_top}, total[2] = {first_total, first_total};
+    const int count = (block.seen - block.begin + TILE - 1) / TILE;
     for (int t = 0; t < count; ++t) {
         if (t + 1 < count) fetch(t + 1);
         await_tiles(t + 1 < count);
@@ -218,10 +255,11 @@ DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock&
         add_dots<D, TILE>(s, keys + (t & 1) * SIZE, [&](uint32(&a)[4], int k) {
             UNROLL for (int i = 0; i < 4; ++i) a[i] = q[k][i];
         });
-        if ((t + 1) * TILE - 1 > block.first_place) {
+        const int first = block.begin + t * TILE;
+        if (partly_hidden(block, first)) {
             UNROLL for (int i = 0; i < TILE / 2; ++i) {
-                int n = i / 4, e = i % 4, place = t * TILE + 8 * n + t2 + (e & 1);
-                if (place > block.first_place + 16 * warp + g + 8 * (e >> 1)) s[n][e] = -INFINITE;
+                int n = i / 4, e = i % 4;
+                if (hidden(block, 16 * warp + g + 8 * (e >> 1), first + 8 * n + t2 + (e & 1))) s[n][e] = -INFINITE;
             }
         }
         soften<D>(s, sums, top, total, scale * LOG2_E);
@@ -297,10 +335,11 @@ template <typename T> DEVICE void store_row(T* to, const float (&sums)[COLUMNS],
 
 // Result of `attend`; for the gradient, that of a block's queries, and `deltas`.
 template <typename T, bool GRADIENT>
-DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock& block, int rows, float scale, const T* out,
-                          float* log_sums, const T* gradient, float* deltas, T* to) {
+DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock& block, int rows, const Rule<T>& rule,
+                          const T* out, float* log_sums, const T* gradient, float* deltas, T* to) {
     DYNAMIC_SHARED(float, shared);
     const Heads& of = block.of;
+    const float scale = rule.scale;
     const int dim = of.dim, part = LANES * (dim + 1), first = warp_index() * SHARE;
     float *queries = shared, *keys = queries + TILE * dim, *values = keys + part, *weights = values + part + first * LANES;
     float* slopes = values + part + TILE * LANES;
@@ -309,10 +348,10 @@ DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock
     if (GRADIENT) load_rows(slopes, dim, TILE, gradient + block.head * dim, query_width(of), dim, query);
     BLOCK_SYNC();
 
-    // Per row: maximal score and sum of weights so far; or log-sum-exp and delta.
+    // Per row: maximal score and sum of weights so far, at first those of the sink; or log-sum-exp and delta.
     float top[SHARE], total[SHARE], sums[SHARE][COLUMNS] = {};
     UNROLL for (int r = 0; r < SHARE; ++r) {
-        top[r] = -INFINITE, total[r] = 0.0f;
+        top[r] = sink_of(rule, block.head), total[r] = !GRADIENT && rule.sinks && lane_index() == 0 ? 1.0f : 0.0f;
         int row = query(first + r);
         if (!GRADIENT || row < 0) continue;
         const T* result = out + row * query_width(of) + block.head * dim;
@@ -321,18 +360,20 @@ DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock
         top[r] = log_sums[int64(block.head) * rows + row];
         if (lane_index() == 0) deltas[int64(block.head) * rows + row] = total[r];
     }
-    for (int start = 0; start < block.seen; start += LANES) {
+    for (int start = block.begin; start < block.seen; start += LANES) {
         load_keys(keys, values, from, block, start);
         float s[SHARE], d[SHARE];
         dots(s, queries + first * dim, keys, dim);
         if (GRADIENT) dots(d, slopes + first * dim, values, dim);
         UNROLL for (int r = 0; r < SHARE; ++r) {
-            float score = start + int(lane_index()) <= block.first_place + first + r ? s[r] * scale : -INFINITE;
+            float score = hidden(block, first + r, start + int(lane_index())) ? -INFINITE : s[r] * scale;
             if (GRADIENT) {
                 weights[r * LANES + lane_index()] = expf(score - top[r]) * (d[r] - total[r]);
                 continue;
             }
-            float high = fmaxf(top[r], warp_max(score)), kept = expf(top[r] - high), weight = expf(score - high);
+            // A row that has seen no key yet keeps its zeros.
+            float high = fmaxf(top[r], warp_max(score)), base = high == -INFINITE ? 0.0f : high;
+            float kept = expf(top[r] - base), weight = expf(score - base);
             weights[r * LANES + lane_index()] = weight;
             total[r] = total[r] * kept + weight;
             top[r] = high;
@@ -352,8 +393,8 @@ DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock
 }
 
 template <typename T>
-DEVICE void plain_attend(const T* qkv, const KeyRows<T>& from, const QueryBlock& block, int rows, float scale, T* out,
+DEVICE void plain_attend(const T* qkv, const KeyRows<T>& from, const QueryBlock& block, int rows, const Rule<T>& rule, T* out,
                          float* log_sums) {
-    plain_queries<T, false>(qkv, from, block, rows, scale, nullptr, log_sums, nullptr, nullptr, out);
+    plain_queries<T, false>(qkv, from, block, rows, rule, nullptr, log_sums, nullptr, nullptr, out);
 }
 }  // namespace attention

@@ -1,5 +1,6 @@
 // Queries and keys between projection and attention: RMSNorm per head (QK norm), and rotary position embedding (RoPE,
-// arXiv 2104.09864) in the half-split layout: the pairs (x[i], x[i + half]) are rotated by position * inv_freq[i].
+// arXiv 2104.09864) in the half-split layout: the pairs (x[i], x[i + pairs]) are rotated by position * inv_freq[i]. The
+// values behind the pairs are unchanged.
 //
 // A power of two of neighbouring lanes share a head, one lane per 16 bytes of each half. Both values of a pair are in
 // one lane, and only the sums of the norm are exchanged between lanes.
@@ -18,22 +19,31 @@ template <int n, typename T> DEVICE void store_pack(T* to, const Pack<T, n>& pac
 
 DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
 
-// Layout of a row, and the angles [rows, head_dim / 2].
+// Layout of a row, and the angles [rows, pairs] of the rotated pairs of a head.
 struct Heads {
-    int rows, heads, kv_heads, head_dim;
+    int rows, heads, kv_heads, head_dim, pairs;
     const float *cos, *sin;
 };
 
 // Layout of a row of the projection.
 DEVICE int64 width(const Heads& shape) { return int64(shape.heads + 2 * shape.kv_heads) * shape.head_dim; }
 
-// Values `i..i + n` of the first half of a head, and their partners.
+// `n` values of a head and their partners. The pairs (i, pairs + i) below `pairs` are rotated, the rest is divided into
+// pairs in the same way.
 template <int n> struct Pairs {
     float first[n], second[n];
 };
 
-template <int n, typename T> DEVICE Pairs<n> load_pairs(const T* head, int i, int half) {
-    Pack<T, n> a = load_pack<n>(head + i), b = load_pack<n>(head + half + i);
+// Columns of pair `i` in a head.
+struct PairColumns { int first, second; };
+
+DEVICE PairColumns pair_columns(const Heads& shape, int i) {
+    if (i < shape.pairs) return {i, shape.pairs + i};
+    return {shape.pairs + i, shape.head_dim / 2 + i};
+}
+
+template <int n, typename T> DEVICE Pairs<n> load_pairs(const T* head, PairColumns at) {
+    Pack<T, n> a = load_pack<n>(head + at.first), b = load_pack<n>(head + at.second);
     Pairs<n> pairs;
     for (int j = 0; j < n; ++j) {
         pairs.first[j] = load(a.at[j]);
@@ -42,19 +52,30 @@ template <int n, typename T> DEVICE Pairs<n> load_pairs(const T* head, int i, in
     return pairs;
 }
 
-template <int n, typename T> DEVICE void store_pairs(T* head, int i, int half, const Pairs<n>& pairs) {
+// The weights of a norm, with their offset.
+template <int n, typename T> DEVICE Pairs<n> load_weights(const T* weight, PairColumns at, float offset) {
+    Pairs<n> pairs = load_pairs<n>(weight, at);
+    for (int j = 0; j < n; ++j) {
+        pairs.first[j] += offset;
+        pairs.second[j] += offset;
+    }
+    return pairs;
+}
+
+template <int n, typename T> DEVICE void store_pairs(T* head, PairColumns at, const Pairs<n>& pairs) {
     Pack<T, n> a, b;
     for (int j = 0; j < n; ++j) {
         store(&a.at[j], pairs.first[j]);
         store(&b.at[j], pairs.second[j]);
     }
-    store_pack(head + i, a);
-    store_pack(head + half + i, b);
+    store_pack(head + at.first, a);
+    store_pack(head + at.second, b);
 }
 
-// Rotates by the angles of `row`; `direction` -1 is the inverse.
+// Rotates by the angles of `row`; `direction` -1 is the transpose. Pairs from `pairs` on are unchanged.
 template <int n> DEVICE void rotate(Pairs<n>& pairs, const Heads& shape, int row, int i, float direction) {
-    int64 at = int64(row) * (shape.head_dim / 2) + i;
+    if (i >= shape.pairs) return;
+    int64 at = int64(row) * shape.pairs + i;
     Pack<float, n> cos = load_pack<n>(shape.cos + at), sin = load_pack<n>(shape.sin + at);
     for (int j = 0; j < n; ++j) {
         float a = pairs.first[j], b = pairs.second[j], turn = direction * sin.at[j];
@@ -95,7 +116,7 @@ template <int n, typename Visit> DEVICE void visit_heads(const Heads& shape, Vis
 }
 
 template <int n, typename T>
-DEVICE void prepare_heads(const Heads& shape, const T* query, const T* key, float eps, T* qkv) {
+DEVICE void prepare_heads(const Heads& shape, const T* query, const T* key, float eps, float offset, T* qkv) {
     visit_heads<n>(shape, [=](Item item, int lane, int lanes) {
         int half = shape.head_dim / 2;
         T* head = qkv + item.row * width(shape) + item.head * shape.head_dim;
@@ -104,28 +125,28 @@ DEVICE void prepare_heads(const Heads& shape, const T* query, const T* key, floa
         if (query) {
             float squares = 0;
             for (int i = lane * n; item.active && i < half; i += lanes * n) {
-                Pairs<n> x = load_pairs<n>(head, i, half);
+                Pairs<n> x = load_pairs<n>(head, pair_columns(shape, i));
                 for (int j = 0; j < n; ++j) squares += x.first[j] * x.first[j] + x.second[j] * x.second[j];
             }
             inverse = inverse_rms(head_sum(squares, lanes), shape.head_dim, eps);
         }
         for (int i = lane * n; item.active && i < half; i += lanes * n) {
-            Pairs<n> x = load_pairs<n>(head, i, half);
+            Pairs<n> x = load_pairs<n>(head, pair_columns(shape, i));
             if (query) {
-                Pairs<n> w = load_pairs<n>(weight, i, half);
+                Pairs<n> w = load_weights<n>(weight, pair_columns(shape, i), offset);
                 for (int j = 0; j < n; ++j) {
                     x.first[j] *= inverse * w.first[j];
                     x.second[j] *= inverse * w.second[j];
                 }
             }
             rotate(x, shape, item.row, i, 1.0f);
-            store_pairs(head, i, half, x);
+            store_pairs(head, pair_columns(shape, i), x);
         }
     });
 }
 
 template <int n, typename T>
-DEVICE void prepare_heads_backward(const Heads& shape, const T* raw, const T* query, const T* key, float eps, T* g) {
+DEVICE void prepare_heads_backward(const Heads& shape, const T* raw, const T* query, const T* key, float eps, float offset, T* g) {
     visit_heads<n>(shape, [=](Item item, int lane, int lanes) {
         int half = shape.head_dim / 2;
         int64 at = item.row * width(shape) + item.head * shape.head_dim;
@@ -134,8 +155,9 @@ DEVICE void prepare_heads_backward(const Heads& shape, const T* raw, const T* qu
         if (query) {
             float squares = 0, product = 0;
             for (int i = lane * n; item.active && i < half; i += lanes * n) {
-                Pairs<n> x = load_pairs<n>(raw + at, i, half), w = load_pairs<n>(weight, i, half);
-                Pairs<n> slope = load_pairs<n>(g + at, i, half);
+                const PairColumns columns = pair_columns(shape, i);
+                Pairs<n> x = load_pairs<n>(raw + at, columns), w = load_weights<n>(weight, columns, offset);
+                Pairs<n> slope = load_pairs<n>(g + at, columns);
                 rotate(slope, shape, item.row, i, -1.0f);
                 for (int j = 0; j < n; ++j) {
                     squares += x.first[j] * x.first[j] + x.second[j] * x.second[j];
@@ -146,16 +168,17 @@ DEVICE void prepare_heads_backward(const Heads& shape, const T* raw, const T* qu
             pull = head_sum(product, lanes) * inverse * inverse * inverse / shape.head_dim;
         }
         for (int i = lane * n; item.active && i < half; i += lanes * n) {
-            Pairs<n> slope = load_pairs<n>(g + at, i, half);
+            const PairColumns columns = pair_columns(shape, i);
+            Pairs<n> slope = load_pairs<n>(g + at, columns);
             rotate(slope, shape, item.row, i, -1.0f);
             if (query) {
-                Pairs<n> x = load_pairs<n>(raw + at, i, half), w = load_pairs<n>(weight, i, half);
+                Pairs<n> x = load_pairs<n>(raw + at, columns), w = load_weights<n>(weight, columns, offset);
                 for (int j = 0; j < n; ++j) {
                     slope.first[j] = slope.first[j] * w.first[j] * inverse - x.first[j] * pull;
                     slope.second[j] = slope.second[j] * w.second[j] * inverse - x.second[j] * pull;
                 }
             }
-            store_pairs(g + at, i, half, slope);
+            store_pairs(g + at, columns, slope);
         }
     });
 }
@@ -181,12 +204,13 @@ DEVICE void norm_slopes(const Heads& shape, const T* raw, float eps, const T* g,
             int64 at = row * width(shape) + (before + item % heads) * shape.head_dim;
             float squares = 0;
             for (int i = lane * n; item < count && i < half; i += across) {
-                Pairs<n> x = load_pairs<n>(raw + at, i, half);
+                Pairs<n> x = load_pairs<n>(raw + at, pair_columns(shape, i));
                 for (int j = 0; j < n; ++j) squares += x.first[j] * x.first[j] + x.second[j] * x.second[j];
             }
             float inverse = inverse_rms(head_sum(squares, lanes), shape.head_dim, eps);
             if (item >= count || column >= half) continue;
-            Pairs<n> x = load_pairs<n>(raw + at, column, half), slope = load_pairs<n>(g + at, column, half);
+            const PairColumns columns = pair_columns(shape, column);
+            Pairs<n> x = load_pairs<n>(raw + at, columns), slope = load_pairs<n>(g + at, columns);
             rotate(slope, shape, row, column, -1.0f);
             for (int j = 0; j < n; ++j) {
                 own.first[j] += slope.first[j] * x.first[j] * inverse;
@@ -201,32 +225,33 @@ DEVICE void norm_slopes(const Heads& shape, const T* raw, float eps, const T* g,
         for (int i = threadIdx.x; i < 2 * across; i += THREADS) {
             float sum = 0;
             for (int part = 0; part < groups; ++part) sum += parts[part * 2 * across + i];
-            if (chunk + i % across < half) to[i / across * half + chunk + i % across] = sum;
+            const PairColumns columns = pair_columns(shape, chunk + i % across);
+            if (chunk + i % across < half) to[i < across ? columns.first : columns.second] = sum;
         }
         BLOCK_SYNC();
     }
 }
 
 template <int n> DEVICE bool wide_heads(const Heads& shape) {
-    return shape.head_dim / 2 % n == 0 && aligned(shape.cos) && aligned(shape.sin);
+    return shape.head_dim / 2 % n == 0 && shape.pairs % n == 0 && aligned(shape.cos) && aligned(shape.sin);
 }
 
-template <typename T> DEVICE void prepare(const Heads& shape, const T* query, const T* key, float eps, T* qkv) {
+template <typename T> DEVICE void prepare(const Heads& shape, const T* query, const T* key, float eps, float offset, T* qkv) {
     constexpr int wide = 16 / sizeof(T);
     // A null pointer counts as aligned.
     if (wide_heads<wide>(shape) && aligned(query) && aligned(key) && aligned(qkv))
-        prepare_heads<wide>(shape, query, key, eps, qkv);
+        prepare_heads<wide>(shape, query, key, eps, offset, qkv);
     else
-        prepare_heads<1>(shape, query, key, eps, qkv);
+        prepare_heads<1>(shape, query, key, eps, offset, qkv);
 }
 
 template <typename T>
-DEVICE void prepare_backward(const Heads& shape, const T* raw, const T* query, const T* key, float eps, T* g) {
+DEVICE void prepare_backward(const Heads& shape, const T* raw, const T* query, const T* key, float eps, float offset, T* g) {
     constexpr int wide = 16 / sizeof(T);
     if (wide_heads<wide>(shape) && aligned(raw) && aligned(query) && aligned(key) && aligned(g))
-        prepare_heads_backward<wide>(shape, raw, query, key, eps, g);
+        prepare_heads_backward<wide>(shape, raw, query, key, eps, offset, g);
     else
-        prepare_heads_backward<1>(shape, raw, query, key, eps, g);
+        prepare_heads_backward<1>(shape, raw, query, key, eps, offset, g);
 }
 
 template <typename T>
@@ -238,28 +263,29 @@ DEVICE void head_norm_slopes(const Heads& shape, const T* raw, float eps, const 
         norm_slopes<1>(shape, raw, eps, g, slab, partial);
 }
 
-KERNEL(256, angles, const uint32* positions, const float* inv_freq, int rows, int half, float* cos, float* sin) {
+KERNEL(256, angles, const uint32* positions, const float* inv_freq, float amplitude, int rows, int pairs, float* cos,
+       float* sin) {
     int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= int64(rows) * half) return;
-    float angle = float(positions[i / half]) * inv_freq[i % half];
-    cos[i] = cosf(angle);
-    sin[i] = sinf(angle);
+    if (i >= int64(rows) * pairs) return;
+    float angle = float(positions[i / pairs]) * inv_freq[i % pairs];
+    cos[i] = cosf(angle) * amplitude;
+    sin[i] = sinf(angle) * amplitude;
 }
 
 #define INSTANCES(T, suffix)                                                                                                 \
-    KERNEL(256, prepare_##suffix, int rows, int heads, int kv_heads, int head_dim, const float* cos, const float* sin,       \
-           const T* query, const T* key, float eps, T* qkv) {                                                                \
-        Heads shape = {rows, heads, kv_heads, head_dim, cos, sin};                                                           \
-        prepare(shape, query, key, eps, qkv);                                                                                \
+    KERNEL(256, prepare_##suffix, int rows, int heads, int kv_heads, int head_dim, int pairs, const float* cos,              \
+           const float* sin, const T* query, const T* key, float eps, float offset, T* qkv) {                                \
+        Heads shape = {rows, heads, kv_heads, head_dim, pairs, cos, sin};                                                    \
+        prepare(shape, query, key, eps, offset, qkv);                                                                        \
     }                                                                                                                        \
-    KERNEL(256, prepare_backward_##suffix, int rows, int heads, int kv_heads, int head_dim, const float* cos,                \
-           const float* sin, const T* raw, const T* query, const T* key, float eps, T* g) {                                  \
-        Heads shape = {rows, heads, kv_heads, head_dim, cos, sin};                                                           \
-        prepare_backward(shape, raw, query, key, eps, g);                                                                    \
+    KERNEL(256, prepare_backward_##suffix, int rows, int heads, int kv_heads, int head_dim, int pairs, const float* cos,     \
+           const float* sin, const T* raw, const T* query, const T* key, float eps, float offset, T* g) {                    \
+        Heads shape = {rows, heads, kv_heads, head_dim, pairs, cos, sin};                                                    \
+        prepare_backward(shape, raw, query, key, eps, offset, g);                                                            \
     }                                                                                                                        \
-    KERNEL(256, head_norm_slopes_##suffix, int rows, int heads, int kv_heads, int head_dim, const float* cos,                \
+    KERNEL(256, head_norm_slopes_##suffix, int rows, int heads, int kv_heads, int head_dim, int pairs, const float* cos,     \
            const float* sin, const T* raw, float eps, const T* g, int slab, float* partial) {                                \
-        Heads shape = {rows, heads, kv_heads, head_dim, cos, sin};                                                           \
+        Heads shape = {rows, heads, kv_heads, head_dim, pairs, cos, sin};                                                    \
         head_norm_slopes(shape, raw, eps, g, slab, partial);                                                                 \
     }
 

@@ -1,6 +1,7 @@
-// RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): y = w * x / sqrt(mean(x^2) + eps) per row.
+// RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): y = factor * (w + offset) * x / sqrt(mean(x^2) + eps) per row.
 //
-// One block per row, which reads it twice: the second time from the L1 cache.
+// One block per row, which reads it twice: the second time from the L1 cache. A row is `width` columns of a longer row,
+// whose successor is `stride` values later. The result, and the gradient, may be written over their operands.
 #include "common.cuh"
 
 namespace rms {
@@ -10,6 +11,20 @@ template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n :
 };
 
 template <int n, typename T> DEVICE Pack<T, n> load_pack(const T* from) { return *reinterpret_cast<const Pack<T, n>*>(from); }
+
+// Layout of the rows, and what weights and results are changed by.
+struct Norm {
+    int width, stride;
+    float eps, offset, factor;
+};
+
+DEVICE float weight_of(const Norm& norm, float weight) { return (weight + norm.offset) * norm.factor; }
+
+// Where the row of the calling block begins.
+DEVICE int64 row_start(const Norm& norm) { return int64(blockIdx.x) * norm.stride; }
+
+// Whether rows can be accessed in packs of `n`.
+template <int n> DEVICE bool packed(const Norm& norm) { return norm.width % n == 0 && norm.stride % n == 0; }
 
 DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
 
@@ -23,33 +38,39 @@ template <int n, typename T> DEVICE float inverse_rms(const T* x, int width, flo
     return 1.0f / sqrtf(block_sum(squares) / width + eps);
 }
 
-template <int n, typename T> DEVICE void normalize(const T* x, const T* weight, int width, float eps, T* out) {
-    float inverse = inverse_rms<n>(x, width, eps);
-    for (int i = threadIdx.x * n; i < width; i += blockDim.x * n) {
-        Pack<T, n> part = load_pack<n>(x + i), scale = load_pack<n>(weight + i);
-        for (int j = 0; j < n; ++j) store(&part.at[j], load(part.at[j]) * inverse * load(scale.at[j]));
+// `base` is added to the result unless it is null.
+template <int n, typename T> DEVICE void normalize(const T* x, const T* weight, const Norm& norm, const T* base, T* out) {
+    float inverse = inverse_rms<n>(x, norm.width, norm.eps);
+    for (int i = threadIdx.x * n; i < norm.width; i += blockDim.x * n) {
+        Pack<T, n> part = load_pack<n>(x + i), scale = load_pack<n>(weight + i), under;
+        if (base) under = load_pack<n>(base + i);
+        for (int j = 0; j < n; ++j) {
+            float value = load(part.at[j]) * inverse * weight_of(norm, load(scale.at[j]));
+            store(&part.at[j], base ? load(under.at[j]) + value : value);
+        }
         *reinterpret_cast<Pack<T, n>*>(out + i) = part;
     }
 }
 
 template <int n, typename T>
-DEVICE void normalize_backward(const T* x, const T* weight, int width, float eps, const T* g, const T* base, T* dx) {
+DEVICE void normalize_backward(const T* x, const T* weight, const Norm& norm, const T* g, const T* base, T* dx) {
+    const int width = norm.width;
     float squares = 0, product = 0;
     for (int i = threadIdx.x * n; i < width; i += blockDim.x * n) {
         Pack<T, n> part = load_pack<n>(x + i), scale = load_pack<n>(weight + i), slope = load_pack<n>(g + i);
         for (int j = 0; j < n; ++j) {
             float value = load(part.at[j]);
             squares = fmaf(value, value, squares);
-            product = fmaf(load(slope.at[j]) * load(scale.at[j]), value, product);
+            product = fmaf(load(slope.at[j]) * weight_of(norm, load(scale.at[j])), value, product);
         }
     }
-    float inverse = 1.0f / sqrtf(block_sum(squares) / width + eps);
+    float inverse = 1.0f / sqrtf(block_sum(squares) / width + norm.eps);
     float pull = block_sum(product) * inverse * inverse * inverse / width;
     for (int i = threadIdx.x * n; i < width; i += blockDim.x * n) {
         Pack<T, n> part = load_pack<n>(x + i), scale = load_pack<n>(weight + i), slope = load_pack<n>(g + i), under;
         if (base) under = load_pack<n>(base + i);
         for (int j = 0; j < n; ++j) {
-            float sum = load(slope.at[j]) * load(scale.at[j]) * inverse - load(part.at[j]) * pull;
+            float sum = load(slope.at[j]) * weight_of(norm, load(scale.at[j])) * inverse - load(part.at[j]) * pull;
             if (base) sum += load(under.at[j]);
             store(&part.at[j], sum);
         }
@@ -57,32 +78,35 @@ DEVICE void normalize_backward(const T* x, const T* weight, int width, float eps
     }
 }
 
-template <typename T> DEVICE void rms_norm(const T* x, const T* weight, int width, float eps, T* out) {
+template <typename T> DEVICE void rms_norm(const T* x, const T* weight, const Norm& norm, const T* base, T* out) {
     constexpr int wide = 16 / sizeof(T);
-    int64 at = int64(blockIdx.x) * width;
-    if (width % wide == 0 && aligned(x) && aligned(weight) && aligned(out))
-        normalize<wide>(x + at, weight, width, eps, out + at);
+    const int64 at = row_start(norm);
+    const T* under = base ? base + at : base;
+    // A null pointer counts as aligned.
+    if (packed<wide>(norm) && aligned(x) && aligned(weight) && aligned(base) && aligned(out))
+        normalize<wide>(x + at, weight, norm, under, out + at);
     else
-        normalize<1>(x + at, weight, width, eps, out + at);
+        normalize<1>(x + at, weight, norm, under, out + at);
 }
 
 template <typename T>
-DEVICE void rms_norm_backward(const T* x, const T* weight, int width, float eps, const T* g, const T* base, T* dx) {
+DEVICE void rms_norm_backward(const T* x, const T* weight, const Norm& norm, const T* g, const T* base, T* dx) {
     constexpr int wide = 16 / sizeof(T);
-    int64 at = int64(blockIdx.x) * width;
+    const int64 at = row_start(norm);
     const T* under = base ? base + at : base;
-    // A null pointer counts as aligned.
-    if (width % wide == 0 && aligned(x) && aligned(weight) && aligned(g) && aligned(base) && aligned(dx))
-        normalize_backward<wide>(x + at, weight, width, eps, g + at, under, dx + at);
+    if (packed<wide>(norm) && aligned(x) && aligned(weight) && aligned(g) && aligned(base) && aligned(dx))
+        normalize_backward<wide>(x + at, weight, norm, g + at, under, dx + at);
     else
-        normalize_backward<1>(x + at, weight, width, eps, g + at, under, dx + at);
+        normalize_backward<1>(x + at, weight, norm, g + at, under, dx + at);
 }
 
-template <typename T> DEVICE void rms_inverses(const T* x, int width, float eps, float* inverses) {
+// The factor of each row of `x` in a normalised one, without the weight.
+template <typename T> DEVICE void rms_inverses(const T* x, const Norm& norm, float* inverses) {
     constexpr int wide = 16 / sizeof(T);
-    const T* row = x + int64(blockIdx.x) * width;
-    float inverse = width % wide == 0 && aligned(x) ? inverse_rms<wide>(row, width, eps) : inverse_rms<1>(row, width, eps);
-    if (threadIdx.x == 0) inverses[blockIdx.x] = inverse;
+    const T* row = x + row_start(norm);
+    const float inverse = packed<wide>(norm) && aligned(x) ? inverse_rms<wide>(row, norm.width, norm.eps)
+                                                          : inverse_rms<1>(row, norm.width, norm.eps);
+    if (threadIdx.x == 0) inverses[blockIdx.x] = inverse * norm.factor;
 }
 
 constexpr int WARPS = 8;
@@ -90,13 +114,14 @@ constexpr int WARPS = 8;
 // Sums of g * x * inverse over the rows [first, last), for the columns from `column`, of which lane i has `n` from i *
 // n. Each warp takes every eighth row; warps are summed in order.
 template <int n, typename T>
-DEVICE void slope_sums(const T* x, const T* g, const float* inverses, int first, int last, int column, int width, float* sums) {
+DEVICE void slope_sums(const T* x, const T* g, const float* inverses, int first, int last, int column, int width, int stride,
+                       float* sums) {
     STATIC_SHARED(float, parts, [WARPS * 32 * n]);
     float own[n] = {};
     int from = column + lane_index() * n;
     if (from < width) {
         for (int row = first + warp_index(); row < last; row += WARPS) {
-            int64 at = int64(row) * width + from;
+            int64 at = int64(row) * stride + from;
             Pack<T, n> part = load_pack<n>(x + at), slope = load_pack<n>(g + at);
             float inverse = inverses[row];
             for (int j = 0; j < n; ++j) own[j] = fmaf(load(slope.at[j]) * load(part.at[j]), inverse, own[j]);
@@ -114,33 +139,35 @@ DEVICE void slope_sums(const T* x, const T* g, const float* inverses, int first,
 
 // Block (tile of columns, slab of rows): partial sums into partial [slabs, width].
 template <typename T>
-DEVICE void rms_norm_slopes(const T* x, const T* g, const float* inverses, int rows, int slab, int width, float* partial) {
+DEVICE void rms_norm_slopes(const T* x, const T* g, const float* inverses, int rows, int slab, int width, int stride,
+                            float* partial) {
     constexpr int wide = 16 / sizeof(T), tile = 32 * wide;
     int first = blockIdx.y * slab, last = min(rows, first + slab);
     int column = blockIdx.x * tile;
     float* sums = partial + int64(blockIdx.y) * width;
-    if (width % wide == 0 && aligned(x) && aligned(g)) {
-        slope_sums<wide>(x, g, inverses, first, last, column, width, sums);
+    if (width % wide == 0 && stride % wide == 0 && aligned(x) && aligned(g)) {
+        slope_sums<wide>(x, g, inverses, first, last, column, width, stride, sums);
     } else {
         for (int end = min(width, column + tile); column < end; column += 32)
-            slope_sums<1>(x, g, inverses, first, last, column, width, sums);
+            slope_sums<1>(x, g, inverses, first, last, column, width, stride, sums);
     }
 }
 
-#define INSTANCES(T, suffix)                                                                                               \
-    KERNEL(256, rms_norm_##suffix, const T* x, const T* weight, int width, float eps, T* out) {                            \
-        rms_norm(x, weight, width, eps, out);                                                                              \
-    }                                                                                                                      \
-    KERNEL(256, rms_norm_backward_##suffix, const T* x, const T* weight, int width, float eps, const T* g, const T* base,  \
-           T* dx) {                                                                                                        \
-        rms_norm_backward(x, weight, width, eps, g, base, dx);                                                             \
-    }                                                                                                                      \
-    KERNEL(256, rms_inverses_##suffix, const T* x, int width, float eps, float* inverses) {                                \
-        rms_inverses(x, width, eps, inverses);                                                                             \
-    }                                                                                                                      \
-    KERNEL(256, rms_norm_slopes_##suffix, const T* x, const T* g, const float* inverses, int rows, int slab, int width,    \
-           float* partial) {                                                                                               \
-        rms_norm_slopes(x, g, inverses, rows, slab, width, partial);                                                       \
+#define INSTANCES(T, suffix)                                                                                                 \
+    KERNEL(256, rms_norm_##suffix, const T* x, const T* weight, int width, int stride, float eps, float offset,              \
+           float factor, const T* base, T* out) {                                                                            \
+        rms_norm(x, weight, Norm{width, stride, eps, offset, factor}, base, out);                                            \
+    }                                                                                                                        \
+    KERNEL(256, rms_norm_backward_##suffix, const T* x, const T* weight, int width, int stride, float eps, float offset,     \
+           float factor, const T* g, const T* base, T* dx) {                                                                 \
+        rms_norm_backward(x, weight, Norm{width, stride, eps, offset, factor}, g, base, dx);                                 \
+    }                                                                                                                        \
+    KERNEL(256, rms_inverses_##suffix, const T* x, int width, int stride, float eps, float factor, float* inverses) {        \
+        rms_inverses(x, Norm{width, stride, eps, 0.0f, factor}, inverses);                                                   \
+    }                                                                                                                        \
+    KERNEL(256, rms_norm_slopes_##suffix, const T* x, const T* g, const float* inverses, int rows, int slab, int width,      \
+           int stride, float* partial) {                                                                                     \
+        rms_norm_slopes(x, g, inverses, rows, slab, width, stride, partial);                                                 \
     }
 
 INSTANCES(float, f32)

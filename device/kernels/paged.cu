@@ -5,7 +5,7 @@
 // Reading keys and values bounds the speed, so each is read once, by one warp, for all query heads of its group. A
 // context is split every 256 positions (as in Flash-Decoding), independent of the batch, so that results do not depend
 // on it; one block computes a part, and another kernel combines the parts of a token. The grid is that of the longest
-// possible context, so that launches can be recorded; blocks without work end at once.
+// possible context, or of the window, so that launches can be recorded; blocks without work end at once.
 #include "common.cuh"
 
 #define UNROLL _Pragma("unroll")
@@ -39,6 +39,28 @@ DEVICE Pack stream(const void* from) {
 
 struct Heads { int heads, kv_heads, dim; };
 
+// How scores become weights.
+template <typename T> struct Rule {
+    // Multiplies scores; positive.
+    float scale;
+    // Positions that a token sees, the last of which is its own.
+    int window;
+    // `[heads]` logits of the softmax that have no key, and the value zero; null for none.
+    const T* sinks;
+};
+
+// The logit of a head without a key, in units of ln 2; minus infinity for none.
+template <typename T> DEVICE float sink_of(const T* sinks, int head) { return sinks ? load(sinks[head]) * LOG2_E : -INFINITE; }
+
+// The first position that a token sees.
+DEVICE int first_seen(int position, int window) { return max(0, position - window + 1); }
+
+// The result of a sum of weighted values, for the maximal score and the sum of the weights without the sink.
+DEVICE float normalized(float sum, float top, float total, float sink) {
+    const float high = fmaxf(top, sink), by = exp2f(top - high);
+    return sum * by / fmaf(total, by, exp2f(sink - high));
+}
+
 DEVICE int64 row_width(const Heads& of) { return int64(of.heads + 2 * of.kv_heads) * of.dim; }
 DEVICE int64 page_len(const Heads& of) { return int64(2 * of.kv_heads) * PAGE * of.dim; }
 
@@ -67,20 +89,23 @@ DEVICE void copy(const uint32* pairs, int64 layer_len, int page_len, Pack* cache
 struct Work {
     Heads of;
     int token, kv, first_head, heads;
-    // Positions of the part; empty if `end` is not after `first`.
-    int first, end, part, parts;
+    // Positions of the part that the token sees, counted from the first of the part; empty if `end` is not after `first`.
+    int first, end;
+    // Number of the part among those that the token sees.
+    int part, parts;
     const uint32* table;
 };
 
 struct Tokens { const uint32 *positions, *tables, *sequence_of; int max_pages; };
 
-DEVICE Work work_of(const Heads& of, const Tokens& tokens, int heads_at_once) {
+DEVICE Work work_of(const Heads& of, const Tokens& tokens, int window, int heads_at_once) {
     const int group = of.heads / of.kv_heads, chunks = (group + heads_at_once - 1) / heads_at_once;
     const int token = blockIdx.x, kv = int(blockIdx.y) / chunks, skipped = int(blockIdx.y) % chunks * heads_at_once;
-    const int part = blockIdx.z, first = part * PART * PAGE, seen = int(tokens.positions[token]) + 1;
-    const uint32* table = tokens.tables + int64(tokens.sequence_of[token]) * tokens.max_pages + part * PART;
-    return {of, token, kv, kv * group + skipped, min(heads_at_once, group - skipped), first, min(first + PART * PAGE, seen), part,
-            int(gridDim.z), table};
+    const int position = int(tokens.positions[token]), seen_first = first_seen(position, window);
+    const int part = seen_first / (PART * PAGE) + int(blockIdx.z), start = part * PART * PAGE;
+    const uint32* table = tokens.tables + int64(tokens.sequence_of[token]) * tokens.max_pages + int64(part) * PART;
+    return {of, token, kv, kv * group + skipped, min(heads_at_once, group - skipped), max(0, seen_first - start),
+            min(PART * PAGE, position + 1 - start), int(blockIdx.z), int(gridDim.z), table};
 }
 
 // Keys of the block's heads in page `page` of its part; values are `values_after` later.
@@ -90,10 +115,10 @@ template <typename T> DEVICE const T* keys_of(const T* cache, const Work& work, 
 DEVICE int values_after(const Heads& of) { return of.kv_heads * PAGE * of.dim; }
 
 // Combines the warps of a block: `sums [WARPS, rows, dim]` with the maximal score (in units of ln 2) and the sum of
-// weights of each. Writes the result if this is the only part, or a partial result.
+// weights of each. Writes the result if this is the only part, or a partial result without the sink.
 template <typename T>
-DEVICE void finish(const Work& work, const float* sums, const float* tops, const float* totals, int rows, T* out, float* scratch,
-                   int tokens) {
+DEVICE void finish(const Work& work, const T* sinks, const float* sums, const float* tops, const float* totals, int rows, T* out,
+                   float* scratch, int tokens) {
     const int dim = work.of.dim;
     for (int i = threadIdx.x; i < work.heads * dim; i += 32 * WARPS) {
         const int h = i / dim, d = i % dim;
@@ -106,7 +131,7 @@ DEVICE void finish(const Work& work, const float* sums, const float* tops, const
         }
         const int64 head = int64(work.token) * work.of.heads + work.first_head + h;
         if (work.parts == 1) {
-            store(out + head * dim + d, sum / total);
+            store(out + head * dim + d, normalized(sum, top, total, sink_of(sinks, work.first_head + h)));
             continue;
         }
         const int64 at = head * work.parts + work.part;
@@ -120,13 +145,14 @@ DEVICE void finish(const Work& work, const float* sums, const float* tops, const
 // keys and values are loaded from memory to registers directly, 16 bytes at a time: lane (g, t) has columns 8t.. of
 // every 32 of the keys g and g + 8, and columns 8g.. of every 64 of the values 2t, 2t + 1, 2t + 8, 2t + 9.
 template <int D>
-DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, const Heads& all, float scale, bf16* out,
+DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, const Heads& all, const Rule<bf16>& rule, bf16* out,
                    float* scratch) {
     STATIC_SHARED(float, shared_sums, [WARPS * WIDE_HEADS * D]);
     STATIC_SHARED(float, tops, [WARPS * WIDE_HEADS]);
     STATIC_SHARED(float, totals, [WARPS * WIDE_HEADS]);
-    const Work work = work_of({all.heads, all.kv_heads, D}, tokens, WIDE_HEADS);
+    const Work work = work_of({all.heads, all.kv_heads, D}, tokens, rule.window, WIDE_HEADS);
     if (work.first >= work.end) return;
+    const float scale = rule.scale;
     const int g = lane_index() / 4, t = lane_index() % 4;
     Pack queries[2][D / 32] = {};
     const bf16* row = qkv + work.token * row_width(work.of) + work.first_head * D + 8 * t;
@@ -136,11 +162,13 @@ DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, con
     }
 
     float sums[D / 64][8][4] = {}, top[2] = {-INFINITE, -INFINITE}, total[2] = {};
-    const int pages = (work.end - work.first + PAGE - 1) / PAGE;
-    for (int p = warp_index(); p < pages; p += WARPS) {
+    const int pages = (work.end + PAGE - 1) / PAGE;
+    for (int p = work.first / PAGE + int(warp_index()); p < pages; p += WARPS) {
         const bf16* page_keys = keys_of(cache, work, p);
         const bf16* page_values = page_keys + values_after(work.of);
-        const int left = work.end - work.first - p * PAGE;
+        // The `visible` positions of the page from `skipped` on are visible; at least one is.
+        const int skipped = work.first - p * PAGE;
+        const uint32 visible = work.end - work.first;
         Pack keys[2][D / 32], values[4][D / 64];
         UNROLL for (int j = 0; j < 2; ++j)
             UNROLL for (int c = 0; c < D / 32; ++c) keys[j][c] = stream(page_keys + (8 * j + g) * D + 32 * c + 8 * t);
@@ -148,7 +176,7 @@ DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, con
             const int place = 2 * t + (i & 1) + 8 * (i >> 1);
             // Unwritten positions may contain NaN, which a weight of 0 does not remove.
             UNROLL for (int c = 0; c < D / 64; ++c)
-                values[i][c] = place < left ? stream(page_values + place * D + 64 * c + 8 * g) : Pack{};
+                values[i][c] = uint32(place - skipped) < visible ? stream(page_values + place * D + 64 * c + 8 * g) : Pack{};
         }
         float s[2][4] = {};
         UNROLL for (int k = 0; k < D / 16; ++k) {
@@ -164,7 +192,8 @@ DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, con
             float high = top[r];
             UNROLL for (int i = 0; i < 4; ++i) {
                 float& score = s[i / 2][2 * r + i % 2];
-                score = 8 * (i / 2) + 2 * t + i % 2 < left ? score * scale * LOG2_E : -INFINITE;
+                const int place = 8 * (i / 2) + 2 * t + i % 2;
+                score = uint32(place - skipped) < visible ? score * scale * LOG2_E : -INFINITE;
                 high = fmaxf(high, score);
             }
             high = fmaxf(high, shuffle_xor(high, 1));
@@ -206,19 +235,19 @@ DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, con
         }
     }
     BLOCK_SYNC();
-    finish(work, shared_sums, tops, totals, WIDE_HEADS, out, scratch, int(gridDim.x));
+    finish(work, rule.sinks, shared_sums, tops, totals, WIDE_HEADS, out, scratch, int(gridDim.x));
 }
 
 // Without tensor cores: 32 positions per warp at a time, for heads up to 256.
 template <typename T>
-DEVICE void plain_attend(const T* qkv, const T* cache, const Tokens& tokens, const Heads& of, float scale, T* out,
+DEVICE void plain_attend(const T* qkv, const T* cache, const Tokens& tokens, const Heads& of, const Rule<T>& rule, T* out,
                          float* scratch) {
     constexpr int HEADS = PLAIN_HEADS;
     DYNAMIC_SHARED(float, queries);
     STATIC_SHARED(float, all_weights, [WARPS * HEADS * 32]);
     STATIC_SHARED(float, tops, [WARPS * HEADS]);
     STATIC_SHARED(float, totals, [WARPS * HEADS]);
-    const Work work = work_of(of, tokens, HEADS);
+    const Work work = work_of(of, tokens, rule.window, HEADS);
     if (work.first >= work.end) return;
     const int dim = of.dim, warp = warp_index(), lane = lane_index();
     float *shared_sums = queries + HEADS * dim, *weights = all_weights + warp * HEADS * 32;
@@ -228,11 +257,10 @@ DEVICE void plain_attend(const T* qkv, const T* cache, const Tokens& tokens, con
 
     float sums[HEADS][COLUMNS] = {}, top[HEADS], total[HEADS] = {};
     UNROLL for (int h = 0; h < HEADS; ++h) top[h] = -INFINITE;
-    const int count = work.end - work.first;
-    for (int start = 32 * warp; start < count; start += 32 * WARPS) {
+    for (int start = work.first + 32 * warp; start < work.end; start += 32 * WARPS) {
         const int own = start + lane;
         float s[HEADS] = {};
-        if (own < count) {
+        if (own < work.end) {
             const T* key = keys_of(cache, work, own / PAGE) + own % PAGE * dim;
             for (int d = 0; d < dim; ++d) {
                 float value = load(key[d]);
@@ -240,7 +268,7 @@ DEVICE void plain_attend(const T* qkv, const T* cache, const Tokens& tokens, con
             }
         }
         UNROLL for (int h = 0; h < HEADS; ++h) {
-            const float score = own < count ? s[h] * scale * LOG2_E : -INFINITE, high = fmaxf(top[h], warp_max(score));
+            const float score = own < work.end ? s[h] * rule.scale * LOG2_E : -INFINITE, high = fmaxf(top[h], warp_max(score));
             const float kept = exp2f(top[h] - high), weight = exp2f(score - high);
             weights[h * 32 + lane] = weight;
             total[h] = total[h] * kept + weight;
@@ -248,7 +276,7 @@ DEVICE void plain_attend(const T* qkv, const T* cache, const Tokens& tokens, con
             UNROLL for (int c = 0; c < COLUMNS; ++c) sums[h][c] *= kept;
         }
         WARP_SYNC();
-        for (int j = 0; j < 32 && start + j < count; ++j) {
+        for (int j = 0; j < 32 && start + j < work.end; ++j) {
             const T* value = keys_of(cache, work, (start + j) / PAGE) + values_after(of) + (start + j) % PAGE * dim;
             UNROLL for (int c = 0; c < COLUMNS; ++c) {
                 const int column = 32 * c + lane;
@@ -266,15 +294,17 @@ DEVICE void plain_attend(const T* qkv, const T* cache, const Tokens& tokens, con
             if (32 * c + lane < dim) shared_sums[at * dim + 32 * c + lane] = sums[h][c];
     }
     BLOCK_SYNC();
-    finish(work, shared_sums, tops, totals, HEADS, out, scratch, int(gridDim.x));
+    finish(work, rule.sinks, shared_sums, tops, totals, HEADS, out, scratch, int(gridDim.x));
 }
 
 // Combines the parts of one head of a token, by one warp.
 template <typename T>
-DEVICE void join(const float* scratch, const uint32* positions, int tokens, int heads, int dim, int parts, T* out) {
+DEVICE void join(const float* scratch, const uint32* positions, int tokens, int heads, int dim, int window, const T* sinks,
+                 int parts, T* out) {
     const int64 head = int64(blockIdx.x) * WARPS + warp_index(), all = int64(tokens) * heads;
     if (head >= all) return;
-    const int count = int(positions[head / heads]) / (PART * PAGE) + 1;
+    const int position = int(positions[head / heads]);
+    const int count = position / (PART * PAGE) - first_seen(position, window) / (PART * PAGE) + 1;
     const float *sums = scratch + head * parts * dim, *words = scratch + all * parts * dim + 2 * head * parts;
     float top = -INFINITE, total = 0.0f, result[COLUMNS] = {};
     for (int p = 0; p < count; ++p) top = fmaxf(top, words[2 * p]);
@@ -286,9 +316,10 @@ DEVICE void join(const float* scratch, const uint32* positions, int tokens, int 
             if (column < dim) result[c] = fmaf(by, sums[int64(p) * dim + column], result[c]);
         }
     }
+    const float sink = sink_of(sinks, int(head % heads));
     UNROLL for (int c = 0; c < COLUMNS; ++c) {
         const int column = 32 * c + int(lane_index());
-        if (column < dim) store(out + head * dim + column, result[c] / total);
+        if (column < dim) store(out + head * dim + column, normalized(result[c], top, total, sink));
     }
 }
 
@@ -307,10 +338,10 @@ KERNEL(256, copy_pages, const uint32* pairs, int64 layer_len, int page_len, Pack
 
 #define PAGED_KERNEL(name, T, attend)                                                                                  \
     KERNEL(128, paged_attention_##name, const T* qkv, const T* cache, const uint32* positions, const uint32* tables,   \
-           const uint32* sequence_of, int max_pages, int heads, int kv_heads, int dim, float scale, T* out,            \
-           float* scratch) {                                                                                           \
-        attend(qkv, cache, Tokens{positions, tables, sequence_of, max_pages}, Heads{heads, kv_heads, dim}, scale, out, \
-               scratch);                                                                                               \
+           const uint32* sequence_of, int max_pages, int heads, int kv_heads, int dim, float scale, int window,        \
+           const T* sinks, T* out, float* scratch) {                                                                   \
+        const Tokens tokens = {positions, tables, sequence_of, max_pages};                                             \
+        attend(qkv, cache, tokens, Heads{heads, kv_heads, dim}, Rule<T>{scale, window, sinks}, out, scratch);          \
     }
 PAGED_KERNEL(bf16_64, bf16, attend<64>)
 PAGED_KERNEL(bf16_128, bf16, attend<128>)
@@ -318,9 +349,9 @@ PAGED_KERNEL(bf16, bf16, plain_attend<bf16>)
 PAGED_KERNEL(f32, float, plain_attend<float>)
 
 #define PAGED_JOIN(name, T)                                                                                                  \
-    KERNEL(128, paged_join_##name, const float* scratch, const uint32* positions, int tokens, int heads, int dim, int parts, \
-           T* out) {                                                                                                         \
-        join(scratch, positions, tokens, heads, dim, parts, out);                                                            \
+    KERNEL(128, paged_join_##name, const float* scratch, const uint32* positions, int tokens, int heads, int dim, int window, \
+           const T* sinks, int parts, T* out) {                                                                              \
+        join(scratch, positions, tokens, heads, dim, window, sinks, parts, out);                                             \
     }
 PAGED_JOIN(bf16, bf16)
 PAGED_JOIN(f32, float)

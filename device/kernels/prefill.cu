@@ -11,8 +11,8 @@ using namespace attention;
 // At most TILE queries `first..end`; the first is at position `place` of its sequence.
 struct PageTile { int first, end, place, sequence; };
 
-DEVICE QueryBlock query_block(const PageTile& tile, const Heads& of) {
-    return attention::query_block(of, Segment{tile.first, tile.end, 0, tile.place}, tile.first);
+DEVICE QueryBlock query_block(const PageTile& tile, const Heads& of, int window) {
+    return attention::query_block(of, Segment{tile.first, tile.end, 0, tile.place}, tile.first, window);
 }
 
 template <typename T>
@@ -26,22 +26,23 @@ DEVICE KeyRows<T> keys_in_pages(const T* cache, const uint32* tables, int max_pa
 // Grid [heads, tiles].
 template <int D>
 DEVICE void forward(const bf16* qkv, const bf16* cache, const PageTile& tile, const uint32* tables, int max_pages,
-                    const Heads& all, float scale, bf16* out) {
-    const QueryBlock block = query_block(tile, {all.heads, all.kv_heads, D});
-    attend<D>(qkv, keys_in_pages(cache, tables, max_pages, tile, block), block, 0, scale, out, nullptr);
+                    const Heads& all, const Rule<bf16>& rule, bf16* out) {
+    const QueryBlock block = query_block(tile, {all.heads, all.kv_heads, D}, rule.window);
+    attend<D>(qkv, keys_in_pages(cache, tables, max_pages, tile, block), block, 0, rule, out, nullptr);
 }
 
 template <typename T>
 DEVICE void plain_forward(const T* qkv, const T* cache, const PageTile& tile, const uint32* tables, int max_pages,
-                          const Heads& of, float scale, T* out) {
-    const QueryBlock block = query_block(tile, of);
-    plain_attend(qkv, keys_in_pages(cache, tables, max_pages, tile, block), block, 0, scale, out, nullptr);
+                          const Heads& of, const Rule<T>& rule, T* out) {
+    const QueryBlock block = query_block(tile, of, rule.window);
+    plain_attend(qkv, keys_in_pages(cache, tables, max_pages, tile, block), block, 0, rule, out, nullptr);
 }
 
 #define PREFILL_KERNEL(threads, name, T, forward)                                                                           \
     KERNEL(threads, prefill_attention_##name, const T* qkv, const T* cache, const PageTile* tiles, const uint32* tables,    \
-           int max_pages, int heads, int kv_heads, int dim, float scale, T* out) {                                          \
-        forward(qkv, cache, tiles[blockIdx.y], tables, max_pages, Heads{heads, kv_heads, dim}, scale, out);                 \
+           int max_pages, int heads, int kv_heads, int dim, float scale, int window, const T* sinks, T* out) {              \
+        const Heads of = {heads, kv_heads, dim};                                                                            \
+        forward(qkv, cache, tiles[blockIdx.y], tables, max_pages, of, Rule<T>{scale, window, sinks}, out);                  \
     }
 PREFILL_KERNEL(128, bf16_64, bf16, forward<64>)
 PREFILL_KERNEL(128, bf16_128, bf16, forward<128>)

@@ -46,10 +46,28 @@ template <int n> DEVICE void add_at(const float* from, float* to) {
     store_pack(to, sum);
 }
 
-template <int n> DEVICE void scale_at(float by, float* x) {
-    Pack<float, n> part = load_pack<n>(x);
-    for (int j = 0; j < n; ++j) part.at[j] *= by;
+template <int n, typename T> DEVICE void scale_at(float by, T* x) {
+    Pack<T, n> part = load_pack<n>(x);
+    for (int j = 0; j < n; ++j) store(&part.at[j], load(part.at[j]) * by);
     store_pack(x, part);
+}
+
+template <typename T> DEVICE void scale(float factor, int64 count, T* x) {
+    Walk by = walk(count, aligned(x));
+    for (int64 i = by.first * 4; i < by.packed; i += by.step * 4) scale_at<4>(factor, x + i);
+    for (int64 i = by.packed + by.first; i < count; i += by.step) scale_at<1>(factor, x + i);
+}
+
+template <int n, typename T> DEVICE void add_multiple_at(const T* from, float factor, T* to) {
+    Pack<T, n> part = load_pack<n>(from), sum = load_pack<n>(to);
+    for (int j = 0; j < n; ++j) store(&sum.at[j], fmaf(factor, load(part.at[j]), load(sum.at[j])));
+    store_pack(to, sum);
+}
+
+template <typename T> DEVICE void add_multiple(const T* from, float factor, int64 count, T* to) {
+    Walk by = walk(count, aligned(from) && aligned(to));
+    for (int64 i = by.first * 4; i < by.packed; i += by.step * 4) add_multiple_at<4>(from + i, factor, to + i);
+    for (int64 i = by.packed + by.first; i < count; i += by.step) add_multiple_at<1>(from + i, factor, to + i);
 }
 
 template <int n> DEVICE double squares_at(const float* x) {
@@ -70,11 +88,10 @@ KERNEL(256, add_f32, const float* from, int64 count, float* to) {
     for (int64 i = by.packed + by.first; i < count; i += by.step) add_at<1>(from + i, to + i);
 }
 
-KERNEL(256, scale_f32, float factor, int64 count, float* x) {
-    Walk by = walk(count, aligned(x));
-    for (int64 i = by.first * 4; i < by.packed; i += by.step * 4) scale_at<4>(factor, x + i);
-    for (int64 i = by.packed + by.first; i < count; i += by.step) scale_at<1>(factor, x + i);
-}
+KERNEL(256, scale_f32, float factor, int64 count, float* x) { scale(factor, count, x); }
+KERNEL(256, scale_bf16, float factor, int64 count, bf16* x) { scale(factor, count, x); }
+KERNEL(256, add_multiple_f32, const float* from, float factor, int64 count, float* to) { add_multiple(from, factor, count, to); }
+KERNEL(256, add_multiple_bf16, const bf16* from, float factor, int64 count, bf16* to) { add_multiple(from, factor, count, to); }
 
 // One sum per block in f64, in which squares of f32 neither overflow nor underflow.
 KERNEL(256, squares_f32, const float* x, int64 count, double* sums) {

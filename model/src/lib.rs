@@ -95,7 +95,10 @@ pub use decoder::{
 pub use directory::{DESCRIPTION_FILES, ModelDirectory};
 pub use error::ModelError;
 pub use frozen_parameters::{FrozenParameters, stored_bytes};
-pub use layer::{AttentionSpec, LatentSpec, LayerSpec, QueryKeyNorm, TargetModule};
+pub use layer::{
+    AttentionSpec, ExpertActivation, ExpertSpec, FeedForward, LatentSpec, LayerSpec, Norm, QueryKeyNorm,
+    RouterKind, SwigluClamp, TargetModule,
+};
 pub use low_rank::{FactorPair, LowRank};
 pub use ops::experts::ANY_EXPERT;
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};

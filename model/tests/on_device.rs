@@ -2,6 +2,10 @@
 //!
 //! The device is the emulator, which runs the kernels that GPUs run.
 
+mod attention;
+mod experts;
+mod families;
+
 use std::sync::Arc;
 
 use device::device::DeviceLocation;
@@ -137,36 +141,48 @@ fn distance(found: &[f32], expected: &[f32]) -> f64 {
 
 #[test]
 fn predictions_and_gradients_are_those_of_the_processor() {
-    let case = Case::new();
     for config in configs() {
-        let parameters = parameters(&config);
-        let (predictions, gradients) = case.here(&config, &parameters);
-        let (found, of_device) = case.there::<f32>(&config, &parameters, Recompute::None);
-        assert!(distance(&found, &predictions) < 1e-5, "{config:?}: {}", distance(&found, &predictions));
-        // Tensor by tensor, so that a wrong gradient of a small one cannot hide.
-        for spec in parameters.layout().specs() {
-            let off = distance(&of_device[spec.range()], &gradients[spec.range()]);
-            assert!(off < 2e-5, "{} of {:?}: {off}", spec.name, config.head);
-        }
+        trains_in_f32(&config, &format!("{:?}", config.head));
+    }
+}
+
+/// Predictions and the gradient of every tensor, for the test of this name.
+fn trains_in_f32(config: &Config, name: &str) {
+    let (case, parameters) = (Case::new(), parameters(config));
+    let (predictions, gradients) = case.here(config, &parameters);
+    let (found, of_device) = case.there::<f32>(config, &parameters, Recompute::None);
+    assert!(distance(&found, &predictions) < 1e-5, "{name}: {}", distance(&found, &predictions));
+    // Tensor by tensor, so that a wrong gradient of a small one cannot hide.
+    for spec in parameters.layout().specs() {
+        let off = distance(&of_device[spec.range()], &gradients[spec.range()]);
+        assert!(off < 2e-5, "{} of {name}: {off}", spec.name);
     }
 }
 
 #[test]
 fn bf16_is_near_and_what_is_computed_again_changes_no_bit() {
-    let case = Case::new();
     for config in configs() {
-        let mut parameters = parameters(&config);
-        // What is lost by the weights alone is not of interest.
-        parameters.values_mut().iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
-        let (predictions, gradients) = case.here(&config, &parameters);
-        let (found, of_device) = case.there::<bf16>(&config, &parameters, Recompute::None);
-        assert!(distance(&found, &predictions) < 0.05, "{}", distance(&found, &predictions));
-        let off = distance(&of_device, &gradients);
-        assert!(off < 0.05, "{:?}: {off}", config.head);
-        for recompute in [Recompute::Block, Recompute::Sequence] {
-            let (again, gradients) = case.there::<bf16>(&config, &parameters, recompute);
-            assert!(bits(&again) == bits(&found) && bits(&gradients) == bits(&of_device), "{recompute:?}");
-        }
+        trains_in_bf16(&config, &format!("{:?}", config.head));
+    }
+}
+
+/// The same, nearly, in bf16, and whatever is computed again.
+fn trains_in_bf16(config: &Config, name: &str) {
+    let (case, mut parameters) = (Case::new(), parameters(config));
+    // What is lost by the weights alone is not of interest.
+    parameters.values_mut().iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
+    let (predictions, gradients) = case.here(config, &parameters);
+    let (found, of_device) = case.there::<bf16>(config, &parameters, Recompute::None);
+    let off = distance(&found, &predictions);
+    assert!(off < 0.05, "{name}: {off}");
+    let off = distance(&of_device, &gradients);
+    assert!(off < 0.05, "{name}: {off}");
+    for recompute in [Recompute::Block, Recompute::Sequence] {
+        let (again, gradients) = case.there::<bf16>(config, &parameters, recompute);
+        assert!(
+            bits(&again) == bits(&found) && bits(&gradients) == bits(&of_device),
+            "{name}: {recompute:?}"
+        );
     }
 }
 
@@ -190,6 +206,13 @@ fn tokens_beyond_the_vocabulary_are_refused() {
     }
 }
 
+/// Both caches have the same experts of the first `tokens` tokens of `pages`, if the model has some.
+fn assert_routes(caches: &[KvCache; 2], pages: &[u32], tokens: usize) {
+    let [here, there] = caches.each_ref().map(|cache| cache.routes(pages, tokens));
+    assert_eq!(here, there);
+    assert!(here.is_none_or(|routes| !routes.is_empty()));
+}
+
 /// Three sequences that share a prompt, step by step, with the logits of the processor: prefilled in two chunks, then one
 /// token at a time, so that recorded steps of one size are replayed.
 fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
@@ -198,7 +221,8 @@ fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
     let staged = StagedWeights::upload(&device, dtype, &parameters).unwrap();
     let mut sampler = DeviceSampler::new(&device, config, staged).unwrap();
     let decoder = Decoder::new(config, &parameters);
-    let mut caches = [KvCache::new(config, 40 * 16), KvCache::elsewhere(config, 40 * 16)];
+    let mut caches = [KvCache::new(config, 40 * 16), KvCache::elsewhere(config, 40 * 16)]
+        .map(|cache| cache.with_routes(config));
     let prompt: Vec<u32> = (0..21).map(|i| (i * 11 % 29) as u32).collect();
     let mut tokens = vec![prompt.clone(); 3];
     let mut pages: Vec<Vec<u32>> = Vec::new();
@@ -260,6 +284,9 @@ fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
             })
             .collect();
         logits = both(&mut caches, &mut sampler, &sequences);
+        if dtype == DeviceDtype::F32 {
+            tokens.iter().zip(&pages).for_each(|(tokens, pages)| assert_routes(&caches, pages, tokens.len()));
+        }
     }
 }
 
@@ -273,13 +300,16 @@ fn decoding_gives_the_tokens_of_the_processor() {
 /// A sequence goes on token by token while a long prompt comes in beside it, in chunks of more and of less than a tile.
 #[test]
 fn prompts_are_prefilled_beside_decoding() {
-    let config = config(false, true, Head::Language);
-    let parameters = parameters(&config);
+    prefills(&config(false, true, Head::Language));
+}
+
+fn prefills(config: &Config) {
+    let parameters = parameters(config);
     let device = Device::open(DeviceLocation::Emulated).unwrap();
     let staged = StagedWeights::upload(&device, DeviceDtype::F32, &parameters).unwrap();
-    let mut sampler = DeviceSampler::new(&device, &config, staged).unwrap();
-    let decoder = Decoder::new(&config, &parameters);
-    let mut caches = [KvCache::new(&config, 16 * 16), KvCache::elsewhere(&config, 16 * 16)];
+    let mut sampler = DeviceSampler::new(&device, config, staged).unwrap();
+    let decoder = Decoder::new(config, &parameters);
+    let mut caches = [KvCache::new(config, 16 * 16), KvCache::elsewhere(config, 16 * 16)];
     let text = |n: usize, by: usize| -> Vec<u32> { (0..n).map(|i| (i * by % 29) as u32).collect() };
     let (short, long) = (text(30, 11), text(120, 7));
     let mut take = |n: usize| -> Vec<u32> {

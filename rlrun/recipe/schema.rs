@@ -290,8 +290,9 @@ pub struct Rollout {
     // resume = changes, worker = run
     pub speculation: Speculation,
     /// Whether samples record the experts of every token, and the trainer computes with them instead of those that its router
-    /// prefers by then (routing replay, R3, arXiv 2510.11370). For models with experts on the processor. vLLM and SGLang are started
-    /// with `--enable-return-routed-experts`. `experts/changed` is the share of tokens that it matters for. verl `enable_router_replay`, slime `--use-rollout-routing-replay`.
+    /// prefers by then (routing replay, R3, arXiv 2510.11370). For models with experts; vLLM and SGLang are started with
+    /// `--enable-return-routed-experts`. `experts/changed` is the share of tokens that it matters for. verl
+    /// `enable_router_replay`, slime `--use-rollout-routing-replay`.
     // resume = changes, worker = run
     pub routing_replay: bool,
     /// Whether the run stops if trainer and sampler compute different bits for a log-probability of the current version.

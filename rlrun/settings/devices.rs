@@ -78,6 +78,7 @@ impl Recipe {
             && self.collective() != CollectivePlace::Host
             && self.trainer.optimizer == OptimizerKind::Adamw
             && self.lora.is_none()
+            && self.trainer.router_correction_rate == 0.0
             && reach_each_other(&trainer, self.trainer.ranks);
         let optimizer_on_device = on_device && (trainer.len() == 1 || meets);
         Devices {

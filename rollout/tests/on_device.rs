@@ -5,8 +5,8 @@
 
 use device::Device;
 use device::device::DeviceLocation;
-use model::Sampling;
 use model::on_device::DeviceDtype;
+use model::{Architecture, Sampling};
 use rollout::{Completion, Engine, EngineConfig, Episode, Network, ServeOn};
 use trajectory::PolicyVersion;
 
@@ -47,6 +47,27 @@ fn completions_are_those_of_the_processor() {
         let found = complete(&mut engine, requests());
         assert_same(&found, &expected);
         assert_eq!(engine.pages().0, engine.pages().1, "every page is given back");
+    }
+}
+
+/// The experts of every token but the newest, whatever else is in a step, and with prompts in chunks.
+#[test]
+fn recorded_experts_are_those_of_the_processor() {
+    for family in [Architecture::Qwen3Moe, Architecture::Glm4Moe] {
+        let model = Model::of_family(family, 128);
+        let requests = || (0..3).map(|g| request(g, 2, Sampling::PLAIN)).collect();
+        let recorded = |engine: Engine| complete(&mut engine.recording_experts(), requests());
+        let expected = recorded(model.engine(CONFIG, &[]));
+        let config = EngineConfig { max_running: 3, prefill_chunk: 5, ..CONFIG };
+        for found in [recorded(engine(&model, CONFIG)), recorded(engine(&model, config))] {
+            assert_same(&found, &expected);
+            for (found, expected) in found.iter().zip(&expected) {
+                assert!(expected.experts.is_some(), "{family:?}");
+                assert_eq!(found.experts, expected.experts, "{family:?}");
+            }
+        }
+        let plain = complete(&mut engine(&model, CONFIG), requests());
+        assert!(plain.iter().all(|completion| completion.experts.is_none()));
     }
 }
 

@@ -83,7 +83,12 @@ impl<'a> Pass<'a> {
                 source.backward = false;
                 decoder.train_through(source, pack, trained, slopes, sink, pool)?;
             }
-            Self::Device(pass) => pass.train(packed, slopes, if complete { Some(sink) } else { None })?,
+            Self::Device(pass) => {
+                let complete: Option<&mut dyn GradientSink> = if complete { Some(&mut *sink) } else { None };
+                let layers = pass.train(packed, slopes, complete)?;
+                let routed = layers.iter().enumerate().filter(|(_, tokens)| !tokens.of_expert.is_empty());
+                routed.for_each(|(index, tokens)| sink.routed(index, tokens));
+            }
         }
         Ok(())
     }

@@ -1,5 +1,7 @@
 //! Causal attention of packed segments with grouped key-value heads (GQA, arXiv 2305.13245), forward and backward:
-//! tiled with an online softmax, as in FlashAttention-2 (Dao 2023, arXiv 2307.08691).
+//! tiled with an online softmax, as in FlashAttention-2 (Dao 2023, arXiv 2307.08691). A query sees all keys up to its
+//! own, or the last of them: a sliding window (Beltagy et al. 2020, arXiv 2004.05150). A head may have a sink, a logit
+//! of the softmax that has no key and the value zero (gpt-oss, OpenAI 2025, arXiv 2508.10925).
 //!
 //! Invariant: the result of a query has the same bits for every packing of its sequence: as one segment, or after a
 //! prefix that other segments share. Gradients have the same bits for equal segments in equal order.
@@ -7,11 +9,12 @@
 use std::ops::Range;
 
 use super::heads::HeadShape;
-use super::{rows_of, size};
+use super::rows::add_partial_sums;
+use super::{THREADS, rows_of, size, slabs};
 use crate::backend::Argument;
 use crate::device::Device;
 use crate::element::Storage;
-use crate::error::Result;
+use crate::error::{DeviceError, Result};
 use crate::memory::{DeviceBuffer, View, ViewMut};
 
 /// Queries, and keys, per block, as in `kernels/attention.cu`.
@@ -22,6 +25,8 @@ const LANES: usize = 32;
 const PAD: usize = 8;
 /// Largest head dimension.
 const MAX_HEAD_DIM: usize = 256;
+/// Smallest number of rows per block in the gradient of the sinks.
+const SLAB: usize = 1024;
 /// Largest number of queries that one block processes for its keys. All completions attend to the keys of a prompt:
 /// without a bound the block with these keys would run long after the others.
 const MAX_QUERIES: usize = 1024;
@@ -45,9 +50,17 @@ pub struct Segments {
     segments: DeviceBuffer<i32>,
     /// `[tiles, 2]`: segment, first query.
     tiles: DeviceBuffer<i32>,
+    /// One per window.
+    keys: Vec<KeyLists>,
+}
+
+/// The work lists of the gradient of keys and values under a window.
+#[derive(Debug)]
+struct KeyLists {
+    window: usize,
     /// `[jobs, 5]`: first key, number of keys, start and end in `seen`, slot in the scratch or -1.
     jobs: DeviceBuffer<i32>,
-    /// `[_, 4]`: start and end of queries, start and end of keys.
+    /// `[_, 5]`: start and end of queries, start and end of keys, and what places differ by beyond rows.
     seen: DeviceBuffer<i32>,
     /// `[_, 4]`: first key, number of keys, start and end of slots.
     splits: DeviceBuffer<i32>,
@@ -55,25 +68,32 @@ pub struct Segments {
 }
 
 impl Segments {
-    /// Work lists for the segments of a pack of `rows`, in row order. Rows outside all segments have results and
-    /// gradients of 0.
+    /// Work lists for the segments of a pack of `rows`, in row order, and for a backward under each of `windows`. Rows
+    /// outside all segments have results and gradients of 0.
     ///
     /// # Errors
     /// If device memory is full.
     ///
     /// # Panics
     /// If segments overlap or are out of order, or a prefix has rows outside earlier segments.
-    pub fn new(device: &Device, segments: &[Segment], rows: usize) -> Result<Self> {
-        let plan = SegmentPlan::new(segments, rows);
+    pub fn new(device: &Device, segments: &[Segment], rows: usize, windows: &[usize]) -> Result<Self> {
+        let plan = QueryPlan::new(segments, rows);
+        let lists = |window: &usize| {
+            let plan = KeyPlan::new(segments, *window);
+            Ok(KeyLists {
+                window: *window,
+                jobs: device.upload(plan.jobs.as_flattened())?,
+                seen: device.upload(plan.seen.as_flattened())?,
+                splits: device.upload(plan.splits.as_flattened())?,
+                slots: plan.slots,
+            })
+        };
         Ok(Self {
             rows,
             whole: plan.whole,
             segments: device.upload(plan.segments.as_flattened())?,
             tiles: device.upload(plan.tiles.as_flattened())?,
-            jobs: device.upload(plan.jobs.as_flattened())?,
-            seen: device.upload(plan.seen.as_flattened())?,
-            splits: device.upload(plan.splits.as_flattened())?,
-            slots: plan.slots,
+            keys: windows.iter().map(lists).collect::<Result<_>>()?,
         })
     }
 
@@ -84,14 +104,19 @@ impl Segments {
     }
 }
 
-/// Host copy of the work lists.
+/// Host copy of the work lists over queries.
 #[derive(Debug, Default)]
-struct SegmentPlan {
+struct QueryPlan {
     whole: bool,
     segments: Vec<[i32; 4]>,
     tiles: Vec<[i32; 2]>,
+}
+
+/// Host copy of the work lists over keys.
+#[derive(Debug, Default)]
+struct KeyPlan {
     jobs: Vec<[i32; 5]>,
-    seen: Vec<[i32; 4]>,
+    seen: Vec<[i32; 5]>,
     splits: Vec<[i32; 4]>,
     slots: usize,
 }
@@ -100,11 +125,19 @@ struct SegmentPlan {
 #[derive(Debug)]
 struct KeyTile {
     keys: Range<usize>,
-    /// Queries, and the keys of the tile that they attend to.
-    users: Vec<(Range<usize>, Range<usize>)>,
+    users: Vec<KeyUsers>,
 }
 
-impl SegmentPlan {
+/// Queries that attend to some keys of a tile.
+#[derive(Debug)]
+struct KeyUsers {
+    queries: Range<usize>,
+    keys: Range<usize>,
+    /// A query is `query - key + shift` places after a key.
+    shift: i32,
+}
+
+impl QueryPlan {
     fn new(segments: &[Segment], rows: usize) -> Self {
         let mut plan = Self::default();
         let mut covered = 0;
@@ -126,7 +159,14 @@ impl SegmentPlan {
         plan.whole = covered == rows;
         tiles.sort_by_key(|(seen, _)| std::cmp::Reverse(*seen));
         plan.tiles = tiles.into_iter().map(|(_, tile)| tile).collect();
-        plan.add_jobs(&key_tiles(segments));
+        plan
+    }
+}
+
+impl KeyPlan {
+    fn new(segments: &[Segment], window: usize) -> Self {
+        let mut plan = Self::default();
+        plan.add_jobs(&key_tiles(segments, window));
         plan
     }
 
@@ -134,17 +174,18 @@ impl SegmentPlan {
         let mut jobs = Vec::new();
         for KeyTile { keys, users } in tiles {
             let [first, count] = [keys.start, keys.len()].map(size);
-            let queries: usize = users.iter().map(|(queries, _)| queries.len()).sum();
+            let queries: usize = users.iter().map(|of| of.queries.len()).sum();
             let parts = queries.div_ceil(MAX_QUERIES);
             let capacity = queries.div_ceil(parts).next_multiple_of(TILE);
             let (begin, first_slot) = (jobs.len(), self.slots);
             let mut entries = self.seen.len();
             let mut left = capacity;
-            for (queries, keys) in users {
+            for KeyUsers { queries, keys, shift } in users {
                 let mut queries = queries.clone();
                 while !queries.is_empty() {
                     let end = queries.end.min(queries.start + left);
-                    self.seen.push([queries.start, end, keys.start, keys.end].map(size));
+                    let [begin, end_of, key, key_end] = [queries.start, end, keys.start, keys.end].map(size);
+                    self.seen.push([begin, end_of, key, key_end, *shift]);
                     left -= end - queries.start;
                     queries.start = end;
                     if left == 0 {
@@ -171,13 +212,15 @@ impl SegmentPlan {
 }
 
 /// Tiles of all keys, each with the queries of its own segment and then those of segments whose prefix contains it, in
-/// order.
-fn key_tiles(segments: &[Segment]) -> Vec<KeyTile> {
+/// order. Queries that see no key of a tile in their `window` are left out.
+fn key_tiles(segments: &[Segment], window: usize) -> Vec<KeyTile> {
+    assert!(window > 0, "a query sees its own key");
     let mut tiles = Vec::new();
     for Segment { rows, .. } in segments {
         for first in rows.clone().step_by(TILE) {
             let keys = first..(first + TILE).min(rows.end);
-            tiles.push(KeyTile { users: vec![(first..rows.end, keys.clone())], keys });
+            let queries = first..rows.end.min(keys.end.saturating_add(window - 1));
+            tiles.push(KeyTile { users: vec![KeyUsers { queries, keys: keys.clone(), shift: 0 }], keys });
         }
     }
     for Segment { rows, prefix } in segments.iter().filter(|s| !s.rows.is_empty() && !s.prefix.is_empty()) {
@@ -186,11 +229,66 @@ fn key_tiles(segments: &[Segment]) -> Vec<KeyTile> {
         for tile in tiles[from..].iter_mut().take_while(|tile| tile.keys.start < prefix.end) {
             let keys = prefix.start.max(tile.keys.start)..prefix.end.min(tile.keys.end);
             covered += keys.len();
-            tile.users.push((rows.clone(), keys));
+            // The last key is seen up to `window - 1` places behind it; the segment begins at place `prefix.len()`.
+            let seen = (keys.end - prefix.start).saturating_add(window - 1).saturating_sub(prefix.len());
+            let queries = rows.start..rows.start + seen.min(rows.len());
+            if !queries.is_empty() {
+                let shift = size(prefix.end) - size(rows.start);
+                tile.users.push(KeyUsers { queries, keys, shift });
+            }
         }
         assert_eq!(covered, prefix.len(), "rows of the prefix {prefix:?} that are in segments");
     }
     tiles
+}
+
+/// The heads of attention, and how their scores become weights.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionHeads<'a, T: Storage> {
+    /// The heads.
+    pub shape: HeadShape,
+    /// Multiplies scores; positive.
+    pub scale: f32,
+    /// Tokens that a query sees, the last of which is its own; `usize::MAX` for all.
+    pub window: usize,
+    /// `[heads]` logits of the softmax that have no key; `None` for none.
+    pub sinks: Option<View<'a, T>>,
+}
+
+impl<T: Storage> AttentionHeads<'_, T> {
+    /// Without a window and sinks, with the scale `1 / sqrt(head_dim)`.
+    #[must_use]
+    pub fn full(shape: HeadShape) -> Self {
+        Self { shape, scale: (shape.head_dim as f32).powf(-0.5), window: usize::MAX, sinks: None }
+    }
+
+    /// Checks what kernels rely on.
+    ///
+    /// # Panics
+    /// If the shapes do not fit.
+    pub(super) fn check(&self) {
+        let HeadShape { heads, kv_heads, head_dim: dim } = self.shape;
+        assert!(kv_heads > 0 && heads.is_multiple_of(kv_heads), "{heads} heads in groups of {kv_heads}");
+        assert!((1..=MAX_HEAD_DIM).contains(&dim), "a head of {dim}; at most {MAX_HEAD_DIM} are supported");
+        assert!(
+            self.scale > 0.0 && self.window > 0,
+            "a scale of {} and a window of {}",
+            self.scale,
+            self.window
+        );
+        assert!(self.sinks.is_none_or(|sinks| sinks.len() == heads), "a sink for each of {heads} heads");
+    }
+
+    /// The window as a kernel argument.
+    pub(super) fn window_argument(&self) -> Argument {
+        i32::try_from(self.window).unwrap_or(i32::MAX).into()
+    }
+
+    /// Number of heads, of key-value heads and head dimension, scale, window and sinks.
+    pub(super) fn arguments(&self) -> [Argument; 6] {
+        let [heads, kv_heads, dim] = shape_arguments(self.shape);
+        [heads, kv_heads, dim, self.scale.into(), self.window_argument(), self.sinks.into()]
+    }
 }
 
 /// The kernels for a shape and storage type.
@@ -203,10 +301,11 @@ pub(super) struct Kernels<T> {
 }
 
 impl<T: Storage> Kernels<T> {
-    pub(super) fn new(shape: HeadShape) -> Self {
-        let HeadShape { heads, kv_heads, head_dim: dim } = shape;
-        assert!(kv_heads > 0 && heads.is_multiple_of(kv_heads), "{heads} heads in groups of {kv_heads}");
-        assert!((1..=MAX_HEAD_DIM).contains(&dim), "a head of {dim}; at most {MAX_HEAD_DIM} are supported");
+    /// # Panics
+    /// If the shapes do not fit.
+    pub(super) fn new(heads: &AttentionHeads<'_, T>) -> Self {
+        heads.check();
+        let dim = heads.shape.head_dim;
         Self { tensor: T::NARROW && matches!(dim, 64 | 128), dim, storage: std::marker::PhantomData }
     }
 
@@ -259,16 +358,12 @@ impl<T: Storage> Kernels<T> {
     }
 }
 
-pub(super) fn shape_arguments(shape: HeadShape) -> [Argument; 3] {
+fn shape_arguments(shape: HeadShape) -> [Argument; 3] {
     [shape.heads, shape.kv_heads, shape.head_dim].map(|n| size(n).into())
 }
 
-pub(super) fn scale(shape: HeadShape) -> Argument {
-    (shape.head_dim as f32).powf(-0.5).into()
-}
-
 /// Attention within each segment: `qkv [rows, width]` after norm and rotary embedding, into `out [rows, query_width]`;
-/// the log-sum-exp of the scores of each query into `log_sums [heads, rows]`, for the backward.
+/// the log-sum-exp of the scores of each query, with its sink, into `log_sums [heads, rows]`, for the backward.
 ///
 /// # Errors
 /// If a launch fails.
@@ -279,11 +374,11 @@ pub fn attention<T: Storage>(
     device: &Device,
     qkv: View<'_, T>,
     segments: &Segments,
-    shape: HeadShape,
+    heads: AttentionHeads<'_, T>,
     mut out: ViewMut<'_, T>,
     log_sums: ViewMut<'_, f32>,
 ) -> Result<()> {
-    let kernels = Kernels::<T>::new(shape);
+    let (kernels, shape) = (Kernels::new(&heads), heads.shape);
     let rows = rows_of(qkv.len(), shape.width());
     assert_eq!(rows, segments.rows, "the segments are those of the pack");
     assert_eq!(out.len(), rows * shape.query_width(), "the result is [rows, query_width]");
@@ -293,65 +388,111 @@ pub fn attention<T: Storage>(
     if !segments.whole {
         device.clear(out.reborrow())?;
     }
-    let [heads, kv_heads, dim] = shape_arguments(shape);
     let (list, tiles) = (segments.segments.all().into(), segments.tiles.all().into());
-    let sums = log_sums.into();
-    let arguments =
-        [qkv.into(), list, tiles, size(rows).into(), heads, kv_heads, dim, scale(shape), out.into(), sums];
+    let mut arguments = vec![qkv.into(), list, tiles, size(rows).into()];
+    arguments.extend(heads.arguments());
+    arguments.extend([Argument::from(out), log_sums.into()]);
     let grid = [shape.heads, segments.tiles.len() / 2, 1];
     device.launch(&kernels.name("attention"), grid, kernels.threads(), kernels.forward(), &arguments)
 }
 
+/// The forward of a backward.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionForward<'a, T: Storage> {
+    /// `[rows, width]` after norm and rotary embedding.
+    pub qkv: View<'a, T>,
+    /// `[rows, query_width]` result of [`attention`].
+    pub out: View<'a, T>,
+    /// `[heads, rows]` log-sum-exp of [`attention`].
+    pub log_sums: View<'a, f32>,
+}
+
 /// Gradient of `qkv [rows, width]` from `g [rows, query_width]`, that of the result, into all of `dqkv [rows, width]`.
-/// `out` and `log_sums` are the results of [`attention`].
+/// Those of the sinks are added to `d_sinks [heads]`, which is empty without sinks.
 ///
 /// # Errors
-/// If a launch fails, or there is no memory for the scratch.
+/// If a launch fails, there is no memory for the scratch, or the segments have no work lists for the window.
 ///
 /// # Panics
 /// If the shapes do not fit.
-#[expect(clippy::too_many_arguments, reason = "what the forward had and made, and the two gradients")]
 pub fn attention_backward<T: Storage>(
     device: &Device,
-    qkv: View<'_, T>,
+    forward: AttentionForward<'_, T>,
     segments: &Segments,
-    shape: HeadShape,
-    out: View<'_, T>,
-    log_sums: View<'_, f32>,
+    heads: AttentionHeads<'_, T>,
     g: View<'_, T>,
     mut dqkv: ViewMut<'_, T>,
+    d_sinks: ViewMut<'_, f32>,
 ) -> Result<()> {
-    let kernels = Kernels::<T>::new(shape);
+    let AttentionForward { qkv, out, log_sums } = forward;
+    let (kernels, shape) = (Kernels::new(&heads), heads.shape);
     let rows = rows_of(qkv.len(), shape.width());
     assert_eq!(rows, segments.rows, "the segments are those of the pack");
     assert_eq!(dqkv.len(), qkv.len(), "the gradient is as large as what it is of");
     assert_eq!([out.len(), g.len()], [rows * shape.query_width(); 2], "results are [rows, query_width]");
     assert_eq!(log_sums.len(), rows * shape.heads, "the sums are [heads, rows]");
+    assert_eq!(
+        d_sinks.len(),
+        heads.sinks.map_or(0, |sinks| sinks.len()),
+        "a gradient has the shape of what it is of"
+    );
     [qkv, out, g, dqkv.as_view()].into_iter().for_each(|view| kernels.check(view));
+    let lists = segments.keys.iter().find(|lists| lists.window == heads.window);
+    let Some(lists) = lists else {
+        let (device, kernel) = (device.name(), kernels.name("attention_key_gradient"));
+        let reason = format!("the segments have no work lists for a window of {}", heads.window);
+        return Err(DeviceError::Kernel { device, kernel, reason });
+    };
+    let mut deltas = device.uninit::<f32>(rows * shape.heads)?;
     if !segments.whole {
         device.clear(dqkv.reborrow())?;
+        device.clear(deltas.all_mut())?;
     }
-    let mut deltas = device.uninit::<f32>(rows * shape.heads)?;
-    let mut scratch = device.uninit::<f32>(segments.slots * 2 * TILE * shape.kv_width())?;
-    let [heads, kv_heads, dim] = shape_arguments(shape);
-    let (list, tiles) = (segments.segments.all().into(), segments.tiles.all().into());
-    let (qkv, out, g, rows) = (qkv.into(), out.into(), g.into(), size(rows).into());
-    let (log_sums, scale, to) = (log_sums.into(), scale(shape), Argument::from(&dqkv));
-    let deltas = deltas.all_mut().into();
-    let scratch = scratch.all_mut().into();
+    let mut scratch = device.uninit::<f32>(lists.slots * 2 * TILE * shape.kv_width())?;
+    let rule = heads.arguments();
+    let [heads_of, kv_heads, dim] = shape_arguments(shape);
+    let (qkv, g, rows_of, to) = (qkv.into(), g.into(), size(rows).into(), Argument::from(&dqkv));
+    let (deltas_of, scratch) = (Argument::from(deltas.all_mut()), Argument::from(scratch.all_mut()));
 
-    let arguments = [qkv, list, tiles, rows, heads, kv_heads, dim, scale, out, log_sums, g, deltas, to];
+    let mut arguments = vec![qkv, segments.segments.all().into(), segments.tiles.all().into(), rows_of];
+    arguments.extend(rule);
+    arguments.extend([out.into(), log_sums.into(), g, deltas_of, to]);
     let grid = [shape.heads, segments.tiles.len() / 2, 1];
     let name = kernels.name("attention_query_gradient");
     device.launch(&name, grid, kernels.threads(), kernels.query_gradient(), &arguments)?;
 
-    let (jobs, seen) = (segments.jobs.all().into(), segments.seen.all().into());
-    let arguments = [qkv, jobs, seen, rows, heads, kv_heads, dim, scale, log_sums, g, deltas, scratch, to];
-    let grid = [shape.kv_heads, segments.jobs.len() / 5, 1];
+    let mut arguments = vec![qkv, lists.jobs.all().into(), lists.seen.all().into(), rows_of];
+    arguments.extend(rule);
+    arguments.extend([log_sums.into(), g, deltas_of, scratch, to]);
+    let grid = [shape.kv_heads, lists.jobs.len() / 5, 1];
     let name = kernels.name("attention_key_gradient");
     device.launch(&name, grid, kernels.threads(), kernels.key_gradient(), &arguments)?;
 
-    let arguments = [segments.splits.all().into(), heads, kv_heads, dim, scratch, to];
-    let grid = [shape.kv_heads, segments.splits.len() / 4, 1];
-    device.launch(&kernels.name("attention_join"), grid, 256, 0, &arguments)
+    let arguments = [lists.splits.all().into(), heads_of, kv_heads, dim, scratch, to];
+    let grid = [shape.kv_heads, lists.splits.len() / 4, 1];
+    device.launch(&kernels.name("attention_join"), grid, THREADS, 0, &arguments)?;
+    sink_gradient(device, heads, log_sums, deltas.all(), d_sinks)
+}
+
+/// Adds to `d_sinks [heads]`, for the `log_sums [heads, rows]` of the forward and the `deltas [heads, rows]` of the
+/// backward: with `p` the weight of a sink, its derivative in a row is `-p delta`, since its value is 0.
+fn sink_gradient<T: Storage>(
+    device: &Device,
+    heads: AttentionHeads<'_, T>,
+    log_sums: View<'_, f32>,
+    deltas: View<'_, f32>,
+    d_sinks: ViewMut<'_, f32>,
+) -> Result<()> {
+    let (count, Some(sinks)) = (heads.shape.heads, heads.sinks) else { return Ok(()) };
+    let rows = deltas.len() / count;
+    if rows == 0 {
+        return Ok(());
+    }
+    let (slab, parts) = slabs(rows, SLAB);
+    let mut partial = device.uninit::<f32>(parts * count)?;
+    let [rows, slab] = [rows, slab].map(|n| Argument::from(size(n)));
+    let arguments = [sinks.into(), log_sums.into(), deltas.into(), rows, slab, partial.all_mut().into()];
+    let name = format!("sink_gradient_{}", T::SUFFIX);
+    device.launch(&name, [count, parts, 1], THREADS, 0, &arguments)?;
+    add_partial_sums(device, partial.all(), d_sinks)
 }

@@ -1,6 +1,8 @@
-//! Queries and keys between projection and attention: RMSNorm per head (QK norm, Qwen3), and rotary position embedding
-//! (RoPE, arXiv 2104.09864) in the half-split layout of Hugging Face, which rotates the pairs `(x[i], x[i + half])`.
+//! Queries and keys between projection and attention: RMSNorm per head (QK norm, Qwen3) or of all heads together (OLMo),
+//! and rotary position embedding (RoPE, arXiv 2104.09864) in the half-split layout of Hugging Face, which rotates the
+//! pairs `(x[i], x[i + pairs])` of a head; the values behind the pairs are unchanged.
 
+use super::norm::{RmsNorm, RowColumns, rms_norm_backward_in_place, rms_norm_in_place, weight_gradient_of};
 use super::rows::add_partial_sums;
 use super::{PACK, THREADS, rows_of, size, slabs};
 use crate::backend::Argument;
@@ -50,19 +52,48 @@ impl HeadShape {
     }
 }
 
-/// Weights of the per-head RMSNorm.
+/// The RMSNorm of queries and keys.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadNorm<'a, T: Storage> {
-    /// `[head_dim]` scale of the queries.
+    /// Scale of the queries: `[head_dim]` for each head apart, or `[heads * head_dim]` for all together.
     pub query: View<'a, T>,
-    /// `[head_dim]` scale of the keys.
+    /// Scale of the keys, likewise.
     pub key: View<'a, T>,
+    /// Added to the weights.
+    pub offset: f32,
     /// Added to the mean square.
     pub eps: f32,
 }
 
-/// Cosines and sines `[rows, half]` of the angles `position * inv_freq[i]`, from `positions [rows]` and `inv_freq
-/// [half]`, with `half = head_dim / 2`. They are shared by all layers.
+/// Cosines and sines of the angles of some positions, shared by all layers with the same rotary embedding.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadAngles<'a> {
+    /// Number of rotated pairs of a head.
+    pub pairs: usize,
+    /// `[rows, pairs]`
+    pub cos: View<'a, f32>,
+    /// `[rows, pairs]`
+    pub sin: View<'a, f32>,
+}
+
+impl<'a, T: Storage> HeadNorm<'a, T> {
+    /// The norms of all queries and of all keys together, with their columns in a row; `None` if each head has its own.
+    fn whole(&self, shape: HeadShape) -> Option<[(RowColumns, RmsNorm<'a, T>); 2]> {
+        let widths = [self.query.len(), self.key.len()];
+        if widths == [shape.head_dim; 2] {
+            return None;
+        }
+        assert_eq!(widths, shape.parts().map(|part| part.len()), "weights of the norms of {shape:?}");
+        let Self { query, key, offset, eps } = *self;
+        let norm = |weight| RmsNorm { weight, offset, factor: 1.0, eps };
+        let [queries, keys] =
+            shape.parts().map(|part| RowColumns { first: part.start, stride: shape.width() });
+        Some([(queries, norm(query)), (keys, norm(key))])
+    }
+}
+
+/// Cosines and sines `[rows, pairs]` of the angles `position * inv_freq[i]`, multiplied by `amplitude`, from `positions
+/// [rows]` and `inv_freq [pairs]`.
 ///
 /// # Errors
 /// If the launch fails.
@@ -73,22 +104,24 @@ pub fn angles(
     device: &Device,
     positions: View<'_, u32>,
     inv_freq: View<'_, f32>,
+    amplitude: f32,
     cos: ViewMut<'_, f32>,
     sin: ViewMut<'_, f32>,
 ) -> Result<()> {
-    let (rows, half) = (positions.len(), inv_freq.len());
-    let count = rows * half;
+    let (rows, pairs) = (positions.len(), inv_freq.len());
+    let count = rows * pairs;
     assert!(cos.len() == count && sin.len() == count, "{count} angles, {} and {}", cos.len(), sin.len());
+    let [rows, pairs] = [rows, pairs].map(|n| Argument::from(size(n)));
     let arguments =
-        [positions.into(), inv_freq.into(), size(rows).into(), size(half).into(), cos.into(), sin.into()];
+        [positions.into(), inv_freq.into(), amplitude.into(), rows, pairs, cos.into(), sin.into()];
     device.launch("angles", [count.div_ceil(THREADS), 1, 1], THREADS, 0, &arguments)
 }
 
-/// Normalises (if the model has a QK norm) and rotates queries and keys of `qkv [rows, width]` in place; values are
-/// unchanged. `cos` and `sin` `[rows, head_dim / 2]` come from [`angles`].
+/// Normalises (with a norm) and rotates (with angles) queries and keys of `qkv [rows, width]` in place; values are
+/// unchanged.
 ///
 /// # Errors
-/// If the launch fails.
+/// If a launch fails.
 ///
 /// # Panics
 /// If the shapes do not fit.
@@ -97,38 +130,84 @@ pub fn prepare<T: Storage>(
     qkv: ViewMut<'_, T>,
     shape: HeadShape,
     norm: Option<HeadNorm<'_, T>>,
-    cos: View<'_, f32>,
-    sin: View<'_, f32>,
+    angles: Option<HeadAngles<'_>>,
 ) -> Result<()> {
-    let mut arguments = shape_arguments(qkv.len(), shape, cos, sin);
-    arguments.extend(norm_arguments(shape, norm));
+    let mut apart = norm;
+    if let Some(parts) = norm.and_then(|norm| norm.whole(shape)) {
+        for (columns, norm) in parts {
+            rms_norm_in_place(device, &qkv, columns, norm)?;
+        }
+        apart = None;
+    }
+    if apart.is_none() && angles.is_none() {
+        return Ok(());
+    }
+    let mut arguments = shape_arguments(qkv.len(), shape, angles);
+    arguments.extend(norm_arguments(apart));
     let blocks = blocks::<T>(qkv.len(), shape);
     arguments.push(qkv.into());
     device.launch(&format!("prepare_{}", T::SUFFIX), [blocks, 1, 1], THREADS, 0, &arguments)
 }
 
-/// Converts `g [rows, width]`, the gradient of the prepared projection, to that of the raw projection, in place. `raw
-/// [rows, width]` is needed with a QK norm.
+/// A norm of queries and keys in the backward.
+#[derive(Debug)]
+pub struct HeadNormBackward<'a, T: Storage> {
+    /// The norm.
+    pub norm: HeadNorm<'a, T>,
+    /// `[rows, width]` the raw projection.
+    pub raw: View<'a, T>,
+    /// The gradients of the weights, those of the queries first, are added to these.
+    pub gradient: ViewMut<'a, f32>,
+}
+
+/// Converts `g [rows, width]`, the gradient of the prepared projection, to that of the raw projection, in place.
 ///
 /// # Errors
-/// If the launch fails.
+/// If a launch fails, or there is no memory for partial sums.
 ///
 /// # Panics
-/// If the shapes do not fit, or there is a norm and no `raw`.
+/// If the shapes do not fit.
 pub fn prepare_backward<T: Storage>(
     device: &Device,
-    raw: Option<View<'_, T>>,
     shape: HeadShape,
-    norm: Option<HeadNorm<'_, T>>,
-    cos: View<'_, f32>,
-    sin: View<'_, f32>,
-    g: ViewMut<'_, T>,
+    norm: Option<HeadNormBackward<'_, T>>,
+    angles: Option<HeadAngles<'_>>,
+    mut g: ViewMut<'_, T>,
 ) -> Result<()> {
-    assert!(norm.is_none() || raw.is_some(), "the backward of a norm needs what was normalised");
-    assert!(raw.is_none_or(|raw| raw.len() == g.len()), "a gradient has the shape of what it is of");
-    let mut arguments = shape_arguments(g.len(), shape, cos, sin);
+    let Some(HeadNormBackward { norm, raw, mut gradient }) = norm else {
+        return match angles {
+            Some(_) => launch_backward(device, shape, None, angles, &g),
+            None => Ok(()),
+        };
+    };
+    assert_eq!(raw.len(), g.len(), "a gradient has the shape of what it is of");
+    let Some(parts) = norm.whole(shape) else {
+        head_norm_gradient(device, raw, (shape, norm.eps), angles, g.as_view(), gradient)?;
+        return launch_backward(device, shape, Some((raw, norm)), angles, &g);
+    };
+    if angles.is_some() {
+        launch_backward(device, shape, None, angles, &g)?;
+    }
+    let queries = norm.query.len();
+    for ((columns, norm), of) in parts.into_iter().zip([0..queries, queries..gradient.len()]) {
+        weight_gradient_of(device, raw, columns, norm, g.as_view(), gradient.slice_mut(of))?;
+        rms_norm_backward_in_place(device, raw, columns, norm, &g.reborrow())?;
+    }
+    Ok(())
+}
+
+/// Rotates `g [rows, width]` back, and through the norm of each head of the raw projection.
+fn launch_backward<T: Storage>(
+    device: &Device,
+    shape: HeadShape,
+    apart: Option<(View<'_, T>, HeadNorm<'_, T>)>,
+    angles: Option<HeadAngles<'_>>,
+    g: &ViewMut<'_, T>,
+) -> Result<()> {
+    let (raw, norm) = apart.unzip();
+    let mut arguments = shape_arguments(g.len(), shape, angles);
     arguments.push(raw.into());
-    arguments.extend(norm_arguments(shape, norm));
+    arguments.extend(norm_arguments(norm));
     let blocks = blocks::<T>(g.len(), shape);
     arguments.push(g.into());
     device.launch(&format!("prepare_backward_{}", T::SUFFIX), [blocks, 1, 1], THREADS, 0, &arguments)
@@ -136,26 +215,16 @@ pub fn prepare_backward<T: Storage>(
 
 /// Adds the gradients of the weights of query norm and key norm to `gradient [2 * head_dim]`, from the raw projection
 /// `raw [rows, width]` and the gradient `g [rows, width]` of the prepared one.
-///
-/// # Errors
-/// If a launch fails, or there is no memory for partial sums.
-///
-/// # Panics
-/// If the shapes do not fit.
-#[expect(clippy::too_many_arguments, reason = "what the backward takes, and where the sums go")]
-pub fn head_norm_gradient<T: Storage>(
+fn head_norm_gradient<T: Storage>(
     device: &Device,
     raw: View<'_, T>,
-    shape: HeadShape,
-    eps: f32,
-    cos: View<'_, f32>,
-    sin: View<'_, f32>,
+    (shape, eps): (HeadShape, f32),
+    angles: Option<HeadAngles<'_>>,
     g: View<'_, T>,
     gradient: ViewMut<'_, f32>,
 ) -> Result<()> {
-    assert_eq!(raw.len(), g.len(), "a gradient has the shape of what it is of");
     assert_eq!(gradient.len(), 2 * shape.head_dim, "one gradient of the queries' weight, one of the keys'");
-    let mut arguments = shape_arguments(raw.len(), shape, cos, sin);
+    let mut arguments = shape_arguments(raw.len(), shape, angles);
     let rows = raw.len() / shape.width();
     if rows == 0 {
         return Ok(());
@@ -169,26 +238,28 @@ pub fn head_norm_gradient<T: Storage>(
 }
 
 /// Common arguments of all kernels over heads, for `len` values of a projection.
-fn shape_arguments(len: usize, shape: HeadShape, cos: View<'_, f32>, sin: View<'_, f32>) -> Vec<Argument> {
+fn shape_arguments(len: usize, shape: HeadShape, angles: Option<HeadAngles<'_>>) -> Vec<Argument> {
     let HeadShape { heads, kv_heads, head_dim } = shape;
     let rows = rows_of(len, shape.width());
     assert!(head_dim.is_multiple_of(2), "a head of {head_dim} values is no pairs");
-    let angles = rows * head_dim / 2;
-    assert!(cos.len() == angles && sin.len() == angles, "{angles} angles, {} and {}", cos.len(), sin.len());
+    let pairs = angles.map_or(0, |angles| angles.pairs);
+    assert!(2 * pairs <= head_dim, "{pairs} pairs in a head of {head_dim}");
     // Kernels index heads with 32 bits.
     size(rows * (heads + 2 * kv_heads));
-    let sizes = [rows, heads, kv_heads, head_dim].map(|n| size(n).into());
-    sizes.into_iter().chain([cos.into(), sin.into()]).collect()
+    let sizes = [rows, heads, kv_heads, head_dim, pairs].map(|n| size(n).into());
+    let tables = angles.map_or([Argument::null(); 2], |HeadAngles { cos, sin, .. }| {
+        let count = rows * pairs;
+        assert!(cos.len() == count && sin.len() == count, "{count} angles, {} and {}", cos.len(), sin.len());
+        [cos.into(), sin.into()]
+    });
+    sizes.into_iter().chain(tables).collect()
 }
 
-fn norm_arguments<T: Storage>(shape: HeadShape, norm: Option<HeadNorm<'_, T>>) -> [Argument; 3] {
+/// Those of the norm of each head.
+fn norm_arguments<T: Storage>(norm: Option<HeadNorm<'_, T>>) -> [Argument; 4] {
     match norm {
-        Some(HeadNorm { query, key, eps }) => {
-            let (q, k) = (query.len(), key.len());
-            assert!(q == shape.head_dim && k == q, "weights {q} and {k} of heads of {}", shape.head_dim);
-            [query.into(), key.into(), eps.into()]
-        }
-        None => [Argument::null(), Argument::null(), 0.0_f32.into()],
+        Some(HeadNorm { query, key, offset, eps }) => [query.into(), key.into(), eps.into(), offset.into()],
+        None => [Argument::null(), Argument::null(), 0.0_f32.into(), 0.0_f32.into()],
     }
 }
 

@@ -3,7 +3,8 @@
 //! Invariant: sums are f32 or wider, in an order that depends on the shapes only, so equal inputs give equal bits.
 //!
 //! # Layout
-//! - [`norm`], [`heads`], [`swiglu`]: elementwise operations of a layer
+//! - [`norm`], [`heads`], [`gates`], [`gated_unit`]: elementwise operations of a layer
+//! - [`routes`]: the experts of tokens; [`experts`]: what experts compute
 //! - [`attention`]: packed sequences; [`paged`]: decode over a paged KV cache; [`prefill`]: prefill over a paged KV
 //!   cache
 //! - [`head`]: log-probabilities and entropies of logits; [`sampling`]: tokens sampled from logits
@@ -14,14 +15,17 @@
 pub mod adamw;
 pub mod attention;
 pub mod digest;
+pub mod experts;
+pub mod gated_unit;
+pub mod gates;
 pub mod head;
 pub mod heads;
 pub mod norm;
 pub mod paged;
 pub mod prefill;
+pub mod routes;
 pub mod rows;
 pub mod sampling;
-pub mod swiglu;
 pub mod vectors;
 
 /// Largest number of threads per block.

@@ -6,6 +6,7 @@
 //! Invariant: the result of a token does not depend on the rest of the batch. No function here waits or allocates, so a
 //! CUDA graph of a decode step can be replayed while positions grow.
 
+use super::attention::AttentionHeads;
 use super::heads::HeadShape;
 use super::{PACK, THREADS, rows_of, size};
 use crate::backend::Argument;
@@ -24,8 +25,6 @@ pub const PART: usize = 16;
 /// Threads per block, and warps.
 const THREADS_OF_PART: usize = 128;
 const WARPS: usize = 4;
-/// Largest head dimension.
-const MAX_HEAD_DIM: usize = 256;
 
 /// The pages of each sequence of a step.
 #[derive(Clone, Copy, Debug)]
@@ -53,7 +52,12 @@ pub fn page_len(shape: HeadShape) -> usize {
     2 * PAGE * shape.kv_width()
 }
 
-/// Number of scratch values that [`paged_attention`] needs.
+/// Largest number of parts of a context of `max_pages` that a token sees in its `window`.
+fn parts(max_pages: usize, window: usize) -> usize {
+    max_pages.div_ceil(PART).min((window - 1).div_ceil(PART * PAGE) + 1)
+}
+
+/// Number of scratch values that [`paged_attention`] needs, with any window.
 #[must_use]
 pub fn scratch_len(tokens: usize, max_pages: usize, shape: HeadShape) -> usize {
     // Per part: weighted sums, maximal score, and sum of weights.
@@ -106,16 +110,12 @@ pub fn paged_attention<T: Storage>(
     qkv: View<'_, T>,
     cache: View<'_, T>,
     tokens: &PagedTokens<'_>,
-    shape: HeadShape,
+    rule: AttentionHeads<'_, T>,
     out: ViewMut<'_, T>,
     scratch: ViewMut<'_, f32>,
 ) -> Result<()> {
-    let HeadShape { heads, kv_heads, head_dim } = shape;
-    assert!(kv_heads > 0 && heads.is_multiple_of(kv_heads), "{heads} heads in groups of {kv_heads}");
-    assert!(
-        (1..=MAX_HEAD_DIM).contains(&head_dim),
-        "a head of {head_dim}; at most {MAX_HEAD_DIM} are supported"
-    );
+    rule.check();
+    let shape @ HeadShape { heads, kv_heads, head_dim } = rule.shape;
     let PagedTokens { positions, table: PageTable { pages: tables, columns: max_pages }, sequence_of } =
         *tokens;
     let count = rows_of(qkv.len(), shape.width());
@@ -139,32 +139,20 @@ pub fn paged_attention<T: Storage>(
         let shared = (1 + WARPS) * at_once * head_dim * size_of::<f32>();
         (format!("paged_attention_{}", T::SUFFIX), at_once, shared)
     };
-    let parts = max_pages.div_ceil(PART);
+    let parts = parts(max_pages, rule.window);
     let grid = [count, kv_heads * (heads / kv_heads).div_ceil(at_once), parts];
-    let scale = (head_dim as f32).powf(-0.5);
-    let [heads_of, kv_heads, dim] = [heads, kv_heads, head_dim].map(|n| Argument::from(size(n)));
-    let (qkv, cache, out) = (qkv.into(), cache.into(), Argument::from(out));
-    let (positions, scratch) = (positions.into(), Argument::from(scratch));
-    let (tables, sequence_of, pages) = (tables.into(), sequence_of.into(), size(max_pages).into());
-    let arguments = [
-        qkv,
-        cache,
-        positions,
-        tables,
-        sequence_of,
-        pages,
-        heads_of,
-        kv_heads,
-        dim,
-        scale.into(),
-        out,
-        scratch,
-    ];
+    let (out, positions, scratch) = (Argument::from(out), positions.into(), Argument::from(scratch));
+    let pages = size(max_pages).into();
+    let mut arguments = vec![qkv.into(), cache.into(), positions, tables.into(), sequence_of.into(), pages];
+    arguments.extend(rule.arguments());
+    arguments.extend([out, scratch]);
     device.launch(&name, grid, THREADS_OF_PART, shared, &arguments)?;
     if parts == 1 {
         return Ok(());
     }
-    let arguments = [scratch, positions, size(count).into(), heads_of, dim, size(parts).into(), out];
+    let [tokens, heads_of, dim, parts] = [count, heads, head_dim, parts].map(|n| Argument::from(size(n)));
+    let (window, sinks) = (rule.window_argument(), rule.sinks.into());
+    let arguments = [scratch, positions, tokens, heads_of, dim, window, sinks, parts, out];
     let grid = [(count * heads).div_ceil(WARPS), 1, 1];
     device.launch(&format!("paged_join_{}", T::SUFFIX), grid, THREADS_OF_PART, 0, &arguments)
 }

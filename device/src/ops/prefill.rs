@@ -7,10 +7,10 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use super::attention::{Kernels, TILE, scale, shape_arguments};
-use super::heads::HeadShape;
+use super::attention::{AttentionHeads, Kernels, TILE};
 use super::paged::{PAGE, PageTable, page_len};
 use super::{rows_of, size};
+use crate::backend::Argument;
 use crate::device::Device;
 use crate::element::Storage;
 use crate::error::Result;
@@ -79,11 +79,11 @@ pub fn prefill_attention<T: Storage>(
     cache: View<'_, T>,
     chunks: &Chunks,
     table: PageTable<'_>,
-    shape: HeadShape,
+    heads: AttentionHeads<'_, T>,
     out: ViewMut<'_, T>,
 ) -> Result<()> {
     let PageTable { pages: tables, columns: max_pages } = table;
-    let kernels = Kernels::<T>::new(shape);
+    let (kernels, shape) = (Kernels::new(&heads), heads.shape);
     let rows = rows_of(qkv.len(), shape.width());
     assert!(chunks.end <= rows, "chunks of {} rows among {rows}", chunks.end);
     assert_eq!(out.len(), rows * shape.query_width(), "the result is [rows, query_width]");
@@ -92,10 +92,10 @@ pub fn prefill_attention<T: Storage>(
     assert!(chunks.sequences <= sequences, "chunks of {} sequences of {sequences}", chunks.sequences);
     rows_of(cache.len(), page_len(shape));
     [qkv, cache, out.as_view()].into_iter().for_each(|view| kernels.check(view));
-    let [heads, kv_heads, dim] = shape_arguments(shape);
-    let (tiles, tables, pages) = (chunks.tiles.all().into(), tables.into(), size(max_pages).into());
-    let arguments =
-        [qkv.into(), cache.into(), tiles, tables, pages, heads, kv_heads, dim, scale(shape), out.into()];
+    let (tiles, pages) = (chunks.tiles.all().into(), size(max_pages).into());
+    let mut arguments: Vec<Argument> = vec![qkv.into(), cache.into(), tiles, tables.into(), pages];
+    arguments.extend(heads.arguments());
+    arguments.push(out.into());
     let grid = [shape.heads, chunks.tiles.len() / 4, 1];
     device.launch(&kernels.name("prefill_attention"), grid, kernels.threads(), kernels.forward(), &arguments)
 }

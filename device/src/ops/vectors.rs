@@ -51,13 +51,32 @@ pub fn add(device: &Device, from: View<'_, f32>, to: ViewMut<'_, f32>) -> Result
     device.launch("add_f32", grid, THREADS, 0, &[from.into(), count(from.len()), to.into()])
 }
 
+/// Adds `factor` times `from [n]` to `to [n]`.
+///
+/// # Errors
+/// If the launch fails.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn add_multiple<T: Storage>(
+    device: &Device,
+    from: View<'_, T>,
+    factor: f32,
+    to: ViewMut<'_, T>,
+) -> Result<()> {
+    assert_eq!(from.len(), to.len(), "both vectors have one length");
+    let (grid, len) = ([blocks(from.len()), 1, 1], count(from.len()));
+    let arguments = [from.into(), factor.into(), len, to.into()];
+    device.launch(&format!("add_multiple_{}", T::SUFFIX), grid, THREADS, 0, &arguments)
+}
+
 /// Multiplies `x [n]` by `by`.
 ///
 /// # Errors
 /// If the launch fails.
-pub fn scale(device: &Device, by: f32, x: ViewMut<'_, f32>) -> Result<()> {
+pub fn scale<T: Storage>(device: &Device, by: f32, x: ViewMut<'_, T>) -> Result<()> {
     let (grid, len) = ([blocks(x.len()), 1, 1], count(x.len()));
-    device.launch("scale_f32", grid, THREADS, 0, &[by.into(), len, x.into()])
+    device.launch(&format!("scale_{}", T::SUFFIX), grid, THREADS, 0, &[by.into(), len, x.into()])
 }
 
 /// Sum of the squares of `x [n]` in f64; NaN or infinite if a value is. Waits.

@@ -3,13 +3,16 @@
 mod adamw;
 mod attention;
 mod digest;
+mod experts;
+mod gated_unit;
+mod gates;
 mod head;
 mod heads;
 mod norm;
 mod paged;
 mod prefill;
+mod routes;
 mod rows;
 mod sampling;
 mod support;
-mod swiglu;
 mod vectors;

@@ -1,6 +1,6 @@
 //! RMSNorm, forward and backward, against f64.
 
-use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use device::ops::norm::{RmsNorm, add_rms_norm, rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use device::{Storage, bf16};
 
 use crate::common::{assert_close, devices, noise};
@@ -14,7 +14,7 @@ fn inverse(x: &[f64]) -> f64 {
     1.0 / (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + f64::from(EPS)).sqrt()
 }
 
-fn check<T: Storage>(tolerance: f64) {
+fn check<T: Storage>(tolerance: f64, [offset, factor]: [f32; 2]) {
     for device in devices() {
         for (rows, width) in [(3, 1), (5, 7), (2, 33), (67, 40), (3, 896), (0, 16), (2, 2600)] {
             let x: Vec<T> = narrow(noise(rows * width, 1));
@@ -24,9 +24,12 @@ fn check<T: Storage>(tolerance: f64) {
             let [on_x, on_w, on_g, on_base] =
                 [&x, &w, &g, &base].map(|values| device.upload(values).unwrap());
             let mut out = device.zeros::<T>(rows * width).unwrap();
-            rms_norm(&device, on_x.all(), on_w.all(), EPS, out.all_mut()).unwrap();
+            let norm = RmsNorm { offset, factor, ..RmsNorm::new(on_w.all(), EPS) };
+            rms_norm(&device, on_x.all(), norm, out.all_mut()).unwrap();
 
-            let (x, w, g, base) = (wide(&x), wide(&w), wide(&g), wide(&base));
+            let (x, g, base) = (wide(&x), wide(&g), wide(&base));
+            let (offset, factor) = (f64::from(offset), f64::from(factor));
+            let w: Vec<f64> = wide(&w).iter().map(|w| (w + offset) * factor).collect();
             let mut expected = Vec::new();
             let mut expected_dx = Vec::new();
             let mut expected_dw: Vec<f64> = start.iter().map(|v| f64::from(*v)).collect();
@@ -37,15 +40,18 @@ fn check<T: Storage>(tolerance: f64) {
                 for i in 0..width {
                     expected.push(x[i] * inv * w[i]);
                     expected_dx.push(g[i] * w[i] * inv - x[i] * pull);
-                    expected_dw[i] += g[i] * x[i] * inv;
+                    expected_dw[i] += g[i] * x[i] * inv * factor;
                 }
             }
             assert_close(&widen(&device.download(out.all()).unwrap()), &expected, tolerance);
+            let mut sum = device.upload(&narrow::<T>(base.iter().map(|v| *v as f32).collect())).unwrap();
+            add_rms_norm(&device, on_x.all(), norm, sum.all_mut()).unwrap();
+            let expected: Vec<f64> = expected.iter().zip(&base).map(|(y, base)| y + base).collect();
+            assert_close(&widen(&device.download(sum.all()).unwrap()), &expected, tolerance);
 
             for with_base in [false, true] {
                 let under = with_base.then(|| on_base.all());
-                rms_norm_backward(&device, on_x.all(), on_w.all(), EPS, on_g.all(), under, out.all_mut())
-                    .unwrap();
+                rms_norm_backward(&device, on_x.all(), norm, on_g.all(), under, out.all_mut()).unwrap();
                 let expected: Vec<f64> = expected_dx
                     .iter()
                     .zip(&base)
@@ -55,7 +61,7 @@ fn check<T: Storage>(tolerance: f64) {
             }
 
             let mut dw = device.upload(&start).unwrap();
-            rms_norm_weight_gradient(&device, on_x.all(), EPS, on_g.all(), dw.all_mut()).unwrap();
+            rms_norm_weight_gradient(&device, on_x.all(), norm, on_g.all(), dw.all_mut()).unwrap();
             assert_close(&device.download(dw.all()).unwrap(), &expected_dw, 1e-5);
         }
     }
@@ -63,8 +69,10 @@ fn check<T: Storage>(tolerance: f64) {
 
 #[test]
 fn norms_match_f64() {
-    check::<f32>(2e-5);
-    check::<bf16>(8e-3);
+    for changes in [[0.0, 1.0], [1.0, 1.0], [0.5, -0.3]] {
+        check::<f32>(2e-5, changes);
+        check::<bf16>(8e-3, changes);
+    }
 }
 
 #[test]
@@ -76,8 +84,9 @@ fn unaligned_views_give_the_same_result() {
         let (shifted, w) = (device.upload(&x).unwrap(), device.upload(&w).unwrap());
         let straight = device.upload(&x[1..]).unwrap();
         let mut out = [device.zeros::<bf16>(rows * width).unwrap(), device.zeros(rows * width).unwrap()];
-        rms_norm(&device, shifted.view(1..x.len()), w.all(), EPS, out[0].all_mut()).unwrap();
-        rms_norm(&device, straight.all(), w.all(), EPS, out[1].all_mut()).unwrap();
+        let norm = RmsNorm::new(w.all(), EPS);
+        rms_norm(&device, shifted.view(1..x.len()), norm, out[0].all_mut()).unwrap();
+        rms_norm(&device, straight.all(), norm, out[1].all_mut()).unwrap();
         let [a, b] = out.map(|out| device.download(out.all()).unwrap());
         assert_close(&widen(&a), &wide(&b), 8e-3);
     }
@@ -89,10 +98,12 @@ fn many_rows_are_summed_in_parts() {
         let (rows, width) = (SLABS_AND_MORE, 3);
         let (x, g) = (noise(rows * width, 1), noise(rows * width, 2));
         let [on_x, on_g] = [&x, &g].map(|values| device.upload(values).unwrap());
+        let ones = device.upload(&vec![1.0; width]).unwrap();
+        let norm = RmsNorm::new(ones.all(), EPS);
         let mut found = Vec::new();
         for _ in 0..2 {
             let mut dw = device.zeros::<f32>(width).unwrap();
-            rms_norm_weight_gradient(&device, on_x.all(), EPS, on_g.all(), dw.all_mut()).unwrap();
+            rms_norm_weight_gradient(&device, on_x.all(), norm, on_g.all(), dw.all_mut()).unwrap();
             found.push(device.download(dw.all()).unwrap());
         }
         let mut expected = vec![0.0; width];

@@ -1,6 +1,6 @@
 //! Decode attention over a paged KV cache against a reference in f64.
 
-use device::ops::attention::Segment;
+use device::ops::attention::{AttentionHeads, Segment};
 use device::ops::heads::HeadShape;
 use device::ops::paged::{
     NO_SLOT, PAGE, PageTable, PagedTokens, copy_pages, page_len, paged_attention, scratch_len, write_pages,
@@ -9,7 +9,7 @@ use device::{Device, DeviceBuffer, Storage, bf16};
 
 use crate::common::{assert_close, devices, noise};
 
-use super::attention::{AttentionReference, shape};
+use super::attention::{TestRule, shape};
 use super::support::{narrow, wide, widen};
 
 /// Sequences in a cache whose unused pages and positions are NaN.
@@ -51,7 +51,7 @@ impl<T: Storage> Cached<T> {
     }
 
     /// Results of tokens, given as sequence and position.
-    fn attend(&self, device: &Device, tokens: &[(usize, usize)]) -> Vec<T> {
+    fn attend(&self, device: &Device, rule: &TestRule, tokens: &[(usize, usize)]) -> Vec<T> {
         let width = self.shape.width();
         let row = |(sequence, at): &(usize, usize)| self.segments[*sequence].rows.start + at;
         let qkv: Vec<T> =
@@ -67,15 +67,19 @@ impl<T: Storage> Cached<T> {
             table: PageTable { pages: self.tables.all(), columns: self.max_pages },
             sequence_of: sequences.all(),
         };
-        let to = out.all_mut();
-        paged_attention(device, qkv.all(), self.cache.all(), &paged, self.shape, to, scratch.all_mut())
-            .unwrap();
+        let sinks = device.upload(&rule.stored::<T>()).unwrap();
+        let (to, heads) = (out.all_mut(), rule.heads(&sinks));
+        paged_attention(device, qkv.all(), self.cache.all(), &paged, heads, to, scratch.all_mut()).unwrap();
         device.download(out.all()).unwrap()
     }
 }
 
 fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
-    let width = shape.query_width();
+    check_rule::<T>(&TestRule::full(shape), tolerance);
+}
+
+fn check_rule<T: Storage + PartialEq>(rule: &TestRule, tolerance: f64) {
+    let (shape, width) = (rule.shape, rule.shape.query_width());
     for device in devices() {
         let lengths = [1, 15, 16, 17, 130, 300, 600];
         let cached = Cached::<T>::new(&device, &lengths, 40, shape);
@@ -85,9 +89,9 @@ fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
             .flat_map(|(sequence, length)| [(sequence, length - 1), (sequence, length / 2)])
             .chain([(6, 255), (6, 256), (6, 511)])
             .collect();
-        let found = cached.attend(&device, &tokens);
+        let found = cached.attend(&device, rule, &tokens);
         let qkv = wide(&cached.qkv);
-        let (expected, _) = AttentionReference { qkv: &qkv, shape }.forward(&cached.segments);
+        let (expected, _) = rule.reference::<T>(&qkv).forward(&cached.segments);
         let expected: Vec<f64> = tokens
             .iter()
             .flat_map(|(sequence, at)| {
@@ -97,12 +101,18 @@ fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
         assert_close(&widen(&found), &expected, tolerance);
         // One token at a time.
         for (i, token) in tokens.iter().enumerate().step_by(3) {
-            assert!(cached.attend(&device, &[*token]) == found[i * width..][..width], "{token:?} alone");
+            assert!(
+                cached.attend(&device, rule, &[*token]) == found[i * width..][..width],
+                "{token:?} alone"
+            );
         }
         // In a grid without parts.
         let short = Cached::<T>::new(&device, &lengths[..5], 9, shape);
-        assert!(short.attend(&device, &tokens[..10]) == found[..10 * width], "where contexts are short");
-        assert!(short.attend(&device, &[]).is_empty());
+        assert!(
+            short.attend(&device, rule, &tokens[..10]) == found[..10 * width],
+            "where contexts are short"
+        );
+        assert!(short.attend(&device, rule, &[]).is_empty());
     }
 }
 
@@ -123,9 +133,52 @@ fn tensor_core_kernels_match_f64() {
     check::<bf16>(shape(4, 2, 128), 1e-2);
 }
 
+/// Windows of one position, within a page, over pages, over parts and longer than a context.
+#[test]
+fn windows_and_sinks_match_f64() {
+    for window in [1, 5, 16, 17, 100, 256, 257, 300, 1000] {
+        for rule in TestRule::variants(shape(2, 1, 8), window) {
+            check_rule::<f32>(&rule, 1e-5);
+        }
+    }
+    for window in [1, 17, 257] {
+        for rule in TestRule::variants(shape(4, 2, 64), window) {
+            check_rule::<bf16>(&rule, 1e-2);
+        }
+    }
+    for rule in TestRule::variants(shape(9, 1, 24), 40) {
+        check_rule::<bf16>(&rule, 1e-2);
+    }
+    for rule in TestRule::variants(shape(17, 1, 128), 40) {
+        check_rule::<bf16>(&rule, 1e-2);
+    }
+}
+
+/// Positions whose keys and values are NaN, before the page where the window begins.
+#[test]
+fn pages_outside_of_windows_are_not_read() {
+    fn check<T: Storage + PartialEq>(shape: HeadShape) {
+        let rule = TestRule { window: 40, ..TestRule::full(shape) };
+        for device in devices() {
+            let mut cached = Cached::<T>::new(&device, &[600], 40, shape);
+            let expected = cached.attend(&device, &rule, &[(0, 598), (0, 599)]);
+            let nan = device.upload(&vec![T::narrow(f32::NAN); 544 * shape.width()]).unwrap();
+            let pages = device.download(cached.tables.all()).unwrap();
+            let slots: Vec<u32> =
+                (0..544).map(|at| pages[at / PAGE] * PAGE as u32 + (at % PAGE) as u32).collect();
+            let slots = device.upload(&slots).unwrap();
+            write_pages(&device, nan.all(), slots.all(), shape, cached.cache.all_mut()).unwrap();
+            assert!(cached.attend(&device, &rule, &[(0, 598), (0, 599)]) == expected);
+        }
+    }
+    check::<f32>(shape(2, 1, 8));
+    check::<bf16>(shape(2, 1, 64));
+}
+
 #[test]
 fn a_replayed_graph_reads_new_positions() {
     let (shape, width) = (shape(2, 1, 64), shape(2, 1, 64).query_width());
+    let rule = TestRule { window: 200, ..TestRule::full(shape) };
     for device in devices() {
         let cached = Cached::<bf16>::new(&device, &[300], 20, shape);
         let mut qkv = device.zeros::<bf16>(shape.width()).unwrap();
@@ -140,7 +193,8 @@ fn a_replayed_graph_reads_new_positions() {
                 sequence_of: sequences.all(),
             };
             let (cache, to, scratch) = (cached.cache.all(), out.all_mut(), scratch.all_mut());
-            paged_attention(&device, qkv.all(), cache, &tokens, shape, to, scratch)
+            let heads = AttentionHeads { window: rule.window, ..AttentionHeads::full(shape) };
+            paged_attention(&device, qkv.all(), cache, &tokens, heads, to, scratch)
         };
         // Kernels have to be loaded before a capture.
         attend().unwrap();
@@ -150,7 +204,10 @@ fn a_replayed_graph_reads_new_positions() {
             device.upload_to(row, qkv.all_mut()).unwrap();
             device.upload_to(&[at as u32], positions.all_mut()).unwrap();
             graph.replay().unwrap();
-            assert!(device.download(out.all()).unwrap() == cached.attend(&device, &[(0, at)]), "at {at}");
+            assert!(
+                device.download(out.all()).unwrap() == cached.attend(&device, &rule, &[(0, at)]),
+                "at {at}"
+            );
         }
     }
 }

@@ -9,12 +9,17 @@ use device::{Device, Storage, bf16};
 
 use crate::common::{assert_close, devices};
 
-use super::attention::{AttentionReference, forward, shape};
+use super::attention::{TestRule, forward, shape};
 use super::paged::Cached;
 use super::support::{wide, widen};
 
 /// Results of the positions `places` of sequences, concatenated.
-fn attend<T: Storage>(device: &Device, cached: &Cached<T>, chunks: &[(usize, Range<usize>)]) -> Vec<T> {
+fn attend<T: Storage>(
+    device: &Device,
+    cached: &Cached<T>,
+    rule: &TestRule,
+    chunks: &[(usize, Range<usize>)],
+) -> Vec<T> {
     let (mut rows, mut list) = (Vec::new(), Vec::new());
     let width = cached.shape.width();
     for (sequence, places) in chunks {
@@ -26,27 +31,34 @@ fn attend<T: Storage>(device: &Device, cached: &Cached<T>, chunks: &[(usize, Ran
     let qkv = device.upload(&rows).unwrap();
     let mut out = device.zeros::<T>(rows.len() / width * cached.shape.query_width()).unwrap();
     let table = PageTable { pages: cached.tables.all(), columns: cached.max_pages };
-    prefill_attention(device, qkv.all(), cached.cache.all(), &list, table, cached.shape, out.all_mut())
-        .unwrap();
+    let sinks = device.upload(&rule.stored::<T>()).unwrap();
+    let (cache, heads) = (cached.cache.all(), rule.heads(&sinks));
+    prefill_attention(device, qkv.all(), cache, &list, table, heads, out.all_mut()).unwrap();
     device.download(out.all()).unwrap()
 }
 
 fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
-    let width = shape.query_width();
+    for rule in std::iter::once(TestRule::full(shape)).chain(TestRule::variants(shape, 70)) {
+        check_rule::<T>(&rule, tolerance);
+    }
+}
+
+fn check_rule<T: Storage + PartialEq>(rule: &TestRule, tolerance: f64) {
+    let (shape, width) = (rule.shape, rule.shape.query_width());
     for device in devices() {
         let lengths = [1, 15, 64, 65, 130, 200];
         let cached = Cached::<T>::new(&device, &lengths, 16, shape);
         let whole: Vec<_> = lengths.iter().copied().enumerate().map(|(i, length)| (i, 0..length)).collect();
-        let found = attend(&device, &cached, &whole);
+        let found = attend(&device, &cached, rule, &whole);
         let qkv = wide(&cached.qkv);
-        let (expected, _) = AttentionReference { qkv: &qkv, shape }.forward(&cached.segments);
+        let (expected, _) = rule.reference::<T>(&qkv).forward(&cached.segments);
         assert_close(&widen(&found), &expected, tolerance);
-        let (in_a_pack, _) = forward(&device, &cached.qkv, &cached.segments, shape);
+        let (in_a_pack, _) = forward(&device, &cached.qkv, &cached.segments, rule);
         assert!(found == in_a_pack, "the bits of a pack");
 
         // For every division into chunks, in any order.
         let cut = [(5, 70..200), (4, 127..130), (0, 0..1), (4, 0..127), (5, 0..70), (3, 64..65)];
-        let pieces = attend(&device, &cached, &cut);
+        let pieces = attend(&device, &cached, rule, &cut);
         let mut at = 0;
         for (sequence, places) in cut {
             let from = cached.segments[sequence].rows.start + places.start;
@@ -54,7 +66,7 @@ fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
             assert!(pieces[at..at + of_whole.len()] == *of_whole, "{places:?} of sequence {sequence}");
             at += of_whole.len();
         }
-        assert!(attend(&device, &cached, &[]).is_empty());
+        assert!(attend(&device, &cached, rule, &[]).is_empty());
     }
 }
 

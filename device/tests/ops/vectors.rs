@@ -1,6 +1,6 @@
 //! Flat vectors: casts, sums and squares.
 
-use device::ops::vectors::{add, cast, scale, sum_of_squares};
+use device::ops::vectors::{add, add_multiple, cast, scale, sum_of_squares};
 use device::{Storage, bf16};
 
 use crate::common::{devices, noise};
@@ -60,6 +60,29 @@ fn vectors_are_added_and_multiplied() {
             assert_eq!(device.download(on_b.all()).unwrap(), expected);
         }
     }
+}
+
+#[test]
+fn multiples_are_added() {
+    fn check<T: Storage>() {
+        for device in devices() {
+            for (first, len) in LENGTHS.map(|len| (0, len)).into_iter().chain([(1, 4100)]) {
+                let (a, b): (Vec<T>, Vec<T>) = (narrow(noise(first + len, 1)), narrow(noise(first + len, 2)));
+                let (on_a, mut on_b) = (device.upload(&a).unwrap(), device.upload(&b).unwrap());
+                let range = first..first + len;
+                add_multiple(&device, on_a.view(range.clone()), -0.3, on_b.view_mut(range.clone())).unwrap();
+                scale(&device, 1.7, on_b.view_mut(range.clone())).unwrap();
+                let mut expected = b.clone();
+                for i in range {
+                    let sum = T::narrow((-0.3_f32).mul_add(a[i].widen(), b[i].widen()));
+                    expected[i] = T::narrow(sum.widen() * 1.7);
+                }
+                assert_eq!(bytes(&device.download(on_b.all()).unwrap()), bytes(&expected));
+            }
+        }
+    }
+    check::<f32>();
+    check::<bf16>();
 }
 
 #[test]

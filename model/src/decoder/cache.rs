@@ -72,6 +72,11 @@ impl KvCache {
         Self { routes, ..self }
     }
 
+    /// Whether it keeps the experts of tokens.
+    pub(crate) fn keeps_routes(&self) -> bool {
+        self.routes.is_some()
+    }
+
     /// `[tokens, slots]` experts of the first `tokens` tokens of the page table `pages`, ascending in each layer; `None` if they are not
     /// kept.
     #[must_use]
@@ -264,7 +269,7 @@ impl KvCache {
     }
 
     /// Keeps the experts of the new tokens of `sequences`, from `routes [tokens, slots]`.
-    pub(super) fn keep_routes(&mut self, sequences: &[StepSequence<'_>], routes: &[u16]) {
+    pub(crate) fn keep_routes(&mut self, sequences: &[StepSequence<'_>], routes: &[u16]) {
         let Some(RouteCache { slots, pages }) = &mut self.routes else { return };
         let mut rows = routes.chunks_exact(*slots);
         for sequence in sequences {

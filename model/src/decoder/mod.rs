@@ -365,7 +365,7 @@ impl Decoder {
 }
 
 /// Multiplies the final norm in place of the logits, which are linear in it.
-fn logit_factor(config: &Config) -> f32 {
+pub(crate) fn logit_factor(config: &Config) -> f32 {
     match config.head {
         Head::Language | Head::LanguageAndValue => 1.0 / config.logits_scaling,
         Head::Value => 1.0,

@@ -89,6 +89,11 @@ impl Pack {
         Self { experts, ..self }
     }
 
+    /// `[tokens, slots]` the experts that are given to the tokens; empty if none are.
+    pub(crate) fn experts(&self) -> &[u16] {
+        &self.experts
+    }
+
     /// `[tokens]` token ids of all sequences.
     #[must_use]
     pub fn token_ids(&self) -> &[u32] {

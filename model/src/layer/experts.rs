@@ -2,6 +2,8 @@
 //!
 //! Invariant: as in `layer`: everything else reads these, and knows no family.
 
+pub use device::ops::routes::RouterKind;
+
 use super::{LayerTensor, Operand, Sharding};
 use crate::Config;
 use crate::file_tensors::{FilePlace, FusedTensor};
@@ -31,30 +33,6 @@ pub struct ExpertSpec {
     pub activation: ExpertActivation,
 }
 
-/// How the experts of a token are chosen, and what their results are multiplied with.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RouterKind {
-    /// Those with the largest probabilities of a softmax over all, weighed by these.
-    Softmax {
-        /// Whether the weights are divided by their sum.
-        normalized: bool,
-    },
-    /// Those with the largest sigmoids, after a correction of each expert that balances loads and has no gradient
-    /// (DeepSeek-V3, arXiv 2412.19437; Wang et al. 2024, arXiv 2408.15664), weighed by the sigmoids without it.
-    Sigmoid {
-        /// Whether the weights are divided by their sum.
-        normalized: bool,
-        /// Groups of neighbouring experts; divides their number.
-        groups: usize,
-        /// Groups of a token: those with the largest sums of their two best experts.
-        chosen_groups: usize,
-        /// Multiplies the weights.
-        scale: f32,
-    },
-    /// Those with the largest logits, weighed by a softmax over the chosen.
-    SoftmaxOfChosen,
-}
-
 /// The activation of experts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ExpertActivation {
@@ -73,13 +51,11 @@ pub struct SwigluClamp {
     pub limit: f32,
 }
 
-impl RouterKind {
-    /// The Hugging Face name of the router within a layer.
-    fn module(self) -> &'static str {
-        match self {
-            Self::Softmax { .. } | Self::Sigmoid { .. } => "mlp.gate",
-            Self::SoftmaxOfChosen => "mlp.router",
-        }
+/// The Hugging Face name of a router within a layer.
+fn module_of(router: RouterKind) -> &'static str {
+    match router {
+        RouterKind::Softmax { .. } | RouterKind::Sigmoid { .. } => "mlp.gate",
+        RouterKind::SoftmaxOfChosen => "mlp.router",
     }
 }
 
@@ -92,7 +68,7 @@ pub(super) fn push_tensors(tensors: &mut Vec<LayerTensor>, spec: ExpertSpec, hid
     let mut push = |name: String, shape: &[usize], operand, sharding, fused| {
         tensors.push(LayerTensor { name: name.into(), shape: shape.to_vec(), operand, sharding, fused });
     };
-    let module = router.module();
+    let module = module_of(router);
     push(format!("{module}.weight"), &[count, hidden], Operand::Router, Sharding::Replicated, None);
     if bias {
         push(format!("{module}.bias"), &[count], Operand::RouterBias, Sharding::Replicated, None);

@@ -6,12 +6,17 @@
 //!
 //! # Layout
 //! - `units`: sources of weights and sinks of gradients
-//! - `layer`: one layer, forward and backward; `head`: the heads
+//! - `operands`: norms, heads and angles as kernels take them
+//! - `layer`: one layer, forward and backward, its halves in `layer::attention` and `layer::feed_forward`; `head`: the heads
+//! - `experts`: the router and the experts of a layer
 //! - `train`: passes over packs
-//! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs)
+//! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs); the halves of its
+//!   layers in `steps::attention` and `steps::feed_forward`
 
+mod experts;
 mod head;
 mod layer;
+mod operands;
 mod sampler;
 mod steps;
 mod train;
@@ -19,16 +24,18 @@ mod units;
 
 use std::sync::Arc;
 
-use device::ops::heads::{HeadShape, angles};
+use device::ops::heads::HeadShape;
 use device::{Device, DeviceBuffer, Result, Storage, bf16};
 use serde::{Deserialize, Serialize};
 
+pub use self::layer::RouteCounts;
+use self::operands::DeviceRotaries;
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
 pub use self::steps::recorded_tokens;
 pub use self::train::DeviceTrace;
 pub use self::units::{FlatGradients, FlatWeights, UnitGradients, UnitWeights};
 use crate::layer::{AttentionSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
-use crate::{Config, Layout, Recompute, Reduction, Rotary};
+use crate::{Config, Layout, Recompute, Reduction};
 
 /// Storage type of weights and activations on a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -61,18 +68,9 @@ pub struct DeviceDecoder<T: Storage> {
     config: Config,
     layout: Arc<Layout>,
     shape: HeadShape,
-    inv_freq: DeviceBuffer<f32>,
+    rotaries: DeviceRotaries,
     recompute: Recompute,
     storage: std::marker::PhantomData<T>,
-}
-
-/// Cosines and sines of the positions of some tokens.
-#[derive(Debug)]
-struct DeviceAngles {
-    /// `[T, head_dim / 2]`
-    cos: DeviceBuffer<f32>,
-    /// `[T, head_dim / 2]`
-    sin: DeviceBuffer<f32>,
 }
 
 impl<T: Storage> DeviceDecoder<T> {
@@ -96,15 +94,13 @@ impl<T: Storage> DeviceDecoder<T> {
                 reason: format!("{missing} are computed on the processor alone so far"),
             });
         }
-        let inv_freq =
-            config.rotaries().first().map_or(Vec::new(), |rotary| rotary.inv_freq(config.head_dim));
         Ok(Self {
             device: device.clone(),
             activations: device.labelled("activations"),
             config: config.clone(),
             layout: Arc::clone(layout),
             shape: config.head_shape(),
-            inv_freq: device.upload(&inv_freq)?,
+            rotaries: DeviceRotaries::new(device, config)?,
             recompute,
             storage: std::marker::PhantomData,
         })
@@ -128,16 +124,6 @@ impl<T: Storage> DeviceDecoder<T> {
         &self.layout
     }
 
-    /// Angles of `positions [T]`.
-    fn angles(&self, positions: &[u32]) -> Result<DeviceAngles> {
-        let device = &self.activations;
-        let len = positions.len() * self.config.head_dim / 2;
-        let mut all = DeviceAngles { cos: device.uninit(len)?, sin: device.uninit(len)? };
-        let positions = device.upload(positions)?;
-        angles(device, positions.all(), self.inv_freq.all(), all.cos.all_mut(), all.sin.all_mut())?;
-        Ok(all)
-    }
-
     /// Token ids on the device, checked: a kernel would read beyond the table.
     fn ids(&self, token_ids: &[u32]) -> Result<DeviceBuffer<u32>> {
         check_ids(&self.device, "gather_rows", token_ids, self.config.vocab_size)?;
@@ -150,42 +136,19 @@ fn missing(config: &Config) -> Option<&'static str> {
     if config.delta_net().is_some() {
         return Some("layers with a recurrence in place of attention");
     }
-    let multiplied = [config.embedding_multiplier, config.logits_scaling].iter().any(|factor| *factor != 1.0);
-    if multiplied || config.norm_offset != 0.0 {
-        return Some("multiplied embeddings and logits, and norms whose weights have an offset");
-    }
-    let same = config.rotaries().len() == 1;
     config.layers.iter().find_map(|layer| {
         // Another kind of layer does not compile until its operations, or a refusal, are here.
         let LayerSpec {
-            norm,
-            attention: AttentionSpec { window, rotary, scale, sinks, gated, latent },
+            norm: Norm::RmsBefore | Norm::RmsAfter | Norm::RmsAround,
+            attention: AttentionSpec { window: _, rotary: _, scale: _, sinks: _, gated: _, latent },
             delta_net: _,
-            query_key_norm,
+            query_key_norm: QueryKeyNorm::None | QueryKeyNorm::PerHead | QueryKeyNorm::Whole,
             qkv_bias: _,
             output_bias: _,
-            feed_forward,
-            residual_multiplier,
+            feed_forward: FeedForward::SwiGlu | FeedForward::GeGlu | FeedForward::Experts(_),
+            residual_multiplier: _,
         } = *layer;
-        let plain = |rotary: Rotary| rotary.share == 1.0 && rotary.amplitude() == 1.0;
-        match (norm, feed_forward, query_key_norm) {
-            (_, FeedForward::Experts(_), _) => Some("experts"),
-            (_, FeedForward::GeGlu, _) => Some("feed-forward networks with GELU"),
-            (_, _, QueryKeyNorm::Whole) => Some("norms of all heads together"),
-            (Norm::RmsAfter | Norm::RmsAround, _, _) => Some("norms after a block"),
-            _ if latent.is_some() => Some("latents of queries, keys and values"),
-            _ if sinks || gated => Some("attention sinks, and gates on the result of attention"),
-            _ if !same || !rotary.is_some_and(plain) => Some(
-                "layers without rotary embedding, and embeddings that are partial, scaled by YaRN or differ",
-            ),
-            _ if window.is_some_and(|window| window < config.max_position_embeddings) => {
-                Some("sliding attention windows")
-            }
-            _ if scale.is_some() || residual_multiplier != 1.0 => {
-                Some("scores and residual streams with multipliers of their own")
-            }
-            (Norm::RmsBefore, FeedForward::SwiGlu, QueryKeyNorm::None | QueryKeyNorm::PerHead) => None,
-        }
+        latent.map(|_| "latents of queries, keys and values")
     })
 }
 

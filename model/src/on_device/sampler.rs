@@ -163,7 +163,7 @@ impl DeviceSampler {
     }
 
     /// Adds the tokens of `sequences` to the cache and keeps the last hidden states `[wanted, hidden]` of the tokens whose
-    /// logits are wanted, in order, for [`Self::draw`].
+    /// logits are wanted, in order, for [`Self::draw`]. Synchronises if the cache keeps the experts of tokens.
     ///
     /// # Errors
     /// If a token id lies beyond the vocabulary, or the device fails.
@@ -246,7 +246,12 @@ impl<T: Storage> TypedSampler<T> {
             check_ids(&device, "gather_rows", sequence.tokens, self.decoder.config().vocab_size)?;
         }
         let shape = CacheShape { pages, page_len };
-        self.steps.run(&self.decoder, &mut self.weights, values, shape, sequences)
+        self.steps.run(&self.decoder, &mut self.weights, values, shape, sequences)?;
+        if cache.keeps_routes() {
+            let tokens = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
+            cache.keep_routes(sequences, &self.steps.routes(&self.decoder, tokens)?);
+        }
+        Ok(())
     }
 
     fn draw(&mut self, requests: &[DrawRequest]) -> Result<Vec<Draw>> {

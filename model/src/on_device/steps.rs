@@ -4,19 +4,25 @@
 //! hundreds of launches cost as much as one. Padding tokens write to a page of their own, which is never read. In a step that
 //! also prefills, sequences with one new token come first and attend as in a recorded step; prefill chunks follow and attend
 //! in tiles of many queries.
+//!
+//! `attention` and `feed_forward` are the halves of a layer.
+
+mod attention;
+mod feed_forward;
 
 use std::collections::HashMap;
+use std::ops::Range;
 
-use device::ops::heads::{HeadNorm, angles, prepare};
-use device::ops::norm::rms_norm;
-use device::ops::paged::{PageTable, PagedTokens, paged_attention, scratch_len, write_pages};
-use device::ops::prefill::{Chunk, Chunks, prefill_attention};
-use device::ops::rows::{add_bias, gather_rows};
-use device::ops::swiglu::swiglu;
+use device::ops::norm::{add_rms_norm, rms_norm};
+use device::ops::paged::scratch_len;
+use device::ops::prefill::{Chunk, Chunks};
+use device::ops::rows::gather_rows;
+use device::ops::vectors::add_multiple;
 use device::{Device, DeviceBuffer, DeviceError, Graph, Matrix, Result, Storage, View, ViewMut};
 
+use self::feed_forward::FeedForwardMemory;
 use super::DeviceDecoder;
-use super::layer::linear;
+use super::operands::{DeviceAngles, multiply_embedded};
 use super::units::{FlatWeights, UnitWeights};
 use crate::layer::Operand;
 use crate::{KvCache, StepSequence, Unit};
@@ -46,6 +52,8 @@ pub(super) struct RecordedSteps<T: Storage> {
     hidden: Option<DeviceBuffer<T>>,
     /// Recordings that failed in a row.
     failed: usize,
+    /// Tokens of the last step with its padding.
+    tokens: usize,
 }
 
 /// Key of a recording.
@@ -81,14 +89,18 @@ impl StepSizes {
 struct StepMemory<T: Storage> {
     tokens: usize,
     numbers: DeviceBuffer<u32>,
-    cos: RowBuffer<f32>,
-    sin: RowBuffer<f32>,
+    /// Of each rotary embedding.
+    angles: Vec<DeviceAngles>,
     x: RowBuffer<T>,
     normed: RowBuffer<T>,
+    /// The result of a half; empty if all layers add it to `x` as it is.
+    result: RowBuffer<T>,
+    /// Queries, keys and values with the gates of the result; empty if no layer has any.
+    projected: RowBuffer<T>,
+    gates: RowBuffer<T>,
     qkv: RowBuffer<T>,
     attended: RowBuffer<T>,
-    gate_up: RowBuffer<T>,
-    activated: RowBuffer<T>,
+    feed_forward: FeedForwardMemory<T>,
     scratch: DeviceBuffer<f32>,
 }
 
@@ -111,11 +123,20 @@ impl<T: Storage> RowBuffer<T> {
     fn of_mut(&mut self, tokens: usize) -> ViewMut<'_, T> {
         self.buffer.view_mut(0..tokens * self.width)
     }
+
+    /// `[tokens, width]` of narrower rows.
+    fn narrow(&self, tokens: usize, width: usize) -> View<'_, T> {
+        self.buffer.view(0..tokens * width)
+    }
+
+    fn narrow_mut(&mut self, tokens: usize, width: usize) -> ViewMut<'_, T> {
+        self.buffer.view_mut(0..tokens * width)
+    }
 }
 
 impl<T: Storage> Default for RecordedSteps<T> {
     fn default() -> Self {
-        Self { recorded: HashMap::new(), memory: None, hidden: None, failed: 0 }
+        Self { recorded: HashMap::new(), memory: None, hidden: None, failed: 0, tokens: 0 }
     }
 }
 
@@ -164,8 +185,17 @@ impl<T: Storage> RecordedSteps<T> {
                 Err(error) => return Err(error),
             }
         }
+        self.tokens = sizes.tokens;
         self.hidden = Some(pick(decoder, memory.normed.of(tokens), sequences)?);
         Ok(())
+    }
+
+    /// `[tokens, slots]` the experts of the first `tokens` tokens of the last step, in all layers that have some. Synchronises.
+    pub(super) fn routes(&self, decoder: &DeviceDecoder<T>, tokens: usize) -> Result<Vec<u16>> {
+        match &self.memory {
+            Some(memory) => memory.feed_forward.routes(decoder, tokens, self.tokens),
+            None => Ok(Vec::new()),
+        }
     }
 
     /// Hidden states of the last step: of those that were wanted, the ones with these numbers, each below
@@ -250,19 +280,23 @@ fn reserve<'a, T: Storage>(
 impl<T: Storage> StepMemory<T> {
     fn new(decoder: &DeviceDecoder<T>, [tokens, numbers, scratch]: [usize; 3]) -> Result<Self> {
         let (config, shape, device) = (decoder.config(), decoder.shape, decoder.device().labelled("steps"));
-        let (hidden, width) = (config.hidden_size, config.intermediate_size);
-        let half = config.head_dim / 2;
+        let hidden = config.hidden_size;
+        let layers = 0..config.num_layers();
+        let gates = if layers.clone().any(|index| decoder.is_gated(index)) { shape.query_width() } else { 0 };
+        let projected = if gates > 0 { shape.width() + gates } else { 0 };
+        let result = if layers.clone().all(|index| decoder.adds_plainly(index)) { 0 } else { hidden };
         Ok(Self {
             tokens,
             numbers: device.uninit(numbers)?,
-            cos: RowBuffer::new(&device, tokens, half)?,
-            sin: RowBuffer::new(&device, tokens, half)?,
+            angles: decoder.rotaries.reserve(&device, tokens)?,
             x: RowBuffer::new(&device, tokens, hidden)?,
             normed: RowBuffer::new(&device, tokens, hidden)?,
+            result: RowBuffer::new(&device, tokens, result)?,
+            projected: RowBuffer::new(&device, tokens, projected)?,
+            gates: RowBuffer::new(&device, tokens, gates)?,
             qkv: RowBuffer::new(&device, tokens, shape.width())?,
             attended: RowBuffer::new(&device, tokens, shape.query_width())?,
-            gate_up: RowBuffer::new(&device, tokens, 2 * width)?,
-            activated: RowBuffer::new(&device, tokens, width)?,
+            feed_forward: FeedForwardMemory::new(&device, config, tokens)?,
             scratch: device.uninit(scratch)?,
         })
     }
@@ -323,22 +357,23 @@ fn layers<T: Storage>(
     let (device, width, tokens) = (decoder.device(), decoder.config().hidden_size, sizes.tokens);
     let numbers = &memory.numbers;
     let (ids, positions) = (numbers.view(0..tokens), numbers.view(tokens..2 * tokens));
-    angles(device, positions, decoder.inv_freq.all(), memory.cos.of_mut(tokens), memory.sin.of_mut(tokens))?;
+    decoder.rotaries.compute(device, positions, &mut memory.angles)?;
     let table = weights.unit(Unit::Embedding)?.slice(0..decoder.config().vocab_size * width);
     gather_rows(device, table, ids, width, memory.x.of_mut(tokens))?;
+    multiply_embedded(device, decoder.config(), memory.x.of_mut(tokens))?;
     let layer_len = shape.pages * shape.page_len;
     for index in 0..decoder.config().num_layers() {
         let layer = StepLayer { decoder, index, weights: weights.unit(Unit::Layer(index))? };
         let cache = cache.view_mut(index * layer_len..(index + 1) * layer_len);
         layer.attend(memory, sizes, chunks, cache)?;
-        layer.feed_forward(memory, tokens)?;
+        layer.feed_forward(memory, tokens, (shape.pages - 1) * KvCache::PAGE)?;
     }
-    let norm = weights.unit(Unit::Tail)?.slice(decoder.final_norm());
-    rms_norm(device, memory.x.of(tokens), norm, decoder.config().rms_norm_eps, memory.normed.of_mut(tokens))
+    let norm = decoder.final_norm_of(weights.unit(Unit::Tail)?.slice(decoder.final_norm()));
+    rms_norm(device, memory.x.of(tokens), norm, memory.normed.of_mut(tokens))
 }
 
 impl<T: Storage> StepLayer<'_, T> {
-    fn at(&self, range: &std::ops::Range<usize>) -> View<'_, T> {
+    fn at(&self, range: &Range<usize>) -> View<'_, T> {
         self.weights.slice(range.clone())
     }
 
@@ -347,79 +382,32 @@ impl<T: Storage> StepLayer<'_, T> {
         Matrix::new(self.at(&self.decoder.layout().ranges(self.index)[operand]), input)
     }
 
-    fn normalise(
+    /// Writes the input of a half to `memory.normed`: the residual stream, normalised by the weight at `by`, which is empty for
+    /// none.
+    fn normalise(&self, memory: &mut StepMemory<T>, tokens: usize, by: &Range<usize>) -> Result<()> {
+        let (device, decoder) = (self.decoder.device(), self.decoder);
+        let (x, to) = (memory.x.of(tokens), memory.normed.of_mut(tokens));
+        if by.is_empty() { device.copy(x, to) } else { rms_norm(device, x, decoder.norm(self.at(by)), to) }
+    }
+
+    /// Adds the result of a half, normalised by the weight at `after` and multiplied, to the residual stream `x`. `compute` writes
+    /// the result of `tokens` tokens, or adds it if its second argument is true.
+    fn add_result(
         &self,
-        memory: &mut StepMemory<T>,
+        (x, result): (&mut RowBuffer<T>, &mut RowBuffer<T>),
         tokens: usize,
-        by: &std::ops::Range<usize>,
+        after: &Range<usize>,
+        compute: impl FnOnce(ViewMut<'_, T>, bool) -> Result<()>,
     ) -> Result<()> {
-        let (device, eps) = (self.decoder.device(), self.decoder.config().rms_norm_eps);
-        rms_norm(device, memory.x.of(tokens), self.at(by), eps, memory.normed.of_mut(tokens))
-    }
-
-    fn attend(
-        &self,
-        memory: &mut StepMemory<T>,
-        sizes: StepSizes,
-        chunks: Option<&Chunks>,
-        mut cache: ViewMut<'_, T>,
-    ) -> Result<()> {
-        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
-        let (device, config, shape) = (decoder.device(), decoder.config(), decoder.shape);
-        let StepSizes { tokens, single, columns, .. } = sizes;
-        self.normalise(memory, tokens, &ranges[Operand::AttentionNorm])?;
-        let qkv = self.matrix(Operand::Qkv, config.hidden_size);
-        linear(device, memory.normed.of(tokens), qkv, memory.qkv.of_mut(tokens), false)?;
-        if !ranges[Operand::QkvBias].is_empty() {
-            add_bias(device, memory.qkv.of_mut(tokens), self.at(&ranges[Operand::QkvBias]))?;
+        let (device, decoder) = (self.decoder.device(), self.decoder);
+        if decoder.adds_plainly(self.index) {
+            return compute(x.of_mut(tokens), true);
         }
-        let norm = (!ranges[Operand::QueryKeyNorm].is_empty()).then(|| {
-            let (both, dim) = (self.at(&ranges[Operand::QueryKeyNorm]), shape.head_dim);
-            HeadNorm { query: both.slice(0..dim), key: both.slice(dim..2 * dim), eps: config.rms_norm_eps }
-        });
-        prepare(
-            device,
-            memory.qkv.of_mut(tokens),
-            shape,
-            norm,
-            memory.cos.of(tokens),
-            memory.sin.of(tokens),
-        )?;
-        let numbers = memory.numbers.view(0..sizes.numbers());
-        let part = |number: usize| numbers.slice(number * tokens..(number + 1) * tokens);
-        write_pages(device, memory.qkv.of(tokens), part(2), shape, cache.reborrow())?;
-        let table = PageTable { pages: numbers.slice(4 * tokens..numbers.len()), columns };
-        let paged =
-            PagedTokens { positions: part(1).slice(0..single), table, sequence_of: part(3).slice(0..single) };
-        let (qkv, cache) = (memory.qkv.of(tokens), cache.as_view());
-        let (first, scratch) = (memory.qkv.of(single), memory.scratch.all_mut());
-        paged_attention(device, first, cache, &paged, shape, memory.attended.of_mut(single), scratch)?;
-        if let Some(chunks) = chunks {
-            let out = memory.attended.of_mut(tokens);
-            prefill_attention(device, qkv, cache, chunks, table, shape, out)?;
+        compute(result.of_mut(tokens), false)?;
+        let (result, to) = (result.of(tokens), x.of_mut(tokens));
+        if after.is_empty() {
+            return add_multiple(device, result, decoder.multiplier(self.index), to);
         }
-        let output = self.matrix(Operand::Output, shape.query_width());
-        linear(device, memory.attended.of(tokens), output, memory.x.of_mut(tokens), true)?;
-        if !ranges[Operand::OutputBias].is_empty() {
-            add_bias(device, memory.x.of_mut(tokens), self.at(&ranges[Operand::OutputBias]))?;
-        }
-        Ok(())
-    }
-
-    fn feed_forward(&self, memory: &mut StepMemory<T>, tokens: usize) -> Result<()> {
-        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
-        let (device, config) = (decoder.device(), decoder.config());
-        let width = config.intermediate_size;
-        self.normalise(memory, tokens, &ranges[Operand::FeedForwardNorm])?;
-        let gate_up = self.matrix(Operand::GateUp, config.hidden_size);
-        linear(device, memory.normed.of(tokens), gate_up, memory.gate_up.of_mut(tokens), false)?;
-        swiglu(device, memory.gate_up.of(tokens), width, memory.activated.of_mut(tokens))?;
-        linear(
-            device,
-            memory.activated.of(tokens),
-            self.matrix(Operand::Down, width),
-            memory.x.of_mut(tokens),
-            true,
-        )
+        add_rms_norm(device, result, decoder.norm_after(self.index, self.at(after)), to)
     }
 }

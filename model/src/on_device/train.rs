@@ -10,13 +10,16 @@ use std::ops::Range;
 
 use device::ops::attention::Segments;
 use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use device::ops::routes::GivenSlots;
 use device::ops::rows::{RowGroups, add_rows, gather_rows, scatter_rows};
 use device::{DeviceBuffer, Result, Storage};
 
+use super::DeviceDecoder;
+use super::experts::all_experts;
 use super::head::DeviceTargets;
-use super::layer::{DeviceLayer, LayerActivations};
+use super::layer::{DeviceLayer, LayerActivations, RouteCounts};
+use super::operands::{DeviceAngles, multiply_embedded};
 use super::units::{UnitGradients, UnitWeights};
-use super::{DeviceAngles, DeviceDecoder};
 use crate::{Pack, Prediction, PredictionGradient, Recompute, Target, Unit};
 
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
@@ -25,8 +28,11 @@ const CHUNK: usize = 4096;
 /// Activations of a forward, for its backward.
 #[derive(Debug)]
 pub struct DeviceTrace<T: Storage> {
-    angles: DeviceAngles,
+    /// Of each rotary embedding.
+    angles: Vec<DeviceAngles>,
     segments: Segments,
+    /// `[T, slots]` the experts that are given to the tokens in all layers.
+    given: Option<DeviceBuffer<u16>>,
     layers: Vec<DeviceLayerTrace<T>>,
     asked: DeviceTargets,
     groups: Groups,
@@ -58,7 +64,7 @@ impl<T: Storage> DeviceDecoder<T> {
     /// If a token id lies beyond the vocabulary, weights are not available, or the device fails.
     ///
     /// # Panics
-    /// If the numbers of rows and targets differ.
+    /// If the numbers of rows and targets differ, or the pack has experts of another model.
     pub fn score(
         &self,
         weights: &mut dyn UnitWeights<T>,
@@ -75,7 +81,7 @@ impl<T: Storage> DeviceDecoder<T> {
     /// If a token id lies beyond the vocabulary, weights are not available, or the device fails.
     ///
     /// # Panics
-    /// If the numbers of rows and targets differ.
+    /// If the numbers of rows and targets differ, or the pack has experts of another model.
     pub fn forward(
         &self,
         weights: &mut dyn UnitWeights<T>,
@@ -98,12 +104,14 @@ impl<T: Storage> DeviceDecoder<T> {
         assert_eq!(rows.len(), targets.len(), "one row per target");
         let (device, width) = (&self.activations, self.config.hidden_size);
         let tokens = pack.token_ids().len();
-        let segments = Segments::new(device, pack.segments(), tokens)?;
+        // Scoring has no backward.
+        let windows = if recompute.is_some() { self.windows() } else { Vec::new() };
+        let segments = Segments::new(device, pack.segments(), tokens, &windows)?;
         let angles = self.angles(pack.positions())?;
         let (ids, asked) = (self.ids(pack.token_ids())?, self.ask(targets)?);
         let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
         let rows_there = device.upload(&rows)?;
-        // Scoring has no backward.
+        let given = self.given(pack)?;
         let (of_rows, of_ids): (&[u32], &[u32]) =
             if recompute.is_some() { (&rows, pack.token_ids()) } else { (&[], &[]) };
         let groups =
@@ -111,11 +119,14 @@ impl<T: Storage> DeviceDecoder<T> {
         let mut x = device.uninit(tokens * width)?;
         let table = weights.unit(Unit::Embedding)?.slice(0..self.config.vocab_size * width);
         gather_rows(device, table, ids.all(), width, x.all_mut())?;
+        multiply_embedded(device, &self.config, x.all_mut())?;
 
         let mut layers = Vec::new();
         for index in 0..self.config.num_layers() {
             let weights = weights.unit(Unit::Layer(index))?;
-            let layer = DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments };
+            let given = self.given_in(index, given.as_ref());
+            let layer =
+                DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments, given };
             let (output, kept) = layer.forward(&x, recompute == Some(Recompute::None))?;
             let input = std::mem::replace(&mut x, output);
             if recompute.is_some() {
@@ -126,13 +137,23 @@ impl<T: Storage> DeviceDecoder<T> {
         gather_rows(device, x.all(), rows_there.all(), width, picked.all_mut())?;
         drop((x, rows_there));
         let mut normed = device.uninit(picked.len())?;
-        let norm = weights.unit(Unit::Tail)?.slice(self.final_norm());
-        rms_norm(device, picked.all(), norm, self.config.rms_norm_eps, normed.all_mut())?;
+        let norm = self.final_norm_of(weights.unit(Unit::Tail)?.slice(self.final_norm()));
+        rms_norm(device, picked.all(), norm, normed.all_mut())?;
         let predictions = self.predictions(weights, &normed, &asked)?;
-        Ok((predictions, DeviceTrace { angles, segments, layers, asked, groups, picked, normed }))
+        Ok((predictions, DeviceTrace { angles, segments, given, layers, asked, groups, picked, normed }))
     }
 
-    /// Adds the gradients of `sum(slopes [n] * predictions [n])` to `gradients`, for the forward that returned `trace`.
+    /// Angles of `positions [T]`, of each rotary embedding.
+    fn angles(&self, positions: &[u32]) -> Result<Vec<DeviceAngles>> {
+        let device = &self.activations;
+        let mut all = self.rotaries.reserve(device, positions.len())?;
+        let positions = device.upload(positions)?;
+        self.rotaries.compute(device, positions.all(), &mut all)?;
+        Ok(all)
+    }
+
+    /// Adds the gradients of `sum(slopes [n] * predictions [n])` to `gradients`, for the forward that returned `trace`. Returns the
+    /// tokens of the experts of its layers.
     ///
     /// # Errors
     /// If weights are not available, a reduction of gradients fails, or the device fails.
@@ -146,20 +167,20 @@ impl<T: Storage> DeviceDecoder<T> {
         trace: DeviceTrace<T>,
         slopes: &[PredictionGradient],
         gradients: &mut dyn UnitGradients,
-    ) -> Result<()> {
-        let DeviceTrace { angles, segments, layers, asked, groups, picked, normed } = trace;
+    ) -> Result<RouteCounts> {
+        let DeviceTrace { angles, segments, given, layers, asked, groups, picked, normed } = trace;
         let (device, width) = (&self.activations, self.config.hidden_size);
         assert_eq!(slopes.len() * width, picked.len(), "every prediction has a slope");
         let d_normed = self.predictions_backward(weights, &normed, &asked, slopes, gradients)?;
         drop(normed);
-        let (place, eps): (Range<usize>, f32) = (self.final_norm(), self.config.rms_norm_eps);
+        let place: Range<usize> = self.final_norm();
+        let norm = self.final_norm_of(weights.unit(Unit::Tail)?.slice(place.clone()));
         let of_norm = &mut gradients.unit(Unit::Tail)?;
-        let of_norm = of_norm.slice_mut(place.clone());
-        rms_norm_weight_gradient(device, picked.all(), eps, d_normed.all(), of_norm)?;
+        let of_norm = of_norm.slice_mut(place);
+        rms_norm_weight_gradient(device, picked.all(), norm, d_normed.all(), of_norm)?;
         gradients.done(Unit::Tail)?;
         let mut d_picked = device.uninit(picked.len())?;
-        let norm = weights.unit(Unit::Tail)?.slice(place);
-        rms_norm_backward(device, picked.all(), norm, eps, d_normed.all(), None, d_picked.all_mut())?;
+        rms_norm_backward(device, picked.all(), norm, d_normed.all(), None, d_picked.all_mut())?;
         drop((d_normed, picked));
         let tokens = pack.token_ids().len();
         let mut d = device.uninit(tokens * width)?;
@@ -167,16 +188,41 @@ impl<T: Storage> DeviceDecoder<T> {
         drop(d_picked);
 
         let chunk = if self.recompute == Recompute::Sequence { CHUNK } else { tokens };
+        let chunks = all_experts(&self.config).count() * tokens.div_ceil(chunk.max(1));
+        let experts = all_experts(&self.config).map(|experts| experts.count).max().unwrap_or(0);
+        let mut counts = RouteCounts::new(device, chunks, experts)?;
         for (index, DeviceLayerTrace { input, kept }) in layers.into_iter().enumerate().rev() {
             let weights = weights.unit(Unit::Layer(index))?;
-            let layer = DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments };
+            let given = self.given_in(index, given.as_ref());
+            let layer =
+                DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments, given };
             let mut unit = gradients.unit(Unit::Layer(index))?;
-            d = layer.backward(&input, kept, &d, &mut unit, chunk)?;
+            d = layer.backward(&input, kept, &d, &mut unit, &mut counts, chunk)?;
             gradients.done(Unit::Layer(index))?;
         }
+        multiply_embedded(device, &self.config, d.all_mut())?;
         let table = &mut gradients.unit(Unit::Embedding)?;
         let table = table.slice_mut(0..self.config.vocab_size * width);
         add_rows(device, d.all(), &groups.ids, width, table)?;
-        gradients.done(Unit::Embedding)
+        gradients.done(Unit::Embedding)?;
+        Ok(counts)
+    }
+
+    /// `[T, slots]` the experts that are given to the tokens of `pack`.
+    fn given(&self, pack: &Pack) -> Result<Option<DeviceBuffer<u16>>> {
+        let given = pack.experts();
+        if given.is_empty() {
+            return Ok(None);
+        }
+        let slots = self.config.expert_slots();
+        assert_eq!(given.len(), pack.token_ids().len() * slots, "every token has experts of all layers");
+        Ok(Some(self.activations.upload(given)?))
+    }
+
+    /// Those of layer `index`, if it has experts.
+    fn given_in<'a>(&self, index: usize, given: Option<&'a DeviceBuffer<u16>>) -> Option<GivenSlots<'a>> {
+        let (all, slots) = (given?.all(), self.config.expert_slots());
+        self.config.layers[index].feed_forward.experts()?;
+        Some(GivenSlots { all, slots, first: self.config.slots_before(index) })
     }
 }

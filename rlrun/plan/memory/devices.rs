@@ -3,6 +3,7 @@
 //! Invariant: the arithmetic is that of the processor, with the number formats of the device. Memory on a device is not
 //! counted on the host too. The plan includes devices that this machine does not have, without a comparison.
 
+mod experts;
 mod roles;
 
 use std::collections::BTreeSet;
@@ -109,6 +110,7 @@ impl DeviceMemory {
             Recompute::Block | Recompute::Sequence => Recompute::Block,
         };
         let size = Size::of(config, recompute, Quantization::None, width(dtype));
+        let size = experts::with_experts(size, config, recompute, width(dtype));
         let mut parts = Vec::new();
         if counts.ranks > 0 {
             training(&mut parts, recipe, config, counts, &size, devices);

@@ -178,8 +178,7 @@ impl Engine {
         Ok(self)
     }
 
-    /// The same, with completions that name the experts of their tokens ([`TokenExperts`]). A model without experts has none, and
-    /// on a device there are no models with experts.
+    /// The same, with completions that name the experts of their tokens ([`TokenExperts`]). A model without experts has none.
     #[must_use]
     pub fn recording_experts(self) -> Self {
         Self { cache: self.cache.with_routes(&self.model), ..self }

@@ -82,6 +82,11 @@ impl RouterStep {
         loads.of_layers().enumerate().filter_map(of_layer).collect()
     }
 
+    /// The correction among the flat parameters.
+    pub(crate) fn place(&self) -> Range<usize> {
+        self.place.clone()
+    }
+
     /// Adds the step to `values [place]`, the flat parameters of the range `place`.
     pub(crate) fn add(&self, place: &Range<usize>, values: &mut [f32]) {
         for (at, step) in self.place.clone().zip(&self.of_expert).filter(|(at, _)| place.contains(at)) {

@@ -23,7 +23,7 @@ mod tests;
 
 pub use config::{CollectivePlace, DeviceConfig, OptimizerPlace};
 pub use loaded::LearnerWeights;
-pub(crate) use loaded::{GroupWeights, LearnerStorage, SingleWeights, TrainedWeights};
+pub(crate) use loaded::{GroupWeights, LearnerStorage, SingleWeights, TrainedWeights, UpdatedWeights};
 pub(crate) use mirror::Mirror;
 pub(crate) use moments::{DeviceMoments, Piece};
 pub(crate) use network::{ByDtype, DeviceNetwork, NetworkWeights, by_dtype, open};

@@ -6,7 +6,7 @@
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
 use model::on_device::{DeviceDecoder, UnitGradients, UnitWeights};
-use model::{GradientSink, LayerSource, Layout, Prediction, SampleSlopes, ThreadPool, Unit};
+use model::{GradientSink, LayerSource, Layout, Prediction, RoutedTokens, SampleSlopes, ThreadPool, Unit};
 
 use crate::TrainerError;
 use crate::lora::Adapter;
@@ -19,13 +19,13 @@ const STAGED: usize = 1 << 22;
 /// A network on a device. The trait erases the storage type of the weights.
 pub(crate) trait DevicePass {
     /// A forward pass, and a backward pass with the loss derivatives of its predictions. Adds the gradients to `sink`;
-    /// without `sink` they stay on the device.
+    /// without `sink` they stay on the device. Returns the tokens of the experts of each layer, up to the last one that has some.
     fn train(
         &mut self,
         packed: &Packed<'_>,
         slopes: &mut SampleSlopes<'_>,
         sink: Option<&mut dyn GradientSink>,
-    ) -> Result<(), TrainerError>;
+    ) -> Result<Vec<RoutedTokens>, TrainerError>;
 
     /// Predictions without activations.
     fn score(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError>;
@@ -166,7 +166,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
         packed: &Packed<'_>,
         slopes: &mut SampleSlopes<'_>,
         sink: Option<&mut dyn GradientSink>,
-    ) -> Result<(), TrainerError> {
+    ) -> Result<Vec<RoutedTokens>, TrainerError> {
         let Packed { pack, positions, targets, .. } = packed;
         if let Some(reducing) = &self.reducing {
             reducing.sharding.wait("add up gradients")?;
@@ -185,8 +185,12 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
             adapter: self.adapter,
             values: Vec::new(),
         };
-        self.decoder.backward(&mut self.source, pack, trace, &slopes, &mut transfer)?;
-        Ok(())
+        let counts = self.decoder.backward(&mut self.source, pack, trace, &slopes, &mut transfer)?;
+        if let Some(reducing) = self.reducing.as_ref().filter(|_| !counts.is_empty()) {
+            // A download has no deadline, and another rank may be lost.
+            reducing.sharding.wait("add up gradients")?;
+        }
+        Ok(counts.download(self.decoder.device())?)
     }
 
     fn score(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError> {

@@ -8,12 +8,13 @@ use super::single::SingleRank;
 use super::{Rank, RankKind};
 use crate::TrainerError;
 use crate::learner::RouterStep;
+use crate::on_device::by_dtype;
 
 impl Rank {
     /// Adds `steps` to the weights that this rank has.
     ///
     /// # Errors
-    /// If its weights are on a device or frozen.
+    /// If its weights are frozen or those of a device group, or a device fails.
     pub(crate) fn correct(&mut self, steps: &[RouterStep]) -> Result<(), TrainerError> {
         match &mut self.kind {
             RankKind::Single(SingleRank { weights, .. })
@@ -31,8 +32,10 @@ impl Rank {
                 }
                 Ok(())
             }
-            RankKind::Frozen(_) | RankKind::SingleOnDevice(_) | RankKind::Group(_) => {
-                let reason = "the corrections of its routers are on a device or frozen";
+            RankKind::SingleOnDevice(rank) => by_dtype!(&mut **rank, rank => rank.correct(steps)),
+            // Ranks with a rate form no group.
+            RankKind::Frozen(_) | RankKind::Group(_) => {
+                let reason = "the corrections of its routers are frozen, or on the devices of a group";
                 Err(TrainerError::State { reason })
             }
         }

@@ -5,19 +5,19 @@
 
 use std::sync::Arc;
 
-use device::ops::vectors::sum_of_squares;
+use device::ops::vectors::{cast, sum_of_squares};
 use device::{Device, DeviceBuffer, bf16};
 use model::Parameters;
 
 use super::RankBase;
 use super::step::{StepInputs, finite};
 use crate::TrainerError;
-use crate::learner::{LearnerStep, RowLoss};
+use crate::learner::{LearnerStep, RouterStep, RowLoss};
 use crate::lora::Adapter;
 use crate::norm::clip;
 use crate::on_device::{
     ByDtype, DeviceMoments, DeviceNetwork, DevicePass, LearnerStorage, NetworkWeights, ParameterSource,
-    ParameterUpload, Piece, SingleWeights, TrainedWeights, upload,
+    ParameterUpload, Piece, SingleWeights, TrainedWeights, UpdatedWeights, upload,
 };
 use crate::optimizer::TensorState;
 use crate::zero::ParameterGathering;
@@ -225,6 +225,26 @@ impl<T: LearnerStorage> SingleDeviceRank<T> {
         moments.update(device, &adam, trained.updated(), sums.all())?;
         mirror.outdate();
         Ok(done)
+    }
+
+    /// Adds `steps` to the corrections of routers.
+    ///
+    /// # Errors
+    /// If the weights are not on the device, or it fails.
+    pub(super) fn correct(&mut self, steps: &[RouterStep]) -> Result<(), TrainerError> {
+        let SingleWeights::Loaded { trained, mirror } = &mut self.weights else { return Err(NOT_LOADED) };
+        let (device, UpdatedWeights { masters, mut rounded }) = (self.network.device(), trained.updated());
+        for step in steps {
+            let place = step.place();
+            let mut values = device.download(masters.view(place.clone()))?;
+            step.add(&place, &mut values);
+            device.upload_to(&values, masters.view_mut(place.clone()))?;
+            if let Some(rounded) = &mut rounded {
+                cast(device, masters.view(place.clone()), rounded.view_mut(place))?;
+            }
+        }
+        mirror.outdate();
+        Ok(())
     }
 
     /// A pass that scores.

@@ -197,6 +197,13 @@ impl MemberSeed {
                 let reason = "they update weights on the host, as LoRA and other optimizers than AdamW do";
                 return Err(TrainerError::NoCollective { reason: reason.to_owned() });
             }
+            // The owner alone has the value of a correction before it is rounded, and ranks of a group gather all weights or none.
+            let corrects = base.config.router_correction_rate > 0.0;
+            if corrects && config.collective == CollectivePlace::Device {
+                let reason = "`trainer.router_correction_rate` updates routers through the host";
+                return Err(TrainerError::NoCollective { reason: reason.to_owned() });
+            }
+            let movable = movable && !corrects;
             let opened = by_dtype!(&network, network => network.device());
             if movable && let Some(group) = base.meet(&membership, opened, config.collective)? {
                 let own = match weights {

@@ -173,7 +173,9 @@ impl<L: RowLoss> StepInputs<'_, L> {
         let mut slopes = |samples: Range<usize>, predictions: &[Prediction]| {
             self.slopes(&batch.rows[samples.clone()], &packed.trained[samples], predictions, report)
         };
-        pass.train(&packed, &mut slopes, None)
+        let layers = pass.train(&packed, &mut slopes, None)?;
+        self.loss.routed(&layers, report);
+        Ok(())
     }
 
     /// Adds the gradients of all rows to the sums on the device of a single rank. Returns the report.

@@ -1,0 +1,285 @@
+//! A layer's experts in a pass over a pack.
+//!
+//! Invariant: nothing waits for the router. Rows that experts share with tokens are read where the tokens have them, so there is no
+//! copy of the input for every expert of a token.
+
+use device::ops::experts::{
+    BiasedResults, ExpertInputs, add_gated, add_slots, bias_gradients, gated_backward, weigh_rows,
+    weight_gradients,
+};
+use device::ops::gated_unit::{UnitKind, gated_unit, gated_unit_backward};
+use device::ops::routes::{GivenSlots, RouteMemory, Routes};
+use device::ops::rows::column_sums;
+use device::ops::vectors::cast;
+use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
+
+use super::feed_forward::GatedNetwork;
+use super::{DeviceLayer, input_gradient, linear, weight_gradient};
+use crate::RoutedTokens;
+use crate::layer::{ExpertSpec, Operand};
+use crate::on_device::experts::DeviceExperts;
+
+/// Activations of experts for `T` tokens.
+#[derive(Debug)]
+pub(super) struct ExpertActivations<T: Storage> {
+    spec: ExpertSpec,
+    tokens: usize,
+    routes: RouteMemory,
+    /// `[T k, 2 m]` gate and up of every row.
+    gate_up: DeviceBuffer<T>,
+    /// `[T, 2 s]` of the shared network, if there is one.
+    shared: Option<DeviceBuffer<T>>,
+    /// `[T, 1]` of its gate before the sigmoid, if it has one.
+    shared_gate: Option<DeviceBuffer<f32>>,
+}
+
+impl<T: Storage> ExpertActivations<T> {
+    fn routes(&self) -> Routes<'_> {
+        self.routes.routes(self.spec.router(), self.tokens)
+    }
+}
+
+/// Tokens of the experts of all layers in a backward, on the device until they are asked for.
+#[derive(Debug)]
+pub struct RouteCounts {
+    /// `[chunks, width]`
+    counters: DeviceBuffer<u32>,
+    width: usize,
+    /// Layer, number of experts and tokens of each chunk.
+    chunks: Vec<(usize, usize, usize)>,
+}
+
+impl RouteCounts {
+    /// Memory for the counters of `chunks` chunks of layers with at most `experts` experts.
+    pub(in crate::on_device) fn new(device: &Device, chunks: usize, experts: usize) -> Result<Self> {
+        let width = experts + 2;
+        Ok(Self { counters: device.uninit(chunks * width)?, width, chunks: Vec::new() })
+    }
+
+    /// Adds a chunk of layer `index`.
+    pub(super) fn push<T: Storage>(
+        &mut self,
+        device: &Device,
+        index: usize,
+        of: &ExpertActivations<T>,
+    ) -> Result<()> {
+        let counters = of.routes().counters;
+        let start = self.chunks.len() * self.width;
+        self.chunks.push((index, of.spec.count, of.tokens));
+        device.copy(counters, self.counters.view_mut(start..start + counters.len()))
+    }
+
+    /// Whether no layer has experts.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.chunks.is_empty()
+    }
+
+    /// The tokens of each layer, up to the last one with experts. Synchronises if there are any.
+    ///
+    /// # Errors
+    /// If an earlier operation of the device failed.
+    pub fn download(&self, device: &Device) -> Result<Vec<RoutedTokens>> {
+        let counters = device.download(self.counters.view(0..self.chunks.len() * self.width))?;
+        let mut layers = Vec::new();
+        for ((index, experts, tokens), of) in self.chunks.iter().zip(counters.chunks_exact(self.width)) {
+            layers.resize(layers.len().max(index + 1), RoutedTokens::default());
+            let (of_expert, replayed) = of.split_at(*experts);
+            layers[*index].merge(&RoutedTokens {
+                of_expert: of_expert.iter().map(|tokens| u64::from(*tokens)).collect(),
+                tokens: *tokens as u64,
+                given: replayed[0].into(),
+                changed: replayed[1].into(),
+            });
+        }
+        Ok(layers)
+    }
+}
+
+/// The network beside the experts.
+fn shared_network(spec: &ExpertSpec) -> GatedNetwork {
+    let (gate_up, down) = (Operand::SharedGateUp, Operand::SharedDown);
+    GatedNetwork { unit: UnitKind::Silu, gate_up, down, width: spec.shared_width }
+}
+
+impl<T: Storage> DeviceLayer<'_, T> {
+    fn experts(&self, spec: ExpertSpec) -> DeviceExperts<'_, T> {
+        DeviceExperts::new(self.decoder, self.index, self.weights, spec)
+    }
+
+    /// Forward up to the activations of the tokens `x [T, d]`, those of the pack from `first` on.
+    pub(super) fn begin_experts(
+        &self,
+        spec: ExpertSpec,
+        x: View<'_, T>,
+        first: usize,
+    ) -> Result<ExpertActivations<T>> {
+        let (device, experts, tokens) = (self.on(), self.experts(spec), x.len() / self.hidden());
+        let router = spec.router();
+        let mut routes = RouteMemory::new(device, &[router], tokens)?;
+        let given = self.given.map(|GivenSlots { all, slots, first: of_layer }| GivenSlots {
+            all: all.slice(first * slots..(first + tokens) * slots),
+            slots,
+            first: of_layer,
+        });
+        experts.route(device, x, &mut routes, given, None)?;
+        let mut gate_up = device.uninit(tokens * spec.per_token * 2 * spec.width)?;
+        let of = routes.routes(router, tokens);
+        experts.gate_up().apply(device, &of, ExpertInputs::OfTokens(x), gate_up.all_mut())?;
+        let shared = match spec.shared_width {
+            0 => None,
+            _ => Some(self.gate_up(&shared_network(&spec), x)?),
+        };
+        let shared_gate = match spec.shared_gate {
+            false => None,
+            true => {
+                let mut logits = device.uninit(tokens)?;
+                experts.logits(device, Operand::SharedGate, x, logits.all_mut())?;
+                Some(logits)
+            }
+        };
+        Ok(ExpertActivations { spec, tokens, routes, gate_up, shared, shared_gate })
+    }
+
+    /// `[T k, m]` activations of every row.
+    fn activated_rows(&self, kept: &ExpertActivations<T>) -> Result<DeviceBuffer<T>> {
+        let mut activated = self.on().uninit(kept.gate_up.len() / 2)?;
+        let unit = kept.spec.activation.into();
+        gated_unit(self.on(), unit, kept.gate_up.all(), kept.spec.width, activated.all_mut())?;
+        Ok(activated)
+    }
+
+    /// Adds the results to `out [T, d]`.
+    pub(super) fn finish_experts(&self, kept: &ExpertActivations<T>, mut out: ViewMut<'_, T>) -> Result<()> {
+        let (device, routes, experts) = (self.on(), kept.routes(), self.experts(kept.spec));
+        let activated = self.activated_rows(kept)?;
+        let mut results = device.uninit(kept.tokens * kept.spec.per_token * self.hidden())?;
+        let rows = ExpertInputs::OfRows(activated.all());
+        experts.down().apply(device, &routes, rows, results.all_mut())?;
+        drop(activated);
+        add_slots(device, &routes, results.all(), true, out.reborrow())?;
+        drop(results);
+        let Some(gate_up) = &kept.shared else { return Ok(()) };
+        let network = shared_network(&kept.spec);
+        let activated = self.activated(&network, gate_up.all())?;
+        let down = self.matrix(network.down, network.width);
+        match &kept.shared_gate {
+            None => linear(device, activated.all(), down, out, true),
+            Some(gate) => {
+                let mut result = device.uninit(out.len())?;
+                linear(device, activated.all(), down, result.all_mut(), false)?;
+                add_gated(device, result.all(), gate.all(), out)
+            }
+        }
+    }
+
+    /// Backward for the gradient `g [T, d]` of the result: the gradient `[T, d]` of `x`.
+    pub(super) fn experts_backward(
+        &self,
+        x: View<'_, T>,
+        kept: ExpertActivations<T>,
+        g: View<'_, T>,
+        gradients: &mut ViewMut<'_, f32>,
+    ) -> Result<DeviceBuffer<T>> {
+        let (device, hidden) = (self.on(), self.hidden());
+        let experts = &self.experts(kept.spec);
+        let (d_weights, d_rows) = self.rows_backward(experts, x, &kept, g, gradients)?;
+        let ExpertActivations { spec, tokens, mut routes, gate_up, shared, shared_gate } = kept;
+        drop(gate_up);
+        let router = spec.router();
+        let d_logits = routes.backward(device, router, tokens, d_weights.all())?;
+        let mut d_x = self.router_backward(experts, x, d_logits, gradients)?;
+        add_slots(device, &routes.routes(router, tokens), d_rows.all(), false, d_x.all_mut())?;
+        drop((d_rows, routes));
+        let Some(gate_up) = shared else { return Ok(d_x) };
+        let network = shared_network(&spec);
+        let mut d_result = None;
+        if let Some(gate) = shared_gate {
+            let activated = self.activated(&network, gate_up.all())?;
+            let mut result = device.uninit(x.len())?;
+            let down = self.matrix(network.down, network.width);
+            linear(device, activated.all(), down, result.all_mut(), false)?;
+            drop(activated);
+            let (mut d, mut d_gate) = (device.uninit(x.len())?, device.uninit(tokens)?);
+            gated_backward(device, result.all(), gate.all(), g, d.all_mut(), d_gate.all_mut())?;
+            let d_gate = self.narrowed(d_gate.all())?;
+            let of_gate = gradients.slice_mut(self.ranges()[Operand::SharedGate].clone());
+            weight_gradient(device, Matrix::new(x, hidden), d_gate.all(), of_gate)?;
+            let weight = experts.matrix(Operand::SharedGate, hidden);
+            let to = MatrixMut::new(d_x.all_mut(), hidden);
+            device.product(Matrix::new(d_gate.all(), 1), weight, to, 1.0, 1.0)?;
+            d_result = Some(d);
+        }
+        let g = d_result.as_ref().map_or(g, DeviceBuffer::all);
+        self.gated_backward(&network, x, gate_up, g, gradients, d_x.all_mut(), true)?;
+        Ok(d_x)
+    }
+
+    /// Backward of the experts: the gradients `[T, k]` of the weights of slots, and `[T k, d]` of the inputs of rows.
+    fn rows_backward(
+        &self,
+        experts: &DeviceExperts<'_, T>,
+        x: View<'_, T>,
+        kept: &ExpertActivations<T>,
+        g: View<'_, T>,
+        gradients: &mut ViewMut<'_, f32>,
+    ) -> Result<(DeviceBuffer<f32>, DeviceBuffer<T>)> {
+        let (device, ranges, hidden) = (self.on(), self.ranges(), self.hidden());
+        let (spec, routes) = (kept.spec, kept.routes());
+        let rows = kept.tokens * spec.per_token;
+        let (x, g_of_tokens) = (ExpertInputs::OfTokens(x), ExpertInputs::OfTokens(g));
+        let mut activated = self.activated_rows(kept)?;
+        let mut d_activated = device.uninit(activated.len())?;
+        experts.down().input_gradient(device, &routes, g_of_tokens, d_activated.all_mut())?;
+        let mut d_weights = device.uninit(rows)?;
+        let biased = experts.values(Operand::DownBias).map(|bias| BiasedResults { g, bias });
+        let (d, a) = (d_activated.all_mut(), activated.all_mut());
+        weigh_rows(device, &routes, d, a, biased, d_weights.all_mut())?;
+        // The weight of a slot is in the activation, so that the gradient of the result is that of the token.
+        let (weighed, of_down) =
+            (ExpertInputs::OfRows(activated.all()), gradients.slice_mut(ranges[Operand::Down].clone()));
+        weight_gradients(device, &routes, g_of_tokens, weighed, spec.width, of_down)?;
+        drop(activated);
+        let mut d_gate_up = device.uninit(kept.gate_up.len())?;
+        let (gate_up, d) = (kept.gate_up.all(), d_activated.all());
+        gated_unit_backward(device, spec.activation.into(), gate_up, spec.width, d, d_gate_up.all_mut())?;
+        drop(d_activated);
+        let d_rows = ExpertInputs::OfRows(d_gate_up.all());
+        let of_gate_up = gradients.slice_mut(ranges[Operand::GateUp].clone());
+        weight_gradients(device, &routes, d_rows, x, hidden, of_gate_up)?;
+        if spec.bias {
+            let of_down = gradients.slice_mut(ranges[Operand::DownBias].clone());
+            bias_gradients(device, &routes, g_of_tokens, true, of_down)?;
+            let of_gate_up = gradients.slice_mut(ranges[Operand::GateUpBias].clone());
+            bias_gradients(device, &routes, d_rows, false, of_gate_up)?;
+        }
+        let mut d_inputs = device.uninit(rows * hidden)?;
+        experts.gate_up().input_gradient(device, &routes, d_rows, d_inputs.all_mut())?;
+        Ok((d_weights, d_inputs))
+    }
+
+    /// Backward of the router for the gradient `d_logits [T, E]`: that of `x`.
+    fn router_backward(
+        &self,
+        experts: &DeviceExperts<'_, T>,
+        x: View<'_, T>,
+        d_logits: View<'_, f32>,
+        gradients: &mut ViewMut<'_, f32>,
+    ) -> Result<DeviceBuffer<T>> {
+        let (device, ranges, hidden) = (self.on(), self.ranges(), self.hidden());
+        if !ranges[Operand::RouterBias].is_empty() {
+            column_sums(device, d_logits, gradients.slice_mut(ranges[Operand::RouterBias].clone()))?;
+        }
+        let d_logits = self.narrowed(d_logits)?;
+        let of_router = gradients.slice_mut(ranges[Operand::Router].clone());
+        weight_gradient(device, Matrix::new(x, hidden), d_logits.all(), of_router)?;
+        input_gradient(device, d_logits.all(), experts.matrix(Operand::Router, hidden))
+    }
+
+    /// The nearest values of the type of activations.
+    fn narrowed(&self, values: View<'_, f32>) -> Result<DeviceBuffer<T>> {
+        let mut out = self.on().uninit(values.len())?;
+        cast(self.on(), values, out.all_mut())?;
+        Ok(out)
+    }
+}
