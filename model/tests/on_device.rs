@@ -213,6 +213,11 @@ fn assert_routes(caches: &[KvCache; 2], pages: &[u32], tokens: usize) {
     assert!(here.is_none_or(|routes| !routes.is_empty()));
 }
 
+/// `tokens` of a sequence from `position` on, without an adapter.
+fn next<'a>(tokens: &'a [u32], position: usize, pages: &'a [u32], wanted: usize) -> StepSequence<'a> {
+    StepSequence { tokens, position, pages, wanted, adapter: None }
+}
+
 /// Three sequences that share a prompt, step by step, with the logits of the processor: prefilled in two chunks, then one
 /// token at a time, so that recorded steps of one size are replayed.
 fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
@@ -236,12 +241,8 @@ fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
         sampler.step(&mut caches[1], sequences).unwrap();
         logits
     };
-    let first =
-        StepSequence { tokens: &prompt[..9], position: 0, pages: &pages[0][..1], wanted: 0, adapter: None };
-    both(&mut caches, &mut sampler, &[first]);
-    let second =
-        StepSequence { tokens: &prompt[9..], position: 9, pages: &pages[0], wanted: 1, adapter: None };
-    let mut logits = both(&mut caches, &mut sampler, &[second]);
+    both(&mut caches, &mut sampler, &[next(&prompt[..9], 0, &pages[0][..1], 0)]);
+    let mut logits = both(&mut caches, &mut sampler, &[next(&prompt[9..], 9, &pages[0], 1)]);
     for step in 0..14 {
         // Greedy on the processor; the device draws the same, with log-probabilities near those of the processor.
         for (i, tokens) in tokens.iter_mut().enumerate() {
@@ -280,7 +281,7 @@ fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
             .zip(&pages)
             .map(|(tokens, pages)| {
                 let position = tokens.len() - 1;
-                StepSequence { tokens: &tokens[position..], position, pages, wanted: 1, adapter: None }
+                next(&tokens[position..], position, pages, 1)
             })
             .collect();
         logits = both(&mut caches, &mut sampler, &sequences);
@@ -319,27 +320,18 @@ fn prefills(config: &Config) {
         pages[0].clone()
     };
     let (own, others) = (take(2), take(8));
-    let part = |of: std::ops::Range<usize>| StepSequence {
-        tokens: &long[of.clone()],
-        position: of.start,
-        pages: &others,
-        wanted: usize::from(of.end > 69),
-        adapter: None,
+    let part = |of: std::ops::Range<usize>| {
+        let wanted = usize::from(of.end > 69);
+        next(&long[of.clone()], of.start, &others, wanted)
     };
-    let next = |position: usize| StepSequence {
-        tokens: &short[position..=position],
-        position,
-        pages: &own,
-        wanted: 1,
-        adapter: None,
-    };
-    let prompt = StepSequence { tokens: &short[..20], position: 0, pages: &own, wanted: 1, adapter: None };
+    let one = |position: usize| next(&short[position..=position], position, &own, 1);
+    let prompt = next(&short[..20], 0, &own, 1);
     let steps = [
         vec![prompt],
-        vec![next(20), part(0..69)],
-        vec![next(21), part(69..118)],
-        vec![next(22), part(118..119)],
-        vec![next(23), part(119..120)],
+        vec![one(20), part(0..69)],
+        vec![one(21), part(69..118)],
+        vec![one(22), part(118..119)],
+        vec![one(23), part(119..120)],
     ];
     for (number, step) in steps.iter().enumerate() {
         let logits = decoder.step(&mut caches[0], step, &ThreadPool::single()).unwrap();

@@ -75,8 +75,9 @@ impl Decoder {
     /// `[wanted, vocab_size]` of the tokens whose logits are wanted, in order.
     ///
     /// # Errors
-    /// If a token id lies beyond the vocabulary, a sequence names an adapter that the decoder lacks, or one of a model with a recurrence begins where the cache has no state
-    /// ([`KvCache::resumable`]). Then the sequences of the step may have lost their states, and begin again.
+    /// If a token id lies beyond the vocabulary, a sequence names an adapter that the decoder lacks, or one of a model with a recurrence
+    /// begins where the cache has no state ([`KvCache::resumable`]). Then the sequences of the step may have lost their states, and
+    /// begin again.
     ///
     /// # Panics
     /// If the pages of a sequence do not reach its last token, or two sequences write to the same page.

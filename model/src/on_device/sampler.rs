@@ -166,7 +166,7 @@ impl DeviceSampler {
     /// logits are wanted, in order, for [`Self::draw`]. Synchronises if the cache keeps the experts of tokens.
     ///
     /// # Errors
-    /// If a token id lies beyond the vocabulary, or the device fails.
+    /// If a token id lies beyond the vocabulary, a sequence names an adapter, or the device fails.
     ///
     /// # Panics
     /// If the pages of a sequence do not reach its last token.
@@ -243,6 +243,11 @@ impl<T: Storage> TypedSampler<T> {
             copy_pages(&device, pairs.all(), values.all_mut(), pages * page_len, page_len)?;
         }
         for sequence in sequences {
+            if sequence.adapter.is_some() {
+                let (device, call) = (device.name(), "a step");
+                let reason = "adapters that are not merged are computed on the processor alone".to_owned();
+                return Err(DeviceError::Call { device, call, reason });
+            }
             check_ids(&device, "gather_rows", sequence.tokens, self.decoder.config().vocab_size)?;
         }
         let shape = CacheShape { pages, page_len };
