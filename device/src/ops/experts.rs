@@ -48,7 +48,7 @@ impl<T: Storage> ExpertInputs<'_, T> {
 }
 
 /// Shape of the tiles of a product in `expert_products.cu`.
-struct TileShape {
+struct ProductTile {
     name: &'static str,
     width: usize,
     threads: usize,
@@ -56,7 +56,7 @@ struct TileShape {
     shared: usize,
 }
 
-impl TileShape {
+impl ProductTile {
     fn of<T: Storage>(height: TileHeight) -> Self {
         // Two operands of so many values, in rows with a padding of 8, and stages of both; the larger of both orders of storage.
         let stages = |rows: usize, width: usize, deep: usize, stages: usize| {
@@ -126,7 +126,7 @@ impl<T: Storage> ExpertProduct<'_, T> {
         assert_eq!(self.weights.len(), experts * inner * outer, "a weight for each expert");
         assert!(self.bias.is_none_or(|bias| bias.len() == experts * outer), "a bias for each expert");
         assert_eq!(out.len(), rows * outer, "a result for each row");
-        let shape = TileShape::of::<T>(routes.height);
+        let shape = ProductTile::of::<T>(routes.height);
         let [values, slots] = x.arguments(routes, inner);
         let arguments = [
             values,
@@ -165,7 +165,7 @@ pub fn weight_gradients<T: Storage>(
 ) -> Result<()> {
     let Router { experts, per_token, .. } = routes.router;
     let output = rows_of(gradients.len(), experts * input);
-    let shape = TileShape::of::<T>(TileHeight::High);
+    let shape = ProductTile::of::<T>(TileHeight::High);
     let ([g, g_slots], [x, x_slots]) = (g.arguments(routes, output), x.arguments(routes, input));
     let arguments = [
         g,

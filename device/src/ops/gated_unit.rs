@@ -18,7 +18,7 @@ pub enum UnitKind {
     Clamped {
         /// Factor of the gate in the sigmoid.
         alpha: f32,
-        /// Bound of the gate from above, and of `up` on both sides.
+        /// Bound of every entry of the gate from above, and of `up` on both sides.
         limit: f32,
     },
 }

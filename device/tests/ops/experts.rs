@@ -246,7 +246,7 @@ fn padding_adds_nothing() {
         let product = ExpertProduct { weights: weights.all(), bias: None, input: 6, output: 8 };
         let mut y = device.upload(&[9.0_f32; 6 * 8]).unwrap();
         product.apply(&device, &routes, ExpertInputs::OfTokens(x.all()), y.all_mut()).unwrap();
-        assert_eq!(device.download(y.view(4 * 8..6 * 8)).unwrap(), [9.0; 16], "rows that nobody has");
+        assert_eq!(device.download(y.view(4 * 8..6 * 8)).unwrap(), [9.0; 16], "rows of padding");
         let mut out = device.zeros::<f32>(3 * 8).unwrap();
         add_slots(&device, &routes, y.all(), true, out.all_mut()).unwrap();
         let out = device.download(out.all()).unwrap();
