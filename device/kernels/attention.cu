@@ -23,9 +23,10 @@ DEVICE float* slot_part(float* scratch, const KeyJob& job, const Heads& of, int 
     return scratch + ((int64(job.slot) * of.kv_heads + kv) * 2 + which) * TILE * of.dim;
 }
 
-// Whether the query of a row attends to the key of another.
+// Whether the query of a row attends to the key of another. Keys after the query are many places before it as an
+// unsigned number.
 DEVICE bool sees(const Seen& range, int window, int query, int key) {
-    return key <= query && query - key + range.shift < window && key >= range.key_first && key < range.key_end;
+    return uint32(query - key + range.shift) < uint32(window) && key >= range.key_first && key < range.key_end;
 }
 
 // Iterates over the work of a key job: segments, then heads of the group, then tiles of queries.

@@ -59,10 +59,10 @@ DEVICE QueryBlock query_block(const Heads& of, const Segment& segment, int first
             first_place + min(TILE, segment.end - first)};
 }
 
-// Whether query `i` of a block does not see the key at a place.
+// Whether query `i` of a block does not see the key at a place: one after its own, which is many before it as an
+// unsigned number, or one before its window.
 DEVICE bool hidden(const QueryBlock& block, int i, int place) {
-    const int own = block.first_place + i;
-    return place > own || place <= own - block.window;
+    return uint32(block.first_place + i - place) >= uint32(block.window);
 }
 
 // Whether some query of a block does not see a key of the tile at `first`.

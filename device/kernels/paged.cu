@@ -166,8 +166,9 @@ DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, con
     for (int p = work.first / PAGE + int(warp_index()); p < pages; p += WARPS) {
         const bf16* page_keys = keys_of(cache, work, p);
         const bf16* page_values = page_keys + values_after(work.of);
-        // The positions of the page from `skipped` to `left` are visible; at least one is.
-        const int skipped = work.first - p * PAGE, left = work.end - p * PAGE;
+        // The `visible` positions of the page from `skipped` on are visible; at least one is.
+        const int skipped = work.first - p * PAGE;
+        const uint32 visible = work.end - work.first;
         Pack keys[2][D / 32], values[4][D / 64];
         UNROLL for (int j = 0; j < 2; ++j)
             UNROLL for (int c = 0; c < D / 32; ++c) keys[j][c] = stream(page_keys + (8 * j + g) * D + 32 * c + 8 * t);
@@ -175,7 +176,7 @@ DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, con
             const int place = 2 * t + (i & 1) + 8 * (i >> 1);
             // Unwritten positions may contain NaN, which a weight of 0 does not remove.
             UNROLL for (int c = 0; c < D / 64; ++c)
-                values[i][c] = place < left ? stream(page_values + place * D + 64 * c + 8 * g) : Pack{};
+                values[i][c] = uint32(place - skipped) < visible ? stream(page_values + place * D + 64 * c + 8 * g) : Pack{};
         }
         float s[2][4] = {};
         UNROLL for (int k = 0; k < D / 16; ++k) {
@@ -192,7 +193,7 @@ DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, con
             UNROLL for (int i = 0; i < 4; ++i) {
                 float& score = s[i / 2][2 * r + i % 2];
                 const int place = 8 * (i / 2) + 2 * t + i % 2;
-                score = place >= skipped && place < left ? score * scale * LOG2_E : -INFINITE;
+                score = uint32(place - skipped) < visible ? score * scale * LOG2_E : -INFINITE;
                 high = fmaxf(high, score);
             }
             high = fmaxf(high, shuffle_xor(high, 1));

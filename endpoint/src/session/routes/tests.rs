@@ -14,13 +14,13 @@ use crate::{EndpointConfig, EndpointLimits, ServedPolicy};
 
 const ADMIN: &str = "admin-key";
 
-struct Routes {
+struct ControlRoutes {
     store: SessionStore,
     router: Router,
     _directory: tempfile::TempDir,
 }
 
-impl Routes {
+impl ControlRoutes {
     fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let config = Config::fresh(&Sizes {
@@ -99,7 +99,7 @@ impl Routes {
 
 #[tokio::test]
 async fn a_session_is_started_rewarded_ended_and_exported() {
-    let routes = Routes::new();
+    let routes = ControlRoutes::new();
     assert_eq!(routes.post("/rl/start_session", "wrong", json!({})).await.0, 401);
     let (status, started) =
         routes.post("/rl/start_session", ADMIN, json!({"task_id": 3, "api_key": "sk-mine-1"})).await;
@@ -133,7 +133,7 @@ async fn a_session_is_started_rewarded_ended_and_exported() {
 
 #[tokio::test]
 async fn a_captured_session_is_shown_as_rows_and_calls() {
-    let routes = Routes::new();
+    let routes = ControlRoutes::new();
     let body = json!({"session_id": "sk-captured", "max_model_calls": 5, "metadata": {"a": 1}});
     let (status, started) = routes.post("/sessions", ADMIN, body).await;
     assert_eq!(
