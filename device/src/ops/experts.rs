@@ -1,6 +1,6 @@
 //! Products of experts over their rows, and what goes from tokens to rows and back.
 
-use super::routes::{Router, Routes, TileHeight};
+use super::routes::{RoutedRows, Router, TileHeight};
 use super::{THREADS, rows_of, size, tiles};
 use crate::backend::Argument;
 use crate::device::Device;
@@ -32,7 +32,7 @@ pub struct ExpertProduct<'a, T: Storage> {
 
 impl<T: Storage> ExpertInputs<'_, T> {
     /// Kernel arguments: the values, and the slots if the values are those of tokens.
-    fn arguments(self, routes: &Routes<'_>, width: usize) -> [Argument; 2] {
+    fn arguments(self, routes: &RoutedRows<'_>, width: usize) -> [Argument; 2] {
         let rows = routes.slots.len();
         match self {
             Self::OfTokens(values) => {
@@ -87,7 +87,7 @@ impl<T: Storage> ExpertProduct<'_, T> {
     pub fn apply(
         &self,
         device: &Device,
-        routes: &Routes<'_>,
+        routes: &RoutedRows<'_>,
         x: ExpertInputs<'_, T>,
         out: ViewMut<'_, T>,
     ) -> Result<()> {
@@ -104,7 +104,7 @@ impl<T: Storage> ExpertProduct<'_, T> {
     pub fn input_gradient(
         &self,
         device: &Device,
-        routes: &Routes<'_>,
+        routes: &RoutedRows<'_>,
         g: ExpertInputs<'_, T>,
         out: ViewMut<'_, T>,
     ) -> Result<()> {
@@ -116,7 +116,7 @@ impl<T: Storage> ExpertProduct<'_, T> {
         &self,
         device: &Device,
         name: &str,
-        routes: &Routes<'_>,
+        routes: &RoutedRows<'_>,
         x: ExpertInputs<'_, T>,
         [inner, outer]: [usize; 2],
         out: ViewMut<'_, T>,
@@ -157,7 +157,7 @@ impl<T: Storage> ExpertProduct<'_, T> {
 /// If the shapes do not fit.
 pub fn weight_gradients<T: Storage>(
     device: &Device,
-    routes: &Routes<'_>,
+    routes: &RoutedRows<'_>,
     g: ExpertInputs<'_, T>,
     x: ExpertInputs<'_, T>,
     input: usize,
@@ -194,7 +194,7 @@ pub fn weight_gradients<T: Storage>(
 /// If the shapes do not fit.
 pub fn bias_gradients<T: Storage>(
     device: &Device,
-    routes: &Routes<'_>,
+    routes: &RoutedRows<'_>,
     g: ExpertInputs<'_, T>,
     weighted: bool,
     gradients: ViewMut<'_, f32>,
@@ -227,7 +227,7 @@ pub fn bias_gradients<T: Storage>(
 /// If the shapes do not fit.
 pub fn add_slots<T: Storage>(
     device: &Device,
-    routes: &Routes<'_>,
+    routes: &RoutedRows<'_>,
     y: View<'_, T>,
     weighted: bool,
     out: ViewMut<'_, T>,
@@ -270,7 +270,7 @@ pub struct BiasedResults<'a, T: Storage> {
 /// If the shapes do not fit.
 pub fn weigh_rows<T: Storage>(
     device: &Device,
-    routes: &Routes<'_>,
+    routes: &RoutedRows<'_>,
     d: ViewMut<'_, T>,
     activated: ViewMut<'_, T>,
     biased: Option<BiasedResults<'_, T>>,

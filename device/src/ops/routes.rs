@@ -100,7 +100,7 @@ pub struct RouteMemory {
 
 /// Routes of `T` tokens to `k` of `E` experts each: `T k` rows.
 #[derive(Clone, Copy, Debug)]
-pub struct Routes<'a> {
+pub struct RoutedRows<'a> {
     /// What routed them.
     pub router: Router,
     /// Rows of a tile of the products of experts.
@@ -215,14 +215,14 @@ impl RouteMemory {
     /// # Panics
     /// If the memory is too small.
     #[must_use]
-    pub fn routes(&self, router: Router, tokens: usize) -> Routes<'_> {
+    pub fn routes(&self, router: Router, tokens: usize) -> RoutedRows<'_> {
         let slots = tokens * router.per_token;
         let mut end = 0;
         let [counters, starts, slots_of, rows, tiles] = router.lists(tokens).map(|len| {
             end += len;
             self.lists.view(end - len..end)
         });
-        Routes {
+        RoutedRows {
             router,
             height: TileHeight::of(slots, router.experts),
             scores: self.scores.view(0..tokens * router.experts),
@@ -339,7 +339,7 @@ impl RouteMemory {
         assert_eq!(d_weights.len(), tokens * router.per_token, "a gradient for each slot");
         let [kind, normalized, _, _, scale] = router.arguments();
         let scores: Argument = self.logits(router, tokens).into();
-        let Routes { experts, weights, scores: d_logits, .. } = self.routes(router, tokens);
+        let RoutedRows { experts, weights, scores: d_logits, .. } = self.routes(router, tokens);
         let arguments = [
             scores,
             size(tokens).into(),

@@ -1,6 +1,6 @@
 //! Routes of tokens to experts against a reference in f64.
 
-use device::ops::routes::{GivenSlots, Padding, RouteInputs, RouteMemory, Router, RouterKind, Routes};
+use device::ops::routes::{GivenSlots, Padding, RouteInputs, RouteMemory, RoutedRows, Router, RouterKind};
 use device::{Device, Storage, bf16};
 
 use crate::common::{assert_close, devices, noise};
@@ -93,7 +93,7 @@ struct Found {
 }
 
 /// Checks that rows are those of `routes.experts`, and downloads them.
-fn downloaded(device: &Device, routes: &Routes<'_>) -> Found {
+fn downloaded(device: &Device, routes: &RoutedRows<'_>) -> Found {
     let experts = device.download(routes.experts).unwrap();
     let [counters, starts, slots, rows] = [routes.counters, routes.starts, routes.slots, routes.rows]
         .map(|list| device.download(list).unwrap());

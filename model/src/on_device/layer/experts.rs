@@ -8,7 +8,7 @@ use device::ops::experts::{
     weight_gradients,
 };
 use device::ops::gated_unit::{UnitKind, gated_unit, gated_unit_backward};
-use device::ops::routes::{GivenSlots, RouteMemory, Routes};
+use device::ops::routes::{GivenSlots, RouteMemory, RoutedRows};
 use device::ops::rows::column_sums;
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
@@ -34,7 +34,7 @@ pub(super) struct ExpertActivations<T: Storage> {
 }
 
 impl<T: Storage> ExpertActivations<T> {
-    fn routes(&self) -> Routes<'_> {
+    fn routes(&self) -> RoutedRows<'_> {
         self.routes.routes(self.spec.router(), self.tokens)
     }
 }
