@@ -50,6 +50,17 @@ fn completions_are_those_of_the_processor() {
     }
 }
 
+/// Families whose layers normalise, attend or multiply in another way.
+#[test]
+fn families_generate_as_on_the_processor() {
+    for family in [Architecture::Olmo3, Architecture::Smollm3, Architecture::Granite, Architecture::Gemma3] {
+        let model = Model::of_family(family, 128);
+        let requests = || (0..2).map(|g| request(g, 2, Sampling::PLAIN)).collect();
+        let expected = complete(&mut model.engine(CONFIG, &[]), requests());
+        assert_same(&complete(&mut engine(&model, CONFIG), requests()), &expected);
+    }
+}
+
 /// The experts of every token but the newest, whatever else is in a step, and with prompts in chunks.
 #[test]
 fn recorded_experts_are_those_of_the_processor() {
