@@ -24,7 +24,7 @@ const LANES: usize = 32;
 /// Padding of the rows of a shared-memory tile for the tensor cores, values.
 const PAD: usize = 8;
 /// Largest head dimension.
-const MAX_HEAD_DIM: usize = 256;
+pub const MAX_HEAD_DIM: usize = 256;
 /// Smallest number of rows per block in the gradient of the sinks.
 const SLAB: usize = 1024;
 /// Largest number of queries that one block processes for its keys. All completions attend to the keys of a prompt:

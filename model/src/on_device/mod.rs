@@ -24,6 +24,7 @@ mod units;
 
 use std::sync::Arc;
 
+use device::ops::attention::MAX_HEAD_DIM;
 use device::ops::heads::HeadShape;
 use device::{Device, DeviceBuffer, Result, Storage, bf16};
 use serde::{Deserialize, Serialize};
@@ -135,6 +136,9 @@ impl<T: Storage> DeviceDecoder<T> {
 fn missing(config: &Config) -> Option<&'static str> {
     if config.delta_net().is_some() {
         return Some("layers with a recurrence in place of attention");
+    }
+    if config.head_dim > MAX_HEAD_DIM {
+        return Some("heads of more than 256 values");
     }
     config.layers.iter().find_map(|layer| {
         // Another kind of layer does not compile until its operations, or a refusal, are here.

@@ -118,10 +118,13 @@ fn loss_and_gradients_are_those_of_pytorch() {
 #[test]
 fn other_families_are_refused_by_name() {
     let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let refused = |config: &Config, what: &str| {
+        let layout = Arc::new(Layout::new(config));
+        let error = DeviceDecoder::<f32>::new(&device, config, &layout, Recompute::None).unwrap_err();
+        assert!(error.to_string().contains(what), "{:?}: {error}", config.architecture);
+    };
     for (family, _, what) in REFUSED {
-        let config = config(family, 4);
-        let layout = Arc::new(Layout::new(&config));
-        let error = DeviceDecoder::<f32>::new(&device, &config, &layout, Recompute::None).unwrap_err();
-        assert!(error.to_string().contains(what), "{family:?}: {error}");
+        refused(&config(family, 4), what);
     }
+    refused(&Config { head_dim: 264, ..config(Architecture::Qwen3, 2) }, "heads of more than 256 values");
 }
