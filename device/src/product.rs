@@ -60,7 +60,10 @@ impl<'a, T: Storage> Matrix<'a, T> {
     /// If the matrix is a part of another, or transposed.
     #[must_use]
     pub fn values(&self) -> View<'a, T> {
-        assert!(!self.transposed && self.values.len() == self.rows * self.columns, "the values are contiguous");
+        assert!(
+            !self.transposed && self.values.len() == self.rows * self.columns,
+            "the values are contiguous"
+        );
         self.values
     }
 

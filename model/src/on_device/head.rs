@@ -9,7 +9,7 @@ use device::ops::head::{HeadTarget, HeadTargets, predict, predict_backward};
 use device::{DeviceBuffer, Matrix, MatrixMut, Result, Storage, View};
 
 use super::factors::PassGradients;
-use super::layer::input_gradient;
+use super::layer::{input_gradient, weight_gradient};
 use super::units::{UnitWeights, within};
 use super::{DeviceDecoder, check_ids};
 use crate::{Head, Prediction, PredictionGradient, Target, Unit};
@@ -142,7 +142,10 @@ impl<T: Storage> DeviceDecoder<T> {
             let (column, row) = (Matrix::new(values.all(), 1), Matrix::new(weight, width));
             device.product(column, row, MatrixMut::new(d_normed.all_mut(), width), 1.0, 1.0)?;
             let x = Matrix::new(normed.all(), width);
-            gradients.unit(Unit::Tail)?.add(device, &place, x, values.all())?;
+            // It has no factors, as on the processor.
+            if let Some(of_head) = gradients.unit(Unit::Tail)?.vector(&place) {
+                weight_gradient(device, x, values.all(), of_head)?;
+            }
         }
         Ok(d_normed)
     }
