@@ -1,5 +1,7 @@
 //! Matrix products (GEMM): cuBLAS on a GPU.
 
+use std::ops::Range;
+
 use crate::backend::{Product, ProductOperand};
 use crate::device::Device;
 use crate::element::Storage;
@@ -50,6 +52,30 @@ impl<'a, T: Storage> Matrix<'a, T> {
     #[must_use]
     pub fn columns(&self) -> usize {
         self.columns
+    }
+
+    /// The values, row by row.
+    ///
+    /// # Panics
+    /// If the matrix is a part of another, or transposed.
+    #[must_use]
+    pub fn values(&self) -> View<'a, T> {
+        assert!(
+            !self.transposed && self.values.len() == self.rows * self.columns,
+            "the values are contiguous"
+        );
+        self.values
+    }
+
+    /// The columns `range` of all rows, without a copy.
+    ///
+    /// # Panics
+    /// If the matrix is transposed, or the range is beyond its columns.
+    #[must_use]
+    pub fn columns_within(self, range: Range<usize>) -> Self {
+        assert!(!self.transposed && range.end <= self.columns, "columns {range:?} of {}", self.columns);
+        let values = self.values.slice(range.start.min(self.values.len())..self.values.len());
+        Self { values, columns: range.len(), ..self }
     }
 
     /// The transposed matrix, without a copy.

@@ -78,6 +78,16 @@ impl LowRank {
         &mut self.values
     }
 
+    /// Rank of every pair.
+    pub(crate) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// What the product `B A` is multiplied with.
+    pub(crate) fn scale(&self) -> f32 {
+        self.scale
+    }
+
     /// Range among [`Self::values`] of the factors of the weights in the range `place` of the flat parameters.
     #[must_use]
     pub fn within(&self, place: &Range<usize>) -> Range<usize> {

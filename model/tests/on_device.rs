@@ -4,6 +4,7 @@
 
 mod attention;
 mod experts;
+mod factors;
 mod families;
 
 use std::sync::Arc;
@@ -122,7 +123,7 @@ impl Case {
         let (rows, targets) = (&self.rows, &self.targets);
         let (predictions, trace) = decoder.forward(&mut weights, &self.pack, rows, targets).unwrap();
         assert_eq!(decoder.score(&mut weights, &self.pack, rows, targets).unwrap(), predictions);
-        decoder.backward(&mut weights, &self.pack, trace, &self.slopes, &mut gradients).unwrap();
+        decoder.backward(&mut weights, &self.pack, trace, &self.slopes, &mut gradients, None).unwrap();
         (flat(&predictions), device.download(gradients.buffer().all()).unwrap())
     }
 }

@@ -5,8 +5,8 @@
 //! ```
 //!
 //! The network computes with the merged `W`, so sampling, scoring and the forward pass are those of a full model. The backward
-//! pass forms the gradients of `A` and `B` and no gradient of `W` ([`model::low_rank`]); a device forms that of `W`, which is
-//! projected on the factors. All linear layers of the blocks can have an adapter, those of every expert too, and so can the
+//! pass forms the gradients of `A` and `B` and no gradient of `W` ([`model::low_rank`]); a device forms that of the experts of a
+//! layer, which is projected on the factors. All linear layers of the blocks can have an adapter, those of every expert too, and so can the
 //! embedding and the head of models that do not tie them.
 //!
 //! Invariant: merged weights are computed from the frozen `W0`, never from merged ones, so they are a function of `W0`,

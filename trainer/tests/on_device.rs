@@ -152,13 +152,18 @@ fn other_optimizers_and_adapters_are_updated_on_the_host() {
         let numbered = adapter.values_mut().iter_mut().enumerate();
         numbered.for_each(|(i, value)| *value += 0.05 * (i as f32 * 0.7).sin());
         let mut learner = Learner::adapting(settings, config(), base, adapter, None).unwrap();
-        policy_step(&mut learner, &batch(), 1e-2);
-        policy_step(&mut learner, &batch(), 1e-2);
+        advance(&mut learner, 2);
+        if let Some((device, _)) = learner.device_weights() {
+            let usage = device.memory_usage();
+            let factors = 4 * learner.adapter().unwrap().values().len() as u64;
+            let formed = usage.0.iter().filter(|(label, _)| *label == "gradients");
+            assert!(formed.map(|(_, bytes)| *bytes).sum::<u64>() <= factors, "of the factors alone: {usage}");
+        }
         (learner.adapter().unwrap().values().to_vec(), values(&learner))
     };
     let (expected, merged) = adapting(smooth(OptimizerKind::Adamw));
-    for world in [1, 2] {
-        let (found, other) = adapting(LearnerConfig { world, zero: 2, ..on_device(DeviceDtype::F32) });
+    for (world, zero) in [(1, 1), (2, 1), (2, 2)] {
+        let (found, other) = adapting(LearnerConfig { world, zero, ..on_device(DeviceDtype::F32) });
         assert_same(&found, &expected, 1e-5, "the adapter");
         assert_same(&other, &merged, 1e-5, "what it is merged into");
     }

@@ -408,7 +408,7 @@ pub struct AttentionForward<'a, T: Storage> {
 }
 
 /// Gradient of `qkv [rows, width]` from `g [rows, query_width]`, that of the result, into all of `dqkv [rows, width]`.
-/// Those of the sinks are added to `d_sinks [heads]`, which is empty without sinks.
+/// Those of the sinks are added to `d_sinks [heads]`, which is empty without sinks, or if they are frozen.
 ///
 /// # Errors
 /// If a launch fails, there is no memory for the scratch, or the segments have no work lists for the window.
@@ -431,11 +431,8 @@ pub fn attention_backward<T: Storage>(
     assert_eq!(dqkv.len(), qkv.len(), "the gradient is as large as what it is of");
     assert_eq!([out.len(), g.len()], [rows * shape.query_width(); 2], "results are [rows, query_width]");
     assert_eq!(log_sums.len(), rows * shape.heads, "the sums are [heads, rows]");
-    assert_eq!(
-        d_sinks.len(),
-        heads.sinks.map_or(0, |sinks| sinks.len()),
-        "a gradient has the shape of what it is of"
-    );
+    let sinks = heads.sinks.map_or(0, |sinks| sinks.len());
+    assert!(d_sinks.is_empty() || d_sinks.len() == sinks, "a gradient has the shape of what it is of");
     [qkv, out, g, dqkv.as_view()].into_iter().for_each(|view| kernels.check(view));
     let lists = segments.keys.iter().find(|lists| lists.window == heads.window);
     let Some(lists) = lists else {
@@ -484,6 +481,9 @@ fn sink_gradient<T: Storage>(
     d_sinks: ViewMut<'_, f32>,
 ) -> Result<()> {
     let (count, Some(sinks)) = (heads.shape.heads, heads.sinks) else { return Ok(()) };
+    if d_sinks.is_empty() {
+        return Ok(());
+    }
     let rows = deltas.len() / count;
     if rows == 0 {
         return Ok(());

@@ -156,8 +156,8 @@ pub struct HeadNormBackward<'a, T: Storage> {
     pub norm: HeadNorm<'a, T>,
     /// `[rows, width]` the raw projection.
     pub raw: View<'a, T>,
-    /// The gradients of the weights, those of the queries first, are added to these.
-    pub gradient: ViewMut<'a, f32>,
+    /// The gradients of the weights, those of the queries first, are added to these; `None` if they are frozen.
+    pub gradient: Option<ViewMut<'a, f32>>,
 }
 
 /// Converts `g [rows, width]`, the gradient of the prepared projection, to that of the raw projection, in place.
@@ -182,15 +182,19 @@ pub fn prepare_backward<T: Storage>(
     };
     assert_eq!(raw.len(), g.len(), "a gradient has the shape of what it is of");
     let Some(parts) = norm.whole(shape) else {
-        head_norm_gradient(device, raw, (shape, norm.eps), angles, g.as_view(), gradient)?;
+        if let Some(gradient) = gradient {
+            head_norm_gradient(device, raw, (shape, norm.eps), angles, g.as_view(), gradient)?;
+        }
         return launch_backward(device, shape, Some((raw, norm)), angles, &g);
     };
     if angles.is_some() {
         launch_backward(device, shape, None, angles, &g)?;
     }
     let queries = norm.query.len();
-    for ((columns, norm), of) in parts.into_iter().zip([0..queries, queries..gradient.len()]) {
-        weight_gradient_of(device, raw, columns, norm, g.as_view(), gradient.slice_mut(of))?;
+    for ((columns, norm), of) in parts.into_iter().zip([0..queries, queries..queries + norm.key.len()]) {
+        if let Some(gradient) = &mut gradient {
+            weight_gradient_of(device, raw, columns, norm, g.as_view(), gradient.slice_mut(of))?;
+        }
         rms_norm_backward_in_place(device, raw, columns, norm, &g.reborrow())?;
     }
     Ok(())

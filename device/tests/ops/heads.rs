@@ -159,7 +159,7 @@ fn check<T: Storage>(device: &Device, rows: usize, shape: HeadShape, options: He
     let mut dx = device.upload(&g).unwrap();
     let mut gradient = device.upload(&start).unwrap();
     let of_norm =
-        on_norm.map(|norm| HeadNormBackward { norm, raw: on_raw.all(), gradient: gradient.all_mut() });
+        on_norm.map(|norm| HeadNormBackward { norm, raw: on_raw.all(), gradient: Some(gradient.all_mut()) });
     prepare_backward(device, shape, of_norm, on_angles, dx.all_mut()).unwrap();
     let mut expected = wide(&g);
     let slopes = case.backward(&wide(&raw), &mut expected);

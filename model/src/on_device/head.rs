@@ -8,8 +8,9 @@ use std::ops::Range;
 use device::ops::head::{HeadTarget, HeadTargets, predict, predict_backward};
 use device::{DeviceBuffer, Matrix, MatrixMut, Result, Storage, View};
 
+use super::factors::PassGradients;
 use super::layer::{input_gradient, weight_gradient};
-use super::units::{UnitGradients, UnitWeights, within};
+use super::units::{UnitWeights, within};
 use super::{DeviceDecoder, check_ids};
 use crate::{Head, Prediction, PredictionGradient, Target, Unit};
 
@@ -108,7 +109,7 @@ impl<T: Storage> DeviceDecoder<T> {
         normed: &DeviceBuffer<T>,
         asked: &DeviceTargets,
         slopes: &[PredictionGradient],
-        gradients: &mut dyn UnitGradients,
+        gradients: &mut PassGradients<'_, T>,
     ) -> Result<DeviceBuffer<T>> {
         let (device, width) = (&self.activations, self.config.hidden_size);
         let mut d_normed = device.zeros::<T>(normed.len())?;
@@ -125,14 +126,8 @@ impl<T: Storage> DeviceDecoder<T> {
                 let (pairs, out) = (pairs.view(2 * first..2 * last), d_logits.all_mut());
                 predict_backward(device, logits.all(), vocabulary, &asked.targets, first, pairs, out)?;
                 drop(logits);
-                let of_head = &mut gradients.unit(unit)?;
-                let of_head = of_head.slice_mut(place.clone());
-                weight_gradient(
-                    device,
-                    Matrix::new(normed.view(piece.clone()), width),
-                    d_logits.all(),
-                    of_head,
-                )?;
+                let x = Matrix::new(normed.view(piece.clone()), width);
+                gradients.unit(unit)?.add(device, &place, x, d_logits.all())?;
                 let d_piece = input_gradient(device, d_logits.all(), Matrix::new(weight, width))?;
                 device.copy(d_piece.all(), d_normed.view_mut(piece))?;
             }
@@ -146,9 +141,11 @@ impl<T: Storage> DeviceDecoder<T> {
             let weight = weights.unit(Unit::Tail)?.slice(place.clone());
             let (column, row) = (Matrix::new(values.all(), 1), Matrix::new(weight, width));
             device.product(column, row, MatrixMut::new(d_normed.all_mut(), width), 1.0, 1.0)?;
-            let of_head = &mut gradients.unit(Unit::Tail)?;
             let x = Matrix::new(normed.all(), width);
-            weight_gradient(device, x, values.all(), of_head.slice_mut(place))?;
+            // It has no factors, as on the processor.
+            if let Some(of_head) = gradients.unit(Unit::Tail)?.vector(&place) {
+                weight_gradient(device, x, values.all(), of_head)?;
+            }
         }
         Ok(d_normed)
     }

@@ -20,6 +20,7 @@ use self::attention::AttentionActivations;
 pub use self::experts::RouteCounts;
 use self::feed_forward::FeedForwardActivations;
 use super::DeviceDecoder;
+use super::factors::GradientPlace;
 use super::operands::{DeviceAngles, DeviceRows, copied};
 use crate::layer::{LayerRanges, Operand};
 
@@ -126,14 +127,14 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         g: View<'_, T>,
         base: View<'_, T>,
         mut d_x: ViewMut<'_, T>,
-        gradients: &mut ViewMut<'_, f32>,
+        gradients: &mut GradientPlace<'_, T>,
     ) -> Result<()> {
         if norm.is_empty() {
             self.on().copy(base, d_x.reborrow())?;
             return add_multiple(self.on(), g, 1.0, d_x);
         }
         rms_norm_backward(self.on(), x, self.norm(norm), g, Some(base), d_x)?;
-        let of_norm = gradients.slice_mut(norm.clone());
+        let Some(of_norm) = gradients.vector(norm) else { return Ok(()) };
         rms_norm_weight_gradient(self.on(), x, self.norm(norm), g, of_norm)
     }
 
@@ -162,7 +163,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         &self,
         after: &Range<usize>,
         g: View<'x, T>,
-        gradients: &mut ViewMut<'_, f32>,
+        gradients: &mut GradientPlace<'_, T>,
         compute: impl FnOnce(ViewMut<'_, T>) -> Result<()>,
     ) -> Result<DeviceRows<'x, T>> {
         let device = self.on();
@@ -178,7 +179,9 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         compute(result.all_mut())?;
         let norm = self.decoder.norm_after(self.index, self.at(after));
         rms_norm_backward(device, result.all(), norm, g, None, d_result.all_mut())?;
-        rms_norm_weight_gradient(device, result.all(), norm, g, gradients.slice_mut(after.clone()))?;
+        if let Some(of_norm) = gradients.vector(after) {
+            rms_norm_weight_gradient(device, result.all(), norm, g, of_norm)?;
+        }
         Ok(DeviceRows::Computed(d_result))
     }
 
@@ -204,7 +207,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         x: &DeviceBuffer<T>,
         kept: Option<LayerActivations<T>>,
         g: &DeviceBuffer<T>,
-        gradients: &mut ViewMut<'_, f32>,
+        gradients: &mut GradientPlace<'_, T>,
         counts: &mut RouteCounts,
         chunk: usize,
     ) -> Result<DeviceBuffer<T>> {

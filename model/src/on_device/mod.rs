@@ -5,7 +5,7 @@
 //! they can be on one device or gathered from several.
 //!
 //! # Layout
-//! - `units`: sources of weights and sinks of gradients
+//! - `units`: sources of weights and sinks of gradients; `factors`: the gradients of a unit, or of the low-rank factors of its weights
 //! - `operands`: norms, heads and angles as kernels take them
 //! - `layer`: one layer, forward and backward, its halves in `layer::attention` and `layer::feed_forward`; `head`: the heads
 //! - `experts`: the router and the experts of a layer
@@ -14,6 +14,7 @@
 //!   layers in `steps::attention` and `steps::feed_forward`
 
 mod experts;
+mod factors;
 mod head;
 mod layer;
 mod operands;
@@ -29,6 +30,7 @@ use device::ops::heads::HeadShape;
 use device::{Device, DeviceBuffer, Result, Storage, bf16};
 use serde::{Deserialize, Serialize};
 
+pub use self::factors::DeviceFactors;
 pub use self::layer::RouteCounts;
 use self::operands::DeviceRotaries;
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};

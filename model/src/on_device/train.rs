@@ -11,11 +11,12 @@ use std::ops::Range;
 use device::ops::attention::Segments;
 use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use device::ops::routes::GivenSlots;
-use device::ops::rows::{RowGroups, add_rows, gather_rows, scatter_rows};
-use device::{DeviceBuffer, Result, Storage};
+use device::ops::rows::{RowGroups, gather_rows, scatter_rows};
+use device::{DeviceBuffer, Matrix, Result, Storage};
 
 use super::DeviceDecoder;
 use super::experts::all_experts;
+use super::factors::{DeviceFactors, PassGradients};
 use super::head::DeviceTargets;
 use super::layer::{DeviceLayer, LayerActivations, RouteCounts};
 use super::operands::{DeviceAngles, multiply_embedded};
@@ -28,6 +29,8 @@ const CHUNK: usize = 4096;
 /// Activations of a forward, for its backward.
 #[derive(Debug)]
 pub struct DeviceTrace<T: Storage> {
+    /// `[T]`
+    ids: DeviceBuffer<u32>,
     /// Of each rotary embedding.
     angles: Vec<DeviceAngles>,
     segments: Segments,
@@ -140,7 +143,7 @@ impl<T: Storage> DeviceDecoder<T> {
         let norm = self.final_norm_of(weights.unit(Unit::Tail)?.slice(self.final_norm()));
         rms_norm(device, picked.all(), norm, normed.all_mut())?;
         let predictions = self.predictions(weights, &normed, &asked)?;
-        Ok((predictions, DeviceTrace { angles, segments, given, layers, asked, groups, picked, normed }))
+        Ok((predictions, DeviceTrace { ids, angles, segments, given, layers, asked, groups, picked, normed }))
     }
 
     /// Angles of `positions [T]`, of each rotary embedding.
@@ -152,8 +155,9 @@ impl<T: Storage> DeviceDecoder<T> {
         Ok(all)
     }
 
-    /// Adds the gradients of `sum(slopes [n] * predictions [n])` to `gradients`, for the forward that returned `trace`. Returns the
-    /// tokens of the experts of its layers.
+    /// Adds the gradients of `sum(slopes [n] * predictions [n])` to `gradients`, for the forward that returned `trace`. They are
+    /// those of all weights, or of `factors` that are merged into the weights: `[factors.within(unit).len()]` of a unit. Returns
+    /// the tokens of the experts of its layers.
     ///
     /// # Errors
     /// If weights are not available, a reduction of gradients fails, or the device fails.
@@ -167,18 +171,20 @@ impl<T: Storage> DeviceDecoder<T> {
         trace: DeviceTrace<T>,
         slopes: &[PredictionGradient],
         gradients: &mut dyn UnitGradients,
+        factors: Option<&DeviceFactors<T>>,
     ) -> Result<RouteCounts> {
-        let DeviceTrace { angles, segments, given, layers, asked, groups, picked, normed } = trace;
+        let mut gradients = PassGradients { sink: gradients, factors, layout: &self.layout };
+        let DeviceTrace { ids, angles, segments, given, layers, asked, groups, picked, normed } = trace;
         let (device, width) = (&self.activations, self.config.hidden_size);
         assert_eq!(slopes.len() * width, picked.len(), "every prediction has a slope");
-        let d_normed = self.predictions_backward(weights, &normed, &asked, slopes, gradients)?;
+        let d_normed = self.predictions_backward(weights, &normed, &asked, slopes, &mut gradients)?;
         drop(normed);
         let place: Range<usize> = self.final_norm();
         let norm = self.final_norm_of(weights.unit(Unit::Tail)?.slice(place.clone()));
-        let of_norm = &mut gradients.unit(Unit::Tail)?;
-        let of_norm = of_norm.slice_mut(place);
-        rms_norm_weight_gradient(device, picked.all(), norm, d_normed.all(), of_norm)?;
-        gradients.done(Unit::Tail)?;
+        if let Some(of_norm) = gradients.unit(Unit::Tail)?.vector(&place) {
+            rms_norm_weight_gradient(device, picked.all(), norm, d_normed.all(), of_norm)?;
+        }
+        gradients.sink.done(Unit::Tail)?;
         let mut d_picked = device.uninit(picked.len())?;
         rms_norm_backward(device, picked.all(), norm, d_normed.all(), None, d_picked.all_mut())?;
         drop((d_normed, picked));
@@ -198,13 +204,13 @@ impl<T: Storage> DeviceDecoder<T> {
                 DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments, given };
             let mut unit = gradients.unit(Unit::Layer(index))?;
             d = layer.backward(&input, kept, &d, &mut unit, &mut counts, chunk)?;
-            gradients.done(Unit::Layer(index))?;
+            gradients.sink.done(Unit::Layer(index))?;
         }
         multiply_embedded(device, &self.config, d.all_mut())?;
-        let table = &mut gradients.unit(Unit::Embedding)?;
-        let table = table.slice_mut(0..self.config.vocab_size * width);
-        add_rows(device, d.all(), &groups.ids, width, table)?;
-        gradients.done(Unit::Embedding)?;
+        let (table, tokens) = (0..self.config.vocab_size * width, (ids.all(), &groups.ids));
+        let of_table = &mut gradients.unit(Unit::Embedding)?;
+        of_table.add_embedded(device, &table, tokens, Matrix::new(d.all(), width))?;
+        gradients.sink.done(Unit::Embedding)?;
         Ok(counts)
     }
 

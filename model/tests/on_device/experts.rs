@@ -31,7 +31,7 @@ fn with_experts(spec: ExpertSpec) -> Config {
 }
 
 /// Every kind of router, network and expert.
-fn configs() -> Vec<(&'static str, Config)> {
+pub(super) fn configs() -> Vec<(&'static str, Config)> {
     let sigmoid =
         |normalized, chosen_groups| RouterKind::Sigmoid { normalized, groups: 3, chosen_groups, scale: 1.5 };
     let clamped = ExpertActivation::Clamped(SwigluClamp { alpha: 1.702, limit: 0.4 });
@@ -101,7 +101,8 @@ fn there<T: Storage>(case: &Case, config: &Config, parameters: &Parameters, reco
     let (predictions, trace) = decoder.forward(&mut weights, &case.pack, &case.rows, &case.targets).unwrap();
     let scored = decoder.score(&mut weights, &case.pack, &case.rows, &case.targets).unwrap();
     assert_eq!(scored, predictions);
-    let counts = decoder.backward(&mut weights, &case.pack, trace, &case.slopes, &mut gradients).unwrap();
+    let slopes = &case.slopes;
+    let counts = decoder.backward(&mut weights, &case.pack, trace, slopes, &mut gradients, None).unwrap();
     assert_eq!(counts.is_empty(), config.experts().is_none());
     let layers = counts.download(&device).unwrap();
     (flat(&predictions), device.download(gradients.buffer().all()).unwrap(), layers)

@@ -3,10 +3,13 @@
 //! Invariant: a pass makes its collective calls in the order of a pass on the processor, so that ranks without a
 //! micro-batch make the same calls as the others.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
-use model::on_device::{DeviceDecoder, UnitGradients, UnitWeights};
-use model::{GradientSink, LayerSource, Layout, Prediction, RoutedTokens, SampleSlopes, ThreadPool, Unit};
+use model::on_device::{DeviceDecoder, DeviceFactors, UnitGradients, UnitWeights};
+use model::{GradientSink, LayerSource, Layout, LowRank, Prediction, RoutedTokens, SampleSlopes, Unit};
 
 use crate::TrainerError;
 use crate::lora::Adapter;
@@ -41,13 +44,19 @@ pub(crate) trait DevicePass {
 pub(crate) struct NetworkPass<'a, T: Storage> {
     decoder: &'a DeviceDecoder<T>,
     source: ParameterSource<'a, T>,
-    /// Sums of all gradients in the layout of the weights. `None` if each unit has a buffer until its gradients are
-    /// reduced.
+    /// Sums of all gradients, in the layout of the weights or in the order of the factors. `None` if each unit has a buffer until
+    /// its gradients are reduced.
     sums: Option<&'a mut DeviceBuffer<f32>>,
     /// The reduce-scatter of gradients in a device group.
     reducing: Option<DeviceReduction<'a, T>>,
-    /// The adapter whose factors the host reduces gradients of.
-    adapter: Option<&'a Adapter>,
+    /// The factors of the adapter that is trained in place of the weights.
+    factors: Option<TrainedFactors<T>>,
+}
+
+/// The factors of an adapter, whose gradients a pass forms.
+struct TrainedFactors<T: Storage> {
+    low_rank: Arc<LowRank>,
+    on_device: DeviceFactors<T>,
 }
 
 /// Source of the weights.
@@ -80,7 +89,7 @@ struct GradientTransfer<'a, 'b, 'c, T: Storage> {
     units: Vec<Option<DeviceBuffer<f32>>>,
     sink: Option<&'a mut (dyn GradientSink + 'b)>,
     reducing: Option<&'a mut DeviceReduction<'c, T>>,
-    adapter: Option<&'a Adapter>,
+    factors: Option<&'a LowRank>,
     /// A reused buffer on the host.
     values: Vec<f32>,
 }
@@ -113,12 +122,20 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
         source: ParameterSource<'a, T>,
         sums: Option<&'a mut DeviceBuffer<f32>>,
     ) -> Self {
-        Self { decoder, source, sums, reducing: None, adapter: None }
+        Self { decoder, source, sums, reducing: None, factors: None }
     }
 
-    /// The pass with gradients that are projected on the factors of `adapter`, if there is one, before they reach a sink.
-    pub(crate) fn projecting(self, adapter: Option<&'a Adapter>) -> Self {
-        Self { adapter, ..self }
+    /// The pass with the gradients of the factors of `adapter`, if there is one, in place of those of the weights that it is merged
+    /// into.
+    ///
+    /// # Errors
+    /// If the device has no memory for the factors.
+    pub(crate) fn adapting(self, adapter: Option<&Adapter>) -> device::Result<Self> {
+        let factors = adapter.map(|adapter| -> device::Result<TrainedFactors<T>> {
+            let low_rank = Arc::clone(adapter.factors());
+            Ok(TrainedFactors { on_device: self.decoder.factors(&low_rank)?, low_rank })
+        });
+        Ok(Self { factors: factors.transpose()?, ..self })
     }
 
     /// The pass with a reduce-scatter of its gradients to their owners.
@@ -182,10 +199,11 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
             units: self.decoder.layout().units().map(|_| None).collect(),
             sink,
             reducing: self.reducing.as_mut(),
-            adapter: self.adapter,
+            factors: self.factors.as_ref().map(|factors| &*factors.low_rank),
             values: Vec::new(),
         };
-        let counts = self.decoder.backward(&mut self.source, pack, trace, &slopes, &mut transfer)?;
+        let factors = self.factors.as_ref().map(|factors| &factors.on_device);
+        let counts = self.decoder.backward(&mut self.source, pack, trace, &slopes, &mut transfer, factors)?;
         if let Some(reducing) = self.reducing.as_ref().filter(|_| !counts.is_empty()) {
             // A download has no deadline, and another rank may be lost.
             reducing.sharding.wait("add up gradients")?;
@@ -281,9 +299,17 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
     }
 }
 
+impl<T: Storage> GradientTransfer<'_, '_, '_, T> {
+    /// Range of the gradients of a unit among all gradients: empty if no tensor of the unit is trained.
+    fn place(&self, unit: Unit) -> Range<usize> {
+        let place = self.layout.unit(unit);
+        self.factors.map_or(place.clone(), |factors| factors.within(&place))
+    }
+}
+
 impl<T: Storage> UnitGradients for GradientTransfer<'_, '_, '_, T> {
     fn unit(&mut self, unit: Unit) -> device::Result<ViewMut<'_, f32>> {
-        let place = self.layout.unit(unit);
+        let place = self.place(unit);
         if let Some(sums) = &mut self.sums {
             return Ok(sums.view_mut(place));
         }
@@ -302,7 +328,7 @@ impl<T: Storage> UnitGradients for GradientTransfer<'_, '_, '_, T> {
         }
         let own = self.units[number(self.layout, unit)].take();
         let from = match (&self.sums, &own) {
-            (Some(sums), _) => Some(sums.view(self.layout.unit(unit))),
+            (Some(sums), _) => Some(sums.view(self.place(unit))),
             (None, own) => own.as_ref().map(DeviceBuffer::all),
         };
         if let Some(reducing) = &mut self.reducing {
@@ -314,10 +340,6 @@ impl<T: Storage> UnitGradients for GradientTransfer<'_, '_, '_, T> {
         if let Some(from) = from.filter(|_| !to.is_empty()) {
             self.values.resize(from.len(), 0.0);
             self.device.download_to(from, &mut self.values)?;
-            if let Some(adapter) = self.adapter {
-                let place = self.layout.unit(unit);
-                self.values = adapter.factors().projected(&place, &self.values, &ThreadPool::single());
-            }
             to.iter_mut().zip(&self.values).for_each(|(to, value)| *to += value);
         }
         sink.done(unit);

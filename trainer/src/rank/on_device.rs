@@ -77,19 +77,19 @@ impl<T: LearnerStorage> PassDevice<T> {
         Ok(Box::new(self.network.pass(source, None)))
     }
 
-    /// A pass with the copy of the weights, whose gradients are projected on the factors of an `adapter`. If it `accumulates`,
-    /// gradients stay on the device until they are complete.
+    /// A pass with the copy of the weights, and the gradients of these or of an `adapter`. If it `accumulates`, gradients stay on
+    /// the device until they are complete.
     ///
     /// # Errors
     /// If the weights are not on the device, or its memory is too small.
     pub(super) fn pass<'a>(
         &'a mut self,
         accumulates: bool,
-        adapter: Option<&'a Adapter>,
+        adapter: Option<&Adapter>,
     ) -> Result<Box<dyn DevicePass + 'a>, TrainerError> {
         let Self { network, copy, sums } = self;
-        let sums = if accumulates { Some(zeros(sums, network)?) } else { None };
-        Ok(Box::new(network.pass(whole(network, copy.as_ref())?, sums).projecting(adapter)))
+        let sums = if accumulates { Some(zeros(sums, network, adapter)?) } else { None };
+        Ok(Box::new(network.pass(whole(network, copy.as_ref())?, sums).adapting(adapter)?))
     }
 
     /// A pass with weights that are gathered from all ranks through the host.
@@ -104,19 +104,21 @@ impl<T: LearnerStorage> PassDevice<T> {
         Ok(Box::new(self.network.pass(ParameterSource::Gathered(Box::new(upload)), None)))
     }
 
-    /// Copies the gradients of all rows of a step of a single rank to `gradients`, `[weights]`. Returns the report.
+    /// Copies the gradients of all rows of a step of a single rank to `gradients`, `[weights]`, or of the factors of an `adapter`,
+    /// `[factors]`. Returns the report.
     ///
     /// # Errors
     /// If a token is outside the vocabulary, or the device fails.
     pub(super) fn gradients<L: RowLoss>(
         &mut self,
         step: &StepInputs<'_, L>,
+        adapter: Option<&Adapter>,
         gradients: &mut [f32],
     ) -> Result<L::Report, TrainerError> {
         let Self { network, copy, sums } = self;
-        let sums = zeros(sums, network)?;
-        let report =
-            step.sum_on_device(&mut network.pass(whole(network, copy.as_ref())?, Some(&mut *sums)))?;
+        let sums = zeros(sums, network, adapter)?;
+        let pass = network.pass(whole(network, copy.as_ref())?, Some(&mut *sums));
+        let report = step.sum_on_device(&mut pass.adapting(adapter)?)?;
         network.device().download_to(sums.all(), gradients)?;
         Ok(report)
     }
@@ -209,7 +211,7 @@ impl<T: LearnerStorage> SingleDeviceRank<T> {
         let (SingleWeights::Loaded { trained, mirror }, Some(moments)) = (weights, moments) else {
             return Err(NOT_LOADED);
         };
-        let (device, sums) = (network.device(), zeros(sums, network)?);
+        let (device, sums) = (network.device(), zeros(sums, network, None)?);
         let source = ParameterSource::whole(trained.rounded(), network.layout());
         let report = step.sum_on_device(&mut network.pass(source, Some(&mut *sums)))?;
         let done = LearnerStep {
@@ -312,12 +314,14 @@ fn whole<'a, T: LearnerStorage>(
     Ok(ParameterSource::whole(weights.ok_or(NOT_LOADED)?, network.layout()))
 }
 
-/// A buffer of zeros for the sums of all gradients of a network.
+/// A buffer of zeros for the sums of all gradients of a network, or of the factors of an `adapter`.
 fn zeros<'a, T: LearnerStorage>(
     sums: &'a mut Option<DeviceBuffer<f32>>,
     network: &DeviceNetwork<T>,
+    adapter: Option<&Adapter>,
 ) -> device::Result<&'a mut DeviceBuffer<f32>> {
-    zeroed(sums, network.device(), network.layout().len())
+    let len = adapter.map_or(network.layout().len(), |adapter| adapter.values().len());
+    zeroed(sums, network.device(), len)
 }
 
 /// The buffer of gradients with `len` zeros, which is allocated in the first step.

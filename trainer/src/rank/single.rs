@@ -32,11 +32,12 @@ impl SingleRank {
             let grad_norm = self.weights.update(base, self.sums.values(), step)?;
             return Ok(LearnerStep { grad_norm, reports });
         };
-        let mut gradients = base.buffers.take(base.layout.len());
-        let done = by_dtype!(device, device => device.gradients(step, &mut gradients)).and_then(|report| {
-            let adapter = self.weights.adapter.as_ref();
-            let adapted = adapter.map(|adapter| adapter.gradients(&gradients, step.pool));
-            let grad_norm = self.weights.update(base, adapted.as_deref().unwrap_or(&gradients), step)?;
+        let adapter = self.weights.adapter.as_ref();
+        let trained = adapter.map_or(base.layout.len(), |adapter| adapter.values().len());
+        let mut gradients = base.buffers.take(trained);
+        let report = by_dtype!(device, device => device.gradients(step, adapter, &mut gradients));
+        let done = report.and_then(|report| {
+            let grad_norm = self.weights.update(base, &gradients, step)?;
             Ok(LearnerStep { grad_norm, reports: vec![report] })
         });
         base.buffers.put(gradients);

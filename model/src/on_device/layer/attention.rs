@@ -6,8 +6,9 @@ use device::ops::heads::{HeadAngles, HeadNormBackward, prepare, prepare_backward
 use device::ops::rows::{add_bias, column_sums};
 use device::{DeviceBuffer, Matrix, Result, Storage, View, ViewMut};
 
-use super::{DeviceLayer, input_gradient, linear, weight_gradient};
+use super::{DeviceLayer, input_gradient, linear};
 use crate::layer::Operand;
+use crate::on_device::factors::GradientPlace;
 use crate::on_device::operands::{DeviceRows, copied};
 
 /// Activations of the attention half.
@@ -100,7 +101,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
         x: &DeviceBuffer<T>,
         kept: AttentionActivations<T>,
         d_middle: &DeviceBuffer<T>,
-        gradients: &mut ViewMut<'_, f32>,
+        gradients: &mut GradientPlace<'_, T>,
     ) -> Result<DeviceBuffer<T>> {
         let (device, ranges, shape) = (self.on(), self.ranges(), self.decoder.shape);
         let AttentionActivations { raw, prepared, gates, attended, log_sums, middle } = kept;
@@ -115,7 +116,8 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let mut d_qkv = device.uninit(prepared.len())?;
         let forward = AttentionForward { qkv: prepared.all(), out: attended.all(), log_sums: log_sums.all() };
         let heads = self.decoder.attention_heads(self.index, self.weights);
-        let of_sinks = gradients.slice_mut(ranges[Operand::Sinks].clone());
+        let mut frozen = device.uninit(0)?;
+        let of_sinks = gradients.vector(&ranges[Operand::Sinks]).unwrap_or_else(|| frozen.all_mut());
         let to = d_qkv.all_mut();
         attention_backward(device, forward, self.segments, heads, d_attended.all(), to, of_sinks)?;
         drop((d_attended, attended, prepared, log_sums));
@@ -123,7 +125,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let of_norm = norm.zip(raw.as_ref()).map(|(norm, raw)| HeadNormBackward {
             norm,
             raw: raw.all(),
-            gradient: gradients.slice_mut(ranges[Operand::QueryKeyNorm].clone()),
+            gradient: gradients.vector(&ranges[Operand::QueryKeyNorm]),
         });
         let rows = x.len() / self.hidden();
         prepare_backward(device, shape, of_norm, self.head_angles(rows), d_qkv.all_mut())?;
@@ -144,17 +146,17 @@ impl<T: Storage> DeviceLayer<'_, T> {
         &self,
         (attended, gates): (&DeviceBuffer<T>, Option<&DeviceBuffer<T>>),
         d_middle: &DeviceBuffer<T>,
-        gradients: &mut ViewMut<'_, f32>,
+        gradients: &mut GradientPlace<'_, T>,
     ) -> Result<DeviceBuffer<T>> {
         let (device, ranges, width) = (self.on(), self.ranges(), self.decoder.shape.query_width());
         let result = self.through_gates(attended, gates)?;
         let again = |to: ViewMut<'_, T>| self.output(result.all(), to, false);
         let after = &ranges[Operand::AttentionAfterNorm];
         let d_result = self.result_gradient(after, d_middle.all(), gradients, again)?;
-        let of_output = gradients.slice_mut(ranges[Operand::Output].clone());
-        weight_gradient(device, Matrix::new(result.all(), width), d_result.all(), of_output)?;
-        if !ranges[Operand::OutputBias].is_empty() {
-            column_sums(device, d_result.all(), gradients.slice_mut(ranges[Operand::OutputBias].clone()))?;
+        let x = Matrix::new(result.all(), width);
+        gradients.add(device, &ranges[Operand::Output], x, d_result.all())?;
+        if let Some(of_bias) = gradients.vector(&ranges[Operand::OutputBias]) {
+            column_sums(device, d_result.all(), of_bias)?;
         }
         input_gradient(device, d_result.all(), self.matrix(Operand::Output, width))
     }
@@ -165,16 +167,16 @@ impl<T: Storage> DeviceLayer<'_, T> {
         x: &DeviceBuffer<T>,
         d_projected: &DeviceBuffer<T>,
         d_middle: &DeviceBuffer<T>,
-        gradients: &mut ViewMut<'_, f32>,
+        gradients: &mut GradientPlace<'_, T>,
     ) -> Result<DeviceBuffer<T>> {
         let (device, ranges) = (self.on(), self.ranges());
         let norm = &ranges[Operand::AttentionNorm];
         let normed = self.normed(x.all(), norm)?;
-        let of_qkv = gradients.slice_mut(ranges[Operand::Qkv].clone());
-        weight_gradient(device, Matrix::new(normed.all(), self.hidden()), d_projected.all(), of_qkv)?;
+        let projected = Matrix::new(normed.all(), self.hidden());
+        gradients.add(device, &ranges[Operand::Qkv], projected, d_projected.all())?;
         drop(normed);
-        if !ranges[Operand::QkvBias].is_empty() {
-            column_sums(device, d_projected.all(), gradients.slice_mut(ranges[Operand::QkvBias].clone()))?;
+        if let Some(of_bias) = gradients.vector(&ranges[Operand::QkvBias]) {
+            column_sums(device, d_projected.all(), of_bias)?;
         }
         let d_normed = input_gradient(device, d_projected.all(), self.matrix(Operand::Qkv, self.hidden()))?;
         let mut d_x = device.uninit(x.len())?;

@@ -14,10 +14,11 @@ use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
 use super::feed_forward::GatedNetwork;
-use super::{DeviceLayer, input_gradient, linear, weight_gradient};
+use super::{DeviceLayer, input_gradient, linear};
 use crate::RoutedTokens;
 use crate::layer::{ExpertSpec, Operand};
 use crate::on_device::experts::DeviceExperts;
+use crate::on_device::factors::GradientPlace;
 
 /// Activations of experts for `T` tokens.
 #[derive(Debug)]
@@ -179,7 +180,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
         x: View<'_, T>,
         kept: ExpertActivations<T>,
         g: View<'_, T>,
-        gradients: &mut ViewMut<'_, f32>,
+        gradients: &mut GradientPlace<'_, T>,
     ) -> Result<DeviceBuffer<T>> {
         let (device, hidden) = (self.on(), self.hidden());
         let experts = &self.experts(kept.spec);
@@ -203,8 +204,8 @@ impl<T: Storage> DeviceLayer<'_, T> {
             let (mut d, mut d_gate) = (device.uninit(x.len())?, device.uninit(tokens)?);
             gated_backward(device, result.all(), gate.all(), g, d.all_mut(), d_gate.all_mut())?;
             let d_gate = self.narrowed(d_gate.all())?;
-            let of_gate = gradients.slice_mut(self.ranges()[Operand::SharedGate].clone());
-            weight_gradient(device, Matrix::new(x, hidden), d_gate.all(), of_gate)?;
+            let of_gate = &self.ranges()[Operand::SharedGate];
+            gradients.add(device, of_gate, Matrix::new(x, hidden), d_gate.all())?;
             let weight = experts.matrix(Operand::SharedGate, hidden);
             let to = MatrixMut::new(d_x.all_mut(), hidden);
             device.product(Matrix::new(d_gate.all(), 1), weight, to, 1.0, 1.0)?;
@@ -222,7 +223,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
         x: View<'_, T>,
         kept: &ExpertActivations<T>,
         g: View<'_, T>,
-        gradients: &mut ViewMut<'_, f32>,
+        gradients: &mut GradientPlace<'_, T>,
     ) -> Result<(DeviceBuffer<f32>, DeviceBuffer<T>)> {
         let (device, ranges, hidden) = (self.on(), self.ranges(), self.hidden());
         let (spec, routes) = (kept.spec, kept.routes());
@@ -236,21 +237,23 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let (d, a) = (d_activated.all_mut(), activated.all_mut());
         weigh_rows(device, &routes, d, a, biased, d_weights.all_mut())?;
         // The weight of a slot is in the activation, so that the gradient of the result is that of the token.
-        let (weighed, of_down) =
-            (ExpertInputs::OfRows(activated.all()), gradients.slice_mut(ranges[Operand::Down].clone()));
-        weight_gradients(device, &routes, g_of_tokens, weighed, spec.width, of_down)?;
+        let weighed = ExpertInputs::OfRows(activated.all());
+        gradients.add_formed(device, &ranges[Operand::Down], |of_down| {
+            weight_gradients(device, &routes, g_of_tokens, weighed, spec.width, of_down)
+        })?;
         drop(activated);
         let mut d_gate_up = device.uninit(kept.gate_up.len())?;
         let (gate_up, d) = (kept.gate_up.all(), d_activated.all());
         gated_unit_backward(device, spec.activation.into(), gate_up, spec.width, d, d_gate_up.all_mut())?;
         drop(d_activated);
         let d_rows = ExpertInputs::OfRows(d_gate_up.all());
-        let of_gate_up = gradients.slice_mut(ranges[Operand::GateUp].clone());
-        weight_gradients(device, &routes, d_rows, x, hidden, of_gate_up)?;
-        if spec.bias {
-            let of_down = gradients.slice_mut(ranges[Operand::DownBias].clone());
+        gradients.add_formed(device, &ranges[Operand::GateUp], |of_gate_up| {
+            weight_gradients(device, &routes, d_rows, x, hidden, of_gate_up)
+        })?;
+        if let Some(of_down) = gradients.vector(&ranges[Operand::DownBias]) {
             bias_gradients(device, &routes, g_of_tokens, true, of_down)?;
-            let of_gate_up = gradients.slice_mut(ranges[Operand::GateUpBias].clone());
+        }
+        if let Some(of_gate_up) = gradients.vector(&ranges[Operand::GateUpBias]) {
             bias_gradients(device, &routes, d_rows, false, of_gate_up)?;
         }
         let mut d_inputs = device.uninit(rows * hidden)?;
@@ -264,15 +267,14 @@ impl<T: Storage> DeviceLayer<'_, T> {
         experts: &DeviceExperts<'_, T>,
         x: View<'_, T>,
         d_logits: View<'_, f32>,
-        gradients: &mut ViewMut<'_, f32>,
+        gradients: &mut GradientPlace<'_, T>,
     ) -> Result<DeviceBuffer<T>> {
         let (device, ranges, hidden) = (self.on(), self.ranges(), self.hidden());
-        if !ranges[Operand::RouterBias].is_empty() {
-            column_sums(device, d_logits, gradients.slice_mut(ranges[Operand::RouterBias].clone()))?;
+        if let Some(of_bias) = gradients.vector(&ranges[Operand::RouterBias]) {
+            column_sums(device, d_logits, of_bias)?;
         }
         let d_logits = self.narrowed(d_logits)?;
-        let of_router = gradients.slice_mut(ranges[Operand::Router].clone());
-        weight_gradient(device, Matrix::new(x, hidden), d_logits.all(), of_router)?;
+        gradients.add(device, &ranges[Operand::Router], Matrix::new(x, hidden), d_logits.all())?;
         input_gradient(device, d_logits.all(), experts.matrix(Operand::Router, hidden))
     }
 

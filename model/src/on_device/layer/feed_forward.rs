@@ -4,8 +4,9 @@ use device::ops::gated_unit::{UnitKind, gated_unit, gated_unit_backward};
 use device::{DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
 use super::experts::{ExpertActivations, RouteCounts};
-use super::{DeviceLayer, input_gradient, linear, weight_gradient};
+use super::{DeviceLayer, input_gradient, linear};
 use crate::layer::Operand;
+use crate::on_device::factors::GradientPlace;
 
 /// Activations of the network of a layer.
 #[derive(Debug)]
@@ -94,7 +95,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
         middle: &DeviceBuffer<T>,
         mut kept: Option<FeedForwardActivations<T>>,
         g: &DeviceBuffer<T>,
-        gradients: &mut ViewMut<'_, f32>,
+        gradients: &mut GradientPlace<'_, T>,
         counts: &mut RouteCounts,
         chunk: usize,
     ) -> Result<DeviceBuffer<T>> {
@@ -138,22 +139,20 @@ impl<T: Storage> DeviceLayer<'_, T> {
         x: View<'_, T>,
         gate_up: DeviceBuffer<T>,
         g: View<'_, T>,
-        gradients: &mut ViewMut<'_, f32>,
+        gradients: &mut GradientPlace<'_, T>,
         d_x: ViewMut<'_, T>,
         kept: bool,
     ) -> Result<()> {
         let GatedNetwork { unit, gate_up: first, down, width } = *network;
         let (device, ranges, hidden) = (self.on(), self.ranges(), self.hidden());
         let activated = self.activated(network, gate_up.all())?;
-        let of_down = gradients.slice_mut(ranges[down].clone());
-        weight_gradient(device, Matrix::new(activated.all(), width), g, of_down)?;
+        gradients.add(device, &ranges[down], Matrix::new(activated.all(), width), g)?;
         drop(activated);
         let d_activated = input_gradient(device, g, self.matrix(down, width))?;
         let mut d_gate_up = device.uninit(gate_up.len())?;
         gated_unit_backward(device, unit, gate_up.all(), width, d_activated.all(), d_gate_up.all_mut())?;
         drop((d_activated, gate_up));
-        let of_gate_up = gradients.slice_mut(ranges[first].clone());
-        weight_gradient(device, Matrix::new(x, hidden), d_gate_up.all(), of_gate_up)?;
+        gradients.add(device, &ranges[first], Matrix::new(x, hidden), d_gate_up.all())?;
         let (d_gate_up, weight) = (Matrix::new(d_gate_up.all(), 2 * width), self.matrix(first, hidden));
         let keep = if kept { 1.0 } else { 0.0 };
         device.product(d_gate_up, weight, MatrixMut::new(d_x, hidden), 1.0, keep)
