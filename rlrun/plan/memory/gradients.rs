@@ -1,7 +1,7 @@
 //! The memory of gradients: of the micro-batch in its backward pass, of the tree over leaves, and between ranks.
 
 use model::{Layout, ParameterSpec};
-use trainer::lora::LoraConfig;
+use trainer::lora::{LoraConfig, TargetModule};
 use trainer::plan::sum_buffers;
 
 use super::super::BatchPlan;
@@ -49,24 +49,46 @@ impl TrainedValues {
     }
 }
 
+/// Largest number of gradients of experts that a device forms to project them on an adapter: those of one operand of a layer.
+fn projected(lora: &LoraConfig, layout: &Layout) -> u64 {
+    let of = |layer: &std::ops::Range<usize>, projections: &[TargetModule]| {
+        if !projections.iter().any(|projection| lora.target_modules.contains(projection)) {
+            return 0;
+        }
+        let is_formed = |spec: &&ParameterSpec| {
+            let module = TargetModule::of_weight(&spec.name);
+            layer.contains(&spec.offset)
+                && spec.name.contains(".experts.")
+                && module.is_some_and(|module| projections.contains(&module))
+        };
+        layout.specs().iter().filter(is_formed).map(|spec| spec.len() as u64).sum()
+    };
+    let operands = [&[TargetModule::GateProj, TargetModule::UpProj][..], &[TargetModule::DownProj]];
+    let of_layer = |layer| operands.map(|projections| of(layer, projections)).into_iter().max();
+    layout.layers().iter().filter_map(of_layer).max().unwrap_or(0)
+}
+
 /// Bytes of the gradients of all ranks of a trainer of this `layout`; with an adapter, of its factors. A device forms those of
-/// the weights.
+/// experts whole, one operand at a time.
 pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>) -> u64 {
     let (world, zero) = (recipe.trainer.world as u64, recipe.trainer.zero);
     let on_device = recipe.devices().trains();
     let weights = TrainedValues::weights(layout);
     let trained = lora.map_or(weights, |lora| TrainedValues::factors(lora, layout));
-    let formed = if on_device { weights } else { trained };
-    let (all, owned) = (product(&[F32, formed.all]), product(&[F32, trained.all]));
+    let all = product(&[F32, trained.all]);
+    let scratch = match lora {
+        Some(lora) if on_device => product(&[F32, world, projected(lora, layout)]),
+        _ => 0,
+    };
     let leaves = recipe.learner().step_leaves();
     let slots = leaves / recipe.trainer.world.max(1);
     let several = BatchPlan::of(recipe).max_tokens.div_ceil(leaves.max(1) as u64)
         > recipe.trainer.microbatch_tokens as u64;
     let chained = several && zero >= 2;
-    let sums = product(&[owned, sum_buffers(slots, if chained { 2 } else { 1 }) as u64]);
+    let sums = product(&[all, sum_buffers(slots, if chained { 2 } else { 1 }) as u64]);
     if world == 1 {
         if on_device {
-            return all;
+            return all.saturating_add(scratch);
         }
         let current = if slots == 1 && !chained {
             // The first leaf of two is written where it is summed.
@@ -74,16 +96,17 @@ pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>)
         } else if several && zero < 2 {
             all
         } else {
-            formed.units(1)
+            trained.units(1)
         };
         return sums.saturating_add(current);
     }
     if zero >= 2 {
         // The layers whose gradients are being reduced, wait, and are being computed.
-        return sums.saturating_add(product(&[world, formed.units(3)]));
+        let units = product(&[world, trained.units(3)]);
+        return sums.saturating_add(units).saturating_add(scratch);
     }
-    let waiting = product(&[owned, u64::from(slots.max(1).ilog2())]);
-    owned.saturating_add(product(&[world, all.saturating_add(waiting)]))
+    let waiting = product(&[all, u64::from(slots.max(1).ilog2())]);
+    all.saturating_add(product(&[world, all.saturating_add(waiting)])).saturating_add(scratch)
 }
 
 /// Bytes of the weights of both ends of the model and of some layers.
@@ -93,14 +116,15 @@ pub(super) fn units(layout: &Layout, layers: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use model::{Config, Sizes};
-    use trainer::lora::TargetModule;
+    use device::device::DeviceLocation;
+    use model::{Config, ExpertActivation, ExpertSpec, FeedForward, LayerSpec, RouterKind, Sizes};
 
     use super::*;
     use crate::plan::tests::recipe;
+    use crate::recipe::words::DeviceWord;
 
-    fn layout() -> Layout {
-        Layout::new(&Config::fresh(&Sizes {
+    fn config() -> Config {
+        Config::fresh(&Sizes {
             vocab_size: 10,
             hidden_size: 8,
             intermediate_size: 16,
@@ -108,7 +132,11 @@ mod tests {
             num_heads: 2,
             num_kv_heads: 2,
             max_position_embeddings: 64,
-        }))
+        })
+    }
+
+    fn layout() -> Layout {
+        Layout::new(&config())
     }
 
     #[test]
@@ -140,5 +168,34 @@ mod tests {
         (recipe.trainer.world, recipe.trainer.zero) = (2, 2);
         recipe.trainer.microbatch_tokens = 100_000;
         assert_eq!(bytes(&recipe, &layout, Some(&lora)), 2 * layer + 2 * 3 * layer);
+    }
+
+    #[test]
+    fn a_device_forms_those_of_factors_and_of_one_operand_of_experts() {
+        let spec = ExpertSpec {
+            count: 4,
+            per_token: 2,
+            width: 16,
+            router: RouterKind::Softmax { normalized: true },
+            shared_width: 0,
+            shared_gate: false,
+            bias: false,
+            fused_files: false,
+            activation: ExpertActivation::SwiGlu,
+        };
+        let layer = |layer| LayerSpec { feed_forward: FeedForward::Experts(spec), ..layer };
+        let with_experts = Layout::new(&config().map_layers(layer));
+        let mut recipe = recipe();
+        recipe.placement.device = DeviceWord::At(DeviceLocation::Cuda(0));
+        let of = |layout: &Layout, target_modules: &[TargetModule]| {
+            let lora = LoraConfig { rank: 2, alpha: 2.0, target_modules: target_modules.to_vec() };
+            bytes(&recipe, layout, Some(&lora))
+        };
+        let (query, down, up) = (TargetModule::QProj, TargetModule::DownProj, TargetModule::UpProj);
+        let factors = 4 * 2 * 2 * (8 + 8);
+        assert_eq!([of(&layout(), &[query]), of(&with_experts, &[query])], [factors; 2]);
+        let (expert, formed) = (4 * 2 * 2 * 4 * (16 + 8), 4 * 4 * 16 * 8);
+        assert_eq!(of(&with_experts, &[query, down]), factors + expert + formed);
+        assert_eq!(of(&with_experts, &[query, up]), factors + expert + 2 * formed);
     }
 }

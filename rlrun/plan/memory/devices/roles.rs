@@ -4,6 +4,7 @@
 
 use device::ops::paged::{PAGE, PART};
 use model::{Config, Layout};
+use trainer::lora::TargetModule;
 
 use super::super::{
     F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, micro_batch_tokens, of_ranks, product,
@@ -34,6 +35,14 @@ pub(super) fn training(
         parts.push(part("master", "the same in f32, as the optimizer moves them", of_those_here(master)));
     }
     parts.push(part("gradients", "in f32, and on their way between ranks", of_those_here(gradients)));
+    if let Some(lora) = recipe.lora() {
+        let values: u64 = lora.shapes(layout.specs()).0.iter().map(|spec| spec.len() as u64).sum();
+        // Those of an embedding are looked up by rows too.
+        let is_embedded = lora.target_modules.contains(&TargetModule::EmbedTokens);
+        let table = if is_embedded { product(&[lora.rank as u64, config.vocab_size as u64]) } else { 0 };
+        let what = "its factors, beside the weights that it is merged into";
+        parts.push(part("adapter", what, product(&[ranks, width, values.saturating_add(table)])));
+    }
     if devices.optimizer_on_device {
         let what = "what it remembers of every weight";
         parts.push(part("optimizer", what, of_those_here(trained.optimizer)));
@@ -105,7 +114,7 @@ fn parts_of_contexts(recipe: &Recipe, config: &Config) -> u64 {
 /// The phase in which a part is allocated, if sampler and trainer take turns.
 pub(super) fn phase(part: &str) -> Phase {
     match part {
-        "gradients" | "activations" | "logits" => Phase::Training,
+        "gradients" | "adapter" | "activations" | "logits" => Phase::Training,
         "served" | "next" | "kv cache" | "decoding" => Phase::Sampling,
         _ => Phase::Always,
     }
