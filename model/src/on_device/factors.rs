@@ -22,12 +22,12 @@ pub struct DeviceFactors<T: Storage> {
     low_rank: Arc<LowRank>,
     /// `[n]` all factors.
     values: DeviceBuffer<T>,
-    embedding: Option<EmbeddingFactors<T>>,
+    embedding: Option<DeviceEmbeddingFactors<T>>,
 }
 
 /// What the factors of an embedding need besides themselves.
 #[derive(Debug)]
-struct EmbeddingFactors<T: Storage> {
+struct DeviceEmbeddingFactors<T: Storage> {
     /// `[vocabulary, rank]` the transposed `A`, whose rows are looked up.
     table: DeviceBuffer<T>,
     /// `[rank, rank]`, the identity: a product with it adds a transposed matrix.
@@ -73,12 +73,12 @@ impl<T: Storage> DeviceDecoder<T> {
             Ok(buffer)
         };
         let rank = low_rank.rank();
-        let of_embedding = |pair: &FactorPair| -> Result<EmbeddingFactors<T>> {
+        let of_embedding = |pair: &FactorPair| -> Result<DeviceEmbeddingFactors<T>> {
             let a = &low_rank.values()[pair.a.clone()];
             let rows = (0..pair.rows).flat_map(|id| a[id..].iter().step_by(pair.rows).copied());
             let mut identity = vec![0.0_f32; rank * rank];
             identity.iter_mut().step_by(rank + 1).for_each(|value| *value = 1.0);
-            Ok(EmbeddingFactors {
+            Ok(DeviceEmbeddingFactors {
                 table: rounded(&rows.collect::<Vec<_>>())?,
                 identity: device.upload(&identity)?,
             })
@@ -220,7 +220,7 @@ impl<T: Storage> GradientPlace<'_, T> {
             let (width, to) = (g.columns(), self.values.slice_mut(operand.clone()));
             return add_rows(device, g.values(), groups, width, to);
         };
-        let Some(EmbeddingFactors { table, identity }) = &factors.embedding else { return Ok(()) };
+        let Some(DeviceEmbeddingFactors { table, identity }) = &factors.embedding else { return Ok(()) };
         let (rank, scale) = (factors.low_rank.rank(), factors.low_rank.scale());
         for OperandFactors { pair, gradients: [of_a, of_b], .. } in factors.of(&self.unit, operand) {
             let [_, b] = factors.matrices(pair);

@@ -415,7 +415,10 @@ mod tests {
         recipe.weights.transport = WeightTransport::CudaIpc;
         assert_eq!(of(&recipe, "slots"), Some(8 * weights));
         (recipe.lora, recipe.placement.optimizer) = (Some(Lora::default()), OptimizerHome::Host);
-        assert_eq!((of(&recipe, "gradients"), of(&recipe, "optimizer")), (Some(4 * weights), None));
+        let (factors, _) = recipe.lora().unwrap().shapes(Layout::new(&config).specs());
+        let factors = 4 * factors.iter().map(model::ParameterSpec::len).sum::<usize>() as u64;
+        assert_eq!((of(&recipe, "gradients"), of(&recipe, "adapter")), (Some(factors), Some(factors)));
+        assert_eq!(of(&recipe, "optimizer"), None);
     }
 
     #[test]
