@@ -199,6 +199,16 @@ DEVICE void product(const Rows<bf16>& x, const bf16* weights, const bf16* bias, 
     });
 }
 
+// Fetches the rows of a step among the `count` rows from `start` on, from column `first` of `width`.
+template <typename Tile, typename Of>
+DEVICE void fetch_step(bf16* to, const Rows<bf16>& from, int64 start, int count, int step, int first, int width, bool wide) {
+    auto row = [&](int, int r) {
+        const int at = step * Of::deep + r;
+        return at < count ? row_at(from, start + at, width) : nullptr;
+    };
+    fetch<Tile, Of::threads>(to, from.values, row, first, width, wide);
+}
+
 // Adds g^T x of the rows of expert blockIdx.y to its gradient [outer, inner]; a block has a tile of it.
 template <typename Of>
 DEVICE void weight_gradient(const Rows<bf16>& g, const Rows<bf16>& x, int inner, int outer, const uint32* starts, float* gradients) {
@@ -210,15 +220,12 @@ DEVICE void weight_gradient(const Rows<bf16>& g, const Rows<bf16>& x, int inner,
     const int top = int(blockIdx.x) / columns_of_all * Of::height, column = int(blockIdx.x) % columns_of_all * Of::width;
     const int rows = min(Of::height, outer - top), columns = min(Of::width, inner - column);
     const bool wide_g = outer % 8 == 0 && aligned(g.values), wide_x = inner % 8 == 0 && aligned(x.values);
-    auto fetch_rows = [&](auto tile, bf16* to, const Rows<bf16>& from, int step, int first, int width, bool wide) {
-        auto row = [&](int, int r) {
-            const int at = step * Of::deep + r;
-            return at < count ? row_at(from, start + at, width) : nullptr;
-        };
-        fetch<decltype(tile), Of::threads>(to, from.values, row, first, width, wide);
+    auto left = [&](bf16* to, int step) {
+        fetch_step<A, Of>(to, g, start, count, step, top, outer, wide_g);
     };
-    auto left = [&](bf16* to, int step) { fetch_rows(A{}, to, g, step, top, outer, wide_g); };
-    auto right = [&](bf16* to, int step) { fetch_rows(B{}, to, x, step, column, inner, wide_x); };
+    auto right = [&](bf16* to, int step) {
+        fetch_step<B, Of>(to, x, start, count, step, column, inner, wide_x);
+    };
     Sums<Of> sums = {};
     multiply<Of, true, true>(sums, (count + Of::deep - 1) / Of::deep, rows, columns, left, right);
     float* to = gradients + (int64(blockIdx.y) * outer + top) * inner + column;
