@@ -72,6 +72,21 @@ DEVICE bf16 to_bf16(float value) {
 DEVICE void store(float* to, float value) { *to = value; }
 DEVICE void store(bf16* to, float value) { *to = to_bf16(value); }
 
+// `n` contiguous values, accessed together.
+template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
+    T at[n];
+};
+
+template <int n, typename T> DEVICE Pack<T, n> load_pack(const T* from) { return *reinterpret_cast<const Pack<T, n>*>(from); }
+template <int n, typename T> DEVICE void store_pack(T* to, const Pack<T, n>& pack) {
+    *reinterpret_cast<Pack<T, n>*>(to) = pack;
+}
+
+// Whether 16 bytes at `pointer` can be accessed together.
+DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
+
+DEVICE float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
+
 // exp with an error of about 2 units in the last place for arguments near zero.
 DEVICE float fast_exp(float value) {
 #ifdef RLRUN_EMULATED

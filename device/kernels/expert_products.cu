@@ -42,8 +42,6 @@ DEVICE bool work_of_block(const uint32* tiles, const uint32* starts, int columns
     return true;
 }
 
-DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
-
 // ---------------------------------------------------------------------------------------------------- tensor cores
 
 // A block computes a tile of HEIGHT x WIDTH, in DEEP steps of the inner dimension; each of ACROSS x DOWN warps a part of it.

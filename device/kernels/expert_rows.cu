@@ -7,20 +7,6 @@ namespace expert_rows {
 // A slot without a row, as in `routes.cu`.
 constexpr uint32 NOWHERE = 0xffffffffu;
 
-// `n` contiguous values, accessed together.
-template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
-    T at[n];
-};
-
-template <int n, typename T> DEVICE Pack<T, n> load_pack(const T* from) { return *reinterpret_cast<const Pack<T, n>*>(from); }
-template <int n, typename T> DEVICE void store_pack(T* to, const Pack<T, n>& pack) {
-    *reinterpret_cast<Pack<T, n>*>(to) = pack;
-}
-
-DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
-
-DEVICE float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
-
 template <int n, typename T>
 DEVICE void add_columns(const T* y, const uint32* rows, const float* weights, int count, int width, int first, int last, T* out) {
     for (int i = first + threadIdx.x * n; i < last; i += blockDim.x * n) {

@@ -7,18 +7,6 @@
 #include "common.cuh"
 
 namespace gated_unit {
-// `n` contiguous values, accessed together.
-template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
-    T at[n];
-};
-
-template <int n, typename T> DEVICE Pack<T, n> load_pack(const T* from) { return *reinterpret_cast<const Pack<T, n>*>(from); }
-template <int n, typename T> DEVICE void store_pack(T* to, const Pack<T, n>& pack) {
-    *reinterpret_cast<Pack<T, n>*>(to) = pack;
-}
-
-DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
-
 // Derivatives by gate and up.
 struct Slopes {
     float gate, up;

@@ -5,13 +5,6 @@
 #include "common.cuh"
 
 namespace rms {
-// `n` contiguous values, accessed together.
-template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
-    T at[n];
-};
-
-template <int n, typename T> DEVICE Pack<T, n> load_pack(const T* from) { return *reinterpret_cast<const Pack<T, n>*>(from); }
-
 // Layout of the rows, and what weights and results are changed by.
 struct Norm {
     int width, stride;
@@ -25,8 +18,6 @@ DEVICE int64 row_start(const Norm& norm) { return int64(blockIdx.x) * norm.strid
 
 // Whether rows can be accessed in packs of `n`.
 template <int n> DEVICE bool packed(const Norm& norm) { return norm.width % n == 0 && norm.stride % n == 0; }
-
-DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
 
 // Inverse root mean square of a row, by the whole block.
 template <int n, typename T> DEVICE float inverse_rms(const T* x, int width, float eps) {
@@ -48,7 +39,7 @@ template <int n, typename T> DEVICE void normalize(const T* x, const T* weight, 
             float value = load(part.at[j]) * inverse * weight_of(norm, load(scale.at[j]));
             store(&part.at[j], base ? load(under.at[j]) + value : value);
         }
-        *reinterpret_cast<Pack<T, n>*>(out + i) = part;
+        store_pack(out + i, part);
     }
 }
 
@@ -74,7 +65,7 @@ DEVICE void normalize_backward(const T* x, const T* weight, const Norm& norm, co
             if (base) sum += load(under.at[j]);
             store(&part.at[j], sum);
         }
-        *reinterpret_cast<Pack<T, n>*>(dx + i) = part;
+        store_pack(dx + i, part);
     }
 }
 

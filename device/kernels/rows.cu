@@ -5,18 +5,6 @@
 #include "common.cuh"
 
 namespace rows {
-// `n` contiguous values, accessed together.
-template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
-    T at[n];
-};
-
-template <int n, typename T> DEVICE Pack<T, n> load_pack(const T* from) { return *reinterpret_cast<const Pack<T, n>*>(from); }
-template <int n, typename T> DEVICE void store_pack(T* to, const Pack<T, n>& pack) {
-    *reinterpret_cast<Pack<T, n>*>(to) = pack;
-}
-
-DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
-
 template <int n, typename T> DEVICE void copy_columns(const T* from, int first, int last, T* to) {
     for (int i = first + threadIdx.x * n; i < last; i += blockDim.x * n) store_pack(to + i, load_pack<n>(from + i));
 }
