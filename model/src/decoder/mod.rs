@@ -257,7 +257,11 @@ impl Decoder {
 
     /// Adds `factors` of the tokens with `adapter`.
     fn adapt(&mut self, adapter: Option<usize>, factors: &Arc<LowRank>) {
-        let fits = |pair: &FactorPair| self.layout.specs().iter().any(|spec| spec.range() == pair.weight);
+        let specs = self.layout.specs();
+        let fits = |pair: &FactorPair| {
+            let place = specs.binary_search_by_key(&pair.weight.start, |spec| spec.offset);
+            place.is_ok_and(|place| specs[place].range() == pair.weight)
+        };
         assert!(factors.pairs().iter().all(fits), "the adapter is of this model");
         self.change_linears(&mut |linear| linear.adapt(adapter, factors));
         let pair = factors.pairs().iter().position(|pair| pair.is_embedding);

@@ -41,12 +41,13 @@ pub(crate) struct LinearFactors {
 impl LinearFactors {
     /// Those of `adapter` for a layer whose weight has the range `weight` in the flat parameters.
     pub(crate) fn of(factors: &Arc<LowRank>, adapter: Option<usize>, weight: &Range<usize>) -> Vec<Self> {
-        let inside = factors
-            .pairs()
-            .iter()
-            .enumerate()
-            .filter(|(_, pair)| weight.contains(&pair.weight.start) && !pair.is_embedding);
+        let pairs = factors.pairs();
+        // They are in the order of the layout; experts have tens of thousands.
+        let first = pairs.partition_point(|pair| pair.weight.start < weight.start);
+        let inside = pairs.iter().enumerate().skip(first);
         inside
+            .take_while(|(_, pair)| pair.weight.start < weight.end)
+            .filter(|(_, pair)| !pair.is_embedding)
             .map(|(index, pair)| {
                 let first = (pair.weight.start - weight.start) / pair.columns;
                 let outputs = first..first + pair.rows;
