@@ -35,6 +35,7 @@ macro_rules! sources {
 sources!(
     "adamw.cu",
     "attention.cu",
+    "blocks.cu",
     "digest.cu",
     "expert_products.cu",
     "expert_rows.cu",

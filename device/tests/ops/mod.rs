@@ -2,6 +2,7 @@
 
 mod adamw;
 mod attention;
+mod blocks;
 mod digest;
 mod experts;
 mod gated_unit;

@@ -23,7 +23,8 @@ use device::{Device, DeviceBuffer, DeviceError, Graph, Matrix, Result, Storage, 
 use self::feed_forward::FeedForwardMemory;
 use super::DeviceDecoder;
 use super::operands::{DeviceAngles, multiply_embedded};
-use super::units::{FlatWeights, UnitWeights};
+use super::sampler::SamplerWeights;
+use super::units::UnitWeights;
 use crate::layer::Operand;
 use crate::{KvCache, StepSequence, Unit};
 
@@ -145,7 +146,7 @@ impl<T: Storage> RecordedSteps<T> {
     pub(super) fn run(
         &mut self,
         decoder: &DeviceDecoder<T>,
-        weights: &mut FlatWeights<T>,
+        weights: &mut SamplerWeights<T>,
         cache: &mut DeviceBuffer<T>,
         shape: CacheShape,
         sequences: &[StepSequence<'_>],
@@ -163,7 +164,7 @@ impl<T: Storage> RecordedSteps<T> {
         let device = decoder.device().labelled("steps");
         let memory = reserve(&mut self.memory, &mut self.recorded, decoder, sizes)?;
         memory.fill(&device, shape, sizes, sequences)?;
-        let key = RecordingKey { tokens: sizes.tokens, pages: sizes.columns, weights: weights.buffer().id() };
+        let key = RecordingKey { tokens: sizes.tokens, pages: sizes.columns, weights: weights.id() };
         if !decodes {
             let chunks = Chunks::new(&device, &chunks_of(sequences, single))?;
             layers(decoder, weights, cache, shape, memory, sizes, Some(&chunks))?;
@@ -347,7 +348,7 @@ struct StepLayer<'a, T: Storage> {
 /// The network up to the final norm, on the inputs in `memory`. Launches kernels and does not synchronise.
 fn layers<T: Storage>(
     decoder: &DeviceDecoder<T>,
-    weights: &mut FlatWeights<T>,
+    weights: &mut SamplerWeights<T>,
     cache: &mut DeviceBuffer<T>,
     shape: CacheShape,
     memory: &mut StepMemory<T>,
