@@ -112,6 +112,7 @@ impl Follower {
         };
         if let Some(adapter) = member.adapter_mut() {
             let (values, base) = adapter.lengths();
+            let base = if is_quantized { 0 } else { base };
             let values = receive_values(collective, values)?;
             adapter.fill(&values, receive_values(collective, base)?);
         }

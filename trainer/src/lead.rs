@@ -155,6 +155,7 @@ impl Leader {
         }
         if let Some(adapter) = &adapter {
             self.collective.broadcast_bytes(0, bytes_of(adapter.values()))?;
+            // Empty over a base that stays quantised.
             self.collective.broadcast_bytes(0, bytes_of(adapter.base()))?;
         }
         for state in optimizer.iter().flat_map(Optimizer::states) {
