@@ -7,6 +7,7 @@ use device::ops::rows::{add_bias, column_sums};
 use device::{DeviceBuffer, Matrix, Result, Storage, View, ViewMut};
 
 use super::attention::AttentionActivations;
+use super::latent::LatentActivations;
 use super::{DeviceLayer, input_gradient, linear};
 use crate::layer::Operand;
 use crate::on_device::factors::GradientPlace;
@@ -24,6 +25,8 @@ pub(super) struct MixedActivations<T: Storage> {
 #[derive(Debug)]
 enum MixerActivations<T: Storage> {
     Attention(AttentionActivations<T>),
+    /// Boxed: they have buffers of their own.
+    Latent(Box<LatentActivations<T>>),
 }
 
 impl<T: Storage> DeviceLayer<'_, T> {
@@ -31,6 +34,9 @@ impl<T: Storage> DeviceLayer<'_, T> {
     pub(super) fn mixed(&self, x: &DeviceBuffer<T>) -> Result<MixedActivations<T>> {
         let mixer = match self.decoder.mixer_kind(self.index) {
             MixerKind::Attention => MixerActivations::Attention(self.attention(x.all())?),
+            MixerKind::Latent(spec) => {
+                MixerActivations::Latent(Box::new(self.latent_attention(spec, x.all())?))
+            }
         };
         let mut middle = copied(self.on(), x.all())?;
         let result = self.mixer_result(&mixer)?;
@@ -49,6 +55,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
     fn mixer_result<'x>(&self, mixer: &'x MixerActivations<T>) -> Result<DeviceRows<'x, T>> {
         match mixer {
             MixerActivations::Attention(kept) => kept.result(self),
+            MixerActivations::Latent(kept) => kept.result(self),
         }
     }
 
@@ -79,6 +86,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
             MixerActivations::Attention(kept) => {
                 self.attention_backward(x.all(), kept, d_mixed, gradients)?
             }
+            MixerActivations::Latent(kept) => self.latent_backward(x.all(), *kept, d_mixed, gradients)?,
         };
         let mut d_x = self.on().uninit(x.len())?;
         let norm = &self.ranges()[Operand::AttentionNorm];
