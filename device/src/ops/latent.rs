@@ -209,7 +209,7 @@ pub fn join_columns<T: Storage>(
 /// Columns right of the `left` ones in `rows` rows, of the lengths of both together, and of each.
 fn columns_of(rows: usize, [both, first, second]: [usize; 3], left: usize) -> usize {
     assert_eq!(both, first + second, "both parts together");
-    let right = if rows == 0 { 0 } else { second / rows };
+    let right = second.checked_div(rows).unwrap_or(0);
     assert_eq!(second, rows * right, "{second} values in {rows} rows beside columns of {left}");
     right
 }

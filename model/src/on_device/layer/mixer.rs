@@ -21,11 +21,10 @@ pub(super) struct MixedActivations<T: Storage> {
     pub(super) middle: DeviceBuffer<T>,
 }
 
-/// Activations of a mixer.
+/// Activations of a mixer, boxed: the kinds differ in size.
 #[derive(Debug)]
 enum MixerActivations<T: Storage> {
-    Attention(AttentionActivations<T>),
-    /// Boxed: they have buffers of their own.
+    Attention(Box<AttentionActivations<T>>),
     Latent(Box<LatentActivations<T>>),
 }
 
@@ -33,7 +32,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
     /// Forward of the half, for the residual stream `x [T, d]`.
     pub(super) fn mixed(&self, x: &DeviceBuffer<T>) -> Result<MixedActivations<T>> {
         let mixer = match self.decoder.mixer_kind(self.index) {
-            MixerKind::Attention => MixerActivations::Attention(self.attention(x.all())?),
+            MixerKind::Attention => MixerActivations::Attention(Box::new(self.attention(x.all())?)),
             MixerKind::Latent(spec) => {
                 MixerActivations::Latent(Box::new(self.latent_attention(spec, x.all())?))
             }
@@ -84,7 +83,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let d_mixed = self.output_backward(&mixer, g, gradients)?;
         let d_normed = match mixer {
             MixerActivations::Attention(kept) => {
-                self.attention_backward(x.all(), kept, d_mixed, gradients)?
+                self.attention_backward(x.all(), *kept, d_mixed, gradients)?
             }
             MixerActivations::Latent(kept) => self.latent_backward(x.all(), *kept, d_mixed, gradients)?,
         };
