@@ -34,6 +34,7 @@ macro_rules! sources {
 }
 sources!(
     "adamw.cu",
+    "adapters.cu",
     "attention.cu",
     "digest.cu",
     "expert_products.cu",

@@ -7,12 +7,14 @@
 //! - [`routes`]: the experts of tokens; [`experts`]: what experts compute
 //! - [`attention`]: packed sequences; [`paged`]: decode over a paged KV cache; [`prefill`]: prefill over a paged KV
 //!   cache
+//! - [`adapters`]: low-rank factors of rows with different adapters
 //! - [`head`]: log-probabilities and entropies of logits; [`sampling`]: tokens sampled from logits
 //! - [`rows`]: gather and scatter of rows, biases; [`vectors`]: flat vectors
 //! - [`adamw`]: the optimizer update
 //! - [`digest`]: BLAKE3 digest of weights
 
 pub mod adamw;
+pub mod adapters;
 pub mod attention;
 pub mod digest;
 pub mod experts;

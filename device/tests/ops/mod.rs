@@ -1,6 +1,7 @@
 //! Kernels, each against a reference in f64.
 
 mod adamw;
+mod adapters;
 mod attention;
 mod digest;
 mod experts;
