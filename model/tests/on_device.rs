@@ -2,6 +2,7 @@
 //!
 //! The device is the emulator, which runs the kernels that GPUs run.
 
+mod adapters;
 mod attention;
 mod experts;
 mod factors;

@@ -6,6 +6,8 @@
 //!
 //! Invariant: a row without an adapter is unchanged, and others depend on their own adapter alone.
 
+use super::experts::ExpertInputs;
+use super::routes::RoutedRows;
 use super::{THREADS, rows_of, size};
 use crate::backend::Argument;
 use crate::device::Device;
@@ -108,14 +110,14 @@ pub struct AdapterFactors<'a, T: Storage> {
 pub struct RowAdapters<'a> {
     /// `[T]` the adapter of each token, or [`NO_ADAPTER`].
     pub of_tokens: View<'a, u32>,
-    /// `[T, k]` the network of each row, for an operation with several; a token then has `k` rows.
-    pub networks: Option<View<'a, u32>>,
+    /// The experts of the tokens, for an operation that each expert has; a token then has a row for each of its experts.
+    pub routes: Option<RoutedRows<'a>>,
 }
 
 impl RowAdapters<'_> {
     /// Number of rows.
     fn rows(&self) -> usize {
-        self.networks.map_or(self.of_tokens.len(), |networks| networks.len())
+        self.routes.map_or(self.of_tokens.len(), |routes| routes.experts.len())
     }
 
     /// Arguments of the kernels.
@@ -123,7 +125,9 @@ impl RowAdapters<'_> {
         let per_token = self.rows().checked_div(self.of_tokens.len()).unwrap_or(1).max(1);
         assert_eq!(self.rows(), per_token * self.of_tokens.len(), "every token has {per_token} rows");
         let sizes = [per_token, of.adapters, of.sites].map(|n| Argument::from(size(n)));
-        let lists = [self.of_tokens.into(), self.networks.into(), of.table.into()];
+        let [experts, rows] =
+            [self.routes.map(|routes| routes.experts), self.routes.map(|routes| routes.rows)];
+        let lists = [self.of_tokens.into(), experts.into(), rows.into(), of.table.into()];
         lists.into_iter().chain(sizes).chain([of.factors.into()]).collect()
     }
 }
@@ -134,8 +138,8 @@ pub fn shrunk_len<T: Storage>(of: &AdapterFactors<'_, T>, rows: usize) -> usize 
     rows * of.sites * of.rank
 }
 
-/// Adds what the adapters of `rows` add to the result `out [rows, output]` of a linear operation on `x [rows, input]`, or
-/// `[T, input]` where the rows of a token have one input. Overwrites `shrunk`, of at least [`shrunk_len`] values.
+/// Adds what the adapters of `rows` add to the result `out [rows, output]` of a linear operation on `x` of this width.
+/// Overwrites `shrunk`, of at least [`shrunk_len`] values.
 ///
 /// # Errors
 /// If a launch fails.
@@ -146,7 +150,7 @@ pub fn add_adapted<T: Storage, Out: Storage>(
     device: &Device,
     of: &AdapterFactors<'_, T>,
     rows: &RowAdapters<'_>,
-    (x, input): (View<'_, T>, usize),
+    (x, input): (ExpertInputs<'_, T>, usize),
     mut shrunk: ViewMut<'_, f32>,
     out: ViewMut<'_, Out>,
 ) -> Result<()> {
@@ -155,11 +159,14 @@ pub fn add_adapted<T: Storage, Out: Storage>(
         return Ok(());
     }
     assert!(shrunk.len() >= shrunk_len(of, count), "{} values for {count} rows", shrunk.len());
-    let inputs = rows_of(x.len(), input);
-    let shared = count / inputs.max(1);
-    assert_eq!(inputs * shared, count, "{count} rows of {inputs} inputs");
+    let (x, of_tokens) = match x {
+        ExpertInputs::OfTokens(x) => (x, true),
+        ExpertInputs::OfRows(x) => (x, false),
+    };
+    let inputs = if of_tokens { rows.of_tokens.len() } else { count };
+    assert_eq!(x.len(), inputs * input, "an input of {input} values for each token or row");
     let mut arguments = rows.arguments(of);
-    let own = [input, shared, of.rank].map(|n| Argument::from(size(n)));
+    let own = [input, usize::from(of_tokens), of.rank].map(|n| Argument::from(size(n)));
     arguments.extend([Argument::from(x)].into_iter().chain(own).chain([shrunk.reborrow().into()]));
     let grid = [count, of.sites * of.rank.div_ceil(RANKS), 1];
     device.launch(&format!("shrink_adapters_{}", T::SUFFIX), grid, RANKS * 32, 0, &arguments)?;

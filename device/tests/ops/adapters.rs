@@ -4,6 +4,8 @@ use device::ops::adapters::{
     AdaptedOutputs, AdapterFactors, AdapterPlace, NO_ADAPTER, RowAdapters, add_adapted, add_embedded,
     shrunk_len,
 };
+use device::ops::experts::ExpertInputs;
+use device::ops::routes::{RouteInputs, RouteMemory, Router, RouterKind};
 use device::{Device, DeviceBuffer, Storage, bf16};
 
 use crate::common::{assert_close, devices, noise};
@@ -38,6 +40,17 @@ impl<T: Storage> Case<T> {
         Self { of: AdaptedOutputs { input, output, sites, adapters: ranks.len(), places }, factors }
     }
 
+    /// As kernels take it.
+    fn there<'a>(&self, factors: &'a DeviceBuffer<T>, table: &'a DeviceBuffer<u32>) -> AdapterFactors<'a, T> {
+        AdapterFactors {
+            factors: factors.all(),
+            table: table.all(),
+            sites: self.of.sites.len(),
+            adapters: self.of.adapters,
+            rank: self.of.rank(),
+        }
+    }
+
     fn on(&self, device: &Device) -> (DeviceBuffer<T>, DeviceBuffer<u32>) {
         let table = self.of.table(self.factors.len());
         (device.upload(&self.factors).unwrap(), device.upload(&table).unwrap())
@@ -59,65 +72,73 @@ impl<T: Storage> Case<T> {
     }
 }
 
-/// Linear operations of rows that have adapter 1, none, 0, 2, and so on. `Out` is what results are stored in.
-fn check<T: Storage, Out: Storage>(case: &Case<T>, per_token: usize, shared: bool, tolerance: f64) {
+/// Linear operations of tokens that have adapter 1, none, 0, 2, and so on. `Out` is what results are stored in. With experts, each
+/// token has rows of `per_token` of them, in the order of experts, whose inputs are those `of_tokens` or their own.
+fn check<T: Storage, Out: Storage>(case: &Case<T>, (per_token, of_tokens): (usize, bool), tolerance: f64) {
     for device in devices() {
-        let (factors, table) = case.on(&device);
-        let AdaptedOutputs { input, output, .. } = case.of;
         for tokens in [1, 7, 20] {
-            let rows = tokens * per_token;
-            let adapters: Vec<u32> = (0..tokens).map(|t| [1, NO_ADAPTER, 0, 2, 0][t % 5]).collect();
-            let networks: Vec<u32> = (0..rows).map(|row| (row * 7 % case.of.networks()) as u32).collect();
-            let inputs = if shared { tokens } else { rows };
-            let x: Vec<T> = narrow(noise(inputs * input, 1));
-            let start: Vec<Out> = narrow(noise(rows * output, 2));
-            let [on_adapters, on_networks] =
-                [&adapters, &networks].map(|values| device.upload(values).unwrap());
-            let of = AdapterFactors {
-                factors: factors.all(),
-                table: table.all(),
-                sites: case.of.sites.len(),
-                adapters: case.of.adapters,
-                rank: case.of.rank(),
-            };
-            let several = case.of.networks() > 1;
-            let by =
-                RowAdapters { of_tokens: on_adapters.all(), networks: several.then(|| on_networks.all()) };
-            let (on_x, mut out) = (device.upload(&x).unwrap(), device.upload(&start).unwrap());
-            let mut shrunk = device.upload(&vec![f32::NAN; shrunk_len(&of, rows)]).unwrap();
-            let x_of = (on_x.all(), input);
-            add_adapted(&device, &of, &by, x_of, shrunk.all_mut(), out.all_mut()).unwrap();
-            let (x, mut expected) = (wide(&x), wide(&start));
-            for (row, out) in expected.chunks_mut(output).enumerate() {
-                let token = row / per_token;
-                let x = &x[if shared { token } else { row } * input..][..input];
-                let network = if several { networks[row] as usize } else { 0 };
-                let product = |a: &[f64]| a.iter().zip(x).map(|(a, x)| a * x).sum();
-                case.add(network, adapters[token], out, product);
-            }
-            let found = widen(&device.download(out.all()).unwrap());
-            assert_close(&found, &expected, tolerance);
-            for (row, found) in found.chunks(output).enumerate() {
-                let before = widen(&start[row * output..(row + 1) * output]);
-                assert_eq!(found == before, adapters[row / per_token] == NO_ADAPTER, "row {row}");
-            }
+            check_tokens::<T, Out>(&device, case, tokens, (per_token, of_tokens), tolerance);
         }
+    }
+}
+
+fn check_tokens<T: Storage, Out: Storage>(
+    device: &Device,
+    case: &Case<T>,
+    tokens: usize,
+    (per_token, of_tokens): (usize, bool),
+    tolerance: f64,
+) {
+    let (factors, table) = case.on(device);
+    let ([input, output], experts) = ([case.of.input, case.of.output], case.of.networks());
+    let router = Router { experts, per_token, kind: RouterKind::Softmax { normalized: true } };
+    let mut memory = RouteMemory::new(device, &[router], tokens).unwrap();
+    device.upload_to(&noise(tokens * experts, 3), memory.logits(router, tokens)).unwrap();
+    let inputs = RouteInputs::<T> { bias: None, correction: None, given: None, padding: None };
+    memory.route(device, router, tokens, inputs).unwrap();
+    let routes = memory.routes(router, tokens);
+    let [chosen, row_of] = [routes.experts, routes.rows].map(|list| device.download(list).unwrap());
+    let rows = tokens * per_token;
+    let adapters: Vec<u32> = (0..tokens).map(|t| [1, NO_ADAPTER, 0, 2, 0][t % 5]).collect();
+    let x: Vec<T> = narrow(noise(if of_tokens { tokens } else { rows } * input, 1));
+    let start: Vec<Out> = narrow(noise(rows * output, 2));
+    let (on_adapters, on_x) = (device.upload(&adapters).unwrap(), device.upload(&x).unwrap());
+    let mut out = device.upload(&start).unwrap();
+    let of = case.there(&factors, &table);
+    let mut shrunk = device.upload(&vec![f32::NAN; shrunk_len(&of, rows)]).unwrap();
+    let by = RowAdapters { of_tokens: on_adapters.all(), routes: (experts > 1).then_some(routes) };
+    let on_x = if of_tokens { ExpertInputs::OfTokens(on_x.all()) } else { ExpertInputs::OfRows(on_x.all()) };
+    add_adapted(device, &of, &by, (on_x, input), shrunk.all_mut(), out.all_mut()).unwrap();
+
+    let (x, mut expected) = (wide(&x), wide(&start));
+    for slot in 0..rows {
+        let (token, row) = (slot / per_token, row_of[slot] as usize);
+        let x = &x[if of_tokens { token } else { row } * input..][..input];
+        let product = |a: &[f64]| a.iter().zip(x).map(|(a, x)| a * x).sum();
+        let out = &mut expected[row * output..(row + 1) * output];
+        case.add(chosen[slot] as usize, adapters[token], out, product);
+    }
+    let found = widen(&device.download(out.all()).unwrap());
+    assert_close(&found, &expected, tolerance);
+    for slot in 0..rows {
+        let own = row_of[slot] as usize * output..(row_of[slot] as usize + 1) * output;
+        let is_unchanged = found[own.clone()] == widen(&start[own]);
+        assert_eq!(is_unchanged, adapters[slot / per_token] == NO_ADAPTER, "slot {slot}");
     }
 }
 
 /// Odd widths and ranks, then widths of 16 bytes, several sites with columns of none between them, and many ranks.
 fn check_all<T: Storage, Out: Storage>(tolerance: f64) {
-    check::<T, Out>(&Case::new([7, 11, 1], vec![0..11], &[3, 1, 2]), 1, false, tolerance);
-    check::<T, Out>(
-        &Case::new([64, 600, 1], vec![0..320, 320..340, 400..600], &[8, 16, 24]),
-        1,
-        false,
-        tolerance,
-    );
-    check::<T, Out>(&Case::new([40, 24, 1], vec![0..24], &[33, 5, 1]), 1, false, tolerance);
+    let plain = (1, true);
+    check::<T, Out>(&Case::new([7, 11, 1], vec![0..11], &[3, 1, 2]), plain, tolerance);
+    let sites = vec![0..320, 320..340, 400..600];
+    check::<T, Out>(&Case::new([64, 600, 1], sites, &[8, 16, 24]), plain, tolerance);
+    check::<T, Out>(&Case::new([40, 24, 1], vec![0..24], &[33, 5, 1]), plain, tolerance);
     let of_experts = Case::new([16, 30, 5], vec![0..15, 15..30], &[4, 2, 9]);
-    check::<T, Out>(&of_experts, 3, true, tolerance);
-    check::<T, Out>(&of_experts, 3, false, tolerance);
+    for of_tokens in [true, false] {
+        check::<T, Out>(&of_experts, (3, of_tokens), tolerance);
+        check::<T, Out>(&of_experts, (1, of_tokens), tolerance);
+    }
 }
 
 #[test]
@@ -135,14 +156,8 @@ fn tokens_get_the_rows_of_their_adapters() {
         let (factors, table) = case.on(&device);
         let (ids, adapters) = ([12_u32, 0, 5, 5, 7], [1, 0, NO_ADAPTER, 1, 0]);
         let [on_ids, on_adapters] = [ids, adapters].map(|values| device.upload(&values).unwrap());
-        let of = AdapterFactors {
-            factors: factors.all(),
-            table: table.all(),
-            sites: 1,
-            adapters: 2,
-            rank: case.of.rank(),
-        };
-        let by = RowAdapters { of_tokens: on_adapters.all(), networks: None };
+        let of = case.there(&factors, &table);
+        let by = RowAdapters { of_tokens: on_adapters.all(), routes: None };
         let start = noise(ids.len() * width, 3);
         let mut out = device.upload(&start).unwrap();
         let mut shrunk = device.zeros(shrunk_len(&of, ids.len())).unwrap();

@@ -11,8 +11,9 @@
 //! - `experts`: the router and the experts of a layer
 //! - `train`: passes over packs
 //! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs); the halves of its
-//!   layers in `steps::mixer` and `steps::feed_forward`
+//!   layers in `steps::mixer` and `steps::feed_forward`; `adapters`: those of the tokens of a step, beside its weights
 
+mod adapters;
 mod experts;
 mod factors;
 mod head;

@@ -31,7 +31,7 @@ const FAMILIES: [Architecture; 16] = [
 ];
 
 /// Families that devices refuse, with the names of their golden directories and what they have.
-const REFUSED: [(Architecture, &str, &str); 3] = [
+pub(super) const REFUSED: [(Architecture, &str, &str); 3] = [
     (Architecture::Qwen3Next, "qwen3_next", "a recurrence in place of attention"),
     (Architecture::Qwen35, "qwen3_5", "a recurrence in place of attention"),
     (Architecture::Qwen35Moe, "qwen3_5_moe", "a recurrence in place of attention"),
