@@ -36,6 +36,7 @@ sources!(
     "adamw.cu",
     "adapters.cu",
     "attention.cu",
+    "blocks.cu",
     "digest.cu",
     "expert_products.cu",
     "expert_rows.cu",

@@ -11,11 +11,13 @@
 //! - [`head`]: log-probabilities and entropies of logits; [`sampling`]: tokens sampled from logits
 //! - [`rows`]: gather and scatter of rows, biases; [`vectors`]: flat vectors
 //! - [`adamw`]: the optimizer update
+//! - [`blocks`]: weights in quantised blocks
 //! - [`digest`]: BLAKE3 digest of weights
 
 pub mod adamw;
 pub mod adapters;
 pub mod attention;
+pub mod blocks;
 pub mod digest;
 pub mod experts;
 pub mod gated_unit;

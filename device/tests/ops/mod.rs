@@ -3,6 +3,7 @@
 mod adamw;
 mod adapters;
 mod attention;
+mod blocks;
 mod digest;
 mod experts;
 mod gated_unit;

@@ -13,12 +13,14 @@ use device::ops::paged::copy_pages;
 use device::ops::sampling::{
     DRAW, KEPT, RowSampling, SETTINGS, SampledRows, SampledToken, pack_kept, sample,
 };
-use device::{Device, DeviceBuffer, DeviceError, Result, Storage, bf16};
+use device::{Device, DeviceBuffer, DeviceError, Result, Storage, View, bf16};
 
 use super::adapters::DeviceAdapters;
 use super::steps::{AdaptedDecoder, CacheShape, RecordedSteps};
-use super::{DeviceDecoder, DeviceDtype, FlatWeights, UnitWeights, check_ids};
-use crate::{Config, Draw, KvCache, Layout, LowRank, Parameters, Recompute, Sampling, StepSequence};
+use super::{DeviceDecoder, DeviceDtype, FlatWeights, StoredWeights, UnitWeights, check_ids};
+use crate::{
+    AdaptedBase, Config, Draw, KvCache, Layout, LowRank, Parameters, Recompute, Sampling, StepSequence, Unit,
+};
 
 /// A token to draw.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -38,6 +40,44 @@ pub enum StagedWeights {
     F32(DeviceBuffer<f32>),
     /// Stored in bf16.
     Bf16(DeviceBuffer<bf16>),
+    /// `[factors]` low-rank factors over a base that stays quantised.
+    Factors(DeviceBuffer<f32>),
+}
+
+/// The weights that a sampler computes with.
+#[derive(Debug)]
+pub(super) enum SamplerWeights<T: Storage> {
+    /// All of them.
+    Flat(FlatWeights<T>),
+    /// A base that stays quantised, and factors.
+    Stored(Box<StoredWeights<T>>),
+}
+
+impl<T: Storage> SamplerWeights<T> {
+    /// A number that no other weights have while these are there.
+    pub(super) fn id(&self) -> u64 {
+        match self {
+            Self::Flat(weights) => weights.buffer().id(),
+            Self::Stored(weights) => weights.id(),
+        }
+    }
+
+    /// Memory, bytes.
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Flat(weights) => weights.buffer().bytes(),
+            Self::Stored(weights) => weights.bytes(),
+        }
+    }
+}
+
+impl<T: Storage> UnitWeights<T> for SamplerWeights<T> {
+    fn unit(&mut self, unit: Unit) -> Result<View<'_, T>> {
+        match self {
+            Self::Flat(weights) => weights.unit(unit),
+            Self::Stored(weights) => weights.unit(unit),
+        }
+    }
 }
 
 /// A decoder to sample with on a device, with its cache.
@@ -74,11 +114,12 @@ impl StagedWeights {
         })
     }
 
-    /// What they are stored in.
-    fn dtype(&self) -> DeviceDtype {
+    /// What they are, for messages.
+    fn kind(&self) -> &'static str {
         match self {
-            Self::F32(_) => DeviceDtype::F32,
-            Self::Bf16(_) => DeviceDtype::Bf16,
+            Self::F32(_) => "weights in f32",
+            Self::Bf16(_) => "weights in bf16",
+            Self::Factors(_) => "factors over a base that stays quantised",
         }
     }
 
@@ -86,7 +127,7 @@ impl StagedWeights {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         match self {
-            Self::F32(buffer) => buffer.bytes(),
+            Self::F32(buffer) | Self::Factors(buffer) => buffer.bytes(),
             Self::Bf16(buffer) => buffer.bytes(),
         }
     }
@@ -96,7 +137,7 @@ impl DeviceSampler {
     /// A decoder that serves `weights`.
     ///
     /// # Errors
-    /// If the device fails.
+    /// If the device fails, or the weights are factors, which have a base ([`Self::over`]).
     ///
     /// # Panics
     /// If the weights are not those of `config`.
@@ -104,10 +145,33 @@ impl DeviceSampler {
         let layout = Arc::new(Layout::new(config));
         let inner = match weights {
             StagedWeights::F32(buffer) => {
-                AnySampler::F32(TypedSampler::new(device, config, &layout, buffer)?)
+                let weights = SamplerWeights::Flat(FlatWeights::of(buffer, &layout));
+                AnySampler::F32(TypedSampler::new(device, config, &layout, weights)?)
             }
             StagedWeights::Bf16(buffer) => {
-                AnySampler::Bf16(TypedSampler::new(device, config, &layout, buffer)?)
+                let weights = SamplerWeights::Flat(FlatWeights::of(buffer, &layout));
+                AnySampler::Bf16(TypedSampler::new(device, config, &layout, weights)?)
+            }
+            StagedWeights::Factors(_) => return Err(misplaced(device, weights.kind(), "no base")),
+        };
+        Ok(Self { inner })
+    }
+
+    /// A decoder that serves factors over a base that stays quantised. A layer is dequantised when a step needs it.
+    ///
+    /// # Errors
+    /// If the device fails or has no memory.
+    pub fn over(device: &Device, dtype: DeviceDtype, policy: &AdaptedBase) -> Result<Self> {
+        let (base, factors) = (policy.base(), policy.factors());
+        let (config, layout) = (base.config(), base.layout());
+        let inner = match dtype {
+            DeviceDtype::F32 => {
+                let weights = SamplerWeights::Stored(Box::new(StoredWeights::new(device, base, factors)?));
+                AnySampler::F32(TypedSampler::new(device, config, layout, weights)?)
+            }
+            DeviceDtype::Bf16 => {
+                let weights = SamplerWeights::Stored(Box::new(StoredWeights::new(device, base, factors)?));
+                AnySampler::Bf16(TypedSampler::new(device, config, layout, weights)?)
             }
         };
         Ok(Self { inner })
@@ -143,25 +207,27 @@ impl DeviceSampler {
     /// Samples with `weights` from the next step on. Synchronises. Returns the old weights, as a buffer for the next ones.
     ///
     /// # Errors
-    /// If something on the device failed, or their storage type differs from that of the old weights.
+    /// If something on the device failed, or they are of another kind than the old weights.
     ///
     /// # Panics
     /// If their number differs from that of the old weights.
     pub fn swap(&mut self, weights: StagedWeights) -> Result<StagedWeights> {
         // A step that was launched but not synchronised may still read the old weights.
         self.device().synchronize()?;
-        let (device, dtype) = (self.device().name(), self.dtype());
+        let device = self.device().clone();
         match (&mut self.inner, weights) {
             (AnySampler::F32(sampler), StagedWeights::F32(buffer)) => {
-                Ok(StagedWeights::F32(sampler.swap(buffer)))
+                Ok(StagedWeights::F32(sampler.swap(buffer)?))
             }
             (AnySampler::Bf16(sampler), StagedWeights::Bf16(buffer)) => {
-                Ok(StagedWeights::Bf16(sampler.swap(buffer)))
+                Ok(StagedWeights::Bf16(sampler.swap(buffer)?))
             }
-            (_, new) => {
-                let reason = format!("the sampler stores {dtype:?}, the new weights are {:?}", new.dtype());
-                Err(DeviceError::Call { device, call: "a swap of weights", reason })
+            (sampler, StagedWeights::Factors(factors)) => {
+                either!(sampler, sampler => sampler.change_factors(factors.all())?);
+                Ok(StagedWeights::Factors(factors))
             }
+            (AnySampler::F32(_), new) => Err(misplaced(&device, new.kind(), "weights in f32")),
+            (AnySampler::Bf16(_), new) => Err(misplaced(&device, new.kind(), "weights in bf16")),
         }
     }
 
@@ -204,11 +270,17 @@ impl DeviceSampler {
     }
 }
 
+/// Weights of another kind than the sampler's.
+fn misplaced(device: &Device, new: &str, old: &str) -> DeviceError {
+    let reason = format!("the sampler has {old}, the new ones are {new}");
+    DeviceError::Call { device: device.name(), call: "a swap of weights", reason }
+}
+
 /// A sampler of one storage type.
 #[derive(Debug)]
 struct TypedSampler<T: Storage> {
     decoder: DeviceDecoder<T>,
-    weights: FlatWeights<T>,
+    weights: SamplerWeights<T>,
     adapters: Option<DeviceAdapters<T>>,
     /// `[layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
     cache: Option<DeviceBuffer<T>>,
@@ -218,9 +290,13 @@ struct TypedSampler<T: Storage> {
 }
 
 impl<T: Storage> TypedSampler<T> {
-    fn new(device: &Device, config: &Config, layout: &Arc<Layout>, weights: DeviceBuffer<T>) -> Result<Self> {
+    fn new(
+        device: &Device,
+        config: &Config,
+        layout: &Arc<Layout>,
+        weights: SamplerWeights<T>,
+    ) -> Result<Self> {
         let decoder = DeviceDecoder::new(device, config, layout, Recompute::None)?;
-        let weights = FlatWeights::of(weights, layout);
         Ok(Self {
             decoder,
             weights,
@@ -233,7 +309,7 @@ impl<T: Storage> TypedSampler<T> {
 
     fn bytes(&self) -> u64 {
         let adapters = self.adapters.as_ref().map_or(0, DeviceAdapters::bytes);
-        self.weights.buffer().bytes() + adapters + self.cache.as_ref().map_or(0, DeviceBuffer::bytes)
+        self.weights.bytes() + adapters + self.cache.as_ref().map_or(0, DeviceBuffer::bytes)
     }
 
     fn set_adapters(&mut self, all: &[Arc<LowRank>]) -> Result<()> {
@@ -251,9 +327,23 @@ impl<T: Storage> TypedSampler<T> {
         Ok(())
     }
 
-    fn swap(&mut self, weights: DeviceBuffer<T>) -> DeviceBuffer<T> {
+    fn swap(&mut self, weights: DeviceBuffer<T>) -> Result<DeviceBuffer<T>> {
         let layout = Arc::clone(self.decoder.layout());
-        std::mem::replace(&mut self.weights, FlatWeights::of(weights, &layout)).into_buffer()
+        match &mut self.weights {
+            SamplerWeights::Flat(old) => {
+                Ok(std::mem::replace(old, FlatWeights::of(weights, &layout)).into_buffer())
+            }
+            SamplerWeights::Stored(_) => {
+                Err(misplaced(self.decoder.device(), "whole weights", "a base that stays quantised"))
+            }
+        }
+    }
+
+    fn change_factors(&mut self, factors: View<'_, f32>) -> Result<()> {
+        match &mut self.weights {
+            SamplerWeights::Stored(weights) => weights.copy_factors(factors),
+            SamplerWeights::Flat(_) => Err(misplaced(self.decoder.device(), "factors", "whole weights")),
+        }
     }
 
     /// Values of a page of one layer.
@@ -380,11 +470,7 @@ impl DrawRequest {
 
 impl<T: Storage> DeviceDecoder<T> {
     /// `[rows, V]` logits of normalised hidden states `[rows, d]`.
-    fn logits_of(
-        &self,
-        weights: &mut dyn UnitWeights<T>,
-        hidden: device::View<'_, T>,
-    ) -> Result<DeviceBuffer<f32>> {
+    fn logits_of(&self, weights: &mut dyn UnitWeights<T>, hidden: View<'_, T>) -> Result<DeviceBuffer<f32>> {
         let (unit, place) = self.head_place();
         let weight = weights.unit(unit)?.slice(place);
         self.logits(hidden, weight)

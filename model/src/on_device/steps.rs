@@ -30,11 +30,12 @@ use self::linear::{AdapterMemory, wanted_adapters};
 use super::DeviceDecoder;
 use super::adapters::DeviceAdapters;
 use super::operands::{DeviceAngles, multiply_embedded};
-use super::units::{FlatWeights, UnitWeights};
+use super::sampler::SamplerWeights;
+use super::units::UnitWeights;
 use crate::layer::Operand;
 use crate::{KvCache, StepSequence, Unit};
 
-/// Largest number of recordings: sizes of steps, times two alternating sets of weights.
+/// Largest number of recordings: sizes of steps with and without adapters, times two alternating sets of weights.
 const RECORDED: usize = 64;
 /// Failed recordings in a row before an error.
 const MAX_FAILED: usize = 8;
@@ -180,7 +181,7 @@ impl<T: Storage> RecordedSteps<T> {
     pub(super) fn run(
         &mut self,
         network: AdaptedDecoder<'_, T>,
-        weights: &mut FlatWeights<T>,
+        weights: &mut SamplerWeights<T>,
         cache: &mut DeviceBuffer<T>,
         shape: CacheShape,
         sequences: &[StepSequence<'_>],
@@ -203,8 +204,7 @@ impl<T: Storage> RecordedSteps<T> {
         if decoder.adapters.is_some() {
             memory.adapters.fill(&device, sequences, sizes.tokens)?;
         }
-        let weights_id = weights.buffer().id();
-        let key = RecordingKey { tokens: sizes.tokens, pages: sizes.columns, weights: weights_id, adapted };
+        let key = RecordingKey { tokens: sizes.tokens, pages: sizes.columns, weights: weights.id(), adapted };
         if !decodes {
             let chunks = Chunks::new(&device, &chunks_of(sequences, single))?;
             layers(decoder, weights, cache, shape, memory, sizes, Some(&chunks))?;
@@ -401,7 +401,7 @@ struct StepLayer<'a, T: Storage> {
 /// The network up to the final norm, on the inputs in `memory`. Launches kernels and does not synchronise.
 fn layers<T: Storage>(
     network: AdaptedDecoder<'_, T>,
-    weights: &mut FlatWeights<T>,
+    weights: &mut SamplerWeights<T>,
     cache: &mut DeviceBuffer<T>,
     shape: CacheShape,
     memory: &mut StepMemory<T>,
