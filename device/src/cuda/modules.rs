@@ -34,6 +34,7 @@ macro_rules! sources {
 }
 sources!(
     "adamw.cu",
+    "adapters.cu",
     "attention.cu",
     "blocks.cu",
     "digest.cu",
@@ -43,6 +44,7 @@ sources!(
     "gates.cu",
     "head.cu",
     "heads.cu",
+    "latent.cu",
     "norm.cu",
     "paged.cu",
     "prefill.cu",

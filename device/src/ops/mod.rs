@@ -3,10 +3,11 @@
 //! Invariant: sums are f32 or wider, in an order that depends on the shapes only, so equal inputs give equal bits.
 //!
 //! # Layout
-//! - [`norm`], [`heads`], [`gates`], [`gated_unit`]: elementwise operations of a layer
+//! - [`norm`], [`heads`], [`latent`], [`gates`], [`gated_unit`]: elementwise operations of a layer
 //! - [`routes`]: the experts of tokens; [`experts`]: what experts compute
 //! - [`attention`]: packed sequences; [`paged`]: decode over a paged KV cache; [`prefill`]: prefill over a paged KV
 //!   cache
+//! - [`adapters`]: low-rank factors of rows with different adapters
 //! - [`head`]: log-probabilities and entropies of logits; [`sampling`]: tokens sampled from logits
 //! - [`rows`]: gather and scatter of rows, biases; [`vectors`]: flat vectors
 //! - [`adamw`]: the optimizer update
@@ -14,6 +15,7 @@
 //! - [`digest`]: BLAKE3 digest of weights
 
 pub mod adamw;
+pub mod adapters;
 pub mod attention;
 pub mod blocks;
 pub mod digest;
@@ -22,6 +24,7 @@ pub mod gated_unit;
 pub mod gates;
 pub mod head;
 pub mod heads;
+pub mod latent;
 pub mod norm;
 pub mod paged;
 pub mod prefill;

@@ -1,6 +1,7 @@
 //! Kernels, each against a reference in f64.
 
 mod adamw;
+mod adapters;
 mod attention;
 mod blocks;
 mod digest;
@@ -9,6 +10,7 @@ mod gated_unit;
 mod gates;
 mod head;
 mod heads;
+mod latent;
 mod norm;
 mod paged;
 mod prefill;

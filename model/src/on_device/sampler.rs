@@ -7,16 +7,19 @@
 
 use std::sync::Arc;
 
+use device::ops::adapters::{RowAdapters, add_adapted, shrunk_len};
+use device::ops::experts::ExpertInputs;
 use device::ops::paged::copy_pages;
 use device::ops::sampling::{
     DRAW, KEPT, RowSampling, SETTINGS, SampledRows, SampledToken, pack_kept, sample,
 };
 use device::{Device, DeviceBuffer, DeviceError, Result, Storage, View, bf16};
 
-use super::steps::{CacheShape, RecordedSteps};
+use super::adapters::DeviceAdapters;
+use super::steps::{AdaptedDecoder, CacheShape, RecordedSteps};
 use super::{DeviceDecoder, DeviceDtype, FlatWeights, StoredWeights, UnitWeights, check_ids};
 use crate::{
-    AdaptedBase, Config, Draw, KvCache, Layout, Parameters, Recompute, Sampling, StepSequence, Unit,
+    AdaptedBase, Config, Draw, KvCache, Layout, LowRank, Parameters, Recompute, Sampling, StepSequence, Unit,
 };
 
 /// A token to draw.
@@ -195,7 +198,7 @@ impl DeviceSampler {
         }
     }
 
-    /// Memory of weights and cache, bytes.
+    /// Memory of weights, adapters and cache, bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         either!(&self.inner, sampler => sampler.bytes())
@@ -232,7 +235,7 @@ impl DeviceSampler {
     /// logits are wanted, in order, for [`Self::draw`]. Synchronises if the cache keeps the experts of tokens.
     ///
     /// # Errors
-    /// If a token id lies beyond the vocabulary, a sequence names an adapter, or the device fails.
+    /// If a token id lies beyond the vocabulary, a sequence names an adapter that is not served, or the device fails.
     ///
     /// # Panics
     /// If the pages of a sequence do not reach its last token.
@@ -249,6 +252,16 @@ impl DeviceSampler {
     /// If a row is not among the wanted ones.
     pub fn draw(&mut self, requests: &[DrawRequest]) -> Result<Vec<Draw>> {
         either!(&mut self.inner, sampler => sampler.draw(requests))
+    }
+
+    /// Serves `adapters` beside its weights, in place of those before: a sequence names its own by its index
+    /// ([`StepSequence::adapter`]), and one that names none has the weights alone. They are not merged into the weights. Synchronises
+    /// if they are others than before.
+    ///
+    /// # Errors
+    /// If an adapter has factors of a weight that decode steps have them of merged alone, or of another model, or the device fails.
+    pub fn set_adapters(&mut self, adapters: &[Arc<LowRank>]) -> Result<()> {
+        either!(&mut self.inner, sampler => sampler.set_adapters(adapters))
     }
 
     /// Frees the memory of the KV cache, which the next step allocates again. Its content has to be computed again.
@@ -268,6 +281,7 @@ fn misplaced(device: &Device, new: &str, old: &str) -> DeviceError {
 struct TypedSampler<T: Storage> {
     decoder: DeviceDecoder<T>,
     weights: SamplerWeights<T>,
+    adapters: Option<DeviceAdapters<T>>,
     /// `[layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
     cache: Option<DeviceBuffer<T>>,
     steps: RecordedSteps<T>,
@@ -283,11 +297,34 @@ impl<T: Storage> TypedSampler<T> {
         weights: SamplerWeights<T>,
     ) -> Result<Self> {
         let decoder = DeviceDecoder::new(device, config, layout, Recompute::None)?;
-        Ok(Self { decoder, weights, cache: None, steps: RecordedSteps::default(), drawing: None })
+        Ok(Self {
+            decoder,
+            weights,
+            adapters: None,
+            cache: None,
+            steps: RecordedSteps::default(),
+            drawing: None,
+        })
     }
 
     fn bytes(&self) -> u64 {
-        self.weights.bytes() + self.cache.as_ref().map_or(0, DeviceBuffer::bytes)
+        let adapters = self.adapters.as_ref().map_or(0, DeviceAdapters::bytes);
+        self.weights.bytes() + adapters + self.cache.as_ref().map_or(0, DeviceBuffer::bytes)
+    }
+
+    fn set_adapters(&mut self, all: &[Arc<LowRank>]) -> Result<()> {
+        if self.adapters.as_ref().map_or(all.is_empty(), |before| before.serves(all)) {
+            return Ok(());
+        }
+        // A step that was launched but not synchronised may still read the old ones.
+        self.decoder.device().synchronize()?;
+        // Recordings have the addresses of the old ones.
+        self.steps = RecordedSteps::default();
+        self.adapters = None;
+        if !all.is_empty() {
+            self.adapters = Some(DeviceAdapters::new(&self.decoder, all)?);
+        }
+        Ok(())
     }
 
     fn swap(&mut self, weights: DeviceBuffer<T>) -> Result<DeviceBuffer<T>> {
@@ -332,16 +369,18 @@ impl<T: Storage> TypedSampler<T> {
             let pairs = device.upload(copies.as_flattened())?;
             copy_pages(&device, pairs.all(), values.all_mut(), pages * page_len, page_len)?;
         }
+        let served = self.adapters.as_ref().map_or(0, DeviceAdapters::len);
         for sequence in sequences {
-            if sequence.adapter.is_some() {
+            if let Some(adapter) = sequence.adapter.filter(|adapter| *adapter >= served) {
                 let (device, call) = (device.name(), "a step");
-                let reason = "adapters that are not merged are computed on the processor alone".to_owned();
+                let reason = format!("a sequence has adapter {adapter}, and the sampler has {served}");
                 return Err(DeviceError::Call { device, call, reason });
             }
             check_ids(&device, "gather_rows", sequence.tokens, self.decoder.config().vocab_size)?;
         }
         let shape = CacheShape { pages, page_len };
-        self.steps.run(&self.decoder, &mut self.weights, values, shape, sequences)?;
+        let network = AdaptedDecoder { decoder: &self.decoder, adapters: self.adapters.as_ref() };
+        self.steps.run(network, &mut self.weights, values, shape, sequences)?;
         if cache.keeps_routes() {
             let tokens = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
             cache.keep_routes(sequences, &self.steps.routes(&self.decoder, tokens)?);
@@ -368,7 +407,15 @@ impl<T: Storage> TypedSampler<T> {
         numbers.extend(requests.iter().flat_map(DrawRequest::pack));
         let numbers = device.upload(&numbers)?;
         let hidden = self.steps.hidden(decoder, numbers.view(0..count))?;
-        let logits = decoder.logits_of(&mut self.weights, hidden.all())?;
+        let mut logits = decoder.logits_of(&mut self.weights, hidden.all())?;
+        if let Some(of) = self.adapters.as_ref().and_then(DeviceAdapters::head) {
+            let of_rows: Vec<u32> = requests.iter().map(|request| self.steps.adapter(request.row)).collect();
+            let of_rows = device.upload(&of_rows)?;
+            let rows = RowAdapters { of_tokens: of_rows.all(), routes: None };
+            let mut shrunk = device.uninit(shrunk_len(&of, count))?;
+            let x = (ExpertInputs::OfTokens(hidden.all()), decoder.config().hidden_size);
+            add_adapted(&device, &of, &rows, x, shrunk.all_mut(), logits.all_mut())?;
+        }
         let drawn = match self.drawing.take_if(|drawing| drawing.rows() >= count) {
             Some(drawn) => drawn,
             None => SampledRows::new(&device, count.next_power_of_two())?,

@@ -230,15 +230,11 @@ impl Network {
     /// Serves `adapters` beside its weights, in place of those before.
     ///
     /// # Errors
-    /// If it is on a device.
+    /// If it is on a device that fails or has no memory for them, or has no operation for some of their factors.
     pub(super) fn set_adapters(&mut self, adapters: &[Arc<LowRank>]) -> Result<(), RolloutError> {
         match self {
             Self::Host { decoder, .. } => decoder.set_adapters(adapters),
-            Self::Device(_) if adapters.is_empty() => {}
-            Self::Device(_) => {
-                let weights = "adapters that are not merged";
-                return Err(RolloutError::Misplaced { weights, engine: "on a device, with merged weights" });
-            }
+            Self::Device(sampler) => sampler.set_adapters(adapters)?,
         }
         Ok(())
     }
