@@ -1,5 +1,7 @@
 //! Factors of rows with different adapters against f64.
 
+use std::ops::Range;
+
 use device::ops::adapters::{
     AdaptedOutputs, AdapterFactors, AdapterPlace, NO_ADAPTER, RowAdapters, add_adapted, add_embedded,
     shrunk_len,
@@ -130,10 +132,14 @@ fn check_tokens<T: Storage, Out: Storage>(
 /// Odd widths and ranks, then widths of 16 bytes, several sites with columns of none between them, and many ranks.
 fn check_all<T: Storage, Out: Storage>(tolerance: f64) {
     let plain = (1, true);
-    check::<T, Out>(&Case::new([7, 11, 1], vec![0..11], &[3, 1, 2]), plain, tolerance);
+    check::<T, Out>(&Case::new([7, 11, 1], vec![Range { start: 0, end: 11 }], &[3, 1, 2]), plain, tolerance);
     let sites = vec![0..320, 320..340, 400..600];
     check::<T, Out>(&Case::new([64, 600, 1], sites, &[8, 16, 24]), plain, tolerance);
-    check::<T, Out>(&Case::new([40, 24, 1], vec![0..24], &[33, 5, 1]), plain, tolerance);
+    check::<T, Out>(
+        &Case::new([40, 24, 1], vec![Range { start: 0, end: 24 }], &[33, 5, 1]),
+        plain,
+        tolerance,
+    );
     let of_experts = Case::new([16, 30, 5], vec![0..15, 15..30], &[4, 2, 9]);
     for of_tokens in [true, false] {
         check::<T, Out>(&of_experts, (3, of_tokens), tolerance);
@@ -152,7 +158,7 @@ fn rows_get_the_products_of_their_adapters() {
 fn tokens_get_the_rows_of_their_adapters() {
     for device in devices() {
         let (vocabulary, width) = (13, 20);
-        let case = Case::<f32>::new([vocabulary, width, 1], vec![0..width], &[3, 5]);
+        let case = Case::<f32>::new([vocabulary, width, 1], vec![Range { start: 0, end: width }], &[3, 5]);
         let (factors, table) = case.on(&device);
         let (ids, adapters) = ([12_u32, 0, 5, 5, 7], [1, 0, NO_ADAPTER, 1, 0]);
         let [on_ids, on_adapters] = [ids, adapters].map(|values| device.upload(&values).unwrap());
