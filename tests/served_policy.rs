@@ -63,6 +63,25 @@ fn what_cannot_be_served_is_refused() {
         .refused(&["--max-context 100000", "lower it"]);
 }
 
+/// Tokens that `model` answers, and their log-probabilities.
+fn logprobs(client: &mut Client, model: &str) -> (Value, Value) {
+    let asked = json!({"model": model, "prompt": "2+3=", "max_tokens": 4, "temperature": 0, "logprobs": 0,
+        "ignore_eos": true, "return_token_ids": true});
+    let (status, answer, _) = client.ask("POST", "/v1/completions", &asked);
+    assert_eq!((status, &answer["model"]), (200, &json!(model)), "{answer}");
+    let choice = &answer["choices"][0];
+    (choice["token_ids"].clone(), choice["logprobs"]["token_logprobs"].clone())
+}
+
+/// Log-probabilities are equal up to rounding.
+fn assert_near(found: &Value, expected: &Value) {
+    let numbers = |values: &Value| -> Vec<f64> {
+        values.as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect()
+    };
+    let off = numbers(found).iter().zip(numbers(expected)).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    assert!(off < 1e-4, "{found} and {expected}");
+}
+
 /// A run with LoRA, its exported adapter, and its base: requests choose by name what is sampled, in one batch.
 #[test]
 fn adapters_are_served_beside_their_base() {
@@ -81,14 +100,6 @@ fn adapters_are_served_beside_their_base() {
         named,
         [(&json!("base"), &Value::Null), (&json!("run"), &json!("base")), (&json!("peft"), &json!("base"))]
     );
-    let logprobs = |client: &mut Client, model: &str| {
-        let asked = json!({"model": model, "prompt": "2+3=", "max_tokens": 4, "temperature": 0, "logprobs": 0,
-            "ignore_eos": true, "return_token_ids": true});
-        let (status, answer, _) = client.ask("POST", "/v1/completions", &asked);
-        assert_eq!((status, &answer["model"]), (200, &json!(model)), "{answer}");
-        let choice = &answer["choices"][0];
-        (choice["token_ids"].clone(), choice["logprobs"]["token_logprobs"].clone())
-    };
     let [plain, run, peft] = ["base", "run", "peft"].map(|model| logprobs(&mut client, model));
     assert_eq!(run, peft, "a run and its adapter are the same");
     assert_ne!(run.1, plain.1);
@@ -103,11 +114,7 @@ fn adapters_are_served_beside_their_base() {
     let mut client = Client::new(&place);
     let (tokens, values) = logprobs(&mut client, "run");
     assert_eq!(tokens, run.0);
-    let numbers = |values: &Value| -> Vec<f64> {
-        values.as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect()
-    };
-    let off = numbers(&values).iter().zip(numbers(&run.1)).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-    assert!(off < 1e-4, "{values} and {}", run.1);
+    assert_near(&values, &run.1);
 
     let refused = |adapter: &str, parts: &[&str]| {
         home.rlrun(&["serve", "policy", base, "--name", "base", "--adapter", adapter]).refused(parts);
@@ -121,4 +128,25 @@ fn adapters_are_served_beside_their_base() {
     std::fs::create_dir(home.path("odd")).unwrap();
     home.write("odd/adapter_config.json", config.replace("\"use_dora\": false", "\"use_dora\": true"));
     refused("x=odd", &["use_dora", "plain LoRA"]);
+}
+
+/// On a device, too, requests choose by name, and get what they get on the processor.
+#[cfg(feature = "emulator")]
+#[test]
+fn adapters_are_served_on_a_device() {
+    let home = Home::new();
+    home.small("tuned", &["lora.rank=4", "trainer.learning_rate=0.02", "trainer.steps=4"]);
+    let served = ["tuned/checkpoints/base", "--name", "base", "--adapter", "run=tuned"];
+    let answers = |more: &[&str]| {
+        let server = serve(&home, &[&served[..], more].concat()).unwrap();
+        let place = Place::at(server.address);
+        let mut client = Client::new(&place);
+        ["base", "run"].map(|model| logprobs(&mut client, model))
+    };
+    let (here, there) = (answers(&[]), answers(&["--device", "emulated", "--dtype", "f32"]));
+    for ((tokens, found), (expected_tokens, expected)) in there.iter().zip(&here) {
+        assert_eq!(tokens, expected_tokens);
+        assert_near(found, expected);
+    }
+    assert_ne!(there[0].1, there[1].1, "the adapter changes what is drawn");
 }

@@ -41,7 +41,7 @@ pub struct ServePolicyArgs {
     pub name: Option<String>,
     /// Serve an adapter under a name of its own, beside the model: a directory that PEFT wrote, the run that trained it, or
     /// hf:OWNER/NAME; can be repeated
-    #[arg(long = "adapter", value_name = "NAME=DIR_OR_RUN", conflicts_with = "device")]
+    #[arg(long = "adapter", value_name = "NAME=DIR_OR_RUN")]
     pub adapters: Vec<AdapterArg>,
     /// Largest number of cores at a time [default: all]
     #[arg(long, value_name = "N", value_parser = at_least_one)]

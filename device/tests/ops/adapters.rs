@@ -1,7 +1,5 @@
 //! Factors of rows with different adapters against f64.
 
-use std::ops::Range;
-
 use device::ops::adapters::{
     AdaptedOutputs, AdapterFactors, AdapterPlace, NO_ADAPTER, RowAdapters, add_adapted, add_embedded,
     shrunk_len,
@@ -74,6 +72,11 @@ impl<T: Storage> Case<T> {
     }
 }
 
+/// One site that is all columns.
+fn whole(width: usize) -> Vec<std::ops::Range<usize>> {
+    std::iter::once(0..width).collect()
+}
+
 /// Linear operations of tokens that have adapter 1, none, 0, 2, and so on. `Out` is what results are stored in. With experts, each
 /// token has rows of `per_token` of them, in the order of experts, whose inputs are those `of_tokens` or their own.
 fn check<T: Storage, Out: Storage>(case: &Case<T>, (per_token, of_tokens): (usize, bool), tolerance: f64) {
@@ -132,14 +135,10 @@ fn check_tokens<T: Storage, Out: Storage>(
 /// Odd widths and ranks, then widths of 16 bytes, several sites with columns of none between them, and many ranks.
 fn check_all<T: Storage, Out: Storage>(tolerance: f64) {
     let plain = (1, true);
-    check::<T, Out>(&Case::new([7, 11, 1], vec![Range { start: 0, end: 11 }], &[3, 1, 2]), plain, tolerance);
+    check::<T, Out>(&Case::new([7, 11, 1], whole(11), &[3, 1, 2]), plain, tolerance);
     let sites = vec![0..320, 320..340, 400..600];
     check::<T, Out>(&Case::new([64, 600, 1], sites, &[8, 16, 24]), plain, tolerance);
-    check::<T, Out>(
-        &Case::new([40, 24, 1], vec![Range { start: 0, end: 24 }], &[33, 5, 1]),
-        plain,
-        tolerance,
-    );
+    check::<T, Out>(&Case::new([40, 24, 1], whole(24), &[33, 5, 1]), plain, tolerance);
     let of_experts = Case::new([16, 30, 5], vec![0..15, 15..30], &[4, 2, 9]);
     for of_tokens in [true, false] {
         check::<T, Out>(&of_experts, (3, of_tokens), tolerance);
@@ -158,7 +157,7 @@ fn rows_get_the_products_of_their_adapters() {
 fn tokens_get_the_rows_of_their_adapters() {
     for device in devices() {
         let (vocabulary, width) = (13, 20);
-        let case = Case::<f32>::new([vocabulary, width, 1], vec![Range { start: 0, end: width }], &[3, 5]);
+        let case = Case::<f32>::new([vocabulary, width, 1], whole(width), &[3, 5]);
         let (factors, table) = case.on(&device);
         let (ids, adapters) = ([12_u32, 0, 5, 5, 7], [1, 0, NO_ADAPTER, 1, 0]);
         let [on_ids, on_adapters] = [ids, adapters].map(|values| device.upload(&values).unwrap());
