@@ -1,12 +1,14 @@
 //! One layer on a device: the halves of `decoder::block`, with the same formulas.
 //!
-//! `attention` is the first half, `feed_forward` the second, with the `experts` that it may have.
+//! `mixer` is the first half, whose kinds are `attention` and others beside it; `feed_forward` is the second, with the `experts` that it
+//! may have.
 //!
 //! Invariant: the backward needs no other layer. It adds to gradients of weights, and returns the gradient of its input.
 
 mod attention;
 mod experts;
 mod feed_forward;
+mod mixer;
 
 use std::ops::Range;
 
@@ -16,9 +18,9 @@ use device::ops::routes::GivenSlots;
 use device::ops::vectors::{add_multiple, scale};
 use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
-use self::attention::AttentionActivations;
 pub use self::experts::RouteCounts;
 use self::feed_forward::FeedForwardActivations;
+use self::mixer::MixedActivations;
 use super::DeviceDecoder;
 use super::factors::GradientPlace;
 use super::operands::{DeviceAngles, DeviceRows, copied};
@@ -27,7 +29,7 @@ use crate::layer::{LayerRanges, Operand};
 /// Activations of a layer's forward, for its backward. `T` tokens.
 #[derive(Debug)]
 pub(super) struct LayerActivations<T: Storage> {
-    attention: AttentionActivations<T>,
+    mixed: MixedActivations<T>,
     feed_forward: FeedForwardActivations<T>,
 }
 
@@ -191,12 +193,12 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         x: &DeviceBuffer<T>,
         keep: bool,
     ) -> Result<(DeviceBuffer<T>, Option<LayerActivations<T>>)> {
-        let attention = self.attention(x)?;
-        let feed_forward = self.feed_forward(attention.middle.all())?;
-        let mut out = copied(self.on(), attention.middle.all())?;
+        let mixed = self.mixed(x)?;
+        let feed_forward = self.feed_forward(mixed.middle.all())?;
+        let mut out = copied(self.on(), mixed.middle.all())?;
         let after = &self.ranges()[Operand::FeedForwardAfterNorm];
         self.add_result(after, out.all_mut(), |to, kept| self.finish(&feed_forward, to, kept))?;
-        Ok((out, keep.then_some(LayerActivations { attention, feed_forward })))
+        Ok((out, keep.then_some(LayerActivations { mixed, feed_forward })))
     }
 
     /// Backward for the gradient `g [T, d]` of the residual stream after the layer. Adds the gradients of weights to `gradients`
@@ -211,12 +213,12 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         counts: &mut RouteCounts,
         chunk: usize,
     ) -> Result<DeviceBuffer<T>> {
-        let (attention, feed_forward) = match kept {
-            Some(LayerActivations { attention, feed_forward }) => (attention, Some(feed_forward)),
-            None => (self.attention(x)?, None),
+        let (mixed, feed_forward) = match kept {
+            Some(LayerActivations { mixed, feed_forward }) => (mixed, Some(feed_forward)),
+            None => (self.mixed(x)?, None),
         };
         let d_middle =
-            self.feed_forward_backward(&attention.middle, feed_forward, g, gradients, counts, chunk)?;
-        self.attention_backward(x, attention, &d_middle, gradients)
+            self.feed_forward_backward(&mixed.middle, feed_forward, g, gradients, counts, chunk)?;
+        self.mixed_backward(x, mixed, &d_middle, gradients)
     }
 }

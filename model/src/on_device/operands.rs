@@ -13,6 +13,13 @@ use crate::decoder::logit_factor;
 use crate::layer::Operand;
 use crate::ops::attention::AttentionRule;
 
+/// What mixes the tokens of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum MixerKind {
+    /// Attention of projections of the input.
+    Attention,
+}
+
 /// A rotary embedding of the model.
 #[derive(Debug)]
 pub(super) struct DeviceRotary {
@@ -102,6 +109,11 @@ impl DeviceRotaries {
 }
 
 impl<T: Storage> DeviceDecoder<T> {
+    /// What mixes the tokens of layer `index`.
+    pub(super) fn mixer_kind(&self, _index: usize) -> MixerKind {
+        MixerKind::Attention
+    }
+
     /// The norm with `weight [width]` as it is stored.
     pub(super) fn norm<'a>(&self, weight: View<'a, T>) -> RmsNorm<'a, T> {
         RmsNorm { offset: self.config.norm_offset, ..RmsNorm::new(weight, self.config.rms_norm_eps) }

@@ -5,10 +5,11 @@
 //! also prefills, sequences with one new token come first and attend as in a recorded step; prefill chunks follow and attend
 //! in tiles of many queries.
 //!
-//! `attention` and `feed_forward` are the halves of a layer.
+//! `mixer` and `feed_forward` are the halves of a layer; the kinds of mixers are `attention` and others beside it.
 
 mod attention;
 mod feed_forward;
+mod mixer;
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -365,7 +366,7 @@ fn layers<T: Storage>(
     for index in 0..decoder.config().num_layers() {
         let layer = StepLayer { decoder, index, weights: weights.unit(Unit::Layer(index))? };
         let cache = cache.view_mut(index * layer_len..(index + 1) * layer_len);
-        layer.attend(memory, sizes, chunks, cache)?;
+        layer.mix(memory, sizes, chunks, cache)?;
         layer.feed_forward(memory, tokens, (shape.pages - 1) * KvCache::PAGE)?;
     }
     let norm = decoder.final_norm_of(weights.unit(Unit::Tail)?.slice(decoder.final_norm()));

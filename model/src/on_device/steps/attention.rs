@@ -1,4 +1,4 @@
-//! The attention half of a layer in a step.
+//! Attention as the mixer of a layer in a step.
 
 use device::ops::gates::{gate_in_place, split_gates};
 use device::ops::heads::prepare;
@@ -12,23 +12,40 @@ use crate::layer::Operand;
 use crate::on_device::layer::linear;
 
 impl<T: Storage> StepLayer<'_, T> {
+    /// Attention of the normalised input, into `memory.attended`.
     pub(super) fn attend(
+        &self,
+        memory: &mut StepMemory<T>,
+        sizes: StepSizes,
+        chunks: Option<&Chunks>,
+        cache: ViewMut<'_, T>,
+    ) -> Result<()> {
+        let (decoder, tokens) = (self.decoder, sizes.tokens);
+        let device = decoder.device();
+        self.project(memory, tokens)?;
+        let norm = decoder.head_norm(self.index, self.weights);
+        let angles = decoder.rotaries.of_layer(self.index, &memory.angles, tokens);
+        prepare(device, memory.qkv.of_mut(tokens), decoder.shape, norm, angles)?;
+        self.attend_cached(memory, sizes, chunks, cache)?;
+        if decoder.is_gated(self.index) {
+            gate_in_place(device, memory.gates.of(tokens), memory.attended.of_mut(tokens))?;
+        }
+        Ok(())
+    }
+
+    /// Attention of the prepared queries, keys and values in `memory.qkv` and of those in the cache, into `memory.attended`.
+    pub(super) fn attend_cached(
         &self,
         memory: &mut StepMemory<T>,
         sizes: StepSizes,
         chunks: Option<&Chunks>,
         mut cache: ViewMut<'_, T>,
     ) -> Result<()> {
-        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
-        let (device, shape) = (decoder.device(), decoder.shape);
+        let (decoder, device) = (self.decoder, self.decoder.device());
         let StepSizes { tokens, single, columns, .. } = sizes;
-        self.project(memory, tokens)?;
-        let norm = decoder.head_norm(self.index, self.weights);
-        let angles = decoder.rotaries.of_layer(self.index, &memory.angles, tokens);
-        prepare(device, memory.qkv.of_mut(tokens), shape, norm, angles)?;
         let numbers = memory.numbers.view(0..sizes.numbers());
         let part = |number: usize| numbers.slice(number * tokens..(number + 1) * tokens);
-        write_pages(device, memory.qkv.of(tokens), part(2), shape, cache.reborrow())?;
+        write_pages(device, memory.qkv.of(tokens), part(2), decoder.shape, cache.reborrow())?;
         let table = PageTable { pages: numbers.slice(4 * tokens..numbers.len()), columns };
         let paged =
             PagedTokens { positions: part(1).slice(0..single), table, sequence_of: part(3).slice(0..single) };
@@ -40,24 +57,13 @@ impl<T: Storage> StepLayer<'_, T> {
             let out = memory.attended.of_mut(tokens);
             prefill_attention(device, qkv, cache, chunks, table, heads, out)?;
         }
-        if decoder.is_gated(self.index) {
-            gate_in_place(device, memory.gates.of(tokens), memory.attended.of_mut(tokens))?;
-        }
-        let StepMemory { x, result, attended, .. } = memory;
-        let output = |mut to: ViewMut<'_, T>, kept: bool| {
-            let weight = self.matrix(Operand::Output, shape.query_width());
-            linear(device, attended.of(tokens), weight, to.reborrow(), kept)?;
-            let bias = &ranges[Operand::OutputBias];
-            if bias.is_empty() { Ok(()) } else { add_bias(device, to, self.at(bias)) }
-        };
-        self.add_result((x, result), tokens, &ranges[Operand::AttentionAfterNorm], output)
+        Ok(())
     }
 
     /// Queries, keys and values of the normalised residual stream, and the gates of the result if the layer has any.
     fn project(&self, memory: &mut StepMemory<T>, tokens: usize) -> Result<()> {
         let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
         let device = decoder.device();
-        self.normalise(memory, tokens, &ranges[Operand::AttentionNorm])?;
         let gated = decoder.is_gated(self.index);
         let StepMemory { normed, projected, gates, qkv, .. } = memory;
         let weight = self.matrix(Operand::Qkv, decoder.config().hidden_size);

@@ -1,0 +1,39 @@
+//! The mixer half of a layer in a step, by the kind of its mixer, with the output projection.
+
+use device::ops::prefill::Chunks;
+use device::ops::rows::add_bias;
+use device::{Result, Storage, ViewMut};
+
+use super::{StepLayer, StepMemory, StepSizes};
+use crate::layer::Operand;
+use crate::on_device::layer::linear;
+use crate::on_device::operands::MixerKind;
+
+impl<T: Storage> StepLayer<'_, T> {
+    pub(super) fn mix(
+        &self,
+        memory: &mut StepMemory<T>,
+        sizes: StepSizes,
+        chunks: Option<&Chunks>,
+        cache: ViewMut<'_, T>,
+    ) -> Result<()> {
+        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
+        let (device, tokens, kind) = (decoder.device(), sizes.tokens, decoder.mixer_kind(self.index));
+        self.normalise(memory, tokens, &ranges[Operand::AttentionNorm])?;
+        match kind {
+            MixerKind::Attention => self.attend(memory, sizes, chunks, cache)?,
+        }
+        let StepMemory { x, result, attended, .. } = memory;
+        let mixed = match kind {
+            MixerKind::Attention => attended.of(tokens),
+        };
+        let output = |mut to: ViewMut<'_, T>, kept: bool| {
+            let width = ranges[Operand::Output].len() / decoder.config().hidden_size;
+            let weight = self.matrix(Operand::Output, width);
+            linear(device, mixed, weight, to.reborrow(), kept)?;
+            let bias = &ranges[Operand::OutputBias];
+            if bias.is_empty() { Ok(()) } else { add_bias(device, to, self.at(bias)) }
+        };
+        self.add_result((x, result), tokens, &ranges[Operand::AttentionAfterNorm], output)
+    }
+}
