@@ -35,6 +35,8 @@ macro_rules! sources {
 sources!(
     "adamw.cu",
     "attention.cu",
+    "convolution.cu",
+    "delta_rule.cu",
     "digest.cu",
     "expert_products.cu",
     "expert_rows.cu",
@@ -45,6 +47,7 @@ sources!(
     "norm.cu",
     "paged.cu",
     "prefill.cu",
+    "result_gate.cu",
     "routes.cu",
     "rows.cu",
     "sampling.cu",

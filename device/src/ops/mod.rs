@@ -8,12 +8,15 @@
 //! - [`attention`]: packed sequences; [`paged`]: decode over a paged KV cache; [`prefill`]: prefill over a paged KV
 //!   cache
 //! - [`head`]: log-probabilities and entropies of logits; [`sampling`]: tokens sampled from logits
+//! - [`delta_rule`]: a recurrence in place of attention, with [`convolution`] before it and [`result_gate`] behind it
 //! - [`rows`]: gather and scatter of rows, biases; [`vectors`]: flat vectors
 //! - [`adamw`]: the optimizer update
 //! - [`digest`]: BLAKE3 digest of weights
 
 pub mod adamw;
 pub mod attention;
+pub mod convolution;
+pub mod delta_rule;
 pub mod digest;
 pub mod experts;
 pub mod gated_unit;
@@ -23,6 +26,7 @@ pub mod heads;
 pub mod norm;
 pub mod paged;
 pub mod prefill;
+pub mod result_gate;
 pub mod routes;
 pub mod rows;
 pub mod sampling;

@@ -2,6 +2,7 @@
 
 mod adamw;
 mod attention;
+mod delta_net;
 mod digest;
 mod experts;
 mod gated_unit;
@@ -11,6 +12,7 @@ mod heads;
 mod norm;
 mod paged;
 mod prefill;
+mod result_gate;
 mod routes;
 mod rows;
 mod sampling;
