@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 pub use self::delta_net::{DeltaNetFiles, DeltaNetSpec};
 pub(crate) use self::experts::ROUTER_CORRECTION;
 pub use self::experts::{ExpertActivation, ExpertSpec, RouterKind, SwigluClamp};
+pub(crate) use self::latent::LATENT_EPS;
 pub use self::latent::LatentSpec;
 pub(crate) use self::operands::{LayerRanges, LayerTensor, LinearSpec, Operand, Sharding};
 use crate::Config;

@@ -6,6 +6,7 @@ mod attention;
 mod experts;
 mod factors;
 mod families;
+mod latents;
 
 use std::sync::Arc;
 

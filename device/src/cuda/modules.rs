@@ -44,6 +44,7 @@ sources!(
     "gates.cu",
     "head.cu",
     "heads.cu",
+    "latent.cu",
     "norm.cu",
     "paged.cu",
     "prefill.cu",

@@ -3,7 +3,7 @@
 //! Invariant: sums are f32 or wider, in an order that depends on the shapes only, so equal inputs give equal bits.
 //!
 //! # Layout
-//! - [`norm`], [`heads`], [`gates`], [`gated_unit`]: elementwise operations of a layer
+//! - [`norm`], [`heads`], [`latent`], [`gates`], [`gated_unit`]: elementwise operations of a layer
 //! - [`routes`]: the experts of tokens; [`experts`]: what experts compute
 //! - [`attention`]: packed sequences; [`paged`]: decode over a paged KV cache; [`prefill`]: prefill over a paged KV
 //!   cache
@@ -23,6 +23,7 @@ pub mod gated_unit;
 pub mod gates;
 pub mod head;
 pub mod heads;
+pub mod latent;
 pub mod norm;
 pub mod paged;
 pub mod prefill;

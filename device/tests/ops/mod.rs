@@ -9,6 +9,7 @@ mod gated_unit;
 mod gates;
 mod head;
 mod heads;
+mod latent;
 mod norm;
 mod paged;
 mod prefill;

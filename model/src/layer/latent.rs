@@ -6,6 +6,9 @@ use super::{LayerSpec, LayerTensor, Operand, Sharding};
 use crate::Config;
 use crate::ops::latent::LatentShape;
 
+/// Added to the mean square under the root of the norms of latents, whatever that of other norms is: transformers does so.
+pub(crate) const LATENT_EPS: f32 = 1e-6;
+
 /// Queries, and keys and values, through a narrow latent each, which is normalised: multi-head latent attention (MLA,
 /// DeepSeek-V2, DeepSeek-AI 2024, arXiv 2405.04434). A query or a key has a part without position, then one that is rotated;
 /// that of the keys is computed from the input, and is common to all heads.

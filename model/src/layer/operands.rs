@@ -85,7 +85,7 @@ impl Operand {
     }
 
     /// The bias of a matrix.
-    pub(super) fn bias(self) -> Option<Self> {
+    pub(crate) fn bias(self) -> Option<Self> {
         match self {
             Self::Qkv => Some(Self::QkvBias),
             Self::QueryDown => Some(Self::QueryDownBias),

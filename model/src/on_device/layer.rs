@@ -1,13 +1,14 @@
 //! One layer on a device: the halves of `decoder::block`, with the same formulas.
 //!
-//! `mixer` is the first half, whose kinds are `attention` and others beside it; `feed_forward` is the second, with the `experts` that it
-//! may have.
+//! `mixer` is the first half, whose kinds are `attention` and `latent`; `feed_forward` is the second, with the `experts` that it may
+//! have.
 //!
 //! Invariant: the backward needs no other layer. It adds to gradients of weights, and returns the gradient of its input.
 
 mod attention;
 mod experts;
 mod feed_forward;
+mod latent;
 mod mixer;
 
 use std::ops::Range;

@@ -7,11 +7,11 @@
 //! # Layout
 //! - `units`: sources of weights and sinks of gradients; `factors`: the gradients of a unit, or of the low-rank factors of its weights
 //! - `operands`: norms, heads and angles as kernels take them
-//! - `layer`: one layer, forward and backward, its halves in `layer::attention` and `layer::feed_forward`; `head`: the heads
+//! - `layer`: one layer, forward and backward, its halves in `layer::mixer` and `layer::feed_forward`; `head`: the heads
 //! - `experts`: the router and the experts of a layer
 //! - `train`: passes over packs
 //! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs); the halves of its
-//!   layers in `steps::attention` and `steps::feed_forward`
+//!   layers in `steps::mixer` and `steps::feed_forward`
 
 mod experts;
 mod factors;
@@ -136,9 +136,6 @@ impl<T: Storage> DeviceDecoder<T> {
 
 /// What the model computes that devices do not.
 fn missing(config: &Config) -> Option<&'static str> {
-    if config.delta_net().is_some() {
-        return Some("layers with a recurrence in place of attention");
-    }
     if config.head_dim > MAX_HEAD_DIM {
         return Some("heads of more than 256 values");
     }
@@ -146,15 +143,15 @@ fn missing(config: &Config) -> Option<&'static str> {
         // Another kind of layer does not compile until its operations, or a refusal, are here.
         let LayerSpec {
             norm: Norm::RmsBefore | Norm::RmsAfter | Norm::RmsAround,
-            attention: AttentionSpec { window: _, rotary: _, scale: _, sinks: _, gated: _, latent },
-            delta_net: _,
+            attention: AttentionSpec { window: _, rotary: _, scale: _, sinks: _, gated: _, latent: _ },
+            delta_net,
             query_key_norm: QueryKeyNorm::None | QueryKeyNorm::PerHead | QueryKeyNorm::Whole,
             qkv_bias: _,
             output_bias: _,
             feed_forward: FeedForward::SwiGlu | FeedForward::GeGlu | FeedForward::Experts(_),
             residual_multiplier: _,
         } = *layer;
-        latent.map(|_| "latents of queries, keys and values")
+        delta_net.map(|_| "layers with a recurrence in place of attention")
     })
 }
 

@@ -4,13 +4,14 @@
 
 use device::ops::attention::AttentionHeads;
 use device::ops::heads::{HeadAngles, HeadNorm, angles};
+use device::ops::latent::LatentHeads;
 use device::ops::norm::RmsNorm;
 use device::{Device, DeviceBuffer, Result, Storage, View, ViewMut};
 
 use super::DeviceDecoder;
 use crate::Config;
 use crate::decoder::logit_factor;
-use crate::layer::Operand;
+use crate::layer::{LatentSpec, Operand};
 use crate::ops::attention::AttentionRule;
 
 /// What mixes the tokens of a layer.
@@ -18,6 +19,8 @@ use crate::ops::attention::AttentionRule;
 pub(super) enum MixerKind {
     /// Attention of projections of the input.
     Attention,
+    /// Attention through latents.
+    Latent(LatentSpec),
 }
 
 /// A rotary embedding of the model.
@@ -110,8 +113,14 @@ impl DeviceRotaries {
 
 impl<T: Storage> DeviceDecoder<T> {
     /// What mixes the tokens of layer `index`.
-    pub(super) fn mixer_kind(&self, _index: usize) -> MixerKind {
-        MixerKind::Attention
+    pub(super) fn mixer_kind(&self, index: usize) -> MixerKind {
+        self.config.layers[index].attention.latent.map_or(MixerKind::Attention, MixerKind::Latent)
+    }
+
+    /// The heads of layers with latents of `spec`.
+    pub(super) fn latent_heads(&self, spec: &LatentSpec) -> LatentHeads {
+        let LatentSpec { nope, rope, value, interleaved, .. } = *spec;
+        LatentHeads { heads: self.config.num_heads, nope, rope, value, interleaved }
     }
 
     /// The norm with `weight [width]` as it is stored.

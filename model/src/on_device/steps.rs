@@ -5,10 +5,11 @@
 //! also prefills, sequences with one new token come first and attend as in a recorded step; prefill chunks follow and attend
 //! in tiles of many queries.
 //!
-//! `mixer` and `feed_forward` are the halves of a layer; the kinds of mixers are `attention` and others beside it.
+//! `mixer` and `feed_forward` are the halves of a layer; the kinds of mixers are `attention` and `latent`.
 
 mod attention;
 mod feed_forward;
+mod latent;
 mod mixer;
 
 use std::collections::HashMap;
@@ -22,6 +23,7 @@ use device::ops::vectors::add_multiple;
 use device::{Device, DeviceBuffer, DeviceError, Graph, Matrix, Result, Storage, View, ViewMut};
 
 use self::feed_forward::FeedForwardMemory;
+use self::latent::LatentMemory;
 use super::DeviceDecoder;
 use super::operands::{DeviceAngles, multiply_embedded};
 use super::units::{FlatWeights, UnitWeights};
@@ -101,6 +103,7 @@ struct StepMemory<T: Storage> {
     gates: RowBuffer<T>,
     qkv: RowBuffer<T>,
     attended: RowBuffer<T>,
+    latents: LatentMemory<T>,
     feed_forward: FeedForwardMemory<T>,
     scratch: DeviceBuffer<f32>,
 }
@@ -297,6 +300,7 @@ impl<T: Storage> StepMemory<T> {
             gates: RowBuffer::new(&device, tokens, gates)?,
             qkv: RowBuffer::new(&device, tokens, shape.width())?,
             attended: RowBuffer::new(&device, tokens, shape.query_width())?,
+            latents: LatentMemory::new(&device, decoder, tokens)?,
             feed_forward: FeedForwardMemory::new(&device, config, tokens)?,
             scratch: device.uninit(scratch)?,
         })

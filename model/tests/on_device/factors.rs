@@ -8,7 +8,7 @@ use device::{Device, DeviceBuffer, Storage, ViewMut, bf16};
 use model::on_device::{DeviceDecoder, FlatWeights, UnitGradients};
 use model::{Config, Decoder, Layout, LowRank, Parameters, Recompute, ThreadPool, Unit};
 
-use super::{Case, configs, distance, experts, parameters};
+use super::{Case, configs, distance, experts, latents, parameters};
 use crate::common::{bits, train};
 use crate::low_rank::{OfFactors, factors_of};
 
@@ -58,12 +58,13 @@ fn there<T: Storage>(
     device.download(own.values.all()).unwrap()
 }
 
-/// Without experts, with them, and with some layers of either kind.
+/// Without experts, with them, with some layers of either kind, and with latents.
 fn cases() -> impl Iterator<Item = (String, Config)> {
     let dense = configs().into_iter().map(|config| (format!("{:?}", config.head), config));
     let experts =
         experts::configs().into_iter().filter(|(name, _)| ["chosen", "gated", "mixed"].contains(name));
-    dense.chain(experts.map(|(name, config)| (name.to_owned(), config)))
+    let latents = latents::configs().into_iter().take(3);
+    dense.chain(experts.chain(latents).map(|(name, config)| (name.to_owned(), config)))
 }
 
 #[test]

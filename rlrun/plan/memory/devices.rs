@@ -4,6 +4,7 @@
 //! counted on the host too. The plan includes devices that this machine does not have, without a comparison.
 
 mod experts;
+mod latents;
 mod roles;
 
 use std::collections::BTreeSet;
@@ -111,6 +112,7 @@ impl DeviceMemory {
         };
         let size = Size::of(config, recompute, Quantization::None, width(dtype));
         let size = experts::with_experts(size, config, recompute, width(dtype));
+        let size = latents::with_latents(size, config, width(dtype));
         let mut parts = Vec::new();
         if counts.ranks > 0 {
             training(&mut parts, recipe, config, counts, &size, devices);

@@ -8,16 +8,13 @@ use super::{MixerOperands, MixerReverse, MixerTrace, Projected};
 use crate::ThreadPool;
 use crate::decoder::LayerAngles;
 use crate::decoder::block::{GradientJob, OperandGradients, weight_jobs};
-use crate::layer::Operand;
+use crate::layer::{LATENT_EPS, Operand};
 use crate::ops::adapters::LinearPass;
 use crate::ops::attention::AttentionRule;
 use crate::ops::latent::{LatentParts, LatentShape};
 use crate::ops::linear::{Linear, bias_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::{matrix, values};
-
-/// Added to the mean square under the root of the norms of latents, whatever that of other norms is: transformers does so.
-const EPS: f32 = 1e-6;
 
 /// The weights.
 #[derive(Clone, Debug)]
@@ -129,12 +126,12 @@ impl LatentWeights {
             None => (self.queries.apply_values(x, on)?, None),
             Some(NormedLatent { down, norm }) => {
                 let latent = down.apply(x, on)?;
-                let normed = rms_norm(&latent, norm, EPS, on.pool)?;
+                let normed = rms_norm(&latent, norm, LATENT_EPS, on.pool)?;
                 (self.queries.apply_values(&normed, on)?, Some(latent))
             }
         };
         let (key_latent, rotary) = self.split(&self.key_latent.down.apply(x, on)?)?;
-        let normed = rms_norm(&key_latent, &self.key_latent.norm, EPS, on.pool)?;
+        let normed = rms_norm(&key_latent, &self.key_latent.norm, LATENT_EPS, on.pool)?;
         let expanded = self.expand.apply_values(&normed, on)?;
         let (parts, angles) = (LatentParts { queries, expanded, rotary }, angles.of(self.rotary));
         let prepared = matrix(self.shape.assemble(&parts, angles, on.pool), self.shape.padded().width())?;
@@ -188,17 +185,17 @@ impl LatentWeights {
         let d_query_input = self.queries.input_gradient(&d_queries)?;
         let (d_of_queries, query_input, query_latent) = match (&self.query_latent, &trace.query_latent) {
             (Some(NormedLatent { down, norm }), Some(latent)) => {
-                let d_down = rms_norm_backward(latent, norm, EPS, &d_query_input, None)?;
+                let d_down = rms_norm_backward(latent, norm, LATENT_EPS, &d_query_input, None)?;
                 let d_x = down.input_gradient(&d_down)?;
                 let reverse = LatentReverse { latent: latent.clone(), d_normed: d_query_input };
-                (d_x, rms_norm(latent, norm, EPS, &alone)?, Some((reverse, d_down)))
+                (d_x, rms_norm(latent, norm, LATENT_EPS, &alone)?, Some((reverse, d_down)))
             }
             _ => (d_query_input, x.clone(), None),
         };
         let NormedLatent { down, norm } = &self.key_latent;
         let latent = &trace.key_latent;
         let d_normed = self.expand.input_gradient(&d_expanded)?;
-        let d_latent = rms_norm_backward(latent, norm, EPS, &d_normed, None)?;
+        let d_latent = rms_norm_backward(latent, norm, LATENT_EPS, &d_normed, None)?;
         let mut both = Vec::with_capacity(rotary.len() / rope * (norm.len() + rope));
         for (latent, rotary) in values(&d_latent)?.chunks_exact(norm.len()).zip(rotary.chunks_exact(rope)) {
             both.extend_from_slice(latent);
@@ -206,7 +203,7 @@ impl LatentWeights {
         }
         let d_projected = matrix(both, norm.len() + rope)?;
         let d_normed_input = (d_of_queries + down.input_gradient(&d_projected)?)?;
-        let key_input = rms_norm(latent, norm, EPS, &alone)?;
+        let key_input = rms_norm(latent, norm, LATENT_EPS, &alone)?;
         let key_latent = LatentReverse { latent: latent.clone(), d_normed };
         let operands =
             LatentOperands { query_latent, query_input, d_queries, key_latent, key_input, d_expanded };
@@ -255,7 +252,7 @@ impl LatentReverse {
     /// empty if it is frozen or not there.
     fn add_vectors(&self, norm: &mut [f32], d_down: &Tensor, bias: &mut [f32]) -> Result<()> {
         if !norm.is_empty() {
-            rms_norm_weight_gradient(&self.latent, EPS, &self.d_normed, norm)?;
+            rms_norm_weight_gradient(&self.latent, LATENT_EPS, &self.d_normed, norm)?;
         }
         if bias.is_empty() { Ok(()) } else { bias_gradient(d_down, bias) }
     }

@@ -7,6 +7,7 @@ use device::ops::rows::{add_bias, column_sums};
 use device::{DeviceBuffer, Matrix, Result, Storage, View, ViewMut};
 
 use super::attention::AttentionActivations;
+use super::latent::LatentActivations;
 use super::{DeviceLayer, input_gradient, linear};
 use crate::layer::Operand;
 use crate::on_device::factors::GradientPlace;
@@ -20,17 +21,21 @@ pub(super) struct MixedActivations<T: Storage> {
     pub(super) middle: DeviceBuffer<T>,
 }
 
-/// Activations of a mixer.
+/// Activations of a mixer, boxed: the kinds differ in size.
 #[derive(Debug)]
 enum MixerActivations<T: Storage> {
-    Attention(AttentionActivations<T>),
+    Attention(Box<AttentionActivations<T>>),
+    Latent(Box<LatentActivations<T>>),
 }
 
 impl<T: Storage> DeviceLayer<'_, T> {
     /// Forward of the half, for the residual stream `x [T, d]`.
     pub(super) fn mixed(&self, x: &DeviceBuffer<T>) -> Result<MixedActivations<T>> {
         let mixer = match self.decoder.mixer_kind(self.index) {
-            MixerKind::Attention => MixerActivations::Attention(self.attention(x.all())?),
+            MixerKind::Attention => MixerActivations::Attention(Box::new(self.attention(x.all())?)),
+            MixerKind::Latent(spec) => {
+                MixerActivations::Latent(Box::new(self.latent_attention(spec, x.all())?))
+            }
         };
         let mut middle = copied(self.on(), x.all())?;
         let result = self.mixer_result(&mixer)?;
@@ -49,6 +54,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
     fn mixer_result<'x>(&self, mixer: &'x MixerActivations<T>) -> Result<DeviceRows<'x, T>> {
         match mixer {
             MixerActivations::Attention(kept) => kept.result(self),
+            MixerActivations::Latent(kept) => kept.result(self),
         }
     }
 
@@ -77,8 +83,9 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let d_mixed = self.output_backward(&mixer, g, gradients)?;
         let d_normed = match mixer {
             MixerActivations::Attention(kept) => {
-                self.attention_backward(x.all(), kept, d_mixed, gradients)?
+                self.attention_backward(x.all(), *kept, d_mixed, gradients)?
             }
+            MixerActivations::Latent(kept) => self.latent_backward(x.all(), *kept, d_mixed, gradients)?,
         };
         let mut d_x = self.on().uninit(x.len())?;
         let norm = &self.ranges()[Operand::AttentionNorm];

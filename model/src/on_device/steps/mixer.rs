@@ -22,10 +22,12 @@ impl<T: Storage> StepLayer<'_, T> {
         self.normalise(memory, tokens, &ranges[Operand::AttentionNorm])?;
         match kind {
             MixerKind::Attention => self.attend(memory, sizes, chunks, cache)?,
+            MixerKind::Latent(spec) => self.attend_latents(&spec, memory, sizes, chunks, cache)?,
         }
-        let StepMemory { x, result, attended, .. } = memory;
+        let StepMemory { x, result, attended, latents, .. } = memory;
         let mixed = match kind {
             MixerKind::Attention => attended.of(tokens),
+            MixerKind::Latent(_) => latents.narrowed.of(tokens),
         };
         let output = |mut to: ViewMut<'_, T>, kept: bool| {
             let width = ranges[Operand::Output].len() / decoder.config().hidden_size;

@@ -1,0 +1,115 @@
+//! Attention through latents as the mixer of a layer in a step.
+//!
+//! The cache has the expanded keys and values of all heads, as on the processor.
+
+use device::ops::latent::{HeadParts, LatentHeads, assemble, narrow_values, split_columns};
+use device::ops::norm::{RmsNorm, rms_norm};
+use device::ops::prefill::Chunks;
+use device::ops::rows::add_bias;
+use device::{Device, Matrix, Result, Storage, View, ViewMut};
+
+use super::{RowBuffer, StepLayer, StepMemory, StepSizes};
+use crate::layer::{LATENT_EPS, LatentSpec, Operand};
+use crate::on_device::DeviceDecoder;
+use crate::on_device::layer::linear;
+
+/// Memory of the latents and of what is made of them, of one layer at a time.
+#[derive(Debug)]
+pub(super) struct LatentMemory<T: Storage> {
+    /// `[T, query_rank]` before its norm; empty if queries have no latent.
+    query_latent: RowBuffer<T>,
+    /// `[T, key_rank + rope]` the latent before its norm, and what is rotated of the keys.
+    both: RowBuffer<T>,
+    /// `[T, key_rank]` before its norm.
+    key_latent: RowBuffer<T>,
+    /// `[T, rank]` one of the latents, normalised.
+    normed: RowBuffer<T>,
+    /// `[T, heads * head_dim]`
+    queries: RowBuffer<T>,
+    /// `[T, heads * (nope + value)]`
+    expanded: RowBuffer<T>,
+    /// `[T, rope]`
+    rotary: RowBuffer<T>,
+    /// `[T, heads * value]` what was attended, without the padding of values.
+    pub(super) narrowed: RowBuffer<T>,
+}
+
+impl<T: Storage> LatentMemory<T> {
+    /// Memory for `tokens` tokens; empty if no layer has latents.
+    pub(super) fn new(device: &Device, decoder: &DeviceDecoder<T>, tokens: usize) -> Result<Self> {
+        let spec = decoder.config().latent();
+        let [of_queries, of_keys] = spec.map_or([0; 2], |spec| [spec.query_rank.unwrap_or(0), spec.key_rank]);
+        let heads = spec.map(|spec| decoder.latent_heads(&spec));
+        let [queries, expanded, rotary] = heads.map_or([0; 3], LatentHeads::widths);
+        let new = |width| RowBuffer::new(device, tokens, width);
+        Ok(Self {
+            query_latent: new(of_queries)?,
+            both: new(of_keys + rotary)?,
+            key_latent: new(of_keys)?,
+            normed: new(of_queries.max(of_keys))?,
+            queries: new(queries)?,
+            expanded: new(expanded)?,
+            rotary: new(rotary)?,
+            narrowed: new(heads.map_or(0, LatentHeads::value_width))?,
+        })
+    }
+}
+
+impl<T: Storage> StepLayer<'_, T> {
+    /// Attention of the normalised input, into `narrowed` of `memory.latents`.
+    pub(super) fn attend_latents(
+        &self,
+        spec: &LatentSpec,
+        memory: &mut StepMemory<T>,
+        sizes: StepSizes,
+        chunks: Option<&Chunks>,
+        cache: ViewMut<'_, T>,
+    ) -> Result<()> {
+        let (decoder, tokens) = (self.decoder, sizes.tokens);
+        let (device, heads) = (decoder.device(), decoder.latent_heads(spec));
+        let StepMemory { normed, latents: own, qkv, angles, .. } = memory;
+        let input = Matrix::new(normed.of(tokens), decoder.config().hidden_size);
+        match spec.query_rank {
+            None => self.projected(Operand::QueryUp, input, own.queries.of_mut(tokens))?,
+            Some(rank) => {
+                self.projected(Operand::QueryDown, input, own.query_latent.of_mut(tokens))?;
+                let latent = own.query_latent.of(tokens);
+                self.normed_latent(Operand::QueryLatentNorm, latent, own.normed.narrow_mut(tokens, rank))?;
+                let normed = Matrix::new(own.normed.narrow(tokens, rank), rank);
+                self.projected(Operand::QueryUp, normed, own.queries.of_mut(tokens))?;
+            }
+        }
+        self.projected(Operand::KeyDown, input, own.both.of_mut(tokens))?;
+        let (rank, both) = (spec.key_rank, own.both.of(tokens));
+        split_columns(device, both, rank, own.key_latent.of_mut(tokens), own.rotary.of_mut(tokens))?;
+        let to = own.normed.narrow_mut(tokens, rank);
+        self.normed_latent(Operand::KeyLatentNorm, own.key_latent.of(tokens), to)?;
+        let normed = Matrix::new(own.normed.narrow(tokens, rank), rank);
+        self.projected(Operand::KeyUp, normed, own.expanded.of_mut(tokens))?;
+        let parts = HeadParts {
+            queries: own.queries.of(tokens),
+            expanded: own.expanded.of(tokens),
+            rotary: own.rotary.of(tokens),
+        };
+        let angles = decoder.rotaries.of_layer(self.index, angles, tokens);
+        assemble(device, heads, parts, angles, qkv.of_mut(tokens))?;
+        self.attend_cached(memory, sizes, chunks, cache)?;
+        narrow_values(device, heads, memory.attended.of(tokens), memory.latents.narrowed.of_mut(tokens))
+    }
+
+    /// The linear operation `operand` of `x [T, in]`, into `to [T, out]`.
+    fn projected(&self, operand: Operand, x: Matrix<'_, T>, mut to: ViewMut<'_, T>) -> Result<()> {
+        let (device, ranges) = (self.decoder.device(), self.decoder.layout().ranges(self.index));
+        linear(device, x.values(), self.matrix(operand, x.columns()), to.reborrow(), false)?;
+        match operand.bias().map(|bias| &ranges[bias]).filter(|bias| !bias.is_empty()) {
+            Some(bias) => add_bias(device, to, self.at(bias)),
+            None => Ok(()),
+        }
+    }
+
+    /// The normalised `latent [T, rank]` into `to [T, rank]`.
+    fn normed_latent(&self, norm: Operand, latent: View<'_, T>, to: ViewMut<'_, T>) -> Result<()> {
+        let weight = self.at(&self.decoder.layout().ranges(self.index)[norm]);
+        rms_norm(self.decoder.device(), latent, RmsNorm::new(weight, LATENT_EPS), to)
+    }
+}
