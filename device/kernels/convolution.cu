@@ -187,6 +187,7 @@ DEVICE void keep_inputs(const T* x, int stride, const uint32* positions, const u
     const int channel = int(blockIdx.x * blockDim.x + threadIdx.x);
     if (channel >= channels) return;
     const int64 first = firsts[blockIdx.y], count = int64(firsts[blockIdx.y + 1]) - first;
+    if (count == 0) return;
     const int64 known = positions[first];
     float* kept = pool + slots[blockIdx.y] * pool_stride + channel;
     for (int entry = 0; entry < taps - 1; ++entry) {
@@ -205,11 +206,11 @@ DEVICE float softplus(float x) { return x > LINEAR ? x : fmaxf(x, 0.0f) + log1pf
 
 // opened [rows, 2, heads]: strengths of updates, then decays, of x [rows, 2, heads].
 template <typename T>
-DEVICE void open_gates(const T* x, const T* logs, const T* bias, int64 rows, int heads, float* opened) {
+DEVICE void open_gates(const float* x, const T* logs, const T* bias, int64 rows, int heads, float* opened) {
     const int64 step = int64(gridDim.x) * blockDim.x;
     for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < rows * 2 * heads; i += step) {
         const int column = int(i % (2 * heads)), head = column - heads;
-        const float value = load(x[i]);
+        const float value = x[i];
         opened[i] = head < 0 ? sigmoid(value) : expf(-expf(load(logs[head])) * softplus(value + load(bias[head])));
     }
 }
@@ -217,12 +218,12 @@ DEVICE void open_gates(const T* x, const T* logs, const T* bias, int64 rows, int
 // Gradients of x, and of what each row adds to those of the logarithms of the rates and of the bias, [rows, 2, heads], for g
 // [rows, 2, heads], that of strengths and of the logarithms of decays.
 template <typename T>
-DEVICE void open_gates_backward(const T* x, const T* logs, const T* bias, const float* g, int64 rows, int heads, T* dx,
+DEVICE void open_gates_backward(const float* x, const T* logs, const T* bias, const float* g, int64 rows, int heads, T* dx,
                                 float* d_vectors) {
     const int64 step = int64(gridDim.x) * blockDim.x;
     for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < rows * 2 * heads; i += step) {
         const int column = int(i % (2 * heads)), head = column - heads;
-        const float value = load(x[i]);
+        const float value = x[i];
         if (head < 0) {
             const float open = sigmoid(value);
             store(dx + i, g[i] * open * (1.0f - open));
@@ -261,10 +262,10 @@ DEVICE void open_gates_backward(const T* x, const T* logs, const T* bias, const 
            const uint32* slots, int64 pool_stride, int channels, int taps, float* pool) {                                     \
         keep_inputs(x, stride, positions, firsts, slots, pool_stride, channels, taps, pool);                                  \
     }                                                                                                                         \
-    KERNEL(256, open_gates_##suffix, const T* x, const T* logs, const T* bias, int64 rows, int heads, float* opened) {        \
+    KERNEL(256, open_gates_##suffix, const float* x, const T* logs, const T* bias, int64 rows, int heads, float* opened) {    \
         open_gates(x, logs, bias, rows, heads, opened);                                                                       \
     }                                                                                                                         \
-    KERNEL(256, open_gates_backward_##suffix, const T* x, const T* logs, const T* bias, const float* g, int64 rows,           \
+    KERNEL(256, open_gates_backward_##suffix, const float* x, const T* logs, const T* bias, const float* g, int64 rows,       \
            int heads, T* dx, float* d_vectors) {                                                                              \
         open_gates_backward(x, logs, bias, g, rows, heads, dx, d_vectors);                                                    \
     }

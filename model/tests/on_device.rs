@@ -7,6 +7,7 @@ mod experts;
 mod factors;
 mod families;
 mod latents;
+mod recurrent;
 
 use std::sync::Arc;
 

@@ -323,7 +323,7 @@ pub fn convolution_kernel_gradient<T: Storage>(
 #[derive(Clone, Copy, Debug)]
 pub struct DeltaGates<'a, T: Storage> {
     /// `[T, 2, heads]` of strengths, then of decays.
-    pub inputs: View<'a, T>,
+    pub inputs: View<'a, f32>,
     /// `[heads]` logarithms of the rates of decay.
     pub logs: View<'a, T>,
     /// `[heads]`

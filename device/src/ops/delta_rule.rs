@@ -20,7 +20,7 @@ const COLUMNS: usize = 32;
 const TILE: usize = COLUMNS + 1;
 
 /// Memory of the states of a backward, bytes; heads are passed in groups that need no more, one at a time at least.
-const STATES: usize = 256 << 20;
+pub const STATES_BYTES: usize = 256 << 20;
 
 /// The sequences of a pack, as the recurrence and its convolution read them, on the device.
 #[derive(Debug)]
@@ -167,7 +167,7 @@ impl DeltaRuns {
     /// Heads whose states a backward has in memory at a time.
     fn heads_at_a_time(&self, shape: DeltaShape) -> usize {
         let each = (self.chunks + self.count()) * shape.key_dim * shape.value_dim * size_of::<f32>();
-        (STATES / each.max(1)).clamp(1, shape.value_heads)
+        (STATES_BYTES / each.max(1)).clamp(1, shape.value_heads)
     }
 }
 

@@ -45,7 +45,7 @@ struct Case<T: Storage> {
     projection: Vec<T>,
     kernel: Vec<T>,
     /// `[ROWS, 2, value_heads]`
-    gates: Vec<T>,
+    gates: Vec<f32>,
     logs: Vec<T>,
     bias: Vec<T>,
 }
@@ -60,14 +60,16 @@ impl<T: Storage> Case<T> {
             shape,
             projection: narrow(noise(ROWS * (channels + 3), 1)),
             kernel: narrow(noise(channels * shape.taps, 2)),
-            gates: narrow(noise(ROWS * 2 * heads, 3)),
+            gates: noise(ROWS * 2 * heads, 3),
             logs: narrow(noise(heads, 4)),
             bias: narrow(noise(heads, 5)),
         }
     }
 
     fn operands(&self) -> Operands {
-        [&self.projection, &self.kernel, &self.gates, &self.logs, &self.bias].map(|values| wide(values))
+        let [projection, kernel, logs, bias] =
+            [&self.projection, &self.kernel, &self.logs, &self.bias].map(|values| wide(values));
+        [projection, kernel, wide(&self.gates), logs, bias]
     }
 }
 
@@ -169,9 +171,9 @@ struct Found {
 fn on_device<T: Storage>(device: &Device, case: &Case<T>, g: &[T]) -> Found {
     let (shape, heads) = (case.shape, case.shape.value_heads);
     let runs = DeltaRuns::new(device, &segments(), ROWS, shape.taps).unwrap();
-    let [projection, kernel, gates, logs, bias] =
-        [&case.projection, &case.kernel, &case.gates, &case.logs, &case.bias]
-            .map(|x| device.upload(x).unwrap());
+    let [projection, kernel, logs, bias] =
+        [&case.projection, &case.kernel, &case.logs, &case.bias].map(|x| device.upload(x).unwrap());
+    let gates = device.upload(&case.gates).unwrap();
     let inputs = ConvolutionInputs {
         shape,
         projection: projection.all(),
@@ -278,8 +280,8 @@ fn packs_in_bf16_match_f64() {
 /// The same values in f32.
 fn exact(case: &Case<bf16>) -> Case<f32> {
     let Case { shape, projection, kernel, gates, logs, bias } = case;
-    let [projection, kernel, gates, logs, bias] = [projection, kernel, gates, logs, bias].map(|x| widen(x));
-    Case { shape: *shape, projection, kernel, gates, logs, bias }
+    let [projection, kernel, logs, bias] = [projection, kernel, logs, bias].map(|x| widen(x));
+    Case { shape: *shape, projection, kernel, gates: gates.clone(), logs, bias }
 }
 
 /// New tokens of two sequences and of padding, cut into steps, give what a pack gives.

@@ -4,7 +4,7 @@ use device::ops::prefill::Chunks;
 use device::ops::rows::add_bias;
 use device::{Result, Storage, ViewMut};
 
-use super::{StepLayer, StepMemory, StepSizes};
+use super::{StepCache, StepLayer, StepMemory, StepSizes};
 use crate::layer::Operand;
 use crate::on_device::layer::linear;
 use crate::on_device::operands::MixerKind;
@@ -15,19 +15,23 @@ impl<T: Storage> StepLayer<'_, T> {
         memory: &mut StepMemory<T>,
         sizes: StepSizes,
         chunks: Option<&Chunks>,
-        cache: ViewMut<'_, T>,
+        cache: &mut StepCache<'_, T>,
     ) -> Result<()> {
         let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
         let (device, tokens, kind) = (decoder.device(), sizes.tokens, decoder.mixer_kind(self.index));
         self.normalise(memory, tokens, &ranges[Operand::AttentionNorm])?;
         match kind {
-            MixerKind::Attention => self.attend(memory, sizes, chunks, cache)?,
-            MixerKind::Latent(spec) => self.attend_latents(&spec, memory, sizes, chunks, cache)?,
+            MixerKind::Attention => self.attend(memory, sizes, chunks, cache.pages(decoder, self.index))?,
+            MixerKind::Latent(spec) => {
+                self.attend_latents(&spec, memory, sizes, chunks, cache.pages(decoder, self.index))?;
+            }
+            MixerKind::DeltaNet(spec) => self.recur(&spec, memory, sizes, cache.states)?,
         }
-        let StepMemory { x, result, attended, latents, .. } = memory;
+        let StepMemory { x, result, attended, latents, recurrence, .. } = memory;
         let mixed = match kind {
             MixerKind::Attention => attended.of(tokens),
             MixerKind::Latent(_) => latents.narrowed.of(tokens),
+            MixerKind::DeltaNet(_) => recurrence.result.of(tokens),
         };
         let output = |mut to: ViewMut<'_, T>, kept: bool| {
             let width = ranges[Operand::Output].len() / decoder.config().hidden_size;
