@@ -105,8 +105,8 @@ impl Both {
     }
 
     /// Does the same with both caches.
-    fn each<R>(&mut self, mut work: impl FnMut(&mut KvCache) -> R) -> [R; 2] {
-        self.caches.each_mut().map(|cache| work(cache))
+    fn each<R>(&mut self, work: impl FnMut(&mut KvCache) -> R) -> [R; 2] {
+        self.caches.each_mut().map(work)
     }
 
     /// Feeds the tokens of all sequences from their positions on; what the last of each predicts is the same.

@@ -8,6 +8,7 @@ use trainer::lora::TargetModule;
 
 use super::super::{
     F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, micro_batch_tokens, of_ranks, product,
+    states,
 };
 use super::{DeviceCounts, HEAD_ROWS, part};
 use crate::recipe::Recipe;
@@ -48,7 +49,9 @@ pub(super) fn training(
         parts.push(part("optimizer", what, of_those_here(trained.optimizer)));
     }
     let tokens = micro_batch_tokens(recipe);
-    let kept = product(&[ranks, tokens, size.activations_per_token]);
+    // A recurrence has the states of its backward beside what it has of tokens.
+    let of_states = if config.delta_net().is_some() { product(&[ranks, size.recurrence]) } else { 0 };
+    let kept = product(&[ranks, tokens, size.activations_per_token]).saturating_add(of_states);
     parts.push(part("activations", "a full micro-batch, kept for its backward", kept));
     let logit = [ranks, tokens.min(HEAD_ROWS), config.vocab_size as u64, F32 + width];
     parts.push(part("logits", "of some rows, and their gradients", product(&logit)));
@@ -82,7 +85,8 @@ fn masters(layout: &Layout, width: u64, recipe: &Recipe, devices: &Devices) -> u
 /// The memory of samplers on a device.
 pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, samplers: u64, size: &Size) {
     let weights = product(&[samplers, size.weights]);
-    let cache = product(&[samplers, cache_positions(recipe, config), size.cache_per_token]);
+    let pages = product(&[cache_positions(recipe, config), size.cache_per_token]);
+    let cache = product(&[samplers, pages.saturating_add(states(recipe, config))]);
     let logits = product(&[2, F32, recipe.rollout.max_running as u64, config.vocab_size as u64]);
     let per_token = size.layer_per_token.saturating_add(activated(config, size));
     let step = product(&[decoding_rows(recipe), per_token])
@@ -90,7 +94,7 @@ pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, 
         .saturating_add(logits);
     parts.push(part("served", "the version that is sampled from", weights));
     parts.push(part("next", "the version that comes in beside the decoding", weights));
-    parts.push(part("kv cache", "keys and values of all running sequences", cache));
+    parts.push(part("kv cache", "keys and values of all running sequences, and recurrent states", cache));
     parts.push(part("decoding", "one step of all running sequences", product(&[samplers, step])));
 }
 
