@@ -9,14 +9,13 @@ use model::{
     AdaptedBase, Config, Head, MemoryBudget, ModelDirectory, Placement, ResidentParameters, SharedCores,
     ThreadPool,
 };
-use trainer::checkpoint::StateWeights;
 use trainer::critic::{Critic, CriticKind, CriticNetwork};
 use trainer::lora::Adapter;
 use trainer::optimizer::Optimizer;
 use trainer::trainer::Demonstrate;
 use trainer::{
-    AuxiliaryModels, Frozen, FrozenWeights, Leader, Learner, LearnerConfig, TrainerError, TrainerState,
-    checkpoint,
+    AuxiliaryModels, Frozen, FrozenWeights, Leader, Learner, LearnerConfig, StateWeights, TrainerError,
+    TrainerState, checkpoint,
 };
 use trajectory::PolicyVersion;
 
@@ -58,17 +57,18 @@ pub(crate) fn learner(
     states: LearnerStates,
 ) -> Result<Learner, Failure> {
     let LearnerStates { weights, adapter, optimizer } = states;
-    let parameters = match weights {
-        StateWeights::Whole(parameters) => Arc::unwrap_or_clone(parameters),
-        StateWeights::Quantized(base) => {
-            let adapter = adapter.ok_or(TrainerError::QuantizedBase)?;
-            return Ok(Learner::over(config, base, adapter, optimizer)?);
+    if let Some(leader) = leader {
+        return Ok(leader.learner(config, model, weights, adapter, optimizer)?);
+    }
+    Ok(match (weights, adapter) {
+        (StateWeights::Quantized(base), Some(adapter)) => Learner::over(config, base, adapter, optimizer)?,
+        (StateWeights::Quantized(_), None) => return Err(TrainerError::QuantizedBase.into()),
+        (StateWeights::Whole(parameters), Some(adapter)) => {
+            Learner::adapting(config, model, Arc::unwrap_or_clone(parameters), adapter, optimizer)?
         }
-    };
-    Ok(match (leader, adapter) {
-        (Some(leader), adapter) => leader.learner(config, model, parameters, adapter, optimizer)?,
-        (None, Some(adapter)) => Learner::adapting(config, model, parameters, adapter, optimizer)?,
-        (None, None) => Learner::new(config, model, parameters, optimizer)?,
+        (StateWeights::Whole(parameters), None) => {
+            Learner::new(config, model, Arc::unwrap_or_clone(parameters), optimizer)?
+        }
     })
 }
 

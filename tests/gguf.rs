@@ -177,6 +177,34 @@ fn an_adapter_is_trained_over_a_file_that_stays_quantised() {
     );
 }
 
+/// Ranks that are threads share the file, ranks that are processes receive it, and a device has its blocks.
+#[test]
+fn ranks_and_devices_train_an_adapter_over_a_file_that_stays_quantised() {
+    let home = home();
+    let without = RECIPE.split("[placement]").next().unwrap().replace("reference = \"chat.gguf\"\n", "");
+    home.write("adapter.toml", format!("{without}[lora]\nrank = 4\nquantized_base = true\n"));
+    let train = |run: &str, sets: &[&str]| {
+        let all = ["buffer.max_staleness=0", "trainer.leaves=2", "trainer.steps=2"];
+        let sets = all.iter().chain(sets).flat_map(|set| ["--set", set]);
+        let command: Vec<&str> = ["adapter.toml", "--run-dir", run].into_iter().chain(sets).collect();
+        home.rlrun(&command).ok();
+        let run = home.run(run);
+        (run.values("optim/grad_norm"), run.values("kl/mismatch"))
+    };
+    let (expected, _) = train("alone", &[]);
+    let (threads, mismatch) = train("threads", &["trainer.world=2"]);
+    assert_eq!((&threads, mismatch), (&expected, vec![0.0; 2]));
+    let (processes, _) = train("processes", &["trainer.world=2", "trainer.ranks=\"processes\""]);
+    assert_eq!(processes, expected);
+    if cfg!(feature = "emulator") {
+        let (found, mismatch) = train("device", &["placement.device=\"emulated\""]);
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!((found - expected).abs() < 1e-2 * expected, "{found}, not {expected}");
+        }
+        assert!(mismatch.iter().all(|mismatch| mismatch.abs() < 1e-4), "{mismatch:?}");
+    }
+}
+
 /// The weights of a directory in bf16 stay so too.
 #[test]
 fn an_adapter_is_trained_over_a_directory_as_it_is_stored() {

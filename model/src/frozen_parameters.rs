@@ -9,11 +9,16 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use device::ops::blocks::BlockFormat;
+
 use crate::directory::DESCRIPTION_FILES;
 use crate::gguf::{self, GgufFile};
 use crate::ops::blocks::{BlockMatrix, BlockRows};
 use crate::weight_files::{stored, weight_files};
-use crate::{Config, Layout, ModelError, Reduction};
+use crate::{Config, Layout, ModelError, ParameterSpec, Reduction};
+
+/// What a message of a vector begins with; that of a matrix begins with the number of its format.
+const VECTOR: u8 = u8::MAX;
 
 /// Name of the copy of a GGUF file.
 const COPY: &str = "model.gguf";
@@ -35,6 +40,23 @@ pub(crate) enum FrozenTensor {
     Vector(Vec<f32>),
     /// All else.
     Matrix(Arc<BlockMatrix>),
+}
+
+impl FrozenTensor {
+    /// The tensor of a message; `None` if that is not of `spec`.
+    fn of(spec: &ParameterSpec, mut message: Vec<u8>) -> Option<Self> {
+        let (kind, bytes) = message.split_first()?;
+        if *kind == VECTOR {
+            let (values, rest) = bytes.as_chunks();
+            let whole = values.len() == spec.len() && rest.is_empty();
+            return whole
+                .then(|| Self::Vector(values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()));
+        }
+        let format = *BlockFormat::ALL.get(usize::from(*kind))?;
+        let columns = spec.shape.last().copied().filter(|columns| *columns > 0)?;
+        message.remove(0);
+        Some(Self::Matrix(Arc::new(BlockMatrix::new(format, [spec.len() / columns, columns], message)?)))
+    }
 }
 
 /// Bytes of the weights at `path`, a GGUF file or a directory; 0 if there are none.
@@ -69,6 +91,35 @@ impl FrozenParameters {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// A message for each tensor, in the order of the layout, from which [`Self::received`] makes the same weights in another process.
+    pub fn messages(&self) -> impl Iterator<Item = Vec<u8>> {
+        self.tensors.iter().map(|tensor| match tensor {
+            FrozenTensor::Vector(values) => {
+                let values = values.iter().flat_map(|value| value.to_le_bytes());
+                std::iter::once(VECTOR).chain(values).collect()
+            }
+            FrozenTensor::Matrix(matrix) => [&[matrix.format as u8], &matrix.bytes[..]].concat(),
+        })
+    }
+
+    /// The weights of a model of `config` from the messages that `next` gives. They have no file here.
+    ///
+    /// # Errors
+    /// Those of `next`, or if a message is not the tensor that comes next.
+    pub fn received<E: From<ModelError>>(
+        config: &Config,
+        mut next: impl FnMut() -> Result<Vec<u8>, E>,
+    ) -> Result<Self, E> {
+        let layout = Arc::new(Layout::new(config));
+        let mut tensors = Vec::with_capacity(layout.specs().len());
+        for spec in layout.specs() {
+            let message = next()?;
+            let (found, expected) = (message.len(), spec.len());
+            tensors.push(FrozenTensor::of(spec, message).ok_or(ModelError::Length { expected, found })?);
+        }
+        Ok(Self { path: PathBuf::new(), config: config.clone(), layout, tensors })
     }
 
     /// Copies the file, or the weights and the description of the directory, to the directory `to`, and returns what
@@ -119,9 +170,14 @@ impl FrozenParameters {
     pub fn bytes(&self) -> u64 {
         let of = |tensor: &FrozenTensor| match tensor {
             FrozenTensor::Vector(values) => size_of_val(&values[..]),
-            FrozenTensor::Matrix(matrix) => matrix.bytes(),
+            FrozenTensor::Matrix(matrix) => matrix.bytes.len(),
         };
         self.tensors.iter().map(|tensor| of(tensor) as u64).sum()
+    }
+
+    /// The tensors, with their places in the layout.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = (&ParameterSpec, &FrozenTensor)> {
+        self.layout.specs().iter().zip(&self.tensors)
     }
 
     /// The vectors in a range of the flat parameters, one after the other.
@@ -143,7 +199,6 @@ impl FrozenParameters {
     }
 
     fn within<'a>(&'a self, range: &'a Range<usize>) -> impl Iterator<Item = &'a FrozenTensor> {
-        let tensors = self.layout.specs().iter().zip(&self.tensors);
-        tensors.filter(|(spec, _)| range.contains(&spec.offset)).map(|(_, tensor)| tensor)
+        self.tensors().filter(|(spec, _)| range.contains(&spec.offset)).map(|(_, tensor)| tensor)
     }
 }

@@ -78,6 +78,12 @@ impl LowRank {
         &mut self.values
     }
 
+    /// The factors of the weight that begins at `start` in the flat parameters, if it has some.
+    pub(crate) fn pair_of(&self, start: usize) -> Option<&FactorPair> {
+        let index = self.pairs.binary_search_by_key(&start, |pair| pair.weight.start).ok()?;
+        Some(&self.pairs[index])
+    }
+
     /// Rank of every pair.
     pub(crate) fn rank(&self) -> usize {
         self.rank

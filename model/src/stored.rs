@@ -10,10 +10,11 @@
 
 use std::path::Path;
 
+use device::ops::blocks::BlockFormat;
 use safetensors::tensor::{Dtype, TensorView};
 
 use crate::file_tensors::{FilePart, FileTensor};
-use crate::ops::blocks::{BlockFormat, BlockMatrix};
+use crate::ops::blocks::BlockMatrix;
 use crate::weight_files::widen;
 use crate::{ModelError, float8, mxfp4};
 

@@ -22,10 +22,10 @@ const FORMATS: [GgmlDType; 6] =
 const TOKENS: [u32; 21] = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19, 71];
 
 /// A quantised file, open both ways.
-struct Quantized {
-    config: Config,
+pub(crate) struct Quantized {
+    pub(crate) config: Config,
     bytes: u64,
-    base: FrozenParameters,
+    pub(crate) base: FrozenParameters,
     parameters: Parameters,
 }
 
@@ -60,7 +60,7 @@ fn write(path: &Path, config: &Config, dtype: GgmlDType) {
 }
 
 /// Every architecture and format.
-fn each(check: impl Fn(&str, &Quantized)) {
+pub(crate) fn each(check: impl Fn(&str, &Quantized)) {
     for architecture in [Architecture::Llama, Architecture::Qwen2] {
         for dtype in FORMATS {
             check(&format!("{architecture:?}, {dtype:?}"), &quantized(architecture, dtype));

@@ -2,12 +2,14 @@
 //!
 //! The device is the emulator, which runs the kernels that GPUs run.
 
+mod adapters;
 mod attention;
 mod experts;
 mod factors;
 mod families;
 mod latents;
 mod recurrent;
+mod stored;
 
 use std::sync::Arc;
 

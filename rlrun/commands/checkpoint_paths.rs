@@ -42,10 +42,9 @@ pub(super) fn checkpoint_of(target: &Path, step: Option<u64>) -> Result<PathBuf,
 
 /// A network of the model of `directory`. Over a base that stays quantised the adapter is merged only where it has to be.
 pub(super) fn network_of(directory: &ModelDirectory, on: &ServeOn) -> Result<Network, Failure> {
-    if matches!(on, ServeOn::Host(Quantization::None))
-        && let Some(policy) = adapted(directory)?
-    {
-        return Ok(policy.decoder().into());
+    let quantizes = matches!(on, ServeOn::Host(quantization) if *quantization != Quantization::None);
+    if !quantizes && let Some(policy) = adapted(directory)? {
+        return Ok(Network::adapted(on, &policy)?);
     }
     Ok(Network::new(on, directory.config(), &parameters_of(directory)?)?)
 }

@@ -42,7 +42,7 @@ impl Run<'_> {
         let answers: usize = sets.iter().map(|(_, set)| set.answers()).sum();
         let bar = self.report.bar("evaluation", answers as u64);
         let network = match learner.adapted() {
-            Some(policy) => policy.decoder().into(),
+            Some(policy) => Network::adapted(&self.recipe.evaluate_on()?, &policy)?,
             None => Network::new(&self.recipe.evaluate_on()?, learner.model(), &*learner.parameters()?)?,
         };
         let (stop, show) = (self.signals.stop_flag(), |judged| bar.set(judged, ""));

@@ -8,7 +8,7 @@ use buffer::{Buffer, Consumer, Producer};
 use model::turns;
 use rollout::remote::EngineKind;
 use rollout::scoring::Scorer;
-use rollout::{Network, Sampler, ServeOn, Worker};
+use rollout::{Network, Sampler, Worker};
 use trainer::checkpoint::CheckpointArchive;
 use trainer::{Trainer, TrainerParts};
 use weights::Hub;
@@ -169,8 +169,8 @@ impl Run<'_> {
         let StartingState { learner, directory, prepared, state, .. } = start;
         let (on, network) = match learner.adapted() {
             Some(policy) => {
-                let network = policy.decoder().into();
-                (ServeOn::Adapted(policy), network)
+                let network = Network::adapted(&self.recipe.serve_on()?, &policy)?;
+                (self.recipe.serve_on()?.adapted(policy), network)
             }
             None => {
                 let on = self.recipe.serve_on()?;

@@ -6,12 +6,10 @@ use std::sync::Arc;
 
 use model::{Head, ModelDirectory, Parameters};
 use serde_json::json;
-use trainer::checkpoint::{
-    CheckpointContents, CheckpointIntegrity, NetworkState, StateWeights, set_aside_after,
-};
+use trainer::checkpoint::{CheckpointContents, CheckpointIntegrity, NetworkState, set_aside_after};
 use trainer::critic::CriticKind;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
-use trainer::{Checkpoint, Learner, LearnerConfig, TrainerError, TrainerState};
+use trainer::{Checkpoint, Learner, LearnerConfig, StateWeights, TrainerError, TrainerState};
 use trajectory::PolicyVersion;
 
 use super::Run;

@@ -121,6 +121,7 @@ impl WeightPublishing {
         let trainer = devices.trainer.first().copied().flatten();
         let direct = local
             && !served
+            && !recipe.has_quantized_base()
             && !recipe.is_colocated()
             && devices.trainer.len() == 1
             && devices.rollout.is_some()

@@ -1,6 +1,6 @@
 //! The rules of `lora.quantized_base`: what a base that stays quantised cannot be combined with.
 //!
-//! Invariant: everything that needs the frozen weights in f32, or in another process, is refused here and named with a remedy.
+//! Invariant: everything that needs the frozen weights in f32, or in the process of a sampler, is refused here and named with a remedy.
 
 use super::ranges::Checker;
 use super::words::{EngineWord, Quantization, Reduction};
@@ -14,17 +14,24 @@ pub(super) fn check(recipe: &Recipe, checker: &mut Checker<'_>) {
         return;
     }
     let rollout = &recipe.rollout;
-    let one_rank =
-        "one rank of the trainer, beside a sampler that does not take turns with it, on the processor";
     let own_process = "a sampler in the process of the trainer";
     let whole = "remove it: samplers in other processes get whole weights";
     let is_random = matches!(recipe.model, Model::Random(_));
     // What breaks a rule, the key that does, what the base needs, and what helps.
     for (breaks, path, needs, help) in [
         (is_random, "model.random", "a model of files", "name a GGUF file or a directory in `model.path`"),
-        (recipe.trainer.world != 1, "trainer.world", one_rank, "remove it"),
-        (recipe.devices().any(), "placement.device", one_rank, "remove it"),
-        (recipe.is_colocated(), "placement.policy", one_rank, "remove it"),
+        (
+            recipe.is_colocated(),
+            "placement.policy",
+            "a sampler that does not take turns with the trainer",
+            "remove it: neither has weights in f32 that the other could use the memory of",
+        ),
+        (
+            recipe.weights.transport.is_between_devices(),
+            "weights.transport",
+            "factors that go through the host",
+            "remove it: a version is as small as the adapter",
+        ),
         (recipe.placement.processes, "placement.processes", own_process, whole),
         (recipe.buffer.listen.is_some(), "buffer.listen", own_process, whole),
         (

@@ -9,7 +9,7 @@ use trajectory::PolicyVersion;
 use crate::{CONFIG, Model, complete, request};
 
 /// An adapter of every matrix of the layers, large enough to change what is sampled.
-fn adapter(config: &Config, seed: f32) -> Arc<LowRank> {
+pub(crate) fn adapter(config: &Config, seed: f32) -> Arc<LowRank> {
     let (rank, mut len, mut pairs) = (2, 0, Vec::new());
     let layout = model::Layout::new(config);
     for spec in layout.specs().iter().filter(|spec| spec.name.contains("_proj.weight")) {
@@ -23,7 +23,7 @@ fn adapter(config: &Config, seed: f32) -> Arc<LowRank> {
     Arc::new(factors)
 }
 
-fn with(request: SampleRequest, adapter: Option<usize>, cached: bool) -> SampleRequest {
+pub(crate) fn with(request: SampleRequest, adapter: Option<usize>, cached: bool) -> SampleRequest {
     let options = RequestOptions {
         adapter,
         seed: Some(5),

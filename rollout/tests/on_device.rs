@@ -10,6 +10,7 @@ use model::{Architecture, Sampling};
 use rollout::{Completion, Engine, EngineConfig, Episode, Network, RequestOptions, SampleRequest, ServeOn};
 use trajectory::PolicyVersion;
 
+use crate::adapters::{adapter, with};
 use crate::episodes::{STOPS, chatting_of};
 use crate::roles::{ByTurns, LONG, TOKENS, played};
 use crate::{CONFIG, Model, complete, request};
@@ -112,7 +113,7 @@ fn kept_prefixes_of_recurrences_are_continued() {
 /// The experts of every token but the newest, whatever else is in a step, and with prompts in chunks.
 #[test]
 fn recorded_experts_are_those_of_the_processor() {
-    for family in [Architecture::Qwen3Moe, Architecture::Glm4Moe] {
+    for family in [Architecture::Qwen3Moe, Architecture::Glm4Moe, Architecture::DeepseekV3] {
         let model = Model::of_family(family, 128);
         let requests = || (0..3).map(|g| request(g, 2, Sampling::PLAIN)).collect();
         let recorded = |engine: Engine| complete(&mut engine.recording_experts(), requests());
@@ -127,6 +128,44 @@ fn recorded_experts_are_those_of_the_processor() {
         }
         let plain = complete(&mut engine(&model, CONFIG), requests());
         assert!(plain.iter().all(|completion| completion.experts.is_none()));
+    }
+}
+
+/// Requests with different adapters in one batch, with experts and without, while new weights come in and after a sleep.
+#[test]
+fn adapters_generate_as_on_the_processor() {
+    for family in [Architecture::Qwen2, Architecture::DeepseekV3] {
+        let model = Model::of_family(family, 128);
+        let config = model.directory.config();
+        let adapters = || vec![adapter(config, 0.7), adapter(config, 1.3)];
+        let go = |engine: Engine, on: &ServeOn, sleeps: bool| {
+            let mut engine = engine.with_adapters(adapters()).unwrap();
+            for group in 0..6 {
+                let of = [None, Some(1), Some(0)][group as usize % 3];
+                engine.submit(with(request(group, 2, Sampling::PLAIN), of, group > 2)).unwrap();
+            }
+            let mut completions = Vec::new();
+            for _ in 0..6 {
+                completions.extend(engine.step().unwrap());
+            }
+            let (served, _) = on.prepare(config, model.other_parameters().values().into()).unwrap();
+            if sleeps {
+                engine.sleep();
+                engine.wake_up(served, PolicyVersion(1)).unwrap();
+            } else {
+                engine.apply(served, PolicyVersion(1)).unwrap();
+            }
+            while !engine.is_idle() {
+                completions.extend(engine.step().unwrap());
+            }
+            completions.sort_by_key(|completion| (completion.group, completion.index));
+            completions
+        };
+        let limits = EngineConfig { prefill_chunk: 5, ..CONFIG };
+        for sleeps in [false, true] {
+            let expected = go(model.engine(limits, &[]), &ServeOn::Host(model::Quantization::None), sleeps);
+            assert_same(&go(engine(&model, limits), &on(), sleeps), &expected);
+        }
     }
 }
 

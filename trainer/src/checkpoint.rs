@@ -39,6 +39,7 @@ use crate::TrainerError;
 use crate::learner::Learner;
 use crate::lora::{Adapter, LoraConfig};
 use crate::optimizer::{Optimizer, OptimizerConfig};
+use crate::state_weights::StateWeights;
 use crate::{lora_files, optimizer_files};
 
 pub use integrity::{CheckpointIntegrity, check, set_aside_after};
@@ -130,15 +131,6 @@ pub struct NetworkState<'a> {
     pub adapter: Option<&'a Adapter>,
 }
 
-/// Weights of a network in training.
-#[derive(Clone, Debug)]
-pub enum StateWeights {
-    /// The f32 master weights, with an adapter merged.
-    Whole(Arc<Parameters>),
-    /// The frozen weights, which stay quantised, under an adapter.
-    Quantized(Arc<FrozenParameters>),
-}
-
 impl Retention {
     /// Keeps the `keep_last` newest only.
     #[must_use]
@@ -183,27 +175,6 @@ impl<'a> NetworkState<'a> {
     /// The trained tensors, in the order of the optimizer states.
     fn trained(&self) -> &[ParameterSpec] {
         trained(&self.weights, self.adapter)
-    }
-}
-
-impl StateWeights {
-    /// The weights in f32.
-    ///
-    /// # Errors
-    /// If they stay quantised.
-    pub fn whole(&self) -> Result<&Arc<Parameters>, TrainerError> {
-        match self {
-            Self::Whole(parameters) => Ok(parameters),
-            Self::Quantized(_) => Err(TrainerError::QuantizedBase),
-        }
-    }
-
-    /// Its tensors.
-    fn specs(&self) -> &[ParameterSpec] {
-        match self {
-            Self::Whole(parameters) => parameters.layout().specs(),
-            Self::Quantized(base) => base.layout().specs(),
-        }
     }
 }
 

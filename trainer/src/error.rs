@@ -180,12 +180,6 @@ pub enum TrainerError {
          publish or save them"
     )]
     QuantizedBase,
-    /// A learner of a quantised base with several ranks or a device.
-    #[error(
-        "an adapter of a base that stays quantised is trained by one rank on the processor; set `trainer.world = 1` and \
-         `placement.device = \"cpu\"`, or load the model without quantisation"
-    )]
-    QuantizedBaseAlone,
     /// A LoRA adapter could not be read, or differs from the recipe.
     #[error("adapter {path}: {reason}")]
     Adapter {

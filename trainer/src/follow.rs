@@ -8,13 +8,13 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use model::{Layout, Parameters, ResidentParameters, ThreadPool};
+use model::{FrozenParameters, Layout, Parameters, ResidentParameters, ThreadPool};
 use trajectory::{Group, Sample};
 use weights::direct::round::PushPlan;
 
 use crate::TrainerError;
 use crate::batch::Batch;
-use crate::frozen::Frozen;
+use crate::frozen::{Frozen, FrozenWeights};
 use crate::lead::{
     NetworkHeader, PairComparison, RankCommand, UpdateCommand, decode, receive_units, receive_values,
     received,
@@ -23,6 +23,7 @@ use crate::learner::Learner;
 use crate::lora::Adapter;
 use crate::optimizer::{Optimizer, TensorState};
 use crate::rank::{MemberSeed, RankWeights};
+use crate::state_weights::StateWeights;
 use crate::supervised::{DemonstrationLoss, PairLoss};
 use crate::update::{CriticUpdate, PolicyUpdate};
 use collective::HostCollective;
@@ -60,7 +61,7 @@ impl Follower {
                 self.references.remove(&network);
                 Ok(())
             }
-            RankCommand::Reference { network, model } => self.receive_reference(network, &model),
+            RankCommand::Reference { network, model } => self.receive_reference(network, model.as_ref()),
             RankCommand::Update(command) => self.update(*command),
             RankCommand::Imitate { network, rows, learning_rate } => {
                 let rows: Vec<&Sample> = rows.iter().map(|row| &**row).collect();
@@ -86,22 +87,32 @@ impl Follower {
     }
 
     fn receive(&mut self, header: NetworkHeader) -> Result<(), TrainerError> {
-        let NetworkHeader { network, config, model, adapter, updates } = header;
+        let NetworkHeader { network, config, model, is_quantized, adapter, updates } = header;
         let model = received(&model)?;
         let layout = Arc::new(Layout::new(&model));
         let collective = &*self.collective;
         let skeleton = adapter.map(|config| Adapter::skeleton(config, layout.specs()));
         let optimizer_config = config.optimizer;
+        let frozen = match is_quantized {
+            true => {
+                let next = || Ok::<_, TrainerError>(collective.broadcast_bytes(0, Vec::new())?);
+                Some(FrozenParameters::received(&model, next)?)
+            }
+            false => None,
+        };
         let mut member = MemberSeed::new(config, model, &layout, skeleton, Arc::clone(&self.collective));
-        let weights = if member.owns_weights() {
+        let weights = if let Some(base) = frozen {
+            RankWeights::Whole(StateWeights::Quantized(Arc::new(base)))
+        } else if member.owns_weights() {
             let mut own = Vec::new();
             receive_units(collective, &layout, |unit, values| own.extend(member.own_of(unit, &values)))?;
             RankWeights::Own(own)
         } else {
-            RankWeights::Whole(Arc::new(receive_parameters(collective, &layout)?))
+            RankWeights::Whole(receive_parameters(collective, &layout)?.into())
         };
         if let Some(adapter) = member.adapter_mut() {
             let (values, base) = adapter.lengths();
+            let base = if is_quantized { 0 } else { base };
             let values = receive_values(collective, values)?;
             adapter.fill(&values, receive_values(collective, base)?);
         }
@@ -123,7 +134,19 @@ impl Follower {
         Ok(())
     }
 
-    fn receive_reference(&mut self, network: u32, model: &serde_json::Value) -> Result<(), TrainerError> {
+    fn receive_reference(
+        &mut self,
+        network: u32,
+        model: Option<&serde_json::Value>,
+    ) -> Result<(), TrainerError> {
+        let Some(model) = model else {
+            let collective = Arc::clone(&self.collective);
+            let policy = self.learner(network)?.adapted().ok_or(TrainerError::QuantizedBase)?;
+            let values = receive_values(&*collective, policy.factors().values().len())?;
+            let weights = FrozenWeights::Adapted(policy.with_values(&values)?);
+            self.references.insert(network, Frozen { weights, pool: None });
+            return Ok(());
+        };
         let model = received(model)?;
         let parameters = receive_parameters(&*self.collective, &Arc::new(Layout::new(&model)))?;
         let weights = ResidentParameters::of(model, Arc::new(parameters));

@@ -26,6 +26,7 @@ use crate::lora::{Adapter, LoraConfig};
 use crate::loss::preference::Preference;
 use crate::optimizer::Optimizer;
 use crate::rank::LearnerSeed;
+use crate::state_weights::StateWeights;
 use collective::HostCollective;
 
 /// Rank 0 of a trainer of several processes. Dropping it stops the followers.
@@ -42,8 +43,8 @@ pub(crate) enum RankCommand<'a> {
     Network(NetworkHeader),
     /// Drop a model.
     Forget { network: u32 },
-    /// Receive the reference model of a policy.
-    Reference { network: u32, model: serde_json::Value },
+    /// Receive the reference model of a policy: factors over its base if that stays quantised.
+    Reference { network: u32, model: Option<serde_json::Value> },
     /// Make all updates of one batch.
     Update(Box<UpdateCommand<'a>>),
     /// Make a step on demonstrations.
@@ -71,6 +72,8 @@ pub(crate) struct NetworkHeader {
     pub(crate) network: u32,
     pub(crate) config: LearnerConfig,
     pub(crate) model: serde_json::Value,
+    /// Whether the weights stay quantised.
+    pub(crate) is_quantized: bool,
     pub(crate) adapter: Option<LoraConfig>,
     /// Number of updates of the optimizer whose states follow; `None` for a new optimizer.
     pub(crate) updates: Option<u64>,
@@ -116,7 +119,7 @@ impl Leader {
     }
 
     /// A learner whose ranks are all processes; every process receives its shards. The arguments are those of
-    /// [`Learner::new`] and [`Learner::adapting`]; `config.world` is the number of processes.
+    /// [`Learner::new`], [`Learner::adapting`] and [`Learner::over`]; `config.world` is the number of processes.
     ///
     /// # Errors
     /// If another process is gone, a device is not available, or the model's configuration does not survive encoding.
@@ -124,32 +127,42 @@ impl Leader {
         self: &Arc<Self>,
         config: LearnerConfig,
         model: Config,
-        mut parameters: Parameters,
+        weights: impl Into<StateWeights>,
         adapter: Option<Adapter>,
         optimizer: Option<Optimizer>,
     ) -> Result<Learner, TrainerError> {
         let config = LearnerConfig { world: self.collective.world(), ..config };
-        if let Some(adapter) = &adapter {
-            adapter.merge(parameters.values_mut(), &ThreadPool::single());
+        let mut weights = weights.into();
+        if let (StateWeights::Whole(parameters), Some(adapter)) = (&mut weights, &adapter) {
+            adapter.merge(Arc::make_mut(parameters).values_mut(), &ThreadPool::single());
         }
         let network = self.networks.fetch_add(1, Ordering::Relaxed);
         self.send_command(&RankCommand::Network(NetworkHeader {
             network,
             config: config.clone(),
             model: sent(&model)?,
+            is_quantized: matches!(weights, StateWeights::Quantized(_)),
             adapter: adapter.as_ref().map(|adapter| adapter.config().clone()),
             updates: optimizer.as_ref().map(Optimizer::updates),
         }))?;
-        self.send_units(&parameters)?;
+        match &weights {
+            StateWeights::Whole(parameters) => self.send_units(parameters)?,
+            StateWeights::Quantized(base) => {
+                for message in base.messages() {
+                    self.collective.broadcast_bytes(0, message)?;
+                }
+            }
+        }
         if let Some(adapter) = &adapter {
             self.collective.broadcast_bytes(0, bytes_of(adapter.values()))?;
+            // Empty over a base that stays quantised.
             self.collective.broadcast_bytes(0, bytes_of(adapter.base()))?;
         }
         for state in optimizer.iter().flat_map(Optimizer::states) {
             self.collective.broadcast_bytes(0, encode(state)?)?;
         }
         let remote = Followers { leader: Arc::clone(self), network, has_reference: AtomicBool::new(false) };
-        let seed = LearnerSeed { config, model, parameters: Arc::new(parameters), adapter, optimizer };
+        let seed = LearnerSeed { config, model, weights, adapter, optimizer };
         let rank = seed.member(Arc::clone(&self.collective))?;
         Ok(Learner::spread(rank, Arc::clone(&self.collective), Some(remote)))
     }
@@ -192,12 +205,19 @@ impl Followers {
         if self.has_reference.swap(true, Ordering::Relaxed) {
             return Ok(());
         }
-        let FrozenWeights::Whole(weights) = &frozen.weights else {
-            return Err(TrainerError::QuantizedBaseAlone);
-        };
-        let model = sent(weights.config())?;
-        self.send_command(&RankCommand::Reference { network: self.network, model })?;
-        self.leader.send_units(&*weights.get()?)
+        let network = self.network;
+        match &frozen.weights {
+            FrozenWeights::Whole(weights) => {
+                let model = Some(sent(weights.config())?);
+                self.send_command(&RankCommand::Reference { network, model })?;
+                self.leader.send_units(&*weights.get()?)
+            }
+            FrozenWeights::Adapted(policy) => {
+                self.send_command(&RankCommand::Reference { network, model: None })?;
+                self.leader.collective.broadcast_bytes(0, bytes_of(policy.factors().values()))?;
+                Ok(())
+            }
+        }
     }
 }
 

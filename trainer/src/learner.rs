@@ -153,8 +153,7 @@ impl Learner {
         parameters: Parameters,
         optimizer: Option<Optimizer>,
     ) -> Result<Self, TrainerError> {
-        let parameters = Arc::new(parameters);
-        Self::with(LearnerSeed { config, model, parameters, adapter: None, optimizer })
+        Self::with(LearnerSeed { config, model, weights: parameters.into(), adapter: None, optimizer })
     }
 
     /// A learner of `adapter`. `parameters` are the base weights, into which the adapter is merged. `optimizer` is the
@@ -170,8 +169,8 @@ impl Learner {
         optimizer: Option<Optimizer>,
     ) -> Result<Self, TrainerError> {
         adapter.merge(parameters.values_mut(), &ThreadPool::single());
-        let parameters = Arc::new(parameters);
-        Self::with(LearnerSeed { config, model, parameters, adapter: Some(adapter), optimizer })
+        let weights = parameters.into();
+        Self::with(LearnerSeed { config, model, weights, adapter: Some(adapter), optimizer })
     }
 
     fn with(seed: LearnerSeed) -> Result<Self, TrainerError> {

@@ -9,7 +9,7 @@
 //! - [`learner`]: forward, backward with gradient accumulation over micro-batches, gradient clipping, optimizer step;
 //!   [`mod@plan`]: rows to leaves and micro-batches, leaves to ranks; [`packing`]: a micro-batch as one token stream
 //! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]: the learning rate
-//! - [`Frozen`]: a reference policy or a teacher
+//! - [`Frozen`]: a reference policy or a teacher; [`StateWeights`]: weights in f32, or a base that stays quantised
 //! - [`on_device`]: ranks that compute on a GPU
 //! - [`lora`]: low-rank adapters and their files
 //! - [`checkpoint`]; [`colocation`]: a trainer and a sampler that share a device in turns
@@ -52,6 +52,7 @@ pub mod rank_spans;
 mod ranks;
 pub mod report;
 pub mod schedule;
+mod state_weights;
 pub mod supervised;
 pub mod token_log;
 pub mod weight_publisher;
@@ -70,5 +71,6 @@ pub use learner::{Learner, LearnerConfig, LearnerStep};
 pub use on_device::{CollectivePlace, DeviceConfig, LearnerWeights, OptimizerPlace};
 pub use quarantine::expert_limits;
 pub use report::StepReport;
+pub use state_weights::StateWeights;
 pub use trainer::{AuxiliaryModels, Trainer, TrainerConfig, TrainerParts};
 pub use weight_publisher::WeightPublisher;

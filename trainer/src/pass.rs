@@ -4,8 +4,8 @@
 //! different numbers of micro-batches make the same calls.
 
 use model::{
-    Config, Decoder, FrozenParameters, GradientSink, LayerSource, Layout, Parameters, Prediction, Recompute,
-    SampleSlopes, ThreadPool, TrainedTargets, Unit,
+    Config, Decoder, FrozenParameters, GradientSink, LayerSource, Layout, LowRank, Parameters, Prediction,
+    Recompute, SampleSlopes, ThreadPool, TrainedTargets, Unit,
 };
 use std::sync::Arc;
 
@@ -26,13 +26,8 @@ pub(crate) enum Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// A network with all weights.
-    pub(crate) fn whole(model: &Config, parameters: &Arc<Parameters>, recompute: Recompute) -> Self {
-        Self::Whole(Decoder::trainable(model, parameters, recompute))
-    }
-
-    /// The same, to train its weights or an `adapter` that is merged into them.
-    pub(crate) fn trained(
+    /// A network with all weights, to score, or to train them or an `adapter` that is merged into them.
+    pub(crate) fn whole(
         model: &Config,
         parameters: &Arc<Parameters>,
         adapter: Option<&Adapter>,
@@ -45,9 +40,9 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// A network with a frozen `base` and an `adapter` that is not merged.
-    pub(crate) fn frozen(base: &FrozenParameters, adapter: &Adapter, recompute: Recompute) -> Self {
-        Self::Whole(Decoder::frozen(base, adapter.factors(), recompute))
+    /// A network with a frozen `base` and `factors` that are not merged.
+    pub(crate) fn frozen(base: &FrozenParameters, factors: &Arc<LowRank>, recompute: Recompute) -> Self {
+        Self::Whole(Decoder::frozen(base, factors, recompute))
     }
 
     /// A network whose layers are gathered. Embedding and tail stay in memory for its life.

@@ -15,14 +15,13 @@
 //!
 //! # Layout
 //! - `seed`: the initial state, and the choice of the kind
-//! - `single`, `replicated`, `sharded`: ranks that update their weights on the host; `whole`: all weights there; `frozen`: a
-//!   single rank that trains an adapter of a base that stays quantised
+//! - `single`, `replicated`, `sharded`: ranks that update their weights on the host; `whole`: all weights there, or an adapter over
+//!   a base that stays quantised
 //! - `on_device`: a single rank that updates its weights on a device, and passes on a device for the others; `group`: ranks of
 //!   a device group
 //! - `balance`: the update of routers; `membership`: a rank among several; `step`: the passes of a step; `memory`: bytes, and leaving a device
 
 mod balance;
-mod frozen;
 mod group;
 mod membership;
 mod memory;
@@ -34,7 +33,7 @@ mod single;
 mod step;
 mod whole;
 
-pub(crate) use seed::{LearnerSeed, MemberSeed, RankWeights, frozen};
+pub(crate) use seed::{LearnerSeed, MemberSeed, RankWeights};
 pub(crate) use step::StepInputs;
 
 use std::borrow::Cow;
@@ -49,13 +48,13 @@ use trajectory::Sample;
 use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
 
-use self::frozen::FrozenRank;
 use self::group::GroupRank;
 use self::membership::{OwnShards, RankMembership};
 use self::on_device::SingleDeviceRank;
 use self::replicated::ReplicatedRank;
 use self::sharded::ShardedRank;
 use self::single::SingleRank;
+use self::whole::WholeWeights;
 use crate::TrainerError;
 use crate::frozen::LoadedWeights;
 use crate::lead::{decode, encode};
@@ -89,8 +88,6 @@ struct RankBase {
 enum RankKind {
     /// The only rank, which updates its weights on the host.
     Single(SingleRank),
-    /// The only rank, which updates an adapter of a base that stays quantised.
-    Frozen(FrozenRank),
     /// The only rank, which updates its weights on its device.
     SingleOnDevice(Box<ByDtype<SingleDeviceRank<f32>, SingleDeviceRank<bf16>>>),
     /// One of several ranks with all weights each, which they update on the host.
@@ -144,20 +141,16 @@ impl Rank {
     pub(crate) fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
         match &self.kind {
             RankKind::Single(SingleRank { weights, .. })
-            | RankKind::Replicated(ReplicatedRank { weights, .. }) => Ok(Some(&weights.parameters)),
+            | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.values.whole().map(Some),
             RankKind::SingleOnDevice(rank) => Ok(Some(by_dtype!(&**rank, rank => rank.parameters()?))),
             RankKind::Sharded(_) | RankKind::Group(_) => Ok(None),
-            RankKind::Frozen(_) => Err(TrainerError::QuantizedBase),
         }
     }
 
     /// The weights that this rank owns, if it does not have all weights.
     fn shards(&self) -> Result<Option<OwnShards<'_>>, TrainerError> {
         match &self.kind {
-            RankKind::Single(_)
-            | RankKind::Frozen(_)
-            | RankKind::SingleOnDevice(_)
-            | RankKind::Replicated(_) => Ok(None),
+            RankKind::Single(_) | RankKind::SingleOnDevice(_) | RankKind::Replicated(_) => Ok(None),
             RankKind::Sharded(rank) => Ok(Some(rank.shards())),
             RankKind::Group(rank) => by_dtype!(&**rank, rank => rank.shards()).map(Some),
         }
@@ -165,17 +158,20 @@ impl Rank {
 
     /// The policy, if its base stays quantised.
     pub(crate) fn adapted(&self) -> Option<AdaptedBase> {
-        let RankKind::Frozen(rank) = &self.kind else { return None };
-        Some(AdaptedBase::new(Arc::clone(&rank.weights), Arc::clone(rank.adapter.factors())))
+        self.whole_weights()?.adapted()
+    }
+
+    /// The weights, if this rank has all of them on the host.
+    fn whole_weights(&self) -> Option<&WholeWeights> {
+        match &self.kind {
+            RankKind::Single(SingleRank { weights, .. })
+            | RankKind::Replicated(ReplicatedRank { weights, .. }) => Some(weights),
+            RankKind::SingleOnDevice(_) | RankKind::Sharded(_) | RankKind::Group(_) => None,
+        }
     }
 
     pub(crate) fn adapter(&self) -> Option<&Adapter> {
-        match &self.kind {
-            RankKind::Single(SingleRank { weights, .. })
-            | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.adapter.as_ref(),
-            RankKind::Frozen(rank) => Some(&rank.adapter),
-            RankKind::SingleOnDevice(_) | RankKind::Sharded(_) | RankKind::Group(_) => None,
-        }
+        self.whole_weights()?.adapter.as_ref()
     }
 
     /// The trained tensors.
@@ -186,7 +182,7 @@ impl Rank {
     /// Number, collective and shards of one of several ranks.
     fn membership(&self) -> Option<&RankMembership> {
         match &self.kind {
-            RankKind::Single(_) | RankKind::Frozen(_) | RankKind::SingleOnDevice(_) => None,
+            RankKind::Single(_) | RankKind::SingleOnDevice(_) => None,
             RankKind::Replicated(rank) => Some(&rank.membership),
             RankKind::Sharded(rank) => Some(&rank.membership),
             RankKind::Group(rank) => Some(by_dtype!(&**rank, rank => &rank.membership)),
@@ -274,9 +270,7 @@ impl Rank {
     /// If the device fails.
     pub(crate) fn states(&self) -> Result<Cow<'_, [TensorState]>, TrainerError> {
         let on_device = match &self.kind {
-            RankKind::Single(_) | RankKind::Frozen(_) | RankKind::Replicated(_) | RankKind::Sharded(_) => {
-                None
-            }
+            RankKind::Single(_) | RankKind::Replicated(_) | RankKind::Sharded(_) => None,
             RankKind::SingleOnDevice(rank) => by_dtype!(&**rank, rank => rank.states()?),
             RankKind::Group(rank) => Some(by_dtype!(&**rank, rank => rank.states()?)),
         };
@@ -308,7 +302,7 @@ impl Rank {
     /// Closes the collective. The calls of the other ranks end with an error.
     pub(crate) fn leave(&self) {
         match &self.kind {
-            RankKind::Single(_) | RankKind::Frozen(_) | RankKind::SingleOnDevice(_) => {}
+            RankKind::Single(_) | RankKind::SingleOnDevice(_) => {}
             RankKind::Replicated(rank) => rank.membership.leave(),
             RankKind::Sharded(rank) => rank.membership.leave(),
             RankKind::Group(rank) => by_dtype!(&**rank, rank => rank.leave()),
@@ -327,7 +321,6 @@ impl Rank {
         let Self { base, kind } = self;
         match kind {
             RankKind::Single(rank) => rank.step(base, step),
-            RankKind::Frozen(rank) => rank.step(base, step),
             RankKind::SingleOnDevice(rank) => by_dtype!(&mut **rank, rank => rank.step(base, step)),
             RankKind::Replicated(rank) => rank.step(base, step),
             RankKind::Sharded(rank) => rank.step(base, step),
@@ -343,7 +336,6 @@ impl Rank {
         let mut pass = match &self.kind {
             RankKind::Single(SingleRank { weights, .. })
             | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.scoring(&self.base)?,
-            RankKind::Frozen(rank) => rank.pass(&self.base),
             RankKind::SingleOnDevice(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Group(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Sharded(rank) => return rank.score(&self.base, task, pool),
@@ -365,7 +357,12 @@ impl Rank {
         let (resident, parameters) = match weights {
             LoadedWeights::Whole(resident, parameters) => (*resident, parameters),
             LoadedWeights::Adapted(policy) => {
-                return score_with(&mut Pass::Whole(policy.decoder()), rank, task, 0, pool);
+                let score = |mut pass: Pass<'_>| score_with(&mut pass, rank, task, 0, pool);
+                let device =
+                    self.whole_weights().and_then(|own| own.device.as_ref().zip(own.adapter.as_ref()));
+                let Some((device, own)) = device else { return score(Pass::Whole(policy.decoder())) };
+                let factors = [&**policy.factors(), &**own.factors()];
+                return by_dtype!(device, device => device.score_under(factors, |pass| score(Pass::Device(pass))));
             }
         };
         let model = resident.config();
@@ -387,7 +384,6 @@ impl Rank {
             RankKind::Single(SingleRank { weights, .. })
             | RankKind::Replicated(ReplicatedRank { weights, .. }) => &weights.device,
             RankKind::Sharded(rank) => &rank.device,
-            RankKind::Frozen(_) => return None,
             RankKind::SingleOnDevice(rank) => return Some(by_dtype!(map &**rank, rank => rank.on_device())),
             RankKind::Group(rank) => return Some(by_dtype!(map &**rank, rank => rank.on_device())),
         };

@@ -31,13 +31,13 @@ use crate::{LEARNER, SPLIT, config, group, groups, samples, with_optimizer};
 const SOON: Duration = Duration::from_secs(60);
 
 /// The leader of `world` ranks and its followers.
-struct Processes {
-    leader: Arc<Leader>,
+pub(crate) struct Processes {
+    pub(crate) leader: Arc<Leader>,
     followers: Vec<JoinHandle<Result<(), TrainerError>>>,
 }
 
 impl Processes {
-    fn new(world: usize) -> Self {
+    pub(crate) fn new(world: usize) -> Self {
         let mut ranks: Vec<Arc<dyn HostCollective>> =
             threads::group(world, SOON).into_iter().map(|rank| Arc::new(rank) as Arc<_>).collect();
         let leader = Leader::new(ranks.remove(0));
@@ -46,7 +46,7 @@ impl Processes {
     }
 
     /// Ends the leader and the followers.
-    fn end(self) {
+    pub(crate) fn end(self) {
         drop(self.leader);
         self.followers.into_iter().for_each(|follower| follower.join().unwrap().unwrap());
     }

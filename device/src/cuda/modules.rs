@@ -34,7 +34,9 @@ macro_rules! sources {
 }
 sources!(
     "adamw.cu",
+    "adapters.cu",
     "attention.cu",
+    "blocks.cu",
     "convolution.cu",
     "delta_rule.cu",
     "digest.cu",

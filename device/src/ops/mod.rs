@@ -7,14 +7,18 @@
 //! - [`routes`]: the experts of tokens; [`experts`]: what experts compute
 //! - [`attention`]: packed sequences; [`paged`]: decode over a paged KV cache; [`prefill`]: prefill over a paged KV
 //!   cache
+//! - [`adapters`]: low-rank factors of rows with different adapters
 //! - [`head`]: log-probabilities and entropies of logits; [`sampling`]: tokens sampled from logits
 //! - [`delta_rule`]: a recurrence in place of attention, with [`convolution`] before it and [`result_gate`] behind it
 //! - [`rows`]: gather and scatter of rows, biases; [`vectors`]: flat vectors
 //! - [`adamw`]: the optimizer update
+//! - [`blocks`]: weights in quantised blocks
 //! - [`digest`]: BLAKE3 digest of weights
 
 pub mod adamw;
+pub mod adapters;
 pub mod attention;
+pub mod blocks;
 pub mod convolution;
 pub mod delta_rule;
 pub mod digest;

@@ -1,7 +1,9 @@
 //! Kernels, each against a reference in f64.
 
 mod adamw;
+mod adapters;
 mod attention;
+mod blocks;
 mod delta_net;
 mod digest;
 mod experts;

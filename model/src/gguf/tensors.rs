@@ -13,7 +13,7 @@ use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use super::header::GgufTensor;
 use super::{GgufFile, config::ROPE_FACTORS};
 use crate::frozen_parameters::FrozenTensor;
-use crate::ops::blocks::{BlockFormat, BlockMatrix};
+use crate::ops::blocks::{BlockMatrix, GGUF_FORMATS, gguf_format};
 use crate::weight_files::{first_of, non_finite, refuse_non_finite};
 use crate::{Architecture, Config, Layout, ModelError, ParameterSpec, Parameters};
 
@@ -84,14 +84,14 @@ impl GgufFile {
                     let row = bytes.len() / rows;
                     restore_rows(&mut bytes, rows / heads * row, row);
                 }
-                let format = BlockFormat::of(tensor.dtype);
+                let format = gguf_format(tensor.dtype);
                 let matrix = format.and_then(|format| BlockMatrix::new(format, [rows, columns], bytes));
                 let Some(matrix) = matrix else {
                     return Err(self.unusable(format!(
                         "tensor {name} is {:?}, which is not computed with as it is; {} are: convert the file, or load the \
                          model without quantisation",
                         tensor.dtype,
-                        BlockFormat::NAMES
+                        GGUF_FORMATS
                     )));
                 };
                 counts.push(matrix.non_finite());

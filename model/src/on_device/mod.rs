@@ -5,14 +5,15 @@
 //! they can be on one device or gathered from several.
 //!
 //! # Layout
-//! - `units`: sources of weights and sinks of gradients; `factors`: the gradients of a unit, or of the low-rank factors of its weights
+//! - `units`: sources of weights and sinks of gradients; `stored`: weights that stay in quantised blocks; `factors`: the gradients of a unit, or of the low-rank factors of its weights
 //! - `operands`: norms, heads and angles as kernels take them
 //! - `layer`: one layer, forward and backward, its halves in `layer::mixer` and `layer::feed_forward`; `head`: the heads
 //! - `experts`: the router and the experts of a layer
 //! - `train`: passes over packs
 //! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs); the halves of its
-//!   layers in `steps::mixer` and `steps::feed_forward`
+//!   layers in `steps::mixer` and `steps::feed_forward`; `adapters`: those of the tokens of a step, beside its weights
 
+mod adapters;
 mod experts;
 mod factors;
 mod head;
@@ -20,6 +21,7 @@ mod layer;
 mod operands;
 mod sampler;
 mod steps;
+mod stored;
 mod train;
 mod units;
 
@@ -36,6 +38,7 @@ pub use self::layer::RouteCounts;
 use self::operands::DeviceRotaries;
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
 pub use self::steps::recorded_tokens;
+pub use self::stored::StoredWeights;
 pub use self::train::DeviceTrace;
 pub use self::units::{FlatGradients, FlatWeights, UnitGradients, UnitWeights};
 use crate::layer::{AttentionSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};

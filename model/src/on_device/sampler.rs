@@ -7,16 +7,21 @@
 
 use std::sync::Arc;
 
+use device::ops::adapters::{RowAdapters, add_adapted, shrunk_len};
+use device::ops::experts::ExpertInputs;
 use device::ops::paged::copy_pages;
 use device::ops::sampling::{
     DRAW, KEPT, RowSampling, SETTINGS, SampledRows, SampledToken, pack_kept, sample,
 };
-use device::{Device, DeviceBuffer, DeviceError, Result, Storage, bf16};
+use device::{Device, DeviceBuffer, DeviceError, Result, Storage, View, bf16};
 
-use super::steps::{CacheShape, RecordedSteps, StepCache};
-use super::{DeviceDecoder, DeviceDtype, FlatWeights, UnitWeights, check_ids};
+use super::adapters::DeviceAdapters;
+use super::steps::{AdaptedDecoder, CacheShape, RecordedSteps, StepCache};
+use super::{DeviceDecoder, DeviceDtype, FlatWeights, StoredWeights, UnitWeights, check_ids};
 use crate::decoder::StatePlace;
-use crate::{Config, Draw, KvCache, Layout, Parameters, Recompute, Sampling, StepSequence};
+use crate::{
+    AdaptedBase, Config, Draw, KvCache, Layout, LowRank, Parameters, Recompute, Sampling, StepSequence, Unit,
+};
 
 /// A token to draw.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,6 +41,44 @@ pub enum StagedWeights {
     F32(DeviceBuffer<f32>),
     /// Stored in bf16.
     Bf16(DeviceBuffer<bf16>),
+    /// `[factors]` low-rank factors over a base that stays quantised.
+    Factors(DeviceBuffer<f32>),
+}
+
+/// The weights that a sampler computes with.
+#[derive(Debug)]
+pub(super) enum SamplerWeights<T: Storage> {
+    /// All of them.
+    Flat(FlatWeights<T>),
+    /// A base that stays quantised, and factors.
+    Stored(Box<StoredWeights<T>>),
+}
+
+impl<T: Storage> SamplerWeights<T> {
+    /// A number that no other weights have while these are there.
+    pub(super) fn id(&self) -> u64 {
+        match self {
+            Self::Flat(weights) => weights.buffer().id(),
+            Self::Stored(weights) => weights.id(),
+        }
+    }
+
+    /// Memory, bytes.
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Flat(weights) => weights.buffer().bytes(),
+            Self::Stored(weights) => weights.bytes(),
+        }
+    }
+}
+
+impl<T: Storage> UnitWeights<T> for SamplerWeights<T> {
+    fn unit(&mut self, unit: Unit) -> Result<View<'_, T>> {
+        match self {
+            Self::Flat(weights) => weights.unit(unit),
+            Self::Stored(weights) => weights.unit(unit),
+        }
+    }
 }
 
 /// A decoder to sample with on a device, with its cache.
@@ -72,11 +115,12 @@ impl StagedWeights {
         })
     }
 
-    /// What they are stored in.
-    fn dtype(&self) -> DeviceDtype {
+    /// What they are, for messages.
+    fn kind(&self) -> &'static str {
         match self {
-            Self::F32(_) => DeviceDtype::F32,
-            Self::Bf16(_) => DeviceDtype::Bf16,
+            Self::F32(_) => "weights in f32",
+            Self::Bf16(_) => "weights in bf16",
+            Self::Factors(_) => "factors over a base that stays quantised",
         }
     }
 
@@ -84,7 +128,7 @@ impl StagedWeights {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         match self {
-            Self::F32(buffer) => buffer.bytes(),
+            Self::F32(buffer) | Self::Factors(buffer) => buffer.bytes(),
             Self::Bf16(buffer) => buffer.bytes(),
         }
     }
@@ -94,7 +138,7 @@ impl DeviceSampler {
     /// A decoder that serves `weights`.
     ///
     /// # Errors
-    /// If the device fails.
+    /// If the device fails, or the weights are factors, which have a base ([`Self::over`]).
     ///
     /// # Panics
     /// If the weights are not those of `config`.
@@ -102,10 +146,33 @@ impl DeviceSampler {
         let layout = Arc::new(Layout::new(config));
         let inner = match weights {
             StagedWeights::F32(buffer) => {
-                AnySampler::F32(TypedSampler::new(device, config, &layout, buffer)?)
+                let weights = SamplerWeights::Flat(FlatWeights::of(buffer, &layout));
+                AnySampler::F32(TypedSampler::new(device, config, &layout, weights)?)
             }
             StagedWeights::Bf16(buffer) => {
-                AnySampler::Bf16(TypedSampler::new(device, config, &layout, buffer)?)
+                let weights = SamplerWeights::Flat(FlatWeights::of(buffer, &layout));
+                AnySampler::Bf16(TypedSampler::new(device, config, &layout, weights)?)
+            }
+            StagedWeights::Factors(_) => return Err(misplaced(device, weights.kind(), "no base")),
+        };
+        Ok(Self { inner })
+    }
+
+    /// A decoder that serves factors over a base that stays quantised. A layer is dequantised when a step needs it.
+    ///
+    /// # Errors
+    /// If the device fails or has no memory.
+    pub fn over(device: &Device, dtype: DeviceDtype, policy: &AdaptedBase) -> Result<Self> {
+        let (base, factors) = (policy.base(), policy.factors());
+        let (config, layout) = (base.config(), base.layout());
+        let inner = match dtype {
+            DeviceDtype::F32 => {
+                let weights = SamplerWeights::Stored(Box::new(StoredWeights::new(device, base, factors)?));
+                AnySampler::F32(TypedSampler::new(device, config, layout, weights)?)
+            }
+            DeviceDtype::Bf16 => {
+                let weights = SamplerWeights::Stored(Box::new(StoredWeights::new(device, base, factors)?));
+                AnySampler::Bf16(TypedSampler::new(device, config, layout, weights)?)
             }
         };
         Ok(Self { inner })
@@ -132,7 +199,7 @@ impl DeviceSampler {
         }
     }
 
-    /// Memory of weights and cache, bytes.
+    /// Memory of weights, adapters and cache, bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         either!(&self.inner, sampler => sampler.bytes())
@@ -141,25 +208,27 @@ impl DeviceSampler {
     /// Samples with `weights` from the next step on. Synchronises. Returns the old weights, as a buffer for the next ones.
     ///
     /// # Errors
-    /// If something on the device failed, or their storage type differs from that of the old weights.
+    /// If something on the device failed, or they are of another kind than the old weights.
     ///
     /// # Panics
     /// If their number differs from that of the old weights.
     pub fn swap(&mut self, weights: StagedWeights) -> Result<StagedWeights> {
         // A step that was launched but not synchronised may still read the old weights.
         self.device().synchronize()?;
-        let (device, dtype) = (self.device().name(), self.dtype());
+        let device = self.device().clone();
         match (&mut self.inner, weights) {
             (AnySampler::F32(sampler), StagedWeights::F32(buffer)) => {
-                Ok(StagedWeights::F32(sampler.swap(buffer)))
+                Ok(StagedWeights::F32(sampler.swap(buffer)?))
             }
             (AnySampler::Bf16(sampler), StagedWeights::Bf16(buffer)) => {
-                Ok(StagedWeights::Bf16(sampler.swap(buffer)))
+                Ok(StagedWeights::Bf16(sampler.swap(buffer)?))
             }
-            (_, new) => {
-                let reason = format!("the sampler stores {dtype:?}, the new weights are {:?}", new.dtype());
-                Err(DeviceError::Call { device, call: "a swap of weights", reason })
+            (sampler, StagedWeights::Factors(factors)) => {
+                either!(sampler, sampler => sampler.change_factors(factors.all())?);
+                Ok(StagedWeights::Factors(factors))
             }
+            (AnySampler::F32(_), new) => Err(misplaced(&device, new.kind(), "weights in f32")),
+            (AnySampler::Bf16(_), new) => Err(misplaced(&device, new.kind(), "weights in bf16")),
         }
     }
 
@@ -167,8 +236,9 @@ impl DeviceSampler {
     /// logits are wanted, in order, for [`Self::draw`]. Synchronises if the cache keeps the experts of tokens.
     ///
     /// # Errors
-    /// If a token id lies beyond the vocabulary, a sequence names an adapter, one of a model with a recurrence begins where the cache
-    /// has no state ([`KvCache::resumable`]), or the device fails. Then the sequences of the step may have lost their states.
+    /// If a token id lies beyond the vocabulary, a sequence names an adapter that is not served, one of a model with a recurrence
+    /// begins where the cache has no state ([`KvCache::resumable`]), or the device fails. Then the sequences of the step may have lost
+    /// their states.
     ///
     /// # Panics
     /// If the pages of a sequence do not reach its last token.
@@ -187,17 +257,34 @@ impl DeviceSampler {
         either!(&mut self.inner, sampler => sampler.draw(requests))
     }
 
+    /// Serves `adapters` beside its weights, in place of those before: a sequence names its own by its index
+    /// ([`StepSequence::adapter`]), and one that names none has the weights alone. They are not merged into the weights. Synchronises
+    /// if they are others than before.
+    ///
+    /// # Errors
+    /// If an adapter has factors of a weight that decode steps have them of merged alone, or of another model, or the device fails.
+    pub fn set_adapters(&mut self, adapters: &[Arc<LowRank>]) -> Result<()> {
+        either!(&mut self.inner, sampler => sampler.set_adapters(adapters))
+    }
+
     /// Frees the memory of the KV cache and of recurrent states, which the next step allocates again. Its content has to be computed again.
     pub fn forget(&mut self) {
         either!(&mut self.inner, sampler => (sampler.cache, sampler.states) = (None, None));
     }
 }
 
+/// Weights of another kind than the sampler's.
+fn misplaced(device: &Device, new: &str, old: &str) -> DeviceError {
+    let reason = format!("the sampler has {old}, the new ones are {new}");
+    DeviceError::Call { device: device.name(), call: "a swap of weights", reason }
+}
+
 /// A sampler of one storage type.
 #[derive(Debug)]
 struct TypedSampler<T: Storage> {
     decoder: DeviceDecoder<T>,
-    weights: FlatWeights<T>,
+    weights: SamplerWeights<T>,
+    adapters: Option<DeviceAdapters<T>>,
     /// `[attention layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
     cache: Option<DeviceBuffer<T>>,
     /// `[slots, slot_len]` what sequences keep in layers with a recurrence.
@@ -208,21 +295,62 @@ struct TypedSampler<T: Storage> {
 }
 
 impl<T: Storage> TypedSampler<T> {
-    fn new(device: &Device, config: &Config, layout: &Arc<Layout>, weights: DeviceBuffer<T>) -> Result<Self> {
+    fn new(
+        device: &Device,
+        config: &Config,
+        layout: &Arc<Layout>,
+        weights: SamplerWeights<T>,
+    ) -> Result<Self> {
         let decoder = DeviceDecoder::new(device, config, layout, Recompute::None)?;
-        let weights = FlatWeights::of(weights, layout);
-        let steps = RecordedSteps::default();
-        Ok(Self { decoder, weights, cache: None, states: None, steps, drawing: None })
+        Ok(Self {
+            decoder,
+            weights,
+            adapters: None,
+            cache: None,
+            states: None,
+            steps: RecordedSteps::default(),
+            drawing: None,
+        })
     }
 
     fn bytes(&self) -> u64 {
+        let adapters = self.adapters.as_ref().map_or(0, DeviceAdapters::bytes);
         let states = self.states.as_ref().map_or(0, DeviceBuffer::bytes);
-        self.weights.buffer().bytes() + self.cache.as_ref().map_or(0, DeviceBuffer::bytes) + states
+        self.weights.bytes() + adapters + self.cache.as_ref().map_or(0, DeviceBuffer::bytes) + states
     }
 
-    fn swap(&mut self, weights: DeviceBuffer<T>) -> DeviceBuffer<T> {
+    fn set_adapters(&mut self, all: &[Arc<LowRank>]) -> Result<()> {
+        if self.adapters.as_ref().map_or(all.is_empty(), |before| before.serves(all)) {
+            return Ok(());
+        }
+        // A step that was launched but not synchronised may still read the old ones.
+        self.decoder.device().synchronize()?;
+        // Recordings have the addresses of the old ones.
+        self.steps = RecordedSteps::default();
+        self.adapters = None;
+        if !all.is_empty() {
+            self.adapters = Some(DeviceAdapters::new(&self.decoder, all)?);
+        }
+        Ok(())
+    }
+
+    fn swap(&mut self, weights: DeviceBuffer<T>) -> Result<DeviceBuffer<T>> {
         let layout = Arc::clone(self.decoder.layout());
-        std::mem::replace(&mut self.weights, FlatWeights::of(weights, &layout)).into_buffer()
+        match &mut self.weights {
+            SamplerWeights::Flat(old) => {
+                Ok(std::mem::replace(old, FlatWeights::of(weights, &layout)).into_buffer())
+            }
+            SamplerWeights::Stored(_) => {
+                Err(misplaced(self.decoder.device(), "whole weights", "a base that stays quantised"))
+            }
+        }
+    }
+
+    fn change_factors(&mut self, factors: View<'_, f32>) -> Result<()> {
+        match &mut self.weights {
+            SamplerWeights::Stored(weights) => weights.copy_factors(factors),
+            SamplerWeights::Flat(_) => Err(misplaced(self.decoder.device(), "factors", "whole weights")),
+        }
     }
 
     /// Values of a page of one layer.
@@ -248,10 +376,11 @@ impl<T: Storage> TypedSampler<T> {
             let pairs = device.upload(copies.as_flattened())?;
             copy_pages(&device, pairs.all(), values.all_mut(), pages * page_len, page_len)?;
         }
+        let served = self.adapters.as_ref().map_or(0, DeviceAdapters::len);
         for sequence in sequences {
-            if sequence.adapter.is_some() {
+            if let Some(adapter) = sequence.adapter.filter(|adapter| *adapter >= served) {
                 let (device, call) = (device.name(), "a step");
-                let reason = "adapters that are not merged are computed on the processor alone".to_owned();
+                let reason = format!("a sequence has adapter {adapter}, and the sampler has {served}");
                 return Err(DeviceError::Call { device, call, reason });
             }
             check_ids(&device, "gather_rows", sequence.tokens, self.decoder.config().vocab_size)?;
@@ -264,7 +393,8 @@ impl<T: Storage> TypedSampler<T> {
         make_copies(&device, states.pool, &cache.take_state_copies(), self.decoder.slot_len())?;
         let shape = CacheShape { pages, page_len };
         let mut kept = StepCache { values, shape, states: states.pool };
-        self.steps.run(&self.decoder, &mut self.weights, &mut kept, sequences, &slots)?;
+        let network = AdaptedDecoder { decoder: &self.decoder, adapters: self.adapters.as_ref() };
+        self.steps.run(network, &mut self.weights, &mut kept, sequences, &slots)?;
         for (sequence, slot) in sequences.iter().zip(slots) {
             cache.check_in_state(sequence, StatePlace::Slot(slot));
         }
@@ -294,7 +424,15 @@ impl<T: Storage> TypedSampler<T> {
         numbers.extend(requests.iter().flat_map(DrawRequest::pack));
         let numbers = device.upload(&numbers)?;
         let hidden = self.steps.hidden(decoder, numbers.view(0..count))?;
-        let logits = decoder.logits_of(&mut self.weights, hidden.all())?;
+        let mut logits = decoder.logits_of(&mut self.weights, hidden.all())?;
+        if let Some(of) = self.adapters.as_ref().and_then(DeviceAdapters::head) {
+            let of_rows: Vec<u32> = requests.iter().map(|request| self.steps.adapter(request.row)).collect();
+            let of_rows = device.upload(&of_rows)?;
+            let rows = RowAdapters { of_tokens: of_rows.all(), routes: None };
+            let mut shrunk = device.uninit(shrunk_len(&of, count))?;
+            let x = (ExpertInputs::OfTokens(hidden.all()), decoder.config().hidden_size);
+            add_adapted(&device, &of, &rows, x, shrunk.all_mut(), logits.all_mut())?;
+        }
         let drawn = match self.drawing.take_if(|drawing| drawing.rows() >= count) {
             Some(drawn) => drawn,
             None => SampledRows::new(&device, count.next_power_of_two())?,
@@ -401,11 +539,7 @@ impl DrawRequest {
 
 impl<T: Storage> DeviceDecoder<T> {
     /// `[rows, V]` logits of normalised hidden states `[rows, d]`.
-    fn logits_of(
-        &self,
-        weights: &mut dyn UnitWeights<T>,
-        hidden: device::View<'_, T>,
-    ) -> Result<DeviceBuffer<f32>> {
+    fn logits_of(&self, weights: &mut dyn UnitWeights<T>, hidden: View<'_, T>) -> Result<DeviceBuffer<f32>> {
         let (unit, place) = self.head_place();
         let weight = weights.unit(unit)?.slice(place);
         self.logits(hidden, weight)

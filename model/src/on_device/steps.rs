@@ -5,12 +5,14 @@
 //! also prefills, sequences with one new token come first and attend as in a recorded step; prefill chunks follow and attend
 //! in tiles of many queries.
 //!
-//! `mixer` and `feed_forward` are the halves of a layer; the kinds of mixers are `attention` and `latent`.
+//! `mixer` and `feed_forward` are the halves of a layer; the kinds of mixers are `attention` and `latent`. `linear` has
+//! the linear operations, with the adapters of tokens.
 
 mod attention;
 mod delta_net;
 mod feed_forward;
 mod latent;
+mod linear;
 mod mixer;
 
 use std::collections::HashMap;
@@ -26,13 +28,16 @@ use device::{Device, DeviceBuffer, DeviceError, Graph, Matrix, Result, Storage, 
 use self::delta_net::DeltaNetMemory;
 use self::feed_forward::FeedForwardMemory;
 use self::latent::LatentMemory;
+use self::linear::{AdapterMemory, wanted_adapters};
 use super::DeviceDecoder;
+use super::adapters::DeviceAdapters;
 use super::operands::{DeviceAngles, multiply_embedded};
-use super::units::{FlatWeights, UnitWeights};
+use super::sampler::SamplerWeights;
+use super::units::UnitWeights;
 use crate::layer::Operand;
 use crate::{KvCache, StepSequence, Unit};
 
-/// Largest number of recordings: sizes of steps, times two alternating sets of weights.
+/// Largest number of recordings: sizes of steps with and without adapters, times two alternating sets of weights.
 const RECORDED: usize = 64;
 /// Failed recordings in a row before an error.
 const MAX_FAILED: usize = 8;
@@ -75,6 +80,8 @@ pub(super) struct RecordedSteps<T: Storage> {
     memory: Option<StepMemory<T>>,
     /// `[wanted, d]` of the last step, after the final norm.
     hidden: Option<DeviceBuffer<T>>,
+    /// `[wanted]` adapters of their tokens.
+    adapters: Vec<u32>,
     /// Recordings that failed in a row.
     failed: usize,
     /// Tokens of the last step with its padding.
@@ -89,7 +96,24 @@ struct RecordingKey {
     pages: usize,
     /// Address of the weights.
     weights: u64,
+    /// Whether a token may have an adapter.
+    adapted: bool,
 }
+
+/// A decoder with the adapters that tokens of a step may have.
+#[derive(Debug)]
+pub(super) struct AdaptedDecoder<'a, T: Storage> {
+    pub(super) decoder: &'a DeviceDecoder<T>,
+    pub(super) adapters: Option<&'a DeviceAdapters<T>>,
+}
+
+impl<T: Storage> Clone for AdaptedDecoder<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T: Storage> Copy for AdaptedDecoder<'_, T> {}
 
 /// Size of a step.
 #[derive(Clone, Copy, Debug)]
@@ -136,6 +160,7 @@ struct StepMemory<T: Storage> {
     attended: RowBuffer<T>,
     latents: LatentMemory<T>,
     recurrence: DeltaNetMemory<T>,
+    adapters: AdapterMemory,
     feed_forward: FeedForwardMemory<T>,
     scratch: DeviceBuffer<f32>,
 }
@@ -172,7 +197,14 @@ impl<T: Storage> RowBuffer<T> {
 
 impl<T: Storage> Default for RecordedSteps<T> {
     fn default() -> Self {
-        Self { recorded: HashMap::new(), memory: None, hidden: None, failed: 0, tokens: 0 }
+        Self {
+            recorded: HashMap::new(),
+            memory: None,
+            hidden: None,
+            adapters: Vec::new(),
+            failed: 0,
+            tokens: 0,
+        }
     }
 }
 
@@ -180,8 +212,8 @@ impl<T: Storage> RecordedSteps<T> {
     /// Makes a step.
     pub(super) fn run(
         &mut self,
-        decoder: &DeviceDecoder<T>,
-        weights: &mut FlatWeights<T>,
+        network: AdaptedDecoder<'_, T>,
+        weights: &mut SamplerWeights<T>,
         cache: &mut StepCache<'_, T>,
         sequences: &[StepSequence<'_>],
         slots: &[u32],
@@ -190,7 +222,7 @@ impl<T: Storage> RecordedSteps<T> {
         let single = sequences.iter().take_while(|sequence| sequence.tokens.len() == 1).count();
         let columns = sequences.iter().map(|sequence| sequence.pages.len()).max().unwrap_or(0).max(1);
         let decodes = single == sequences.len();
-        let before = decoder.config().delta_net().map(|spec| spec.taps - 1);
+        let before = network.decoder.config().delta_net().map(|spec| spec.taps - 1);
         let sizes = if decodes {
             let tokens = recorded_tokens(tokens);
             let columns = columns.next_power_of_two();
@@ -198,10 +230,15 @@ impl<T: Storage> RecordedSteps<T> {
         } else {
             StepSizes { tokens, single, sequences: sequences.len(), columns, before }
         };
-        let device = decoder.device().labelled("steps");
-        let memory = reserve(&mut self.memory, &mut self.recorded, decoder, sizes)?;
+        let device = network.decoder.device().labelled("steps");
+        let memory = reserve(&mut self.memory, &mut self.recorded, network, sizes)?;
         memory.fill(&device, cache.shape, sizes, sequences, slots)?;
-        let key = RecordingKey { tokens: sizes.tokens, pages: sizes.columns, weights: weights.buffer().id() };
+        let adapted = sequences.iter().any(|sequence| sequence.adapter.is_some());
+        let decoder = AdaptedDecoder { adapters: network.adapters.filter(|_| adapted), ..network };
+        if decoder.adapters.is_some() {
+            memory.adapters.fill(&device, sequences, sizes.tokens)?;
+        }
+        let key = RecordingKey { tokens: sizes.tokens, pages: sizes.columns, weights: weights.id(), adapted };
         if !decodes {
             let chunks = Chunks::new(&device, &chunks_of(sequences, single))?;
             layers(decoder, weights, cache, memory, sizes, Some(&chunks))?;
@@ -224,7 +261,8 @@ impl<T: Storage> RecordedSteps<T> {
             }
         }
         self.tokens = sizes.tokens;
-        self.hidden = Some(pick(decoder, memory.normed.of(tokens), sequences)?);
+        self.hidden = Some(pick(network.decoder, memory.normed.of(tokens), sequences)?);
+        self.adapters = wanted_adapters(sequences);
         Ok(())
     }
 
@@ -248,6 +286,11 @@ impl<T: Storage> RecordedSteps<T> {
         let mut out = device.uninit(rows.len() * width)?;
         gather_rows(&device, hidden.all(), rows, width, out.all_mut())?;
         Ok(out)
+    }
+
+    /// The adapter of the token of a wanted hidden state of the last step, as kernels take it.
+    pub(super) fn adapter(&self, row: usize) -> u32 {
+        self.adapters[row]
     }
 
     /// How many hidden states of the last step were wanted.
@@ -295,12 +338,13 @@ fn pick<T: Storage>(
 fn reserve<'a, T: Storage>(
     memory: &'a mut Option<StepMemory<T>>,
     recorded: &mut HashMap<RecordingKey, Graph>,
-    decoder: &DeviceDecoder<T>,
+    network: AdaptedDecoder<'_, T>,
     sizes: StepSizes,
 ) -> Result<&'a mut StepMemory<T>> {
     // Contexts grow page by page: what depends on them grows in few steps.
-    let [numbers, scratch] = [sizes.numbers(), scratch_len(sizes.single, sizes.columns, decoder.shape)]
-        .map(usize::next_power_of_two);
+    let [numbers, scratch] =
+        [sizes.numbers(), scratch_len(sizes.single, sizes.columns, network.decoder.shape)]
+            .map(usize::next_power_of_two);
     let mut needed = [sizes.tokens, numbers, scratch];
     let there = memory.as_ref().map_or([0; 3], |all| [all.tokens, all.numbers.len(), all.scratch.len()]);
     if needed.iter().zip(there).any(|(needed, there)| *needed > there) {
@@ -310,13 +354,14 @@ fn reserve<'a, T: Storage>(
     }
     let reserved = match memory.take() {
         Some(reserved) => reserved,
-        None => StepMemory::new(decoder, needed)?,
+        None => StepMemory::new(network, needed)?,
     };
     Ok(memory.insert(reserved))
 }
 
 impl<T: Storage> StepMemory<T> {
-    fn new(decoder: &DeviceDecoder<T>, [tokens, numbers, scratch]: [usize; 3]) -> Result<Self> {
+    fn new(network: AdaptedDecoder<'_, T>, [tokens, numbers, scratch]: [usize; 3]) -> Result<Self> {
+        let AdaptedDecoder { decoder, adapters } = network;
         let (config, shape, device) = (decoder.config(), decoder.shape, decoder.device().labelled("steps"));
         let hidden = config.hidden_size;
         let layers = 0..config.num_layers();
@@ -336,6 +381,7 @@ impl<T: Storage> StepMemory<T> {
             attended: RowBuffer::new(&device, tokens, shape.query_width())?,
             latents: LatentMemory::new(&device, decoder, tokens)?,
             recurrence: DeltaNetMemory::new(&device, config, tokens)?,
+            adapters: AdapterMemory::new(&device, adapters, tokens)?,
             feed_forward: FeedForwardMemory::new(&device, config, tokens)?,
             scratch: device.uninit(scratch)?,
         })
@@ -385,26 +431,32 @@ struct StepLayer<'a, T: Storage> {
     decoder: &'a DeviceDecoder<T>,
     index: usize,
     weights: View<'a, T>,
+    adapters: Option<&'a DeviceAdapters<T>>,
+    /// Tokens of the step with its padding.
+    tokens: usize,
 }
 
 /// The network up to the final norm, on the inputs in `memory`. Launches kernels and does not synchronise.
 fn layers<T: Storage>(
-    decoder: &DeviceDecoder<T>,
-    weights: &mut FlatWeights<T>,
+    network: AdaptedDecoder<'_, T>,
+    weights: &mut SamplerWeights<T>,
     cache: &mut StepCache<'_, T>,
     memory: &mut StepMemory<T>,
     sizes: StepSizes,
     chunks: Option<&Chunks>,
 ) -> Result<()> {
+    let AdaptedDecoder { decoder, adapters } = network;
     let (device, width, tokens) = (decoder.device(), decoder.config().hidden_size, sizes.tokens);
     let numbers = &memory.numbers;
     let (ids, positions) = (numbers.view(0..tokens), numbers.view(tokens..2 * tokens));
     decoder.rotaries.compute(device, positions, &mut memory.angles)?;
     let table = weights.unit(Unit::Embedding)?.slice(0..decoder.config().vocab_size * width);
     gather_rows(device, table, ids, width, memory.x.of_mut(tokens))?;
+    network.embed(memory.numbers.view(0..tokens), &mut memory.adapters, memory.x.of_mut(tokens))?;
     multiply_embedded(device, decoder.config(), memory.x.of_mut(tokens))?;
     for index in 0..decoder.config().num_layers() {
-        let layer = StepLayer { decoder, index, weights: weights.unit(Unit::Layer(index))? };
+        let weights = weights.unit(Unit::Layer(index))?;
+        let layer = StepLayer { decoder, index, weights, adapters, tokens };
         layer.mix(memory, sizes, chunks, cache)?;
         layer.feed_forward(memory, tokens, (cache.shape.pages - 1) * KvCache::PAGE)?;
     }

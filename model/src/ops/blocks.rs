@@ -18,6 +18,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::quantized::GgmlDType;
+use device::ops::blocks::BlockFormat;
 use half::{bf16, f16};
 
 use super::gemm::NR;
@@ -28,63 +29,31 @@ use crate::{float8, mxfp4};
 /// Values that are dequantised at a time: 512 KiB, half of a small second-level cache.
 const AT_A_TIME: usize = 1 << 17;
 
-/// How the values of a matrix are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum BlockFormat {
-    F32,
-    F16,
-    Bf16,
-    Q8Zero,
-    Q4Zero,
-    Q4One,
-    Q4K,
-    Q6K,
-    Float8,
-    Mxfp4,
-}
+/// The formats of GGUF files that are computed with, for messages.
+pub(crate) const GGUF_FORMATS: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K";
 
-impl BlockFormat {
-    /// The formats of GGUF files that are computed with, for messages.
-    pub(crate) const NAMES: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K";
-
-    /// The format of a tensor of a file; `None` if it is not computed with.
-    pub(crate) fn of(dtype: GgmlDType) -> Option<Self> {
-        match dtype {
-            GgmlDType::F32 => Some(Self::F32),
-            GgmlDType::F16 => Some(Self::F16),
-            GgmlDType::BF16 => Some(Self::Bf16),
-            GgmlDType::Q8_0 => Some(Self::Q8Zero),
-            GgmlDType::Q4_0 => Some(Self::Q4Zero),
-            GgmlDType::Q4_1 => Some(Self::Q4One),
-            GgmlDType::Q4K => Some(Self::Q4K),
-            GgmlDType::Q6K => Some(Self::Q6K),
-            _ => None,
-        }
-    }
-
-    /// Values and bytes of a block.
-    fn block(self) -> (usize, usize) {
-        match self {
-            Self::F32 => (1, 4),
-            Self::F16 | Self::Bf16 => (1, 2),
-            Self::Q8Zero => (32, 34),
-            Self::Q4Zero => (32, 18),
-            Self::Q4One => (32, 20),
-            Self::Q4K => (256, 144),
-            Self::Q6K => (256, 210),
-            Self::Float8 => (float8::SQUARE, float8::BLOCK_BYTES),
-            Self::Mxfp4 => (mxfp4::BLOCK, 1 + mxfp4::BLOCK_BYTES),
-        }
+/// The format of a tensor of a GGUF file; `None` if it is not computed with.
+pub(crate) fn gguf_format(dtype: GgmlDType) -> Option<BlockFormat> {
+    match dtype {
+        GgmlDType::F32 => Some(BlockFormat::F32),
+        GgmlDType::F16 => Some(BlockFormat::F16),
+        GgmlDType::BF16 => Some(BlockFormat::Bf16),
+        GgmlDType::Q8_0 => Some(BlockFormat::Q8Zero),
+        GgmlDType::Q4_0 => Some(BlockFormat::Q4Zero),
+        GgmlDType::Q4_1 => Some(BlockFormat::Q4One),
+        GgmlDType::Q4K => Some(BlockFormat::Q4K),
+        GgmlDType::Q6K => Some(BlockFormat::Q6K),
+        _ => None,
     }
 }
 
 /// A matrix whose rows are whole blocks.
 #[derive(Debug)]
 pub(crate) struct BlockMatrix {
-    format: BlockFormat,
-    rows: usize,
-    columns: usize,
-    bytes: Vec<u8>,
+    pub(crate) format: BlockFormat,
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) bytes: Vec<u8>,
 }
 
 impl BlockMatrix {
@@ -93,11 +62,6 @@ impl BlockMatrix {
         let (values, block) = format.block();
         let whole = columns.is_multiple_of(values) && bytes.len() == rows * columns / values * block;
         whole.then_some(Self { format, rows, columns, bytes })
-    }
-
-    /// Memory, bytes.
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes.len()
     }
 
     /// Writes some rows to `out [rows, columns]`.
@@ -309,7 +273,7 @@ mod tests {
         for dtype in FORMATS {
             let (bytes, expected) = quantized(&noise(6 * 512, 7), 512, dtype);
             let matrix =
-                Arc::new(BlockMatrix::new(BlockFormat::of(dtype).unwrap(), [6, 512], bytes.clone()).unwrap());
+                Arc::new(BlockMatrix::new(gguf_format(dtype).unwrap(), [6, 512], bytes.clone()).unwrap());
             let mut out = vec![0.0; expected.len()];
             matrix.dequantize(0..6, &mut out);
             assert_eq!(out, expected, "{dtype:?}");
@@ -318,8 +282,8 @@ mod tests {
             let across = [&expected[4 * 512..], &expected[..3 * 512]].concat();
             assert_eq!(rows.dequantized(&(4..9)), across, "{dtype:?}");
             assert_eq!((rows.len(), rows.chunks().first()), (12, Some(&(0..12))));
-            assert!(BlockMatrix::new(BlockFormat::of(dtype).unwrap(), [5, 512], bytes).is_none());
+            assert!(BlockMatrix::new(gguf_format(dtype).unwrap(), [5, 512], bytes).is_none());
         }
-        assert_eq!(BlockFormat::of(GgmlDType::Q5_0), None);
+        assert_eq!(gguf_format(GgmlDType::Q5_0), None);
     }
 }

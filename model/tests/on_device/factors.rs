@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use device::device::DeviceLocation;
 use device::{Device, DeviceBuffer, Storage, ViewMut, bf16};
-use model::on_device::{DeviceDecoder, FlatWeights, UnitGradients};
+use model::on_device::{DeviceDecoder, FlatWeights, UnitGradients, UnitWeights};
 use model::{Config, Decoder, Layout, LowRank, Parameters, Recompute, ThreadPool, Unit};
 
 use super::{Case, configs, distance, experts, latents, parameters};
@@ -32,9 +32,19 @@ impl UnitGradients for FactorBuffer {
 
 fn here(case: &Case, config: &Config, parameters: &Parameters, factors: &Arc<LowRank>) -> Vec<f32> {
     let decoder = Decoder::trainable(config, &Arc::new(parameters.clone()), Recompute::None);
-    let mut own = OfFactors::new(parameters.layout(), factors);
+    on_processor(case, &decoder.adapting(Arc::clone(factors)), parameters.layout(), factors)
+}
+
+/// Gradients of `factors` of a decoder of a model of `layout` on the processor.
+pub(super) fn on_processor(
+    case: &Case,
+    decoder: &Decoder,
+    layout: &Arc<Layout>,
+    factors: &Arc<LowRank>,
+) -> Vec<f32> {
+    let mut own = OfFactors::new(layout, factors);
     let (of, pool) = ((&case.rows[..], &case.targets[..]), ThreadPool::single());
-    train(&decoder.adapting(Arc::clone(factors)), &case.pack, of, &case.slopes, &mut own, &pool);
+    train(decoder, &case.pack, of, &case.slopes, &mut own, &pool);
     own.values
 }
 
@@ -46,15 +56,25 @@ fn there<T: Storage>(
     recompute: Recompute,
 ) -> Vec<f32> {
     let device = Device::open(DeviceLocation::Emulated).unwrap();
-    let layout = parameters.layout();
-    let decoder = DeviceDecoder::<T>::new(&device, config, layout, recompute).unwrap();
+    let decoder = DeviceDecoder::<T>::new(&device, config, parameters.layout(), recompute).unwrap();
     let mut weights = FlatWeights::upload(&device, parameters).unwrap();
+    on_device(case, &decoder, &mut weights, factors)
+}
+
+/// Gradients of `factors` on a device.
+pub(super) fn on_device<T: Storage>(
+    case: &Case,
+    decoder: &DeviceDecoder<T>,
+    weights: &mut dyn UnitWeights<T>,
+    factors: &Arc<LowRank>,
+) -> Vec<f32> {
+    let (device, layout) = (decoder.device(), decoder.layout());
     let of_device = decoder.factors(factors).unwrap();
     let values = device.zeros(factors.values().len()).unwrap();
     let mut own = FactorBuffer { values, layout: Arc::clone(layout), factors: Arc::clone(factors) };
     let (pack, slopes) = (&case.pack, &case.slopes);
-    let (_, trace) = decoder.forward(&mut weights, pack, &case.rows, &case.targets).unwrap();
-    decoder.backward(&mut weights, pack, trace, slopes, &mut own, Some(&of_device)).unwrap();
+    let (_, trace) = decoder.forward(weights, pack, &case.rows, &case.targets).unwrap();
+    decoder.backward(weights, pack, trace, slopes, &mut own, Some(&of_device)).unwrap();
     device.download(own.values.all()).unwrap()
 }
 

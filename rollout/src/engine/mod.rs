@@ -168,7 +168,7 @@ impl Engine {
     /// ([`RequestOptions::adapter`](crate::RequestOptions::adapter)).
     ///
     /// # Errors
-    /// If the network is on a device.
+    /// If the network is on a device that fails or has no memory for them, or has no operation for some of their factors.
     ///
     /// # Panics
     /// If an adapter is of another model.

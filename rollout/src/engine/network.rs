@@ -2,9 +2,9 @@
 //!
 //! Invariant: both draw from the same distributions with the same uniform numbers.
 
-use device::Device;
 use device::ops::digest::digest;
 use device::ops::vectors::cast;
+use device::{Device, DeviceBuffer};
 use model::on_device::{DeviceDtype, DeviceSampler, DrawRequest, StagedWeights};
 use std::sync::Arc;
 
@@ -39,10 +39,10 @@ const WORTH_A_THREAD: usize = 1 << 15;
 pub enum ServeOn {
     /// On the processor, packed, or quantised.
     Host(Quantization),
-    /// On the processor, as factors over a base that stays quantised: only the factors are published.
-    Adapted(AdaptedBase),
     /// On a device.
     Device(Device, DeviceDtype),
+    /// As factors over a base that stays quantised, on the processor or on a device: only the factors are published.
+    Adapted(AdaptedBase, Option<(Device, DeviceDtype)>),
 }
 
 /// Weights that can be served.
@@ -74,6 +74,16 @@ impl UnpackedWeights {
 }
 
 impl ServeOn {
+    /// The same place for factors of `policy` over a base that stays quantised.
+    #[must_use]
+    pub fn adapted(self, policy: AdaptedBase) -> Self {
+        match self {
+            Self::Host(_) => Self::Adapted(policy, None),
+            Self::Device(device, dtype) => Self::Adapted(policy, Some((device, dtype))),
+            Self::Adapted(_, device) => Self::Adapted(policy, device),
+        }
+    }
+
     /// Stages the weights `values` of a model of `config`: uploads them to a device. Returns them with the digest of the staged
     /// values.
     ///
@@ -86,9 +96,18 @@ impl ServeOn {
             if found == expected { Ok(layout) } else { Err(ModelError::Length { expected, found }) }
         };
         match self {
-            Self::Adapted(before) => {
+            Self::Adapted(before, None) => {
                 let next = before.with_values(&values)?;
                 Ok((next.decoder().into(), Digest::of(&values)))
+            }
+            Self::Adapted(before, Some((device, _))) => {
+                let (expected, found) = (before.factors().values().len(), values.len());
+                if expected != found {
+                    return Err(ModelError::Length { expected, found }.into());
+                }
+                let (factors, digest) = upload(&device.labelled("adapter"), &values)?;
+                device.synchronize()?;
+                Ok((ServedWeights::Device(StagedWeights::Factors(factors)), digest))
             }
             Self::Host(quantization) => {
                 let digest = Digest::of(&values);
@@ -104,15 +123,21 @@ impl ServeOn {
     }
 }
 
-/// Uploads `values [weights]`. Returns them with the digest of the values after the upload.
+/// Uploads `values [n]`. Returns them with the digest of the values after the upload.
+fn upload(device: &Device, values: &[f32]) -> Result<(DeviceBuffer<f32>, Digest), RolloutError> {
+    let whole = device.upload(values)?;
+    let digest = Digest::from_bytes(digest(device, whole.all())?);
+    Ok((whole, digest))
+}
+
+/// Uploads `values [weights]` as `dtype`. Returns them with the digest of the values before they are rounded.
 fn stage(
     device: &Device,
     dtype: DeviceDtype,
     values: &[f32],
 ) -> Result<(StagedWeights, Digest), RolloutError> {
     let device = device.labelled("weights");
-    let whole = device.upload(values)?;
-    let digest = Digest::from_bytes(digest(&device, whole.all())?);
+    let (whole, digest) = upload(&device, values)?;
     let staged = match dtype {
         DeviceDtype::F32 => StagedWeights::F32(whole),
         DeviceDtype::Bf16 => {
@@ -131,6 +156,12 @@ impl From<Decoder> for ServedWeights {
         Self::Host(Box::new(decoder))
     }
 }
+
+/// Weights in f32 for a network that serves factors.
+const NOT_FACTORS: RolloutError = RolloutError::Misplaced {
+    weights: "of a whole model",
+    engine: "with factors over a base that stays quantised",
+};
 
 /// A network that serves weights.
 #[derive(Debug)]
@@ -166,13 +197,23 @@ impl Network {
     pub fn new(on: &ServeOn, config: &Config, parameters: &Parameters) -> Result<Self, RolloutError> {
         Ok(match on {
             ServeOn::Host(quantization) => Decoder::sampler(config, parameters, *quantization).into(),
-            ServeOn::Adapted(_) => {
-                let (weights, engine) = ("of a whole model", "with factors over a base that stays quantised");
-                return Err(RolloutError::Misplaced { weights, engine });
-            }
+            ServeOn::Adapted(..) => return Err(NOT_FACTORS),
             ServeOn::Device(device, dtype) => {
                 let (staged, _) = stage(device, *dtype, parameters.values())?;
                 Self::Device(Box::new(DeviceSampler::new(device, config, staged)?))
+            }
+        })
+    }
+
+    /// A network that serves `policy` at this place, on a stream of its own if it is on a device.
+    ///
+    /// # Errors
+    /// If the device fails or has no memory.
+    pub fn adapted(on: &ServeOn, policy: &AdaptedBase) -> Result<Self, RolloutError> {
+        Ok(match on {
+            ServeOn::Host(_) | ServeOn::Adapted(_, None) => policy.decoder().into(),
+            ServeOn::Device(device, dtype) | ServeOn::Adapted(_, Some((device, dtype))) => {
+                Self::Device(Box::new(DeviceSampler::over(device, *dtype, policy)?))
             }
         })
     }
@@ -189,15 +230,11 @@ impl Network {
     /// Serves `adapters` beside its weights, in place of those before.
     ///
     /// # Errors
-    /// If it is on a device.
+    /// If it is on a device that fails or has no memory for them, or has no operation for some of their factors.
     pub(super) fn set_adapters(&mut self, adapters: &[Arc<LowRank>]) -> Result<(), RolloutError> {
         match self {
             Self::Host { decoder, .. } => decoder.set_adapters(adapters),
-            Self::Device(_) if adapters.is_empty() => {}
-            Self::Device(_) => {
-                let weights = "adapters that are not merged";
-                return Err(RolloutError::Misplaced { weights, engine: "on a device, with merged weights" });
-            }
+            Self::Device(sampler) => sampler.set_adapters(adapters)?,
         }
         Ok(())
     }

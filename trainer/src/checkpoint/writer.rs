@@ -16,10 +16,11 @@ use std::time::{Duration, Instant};
 use model::ModelDirectory;
 use trajectory::PolicyVersion;
 
-use super::{CheckpointContents, NetworkState, Retention, StateWeights, TrainerState, path, save};
+use super::{CheckpointContents, NetworkState, Retention, TrainerState, path, save};
 use crate::TrainerError;
 use crate::lora::Adapter;
 use crate::optimizer::Optimizer;
+use crate::state_weights::StateWeights;
 
 /// Settings of checkpoint writing.
 #[derive(Clone, Debug, PartialEq, Eq)]

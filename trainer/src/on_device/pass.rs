@@ -4,11 +4,11 @@
 //! micro-batch make the same calls as the others.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
-use model::on_device::{DeviceDecoder, DeviceFactors, UnitGradients, UnitWeights};
+use model::on_device::{DeviceDecoder, DeviceFactors, StoredWeights, UnitGradients, UnitWeights};
 use model::{GradientSink, LayerSource, Layout, LowRank, Prediction, RoutedTokens, SampleSlopes, Unit};
 
 use crate::TrainerError;
@@ -63,6 +63,8 @@ struct TrainedFactors<T: Storage> {
 pub(crate) enum ParameterSource<'a, T: Storage> {
     /// All weights on the device.
     Whole { weights: View<'a, T>, layout: &'a Layout },
+    /// A base that stays quantised, with factors.
+    Stored(MutexGuard<'a, StoredWeights<T>>),
     /// Layers are gathered from all ranks through the host when they are needed.
     Gathered(Box<ParameterUpload<'a, T>>),
     /// Layers are gathered from device to device when they are needed.
@@ -220,7 +222,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError> {
         self.source.turn(backward);
         match &mut self.source {
-            ParameterSource::Whole { .. } => {}
+            ParameterSource::Whole { .. } | ParameterSource::Stored(_) => {}
             ParameterSource::Gathered(upload) => drop(upload.gathering.layer(index)?),
             ParameterSource::Collected(gathering) => gathering.skip(index)?,
         }
@@ -240,7 +242,7 @@ impl<'a, T: Storage> ParameterSource<'a, T> {
 
     fn turn(&mut self, backward: bool) {
         match self {
-            Self::Whole { .. } => {}
+            Self::Whole { .. } | Self::Stored(_) => {}
             Self::Gathered(upload) => upload.gathering.backward = backward,
             Self::Collected(gathering) => gathering.backward = backward,
         }
@@ -251,6 +253,7 @@ impl<T: Storage> UnitWeights<T> for ParameterSource<'_, T> {
     fn unit(&mut self, unit: Unit) -> device::Result<View<'_, T>> {
         match self {
             Self::Whole { weights, layout } => Ok(weights.slice(layout.unit(unit))),
+            Self::Stored(stored) => stored.unit(unit),
             Self::Gathered(upload) => upload.unit(unit),
             Self::Collected(gathering) => gathering.unit(unit),
         }

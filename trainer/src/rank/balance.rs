@@ -1,7 +1,5 @@
 //! The part of a rank in the update of what balances the loads of experts.
 
-use std::sync::Arc;
-
 use super::replicated::ReplicatedRank;
 use super::sharded::ShardedRank;
 use super::single::SingleRank;
@@ -19,7 +17,7 @@ impl Rank {
         match &mut self.kind {
             RankKind::Single(SingleRank { weights, .. })
             | RankKind::Replicated(ReplicatedRank { weights, .. }) => {
-                let values = Arc::make_mut(&mut weights.parameters).values_mut();
+                let values = weights.values_mut()?;
                 steps.iter().for_each(|step| step.add(&(0..values.len()), values));
                 weights.refresh()
             }
@@ -34,8 +32,8 @@ impl Rank {
             }
             RankKind::SingleOnDevice(rank) => by_dtype!(&mut **rank, rank => rank.correct(steps)),
             // Ranks with a rate form no group.
-            RankKind::Frozen(_) | RankKind::Group(_) => {
-                let reason = "the corrections of its routers are frozen, or on the devices of a group";
+            RankKind::Group(_) => {
+                let reason = "the corrections of its routers are on the devices of a group";
                 Err(TrainerError::State { reason })
             }
         }

@@ -14,17 +14,12 @@ impl Rank {
     pub(crate) fn bytes(&self) -> u64 {
         let (weights, sums) = match &self.kind {
             RankKind::Single(SingleRank { weights, sums })
-            | RankKind::Replicated(ReplicatedRank { weights, sums, .. }) => {
-                (size_of_val(weights.parameters.values()), sums.bytes())
-            }
-            RankKind::Sharded(rank) => (size_of_val(&rank.own[..]), rank.sums.bytes()),
-            RankKind::Frozen(rank) => {
-                (rank.weights.bytes() as usize + size_of_val(rank.adapter.values()), rank.sums.bytes())
-            }
-            RankKind::SingleOnDevice(rank) => (by_dtype!(&**rank, rank => rank.host_bytes()), 0),
-            RankKind::Group(rank) => (by_dtype!(&**rank, rank => rank.host_bytes()), 0),
+            | RankKind::Replicated(ReplicatedRank { weights, sums, .. }) => (weights.bytes(), sums.bytes()),
+            RankKind::Sharded(rank) => (size_of_val(&rank.own[..]) as u64, rank.sums.bytes()),
+            RankKind::SingleOnDevice(rank) => (by_dtype!(&**rank, rank => rank.host_bytes()) as u64, 0),
+            RankKind::Group(rank) => (by_dtype!(&**rank, rank => rank.host_bytes()) as u64, 0),
         };
-        weights as u64 + sums + self.base.optimizer.bytes() + self.device_bytes().iter().sum::<u64>()
+        weights + sums + self.base.optimizer.bytes() + self.device_bytes().iter().sum::<u64>()
     }
 
     /// Memory of the optimizer and of the weights on the device, bytes.
@@ -33,7 +28,6 @@ impl Rank {
             RankKind::Single(SingleRank { weights, .. })
             | RankKind::Replicated(ReplicatedRank { weights, .. }) => &weights.device,
             RankKind::Sharded(rank) => &rank.device,
-            RankKind::Frozen(_) => return [0, 0],
             RankKind::SingleOnDevice(rank) => return by_dtype!(&**rank, rank => rank.device_bytes()),
             RankKind::Group(rank) => return by_dtype!(&**rank, rank => rank.device_bytes()),
         };
@@ -56,7 +50,6 @@ impl Rank {
             RankKind::Single(SingleRank { weights, sums })
             | RankKind::Replicated(ReplicatedRank { weights, sums, .. }) => (sums, &mut weights.device),
             RankKind::Sharded(rank) => (&mut rank.sums, &mut rank.device),
-            RankKind::Frozen(rank) => return rank.sums.clear() + self.base.buffers.clear(),
             RankKind::SingleOnDevice(rank) => return by_dtype!(&mut **rank, rank => rank.drop_sums()),
             RankKind::Group(rank) => return by_dtype!(&mut **rank, rank => rank.drop_sums()),
         };
@@ -73,8 +66,6 @@ impl Rank {
                 RankKind::Single(SingleRank { weights, .. })
                 | RankKind::Replicated(ReplicatedRank { weights, .. }) => streams.extend(weights.streams()),
                 RankKind::Sharded(rank) => streams.push(StateStream::F32(&mut rank.own)),
-                // The factors are small, and the base is not written to files.
-                RankKind::Frozen(_) => {}
                 RankKind::SingleOnDevice(rank) => {
                     let unloaded = by_dtype!(&mut **rank, rank => rank.unloaded_mut());
                     let values = unloaded.map(|parameters| Arc::make_mut(parameters).buffer_mut());
@@ -97,7 +88,7 @@ impl Rank {
             RankKind::SingleOnDevice(rank) => {
                 by_dtype!(&mut **rank, rank => rank.enter_device(&mut self.base))
             }
-            RankKind::Frozen(_) | RankKind::Sharded(_) | RankKind::Group(_) => Ok(()),
+            RankKind::Sharded(_) | RankKind::Group(_) => Ok(()),
         }
     }
 
@@ -114,7 +105,7 @@ impl Rank {
             RankKind::SingleOnDevice(rank) => {
                 return by_dtype!(&mut **rank, rank => rank.leave_device(&mut self.base, optimizer, weights));
             }
-            RankKind::Frozen(_) | RankKind::Group(_) => return Ok(0),
+            RankKind::Group(_) => return Ok(0),
         };
         Ok(copy.as_mut().map_or(0, |copy| by_dtype!(copy, copy => copy.leave(weights))))
     }

@@ -3,11 +3,12 @@
 //! Invariant: master weights and optimizer state are on the device if the rank updates them there, and on the host
 //! otherwise. A move between device and host changes no bit.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use device::ops::vectors::{cast, sum_of_squares};
-use device::{Device, DeviceBuffer, bf16};
-use model::Parameters;
+use device::{Device, DeviceBuffer, Storage, bf16};
+use model::on_device::StoredWeights;
+use model::{LowRank, Parameters};
 
 use super::RankBase;
 use super::step::{StepInputs, finite};
@@ -20,15 +21,23 @@ use crate::on_device::{
     ParameterUpload, Piece, SingleWeights, TrainedWeights, UpdatedWeights, upload,
 };
 use crate::optimizer::TensorState;
+use crate::state_weights::StateWeights;
 use crate::zero::ParameterGathering;
 
 /// The device of a rank whose host updates the weights.
 pub(super) struct PassDevice<T: LearnerStorage> {
     network: DeviceNetwork<T>,
-    /// A copy of all weights. `None` while the sampler has the device, and if layers are gathered from all ranks.
-    copy: Option<DeviceBuffer<T>>,
+    /// `None` while the sampler has the device, and if layers are gathered from all ranks.
+    copy: Option<WeightCopy<T>>,
     /// Sums of gradients. The buffer stays allocated between steps.
     sums: Option<DeviceBuffer<f32>>,
+}
+
+/// A copy of all weights of a host.
+enum WeightCopy<T: Storage> {
+    Flat(DeviceBuffer<T>),
+    /// A base that stays quantised, and factors. Scoring changes the factors for a pass.
+    Stored(Box<Mutex<StoredWeights<T>>>),
 }
 
 /// A [`PassDevice`] of either dtype.
@@ -53,19 +62,61 @@ impl<T: LearnerStorage> PassDevice<T> {
         self.copy.is_some()
     }
 
-    /// Copies the weights of the host to the device.
+    /// Copies the weights of the host to the device; only the factors of an `adapter` of a base that is there.
     ///
     /// # Errors
-    /// If the memory of the device is too small.
-    pub(super) fn load(&mut self, parameters: &Parameters) -> device::Result<()> {
+    /// If the memory of the device is too small, or a base stays quantised without an adapter.
+    pub(super) fn load(
+        &mut self,
+        weights: &StateWeights,
+        adapter: Option<&Adapter>,
+    ) -> Result<(), TrainerError> {
         let device = self.network.device();
-        let mut copy = match self.copy.take() {
-            Some(copy) => copy,
-            None => device.labelled("weights").uninit(parameters.values().len())?,
+        let copy = match (weights, self.copy.take()) {
+            (StateWeights::Whole(parameters), copy) => {
+                let mut copy = match copy {
+                    Some(WeightCopy::Flat(copy)) => copy,
+                    _ => device.labelled("weights").uninit(parameters.values().len())?,
+                };
+                upload(device, parameters.values(), copy.all_mut())?;
+                WeightCopy::Flat(copy)
+            }
+            (StateWeights::Quantized(base), copy) => {
+                let factors = adapter.ok_or(TrainerError::QuantizedBase)?.factors();
+                match copy {
+                    Some(WeightCopy::Stored(mut copy)) => {
+                        copy.get_mut().unwrap_or_else(PoisonError::into_inner).set_factors(factors)?;
+                        WeightCopy::Stored(copy)
+                    }
+                    _ => {
+                        let stored = StoredWeights::new(device, base, factors)?;
+                        WeightCopy::Stored(Box::new(Mutex::new(stored)))
+                    }
+                }
+            }
         };
-        upload(device, parameters.values(), copy.all_mut())?;
         self.copy = Some(copy);
         Ok(())
+    }
+
+    /// The result of `score` of a pass with the first `factors` over a base that stays quantised. The second ones, of the policy, are
+    /// there again afterwards.
+    ///
+    /// # Errors
+    /// If the weights are not on the device, it fails, or the error of `score`.
+    pub(super) fn score_under<R>(
+        &self,
+        [factors, own]: [&LowRank; 2],
+        score: impl FnOnce(Box<dyn DevicePass + '_>) -> Result<R, TrainerError>,
+    ) -> Result<R, TrainerError> {
+        let Some(WeightCopy::Stored(stored)) = &self.copy else { return Err(NOT_LOADED) };
+        let change = |factors: &LowRank| -> Result<(), TrainerError> {
+            Ok(stored.lock().unwrap_or_else(PoisonError::into_inner).set_factors(factors)?)
+        };
+        change(factors)?;
+        let scored = self.scoring().and_then(score);
+        change(own)?;
+        scored
     }
 
     /// A pass that scores with the copy of the weights.
@@ -73,7 +124,7 @@ impl<T: LearnerStorage> PassDevice<T> {
     /// # Errors
     /// If the weights are not on the device.
     pub(super) fn scoring(&self) -> Result<Box<dyn DevicePass + '_>, TrainerError> {
-        let source = whole(&self.network, self.copy.as_ref())?;
+        let source = source(&self.network, self.copy.as_ref())?;
         Ok(Box::new(self.network.pass(source, None)))
     }
 
@@ -89,7 +140,7 @@ impl<T: LearnerStorage> PassDevice<T> {
     ) -> Result<Box<dyn DevicePass + 'a>, TrainerError> {
         let Self { network, copy, sums } = self;
         let sums = if accumulates { Some(zeros(sums, network, adapter)?) } else { None };
-        Ok(Box::new(network.pass(whole(network, copy.as_ref())?, sums).adapting(adapter)?))
+        Ok(Box::new(network.pass(source(network, copy.as_ref())?, sums).adapting(adapter)?))
     }
 
     /// A pass with weights that are gathered from all ranks through the host.
@@ -117,7 +168,7 @@ impl<T: LearnerStorage> PassDevice<T> {
     ) -> Result<L::Report, TrainerError> {
         let Self { network, copy, sums } = self;
         let sums = zeros(sums, network, adapter)?;
-        let pass = network.pass(whole(network, copy.as_ref())?, Some(&mut *sums));
+        let pass = network.pass(source(network, copy.as_ref())?, Some(&mut *sums));
         let report = step.sum_on_device(&mut pass.adapting(adapter)?)?;
         network.device().download_to(sums.all(), gradients)?;
         Ok(report)
@@ -136,12 +187,26 @@ impl<T: LearnerStorage> PassDevice<T> {
 
     /// Memory of the weights, bytes.
     pub(super) fn bytes(&self) -> u64 {
-        self.copy.as_ref().map_or(0, DeviceBuffer::bytes)
+        self.copy.as_ref().map_or(0, WeightCopy::bytes)
     }
 
     /// The network and its weights.
     pub(super) fn on_device(&self) -> NetworkWeights<'_, T> {
-        NetworkWeights { network: &self.network, weights: self.copy.as_ref() }
+        let weights = match &self.copy {
+            Some(WeightCopy::Flat(copy)) => Some(copy),
+            Some(WeightCopy::Stored(_)) | None => None,
+        };
+        NetworkWeights { network: &self.network, weights }
+    }
+}
+
+impl<T: Storage> WeightCopy<T> {
+    /// Memory, bytes.
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Flat(copy) => copy.bytes(),
+            Self::Stored(stored) => stored.lock().unwrap_or_else(PoisonError::into_inner).bytes(),
+        }
     }
 }
 
@@ -312,6 +377,20 @@ fn whole<'a, T: LearnerStorage>(
     weights: Option<&'a DeviceBuffer<T>>,
 ) -> Result<ParameterSource<'a, T>, TrainerError> {
     Ok(ParameterSource::whole(weights.ok_or(NOT_LOADED)?, network.layout()))
+}
+
+/// The `copy` of the weights of a network as the source of a pass.
+fn source<'a, T: LearnerStorage>(
+    network: &'a DeviceNetwork<T>,
+    copy: Option<&'a WeightCopy<T>>,
+) -> Result<ParameterSource<'a, T>, TrainerError> {
+    match copy {
+        Some(WeightCopy::Stored(stored)) => {
+            Ok(ParameterSource::Stored(stored.lock().unwrap_or_else(PoisonError::into_inner)))
+        }
+        Some(WeightCopy::Flat(weights)) => whole(network, Some(weights)),
+        None => Err(NOT_LOADED),
+    }
 }
 
 /// A buffer of zeros for the sums of all gradients of a network, or of the factors of an `adapter`.

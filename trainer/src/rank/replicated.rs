@@ -48,18 +48,18 @@ impl ReplicatedRank {
         base: &RankBase,
         step: &StepInputs<'_, L>,
     ) -> Result<Vec<L::Report>, TrainerError> {
-        let Self { weights: WholeWeights { parameters, adapter, device }, membership, sums } = self;
-        let adapter = adapter.as_ref();
+        let Self { weights, membership, sums } = self;
+        let Some(device) = &mut weights.device else {
+            let adapter = weights.adapter.as_ref();
+            let exchange = HostExchange { base, membership, adapter, weights: None };
+            return exchange.reduce(sums, |_| weights.training(base), step);
+        };
+        let adapter = weights.adapter.as_ref();
         let exchange = HostExchange { base, membership, adapter, weights: None };
+        let accumulates = base.accumulates();
         exchange.reduce(
             sums,
-            move |_| match device {
-                Some(device) => {
-                    let pass = by_dtype!(device, device => device.pass(base.accumulates(), adapter)?);
-                    Ok(Pass::Device(pass))
-                }
-                None => Ok(Pass::trained(&base.model, parameters, adapter, base.config.recompute)),
-            },
+            move |_| Ok(Pass::Device(by_dtype!(device, device => device.pass(accumulates, adapter)?))),
             step,
         )
     }

@@ -5,9 +5,8 @@ use std::sync::Arc;
 use collective::HostCollective;
 use device::group::{DeviceGroup, DeviceGroupId, GroupCandidate};
 use device::{Device, bf16};
-use model::{Config, FrozenParameters, Layout, ParameterSpec, Parameters};
+use model::{Config, Layout, ParameterSpec, Parameters};
 
-use super::frozen::FrozenRank;
 use super::group::GroupRank;
 use super::membership::RankMembership;
 use super::on_device::{PassDevice, SingleDeviceRank};
@@ -23,6 +22,7 @@ use crate::on_device::{
     ByDtype, CollectivePlace, DeviceConfig, DeviceNetwork, OptimizerPlace, by_dtype, open,
 };
 use crate::optimizer::{Optimizer, OptimizerKind};
+use crate::state_weights::StateWeights;
 use crate::zero::{BufferPool, Fragment, Shards, TreeSums};
 
 /// Initial state of a single rank, or of all ranks of a learner.
@@ -30,31 +30,11 @@ use crate::zero::{BufferPool, Fragment, Shards, TreeSums};
 pub(crate) struct LearnerSeed {
     pub(crate) config: LearnerConfig,
     pub(crate) model: Config,
-    pub(crate) parameters: Arc<Parameters>,
-    /// The adapter that is trained in place of the weights. It is merged into them.
+    pub(crate) weights: StateWeights,
+    /// The adapter that is trained in place of the weights. It is merged into weights in f32.
     pub(crate) adapter: Option<Adapter>,
     /// Optimizer state of whole tensors.
     pub(crate) optimizer: Option<Optimizer>,
-}
-
-/// The only rank of a learner of an `adapter` of frozen `weights` that stay quantised. `optimizer` is the restored state.
-///
-/// # Errors
-/// If the configuration has a device or several ranks, or updates routers.
-pub(crate) fn frozen(
-    config: LearnerConfig,
-    weights: Arc<FrozenParameters>,
-    adapter: Adapter,
-    optimizer: Option<Optimizer>,
-) -> Result<Rank, TrainerError> {
-    if config.device.is_some() || config.world > 1 {
-        return Err(TrainerError::QuantizedBaseAlone);
-    }
-    config.check_routers(weights.config(), true)?;
-    let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, adapter.specs()));
-    let (model, layout) = (weights.config().clone(), Arc::clone(weights.layout()));
-    let base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default() };
-    Ok(Rank { base, kind: RankKind::Frozen(FrozenRank::new(weights, adapter)) })
 }
 
 /// Configuration and shards of one of several ranks, before it receives its weights.
@@ -73,8 +53,8 @@ pub(crate) struct MemberSeed {
 /// The weights that one of several ranks receives.
 #[derive(Debug)]
 pub(crate) enum RankWeights {
-    /// All weights, in their only reference.
-    Whole(Arc<Parameters>),
+    /// All weights, in f32 in their only reference.
+    Whole(StateWeights),
     /// The shards of this rank, concatenated.
     Own(Vec<f32>),
 }
@@ -85,30 +65,28 @@ impl LearnerSeed {
     /// # Errors
     /// If its device is not available, its memory is too small, or routers cannot be updated as the configuration says.
     pub(crate) fn alone(self) -> Result<Rank, TrainerError> {
-        let Self { config, model, parameters, adapter, optimizer } = self;
+        let Self { config, model, weights, adapter, optimizer } = self;
         config.check_routers(&model, adapter.is_some())?;
-        let layout = Arc::clone(parameters.layout());
+        let layout = Arc::clone(weights.layout());
         let specs = adapter.as_ref().map_or(layout.specs(), Adapter::specs);
         let sums = TreeSums::new(specs.last().map_or(0, |spec| spec.range().end));
         let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, specs));
         let mut base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default() };
-        let kind = match base.config.device.clone() {
-            None => {
-                RankKind::Single(SingleRank { weights: WholeWeights::new(parameters, adapter, None), sums })
+        let mut device = None;
+        if let Some(config) = base.config.device.clone() {
+            let network = base.open(&config, 0)?;
+            if base.updates_on_device(&config, adapter.as_ref()) {
+                let parameters = Arc::clone(weights.whole()?);
+                drop(weights);
+                let new =
+                    by_dtype!(map network, network => SingleDeviceRank::new(network, parameters, &mut base)?);
+                return Ok(Rank { base, kind: RankKind::SingleOnDevice(Box::new(new)) });
             }
-            Some(device) => {
-                let network = base.open(&device, 0)?;
-                if base.updates_on_device(&device, adapter.as_ref()) {
-                    let new = by_dtype!(map network, network => SingleDeviceRank::new(network, parameters, &mut base)?);
-                    RankKind::SingleOnDevice(Box::new(new))
-                } else {
-                    let device = by_dtype!(map network, network => PassDevice::new(network));
-                    let mut weights = WholeWeights::new(parameters, adapter, Some(device));
-                    weights.enter_device()?;
-                    RankKind::Single(SingleRank { weights, sums })
-                }
-            }
-        };
+            device = Some(by_dtype!(map network, network => PassDevice::new(network)));
+        }
+        let mut weights = WholeWeights::new(weights, adapter, device);
+        weights.enter_device()?;
+        let kind = RankKind::Single(SingleRank { weights, sums });
         Ok(Rank { base, kind })
     }
 
@@ -117,12 +95,15 @@ impl LearnerSeed {
     /// # Errors
     /// If its device is not available, or its memory is too small.
     pub(crate) fn member(&self, collective: Arc<dyn HostCollective>) -> Result<Rank, TrainerError> {
-        let (model, adapter, layout) = (self.model.clone(), self.adapter.clone(), self.parameters.layout());
+        let (model, adapter, layout) = (self.model.clone(), self.adapter.clone(), self.weights.layout());
         let member = MemberSeed::new(self.config.clone(), model, layout, adapter, collective);
-        let weights = if member.owns_weights() {
-            RankWeights::Own(member.weights.pack(member.rank, self.parameters.values()))
-        } else {
-            RankWeights::Whole(Arc::new(Parameters::clone(&self.parameters)))
+        let weights = match &self.weights {
+            StateWeights::Whole(parameters) if member.owns_weights() => {
+                RankWeights::Own(member.weights.pack(member.rank, parameters.values()))
+            }
+            StateWeights::Whole(parameters) => RankWeights::Whole(Parameters::clone(parameters).into()),
+            // Nobody changes it.
+            StateWeights::Quantized(base) => RankWeights::Whole(StateWeights::Quantized(Arc::clone(base))),
         };
         let optimizer = self.optimizer.as_ref().map(|optimizer| optimizer.cut(member.fragments()));
         member.rank(weights, optimizer)
@@ -207,7 +188,7 @@ impl MemberSeed {
             let opened = by_dtype!(&network, network => network.device());
             if movable && let Some(group) = base.meet(&membership, opened, config.collective)? {
                 let own = match weights {
-                    RankWeights::Whole(all) => membership.weights.pack(rank, all.values()),
+                    RankWeights::Whole(all) => membership.weights.pack(rank, all.whole()?.values()),
                     RankWeights::Own(own) => own,
                 };
                 let new = by_dtype!(map network, network => GroupRank::new(network, membership, group, own, &mut base)?);
@@ -216,8 +197,8 @@ impl MemberSeed {
             device = Some(by_dtype!(map network, network => PassDevice::new(network)));
         }
         let kind = match weights {
-            RankWeights::Whole(parameters) => {
-                let mut weights = WholeWeights::new(parameters, adapter, device);
+            RankWeights::Whole(all) => {
+                let mut weights = WholeWeights::new(all, adapter, device);
                 weights.enter_device()?;
                 RankKind::Replicated(ReplicatedRank { weights, membership, sums })
             }

@@ -8,7 +8,6 @@ use super::whole::WholeWeights;
 use crate::TrainerError;
 use crate::learner::{LearnerStep, RowLoss};
 use crate::on_device::by_dtype;
-use crate::pass::Pass;
 use crate::zero::{GradientReduction, TrainedNetwork, TreeSums};
 
 pub(super) struct SingleRank {
@@ -52,12 +51,11 @@ impl SingleRank {
         base: &RankBase,
         step: &StepInputs<'_, L>,
     ) -> Result<Vec<L::Report>, TrainerError> {
-        let WholeWeights { parameters, adapter, .. } = &self.weights;
         let alone = Position { rank: 0, world: 1 };
-        let mut pass = Pass::trained(&base.model, parameters, adapter.as_ref(), base.config.recompute);
+        let mut pass = self.weights.training(base)?;
         let network = TrainedNetwork {
             layout: &base.layout,
-            adapter: adapter.as_ref(),
+            adapter: self.weights.adapter.as_ref(),
             buffers: &base.buffers,
             threads: step.pool,
         };

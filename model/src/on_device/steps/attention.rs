@@ -4,12 +4,10 @@ use device::ops::gates::{gate_in_place, split_gates};
 use device::ops::heads::prepare;
 use device::ops::paged::{PageTable, PagedTokens, paged_attention, write_pages};
 use device::ops::prefill::{Chunks, prefill_attention};
-use device::ops::rows::add_bias;
-use device::{Result, Storage, ViewMut};
+use device::{Matrix, Result, Storage, ViewMut};
 
 use super::{StepLayer, StepMemory, StepSizes};
 use crate::layer::Operand;
-use crate::on_device::layer::linear;
 
 impl<T: Storage> StepLayer<'_, T> {
     /// Attention of the normalised input, into `memory.attended`.
@@ -62,16 +60,12 @@ impl<T: Storage> StepLayer<'_, T> {
 
     /// Queries, keys and values of the normalised residual stream, and the gates of the result if the layer has any.
     fn project(&self, memory: &mut StepMemory<T>, tokens: usize) -> Result<()> {
-        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
-        let device = decoder.device();
+        let (decoder, device) = (self.decoder, self.decoder.device());
         let gated = decoder.is_gated(self.index);
-        let StepMemory { normed, projected, gates, qkv, .. } = memory;
-        let weight = self.matrix(Operand::Qkv, decoder.config().hidden_size);
+        let StepMemory { normed, projected, gates, qkv, adapters, .. } = memory;
         let to = if gated { &mut *projected } else { &mut *qkv };
-        linear(device, normed.of(tokens), weight, to.of_mut(tokens), false)?;
-        if !ranges[Operand::QkvBias].is_empty() {
-            add_bias(device, to.of_mut(tokens), self.at(&ranges[Operand::QkvBias]))?;
-        }
+        let input = Matrix::new(normed.of(tokens), decoder.config().hidden_size);
+        self.linear(Operand::Qkv, input, (to.of_mut(tokens), false), adapters)?;
         if gated {
             let (qkv, gates) = (qkv.of_mut(tokens), gates.of_mut(tokens));
             split_gates(device, projected.of(tokens), decoder.shape, qkv, gates)?;

@@ -6,14 +6,14 @@
 use device::ops::experts::{ExpertInputs, add_gated, add_slots};
 use device::ops::gated_unit::{UnitKind, gated_unit};
 use device::ops::routes::{Padding, RouteMemory, Router};
-use device::{Device, DeviceBuffer, Result, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, Matrix, Result, Storage, View, ViewMut};
 
+use super::linear::AdapterMemory;
 use super::{RowBuffer, StepLayer, StepMemory};
 use crate::Config;
 use crate::layer::{ExpertSpec, FeedForward, Operand};
 use crate::on_device::DeviceDecoder;
 use crate::on_device::experts::{DeviceExperts, all_experts};
-use crate::on_device::layer::linear;
 
 /// Memory of the networks of all layers, one at a time.
 #[derive(Debug)]
@@ -127,7 +127,7 @@ impl<T: Storage> StepLayer<'_, T> {
     pub(super) fn feed_forward(&self, memory: &mut StepMemory<T>, tokens: usize, end: usize) -> Result<()> {
         let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
         self.normalise(memory, tokens, &ranges[Operand::FeedForwardNorm])?;
-        let StepMemory { numbers, normed, feed_forward, x, result, .. } = memory;
+        let StepMemory { numbers, normed, feed_forward, x, result, adapters, .. } = memory;
         let normed = normed.of(tokens);
         let network = decoder.config().layers[self.index].feed_forward;
         let compute = |mut out: ViewMut<'_, T>, kept: bool| match (network, &mut feed_forward.experts) {
@@ -139,35 +139,36 @@ impl<T: Storage> StepLayer<'_, T> {
                 if !kept {
                     decoder.device().clear(out.reborrow())?;
                 }
-                self.add_experts(&layer, feed_forward, normed, out)
+                self.add_experts(&layer, feed_forward, normed, out, adapters)
             }
             _ => {
                 let (gate_up, down) = (Operand::GateUp, Operand::Down);
                 let width = decoder.config().intermediate_size;
                 let network = StepNetwork { unit: network.unit(), gate_up, down, width };
-                self.gated(&network, feed_forward, normed, out, kept)
+                self.gated(&network, feed_forward, normed, (out, kept), adapters)
             }
         };
         self.add_result((x, result), tokens, &ranges[Operand::FeedForwardAfterNorm], compute)
     }
 
-    /// Sets `out [T, d]` to the result of a gated network for `normed [T, d]`, or adds it if `out` is `kept`.
+    /// Sets `to [T, d]` to the result of a gated network for `normed [T, d]`, or adds it if `to` is kept.
     fn gated(
         &self,
         network: &StepNetwork,
         memory: &mut FeedForwardMemory<T>,
         normed: View<'_, T>,
-        out: ViewMut<'_, T>,
-        kept: bool,
+        to: (ViewMut<'_, T>, bool),
+        own: &mut AdapterMemory,
     ) -> Result<()> {
         let StepNetwork { unit, gate_up: first, down, width } = *network;
         let (device, hidden) = (self.decoder.device(), self.decoder.config().hidden_size);
         let tokens = normed.len() / hidden;
         let FeedForwardMemory { gate_up, activated, .. } = memory;
-        linear(device, normed, self.matrix(first, hidden), gate_up.narrow_mut(tokens, 2 * width), false)?;
+        let to_gates = (gate_up.narrow_mut(tokens, 2 * width), false);
+        self.linear(first, Matrix::new(normed, hidden), to_gates, own)?;
         let of_gates = gate_up.narrow(tokens, 2 * width);
         gated_unit(device, unit, of_gates, width, activated.narrow_mut(tokens, width))?;
-        linear(device, activated.narrow(tokens, width), self.matrix(down, width), out, kept)
+        self.linear(down, Matrix::new(activated.narrow(tokens, width), width), to, own)
     }
 
     /// Routes the tokens `normed [T, d]`, and keeps their experts for [`FeedForwardMemory::routes`].
@@ -194,6 +195,7 @@ impl<T: Storage> StepLayer<'_, T> {
         memory: &mut FeedForwardMemory<T>,
         normed: View<'_, T>,
         mut out: ViewMut<'_, T>,
+        own: &mut AdapterMemory,
     ) -> Result<()> {
         let (device, hidden) = (self.decoder.device(), self.decoder.config().hidden_size);
         let (spec, tokens) = (layer.spec, normed.len() / hidden);
@@ -202,10 +204,14 @@ impl<T: Storage> StepLayer<'_, T> {
             let routes = routes.routes(spec.router(), tokens);
             let x = ExpertInputs::OfTokens(normed);
             layer.gate_up().apply(device, &routes, x, gate_up.narrow_mut(tokens, 2 * inner))?;
+            let to = gate_up.narrow_mut(tokens, 2 * inner);
+            self.adapt(Operand::GateUp, (x, hidden), Some(routes), to, own)?;
             let (gates, units) = (gate_up.narrow(tokens, 2 * inner), activated.narrow_mut(tokens, inner));
             gated_unit(device, spec.activation.into(), gates, spec.width, units)?;
             let rows = ExpertInputs::OfRows(activated.narrow(tokens, inner));
             layer.down().apply(device, &routes, rows, results.narrow_mut(tokens, outer))?;
+            let to = results.narrow_mut(tokens, outer);
+            self.adapt(Operand::Down, (rows, spec.width), Some(routes), to, own)?;
             add_slots(device, &routes, results.narrow(tokens, outer), true, out.reborrow())?;
         }
         if spec.shared_width == 0 {
@@ -214,13 +220,13 @@ impl<T: Storage> StepLayer<'_, T> {
         let (gate_up, down) = (Operand::SharedGateUp, Operand::SharedDown);
         let network = StepNetwork { unit: UnitKind::Silu, gate_up, down, width: spec.shared_width };
         if !spec.shared_gate {
-            return self.gated(&network, memory, normed, out, true);
+            return self.gated(&network, memory, normed, (out, true), own);
         }
         // Lent for the call, so that the rest of the memory is free.
         let mut gated = std::mem::take(&mut memory.gated);
         if let Some(GatedMemory { result, gate }) = &mut gated {
             layer.logits(device, Operand::SharedGate, normed, gate.of_mut(tokens))?;
-            self.gated(&network, memory, normed, result.of_mut(tokens), false)?;
+            self.gated(&network, memory, normed, (result.of_mut(tokens), false), own)?;
             add_gated(device, result.of(tokens), gate.of(tokens), out)?;
         }
         memory.gated = gated;

@@ -5,13 +5,11 @@
 use device::ops::latent::{HeadParts, LatentHeads, assemble, narrow_values, split_columns};
 use device::ops::norm::{RmsNorm, rms_norm};
 use device::ops::prefill::Chunks;
-use device::ops::rows::add_bias;
 use device::{Device, Matrix, Result, Storage, View, ViewMut};
 
 use super::{RowBuffer, StepLayer, StepMemory, StepSizes};
 use crate::layer::{LATENT_EPS, LatentSpec, Operand};
 use crate::on_device::DeviceDecoder;
-use crate::on_device::layer::linear;
 
 /// Memory of the latents and of what is made of them, of one layer at a time.
 #[derive(Debug)]
@@ -67,25 +65,25 @@ impl<T: Storage> StepLayer<'_, T> {
     ) -> Result<()> {
         let (decoder, tokens) = (self.decoder, sizes.tokens);
         let (device, heads) = (decoder.device(), decoder.latent_heads(spec));
-        let StepMemory { normed, latents: own, qkv, angles, .. } = memory;
+        let StepMemory { normed, latents: own, qkv, angles, adapters, .. } = memory;
         let input = Matrix::new(normed.of(tokens), decoder.config().hidden_size);
         match spec.query_rank {
-            None => self.projected(Operand::QueryUp, input, own.queries.of_mut(tokens))?,
+            None => self.linear(Operand::QueryUp, input, (own.queries.of_mut(tokens), false), adapters)?,
             Some(rank) => {
-                self.projected(Operand::QueryDown, input, own.query_latent.of_mut(tokens))?;
+                self.linear(Operand::QueryDown, input, (own.query_latent.of_mut(tokens), false), adapters)?;
                 let latent = own.query_latent.of(tokens);
                 self.normed_latent(Operand::QueryLatentNorm, latent, own.normed.narrow_mut(tokens, rank))?;
                 let normed = Matrix::new(own.normed.narrow(tokens, rank), rank);
-                self.projected(Operand::QueryUp, normed, own.queries.of_mut(tokens))?;
+                self.linear(Operand::QueryUp, normed, (own.queries.of_mut(tokens), false), adapters)?;
             }
         }
-        self.projected(Operand::KeyDown, input, own.both.of_mut(tokens))?;
+        self.linear(Operand::KeyDown, input, (own.both.of_mut(tokens), false), adapters)?;
         let (rank, both) = (spec.key_rank, own.both.of(tokens));
         split_columns(device, both, rank, own.key_latent.of_mut(tokens), own.rotary.of_mut(tokens))?;
         let to = own.normed.narrow_mut(tokens, rank);
         self.normed_latent(Operand::KeyLatentNorm, own.key_latent.of(tokens), to)?;
         let normed = Matrix::new(own.normed.narrow(tokens, rank), rank);
-        self.projected(Operand::KeyUp, normed, own.expanded.of_mut(tokens))?;
+        self.linear(Operand::KeyUp, normed, (own.expanded.of_mut(tokens), false), adapters)?;
         let parts = HeadParts {
             queries: own.queries.of(tokens),
             expanded: own.expanded.of(tokens),
@@ -95,16 +93,6 @@ impl<T: Storage> StepLayer<'_, T> {
         assemble(device, heads, parts, angles, qkv.of_mut(tokens))?;
         self.attend_cached(memory, sizes, chunks, cache)?;
         narrow_values(device, heads, memory.attended.of(tokens), memory.latents.narrowed.of_mut(tokens))
-    }
-
-    /// The linear operation `operand` of `x [T, in]`, into `to [T, out]`.
-    fn projected(&self, operand: Operand, x: Matrix<'_, T>, mut to: ViewMut<'_, T>) -> Result<()> {
-        let (device, ranges) = (self.decoder.device(), self.decoder.layout().ranges(self.index));
-        linear(device, x.values(), self.matrix(operand, x.columns()), to.reborrow(), false)?;
-        match operand.bias().map(|bias| &ranges[bias]).filter(|bias| !bias.is_empty()) {
-            Some(bias) => add_bias(device, to, self.at(bias)),
-            None => Ok(()),
-        }
     }
 
     /// The normalised `latent [T, rank]` into `to [T, rank]`.

@@ -1,12 +1,10 @@
 //! The mixer half of a layer in a step, by the kind of its mixer, with the output projection.
 
 use device::ops::prefill::Chunks;
-use device::ops::rows::add_bias;
-use device::{Result, Storage, ViewMut};
+use device::{Matrix, Result, Storage, ViewMut};
 
 use super::{StepCache, StepLayer, StepMemory, StepSizes};
 use crate::layer::Operand;
-use crate::on_device::layer::linear;
 use crate::on_device::operands::MixerKind;
 
 impl<T: Storage> StepLayer<'_, T> {
@@ -18,7 +16,7 @@ impl<T: Storage> StepLayer<'_, T> {
         cache: &mut StepCache<'_, T>,
     ) -> Result<()> {
         let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
-        let (device, tokens, kind) = (decoder.device(), sizes.tokens, decoder.mixer_kind(self.index));
+        let (tokens, kind) = (sizes.tokens, decoder.mixer_kind(self.index));
         self.normalise(memory, tokens, &ranges[Operand::AttentionNorm])?;
         match kind {
             MixerKind::Attention => self.attend(memory, sizes, chunks, cache.pages(decoder, self.index))?,
@@ -27,18 +25,15 @@ impl<T: Storage> StepLayer<'_, T> {
             }
             MixerKind::DeltaNet(spec) => self.recur(&spec, memory, sizes, cache.states)?,
         }
-        let StepMemory { x, result, attended, latents, recurrence, .. } = memory;
+        let StepMemory { x, result, attended, latents, recurrence, adapters, .. } = memory;
         let mixed = match kind {
             MixerKind::Attention => attended.of(tokens),
             MixerKind::Latent(_) => latents.narrowed.of(tokens),
             MixerKind::DeltaNet(_) => recurrence.result.of(tokens),
         };
-        let output = |mut to: ViewMut<'_, T>, kept: bool| {
-            let width = ranges[Operand::Output].len() / decoder.config().hidden_size;
-            let weight = self.matrix(Operand::Output, width);
-            linear(device, mixed, weight, to.reborrow(), kept)?;
-            let bias = &ranges[Operand::OutputBias];
-            if bias.is_empty() { Ok(()) } else { add_bias(device, to, self.at(bias)) }
+        let width = ranges[Operand::Output].len() / decoder.config().hidden_size;
+        let output = |to: ViewMut<'_, T>, kept: bool| {
+            self.linear(Operand::Output, Matrix::new(mixed, width), (to, kept), adapters)
         };
         self.add_result((x, result), tokens, &ranges[Operand::AttentionAfterNorm], output)
     }

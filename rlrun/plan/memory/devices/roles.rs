@@ -11,8 +11,8 @@ use super::super::{
     states,
 };
 use super::{DeviceCounts, HEAD_ROWS, part};
-use crate::recipe::Recipe;
 use crate::recipe::words::{CriticKind, WeightTransport};
+use crate::recipe::{Model, Recipe};
 use crate::settings::Devices;
 
 /// The memory of trainer ranks on a device.
@@ -29,7 +29,9 @@ pub(super) fn training(
     // The share of the ranks on this device in the total of all ranks.
     let of_those_here = |all: u64| product(&[all.div_ceil(world), ranks]);
     let trained = Trained::of(recipe, config);
-    let (policy, gradients) = of_ranks(recipe, &layout, recipe.lora().as_ref(), width);
+    let (whole, gradients) = of_ranks(recipe, &layout, recipe.lora().as_ref(), width);
+    let stored = stored(recipe, &layout, width);
+    let policy = stored.map_or(whole, |stored| product(&[world, stored]));
     let master = masters(&layout, width, recipe, devices);
     parts.push(part("policy", "the weights that are computed with", of_those_here(policy)));
     if devices.optimizer_on_device && master > 0 {
@@ -42,7 +44,11 @@ pub(super) fn training(
         let is_embedded = lora.target_modules.contains(&TargetModule::EmbedTokens);
         let table = if is_embedded { product(&[lora.rank as u64, config.vocab_size as u64]) } else { 0 };
         let what = "its factors, beside the weights that it is merged into";
-        parts.push(part("adapter", what, product(&[ranks, width, values.saturating_add(table)])));
+        // Those of a base that stays quantised are merged in f32.
+        let merged = if stored.is_some() { F32 } else { 0 };
+        let bytes =
+            product(&[width, values.saturating_add(table)]).saturating_add(product(&[merged, values]));
+        parts.push(part("adapter", what, product(&[ranks, bytes])));
     }
     if devices.optimizer_on_device {
         let what = "what it remembers of every weight";
@@ -69,6 +75,18 @@ pub(super) fn training(
     }
 }
 
+/// A base that stays quantised, with the weights of embedding, tail and one layer, bytes; `None` for weights that do not.
+fn stored(recipe: &Recipe, layout: &Layout, width: u64) -> Option<u64> {
+    let Model::Path(path) = &recipe.model else { return None };
+    let layers = layout.layers();
+    let (largest, all) = layers
+        .iter()
+        .map(std::ops::Range::len)
+        .fold((0, 0), |(largest, all), layer| (layer.max(largest), layer + all));
+    let formed = (layout.len() - all + largest) as u64;
+    recipe.has_quantized_base().then(|| model::stored_bytes(path).saturating_add(product(&[width, formed])))
+}
+
 /// Bytes that a weight is stored in.
 fn value_bytes(layout: &Layout, size: &Size) -> u64 {
     size.weights / (layout.len() as u64).max(1)
@@ -84,7 +102,11 @@ fn masters(layout: &Layout, width: u64, recipe: &Recipe, devices: &Devices) -> u
 
 /// The memory of samplers on a device.
 pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, samplers: u64, size: &Size) {
-    let weights = product(&[samplers, size.weights]);
+    let layout = Layout::new(config);
+    let stored = stored(recipe, &layout, value_bytes(&layout, size));
+    let factors = Trained::of(recipe, config).adapter;
+    let served = stored.map_or(size.weights, |stored| stored.saturating_add(factors));
+    let next = if stored.is_some() { factors } else { size.weights };
     let pages = product(&[cache_positions(recipe, config), size.cache_per_token]);
     let cache = product(&[samplers, pages.saturating_add(states(recipe, config))]);
     let logits = product(&[2, F32, recipe.rollout.max_running as u64, config.vocab_size as u64]);
@@ -92,8 +114,8 @@ pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, 
     let step = product(&[decoding_rows(recipe), per_token])
         .saturating_add(parts_of_contexts(recipe, config))
         .saturating_add(logits);
-    parts.push(part("served", "the version that is sampled from", weights));
-    parts.push(part("next", "the version that comes in beside the decoding", weights));
+    parts.push(part("served", "the version that is sampled from", product(&[samplers, served])));
+    parts.push(part("next", "the version that comes in beside the decoding", product(&[samplers, next])));
     parts.push(part("kv cache", "keys and values of all running sequences, and recurrent states", cache));
     parts.push(part("decoding", "one step of all running sequences", product(&[samplers, step])));
 }
