@@ -122,6 +122,16 @@ impl FrozenParameters {
         Ok(Self { path: PathBuf::new(), config: config.clone(), layout, tensors })
     }
 
+    /// Digest of all tensors as they are stored, blake3 in hexadecimal.
+    #[must_use]
+    pub fn digest(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        self.messages().for_each(|message| {
+            hasher.update(&message);
+        });
+        hasher.finalize().to_hex().to_string()
+    }
+
     /// Copies the file, or the weights and the description of the directory, to the directory `to`, and returns what
     /// [`Self::load`] reads there.
     ///

@@ -96,8 +96,8 @@ pub use directory::{DESCRIPTION_FILES, ModelDirectory};
 pub use error::ModelError;
 pub use frozen_parameters::{FrozenParameters, stored_bytes};
 pub use layer::{
-    AttentionSpec, ExpertActivation, ExpertSpec, FeedForward, LatentSpec, LayerSpec, Norm, QueryKeyNorm,
-    RouterKind, SwigluClamp, TargetModule,
+    AttentionSpec, DeltaNetFiles, DeltaNetSpec, ExpertActivation, ExpertSpec, FeedForward, LatentSpec,
+    LayerSpec, Norm, QueryKeyNorm, RouterKind, SwigluClamp, TargetModule,
 };
 pub use low_rank::{FactorPair, LowRank};
 pub use ops::experts::ANY_EXPERT;

@@ -8,6 +8,7 @@ mod experts;
 mod factors;
 mod families;
 mod latents;
+mod recurrent;
 mod stored;
 
 use std::sync::Arc;

@@ -54,7 +54,11 @@ impl Run<'_> {
         self.progress.enter(TrainerPhase::Opening);
         let auxiliary = self.auxiliary(&start).auxiliary_models()?;
         self.rewind(&services.buffer, &start, observer)?;
-        services.api.publish_model(&start.directory);
+        let policy = start
+            .learner
+            .adapted()
+            .filter(|_| self.recipe.buffer.listen.is_some() || self.listener.is_some());
+        services.api.publish_model(&start.directory, policy.as_ref().map(|policy| &**policy.base()));
         let stop = self.signals.stop_flag();
         let local = self.listener.is_none();
         let weights =

@@ -1,6 +1,6 @@
 //! The rules of `lora.quantized_base`: what a base that stays quantised cannot be combined with.
 //!
-//! Invariant: everything that needs the frozen weights in f32, or in the process of a sampler, is refused here and named with a remedy.
+//! Invariant: everything that needs the frozen weights in f32 is refused here and named with a remedy.
 
 use super::ranges::Checker;
 use super::words::{EngineWord, Quantization, Reduction};
@@ -14,8 +14,6 @@ pub(super) fn check(recipe: &Recipe, checker: &mut Checker<'_>) {
         return;
     }
     let rollout = &recipe.rollout;
-    let own_process = "a sampler in the process of the trainer";
-    let whole = "remove it: samplers in other processes get whole weights";
     let is_random = matches!(recipe.model, Model::Random(_));
     // What breaks a rule, the key that does, what the base needs, and what helps.
     for (breaks, path, needs, help) in [
@@ -32,8 +30,6 @@ pub(super) fn check(recipe: &Recipe, checker: &mut Checker<'_>) {
             "factors that go through the host",
             "remove it: a version is as small as the adapter",
         ),
-        (recipe.placement.processes, "placement.processes", own_process, whole),
-        (recipe.buffer.listen.is_some(), "buffer.listen", own_process, whole),
         (
             rollout.engine != EngineWord::default(),
             "rollout.engine",

@@ -12,7 +12,7 @@ use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use model::{DESCRIPTION_FILES, Head, ModelDirectory};
+use model::{DESCRIPTION_FILES, FrozenParameters, Head, ModelDirectory};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -71,6 +71,9 @@ pub(crate) struct ModelFiles {
     pub(crate) files: BTreeMap<String, String>,
     /// Whether the published weights have a value head.
     pub(crate) value_head: bool,
+    /// Digest of the frozen weights, if they stay quantised: samplers read them on their machine.
+    #[serde(default)]
+    pub(crate) base: Option<String>,
 }
 
 /// The controller's report that the process of a worker has ended.
@@ -98,15 +101,15 @@ pub(crate) struct WorkerApi {
 }
 
 impl WorkerApi {
-    /// Sets the model to that in `directory`; samplers can join from now on.
-    pub(crate) fn publish_model(&self, directory: &ModelDirectory) {
+    /// Sets the model to that in `directory`, over a `base` if that stays quantised; samplers can join from now on.
+    pub(crate) fn publish_model(&self, directory: &ModelDirectory, base: Option<&FrozenParameters>) {
         let known = directory.files().filter(|(name, _)| DESCRIPTION_FILES.contains(name));
         // A binary file is skipped: rlrun reads none of these as binary.
         let text = |content: &[u8]| String::from_utf8(content.to_vec()).ok();
         let files = known.filter_map(|(name, content)| Some((name.to_owned(), text(content)?))).collect();
         let value_head = directory.config().head == Head::LanguageAndValue;
         // Set once.
-        let _ = self.model.set(ModelFiles { files, value_head });
+        let _ = self.model.set(ModelFiles { files, value_head, base: base.map(FrozenParameters::digest) });
     }
 
     /// Sets the port at which ranks of the trainer meet; `None` while no rank is expected.

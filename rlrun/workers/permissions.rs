@@ -21,7 +21,7 @@ use crate::args::AllowArgs;
 use crate::failure::Failure;
 use crate::huggingface::{RepositoryKind, RepositoryName};
 use crate::program::Program;
-use crate::recipe::{DataSource, Recipe};
+use crate::recipe::{DataSource, Model, Recipe};
 
 mod keys;
 #[cfg(test)]
@@ -58,6 +58,8 @@ struct Local {
     rewards: Vec<RewardSpec>,
     environment: Option<EnvironmentSpec>,
     train: Option<Vec<PathBuf>>,
+    /// The model, if it is not a random one.
+    model: Option<PathBuf>,
 }
 
 /// A file with code that may run.
@@ -114,8 +116,12 @@ impl Permissions {
                 DataSource::Files(files) => Some(files.train),
                 DataSource::Arithmetic(_) | DataSource::Seeds(_) => None,
             };
-            let Recipe { rewards, environment, .. } = recipe;
-            Ok::<_, Failure>(Local { path: path.clone(), rewards, environment, train })
+            let Recipe { rewards, environment, model, .. } = recipe;
+            let model = match model {
+                Model::Path(path) => Some(path),
+                Model::Random(_) => None,
+            };
+            Ok::<_, Failure>(Local { path: path.clone(), rewards, environment, train, model })
         };
         let recipe = args.recipe.as_ref().map(local).transpose()?;
         Ok(Self { recipe, code, paths, repositories })
@@ -125,6 +131,11 @@ impl Permissions {
     /// operator.
     pub(crate) fn allow_servers(&self) -> bool {
         self.recipe.is_some()
+    }
+
+    /// The model of the operator's recipe, whose frozen weights may be read.
+    pub(crate) fn model(&self) -> Option<&Path> {
+        self.recipe.as_ref()?.model.as_deref()
     }
 
     /// The recipe of the run as this worker follows it, with the model in `model`.

@@ -18,7 +18,8 @@ use buffer::http::ClientConfig;
 use device::device::DeviceLocation;
 use device::{Device, DeviceBuffer, Storage};
 use model::on_device::{DeviceDtype, DeviceSampler, StagedWeights};
-use model::{Config, Head, Layout, Parameters, Quantization, SharedCores};
+use model::{AdaptedBase, Config, FrozenParameters, Head, Layout, Parameters, Quantization, SharedCores};
+use trainer::lora::Adapter;
 use weights::http::{RelayConfig, RelaySubscriber, RemoteConfig, RemoteSubscriber};
 use weights::{DeviceSubscriber, Subscriber};
 
@@ -102,6 +103,7 @@ fn sample(
     let prepared = Prepared::new(&recipe, &directory, &runtime, scratch.path())?;
     let prepared = prepared.serving_agents(&recipe, &directory, &runtime)?;
 
+    let over = over_base(&recipe, permissions, membership, program)?;
     status.enter("waits for the first weights");
     let (remote, relay) = (remote(membership, &recipe), relay(args, &recipe)?);
     let sampler = match recipe.engine_kind() {
@@ -118,7 +120,8 @@ fn sample(
             setup.sampler(kind, subscriber)?
         }
         None => {
-            let Some(weights) = first(remote, relay, directory.config(), &recipe, stop)? else {
+            let model = SampledModel { config: directory.config(), over };
+            let Some(weights) = first(remote, relay, model, &recipe, stop)? else {
                 return Ok(());
             };
             eprintln!("sampling from {} on", weights.version);
@@ -207,11 +210,57 @@ fn subscribe(remote: RemoteConfig, relay: Option<RelayConfig>) -> Result<Arc<dyn
     Ok(Arc::new(subscriber))
 }
 
+/// The model that is sampled from.
+struct SampledModel<'a> {
+    config: &'a Config,
+    /// Its frozen weights under factors that are not published yet, if they stay quantised.
+    over: Option<AdaptedBase>,
+}
+
+/// The frozen weights of a run whose base stays quantised, from the model of the operator's recipe; the run publishes factors alone.
+///
+/// # Errors
+/// The operator has named no recipe, or its model is another.
+fn over_base(
+    recipe: &Recipe,
+    permissions: &Permissions,
+    membership: &Membership,
+    program: &Program,
+) -> Result<Option<AdaptedBase>, Failure> {
+    let Some(lora) = recipe.lora().filter(|_| recipe.has_quantized_base()) else { return Ok(None) };
+    if recipe.engine_kind().is_some() {
+        return Err(Failure::Argument(
+            "the frozen weights of this run stay as their files store them (`lora.quantized_base`), which rlrun's own sampler \
+             reads: leave --engine out"
+                .to_owned(),
+        ));
+    }
+    let Some(path) = permissions.model() else {
+        return Err(Failure::Argument(
+            "the frozen weights of this run stay as their files store them (`lora.quantized_base`), and it sends the adapter alone: \
+             name with --recipe a recipe of this machine whose `model.path` is a copy of these files"
+                .to_owned(),
+        ));
+    };
+    let directory = recipe.opened(&HuggingFace::of(program).model(path)?)?;
+    let base = FrozenParameters::load(directory.path(), directory.config())?;
+    if membership.joined.model.base.as_ref() != Some(&base.digest()) {
+        return Err(Failure::Argument(format!(
+            "{}: these are not the frozen weights of the run; name with --recipe a recipe whose `model.path` is a copy of its files",
+            path.display()
+        )));
+    }
+    lora.check(base.layout().specs())?;
+    // Its values come with the first push.
+    let factors = Arc::clone(Adapter::over(lora, &base, recipe.seed).factors());
+    Ok(Some(AdaptedBase::new(Arc::new(base), factors)))
+}
+
 /// The newest weights; `None` if the worker was stopped before.
 fn first(
     remote: RemoteConfig,
     relay: Option<RelayConfig>,
-    config: &Config,
+    SampledModel { config, over }: SampledModel<'_>,
     recipe: &Recipe,
     stop: &AtomicBool,
 ) -> Result<Option<SamplerWeights>, Failure> {
@@ -236,11 +285,22 @@ fn first(
     let Some(snapshot) = wait_for(recipe, stop, || Ok(subscriber.wait_newer(None, LOOK_UP)?))? else {
         return Ok(None);
     };
-    let parameters = Parameters::from_values(Arc::new(Layout::new(config)), snapshot.values.to_vec())?;
-    let version = snapshot.version;
-    drop(snapshot);
-    let network = Network::new(&recipe.serve_on()?, config, &parameters)?;
-    let (config, on) = (Arc::new(config.clone()), recipe.serve_on()?);
+    let (version, on) = (snapshot.version, recipe.serve_on()?);
+    let (network, on) = match over {
+        Some(before) => {
+            let policy = before.with_values(&snapshot.values)?;
+            let network = Network::adapted(&on, &policy)?;
+            (network, recipe.serve_on()?.adapted(policy))
+        }
+        None => {
+            let layout = Arc::new(Layout::new(config));
+            let parameters = Parameters::from_values(layout, snapshot.values.to_vec())?;
+            drop(snapshot);
+            // The next version is uploaded on another stream than the engine's.
+            (Network::new(&on, config, &parameters)?, recipe.serve_on()?)
+        }
+    };
+    let config = Arc::new(config.clone());
     Ok(Some(SamplerWeights { version, network, incoming: WeightSource::Host { subscriber, config, on } }))
 }
 

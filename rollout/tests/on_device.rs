@@ -7,7 +7,7 @@ use device::Device;
 use device::device::DeviceLocation;
 use model::on_device::DeviceDtype;
 use model::{Architecture, Sampling};
-use rollout::{Completion, Engine, EngineConfig, Episode, Network, ServeOn};
+use rollout::{Completion, Engine, EngineConfig, Episode, Network, RequestOptions, SampleRequest, ServeOn};
 use trajectory::PolicyVersion;
 
 use crate::adapters::{adapter, with};
@@ -60,6 +60,54 @@ fn families_generate_as_on_the_processor() {
         let expected = complete(&mut model.engine(CONFIG, &[]), requests());
         assert_same(&complete(&mut engine(&model, CONFIG), requests()), &expected);
     }
+}
+
+/// Recurrent states are shared by samples of a prompt, kept at the ends of prompts, moved to other slots, and computed again after
+/// a sleep.
+#[test]
+fn recurrences_generate_as_on_the_processor() {
+    let model = Model::of_family(Architecture::Qwen35, 160);
+    let config = EngineConfig { max_prompt_length: 100, ..CONFIG };
+    let requests = |groups: std::ops::Range<u64>| -> Vec<SampleRequest> {
+        let prompt =
+            |group: u64| (0..17 + 8 * group).map(|i| 4 + ((i * 13 + group * 5) % 90) as u32).collect();
+        groups.map(|g| SampleRequest { prompt: prompt(g), ..request(g, 3, Sampling::PLAIN) }).collect()
+    };
+    let expected = complete(&mut model.engine(config, &[]), requests(0..4));
+    for max_running in [8, 3] {
+        let config = EngineConfig { max_running, prefill_chunk: 7, ..config };
+        let mut engine = engine(&model, config);
+        assert_same(&complete(&mut engine, requests(0..4)), &expected);
+        assert_eq!(engine.pages().0, engine.pages().1, "every page is given back");
+        engine.sleep();
+        let (served, _) = on().prepare(model.directory.config(), model.parameters().values().into()).unwrap();
+        engine.wake_up(served, PolicyVersion(0)).unwrap();
+        assert_same(&complete(&mut engine, requests(1..3)), &expected[3..9]);
+    }
+}
+
+/// A request that begins as an earlier one did resumes on the device where the processor does.
+#[test]
+fn kept_prefixes_of_recurrences_are_continued() {
+    let model = Model::of_family(Architecture::Qwen35, 160);
+    let config = EngineConfig { max_prompt_length: 100, ..CONFIG };
+    let options = RequestOptions { prefix_cache: Some(7), seed: Some(1), ..RequestOptions::default() };
+    let of = |prompt: Vec<u32>| {
+        vec![SampleRequest { prompt, options: options.clone(), ..request(1, 2, Sampling::PLAIN) }]
+    };
+    let first: Vec<u32> = (0..40).map(|i| 4 + (i * 13 + 5) % 90).collect();
+    let branched = [&first[..36], &[50, 51, 52, 53, 54]].concat();
+    let early = [&first[..20], &[60, 61]].concat();
+    let mut engines = [model.engine(config, &[]), engine(&model, config)];
+    for prompt in [first.clone(), first, branched, early] {
+        let [expected, found] = engines.each_mut().map(|engine| {
+            let before = engine.counts().reused_tokens;
+            (complete(engine, of(prompt.clone())), engine.counts().reused_tokens - before)
+        });
+        assert_same(&found.0, &expected.0);
+        assert_eq!(found.1, expected.1, "reused tokens");
+    }
+    assert!(engines[1].counts().reused_tokens > 0);
 }
 
 /// The experts of every token but the newest, whatever else is in a step, and with prompts in chunks.

@@ -9,6 +9,7 @@
 //!   cache
 //! - [`adapters`]: low-rank factors of rows with different adapters
 //! - [`head`]: log-probabilities and entropies of logits; [`sampling`]: tokens sampled from logits
+//! - [`delta_rule`]: a recurrence in place of attention, with [`convolution`] before it and [`result_gate`] behind it
 //! - [`rows`]: gather and scatter of rows, biases; [`vectors`]: flat vectors
 //! - [`adamw`]: the optimizer update
 //! - [`blocks`]: weights in quantised blocks
@@ -18,6 +19,8 @@ pub mod adamw;
 pub mod adapters;
 pub mod attention;
 pub mod blocks;
+pub mod convolution;
+pub mod delta_rule;
 pub mod digest;
 pub mod experts;
 pub mod gated_unit;
@@ -28,6 +31,7 @@ pub mod latent;
 pub mod norm;
 pub mod paged;
 pub mod prefill;
+pub mod result_gate;
 pub mod routes;
 pub mod rows;
 pub mod sampling;

@@ -3,7 +3,7 @@
 //! Invariant: a page is written by one sequence only; [`KvCache::own`] copies a shared page first (copy on write).
 
 use super::decode::StepSequence;
-use super::states::StateCache;
+use super::states::{StateCache, StatePlace};
 use crate::Config;
 use crate::ops::attention::{PAGE, PageLayout};
 
@@ -49,7 +49,7 @@ impl KvCache {
         cache
     }
 
-    /// A cache whose keys and values are on a device: the reference counts of its pages alone.
+    /// A cache whose keys, values and states are on a device: the reference counts of its pages, and the slots of its states, alone.
     #[must_use]
     pub fn elsewhere(config: &Config, positions: usize) -> Self {
         let pages = Self::pages_for(positions);
@@ -60,7 +60,7 @@ impl KvCache {
             holders: vec![0; pages],
             free: (0..pages as u32).rev().collect(),
             routes: None,
-            states: None,
+            states: StateCache::elsewhere(config, pages),
         }
     }
 
@@ -248,15 +248,25 @@ impl KvCache {
         sequence.written().iter().map(take).collect()
     }
 
+    /// Slots of a device that states need, with that of padding; 0 without a recurrence.
+    pub(crate) fn state_slots(&self) -> usize {
+        self.states.as_ref().map_or(0, StateCache::slots)
+    }
+
+    /// Copies of slots since the last call, from and to. A device makes them before its next step, in order.
+    pub(crate) fn take_state_copies(&mut self) -> Vec<[u32; 2]> {
+        self.states.as_mut().map_or_else(Vec::new, StateCache::take_copies)
+    }
+
     /// Takes out the state that `sequence` resumes from; empty without a recurrence, `None` if it is not there.
-    pub(super) fn check_out_state(&mut self, sequence: &StepSequence<'_>) -> Option<Vec<f32>> {
-        let Some(states) = &mut self.states else { return Some(Vec::new()) };
+    pub(crate) fn check_out_state(&mut self, sequence: &StepSequence<'_>) -> Option<StatePlace> {
+        let Some(states) = &mut self.states else { return Some(StatePlace::Host(Vec::new())) };
         let holders = &self.holders;
         states.check_out(sequence.pages, sequence.position, |page| holders[page as usize] > 1)
     }
 
     /// Leaves the state after the last token of `sequence`.
-    pub(super) fn check_in_state(&mut self, sequence: &StepSequence<'_>, state: Vec<f32>) {
+    pub(crate) fn check_in_state(&mut self, sequence: &StepSequence<'_>, state: StatePlace) {
         if let Some(states) = &mut self.states {
             states.check_in(sequence.pages, sequence.end(), state);
         }

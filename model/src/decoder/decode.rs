@@ -9,6 +9,7 @@ use candle_core::{Result, Tensor};
 
 use super::cache::KvCache;
 use super::mixer::MixingRule;
+use super::states::StatePlace;
 use super::{Decoder, gather};
 use crate::ThreadPool;
 use crate::ops::adapters::LinearPass;
@@ -104,7 +105,7 @@ impl Decoder {
             candle_core::bail!("a sequence has adapter {adapter}, and the decoder has {}", self.adapters)
         }
         for sequence in sequences {
-            let Some(state) = cache.check_out_state(sequence) else {
+            let Some(StatePlace::Host(state)) = cache.check_out_state(sequence) else {
                 candle_core::bail!("the cache has no recurrent state at position {}", sequence.position)
             };
             states.push(state);
@@ -134,7 +135,7 @@ impl Decoder {
                 Ok(PartOutput { logits, routes }) => {
                     cache.keep_routes(part.sequences, &routes);
                     for (sequence, state) in part.sequences.iter().zip(part.states) {
-                        cache.check_in_state(sequence, state);
+                        cache.check_in_state(sequence, StatePlace::Host(state));
                     }
                     if all.is_empty() {
                         all = logits;

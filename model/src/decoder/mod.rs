@@ -40,6 +40,7 @@ pub use cache::KvCache;
 pub use decode::StepSequence;
 pub use gradients::{GradientSink, Gradients, LayerSource, RoutedTokens};
 pub use pack::{Pack, PackError};
+pub(crate) use states::StatePlace;
 pub use train::Recompute;
 
 /// Quantization of a sampler's weights.

@@ -4,6 +4,8 @@
 //! at most. A step starts from the state of its first position and leaves one behind its last token. The state moves on with its
 //! sequence, unless other sequences share the page or it was asked to stay ([`StateCache::keep`]).
 //!
+//! The values are here, or in slots of a device's memory, of which only the numbers are here.
+//!
 //! Invariant: the state of a page is that after the tokens whose keys and values are in this page and in
 //! those before it.
 
@@ -21,15 +23,45 @@ pub(super) struct StateCache {
     len: usize,
     /// Of each page.
     pages: Vec<Option<RecurrentState>>,
+    /// If a device has the values.
+    slots: Option<StateSlots>,
 }
 
 /// A state, and the number of tokens that it is of.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct RecurrentState {
     tokens: usize,
-    values: Vec<f32>,
+    place: StatePlace,
     /// Whether it stays when its sequence advances.
     stays: bool,
+}
+
+/// Where the values of a state are.
+#[derive(Debug)]
+pub(crate) enum StatePlace {
+    /// Here; empty in a model without a recurrence.
+    Host(Vec<f32>),
+    /// In a slot of a device.
+    Slot(u32),
+}
+
+/// The slots of a device. Slot 0 is that of padding.
+#[derive(Debug)]
+struct StateSlots {
+    free: Vec<u32>,
+    /// Slots that were in use so far, with that of padding.
+    count: u32,
+    /// Pending copies, from and to.
+    copies: Vec<[u32; 2]>,
+}
+
+impl StateSlots {
+    fn take(&mut self) -> u32 {
+        self.free.pop().unwrap_or_else(|| {
+            self.count += 1;
+            self.count - 1
+        })
+    }
 }
 
 impl StateCache {
@@ -41,7 +73,14 @@ impl StateCache {
             layers.push(len..len + own);
             len += own;
         }
-        (len > 0).then(|| Self { layers, len, pages: vec![None; pages] })
+        let none = || (0..pages).map(|_| None).collect();
+        (len > 0).then(|| Self { layers, len, pages: none(), slots: None })
+    }
+
+    /// The same, whose values are on a device.
+    pub(super) fn elsewhere(config: &Config, pages: usize) -> Option<Self> {
+        let slots = StateSlots { free: Vec::new(), count: 1, copies: Vec::new() };
+        Self::new(config, pages).map(|states| Self { slots: Some(slots), ..states })
     }
 
     /// The part of a state that layer `index` has.
@@ -49,24 +88,52 @@ impl StateCache {
         self.layers[index].clone()
     }
 
-    /// Memory of all states, bytes.
+    /// Memory of all states that are here, bytes.
     pub(super) fn bytes(&self) -> u64 {
-        self.pages.iter().flatten().map(|stored| size_of_val(&stored.values[..]) as u64).sum()
+        let of = |stored: &RecurrentState| match &stored.place {
+            StatePlace::Host(values) => size_of_val(&values[..]) as u64,
+            StatePlace::Slot(_) => 0,
+        };
+        self.pages.iter().flatten().map(of).sum()
+    }
+
+    /// Slots that a device needs, with that of padding.
+    pub(super) fn slots(&self) -> usize {
+        self.slots.as_ref().map_or(0, |slots| slots.count as usize)
+    }
+
+    /// Copies of slots since the last call, from and to, to be made in order.
+    pub(super) fn take_copies(&mut self) -> Vec<[u32; 2]> {
+        self.slots.as_mut().map_or_else(Vec::new, |slots| std::mem::take(&mut slots.copies))
     }
 
     /// Frees all states.
     pub(super) fn clear(&mut self) {
         self.pages.iter_mut().for_each(|stored| *stored = None);
+        if let Some(slots) = &mut self.slots {
+            *slots = StateSlots { free: Vec::new(), count: 1, copies: Vec::new() };
+        }
     }
 
     /// Frees the state of a page.
     pub(super) fn release(&mut self, page: u32) {
-        self.pages[page as usize] = None;
+        let stored = self.pages[page as usize].take();
+        if let (Some(RecurrentState { place: StatePlace::Slot(slot), .. }), Some(slots)) =
+            (stored, &mut self.slots)
+        {
+            slots.free.push(slot);
+        }
     }
 
     /// Copies the state of a page with the page.
     pub(super) fn copy(&mut self, from: u32, to: u32) {
-        self.pages[to as usize] = self.pages[from as usize].clone();
+        self.release(to);
+        let stored = self.pages[from as usize].as_ref();
+        self.pages[to as usize] = stored.map(|RecurrentState { tokens, place, stays }| RecurrentState {
+            tokens: *tokens,
+            place: duplicate(place, &mut self.slots),
+            stays: *stays,
+        });
     }
 
     /// The largest number of tokens, at most `tokens`, from which a sequence with this page table can resume.
@@ -88,38 +155,55 @@ impl StateCache {
     }
 
     /// Takes the state that a sequence with this page table resumes from, whose first new token is at `position`; `is_shared` says
-    /// whether other sequences have a page. `None` if it is not there.
+    /// whether other sequences have a page. `None` if it is not there. A slot at position 0 has the values of others.
     pub(super) fn check_out(
         &mut self,
         pages: &[u32],
         position: usize,
         is_shared: impl Fn(u32) -> bool,
-    ) -> Option<Vec<f32>> {
+    ) -> Option<StatePlace> {
         let state = match position.checked_sub(1) {
-            None => vec![0.0; self.len],
+            None => match &mut self.slots {
+                None => StatePlace::Host(vec![0.0; self.len]),
+                Some(slots) => StatePlace::Slot(slots.take()),
+            },
             Some(last) => {
                 let page = *pages.get(last / PAGE)?;
-                let stored = self.pages[page as usize].as_mut().filter(|stored| stored.tokens == position)?;
+                let stored = self.pages[page as usize].as_ref().filter(|stored| stored.tokens == position)?;
                 if stored.stays || is_shared(page) {
-                    stored.values.clone()
+                    duplicate(&stored.place, &mut self.slots)
                 } else {
-                    self.pages[page as usize].take()?.values
+                    self.pages[page as usize].take()?.place
                 }
             }
         };
         // What was computed of tokens that are written again, or that follow them, is of others now.
         for page in &pages[position / PAGE..] {
-            let stored = &mut self.pages[*page as usize];
-            if stored.as_ref().is_some_and(|stored| stored.tokens > position) {
-                *stored = None;
+            if self.pages[*page as usize].as_ref().is_some_and(|stored| stored.tokens > position) {
+                self.release(*page);
             }
         }
         Some(state)
     }
 
     /// Leaves the state after `tokens` tokens of a sequence.
-    pub(super) fn check_in(&mut self, pages: &[u32], tokens: usize, values: Vec<f32>) {
+    pub(super) fn check_in(&mut self, pages: &[u32], tokens: usize, place: StatePlace) {
         let Some(last) = tokens.checked_sub(1) else { return };
-        self.pages[pages[last / PAGE] as usize] = Some(RecurrentState { tokens, values, stays: false });
+        let page = pages[last / PAGE];
+        self.release(page);
+        self.pages[page as usize] = Some(RecurrentState { tokens, place, stays: false });
+    }
+}
+
+/// A copy of a state.
+fn duplicate(place: &StatePlace, slots: &mut Option<StateSlots>) -> StatePlace {
+    match (place, slots) {
+        (StatePlace::Slot(from), Some(slots)) => {
+            let to = slots.take();
+            slots.copies.push([*from, to]);
+            StatePlace::Slot(to)
+        }
+        (StatePlace::Host(values), _) => StatePlace::Host(values.clone()),
+        (StatePlace::Slot(_), None) => unreachable!("a cache with slots has a list of them"),
     }
 }

@@ -5,7 +5,7 @@
 use super::{LayerSpec, LayerTensor, Operand, QueryKeyNorm, Sharding};
 use crate::Config;
 use crate::file_tensors::{FilePlace, FusedTensor};
-use crate::ops::delta_rule::CHUNK;
+use crate::ops::delta_rule::{self, CHUNK};
 
 /// The sizes of a gated DeltaNet, a recurrence in place of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,16 +66,18 @@ impl DeltaNetSpec {
 
     /// Values of what a sequence keeps of the tokens before the next one.
     pub(crate) fn state_len(&self) -> usize {
-        self.tail_len() + self.heads_len()
+        self.tail_len() + delta_rule::state_len(*self)
     }
 
     /// Values of a backward beside its activations: of each token, and in all.
     pub(super) fn scratch(&self) -> [usize; 2] {
         let state = self.key_dim * self.value_dim;
-        // What the convolution sees, its sums, heads and activations, and the gradients of them; a state of every chunk.
+        // What the convolution sees, its sums, heads and activations, and the gradients of them; of one head all that the backward of
+        // its chunks reads, with the state before each.
+        let of_head = 2 * self.key_dim + 4 * self.value_dim + 3 * CHUNK + 1 + state.div_ceil(CHUNK);
         [
-            7 * self.channels() + 6 * self.value_heads + state.div_ceil(CHUNK),
-            (CHUNK + 2) * state + self.heads_len(),
+            7 * self.channels() + 6 * self.value_heads + of_head,
+            2 * state + 3 * self.heads_len() + self.state_len(),
         ]
     }
 

@@ -6,6 +6,7 @@
 //! Invariant: the backward needs no other layer. It adds to gradients of weights, and returns the gradient of its input.
 
 mod attention;
+mod delta_net;
 mod experts;
 mod feed_forward;
 mod latent;
@@ -14,6 +15,7 @@ mod mixer;
 use std::ops::Range;
 
 use device::ops::attention::Segments;
+use device::ops::delta_rule::DeltaRuns;
 use device::ops::norm::{RmsNorm, add_rms_norm, rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use device::ops::routes::GivenSlots;
 use device::ops::vectors::{add_multiple, scale};
@@ -44,6 +46,8 @@ pub(super) struct DeviceLayer<'a, T: Storage> {
     /// Of each rotary embedding.
     pub(super) angles: &'a [DeviceAngles],
     pub(super) segments: &'a Segments,
+    /// The same for layers with a recurrence; absent in a model without one.
+    pub(super) runs: Option<&'a DeltaRuns>,
     /// The experts that are given to the tokens of the pack in this layer.
     pub(super) given: Option<GivenSlots<'a>>,
 }

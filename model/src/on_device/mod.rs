@@ -28,6 +28,7 @@ mod units;
 use std::sync::Arc;
 
 use device::ops::attention::MAX_HEAD_DIM;
+use device::ops::convolution::{MAX_HEAD, MAX_TAPS};
 use device::ops::heads::HeadShape;
 use device::{Device, DeviceBuffer, Result, Storage, bf16};
 use serde::{Deserialize, Serialize};
@@ -142,6 +143,7 @@ fn missing(config: &Config) -> Option<&'static str> {
     if config.head_dim > MAX_HEAD_DIM {
         return Some("heads of more than 256 values");
     }
+    let recurrence = config.delta_net();
     config.layers.iter().find_map(|layer| {
         // Another kind of layer does not compile until its operations, or a refusal, are here.
         let LayerSpec {
@@ -154,7 +156,15 @@ fn missing(config: &Config) -> Option<&'static str> {
             feed_forward: FeedForward::SwiGlu | FeedForward::GeGlu | FeedForward::Experts(_),
             residual_multiplier: _,
         } = *layer;
-        delta_net.map(|_| "layers with a recurrence in place of attention")
+        match delta_net {
+            Some(spec) if delta_net != recurrence || spec.taps < 2 || spec.taps > MAX_TAPS => {
+                Some("recurrences of several sizes, or with convolutions of one token or of more than 8")
+            }
+            Some(spec) if spec.key_dim.max(spec.value_dim) > MAX_HEAD => {
+                Some("heads of recurrences of more than 256 values")
+            }
+            _ => None,
+        }
     })
 }
 

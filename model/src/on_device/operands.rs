@@ -3,6 +3,7 @@
 //! Passes over packs and decode steps take them from here, so that both compute the same layer.
 
 use device::ops::attention::AttentionHeads;
+use device::ops::convolution::{ConvolutionInputs, DeltaGates, DeltaShape};
 use device::ops::heads::{HeadAngles, HeadNorm, angles};
 use device::ops::latent::LatentHeads;
 use device::ops::norm::RmsNorm;
@@ -11,7 +12,7 @@ use device::{Device, DeviceBuffer, Result, Storage, View, ViewMut};
 use super::DeviceDecoder;
 use crate::Config;
 use crate::decoder::logit_factor;
-use crate::layer::{LatentSpec, Operand};
+use crate::layer::{DeltaNetSpec, LatentSpec, Operand};
 use crate::ops::attention::AttentionRule;
 
 /// What mixes the tokens of a layer.
@@ -21,6 +22,8 @@ pub(super) enum MixerKind {
     Attention,
     /// Attention through latents.
     Latent(LatentSpec),
+    /// A recurrence.
+    DeltaNet(DeltaNetSpec),
 }
 
 /// A rotary embedding of the model.
@@ -111,16 +114,65 @@ impl DeviceRotaries {
     }
 }
 
+impl DeltaNetSpec {
+    /// Its sizes, for devices.
+    pub(super) fn shape(&self) -> DeltaShape {
+        let Self { key_heads, value_heads, key_dim, value_dim, taps, files: _ } = *self;
+        DeltaShape { key_heads, value_heads, key_dim, value_dim, taps }
+    }
+
+    /// Values of what a sequence keeps in the memory of a device: the last inputs of the convolution, then the states.
+    pub(super) fn slot_len(&self) -> usize {
+        self.tail_len() + self.heads_len()
+    }
+}
+
 impl<T: Storage> DeviceDecoder<T> {
     /// What mixes the tokens of layer `index`.
     pub(super) fn mixer_kind(&self, index: usize) -> MixerKind {
-        self.config.layers[index].attention.latent.map_or(MixerKind::Attention, MixerKind::Latent)
+        let layer = &self.config.layers[index];
+        match (layer.delta_net, layer.attention.latent) {
+            (None, None) => MixerKind::Attention,
+            (None, Some(spec)) => MixerKind::Latent(spec),
+            (Some(spec), _) => MixerKind::DeltaNet(spec),
+        }
     }
 
     /// The heads of layers with latents of `spec`.
     pub(super) fn latent_heads(&self, spec: &LatentSpec) -> LatentHeads {
         let LatentSpec { nope, rope, value, interleaved, .. } = *spec;
         LatentHeads { heads: self.config.num_heads, nope, rope, value, interleaved }
+    }
+
+    /// What the convolution of layer `index`, whose values are `weights`, sees in `projection [T, stride]`, by `sources [T, taps - 1]`.
+    pub(super) fn convolution<'a>(
+        &self,
+        (index, spec): (usize, &DeltaNetSpec),
+        weights: View<'a, T>,
+        projection: View<'a, T>,
+        sources: View<'a, u32>,
+    ) -> ConvolutionInputs<'a, T> {
+        let kernel = weights.slice(self.layout.ranges(index)[Operand::Convolution].clone());
+        ConvolutionInputs { shape: spec.shape(), projection, kernel, sources }
+    }
+
+    /// The gates of layer `index`, whose values are `weights`, of `inputs [T, 2, value_heads]`.
+    pub(super) fn delta_gates<'a>(
+        &self,
+        index: usize,
+        weights: View<'a, T>,
+        inputs: View<'a, f32>,
+    ) -> DeltaGates<'a, T> {
+        let ranges = self.layout.ranges(index);
+        let [logs, bias] =
+            [Operand::DecayRate, Operand::TimeBias].map(|of| weights.slice(ranges[of].clone()));
+        DeltaGates { inputs, logs, bias }
+    }
+
+    /// The norm of the result of each head of a recurrence in layer `index`, whose values are `weights`.
+    pub(super) fn result_norm<'a>(&self, index: usize, weights: View<'a, T>) -> RmsNorm<'a, T> {
+        let weight = weights.slice(self.layout.ranges(index)[Operand::ResultNorm].clone());
+        RmsNorm::new(weight, self.config.rms_norm_eps)
     }
 
     /// The norm with `weight [width]` as it is stored.
@@ -171,6 +223,20 @@ impl<T: Storage> DeviceDecoder<T> {
     /// Whether every query head of layer `index` has the gate of its result behind it.
     pub(super) fn is_gated(&self, index: usize) -> bool {
         self.config.layers[index].attention.gated
+    }
+
+    /// Values of what a sequence keeps in the memory of a device in the layers with a recurrence before `index`.
+    pub(super) fn slot_start(&self, index: usize) -> usize {
+        self.config.layers[..index]
+            .iter()
+            .filter_map(|layer| layer.delta_net)
+            .map(|spec| spec.slot_len())
+            .sum()
+    }
+
+    /// The same in all layers.
+    pub(super) fn slot_len(&self) -> usize {
+        self.slot_start(self.config.num_layers())
     }
 
     /// The windows of all layers, each once.

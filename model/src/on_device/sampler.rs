@@ -16,8 +16,9 @@ use device::ops::sampling::{
 use device::{Device, DeviceBuffer, DeviceError, Result, Storage, View, bf16};
 
 use super::adapters::DeviceAdapters;
-use super::steps::{AdaptedDecoder, CacheShape, RecordedSteps};
+use super::steps::{AdaptedDecoder, CacheShape, RecordedSteps, StepCache};
 use super::{DeviceDecoder, DeviceDtype, FlatWeights, StoredWeights, UnitWeights, check_ids};
+use crate::decoder::StatePlace;
 use crate::{
     AdaptedBase, Config, Draw, KvCache, Layout, LowRank, Parameters, Recompute, Sampling, StepSequence, Unit,
 };
@@ -235,7 +236,9 @@ impl DeviceSampler {
     /// logits are wanted, in order, for [`Self::draw`]. Synchronises if the cache keeps the experts of tokens.
     ///
     /// # Errors
-    /// If a token id lies beyond the vocabulary, a sequence names an adapter that is not served, or the device fails.
+    /// If a token id lies beyond the vocabulary, a sequence names an adapter that is not served, one of a model with a recurrence
+    /// begins where the cache has no state ([`KvCache::resumable`]), or the device fails. Then the sequences of the step may have lost
+    /// their states.
     ///
     /// # Panics
     /// If the pages of a sequence do not reach its last token.
@@ -264,9 +267,9 @@ impl DeviceSampler {
         either!(&mut self.inner, sampler => sampler.set_adapters(adapters))
     }
 
-    /// Frees the memory of the KV cache, which the next step allocates again. Its content has to be computed again.
+    /// Frees the memory of the KV cache and of recurrent states, which the next step allocates again. Its content has to be computed again.
     pub fn forget(&mut self) {
-        either!(&mut self.inner, sampler => sampler.cache = None);
+        either!(&mut self.inner, sampler => (sampler.cache, sampler.states) = (None, None));
     }
 }
 
@@ -282,8 +285,10 @@ struct TypedSampler<T: Storage> {
     decoder: DeviceDecoder<T>,
     weights: SamplerWeights<T>,
     adapters: Option<DeviceAdapters<T>>,
-    /// `[layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
+    /// `[attention layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
     cache: Option<DeviceBuffer<T>>,
+    /// `[slots, slot_len]` what sequences keep in layers with a recurrence.
+    states: Option<DeviceBuffer<f32>>,
     steps: RecordedSteps<T>,
     /// Memory of draws.
     drawing: Option<SampledRows>,
@@ -302,6 +307,7 @@ impl<T: Storage> TypedSampler<T> {
             weights,
             adapters: None,
             cache: None,
+            states: None,
             steps: RecordedSteps::default(),
             drawing: None,
         })
@@ -309,7 +315,8 @@ impl<T: Storage> TypedSampler<T> {
 
     fn bytes(&self) -> u64 {
         let adapters = self.adapters.as_ref().map_or(0, DeviceAdapters::bytes);
-        self.weights.bytes() + adapters + self.cache.as_ref().map_or(0, DeviceBuffer::bytes)
+        let states = self.states.as_ref().map_or(0, DeviceBuffer::bytes);
+        self.weights.bytes() + adapters + self.cache.as_ref().map_or(0, DeviceBuffer::bytes) + states
     }
 
     fn set_adapters(&mut self, all: &[Arc<LowRank>]) -> Result<()> {
@@ -354,7 +361,7 @@ impl<T: Storage> TypedSampler<T> {
     fn step(&mut self, cache: &mut KvCache, sequences: &[StepSequence<'_>]) -> Result<()> {
         let device = self.decoder.device().clone();
         let pages = cache.total_pages() + 1;
-        let (page_len, layers) = (self.page_len(), self.decoder.config().num_layers());
+        let (page_len, layers) = (self.page_len(), self.decoder.config().attention_layers());
         let len = layers * pages * page_len;
         let values = match self.cache.take_if(|values| values.len() == len) {
             Some(values) => values,
@@ -378,9 +385,19 @@ impl<T: Storage> TypedSampler<T> {
             }
             check_ids(&device, "gather_rows", sequence.tokens, self.decoder.config().vocab_size)?;
         }
+        let slots = check_out(&device, cache, sequences)?;
+        let states = reserve_states(&device, &mut self.states, cache.state_slots(), self.decoder.slot_len())?;
+        if states.is_new {
+            self.steps = RecordedSteps::default();
+        }
+        make_copies(&device, states.pool, &cache.take_state_copies(), self.decoder.slot_len())?;
         let shape = CacheShape { pages, page_len };
+        let mut kept = StepCache { values, shape, states: states.pool };
         let network = AdaptedDecoder { decoder: &self.decoder, adapters: self.adapters.as_ref() };
-        self.steps.run(network, &mut self.weights, values, shape, sequences)?;
+        self.steps.run(network, &mut self.weights, &mut kept, sequences, &slots)?;
+        for (sequence, slot) in sequences.iter().zip(slots) {
+            cache.check_in_state(sequence, StatePlace::Slot(slot));
+        }
         if cache.keeps_routes() {
             let tokens = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
             cache.keep_routes(sequences, &self.steps.routes(&self.decoder, tokens)?);
@@ -442,6 +459,58 @@ impl<T: Storage> TypedSampler<T> {
         }
         Ok(())
     }
+}
+
+/// The slots of the states of `sequences`; none in a model without a recurrence.
+fn check_out(device: &Device, cache: &mut KvCache, sequences: &[StepSequence<'_>]) -> Result<Vec<u32>> {
+    if !cache.has_states() {
+        return Ok(Vec::new());
+    }
+    let slot = |sequence: &StepSequence<'_>| match cache.check_out_state(sequence) {
+        Some(StatePlace::Slot(slot)) => Ok(slot),
+        Some(StatePlace::Host(_)) | None => Err(DeviceError::Call {
+            device: device.name(),
+            call: "a step",
+            reason: format!("the cache has no recurrent state at position {}", sequence.position),
+        }),
+    };
+    sequences.iter().map(slot).collect()
+}
+
+/// The pool of states.
+struct StatePool<'a> {
+    /// `[slots, slot_len]`
+    pool: &'a mut DeviceBuffer<f32>,
+    /// Whether it is at another place than before.
+    is_new: bool,
+}
+
+/// Memory for `slots` states of `len` values, with what `pool` has of them. Beside the slot of padding it grows in powers of two.
+fn reserve_states<'a>(
+    device: &Device,
+    pool: &'a mut Option<DeviceBuffer<f32>>,
+    slots: usize,
+    len: usize,
+) -> Result<StatePool<'a>> {
+    if let Some(there) = pool.take_if(|there| there.len() >= slots * len) {
+        return Ok(StatePool { pool: pool.insert(there), is_new: false });
+    }
+    let capacity = slots.saturating_sub(1).next_power_of_two() + 1;
+    let mut grown = device.labelled("recurrent states").uninit(capacity * len)?;
+    if let Some(before) = pool.take() {
+        device.copy(before.all(), grown.view_mut(0..before.len()))?;
+    }
+    Ok(StatePool { pool: pool.insert(grown), is_new: true })
+}
+
+/// Copies slots of `len` values of `pool`, from and to, in order.
+fn make_copies(device: &Device, pool: &mut DeviceBuffer<f32>, copies: &[[u32; 2]], len: usize) -> Result<()> {
+    let mut between = device.uninit(if copies.is_empty() { 0 } else { len })?;
+    for [from, to] in copies.iter().map(|pair| pair.map(|slot| slot as usize * len)) {
+        device.copy(pool.view(from..from + len), between.all_mut())?;
+        device.copy(between.all(), pool.view_mut(to..to + len))?;
+    }
+    Ok(())
 }
 
 /// The tokens that truncation left each row of `found`; `None` where they are too many to list.

@@ -9,6 +9,7 @@
 //! the linear operations, with the adapters of tokens.
 
 mod attention;
+mod delta_net;
 mod feed_forward;
 mod latent;
 mod linear;
@@ -24,6 +25,7 @@ use device::ops::rows::gather_rows;
 use device::ops::vectors::add_multiple;
 use device::{Device, DeviceBuffer, DeviceError, Graph, Matrix, Result, Storage, View, ViewMut};
 
+use self::delta_net::DeltaNetMemory;
 use self::feed_forward::FeedForwardMemory;
 use self::latent::LatentMemory;
 use self::linear::{AdapterMemory, wanted_adapters};
@@ -47,6 +49,26 @@ pub(super) struct CacheShape {
     pub(super) pages: usize,
     /// Values of a page of one layer.
     pub(super) page_len: usize,
+}
+
+/// What sequences keep between steps, on the device.
+#[derive(Debug)]
+pub(super) struct StepCache<'a, T: Storage> {
+    /// `[attention layers, pages, page_len]` keys and values.
+    pub(super) values: &'a mut DeviceBuffer<T>,
+    pub(super) shape: CacheShape,
+    /// `[slots, slot_len]` what layers with a recurrence keep; slot 0 is that of padding tokens.
+    pub(super) states: &'a mut DeviceBuffer<f32>,
+}
+
+impl<T: Storage> StepCache<'_, T> {
+    /// The pages of layer `index`.
+    fn pages(&mut self, decoder: &DeviceDecoder<T>, index: usize) -> ViewMut<'_, T> {
+        let number =
+            decoder.config().layers[..index].iter().filter(|layer| layer.delta_net.is_none()).count();
+        let len = self.shape.pages * self.shape.page_len;
+        self.values.view_mut(number * len..(number + 1) * len)
+    }
 }
 
 /// Recorded steps, and the memory that all steps share.
@@ -102,11 +124,20 @@ struct StepSizes {
     /// Rows of the page table, and its columns.
     sequences: usize,
     columns: usize,
+    /// Tokens before each one that a convolution sees; `None` without a recurrence.
+    before: Option<usize>,
 }
 
 impl StepSizes {
-    /// Ids, positions, slots and sequences of the tokens, and the table of pages.
+    /// Ids, positions, slots and sequences of the tokens, and the table of pages; of a recurrence the sources of tokens, the slots
+    /// of sequences, and their first rows.
     fn numbers(self) -> usize {
+        let of_recurrence = |before: usize| before * self.tokens + 2 * self.sequences + 1;
+        self.paged_numbers() + self.before.map_or(0, of_recurrence)
+    }
+
+    /// Those without a recurrence.
+    fn paged_numbers(self) -> usize {
         4 * self.tokens + self.sequences * self.columns
     }
 }
@@ -128,6 +159,7 @@ struct StepMemory<T: Storage> {
     qkv: RowBuffer<T>,
     attended: RowBuffer<T>,
     latents: LatentMemory<T>,
+    recurrence: DeltaNetMemory<T>,
     adapters: AdapterMemory,
     feed_forward: FeedForwardMemory<T>,
     scratch: DeviceBuffer<f32>,
@@ -182,23 +214,25 @@ impl<T: Storage> RecordedSteps<T> {
         &mut self,
         network: AdaptedDecoder<'_, T>,
         weights: &mut SamplerWeights<T>,
-        cache: &mut DeviceBuffer<T>,
-        shape: CacheShape,
+        cache: &mut StepCache<'_, T>,
         sequences: &[StepSequence<'_>],
+        slots: &[u32],
     ) -> Result<()> {
         let tokens: usize = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
         let single = sequences.iter().take_while(|sequence| sequence.tokens.len() == 1).count();
         let columns = sequences.iter().map(|sequence| sequence.pages.len()).max().unwrap_or(0).max(1);
         let decodes = single == sequences.len();
+        let before = network.decoder.config().delta_net().map(|spec| spec.taps - 1);
         let sizes = if decodes {
             let tokens = recorded_tokens(tokens);
-            StepSizes { tokens, single: tokens, sequences: tokens, columns: columns.next_power_of_two() }
+            let columns = columns.next_power_of_two();
+            StepSizes { tokens, single: tokens, sequences: tokens, columns, before }
         } else {
-            StepSizes { tokens, single, sequences: sequences.len(), columns }
+            StepSizes { tokens, single, sequences: sequences.len(), columns, before }
         };
         let device = network.decoder.device().labelled("steps");
         let memory = reserve(&mut self.memory, &mut self.recorded, network, sizes)?;
-        memory.fill(&device, shape, sizes, sequences)?;
+        memory.fill(&device, cache.shape, sizes, sequences, slots)?;
         let adapted = sequences.iter().any(|sequence| sequence.adapter.is_some());
         let decoder = AdaptedDecoder { adapters: network.adapters.filter(|_| adapted), ..network };
         if decoder.adapters.is_some() {
@@ -207,7 +241,7 @@ impl<T: Storage> RecordedSteps<T> {
         let key = RecordingKey { tokens: sizes.tokens, pages: sizes.columns, weights: weights.id(), adapted };
         if !decodes {
             let chunks = Chunks::new(&device, &chunks_of(sequences, single))?;
-            layers(decoder, weights, cache, shape, memory, sizes, Some(&chunks))?;
+            layers(decoder, weights, cache, memory, sizes, Some(&chunks))?;
         } else if let Some(graph) = self.recorded.get(&key) {
             graph.replay()?;
         } else {
@@ -215,8 +249,8 @@ impl<T: Storage> RecordedSteps<T> {
                 self.recorded.clear();
             }
             // Kernels are loaded when they are first launched, which a recording does not allow.
-            layers(decoder, weights, cache, shape, memory, sizes, None)?;
-            match device.record(|| layers(decoder, weights, cache, shape, memory, sizes, None)) {
+            layers(decoder, weights, cache, memory, sizes, None)?;
+            match device.record(|| layers(decoder, weights, cache, memory, sizes, None)) {
                 Ok(graph) => {
                     self.recorded.insert(key, graph);
                     self.failed = 0;
@@ -346,6 +380,7 @@ impl<T: Storage> StepMemory<T> {
             qkv: RowBuffer::new(&device, tokens, shape.width())?,
             attended: RowBuffer::new(&device, tokens, shape.query_width())?,
             latents: LatentMemory::new(&device, decoder, tokens)?,
+            recurrence: DeltaNetMemory::new(&device, config, tokens)?,
             adapters: AdapterMemory::new(&device, adapters, tokens)?,
             feed_forward: FeedForwardMemory::new(&device, config, tokens)?,
             scratch: device.uninit(scratch)?,
@@ -359,6 +394,7 @@ impl<T: Storage> StepMemory<T> {
         shape: CacheShape,
         sizes: StepSizes,
         sequences: &[StepSequence<'_>],
+        state_slots: &[u32],
     ) -> Result<()> {
         let spare = shape.pages - 1;
         let page = KvCache::PAGE;
@@ -383,7 +419,9 @@ impl<T: Storage> StepMemory<T> {
             owners.push(number as u32);
         }
         table.resize(sizes.sequences * columns, spare as u32);
-        let numbers = [ids, positions, slots, owners, table].concat();
+        let of_recurrence =
+            sizes.before.map(|before| delta_net::numbers_of(sizes, before, sequences, state_slots));
+        let numbers = [ids, positions, slots, owners, table, of_recurrence.unwrap_or_default()].concat();
         device.upload_to(&numbers, self.numbers.view_mut(0..numbers.len()))
     }
 }
@@ -402,8 +440,7 @@ struct StepLayer<'a, T: Storage> {
 fn layers<T: Storage>(
     network: AdaptedDecoder<'_, T>,
     weights: &mut SamplerWeights<T>,
-    cache: &mut DeviceBuffer<T>,
-    shape: CacheShape,
+    cache: &mut StepCache<'_, T>,
     memory: &mut StepMemory<T>,
     sizes: StepSizes,
     chunks: Option<&Chunks>,
@@ -417,13 +454,11 @@ fn layers<T: Storage>(
     gather_rows(device, table, ids, width, memory.x.of_mut(tokens))?;
     network.embed(memory.numbers.view(0..tokens), &mut memory.adapters, memory.x.of_mut(tokens))?;
     multiply_embedded(device, decoder.config(), memory.x.of_mut(tokens))?;
-    let layer_len = shape.pages * shape.page_len;
     for index in 0..decoder.config().num_layers() {
         let weights = weights.unit(Unit::Layer(index))?;
         let layer = StepLayer { decoder, index, weights, adapters, tokens };
-        let cache = cache.view_mut(index * layer_len..(index + 1) * layer_len);
         layer.mix(memory, sizes, chunks, cache)?;
-        layer.feed_forward(memory, tokens, (shape.pages - 1) * KvCache::PAGE)?;
+        layer.feed_forward(memory, tokens, (cache.shape.pages - 1) * KvCache::PAGE)?;
     }
     let norm = decoder.final_norm_of(weights.unit(Unit::Tail)?.slice(decoder.final_norm()));
     rms_norm(device, memory.x.of(tokens), norm, memory.normed.of_mut(tokens))

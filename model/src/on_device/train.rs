@@ -9,6 +9,7 @@
 use std::ops::Range;
 
 use device::ops::attention::Segments;
+use device::ops::delta_rule::DeltaRuns;
 use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use device::ops::routes::GivenSlots;
 use device::ops::rows::{RowGroups, gather_rows, scatter_rows};
@@ -34,6 +35,8 @@ pub struct DeviceTrace<T: Storage> {
     /// Of each rotary embedding.
     angles: Vec<DeviceAngles>,
     segments: Segments,
+    /// The same for layers with a recurrence.
+    runs: Option<DeltaRuns>,
     /// `[T, slots]` the experts that are given to the tokens in all layers.
     given: Option<DeviceBuffer<u16>>,
     layers: Vec<DeviceLayerTrace<T>>,
@@ -110,6 +113,8 @@ impl<T: Storage> DeviceDecoder<T> {
         // Scoring has no backward.
         let windows = if recompute.is_some() { self.windows() } else { Vec::new() };
         let segments = Segments::new(device, pack.segments(), tokens, &windows)?;
+        let taps = self.config.delta_net().map(|spec| spec.taps);
+        let runs = taps.map(|taps| DeltaRuns::new(device, pack.segments(), tokens, taps)).transpose()?;
         let angles = self.angles(pack.positions())?;
         let (ids, asked) = (self.ids(pack.token_ids())?, self.ask(targets)?);
         let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
@@ -128,8 +133,8 @@ impl<T: Storage> DeviceDecoder<T> {
         for index in 0..self.config.num_layers() {
             let weights = weights.unit(Unit::Layer(index))?;
             let given = self.given_in(index, given.as_ref());
-            let layer =
-                DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments, given };
+            let (angles, segments, runs) = (&angles, &segments, runs.as_ref());
+            let layer = DeviceLayer { decoder: self, index, weights, angles, segments, runs, given };
             let (output, kept) = layer.forward(&x, recompute == Some(Recompute::None))?;
             let input = std::mem::replace(&mut x, output);
             if recompute.is_some() {
@@ -143,7 +148,8 @@ impl<T: Storage> DeviceDecoder<T> {
         let norm = self.final_norm_of(weights.unit(Unit::Tail)?.slice(self.final_norm()));
         rms_norm(device, picked.all(), norm, normed.all_mut())?;
         let predictions = self.predictions(weights, &normed, &asked)?;
-        Ok((predictions, DeviceTrace { ids, angles, segments, given, layers, asked, groups, picked, normed }))
+        let trace = DeviceTrace { ids, angles, segments, runs, given, layers, asked, groups, picked, normed };
+        Ok((predictions, trace))
     }
 
     /// Angles of `positions [T]`, of each rotary embedding.
@@ -174,7 +180,7 @@ impl<T: Storage> DeviceDecoder<T> {
         factors: Option<&DeviceFactors<T>>,
     ) -> Result<RouteCounts> {
         let mut gradients = PassGradients { sink: gradients, factors, layout: &self.layout };
-        let DeviceTrace { ids, angles, segments, given, layers, asked, groups, picked, normed } = trace;
+        let DeviceTrace { ids, angles, segments, runs, given, layers, asked, groups, picked, normed } = trace;
         let (device, width) = (&self.activations, self.config.hidden_size);
         assert_eq!(slopes.len() * width, picked.len(), "every prediction has a slope");
         let d_normed = self.predictions_backward(weights, &normed, &asked, slopes, &mut gradients)?;
@@ -200,8 +206,8 @@ impl<T: Storage> DeviceDecoder<T> {
         for (index, DeviceLayerTrace { input, kept }) in layers.into_iter().enumerate().rev() {
             let weights = weights.unit(Unit::Layer(index))?;
             let given = self.given_in(index, given.as_ref());
-            let layer =
-                DeviceLayer { decoder: self, index, weights, angles: &angles, segments: &segments, given };
+            let (angles, segments, runs) = (&angles, &segments, runs.as_ref());
+            let layer = DeviceLayer { decoder: self, index, weights, angles, segments, runs, given };
             let mut unit = gradients.unit(Unit::Layer(index))?;
             d = layer.backward(&input, kept, &d, &mut unit, &mut counts, chunk)?;
             gradients.sink.done(Unit::Layer(index))?;

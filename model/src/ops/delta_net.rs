@@ -16,7 +16,9 @@ use device::ops::attention::Segment;
 use super::causal_convolution::{
     activate, activate_backward, convolve, convolve_backward, kernel_gradient, transposed,
 };
-use super::delta_rule::{DeltaGradients, DeltaTokens, advance, normalize, normalize_backward, reverse};
+use super::delta_rule::{
+    DeltaGradients, DeltaState, DeltaTokens, advance, normalize, normalize_backward, reverse, state_len,
+};
 use super::simd::exp;
 use super::{matrix, unwritten, values};
 use crate::layer::DeltaNetSpec;
@@ -65,7 +67,8 @@ pub(crate) fn packed(
         for [rows, prefix] in &group {
             let mut states = rule.begin(&end);
             let run = TokenRun::new(rule, &inputs, rows, prefix);
-            advance(run.tokens(rule), &mut states, &mut out[rows.start * width..rows.end * width]);
+            let state = DeltaState::of(rule.spec, &mut states);
+            advance(run.tokens(rule), state, &mut out[rows.start * width..rows.end * width]);
             if prefix.is_empty() {
                 end = states;
             }
@@ -93,11 +96,13 @@ pub(crate) fn packed_backward(
     let (inputs, g) = (values(inputs)?, values(g)?);
     for group in &groups {
         let mut d_end = vec![0.0; spec.heads_len()];
-        let mut end = Vec::new();
+        let (zeros, mut end) = (vec![0.0; spec.heads_len()], Vec::new());
         if let ([[whole, _]], true) = (&group[..1], group.len() > 1) {
-            end = rule.begin(&[]);
+            let mut states = rule.begin(&[]);
             let run = TokenRun::new(rule, &inputs, whole, &(0..0));
-            advance(run.tokens(rule), &mut end, &mut unwritten(whole.len() * spec.value_width()));
+            let mut out = unwritten(whole.len() * spec.value_width());
+            advance(run.tokens(rule), DeltaState::of(spec, &mut states), &mut out);
+            end = DeltaState::of(spec, &mut states).folded(spec);
         }
         for [rows, prefix] in &group[1..] {
             let mut d_states = vec![0.0; spec.heads_len()];
@@ -107,7 +112,7 @@ pub(crate) fn packed_backward(
         }
         for [rows, prefix] in &group[..1] {
             let run = TokenRun::new(rule, &inputs, rows, prefix);
-            run.reverse(rule, &rule.begin(&[]), &g, &mut d_end, &mut reverse);
+            run.reverse(rule, &zeros, &g, &mut d_end, &mut reverse);
         }
     }
     Ok(reverse)
@@ -119,7 +124,7 @@ pub(crate) fn resume(rule: DeltaRule<'_>, inputs: &[f32], state: &mut [f32], out
     let (tail, states) = state.split_at_mut(rule.spec.tail_len());
     let rows = inputs.len() / rule.spec.input_width();
     let run = TokenRun::after(rule, tail, inputs, 0..rows);
-    advance(run.tokens(rule), states, out);
+    advance(run.tokens(rule), DeltaState::of(rule.spec, states), out);
     tail.copy_from_slice(&run.seen[run.seen.len() - tail.len()..]);
 }
 
@@ -172,9 +177,9 @@ fn seen(rule: DeltaRule<'_>, inputs: &[f32], rows: &Range<usize>, prefix: &Range
 }
 
 impl DeltaRule<'_> {
-    /// `[value_heads, key_dim, value_dim]` the states that a sequence begins with: those of its prefix, or zeros.
+    /// The states that a sequence begins with: those of its prefix, or zeros.
     fn begin(&self, prefix: &[f32]) -> Vec<f32> {
-        if prefix.is_empty() { vec![0.0; self.spec.heads_len()] } else { prefix.to_vec() }
+        if prefix.is_empty() { vec![0.0; state_len(self.spec)] } else { prefix.to_vec() }
     }
 
     /// Strength and decay `[2 value_heads]` of a token from the inputs of its gates, in place.
@@ -186,18 +191,16 @@ impl DeltaRule<'_> {
         }
     }
 
-    /// Turns the gradients `g [2 value_heads]` of strength and decay, which are `opened`, into those of their inputs `gates`. Returns
-    /// what the token adds to the gradient of the logarithm of the rates in `d_rates [value_heads]`.
+    /// Turns the gradients `g [2 value_heads]` of the strengths, which are `opened`, and of the logarithms of the decays into those of
+    /// their inputs `gates`. Returns what the token adds to the gradient of the logarithm of the rates in `d_rates [value_heads]`.
     fn open_backward(&self, gates: &[f32], opened: &[f32], g: &mut [f32], d_rates: &mut [f32]) {
         let heads = self.spec.value_heads;
         let (strengths, decays) = g.split_at_mut(heads);
         strengths.iter_mut().zip(opened).for_each(|(g, strength)| *g *= strength * (1.0 - strength));
         for (head, (g, d_rate)) in decays.iter_mut().zip(d_rates).enumerate() {
             let x = gates[heads + head] + self.time_bias[head];
-            // Of the exponent.
-            let d_log = *g * opened[heads + head];
-            *d_rate = -d_log * self.rates[head] * softplus(x);
-            *g = -d_log * self.rates[head] * if x > LINEAR { 1.0 } else { sigmoid(x) };
+            *d_rate = -*g * self.rates[head] * softplus(x);
+            *g = -*g * self.rates[head] * if x > LINEAR { 1.0 } else { sigmoid(x) };
         }
     }
 }

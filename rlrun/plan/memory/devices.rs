@@ -5,6 +5,7 @@
 
 mod experts;
 mod latents;
+mod recurrence;
 mod roles;
 
 use std::collections::BTreeSet;
@@ -113,6 +114,7 @@ impl DeviceMemory {
         let size = Size::of(config, recompute, Quantization::None, width(dtype));
         let size = experts::with_experts(size, config, recompute, width(dtype));
         let size = latents::with_latents(size, config, width(dtype));
+        let size = recurrence::with_recurrence(size, config, width(dtype));
         let mut parts = Vec::new();
         if counts.ranks > 0 {
             training(&mut parts, recipe, config, counts, &size, devices);

@@ -7,6 +7,7 @@ use device::ops::rows::{add_bias, column_sums};
 use device::{DeviceBuffer, Matrix, Result, Storage, View, ViewMut};
 
 use super::attention::AttentionActivations;
+use super::delta_net::DeltaNetActivations;
 use super::latent::LatentActivations;
 use super::{DeviceLayer, input_gradient, linear};
 use crate::layer::Operand;
@@ -26,6 +27,7 @@ pub(super) struct MixedActivations<T: Storage> {
 enum MixerActivations<T: Storage> {
     Attention(Box<AttentionActivations<T>>),
     Latent(Box<LatentActivations<T>>),
+    DeltaNet(Box<DeltaNetActivations<T>>),
 }
 
 impl<T: Storage> DeviceLayer<'_, T> {
@@ -36,6 +38,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
             MixerKind::Latent(spec) => {
                 MixerActivations::Latent(Box::new(self.latent_attention(spec, x.all())?))
             }
+            MixerKind::DeltaNet(spec) => MixerActivations::DeltaNet(Box::new(self.delta_net(spec, x.all())?)),
         };
         let mut middle = copied(self.on(), x.all())?;
         let result = self.mixer_result(&mixer)?;
@@ -55,6 +58,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
         match mixer {
             MixerActivations::Attention(kept) => kept.result(self),
             MixerActivations::Latent(kept) => kept.result(self),
+            MixerActivations::DeltaNet(kept) => kept.result(self),
         }
     }
 
@@ -86,6 +90,9 @@ impl<T: Storage> DeviceLayer<'_, T> {
                 self.attention_backward(x.all(), *kept, d_mixed, gradients)?
             }
             MixerActivations::Latent(kept) => self.latent_backward(x.all(), *kept, d_mixed, gradients)?,
+            MixerActivations::DeltaNet(kept) => {
+                self.delta_net_backward(x.all(), *kept, d_mixed, gradients)?
+            }
         };
         let mut d_x = self.on().uninit(x.len())?;
         let norm = &self.ranges()[Operand::AttentionNorm];

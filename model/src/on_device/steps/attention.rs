@@ -44,7 +44,7 @@ impl<T: Storage> StepLayer<'_, T> {
         let numbers = memory.numbers.view(0..sizes.numbers());
         let part = |number: usize| numbers.slice(number * tokens..(number + 1) * tokens);
         write_pages(device, memory.qkv.of(tokens), part(2), decoder.shape, cache.reborrow())?;
-        let table = PageTable { pages: numbers.slice(4 * tokens..numbers.len()), columns };
+        let table = PageTable { pages: numbers.slice(4 * tokens..sizes.paged_numbers()), columns };
         let paged =
             PagedTokens { positions: part(1).slice(0..single), table, sequence_of: part(3).slice(0..single) };
         let heads = decoder.attention_heads(self.index, self.weights);

@@ -3,7 +3,7 @@
 use device::ops::prefill::Chunks;
 use device::{Matrix, Result, Storage, ViewMut};
 
-use super::{StepLayer, StepMemory, StepSizes};
+use super::{StepCache, StepLayer, StepMemory, StepSizes};
 use crate::layer::Operand;
 use crate::on_device::operands::MixerKind;
 
@@ -13,19 +13,23 @@ impl<T: Storage> StepLayer<'_, T> {
         memory: &mut StepMemory<T>,
         sizes: StepSizes,
         chunks: Option<&Chunks>,
-        cache: ViewMut<'_, T>,
+        cache: &mut StepCache<'_, T>,
     ) -> Result<()> {
         let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges(self.index));
         let (tokens, kind) = (sizes.tokens, decoder.mixer_kind(self.index));
         self.normalise(memory, tokens, &ranges[Operand::AttentionNorm])?;
         match kind {
-            MixerKind::Attention => self.attend(memory, sizes, chunks, cache)?,
-            MixerKind::Latent(spec) => self.attend_latents(&spec, memory, sizes, chunks, cache)?,
+            MixerKind::Attention => self.attend(memory, sizes, chunks, cache.pages(decoder, self.index))?,
+            MixerKind::Latent(spec) => {
+                self.attend_latents(&spec, memory, sizes, chunks, cache.pages(decoder, self.index))?;
+            }
+            MixerKind::DeltaNet(spec) => self.recur(&spec, memory, sizes, cache.states)?,
         }
-        let StepMemory { x, result, attended, latents, adapters, .. } = memory;
+        let StepMemory { x, result, attended, latents, recurrence, adapters, .. } = memory;
         let mixed = match kind {
             MixerKind::Attention => attended.of(tokens),
             MixerKind::Latent(_) => latents.narrowed.of(tokens),
+            MixerKind::DeltaNet(_) => recurrence.result.of(tokens),
         };
         let width = ranges[Operand::Output].len() / decoder.config().hidden_size;
         let output = |to: ViewMut<'_, T>, kept: bool| {

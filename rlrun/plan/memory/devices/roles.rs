@@ -8,6 +8,7 @@ use trainer::lora::TargetModule;
 
 use super::super::{
     F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, micro_batch_tokens, of_ranks, product,
+    states,
 };
 use super::{DeviceCounts, HEAD_ROWS, part};
 use crate::recipe::words::{CriticKind, WeightTransport};
@@ -54,7 +55,9 @@ pub(super) fn training(
         parts.push(part("optimizer", what, of_those_here(trained.optimizer)));
     }
     let tokens = micro_batch_tokens(recipe);
-    let kept = product(&[ranks, tokens, size.activations_per_token]);
+    // A recurrence has the states of its backward beside what it has of tokens.
+    let of_states = if config.delta_net().is_some() { product(&[ranks, size.recurrence]) } else { 0 };
+    let kept = product(&[ranks, tokens, size.activations_per_token]).saturating_add(of_states);
     parts.push(part("activations", "a full micro-batch, kept for its backward", kept));
     let logit = [ranks, tokens.min(HEAD_ROWS), config.vocab_size as u64, F32 + width];
     parts.push(part("logits", "of some rows, and their gradients", product(&logit)));
@@ -104,7 +107,8 @@ pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, 
     let factors = Trained::of(recipe, config).adapter;
     let served = stored.map_or(size.weights, |stored| stored.saturating_add(factors));
     let next = if stored.is_some() { factors } else { size.weights };
-    let cache = product(&[samplers, cache_positions(recipe, config), size.cache_per_token]);
+    let pages = product(&[cache_positions(recipe, config), size.cache_per_token]);
+    let cache = product(&[samplers, pages.saturating_add(states(recipe, config))]);
     let logits = product(&[2, F32, recipe.rollout.max_running as u64, config.vocab_size as u64]);
     let per_token = size.layer_per_token.saturating_add(activated(config, size));
     let step = product(&[decoding_rows(recipe), per_token])
@@ -112,7 +116,7 @@ pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, 
         .saturating_add(logits);
     parts.push(part("served", "the version that is sampled from", product(&[samplers, served])));
     parts.push(part("next", "the version that comes in beside the decoding", product(&[samplers, next])));
-    parts.push(part("kv cache", "keys and values of all running sequences", cache));
+    parts.push(part("kv cache", "keys and values of all running sequences, and recurrent states", cache));
     parts.push(part("decoding", "one step of all running sequences", product(&[samplers, step])));
 }
 
