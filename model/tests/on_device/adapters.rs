@@ -43,9 +43,10 @@ fn factors(
     Arc::new(factors)
 }
 
-/// Whether a matrix can have factors in PEFT.
+/// Whether a matrix can have factors: one of PEFT's, but not of a recurrence.
 fn is_target(name: &str) -> bool {
-    name.contains("_proj") || name.contains("embed_tokens") || name.contains("lm_head")
+    let is_named = name.contains("_proj") || name.contains("embed_tokens") || name.contains("lm_head");
+    is_named && !name.contains("linear_attn.")
 }
 
 /// One of every target, and one of a higher rank that leaves out some of them.
