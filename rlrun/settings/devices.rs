@@ -72,13 +72,12 @@ impl Recipe {
             None => vec![rollout; samplers.min(MAX_RANKS)],
         };
         let reference = trainer.first().copied().flatten();
-        let on_device = placement.optimizer == OptimizerHome::Device
-            && trainer.iter().any(Option::is_some)
-            && self.trainer.optimizer == OptimizerKind::Adamw
-            && self.lora.is_none();
+        let on_device = placement.optimizer == OptimizerHome::Device && trainer.iter().any(Option::is_some);
         let meets = on_device
             && trainer.len() > 1
             && self.collective() != CollectivePlace::Host
+            && self.trainer.optimizer == OptimizerKind::Adamw
+            && self.lora.is_none()
             && self.trainer.router_correction_rate == 0.0
             && reach_each_other(&trainer, self.trainer.ranks);
         let optimizer_on_device = on_device && (trainer.len() == 1 || meets);
