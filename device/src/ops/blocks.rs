@@ -124,7 +124,7 @@ pub struct BlockTable {
 }
 
 impl BlockTable {
-    /// Those `tensors`, whose factors have `rank`.
+    /// Those `tensors`, each `[rows, columns]`, whose factors have `rank`.
     ///
     /// # Errors
     /// If device memory is full.

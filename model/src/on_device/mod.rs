@@ -5,7 +5,8 @@
 //! they can be on one device or gathered from several.
 //!
 //! # Layout
-//! - `units`: sources of weights and sinks of gradients; `stored`: weights that stay in quantised blocks; `factors`: the gradients of a unit, or of the low-rank factors of its weights
+//! - `units`: sources of weights and sinks of gradients; `stored`: weights that stay in quantised blocks; `factors`: the gradients of
+//!   a unit, or of the low-rank factors of its weights
 //! - `operands`: norms, heads and angles as kernels take them
 //! - `layer`: one layer, forward and backward, its halves in `layer::mixer` and `layer::feed_forward`; `head`: the heads
 //! - `experts`: the router and the experts of a layer

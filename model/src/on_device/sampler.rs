@@ -47,14 +47,14 @@ pub enum StagedWeights {
 
 /// The weights that a sampler computes with.
 #[derive(Debug)]
-pub(super) enum SamplerWeights<T: Storage> {
+pub(super) enum DecodeWeights<T: Storage> {
     /// All of them.
     Flat(FlatWeights<T>),
     /// A base that stays quantised, and factors.
     Stored(Box<StoredWeights<T>>),
 }
 
-impl<T: Storage> SamplerWeights<T> {
+impl<T: Storage> DecodeWeights<T> {
     /// A number that no other weights have while these are there.
     pub(super) fn id(&self) -> u64 {
         match self {
@@ -72,7 +72,7 @@ impl<T: Storage> SamplerWeights<T> {
     }
 }
 
-impl<T: Storage> UnitWeights<T> for SamplerWeights<T> {
+impl<T: Storage> UnitWeights<T> for DecodeWeights<T> {
     fn unit(&mut self, unit: Unit) -> Result<View<'_, T>> {
         match self {
             Self::Flat(weights) => weights.unit(unit),
@@ -146,11 +146,11 @@ impl DeviceSampler {
         let layout = Arc::new(Layout::new(config));
         let inner = match weights {
             StagedWeights::F32(buffer) => {
-                let weights = SamplerWeights::Flat(FlatWeights::of(buffer, &layout));
+                let weights = DecodeWeights::Flat(FlatWeights::of(buffer, &layout));
                 AnySampler::F32(TypedSampler::new(device, config, &layout, weights)?)
             }
             StagedWeights::Bf16(buffer) => {
-                let weights = SamplerWeights::Flat(FlatWeights::of(buffer, &layout));
+                let weights = DecodeWeights::Flat(FlatWeights::of(buffer, &layout));
                 AnySampler::Bf16(TypedSampler::new(device, config, &layout, weights)?)
             }
             StagedWeights::Factors(_) => return Err(misplaced(device, weights.kind(), "no base")),
@@ -167,11 +167,11 @@ impl DeviceSampler {
         let (config, layout) = (base.config(), base.layout());
         let inner = match dtype {
             DeviceDtype::F32 => {
-                let weights = SamplerWeights::Stored(Box::new(StoredWeights::new(device, base, factors)?));
+                let weights = DecodeWeights::Stored(Box::new(StoredWeights::new(device, base, factors)?));
                 AnySampler::F32(TypedSampler::new(device, config, layout, weights)?)
             }
             DeviceDtype::Bf16 => {
-                let weights = SamplerWeights::Stored(Box::new(StoredWeights::new(device, base, factors)?));
+                let weights = DecodeWeights::Stored(Box::new(StoredWeights::new(device, base, factors)?));
                 AnySampler::Bf16(TypedSampler::new(device, config, layout, weights)?)
             }
         };
@@ -283,7 +283,7 @@ fn misplaced(device: &Device, new: &str, old: &str) -> DeviceError {
 #[derive(Debug)]
 struct TypedSampler<T: Storage> {
     decoder: DeviceDecoder<T>,
-    weights: SamplerWeights<T>,
+    weights: DecodeWeights<T>,
     adapters: Option<DeviceAdapters<T>>,
     /// `[attention layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
     cache: Option<DeviceBuffer<T>>,
@@ -299,7 +299,7 @@ impl<T: Storage> TypedSampler<T> {
         device: &Device,
         config: &Config,
         layout: &Arc<Layout>,
-        weights: SamplerWeights<T>,
+        weights: DecodeWeights<T>,
     ) -> Result<Self> {
         let decoder = DeviceDecoder::new(device, config, layout, Recompute::None)?;
         Ok(Self {
@@ -337,10 +337,10 @@ impl<T: Storage> TypedSampler<T> {
     fn swap(&mut self, weights: DeviceBuffer<T>) -> Result<DeviceBuffer<T>> {
         let layout = Arc::clone(self.decoder.layout());
         match &mut self.weights {
-            SamplerWeights::Flat(old) => {
+            DecodeWeights::Flat(old) => {
                 Ok(std::mem::replace(old, FlatWeights::of(weights, &layout)).into_buffer())
             }
-            SamplerWeights::Stored(_) => {
+            DecodeWeights::Stored(_) => {
                 Err(misplaced(self.decoder.device(), "whole weights", "a base that stays quantised"))
             }
         }
@@ -348,8 +348,8 @@ impl<T: Storage> TypedSampler<T> {
 
     fn change_factors(&mut self, factors: View<'_, f32>) -> Result<()> {
         match &mut self.weights {
-            SamplerWeights::Stored(weights) => weights.copy_factors(factors),
-            SamplerWeights::Flat(_) => Err(misplaced(self.decoder.device(), "factors", "whole weights")),
+            DecodeWeights::Stored(weights) => weights.copy_factors(factors),
+            DecodeWeights::Flat(_) => Err(misplaced(self.decoder.device(), "factors", "whole weights")),
         }
     }
 

@@ -32,7 +32,7 @@ use self::linear::{AdapterMemory, wanted_adapters};
 use super::DeviceDecoder;
 use super::adapters::DeviceAdapters;
 use super::operands::{DeviceAngles, multiply_embedded};
-use super::sampler::SamplerWeights;
+use super::sampler::DecodeWeights;
 use super::units::UnitWeights;
 use crate::layer::Operand;
 use crate::{KvCache, StepSequence, Unit};
@@ -213,7 +213,7 @@ impl<T: Storage> RecordedSteps<T> {
     pub(super) fn run(
         &mut self,
         network: AdaptedDecoder<'_, T>,
-        weights: &mut SamplerWeights<T>,
+        weights: &mut DecodeWeights<T>,
         cache: &mut StepCache<'_, T>,
         sequences: &[StepSequence<'_>],
         slots: &[u32],
@@ -439,7 +439,7 @@ struct StepLayer<'a, T: Storage> {
 /// The network up to the final norm, on the inputs in `memory`. Launches kernels and does not synchronise.
 fn layers<T: Storage>(
     network: AdaptedDecoder<'_, T>,
-    weights: &mut SamplerWeights<T>,
+    weights: &mut DecodeWeights<T>,
     cache: &mut StepCache<'_, T>,
     memory: &mut StepMemory<T>,
     sizes: StepSizes,

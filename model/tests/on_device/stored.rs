@@ -139,7 +139,9 @@ fn a_sampler_serves_new_factors_from_the_next_step_on() {
     sampler.swap(StagedWeights::Factors(factors)).unwrap();
     let after = sampled(&mut sampler, config);
     assert_near(&after, &expected(&second, config));
-    assert!(before.iter().zip(&after).any(|(before, after)| (before.1 - after.1).abs() > 1e-2));
+    // Logits of such factors leave one token nearly all of the probability.
+    let changed = before.iter().zip(&after).any(|(before, after)| before.0 != after.0);
+    assert!(changed, "{before:?}, and {after:?}");
     let whole = StagedWeights::upload(&device, DeviceDtype::F32, &golden.parameters).unwrap();
     let error = sampler.swap(whole).unwrap_err().to_string();
     assert!(error.contains("stays quantised"), "{error}");

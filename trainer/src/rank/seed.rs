@@ -102,7 +102,7 @@ impl LearnerSeed {
                 RankWeights::Own(member.weights.pack(member.rank, parameters.values()))
             }
             StateWeights::Whole(parameters) => RankWeights::Whole(Parameters::clone(parameters).into()),
-            // Nobody changes it.
+            // It never changes.
             StateWeights::Quantized(base) => RankWeights::Whole(StateWeights::Quantized(Arc::clone(base))),
         };
         let optimizer = self.optimizer.as_ref().map(|optimizer| optimizer.cut(member.fragments()));
