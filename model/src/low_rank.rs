@@ -78,10 +78,10 @@ impl LowRank {
         &mut self.values
     }
 
-    /// The factors of the weight that begins at `start` in the flat parameters, if it has some.
-    pub(crate) fn pair_of(&self, start: usize) -> Option<&FactorPair> {
-        let index = self.pairs.binary_search_by_key(&start, |pair| pair.weight.start).ok()?;
-        Some(&self.pairs[index])
+    /// The factors of the weight that has the value `place` of the flat parameters, if it has some.
+    pub(crate) fn pair_of(&self, place: usize) -> Option<&FactorPair> {
+        let after = self.pairs.partition_point(|pair| pair.weight.start <= place);
+        self.pairs[..after].last().filter(|pair| pair.weight.contains(&place))
     }
 
     /// Rank of every pair.

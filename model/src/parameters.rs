@@ -12,9 +12,10 @@ use std::sync::Arc;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
+use crate::adapted_matrix::FusedRows;
 use crate::file_tensors::{FilePart, FileTensor, FusedTensor, matrix_shape};
 use crate::layer::{LayerRanges, LayerTensor, Operand, ROUTER_CORRECTION};
-use crate::{Config, Head, ModelError};
+use crate::{Config, Head, ModelError, TargetModule};
 
 /// The name of the value head in files: that of transformers' sequence classifiers.
 const VALUE_HEAD: &str = "score.weight";
@@ -60,6 +61,8 @@ pub struct ParameterSpec {
     pub offset: usize,
     /// Whether it is no weight of the loss: it has no gradient, and no optimizer updates it.
     pub frozen: bool,
+    /// The matrix of files that it is some rows of, where adapters are of that matrix.
+    pub(crate) fused: Option<FusedRows>,
 }
 
 impl Parameters {
@@ -272,8 +275,12 @@ impl Layout {
                 None => self.push(name(of_layer), shape),
                 Some(FusedTensor { name: of_file, shape: file_shape, place }) => {
                     let part = FilePart { offset: self.len, shape: matrix_shape(shape), place: *place };
-                    self.push_part(name(of_file), file_shape, part);
-                    self.push_spec(name(of_layer), shape);
+                    let whole = name(of_file);
+                    self.push_part(whole.clone(), file_shape, part);
+                    let spec = self.push_spec(name(of_layer), shape);
+                    if TargetModule::of_weight(&whole).is_some() {
+                        spec.fused = Some(FusedRows { name: whole, place: *place });
+                    }
                 }
             }
         }
@@ -295,16 +302,24 @@ impl Layout {
         }
     }
 
-    fn push_spec(&mut self, name: String, shape: &[usize]) {
+    fn push_spec(&mut self, name: String, shape: &[usize]) -> &mut ParameterSpec {
         let frozen = name.ends_with(ROUTER_CORRECTION);
-        let spec = ParameterSpec { name: name.clone(), shape: shape.to_vec(), offset: self.len, frozen };
+        let spec = ParameterSpec { frozen, ..ParameterSpec::new(name.clone(), shape, self.len) };
         self.len += spec.len();
-        self.by_name.insert(name, self.specs.len());
+        let place = self.specs.len();
+        self.by_name.insert(name, place);
         self.specs.push(spec);
+        &mut self.specs[place]
     }
 }
 
 impl ParameterSpec {
+    /// A tensor that is trained, at `offset` of a flat buffer.
+    #[must_use]
+    pub fn new(name: String, shape: &[usize], offset: usize) -> Self {
+        Self { name, shape: shape.to_vec(), offset, frozen: false, fused: None }
+    }
+
     /// Number of values.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "sizes of zero are refused with the config")]

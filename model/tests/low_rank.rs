@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use model::{
-    Config, Decoder, FactorPair, GradientSink, Gradients, Layout, LowRank, Recompute, SharedCores,
-    ThreadPool, Unit,
+    AdaptedMatrix, Config, Decoder, FactorPair, GradientSink, Gradients, Layout, LowRank, Recompute,
+    SharedCores, TargetModule, ThreadPool, Unit,
 };
 
 use crate::common::{Golden, MODELS, bits};
@@ -42,16 +42,15 @@ impl GradientSink for OfFactors {
 pub(crate) fn factors_of(config: &Config, layout: &Layout) -> LowRank {
     let mut len = 0;
     let mut pairs = Vec::new();
-    for spec in layout.specs() {
-        let is_embedding = spec.name == "model.embed_tokens.weight";
-        let [rows, columns] = spec.shape[..] else { continue };
+    for AdaptedMatrix { module, weight, rows, columns, .. } in AdaptedMatrix::all(layout.specs()) {
+        let is_embedding = module == Some(TargetModule::EmbedTokens);
         if is_embedding && config.tie_word_embeddings {
             continue;
         }
         let (a, b) = if is_embedding { (rows, columns) } else { (columns, rows) };
         let (a, b) = (len..len + RANK * a, len + RANK * a..len + RANK * (a + b));
         len = b.end;
-        pairs.push(FactorPair { weight: spec.range(), a, b, rows, columns, is_embedding });
+        pairs.push(FactorPair { weight, a, b, rows, columns, is_embedding });
     }
     let mut factors = LowRank::zeros(RANK, 0.5, pairs);
     let values = factors.values_mut().iter_mut().enumerate();

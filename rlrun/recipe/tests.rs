@@ -196,6 +196,10 @@ fn layers_of_an_adapter_are_known_and_named_once() {
     let lora = |modules: &str| format!("{MINIMAL}[lora]\ntarget_modules = {modules}\n");
     let shown = Case::new(&lora("[\"q_proj\", \"up_proj\", \"q_proj\"]")).errors(&[], &[]);
     assert!(shown.contains("`lora.target_modules` names \"q_proj\" twice"), "{shown}");
+    let of_recurrence = "[\"in_proj_qkvz\", \"in_proj_ba\", \"in_proj_qkv\", \"in_proj_z\", \"in_proj_b\", \"in_proj_a\", \"out_proj\"]";
+    let (recipe, _) = Case::new(&lora(of_recurrence)).load(&[], &[]).unwrap();
+    let names: Vec<&str> = recipe.lora.unwrap().target_modules.iter().map(|module| module.as_str()).collect();
+    assert_eq!(format!("{names:?}"), of_recurrence);
     let shown = Case::new(&lora("[\"q_prj\"]")).errors(&[], &[]);
     assert!(shown.contains("did you mean \"q_proj\"?"), "{shown}");
     let shown = Case::new(&format!("{MINIMAL}[lora]\nlora_alpha = 8\n")).errors(&[], &[]);

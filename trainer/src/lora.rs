@@ -6,8 +6,8 @@
 //!
 //! The network computes with the merged `W`, so sampling, scoring and the forward pass are those of a full model. The backward
 //! pass forms the gradients of `A` and `B` and no gradient of `W` ([`model::low_rank`]); a device forms that of the experts of a
-//! layer, which is projected on the factors. All linear layers of the blocks can have an adapter, those of every expert too, and so can the
-//! embedding and the head of models that do not tie them.
+//! layer, which is projected on the factors. All linear layers of the blocks can have an adapter, those of every expert and of
+//! recurrences too, and so can the embedding and the head of models that do not tie them.
 //!
 //! Invariant: merged weights are computed from the frozen `W0`, never from merged ones, so they are a function of `W0`,
 //! `A` and `B` and do not drift. Only `A` and `B` have gradients and an optimizer state.
@@ -19,7 +19,8 @@ use std::sync::Arc;
 pub use model::TargetModule;
 use model::parameters::fill_normal;
 use model::{
-    FactorPair, FrozenParameters, Layout, LowRank, ParameterSpec, Parameters, ThreadPool, atomic, manifest,
+    AdaptedMatrix, FactorPair, FrozenParameters, Layout, LowRank, ParameterSpec, Parameters, ThreadPool,
+    atomic, manifest,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -50,6 +51,8 @@ pub struct Adapter {
     specs: Vec<ParameterSpec>,
     /// `W0` of every adapted weight, concatenated.
     base: Vec<f32>,
+    /// Of every adapted weight, for each row of `B` its row in files; `None` if it is the same.
+    file_rows: Vec<Option<Vec<usize>>>,
 }
 
 /// Copies an adapter from a checkpoint to a new directory. `base` becomes PEFT's `base_model_name_or_path`: a directory
@@ -88,12 +91,12 @@ impl LoraConfig {
     /// If embedding and head are one tensor and one of them is named, or the model has none of the layers.
     pub fn check(&self, specs: &[ParameterSpec]) -> Result<(), TrainerError> {
         let ends = [TargetModule::EmbedTokens, TargetModule::LmHead];
-        let is_tied = specs.iter().all(|spec| TargetModule::of_weight(&spec.name) != Some(ends[1]));
+        let is_tied = AdaptedMatrix::all(specs).all(|matrix| matrix.module != Some(ends[1]));
         match ends.into_iter().find(|end| is_tied && self.target_modules.contains(end)) {
             Some(module) => Err(TrainerError::TiedTarget { module: module.as_str() }),
             None if self.targets(specs).next().is_none() => {
                 let mut there: Vec<&str> = Vec::new();
-                for module in specs.iter().filter_map(|spec| TargetModule::of_weight(&spec.name)) {
+                for module in AdaptedMatrix::all(specs).filter_map(|matrix| matrix.module) {
                     let possible = !is_tied || !ends.contains(&module);
                     if possible && !there.contains(&module.as_str()) {
                         there.push(module.as_str());
@@ -110,39 +113,36 @@ impl LoraConfig {
     #[must_use]
     pub fn shapes(&self, specs: &[ParameterSpec]) -> (Vec<ParameterSpec>, usize) {
         let (mut matrices, mut len, mut frozen) = (Vec::new(), 0, 0);
-        for (spec, rows, columns) in self.targets(specs) {
-            let module = spec.name.strip_suffix(".weight").unwrap_or(&spec.name);
+        for matrix in self.targets(specs) {
+            let AdaptedMatrix { name, rows, columns, .. } = matrix;
+            let module = name.strip_suffix(".weight").unwrap_or(name);
             // PEFT keeps the factors of an embedding as parameters and not as layers.
-            let (before, after, [a, b]) = match is_embedding(spec) {
+            let (before, after, [a, b]) = match is_embedding(&matrix) {
                 true => ("embedding_", "", [[self.rank, rows], [columns, self.rank]]),
                 false => ("", ".weight", [[self.rank, columns], [rows, self.rank]]),
             };
             for (which, shape) in [('A', a), ('B', b)] {
                 let name = format!("base_model.model.{module}.lora_{before}{which}{after}");
-                matrices.push(ParameterSpec { name, shape: shape.to_vec(), offset: len, frozen: false });
+                matrices.push(ParameterSpec::new(name, &shape, len));
                 len = shape.into_iter().fold(1, usize::saturating_mul).saturating_add(len);
             }
-            frozen += spec.len();
+            frozen += matrix.weight.len();
         }
         (matrices, frozen)
     }
 
-    /// The adapted weights among `specs`, each with rows and columns.
-    fn targets<'a>(
-        &'a self,
-        specs: &'a [ParameterSpec],
-    ) -> impl Iterator<Item = (&'a ParameterSpec, usize, usize)> {
-        specs.iter().filter_map(|spec| {
-            let module = TargetModule::of_weight(&spec.name)?;
-            let [rows, columns] = spec.shape[..] else { return None };
-            self.target_modules.contains(&module).then_some((spec, rows, columns))
-        })
+    /// The adapted weights among `specs`.
+    fn targets<'a>(&'a self, specs: &'a [ParameterSpec]) -> impl Iterator<Item = AdaptedMatrix<'a>> {
+        let is_adapted = move |matrix: &AdaptedMatrix<'_>| {
+            matrix.module.is_some_and(|module| self.target_modules.contains(&module))
+        };
+        AdaptedMatrix::all(specs).filter(is_adapted)
     }
 }
 
 /// Whether a weight is the table of the embedding, whose rows are looked up.
-fn is_embedding(spec: &ParameterSpec) -> bool {
-    TargetModule::of_weight(&spec.name) == Some(TargetModule::EmbedTokens)
+fn is_embedding(matrix: &AdaptedMatrix<'_>) -> bool {
+    matrix.module == Some(TargetModule::EmbedTokens)
 }
 
 impl Adapter {
@@ -186,8 +186,7 @@ impl Adapter {
     pub fn open(dir: &Path, config: &LoraConfig, base: &Parameters) -> Result<Self, TrainerError> {
         config.check(base.layout().specs())?;
         let mut adapter = Self::zeros(config.clone(), base);
-        let values = Arc::make_mut(&mut adapter.factors).values_mut();
-        lora_files::read(dir, config, base.layout(), Some(base), (&adapter.specs, values))?;
+        lora_files::read(dir, config, base.layout(), Some(base), &mut adapter)?;
         Ok(adapter)
     }
 
@@ -203,8 +202,7 @@ impl Adapter {
     fn read(dir: &Path, config: &LoraConfig, layout: &Layout) -> Result<Self, TrainerError> {
         config.check(layout.specs())?;
         let mut adapter = Self::skeleton(config.clone(), layout.specs());
-        let values = Arc::make_mut(&mut adapter.factors).values_mut();
-        lora_files::read(dir, config, layout, None, (&adapter.specs, values))?;
+        lora_files::read(dir, config, layout, None, &mut adapter)?;
         Ok(adapter)
     }
 
@@ -318,21 +316,22 @@ impl Adapter {
     /// An adapter of zeros without frozen weights, for a model with tensors `tensors`.
     pub(crate) fn skeleton(config: LoraConfig, tensors: &[ParameterSpec]) -> Self {
         let (specs, _) = config.shapes(tensors);
-        let pair =
-            |((weight, rows, columns), matrices): ((&ParameterSpec, usize, usize), &[ParameterSpec])| {
-                let (a, b) = (matrices[0].range(), matrices[1].range());
-                FactorPair { weight: weight.range(), a, b, rows, columns, is_embedding: is_embedding(weight) }
-            };
+        let pair = |(matrix, factors): (AdaptedMatrix<'_>, &[ParameterSpec])| {
+            let (a, b, is_embedding) = (factors[0].range(), factors[1].range(), is_embedding(&matrix));
+            let AdaptedMatrix { weight, rows, columns, .. } = matrix;
+            FactorPair { weight, a, b, rows, columns, is_embedding }
+        };
         let pairs = config.targets(tensors).zip(specs.chunks_exact(2)).map(pair).collect();
         let factors = Arc::new(LowRank::zeros(config.rank, config.scale(), pairs));
-        Self { config, factors, specs, base: Vec::new() }
+        let file_rows = config.targets(tensors).map(|matrix| matrix.file_rows()).collect();
+        Self { config, factors, specs, base: Vec::new(), file_rows }
     }
 
     /// A copy without the frozen weights: enough to write its files.
     pub(crate) fn without_base(&self) -> Self {
-        let Self { config, factors, specs, base: _ } = self;
+        let Self { config, factors, specs, base: _, file_rows } = self;
         let (config, factors, specs) = (config.clone(), Arc::clone(factors), specs.clone());
-        Self { config, factors, specs, base: Vec::new() }
+        Self { config, factors, specs, base: Vec::new(), file_rows: file_rows.clone() }
     }
 
     /// Number of values, and number of frozen weights.
@@ -345,6 +344,12 @@ impl Adapter {
         debug_assert!(base.is_empty() || self.lengths() == (values.len(), base.len()), "of another adapter");
         self.values_mut().copy_from_slice(values);
         self.base = base;
+    }
+
+    /// For each row of the matrix of [`Self::specs`] with this index its row in files; `None` if it is the same.
+    pub(crate) fn file_rows(&self, index: usize) -> Option<&[usize]> {
+        let is_output = index % 2 == 1;
+        self.file_rows[index / 2].as_deref().filter(|_| is_output)
     }
 
     /// The frozen weights, concatenated.

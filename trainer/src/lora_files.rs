@@ -3,6 +3,7 @@
 //! Invariant: a written adapter loads in PEFT and in rlrun. An adapter with features that rlrun does not implement is
 //! refused.
 
+use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -83,11 +84,20 @@ pub(crate) fn fill(dir: &Path, adapter: &Adapter, base: &str) -> Result<(), Mode
     let path = dir.join(CONFIG);
     let text = serde_json::to_vec_pretty(&config).unwrap_or_default();
     fs::write(&path, text).map_err(error(&path))?;
-    let tensor = |spec: &ParameterSpec| {
+    let in_order = |(index, spec): (usize, &ParameterSpec)| -> Cow<'_, [f32]> {
         let values = &adapter.values()[spec.range()];
+        let Some(rows) = adapter.file_rows(index) else { return values.into() };
+        let mut of_file = vec![0.0; values.len()];
+        for (row, values) in rows.iter().zip(values.chunks_exact(*rank)) {
+            of_file[row * rank..][..*rank].copy_from_slice(values);
+        }
+        of_file.into()
+    };
+    let values: Vec<_> = adapter.specs().iter().enumerate().map(in_order).collect();
+    let tensor = |(spec, values): (&ParameterSpec, _)| {
         (spec.name.clone(), StoredTensor::new(&spec.shape, Numbers::F32(values)))
     };
-    let tensors = adapter.specs().iter().map(tensor).collect();
+    let tensors = adapter.specs().iter().zip(values.iter().map(AsRef::as_ref)).map(tensor).collect();
     let path = dir.join(WEIGHTS);
     // transformers and PEFT require this entry.
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
@@ -143,24 +153,37 @@ fn file(dir: &Path, name: &str, limit: u64) -> Result<(PathBuf, Vec<u8>), Traine
     }
 }
 
-/// Reads the matrices of an adapter of a model of `layout`: `specs`, which are contiguous in `values [n]`. `base` are its weights,
-/// if it has them in f32.
+/// Reads the values of `adapter`, which is of a model of `layout`. `base` are its weights, if it has them in f32.
 pub(crate) fn read(
     dir: &Path,
     expected: &LoraConfig,
     layout: &Layout,
     base: Option<&Parameters>,
-    (specs, values): (&[ParameterSpec], &mut [f32]),
+    adapter: &mut Adapter,
 ) -> Result<(), TrainerError> {
     manifest::check(dir)?;
     let (path, bytes) = file(dir, CONFIG, files::MAX_JSON_BYTES)?;
     check_config(&bytes, expected).map_err(|reason| TrainerError::Adapter { path, reason })?;
     // The size of f32 values plus a header. PEFT adds both ends of the model if one of them is adapted.
     let ends = layout.specs().iter().filter(|spec| is_end(spec)).map(ParameterSpec::len);
-    let weights = 4 * (values.len() + ends.sum::<usize>()) as u64;
+    let weights = 4 * (adapter.values().len() + ends.sum::<usize>()) as u64;
     let (path, bytes) = file(dir, WEIGHTS, weights + files::MAX_JSON_BYTES)?;
     let base = FrozenEnds { layout, values: base };
-    read_weights(&bytes, &base, specs, values).map_err(|reason| TrainerError::Adapter { path, reason })
+    let (specs, values) = adapter.parts_mut();
+    read_weights(&bytes, &base, specs, values).map_err(|reason| TrainerError::Adapter { path, reason })?;
+    reorder(adapter);
+    Ok(())
+}
+
+/// Puts the rows of all matrices, which are in the order of files, in the order of the layout.
+fn reorder(adapter: &mut Adapter) {
+    for index in 0..adapter.specs().len() {
+        let Some(rows) = adapter.file_rows(index).map(<[usize]>::to_vec) else { continue };
+        let (rank, range) = (adapter.config().rank, adapter.specs()[index].range());
+        let of_file = adapter.values()[range.clone()].to_vec();
+        let own = adapter.values_mut()[range].chunks_exact_mut(rank);
+        own.zip(rows).for_each(|(own, row)| own.copy_from_slice(&of_file[row * rank..][..rank]));
+    }
 }
 
 /// Checks that the config describes plain LoRA with the settings `expected`.

@@ -187,11 +187,9 @@ fn every_target() -> Vec<TargetModule> {
     [&TargetModule::BLOCK[..], &[TargetModule::EmbedTokens, TargetModule::LmHead]].concat()
 }
 
-/// An adapter of every layer, embedding and head too, that PEFT has written: its logits, and the gradient of every factor.
-#[test]
-fn an_adapter_of_peft_has_its_logits_and_gradients() {
-    let golden = PeftGolden::open("adapter", "llama", every_target());
-    let PeftGolden { directory: peft, config, base, adapter, tokens, .. } = &golden;
+/// Checks the logits of an adapter that PEFT has written, and the gradient of every factor.
+fn assert_logits_and_gradients(golden: &PeftGolden) {
+    let PeftGolden { base, adapter, tokens, .. } = golden;
     let decoder = golden.decoder();
     let rows: Vec<usize> = (0..tokens.len() - 1).collect();
     let target = |row: &usize| Target { token: tokens[row + 1], temperature: 1.0, kept: None };
@@ -204,18 +202,56 @@ fn an_adapter_of_peft_has_its_logits_and_gradients() {
     let mut found = FactorGradients { adapter, base, values };
     let decoder = decoder.adapting(Arc::clone(adapter.factors()));
     decoder.train(&golden.pack(), trained, &mut slopes, &mut found, &ThreadPool::single()).unwrap();
+    // Rows of files may have another order.
+    let (files, mut of_gradients) = (tempfile::tempdir().unwrap(), adapter.clone());
+    of_gradients.values_mut().copy_from_slice(&found.values);
+    of_gradients.save(&files.path().join("gradients"), "").unwrap();
+    let gradients = std::fs::read(files.path().join("gradients/adapter_model.safetensors")).unwrap();
+    let gradients = SafeTensors::deserialize(&gradients).unwrap();
     let norm = |values: &[f32]| values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     for spec in adapter.specs() {
         let theirs = floats(&golden.file(), &format!("grad.{}", spec.name));
-        let off: Vec<f32> = found.values[spec.range()].iter().zip(&theirs).map(|(a, b)| a - b).collect();
+        let found = floats(&gradients, &spec.name);
+        let off: Vec<f32> = found.iter().zip(&theirs).map(|(a, b)| a - b).collect();
         let (error, scale) = (norm(&off), norm(&theirs));
         assert!(scale > 0.0 && error <= 1e-3 * scale, "{}: off by {error} of {scale}", spec.name);
     }
+}
 
+/// An adapter of every layer, embedding and head too.
+#[test]
+fn an_adapter_of_peft_has_its_logits_and_gradients() {
+    let golden = PeftGolden::open("adapter", "llama", every_target());
+    assert_logits_and_gradients(&golden);
+    let PeftGolden { directory: peft, config, adapter, .. } = &golden;
     // PEFT has written both ends beside the factors. Another base model has other ones.
     let other = Parameters::random(config, 1);
     let message = Adapter::open(peft, adapter.config(), &other).unwrap_err().to_string();
     assert!(message.contains("base_layer.weight is not that of the base model"), "{message}");
+}
+
+/// Adapters of the projections of a recurrence, whose rows files have in another order, are read and written as PEFT has them.
+#[test]
+fn an_adapter_of_a_recurrence_has_the_logits_and_gradients_of_peft() {
+    use TargetModule::{InProjA, InProjB, InProjBa, InProjQkv, InProjQkvz, InProjZ, OutProj};
+    for (model, targets) in [
+        ("qwen3_5", vec![InProjQkv, InProjZ, InProjB, InProjA, OutProj]),
+        ("qwen3_next", vec![InProjQkvz, InProjBa, OutProj]),
+    ] {
+        let golden = PeftGolden::open(&format!("adapter_{model}"), model, targets);
+        assert_logits_and_gradients(&golden);
+        let files = tempfile::tempdir().unwrap();
+        let again = files.path().join("again");
+        golden.adapter.save(&again, model).unwrap();
+        let [theirs, own] = [&golden.directory, &again]
+            .map(|directory| std::fs::read(directory.join("adapter_model.safetensors")).unwrap());
+        let [theirs, own] = [&theirs, &own].map(|bytes| SafeTensors::deserialize(bytes).unwrap());
+        assert_eq!(own.len(), theirs.len(), "{model}");
+        for (name, tensor) in theirs.iter() {
+            let own = own.tensor(name).unwrap();
+            assert!(own.shape() == tensor.shape() && own.data() == tensor.data(), "{model}: {name}");
+        }
+    }
 }
 
 /// Neither gradients nor optimizer have memory for frozen weights.

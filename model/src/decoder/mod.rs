@@ -34,7 +34,9 @@ use crate::ops::heads::{Angles, Frequencies, HeadShape};
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::residual::multiple;
 use crate::ops::{embedding, matrix, values};
-use crate::{Config, FrozenParameters, Head, Layout, Parameters, Reduction, Rotary, ThreadPool, Unit};
+use crate::{
+    AdaptedMatrix, Config, FrozenParameters, Head, Layout, Parameters, Reduction, Rotary, ThreadPool, Unit,
+};
 use block::TransformerBlock;
 pub use cache::KvCache;
 pub use decode::StepSequence;
@@ -258,10 +260,10 @@ impl Decoder {
 
     /// Adds `factors` of the tokens with `adapter`.
     fn adapt(&mut self, adapter: Option<usize>, factors: &Arc<LowRank>) {
-        let specs = self.layout.specs();
+        let matrices: Vec<_> = AdaptedMatrix::all(self.layout.specs()).map(|matrix| matrix.weight).collect();
         let fits = |pair: &FactorPair| {
-            let place = specs.binary_search_by_key(&pair.weight.start, |spec| spec.offset);
-            place.is_ok_and(|place| specs[place].range() == pair.weight)
+            let place = matrices.binary_search_by_key(&pair.weight.start, |weight| weight.start);
+            place.is_ok_and(|place| matrices[place] == pair.weight)
         };
         assert!(factors.pairs().iter().all(fits), "the adapter is of this model");
         self.change_linears(&mut |linear| linear.adapt(adapter, factors));

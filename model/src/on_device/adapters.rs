@@ -15,15 +15,16 @@ use device::{DeviceBuffer, DeviceError, Result, Storage};
 use super::DeviceDecoder;
 use super::units::upload_as;
 use crate::layer::Operand;
-use crate::{Config, FactorPair, Layout, LowRank, Unit};
+use crate::{AdaptedMatrix, Config, FactorPair, Layout, LowRank, Unit};
 
 /// Linear operations of a layer that can have factors.
-const OPERANDS: [Operand; 10] = [
+const OPERANDS: [Operand; 11] = [
     Operand::Qkv,
     Operand::QueryDown,
     Operand::QueryUp,
     Operand::KeyDown,
     Operand::KeyUp,
+    Operand::DeltaGates,
     Operand::Output,
     Operand::GateUp,
     Operand::Down,
@@ -64,7 +65,7 @@ struct LinearWeight<'a> {
     place: Range<usize>,
     /// Of an embedding the size of the vocabulary.
     input: usize,
-    /// Widths of the outputs of its tensors.
+    /// Widths of the outputs of its matrices.
     outputs: &'a [usize],
     is_embedding: bool,
 }
@@ -193,21 +194,30 @@ impl<'a> FactorTables<'a> {
 
     /// The operations of layer `index` that have factors.
     fn of_layer(&mut self, config: &Config, layout: &Layout, index: usize) -> Vec<(Operand, AdaptedLinear)> {
-        let start = layout.unit(Unit::Layer(index)).start;
-        // A recurrence has operands of these names, whose results are no rows of attention.
-        let is_recurrence = config.layers[index].delta_net.is_some();
-        let there = OPERANDS.into_iter().filter(|operand| !(is_recurrence && *operand == Operand::Qkv));
+        let layer = layout.unit(Unit::Layer(index));
+        let [first, end] =
+            [layer.start, layer.end].map(|at| layout.specs().partition_point(|spec| spec.offset < at));
+        let matrices: Vec<_> = AdaptedMatrix::all(&layout.specs()[first..end]).collect();
         let of = |operand: Operand| {
             let range = &layout.ranges(index)[operand];
             if range.is_empty() {
                 return None;
             }
             let spec = config.linear_spec(index, operand);
-            let (place, outputs) = (start + range.start..start + range.end, &spec.outputs[..]);
+            let place = layer.start + range.start..layer.start + range.end;
+            let inside = matrices.iter().filter(|matrix| place.contains(&matrix.weight.start));
+            // Those of one network.
+            let output: usize = spec.outputs.iter().sum();
+            let mut before = 0;
+            let own = inside.map(|matrix| matrix.rows).take_while(|rows| {
+                before += rows;
+                before <= output
+            });
+            let outputs = &own.collect::<Vec<_>>();
             let weight = LinearWeight { place, input: spec.input, outputs, is_embedding: false };
             Some((operand, self.linear(&weight)?))
         };
-        there.filter_map(of).collect()
+        OPERANDS.into_iter().filter_map(of).collect()
     }
 
     /// Adds the table of an operation, if an adapter has factors of it.
@@ -255,7 +265,7 @@ impl<'a> FactorTables<'a> {
         let (low_rank, placed) =
             self.all.iter().zip(&self.placed).find(|(_, placed)| placed.contains(&false))?;
         let pair = &low_rank.pairs()[placed.iter().position(|placed| !placed)?];
-        let spec = layout.specs().iter().find(|spec| spec.range() == pair.weight);
-        Some(spec.map_or_else(|| "another model".to_owned(), |spec| spec.name.clone()))
+        let matrix = AdaptedMatrix::all(layout.specs()).find(|matrix| matrix.weight == pair.weight);
+        Some(matrix.map_or("another model", |matrix| matrix.name).to_owned())
     }
 }

@@ -54,10 +54,11 @@ fn tensors_of(
                 (matrix.format, matrix.rows, matrix.columns)
             }
         };
-        let factors = low_rank.pair_of(spec.offset).map(|pair| BlockFactors {
-            a: pair.a.start,
-            b: pair.b.start,
-            transposed: pair.is_embedding,
+        let factors = low_rank.pair_of(spec.offset).map(|pair| {
+            // Of some rows of a matrix, those of `B`.
+            let before = (spec.offset - pair.weight.start) / pair.columns;
+            let b = pair.b.start + before * low_rank.rank();
+            BlockFactors { a: pair.a.start, b, transposed: pair.is_embedding }
         });
         tensors.push(BlockTensor { format, rows, columns, place, to: spec.offset - unit.start, factors });
     }

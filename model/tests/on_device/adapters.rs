@@ -6,11 +6,11 @@ use device::device::DeviceLocation;
 use device::{Device, bf16};
 use model::on_device::{DeviceDtype, DeviceSampler, DrawRequest, StagedWeights};
 use model::{
-    Config, Decoder, Draw, FactorPair, KvCache, Layout, LowRank, Parameters, Sampling, StepSequence,
-    ThreadPool,
+    AdaptedMatrix, Config, Decoder, Draw, FactorPair, KvCache, Layout, LowRank, Parameters, Sampling,
+    StepSequence, TargetModule, ThreadPool,
 };
 
-use super::{configs, latents, parameters};
+use super::{configs, latents, parameters, recurrent};
 use crate::common::{Golden, MODELS};
 
 /// A token and its log-probability.
@@ -24,35 +24,37 @@ fn factors(
     config: &Config,
     layout: &Layout,
     (rank, seed): (usize, f32),
-    takes: impl Fn(&str) -> bool,
+    takes: impl Fn(&AdaptedMatrix<'_>) -> bool,
 ) -> Arc<LowRank> {
     let (mut len, mut pairs) = (0, Vec::new());
-    for spec in layout.specs().iter().filter(|spec| takes(&spec.name)) {
-        let is_embedding = spec.name == "model.embed_tokens.weight";
-        let [rows, columns] = spec.shape[..] else { continue };
+    for AdaptedMatrix { module, weight, rows, columns, .. } in
+        AdaptedMatrix::all(layout.specs()).filter(|matrix| takes(matrix))
+    {
+        let is_embedding = module == Some(TargetModule::EmbedTokens);
         if is_embedding && config.tie_word_embeddings {
             continue;
         }
         let (a, b) = if is_embedding { (rows, columns) } else { (columns, rows) };
         let (a, b) = (len..len + rank * a, len + rank * a..len + rank * (a + b));
         len = b.end;
-        pairs.push(FactorPair { weight: spec.range(), a, b, rows, columns, is_embedding });
+        pairs.push(FactorPair { weight, a, b, rows, columns, is_embedding });
     }
     let mut factors = LowRank::zeros(rank, 0.5, pairs);
     factors.values_mut().iter_mut().enumerate().for_each(|(i, value)| *value = 0.2 * (i as f32 * seed).sin());
     Arc::new(factors)
 }
 
-/// Whether a matrix can have factors: those of a recurrence and of routers have none.
-fn is_target(name: &str) -> bool {
-    let is_linear = name.contains("_proj") || name.contains("embed_tokens") || name.contains("lm_head");
-    is_linear && !name.contains("linear_attn.")
+/// Whether a matrix can have factors in PEFT.
+fn is_target(matrix: &AdaptedMatrix<'_>) -> bool {
+    matrix.module.is_some()
 }
 
 /// One of every target, and one of a higher rank that leaves out some of them.
 fn adapters(config: &Config, layout: &Layout) -> Vec<Arc<LowRank>> {
-    let some =
-        |name: &str| is_target(name) && !["q_proj", "up_proj", "embed"].iter().any(|of| name.contains(of));
+    let some = |matrix: &AdaptedMatrix<'_>| {
+        let without = ["q_proj", "up_proj", "embed", "in_proj_b"];
+        is_target(matrix) && !without.iter().any(|of| matrix.name.contains(of))
+    };
     vec![factors(config, layout, (3, 0.7), is_target), factors(config, layout, (8, 0.3), some)]
 }
 
@@ -185,7 +187,8 @@ fn rows_have_what_the_processor_computes_for_their_adapters() {
 #[test]
 fn rows_in_bf16_are_near() {
     let latents = latents::configs().into_iter().take(1).map(|(_, config)| config);
-    for config in configs().into_iter().take(2).chain(latents) {
+    let recurrences = recurrent::configs().into_iter().take(1).map(|(_, config)| config);
+    for config in configs().into_iter().take(2).chain(latents).chain(recurrences) {
         let mut parameters = parameters(&config);
         parameters.values_mut().iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
         check(DeviceDtype::Bf16, &config, &parameters, 0.3, "bf16");
@@ -206,7 +209,8 @@ fn adapters_change_what_is_drawn() {
 fn adapters_that_are_not_served_are_refused() {
     let Golden { config, parameters, .. } = Golden::open("qwen3_moe");
     let mut sampler = sampler(DeviceDtype::F32, &config, &parameters);
-    let of_router = factors(&config, parameters.layout(), (2, 0.4), |name| name.ends_with("mlp.gate.weight"));
+    let of_router =
+        factors(&config, parameters.layout(), (2, 0.4), |matrix| matrix.name.ends_with("mlp.gate.weight"));
     let error = sampler.set_adapters(&[of_router]).unwrap_err().to_string();
     assert!(error.contains("model.layers.0.mlp.gate.weight") && error.contains("merged"), "{error}");
     let mut cache = KvCache::elsewhere(&config, 16);

@@ -8,7 +8,7 @@ use device::{Device, DeviceBuffer, Storage, ViewMut, bf16};
 use model::on_device::{DeviceDecoder, FlatWeights, UnitGradients, UnitWeights};
 use model::{Config, Decoder, Layout, LowRank, Parameters, Recompute, ThreadPool, Unit};
 
-use super::{Case, configs, distance, experts, latents, parameters};
+use super::{Case, configs, distance, experts, latents, parameters, recurrent};
 use crate::common::{bits, train};
 use crate::low_rank::{OfFactors, factors_of};
 
@@ -78,13 +78,18 @@ pub(super) fn on_device<T: Storage>(
     device.download(own.values.all()).unwrap()
 }
 
-/// Without experts, with them, with some layers of either kind, and with latents.
+/// Without experts, with them, with some layers of either kind, with latents, and with a recurrence.
 fn cases() -> impl Iterator<Item = (String, Config)> {
     let dense = configs().into_iter().map(|config| (format!("{:?}", config.head), config));
     let experts =
         experts::configs().into_iter().filter(|(name, _)| ["chosen", "gated", "mixed"].contains(name));
     let latents = latents::configs().into_iter().take(3);
-    dense.chain(experts.chain(latents).map(|(name, config)| (name.to_owned(), config)))
+    let recurrences = recurrent::configs().into_iter().take(2).map(|(name, mut config)| {
+        // Rounding in bf16 adds up over layers.
+        config.layers.truncate(2);
+        (name, config)
+    });
+    dense.chain(experts.chain(latents).chain(recurrences).map(|(name, config)| (name.to_owned(), config)))
 }
 
 #[test]

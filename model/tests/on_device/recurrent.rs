@@ -39,7 +39,7 @@ fn with_recurrence(spec: DeltaNetSpec, which: [bool; 3]) -> Config {
 }
 
 /// Configurations with a name.
-fn configs() -> Vec<(&'static str, Config)> {
+pub(super) fn configs() -> Vec<(&'static str, Config)> {
     let wide = DeltaNetSpec { key_heads: 1, value_heads: 1, key_dim: 36, value_dim: 40, taps: 2, ..SPEC };
     let around = |layer| LayerSpec { norm: Norm::RmsAround, residual_multiplier: 0.7, ..layer };
     let attends_last = with_recurrence(SPEC, [true, true, false]);

@@ -17,8 +17,10 @@ pub struct Lora {
     // resume = state, worker = run
     pub alpha: f64,
     /// Layers with adapters, in every block; with experts those of every expert. Default: all linear layers of a block without
-    /// latents. For multi-head latent attention (`deepseek_v3`, `glm4_moe_lite`) `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa` and
-    /// `kv_b_proj`; `embed_tokens` and `lm_head` too, if the model does not tie them. A layer that the model lacks has no adapter.
+    /// latents and without a recurrence. For multi-head latent attention (`deepseek_v3`, `glm4_moe_lite`) `q_a_proj`, `q_b_proj`,
+    /// `kv_a_proj_with_mqa` and `kv_b_proj`; for a recurrence `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a` and `out_proj`
+    /// (`qwen3_5`), or `in_proj_qkvz`, `in_proj_ba` and `out_proj` (`qwen3_next`); `embed_tokens` and `lm_head` too, if the model
+    /// does not tie them. A layer that the model lacks has no adapter.
     /// PEFT `target_modules`, TRL `lora_target_modules`.
     // resume = state, worker = run
     pub target_modules: Vec<TargetModule>,

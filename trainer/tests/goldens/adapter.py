@@ -1,14 +1,15 @@
 """Adapters of tiny models with the logits that PEFT computes, and the gradients of factors.
 
   pip install torch transformers peft safetensors      (made with torch 2.15.0, transformers 5.24.0, peft 0.21.2, CPU)
-  python adapter.py                                    writes ./adapter/ and ./adapter_experts/
+  python adapter.py                                    writes ./adapter/, ./adapter_experts/ and ./adapter_qwen3_*/
 
 Bases are those of ../../../model/tests/goldens. ./adapter/ is of llama, whose embedding and head are two tensors, has factors of
 every layer, and is as PEFT writes it. ./adapter_experts/ is of qwen3_moe: a query projection and the layers of every expert, each
-under its own name, as before transformers stacked experts and as rlrun writes them. golden.safetensors has
+under its own name, as before transformers stacked experts and as rlrun writes them. ./adapter_qwen3_5/ and ./adapter_qwen3_next/ are of
+the projections of recurrences, as PEFT writes them. golden.safetensors has
   tokens      [T] i64, one sequence
   logits      [T, vocab] f32 with the adapter, which is not merged
-  grad.<name> gradient of sum_t c_t * log_softmax(logits_t)[token_{t+1}] with c_t = 1 - t / 10 by each factor, of llama
+  grad.<name> gradient of sum_t c_t * log_softmax(logits_t)[token_{t+1}] with c_t = 1 - t / 10 by each factor, of all but experts
 """
 import json
 import os
@@ -23,6 +24,10 @@ from transformers import AutoModelForCausalLM
 HERE = os.path.dirname(os.path.abspath(__file__))
 BASES = os.path.join(HERE, "../../../model/tests/goldens")
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
+RECURRENCES = {
+    "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"],
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj"],
+}
 
 
 def opened(name):
@@ -37,9 +42,9 @@ def emptied(name):
     return to
 
 
-def every_layer():
-    base = opened("llama")
-    model = get_peft_model(base, LoraConfig(r=2, lora_alpha=3, target_modules=LAYERS, task_type="CAUSAL_LM")).eval()
+def with_gradients(to, base, layers):
+    config = LoraConfig(r=2, lora_alpha=3, target_modules=layers, task_type="CAUSAL_LM")
+    model = get_peft_model(opened(base), config).eval()
     for name, p in model.named_parameters():
         if "lora_" in name:
             p.data = 0.3 * torch.randn(p.shape)
@@ -52,8 +57,8 @@ def every_layer():
     for name, p in model.named_parameters():
         if "lora_" in name:
             golden["grad." + name.replace(".default", "")] = p.grad
-    to = emptied("adapter")
-    model.peft_config["default"].base_model_name_or_path = "llama"
+    to = emptied(to)
+    model.peft_config["default"].base_model_name_or_path = base
     model.save_pretrained(to)
     os.remove(os.path.join(to, "README.md"))
     save_file(golden, os.path.join(to, "golden.safetensors"))
@@ -82,8 +87,10 @@ def experts():
 def main():
     torch.manual_seed(7)
     warnings.simplefilter("ignore")
-    every_layer()
+    with_gradients("adapter", "llama", LAYERS)
     experts()
+    for name, layers in RECURRENCES.items():
+        with_gradients(f"adapter_{name}", name, layers)
 
 
 if __name__ == "__main__":

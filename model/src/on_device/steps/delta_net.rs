@@ -5,13 +5,13 @@
 
 use device::ops::convolution::{InputSource, SequenceSlots, convolve, keep_inputs, open_gates};
 use device::ops::delta_rule::{DeltaOperands, delta_rule_decode};
+use device::ops::experts::ExpertInputs;
 use device::ops::norm::rms_norm;
 use device::ops::result_gate::gate_result;
 use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage};
 
 use super::{RowBuffer, StepLayer, StepMemory, StepSizes};
 use crate::layer::{DeltaNetSpec, Operand};
-use crate::on_device::layer::linear;
 use crate::{Config, StepSequence};
 
 /// Memory of the recurrence of one layer at a time.
@@ -90,7 +90,7 @@ impl<T: Storage> StepLayer<'_, T> {
         pool: &mut DeviceBuffer<f32>,
     ) -> Result<()> {
         let (decoder, device, tokens) = (self.decoder, self.decoder.device(), sizes.tokens);
-        let StepMemory { numbers, normed, recurrence: own, .. } = memory;
+        let StepMemory { numbers, normed, recurrence: own, adapters, .. } = memory;
         let (before, start) = (spec.taps - 1, sizes.paged_numbers());
         let sources = numbers.view(start..start + before * tokens);
         let slots = start + before * tokens;
@@ -103,11 +103,13 @@ impl<T: Storage> StepLayer<'_, T> {
             stride: decoder.slot_len(),
         };
         let hidden = decoder.config().hidden_size;
-        let weight = self.matrix(Operand::Qkv, hidden);
-        linear(device, normed.of(tokens), weight, own.projected.of_mut(tokens), false)?;
+        let input = Matrix::new(normed.of(tokens), hidden);
+        self.linear(Operand::Qkv, input, (own.projected.of_mut(tokens), false), adapters)?;
         let weight = self.matrix(Operand::DeltaGates, hidden);
         let to = MatrixMut::new(own.gates.of_mut(tokens), weight.rows());
-        device.product(Matrix::new(normed.of(tokens), hidden), weight.transposed(), to, 1.0, 0.0)?;
+        device.product(input, weight.transposed(), to, 1.0, 0.0)?;
+        let of_tokens = ExpertInputs::OfTokens(input.values());
+        self.adapt(Operand::DeltaGates, (of_tokens, hidden), None, own.gates.of_mut(tokens), adapters)?;
         let gates = decoder.delta_gates(self.index, self.weights, own.gates.of(tokens));
         open_gates(device, gates, own.opened.of_mut(tokens))?;
         let place = (self.index, spec);

@@ -95,12 +95,12 @@ impl<T: Storage> StepLayer<'_, T> {
 
     /// Adds what the adapters of the tokens add to `to [rows, out]`, the result of the operation `operand` of `x` of this width. With
     /// experts, `routes` are those of the tokens.
-    pub(super) fn adapt(
+    pub(super) fn adapt<Out: Storage>(
         &self,
         operand: Operand,
         x: (ExpertInputs<'_, T>, usize),
         routes: Option<RoutedRows<'_>>,
-        to: ViewMut<'_, T>,
+        to: ViewMut<'_, Out>,
         own: &mut AdapterMemory,
     ) -> Result<()> {
         let Some(of) = self.adapters.and_then(|adapters| adapters.of_layer(self.index, operand)) else {
