@@ -12,7 +12,6 @@ use model::on_device::DeviceDtype;
 use model::{AdaptedBase, Decoder, FrozenParameters, Pack, Parameters, Recompute, Target, ThreadPool};
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
 use trainer::loss::preference::Preference;
-use trainer::optimizer::OptimizerConfig;
 use trainer::supervised::{PairLoss, imitate};
 use trainer::{DeviceConfig, Frozen, FrozenWeights, Learner, LearnerConfig, StateWeights};
 
@@ -172,7 +171,7 @@ fn ranks_compare_with_other_factors_over_the_base() {
 #[test]
 fn a_device_trains_an_adapter_over_a_base_that_stays_quantised() {
     let base = base();
-    let eps = OptimizerConfig { eps: 1e-2, ..LEARNER.optimizer };
+    let eps = trainer::optimizer::OptimizerConfig { eps: 1e-2, ..LEARNER.optimizer };
     let settings = LearnerConfig { leaves: 1, optimizer: eps, ..LEARNER };
     let (norms, factors) =
         steps(Learner::over(settings.clone(), Arc::clone(&base), adapter(&base), None).unwrap());
