@@ -102,6 +102,18 @@ pub enum ModelError {
         /// Its length in bytes.
         len: u64,
     },
+    /// A tensor that another process sent is not that of the model.
+    #[error(
+        "tensor {tensor} {shape:?} came from another process as {found}; start the same rlrun for all ranks"
+    )]
+    Received {
+        /// Its name.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// What came.
+        found: String,
+    },
     /// A GGUF file is damaged, or not supported.
     #[error("{} cannot be used as a model: {reason}", path.display())]
     Gguf {

@@ -116,8 +116,13 @@ impl FrozenParameters {
         let mut tensors = Vec::with_capacity(layout.specs().len());
         for spec in layout.specs() {
             let message = next()?;
-            let (found, expected) = (message.len(), spec.len());
-            tensors.push(FrozenTensor::of(spec, message).ok_or(ModelError::Length { expected, found })?);
+            let (kind, bytes) = (message.first().copied(), message.len());
+            let tensor = FrozenTensor::of(spec, message).ok_or_else(|| ModelError::Received {
+                tensor: spec.name.clone(),
+                shape: spec.shape.clone(),
+                found: format!("{bytes} bytes that begin with {kind:?}"),
+            });
+            tensors.push(tensor?);
         }
         Ok(Self { path: PathBuf::new(), config: config.clone(), layout, tensors })
     }

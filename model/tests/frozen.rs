@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use candle_core::quantized::GgmlDType;
 use model::{
-    Architecture, Config, Decoder, FrozenParameters, KvCache, LowRank, ModelDirectory, Pack, Parameters,
-    PredictionGradient, Recompute, Reduction, SharedCores, Sizes, StepSequence, Target, ThreadPool,
-    characters,
+    Architecture, Config, Decoder, FrozenParameters, KvCache, LowRank, ModelDirectory, ModelError, Pack,
+    Parameters, PredictionGradient, Recompute, Reduction, SharedCores, Sizes, StepSequence, Target,
+    ThreadPool, characters,
 };
 
 use crate::common::gguf::GgufContent;
@@ -181,6 +181,29 @@ fn weights_of_a_directory_stay_as_they_are_stored() {
         let stored = Decoder::frozen(&base, &none, Recompute::None);
         let expected = Decoder::new(&golden.config, &golden.parameters);
         assert!(bits(&logits_of(&stored, &pack())) == bits(&logits_of(&expected, &pack())), "{name}");
+    }
+}
+
+/// Another process computes with the tensors that it receives, and says which one was not whole.
+#[test]
+fn a_base_that_is_received_is_the_base_that_was_sent() {
+    for name in ["qwen3", "gpt_oss"] {
+        let golden = Golden::open(name);
+        let base = FrozenParameters::load(&golden.dir, &golden.config).unwrap();
+        let receive = |messages: Vec<Vec<u8>>| {
+            let mut rest = messages.into_iter();
+            FrozenParameters::received::<ModelError>(&golden.config, || Ok(rest.next().unwrap()))
+        };
+        let messages: Vec<Vec<u8>> = base.messages().collect();
+        let there = receive(messages.clone()).unwrap();
+        assert_eq!((there.digest(), there.bytes()), (base.digest(), base.bytes()), "{name}");
+        let spec = &base.layout().specs()[1];
+        for broken in [vec![], vec![0], vec![200; 9], messages[1][..messages[1].len() - 1].to_vec()] {
+            let mut messages = messages.clone();
+            messages[1] = broken;
+            let error = receive(messages).unwrap_err().to_string();
+            assert!(error.contains(&spec.name), "{error}");
+        }
     }
 }
 
