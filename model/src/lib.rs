@@ -11,6 +11,7 @@
 //! - [`on_device`]: the same network on a GPU
 //! - [`scorer`]: reward models, on our decoder and of candle-transformers; [`resident`]: frozen weights, kept in memory or
 //!   read for every use
+//! - [`pass_ranks`]: ranks that compute one pass together
 //! - [`layer`]: one decoder layer as data, from which layout, files, LoRA and the decoders follow; [`rotary`]: its position embedding
 //! - `ops`: its hot operations, each with its backward
 //! - [`low_rank`]: trained factors of frozen weights (LoRA), and their gradients
@@ -70,6 +71,7 @@ mod mxfp4;
 pub mod on_device;
 mod ops;
 pub mod parameters;
+pub mod pass_ranks;
 pub mod products;
 pub mod resident;
 pub mod rotary;
@@ -105,6 +107,7 @@ pub use low_rank::{FactorPair, LowRank};
 pub use ops::experts::ANY_EXPERT;
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
+pub use pass_ranks::{ContextExchange, PassRanks};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use rotary::{RopeScaling, Rotary, Yarn};
 pub use sampling::{Draw, Sampling, TokenLogprob, most_likely};

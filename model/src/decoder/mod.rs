@@ -35,7 +35,8 @@ use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::residual::multiple;
 use crate::ops::{embedding, matrix, values};
 use crate::{
-    AdaptedMatrix, Config, FrozenParameters, Head, Layout, Parameters, Reduction, Rotary, ThreadPool, Unit,
+    AdaptedMatrix, Config, FrozenParameters, Head, Layout, Parameters, PassRanks, Reduction, Rotary,
+    ThreadPool, Unit,
 };
 use block::TransformerBlock;
 pub use cache::KvCache;
@@ -86,6 +87,8 @@ pub struct Decoder {
     adapters: usize,
     /// Whether the threads of a decode step share the columns of the weights, or each computes some of the sequences.
     columns_are_shared: bool,
+    /// The ranks that compute passes over whole sequences together.
+    ranks: PassRanks,
 }
 
 /// Number of weights up to which reading them once per thread costs less than a synchronisation per layer: measured with 1,
@@ -285,6 +288,13 @@ impl Decoder {
         Self { factors: Some(factors), ..self }
     }
 
+    /// The same decoder, whose training and scoring passes `ranks` compute together: every rank has the whole pack, and gets all
+    /// predictions and the gradients of its sections.
+    #[must_use]
+    pub fn among(self, ranks: PassRanks) -> Self {
+        Self { ranks, ..self }
+    }
+
     /// The trained factors of the weights of a unit.
     fn factors_of(&self, unit: Unit) -> Option<UnitFactors<'_>> {
         let place = self.layout.unit(unit);
@@ -322,6 +332,7 @@ impl Decoder {
             factors: None,
             adapters: 0,
             columns_are_shared: false,
+            ranks: PassRanks::default(),
         }
     }
 

@@ -1,0 +1,66 @@
+//! The ranks that compute one pass together, and how the tokens of the pass are shared among them.
+//!
+//! The token stream of a [`Pack`](crate::Pack) is cut into sections. Context ranks have the same number of neighbouring sections
+//! each, and all weights. The gradients of a section are summed apart ([`GradientSink::section`](crate::GradientSink::section)).
+//!
+//! Invariant: the bits of predictions and of the gradients of a section depend on the number of sections, and neither on the
+//! number of ranks nor on how they exchange what attention needs.
+
+use std::sync::Arc;
+
+use collective::Collective;
+use serde::{Deserialize, Serialize};
+
+use crate::Config;
+
+/// The ranks of a pass.
+#[derive(Clone, Debug)]
+pub struct PassRanks {
+    /// The ranks that share the tokens of a pass; `None` for one rank. They make the calls of the pass in the same order, on the
+    /// thread that computes.
+    pub context: Option<Arc<dyn Collective>>,
+    /// Sections of the token stream: a power of two, a multiple of the number of context ranks.
+    pub sections: usize,
+    /// What context ranks exchange for attention.
+    pub exchange: ContextExchange,
+}
+
+/// What context ranks exchange for the attention of a layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ContextExchange {
+    /// Queries, keys, values and results: a rank has some heads of all tokens (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv
+    /// 2309.14509).
+    Heads,
+    /// Keys and values: a rank has those that its tokens attend to (Llama 3, Grattafiori et al. 2024, arXiv 2407.21783, section
+    /// 3.3.2).
+    #[default]
+    Keys,
+}
+
+impl Default for PassRanks {
+    fn default() -> Self {
+        Self { context: None, sections: 1, exchange: ContextExchange::Keys }
+    }
+}
+
+impl PassRanks {
+    /// Number of context ranks.
+    #[must_use]
+    pub fn context_degree(&self) -> usize {
+        self.context.as_ref().map_or(1, |ranks| ranks.world())
+    }
+}
+
+impl ContextExchange {
+    /// The one with which `degree` ranks send fewer values for a model of this `config`: heads only where every rank gets the same
+    /// number of key-value heads. A rank sends `(degree - 1) / degree` of the queries, keys, values and results of its tokens,
+    /// or keys and values, on average, to half of the other ranks, because attention is causal.
+    #[must_use]
+    pub fn cheaper(config: &Config, degree: usize) -> Self {
+        let shape = config.head_shape();
+        let heads = 2 * (shape.query_width() + shape.kv_width());
+        let keys = degree * shape.kv_width();
+        if shape.kv_heads.is_multiple_of(degree) && heads < keys { Self::Heads } else { Self::Keys }
+    }
+}
