@@ -226,9 +226,10 @@ fn divisors(config: &Config) -> Vec<(&'static str, usize)> {
     for layer in &config.layers {
         let of_layer = match layer.feed_forward.experts() {
             None => [("values of the feed-forward width", config.intermediate_size), ("", 0)],
-            Some(spec) => {
-                [("values of an expert's width", spec.width), ("values of the shared width", spec.shared_width)]
-            }
+            Some(spec) => [
+                ("values of an expert's width", spec.width),
+                ("values of the shared width", spec.shared_width),
+            ],
         };
         all.extend(of_layer.into_iter().filter(|one| one.1 > 0 && !all.contains(one)).collect::<Vec<_>>());
     }

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use collective::{Collective, Position, threads};
 use model::{
-    Architecture, Config, Decoder, Gradients, LayerSource, ModelShard, Pack, Parameters, PassRanks, Prediction,
-    PredictionGradient, Recompute, Reduction, Sizes, Target, ThreadPool, TrainedTargets,
+    Architecture, Config, Decoder, Gradients, LayerSource, ModelShard, Pack, Parameters, PassRanks,
+    Prediction, PredictionGradient, Recompute, Reduction, Sizes, Target, ThreadPool, TrainedTargets,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -36,7 +36,11 @@ fn noise(n: usize, seed: u64) -> Vec<f32> {
 
 fn config(architecture: Architecture) -> Config {
     let config = Config::fresh(&SIZES).of_family(architecture).with_experts(4, 2);
-    Config { reduction: Reduction::Tree, tie_word_embeddings: architecture != Architecture::Qwen3Moe, ..config }
+    Config {
+        reduction: Reduction::Tree,
+        tie_word_embeddings: architecture != Architecture::Qwen3Moe,
+        ..config
+    }
 }
 
 fn parameters(config: &Config) -> Parameters {
@@ -76,7 +80,12 @@ impl Rows {
     }
 
     /// Predictions of a training pass and of a scoring pass, and the gradients.
-    fn pass(&self, decoder: &Decoder, parameters: &Arc<Parameters>, through: bool) -> (Vec<Prediction>, Vec<f32>) {
+    fn pass(
+        &self,
+        decoder: &Decoder,
+        parameters: &Arc<Parameters>,
+        through: bool,
+    ) -> (Vec<Prediction>, Vec<f32>) {
         let pool = ThreadPool::single();
         let mut gradients = Gradients::zeros(parameters.layout());
         let mut source = Layers(Arc::clone(parameters));
@@ -89,7 +98,9 @@ impl Rows {
         };
         let trained = TrainedTargets { rows: &self.rows, targets: &self.targets, samples: &[11, 0, 22] };
         let scored = if through {
-            decoder.train_through(&mut source, &self.pack, trained, &mut slopes, &mut gradients, &pool).expect("trains");
+            decoder
+                .train_through(&mut source, &self.pack, trained, &mut slopes, &mut gradients, &pool)
+                .expect("trains");
             decoder.score_through(&mut source, &self.pack, &self.rows, &self.targets, &pool)
         } else {
             decoder.train(&self.pack, trained, &mut slopes, &mut gradients, &pool).expect("trains");
@@ -130,7 +141,9 @@ fn tensor_ranks_have_the_bits_of_one() {
         let whole = Arc::new(parameters(&config));
         let alone = decoder(&config, &whole, Recompute::None, false);
         let (predictions, gradients) = rows.pass(&alone, &whole, false);
-        assert!(gradients.iter().all(|g| g.is_finite()) && gradients.iter().filter(|g| **g != 0.0).count() > 1000);
+        assert!(
+            gradients.iter().all(|g| g.is_finite()) && gradients.iter().filter(|g| **g != 0.0).count() > 1000
+        );
         for (world, recompute, through) in [
             (1, Recompute::Block, true),
             (2, Recompute::None, false),

@@ -24,8 +24,42 @@ pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
     }
     check_processes(recipe, checker);
     check_ranks(recipe, checker);
+    check_parallel(recipe, checker);
     check_devices(recipe, checker);
     super::quantized_base::check(recipe, checker);
+}
+
+/// Ranks that share a pass need a world that they divide, and what can be shared.
+fn check_parallel(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let (path, tensor, world) =
+        ("trainer.parallel.tensor", recipe.trainer.parallel.tensor, recipe.trainer.world);
+    if tensor <= 1 {
+        return;
+    }
+    if !world.is_multiple_of(tensor) {
+        let message = format!("`trainer.world` is {world}, which {tensor} tensor ranks do not divide");
+        let help = format!("set `trainer.world` to {}", world.next_multiple_of(tensor));
+        checker.report_latest(&[path, "trainer.world"], message, &help);
+    }
+    if recipe.reduction != Reduction::Tree {
+        let message = "tensor ranks add partial sums, and the sums of this model have no order that is the same for all degrees";
+        checker.report_latest(&[path, "model.reduction"], message, "set `model.reduction` to \"tree\"");
+    }
+    for (other, given) in [
+        ("lora", recipe.lora.is_some()),
+        ("placement.device", recipe.trains_on().is_some()),
+        ("trainer.optimizer", recipe.trainer.optimizer != OptimizerKind::Adamw),
+    ] {
+        if given {
+            let message =
+                format!("tensor ranks share weights on the processor, updated by AdamW, without `{other}`");
+            checker.report_latest(
+                &[path, other],
+                message,
+                "set `trainer.parallel.tensor` to 1, or remove it",
+            );
+        }
+    }
 }
 
 /// Ranks that are processes need a number of processes and an address to connect to.

@@ -110,6 +110,7 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
         ("trainer.epochs", raw.trainer.epochs),
         ("trainer.microbatch_tokens", raw.trainer.microbatch_tokens),
         ("trainer.world", raw.trainer.world),
+        ("trainer.parallel.tensor", raw.trainer.parallel.tensor),
         ("trainer.leaves", raw.trainer.leaves),
         ("placement.rollout_threads", raw.placement.rollout_threads.unwrap_or(1)),
         ("placement.trainer_threads", raw.placement.trainer_threads.unwrap_or(1)),

@@ -114,6 +114,12 @@ pub enum TrainerError {
     /// A rank failed in an earlier call.
     #[error("the ranks have ended after an earlier error; resume the run from its last checkpoint")]
     RanksEnded,
+    /// The ranks cannot divide the work as the degrees say.
+    #[error("the degrees of trainer.parallel do not fit: {reason}")]
+    Parallel {
+        /// What does not fit, and what is possible.
+        reason: String,
+    },
     /// A message from another process of the trainer could not be decoded.
     #[error("a message between the ranks of the trainer: {reason}; all ranks need the same rlrun")]
     Message {

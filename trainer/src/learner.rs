@@ -33,12 +33,13 @@ use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, LearnerWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
 use crate::packing::recorded_slots;
+use crate::parallel::{ParallelDegrees, RankGroups};
 use crate::plan::{MicroBatch, in_order_of_leaf, leaves, plan};
 use crate::rank::{LearnerSeed, PlannedRows, Rank, ScoredRows, StepInputs};
 use crate::rank_spans::RankPhase;
 use crate::ranks::{make, on_each};
 use crate::report::ExpertLoads;
-use collective::HostCollective;
+use collective::{HostCollective, Position};
 
 /// How the learner computes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -56,6 +57,9 @@ pub struct LearnerConfig {
     pub recompute: Recompute,
     /// Ranks that share a step.
     pub world: usize,
+    /// How they divide the work.
+    #[serde(default)]
+    pub parallel: ParallelDegrees,
     /// Least number of leaves that the gradients of a step are summed from, a power of two. Ranks on devices have one leaf
     /// each.
     pub leaves: usize,
@@ -128,7 +132,8 @@ impl LearnerConfig {
     /// Number of leaves of the sum of a step's gradients.
     #[must_use]
     pub fn step_leaves(&self) -> usize {
-        if self.device.is_some() { self.world } else { leaves(self.leaves, self.world) }
+        let data = self.parallel.data(self.world);
+        if self.device.is_some() { data } else { leaves(self.leaves, data) }
     }
 
     /// Whether a rank keeps only its shards of the gradients.
@@ -175,18 +180,25 @@ impl Learner {
 
     fn with(seed: LearnerSeed) -> Result<Self, TrainerError> {
         let (config, model, pool) = (seed.config.clone(), seed.model.clone(), Arc::new(ThreadPool::single()));
+        config.check_parallel(&model, seed.adapter.is_some())?;
         if config.world <= 1 {
             return Ok(Self { config, model, first: seed.alone()?, others: Vec::new(), pool, spread: None });
         }
         let group = collective::threads::group(config.world, config.wait);
-        let mut ranks = make(group, |rank| seed.member(Arc::new(rank)))?.into_iter();
+        let member = |rank| seed.member(RankGroups::new(Arc::new(rank), config.parallel)?);
+        let mut ranks = make(group, member)?.into_iter();
         let first = ranks.next().ok_or(TrainerError::RanksEnded)?;
         Ok(Self { config, model, first, others: ranks.collect(), pool, spread: None })
     }
 
     /// The learner of one of several processes. `remote` is `None` on followers.
-    pub(crate) fn spread(rank: Rank, collective: Arc<dyn HostCollective>, remote: Option<Followers>) -> Self {
-        let (config, model) = (rank.config().clone(), rank.model().clone());
+    pub(crate) fn spread(
+        rank: Rank,
+        model: Config,
+        collective: Arc<dyn HostCollective>,
+        remote: Option<Followers>,
+    ) -> Self {
+        let config = rank.config().clone();
         let spread = Some(LearnerProcesses { collective, remote });
         let pool = Arc::new(ThreadPool::single());
         Self { config, model, first: rank, others: Vec::new(), pool, spread }
@@ -381,8 +393,8 @@ impl Learner {
             return Ok(Cow::Owned(self.first.gather_optimizer()?));
         }
         let states = self.ranks().map(Rank::states).collect::<Result<Vec<_>, _>>()?;
-        let fragments = self.ranks().filter_map(Rank::fragments);
-        let states = fragments.zip(states.iter().map(|states| &**states));
+        let fragments = self.ranks().filter_map(|rank| Some((rank.fragments()?, rank.shard())));
+        let states = fragments.zip(&states).map(|((fragments, shard), states)| (fragments, &**states, shard));
         let joined = Optimizer::join(self.config.optimizer, self.updates(), self.trained(), states)?;
         Ok(Cow::Owned(joined))
     }
@@ -468,7 +480,11 @@ impl Learner {
     /// If a token is outside the vocabulary, or a rank fails.
     pub fn score(&self, rows: &[&Sample]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         let pool = self.rank_pool(&self.pool);
-        self.scored(rows, |rank, task| rank.during(RankPhase::Score, || rank.score(task, &pool)))
+        let (degrees, world) = (self.config.parallel, self.config.world);
+        let part = |rank| degrees.place(Position { rank, world }).data.rank;
+        self.scored(rows, degrees.data(world), part, |rank, task| {
+            rank.during(RankPhase::Score, || rank.score(task, &pool))
+        })
     }
 
     /// Predictions of the trained tokens of each row under a frozen model, where that is placed.
@@ -484,25 +500,35 @@ impl Learner {
         let pool = self.rank_pool(frozen.pool.as_ref().unwrap_or(&self.pool));
         // A model with its own threads scores beside the policy, whose phases are those of the rank.
         let beside = frozen.pool.is_some() && !self.is_spread();
-        self.scored(rows, |rank, task| {
-            let score = || rank.score_under(&weights, task, &pool);
-            if beside { score() } else { rank.during(RankPhase::Score, score) }
-        })
+        // Every rank has all of a frozen model.
+        self.scored(
+            rows,
+            self.config.world,
+            |rank| rank,
+            |rank, task| {
+                let score = || rank.score_under(&weights, task, &pool);
+                if beside { score() } else { rank.during(RankPhase::Score, score) }
+            },
+        )
     }
 
+    /// Predictions of `rows` in `parts` parts; rank `r` computes part `part(r)`, maybe with others.
     fn scored(
         &self,
         rows: &[&Sample],
+        parts: usize,
+        part: impl Fn(usize) -> usize,
         score: impl Fn(&Rank, PlannedRows<'_>) -> Result<ScoredRows, TrainerError> + Sync,
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        let plan = self.plan(rows, self.config.world);
+        let plan = self.plan(rows, parts);
         let task = PlannedRows { rows, plan: &plan };
         let mut scored = vec![Vec::new(); rows.len()];
         for rank in on_each(self.ranks().collect(), |rank| score(rank, task))? {
             rank.into_iter().for_each(|(row, predictions)| scored[row] = predictions);
         }
         if let Some(LearnerProcesses { collective, .. }) = &self.spread {
-            self.first.during(RankPhase::Wait, || exchange_predictions(&**collective, task, &mut scored))?;
+            self.first
+                .during(RankPhase::Wait, || exchange_predictions(&**collective, task, part, &mut scored))?;
         }
         Ok(scored)
     }
@@ -536,6 +562,8 @@ impl Learner {
             let all = self.first.during(RankPhase::Wait, || collective.all_gather_bytes(own))?;
             reports = all.iter().map(|reports| decode(reports)).collect::<Result<_, _>>()?;
         }
+        // The ranks of a pass have the same report.
+        let reports: Vec<_> = reports.into_iter().step_by(self.config.parallel.of_pass()).collect();
         self.balance::<L>(grad_norm, &reports)?;
         let reports = in_order_of_leaf(reports, !self.config.shares_gradients());
         Ok(LearnerStep { grad_norm, reports })
@@ -565,10 +593,11 @@ impl Learner {
 fn exchange_predictions(
     collective: &dyn HostCollective,
     task: PlannedRows<'_>,
+    part: impl Fn(usize) -> usize,
     scored: &mut [Vec<Prediction>],
 ) -> Result<(), TrainerError> {
     const BYTES: usize = 12;
-    let rows_of = |rank: usize| task.plan[rank].iter().flat_map(|batch| &batch.rows).copied();
+    let rows_of = |rank: usize| task.plan[part(rank)].iter().flat_map(|batch| &batch.rows).copied();
     let numbers = |p: &Prediction| [p.logprob, p.entropy, p.value].map(f32::to_le_bytes).concat();
     let own = rows_of(collective.rank()).flat_map(|row| scored[row].iter().flat_map(numbers)).collect();
     for (rank, bytes) in collective.all_gather_bytes(own)?.iter().enumerate() {

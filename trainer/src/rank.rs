@@ -38,12 +38,16 @@ pub(crate) use step::StepInputs;
 
 use std::borrow::Cow;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use collective::HostCollective;
+use collective::{HostCollective, Position};
 use device::{Device, bf16};
-use model::{AdaptedBase, Config, Decoder, Layout, ParameterSpec, Parameters, Prediction, ThreadPool};
+use model::{
+    AdaptedBase, Config, Decoder, Layout, ModelShard, ParameterSpec, Parameters, PassRanks, Prediction,
+    ThreadPool,
+};
 use trajectory::Sample;
 use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
@@ -77,8 +81,12 @@ pub(crate) struct Rank {
 /// The state that every rank has.
 struct RankBase {
     config: LearnerConfig,
+    /// The model, or the shard of it that this rank trains.
     model: Config,
+    /// Of the model, or of the shard.
     layout: Arc<Layout>,
+    /// The shard of the model that this rank trains; `None` for all of it.
+    shard: Option<ModelShard>,
     /// The optimizer of whole tensors, or of the fragments of a rank. States on a device are missing.
     optimizer: Optimizer,
     buffers: BufferPool,
@@ -117,16 +125,23 @@ impl RankBase {
 }
 
 impl Rank {
+    /// The layout of the whole model.
     pub(crate) fn layout(&self) -> &Arc<Layout> {
+        self.shard().map_or(&self.base.layout, ModelShard::whole)
+    }
+
+    /// The shard of the model that this rank trains; `None` for all of it.
+    pub(crate) fn shard(&self) -> Option<&ModelShard> {
+        self.base.shard.as_ref()
+    }
+
+    /// The layout of the weights that this rank trains.
+    pub(crate) fn own_layout(&self) -> &Layout {
         &self.base.layout
     }
 
     pub(crate) fn config(&self) -> &LearnerConfig {
         &self.base.config
-    }
-
-    pub(crate) fn model(&self) -> &Config {
-        &self.base.model
     }
 
     /// The optimizer of whole tensors, or of [`Self::fragments`]. States on a device are missing.
@@ -139,6 +154,11 @@ impl Rank {
     /// # Errors
     /// If the weights are on a device, and it fails, or the base is quantised.
     pub(crate) fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
+        if self.shard().is_some() { Ok(None) } else { self.held() }
+    }
+
+    /// All weights of the model, or of the shard, that this rank trains; `None` if it has only its ZeRO shards.
+    fn held(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
         match &self.kind {
             RankKind::Single(SingleRank { weights, .. })
             | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.values.whole().map(Some),
@@ -176,7 +196,7 @@ impl Rank {
 
     /// The trained tensors.
     pub(crate) fn trained(&self) -> &[ParameterSpec] {
-        self.adapter().map_or(self.base.layout.specs(), Adapter::specs)
+        self.adapter().map_or(self.layout().specs(), Adapter::specs)
     }
 
     /// Number, collective and shards of one of several ranks.
@@ -211,9 +231,22 @@ impl Rank {
         self.membership().map(|membership| &*membership.clock)
     }
 
-    /// The rank number.
+    /// The rank number among all ranks.
     fn number(&self) -> usize {
-        self.membership().map_or(0, |membership| membership.rank)
+        self.membership().map_or(0, |membership| membership.number)
+    }
+
+    /// Which part of the rows it computes.
+    fn data(&self) -> Position {
+        self.membership().map_or(Position { rank: 0, world: 1 }, |membership| membership.place.data)
+    }
+
+    /// The collectives of its passes.
+    ///
+    /// # Errors
+    /// If an earlier error has closed them.
+    fn pass_ranks(&self) -> Result<PassRanks, TrainerError> {
+        self.membership().map_or(Ok(PassRanks::default()), RankMembership::pass)
     }
 
     /// The parts of tensors whose optimizer state this rank has; `None` for whole tensors.
@@ -226,28 +259,26 @@ impl Rank {
     /// # Errors
     /// If the weights are on a device, and it fails.
     pub(crate) fn owned(&self) -> Result<OwnedValues<'_>, TrainerError> {
-        if let Some(shards) = self.shards()? {
-            return Ok(shards.owned());
-        }
-        let values = self.whole()?.map_or(&[][..], |whole| whole.values());
-        Ok(match self.membership() {
-            None => vec![(0..values.len(), values)],
-            Some(membership) => membership.owned().map(|range| (range.clone(), &values[range])).collect(),
-        })
+        let own = if let Some(shards) = self.shards()? {
+            shards.owned()
+        } else {
+            let values = self.held()?.map_or(&[][..], |held| held.values());
+            match self.membership() {
+                None => vec![(0..values.len(), values)],
+                Some(membership) => membership.owned().map(|range| (range.clone(), &values[range])).collect(),
+            }
+        };
+        Ok(owned_in_whole(self.shard(), own))
     }
 
-    /// Gathers the weights of all ranks into `all` of rank 0, `[weights]`. `all` is `None` on the other ranks.
+    /// Gathers the weights of all ranks into `all` of rank 0, `[weights]`: each value is sent once. `all` is `None` on the other
+    /// ranks.
     ///
     /// # Errors
-    /// If another rank does not make the call.
+    /// If another rank does not make the call, or a device fails.
     pub(crate) fn gather_weights(&self, all: Option<&mut [f32]>) -> Result<(), TrainerError> {
-        match self.shards()? {
-            Some(shards) => shards.gather(all),
-            None => {
-                let reason = "every rank has all weights, so none are gathered";
-                Err(TrainerError::State { reason })
-            }
-        }
+        let membership = self.membership().ok_or(TrainerError::RanksEnded)?;
+        membership.gather(self.owned()?, all)
     }
 
     /// The optimizer of whole tensors, gathered from all ranks.
@@ -256,11 +287,17 @@ impl Rank {
     /// If another rank does not make the call.
     pub(crate) fn gather_optimizer(&self) -> Result<Optimizer, TrainerError> {
         let Some(membership) = self.membership() else { return Ok(self.whole_optimizer()?.into_owned()) };
-        let all = membership.collective()?.all_gather_bytes(encode(&&*self.states()?)?)?;
+        let all = membership.all()?.all_gather_bytes(encode(&&*self.states()?)?)?;
         let states: Vec<Vec<TensorState>> =
             all.iter().map(|bytes| decode(bytes)).collect::<Result<_, _>>()?;
-        let fragments = |rank| membership.trained.fragments(rank);
-        let ranks = states.iter().enumerate().map(|(rank, states)| (fragments(rank), &states[..]));
+        let degrees = self.base.config.parallel;
+        let shard = |rank| degrees.shard(&membership.model, rank);
+        let shards = (0..degrees.tensor).map(shard).collect::<Result<Vec<_>, _>>()?;
+        let ranks = states.iter().enumerate().map(|(rank, states)| {
+            let (zero, tensor) = (rank / degrees.tensor, rank % degrees.tensor);
+            let shard = self.shard().map(|_| &shards[tensor]);
+            (membership.trained.fragments(zero), &states[..], shard)
+        });
         Optimizer::join(self.base.config.optimizer, self.base.optimizer.updates(), self.trained(), ranks)
     }
 
@@ -291,12 +328,12 @@ impl Rank {
         })
     }
 
-    /// The collective of the ranks.
+    /// The collective of all ranks.
     ///
     /// # Errors
     /// If an earlier error has closed it, or there is a single rank.
     pub(crate) fn collective(&self) -> Result<Arc<dyn HostCollective>, TrainerError> {
-        self.membership().ok_or(TrainerError::RanksEnded)?.collective()
+        self.membership().ok_or(TrainerError::RanksEnded)?.all()
     }
 
     /// Closes the collective. The calls of the other ranks end with an error.
@@ -335,12 +372,14 @@ impl Rank {
     pub(crate) fn score(&self, task: PlannedRows<'_>, pool: &ThreadPool) -> Result<ScoredRows, TrainerError> {
         let mut pass = match &self.kind {
             RankKind::Single(SingleRank { weights, .. })
-            | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.scoring(&self.base)?,
+            | RankKind::Replicated(ReplicatedRank { weights, .. }) => {
+                weights.scoring(&self.base, self.pass_ranks()?)?
+            }
             RankKind::SingleOnDevice(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Group(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Sharded(rank) => return rank.score(&self.base, task, pool),
         };
-        score_with(&mut pass, self.number(), task, recorded_slots(&self.base.model), pool)
+        score_with(&mut pass, self.data().rank, task, recorded_slots(&self.base.model), pool)
     }
 
     /// Predictions of this rank's rows under another network.
@@ -418,6 +457,19 @@ impl fmt::Debug for Rank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Rank").field("number", &self.number()).finish_non_exhaustive()
     }
+}
+
+/// The ranges in the whole model of those values among `own` of a `shard` that the rank owns, with their values.
+fn owned_in_whole<'a>(shard: Option<&ModelShard>, own: OwnedValues<'a>) -> OwnedValues<'a> {
+    let Some(shard) = shard else { return own };
+    let of_range = |(range, values): &(Range<usize>, &'a [f32])| {
+        let (start, values) = (range.start, *values);
+        let owned = shard.owned(range.clone());
+        owned
+            .map(move |(own, whole)| (whole, &values[own.start - start..own.end - start]))
+            .collect::<Vec<_>>()
+    };
+    own.iter().flat_map(of_range).collect()
 }
 
 /// Predictions of the rows of a rank, whose tokens have `slots` recorded experts. The rank also makes the all-gather calls of passes

@@ -13,6 +13,7 @@ mod sharded;
 mod shared_buffer;
 mod spread;
 mod step;
+mod tensor;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,7 +28,7 @@ use trainer::loss_inputs::{Scores, loss_inputs};
 use trainer::objective::PolicyObjective;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::report::TokenSums;
-use trainer::{Learner, LearnerConfig, LearnerStep, TrainerError, TrainerState};
+use trainer::{Learner, LearnerConfig, LearnerStep, ParallelDegrees, TrainerError, TrainerState};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
     Trajectory, Turn, VersionRun,
@@ -50,6 +51,7 @@ const LEARNER: LearnerConfig = LearnerConfig {
     recompute: Recompute::None,
     microbatch_tokens: 64,
     world: 1,
+    parallel: ParallelDegrees::DATA,
     leaves: 4,
     zero: 1,
     wait: Duration::from_secs(60),

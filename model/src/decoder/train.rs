@@ -11,7 +11,7 @@ use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
 use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather, logit_factor};
 use crate::low_rank::{UnitFactors, carve};
-use crate::ops::head::{self, HeadReverse, SharedHead, Prediction, SampleSlopes, Target, TrainedTargets};
+use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, SharedHead, Target, TrainedTargets};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::residual::multiple;
 use crate::ops::{matrix, value, values};
@@ -134,7 +134,9 @@ impl Decoder {
     fn predict(&self, normed: &Tensor, targets: &[Target<'_>], pool: &ThreadPool) -> Result<Vec<Prediction>> {
         let mut predictions = match self.config.head {
             Head::Value => vec![Prediction::default(); targets.len()],
-            Head::Language | Head::LanguageAndValue => head::predict(normed, self.shared_head(), targets, pool)?,
+            Head::Language | Head::LanguageAndValue => {
+                head::predict(normed, self.shared_head(), targets, pool)?
+            }
         };
         value::predict(normed, &self.value_head, &mut predictions)?;
         Ok(predictions)
@@ -198,7 +200,8 @@ impl Decoder {
             self.blocks.iter().try_for_each(|block| self.advance(block, &part, &mut trace))?;
             Ok(trace)
         };
-        let parts = pool.map(pack.parts(self.ranks.parts(pool.threads())), run).into_iter().collect::<Result<_>>()?;
+        let parts =
+            pool.map(pack.parts(self.ranks.parts(pool.threads())), run).into_iter().collect::<Result<_>>()?;
         let mut reversing = self.train_head(pack, parts, trained, slopes, gradients, pool)?;
         for (index, block) in self.blocks.iter().enumerate().rev() {
             self.reverse_layer(index, block, &mut reversing, gradients, pool)?;
@@ -307,7 +310,15 @@ impl Decoder {
                 let (unit, place) =
                     if place.start < start { (Unit::Embedding, place) } else { (Unit::Tail, in_tail(place)) };
                 let [mut gradient] = carve(gradients.unit(unit), [&place], self.factors_of(unit));
-                head::train(&normed, self.shared_head(), trained, &mut predictions, slopes, &mut gradient, pool)?
+                head::train(
+                    &normed,
+                    self.shared_head(),
+                    trained,
+                    &mut predictions,
+                    slopes,
+                    &mut gradient,
+                    pool,
+                )?
             }
         };
         let mut d_normed = matrix(d_hidden, self.config.hidden_size)?;

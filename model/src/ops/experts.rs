@@ -275,13 +275,7 @@ impl ExpertRoutes {
     /// Multiplies each row of `values [rows, width]` with the weight of its slot. Returns `[T, k]` the dot products of `values`
     /// before and `others [rows, width]`: the gradient of the weights, if they are the gradient and the value of what is weighted.
     /// Products are balanced binary trees over `chunks` of the width, a power of two.
-    pub(crate) fn weigh(
-        &self,
-        values: &mut [f32],
-        others: &[f32],
-        width: usize,
-        chunks: usize,
-    ) -> Vec<f32> {
+    pub(crate) fn weigh(&self, values: &mut [f32], others: &[f32], width: usize, chunks: usize) -> Vec<f32> {
         let mut products = vec![0.0; self.len()];
         let rows = values.chunks_exact_mut(width).zip(others.chunks_exact(width));
         for ((values, others), slot) in rows.zip(&self.slots) {

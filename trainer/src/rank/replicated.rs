@@ -52,7 +52,8 @@ impl ReplicatedRank {
         let Some(device) = &mut weights.device else {
             let adapter = weights.adapter.as_ref();
             let exchange = HostExchange { base, membership, adapter, weights: None };
-            return exchange.reduce(sums, |_| weights.training(base), step);
+            let ranks = membership.pass()?;
+            return exchange.reduce(sums, |_| weights.training(base, ranks), step);
         };
         let adapter = weights.adapter.as_ref();
         let exchange = HostExchange { base, membership, adapter, weights: None };

@@ -1,6 +1,7 @@
 //! The only rank of a learner, which updates its weights on the host. Its passes are on the host or on a device.
 
 use collective::Position;
+use model::PassRanks;
 
 use super::RankBase;
 use super::step::StepInputs;
@@ -52,7 +53,7 @@ impl SingleRank {
         step: &StepInputs<'_, L>,
     ) -> Result<Vec<L::Report>, TrainerError> {
         let alone = Position { rank: 0, world: 1 };
-        let mut pass = self.weights.training(base)?;
+        let mut pass = self.weights.training(base, PassRanks::default())?;
         let network = TrainedNetwork {
             layout: &base.layout,
             adapter: self.weights.adapter.as_ref(),

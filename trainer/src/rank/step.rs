@@ -99,7 +99,7 @@ impl HostExchange<'_> {
         step: &StepInputs<'_, L>,
     ) -> Result<Vec<L::Report>, TrainerError> {
         let Self { base, membership, adapter, .. } = *self;
-        let position = Position { rank: membership.rank, world: base.config.world };
+        let position = membership.place.data;
         let accumulates = base.accumulates();
         self.communicate(sums, |requests| {
             let network =

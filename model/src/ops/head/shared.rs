@@ -65,5 +65,8 @@ pub(super) fn gather_predictions(
         even_shards(rows, ranks.world()).into_iter().map(|share| 2 * share.start..2 * share.end).collect();
     ranks.all_gather(&numbers, &shards, &mut all).map_err(Error::wrap)?;
     let (pairs, _) = all.as_chunks::<2>();
-    Ok(pairs.iter().map(|[logprob, entropy]| Prediction { logprob: *logprob, entropy: *entropy, value: 0.0 }).collect())
+    Ok(pairs
+        .iter()
+        .map(|[logprob, entropy]| Prediction { logprob: *logprob, entropy: *entropy, value: 0.0 })
+        .collect())
 }
