@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use collective::Collective;
+use collective::{Collective, CollectiveError};
 use serde::{Deserialize, Serialize};
 
 use crate::Config;
@@ -62,5 +62,25 @@ impl ContextExchange {
         let heads = 2 * (shape.query_width() + shape.kv_width());
         let keys = degree * shape.kv_width();
         if shape.kv_heads.is_multiple_of(degree) && heads < keys { Self::Heads } else { Self::Keys }
+    }
+}
+
+/// The error of a pass whose ranks could not make a call.
+pub(crate) fn failed(error: CollectiveError) -> candle_core::Error {
+    candle_core::Error::WrappedContext {
+        wrapped: Box::new(error),
+        context: "in a pass among ranks".to_owned(),
+    }
+}
+
+/// The failed call of ranks that ended a pass.
+///
+/// # Errors
+/// The error of the pass itself, if no call failed.
+pub fn failed_call(error: candle_core::Error) -> Result<CollectiveError, candle_core::Error> {
+    let candle_core::Error::WrappedContext { wrapped, context } = error else { return Err(error) };
+    match wrapped.downcast::<CollectiveError>() {
+        Ok(error) => Ok(*error),
+        Err(wrapped) => Err(candle_core::Error::WrappedContext { wrapped, context }),
     }
 }

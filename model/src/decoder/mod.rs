@@ -8,7 +8,7 @@
 //! - `block`: one layer, forward and backward; `mixer`: its attention or recurrence; `feed_forward`: its feed-forward network, which may be
 //!   experts
 //! - `pack`: sequences one after the other
-//! - `train`: forward and backward
+//! - `train`: forward and backward; `sections`: the same of sections of the tokens, on one rank or among several
 //! - `gradients`: gradient sinks and layer sources; with low-rank factors gradients are those of the factors
 //! - `cache`: the paged cache; `states`: its recurrent states; `decode`: the decode step
 
@@ -19,6 +19,7 @@ mod feed_forward;
 mod gradients;
 mod mixer;
 mod pack;
+mod sections;
 mod states;
 mod train;
 

@@ -9,6 +9,7 @@ use candle_core::{Result, Tensor};
 use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
+use super::sections::{PassLayers, SectionedPass};
 use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather, logit_factor};
 use crate::low_rank::{UnitFactors, carve};
 use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, Target, TrainedTargets};
@@ -36,24 +37,24 @@ pub enum Recompute {
 
 /// Activations of the rows of one thread.
 #[derive(Debug)]
-struct PartTrace {
-    angles: LayerAngles,
-    layers: Vec<LayerTrace>,
+pub(super) struct PartTrace {
+    pub(super) angles: LayerAngles,
+    pub(super) layers: Vec<LayerTrace>,
     /// `[T, d]` the residual stream after the last layer.
-    output: Tensor,
+    pub(super) output: Tensor,
 }
 
 #[derive(Debug)]
-struct LayerTrace {
-    input: Tensor,
+pub(super) struct LayerTrace {
+    pub(super) input: Tensor,
     /// `None` if the backward computes them again.
-    kept: Option<KeptLayer>,
+    pub(super) kept: Option<KeptLayer>,
 }
 
 #[derive(Debug)]
-struct KeptLayer {
-    attention: AttentionTrace,
-    feed_forward: FeedForwardTrace,
+pub(super) struct KeptLayer {
+    pub(super) attention: AttentionTrace,
+    pub(super) feed_forward: FeedForwardTrace,
 }
 
 impl Decoder {
@@ -71,6 +72,9 @@ impl Decoder {
         targets: &[Target<'_>],
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
+        if self.ranks.context.is_some() {
+            return SectionedPass::new(self, pack, pool).score(&mut PassLayers::Own, rows, targets);
+        }
         self.score_of(&self.outputs(pack, pool)?, rows, targets, pool)
     }
 
@@ -89,6 +93,13 @@ impl Decoder {
         targets: &[Target<'_>],
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
+        if self.ranks.context.is_some() {
+            return SectionedPass::new(self, pack, pool).score(
+                &mut PassLayers::Source(source),
+                rows,
+                targets,
+            );
+        }
         let parts = pack.parts(pool.threads());
         let angles: Vec<LayerAngles> = parts.iter().map(|part| part.angles(self)).collect();
         let embed = |part: &PackPart<'_>| self.embed(part.token_ids(), part.rows.start, &[]);
@@ -125,7 +136,12 @@ impl Decoder {
     }
 
     /// Predictions from the hidden states `[targets, d]` after the final norm.
-    fn predict(&self, normed: &Tensor, targets: &[Target<'_>], pool: &ThreadPool) -> Result<Vec<Prediction>> {
+    pub(super) fn predict(
+        &self,
+        normed: &Tensor,
+        targets: &[Target<'_>],
+        pool: &ThreadPool,
+    ) -> Result<Vec<Prediction>> {
         let mut predictions = match self.config.head {
             Head::Value => vec![Prediction::default(); targets.len()],
             Head::Language | Head::LanguageAndValue => head::predict(normed, &self.head, targets, pool)?,
@@ -182,6 +198,14 @@ impl Decoder {
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<()> {
+        if self.ranks.sections > 1 {
+            return SectionedPass::new(self, pack, pool).train(
+                &mut PassLayers::Own,
+                trained,
+                slopes,
+                gradients,
+            );
+        }
         let run = |part: PackPart<'_>| -> Result<PartTrace> {
             let mut trace = self.begin(&part)?;
             self.blocks.iter().try_for_each(|block| self.advance(block, &part, &mut trace))?;
@@ -211,6 +235,10 @@ impl Decoder {
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<()> {
+        if self.ranks.sections > 1 {
+            let layers = &mut PassLayers::Source(source);
+            return SectionedPass::new(self, pack, pool).train(layers, trained, slopes, gradients);
+        }
         let parts = pack.parts(pool.threads());
         let begin = |part: &PackPart<'_>| self.begin(part);
         let mut traces: Vec<PartTrace> =
@@ -229,7 +257,7 @@ impl Decoder {
         self.reverse_embedding(&reversing, gradients)
     }
 
-    fn begin(&self, part: &PackPart<'_>) -> Result<PartTrace> {
+    pub(super) fn begin(&self, part: &PackPart<'_>) -> Result<PartTrace> {
         let output = self.embed(part.token_ids(), part.rows.start, &[])?;
         let layers = Vec::with_capacity(self.config.num_layers());
         Ok(PartTrace { angles: part.angles(self), layers, output })
@@ -261,7 +289,7 @@ impl Decoder {
         Ok(())
     }
 
-    fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<TransformerBlock> {
+    pub(super) fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<TransformerBlock> {
         TransformerBlock::of_unit(&self.config, &self.layout, index, &source.layer(index)?)
     }
 
@@ -275,10 +303,27 @@ impl Decoder {
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<ReversingPack<'a>> {
-        let TrainedTargets { rows, targets, samples } = trained;
-        assert_eq!(rows.len(), targets.len(), "one row per target");
-        let picked = gather(&parts.iter().map(|part| &part.output).collect::<Vec<_>>(), rows)?;
-        let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps, pool)?;
+        assert_eq!(trained.rows.len(), trained.targets.len(), "one row per target");
+        let picked = gather(&parts.iter().map(|part| &part.output).collect::<Vec<_>>(), trained.rows)?;
+        let d_picked = self.reverse_head(&picked, trained, slopes, gradients, pool)?;
+        // The backward keeps the parts of the forward: the number of threads may have changed since.
+        let cuts = pack.parts_of(&parts.iter().map(|part| part.output.dim(0)).collect::<Result<Vec<_>>>()?);
+        let d =
+            cuts.iter().map(|part| scatter(&d_picked, trained.rows, &part.rows)).collect::<Result<_>>()?;
+        Ok(ReversingPack { cuts, parts, d })
+    }
+
+    /// Forward and backward of the final norm and the head for the rows `picked [targets, d]`. Returns their gradient.
+    pub(super) fn reverse_head(
+        &self,
+        picked: &Tensor,
+        trained: TrainedTargets<'_>,
+        slopes: &mut SampleSlopes<'_>,
+        gradients: &mut dyn GradientSink,
+        pool: &ThreadPool,
+    ) -> Result<Tensor> {
+        let TrainedTargets { targets, samples, .. } = trained;
+        let normed = rms_norm(picked, &self.final_norm, self.config.rms_norm_eps, pool)?;
         let mut predictions = vec![Prediction::default(); targets.len()];
         value::predict(&normed, &self.value_head, &mut predictions)?;
 
@@ -309,14 +354,10 @@ impl Decoder {
         let norm_gradient = norm_gradient.vector();
         if !norm_gradient.is_empty() {
             let d_normed = multiple(&d_normed, logit_factor(&self.config))?;
-            rms_norm_weight_gradient(&picked, eps, &d_normed, norm_gradient)?;
+            rms_norm_weight_gradient(picked, eps, &d_normed, norm_gradient)?;
         }
         gradients.done(Unit::Tail);
-        let d_picked = rms_norm_backward(&picked, &self.final_norm, eps, &d_normed, None)?;
-        // The backward keeps the parts of the forward: the number of threads may have changed since.
-        let cuts = pack.parts_of(&parts.iter().map(|part| part.output.dim(0)).collect::<Result<Vec<_>>>()?);
-        let d = cuts.iter().map(|part| scatter(&d_picked, rows, &part.rows)).collect::<Result<_>>()?;
-        Ok(ReversingPack { cuts, parts, d })
+        rms_norm_backward(picked, &self.final_norm, eps, &d_normed, None)
     }
 
     /// Backward of the embedding lookup.
@@ -378,7 +419,7 @@ impl Decoder {
 
     /// Backward of the feed-forward block, in chunks of tokens, which are counted in `routed`. Returns the gradient of its input for
     /// each part.
-    fn reverse_feed_forward(
+    pub(super) fn reverse_feed_forward(
         &self,
         block: &TransformerBlock,
         parts: &[Reversing<'_>],
@@ -448,14 +489,14 @@ struct ReversingPack<'a> {
 }
 
 /// Inputs of the backward of one layer for one part.
-struct Reversing<'a> {
-    part: &'a PackPart<'a>,
-    angles: &'a LayerAngles,
-    input: Tensor,
-    attention: AttentionTrace,
-    feed_forward: Option<FeedForwardTrace>,
+pub(super) struct Reversing<'a> {
+    pub(super) part: &'a PackPart<'a>,
+    pub(super) angles: &'a LayerAngles,
+    pub(super) input: Tensor,
+    pub(super) attention: AttentionTrace,
+    pub(super) feed_forward: Option<FeedForwardTrace>,
     /// Gradient of the layer's output.
-    g: Tensor,
+    pub(super) g: Tensor,
 }
 
 /// Rows of one part of a pack.
@@ -479,7 +520,7 @@ fn chunks(parts: &[PartRows], threads: usize) -> Vec<Vec<PartRows>> {
 }
 
 /// `[rows of the part, d]` with those rows of `g [rows, d]` added that lie in the part, zero elsewhere.
-fn scatter(g: &Tensor, rows: &[usize], part: &Range<usize>) -> Result<Tensor> {
+pub(super) fn scatter(g: &Tensor, rows: &[usize], part: &Range<usize>) -> Result<Tensor> {
     let (_, width) = g.dims2()?;
     let mut out = vec![0.0; part.len() * width];
     for (row, g) in rows.iter().zip(values(g)?.chunks_exact(width)) {
