@@ -45,6 +45,40 @@ impl Default for PassRanks {
 }
 
 impl PassRanks {
+    /// Why `degree` context ranks cannot compute passes of a model of this `config` in `sections` sections; `None` if they can.
+    #[must_use]
+    pub fn obstacle(
+        config: &Config,
+        degree: usize,
+        sections: usize,
+        exchange: ContextExchange,
+    ) -> Option<String> {
+        if sections <= 1 && degree <= 1 {
+            return None;
+        }
+        if !sections.is_power_of_two() || !sections.is_multiple_of(degree) {
+            return Some(format!(
+                "{sections} sections are divided among {degree} ranks, and both have to be powers of two"
+            ));
+        }
+        let recurrent = |index: &usize| config.layers[*index].delta_net.is_some();
+        if let Some(index) = (0..config.num_layers()).find(recurrent) {
+            return Some(format!(
+                "layer {index} is a recurrence (gated DeltaNet), which needs whole sequences"
+            ));
+        }
+        let heads = |index: usize| match config.layers[index].attention.latent {
+            Some(_) => config.num_heads,
+            None => config.num_kv_heads,
+        };
+        let divided =
+            |index: &usize| exchange == ContextExchange::Heads && !heads(*index).is_multiple_of(degree);
+        (0..config.num_layers()).find(divided).map(|index| {
+            let heads = heads(index);
+            format!("layer {index} has {heads} key-value heads, which {degree} ranks cannot share evenly")
+        })
+    }
+
     /// Number of context ranks.
     #[must_use]
     pub fn context_degree(&self) -> usize {

@@ -5,6 +5,7 @@
 
 mod adapters;
 mod common;
+mod context;
 mod decoding;
 mod derivative;
 mod expert_files;
