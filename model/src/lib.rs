@@ -11,7 +11,7 @@
 //! - [`on_device`]: the same network on a GPU
 //! - [`scorer`]: reward models, on our decoder and of candle-transformers; [`resident`]: frozen weights, kept in memory or
 //!   read for every use
-//! - [`pass_ranks`]: ranks that compute one pass together
+//! - [`pass_ranks`]: ranks that compute one pass together; [`model_shard`]: the part of a model that one of them has
 //! - [`layer`]: one decoder layer as data, from which layout, files, LoRA and the decoders follow; [`rotary`]: its position embedding
 //! - `ops`: its hot operations, each with its backward
 //! - [`low_rank`]: trained factors of frozen weights (LoRA), and their gradients
@@ -67,6 +67,7 @@ pub mod layer;
 pub mod low_rank;
 pub mod machine;
 pub mod manifest;
+pub mod model_shard;
 mod mxfp4;
 pub mod on_device;
 mod ops;
@@ -104,6 +105,7 @@ pub use layer::{
     LayerSpec, Norm, QueryKeyNorm, RouterKind, SwigluClamp, TargetModule,
 };
 pub use low_rank::{FactorPair, LowRank};
+pub use model_shard::{ModelShard, ShardPiece};
 pub use ops::experts::ANY_EXPERT;
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};

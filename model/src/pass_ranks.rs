@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use collective::{Collective, CollectiveError};
+use collective::{Collective, CollectiveError, Position};
 use serde::{Deserialize, Serialize};
 
 use crate::Config;
@@ -19,6 +19,9 @@ pub struct PassRanks {
     /// The ranks that share the tokens of a pass; `None` for one rank. They make the calls of the pass in the same order, on the
     /// thread that computes.
     pub context: Option<Arc<dyn Collective>>,
+    /// The ranks that share the weights of a pass (tensor parallel; see [`ModelShard`](crate::ModelShard)); `None` for one rank.
+    /// They make the calls of the pass in the same order, on the thread that computes.
+    pub tensor: Option<Arc<dyn Collective>>,
     /// Sections of the token stream: a power of two, a multiple of the number of context ranks.
     pub sections: usize,
     /// What context ranks exchange for attention.
@@ -40,11 +43,22 @@ pub enum ContextExchange {
 
 impl Default for PassRanks {
     fn default() -> Self {
-        Self { context: None, sections: 1, exchange: ContextExchange::Keys }
+        Self { context: None, tensor: None, sections: 1, exchange: ContextExchange::Keys }
     }
 }
 
 impl PassRanks {
+    /// This rank among those that share the weights, and their number.
+    #[must_use]
+    pub fn tensor_position(&self) -> Position {
+        self.tensor.as_ref().map_or(Position { rank: 0, world: 1 }, |ranks| ranks.position())
+    }
+
+    /// Parts of a pack that threads compute apart, of at most `threads`: calls of ranks are of the whole pack.
+    pub(crate) fn parts(&self, threads: usize) -> usize {
+        if self.tensor.is_some() { 1 } else { threads }
+    }
+
     /// Why `degree` context ranks cannot compute passes of a model of this `config` in `sections` sections; `None` if they can.
     #[must_use]
     pub fn obstacle(

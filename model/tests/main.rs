@@ -19,6 +19,7 @@ mod low_rank;
 #[cfg(feature = "emulator")]
 mod on_device;
 mod oracle;
+mod parallel;
 mod parity;
 mod recurrent;
 mod scorers;

@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
+use collective::Collective;
 
 pub(super) use self::gradients::{GradientJob, OperandGradients, weight_jobs};
 use super::LayerAngles;
@@ -29,6 +30,7 @@ use crate::ops::adapters::LinearPass;
 use crate::ops::causal_convolution::transposed;
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::gated_unit::GateActivation;
+use crate::ops::gemm::CHUNKS;
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::norm::{rms_norm, rms_norm_backward};
@@ -53,6 +55,10 @@ pub(super) struct TransformerBlock {
     multiplier: f32,
     feed_forward: FeedForwardWeights,
     ranges: LayerRanges,
+    /// Heads of queries and of keys whose gradients of norms are summed apart, as leaves of a tree; 1 for all in one chain.
+    head_groups: [usize; 2],
+    /// The ranks that share its weights.
+    ranks: Option<Arc<dyn Collective>>,
 }
 
 /// Activations of the attention half, for its backward. `T` tokens.
@@ -156,6 +162,14 @@ impl TransformerBlock {
         self.mixer.change_linears(change);
         change(&mut self.output);
         self.feed_forward.change_linears(change);
+    }
+
+    /// Makes it the part of one of `ranks` that share its weights.
+    pub(super) fn share(&mut self, ranks: &Arc<dyn Collective>) {
+        self.mixer.change_linears(&mut |linear| linear.share(ranks, true));
+        self.output.share(ranks, true);
+        self.feed_forward.share(ranks);
+        self.ranks = Some(Arc::clone(ranks));
     }
 
     /// A layer to sample with, of the `values [layout.len()]` of a model.
@@ -282,6 +296,13 @@ impl TransformerBlock {
             multiplier: residual_multiplier,
             feed_forward: feed_forward_weights(config, index, vector, linear_of),
             ranges: ranges.clone(),
+            head_groups: match (config.reduction, config.layers[index].query_key_norm) {
+                (Reduction::Tree, QueryKeyNorm::PerHead) => {
+                    [config.num_heads, config.num_kv_heads].map(|heads| 1 << heads.trailing_zeros())
+                }
+                _ => [1; 2],
+            },
+            ranks: None,
         }
     }
 
@@ -499,5 +520,10 @@ fn feed_forward_weights(
         experts: (0..spec.count).map(expert).collect(),
         shared: (spec.shared_width > 0).then(|| Box::new(shared())),
         shared_gate: spec.shared_gate.then(|| linear(Operand::SharedGate)),
+        ranks: None,
+        chunks: match config.reduction {
+            Reduction::Chain => 1,
+            Reduction::Tree => CHUNKS,
+        },
     })
 }

@@ -270,16 +270,41 @@ impl MixerWeights {
         }
     }
 
-    /// Adds the gradients of the vectors for some tokens.
-    pub(super) fn vector_gradients(
+    /// Widths of the weights of the norms of query heads and of key heads; 0 without them.
+    pub(super) fn head_norms(&self) -> [usize; 2] {
+        match self {
+            Self::Attention(attention) => attention.head_norms(),
+            Self::Latent(_) | Self::DeltaNet(_) => [0; 2],
+        }
+    }
+
+    /// Adds the gradients of the norms of heads for some tokens to those of `groups` of heads, `[groups, norm]` of queries and then
+    /// of keys.
+    pub(super) fn head_norm_gradient(
         &self,
         trace: &MixerTrace,
         reverse: &MixerReverse,
         angles: &LayerAngles,
+        groups: [usize; 2],
+        gradient: &mut [f32],
+    ) -> Result<()> {
+        match self {
+            Self::Attention(attention) => {
+                attention.head_norm_gradient(trace, reverse, angles, groups, gradient)
+            }
+            Self::Latent(_) | Self::DeltaNet(_) => Ok(()),
+        }
+    }
+
+    /// Adds the gradients of the vectors for some tokens, but those of the norms of heads.
+    pub(super) fn vector_gradients(
+        &self,
+        trace: &MixerTrace,
+        reverse: &MixerReverse,
         gradients: &mut MixerVectors<'_>,
     ) -> Result<()> {
         match self {
-            Self::Attention(attention) => attention.vector_gradients(trace, reverse, angles, gradients),
+            Self::Attention(attention) => attention.vector_gradients(reverse, gradients),
             // Those of latents are jobs beside those of their matrices.
             Self::Latent(_) => Ok(()),
             Self::DeltaNet(delta_net) => delta_net.vector_gradients(trace, reverse, gradients),

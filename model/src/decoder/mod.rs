@@ -27,6 +27,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
+use collective::Position;
 use serde::{Deserialize, Serialize};
 
 use crate::low_rank::{FactorPair, LowRank, UnitFactors};
@@ -35,6 +36,7 @@ use crate::ops::heads::{Angles, Frequencies, HeadShape};
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::residual::multiple;
 use crate::ops::{embedding, matrix, values};
+use crate::pass_ranks::failed;
 use crate::{
     AdaptedMatrix, Config, FrozenParameters, Head, Layout, Parameters, PassRanks, Reduction, Rotary,
     ThreadPool, Unit,
@@ -290,10 +292,21 @@ impl Decoder {
     }
 
     /// The same decoder, whose training and scoring passes `ranks` compute together: every rank has the whole pack, and gets all
-    /// predictions and the gradients of its sections.
+    /// predictions and the gradients of its sections, or of its shard of the weights: then the decoder is one of a
+    /// [`ModelShard`](crate::ModelShard).
     #[must_use]
-    pub fn among(self, ranks: PassRanks) -> Self {
+    pub fn among(mut self, ranks: PassRanks) -> Self {
+        if let Some(tensor) = &ranks.tensor {
+            self.blocks.iter_mut().for_each(|block| block.share(tensor));
+            self.head.share(tensor, true);
+        }
         Self { ranks, ..self }
+    }
+
+    /// The ids of this rank's rows of the embedding and the head.
+    fn own_tokens(&self) -> Range<usize> {
+        let (Position { rank, .. }, own) = (self.ranks.tensor_position(), self.config.vocab_size);
+        rank * own..(rank + 1) * own
     }
 
     /// The trained factors of the weights of a unit.
@@ -363,11 +376,16 @@ impl Decoder {
     /// Hidden states `[T, d]` of tokens with `adapters [T]`, empty for none; `first` is the number of the first in its batch, for
     /// errors.
     fn embed(&self, token_ids: &[u32], first: usize, adapters: &[Option<usize>]) -> Result<Tensor> {
-        let shape @ [_, width] = [self.config.vocab_size, self.config.hidden_size];
+        let (own, width) = (self.own_tokens(), self.config.hidden_size);
+        let shape = [own.len() * self.ranks.tensor_position().world, width];
         let flat = |table: &[f32], id: usize, out: &mut [f32]| {
             out.copy_from_slice(&table[id * width..][..width]);
         };
         let rows = embedding::embed(token_ids, first, shape, |t, id, out| {
+            let Some(id) = id.checked_sub(own.start).filter(|id| *id < own.len()) else {
+                // The only number that changes no bit of another when it is added.
+                return out.fill(-0.0);
+            };
             match &self.embedding {
                 Embedding::Own(table) => flat(table, id, out),
                 Embedding::Flat(table) => flat(table.values(), id, out),
@@ -379,7 +397,13 @@ impl Decoder {
                 factors.low_rank.add_row(factors.pair, id, out);
             }
         });
-        multiple(&rows?, self.config.embedding_multiplier)
+        let mut rows = rows?;
+        if let Some(ranks) = &self.ranks.tensor {
+            let mut sums = values(&rows)?.to_vec();
+            ranks.all_reduce(&mut sums).map_err(failed)?;
+            rows = matrix(sums, width)?;
+        }
+        multiple(&rows, self.config.embedding_multiplier)
     }
 }
 

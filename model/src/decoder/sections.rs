@@ -32,7 +32,6 @@ use super::{Decoder, GradientSink, LayerSource, Recompute, RoutedTokens, gather}
 use crate::low_rank::carve;
 use crate::ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets};
 use crate::ops::norm::rms_norm;
-use crate::ops::residual::multiple;
 use crate::ops::row_ranges;
 use crate::{ThreadPool, Unit};
 
@@ -74,12 +73,18 @@ pub(super) struct SectionedPass<'a> {
     /// The parts of each of its sections.
     of_sections: Vec<Range<usize>>,
     pool: &'a ThreadPool,
+    /// A single thread that computes all parts, if they make calls of tensor-parallel ranks.
+    alone: Option<ThreadPool>,
 }
 
 impl SectionRows {
     fn new(decoder: &Decoder, pack: &Pack) -> Self {
         let ranks = &decoder.ranks;
-        let sections = section_rows(pack.segments(), TokenCost::of(&decoder.config), ranks.sections);
+        let sections = section_rows(
+            pack.segments(),
+            TokenCost::of(&decoder.config, ranks.tensor_position().world),
+            ranks.sections,
+        );
         let (rank, world) = ranks.context.as_ref().map_or((0, 1), |ranks| (ranks.rank(), ranks.world()));
         let each = sections.len() / world;
         let of = |rank: usize| sections[rank * each].start..sections[(rank + 1) * each - 1].end;
@@ -93,12 +98,18 @@ impl<'a> SectionedPass<'a> {
         let (mut parts, mut of_sections) = (Vec::new(), Vec::new());
         for section in &rows.sections[rows.own.clone()] {
             let first = parts.len();
-            let cuts = row_ranges(section.len(), pool.threads(), LEAST_ROWS);
+            let cuts = row_ranges(section.len(), decoder.ranks.parts(pool.threads()), LEAST_ROWS);
             let cuts = cuts.into_iter().filter(|cut| !cut.is_empty());
             parts.extend(cuts.map(|cut| pack.part(section.start + cut.start..section.start + cut.end)));
             of_sections.push(first..parts.len());
         }
-        Self { decoder, pack, rows, parts, of_sections, pool }
+        let alone = decoder.ranks.tensor.as_ref().map(|_| ThreadPool::single());
+        Self { decoder, pack, rows, parts, of_sections, pool, alone }
+    }
+
+    /// The threads that compute parts.
+    fn threads(&self) -> &ThreadPool {
+        self.alone.as_ref().unwrap_or(self.pool)
     }
 
     /// Predictions of `targets [n]`, each from the hidden state at its row of `rows [n]` of the pack.
@@ -146,7 +157,7 @@ impl<'a> SectionedPass<'a> {
     }
 
     fn begin(&self) -> Result<Vec<PartTrace>> {
-        self.pool.map(self.parts.iter().collect(), |part| self.decoder.begin(part)).into_iter().collect()
+        self.threads().map(self.parts.iter().collect(), |part| self.decoder.begin(part)).into_iter().collect()
     }
 
     /// Runs the next layer of all parts.
@@ -163,7 +174,7 @@ impl<'a> SectionedPass<'a> {
             Ok(())
         };
         let parts = self.parts.iter().zip(traces).zip(inputs).zip(attention).collect();
-        self.pool.map(parts, finish).into_iter().collect()
+        self.threads().map(parts, finish).into_iter().collect()
     }
 
     /// The attention half of all parts.
@@ -176,12 +187,12 @@ impl<'a> SectionedPass<'a> {
         let begin = |(x, trace): (&Tensor, &PartTrace)| {
             block.begin_attention(x, &trace.angles, &ThreadPool::single())
         };
-        let projected = self.pool.map(inputs.iter().zip(traces).collect(), begin);
+        let projected = self.threads().map(inputs.iter().zip(traces).collect(), begin);
         let projected = projected.into_iter().collect::<Result<Vec<_>>>()?;
         let prepared: Vec<&Tensor> = projected.iter().map(|projected| &projected.prepared).collect();
         let mixed = self.mixing().mix(block.rule(), &prepared)?;
         let parts = inputs.iter().zip(projected.into_iter().zip(mixed)).collect();
-        let finished = self.pool.map(parts, |(x, (projected, mixed))| {
+        let finished = self.threads().map(parts, |(x, (projected, mixed))| {
             block.finish_attention(x, projected, mixed, &ThreadPool::single())
         });
         finished.into_iter().collect()
@@ -349,7 +360,7 @@ impl<'a> SectionedPass<'a> {
         let begin = |(part, d_middle): (&Reversing<'_>, &Tensor)| {
             block.begin_attention_backward(&part.input, &part.attention, d_middle)
         };
-        let begun = self.pool.map(parts.iter().zip(&d_middle).collect(), begin);
+        let begun = self.threads().map(parts.iter().zip(&d_middle).collect(), begin);
         let begun = begun.into_iter().collect::<Result<Vec<_>>>()?;
         let prepared: Vec<&Tensor> = parts.iter().map(|part| part.attention.prepared()).collect();
         let d_mixed: Vec<&Tensor> = begun.iter().map(|begun| &begun.gate.d_mixed).collect();
@@ -360,7 +371,7 @@ impl<'a> SectionedPass<'a> {
                 let Reversing { input, attention, angles, .. } = part;
                 block.finish_attention_backward(input, attention, angles, &d_middle, begun, mixing)
             };
-        let reversed = self.pool.map(rest, reverse).into_iter().collect::<Result<Vec<_>>>()?;
+        let reversed = self.threads().map(rest, reverse).into_iter().collect::<Result<Vec<_>>>()?;
         let d = reversed.iter().map(|reverse| reverse.d_input.clone()).collect();
         let of_parts = parts.iter().zip(reversed);
         let done: Vec<_> = of_parts
@@ -419,8 +430,7 @@ impl<'a> SectionedPass<'a> {
             let factors = self.decoder.factors_of(Unit::Embedding);
             let [mut table] = carve(gradients.unit(Unit::Embedding), [&table], factors);
             for (part, d) in self.parts[of_section.clone()].iter().zip(&d[of_section.clone()]) {
-                let d = multiple(d, self.decoder.config.embedding_multiplier)?;
-                table.add_embedded(part.token_ids(), &d)?;
+                self.decoder.add_embedded(&mut table, part, d)?;
             }
             gradients.done(Unit::Embedding);
         }

@@ -11,12 +11,18 @@ use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
 use super::sections::{PassLayers, SectionedPass};
 use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather, logit_factor};
-use crate::low_rank::{UnitFactors, carve};
-use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, Target, TrainedTargets};
+use crate::low_rank::{UnitFactors, WeightGradient, carve};
+use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, SharedHead, Target, TrainedTargets};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::residual::multiple;
 use crate::ops::{matrix, value, values};
 use crate::{Head, ThreadPool, Unit};
+
+/// The row of a token `id` among the `own` rows of the embedding, if it is one of these.
+fn own_id(id: u32, own: &Range<usize>) -> Option<u32> {
+    let id = (id as usize).checked_sub(own.start).filter(|id| *id < own.len())?;
+    u32::try_from(id).ok()
+}
 
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
 const CHUNK: usize = 256;
@@ -100,7 +106,7 @@ impl Decoder {
                 targets,
             );
         }
-        let parts = pack.parts(pool.threads());
+        let parts = pack.parts(self.ranks.parts(pool.threads()));
         let angles: Vec<LayerAngles> = parts.iter().map(|part| part.angles(self)).collect();
         let embed = |part: &PackPart<'_>| self.embed(part.token_ids(), part.rows.start, &[]);
         let mut outputs = parts.iter().map(embed).collect::<Result<Vec<_>>>()?;
@@ -144,7 +150,9 @@ impl Decoder {
     ) -> Result<Vec<Prediction>> {
         let mut predictions = match self.config.head {
             Head::Value => vec![Prediction::default(); targets.len()],
-            Head::Language | Head::LanguageAndValue => head::predict(normed, &self.head, targets, pool)?,
+            Head::Language | Head::LanguageAndValue => {
+                head::predict(normed, self.shared_head(), targets, pool)?
+            }
         };
         value::predict(normed, &self.value_head, &mut predictions)?;
         Ok(predictions)
@@ -160,6 +168,11 @@ impl Decoder {
         let all = gather(&outputs.iter().collect::<Vec<_>>(), &rows)?;
         let alone = ThreadPool::single();
         self.head.apply(&rms_norm(&all, &self.final_norm, self.config.rms_norm_eps, &alone)?, &alone)
+    }
+
+    /// The head, with the ranks that share its vocabulary.
+    fn shared_head(&self) -> SharedHead<'_> {
+        SharedHead { weight: &self.head, ranks: self.ranks.tensor.as_deref() }
     }
 
     /// `[T, hidden]` residual stream after the last layer, of each part.
@@ -179,7 +192,7 @@ impl Decoder {
             }
             Ok(x)
         };
-        pool.map(pack.parts(pool.threads()), run).into_iter().collect()
+        pool.map(pack.parts(self.ranks.parts(pool.threads())), run).into_iter().collect()
     }
 
     /// Forward and backward of a training step: predicts the targets, and adds the gradients of a loss to `gradients`, whose
@@ -211,7 +224,8 @@ impl Decoder {
             self.blocks.iter().try_for_each(|block| self.advance(block, &part, &mut trace))?;
             Ok(trace)
         };
-        let parts = pool.map(pack.parts(pool.threads()), run).into_iter().collect::<Result<_>>()?;
+        let parts =
+            pool.map(pack.parts(self.ranks.parts(pool.threads())), run).into_iter().collect::<Result<_>>()?;
         let mut reversing = self.train_head(pack, parts, trained, slopes, gradients, pool)?;
         for (index, block) in self.blocks.iter().enumerate().rev() {
             self.reverse_layer(index, block, &mut reversing, gradients, pool)?;
@@ -239,7 +253,7 @@ impl Decoder {
             let layers = &mut PassLayers::Source(source);
             return SectionedPass::new(self, pack, pool).train(layers, trained, slopes, gradients);
         }
-        let parts = pack.parts(pool.threads());
+        let parts = pack.parts(self.ranks.parts(pool.threads()));
         let begin = |part: &PackPart<'_>| self.begin(part);
         let mut traces: Vec<PartTrace> =
             pool.map(parts.iter().collect(), begin).into_iter().collect::<Result<_>>()?;
@@ -290,7 +304,9 @@ impl Decoder {
     }
 
     pub(super) fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<TransformerBlock> {
-        TransformerBlock::of_unit(&self.config, &self.layout, index, &source.layer(index)?)
+        let mut block = TransformerBlock::of_unit(&self.config, &self.layout, index, &source.layer(index)?)?;
+        self.ranks.tensor.iter().for_each(|tensor| block.share(tensor));
+        Ok(block)
     }
 
     /// Forward and backward of the final norm and the head.
@@ -339,7 +355,15 @@ impl Decoder {
                 let (unit, place) =
                     if place.start < start { (Unit::Embedding, place) } else { (Unit::Tail, in_tail(place)) };
                 let [mut gradient] = carve(gradients.unit(unit), [&place], self.factors_of(unit));
-                head::train(&normed, &self.head, trained, &mut predictions, slopes, &mut gradient, pool)?
+                head::train(
+                    &normed,
+                    self.shared_head(),
+                    trained,
+                    &mut predictions,
+                    slopes,
+                    &mut gradient,
+                    pool,
+                )?
             }
         };
         let mut d_normed = matrix(d_hidden, self.config.hidden_size)?;
@@ -369,11 +393,28 @@ impl Decoder {
         let table = 0..self.layout.unit(Unit::Embedding).len();
         let [mut table] = carve(gradients.unit(Unit::Embedding), [&table], self.factors_of(Unit::Embedding));
         for (part, d) in reversing.cuts.iter().zip(&reversing.d) {
-            let d = multiple(d, self.config.embedding_multiplier)?;
-            table.add_embedded(part.token_ids(), &d)?;
+            self.add_embedded(&mut table, part, d)?;
         }
         gradients.done(Unit::Embedding);
         Ok(())
+    }
+
+    /// Adds the gradient of the embedding `table` for the gradient `d [T, d]` of the embedded tokens of a part.
+    pub(super) fn add_embedded(
+        &self,
+        table: &mut WeightGradient<'_>,
+        part: &PackPart<'_>,
+        d: &Tensor,
+    ) -> Result<()> {
+        let d = multiple(d, self.config.embedding_multiplier)?;
+        if self.ranks.tensor.is_none() {
+            return table.add_embedded(part.token_ids(), &d);
+        }
+        let own = self.own_tokens();
+        let tokens = part.token_ids().iter().enumerate();
+        let (rows, ids): (Vec<usize>, Vec<u32>) =
+            tokens.filter_map(|(row, id)| Some((row, own_id(*id, &own)?))).unzip();
+        table.add_embedded(&ids, &gather(&[&d], &rows)?)
     }
 
     /// Backward of one layer. Frees its activations, and turns the gradient of its output into that of its input.

@@ -24,11 +24,13 @@ pub(super) struct TokenCost {
 }
 
 impl TokenCost {
-    pub(super) fn of(config: &Config) -> Self {
+    /// Of a model that `ranks` shards of this `config` make up.
+    pub(super) fn of(config: &Config, ranks: usize) -> Self {
         let shape = config.head_shape();
+        let all = |of_shard: usize| (of_shard * ranks) as u128;
         Self {
-            token: config.layer_multiply_adds() as u128,
-            pair: (config.num_layers() * 2 * shape.query_width()) as u128,
+            token: all(config.layer_multiply_adds()),
+            pair: all(config.num_layers() * 2 * shape.query_width()),
         }
     }
 
