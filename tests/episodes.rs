@@ -19,7 +19,7 @@ use trainer::batch::{Batch, BatchSplit};
 use trainer::loss_inputs::{Scores, loss_inputs};
 use trainer::objective::PolicyObjective;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
-use trainer::{Learner, LearnerConfig};
+use trainer::{ContextParallel, Learner, LearnerConfig};
 use trajectory::{Group, PolicyVersion, Prompt, Task, TaskId, Trajectory, Turn};
 
 use crate::support::tiny_sizes;
@@ -46,6 +46,7 @@ const LEARNER: LearnerConfig = LearnerConfig {
     world: 1,
     leaves: 1,
     zero: 1,
+    context: ContextParallel::NONE,
     wait: WAIT,
     device: None,
 };

@@ -15,7 +15,7 @@ use trainer::lora::{Adapter, LoraConfig};
 use trainer::optimizer::OptimizerConfig;
 use trainer::plan::plan;
 use trainer::supervised::DemonstrationLoss;
-use trainer::{DeviceConfig, Learner, LearnerConfig};
+use trainer::{ContextParallel, DeviceConfig, Learner, LearnerConfig};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
 
 use crate::accelerator::Accelerator;
@@ -52,6 +52,7 @@ pub fn work(
         world: 1,
         leaves: 1,
         zero: 1,
+        context: ContextParallel::NONE,
         wait: Duration::MAX,
         device: on.map(|on| DeviceConfig::new(on.place, on.dtype)),
     };

@@ -34,11 +34,11 @@ use crate::on_device::{DeviceConfig, LearnerWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
 use crate::packing::recorded_slots;
 use crate::plan::{MicroBatch, in_order_of_leaf, leaves, plan};
-use crate::rank::{LearnerSeed, PlannedRows, Rank, ScoredRows, StepInputs};
+use crate::rank::{ContextParallel, LearnerSeed, PlannedRows, Rank, ScoredRows, StepInputs};
 use crate::rank_spans::RankPhase;
 use crate::ranks::{make, on_each};
 use crate::report::ExpertLoads;
-use collective::HostCollective;
+use collective::{HostCollective, Position};
 
 /// How the learner computes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -61,6 +61,9 @@ pub struct LearnerConfig {
     pub leaves: usize,
     /// ZeRO stage, the state that ranks shard: 1 optimizer state, 2 gradients too, 3 weights too.
     pub zero: usize,
+    /// How ranks share the tokens of a micro-batch.
+    #[serde(default)]
+    pub context: ContextParallel,
     /// Longest wait of one rank for another.
     pub wait: Duration,
     /// Device on which ranks compute; `None` for the processor.
@@ -128,7 +131,17 @@ impl LearnerConfig {
     /// Number of leaves of the sum of a step's gradients.
     #[must_use]
     pub fn step_leaves(&self) -> usize {
-        if self.device.is_some() { self.world } else { leaves(self.leaves, self.world) }
+        if self.device.is_some() { self.world } else { leaves(self.leaves, self.data(0).world) }
+    }
+
+    /// The position of rank `rank` among those that have micro-batches of their own.
+    pub(crate) fn data(&self, rank: usize) -> Position {
+        self.context.data(Position { rank, world: self.world })
+    }
+
+    /// Whether a rank sums its own gradients before reduce-scatter: in ZeRO stage 1. Sections are summed for every micro-batch.
+    pub(crate) fn accumulates(&self) -> bool {
+        !self.shares_gradients() && self.context.sections() == 1
     }
 
     /// Whether a rank keeps only its shards of the gradients.
@@ -495,14 +508,16 @@ impl Learner {
         rows: &[&Sample],
         score: impl Fn(&Rank, PlannedRows<'_>) -> Result<ScoredRows, TrainerError> + Sync,
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        let plan = self.plan(rows, self.config.world);
+        let plan = self.plan(rows, self.config.data(0).world);
         let task = PlannedRows { rows, plan: &plan };
         let mut scored = vec![Vec::new(); rows.len()];
         for rank in on_each(self.ranks().collect(), |rank| score(rank, task))? {
             rank.into_iter().for_each(|(row, predictions)| scored[row] = predictions);
         }
         if let Some(LearnerProcesses { collective, .. }) = &self.spread {
-            self.first.during(RankPhase::Wait, || exchange_predictions(&**collective, task, &mut scored))?;
+            self.first.during(RankPhase::Wait, || {
+                exchange_predictions(&**collective, self.config.context, task, &mut scored)
+            })?;
         }
         Ok(scored)
     }
@@ -536,8 +551,10 @@ impl Learner {
             let all = self.first.during(RankPhase::Wait, || collective.all_gather_bytes(own))?;
             reports = all.iter().map(|reports| decode(reports)).collect::<Result<_, _>>()?;
         }
+        // Those of context ranks are the same.
+        let reports: Vec<_> = reports.into_iter().step_by(self.config.context.degree).collect();
         self.balance::<L>(grad_norm, &reports)?;
-        let reports = in_order_of_leaf(reports, !self.config.shares_gradients());
+        let reports = in_order_of_leaf(reports, self.config.accumulates());
         Ok(LearnerStep { grad_norm, reports })
     }
 
@@ -564,11 +581,13 @@ impl Learner {
 /// All-gathers the predictions of all processes into `scored`.
 fn exchange_predictions(
     collective: &dyn HostCollective,
+    context: ContextParallel,
     task: PlannedRows<'_>,
     scored: &mut [Vec<Prediction>],
 ) -> Result<(), TrainerError> {
     const BYTES: usize = 12;
-    let rows_of = |rank: usize| task.plan[rank].iter().flat_map(|batch| &batch.rows).copied();
+    let rows_of =
+        |rank: usize| task.plan[rank / context.degree].iter().flat_map(|batch| &batch.rows).copied();
     let numbers = |p: &Prediction| [p.logprob, p.entropy, p.value].map(f32::to_le_bytes).concat();
     let own = rows_of(collective.rank()).flat_map(|row| scored[row].iter().flat_map(numbers)).collect();
     for (rank, bytes) in collective.all_gather_bytes(own)?.iter().enumerate() {

@@ -70,6 +70,7 @@ pub use lead::Leader;
 pub use learner::{Learner, LearnerConfig, LearnerStep};
 pub use on_device::{CollectivePlace, DeviceConfig, LearnerWeights, OptimizerPlace};
 pub use quarantine::expert_limits;
+pub use rank::ContextParallel;
 pub use report::StepReport;
 pub use state_weights::StateWeights;
 pub use trainer::{AuxiliaryModels, Trainer, TrainerConfig, TrainerParts};

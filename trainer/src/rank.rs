@@ -19,9 +19,10 @@
 //!   a base that stays quantised
 //! - `on_device`: a single rank that updates its weights on a device, and passes on a device for the others; `group`: ranks of
 //!   a device group
-//! - `balance`: the update of routers; `membership`: a rank among several; `step`: the passes of a step; `memory`: bytes, and leaving a device
+//! - `balance`: the update of routers; `membership`: a rank among several; `context`: the ranks that share its passes; `step`: the passes of a step; `memory`: bytes, and leaving a device
 
 mod balance;
+mod context;
 mod group;
 mod membership;
 mod memory;
@@ -33,6 +34,7 @@ mod single;
 mod step;
 mod whole;
 
+pub use context::ContextParallel;
 pub(crate) use seed::{LearnerSeed, MemberSeed, RankWeights};
 pub(crate) use step::StepInputs;
 
@@ -48,6 +50,7 @@ use trajectory::Sample;
 use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
 
+use self::context::ContextRanks;
 use self::group::GroupRank;
 use self::membership::{OwnShards, RankMembership};
 use self::on_device::SingleDeviceRank;
@@ -82,6 +85,7 @@ struct RankBase {
     /// The optimizer of whole tensors, or of the fragments of a rank. States on a device are missing.
     optimizer: Optimizer,
     buffers: BufferPool,
+    context: ContextRanks,
 }
 
 /// Where a rank has its weights and updates them.
@@ -110,9 +114,9 @@ pub(crate) struct PlannedRows<'a> {
 pub(crate) type ScoredRows = Vec<(usize, Vec<Prediction>)>;
 
 impl RankBase {
-    /// Whether a rank sums its own gradients before reduce-scatter (ZeRO stage 1).
+    /// Whether a rank sums its own gradients before reduce-scatter.
     fn accumulates(&self) -> bool {
-        !self.config.shares_gradients()
+        self.config.accumulates()
     }
 }
 
@@ -301,6 +305,7 @@ impl Rank {
 
     /// Closes the collective. The calls of the other ranks end with an error.
     pub(crate) fn leave(&self) {
+        self.base.context.leave();
         match &self.kind {
             RankKind::Single(_) | RankKind::SingleOnDevice(_) => {}
             RankKind::Replicated(rank) => rank.membership.leave(),
@@ -340,7 +345,8 @@ impl Rank {
             RankKind::Group(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Sharded(rank) => return rank.score(&self.base, task, pool),
         };
-        score_with(&mut pass, self.number(), task, recorded_slots(&self.base.model), pool)
+        let rank = self.base.config.data(self.number()).rank;
+        score_with(&mut pass, rank, task, recorded_slots(&self.base.model), pool)
     }
 
     /// Predictions of this rank's rows under another network.
@@ -353,21 +359,25 @@ impl Rank {
         task: PlannedRows<'_>,
         pool: &ThreadPool,
     ) -> Result<ScoredRows, TrainerError> {
-        let rank = self.number();
+        let rank = self.base.config.data(self.number()).rank;
+        let ranks = |model: &Config| self.base.context.passes(model, true);
         let (resident, parameters) = match weights {
             LoadedWeights::Whole(resident, parameters) => (*resident, parameters),
             LoadedWeights::Adapted(policy) => {
                 let score = |mut pass: Pass<'_>| score_with(&mut pass, rank, task, 0, pool);
                 let device =
                     self.whole_weights().and_then(|own| own.device.as_ref().zip(own.adapter.as_ref()));
-                let Some((device, own)) = device else { return score(Pass::Whole(policy.decoder())) };
+                let Some((device, own)) = device else {
+                    return score(Pass::Whole(policy.decoder().among(ranks(&self.base.model)?)));
+                };
                 let factors = [&**policy.factors(), &**own.factors()];
                 return by_dtype!(device, device => device.score_under(factors, |pass| score(Pass::Device(pass))));
             }
         };
         let model = resident.config();
         let Some(on_device) = self.on_device() else {
-            let decoder = Decoder::trainable(model, parameters, self.base.config.recompute);
+            let decoder =
+                Decoder::trainable(model, parameters, self.base.config.recompute).among(ranks(model)?);
             return score_with(&mut Pass::Whole(decoder), rank, task, 0, pool);
         };
         // A model that is swapped in is freed on the device as on the host.

@@ -1,6 +1,7 @@
 //! The learner and the trainer on a tiny random model.
 
 mod checkpoint;
+mod context;
 mod frozen_base;
 mod goldens;
 mod identities;
@@ -27,7 +28,7 @@ use trainer::loss_inputs::{Scores, loss_inputs};
 use trainer::objective::PolicyObjective;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::report::TokenSums;
-use trainer::{Learner, LearnerConfig, LearnerStep, TrainerError, TrainerState};
+use trainer::{ContextParallel, Learner, LearnerConfig, LearnerStep, TrainerError, TrainerState};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
     Trajectory, Turn, VersionRun,
@@ -52,6 +53,7 @@ const LEARNER: LearnerConfig = LearnerConfig {
     world: 1,
     leaves: 4,
     zero: 1,
+    context: ContextParallel::NONE,
     wait: Duration::from_secs(60),
     device: None,
 };

@@ -11,7 +11,7 @@ use rand_chacha::rand_core::SeedableRng;
 use rlrun::failure::Failure;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::supervised::DemonstrationLoss;
-use trainer::{Learner, LearnerConfig};
+use trainer::{ContextParallel, Learner, LearnerConfig};
 use trajectory::{PolicyVersion, Sample};
 use weights::{DeltaConfig, Dtype, Hub, HubConfig, HubPublisher, PublishConfig, Publisher};
 
@@ -48,6 +48,7 @@ pub(super) fn measure(bench: &mut WeightsBench<'_>) -> Result<(), Failure> {
             world: 1,
             leaves: 1,
             zero: 1,
+            context: ContextParallel::NONE,
             wait: std::time::Duration::MAX,
             device: None,
         };

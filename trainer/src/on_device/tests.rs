@@ -15,6 +15,7 @@ use super::{DeviceConfig, OptimizerPlace};
 use crate::colocation::Colocation;
 use crate::learner::{Learner, LearnerConfig};
 use crate::optimizer::{OptimizerConfig, OptimizerKind};
+use crate::rank::ContextParallel;
 use crate::supervised::{DemonstrationLoss, imitate};
 use crate::{Leader, WeightPublisher, follow};
 
@@ -40,6 +41,7 @@ fn settings(dtype: DeviceDtype, optimizer: OptimizerPlace) -> LearnerConfig {
         world: 1,
         leaves: 4,
         zero: 1,
+        context: ContextParallel::NONE,
         wait: Duration::from_secs(60),
         device: Some(DeviceConfig { optimizer, ..DeviceConfig::new(DeviceLocation::Emulated, dtype) }),
     }

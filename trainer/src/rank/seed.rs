@@ -7,6 +7,7 @@ use device::group::{DeviceGroup, DeviceGroupId, GroupCandidate};
 use device::{Device, bf16};
 use model::{Config, Layout, ParameterSpec, Parameters};
 
+use super::context::ContextRanks;
 use super::group::GroupRank;
 use super::membership::RankMembership;
 use super::on_device::{PassDevice, SingleDeviceRank};
@@ -67,11 +68,13 @@ impl LearnerSeed {
     pub(crate) fn alone(self) -> Result<Rank, TrainerError> {
         let Self { config, model, weights, adapter, optimizer } = self;
         config.check_routers(&model, adapter.is_some())?;
+        config.context.check(&model, 1, config.device.is_some())?;
+        let context = ContextRanks::alone(config.context);
         let layout = Arc::clone(weights.layout());
         let specs = adapter.as_ref().map_or(layout.specs(), Adapter::specs);
         let sums = TreeSums::new(specs.last().map_or(0, |spec| spec.range().end));
         let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, specs));
-        let mut base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default() };
+        let mut base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default(), context };
         let mut device = None;
         if let Some(config) = base.config.device.clone() {
             let network = base.open(&config, 0)?;
@@ -164,12 +167,14 @@ impl MemberSeed {
         optimizer: Option<Optimizer>,
     ) -> Result<Rank, TrainerError> {
         self.config.check_routers(&self.model, self.adapter.is_some())?;
+        self.config.context.check(&self.model, self.config.world, self.config.device.is_some())?;
+        let context = ContextRanks::of(self.config.context, &*self.collective)?;
         let fresh = || Optimizer::of_fragments(self.config.optimizer, self.trained(), self.fragments());
         let optimizer = optimizer.unwrap_or_else(fresh);
         let Self { config, model, layout, adapter, collective, rank, trained, weights: shards } = self;
         let sums = TreeSums::new(trained.len(rank));
         let membership = RankMembership::new(collective, trained, shards);
-        let mut base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default() };
+        let mut base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default(), context };
         let mut device = None;
         if let Some(config) = base.config.device.clone() {
             let network = base.open(&config, rank)?;

@@ -48,7 +48,13 @@ impl ShardedRank {
         let exchange = HostExchange { base, membership, adapter: None, weights };
         exchange.communicate(&mut TreeSums::default(), |requests| {
             let mut pass = gathered(base, device.as_ref(), requests)?;
-            score_with(&mut pass, membership.rank, task, recorded_slots(&base.model), pool)
+            score_with(
+                &mut pass,
+                base.config.data(membership.rank).rank,
+                task,
+                recorded_slots(&base.model),
+                pool,
+            )
         })
     }
 
@@ -109,6 +115,9 @@ fn gathered<'a>(
     let gathering = requests.gathering(&base.layout, &base.buffers);
     match device {
         Some(device) => Ok(Pass::Device(by_dtype!(device, device => device.gathered(gathering)?))),
-        None => Pass::gathered(&base.model, &base.layout, gathering, base.config.recompute),
+        None => {
+            let ranks = base.context.passes(&base.model, false)?;
+            Pass::gathered(&base.model, &base.layout, gathering, base.config.recompute, ranks)
+        }
     }
 }
