@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use collective::{Collective, Position};
+use collective::{Collective, CollectiveError, Position};
 use serde::{Deserialize, Serialize};
 
 use crate::Config;
@@ -56,7 +56,41 @@ impl PassRanks {
 
     /// Parts of a pack that threads compute apart, of at most `threads`: calls of ranks are of the whole pack.
     pub(crate) fn parts(&self, threads: usize) -> usize {
-        if self.tensor.is_some() || self.context.is_some() { 1 } else { threads }
+        if self.tensor.is_some() { 1 } else { threads }
+    }
+
+    /// Why `degree` context ranks cannot compute passes of a model of this `config` in `sections` sections; `None` if they can.
+    #[must_use]
+    pub fn obstacle(
+        config: &Config,
+        degree: usize,
+        sections: usize,
+        exchange: ContextExchange,
+    ) -> Option<String> {
+        if sections <= 1 && degree <= 1 {
+            return None;
+        }
+        if !sections.is_power_of_two() || !sections.is_multiple_of(degree) {
+            return Some(format!(
+                "{sections} sections are divided among {degree} ranks, and both have to be powers of two"
+            ));
+        }
+        let recurrent = |index: &usize| config.layers[*index].delta_net.is_some();
+        if let Some(index) = (0..config.num_layers()).find(recurrent) {
+            return Some(format!(
+                "layer {index} is a recurrence (gated DeltaNet), which needs whole sequences"
+            ));
+        }
+        let heads = |index: usize| match config.layers[index].attention.latent {
+            Some(_) => config.num_heads,
+            None => config.num_kv_heads,
+        };
+        let divided =
+            |index: &usize| exchange == ContextExchange::Heads && !heads(*index).is_multiple_of(degree);
+        (0..config.num_layers()).find(divided).map(|index| {
+            let heads = heads(index);
+            format!("layer {index} has {heads} key-value heads, which {degree} ranks cannot share evenly")
+        })
     }
 
     /// Number of context ranks.
@@ -76,5 +110,25 @@ impl ContextExchange {
         let heads = 2 * (shape.query_width() + shape.kv_width());
         let keys = degree * shape.kv_width();
         if shape.kv_heads.is_multiple_of(degree) && heads < keys { Self::Heads } else { Self::Keys }
+    }
+}
+
+/// The error of a pass whose ranks could not make a call.
+pub(crate) fn failed(error: CollectiveError) -> candle_core::Error {
+    candle_core::Error::WrappedContext {
+        wrapped: Box::new(error),
+        context: "in a pass among ranks".to_owned(),
+    }
+}
+
+/// The failed call of ranks that ended a pass.
+///
+/// # Errors
+/// The error of the pass itself, if no call failed.
+pub fn failed_call(error: candle_core::Error) -> Result<CollectiveError, candle_core::Error> {
+    let candle_core::Error::WrappedContext { wrapped, context } = error else { return Err(error) };
+    match wrapped.downcast::<CollectiveError>() {
+        Ok(error) => Ok(*error),
+        Err(wrapped) => Err(candle_core::Error::WrappedContext { wrapped, context }),
     }
 }

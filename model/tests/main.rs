@@ -5,6 +5,8 @@
 
 mod adapters;
 mod common;
+mod context;
+mod context_memory;
 mod decoding;
 mod derivative;
 mod expert_files;

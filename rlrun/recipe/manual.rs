@@ -31,7 +31,7 @@ const SECTIONS: [&str; 12] = [
 /// The source of `[[rewards]]`, which is flat.
 const REWARDS: &str = include_str!("../../rewards/src/spec.rs");
 /// The sources of words.
-const WORDS: [&str; 24] = [
+const WORDS: [&str; 25] = [
     include_str!("words.rs"),
     include_str!("../../buffer/src/config.rs"),
     include_str!("../../environments/src/tool_calls/mod.rs"),
@@ -40,6 +40,7 @@ const WORDS: [&str; 24] = [
     include_str!("../../model/src/decoder/mod.rs"),
     include_str!("../../model/src/decoder/train.rs"),
     include_str!("../../model/src/layer.rs"),
+    include_str!("../../model/src/pass_ranks.rs"),
     include_str!("../../model/src/resident.rs"),
     include_str!("../../rewards/src/gsm8k.rs"),
     include_str!("../../rewards/src/math/reward.rs"),

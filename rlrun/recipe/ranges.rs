@@ -111,6 +111,8 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
         ("trainer.microbatch_tokens", raw.trainer.microbatch_tokens),
         ("trainer.world", raw.trainer.world),
         ("trainer.parallel.tensor", raw.trainer.parallel.tensor),
+        ("trainer.parallel.context", raw.trainer.parallel.context),
+        ("trainer.parallel.sections", raw.trainer.parallel.sections),
         ("trainer.leaves", raw.trainer.leaves),
         ("placement.rollout_threads", raw.placement.rollout_threads.unwrap_or(1)),
         ("placement.trainer_threads", raw.placement.trainer_threads.unwrap_or(1)),

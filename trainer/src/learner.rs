@@ -33,7 +33,7 @@ use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, LearnerWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
 use crate::packing::recorded_slots;
-use crate::parallel::{ParallelDegrees, RankGroups};
+use crate::parallel::{ParallelConfig, RankGroups, RankPlace};
 use crate::plan::{MicroBatch, in_order_of_leaf, leaves, plan};
 use crate::rank::{LearnerSeed, PlannedRows, Rank, ScoredRows, StepInputs};
 use crate::rank_spans::RankPhase;
@@ -59,7 +59,7 @@ pub struct LearnerConfig {
     pub world: usize,
     /// How they divide the work.
     #[serde(default)]
-    pub parallel: ParallelDegrees,
+    pub parallel: ParallelConfig,
     /// Least number of leaves that the gradients of a step are summed from, a power of two. Ranks on devices have one leaf
     /// each.
     pub leaves: usize,
@@ -132,8 +132,25 @@ impl LearnerConfig {
     /// Number of leaves of the sum of a step's gradients.
     #[must_use]
     pub fn step_leaves(&self) -> usize {
-        let data = self.parallel.data(self.world);
+        let data = self.data(0).world;
         if self.device.is_some() { data } else { leaves(self.leaves, data) }
+    }
+
+    /// The position of rank `rank` among those that have micro-batches of their own.
+    pub(crate) fn data(&self, rank: usize) -> Position {
+        self.parallel.place(Position { rank, world: self.world }).data
+    }
+
+    /// The part of the rows that rank `rank` scores under a frozen network. Tensor ranks all have all of it, so they have parts of
+    /// their own.
+    pub(crate) fn frozen_part(&self, rank: usize) -> Position {
+        let RankPlace { data, tensor } = self.parallel.place(Position { rank, world: self.world });
+        Position { rank: data.rank * tensor.world + tensor.rank, world: data.world * tensor.world }
+    }
+
+    /// Whether a rank sums its own gradients before reduce-scatter: in ZeRO stage 1. Sections are summed for every micro-batch.
+    pub(crate) fn accumulates(&self) -> bool {
+        !self.shares_gradients() && self.parallel.context.sections() == 1
     }
 
     /// Whether a rank keeps only its shards of the gradients.
@@ -480,11 +497,8 @@ impl Learner {
     /// If a token is outside the vocabulary, or a rank fails.
     pub fn score(&self, rows: &[&Sample]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         let pool = self.rank_pool(&self.pool);
-        let (degrees, world) = (self.config.parallel, self.config.world);
-        let part = |rank| degrees.place(Position { rank, world }).data.rank;
-        self.scored(rows, degrees.data(world), part, |rank, task| {
-            rank.during(RankPhase::Score, || rank.score(task, &pool))
-        })
+        let part = |rank| self.config.data(rank);
+        self.scored(rows, part, |rank, task| rank.during(RankPhase::Score, || rank.score(task, &pool)))
     }
 
     /// Predictions of the trained tokens of each row under a frozen model, where that is placed.
@@ -500,11 +514,9 @@ impl Learner {
         let pool = self.rank_pool(frozen.pool.as_ref().unwrap_or(&self.pool));
         // A model with its own threads scores beside the policy, whose phases are those of the rank.
         let beside = frozen.pool.is_some() && !self.is_spread();
-        // Every rank has all of a frozen model.
         self.scored(
             rows,
-            self.config.world,
-            |rank| rank,
+            |rank| self.config.frozen_part(rank),
             |rank, task| {
                 let score = || rank.score_under(&weights, task, &pool);
                 if beside { score() } else { rank.during(RankPhase::Score, score) }
@@ -512,15 +524,14 @@ impl Learner {
         )
     }
 
-    /// Predictions of `rows` in `parts` parts; rank `r` computes part `part(r)`, maybe with others.
+    /// Predictions of `rows`; rank `r` computes part `part(r)`, maybe with others.
     fn scored(
         &self,
         rows: &[&Sample],
-        parts: usize,
-        part: impl Fn(usize) -> usize,
+        part: impl Fn(usize) -> Position,
         score: impl Fn(&Rank, PlannedRows<'_>) -> Result<ScoredRows, TrainerError> + Sync,
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        let plan = self.plan(rows, parts);
+        let plan = self.plan(rows, part(0).world);
         let task = PlannedRows { rows, plan: &plan };
         let mut scored = vec![Vec::new(); rows.len()];
         for rank in on_each(self.ranks().collect(), |rank| score(rank, task))? {
@@ -565,7 +576,7 @@ impl Learner {
         // The ranks of a pass have the same report.
         let reports: Vec<_> = reports.into_iter().step_by(self.config.parallel.of_pass()).collect();
         self.balance::<L>(grad_norm, &reports)?;
-        let reports = in_order_of_leaf(reports, !self.config.shares_gradients());
+        let reports = in_order_of_leaf(reports, self.config.accumulates());
         Ok(LearnerStep { grad_norm, reports })
     }
 
@@ -593,11 +604,11 @@ impl Learner {
 fn exchange_predictions(
     collective: &dyn HostCollective,
     task: PlannedRows<'_>,
-    part: impl Fn(usize) -> usize,
+    part: impl Fn(usize) -> Position,
     scored: &mut [Vec<Prediction>],
 ) -> Result<(), TrainerError> {
     const BYTES: usize = 12;
-    let rows_of = |rank: usize| task.plan[part(rank)].iter().flat_map(|batch| &batch.rows).copied();
+    let rows_of = |rank: usize| task.plan[part(rank).rank].iter().flat_map(|batch| &batch.rows).copied();
     let numbers = |p: &Prediction| [p.logprob, p.entropy, p.value].map(f32::to_le_bytes).concat();
     let own = rows_of(collective.rank()).flat_map(|row| scored[row].iter().flat_map(numbers)).collect();
     for (rank, bytes) in collective.all_gather_bytes(own)?.iter().enumerate() {

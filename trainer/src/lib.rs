@@ -70,7 +70,7 @@ pub use frozen::{Frozen, FrozenWeights};
 pub use lead::Leader;
 pub use learner::{Learner, LearnerConfig, LearnerStep};
 pub use on_device::{CollectivePlace, DeviceConfig, LearnerWeights, OptimizerPlace};
-pub use parallel::ParallelDegrees;
+pub use parallel::{ContextParallel, ParallelConfig};
 pub use quarantine::expert_limits;
 pub use report::StepReport;
 pub use state_weights::StateWeights;

@@ -9,24 +9,37 @@
 use std::sync::Arc;
 
 use collective::{HostCollective, Position};
-use model::{Config, ModelShard, PassRanks};
+use model::{Config, ContextExchange, ModelShard, PassRanks};
 use serde::{Deserialize, Serialize};
 
 use crate::TrainerError;
 use crate::learner::LearnerConfig;
 use crate::optimizer::OptimizerKind;
 
-/// The degrees by which ranks divide the work, apart from the data.
+/// How the ranks of a learner divide the work, apart from the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ParallelDegrees {
+pub struct ParallelConfig {
     /// Ranks that share the weights of a pass.
     pub tensor: usize,
+    /// Ranks that share its tokens.
+    pub context: ContextParallel,
 }
 
-impl Default for ParallelDegrees {
+impl Default for ParallelConfig {
     fn default() -> Self {
         Self::DATA
     }
+}
+
+/// How the tokens of a micro-batch are shared among ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContextParallel {
+    /// Ranks that compute a micro-batch together.
+    pub degree: usize,
+    /// Sections of the tokens of a micro-batch whose gradients are summed apart, a power of two; at least one for each rank is used.
+    pub sections: usize,
+    /// What they exchange for attention; `None` for what sends fewer values.
+    pub exchange: Option<ContextExchange>,
 }
 
 /// The place of a rank.
@@ -45,18 +58,16 @@ pub(crate) struct RankGroups {
     pub(crate) all: Arc<dyn HostCollective>,
     /// Those with the same shard of the weights.
     pub(crate) zero: Arc<dyn HostCollective>,
-    /// Those of a pass.
-    pub(crate) pass: PassRanks,
 }
 
-impl ParallelDegrees {
+impl ParallelConfig {
     /// All ranks divide the data.
-    pub const DATA: Self = Self { tensor: 1 };
+    pub const DATA: Self = Self { tensor: 1, context: ContextParallel::NONE };
 
     /// Ranks of one pass.
     #[must_use]
     pub fn of_pass(self) -> usize {
-        self.tensor
+        self.context.degree * self.tensor
     }
 
     /// Ranks that divide the rows of a step, of `world` ranks.
@@ -82,8 +93,8 @@ impl ParallelDegrees {
         if each == 0 || world == 0 || !world.is_multiple_of(each) {
             let nearest = world.checked_div(each).unwrap_or(0).max(1) * each.max(1);
             let reason = format!(
-                "a world of {world} ranks is not divisible by tensor = {}; {nearest} ranks are possible",
-                self.tensor
+                "a world of {world} ranks is not divisible by context x tensor = {} x {}; {nearest} ranks are possible",
+                self.context.degree, self.tensor
             );
             return Err(TrainerError::Parallel { reason });
         }
@@ -104,15 +115,55 @@ impl RankGroups {
     ///
     /// # Errors
     /// If another rank does not take part.
-    pub(crate) fn new(all: Arc<dyn HostCollective>, degrees: ParallelDegrees) -> Result<Self, TrainerError> {
-        if degrees.of_pass() == 1 {
-            return Ok(Self { zero: Arc::clone(&all), all, pass: PassRanks::default() });
+    pub(crate) fn new(all: Arc<dyn HostCollective>, config: ParallelConfig) -> Result<Self, TrainerError> {
+        let tensor = config.tensor;
+        let zero = if tensor == 1 { Arc::clone(&all) } else { all.split(all.rank() % tensor)?.into() };
+        Ok(Self { all, zero })
+    }
+}
+
+impl Default for ContextParallel {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
+
+impl ContextParallel {
+    /// Every rank computes its micro-batches alone.
+    pub const NONE: Self = Self { degree: 1, sections: 1, exchange: None };
+
+    /// Sections of a micro-batch.
+    #[must_use]
+    pub fn sections(self) -> usize {
+        self.sections.max(self.degree)
+    }
+
+    /// What ranks exchange for a model of this configuration.
+    #[must_use]
+    pub fn exchange(self, model: &Config) -> ContextExchange {
+        self.exchange.unwrap_or_else(|| ContextExchange::cheaper(model, self.degree))
+    }
+
+    /// Checks that `world` ranks can compute a `model` so, on devices or not.
+    ///
+    /// # Errors
+    /// If they cannot.
+    pub(crate) fn check(self, model: &Config, world: usize, on_devices: bool) -> Result<(), TrainerError> {
+        let (degree, sections) = (self.degree, self.sections());
+        if sections <= 1 {
+            return Ok(());
         }
-        let (rank, tensor) = (all.rank(), degrees.tensor);
-        let zero = all.split(rank % tensor)?.into();
-        let tensor: Arc<dyn HostCollective> = all.split(rank / tensor)?.into();
-        let pass = PassRanks { tensor: Some(tensor), ..PassRanks::default() };
-        Ok(Self { all, zero, pass })
+        let refused = |reason: String| Err(TrainerError::Context { degree, sections, reason });
+        if on_devices {
+            return refused("ranks on devices compute whole micro-batches".to_owned());
+        }
+        if !world.is_multiple_of(degree) {
+            return refused(format!("{world} ranks are not groups of {degree}"));
+        }
+        match PassRanks::obstacle(model, degree, sections, self.exchange(model)) {
+            Some(reason) => refused(reason),
+            None => Ok(()),
+        }
     }
 }
 
@@ -123,6 +174,8 @@ impl LearnerConfig {
     /// If it is not.
     pub fn check_parallel(&self, model: &Config, adapts: bool) -> Result<(), TrainerError> {
         self.parallel.check(self.world, model)?;
+        let shard = self.parallel.shard(model, 0)?;
+        self.parallel.context.check(shard.config(), self.world, self.device.is_some())?;
         let reason = if self.parallel.tensor == 1 {
             return Ok(());
         } else if adapts {
@@ -144,8 +197,8 @@ mod tests {
 
     #[test]
     fn tensor_ranks_are_neighbours() {
-        let degrees = ParallelDegrees { tensor: 2 };
-        let place = |rank| degrees.place(Position { rank, world: 6 });
+        let config = ParallelConfig { tensor: 2, ..ParallelConfig::DATA };
+        let place = |rank| config.place(Position { rank, world: 6 });
         let places: Vec<_> = (0..6).map(|rank| (place(rank).data.rank, place(rank).tensor.rank)).collect();
         assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]);
         assert_eq!(place(5).data.world, 3);

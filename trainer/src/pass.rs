@@ -42,8 +42,13 @@ impl<'a> Pass<'a> {
     }
 
     /// A network with a frozen `base` and `factors` that are not merged.
-    pub(crate) fn frozen(base: &FrozenParameters, factors: &Arc<LowRank>, recompute: Recompute) -> Self {
-        Self::Whole(Decoder::frozen(base, factors, recompute))
+    pub(crate) fn frozen(
+        base: &FrozenParameters,
+        factors: &Arc<LowRank>,
+        recompute: Recompute,
+        ranks: PassRanks,
+    ) -> Self {
+        Self::Whole(Decoder::frozen(base, factors, recompute).among(ranks))
     }
 
     /// A network of `ranks` whose layers are gathered. Embedding and tail stay in memory for its life.
@@ -112,11 +117,14 @@ impl<'a> Pass<'a> {
         (0..self.layers()).try_for_each(|index| self.skip_layer(index, false))
     }
 
-    /// Takes part in a forward and a backward pass of other ranks, with gradients of zero through `sink`.
-    pub(crate) fn skip(&mut self, sink: &mut dyn GradientSink) -> Result<(), TrainerError> {
+    /// Takes part in a forward and a backward pass of other ranks, with gradients of zero of `sections` sections through `sink`.
+    pub(crate) fn skip(&mut self, sink: &mut dyn GradientSink, sections: usize) -> Result<(), TrainerError> {
         let mut zeros = |unit| {
-            sink.unit(unit);
-            sink.done(unit);
+            for section in 0..sections {
+                sink.section(section);
+                sink.unit(unit);
+                sink.done(unit);
+            }
         };
         self.skip_forward()?;
         zeros(Unit::Tail);

@@ -19,13 +19,14 @@
 //!   a base that stays quantised
 //! - `on_device`: a single rank that updates its weights on a device, and passes on a device for the others; `group`: ranks of
 //!   a device group
-//! - `balance`: the update of routers; `membership`: a rank among several; `step`: the passes of a step; `memory`: bytes, and leaving a device
+//! - `balance`: the update of routers; `membership`: a rank among several; `passes`: the ranks that share its passes; `step`: the passes of a step; `memory`: bytes, and leaving a device
 
 mod balance;
 mod group;
 mod membership;
 mod memory;
 mod on_device;
+mod passes;
 mod replicated;
 mod seed;
 mod sharded;
@@ -45,8 +46,7 @@ use std::time::Instant;
 use collective::{HostCollective, Position};
 use device::{Device, bf16};
 use model::{
-    AdaptedBase, Config, Decoder, Layout, ModelShard, ParameterSpec, Parameters, PassRanks, Prediction,
-    ThreadPool,
+    AdaptedBase, Config, Decoder, Layout, ModelShard, ParameterSpec, Parameters, Prediction, ThreadPool,
 };
 use trajectory::Sample;
 use weights::direct::round::PushPlan;
@@ -55,6 +55,7 @@ use weights::{Digest, Hub, WeightsError};
 use self::group::GroupRank;
 use self::membership::{OwnShards, RankMembership};
 use self::on_device::SingleDeviceRank;
+use self::passes::PassCollectives;
 use self::replicated::ReplicatedRank;
 use self::sharded::ShardedRank;
 use self::single::SingleRank;
@@ -90,6 +91,7 @@ struct RankBase {
     /// The optimizer of whole tensors, or of the fragments of a rank. States on a device are missing.
     optimizer: Optimizer,
     buffers: BufferPool,
+    passes: PassCollectives,
 }
 
 /// Where a rank has its weights and updates them.
@@ -118,9 +120,9 @@ pub(crate) struct PlannedRows<'a> {
 pub(crate) type ScoredRows = Vec<(usize, Vec<Prediction>)>;
 
 impl RankBase {
-    /// Whether a rank sums its own gradients before reduce-scatter (ZeRO stage 1).
+    /// Whether a rank sums its own gradients before reduce-scatter.
     fn accumulates(&self) -> bool {
-        !self.config.shares_gradients()
+        self.config.accumulates()
     }
 }
 
@@ -241,14 +243,6 @@ impl Rank {
         self.membership().map_or(Position { rank: 0, world: 1 }, |membership| membership.place.data)
     }
 
-    /// The collectives of its passes.
-    ///
-    /// # Errors
-    /// If an earlier error has closed them.
-    fn pass_ranks(&self) -> Result<PassRanks, TrainerError> {
-        self.membership().map_or(Ok(PassRanks::default()), RankMembership::pass)
-    }
-
     /// The parts of tensors whose optimizer state this rank has; `None` for whole tensors.
     pub(crate) fn fragments(&self) -> Option<&[Fragment]> {
         self.membership().map(RankMembership::fragments)
@@ -290,11 +284,11 @@ impl Rank {
         let all = membership.all()?.all_gather_bytes(encode(&&*self.states()?)?)?;
         let states: Vec<Vec<TensorState>> =
             all.iter().map(|bytes| decode(bytes)).collect::<Result<_, _>>()?;
-        let degrees = self.base.config.parallel;
-        let shard = |rank| degrees.shard(&membership.model, rank);
-        let shards = (0..degrees.tensor).map(shard).collect::<Result<Vec<_>, _>>()?;
+        let parallel = self.base.config.parallel;
+        let shard = |rank| parallel.shard(&membership.model, rank);
+        let shards = (0..parallel.tensor).map(shard).collect::<Result<Vec<_>, _>>()?;
         let ranks = states.iter().enumerate().map(|(rank, states)| {
-            let (zero, tensor) = (rank / degrees.tensor, rank % degrees.tensor);
+            let (zero, tensor) = (rank / parallel.tensor, rank % parallel.tensor);
             let shard = self.shard().map(|_| &shards[tensor]);
             (membership.trained.fragments(zero), &states[..], shard)
         });
@@ -338,6 +332,7 @@ impl Rank {
 
     /// Closes the collective. The calls of the other ranks end with an error.
     pub(crate) fn leave(&self) {
+        self.base.passes.leave();
         match &self.kind {
             RankKind::Single(_) | RankKind::SingleOnDevice(_) => {}
             RankKind::Replicated(rank) => rank.membership.leave(),
@@ -373,7 +368,7 @@ impl Rank {
         let mut pass = match &self.kind {
             RankKind::Single(SingleRank { weights, .. })
             | RankKind::Replicated(ReplicatedRank { weights, .. }) => {
-                weights.scoring(&self.base, self.pass_ranks()?)?
+                weights.scoring(&self.base)?
             }
             RankKind::SingleOnDevice(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Group(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
@@ -392,21 +387,25 @@ impl Rank {
         task: PlannedRows<'_>,
         pool: &ThreadPool,
     ) -> Result<ScoredRows, TrainerError> {
-        let rank = self.number();
+        let Position { rank, .. } = self.base.config.frozen_part(self.number());
+        let ranks = |model: &Config| self.base.passes.passes(model, true);
         let (resident, parameters) = match weights {
             LoadedWeights::Whole(resident, parameters) => (*resident, parameters),
             LoadedWeights::Adapted(policy) => {
                 let score = |mut pass: Pass<'_>| score_with(&mut pass, rank, task, 0, pool);
                 let device =
                     self.whole_weights().and_then(|own| own.device.as_ref().zip(own.adapter.as_ref()));
-                let Some((device, own)) = device else { return score(Pass::Whole(policy.decoder())) };
+                let Some((device, own)) = device else {
+                    return score(Pass::Whole(policy.decoder().among(ranks(&self.base.model)?)));
+                };
                 let factors = [&**policy.factors(), &**own.factors()];
                 return by_dtype!(device, device => device.score_under(factors, |pass| score(Pass::Device(pass))));
             }
         };
         let model = resident.config();
         let Some(on_device) = self.on_device() else {
-            let decoder = Decoder::trainable(model, parameters, self.base.config.recompute);
+            let decoder =
+                Decoder::trainable(model, parameters, self.base.config.recompute).among(ranks(model)?);
             return score_with(&mut Pass::Whole(decoder), rank, task, 0, pool);
         };
         // A model that is swapped in is freed on the device as on the host.

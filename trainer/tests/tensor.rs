@@ -7,7 +7,7 @@ use collective::threads;
 use model::{Architecture, Config, Parameters, Prediction, Reduction, ThreadPool};
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
 use trainer::optimizer::{Optimizer, OptimizerKind};
-use trainer::{Leader, Learner, LearnerConfig, ParallelDegrees, follow};
+use trainer::{Leader, Learner, LearnerConfig, ParallelConfig, follow};
 
 use crate::{LEARNER, config, groups, policy_step, samples, with_optimizer};
 
@@ -21,7 +21,12 @@ fn shared(architecture: Architecture) -> Config {
 }
 
 fn settings(tensor: usize, data: usize, zero: usize) -> LearnerConfig {
-    LearnerConfig { world: tensor * data, parallel: ParallelDegrees { tensor }, zero, ..LEARNER }
+    LearnerConfig {
+        world: tensor * data,
+        parallel: ParallelConfig { tensor, ..ParallelConfig::DATA },
+        zero,
+        ..LEARNER
+    }
 }
 
 /// All that a run leaves behind, as bits.

@@ -3,6 +3,7 @@
 //! Invariant: the backward of each half is its exact vector-Jacobian product and needs no other layer, so that gradients can
 //! be reduced, and activations freed, layer by layer. `gradients` computes those of weights.
 
+mod attention;
 mod gradients;
 
 use std::ops::Range;
@@ -19,7 +20,7 @@ use super::feed_forward::{
 };
 use super::mixer::{
     AttentionWeights, DeltaNetWeights, LatentOperands, LatentPiece, LatentWeights, MixerReverse, MixerTrace,
-    MixerWeights, MixingReverse, MixingRule,
+    MixerWeights, MixingRule,
 };
 use crate::layer::{
     DeltaNetSpec, FeedForward, LatentSpec, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm,
@@ -332,25 +333,6 @@ impl TransformerBlock {
         Ok((self.finish_feed_forward(&middle, &trace, on)?, trace))
     }
 
-    /// Forward of the attention half on `x [T, d]`.
-    pub(super) fn attention<'a>(
-        &self,
-        x: &Tensor,
-        angles: &LayerAngles,
-        mix: impl FnOnce(&Tensor) -> Result<Tensor>,
-        on: impl Into<LinearPass<'a>>,
-    ) -> Result<AttentionTrace> {
-        let on = on.into();
-        let normed = self.normed(x, &self.attention_norm, on.pool)?;
-        let mixer = self.mixer.forward(&normed, angles, mix, on)?;
-        let middle = if self.adds_plainly() {
-            self.output.add_to(x, &mixer.result, on)?
-        } else {
-            self.join(x, &self.output.apply(&mixer.result, on)?, &self.attention_after, on.pool)?
-        };
-        Ok(AttentionTrace { mixer, middle })
-    }
-
     /// The feed-forward half up to its activation, for its input `middle [T, d]`.
     pub(super) fn begin_feed_forward<'a>(
         &self,
@@ -441,25 +423,6 @@ impl TransformerBlock {
         let (d_normed, operands) = self.feed_forward.backward(&normed, trace, &branch.d_result)?;
         let d_middle = self.normed_backward(middle, &self.feed_forward_norm, &d_normed, g)?;
         Ok(FeedForwardReverse { d_middle, middle: middle.clone(), normed, operands, d_normed, branch })
-    }
-
-    /// Backward of the attention half for the gradient `d_middle [T, d]` of its result. `mix_backward` is the backward of `mix`.
-    pub(super) fn attention_backward(
-        &self,
-        input: &Tensor,
-        trace: &AttentionTrace,
-        angles: &LayerAngles,
-        d_middle: &Tensor,
-        mix_backward: impl FnOnce(&Tensor, &Tensor) -> Result<MixingReverse>,
-    ) -> Result<AttentionReverse> {
-        let alone = ThreadPool::single();
-        let normed = self.normed(input, &self.attention_norm, &alone)?;
-        let again = || self.output.apply(&trace.mixer.result, &alone);
-        let branch = self.join_backward(&self.attention_after, d_middle, again)?;
-        let d_mixed = self.output.input_gradient(&branch.d_result)?;
-        let mixer = self.mixer.backward(&normed, &trace.mixer, angles, &d_mixed, mix_backward)?;
-        let d_input = self.normed_backward(input, &self.attention_norm, &mixer.d_normed, d_middle)?;
-        Ok(AttentionReverse { d_input, input: input.clone(), normed, mixer, branch })
     }
 }
 

@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Error, Result, Tensor};
+use candle_core::{Result, Tensor};
 use collective::Collective;
 
 use super::block::{GradientJob, OperandGradients, weight_jobs};
@@ -21,6 +21,7 @@ use crate::ops::gated_unit::{GateActivation, GatedUnitReverse, gated_unit, gated
 use crate::ops::linear::{Linear, bias_gradient};
 use crate::ops::row_gate::{add_gated, gated_backward};
 use crate::ops::{matrix, unwritten, values};
+use crate::pass_ranks::failed;
 
 /// The weights.
 #[derive(Clone, Debug)]
@@ -322,7 +323,7 @@ impl ExpertWeights {
 
     /// Sums partial sums `[n]` over the ranks that share the weights of experts.
     fn sum_over_ranks(&self, partial: &mut [f32]) -> Result<()> {
-        self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.all_reduce(partial).map_err(Error::wrap))
+        self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.all_reduce(partial).map_err(failed))
     }
 
     /// `[rows, out]` a layer of every expert on its rows of `x [rows, in]`.

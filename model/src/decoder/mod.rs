@@ -8,7 +8,7 @@
 //! - `block`: one layer, forward and backward; `mixer`: its attention or recurrence; `feed_forward`: its feed-forward network, which may be
 //!   experts
 //! - `pack`: sequences one after the other
-//! - `train`: forward and backward
+//! - `train`: forward and backward; `sections`: the same of sections of the tokens, on one rank or among several
 //! - `gradients`: gradient sinks and layer sources; with low-rank factors gradients are those of the factors
 //! - `cache`: the paged cache; `states`: its recurrent states; `decode`: the decode step
 
@@ -19,13 +19,14 @@ mod feed_forward;
 mod gradients;
 mod mixer;
 mod pack;
+mod sections;
 mod states;
 mod train;
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Error, Result, Tensor};
+use candle_core::{Result, Tensor};
 use collective::Position;
 use serde::{Deserialize, Serialize};
 
@@ -35,6 +36,7 @@ use crate::ops::heads::{Angles, Frequencies, HeadShape};
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::residual::multiple;
 use crate::ops::{embedding, matrix, values};
+use crate::pass_ranks::failed;
 use crate::{
     AdaptedMatrix, Config, FrozenParameters, Head, Layout, Parameters, PassRanks, Reduction, Rotary,
     ThreadPool, Unit,
@@ -398,7 +400,7 @@ impl Decoder {
         let mut rows = rows?;
         if let Some(ranks) = &self.ranks.tensor {
             let mut sums = values(&rows)?.to_vec();
-            ranks.all_reduce(&mut sums).map_err(Error::wrap)?;
+            ranks.all_reduce(&mut sums).map_err(failed)?;
             rows = matrix(sums, width)?;
         }
         multiple(&rows, self.config.embedding_multiplier)

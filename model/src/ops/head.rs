@@ -7,7 +7,7 @@ mod shared;
 
 use std::ops::Range;
 
-use candle_core::{Error, Result, Tensor};
+use candle_core::{Result, Tensor};
 use collective::{Collective, even_shards};
 
 use self::shared::{LogitsMove, exchange_logits, gather_predictions};
@@ -18,6 +18,7 @@ use super::softmax::{entropy, scale_and_normalizer};
 use super::{row_ranges, unwritten, values};
 use crate::ThreadPool;
 use crate::low_rank::WeightGradient;
+use crate::pass_ranks::failed;
 
 /// Logits in memory at a time: enough rows that reading the whole weight, and reading and writing its gradient, costs little
 /// beside the products.
@@ -321,7 +322,7 @@ impl<'a> RowLogits<'a> {
         let of_rows = d_logits.chunks(each * vocabulary).zip(d_hidden.chunks_mut(each * width));
         pool.map(of_rows.collect(), |(g, d_hidden)| head.weight.input_gradient_slice(g, d_hidden));
         if let Some(ranks) = head.ranks {
-            ranks.all_reduce(d_hidden).map_err(Error::wrap)?;
+            ranks.all_reduce(d_hidden).map_err(failed)?;
         }
         let (d_logits, hidden) = (&*d_logits, &hidden[values]);
         let weight_gradient = match weight_gradient {

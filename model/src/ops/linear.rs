@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Error, Result, Tensor};
+use candle_core::{Result, Tensor};
 use collective::Collective;
 
 use super::adapters::{LinearFactors, LinearPass, add_products};
@@ -21,6 +21,7 @@ use super::gemm::{
 use super::int8::Int8Linear;
 use super::simd::vectorized;
 use super::{matrix, row_ranges, unwritten, values};
+use crate::pass_ranks::failed;
 use crate::{LowRank, Parameters};
 
 /// One linear layer. Its weight is `[out, in]`, as Hugging Face stores it.
@@ -213,7 +214,7 @@ impl Linear {
         let mut partial = if fresh { Vec::new() } else { unwritten(out.len()) };
         let sum = if fresh { &mut *out } else { &mut partial };
         self.multiply(x, sum, true, on);
-        ranks.all_reduce(sum).map_err(Error::wrap)?;
+        ranks.all_reduce(sum).map_err(failed)?;
         if !fresh {
             out.iter_mut().zip(&partial).for_each(|(out, sum)| *out += sum);
         }
@@ -303,7 +304,7 @@ impl Linear {
         let mut dx = unwritten(g.len() / self.output * self.input);
         self.input_gradient_slice(&g, &mut dx);
         if let (Some(ranks), TreeSum::Outputs(_)) = (&self.ranks, &self.tree) {
-            ranks.all_reduce(&mut dx).map_err(Error::wrap)?;
+            ranks.all_reduce(&mut dx).map_err(failed)?;
         }
         Ok(dx)
     }

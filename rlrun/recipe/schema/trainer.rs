@@ -1,7 +1,8 @@
 //! The section `[trainer]`.
 
+use model::ContextExchange;
 use serde::{Deserialize, Serialize};
-use trainer::ParallelDegrees;
+use trainer::{ContextParallel, ParallelConfig};
 
 use super::super::words::*;
 
@@ -144,18 +145,36 @@ pub struct ParallelSection {
     /// `tensor_model_parallel_size`.
     // resume = changes, worker = run
     pub tensor: usize,
+    /// Ranks that share the tokens of a micro-batch (context parallel): each computes neighbouring sections of the token stream, cut
+    /// by cost. Sequences that lie over several ranks exchange what attention needs. A power of two; needs the processor, and
+    /// attention in every layer. prime-rl `cp`, Megatron-LM `context_parallel_size`.
+    // resume = changes, worker = run
+    pub context: usize,
+    /// Sections of a micro-batch, whose gradients are summed as a balanced binary tree: a power of two. The weights have the same
+    /// bits for every `context` up to it, with `trainer.zero` 2 or 3, or one micro-batch per leaf. More sections mean smaller
+    /// products for the gradients of weights.
+    // resume = changes, worker = run
+    pub sections: usize,
+    /// What context ranks exchange: the `keys` and values that their queries attend to (Llama 3), or `heads`, so that a rank has some
+    /// heads of all tokens (Ulysses), which needs as many key-value heads as ranks. Default: what sends fewer values. prime-rl
+    /// `cp_style`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = run
+    pub exchange: Option<ContextExchange>,
 }
 
 impl Default for ParallelSection {
     fn default() -> Self {
-        Self { tensor: 1 }
+        Self { tensor: 1, context: 1, sections: 1, exchange: None }
     }
 }
 
 impl ParallelSection {
-    /// The degrees.
+    /// How ranks divide the work.
     #[must_use]
-    pub fn degrees(self) -> ParallelDegrees {
-        ParallelDegrees { tensor: self.tensor }
+    pub fn config(self) -> ParallelConfig {
+        let context =
+            ContextParallel { degree: self.context, sections: self.sections, exchange: self.exchange };
+        ParallelConfig { tensor: self.tensor, context }
     }
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use collective::HostCollective;
-use model::{Config, Layout, ModelShard, PassRanks, ThreadPool};
+use model::{Config, Layout, ModelShard, ThreadPool};
 
 use crate::TrainerError;
 use crate::lead::{decode, encode};
@@ -77,14 +77,6 @@ impl RankMembership {
     /// If an earlier error has closed it.
     pub(super) fn all(&self) -> Result<Arc<dyn HostCollective>, TrainerError> {
         self.groups().map(|groups| groups.all)
-    }
-
-    /// The ranks of a pass.
-    ///
-    /// # Errors
-    /// If an earlier error has closed their collectives.
-    pub(super) fn pass(&self) -> Result<PassRanks, TrainerError> {
-        self.groups().map(|groups| groups.pass)
     }
 
     /// Closes the collectives. The calls of the other ranks end with an error.

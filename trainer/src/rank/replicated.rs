@@ -52,8 +52,7 @@ impl ReplicatedRank {
         let Some(device) = &mut weights.device else {
             let adapter = weights.adapter.as_ref();
             let exchange = HostExchange { base, membership, adapter, weights: None };
-            let ranks = membership.pass()?;
-            return exchange.reduce(sums, |_| weights.training(base, ranks), step);
+            return exchange.reduce(sums, |_| weights.training(base), step);
         };
         let adapter = weights.adapter.as_ref();
         let exchange = HostExchange { base, membership, adapter, weights: None };

@@ -9,6 +9,7 @@ use model::{Config, Layout, ModelShard, ParameterSpec, Parameters};
 use super::group::GroupRank;
 use super::membership::RankMembership;
 use super::on_device::{PassDevice, SingleDeviceRank};
+use super::passes::PassCollectives;
 use super::replicated::ReplicatedRank;
 use super::sharded::ShardedRank;
 use super::single::SingleRank;
@@ -70,12 +71,13 @@ impl LearnerSeed {
     pub(crate) fn alone(self) -> Result<Rank, TrainerError> {
         let Self { config, model, weights, adapter, optimizer } = self;
         config.check_routers(&model, adapter.is_some())?;
+        let passes = PassCollectives::alone(config.parallel);
         let layout = Arc::clone(weights.layout());
         let specs = adapter.as_ref().map_or(layout.specs(), Adapter::specs);
         let sums = TreeSums::new(specs.last().map_or(0, |spec| spec.range().end));
         let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, specs));
         let buffers = BufferPool::default();
-        let mut base = RankBase { config, model, layout, shard: None, optimizer, buffers };
+        let mut base = RankBase { config, model, layout, shard: None, optimizer, buffers, passes };
         let mut device = None;
         if let Some(config) = base.config.device.clone() {
             let network = base.open(&config, 0)?;
@@ -223,9 +225,10 @@ impl MemberSeed {
         let (rank, place) = (groups.zero.rank(), config.parallel.place(groups.all.position()));
         let sums = TreeSums::new(trained.len(rank));
         let model = shard.as_ref().map_or(&whole, ModelShard::config).clone();
+        let passes = PassCollectives::of(config.parallel, &*groups.all)?;
         let membership = RankMembership::new(groups, place, whole, shard.as_ref(), trained, shards);
         let buffers = BufferPool::default();
-        let mut base = RankBase { config, model, layout, shard, optimizer, buffers };
+        let mut base = RankBase { config, model, layout, shard, optimizer, buffers, passes };
         let mut device = None;
         if let Some(config) = base.config.device.clone() {
             let network = base.open(&config, rank)?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use model::{PassRanks, ThreadPool};
+use model::ThreadPool;
 
 use super::membership::{OwnShards, RankMembership};
 use super::on_device::AnyPassDevice;
@@ -47,7 +47,7 @@ impl ShardedRank {
         let weights = Some(WeightShards { shards: &membership.weights, own });
         let exchange = HostExchange { base, membership, adapter: None, weights };
         exchange.communicate(&mut TreeSums::default(), |requests| {
-            let mut pass = gathered(base, device.as_ref(), requests, membership.pass()?)?;
+            let mut pass = gathered(base, device.as_ref(), requests)?;
             score_with(&mut pass, membership.place.data.rank, task, recorded_slots(&base.model), pool)
         })
     }
@@ -77,8 +77,7 @@ impl ShardedRank {
         let (own, device) = (&own[..], &*device);
         let weights = Some(WeightShards { shards: &membership.weights, own });
         let exchange = HostExchange { base, membership, adapter: None, weights };
-        let ranks = membership.pass()?;
-        exchange.reduce(sums, |requests| gathered(base, device.as_ref(), requests, ranks), step)
+        exchange.reduce(sums, |requests| gathered(base, device.as_ref(), requests), step)
     }
 
     /// Updates the shards of this rank. Returns the norm of the whole gradient.
@@ -101,16 +100,18 @@ impl ShardedRank {
     }
 }
 
-/// A pass of `ranks` whose layers are gathered from all ranks.
+/// A pass whose layers are gathered from all ranks.
 fn gathered<'a>(
     base: &'a RankBase,
     device: Option<&'a AnyPassDevice>,
     requests: Requests,
-    ranks: PassRanks,
 ) -> Result<Pass<'a>, TrainerError> {
     let gathering = requests.gathering(&base.layout, &base.buffers);
     match device {
         Some(device) => Ok(Pass::Device(by_dtype!(device, device => device.gathered(gathering)?))),
-        None => Pass::gathered(&base.model, &base.layout, gathering, base.config.recompute, ranks),
+        None => {
+            let ranks = base.passes.passes(&base.model, false)?;
+            Pass::gathered(&base.model, &base.layout, gathering, base.config.recompute, ranks)
+        }
     }
 }

@@ -1,7 +1,6 @@
 //! The only rank of a learner, which updates its weights on the host. Its passes are on the host or on a device.
 
 use collective::Position;
-use model::PassRanks;
 
 use super::RankBase;
 use super::step::StepInputs;
@@ -53,14 +52,15 @@ impl SingleRank {
         step: &StepInputs<'_, L>,
     ) -> Result<Vec<L::Report>, TrainerError> {
         let alone = Position { rank: 0, world: 1 };
-        let mut pass = self.weights.training(base, PassRanks::default())?;
+        let mut pass = self.weights.training(base)?;
         let network = TrainedNetwork {
             layout: &base.layout,
             adapter: self.weights.adapter.as_ref(),
             buffers: &base.buffers,
             threads: step.pool,
+            sections: base.passes.own_sections(),
         };
         let mut sink = GradientReduction::single(network, &mut self.sums);
-        step.passes(&mut pass, &mut sink, alone, base.accumulates())
+        step.passes(&mut pass, &mut sink, (base, alone))
     }
 }

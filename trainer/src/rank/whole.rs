@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use model::{AdaptedBase, LowRank, ParameterSpec, PassRanks, ThreadPool};
+use model::{AdaptedBase, LowRank, ParameterSpec, ThreadPool};
 
 use super::RankBase;
 use super::on_device::AnyPassDevice;
@@ -59,14 +59,14 @@ impl WholeWeights {
         matches!(self.values, StateWeights::Quantized(_)).then_some(adapter.factors())
     }
 
-    /// A pass of `ranks` that scores.
+    /// A pass that scores.
     ///
     /// # Errors
     /// If the weights are not on the device.
-    pub(super) fn scoring(&self, base: &RankBase, ranks: PassRanks) -> Result<Pass<'_>, TrainerError> {
+    pub(super) fn scoring(&self, base: &RankBase) -> Result<Pass<'_>, TrainerError> {
         match &self.device {
             Some(device) => Ok(Pass::Device(by_dtype!(device, device => device.scoring()?))),
-            None => self.on_host(base, ranks, None),
+            None => self.on_host(base, None),
         }
     }
 
@@ -108,27 +108,24 @@ impl WholeWeights {
         }
     }
 
-    /// A pass of `ranks` on the host that trains.
+    /// A pass on the host that trains.
     ///
     /// # Errors
     /// If a base stays quantised without an adapter.
-    pub(super) fn training(&self, base: &RankBase, ranks: PassRanks) -> Result<Pass<'static>, TrainerError> {
-        self.on_host(base, ranks, self.adapter.as_ref())
+    pub(super) fn training(&self, base: &RankBase) -> Result<Pass<'static>, TrainerError> {
+        self.on_host(base, self.adapter.as_ref())
     }
 
     /// A pass on the host, with the gradients of `adapter` if there is one.
-    fn on_host(
-        &self,
-        base: &RankBase,
-        ranks: PassRanks,
-        adapter: Option<&Adapter>,
-    ) -> Result<Pass<'static>, TrainerError> {
-        let recompute = base.config.recompute;
+    fn on_host(&self, base: &RankBase, adapter: Option<&Adapter>) -> Result<Pass<'static>, TrainerError> {
+        let (recompute, ranks) = (base.config.recompute, base.passes.passes(&base.model, false)?);
         match (&self.values, self.unmerged()) {
             (StateWeights::Whole(parameters), _) => {
                 Ok(Pass::whole(&base.model, parameters, adapter, recompute, ranks))
             }
-            (StateWeights::Quantized(base), Some(factors)) => Ok(Pass::frozen(base, factors, recompute)),
+            (StateWeights::Quantized(base), Some(factors)) => {
+                Ok(Pass::frozen(base, factors, recompute, ranks))
+            }
             (StateWeights::Quantized(_), None) => Err(TrainerError::QuantizedBase),
         }
     }

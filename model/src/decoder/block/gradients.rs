@@ -3,7 +3,7 @@
 //! Invariant: they are sums over all tokens in their order, one range of rows of a weight per thread, so that their bits do not depend
 //! on how tokens were shared among threads.
 
-use candle_core::{Error, Result, Tensor};
+use candle_core::{Result, Tensor};
 
 use super::super::mixer::{self, MixerVectors};
 use super::{BranchReverse, FeedForwardReverse, ReversedAttention, TransformerBlock};
@@ -14,6 +14,7 @@ use crate::ops::heads::sum_head_groups;
 use crate::ops::linear::{bias_gradient, weight_gradient};
 use crate::ops::norm::rms_norm_weight_gradient;
 use crate::ops::row_ranges;
+use crate::pass_ranks::failed;
 
 /// The computation of one range of weight gradients, independent of the others.
 pub(in crate::decoder) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
@@ -178,7 +179,7 @@ impl TransformerBlock {
         if apart {
             let mut sums = sum_head_groups(norms, groups, &mut of_groups);
             if let Some(ranks) = self.ranks.as_ref().filter(|_| !sums.is_empty()) {
-                ranks.all_reduce(&mut sums).map_err(Error::wrap)?;
+                ranks.all_reduce(&mut sums).map_err(failed)?;
             }
             vectors.head_norm.iter_mut().zip(sums).for_each(|(gradient, sum)| *gradient += sum);
         }

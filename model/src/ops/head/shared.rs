@@ -7,11 +7,12 @@
 
 use std::ops::Range;
 
-use candle_core::{Error, Result};
+use candle_core::Result;
 use collective::{Collective, even_shards};
 
 use super::Prediction;
 use crate::ops::unwritten;
+use crate::pass_ranks::failed;
 
 /// Which way logits go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,11 +45,11 @@ pub(super) fn exchange_logits(
     let block = |(rank, row): (usize, usize)| (rank * own + row) * width;
     let place = |(rank, row): (usize, usize)| (row * world + rank) * width;
     if way == LogitsMove::ToRows {
-        ranks.all_to_all(parts, &of_rows, &mut blocks, &of_ranks).map_err(Error::wrap)?;
+        ranks.all_to_all(parts, &of_rows, &mut blocks, &of_ranks).map_err(failed)?;
         wide().for_each(|at| whole[place(at)..][..width].copy_from_slice(&blocks[block(at)..][..width]));
     } else {
         wide().for_each(|at| blocks[block(at)..][..width].copy_from_slice(&whole[place(at)..][..width]));
-        ranks.all_to_all(&blocks, &of_ranks, parts, &of_rows).map_err(Error::wrap)?;
+        ranks.all_to_all(&blocks, &of_ranks, parts, &of_rows).map_err(failed)?;
     }
     Ok(())
 }
@@ -63,7 +64,7 @@ pub(super) fn gather_predictions(
     let mut all = unwritten(2 * rows);
     let shards: Vec<_> =
         even_shards(rows, ranks.world()).into_iter().map(|share| 2 * share.start..2 * share.end).collect();
-    ranks.all_gather(&numbers, &shards, &mut all).map_err(Error::wrap)?;
+    ranks.all_gather(&numbers, &shards, &mut all).map_err(failed)?;
     let (pairs, _) = all.as_chunks::<2>();
     Ok(pairs
         .iter()
