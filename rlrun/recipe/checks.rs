@@ -52,6 +52,7 @@ pub(super) fn check(
     super::rewards::check(&mut raw, program.registry(), &mut checker);
     super::environment::check(&mut raw, program.environments(), &mut checker);
     super::endpoint::check(&mut raw, &mut checker);
+    super::island::check(&mut raw, &mut checker);
     super::log::check(&mut raw, &mut checker);
     super::engines::check(&mut raw, &mut checker);
     if let Some(data) = &data {
@@ -87,6 +88,7 @@ pub(super) fn check(
         critic: raw.critic,
         trainer: raw.trainer,
         lora: raw.lora,
+        island: raw.island,
         endpoint: raw.endpoint,
         eval: raw.eval,
         checkpoint: raw.checkpoint,
@@ -98,6 +100,7 @@ pub(super) fn check(
     };
     super::eval::check_effect(&recipe, &mut checker);
     check_placement(&recipe, &mut checker);
+    super::island::check_run(&recipe, &mut checker);
     if checker.errors.is_empty() { Ok(recipe) } else { Err(checker.errors) }
 }
 

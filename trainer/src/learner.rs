@@ -9,6 +9,7 @@
 mod balance;
 mod frozen;
 mod spans;
+mod trained_values;
 
 pub(crate) use self::balance::RouterStep;
 use std::borrow::Cow;

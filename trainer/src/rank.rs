@@ -19,7 +19,7 @@
 //!   a base that stays quantised
 //! - `on_device`: a single rank that updates its weights on a device, and passes on a device for the others; `group`: ranks of
 //!   a device group
-//! - `balance`: the update of routers; `membership`: a rank among several; `step`: the passes of a step; `memory`: bytes, and leaving a device
+//! - `balance`: the update of routers; `membership`: a rank among several; `trained_values`: new ones from outside; `step`: the passes of a step; `memory`: bytes, and leaving a device
 
 mod balance;
 mod group;
@@ -31,6 +31,7 @@ mod seed;
 mod sharded;
 mod single;
 mod step;
+mod trained_values;
 mod whole;
 
 pub(crate) use seed::{LearnerSeed, MemberSeed, RankWeights};

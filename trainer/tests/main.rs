@@ -74,8 +74,12 @@ fn save(
     state: &TrainerState,
     keep_last: usize,
 ) -> Result<PathBuf, TrainerError> {
-    let contents =
-        CheckpointContents { policy: NetworkState::of(directory, learner).unwrap(), critic: None, state };
+    let contents = CheckpointContents {
+        policy: NetworkState::of(directory, learner).unwrap(),
+        critic: None,
+        state,
+        island: None,
+    };
     trainer::checkpoint::save(checkpoints, &contents, Retention::last(keep_last))
 }
 
