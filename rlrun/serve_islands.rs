@@ -64,6 +64,7 @@ fn config(args: &ServeIslandsArgs) -> Result<CoordinatorConfig, Failure> {
         dir: args.dir.clone(),
         optimizer: OuterOptimizer { rate, momentum },
         deadline: Duration::from_secs_f64(deadline),
+        first_islands: args.first_islands,
         max_islands: args.max_islands,
         max_bytes: args.max_bytes,
     })

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 
 use crate::IslandError;
-use crate::coordinator::{ContributionOutcome, JoinAnswer, JoinRequest, JoinedState};
+use crate::coordinator::{ContributionOutcome, IslandJoin, JoinAnswer, JoinedState};
 use crate::frame::{FRAME_HEAD, RoundMessage, to_bytes};
 use crate::server::MAX_JSON;
 use crate::terms::IslandTerms;
@@ -103,7 +103,7 @@ impl CoordinatorClient {
     /// A refusal, or no answer before the deadline.
     pub fn join(&self, terms: &IslandTerms, state: Option<JoinedState>) -> Result<JoinAnswer, IslandError> {
         let (name, run) = (self.address.island.clone(), self.address.run.clone());
-        let request = JoinRequest { name, run, terms: terms.clone(), state };
+        let request = IslandJoin { name, run, terms: terms.clone(), state };
         let body = serde_json::to_vec(&request).unwrap_or_default();
         let answer = self.ask("join", "POST", "/v1/islands/join", &body, MAX_JSON)?;
         self.parsed(&self.accepted(answer)?)

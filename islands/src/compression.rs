@@ -95,7 +95,7 @@ impl GradientCompression {
         Ok(bytes)
     }
 
-    /// The `values` values of `bytes`.
+    /// The numbers of `bytes`, `[values]`.
     ///
     /// # Errors
     /// Bytes of another length, or a value that is not finite.

@@ -1,6 +1,7 @@
 //! The coordinator: outer weights, and the rounds in which islands exchange outer gradients.
 //!
-//! A round closes when all live islands have contributed, or at its deadline, which begins with the first contribution. Islands that
+//! A round closes when all live islands have contributed, or at its deadline, which begins with the first contribution. The first
+//! round also waits for the islands that are expected to begin together. Islands that
 //! have not contributed by then are live no more, so that a dead island costs the others one deadline. An island is live from when it
 //! joins, or contributes, until it leaves or misses a round. An outer gradient that comes after its round has closed is in no round:
 //! its island takes the newest outer weights.
@@ -36,6 +37,8 @@ pub struct CoordinatorConfig {
     pub optimizer: OuterOptimizer,
     /// Longest time from the first contribution of a round to its close.
     pub deadline: Duration,
+    /// Islands that the first round waits for, until its deadline.
+    pub first_islands: usize,
     /// Most live islands.
     pub max_islands: usize,
     /// Most bytes of the outer weights.
@@ -54,7 +57,7 @@ pub struct CoordinatorRefusal {
 /// What an island says as it joins.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct JoinRequest {
+pub struct IslandJoin {
     /// Its name.
     pub name: String,
     /// The id of its run, 32 hexadecimal digits.
@@ -180,7 +183,7 @@ impl Coordinator {
         let coordinator = Self { config, files, inner, rounds };
         // A crash may have come between the last contribution and the close. A failure is the answer to every later request.
         if let Ok(mut inner) = coordinator.state()
-            && inner.outer.as_ref().is_some_and(OuterState::is_complete)
+            && inner.outer.as_ref().is_some_and(|outer| coordinator.is_complete(outer))
         {
             let _ = coordinator.close(&mut inner);
         }
@@ -217,8 +220,8 @@ impl Coordinator {
     ///
     /// # Errors
     /// Another model or other terms, a name that a live island has, a state of another coordinator, too many islands.
-    pub fn join(&self, request: JoinRequest) -> Result<JoinAnswer, CoordinatorRefusal> {
-        let JoinRequest { name, run, terms, state } = request;
+    pub fn join(&self, request: IslandJoin) -> Result<JoinAnswer, CoordinatorRefusal> {
+        let IslandJoin { name, run, terms, state } = request;
         check_names(&name, &run)?;
         if let Some(fault) = terms.fault(self.config.max_bytes / 4) {
             return Err(CoordinatorRefusal::invalid(fault));
@@ -340,7 +343,7 @@ impl Coordinator {
         saved.map_err(|error| unwritten(&error))?;
         outer.contributions.insert(name.to_owned(), (run.to_owned(), values));
         outer.first.get_or_insert_with(Instant::now);
-        if outer.is_complete() {
+        if self.is_complete(outer) {
             self.close(&mut inner)?;
         }
         Ok(ContributionOutcome::Counted)
@@ -377,7 +380,7 @@ impl Coordinator {
         }
         outer.members.remove(name);
         self.files.save_members(&outer.members).map_err(|error| unwritten(&error))?;
-        if outer.is_complete() {
+        if self.is_complete(outer) {
             self.close(&mut inner)?;
         }
         Ok(())
@@ -423,6 +426,14 @@ impl Coordinator {
         Ok(())
     }
 
+    /// Whether all islands that the open round waits for have contributed to it.
+    fn is_complete(&self, outer: &OuterState) -> bool {
+        let expected = if outer.round == 0 { self.config.first_islands } else { 1 };
+        let contributions = &outer.contributions;
+        contributions.len() >= expected.max(1)
+            && outer.members.keys().all(|name| contributions.contains_key(name))
+    }
+
     /// Closes the open round with the contributions that it has.
     fn close(&self, inner: &mut CoordinatorState) -> Result<(), CoordinatorRefusal> {
         let Some(outer) = inner.outer.as_mut() else { return Ok(()) };
@@ -456,20 +467,12 @@ impl Coordinator {
         let saved = self.files.save_members(&outer.members).and_then(|()| self.files.save(outer));
         let open = outer.round;
         if let Err(error) = saved {
-            // What is in memory is ahead of the files, so nothing of it may be told.
+            // What is in memory is ahead of the files, so no request may be answered from it.
             inner.failed = Some(format!("{error}; restart the coordinator"));
             return Err(CoordinatorRefusal { status: 503, reason: error.to_string() });
         }
         self.rounds.send_replace(open);
         Ok(())
-    }
-}
-
-impl OuterState {
-    /// Whether all live islands have contributed to the open round.
-    fn is_complete(&self) -> bool {
-        !self.contributions.is_empty()
-            && self.members.keys().all(|name| self.contributions.contains_key(name))
     }
 }
 

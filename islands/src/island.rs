@@ -105,8 +105,8 @@ struct SavedExchange {
 }
 
 impl Island {
-    /// Joins after step `step` with the trained values `values`. These become the first outer weights, or are replaced by the newest
-    /// ones. Answers are recorded in the directory `answers`.
+    /// Joins after step `step` with the trained values `values`, `[trained values]`. These become the first outer weights, or are
+    /// replaced by the newest ones. Answers are recorded in the directory `answers`.
     ///
     /// # Errors
     /// A refusal, or no answer before the deadline.
@@ -203,8 +203,8 @@ impl Island {
         step >= self.next || self.pending.as_ref().is_some_and(|pending| step >= pending.apply_at)
     }
 
-    /// Sends an outer gradient or applies an answer after step `step`, of which `values` are the trained values. Returns a report if
-    /// it has changed them.
+    /// Sends an outer gradient or applies an answer after step `step`. `values`, `[trained values]`, are the trained values after it.
+    /// Returns a report if it has changed them.
     ///
     /// # Errors
     /// A refusal, no answer before the deadline, or values that are not finite.

@@ -31,7 +31,7 @@ use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 
 use crate::IslandError;
-use crate::coordinator::{Coordinator, CoordinatorRefusal, JoinRequest, RoundAnswer};
+use crate::coordinator::{Coordinator, CoordinatorRefusal, IslandJoin, RoundAnswer};
 use crate::frame::{FRAME_HEAD, RoundMessage};
 use crate::terms::IslandTerms;
 
@@ -160,8 +160,8 @@ impl IntoResponse for CoordinatorRefusal {
     }
 }
 
-type Served = State<Arc<ServedCoordinator>>;
-type Answer = Result<Response, CoordinatorRefusal>;
+type CoordinatorOfRequest = State<Arc<ServedCoordinator>>;
+type IslandResponse = Result<Response, CoordinatorRefusal>;
 
 fn json(body: &impl serde::Serialize) -> Response {
     let body = serde_json::to_string(body).unwrap_or_default();
@@ -177,7 +177,11 @@ fn refusal(status: u16, reason: impl Into<String>) -> CoordinatorRefusal {
 }
 
 /// Before all routes of islands: compares the token by its digest, in constant time.
-async fn admit(State(served): Served, request: Request, next: Next) -> Result<Response, Infallible> {
+async fn admit(
+    State(served): CoordinatorOfRequest,
+    request: Request,
+    next: Next,
+) -> Result<Response, Infallible> {
     let sent = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     let sent = sent.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default();
     let is_right = served.token.is_none_or(|token| token == blake3::hash(sent.as_bytes()));
@@ -230,16 +234,16 @@ impl ServedCoordinator {
     }
 }
 
-async fn status(State(served): Served) -> Response {
+async fn status(State(served): CoordinatorOfRequest) -> Response {
     json(&served.coordinator.status())
 }
 
-async fn join(State(served): Served, request: Request) -> Answer {
-    let request: JoinRequest = served.json(request).await?;
+async fn join(State(served): CoordinatorOfRequest, request: Request) -> IslandResponse {
+    let request: IslandJoin = served.json(request).await?;
     Ok(json(&served.blocking(move |coordinator| coordinator.join(request)).await?))
 }
 
-async fn leave(State(served): Served, request: Request) -> Answer {
+async fn leave(State(served): CoordinatorOfRequest, request: Request) -> IslandResponse {
     #[derive(Deserialize)]
     struct Leaving {
         name: String,
@@ -250,12 +254,16 @@ async fn leave(State(served): Served, request: Request) -> Answer {
     Ok(json(&serde_json::json!({})))
 }
 
-async fn weights(State(served): Served) -> Answer {
+async fn weights(State(served): CoordinatorOfRequest) -> IslandResponse {
     Ok(frame(&served.blocking(Coordinator::weights).await?))
 }
 
 /// The payload of the message is the length of the terms in 8 bytes, the terms as JSON, and the values.
-async fn begin(State(served): Served, Path((name, run)): Path<(String, String)>, request: Request) -> Answer {
+async fn begin(
+    State(served): CoordinatorOfRequest,
+    Path((name, run)): Path<(String, String)>,
+    request: Request,
+) -> IslandResponse {
     let limit = served.coordinator.max_bytes().saturating_add(MAX_JSON as u64);
     let begun = served.message(request, limit, move |coordinator, message| {
         let parted = parted(&message.payload).ok_or_else(|| refusal(422, "the body has no valid terms"))?;
@@ -274,17 +282,17 @@ fn parted(payload: &[u8]) -> Option<(IslandTerms, &[u8])> {
 }
 
 async fn contribute(
-    State(served): Served,
+    State(served): CoordinatorOfRequest,
     Path((name, run)): Path<(String, String)>,
     request: Request,
-) -> Answer {
+) -> IslandResponse {
     let limit = served.coordinator.max_bytes();
     let outcome = served
         .message(request, limit, move |coordinator, message| coordinator.contribute(&name, &run, &message));
     Ok(json(&outcome.await?))
 }
 
-async fn round(State(served): Served, Path(number): Path<u64>) -> Answer {
+async fn round(State(served): CoordinatorOfRequest, Path(number): Path<u64>) -> IslandResponse {
     let mut rounds = served.coordinator.rounds();
     // The coordinator lives as long as the server.
     let _ = tokio::time::timeout(ROUND_WAIT, rounds.wait_for(|open| *open > number)).await;

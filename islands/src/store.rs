@@ -1,7 +1,7 @@
 //! The files of a coordinator.
 //!
 //! ```text
-//! DIR/lock                          held by the process that serves the directory
+//! DIR/lock                          locked by the process that serves the directory
 //! DIR/state.bin                     round, terms, outer weights, momentum, residual, and the last outer updates
 //! DIR/members.json                  the live islands
 //! DIR/contributions/ROUND-NAME.bin  outer gradients of the open round

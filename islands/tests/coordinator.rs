@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use islands::coordinator::{ContributionOutcome, JoinAnswer, JoinRequest, JoinedState, RoundAnswer};
+use islands::coordinator::{ContributionOutcome, IslandJoin, JoinAnswer, JoinedState, RoundAnswer};
 use islands::frame::{RoundMessage, to_bytes};
 use islands::{Coordinator, GradientCompression, IslandTerms};
 
@@ -12,7 +12,7 @@ const NONE: GradientCompression = GradientCompression::None;
 
 fn join(coordinator: &Coordinator, name: &str, run: &str, terms: &IslandTerms) -> JoinAnswer {
     let (name, run, terms) = (name.to_owned(), run.to_owned(), terms.clone());
-    coordinator.join(JoinRequest { name, run, terms, state: None }).unwrap()
+    coordinator.join(IslandJoin { name, run, terms, state: None }).unwrap()
 }
 
 /// A coordinator with outer weights of 0 and islands `a` and `b`, and the ids of their runs.
@@ -135,7 +135,7 @@ fn other_terms_names_and_states_are_refused_and_nothing_is_written() {
     let before = files();
     let refused = |name: &str, run: &str, terms: IslandTerms, state: Option<JoinedState>| {
         let (name, run) = (name.to_owned(), run.to_owned());
-        coordinator.join(JoinRequest { name, run, terms, state }).unwrap_err().reason
+        coordinator.join(IslandJoin { name, run, terms, state }).unwrap_err().reason
     };
     let new = run();
     for (other, words) in [
@@ -175,7 +175,7 @@ fn there_is_a_limit_of_islands() {
     let (coordinator, _, terms) = two(dir.path(), SOON);
     join(&coordinator, "c", &run(), &terms);
     join(&coordinator, "d", &run(), &terms);
-    let request = JoinRequest { name: "e".to_owned(), run: run(), terms, state: None };
+    let request = IslandJoin { name: "e".to_owned(), run: run(), terms, state: None };
     let reason = coordinator.join(request).unwrap_err().reason;
     assert!(reason.contains("4 islands are live, at most 4 may be"), "{reason}");
 }

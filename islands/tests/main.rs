@@ -26,6 +26,7 @@ fn config(dir: &Path, deadline: Duration) -> CoordinatorConfig {
         // The outer weights move by the mean gradient.
         optimizer: OuterOptimizer { rate: 1.0, momentum: 0.0 },
         deadline,
+        first_islands: 1,
         max_islands: 4,
         max_bytes: 1 << 20,
     }

@@ -26,6 +26,9 @@ pub struct ServeIslandsArgs {
     /// Longest time from the first outer gradient of a round to its end; islands that are later are not in it, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     pub deadline: f64,
+    /// Islands that begin together: the first round waits for them, until its deadline
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    pub first_islands: usize,
     /// Most live islands
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub max_islands: usize,
