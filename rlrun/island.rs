@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use islands::coordinator::{JoinAnswer, new_id};
-use islands::island::IslandReport;
+use islands::island::{IslandReport, saved_run};
 use islands::terms::fragment_ends;
 use islands::{CoordinatorAddress, CoordinatorClient, Island, IslandError, IslandSchedule, IslandTerms};
 use model::ParameterSpec;
@@ -72,7 +72,9 @@ impl IslandSetup<'_> {
     /// A checkpoint without a state, or as [`Self::join`].
     pub(crate) fn resume(&self, learner: &Learner, state: Option<&[u8]>) -> Result<RunIsland, Failure> {
         let state = state.ok_or_else(|| IslandError::State { reason: "is not there".to_owned() })?;
-        let (client, terms) = (self.client(&self.run_id()?)?, self.terms(learner)?);
+        // The directory of a run that an archive has restored has no id.
+        let run = saved_run(state).map_or_else(|| self.run_id(), Ok)?;
+        let (client, terms) = (self.client(&run)?, self.terms(learner)?);
         let island = Island::resume(client, terms, self.schedule(), self.answers(), state)?;
         Ok(self.of(island))
     }

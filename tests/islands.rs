@@ -1,9 +1,16 @@
 //! Islands: whole runs that exchange outer gradients through `rlrun serve islands`.
 
 use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use crate::served::Server;
-use crate::support::{Done, Home, Moment, Run, Running, finish, small_args};
+use islands::coordinator::new_id;
+use islands::{
+    CoordinatorAddress, CoordinatorClient, GradientCompression, Island, IslandSchedule, IslandTerms,
+};
+
+use crate::served::{SOON, Server};
+use crate::support::{Done, Home, Moment, Run, Running, finish, repository, small_args};
 
 /// A coordinator with its files in `dir` of `home`.
 fn coordinator(home: &Home, dir: &str, deadline: &str) -> Server {
@@ -132,4 +139,117 @@ fn islands_that_do_not_fit_are_refused_by_name() {
     let far = ["serve", "islands", "--dir", "x", "--listen", "0.0.0.0:0"];
     home.rlrun(&far).refused(&["can be reached from other machines", "token file"]);
     home.rlrun(&["serve", "islands", "--dir", "x", "--outer-rate", "0"]).refused(&["--outer-rate is 0"]);
+}
+
+/// Kills of the coordinator; `RLRUN_KILLS` sets another number.
+const KILLS: u64 = 10;
+
+/// A client of the coordinator at `address`.
+fn client(address: &str, name: &str) -> CoordinatorClient {
+    CoordinatorClient::new(CoordinatorAddress {
+        url: format!("http://{address}"),
+        token: None,
+        roots: None,
+        island: name.to_owned(),
+        run: new_id(),
+        wait: SOON,
+    })
+    .unwrap()
+}
+
+#[test]
+fn every_outer_gradient_counts_once_while_the_coordinator_is_killed() {
+    let kills = std::env::var_os("RLRUN_KILLS").map_or(KILLS, |kills| kills.to_str().unwrap().parse().unwrap());
+    let rounds = 3 * kills;
+    let home = Home::new();
+    let args = ["--outer-rate", "1", "--outer-momentum", "0", "--first-islands", "2", "--deadline", "300"];
+    let mut server = at(&home, "outer", "127.0.0.1:0", &args);
+    let address = server.address.to_string();
+    let done = AtomicU64::new(0);
+    let island = |name: &str, by: f32| {
+        let terms = IslandTerms {
+            model: "a".repeat(64),
+            local_steps: 1,
+            compression: GradientCompression::None,
+            ends: vec![50],
+        };
+        let (schedule, answers) = (IslandSchedule::default(), home.path(&format!("answers-{name}")));
+        let mut values = vec![0.0; 50];
+        let joined = Island::join(client(&address, name), terms, schedule, answers, 0, &mut values);
+        let mut island = joined.unwrap().0;
+        for step in 1..=rounds {
+            values.iter_mut().for_each(|value| *value += by);
+            let report = island.after_step(step, &mut values).unwrap().unwrap();
+            assert_eq!((report.round, report.islands, report.is_late), (step, 2, false));
+            done.fetch_add(1, Ordering::SeqCst);
+        }
+        values
+    };
+    let ends = std::thread::scope(|scope| {
+        let islands = [("a", 1.0), ("b", 3.0)].map(|(name, by)| scope.spawn(move || island(name, by)));
+        for kill in 0..kills {
+            let begun = Instant::now();
+            // The moment differs from kill to kill, between two requests or within one.
+            while done.load(Ordering::SeqCst) < 4 * kill && begun.elapsed() < SOON {
+                std::thread::sleep(Duration::from_millis(1 + kill % 7));
+            }
+            drop(server);
+            server = at(&home, "outer", &address, &args);
+        }
+        islands.map(|island| island.join().unwrap())
+    });
+    // A mean of 2 in each round, exactly.
+    assert!(ends.iter().flatten().all(|value| *value == 2.0 * rounds as f32), "{:?}", ends[0][0]);
+}
+
+/// Final accuracies of `seeds` runs of the default recipe, each of one run or of islands that exchange every `steps` steps.
+fn accuracies(home: &Home, steps: Option<u64>, seeds: &[usize]) -> (Vec<f64>, [f64; 2]) {
+    let recipe = repository().join("recipes/grpo_math.toml");
+    let mut bytes = [0.0; 2];
+    let mut found = Vec::new();
+    for seed in seeds {
+        let label = format!("h{}-{seed}", steps.unwrap_or(0));
+        let server = steps.map(|_| {
+            at(home, &format!("{label}-outer"), "127.0.0.1:0", &["--deadline", "300", "--first-islands", "2"])
+        });
+        let start = |island: usize| {
+            let name = format!("{label}-{island}");
+            let mut sets = vec![format!("seed={}", 100 * seed + island), "trainer.steps=128".to_owned()];
+            if let Some((server, steps)) = server.as_ref().zip(steps) {
+                sets.extend([
+                    format!("island.url=http://{}", server.address),
+                    format!("island.name={name}"),
+                    format!("island.steps={steps}"),
+                ]);
+            }
+            let sets = sets.iter().flat_map(|set| ["--set", set]);
+            let args = [recipe.to_str().unwrap(), "-q", "--run-dir", &name];
+            (home.start(&args.into_iter().chain(sets).collect::<Vec<_>>()), home.run(&name))
+        };
+        let count = if steps.is_some() { 2 } else { 1 };
+        let started: Vec<_> = (0..count).map(start).collect();
+        let runs: Vec<Run> = started.into_iter().map(|(child, run)| (finish(child).ok(), run).1).collect();
+        let last = runs[0].metrics().pop().unwrap();
+        found.push(last["eval/accuracy"].as_f64().unwrap());
+        if steps.is_some() {
+            bytes = ["island/sent_bytes", "island/received_bytes"].map(|name| values(&runs[0], name).iter().sum());
+        }
+    }
+    (found, bytes)
+}
+
+#[test]
+#[ignore = "takes half an hour: whole runs of the default recipe"]
+fn two_islands_learn_as_one_run_with_a_fraction_of_the_bytes() {
+    let home = Home::new();
+    let seeds = [1, 2, 3];
+    let (plain, _) = accuracies(&home, None, &seeds);
+    let lowest = plain.iter().copied().fold(f64::INFINITY, f64::min);
+    println!("one run: accuracies {plain:?}");
+    for steps in [8, 32] {
+        let (islands, [sent, received]) = accuracies(&home, Some(steps), &seeds);
+        println!("H = {steps}: accuracies {islands:?}, {sent} bytes sent and {received} received in 128 steps");
+        let mean = islands.iter().sum::<f64>() / islands.len() as f64;
+        assert!(mean >= lowest - 0.02, "H = {steps}: {islands:?}, one run {plain:?}");
+    }
 }

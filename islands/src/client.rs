@@ -84,6 +84,12 @@ impl CoordinatorClient {
         &self.address.island
     }
 
+    /// Id of its run.
+    #[must_use]
+    pub fn run(&self) -> &str {
+        &self.address.run
+    }
+
     /// Longest wait for an answer.
     #[must_use]
     pub fn wait(&self) -> Duration {

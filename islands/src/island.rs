@@ -89,6 +89,7 @@ pub struct IslandReport {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct SavedIsland {
+    run: String,
     coordinator: String,
     terms: IslandTerms,
     round: u64,
@@ -229,6 +230,7 @@ impl Island {
     pub fn state(&self) -> Vec<u8> {
         let pending = self.pending.as_ref();
         let saved = SavedIsland {
+            run: self.client.run().to_owned(),
             coordinator: self.coordinator.clone(),
             terms: self.terms.clone(),
             round: self.round,
@@ -321,6 +323,12 @@ impl Island {
             }
         }
     }
+}
+
+/// The id of the run in a saved state.
+#[must_use]
+pub fn saved_run(state: &[u8]) -> Option<String> {
+    parse(state).map(|(saved, _)| saved.run)
 }
 
 /// Header and values of a saved state.

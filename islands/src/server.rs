@@ -40,7 +40,7 @@ pub(crate) const MAX_JSON: usize = 64 << 10;
 /// Longest time to receive a body: a slow link needs minutes for the values of a model.
 const BODY_TIME: Duration = Duration::from_secs(1800);
 /// Most bodies with values in memory.
-const MAX_READ: usize = 4;
+const MAX_READ: usize = 16;
 /// Longest wait of a request for the end of a round.
 const ROUND_WAIT: Duration = Duration::from_secs(10);
 /// Time between two looks at the deadline of a round.

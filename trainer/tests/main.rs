@@ -13,6 +13,7 @@ mod sharded;
 mod shared_buffer;
 mod spread;
 mod step;
+mod trained_values;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
