@@ -92,8 +92,9 @@ impl IslandSetup<'_> {
         self.directory().join("answers")
     }
 
-    fn name(&self) -> &str {
-        self.section.name.as_ref().unwrap_or(&self.recipe.name)
+    fn name(&self) -> String {
+        let directory = self.run_dir.path().file_name().map(|name| name.to_string_lossy().into_owned());
+        self.section.name.clone().or(directory).unwrap_or_else(|| self.recipe.name.clone())
     }
 
     /// The id of the run, which is made at its first start.
@@ -118,7 +119,7 @@ impl IslandSetup<'_> {
             url: url.clone(),
             token: token_file.as_deref().map(token).transpose()?,
             roots: tls_ca.clone(),
-            island: self.name().to_owned(),
+            island: self.name(),
             run: run.to_owned(),
             wait: self.recipe.wait(),
         })?)

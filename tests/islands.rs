@@ -58,7 +58,8 @@ fn two_islands_end_with_one_policy_and_count_their_bytes() {
     let [a, b] = names.map(|name| home.run(name));
     assert!(weights(&a, 12) == weights(&b, 12), "after a round all islands have the outer weights");
     assert!(weights(&a, 9) != weights(&b, 9), "between rounds each has its own");
-    let values_of_model = std::fs::metadata(a.checkpoint(12).join("model/model.safetensors")).unwrap().len() / 4;
+    let values_of_model =
+        std::fs::metadata(a.checkpoint(12).join("model/model.safetensors")).unwrap().len() / 4;
     for run in [&a, &b] {
         assert_eq!(values(run, "island/round").len(), 3);
         assert!(values(run, "island/outer_grad_norm").iter().all(|norm| *norm > 0.0));
@@ -159,7 +160,8 @@ fn client(address: &str, name: &str) -> CoordinatorClient {
 
 #[test]
 fn every_outer_gradient_counts_once_while_the_coordinator_is_killed() {
-    let kills = std::env::var_os("RLRUN_KILLS").map_or(KILLS, |kills| kills.to_str().unwrap().parse().unwrap());
+    let kills =
+        std::env::var_os("RLRUN_KILLS").map_or(KILLS, |kills| kills.to_str().unwrap().parse().unwrap());
     let rounds = 3 * kills;
     let home = Home::new();
     let args = ["--outer-rate", "1", "--outer-momentum", "0", "--first-islands", "2", "--deadline", "300"];
@@ -232,7 +234,8 @@ fn accuracies(home: &Home, steps: Option<u64>, seeds: &[usize]) -> (Vec<f64>, [f
         let last = runs[0].metrics().pop().unwrap();
         found.push(last["eval/accuracy"].as_f64().unwrap());
         if steps.is_some() {
-            bytes = ["island/sent_bytes", "island/received_bytes"].map(|name| values(&runs[0], name).iter().sum());
+            bytes = ["island/sent_bytes", "island/received_bytes"]
+                .map(|name| values(&runs[0], name).iter().sum());
         }
     }
     (found, bytes)
@@ -248,7 +251,9 @@ fn two_islands_learn_as_one_run_with_a_fraction_of_the_bytes() {
     println!("one run: accuracies {plain:?}");
     for steps in [8, 32] {
         let (islands, [sent, received]) = accuracies(&home, Some(steps), &seeds);
-        println!("H = {steps}: accuracies {islands:?}, {sent} bytes sent and {received} received in 128 steps");
+        println!(
+            "H = {steps}: accuracies {islands:?}, {sent} bytes sent and {received} received in 128 steps"
+        );
         let mean = islands.iter().sum::<f64>() / islands.len() as f64;
         assert!(mean >= lowest - 0.02, "H = {steps}: {islands:?}, one run {plain:?}");
     }

@@ -53,11 +53,9 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
 /// Checks what the rest of a recipe needs for the exchanges.
 pub(super) fn check_run(recipe: &Recipe, checker: &mut Checker<'_>) {
     let Some(island) = &recipe.island else { return };
-    let name = island.name.as_ref().unwrap_or(&recipe.name);
-    if !is_name(name) {
-        let message = format!("`{name}` is no name of an island");
+    if let Some(name) = island.name.as_ref().filter(|name| !is_name(name)) {
         let help = "set `island.name` to letters, digits, `.`, `_` and `-`";
-        checker.report_latest(&["island.name", "name"], message, help);
+        checker.report("island.name", format!("`{name}` is no name of an island"), help);
     }
     for (breaks, path, needs, help) in [
         (recipe.supervised.is_some(), "supervised", "reinforcement learning", "remove `[supervised]`"),

@@ -18,7 +18,10 @@ fn replaced(mut learner: Learner) -> Vec<u32> {
     let mut values = learner.trained_values().unwrap();
     learner.set_trained_values(&values).unwrap();
     assert!(bits(&learner) == before, "the same values change nothing");
-    values.iter_mut().zip((0_u8..=255).cycle()).for_each(|(value, index)| *value += f32::from(index) / 1024.0);
+    values
+        .iter_mut()
+        .zip((0_u8..=255).cycle())
+        .for_each(|(value, index)| *value += f32::from(index) / 1024.0);
     learner.set_trained_values(&values).unwrap();
     assert!(learner.trained_values().unwrap() == values && bits(&learner) != before);
     assert_eq!(learner.updates(), updates, "the optimizer has made no update");

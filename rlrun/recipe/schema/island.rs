@@ -16,7 +16,8 @@ pub struct IslandSection {
     /// Address of the coordinator, such as `http://127.0.0.1:8703`; required.
     // resume = changes, worker = ignored
     pub url: String,
-    /// Name of the island, different for each: letters, digits, `.`, `_` and `-`. Default: the name of the run.
+    /// Name of the island, different for each: letters, digits, `.`, `_` and `-`. Default: the
+    /// name of the run directory.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = state, worker = ignored
     pub name: Option<String>,

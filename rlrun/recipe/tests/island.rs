@@ -7,7 +7,8 @@ const ISLAND: &str = "island.url=http://127.0.0.1:8703";
 #[test]
 fn an_island_resolves_to_an_equal_one_with_the_defaults_of_the_papers() {
     let case = Case::new(MINIMAL);
-    let (recipe, origins) = case.load(&[ISLAND, "island.name=paris", "island.compression=int4"], &[]).unwrap();
+    let (recipe, origins) =
+        case.load(&[ISLAND, "island.name=paris", "island.compression=int4"], &[]).unwrap();
     let resolved = recipe.resolved_toml(&origins);
     let again = Recipe::load(&case.write("resolved.toml", &resolved), &[], &Program::default()).unwrap().0;
     assert_eq!(again, recipe, "{resolved}");
@@ -26,7 +27,11 @@ fn what_an_island_cannot_be_is_refused_with_a_remedy() {
         ("island.local_weight=2", "`island.local_weight` is 2; it must be at least 0 and at most 1", ""),
         ("island.compression=int2", "int2", "int8"),
         ("island.name=a/b", "`a/b` is no name of an island", "set `island.name`"),
-        ("island.token_file=nowhere", "`island.token_file`: there is no `nowhere`", "write the token into it"),
+        (
+            "island.token_file=nowhere",
+            "`island.token_file`: there is no `nowhere`",
+            "write the token into it",
+        ),
     ] {
         let shown = Case::new(MINIMAL).errors(&[ISLAND, set], &[]);
         assert!(shown.contains(message) && shown.contains(help), "{set}: {shown}");
