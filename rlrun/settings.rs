@@ -422,6 +422,7 @@ impl Recipe {
             microbatch_tokens: self.trainer.microbatch_tokens,
             recompute: self.trainer.recompute,
             world: self.trainer.world,
+            parallel: self.trainer.parallel.config(),
             leaves: self.trainer.leaves,
             zero: self.trainer.zero,
             wait: self.wait(),

@@ -19,7 +19,7 @@ use trainer::batch::{Batch, BatchSplit};
 use trainer::loss_inputs::{Scores, loss_inputs};
 use trainer::objective::PolicyObjective;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
-use trainer::{Learner, LearnerConfig};
+use trainer::{Learner, LearnerConfig, ParallelConfig};
 use trajectory::{Group, PolicyVersion, Prompt, Task, TaskId, Trajectory, Turn};
 
 use crate::support::tiny_sizes;
@@ -44,6 +44,7 @@ const LEARNER: LearnerConfig = LearnerConfig {
     recompute: Recompute::None,
     microbatch_tokens: 256,
     world: 1,
+    parallel: ParallelConfig::DATA,
     leaves: 1,
     zero: 1,
     wait: WAIT,

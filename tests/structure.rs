@@ -19,8 +19,8 @@ const EDGES: [(&str, &[&str]); 17] = [
     ("device", &[]),
     // Ranks on hosts and on devices, for the trainer and for samplers.
     ("collective", &["device"]),
-    // Prompts and chat messages are types of `trajectory`; the model depends on nothing else.
-    ("model", &["trajectory", "device"]),
+    // Prompts and chat messages are types of `trajectory`; passes among ranks make calls of `collective`.
+    ("model", &["trajectory", "device", "collective"]),
     // Users' code and the sandbox, independent of their callers.
     ("host", &[]),
     ("rewards", &["trajectory", "model", "host", "connect"]),

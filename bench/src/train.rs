@@ -15,7 +15,7 @@ use trainer::lora::{Adapter, LoraConfig};
 use trainer::optimizer::OptimizerConfig;
 use trainer::plan::plan;
 use trainer::supervised::DemonstrationLoss;
-use trainer::{DeviceConfig, Learner, LearnerConfig};
+use trainer::{DeviceConfig, Learner, LearnerConfig, ParallelConfig};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
 
 use crate::accelerator::Accelerator;
@@ -50,6 +50,7 @@ pub fn work(
         microbatch_tokens: args.microbatch_tokens,
         recompute: args.recompute,
         world: 1,
+        parallel: ParallelConfig::DATA,
         leaves: 1,
         zero: 1,
         wait: Duration::MAX,

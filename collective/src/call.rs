@@ -33,6 +33,7 @@ impl CollectiveCall {
     pub(crate) const BROADCAST_BYTES: &str = "broadcast_bytes";
     pub(crate) const ALL_GATHER_BYTES: &str = "all_gather_bytes";
     pub(crate) const BARRIER: &str = "barrier";
+    pub(crate) const SPLIT: &str = "split";
 
     pub(crate) fn of(operation: &'static str) -> Self {
         Self { operation, root: None, shards: Vec::new() }

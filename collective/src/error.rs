@@ -84,6 +84,14 @@ pub enum CollectiveError {
         /// Which arguments do not fit.
         reason: String,
     },
+    /// A call of ranks that a split has made. The ranks in `source` count from 0 among these.
+    #[error("among ranks {members:?}, which count from 0 here: {source}")]
+    Among {
+        /// Their numbers among the ranks that were split.
+        members: Vec<usize>,
+        /// What failed.
+        source: Box<CollectiveError>,
+    },
     /// A device, or the group of devices, has failed.
     #[error(transparent)]
     Device(#[from] device::DeviceError),

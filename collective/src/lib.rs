@@ -183,6 +183,23 @@ pub trait HostCollective: Collective<InHostMemory> {
     /// # Errors
     /// As [`Collective::all_reduce`].
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError>;
+
+    /// The ranks that give the same `color`, in order of rank, as a collective of their own. Its calls are independent of those
+    /// of this one, also from another thread. All ranks make this call.
+    ///
+    /// # Errors
+    /// As [`Collective::all_reduce`], or if the ranks cannot connect.
+    fn split(&self, color: usize) -> Result<Box<dyn HostCollective>, CollectiveError>;
+}
+
+/// The numbers of the ranks that gave the `color` of this rank, ascending. `all` has the color of every rank as bytes.
+fn members(all: &[Vec<u8>], rank: usize) -> Vec<usize> {
+    (0..all.len()).filter(|peer| all[*peer] == all[rank]).collect()
+}
+
+/// An error of ranks that a split has made of `members`.
+fn among(members: &[usize], source: CollectiveError) -> CollectiveError {
+    CollectiveError::Among { members: members.to_vec(), source: Box::new(source) }
 }
 
 /// Ranges of `len` elements for `world` ranks, as equal as they can be.

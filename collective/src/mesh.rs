@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::call::{CollectiveCall, Sides};
 use crate::sum::sum_as_tree;
-use crate::{Collective, CollectiveError, HostCollective, Position, all_reduce_on_host};
+use crate::{Collective, CollectiveError, HostCollective, Position, all_reduce_on_host, among, members};
 
 /// Transport of frames between this rank and the others.
 pub trait FrameTransport: Send + fmt::Debug {
@@ -32,6 +32,29 @@ pub trait FrameTransport: Send + fmt::Debug {
         receives: &mut [Receive<'_>],
         patient: bool,
     ) -> Result<(), CollectiveError>;
+
+    /// What the first rank of a split keeps until the others have connected.
+    type Entrance;
+
+    /// Prepares this rank for the others of `members`, of which it is the first. Returns also what they have to know.
+    ///
+    /// # Errors
+    /// If the rank cannot wait for connections.
+    fn open(&self, members: &[usize]) -> Result<(Self::Entrance, Vec<u8>), CollectiveError>;
+
+    /// The transport among `members`, one of which is this rank. `first` is what the first of them has to let know; that one
+    /// has the `entrance`. All ranks make this call, each with the members of its own part.
+    ///
+    /// # Errors
+    /// If the ranks cannot connect before the deadline.
+    fn connect(
+        &self,
+        members: &[usize],
+        entrance: Option<Self::Entrance>,
+        first: &[u8],
+    ) -> Result<Self, CollectiveError>
+    where
+        Self: Sized;
 }
 
 /// The call that a frame belongs to.
@@ -61,6 +84,8 @@ pub enum Receive<'a> {
 pub struct Mesh<W> {
     rank: usize,
     world: usize,
+    /// The numbers of the ranks among those that were split; empty without a split.
+    members: Vec<usize>,
     state: Mutex<MeshState<W>>,
 }
 
@@ -79,7 +104,12 @@ impl<W: FrameTransport> Mesh<W> {
     pub(crate) fn new(wire: W) -> Self {
         let (rank, world) = (wire.rank(), wire.world());
         let state = MeshState { wire, number: 0, failure: None, parts: Vec::new() };
-        Self { rank, world, state: Mutex::new(state) }
+        Self { rank, world, members: Vec::new(), state: Mutex::new(state) }
+    }
+
+    /// The error of a call, with the ranks that a split has made.
+    fn named(&self, error: CollectiveError) -> CollectiveError {
+        if self.members.is_empty() { error } else { among(&self.members, error) }
     }
 
     /// Makes `call` with the other ranks.
@@ -89,7 +119,8 @@ impl<W: FrameTransport> Mesh<W> {
         sends: &[Option<&[u8]>],
         receives: &mut [Receive<'_>],
     ) -> Result<(), CollectiveError> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).exchange(call, sends, receives)
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.exchange(call, sends, receives).map_err(|error| self.named(error))
     }
 
     /// Sends `own` to every other rank.
@@ -194,7 +225,7 @@ impl<W: FrameTransport> Collective for Mesh<W> {
             sum_as_tree(&slices, own);
         }
         state.parts = parts;
-        done
+        done.map_err(|error| self.named(error))
     }
 
     fn all_gather(
@@ -246,7 +277,7 @@ impl<W: FrameTransport> Collective for Mesh<W> {
     }
 }
 
-impl<W: FrameTransport> HostCollective for Mesh<W> {
+impl<W: FrameTransport + 'static> HostCollective for Mesh<W> {
     fn gather(
         &self,
         root: usize,
@@ -291,6 +322,22 @@ impl<W: FrameTransport> HostCollective for Mesh<W> {
         let mut all: Vec<_> = receives.into_iter().map(Receive::into_bytes).collect();
         all[self.rank] = bytes;
         Ok(all)
+    }
+
+    fn split(&self, color: usize) -> Result<Box<dyn HostCollective>, CollectiveError> {
+        let colors = self.all_gather_bytes(color.to_le_bytes().to_vec())?;
+        let members = members(&colors, self.rank);
+        let wire = || self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let (entrance, own) = if members.first() == Some(&self.rank) && members.len() > 1 {
+            let (entrance, own) = wire().wire.open(&members)?;
+            (Some(entrance), own)
+        } else {
+            (None, Vec::new())
+        };
+        let all = self.all_gather_bytes(own)?;
+        let first = members.first().map_or(&[][..], |first| &all[*first]);
+        let wire = wire().wire.connect(&members, entrance, first).map_err(|error| among(&members, error))?;
+        Ok(Box::new(Self { members, ..Self::new(wire) }))
     }
 }
 

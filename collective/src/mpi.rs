@@ -8,16 +8,18 @@
 //! process has to exit with its error, and `mpirun` then ends the other processes.
 
 use std::mem::ManuallyDrop;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use ::mpi::Threading;
 use ::mpi::environment::Universe;
 use ::mpi::request::{Request, StaticScope};
-use ::mpi::topology::{Communicator, SimpleCommunicator};
+use ::mpi::topology::{Color, Communicator, SimpleCommunicator};
 use ::mpi::traits::{Destination, Source};
 
 use crate::CollectiveError;
+use crate::call::CollectiveCall;
 use crate::mesh::{FrameTransport, HEADER, Mesh, MeshFrameHeader, Receive, Stamp};
 
 /// A rank that exchanges frames with the others over MPI.
@@ -29,6 +31,13 @@ const MAX_MESSAGE: usize = 1 << 28;
 const POLLS: u32 = 2000;
 /// Sleep between polls.
 const SLEEP: Duration = Duration::from_micros(100);
+/// Held in every call of MPI: collectives that a split has made are used from several threads.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// The turn of this thread to call MPI.
+fn turn() -> MutexGuard<'static, ()> {
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Starts MPI, once in a process, with the rank that `mpirun` has assigned. Ranks wait for each other for `deadline` at
 /// most. The value is dropped on the thread that made it, because MPI is finalized on the thread that initialized it.
@@ -49,7 +58,7 @@ pub fn start(deadline: Duration) -> Result<Mpi, CollectiveError> {
     let ranks = universe.world().duplicate();
     let place = |place: i32| usize::try_from(place).unwrap_or_default();
     let (rank, world) = (place(ranks.rank()), place(ranks.size()));
-    let mpi = ManuallyDrop::new(MpiRuntime { ranks, _universe: universe });
+    let mpi = ManuallyDrop::new(MpiRuntime { ranks, universe: Arc::new(universe) });
     Ok(Mesh::new(Transfers { rank, world, deadline, mpi, failed: false }))
 }
 
@@ -67,11 +76,12 @@ pub struct Transfers {
 /// MPI; the fields are dropped in this order.
 struct MpiRuntime {
     ranks: SimpleCommunicator,
-    _universe: Universe,
+    /// Shared with the parts of a split; MPI is finalized with the last of them.
+    universe: Arc<Universe>,
 }
 
 #[expect(unsafe_code, reason = "a handle of MPI is a pointer, which is not Send")]
-// SAFETY: MPI was started with calls from any thread, one after the other, and `Mesh` has a lock around every call.
+// SAFETY: MPI was started with calls from any thread, one after the other, and `turn` is held in every call.
 unsafe impl Send for MpiRuntime {}
 
 impl std::fmt::Debug for MpiRuntime {
@@ -84,6 +94,7 @@ impl Drop for Transfers {
     #[expect(unsafe_code, reason = "drops what is kept after an error")]
     fn drop(&mut self) {
         if !self.failed {
+            let _turn = turn();
             // SAFETY: it is dropped here alone, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.mpi) }
         }
@@ -101,12 +112,14 @@ impl Transfer {
     fn send(mpi: &MpiRuntime, peer: i32, bytes: &[u8]) -> Self {
         let memory: *mut [u8] = Box::into_raw(Box::<[u8]>::from(bytes));
         let bytes = Self::lend(memory);
+        let _turn = turn();
         let request = mpi.ranks.process_at_rank(peer).immediate_send(StaticScope, &*bytes);
         Self { request: Some(request), memory }
     }
 
     fn receive(mpi: &MpiRuntime, peer: i32, len: usize) -> Self {
         let memory: *mut [u8] = Box::into_raw(vec![0; len].into_boxed_slice());
+        let _turn = turn();
         let request = mpi.ranks.process_at_rank(peer).immediate_receive_into(StaticScope, Self::lend(memory));
         Self { request: Some(request), memory }
     }
@@ -119,6 +132,7 @@ impl Transfer {
 
     /// Whether it is complete.
     fn poll(&mut self) -> bool {
+        let _turn = turn();
         self.request = self.request.take().and_then(|request| request.test().err());
         self.request.is_none()
     }
@@ -261,6 +275,27 @@ impl FrameTransport for Transfers {
         let done = self.serve(stamp, sends, receives, patient);
         self.failed |= done.is_err();
         done
+    }
+
+    type Entrance = ();
+
+    fn open(&self, _members: &[usize]) -> Result<((), Vec<u8>), CollectiveError> {
+        Ok(((), Vec::new()))
+    }
+
+    fn connect(&self, members: &[usize], _: Option<()>, _first: &[u8]) -> Result<Self, CollectiveError> {
+        let color = Color::with_value(members.first().map_or(0, |first| number(*first)));
+        let part = {
+            let _turn = turn();
+            self.mpi.ranks.split_by_color(color)
+        };
+        let (rank, operation) = (self.rank, CollectiveCall::SPLIT);
+        let reason = "MPI has no communicator for its part".to_owned();
+        let ranks = part.ok_or(CollectiveError::Arguments { rank, operation, reason })?;
+        let rank = members.iter().position(|member| *member == self.rank).unwrap_or_default();
+        let universe = Arc::clone(&self.mpi.universe);
+        let mpi = ManuallyDrop::new(MpiRuntime { ranks, universe });
+        Ok(Self { rank, world: members.len(), deadline: self.deadline, mpi, failed: false })
     }
 }
 

@@ -48,13 +48,17 @@ impl Listener {
     /// # Errors
     /// If the address cannot be bound.
     pub fn bind(addr: SocketAddr, secret: &[u8]) -> Result<Self, CollectiveError> {
+        Self::new(addr, Secret::new(secret))
+    }
+
+    fn new(addr: SocketAddr, secret: Secret) -> Result<Self, CollectiveError> {
         let listener = TcpListener::bind(addr).map_err(|error| {
             joining(
                 addr,
                 format!("cannot listen there: {error}; choose an address of this host and a free port"),
             )
         })?;
-        Ok(Self { listener, secret: Secret::new(secret) })
+        Ok(Self { listener, secret })
     }
 
     /// The address that it listens at.
@@ -71,6 +75,10 @@ impl Listener {
     /// # Errors
     /// If not all ranks have joined at the deadline. A refused connection receives the reason, and is no error here.
     pub fn accept(self, world: usize, deadline: Duration) -> Result<Tcp, CollectiveError> {
+        self.accept_all(world, deadline).map(Mesh::new)
+    }
+
+    fn accept_all(self, world: usize, deadline: Duration) -> Result<Sockets, CollectiveError> {
         let until = Instant::now() + deadline;
         let mut joined: Vec<(Hello, TcpStream)> = Vec::new();
         while joined.len() + 1 < world {
@@ -111,7 +119,7 @@ impl Listener {
                 welcome.send(stream).map_err(|source| broken(0, rank, source))?;
             }
         }
-        ready(0, streams, deadline)
+        ready(0, streams, deadline, self.secret)
     }
 }
 
@@ -126,7 +134,16 @@ pub fn join(
     rank: Option<usize>,
     deadline: Duration,
 ) -> Result<Tcp, CollectiveError> {
-    let (secret, until) = (Secret::new(secret), Instant::now() + deadline);
+    join_with(addr, &Secret::new(secret), rank, deadline).map(Mesh::new)
+}
+
+fn join_with(
+    addr: SocketAddr,
+    secret: &Secret,
+    rank: Option<usize>,
+    deadline: Duration,
+) -> Result<Sockets, CollectiveError> {
+    let until = Instant::now() + deadline;
     let mut first = reach(addr, until)?;
     let own = first.local_addr().map_err(|error| joining(addr, error.to_string()))?;
     let nowhere =
@@ -135,7 +152,7 @@ pub fn join(
     let port = listener.local_addr().map_err(nowhere)?.port();
     let refused =
         |error: io::Error| joining(addr, format!("was refused: {error}; is the token file the same?"));
-    Hello { rank, port }.send(&mut first, &secret).map_err(refused)?;
+    Hello { rank, port }.send(&mut first, secret).map_err(refused)?;
 
     let left = until.saturating_duration_since(Instant::now()).max(AGAIN);
     first.set_read_timeout(Some(left)).map_err(refused)?;
@@ -151,19 +168,19 @@ pub fn join(
     for (peer, address) in addresses.iter().enumerate().take(rank).skip(1) {
         let mut stream = reach(*address, until)?;
         let hello = Hello { rank: Some(rank), port: 0 };
-        hello.send(&mut stream, &secret).map_err(|source| broken(rank, peer, source))?;
+        hello.send(&mut stream, secret).map_err(|source| broken(rank, peer, source))?;
         streams[peer] = Some(stream);
     }
     while let Some(waits_for) = (rank + 1..addresses.len()).find(|peer| streams[*peer].is_none()) {
         let Some(mut stream) = accept(&listener, until)? else {
             return Err(late(rank, waits_for, deadline));
         };
-        let Ok(hello) = Hello::receive(&mut stream, &secret) else { continue };
+        let Ok(hello) = Hello::receive(&mut stream, secret) else { continue };
         if let Some(address) = hello.rank.filter(|peer| *peer > rank).and_then(|peer| streams.get_mut(peer)) {
             *address = Some(stream);
         }
     }
-    ready(rank, streams, deadline)
+    ready(rank, streams, deadline, secret.clone())
 }
 
 /// Answer of rank 0 to a process that joins.
@@ -272,7 +289,12 @@ fn reach(addr: SocketAddr, until: Instant) -> Result<TcpStream, CollectiveError>
 }
 
 /// The connections, made ready for frames.
-fn ready(rank: usize, streams: Vec<Option<TcpStream>>, deadline: Duration) -> Result<Tcp, CollectiveError> {
+fn ready(
+    rank: usize,
+    streams: Vec<Option<TcpStream>>,
+    deadline: Duration,
+    secret: Secret,
+) -> Result<Sockets, CollectiveError> {
     let (idle, interval, count) = KEEPALIVE;
     for (peer, stream) in
         streams.iter().enumerate().filter_map(|(peer, stream)| Some((peer, stream.as_ref()?)))
@@ -287,7 +309,7 @@ fn ready(rank: usize, streams: Vec<Option<TcpStream>>, deadline: Duration) -> Re
         };
         set().map_err(|source| broken(rank, peer, source))?;
     }
-    Ok(Mesh::new(Sockets::new(rank, streams, deadline)))
+    Ok(Sockets::new(rank, streams, deadline, secret))
 }
 
 fn joining(address: SocketAddr, reason: String) -> CollectiveError {

@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 
 use crate::call::{CollectiveCall, Sides};
 use crate::sum::sum_as_tree;
-use crate::{Collective, CollectiveError, HostCollective, Position, all_reduce_on_host, even_shards};
+use crate::{
+    Collective, CollectiveError, HostCollective, Position, all_reduce_on_host, among, even_shards, members,
+};
 
 /// One rank. Dropping it ends the calls of the others with an error.
 #[derive(Debug)]
@@ -23,16 +25,25 @@ pub struct Threads {
     /// Locked during a call, so that calls of one rank come one after the other.
     turn: Mutex<()>,
     shared: Arc<SharedCalls>,
+    /// The numbers of the ranks among those that were split; empty without a split.
+    members: Vec<usize>,
 }
 
 /// `world` ranks, one for each of `world` threads, that wait for each other for `deadline` at most.
 #[must_use]
 pub fn group(world: usize, deadline: Duration) -> Vec<Threads> {
     let posts = (0..world).map(|_| None).collect();
-    let state = ThreadsState { posts, reading: false, have_read: 0, finished: 0, failure: None };
+    let state =
+        ThreadsState { posts, reading: false, have_read: 0, finished: 0, splits: Vec::new(), failure: None };
     let shared = Arc::new(SharedCalls { deadline, state: Mutex::new(state), changed: Condvar::new() });
     (0..world)
-        .map(|rank| Threads { rank, world, turn: Mutex::new(()), shared: Arc::clone(&shared) })
+        .map(|rank| Threads {
+            rank,
+            world,
+            turn: Mutex::new(()),
+            shared: Arc::clone(&shared),
+            members: Vec::new(),
+        })
         .collect()
 }
 
@@ -52,8 +63,20 @@ struct ThreadsState {
     have_read: usize,
     /// Calls of all ranks that have ended.
     finished: u64,
+    /// Ranks of splits that their threads have not taken yet.
+    splits: Vec<SplitRank>,
     /// Why the collective is closed; the first reason stays.
     failure: Option<CallFailure>,
+}
+
+/// A rank of a split, for the rank that it will be.
+#[derive(Debug)]
+struct SplitRank {
+    /// The number of the call.
+    number: u64,
+    /// The rank that takes it.
+    rank: usize,
+    threads: Threads,
 }
 
 #[derive(Clone, Debug)]
@@ -219,12 +242,36 @@ impl ThreadsState {
 
 impl Threads {
     /// Makes `call` with `payload`, and reads the payloads of all ranks, in order of rank.
-    #[expect(unsafe_code, reason = "all ranks read now")]
     fn call<R>(
         &self,
         call: CollectiveCall,
         payload: Payload,
         read: impl FnOnce(&[Lending<'_>]) -> R,
+    ) -> Result<R, CollectiveError> {
+        self.numbered(call, payload, |_, lent| read(lent))
+    }
+
+    /// The same; `read` is also given the number of the call, which is the same on all ranks.
+    fn numbered<R>(
+        &self,
+        call: CollectiveCall,
+        payload: Payload,
+        read: impl FnOnce(u64, &[Lending<'_>]) -> R,
+    ) -> Result<R, CollectiveError> {
+        self.meet(call, payload, read).map_err(|error| self.named(error))
+    }
+
+    /// The error of a call, with the ranks that a split has made.
+    fn named(&self, error: CollectiveError) -> CollectiveError {
+        if self.members.is_empty() { error } else { among(&self.members, error) }
+    }
+
+    #[expect(unsafe_code, reason = "all ranks read now")]
+    fn meet<R>(
+        &self,
+        call: CollectiveCall,
+        payload: Payload,
+        read: impl FnOnce(u64, &[Lending<'_>]) -> R,
     ) -> Result<R, CollectiveError> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let (rank, operation, shared) = (self.rank, call.operation, &*self.shared);
@@ -249,11 +296,12 @@ impl Threads {
         }
         let state = self.wait_for_all(state, operation, leader)?;
         let payloads: Vec<Payload> = state.posts.iter().flatten().map(|post| post.payload.clone()).collect();
-        let reading = Reading { shared, number: state.finished };
+        let number = state.finished;
+        let reading = Reading { shared, number };
         drop(state);
         // SAFETY: `state.reading` was true and stays so until `reading` is dropped, below or by a panic, after `lent`.
         let lent: Vec<Lending<'_>> = payloads.iter().map(|payload| unsafe { Lending::of(payload) }).collect();
-        let result = read(&lent);
+        let result = read(number, &lent);
         drop(lent);
         drop(reading);
         Ok(result)
@@ -361,7 +409,7 @@ impl Collective for Threads {
                 let part = lent.part(rank);
                 if part.len() != range.len() {
                     let found = format!("it with {} values where {} are expected", part.len(), range.len());
-                    return Err(CollectiveError::OutOfStep { rank, peer, operation, found });
+                    return Err(self.named(CollectiveError::OutOfStep { rank, peer, operation, found }));
                 }
                 received[range.clone()].copy_from_slice(part);
             }
@@ -407,6 +455,31 @@ impl HostCollective for Threads {
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let call = CollectiveCall::of(CollectiveCall::ALL_GATHER_BYTES);
         self.call(call, Payload::Bytes(Arc::new(bytes)), |lent| lent.iter().map(|one| one.bytes()).collect())
+    }
+
+    fn split(&self, color: usize) -> Result<Box<dyn HostCollective>, CollectiveError> {
+        let (rank, shared) = (self.rank, &*self.shared);
+        let color = Payload::Bytes(Arc::new(color.to_le_bytes().to_vec()));
+        // The first rank of a color makes the ranks of all of them, before any rank returns from the call.
+        let made = self.numbered(CollectiveCall::of(CollectiveCall::SPLIT), color, |number, lent| {
+            let colors: Vec<_> = lent.iter().map(|one| one.bytes()).collect();
+            let members = members(&colors, rank);
+            if members.first() == Some(&rank) {
+                let ranks = group(members.len(), shared.deadline).into_iter().zip(&members);
+                let ranks = ranks.map(|(mut threads, peer)| {
+                    threads.members.clone_from(&members);
+                    SplitRank { number, rank: *peer, threads }
+                });
+                shared.lock().splits.extend(ranks.collect::<Vec<_>>());
+            }
+            number
+        })?;
+        let mut state = shared.lock();
+        let own = state.splits.iter().position(|one| one.number == made && one.rank == rank);
+        let reason = "the first rank of its color has not made the ranks of the split".to_owned();
+        let operation = CollectiveCall::SPLIT;
+        let own = own.ok_or(CollectiveError::Arguments { rank, operation, reason })?;
+        Ok(Box::new(state.splits.swap_remove(own).threads))
     }
 }
 

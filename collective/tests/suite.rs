@@ -22,7 +22,27 @@ pub(crate) fn conforms(collective: &dyn HostCollective) {
     wrong_arguments_are_refused(collective);
     large_messages(collective);
     many_small_messages(collective);
+    parts_are_independent(collective);
     collective.barrier().expect("all ranks come");
+}
+
+/// The suite on the parts of splits, with more or fewer calls on each, and a sum of a part beside one of all on another thread.
+fn parts_are_independent(collective: &dyn HostCollective) {
+    let (rank, world) = (collective.rank(), collective.world());
+    for parts in [1, 2, world] {
+        let part = collective.split(rank % parts).expect("splits");
+        let expected = (rank / parts, (rank % parts..world).step_by(parts).len());
+        assert_eq!((part.rank(), part.world()), expected, "rank {rank} in {parts} parts");
+        for _ in 0..=rank % parts {
+            random_shards(&*part);
+            every_pair_exchanges(&*part);
+        }
+        let nested = part.split(0).expect("splits again");
+        std::thread::scope(|scope| {
+            scope.spawn(|| many_small_messages(&*nested));
+            many_small_messages(collective);
+        });
+    }
 }
 
 fn random_shards(collective: &dyn HostCollective) {

@@ -101,3 +101,19 @@ fn ranks_that_do_different_things_are_named() {
     assert!(errors.iter().any(|error| of.iter().any(|of| error.contains(of))), "{errors:?}");
     assert!(errors.iter().all(|error| error.contains("`all_gather`")), "{errors:?}");
 }
+
+#[test]
+fn the_ranks_of_a_part_end_without_the_others() {
+    let errors = on_all(group(4, LONG), |rank| {
+        let part = rank.split(rank.rank() / 2).expect("splits");
+        let error = (rank.rank() == 2).then(|| part.barrier().expect_err("rank 3 is gone").to_string());
+        if rank.rank() < 2 {
+            part.barrier().expect("both come");
+        }
+        drop(part);
+        rank.barrier().expect("all come");
+        error
+    });
+    let text = errors[2].as_deref().expect("rank 2 waited");
+    assert!(text.contains("among ranks [2, 3]") && text.contains("rank 1 is gone"), "{text}");
+}

@@ -229,6 +229,14 @@ pub enum ModelError {
         /// Weights in the buffer.
         found: usize,
     },
+    /// The model cannot be shared by so many tensor-parallel ranks.
+    #[error("a tensor degree of {degree} is not possible for this model: {reason}")]
+    Shard {
+        /// Ranks that would share it.
+        degree: usize,
+        /// What is in the way, and what is possible.
+        reason: String,
+    },
     /// The target of a write is already there.
     #[error("{} exists already and is never overwritten; remove it or choose another directory", path.display())]
     Exists {

@@ -11,6 +11,7 @@
 //! - [`on_device`]: the same network on a GPU
 //! - [`scorer`]: reward models, on our decoder and of candle-transformers; [`resident`]: frozen weights, kept in memory or
 //!   read for every use
+//! - [`pass_ranks`]: ranks that compute one pass together; [`model_shard`]: the part of a model that one of them has
 //! - [`layer`]: one decoder layer as data, from which layout, files, LoRA and the decoders follow; [`rotary`]: its position embedding
 //! - `ops`: its hot operations, each with its backward
 //! - [`low_rank`]: trained factors of frozen weights (LoRA), and their gradients
@@ -66,10 +67,12 @@ pub mod layer;
 pub mod low_rank;
 pub mod machine;
 pub mod manifest;
+pub mod model_shard;
 mod mxfp4;
 pub mod on_device;
 mod ops;
 pub mod parameters;
+pub mod pass_ranks;
 pub mod products;
 pub mod resident;
 pub mod rotary;
@@ -102,9 +105,11 @@ pub use layer::{
     LayerSpec, Norm, QueryKeyNorm, RouterKind, SwigluClamp, TargetModule,
 };
 pub use low_rank::{FactorPair, LowRank};
+pub use model_shard::{ModelShard, ShardPiece};
 pub use ops::experts::ANY_EXPERT;
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
+pub use pass_ranks::{ContextExchange, PassRanks, TensorRanks, failed_call};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use rotary::{RopeScaling, Rotary, Yarn};
 pub use sampling::{Draw, Sampling, TokenLogprob, most_likely};

@@ -5,6 +5,8 @@
 
 mod adapters;
 mod common;
+mod context;
+mod context_memory;
 mod decoding;
 mod derivative;
 mod expert_files;
@@ -18,6 +20,7 @@ mod low_rank;
 #[cfg(feature = "emulator")]
 mod on_device;
 mod oracle;
+mod parallel;
 mod parity;
 mod recurrent;
 mod scorers;

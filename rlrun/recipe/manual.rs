@@ -42,6 +42,7 @@ const WORDS: [&str; 25] = [
     include_str!("../../model/src/decoder/mod.rs"),
     include_str!("../../model/src/decoder/train.rs"),
     include_str!("../../model/src/layer.rs"),
+    include_str!("../../model/src/pass_ranks.rs"),
     include_str!("../../model/src/resident.rs"),
     include_str!("../../rewards/src/gsm8k.rs"),
     include_str!("../../rewards/src/math/reward.rs"),

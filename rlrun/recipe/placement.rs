@@ -24,8 +24,69 @@ pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
     }
     check_processes(recipe, checker);
     check_ranks(recipe, checker);
+    check_parallel(recipe, checker);
     check_devices(recipe, checker);
     super::quantized_base::check(recipe, checker);
+}
+
+/// Ranks that share a pass need a world that they divide, and what can be shared.
+fn check_parallel(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let (parallel, world) = (recipe.trainer.parallel, recipe.trainer.world);
+    let (tensor, context) = ("trainer.parallel.tensor", "trainer.parallel.context");
+    for (path, degree) in [
+        (tensor, parallel.tensor),
+        (context, parallel.context),
+        ("trainer.parallel.sections", parallel.sections),
+    ] {
+        if !degree.is_power_of_two() {
+            let message = format!("`{path}` is {degree}, but must be a power of two");
+            checker.report(path, message, &format!("the next is {}", degree.next_power_of_two()));
+        }
+    }
+    let each = parallel.config().of_pass();
+    if each > 1 && !world.is_multiple_of(each) {
+        let message = format!(
+            "`trainer.world` is {world}, which passes of {each} ranks (`trainer.parallel`) do not divide"
+        );
+        let help = format!("set `trainer.world` to {}", world.next_multiple_of(each));
+        checker.report_latest(&[tensor, context, "trainer.world"], message, &help);
+    }
+    let sections = parallel.config().context.sections();
+    if sections > 1 && recipe.trains_on().is_some() {
+        let message = "ranks on devices compute whole micro-batches";
+        checker.report_latest(
+            &[context, "trainer.parallel.sections", "placement.device"],
+            message,
+            "set `context` and `sections` of `[trainer.parallel]` to 1, or train on the processor",
+        );
+    }
+    if parallel.exchange.is_some() && parallel.context == 1 {
+        let path = "trainer.parallel.exchange";
+        checker.report(path, "`trainer.parallel.exchange` has no effect with one context rank", "remove it");
+    }
+    if parallel.tensor <= 1 {
+        return;
+    }
+    if recipe.reduction != Reduction::Tree {
+        let message = "tensor ranks add partial sums, and the sums of this model have no order that is the same for all degrees";
+        checker.report_latest(&[tensor, "model.reduction"], message, "set `model.reduction` to \"tree\"");
+    }
+    for (other, given) in [
+        ("lora", recipe.lora.is_some()),
+        ("placement.device", recipe.trains_on().is_some()),
+        ("trainer.optimizer", recipe.trainer.optimizer != OptimizerKind::Adamw),
+    ] {
+        if given {
+            let message = format!(
+                "tensor ranks share weights on the processor, updated by AdamW in f32: not with this `{other}`"
+            );
+            checker.report_latest(
+                &[tensor, other],
+                message,
+                "set `trainer.parallel.tensor` to 1, or remove it",
+            );
+        }
+    }
 }
 
 /// Ranks that are processes need a number of processes and an address to connect to.

@@ -11,7 +11,20 @@ use trajectory::GroupId;
 pub enum TrainerError {
     /// A forward or backward pass of the network failed.
     #[error("the network failed: {0}")]
-    Compute(#[from] candle_core::Error),
+    Compute(#[source] candle_core::Error),
+    /// Ranks cannot share the tokens of a micro-batch.
+    #[error(
+        "`trainer.parallel.context` is {degree} and a micro-batch has {sections} sections: {reason}; set both context and \
+         sections to 1, or use another model or exchange"
+    )]
+    Context {
+        /// Ranks that share a micro-batch.
+        degree: usize,
+        /// Its sections.
+        sections: usize,
+        /// Why not.
+        reason: String,
+    },
     /// A device is not available, or its memory is full.
     #[error(transparent)]
     Device(#[from] device::DeviceError),
@@ -120,6 +133,12 @@ pub enum TrainerError {
     /// A rank failed in an earlier call.
     #[error("the ranks have ended after an earlier error; resume the run from its last checkpoint")]
     RanksEnded,
+    /// The ranks cannot divide the work as the degrees say.
+    #[error("the degrees of trainer.parallel do not fit: {reason}")]
+    Parallel {
+        /// What does not fit, and what is possible.
+        reason: String,
+    },
     /// A message from another process of the trainer could not be decoded.
     #[error("a message between the ranks of the trainer: {reason}; all ranks need the same rlrun")]
     Message {
@@ -194,4 +213,10 @@ pub enum TrainerError {
         /// What went wrong and what to do.
         reason: String,
     },
+}
+
+impl From<candle_core::Error> for TrainerError {
+    fn from(error: candle_core::Error) -> Self {
+        model::failed_call(error).map_or_else(Self::Compute, Self::Collective)
+    }
 }

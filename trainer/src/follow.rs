@@ -22,6 +22,7 @@ use crate::lead::{
 use crate::learner::Learner;
 use crate::lora::Adapter;
 use crate::optimizer::{Optimizer, TensorState};
+use crate::parallel::RankGroups;
 use crate::rank::{MemberSeed, RankWeights};
 use crate::state_weights::StateWeights;
 use crate::supervised::{DemonstrationLoss, PairLoss};
@@ -55,7 +56,7 @@ impl Follower {
         drop(bytes);
         let done = match command {
             RankCommand::Stop => return Ok(false),
-            RankCommand::Network(header) => self.receive(header),
+            RankCommand::Network(header) => self.receive(*header),
             RankCommand::Forget { network } => {
                 self.networks.remove(&network);
                 self.references.remove(&network);
@@ -92,7 +93,8 @@ impl Follower {
         let layout = Arc::new(Layout::new(&model));
         let collective = &*self.collective;
         let skeleton = adapter.map(|config| Adapter::skeleton(config, layout.specs()));
-        let optimizer_config = config.optimizer;
+        let (optimizer_config, whole) = (config.optimizer, model.clone());
+        let groups = RankGroups::new(Arc::clone(&self.collective), config.parallel)?;
         let frozen = match is_quantized {
             true => {
                 let next = || Ok::<_, TrainerError>(collective.broadcast_bytes(0, Vec::new())?);
@@ -100,15 +102,20 @@ impl Follower {
             }
             false => None,
         };
-        let mut member = MemberSeed::new(config, model, &layout, skeleton, Arc::clone(&self.collective));
+        let mut member = MemberSeed::new(config, model, &layout, skeleton, groups)?;
         let weights = if let Some(base) = frozen {
             RankWeights::Whole(StateWeights::Quantized(Arc::new(base)))
-        } else if member.owns_weights() {
-            let mut own = Vec::new();
-            receive_units(collective, &layout, |unit, values| own.extend(member.own_of(unit, &values)))?;
-            RankWeights::Own(own)
         } else {
-            RankWeights::Whole(receive_parameters(collective, &layout)?.into())
+            let starts: Vec<usize> = layout.units().map(|unit| layout.unit(unit).start).collect();
+            let mut own = Vec::new();
+            receive_units(collective, &layout, |unit, values| {
+                own.extend(member.own_of(unit, starts[unit], values));
+            })?;
+            if member.owns_weights() {
+                RankWeights::Own(own)
+            } else {
+                RankWeights::Whole(Parameters::from_values(Arc::clone(member.layout()), own)?.into())
+            }
         };
         if let Some(adapter) = member.adapter_mut() {
             let (values, base) = adapter.lengths();
@@ -122,14 +129,14 @@ impl Follower {
                 let mut own: Vec<TensorState> = Vec::new();
                 for tensor in 0..member.trained().len() {
                     let state: TensorState = decode(&collective.broadcast_bytes(0, Vec::new())?)?;
-                    let mine = member.fragments().iter().filter(|fragment| fragment.tensor == tensor);
-                    own.extend(mine.map(|fragment| state.cut(&fragment.within)));
+                    own.extend(member.states_of(tensor, &state)?);
                 }
                 Some(Optimizer::from_states(optimizer_config, updates, own))
             }
         };
         let rank = member.rank(weights, optimizer)?;
-        let learner = Learner::spread(rank, Arc::clone(&self.collective), None).on(Arc::clone(&self.pool));
+        let learner =
+            Learner::spread(rank, whole, Arc::clone(&self.collective), None).on(Arc::clone(&self.pool));
         self.networks.insert(network, learner);
         Ok(())
     }

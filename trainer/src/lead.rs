@@ -25,6 +25,7 @@ use crate::learner::{Learner, LearnerConfig};
 use crate::lora::{Adapter, LoraConfig};
 use crate::loss::preference::Preference;
 use crate::optimizer::Optimizer;
+use crate::parallel::RankGroups;
 use crate::rank::LearnerSeed;
 use crate::state_weights::StateWeights;
 use collective::HostCollective;
@@ -40,7 +41,7 @@ pub struct Leader {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum RankCommand<'a> {
     /// Receive its shards of a model.
-    Network(NetworkHeader),
+    Network(Box<NetworkHeader>),
     /// Drop a model.
     Forget { network: u32 },
     /// Receive the reference model of a policy: factors over its base if that stays quantised.
@@ -132,19 +133,21 @@ impl Leader {
         optimizer: Option<Optimizer>,
     ) -> Result<Learner, TrainerError> {
         let config = LearnerConfig { world: self.collective.world(), ..config };
+        config.check_parallel(&model, adapter.is_some())?;
         let mut weights = weights.into();
         if let (StateWeights::Whole(parameters), Some(adapter)) = (&mut weights, &adapter) {
             adapter.merge(Arc::make_mut(parameters).values_mut(), &ThreadPool::single());
         }
         let network = self.networks.fetch_add(1, Ordering::Relaxed);
-        self.send_command(&RankCommand::Network(NetworkHeader {
+        self.send_command(&RankCommand::Network(Box::new(NetworkHeader {
             network,
             config: config.clone(),
             model: sent(&model)?,
             is_quantized: matches!(weights, StateWeights::Quantized(_)),
             adapter: adapter.as_ref().map(|adapter| adapter.config().clone()),
             updates: optimizer.as_ref().map(Optimizer::updates),
-        }))?;
+        })))?;
+        let groups = RankGroups::new(Arc::clone(&self.collective), config.parallel)?;
         match &weights {
             StateWeights::Whole(parameters) => self.send_units(parameters)?,
             StateWeights::Quantized(base) => {
@@ -162,9 +165,9 @@ impl Leader {
             self.collective.broadcast_bytes(0, encode(state)?)?;
         }
         let remote = Followers { leader: Arc::clone(self), network, has_reference: AtomicBool::new(false) };
-        let seed = LearnerSeed { config, model, weights, adapter, optimizer };
-        let rank = seed.member(Arc::clone(&self.collective))?;
-        Ok(Learner::spread(rank, Arc::clone(&self.collective), Some(remote)))
+        let seed = LearnerSeed { config, model: model.clone(), weights, adapter, optimizer };
+        let rank = seed.member(groups)?;
+        Ok(Learner::spread(rank, model, Arc::clone(&self.collective), Some(remote)))
     }
 
     fn send_units(&self, parameters: &Parameters) -> Result<(), TrainerError> {

@@ -34,12 +34,13 @@ use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, LearnerWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
 use crate::packing::recorded_slots;
+use crate::parallel::{ParallelConfig, RankGroups, RankPlace};
 use crate::plan::{MicroBatch, in_order_of_leaf, leaves, plan};
 use crate::rank::{LearnerSeed, PlannedRows, Rank, ScoredRows, StepInputs};
 use crate::rank_spans::RankPhase;
 use crate::ranks::{make, on_each};
 use crate::report::ExpertLoads;
-use collective::HostCollective;
+use collective::{HostCollective, Position};
 
 /// How the learner computes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -57,6 +58,9 @@ pub struct LearnerConfig {
     pub recompute: Recompute,
     /// Ranks that share a step.
     pub world: usize,
+    /// How they divide the work.
+    #[serde(default)]
+    pub parallel: ParallelConfig,
     /// Least number of leaves that the gradients of a step are summed from, a power of two. Ranks on devices have one leaf
     /// each.
     pub leaves: usize,
@@ -129,7 +133,25 @@ impl LearnerConfig {
     /// Number of leaves of the sum of a step's gradients.
     #[must_use]
     pub fn step_leaves(&self) -> usize {
-        if self.device.is_some() { self.world } else { leaves(self.leaves, self.world) }
+        let data = self.data(0).world;
+        if self.device.is_some() { data } else { leaves(self.leaves, data) }
+    }
+
+    /// The position of rank `rank` among those that have micro-batches of their own.
+    pub(crate) fn data(&self, rank: usize) -> Position {
+        self.parallel.place(Position { rank, world: self.world }).data
+    }
+
+    /// The part of the rows that rank `rank` scores under a frozen network. Tensor ranks all have all of it, so they have parts of
+    /// their own.
+    pub(crate) fn frozen_part(&self, rank: usize) -> Position {
+        let RankPlace { data, tensor } = self.parallel.place(Position { rank, world: self.world });
+        Position { rank: data.rank * tensor.world + tensor.rank, world: data.world * tensor.world }
+    }
+
+    /// Whether a rank sums its own gradients before reduce-scatter: in ZeRO stage 1. Sections are summed for every micro-batch.
+    pub(crate) fn accumulates(&self) -> bool {
+        !self.shares_gradients() && self.parallel.context.sections() == 1
     }
 
     /// Whether a rank keeps only its shards of the gradients.
@@ -176,18 +198,25 @@ impl Learner {
 
     fn with(seed: LearnerSeed) -> Result<Self, TrainerError> {
         let (config, model, pool) = (seed.config.clone(), seed.model.clone(), Arc::new(ThreadPool::single()));
+        config.check_parallel(&model, seed.adapter.is_some())?;
         if config.world <= 1 {
             return Ok(Self { config, model, first: seed.alone()?, others: Vec::new(), pool, spread: None });
         }
         let group = collective::threads::group(config.world, config.wait);
-        let mut ranks = make(group, |rank| seed.member(Arc::new(rank)))?.into_iter();
+        let member = |rank| seed.member(RankGroups::new(Arc::new(rank), config.parallel)?);
+        let mut ranks = make(group, member)?.into_iter();
         let first = ranks.next().ok_or(TrainerError::RanksEnded)?;
         Ok(Self { config, model, first, others: ranks.collect(), pool, spread: None })
     }
 
     /// The learner of one of several processes. `remote` is `None` on followers.
-    pub(crate) fn spread(rank: Rank, collective: Arc<dyn HostCollective>, remote: Option<Followers>) -> Self {
-        let (config, model) = (rank.config().clone(), rank.model().clone());
+    pub(crate) fn spread(
+        rank: Rank,
+        model: Config,
+        collective: Arc<dyn HostCollective>,
+        remote: Option<Followers>,
+    ) -> Self {
+        let config = rank.config().clone();
         let spread = Some(LearnerProcesses { collective, remote });
         let pool = Arc::new(ThreadPool::single());
         Self { config, model, first: rank, others: Vec::new(), pool, spread }
@@ -382,8 +411,8 @@ impl Learner {
             return Ok(Cow::Owned(self.first.gather_optimizer()?));
         }
         let states = self.ranks().map(Rank::states).collect::<Result<Vec<_>, _>>()?;
-        let fragments = self.ranks().filter_map(Rank::fragments);
-        let states = fragments.zip(states.iter().map(|states| &**states));
+        let fragments = self.ranks().filter_map(|rank| Some((rank.fragments()?, rank.shard())));
+        let states = fragments.zip(&states).map(|((fragments, shard), states)| (fragments, &**states, shard));
         let joined = Optimizer::join(self.config.optimizer, self.updates(), self.trained(), states)?;
         Ok(Cow::Owned(joined))
     }
@@ -469,7 +498,8 @@ impl Learner {
     /// If a token is outside the vocabulary, or a rank fails.
     pub fn score(&self, rows: &[&Sample]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         let pool = self.rank_pool(&self.pool);
-        self.scored(rows, |rank, task| rank.during(RankPhase::Score, || rank.score(task, &pool)))
+        let part = |rank| self.config.data(rank);
+        self.scored(rows, part, |rank, task| rank.during(RankPhase::Score, || rank.score(task, &pool)))
     }
 
     /// Predictions of the trained tokens of each row under a frozen model, where that is placed.
@@ -485,25 +515,32 @@ impl Learner {
         let pool = self.rank_pool(frozen.pool.as_ref().unwrap_or(&self.pool));
         // A model with its own threads scores beside the policy, whose phases are those of the rank.
         let beside = frozen.pool.is_some() && !self.is_spread();
-        self.scored(rows, |rank, task| {
-            let score = || rank.score_under(&weights, task, &pool);
-            if beside { score() } else { rank.during(RankPhase::Score, score) }
-        })
+        self.scored(
+            rows,
+            |rank| self.config.frozen_part(rank),
+            |rank, task| {
+                let score = || rank.score_under(&weights, task, &pool);
+                if beside { score() } else { rank.during(RankPhase::Score, score) }
+            },
+        )
     }
 
+    /// Predictions of `rows`; rank `r` computes part `part(r)`, maybe with others.
     fn scored(
         &self,
         rows: &[&Sample],
+        part: impl Fn(usize) -> Position,
         score: impl Fn(&Rank, PlannedRows<'_>) -> Result<ScoredRows, TrainerError> + Sync,
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        let plan = self.plan(rows, self.config.world);
+        let plan = self.plan(rows, part(0).world);
         let task = PlannedRows { rows, plan: &plan };
         let mut scored = vec![Vec::new(); rows.len()];
         for rank in on_each(self.ranks().collect(), |rank| score(rank, task))? {
             rank.into_iter().for_each(|(row, predictions)| scored[row] = predictions);
         }
         if let Some(LearnerProcesses { collective, .. }) = &self.spread {
-            self.first.during(RankPhase::Wait, || exchange_predictions(&**collective, task, &mut scored))?;
+            self.first
+                .during(RankPhase::Wait, || exchange_predictions(&**collective, task, part, &mut scored))?;
         }
         Ok(scored)
     }
@@ -537,8 +574,10 @@ impl Learner {
             let all = self.first.during(RankPhase::Wait, || collective.all_gather_bytes(own))?;
             reports = all.iter().map(|reports| decode(reports)).collect::<Result<_, _>>()?;
         }
+        // The ranks of a pass have the same report.
+        let reports: Vec<_> = reports.into_iter().step_by(self.config.parallel.of_pass()).collect();
         self.balance::<L>(grad_norm, &reports)?;
-        let reports = in_order_of_leaf(reports, !self.config.shares_gradients());
+        let reports = in_order_of_leaf(reports, self.config.accumulates());
         Ok(LearnerStep { grad_norm, reports })
     }
 
@@ -566,10 +605,11 @@ impl Learner {
 fn exchange_predictions(
     collective: &dyn HostCollective,
     task: PlannedRows<'_>,
+    part: impl Fn(usize) -> Position,
     scored: &mut [Vec<Prediction>],
 ) -> Result<(), TrainerError> {
     const BYTES: usize = 12;
-    let rows_of = |rank: usize| task.plan[rank].iter().flat_map(|batch| &batch.rows).copied();
+    let rows_of = |rank: usize| task.plan[part(rank).rank].iter().flat_map(|batch| &batch.rows).copied();
     let numbers = |p: &Prediction| [p.logprob, p.entropy, p.value].map(f32::to_le_bytes).concat();
     let own = rows_of(collective.rank()).flat_map(|row| scored[row].iter().flat_map(numbers)).collect();
     for (rank, bytes) in collective.all_gather_bytes(own)?.iter().enumerate() {

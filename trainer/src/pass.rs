@@ -4,8 +4,8 @@
 //! different numbers of micro-batches make the same calls.
 
 use model::{
-    Config, Decoder, FrozenParameters, GradientSink, LayerSource, Layout, LowRank, Parameters, Prediction,
-    Recompute, SampleSlopes, ThreadPool, TrainedTargets, Unit,
+    Config, Decoder, FrozenParameters, GradientSink, LayerSource, Layout, LowRank, Parameters, PassRanks,
+    Prediction, Recompute, SampleSlopes, ThreadPool, TrainedTargets, Unit,
 };
 use std::sync::Arc;
 
@@ -26,14 +26,15 @@ pub(crate) enum Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// A network with all weights, to score, or to train them or an `adapter` that is merged into them.
+    /// A network of `ranks` with all weights, to score, or to train them or an `adapter` that is merged into them.
     pub(crate) fn whole(
         model: &Config,
         parameters: &Arc<Parameters>,
         adapter: Option<&Adapter>,
         recompute: Recompute,
+        ranks: PassRanks,
     ) -> Self {
-        let decoder = Decoder::trainable(model, parameters, recompute);
+        let decoder = Decoder::trainable(model, parameters, recompute).among(ranks);
         Self::Whole(match adapter {
             Some(adapter) => decoder.adapting(Arc::clone(adapter.factors())),
             None => decoder,
@@ -41,11 +42,16 @@ impl<'a> Pass<'a> {
     }
 
     /// A network with a frozen `base` and `factors` that are not merged.
-    pub(crate) fn frozen(base: &FrozenParameters, factors: &Arc<LowRank>, recompute: Recompute) -> Self {
-        Self::Whole(Decoder::frozen(base, factors, recompute))
+    pub(crate) fn frozen(
+        base: &FrozenParameters,
+        factors: &Arc<LowRank>,
+        recompute: Recompute,
+        ranks: PassRanks,
+    ) -> Self {
+        Self::Whole(Decoder::frozen(base, factors, recompute).among(ranks))
     }
 
-    /// A network whose layers are gathered. Embedding and tail stay in memory for its life.
+    /// A network of `ranks` whose layers are gathered. Embedding and tail stay in memory for its life.
     ///
     /// # Errors
     /// If the all-gather fails.
@@ -54,9 +60,10 @@ impl<'a> Pass<'a> {
         layout: &Arc<Layout>,
         mut source: ParameterGathering<'a>,
         recompute: Recompute,
+        ranks: PassRanks,
     ) -> Result<Self, TrainerError> {
         let [embedding, tail] = source.ends()?;
-        let decoder = Decoder::without_layers(model, layout, &embedding, &tail, recompute);
+        let decoder = Decoder::without_layers(model, layout, &embedding, &tail, recompute).among(ranks);
         Ok(Self::Gathered(decoder, source))
     }
 
@@ -110,11 +117,14 @@ impl<'a> Pass<'a> {
         (0..self.layers()).try_for_each(|index| self.skip_layer(index, false))
     }
 
-    /// Takes part in a forward and a backward pass of other ranks, with gradients of zero through `sink`.
-    pub(crate) fn skip(&mut self, sink: &mut dyn GradientSink) -> Result<(), TrainerError> {
+    /// Takes part in a forward and a backward pass of other ranks, with gradients of zero of `sections` sections through `sink`.
+    pub(crate) fn skip(&mut self, sink: &mut dyn GradientSink, sections: usize) -> Result<(), TrainerError> {
         let mut zeros = |unit| {
-            sink.unit(unit);
-            sink.done(unit);
+            for section in 0..sections {
+                sink.section(section);
+                sink.unit(unit);
+                sink.done(unit);
+            }
         };
         self.skip_forward()?;
         zeros(Unit::Tail);

@@ -19,13 +19,15 @@
 //!   a base that stays quantised
 //! - `on_device`: a single rank that updates its weights on a device, and passes on a device for the others; `group`: ranks of
 //!   a device group
-//! - `balance`: the update of routers; `membership`: a rank among several; `trained_values`: new ones from outside; `step`: the passes of a step; `memory`: bytes, and leaving a device
+//! - `balance`: the update of routers; `membership`: a rank among several; `passes`: the ranks that share its passes; `step`: the passes
+//!   of a step; `trained_values`: new ones from outside of the optimizer; `memory`: bytes, and leaving a device
 
 mod balance;
 mod group;
 mod membership;
 mod memory;
 mod on_device;
+mod passes;
 mod replicated;
 mod seed;
 mod sharded;
@@ -39,12 +41,15 @@ pub(crate) use step::StepInputs;
 
 use std::borrow::Cow;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use collective::HostCollective;
+use collective::{HostCollective, Position};
 use device::{Device, bf16};
-use model::{AdaptedBase, Config, Decoder, Layout, ParameterSpec, Parameters, Prediction, ThreadPool};
+use model::{
+    AdaptedBase, Config, Decoder, Layout, ModelShard, ParameterSpec, Parameters, Prediction, ThreadPool,
+};
 use trajectory::Sample;
 use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
@@ -52,6 +57,7 @@ use weights::{Digest, Hub, WeightsError};
 use self::group::GroupRank;
 use self::membership::{OwnShards, RankMembership};
 use self::on_device::SingleDeviceRank;
+use self::passes::PassCollectives;
 use self::replicated::ReplicatedRank;
 use self::sharded::ShardedRank;
 use self::single::SingleRank;
@@ -67,7 +73,7 @@ use crate::packing::{pack, recorded_slots};
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
 use crate::rank_spans::{RankClock, RankPhase, RankSpan};
-use crate::zero::{BufferPool, Fragment};
+use crate::zero::{BufferPool, Fragment, Shards};
 
 /// One rank.
 pub(crate) struct Rank {
@@ -78,11 +84,16 @@ pub(crate) struct Rank {
 /// The state that every rank has.
 struct RankBase {
     config: LearnerConfig,
+    /// The model, or the shard of it that this rank trains.
     model: Config,
+    /// Of the model, or of the shard.
     layout: Arc<Layout>,
+    /// The shard of the model that this rank trains; `None` for all of it.
+    shard: Option<ModelShard>,
     /// The optimizer of whole tensors, or of the fragments of a rank. States on a device are missing.
     optimizer: Optimizer,
     buffers: BufferPool,
+    passes: PassCollectives,
 }
 
 /// Where a rank has its weights and updates them.
@@ -111,23 +122,30 @@ pub(crate) struct PlannedRows<'a> {
 pub(crate) type ScoredRows = Vec<(usize, Vec<Prediction>)>;
 
 impl RankBase {
-    /// Whether a rank sums its own gradients before reduce-scatter (ZeRO stage 1).
+    /// Whether a rank sums its own gradients before reduce-scatter.
     fn accumulates(&self) -> bool {
-        !self.config.shares_gradients()
+        self.config.accumulates()
     }
 }
 
 impl Rank {
+    /// The layout of the whole model.
     pub(crate) fn layout(&self) -> &Arc<Layout> {
+        self.shard().map_or(&self.base.layout, ModelShard::whole)
+    }
+
+    /// The shard of the model that this rank trains; `None` for all of it.
+    pub(crate) fn shard(&self) -> Option<&ModelShard> {
+        self.base.shard.as_ref()
+    }
+
+    /// The layout of the weights that this rank trains.
+    pub(crate) fn own_layout(&self) -> &Layout {
         &self.base.layout
     }
 
     pub(crate) fn config(&self) -> &LearnerConfig {
         &self.base.config
-    }
-
-    pub(crate) fn model(&self) -> &Config {
-        &self.base.model
     }
 
     /// The optimizer of whole tensors, or of [`Self::fragments`]. States on a device are missing.
@@ -140,6 +158,11 @@ impl Rank {
     /// # Errors
     /// If the weights are on a device, and it fails, or the base is quantised.
     pub(crate) fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
+        if self.shard().is_some() { Ok(None) } else { self.held() }
+    }
+
+    /// All weights of the model, or of the shard, that this rank trains; `None` if it has only its ZeRO shards.
+    fn held(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
         match &self.kind {
             RankKind::Single(SingleRank { weights, .. })
             | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.values.whole().map(Some),
@@ -177,7 +200,7 @@ impl Rank {
 
     /// The trained tensors.
     pub(crate) fn trained(&self) -> &[ParameterSpec] {
-        self.adapter().map_or(self.base.layout.specs(), Adapter::specs)
+        self.adapter().map_or(self.layout().specs(), Adapter::specs)
     }
 
     /// Number, collective and shards of one of several ranks.
@@ -212,9 +235,14 @@ impl Rank {
         self.membership().map(|membership| &*membership.clock)
     }
 
-    /// The rank number.
+    /// The rank number among all ranks.
     fn number(&self) -> usize {
-        self.membership().map_or(0, |membership| membership.rank)
+        self.membership().map_or(0, |membership| membership.number)
+    }
+
+    /// Which part of the rows it computes.
+    fn data(&self) -> Position {
+        self.membership().map_or(Position { rank: 0, world: 1 }, |membership| membership.place.data)
     }
 
     /// The parts of tensors whose optimizer state this rank has; `None` for whole tensors.
@@ -227,28 +255,26 @@ impl Rank {
     /// # Errors
     /// If the weights are on a device, and it fails.
     pub(crate) fn owned(&self) -> Result<OwnedValues<'_>, TrainerError> {
-        if let Some(shards) = self.shards()? {
-            return Ok(shards.owned());
-        }
-        let values = self.whole()?.map_or(&[][..], |whole| whole.values());
-        Ok(match self.membership() {
-            None => vec![(0..values.len(), values)],
-            Some(membership) => membership.owned().map(|range| (range.clone(), &values[range])).collect(),
-        })
+        let own = if let Some(shards) = self.shards()? {
+            shards.owned()
+        } else {
+            let values = self.held()?.map_or(&[][..], |held| held.values());
+            match self.membership() {
+                None => vec![(0..values.len(), values)],
+                Some(membership) => membership.owned().map(|range| (range.clone(), &values[range])).collect(),
+            }
+        };
+        Ok(owned_in_whole(self.shard(), own))
     }
 
-    /// Gathers the weights of all ranks into `all` of rank 0, `[weights]`. `all` is `None` on the other ranks.
+    /// Gathers the weights of all ranks into `all` of rank 0, `[weights]`: each value is sent once. `all` is `None` on the other
+    /// ranks.
     ///
     /// # Errors
-    /// If another rank does not make the call.
+    /// If another rank does not make the call, or a device fails.
     pub(crate) fn gather_weights(&self, all: Option<&mut [f32]>) -> Result<(), TrainerError> {
-        match self.shards()? {
-            Some(shards) => shards.gather(all),
-            None => {
-                let reason = "every rank has all weights, so none are gathered";
-                Err(TrainerError::State { reason })
-            }
-        }
+        let membership = self.membership().ok_or(TrainerError::RanksEnded)?;
+        membership.gather(self.owned()?, all)
     }
 
     /// The optimizer of whole tensors, gathered from all ranks.
@@ -257,11 +283,19 @@ impl Rank {
     /// If another rank does not make the call.
     pub(crate) fn gather_optimizer(&self) -> Result<Optimizer, TrainerError> {
         let Some(membership) = self.membership() else { return Ok(self.whole_optimizer()?.into_owned()) };
-        let all = membership.collective()?.all_gather_bytes(encode(&&*self.states()?)?)?;
+        let all = membership.all()?.all_gather_bytes(encode(&&*self.states()?)?)?;
         let states: Vec<Vec<TensorState>> =
             all.iter().map(|bytes| decode(bytes)).collect::<Result<_, _>>()?;
-        let fragments = |rank| membership.trained.fragments(rank);
-        let ranks = states.iter().enumerate().map(|(rank, states)| (fragments(rank), &states[..]));
+        let parallel = self.base.config.parallel;
+        let shard = |rank| parallel.shard(&membership.model, rank);
+        let shards = (0..parallel.tensor).map(shard).collect::<Result<Vec<_>, _>>()?;
+        let zero = |shard: &ModelShard| membership.shards_of(shard.layout(), &self.base.config.optimizer);
+        let of_shards: Vec<Shards> = shards.iter().filter(|_| self.shard().is_some()).map(zero).collect();
+        let ranks = states.iter().enumerate().map(|(rank, states)| {
+            let (zero, tensor) = (rank / parallel.tensor, rank % parallel.tensor);
+            let trained = of_shards.get(tensor).unwrap_or(&membership.trained);
+            (trained.fragments(zero), &states[..], self.shard().map(|_| &shards[tensor]))
+        });
         Optimizer::join(self.base.config.optimizer, self.base.optimizer.updates(), self.trained(), ranks)
     }
 
@@ -292,16 +326,17 @@ impl Rank {
         })
     }
 
-    /// The collective of the ranks.
+    /// The collective of all ranks.
     ///
     /// # Errors
     /// If an earlier error has closed it, or there is a single rank.
     pub(crate) fn collective(&self) -> Result<Arc<dyn HostCollective>, TrainerError> {
-        self.membership().ok_or(TrainerError::RanksEnded)?.collective()
+        self.membership().ok_or(TrainerError::RanksEnded)?.all()
     }
 
     /// Closes the collective. The calls of the other ranks end with an error.
     pub(crate) fn leave(&self) {
+        self.base.passes.leave();
         match &self.kind {
             RankKind::Single(_) | RankKind::SingleOnDevice(_) => {}
             RankKind::Replicated(rank) => rank.membership.leave(),
@@ -341,7 +376,7 @@ impl Rank {
             RankKind::Group(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Sharded(rank) => return rank.score(&self.base, task, pool),
         };
-        score_with(&mut pass, self.number(), task, recorded_slots(&self.base.model), pool)
+        score_with(&mut pass, self.data().rank, task, recorded_slots(&self.base.model), pool)
     }
 
     /// Predictions of this rank's rows under another network.
@@ -354,21 +389,25 @@ impl Rank {
         task: PlannedRows<'_>,
         pool: &ThreadPool,
     ) -> Result<ScoredRows, TrainerError> {
-        let rank = self.number();
+        let Position { rank, .. } = self.base.config.frozen_part(self.number());
+        let ranks = |model: &Config| self.base.passes.passes(model, true);
         let (resident, parameters) = match weights {
             LoadedWeights::Whole(resident, parameters) => (*resident, parameters),
             LoadedWeights::Adapted(policy) => {
                 let score = |mut pass: Pass<'_>| score_with(&mut pass, rank, task, 0, pool);
                 let device =
                     self.whole_weights().and_then(|own| own.device.as_ref().zip(own.adapter.as_ref()));
-                let Some((device, own)) = device else { return score(Pass::Whole(policy.decoder())) };
+                let Some((device, own)) = device else {
+                    return score(Pass::Whole(policy.decoder().among(ranks(&self.base.model)?)));
+                };
                 let factors = [&**policy.factors(), &**own.factors()];
                 return by_dtype!(device, device => device.score_under(factors, |pass| score(Pass::Device(pass))));
             }
         };
         let model = resident.config();
         let Some(on_device) = self.on_device() else {
-            let decoder = Decoder::trainable(model, parameters, self.base.config.recompute);
+            let decoder =
+                Decoder::trainable(model, parameters, self.base.config.recompute).among(ranks(model)?);
             return score_with(&mut Pass::Whole(decoder), rank, task, 0, pool);
         };
         // A model that is swapped in is freed on the device as on the host.
@@ -419,6 +458,19 @@ impl fmt::Debug for Rank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Rank").field("number", &self.number()).finish_non_exhaustive()
     }
+}
+
+/// The ranges in the whole model of those values among `own` of a `shard` that the rank owns, with their values.
+fn owned_in_whole<'a>(shard: Option<&ModelShard>, own: OwnedValues<'a>) -> OwnedValues<'a> {
+    let Some(shard) = shard else { return own };
+    let of_range = |(range, values): &(Range<usize>, &'a [f32])| {
+        let (start, values) = (range.start, *values);
+        let owned = shard.owned(range.clone());
+        owned
+            .map(move |(own, whole)| (whole, &values[own.start - start..own.end - start]))
+            .collect::<Vec<_>>()
+    };
+    own.iter().flat_map(of_range).collect()
 }
 
 /// Predictions of the rows of a rank, whose tokens have `slots` recorded experts. The rank also makes the all-gather calls of passes

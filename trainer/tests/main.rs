@@ -1,6 +1,7 @@
 //! The learner and the trainer on a tiny random model.
 
 mod checkpoint;
+mod context;
 mod frozen_base;
 mod goldens;
 mod identities;
@@ -13,6 +14,7 @@ mod sharded;
 mod shared_buffer;
 mod spread;
 mod step;
+mod tensor;
 mod trained_values;
 
 use std::path::{Path, PathBuf};
@@ -28,7 +30,7 @@ use trainer::loss_inputs::{Scores, loss_inputs};
 use trainer::objective::PolicyObjective;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::report::TokenSums;
-use trainer::{Learner, LearnerConfig, LearnerStep, TrainerError, TrainerState};
+use trainer::{Learner, LearnerConfig, LearnerStep, ParallelConfig, TrainerError, TrainerState};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
     Trajectory, Turn, VersionRun,
@@ -51,6 +53,7 @@ const LEARNER: LearnerConfig = LearnerConfig {
     recompute: Recompute::None,
     microbatch_tokens: 64,
     world: 1,
+    parallel: ParallelConfig::DATA,
     leaves: 4,
     zero: 1,
     wait: Duration::from_secs(60),

@@ -397,6 +397,10 @@ impl HostCollective for Recording {
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.inner.all_gather_bytes(bytes)
     }
+
+    fn split(&self, color: usize) -> Result<Box<dyn HostCollective>, CollectiveError> {
+        self.inner.split(color)
+    }
 }
 
 /// Reduce-scatter runs on the communication thread: that of the last unit starts before the backward pass has the weights of

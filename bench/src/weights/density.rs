@@ -11,7 +11,7 @@ use rand_chacha::rand_core::SeedableRng;
 use rlrun::failure::Failure;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::supervised::DemonstrationLoss;
-use trainer::{Learner, LearnerConfig};
+use trainer::{Learner, LearnerConfig, ParallelConfig};
 use trajectory::{PolicyVersion, Sample};
 use weights::{DeltaConfig, Dtype, Hub, HubConfig, HubPublisher, PublishConfig, Publisher};
 
@@ -46,6 +46,7 @@ pub(super) fn measure(bench: &mut WeightsBench<'_>) -> Result<(), Failure> {
             microbatch_tokens: SEQUENCES * TOKENS,
             recompute: Recompute::None,
             world: 1,
+            parallel: ParallelConfig::DATA,
             leaves: 1,
             zero: 1,
             wait: std::time::Duration::MAX,

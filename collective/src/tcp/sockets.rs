@@ -7,12 +7,15 @@
 
 use std::borrow::Cow;
 use std::io::{ErrorKind, IoSlice, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::handshake::Secret;
+use super::{Listener, join_with};
 use crate::CollectiveError;
+use crate::call::CollectiveCall;
 use crate::mesh::{FrameTransport, GIVEN_UP, HEADER, MeshFrameHeader, Receive, Stamp, WAITS};
 
 /// Time in which a rank that gives up tries to send the others the reason.
@@ -29,6 +32,8 @@ pub struct Sockets {
     /// Connections to every rank but this one; not blocking.
     peers: Vec<Option<TcpStream>>,
     deadline: Duration,
+    /// The secret of the ranks, for the connections of a split.
+    secret: Secret,
 }
 
 /// A frame that is being sent to a peer.
@@ -79,8 +84,30 @@ enum Moved {
 }
 
 impl Sockets {
-    pub(super) fn new(rank: usize, peers: Vec<Option<TcpStream>>, deadline: Duration) -> Self {
-        Self { rank, peers, deadline }
+    pub(super) fn new(
+        rank: usize,
+        peers: Vec<Option<TcpStream>>,
+        deadline: Duration,
+        secret: Secret,
+    ) -> Self {
+        Self { rank, peers, deadline, secret }
+    }
+
+    /// The address of an end of the connection to `peer`.
+    fn address(
+        &self,
+        peer: usize,
+        end: impl FnOnce(&TcpStream) -> std::io::Result<SocketAddr>,
+    ) -> Result<IpAddr, CollectiveError> {
+        let closed = || std::io::Error::from(ErrorKind::NotConnected);
+        let stream = self.peers.get(peer).and_then(Option::as_ref).ok_or_else(closed);
+        let address = stream.and_then(end).map_err(|source| CollectiveError::Connection {
+            rank: self.rank,
+            peer,
+            operation: CollectiveCall::SPLIT,
+            source,
+        })?;
+        Ok(address.ip())
     }
 
     /// Sends and receives on `links` until all are done.
@@ -215,6 +242,51 @@ impl FrameTransport for Sockets {
             self.peers.fill_with(|| None);
         }
         done
+    }
+
+    type Entrance = Listener;
+
+    fn open(&self, members: &[usize]) -> Result<(Listener, Vec<u8>), CollectiveError> {
+        let others = members.iter().filter(|member| **member != self.rank);
+        let ends = others.map(|peer| self.address(*peer, TcpStream::local_addr));
+        let mut ends = ends.collect::<Result<Vec<_>, _>>()?;
+        ends.dedup();
+        // Over all interfaces where the others come over several.
+        let own = match &ends[..] {
+            [one] => *one,
+            _ if ends.iter().any(IpAddr::is_ipv6) => Ipv6Addr::UNSPECIFIED.into(),
+            _ => Ipv4Addr::UNSPECIFIED.into(),
+        };
+        let listener = Listener::new(SocketAddr::new(own, 0), self.secret.clone())?;
+        let port = listener.local_addr().map_err(|source| CollectiveError::Connection {
+            rank: self.rank,
+            peer: self.rank,
+            operation: CollectiveCall::SPLIT,
+            source,
+        })?;
+        Ok((listener, port.port().to_le_bytes().to_vec()))
+    }
+
+    fn connect(
+        &self,
+        members: &[usize],
+        entrance: Option<Listener>,
+        first: &[u8],
+    ) -> Result<Self, CollectiveError> {
+        if let Some(listener) = entrance {
+            return listener.accept_all(members.len(), self.deadline);
+        }
+        let rank = members.iter().position(|member| *member == self.rank);
+        let (Some(rank), Some(leader)) = (rank.filter(|rank| *rank > 0), members.first()) else {
+            return Ok(Self::new(0, vec![None], self.deadline, self.secret.clone()));
+        };
+        let Ok(port) = first.try_into().map(u16::from_le_bytes) else {
+            let found = format!("{} bytes in place of a port", first.len());
+            let operation = CollectiveCall::SPLIT;
+            return Err(CollectiveError::OutOfStep { rank: self.rank, peer: *leader, operation, found });
+        };
+        let address = SocketAddr::new(self.address(*leader, TcpStream::peer_addr)?, port);
+        join_with(address, &self.secret, Some(rank), self.deadline)
     }
 }
 
@@ -415,7 +487,12 @@ mod tests {
                 far.shutdown(Shutdown::Both).expect("it is there");
                 last_words
             });
-            let mut rank = Sockets::new(0, vec![None, Some(near), Some(to_gone)], Duration::from_secs(60));
+            let mut rank = Sockets::new(
+                0,
+                vec![None, Some(near), Some(to_gone)],
+                Duration::from_secs(60),
+                Secret::new(b""),
+            );
             let (bytes, mut received) = (vec![0; MANY], vec![0; MANY]);
             let mut receives = [Receive::Nothing, Receive::Exactly(&mut received), Receive::Any(Vec::new())];
             let error = rank.exchange(&stamp, &[None, Some(&bytes), None], &mut receives, false);

@@ -3,12 +3,14 @@
 //! Invariant: the backward of each half is its exact vector-Jacobian product and needs no other layer, so that gradients can
 //! be reduced, and activations freed, layer by layer. `gradients` computes those of weights.
 
+mod attention;
 mod gradients;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
+use collective::Collective;
 
 pub(super) use self::gradients::{GradientJob, OperandGradients, weight_jobs};
 use super::LayerAngles;
@@ -18,7 +20,7 @@ use super::feed_forward::{
 };
 use super::mixer::{
     AttentionWeights, DeltaNetWeights, LatentOperands, LatentPiece, LatentWeights, MixerReverse, MixerTrace,
-    MixerWeights, MixingReverse, MixingRule,
+    MixerWeights, MixingRule,
 };
 use crate::layer::{
     DeltaNetSpec, FeedForward, LatentSpec, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm,
@@ -28,6 +30,7 @@ use crate::ops::adapters::LinearPass;
 use crate::ops::causal_convolution::transposed;
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::gated_unit::GateActivation;
+use crate::ops::gemm::CHUNKS;
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::norm::{rms_norm, rms_norm_backward};
@@ -52,6 +55,10 @@ pub(super) struct TransformerBlock {
     multiplier: f32,
     feed_forward: FeedForwardWeights,
     ranges: LayerRanges,
+    /// Heads of queries and of keys whose gradients of norms are summed apart, as leaves of a tree; 1 for all in one chain.
+    head_groups: [usize; 2],
+    /// The ranks that share its weights.
+    ranks: Option<Arc<dyn Collective>>,
 }
 
 /// Activations of the attention half, for its backward. `T` tokens.
@@ -155,6 +162,14 @@ impl TransformerBlock {
         self.mixer.change_linears(change);
         change(&mut self.output);
         self.feed_forward.change_linears(change);
+    }
+
+    /// Makes it the part of one of `ranks` that share its weights.
+    pub(super) fn share(&mut self, ranks: &Arc<dyn Collective>) {
+        self.mixer.change_linears(&mut |linear| linear.share(ranks, true));
+        self.output.share(ranks, true);
+        self.feed_forward.share(ranks);
+        self.ranks = Some(Arc::clone(ranks));
     }
 
     /// A layer to sample with, of the `values [layout.len()]` of a model.
@@ -281,6 +296,13 @@ impl TransformerBlock {
             multiplier: residual_multiplier,
             feed_forward: feed_forward_weights(config, index, vector, linear_of),
             ranges: ranges.clone(),
+            head_groups: match (config.reduction, config.layers[index].query_key_norm) {
+                (Reduction::Tree, QueryKeyNorm::PerHead) => {
+                    [config.num_heads, config.num_kv_heads].map(|heads| 1 << heads.trailing_zeros())
+                }
+                _ => [1; 2],
+            },
+            ranks: None,
         }
     }
 
@@ -309,25 +331,6 @@ impl TransformerBlock {
         let AttentionTrace { middle, .. } = self.attention(x, angles, mix, on)?;
         let trace = self.begin_feed_forward(&middle, given, on)?;
         Ok((self.finish_feed_forward(&middle, &trace, on)?, trace))
-    }
-
-    /// Forward of the attention half on `x [T, d]`.
-    pub(super) fn attention<'a>(
-        &self,
-        x: &Tensor,
-        angles: &LayerAngles,
-        mix: impl FnOnce(&Tensor) -> Result<Tensor>,
-        on: impl Into<LinearPass<'a>>,
-    ) -> Result<AttentionTrace> {
-        let on = on.into();
-        let normed = self.normed(x, &self.attention_norm, on.pool)?;
-        let mixer = self.mixer.forward(&normed, angles, mix, on)?;
-        let middle = if self.adds_plainly() {
-            self.output.add_to(x, &mixer.result, on)?
-        } else {
-            self.join(x, &self.output.apply(&mixer.result, on)?, &self.attention_after, on.pool)?
-        };
-        Ok(AttentionTrace { mixer, middle })
     }
 
     /// The feed-forward half up to its activation, for its input `middle [T, d]`.
@@ -420,25 +423,6 @@ impl TransformerBlock {
         let (d_normed, operands) = self.feed_forward.backward(&normed, trace, &branch.d_result)?;
         let d_middle = self.normed_backward(middle, &self.feed_forward_norm, &d_normed, g)?;
         Ok(FeedForwardReverse { d_middle, middle: middle.clone(), normed, operands, d_normed, branch })
-    }
-
-    /// Backward of the attention half for the gradient `d_middle [T, d]` of its result. `mix_backward` is the backward of `mix`.
-    pub(super) fn attention_backward(
-        &self,
-        input: &Tensor,
-        trace: &AttentionTrace,
-        angles: &LayerAngles,
-        d_middle: &Tensor,
-        mix_backward: impl FnOnce(&Tensor, &Tensor) -> Result<MixingReverse>,
-    ) -> Result<AttentionReverse> {
-        let alone = ThreadPool::single();
-        let normed = self.normed(input, &self.attention_norm, &alone)?;
-        let again = || self.output.apply(&trace.mixer.result, &alone);
-        let branch = self.join_backward(&self.attention_after, d_middle, again)?;
-        let d_mixed = self.output.input_gradient(&branch.d_result)?;
-        let mixer = self.mixer.backward(&normed, &trace.mixer, angles, &d_mixed, mix_backward)?;
-        let d_input = self.normed_backward(input, &self.attention_norm, &mixer.d_normed, d_middle)?;
-        Ok(AttentionReverse { d_input, input: input.clone(), normed, mixer, branch })
     }
 }
 
@@ -536,5 +520,10 @@ fn feed_forward_weights(
         experts: (0..spec.count).map(expert).collect(),
         shared: (spec.shared_width > 0).then(|| Box::new(shared())),
         shared_gate: spec.shared_gate.then(|| linear(Operand::SharedGate)),
+        ranks: None,
+        chunks: match config.reduction {
+            Reduction::Chain => 1,
+            Reduction::Tree => CHUNKS,
+        },
     })
 }

@@ -5,8 +5,10 @@
 //! in use.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
+use collective::Collective;
 
 use super::block::{GradientJob, OperandGradients, weight_jobs};
 use crate::ThreadPool;
@@ -19,6 +21,7 @@ use crate::ops::gated_unit::{GateActivation, GatedUnitReverse, gated_unit, gated
 use crate::ops::linear::{Linear, bias_gradient};
 use crate::ops::row_gate::{add_gated, gated_backward};
 use crate::ops::{matrix, unwritten, values};
+use crate::pass_ranks::failed;
 
 /// The weights.
 #[derive(Clone, Debug)]
@@ -67,6 +70,10 @@ pub(super) struct ExpertWeights {
     pub(super) shared: Option<Box<GatedWeights>>,
     /// `[1, d]` of the sigmoid that the result of that network is multiplied with; absent without one.
     pub(super) shared_gate: Option<Linear>,
+    /// The ranks that share the weights of each expert.
+    pub(super) ranks: Option<Arc<dyn Collective>>,
+    /// Chunks of the width of an expert whose products with gradients are summed apart, as leaves of a tree; 1 for one chain.
+    pub(super) chunks: usize,
 }
 
 /// Activations for the backward.
@@ -174,6 +181,24 @@ impl FeedForwardWeights {
         }
     }
 
+    /// Makes it the part of one of `ranks` that share its weights.
+    pub(super) fn share(&mut self, ranks: &Arc<dyn Collective>) {
+        let of_network = |network: &mut GatedWeights, sums| {
+            network.gate_up.share(ranks, sums);
+            network.down.share(ranks, sums);
+        };
+        match self {
+            Self::Gated(gated) => of_network(gated, true),
+            Self::Experts(of) => {
+                // Experts compute on several threads, and the results of all of them are summed in one call.
+                of.experts.iter_mut().for_each(|expert| of_network(expert, false));
+                of.shared.as_deref_mut().into_iter().for_each(|network| of_network(network, true));
+                of.chunks /= ranks.world();
+                of.ranks = Some(Arc::clone(ranks));
+            }
+        }
+    }
+
     /// Forward up to the activation, of the normalised input `x [T, d]`; its experts may be `given`.
     pub(super) fn begin(
         &self,
@@ -274,7 +299,8 @@ impl ExpertWeights {
     fn finish(&self, base: &Tensor, trace: &ExpertTrace, on: LinearPass<'_>) -> Result<Tensor> {
         let ExpertTrace { routes, gate_up, shared, shared_gate } = trace;
         let activated = self.activation().forward(gate_up, on.pool)?;
-        let y = self.each(routes, &values(&activated)?, |expert| &expert.down, on);
+        let mut y = self.each(routes, &values(&activated)?, |expert| &expert.down, on);
+        self.sum_over_ranks(&mut y)?;
         let width = base.dim(1)?;
         let mut out = values(base)?.to_vec();
         routes.add_weighted(&y, &mut out, width);
@@ -293,6 +319,11 @@ impl ExpertWeights {
 
     fn activation(&self) -> GatedActivation {
         self.spec.activation.into()
+    }
+
+    /// Sums partial sums `[n]` over the ranks that share the weights of experts.
+    fn sum_over_ranks(&self, partial: &mut [f32]) -> Result<()> {
+        self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.all_reduce(partial).map_err(failed))
     }
 
     /// `[rows, out]` a layer of every expert on its rows of `x [rows, in]`.
@@ -334,15 +365,17 @@ impl ExpertWeights {
         };
         let mut d_activated = self.each_input_gradient(routes, &of_rows, |expert| &expert.down, inner);
         let activated = values(&activation.forward(gate_up, &ThreadPool::single())?)?.to_vec();
-        let mut d_weights = routes.weigh(&mut d_activated, &activated, inner);
+        let mut d_weights = routes.weigh(&mut d_activated, &activated, inner, self.chunks);
+        self.sum_over_ranks(&mut d_weights)?;
         for (expert, _) in routes.busy() {
             if let Some(bias) = self.experts[expert].down.bias() {
                 routes.add_products(expert, &of_rows, bias, &mut d_weights);
             }
         }
         let GatedUnitReverse { activated, d_gate_up } = activation.backward(gate_up, d_activated)?;
-        let d_grouped =
+        let mut d_grouped =
             self.each_input_gradient(routes, &values(&d_gate_up)?, |expert| &expert.gate_up, width);
+        self.sum_over_ranks(&mut d_grouped)?;
         let d_logits = matrix(routes.backward(&d_weights), self.spec.count)?;
         let mut d_x = self.router.input_gradient_values(&d_logits)?;
         routes.add(&d_grouped, &mut d_x, width);

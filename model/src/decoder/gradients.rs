@@ -2,7 +2,8 @@
 //!
 //! Invariant: a backward asks for units in the order tail, last layer to first layer, embedding, and marks each as done
 //! once; nothing is added to a unit after that. A sink can start a reduce-scatter of a finished unit while the backward
-//! continues. The embedding is asked for earlier if it is also the head.
+//! continues. The embedding is asked for earlier if it is also the head. With several sections of tokens a unit is complete after
+//! the last of them.
 
 use std::sync::Arc;
 
@@ -23,6 +24,10 @@ pub trait GradientSink {
 
     /// Marks a unit as complete: this backward adds nothing more to it.
     fn done(&mut self, unit: Unit);
+
+    /// What follows is of section `index` of the tokens, among those of this rank. A backward of one section does not say so; of
+    /// several each asks for every unit, and marks it as done in the order of the sections.
+    fn section(&mut self, _index: usize) {}
 
     /// The tokens of this backward went to the experts of layer `index` as `tokens` says.
     fn routed(&mut self, _index: usize, _tokens: &RoutedTokens) {}

@@ -1,8 +1,8 @@
 //! The mixer of a layer: the part of its first half that lets a token see those before it.
 //!
 //! A mixer projects the normalised input, mixes tokens and gives the input of the output projection, which is the block's.
-//! The mixing itself depends on where the tokens before are: in the same pack, or in a cache. So it is a function that the caller
-//! gives.
+//! The mixing itself depends on where the tokens before are: in the same pack, on other ranks, or in a cache. So the caller mixes,
+//! between the projections and the rest.
 //!
 //! Invariant: as in `block`: the backward is the exact vector-Jacobian product, and gradients of weights are computed apart, over
 //! all tokens in their order.
@@ -20,6 +20,7 @@ pub(super) use self::delta_net::DeltaNetWeights;
 pub(super) use self::latent::{LatentOperands, LatentPiece, LatentTrace, LatentWeights, gradient_jobs};
 use super::LayerAngles;
 use super::block::OperandGradients;
+use crate::ThreadPool;
 use crate::layer::Operand;
 use crate::ops::adapters::LinearPass;
 use crate::ops::attention::{AttentionRule, PackedReverse};
@@ -52,21 +53,32 @@ pub(super) enum MixingReverse {
 
 /// What the projections of a mixer give. `T` tokens.
 #[derive(Debug)]
-struct Projected {
+pub(super) struct Projected {
     /// `[T, width]` before norm and rotation, if heads are normalised.
     raw: Option<Tensor>,
     /// In a layer with latents.
     latent: Option<LatentTrace>,
     /// `[T, width]` what is mixed.
-    prepared: Tensor,
+    pub(super) prepared: Tensor,
     /// `[T, mixed]` the gate of the result before its activation, if there is one.
     gate: Option<Tensor>,
+}
+
+/// Backward of the gate of a mixer's result. `T` tokens.
+#[derive(Debug)]
+pub(super) struct ReversedGate {
+    /// `[T, mixed]` gradient of the result.
+    d_result: Tensor,
+    /// `[T, mixed]` gradient of what the mixing gave.
+    pub(super) d_mixed: Tensor,
+    /// `[T, mixed]` gradient of the gate, if there is one.
+    d_gate: Option<Tensor>,
 }
 
 /// Activations of a mixer, for its backward. `T` tokens.
 #[derive(Debug)]
 pub(super) struct MixerTrace {
-    projected: Projected,
+    pub(super) projected: Projected,
     /// `[T, mixed]` before the gate, if there is one.
     mixed: Option<Tensor>,
     /// `[T, mixed]` the result: the input of the output projection.
@@ -190,47 +202,40 @@ impl MixerWeights {
         }
     }
 
-    /// Forward of the normalised input `x [T, d]`; `mix` mixes what is prepared, `[T, width]`, to `[T, mixed]`.
-    pub(super) fn forward(
+    /// The projections of the normalised input `x [T, d]`.
+    pub(super) fn project(&self, x: &Tensor, angles: &LayerAngles, on: LinearPass<'_>) -> Result<Projected> {
+        match self {
+            Self::Attention(attention) => attention.project(x, angles, on),
+            Self::Latent(latent) => latent.project(x, angles, on),
+            Self::DeltaNet(delta_net) => delta_net.project(x, on),
+        }
+    }
+
+    /// The result for what was `projected`, whose prepared part was mixed to `mixed [T, mixed]`.
+    pub(super) fn finish(
         &self,
-        x: &Tensor,
-        angles: &LayerAngles,
-        mix: impl FnOnce(&Tensor) -> Result<Tensor>,
-        on: LinearPass<'_>,
+        projected: Projected,
+        mut mixed: Tensor,
+        pool: &ThreadPool,
     ) -> Result<MixerTrace> {
-        let projected = match self {
-            Self::Attention(attention) => attention.project(x, angles, on)?,
-            Self::Latent(latent) => latent.project(x, angles, on)?,
-            Self::DeltaNet(delta_net) => delta_net.project(x, on)?,
-        };
-        let mut mixed = mix(&projected.prepared)?;
         if let Self::Latent(latent) = self {
             mixed = latent.narrowed(&mixed)?;
         }
         let (mixed, result) = match &projected.gate {
             None => (None, mixed),
             Some(gate) => {
-                let result = gated(&mixed, gate, self.result_norm(), on.pool)?;
+                let result = gated(&mixed, gate, self.result_norm(), pool)?;
                 (Some(mixed), result)
             }
         };
         Ok(MixerTrace { projected, mixed, result })
     }
 
-    /// Backward for the gradient `g [T, mixed]` of the result for the normalised input `x [T, d]`. `mix_backward` is the backward of
-    /// `mix`.
-    pub(super) fn backward(
-        &self,
-        x: &Tensor,
-        trace: &MixerTrace,
-        angles: &LayerAngles,
-        g: &Tensor,
-        mix_backward: impl FnOnce(&Tensor, &Tensor) -> Result<MixingReverse>,
-    ) -> Result<MixerReverse> {
-        let Projected { prepared, gate, .. } = &trace.projected;
-        let (d_mixed, d_gate) = match (&trace.mixed, gate) {
+    /// The gradient of what the mixing gave, for the gradient `g [T, mixed]` of the result.
+    pub(super) fn begin_backward(&self, trace: &MixerTrace, g: Tensor) -> Result<ReversedGate> {
+        let (d_mixed, d_gate) = match (&trace.mixed, &trace.projected.gate) {
             (Some(mixed), Some(gate)) => {
-                let [d_mixed, d_gate] = gated_backward(mixed, gate, self.result_norm(), g)?;
+                let [d_mixed, d_gate] = gated_backward(mixed, gate, self.result_norm(), &g)?;
                 (d_mixed, Some(d_gate))
             }
             _ => (g.clone(), None),
@@ -239,7 +244,19 @@ impl MixerWeights {
             Self::Latent(latent) => latent.widened(&d_mixed)?,
             Self::Attention(_) | Self::DeltaNet(_) => d_mixed,
         };
-        match (self, mix_backward(prepared, &d_mixed)?, d_gate) {
+        Ok(ReversedGate { d_result: g, d_mixed, d_gate })
+    }
+
+    /// Backward of the projections of the normalised input `x [T, d]`, after the backward of the mixing.
+    pub(super) fn finish_backward(
+        &self,
+        x: &Tensor,
+        trace: &MixerTrace,
+        angles: &LayerAngles,
+        ReversedGate { d_result, d_gate, .. }: ReversedGate,
+        mixing: MixingReverse,
+    ) -> Result<MixerReverse> {
+        match (self, mixing, d_gate) {
             (Self::Attention(attention), MixingReverse::Attention(mixed), d_gate) => {
                 attention.backward(trace, angles, mixed, d_gate.as_ref())
             }
@@ -247,22 +264,47 @@ impl MixerWeights {
                 latent.backward(x, trace, angles, &mixed.d_qkv)
             }
             (Self::DeltaNet(delta_net), MixingReverse::DeltaNet(mixed), Some(d_gate)) => {
-                delta_net.backward(mixed, &d_gate, g)
+                delta_net.backward(mixed, &d_gate, &d_result)
             }
             _ => candle_core::bail!("the activations are of another kind of layer"),
         }
     }
 
-    /// Adds the gradients of the vectors for some tokens.
-    pub(super) fn vector_gradients(
+    /// Widths of the weights of the norms of query heads and of key heads; 0 without them.
+    pub(super) fn head_norms(&self) -> [usize; 2] {
+        match self {
+            Self::Attention(attention) => attention.head_norms(),
+            Self::Latent(_) | Self::DeltaNet(_) => [0; 2],
+        }
+    }
+
+    /// Adds the gradients of the norms of heads for some tokens to those of `groups` of heads, `[groups, norm]` of queries and then
+    /// of keys.
+    pub(super) fn head_norm_gradient(
         &self,
         trace: &MixerTrace,
         reverse: &MixerReverse,
         angles: &LayerAngles,
+        groups: [usize; 2],
+        gradient: &mut [f32],
+    ) -> Result<()> {
+        match self {
+            Self::Attention(attention) => {
+                attention.head_norm_gradient(trace, reverse, angles, groups, gradient)
+            }
+            Self::Latent(_) | Self::DeltaNet(_) => Ok(()),
+        }
+    }
+
+    /// Adds the gradients of the vectors for some tokens, but those of the norms of heads.
+    pub(super) fn vector_gradients(
+        &self,
+        trace: &MixerTrace,
+        reverse: &MixerReverse,
         gradients: &mut MixerVectors<'_>,
     ) -> Result<()> {
         match self {
-            Self::Attention(attention) => attention.vector_gradients(trace, reverse, angles, gradients),
+            Self::Attention(attention) => attention.vector_gradients(reverse, gradients),
             // Those of latents are jobs beside those of their matrices.
             Self::Latent(_) => Ok(()),
             Self::DeltaNet(delta_net) => delta_net.vector_gradients(trace, reverse, gradients),

@@ -8,7 +8,7 @@
 //! - `block`: one layer, forward and backward; `mixer`: its attention or recurrence; `feed_forward`: its feed-forward network, which may be
 //!   experts
 //! - `pack`: sequences one after the other
-//! - `train`: forward and backward
+//! - `train`: forward and backward; `sections`: the same of sections of the tokens, on one rank or among several
 //! - `gradients`: gradient sinks and layer sources; with low-rank factors gradients are those of the factors
 //! - `cache`: the paged cache; `states`: its recurrent states; `decode`: the decode step
 
@@ -19,6 +19,7 @@ mod feed_forward;
 mod gradients;
 mod mixer;
 mod pack;
+mod sections;
 mod states;
 mod train;
 
@@ -34,8 +35,10 @@ use crate::ops::heads::{Angles, Frequencies, HeadShape};
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::residual::multiple;
 use crate::ops::{embedding, matrix, values};
+use crate::pass_ranks::failed;
 use crate::{
-    AdaptedMatrix, Config, FrozenParameters, Head, Layout, Parameters, Reduction, Rotary, ThreadPool, Unit,
+    AdaptedMatrix, Config, FrozenParameters, Head, Layout, Parameters, PassRanks, Reduction, Rotary,
+    ThreadPool, Unit,
 };
 use block::TransformerBlock;
 pub use cache::KvCache;
@@ -86,6 +89,8 @@ pub struct Decoder {
     adapters: usize,
     /// Whether the threads of a decode step share the columns of the weights, or each computes some of the sequences.
     columns_are_shared: bool,
+    /// The ranks that compute passes over whole sequences together.
+    ranks: PassRanks,
 }
 
 /// Number of weights up to which reading them once per thread costs less than a synchronisation per layer: measured with 1,
@@ -285,6 +290,24 @@ impl Decoder {
         Self { factors: Some(factors), ..self }
     }
 
+    /// The same decoder, whose training and scoring passes `ranks` compute together: every rank has the whole pack, and gets all
+    /// predictions and the gradients of its sections, or of its shard of the weights: then the decoder is one of a
+    /// [`ModelShard`](crate::ModelShard).
+    #[must_use]
+    pub fn among(mut self, ranks: PassRanks) -> Self {
+        if let Some(tensor) = &ranks.tensor {
+            self.blocks.iter_mut().for_each(|block| block.share(&tensor.ranks));
+            self.head.share_vocabulary(tensor.ranks.position(), tensor.vocabulary);
+        }
+        Self { ranks, ..self }
+    }
+
+    /// The ids of this rank's rows of the embedding and the head.
+    fn own_tokens(&self) -> Range<usize> {
+        let tensor = self.ranks.tensor.as_ref();
+        tensor.map_or(0..self.config.vocab_size, |tensor| tensor.tokens_of(tensor.ranks.rank()))
+    }
+
     /// The trained factors of the weights of a unit.
     fn factors_of(&self, unit: Unit) -> Option<UnitFactors<'_>> {
         let place = self.layout.unit(unit);
@@ -322,6 +345,7 @@ impl Decoder {
             factors: None,
             adapters: 0,
             columns_are_shared: false,
+            ranks: PassRanks::default(),
         }
     }
 
@@ -351,11 +375,17 @@ impl Decoder {
     /// Hidden states `[T, d]` of tokens with `adapters [T]`, empty for none; `first` is the number of the first in its batch, for
     /// errors.
     fn embed(&self, token_ids: &[u32], first: usize, adapters: &[Option<usize>]) -> Result<Tensor> {
-        let shape @ [_, width] = [self.config.vocab_size, self.config.hidden_size];
+        let (own, width) = (self.own_tokens(), self.config.hidden_size);
+        let vocabulary = self.ranks.tensor.as_ref().map_or(own.len(), |tensor| tensor.vocabulary);
+        let shape = [vocabulary, width];
         let flat = |table: &[f32], id: usize, out: &mut [f32]| {
             out.copy_from_slice(&table[id * width..][..width]);
         };
         let rows = embedding::embed(token_ids, first, shape, |t, id, out| {
+            let Some(id) = id.checked_sub(own.start).filter(|id| *id < own.len()) else {
+                // The only number that changes no bit of another when it is added.
+                return out.fill(-0.0);
+            };
             match &self.embedding {
                 Embedding::Own(table) => flat(table, id, out),
                 Embedding::Flat(table) => flat(table.values(), id, out),
@@ -367,7 +397,13 @@ impl Decoder {
                 factors.low_rank.add_row(factors.pair, id, out);
             }
         });
-        multiple(&rows?, self.config.embedding_multiplier)
+        let mut rows = rows?;
+        if let Some(tensor) = &self.ranks.tensor {
+            let mut sums = values(&rows)?.to_vec();
+            tensor.ranks.all_reduce(&mut sums).map_err(failed)?;
+            rows = matrix(sums, width)?;
+        }
+        multiple(&rows, self.config.embedding_multiplier)
     }
 }
 

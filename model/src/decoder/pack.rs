@@ -143,6 +143,11 @@ impl Pack {
             })
             .collect()
     }
+
+    /// Rows of the pack that are computed apart from the mixing of tokens.
+    pub(super) fn part(&self, rows: Range<usize>) -> PackPart<'_> {
+        PackPart { pack: self, rows, segments: &[] }
+    }
 }
 
 /// Rows of a pack that one thread computes.

@@ -9,13 +9,20 @@ use candle_core::{Result, Tensor};
 use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use super::feed_forward::FeedForwardTrace;
 use super::pack::{Pack, PackPart};
+use super::sections::{PassLayers, SectionedPass};
 use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather, logit_factor};
-use crate::low_rank::{UnitFactors, carve};
-use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, Target, TrainedTargets};
+use crate::low_rank::{UnitFactors, WeightGradient, carve};
+use crate::ops::head::{self, HeadReverse, Prediction, SampleSlopes, SharedHead, Target, TrainedTargets};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::residual::multiple;
 use crate::ops::{matrix, value, values};
 use crate::{Head, ThreadPool, Unit};
+
+/// The row of a token `id` among the `own` rows of the embedding, if it is one of these.
+fn own_id(id: u32, own: &Range<usize>) -> Option<u32> {
+    let id = (id as usize).checked_sub(own.start).filter(|id| *id < own.len())?;
+    u32::try_from(id).ok()
+}
 
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
 const CHUNK: usize = 256;
@@ -36,24 +43,24 @@ pub enum Recompute {
 
 /// Activations of the rows of one thread.
 #[derive(Debug)]
-struct PartTrace {
-    angles: LayerAngles,
-    layers: Vec<LayerTrace>,
+pub(super) struct PartTrace {
+    pub(super) angles: LayerAngles,
+    pub(super) layers: Vec<LayerTrace>,
     /// `[T, d]` the residual stream after the last layer.
-    output: Tensor,
+    pub(super) output: Tensor,
 }
 
 #[derive(Debug)]
-struct LayerTrace {
-    input: Tensor,
+pub(super) struct LayerTrace {
+    pub(super) input: Tensor,
     /// `None` if the backward computes them again.
-    kept: Option<KeptLayer>,
+    pub(super) kept: Option<KeptLayer>,
 }
 
 #[derive(Debug)]
-struct KeptLayer {
-    attention: AttentionTrace,
-    feed_forward: FeedForwardTrace,
+pub(super) struct KeptLayer {
+    pub(super) attention: AttentionTrace,
+    pub(super) feed_forward: FeedForwardTrace,
 }
 
 impl Decoder {
@@ -71,6 +78,9 @@ impl Decoder {
         targets: &[Target<'_>],
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
+        if self.ranks.context.is_some() {
+            return SectionedPass::new(self, pack, pool).score(&mut PassLayers::Own, rows, targets);
+        }
         self.score_of(&self.outputs(pack, pool)?, rows, targets, pool)
     }
 
@@ -89,7 +99,14 @@ impl Decoder {
         targets: &[Target<'_>],
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
-        let parts = pack.parts(pool.threads());
+        if self.ranks.context.is_some() {
+            return SectionedPass::new(self, pack, pool).score(
+                &mut PassLayers::Source(source),
+                rows,
+                targets,
+            );
+        }
+        let parts = pack.parts(self.ranks.parts(pool.threads()));
         let angles: Vec<LayerAngles> = parts.iter().map(|part| part.angles(self)).collect();
         let embed = |part: &PackPart<'_>| self.embed(part.token_ids(), part.rows.start, &[]);
         let mut outputs = parts.iter().map(embed).collect::<Result<Vec<_>>>()?;
@@ -125,10 +142,17 @@ impl Decoder {
     }
 
     /// Predictions from the hidden states `[targets, d]` after the final norm.
-    fn predict(&self, normed: &Tensor, targets: &[Target<'_>], pool: &ThreadPool) -> Result<Vec<Prediction>> {
+    pub(super) fn predict(
+        &self,
+        normed: &Tensor,
+        targets: &[Target<'_>],
+        pool: &ThreadPool,
+    ) -> Result<Vec<Prediction>> {
         let mut predictions = match self.config.head {
             Head::Value => vec![Prediction::default(); targets.len()],
-            Head::Language | Head::LanguageAndValue => head::predict(normed, &self.head, targets, pool)?,
+            Head::Language | Head::LanguageAndValue => {
+                head::predict(normed, self.shared_head(), targets, pool)?
+            }
         };
         value::predict(normed, &self.value_head, &mut predictions)?;
         Ok(predictions)
@@ -144,6 +168,11 @@ impl Decoder {
         let all = gather(&outputs.iter().collect::<Vec<_>>(), &rows)?;
         let alone = ThreadPool::single();
         self.head.apply(&rms_norm(&all, &self.final_norm, self.config.rms_norm_eps, &alone)?, &alone)
+    }
+
+    /// The head, with the ranks that share its vocabulary.
+    fn shared_head(&self) -> SharedHead<'_> {
+        SharedHead { weight: &self.head, tensor: self.ranks.tensor.as_ref() }
     }
 
     /// `[T, hidden]` residual stream after the last layer, of each part.
@@ -163,7 +192,7 @@ impl Decoder {
             }
             Ok(x)
         };
-        pool.map(pack.parts(pool.threads()), run).into_iter().collect()
+        pool.map(pack.parts(self.ranks.parts(pool.threads())), run).into_iter().collect()
     }
 
     /// Forward and backward of a training step: predicts the targets, and adds the gradients of a loss to `gradients`, whose
@@ -182,12 +211,21 @@ impl Decoder {
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<()> {
+        if self.ranks.sections > 1 {
+            return SectionedPass::new(self, pack, pool).train(
+                &mut PassLayers::Own,
+                trained,
+                slopes,
+                gradients,
+            );
+        }
         let run = |part: PackPart<'_>| -> Result<PartTrace> {
             let mut trace = self.begin(&part)?;
             self.blocks.iter().try_for_each(|block| self.advance(block, &part, &mut trace))?;
             Ok(trace)
         };
-        let parts = pool.map(pack.parts(pool.threads()), run).into_iter().collect::<Result<_>>()?;
+        let parts =
+            pool.map(pack.parts(self.ranks.parts(pool.threads())), run).into_iter().collect::<Result<_>>()?;
         let mut reversing = self.train_head(pack, parts, trained, slopes, gradients, pool)?;
         for (index, block) in self.blocks.iter().enumerate().rev() {
             self.reverse_layer(index, block, &mut reversing, gradients, pool)?;
@@ -211,7 +249,11 @@ impl Decoder {
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<()> {
-        let parts = pack.parts(pool.threads());
+        if self.ranks.sections > 1 {
+            let layers = &mut PassLayers::Source(source);
+            return SectionedPass::new(self, pack, pool).train(layers, trained, slopes, gradients);
+        }
+        let parts = pack.parts(self.ranks.parts(pool.threads()));
         let begin = |part: &PackPart<'_>| self.begin(part);
         let mut traces: Vec<PartTrace> =
             pool.map(parts.iter().collect(), begin).into_iter().collect::<Result<_>>()?;
@@ -229,7 +271,7 @@ impl Decoder {
         self.reverse_embedding(&reversing, gradients)
     }
 
-    fn begin(&self, part: &PackPart<'_>) -> Result<PartTrace> {
+    pub(super) fn begin(&self, part: &PackPart<'_>) -> Result<PartTrace> {
         let output = self.embed(part.token_ids(), part.rows.start, &[])?;
         let layers = Vec::with_capacity(self.config.num_layers());
         Ok(PartTrace { angles: part.angles(self), layers, output })
@@ -261,8 +303,10 @@ impl Decoder {
         Ok(())
     }
 
-    fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<TransformerBlock> {
-        TransformerBlock::of_unit(&self.config, &self.layout, index, &source.layer(index)?)
+    pub(super) fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<TransformerBlock> {
+        let mut block = TransformerBlock::of_unit(&self.config, &self.layout, index, &source.layer(index)?)?;
+        self.ranks.tensor.iter().for_each(|tensor| block.share(&tensor.ranks));
+        Ok(block)
     }
 
     /// Forward and backward of the final norm and the head.
@@ -275,10 +319,27 @@ impl Decoder {
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<ReversingPack<'a>> {
-        let TrainedTargets { rows, targets, samples } = trained;
-        assert_eq!(rows.len(), targets.len(), "one row per target");
-        let picked = gather(&parts.iter().map(|part| &part.output).collect::<Vec<_>>(), rows)?;
-        let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps, pool)?;
+        assert_eq!(trained.rows.len(), trained.targets.len(), "one row per target");
+        let picked = gather(&parts.iter().map(|part| &part.output).collect::<Vec<_>>(), trained.rows)?;
+        let d_picked = self.reverse_head(&picked, trained, slopes, gradients, pool)?;
+        // The backward keeps the parts of the forward: the number of threads may have changed since.
+        let cuts = pack.parts_of(&parts.iter().map(|part| part.output.dim(0)).collect::<Result<Vec<_>>>()?);
+        let d =
+            cuts.iter().map(|part| scatter(&d_picked, trained.rows, &part.rows)).collect::<Result<_>>()?;
+        Ok(ReversingPack { cuts, parts, d })
+    }
+
+    /// Forward and backward of the final norm and the head for the rows `picked [targets, d]`. Returns their gradient.
+    pub(super) fn reverse_head(
+        &self,
+        picked: &Tensor,
+        trained: TrainedTargets<'_>,
+        slopes: &mut SampleSlopes<'_>,
+        gradients: &mut dyn GradientSink,
+        pool: &ThreadPool,
+    ) -> Result<Tensor> {
+        let TrainedTargets { targets, samples, .. } = trained;
+        let normed = rms_norm(picked, &self.final_norm, self.config.rms_norm_eps, pool)?;
         let mut predictions = vec![Prediction::default(); targets.len()];
         value::predict(&normed, &self.value_head, &mut predictions)?;
 
@@ -294,7 +355,15 @@ impl Decoder {
                 let (unit, place) =
                     if place.start < start { (Unit::Embedding, place) } else { (Unit::Tail, in_tail(place)) };
                 let [mut gradient] = carve(gradients.unit(unit), [&place], self.factors_of(unit));
-                head::train(&normed, &self.head, trained, &mut predictions, slopes, &mut gradient, pool)?
+                head::train(
+                    &normed,
+                    self.shared_head(),
+                    trained,
+                    &mut predictions,
+                    slopes,
+                    &mut gradient,
+                    pool,
+                )?
             }
         };
         let mut d_normed = matrix(d_hidden, self.config.hidden_size)?;
@@ -309,14 +378,10 @@ impl Decoder {
         let norm_gradient = norm_gradient.vector();
         if !norm_gradient.is_empty() {
             let d_normed = multiple(&d_normed, logit_factor(&self.config))?;
-            rms_norm_weight_gradient(&picked, eps, &d_normed, norm_gradient)?;
+            rms_norm_weight_gradient(picked, eps, &d_normed, norm_gradient)?;
         }
         gradients.done(Unit::Tail);
-        let d_picked = rms_norm_backward(&picked, &self.final_norm, eps, &d_normed, None)?;
-        // The backward keeps the parts of the forward: the number of threads may have changed since.
-        let cuts = pack.parts_of(&parts.iter().map(|part| part.output.dim(0)).collect::<Result<Vec<_>>>()?);
-        let d = cuts.iter().map(|part| scatter(&d_picked, rows, &part.rows)).collect::<Result<_>>()?;
-        Ok(ReversingPack { cuts, parts, d })
+        rms_norm_backward(picked, &self.final_norm, eps, &d_normed, None)
     }
 
     /// Backward of the embedding lookup.
@@ -328,11 +393,28 @@ impl Decoder {
         let table = 0..self.layout.unit(Unit::Embedding).len();
         let [mut table] = carve(gradients.unit(Unit::Embedding), [&table], self.factors_of(Unit::Embedding));
         for (part, d) in reversing.cuts.iter().zip(&reversing.d) {
-            let d = multiple(d, self.config.embedding_multiplier)?;
-            table.add_embedded(part.token_ids(), &d)?;
+            self.add_embedded(&mut table, part, d)?;
         }
         gradients.done(Unit::Embedding);
         Ok(())
+    }
+
+    /// Adds the gradient of the embedding `table` for the gradient `d [T, d]` of the embedded tokens of a part.
+    pub(super) fn add_embedded(
+        &self,
+        table: &mut WeightGradient<'_>,
+        part: &PackPart<'_>,
+        d: &Tensor,
+    ) -> Result<()> {
+        let d = multiple(d, self.config.embedding_multiplier)?;
+        if self.ranks.tensor.is_none() {
+            return table.add_embedded(part.token_ids(), &d);
+        }
+        let own = self.own_tokens();
+        let tokens = part.token_ids().iter().enumerate();
+        let (rows, ids): (Vec<usize>, Vec<u32>) =
+            tokens.filter_map(|(row, id)| Some((row, own_id(*id, &own)?))).unzip();
+        table.add_embedded(&ids, &gather(&[&d], &rows)?)
     }
 
     /// Backward of one layer. Frees its activations, and turns the gradient of its output into that of its input.
@@ -378,7 +460,7 @@ impl Decoder {
 
     /// Backward of the feed-forward block, in chunks of tokens, which are counted in `routed`. Returns the gradient of its input for
     /// each part.
-    fn reverse_feed_forward(
+    pub(super) fn reverse_feed_forward(
         &self,
         block: &TransformerBlock,
         parts: &[Reversing<'_>],
@@ -448,14 +530,14 @@ struct ReversingPack<'a> {
 }
 
 /// Inputs of the backward of one layer for one part.
-struct Reversing<'a> {
-    part: &'a PackPart<'a>,
-    angles: &'a LayerAngles,
-    input: Tensor,
-    attention: AttentionTrace,
-    feed_forward: Option<FeedForwardTrace>,
+pub(super) struct Reversing<'a> {
+    pub(super) part: &'a PackPart<'a>,
+    pub(super) angles: &'a LayerAngles,
+    pub(super) input: Tensor,
+    pub(super) attention: AttentionTrace,
+    pub(super) feed_forward: Option<FeedForwardTrace>,
     /// Gradient of the layer's output.
-    g: Tensor,
+    pub(super) g: Tensor,
 }
 
 /// Rows of one part of a pack.
@@ -479,7 +561,7 @@ fn chunks(parts: &[PartRows], threads: usize) -> Vec<Vec<PartRows>> {
 }
 
 /// `[rows of the part, d]` with those rows of `g [rows, d]` added that lie in the part, zero elsewhere.
-fn scatter(g: &Tensor, rows: &[usize], part: &Range<usize>) -> Result<Tensor> {
+pub(super) fn scatter(g: &Tensor, rows: &[usize], part: &Range<usize>) -> Result<Tensor> {
     let (_, width) = g.dims2()?;
     let mut out = vec![0.0; part.len() * width];
     for (row, g) in rows.iter().zip(values(g)?.chunks_exact(width)) {

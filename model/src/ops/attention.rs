@@ -10,21 +10,23 @@
 //! a result one chain over the keys that it sees in their order, and the softmax of a row is the same function. No `T x T` matrix
 //! is kept: scores exist for 32 queries of one head at a time, and the backward computes them again.
 
+mod segment_heads;
+
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 pub(crate) use device::ops::attention::Segment;
 
-use super::gemm::{Panels, ProductOut, Right, StridedMatrix, product};
+use self::segment_heads::softmax;
+pub(crate) use self::segment_heads::{
+    HeadColumns, HeadGradients, HeadOperands, KeyColumns, SegmentHeads, SegmentRows,
+};
 use super::heads::HeadShape;
-use super::simd::{LANES, dot, exp, max, sum, vectorized};
+use super::simd::{LANES, vectorized};
 use super::{matrix, unwritten, values};
 
 /// Positions of one page of the cache: one AVX-512 register of scores.
 pub(crate) const PAGE: usize = 16;
-
-/// Queries of a block: their scores are in memory at a time.
-const QUERIES: usize = 32;
 
 /// What attention computes.
 #[derive(Clone, Copy, Debug)]
@@ -56,8 +58,10 @@ pub(crate) fn packed(
     let query_width = rule.shape.query_width();
     let mut out = unwritten(qkv.dim(0)? * query_width);
     let qkv = values(qkv)?;
+    let to = HeadColumns { stride: query_width, column: 0 };
     for segment in segments {
-        SegmentHeads::new(&qkv, segment, first, rule).forward(&mut out);
+        let heads = whole_segment(&qkv, segment, first, rule);
+        (0..rule.shape.kv_heads).for_each(|kv| heads.forward(kv, &mut out, to));
     }
     matrix(out, query_width)
 }
@@ -82,271 +86,36 @@ pub(crate) fn packed_backward(
     let d_qkv = vec![0.0; qkv.elem_count()];
     let mut reverse = PackedReverse { d_qkv, d_sinks: vec![0.0; qkv.dim(0)? * rule.sinks.len()] };
     let (qkv, g) = (values(qkv)?, values(g)?);
+    let of_g = HeadColumns { stride: rule.shape.query_width(), column: 0 };
+    let HeadOperands { of_queries, of_keys, .. } = HeadOperands::fused(&qkv, rule.shape);
+    let mut out = HeadGradients {
+        queries: &mut reverse.d_qkv,
+        of_queries,
+        keys: None,
+        of_keys,
+        d_sinks: &mut reverse.d_sinks,
+        of_sinks: HeadColumns { stride: rule.sinks.len(), column: 0 },
+    };
     for segment in segments {
-        SegmentHeads::new(&qkv, segment, first, rule).backward(&g, &mut reverse);
+        let heads = whole_segment(&qkv, segment, first, rule);
+        (0..rule.shape.kv_heads).for_each(|kv| heads.backward(kv, &g, of_g, &mut out));
     }
     Ok(reverse)
 }
 
-/// One segment with the rows that it attends to.
-struct SegmentHeads<'a> {
+/// A segment with the rows that it attends to, of `qkv [T, width]`, whose first row is row `first` of the pack.
+fn whole_segment<'a>(
     qkv: &'a [f32],
-    rows: Range<usize>,
-    prefix: Range<usize>,
+    segment: &Segment,
+    first: usize,
     rule: AttentionRule<'a>,
-    shape: HeadShape,
-}
-
-/// Rows of attention weights of one head, for a block of queries.
-#[derive(Default)]
-struct WeightRows {
-    /// `[block, seen]`
-    keys: Vec<f32>,
-    /// `[block]` weights of the sink; 0 without one.
-    sink: Vec<f32>,
-}
-
-/// Keys or values of one head, of the prefix and of the segment itself, packed for products.
-struct PackedColumns {
-    prefix: Panels,
-    own: Panels,
-}
-
-impl<'a> SegmentHeads<'a> {
-    fn new(qkv: &'a [f32], segment: &Segment, first: usize, rule: AttentionRule<'a>) -> Self {
-        let within = |rows: &Range<usize>| {
-            if rows.is_empty() { 0..0 } else { rows.start - first..rows.end - first }
-        };
-        Self { qkv, rows: within(&segment.rows), prefix: within(&segment.prefix), rule, shape: rule.shape }
-    }
-
-    /// Columns of a row from `column` on, for `rows`: `[rows, head_dim]`.
-    fn columns(&self, rows: Range<usize>, column: usize) -> StridedMatrix<'a> {
-        let width = self.shape.width();
-        let values = &self.qkv[(rows.start * width + column).min(self.qkv.len())..];
-        StridedMatrix::strided(values, rows.len(), self.shape.head_dim, width)
-    }
-
-    fn both(&self, column: usize, pack: impl Fn(StridedMatrix<'_>) -> Panels) -> PackedColumns {
-        PackedColumns {
-            prefix: pack(self.columns(self.prefix.clone(), column)),
-            own: pack(self.columns(self.rows.clone(), column)),
-        }
-    }
-
-    /// Blocks of queries: offsets in the segment.
-    fn blocks(&self) -> impl Iterator<Item = Range<usize>> {
-        let len = self.rows.len();
-        (0..len).step_by(QUERIES).map(move |start| start..(start + QUERIES).min(len))
-    }
-
-    /// Column of the query of head `h`, and of key and value of its group.
-    fn query_column(&self, h: usize) -> usize {
-        h * self.shape.head_dim
-    }
-
-    fn key_column(&self, kv: usize) -> usize {
-        (self.shape.heads + kv) * self.shape.head_dim
-    }
-
-    fn value_column(&self, kv: usize) -> usize {
-        self.key_column(kv) + self.shape.kv_width()
-    }
-
-    fn group(&self, kv: usize) -> Range<usize> {
-        let per_kv = self.shape.heads / self.shape.kv_heads;
-        kv * per_kv..(kv + 1) * per_kv
-    }
-
-    /// Weights `[block, prefix + block.end]` of the queries of a block over the keys that the last of them sees; zero for
-    /// keys that a query does not see.
-    fn weights(&self, h: usize, block: &Range<usize>, keys: &PackedColumns, weights: &mut WeightRows) {
-        let (before, seen) = (self.prefix.len(), self.prefix.len() + block.end);
-        let WeightRows { keys: weights, sink } = weights;
-        weights.resize(block.len() * seen, 0.0);
-        sink.resize(block.len(), 0.0);
-        let rows = self.rows.start + block.start..self.rows.start + block.end;
-        let queries = self.columns(rows, self.query_column(h));
-        self.scores(queries, keys, block, weights);
-        let softmax = RowSoftmax { rule: self.rule, sink: self.rule.sinks.get(h).copied() };
-        softmax_rows(weights, seen, before + block.start, softmax, sink);
-    }
-
-    /// `left [block, head_dim] x columns [head_dim, prefix + block.end]`.
-    fn scores(
-        &self,
-        left: StridedMatrix<'_>,
-        columns: &PackedColumns,
-        block: &Range<usize>,
-        out: &mut [f32],
-    ) {
-        let (before, dim) = (self.prefix.len(), self.shape.head_dim);
-        let row_stride = before + block.end;
-        product(left, columns.prefix.part(dim, before), ProductOut::new(out, row_stride), true);
-        let own = ProductOut::new(&mut out[before..], row_stride);
-        product(left, columns.own.part(dim, block.end), own, true);
-    }
-
-    /// `out [block, head_dim] = left [block, prefix + block.end] x rows [prefix + block.end, head_dim]`.
-    fn combine(
-        &self,
-        left: &[f32],
-        rows: &PackedColumns,
-        block: &Range<usize>,
-        out: &mut [f32],
-        row_stride: usize,
-    ) {
-        let (before, dim) = (self.prefix.len(), self.shape.head_dim);
-        let seen = before + block.end;
-        let prefix = StridedMatrix::strided(left, block.len(), before, seen);
-        product(prefix, rows.prefix.part(before, dim), ProductOut::new(out, row_stride), true);
-        let own = StridedMatrix::strided(&left[before..], block.len(), block.end, seen);
-        product(own, rows.own.part(block.end, dim), ProductOut::new(out, row_stride), false);
-    }
-
-    /// Adds to `d_sinks [T, heads]` the derivatives by the sink of head `h` in `rows`, for its weights and the means of the rows.
-    fn add_sinks(&self, h: usize, rows: &Range<usize>, weights: &[f32], means: &[f32], d_sinks: &mut [f32]) {
-        let heads = self.rule.sinks.len();
-        if heads > 0 {
-            let of_rows = d_sinks[rows.start * heads..].chunks_exact_mut(heads);
-            for ((d_sinks, weight), mean) in of_rows.zip(weights).zip(means) {
-                d_sinks[h] = -weight * mean;
-            }
-        }
-    }
-
-    fn forward(&self, out: &mut [f32]) {
-        let row_stride = self.shape.query_width();
-        let mut weights = WeightRows::default();
-        for kv in 0..self.shape.kv_heads {
-            let keys = self.both(self.key_column(kv), |keys| Panels::new(keys.transposed()));
-            let values = self.both(self.value_column(kv), Panels::new);
-            for h in self.group(kv) {
-                for block in self.blocks() {
-                    self.weights(h, &block, &keys, &mut weights);
-                    let at = (self.rows.start + block.start) * row_stride + self.query_column(h);
-                    self.combine(&weights.keys, &values, &block, &mut out[at..], row_stride);
-                }
-            }
-        }
-    }
-
-    /// With `p` the weights, `o` the result and `d = sum_j p_j (g . v_j)`: `ds_j = p_j (g . v_j - d) / sqrt(head_dim)`,
-    /// `dq = sum_j ds_j k_j`, `dk_j += ds_j q`, `dv_j += p_j g`. The sink has the value 0: its derivative is `-p d`.
-    fn backward(&self, g: &[f32], PackedReverse { d_qkv: out, d_sinks }: &mut PackedReverse) {
-        let (dim, width, query_width) = (self.shape.head_dim, self.shape.width(), self.shape.query_width());
-        let (before, scale) = (self.prefix.len(), self.rule.scale);
-        let (mut weights, mut slopes, mut means) = (WeightRows::default(), Vec::new(), Vec::new());
-        for kv in 0..self.shape.kv_heads {
-            let (key_column, value_column) = (self.key_column(kv), self.value_column(kv));
-            let keys = self.both(key_column, |keys| Panels::new(keys.transposed()));
-            let values = self.both(value_column, |values| Panels::new(values.transposed()));
-            let key_rows = self.both(key_column, Panels::new);
-            for h in self.group(kv) {
-                for block in self.blocks() {
-                    let rows = self.rows.start + block.start..self.rows.start + block.end;
-                    let seen = before + block.end;
-                    self.weights(h, &block, &keys, &mut weights);
-                    let at = rows.start * query_width + self.query_column(h);
-                    let g = StridedMatrix::strided(&g[at..], block.len(), dim, query_width);
-                    slopes.resize(block.len() * seen, 0.0);
-                    self.scores(g, &values, &block, &mut slopes);
-                    means.resize(block.len(), 0.0);
-                    softmax_slopes(&weights.keys, &mut slopes, seen, before + block.start, scale, &mut means);
-                    self.add_sinks(h, &rows, &weights.sink, &means, d_sinks);
-
-                    let at = rows.start * width + self.query_column(h);
-                    self.combine(&slopes, &key_rows, &block, &mut out[at..], width);
-
-                    let queries = self.columns(rows, self.query_column(h));
-                    for (matrix, right, column) in
-                        [(&slopes, queries, key_column), (&weights.keys, g, value_column)]
-                    {
-                        for (from, count, row) in
-                            [(0, before, self.prefix.start), (before, block.end, self.rows.start)]
-                        {
-                            let left = StridedMatrix::strided(&matrix[from..], block.len(), count, seen)
-                                .transposed();
-                            let at = row * width + column;
-                            let to = ProductOut::new(&mut out[at..], width);
-                            product(left, Right::Unpacked(right), to, false);
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// The softmax of the scores of one head.
-#[derive(Clone, Copy)]
-struct RowSoftmax<'a> {
-    rule: AttentionRule<'a>,
-    sink: Option<f32>,
-}
-
-vectorized! {
-    /// Turns scores into weights: row `i` of `rows [_, width]` sees the last of its first `first + i + 1` keys.
-    /// `of_sink [_]` gets the weights of the sink.
-    fn softmax_rows(rows: &mut [f32], width: usize, first: usize, of: RowSoftmax<'_>, of_sink: &mut [f32]) {
-        let RowSoftmax { rule, sink } = of;
-        for (i, (row, of_sink)) in rows.chunks_exact_mut(width).zip(of_sink).enumerate() {
-            let (upto, behind) = row.split_at_mut(first + i + 1);
-            let (before, seen) = upto.split_at_mut(upto.len().saturating_sub(rule.window));
-            *of_sink = softmax(seen, rule.scale, sink);
-            before.fill(0.0);
-            behind.fill(0.0);
-        }
-    }
-}
-
-vectorized! {
-    /// Turns derivatives by the weights into derivatives by the unscaled scores. `means [_]` gets the weighted mean of each row.
-    fn softmax_slopes(
-        weights: &[f32],
-        slopes: &mut [f32],
-        width: usize,
-        first: usize,
-        scale: f32,
-        means: &mut [f32],
-    ) {
-        let rows = weights.chunks_exact(width).zip(slopes.chunks_exact_mut(width)).zip(means);
-        for (i, ((weights, slopes), of_row)) in rows.enumerate() {
-            let seen = first + i + 1;
-            let mean = dot(&weights[..seen], &slopes[..seen]);
-            *of_row = mean;
-            for (slope, weight) in slopes.iter_mut().zip(weights) {
-                *slope = weight * (*slope - mean) * scale;
-            }
-        }
-    }
-}
-
-/// Softmax of `scores * scale` and of `sink`, if there is one, in place. Returns the weight of the sink.
-#[inline(always)]
-fn softmax(scores: &mut [f32], scale: f32, sink: Option<f32>) -> f32 {
-    for score in scores.iter_mut() {
-        *score *= scale;
-    }
-    let top = sink.unwrap_or(f32::NEG_INFINITY).max(max(scores));
-    let mut lanes = [0.0_f32; LANES];
-    let mut chunks = scores.chunks_exact_mut(LANES);
-    for chunk in &mut chunks {
-        for (score, lane) in chunk.iter_mut().zip(&mut lanes) {
-            *score = exp(*score - top);
-            *lane += *score;
-        }
-    }
-    for (score, lane) in chunks.into_remainder().iter_mut().zip(&mut lanes) {
-        *score = exp(*score - top);
-        *lane += *score;
-    }
-    let of_sink = sink.map_or(0.0, |sink| exp(sink - top));
-    let inv = 1.0 / (sum(&lanes) + of_sink);
-    for score in scores {
-        *score *= inv;
-    }
-    of_sink * inv
+) -> SegmentHeads<'a> {
+    let within = |rows: &Range<usize>| {
+        if rows.is_empty() { 0..0 } else { rows.start - first..rows.end - first }
+    };
+    let own = within(&segment.rows);
+    let rows = SegmentRows { queries: own.clone(), prefix: within(&segment.prefix), own };
+    SegmentHeads { from: HeadOperands::fused(qkv, rule.shape), rows, rule }
 }
 
 /// Layout of one head's keys and values in a page: keys `[head_dim, PAGE]`, so that one register has the scores of all

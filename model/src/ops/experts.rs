@@ -274,12 +274,13 @@ impl ExpertRoutes {
 
     /// Multiplies each row of `values [rows, width]` with the weight of its slot. Returns `[T, k]` the dot products of `values`
     /// before and `others [rows, width]`: the gradient of the weights, if they are the gradient and the value of what is weighted.
-    pub(crate) fn weigh(&self, values: &mut [f32], others: &[f32], width: usize) -> Vec<f32> {
+    /// Products are balanced binary trees over `chunks` of the width, a power of two.
+    pub(crate) fn weigh(&self, values: &mut [f32], others: &[f32], width: usize, chunks: usize) -> Vec<f32> {
         let mut products = vec![0.0; self.len()];
         let rows = values.chunks_exact_mut(width).zip(others.chunks_exact(width));
         for ((values, others), slot) in rows.zip(&self.slots) {
             let slot = *slot as usize;
-            products[slot] = super::simd::dot(values, others);
+            products[slot] = tree_dot(values, others, 0..chunks, chunks);
             values.iter_mut().for_each(|value| *value *= self.weights[slot]);
         }
         products
@@ -408,6 +409,16 @@ vectorized! {
     }
 }
 
+/// The dot product of `a [n]` and `b [n]` over some of `count` chunks, as a balanced binary tree.
+fn tree_dot(a: &[f32], b: &[f32], chunks: Range<usize>, count: usize) -> f32 {
+    if chunks.len() == 1 {
+        let steps = chunks.start * a.len() / count..chunks.end * a.len() / count;
+        return super::simd::dot(&a[steps.clone()], &b[steps]);
+    }
+    let middle = chunks.start + chunks.len() / 2;
+    tree_dot(a, b, chunks.start..middle, count) + tree_dot(a, b, middle..chunks.end, count)
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::check::{gradient, noise, weighted};
@@ -534,7 +545,7 @@ mod tests {
         };
         let routes = ExpertRoutes::new(logits.clone(), &[], spec, given);
         let mut d_y = routes.grouped(&c, 3);
-        let d_weights = routes.weigh(&mut d_y, &y, 3);
+        let d_weights = routes.weigh(&mut d_y, &y, 3, 1);
         gradient(loss, &logits, &routes.backward(&d_weights), 1e-2);
         assert_eq!(d_y, routes.weighted(&c, 3));
     }

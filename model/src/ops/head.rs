@@ -3,17 +3,22 @@
 //!
 //! Invariant: logits are in memory for a few rows at a time; those of a whole batch never are.
 
+mod shared;
+
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
+use collective::even_shards;
 
+use self::shared::{LogitsMove, exchange_logits, gather_predictions};
 use super::gemm::{Right, StridedMatrix, multiply_add};
 use super::linear::Linear;
 use super::simd::{exp, vectorized};
 use super::softmax::{entropy, scale_and_normalizer};
 use super::{row_ranges, unwritten, values};
-use crate::ThreadPool;
 use crate::low_rank::WeightGradient;
+use crate::pass_ranks::failed;
+use crate::{TensorRanks, ThreadPool};
 
 /// Logits in memory at a time: enough rows that reading the whole weight, and reading and writing its gradient, costs little
 /// beside the products.
@@ -94,6 +99,15 @@ pub struct TrainedTargets<'a> {
     pub samples: &'a [usize],
 }
 
+/// The head of a pass.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SharedHead<'a> {
+    /// `[V, d]`, or this rank's rows of it.
+    pub(crate) weight: &'a Linear,
+    /// The ranks that have the other rows; `None` if this one has all.
+    pub(crate) tensor: Option<&'a TensorRanks>,
+}
+
 /// Result of [`train`].
 pub(crate) struct HeadReverse {
     /// `[M]` derivatives of the loss by the predictions.
@@ -105,7 +119,7 @@ pub(crate) struct HeadReverse {
 /// `[M]` predictions for `hidden [M, d]` and `targets [M]`.
 pub(crate) fn predict(
     hidden: &Tensor,
-    head: &Linear,
+    head: SharedHead<'_>,
     targets: &[Target<'_>],
     pool: &ThreadPool,
 ) -> Result<Vec<Prediction>> {
@@ -113,7 +127,7 @@ pub(crate) fn predict(
     let mut logits = RowLogits::new(&hidden, head, targets, LOGITS, pool);
     let mut predictions = Vec::with_capacity(targets.len());
     for rows in row_chunks(0..targets.len(), logits.most_rows) {
-        predictions.extend(logits.normalize(rows).into_iter().map(|row| row.prediction));
+        predictions.extend(logits.normalize(rows)?);
     }
     Ok(predictions)
 }
@@ -123,7 +137,7 @@ pub(crate) fn predict(
 /// Logits are computed once, but for samples whose logits exceed the memory.
 pub(crate) fn train(
     hidden: &Tensor,
-    head: &Linear,
+    head: SharedHead<'_>,
     trained: TrainedTargets<'_>,
     predictions: &mut [Prediction],
     slopes_of: &mut SampleSlopes<'_>,
@@ -132,7 +146,7 @@ pub(crate) fn train(
 ) -> Result<HeadReverse> {
     let hidden = values(hidden)?;
     let logits = RowLogits::new(&hidden, head, trained.targets, LOGITS, pool);
-    Ok(logits.train(trained.samples, predictions, slopes_of, weight_gradient))
+    logits.train(trained.samples, predictions, slopes_of, weight_gradient)
 }
 
 /// Consecutive samples, and their rows.
@@ -167,13 +181,13 @@ struct RowLogits<'a> {
     /// `[M, d]`
     hidden: &'a [f32],
     width: usize,
-    head: &'a Linear,
+    head: SharedHead<'a>,
     /// `[M]`
     targets: &'a [Target<'a>],
     pool: &'a ThreadPool,
     /// Rows whose logits are in memory at a time.
     most_rows: usize,
-    /// `[most_rows, V]`
+    /// `[most_rows, V]`; among ranks, of the rows that this one normalises.
     logits: Vec<f32>,
     /// Of the rows whose logits are in memory.
     normalized: Vec<NormalizedRow>,
@@ -190,13 +204,13 @@ impl<'a> RowLogits<'a> {
     /// With at most `most` logits in memory, but those of a few rows.
     fn new(
         hidden: &'a [f32],
-        head: &'a Linear,
+        head: SharedHead<'a>,
         targets: &'a [Target<'a>],
         most: usize,
         pool: &'a ThreadPool,
     ) -> Self {
         let width = hidden.len().checked_div(targets.len()).unwrap_or(0);
-        let most_rows = rows_at_a_time(most, head.output());
+        let most_rows = rows_at_a_time(most, head.weight.output());
         Self { hidden, width, head, targets, pool, most_rows, logits: Vec::new(), normalized: Vec::new() }
     }
 
@@ -207,45 +221,69 @@ impl<'a> RowLogits<'a> {
         predictions: &mut [Prediction],
         slopes_of: &mut SampleSlopes<'_>,
         weight_gradient: &mut WeightGradient<'_>,
-    ) -> HeadReverse {
+    ) -> Result<HeadReverse> {
         let mut d_hidden = unwritten(self.hidden.len());
         let mut slopes = Vec::with_capacity(self.targets.len());
         for SampleRows { samples, rows } in sample_chunks(samples, self.most_rows) {
             let chunks = row_chunks(rows.clone(), self.most_rows);
             for chunk in &chunks {
-                let normalized = self.normalize(chunk.clone());
+                let normalized = self.normalize(chunk.clone())?;
                 for (prediction, row) in predictions[chunk.clone()].iter_mut().zip(normalized) {
-                    *prediction = Prediction { value: prediction.value, ..row.prediction };
+                    *prediction = Prediction { value: prediction.value, ..row };
                 }
             }
             slopes.extend(slopes_of(samples, &predictions[rows]));
             for chunk in &chunks {
                 if chunks.len() > 1 {
-                    self.normalize(chunk.clone());
+                    self.normalize(chunk.clone())?;
                 }
-                self.reverse(chunk.clone(), &slopes, &mut d_hidden, weight_gradient);
+                self.reverse(chunk.clone(), &slopes, &mut d_hidden, weight_gradient)?;
             }
         }
-        HeadReverse { slopes, d_hidden }
+        Ok(HeadReverse { slopes, d_hidden })
     }
 
-    /// Computes and scales the logits of `rows`.
-    fn normalize(&mut self, rows: Range<usize>) -> Vec<NormalizedRow> {
-        let vocabulary = self.head.output();
-        if self.logits.len() < rows.len() * vocabulary {
-            self.logits = unwritten(rows.len() * vocabulary);
+    /// Predictions of `rows`, whose logits are computed and scaled. Among ranks each normalises some of them.
+    fn normalize(&mut self, rows: Range<usize>) -> Result<Vec<Prediction>> {
+        let own = self.own_rows(&rows);
+        let vocabulary = self.vocabulary();
+        if self.logits.len() < own.len() * vocabulary {
+            self.logits = unwritten(own.len() * vocabulary);
         }
-        let logits = &mut self.logits[..rows.len() * vocabulary];
         let hidden = &self.hidden[rows.start * self.width..rows.end * self.width];
-        self.head.apply_slice(hidden, logits, self.pool);
-        let each = row_ranges(rows.len(), self.pool.threads(), 1)[0].len();
-        let parts = logits.chunks_mut(each * vocabulary).zip(self.targets[rows].chunks(each)).collect();
+        let logits = &mut self.logits[..own.len() * vocabulary];
+        match self.head.tensor {
+            None => self.head.weight.apply_slice(hidden, logits, self.pool),
+            Some(tensor) => {
+                let mut parts = unwritten(rows.len() * self.head.weight.output());
+                self.head.weight.apply_slice(hidden, &mut parts, self.pool);
+                exchange_logits(tensor, rows.len(), LogitsMove::ToRows, &mut parts, logits)?;
+            }
+        }
+        let each = row_ranges(own.len(), self.pool.threads(), 1)[0].len();
+        let parts = logits.chunks_mut(each * vocabulary).zip(self.targets[own].chunks(each)).collect();
         let normalized = self.pool.map(parts, |(logits, targets): (&mut [f32], &[Target<'_>])| {
             let rows = logits.chunks_exact_mut(vocabulary).zip(targets);
             rows.map(|(row, target)| normalize(row, target)).collect::<Vec<_>>()
         });
         self.normalized = normalized.concat();
-        self.normalized.clone()
+        let own: Vec<Prediction> = self.normalized.iter().map(|row| row.prediction).collect();
+        match self.head.tensor {
+            None => Ok(own),
+            Some(tensor) => gather_predictions(&*tensor.ranks, rows.len(), &own),
+        }
+    }
+
+    /// Tokens of all ranks.
+    fn vocabulary(&self) -> usize {
+        self.head.tensor.map_or(self.head.weight.output(), |tensor| tensor.vocabulary)
+    }
+
+    /// The rows of `rows` that this rank normalises.
+    fn own_rows(&self, rows: &Range<usize>) -> Range<usize> {
+        let Some(TensorRanks { ranks, .. }) = self.head.tensor else { return rows.clone() };
+        let own = even_shards(rows.len(), ranks.world())[ranks.rank()].clone();
+        rows.start + own.start..rows.start + own.end
     }
 
     /// Writes the gradient of the hidden states of `rows`, whose logits are in memory, to their part of `d_hidden [M, d]`, for
@@ -256,28 +294,42 @@ impl<'a> RowLogits<'a> {
         slopes: &[PredictionGradient],
         d_hidden: &mut [f32],
         weight_gradient: &mut WeightGradient<'_>,
-    ) {
+    ) -> Result<()> {
         let Self { hidden, width, head, targets, pool, .. } = *self;
-        let vocabulary = head.output();
-        let logits = &mut self.logits[..rows.len() * vocabulary];
-        let values = rows.start * width..rows.end * width;
-        let each = row_ranges(rows.len(), pool.threads(), 1)[0].len();
-        let of_rows = targets[rows.clone()].chunks(each).zip(slopes[rows].chunks(each));
-        let of_rows = of_rows.zip(self.normalized.chunks(each));
-        let outs =
-            logits.chunks_mut(each * vocabulary).zip(d_hidden[values.clone()].chunks_mut(each * width));
-        pool.map(of_rows.zip(outs).collect(), |(((targets, slopes), normalized), (logits, d_hidden))| {
+        let (own, vocabulary) = (self.own_rows(&rows), self.vocabulary());
+        let logits = &mut self.logits[..own.len() * vocabulary];
+        let each = row_ranges(own.len(), pool.threads(), 1)[0].len();
+        let of_rows = targets[own.clone()].chunks(each).zip(slopes[own].chunks(each));
+        let of_rows = of_rows.zip(self.normalized.chunks(each)).zip(logits.chunks_mut(each * vocabulary));
+        pool.map(of_rows.collect(), |(((targets, slopes), normalized), logits)| {
             let of_rows = targets.iter().zip(slopes).zip(normalized);
             for (row, ((target, slope), normalized)) in logits.chunks_exact_mut(vocabulary).zip(of_rows) {
                 differentiate(row, target, normalized, *slope);
             }
-            head.input_gradient_slice(logits, d_hidden);
         });
-        let (d_logits, hidden) = (&*logits, &hidden[values]);
+        let mut parts;
+        let d_logits = match head.tensor {
+            None => logits,
+            Some(tensor) => {
+                parts = unwritten(rows.len() * head.weight.output());
+                exchange_logits(tensor, rows.len(), LogitsMove::ToVocabulary, &mut parts, logits)?;
+                &mut parts
+            }
+        };
+        let values = rows.start * width..rows.end * width;
+        let (vocabulary, d_hidden) = (head.weight.output(), &mut d_hidden[values.clone()]);
+        let each = row_ranges(rows.len(), pool.threads(), 1)[0].len();
+        let of_rows = d_logits.chunks(each * vocabulary).zip(d_hidden.chunks_mut(each * width));
+        pool.map(of_rows.collect(), |(g, d_hidden)| head.weight.input_gradient_slice(g, d_hidden));
+        if let Some(TensorRanks { ranks, .. }) = head.tensor {
+            ranks.all_reduce(d_hidden).map_err(failed)?;
+        }
+        let (d_logits, hidden) = (&*d_logits, &hidden[values]);
         let weight_gradient = match weight_gradient {
             WeightGradient::Whole(gradient) => gradient,
             WeightGradient::Factors(all) => {
-                return all.iter_mut().for_each(|own| own.add_values(hidden, width, d_logits, vocabulary));
+                all.iter_mut().for_each(|own| own.add_values(hidden, width, d_logits, vocabulary));
+                return Ok(());
             }
         };
         let hidden = StridedMatrix::new(hidden, width);
@@ -287,6 +339,7 @@ impl<'a> RowLogits<'a> {
             let left = StridedMatrix::new(d_logits, vocabulary).transposed().rows(rows);
             multiply_add(left, Right::Unpacked(hidden), out);
         });
+        Ok(())
     }
 }
 
@@ -360,10 +413,15 @@ mod tests {
     const WIDTH: usize = 6;
     const VOCABULARY: usize = 37;
 
+    fn alone(weight: &Linear) -> SharedHead<'_> {
+        SharedHead { weight, tensor: None }
+    }
+
     fn loss(hidden: &[f32], weight: &[f32], targets: &[Target<'_>], c: &[PredictionGradient]) -> f64 {
         let hidden = Tensor::from_vec(hidden.to_vec(), (targets.len(), WIDTH), &Device::Cpu).unwrap();
         let predictions =
-            predict(&hidden, &Linear::packed(weight, WIDTH, None), targets, &ThreadPool::single()).unwrap();
+            predict(&hidden, alone(&Linear::packed(weight, WIDTH, None)), targets, &ThreadPool::single())
+                .unwrap();
         let term = |(p, c): (&Prediction, &PredictionGradient)| {
             f64::from(p.logprob) * f64::from(c.logprob) + f64::from(p.entropy) * f64::from(c.entropy)
         };
@@ -388,13 +446,13 @@ mod tests {
         let layer = Linear::trainable(&weight, WIDTH);
         let expected = {
             let tensor = Tensor::from_vec(hidden.clone(), (rows, WIDTH), &Device::Cpu).unwrap();
-            predict(&tensor, &layer, &targets, &ThreadPool::single()).unwrap()
+            predict(&tensor, alone(&layer), &targets, &ThreadPool::single()).unwrap()
         };
         let samples = [20, 0, 17, 30];
         // All at a time, samples at a time, and less than a sample.
         for most in [rows, 40, 10] {
             let pool = ThreadPool::single();
-            let logits = RowLogits::new(&hidden, &layer, &targets, most * VOCABULARY, &pool);
+            let logits = RowLogits::new(&hidden, alone(&layer), &targets, most * VOCABULARY, &pool);
             let (mut predictions, mut dw) = (vec![Prediction::default(); rows], vec![0.0; weight.len()]);
             let mut calls = Vec::new();
             let mut slopes_of = |range: Range<usize>, predicted: &[Prediction]| {
@@ -404,7 +462,7 @@ mod tests {
             };
             let mut whole = WeightGradient::Whole(&mut dw);
             let HeadReverse { slopes, d_hidden } =
-                logits.train(&samples, &mut predictions, &mut slopes_of, &mut whole);
+                logits.train(&samples, &mut predictions, &mut slopes_of, &mut whole).unwrap();
             assert_eq!(calls.len(), [1, 2, 4][[rows, 40, 10].iter().position(|m| *m == most).unwrap()]);
             assert_eq!((&predictions, &slopes), (&expected, &c));
             gradient(|h| loss(h, &weight, &targets, &c), &hidden, &d_hidden, 2e-3);
@@ -422,7 +480,7 @@ mod tests {
             .iter()
             .map(|t| {
                 let target = Target { token: *t, temperature: 0.8, kept: Some(&kept) };
-                predict(&hidden, &head, &[target], &ThreadPool::single()).unwrap()[0].logprob.exp()
+                predict(&hidden, alone(&head), &[target], &ThreadPool::single()).unwrap()[0].logprob.exp()
             })
             .sum();
         assert!((total - 1.0).abs() < 1e-6, "{total}");

@@ -102,20 +102,39 @@ pub(crate) fn prepare_backward(
     matrix(g, shape.width())
 }
 
-/// Adds the gradients `[2, head_dim]` of the weights of the query norm and the key norm, for the gradient `g [T, width]`
-/// of the prepared.
+/// Adds the gradients of the weights of the query norm and the key norm, for the gradient `g [T, width]` of the prepared, to those
+/// of `groups` of heads: `gradient` is `[groups[0], query norm]`, then `[groups[1], key norm]`.
 pub(crate) fn head_norm_gradient(
     raw: &Tensor,
     shape: HeadShape,
     norm: HeadNormWeights<'_>,
     angles: &Angles,
     g: &Tensor,
+    groups: [usize; 2],
     gradient: &mut [f32],
 ) -> Result<()> {
     let mut g = values(g)?.to_vec();
     rotate_back(&mut g, shape, angles);
-    norm_gradient(&values(raw)?, shape, norm, &g, gradient);
+    norm_gradient(&values(raw)?, shape, norm, &g, groups, gradient);
     Ok(())
+}
+
+/// Adds the gradients of groups of heads ([`head_norm_gradient`]) as balanced binary trees, in place. Returns `[norms]` the sums.
+pub(crate) fn sum_head_groups(norms: [usize; 2], groups: [usize; 2], gradient: &mut [f32]) -> Vec<f32> {
+    let (queries, keys) = gradient.split_at_mut(norms[0] * groups[0]);
+    let mut sums = Vec::with_capacity(norms[0] + norms[1]);
+    for ((part, norm), groups) in [queries, keys].into_iter().zip(norms).zip(groups) {
+        let mut step = 1;
+        while step < groups {
+            for left in (0..groups - step).step_by(2 * step) {
+                let (to, from) = part.split_at_mut((left + step) * norm);
+                to[left * norm..][..norm].iter_mut().zip(&*from).for_each(|(a, b)| *a += b);
+            }
+            step *= 2;
+        }
+        sums.extend_from_slice(&part[..norm]);
+    }
+    sums
 }
 
 vectorized! {
@@ -160,14 +179,25 @@ vectorized! {
 }
 
 vectorized! {
-    fn norm_gradient(raw: &[f32], shape: HeadShape, norm: HeadNormWeights<'_>, g: &[f32], gradient: &mut [f32]) {
-        let (query, key) = gradient.split_at_mut(norm.query.len());
+    fn norm_gradient(
+        raw: &[f32],
+        shape: HeadShape,
+        norm: HeadNormWeights<'_>,
+        g: &[f32],
+        groups: [usize; 2],
+        gradient: &mut [f32],
+    ) {
+        let (query, key) = gradient.split_at_mut(norm.query.len() * groups[0]);
         for (row, g) in raw.chunks_exact(shape.width()).zip(g.chunks_exact(shape.width())) {
             let [queries, keys] = shape.parts();
-            for (part, gradient) in [(queries, &mut *query), (keys, &mut *key)] {
-                let width = gradient.len();
-                let parts = row[part.clone()].chunks_exact(width).zip(g[part].chunks_exact(width));
-                parts.for_each(|(x, g)| norm_row_weight_gradient(x, norm.eps, g, gradient));
+            for ((part, groups), gradient) in [queries, keys].into_iter().zip(groups).zip([&mut *query, &mut *key]) {
+                let width = gradient.len() / groups;
+                let of_group = part.len() / groups;
+                let rows = row[part.clone()].chunks_exact(of_group).zip(g[part].chunks_exact(of_group));
+                for ((row, g), gradient) in rows.zip(gradient.chunks_exact_mut(width)) {
+                    let parts = row.chunks_exact(width).zip(g.chunks_exact(width));
+                    parts.for_each(|(x, g)| norm_row_weight_gradient(x, norm.eps, g, gradient));
+                }
             }
         }
     }
@@ -218,7 +248,11 @@ mod tests {
             let mut dw = vec![0.0; w.len()];
             if let Some(norm) = norm {
                 let g = matrix(c.clone(), shape.width()).unwrap();
-                head_norm_gradient(&raw, shape, norm, angles, &g, &mut dw[..query + key]).unwrap();
+                // In groups of heads, where heads are normalised apart.
+                let groups = if query == 6 { [4, 2] } else { [1, 1] };
+                let mut of_groups = vec![0.0; query * groups[0] + key * groups[1]];
+                head_norm_gradient(&raw, shape, norm, angles, &g, groups, &mut of_groups).unwrap();
+                dw[..query + key].copy_from_slice(&sum_head_groups([query, key], groups, &mut of_groups));
             }
             gradient(|w| loss(&x, w), &w, &dw, 1e-3);
         }

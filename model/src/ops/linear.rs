@@ -9,17 +9,20 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
+use collective::{Collective, Position};
 
 use super::adapters::{LinearFactors, LinearPass, add_products};
 use super::bf16::Bf16Linear;
 use super::blocks::BlockRows;
 use super::dot::StoreMode;
 use super::gemm::{
-    CHUNKS, NR, Panels, ProductOut, Right, StridedMatrix, TreeChunks, multiply_add, product, tree_product,
+    CHUNKS, NR, Panels, ProductOut, Right, StridedMatrix, TreeChunks, WHOLE, multiply_add, product,
+    tree_product,
 };
 use super::int8::Int8Linear;
 use super::simd::vectorized;
 use super::{matrix, row_ranges, unwritten, values};
+use crate::pass_ranks::failed;
 use crate::{LowRank, Parameters};
 
 /// One linear layer. Its weight is `[out, in]`, as Hugging Face stores it.
@@ -30,6 +33,10 @@ pub(crate) struct Linear {
     output: usize,
     bias: Option<Vec<f32>>,
     tree: TreeSum,
+    /// The part of the layer that this is, of those of tensor-parallel ranks.
+    shard: Position,
+    /// The tensor-parallel ranks that have the other parts of the layer, if it sums over them itself.
+    ranks: Option<Arc<dyn Collective>>,
     /// The range of the weight in the flat parameters of its model; empty if its factors are not asked for.
     place: Range<usize>,
     /// Low-rank factors that are not merged into the weight.
@@ -45,7 +52,7 @@ pub(crate) enum TreeSum {
     None,
     /// The forward of a row-parallel layer: over its inputs.
     Inputs,
-    /// The input gradient of a column-parallel layer: over its outputs, which are parts of these lengths.
+    /// The input gradient of a column-parallel layer: over its outputs, which are parts of these lengths, of all ranks together.
     Outputs(Vec<usize>),
 }
 
@@ -58,6 +65,8 @@ impl Default for Linear {
             output: 0,
             bias: None,
             tree: TreeSum::None,
+            shard: WHOLE,
+            ranks: None,
             place: 0..0,
             factors: Vec::new(),
         }
@@ -139,6 +148,24 @@ impl Linear {
         Self { tree, ..self }
     }
 
+    /// Makes it the part of one of `ranks`. Its results and input gradients are sums over the ranks if it `sums`, and partial sums
+    /// otherwise; neither applies to a layer without a tree, of which every rank has all or its own outputs.
+    pub(crate) fn share(&mut self, ranks: &Arc<dyn Collective>, sums: bool) {
+        self.shard = ranks.position();
+        self.ranks = sums.then(|| Arc::clone(ranks));
+        if let TreeSum::Outputs(parts) = &mut self.tree {
+            parts.iter_mut().for_each(|part| *part *= self.shard.world);
+        }
+    }
+
+    /// Makes it the part of one rank of a head with `vocabulary` outputs, which ranks have even shares of.
+    pub(crate) fn share_vocabulary(&mut self, shard: Position, vocabulary: usize) {
+        self.shard = shard;
+        if let TreeSum::Outputs(parts) = &mut self.tree {
+            *parts = vec![vocabulary];
+        }
+    }
+
     /// The same layer, whose weight has the range `place` in the flat parameters of its model.
     #[must_use]
     pub(crate) fn at(self, place: Range<usize>) -> Self {
@@ -174,7 +201,7 @@ impl Linear {
     /// The same, as plain values.
     pub(crate) fn apply_values<'a>(&self, x: &Tensor, on: impl Into<LinearPass<'a>>) -> Result<Vec<f32>> {
         let mut out = unwritten(x.dim(0)? * self.output);
-        self.run(&values(x)?, &mut out, true, on.into());
+        self.sum_over_ranks(&values(x)?, &mut out, true, on.into())?;
         Ok(out)
     }
 
@@ -186,11 +213,28 @@ impl Linear {
         on: impl Into<LinearPass<'a>>,
     ) -> Result<Tensor> {
         let mut out = values(base)?.to_vec();
-        self.run(&values(x)?, &mut out, false, on.into());
+        self.sum_over_ranks(&values(x)?, &mut out, false, on.into())?;
         matrix(out, self.output)
     }
 
-    /// `x [T, in]` to `out [T, out]`.
+    /// [`Self::run`], with the sum over the ranks of a row-parallel layer.
+    fn sum_over_ranks(&self, x: &[f32], out: &mut [f32], fresh: bool, on: LinearPass<'_>) -> Result<()> {
+        let Some(ranks) = self.ranks.as_ref().filter(|_| matches!(self.tree, TreeSum::Inputs)) else {
+            self.run(x, out, fresh, on);
+            return Ok(());
+        };
+        let mut partial = if fresh { Vec::new() } else { unwritten(out.len()) };
+        let sum = if fresh { &mut *out } else { &mut partial };
+        self.multiply(x, sum, true, on);
+        ranks.all_reduce(sum).map_err(failed)?;
+        if !fresh {
+            out.iter_mut().zip(&partial).for_each(|(out, sum)| *out += sum);
+        }
+        self.add_bias(out);
+        Ok(())
+    }
+
+    /// `x [T, in]` to `out [T, out]`; of a row-parallel layer that is shared, the partial sums of this rank.
     pub(crate) fn apply_slice<'a>(&self, x: &[f32], out: &mut [f32], on: impl Into<LinearPass<'a>>) {
         self.run(x, out, true, on.into());
     }
@@ -198,6 +242,18 @@ impl Linear {
     /// Writes the layer's result for `x [T, in]` to `out [T, out]`, or adds it if not `fresh`. Threads share the columns of
     /// f32 weights, so that each reads and packs its part only.
     fn run(&self, x: &[f32], out: &mut [f32], fresh: bool, on: LinearPass<'_>) {
+        self.multiply(x, out, fresh, on);
+        self.add_bias(out);
+    }
+
+    fn add_bias(&self, out: &mut [f32]) {
+        if let Some(bias) = &self.bias {
+            add_rows(out, bias);
+        }
+    }
+
+    /// The same without the bias.
+    fn multiply(&self, x: &[f32], out: &mut [f32], fresh: bool, on: LinearPass<'_>) {
         let pool = on.pool;
         let store = if fresh { StoreMode::Replace } else { StoreMode::Add };
         match &self.weight {
@@ -229,9 +285,6 @@ impl Linear {
             }
         }
         add_products(&self.factors, x, out, self.output, on);
-        if let Some(bias) = &self.bias {
-            add_rows(out, bias);
-        }
     }
 
     /// The product of `x [T, in]` and some columns of the transposed weight.
@@ -239,7 +292,8 @@ impl Linear {
         let x = StridedMatrix::new(x, self.input);
         match self.tree {
             TreeSum::Inputs => {
-                let chunks = TreeChunks { parts: &[self.input], count: CHUNKS };
+                let whole = [self.input * self.shard.world];
+                let chunks = TreeChunks { parts: &whole, count: CHUNKS, shard: self.shard };
                 tree_product(x, weight, chunks, &out, fresh);
             }
             TreeSum::None | TreeSum::Outputs(_) => product(x, weight, out, fresh),
@@ -262,10 +316,13 @@ impl Linear {
         let g = values(g)?;
         let mut dx = unwritten(g.len() / self.output * self.input);
         self.input_gradient_slice(&g, &mut dx);
+        if let (Some(ranks), TreeSum::Outputs(_)) = (&self.ranks, &self.tree) {
+            ranks.all_reduce(&mut dx).map_err(failed)?;
+        }
         Ok(dx)
     }
 
-    /// The same on slices: `g [T, out]` to `dx [T, in]`.
+    /// The same on slices: `g [T, out]` to `dx [T, in]`; of a column-parallel layer that is shared, the partial sums of this rank.
     ///
     /// # Panics
     /// If the layer is one to sample with.
@@ -287,7 +344,8 @@ impl Linear {
         let dx = ProductOut::new(dx, self.input);
         match &self.tree {
             TreeSum::Outputs(parts) => {
-                tree_product(g, weight, TreeChunks { parts, count: CHUNKS }, &dx, true);
+                let chunks = TreeChunks { parts, count: CHUNKS, shard: self.shard };
+                tree_product(g, weight, chunks, &dx, true);
             }
             TreeSum::None | TreeSum::Inputs => product(g, weight, dx, true),
         }

@@ -1,6 +1,8 @@
 //! The section `[trainer]`.
 
+use model::ContextExchange;
 use serde::{Deserialize, Serialize};
+use trainer::{ContextParallel, ParallelConfig};
 
 use super::super::words::*;
 
@@ -72,9 +74,11 @@ pub struct TrainerSection {
     /// `enable_gradient_checkpointing`.
     // resume = changes, worker = run
     pub recompute: Recompute,
-    /// Number of data-parallel ranks of the trainer.
+    /// Number of ranks of the trainer. They divide the data of a step, apart from those that `[trainer.parallel]` has share a pass.
     // resume = changes, worker = run
     pub world: usize,
+    /// How ranks share a pass.
+    pub parallel: ParallelSection,
     /// Number of leaves of the balanced binary tree that sums the gradients of a step: a power of two. Ranks on the
     /// processor compute whole leaves, so the weights have the same bits for every `trainer.world` that is a power of two
     /// and at most `leaves`. A batch has at least this number of micro-batches. A single rank has log2(leaves) gradient
@@ -121,10 +125,56 @@ impl Default for TrainerSection {
             microbatch_tokens: 4096,
             recompute: Recompute::None,
             world: 1,
+            parallel: ParallelSection::default(),
             leaves: 4,
             ranks: Ranks::Threads,
             zero: 1,
             collective: CollectiveWord::Auto,
         }
+    }
+}
+
+/// `[trainer.parallel]`: how ranks share the forward and backward passes of the trainer. `trainer.world` is a multiple of the
+/// product of the degrees; the ranks beyond it divide the data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ParallelSection {
+    /// Ranks that share the weights of every matrix (tensor parallel, arXiv 1909.08053): by heads and by the width of the
+    /// feed-forward network, the embedding and the head by tokens. A power of two that divides these. Needs
+    /// `model.reduction = "tree"`, which gives every degree the same bits, the processor, and `optimizer = "adamw"`. Megatron-LM
+    /// `tensor_model_parallel_size`.
+    // resume = changes, worker = run
+    pub tensor: usize,
+    /// Ranks that share the tokens of a micro-batch (context parallel): each computes neighbouring sections of the token stream, cut
+    /// by cost. Sequences that lie over several ranks exchange what attention needs. A power of two; needs the processor, and
+    /// attention in every layer. prime-rl `cp`, Megatron-LM `context_parallel_size`.
+    // resume = changes, worker = run
+    pub context: usize,
+    /// Sections of a micro-batch, whose gradients are summed as a balanced binary tree: a power of two. The weights have the same
+    /// bits for every `context` up to it, with `trainer.zero` 2 or 3, or one micro-batch per leaf. More sections mean smaller
+    /// products for the gradients of weights.
+    // resume = changes, worker = run
+    pub sections: usize,
+    /// What context ranks exchange: the `keys` and values that their queries attend to (Llama 3), or `heads`, so that a rank has some
+    /// heads of all tokens (Ulysses), which needs as many key-value heads as ranks. Default: what sends fewer values. prime-rl
+    /// `cp_style`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = run
+    pub exchange: Option<ContextExchange>,
+}
+
+impl Default for ParallelSection {
+    fn default() -> Self {
+        Self { tensor: 1, context: 1, sections: 1, exchange: None }
+    }
+}
+
+impl ParallelSection {
+    /// How ranks divide the work.
+    #[must_use]
+    pub fn config(self) -> ParallelConfig {
+        let context =
+            ContextParallel { degree: self.context, sections: self.sections, exchange: self.exchange };
+        ParallelConfig { tensor: self.tensor, context }
     }
 }

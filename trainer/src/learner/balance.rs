@@ -60,7 +60,7 @@ impl Learner {
         }
         let mut loads = ExpertLoads::default();
         reports.iter().flatten().filter_map(L::loads).for_each(|of_leaf| loads.merge(of_leaf));
-        let steps = RouterStep::all(self.first.layout(), &loads, rate);
+        let steps = RouterStep::all(self.first.own_layout(), &loads, rate);
         self.ranks_mut().try_for_each(|rank| rank.correct(&steps))
     }
 }

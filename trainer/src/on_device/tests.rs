@@ -38,6 +38,7 @@ fn settings(dtype: DeviceDtype, optimizer: OptimizerPlace) -> LearnerConfig {
         microbatch_tokens: 64,
         recompute: Recompute::None,
         world: 1,
+        parallel: crate::ParallelConfig::DATA,
         leaves: 4,
         zero: 1,
         wait: Duration::from_secs(60),

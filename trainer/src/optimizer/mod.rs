@@ -18,7 +18,7 @@ mod orthonormal;
 use std::ops::Range;
 use std::sync::Arc;
 
-use model::{ParameterSpec, ThreadPool};
+use model::{ModelShard, ParameterSpec, ThreadPool};
 use serde::{Deserialize, Serialize};
 
 use crate::TrainerError;
@@ -367,11 +367,18 @@ impl Optimizer {
         Self { config, updates: 0, states: Arc::new(fragments.iter().map(state).collect()) }
     }
 
-    /// The shard of a rank that owns `fragments`, from an optimizer of whole tensors.
-    pub(crate) fn cut(&self, fragments: &[Fragment]) -> Self {
-        let state = |fragment: &Fragment| self.states[fragment.tensor].cut(&fragment.within);
-        let states = fragments.iter().map(state).collect();
-        Self { config: self.config, updates: self.updates, states: Arc::new(states) }
+    /// The part of a rank that owns `fragments`, of a `shard` of the model or of all of it, from an optimizer of whole tensors.
+    ///
+    /// # Errors
+    /// If the states are of another precision than the configuration's.
+    pub(crate) fn cut(
+        &self,
+        fragments: &[Fragment],
+        shard: Option<&ModelShard>,
+    ) -> Result<Self, TrainerError> {
+        let state = |fragment: &Fragment| self.states[fragment.tensor].part(fragment, shard, &self.config);
+        let states = fragments.iter().map(state).collect::<Result<_, _>>()?;
+        Ok(Self { config: self.config, updates: self.updates, states: Arc::new(states) })
     }
 
     /// Gathers the shards of all ranks, with their fragments, to an optimizer of whole tensors.
@@ -382,13 +389,24 @@ impl Optimizer {
         config: OptimizerConfig,
         updates: u64,
         specs: &[ParameterSpec],
-        ranks: impl Iterator<Item = (&'a [Fragment], &'a [TensorState])>,
+        ranks: impl Iterator<Item = (&'a [Fragment], &'a [TensorState], Option<&'a ModelShard>)>,
     ) -> Result<Self, TrainerError> {
         let mut whole = Self { updates, ..Self::new(config, specs) };
         let states_of_all = Arc::make_mut(&mut whole.states);
-        for (fragments, states) in ranks {
-            for (fragment, state) in fragments.iter().zip(states) {
-                states_of_all[fragment.tensor].paste(&fragment.within, state)?;
+        for (fragments, states, shard) in ranks {
+            for (Fragment { tensor, within }, state) in fragments.iter().zip(states) {
+                let Some(piece) = shard.map(|shard| &shard.pieces()[*tensor]) else {
+                    states_of_all[*tensor].paste(within, state)?;
+                    continue;
+                };
+                if !piece.owned {
+                    continue;
+                }
+                let (start, whole) = (piece.own + within.start, specs[*tensor].offset);
+                for (own, of_whole) in piece.within(start..piece.own + within.end) {
+                    let part = state.cut(&(own.start - start..own.end - start));
+                    states_of_all[*tensor].paste(&(of_whole.start - whole..of_whole.end - whole), &part)?;
+                }
             }
         }
         Ok(whole)
@@ -470,6 +488,28 @@ impl TensorState {
             Self::Moments(moments) => Self::Moments(moments.cut(within)),
             Self::Muon(_) | Self::Dion { .. } => self.clone(),
         }
+    }
+
+    /// The state of a fragment of the tensor, of a `shard` of the model or of all of it.
+    ///
+    /// # Errors
+    /// If this state is of another precision than that of the optimizer of the shard.
+    pub(crate) fn part(
+        &self,
+        fragment: &Fragment,
+        shard: Option<&ModelShard>,
+        config: &OptimizerConfig,
+    ) -> Result<Self, TrainerError> {
+        let Some(shard) = shard else { return Ok(self.cut(&fragment.within)) };
+        let piece = &shard.pieces()[fragment.tensor];
+        let whole = shard.whole().specs()[fragment.tensor].offset;
+        let start = piece.own + fragment.within.start;
+        let mut part = config.state_of(fragment, &shard.layout().specs()[fragment.tensor]);
+        for (own, of_whole) in piece.within(start..piece.own + fragment.within.end) {
+            let from = self.cut(&(of_whole.start - whole..of_whole.end - whole));
+            part.paste(&(own.start - start..own.end - start), &from)?;
+        }
+        Ok(part)
     }
 
     /// Inverse of [`Self::cut`].

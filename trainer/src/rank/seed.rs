@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use collective::HostCollective;
 use device::group::{DeviceGroup, DeviceGroupId, GroupCandidate};
 use device::{Device, bf16};
-use model::{Config, Layout, ParameterSpec, Parameters};
+use model::{Config, Layout, ModelShard, ParameterSpec, Parameters};
 
 use super::group::GroupRank;
 use super::membership::RankMembership;
 use super::on_device::{PassDevice, SingleDeviceRank};
+use super::passes::PassCollectives;
 use super::replicated::ReplicatedRank;
 use super::sharded::ShardedRank;
 use super::single::SingleRank;
@@ -21,7 +21,8 @@ use crate::lora::Adapter;
 use crate::on_device::{
     ByDtype, CollectivePlace, DeviceConfig, DeviceNetwork, OptimizerPlace, by_dtype, open,
 };
-use crate::optimizer::{Optimizer, OptimizerKind};
+use crate::optimizer::{Optimizer, OptimizerKind, TensorState};
+use crate::parallel::RankGroups;
 use crate::state_weights::StateWeights;
 use crate::zero::{BufferPool, Fragment, Shards, TreeSums};
 
@@ -41,11 +42,14 @@ pub(crate) struct LearnerSeed {
 #[derive(Debug)]
 pub(crate) struct MemberSeed {
     config: LearnerConfig,
+    /// The whole model.
     model: Config,
+    /// The layout of the model, or of the shard.
     layout: Arc<Layout>,
+    /// The shard of the model that this rank trains; `None` for all of it.
+    shard: Option<ModelShard>,
     adapter: Option<Adapter>,
-    collective: Arc<dyn HostCollective>,
-    rank: usize,
+    groups: RankGroups,
     trained: Shards,
     weights: Shards,
 }
@@ -67,11 +71,13 @@ impl LearnerSeed {
     pub(crate) fn alone(self) -> Result<Rank, TrainerError> {
         let Self { config, model, weights, adapter, optimizer } = self;
         config.check_routers(&model, adapter.is_some())?;
+        let passes = PassCollectives::alone(config.parallel, &model);
         let layout = Arc::clone(weights.layout());
         let specs = adapter.as_ref().map_or(layout.specs(), Adapter::specs);
         let sums = TreeSums::new(specs.last().map_or(0, |spec| spec.range().end));
         let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, specs));
-        let mut base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default() };
+        let buffers = BufferPool::default();
+        let mut base = RankBase { config, model, layout, shard: None, optimizer, buffers, passes };
         let mut device = None;
         if let Some(config) = base.config.device.clone() {
             let network = base.open(&config, 0)?;
@@ -90,42 +96,60 @@ impl LearnerSeed {
         Ok(Rank { base, kind })
     }
 
-    /// One rank of `collective`.
+    /// One rank of `groups`.
     ///
     /// # Errors
     /// If its device is not available, or its memory is too small.
-    pub(crate) fn member(&self, collective: Arc<dyn HostCollective>) -> Result<Rank, TrainerError> {
+    pub(crate) fn member(&self, groups: RankGroups) -> Result<Rank, TrainerError> {
         let (model, adapter, layout) = (self.model.clone(), self.adapter.clone(), self.weights.layout());
-        let member = MemberSeed::new(self.config.clone(), model, layout, adapter, collective);
+        let member = MemberSeed::new(self.config.clone(), model, layout, adapter, groups)?;
         let weights = match &self.weights {
-            StateWeights::Whole(parameters) if member.owns_weights() => {
-                RankWeights::Own(member.weights.pack(member.rank, parameters.values()))
+            StateWeights::Whole(parameters) => {
+                let own = member.shard.as_ref().map_or_else(
+                    || Ok(Parameters::clone(parameters)),
+                    |shard| {
+                        Parameters::from_values(Arc::clone(shard.layout()), shard.cut(parameters.values()))
+                    },
+                )?;
+                if member.owns_weights() {
+                    RankWeights::Own(member.weights.pack(member.groups.zero.rank(), own.values()))
+                } else {
+                    RankWeights::Whole(own.into())
+                }
             }
-            StateWeights::Whole(parameters) => RankWeights::Whole(Parameters::clone(parameters).into()),
             // It never changes.
             StateWeights::Quantized(base) => RankWeights::Whole(StateWeights::Quantized(Arc::clone(base))),
         };
-        let optimizer = self.optimizer.as_ref().map(|optimizer| optimizer.cut(member.fragments()));
+        let cut = |optimizer: &Optimizer| optimizer.cut(member.fragments(), member.shard.as_ref());
+        let optimizer = self.optimizer.as_ref().map(cut).transpose()?;
         member.rank(weights, optimizer)
     }
 }
 
 impl MemberSeed {
-    /// The seed of this rank of `collective`, which trains a model or its `adapter`.
+    /// The seed of this rank of `groups`, which trains a model or its `adapter`.
+    ///
+    /// # Errors
+    /// If the ranks cannot divide the model.
     pub(crate) fn new(
         config: LearnerConfig,
         model: Config,
         layout: &Arc<Layout>,
         adapter: Option<Adapter>,
-        collective: Arc<dyn HostCollective>,
-    ) -> Self {
-        let (rank, world) = (collective.rank(), collective.world());
-        let weights = Shards::of_model(layout, world, &config.optimizer);
+        groups: RankGroups,
+    ) -> Result<Self, TrainerError> {
+        config.check_parallel(&model, adapter.is_some())?;
+        let place = config.parallel.place(groups.all.position());
+        let of_rank = || config.parallel.shard(&model, place.tensor.rank);
+        let shard = (place.tensor.world > 1).then(of_rank).transpose()?;
+        let layout = Arc::clone(shard.as_ref().map_or(layout, ModelShard::layout));
+        let world = groups.zero.world();
+        let weights = Shards::of_model(&layout, world, &config.optimizer);
         let trained = match &adapter {
-            Some(adapter) => Shards::of_adapter(layout, adapter, world, &config.optimizer),
+            Some(adapter) => Shards::of_adapter(&layout, adapter, world, &config.optimizer),
             None => weights.clone(),
         };
-        Self { config, model, layout: Arc::clone(layout), adapter, collective, rank, trained, weights }
+        Ok(Self { config, model, layout, shard, adapter, groups, trained, weights })
     }
 
     /// Whether this rank has only its shards of the weights. With an adapter every rank has all weights, because merging
@@ -134,9 +158,40 @@ impl MemberSeed {
         self.config.shares_weights() && self.adapter.is_none()
     }
 
-    /// This rank's shard of the values of a unit, `[unit values]`.
-    pub(crate) fn own_of<'a>(&self, unit: usize, values: &'a [f32]) -> &'a [f32] {
-        &values[self.weights.cuts(unit)[self.rank].clone()]
+    /// This rank's part of the `values` of a unit of the whole model, whose first is number `start` of the model: all of them, of
+    /// a shard its own, and of these the ZeRO shard if the rank has no others.
+    pub(crate) fn own_of(&self, unit: usize, start: usize, values: Vec<f32>) -> Vec<f32> {
+        let values = match &self.shard {
+            None => values,
+            Some(shard) => {
+                let place = self.weights.place(unit);
+                let pieces = shard.pieces().iter().filter(|piece| place.contains(&piece.own));
+                let runs = pieces.flat_map(|piece| piece.runs());
+                runs.flat_map(|(_, whole)| &values[whole.start - start..whole.end - start]).copied().collect()
+            }
+        };
+        if !self.owns_weights() {
+            return values;
+        }
+        values[self.weights.cuts(unit)[self.groups.zero.rank()].clone()].to_vec()
+    }
+
+    /// The layout of the model, or of the shard, that this rank trains.
+    pub(crate) fn layout(&self) -> &Arc<Layout> {
+        &self.layout
+    }
+
+    /// This rank's part of the states of a tensor of the whole model.
+    ///
+    /// # Errors
+    /// If the state is of another precision than the configuration's.
+    pub(crate) fn states_of(
+        &self,
+        tensor: usize,
+        state: &TensorState,
+    ) -> Result<Vec<TensorState>, TrainerError> {
+        let mine = self.fragments().iter().filter(|fragment| fragment.tensor == tensor);
+        mine.map(|fragment| state.part(fragment, self.shard.as_ref(), &self.config.optimizer)).collect()
     }
 
     /// The trained tensors.
@@ -146,7 +201,7 @@ impl MemberSeed {
 
     /// The parts of the trained tensors that this rank owns.
     pub(crate) fn fragments(&self) -> &[Fragment] {
-        self.trained.fragments(self.rank)
+        self.trained.fragments(self.groups.zero.rank())
     }
 
     /// The adapter, whose values are received later.
@@ -166,10 +221,14 @@ impl MemberSeed {
         self.config.check_routers(&self.model, self.adapter.is_some())?;
         let fresh = || Optimizer::of_fragments(self.config.optimizer, self.trained(), self.fragments());
         let optimizer = optimizer.unwrap_or_else(fresh);
-        let Self { config, model, layout, adapter, collective, rank, trained, weights: shards } = self;
+        let Self { config, model: whole, layout, shard, adapter, groups, trained, weights: shards } = self;
+        let (rank, place) = (groups.zero.rank(), config.parallel.place(groups.all.position()));
         let sums = TreeSums::new(trained.len(rank));
-        let membership = RankMembership::new(collective, trained, shards);
-        let mut base = RankBase { config, model, layout, optimizer, buffers: BufferPool::default() };
+        let model = shard.as_ref().map_or(&whole, ModelShard::config).clone();
+        let passes = PassCollectives::of(config.parallel, &whole, &*groups.all)?;
+        let membership = RankMembership::new(groups, place, whole, shard.as_ref(), trained, shards);
+        let buffers = BufferPool::default();
+        let mut base = RankBase { config, model, layout, shard, optimizer, buffers, passes };
         let mut device = None;
         if let Some(config) = base.config.device.clone() {
             let network = base.open(&config, rank)?;

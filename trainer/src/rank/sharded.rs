@@ -48,7 +48,7 @@ impl ShardedRank {
         let exchange = HostExchange { base, membership, adapter: None, weights };
         exchange.communicate(&mut TreeSums::default(), |requests| {
             let mut pass = gathered(base, device.as_ref(), requests)?;
-            score_with(&mut pass, membership.rank, task, recorded_slots(&base.model), pool)
+            score_with(&mut pass, membership.place.data.rank, task, recorded_slots(&base.model), pool)
         })
     }
 
@@ -109,6 +109,9 @@ fn gathered<'a>(
     let gathering = requests.gathering(&base.layout, &base.buffers);
     match device {
         Some(device) => Ok(Pass::Device(by_dtype!(device, device => device.gathered(gathering)?))),
-        None => Pass::gathered(&base.model, &base.layout, gathering, base.config.recompute),
+        None => {
+            let ranks = base.passes.passes(&base.model, false)?;
+            Pass::gathered(&base.model, &base.layout, gathering, base.config.recompute, ranks)
+        }
     }
 }

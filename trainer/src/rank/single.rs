@@ -58,8 +58,9 @@ impl SingleRank {
             adapter: self.weights.adapter.as_ref(),
             buffers: &base.buffers,
             threads: step.pool,
+            sections: base.passes.own_sections(),
         };
         let mut sink = GradientReduction::single(network, &mut self.sums);
-        step.passes(&mut pass, &mut sink, alone, base.accumulates())
+        step.passes(&mut pass, &mut sink, (base, alone))
     }
 }

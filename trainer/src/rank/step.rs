@@ -43,6 +43,10 @@ struct RouteCounter<'a> {
 }
 
 impl GradientSink for RouteCounter<'_> {
+    fn section(&mut self, index: usize) {
+        self.sink.section(index);
+    }
+
     fn unit(&mut self, unit: Unit) -> &mut [f32] {
         self.sink.unit(unit)
     }
@@ -85,7 +89,7 @@ impl HostExchange<'_> {
             buffers: &self.base.buffers,
             clock: &self.membership.clock,
         };
-        with_communication(&communication, sums, body)
+        with_communication(&communication, sums, |requests| self.base.passes.during(|| body(requests)))
     }
 
     /// Makes the passes of a step. Writes the sums over all ranks of the gradients that this rank owns to `sums`.
@@ -99,14 +103,19 @@ impl HostExchange<'_> {
         step: &StepInputs<'_, L>,
     ) -> Result<Vec<L::Report>, TrainerError> {
         let Self { base, membership, adapter, .. } = *self;
-        let position = Position { rank: membership.rank, world: base.config.world };
+        let position = membership.place.data;
         let accumulates = base.accumulates();
         self.communicate(sums, |requests| {
-            let network =
-                TrainedNetwork { layout: &base.layout, adapter, buffers: &base.buffers, threads: step.pool };
+            let network = TrainedNetwork {
+                layout: &base.layout,
+                adapter,
+                buffers: &base.buffers,
+                threads: step.pool,
+                sections: base.passes.own_sections(),
+            };
             let mut sink = requests.reducing(network, accumulates);
             let mut pass = open(requests)?;
-            step.passes(&mut pass, &mut sink, position, accumulates)
+            step.passes(&mut pass, &mut sink, (base, position))
         })
     }
 }
@@ -125,25 +134,25 @@ impl<L: RowLoss> StepInputs<'_, L> {
         &self,
         pass: &mut Pass<'_>,
         sink: &mut GradientReduction<'_>,
-        position: Position,
-        accumulates: bool,
+        (base, position): (&RankBase, Position),
     ) -> Result<Vec<L::Report>, TrainerError> {
         let mut reports = self.reports(position.world);
-        for current in step_passes(self.task.plan, position, accumulates) {
+        for current in step_passes(self.task.plan, position, base.accumulates()) {
             (sink.slot, sink.complete) = (current.slot, current.complete);
             match current.batch {
                 Some(batch) => {
                     let report = &mut reports[current.slot.index];
-                    self.reverse(pass, batch, report, sink, current.complete)?;
+                    let layers = self.reverse(pass, batch, report, sink, current.complete)?;
+                    self.loss.routed(&base.passes.merged(layers, &base.model)?, report);
                 }
-                None => pass.skip(sink)?,
+                None => pass.skip(sink, base.passes.own_sections())?,
             }
         }
         Ok(reports)
     }
 
     /// Adds the gradients of a micro-batch to `sink`, and its losses to `report`. A device keeps the gradients until those
-    /// of a slot are `complete`.
+    /// of a slot are `complete`. Returns the tokens of experts, by layer.
     fn reverse(
         &self,
         pass: &mut Pass<'_>,
@@ -151,15 +160,14 @@ impl<L: RowLoss> StepInputs<'_, L> {
         report: &mut L::Report,
         sink: &mut dyn GradientSink,
         complete: bool,
-    ) -> Result<(), TrainerError> {
+    ) -> Result<Vec<RoutedTokens>, TrainerError> {
         let packed = self.pack(batch);
         let mut slopes = |samples: Range<usize>, predictions: &[Prediction]| {
             self.slopes(&batch.rows[samples.clone()], &packed.trained[samples], predictions, report)
         };
         let mut sink = RouteCounter { sink, layers: Vec::new() };
         pass.train(&packed, &mut slopes, &mut sink, complete, self.pool)?;
-        self.loss.routed(&sink.layers, report);
-        Ok(())
+        Ok(sink.layers)
     }
 
     /// Adds the gradients of a micro-batch to the sums on the device, and its losses to `report`.

@@ -118,12 +118,14 @@ impl WholeWeights {
 
     /// A pass on the host, with the gradients of `adapter` if there is one.
     fn on_host(&self, base: &RankBase, adapter: Option<&Adapter>) -> Result<Pass<'static>, TrainerError> {
-        let recompute = base.config.recompute;
+        let (recompute, ranks) = (base.config.recompute, base.passes.passes(&base.model, false)?);
         match (&self.values, self.unmerged()) {
             (StateWeights::Whole(parameters), _) => {
-                Ok(Pass::whole(&base.model, parameters, adapter, recompute))
+                Ok(Pass::whole(&base.model, parameters, adapter, recompute, ranks))
             }
-            (StateWeights::Quantized(base), Some(factors)) => Ok(Pass::frozen(base, factors, recompute)),
+            (StateWeights::Quantized(base), Some(factors)) => {
+                Ok(Pass::frozen(base, factors, recompute, ranks))
+            }
             (StateWeights::Quantized(_), None) => Err(TrainerError::QuantizedBase),
         }
     }

@@ -17,22 +17,32 @@ pub(crate) struct TrainedNetwork<'a> {
     pub(crate) adapter: Option<&'a Adapter>,
     pub(crate) buffers: &'a BufferPool,
     pub(crate) threads: &'a ThreadPool,
+    /// Sections of the tokens of a pass of this rank, a power of two.
+    pub(crate) sections: usize,
 }
 
 /// Reduction of the gradients of a step, unit by unit.
 pub(crate) struct GradientReduction<'a> {
     units: SlotGradients<'a>,
     target: ReductionTarget<'a>,
+    sections: PassSections,
     /// Position of the current gradients in the sum.
     pub(crate) slot: Slot,
     /// Whether the slot is complete at the end of the backward pass.
     pub(crate) complete: bool,
 }
 
-/// Gradients of the current slot, unit by unit.
+/// Gradients of the current slot, unit by unit, for each section of a pass.
 struct SlotGradients<'a> {
     network: TrainedNetwork<'a>,
-    units: Vec<Option<Vec<f32>>>,
+    units: Vec<Vec<Option<Vec<f32>>>>,
+}
+
+/// The sections of the tokens of a pass, whose gradients are added to one slot as a tree.
+struct PassSections {
+    count: usize,
+    current: usize,
+    sums: LocalSums,
 }
 
 /// The sum to which the gradients of a complete slot are added.
@@ -48,14 +58,15 @@ struct LocalSums(Vec<Vec<Vec<f32>>>);
 
 impl<'a> SlotGradients<'a> {
     fn new(network: TrainedNetwork<'a>) -> Self {
-        Self { network, units: network.layout.units().map(|_| None).collect() }
+        let of_section = || network.layout.units().map(|_| None).collect();
+        Self { network, units: (0..network.sections).map(|_| of_section()).collect() }
     }
 
-    /// The accumulator of the gradients of a unit, which starts at zero.
-    fn get(&mut self, unit: Unit) -> &mut [f32] {
+    /// The accumulator of the gradients of a unit of a section, which starts at zero.
+    fn get(&mut self, section: usize, unit: Unit) -> &mut [f32] {
         let TrainedNetwork { layout, buffers, .. } = self.network;
         let len = self.range(unit).len();
-        self.units[number(layout, unit)].get_or_insert_with(|| {
+        self.units[section][number(layout, unit)].get_or_insert_with(|| {
             let mut values = buffers.take(len);
             values.fill(0.0);
             values
@@ -70,6 +81,10 @@ impl<'a> SlotGradients<'a> {
 }
 
 impl LocalSums {
+    fn new(layout: &Layout) -> Self {
+        Self(layout.units().map(|_| Vec::new()).collect())
+    }
+
     /// Adds the gradients of a unit of `slot`. Returns the sum of all slots when it is complete.
     fn add(
         &mut self,
@@ -95,9 +110,8 @@ impl LocalSums {
 impl<'a> GradientReduction<'a> {
     /// The gradients of a single rank, summed in `sums`.
     pub(crate) fn single(network: TrainedNetwork<'a>, sums: &'a mut TreeSums) -> Self {
-        let units = SlotGradients::new(network);
-        let written = vec![false; units.units.len()];
-        Self { units, target: ReductionTarget::Single { sums, written }, slot: Slot::ONLY, complete: true }
+        let written = network.layout.units().map(|_| false).collect();
+        Self::new(network, ReductionTarget::Single { sums, written })
     }
 
     /// The gradients of one of several ranks. If it `accumulates`, it sums its own slots before reduce-scatter.
@@ -106,29 +120,43 @@ impl<'a> GradientReduction<'a> {
         requests: RequestSender,
         accumulates: bool,
     ) -> Self {
-        let units = SlotGradients::new(network);
-        let local = accumulates.then(|| LocalSums(vec![Vec::new(); units.units.len()]));
-        let target = ReductionTarget::Ranks { requests, local };
-        Self { units, target, slot: Slot::ONLY, complete: true }
+        let local = accumulates.then(|| LocalSums::new(network.layout));
+        Self::new(network, ReductionTarget::Ranks { requests, local })
+    }
+
+    fn new(network: TrainedNetwork<'a>, target: ReductionTarget<'a>) -> Self {
+        let sums = LocalSums::new(network.layout);
+        let sections = PassSections { count: network.sections, current: 0, sums };
+        Self { units: SlotGradients::new(network), target, sections, slot: Slot::ONLY, complete: true }
     }
 }
 
 impl GradientSink for GradientReduction<'_> {
+    fn section(&mut self, index: usize) {
+        self.sections.current = index;
+    }
+
     fn unit(&mut self, unit: Unit) -> &mut [f32] {
-        let Self { units, target, slot, .. } = self;
-        if let ReductionTarget::Single { sums, written } = target {
+        let Self { units, target, sections, slot, .. } = self;
+        let section = sections.current;
+        // Sections that are open at the same time cannot share a place.
+        if let ReductionTarget::Single { sums, written } = target
+            && sections.count == 1
+        {
             let number = number(units.network.layout, unit);
             // Two calls, because the borrow of the first would last as long as this one.
             if sums.place(units.range(unit), *slot).is_some() {
                 let first = !std::mem::replace(&mut written[number], true);
-                let Some(values) = sums.place(units.range(unit), *slot) else { return units.get(unit) };
+                let Some(values) = sums.place(units.range(unit), *slot) else {
+                    return units.get(section, unit);
+                };
                 if first {
                     values.fill(0.0);
                 }
                 return values;
             }
         }
-        units.get(unit)
+        units.get(section, unit)
     }
 
     fn done(&mut self, unit: Unit) {
@@ -137,14 +165,19 @@ impl GradientSink for GradientReduction<'_> {
         }
         // A unit without gradients is zero.
         self.unit(unit);
-        let Self { units, target, slot, .. } = self;
+        let Self { units, target, sections, slot, .. } = self;
         if let ReductionTarget::Single { written, .. } = target
             && std::mem::take(&mut written[number(units.network.layout, unit)])
         {
             return;
         }
         let number = number(units.network.layout, unit);
-        let Some(mut values) = units.units[number].take() else { return };
+        let Some(mut values) = units.units[sections.current][number].take() else { return };
+        if sections.count > 1 {
+            let slot = Slot { round: 0, index: sections.current, count: sections.count };
+            let Some(sum) = sections.sums.add(number, values, slot, units.network) else { return };
+            values = sum;
+        }
         match target {
             ReductionTarget::Single { sums, .. } => {
                 sums.add(units.range(unit), &values, *slot, units.network.threads);

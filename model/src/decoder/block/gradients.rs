@@ -10,9 +10,11 @@ use super::{BranchReverse, FeedForwardReverse, ReversedAttention, TransformerBlo
 use crate::ThreadPool;
 use crate::layer::{LayerRanges, Operand};
 use crate::low_rank::{UnitFactors, WeightGradient, carve};
+use crate::ops::heads::sum_head_groups;
 use crate::ops::linear::{bias_gradient, weight_gradient};
 use crate::ops::norm::rms_norm_weight_gradient;
 use crate::ops::row_ranges;
+use crate::pass_ranks::failed;
 
 /// The computation of one range of weight gradients, independent of the others.
 pub(in crate::decoder) type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
@@ -160,13 +162,26 @@ impl TransformerBlock {
         [norm, output_bias, after]: [&mut [f32]; 3],
         vectors: &mut MixerVectors<'_>,
     ) -> Result<()> {
+        let (norms, groups) = (self.mixer.head_norms(), self.head_groups);
+        // One chain goes on from pass to pass.
+        let apart = groups != [1; 2] || self.ranks.is_some();
+        let mut of_groups = vec![0.0; if apart { norms[0] * groups[0] + norms[1] * groups[1] } else { 0 }];
         for ReversedAttention { trace, reverse: r, angles } in parts {
             norm_gradient(&r.input, self.eps, &r.mixer.d_normed, norm)?;
             r.branch.add_norm_gradient(self.eps, after)?;
-            self.mixer.vector_gradients(&trace.mixer, &r.mixer, angles, vectors)?;
+            self.mixer.vector_gradients(&trace.mixer, &r.mixer, vectors)?;
+            let head_norm = if apart { &mut of_groups } else { &mut *vectors.head_norm };
+            self.mixer.head_norm_gradient(&trace.mixer, &r.mixer, angles, groups, head_norm)?;
             if !output_bias.is_empty() {
                 bias_gradient(&r.branch.d_result, output_bias)?;
             }
+        }
+        if apart {
+            let mut sums = sum_head_groups(norms, groups, &mut of_groups);
+            if let Some(ranks) = self.ranks.as_ref().filter(|_| !sums.is_empty()) {
+                ranks.all_reduce(&mut sums).map_err(failed)?;
+            }
+            vectors.head_norm.iter_mut().zip(sums).for_each(|(gradient, sum)| *gradient += sum);
         }
         Ok(())
     }

@@ -84,12 +84,10 @@ impl AttentionWeights {
 
     pub(super) fn vector_gradients(
         &self,
-        trace: &MixerTrace,
         reverse: &MixerReverse,
-        angles: &LayerAngles,
         gradients: &mut MixerVectors<'_>,
     ) -> Result<()> {
-        let MixerOperands::Attention { d_prepared, d_sinks } = &reverse.operands else {
+        let MixerOperands::Attention { d_sinks, .. } = &reverse.operands else {
             candle_core::bail!("the gradients are of another kind of layer")
         };
         if !gradients.qkv_bias.is_empty() {
@@ -98,12 +96,33 @@ impl AttentionWeights {
         if let Some(d_sinks) = d_sinks {
             bias_gradient(d_sinks, gradients.sinks)?;
         }
+        Ok(())
+    }
+
+    /// Adds the gradients of the norms of heads for some tokens to those of `groups` of heads, `[groups, norm]` of queries and then
+    /// of keys.
+    pub(super) fn head_norm_gradient(
+        &self,
+        trace: &MixerTrace,
+        reverse: &MixerReverse,
+        angles: &LayerAngles,
+        groups: [usize; 2],
+        gradient: &mut [f32],
+    ) -> Result<()> {
+        let MixerOperands::Attention { d_prepared, .. } = &reverse.operands else {
+            candle_core::bail!("the gradients are of another kind of layer")
+        };
         let raw = &trace.projected.raw;
         if let (Some(raw), Some(g), Some(norm)) = (raw, d_prepared, self.norm_of_heads()) {
             let angles = angles.of(self.rotary);
-            heads::head_norm_gradient(raw, self.shape, norm, angles, g, gradients.head_norm)?;
+            heads::head_norm_gradient(raw, self.shape, norm, angles, g, groups, gradient)?;
         }
         Ok(())
+    }
+
+    /// Widths of the weights of the norms of queries and of keys; 0 without them.
+    pub(super) fn head_norms(&self) -> [usize; 2] {
+        self.norm_of_heads().map_or([0; 2], |norm| [norm.query.len(), norm.key.len()])
     }
 
     fn norm_of_heads(&self) -> Option<HeadNormWeights<'_>> {

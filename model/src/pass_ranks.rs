@@ -1,0 +1,151 @@
+//! The ranks that compute one pass together, and how the tokens of the pass are shared among them.
+//!
+//! The token stream of a [`Pack`](crate::Pack) is cut into sections. Context ranks have the same number of neighbouring sections
+//! each, and all weights. The gradients of a section are summed apart ([`GradientSink::section`](crate::GradientSink::section)).
+//!
+//! Invariant: the bits of predictions and of the gradients of a section depend on the number of sections, and neither on the
+//! number of ranks nor on how they exchange what attention needs.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use collective::{Collective, CollectiveError, Position, even_shards};
+use serde::{Deserialize, Serialize};
+
+use crate::Config;
+
+/// The ranks of a pass.
+#[derive(Clone, Debug)]
+pub struct PassRanks {
+    /// The ranks that share the tokens of a pass; `None` for one rank. They make the calls of the pass in the same order, on the
+    /// thread that computes.
+    pub context: Option<Arc<dyn Collective>>,
+    /// The ranks that share the weights of a pass (tensor parallel; see [`ModelShard`](crate::ModelShard)); `None` for one rank.
+    /// They make the calls of the pass in the same order, on the thread that computes.
+    pub tensor: Option<TensorRanks>,
+    /// Sections of the token stream: a power of two, a multiple of the number of context ranks.
+    pub sections: usize,
+    /// What context ranks exchange for attention.
+    pub exchange: ContextExchange,
+}
+
+/// The ranks that share the weights of a pass.
+#[derive(Clone, Debug)]
+pub struct TensorRanks {
+    /// Their calls.
+    pub ranks: Arc<dyn Collective>,
+    /// Tokens of the whole vocabulary, of which each has an even share.
+    pub vocabulary: usize,
+}
+
+/// What context ranks exchange for the attention of a layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ContextExchange {
+    /// Queries, keys, values and results: a rank has some heads of all tokens (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv
+    /// 2309.14509).
+    Heads,
+    /// Keys and values: a rank has those that its tokens attend to (Llama 3, Grattafiori et al. 2024, arXiv 2407.21783, section
+    /// 3.3.2).
+    #[default]
+    Keys,
+}
+
+impl Default for PassRanks {
+    fn default() -> Self {
+        Self { context: None, tensor: None, sections: 1, exchange: ContextExchange::Keys }
+    }
+}
+
+impl PassRanks {
+    /// This rank among those that share the weights, and their number.
+    #[must_use]
+    pub fn tensor_position(&self) -> Position {
+        self.tensor.as_ref().map_or(Position { rank: 0, world: 1 }, |tensor| tensor.ranks.position())
+    }
+
+    /// Parts of a pack that threads compute apart, of at most `threads`: calls of ranks are of the whole pack.
+    pub(crate) fn parts(&self, threads: usize) -> usize {
+        if self.tensor.is_some() { 1 } else { threads }
+    }
+
+    /// Why `degree` context ranks cannot compute passes of a model of this `config` in `sections` sections; `None` if they can.
+    #[must_use]
+    pub fn obstacle(
+        config: &Config,
+        degree: usize,
+        sections: usize,
+        exchange: ContextExchange,
+    ) -> Option<String> {
+        if sections <= 1 && degree <= 1 {
+            return None;
+        }
+        if !sections.is_power_of_two() || !sections.is_multiple_of(degree) {
+            return Some(format!(
+                "{sections} sections are divided among {degree} ranks, and both have to be powers of two"
+            ));
+        }
+        let recurrent = |index: &usize| config.layers[*index].delta_net.is_some();
+        if let Some(index) = (0..config.num_layers()).find(recurrent) {
+            return Some(format!(
+                "layer {index} is a recurrence (gated DeltaNet), which needs whole sequences"
+            ));
+        }
+        let heads = |index: usize| match config.layers[index].attention.latent {
+            Some(_) => config.num_heads,
+            None => config.num_kv_heads,
+        };
+        let divided =
+            |index: &usize| exchange == ContextExchange::Heads && !heads(*index).is_multiple_of(degree);
+        (0..config.num_layers()).find(divided).map(|index| {
+            let heads = heads(index);
+            format!("layer {index} has {heads} key-value heads, which {degree} ranks cannot share evenly")
+        })
+    }
+
+    /// Number of context ranks.
+    #[must_use]
+    pub fn context_degree(&self) -> usize {
+        self.context.as_ref().map_or(1, |ranks| ranks.world())
+    }
+}
+
+impl ContextExchange {
+    /// The one with which `degree` ranks send fewer values for a model of this `config`: heads only where every rank gets the same
+    /// number of key-value heads. A rank sends `(degree - 1) / degree` of the queries, keys, values and results of its tokens,
+    /// or keys and values, on average, to half of the other ranks, because attention is causal.
+    #[must_use]
+    pub fn cheaper(config: &Config, degree: usize) -> Self {
+        let shape = config.head_shape();
+        let heads = 2 * (shape.query_width() + shape.kv_width());
+        let keys = degree * shape.kv_width();
+        if shape.kv_heads.is_multiple_of(degree) && heads < keys { Self::Heads } else { Self::Keys }
+    }
+}
+
+/// The error of a pass whose ranks could not make a call.
+pub(crate) fn failed(error: CollectiveError) -> candle_core::Error {
+    candle_core::Error::WrappedContext {
+        wrapped: Box::new(error),
+        context: "in a pass among ranks".to_owned(),
+    }
+}
+
+/// The failed call of ranks that ended a pass.
+///
+/// # Errors
+/// The error of the pass itself, if no call failed.
+pub fn failed_call(error: candle_core::Error) -> Result<CollectiveError, candle_core::Error> {
+    let candle_core::Error::WrappedContext { wrapped, context } = error else { return Err(error) };
+    match wrapped.downcast::<CollectiveError>() {
+        Ok(error) => Ok(*error),
+        Err(wrapped) => Err(candle_core::Error::WrappedContext { wrapped, context }),
+    }
+}
+
+impl TensorRanks {
+    /// The tokens whose rows of the embedding and the head rank `rank` has.
+    pub(crate) fn tokens_of(&self, rank: usize) -> Range<usize> {
+        even_shards(self.vocabulary, self.ranks.world())[rank].clone()
+    }
+}

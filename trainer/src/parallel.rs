@@ -1,0 +1,206 @@
+//! How the ranks of a learner divide the work on a model, and the collectives among some of them.
+//!
+//! World = data x context x tensor, tensor innermost: rank `(d * context + c) * tensor + t`. Tensor ranks share the weights of a
+//! pass ([`ModelShard`]), context ranks its tokens. Ranks with the same shard of the weights are the ZeRO ranks: they reduce
+//! gradients and gather weights among each other.
+//!
+//! Invariant: all ranks make the splits of [`RankGroups::new`] in the same order.
+
+use std::sync::Arc;
+
+use collective::{HostCollective, Position};
+use model::{Config, ContextExchange, ModelShard, PassRanks};
+use serde::{Deserialize, Serialize};
+
+use crate::TrainerError;
+use crate::learner::LearnerConfig;
+use crate::optimizer::OptimizerKind;
+
+/// How the ranks of a learner divide the work, apart from the data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ParallelConfig {
+    /// Ranks that share the weights of a pass.
+    pub tensor: usize,
+    /// Ranks that share its tokens.
+    pub context: ContextParallel,
+}
+
+impl Default for ParallelConfig {
+    fn default() -> Self {
+        Self::DATA
+    }
+}
+
+/// How the tokens of a micro-batch are shared among ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContextParallel {
+    /// Ranks that compute a micro-batch together.
+    pub degree: usize,
+    /// Sections of the tokens of a micro-batch whose gradients are summed apart, a power of two; at least one for each rank is used.
+    pub sections: usize,
+    /// What they exchange for attention; `None` for what sends fewer values.
+    pub exchange: Option<ContextExchange>,
+}
+
+/// The place of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RankPlace {
+    /// Which part of the rows it computes.
+    pub(crate) data: Position,
+    /// Which part of the weights it has.
+    pub(crate) tensor: Position,
+}
+
+/// The collectives of a rank.
+#[derive(Clone, Debug)]
+pub(crate) struct RankGroups {
+    /// All ranks.
+    pub(crate) all: Arc<dyn HostCollective>,
+    /// Those with the same shard of the weights.
+    pub(crate) zero: Arc<dyn HostCollective>,
+}
+
+impl ParallelConfig {
+    /// All ranks divide the data.
+    pub const DATA: Self = Self { tensor: 1, context: ContextParallel::NONE };
+
+    /// Ranks of one pass.
+    #[must_use]
+    pub fn of_pass(self) -> usize {
+        self.context.degree * self.tensor
+    }
+
+    /// Ranks that divide the rows of a step, of `world` ranks.
+    #[must_use]
+    pub fn data(self, world: usize) -> usize {
+        world / self.of_pass()
+    }
+
+    /// The place of `rank` among `world`.
+    pub(crate) fn place(self, Position { rank, world }: Position) -> RankPlace {
+        RankPlace {
+            data: Position { rank: rank / self.of_pass(), world: self.data(world) },
+            tensor: Position { rank: rank % self.tensor, world: self.tensor },
+        }
+    }
+
+    /// Checks that `world` ranks can be divided, and the model among them.
+    ///
+    /// # Errors
+    /// If they cannot; the error names the nearest number that can.
+    pub fn check(self, world: usize, model: &Config) -> Result<(), TrainerError> {
+        let each = self.of_pass();
+        if each == 0 || world == 0 || !world.is_multiple_of(each) {
+            let nearest = world.checked_div(each).unwrap_or(0).max(1) * each.max(1);
+            let reason = format!(
+                "a world of {world} ranks is not divisible by context x tensor = {} x {}; {nearest} ranks are possible",
+                self.context.degree, self.tensor
+            );
+            return Err(TrainerError::Parallel { reason });
+        }
+        self.shard(model, 0).map(drop)
+    }
+
+    /// The part of `model` that tensor rank `rank` has.
+    ///
+    /// # Errors
+    /// If the model cannot be divided.
+    pub(crate) fn shard(self, model: &Config, rank: usize) -> Result<ModelShard, TrainerError> {
+        Ok(ModelShard::new(model, Position { rank, world: self.tensor })?)
+    }
+}
+
+impl RankGroups {
+    /// Splits `all` ranks.
+    ///
+    /// # Errors
+    /// If another rank does not take part.
+    pub(crate) fn new(all: Arc<dyn HostCollective>, config: ParallelConfig) -> Result<Self, TrainerError> {
+        let tensor = config.tensor;
+        let zero = if tensor == 1 { Arc::clone(&all) } else { all.split(all.rank() % tensor)?.into() };
+        Ok(Self { all, zero })
+    }
+}
+
+impl Default for ContextParallel {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
+
+impl ContextParallel {
+    /// Every rank computes its micro-batches alone.
+    pub const NONE: Self = Self { degree: 1, sections: 1, exchange: None };
+
+    /// Sections of a micro-batch.
+    #[must_use]
+    pub fn sections(self) -> usize {
+        self.sections.max(self.degree)
+    }
+
+    /// What ranks exchange for a model of this configuration.
+    #[must_use]
+    pub fn exchange(self, model: &Config) -> ContextExchange {
+        self.exchange.unwrap_or_else(|| ContextExchange::cheaper(model, self.degree))
+    }
+
+    /// Checks that `world` ranks can compute a `model` so, on devices or not.
+    ///
+    /// # Errors
+    /// If they cannot.
+    pub(crate) fn check(self, model: &Config, world: usize, on_devices: bool) -> Result<(), TrainerError> {
+        let (degree, sections) = (self.degree, self.sections());
+        if sections <= 1 {
+            return Ok(());
+        }
+        let refused = |reason: String| Err(TrainerError::Context { degree, sections, reason });
+        if on_devices {
+            return refused("ranks on devices compute whole micro-batches".to_owned());
+        }
+        if !world.is_multiple_of(degree) {
+            return refused(format!("{world} ranks are not groups of {degree}"));
+        }
+        match PassRanks::obstacle(model, degree, sections, self.exchange(model)) {
+            Some(reason) => refused(reason),
+            None => Ok(()),
+        }
+    }
+}
+
+impl LearnerConfig {
+    /// Checks that the ranks can divide `model`, and that what they do together is possible.
+    ///
+    /// # Errors
+    /// If it is not.
+    pub fn check_parallel(&self, model: &Config, adapts: bool) -> Result<(), TrainerError> {
+        self.parallel.check(self.world, model)?;
+        let shard = self.parallel.shard(model, 0)?;
+        self.parallel.context.check(shard.config(), self.world, self.device.is_some())?;
+        let reason = if self.parallel.tensor == 1 {
+            return Ok(());
+        } else if adapts {
+            "ranks do not share the weights under an adapter; set trainer.parallel.tensor = 1"
+        } else if self.device.is_some() {
+            "ranks on devices do not share weights; set trainer.parallel.tensor = 1"
+        } else if self.optimizer.kind != OptimizerKind::Adamw {
+            "only AdamW with moments in f32 updates parts of matrices; set trainer.parallel.tensor = 1"
+        } else {
+            return Ok(());
+        };
+        Err(TrainerError::Parallel { reason: reason.to_owned() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensor_ranks_are_neighbours() {
+        let config = ParallelConfig { tensor: 2, ..ParallelConfig::DATA };
+        let place = |rank| config.place(Position { rank, world: 6 });
+        let places: Vec<_> = (0..6).map(|rank| (place(rank).data.rank, place(rank).tensor.rank)).collect();
+        assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]);
+        assert_eq!(place(5).data.world, 3);
+    }
+}

@@ -1,0 +1,154 @@
+//! The ranks that compute the passes of a rank with it, over calls apart from those of gradients and weights: context ranks share
+//! the tokens, tensor ranks the weights. They all have the same rows, make the same passes, and get the same predictions, so their
+//! reports are the same.
+//!
+//! Invariant: a rank that fails closes its calls with the other ranks of its passes at once, because its peers wait in the pass.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use collective::{Collective, HostCollective};
+use model::{Config, PassRanks, RoutedTokens, TensorRanks};
+
+use crate::TrainerError;
+use crate::lead::{decode, encode};
+use crate::parallel::ParallelConfig;
+
+/// The collectives of the passes of one rank.
+#[derive(Debug)]
+pub(super) struct PassCollectives {
+    config: ParallelConfig,
+    /// Tokens of the vocabulary of the whole model.
+    vocabulary: usize,
+    /// `None` for a rank alone, and after it has left.
+    ranks: Mutex<Option<PassCalls>>,
+}
+
+/// The calls of ranks that compute passes together.
+#[derive(Clone, Debug, Default)]
+struct PassCalls {
+    /// Of context ranks, in passes of the network.
+    context: Option<Arc<dyn HostCollective>>,
+    /// Of context ranks, in passes of frozen networks, which may run at the same time.
+    frozen: Option<Arc<dyn HostCollective>>,
+    /// Of tensor ranks. Every one of them has all of a frozen network.
+    tensor: Option<Arc<dyn HostCollective>>,
+}
+
+/// Closes the calls of a rank, unless its passes end well.
+struct Leaving<'a>(Option<&'a PassCollectives>);
+
+impl PassCollectives {
+    /// A rank alone.
+    pub(super) fn alone(config: ParallelConfig, model: &Config) -> Self {
+        Self { config, vocabulary: model.vocab_size, ranks: Mutex::new(None) }
+    }
+
+    /// The collectives of the passes of this rank of `all` over `model`. All ranks make the call.
+    ///
+    /// # Errors
+    /// If another rank does not.
+    pub(super) fn of(
+        config: ParallelConfig,
+        model: &Config,
+        all: &dyn HostCollective,
+    ) -> Result<Self, TrainerError> {
+        let passes = Self::alone(config, model);
+        let (rank, tensor) = (all.rank(), config.tensor);
+        let split = |color| all.split(color).map(Arc::from);
+        let mut calls = PassCalls::default();
+        if tensor > 1 {
+            calls.tensor = Some(split(rank / tensor)?);
+        }
+        if config.context.degree > 1 {
+            let color = rank / config.of_pass() * tensor + rank % tensor;
+            (calls.context, calls.frozen) = (Some(split(color)?), Some(split(color)?));
+        }
+        if config.of_pass() > 1 {
+            *passes.lock() = Some(calls);
+        }
+        Ok(passes)
+    }
+
+    /// Sections of this rank.
+    pub(super) fn own_sections(&self) -> usize {
+        self.config.context.sections() / self.config.context.degree
+    }
+
+    /// The ranks of passes of the network, or of `frozen` networks, of this `model`.
+    ///
+    /// # Errors
+    /// If this rank has left, or the ranks cannot share the model.
+    pub(super) fn passes(&self, model: &Config, frozen: bool) -> Result<PassRanks, TrainerError> {
+        let context = self.config.context;
+        context.check(model, context.degree, false)?;
+        let calls = self.calls()?;
+        let own = if frozen { calls.frozen } else { calls.context };
+        Ok(PassRanks {
+            context: own.map(|calls| calls as Arc<dyn Collective>),
+            tensor: calls
+                .tensor
+                .filter(|_| !frozen)
+                .map(|ranks| TensorRanks { ranks, vocabulary: self.vocabulary }),
+            sections: context.sections(),
+            exchange: context.exchange(model),
+        })
+    }
+
+    /// The tokens of the experts of each layer in all sections of a pass, from those of this rank.
+    ///
+    /// # Errors
+    /// If another rank does not make the call.
+    pub(super) fn merged(
+        &self,
+        own: Vec<RoutedTokens>,
+        model: &Config,
+    ) -> Result<Vec<RoutedTokens>, TrainerError> {
+        let context = self.calls()?.context.filter(|_| model.expert_slots() > 0);
+        let Some(ranks) = context else { return Ok(own) };
+        let mut layers: Vec<RoutedTokens> = Vec::new();
+        for bytes in ranks.all_gather_bytes(encode(&own)?)? {
+            let of_rank: Vec<RoutedTokens> = decode(&bytes)?;
+            layers.resize(layers.len().max(of_rank.len()), RoutedTokens::default());
+            layers.iter_mut().zip(&of_rank).for_each(|(all, tokens)| all.merge(tokens));
+        }
+        Ok(layers)
+    }
+
+    /// Runs passes. The calls are closed if they fail or panic: the other ranks wait for them.
+    ///
+    /// # Errors
+    /// Those of `passes`.
+    pub(super) fn during<R>(
+        &self,
+        passes: impl FnOnce() -> Result<R, TrainerError>,
+    ) -> Result<R, TrainerError> {
+        let mut leaving = Leaving(Some(self));
+        let done = passes();
+        if done.is_ok() {
+            leaving.0 = None;
+        }
+        done
+    }
+
+    /// Closes the calls. Those of the other ranks end with an error.
+    pub(super) fn leave(&self) {
+        self.lock().take();
+    }
+
+    fn calls(&self) -> Result<PassCalls, TrainerError> {
+        match self.lock().clone() {
+            None if self.config.of_pass() > 1 => Err(TrainerError::RanksEnded),
+            calls => Ok(calls.unwrap_or_default()),
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<PassCalls>> {
+        self.ranks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|ranks| ranks.leave());
+    }
+}

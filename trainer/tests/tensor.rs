@@ -1,0 +1,172 @@
+//! Ranks that share the weights of a pass make the step of one rank, bit for bit, and go on with what others saved.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use collective::threads;
+use model::{Architecture, Config, Parameters, Prediction, Recompute, Reduction, ThreadPool};
+use trainer::lora::{Adapter, LoraConfig, TargetModule};
+use trainer::optimizer::{Optimizer, OptimizerKind};
+use trainer::{ContextParallel, Leader, Learner, LearnerConfig, ParallelConfig, follow};
+
+use crate::{LEARNER, config, groups, policy_step, samples, with_optimizer};
+
+/// Against hangs only.
+const LONG: Duration = Duration::from_secs(60);
+
+/// A model that four ranks can share.
+fn shared(architecture: Architecture) -> Config {
+    // A vocabulary that no degree divides.
+    let config =
+        Config { vocab_size: 129, num_heads: 8, num_kv_heads: 4, reduction: Reduction::Tree, ..config() };
+    Config { head_dim: 4, ..config }.of_family(architecture)
+}
+
+fn settings(tensor: usize, data: usize, zero: usize) -> LearnerConfig {
+    LearnerConfig {
+        world: tensor * data,
+        parallel: ParallelConfig { tensor, ..ParallelConfig::DATA },
+        zero,
+        ..LEARNER
+    }
+}
+
+/// All that a run leaves behind, as bits.
+#[derive(Debug, PartialEq)]
+struct Outcome {
+    norms: Vec<u32>,
+    weights: Vec<u32>,
+    optimizer: Optimizer,
+    scores: Vec<Vec<Prediction>>,
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+/// Makes `steps` steps.
+fn outcome(learner: &mut Learner, steps: usize) -> Outcome {
+    let groups = groups();
+    let norms: Vec<f32> = (0..steps).map(|_| policy_step(learner, &groups, 1e-2).0).collect();
+    Outcome {
+        norms: bits(&norms),
+        weights: bits(learner.parameters().unwrap().values()),
+        optimizer: learner.optimizer().unwrap().into_owned(),
+        scores: learner.score(&samples(&groups)).unwrap(),
+    }
+}
+
+fn fresh(architecture: Architecture, settings: LearnerConfig) -> Learner {
+    let config = shared(architecture);
+    let parameters = Parameters::random(&config, 5);
+    Learner::new(settings, config, parameters, None).unwrap()
+}
+
+#[test]
+fn every_degree_and_stage_makes_the_steps_of_one_rank() {
+    for architecture in [Architecture::Qwen3, Architecture::Qwen3Moe] {
+        for zero in [1, 2, 3] {
+            let expected = outcome(&mut fresh(architecture, settings(1, 1, zero)), 3);
+            assert!(expected.norms[2] != 0, "it learns");
+            for (tensor, data) in [(2, 1), (4, 1), (2, 2), (4, 2)] {
+                let found = outcome(&mut fresh(architecture, settings(tensor, data, zero)), 3);
+                assert!(found == expected, "{architecture:?}: {tensor} x {data}, stage {zero}");
+            }
+        }
+    }
+}
+
+/// Ranks that share the tokens of a pass, others that share its weights, and others that divide the data.
+#[test]
+fn context_and_tensor_ranks_make_the_steps_of_one_rank() {
+    for architecture in [Architecture::Qwen3, Architecture::Qwen3Moe] {
+        for (zero, recompute) in [(2, Recompute::None), (3, Recompute::Block), (3, Recompute::Sequence)] {
+            let of = |tensor, degree, data| {
+                let context = ContextParallel { degree, sections: 2, exchange: None };
+                let parallel = ParallelConfig { tensor, context };
+                let world = tensor * degree * data;
+                let settings = LearnerConfig { world, parallel, zero, recompute, ..LEARNER };
+                outcome(&mut fresh(architecture, settings), 2)
+            };
+            let expected = of(1, 1, 1);
+            for (tensor, degree, data) in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (4, 2, 1)] {
+                let what =
+                    format!("{architecture:?}: {tensor} x {degree} x {data}, stage {zero}, {recompute:?}");
+                assert!(of(tensor, degree, data) == expected, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_goes_on_with_another_split() {
+    for architecture in [Architecture::Qwen3, Architecture::Qwen3Moe] {
+        let config = shared(architecture);
+        let whole = outcome(&mut fresh(architecture, settings(1, 1, 2)), 4);
+        for (before, after) in [((2, 1), (4, 1)), ((4, 1), (1, 2)), ((1, 1), (2, 2))] {
+            let mut first = fresh(architecture, settings(before.0, before.1, 2));
+            outcome(&mut first, 2);
+            let (parameters, optimizer) =
+                (first.parameters().unwrap(), first.optimizer().unwrap().into_owned());
+            let after = settings(after.0, after.1, 2);
+            let parameters = Arc::unwrap_or_clone(parameters);
+            let mut second = Learner::new(after, config.clone(), parameters, Some(optimizer)).unwrap();
+            let found = outcome(&mut second, 2);
+            assert_eq!(found.weights, whole.weights, "{architecture:?}: {before:?}");
+            assert!(found.optimizer == whole.optimizer && found.scores == whole.scores, "{before:?}");
+        }
+    }
+}
+
+/// Ranks that are processes exchange everything in messages; here threads follow the leader.
+#[test]
+fn processes_share_weights() {
+    let config = shared(Architecture::Qwen3Moe);
+    for zero in [1, 3] {
+        let expected = outcome(&mut fresh(Architecture::Qwen3Moe, settings(1, 1, zero)), 4);
+        let run = |optimizer: Option<Optimizer>, parameters: Parameters, steps| {
+            let mut ranks = threads::group(4, LONG).into_iter();
+            let leader = Leader::new(Arc::new(ranks.next().unwrap()));
+            let followers: Vec<_> = ranks
+                .map(|rank| {
+                    std::thread::spawn(move || follow(Arc::new(rank), Arc::new(ThreadPool::single())))
+                })
+                .collect();
+            let mut learner =
+                leader.learner(settings(2, 2, zero), config.clone(), parameters, None, optimizer).unwrap();
+            let found = outcome(&mut learner, steps);
+            let parameters = Arc::unwrap_or_clone(learner.parameters().unwrap());
+            drop((learner, leader));
+            followers.into_iter().for_each(|follower| follower.join().unwrap().unwrap());
+            (found, parameters)
+        };
+        let (first, parameters) = run(None, Parameters::random(&config, 5), 1);
+        let (found, _) = run(Some(first.optimizer), parameters, 3);
+        assert_eq!(found.weights, expected.weights, "stage {zero}");
+        assert!(found.optimizer == expected.optimizer && found.scores == expected.scores, "stage {zero}");
+    }
+}
+
+#[test]
+fn what_is_not_possible_is_named() {
+    let config = shared(Architecture::Qwen3);
+    let parameters = Parameters::random(&config, 5);
+    let refused = |settings: LearnerConfig, expected: &str| {
+        let error = Learner::new(settings, config.clone(), parameters.clone(), None).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    };
+    let three = LearnerConfig { world: 3, ..settings(2, 1, 1) };
+    refused(three, "a world of 3 ranks is not divisible by context x tensor = 1 x 2; 2 ranks are possible");
+    refused(settings(8, 1, 1), "4 key-value heads are not divisible by 8; 4 divides everything");
+    refused(LearnerConfig { world: 1, ..settings(2, 1, 1) }, "2 ranks are possible");
+    for kind in [OptimizerKind::Muon, OptimizerKind::Dion, OptimizerKind::Adamw8bit] {
+        refused(
+            LearnerConfig { optimizer: with_optimizer(kind).optimizer, ..settings(2, 1, 1) },
+            "only AdamW",
+        );
+    }
+    let lora = LoraConfig { rank: 2, alpha: 4.0, target_modules: TargetModule::BLOCK.to_vec() };
+    let adapter = Adapter::new(lora, &parameters, 3);
+    let error = Learner::adapting(settings(2, 1, 1), config.clone(), parameters.clone(), adapter, None);
+    assert!(error.unwrap_err().to_string().contains("under an adapter"));
+}
