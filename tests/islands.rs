@@ -248,10 +248,10 @@ fn two_islands_learn_as_one_run_with_a_fraction_of_the_bytes() {
     let seeds = [1, 2, 3];
     let (plain, _) = accuracies(&home, None, &seeds);
     let lowest = plain.iter().copied().fold(f64::INFINITY, f64::min);
-    println!("one run: accuracies {plain:?}");
+    eprintln!("one run: accuracies {plain:?}");
     for steps in [8, 32] {
         let (islands, [sent, received]) = accuracies(&home, Some(steps), &seeds);
-        println!(
+        eprintln!(
             "H = {steps}: accuracies {islands:?}, {sent} bytes sent and {received} received in 128 steps"
         );
         let mean = islands.iter().sum::<f64>() / islands.len() as f64;

@@ -32,7 +32,7 @@ const SECTIONS: [&str; 13] = [
 /// The source of `[[rewards]]`, which is flat.
 const REWARDS: &str = include_str!("../../rewards/src/spec.rs");
 /// The sources of words.
-const WORDS: [&str; 25] = [
+const WORDS: [&str; 26] = [
     include_str!("words.rs"),
     include_str!("../../buffer/src/config.rs"),
     include_str!("../../environments/src/tool_calls/mod.rs"),
