@@ -4,6 +4,7 @@
 //! Invariant: counts follow from the recipe alone and are exact; bytes are estimates that name what they count. No weights
 //! and no dataset are read.
 
+pub mod islands;
 pub mod memory;
 pub mod traffic;
 

@@ -137,7 +137,9 @@ pub(super) fn plan(args: &RecipeArgs, program: &Program) -> Result<String, Failu
     };
     let on_devices = on_devices.map_or_else(String::new, |text| format!("\n{text}"));
     let (resolved, described) = (named.resolved_toml(&origins), plan::describe(&named));
-    Ok(format!("{resolved}\n{described}{from_hub}\nmemory\n{memory}{on_devices}{traffic}"))
+    let island =
+        plan::islands::describe(&recipe, &config).map_or_else(String::new, |line| format!("\n{line}"));
+    Ok(format!("{resolved}\n{described}{island}{from_hub}\nmemory\n{memory}{on_devices}{traffic}"))
 }
 
 /// The shape of the recipe's model.

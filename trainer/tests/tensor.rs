@@ -145,6 +145,19 @@ fn processes_share_weights() {
     }
 }
 
+/// Weights that come from elsewhere, as those of islands do, reach every rank.
+#[test]
+fn trained_values_are_replaced_on_all_ranks() {
+    let before = outcome(&mut fresh(Architecture::Qwen3, settings(1, 1, 1)), 2);
+    let values: Vec<f32> = before.weights.iter().map(|bits| f32::from_bits(*bits)).collect();
+    for zero in [1, 3] {
+        let mut learner = fresh(Architecture::Qwen3, settings(2, 2, zero));
+        learner.set_trained_values(&values).unwrap();
+        assert_eq!(bits(&learner.trained_values().unwrap()), before.weights, "stage {zero}");
+        assert!(learner.score(&samples(&groups())).unwrap() == before.scores, "stage {zero}");
+    }
+}
+
 #[test]
 fn what_is_not_possible_is_named() {
     let config = shared(Architecture::Qwen3);
