@@ -417,9 +417,8 @@ fn check_batch(raw: &RawRecipe, checker: &mut Checker<'_>) {
         checker.report("trainer.leaves", message, "4 gives 1, 2 and 4 trainer workers the same bits");
     }
     let groups = raw.buffer.batch_groups;
-    for (path, parts) in
-        [("trainer.minibatches", raw.trainer.minibatches), ("trainer.world", raw.trainer.world)]
-    {
+    let data = raw.trainer.parallel.config().data(raw.trainer.world);
+    for (path, parts) in [("trainer.minibatches", raw.trainer.minibatches), ("trainer.world", data)] {
         if parts > groups {
             let message =
                 format!("`{path}` is {parts}, but a batch has only {groups} groups (`buffer.batch_groups`)");

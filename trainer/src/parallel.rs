@@ -67,7 +67,7 @@ impl ParallelConfig {
     /// Ranks of one pass.
     #[must_use]
     pub fn of_pass(self) -> usize {
-        self.context.degree * self.tensor
+        (self.context.degree * self.tensor).max(1)
     }
 
     /// Ranks that divide the rows of a step, of `world` ranks.
