@@ -367,9 +367,7 @@ impl Rank {
     pub(crate) fn score(&self, task: PlannedRows<'_>, pool: &ThreadPool) -> Result<ScoredRows, TrainerError> {
         let mut pass = match &self.kind {
             RankKind::Single(SingleRank { weights, .. })
-            | RankKind::Replicated(ReplicatedRank { weights, .. }) => {
-                weights.scoring(&self.base)?
-            }
+            | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.scoring(&self.base)?,
             RankKind::SingleOnDevice(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Group(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Sharded(rank) => return rank.score(&self.base, task, pool),

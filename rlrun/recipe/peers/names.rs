@@ -271,6 +271,11 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
         "rlrun samples by itself: `placement.policy` says whether sampler and trainer take turns",
     ),
     (
+        "context_parallel_size ulysses_sequence_parallel_size sequence_parallel_size cp_size",
+        "trainer.parallel.context",
+        "",
+    ),
+    (
         "tensor_model_parallel_size tensor_parallel_size vllm_tensor_parallel_size \
          pipeline_model_parallel_size",
         "",
