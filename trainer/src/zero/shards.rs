@@ -89,6 +89,11 @@ impl Shards {
         shards
     }
 
+    /// Number of ranks.
+    pub(crate) fn world(&self) -> usize {
+        self.fragments.len()
+    }
+
     /// Number of units.
     pub(crate) fn units(&self) -> usize {
         self.units.len()
