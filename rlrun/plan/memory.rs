@@ -77,8 +77,6 @@ impl Memory {
         let size = Size::of(config, recipe.trainer.recompute, recipe.rollout.quantization, F32);
         let trained = Trained::of(recipe, config);
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
-        // Context ranks have the tokens of one micro-batch together.
-        let passes = world / (recipe.trainer.parallel.context as u64).max(1);
         // Over a base that stays quantised the factors are published, and the sampler computes with the base of the trainer.
         let (pushed, packed) = match recipe.has_quantized_base() {
             true => (trained.adapter, 0),
@@ -101,7 +99,7 @@ impl Memory {
             part(
                 "activations",
                 "a full micro-batch of every rank, kept for its backward",
-                product(&[passes, micro_batch, size.activations_per_token])
+                product(&[world, micro_batch, size.activations_per_token])
                     .saturating_add(product(&[cores(recipe).max(world), size.recurrence])),
             ),
             part("logits", "of rows of the micro-batch of every rank", product(&[world, logits])),

@@ -272,7 +272,7 @@ impl Rank {
     /// If another rank does not make the call, or a device fails.
     pub(crate) fn gather_weights(&self, all: Option<&mut [f32]>) -> Result<(), TrainerError> {
         let membership = self.membership().ok_or(TrainerError::RanksEnded)?;
-        membership.gather(self.owned()?, all)
+        membership.gather(&self.owned()?, all)
     }
 
     /// The optimizer of whole tensors, gathered from all ranks.

@@ -71,10 +71,7 @@ fn projected(lora: &LoraConfig, layout: &Layout) -> u64 {
 /// Bytes of the gradients of all ranks of a trainer of this `layout`; with an adapter, of its factors. A device forms those of
 /// experts whole, one operand at a time.
 pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>) -> u64 {
-    let (world, parallel) = (recipe.trainer.world as u64, recipe.trainer.parallel.config());
-    // Sections are summed for every micro-batch, and a layer has gradients of each section of a rank.
-    let sections = (parallel.context.sections() / parallel.context.degree.max(1)) as u64;
-    let zero = if parallel.context.sections() > 1 { recipe.trainer.zero.max(2) } else { recipe.trainer.zero };
+    let (world, zero) = (recipe.trainer.world as u64, recipe.trainer.zero);
     let on_device = recipe.devices().trains();
     let weights = TrainedValues::weights(layout);
     let trained = lora.map_or(weights, |lora| TrainedValues::factors(lora, layout));
@@ -84,7 +81,7 @@ pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>)
         _ => 0,
     };
     let leaves = recipe.learner().step_leaves();
-    let slots = leaves / parallel.data(recipe.trainer.world).max(1);
+    let slots = leaves / recipe.trainer.world.max(1);
     let several = BatchPlan::of(recipe).max_tokens.div_ceil(leaves.max(1) as u64)
         > recipe.trainer.microbatch_tokens as u64;
     let chained = several && zero >= 2;
@@ -93,9 +90,7 @@ pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>)
         if on_device {
             return all.saturating_add(scratch);
         }
-        let current = if sections > 1 {
-            product(&[sections, trained.units(1)])
-        } else if slots == 1 && !chained {
+        let current = if slots == 1 && !chained {
             // The first leaf of two is written where it is summed.
             0
         } else if several && zero < 2 {
@@ -107,8 +102,7 @@ pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>)
     }
     if zero >= 2 {
         // The layers whose gradients are being reduced, wait, and are being computed.
-        let of_sections = product(&[sections.saturating_sub(1), trained.units(1)]);
-        let units = product(&[world, trained.units(3).saturating_add(of_sections)]);
+        let units = product(&[world, trained.units(3)]);
         return sums.saturating_add(units).saturating_add(scratch);
     }
     let waiting = product(&[all, u64::from(slots.max(1).ilog2())]);
