@@ -157,8 +157,8 @@ pub struct ParallelSection {
     // resume = changes, worker = run
     pub sections: usize,
     /// What context ranks exchange: the `keys` and values that their queries attend to (Llama 3), or `heads`, so that a rank has some
-    /// heads of all tokens (Ulysses), which needs as many key-value heads as ranks. Default: what sends fewer values. prime-rl
-    /// `cp_style`.
+    /// heads of all tokens (Ulysses), which needs a number of key-value heads that they divide. It changes no bit. Default: what sends
+    /// fewer values. prime-rl `cp_style`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub exchange: Option<ContextExchange>,
