@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use collective::threads::{Threads, group};
@@ -302,13 +302,14 @@ fn layers_of_a_source_give_the_same_bits() {
 fn sent(config: &Config, pack: &Pack, degree: usize, exchange: ContextExchange) -> Vec<usize> {
     let parameters = Arc::new(Parameters::random(config, 7));
     let run = |ranks: Threads| {
-        let sent = Arc::new(AtomicUsize::new(0));
-        let context = Some(Arc::new(CountingRank { ranks, sent: Arc::clone(&sent) }) as Arc<dyn Collective>);
+        let ranks = CountingRank::new(ranks);
+        let exchanged = Arc::clone(&ranks.exchanged);
+        let context = Some(Arc::new(ranks) as Arc<dyn Collective>);
         let ranks = PassRanks { context, sections: degree, exchange, tensor: None };
         let decoder = Decoder::trainable(config, &parameters, Recompute::None).among(ranks);
         let target = Target { token: 5, temperature: 1.0, kept: None };
         decoder.score(pack, &[3], &[target], &ThreadPool::single()).unwrap();
-        sent.load(Ordering::Relaxed)
+        exchanged.load(Ordering::Relaxed)
     };
     let run = &run;
     std::thread::scope(|scope| {

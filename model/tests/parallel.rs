@@ -4,7 +4,7 @@
 //! part of a row is left out.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use collective::{Collective, Position, threads};
 use model::{
     Architecture, Config, Decoder, Gradients, LayerSource, ModelShard, Pack, Parameters, PassRanks,
     Prediction, PredictionGradient, Recompute, Reduction, Sizes, Target, TensorRanks, ThreadPool,
-    TrainedTargets,
+    TrainedTargets, failed_call,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -202,7 +202,7 @@ fn a_rank_that_is_gone_ends_the_pass_of_the_others() {
     let decoder = Decoder::trainable(shard.config(), &Arc::new(own.expect("of the layout")), Recompute::None)
         .among(PassRanks { tensor: ranks, ..PassRanks::default() });
     let error = decoder.score(&rows.pack, &rows.rows, &rows.targets, &ThreadPool::single());
-    let error = error.expect_err("the other rank is gone").to_string();
+    let error = failed_call(error.expect_err("the other rank is gone")).expect("a call of ranks").to_string();
     assert!(error.contains("rank 1 is gone"), "{error}");
 }
 
@@ -220,8 +220,8 @@ fn a_layer_sends_four_sums_of_hidden_states() {
                 let shard = ModelShard::new(&config, ranks.position()).expect("can be shared");
                 let own = Parameters::from_values(Arc::clone(shard.layout()), shard.cut(whole.values()));
                 let own = Arc::new(own.expect("of the layout"));
-                let sent = Arc::new(AtomicUsize::new(0));
-                let ranks = Arc::new(CountingRank { ranks, sent: Arc::clone(&sent) });
+                let ranks = Arc::new(CountingRank::new(ranks));
+                let sent = Arc::clone(&ranks.sent);
                 let ranks =
                     PassRanks { tensor: Some(TensorRanks { ranks, vocabulary: 53 }), ..PassRanks::default() };
                 let decoder = Decoder::trainable(shard.config(), &own, Recompute::None).among(ranks);

@@ -12,7 +12,8 @@ mod turns;
 
 use std::fmt;
 
-use model::{Config, KvCache, LayerSpec, Layout, ParameterSpec, Quantization, Recompute};
+use collective::Position;
+use model::{Config, KvCache, LayerSpec, Layout, ModelShard, ParameterSpec, Quantization, Recompute};
 use trainer::lora::LoraConfig;
 
 use crate::allocator::SPARE;
@@ -77,6 +78,12 @@ impl Memory {
         let size = Size::of(config, recipe.trainer.recompute, recipe.rollout.quantization, F32);
         let trained = Trained::of(recipe, config);
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
+        // Every tensor rank has the activations of its shard, of all tokens of the pass; context ranks have some tokens each.
+        let parallel = recipe.trainer.parallel.config();
+        let shard = ModelShard::new(config, Position { rank: 0, world: parallel.tensor });
+        let shard = shard.as_ref().map_or(config, ModelShard::config);
+        let of_pass = Size::of(shard, recipe.trainer.recompute, recipe.rollout.quantization, F32);
+        let passes = world / parallel.context.degree.max(1) as u64;
         // Over a base that stays quantised the factors are published, and the sampler computes with the base of the trainer.
         let (pushed, packed) = match recipe.has_quantized_base() {
             true => (trained.adapter, 0),
@@ -85,7 +92,9 @@ impl Memory {
         let (positions, rows, micro_batch) =
             (cache_positions(recipe, config), decoding_rows(recipe), micro_batch_tokens(recipe));
         let part = |name, what, bytes| Part { name, what, bytes, phase: Phase::Always };
-        let logits = model::logits_bytes(micro_batch as usize, config.vocab_size) as u64;
+        // Tensor ranks have the logits of their tokens, and of all tokens in some rows.
+        let logits = model::logits_bytes(micro_batch as usize, shard.vocab_size) as u64;
+        let logits = product(&[1 + u64::from(parallel.tensor > 1), logits]);
         let mut parts = vec![
             part("process", "program, libraries, threads", PROCESS),
             part("tokenizer", "two open model directories", product(&[2, TOKENIZER, tokenizer])),
@@ -99,7 +108,7 @@ impl Memory {
             part(
                 "activations",
                 "a full micro-batch of every rank, kept for its backward",
-                product(&[world, micro_batch, size.activations_per_token])
+                product(&[passes, micro_batch, of_pass.activations_per_token])
                     .saturating_add(product(&[cores(recipe).max(world), size.recurrence])),
             ),
             part("logits", "of rows of the micro-batch of every rank", product(&[world, logits])),
@@ -315,7 +324,9 @@ fn cores(recipe: &Recipe) -> u64 {
 /// and its own gradients. A stage shares what it names, and has units of every rank on their way. A weight has `width` bytes, a
 /// gradient 4.
 fn of_ranks(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>, width: u64) -> (u64, u64) {
-    let (world, zero) = (recipe.trainer.world as u64, recipe.trainer.zero);
+    // Tensor ranks have one model together.
+    let tensor = recipe.trainer.parallel.tensor.max(1) as u64;
+    let (world, zero) = (recipe.trainer.world as u64 / tensor, recipe.trainer.zero);
     let all = product(&[width, layout.len() as u64]);
     let weights = match lora {
         None if zero >= 3 && world > 1 => {

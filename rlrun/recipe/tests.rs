@@ -13,6 +13,7 @@ use super::*;
 mod devices;
 mod elements;
 mod engines;
+mod island;
 mod manual;
 mod messages;
 mod peers;

@@ -8,8 +8,9 @@
 
 mod balance;
 mod frozen;
-mod scores;
+mod scoring;
 mod spans;
+mod trained_values;
 
 pub(crate) use self::balance::RouterStep;
 use std::borrow::Cow;

@@ -144,11 +144,11 @@ impl ContextParallel {
         self.exchange.unwrap_or_else(|| ContextExchange::cheaper(model, self.degree))
     }
 
-    /// Checks that `world` ranks can compute a `model` so, on devices or not.
+    /// Checks that ranks can compute a `model` so, on devices or not.
     ///
     /// # Errors
     /// If they cannot.
-    pub(crate) fn check(self, model: &Config, world: usize, on_devices: bool) -> Result<(), TrainerError> {
+    pub(crate) fn check(self, model: &Config, on_devices: bool) -> Result<(), TrainerError> {
         let (degree, sections) = (self.degree, self.sections());
         if sections <= 1 {
             return Ok(());
@@ -156,9 +156,6 @@ impl ContextParallel {
         let refused = |reason: String| Err(TrainerError::Context { degree, sections, reason });
         if on_devices {
             return refused("ranks on devices compute whole micro-batches".to_owned());
-        }
-        if !world.is_multiple_of(degree) {
-            return refused(format!("{world} ranks are not groups of {degree}"));
         }
         match PassRanks::obstacle(model, degree, sections, self.exchange(model)) {
             Some(reason) => refused(reason),
@@ -175,7 +172,7 @@ impl LearnerConfig {
     pub fn check_parallel(&self, model: &Config, adapts: bool) -> Result<(), TrainerError> {
         self.parallel.check(self.world, model)?;
         let shard = self.parallel.shard(model, 0)?;
-        self.parallel.context.check(shard.config(), self.world, self.device.is_some())?;
+        self.parallel.context.check(shard.config(), self.device.is_some())?;
         let reason = if self.parallel.tensor == 1 {
             return Ok(());
         } else if adapts {

@@ -19,7 +19,8 @@
 //!   a base that stays quantised
 //! - `on_device`: a single rank that updates its weights on a device, and passes on a device for the others; `group`: ranks of
 //!   a device group
-//! - `balance`: the update of routers; `membership`: a rank among several; `passes`: the ranks that share its passes; `step`: the passes of a step; `memory`: bytes, and leaving a device
+//! - `balance`: the update of routers; `membership`: a rank among several; `passes`: the ranks that share its passes; `step`: the passes
+//!   of a step; `trained_values`: new ones from outside of the optimizer; `memory`: bytes, and leaving a device
 
 mod balance;
 mod group;
@@ -32,6 +33,7 @@ mod seed;
 mod sharded;
 mod single;
 mod step;
+mod trained_values;
 mod whole;
 
 pub(crate) use seed::{LearnerSeed, MemberSeed, RankWeights};

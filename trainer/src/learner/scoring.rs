@@ -1,6 +1,4 @@
-//! Predictions of rows without a step, under the weights of a learner or under a frozen model.
-//!
-//! Invariant: every rank scores its part of the rows, with the ranks of its passes, and every process gets all predictions.
+//! Predictions of rows by all ranks of a learner.
 
 use collective::{HostCollective, Position};
 use model::Prediction;
