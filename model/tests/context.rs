@@ -212,6 +212,25 @@ fn every_degree_and_exchange_has_the_bits_of_one_rank() {
     }
 }
 
+/// Sections, and ranks, without a token take part in the exchange.
+#[test]
+fn a_pack_may_have_fewer_tokens_than_sections() {
+    let mut pack = Pack::new();
+    pack.push(&[7, 8, 9]).unwrap();
+    for (name, config) in models() {
+        let parameters = Arc::new(Parameters::random(&config, 7));
+        let network = (&config, &parameters);
+        let one = PassRanks { sections: SECTIONS, ..PassRanks::default() };
+        let expected = passes(network, Recompute::None, one, &pack, 1).unwrap();
+        for exchange in [ContextExchange::Heads, ContextExchange::Keys] {
+            if PassRanks::obstacle(&config, SECTIONS, SECTIONS, exchange).is_none() {
+                let found = among(network, Recompute::Sequence, (SECTIONS, exchange), &pack, 1);
+                assert!(found == expected, "{name} {exchange:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn sections_change_no_prediction_and_gradients_by_rounding_alone() {
     let pack = pack();

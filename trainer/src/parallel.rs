@@ -200,4 +200,14 @@ mod tests {
         assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]);
         assert_eq!(place(5).data.world, 3);
     }
+
+    #[test]
+    fn context_ranks_are_around_tensor_ranks() {
+        let context = ContextParallel { degree: 2, ..ContextParallel::NONE };
+        let config = ParallelConfig { tensor: 2, context };
+        let place = |rank| config.place(Position { rank, world: 8 });
+        let places: Vec<_> = (0..8).map(|rank| (place(rank).data.rank, place(rank).tensor.rank)).collect();
+        assert_eq!(places, [(0, 0), (0, 1), (0, 0), (0, 1), (1, 0), (1, 1), (1, 0), (1, 1)]);
+        assert_eq!((place(7).data.world, context.sections()), (2, 2));
+    }
 }

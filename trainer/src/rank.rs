@@ -158,11 +158,11 @@ impl Rank {
     /// # Errors
     /// If the weights are on a device, and it fails, or the base is quantised.
     pub(crate) fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
-        if self.shard().is_some() { Ok(None) } else { self.held() }
+        if self.shard().is_some() { Ok(None) } else { self.own_weights() }
     }
 
     /// All weights of the model, or of the shard, that this rank trains; `None` if it has only its ZeRO shards.
-    fn held(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
+    fn own_weights(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
         match &self.kind {
             RankKind::Single(SingleRank { weights, .. })
             | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.values.whole().map(Some),
@@ -258,7 +258,7 @@ impl Rank {
         let own = if let Some(shards) = self.shards()? {
             shards.owned()
         } else {
-            let values = self.held()?.map_or(&[][..], |held| held.values());
+            let values = self.own_weights()?.map_or(&[][..], |own| own.values());
             match self.membership() {
                 None => vec![(0..values.len(), values)],
                 Some(membership) => membership.owned().map(|range| (range.clone(), &values[range])).collect(),
@@ -274,7 +274,7 @@ impl Rank {
     /// If another rank does not make the call, or a device fails.
     pub(crate) fn gather_weights(&self, all: Option<&mut [f32]>) -> Result<(), TrainerError> {
         let membership = self.membership().ok_or(TrainerError::RanksEnded)?;
-        membership.gather(self.owned()?, all)
+        membership.gather(&self.owned()?, all)
     }
 
     /// The optimizer of whole tensors, gathered from all ranks.

@@ -171,7 +171,7 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
         "with `model.reduction = \"tree\"`; the sampler has all weights",
     ),
     (
-        "ulysses_sequence_parallel_size context_parallel_size cp",
+        "ulysses_sequence_parallel_size context_parallel_size sequence_parallel_size cp_size cp",
         "trainer.parallel.context",
         "",
     ),
