@@ -20,7 +20,7 @@ const EXPERTS: [&str; 3] =
     ["model.random.architecture=qwen3_moe", "model.random.experts=4", "model.random.experts_per_token=2"];
 
 fn weights(run: &Run, step: u64) -> Vec<u8> {
-    std::fs::read(run.checkpoint(step).join("policy/model.safetensors")).unwrap()
+    std::fs::read(run.checkpoint(step).join("model/model.safetensors")).unwrap()
 }
 
 /// Asserts that two runs of `steps` steps have the same metrics and weights.

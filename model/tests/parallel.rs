@@ -189,6 +189,36 @@ fn tensor_ranks_have_the_bits_of_one() {
     }
 }
 
+/// Some ranks normalise no row.
+#[test]
+fn ranks_predict_fewer_tokens_than_there_are_ranks() {
+    let rows = Rows::new();
+    let config = config(Architecture::Qwen2);
+    let whole = Arc::new(parameters(&config));
+    let pass = |decoder: &Decoder, own: &Arc<Parameters>| {
+        let trained = TrainedTargets { rows: &rows.rows[4..5], targets: &rows.targets[4..5], samples: &[1] };
+        let slopes = &mut |_: std::ops::Range<usize>, _: &[Prediction]| rows.slopes[..1].to_vec();
+        let mut gradients = Gradients::zeros(own.layout());
+        decoder.train(&rows.pack, trained, slopes, &mut gradients, &ThreadPool::single()).expect("trains");
+        gradients.values().to_vec()
+    };
+    let expected = pass(&Decoder::trainable(&config, &whole, Recompute::None), &whole);
+    let of_rank = |ranks: threads::Threads| {
+        let shard = ModelShard::new(&config, ranks.position()).expect("can be shared");
+        let own = Parameters::from_values(Arc::clone(shard.layout()), shard.cut(whole.values()));
+        let own = Arc::new(own.expect("of the layout"));
+        let tensor = TensorRanks { ranks: Arc::new(ranks), vocabulary: SIZES.vocab_size };
+        let ranks = PassRanks { tensor: Some(tensor), ..PassRanks::default() };
+        let decoder = Decoder::trainable(shard.config(), &own, Recompute::None).among(ranks);
+        assert_eq!(bits(&pass(&decoder, &own)), bits(&shard.cut(&expected)));
+    };
+    thread::scope(|scope| {
+        threads::group(4, DEADLINE).into_iter().for_each(|ranks| {
+            scope.spawn(|| of_rank(ranks));
+        });
+    });
+}
+
 #[test]
 fn a_rank_that_is_gone_ends_the_pass_of_the_others() {
     let rows = Rows::new();
