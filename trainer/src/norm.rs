@@ -1,10 +1,11 @@
 //! The norm of the gradients, and the factor that scales them down where it is too large.
 //!
 //! Invariant: the sum of squares has the same bits on every machine and for every division of the gradients among threads
-//! and ranks. Blocks of a tensor are summed in f64 in fixed lanes; no shard cuts a block. The sums of blocks are added
-//! exactly, so their order does not matter.
+//! and ranks. Blocks of a tensor are summed in f64 in fixed lanes; no ZeRO shard cuts a block. The sums of blocks are added
+//! exactly, so their order does not matter. Where tensor ranks may share the rows of a matrix ([`Reduction::Tree`]), every square is added
+//! exactly.
 
-use model::ThreadPool;
+use model::{Reduction, ThreadPool};
 
 use crate::moments::BLOCK;
 
@@ -42,7 +43,12 @@ impl SquareSum {
         let (exponent, fraction) = ((bits >> 52) as i32, bits & ((1 << 52) - 1));
         // Zero, because a sum of squares is not below 2^-298.
         let Ok(shift) = u32::try_from(exponent - 1075 + UNIT) else { return };
-        let shifted = u128::from(fraction | 1 << 52) << (shift % DIGIT);
+        self.add_shifted(u128::from(fraction | 1 << 52), shift);
+    }
+
+    /// Adds `integer`, of at most 64 bits, times `2^(shift - UNIT)`.
+    fn add_shifted(&mut self, integer: u128, shift: u32) {
+        let shifted = integer << (shift % DIGIT);
         match self.digits.get_mut((shift / DIGIT) as usize..) {
             Some(digits) if digits.len() > 2 => {
                 for (digit, part) in digits.iter_mut().zip(0..3) {
@@ -104,23 +110,55 @@ impl SquareSum {
     }
 }
 
-/// The sum of the squares of `tensors`, each the values of a tensor or of a part of one that begins at a multiple of
-/// [`BLOCK`].
-pub(crate) fn squares<'a>(tensors: impl IntoIterator<Item = &'a [f32]>, pool: &ThreadPool) -> SquareSum {
+/// The sum of the squares of `tensors`, each the values of a tensor or of a part of one: with [`Reduction::Chain`] of a part that begins at
+/// a multiple of [`BLOCK`], with [`Reduction::Tree`] of any values.
+pub(crate) fn squares<'a>(
+    tensors: impl IntoIterator<Item = &'a [f32]>,
+    reduction: Reduction,
+    pool: &ThreadPool,
+) -> SquareSum {
     let parts: Vec<&[f32]> = tensors.into_iter().flat_map(|values| values.chunks(PART)).collect();
-    let of_part = |values: &[f32]| {
-        let mut sum = SquareSum::default();
-        values.chunks(BLOCK).for_each(|block| sum.add(squares_of_block(block)));
-        sum
+    let of_part = |values: &[f32]| match reduction {
+        Reduction::Chain => {
+            let mut sum = SquareSum::default();
+            values.chunks(BLOCK).for_each(|block| sum.add(squares_of_block(block)));
+            sum
+        }
+        Reduction::Tree => exact_squares(values),
     };
     let mut sum = SquareSum::default();
     pool.map(parts, of_part).iter().for_each(|part| sum.merge(part));
     sum
 }
 
+/// The exact sum of the squares of at most [`PART`] `values`. The squares of values with one exponent are integers in a common unit, of
+/// 48 bits.
+fn exact_squares(values: &[f32]) -> SquareSum {
+    const FRACTION: u32 = f32::MANTISSA_DIGITS - 1;
+    const EXPONENTS: usize = 1 << 8;
+    let mut of_exponent = [0_u64; EXPONENTS];
+    let mut sum = SquareSum::default();
+    for value in values {
+        let bits = value.to_bits();
+        let (exponent, fraction) = ((bits >> FRACTION) as usize % EXPONENTS, bits & ((1 << FRACTION) - 1));
+        if exponent == EXPONENTS - 1 {
+            sum.not_finite += f64::from(*value) * f64::from(*value);
+            continue;
+        }
+        let integer = u64::from(if exponent == 0 { fraction } else { fraction | 1 << FRACTION });
+        of_exponent[exponent] += integer * integer;
+    }
+    for (exponent, squares) in of_exponent.into_iter().enumerate().filter(|(_, squares)| *squares > 0) {
+        // A value is its integer times 2^(exponent - 150); without the hidden bit the exponent counts as 1.
+        let shift = 2 * (exponent.max(1) as u32) - 300 + UNIT as u32;
+        sum.add_shifted(u128::from(squares), shift);
+    }
+    sum
+}
+
 /// Euclidean norm of `values`, `[n]`.
 pub(crate) fn norm(values: &[f32], pool: &ThreadPool) -> f32 {
-    squares([values], pool).norm()
+    squares([values], Reduction::Chain, pool).norm()
 }
 
 /// Factor that scales gradients of this norm down to `max_norm`; 1 if their norm is not above it.
@@ -175,19 +213,45 @@ mod tests {
             values in prop::collection::vec(prop::num::f32::NORMAL, 1..3000),
             cuts in prop::collection::vec(0..12_usize, 0..4),
         ) {
-            let whole = squares([&values[..]], &ThreadPool::single());
+            let whole = squares([&values[..]], Reduction::Chain, &ThreadPool::single());
             let mut cuts: Vec<usize> = cuts.iter().map(|cut| (cut * BLOCK).min(values.len())).collect();
             cuts.extend([0, values.len()]);
             cuts.sort_unstable();
             let mut sum = SquareSum::default();
             for cut in cuts.windows(2).rev() {
-                let part = squares([&values[cut[0]..cut[1]]], &ThreadPool::single());
+                let part = squares([&values[cut[0]..cut[1]]], Reduction::Chain, &ThreadPool::single());
                 sum.merge(&SquareSum::from_bytes(&part.to_bytes()).unwrap());
             }
             prop_assert_eq!(sum.norm().to_bits(), whole.norm().to_bits());
             let exact = values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt() as f32;
             prop_assert!((sum.norm() - exact).abs() <= 1e-6 * exact || sum.norm() == exact);
         }
+    }
+
+    proptest! {
+        #[test]
+        fn the_norm_of_values_that_ranks_share_does_not_depend_on_how(
+            values in prop::collection::vec(prop::num::f32::NORMAL | prop::num::f32::SUBNORMAL, 1..3000),
+            ranks in 1..9_usize,
+        ) {
+            let of = |values: &[f32]| squares([values], Reduction::Tree, &ThreadPool::single());
+            let (whole, mut sum) = (of(&values), SquareSum::default());
+            for rank in (0..ranks).rev() {
+                let own: Vec<f32> = values.iter().skip(rank).step_by(ranks).copied().collect();
+                sum.merge(&SquareSum::from_bytes(&of(&own).to_bytes()).unwrap());
+            }
+            prop_assert_eq!(sum.norm().to_bits(), whole.norm().to_bits());
+            let blocks = norm(&values);
+            prop_assert!((whole.norm() - blocks).abs() <= 1e-6 * blocks || whole.norm() == blocks);
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_has_no_norm_in_any_order() {
+        let of = |values: &[f32]| squares([values], Reduction::Tree, &ThreadPool::single()).norm();
+        assert!(of(&[1.0, f32::INFINITY]).is_infinite() && of(&[f32::NAN, 2.0]).is_nan());
+        assert_eq!((of(&[3e38, 3e38]), of(&[])), (f32::INFINITY, 0.0));
+        assert_eq!(of(&[f32::from_bits(1)]), f32::from_bits(1));
     }
 
     #[test]

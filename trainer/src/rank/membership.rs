@@ -108,7 +108,7 @@ impl RankMembership {
             let owns = self.owns.get(fragment.tensor).copied().unwrap_or(true);
             owns.then_some(&own[end - fragment.within.len()..end])
         };
-        squares(self.fragments().iter().filter_map(part), pool)
+        squares(self.fragments().iter().filter_map(part), self.model.reduction, pool)
     }
 
     /// Gathers values of all ranks into `all` of rank 0, `[weights]`, of which this rank has `own`, unit by unit. `all` is `None`

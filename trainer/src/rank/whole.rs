@@ -80,7 +80,8 @@ impl WholeWeights {
         gradients: &[f32],
         &StepInputs { task, learning_rate, pool, .. }: &StepInputs<'_, L>,
     ) -> Result<f32, TrainerError> {
-        let norm = squares(self.trained().iter().map(|spec| &gradients[spec.range()]), pool).norm();
+        let tensors = self.trained().iter().map(|spec| &gradients[spec.range()]);
+        let norm = squares(tensors, base.model.reduction, pool).norm();
         finite(norm, &base.optimizer, task)?;
         if norm == 0.0 {
             return Ok(norm);
