@@ -20,6 +20,7 @@ mod gradients;
 mod mixer;
 mod pack;
 mod sections;
+mod shared_experts;
 mod states;
 mod train;
 
@@ -300,7 +301,16 @@ impl Decoder {
             self.blocks.iter_mut().for_each(|block| block.share(tensor));
             self.head.share(tensor, true);
         }
+        if let Some(expert) = &ranks.expert {
+            self.blocks.iter_mut().for_each(|block| block.divide_experts(expert));
+        }
         Self { ranks, ..self }
+    }
+
+    /// Whether ranks divide the experts: all of them make every pass, over an empty pack if they have no tokens.
+    #[must_use]
+    pub fn divides_experts(&self) -> bool {
+        self.ranks.expert.is_some()
     }
 
     /// The ids of this rank's rows of the embedding and the head.
