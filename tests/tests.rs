@@ -29,6 +29,7 @@ mod launchers;
 mod learns;
 mod logs;
 mod memory;
+mod parallel;
 mod parity;
 #[cfg(feature = "postgres")]
 mod postgres;

@@ -109,7 +109,7 @@ pub use model_shard::{ModelShard, ShardPiece};
 pub use ops::experts::ANY_EXPERT;
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
-pub use pass_ranks::{ContextExchange, PassRanks, failed_call};
+pub use pass_ranks::{ContextExchange, PassRanks, TensorRanks, failed_call};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use rotary::{RopeScaling, Rotary, Yarn};
 pub use sampling::{Draw, Sampling, TokenLogprob, most_likely};

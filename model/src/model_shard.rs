@@ -10,7 +10,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use collective::Position;
+use collective::{Position, even_shards};
 
 use crate::layer::{FeedForward, LayerSpec, QueryKeyNorm, Sharding};
 use crate::ops::gemm::CHUNKS;
@@ -51,8 +51,9 @@ impl ModelShard {
     /// [`ModelError::Shard`] if the model cannot be divided among so many ranks.
     pub fn new(config: &Config, position: Position) -> Result<Self, ModelError> {
         check(config, position.world)?;
-        let part = shard_config(config, position.world);
+        let part = shard_config(config, position);
         let (layout, whole) = (Arc::new(Layout::new(&part)), Arc::new(Layout::new(config)));
+        let tokens = even_shards(config.vocab_size, position.world)[position.rank].start;
         let shardings = shardings(&part);
         let pieces = layout.specs().iter().zip(whole.specs()).zip(shardings).enumerate();
         let pieces = pieces.map(|(tensor, ((own, whole), sharding))| {
@@ -60,7 +61,11 @@ impl ModelShard {
                 [rows, row] if sharding == Sharding::Inputs => [rows, row],
                 _ => [1, own.len()],
             };
-            let first = if sharding == Sharding::Replicated { 0 } else { position.rank * row };
+            let first = match sharding {
+                Sharding::Replicated => 0,
+                Sharding::Outputs if is_of_tokens(&whole.name) => tokens * config.hidden_size,
+                Sharding::Outputs | Sharding::Inputs => position.rank * row,
+            };
             ShardPiece {
                 tensor,
                 own: own.offset,
@@ -140,6 +145,11 @@ impl ShardPiece {
     }
 }
 
+/// Whether a tensor has a row for each token of the vocabulary.
+fn is_of_tokens(name: &str) -> bool {
+    name == "model.embed_tokens.weight" || name == "lm_head.weight"
+}
+
 /// How ranks share each tensor, in the order of the layout.
 fn shardings(config: &Config) -> Vec<Sharding> {
     let mut all = vec![Sharding::Outputs];
@@ -149,15 +159,17 @@ fn shardings(config: &Config) -> Vec<Sharding> {
     let layout = Layout::new(config);
     let tail = layout.specs()[all.len()..].iter();
     // The head has the rows of the embedding.
-    all.extend(tail.map(|spec| match spec.shape[..] {
-        [rows, _] if rows > 1 => Sharding::Outputs,
-        _ => Sharding::Replicated,
-    }));
+    all.extend(tail.map(
+        |spec| {
+            if is_of_tokens(&spec.name) { Sharding::Outputs } else { Sharding::Replicated }
+        },
+    ));
     all
 }
 
-/// The configuration of one of `degree` shards.
-fn shard_config(config: &Config, degree: usize) -> Config {
+/// The configuration of the shard at `position`.
+fn shard_config(config: &Config, position: Position) -> Config {
+    let degree = position.world;
     let narrower = |layer: LayerSpec| {
         let feed_forward = match layer.feed_forward {
             FeedForward::Experts(mut spec) => {
@@ -169,7 +181,7 @@ fn shard_config(config: &Config, degree: usize) -> Config {
         LayerSpec { feed_forward, ..layer }
     };
     let part = Config {
-        vocab_size: config.vocab_size / degree,
+        vocab_size: even_shards(config.vocab_size, degree)[position.rank].len(),
         intermediate_size: config.intermediate_size / degree,
         num_heads: config.num_heads / degree,
         num_kv_heads: config.num_kv_heads / degree,
@@ -218,11 +230,7 @@ fn check(config: &Config, degree: usize) -> Result<(), ModelError> {
 
 /// What a degree divides, with its name.
 fn divisors(config: &Config) -> Vec<(&'static str, usize)> {
-    let mut all = vec![
-        ("tokens of the vocabulary", config.vocab_size),
-        ("query heads", config.num_heads),
-        ("key-value heads", config.num_kv_heads),
-    ];
+    let mut all = vec![("query heads", config.num_heads), ("key-value heads", config.num_kv_heads)];
     for layer in &config.layers {
         let of_layer = match layer.feed_forward.experts() {
             None => [("values of the feed-forward width", config.intermediate_size), ("", 0)],
@@ -273,7 +281,7 @@ mod tests {
     #[test]
     fn what_cannot_be_divided_is_named_with_the_nearest_degree() {
         let sizes = crate::Sizes {
-            vocab_size: 24,
+            vocab_size: 27,
             hidden_size: 32,
             intermediate_size: 48,
             num_layers: 2,

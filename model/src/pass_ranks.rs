@@ -6,9 +6,10 @@
 //! Invariant: the bits of predictions and of the gradients of a section depend on the number of sections, and neither on the
 //! number of ranks nor on how they exchange what attention needs.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use collective::{Collective, CollectiveError, Position};
+use collective::{Collective, CollectiveError, Position, even_shards};
 use serde::{Deserialize, Serialize};
 
 use crate::Config;
@@ -21,7 +22,7 @@ pub struct PassRanks {
     pub context: Option<Arc<dyn Collective>>,
     /// The ranks that share the weights of a pass (tensor parallel; see [`ModelShard`](crate::ModelShard)); `None` for one rank.
     /// They make the calls of the pass in the same order, on the thread that computes.
-    pub tensor: Option<Arc<dyn Collective>>,
+    pub tensor: Option<TensorRanks>,
     /// The ranks that divide the experts of every layer (expert parallel), neighbouring experts each; `None` for one rank. They have
     /// tokens of their own, and make the calls of their passes in the same order, on the thread that computes: a rank without
     /// tokens makes passes over an empty pack.
@@ -30,6 +31,15 @@ pub struct PassRanks {
     pub sections: usize,
     /// What context ranks exchange for attention.
     pub exchange: ContextExchange,
+}
+
+/// The ranks that share the weights of a pass.
+#[derive(Clone, Debug)]
+pub struct TensorRanks {
+    /// Their calls.
+    pub ranks: Arc<dyn Collective>,
+    /// Tokens of the whole vocabulary, of which each has an even share.
+    pub vocabulary: usize,
 }
 
 /// What context ranks exchange for the attention of a layer.
@@ -55,7 +65,7 @@ impl PassRanks {
     /// This rank among those that share the weights, and their number.
     #[must_use]
     pub fn tensor_position(&self) -> Position {
-        self.tensor.as_ref().map_or(Position { rank: 0, world: 1 }, |ranks| ranks.position())
+        self.tensor.as_ref().map_or(Position { rank: 0, world: 1 }, |tensor| tensor.ranks.position())
     }
 
     /// Parts of a pack that threads compute apart, of at most `threads`: calls of ranks are of the whole pack.
@@ -155,5 +165,12 @@ pub fn failed_call(error: candle_core::Error) -> Result<CollectiveError, candle_
     match wrapped.downcast::<CollectiveError>() {
         Ok(error) => Ok(*error),
         Err(wrapped) => Err(candle_core::Error::WrappedContext { wrapped, context }),
+    }
+}
+
+impl TensorRanks {
+    /// The tokens whose rows of the embedding and the head rank `rank` has.
+    pub(crate) fn tokens_of(&self, rank: usize) -> Range<usize> {
+        even_shards(self.vocabulary, self.ranks.world())[rank].clone()
     }
 }

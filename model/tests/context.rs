@@ -6,13 +6,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use collective::threads::{Threads, group};
-use collective::{Collective, CollectiveError, Position};
+use collective::{Collective, CollectiveError};
 use model::{
     Config, ContextExchange, Decoder, GradientSink, Gradients, LayerSource, Layout, Pack, Parameters,
     PassRanks, Prediction, PredictionGradient, Recompute, RoutedTokens, SharedCores, Sizes, Target,
     ThreadPool, TrainedTargets, Unit, failed_call,
 };
 
+use crate::common::counting::CountingRank;
 use crate::common::{Golden, bits, samples};
 
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -58,61 +59,6 @@ struct Layers<'a>(&'a Parameters);
 impl LayerSource for Layers<'_> {
     fn layer(&mut self, index: usize) -> candle_core::Result<Arc<Vec<f32>>> {
         Ok(Arc::new(self.0.values()[self.0.layout().unit(Unit::Layer(index))].to_vec()))
-    }
-}
-
-/// A rank that counts the values that it sends to others.
-#[derive(Debug)]
-struct Counting {
-    ranks: Threads,
-    sent: Arc<AtomicUsize>,
-}
-
-impl Collective for Counting {
-    fn position(&self) -> Position {
-        self.ranks.position()
-    }
-
-    fn all_reduce(&self, values: &mut [f32]) -> Result<(), CollectiveError> {
-        self.ranks.all_reduce(values)
-    }
-
-    fn reduce_scatter(
-        &self,
-        values: &[f32],
-        shards: &[Range<usize>],
-        own: &mut [f32],
-    ) -> Result<(), CollectiveError> {
-        self.ranks.reduce_scatter(values, shards, own)
-    }
-
-    fn all_gather(
-        &self,
-        own: &[f32],
-        shards: &[Range<usize>],
-        all: &mut [f32],
-    ) -> Result<(), CollectiveError> {
-        self.ranks.all_gather(own, shards, all)
-    }
-
-    fn broadcast(&self, root: usize, values: &mut [f32]) -> Result<(), CollectiveError> {
-        self.ranks.broadcast(root, values)
-    }
-
-    fn all_to_all(
-        &self,
-        values: &[f32],
-        sends: &[Range<usize>],
-        received: &mut [f32],
-        receives: &[Range<usize>],
-    ) -> Result<(), CollectiveError> {
-        let others = sends.iter().enumerate().filter(|(peer, _)| *peer != self.rank());
-        self.sent.fetch_add(others.map(|(_, range)| range.len()).sum(), Ordering::Relaxed);
-        self.ranks.all_to_all(values, sends, received, receives)
-    }
-
-    fn barrier(&self) -> Result<(), CollectiveError> {
-        self.ranks.barrier()
     }
 }
 
@@ -338,7 +284,7 @@ fn sent(config: &Config, pack: &Pack, degree: usize, exchange: ContextExchange) 
     let parameters = Arc::new(Parameters::random(config, 7));
     let run = |ranks: Threads| {
         let sent = Arc::new(AtomicUsize::new(0));
-        let context = Some(Arc::new(Counting { ranks, sent: Arc::clone(&sent) }) as Arc<dyn Collective>);
+        let context = Some(Arc::new(CountingRank { ranks, sent: Arc::clone(&sent) }) as Arc<dyn Collective>);
         let ranks = PassRanks { context, sections: degree, exchange, ..PassRanks::default() };
         let decoder = Decoder::trainable(config, &parameters, Recompute::None).among(ranks);
         let target = Target { token: 5, temperature: 1.0, kept: None };

@@ -4,19 +4,24 @@
 //! part of a row is left out.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use collective::{Collective, Position, threads};
 use model::{
     Architecture, Config, Decoder, Gradients, LayerSource, ModelShard, Pack, Parameters, PassRanks,
-    Prediction, PredictionGradient, Recompute, Reduction, Sizes, Target, ThreadPool, TrainedTargets,
+    Prediction, PredictionGradient, Recompute, Reduction, Sizes, Target, TensorRanks, ThreadPool,
+    TrainedTargets,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
+use crate::common::counting::CountingRank;
+
 const SIZES: Sizes = Sizes {
-    vocab_size: 52,
+    // Four ranks have shares of different sizes.
+    vocab_size: 53,
     hidden_size: 24,
     intermediate_size: 72,
     num_layers: 3,
@@ -157,7 +162,10 @@ fn tensor_ranks_have_the_bits_of_one() {
                 let shard = ModelShard::new(&config, ranks.position()).expect("can be shared");
                 let own = Parameters::from_values(Arc::clone(shard.layout()), shard.cut(whole.values()));
                 let own = Arc::new(own.expect("of the layout"));
-                let ranks = PassRanks { tensor: Some(Arc::new(ranks)), ..PassRanks::default() };
+                let ranks = PassRanks {
+                    tensor: Some(TensorRanks { ranks: Arc::new(ranks), vocabulary: SIZES.vocab_size }),
+                    ..PassRanks::default()
+                };
                 let decoder = decoder(shard.config(), &own, recompute, through).among(ranks);
                 let (found, own) = rows.pass(&decoder, &own, through);
                 (found, own, shard)
@@ -188,7 +196,7 @@ fn a_rank_that_is_gone_ends_the_pass_of_the_others() {
     let whole = parameters(&config);
     let mut ranks = threads::group(2, DEADLINE);
     drop(ranks.pop());
-    let ranks: Option<Arc<dyn Collective>> = ranks.pop().map(|rank| Arc::new(rank) as _);
+    let ranks = ranks.pop().map(|rank| TensorRanks { ranks: Arc::new(rank), vocabulary: SIZES.vocab_size });
     let shard = ModelShard::new(&config, Position { rank: 0, world: 2 }).expect("can be shared");
     let own = Parameters::from_values(Arc::clone(shard.layout()), shard.cut(whole.values()));
     let decoder = Decoder::trainable(shard.config(), &Arc::new(own.expect("of the layout")), Recompute::None)
@@ -196,4 +204,44 @@ fn a_rank_that_is_gone_ends_the_pass_of_the_others() {
     let error = decoder.score(&rows.pack, &rows.rows, &rows.targets, &ThreadPool::single());
     let error = error.expect_err("the other rank is gone").to_string();
     assert!(error.contains("rank 1 is gone"), "{error}");
+}
+
+/// What a rank sends for a layer: twice forward and twice backward a sum of the hidden states of all tokens, in two halves of
+/// `(t - 1) / t` of them (Shoeybi et al. 2019, arXiv 1909.08053).
+#[test]
+fn a_layer_sends_four_sums_of_hidden_states() {
+    let rows = Rows::new();
+    for world in [2, 4] {
+        let sent = [2, 3].map(|layers| {
+            let mut config = config(Architecture::Qwen2);
+            config.layers.truncate(layers);
+            let whole = parameters(&config);
+            let of_rank = |ranks: threads::Threads| {
+                let shard = ModelShard::new(&config, ranks.position()).expect("can be shared");
+                let own = Parameters::from_values(Arc::clone(shard.layout()), shard.cut(whole.values()));
+                let own = Arc::new(own.expect("of the layout"));
+                let sent = Arc::new(AtomicUsize::new(0));
+                let ranks = Arc::new(CountingRank { ranks, sent: Arc::clone(&sent) });
+                let ranks =
+                    PassRanks { tensor: Some(TensorRanks { ranks, vocabulary: 53 }), ..PassRanks::default() };
+                let decoder = Decoder::trainable(shard.config(), &own, Recompute::None).among(ranks);
+                let slopes =
+                    &mut |_: std::ops::Range<usize>, of: &[Prediction]| rows.slopes[..of.len()].to_vec();
+                let trained = TrainedTargets { rows: &rows.rows, targets: &rows.targets, samples: &[33] };
+                let mut gradients = Gradients::zeros(own.layout());
+                decoder
+                    .train(&rows.pack, trained, slopes, &mut gradients, &ThreadPool::single())
+                    .expect("trains");
+                sent.load(Ordering::Relaxed)
+            };
+            let ranks = threads::group(world, DEADLINE).into_iter();
+            let sent: Vec<usize> = thread::scope(|scope| {
+                let threads: Vec<_> = ranks.map(|rank| scope.spawn(|| of_rank(rank))).collect();
+                threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+            });
+            sent.iter().sum::<usize>()
+        });
+        let hidden = 33 * SIZES.hidden_size;
+        assert_eq!(sent[1] - sent[0], 4 * 2 * (world - 1) * hidden, "{world} ranks together");
+    }
 }

@@ -56,7 +56,7 @@ impl Follower {
         drop(bytes);
         let done = match command {
             RankCommand::Stop => return Ok(false),
-            RankCommand::Network(header) => self.receive(header),
+            RankCommand::Network(header) => self.receive(*header),
             RankCommand::Forget { network } => {
                 self.networks.remove(&network);
                 self.references.remove(&network);

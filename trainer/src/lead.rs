@@ -41,7 +41,7 @@ pub struct Leader {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum RankCommand<'a> {
     /// Receive its shards of a model.
-    Network(NetworkHeader),
+    Network(Box<NetworkHeader>),
     /// Drop a model.
     Forget { network: u32 },
     /// Receive the reference model of a policy: factors over its base if that stays quantised.
@@ -139,14 +139,14 @@ impl Leader {
             adapter.merge(Arc::make_mut(parameters).values_mut(), &ThreadPool::single());
         }
         let network = self.networks.fetch_add(1, Ordering::Relaxed);
-        self.send_command(&RankCommand::Network(NetworkHeader {
+        self.send_command(&RankCommand::Network(Box::new(NetworkHeader {
             network,
             config: config.clone(),
             model: sent(&model)?,
             is_quantized: matches!(weights, StateWeights::Quantized(_)),
             adapter: adapter.as_ref().map(|adapter| adapter.config().clone()),
             updates: optimizer.as_ref().map(Optimizer::updates),
-        }))?;
+        })))?;
         let groups = RankGroups::new(Arc::clone(&self.collective), config.parallel)?;
         match &weights {
             StateWeights::Whole(parameters) => self.send_units(parameters)?,

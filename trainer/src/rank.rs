@@ -71,7 +71,7 @@ use crate::packing::{pack, recorded_slots};
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
 use crate::rank_spans::{RankClock, RankPhase, RankSpan};
-use crate::zero::{BufferPool, Fragment};
+use crate::zero::{BufferPool, Fragment, Shards};
 
 /// One rank.
 pub(crate) struct Rank {
@@ -287,10 +287,12 @@ impl Rank {
         let parallel = self.base.config.parallel;
         let shard = |rank| parallel.shard(&membership.model, rank);
         let shards = (0..parallel.tensor).map(shard).collect::<Result<Vec<_>, _>>()?;
+        let zero = |shard: &ModelShard| membership.shards_of(shard.layout(), &self.base.config.optimizer);
+        let of_shards: Vec<Shards> = shards.iter().filter(|_| self.shard().is_some()).map(zero).collect();
         let ranks = states.iter().enumerate().map(|(rank, states)| {
             let (zero, tensor) = (rank / parallel.tensor, rank % parallel.tensor);
-            let shard = self.shard().map(|_| &shards[tensor]);
-            (membership.trained.fragments(zero), &states[..], shard)
+            let trained = of_shards.get(tensor).unwrap_or(&membership.trained);
+            (trained.fragments(zero), &states[..], self.shard().map(|_| &shards[tensor]))
         });
         Optimizer::join(self.base.config.optimizer, self.base.optimizer.updates(), self.trained(), ranks)
     }
@@ -367,9 +369,7 @@ impl Rank {
     pub(crate) fn score(&self, task: PlannedRows<'_>, pool: &ThreadPool) -> Result<ScoredRows, TrainerError> {
         let mut pass = match &self.kind {
             RankKind::Single(SingleRank { weights, .. })
-            | RankKind::Replicated(ReplicatedRank { weights, .. }) => {
-                weights.scoring(&self.base)?
-            }
+            | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.scoring(&self.base)?,
             RankKind::SingleOnDevice(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Group(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Sharded(rank) => return rank.score(&self.base, task, pool),

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use collective::threads;
-use model::{Architecture, Config, Parameters, Prediction, Reduction, ThreadPool};
+use model::{Architecture, Config, Parameters, Prediction, Recompute, Reduction, ThreadPool};
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
 use trainer::optimizer::{Optimizer, OptimizerKind};
-use trainer::{Leader, Learner, LearnerConfig, ParallelConfig, follow};
+use trainer::{ContextParallel, Leader, Learner, LearnerConfig, ParallelConfig, follow};
 
 use crate::{LEARNER, config, groups, policy_step, samples, with_optimizer};
 
@@ -16,7 +16,9 @@ const LONG: Duration = Duration::from_secs(60);
 
 /// A model that four ranks can share.
 fn shared(architecture: Architecture) -> Config {
-    let config = Config { num_heads: 8, num_kv_heads: 4, reduction: Reduction::Tree, ..config() };
+    // A vocabulary that no degree divides.
+    let config =
+        Config { vocab_size: 129, num_heads: 8, num_kv_heads: 4, reduction: Reduction::Tree, ..config() };
     Config { head_dim: 4, ..config }.of_family(architecture)
 }
 
@@ -69,6 +71,28 @@ fn every_degree_and_stage_makes_the_steps_of_one_rank() {
             for (tensor, data) in [(2, 1), (4, 1), (2, 2), (4, 2)] {
                 let found = outcome(&mut fresh(architecture, settings(tensor, data, zero)), 3);
                 assert!(found == expected, "{architecture:?}: {tensor} x {data}, stage {zero}");
+            }
+        }
+    }
+}
+
+/// Ranks that share the tokens of a pass, others that share its weights, and others that divide the data.
+#[test]
+fn context_and_tensor_ranks_make_the_steps_of_one_rank() {
+    for architecture in [Architecture::Qwen3, Architecture::Qwen3Moe] {
+        for (zero, recompute) in [(2, Recompute::None), (3, Recompute::Block), (3, Recompute::Sequence)] {
+            let of = |tensor, degree, data| {
+                let context = ContextParallel { degree, sections: 2, exchange: None };
+                let parallel = ParallelConfig { tensor, context };
+                let world = tensor * degree * data;
+                let settings = LearnerConfig { world, parallel, zero, recompute, ..LEARNER };
+                outcome(&mut fresh(architecture, settings), 2)
+            };
+            let expected = of(1, 1, 1);
+            for (tensor, degree, data) in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (4, 2, 1)] {
+                let what =
+                    format!("{architecture:?}: {tensor} x {degree} x {data}, stage {zero}, {recompute:?}");
+                assert!(of(tensor, degree, data) == expected, "{what}");
             }
         }
     }
@@ -132,7 +156,7 @@ fn what_is_not_possible_is_named() {
         assert!(error.contains(expected), "{error}");
     };
     let three = LearnerConfig { world: 3, ..settings(2, 1, 1) };
-    refused(three, "a world of 3 ranks is not divisible by tensor = 2; 2 ranks are possible");
+    refused(three, "a world of 3 ranks is not divisible by context x tensor = 1 x 2; 2 ranks are possible");
     refused(settings(8, 1, 1), "4 key-value heads are not divisible by 8; 4 divides everything");
     refused(LearnerConfig { world: 1, ..settings(2, 1, 1) }, "2 ranks are possible");
     for kind in [OptimizerKind::Muon, OptimizerKind::Dion, OptimizerKind::Adamw8bit] {

@@ -28,7 +28,6 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
-use collective::Position;
 use serde::{Deserialize, Serialize};
 
 use crate::low_rank::{FactorPair, LowRank, UnitFactors};
@@ -298,8 +297,8 @@ impl Decoder {
     #[must_use]
     pub fn among(mut self, ranks: PassRanks) -> Self {
         if let Some(tensor) = &ranks.tensor {
-            self.blocks.iter_mut().for_each(|block| block.share(tensor));
-            self.head.share(tensor, true);
+            self.blocks.iter_mut().for_each(|block| block.share(&tensor.ranks));
+            self.head.share_vocabulary(tensor.ranks.position(), tensor.vocabulary);
         }
         if let Some(expert) = &ranks.expert {
             self.blocks.iter_mut().for_each(|block| block.divide_experts(expert));
@@ -315,8 +314,8 @@ impl Decoder {
 
     /// The ids of this rank's rows of the embedding and the head.
     fn own_tokens(&self) -> Range<usize> {
-        let (Position { rank, .. }, own) = (self.ranks.tensor_position(), self.config.vocab_size);
-        rank * own..(rank + 1) * own
+        let tensor = self.ranks.tensor.as_ref();
+        tensor.map_or(0..self.config.vocab_size, |tensor| tensor.tokens_of(tensor.ranks.rank()))
     }
 
     /// The trained factors of the weights of a unit.
@@ -387,7 +386,8 @@ impl Decoder {
     /// errors.
     fn embed(&self, token_ids: &[u32], first: usize, adapters: &[Option<usize>]) -> Result<Tensor> {
         let (own, width) = (self.own_tokens(), self.config.hidden_size);
-        let shape = [own.len() * self.ranks.tensor_position().world, width];
+        let vocabulary = self.ranks.tensor.as_ref().map_or(own.len(), |tensor| tensor.vocabulary);
+        let shape = [vocabulary, width];
         let flat = |table: &[f32], id: usize, out: &mut [f32]| {
             out.copy_from_slice(&table[id * width..][..width]);
         };
@@ -408,9 +408,9 @@ impl Decoder {
             }
         });
         let mut rows = rows?;
-        if let Some(ranks) = &self.ranks.tensor {
+        if let Some(tensor) = &self.ranks.tensor {
             let mut sums = values(&rows)?.to_vec();
-            ranks.all_reduce(&mut sums).map_err(failed)?;
+            tensor.ranks.all_reduce(&mut sums).map_err(failed)?;
             rows = matrix(sums, width)?;
         }
         multiple(&rows, self.config.embedding_multiplier)

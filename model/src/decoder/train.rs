@@ -177,7 +177,7 @@ impl Decoder {
 
     /// The head, with the ranks that share its vocabulary.
     fn shared_head(&self) -> SharedHead<'_> {
-        SharedHead { weight: &self.head, ranks: self.ranks.tensor.as_deref() }
+        SharedHead { weight: &self.head, tensor: self.ranks.tensor.as_ref() }
     }
 
     /// `[T, hidden]` residual stream after the last layer, of each part.
@@ -310,7 +310,7 @@ impl Decoder {
 
     pub(super) fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<TransformerBlock> {
         let mut block = TransformerBlock::of_unit(&self.config, &self.layout, index, &source.layer(index)?)?;
-        self.ranks.tensor.iter().for_each(|tensor| block.share(tensor));
+        self.ranks.tensor.iter().for_each(|tensor| block.share(&tensor.ranks));
         self.ranks.expert.iter().for_each(|expert| block.divide_experts(expert));
         Ok(block)
     }

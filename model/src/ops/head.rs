@@ -8,7 +8,7 @@ mod shared;
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
-use collective::{Collective, even_shards};
+use collective::even_shards;
 
 use self::shared::{LogitsMove, exchange_logits, gather_predictions};
 use super::gemm::{Right, StridedMatrix, multiply_add};
@@ -16,9 +16,9 @@ use super::linear::Linear;
 use super::simd::{exp, vectorized};
 use super::softmax::{entropy, scale_and_normalizer};
 use super::{row_ranges, unwritten, values};
-use crate::ThreadPool;
 use crate::low_rank::WeightGradient;
 use crate::pass_ranks::failed;
+use crate::{TensorRanks, ThreadPool};
 
 /// Logits in memory at a time: enough rows that reading the whole weight, and reading and writing its gradient, costs little
 /// beside the products.
@@ -105,7 +105,7 @@ pub(crate) struct SharedHead<'a> {
     /// `[V, d]`, or this rank's rows of it.
     pub(crate) weight: &'a Linear,
     /// The ranks that have the other rows; `None` if this one has all.
-    pub(crate) ranks: Option<&'a dyn Collective>,
+    pub(crate) tensor: Option<&'a TensorRanks>,
 }
 
 /// Result of [`train`].
@@ -252,12 +252,12 @@ impl<'a> RowLogits<'a> {
         }
         let hidden = &self.hidden[rows.start * self.width..rows.end * self.width];
         let logits = &mut self.logits[..own.len() * vocabulary];
-        match self.head.ranks {
+        match self.head.tensor {
             None => self.head.weight.apply_slice(hidden, logits, self.pool),
-            Some(ranks) => {
+            Some(tensor) => {
                 let mut parts = unwritten(rows.len() * self.head.weight.output());
                 self.head.weight.apply_slice(hidden, &mut parts, self.pool);
-                exchange_logits(ranks, rows.len(), LogitsMove::ToRows, &mut parts, logits)?;
+                exchange_logits(tensor, rows.len(), LogitsMove::ToRows, &mut parts, logits)?;
             }
         }
         let each = row_ranges(own.len(), self.pool.threads(), 1)[0].len();
@@ -268,20 +268,20 @@ impl<'a> RowLogits<'a> {
         });
         self.normalized = normalized.concat();
         let own: Vec<Prediction> = self.normalized.iter().map(|row| row.prediction).collect();
-        match self.head.ranks {
+        match self.head.tensor {
             None => Ok(own),
-            Some(ranks) => gather_predictions(ranks, rows.len(), &own),
+            Some(tensor) => gather_predictions(&*tensor.ranks, rows.len(), &own),
         }
     }
 
     /// Tokens of all ranks.
     fn vocabulary(&self) -> usize {
-        self.head.weight.output() * self.head.ranks.map_or(1, |ranks| ranks.world())
+        self.head.tensor.map_or(self.head.weight.output(), |tensor| tensor.vocabulary)
     }
 
     /// The rows of `rows` that this rank normalises.
     fn own_rows(&self, rows: &Range<usize>) -> Range<usize> {
-        let Some(ranks) = self.head.ranks else { return rows.clone() };
+        let Some(TensorRanks { ranks, .. }) = self.head.tensor else { return rows.clone() };
         let own = even_shards(rows.len(), ranks.world())[ranks.rank()].clone();
         rows.start + own.start..rows.start + own.end
     }
@@ -308,11 +308,11 @@ impl<'a> RowLogits<'a> {
             }
         });
         let mut parts;
-        let d_logits = match head.ranks {
+        let d_logits = match head.tensor {
             None => logits,
-            Some(ranks) => {
+            Some(tensor) => {
                 parts = unwritten(rows.len() * head.weight.output());
-                exchange_logits(ranks, rows.len(), LogitsMove::ToVocabulary, &mut parts, logits)?;
+                exchange_logits(tensor, rows.len(), LogitsMove::ToVocabulary, &mut parts, logits)?;
                 &mut parts
             }
         };
@@ -321,7 +321,7 @@ impl<'a> RowLogits<'a> {
         let each = row_ranges(rows.len(), pool.threads(), 1)[0].len();
         let of_rows = d_logits.chunks(each * vocabulary).zip(d_hidden.chunks_mut(each * width));
         pool.map(of_rows.collect(), |(g, d_hidden)| head.weight.input_gradient_slice(g, d_hidden));
-        if let Some(ranks) = head.ranks {
+        if let Some(TensorRanks { ranks, .. }) = head.tensor {
             ranks.all_reduce(d_hidden).map_err(failed)?;
         }
         let (d_logits, hidden) = (&*d_logits, &hidden[values]);
@@ -414,7 +414,7 @@ mod tests {
     const VOCABULARY: usize = 37;
 
     fn alone(weight: &Linear) -> SharedHead<'_> {
-        SharedHead { weight, ranks: None }
+        SharedHead { weight, tensor: None }
     }
 
     fn loss(hidden: &[f32], weight: &[f32], targets: &[Target<'_>], c: &[PredictionGradient]) -> f64 {

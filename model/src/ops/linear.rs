@@ -9,14 +9,15 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
-use collective::Collective;
+use collective::{Collective, Position};
 
 use super::adapters::{LinearFactors, LinearPass, add_products};
 use super::bf16::Bf16Linear;
 use super::blocks::BlockRows;
 use super::dot::StoreMode;
 use super::gemm::{
-    CHUNKS, NR, Panels, ProductOut, Right, StridedMatrix, TreeChunks, multiply_add, product, tree_product,
+    CHUNKS, NR, Panels, ProductOut, Right, StridedMatrix, TreeChunks, WHOLE, multiply_add, product,
+    tree_product,
 };
 use super::int8::Int8Linear;
 use super::simd::vectorized;
@@ -32,8 +33,8 @@ pub(crate) struct Linear {
     output: usize,
     bias: Option<Vec<f32>>,
     tree: TreeSum,
-    /// Chunks of a tree that are of this layer: those of a whole layer, or of the part of a tensor-parallel rank.
-    chunks: usize,
+    /// The part of the layer that this is, of those of tensor-parallel ranks.
+    shard: Position,
     /// The tensor-parallel ranks that have the other parts of the layer, if it sums over them itself.
     ranks: Option<Arc<dyn Collective>>,
     /// The range of the weight in the flat parameters of its model; empty if its factors are not asked for.
@@ -51,7 +52,7 @@ pub(crate) enum TreeSum {
     None,
     /// The forward of a row-parallel layer: over its inputs.
     Inputs,
-    /// The input gradient of a column-parallel layer: over its outputs, which are parts of these lengths.
+    /// The input gradient of a column-parallel layer: over its outputs, which are parts of these lengths, of all ranks together.
     Outputs(Vec<usize>),
 }
 
@@ -64,7 +65,7 @@ impl Default for Linear {
             output: 0,
             bias: None,
             tree: TreeSum::None,
-            chunks: CHUNKS,
+            shard: WHOLE,
             ranks: None,
             place: 0..0,
             factors: Vec::new(),
@@ -150,8 +151,19 @@ impl Linear {
     /// Makes it the part of one of `ranks`. Its results and input gradients are sums over the ranks if it `sums`, and partial sums
     /// otherwise; neither applies to a layer without a tree, of which every rank has all or its own outputs.
     pub(crate) fn share(&mut self, ranks: &Arc<dyn Collective>, sums: bool) {
-        self.chunks = CHUNKS / ranks.world();
+        self.shard = ranks.position();
         self.ranks = sums.then(|| Arc::clone(ranks));
+        if let TreeSum::Outputs(parts) = &mut self.tree {
+            parts.iter_mut().for_each(|part| *part *= self.shard.world);
+        }
+    }
+
+    /// Makes it the part of one rank of a head with `vocabulary` outputs, which ranks have even shares of.
+    pub(crate) fn share_vocabulary(&mut self, shard: Position, vocabulary: usize) {
+        self.shard = shard;
+        if let TreeSum::Outputs(parts) = &mut self.tree {
+            *parts = vec![vocabulary];
+        }
     }
 
     /// The same layer, whose weight has the range `place` in the flat parameters of its model.
@@ -280,7 +292,8 @@ impl Linear {
         let x = StridedMatrix::new(x, self.input);
         match self.tree {
             TreeSum::Inputs => {
-                let chunks = TreeChunks { parts: &[self.input], count: self.chunks };
+                let whole = [self.input * self.shard.world];
+                let chunks = TreeChunks { parts: &whole, count: CHUNKS, shard: self.shard };
                 tree_product(x, weight, chunks, &out, fresh);
             }
             TreeSum::None | TreeSum::Outputs(_) => product(x, weight, out, fresh),
@@ -331,7 +344,8 @@ impl Linear {
         let dx = ProductOut::new(dx, self.input);
         match &self.tree {
             TreeSum::Outputs(parts) => {
-                tree_product(g, weight, TreeChunks { parts, count: self.chunks }, &dx, true);
+                let chunks = TreeChunks { parts, count: CHUNKS, shard: self.shard };
+                tree_product(g, weight, chunks, &dx, true);
             }
             TreeSum::None | TreeSum::Inputs => product(g, weight, dx, true),
         }

@@ -3,6 +3,7 @@
 //! Invariant: everything that `make_goldens.py` stored is there and has the shape that its doc states, or opening
 //! panics. It compares nothing; that is for the tests.
 
+pub(crate) mod counting;
 pub(crate) mod gguf;
 
 use std::ops::Range;

@@ -10,6 +10,7 @@ use crate::TrainerError;
 use crate::lead::{decode, encode};
 use crate::learner::OwnedValues;
 use crate::norm::{SquareSum, squares};
+use crate::optimizer::OptimizerConfig;
 use crate::parallel::{RankGroups, RankPlace};
 use crate::rank_spans::{RankClock, RankPhase};
 use crate::zero::{Fragment, Shards};
@@ -82,6 +83,11 @@ impl RankMembership {
     /// Closes the collectives. The calls of the other ranks end with an error.
     pub(super) fn leave(&self) {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+
+    /// The ZeRO shards of a model with this `layout`, among as many ranks.
+    pub(super) fn shards_of(&self, layout: &Layout, optimizer: &OptimizerConfig) -> Shards {
+        Shards::of_model(layout, self.weights.world(), optimizer)
     }
 
     /// The parts of the trained tensors that this rank owns.

@@ -7,7 +7,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use collective::{Collective, HostCollective};
-use model::{Config, PassRanks, RoutedTokens};
+use model::{Config, PassRanks, RoutedTokens, TensorRanks};
 
 use crate::TrainerError;
 use crate::lead::{decode, encode};
@@ -17,6 +17,8 @@ use crate::parallel::ParallelConfig;
 #[derive(Debug)]
 pub(super) struct PassCollectives {
     config: ParallelConfig,
+    /// Tokens of the vocabulary of the whole model.
+    vocabulary: usize,
     /// `None` for a rank alone, and after it has left.
     ranks: Mutex<Option<PassCalls>>,
 }
@@ -39,16 +41,20 @@ struct Leaving<'a>(Option<&'a PassCollectives>);
 
 impl PassCollectives {
     /// A rank alone.
-    pub(super) fn alone(config: ParallelConfig) -> Self {
-        Self { config, ranks: Mutex::new(None) }
+    pub(super) fn alone(config: ParallelConfig, model: &Config) -> Self {
+        Self { config, vocabulary: model.vocab_size, ranks: Mutex::new(None) }
     }
 
-    /// The collectives of the passes of this rank of `all`. All ranks make the call.
+    /// The collectives of the passes of this rank of `all` over `model`. All ranks make the call.
     ///
     /// # Errors
     /// If another rank does not.
-    pub(super) fn of(config: ParallelConfig, all: &dyn HostCollective) -> Result<Self, TrainerError> {
-        let passes = Self::alone(config);
+    pub(super) fn of(
+        config: ParallelConfig,
+        model: &Config,
+        all: &dyn HostCollective,
+    ) -> Result<Self, TrainerError> {
+        let passes = Self::alone(config, model);
         let (rank, tensor) = (all.rank(), config.tensor);
         let split = |color| all.split(color).map(Arc::from);
         let mut calls = PassCalls::default();
@@ -84,7 +90,10 @@ impl PassCollectives {
         let own = if frozen { calls.frozen } else { calls.context };
         Ok(PassRanks {
             context: own.map(|calls| calls as Arc<dyn Collective>),
-            tensor: calls.tensor.filter(|_| !frozen).map(|calls| calls as Arc<dyn Collective>),
+            tensor: calls
+                .tensor
+                .filter(|_| !frozen)
+                .map(|ranks| TensorRanks { ranks, vocabulary: self.vocabulary }),
             expert: calls.expert.filter(|_| !frozen).map(|calls| calls as Arc<dyn Collective>),
             sections: context.sections(),
             exchange: context.exchange(model),

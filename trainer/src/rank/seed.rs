@@ -71,7 +71,7 @@ impl LearnerSeed {
     pub(crate) fn alone(self) -> Result<Rank, TrainerError> {
         let Self { config, model, weights, adapter, optimizer } = self;
         config.check_routers(&model, adapter.is_some())?;
-        let passes = PassCollectives::alone(config.parallel);
+        let passes = PassCollectives::alone(config.parallel, &model);
         let layout = Arc::clone(weights.layout());
         let specs = adapter.as_ref().map_or(layout.specs(), Adapter::specs);
         let sums = TreeSums::new(specs.last().map_or(0, |spec| spec.range().end));
@@ -227,7 +227,7 @@ impl MemberSeed {
         let (rank, place) = (groups.zero.rank(), config.parallel.place(groups.all.position()));
         let sums = TreeSums::new(trained.len(rank));
         let model = shard.as_ref().map_or(&whole, ModelShard::config).clone();
-        let passes = PassCollectives::of(config.parallel, &*groups.all)?;
+        let passes = PassCollectives::of(config.parallel, &whole, &*groups.all)?;
         let membership = RankMembership::new(groups, place, whole, shard.as_ref(), trained, shards);
         let buffers = BufferPool::default();
         let mut base = RankBase { config, model, layout, shard, optimizer, buffers, passes };

@@ -135,6 +135,11 @@ impl Shards {
         shards
     }
 
+    /// Number of ranks.
+    pub(crate) fn world(&self) -> usize {
+        self.fragments.len()
+    }
+
     /// Number of ranges.
     pub(crate) fn ranges(&self) -> usize {
         self.ranges.len()

@@ -1,5 +1,6 @@
 //! Products against f64, against one chain per element and against trees of chunks, for every layout and instruction set.
 
+use collective::Position;
 use proptest::prelude::*;
 
 use super::*;
@@ -99,7 +100,7 @@ fn blocks_follow_each_other() {
     let (a, b) = (noise(m * k, 3), noise(k * n, 4));
     let (at, bt) = (transposed(&a, m, k), transposed(&b, k, n));
     let unpacked = [StridedMatrix::new(&b, n), StridedMatrix::new(&bt, k).transposed()].map(Right::Unpacked);
-    let chunks = TreeChunks { parts: &[k], count: CHUNKS };
+    let chunks = TreeChunks { parts: &[k], count: CHUNKS, shard: WHOLE };
     let rows = [0, ROW_BLOCK - 1, ROW_BLOCK, m - 1];
     let element = |row: usize, column: usize| {
         (0..k).fold(0.0_f32, |sum, l| a[row * k + l].mul_add(b[l * n + column], sum))
@@ -167,7 +168,7 @@ proptest! {
     ) {
         let k = parts.iter().sum();
         let (a, b, c) = (noise(m * k, 1), noise(k * n, 2), noise(m * n, 3));
-        let chunks = TreeChunks { parts: &parts, count: 1 << bits };
+        let chunks = TreeChunks { parts: &parts, count: 1 << bits, shard: WHOLE };
         let sums = tree_reference(&a, &b, n, chunks);
         let expected: Vec<f32> = if add { sums.iter().zip(&c).map(|(s, c)| c + s).collect() } else { sums };
         let transposed = transposed(&b, k, n);
@@ -184,26 +185,24 @@ proptest! {
     /// Tensor-parallel ranks that each hold a shard of the inner dimension compute the bits of one rank.
     #[test]
     fn shards_reduced_as_a_tree_have_the_bits_of_the_whole(
-        m in 1..20usize, eighths in prop::collection::vec(1..90usize, 1..4), n in 1..60usize,
+        m in 1..20usize, parts in prop::collection::vec(8..700usize, 1..4), n in 1..60usize,
     ) {
-        let parts: Vec<usize> = eighths.iter().map(|part| 8 * part).collect();
         let k: usize = parts.iter().sum();
         let (a, b) = (noise(m * k, 1), noise(k * n, 2));
-        let product = |a: &[f32], b: &[f32], parts: &[usize], count| {
+        let product = |a: &[f32], b: &[f32], shard| {
             let mut out = vec![f32::NAN; m * n];
-            let (a, b) = (StridedMatrix::new(a, parts.iter().sum()), StridedMatrix::new(b, n));
-            let chunks = TreeChunks { parts, count };
+            let (a, b) = (StridedMatrix::new(a, b.len() / n), StridedMatrix::new(b, n));
+            let chunks = TreeChunks { parts: &parts, count: CHUNKS, shard };
             tree_product(a, Right::Unpacked(b), chunks, &ProductOut::new(&mut out, n), true);
             out
         };
-        let whole = product(&a, &b, &parts, CHUNKS);
+        let whole = product(&a, &b, WHOLE);
         for world in [2, 4, 8] {
-            let own: Vec<usize> = parts.iter().map(|part| part / world).collect();
             let partial = |rank| {
                 let steps = shard(&parts, rank, world);
                 let a: Vec<f32> = a.chunks_exact(k).flat_map(|row| steps.iter().map(|l| row[*l])).collect();
                 let b: Vec<f32> = steps.iter().flat_map(|l| b[l * n..][..n].to_vec()).collect();
-                product(&a, &b, &own, CHUNKS / world)
+                product(&a, &b, Position { rank, world })
             };
             let partials: Vec<Vec<f32>> = (0..world).map(partial).collect();
             for (i, whole) in whole.iter().enumerate() {

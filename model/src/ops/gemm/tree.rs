@@ -4,13 +4,15 @@
 //! same number of chunks. Sum `i` is one chain of fused multiply-adds over chunk `i` of every part, in ascending order. The
 //! sums are added as a balanced binary tree: `((s0 + s1) + (s2 + s3)) + ...`.
 //!
-//! Invariant: let `t` be a power of two that divides [`CHUNKS`] and every part. The products of the `t` contiguous shards of
-//! the parts, with `CHUNKS / t` chunks each, added as a balanced binary tree, have the bits of the whole product. These are
+//! Invariant: let `t` be a power of two that divides [`CHUNKS`]. The products of the `t` contiguous shards of the parts
+//! ([`collective::even_shards`]), with `CHUNKS / t` chunks each, added as a balanced binary tree, have the bits of the whole product. These are
 //! the partial sums of tensor-parallel ranks (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053), reduced in an order that
 //! does not depend on the number of ranks (TBIK, arXiv 2511.17826).
 
 use std::cell::RefCell;
 use std::ops::Range;
+
+use collective::Position;
 
 use super::pack::pack_block;
 use super::tile::{PREFETCH_STEPS, load_row, store_row};
@@ -26,13 +28,18 @@ const PASS: usize = 512;
 /// Levels of a tree of [`CHUNKS`] leaves.
 const LEVELS: usize = CHUNKS.ilog2() as usize;
 
+/// One shard, which is all.
+pub(crate) const WHOLE: Position = Position { rank: 0, world: 1 };
+
 /// How the inner dimension of a product is cut.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TreeChunks<'a> {
-    /// Lengths of the parts, in their order.
+    /// Lengths of the parts of all shards, in their order.
     pub(crate) parts: &'a [usize],
-    /// Chunks of each part: a power of two, at most [`CHUNKS`].
+    /// Chunks of each part in all shards: a power of two, at most [`CHUNKS`].
     pub(crate) count: usize,
+    /// The shard that is summed, and the number of shards, which divides `count`.
+    pub(crate) shard: Position,
 }
 
 /// A contiguous range of the inner dimension: a chunk of one part.
@@ -55,9 +62,20 @@ enum TreeStore {
 }
 
 impl TreeChunks<'_> {
-    /// Chunk `chunk` of a part of `len` steps.
+    /// Chunks of the shard.
+    fn own(self) -> usize {
+        self.count / self.shard.world
+    }
+
+    /// Steps of the shard in a part of `len` steps.
+    fn steps(self, len: usize) -> usize {
+        self.of_part(self.own() - 1, len).end
+    }
+
+    /// Chunk `chunk` of the shard of a part of `len` steps.
     fn of_part(self, chunk: usize, len: usize) -> Range<usize> {
-        chunk * len / self.count..(chunk + 1) * len / self.count
+        let at = |chunk: usize| (self.shard.rank * self.own() + chunk) * len / self.count;
+        at(chunk) - at(0)..at(chunk + 1) - at(0)
     }
 
     /// Inner length of `chunks` in all parts.
@@ -75,7 +93,7 @@ impl TreeChunks<'_> {
                 let steps = self.of_part(chunk, *part);
                 let ends_sum = index + 1 == self.parts.len();
                 runs.push(ChunkRun { steps: start + steps.start..start + steps.end, ends_sum });
-                start += part;
+                start += self.steps(*part);
             }
         }
     }
@@ -106,8 +124,10 @@ pub(crate) fn tree_product(
     let (inner, columns) = right.shape();
     assert_eq!(left.columns, inner, "the inner dimensions agree");
     assert_eq!(left.column_stride, 1, "rows of the left matrix are contiguous");
-    assert_eq!(chunks.parts.iter().sum::<usize>(), inner, "the parts make up the inner dimension");
+    let steps: usize = chunks.parts.iter().map(|part| chunks.steps(*part)).sum();
+    assert_eq!(steps, inner, "the parts make up the inner dimension");
     assert!(chunks.count.is_power_of_two() && chunks.count <= CHUNKS, "{} chunks", chunks.count);
+    assert!(chunks.count.is_multiple_of(chunks.shard.world), "{} shards", chunks.shard.world);
     if left.rows == 0 || columns == 0 {
         return;
     }
@@ -123,7 +143,7 @@ pub(crate) fn tree_product(
             let to =
                 RowsOut { first: out.first.wrapping_add(first * out.row_stride), row_stride: out.row_stride };
             let block = RowBlock { left: left.rows(rows), right, chunks, columns };
-            block.node(0..chunks.count, to, store, 0, scratch);
+            block.node(0..chunks.own(), to, store, 0, scratch);
         }
     });
 }

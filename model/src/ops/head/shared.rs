@@ -11,6 +11,7 @@ use candle_core::Result;
 use collective::{Collective, even_shards};
 
 use super::Prediction;
+use crate::TensorRanks;
 use crate::ops::unwritten;
 use crate::pass_ranks::failed;
 
@@ -23,33 +24,39 @@ pub(super) enum LogitsMove {
     ToVocabulary,
 }
 
-/// Exchanges the logits of `rows` rows between `parts [rows, V / t]` of the tokens of this rank and `whole [own rows, V]`, where own
-/// rows are those of [`even_shards`].
+/// Exchanges the logits of `rows` rows between `parts [rows, own tokens]` of this rank and `whole [own rows, V]`, where own rows are
+/// those of [`even_shards`].
 pub(super) fn exchange_logits(
-    ranks: &dyn Collective,
+    tensor: &TensorRanks,
     rows: usize,
     way: LogitsMove,
     parts: &mut [f32],
     whole: &mut [f32],
 ) -> Result<()> {
-    let (shares, world) = (even_shards(rows, ranks.world()), ranks.world());
+    let TensorRanks { ranks, vocabulary } = tensor;
+    let shares = even_shards(rows, ranks.world());
     let own = shares[ranks.rank()].len();
-    let width = parts.len().checked_div(rows).unwrap_or(0);
+    let tokens: Vec<Range<usize>> = (0..ranks.world()).map(|rank| tensor.tokens_of(rank)).collect();
+    let width = tokens[ranks.rank()].len();
     let of_rows: Vec<Range<usize>> =
         shares.iter().map(|share| share.start * width..share.end * width).collect();
-    let of_ranks: Vec<Range<usize>> =
-        (0..world).map(|rank| rank * own * width..(rank + 1) * own * width).collect();
-    // `[t, own rows, V / t]`
+    let of_tokens: Vec<Range<usize>> = tokens.iter().map(|of| of.start * own..of.end * own).collect();
+    // Of each rank's tokens `[own rows, tokens]`.
     let mut blocks: Vec<f32> = unwritten(whole.len());
-    let wide = || (0..world).flat_map(|rank| (0..own).map(move |row| (rank, row)));
-    let block = |(rank, row): (usize, usize)| (rank * own + row) * width;
-    let place = |(rank, row): (usize, usize)| (row * world + rank) * width;
+    let places = || {
+        tokens.iter().flat_map(|of| {
+            let block = move |row: usize| of.start * own + row * of.len();
+            (0..own).map(move |row| (block(row)..block(row) + of.len(), row * vocabulary + of.start))
+        })
+    };
     if way == LogitsMove::ToRows {
-        ranks.all_to_all(parts, &of_rows, &mut blocks, &of_ranks).map_err(failed)?;
-        wide().for_each(|at| whole[place(at)..][..width].copy_from_slice(&blocks[block(at)..][..width]));
+        ranks.all_to_all(parts, &of_rows, &mut blocks, &of_tokens).map_err(failed)?;
+        places().for_each(|(block, to)| whole[to..to + block.len()].copy_from_slice(&blocks[block]));
     } else {
-        wide().for_each(|at| blocks[block(at)..][..width].copy_from_slice(&whole[place(at)..][..width]));
-        ranks.all_to_all(&blocks, &of_ranks, parts, &of_rows).map_err(failed)?;
+        places().for_each(|(block, from)| {
+            blocks[block.clone()].copy_from_slice(&whole[from..from + block.len()])
+        });
+        ranks.all_to_all(&blocks, &of_tokens, parts, &of_rows).map_err(failed)?;
     }
     Ok(())
 }

@@ -1,0 +1,115 @@
+//! Whole runs whose ranks share passes: their metrics and weights have the bits of a run of one rank.
+
+use crate::support::{Home, Run};
+
+/// What ranks must not change.
+const METRICS: [&str; 6] =
+    ["reward/mean", "loss/mean", "optim/grad_norm", "kl/mismatch", "entropy/mean", "completion/tokens"];
+
+const SYNCHRONOUS: [&str; 7] = [
+    "buffer.max_staleness=0",
+    "rollout.bitwise=true",
+    "model.reduction=tree",
+    "model.random.num_kv_heads=4",
+    "trainer.zero=2",
+    "trainer.parallel.sections=4",
+    "checkpoint.interval=10",
+];
+
+const EXPERTS: [&str; 3] =
+    ["model.random.architecture=qwen3_moe", "model.random.experts=4", "model.random.experts_per_token=2"];
+
+fn weights(run: &Run, step: u64) -> Vec<u8> {
+    std::fs::read(run.checkpoint(step).join("policy/model.safetensors")).unwrap()
+}
+
+/// Asserts that two runs of `steps` steps have the same metrics and weights.
+fn same(one: &Run, other: &Run, steps: u64, what: &str) {
+    for metric in METRICS {
+        let (one, other) = (one.values(metric), other.values(metric));
+        assert_eq!(one, other, "{what}: {metric}");
+    }
+    assert!(weights(one, steps) == weights(other, steps), "{what}: the weights differ");
+}
+
+#[test]
+fn twenty_steps_have_the_same_bits_for_all_degrees() {
+    const STEPS: u64 = 20;
+    let home = Home::new();
+    let steps = format!("trainer.steps={STEPS}");
+    let experts = [&EXPERTS[..], &["model.random.intermediate_size=64"]].concat();
+    for (name, model) in [("dense", &["model.random.architecture=qwen3"][..]), ("experts", &experts)] {
+        let run = |what: &str, sets: &[&str]| {
+            let sets = [&SYNCHRONOUS[..], &[&steps], model, sets].concat();
+            home.small(&format!("{name}_{what}"), &sets)
+        };
+        let expected = run("alone", &[]);
+        assert_eq!(expected.values("step").len() as u64, STEPS);
+        for (what, sets) in [
+            ("tensor_2", &["trainer.world=2", "trainer.parallel.tensor=2"][..]),
+            ("tensor_4", &["trainer.world=4", "trainer.parallel.tensor=4"]),
+            ("context_2", &["trainer.world=2", "trainer.parallel.context=2"]),
+            (
+                "context_4",
+                &[
+                    "trainer.world=4",
+                    "trainer.parallel.context=4",
+                    "trainer.parallel.exchange=heads",
+                    "trainer.zero=3",
+                ],
+            ),
+            ("data_4", &["trainer.world=4"]),
+            (
+                "all",
+                &[
+                    "trainer.world=8",
+                    "trainer.parallel.tensor=2",
+                    "trainer.parallel.context=2",
+                    "trainer.zero=3",
+                ],
+            ),
+        ] {
+            same(&run(what, sets), &expected, STEPS, what);
+        }
+    }
+}
+
+/// A run goes on with another split, ranks as processes among them.
+#[test]
+fn a_resumed_run_may_have_another_split() {
+    let home = Home::new();
+    let sets = [&SYNCHRONOUS[..], &EXPERTS, &["checkpoint.interval=4"]].concat();
+    let expected = home.small("whole", &[&sets[..], &["trainer.steps=12"]].concat());
+    let first = ["trainer.steps=4", "trainer.world=4", "trainer.parallel.tensor=4"];
+    home.small("split", &[&sets[..], &first].concat());
+    let go_on = |steps: &str, sets: &[&str]| {
+        let sets = [&[steps], sets].concat();
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+        home.rlrun(&[&["resume", "split"], &sets[..]].concat()).ok();
+    };
+    let context = ["trainer.world=2", "trainer.parallel.tensor=1", "trainer.parallel.context=2"];
+    go_on("trainer.steps=8", &context);
+    let both = ["trainer.world=4", "trainer.parallel.tensor=2", "trainer.zero=3"];
+    go_on(
+        "trainer.steps=12",
+        &[&both[..], &["trainer.ranks=processes", "placement.processes=true"]].concat(),
+    );
+    same(&home.run("split"), &expected, 12, "resumed");
+}
+
+#[test]
+fn degrees_that_do_not_fit_are_refused() {
+    let home = Home::new();
+    let refused = |sets: &[&str], evidence: &[&str]| {
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+        let args = [&["small.toml", "--run-dir", "refused", "--set", "eval.correct.reward=regex"][..], &sets];
+        home.rlrun(&args.concat()).refused(evidence);
+        assert!(!home.path("refused").exists(), "nothing is written");
+    };
+    let tree = "model.reduction=tree";
+    refused(&["trainer.world=2", "trainer.parallel.tensor=2"], &["model.reduction", "tree"]);
+    refused(&[tree, "trainer.world=3", "trainer.parallel.tensor=2"], &["`trainer.world` to 4"]);
+    refused(&["trainer.world=3", "trainer.parallel.context=3"], &["power of two", "the next is 4"]);
+    refused(&[tree, "trainer.world=2", "trainer.parallel.tensor=2", "lora.rank=2"], &["lora"]);
+    refused(&["trainer.parallel.tensr=2"], &["trainer.parallel.tensor"]);
+}
