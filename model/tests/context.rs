@@ -267,8 +267,12 @@ fn layers_of_a_source_give_the_same_bits() {
     let found: Vec<_> = std::thread::scope(|scope| {
         let start = |rank: Threads| {
             let context = Some(Arc::new(rank) as Arc<dyn Collective>);
-            let ranks =
-                PassRanks { context, sections: SECTIONS, exchange: ContextExchange::Keys, ..PassRanks::default() };
+            let ranks = PassRanks {
+                context,
+                sections: SECTIONS,
+                exchange: ContextExchange::Keys,
+                ..PassRanks::default()
+            };
             scope.spawn(move || run(ranks))
         };
         let threads: Vec<_> = group(2, DEADLINE).into_iter().map(start).collect();

@@ -6,7 +6,7 @@
 //!
 //! # Layout
 //! - `block`: one layer, forward and backward; `mixer`: its attention or recurrence; `feed_forward`: its feed-forward network, which may be
-//!   experts
+//!   experts; `shared_experts`: those that ranks divide
 //! - `pack`: sequences one after the other
 //! - `train`: forward and backward; `sections`: the same of sections of the tokens, on one rank or among several
 //! - `gradients`: gradient sinks and layer sources; with low-rank factors gradients are those of the factors

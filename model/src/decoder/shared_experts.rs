@@ -164,9 +164,8 @@ fn exchanged(
     ranges: [&[Range<usize>]; 2],
     width: usize,
 ) -> Result<Vec<f32>> {
-    let [sends, receives] = ranges.map(|ranges| {
-        ranges.iter().map(|rows| rows.start * width..rows.end * width).collect::<Vec<_>>()
-    });
+    let [sends, receives] = ranges
+        .map(|ranges| ranges.iter().map(|rows| rows.start * width..rows.end * width).collect::<Vec<_>>());
     let mut received = vec![0.0; receives.last().map_or(0, |last| last.end)];
     ranks.all_to_all(x, &sends, &mut received, &receives).map_err(failed)?;
     Ok(received)

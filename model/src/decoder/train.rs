@@ -78,7 +78,7 @@ impl Decoder {
         targets: &[Target<'_>],
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
-        if self.ranks.context.is_some() || self.is_idle(pack) {
+        if self.ranks.context.is_some() || self.calls_by_section(pack) {
             return SectionedPass::new(self, pack, pool).score(&mut PassLayers::Own, rows, targets);
         }
         self.score_of(&self.outputs(pack, pool)?, rows, targets, pool)
@@ -99,7 +99,7 @@ impl Decoder {
         targets: &[Target<'_>],
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
-        if self.ranks.context.is_some() || self.is_idle(pack) {
+        if self.ranks.context.is_some() || self.calls_by_section(pack) {
             return SectionedPass::new(self, pack, pool).score(
                 &mut PassLayers::Source(source),
                 rows,
@@ -127,9 +127,9 @@ impl Decoder {
         self.score_of(&outputs, rows, targets, pool)
     }
 
-    /// Whether a pass over `pack` computes nothing but what other ranks ask of it.
-    fn is_idle(&self, pack: &Pack) -> bool {
-        self.divides_experts() && pack.token_ids().is_empty()
+    /// Whether a pass makes the calls of ranks that divide experts by section: without tokens it makes no others.
+    fn calls_by_section(&self, pack: &Pack) -> bool {
+        self.divides_experts() && (self.ranks.sections > 1 || pack.token_ids().is_empty())
     }
 
     /// Predictions from the residual stream after the last layer, part by part.
@@ -216,7 +216,7 @@ impl Decoder {
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<()> {
-        if self.ranks.sections > 1 || self.is_idle(pack) {
+        if self.ranks.sections > 1 || self.calls_by_section(pack) {
             return SectionedPass::new(self, pack, pool).train(
                 &mut PassLayers::Own,
                 trained,
@@ -254,7 +254,7 @@ impl Decoder {
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<()> {
-        if self.ranks.sections > 1 || self.is_idle(pack) {
+        if self.ranks.sections > 1 || self.calls_by_section(pack) {
             let layers = &mut PassLayers::Source(source);
             return SectionedPass::new(self, pack, pool).train(layers, trained, slopes, gradients);
         }

@@ -87,7 +87,7 @@ impl RankMembership {
 
     /// The ZeRO shards of a model with this `layout`, among as many ranks.
     pub(super) fn shards_of(&self, layout: &Layout, optimizer: &OptimizerConfig) -> Shards {
-        Shards::of_model(layout, self.weights.world(), optimizer)
+        Shards::of_model(layout, self.weights.world(), optimizer, self.weights.divide_experts())
     }
 
     /// The parts of the trained tensors that this rank owns.

@@ -169,8 +169,7 @@ fn serve(
                 };
                 let len = shards.unit(unit).len();
                 // The memory of experts of other ranks is never touched.
-                let mut all =
-                    if shards.divide_experts() { vec![0.0; len] } else { buffers.take(len) };
+                let mut all = if shards.divide_experts() { vec![0.0; len] } else { buffers.take(len) };
                 gather(*collective, shards, unit, own, &mut all)?;
                 if gathered.send(all).is_err() {
                     break;

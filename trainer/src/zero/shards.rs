@@ -226,14 +226,14 @@ fn cut(tensors: &[(usize, &ParameterSpec)], wanted: usize, config: &OptimizerCon
 
 #[cfg(test)]
 mod tests {
-    use model::{Config, Sizes};
+    use model::{Architecture, Config, Sizes};
     use proptest::prelude::*;
 
     use super::*;
     use crate::optimizer::OptimizerKind;
 
-    fn layout(hidden: usize, layers: usize) -> Layout {
-        Layout::new(&Config::fresh(&Sizes {
+    fn config(hidden: usize, layers: usize) -> Config {
+        Config::fresh(&Sizes {
             vocab_size: 50,
             hidden_size: hidden,
             intermediate_size: 3 * hidden,
@@ -241,7 +241,41 @@ mod tests {
             num_heads: 2,
             num_kv_heads: 1,
             max_position_embeddings: 8,
-        }))
+        })
+    }
+
+    fn layout(hidden: usize, layers: usize) -> Layout {
+        Layout::new(&config(hidden, layers))
+    }
+
+    #[test]
+    fn ranks_that_divide_experts_have_theirs_whole() {
+        let layout = Layout::new(&config(24, 2).of_family(Architecture::GptOss).with_experts(4, 2));
+        for (world, kind) in
+            [1, 2, 4].into_iter().flat_map(|world| OptimizerKind::ALL.map(|kind| (world, kind)))
+        {
+            let shards = Shards::of_model(&layout, world, &OptimizerConfig::standard(kind, 0.95), true);
+            let (mut owners, mut experts) = (vec![0; layout.len()], 0);
+            for rank in 0..world {
+                for range in 0..shards.ranges() {
+                    owners[shards.owned(rank, range)].iter_mut().for_each(|owners| *owners += 1);
+                }
+                for Fragment { tensor, within } in shards.fragments(rank) {
+                    let spec = &layout.specs()[*tensor];
+                    let Some((_, rest)) = spec.name.split_once("experts.") else { continue };
+                    let expert: usize = rest.split('.').next().unwrap().parse().unwrap();
+                    assert_eq!((expert * world / 4, within.clone()), (rank, 0..spec.len()), "{}", spec.name);
+                    experts += 1;
+                }
+                let unit = shards.packed_unit(rank, 1);
+                assert_eq!(
+                    unit.len(),
+                    shards.of_unit(1).map(|range| shards.cuts(range)[rank].len()).sum::<usize>()
+                );
+            }
+            assert!(owners.iter().all(|owners| *owners == 1));
+            assert_eq!((experts, shards.divide_experts()), (2 * 4 * 6, true), "tensors of 2 layers");
+        }
     }
 
     proptest! {

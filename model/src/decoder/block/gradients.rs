@@ -5,8 +5,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::super::mixer::{self, MixerVectors};
 use super::super::feed_forward::FeedForwardOperands;
+use super::super::mixer::{self, MixerVectors};
 use super::{BranchReverse, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use crate::ThreadPool;
 use crate::layer::{LayerRanges, Operand};
