@@ -38,6 +38,7 @@ use crate::recipe::{Origins, Recipe};
 use crate::reward;
 use crate::runs;
 use crate::serve;
+use crate::serve_islands;
 use crate::workers;
 
 /// Executes the command of `cli` with `program`. Returns the text to print.
@@ -60,6 +61,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Launch(command) => launch::launch(command, program),
         Command::Worker(command) => worker(command, program),
         Command::Serve(ServeCommand::Buffer(args)) => serve::buffer(args, program),
+        Command::Serve(ServeCommand::Islands(args)) => serve_islands::serve(args),
         Command::Serve(ServeCommand::Policy(args)) => policy::serve(args, program),
         Command::Serve(ServeCommand::Reward(args)) => serve::reward(args, program),
         Command::Reward(RewardCommand::Grade(args)) => {

@@ -47,6 +47,9 @@ pub enum Failure {
     /// The buffer failed.
     #[error(transparent)]
     Buffer(#[from] buffer::BufferError),
+    /// Outer gradients cannot be exchanged.
+    #[error(transparent)]
+    Island(#[from] islands::IslandError),
     /// A server cannot listen.
     #[error(transparent)]
     Server(#[from] buffer::http::ServerError),
@@ -130,6 +133,7 @@ impl Failure {
             Self::Repository(error) if error.is_input() => 2,
             Self::Buffer(error) if crate::serve::is_input(error) => 2,
             Self::Rollout(error) if error.is_input() => 2,
+            Self::Island(error) if error.is_input() => 2,
             _ => 1,
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! Invariant: files are authoritative and written first; the terminal shows the same numbers.
 
+mod exchange;
 mod measures;
 mod peers;
 mod rewards;
@@ -275,6 +276,7 @@ impl<'a> Observer<'a> {
         measures::speed(&mut metrics, inputs);
         rewards::name_culprits(&mut metrics, inputs);
         weights::measure(&mut metrics, inputs.push, inputs.lags, inputs.distribution);
+        exchange::measure(&mut metrics, inputs.step.exchange);
         self.peers(&mut metrics, inputs)?;
         crate::curation::measure(self.recipe, &mut metrics, inputs.sampler_before, inputs.sampler_after);
         if let Some(peak) = crate::memory::peak_mib() {

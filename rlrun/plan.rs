@@ -1,9 +1,12 @@
-//! The plan of a recipe before it runs: batch arithmetic, and in [`memory`] the memory that it needs.
+//! The plan of a recipe before it runs: batch arithmetic, and in [`memory`] the memory that it needs, in [`traffic`]
+//! what ranks send.
 //!
 //! Invariant: counts follow from the recipe alone and are exact; bytes are estimates that name what they count. No weights
 //! and no dataset are read.
 
+pub mod islands;
 pub mod memory;
+pub mod traffic;
 
 use crate::recipe::words::OnUpdate;
 use crate::recipe::{DataSource, Recipe};

@@ -4,7 +4,7 @@ use crate::support::{Home, Run};
 
 /// What ranks must not change.
 const METRICS: [&str; 6] =
-    ["reward/mean", "loss/mean", "optim/grad_norm", "kl/mismatch", "entropy/mean", "completion/tokens"];
+    ["reward/mean", "loss/mean", "optim/grad_norm", "kl/mismatch", "entropy/mean", "completions/mean_length"];
 
 const SYNCHRONOUS: [&str; 7] = [
     "buffer.max_staleness=0",
@@ -20,7 +20,7 @@ const EXPERTS: [&str; 3] =
     ["model.random.architecture=qwen3_moe", "model.random.experts=4", "model.random.experts_per_token=2"];
 
 fn weights(run: &Run, step: u64) -> Vec<u8> {
-    std::fs::read(run.checkpoint(step).join("policy/model.safetensors")).unwrap()
+    std::fs::read(run.checkpoint(step).join("model/model.safetensors")).unwrap()
 }
 
 /// Asserts that two runs of `steps` steps have the same metrics and weights.

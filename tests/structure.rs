@@ -12,7 +12,7 @@ use toml::{Table, Value};
 ///
 /// The design in one table: groups go forward through `buffer`, versions back through `weights`; no other crate connects
 /// rollout and trainer. A new edge needs a separate commit with its reason.
-const EDGES: [(&str, &[&str]); 16] = [
+const EDGES: [(&str, &[&str]); 17] = [
     ("trajectory", &[]),
     // `device` depends on no crate. Crates that compute with or transfer weights may depend on it: `model`, `weights`,
     // `trainer`, `rollout`, and `rlrun`.
@@ -28,6 +28,8 @@ const EDGES: [(&str, &[&str]); 16] = [
     ("connect", &[]),
     ("buffer", &["trajectory", "connect"]),
     ("weights", &["trajectory", "device", "connect"]),
+    // Exchanges of outer gradients: values and names, of any trainer.
+    ("islands", &["connect"]),
     // Environments depend on no sampler, model or buffer; those on servers connect.
     ("environments", &["trajectory", "host", "connect"]),
     // `connect`: rollout engines of others.
@@ -53,6 +55,8 @@ const EDGES: [(&str, &[&str]); 16] = [
             "rewards",
             "buffer",
             "weights",
+            // `rlrun serve islands`, and the exchanges of a run.
+            "islands",
             "rollout",
             "trainer",
             // Requests to the Hugging Face Hub.

@@ -25,6 +25,7 @@ mod fit;
 mod gguf;
 mod hub_server;
 mod huggingface;
+mod islands;
 mod launchers;
 mod learns;
 mod logs;

@@ -31,7 +31,7 @@ const MAX_MESSAGE: usize = 1 << 28;
 const POLLS: u32 = 2000;
 /// Sleep between polls.
 const SLEEP: Duration = Duration::from_micros(100);
-/// Held in every call of MPI: collectives that a split has made are used from several threads.
+/// Locked in every call of MPI: collectives that a split has made are used from several threads.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// The turn of this thread to call MPI.
@@ -81,7 +81,7 @@ struct MpiRuntime {
 }
 
 #[expect(unsafe_code, reason = "a handle of MPI is a pointer, which is not Send")]
-// SAFETY: MPI was started with calls from any thread, one after the other, and `turn` is held in every call.
+// SAFETY: MPI was started with calls from any thread, one after the other, and `turn` is locked in every call.
 unsafe impl Send for MpiRuntime {}
 
 impl std::fmt::Debug for MpiRuntime {

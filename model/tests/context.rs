@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use collective::threads::{Threads, group};
@@ -212,6 +212,25 @@ fn every_degree_and_exchange_has_the_bits_of_one_rank() {
     }
 }
 
+/// Sections, and ranks, without a token take part in the exchange.
+#[test]
+fn a_pack_may_have_fewer_tokens_than_sections() {
+    let mut pack = Pack::new();
+    pack.push(&[7, 8, 9]).unwrap();
+    for (name, config) in models() {
+        let parameters = Arc::new(Parameters::random(&config, 7));
+        let network = (&config, &parameters);
+        let one = PassRanks { sections: SECTIONS, ..PassRanks::default() };
+        let expected = passes(network, Recompute::None, one, &pack, 1).unwrap();
+        for exchange in [ContextExchange::Heads, ContextExchange::Keys] {
+            if PassRanks::obstacle(&config, SECTIONS, SECTIONS, exchange).is_none() {
+                let found = among(network, Recompute::Sequence, (SECTIONS, exchange), &pack, 1);
+                assert!(found == expected, "{name} {exchange:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn sections_change_no_prediction_and_gradients_by_rounding_alone() {
     let pack = pack();
@@ -287,13 +306,14 @@ fn layers_of_a_source_give_the_same_bits() {
 fn sent(config: &Config, pack: &Pack, degree: usize, exchange: ContextExchange) -> Vec<usize> {
     let parameters = Arc::new(Parameters::random(config, 7));
     let run = |ranks: Threads| {
-        let sent = Arc::new(AtomicUsize::new(0));
-        let context = Some(Arc::new(CountingRank { ranks, sent: Arc::clone(&sent) }) as Arc<dyn Collective>);
+        let ranks = CountingRank::new(ranks);
+        let exchanged = Arc::clone(&ranks.exchanged);
+        let context = Some(Arc::new(ranks) as Arc<dyn Collective>);
         let ranks = PassRanks { context, sections: degree, exchange, ..PassRanks::default() };
         let decoder = Decoder::trainable(config, &parameters, Recompute::None).among(ranks);
         let target = Target { token: 5, temperature: 1.0, kept: None };
         decoder.score(pack, &[3], &[target], &ThreadPool::single()).unwrap();
-        sent.load(Ordering::Relaxed)
+        exchanged.load(Ordering::Relaxed)
     };
     let run = &run;
     std::thread::scope(|scope| {

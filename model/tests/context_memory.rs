@@ -119,11 +119,18 @@ fn measured(world: usize, tokens: usize) -> f64 {
 #[ignore = "takes minutes"]
 fn a_rank_needs_its_share_of_the_activations() {
     let mut table = String::from("| tokens | 1 rank | 2 ranks | 4 ranks |\n");
+    let (mut least, mut most) = ([f64::INFINITY; 3], [0.0_f64; 3]);
     for tokens in [4096, 8192, 16384, 32768] {
         let peaks = [1, 2, 4].map(|world| measured(world, tokens));
         let [one, two, four] = peaks.map(|peak| format!("{peak:.0} MiB"));
         table += &format!("| {tokens} | {one} | {two} | {four} |\n");
-        assert!(peaks[1] < 0.75 * peaks[0] && peaks[2] < 0.75 * peaks[1], "{peaks:?}");
+        for ((least, most), peak) in least.iter_mut().zip(&mut most).zip(peaks) {
+            (*least, *most) = (least.min(peak), most.max(peak));
+        }
     }
     write!(std::io::stdout(), "{table}").unwrap();
+    let growth: Vec<f64> = most.iter().zip(least).map(|(most, least)| most - least).collect();
+    // Sections cost the same. Where pairs of tokens cost most, as in this small model, the first of them has sqrt(1 / ranks) of the
+    // tokens.
+    assert!(growth[1] < 0.75 * growth[0] && growth[2] < 0.75 * growth[1], "{growth:?}");
 }

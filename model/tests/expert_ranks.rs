@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use collective::threads::{Threads, group};
@@ -298,8 +298,9 @@ fn only_rows_of_other_ranks_experts_are_sent() {
         let tokens_each = 24;
         let sent = on_threads(world, |ranks| {
             let rank = ranks.rank();
-            let sent = Arc::new(AtomicUsize::new(0));
-            let expert = Arc::new(CountingRank { ranks, sent: Arc::clone(&sent) }) as Arc<dyn Collective>;
+            let ranks = CountingRank::new(ranks);
+            let exchanged = Arc::clone(&ranks.exchanged);
+            let expert = Arc::new(ranks) as Arc<dyn Collective>;
             let ranks = PassRanks { expert: Some(expert), ..PassRanks::default() };
             let mut pack = Pack::new();
             pack.push(&tokens(tokens_each, rank)).unwrap();
@@ -310,7 +311,7 @@ fn only_rows_of_other_ranks_experts_are_sent() {
                 assert_eq!(tokens.given, tokens_each as u64);
                 assert_eq!(tokens.of_expert, [12; EXPERTS]);
             }
-            sent.load(Ordering::Relaxed)
+            exchanged.load(Ordering::Relaxed)
         });
         let rows = tokens_each * per_token * (world - 1) / world;
         let counts = EXPERTS / world * (world - 1);

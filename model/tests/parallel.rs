@@ -4,7 +4,7 @@
 //! part of a row is left out.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use collective::{Collective, Position, threads};
 use model::{
     Architecture, Config, Decoder, Gradients, LayerSource, ModelShard, Pack, Parameters, PassRanks,
     Prediction, PredictionGradient, Recompute, Reduction, Sizes, Target, TensorRanks, ThreadPool,
-    TrainedTargets,
+    TrainedTargets, failed_call,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -189,6 +189,36 @@ fn tensor_ranks_have_the_bits_of_one() {
     }
 }
 
+/// Some ranks normalise no row.
+#[test]
+fn ranks_predict_fewer_tokens_than_there_are_ranks() {
+    let rows = Rows::new();
+    let config = config(Architecture::Qwen2);
+    let whole = Arc::new(parameters(&config));
+    let pass = |decoder: &Decoder, own: &Arc<Parameters>| {
+        let trained = TrainedTargets { rows: &rows.rows[4..5], targets: &rows.targets[4..5], samples: &[1] };
+        let slopes = &mut |_: std::ops::Range<usize>, _: &[Prediction]| rows.slopes[..1].to_vec();
+        let mut gradients = Gradients::zeros(own.layout());
+        decoder.train(&rows.pack, trained, slopes, &mut gradients, &ThreadPool::single()).expect("trains");
+        gradients.values().to_vec()
+    };
+    let expected = pass(&Decoder::trainable(&config, &whole, Recompute::None), &whole);
+    let of_rank = |ranks: threads::Threads| {
+        let shard = ModelShard::new(&config, ranks.position()).expect("can be shared");
+        let own = Parameters::from_values(Arc::clone(shard.layout()), shard.cut(whole.values()));
+        let own = Arc::new(own.expect("of the layout"));
+        let tensor = TensorRanks { ranks: Arc::new(ranks), vocabulary: SIZES.vocab_size };
+        let ranks = PassRanks { tensor: Some(tensor), ..PassRanks::default() };
+        let decoder = Decoder::trainable(shard.config(), &own, Recompute::None).among(ranks);
+        assert_eq!(bits(&pass(&decoder, &own)), bits(&shard.cut(&expected)));
+    };
+    thread::scope(|scope| {
+        threads::group(4, DEADLINE).into_iter().for_each(|ranks| {
+            scope.spawn(|| of_rank(ranks));
+        });
+    });
+}
+
 #[test]
 fn a_rank_that_is_gone_ends_the_pass_of_the_others() {
     let rows = Rows::new();
@@ -202,7 +232,7 @@ fn a_rank_that_is_gone_ends_the_pass_of_the_others() {
     let decoder = Decoder::trainable(shard.config(), &Arc::new(own.expect("of the layout")), Recompute::None)
         .among(PassRanks { tensor: ranks, ..PassRanks::default() });
     let error = decoder.score(&rows.pack, &rows.rows, &rows.targets, &ThreadPool::single());
-    let error = error.expect_err("the other rank is gone").to_string();
+    let error = failed_call(error.expect_err("the other rank is gone")).expect("a call of ranks").to_string();
     assert!(error.contains("rank 1 is gone"), "{error}");
 }
 
@@ -220,8 +250,8 @@ fn a_layer_sends_four_sums_of_hidden_states() {
                 let shard = ModelShard::new(&config, ranks.position()).expect("can be shared");
                 let own = Parameters::from_values(Arc::clone(shard.layout()), shard.cut(whole.values()));
                 let own = Arc::new(own.expect("of the layout"));
-                let sent = Arc::new(AtomicUsize::new(0));
-                let ranks = Arc::new(CountingRank { ranks, sent: Arc::clone(&sent) });
+                let ranks = Arc::new(CountingRank::new(ranks));
+                let sent = Arc::clone(&ranks.sent);
                 let ranks =
                     PassRanks { tensor: Some(TensorRanks { ranks, vocabulary: 53 }), ..PassRanks::default() };
                 let decoder = Decoder::trainable(shard.config(), &own, Recompute::None).among(ranks);

@@ -11,6 +11,7 @@ use model::Quantization;
 
 use super::at_least_one;
 use super::compute_on::DeviceArgs;
+use super::islands::ServeIslandsArgs;
 use crate::recipe::words::SampleOrder;
 
 /// The services of `rlrun serve`.
@@ -18,6 +19,8 @@ use crate::recipe::words::SampleOrder;
 pub enum ServeCommand {
     /// A buffer of groups over HTTP, for samplers and trainers in other processes
     Buffer(Box<ServeBufferArgs>),
+    /// A coordinator of islands: runs over slow links that exchange outer gradients
+    Islands(ServeIslandsArgs),
     /// A policy as an endpoint that speaks the protocols of OpenAI, Anthropic and vLLM
     Policy(ServePolicyArgs),
     /// A reward model over HTTP, for `kind = "model"` with a `url`, and for OpenRLHF's clients
@@ -214,7 +217,7 @@ fn order() -> impl TypedValueParser<Value = SampleOrder> {
 }
 
 /// Bytes: a whole number, without a unit or in KiB, MiB, GiB or TiB.
-fn size(text: &str) -> Result<u64, String> {
+pub(super) fn size(text: &str) -> Result<u64, String> {
     let wrong = || "write a whole number of bytes, KiB, MiB, GiB or TiB, such as 16GiB".to_owned();
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(end);

@@ -12,6 +12,7 @@ use crate::failure::Failure;
 use crate::huggingface::{FetchScope, HuggingFace};
 use crate::plan;
 use crate::plan::memory::{Memory, devices};
+use crate::plan::traffic::Traffic;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::recipe::endpoint::AGENT_KINDS;
@@ -127,22 +128,33 @@ pub(super) fn plan(args: &RecipeArgs, program: &Program) -> Result<String, Failu
         Model::Path(path) => model::directory::tokenizer_bytes(path)?,
         Model::Random(_) => model::characters().to_string().len() as u64,
     };
+    refuse_degrees(&recipe)?;
     let memory = Memory::of(&recipe, &config, tokenizer);
+    let traffic = Traffic::of(&recipe, &config).map_or_else(String::new, |traffic| format!("\n{traffic}"));
     let on_devices = match recipe.devices().any() {
         true => devices::describe(&recipe, &config, &devices::there(&recipe, &config)),
         false => None,
     };
     let on_devices = on_devices.map_or_else(String::new, |text| format!("\n{text}"));
     let (resolved, described) = (named.resolved_toml(&origins), plan::describe(&named));
-    Ok(format!("{resolved}\n{described}{from_hub}\nmemory\n{memory}{on_devices}"))
+    let island =
+        plan::islands::describe(&recipe, &config).map_or_else(String::new, |line| format!("\n{line}"));
+    Ok(format!("{resolved}\n{described}{island}{from_hub}\nmemory\n{memory}{on_devices}{traffic}"))
 }
 
 /// The shape of the recipe's model.
 fn shape(recipe: &Recipe) -> Result<Config, Failure> {
-    match &recipe.model {
-        Model::Path(path) => Ok(Config::load(path)?),
-        Model::Random(sizes) => Ok(recipe.fresh_model(sizes)),
-    }
+    let config = match &recipe.model {
+        Model::Path(path) => Config::load(path)?,
+        Model::Random(sizes) => recipe.fresh_model(sizes),
+    };
+    Ok(Config { reduction: recipe.reduction, ..config })
+}
+
+/// Refuses ranks that cannot share the model.
+fn refuse_degrees(recipe: &Recipe) -> Result<(), Failure> {
+    let checked = recipe.learner().check_parallel(&shape(recipe)?, recipe.lora.is_some());
+    checked.map_err(|error| Failure::Argument(error.to_string()))
 }
 
 /// Refuses a recipe that its model cannot follow, and a run that needs more memory than its devices have free.
@@ -169,6 +181,7 @@ pub(super) fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
         );
         return Err(Failure::Argument(what));
     }
+    refuse_degrees(recipe)?;
     if !recipe.devices().any() {
         return Ok(());
     }

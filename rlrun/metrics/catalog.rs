@@ -444,6 +444,33 @@ pub(crate) const METRICS: &[MetricSection] = &[
             ),
         ],
     },
+    MetricSection {
+        title: "Islands, in steps that apply an exchange",
+        metrics: &[
+            metric("island/round", "rounds", "Rounds that the outer weights of the island have behind them."),
+            metric("island/islands", "islands", "Islands whose outer gradients are in the last round."),
+            metric(
+                "island/sent_bytes island/received_bytes",
+                "bytes",
+                "Bodies of all requests to the coordinator and of its answers since the last exchange, repetitions too.",
+            ),
+            metric(
+                "island/wait_s",
+                "seconds",
+                "Time that the step has waited for the answer of the coordinator.",
+            ),
+            metric(
+                "island/outer_grad_norm",
+                "norm",
+                "Norm of the outer gradient: outer weights minus weights after the local steps.",
+            ),
+            metric(
+                "island/late",
+                "0 or 1",
+                "1 if the outer gradient came after its round had ended: the island continues from the outer weights.",
+            ),
+        ],
+    },
 ];
 
 /// What a metric means; `None` for a name that no run writes.

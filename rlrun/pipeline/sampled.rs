@@ -5,12 +5,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use buffer::{Buffer, Consumer, Producer};
+use islands::CoordinatorClient;
 use model::turns;
 use rollout::remote::EngineKind;
 use rollout::scoring::Scorer;
 use rollout::{Network, Sampler, Worker};
 use trainer::checkpoint::CheckpointArchive;
-use trainer::{Trainer, TrainerParts};
+use trainer::{OuterExchange, Trainer, TrainerParts};
 use weights::Hub;
 
 use super::samplers::{SAMPLER_NAME, SamplerThread, Samplers};
@@ -24,6 +25,7 @@ use crate::auxiliary_models::AuxiliarySetup;
 use crate::curation;
 use crate::engines::{self, EngineProcess, EngineSetup};
 use crate::failure::{Failure, REQUEUE};
+use crate::island::RunIsland;
 use crate::observe::Observer;
 use crate::run_buffer::RunBuffer;
 use crate::sampler::{SamplerSetup, SamplerWeights};
@@ -71,15 +73,22 @@ impl Run<'_> {
         let RunServices { buffer, hub, registry, .. } = services;
         // The server ends with the training.
         let RunBuffer { producer, consumer, server: _server, own } = buffer;
-        let StartingState { learner, directory, prepared, state, .. } = start;
+        let StartingState { learner, directory, prepared, state, island, .. } = start;
+        let coordinator = island.as_ref().map(RunIsland::client);
         let rewards = prepared.rewards.clone().filter(|_| worker.is_some());
 
         let config = self.recipe.trainer(self.run_dir.checkpoints());
         let evaluated = self.recipe.opened(directory.path())?;
-        let (buffer, publisher, stop_flag) = (Arc::clone(&consumer), weights.publishing(), Arc::clone(&stop));
-        let archive = self.archive.clone().map(|archive| archive as Arc<dyn CheckpointArchive>);
-        let parts =
-            TrainerParts { learner, auxiliary, directory, buffer, publisher, stop: stop_flag, archive };
+        let parts = TrainerParts {
+            learner,
+            auxiliary,
+            directory,
+            buffer: Arc::clone(&consumer),
+            publisher: weights.publishing(),
+            stop: Arc::clone(&stop),
+            archive: self.archive.clone().map(|archive| archive as Arc<dyn CheckpointArchive>),
+            exchange: island.map(|island| Box::new(island) as Box<dyn OuterExchange>),
+        };
         let mut trainer = Trainer::start(config, parts, &state)?;
         if let Some(lost) = trainer.lost_lease() {
             self.report.note(&format!("warning: {lost}; the checkpoint contains these groups all the same"));
@@ -116,8 +125,17 @@ impl Run<'_> {
         joined?;
         let evaluation = trained?;
         saved.transpose()?;
+        coordinator.iter().for_each(|coordinator| self.leave(coordinator));
         let cut_short = cut_short && evaluation.is_none();
         Ok(TrainingResult { version: trainer.version(), time_s: trainer.time_s(), evaluation, cut_short })
+    }
+
+    /// Leaves the other islands.
+    fn leave(&self, coordinator: &CoordinatorClient) {
+        if let Err(error) = coordinator.leave() {
+            let note = format!("warning: {error}; the other islands wait until the deadline of a round");
+            self.report.note(&note);
+        }
     }
 
     /// The inputs of the auxiliary models.

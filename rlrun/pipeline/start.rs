@@ -2,6 +2,7 @@
 //!
 //! Invariant: this state is saved before the first training step. Checkpoints newer than the resumed one are renamed.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use model::{Head, ModelDirectory, Parameters};
@@ -9,7 +10,7 @@ use serde_json::json;
 use trainer::checkpoint::{CheckpointContents, CheckpointIntegrity, NetworkState, set_aside_after};
 use trainer::critic::CriticKind;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
-use trainer::{Checkpoint, Learner, LearnerConfig, StateWeights, TrainerError, TrainerState};
+use trainer::{Checkpoint, Learner, LearnerConfig, OuterExchange, StateWeights, TrainerError, TrainerState};
 use trajectory::PolicyVersion;
 
 use super::Run;
@@ -17,6 +18,7 @@ use crate::auxiliary_models::{LearnerStates, learner};
 use crate::demonstrations::Demonstrations;
 use crate::evaluation::{Evaluated, Which};
 use crate::failure::Failure;
+use crate::island::{IslandSetup, RunIsland};
 use crate::observe::Observer;
 use crate::prepare::Prepared;
 use crate::recipe::schema::Warmup;
@@ -37,6 +39,8 @@ pub(super) struct StartingState {
     pub(super) directory: Arc<ModelDirectory>,
     pub(super) prepared: Prepared,
     pub(super) state: TrainerState,
+    /// The run as an island, if it is one.
+    pub(super) island: Option<RunIsland>,
     /// The evaluation before the first step; `None` after a resume.
     pub(super) evaluation: Option<Evaluated>,
     /// Whether newer checkpoints than the resumed one were set aside.
@@ -99,11 +103,13 @@ impl Run<'_> {
             self.report.note(&format!("LoRA trains {trained} parameters, all others are frozen"));
         }
         let directory = Arc::new(directory);
-        let learner = self.learner(&directory, states)?;
+        let mut learner = self.learner(&directory, states)?;
+        let island = self.island().map(|setup| setup.join(&mut learner)).transpose()?;
         let state = TrainerState::at(PolicyVersion::default());
-        if recipe.warmup.is_some() && recipe.checkpoint.interval > 0 {
+        if island.is_some() || (recipe.warmup.is_some() && recipe.checkpoint.interval > 0) {
             let policy = NetworkState::of(&directory, &learner)?;
-            let contents = CheckpointContents { policy, critic: None, state: &state };
+            let island = island.as_ref().map(|island| Cow::Owned(island.state()));
+            let contents = CheckpointContents { policy, critic: None, state: &state, island };
             trainer::checkpoint::save(&self.run_dir.checkpoints(), &contents, recipe.retention())?;
         }
         let evaluation = self.evaluate(&prepared, &learner, &directory)?;
@@ -112,6 +118,7 @@ impl Run<'_> {
             directory,
             prepared,
             state,
+            island,
             evaluation,
             went_back: false,
         }))
@@ -120,13 +127,14 @@ impl Run<'_> {
     /// The state in the checkpoint of [`Run::from`], or in the newest undamaged one; `None` if there is no checkpoint.
     fn resumed(&self, observer: &mut Observer<'_>) -> Result<Option<StartingState>, Failure> {
         let Some((checkpoint, damage)) = self.checkpoint()? else { return Ok(None) };
-        let Checkpoint { directory, weights, adapter, optimizer, state, integrity } = checkpoint;
+        let Checkpoint { directory, weights, adapter, optimizer, state, island, integrity } = checkpoint;
         let (checkpoints, version) = (self.run_dir.checkpoints(), state.version);
         let path = trainer::checkpoint::path(&checkpoints, version);
         let directory = Arc::new(directory);
         let prepared = self.prepared(&directory)?;
         let states = LearnerStates { weights, adapter, optimizer: Some(optimizer) };
         let learner = self.learner(&directory, states)?;
+        let island = self.island().map(|setup| setup.resume(&learner, island.as_deref())).transpose()?;
         // From here on only errors remain that no change of the recipe can mend.
         for (damaged, reason) in &damage {
             self.report.note(&format!("the checkpoint of step {} cannot be used: {reason}", damaged.0));
@@ -149,7 +157,15 @@ impl Run<'_> {
         let first = version == PolicyVersion::default();
         let evaluation = if first { self.evaluate(&prepared, &learner, &directory)? } else { None };
         let went_back = !aside.is_empty();
-        Ok(self.unless_stopped(StartingState { learner, directory, prepared, state, evaluation, went_back }))
+        let start = StartingState { learner, directory, prepared, state, island, evaluation, went_back };
+        Ok(self.unless_stopped(start))
+    }
+
+    /// The run as an island, if its recipe says so.
+    fn island(&self) -> Option<IslandSetup<'_>> {
+        let (recipe, run_dir, report) = (self.recipe, self.run_dir, &self.report);
+        let section = recipe.island.as_ref()?;
+        Some(IslandSetup { recipe, section, run_dir, report })
     }
 
     /// The checkpoint of [`Run::from`], or the newest undamaged one, and the damaged ones that are newer.

@@ -64,14 +64,14 @@ impl Run<'_> {
             if every > 0 && version.is_multiple_of(every) {
                 observer.sync()?;
                 let policy = NetworkState::of(&directory, &learner)?;
-                writer.save(CheckpointContents { policy, critic: None, state: &state })?;
+                writer.save(CheckpointContents { policy, critic: None, state: &state, island: None })?;
             }
             // An error of an earlier checkpoint ends the run.
             writer.take_durable()?;
         }
         observer.sync()?;
         let policy = NetworkState::of(&directory, &learner)?;
-        writer.save_now(&CheckpointContents { policy, critic: None, state: &state })?;
+        writer.save_now(&CheckpointContents { policy, critic: None, state: &state, island: None })?;
         let version = state.version;
         if last.is_none() && version.0 >= steps {
             last = self.evaluate(&prepared, &learner, &directory)?;

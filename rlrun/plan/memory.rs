@@ -12,7 +12,8 @@ mod turns;
 
 use std::fmt;
 
-use model::{Config, KvCache, LayerSpec, Layout, ParameterSpec, Quantization, Recompute};
+use collective::Position;
+use model::{Config, KvCache, LayerSpec, Layout, ModelShard, ParameterSpec, Quantization, Recompute};
 use trainer::lora::LoraConfig;
 
 use crate::allocator::SPARE;
@@ -85,7 +86,7 @@ impl Memory {
         let (positions, rows, micro_batch) =
             (cache_positions(recipe, config), decoding_rows(recipe), micro_batch_tokens(recipe));
         let part = |name, what, bytes| Part { name, what, bytes, phase: Phase::Always };
-        let logits = model::logits_bytes(micro_batch as usize, config.vocab_size) as u64;
+        let [activations, logits] = of_passes(recipe, config, micro_batch);
         let mut parts = vec![
             part("process", "program, libraries, threads", PROCESS),
             part("tokenizer", "two open model directories", product(&[2, TOKENIZER, tokenizer])),
@@ -99,10 +100,9 @@ impl Memory {
             part(
                 "activations",
                 "a full micro-batch of every rank, kept for its backward",
-                product(&[world, micro_batch, size.activations_per_token])
-                    .saturating_add(product(&[cores(recipe).max(world), size.recurrence])),
+                activations.saturating_add(product(&[cores(recipe).max(world), size.recurrence])),
             ),
-            part("logits", "of rows of the micro-batch of every rank", product(&[world, logits])),
+            part("logits", "of rows of the micro-batch of every rank", logits),
             published(recipe, pushed),
             part("served", "the version that is sampled from, packed", packed),
             part(
@@ -202,6 +202,20 @@ fn peak(parts: &[Part]) -> u64 {
 fn in_phase(parts: &[Part], phase: Phase) -> u64 {
     let parts = parts.iter().filter(|part| part.phase == phase);
     parts.fold(0_u64, |sum, part| sum.saturating_add(part.bytes))
+}
+
+/// Activations and logits of the passes of all ranks over micro-batches of `tokens` tokens, bytes. Every tensor rank has the activations
+/// of its shard of all tokens; context ranks have those of some tokens each.
+fn of_passes(recipe: &Recipe, config: &Config, tokens: u64) -> [u64; 2] {
+    let (world, parallel) = (recipe.trainer.world as u64, recipe.trainer.parallel.config());
+    let shard = ModelShard::new(config, Position { rank: 0, world: parallel.tensor });
+    let shard = shard.as_ref().map_or(config, ModelShard::config);
+    let size = Size::of(shard, recipe.trainer.recompute, recipe.rollout.quantization, F32);
+    let passes = world / parallel.context.degree.max(1) as u64;
+    // Tensor ranks have the logits of their tokens, and of all tokens in some rows.
+    let logits = model::logits_bytes(tokens as usize, shard.vocab_size) as u64;
+    let twice = 1 + u64::from(parallel.tensor > 1);
+    [product(&[passes, tokens, size.activations_per_token]), product(&[world, twice, logits])]
 }
 
 /// The newest version of `weights` bytes, for samplers to read. A trainer that has all weights shares them with the sampler of
@@ -315,7 +329,9 @@ fn cores(recipe: &Recipe) -> u64 {
 /// and its own gradients. A stage shares what it names, and has units of every rank on their way. A weight has `width` bytes, a
 /// gradient 4.
 fn of_ranks(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>, width: u64) -> (u64, u64) {
-    let (world, zero) = (recipe.trainer.world as u64, recipe.trainer.zero);
+    // Tensor ranks have one model together.
+    let tensor = recipe.trainer.parallel.tensor.max(1) as u64;
+    let (world, zero) = (recipe.trainer.world as u64 / tensor, recipe.trainer.zero);
     let all = product(&[width, layout.len() as u64]);
     let weights = match lora {
         None if zero >= 3 && world > 1 => {

@@ -51,9 +51,7 @@ pub(super) fn check(
     }
     super::rewards::check(&mut raw, program.registry(), &mut checker);
     super::environment::check(&mut raw, program.environments(), &mut checker);
-    super::endpoint::check(&mut raw, &mut checker);
-    super::log::check(&mut raw, &mut checker);
-    super::engines::check(&mut raw, &mut checker);
+    check_connections(&mut raw, &mut checker);
     if let Some(data) = &data {
         check_tokens(&raw, data.max_prompt_length, &mut checker);
     }
@@ -87,6 +85,7 @@ pub(super) fn check(
         critic: raw.critic,
         trainer: raw.trainer,
         lora: raw.lora,
+        island: raw.island,
         endpoint: raw.endpoint,
         eval: raw.eval,
         checkpoint: raw.checkpoint,
@@ -98,7 +97,16 @@ pub(super) fn check(
     };
     super::eval::check_effect(&recipe, &mut checker);
     check_placement(&recipe, &mut checker);
+    super::island::check_run(&recipe, &mut checker);
     if checker.errors.is_empty() { Ok(recipe) } else { Err(checker.errors) }
+}
+
+/// The sections that name addresses.
+fn check_connections(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
+    super::endpoint::check(raw, checker);
+    super::island::check(raw, checker);
+    super::log::check(raw, checker);
+    super::engines::check(raw, checker);
 }
 
 fn check_replay(buffer: &BufferSection, checker: &mut Checker<'_>) {
@@ -409,9 +417,8 @@ fn check_batch(raw: &RawRecipe, checker: &mut Checker<'_>) {
         checker.report("trainer.leaves", message, "4 gives 1, 2 and 4 trainer workers the same bits");
     }
     let groups = raw.buffer.batch_groups;
-    for (path, parts) in
-        [("trainer.minibatches", raw.trainer.minibatches), ("trainer.world", raw.trainer.world)]
-    {
+    let data = raw.trainer.parallel.config().data(raw.trainer.world);
+    for (path, parts) in [("trainer.minibatches", raw.trainer.minibatches), ("trainer.world", data)] {
         if parts > groups {
             let message =
                 format!("`{path}` is {parts}, but a batch has only {groups} groups (`buffer.batch_groups`)");

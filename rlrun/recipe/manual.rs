@@ -14,13 +14,14 @@ use source::{Field, Struct, Words, parse};
 mod source;
 
 /// The sources of the sections. Types of fields that are structs in one of them are sections too.
-const SECTIONS: [&str; 12] = [
+const SECTIONS: [&str; 13] = [
     include_str!("schema.rs"),
     include_str!("schema/algorithm.rs"),
     include_str!("schema/curation.rs"),
     include_str!("schema/data.rs"),
     include_str!("schema/endpoint.rs"),
     include_str!("schema/eval.rs"),
+    include_str!("schema/island.rs"),
     include_str!("schema/log.rs"),
     include_str!("schema/lora.rs"),
     include_str!("schema/placement.rs"),
@@ -31,10 +32,11 @@ const SECTIONS: [&str; 12] = [
 /// The source of `[[rewards]]`, which is flat.
 const REWARDS: &str = include_str!("../../rewards/src/spec.rs");
 /// The sources of words.
-const WORDS: [&str; 25] = [
+const WORDS: [&str; 26] = [
     include_str!("words.rs"),
     include_str!("../../buffer/src/config.rs"),
     include_str!("../../environments/src/tool_calls/mod.rs"),
+    include_str!("../../islands/src/compression.rs"),
     include_str!("../../model/src/config.rs"),
     include_str!("../../model/src/config/families.rs"),
     include_str!("../../model/src/decoder/mod.rs"),

@@ -16,6 +16,7 @@ pub(crate) mod endpoint;
 mod engines;
 mod environment;
 mod eval;
+mod island;
 mod layers;
 mod log;
 pub(crate) mod manual;
@@ -42,8 +43,8 @@ pub use layers::{Origin, Origins};
 pub use resume::{Change, Resumption};
 use schema::{
     AlgorithmSection, ArithmeticSection, BufferSection, CheckpointSection, CriticSection, CurationSection,
-    DashboardSection, Deadlines, EndpointSection, Eval, Log, Lora, PlacementSection, RandomModel, Rollout,
-    SeedsSection, Supervised, TrainerSection, Warmup, Weights,
+    DashboardSection, Deadlines, EndpointSection, Eval, IslandSection, Log, Lora, PlacementSection,
+    RandomModel, Rollout, SeedsSection, Supervised, TrainerSection, Warmup, Weights,
 };
 pub use source::Layer;
 use words::{ModelDtype, Overlong, Reduction};
@@ -87,6 +88,8 @@ pub struct Recipe {
     pub trainer: TrainerSection,
     /// What of the policy is updated, if not all of it; the path in it is absolute.
     pub lora: Option<Lora>,
+    /// Exchange of outer gradients, if the run is an island; paths in it are absolute.
+    pub island: Option<IslandSection>,
     /// The policy as an endpoint; the path in it is absolute.
     pub endpoint: EndpointSection,
     /// Which answers are correct, by a named reward if anything says so, and how accuracy is measured; paths are absolute.

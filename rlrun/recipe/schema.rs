@@ -21,6 +21,7 @@ mod curation;
 mod data;
 mod endpoint;
 mod eval;
+mod island;
 mod log;
 mod lora;
 mod placement;
@@ -32,6 +33,7 @@ pub use curation::CurationSection;
 pub use data::{ArithmeticSection, RawData, SeedsSection};
 pub use endpoint::EndpointSection;
 pub use eval::{Correct, Eval, EvalSet};
+pub use island::IslandSection;
 pub use log::{DashboardSection, Log};
 pub use lora::Lora;
 pub use placement::PlacementSection;
@@ -84,6 +86,9 @@ pub struct RawRecipe {
     /// Low-rank adapters; without this section all weights are trained.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lora: Option<Lora>,
+    /// Exchange of outer gradients with other runs over slow links.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub island: Option<IslandSection>,
     /// Devices, processes and cores of each role.
     pub placement: PlacementSection,
     /// The policy as an endpoint, and sessions of agents.

@@ -13,6 +13,7 @@ use super::*;
 mod devices;
 mod elements;
 mod engines;
+mod island;
 mod manual;
 mod messages;
 mod peers;
@@ -151,6 +152,9 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("buffer.max_staleness=9000000000", "(`buffer.max_staleness` + 1) * `buffer.batch_groups` is more"),
         ("trainer.zero=4", "`trainer.zero` is 4, but the stages are 1, 2 and 3"),
         ("trainer.leaves=3", "`trainer.leaves` is 3, but must be a power of two"),
+        ("trainer.parallel.context=2", "`trainer.world` is 1, which passes of 2 ranks"),
+        ("trainer.parallel.sections=6", "`trainer.parallel.sections` is 6, but must be a power of two"),
+        ("trainer.parallel.exchange=keys", "`trainer.parallel.exchange` has no effect with one context rank"),
         ("trainer.minibatches=64", "`trainer.minibatches` is 64, but a batch has only 32 groups"),
         ("trainer.microbatch_tokens=100", "a sequence of 1024 tokens"),
         ("rollout.max_completion_length=8000", "a sequence of 8512 tokens"),

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize, Serializer};
 
 pub use buffer::OnStale;
 pub use device::device::DeviceLocation;
+pub use islands::GradientCompression;
 pub use model::{Architecture, Placement as ModelPlacement, Quantization, Recompute, Reduction};
 pub use rollout::engine::Speculation;
 pub use rollout::tasks::QuestionKind;

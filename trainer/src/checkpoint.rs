@@ -7,6 +7,7 @@
 //!   optimizer.safetensors   optimizer state of every trained tensor
 //!   critic/                 with a separate critic: its model and optimizer, as a sequence classifier
 //!   trainer.json            format, version, updates, tokens
+//!   island.bin              with slow links: outer weights, residual, and the exchange under way
 //!   manifest.json           a digest of every file
 //! checkpoints/base/         with LoRA: the frozen model as a Hugging Face directory, written once
 //! ```
@@ -51,6 +52,8 @@ const FORMAT: u32 = 2;
 const OLDEST_FORMAT: u32 = 1;
 /// File of the trainer's counters.
 const NUMBERS: &str = "trainer.json";
+/// File of the state of an island.
+const ISLAND: &str = "island.bin";
 
 /// Counters of the trainer at a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -83,6 +86,8 @@ pub struct Checkpoint {
     pub optimizer: Optimizer,
     /// Its counters.
     pub state: TrainerState,
+    /// The state of an island, if the run is one.
+    pub island: Option<Vec<u8>>,
     /// Whether its files were compared with digests.
     pub integrity: CheckpointIntegrity,
 }
@@ -116,6 +121,8 @@ pub struct CheckpointContents<'a> {
     pub critic: Option<NetworkState<'a>>,
     /// The counters.
     pub state: &'a TrainerState,
+    /// The state of an island, if the run is one.
+    pub island: Option<Cow<'a, [u8]>>,
 }
 
 /// State of a network in training.
@@ -258,7 +265,7 @@ pub fn save(
 }
 
 fn write(checkpoints: &Path, target: &Path, contents: &CheckpointContents<'_>) -> Result<(), TrainerError> {
-    let CheckpointContents { policy, critic, state } = contents;
+    let CheckpointContents { policy, critic, state, island } = contents;
     if let Some(adapter) = policy.adapter {
         save_base(checkpoints, policy, adapter)?;
     }
@@ -279,6 +286,10 @@ fn write(checkpoints: &Path, target: &Path, contents: &CheckpointContents<'_>) -
         let numbers = dir.join(NUMBERS);
         let json = serde_json::to_vec_pretty(state).unwrap_or_default();
         std::fs::write(&numbers, json).map_err(write_error(numbers.clone()))?;
+        if let Some(island) = island {
+            let path = dir.join(ISLAND);
+            std::fs::write(&path, island).map_err(write_error(path.clone()))?;
+        }
         manifest::write(dir)?;
         fail::fail_point!("checkpoint-rename", |errno: Option<String>| {
             let number = errno.and_then(|number| number.parse().ok()).unwrap_or_default();
@@ -375,7 +386,8 @@ pub fn load(
     let specs = trained(&weights, adapter.as_ref());
     let states = optimizer_files::read(&dir.join("optimizer.safetensors"), specs, &optimizer)?;
     let optimizer = Optimizer::from_states(optimizer, state.updates, states);
-    Ok(Checkpoint { directory, weights, adapter, optimizer, state, integrity })
+    let island = island(dir)?;
+    Ok(Checkpoint { directory, weights, adapter, optimizer, state, island, integrity })
 }
 
 /// The policy of the checkpoint in `dir`, if its base stays quantised; `directory` is its model.
@@ -394,6 +406,16 @@ pub fn load_adapted(dir: &Path, directory: &ModelDirectory) -> Result<Option<Ada
 fn load_quantized(base: &Path, directory: &ModelDirectory) -> Result<FrozenParameters, TrainerError> {
     manifest::check(base)?;
     Ok(FrozenParameters::load(&FrozenParameters::copied_to(base), directory.config())?)
+}
+
+/// The state of an island in the checkpoint `dir`, whose digests were compared.
+fn island(dir: &Path) -> Result<Option<Vec<u8>>, TrainerError> {
+    let path = dir.join(ISLAND);
+    match std::fs::read(&path) {
+        Ok(state) => Ok(Some(state)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(broken(&path, format!("cannot be read: {error}; check the permissions"))),
+    }
 }
 
 /// Reads the counters of the checkpoint in `dir`.

@@ -124,6 +124,12 @@ pub enum TrainerError {
         /// What is missing.
         reason: &'static str,
     },
+    /// Outer gradients cannot be exchanged with other islands.
+    #[error("{reason}")]
+    Exchange {
+        /// What failed, with a remedy.
+        reason: String,
+    },
     /// A rank failed in an earlier call.
     #[error("the ranks have ended after an earlier error; resume the run from its last checkpoint")]
     RanksEnded,

@@ -12,6 +12,7 @@
 //! - [`Frozen`]: a reference policy or a teacher; [`StateWeights`]: weights in f32, or a base that stays quantised
 //! - [`on_device`]: ranks that compute on a GPU
 //! - [`lora`]: low-rank adapters and their files
+//! - [`outer_exchange`]: what changes the trained values between updates and publication
 //! - [`checkpoint`]; [`colocation`]: a trainer and a sampler that share a device in turns
 //! - [`lead`] and [`mod@follow`]: ranks that are processes; ranks communicate over the crate `collective`;
 //!   [`rank_spans`]: what each rank does when
@@ -43,6 +44,7 @@ pub mod objective;
 pub mod on_device;
 pub mod optimizer;
 mod optimizer_files;
+pub mod outer_exchange;
 pub mod packing;
 pub mod parallel;
 mod pass;
@@ -70,6 +72,7 @@ pub use frozen::{Frozen, FrozenWeights};
 pub use lead::Leader;
 pub use learner::{Learner, LearnerConfig, LearnerStep};
 pub use on_device::{CollectivePlace, DeviceConfig, LearnerWeights, OptimizerPlace};
+pub use outer_exchange::{ExchangeReport, OuterExchange};
 pub use parallel::{ContextParallel, ParallelConfig};
 pub use quarantine::expert_limits;
 pub use report::StepReport;

@@ -77,7 +77,7 @@ impl ParallelConfig {
     /// Ranks of one pass.
     #[must_use]
     pub fn of_pass(self) -> usize {
-        self.context.degree * self.tensor
+        (self.context.degree * self.tensor).max(1)
     }
 
     /// Ranks that divide the rows of a step, of `world` ranks.
@@ -154,11 +154,11 @@ impl ContextParallel {
         self.exchange.unwrap_or_else(|| ContextExchange::cheaper(model, self.degree))
     }
 
-    /// Checks that `world` ranks can compute a `model` so, on devices or not.
+    /// Checks that ranks can compute a `model` so, on devices or not.
     ///
     /// # Errors
     /// If they cannot.
-    pub(crate) fn check(self, model: &Config, world: usize, on_devices: bool) -> Result<(), TrainerError> {
+    pub(crate) fn check(self, model: &Config, on_devices: bool) -> Result<(), TrainerError> {
         let (degree, sections) = (self.degree, self.sections());
         if sections <= 1 {
             return Ok(());
@@ -166,9 +166,6 @@ impl ContextParallel {
         let refused = |reason: String| Err(TrainerError::Context { degree, sections, reason });
         if on_devices {
             return refused("ranks on devices compute whole micro-batches".to_owned());
-        }
-        if !world.is_multiple_of(degree) {
-            return refused(format!("{world} ranks are not groups of {degree}"));
         }
         match PassRanks::obstacle(model, degree, sections, self.exchange(model)) {
             Some(reason) => refused(reason),
@@ -185,7 +182,7 @@ impl LearnerConfig {
     pub fn check_parallel(&self, model: &Config, adapts: bool) -> Result<(), TrainerError> {
         self.parallel.check(self.world, model)?;
         let shard = self.parallel.shard(model, 0)?;
-        self.parallel.context.check(shard.config(), self.world, self.device.is_some())?;
+        self.parallel.context.check(shard.config(), self.device.is_some())?;
         if let Some(reason) = self.expert_obstacle(model, adapts) {
             return Err(TrainerError::Parallel { reason });
         }
@@ -242,5 +239,15 @@ mod tests {
         let places: Vec<_> = (0..6).map(|rank| (place(rank).data.rank, place(rank).tensor.rank)).collect();
         assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]);
         assert_eq!(place(5).data.world, 3);
+    }
+
+    #[test]
+    fn context_ranks_are_around_tensor_ranks() {
+        let context = ContextParallel { degree: 2, ..ContextParallel::NONE };
+        let config = ParallelConfig { tensor: 2, context, ..ParallelConfig::DATA };
+        let place = |rank| config.place(Position { rank, world: 8 });
+        let places: Vec<_> = (0..8).map(|rank| (place(rank).data.rank, place(rank).tensor.rank)).collect();
+        assert_eq!(places, [(0, 0), (0, 1), (0, 0), (0, 1), (1, 0), (1, 1), (1, 0), (1, 1)]);
+        assert_eq!((place(7).data.world, context.sections()), (2, 2));
     }
 }

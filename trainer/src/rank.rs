@@ -19,7 +19,8 @@
 //!   a base that stays quantised
 //! - `on_device`: a single rank that updates its weights on a device, and passes on a device for the others; `group`: ranks of
 //!   a device group
-//! - `balance`: the update of routers; `membership`: a rank among several; `passes`: the ranks that share its passes; `step`: the passes of a step; `memory`: bytes, and leaving a device
+//! - `balance`: the update of routers; `membership`: a rank among several; `passes`: the ranks that share its passes; `step`: the passes
+//!   of a step; `trained_values`: new ones from outside of the optimizer; `memory`: bytes, and leaving a device
 
 mod balance;
 mod group;
@@ -32,6 +33,7 @@ mod seed;
 mod sharded;
 mod single;
 mod step;
+mod trained_values;
 mod whole;
 
 pub(crate) use seed::{LearnerSeed, MemberSeed, RankWeights};
@@ -156,11 +158,11 @@ impl Rank {
     /// # Errors
     /// If the weights are on a device, and it fails, or the base is quantised.
     pub(crate) fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
-        if self.shard().is_some() { Ok(None) } else { self.held() }
+        if self.shard().is_some() { Ok(None) } else { self.own_weights() }
     }
 
     /// All weights of the model, or of the shard, that this rank trains; `None` if it has only its ZeRO shards.
-    fn held(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
+    fn own_weights(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
         match &self.kind {
             RankKind::Single(SingleRank { weights, .. })
             | RankKind::Replicated(ReplicatedRank { weights, .. }) => weights.values.whole().map(Some),
@@ -256,7 +258,7 @@ impl Rank {
         let own = if let Some(shards) = self.shards()? {
             shards.owned()
         } else {
-            let values = self.held()?.map_or(&[][..], |held| held.values());
+            let values = self.own_weights()?.map_or(&[][..], |own| own.values());
             match self.membership() {
                 None => vec![(0..values.len(), values)],
                 Some(membership) => membership.owned().map(|range| (range.clone(), &values[range])).collect(),
@@ -272,7 +274,7 @@ impl Rank {
     /// If another rank does not make the call, or a device fails.
     pub(crate) fn gather_weights(&self, all: Option<&mut [f32]>) -> Result<(), TrainerError> {
         let membership = self.membership().ok_or(TrainerError::RanksEnded)?;
-        membership.gather(self.owned()?, all)
+        membership.gather(&self.owned()?, all)
     }
 
     /// The optimizer of whole tensors, gathered from all ranks.

@@ -10,6 +10,7 @@ use trajectory::{Component, Group, PolicyVersion, Trajectory};
 
 use crate::batch::BatchCounts;
 use crate::loss::{Clipped, MAX_LOG_RATIO};
+use crate::outer_exchange::ExchangeReport;
 use crate::rank_spans::RankSpan;
 use crate::token_log::RowTokens;
 
@@ -49,6 +50,8 @@ pub struct StepReport {
     pub quarantined: Vec<Quarantined>,
     /// Number of quarantined groups.
     pub quarantined_groups: u64,
+    /// The exchange of outer gradients that the step has applied.
+    pub exchange: Option<ExchangeReport>,
     /// Time of the phases, seconds.
     pub time: StepTime,
 }

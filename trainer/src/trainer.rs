@@ -25,6 +25,7 @@ use crate::critic::{Critic, CriticNetwork};
 use crate::frozen::Frozen;
 use crate::lead::{RankCommand, UpdateCommand};
 use crate::learner::Learner;
+use crate::outer_exchange::OuterExchange;
 use crate::quarantine::Quarantine;
 use crate::report::{BatchStatistics, LogprobMismatch, StepReport, StepTime};
 use crate::schedule::LearningRateSchedule;
@@ -100,6 +101,8 @@ pub struct TrainerParts {
     pub stop: Arc<AtomicBool>,
     /// A second place for checkpoints. Groups are acknowledged once it has the checkpoint that contains them.
     pub archive: Option<Arc<dyn CheckpointArchive>>,
+    /// Exchanges outer gradients with other islands.
+    pub exchange: Option<Box<dyn OuterExchange>>,
 }
 
 impl std::fmt::Debug for TrainerParts {
@@ -117,6 +120,7 @@ pub struct Trainer {
     directory: Arc<ModelDirectory>,
     buffer: Arc<dyn Consumer>,
     publisher: WeightPublisher,
+    exchange: Option<Box<dyn OuterExchange>>,
     quarantine: Quarantine,
     version: PolicyVersion,
     trained_tokens: u64,
@@ -148,7 +152,8 @@ impl Trainer {
         parts: TrainerParts,
         state: &TrainerState,
     ) -> Result<Self, TrainerError> {
-        let TrainerParts { learner, auxiliary, directory, buffer, publisher, stop, archive } = parts;
+        let TrainerParts { learner, auxiliary, directory, buffer, publisher, stop, archive, exchange } =
+            parts;
         let mut trainer = Self {
             writer: CheckpointWriter::new(config.checkpoint.clone()).archived(archive),
             config,
@@ -159,6 +164,7 @@ impl Trainer {
             directory,
             buffer,
             publisher,
+            exchange,
             version: state.version,
             trained_tokens: state.trained_tokens,
             stop,
@@ -263,6 +269,10 @@ impl Trainer {
         self.version = self.version.next();
         self.trained_tokens += sums.tokens;
         time.forward_backward = clock.elapsed().as_secs_f64();
+        let exchange = match &mut self.exchange {
+            Some(exchange) => exchange.after_updates(self.version, &mut self.learner)?,
+            None => None,
+        };
 
         self.colocation.iter().for_each(Colocation::release);
         let clock = Instant::now();
@@ -286,6 +296,7 @@ impl Trainer {
             freed_bytes: self.colocation.as_ref().map_or(0, Colocation::freed_bytes),
             quarantined,
             quarantined_groups,
+            exchange,
             time,
         }))
     }
@@ -343,7 +354,9 @@ impl Trainer {
         let critic =
             critic.map(|network| NetworkState::of(&network.directory, &network.learner)).transpose()?;
         let policy = NetworkState::of(&self.directory, &self.learner)?;
-        let written = write(&mut self.writer, CheckpointContents { policy, critic, state: &state })?;
+        let island = self.exchange.as_ref().map(|exchange| Cow::Owned(exchange.state()));
+        let contents = CheckpointContents { policy, critic, state: &state, island };
+        let written = write(&mut self.writer, contents)?;
         self.forget_durable()?;
         Ok(written)
     }

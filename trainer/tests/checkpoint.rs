@@ -116,6 +116,7 @@ fn multiples_are_kept_forever() {
             policy: NetworkState::of(&directory, &learner).unwrap(),
             critic: None,
             state: &state,
+            island: None,
         };
         let retention = Retention { keep_last: 1, keep_every: 3 };
         trainer::checkpoint::save(files.path(), &contents, retention).unwrap();

@@ -190,7 +190,7 @@ fn what_ranks_cannot_share_is_refused_by_name() {
         Learner::new(settings, model.clone(), Parameters::random(model, 5), None).unwrap_err().to_string()
     };
     let three = LearnerConfig { world: 3, ..settings(1, 2, None) };
-    assert!(refused(three, &config()).contains("3 ranks are not groups of 2"));
+    assert!(refused(three, &config()).contains("3 ranks is not divisible"));
     let few = Config { num_kv_heads: 1, ..config() };
     let message = refused(settings(1, 2, Some(ContextExchange::Heads)), &few);
     assert!(

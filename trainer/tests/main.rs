@@ -16,6 +16,7 @@ mod shared_buffer;
 mod spread;
 mod step;
 mod tensor;
+mod trained_values;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -78,8 +79,12 @@ fn save(
     state: &TrainerState,
     keep_last: usize,
 ) -> Result<PathBuf, TrainerError> {
-    let contents =
-        CheckpointContents { policy: NetworkState::of(directory, learner).unwrap(), critic: None, state };
+    let contents = CheckpointContents {
+        policy: NetworkState::of(directory, learner).unwrap(),
+        critic: None,
+        state,
+        island: None,
+    };
     trainer::checkpoint::save(checkpoints, &contents, Retention::last(keep_last))
 }
 

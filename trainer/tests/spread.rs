@@ -240,6 +240,7 @@ fn trained(
         publisher,
         stop: Arc::new(AtomicBool::new(false)),
         archive: None,
+        exchange: None,
     };
     let mut trainer = Trainer::start(trainer_config, parts, &state).unwrap();
     let mut reports = Vec::new();

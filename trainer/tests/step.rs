@@ -101,6 +101,7 @@ fn bench_of<S>(
         publisher,
         stop: Arc::clone(&stop),
         archive,
+        exchange: None,
     };
     let trainer = Trainer::start(settings, parts, &state).unwrap();
     StepBench { files, buffer, deposed, subscriber, trainer, stop }

@@ -1,18 +1,15 @@
 //! Ranks that share the weights of a pass make the step of one rank, bit for bit, and go on with what others saved.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use collective::threads;
-use model::{Architecture, Config, Parameters, Prediction, Recompute, Reduction, ThreadPool};
+use model::{Architecture, Config, Parameters, Prediction, Recompute, Reduction};
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
 use trainer::optimizer::{Optimizer, OptimizerKind};
-use trainer::{ContextParallel, Leader, Learner, LearnerConfig, ParallelConfig, follow};
+use trainer::supervised::imitate;
+use trainer::{ContextParallel, Learner, LearnerConfig, ParallelConfig};
 
+use crate::spread::Processes;
 use crate::{LEARNER, config, groups, policy_step, samples, with_optimizer};
-
-/// Against hangs only.
-const LONG: Duration = Duration::from_secs(60);
 
 /// A model that four ranks can share.
 fn shared(architecture: Architecture) -> Config {
@@ -121,29 +118,43 @@ fn a_run_goes_on_with_another_split() {
 /// Ranks that are processes exchange everything in messages; here threads follow the leader.
 #[test]
 fn processes_share_weights() {
-    let config = shared(Architecture::Qwen3Moe);
+    let (config, groups) = (shared(Architecture::Qwen3Moe), groups());
+    let rows = samples(&groups);
+    let imitated = |learner: &mut Learner, steps: usize| {
+        let reports: Vec<_> = (0..steps).map(|_| imitate(learner, &rows, 1e-2).unwrap()).collect();
+        let weights = learner.parameters().unwrap();
+        (reports, Arc::unwrap_or_clone(weights), learner.optimizer().unwrap().into_owned())
+    };
     for zero in [1, 3] {
-        let expected = outcome(&mut fresh(Architecture::Qwen3Moe, settings(1, 1, zero)), 4);
-        let run = |optimizer: Option<Optimizer>, parameters: Parameters, steps| {
-            let mut ranks = threads::group(4, LONG).into_iter();
-            let leader = Leader::new(Arc::new(ranks.next().unwrap()));
-            let followers: Vec<_> = ranks
-                .map(|rank| {
-                    std::thread::spawn(move || follow(Arc::new(rank), Arc::new(ThreadPool::single())))
-                })
-                .collect();
+        let mut alone = fresh(Architecture::Qwen3Moe, settings(1, 1, zero));
+        let (of_alone, expected, optimizer) = imitated(&mut alone, 4);
+        let run = |before: Option<Optimizer>, parameters: Parameters, steps| {
+            let processes = Processes::new(4);
+            let leader = &processes.leader;
             let mut learner =
-                leader.learner(settings(2, 2, zero), config.clone(), parameters, None, optimizer).unwrap();
-            let found = outcome(&mut learner, steps);
-            let parameters = Arc::unwrap_or_clone(learner.parameters().unwrap());
-            drop((learner, leader));
-            followers.into_iter().for_each(|follower| follower.join().unwrap().unwrap());
-            (found, parameters)
+                leader.learner(settings(2, 2, zero), config.clone(), parameters, None, before).unwrap();
+            let found = imitated(&mut learner, steps);
+            drop(learner);
+            processes.end();
+            found
         };
-        let (first, parameters) = run(None, Parameters::random(&config, 5), 1);
-        let (found, _) = run(Some(first.optimizer), parameters, 3);
-        assert_eq!(found.weights, expected.weights, "stage {zero}");
-        assert!(found.optimizer == expected.optimizer && found.scores == expected.scores, "stage {zero}");
+        let (first, parameters, between) = run(None, Parameters::random(&config, 5), 1);
+        let (rest, found, at_end) = run(Some(between), parameters, 3);
+        assert_eq!(bits(found.values()), bits(expected.values()), "stage {zero}");
+        assert!(at_end == optimizer && [first, rest].concat() == of_alone, "stage {zero}");
+    }
+}
+
+/// Weights that come from elsewhere, as those of islands do, reach every rank.
+#[test]
+fn trained_values_are_replaced_on_all_ranks() {
+    let before = outcome(&mut fresh(Architecture::Qwen3, settings(1, 1, 1)), 2);
+    let values: Vec<f32> = before.weights.iter().map(|bits| f32::from_bits(*bits)).collect();
+    for zero in [1, 3] {
+        let mut learner = fresh(Architecture::Qwen3, settings(2, 2, zero));
+        learner.set_trained_values(&values).unwrap();
+        assert_eq!(bits(&learner.trained_values().unwrap()), before.weights, "stage {zero}");
+        assert!(learner.score(&samples(&groups())).unwrap() == before.scores, "stage {zero}");
     }
 }
 

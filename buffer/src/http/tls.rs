@@ -79,7 +79,9 @@ impl Tls {
         Ok(Self(Arc::new(config)))
     }
 
-    pub(super) fn acceptor(&self) -> TlsAcceptor {
+    /// Makes the handshakes of a server.
+    #[must_use]
+    pub fn acceptor(&self) -> TlsAcceptor {
         TlsAcceptor::from(Arc::clone(&self.0))
     }
 }

@@ -19,7 +19,7 @@ pub(crate) use device::ops::attention::Segment;
 
 use self::segment_heads::softmax;
 pub(crate) use self::segment_heads::{
-    HeadColumns, HeadGradients, HeadOperands, KeyColumns, SegmentHeads, SegmentRows,
+    HeadColumns, HeadOperands, KeyColumns, SegmentGradients, SegmentHeads, SegmentRows,
 };
 use super::heads::HeadShape;
 use super::simd::{LANES, vectorized};
@@ -88,7 +88,7 @@ pub(crate) fn packed_backward(
     let (qkv, g) = (values(qkv)?, values(g)?);
     let of_g = HeadColumns { stride: rule.shape.query_width(), column: 0 };
     let HeadOperands { of_queries, of_keys, .. } = HeadOperands::fused(&qkv, rule.shape);
-    let mut out = HeadGradients {
+    let mut out = SegmentGradients {
         queries: &mut reverse.d_qkv,
         of_queries,
         keys: None,

@@ -260,7 +260,7 @@ impl<'a> RowLogits<'a> {
                 exchange_logits(tensor, rows.len(), LogitsMove::ToRows, &mut parts, logits)?;
             }
         }
-        let each = row_ranges(own.len(), self.pool.threads(), 1)[0].len();
+        let each = row_ranges(own.len(), self.pool.threads(), 1)[0].len().max(1);
         let parts = logits.chunks_mut(each * vocabulary).zip(self.targets[own].chunks(each)).collect();
         let normalized = self.pool.map(parts, |(logits, targets): (&mut [f32], &[Target<'_>])| {
             let rows = logits.chunks_exact_mut(vocabulary).zip(targets);
@@ -298,7 +298,7 @@ impl<'a> RowLogits<'a> {
         let Self { hidden, width, head, targets, pool, .. } = *self;
         let (own, vocabulary) = (self.own_rows(&rows), self.vocabulary());
         let logits = &mut self.logits[..own.len() * vocabulary];
-        let each = row_ranges(own.len(), pool.threads(), 1)[0].len();
+        let each = row_ranges(own.len(), pool.threads(), 1)[0].len().max(1);
         let of_rows = targets[own.clone()].chunks(each).zip(slopes[own].chunks(each));
         let of_rows = of_rows.zip(self.normalized.chunks(each)).zip(logits.chunks_mut(each * vocabulary));
         pool.map(of_rows.collect(), |(((targets, slopes), normalized), logits)| {

@@ -11,10 +11,17 @@ use collective::{Collective, CollectiveError, Position, even_shards};
 #[derive(Debug)]
 pub(crate) struct CountingRank {
     pub(crate) ranks: Threads,
+    /// In all-to-all.
+    pub(crate) exchanged: Arc<AtomicUsize>,
+    /// In all other calls.
     pub(crate) sent: Arc<AtomicUsize>,
 }
 
 impl CountingRank {
+    pub(crate) fn new(ranks: Threads) -> Self {
+        Self { ranks, exchanged: Arc::default(), sent: Arc::default() }
+    }
+
     fn add(&self, values: usize) {
         self.sent.fetch_add(values, Ordering::Relaxed);
     }
@@ -71,7 +78,7 @@ impl Collective for CountingRank {
         receives: &[Range<usize>],
     ) -> Result<(), CollectiveError> {
         let others = sends.iter().enumerate().filter(|(peer, _)| *peer != self.rank());
-        self.add(others.map(|(_, range)| range.len()).sum());
+        self.exchanged.fetch_add(others.map(|(_, range)| range.len()).sum(), Ordering::Relaxed);
         self.ranks.all_to_all(values, sends, received, receives)
     }
 

@@ -71,7 +71,10 @@ fn projected(lora: &LoraConfig, layout: &Layout) -> u64 {
 /// Bytes of the gradients of all ranks of a trainer of this `layout`; with an adapter, of its factors. A device forms those of
 /// experts whole, one operand at a time.
 pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>) -> u64 {
-    let (world, zero) = (recipe.trainer.world as u64, recipe.trainer.zero);
+    // Tensor ranks have the gradients of one model together.
+    let parallel = recipe.trainer.parallel.config();
+    let tensor = parallel.tensor.max(1);
+    let (world, zero) = ((recipe.trainer.world / tensor) as u64, recipe.trainer.zero);
     let on_device = recipe.devices().trains();
     let weights = TrainedValues::weights(layout);
     let trained = lora.map_or(weights, |lora| TrainedValues::factors(lora, layout));
@@ -81,7 +84,8 @@ pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>)
         _ => 0,
     };
     let leaves = recipe.learner().step_leaves();
-    let slots = leaves / recipe.trainer.world.max(1);
+    let sections = parallel.context.sections() / parallel.context.degree.max(1);
+    let slots = leaves / parallel.data(recipe.trainer.world).max(1) * sections;
     let several = BatchPlan::of(recipe).max_tokens.div_ceil(leaves.max(1) as u64)
         > recipe.trainer.microbatch_tokens as u64;
     let chained = several && zero >= 2;

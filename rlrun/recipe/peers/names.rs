@@ -165,6 +165,17 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
         "trainer.world",
         "with `placement.trainer_devices` and `placement.rollout_devices`",
     ),
+    (
+        "tensor_model_parallel_size",
+        "trainer.parallel.tensor",
+        "with `model.reduction = \"tree\"`; the sampler has all weights",
+    ),
+    (
+        "ulysses_sequence_parallel_size context_parallel_size sequence_parallel_size cp_size cp",
+        "trainer.parallel.context",
+        "",
+    ),
+    ("cp_style", "trainer.parallel.exchange", "`heads` is Ulysses, `keys` gathers keys and values"),
     ("num_infer_gpus rollout_num_gpus vllm_num_engines", "placement.rollout_workers", ""),
     ("zero_stage", "trainer.zero", ""),
     (
@@ -271,10 +282,10 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
         "rlrun samples by itself: `placement.policy` says whether sampler and trainer take turns",
     ),
     (
-        "tensor_model_parallel_size tensor_parallel_size vllm_tensor_parallel_size \
-         pipeline_model_parallel_size",
+        "tensor_parallel_size vllm_tensor_parallel_size pipeline_model_parallel_size",
         "",
-        "a model is not split by tensors or layers; `trainer.zero` splits what training keeps in memory",
+        "a sampler is not split by tensors, and no model by layers; `trainer.zero` and `trainer.parallel` split what \
+         training keeps in memory",
     ),
     (
         "fsdp fsdp_config deepspeed megatron",

@@ -151,13 +151,14 @@ pub struct ParallelSection {
     // resume = changes, worker = run
     pub context: usize,
     /// Sections of a micro-batch, whose gradients are summed as a balanced binary tree: a power of two. The weights have the same
-    /// bits for every `context` up to it, with `trainer.zero` 2 or 3, or one micro-batch per leaf. More sections mean smaller
-    /// products for the gradients of weights.
+    /// bits for every `context` up to it, with every `trainer.zero`; at least one for each context rank is used. With more than one,
+    /// gradients are reduced after every micro-batch. More sections mean smaller products for the gradients of weights, and memory
+    /// for the gradients of the largest layer for each section of a rank.
     // resume = changes, worker = run
     pub sections: usize,
     /// What context ranks exchange: the `keys` and values that their queries attend to (Llama 3), or `heads`, so that a rank has some
-    /// heads of all tokens (Ulysses), which needs as many key-value heads as ranks. Default: what sends fewer values. prime-rl
-    /// `cp_style`.
+    /// heads of all tokens (Ulysses), which needs a number of key-value heads that they divide. It changes no bit. Default: what sends
+    /// fewer values. prime-rl `cp_style`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub exchange: Option<ContextExchange>,

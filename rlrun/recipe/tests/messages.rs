@@ -39,7 +39,8 @@ const NO_KEYS: [&str; 10] = [
 /// Starts of the names of tensors.
 const TENSORS: [&str; 3] = ["model.embed_tokens", "model.language_model", "model.visual"];
 /// Endings of files and of names that only look like a key, such as `model.safetensors`.
-const ENDINGS: [&str; 11] = [
+const ENDINGS: [&str; 12] = [
+    ".bin",
     ".rs",
     ".json",
     ".jsonl",

@@ -227,6 +227,7 @@ struct CheckpointSnapshot {
     policy: NetworkCopy,
     critic: Option<NetworkCopy>,
     state: TrainerState,
+    island: Option<Vec<u8>>,
 }
 
 #[derive(Debug)]
@@ -246,8 +247,9 @@ impl CheckpointSnapshot {
             optimizer: network.optimizer.into_owned(),
             adapter: network.adapter.cloned(),
         };
-        let CheckpointContents { policy, critic, state } = contents;
-        Self { policy: copy(policy), critic: critic.map(copy), state: *state }
+        let CheckpointContents { policy, critic, state, island } = contents;
+        let island = island.map(Cow::into_owned);
+        Self { policy: copy(policy), critic: critic.map(copy), state: *state, island }
     }
 
     fn contents(&self) -> CheckpointContents<'_> {
@@ -255,6 +257,7 @@ impl CheckpointSnapshot {
             policy: self.policy.state(),
             critic: self.critic.as_ref().map(NetworkCopy::state),
             state: &self.state,
+            island: self.island.as_deref().map(Cow::Borrowed),
         }
     }
 }

@@ -118,12 +118,12 @@ impl RankMembership {
     /// If another rank does not make the call.
     pub(super) fn gather(
         &self,
-        own: OwnedValues<'_>,
+        own: &[(Range<usize>, &[f32])],
         mut all: Option<&mut [f32]>,
     ) -> Result<(), TrainerError> {
         let collective = self.all()?;
         let layout = Layout::new(&self.model);
-        let mut rest = &own[..];
+        let mut rest = own;
         for unit in layout.units() {
             let place = layout.unit(unit);
             let (now, later) = rest.split_at(rest.partition_point(|(range, _)| range.start < place.end));

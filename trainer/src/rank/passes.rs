@@ -85,7 +85,7 @@ impl PassCollectives {
     /// If this rank has left, or the ranks cannot share the model.
     pub(super) fn passes(&self, model: &Config, frozen: bool) -> Result<PassRanks, TrainerError> {
         let context = self.config.context;
-        context.check(model, context.degree, false)?;
+        context.check(model, false)?;
         let calls = self.calls()?;
         let own = if frozen { calls.frozen } else { calls.context };
         Ok(PassRanks {

@@ -180,7 +180,7 @@ impl TransformerBlock {
         vectors: &mut MixerVectors<'_>,
     ) -> Result<()> {
         let (norms, groups) = (self.mixer.head_norms(), self.head_groups);
-        // One chain goes on from pass to pass.
+        // One chain continues from pass to pass.
         let apart = groups != [1; 2] || self.ranks.is_some();
         let mut of_groups = vec![0.0; if apart { norms[0] * groups[0] + norms[1] * groups[1] } else { 0 }];
         for ReversedAttention { trace, reverse: r, angles } in parts {

@@ -14,7 +14,7 @@ use super::exchange::RankRows;
 use super::rows::{RowRanges, needed, section_segments};
 use crate::ThreadPool;
 use crate::ops::attention::{
-    AttentionRule, HeadColumns, HeadGradients, HeadOperands, KeyColumns, PackedReverse, Segment,
+    AttentionRule, HeadColumns, HeadOperands, KeyColumns, PackedReverse, Segment, SegmentGradients,
     SegmentHeads, SegmentRows,
 };
 use crate::ops::heads::HeadShape;
@@ -55,7 +55,7 @@ struct GatheredOperands {
 }
 
 /// Gradients for one key-value head.
-struct HeadReverse {
+struct KeyHeadReverse {
     /// `[queries, group * head_dim]`
     queries: Vec<f32>,
     /// `[keys, 2 head_dim]`
@@ -200,7 +200,7 @@ impl SectionMixing<'_> {
         &self,
         rule: AttentionRule<'_>,
         operands: &GatheredOperands,
-        heads: &[HeadReverse],
+        heads: &[KeyHeadReverse],
     ) -> Result<(Vec<f32>, Vec<f32>)> {
         let (shape, of_sinks) = (operands.shape, operands.sinks.len());
         let group = shape.heads / shape.kv_heads;
@@ -277,7 +277,7 @@ impl GatheredOperands {
     }
 
     /// Backward of head `kv` for the gradient `g [queries, heads * head_dim]`.
-    fn reverse_head(&self, rule: AttentionRule<'_>, kv: usize, g: &[f32]) -> HeadReverse {
+    fn reverse_head(&self, rule: AttentionRule<'_>, kv: usize, g: &[f32]) -> KeyHeadReverse {
         let HeadShape { heads, kv_heads, head_dim } = self.shape;
         let group = heads / kv_heads;
         let of_g = HeadColumns { stride: heads * head_dim, column: kv * group * head_dim };
@@ -286,7 +286,7 @@ impl GatheredOperands {
         let keys = tree(0..self.segments.len(), &mut |section| {
             let mut keys = vec![0.0; self.key_rows.len() * 2 * head_dim];
             for rows in &self.segments[section] {
-                let mut out = HeadGradients {
+                let mut out = SegmentGradients {
                     queries: &mut queries,
                     of_queries: HeadColumns { stride: group * head_dim, column: 0 },
                     keys: Some(&mut keys),
@@ -298,7 +298,7 @@ impl GatheredOperands {
             }
             keys
         });
-        HeadReverse { queries, keys, sinks }
+        KeyHeadReverse { queries, keys, sinks }
     }
 }
 

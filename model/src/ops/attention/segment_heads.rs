@@ -54,7 +54,7 @@ pub(crate) struct SegmentRows {
 
 /// Gradients of queries, keys and values, to which those of some queries are written.
 #[derive(Debug)]
-pub(crate) struct HeadGradients<'a> {
+pub(crate) struct SegmentGradients<'a> {
     /// Those of keys too if `keys` is absent.
     pub(crate) queries: &'a mut [f32],
     pub(crate) of_queries: HeadColumns,
@@ -65,7 +65,7 @@ pub(crate) struct HeadGradients<'a> {
     pub(crate) of_sinks: HeadColumns,
 }
 
-impl HeadGradients<'_> {
+impl SegmentGradients<'_> {
     fn keys(&mut self) -> &mut [f32] {
         match &mut self.keys {
             Some(keys) => keys,
@@ -223,7 +223,7 @@ impl<'a> SegmentHeads<'a> {
     /// Backward of [`SegmentHeads::forward`] for the gradient `g` of the results, whose heads are in the columns `of_g`. With `p` the
     /// weights, `o` the result and `d = sum_j p_j (g . v_j)`: `ds_j = p_j (g . v_j - d) / sqrt(head_dim)`, `dq = sum_j ds_j k_j`,
     /// `dk_j += ds_j q`, `dv_j += p_j g`. The sink has the value 0: its derivative is `-p d`.
-    pub(crate) fn backward(&self, kv: usize, g: &[f32], of_g: HeadColumns, out: &mut HeadGradients<'_>) {
+    pub(crate) fn backward(&self, kv: usize, g: &[f32], of_g: HeadColumns, out: &mut SegmentGradients<'_>) {
         let (dim, before) = (self.rule.shape.head_dim, self.rows.prefix.len());
         let [key_column, value_column] = self.key_columns(kv);
         let keys = self.both(key_column, |keys| Panels::new(keys.transposed()));
@@ -258,7 +258,7 @@ impl<'a> SegmentHeads<'a> {
         block: &Range<usize>,
         products: [(&Vec<f32>, StridedMatrix<'_>); 2],
         kv: usize,
-        out: &mut HeadGradients<'_>,
+        out: &mut SegmentGradients<'_>,
     ) {
         let (before, KeyColumns { stride, key, value }) = (self.rows.prefix.len(), out.of_keys);
         let seen = before + block.end;
@@ -281,7 +281,7 @@ impl<'a> SegmentHeads<'a> {
         rows: &Range<usize>,
         weights: &[f32],
         means: &[f32],
-        out: &mut HeadGradients<'_>,
+        out: &mut SegmentGradients<'_>,
     ) {
         if self.rule.sinks.is_empty() {
             return;

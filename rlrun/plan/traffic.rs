@@ -1,0 +1,114 @@
+//! What the ranks of a trainer send in a training step.
+//!
+//! Invariant: counts are those of the collective calls that a rank makes, for the most tokens of a step; a byte that is sent is
+//! counted once, where it is sent.
+
+use std::fmt;
+
+use collective::Position;
+use model::{Config, ContextExchange, FeedForward, Layout, ModelShard, Recompute};
+
+use super::BatchPlan;
+use crate::recipe::Recipe;
+
+/// Bytes of a value.
+const F32: f64 = 4.0;
+
+/// What one rank sends in a step, bytes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Traffic {
+    /// Ranks that divide the data, share tokens and share weights.
+    degrees: [usize; 3],
+    /// Reduce-scatter of gradients and all-gather of weights among the ZeRO ranks.
+    pub zero: f64,
+    /// Sums of partial results among tensor ranks, and logits.
+    pub tensor: f64,
+    /// What attention needs, among context ranks.
+    pub context: f64,
+}
+
+impl Traffic {
+    /// The traffic of a trainer with several ranks; `None` for one rank.
+    #[must_use]
+    pub fn of(recipe: &Recipe, config: &Config) -> Option<Self> {
+        let (world, parallel) = (recipe.trainer.world, recipe.trainer.parallel.config());
+        if world <= 1 || recipe.lora.is_some() {
+            return None;
+        }
+        let (tensor, context, data) = (parallel.tensor, parallel.context.degree, parallel.data(world));
+        let shard = ModelShard::new(config, Position { rank: 0, world: tensor }).ok()?;
+        let (config, whole) = (shard.config(), config);
+        let plan = BatchPlan::of(recipe);
+        // Of a rank, in a step.
+        let passed = recipe.trainer.epochs as f64 * plan.max_tokens as f64 / data as f64;
+        let tokens = passed / context as f64;
+        let of_shares = |n: usize| (n as f64 - 1.0) / n as f64;
+        let weights = F32 * Layout::new(config).len() as f64 * of_shares(data * context);
+        let updates = plan.updates as f64;
+        let passes = (passed / recipe.trainer.microbatch_tokens as f64).ceil().max(updates);
+        let zero = match recipe.trainer.zero {
+            3.. => 3.0 * passes * weights,
+            2 => (passes + updates) * weights,
+            _ => 2.0 * updates * weights,
+        };
+        let forwards = if recipe.trainer.recompute == Recompute::None { 1.0 } else { 2.0 };
+        Some(Self {
+            degrees: [data, context, tensor],
+            zero,
+            tensor: tokens * of_tensor(whole, forwards) * of_shares(tensor),
+            context: tokens * of_context(config, parallel.context.exchange(config), context, forwards),
+        })
+    }
+}
+
+/// Bytes of a token that tensor ranks sum, times 2, and of its logits: Megatron-LM's volume (arXiv 1909.08053).
+fn of_tensor(config: &Config, forwards: f64) -> f64 {
+    let hidden = F32 * config.hidden_size as f64;
+    let sums = |layer: &model::LayerSpec| match layer.feed_forward {
+        // The results of every expert of the token are summed.
+        FeedForward::Experts(spec) => {
+            1.0 + spec.per_token as f64 + f64::from(u8::from(spec.shared_width > 0))
+        }
+        FeedForward::SwiGlu | FeedForward::GeGlu => 2.0,
+    };
+    let layers: f64 = config.layers.iter().map(sums).sum();
+    // Forward, maybe again, and backward; the embedding, and the head.
+    let of_hidden = 2.0 * hidden * ((forwards + 1.0) * layers + 2.0);
+    of_hidden + 2.0 * F32 * config.vocab_size as f64
+}
+
+/// Bytes of a token that one of `degree` context ranks sends to the others.
+fn of_context(config: &Config, exchange: ContextExchange, degree: usize, forwards: f64) -> f64 {
+    let head = F32 * config.head_dim as f64 * config.attention_layers() as f64;
+    let (queries, keys) = (config.num_heads as f64 * head, config.num_kv_heads as f64 * head);
+    let others = degree as f64 - 1.0;
+    match exchange {
+        // Queries, keys, values and results, to all others.
+        ContextExchange::Heads => (forwards + 1.0) * (2.0 * queries + 2.0 * keys) * others / degree as f64,
+        // Keys and values, to those that come after it: half of the others on average; their gradients come back.
+        ContextExchange::Keys => (forwards + 1.0) * 2.0 * keys * others / 2.0,
+    }
+}
+
+impl fmt::Display for Traffic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [data, context, tensor] = self.degrees;
+        let mib = |bytes: f64| format!("{:9.1} MiB", bytes / 1_048_576.0);
+        writeln!(
+            f,
+            "traffic of a rank in a step, at most (data {data} x context {context} x tensor {tensor})"
+        )?;
+        write!(f, "  zero        {}  gradients and weights among ranks with the same shard", mib(self.zero))?;
+        if tensor > 1 {
+            write!(f, "\n  tensor      {}  partial sums and logits", mib(self.tensor))?;
+        }
+        if context > 1 {
+            write!(
+                f,
+                "\n  context     {}  what attention needs, if every sequence lies over all ranks",
+                mib(self.context)
+            )?;
+        }
+        Ok(())
+    }
+}
