@@ -211,6 +211,19 @@ impl Layout {
         &self.ranges[index]
     }
 
+    /// The values of all experts of layer `index`, expert by expert, in one range for each operand, ascending; none without experts.
+    #[must_use]
+    pub fn expert_operands(&self, index: usize) -> Vec<Range<usize>> {
+        const OPERANDS: [Operand; 4] =
+            [Operand::GateUp, Operand::GateUpBias, Operand::Down, Operand::DownBias];
+        let (start, ranges) = (self.layers[index].start, &self.ranges[index]);
+        if ranges[Operand::Router].is_empty() {
+            return Vec::new();
+        }
+        let of = |operand| start + ranges[operand].start..start + ranges[operand].end;
+        OPERANDS.map(of).into_iter().filter(|range| !range.is_empty()).collect()
+    }
+
     /// The values `[experts]` that the router of layer `index` adds to the scores that choose experts; empty without them.
     #[must_use]
     pub fn router_correction(&self, index: usize) -> Range<usize> {

@@ -23,6 +23,10 @@ pub struct PassRanks {
     /// The ranks that share the weights of a pass (tensor parallel; see [`ModelShard`](crate::ModelShard)); `None` for one rank.
     /// They make the calls of the pass in the same order, on the thread that computes.
     pub tensor: Option<TensorRanks>,
+    /// The ranks that divide the experts of every layer (expert parallel), neighbouring experts each; `None` for one rank. They have
+    /// tokens of their own, and make the calls of their passes in the same order, on the thread that computes: a rank without
+    /// tokens makes passes over an empty pack.
+    pub expert: Option<Arc<dyn Collective>>,
     /// Sections of the token stream: a power of two, a multiple of the number of context ranks.
     pub sections: usize,
     /// What context ranks exchange for attention.
@@ -53,7 +57,7 @@ pub enum ContextExchange {
 
 impl Default for PassRanks {
     fn default() -> Self {
-        Self { context: None, tensor: None, sections: 1, exchange: ContextExchange::Keys }
+        Self { context: None, tensor: None, expert: None, sections: 1, exchange: ContextExchange::Keys }
     }
 }
 
@@ -66,7 +70,28 @@ impl PassRanks {
 
     /// Parts of a pack that threads compute apart, of at most `threads`: calls of ranks are of the whole pack.
     pub(crate) fn parts(&self, threads: usize) -> usize {
-        if self.tensor.is_some() { 1 } else { threads }
+        if self.calls_in_parts() { 1 } else { threads }
+    }
+
+    /// Whether the passes of parts of a pack make calls.
+    pub(crate) fn calls_in_parts(&self) -> bool {
+        self.tensor.is_some() || self.expert.is_some()
+    }
+
+    /// Why `degree` ranks cannot divide the experts of a model of this `config`; `None` if they can.
+    #[must_use]
+    pub fn expert_obstacle(config: &Config, degree: usize) -> Option<String> {
+        let counts: Vec<usize> =
+            config.layers.iter().filter_map(|layer| Some(layer.feed_forward.experts()?.count)).collect();
+        if degree <= 1 {
+            return None;
+        }
+        let Some(count) = counts.iter().find(|count| !count.is_multiple_of(degree)) else {
+            return counts.is_empty().then(|| "the model has no experts".to_owned());
+        };
+        let divides = |fewer: &usize| counts.iter().all(|count| count.is_multiple_of(*fewer));
+        let nearest = (1..degree).rev().find(divides).unwrap_or(1);
+        Some(format!("{count} experts are not divisible by {degree}; {nearest} divides them"))
     }
 
     /// Why `degree` context ranks cannot compute passes of a model of this `config` in `sections` sections; `None` if they can.

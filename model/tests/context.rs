@@ -139,7 +139,7 @@ fn among(
         context: Some(Arc::new(rank)),
         sections: SECTIONS,
         exchange,
-        tensor: None,
+        ..PassRanks::default()
     };
     let run = |rank| passes(network, recompute, ranks(rank), pack, threads).unwrap();
     let run = &run;
@@ -286,8 +286,12 @@ fn layers_of_a_source_give_the_same_bits() {
     let found: Vec<_> = std::thread::scope(|scope| {
         let start = |rank: Threads| {
             let context = Some(Arc::new(rank) as Arc<dyn Collective>);
-            let ranks =
-                PassRanks { context, sections: SECTIONS, exchange: ContextExchange::Keys, tensor: None };
+            let ranks = PassRanks {
+                context,
+                sections: SECTIONS,
+                exchange: ContextExchange::Keys,
+                ..PassRanks::default()
+            };
             scope.spawn(move || run(ranks))
         };
         let threads: Vec<_> = group(2, DEADLINE).into_iter().map(start).collect();
@@ -305,7 +309,7 @@ fn sent(config: &Config, pack: &Pack, degree: usize, exchange: ContextExchange) 
         let ranks = CountingRank::new(ranks);
         let exchanged = Arc::clone(&ranks.exchanged);
         let context = Some(Arc::new(ranks) as Arc<dyn Collective>);
-        let ranks = PassRanks { context, sections: degree, exchange, tensor: None };
+        let ranks = PassRanks { context, sections: degree, exchange, ..PassRanks::default() };
         let decoder = Decoder::trainable(config, &parameters, Recompute::None).among(ranks);
         let target = Target { token: 5, temperature: 1.0, kept: None };
         decoder.score(pack, &[3], &[target], &ThreadPool::single()).unwrap();
@@ -380,7 +384,7 @@ fn a_rank_that_is_gone_ends_the_pass_of_the_others_with_its_number() {
         context: Some(Arc::new(own)),
         sections: 2,
         exchange: ContextExchange::Keys,
-        tensor: None,
+        ..PassRanks::default()
     };
     let error = passes((config, &parameters), Recompute::None, ranks, &pack, 1).unwrap_err();
     let error = failed_call(error).expect("the error is that of a call");

@@ -86,7 +86,8 @@ fn a_rank() {
         }
         _ => Some(Arc::new(join(addr.parse().unwrap(), SECRET, Some(rank), LONG).unwrap())),
     };
-    let ranks = PassRanks { context, sections: world, exchange: ContextExchange::Keys, tensor: None };
+    let ranks =
+        PassRanks { context, sections: world, exchange: ContextExchange::Keys, ..PassRanks::default() };
     writeln!(std::io::stdout(), "peak {}", peak_mib(ranks, tokens)).unwrap();
 }
 

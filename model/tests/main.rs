@@ -10,6 +10,7 @@ mod context_memory;
 mod decoding;
 mod derivative;
 mod expert_files;
+mod expert_ranks;
 mod experts;
 mod files;
 mod frozen;

@@ -22,12 +22,18 @@ pub struct Packed<'a> {
     pub trained: Vec<usize>,
 }
 
+impl Packed<'_> {
+    /// Nothing.
+    pub(crate) fn empty() -> Self {
+        Self { pack: Pack::new(), positions: Vec::new(), targets: Vec::new(), trained: Vec::new() }
+    }
+}
+
 /// Packs `rows`, which all have a trained token. The prompt of neighbours goes through the network once, where it is the
 /// same. Tokens have the experts that their rows recorded, if those are `slots` for a token; 0 for a network that chooses itself.
 #[must_use]
 pub fn pack<'a>(rows: impl Iterator<Item = &'a Sample>, slots: usize) -> Packed<'a> {
-    let mut packed =
-        Packed { pack: Pack::new(), positions: Vec::new(), targets: Vec::new(), trained: Vec::new() };
+    let mut packed = Packed::empty();
     let mut given = GivenRoutes { slots, experts: Vec::new(), any: false };
     let mut shared: Option<(&Sample, usize)> = None;
     for sample in rows {

@@ -4,12 +4,14 @@
 //! pass ([`ModelShard`]), context ranks its tokens. Ranks with the same shard of the weights are the ZeRO ranks: they reduce
 //! gradients and gather weights among each other.
 //!
+//! Expert ranks are the ZeRO ranks: each has some experts of every layer, for the tokens of all.
+//!
 //! Invariant: all ranks make the splits of [`RankGroups::new`] in the same order.
 
 use std::sync::Arc;
 
 use collective::{HostCollective, Position};
-use model::{Config, ContextExchange, ModelShard, PassRanks};
+use model::{Config, ContextExchange, ModelShard, PassRanks, Recompute};
 use serde::{Deserialize, Serialize};
 
 use crate::TrainerError;
@@ -23,6 +25,9 @@ pub struct ParallelConfig {
     pub tensor: usize,
     /// Ranks that share its tokens.
     pub context: ContextParallel,
+    /// Ranks that divide the experts of every layer: 1, or all that divide the rows and tokens of a step (data x context). A rank has
+    /// neighbouring experts, which compute the tokens of all ranks; no other rank has their weights.
+    pub expert: usize,
 }
 
 impl Default for ParallelConfig {
@@ -62,7 +67,12 @@ pub(crate) struct RankGroups {
 
 impl ParallelConfig {
     /// All ranks divide the data.
-    pub const DATA: Self = Self { tensor: 1, context: ContextParallel::NONE };
+    pub const DATA: Self = Self { tensor: 1, context: ContextParallel::NONE, expert: 1 };
+
+    /// Whether ranks make calls in passes.
+    pub(crate) fn calls_in_passes(self) -> bool {
+        self.of_pass() > 1 || self.expert > 1
+    }
 
     /// Ranks of one pass.
     #[must_use]
@@ -173,6 +183,9 @@ impl LearnerConfig {
         self.parallel.check(self.world, model)?;
         let shard = self.parallel.shard(model, 0)?;
         self.parallel.context.check(shard.config(), self.device.is_some())?;
+        if let Some(reason) = self.expert_obstacle(model, adapts) {
+            return Err(TrainerError::Parallel { reason });
+        }
         let reason = if self.parallel.tensor == 1 {
             return Ok(());
         } else if adapts {
@@ -185,6 +198,33 @@ impl LearnerConfig {
             return Ok(());
         };
         Err(TrainerError::Parallel { reason: reason.to_owned() })
+    }
+
+    /// Why ranks cannot divide the experts of `model`; `None` if they can, or do not.
+    fn expert_obstacle(&self, model: &Config, adapts: bool) -> Option<String> {
+        let ParallelConfig { expert, tensor, .. } = self.parallel;
+        if expert == 1 {
+            return None;
+        }
+        let reason = if tensor > 1 {
+            "ranks that share weights do not divide experts; set trainer.parallel.tensor = 1"
+        } else if expert != self.world {
+            let world = self.world;
+            return Some(format!(
+                "{world} ranks divide the rows and tokens of a step, and the experts are divided among {expert};                  trainer.parallel.expert = {world} and 1 are possible"
+            ));
+        } else if adapts {
+            "ranks do not divide experts under an adapter; set trainer.parallel.expert = 1"
+        } else if self.device.is_some() {
+            "ranks on devices do not divide experts; set trainer.parallel.expert = 1"
+        } else if !self.shares_weights() {
+            "only ranks with shards of the weights divide experts; set trainer.zero = 3"
+        } else if self.recompute == Recompute::Sequence {
+            "the chunks of trainer.recompute = \"sequence\" are not the same on all ranks that divide experts; set it to \"block\"              or \"none\""
+        } else {
+            return PassRanks::expert_obstacle(model, expert);
+        };
+        Some(reason.to_owned())
     }
 }
 
@@ -204,7 +244,7 @@ mod tests {
     #[test]
     fn context_ranks_are_around_tensor_ranks() {
         let context = ContextParallel { degree: 2, ..ContextParallel::NONE };
-        let config = ParallelConfig { tensor: 2, context };
+        let config = ParallelConfig { tensor: 2, context, ..ParallelConfig::DATA };
         let place = |rank| config.place(Position { rank, world: 8 });
         let places: Vec<_> = (0..8).map(|rank| (place(rank).data.rank, place(rank).tensor.rank)).collect();
         assert_eq!(places, [(0, 0), (0, 1), (0, 0), (0, 1), (1, 0), (1, 1), (1, 0), (1, 1)]);

@@ -1,7 +1,8 @@
 //! Forward and backward pass of a rank, on the processor or on a device.
 //!
 //! Invariant: a skipped pass makes the same all-gather and reduce-scatter calls as a computed one, so that ranks with
-//! different numbers of micro-batches make the same calls.
+//! different numbers of micro-batches make the same calls. If ranks divide experts, it is a pass over an empty micro-batch, in which the
+//! experts of this rank compute the tokens of others.
 
 use model::{
     Config, Decoder, FrozenParameters, GradientSink, LayerSource, Layout, LowRank, Parameters, PassRanks,
@@ -113,12 +114,35 @@ impl<'a> Pass<'a> {
     }
 
     /// Takes part in a forward pass of other ranks.
-    pub(crate) fn skip_forward(&mut self) -> Result<(), TrainerError> {
+    pub(crate) fn skip_forward(&mut self, pool: &ThreadPool) -> Result<(), TrainerError> {
+        if self.divides_experts() {
+            return self.score(&Packed::empty(), pool).map(drop);
+        }
+        self.skip_layers()
+    }
+
+    /// Whether ranks divide the experts of the network.
+    fn divides_experts(&self) -> bool {
+        match self {
+            Self::Whole(decoder) | Self::Gathered(decoder, _) => decoder.divides_experts(),
+            Self::Device(_) => false,
+        }
+    }
+
+    fn skip_layers(&mut self) -> Result<(), TrainerError> {
         (0..self.layers()).try_for_each(|index| self.skip_layer(index, false))
     }
 
     /// Takes part in a forward and a backward pass of other ranks, with gradients of zero of `sections` sections through `sink`.
-    pub(crate) fn skip(&mut self, sink: &mut dyn GradientSink, sections: usize) -> Result<(), TrainerError> {
+    pub(crate) fn skip(
+        &mut self,
+        sink: &mut dyn GradientSink,
+        sections: usize,
+        pool: &ThreadPool,
+    ) -> Result<(), TrainerError> {
+        if self.divides_experts() {
+            return self.train(&Packed::empty(), &mut |_, _| Vec::new(), sink, true, pool);
+        }
         let mut zeros = |unit| {
             for section in 0..sections {
                 sink.section(section);
@@ -126,7 +150,7 @@ impl<'a> Pass<'a> {
                 sink.done(unit);
             }
         };
-        self.skip_forward()?;
+        self.skip_layers()?;
         zeros(Unit::Tail);
         for index in (0..self.layers()).rev() {
             self.skip_layer(index, true)?;

@@ -486,7 +486,7 @@ fn score_with(
     let mut scored = ScoredRows::new();
     for round in 0..most {
         let Some(batch) = task.plan.get(rank).and_then(|mine| mine.get(round)) else {
-            pass.skip_forward()?;
+            pass.skip_forward(pool)?;
             continue;
         };
         let packed = pack(batch.rows.iter().map(|row| task.rows[*row]), slots);

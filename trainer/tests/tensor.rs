@@ -80,7 +80,7 @@ fn context_and_tensor_ranks_make_the_steps_of_one_rank() {
         for (zero, recompute) in [(2, Recompute::None), (3, Recompute::Block), (3, Recompute::Sequence)] {
             let of = |tensor, degree, data| {
                 let context = ContextParallel { degree, sections: 2, exchange: None };
-                let parallel = ParallelConfig { tensor, context };
+                let parallel = ParallelConfig { tensor, context, ..ParallelConfig::DATA };
                 let world = tensor * degree * data;
                 let settings = LearnerConfig { world, parallel, zero, recompute, ..LEARNER };
                 outcome(&mut fresh(architecture, settings), 2)

@@ -127,6 +127,11 @@ impl FeedForwardReverse {
     pub(super) fn routes(&self) -> Option<&ExpertRoutes> {
         self.operands.routes()
     }
+
+    /// What gradients of the weights of experts are computed from.
+    pub(super) fn into_operands(self) -> FeedForwardOperands {
+        self.operands
+    }
 }
 
 impl FeedForwardPiece for FeedForwardReverse {
@@ -170,6 +175,11 @@ impl TransformerBlock {
         self.output.share(ranks, true);
         self.feed_forward.share(ranks);
         self.ranks = Some(Arc::clone(ranks));
+    }
+
+    /// Makes its experts those of one of `ranks` that divide them.
+    pub(super) fn divide_experts(&mut self, ranks: &Arc<dyn Collective>) {
+        self.feed_forward.divide(ranks);
     }
 
     /// A layer to sample with, of the `values [layout.len()]` of a model.
@@ -521,6 +531,7 @@ fn feed_forward_weights(
         shared: (spec.shared_width > 0).then(|| Box::new(shared())),
         shared_gate: spec.shared_gate.then(|| linear(Operand::SharedGate)),
         ranks: None,
+        divided: None,
         chunks: match config.reduction {
             Reduction::Chain => 1,
             Reduction::Tree => CHUNKS,

@@ -11,12 +11,13 @@ use candle_core::{Result, Tensor};
 use collective::Collective;
 
 use super::block::{GradientJob, OperandGradients, weight_jobs};
+use super::shared_experts::ExpertRows;
 use crate::ThreadPool;
 use crate::layer::{ExpertActivation, ExpertSpec, Operand, SwigluClamp};
 use crate::low_rank::WeightGradient;
 use crate::ops::adapters::LinearPass;
 use crate::ops::clamped_swiglu::{clamped_swiglu, clamped_swiglu_backward};
-use crate::ops::experts::{ExpertRoutes, GivenExperts};
+use crate::ops::experts::{ExpertRoutes, GivenExperts, add_products, row_products, weigh};
 use crate::ops::gated_unit::{GateActivation, GatedUnitReverse, gated_unit, gated_unit_backward};
 use crate::ops::linear::{Linear, bias_gradient};
 use crate::ops::row_gate::{add_gated, gated_backward};
@@ -72,6 +73,8 @@ pub(super) struct ExpertWeights {
     pub(super) shared_gate: Option<Linear>,
     /// The ranks that share the weights of each expert.
     pub(super) ranks: Option<Arc<dyn Collective>>,
+    /// The ranks that divide the experts; the weights of those of others are not read.
+    pub(super) divided: Option<Arc<dyn Collective>>,
     /// Chunks of the width of an expert whose products with gradients are summed apart, as leaves of a tree; 1 for one chain.
     pub(super) chunks: usize,
 }
@@ -99,7 +102,11 @@ impl FeedForwardTrace {
 #[derive(Debug)]
 pub(super) struct ExpertTrace {
     routes: ExpertRoutes,
-    /// `[rows, 2 m]` of the grouped rows.
+    /// The rows that the experts of this rank compute.
+    rows: ExpertRows,
+    /// `[rows, d]` the rows, if others have sent them.
+    input: Option<Tensor>,
+    /// `[rows, 2 m]` of the rows.
     gate_up: Tensor,
     /// `[T, 2 s]` of the shared network.
     shared: Option<Tensor>,
@@ -110,14 +117,14 @@ pub(super) struct ExpertTrace {
 /// What gradients of weights are computed from.
 #[derive(Debug)]
 pub(super) struct FeedForwardOperands {
-    /// With experts, rows are the grouped ones.
+    /// With experts, rows are those of the experts of this rank.
     gated: GatedOperands,
     routed: Option<Box<RoutedOperands>>,
 }
 
 /// Those of gated networks.
 #[derive(Debug)]
-struct GatedOperands {
+pub(super) struct GatedOperands {
     /// `[rows, d]` normalised input.
     input: Tensor,
     /// `[rows, m]`
@@ -132,6 +139,7 @@ struct GatedOperands {
 #[derive(Debug)]
 struct RoutedOperands {
     routes: ExpertRoutes,
+    rows: ExpertRows,
     /// `[T, E]` gradient of the router's logits.
     d_logits: Tensor,
     shared: Option<GatedOperands>,
@@ -148,6 +156,12 @@ impl FeedForwardOperands {
     /// The routes of the tokens, if the layer has experts.
     pub(super) fn routes(&self) -> Option<&ExpertRoutes> {
         self.routed.as_ref().map(|routed| &routed.routes)
+    }
+
+    /// Those of the experts of this rank, with their rows, if they are of the tokens of several ranks.
+    pub(super) fn received(&self) -> Option<(&GatedOperands, &ExpertRows)> {
+        let rows = &self.routed.as_ref()?.rows;
+        rows.are_received().then_some((&self.gated, rows))
     }
 }
 
@@ -196,6 +210,13 @@ impl FeedForwardWeights {
                 of.chunks /= ranks.world();
                 of.ranks = Some(Arc::clone(ranks));
             }
+        }
+    }
+
+    /// Makes its experts those of one of `ranks` that divide them.
+    pub(super) fn divide(&mut self, ranks: &Arc<dyn Collective>) {
+        if let Self::Experts(experts) = self {
+            experts.divided = Some(Arc::clone(ranks));
         }
     }
 
@@ -288,20 +309,32 @@ impl ExpertWeights {
         let given = given.map(|given| GivenExperts { first: self.first_slot, ..given });
         let routes = ExpertRoutes::new(self.router.apply_values(x, on)?, &self.correction, self.spec, given);
         let width = x.dim(1)?;
-        let grouped = routes.grouped(&values(x)?, width);
-        let gate_up = self.each(&routes, &grouped, |expert| &expert.gate_up, on);
+        let rows = ExpertRows::new(&routes, self.divided.as_ref())?;
+        let input = rows.dispatch(routes.grouped(&values(x)?, width), width)?;
+        let adapted = LinearPass { adapters: &routes.grouped_adapters(on.adapters), ..on };
+        let gate_up = self.each(&rows, &input, |expert| &expert.gate_up, adapted);
         let gate_up = matrix(gate_up, self.experts[0].gate_up.output())?;
+        let input = rows.are_received().then(|| matrix(input, width)).transpose()?;
         let shared = self.shared.as_ref().map(|network| network.gate_up.apply(x, on)).transpose()?;
         let shared_gate = self.shared_gate.as_ref().map(|gate| gate.apply(x, on)).transpose()?;
-        Ok(FeedForwardTrace::Experts(Box::new(ExpertTrace { routes, gate_up, shared, shared_gate })))
+        Ok(FeedForwardTrace::Experts(Box::new(ExpertTrace {
+            routes,
+            rows,
+            input,
+            gate_up,
+            shared,
+            shared_gate,
+        })))
     }
 
     fn finish(&self, base: &Tensor, trace: &ExpertTrace, on: LinearPass<'_>) -> Result<Tensor> {
-        let ExpertTrace { routes, gate_up, shared, shared_gate } = trace;
+        let ExpertTrace { routes, rows, gate_up, shared, shared_gate, .. } = trace;
         let activated = self.activation().forward(gate_up, on.pool)?;
-        let mut y = self.each(routes, &values(&activated)?, |expert| &expert.down, on);
+        let adapted = LinearPass { adapters: &routes.grouped_adapters(on.adapters), ..on };
+        let mut y = self.each(rows, &values(&activated)?, |expert| &expert.down, adapted);
         self.sum_over_ranks(&mut y)?;
         let width = base.dim(1)?;
+        let y = rows.combine(y, width)?;
         let mut out = values(base)?.to_vec();
         routes.add_weighted(&y, &mut out, width);
         let out = matrix(out, width)?;
@@ -326,25 +359,24 @@ impl ExpertWeights {
         self.ranks.as_ref().map_or(Ok(()), |ranks| ranks.all_reduce(partial).map_err(failed))
     }
 
-    /// `[rows, out]` a layer of every expert on its rows of `x [rows, in]`.
+    /// `[rows, out]` a layer of every expert on its rows of `x [rows, in]`; adapters are those of rows.
     fn each(
         &self,
-        routes: &ExpertRoutes,
+        rows: &ExpertRows,
         x: &[f32],
         layer: impl Fn(&GatedWeights) -> &Linear + Sync,
         on: LinearPass<'_>,
     ) -> Vec<f32> {
         let output = layer(&self.experts[0]).output();
-        let input = x.len().checked_div(routes.len()).unwrap_or(0);
-        let mut out = unwritten(routes.len() * output);
-        let adapters = routes.grouped_adapters(on.adapters);
+        let input = x.len().checked_div(rows.len()).unwrap_or(0);
+        let mut out = unwritten(rows.len() * output);
         let mut rest = &mut out[..];
         let mut parts = Vec::new();
-        for (expert, rows) in routes.busy() {
+        for (expert, rows) in rows.runs() {
             let (own, after) = rest.split_at_mut(rows.len() * output);
             rest = after;
             let x = &x[rows.start * input..rows.end * input];
-            parts.push((&self.experts[expert], x, adapters.get(rows).unwrap_or_default(), own));
+            parts.push((&self.experts[expert], x, on.adapters.get(rows).unwrap_or_default(), own));
         }
         let alone = ThreadPool::single();
         on.pool.map(parts, |(expert, x, adapters, out)| {
@@ -354,29 +386,30 @@ impl ExpertWeights {
     }
 
     fn backward(&self, x: &Tensor, trace: &ExpertTrace, g: &Tensor) -> Result<(Tensor, FeedForwardOperands)> {
-        let ExpertTrace { routes, gate_up, shared, shared_gate } = trace;
+        let ExpertTrace { routes, rows, input, gate_up, shared, shared_gate } = trace;
         let (_, width) = x.dims2()?;
         let (inner, activation) = (gate_up.dim(1)? / 2, self.activation());
         // The gradient of an expert's result is that of the token with the weight of the slot. Without the weight it also gives the
         // gradient of the weight: `g . (W a + b) = (W^T g) . a + g . b`.
-        let (of_rows, weighted) = {
-            let g = values(g)?;
-            (routes.grouped(&g, width), routes.weighted(&g, width))
-        };
-        let mut d_activated = self.each_input_gradient(routes, &of_rows, |expert| &expert.down, inner);
+        let (mut of_rows, weights) =
+            rows.dispatch_with(routes.grouped(&values(g)?, width), routes.row_weights(), width)?;
+        let mut d_activated = self.each_input_gradient(rows, &of_rows, |expert| &expert.down, inner);
         let activated = values(&activation.forward(gate_up, &ThreadPool::single())?)?.to_vec();
-        let mut d_weights = routes.weigh(&mut d_activated, &activated, inner, self.chunks);
+        let mut d_weights = row_products(&d_activated, &activated, inner, self.chunks);
+        weigh(&mut d_activated, &weights, inner);
         self.sum_over_ranks(&mut d_weights)?;
-        for (expert, _) in routes.busy() {
+        for (expert, rows) in rows.runs() {
             if let Some(bias) = self.experts[expert].down.bias() {
-                routes.add_products(expert, &of_rows, bias, &mut d_weights);
+                add_products(&of_rows[rows.start * width..], bias, &mut d_weights[rows]);
             }
         }
+        weigh(&mut of_rows, &weights, width);
         let GatedUnitReverse { activated, d_gate_up } = activation.backward(gate_up, d_activated)?;
-        let mut d_grouped =
-            self.each_input_gradient(routes, &values(&d_gate_up)?, |expert| &expert.gate_up, width);
-        self.sum_over_ranks(&mut d_grouped)?;
-        let d_logits = matrix(routes.backward(&d_weights), self.spec.count)?;
+        let mut d_rows =
+            self.each_input_gradient(rows, &values(&d_gate_up)?, |expert| &expert.gate_up, width);
+        self.sum_over_ranks(&mut d_rows)?;
+        let (d_grouped, d_weights) = rows.combine_with(d_rows, d_weights, width)?;
+        let d_logits = matrix(routes.backward(&routes.by_slot(&d_weights)), self.spec.count)?;
         let mut d_x = self.router.input_gradient_values(&d_logits)?;
         routes.add(&d_grouped, &mut d_x, width);
         let mut d_x = matrix(d_x, width)?;
@@ -395,26 +428,30 @@ impl ExpertWeights {
             of_shared = Some(operands);
         }
         let gated = GatedOperands {
-            input: matrix(routes.grouped(&values(x)?, width), width)?,
+            input: match input {
+                Some(received) => received.clone(),
+                None => matrix(routes.grouped(&values(x)?, width), width)?,
+            },
             activated,
             d_gate_up,
-            g: matrix(weighted, width)?,
+            g: matrix(of_rows, width)?,
         };
-        let routed = RoutedOperands { routes: routes.clone(), d_logits, shared: of_shared, d_shared_gate };
+        let (routes, rows) = (routes.clone(), rows.clone());
+        let routed = RoutedOperands { routes, rows, d_logits, shared: of_shared, d_shared_gate };
         Ok((d_x, FeedForwardOperands { gated, routed: Some(Box::new(routed)) }))
     }
 
     /// `[rows, input]` gradients of the inputs of a layer of every expert, for the gradients `g [rows, out]` of its results.
     fn each_input_gradient(
         &self,
-        routes: &ExpertRoutes,
+        rows: &ExpertRows,
         g: &[f32],
         layer: impl Fn(&GatedWeights) -> &Linear,
         input: usize,
     ) -> Vec<f32> {
         let output = layer(&self.experts[0]).output();
-        let mut out = unwritten(routes.len() * input);
-        for (expert, rows) in routes.busy() {
+        let mut out = unwritten(rows.len() * input);
+        for (expert, rows) in rows.runs() {
             let g = &g[rows.start * output..rows.end * output];
             let own = &mut out[rows.start * input..rows.end * input];
             layer(&self.experts[expert]).input_gradient_slice(g, own);
@@ -439,8 +476,7 @@ impl FeedForwardWeights {
     ) -> Vec<GradientJob<'a>> {
         let [gate_up, down] = [Operand::GateUp, Operand::Down].map(|operand| gradients.matrix(operand));
         let mut jobs: Vec<GradientJob<'a>> = Vec::new();
-        let gated = |piece: &'a P| &piece.operands().gated;
-        let Self::Experts(ExpertWeights { experts, .. }) = self else {
+        let Self::Experts(ExpertWeights { experts, divided, .. }) = self else {
             weight_jobs(&mut jobs, pieces, gate_up, |p| Some(p.operands().gated.of_gate_up()), pool);
             weight_jobs(&mut jobs, pieces, down, |p| Some(p.operands().gated.of_down()), pool);
             return jobs;
@@ -456,21 +492,18 @@ impl FeedForwardWeights {
         weight_jobs(&mut jobs, pieces, shared_down, |p| Some(p.operands().shared()?.of_down()), pool);
         let routed = move |piece: &'a P| {
             let routed = piece.operands().routed.as_deref();
-            routed.map(|routed| (piece, gated(piece), routed))
+            routed.map(|routed| (piece, &piece.operands().gated, routed))
         };
         let split =
             |gradient: WeightGradient<'a>, layer: &Linear| gradient.split(experts.len(), layer.output());
         let matrices = split(gate_up, &experts[0].gate_up).into_iter().zip(split(down, &experts[0].down));
         let biases = parts(gate_up_bias, experts.len()).into_iter().zip(parts(down_bias, experts.len()));
-        for (expert, ((mut gate_up, mut down), (gate_up_bias, down_bias))) in matrices.zip(biases).enumerate()
-        {
+        let all = matrices.zip(biases).enumerate().filter(|_| divided.is_none());
+        for (expert, ((mut gate_up, mut down), (gate_up_bias, down_bias))) in all {
             jobs.push(Box::new(move || {
                 pieces.iter().filter_map(routed).try_for_each(|(_, of, RoutedOperands { routes, .. })| {
                     let rows = routes.of_expert(expert);
-                    gate_up.add(&of.input, &of.d_gate_up, &rows)?;
-                    add_bias_gradient(&of.d_gate_up, &rows, gate_up_bias)?;
-                    down.add(&of.activated, &of.g, &rows)?;
-                    add_bias_gradient(&of.g, &rows, down_bias)
+                    of.add_gradients([&mut gate_up, &mut down], [gate_up_bias, down_bias], &rows)
                 })
             }));
         }
@@ -499,10 +532,23 @@ impl GatedOperands {
     fn of_down(&self) -> (&Tensor, &Tensor) {
         (&self.activated, &self.g)
     }
+
+    /// Adds the gradients of both projections, and of their biases, of some `rows`.
+    pub(super) fn add_gradients(
+        &self,
+        [gate_up, down]: [&mut WeightGradient<'_>; 2],
+        [gate_up_bias, down_bias]: [&mut [f32]; 2],
+        rows: &Range<usize>,
+    ) -> Result<()> {
+        gate_up.add(&self.input, &self.d_gate_up, rows)?;
+        add_bias_gradient(&self.d_gate_up, rows, gate_up_bias)?;
+        down.add(&self.activated, &self.g, rows)?;
+        add_bias_gradient(&self.g, rows, down_bias)
+    }
 }
 
 /// Cuts gradients into `count` equal parts.
-fn parts(gradients: &mut [f32], count: usize) -> Vec<&mut [f32]> {
+pub(super) fn parts(gradients: &mut [f32], count: usize) -> Vec<&mut [f32]> {
     let (each, mut rest) = (gradients.len() / count, gradients);
     let cut = |_| {
         let (part, after) = std::mem::take(&mut rest).split_at_mut(each);

@@ -6,7 +6,7 @@
 //!
 //! # Layout
 //! - `block`: one layer, forward and backward; `mixer`: its attention or recurrence; `feed_forward`: its feed-forward network, which may be
-//!   experts
+//!   experts; `shared_experts`: those that ranks divide
 //! - `pack`: sequences one after the other
 //! - `train`: forward and backward; `sections`: the same of sections of the tokens, on one rank or among several
 //! - `gradients`: gradient sinks and layer sources; with low-rank factors gradients are those of the factors
@@ -20,6 +20,7 @@ mod gradients;
 mod mixer;
 mod pack;
 mod sections;
+mod shared_experts;
 mod states;
 mod train;
 
@@ -299,7 +300,16 @@ impl Decoder {
             self.blocks.iter_mut().for_each(|block| block.share(&tensor.ranks));
             self.head.share_vocabulary(tensor.ranks.position(), tensor.vocabulary);
         }
+        if let Some(expert) = &ranks.expert {
+            self.blocks.iter_mut().for_each(|block| block.divide_experts(expert));
+        }
         Self { ranks, ..self }
+    }
+
+    /// Whether ranks divide the experts: all of them make every pass, over an empty pack if they have no tokens.
+    #[must_use]
+    pub fn divides_experts(&self) -> bool {
+        self.ranks.expert.is_some()
     }
 
     /// The ids of this rank's rows of the embedding and the head.

@@ -27,8 +27,8 @@ use self::mixing::SectionMixing;
 use super::block::{AttentionTrace, ReversedAttention, TransformerBlock};
 use super::mixer::MixingReverse;
 use super::pack::{Pack, PackPart};
-use super::train::{KeptLayer, LayerTrace, PartTrace, Reversing, scatter};
-use super::{Decoder, GradientSink, LayerSource, Recompute, RoutedTokens, gather};
+use super::train::{KeptLayer, LayerRoutes, LayerTrace, PartTrace, Reversing, scatter};
+use super::{Decoder, GradientSink, LayerSource, Recompute, gather};
 use crate::low_rank::carve;
 use crate::ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets};
 use crate::ops::norm::rms_norm;
@@ -73,7 +73,7 @@ pub(super) struct SectionedPass<'a> {
     /// The parts of each of its sections.
     of_sections: Vec<Range<usize>>,
     pool: &'a ThreadPool,
-    /// A single thread that computes all parts, if they make calls of tensor-parallel ranks.
+    /// A single thread that computes all parts, if they make calls.
     alone: Option<ThreadPool>,
 }
 
@@ -99,11 +99,12 @@ impl<'a> SectionedPass<'a> {
         for section in &rows.sections[rows.own.clone()] {
             let first = parts.len();
             let cuts = row_ranges(section.len(), decoder.ranks.parts(pool.threads()), LEAST_ROWS);
-            let cuts = cuts.into_iter().filter(|cut| !cut.is_empty());
+            // Ranks that divide experts make the calls of every section.
+            let cuts = cuts.into_iter().filter(|cut| !cut.is_empty() || decoder.ranks.expert.is_some());
             parts.extend(cuts.map(|cut| pack.part(section.start + cut.start..section.start + cut.end)));
             of_sections.push(first..parts.len());
         }
-        let alone = decoder.ranks.tensor.as_ref().map(|_| ThreadPool::single());
+        let alone = decoder.ranks.calls_in_parts().then(ThreadPool::single);
         Self { decoder, pack, rows, parts, of_sections, pool, alone }
     }
 
@@ -345,7 +346,7 @@ impl<'a> SectionedPass<'a> {
     ) -> Result<Vec<Tensor>> {
         let mut parts = self.begin_reversing(block, traces, d)?;
         let (unit, factors) = (Unit::Layer(index), self.decoder.factors_of(Unit::Layer(index)));
-        let (mut routed, mut d_middle) = (RoutedTokens::default(), Vec::new());
+        let (mut routed, mut d_middle) = (LayerRoutes::default(), Vec::new());
         for (section, of_section) in self.of_sections.iter().enumerate() {
             gradients.section(section);
             let (parts, own) = (&parts[of_section.clone()], gradients.unit(unit));
@@ -355,6 +356,9 @@ impl<'a> SectionedPass<'a> {
                 d_middle.extend(d);
             }
         }
+        // Of the tokens of all sections: they are in the sum of the last one.
+        block.shared_expert_gradients(&routed.operands, gradients.unit(unit), self.pool)?;
+        drop(std::mem::take(&mut routed.operands));
         parts.iter_mut().for_each(|part| part.feed_forward = None);
 
         let begin = |(part, d_middle): (&Reversing<'_>, &Tensor)| {
@@ -383,9 +387,7 @@ impl<'a> SectionedPass<'a> {
             block.attention_gradients(&done[of_section.clone()], own, factors, self.pool)?;
             gradients.done(unit);
         }
-        if !routed.of_expert.is_empty() {
-            gradients.routed(index, &routed);
-        }
+        routed.report(index, gradients);
         Ok(d)
     }
 

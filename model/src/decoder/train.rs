@@ -7,7 +7,7 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 
 use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, TransformerBlock};
-use super::feed_forward::FeedForwardTrace;
+use super::feed_forward::{FeedForwardOperands, FeedForwardTrace};
 use super::pack::{Pack, PackPart};
 use super::sections::{PassLayers, SectionedPass};
 use super::{Decoder, GradientSink, LayerAngles, LayerSource, RoutedTokens, gather, logit_factor};
@@ -78,7 +78,7 @@ impl Decoder {
         targets: &[Target<'_>],
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
-        if self.ranks.context.is_some() {
+        if self.ranks.context.is_some() || self.calls_by_section(pack) {
             return SectionedPass::new(self, pack, pool).score(&mut PassLayers::Own, rows, targets);
         }
         self.score_of(&self.outputs(pack, pool)?, rows, targets, pool)
@@ -99,7 +99,7 @@ impl Decoder {
         targets: &[Target<'_>],
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
-        if self.ranks.context.is_some() {
+        if self.ranks.context.is_some() || self.calls_by_section(pack) {
             return SectionedPass::new(self, pack, pool).score(
                 &mut PassLayers::Source(source),
                 rows,
@@ -125,6 +125,11 @@ impl Decoder {
             outputs = pool.map(all, run).into_iter().collect::<Result<_>>()?;
         }
         self.score_of(&outputs, rows, targets, pool)
+    }
+
+    /// Whether a pass makes the calls of ranks that divide experts by section: without tokens it makes no others.
+    fn calls_by_section(&self, pack: &Pack) -> bool {
+        self.divides_experts() && (self.ranks.sections > 1 || pack.token_ids().is_empty())
     }
 
     /// Predictions from the residual stream after the last layer, part by part.
@@ -211,7 +216,7 @@ impl Decoder {
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<()> {
-        if self.ranks.sections > 1 {
+        if self.ranks.sections > 1 || self.calls_by_section(pack) {
             return SectionedPass::new(self, pack, pool).train(
                 &mut PassLayers::Own,
                 trained,
@@ -249,7 +254,7 @@ impl Decoder {
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
     ) -> Result<()> {
-        if self.ranks.sections > 1 {
+        if self.ranks.sections > 1 || self.calls_by_section(pack) {
             let layers = &mut PassLayers::Source(source);
             return SectionedPass::new(self, pack, pool).train(layers, trained, slopes, gradients);
         }
@@ -306,6 +311,7 @@ impl Decoder {
     pub(super) fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<TransformerBlock> {
         let mut block = TransformerBlock::of_unit(&self.config, &self.layout, index, &source.layer(index)?)?;
         self.ranks.tensor.iter().for_each(|tensor| block.share(&tensor.ranks));
+        self.ranks.expert.iter().for_each(|expert| block.divide_experts(expert));
         Ok(block)
     }
 
@@ -432,8 +438,9 @@ impl Decoder {
         let mut parts: Vec<Reversing<'_>> = pool.map(layer, begin).into_iter().collect::<Result<_>>()?;
 
         let (unit, factors) = (gradients.unit(Unit::Layer(index)), self.factors_of(Unit::Layer(index)));
-        let mut routed = RoutedTokens::default();
+        let mut routed = LayerRoutes::default();
         let d_middle = self.reverse_feed_forward(block, &parts, unit, &mut routed, factors, pool)?;
+        block.shared_expert_gradients(&routed.operands, unit, pool)?;
         parts.iter_mut().for_each(|part| part.feed_forward = None);
 
         let reverse = |(reversing, d_middle): (&Reversing<'_>, Tensor)| {
@@ -452,20 +459,18 @@ impl Decoder {
         let done: Vec<_> = reversed.collect();
         block.attention_gradients(&done, unit, factors, pool)?;
         gradients.done(Unit::Layer(index));
-        if !routed.of_expert.is_empty() {
-            gradients.routed(index, &routed);
-        }
+        routed.report(index, gradients);
         Ok(())
     }
 
     /// Backward of the feed-forward block, in chunks of tokens, which are counted in `routed`. Returns the gradient of its input for
-    /// each part.
+    /// each part. Those of experts that ranks divide are left to [`TransformerBlock::shared_expert_gradients`].
     pub(super) fn reverse_feed_forward(
         &self,
         block: &TransformerBlock,
         parts: &[Reversing<'_>],
         gradients: &mut [f32],
-        routed: &mut RoutedTokens,
+        routed: &mut LayerRoutes,
         factors: Option<UnitFactors<'_>>,
         pool: &ThreadPool,
     ) -> Result<Vec<Tensor>> {
@@ -490,13 +495,26 @@ impl Decoder {
                 d_middle[of.part].push(piece.d_middle.clone());
             }
             block.feed_forward_gradients(&reversed, gradients, factors, pool)?;
-            reversed.iter().filter_map(FeedForwardReverse::routes).for_each(|routes| routed.count(routes));
+            let routes = reversed.iter().filter_map(FeedForwardReverse::routes);
+            routes.for_each(|routes| routed.tokens.count(routes));
+            if self.divides_experts() {
+                routed.operands.extend(reversed.into_iter().map(FeedForwardReverse::into_operands));
+            }
         }
         let join = |pieces: Vec<Tensor>| match &pieces[..] {
             [only] => Ok(only.clone()),
             _ => Tensor::cat(&pieces, 0),
         };
         d_middle.into_iter().map(join).collect()
+    }
+}
+
+impl LayerRoutes {
+    /// Reports the tokens of layer `index`, if it has experts.
+    pub(super) fn report(&self, index: usize, gradients: &mut dyn GradientSink) {
+        if !self.tokens.of_expert.is_empty() {
+            gradients.routed(index, &self.tokens);
+        }
     }
 }
 
@@ -518,6 +536,14 @@ fn begin_reversing<'a>(
         }
     };
     Ok(Reversing { part, angles: &trace.angles, input, attention, feed_forward, g })
+}
+
+/// What the backward of a layer leaves of its routes.
+#[derive(Debug, Default)]
+pub(super) struct LayerRoutes {
+    tokens: RoutedTokens,
+    /// What the gradients of experts that ranks divide are computed from, by section.
+    pub(super) operands: Vec<FeedForwardOperands>,
 }
 
 /// State of a backward.

@@ -224,7 +224,12 @@ impl ExpertRoutes {
 
     /// The grouped rows of `expert`.
     pub(crate) fn of_expert(&self, expert: usize) -> Range<usize> {
-        self.starts[expert]..self.starts[expert + 1]
+        self.of_experts(expert..expert + 1)
+    }
+
+    /// The grouped rows of neighbouring `experts`.
+    pub(crate) fn of_experts(&self, experts: Range<usize>) -> Range<usize> {
+        self.starts[experts.start]..self.starts[experts.end]
     }
 
     /// `[rows, width]` the rows of `x [T, width]`, grouped.
@@ -242,14 +247,14 @@ impl ExpertRoutes {
         self.slots.iter().map_while(of_slot).collect()
     }
 
-    /// The same, each multiplied with the weight of its slot.
-    pub(crate) fn weighted(&self, x: &[f32], width: usize) -> Vec<f32> {
-        let mut out = self.grouped(x, width);
-        for (row, slot) in out.chunks_exact_mut(width).zip(&self.slots) {
-            let weight = self.weights[*slot as usize];
-            row.iter_mut().for_each(|value| *value *= weight);
-        }
-        out
+    /// `[rows]` the weight of each grouped row.
+    pub(crate) fn row_weights(&self) -> Vec<f32> {
+        self.slots.iter().map(|slot| self.weights[*slot as usize]).collect()
+    }
+
+    /// `[T, k]` values of slots, of those `[rows]` of the grouped rows.
+    pub(crate) fn by_slot(&self, of_rows: &[f32]) -> Vec<f32> {
+        self.rows.iter().map(|row| of_rows[*row as usize]).collect()
     }
 
     /// Adds the results `y [rows, width]` of the experts to `out [T, width]`, each with its weight.
@@ -269,30 +274,6 @@ impl ExpertRoutes {
             for row in rows {
                 add_scaled(out, &y[*row as usize * width..][..width], 1.0);
             }
-        }
-    }
-
-    /// Multiplies each row of `values [rows, width]` with the weight of its slot. Returns `[T, k]` the dot products of `values`
-    /// before and `others [rows, width]`: the gradient of the weights, if they are the gradient and the value of what is weighted.
-    /// Products are balanced binary trees over `chunks` of the width, a power of two.
-    pub(crate) fn weigh(&self, values: &mut [f32], others: &[f32], width: usize, chunks: usize) -> Vec<f32> {
-        let mut products = vec![0.0; self.len()];
-        let rows = values.chunks_exact_mut(width).zip(others.chunks_exact(width));
-        for ((values, others), slot) in rows.zip(&self.slots) {
-            let slot = *slot as usize;
-            products[slot] = tree_dot(values, others, 0..chunks, chunks);
-            values.iter_mut().for_each(|value| *value *= self.weights[slot]);
-        }
-        products
-    }
-
-    /// Adds the dot products of the rows `g [rows, width]` and `bias [width]` to those `products [T, k]` that are of `expert`.
-    pub(crate) fn add_products(&self, expert: usize, g: &[f32], bias: &[f32], products: &mut [f32]) {
-        let rows = self.of_expert(expert);
-        for (slot, g) in
-            self.slots[rows.clone()].iter().zip(g[rows.start * bias.len()..].chunks_exact(bias.len()))
-        {
-            products[*slot as usize] += super::simd::dot(g, bias);
         }
     }
 
@@ -316,6 +297,27 @@ impl ExpertRoutes {
             }
         }
         d_logits
+    }
+}
+
+/// Multiplies each row of `values [rows, width]` with its weight, of `weights [rows]`.
+pub(crate) fn weigh(values: &mut [f32], weights: &[f32], width: usize) {
+    for (row, weight) in values.chunks_exact_mut(width).zip(weights) {
+        row.iter_mut().for_each(|value| *value *= weight);
+    }
+}
+
+/// `[rows]` dot products of the rows of `a` and `b`, both `[rows, width]`: the gradient of weights, if they are the gradient and the
+/// value of what is weighted. Products are balanced binary trees over `chunks` of the width, a power of two.
+pub(crate) fn row_products(a: &[f32], b: &[f32], width: usize, chunks: usize) -> Vec<f32> {
+    let rows = a.chunks_exact(width).zip(b.chunks_exact(width));
+    rows.map(|(a, b)| tree_dot(a, b, 0..chunks, chunks)).collect()
+}
+
+/// Adds the dot products of the rows `g [rows, width]` and `bias [width]` to `products [rows]`.
+pub(crate) fn add_products(g: &[f32], bias: &[f32], products: &mut [f32]) {
+    for (product, g) in products.iter_mut().zip(g.chunks_exact(bias.len())) {
+        *product += super::simd::dot(g, bias);
     }
 }
 
@@ -544,9 +546,10 @@ mod tests {
             weighted(&out, &c)
         };
         let routes = ExpertRoutes::new(logits.clone(), &[], spec, given);
-        let mut d_y = routes.grouped(&c, 3);
-        let d_weights = routes.weigh(&mut d_y, &y, 3, 1);
+        let d_weights = routes.by_slot(&row_products(&routes.grouped(&c, 3), &y, 3, 1));
         gradient(loss, &logits, &routes.backward(&d_weights), 1e-2);
-        assert_eq!(d_y, routes.weighted(&c, 3));
+        let mut weights = vec![1.0; 8];
+        weigh(&mut weights, &routes.row_weights(), 1);
+        assert_eq!(routes.by_slot(&weights), routes.weights);
     }
 }

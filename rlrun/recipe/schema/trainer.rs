@@ -176,6 +176,6 @@ impl ParallelSection {
     pub fn config(self) -> ParallelConfig {
         let context =
             ContextParallel { degree: self.context, sections: self.sections, exchange: self.exchange };
-        ParallelConfig { tensor: self.tensor, context }
+        ParallelConfig { tensor: self.tensor, context, ..ParallelConfig::DATA }
     }
 }

@@ -87,7 +87,7 @@ impl RankMembership {
 
     /// The ZeRO shards of a model with this `layout`, among as many ranks.
     pub(super) fn shards_of(&self, layout: &Layout, optimizer: &OptimizerConfig) -> Shards {
-        Shards::of_model(layout, self.weights.world(), optimizer)
+        Shards::of_model(layout, self.weights.world(), optimizer, self.weights.divide_experts())
     }
 
     /// The parts of the trained tensors that this rank owns.
@@ -95,9 +95,9 @@ impl RankMembership {
         self.trained.fragments(self.rank)
     }
 
-    /// Ranges in the flat parameters of this rank's shards, one per unit.
+    /// Ranges in the flat parameters of this rank's shards.
     pub(super) fn owned(&self) -> impl Iterator<Item = Range<usize>> + '_ {
-        (0..self.weights.units()).map(|unit| self.weights.owned(self.rank, unit))
+        (0..self.weights.ranges()).map(|range| self.weights.owned(self.rank, range))
     }
 
     /// The sum of squares of the gradients `own`, `[trained values of this rank]`, without those that another rank counts.
@@ -185,7 +185,7 @@ impl<'a> OwnShards<'a> {
     /// The shards with their ranges in the flat parameters.
     pub(super) fn owned(&self) -> OwnedValues<'a> {
         let Self { membership, values } = *self;
-        let packed = |unit| &values[membership.weights.packed(membership.rank, unit)];
-        membership.owned().enumerate().map(|(unit, range)| (range, packed(unit))).collect()
+        let packed = |range| &values[membership.weights.packed(membership.rank, range)];
+        membership.owned().enumerate().map(|(index, range)| (range, packed(index))).collect()
     }
 }

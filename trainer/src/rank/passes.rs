@@ -1,6 +1,6 @@
 //! The ranks that compute the passes of a rank with it, over calls apart from those of gradients and weights: context ranks share
 //! the tokens, tensor ranks the weights. They all have the same rows, make the same passes, and get the same predictions, so their
-//! reports are the same.
+//! reports are the same. Ranks that divide experts have rows of their own, and make as many passes.
 //!
 //! Invariant: a rank that fails closes its calls with the other ranks of its passes at once, because its peers wait in the pass.
 
@@ -32,6 +32,8 @@ struct PassCalls {
     frozen: Option<Arc<dyn HostCollective>>,
     /// Of tensor ranks. Every one of them has all of a frozen network.
     tensor: Option<Arc<dyn HostCollective>>,
+    /// Of ranks that divide the experts of the network. Every one of them has all of a frozen network.
+    expert: Option<Arc<dyn HostCollective>>,
 }
 
 /// Closes the calls of a rank, unless its passes end well.
@@ -63,7 +65,10 @@ impl PassCollectives {
             let color = rank / config.of_pass() * tensor + rank % tensor;
             (calls.context, calls.frozen) = (Some(split(color)?), Some(split(color)?));
         }
-        if config.of_pass() > 1 {
+        if config.expert > 1 {
+            calls.expert = Some(split(0)?);
+        }
+        if config.calls_in_passes() {
             *passes.lock() = Some(calls);
         }
         Ok(passes)
@@ -89,6 +94,7 @@ impl PassCollectives {
                 .tensor
                 .filter(|_| !frozen)
                 .map(|ranks| TensorRanks { ranks, vocabulary: self.vocabulary }),
+            expert: calls.expert.filter(|_| !frozen).map(|calls| calls as Arc<dyn Collective>),
             sections: context.sections(),
             exchange: context.exchange(model),
         })
@@ -137,7 +143,7 @@ impl PassCollectives {
 
     fn calls(&self) -> Result<PassCalls, TrainerError> {
         match self.lock().clone() {
-            None if self.config.of_pass() > 1 => Err(TrainerError::RanksEnded),
+            None if self.config.calls_in_passes() => Err(TrainerError::RanksEnded),
             calls => Ok(calls.unwrap_or_default()),
         }
     }

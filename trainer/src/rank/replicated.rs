@@ -91,7 +91,7 @@ impl ReplicatedRank {
 
 /// Gathers the shards of the other ranks into `values`, `[trained values]`.
 fn gather(collective: &dyn HostCollective, shards: &Shards, values: &mut [f32]) -> Result<(), TrainerError> {
-    for unit in (0..shards.units()).filter(|unit| !shards.place(*unit).is_empty()) {
+    for unit in (0..shards.ranges()).filter(|unit| !shards.place(*unit).is_empty()) {
         let own = values[shards.owned(collective.rank(), unit)].to_vec();
         collective.all_gather(&own, shards.cuts(unit), &mut values[shards.place(unit)])?;
     }

@@ -144,7 +144,7 @@ impl MemberSeed {
         let shard = (place.tensor.world > 1).then(of_rank).transpose()?;
         let layout = Arc::clone(shard.as_ref().map_or(layout, ModelShard::layout));
         let world = groups.zero.world();
-        let weights = Shards::of_model(&layout, world, &config.optimizer);
+        let weights = Shards::of_model(&layout, world, &config.optimizer, config.parallel.expert > 1);
         let trained = match &adapter {
             Some(adapter) => Shards::of_adapter(&layout, adapter, world, &config.optimizer),
             None => weights.clone(),
@@ -164,7 +164,7 @@ impl MemberSeed {
         let values = match &self.shard {
             None => values,
             Some(shard) => {
-                let place = self.weights.place(unit);
+                let place = self.weights.unit(unit);
                 let pieces = shard.pieces().iter().filter(|piece| place.contains(&piece.own));
                 let runs = pieces.flat_map(|piece| piece.runs());
                 runs.flat_map(|(_, whole)| &values[whole.start - start..whole.end - start]).copied().collect()
@@ -173,7 +173,9 @@ impl MemberSeed {
         if !self.owns_weights() {
             return values;
         }
-        values[self.weights.cuts(unit)[self.groups.zero.rank()].clone()].to_vec()
+        let (rank, first) = (self.groups.zero.rank(), self.weights.unit(unit).start);
+        let owned = self.weights.of_unit(unit).map(|range| self.weights.owned(rank, range));
+        owned.flat_map(|own| &values[own.start - first..own.end - first]).copied().collect()
     }
 
     /// The layout of the model, or of the shard, that this rank trains.

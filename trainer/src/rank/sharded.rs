@@ -106,7 +106,8 @@ fn gathered<'a>(
     device: Option<&'a AnyPassDevice>,
     requests: Requests,
 ) -> Result<Pass<'a>, TrainerError> {
-    let gathering = requests.gathering(&base.layout, &base.buffers);
+    let buffers = (base.config.parallel.expert == 1).then_some(&base.buffers);
+    let gathering = requests.gathering(&base.layout, buffers);
     match device {
         Some(device) => Ok(Pass::Device(by_dtype!(device, device => device.gathered(gathering)?))),
         None => {

@@ -145,7 +145,7 @@ impl<L: RowLoss> StepInputs<'_, L> {
                     let layers = self.reverse(pass, batch, report, sink, current.complete)?;
                     self.loss.routed(&base.passes.merged(layers, &base.model)?, report);
                 }
-                None => pass.skip(sink, base.passes.own_sections())?,
+                None => pass.skip(sink, base.passes.own_sections(), self.pool)?,
             }
         }
         Ok(reports)

@@ -19,7 +19,7 @@ use super::{Shards, number};
 #[derive(Debug)]
 pub(crate) struct DeviceSharding<T: Storage> {
     collective: Arc<dyn Collective<InDeviceMemory<T>>>,
-    /// Shards of the weights and of the gradients.
+    /// Shards of the weights and of the gradients. Every unit is one range.
     shards: Shards,
 }
 
@@ -57,7 +57,7 @@ impl<T: Storage> DeviceSharding<T> {
 
     /// Gathers the shards of all ranks of every unit into `all`.
     pub(crate) fn gather(&self, own: View<'_, T>, all: &mut DeviceBuffer<T>) -> device::Result<()> {
-        for unit in 0..self.shards.units() {
+        for unit in 0..self.shards.ranges() {
             self.gather_unit(unit, own, all.view_mut(self.shards.place(unit)))?;
         }
         self.wait("gather weights")

@@ -152,12 +152,12 @@ fn serve(
     for request in requests {
         match request {
             Request::Reduce { unit, values, slot } => {
-                let range = trained.packed(rank, unit);
+                let range = trained.packed_unit(rank, unit);
                 if let Some(place) = own.place(range.clone(), slot) {
-                    collective.reduce_scatter(&values, trained.cuts(unit), place)?;
+                    reduce(*collective, trained, unit, &values, place)?;
                 } else {
                     sums.resize(range.len(), 0.0);
-                    collective.reduce_scatter(&values, trained.cuts(unit), &mut sums)?;
+                    reduce(*collective, trained, unit, &values, &mut sums)?;
                     own.add(range, &sums, slot, &threads);
                 }
                 buffers.put(values);
@@ -167,12 +167,59 @@ fn serve(
                     let reason = "every rank has all weights".to_owned();
                     return Err(CollectiveError::Arguments { rank, operation: "all_gather", reason });
                 };
-                let mut all = buffers.take(shards.place(unit).len());
-                collective.all_gather(&own[shards.packed(rank, unit)], shards.cuts(unit), &mut all)?;
+                let len = shards.unit(unit).len();
+                // The memory of experts of other ranks is never touched.
+                let mut all = if shards.divide_experts() { vec![0.0; len] } else { buffers.take(len) };
+                gather(*collective, shards, unit, own, &mut all)?;
                 if gathered.send(all).is_err() {
                     break;
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+/// Sums the gradients `values` of a unit over all ranks to the shards of this rank, `own`, one after the other. Those of experts that
+/// ranks divide are sums already.
+fn reduce(
+    collective: &dyn HostCollective,
+    shards: &Shards,
+    unit: usize,
+    values: &[f32],
+    mut own: &mut [f32],
+) -> Result<(), CollectiveError> {
+    let (rank, first) = (collective.rank(), shards.unit(unit).start);
+    for range in shards.of_unit(unit) {
+        let (place, cuts) = (shards.place(range), shards.cuts(range));
+        let values = &values[place.start - first..place.end - first];
+        let (shard, rest) = std::mem::take(&mut own).split_at_mut(cuts[rank].len());
+        own = rest;
+        if shards.is_divided(range) {
+            shard.copy_from_slice(&values[cuts[rank].clone()]);
+        } else {
+            collective.reduce_scatter(values, cuts, shard)?;
+        }
+    }
+    Ok(())
+}
+
+/// Gathers a unit to `all`, of which this rank has its shards, `own`. Of experts that ranks divide it needs its own.
+fn gather(
+    collective: &dyn HostCollective,
+    shards: &Shards,
+    unit: usize,
+    own: &[f32],
+    all: &mut [f32],
+) -> Result<(), CollectiveError> {
+    let (rank, first) = (collective.rank(), shards.unit(unit).start);
+    for range in shards.of_unit(unit) {
+        let (place, cuts, own) = (shards.place(range), shards.cuts(range), &own[shards.packed(rank, range)]);
+        let all = &mut all[place.start - first..place.end - first];
+        if shards.is_divided(range) {
+            all[cuts[rank].clone()].copy_from_slice(own);
+        } else {
+            collective.all_gather(own, cuts, all)?;
         }
     }
     Ok(())
@@ -209,8 +256,13 @@ impl Requests {
         GradientReduction::among_ranks(network, self.requests.clone(), accumulates)
     }
 
-    /// The layers of passes over a model of this `layout`, of which every rank has its shards.
-    pub(crate) fn gathering<'a>(self, layout: &'a Layout, buffers: &'a BufferPool) -> ParameterGathering<'a> {
+    /// The layers of passes over a model of this `layout`, of which every rank has its shards. Their memory goes back to `buffers`, or is
+    /// freed without them.
+    pub(crate) fn gathering<'a>(
+        self,
+        layout: &'a Layout,
+        buffers: Option<&'a BufferPool>,
+    ) -> ParameterGathering<'a> {
         ParameterGathering::new(self, layout, buffers)
     }
 }

@@ -13,7 +13,8 @@ pub(crate) struct ParameterGathering<'a> {
     requests: RequestSender,
     gathered: Receiver<Vec<f32>>,
     layout: &'a Layout,
-    buffers: &'a BufferPool,
+    /// Where the memory of layers goes; `None` to free it.
+    buffers: Option<&'a BufferPool>,
     /// The last layer that the pass has requested.
     current: Option<GatheredLayer>,
     /// The layer that is prefetched.
@@ -29,7 +30,7 @@ struct GatheredLayer {
 }
 
 impl<'a> ParameterGathering<'a> {
-    pub(super) fn new(requests: Requests, layout: &'a Layout, buffers: &'a BufferPool) -> Self {
+    pub(super) fn new(requests: Requests, layout: &'a Layout, buffers: Option<&'a BufferPool>) -> Self {
         let Requests { requests, gathered } = requests;
         Self { requests, gathered, layout, buffers, current: None, ahead: None, backward: false }
     }
@@ -63,7 +64,7 @@ impl ParameterGathering<'_> {
     /// The values of a layer that is not the current one, which becomes the current one.
     fn next(&mut self, index: usize) -> candle_core::Result<Arc<Vec<f32>>> {
         let before = self.current.take().and_then(|layer| Arc::try_unwrap(layer.values).ok());
-        before.into_iter().for_each(|values| self.buffers.put(values));
+        before.into_iter().zip(self.buffers).for_each(|(values, buffers)| buffers.put(values));
         match self.ahead.take() {
             Some(ahead) if ahead == index => {}
             Some(ahead) => bail!("layer {ahead} was gathered, but the pass needs layer {index}"),

@@ -1,15 +1,18 @@
-//! The shards of the ranks: every unit is cut into one contiguous shard per rank.
+//! The shards of the ranks: every unit is cut into one contiguous shard per rank, or into ranges that are cut so.
+//!
+//! A unit is one range, unless ranks divide the experts of a layer: then every operand of all experts is a range of its own, of which
+//! a rank has its experts, and so is what lies before, between and behind them.
 //!
 //! A cut is possible where the optimizer allows it: between tensors, or between two blocks of 256 values of a tensor,
 //! counted from its start, but never within a matrix that Muon or Dion updates as a whole. The buffer of a rank has its
-//! shards of all units, concatenated in the order of the units.
+//! shards of all ranges, concatenated in their order.
 //!
 //! Invariant: the cuts are a function of the tensors, the optimizer and the number of ranks, so that every rank knows
 //! the shards of the others. Every value has one owner.
 
 use std::ops::Range;
 
-use model::{Layout, ParameterSpec};
+use model::{Layout, ParameterSpec, Unit};
 
 use crate::lora::Adapter;
 use crate::moments::BLOCK;
@@ -27,26 +30,54 @@ pub(crate) struct Fragment {
 /// The shards of some tensors.
 #[derive(Clone, Debug)]
 pub(crate) struct Shards {
-    units: Vec<SharedUnit>,
+    ranges: Vec<SharedRange>,
+    /// Those of each unit, at least one.
+    of_units: Vec<Range<usize>>,
     /// Fragments of every rank, in the order of its buffer.
     fragments: Vec<Vec<Fragment>>,
 }
 
-/// One unit with its shards.
+/// One range with its shards.
 #[derive(Clone, Debug)]
-struct SharedUnit {
+struct SharedRange {
     /// Range among all values.
     place: Range<usize>,
-    /// Range of each rank's shard, from the start of the unit.
+    /// Whether it has experts that ranks divide: no rank needs the shards of others.
+    divided: bool,
+    /// Range of each rank's shard, from the start of the range.
     cuts: Vec<Range<usize>>,
     /// Start of the shard in the buffer of each rank.
     starts: Vec<usize>,
 }
 
 impl Shards {
-    /// The units of a model: the embedding, the layers, the tail, in this order.
-    pub(crate) fn of_model(layout: &Layout, world: usize, config: &OptimizerConfig) -> Self {
-        let units: Vec<_> = layout.units().map(|unit| layout.unit(unit)).collect();
+    /// The units of a model: the embedding, the layers, the tail, in this order. Ranks may divide the experts.
+    pub(crate) fn of_model(
+        layout: &Layout,
+        world: usize,
+        config: &OptimizerConfig,
+        divides_experts: bool,
+    ) -> Self {
+        let ranges = |unit: Unit| {
+            let Range { start, end } = layout.unit(unit);
+            let experts = match unit {
+                Unit::Layer(index) if divides_experts => layout.expert_operands(index),
+                _ => Vec::new(),
+            };
+            if experts.is_empty() {
+                return vec![(start..end, false)];
+            }
+            let (mut ranges, mut from) = (Vec::new(), start);
+            for of_operand in experts {
+                let next = of_operand.end;
+                ranges.extend([(from..of_operand.start, false), (of_operand, true)]);
+                from = next;
+            }
+            ranges.push((from..end, false));
+            ranges.retain(|(range, _)| !range.is_empty());
+            ranges
+        };
+        let units: Vec<_> = layout.units().map(ranges).collect();
         Self::new(layout.specs(), &units, world, config)
     }
 
@@ -57,23 +88,38 @@ impl Shards {
         world: usize,
         config: &OptimizerConfig,
     ) -> Self {
-        let within = |unit| adapter.factors().within(&layout.unit(unit));
+        let within = |unit| vec![(adapter.factors().within(&layout.unit(unit)), false)];
         let units: Vec<_> = layout.units().map(within).collect();
         Self::new(adapter.specs(), &units, world, config)
     }
 
-    /// Shards consecutive `units`, which consist of the tensors `specs`.
-    fn new(specs: &[ParameterSpec], units: &[Range<usize>], world: usize, config: &OptimizerConfig) -> Self {
-        let mut shards = Self { units: Vec::with_capacity(units.len()), fragments: vec![Vec::new(); world] };
+    /// Shards the consecutive ranges of `units`, which consist of the tensors `specs`; those of experts are divided evenly.
+    fn new(
+        specs: &[ParameterSpec],
+        units: &[Vec<(Range<usize>, bool)>],
+        world: usize,
+        config: &OptimizerConfig,
+    ) -> Self {
+        let mut end = 0;
+        let of_unit = |ranges: &Vec<_>| {
+            end += ranges.len();
+            end - ranges.len()..end
+        };
+        let of_units = units.iter().map(of_unit).collect();
+        let mut shards = Self { ranges: Vec::new(), of_units, fragments: vec![Vec::new(); world] };
         let mut owned = vec![0; world];
-        for place in units {
+        for (place, divided) in units.iter().flatten() {
             let inside: Vec<(usize, &ParameterSpec)> =
                 specs.iter().enumerate().filter(|(_, spec)| place.contains(&spec.offset)).collect();
             let mut cuts = Vec::with_capacity(world);
             let mut from = place.start;
             for rank in 0..world {
                 let wanted = place.start + place.len() * (rank + 1) / world;
-                let to = if rank + 1 == world { place.end } else { cut(&inside, wanted, config).max(from) };
+                let to = match rank + 1 == world {
+                    true => place.end,
+                    false if *divided => wanted,
+                    false => cut(&inside, wanted, config).max(from),
+                };
                 cuts.push(from - place.start..to - place.start);
                 shards.fragments[rank].extend(inside.iter().filter_map(|(tensor, spec)| {
                     let (start, end) = (from.max(spec.offset), to.min(spec.range().end));
@@ -82,9 +128,9 @@ impl Shards {
                 }));
                 from = to;
             }
-            shards.units.push(SharedUnit { place: place.clone(), starts: owned.clone(), cuts });
-            let cuts = shards.units.last().into_iter().flat_map(|unit| &unit.cuts);
-            owned.iter_mut().zip(cuts).for_each(|(owned, cut)| *owned += cut.len());
+            let starts = owned.clone();
+            owned.iter_mut().zip(&cuts).for_each(|(owned, cut)| *owned += cut.len());
+            shards.ranges.push(SharedRange { place: place.clone(), divided: *divided, cuts, starts });
         }
         shards
     }
@@ -94,36 +140,63 @@ impl Shards {
         self.fragments.len()
     }
 
-    /// Number of units.
-    pub(crate) fn units(&self) -> usize {
-        self.units.len()
+    /// Number of ranges.
+    pub(crate) fn ranges(&self) -> usize {
+        self.ranges.len()
     }
 
-    /// Range of a unit among all values.
-    pub(crate) fn place(&self, unit: usize) -> Range<usize> {
-        self.units[unit].place.clone()
+    /// The ranges of a unit.
+    pub(crate) fn of_unit(&self, unit: usize) -> Range<usize> {
+        self.of_units[unit].clone()
     }
 
-    /// Range of each rank's shard of a unit, from the start of the unit.
-    pub(crate) fn cuts(&self, unit: usize) -> &[Range<usize>] {
-        &self.units[unit].cuts
+    /// A unit among all values.
+    pub(crate) fn unit(&self, unit: usize) -> Range<usize> {
+        let Range { start, end } = self.of_unit(unit);
+        self.ranges[start].place.start..self.ranges[end - 1].place.end
     }
 
-    /// Range of a rank's shard of a unit, among all values.
-    pub(crate) fn owned(&self, rank: usize, unit: usize) -> Range<usize> {
-        let SharedUnit { place, cuts, .. } = &self.units[unit];
+    /// A range among all values.
+    pub(crate) fn place(&self, range: usize) -> Range<usize> {
+        self.ranges[range].place.clone()
+    }
+
+    /// Whether a range has experts that ranks divide: no rank needs the shards of others.
+    pub(crate) fn is_divided(&self, range: usize) -> bool {
+        self.ranges[range].divided
+    }
+
+    /// Whether ranks divide experts.
+    pub(crate) fn divide_experts(&self) -> bool {
+        self.ranges.iter().any(|range| range.divided)
+    }
+
+    /// Each rank's shard of a range, from its start.
+    pub(crate) fn cuts(&self, range: usize) -> &[Range<usize>] {
+        &self.ranges[range].cuts
+    }
+
+    /// A rank's shard of a range, among all values.
+    pub(crate) fn owned(&self, rank: usize, range: usize) -> Range<usize> {
+        let SharedRange { place, cuts, .. } = &self.ranges[range];
         place.start + cuts[rank].start..place.start + cuts[rank].end
     }
 
-    /// Range of a rank's shard of a unit in the rank's buffer.
-    pub(crate) fn packed(&self, rank: usize, unit: usize) -> Range<usize> {
-        let SharedUnit { cuts, starts, .. } = &self.units[unit];
+    /// A rank's shard of a range in the rank's buffer.
+    pub(crate) fn packed(&self, rank: usize, range: usize) -> Range<usize> {
+        let SharedRange { cuts, starts, .. } = &self.ranges[range];
         starts[rank]..starts[rank] + cuts[rank].len()
+    }
+
+    /// A rank's shards of all ranges of a unit in the rank's buffer.
+    pub(crate) fn packed_unit(&self, rank: usize, unit: usize) -> Range<usize> {
+        let Range { start, end } = self.of_unit(unit);
+        self.packed(rank, start).start..self.packed(rank, end - 1).end
     }
 
     /// Length of the rank's buffer.
     pub(crate) fn len(&self, rank: usize) -> usize {
-        self.units.iter().map(|unit| unit.cuts[rank].len()).sum()
+        self.ranges.iter().map(|range| range.cuts[rank].len()).sum()
     }
 
     /// The fragments of a rank, in the order of its buffer.
@@ -134,7 +207,7 @@ impl Shards {
     /// The rank's shards of `values`, which are all, one after the other.
     pub(crate) fn pack(&self, rank: usize, values: &[f32]) -> Vec<f32> {
         let mut own = Vec::with_capacity(self.len(rank));
-        (0..self.units()).for_each(|unit| own.extend_from_slice(&values[self.owned(rank, unit)]));
+        (0..self.ranges()).for_each(|range| own.extend_from_slice(&values[self.owned(rank, range)]));
         own
     }
 }
@@ -153,14 +226,14 @@ fn cut(tensors: &[(usize, &ParameterSpec)], wanted: usize, config: &OptimizerCon
 
 #[cfg(test)]
 mod tests {
-    use model::{Config, Sizes};
+    use model::{Architecture, Config, Sizes};
     use proptest::prelude::*;
 
     use super::*;
     use crate::optimizer::OptimizerKind;
 
-    fn layout(hidden: usize, layers: usize) -> Layout {
-        Layout::new(&Config::fresh(&Sizes {
+    fn config(hidden: usize, layers: usize) -> Config {
+        Config::fresh(&Sizes {
             vocab_size: 50,
             hidden_size: hidden,
             intermediate_size: 3 * hidden,
@@ -168,7 +241,41 @@ mod tests {
             num_heads: 2,
             num_kv_heads: 1,
             max_position_embeddings: 8,
-        }))
+        })
+    }
+
+    fn layout(hidden: usize, layers: usize) -> Layout {
+        Layout::new(&config(hidden, layers))
+    }
+
+    #[test]
+    fn ranks_that_divide_experts_have_theirs_whole() {
+        let layout = Layout::new(&config(24, 2).of_family(Architecture::GptOss).with_experts(4, 2));
+        for (world, kind) in
+            [1, 2, 4].into_iter().flat_map(|world| OptimizerKind::ALL.map(|kind| (world, kind)))
+        {
+            let shards = Shards::of_model(&layout, world, &OptimizerConfig::standard(kind, 0.95), true);
+            let (mut owners, mut experts) = (vec![0; layout.len()], 0);
+            for rank in 0..world {
+                for range in 0..shards.ranges() {
+                    owners[shards.owned(rank, range)].iter_mut().for_each(|owners| *owners += 1);
+                }
+                for Fragment { tensor, within } in shards.fragments(rank) {
+                    let spec = &layout.specs()[*tensor];
+                    let Some((_, rest)) = spec.name.split_once("experts.") else { continue };
+                    let expert: usize = rest.split('.').next().unwrap().parse().unwrap();
+                    assert_eq!((expert * world / 4, within.clone()), (rank, 0..spec.len()), "{}", spec.name);
+                    experts += 1;
+                }
+                let unit = shards.packed_unit(rank, 1);
+                assert_eq!(
+                    unit.len(),
+                    shards.of_unit(1).map(|range| shards.cuts(range)[rank].len()).sum::<usize>()
+                );
+            }
+            assert!(owners.iter().all(|owners| *owners == 1));
+            assert_eq!((experts, shards.divide_experts()), (2 * 4 * 6, true), "tensors of 2 layers");
+        }
     }
 
     proptest! {
@@ -181,11 +288,11 @@ mod tests {
         ) {
             let layout = layout(2 * half, layers);
             let config = OptimizerConfig::standard(OptimizerKind::ALL[kind], 0.95);
-            let shards = Shards::of_model(&layout, world, &config);
+            let shards = Shards::of_model(&layout, world, &config, false);
             let mut owners = vec![0; layout.len()];
             for rank in 0..world {
                 let mut at = 0;
-                for unit in 0..shards.units() {
+                for unit in 0..shards.ranges() {
                     prop_assert_eq!(shards.packed(rank, unit).start, at);
                     at = shards.packed(rank, unit).end;
                     owners[shards.owned(rank, unit)].iter_mut().for_each(|owners| *owners += 1);
@@ -208,8 +315,8 @@ mod tests {
         fn shares_are_even_to_a_block_per_unit(half in 1..60usize, world in 1..5usize) {
             let layout = layout(2 * half, 2);
             let config = OptimizerConfig::standard(OptimizerKind::Adamw, 0.95);
-            let shards = Shards::of_model(&layout, world, &config);
-            for unit in 0..shards.units() {
+            let shards = Shards::of_model(&layout, world, &config, false);
+            for unit in 0..shards.ranges() {
                 let even = shards.place(unit).len() / world;
                 for cut in shards.cuts(unit) {
                     prop_assert!(cut.len().abs_diff(even) <= BLOCK + 1, "{} of {even}", cut.len());

@@ -5,6 +5,7 @@
 
 use candle_core::{Result, Tensor};
 
+use super::super::feed_forward::FeedForwardOperands;
 use super::super::mixer::{self, MixerVectors};
 use super::{BranchReverse, FeedForwardReverse, ReversedAttention, TransformerBlock};
 use crate::ThreadPool;
@@ -109,6 +110,22 @@ impl TransformerBlock {
                 })
             }));
         }
+        pool.map(jobs, |job| job()).into_iter().collect()
+    }
+
+    /// Adds the gradients of the experts of this rank to the layer's `gradients`, if ranks divide the experts; `sections` are those
+    /// of this rank, none otherwise.
+    pub(in crate::decoder) fn shared_expert_gradients(
+        &self,
+        sections: &[FeedForwardOperands],
+        gradients: &mut [f32],
+        pool: &ThreadPool,
+    ) -> Result<()> {
+        if sections.is_empty() {
+            return Ok(());
+        }
+        let mut of = OperandGradients::new(FEED_FORWARD, &self.ranges, gradients, None);
+        let jobs = self.feed_forward.shared_gradient_jobs(sections, &mut of);
         pool.map(jobs, |job| job()).into_iter().collect()
     }
 
