@@ -71,6 +71,10 @@ fn twenty_steps_have_the_same_bits_for_all_degrees() {
         ] {
             same(&run(what, sets), &expected, STEPS, what);
         }
+        if name == "experts" {
+            let four = ["trainer.world=4", "trainer.parallel.expert=4", "trainer.zero=3"];
+            same(&run("expert_4", &four), &expected, STEPS, "expert_4");
+        }
     }
 }
 
@@ -111,5 +115,6 @@ fn degrees_that_do_not_fit_are_refused() {
     refused(&[tree, "trainer.world=3", "trainer.parallel.tensor=2"], &["`trainer.world` to 4"]);
     refused(&["trainer.world=3", "trainer.parallel.context=3"], &["power of two", "the next is 4"]);
     refused(&[tree, "trainer.world=2", "trainer.parallel.tensor=2", "lora.rank=2"], &["lora"]);
+    refused(&["trainer.world=2", "trainer.parallel.expert=2", "trainer.zero=3"], &["experts"]);
     refused(&["trainer.parallel.tensr=2"], &["trainer.parallel.tensor"]);
 }

@@ -211,7 +211,7 @@ impl LearnerConfig {
         } else if expert != self.world {
             let world = self.world;
             return Some(format!(
-                "{world} ranks divide the rows and tokens of a step, and the experts are divided among {expert};                  trainer.parallel.expert = {world} and 1 are possible"
+                "{world} ranks divide the rows and tokens of a step, and the experts are divided among {expert}; trainer.parallel.expert = {world} and 1 are possible"
             ));
         } else if adapts {
             "ranks do not divide experts under an adapter; set trainer.parallel.expert = 1"
@@ -220,7 +220,7 @@ impl LearnerConfig {
         } else if !self.shares_weights() {
             "only ranks with shards of the weights divide experts; set trainer.zero = 3"
         } else if self.recompute == Recompute::Sequence {
-            "the chunks of trainer.recompute = \"sequence\" are not the same on all ranks that divide experts; set it to \"block\"              or \"none\""
+            "the chunks of trainer.recompute = \"sequence\" are not the same on all ranks that divide experts; set it to \"block\" or \"none\""
         } else {
             return PassRanks::expert_obstacle(model, expert);
         };

@@ -107,7 +107,9 @@ fn processes_divide_experts() {
     let (groups, model) = (groups(), with_experts(Architecture::Glm4Moe));
     let rows = samples(&groups);
     let imitated = |learner: &mut Learner, steps: usize| {
-        (0..steps).for_each(|_| drop(imitate(learner, &rows, 1e-2).unwrap()));
+        for _ in 0..steps {
+            imitate(learner, &rows, 1e-2).unwrap();
+        }
         let (weights, optimizer) = (learner.parameters().unwrap(), learner.optimizer().unwrap().into_owned());
         (Arc::unwrap_or_clone(weights), optimizer)
     };

@@ -162,11 +162,17 @@ pub struct ParallelSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub exchange: Option<ContextExchange>,
+    /// Ranks that divide the experts of every layer (expert parallel): 1, or all ranks of the trainer. Each has neighbouring experts,
+    /// which compute the tokens of all ranks; rows go to the ranks of their experts and results come back. Needs `trainer.zero = 3`,
+    /// `tensor = 1`, the processor, no LoRA, and `recompute` none or block. It changes no bit. prime-rl `ep`, Megatron-LM
+    /// `expert_model_parallel_size`.
+    // resume = changes, worker = run
+    pub expert: usize,
 }
 
 impl Default for ParallelSection {
     fn default() -> Self {
-        Self { tensor: 1, context: 1, sections: 1, exchange: None }
+        Self { tensor: 1, context: 1, sections: 1, exchange: None, expert: 1 }
     }
 }
 
@@ -176,6 +182,6 @@ impl ParallelSection {
     pub fn config(self) -> ParallelConfig {
         let context =
             ContextParallel { degree: self.context, sections: self.sections, exchange: self.exchange };
-        ParallelConfig { tensor: self.tensor, context, ..ParallelConfig::DATA }
+        ParallelConfig { tensor: self.tensor, context, expert: self.expert }
     }
 }
