@@ -6,7 +6,7 @@
 //!
 //! Expert ranks are the ZeRO ranks: each has some experts of every layer, for the tokens of all.
 //!
-//! Invariant: all ranks make the splits of [`RankGroups::new`] in the same order.
+//! Invariant: all ranks make the same splits in the same order.
 
 use std::sync::Arc;
 
