@@ -285,7 +285,7 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
     (
         "tensor_parallel_size vllm_tensor_parallel_size pipeline_model_parallel_size",
         "",
-        "a sampler is not split by tensors, and no model by layers; `trainer.zero` and `trainer.parallel` split what \
+        "a sampler is not split by tensors, and no model by layers; `trainer.zero` and `trainer.parallel.tensor` split what \
          training keeps in memory",
     ),
     (
