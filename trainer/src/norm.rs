@@ -150,7 +150,7 @@ fn exact_squares(values: &[f32]) -> SquareSum {
     }
     for (exponent, squares) in of_exponent.into_iter().enumerate().filter(|(_, squares)| *squares > 0) {
         // A value is its integer times 2^(exponent - 150); without the hidden bit the exponent counts as 1.
-        let shift = 2 * (exponent.max(1) as u32) - 300 + UNIT as u32;
+        let shift = 2 * exponent.max(1) as u32 + (UNIT as u32 - 300);
         sum.add_shifted(u128::from(squares), shift);
     }
     sum
