@@ -382,10 +382,16 @@ impl Config {
     /// Multiply-adds of a token with the matrices of all layers: with experts those of the token alone.
     #[must_use]
     pub fn layer_multiply_adds(&self) -> usize {
+        self.multiply_adds_of_shards(1)
+    }
+
+    /// The same of the model that `ranks` shards of this configuration make up; matrices that every rank has count once.
+    pub(crate) fn multiply_adds_of_shards(&self, ranks: usize) -> usize {
         let of_layer = |index: usize| {
             let experts = self.layers[index].feed_forward.experts();
             let weights = |tensor: &LayerTensor| {
-                let weights = tensor.shape.iter().product::<usize>();
+                let shards = if tensor.sharding == Sharding::Replicated { 1 } else { ranks };
+                let weights = shards * tensor.shape.iter().product::<usize>();
                 match (tensor.operand, experts) {
                     (Operand::GateUp | Operand::Down, Some(ExpertSpec { count, per_token, .. })) => {
                         weights * per_token / count

@@ -26,12 +26,8 @@ pub(super) struct TokenCost {
 impl TokenCost {
     /// Of a model that `ranks` shards of this `config` make up.
     pub(super) fn of(config: &Config, ranks: usize) -> Self {
-        let shape = config.head_shape();
-        let all = |of_shard: usize| (of_shard * ranks) as u128;
-        Self {
-            token: all(config.layer_multiply_adds()),
-            pair: all(config.num_layers() * 2 * shape.query_width()),
-        }
+        let pair = config.num_layers() * 2 * config.head_shape().query_width() * ranks;
+        Self { token: config.multiply_adds_of_shards(ranks) as u128, pair: pair as u128 }
     }
 
     /// Of the first `tokens` tokens that continue `before` others.
