@@ -24,7 +24,7 @@ const LEAVE: Duration = Duration::from_secs(5);
 /// Shortest time for the answer of a request.
 const LEAST: Duration = Duration::from_secs(1);
 
-/// Where the coordinator is, and who asks.
+/// The address of the coordinator, and the island that sends requests to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CoordinatorAddress {
     /// Such as `http://127.0.0.1:8703`.
