@@ -28,6 +28,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use rollout::tasks::TaskSplit;
+use trainer::ParallelConfig;
 
 use self::cache::{CachedRepository, RepositoryCache, set};
 use self::client::{Asked, RepositoryClient};
@@ -171,9 +172,10 @@ impl HuggingFace {
     /// # Errors
     /// Those of [`Self::fetched`].
     pub(crate) fn fetched_for(&self, recipe: &Recipe, checkpoints: &Path) -> Result<Recipe, RepositoryError> {
-        // What fits on a device is computed from the policy's description.
-        let begins = trainer::checkpoint::list(checkpoints).is_empty() || recipe.devices().any();
-        self.fetched(recipe, if begins { FetchScope::Everything } else { FetchScope::Resumed })
+        // What fits on a device, or on ranks that share passes, is computed from the policy's description.
+        let described = recipe.devices().any() || recipe.trainer.parallel.config() != ParallelConfig::DATA;
+        let begins = trainer::checkpoint::list(checkpoints).is_empty();
+        self.fetched(recipe, if begins || described { FetchScope::Everything } else { FetchScope::Resumed })
     }
 
     /// The directory or file of a model that is named on the command line; another path as it is.

@@ -6,8 +6,10 @@
 use std::time::Instant;
 
 use device::device::DeviceLocation;
-use device::{Device, Matrix, MatrixMut, Storage, bf16};
+use device::{Device, DeviceBuffer, Matrix, MatrixMut, Storage, bf16};
 use model::on_device::DeviceDtype;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
 use rlrun::args::DeviceArgs;
 use rlrun::failure::Failure;
 use serde_json::{Value, json};
@@ -80,7 +82,8 @@ impl Accelerator {
             DeviceLocation::Emulated => (64, 1 << 20),
         };
         let device = self.device.labelled("limits");
-        let (a, b) = (device.zeros::<T>(width * width)?, device.zeros::<T>(width * width)?);
+        // Random values: products of zeros draw less power, and are faster.
+        let (a, b) = (random::<T>(&device, width * width)?, random::<T>(&device, width * width)?);
         let mut c = device.zeros::<T>(width * width)?;
         let product = self.best(|| {
             let (a, b) = (Matrix::new(a.all(), width), Matrix::new(b.all(), width));
@@ -108,4 +111,19 @@ impl Accelerator {
         }
         Ok(best)
     }
+}
+
+/// `[len]` values between -1 and 1.
+fn random<T: Storage>(device: &Device, len: usize) -> device::Result<DeviceBuffer<T>> {
+    let mut rng = ChaCha8Rng::seed_from_u64(0);
+    // Pieces of one list, each from another place of it.
+    let piece = len.min(1 << 16);
+    let values = (0..2 * piece).map(|_| T::narrow(rng.next_u32().cast_signed() as f32 / 2.0_f32.powi(31)));
+    let list = device.upload(&values.collect::<Vec<T>>())?;
+    let mut all = device.uninit(len)?;
+    for (index, first) in (0..len).step_by(piece).enumerate() {
+        let (last, from) = ((first + piece).min(len), index * 7919 % piece);
+        device.copy(list.view(from..from + last - first), all.view_mut(first..last))?;
+    }
+    Ok(all)
 }

@@ -37,7 +37,8 @@ DEVICE float slope_of(float z, const Distribution& of, const Slopes& slopes) {
     float log_p = distribution::above(z, of.top, of.scale) - of.log_sum;
     float by = slopes.logprob;
     if (slopes.entropy != 0) by = fmaf(slopes.entropy, log_p + of.entropy, by);
-    return -fast_exp(log_p) * by * of.scale;
+    // Rounded before it is added, so that the slope of the only candidate of a row is zero.
+    return -__fmul_rn(fast_exp(log_p) * by, of.scale);
 }
 
 template <typename T> struct alignas(4 * sizeof(T)) Four {
@@ -59,7 +60,7 @@ template <typename T>
 DEVICE void write_slopes(const Row& row, int vocabulary, uint32 token, const Distribution& of, const Slopes& slopes,
                          T* out) {
     bool aligned = reinterpret_cast<uint64>(out) % sizeof(Four<T>) == 0;
-    float hit = slopes.logprob * of.scale;
+    float hit = __fmul_rn(slopes.logprob, of.scale);
     if (!row.ids) {
         distribution::visit_part(row, [&](int slot, const float(&z)[4]) {
             float values[4];

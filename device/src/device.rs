@@ -42,6 +42,19 @@ pub enum DeviceLocation {
     Emulated,
 }
 
+impl DeviceLocation {
+    /// Where tests compute that any device has to pass: on the first GPU, or on the emulator if there is none. Compiled kernels
+    /// are kept in the directory for temporary files, because every test opens a device.
+    #[must_use]
+    pub fn of_tests() -> Self {
+        if crate::inventory::inventory().gpus.is_empty() {
+            return Self::Emulated;
+        }
+        crate::inventory::keep_kernels_in(std::env::temp_dir().join("rlrun-test-kernels"));
+        Self::Cuda(0)
+    }
+}
+
 impl fmt::Display for DeviceLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -119,7 +119,7 @@ impl Case {
         parameters: &Parameters,
         recompute: Recompute,
     ) -> (Vec<f32>, Vec<f32>) {
-        let device = Device::open(DeviceLocation::Emulated).unwrap();
+        let device = Device::open(DeviceLocation::of_tests()).unwrap();
         let layout = parameters.layout();
         let decoder = DeviceDecoder::<T>::new(&device, config, layout, recompute).unwrap();
         let mut weights = FlatWeights::upload(&device, parameters).unwrap();
@@ -195,7 +195,7 @@ fn trains_in_bf16(config: &Config, name: &str) {
 fn tokens_beyond_the_vocabulary_are_refused() {
     let config = config(false, true, Head::Language);
     let parameters = parameters(&config);
-    let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::of_tests()).unwrap();
     let decoder = DeviceDecoder::<f32>::new(&device, &config, parameters.layout(), Recompute::None).unwrap();
     let mut weights = FlatWeights::upload(&device, &parameters).unwrap();
     let mut pack = Pack::new();
@@ -227,7 +227,7 @@ fn next<'a>(tokens: &'a [u32], position: usize, pages: &'a [u32], wanted: usize)
 /// token at a time, so that recorded steps of one size are replayed.
 fn decodes(dtype: DeviceDtype, config: &Config, tolerance: f32) {
     let parameters = parameters(config);
-    let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::of_tests()).unwrap();
     let staged = StagedWeights::upload(&device, dtype, &parameters).unwrap();
     let mut sampler = DeviceSampler::new(&device, config, staged).unwrap();
     let decoder = Decoder::new(config, &parameters);
@@ -311,7 +311,7 @@ fn prompts_are_prefilled_beside_decoding() {
 
 fn prefills(config: &Config) {
     let parameters = parameters(config);
-    let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::of_tests()).unwrap();
     let staged = StagedWeights::upload(&device, DeviceDtype::F32, &parameters).unwrap();
     let mut sampler = DeviceSampler::new(&device, config, staged).unwrap();
     let decoder = Decoder::new(config, &parameters);
@@ -356,7 +356,7 @@ fn prefills(config: &Config) {
 #[test]
 fn new_weights_are_served_from_the_next_step_on() {
     let config = config(false, true, Head::Language);
-    let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::of_tests()).unwrap();
     let logprob = |sampler: &mut DeviceSampler, cache: &mut KvCache, page: u32, position: usize| {
         let sequence = StepSequence { tokens: &[7], position, pages: &[page], wanted: 1, adapter: None };
         sampler.step(cache, &[sequence]).unwrap();

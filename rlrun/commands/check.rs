@@ -4,6 +4,7 @@ use environments::Demonstration;
 use model::{Config, ModelDirectory, SharedCores};
 use rollout::Episode;
 use rollout::engine::Speculation;
+use trainer::ParallelConfig;
 
 use super::{load, scratch_directory};
 use crate::args::RecipeArgs;
@@ -153,7 +154,11 @@ fn shape(recipe: &Recipe) -> Result<Config, Failure> {
 
 /// Refuses ranks that cannot share the model.
 fn refuse_degrees(recipe: &Recipe) -> Result<(), Failure> {
-    let checked = recipe.learner().check_parallel(&shape(recipe)?, recipe.lora.is_some());
+    let learner = recipe.learner();
+    if learner.parallel == ParallelConfig::DATA {
+        return Ok(());
+    }
+    let checked = learner.check_parallel(&shape(recipe)?, recipe.lora.is_some());
     checked.map_err(|error| Failure::Argument(error.to_string()))
 }
 

@@ -18,7 +18,7 @@ use crate::{CONFIG, Model, complete, request};
 const TRUNCATED: Sampling = Sampling { temperature: 0.8, top_p: 0.9, top_k: 12, min_p: 0.01 };
 
 fn on() -> ServeOn {
-    ServeOn::Device(Device::open(DeviceLocation::Emulated).unwrap(), DeviceDtype::F32)
+    ServeOn::Device(Device::open(DeviceLocation::of_tests()).unwrap(), DeviceDtype::F32)
 }
 
 fn engine(model: &Model, config: EngineConfig) -> Engine {

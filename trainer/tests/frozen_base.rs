@@ -157,7 +157,7 @@ fn ranks_compare_with_other_factors_over_the_base() {
     assert!(losses(learner) == expected, "processes");
     processes.end();
     if cfg!(feature = "emulator") {
-        let device = Some(DeviceConfig::new(DeviceLocation::Emulated, DeviceDtype::F32));
+        let device = Some(DeviceConfig::new(DeviceLocation::of_tests(), DeviceDtype::F32));
         let settings = LearnerConfig { device, ..settings };
         let found = losses(Learner::over(settings, Arc::clone(&base), adapter(&base), None).unwrap());
         for (found, expected) in found.iter().zip(expected) {
@@ -178,7 +178,8 @@ fn a_device_trains_an_adapter_over_a_base_that_stays_quantised() {
     for (world, dtype, tolerance) in
         [(1, DeviceDtype::F32, 1e-3), (2, DeviceDtype::F32, 1e-3), (1, DeviceDtype::Bf16, 0.05)]
     {
-        let device = Some(DeviceConfig::new(DeviceLocation::Emulated, dtype));
+        let place = DeviceLocation::of_tests();
+        let device = Some(DeviceConfig { places: [place; 2].into(), ..DeviceConfig::new(place, dtype) });
         let settings = LearnerConfig { device, world, ..settings.clone() };
         let learner = Learner::over(settings, Arc::clone(&base), adapter(&base), None).unwrap();
         assert!(learner.adapted().is_some() && learner.device_weights().is_none());

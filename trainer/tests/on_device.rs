@@ -36,11 +36,13 @@ fn smooth(kind: OptimizerKind) -> LearnerConfig {
 
 /// The same on a device.
 fn on_device(dtype: DeviceDtype) -> LearnerConfig {
-    emulated(dtype, OptimizerPlace::Device, &smooth(OptimizerKind::Adamw))
+    placed(dtype, OptimizerPlace::Device, &smooth(OptimizerKind::Adamw))
 }
 
-fn emulated(dtype: DeviceDtype, optimizer: OptimizerPlace, settings: &LearnerConfig) -> LearnerConfig {
-    let device = DeviceConfig { optimizer, ..DeviceConfig::new(DeviceLocation::Emulated, dtype) };
+fn placed(dtype: DeviceDtype, optimizer: OptimizerPlace, settings: &LearnerConfig) -> LearnerConfig {
+    // All ranks share it.
+    let place = DeviceLocation::of_tests();
+    let device = DeviceConfig { optimizer, places: vec![place; 4].into(), ..DeviceConfig::new(place, dtype) };
     LearnerConfig { device: Some(device), ..settings.clone() }
 }
 
@@ -88,7 +90,7 @@ fn f32_steps_match_the_processor() {
     let (expected, norms, sums) = steps(learner(smooth(OptimizerKind::Adamw)), 5);
     assert!(difference(&expected[0], &expected[4]) > 1e-2, "the steps move weights");
     for place in [OptimizerPlace::Device, OptimizerPlace::Host] {
-        let settings = emulated(DeviceDtype::F32, place, &smooth(OptimizerKind::Adamw));
+        let settings = placed(DeviceDtype::F32, place, &smooth(OptimizerKind::Adamw));
         let (found, other, reported) = steps(learner(settings), 5);
         for step in [0, 4] {
             assert_same(&found[step], &expected[step], 1e-5, &format!("{place:?}, step {step}"));
@@ -106,7 +108,7 @@ fn a_zero_gradient_makes_no_update_on_a_device() {
     let rows = samples(&groups);
     for place in [OptimizerPlace::Device, OptimizerPlace::Host] {
         for (world, zero) in [(1, 1), (2, 3)] {
-            let settings = emulated(DeviceDtype::F32, place, &smooth(OptimizerKind::Adamw));
+            let settings = placed(DeviceDtype::F32, place, &smooth(OptimizerKind::Adamw));
             let mut learner = learner(LearnerConfig { world, zero, ..settings });
             advance(&mut learner, 1);
             let (before, optimizer) = (values(&learner), learner.optimizer().unwrap().into_owned());
@@ -122,14 +124,16 @@ fn a_zero_gradient_makes_no_update_on_a_device() {
 fn host_and_device_optimizers_make_the_same_updates() {
     for dtype in [DeviceDtype::F32, DeviceDtype::Bf16] {
         let run = |place| {
-            let mut learner = learner(emulated(dtype, place, &smooth(OptimizerKind::Adamw)));
+            let mut learner = learner(placed(dtype, place, &smooth(OptimizerKind::Adamw)));
             advance(&mut learner, 3);
             let optimizer = learner.optimizer().unwrap().into_owned();
             (values(&learner), optimizer)
         };
         let (on_device, optimizer) = run(OptimizerPlace::Device);
         let (on_host, other) = run(OptimizerPlace::Host);
-        assert_same(&on_device, &on_host, 1e-6, &format!("{dtype:?}"));
+        // The last bit of a master weight may change that of its bf16 value.
+        let tolerance = if dtype == DeviceDtype::F32 { 1e-6 } else { 1e-3 };
+        assert_same(&on_device, &on_host, tolerance, &format!("{dtype:?}"));
         assert_eq!((optimizer.updates(), other.updates()), (3, 3));
         assert_eq!(optimizer.states().len(), other.states().len());
     }
@@ -139,7 +143,7 @@ fn host_and_device_optimizers_make_the_same_updates() {
 fn other_optimizers_and_adapters_are_updated_on_the_host() {
     for kind in [OptimizerKind::Adamw8bit, OptimizerKind::Muon, OptimizerKind::Dion] {
         let (expected, _, _) = steps(learner(smooth(kind)), 2);
-        let settings = emulated(DeviceDtype::F32, OptimizerPlace::Device, &smooth(kind));
+        let settings = placed(DeviceDtype::F32, OptimizerPlace::Device, &smooth(kind));
         let (found, _, _) = steps(learner(settings), 2);
         // 8-bit moments round stochastically to 4 bits of mantissa.
         let tolerance = if kind == OptimizerKind::Adamw8bit { 1e-3 } else { 1e-5 };
@@ -174,7 +178,7 @@ fn bf16_learns_like_f32() {
     let groups = batch();
     let rows = samples(&groups);
     let losses = |dtype| {
-        let settings = emulated(dtype, OptimizerPlace::Device, &LEARNER);
+        let settings = placed(dtype, OptimizerPlace::Device, &LEARNER);
         let mut learner = learner(settings);
         let mut step = |_| {
             let step = learner.step(&rows, &DemonstrationLoss::over(&rows), 1e-2).unwrap();
@@ -231,7 +235,7 @@ fn resuming_from_a_checkpoint_gives_the_same_bits() {
         (DeviceDtype::Bf16, OptimizerPlace::Device, 2, 2),
         (DeviceDtype::F32, OptimizerPlace::Device, 3, 3),
     ] {
-        let settings = LearnerConfig { world, zero, ..emulated(dtype, place, &LEARNER) };
+        let settings = LearnerConfig { world, zero, ..placed(dtype, place, &LEARNER) };
         let files = tempfile::tempdir().unwrap();
         let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
         let new =
@@ -259,9 +263,19 @@ fn resuming_from_a_checkpoint_gives_the_same_bits() {
     }
 }
 
-/// Ranks that exchange through the host, or from device to device.
+/// Ranks that exchange through the host, or from device to device. Those need a GPU each, or the emulator.
 fn exchanging(collective: CollectivePlace, settings: LearnerConfig) -> LearnerConfig {
-    let device = settings.device.map(|device| DeviceConfig { collective, ..device });
+    let device = settings.device.map(|device| match collective {
+        CollectivePlace::Device => {
+            let optimizer = device.optimizer;
+            DeviceConfig {
+                optimizer,
+                collective,
+                ..DeviceConfig::new(DeviceLocation::Emulated, device.dtype)
+            }
+        }
+        _ => DeviceConfig { collective, ..device },
+    });
     LearnerConfig { device, ..settings }
 }
 
@@ -330,7 +344,7 @@ fn experts_learn_and_corrections_move_as_on_the_processor() {
     for (place, world) in
         [(OptimizerPlace::Device, 1), (OptimizerPlace::Host, 1), (OptimizerPlace::Device, 2)]
     {
-        let device = emulated(DeviceDtype::F32, place, &plain).device;
+        let device = placed(DeviceDtype::F32, place, &plain).device;
         let (found, other, reported) =
             steps(balanced(device, &LearnerConfig { world, zero: 2, ..plain.clone() }), 3);
         let what = format!("{place:?}, {world} ranks");
@@ -351,7 +365,7 @@ fn corrections_that_are_not_updated_stay_on_a_device() {
     let config = with_experts();
     let optimizer = OptimizerConfig { weight_decay: 0.1, ..LEARNER.optimizer };
     for dtype in [DeviceDtype::F32, DeviceDtype::Bf16] {
-        let settings = LearnerConfig { optimizer, ..emulated(dtype, OptimizerPlace::Device, &LEARNER) };
+        let settings = LearnerConfig { optimizer, ..placed(dtype, OptimizerPlace::Device, &LEARNER) };
         let mut learner = Learner::new(settings, config.clone(), skewed(&config), None).unwrap();
         let before = values(&learner);
         advance(&mut learner, 2);
@@ -376,7 +390,7 @@ fn ranks_of_a_device_group_refuse_to_update_corrections() {
 
 #[test]
 fn ranks_without_a_device_group_report_the_reason() {
-    let settings = LearnerConfig { world: 2, ..emulated(DeviceDtype::F32, OptimizerPlace::Host, &LEARNER) };
+    let settings = LearnerConfig { world: 2, ..placed(DeviceDtype::F32, OptimizerPlace::Host, &LEARNER) };
     let parameters = || Parameters::random(&config(), 5);
     let wished = exchanging(CollectivePlace::Device, settings.clone());
     let error = Learner::new(wished, config(), parameters(), None).unwrap_err().to_string();
@@ -541,7 +555,7 @@ fn a_non_finite_gradient_changes_no_state() {
         (1, DeviceDtype::Bf16, OptimizerPlace::Host),
         (2, DeviceDtype::F32, OptimizerPlace::Device),
     ] {
-        let settings = LearnerConfig { world, ..emulated(dtype, place, &LEARNER) };
+        let settings = LearnerConfig { world, ..placed(dtype, place, &LEARNER) };
         let [mut learner, mut undisturbed] = [settings.clone(), settings].map(learner);
         policy_step(&mut learner, &batch(), 1e-3);
         policy_step(&mut undisturbed, &batch(), 1e-3);
@@ -567,7 +581,8 @@ fn a_missing_or_small_device_is_an_error() {
     // Zero pages that are never read take no host memory.
     let huge = Config { vocab_size: 70_000_000, ..config() };
     let parameters = Parameters::zeros(Arc::new(Layout::new(&huge)));
-    let settings = on_device(DeviceDtype::F32);
+    let small = DeviceConfig::new(DeviceLocation::Emulated, DeviceDtype::F32);
+    let settings = LearnerConfig { device: Some(small), ..LEARNER };
     let optimizer = Optimizer::from_states(settings.optimizer, 0, Vec::new());
     let error = Learner::new(settings, huge, parameters, Some(optimizer)).unwrap_err();
     let TrainerError::Device(own @ DeviceError::OutOfMemory { label: "weights", .. }) = &error else {

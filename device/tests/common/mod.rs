@@ -3,16 +3,12 @@
 use device::device::DeviceLocation;
 use device::{Device, bf16};
 
-/// The emulator, and the first GPU if there is one.
+/// The first GPU, or the emulator; none if the program was built without it.
 pub(crate) fn devices() -> Vec<Device> {
-    let mut devices = Vec::new();
-    if cfg!(feature = "emulator") {
-        devices.push(Device::open(DeviceLocation::Emulated).expect("the emulator is always there"));
+    match DeviceLocation::of_tests() {
+        DeviceLocation::Emulated if cfg!(not(feature = "emulator")) => Vec::new(),
+        location => vec![Device::open(location).expect("a device that is there opens")],
     }
-    if cfg!(feature = "cuda") && !device::inventory::inventory().gpus.is_empty() {
-        devices.push(Device::open(DeviceLocation::Cuda(0)).expect("a GPU that is listed opens"));
-    }
-    devices
 }
 
 /// `len` pseudo-random numbers between -1 and 1.

@@ -215,7 +215,7 @@ mod tests {
     /// Rows of two tiles, the second of which is not full.
     #[test]
     fn all_formats_have_the_values_of_the_processor() {
-        let device = Device::open(DeviceLocation::Emulated).unwrap();
+        let device = Device::open(DeviceLocation::of_tests()).unwrap();
         for format in BlockFormat::ALL {
             let (rows, columns) = (11, 512);
             let bytes = blocks(format, rows * columns / format.block().0);

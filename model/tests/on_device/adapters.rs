@@ -143,7 +143,7 @@ fn assert_near(found: &[Vec<Drawn>], expected: &[Vec<Drawn>], tolerance: f32, wh
 }
 
 fn sampler(dtype: DeviceDtype, config: &Config, parameters: &Parameters) -> DeviceSampler {
-    let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::of_tests()).unwrap();
     let staged = StagedWeights::upload(&device, dtype, parameters).unwrap();
     DeviceSampler::new(&device, config, staged).unwrap()
 }

@@ -93,7 +93,7 @@ fn here(case: &Case, config: &Config, parameters: &Parameters) -> Trained {
 }
 
 fn there<T: Storage>(case: &Case, config: &Config, parameters: &Parameters, recompute: Recompute) -> Trained {
-    let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::of_tests()).unwrap();
     let layout = parameters.layout();
     let decoder = DeviceDecoder::<T>::new(&device, config, layout, recompute).unwrap();
     let mut weights = FlatWeights::upload(&device, parameters).unwrap();
@@ -242,7 +242,7 @@ fn decoding_gives_the_tokens_and_the_routes_of_the_processor() {
 /// Row for row the same predictions, whatever else is in the pack: no row depends on what is beside it in a tile.
 #[test]
 fn a_sequence_has_the_same_bits_in_every_pack() {
-    let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::of_tests()).unwrap();
     for (name, config) in configs() {
         let parameters = parameters(&config);
         let decoder =

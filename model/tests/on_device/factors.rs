@@ -55,7 +55,7 @@ fn there<T: Storage>(
     factors: &Arc<LowRank>,
     recompute: Recompute,
 ) -> Vec<f32> {
-    let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::of_tests()).unwrap();
     let decoder = DeviceDecoder::<T>::new(&device, config, parameters.layout(), recompute).unwrap();
     let mut weights = FlatWeights::upload(&device, parameters).unwrap();
     on_device(case, &decoder, &mut weights, factors)

@@ -72,7 +72,7 @@ fn results_of_experts_are_normalised() {
 
 #[test]
 fn loss_and_gradients_are_those_of_pytorch() {
-    let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::of_tests()).unwrap();
     for name in MODELS {
         let Golden { config, parameters, sequences, temperature, loss, gradients, .. } = Golden::open(name);
         let layout = parameters.layout();
@@ -107,7 +107,7 @@ fn loss_and_gradients_are_those_of_pytorch() {
 /// What devices refuse, they refuse by name.
 #[test]
 fn wide_heads_are_refused_by_name() {
-    let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::of_tests()).unwrap();
     let config = Config { head_dim: 264, ..config(Architecture::Qwen3, 2) };
     let layout = Arc::new(Layout::new(&config));
     let error = DeviceDecoder::<f32>::new(&device, &config, &layout, Recompute::None).unwrap_err();

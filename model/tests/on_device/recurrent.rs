@@ -95,7 +95,7 @@ struct Both {
 impl Both {
     fn new() -> Self {
         let config = with_recurrence(SPEC, [true, false, true]);
-        let (parameters, device) = (parameters(&config), Device::open(DeviceLocation::Emulated).unwrap());
+        let (parameters, device) = (parameters(&config), Device::open(DeviceLocation::of_tests()).unwrap());
         let staged = StagedWeights::upload(&device, DeviceDtype::F32, &parameters).unwrap();
         Self {
             decoder: Decoder::new(&config, &parameters),
@@ -194,7 +194,7 @@ fn states_are_copied_kept_and_lost_as_on_the_processor() {
 
 #[test]
 fn other_recurrences_are_refused_by_name() {
-    let device = Device::open(DeviceLocation::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::of_tests()).unwrap();
     let mut several = with_recurrence(SPEC, [true; 3]);
     several.layers[1].delta_net = Some(DeltaNetSpec { key_dim: 8, ..SPEC });
     for (config, what) in [

@@ -19,7 +19,7 @@ use crate::frozen::each;
 use crate::low_rank::factors_of;
 
 fn device() -> Device {
-    Device::open(DeviceLocation::Emulated).unwrap()
+    Device::open(DeviceLocation::of_tests()).unwrap()
 }
 
 /// Predictions and gradients of factors, in `T`, which are `tolerance` from those of the processor.

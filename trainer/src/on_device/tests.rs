@@ -31,6 +31,10 @@ fn model() -> Config {
 }
 
 fn settings(dtype: DeviceDtype, optimizer: OptimizerPlace) -> LearnerConfig {
+    settings_at(DeviceLocation::of_tests(), dtype, optimizer)
+}
+
+fn settings_at(place: DeviceLocation, dtype: DeviceDtype, optimizer: OptimizerPlace) -> LearnerConfig {
     LearnerConfig {
         optimizer: OptimizerConfig::standard(OptimizerKind::Adamw, 0.95),
         max_grad_norm: 1.0,
@@ -42,7 +46,7 @@ fn settings(dtype: DeviceDtype, optimizer: OptimizerPlace) -> LearnerConfig {
         leaves: 4,
         zero: 1,
         wait: Duration::from_secs(60),
-        device: Some(DeviceConfig { optimizer, ..DeviceConfig::new(DeviceLocation::Emulated, dtype) }),
+        device: Some(DeviceConfig { optimizer, ..DeviceConfig::new(place, dtype) }),
     }
 }
 
@@ -104,7 +108,9 @@ fn state_returns_to_the_device_with_the_same_bits() {
 
 #[test]
 fn every_process_broadcasts_its_shard() {
-    let settings = LearnerConfig { world: 2, zero: 2, ..settings(DeviceDtype::F32, OptimizerPlace::Device) };
+    // Members of a broadcast need a GPU each, or the emulator.
+    let settings = settings_at(DeviceLocation::Emulated, DeviceDtype::F32, OptimizerPlace::Device);
+    let settings = LearnerConfig { world: 2, zero: 2, ..settings };
     let mut ranks = collective::threads::group(2, Duration::from_secs(60)).into_iter();
     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
     let leader = Leader::new(Arc::new(first));

@@ -25,8 +25,8 @@ const SOON: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(100);
 const LEN: usize = 5000;
 
-fn emulated() -> Device {
-    Device::open(DeviceLocation::Emulated).unwrap()
+fn device() -> Device {
+    Device::open(DeviceLocation::of_tests()).unwrap()
 }
 
 /// Weights that say of which version they are.
@@ -39,7 +39,15 @@ fn digest_of<T: Storage>(version: u64) -> Digest {
 }
 
 fn publish<T: Storage>(publisher: &dyn DevicePublisher<T>, version: u64) -> Result<(), WeightsError> {
-    let trained = emulated().upload(&values::<T>(version)).unwrap();
+    publish_from(&device(), publisher, version)
+}
+
+fn publish_from<T: Storage>(
+    device: &Device,
+    publisher: &dyn DevicePublisher<T>,
+    version: u64,
+) -> Result<(), WeightsError> {
+    let trained = device.upload(&values::<T>(version)).unwrap();
     publisher.publish(PolicyVersion(version), trained.all())
 }
 
@@ -49,7 +57,7 @@ fn next<T: Storage>(subscriber: &dyn DeviceSubscriber<T>, after: u64) -> DeviceW
 }
 
 fn found<T: Storage>(values: &DeviceBuffer<T>) -> Vec<T> {
-    emulated().download(values.all()).unwrap()
+    device().download(values.all()).unwrap()
 }
 
 fn check<T: Storage + PartialEq>(weights: &DeviceWeights<T>, version: u64) {
@@ -63,13 +71,13 @@ fn applied<T: Storage>(subscriber: &dyn DeviceSubscriber<T>, weights: &DeviceWei
 }
 
 fn colocated() -> ColocatedPublisher<bf16> {
-    ColocatedPublisher::new(Hub::new(HubConfig::default()), &emulated())
+    ColocatedPublisher::new(Hub::new(HubConfig::default()), &device())
 }
 
 #[test]
 fn colocated_samplers_take_turns_between_two_buffers() {
     let publisher = colocated();
-    let samplers = ["a", "b"].map(|name| publisher.subscribe(name, &emulated()).unwrap());
+    let samplers = ["a", "b"].map(|name| publisher.subscribe(name, &device()).unwrap());
     assert!(samplers[0].newest(None).unwrap().is_none());
     let mut serving: [Option<DeviceWeights<bf16>>; 2] = [None, None];
     let mut places = Vec::new();
@@ -100,7 +108,7 @@ fn colocated_samplers_take_turns_between_two_buffers() {
 #[test]
 fn a_buffer_in_use_is_not_overwritten_and_missed_versions_are_forgotten() {
     let publisher = colocated();
-    let sampler = publisher.subscribe("sampler", &emulated()).unwrap();
+    let sampler = publisher.subscribe("sampler", &device()).unwrap();
     publish(&publisher, 1).unwrap();
     let serving = next(&sampler, 0);
     for version in 2..=5 {
@@ -111,9 +119,9 @@ fn a_buffer_in_use_is_not_overwritten_and_missed_versions_are_forgotten() {
     check(&serving, 1);
     check(&ready, 5);
     check(&next(&sampler, 5), 6);
-    let late = publisher.subscribe("late", &emulated()).unwrap();
+    let late = publisher.subscribe("late", &device()).unwrap();
     assert!(late.newest(None).unwrap().is_none(), "it was not there");
-    let trained = emulated().upload(&values::<bf16>(6)).unwrap();
+    let trained = device().upload(&values::<bf16>(6)).unwrap();
     assert!(publisher.resend(trained.all()).unwrap());
     assert!(!publisher.resend(trained.all()).unwrap(), "all have it");
     check(&next(&late, 0), 6);
@@ -122,7 +130,7 @@ fn a_buffer_in_use_is_not_overwritten_and_missed_versions_are_forgotten() {
 #[test]
 fn weights_with_another_digest_stop_the_run() {
     let publisher = colocated();
-    let sampler = publisher.subscribe("sampler", &emulated()).unwrap();
+    let sampler = publisher.subscribe("sampler", &device()).unwrap();
     publish(&publisher, 1).unwrap();
     let receipt = Receipt { digest: digest_of::<bf16>(2), ..next(&sampler, 0).receipt(Duration::ZERO) };
     let mismatch = sampler.applied(receipt).unwrap_err();
@@ -136,7 +144,7 @@ fn a_version_published_again_must_have_the_same_weights() {
     for version in [1, 2, 1] {
         publish(&publisher, version).unwrap();
     }
-    let other = emulated().upload(&values::<bf16>(9)).unwrap();
+    let other = device().upload(&values::<bf16>(9)).unwrap();
     let error = publisher.publish(PolicyVersion(1), other.all()).unwrap_err();
     assert!(matches!(error, WeightsError::Republished { .. }), "{error}");
     assert!(matches!(publish(&publisher, 0).unwrap_err(), WeightsError::NotNewer { .. }));
@@ -147,8 +155,8 @@ fn weights_on_a_device_and_on_the_host_are_not_taken_for_each_other() {
     let publisher = colocated();
     let hub = publisher.hub().clone();
     let on_host = hub.subscribe("host").unwrap();
-    let other = IpcSubscriber::<bf16>::within(&hub, "ipc", &emulated()).unwrap();
-    let narrow = IpcSubscriber::<f32>::within(&hub, "f32", &emulated()).unwrap();
+    let other = IpcSubscriber::<bf16>::within(&hub, "ipc", &device()).unwrap();
+    let narrow = IpcSubscriber::<f32>::within(&hub, "f32", &device()).unwrap();
     publish(&publisher, 1).unwrap();
     let error = crate::Subscriber::newest(&on_host, None).unwrap_err();
     assert!(matches!(error, WeightsError::OnDevice { .. }), "{error}");
@@ -160,14 +168,14 @@ fn weights_on_a_device_and_on_the_host_are_not_taken_for_each_other() {
 
 fn ipc(directory: &Path) -> IpcPublisher<f32> {
     let config = IpcConfig { directory: directory.to_owned(), wait: SHORT };
-    IpcPublisher::new(Hub::new(HubConfig::default()), &emulated(), &config).unwrap()
+    IpcPublisher::new(Hub::new(HubConfig::default()), &device(), &config).unwrap()
 }
 
 #[test]
 fn slots_are_copied_out_of_and_used_in_turn() {
     let directory = tempfile::tempdir().unwrap();
     let publisher = ipc(directory.path());
-    let sampler = IpcSubscriber::<f32>::within(publisher.hub(), "sampler", &emulated()).unwrap();
+    let sampler = IpcSubscriber::<f32>::within(publisher.hub(), "sampler", &device()).unwrap();
     let mut serving: Option<DeviceWeights<f32>> = None;
     for version in 1..=6 {
         publish(&publisher, version).unwrap();
@@ -184,7 +192,7 @@ fn slots_are_copied_out_of_and_used_in_turn() {
     let own = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
     assert_eq!(std::fs::read_dir(own).unwrap().count(), 3, "the owner, and two slots");
     // A model of another size takes new slots.
-    let larger = emulated().upload(&vec![1.5_f32; LEN + 3]).unwrap();
+    let larger = device().upload(&vec![1.5_f32; LEN + 3]).unwrap();
     publisher.publish(PolicyVersion(7), larger.all()).unwrap();
     assert_eq!(found(&next(&sampler, 6).values), vec![1.5; LEN + 3]);
     check(&serving.unwrap(), 6);
@@ -196,12 +204,12 @@ fn slots_are_copied_out_of_and_used_in_turn() {
 fn no_torn_version_is_copied() {
     let directory = tempfile::tempdir().unwrap();
     let config = IpcConfig { directory: directory.path().to_owned(), wait: SOON };
-    let publisher = IpcPublisher::<f32>::new(Hub::new(HubConfig::default()), &emulated(), &config).unwrap();
+    let publisher = IpcPublisher::<f32>::new(Hub::new(HubConfig::default()), &device(), &config).unwrap();
     let hub = publisher.hub().clone();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let readers = ["a", "b"].map(|name| {
-            let sampler = IpcSubscriber::<f32>::within(&hub, name, &emulated()).unwrap();
+            let sampler = IpcSubscriber::<f32>::within(&hub, name, &device()).unwrap();
             let done = &done;
             scope.spawn(move || {
                 let mut last = 0;
@@ -266,7 +274,7 @@ fn samples_in_another_process() {
     let url = std::fs::read_to_string("url").unwrap();
     let shared = std::env::current_dir().unwrap();
     let config = RemoteConfig { shared, ..RemoteConfig::new(url, "far") };
-    let sampler = IpcSubscriber::<f32>::connect(config, &emulated()).unwrap();
+    let sampler = IpcSubscriber::<f32>::connect(config, &device()).unwrap();
     let mut serving = next(&sampler, 0);
     loop {
         applied(&sampler, &serving);

@@ -4,6 +4,11 @@ use super::super::nccl::{NcclConfig, NcclPublisher, NcclSubscriber, PushLead, Pu
 use super::super::round::PushPlan;
 use super::*;
 
+/// Each member of a broadcast needs a device of its own, which one GPU does not have.
+fn emulated() -> Device {
+    Device::open(DeviceLocation::Emulated).unwrap()
+}
+
 fn config(deadline: Duration) -> NcclConfig {
     // Several buckets, the last one short.
     NcclConfig { bucket_bytes: 4096, deadline, grace: Duration::from_secs(2), attempts: 4 }
@@ -21,7 +26,7 @@ fn serves<T: Storage + PartialEq>(sampler: &NcclSubscriber<T>) -> Vec<u64> {
         match sampler.wait_newer(serving.as_ref().map(|weights| weights.version), SOON) {
             Ok(Some(new)) => {
                 assert!(
-                    found(&new.values) == values::<T>(new.version.0),
+                    emulated().download(new.values.all()).unwrap() == values::<T>(new.version.0),
                     "not the weights of {}",
                     new.version
                 );
@@ -49,7 +54,7 @@ fn a_version_is_broadcast_to_all_samplers_and_again_to_late_ones() {
     let publisher = nccl(SOON);
     let hub = publisher.hub().clone();
     let (_server, url) = serve(hub.clone());
-    publish(&publisher, 1).unwrap();
+    publish_from(&emulated(), &publisher, 1).unwrap();
     std::thread::scope(|scope| {
         let far = NcclSubscriber::<bf16>::connect(RemoteConfig::new(url, "far"), &emulated()).unwrap();
         let far = scope.spawn(move || serves(&far));
@@ -64,10 +69,10 @@ fn a_version_is_broadcast_to_all_samplers_and_again_to_late_ones() {
         assert!(publisher.resend(trained.all()).unwrap());
         for version in 2..=4 {
             publisher.wait_applied(PolicyVersion(version - 1), SOON).unwrap();
-            publish(&publisher, version).unwrap();
+            publish_from(&emulated(), &publisher, version).unwrap();
             assert_eq!(publisher.last_push().unwrap().unwrap().attempts, 1);
         }
-        publish(&publisher, 3).unwrap();
+        publish_from(&emulated(), &publisher, 3).unwrap();
         publisher.wait_applied(PolicyVersion(4), SOON).unwrap();
         drop(publisher);
         assert_eq!(far.join().unwrap(), [1, 2, 3, 4]);
@@ -105,7 +110,7 @@ fn a_sampler_that_dies_in_the_middle_of_a_push_is_left_out_of_the_next_attempt()
                 (served, good.take_failed().unwrap())
             });
             wait_for(&hub, &["dying", "good"]);
-            publish(&publisher, 1).unwrap();
+            publish_from(&emulated(), &publisher, 1).unwrap();
             assert_eq!(publisher.last_push().unwrap().unwrap().attempts, 2);
             dies.join().unwrap();
             while !hub.lags().unwrap().iter().any(|lag| lag.subscriber == "good" && lag.receipt.is_some()) {
@@ -130,7 +135,7 @@ fn no_member_waits_for_a_sampler_that_has_ended() {
     std::thread::scope(|scope| {
         let first = connect();
         assert!(first.newest(None).unwrap().is_none());
-        let pushing = scope.spawn(|| publish(&publisher, 1));
+        let pushing = scope.spawn(|| publish_from(&emulated(), &publisher, 1));
         // Its process is killed when the push waits for it.
         let watcher = HubConnection::here(&hub, "watcher").unwrap();
         watcher.next_notice(After::Version(None), Instant::now() + SOON).unwrap().unwrap();
@@ -146,7 +151,7 @@ fn no_member_waits_for_a_sampler_that_has_ended() {
         let trained = emulated().upload(&values::<bf16>(1)).unwrap();
         assert!(publisher.resend(trained.all()).unwrap(), "it goes by the name of one that was sent it");
         publisher.wait_applied(PolicyVersion(1), SOON).unwrap();
-        publish(&publisher, 2).unwrap();
+        publish_from(&emulated(), &publisher, 2).unwrap();
         drop(publisher);
         assert_eq!(again.join().unwrap(), [1, 2]);
     });
