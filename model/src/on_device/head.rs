@@ -1,7 +1,7 @@
 //! The final norm, the language-model head fused with log-probability and entropy (Cut Cross-Entropy, arXiv 2411.09009; Liger
 //! Kernel, arXiv 2410.10989), and the value head.
 //!
-//! Invariant: logits are in memory for [`ROWS`] rows at a time; those of a whole pack never are.
+//! Invariant: logits are in memory for [`HEAD_ROWS`] rows at a time; those of a whole pack never are.
 
 use std::ops::Range;
 
@@ -14,9 +14,9 @@ use super::units::{UnitWeights, within};
 use super::{DeviceDecoder, check_ids};
 use crate::{Head, Prediction, PredictionGradient, Target, Unit};
 
-/// Rows whose logits are in memory at a time: enough for a product near peak throughput, and 0.3 GB for a vocabulary of 150
-/// thousand tokens.
-pub(super) const ROWS: usize = 512;
+/// Rows whose logits are in memory at a time: so many that reading and writing the gradient of the head, once for all of them, takes
+/// less time than their product; 1.2 GB for a vocabulary of 150 thousand tokens.
+pub const HEAD_ROWS: usize = 2048;
 
 /// Targets on the device.
 #[derive(Debug)]
@@ -78,8 +78,8 @@ impl<T: Storage> DeviceDecoder<T> {
             let (unit, place) = self.head_place();
             let weight = weights.unit(unit)?.slice(place);
             let mut out = self.activations.uninit::<f32>(2 * rows)?;
-            for first in (0..rows).step_by(ROWS) {
-                let last = (first + ROWS).min(rows);
+            for first in (0..rows).step_by(HEAD_ROWS) {
+                let last = (first + HEAD_ROWS).min(rows);
                 let logits = self.logits(normed.view(first * width..last * width), weight)?;
                 let (vocabulary, out) = (self.config.vocab_size, out.view_mut(2 * first..2 * last));
                 predict(&self.device, logits.all(), vocabulary, &asked.targets, first, out)?;
@@ -118,8 +118,8 @@ impl<T: Storage> DeviceDecoder<T> {
             let weight = weights.unit(unit)?.slice(place.clone());
             let pairs: Vec<f32> = slopes.iter().flat_map(|slope| [slope.logprob, slope.entropy]).collect();
             let (pairs, vocabulary) = (device.upload(&pairs)?, self.config.vocab_size);
-            for first in (0..asked.len).step_by(ROWS) {
-                let last = (first + ROWS).min(asked.len);
+            for first in (0..asked.len).step_by(HEAD_ROWS) {
+                let last = (first + HEAD_ROWS).min(asked.len);
                 let piece = first * width..last * width;
                 let logits = self.logits(normed.view(piece.clone()), weight)?;
                 let mut d_logits = device.uninit::<T>(logits.len())?;
