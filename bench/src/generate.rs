@@ -62,8 +62,8 @@ pub fn work(
         let prompts: Vec<Vec<u32>> =
             (0..batch / group).map(|_| random_tokens(&mut rng, args.prompt, vocabulary)).collect();
         let before = engine.counts().steps;
-        submit(&mut engine, prompts, group, args.new)?;
         let clock = Instant::now();
+        submit(&mut engine, prompts, group, args.new)?;
         let of_repeat = run(&mut engine, (args.prompt, batch), &shape, args.quantization)?;
         if repeat > 0 {
             phases.add(&of_repeat);

@@ -116,7 +116,7 @@ impl<T: Storage> DeviceDecoder<T> {
         let taps = self.config.delta_net().map(|spec| spec.taps);
         let runs = taps.map(|taps| DeltaRuns::new(device, pack.segments(), tokens, taps)).transpose()?;
         let angles = self.angles(pack.positions())?;
-        let (ids, asked) = (self.ids(pack.token_ids())?, self.ask(targets)?);
+        let (ids, mut asked) = (self.ids(pack.token_ids())?, self.ask(targets)?);
         let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
         let rows_there = device.upload(&rows)?;
         let given = self.given(pack)?;
@@ -147,7 +147,7 @@ impl<T: Storage> DeviceDecoder<T> {
         let mut normed = device.uninit(picked.len())?;
         let norm = self.final_norm_of(weights.unit(Unit::Tail)?.slice(self.final_norm()));
         rms_norm(device, picked.all(), norm, normed.all_mut())?;
-        let predictions = self.predictions(weights, &normed, &asked)?;
+        let predictions = self.predictions(weights, &normed, &mut asked)?;
         let trace = DeviceTrace { ids, angles, segments, runs, given, layers, asked, groups, picked, normed };
         Ok((predictions, trace))
     }
