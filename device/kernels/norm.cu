@@ -45,15 +45,29 @@ template <int n, typename T> DEVICE void normalize(const T* x, const T* weight, 
 }
 
 // Packs of 16 bytes per lane of a narrow row, and narrow rows per block; src/ops/norm.rs chooses narrow rows with the same number.
-constexpr int PACKS = 8, NARROW_ROWS = 4;
+constexpr int PACKS = 4, NARROW_ROWS = 4;
 
-// Calls visit(pack, first column) for the packs of a narrow row that the lane has.
-template <int n, typename Visit> DEVICE void visit_packs(int width, Visit visit) {
+// The calling lane's packs of a narrow row, all of whose loads begin before the first is used; zero after the last.
+template <typename T> struct NarrowRow {
+    static constexpr int n = 16 / sizeof(T);
+    Pack<T, n> at[PACKS];
+};
+
+// First column of a pack of the calling lane.
+template <typename T> DEVICE int pack_column(int p) { return (p * 32 + int(lane_index())) * NarrowRow<T>::n; }
+
+template <typename T> DEVICE void load_narrow(NarrowRow<T>& row, const T* from, int width) {
 #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
-        const int i = (p * 32 + int(lane_index())) * n;
-        if (i < width) visit(p, i);
+        row.at[p] = {};
+        if (pack_column<T>(p) < width) row.at[p] = load_pack<NarrowRow<T>::n>(from + pack_column<T>(p));
     }
+}
+
+template <typename T> DEVICE void store_narrow(T* to, const NarrowRow<T>& row, int width) {
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p)
+        if (pack_column<T>(p) < width) store_pack(to + pack_column<T>(p), row.at[p]);
 }
 
 // The narrow row of the calling warp.
@@ -61,52 +75,55 @@ DEVICE int narrow_row() { return int(blockIdx.x) * NARROW_ROWS + int(warp_index(
 
 // `normalize` of a narrow row, by a warp.
 template <typename T> DEVICE void normalize_narrow(const T* x, const T* weight, const Norm& norm, const T* base, T* out) {
-    constexpr int n = 16 / sizeof(T);
-    Pack<T, n> row[PACKS];
+    NarrowRow<T> row, scale, under;
+    load_narrow(row, x, norm.width);
+    load_narrow(scale, weight, norm.width);
+    // Any rows that are there, without a base.
+    load_narrow(under, base ? base : x, norm.width);
     float squares = 0;
-    visit_packs<n>(norm.width, [&](int p, int i) {
-        row[p] = load_pack<n>(x + i);
-        for (int j = 0; j < n; ++j) squares = fmaf(load(row[p].at[j]), load(row[p].at[j]), squares);
-    });
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p)
+        for (int j = 0; j < row.n; ++j) squares = fmaf(load(row.at[p].at[j]), load(row.at[p].at[j]), squares);
     const float inverse = 1.0f / sqrtf(warp_sum(squares) / norm.width + norm.eps);
-    visit_packs<n>(norm.width, [&](int p, int i) {
-        Pack<T, n> scale = load_pack<n>(weight + i), under;
-        if (base) under = load_pack<n>(base + i);
-        for (int j = 0; j < n; ++j) {
-            float value = load(row[p].at[j]) * inverse * weight_of(norm, load(scale.at[j]));
-            store(&row[p].at[j], base ? load(under.at[j]) + value : value);
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        for (int j = 0; j < row.n; ++j) {
+            float value = load(row.at[p].at[j]) * inverse * weight_of(norm, load(scale.at[p].at[j]));
+            store(&row.at[p].at[j], base ? load(under.at[p].at[j]) + value : value);
         }
-        store_pack(out + i, row[p]);
-    });
+    }
+    store_narrow(out, row, norm.width);
 }
 
 // `normalize_backward` of a narrow row, by a warp. Returns the inverse root mean square.
 template <typename T>
 DEVICE float normalize_narrow_backward(const T* x, const T* weight, const Norm& norm, const T* g, const T* base, T* dx) {
-    constexpr int n = 16 / sizeof(T);
-    Pack<T, n> row[PACKS], slope[PACKS];
+    NarrowRow<T> row, scale, slope, under;
+    load_narrow(row, x, norm.width);
+    load_narrow(slope, g, norm.width);
+    load_narrow(scale, weight, norm.width);
+    // Any rows that are there, without a base.
+    load_narrow(under, base ? base : x, norm.width);
     float squares = 0, product = 0;
-    visit_packs<n>(norm.width, [&](int p, int i) {
-        Pack<T, n> scale = load_pack<n>(weight + i);
-        row[p] = load_pack<n>(x + i), slope[p] = load_pack<n>(g + i);
-        for (int j = 0; j < n; ++j) {
-            float value = load(row[p].at[j]);
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        for (int j = 0; j < row.n; ++j) {
+            float value = load(row.at[p].at[j]);
             squares = fmaf(value, value, squares);
-            product = fmaf(load(slope[p].at[j]) * weight_of(norm, load(scale.at[j])), value, product);
+            product = fmaf(load(slope.at[p].at[j]) * weight_of(norm, load(scale.at[p].at[j])), value, product);
         }
-    });
+    }
     const float inverse = 1.0f / sqrtf(warp_sum(squares) / norm.width + norm.eps);
     const float pull = warp_sum(product) * inverse * inverse * inverse / norm.width;
-    visit_packs<n>(norm.width, [&](int p, int i) {
-        Pack<T, n> scale = load_pack<n>(weight + i), under;
-        if (base) under = load_pack<n>(base + i);
-        for (int j = 0; j < n; ++j) {
-            float sum = load(slope[p].at[j]) * weight_of(norm, load(scale.at[j])) * inverse - load(row[p].at[j]) * pull;
-            if (base) sum += load(under.at[j]);
-            store(&row[p].at[j], sum);
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        for (int j = 0; j < row.n; ++j) {
+            float sum = load(slope.at[p].at[j]) * weight_of(norm, load(scale.at[p].at[j])) * inverse - load(row.at[p].at[j]) * pull;
+            if (base) sum += load(under.at[p].at[j]);
+            store(&row.at[p].at[j], sum);
         }
-        store_pack(dx + i, row[p]);
-    });
+    }
+    store_narrow(dx, row, norm.width);
     return inverse;
 }
 

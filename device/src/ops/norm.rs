@@ -11,7 +11,7 @@ use crate::memory::{View, ViewMut};
 /// Smallest number of rows per block in the gradient of the weight, eight per warp.
 const SLAB: usize = 64;
 /// Bytes of the widest row that one warp normalises, and rows of a block of such warps, as in `kernels/norm.cu`.
-const NARROW: usize = 8 * 32 * PACK;
+const NARROW: usize = 4 * 32 * PACK;
 const NARROW_ROWS: usize = 4;
 
 /// A norm of rows.
