@@ -11,8 +11,10 @@
 #define UNROLL _Pragma("unroll")
 
 namespace attention {
-// Queries, and keys, per block; src/ops/attention.rs and src/ops/prefill.rs build the work lists with the same number.
+// Keys per tile; src/ops/attention.rs builds the work lists over keys with the same number.
 constexpr int TILE = 64;
+// Queries per entry of the work lists, which src/ops/attention.rs and src/ops/prefill.rs build with the same number.
+constexpr int QUERIES = 128;
 // Padding of the rows of a shared-memory tile, values, so that rows begin in different banks.
 constexpr int PAD = 8;
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -43,21 +45,26 @@ template <typename T> DEVICE float sink_of(const Rule<T>& rule, int head) {
     return rule.sinks ? load(rule.sinks[head]) : -INFINITE;
 }
 
-// A tile of queries of one head: the place of the first query, the first place of the tiles that they see, and the
-// number of places of the last one.
+// Queries of one head: the place of the first query, the first place of the tiles that they see, and the number of
+// places of the last one.
 struct QueryBlock {
     Heads of;
     Segment segment;
     int window, head, kv, first, first_place, begin, seen;
 };
 
-// The tile of the calling block in a grid of [heads, tiles].
-DEVICE QueryBlock query_block(const Heads& of, const Segment& segment, int first, int window) {
-    const int head = blockIdx.x, first_place = segment.prefix_end - segment.prefix_first + first - segment.first;
+// The queries of the calling block, at most ROWS, of the entry that begins at `entry`, in a grid of
+// [heads * QUERIES / ROWS, entries]. There may be none.
+template <int ROWS> DEVICE QueryBlock query_block(const Heads& of, const Segment& segment, int entry, int window) {
+    constexpr int PARTS = QUERIES / ROWS;
+    const int head = blockIdx.x / PARTS, first = entry + blockIdx.x % PARTS * ROWS;
+    const int first_place = segment.prefix_end - segment.prefix_first + first - segment.first;
     const int begin = max(0, first_place - window + 1) / TILE * TILE;
     return {of, segment, window, head, head / group_of(of), first, first_place, begin,
-            first_place + min(TILE, segment.end - first)};
+            first_place + min(ROWS, segment.end - first)};
 }
+
+DEVICE bool empty(const QueryBlock& block) { return block.first >= block.segment.end; }
 
 // Whether query `i` of a block does not see the key at a place: one after its own, which is many before it as an
 // unsigned number, or one before its window.
@@ -65,9 +72,16 @@ DEVICE bool hidden(const QueryBlock& block, int i, int place) {
     return uint32(block.first_place + i - place) >= uint32(block.window);
 }
 
-// Whether some query of a block does not see a key of the tile at `first`.
-DEVICE bool partly_hidden(const QueryBlock& block, int first) {
-    return first + TILE - 1 > block.first_place || first <= block.first_place + TILE - 1 - block.window;
+// Whether `count` queries of a block from `i` see none of `keys` keys from the place `first`.
+DEVICE bool all_hidden(const QueryBlock& block, int i, int count, int first, int keys) {
+    const int place = block.first_place + i;
+    return block.first + i >= block.segment.end || first >= place + count || place - first - keys + 1 >= block.window;
+}
+
+// Whether some of these queries does not see one of these keys.
+DEVICE bool partly_hidden(const QueryBlock& block, int i, int count, int first, int keys) {
+    const int place = block.first_place + i;
+    return first + keys - 1 > place || place + count - 1 - first >= block.window;
 }
 
 // The row of a query; negative after the last.
@@ -129,12 +143,11 @@ template <int D, int N, typename Row> DEVICE void copy_tile(bf16* to, const bf16
     }
 }
 
-// Begins an asynchronous copy of the keys and values of the places from `first`.
-template <int D>
-DEVICE void fetch_keys(bf16* keys, bf16* values, const KeyRows<bf16>& from, const QueryBlock& block, int first) {
+// Begins an asynchronous copy of the keys and values of the places from `first`, to two tiles.
+template <int D> DEVICE void fetch_keys(bf16* to, const KeyRows<bf16>& from, const QueryBlock& block, int first) {
     auto row = [&](int i) { return key_row(from, block, first + i); };
-    copy_tile<D, TILE>(keys, from.keys, from.stride, row);
-    copy_tile<D, TILE>(values, from.values, from.stride, row);
+    copy_tile<D, TILE>(to, from.keys, from.stride, row);
+    copy_tile<D, TILE>(to + TILE * (D + PAD), from.values, from.stride, row);
     copy_commit();
 }
 
@@ -145,43 +158,50 @@ DEVICE void mma_pair(float (&low)[4], float (&high)[4], const uint32 (&a)[4], co
     mma(high, a, second);
 }
 
-// c [16, N] += a [16, D] * b [N, D]^T, with `b` a tile; `load` returns the operand of 16 columns of `a`.
-template <int D, int N, typename Load> DEVICE void add_dots(float (&c)[N / 8][4], const bf16* b, Load load) {
+// Tiles of 16 rows per warp. An operand from shared memory is used for all of them, and reads of shared memory bound
+// the kernels otherwise; with heads of 128 the sums of two tiles do not fit in registers.
+template <int D> constexpr int SPAN = D > 64 ? 1 : 2;
+
+// The first `columns` of c [16 M, N] += a [16 M, D] * b [N, D]^T, with `b` a tile; `load` returns the operand of 16 rows
+// and 16 columns of `a`.
+template <int D, int M, int N, typename Load>
+DEVICE void add_dots(float (&c)[M][N / 8][4], const bf16* b, int columns, Load load) {
     UNROLL for (int k = 0; k < D / 16; ++k) {
-        uint32 rows[4];
-        load(rows, k);
+        uint32 rows[M][4];
+        UNROLL for (int m = 0; m < M; ++m) load(rows[m], m, k);
         UNROLL for (int n = 0; n < N / 16; ++n) {
-            uint32 columns[4];
-            load_a(columns, b + 16 * n * (D + PAD) + 16 * k, D + PAD);
-            mma_pair(c[2 * n], c[2 * n + 1], rows, columns);
+            if (16 * n >= columns) break;
+            uint32 other[4];
+            load_a(other, b + 16 * n * (D + PAD) + 16 * k, D + PAD);
+            UNROLL for (int m = 0; m < M; ++m) mma_pair(c[m][2 * n], c[m][2 * n + 1], rows[m], other);
         }
     }
 }
 
-// The same for the calling warp's 16 rows of a tile.
-template <int D, int N> DEVICE void add_tile_dots(float (&c)[N / 8][4], const bf16* a, const bf16* b) {
-    const bf16* own = a + 16 * warp_index() * (D + PAD);
-    add_dots<D, N>(c, b, [&](uint32(&rows)[4], int k) { load_a(rows, own + 16 * k, D + PAD); });
-}
-
-// c [16, D] += weights [16, N] * b [N, D], with `b` a tile; the layout of a product's result is that of a left operand.
-template <int D, int N> DEVICE void add_weighted(float (&c)[D / 8][4], const float (&weights)[N / 8][4], const bf16* b) {
+// c [16 M, D] += weights [16 M, N] * b [N, D], with `b` a tile, of whose rows the first `columns` count; the layout of a
+// product's result is that of a left operand.
+template <int D, int M, int N>
+DEVICE void add_weighted(float (&c)[M][D / 8][4], const float (&weights)[M][N / 8][4], const bf16* b, int columns) {
     UNROLL for (int k = 0; k < N / 16; ++k) {
-        const float(&low)[4] = weights[2 * k];
-        const float(&high)[4] = weights[2 * k + 1];
-        const uint32 a[4] = {pack_bf16(low[0], low[1]), pack_bf16(low[2], low[3]), pack_bf16(high[0], high[1]),
-                             pack_bf16(high[2], high[3])};
+        if (16 * k >= columns) break;
+        uint32 a[M][4];
+        UNROLL for (int m = 0; m < M; ++m) {
+            UNROLL for (int i = 0; i < 4; ++i) {
+                const float(&from)[4] = weights[m][2 * k + i / 2];
+                a[m][i] = pack_bf16(from[i % 2 * 2], from[i % 2 * 2 + 1]);
+            }
+        }
         UNROLL for (int n = 0; n < D / 16; ++n) {
-            uint32 columns[4];
-            load_a_transposed(columns, b + 16 * k * (D + PAD) + 16 * n, D + PAD);
-            mma_pair(c[2 * n], c[2 * n + 1], a, columns);
+            uint32 other[4];
+            load_a_transposed(other, b + 16 * k * (D + PAD) + 16 * n, D + PAD);
+            UNROLL for (int m = 0; m < M; ++m) mma_pair(c[m][2 * n], c[m][2 * n + 1], a[m], other);
         }
     }
 }
 
-// Waits for the tiles of the next products; `more` copies were started after them.
-DEVICE void await_tiles(bool more) {
-    more ? copy_wait<1>() : copy_wait<0>();
+// Waits for the copies that were started, and until all threads have used the tiles before.
+DEVICE void await_tiles() {
+    copy_wait<0>();
     BLOCK_SYNC();
 }
 
@@ -220,61 +240,76 @@ DEVICE void soften(float (&s)[TILE / 8][4], float (&sums)[D / 8][4], float (&top
     }
 }
 
+// Adds a tile of keys and values, from the place `first`, to the sums of a warp's queries, which begin at `own`.
+template <int D, bool PARTLY_HIDDEN, int M>
+DEVICE void attend_tile(float (&sums)[M][D / 8][4], float (&top)[M][2], float (&total)[M][2], const uint32 (&q)[M][D / 16][4],
+                        const bf16* tiles, const QueryBlock& block, int own, int first, float scale) {
+    // No query sees keys after that of the last one.
+    const int columns = PARTLY_HIDDEN ? block.first_place + own + 16 * M - first : TILE;
+    const int g = lane_index() / 4, t2 = lane_index() % 4 * 2;
+    float s[M][TILE / 8][4] = {};
+    add_dots<D, M, TILE>(s, tiles, columns, [&](uint32(&a)[4], int m, int k) {
+        UNROLL for (int i = 0; i < 4; ++i) a[i] = q[m][k][i];
+    });
+    UNROLL for (int m = 0; m < M; ++m) {
+        UNROLL for (int i = 0; PARTLY_HIDDEN && i < TILE / 2; ++i) {
+            int n = i / 4, e = i % 4;
+            if (hidden(block, own + 16 * m + g + 8 * (e >> 1), first + 8 * n + t2 + (e & 1))) s[m][n][e] = -INFINITE;
+        }
+        soften<D>(s[m], sums[m], top[m], total[m], scale * LOG2_E);
+    }
+    add_weighted<D, M, TILE>(sums, s, tiles + TILE * (D + PAD), columns);
+}
+
 // Stores the results of a block's queries, and `log_sums [heads, rows]` if requested.
 template <int D>
 DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock& block, int rows, const Rule<bf16>& rule,
                    bf16* out, float* log_sums) {
-    constexpr int SIZE = TILE * (D + PAD);
+    constexpr int M = SPAN<D>, PAIR = 2 * TILE * (D + PAD);
     DYNAMIC_SHARED(bf16, shared);
-    bf16 *keys = shared, *values = shared + 2 * SIZE;
     const Heads& of = block.of;
-    const int warp = warp_index(), g = lane_index() / 4, t2 = lane_index() % 4 * 2;
+    const int own = 16 * M * warp_index(), g = lane_index() / 4, t2 = lane_index() % 4 * 2;
     const float scale = rule.scale, sink = sink_of(rule, block.head);
     auto query = [&](int i) { return query_row(block, i); };
-    auto fetch = [&](int t) {
-        const int stage = (t & 1) * SIZE;
-        fetch_keys<D>(keys + stage, values + stage, from, block, block.begin + t * TILE);
-    };
-    // Queries are loaded to registers through the second buffer of keys.
-    copy_tile<D, TILE>(keys + SIZE, qkv + block.head * D, row_width(of), query);
-    copy_commit();
+    auto fetch = [&](int t) { fetch_keys<D>(shared + (t & 1) * PAIR, from, block, block.begin + t * TILE); };
+    // Queries are loaded to registers through the second pair of tiles.
+    copy_tile<D, 64 * M>(shared + PAIR, qkv + block.head * D, row_width(of), query);
     fetch(0);
-    await_tiles(true);
-    uint32 q[D / 16][4];
-    UNROLL for (int k = 0; k < D / 16; ++k) load_a(q[k], keys + SIZE + 16 * warp * (D + PAD) + 16 * k, D + PAD);
-    BLOCK_SYNC();
-
-    // The sink is a score with the weight 1 at first, which one lane of a row counts.
-    const float first_top = sink / scale, first_total = rule.sinks && t2 == 0 ? 1.0f : 0.0f;
-    float sums[D / 8][4] = {}, top[2] = {first_top, first_top}, total[2] = {first_total, first_total};
-    const int count = (block.seen - block.begin + TILE - 1) / TILE;
-    for (int t = 0; t < count; ++t) {
-        if (t + 1 < count) fetch(t + 1);
-        await_tiles(t + 1 < count);
-        float s[TILE / 8][4] = {};
-        add_dots<D, TILE>(s, keys + (t & 1) * SIZE, [&](uint32(&a)[4], int k) {
-            UNROLL for (int i = 0; i < 4; ++i) a[i] = q[k][i];
-        });
-        const int first = block.begin + t * TILE;
-        if (partly_hidden(block, first)) {
-            UNROLL for (int i = 0; i < TILE / 2; ++i) {
-                int n = i / 4, e = i % 4;
-                if (hidden(block, 16 * warp + g + 8 * (e >> 1), first + 8 * n + t2 + (e & 1))) s[n][e] = -INFINITE;
-            }
-        }
-        soften<D>(s, sums, top, total, scale * LOG2_E);
-        add_weighted<D, TILE>(sums, s, values + (t & 1) * SIZE);
-        BLOCK_SYNC();
+    await_tiles();
+    uint32 q[M][D / 16][4];
+    UNROLL for (int m = 0; m < M; ++m) {
+        UNROLL for (int k = 0; k < D / 16; ++k) load_a(q[m][k], shared + PAIR + (own + 16 * m) * (D + PAD) + 16 * k, D + PAD);
     }
 
-    UNROLL for (int r = 0; r < 2; ++r) {
-        float sum = quad_sum(total[r]);
-        int row = query(16 * warp + g + 8 * r);
+    // The sink is a score with the weight 1 at first, which one lane of a row counts.
+    float sums[M][D / 8][4] = {}, top[M][2], total[M][2];
+    UNROLL for (int i = 0; i < 2 * M; ++i) {
+        top[i / 2][i % 2] = sink / scale;
+        total[i / 2][i % 2] = rule.sinks && t2 == 0 ? 1.0f : 0.0f;
+    }
+    const int count = (block.seen - block.begin + TILE - 1) / TILE;
+    for (int t = 0; t < count; ++t) {
+        await_tiles();
+        if (t + 1 < count) fetch(t + 1);
+        const bf16* tiles = shared + (t & 1) * PAIR;
+        const int first = block.begin + t * TILE;
+        if (all_hidden(block, own, 16 * M, first, TILE)) continue;
+        if (partly_hidden(block, own, 16 * M, first, TILE)) {
+            attend_tile<D, true>(sums, top, total, q, tiles, block, own, first, scale);
+        } else {
+            attend_tile<D, false>(sums, top, total, q, tiles, block, own, first, scale);
+        }
+    }
+
+    UNROLL for (int i = 0; i < 2 * M; ++i) {
+        const int m = i / 2, r = i % 2, row = query(own + 16 * m + g + 8 * r);
+        float sum = quad_sum(total[m][r]);
         if (row < 0) continue;
-        if (log_sums && t2 == 0) log_sums[int64(block.head) * rows + row] = top[r] * scale + logf(sum);
+        if (log_sums && t2 == 0) log_sums[int64(block.head) * rows + row] = top[m][r] * scale + logf(sum);
         float inverse = 1.0f / sum;
         bf16* to = out + row * query_width(of) + block.head * D + t2;
-        UNROLL for (int n = 0; n < D / 8; ++n) store_pair(to + 8 * n, sums[n][2 * r] * inverse, sums[n][2 * r + 1] * inverse);
+        UNROLL for (int n = 0; n < D / 8; ++n)
+            store_pair(to + 8 * n, sums[m][n][2 * r] * inverse, sums[m][n][2 * r + 1] * inverse);
     }
 }
 
