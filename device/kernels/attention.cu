@@ -29,15 +29,16 @@ DEVICE bool sees(const Seen& range, int window, int query, int key) {
     return uint32(query - key + range.shift) < uint32(window) && key >= range.key_first && key < range.key_end;
 }
 
-// Iterates over the work of a key job: segments, then heads of the group, then tiles of queries.
-struct Cursor { int entry, head, query; };
+// Iterates over the work of a key job: segments, then heads of the group, then tiles of queries, which end at `end`.
+struct Cursor { int entry, head, query, end; };
 
 DEVICE void advance(Cursor& at, const Seen* seen, const KeyJob& job, int queries, int head_first, int head_end) {
     at.query += queries;
-    if (at.query < seen[at.entry].query_end) return;
+    if (at.query < at.end) return;
     if (++at.head == head_end) {
         at.head = head_first;
         if (++at.entry == job.end) return;
+        at.end = seen[at.entry].query_end;
     }
     at.query = seen[at.entry].query_first;
 }
@@ -90,20 +91,10 @@ DEVICE void query_gradient(const bf16* qkv, const Segment* segments, const Query
         log_sum[m][r] = row < 0 ? 0.0f : log_sums[int64(block.head) * rows + row] * LOG2_E;
         if (row >= 0 && t2 == 0) deltas[int64(block.head) * rows + row] = delta[m][r];
     }
-    // Queries and gradients of two tiles of rows are used several times per tile of keys, from registers.
-    const bf16* sides[2] = {queries + own * ROW, slopes + own * ROW};
-    uint32 held[2][M][D / 16][4];
-    UNROLL for (int i = 0; M > 1 && i < 2 * M * D / 16; ++i) {
-        const int side = i / (M * D / 16), m = i / (D / 16) % M, k = i % (D / 16);
-        load_a(held[side][m][k], sides[side] + 16 * m * ROW + 16 * k, ROW);
-    }
-    auto operand = [&](uint32(&a)[4], int side, int m, int k) {
-        if (M == 1) {
-            load_a(a, sides[side] + 16 * k, ROW);
-        } else {
-            UNROLL for (int i = 0; i < 4; ++i) a[i] = held[side][m][k][i];
-        }
-    };
+    // With several steps per tile queries are held in registers; their gradients do not fit.
+    uint32 held[M][D / 16][4];
+    UNROLL for (int i = 0; M > 1 && i < M * D / 16; ++i)
+        load_a(held[i % M][i / M], queries + (own + 16 * (i % M)) * ROW + 16 * (i / M), ROW);
 
     float sums[M][D / 8][4] = {};
     const int count = (block.seen - block.begin + TILE - 1) / TILE;
@@ -115,8 +106,13 @@ DEVICE void query_gradient(const bf16* qkv, const Segment* segments, const Query
             const int first = block.begin + t * TILE + part;
             if (all_hidden(block, own, 16 * M, first, KEYS)) continue;
             float s[M][KEYS / 8][4] = {}, d[M][KEYS / 8][4] = {};
-            add_dots<D, M, KEYS>(s, keys, KEYS, [&](uint32(&a)[4], int m, int k) { operand(a, 0, m, k); });
-            add_dots<D, M, KEYS>(d, keys + SIZE, KEYS, [&](uint32(&a)[4], int m, int k) { operand(a, 1, m, k); });
+            add_dots<D, M, KEYS>(s, keys, KEYS, [&](uint32(&a)[4], int m, int k) {
+                if (M == 1) load_a(a, queries + own * ROW + 16 * k, ROW);
+                UNROLL for (int i = 0; M > 1 && i < 4; ++i) a[i] = held[m][k][i];
+            });
+            add_dots<D, M, KEYS>(d, keys + SIZE, KEYS, [&](uint32(&a)[4], int m, int k) {
+                load_a(a, slopes + (own + 16 * m) * ROW + 16 * k, ROW);
+            });
             UNROLL for (int i = 0; i < M * KEYS / 2; ++i) {
                 const int m = i / (KEYS / 2), n = i / 4 % (KEYS / 8), e = i % 4, r = e >> 1;
                 float weight = exp2_fast(fmaf(s[m][n][e], scale * LOG2_E, -log_sum[m][r]));
@@ -134,7 +130,7 @@ DEVICE void query_gradient(const bf16* qkv, const Segment* segments, const Query
     UNROLL for (int i = 0; i < 2 * M; ++i) {
         const int m = i / 2, r = i % 2, row = query(own + 16 * m + g + 8 * r);
         if (row < 0) continue;
-        bf16* to = dqkv + row * row_width(of) + block.head * D + t2;
+        bf16* to = dqkv + int64(row) * row_width(of) + block.head * D + t2;
         UNROLL for (int n = 0; n < D / 8; ++n)
             store_pair(to + 8 * n, sums[m][n][2 * r] * scale, sums[m][n][2 * r + 1] * scale);
     }
@@ -152,7 +148,7 @@ DEVICE void store_keys(const float (&sums)[M][D / 8][4], float by, const KeyJob&
         UNROLL for (int n = 0; n < D / 8; ++n) {
             float low = sums[m][n][2 * r] * by, high = sums[m][n][2 * r + 1] * by;
             if (job.slot < 0) {
-                store_pair(dqkv + (job.first + i) * row_width(of) + column + 8 * n + t2, low, high);
+                store_pair(dqkv + int64(job.first + i) * row_width(of) + column + 8 * n + t2, low, high);
             } else {
                 float* to = slot_part(scratch, job, of, kv, which) + i * D + 8 * n + t2;
                 to[0] = low;
@@ -191,8 +187,7 @@ DEVICE void key_gradient(const bf16* qkv, const KeyJob* jobs, const Seen* seen, 
     const float scale = rule.scale;
     const int kv = blockIdx.x, head_first = kv * group_of(of), head_end = head_first + group_of(of);
     auto fetch = [&](const Cursor& at, int stage) {
-        int end = seen[at.entry].query_end;
-        auto row = [&](int i) { return at.query + i < end ? at.query + i : -1; };
+        auto row = [&](int i) { return at.query + i < at.end ? at.query + i : -1; };
         copy_tile<D, ALL>(queries + stage * PART, qkv + at.head * D, row_width(of), row);
         copy_tile<D, ALL>(slopes + stage * PART, gradient + at.head * D, query_width(of), row);
         int i = threadIdx.x % ALL, which = threadIdx.x / ALL;
@@ -203,7 +198,7 @@ DEVICE void key_gradient(const bf16* qkv, const KeyJob* jobs, const Seen* seen, 
     auto key = [&](int i) { return i < job.count ? job.first + i : -1; };
     copy_tile<D, TILE>(keys, qkv + key_column(of, kv), row_width(of), key);
     copy_tile<D, TILE>(values, qkv + value_column(of, kv), row_width(of), key);
-    Cursor next = {job.begin, head_first, seen[job.begin].query_first};
+    Cursor next = {job.begin, head_first, seen[job.begin].query_first, seen[job.begin].query_end};
     fetch(next, 0);
 
     // A warp's keys and queries.
@@ -298,7 +293,7 @@ DEVICE void plain_key_gradient(const T* qkv, const KeyJob* jobs, const Seen* see
     load_rows(values, dim, TILE, qkv + value_column(of, kv), row_width(of), dim, key);
 
     float key_sums[SHARE][COLUMNS] = {}, value_sums[SHARE][COLUMNS] = {};
-    Cursor at = {job.begin, head_first, seen[job.begin].query_first};
+    Cursor at = {job.begin, head_first, seen[job.begin].query_first, seen[job.begin].query_end};
     for (; at.entry < job.end; advance(at, seen, job, LANES, head_first, head_end)) {
         const Seen range = seen[at.entry];
         auto query = [&](int i) { return at.query + i < range.query_end ? at.query + i : -1; };
@@ -325,7 +320,7 @@ DEVICE void plain_key_gradient(const T* qkv, const KeyJob* jobs, const Seen* see
     UNROLL for (int r = 0; r < SHARE; ++r) {
         int i = first + r;
         if (i >= job.count) continue;
-        T* to = dqkv + (job.first + i) * row_width(of);
+        T* to = dqkv + int64(job.first + i) * row_width(of);
         if (job.slot < 0) {
             store_row(to + key_column(of, kv), key_sums[r], scale, dim);
             store_row(to + value_column(of, kv), value_sums[r], 1.0f, dim);
@@ -361,7 +356,7 @@ template <typename T> DEVICE void join(const Split* splits, const Heads& of, con
             float sum = 0.0f;
             for (int slot = split.begin; slot < split.end; ++slot)
                 sum += scratch[((int64(slot) * of.kv_heads + kv) * 2 + which) * TILE * of.dim + i];
-            store(dqkv + (split.first + i / of.dim) * row_width(of) + column + i % of.dim, sum);
+            store(dqkv + int64(split.first + i / of.dim) * row_width(of) + column + i % of.dim, sum);
         }
     }
 }

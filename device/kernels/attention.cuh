@@ -24,8 +24,8 @@ struct Segment { int first, end, prefix_first, prefix_end; };
 // Column offsets in a row.
 struct Heads { int heads, kv_heads, dim; };
 
-DEVICE int64 row_width(const Heads& of) { return int64(of.heads + 2 * of.kv_heads) * of.dim; }
-DEVICE int64 query_width(const Heads& of) { return int64(of.heads) * of.dim; }
+DEVICE int row_width(const Heads& of) { return (of.heads + 2 * of.kv_heads) * of.dim; }
+DEVICE int query_width(const Heads& of) { return of.heads * of.dim; }
 DEVICE int group_of(const Heads& of) { return of.heads / of.kv_heads; }
 DEVICE int key_column(const Heads& of, int kv) { return (of.heads + kv) * of.dim; }
 DEVICE int value_column(const Heads& of, int kv) { return (of.heads + of.kv_heads + kv) * of.dim; }
@@ -90,7 +90,7 @@ DEVICE int query_row(const QueryBlock& block, int i) { return block.first + i < 
 // Location of the keys and values of a block: rows of the pack, or pages of the cache if there is a page table.
 template <typename T> struct KeyRows {
     const T *keys, *values;
-    int64 stride;
+    int stride;
     const uint32* pages;
     // Distance between pages of the cache.
     int page_rows;
@@ -133,13 +133,13 @@ DEVICE void copy_async_word(float* to, const float* from, bool valid) {
 }
 
 // Begins an asynchronous copy of `N` rows of `D` columns to a tile; `row` maps each row, negative for zeros.
-template <int D, int N, typename Row> DEVICE void copy_tile(bf16* to, const bf16* from, int64 stride, Row row) {
+template <int D, int N, typename Row> DEVICE void copy_tile(bf16* to, const bf16* from, int stride, Row row) {
     constexpr int CHUNKS = D / 8;
     UNROLL for (int i = 0; i < N * CHUNKS / 128; ++i) {
         int chunk = i * 128 + int(threadIdx.x);
         int r = chunk / CHUNKS, column = chunk % CHUNKS * 8;
         int at = row(r);
-        copy_async(to + r * (D + PAD) + column, from + (at < 0 ? 0 : at) * stride + column, at < 0 ? 0 : 16);
+        copy_async(to + r * (D + PAD) + column, from + int64(max(at, 0)) * stride + column, at < 0 ? 0 : 16);
     }
 }
 
@@ -149,13 +149,6 @@ template <int D> DEVICE void fetch_keys(bf16* to, const KeyRows<bf16>& from, con
     copy_tile<D, TILE>(to, from.keys, from.stride, row);
     copy_tile<D, TILE>(to + TILE * (D + PAD), from.values, from.stride, row);
     copy_commit();
-}
-
-// Two products with the halves of 16 x 16 values in the layout of `load_a` and `load_a_transposed`.
-DEVICE void mma_pair(float (&low)[4], float (&high)[4], const uint32 (&a)[4], const uint32 (&b)[4]) {
-    const uint32 first[2] = {b[0], b[2]}, second[2] = {b[1], b[3]};
-    mma(low, a, first);
-    mma(high, a, second);
 }
 
 // Tiles of 16 rows per warp. An operand from shared memory is used for all of them, and reads of shared memory bound
@@ -171,9 +164,9 @@ DEVICE void add_dots(float (&c)[M][N / 8][4], const bf16* b, int columns, Load l
         UNROLL for (int m = 0; m < M; ++m) load(rows[m], m, k);
         UNROLL for (int n = 0; n < N / 16; ++n) {
             if (16 * n >= columns) break;
-            uint32 other[4];
-            load_a(other, b + 16 * n * (D + PAD) + 16 * k, D + PAD);
-            UNROLL for (int m = 0; m < M; ++m) mma_pair(c[m][2 * n], c[m][2 * n + 1], rows[m], other);
+            uint32 other[2][2];
+            load_b_pair(other, b + 16 * n * (D + PAD) + 16 * k, D + PAD);
+            UNROLL for (int i = 0; i < 2 * M; ++i) mma(c[i / 2][2 * n + i % 2], rows[i / 2], other[i % 2]);
         }
     }
 }
@@ -192,9 +185,9 @@ DEVICE void add_weighted(float (&c)[M][D / 8][4], const float (&weights)[M][N / 
             }
         }
         UNROLL for (int n = 0; n < D / 16; ++n) {
-            uint32 other[4];
-            load_a_transposed(other, b + 16 * k * (D + PAD) + 16 * n, D + PAD);
-            UNROLL for (int m = 0; m < M; ++m) mma_pair(c[m][2 * n], c[m][2 * n + 1], a[m], other);
+            uint32 other[2][2];
+            load_b_rows_pair(other, b + 16 * k * (D + PAD) + 16 * n, D + PAD);
+            UNROLL for (int i = 0; i < 2 * M; ++i) mma(c[i / 2][2 * n + i % 2], a[i / 2], other[i % 2]);
         }
     }
 }
@@ -307,7 +300,7 @@ DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock&
         if (row < 0) continue;
         if (log_sums && t2 == 0) log_sums[int64(block.head) * rows + row] = top[m][r] * scale + logf(sum);
         float inverse = 1.0f / sum;
-        bf16* to = out + row * query_width(of) + block.head * D + t2;
+        bf16* to = out + int64(row) * query_width(of) + block.head * D + t2;
         UNROLL for (int n = 0; n < D / 8; ++n)
             store_pair(to + 8 * n, sums[m][n][2 * r] * inverse, sums[m][n][2 * r + 1] * inverse);
     }
@@ -321,10 +314,10 @@ constexpr int LANES = 32, SHARE = 8, COLUMNS = 8;
 
 // Copies `count` rows of `dim` values to rows `stride` apart; `row` maps each row, negative for zeros.
 template <typename T, typename Row>
-DEVICE void load_rows(float* to, int stride, int count, const T* from, int64 from_stride, int dim, Row row) {
+DEVICE void load_rows(float* to, int stride, int count, const T* from, int from_stride, int dim, Row row) {
     for (int i = warp_index(); i < count; i += 8) {
         int at = row(i);
-        for (int c = lane_index(); c < dim; c += 32) to[i * stride + c] = at < 0 ? 0.0f : load(from[at * from_stride + c]);
+        for (int c = lane_index(); c < dim; c += 32) to[i * stride + c] = at < 0 ? 0.0f : load(from[int64(at) * from_stride + c]);
     }
 }
 
@@ -389,7 +382,7 @@ DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock
         top[r] = sink_of(rule, block.head), total[r] = !GRADIENT && rule.sinks && lane_index() == 0 ? 1.0f : 0.0f;
         int row = query(first + r);
         if (!GRADIENT || row < 0) continue;
-        const T* result = out + row * query_width(of) + block.head * dim;
+        const T* result = out + int64(row) * query_width(of) + block.head * dim;
         for (int c = lane_index(); c < dim; c += 32) total[r] += load(result[c]) * slopes[(first + r) * dim + c];
         total[r] = warp_sum(total[r]);
         top[r] = log_sums[int64(block.head) * rows + row];
@@ -422,8 +415,8 @@ DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock
         float sum = GRADIENT ? 1.0f : warp_sum(total[r]);
         if (row < 0) continue;
         if (!GRADIENT && log_sums && lane_index() == 0) log_sums[int64(block.head) * rows + row] = top[r] + logf(sum);
-        int64 stride = GRADIENT ? row_width(of) : query_width(of);
-        store_row(to + row * stride + block.head * dim, sums[r], GRADIENT ? scale : 1.0f / sum, dim);
+        int stride = GRADIENT ? row_width(of) : query_width(of);
+        store_row(to + int64(row) * stride + block.head * dim, sums[r], GRADIENT ? scale : 1.0f / sum, dim);
     }
 }
 
