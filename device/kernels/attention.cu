@@ -71,7 +71,7 @@ DEVICE void query_gradient(const bf16* qkv, const Segment* segments, const Query
     if (empty(block)) return;
     const Heads& of = block.of;
     const float scale = rule.scale;
-    const int own = 16 * M * warp_index(), g = lane_index() / 4, t2 = lane_index() % 4 * 2;
+    const int own = 16 * M * query_part(), g = lane_index() / 4, t2 = lane_index() % 4 * 2;
     auto query = [&](int i) { return query_row(block, i); };
     const KeyRows<bf16> from = keys_in_pack(qkv, block);
     auto fetch = [&](int t) { fetch_keys<D>(pairs + (t & 1) * 2 * SIZE, from, block, block.begin + t * TILE); };

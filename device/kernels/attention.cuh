@@ -104,10 +104,10 @@ template <typename T> DEVICE KeyRows<T> keys_in_pack(const T* qkv, const QueryBl
 // The row of a place; negative after the last.
 template <typename T> DEVICE int key_row(const KeyRows<T>& from, const QueryBlock& block, int place) {
     const Segment& segment = block.segment;
-    if (place >= block.seen) return -1;
-    if (from.pages) return int(from.pages[place / PAGE]) * from.page_rows + place % PAGE;
-    int own = place - (segment.prefix_end - segment.prefix_first);
-    return own < 0 ? segment.prefix_first + place : segment.first + own;
+    const int seen = min(place, block.seen - 1), own = seen - (segment.prefix_end - segment.prefix_first);
+    int row = own < 0 ? segment.prefix_first + seen : segment.first + own;
+    if (from.pages) row = int(from.pages[seen / PAGE]) * from.page_rows + seen % PAGE;
+    return place == seen ? row : -1;
 }
 
 // ---------------------------------------------------------------------------------------------------- tensor cores
@@ -145,9 +145,14 @@ template <int D, int N, typename Row> DEVICE void copy_tile(bf16* to, const bf16
 
 // Begins an asynchronous copy of the keys and values of the places from `first`, to two tiles.
 template <int D> DEVICE void fetch_keys(bf16* to, const KeyRows<bf16>& from, const QueryBlock& block, int first) {
-    auto row = [&](int i) { return key_row(from, block, first + i); };
-    copy_tile<D, TILE>(to, from.keys, from.stride, row);
-    copy_tile<D, TILE>(to + TILE * (D + PAD), from.values, from.stride, row);
+    constexpr int CHUNKS = D / 8, SIZE = TILE * (D + PAD);
+    UNROLL for (int i = 0; i < TILE * CHUNKS / 128; ++i) {
+        const int chunk = i * 128 + int(threadIdx.x), r = chunk / CHUNKS, column = chunk % CHUNKS * 8;
+        const int row = key_row(from, block, first + r), valid = row < 0 ? 0 : 16;
+        const int64 at = int64(max(row, 0)) * from.stride + column;
+        copy_async(to + r * (D + PAD) + column, from.keys + at, valid);
+        copy_async(to + SIZE + r * (D + PAD) + column, from.values + at, valid);
+    }
     copy_commit();
 }
 
@@ -197,6 +202,10 @@ DEVICE void await_tiles() {
     copy_wait<0>();
     BLOCK_SYNC();
 }
+
+// The part of a block's queries that the calling warp has, of four. Later queries see more keys: their parts are in other
+// warps in every second tile, so that the schedulers of a multiprocessor have equal work.
+DEVICE int query_part() { return blockIdx.y % 2 == 0 ? warp_index() : 3 - warp_index(); }
 
 // Reduction over the lanes that hold one row of a result of `mma`.
 DEVICE float quad_sum(float value) {
@@ -261,7 +270,7 @@ DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock&
     constexpr int M = SPAN<D>, PAIR = 2 * TILE * (D + PAD);
     DYNAMIC_SHARED(bf16, shared);
     const Heads& of = block.of;
-    const int own = 16 * M * warp_index(), g = lane_index() / 4, t2 = lane_index() % 4 * 2;
+    const int own = 16 * M * query_part(), g = lane_index() / 4, t2 = lane_index() % 4 * 2;
     const float scale = rule.scale, sink = sink_of(rule, block.head);
     auto query = [&](int i) { return query_row(block, i); };
     auto fetch = [&](int t) { fetch_keys<D>(shared + (t & 1) * PAIR, from, block, block.begin + t * TILE); };
