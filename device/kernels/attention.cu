@@ -86,7 +86,10 @@ DEVICE void query_gradient(const bf16* qkv, const Segment* segments, const Query
         const int m = i / 2, r = i % 2, at = own + 16 * m + g + 8 * r, row = query(at);
         float sum = 0.0f;
         const bf16 *left = slopes + at * ROW, *right = pairs + 2 * SIZE + at * ROW;
-        for (int c = t2 / 2; c < D; c += 4) sum = fmaf(load(left[c]), load(right[c]), sum);
+        UNROLL for (int c = 0; c < D; c += 32) {
+            const Pack<bf16, 8> of_gradient = load_pack<8>(left + 4 * t2 + c), of_result = load_pack<8>(right + 4 * t2 + c);
+            UNROLL for (int j = 0; j < 8; ++j) sum = fmaf(load(of_gradient.at[j]), load(of_result.at[j]), sum);
+        }
         delta[m][r] = quad_sum(sum);
         log_sum[m][r] = row < 0 ? 0.0f : log_sums[int64(block.head) * rows + row] * LOG2_E;
         if (row >= 0 && t2 == 0) deltas[int64(block.head) * rows + row] = delta[m][r];
