@@ -11,8 +11,10 @@
 #define UNROLL _Pragma("unroll")
 
 namespace attention {
-// Queries, and keys, per block; src/ops/attention.rs and src/ops/prefill.rs build the work lists with the same number.
+// Keys per tile; src/ops/attention.rs builds the work lists over keys with the same number.
 constexpr int TILE = 64;
+// Queries per entry of the work lists, which src/ops/attention.rs and src/ops/prefill.rs build with the same number.
+constexpr int QUERIES = 128;
 // Padding of the rows of a shared-memory tile, values, so that rows begin in different banks.
 constexpr int PAD = 8;
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -22,8 +24,8 @@ struct Segment { int first, end, prefix_first, prefix_end; };
 // Column offsets in a row.
 struct Heads { int heads, kv_heads, dim; };
 
-DEVICE int64 row_width(const Heads& of) { return int64(of.heads + 2 * of.kv_heads) * of.dim; }
-DEVICE int64 query_width(const Heads& of) { return int64(of.heads) * of.dim; }
+DEVICE int row_width(const Heads& of) { return (of.heads + 2 * of.kv_heads) * of.dim; }
+DEVICE int query_width(const Heads& of) { return of.heads * of.dim; }
 DEVICE int group_of(const Heads& of) { return of.heads / of.kv_heads; }
 DEVICE int key_column(const Heads& of, int kv) { return (of.heads + kv) * of.dim; }
 DEVICE int value_column(const Heads& of, int kv) { return (of.heads + of.kv_heads + kv) * of.dim; }
@@ -43,21 +45,26 @@ template <typename T> DEVICE float sink_of(const Rule<T>& rule, int head) {
     return rule.sinks ? load(rule.sinks[head]) : -INFINITE;
 }
 
-// A tile of queries of one head: the place of the first query, the first place of the tiles that they see, and the
-// number of places of the last one.
+// Queries of one head: the place of the first query, the first place of the tiles that they see, and the number of
+// places of the last one.
 struct QueryBlock {
     Heads of;
     Segment segment;
     int window, head, kv, first, first_place, begin, seen;
 };
 
-// The tile of the calling block in a grid of [heads, tiles].
-DEVICE QueryBlock query_block(const Heads& of, const Segment& segment, int first, int window) {
-    const int head = blockIdx.x, first_place = segment.prefix_end - segment.prefix_first + first - segment.first;
+// The queries of the calling block, at most ROWS, of the entry that begins at `entry`, in a grid of
+// [heads * QUERIES / ROWS, entries]. There may be none.
+template <int ROWS> DEVICE QueryBlock query_block(const Heads& of, const Segment& segment, int entry, int window) {
+    constexpr int PARTS = QUERIES / ROWS;
+    const int head = blockIdx.x / PARTS, first = entry + blockIdx.x % PARTS * ROWS;
+    const int first_place = segment.prefix_end - segment.prefix_first + first - segment.first;
     const int begin = max(0, first_place - window + 1) / TILE * TILE;
     return {of, segment, window, head, head / group_of(of), first, first_place, begin,
-            first_place + min(TILE, segment.end - first)};
+            first_place + min(ROWS, segment.end - first)};
 }
+
+DEVICE bool empty(const QueryBlock& block) { return block.first >= block.segment.end; }
 
 // Whether query `i` of a block does not see the key at a place: one after its own, which is many before it as an
 // unsigned number, or one before its window.
@@ -65,9 +72,16 @@ DEVICE bool hidden(const QueryBlock& block, int i, int place) {
     return uint32(block.first_place + i - place) >= uint32(block.window);
 }
 
-// Whether some query of a block does not see a key of the tile at `first`.
-DEVICE bool partly_hidden(const QueryBlock& block, int first) {
-    return first + TILE - 1 > block.first_place || first <= block.first_place + TILE - 1 - block.window;
+// Whether `count` queries of a block from `i` see none of `keys` keys from the place `first`.
+DEVICE bool all_hidden(const QueryBlock& block, int i, int count, int first, int keys) {
+    const int place = block.first_place + i;
+    return block.first + i >= block.segment.end || first >= place + count || place - first - keys + 1 >= block.window;
+}
+
+// Whether some of these queries does not see one of these keys.
+DEVICE bool partly_hidden(const QueryBlock& block, int i, int count, int first, int keys) {
+    const int place = block.first_place + i;
+    return first + keys - 1 > place || place + count - 1 - first >= block.window;
 }
 
 // The row of a query; negative after the last.
@@ -76,7 +90,7 @@ DEVICE int query_row(const QueryBlock& block, int i) { return block.first + i < 
 // Location of the keys and values of a block: rows of the pack, or pages of the cache if there is a page table.
 template <typename T> struct KeyRows {
     const T *keys, *values;
-    int64 stride;
+    int stride;
     const uint32* pages;
     // Distance between pages of the cache.
     int page_rows;
@@ -90,10 +104,10 @@ template <typename T> DEVICE KeyRows<T> keys_in_pack(const T* qkv, const QueryBl
 // The row of a place; negative after the last.
 template <typename T> DEVICE int key_row(const KeyRows<T>& from, const QueryBlock& block, int place) {
     const Segment& segment = block.segment;
-    if (place >= block.seen) return -1;
-    if (from.pages) return int(from.pages[place / PAGE]) * from.page_rows + place % PAGE;
-    int own = place - (segment.prefix_end - segment.prefix_first);
-    return own < 0 ? segment.prefix_first + place : segment.first + own;
+    const int seen = min(place, block.seen - 1), own = seen - (segment.prefix_end - segment.prefix_first);
+    int row = own < 0 ? segment.prefix_first + seen : segment.first + own;
+    if (from.pages) row = int(from.pages[seen / PAGE]) * from.page_rows + seen % PAGE;
+    return place == seen ? row : -1;
 }
 
 // ---------------------------------------------------------------------------------------------------- tensor cores
@@ -119,71 +133,79 @@ DEVICE void copy_async_word(float* to, const float* from, bool valid) {
 }
 
 // Begins an asynchronous copy of `N` rows of `D` columns to a tile; `row` maps each row, negative for zeros.
-template <int D, int N, typename Row> DEVICE void copy_tile(bf16* to, const bf16* from, int64 stride, Row row) {
+template <int D, int N, typename Row> DEVICE void copy_tile(bf16* to, const bf16* from, int stride, Row row) {
     constexpr int CHUNKS = D / 8;
     UNROLL for (int i = 0; i < N * CHUNKS / 128; ++i) {
         int chunk = i * 128 + int(threadIdx.x);
         int r = chunk / CHUNKS, column = chunk % CHUNKS * 8;
         int at = row(r);
-        copy_async(to + r * (D + PAD) + column, from + (at < 0 ? 0 : at) * stride + column, at < 0 ? 0 : 16);
+        copy_async(to + r * (D + PAD) + column, from + int64(max(at, 0)) * stride + column, at < 0 ? 0 : 16);
     }
 }
 
-// Begins an asynchronous copy of the keys and values of the places from `first`.
-template <int D>
-DEVICE void fetch_keys(bf16* keys, bf16* values, const KeyRows<bf16>& from, const QueryBlock& block, int first) {
-    auto row = [&](int i) { return key_row(from, block, first + i); };
-    copy_tile<D, TILE>(keys, from.keys, from.stride, row);
-    copy_tile<D, TILE>(values, from.values, from.stride, row);
+// Begins an asynchronous copy of the keys and values of the places from `first`, to two tiles.
+template <int D> DEVICE void fetch_keys(bf16* to, const KeyRows<bf16>& from, const QueryBlock& block, int first) {
+    constexpr int CHUNKS = D / 8, SIZE = TILE * (D + PAD);
+    UNROLL for (int i = 0; i < TILE * CHUNKS / 128; ++i) {
+        const int chunk = i * 128 + int(threadIdx.x), r = chunk / CHUNKS, column = chunk % CHUNKS * 8;
+        const int row = key_row(from, block, first + r), valid = row < 0 ? 0 : 16;
+        const int64 at = int64(max(row, 0)) * from.stride + column;
+        copy_async(to + r * (D + PAD) + column, from.keys + at, valid);
+        copy_async(to + SIZE + r * (D + PAD) + column, from.values + at, valid);
+    }
     copy_commit();
 }
 
-// Two products with the halves of 16 x 16 values in the layout of `load_a` and `load_a_transposed`.
-DEVICE void mma_pair(float (&low)[4], float (&high)[4], const uint32 (&a)[4], const uint32 (&b)[4]) {
-    const uint32 first[2] = {b[0], b[2]}, second[2] = {b[1], b[3]};
-    mma(low, a, first);
-    mma(high, a, second);
-}
+// Tiles of 16 rows per warp. An operand from shared memory is used for all of them, and reads of shared memory bound
+// the kernels otherwise; with heads of 128 the sums of two tiles do not fit in registers.
+template <int D> constexpr int SPAN = D > 64 ? 1 : 2;
 
-// c [16, N] += a [16, D] * b [N, D]^T, with `b` a tile; `load` returns the operand of 16 columns of `a`.
-template <int D, int N, typename Load> DEVICE void add_dots(float (&c)[N / 8][4], const bf16* b, Load load) {
+// The first `columns` of c [16 M, N] += a [16 M, D] * b [N, D]^T, with `b` a tile; `load` returns the operand of 16 rows
+// and 16 columns of `a`.
+template <int D, int M, int N, typename Load>
+DEVICE void add_dots(float (&c)[M][N / 8][4], const bf16* b, int columns, Load load) {
     UNROLL for (int k = 0; k < D / 16; ++k) {
-        uint32 rows[4];
-        load(rows, k);
+        uint32 rows[M][4];
+        UNROLL for (int m = 0; m < M; ++m) load(rows[m], m, k);
         UNROLL for (int n = 0; n < N / 16; ++n) {
-            uint32 columns[4];
-            load_a(columns, b + 16 * n * (D + PAD) + 16 * k, D + PAD);
-            mma_pair(c[2 * n], c[2 * n + 1], rows, columns);
+            if (16 * n >= columns) break;
+            uint32 other[2][2];
+            load_b_pair(other, b + 16 * n * (D + PAD) + 16 * k, D + PAD);
+            UNROLL for (int i = 0; i < 2 * M; ++i) mma(c[i / 2][2 * n + i % 2], rows[i / 2], other[i % 2]);
         }
     }
 }
 
-// The same for the calling warp's 16 rows of a tile.
-template <int D, int N> DEVICE void add_tile_dots(float (&c)[N / 8][4], const bf16* a, const bf16* b) {
-    const bf16* own = a + 16 * warp_index() * (D + PAD);
-    add_dots<D, N>(c, b, [&](uint32(&rows)[4], int k) { load_a(rows, own + 16 * k, D + PAD); });
-}
-
-// c [16, D] += weights [16, N] * b [N, D], with `b` a tile; the layout of a product's result is that of a left operand.
-template <int D, int N> DEVICE void add_weighted(float (&c)[D / 8][4], const float (&weights)[N / 8][4], const bf16* b) {
+// c [16 M, D] += weights [16 M, N] * b [N, D], with `b` a tile, of whose rows the first `columns` count; the layout of a
+// product's result is that of a left operand.
+template <int D, int M, int N>
+DEVICE void add_weighted(float (&c)[M][D / 8][4], const float (&weights)[M][N / 8][4], const bf16* b, int columns) {
     UNROLL for (int k = 0; k < N / 16; ++k) {
-        const float(&low)[4] = weights[2 * k];
-        const float(&high)[4] = weights[2 * k + 1];
-        const uint32 a[4] = {pack_bf16(low[0], low[1]), pack_bf16(low[2], low[3]), pack_bf16(high[0], high[1]),
-                             pack_bf16(high[2], high[3])};
+        if (16 * k >= columns) break;
+        uint32 a[M][4];
+        UNROLL for (int m = 0; m < M; ++m) {
+            UNROLL for (int i = 0; i < 4; ++i) {
+                const float(&from)[4] = weights[m][2 * k + i / 2];
+                a[m][i] = pack_bf16(from[i % 2 * 2], from[i % 2 * 2 + 1]);
+            }
+        }
         UNROLL for (int n = 0; n < D / 16; ++n) {
-            uint32 columns[4];
-            load_a_transposed(columns, b + 16 * k * (D + PAD) + 16 * n, D + PAD);
-            mma_pair(c[2 * n], c[2 * n + 1], a, columns);
+            uint32 other[2][2];
+            load_b_rows_pair(other, b + 16 * k * (D + PAD) + 16 * n, D + PAD);
+            UNROLL for (int i = 0; i < 2 * M; ++i) mma(c[i / 2][2 * n + i % 2], a[i / 2], other[i % 2]);
         }
     }
 }
 
-// Waits for the tiles of the next products; `more` copies were started after them.
-DEVICE void await_tiles(bool more) {
-    more ? copy_wait<1>() : copy_wait<0>();
+// Waits for the copies that were started, and until all threads have used the tiles before.
+DEVICE void await_tiles() {
+    copy_wait<0>();
     BLOCK_SYNC();
 }
+
+// The part of a block's queries that the calling warp has, of four. Later queries see more keys: their parts are in other
+// warps in every second tile, so that the schedulers of a multiprocessor have equal work.
+DEVICE int query_part() { return blockIdx.y % 2 == 0 ? warp_index() : 3 - warp_index(); }
 
 // Reduction over the lanes that hold one row of a result of `mma`.
 DEVICE float quad_sum(float value) {
@@ -220,61 +242,76 @@ DEVICE void soften(float (&s)[TILE / 8][4], float (&sums)[D / 8][4], float (&top
     }
 }
 
+// Adds a tile of keys and values, from the place `first`, to the sums of a warp's queries, which begin at `own`.
+template <int D, bool PARTLY_HIDDEN, int M>
+DEVICE void attend_tile(float (&sums)[M][D / 8][4], float (&top)[M][2], float (&total)[M][2], const uint32 (&q)[M][D / 16][4],
+                        const bf16* tiles, const QueryBlock& block, int own, int first, float scale) {
+    // No query sees keys after that of the last one.
+    const int columns = PARTLY_HIDDEN ? block.first_place + own + 16 * M - first : TILE;
+    const int g = lane_index() / 4, t2 = lane_index() % 4 * 2;
+    float s[M][TILE / 8][4] = {};
+    add_dots<D, M, TILE>(s, tiles, columns, [&](uint32(&a)[4], int m, int k) {
+        UNROLL for (int i = 0; i < 4; ++i) a[i] = q[m][k][i];
+    });
+    UNROLL for (int m = 0; m < M; ++m) {
+        UNROLL for (int i = 0; PARTLY_HIDDEN && i < TILE / 2; ++i) {
+            int n = i / 4, e = i % 4;
+            if (hidden(block, own + 16 * m + g + 8 * (e >> 1), first + 8 * n + t2 + (e & 1))) s[m][n][e] = -INFINITE;
+        }
+        soften<D>(s[m], sums[m], top[m], total[m], scale * LOG2_E);
+    }
+    add_weighted<D, M, TILE>(sums, s, tiles + TILE * (D + PAD), columns);
+}
+
 // Stores the results of a block's queries, and `log_sums [heads, rows]` if requested.
 template <int D>
 DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock& block, int rows, const Rule<bf16>& rule,
                    bf16* out, float* log_sums) {
-    constexpr int SIZE = TILE * (D + PAD);
+    constexpr int M = SPAN<D>, PAIR = 2 * TILE * (D + PAD);
     DYNAMIC_SHARED(bf16, shared);
-    bf16 *keys = shared, *values = shared + 2 * SIZE;
     const Heads& of = block.of;
-    const int warp = warp_index(), g = lane_index() / 4, t2 = lane_index() % 4 * 2;
+    const int own = 16 * M * query_part(), g = lane_index() / 4, t2 = lane_index() % 4 * 2;
     const float scale = rule.scale, sink = sink_of(rule, block.head);
     auto query = [&](int i) { return query_row(block, i); };
-    auto fetch = [&](int t) {
-        const int stage = (t & 1) * SIZE;
-        fetch_keys<D>(keys + stage, values + stage, from, block, block.begin + t * TILE);
-    };
-    // Queries are loaded to registers through the second buffer of keys.
-    copy_tile<D, TILE>(keys + SIZE, qkv + block.head * D, row_width(of), query);
-    copy_commit();
+    auto fetch = [&](int t) { fetch_keys<D>(shared + (t & 1) * PAIR, from, block, block.begin + t * TILE); };
+    // Queries are loaded to registers through the second pair of tiles.
+    copy_tile<D, 64 * M>(shared + PAIR, qkv + block.head * D, row_width(of), query);
     fetch(0);
-    await_tiles(true);
-    uint32 q[D / 16][4];
-    UNROLL for (int k = 0; k < D / 16; ++k) load_a(q[k], keys + SIZE + 16 * warp * (D + PAD) + 16 * k, D + PAD);
-    BLOCK_SYNC();
-
-    // The sink is a score with the weight 1 at first, which one lane of a row counts.
-    const float first_top = sink / scale, first_total = rule.sinks && t2 == 0 ? 1.0f : 0.0f;
-    float sums[D / 8][4] = {}, top[2] = {first_top, first_top}, total[2] = {first_total, first_total};
-    const int count = (block.seen - block.begin + TILE - 1) / TILE;
-    for (int t = 0; t < count; ++t) {
-        if (t + 1 < count) fetch(t + 1);
-        await_tiles(t + 1 < count);
-        float s[TILE / 8][4] = {};
-        add_dots<D, TILE>(s, keys + (t & 1) * SIZE, [&](uint32(&a)[4], int k) {
-            UNROLL for (int i = 0; i < 4; ++i) a[i] = q[k][i];
-        });
-        const int first = block.begin + t * TILE;
-        if (partly_hidden(block, first)) {
-            UNROLL for (int i = 0; i < TILE / 2; ++i) {
-                int n = i / 4, e = i % 4;
-                if (hidden(block, 16 * warp + g + 8 * (e >> 1), first + 8 * n + t2 + (e & 1))) s[n][e] = -INFINITE;
-            }
-        }
-        soften<D>(s, sums, top, total, scale * LOG2_E);
-        add_weighted<D, TILE>(sums, s, values + (t & 1) * SIZE);
-        BLOCK_SYNC();
+    await_tiles();
+    uint32 q[M][D / 16][4];
+    UNROLL for (int m = 0; m < M; ++m) {
+        UNROLL for (int k = 0; k < D / 16; ++k) load_a(q[m][k], shared + PAIR + (own + 16 * m) * (D + PAD) + 16 * k, D + PAD);
     }
 
-    UNROLL for (int r = 0; r < 2; ++r) {
-        float sum = quad_sum(total[r]);
-        int row = query(16 * warp + g + 8 * r);
+    // The sink is a score with the weight 1 at first, which one lane of a row counts.
+    float sums[M][D / 8][4] = {}, top[M][2], total[M][2];
+    UNROLL for (int i = 0; i < 2 * M; ++i) {
+        top[i / 2][i % 2] = sink / scale;
+        total[i / 2][i % 2] = rule.sinks && t2 == 0 ? 1.0f : 0.0f;
+    }
+    const int count = (block.seen - block.begin + TILE - 1) / TILE;
+    for (int t = 0; t < count; ++t) {
+        await_tiles();
+        if (t + 1 < count) fetch(t + 1);
+        const bf16* tiles = shared + (t & 1) * PAIR;
+        const int first = block.begin + t * TILE;
+        if (all_hidden(block, own, 16 * M, first, TILE)) continue;
+        if (partly_hidden(block, own, 16 * M, first, TILE)) {
+            attend_tile<D, true>(sums, top, total, q, tiles, block, own, first, scale);
+        } else {
+            attend_tile<D, false>(sums, top, total, q, tiles, block, own, first, scale);
+        }
+    }
+
+    UNROLL for (int i = 0; i < 2 * M; ++i) {
+        const int m = i / 2, r = i % 2, row = query(own + 16 * m + g + 8 * r);
+        float sum = quad_sum(total[m][r]);
         if (row < 0) continue;
-        if (log_sums && t2 == 0) log_sums[int64(block.head) * rows + row] = top[r] * scale + logf(sum);
+        if (log_sums && t2 == 0) log_sums[int64(block.head) * rows + row] = top[m][r] * scale + logf(sum);
         float inverse = 1.0f / sum;
-        bf16* to = out + row * query_width(of) + block.head * D + t2;
-        UNROLL for (int n = 0; n < D / 8; ++n) store_pair(to + 8 * n, sums[n][2 * r] * inverse, sums[n][2 * r + 1] * inverse);
+        bf16* to = out + int64(row) * query_width(of) + block.head * D + t2;
+        UNROLL for (int n = 0; n < D / 8; ++n)
+            store_pair(to + 8 * n, sums[m][n][2 * r] * inverse, sums[m][n][2 * r + 1] * inverse);
     }
 }
 
@@ -286,10 +323,10 @@ constexpr int LANES = 32, SHARE = 8, COLUMNS = 8;
 
 // Copies `count` rows of `dim` values to rows `stride` apart; `row` maps each row, negative for zeros.
 template <typename T, typename Row>
-DEVICE void load_rows(float* to, int stride, int count, const T* from, int64 from_stride, int dim, Row row) {
+DEVICE void load_rows(float* to, int stride, int count, const T* from, int from_stride, int dim, Row row) {
     for (int i = warp_index(); i < count; i += 8) {
         int at = row(i);
-        for (int c = lane_index(); c < dim; c += 32) to[i * stride + c] = at < 0 ? 0.0f : load(from[at * from_stride + c]);
+        for (int c = lane_index(); c < dim; c += 32) to[i * stride + c] = at < 0 ? 0.0f : load(from[int64(at) * from_stride + c]);
     }
 }
 
@@ -354,7 +391,7 @@ DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock
         top[r] = sink_of(rule, block.head), total[r] = !GRADIENT && rule.sinks && lane_index() == 0 ? 1.0f : 0.0f;
         int row = query(first + r);
         if (!GRADIENT || row < 0) continue;
-        const T* result = out + row * query_width(of) + block.head * dim;
+        const T* result = out + int64(row) * query_width(of) + block.head * dim;
         for (int c = lane_index(); c < dim; c += 32) total[r] += load(result[c]) * slopes[(first + r) * dim + c];
         total[r] = warp_sum(total[r]);
         top[r] = log_sums[int64(block.head) * rows + row];
@@ -387,8 +424,8 @@ DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock
         float sum = GRADIENT ? 1.0f : warp_sum(total[r]);
         if (row < 0) continue;
         if (!GRADIENT && log_sums && lane_index() == 0) log_sums[int64(block.head) * rows + row] = top[r] + logf(sum);
-        int64 stride = GRADIENT ? row_width(of) : query_width(of);
-        store_row(to + row * stride + block.head * dim, sums[r], GRADIENT ? scale : 1.0f / sum, dim);
+        int stride = GRADIENT ? row_width(of) : query_width(of);
+        store_row(to + int64(row) * stride + block.head * dim, sums[r], GRADIENT ? scale : 1.0f / sum, dim);
     }
 }
 

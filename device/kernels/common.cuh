@@ -237,6 +237,19 @@ DEVICE void load_b(uint32 (&b)[2], const bf16* from, int stride) {
 #endif
 }
 
+// Two operands `b` of `mma` from 16 rows of 16 values in shared memory, which are the columns of both, one after the other.
+DEVICE void load_b_pair(uint32 (&b)[2][2], const bf16* from, int stride) {
+#ifdef RLRUN_EMULATED
+    load_b(b[0], from, stride);
+    load_b(b[1], from + 8 * stride, stride);
+#else
+    uint32 lane = lane_index();
+    uint32 address = (uint32)__cvta_generic_to_shared(from + ((lane & 7u) + (lane >> 4) * 8) * stride + ((lane >> 3) & 1u) * 8);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(b[0][0]), "=r"(b[0][1]), "=r"(b[1][0]), "=r"(b[1][1]) : "r"(address));
+#endif
+}
+
 // Operand `b` of `mma` from 16 rows of 8 values in shared memory.
 DEVICE void load_b_rows(uint32 (&b)[2], const bf16* from, int stride) {
 #ifdef RLRUN_EMULATED
@@ -248,5 +261,18 @@ DEVICE void load_b_rows(uint32 (&b)[2], const bf16* from, int stride) {
 #else
     uint32 address = (uint32)__cvta_generic_to_shared(from + (lane_index() & 15u) * stride);
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(b[0]), "=r"(b[1]) : "r"(address));
+#endif
+}
+
+// Two operands `b` of `mma` from 16 rows of 16 values in shared memory, the columns of one after those of the other.
+DEVICE void load_b_rows_pair(uint32 (&b)[2][2], const bf16* from, int stride) {
+#ifdef RLRUN_EMULATED
+    load_b_rows(b[0], from, stride);
+    load_b_rows(b[1], from + 8, stride);
+#else
+    uint32 lane = lane_index();
+    uint32 address = (uint32)__cvta_generic_to_shared(from + (lane & 15u) * stride + (lane >> 4) * 8);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(b[0][0]), "=r"(b[0][1]), "=r"(b[1][0]), "=r"(b[1][1]) : "r"(address));
 #endif
 }

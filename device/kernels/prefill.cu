@@ -8,11 +8,12 @@
 namespace prefill {
 using namespace attention;
 
-// At most TILE queries `first..end`; the first is at position `place` of its sequence.
+// At most QUERIES queries `first..end`; the first is at position `place` of its sequence.
 struct PageTile { int first, end, place, sequence; };
 
-DEVICE QueryBlock query_block(const PageTile& tile, const Heads& of, int window) {
-    return attention::query_block(of, Segment{tile.first, tile.end, 0, tile.place}, tile.first, window);
+// The queries of the calling block in a grid of [heads * QUERIES / ROWS, tiles].
+template <int ROWS> DEVICE QueryBlock query_block(const PageTile& tile, const Heads& of, int window) {
+    return attention::query_block<ROWS>(of, Segment{tile.first, tile.end, 0, tile.place}, tile.first, window);
 }
 
 template <typename T>
@@ -23,18 +24,19 @@ DEVICE KeyRows<T> keys_in_pages(const T* cache, const uint32* tables, int max_pa
     return {keys, values, of.dim, tables + int64(tile.sequence) * max_pages, 2 * of.kv_heads * PAGE};
 }
 
-// Grid [heads, tiles].
 template <int D>
 DEVICE void forward(const bf16* qkv, const bf16* cache, const PageTile& tile, const uint32* tables, int max_pages,
                     const Heads& all, const Rule<bf16>& rule, bf16* out) {
-    const QueryBlock block = query_block(tile, {all.heads, all.kv_heads, D}, rule.window);
+    const QueryBlock block = query_block<64 * SPAN<D>>(tile, {all.heads, all.kv_heads, D}, rule.window);
+    if (empty(block)) return;
     attend<D>(qkv, keys_in_pages(cache, tables, max_pages, tile, block), block, 0, rule, out, nullptr);
 }
 
 template <typename T>
 DEVICE void plain_forward(const T* qkv, const T* cache, const PageTile& tile, const uint32* tables, int max_pages,
                           const Heads& of, const Rule<T>& rule, T* out) {
-    const QueryBlock block = query_block(tile, of, rule.window);
+    const QueryBlock block = query_block<TILE>(tile, of, rule.window);
+    if (empty(block)) return;
     plain_attend(qkv, keys_in_pages(cache, tables, max_pages, tile, block), block, 0, rule, out, nullptr);
 }
 

@@ -17,8 +17,10 @@ use crate::element::Storage;
 use crate::error::{DeviceError, Result};
 use crate::memory::{DeviceBuffer, View, ViewMut};
 
-/// Queries, and keys, per block, as in `kernels/attention.cu`.
-pub(super) const TILE: usize = 64;
+/// Keys per block, as in `kernels/attention.cuh`.
+const TILE: usize = 64;
+/// Queries per entry of the work lists, as in `kernels/attention.cuh`.
+pub(super) const QUERIES: usize = 128;
 /// Keys, or queries, per step of a warp of the f32 kernels.
 const LANES: usize = 32;
 /// Padding of the rows of a shared-memory tile for the tensor cores, values.
@@ -149,8 +151,8 @@ impl QueryPlan {
             let prefix = if prefix.is_empty() { 0..0 } else { prefix.clone() };
             assert!(prefix.end <= rows.start, "prefix {prefix:?} is not before its segment {rows:?}");
             (covered, end) = (covered + rows.len(), rows.end);
-            for first in rows.clone().step_by(TILE) {
-                let seen = prefix.len() + (first + TILE).min(rows.end) - rows.start;
+            for first in rows.clone().step_by(QUERIES) {
+                let seen = prefix.len() + (first + QUERIES).min(rows.end) - rows.start;
                 tiles.push((seen, [size(plan.segments.len()), size(first)]));
             }
             plan.segments.push([rows.start, rows.end, prefix.start, prefix.end].map(size));
@@ -321,8 +323,18 @@ impl<T: Storage> Kernels<T> {
         if self.tensor { 128 } else { 256 }
     }
 
-    /// Dynamic shared memory of the forward kernel, bytes: two buffers of keys and values, or queries, keys, values and
-    /// weights.
+    /// Queries per block; an entry of the work lists has one block per head, or several.
+    fn queries(self) -> usize {
+        if self.tensor && self.dim <= 64 { QUERIES } else { QUERIES / 2 }
+    }
+
+    /// Grid of a kernel over `entries` of the work lists of queries.
+    pub(super) fn query_grid(self, heads: usize, entries: usize) -> [usize; 3] {
+        [heads * (QUERIES / self.queries()), entries, 1]
+    }
+
+    /// Dynamic shared memory of the forward kernel, bytes: two buffers of keys and values, the second of which holds
+    /// the queries first; or queries, keys, values and weights.
     pub(super) fn forward(self) -> usize {
         match self.tensor {
             true => self.narrow_rows(4 * TILE),
@@ -330,16 +342,16 @@ impl<T: Storage> Kernels<T> {
         }
     }
 
-    /// Dynamic shared memory of the query gradient, bytes: two more tiles, or one.
+    /// Dynamic shared memory of the query gradient, bytes: also queries and their gradients, or gradients.
     fn query_gradient(self) -> usize {
         match self.tensor {
-            true => self.narrow_rows(6 * TILE),
+            true => self.narrow_rows(2 * self.queries() + 4 * TILE),
             false => self.forward() + size_of::<f32>() * TILE * self.dim,
         }
     }
 
-    /// Dynamic shared memory of the key gradient, bytes: keys, values, and two buffers of queries and gradients, or two
-    /// of weights.
+    /// Dynamic shared memory of the key gradient, bytes: keys, values, and two buffers of queries and gradients, which
+    /// hold sums at the end; or two of weights.
     fn key_gradient(self) -> usize {
         match self.tensor {
             true => self.narrow_rows(2 * TILE + 4 * if self.dim > 64 { 32 } else { 64 }),
@@ -392,7 +404,7 @@ pub fn attention<T: Storage>(
     let mut arguments = vec![qkv.into(), list, tiles, size(rows).into()];
     arguments.extend(heads.arguments());
     arguments.extend([Argument::from(out), log_sums.into()]);
-    let grid = [shape.heads, segments.tiles.len() / 2, 1];
+    let grid = kernels.query_grid(shape.heads, segments.tiles.len() / 2);
     device.launch(&kernels.name("attention"), grid, kernels.threads(), kernels.forward(), &arguments)
 }
 
@@ -454,7 +466,7 @@ pub fn attention_backward<T: Storage>(
     let mut arguments = vec![qkv, segments.segments.all().into(), segments.tiles.all().into(), rows_of];
     arguments.extend(rule);
     arguments.extend([out.into(), log_sums.into(), g, deltas_of, to]);
-    let grid = [shape.heads, segments.tiles.len() / 2, 1];
+    let grid = kernels.query_grid(shape.heads, segments.tiles.len() / 2);
     let name = kernels.name("attention_query_gradient");
     device.launch(&name, grid, kernels.threads(), kernels.query_gradient(), &arguments)?;
 

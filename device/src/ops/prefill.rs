@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use super::attention::{AttentionHeads, Kernels, TILE};
+use super::attention::{AttentionHeads, Kernels, QUERIES};
 use super::paged::{PAGE, PageTable, page_len};
 use super::{rows_of, size};
 use crate::backend::Argument;
@@ -48,8 +48,8 @@ impl Chunks {
         // Longest tiles first (number of keys of the last query), so that no long tile is left for the end.
         let mut tiles = Vec::new();
         for Chunk { rows, position, sequence } in chunks {
-            for first in rows.clone().step_by(TILE) {
-                let (end, place) = ((first + TILE).min(rows.end), position + first - rows.start);
+            for first in rows.clone().step_by(QUERIES) {
+                let (end, place) = ((first + QUERIES).min(rows.end), position + first - rows.start);
                 tiles.push((place + end - first, [first, end, place, *sequence].map(size)));
             }
         }
@@ -96,6 +96,6 @@ pub fn prefill_attention<T: Storage>(
     let mut arguments: Vec<Argument> = vec![qkv.into(), cache.into(), tiles, tables.into(), pages];
     arguments.extend(heads.arguments());
     arguments.push(out.into());
-    let grid = [shape.heads, chunks.tiles.len() / 4, 1];
+    let grid = kernels.query_grid(shape.heads, chunks.tiles.len() / 4);
     device.launch(&kernels.name("prefill_attention"), grid, kernels.threads(), kernels.forward(), &arguments)
 }
