@@ -136,6 +136,11 @@ impl StepSizes {
         self.paged_numbers() + self.before.map_or(0, of_recurrence)
     }
 
+    /// Where the slots of the tokens are.
+    fn slots(self) -> Range<usize> {
+        2 * self.tokens..3 * self.tokens
+    }
+
     /// Those without a recurrence.
     fn paged_numbers(self) -> usize {
         4 * self.tokens + self.sequences * self.columns
