@@ -1,6 +1,7 @@
 // RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): y = factor * (w + offset) * x / sqrt(mean(x^2) + eps) per row.
 //
-// One block per row, which reads it twice: the second time from the L1 cache. A row is `width` columns of a longer row,
+// One block per row, which reads it twice: the second time from the L1 cache, or from registers in the forward of a short
+// row. A row is `width` columns of a longer row,
 // whose successor is `stride` values later. The result, and the gradient, may be written over their operands.
 #include "common.cuh"
 
@@ -29,18 +30,43 @@ template <int n, typename T> DEVICE float inverse_rms(const T* x, int width, flo
     return 1.0f / sqrtf(block_sum(squares) / width + eps);
 }
 
+// What a thread reads at once for the result; of `under` nothing if the result is not added to anything.
+template <int n, typename T> struct Operands {
+    Pack<T, n> x, weight, under;
+};
+
+template <int n, typename T> DEVICE Operands<n, T> operands(const T* x, const T* weight, const T* base, int i) {
+    Operands<n, T> all;
+    all.x = load_pack<n>(x + i), all.weight = load_pack<n>(weight + i);
+    if (base) all.under = load_pack<n>(base + i);
+    return all;
+}
+
+template <int n, typename T> DEVICE void store_normalized(Operands<n, T>& all, const Norm& norm, float inverse, bool added, T* out) {
+    for (int j = 0; j < n; ++j) {
+        float value = load(all.x.at[j]) * inverse * weight_of(norm, load(all.weight.at[j]));
+        store(&all.x.at[j], added ? load(all.under.at[j]) + value : value);
+    }
+    store_pack(out, all.x);
+}
+
 // `base` is added to the result unless it is null.
 template <int n, typename T> DEVICE void normalize(const T* x, const T* weight, const Norm& norm, const T* base, T* out) {
-    float inverse = inverse_rms<n>(x, norm.width, norm.eps);
-    for (int i = threadIdx.x * n; i < norm.width; i += blockDim.x * n) {
-        Pack<T, n> part = load_pack<n>(x + i), scale = load_pack<n>(weight + i), under;
-        if (base) under = load_pack<n>(base + i);
-        for (int j = 0; j < n; ++j) {
-            float value = load(part.at[j]) * inverse * weight_of(norm, load(scale.at[j]));
-            store(&part.at[j], base ? load(under.at[j]) + value : value);
+    int i = threadIdx.x * n;
+    if (norm.width > int(blockDim.x) * n) {
+        const float inverse = inverse_rms<n>(x, norm.width, norm.eps);
+        for (; i < norm.width; i += blockDim.x * n) {
+            Operands<n, T> all = operands<n>(x, weight, base, i);
+            store_normalized(all, norm, inverse, base != nullptr, out + i);
         }
-        store_pack(out + i, part);
+        return;
     }
+    Operands<n, T> all;
+    if (i < norm.width) all = operands<n>(x, weight, base, i);
+    float squares = 0;
+    for (int j = 0; j < n && i < norm.width; ++j) squares = fmaf(load(all.x.at[j]), load(all.x.at[j]), squares);
+    const float inverse = 1.0f / sqrtf(block_sum(squares) / norm.width + norm.eps);
+    if (i < norm.width) store_normalized(all, norm, inverse, base != nullptr, out + i);
 }
 
 template <int n, typename T>
