@@ -27,7 +27,7 @@ pub(super) struct AttentionActivations<T: Storage> {
 }
 
 /// Queries, keys and values, gates, and a bias that is still to be added.
-type Projected<'a, T> = (DeviceBuffer<T>, Option<DeviceBuffer<T>>, Option<View<'a, T>>);
+type ProjectedHeads<'a, T> = (DeviceBuffer<T>, Option<DeviceBuffer<T>>, Option<View<'a, T>>);
 
 impl<T: Storage> AttentionActivations<T> {
     /// `[T, heads * head_dim]` what was attended, through its gates if there are any.
@@ -88,7 +88,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
 
     /// Queries, keys and values `[T, width]` of `x [T, d]`, the gates of the result `[T, heads * head_dim]`, and the bias `[width]`
     /// that is still to be added.
-    fn project(&self, x: View<'_, T>) -> Result<Projected<'_, T>> {
+    fn project(&self, x: View<'_, T>) -> Result<ProjectedHeads<'_, T>> {
         let (device, ranges, shape) = (self.on(), self.ranges(), self.decoder.shape);
         let normed = self.mixer_input(x)?;
         let weight = self.matrix(Operand::Qkv, self.hidden());
