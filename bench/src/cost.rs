@@ -119,11 +119,7 @@ impl Shape {
     #[must_use]
     pub fn sampling(&self, work: &SamplingWork) -> Cost {
         let SamplingWork { prompts, prompt, completions, new, passes, quantization } = *work;
-        let (weight, head) = match quantization {
-            Quantization::None => (self.number, self.number),
-            Quantization::Int8 => (1.0, self.number),
-            Quantization::Bf16 => (2.0, 2.0),
-        };
+        let (weight, head) = self.weight_bytes(quantization);
         let seen_by_prompt = prompt * (prompt + 1.0) / 2.0;
         let decoded = (new - 1.0).max(0.0);
         let seen_by_completion = decoded * prompt + decoded * (decoded + 1.0) / 2.0;
@@ -138,6 +134,25 @@ impl Shape {
                 + self.number * 2.0 * self.layers * self.kv_width * completions * seen_by_completion
                 // A state is read and written for every token.
                 + F32 * 2.0 * self.state * completions * decoded,
+        }
+    }
+
+    /// Least traffic of a pass that decodes one token of every sequence, when these have `positions` positions in the cache together,
+    /// bytes.
+    #[must_use]
+    pub fn decoding_bytes(&self, positions: f64, quantization: Quantization) -> f64 {
+        let (weight, head) = self.weight_bytes(quantization);
+        weight * self.matrices
+            + head * self.head
+            + self.number * 2.0 * self.layers * self.kv_width * positions
+    }
+
+    /// Bytes of a weight of the layers, and of one of the head.
+    fn weight_bytes(&self, quantization: Quantization) -> (f64, f64) {
+        match quantization {
+            Quantization::None => (self.number, self.number),
+            Quantization::Int8 => (1.0, self.number),
+            Quantization::Bf16 => (2.0, 2.0),
         }
     }
 

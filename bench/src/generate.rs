@@ -55,20 +55,22 @@ pub fn work(
     let mut engine = Engine::new(config, stop, network, PolicyVersion::default())?.on(pool);
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let vocabulary = directory.config().vocab_size;
-    let (mut seconds, mut passes) = (Vec::with_capacity(args.repeats), 0);
+    let (mut seconds, mut passes, mut phases) = (Vec::with_capacity(args.repeats), 0, Phases::default());
+    let number = on.map_or(size_of::<f32>(), |on| on.dtype.bytes());
+    let shape = Shape::new(directory.config()).stored_in(number);
     for repeat in 0..=args.repeats {
         let prompts: Vec<Vec<u32>> =
             (0..batch / group).map(|_| random_tokens(&mut rng, args.prompt, vocabulary)).collect();
         let before = engine.counts().steps;
         let clock = Instant::now();
-        sample(&mut engine, prompts, group, args.new)?;
+        submit(&mut engine, prompts, group, args.new)?;
+        let of_repeat = run(&mut engine, (args.prompt, batch), &shape, args.quantization)?;
         if repeat > 0 {
+            phases.add(&of_repeat);
             seconds.push(clock.elapsed().as_secs_f64());
         }
         passes = engine.counts().steps - before;
     }
-    let number = on.map_or(size_of::<f32>(), |on| on.dtype.bytes());
-    let shape = Shape::new(directory.config()).stored_in(number);
     let sampling = SamplingWork {
         prompts: (batch / group) as f64,
         prompt: args.prompt as f64,
@@ -94,7 +96,12 @@ pub fn work(
         seconds,
         tokens: (batch * args.new) as f64,
         cost: shape.sampling(&sampling),
-        further: device.iter().map(device_mib).collect::<Result<_, _>>()?,
+        further: phases
+            .further()
+            .into_iter()
+            .map(Ok)
+            .chain(device.iter().map(device_mib))
+            .collect::<Result<_, _>>()?,
     })
 }
 
@@ -124,8 +131,52 @@ pub(super) fn random_tokens(rng: &mut ChaCha8Rng, count: usize, vocabulary: usiz
     (0..count).map(|_| ((u64::from(rng.next_u32()) * vocabulary as u64) >> 32) as u32).collect()
 }
 
-/// Samples `samples` completions of `new` tokens for every prompt.
-fn sample(engine: &mut Engine, prompts: Vec<Vec<u32>>, samples: usize, new: usize) -> Result<(), Failure> {
+/// Two phases of sampling: passes that prefill prompts, and passes in which all completions decode. Others are in neither.
+#[derive(Clone, Copy, Debug, Default)]
+struct Phases {
+    prefill: Phase,
+    decode: Phase,
+}
+
+/// Passes of one kind.
+#[derive(Clone, Copy, Debug, Default)]
+struct Phase {
+    seconds: f64,
+    /// Tokens prefilled, or sampled.
+    tokens: f64,
+    passes: f64,
+    /// Least traffic of the memory.
+    bytes: f64,
+}
+
+impl Phases {
+    fn add(&mut self, other: &Self) {
+        for (own, other) in [(&mut self.prefill, other.prefill), (&mut self.decode, other.decode)] {
+            own.seconds += other.seconds;
+            own.tokens += other.tokens;
+            own.passes += other.passes;
+            own.bytes += other.bytes;
+        }
+    }
+
+    /// What a result says of them.
+    fn further(&self) -> Vec<(&'static str, f64)> {
+        let Self { prefill, decode } = self;
+        let mut all = Vec::new();
+        if prefill.seconds > 0.0 {
+            all.push(("prefill_tokens_per_s", prefill.tokens / prefill.seconds));
+        }
+        if decode.seconds > 0.0 {
+            all.push(("decode_ms", 1e3 * decode.seconds / decode.passes));
+            all.push(("decode_tokens_per_s", decode.tokens / decode.seconds));
+            all.push(("decode_gbytes_per_s", decode.bytes / decode.seconds / 1e9));
+        }
+        all
+    }
+}
+
+/// Submits requests for `samples` completions of `new` tokens for every prompt.
+fn submit(engine: &mut Engine, prompts: Vec<Vec<u32>>, samples: usize, new: usize) -> Result<(), Failure> {
     for (group, prompt) in prompts.into_iter().enumerate() {
         let sampling = model::Sampling::PLAIN;
         let group = GroupId(group as u64);
@@ -144,8 +195,33 @@ fn sample(engine: &mut Engine, prompts: Vec<Vec<u32>>, samples: usize, new: usiz
             options: RequestOptions::default(),
         })?;
     }
-    while !engine.is_idle() {
-        engine.step()?;
-    }
     Ok(())
+}
+
+/// Samples all that was submitted: `batch` completions of prompts of `prompt` tokens.
+fn run(
+    engine: &mut Engine,
+    (prompt, batch): (usize, usize),
+    shape: &Shape,
+    quantization: Quantization,
+) -> Result<Phases, Failure> {
+    let (mut phases, begun) = (Phases::default(), engine.counts());
+    while !engine.is_idle() {
+        let (before, clock) = (engine.counts(), Instant::now());
+        engine.step()?;
+        let (after, seconds) = (engine.counts(), clock.elapsed().as_secs_f64());
+        let prefilled = (after.prefilled_tokens - before.prefilled_tokens) as f64;
+        let sampled = (after.sampled_tokens - before.sampled_tokens) as f64;
+        let positions = (batch * prompt) as f64 + (before.sampled_tokens - begun.sampled_tokens) as f64;
+        let phase = match () {
+            () if prefilled > 0.0 => &mut phases.prefill,
+            () if sampled == batch as f64 => &mut phases.decode,
+            () => continue,
+        };
+        phase.seconds += seconds;
+        phase.tokens += if prefilled > 0.0 { prefilled } else { sampled };
+        phase.passes += 1.0;
+        phase.bytes += shape.decoding_bytes(positions, quantization);
+    }
+    Ok(phases)
 }

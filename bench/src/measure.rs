@@ -16,7 +16,8 @@
 //! | `device`, `dtype`, `device_mib` | where it computed, if not on the processor, and in what; memory of the device in use at the end. Limits are those of the device then: products of large matrices, and a copy, read and written |
 //! | `memory_mib`, `memory_before_mib` | most resident memory meanwhile, loading included, and resident before |
 //!
-//! Further fields of a measure stand behind these. Invariant: a field keeps its name and its meaning; what is not
+//! Further fields of a measure stand behind these: of `generate` the speed of the passes that prefill (`prefill_tokens_per_s`), and of
+//! those in which all completions decode (`decode_ms` of one, `decode_tokens_per_s`, and their least traffic, `decode_gbytes_per_s`). Invariant: a field keeps its name and its meaning; what is not
 //! measured is left out, never zero.
 
 use rlrun::memory::MemoryUse;

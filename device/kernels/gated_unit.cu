@@ -3,7 +3,8 @@
 //   gelu:    gate * sigmoid(2 sqrt(2 / pi) (gate + 0.044715 gate^3)) * up (Hendrycks and Gimpel 2016, arXiv 1606.08415)
 //   clamped: g * sigmoid(alpha g) * (u + 1) of g = min(gate, limit) and u within the limit (OpenAI 2025, arXiv 2508.10925)
 //
-// Block (row, tile) processes the columns of a tile, up to 16 bytes of each input per thread.
+// Block (row, tile) processes the columns of a tile, up to 16 bytes of each input per thread. A backward can write the result of the
+// unit over the gradient of it.
 #include "common.cuh"
 
 namespace gated_unit {
@@ -62,14 +63,18 @@ DEVICE void activate(const Unit& unit, const T* gate, const T* up, int first, in
 }
 
 template <int n, typename Unit, typename T>
-DEVICE void activate_backward(const Unit& unit, const T* gate, const T* up, const T* g, int first, int last, T* d_gate, T* d_up) {
+DEVICE void activate_backward(const Unit& unit, const T* gate, const T* up, const T* g, int first, int last, T* result, T* d_gate,
+                              T* d_up) {
     for (int i = first + threadIdx.x * n; i < last; i += blockDim.x * n) {
         Pack<T, n> a = load_pack<n>(gate + i), b = load_pack<n>(up + i), above = load_pack<n>(g + i);
         for (int j = 0; j < n; ++j) {
-            Slopes by = slopes(unit, load(a.at[j]), load(b.at[j]));
-            store(&a.at[j], load(above.at[j]) * by.gate);
-            store(&b.at[j], load(above.at[j]) * by.up);
+            const float of_gate = load(a.at[j]), of_up = load(b.at[j]), slope = load(above.at[j]);
+            Slopes by = slopes(unit, of_gate, of_up);
+            store(&a.at[j], slope * by.gate);
+            store(&b.at[j], slope * by.up);
+            if (result) store(&above.at[j], value(unit, of_gate, of_up));
         }
+        if (result) store_pack(result + i, above);
         store_pack(d_gate + i, a);
         store_pack(d_up + i, b);
     }
@@ -86,16 +91,18 @@ template <typename Unit, typename T> DEVICE void forward(const Unit& unit, const
         activate<1>(unit, gate, gate + width, first, last, to);
 }
 
-template <typename Unit, typename T> DEVICE void backward(const Unit& unit, const T* gate_up, int width, const T* g, T* out) {
+template <typename Unit, typename T> DEVICE void backward(const Unit& unit, const T* gate_up, int width, const T* g, T* result, T* out) {
     constexpr int wide = 16 / sizeof(T);
     const T* gate = gate_up + int64(blockIdx.x) * 2 * width;
     const T* above = g + int64(blockIdx.x) * width;
     T* to = out + int64(blockIdx.x) * 2 * width;
+    T* value = result ? result + int64(blockIdx.x) * width : nullptr;
     int first = blockIdx.y * blockDim.x * wide, last = min(width, int(first + blockDim.x * wide));
-    if (width % wide == 0 && aligned(gate_up) && aligned(g) && aligned(out))
-        activate_backward<wide>(unit, gate, gate + width, above, first, last, to, to + width);
+    // A null pointer counts as aligned.
+    if (width % wide == 0 && aligned(gate_up) && aligned(g) && aligned(result) && aligned(out))
+        activate_backward<wide>(unit, gate, gate + width, above, first, last, value, to, to + width);
     else
-        activate_backward<1>(unit, gate, gate + width, above, first, last, to, to + width);
+        activate_backward<1>(unit, gate, gate + width, above, first, last, value, to, to + width);
 }
 
 // `alpha` and `limit` are those of the clamped unit.
@@ -105,8 +112,8 @@ template <typename Unit, typename T> DEVICE void backward(const Unit& unit, cons
         forward(unit, gate_up, width, out);                                                                            \
     }                                                                                                                  \
     KERNEL(256, name##_unit_backward_##suffix, const T* gate_up, int width, UNUSED float alpha, UNUSED float limit,    \
-           const T* g, T* out) {                                                                                       \
-        backward(unit, gate_up, width, g, out);                                                                        \
+           const T* g, T* result, T* out) {                                                                            \
+        backward(unit, gate_up, width, g, result, out);                                                                \
     }
 #define OF_TYPE(T, suffix)                                                                                             \
     INSTANCES(T, suffix, silu, Silu{})                                                                                 \

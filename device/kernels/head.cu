@@ -1,7 +1,7 @@
 // The language-model head after its matrix product: log-probability of the target token and entropy from rows of
 // logits, and the gradient of the logits.
 //
-// One block per row. The forward reads the row once; the backward reads it twice and writes it once.
+// One block per row. Both directions read the row once.
 #include "common.cuh"
 #include "distribution.cuh"
 
@@ -79,32 +79,43 @@ DEVICE void write_slopes(const Row& row, int vocabulary, uint32 token, const Dis
     }
 }
 
+// Results of a row: the first two are asked for, the others are of its distribution.
+struct Predicted {
+    float logprob, entropy, top, log_sum;
+};
+
 template <typename T>
-DEVICE void predict_backward(const float* logits, int vocabulary, const Targets& targets, const Slopes* slopes, T* out) {
+DEVICE void predict_backward(const float* logits, int vocabulary, const Targets& targets, const Predicted* predicted,
+                             const Slopes* slopes, T* out) {
     Row row = row_of_block(logits, vocabulary, targets);
-    float masses[distribution::WARPS];
-    Distribution of = distribution::row_distribution(row, 1.0f / targets.temperatures[blockIdx.x], masses);
+    const Predicted known = predicted[blockIdx.x];
+    // The sum of weights is not needed.
+    const Distribution of = {known.top, 1.0f / targets.temperatures[blockIdx.x], 0.0f, known.log_sum, known.entropy};
     T* to = out + int64(blockIdx.x) * vocabulary;
     write_slopes(row, vocabulary, targets.tokens[blockIdx.x], of, slopes[blockIdx.x], to);
 }
 }  // namespace head
 
-// out [n, 2]: log-probability of the target token and entropy, nats. starts [n + 1] may be part of a longer list.
+// out [n, 4]: log-probability of the target token and entropy, nats; top logit and log of the sum of weights. starts [n + 1] may be
+// part of a longer list.
 KERNEL(512, predict, const float* logits, int vocabulary, const uint32* tokens, const float* temperatures,
        const uint64* starts, const uint32* ids, float* out) {
     distribution::Row row = head::row_of_block(logits, vocabulary, {tokens, temperatures, starts, ids});
     float masses[distribution::WARPS];
     distribution::Distribution of = distribution::row_distribution(row, 1.0f / temperatures[blockIdx.x], masses);
     if (threadIdx.x > 0) return;
-    out[2 * int64(blockIdx.x)] = distribution::log_probability(of, row.logits[tokens[blockIdx.x]]);
-    out[2 * int64(blockIdx.x) + 1] = of.entropy;
+    const float logprob = distribution::log_probability(of, row.logits[tokens[blockIdx.x]]);
+    reinterpret_cast<head::Predicted*>(out)[blockIdx.x] = {logprob, of.entropy, of.top, of.log_sum};
 }
 
-// slopes [n, 2]: derivatives of a loss by log-probability and entropy; out [n, vocabulary]: by the logits.
+// predicted [n, 4]: the result of `predict`; slopes [n, 2]: derivatives of a loss by log-probability and entropy; out [n, vocabulary]:
+// by the logits.
 #define PREDICT_BACKWARD(suffix, type)                                                                                  \
     KERNEL(512, predict_backward_##suffix, const float* logits, int vocabulary, const uint32* tokens,                   \
-           const float* temperatures, const uint64* starts, const uint32* ids, const float* slopes, type* out) {        \
+           const float* temperatures, const uint64* starts, const uint32* ids, const float* predicted,                  \
+           const float* slopes, type* out) {                                                                            \
         head::predict_backward(logits, vocabulary, {tokens, temperatures, starts, ids},                                 \
+                               reinterpret_cast<const head::Predicted*>(predicted),                                     \
                                reinterpret_cast<const head::Slopes*>(slopes), out);                                     \
     }
 PREDICT_BACKWARD(f32, float)

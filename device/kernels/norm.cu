@@ -1,8 +1,8 @@
 // RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): y = factor * (w + offset) * x / sqrt(mean(x^2) + eps) per row.
 //
-// One block per row, which reads it twice: the second time from the L1 cache, or from registers in the forward of a short
-// row. A row is `width` columns of a longer row,
-// whose successor is `stride` values later. The result, and the gradient, may be written over their operands.
+// A narrow row is kept in the registers of one warp. A wide one has a block, which reads it twice: the second time from the L1 cache.
+// A row is `width` columns of a longer row, whose successor is `stride` values later. The result, and the gradient, may be written
+// over their operands.
 #include "common.cuh"
 
 namespace rms {
@@ -30,47 +30,89 @@ template <int n, typename T> DEVICE float inverse_rms(const T* x, int width, flo
     return 1.0f / sqrtf(block_sum(squares) / width + eps);
 }
 
-// What a thread reads at once for the result; of `under` nothing if the result is not added to anything.
-template <int n, typename T> struct Operands {
-    Pack<T, n> x, weight, under;
-};
-
-template <int n, typename T> DEVICE Operands<n, T> operands(const T* x, const T* weight, const T* base, int i) {
-    Operands<n, T> all;
-    all.x = load_pack<n>(x + i), all.weight = load_pack<n>(weight + i);
-    if (base) all.under = load_pack<n>(base + i);
-    return all;
-}
-
-template <int n, typename T> DEVICE void store_normalized(Operands<n, T>& all, const Norm& norm, float inverse, bool added, T* out) {
-    for (int j = 0; j < n; ++j) {
-        float value = load(all.x.at[j]) * inverse * weight_of(norm, load(all.weight.at[j]));
-        store(&all.x.at[j], added ? load(all.under.at[j]) + value : value);
-    }
-    store_pack(out, all.x);
-}
-
 // `base` is added to the result unless it is null.
 template <int n, typename T> DEVICE void normalize(const T* x, const T* weight, const Norm& norm, const T* base, T* out) {
-    int i = threadIdx.x * n;
-    if (norm.width > int(blockDim.x) * n) {
-        const float inverse = inverse_rms<n>(x, norm.width, norm.eps);
-        for (; i < norm.width; i += blockDim.x * n) {
-            Operands<n, T> all = operands<n>(x, weight, base, i);
-            store_normalized(all, norm, inverse, base != nullptr, out + i);
+    float inverse = inverse_rms<n>(x, norm.width, norm.eps);
+    for (int i = threadIdx.x * n; i < norm.width; i += blockDim.x * n) {
+        Pack<T, n> part = load_pack<n>(x + i), scale = load_pack<n>(weight + i), under;
+        if (base) under = load_pack<n>(base + i);
+        for (int j = 0; j < n; ++j) {
+            float value = load(part.at[j]) * inverse * weight_of(norm, load(scale.at[j]));
+            store(&part.at[j], base ? load(under.at[j]) + value : value);
         }
-        return;
+        store_pack(out + i, part);
     }
-    Operands<n, T> all;
-    if (i < norm.width) all = operands<n>(x, weight, base, i);
-    float squares = 0;
-    for (int j = 0; j < n && i < norm.width; ++j) squares = fmaf(load(all.x.at[j]), load(all.x.at[j]), squares);
-    const float inverse = 1.0f / sqrtf(block_sum(squares) / norm.width + norm.eps);
-    if (i < norm.width) store_normalized(all, norm, inverse, base != nullptr, out + i);
 }
 
+// Packs of 16 bytes per lane of a narrow row, and narrow rows per block; src/ops/norm.rs chooses narrow rows with the same number.
+constexpr int PACKS = 8, NARROW_ROWS = 4;
+
+// Calls visit(pack, first column) for the packs of a narrow row that the lane has.
+template <int n, typename Visit> DEVICE void visit_packs(int width, Visit visit) {
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p) {
+        const int i = (p * 32 + int(lane_index())) * n;
+        if (i < width) visit(p, i);
+    }
+}
+
+// The narrow row of the calling warp.
+DEVICE int narrow_row() { return int(blockIdx.x) * NARROW_ROWS + int(warp_index()); }
+
+// `normalize` of a narrow row, by a warp.
+template <typename T> DEVICE void normalize_narrow(const T* x, const T* weight, const Norm& norm, const T* base, T* out) {
+    constexpr int n = 16 / sizeof(T);
+    Pack<T, n> row[PACKS];
+    float squares = 0;
+    visit_packs<n>(norm.width, [&](int p, int i) {
+        row[p] = load_pack<n>(x + i);
+        for (int j = 0; j < n; ++j) squares = fmaf(load(row[p].at[j]), load(row[p].at[j]), squares);
+    });
+    const float inverse = 1.0f / sqrtf(warp_sum(squares) / norm.width + norm.eps);
+    visit_packs<n>(norm.width, [&](int p, int i) {
+        Pack<T, n> scale = load_pack<n>(weight + i), under;
+        if (base) under = load_pack<n>(base + i);
+        for (int j = 0; j < n; ++j) {
+            float value = load(row[p].at[j]) * inverse * weight_of(norm, load(scale.at[j]));
+            store(&row[p].at[j], base ? load(under.at[j]) + value : value);
+        }
+        store_pack(out + i, row[p]);
+    });
+}
+
+// `normalize_backward` of a narrow row, by a warp. Returns the inverse root mean square.
+template <typename T>
+DEVICE float normalize_narrow_backward(const T* x, const T* weight, const Norm& norm, const T* g, const T* base, T* dx) {
+    constexpr int n = 16 / sizeof(T);
+    Pack<T, n> row[PACKS], slope[PACKS];
+    float squares = 0, product = 0;
+    visit_packs<n>(norm.width, [&](int p, int i) {
+        Pack<T, n> scale = load_pack<n>(weight + i);
+        row[p] = load_pack<n>(x + i), slope[p] = load_pack<n>(g + i);
+        for (int j = 0; j < n; ++j) {
+            float value = load(row[p].at[j]);
+            squares = fmaf(value, value, squares);
+            product = fmaf(load(slope[p].at[j]) * weight_of(norm, load(scale.at[j])), value, product);
+        }
+    });
+    const float inverse = 1.0f / sqrtf(warp_sum(squares) / norm.width + norm.eps);
+    const float pull = warp_sum(product) * inverse * inverse * inverse / norm.width;
+    visit_packs<n>(norm.width, [&](int p, int i) {
+        Pack<T, n> scale = load_pack<n>(weight + i), under;
+        if (base) under = load_pack<n>(base + i);
+        for (int j = 0; j < n; ++j) {
+            float sum = load(slope[p].at[j]) * weight_of(norm, load(scale.at[j])) * inverse - load(row[p].at[j]) * pull;
+            if (base) sum += load(under.at[j]);
+            store(&row[p].at[j], sum);
+        }
+        store_pack(dx + i, row[p]);
+    });
+    return inverse;
+}
+
+// Returns the inverse root mean square.
 template <int n, typename T>
-DEVICE void normalize_backward(const T* x, const T* weight, const Norm& norm, const T* g, const T* base, T* dx) {
+DEVICE float normalize_backward(const T* x, const T* weight, const Norm& norm, const T* g, const T* base, T* dx) {
     const int width = norm.width;
     float squares = 0, product = 0;
     for (int i = threadIdx.x * n; i < width; i += blockDim.x * n) {
@@ -93,6 +135,7 @@ DEVICE void normalize_backward(const T* x, const T* weight, const Norm& norm, co
         }
         store_pack(dx + i, part);
     }
+    return inverse;
 }
 
 template <typename T> DEVICE void rms_norm(const T* x, const T* weight, const Norm& norm, const T* base, T* out) {
@@ -107,14 +150,14 @@ template <typename T> DEVICE void rms_norm(const T* x, const T* weight, const No
 }
 
 template <typename T>
-DEVICE void rms_norm_backward(const T* x, const T* weight, const Norm& norm, const T* g, const T* base, T* dx) {
+DEVICE void rms_norm_backward(const T* x, const T* weight, const Norm& norm, const T* g, const T* base, T* dx, float* inverses) {
     constexpr int wide = 16 / sizeof(T);
     const int64 at = row_start(norm);
     const T* under = base ? base + at : base;
-    if (packed<wide>(norm) && aligned(x) && aligned(weight) && aligned(g) && aligned(base) && aligned(dx))
-        normalize_backward<wide>(x + at, weight, norm, g + at, under, dx + at);
-    else
-        normalize_backward<1>(x + at, weight, norm, g + at, under, dx + at);
+    const bool packs = packed<wide>(norm) && aligned(x) && aligned(weight) && aligned(g) && aligned(base) && aligned(dx);
+    const float inverse = packs ? normalize_backward<wide>(x + at, weight, norm, g + at, under, dx + at)
+                                : normalize_backward<1>(x + at, weight, norm, g + at, under, dx + at);
+    if (inverses && threadIdx.x == 0) inverses[blockIdx.x] = inverse * norm.factor;
 }
 
 // The factor of each row of `x` in a normalised one, without the weight.
@@ -176,8 +219,22 @@ DEVICE void rms_norm_slopes(const T* x, const T* g, const float* inverses, int r
         rms_norm(x, weight, Norm{width, stride, eps, offset, factor}, base, out);                                            \
     }                                                                                                                        \
     KERNEL(256, rms_norm_backward_##suffix, const T* x, const T* weight, int width, int stride, float eps, float offset,     \
-           float factor, const T* g, const T* base, T* dx) {                                                                 \
-        rms_norm_backward(x, weight, Norm{width, stride, eps, offset, factor}, g, base, dx);                                 \
+           float factor, const T* g, const T* base, T* dx, float* inverses) {                                                \
+        rms_norm_backward(x, weight, Norm{width, stride, eps, offset, factor}, g, base, dx, inverses);                       \
+    }                                                                                                                        \
+    KERNEL(128, rms_norm_narrow_##suffix, const T* x, const T* weight, int width, int stride, float eps, float offset,       \
+           float factor, const T* base, T* out, int rows) {                                                                  \
+        const int64 at = int64(narrow_row()) * stride;                                                                       \
+        if (narrow_row() >= rows) return;                                                                                    \
+        normalize_narrow(x + at, weight, Norm{width, stride, eps, offset, factor}, base ? base + at : base, out + at);       \
+    }                                                                                                                        \
+    KERNEL(128, rms_norm_backward_narrow_##suffix, const T* x, const T* weight, int width, int stride, float eps,            \
+           float offset, float factor, const T* g, const T* base, T* dx, float* inverses, int rows) {                        \
+        const int64 at = int64(narrow_row()) * stride;                                                                       \
+        if (narrow_row() >= rows) return;                                                                                    \
+        const Norm norm{width, stride, eps, offset, factor};                                                                 \
+        const float inverse = normalize_narrow_backward(x + at, weight, norm, g + at, base ? base + at : base, dx + at);     \
+        if (inverses && lane_index() == 0) inverses[narrow_row()] = inverse * factor;                                        \
     }                                                                                                                        \
     KERNEL(256, rms_inverses_##suffix, const T* x, int width, int stride, float eps, float factor, float* inverses) {        \
         rms_inverses(x, Norm{width, stride, eps, 0.0f, factor}, inverses);                                                   \

@@ -79,12 +79,43 @@ pub fn gated_unit_backward<T: Storage>(
     g: View<'_, T>,
     out: ViewMut<'_, T>,
 ) -> Result<()> {
+    launch_backward(device, kind, gate_up, width, g, Argument::null(), out)
+}
+
+/// The same for `g [rows, width]`, which becomes the result of the unit.
+///
+/// # Errors
+/// If the launch fails.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn gated_unit_backward_in_place<T: Storage>(
+    device: &Device,
+    kind: UnitKind,
+    gate_up: View<'_, T>,
+    width: usize,
+    g: ViewMut<'_, T>,
+    out: ViewMut<'_, T>,
+) -> Result<()> {
+    launch_backward(device, kind, gate_up, width, g.as_view(), Argument::from(&g), out)
+}
+
+/// Launches the backward; `result` is null, or receives the result of the unit.
+fn launch_backward<T: Storage>(
+    device: &Device,
+    kind: UnitKind,
+    gate_up: View<'_, T>,
+    width: usize,
+    g: View<'_, T>,
+    result: Argument,
+    out: ViewMut<'_, T>,
+) -> Result<()> {
     let rows = rows_of(gate_up.len(), 2 * width);
     assert_eq!(g.len(), rows * width, "a gradient has the shape of what it is of");
     assert_eq!(out.len(), gate_up.len(), "a gradient has the shape of what it is of");
     let (blocks, threads) = tiles::<T>(width);
     let [alpha, limit] = kind.arguments();
-    let arguments = [gate_up.into(), size(width).into(), alpha, limit, g.into(), out.into()];
+    let arguments = [gate_up.into(), size(width).into(), alpha, limit, g.into(), result, out.into()];
     let kernel = format!("{}_unit_backward_{}", kind.kernel(), T::SUFFIX);
     device.launch(&kernel, [rows, blocks, 1], threads, 0, &arguments)
 }

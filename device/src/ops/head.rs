@@ -14,6 +14,10 @@ use crate::memory::{DeviceBuffer, View, ViewMut};
 /// Threads per block; one block per row. The sampling kernel has the same number.
 pub(super) const ROW_THREADS: usize = 512;
 
+/// Results of [`predict`] for a row: log-probability and entropy, and largest logit and log of the sum of weights, from which the backward
+/// computes probabilities again.
+pub const PREDICTED: usize = 4;
+
 /// Targets of a batch of rows, on the device.
 #[derive(Debug)]
 pub struct HeadTargets {
@@ -92,8 +96,9 @@ impl HeadTargets {
     }
 }
 
-/// Log-probability of the target token (at most 0) and entropy, nats, into `out [n, 2]`, under the softmax of `logits
-/// [n, vocabulary]` divided by the temperature, over the kept tokens. Row 0 has the target `first`.
+/// Log-probability of the target token (at most 0) and entropy, nats, into `out [n, 4]`, under the softmax of `logits
+/// [n, vocabulary]` divided by the temperature, over the kept tokens. Row 0 has the target `first`. The other two results of a row are
+/// for [`predict_backward`].
 ///
 /// # Errors
 /// If the launch fails.
@@ -109,14 +114,15 @@ pub fn predict(
     out: ViewMut<'_, f32>,
 ) -> Result<()> {
     let rows = rows_of(logits.len(), vocabulary);
-    assert_eq!(out.len(), 2 * rows, "two results for each of {rows} rows");
+    assert_eq!(out.len(), PREDICTED * rows, "{PREDICTED} results for each of {rows} rows");
     let [tokens, temperatures, starts, ids] = targets.rows(first, rows);
     let arguments = [logits.into(), size(vocabulary).into(), tokens, temperatures, starts, ids, out.into()];
     device.launch("predict", [rows, 1, 1], ROW_THREADS, 0, &arguments)
 }
 
 /// Gradient of `logits [n, vocabulary]` into `out [n, vocabulary]`, from `slopes [n, 2]`: the derivatives of the loss
-/// by log-probability and entropy of [`predict`]. It is 0 for tokens that truncation removed.
+/// by log-probability and entropy of [`predict`], whose result for the same logits is `predicted [n, 4]`. It is 0 for tokens that
+/// truncation removed.
 ///
 /// # Errors
 /// If the launch fails.
@@ -129,10 +135,11 @@ pub fn predict_backward<T: Storage>(
     vocabulary: usize,
     targets: &HeadTargets,
     first: usize,
-    slopes: View<'_, f32>,
+    (predicted, slopes): (View<'_, f32>, View<'_, f32>),
     out: ViewMut<'_, T>,
 ) -> Result<()> {
     let rows = rows_of(logits.len(), vocabulary);
+    assert_eq!(predicted.len(), PREDICTED * rows, "{PREDICTED} results for each of {rows} rows");
     assert_eq!(slopes.len(), 2 * rows, "two slopes for each of {rows} rows");
     assert_eq!(out.len(), logits.len(), "a gradient has the shape of what it is of");
     let [tokens, temperatures, starts, ids] = targets.rows(first, rows);
@@ -143,6 +150,7 @@ pub fn predict_backward<T: Storage>(
         temperatures,
         starts,
         ids,
+        predicted.into(),
         slopes.into(),
         out.into(),
     ];

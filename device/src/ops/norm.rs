@@ -10,6 +10,9 @@ use crate::memory::{View, ViewMut};
 
 /// Smallest number of rows per block in the gradient of the weight, eight per warp.
 const SLAB: usize = 64;
+/// Bytes of the widest row that one warp normalises, and rows of a block of such warps, as in `kernels/norm.cu`.
+const NARROW: usize = 8 * 32 * PACK;
+const NARROW_ROWS: usize = 4;
 
 /// A norm of rows.
 #[derive(Clone, Copy, Debug)]
@@ -56,17 +59,27 @@ impl<'a, T: Storage> RmsNorm<'a, T> {
         [self.weight.into(), width, stride, self.eps.into(), self.offset.into(), self.factor.into()]
     }
 
-    /// Grid of one block per row, and its threads.
-    fn launch(
+    /// Launches `kernel` with a block per row of `x`, `columns` of which it is about, or a warp if the row is narrow and `operands` can be
+    /// accessed 16 bytes at a time.
+    fn launch<const N: usize>(
         &self,
         device: &Device,
         kernel: &str,
         rows: usize,
-        arguments: impl IntoIterator<Item = Argument>,
+        (x, columns): (Argument, RowColumns),
+        operands: [Argument; N],
     ) -> Result<()> {
-        let arguments: Vec<Argument> = arguments.into_iter().collect();
-        let (name, threads) = (format!("{kernel}_{}", T::SUFFIX), threads::<T>(self.weight.len()));
-        device.launch(&name, [rows, 1, 1], threads, 0, &arguments)
+        let width = self.weight.len();
+        let arguments = [x].into_iter().chain(self.arguments(columns)).chain(operands);
+        let mut arguments: Vec<Argument> = arguments.collect();
+        let packed = [width, columns.stride].iter().all(|n| (n * size_of::<T>()).is_multiple_of(PACK));
+        let aligned = [x, self.weight.into()].iter().chain(&operands).all(Argument::is_aligned);
+        if width * size_of::<T>() <= NARROW && packed && aligned {
+            arguments.push(size(rows).into());
+            let name = format!("{kernel}_narrow_{}", T::SUFFIX);
+            return device.launch(&name, [rows.div_ceil(NARROW_ROWS), 1, 1], 32 * NARROW_ROWS, 0, &arguments);
+        }
+        device.launch(&format!("{kernel}_{}", T::SUFFIX), [rows, 1, 1], threads::<T>(width), 0, &arguments)
     }
 }
 
@@ -95,9 +108,7 @@ pub fn rms_norm<T: Storage>(
 ) -> Result<()> {
     let rows = norm.rows(x.len(), norm.whole());
     assert_eq!(x.len(), out.len(), "the result is as large as what is normalised");
-    let operands = [Argument::null(), out.into()];
-    let arguments = [x.into()].into_iter().chain(norm.arguments(norm.whole())).chain(operands);
-    norm.launch(device, "rms_norm", rows, arguments)
+    norm.launch(device, "rms_norm", rows, (x.into(), norm.whole()), [Argument::null(), out.into()])
 }
 
 /// Adds the normalised rows of `x [rows, width]` to `to [rows, width]`.
@@ -115,9 +126,13 @@ pub fn add_rms_norm<T: Storage>(
 ) -> Result<()> {
     let rows = norm.rows(x.len(), norm.whole());
     assert_eq!(x.len(), to.len(), "the sum is as large as what is normalised");
-    let operands = [Argument::from(&to), Argument::from(&to)];
-    let arguments = [x.into()].into_iter().chain(norm.arguments(norm.whole())).chain(operands);
-    norm.launch(device, "rms_norm", rows, arguments)
+    norm.launch(
+        device,
+        "rms_norm",
+        rows,
+        (x.into(), norm.whole()),
+        [Argument::from(&to), Argument::from(&to)],
+    )
 }
 
 /// Normalises `columns` of the rows `x [rows, stride]` in place.
@@ -129,15 +144,14 @@ pub(super) fn rms_norm_in_place<T: Storage>(
 ) -> Result<()> {
     let rows = norm.rows(x.len(), columns);
     let from = first_of(x.as_view(), columns).into();
-    let arguments = [from].into_iter().chain(norm.arguments(columns)).chain([Argument::null(), from]);
-    norm.launch(device, "rms_norm", rows, arguments)
+    norm.launch(device, "rms_norm", rows, (from, columns), [Argument::null(), from])
 }
 
 /// Gradient of `x [rows, width]` from `g [rows, width]`, that of the result, plus `base [rows, width]`, into `dx [rows,
-/// width]`.
+/// width]`. Adds the gradient of the weight to `of_weight [width]`.
 ///
 /// # Errors
-/// If the launch fails.
+/// If a launch fails, or there is no memory for partial sums.
 ///
 /// # Panics
 /// If the shapes do not fit.
@@ -148,13 +162,17 @@ pub fn rms_norm_backward<T: Storage>(
     g: View<'_, T>,
     base: Option<View<'_, T>>,
     dx: ViewMut<'_, T>,
+    of_weight: Option<ViewMut<'_, f32>>,
 ) -> Result<()> {
     let rows = norm.rows(x.len(), norm.whole());
     assert!(x.len() == g.len() && x.len() == dx.len(), "{} values, {} and {}", x.len(), g.len(), dx.len());
     assert!(base.is_none_or(|base| base.len() == x.len()), "a gradient is added to one of its shape");
-    let operands = [g.into(), base.into(), dx.into()];
-    let arguments = [x.into()].into_iter().chain(norm.arguments(norm.whole())).chain(operands);
-    norm.launch(device, "rms_norm_backward", rows, arguments)
+    let mut inverses = device.uninit::<f32>(if of_weight.is_some() { rows } else { 0 })?;
+    let to = if of_weight.is_some() { inverses.all_mut().into() } else { Argument::null() };
+    let operands = [g.into(), base.into(), dx.into(), to];
+    norm.launch(device, "rms_norm_backward", rows, (x.into(), norm.whole()), operands)?;
+    let Some(of_weight) = of_weight else { return Ok(()) };
+    add_slopes(device, (x, g), norm.whole(), inverses.all(), of_weight)
 }
 
 /// Converts `columns` of `g [rows, stride]`, the gradient of a normalised row, to that of `x [rows, stride]` in place.
@@ -169,29 +187,12 @@ pub(super) fn rms_norm_backward_in_place<T: Storage>(
     assert_eq!(x.len(), g.len(), "a gradient has the shape of what it is of");
     let g = first_of(g.as_view(), columns).into();
     let x = first_of(x, columns).into();
-    let arguments = [x].into_iter().chain(norm.arguments(columns)).chain([g, Argument::null(), g]);
-    norm.launch(device, "rms_norm_backward", rows, arguments)
+    let operands = [g, Argument::null(), g, Argument::null()];
+    norm.launch(device, "rms_norm_backward", rows, (x, columns), operands)
 }
 
-/// Adds the gradient of the weight to `gradient [width]`, from `x [rows, width]` and `g [rows, width]`, the gradient of
-/// the result.
-///
-/// # Errors
-/// If a launch fails, or there is no memory for partial sums.
-///
-/// # Panics
-/// If the shapes do not fit.
-pub fn rms_norm_weight_gradient<T: Storage>(
-    device: &Device,
-    x: View<'_, T>,
-    norm: RmsNorm<'_, T>,
-    g: View<'_, T>,
-    gradient: ViewMut<'_, f32>,
-) -> Result<()> {
-    weight_gradient_of(device, x, norm.whole(), norm, g, gradient)
-}
-
-/// The same for `columns` of the rows of `x [rows, stride]` and `g [rows, stride]`.
+/// Adds the gradient of the weight to `gradient [width]`, from `columns` of the rows of `x [rows, stride]` and of `g [rows, stride]`, the
+/// gradient of the result.
 pub(super) fn weight_gradient_of<T: Storage>(
     device: &Device,
     x: View<'_, T>,
@@ -207,17 +208,34 @@ pub(super) fn weight_gradient_of<T: Storage>(
         return Ok(());
     }
     let (x, g) = (first_of(x, columns), first_of(g, columns));
-    let [width_of, stride] = [width, columns.stride].map(|n| Argument::from(size(n)));
     let mut inverses = device.uninit::<f32>(rows)?;
+    let [width_of, stride] = [width, columns.stride].map(|n| Argument::from(size(n)));
     let arguments =
         [x.into(), width_of, stride, norm.eps.into(), norm.factor.into(), inverses.all_mut().into()];
-    norm.launch(device, "rms_inverses", rows, arguments)?;
+    let (name, threads) = (format!("rms_inverses_{}", T::SUFFIX), threads::<T>(width));
+    device.launch(&name, [rows, 1, 1], threads, 0, &arguments)?;
+    add_slopes(device, (x, g), columns, inverses.all(), gradient)
+}
+
+/// Adds `g * x * inverses` of `columns` of all rows to `gradient [width]`; `x` and `g` begin at the first of the columns.
+fn add_slopes<T: Storage>(
+    device: &Device,
+    (x, g): (View<'_, T>, View<'_, T>),
+    columns: RowColumns,
+    inverses: View<'_, f32>,
+    gradient: ViewMut<'_, f32>,
+) -> Result<()> {
+    let (width, rows) = (gradient.len(), inverses.len());
+    if rows == 0 {
+        return Ok(());
+    }
+    let [width_of, stride] = [width, columns.stride].map(|n| Argument::from(size(n)));
     let (slab, parts) = slabs(rows, SLAB);
     let mut partial = device.uninit::<f32>(parts * width)?;
     let arguments = [
         x.into(),
         g.into(),
-        inverses.all().into(),
+        inverses.into(),
         size(rows).into(),
         size(slab).into(),
         width_of,

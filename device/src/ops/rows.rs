@@ -1,7 +1,5 @@
 //! Gather, scatter and sum of rows: embedding and its gradient, selected rows, biases.
 
-use std::collections::BTreeMap;
-
 use super::{PACK, THREADS, rows_of, size, slabs, tiles};
 use crate::backend::Argument;
 use crate::device::Device;
@@ -55,19 +53,21 @@ impl RowGroups {
     /// If there are more than 2^31 of them.
     pub fn new(device: &Device, keys: &[u32]) -> Result<Self> {
         size(keys.len());
-        let mut groups: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
-        for (position, key) in (0..).zip(keys) {
-            groups.entry(*key).or_default().push(position);
-        }
-        let mut lists: Vec<u32> = groups.keys().copied().collect();
+        // A key in the upper half, its position in the lower.
+        let mut sorted: Vec<u64> =
+            (0..).zip(keys).map(|(position, key): (u64, _)| u64::from(*key) << 32 | position).collect();
+        sorted.sort_unstable();
+        let key_of = |entry: &u64| (entry >> 32) as u32;
+        let groups: Vec<&[u64]> = sorted.chunk_by(|a, b| key_of(a) == key_of(b)).collect();
+        let mut lists: Vec<u32> = groups.iter().map(|group| key_of(&group[0])).collect();
         let mut start = 0;
         lists.push(start);
-        for positions in groups.values() {
-            start += positions.len() as u32;
+        for group in &groups {
+            start += group.len() as u32;
             lists.push(start);
         }
-        lists.extend(groups.values().flatten());
-        let end = groups.last_key_value().map_or(0, |(key, _)| *key as usize + 1);
+        lists.extend(sorted.iter().map(|entry| *entry as u32));
+        let end = sorted.last().map_or(0, |entry| key_of(entry) as usize + 1);
         Ok(Self { lists: device.upload(&lists)?, groups: groups.len(), positions: keys.len(), end })
     }
 

@@ -1,6 +1,6 @@
 //! Gated units against f64.
 
-use device::ops::gated_unit::{UnitKind, gated_unit, gated_unit_backward};
+use device::ops::gated_unit::{UnitKind, gated_unit, gated_unit_backward, gated_unit_backward_in_place};
 use device::{Storage, bf16};
 
 use crate::common::{assert_close, devices, noise};
@@ -47,6 +47,14 @@ fn check<T: Storage>(kind: UnitKind, tolerance: f64) {
             let mut dx = device.zeros::<T>(rows * 2 * width).unwrap();
             gated_unit(&device, kind, on_gate_up.all(), width, out.all_mut()).unwrap();
             gated_unit_backward(&device, kind, on_gate_up.all(), width, on_g.all(), dx.all_mut()).unwrap();
+            let (mut again, mut dx_again) =
+                (device.upload(&g).unwrap(), device.zeros::<T>(dx.len()).unwrap());
+            let (of_gate_up, to) = (on_gate_up.all(), dx_again.all_mut());
+            gated_unit_backward_in_place(&device, kind, of_gate_up, width, again.all_mut(), to).unwrap();
+            for (one, other) in [(&again, &out), (&dx_again, &dx)] {
+                let [one, other] = [one, other].map(|buffer| widen(&device.download(buffer.all()).unwrap()));
+                assert!(one == other);
+            }
 
             let (mut expected, mut expected_dx) = (Vec::new(), Vec::new());
             for (row, g) in wide(&gate_up).chunks(2 * width).zip(wide(&g).chunks(width)) {

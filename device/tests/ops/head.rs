@@ -1,6 +1,6 @@
 //! Log-probability, entropy and their gradients against a reference.
 
-use device::ops::head::{HeadTarget, HeadTargets, predict, predict_backward};
+use device::ops::head::{HeadTarget, HeadTargets, PREDICTED, predict, predict_backward};
 use device::{Device, Storage, bf16};
 
 use crate::common::{assert_close, devices, noise, rounded};
@@ -70,19 +70,20 @@ fn check<T: Storage>(device: &Device, rows: usize, vocabulary: usize, tolerance:
     let on_device = uploaded(device, &all);
     assert_eq!(on_device.len(), rows + 3);
     let logits_there = device.upload(&logits).unwrap();
-    let mut predicted = device.uninit(2 * rows).unwrap();
+    let mut predicted = device.uninit(PREDICTED * rows).unwrap();
     predict(device, logits_there.all(), vocabulary, &on_device, 3, predicted.all_mut()).unwrap();
     let slopes_there = device.upload(&slopes).unwrap();
     let mut gradient = device.uninit::<T>(logits.len()).unwrap();
     let (slopes_view, out) = (slopes_there.all(), gradient.all_mut());
-    predict_backward(device, logits_there.all(), vocabulary, &on_device, 3, slopes_view, out).unwrap();
+    let known = (predicted.all(), slopes_view);
+    predict_backward(device, logits_there.all(), vocabulary, &on_device, 3, known, out).unwrap();
     let (predicted, gradient) =
         (device.download(predicted.all()).unwrap(), device.download(gradient.all()).unwrap());
     for row in 0..rows {
         let part = row * vocabulary..(row + 1) * vocabulary;
         let pair = 2 * row..2 * row + 2;
         let (prediction, slope) = expected(&logits[part.clone()], &all[row + 3], &slopes[pair.clone()]);
-        assert_close(&predicted[pair], &prediction, 1e-5);
+        assert_close(&predicted[PREDICTED * row..PREDICTED * row + 2], &prediction, 1e-5);
         let found: Vec<f32> = gradient[part].iter().map(|value| value.widen()).collect();
         assert_close(&found, &slope, tolerance);
         assert!(found.iter().zip(&slope).all(|(found, slope)| *slope != 0.0 || *found == 0.0), "row {row}");
@@ -123,11 +124,12 @@ fn infinite_logits_and_nan_logits_are_distinguished() {
             RowTarget { token: 2, temperature: 0.8, kept: None },
         ];
         let there = device.upload(&logits).unwrap();
-        let mut out = device.uninit(4).unwrap();
+        let mut out = device.uninit(2 * PREDICTED).unwrap();
         predict(&device, there.all(), 50, &uploaded(&device, &all), 0, out.all_mut()).unwrap();
         let found = device.download(out.all()).unwrap();
         let among = RowTarget { token: 2, temperature: 0.8, kept: Some(open.clone()) };
         assert_close(&found[..2], &expected(&whole, &among, &[0.0, 0.0]).0, 1e-5);
-        assert!(found[2..].iter().all(|value| value.is_nan()), "{found:?}");
+        let of_second = &found[PREDICTED..PREDICTED + 2];
+        assert!(of_second.iter().all(|value| value.is_nan()), "{found:?}");
     }
 }

@@ -1,7 +1,7 @@
 //! Sampled tokens against a reference that sorts.
 
 use device::Device;
-use device::ops::head::{HeadTarget, HeadTargets, predict};
+use device::ops::head::{HeadTarget, HeadTargets, PREDICTED, predict};
 use device::ops::sampling::{
     DRAW, KEPT, RowSampling, SETTINGS, SampledRows, SampledToken, pack_kept, sample,
 };
@@ -230,10 +230,11 @@ fn log_probabilities_have_the_bits_of_the_head() {
             kept: (draw.kept_count > 0).then_some(&draw.kept[..]),
         });
         let targets = HeadTargets::new(&device, targets).unwrap();
-        let (there, mut out) = (device.upload(&logits).unwrap(), device.uninit(2 * rows.len()).unwrap());
+        let (there, mut out) =
+            (device.upload(&logits).unwrap(), device.uninit(PREDICTED * rows.len()).unwrap());
         predict(&device, there.all(), vocabulary, &targets, 0, out.all_mut()).unwrap();
         let predicted = device.download(out.all()).unwrap();
-        for (found, predicted) in found.iter().zip(predicted.chunks(2)) {
+        for (found, predicted) in found.iter().zip(predicted.chunks(PREDICTED)) {
             assert_eq!(found.logprob.to_bits(), predicted[0].to_bits(), "{} {}", found.logprob, predicted[0]);
         }
     }

@@ -1,11 +1,11 @@
 //! The final norm, the language-model head fused with log-probability and entropy (Cut Cross-Entropy, arXiv 2411.09009; Liger
 //! Kernel, arXiv 2410.10989), and the value head.
 //!
-//! Invariant: logits are in memory for [`ROWS`] rows at a time; those of a whole pack never are.
+//! Invariant: logits are in memory for [`HEAD_ROWS`] rows at a time; those of a whole pack never are.
 
 use std::ops::Range;
 
-use device::ops::head::{HeadTarget, HeadTargets, predict, predict_backward};
+use device::ops::head::{HeadTarget, HeadTargets, PREDICTED, predict, predict_backward};
 use device::{DeviceBuffer, Matrix, MatrixMut, Result, Storage, View};
 
 use super::factors::PassGradients;
@@ -14,15 +14,17 @@ use super::units::{UnitWeights, within};
 use super::{DeviceDecoder, check_ids};
 use crate::{Head, Prediction, PredictionGradient, Target, Unit};
 
-/// Rows whose logits are in memory at a time: enough for a product near peak throughput, and 0.3 GB for a vocabulary of 150
-/// thousand tokens.
-pub(super) const ROWS: usize = 512;
+/// Rows whose logits are in memory at a time: so many that reading and writing the gradient of the head, once for all of them, takes
+/// less time than their product; 1.2 GB for a vocabulary of 150 thousand tokens.
+pub const HEAD_ROWS: usize = 2048;
 
 /// Targets on the device.
 #[derive(Debug)]
 pub(super) struct DeviceTargets {
     targets: HeadTargets,
     len: usize,
+    /// `[M, 4]` the results of [`predict`], for the backward; empty without a language-model head.
+    predicted: DeviceBuffer<f32>,
 }
 
 impl<T: Storage> DeviceDecoder<T> {
@@ -39,7 +41,12 @@ impl<T: Storage> DeviceDecoder<T> {
             temperature: *temperature,
             kept: *kept,
         });
-        Ok(DeviceTargets { targets: HeadTargets::new(&self.activations, all)?, len: targets.len() })
+        let of_row = if self.config.head == Head::Value { 0 } else { PREDICTED };
+        Ok(DeviceTargets {
+            targets: HeadTargets::new(&self.activations, all)?,
+            len: targets.len(),
+            predicted: self.activations.uninit(of_row * targets.len())?,
+        })
     }
 
     /// Unit of the head, and where it lies in it.
@@ -70,22 +77,22 @@ impl<T: Storage> DeviceDecoder<T> {
         &self,
         weights: &mut dyn UnitWeights<T>,
         normed: &DeviceBuffer<T>,
-        asked: &DeviceTargets,
+        asked: &mut DeviceTargets,
     ) -> Result<Vec<Prediction>> {
         let (width, rows) = (self.config.hidden_size, asked.len);
         let mut predictions = vec![Prediction::default(); rows];
         if self.config.head != Head::Value {
             let (unit, place) = self.head_place();
             let weight = weights.unit(unit)?.slice(place);
-            let mut out = self.activations.uninit::<f32>(2 * rows)?;
-            for first in (0..rows).step_by(ROWS) {
-                let last = (first + ROWS).min(rows);
+            for first in (0..rows).step_by(HEAD_ROWS) {
+                let last = (first + HEAD_ROWS).min(rows);
                 let logits = self.logits(normed.view(first * width..last * width), weight)?;
-                let (vocabulary, out) = (self.config.vocab_size, out.view_mut(2 * first..2 * last));
+                let vocabulary = self.config.vocab_size;
+                let out = asked.predicted.view_mut(PREDICTED * first..PREDICTED * last);
                 predict(&self.device, logits.all(), vocabulary, &asked.targets, first, out)?;
             }
-            let found = self.device.download(out.all())?;
-            for (prediction, found) in predictions.iter_mut().zip(found.chunks_exact(2)) {
+            let found = self.device.download(asked.predicted.all())?;
+            for (prediction, found) in predictions.iter_mut().zip(found.chunks_exact(PREDICTED)) {
                 (prediction.logprob, prediction.entropy) = (found[0], found[1]);
             }
         }
@@ -102,7 +109,7 @@ impl<T: Storage> DeviceDecoder<T> {
         Ok(predictions)
     }
 
-    /// `[M, d]` gradient of `normed`; adds those of the heads.
+    /// `[M, d]` gradient of `normed`, whose predictions were computed; adds those of the heads.
     pub(super) fn predictions_backward(
         &self,
         weights: &mut dyn UnitWeights<T>,
@@ -118,13 +125,22 @@ impl<T: Storage> DeviceDecoder<T> {
             let weight = weights.unit(unit)?.slice(place.clone());
             let pairs: Vec<f32> = slopes.iter().flat_map(|slope| [slope.logprob, slope.entropy]).collect();
             let (pairs, vocabulary) = (device.upload(&pairs)?, self.config.vocab_size);
-            for first in (0..asked.len).step_by(ROWS) {
-                let last = (first + ROWS).min(asked.len);
+            for first in (0..asked.len).step_by(HEAD_ROWS) {
+                let last = (first + HEAD_ROWS).min(asked.len);
                 let piece = first * width..last * width;
                 let logits = self.logits(normed.view(piece.clone()), weight)?;
                 let mut d_logits = device.uninit::<T>(logits.len())?;
+                let known = asked.predicted.view(PREDICTED * first..PREDICTED * last);
                 let (pairs, out) = (pairs.view(2 * first..2 * last), d_logits.all_mut());
-                predict_backward(device, logits.all(), vocabulary, &asked.targets, first, pairs, out)?;
+                predict_backward(
+                    device,
+                    logits.all(),
+                    vocabulary,
+                    &asked.targets,
+                    first,
+                    (known, pairs),
+                    out,
+                )?;
                 drop(logits);
                 let x = Matrix::new(normed.view(piece.clone()), width);
                 gradients.unit(unit)?.add(device, &place, x, d_logits.all())?;

@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use device::ops::attention::Segments;
 use device::ops::delta_rule::DeltaRuns;
-use device::ops::norm::{RmsNorm, add_rms_norm, rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use device::ops::norm::{RmsNorm, add_rms_norm, rms_norm, rms_norm_backward};
 use device::ops::routes::GivenSlots;
 use device::ops::vectors::{add_multiple, scale};
 use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
@@ -140,9 +140,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
             self.on().copy(base, d_x.reborrow())?;
             return add_multiple(self.on(), g, 1.0, d_x);
         }
-        rms_norm_backward(self.on(), x, self.norm(norm), g, Some(base), d_x)?;
-        let Some(of_norm) = gradients.vector(norm) else { return Ok(()) };
-        rms_norm_weight_gradient(self.on(), x, self.norm(norm), g, of_norm)
+        rms_norm_backward(self.on(), x, self.norm(norm), g, Some(base), d_x, gradients.vector(norm))
     }
 
     /// Adds the result of a half, normalised by the weight at `after` and multiplied, to the residual stream `to [T, d]`.
@@ -185,10 +183,8 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         let [mut result, mut d_result] = [device.uninit(g.len())?, device.uninit(g.len())?];
         compute(result.all_mut())?;
         let norm = self.decoder.norm_after(self.index, self.at(after));
-        rms_norm_backward(device, result.all(), norm, g, None, d_result.all_mut())?;
-        if let Some(of_norm) = gradients.vector(after) {
-            rms_norm_weight_gradient(device, result.all(), norm, g, of_norm)?;
-        }
+        let (of_result, of_norm) = (d_result.all_mut(), gradients.vector(after));
+        rms_norm_backward(device, result.all(), norm, g, None, of_result, of_norm)?;
         Ok(DeviceRows::Computed(d_result))
     }
 

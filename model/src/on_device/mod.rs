@@ -35,6 +35,7 @@ use device::{Device, DeviceBuffer, Result, Storage, bf16};
 use serde::{Deserialize, Serialize};
 
 pub use self::factors::DeviceFactors;
+pub use self::head::HEAD_ROWS;
 pub use self::layer::RouteCounts;
 use self::operands::DeviceRotaries;
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};

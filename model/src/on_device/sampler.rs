@@ -407,7 +407,7 @@ impl<T: Storage> TypedSampler<T> {
 
     fn draw(&mut self, requests: &[DrawRequest]) -> Result<Vec<Draw>> {
         let mut draws = Vec::with_capacity(requests.len());
-        for requests in requests.chunks(super::head::ROWS) {
+        for requests in requests.chunks(super::head::HEAD_ROWS) {
             self.draw_some(requests, &mut draws)?;
         }
         Ok(draws)

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use device::ops::attention::Segments;
 use device::ops::delta_rule::DeltaRuns;
-use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use device::ops::norm::{rms_norm, rms_norm_backward};
 use device::ops::routes::GivenSlots;
 use device::ops::rows::{RowGroups, gather_rows, scatter_rows};
 use device::{DeviceBuffer, Matrix, Result, Storage};
@@ -116,7 +116,7 @@ impl<T: Storage> DeviceDecoder<T> {
         let taps = self.config.delta_net().map(|spec| spec.taps);
         let runs = taps.map(|taps| DeltaRuns::new(device, pack.segments(), tokens, taps)).transpose()?;
         let angles = self.angles(pack.positions())?;
-        let (ids, asked) = (self.ids(pack.token_ids())?, self.ask(targets)?);
+        let (ids, mut asked) = (self.ids(pack.token_ids())?, self.ask(targets)?);
         let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
         let rows_there = device.upload(&rows)?;
         let given = self.given(pack)?;
@@ -147,7 +147,7 @@ impl<T: Storage> DeviceDecoder<T> {
         let mut normed = device.uninit(picked.len())?;
         let norm = self.final_norm_of(weights.unit(Unit::Tail)?.slice(self.final_norm()));
         rms_norm(device, picked.all(), norm, normed.all_mut())?;
-        let predictions = self.predictions(weights, &normed, &asked)?;
+        let predictions = self.predictions(weights, &normed, &mut asked)?;
         let trace = DeviceTrace { ids, angles, segments, runs, given, layers, asked, groups, picked, normed };
         Ok((predictions, trace))
     }
@@ -187,12 +187,12 @@ impl<T: Storage> DeviceDecoder<T> {
         drop(normed);
         let place: Range<usize> = self.final_norm();
         let norm = self.final_norm_of(weights.unit(Unit::Tail)?.slice(place.clone()));
-        if let Some(of_norm) = gradients.unit(Unit::Tail)?.vector(&place) {
-            rms_norm_weight_gradient(device, picked.all(), norm, d_normed.all(), of_norm)?;
-        }
-        gradients.sink.done(Unit::Tail)?;
         let mut d_picked = device.uninit(picked.len())?;
-        rms_norm_backward(device, picked.all(), norm, d_normed.all(), None, d_picked.all_mut())?;
+        let (of_picked, mut tail) = (d_picked.all_mut(), gradients.unit(Unit::Tail)?);
+        let of_norm = tail.vector(&place);
+        rms_norm_backward(device, picked.all(), norm, d_normed.all(), None, of_picked, of_norm)?;
+        drop(tail);
+        gradients.sink.done(Unit::Tail)?;
         drop((d_normed, picked));
         let tokens = pack.token_ids().len();
         let mut d = device.uninit(tokens * width)?;

@@ -28,8 +28,6 @@ use crate::settings::Devices;
 const CONTEXT: u64 = 512 << 20;
 /// Scratch of cuBLAS for each stream, as `device` allocates it.
 const WORKSPACE: u64 = 32 << 20;
-/// Rows with logits in memory at the same time.
-const HEAD_ROWS: u64 = 512;
 /// Parts that a message names.
 const NAMED: usize = 3;
 /// The parts of a run on one device.

@@ -10,7 +10,7 @@ use device::ops::convolution::{
 use device::ops::delta_rule::{
     DeltaOperandGradients, DeltaOperands, DeltaRuns, delta_rule, delta_rule_backward,
 };
-use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use device::ops::norm::{rms_norm, rms_norm_backward};
 use device::ops::result_gate::{gate_result, gate_result_backward};
 use device::ops::rows::column_sums;
 use device::ops::vectors::add_multiple;
@@ -132,11 +132,9 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let (of_gate, width) = (d_projected.all_mut(), spec.value_width());
         gate_result_backward(device, normed.all(), projected.all(), width, g.all_mut(), of_gate)?;
         let norm = self.decoder.result_norm(self.index, self.weights);
-        if let Some(of_norm) = gradients.vector(&ranges[Operand::ResultNorm]) {
-            rms_norm_weight_gradient(device, mixed.all(), norm, g.all(), of_norm)?;
-        }
         let mut d_mixed = normed;
-        rms_norm_backward(device, mixed.all(), norm, g.all(), None, d_mixed.all_mut())?;
+        let (of_mixed, of_norm) = (d_mixed.all_mut(), gradients.vector(&ranges[Operand::ResultNorm]));
+        rms_norm_backward(device, mixed.all(), norm, g.all(), None, of_mixed, of_norm)?;
         drop((mixed, g));
         let opened = self.opened(&spec, &projected, &gates)?;
         let found = delta_rule_backward(device, opened.operands(&spec), self.delta_runs(), d_mixed.all())?;

@@ -1,6 +1,6 @@
 //! The feed-forward half of a layer.
 
-use device::ops::gated_unit::{UnitKind, gated_unit, gated_unit_backward};
+use device::ops::gated_unit::{UnitKind, gated_unit, gated_unit_backward_in_place};
 use device::{DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
 use super::experts::{ExpertActivations, RouteCounts};
@@ -145,13 +145,14 @@ impl<T: Storage> DeviceLayer<'_, T> {
     ) -> Result<()> {
         let GatedNetwork { unit, gate_up: first, down, width } = *network;
         let (device, ranges, hidden) = (self.on(), self.ranges(), self.hidden());
-        let activated = self.activated(network, gate_up.all())?;
+        // The gradient of the activations, and then the activations.
+        let mut activated = input_gradient(device, g, self.matrix(down, width))?;
+        let mut d_gate_up = device.uninit(gate_up.len())?;
+        let (of_activated, out) = (activated.all_mut(), d_gate_up.all_mut());
+        gated_unit_backward_in_place(device, unit, gate_up.all(), width, of_activated, out)?;
+        drop(gate_up);
         gradients.add(device, &ranges[down], Matrix::new(activated.all(), width), g)?;
         drop(activated);
-        let d_activated = input_gradient(device, g, self.matrix(down, width))?;
-        let mut d_gate_up = device.uninit(gate_up.len())?;
-        gated_unit_backward(device, unit, gate_up.all(), width, d_activated.all(), d_gate_up.all_mut())?;
-        drop((d_activated, gate_up));
         gradients.add(device, &ranges[first], Matrix::new(x, hidden), d_gate_up.all())?;
         let (d_gate_up, weight) = (Matrix::new(d_gate_up.all(), 2 * width), self.matrix(first, hidden));
         let keep = if kept { 1.0 } else { 0.0 };

@@ -7,7 +7,7 @@ use device::ops::latent::{
     HeadParts, HeadPartsMut, assemble, assemble_backward, join_columns, narrow_values, split_columns,
     widen_values,
 };
-use device::ops::norm::{RmsNorm, rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use device::ops::norm::{RmsNorm, rms_norm, rms_norm_backward};
 use device::ops::rows::{add_bias, column_sums};
 use device::{DeviceBuffer, Matrix, MatrixMut, Result, Storage, View};
 
@@ -170,11 +170,9 @@ impl<T: Storage> DeviceLayer<'_, T> {
         drop(normed);
         let d_normed = input_gradient(device, g.all(), self.matrix(up, range.len()))?;
         drop(g);
-        if let Some(of_norm) = gradients.vector(range) {
-            rms_norm_weight_gradient(device, latent.all(), by, d_normed.all(), of_norm)?;
-        }
         let mut d_latent = device.uninit(latent.len())?;
-        rms_norm_backward(device, latent.all(), by, d_normed.all(), None, d_latent.all_mut())?;
+        let (of_latent, of_norm) = (d_latent.all_mut(), gradients.vector(range));
+        rms_norm_backward(device, latent.all(), by, d_normed.all(), None, of_latent, of_norm)?;
         Ok(d_latent)
     }
 

@@ -3,6 +3,7 @@
 //! Invariant: the parts of one rank are those of all ranks together, divided by the number of ranks.
 
 use device::ops::paged::{PAGE, PART};
+use model::on_device::HEAD_ROWS;
 use model::{Config, Layout};
 use trainer::lora::TargetModule;
 
@@ -10,7 +11,7 @@ use super::super::{
     F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, micro_batch_tokens, of_ranks, product,
     states,
 };
-use super::{DeviceCounts, HEAD_ROWS, part};
+use super::{DeviceCounts, part};
 use crate::recipe::words::{CriticKind, WeightTransport};
 use crate::recipe::{Model, Recipe};
 use crate::settings::Devices;
@@ -59,7 +60,7 @@ pub(super) fn training(
     let of_states = if config.delta_net().is_some() { product(&[ranks, size.recurrence]) } else { 0 };
     let kept = product(&[ranks, tokens, size.activations_per_token]).saturating_add(of_states);
     parts.push(part("activations", "a full micro-batch, kept for its backward", kept));
-    let logit = [ranks, tokens.min(HEAD_ROWS), config.vocab_size as u64, F32 + width];
+    let logit = [ranks, tokens.min(HEAD_ROWS as u64), config.vocab_size as u64, F32 + width];
     parts.push(part("logits", "of some rows, and their gradients", product(&logit)));
     if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate) {
         let (own, gradients) = of_ranks(recipe, &layout, None, width);
