@@ -2,6 +2,8 @@
 // arXiv 2104.09864) in the half-split layout: the pairs (x[i], x[i + pairs]) are rotated by position * inv_freq[i]. The
 // values behind the pairs are unchanged.
 //
+// The bias of the projection, if it has any, is added before, and keys and values can be written to pages of a cache after.
+//
 // A power of two of neighbouring lanes share a head, one lane per 16 bytes of each half. Both values of a pair are in
 // one lane, and only the sums of the norm are exchanged between lanes.
 #include "common.cuh"
@@ -15,6 +17,21 @@ struct Heads {
 
 // Layout of a row of the projection.
 DEVICE int64 width(const Heads& shape) { return int64(shape.heads + 2 * shape.kv_heads) * shape.head_dim; }
+
+// Where keys and values are written as well, a layer of a paged cache (see `paged`): `slots[row]` is `page * PAGE + place`, or
+// all ones for none; null for nowhere.
+template <typename T> struct Pages {
+    const uint32* slots;
+    T* cache;
+};
+
+// Where head `head` of the keys and values of a row is written; null for nowhere.
+template <typename T> DEVICE T* place_of(const Heads& shape, const Pages<T>& pages, int row, int head) {
+    if (!pages.cache || head < 0) return nullptr;
+    const uint32 slot = pages.slots[row];
+    if (slot == 0xffffffffu) return nullptr;
+    return pages.cache + ((int64(slot / PAGE) * 2 * shape.kv_heads + head) * PAGE + slot % PAGE) * shape.head_dim;
+}
 
 // `n` values of a head and their partners. The pairs (i, pairs + i) below `pairs` are rotated, the rest is divided into
 // pairs in the same way.
@@ -92,50 +109,73 @@ struct Item {
     bool active;
 };
 
-// Calls visit(item, lane in the head, lanes of a head) for all queries and keys of all rows, by whole warps.
-template <int n, typename Visit> DEVICE void visit_heads(const Heads& shape, Visit visit) {
-    int lanes = lanes_of_head<n>(shape.head_dim / 2), rotated = shape.heads + shape.kv_heads;
-    int each = 32 / lanes, warps = gridDim.x * (blockDim.x >> 5), count = shape.rows * rotated;
+// Calls visit(item, lane in the head, lanes of a head) for the first `heads` heads of all rows, by whole warps.
+template <int n, typename Visit> DEVICE void visit_heads(const Heads& shape, int heads, Visit visit) {
+    int lanes = lanes_of_head<n>(shape.head_dim / 2);
+    int each = 32 / lanes, warps = gridDim.x * (blockDim.x >> 5), count = shape.rows * heads;
     for (int64 base = int64(blockIdx.x * (blockDim.x >> 5) + warp_index()) * each; base < count; base += int64(warps) * each) {
         int number = int(base) + int(lane_index()) / lanes;
-        Item item = {number / rotated, number % rotated, number < count};
+        Item item = {number / heads, number % heads, number < count};
         visit(item, int(lane_index()) % lanes, lanes);
     }
 }
 
+// A norm of each head, `[head_dim]` weights of queries and of keys; null for none.
+template <typename T> struct HeadNorm {
+    const T *query, *key;
+    float eps, offset;
+};
+
+// `bias`, one value per column of a row, is null for none.
 template <int n, typename T>
-DEVICE void prepare_heads(const Heads& shape, const T* query, const T* key, float eps, float offset, T* qkv) {
-    visit_heads<n>(shape, [=](Item item, int lane, int lanes) {
-        int half = shape.head_dim / 2;
+DEVICE void prepare_heads(const Heads& shape, const T* bias, const HeadNorm<T>& norm, T* qkv, const Pages<T>& pages) {
+    const int rotated = shape.heads + shape.kv_heads;
+    visit_heads<n>(shape, bias || pages.cache ? rotated + shape.kv_heads : rotated, [=](Item item, int lane, int lanes) {
+        const int half = shape.head_dim / 2, last = item.active ? half : 0;
+        const bool is_value = item.head >= rotated;
         T* head = qkv + item.row * width(shape) + item.head * shape.head_dim;
-        const T* weight = item.head < shape.heads ? query : key;
+        const T* weight = item.head < shape.heads ? norm.query : norm.key;
+        auto biased = [=](PairColumns columns) {
+            Pairs<n> x = load_pairs<n>(head, columns);
+            if (!bias) return x;
+            const Pairs<n> added = load_pairs<n>(bias + item.head * shape.head_dim, columns);
+            for (int j = 0; j < n; ++j) {
+                x.first[j] += added.first[j];
+                x.second[j] += added.second[j];
+            }
+            return x;
+        };
         float inverse = 1.0f;
-        if (query) {
+        if (norm.query) {
             float squares = 0;
-            for (int i = lane * n; item.active && i < half; i += lanes * n) {
-                Pairs<n> x = load_pairs<n>(head, pair_columns(shape, i));
+            for (int i = lane * n; i < last; i += lanes * n) {
+                Pairs<n> x = biased(pair_columns(shape, i));
                 for (int j = 0; j < n; ++j) squares += x.first[j] * x.first[j] + x.second[j] * x.second[j];
             }
-            inverse = inverse_rms(head_sum(squares, lanes), shape.head_dim, eps);
+            inverse = inverse_rms(head_sum(squares, lanes), shape.head_dim, norm.eps);
         }
-        for (int i = lane * n; item.active && i < half; i += lanes * n) {
-            Pairs<n> x = load_pairs<n>(head, pair_columns(shape, i));
-            if (query) {
-                Pairs<n> w = load_weights<n>(weight, pair_columns(shape, i), offset);
+        if (!item.active) return;
+        T* to = place_of(shape, pages, item.row, item.head - shape.heads);
+        for (int i = lane * n; i < half; i += lanes * n) {
+            const PairColumns columns = pair_columns(shape, i);
+            Pairs<n> x = biased(columns);
+            if (norm.query && !is_value) {
+                Pairs<n> w = load_weights<n>(weight, columns, norm.offset);
                 for (int j = 0; j < n; ++j) {
                     x.first[j] *= inverse * w.first[j];
                     x.second[j] *= inverse * w.second[j];
                 }
             }
-            rotate(x, shape, item.row, i, 1.0f);
-            store_pairs(head, pair_columns(shape, i), x);
+            if (!is_value) rotate(x, shape, item.row, i, 1.0f);
+            store_pairs(head, columns, x);
+            if (to) store_pairs(to, columns, x);
         }
     });
 }
 
 template <int n, typename T>
 DEVICE void prepare_heads_backward(const Heads& shape, const T* raw, const T* query, const T* key, float eps, float offset, T* g) {
-    visit_heads<n>(shape, [=](Item item, int lane, int lanes) {
+    visit_heads<n>(shape, shape.heads + shape.kv_heads, [=](Item item, int lane, int lanes) {
         int half = shape.head_dim / 2;
         int64 at = item.row * width(shape) + item.head * shape.head_dim;
         const T* weight = item.head < shape.heads ? query : key;
@@ -224,13 +264,14 @@ template <int n> DEVICE bool wide_heads(const Heads& shape) {
     return shape.head_dim / 2 % n == 0 && shape.pairs % n == 0 && aligned(shape.cos) && aligned(shape.sin);
 }
 
-template <typename T> DEVICE void prepare(const Heads& shape, const T* query, const T* key, float eps, float offset, T* qkv) {
+template <typename T>
+DEVICE void prepare(const Heads& shape, const T* bias, const HeadNorm<T>& norm, T* qkv, const Pages<T>& pages) {
     constexpr int wide = 16 / sizeof(T);
     // A null pointer counts as aligned.
-    if (wide_heads<wide>(shape) && aligned(query) && aligned(key) && aligned(qkv))
-        prepare_heads<wide>(shape, query, key, eps, offset, qkv);
+    if (wide_heads<wide>(shape) && aligned(bias) && aligned(norm.query) && aligned(norm.key) && aligned(qkv) && aligned(pages.cache))
+        prepare_heads<wide>(shape, bias, norm, qkv, pages);
     else
-        prepare_heads<1>(shape, query, key, eps, offset, qkv);
+        prepare_heads<1>(shape, bias, norm, qkv, pages);
 }
 
 template <typename T>
@@ -262,9 +303,10 @@ KERNEL(256, angles, const uint32* positions, const float* inv_freq, float amplit
 
 #define INSTANCES(T, suffix)                                                                                                 \
     KERNEL(256, prepare_##suffix, int rows, int heads, int kv_heads, int head_dim, int pairs, const float* cos,              \
-           const float* sin, const T* query, const T* key, float eps, float offset, T* qkv) {                                \
+           const float* sin, const T* query, const T* key, float eps, float offset, const T* bias, T* qkv,                   \
+           const uint32* slots, T* cache) {                                                                                  \
         Heads shape = {rows, heads, kv_heads, head_dim, pairs, cos, sin};                                                    \
-        prepare(shape, query, key, eps, offset, qkv);                                                                        \
+        prepare(shape, bias, HeadNorm<T>{query, key, eps, offset}, qkv, Pages<T>{slots, cache});                             \
     }                                                                                                                        \
     KERNEL(256, prepare_backward_##suffix, int rows, int heads, int kv_heads, int head_dim, int pairs, const float* cos,     \
            const float* sin, const T* raw, const T* query, const T* key, float eps, float offset, T* g) {                    \

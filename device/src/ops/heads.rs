@@ -3,7 +3,8 @@
 //! pairs `(x[i], x[i + pairs])` of a head; the values behind the pairs are unchanged.
 
 use super::norm::{RmsNorm, RowColumns, rms_norm_backward_in_place, rms_norm_in_place, weight_gradient_of};
-use super::rows::add_partial_sums;
+use super::paged::page_len;
+use super::rows::{add_bias, add_partial_sums};
 use super::{PACK, THREADS, rows_of, size, slabs};
 use crate::backend::Argument;
 use crate::device::Device;
@@ -117,8 +118,18 @@ pub fn angles(
     device.launch("angles", [count.div_ceil(THREADS), 1, 1], THREADS, 0, &arguments)
 }
 
-/// Normalises (with a norm) and rotates (with angles) queries and keys of `qkv [rows, width]` in place; values are
-/// unchanged.
+/// What is done with queries and keys of a projection, and with its values what concerns them.
+#[derive(Clone, Copy, Debug)]
+pub struct Preparation<'a, T: Storage> {
+    /// `[width]` is added to each row first.
+    pub bias: Option<View<'a, T>>,
+    /// Normalises queries and keys.
+    pub norm: Option<HeadNorm<'a, T>>,
+    /// Rotates queries and keys last.
+    pub angles: Option<HeadAngles<'a>>,
+}
+
+/// Prepares `qkv [rows, width]` in place.
 ///
 /// # Errors
 /// If a launch fails.
@@ -127,25 +138,77 @@ pub fn angles(
 /// If the shapes do not fit.
 pub fn prepare<T: Storage>(
     device: &Device,
-    qkv: ViewMut<'_, T>,
+    mut qkv: ViewMut<'_, T>,
     shape: HeadShape,
-    norm: Option<HeadNorm<'_, T>>,
-    angles: Option<HeadAngles<'_>>,
+    how: Preparation<'_, T>,
 ) -> Result<()> {
-    let mut apart = norm;
-    if let Some(parts) = norm.and_then(|norm| norm.whole(shape)) {
-        for (columns, norm) in parts {
-            rms_norm_in_place(device, &qkv, columns, norm)?;
-        }
-        apart = None;
-    }
-    if apart.is_none() && angles.is_none() {
+    let how = prepare_whole(device, qkv.reborrow(), shape, how)?;
+    if how.bias.is_none() && how.norm.is_none() && how.angles.is_none() {
         return Ok(());
     }
+    launch_prepare(device, qkv, shape, how, None)
+}
+
+/// Prepares `qkv [rows, width]` in place, and writes keys and values to the `cache` of one layer as
+/// [`write_pages`](super::paged::write_pages) does, each row to its slot in `slots [rows]`.
+///
+/// # Errors
+/// If a launch fails.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn prepare_to_pages<T: Storage>(
+    device: &Device,
+    mut qkv: ViewMut<'_, T>,
+    shape: HeadShape,
+    how: Preparation<'_, T>,
+    slots: View<'_, u32>,
+    cache: ViewMut<'_, T>,
+) -> Result<()> {
+    assert_eq!(slots.len(), rows_of(qkv.len(), shape.width()), "each row has a slot");
+    rows_of(cache.len(), page_len(shape));
+    let how = prepare_whole(device, qkv.reborrow(), shape, how)?;
+    launch_prepare(device, qkv, shape, how, Some((slots, cache)))
+}
+
+/// Normalises all queries and all keys of `qkv` together if the norm is such a one. Returns what is left to do.
+fn prepare_whole<'a, T: Storage>(
+    device: &Device,
+    mut qkv: ViewMut<'_, T>,
+    shape: HeadShape,
+    how: Preparation<'a, T>,
+) -> Result<Preparation<'a, T>> {
+    let Some(parts) = how.norm.and_then(|norm| norm.whole(shape)) else { return Ok(how) };
+    if let Some(bias) = how.bias {
+        add_bias(device, qkv.reborrow(), bias)?;
+    }
+    for (columns, norm) in parts {
+        rms_norm_in_place(device, &qkv, columns, norm)?;
+    }
+    Ok(Preparation { bias: None, norm: None, ..how })
+}
+
+fn launch_prepare<T: Storage>(
+    device: &Device,
+    qkv: ViewMut<'_, T>,
+    shape: HeadShape,
+    how: Preparation<'_, T>,
+    pages: Option<(View<'_, u32>, ViewMut<'_, T>)>,
+) -> Result<()> {
+    let Preparation { bias, norm, angles } = how;
+    if let Some(bias) = bias {
+        assert_eq!(bias.len(), shape.width(), "a bias has a value per column");
+    }
+    let rotated = shape.heads + shape.kv_heads;
+    let heads = if bias.is_some() || pages.is_some() { rotated + shape.kv_heads } else { rotated };
+    let blocks = blocks::<T>(qkv.len(), shape, heads);
     let mut arguments = shape_arguments(qkv.len(), shape, angles);
-    arguments.extend(norm_arguments(apart));
-    let blocks = blocks::<T>(qkv.len(), shape);
-    arguments.push(qkv.into());
+    arguments.extend(norm_arguments(norm));
+    arguments.extend([bias.into(), Argument::from(qkv)]);
+    arguments.extend(match pages {
+        Some((slots, cache)) => [slots.into(), cache.into()],
+        None => [Argument::null(); 2],
+    });
     device.launch(&format!("prepare_{}", T::SUFFIX), [blocks, 1, 1], THREADS, 0, &arguments)
 }
 
@@ -212,7 +275,7 @@ fn launch_backward<T: Storage>(
     let mut arguments = shape_arguments(g.len(), shape, angles);
     arguments.push(raw.into());
     arguments.extend(norm_arguments(norm));
-    let blocks = blocks::<T>(g.len(), shape);
+    let blocks = blocks::<T>(g.len(), shape, shape.heads + shape.kv_heads);
     arguments.push(g.into());
     device.launch(&format!("prepare_backward_{}", T::SUFFIX), [blocks, 1, 1], THREADS, 0, &arguments)
 }
@@ -267,8 +330,8 @@ fn norm_arguments<T: Storage>(norm: Option<HeadNorm<'_, T>>) -> [Argument; 4] {
     }
 }
 
-/// Blocks of [`THREADS`] threads in which every query and key of `len` values has one lane per 16 bytes of each half.
-fn blocks<T>(len: usize, shape: HeadShape) -> usize {
+/// Blocks of [`THREADS`] threads in which `heads` heads of each row of `len` values have one lane per 16 bytes of each half.
+fn blocks<T>(len: usize, shape: HeadShape, heads: usize) -> usize {
     let lanes = (shape.head_dim / 2).div_ceil(PACK / size_of::<T>()).next_power_of_two().min(32);
-    (len / shape.width() * (shape.heads + shape.kv_heads) * lanes).div_ceil(THREADS)
+    (len / shape.width() * heads * lanes).div_ceil(THREADS)
 }

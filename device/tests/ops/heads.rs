@@ -1,9 +1,11 @@
 //! QK norm and rotary embedding against f64.
 
 use device::ops::heads::{
-    HeadAngles, HeadNorm, HeadNormBackward, HeadShape, angles, prepare, prepare_backward,
+    HeadAngles, HeadNorm, HeadNormBackward, HeadShape, Preparation, angles, prepare, prepare_backward,
+    prepare_to_pages,
 };
-use device::{Device, Storage, bf16};
+use device::ops::paged::{NO_SLOT, PAGE, page_len, write_pages};
+use device::{Device, DeviceBuffer, Storage, bf16};
 
 use crate::common::{assert_close, devices, noise};
 
@@ -151,10 +153,25 @@ fn check<T: Storage>(device: &Device, rows: usize, shape: HeadShape, options: He
     };
 
     let mut out = device.upload(&raw).unwrap();
-    prepare(device, out.all_mut(), shape, on_norm, on_angles).unwrap();
+    let how = Preparation { bias: None, norm: on_norm, angles: on_angles };
+    prepare(device, out.all_mut(), shape, how).unwrap();
     let mut expected = wide(&raw);
     case.prepare(&mut expected);
     assert_close(&widen(&device.download(out.all()).unwrap()), &expected, tolerance);
+
+    let bias: Vec<T> = narrow(noise(shape.width(), 6));
+    let on_bias = device.upload(&bias).unwrap();
+    let mut out = device.upload(&raw).unwrap();
+    let how = Preparation { bias: Some(on_bias.all()), ..how };
+    prepare(device, out.all_mut(), shape, how).unwrap();
+    let mut expected = wide(&raw);
+    expected.iter_mut().zip(wide(&bias).iter().cycle()).for_each(|(x, bias)| *x += bias);
+    case.prepare(&mut expected);
+    let found = device.download(out.all()).unwrap();
+    assert_close(&widen(&found), &expected, 2.0 * tolerance);
+    for how in [how, Preparation { bias: None, ..how }] {
+        check_pages(device, &on_raw, shape, how);
+    }
 
     let mut dx = device.upload(&g).unwrap();
     let mut gradient = device.upload(&start).unwrap();
@@ -170,6 +187,32 @@ fn check<T: Storage>(device: &Device, rows: usize, shape: HeadShape, options: He
         // The gradient of a weight of all heads together is computed from rotated values as they are stored.
         let of_weights = if norm == NormOfHeads::Whole { tolerance } else { 2e-5 };
         assert_close(&device.download(gradient.all()).unwrap(), &expected, of_weights);
+    }
+}
+
+/// Keys and values get to pages as they are written there apart.
+fn check_pages<T: Storage>(
+    device: &Device,
+    raw: &DeviceBuffer<T>,
+    shape: HeadShape,
+    how: Preparation<'_, T>,
+) {
+    let rows = raw.len() / shape.width();
+    let pages = rows.div_ceil(PAGE) + 1;
+    let slots: Vec<u32> =
+        (0..rows).map(|row| if row == 1 { NO_SLOT } else { (pages * PAGE - 1 - row) as u32 }).collect();
+    let slots = device.upload(&slots).unwrap();
+    let [mut apart, mut together] = [0; 2].map(|_| device.zeros::<T>(raw.len()).unwrap());
+    let [mut expected, mut found] = [0; 2].map(|_| device.zeros::<T>(pages * page_len(shape)).unwrap());
+    device.copy(raw.all(), apart.all_mut()).unwrap();
+    device.copy(raw.all(), together.all_mut()).unwrap();
+    prepare(device, apart.all_mut(), shape, how).unwrap();
+    write_pages(device, apart.all(), slots.all(), shape, expected.all_mut()).unwrap();
+    prepare_to_pages(device, together.all_mut(), shape, how, slots.all(), found.all_mut()).unwrap();
+    for (found, expected) in [(&together, &apart), (&found, &expected)] {
+        let [found, expected] =
+            [found, expected].map(|values| widen(&device.download(values.all()).unwrap()));
+        assert!(found == expected, "{shape:?} {how:?}");
     }
 }
 

@@ -19,7 +19,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use device::ops::norm::{add_rms_norm, rms_norm};
-use device::ops::paged::scratch_len;
+use device::ops::paged::{PagedScratch, scratch_len};
 use device::ops::prefill::{Chunk, Chunks};
 use device::ops::rows::gather_rows;
 use device::ops::vectors::add_multiple;
@@ -136,6 +136,11 @@ impl StepSizes {
         self.paged_numbers() + self.before.map_or(0, of_recurrence)
     }
 
+    /// Where the slots of the tokens are.
+    fn slots(self) -> Range<usize> {
+        2 * self.tokens..3 * self.tokens
+    }
+
     /// Those without a recurrence.
     fn paged_numbers(self) -> usize {
         4 * self.tokens + self.sequences * self.columns
@@ -162,7 +167,7 @@ struct StepMemory<T: Storage> {
     recurrence: DeltaNetMemory<T>,
     adapters: AdapterMemory,
     feed_forward: FeedForwardMemory<T>,
-    scratch: DeviceBuffer<f32>,
+    scratch: PagedScratch,
 }
 
 /// A row for each token.
@@ -346,7 +351,7 @@ fn reserve<'a, T: Storage>(
         [sizes.numbers(), scratch_len(sizes.single, sizes.columns, network.decoder.shape)]
             .map(usize::next_power_of_two);
     let mut needed = [sizes.tokens, numbers, scratch];
-    let there = memory.as_ref().map_or([0; 3], |all| [all.tokens, all.numbers.len(), all.scratch.len()]);
+    let there = memory.as_ref().map_or([0; 3], |all| [all.tokens, all.numbers.len(), all.scratch.values()]);
     if needed.iter().zip(there).any(|(needed, there)| *needed > there) {
         needed.iter_mut().zip(there).for_each(|(needed, there)| *needed = there.max(*needed));
         recorded.clear();
@@ -383,7 +388,7 @@ impl<T: Storage> StepMemory<T> {
             recurrence: DeltaNetMemory::new(&device, config, tokens)?,
             adapters: AdapterMemory::new(&device, adapters, tokens)?,
             feed_forward: FeedForwardMemory::new(&device, config, tokens)?,
-            scratch: device.uninit(scratch)?,
+            scratch: PagedScratch::new(&device, tokens, scratch, shape)?,
         })
     }
 

@@ -2,7 +2,7 @@
 
 use device::ops::attention::{AttentionForward, attention, attention_backward};
 use device::ops::gates::{gate, gate_backward, join_gates, split_gates};
-use device::ops::heads::{HeadAngles, HeadNormBackward, prepare, prepare_backward};
+use device::ops::heads::{HeadAngles, HeadNormBackward, Preparation, prepare, prepare_backward};
 use device::ops::rows::{add_bias, column_sums};
 use device::{DeviceBuffer, Matrix, Result, Storage, View};
 
@@ -26,6 +26,9 @@ pub(super) struct AttentionActivations<T: Storage> {
     log_sums: DeviceBuffer<f32>,
 }
 
+/// Queries, keys and values, gates, and a bias that is still to be added.
+type ProjectedHeads<'a, T> = (DeviceBuffer<T>, Option<DeviceBuffer<T>>, Option<View<'a, T>>);
+
 impl<T: Storage> AttentionActivations<T> {
     /// `[T, heads * head_dim]` what was attended, through its gates if there are any.
     pub(super) fn result(&self, layer: &DeviceLayer<'_, T>) -> Result<DeviceRows<'_, T>> {
@@ -42,10 +45,14 @@ impl<T: Storage> DeviceLayer<'_, T> {
     pub(super) fn attention(&self, x: View<'_, T>) -> Result<AttentionActivations<T>> {
         let (device, shape) = (self.on(), self.decoder.shape);
         let rows = x.len() / self.hidden();
-        let (mut prepared, gates) = self.project(x)?;
+        let (mut prepared, gates, mut bias) = self.project(x)?;
         let norm = self.decoder.head_norm(self.index, self.weights);
+        if let Some(bias) = bias.take_if(|_| norm.is_some()) {
+            add_bias(device, prepared.all_mut(), bias)?;
+        }
         let raw = norm.map(|_| copied(device, prepared.all())).transpose()?;
-        prepare(device, prepared.all_mut(), shape, norm, self.head_angles(rows))?;
+        let how = Preparation { bias, norm, angles: self.head_angles(rows) };
+        prepare(device, prepared.all_mut(), shape, how)?;
         let (attended, log_sums) = self.attend(prepared.all())?;
         Ok(AttentionActivations { raw, prepared, gates, attended, log_sums })
     }
@@ -79,8 +86,9 @@ impl<T: Storage> DeviceLayer<'_, T> {
         Ok(d_prepared)
     }
 
-    /// Queries, keys and values `[T, width]` of `x [T, d]`, and the gates of the result `[T, heads * head_dim]`.
-    fn project(&self, x: View<'_, T>) -> Result<(DeviceBuffer<T>, Option<DeviceBuffer<T>>)> {
+    /// Queries, keys and values `[T, width]` of `x [T, d]`, the gates of the result `[T, heads * head_dim]`, and the bias `[width]`
+    /// that is still to be added.
+    fn project(&self, x: View<'_, T>) -> Result<ProjectedHeads<'_, T>> {
         let (device, ranges, shape) = (self.on(), self.ranges(), self.decoder.shape);
         let normed = self.mixer_input(x)?;
         let weight = self.matrix(Operand::Qkv, self.hidden());
@@ -88,16 +96,18 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let mut projected = device.uninit(rows * weight.rows())?;
         linear(device, normed.all(), weight, projected.all_mut(), false)?;
         drop(normed);
-        if !ranges[Operand::QkvBias].is_empty() {
-            add_bias(device, projected.all_mut(), self.at(&ranges[Operand::QkvBias]))?;
-        }
+        let bias = &ranges[Operand::QkvBias];
+        let bias = (!bias.is_empty()).then(|| self.at(bias));
         if !self.decoder.is_gated(self.index) {
-            return Ok((projected, None));
+            return Ok((projected, None, bias));
+        }
+        if let Some(bias) = bias {
+            add_bias(device, projected.all_mut(), bias)?;
         }
         let mut qkv = device.uninit(rows * shape.width())?;
         let mut gates = device.uninit(rows * shape.query_width())?;
         split_gates(device, projected.all(), shape, qkv.all_mut(), gates.all_mut())?;
-        Ok((qkv, Some(gates)))
+        Ok((qkv, Some(gates), None))
     }
 
     /// Angles of the `rows` tokens of the pack.

@@ -4,6 +4,7 @@
 
 use device::ops::latent::{HeadParts, LatentHeads, assemble, narrow_values, split_columns};
 use device::ops::norm::{RmsNorm, rms_norm};
+use device::ops::paged::write_pages;
 use device::ops::prefill::Chunks;
 use device::{Device, Matrix, Result, Storage, View, ViewMut};
 
@@ -61,7 +62,7 @@ impl<T: Storage> StepLayer<'_, T> {
         memory: &mut StepMemory<T>,
         sizes: StepSizes,
         chunks: Option<&Chunks>,
-        cache: ViewMut<'_, T>,
+        mut cache: ViewMut<'_, T>,
     ) -> Result<()> {
         let (decoder, tokens) = (self.decoder, sizes.tokens);
         let (device, heads) = (decoder.device(), decoder.latent_heads(spec));
@@ -91,7 +92,9 @@ impl<T: Storage> StepLayer<'_, T> {
         };
         let angles = decoder.rotaries.of_layer(self.index, angles, tokens);
         assemble(device, heads, parts, angles, qkv.of_mut(tokens))?;
-        self.attend_cached(memory, sizes, chunks, cache)?;
+        let slots = memory.numbers.view(sizes.slots());
+        write_pages(device, memory.qkv.of(tokens), slots, decoder.shape, cache.reborrow())?;
+        self.attend_cached(memory, sizes, chunks, cache.as_view())?;
         narrow_values(device, heads, memory.attended.of(tokens), memory.latents.narrowed.of_mut(tokens))
     }
 

@@ -85,11 +85,30 @@ impl<T: Storage> StepLayer<'_, T> {
         (mut to, kept): (ViewMut<'_, T>, bool),
         own: &mut AdapterMemory,
     ) -> Result<()> {
-        let (device, ranges) = (self.decoder.device(), self.decoder.layout().ranges(self.index));
-        linear(device, x.values(), self.matrix(operand, x.columns()), to.reborrow(), kept)?;
-        if let Some(bias) = operand.bias().map(|bias| &ranges[bias]).filter(|bias| !bias.is_empty()) {
-            add_bias(device, to.reborrow(), self.at(bias))?;
+        self.linear_without_bias(operand, x, (to.reborrow(), kept), own)?;
+        match self.bias(operand) {
+            Some(bias) => add_bias(self.decoder.device(), to, bias),
+            None => Ok(()),
         }
+    }
+
+    /// The bias `[out]` of the linear operation `operand`, if it has any.
+    pub(super) fn bias(&self, operand: Operand) -> Option<View<'_, T>> {
+        let ranges = self.decoder.layout().ranges(self.index);
+        let bias = operand.bias().map(|bias| &ranges[bias]).filter(|bias| !bias.is_empty());
+        bias.map(|bias| self.at(bias))
+    }
+
+    /// [`Self::linear`] before its bias is added.
+    pub(super) fn linear_without_bias(
+        &self,
+        operand: Operand,
+        x: Matrix<'_, T>,
+        (mut to, kept): (ViewMut<'_, T>, bool),
+        own: &mut AdapterMemory,
+    ) -> Result<()> {
+        let weight = self.matrix(operand, x.columns());
+        linear(self.decoder.device(), x.values(), weight, to.reborrow(), kept)?;
         self.adapt(operand, (ExpertInputs::OfTokens(x.values()), x.columns()), None, to, own)
     }
 
