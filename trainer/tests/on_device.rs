@@ -40,9 +40,9 @@ fn on_device(dtype: DeviceDtype) -> LearnerConfig {
 }
 
 fn placed(dtype: DeviceDtype, optimizer: OptimizerPlace, settings: &LearnerConfig) -> LearnerConfig {
-    // All ranks share it.
     let place = DeviceLocation::of_tests();
-    let device = DeviceConfig { optimizer, places: vec![place; 4].into(), ..DeviceConfig::new(place, dtype) };
+    let places = vec![place; 4].into(); // All ranks share it.
+    let device = DeviceConfig { optimizer, places, ..DeviceConfig::new(place, dtype) };
     LearnerConfig { device: Some(device), ..settings.clone() }
 }
 
@@ -132,8 +132,7 @@ fn host_and_device_optimizers_make_the_same_updates() {
         let (on_device, optimizer) = run(OptimizerPlace::Device);
         let (on_host, other) = run(OptimizerPlace::Host);
         // The last bit of a master weight may change that of its bf16 value.
-        let tolerance = if dtype == DeviceDtype::F32 { 1e-6 } else { 1e-3 };
-        assert_same(&on_device, &on_host, tolerance, &format!("{dtype:?}"));
+        assert_same(&on_device, &on_host, [1e-6, 1e-3][dtype as usize], &format!("{dtype:?}"));
         assert_eq!((optimizer.updates(), other.updates()), (3, 3));
         assert_eq!(optimizer.states().len(), other.states().len());
     }
@@ -581,8 +580,8 @@ fn a_missing_or_small_device_is_an_error() {
     // Zero pages that are never read take no host memory.
     let huge = Config { vocab_size: 70_000_000, ..config() };
     let parameters = Parameters::zeros(Arc::new(Layout::new(&huge)));
-    let small = DeviceConfig::new(DeviceLocation::Emulated, DeviceDtype::F32);
-    let settings = LearnerConfig { device: Some(small), ..LEARNER };
+    let device = Some(DeviceConfig::new(DeviceLocation::Emulated, DeviceDtype::F32));
+    let settings = LearnerConfig { device, ..LEARNER };
     let optimizer = Optimizer::from_states(settings.optimizer, 0, Vec::new());
     let error = Learner::new(settings, huge, parameters, Some(optimizer)).unwrap_err();
     let TrainerError::Device(own @ DeviceError::OutOfMemory { label: "weights", .. }) = &error else {

@@ -13,24 +13,18 @@ use crate::backend::Argument;
 use crate::device::Device;
 use crate::element::Storage;
 use crate::error::Result;
-use crate::memory::{DeviceBuffer, View, ViewMut};
+use crate::memory::{View, ViewMut};
 
 /// Positions per page of the cache.
 pub const PAGE: usize = 16;
 /// Slot of a token that is not written to the cache.
 pub const NO_SLOT: u32 = u32::MAX;
 
-/// Pages of a part of a context, which leaves a partial result in the scratch.
+/// Pages per block; each block leaves a partial result in the scratch.
 pub const PART: usize = 16;
 /// Threads per block, and warps.
 const THREADS_OF_PART: usize = 128;
 const WARPS: usize = 4;
-/// Heads of a group per block with tensor cores, and without.
-const HEADS_AT_ONCE: [usize; 2] = [16, 8];
-/// Blocks that fill a GPU: where there are more parts, blocks have several each.
-const BLOCKS: usize = 1024;
-/// Largest number of parts of a block: each lane of its warps has the number of a page.
-const PARTS_AT_ONCE: usize = 32 * WARPS / PART;
 
 /// The pages of each sequence of a step.
 #[derive(Clone, Copy, Debug)]
@@ -63,37 +57,11 @@ fn parts(max_pages: usize, window: usize) -> usize {
     max_pages.div_ceil(PART).min((window - 1).div_ceil(PART * PAGE) + 1)
 }
 
-/// Number of values of partial results of [`paged_attention`], with any window.
+/// Number of scratch values that [`paged_attention`] needs, with any window.
 #[must_use]
 pub fn scratch_len(tokens: usize, max_pages: usize, shape: HeadShape) -> usize {
     // Per part: weighted sums, maximal score, and sum of weights.
     tokens * shape.heads * max_pages.div_ceil(PART) * (shape.head_dim + 2)
-}
-
-/// Memory of [`paged_attention`] for contexts in several parts.
-///
-/// Invariant: `finished` is zero between launches.
-#[derive(Debug)]
-pub struct PagedScratch {
-    partial: DeviceBuffer<f32>,
-    /// Finished blocks of each token and group of heads.
-    finished: DeviceBuffer<u32>,
-}
-
-impl PagedScratch {
-    /// Memory for `tokens` tokens at a time of contexts whose partial results have `values` values, see [`scratch_len`].
-    ///
-    /// # Errors
-    /// If there is no memory.
-    pub fn new(device: &Device, tokens: usize, values: usize, shape: HeadShape) -> Result<Self> {
-        Ok(Self { partial: device.uninit(values)?, finished: device.zeros(tokens * shape.heads)? })
-    }
-
-    /// Number of values of partial results.
-    #[must_use]
-    pub fn values(&self) -> usize {
-        self.partial.len()
-    }
 }
 
 /// Writes keys and values of `qkv [tokens, width]` to the `cache` of one layer, each token to its slot in `slots
@@ -130,10 +98,10 @@ pub fn write_pages<T: Storage>(
 }
 
 /// Attention of the queries of `qkv [tokens, width]` over the `cache` of one layer, to which [`write_pages`] has
-/// written their own keys and values, into `out [tokens, query_width]`.
+/// written their own keys and values, into `out [tokens, query_width]`. `scratch` has at least [`scratch_len`] values.
 ///
 /// # Errors
-/// If the launch fails.
+/// If a launch fails.
 ///
 /// # Panics
 /// If the shapes do not fit.
@@ -144,7 +112,7 @@ pub fn paged_attention<T: Storage>(
     tokens: &PagedTokens<'_>,
     rule: AttentionHeads<'_, T>,
     out: ViewMut<'_, T>,
-    scratch: &mut PagedScratch,
+    scratch: ViewMut<'_, f32>,
 ) -> Result<()> {
     rule.check();
     let shape @ HeadShape { heads, kv_heads, head_dim } = rule.shape;
@@ -155,47 +123,38 @@ pub fn paged_attention<T: Storage>(
     assert_eq!(out.len(), count * shape.query_width(), "the result is [tokens, query_width]");
     rows_of(tables.len(), max_pages);
     rows_of(cache.len(), page_len(shape));
-    let needed = [scratch_len(count, max_pages, shape), count * heads];
-    let there = [scratch.partial.len(), scratch.finished.len()];
-    let enough = there.iter().zip(needed).all(|(there, needed)| *there >= needed);
-    assert!(enough, "scratch of {there:?} values in place of {needed:?}");
+    let needed = scratch_len(count, max_pages, shape);
+    assert!(scratch.len() >= needed, "scratch of {} values in place of {needed}", scratch.len());
 
     let tensor = T::NARROW && matches!(head_dim, 64 | 128);
     assert!(
         !tensor || begins_on_pack(qkv) && begins_on_pack(cache),
         "values begin on a boundary of {PACK} bytes"
     );
-    let [of_tensor, plain] = HEADS_AT_ONCE;
+    // Heads of a group per block, and dynamic shared memory: queries, and the sums of each warp.
     let (name, at_once, shared) = if tensor {
-        (format!("paged_attention_{}_{head_dim}", T::SUFFIX), of_tensor, shared_of_tensor::<T>(shape))
+        (format!("paged_attention_{}_{head_dim}", T::SUFFIX), 16, 0)
     } else {
-        // Queries, and the sums of each warp.
-        let shared = (1 + WARPS) * plain * head_dim * size_of::<f32>();
-        (format!("paged_attention_{}", T::SUFFIX), plain, shared)
+        let at_once = 8;
+        let shared = (1 + WARPS) * at_once * head_dim * size_of::<f32>();
+        (format!("paged_attention_{}", T::SUFFIX), at_once, shared)
     };
-    let (parts, groups) = (parts(max_pages, rule.window), kv_heads * (heads / kv_heads).div_ceil(at_once));
-    let each = parts_of_block(count * groups, parts);
-    let (positions, pages) = (positions.into(), size(max_pages).into());
+    let parts = parts(max_pages, rule.window);
+    let grid = [count, kv_heads * (heads / kv_heads).div_ceil(at_once), parts];
+    let (out, positions, scratch) = (Argument::from(out), positions.into(), Argument::from(scratch));
+    let pages = size(max_pages).into();
     let mut arguments = vec![qkv.into(), cache.into(), positions, tables.into(), sequence_of.into(), pages];
     arguments.extend(rule.arguments());
-    arguments.extend([parts, each].map(|n| Argument::from(size(n))));
-    let [partial, finished] = [scratch.partial.all_mut().into(), scratch.finished.all_mut().into()];
-    arguments.extend([Argument::from(out), partial, finished]);
-    device.launch(&name, [count, groups, parts.div_ceil(each)], THREADS_OF_PART, shared, &arguments)
-}
-
-/// How many of `parts` a block has, for `contexts` contexts. Does not change results.
-fn parts_of_block(contexts: usize, parts: usize) -> usize {
-    (contexts * parts / BLOCKS).clamp(1, PARTS_AT_ONCE)
-}
-
-/// Dynamic shared memory of a block with tensor cores, bytes: pages that warps load ahead, and their sums.
-fn shared_of_tensor<T>(shape: HeadShape) -> usize {
-    let HeadShape { heads, kv_heads, head_dim } = shape;
-    let stages = if head_dim == 64 { 3 } else { 2 };
-    let pages = stages * 2 * PAGE * head_dim * size_of::<T>();
-    let rows = (heads / kv_heads).min(HEADS_AT_ONCE[0]);
-    WARPS * (pages + rows * (head_dim + 16) * size_of::<f32>())
+    arguments.extend([out, scratch]);
+    device.launch(&name, grid, THREADS_OF_PART, shared, &arguments)?;
+    if parts == 1 {
+        return Ok(());
+    }
+    let [tokens, heads_of, dim, parts] = [count, heads, head_dim, parts].map(|n| Argument::from(size(n)));
+    let (window, sinks) = (rule.window_argument(), rule.sinks.into());
+    let arguments = [scratch, positions, tokens, heads_of, dim, window, sinks, parts, out];
+    let grid = [(count * heads).div_ceil(WARPS), 1, 1];
+    device.launch(&format!("paged_join_{}", T::SUFFIX), grid, THREADS_OF_PART, 0, &arguments)
 }
 
 /// Copies pages of all layers (copy-on-write of shared pages): `pairs [n, 2]` of source and destination page, `cache

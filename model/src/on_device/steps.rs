@@ -19,7 +19,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use device::ops::norm::{add_rms_norm, rms_norm};
-use device::ops::paged::{PagedScratch, scratch_len};
+use device::ops::paged::scratch_len;
 use device::ops::prefill::{Chunk, Chunks};
 use device::ops::rows::gather_rows;
 use device::ops::vectors::add_multiple;
@@ -167,7 +167,7 @@ struct StepMemory<T: Storage> {
     recurrence: DeltaNetMemory<T>,
     adapters: AdapterMemory,
     feed_forward: FeedForwardMemory<T>,
-    scratch: PagedScratch,
+    scratch: DeviceBuffer<f32>,
 }
 
 /// A row for each token.
@@ -351,7 +351,7 @@ fn reserve<'a, T: Storage>(
         [sizes.numbers(), scratch_len(sizes.single, sizes.columns, network.decoder.shape)]
             .map(usize::next_power_of_two);
     let mut needed = [sizes.tokens, numbers, scratch];
-    let there = memory.as_ref().map_or([0; 3], |all| [all.tokens, all.numbers.len(), all.scratch.values()]);
+    let there = memory.as_ref().map_or([0; 3], |all| [all.tokens, all.numbers.len(), all.scratch.len()]);
     if needed.iter().zip(there).any(|(needed, there)| *needed > there) {
         needed.iter_mut().zip(there).for_each(|(needed, there)| *needed = there.max(*needed));
         recorded.clear();
@@ -388,7 +388,7 @@ impl<T: Storage> StepMemory<T> {
             recurrence: DeltaNetMemory::new(&device, config, tokens)?,
             adapters: AdapterMemory::new(&device, adapters, tokens)?,
             feed_forward: FeedForwardMemory::new(&device, config, tokens)?,
-            scratch: PagedScratch::new(&device, tokens, scratch, shape)?,
+            scratch: device.uninit(scratch)?,
         })
     }
 

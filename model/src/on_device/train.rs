@@ -188,10 +188,11 @@ impl<T: Storage> DeviceDecoder<T> {
         let place: Range<usize> = self.final_norm();
         let norm = self.final_norm_of(weights.unit(Unit::Tail)?.slice(place.clone()));
         let mut d_picked = device.uninit(picked.len())?;
-        let (of_picked, mut tail) = (d_picked.all_mut(), gradients.unit(Unit::Tail)?);
-        let of_norm = tail.vector(&place);
-        rms_norm_backward(device, picked.all(), norm, d_normed.all(), None, of_picked, of_norm)?;
-        drop(tail);
+        {
+            let (of_picked, mut tail) = (d_picked.all_mut(), gradients.unit(Unit::Tail)?);
+            let of_norm = tail.vector(&place);
+            rms_norm_backward(device, picked.all(), norm, d_normed.all(), None, of_picked, of_norm)?;
+        }
         gradients.sink.done(Unit::Tail)?;
         drop((d_normed, picked));
         let tokens = pack.token_ids().len();

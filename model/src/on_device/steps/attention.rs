@@ -49,8 +49,8 @@ impl<T: Storage> StepLayer<'_, T> {
         let paged =
             PagedTokens { positions: part(1).slice(0..single), table, sequence_of: part(3).slice(0..single) };
         let heads = decoder.attention_heads(self.index, self.weights);
-        let (first, out) = (memory.qkv.of(single), memory.attended.of_mut(single));
-        paged_attention(device, first, cache, &paged, heads, out, &mut memory.scratch)?;
+        let (first, scratch) = (memory.qkv.of(single), memory.scratch.all_mut());
+        paged_attention(device, first, cache, &paged, heads, memory.attended.of_mut(single), scratch)?;
         if let Some(chunks) = chunks {
             let out = memory.attended.of_mut(tokens);
             prefill_attention(device, memory.qkv.of(tokens), cache, chunks, table, heads, out)?;
