@@ -56,8 +56,7 @@ pub fn work(
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let vocabulary = directory.config().vocab_size;
     let (mut seconds, mut passes, mut phases) = (Vec::with_capacity(args.repeats), 0, Phases::default());
-    let number = on.map_or(size_of::<f32>(), |on| on.dtype.bytes());
-    let shape = Shape::new(directory.config()).stored_in(number);
+    let shape = shape_of(&directory, on);
     for repeat in 0..=args.repeats {
         let prompts: Vec<Vec<u32>> =
             (0..batch / group).map(|_| random_tokens(&mut rng, args.prompt, vocabulary)).collect();
@@ -103,6 +102,11 @@ pub fn work(
             .chain(device.iter().map(device_mib))
             .collect::<Result<_, _>>()?,
     })
+}
+
+/// The shape of the model, with numbers as it is stored.
+fn shape_of(directory: &ModelDirectory, on: Option<&Accelerator>) -> Shape {
+    Shape::new(directory.config()).stored_in(on.map_or(size_of::<f32>(), |on| on.dtype.bytes()))
 }
 
 /// The network that samples, and its device if it has one.
