@@ -1,8 +1,7 @@
 // RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): y = factor * (w + offset) * x / sqrt(mean(x^2) + eps) per row.
 //
-// A narrow row is kept in the registers of one warp. A wide one has a block, which reads it twice: the second time from the L1 cache.
-// A row is `width` columns of a longer row, whose successor is `stride` values later. The result, and the gradient, may be written
-// over their operands.
+// One block per row, which reads it twice: the second time from the L1 cache. A row is `width` columns of a longer row,
+// whose successor is `stride` values later. The result, and the gradient, may be written over their operands.
 #include "common.cuh"
 
 namespace rms {
@@ -42,89 +41,6 @@ template <int n, typename T> DEVICE void normalize(const T* x, const T* weight, 
         }
         store_pack(out + i, part);
     }
-}
-
-// Packs of 16 bytes per lane of a narrow row, and narrow rows per block; src/ops/norm.rs chooses narrow rows with the same number.
-constexpr int PACKS = 4, NARROW_ROWS = 4;
-
-// The calling lane's packs of a narrow row, all of whose loads begin before the first is used; zero after the last.
-template <typename T> struct NarrowRow {
-    static constexpr int n = 16 / sizeof(T);
-    Pack<T, n> at[PACKS];
-};
-
-// First column of a pack of the calling lane.
-template <typename T> DEVICE int pack_column(int p) { return (p * 32 + int(lane_index())) * NarrowRow<T>::n; }
-
-template <typename T> DEVICE void load_narrow(NarrowRow<T>& row, const T* from, int width) {
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-        row.at[p] = {};
-        if (pack_column<T>(p) < width) row.at[p] = load_pack<NarrowRow<T>::n>(from + pack_column<T>(p));
-    }
-}
-
-template <typename T> DEVICE void store_narrow(T* to, const NarrowRow<T>& row, int width) {
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p)
-        if (pack_column<T>(p) < width) store_pack(to + pack_column<T>(p), row.at[p]);
-}
-
-// The narrow row of the calling warp.
-DEVICE int narrow_row() { return int(blockIdx.x) * NARROW_ROWS + int(warp_index()); }
-
-// `normalize` of a narrow row, by a warp.
-template <typename T> DEVICE void normalize_narrow(const T* x, const T* weight, const Norm& norm, const T* base, T* out) {
-    NarrowRow<T> row, scale, under;
-    load_narrow(row, x, norm.width);
-    load_narrow(scale, weight, norm.width);
-    // Any rows that are there, without a base.
-    load_narrow(under, base ? base : x, norm.width);
-    float squares = 0;
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p)
-        for (int j = 0; j < row.n; ++j) squares = fmaf(load(row.at[p].at[j]), load(row.at[p].at[j]), squares);
-    const float inverse = 1.0f / sqrtf(warp_sum(squares) / norm.width + norm.eps);
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-        for (int j = 0; j < row.n; ++j) {
-            float value = load(row.at[p].at[j]) * inverse * weight_of(norm, load(scale.at[p].at[j]));
-            store(&row.at[p].at[j], base ? load(under.at[p].at[j]) + value : value);
-        }
-    }
-    store_narrow(out, row, norm.width);
-}
-
-// `normalize_backward` of a narrow row, by a warp. Returns the inverse root mean square.
-template <typename T>
-DEVICE float normalize_narrow_backward(const T* x, const T* weight, const Norm& norm, const T* g, const T* base, T* dx) {
-    NarrowRow<T> row, scale, slope, under;
-    load_narrow(row, x, norm.width);
-    load_narrow(slope, g, norm.width);
-    load_narrow(scale, weight, norm.width);
-    // Any rows that are there, without a base.
-    load_narrow(under, base ? base : x, norm.width);
-    float squares = 0, product = 0;
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-        for (int j = 0; j < row.n; ++j) {
-            float value = load(row.at[p].at[j]);
-            squares = fmaf(value, value, squares);
-            product = fmaf(load(slope.at[p].at[j]) * weight_of(norm, load(scale.at[p].at[j])), value, product);
-        }
-    }
-    const float inverse = 1.0f / sqrtf(warp_sum(squares) / norm.width + norm.eps);
-    const float pull = warp_sum(product) * inverse * inverse * inverse / norm.width;
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-        for (int j = 0; j < row.n; ++j) {
-            float sum = load(slope.at[p].at[j]) * weight_of(norm, load(scale.at[p].at[j])) * inverse - load(row.at[p].at[j]) * pull;
-            if (base) sum += load(under.at[p].at[j]);
-            store(&row.at[p].at[j], sum);
-        }
-    }
-    store_narrow(dx, row, norm.width);
-    return inverse;
 }
 
 // Returns the inverse root mean square.
@@ -238,20 +154,6 @@ DEVICE void rms_norm_slopes(const T* x, const T* g, const float* inverses, int r
     KERNEL(256, rms_norm_backward_##suffix, const T* x, const T* weight, int width, int stride, float eps, float offset,     \
            float factor, const T* g, const T* base, T* dx, float* inverses) {                                                \
         rms_norm_backward(x, weight, Norm{width, stride, eps, offset, factor}, g, base, dx, inverses);                       \
-    }                                                                                                                        \
-    KERNEL(128, rms_norm_narrow_##suffix, const T* x, const T* weight, int width, int stride, float eps, float offset,       \
-           float factor, const T* base, T* out, int rows) {                                                                  \
-        const int64 at = int64(narrow_row()) * stride;                                                                       \
-        if (narrow_row() >= rows) return;                                                                                    \
-        normalize_narrow(x + at, weight, Norm{width, stride, eps, offset, factor}, base ? base + at : base, out + at);       \
-    }                                                                                                                        \
-    KERNEL(128, rms_norm_backward_narrow_##suffix, const T* x, const T* weight, int width, int stride, float eps,            \
-           float offset, float factor, const T* g, const T* base, T* dx, float* inverses, int rows) {                        \
-        const int64 at = int64(narrow_row()) * stride;                                                                       \
-        if (narrow_row() >= rows) return;                                                                                    \
-        const Norm norm{width, stride, eps, offset, factor};                                                                 \
-        const float inverse = normalize_narrow_backward(x + at, weight, norm, g + at, base ? base + at : base, dx + at);     \
-        if (inverses && lane_index() == 0) inverses[narrow_row()] = inverse * factor;                                        \
     }                                                                                                                        \
     KERNEL(256, rms_inverses_##suffix, const T* x, int width, int stride, float eps, float factor, float* inverses) {        \
         rms_inverses(x, Norm{width, stride, eps, 0.0f, factor}, inverses);                                                   \

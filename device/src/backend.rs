@@ -36,11 +36,6 @@ impl Argument {
     pub(crate) fn null() -> Self {
         Self { bytes: [0; 8] }
     }
-
-    /// Whether 16 bytes at this address can be accessed together. A null pointer counts as aligned.
-    pub(crate) fn is_aligned(&self) -> bool {
-        u64::from_ne_bytes(self.bytes).is_multiple_of(16)
-    }
 }
 
 /// Whether memory can be shared with other processes.

@@ -55,6 +55,8 @@ pub(crate) struct Cuda {
     modules: Modules,
     /// Whether the GPU reads pageable host memory in place; an upload then has to wait.
     reads_host: bool,
+    /// All its memory, bytes.
+    total: u64,
 }
 
 #[derive(Debug)]
@@ -161,7 +163,9 @@ impl Cuda {
             };
             let modules = Modules::compile(&name, capability(device).named(&name, "cuDeviceGetAttribute")?)?;
             let reads_host = driver::device::get_attribute(device, READS_HOST).is_ok_and(|reads| reads != 0);
-            Ok(Self { name, context, device, stream, cublas, modules, reads_host })
+            let (_, total) = driver::mem_get_info().named(&name, "cuMemGetInfo")?;
+            let total = total as u64;
+            Ok(Self { name, context, device, stream, cublas, modules, reads_host, total })
         }
     }
 
@@ -276,6 +280,10 @@ impl Backend for Cuda {
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn allocate(&self, bytes: usize, usage: AllocationKind) -> Result<Option<u64>> {
         self.bind()?;
+        // The driver would take all free memory from other processes before it finds that it is not enough.
+        if bytes as u64 > self.total {
+            return Ok(None);
+        }
         // SAFETY: the stream is valid; the address is used by the stream only, or shared after a wait.
         let allocate = || unsafe {
             match usage {

@@ -10,9 +10,6 @@ use crate::memory::{View, ViewMut};
 
 /// Smallest number of rows per block in the gradient of the weight, eight per warp.
 const SLAB: usize = 64;
-/// Bytes of the widest row that one warp normalises, and rows of a block of such warps, as in `kernels/norm.cu`.
-const NARROW: usize = 4 * 32 * PACK;
-const NARROW_ROWS: usize = 4;
 
 /// A norm of rows.
 #[derive(Clone, Copy, Debug)]
@@ -59,8 +56,7 @@ impl<'a, T: Storage> RmsNorm<'a, T> {
         [self.weight.into(), width, stride, self.eps.into(), self.offset.into(), self.factor.into()]
     }
 
-    /// Launches `kernel` with a block per row of `x`, `columns` of which it is about, or a warp if the row is narrow and `operands` can be
-    /// accessed 16 bytes at a time.
+    /// Launches `kernel` with a block per row of `x`, `columns` of which it is about.
     fn launch<const N: usize>(
         &self,
         device: &Device,
@@ -69,17 +65,9 @@ impl<'a, T: Storage> RmsNorm<'a, T> {
         (x, columns): (Argument, RowColumns),
         operands: [Argument; N],
     ) -> Result<()> {
-        let width = self.weight.len();
         let arguments = [x].into_iter().chain(self.arguments(columns)).chain(operands);
-        let mut arguments: Vec<Argument> = arguments.collect();
-        let packed = [width, columns.stride].iter().all(|n| (n * size_of::<T>()).is_multiple_of(PACK));
-        let aligned = [x, self.weight.into()].iter().chain(&operands).all(Argument::is_aligned);
-        if width * size_of::<T>() <= NARROW && packed && aligned {
-            arguments.push(size(rows).into());
-            let name = format!("{kernel}_narrow_{}", T::SUFFIX);
-            return device.launch(&name, [rows.div_ceil(NARROW_ROWS), 1, 1], 32 * NARROW_ROWS, 0, &arguments);
-        }
-        device.launch(&format!("{kernel}_{}", T::SUFFIX), [rows, 1, 1], threads::<T>(width), 0, &arguments)
+        let (name, threads) = (format!("{kernel}_{}", T::SUFFIX), threads::<T>(self.weight.len()));
+        device.launch(&name, [rows, 1, 1], threads, 0, &arguments.collect::<Vec<_>>())
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
 use device::device::DeviceLocation;
-use device::{DeviceBuffer, bf16};
+use device::bf16;
 use tokio::runtime::Runtime;
 
 use super::colocated::ColocatedPublisher;
@@ -27,6 +27,11 @@ const LEN: usize = 5000;
 
 fn device() -> Device {
     Device::open(DeviceLocation::of_tests()).unwrap()
+}
+
+/// Where one GPU is not enough: each member of a broadcast needs a device of its own, and a process cannot map its own memory on a GPU.
+fn emulated() -> Device {
+    Device::open(DeviceLocation::Emulated).unwrap()
 }
 
 /// Weights that say of which version they are.
@@ -56,13 +61,14 @@ fn next<T: Storage>(subscriber: &dyn DeviceSubscriber<T>, after: u64) -> DeviceW
     new.expect("a version in time")
 }
 
-fn found<T: Storage>(values: &DeviceBuffer<T>) -> Vec<T> {
-    device().download(values.all()).unwrap()
+fn check<T: Storage + PartialEq>(weights: &DeviceWeights<T>, version: u64) {
+    check_on(&device(), weights, version);
 }
 
-fn check<T: Storage + PartialEq>(weights: &DeviceWeights<T>, version: u64) {
+fn check_on<T: Storage + PartialEq>(device: &Device, weights: &DeviceWeights<T>, version: u64) {
     assert_eq!(weights.version, PolicyVersion(version));
-    assert!(found(&weights.values) == values::<T>(version), "not the weights of {version}");
+    let found = device.download(weights.values.all()).unwrap();
+    assert!(found == values::<T>(version), "not the weights of {version}");
     assert_eq!(weights.digest, digest_of::<T>(version));
 }
 
@@ -167,35 +173,39 @@ fn weights_on_a_device_and_on_the_host_are_not_taken_for_each_other() {
 }
 
 fn ipc(directory: &Path) -> IpcPublisher<f32> {
+    ipc_of(&device(), directory)
+}
+
+fn ipc_of(device: &Device, directory: &Path) -> IpcPublisher<f32> {
     let config = IpcConfig { directory: directory.to_owned(), wait: SHORT };
-    IpcPublisher::new(Hub::new(HubConfig::default()), &device(), &config).unwrap()
+    IpcPublisher::new(Hub::new(HubConfig::default()), device, &config).unwrap()
 }
 
 #[test]
 fn slots_are_copied_out_of_and_used_in_turn() {
     let directory = tempfile::tempdir().unwrap();
-    let publisher = ipc(directory.path());
-    let sampler = IpcSubscriber::<f32>::within(publisher.hub(), "sampler", &device()).unwrap();
+    let publisher = ipc_of(&emulated(), directory.path());
+    let sampler = IpcSubscriber::<f32>::within(publisher.hub(), "sampler", &emulated()).unwrap();
     let mut serving: Option<DeviceWeights<f32>> = None;
     for version in 1..=6 {
-        publish(&publisher, version).unwrap();
+        publish_from(&emulated(), &publisher, version).unwrap();
         let new = next(&sampler, version - 1);
-        check(&new, version);
+        check_on(&emulated(), &new, version);
         assert_eq!(new.received.bytes, 4 * LEN as u64);
         applied(&sampler, &new);
         publisher.wait_applied(PolicyVersion(version), Duration::ZERO).unwrap();
         if let Some(before) = serving.replace(new) {
-            check(&before, version - 1);
+            check_on(&emulated(), &before, version - 1);
             sampler.give_back(before.values);
         }
     }
     let own = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
     assert_eq!(std::fs::read_dir(own).unwrap().count(), 3, "the owner, and two slots");
     // A model of another size takes new slots.
-    let larger = device().upload(&vec![1.5_f32; LEN + 3]).unwrap();
+    let larger = emulated().upload(&vec![1.5_f32; LEN + 3]).unwrap();
     publisher.publish(PolicyVersion(7), larger.all()).unwrap();
-    assert_eq!(found(&next(&sampler, 6).values), vec![1.5; LEN + 3]);
-    check(&serving.unwrap(), 6);
+    assert_eq!(emulated().download(next(&sampler, 6).values.all()).unwrap(), vec![1.5; LEN + 3]);
+    check_on(&emulated(), &serving.unwrap(), 6);
     drop(publisher);
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
 }
@@ -204,12 +214,12 @@ fn slots_are_copied_out_of_and_used_in_turn() {
 fn no_torn_version_is_copied() {
     let directory = tempfile::tempdir().unwrap();
     let config = IpcConfig { directory: directory.path().to_owned(), wait: SOON };
-    let publisher = IpcPublisher::<f32>::new(Hub::new(HubConfig::default()), &device(), &config).unwrap();
+    let publisher = IpcPublisher::<f32>::new(Hub::new(HubConfig::default()), &emulated(), &config).unwrap();
     let hub = publisher.hub().clone();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let readers = ["a", "b"].map(|name| {
-            let sampler = IpcSubscriber::<f32>::within(&hub, name, &device()).unwrap();
+            let sampler = IpcSubscriber::<f32>::within(&hub, name, &emulated()).unwrap();
             let done = &done;
             scope.spawn(move || {
                 let mut last = 0;
@@ -217,14 +227,14 @@ fn no_torn_version_is_copied() {
                     let Some(new) = sampler.wait_newer(Some(PolicyVersion(last)), SHORT).unwrap() else {
                         continue;
                     };
-                    check(&new, new.version.0);
+                    check_on(&emulated(), &new, new.version.0);
                     last = new.version.0;
                     sampler.give_back(new.values);
                 }
             })
         });
         for version in 1..=60 {
-            publish(&publisher, version).unwrap();
+            publish_from(&emulated(), &publisher, version).unwrap();
         }
         done.store(true, Ordering::Relaxed);
         readers.into_iter().for_each(|reader| reader.join().unwrap());

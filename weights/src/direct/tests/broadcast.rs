@@ -4,11 +4,6 @@ use super::super::nccl::{NcclConfig, NcclPublisher, NcclSubscriber, PushLead, Pu
 use super::super::round::PushPlan;
 use super::*;
 
-/// Each member of a broadcast needs a device of its own, which one GPU does not have.
-fn emulated() -> Device {
-    Device::open(DeviceLocation::Emulated).unwrap()
-}
-
 fn config(deadline: Duration) -> NcclConfig {
     // Several buckets, the last one short.
     NcclConfig { bucket_bytes: 4096, deadline, grace: Duration::from_secs(2), attempts: 4 }
