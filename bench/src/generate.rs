@@ -95,12 +95,7 @@ pub fn work(
         seconds,
         tokens: (batch * args.new) as f64,
         cost: shape.sampling(&sampling),
-        further: phases
-            .further()
-            .into_iter()
-            .map(Ok)
-            .chain(device.iter().map(device_mib))
-            .collect::<Result<_, _>>()?,
+        further: phases.further(device.as_ref())?,
     })
 }
 
@@ -163,8 +158,8 @@ impl Phases {
         }
     }
 
-    /// What a result says of them.
-    fn further(&self) -> Vec<(&'static str, f64)> {
+    /// What a result says of them, and of the memory of `device`.
+    fn further(&self, device: Option<&Device>) -> Result<Vec<(&'static str, f64)>, Failure> {
         let Self { prefill, decode } = self;
         let mut all = Vec::new();
         if prefill.seconds > 0.0 {
@@ -175,7 +170,8 @@ impl Phases {
             all.push(("decode_tokens_per_s", decode.tokens / decode.seconds));
             all.push(("decode_gbytes_per_s", decode.bytes / decode.seconds / 1e9));
         }
-        all
+        all.extend(device.map(device_mib).transpose()?);
+        Ok(all)
     }
 }
 

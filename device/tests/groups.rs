@@ -152,7 +152,7 @@ fn a_rank_that_leaves_is_named_at_once_and_the_others_form_a_new_group() {
 #[test]
 fn a_late_call_makes_the_group_unusable() {
     let id = DeviceGroupId::new(&emulated()).unwrap();
-    let join = |rank| DeviceGroup::join(&emulated(), &id, rank, 2, Duration::from_millis(100)).unwrap();
+    let join = |rank| DeviceGroup::join(&emulated(), &id, rank, 2, Duration::from_secs(1)).unwrap();
     std::thread::scope(|scope| {
         let idle = scope.spawn(|| join(1));
         let group = join(0);

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
-use device::device::DeviceLocation;
 use device::bf16;
+use device::device::DeviceLocation;
 use tokio::runtime::Runtime;
 
 use super::colocated::ColocatedPublisher;
