@@ -35,8 +35,15 @@ impl Accelerator {
     /// # Errors
     /// If it is not there; a dtype without a device.
     pub fn open(args: &DeviceArgs) -> Result<Option<Self>, Failure> {
-        let Some((place, dtype)) = args.device()? else { return Ok(None) };
-        Ok(Some(Self { place, dtype, device: Device::open(place)? }))
+        args.device()?.map(|(place, dtype)| Self::at(place, dtype)).transpose()
+    }
+
+    /// The device at `place`, where numbers have the type `dtype`.
+    ///
+    /// # Errors
+    /// If it is not there.
+    pub fn at(place: DeviceLocation, dtype: DeviceDtype) -> Result<Self, Failure> {
+        Ok(Self { place, dtype, device: Device::open(place)? })
     }
 
     /// What a result says of it.

@@ -19,7 +19,7 @@ use crate::accelerator::Accelerator;
 use crate::args::GenerateBenchArgs;
 use crate::cost::{SamplingWork, Shape};
 use crate::measure::Work;
-use crate::suite::{device_mib, model_name, with_device};
+use crate::suite::{device_mib, model_name, shape_of, with_device};
 
 /// Samples `batch` completions at the same time, as often as `args` say, on all of `cores` or on a device.
 ///
@@ -55,7 +55,8 @@ pub fn work(
     let mut engine = Engine::new(config, stop, network, PolicyVersion::default())?.on(pool);
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let vocabulary = directory.config().vocab_size;
-    let (mut seconds, mut passes, mut phases) = (Vec::with_capacity(args.repeats), 0, Phases::default());
+    let (mut seconds, mut passes, mut phases) =
+        (Vec::with_capacity(args.repeats), 0, SamplingPhases::default());
     let shape = shape_of(&directory, on);
     for repeat in 0..=args.repeats {
         let prompts: Vec<Vec<u32>> =
@@ -99,11 +100,6 @@ pub fn work(
     })
 }
 
-/// The shape of the model, with numbers as it is stored.
-fn shape_of(directory: &ModelDirectory, on: Option<&Accelerator>) -> Shape {
-    Shape::new(directory.config()).stored_in(on.map_or(size_of::<f32>(), |on| on.dtype.bytes()))
-}
-
 /// The network that samples, and its device if it has one.
 fn network(
     args: &GenerateBenchArgs,
@@ -132,14 +128,14 @@ pub(super) fn random_tokens(rng: &mut ChaCha8Rng, count: usize, vocabulary: usiz
 
 /// Two phases of sampling: passes that prefill prompts, and passes in which all completions decode. Others are in neither.
 #[derive(Clone, Copy, Debug, Default)]
-struct Phases {
-    prefill: Phase,
-    decode: Phase,
+struct SamplingPhases {
+    prefill: PassTotals,
+    decode: PassTotals,
 }
 
 /// Passes of one kind.
 #[derive(Clone, Copy, Debug, Default)]
-struct Phase {
+struct PassTotals {
     seconds: f64,
     /// Tokens prefilled, or sampled.
     tokens: f64,
@@ -148,7 +144,7 @@ struct Phase {
     bytes: f64,
 }
 
-impl Phases {
+impl SamplingPhases {
     fn add(&mut self, other: &Self) {
         for (own, other) in [(&mut self.prefill, other.prefill), (&mut self.decode, other.decode)] {
             own.seconds += other.seconds;
@@ -204,8 +200,8 @@ fn run(
     (prompt, batch): (usize, usize),
     shape: &Shape,
     quantization: Quantization,
-) -> Result<Phases, Failure> {
-    let (mut phases, begun) = (Phases::default(), engine.counts());
+) -> Result<SamplingPhases, Failure> {
+    let (mut phases, begun) = (SamplingPhases::default(), engine.counts());
     while !engine.is_idle() {
         let (before, clock) = (engine.counts(), Instant::now());
         engine.step()?;

@@ -17,11 +17,13 @@ use rlrun::recipe::{Model, Recipe};
 use rlrun::report::{Report, Style};
 use rlrun::run_dir::{RecipeTexts, RunDir};
 use serde_json::{Map, Value, json};
+use tempfile::TempDir;
 
+use crate::accelerator::Accelerator;
 use crate::args::LoopBenchArgs;
-use crate::cost::{SamplingWork, Shape};
+use crate::cost::SamplingWork;
 use crate::measure::{Work, median};
-use crate::suite::model_name;
+use crate::suite::{model_name, shape_of, with_device};
 
 /// Least number of steps that are left out at the start.
 const STARTING: usize = 5;
@@ -29,43 +31,72 @@ const STARTING: usize = 5;
 /// Recipe text of every measured loop: nothing but steps.
 const ALWAYS: [&str; 2] = ["checkpoint.interval=0", "log.samples=0"];
 
-/// Runs the loop with at most `staleness` versions between sampling and training, which share `cores`.
+/// The recipe of a measured loop, in a temporary directory.
+#[derive(Debug)]
+pub struct LoopRecipe {
+    recipe: Recipe,
+    given: String,
+    resolved: String,
+    /// Whether rewards are alternating.
+    forced: bool,
+    scratch: TempDir,
+}
+
+impl LoopRecipe {
+    /// The recipe that `args` name, with at most `staleness` versions between sampling and training.
+    ///
+    /// # Errors
+    /// If it cannot be read, or is wrong.
+    pub fn load(args: &LoopBenchArgs, staleness: u64, program: &Program) -> Result<Self, Failure> {
+        let scratch = tempfile::tempdir()
+            .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
+        let path = recipe_file(args, scratch.path())?;
+        let given = std::fs::read_to_string(&path)
+            .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
+        let sets = settings(args, staleness);
+        let (mut recipe, origins) = Recipe::load(&path, &sets, program).map_err(Failure::Recipe)?;
+        // Not one of the settings: a recipe without held-out tasks takes no key for them.
+        recipe.eval.interval = 0;
+        let resolved = recipe.resolved_toml(&origins);
+        Ok(Self { recipe, given, resolved, forced: args.force_length.is_some(), scratch })
+    }
+
+    /// The device of the trainer's first rank, whose limits those of the loop are; `None` for the processor.
+    ///
+    /// # Errors
+    /// If it is not there.
+    pub fn accelerator(&self) -> Result<Option<Accelerator>, Failure> {
+        let place = self.recipe.devices().trainer.first().copied().flatten();
+        place.map(|at| Accelerator::at(at, self.recipe.dtype_on(place))).transpose()
+    }
+}
+
+/// Runs the loop of a recipe, whose sampler and trainer share `cores`, or are `on` a device.
 ///
 /// # Errors
-/// A recipe, model or tasks that cannot be used, or any failure of the run.
+/// A model or tasks that cannot be used, or any failure of the run.
 pub fn work(
-    args: &LoopBenchArgs,
-    staleness: u64,
+    of: &LoopRecipe,
     cores: &Arc<SharedCores>,
+    on: Option<&Accelerator>,
     program: &Program,
 ) -> Result<Work, Failure> {
-    let scratch = tempfile::tempdir()
-        .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
-    let path = recipe_file(args, scratch.path())?;
-    let given = std::fs::read_to_string(&path)
-        .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
-    let sets = settings(args, staleness);
-    let (mut recipe, origins) = Recipe::load(&path, &sets, program).map_err(Failure::Recipe)?;
-    // Not one of the settings: a recipe without held-out tasks takes no key for them.
-    recipe.eval.interval = 0;
-    let resolved = recipe.resolved_toml(&origins);
-    let run_dir =
-        RunDir::create(&scratch.path().join("run"), RecipeTexts { given: &given, resolved: &resolved })?;
-    let rewards = args.force_length.map(|_| alternating()).transpose()?;
+    let LoopRecipe { recipe, given, resolved, forced, scratch } = of;
+    let run_dir = RunDir::create(&scratch.path().join("run"), RecipeTexts { given, resolved })?;
+    let rewards = forced.then(alternating).transpose()?;
     let options = RunOptions::new(program).cores(Arc::clone(cores)).rewards(rewards);
-    if pipeline::run_in(&recipe, &run_dir, &Arc::new(Report::new(Style::Quiet)), options)? == Ending::Stopped
-    {
+    if pipeline::run_in(recipe, &run_dir, &Arc::new(Report::new(Style::Quiet)), options)? == Ending::Stopped {
         let source = std::io::ErrorKind::Interrupted.into();
         return Err(Failure::System { what: "finish the measurement".to_owned(), source });
     }
     let metrics = run_dir.path().join("metrics.jsonl");
     let text = std::fs::read_to_string(&metrics)
         .map_err(|source| Failure::System { what: format!("read {}", metrics.display()), source })?;
-    let steps = Steps::of(&text, staleness)?;
+    let steps = Steps::of(&text, recipe.buffer.max_staleness)?;
     let directory = recipe.open_model(run_dir.path())?;
     let runtime = RewardRuntime::new(program, cores)?;
-    let prepared = Prepared::new(&recipe, &directory, &runtime, run_dir.path())?;
-    Ok(result(&recipe, &steps, &directory, &prepared))
+    let prepared = Prepared::new(recipe, &directory, &runtime, run_dir.path())?;
+    Ok(result(recipe, on, &steps, &directory, &prepared))
 }
 
 /// Rewards that are never all equal in a group, so that every completion is trained on.
@@ -163,13 +194,19 @@ fn number(line: &Map<String, Value>, name: &str) -> f64 {
     line.get(name).and_then(Value::as_f64).unwrap_or(0.0)
 }
 
-fn result(recipe: &Recipe, steps: &Steps, directory: &ModelDirectory, prepared: &Prepared) -> Work {
+fn result(
+    recipe: &Recipe,
+    on: Option<&Accelerator>,
+    steps: &Steps,
+    directory: &ModelDirectory,
+    prepared: &Prepared,
+) -> Work {
     let prompts = recipe.buffer.batch_groups as f64;
     let completions = prompts * recipe.rollout.group_size as f64;
     let (new, trained) = (steps.mean("completions/mean_length"), 1.0 - steps.mean("reward/frac_zero_std"));
     let tokens: usize = prepared.train.iter().map(|(_, prompt)| prompt.len()).sum();
     let prompt = tokens as f64 / prepared.train.len().max(1) as f64;
-    let shape = Shape::new(directory.config());
+    let shape = shape_of(directory, on);
     // One pass of the network per token of the completions that run side by side; micro-batches as full as they may be.
     let side_by_side = completions.min(recipe.rollout.max_running as f64);
     let passes = new * completions / side_by_side;
@@ -188,13 +225,16 @@ fn result(recipe: &Recipe, steps: &Steps, directory: &ModelDirectory, prepared: 
         name: "loop",
         model: name,
         parameters: shape.parameters as usize,
-        settings: vec![
-            ("staleness", json!(recipe.buffer.max_staleness)),
-            ("prompts", json!(recipe.buffer.batch_groups)),
-            ("group", json!(recipe.rollout.group_size)),
-            ("max_new", json!(recipe.rollout.max_completion_length)),
-            ("forced", json!(recipe.rollout.ignore_stop)),
-        ],
+        settings: with_device(
+            on,
+            vec![
+                ("staleness", json!(recipe.buffer.max_staleness)),
+                ("prompts", json!(recipe.buffer.batch_groups)),
+                ("group", json!(recipe.rollout.group_size)),
+                ("max_new", json!(recipe.rollout.max_completion_length)),
+                ("forced", json!(recipe.rollout.ignore_stop)),
+            ],
+        ),
         seconds: steps.seconds.clone(),
         tokens: completions * new,
         cost: shape.sampling(&sampling) + training,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use device::Device;
 use device::device::DeviceLocation;
-use model::SharedCores;
+use model::{ModelDirectory, SharedCores};
 use rlrun::chart::{Chart, Scale, Series, SeriesStyle};
 use rlrun::failure::Failure;
 use rlrun::memory::PeakMemory;
@@ -19,8 +19,10 @@ use crate::accelerator::Accelerator;
 use crate::args::{
     BenchArgs, BenchCommand, BenchOutput, GenerateBenchArgs, LoopBenchArgs, OpsBenchArgs, TrainBenchArgs,
 };
+use crate::cost::Shape;
 use crate::machine::{Machine, Peaks};
 use crate::measure::{self, Measure, Work};
+use crate::steps::LoopRecipe;
 use crate::{buffer, episodes, generate, ops, samplers, steps, train, turns, weights};
 
 /// Runs the measures of `args` and writes each result to `out` as it is made.
@@ -108,8 +110,9 @@ impl<'a> Bench<'a> {
 
     fn steps(&mut self, args: &LoopBenchArgs, program: &Program) -> Result<(), Failure> {
         for staleness in &args.staleness {
-            let cores = self.cores();
-            self.measure(None, || Ok(vec![steps::work(args, *staleness, &cores, program)?]))?;
+            let (cores, recipe) = (self.cores(), LoopRecipe::load(args, *staleness, program)?);
+            let on = recipe.accelerator()?;
+            self.measure(on.as_ref(), || Ok(vec![steps::work(&recipe, &cores, on.as_ref(), program)?]))?;
         }
         Ok(())
     }
@@ -192,6 +195,11 @@ pub(crate) fn with_device(
 pub(crate) fn device_mib(device: &Device) -> Result<(&'static str, f64), Failure> {
     let (free, total) = device.memory()?;
     Ok(("device_mib", total.saturating_sub(free) as f64 / f64::from(1 << 20)))
+}
+
+/// The shape of a model, with numbers as they are stored.
+pub(crate) fn shape_of(directory: &ModelDirectory, on: Option<&Accelerator>) -> Shape {
+    Shape::new(directory.config()).stored_in(on.map_or(size_of::<f32>(), |on| on.dtype.bytes()))
 }
 
 /// The last part of a model's path.

@@ -20,10 +20,9 @@ use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
 
 use crate::accelerator::Accelerator;
 use crate::args::TrainBenchArgs;
-use crate::cost::Shape;
 use crate::generate::random_tokens;
 use crate::measure::Work;
-use crate::suite::{device_mib, model_name, with_device};
+use crate::suite::{device_mib, model_name, shape_of, with_device};
 
 /// Small enough that no number of repeats changes the weights of a real model noticeably.
 const LEARNING_RATE: f32 = 1e-6;
@@ -77,8 +76,7 @@ pub fn work(
     let lengths = vec![args.length; args.sequences];
     let shares = plan(&rows, directory.config(), args.microbatch_tokens, 1);
     let passes: usize = shares.iter().map(Vec::len).sum();
-    let number = on.map_or(size_of::<f32>(), |on| on.dtype.bytes());
-    let shape = Shape::new(directory.config()).stored_in(number);
+    let shape = shape_of(&directory, on);
     let tokens = (args.sequences * args.length) as f64;
     Ok(Work {
         name: "train",
