@@ -209,13 +209,15 @@ fn run(
         let prefilled = (after.prefilled_tokens - before.prefilled_tokens) as f64;
         let sampled = (after.sampled_tokens - before.sampled_tokens) as f64;
         let positions = (batch * prompt) as f64 + (before.sampled_tokens - begun.sampled_tokens) as f64;
-        let phase = match () {
-            () if prefilled > 0.0 => &mut phases.prefill,
-            () if sampled == batch as f64 => &mut phases.decode,
-            () => continue,
+        let (phase, tokens) = if prefilled > 0.0 {
+            (&mut phases.prefill, prefilled)
+        } else if sampled == batch as f64 {
+            (&mut phases.decode, sampled)
+        } else {
+            continue;
         };
         phase.seconds += seconds;
-        phase.tokens += if prefilled > 0.0 { prefilled } else { sampled };
+        phase.tokens += tokens;
         phase.passes += 1.0;
         phase.bytes += shape.decoding_bytes(positions, quantization);
     }

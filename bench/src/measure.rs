@@ -17,7 +17,10 @@
 //! | `memory_mib`, `memory_before_mib` | most resident memory meanwhile, loading included, and resident before |
 //!
 //! Further fields of a measure stand behind these: of `generate` the speed of the passes that prefill (`prefill_tokens_per_s`), and of
-//! those in which all completions decode (`decode_ms` of one, `decode_tokens_per_s`, and their least traffic, `decode_gbytes_per_s`). Invariant: a field keeps its name and its meaning; what is not
+//! those in which all completions decode (`decode_ms` of one, `decode_tokens_per_s`, and their least traffic,
+//! `decode_gbytes_per_s`).
+//!
+//! Invariant: a field keeps its name and its meaning; what is not
 //! measured is left out, never zero.
 
 use rlrun::memory::MemoryUse;

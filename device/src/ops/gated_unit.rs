@@ -82,7 +82,7 @@ pub fn gated_unit_backward<T: Storage>(
     launch_backward(device, kind, gate_up, width, g, Argument::null(), out)
 }
 
-/// The same for `g [rows, width]`, which becomes the result of the unit.
+/// [`gated_unit_backward`] of `g [rows, width]`, over which the result of the unit is written.
 ///
 /// # Errors
 /// If the launch fails.
