@@ -237,6 +237,19 @@ pub enum ModelError {
         /// What is in the way, and what is possible.
         reason: String,
     },
+    /// A rank of a sampler failed in a step.
+    #[error(
+        "rank {rank} of the {degree} that share the sampler's weights failed: {reason}; what it was sampling is lost, and a resume \
+         goes on from the last checkpoint"
+    )]
+    SamplerRank {
+        /// The rank.
+        rank: usize,
+        /// Number of ranks.
+        degree: usize,
+        /// What happened.
+        reason: String,
+    },
     /// The target of a write is already there.
     #[error("{} exists already and is never overwritten; remove it or choose another directory", path.display())]
     Exists {

@@ -12,6 +12,7 @@
 //! - [`scorer`]: reward models, on our decoder and of candle-transformers; [`resident`]: frozen weights, kept in memory or
 //!   read for every use
 //! - [`pass_ranks`]: ranks that compute one pass together; [`model_shard`]: the part of a model that one of them has
+//! - [`shared_sampler`]: a sampler whose weights ranks share
 //! - [`layer`]: one decoder layer as data, from which layout, files, LoRA and the decoders follow; [`rotary`]: its position embedding
 //! - `ops`: its hot operations, each with its backward
 //! - [`low_rank`]: trained factors of frozen weights (LoRA), and their gradients
@@ -78,6 +79,7 @@ pub mod resident;
 pub mod rotary;
 pub mod sampling;
 pub mod scorer;
+pub mod shared_sampler;
 mod stacked_experts;
 mod stored;
 mod stored_loader;
@@ -114,6 +116,7 @@ pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use rotary::{RopeScaling, Rotary, Yarn};
 pub use sampling::{Draw, Sampling, TokenLogprob, most_likely};
 pub use scorer::{LoadedScorer, PromptCompletion, ScoreError, SequenceScorer};
+pub use shared_sampler::{SamplerRanks, SharedSampler};
 pub use thread_pool::{CoreReservation, SharedCores, ThreadPool};
 pub use tokenizer::{DecodeStream, SpecialTokens, Tokenizer};
 pub use turns::{DeviceTurn, TurnTimeout};

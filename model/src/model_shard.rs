@@ -14,7 +14,7 @@ use collective::{Position, even_shards};
 
 use crate::layer::{FeedForward, LayerSpec, QueryKeyNorm, Sharding};
 use crate::ops::gemm::CHUNKS;
-use crate::{Config, Layout, ModelError, Reduction};
+use crate::{Config, Layout, ModelError, Reduction, Unit};
 
 /// The part of a model that one rank has.
 #[derive(Clone, Debug)]
@@ -114,14 +114,28 @@ impl ModelShard {
         own
     }
 
+    /// The values `[layout().unit(unit).len()]` of a unit of the shard, of those of the whole model, `[whole().len()]`.
+    #[must_use]
+    pub fn cut_unit(&self, unit: Unit, values: &[f32]) -> Vec<f32> {
+        let range = self.layout.unit(unit);
+        let mut own = Vec::with_capacity(range.len());
+        for piece in self.pieces_within(&range) {
+            piece.within(range.clone()).for_each(|(_, whole)| own.extend_from_slice(&values[whole]));
+        }
+        own
+    }
+
     /// The ranges in the whole model of the owned values among `own` of the shard, with their ranges in it, in order.
     pub fn owned(&self, own: Range<usize>) -> impl Iterator<Item = (Range<usize>, Range<usize>)> + '_ {
-        let first = self.pieces.partition_point(|piece| piece.own + piece.row * piece.rows <= own.start);
-        let inside = self.pieces[first..].iter().take_while({
-            let end = own.end;
-            move |piece| piece.own < end
-        });
+        let inside = self.pieces_within(&own);
         inside.filter(|piece| piece.owned).flat_map(move |piece| piece.within(own.clone()))
+    }
+
+    /// The pieces with values in `own` of the shard.
+    fn pieces_within(&self, own: &Range<usize>) -> impl Iterator<Item = &ShardPiece> + use<'_> {
+        let (first, end) =
+            (self.pieces.partition_point(|piece| piece.own + piece.row * piece.rows <= own.start), own.end);
+        self.pieces[first..].iter().take_while(move |piece| piece.own < end)
     }
 }
 

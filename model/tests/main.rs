@@ -25,3 +25,4 @@ mod parallel;
 mod parity;
 mod recurrent;
 mod scorers;
+mod shared_sampler;

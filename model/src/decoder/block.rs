@@ -182,15 +182,14 @@ impl TransformerBlock {
         self.feed_forward.divide(ranks);
     }
 
-    /// A layer to sample with, of the `values [layout.len()]` of a model.
+    /// Layer `index` to sample with, of its values `layer`.
     pub(super) fn sampler(
         config: &Config,
         layout: &Layout,
-        values: &[f32],
+        layer: &[f32],
         index: usize,
         quantization: Quantization,
     ) -> Self {
-        let layer = &values[layout.unit(Unit::Layer(index))];
         let linear = |spec: &LinearSpec, LinearRanges { weight, bias }: LinearRanges| {
             let (weight, bias) = (&layer[weight], bias.map(|bias| &layer[bias]));
             match quantization {

@@ -16,8 +16,10 @@ pub struct KvCache {
     /// `[attention layers, layout.len()]` each. A page that a step writes is empty during the step; all are if a device has the
     /// values.
     pub(super) pages: Vec<Vec<f32>>,
-    /// Pending page copies of a device, from and to; `None` if the values are on the host.
+    /// Pending page copies of a device or of other ranks, from and to; `None` if all values are here.
     copies: Option<Vec<[u32; 2]>>,
+    /// Whether a device has the values.
+    is_elsewhere: bool,
     /// Reference count of each page.
     holders: Vec<u32>,
     free: Vec<u32>,
@@ -43,7 +45,7 @@ impl KvCache {
     #[must_use]
     pub fn new(config: &Config, positions: usize) -> Self {
         let mut cache = Self::elsewhere(config, positions);
-        cache.copies = None;
+        (cache.copies, cache.is_elsewhere) = (None, false);
         cache.states = StateCache::new(config, cache.pages.len());
         cache.restore(config);
         cache
@@ -57,11 +59,22 @@ impl KvCache {
             layout: PageLayout::new(config.head_shape()),
             pages: vec![Vec::new(); pages],
             copies: Some(Vec::new()),
+            is_elsewhere: true,
             holders: vec![0; pages],
             free: (0..pages as u32).rev().collect(),
             routes: None,
             states: StateCache::elsewhere(config, pages),
         }
+    }
+
+    /// The same, whose page copies the caches of other ranks repeat before their next step.
+    pub(crate) fn repeated(self) -> Self {
+        Self { copies: Some(Vec::new()), ..self }
+    }
+
+    /// Makes the page copies `[from, to]` of another cache, in order.
+    pub(crate) fn repeat(&mut self, copies: &[[u32; 2]]) {
+        copies.iter().for_each(|[from, to]| self.copy_values(*from, *to));
     }
 
     /// The same, which also keeps the experts that the network chooses for every token, in all layers that have some.
@@ -90,7 +103,7 @@ impl KvCache {
         Some(routes)
     }
 
-    /// Page copies since the last call, from and to, in order. A device makes them before its next step.
+    /// Page copies since the last call, from and to, in order. A device, or another rank, makes them before its next step.
     pub(crate) fn take_copies(&mut self) -> Vec<[u32; 2]> {
         self.copies.as_mut().map_or_else(Vec::new, std::mem::take)
     }
@@ -156,7 +169,7 @@ impl KvCache {
 
     /// Allocates all pages again. Their content is lost and has to be computed again.
     pub fn restore(&mut self, config: &Config) {
-        if self.copies.is_some() {
+        if self.is_elsewhere {
             return;
         }
         let len = config.attention_layers() * self.layout.len();
@@ -208,14 +221,18 @@ impl KvCache {
         }
         if let Some(copies) = &mut self.copies {
             copies.push([page, copy]);
-            self.holders[page as usize] -= 1;
-            return Some(copy);
         }
-        let mut to = std::mem::take(&mut self.pages[copy as usize]);
-        to.copy_from_slice(&self.pages[page as usize]);
-        self.pages[copy as usize] = to;
+        if !self.is_elsewhere {
+            self.copy_values(page, copy);
+        }
         self.holders[page as usize] -= 1;
         Some(copy)
+    }
+
+    fn copy_values(&mut self, from: u32, to: u32) {
+        let mut copy = std::mem::take(&mut self.pages[to as usize]);
+        copy.copy_from_slice(&self.pages[from as usize]);
+        self.pages[to as usize] = copy;
     }
 
     /// Makes the pages of the positions `from..to` in the page table `pages` writable for one sequence alone; takes those

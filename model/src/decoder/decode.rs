@@ -73,7 +73,7 @@ struct PartOutput {
 
 impl Decoder {
     /// One step of continuous batching: adds the tokens of `sequences` to the cache and returns the logits
-    /// `[wanted, vocab_size]` of the tokens whose logits are wanted, in order.
+    /// `[wanted, vocab_size]` of the tokens whose logits are wanted, in order; of one of several tensor ranks, those of its tokens.
     ///
     /// # Errors
     /// If a token id lies beyond the vocabulary, a sequence names an adapter that the decoder lacks, or one of a model with a recurrence
@@ -96,6 +96,8 @@ impl Decoder {
         let (count, inside) = match worth {
             1 => (1, &alone),
             _ if self.columns_are_shared => (1, pool),
+            // Calls of ranks are of the whole step.
+            _ if self.ranks.calls_in_parts() => (1, &alone),
             _ => (pool.threads().min(worth), &alone),
         };
         let mut states = Vec::with_capacity(sequences.len());

@@ -24,6 +24,7 @@ mod shared_experts;
 mod states;
 mod train;
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -90,7 +91,7 @@ pub struct Decoder {
     adapters: usize,
     /// Whether the threads of a decode step share the columns of the weights, or each computes some of the sequences.
     columns_are_shared: bool,
-    /// The ranks that compute passes over whole sequences together.
+    /// The ranks that compute passes together.
     ranks: PassRanks,
 }
 
@@ -155,13 +156,31 @@ impl Decoder {
         pool: &ThreadPool,
     ) -> Self {
         assert_eq!(values.len(), layout.len(), "the values are those of the layout");
-        let block = |i| TransformerBlock::sampler(config, layout, values, i, quantization);
-        let head = &values[layout.head()];
+        let unit = |unit| Cow::Borrowed(&values[layout.unit(unit)]);
+        Self::of_units(config, layout, unit, quantization, pool)
+    }
+
+    /// The same of the values of units, which `unit` gives one at a time.
+    pub(crate) fn of_units<'a>(
+        config: &Config,
+        layout: &Arc<Layout>,
+        unit: impl Fn(Unit) -> Cow<'a, [f32]> + Sync,
+        quantization: Quantization,
+        pool: &ThreadPool,
+    ) -> Self {
+        let block = |i| TransformerBlock::sampler(config, layout, &unit(Unit::Layer(i)), i, quantization);
+        let (table, tail) = (unit(Unit::Embedding), unit(Unit::Tail));
+        let start = layout.unit(Unit::Tail).start;
+        let of_tail = |range: Range<usize>| &tail[range.start - start..range.end - start];
+        let head = if layout.head().start < start { &table } else { of_tail(layout.head()) };
         let embedding = if config.tie_word_embeddings && quantization != Quantization::Bf16 {
             Embedding::Head
         } else {
-            Embedding::Own(values[layout.unit(Unit::Embedding)].to_vec())
+            Embedding::Own(table.to_vec())
         };
+        let of = |range: Range<usize>| of_tail(range).to_vec();
+        let value_head = layout.value_head().map_or(Vec::new(), of);
+        let final_norm = layout.spec("model.norm.weight").map_or(Vec::new(), |norm| of(norm.range()));
         Self {
             embedding,
             blocks: pool.map((0..config.num_layers()).collect(), block),
@@ -170,8 +189,8 @@ impl Decoder {
                 Quantization::Bf16 => Linear::bf16(head, config.hidden_size, None),
             }
             .at(layout.head()),
-            columns_are_shared: values.len() > SMALL,
-            ..Self::bare(config, layout, values)
+            columns_are_shared: layout.len() > SMALL,
+            ..Self::without(config, layout, final_norm, value_head)
         }
     }
 
@@ -293,7 +312,7 @@ impl Decoder {
 
     /// The same decoder, whose training and scoring passes `ranks` compute together: every rank has the whole pack, and gets all
     /// predictions and the gradients of its sections, or of its shard of the weights: then the decoder is one of a
-    /// [`ModelShard`](crate::ModelShard).
+    /// [`ModelShard`](crate::ModelShard), and tensor ranks make its decode steps together too.
     #[must_use]
     pub fn among(mut self, ranks: PassRanks) -> Self {
         if let Some(tensor) = &ranks.tensor {
