@@ -59,6 +59,12 @@ fn twenty_steps_have_the_same_bits_for_all_degrees() {
                 ],
             ),
             ("data_4", &["trainer.world=4"]),
+            ("sampler_2", &["rollout.tensor=2"]),
+            ("sampler_2_of_4", &["rollout.tensor=2", "trainer.world=4", "trainer.zero=3"]),
+            (
+                "sampler_4_of_2",
+                &["rollout.tensor=4", "trainer.world=2", "trainer.parallel.tensor=2", "rollout.speculation=ngram"],
+            ),
             (
                 "all",
                 &[
@@ -69,7 +75,19 @@ fn twenty_steps_have_the_same_bits_for_all_degrees() {
                 ],
             ),
         ] {
-            same(&run(what, sets), &expected, STEPS, what);
+            let run = run(what, sets);
+            same(&run, &expected, STEPS, what);
+            let of_sampler = sets.iter().find_map(|set| set.strip_prefix("rollout.tensor="));
+            let degree: f64 = of_sampler.map_or(0.0, |degree| degree.parse().unwrap());
+            let taken = run.values("weights/taken_bytes");
+            assert!(taken.iter().all(|bytes| *bytes == taken[0]), "{what}: {taken:?}");
+            if degree == 0.0 {
+                assert_eq!(taken[0], 0.0, "{what}");
+            } else {
+                // Norms, and routers, are on every rank.
+                let all = weights(&run, STEPS).len() as f64;
+                assert!(taken[0] > 0.9 * all && taken[0] < all * (1.0 + 0.02 * degree), "{what}: {taken:?} of {all}");
+            }
         }
         if name == "experts" {
             let four = ["trainer.world=4", "trainer.parallel.expert=4", "trainer.zero=3"];
@@ -78,22 +96,23 @@ fn twenty_steps_have_the_same_bits_for_all_degrees() {
     }
 }
 
-/// A run goes on with another split, ranks as processes among them.
+/// A run goes on with another split of trainer and sampler, ranks and samplers as processes among them.
 #[test]
 fn a_resumed_run_may_have_another_split() {
     let home = Home::new();
     let sets = [&SYNCHRONOUS[..], &EXPERTS, &["checkpoint.interval=4"]].concat();
     let expected = home.small("whole", &[&sets[..], &["trainer.steps=12"]].concat());
-    let first = ["trainer.steps=4", "trainer.world=4", "trainer.parallel.tensor=4"];
+    let first = ["trainer.steps=4", "trainer.world=4", "trainer.parallel.tensor=4", "rollout.tensor=2"];
     home.small("split", &[&sets[..], &first].concat());
     let go_on = |steps: &str, sets: &[&str]| {
         let sets = [&[steps], sets].concat();
         let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
         home.rlrun(&[&["resume", "split"], &sets[..]].concat()).ok();
     };
-    let context = ["trainer.world=2", "trainer.parallel.tensor=1", "trainer.parallel.context=2"];
+    let context =
+        ["trainer.world=2", "trainer.parallel.tensor=1", "trainer.parallel.context=2", "rollout.tensor=4"];
     go_on("trainer.steps=8", &context);
-    let both = ["trainer.world=4", "trainer.parallel.tensor=2", "trainer.zero=3"];
+    let both = ["trainer.world=4", "trainer.parallel.tensor=2", "trainer.zero=3", "rollout.tensor=2"];
     go_on(
         "trainer.steps=12",
         &[&both[..], &["trainer.ranks=processes", "placement.processes=true"]].concat(),
@@ -116,5 +135,7 @@ fn degrees_that_do_not_fit_are_refused() {
     refused(&["trainer.world=3", "trainer.parallel.context=3"], &["power of two", "the next is 4"]);
     refused(&[tree, "trainer.world=2", "trainer.parallel.tensor=2", "lora.rank=2"], &["lora"]);
     refused(&["trainer.world=2", "trainer.parallel.expert=2", "trainer.zero=3"], &["experts"]);
+    refused(&["rollout.tensor=2"], &["ranks of a sampler", "model.reduction", "tree"]);
+    refused(&[tree, "rollout.tensor=4"], &["`rollout.tensor`", "2 key-value heads", "2 divides everything"]);
     refused(&["trainer.parallel.tensr=2"], &["trainer.parallel.tensor"]);
 }

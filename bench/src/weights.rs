@@ -253,7 +253,7 @@ impl WeightsBench<'_> {
             let clock = Instant::now();
             // The previous version is dropped in the pause too.
             serving = black_box(new);
-            subscriber.applied(Receipt { version, digest, took: none, stalled: none, bytes: 0 })?;
+            subscriber.applied(Receipt { version, digest, took: none, stalled: none, bytes: 0, taken: 0 })?;
             swaps.push(clock.elapsed().as_secs_f64());
         }
         drop(serving);

@@ -7,6 +7,7 @@
 //! Invariant: every value of the whole model is an owned value of exactly one rank. Ranks that have copies of a value compute the
 //! same gradient for it, bit for bit.
 
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -114,13 +115,17 @@ impl ModelShard {
         own
     }
 
-    /// The values `[layout().unit(unit).len()]` of a unit of the shard, of those of the whole model, `[whole().len()]`.
+    /// The values `[layout().unit(unit).len()]` of a unit of the shard; `of_whole` has those of a range of the whole model.
     #[must_use]
-    pub fn cut_unit(&self, unit: Unit, values: &[f32]) -> Vec<f32> {
+    pub fn cut_unit<'a>(
+        &self,
+        unit: Unit,
+        mut of_whole: impl FnMut(Range<usize>) -> Cow<'a, [f32]>,
+    ) -> Vec<f32> {
         let range = self.layout.unit(unit);
         let mut own = Vec::with_capacity(range.len());
         for piece in self.pieces_within(&range) {
-            piece.within(range.clone()).for_each(|(_, whole)| own.extend_from_slice(&values[whole]));
+            piece.within(range.clone()).for_each(|(_, whole)| own.extend_from_slice(&of_whole(whole)));
         }
         own
     }

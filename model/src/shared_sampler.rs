@@ -9,8 +9,10 @@
 
 use std::any::Any;
 use std::borrow::Cow;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -36,6 +38,8 @@ pub struct SharedSampler {
     config: Config,
     ranks: SamplerRanks,
     members: Vec<SamplerRank>,
+    /// Bytes that the ranks took from the version that is served.
+    taken: u64,
 }
 
 /// One rank.
@@ -106,7 +110,7 @@ impl SharedSampler {
         let of_rank =
             |rank| Ok(SamplerRank { shard: ranks.shard(config, rank)?, decoder: None, cache: None });
         let members = (0..ranks.degree).map(of_rank).collect::<Result<_, ModelError>>()?;
-        Ok(Self { config: config.clone(), ranks, members })
+        Ok(Self { config: config.clone(), ranks, members, taken: 0 })
     }
 
     /// The whole model.
@@ -130,22 +134,31 @@ impl SharedSampler {
         self.members.iter().map(of_rank).sum()
     }
 
-    /// Serves the weights `values [layout.len()]` of the whole model from the next step on; caches stay. The weights before are
-    /// freed first. Every rank packs its shard straight from its ranges of the values, layer by layer.
-    ///
-    /// # Panics
-    /// If the values are not those of the model.
-    pub fn serve(&mut self, values: &[f32], pool: &ThreadPool) {
+    /// Bytes that the ranks took from the version that is served: [`SamplerRanks::weight_bytes`].
+    #[must_use]
+    pub fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// Serves new weights from the next step on; caches stay. The weights before are freed first. `of_whole` has the values of a range
+    /// of the whole model: every rank takes those of its shard, each once, layer by layer, and packs them.
+    pub fn serve<'a>(&mut self, of_whole: impl Fn(Range<usize>) -> Cow<'a, [f32]> + Sync, pool: &ThreadPool) {
         self.members.iter_mut().for_each(|rank| rank.decoder = None);
+        let taken = AtomicU64::new(0);
         let group = threads::group(self.ranks.degree, self.ranks.wait);
         for (rank, calls) in self.members.iter_mut().zip(group) {
             let SamplerRank { shard, decoder, .. } = rank;
-            assert_eq!(values.len(), shard.whole().len(), "the values are those of the model");
-            let unit = |unit| Cow::Owned(shard.cut_unit(unit, values));
+            let counted = |range: Range<usize>| {
+                let values = of_whole(range);
+                taken.fetch_add(size_of_val(&*values) as u64, Ordering::Relaxed);
+                values
+            };
+            let unit = |unit| Cow::Owned(shard.cut_unit(unit, counted));
             let own = Decoder::of_units(shard.config(), shard.layout(), unit, Quantization::None, pool);
             let tensor = TensorRanks { ranks: Arc::new(calls), vocabulary: self.config.vocab_size };
             *decoder = Some(own.among(PassRanks { tensor: Some(tensor), ..PassRanks::default() }));
         }
+        self.taken = taken.into_inner();
     }
 
     /// One step of continuous batching ([`Decoder::step`]) over a `cache` of [`Self::cache`]: the logits `[wanted, vocab_size]`.
@@ -270,7 +283,8 @@ mod tests {
         };
         let config = Config { reduction: Reduction::Tree, ..Config::fresh(&sizes) };
         let mut sampler = SharedSampler::new(&config, SamplerRanks { degree: 4, wait }).unwrap();
-        sampler.serve(Parameters::random(&config, 3).values(), &ThreadPool::single());
+        let parameters = Parameters::random(&config, 3);
+        sampler.serve(|range| Cow::Borrowed(&parameters.values()[range]), &ThreadPool::single());
         let cache = sampler.cache(32);
         (sampler, cache)
     }

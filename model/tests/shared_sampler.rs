@@ -2,11 +2,12 @@
 //!
 //! Invariant: models have weights far from any symmetry, and steps mix prefill with decode, and sequences that share pages.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use model::{
-    Architecture, Config, Decoder, KvCache, ModelError, Parameters, Reduction, SamplerRanks, SharedSampler,
-    Sizes, StepSequence, ThreadPool,
+    Architecture, Config, Decoder, KvCache, ModelError, Parameters, Reduction, SamplerRanks, SharedCores,
+    SharedSampler, Sizes, StepSequence, ThreadPool,
 };
 
 const SIZES: Sizes = Sizes {
@@ -33,6 +34,10 @@ fn config(architecture: Architecture) -> Config {
         tie_word_embeddings: architecture != Architecture::Qwen3Moe,
         ..config
     }
+}
+
+fn serve(sampler: &mut SharedSampler, parameters: &Parameters, pool: &ThreadPool) {
+    sampler.serve(|range| Cow::Borrowed(&parameters.values()[range]), pool);
 }
 
 /// The logits of all steps, and the experts of the prompt: a prompt in two chunks, three sequences that share its pages and copy
@@ -79,7 +84,8 @@ fn every_degree_gives_the_bits_of_one_rank() {
         Architecture::Qwen3Moe,
         Architecture::Gemma3,
     ];
-    let pool = ThreadPool::single();
+    // Ranks that are threads share the cores of the process.
+    let pool = ThreadPool::new(&SharedCores::new(3), 3);
     for architecture in families {
         let config = config(architecture);
         let versions = [5, 6].map(|seed| Parameters::random(&config, seed));
@@ -93,14 +99,14 @@ fn every_degree_gives_the_bits_of_one_rank() {
         for degree in [1, 2, 4] {
             let ranks = SamplerRanks { degree, wait: WAIT };
             let mut sampler = SharedSampler::new(&config, ranks).expect("can be shared");
-            sampler.serve(versions[0].values(), &pool);
+            serve(&mut sampler, &versions[0], &pool);
             let mut cache = sampler.cache(40 * KvCache::PAGE).with_routes(&config);
             let mut steps = 0;
             let (found, of_tokens) = sampled(&mut cache, &mut |cache, sequences| {
                 steps += 1;
                 if steps == 4 {
                     // Sequences go on with the keys and values that the version before has left.
-                    sampler.serve(versions[1].values(), &pool);
+                    serve(&mut sampler, &versions[1], &pool);
                 }
                 sampler.step(cache, sequences, &pool).expect("steps")
             });
@@ -138,7 +144,8 @@ fn ranks_divide_the_memory() {
     for degree in [2, 4] {
         let ranks = SamplerRanks { degree, wait: WAIT };
         let mut sampler = SharedSampler::new(&config, ranks).expect("can be shared");
-        sampler.serve(parameters.values(), &pool);
+        serve(&mut sampler, &parameters, &pool);
+        assert_eq!(sampler.taken(), ranks.weight_bytes(&config).expect("shared"));
         let mut cache = sampler.cache(64);
         assert_eq!(cache.bytes() * degree as u64, whole);
         let before = sampler.bytes();

@@ -13,6 +13,7 @@ use crate::failure::Failure;
 use crate::huggingface::{FetchScope, HuggingFace};
 use crate::plan;
 use crate::plan::memory::{Memory, devices};
+use crate::plan::sampler_ranks::SamplerRankPlan;
 use crate::plan::traffic::Traffic;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
@@ -132,6 +133,8 @@ pub(super) fn plan(args: &RecipeArgs, program: &Program) -> Result<String, Failu
     refuse_degrees(&recipe)?;
     let memory = Memory::of(&recipe, &config, tokenizer);
     let traffic = Traffic::of(&recipe, &config).map_or_else(String::new, |traffic| format!("\n{traffic}"));
+    let of_sampler =
+        SamplerRankPlan::of(&recipe, &config).map_or_else(String::new, |plan| format!("\n{plan}"));
     let on_devices = match recipe.devices().any() {
         true => devices::describe(&recipe, &config, &devices::there(&recipe, &config)),
         false => None,
@@ -140,7 +143,9 @@ pub(super) fn plan(args: &RecipeArgs, program: &Program) -> Result<String, Failu
     let (resolved, described) = (named.resolved_toml(&origins), plan::describe(&named));
     let island =
         plan::islands::describe(&recipe, &config).map_or_else(String::new, |line| format!("\n{line}"));
-    Ok(format!("{resolved}\n{described}{island}{from_hub}\nmemory\n{memory}{on_devices}{traffic}"))
+    Ok(format!(
+        "{resolved}\n{described}{island}{from_hub}\nmemory\n{memory}{on_devices}{traffic}{of_sampler}"
+    ))
 }
 
 /// The shape of the recipe's model.
@@ -154,6 +159,10 @@ fn shape(recipe: &Recipe) -> Result<Config, Failure> {
 
 /// Refuses ranks that cannot share the model.
 fn refuse_degrees(recipe: &Recipe) -> Result<(), Failure> {
+    if recipe.rollout.tensor > 1 {
+        let checked = recipe.sampler_ranks().check(&shape(recipe)?);
+        checked.map_err(|error| Failure::Argument(format!("`rollout.tensor`: {error}")))?;
+    }
     let learner = recipe.learner();
     if learner.parallel == ParallelConfig::DATA {
         return Ok(());

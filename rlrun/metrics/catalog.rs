@@ -428,6 +428,11 @@ pub(crate) const METRICS: &[MetricSection] = &[
                 "Bytes that all samplers received; 0 where memory is shared.",
             ),
             metric(
+                "weights/taken_bytes",
+                "bytes",
+                "Bytes that the ranks of all samplers took from their versions, each its part (`rollout.tensor`); 0 for one rank.",
+            ),
+            metric(
                 "weights/sent_bytes",
                 "bytes",
                 "Bytes of weights that the run itself has sent over the network so far; relays send the others.",

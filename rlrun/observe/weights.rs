@@ -25,6 +25,7 @@ pub(super) fn measure(
     metrics.set("weights/apply_s", slowest(&|receipt| receipt.took.as_secs_f64()));
     metrics.set("weights/stall_s", slowest(&|receipt| receipt.stalled.as_secs_f64()));
     metrics.set("weights/received_bytes", receipts().map(|receipt| receipt.bytes as f64).sum());
+    metrics.set("weights/taken_bytes", receipts().map(|receipt| receipt.taken as f64).sum());
     metrics.set("weights/sent_bytes", distribution.bytes_sent as f64);
     metrics.set("weights/relays", distribution.relays as f64);
     metrics.set("weights/relay_failures", distribution.fallbacks as f64);

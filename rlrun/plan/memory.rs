@@ -76,11 +76,18 @@ impl Memory {
     #[must_use]
     pub fn of(recipe: &Recipe, config: &Config, tokenizer: u64) -> Self {
         let size = Size::of(config, recipe.trainer.recompute, recipe.rollout.quantization, F32);
-        let trained = Trained::of(recipe, config);
+        let (trained, ranks) = (Trained::of(recipe, config), recipe.rollout.tensor as u64);
+        let sampled = Size::of(
+            &shard_of(config, recipe.rollout.tensor),
+            recipe.trainer.recompute,
+            Quantization::None,
+            F32,
+        );
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
         // Over a base that stays quantised the factors are published, and the sampler computes with the base of the trainer.
         let (pushed, packed) = match recipe.has_quantized_base() {
             true => (trained.adapter, 0),
+            false if ranks > 1 => (weights, product(&[ranks, sampled.packed])),
             false => (weights, size.packed),
         };
         let (positions, rows, micro_batch) =
@@ -110,7 +117,11 @@ impl Memory {
                 "keys and values of all running sequences, and recurrent states",
                 product(&[positions, size.cache_per_token]).saturating_add(states(recipe, config)),
             ),
-            part("decoding", "one step of all running sequences", product(&[rows, size.decoding_per_token])),
+            part(
+                "decoding",
+                "one step of all running sequences",
+                product(&[rows, ranks, sampled.decoding_per_token]),
+            ),
         ];
         if trained.scratch > 0 {
             parts.push(part("update", "an update of the largest matrix on every core", trained.scratch));
@@ -208,14 +219,19 @@ fn in_phase(parts: &[Part], phase: Phase) -> u64 {
 /// of its shard of all tokens; context ranks have those of some tokens each.
 fn of_passes(recipe: &Recipe, config: &Config, tokens: u64) -> [u64; 2] {
     let (world, parallel) = (recipe.trainer.world as u64, recipe.trainer.parallel.config());
-    let shard = ModelShard::new(config, Position { rank: 0, world: parallel.tensor });
-    let shard = shard.as_ref().map_or(config, ModelShard::config);
-    let size = Size::of(shard, recipe.trainer.recompute, recipe.rollout.quantization, F32);
+    let shard = shard_of(config, parallel.tensor);
+    let size = Size::of(&shard, recipe.trainer.recompute, recipe.rollout.quantization, F32);
     let passes = world / parallel.context.degree.max(1) as u64;
     // Tensor ranks have the logits of their tokens, and of all tokens in some rows.
     let logits = model::logits_bytes(tokens as usize, shard.vocab_size) as u64;
     let twice = 1 + u64::from(parallel.tensor > 1);
     [product(&[passes, tokens, size.activations_per_token]), product(&[world, twice, logits])]
+}
+
+/// What a rank has of a model that `degree` tensor ranks share.
+fn shard_of(config: &Config, degree: usize) -> Config {
+    let shard = ModelShard::new(config, Position { rank: 0, world: degree });
+    shard.map_or_else(|_| config.clone(), |shard| shard.config().clone())
 }
 
 /// The newest version of `weights` bytes, for samplers to read. A trainer that has all weights shares them with the sampler of
@@ -456,7 +472,7 @@ fn decoding_rows(recipe: &Recipe) -> u64 {
 
 /// Positions of the sampler's cache. When the recipe names no number: every sequence at its longest with a prompt of its
 /// own, in whole pages, one more for where a completion begins in the middle of one; and at least one whole episode.
-fn cache_positions(recipe: &Recipe, config: &Config) -> u64 {
+pub(super) fn cache_positions(recipe: &Recipe, config: &Config) -> u64 {
     if let Some(positions) = recipe.rollout.kv_cache_tokens {
         return positions as u64;
     }

@@ -64,6 +64,13 @@ impl Traffic {
 /// Bytes of a token that tensor ranks sum, times 2, and of its logits: Megatron-LM's volume (arXiv 1909.08053).
 fn of_tensor(config: &Config, forwards: f64) -> f64 {
     let hidden = F32 * config.hidden_size as f64;
+    // Forward, maybe again, and backward; the embedding, and the head.
+    let of_hidden = 2.0 * hidden * ((forwards + 1.0) * layer_sums(config) + 2.0);
+    of_hidden + 2.0 * F32 * config.vocab_size as f64
+}
+
+/// Hidden states of a token that tensor ranks sum in all layers, in a forward pass.
+pub(super) fn layer_sums(config: &Config) -> f64 {
     let sums = |layer: &model::LayerSpec| match layer.feed_forward {
         // The results of every expert of the token are summed.
         FeedForward::Experts(spec) => {
@@ -71,10 +78,7 @@ fn of_tensor(config: &Config, forwards: f64) -> f64 {
         }
         FeedForward::SwiGlu | FeedForward::GeGlu => 2.0,
     };
-    let layers: f64 = config.layers.iter().map(sums).sum();
-    // Forward, maybe again, and backward; the embedding, and the head.
-    let of_hidden = 2.0 * hidden * ((forwards + 1.0) * layers + 2.0);
-    of_hidden + 2.0 * F32 * config.vocab_size as f64
+    config.layers.iter().map(sums).sum()
 }
 
 /// Bytes of a token that one of `degree` context ranks sends to the others.

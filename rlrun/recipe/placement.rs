@@ -25,6 +25,7 @@ pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
     check_processes(recipe, checker);
     check_ranks(recipe, checker);
     check_parallel(recipe, checker);
+    check_sampler_ranks(recipe, checker);
     check_devices(recipe, checker);
     super::quantized_base::check(recipe, checker);
 }
@@ -86,6 +87,30 @@ fn check_parallel(recipe: &Recipe, checker: &mut Checker<'_>) {
                 "set `trainer.parallel.tensor` to 1, or remove it",
             );
         }
+    }
+}
+
+/// Ranks that share a sampler's weights need what can be shared.
+fn check_sampler_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let (path, degree) = ("rollout.tensor", recipe.rollout.tensor);
+    if degree <= 1 {
+        return;
+    }
+    if !degree.is_power_of_two() {
+        let message = format!("`{path}` is {degree}, but must be a power of two");
+        checker.report(path, message, &format!("the next is {}", degree.next_power_of_two()));
+    }
+    if recipe.reduction != Reduction::Tree {
+        let message = "the ranks of a sampler add partial sums, and the sums of this model have no order that is the same for all \
+                       degrees";
+        checker.report_latest(&[path, "model.reduction"], message, "set `model.reduction` to \"tree\"");
+    }
+    if recipe.devices().rollout.is_some() {
+        let message = format!(
+            "the ranks of a sampler (`{path}`) compute on the processor, and it is placed on a device"
+        );
+        let help = format!("set `{path}` to 1, or `placement.rollout_device = \"cpu\"`");
+        checker.report_latest(&[path, deciding(&OF_SAMPLER, checker)], message, &help);
     }
 }
 

@@ -102,6 +102,7 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
         ("rollout.group_size", raw.rollout.group_size),
         ("rollout.max_completion_length", raw.rollout.max_completion_length),
         ("rollout.max_running", raw.rollout.max_running),
+        ("rollout.tensor", raw.rollout.tensor),
         ("rollout.prefill_chunk", raw.rollout.prefill_chunk.unwrap_or(1)),
         ("buffer.batch_groups", raw.buffer.batch_groups),
         ("buffer.max_uses", raw.buffer.max_uses as usize),

@@ -300,6 +300,13 @@ pub struct Rollout {
     /// `enable_router_replay`, slime `--use-rollout-routing-replay`.
     // resume = changes, worker = run
     pub routing_replay: bool,
+    /// Ranks that share the weights of a sampler (tensor parallel): threads of its process, each with its part of every matrix, and
+    /// the KV cache of its heads. A power of two that divides the heads, the key-value heads and the width of the feed-forward
+    /// network. It needs `model.reduction = "tree"`, which gives every number the same bits, and the processor; it need not be that of
+    /// `trainer.parallel.tensor`. Every sampler of the run has so many. vLLM `tensor_parallel_size`, verl
+    /// `rollout.tensor_model_parallel_size`.
+    // resume = changes, worker = run
+    pub tensor: usize,
     /// Whether the run stops if trainer and sampler compute different bits for a log-probability of the current version.
     /// f32 sampling is bitwise equal with and without this key; the key checks it. The check has no cost.
     // resume = changes, worker = run
@@ -352,6 +359,7 @@ impl Default for Rollout {
             quantization: Quantization::None,
             speculation: Speculation::None,
             routing_replay: false,
+            tensor: 1,
             bitwise: false,
             engine: EngineWord::Own,
             urls: Vec::new(),

@@ -152,6 +152,8 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("buffer.max_staleness=9000000000", "(`buffer.max_staleness` + 1) * `buffer.batch_groups` is more"),
         ("trainer.zero=4", "`trainer.zero` is 4, but the stages are 1, 2 and 3"),
         ("trainer.leaves=3", "`trainer.leaves` is 3, but must be a power of two"),
+        ("rollout.tensor=3", "`rollout.tensor` is 3, but must be a power of two"),
+        ("rollout.tensor=2", "the ranks of a sampler add partial sums"),
         ("trainer.parallel.context=2", "`trainer.world` is 1, which passes of 2 ranks"),
         ("trainer.parallel.sections=6", "`trainer.parallel.sections` is 6, but must be a power of two"),
         ("trainer.parallel.exchange=keys", "`trainer.parallel.exchange` has no effect with one context rank"),

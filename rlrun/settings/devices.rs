@@ -6,8 +6,8 @@ use std::collections::BTreeSet;
 
 use device::device::DeviceLocation;
 use device::{Device, DeviceError};
-use model::Quantization;
 use model::on_device::DeviceDtype;
+use model::{Quantization, SamplerRanks};
 use rollout::ServeOn;
 use trainer::on_device::{CollectivePlace, DeviceConfig, OptimizerPlace};
 
@@ -147,9 +147,16 @@ impl Recipe {
         self.serve_as(Quantization::None)
     }
 
+    /// The ranks that share the weights of a sampler.
+    #[must_use]
+    pub fn sampler_ranks(&self) -> SamplerRanks {
+        SamplerRanks { degree: self.rollout.tensor, wait: self.wait() }
+    }
+
     fn serve_as(&self, quantization: Quantization) -> Result<ServeOn, DeviceError> {
         let place = self.devices().rollout;
         Ok(match place {
+            None if self.rollout.tensor > 1 => ServeOn::Ranks(self.sampler_ranks()),
             None => ServeOn::Host(quantization),
             Some(at) => ServeOn::Device(Device::open(at)?, self.dtype_on(place)),
         })

@@ -173,6 +173,9 @@ fn settle_device(recipe: &mut Recipe, device: Option<DeviceWord>) -> Result<(), 
         Some(_) if recipe.rollout.quantization != Quantization::None => refused(
             "this run samples with `rollout.quantization`, which has kernels for the processor alone: leave --device out",
         ),
+        Some(_) if recipe.rollout.tensor > 1 => refused(
+            "this run samples with `rollout.tensor`, whose ranks compute on the processor: leave --device out",
+        ),
         Some(_) if recipe.rollout.speculation != Speculation::None => refused(
             "this run samples with `rollout.speculation`, which is for the processor alone: leave --device out",
         ),

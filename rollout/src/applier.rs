@@ -148,13 +148,13 @@ impl Applier {
         }
     }
 
-    /// Sends the receipt: `ready` is served from now on, and decoding `stalled` for it.
+    /// Sends the receipt: `ready` is served from now on, decoding `stalled` for it, and its ranks have `taken` bytes of it.
     ///
     /// # Errors
     /// If the digest is not that of the published version.
-    pub fn confirm(&self, ready: &ReadyWeights, stalled: Duration) -> Result<(), RolloutError> {
+    pub fn confirm(&self, ready: &ReadyWeights, stalled: Duration, taken: u64) -> Result<(), RolloutError> {
         let ReadyWeights { version, digest, took, bytes, .. } = *ready;
-        let receipt = Receipt { version, digest, took, stalled, bytes };
+        let receipt = Receipt { version, digest, took, stalled, bytes, taken };
         Ok(self.incoming.applied(receipt)?)
     }
 

@@ -1,5 +1,6 @@
 //! Errors of the rollout worker.
 
+use model::ModelError;
 use trajectory::{GroupId, TaskId};
 
 use crate::curation::Exhausted;
@@ -191,7 +192,7 @@ pub enum RolloutError {
     },
     /// The files of a model could not be used.
     #[error(transparent)]
-    Model(#[from] model::ModelError),
+    Model(#[from] ModelError),
     /// The engine made a sample that cannot be one.
     #[error("trajectory {index} of {group} is broken: {source}")]
     Sample {
@@ -239,6 +240,9 @@ impl RolloutError {
     /// Whether the recipe, the model or the data are to blame, rather than what happened during the run.
     #[must_use]
     pub fn is_input(&self) -> bool {
+        if let Self::Model(error) = self {
+            return !matches!(error, ModelError::SamplerRank { .. });
+        }
         matches!(
             self,
             Self::EmptyPrompt { .. }
@@ -253,7 +257,6 @@ impl RolloutError {
                 | Self::NoOpening { .. }
                 | Self::NoEnvironment { .. }
                 | Self::Template { .. }
-                | Self::Model(_)
                 | Self::Task(_)
         )
     }

@@ -10,6 +10,7 @@ mod episodes;
 #[cfg(feature = "emulator")]
 mod on_device;
 mod overdue;
+mod ranks;
 mod recurrent;
 mod remote;
 mod requests;

@@ -26,7 +26,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use trajectory::Sample;
 use weights::direct::round::PushPlan;
-use weights::{Digest, Hub, WeightsError};
+use weights::{Digest, Hub, Values, WeightsError};
 
 use crate::TrainerError;
 use crate::lead::{Followers, RankCommand, decode, encode};
@@ -283,6 +283,19 @@ impl Learner {
             self.write(values)?;
         }
         Ok(values)
+    }
+
+    /// A copy of all weights by owner: every rank copies its shards to memory of its own, and none has all. `None` if some ranks are in
+    /// other processes.
+    ///
+    /// # Errors
+    /// If a device fails.
+    pub(crate) fn snapshot_in_parts(&self) -> Result<Option<Values>, TrainerError> {
+        if self.is_spread() {
+            return Ok(None);
+        }
+        let owned = self.ranks().map(Rank::owned).collect::<Result<Vec<_>, _>>()?;
+        Ok(Some(Values::copied(owned)))
     }
 
     /// Writes the weights to `values`, `[weights]`: every rank writes its shards.

@@ -59,7 +59,9 @@ impl WeightPublisher {
                     publisher.publish_shared(version, Arc::new(SharedParameters { parameters, adapter }))?;
                 }
                 None => {
-                    let snapshot = Snapshot::new(version, learner.snapshot()?.into());
+                    let parts = if publisher.shares_memory()? { learner.snapshot_in_parts()? } else { None };
+                    let values = parts.map_or_else(|| learner.snapshot().map(Into::into), Ok)?;
+                    let snapshot = Snapshot::new(version, values);
                     publisher.publish(snapshot.with_adapter(published_adapter(learner)))?;
                 }
             },
@@ -202,3 +204,6 @@ fn together<R>(
         None => Ok(pushed?),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -39,6 +39,15 @@ pub trait Publisher: Send + Sync {
         self.publish_values(version, owner.values())
     }
 
+    /// Whether subscribers read published weights where they are, so that owners of some may publish them in parts
+    /// ([`Values::copied`](crate::Values::copied)).
+    ///
+    /// # Errors
+    /// A thread that panicked in the middle of a push.
+    fn shares_memory(&self) -> Result<bool, WeightsError> {
+        Ok(false)
+    }
+
     /// Drops the reference to the newest weights if all subscribers, present and future, need it no more.
     ///
     /// # Errors
@@ -103,6 +112,8 @@ pub struct Receipt {
     pub stalled: Duration,
     /// Bytes transferred; 0 where memory is shared.
     pub bytes: u64,
+    /// Bytes that the ranks of the sampler took from the version, each its shard, all together; 0 for a sampler of one rank.
+    pub taken: u64,
 }
 
 /// Lag of a subscriber.

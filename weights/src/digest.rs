@@ -3,6 +3,8 @@
 //! BLAKE3 is a binary tree over chunks of 1024 bytes whose left subtrees are full. Threads digest subtrees, whose
 //! chaining values are merged in the order of the tree.
 
+use std::ops::Range;
+
 use blake3::Hasher;
 use blake3::hazmat::{self, ChainingValue, HasherExt, Mode};
 
@@ -15,17 +17,28 @@ const WORD: u64 = 4;
 
 /// BLAKE3 over `[parameters]` values as little-endian f32, by up to `threads` threads.
 pub(crate) fn tree(values: &[f32], threads: usize) -> [u8; 32] {
-    let bytes = values.len() as u64 * WORD;
+    tree_of(values.len(), threads, |range, hasher| feed(hasher, &values[range]))
+}
+
+/// The same over `len` values, of which `add` adds a range to a hasher.
+pub(crate) fn tree_of(
+    len: usize,
+    threads: usize,
+    add: impl Fn(Range<usize>, &mut Hasher) + Sync,
+) -> [u8; 32] {
+    let bytes = len as u64 * WORD;
     if bytes <= TASK || threads <= 1 {
-        return *feed(&mut Hasher::new(), values).finalize().as_bytes();
+        let mut hasher = Hasher::new();
+        add(0..len, &mut hasher);
+        return *hasher.finalize().as_bytes();
     }
     let mut tasks = Vec::new();
     split(0, bytes, &mut tasks);
     let digested = share(threads, tasks, |(start, len)| {
-        let part = &values[(start / WORD) as usize..((start + len) / WORD) as usize];
         let mut hasher = Hasher::new();
         hasher.set_input_offset(start);
-        feed(&mut hasher, part).finalize_non_root()
+        add((start / WORD) as usize..((start + len) / WORD) as usize, &mut hasher);
+        hasher.finalize_non_root()
     });
     let mut digested = digested.into_iter();
     let left_len = hazmat::left_subtree_len(bytes);
@@ -56,14 +69,15 @@ fn merged(len: u64, digested: &mut impl Iterator<Item = ChainingValue>) -> Chain
     hazmat::merge_subtrees_non_root(&left, &right, Mode::Hash)
 }
 
-fn feed<'a>(hasher: &'a mut Hasher, values: &[f32]) -> &'a mut Hasher {
+/// Adds values to a hasher.
+pub(crate) fn feed(hasher: &mut Hasher, values: &[f32]) {
     if cfg!(target_endian = "little") {
-        return hasher.update(bytemuck::cast_slice(values));
+        hasher.update(bytemuck::cast_slice(values));
+        return;
     }
     for value in values {
         hasher.update(&value.to_le_bytes());
     }
-    hasher
 }
 
 #[cfg(test)]

@@ -137,7 +137,7 @@ impl<T: Storage> DeviceWeights<T> {
     #[must_use]
     pub fn receipt(&self, stalled: Duration) -> Receipt {
         let Received { bytes, took } = self.received;
-        Receipt { version: self.version, digest: self.digest, took: took + stalled, stalled, bytes }
+        Receipt { version: self.version, digest: self.digest, took: took + stalled, stalled, bytes, taken: 0 }
     }
 }
 

@@ -34,7 +34,7 @@
 //! let served = snapshot.values.to_vec();
 //! let digest = Digest::of(&served);
 //! let took = Duration::ZERO;
-//! sampler.applied(Receipt { version: snapshot.version, digest, took, stalled: took, bytes: 0 })?;
+//! sampler.applied(Receipt { version: snapshot.version, digest, took, stalled: took, bytes: 0, taken: 0 })?;
 //! publisher.wait_applied(PolicyVersion(1), Duration::ZERO)?;
 //! # Ok::<(), weights::WeightsError>(())
 //! ```
@@ -49,6 +49,7 @@ mod frame;
 pub mod http;
 pub mod hub;
 pub mod memory;
+mod parts;
 pub mod publisher;
 mod shm;
 pub mod snapshot;

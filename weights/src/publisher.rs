@@ -258,13 +258,16 @@ impl Publisher for HubPublisher {
         version: PolicyVersion,
         owner: Arc<dyn WeightMemory>,
     ) -> Result<(), WeightsError> {
-        let shareable = self.in_process && self.hub.dtype() == Dtype::F32 && self.pushing()?.store.is_none();
-        if shareable {
+        if self.shares_memory()? {
             return self.publish(
                 Snapshot::new(version, Values::owned_by(Arc::clone(&owner))).with_adapter(owner.adapter()),
             );
         }
         self.publish_copy(version, owner.values(), owner.adapter())
+    }
+
+    fn shares_memory(&self) -> Result<bool, WeightsError> {
+        Ok(self.in_process && self.hub.dtype() == Dtype::F32 && self.pushing()?.store.is_none())
     }
 
     fn drop_taken(&self) -> Result<(), WeightsError> {

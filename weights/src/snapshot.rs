@@ -28,6 +28,17 @@ impl Digest {
         Self(digest::tree(values, threads))
     }
 
+    /// The digest of weights wherever they lie, by up to `threads` threads.
+    #[must_use]
+    pub fn of_values(values: &Values, threads: usize) -> Self {
+        match values.together() {
+            Ok(values) => Self::on(values, threads),
+            Err(parts) => Self(digest::tree_of(parts.len(), threads, |range, hasher| {
+                parts.pieces(range).for_each(|piece| digest::feed(hasher, piece));
+            })),
+        }
+    }
+
     /// Its bytes.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8; 32] {
@@ -131,7 +142,7 @@ impl Snapshot {
     /// The digest, computed by up to `threads` threads.
     #[must_use]
     pub fn digest_on(&self, threads: usize) -> Digest {
-        *self.digest.get_or_init(|| Digest::on(&self.values, threads))
+        *self.digest.get_or_init(|| Digest::of_values(&self.values, threads))
     }
 }
 

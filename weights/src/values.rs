@@ -1,12 +1,15 @@
-//! Shared weights: on the heap, or in memory that other processes map too.
+//! Shared weights: on the heap, in memory that other processes map too, or in parts.
 //!
 //! Invariant: the content of [`Values`] does not change during the lifetime of any clone.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::path::Path;
 use std::sync::Arc;
+
+use crate::parts::WeightParts;
 
 /// Memory with weights that outlives every view of it, such as a mapped file that is locked against writers.
 pub trait WeightMemory: Send + Sync {
@@ -36,6 +39,7 @@ pub struct Values(ValuesStorage);
 enum ValuesStorage {
     Heap(Arc<[f32]>),
     Owned(Arc<dyn WeightMemory>),
+    Parts(Arc<WeightParts>),
 }
 
 /// Precision of published weights.
@@ -55,16 +59,51 @@ impl Values {
     pub fn owned_by(owner: Arc<dyn WeightMemory>) -> Self {
         Self(ValuesStorage::Owned(owner))
     }
+
+    /// A copy of the weights that each of `owners` has, in memory of its own: ranges among all weights with their values. Readers of
+    /// some ranges ([`Self::range`]) get them from their owners; one that reads all as a slice copies them together first.
+    ///
+    /// # Panics
+    /// If a weight has two owners or none.
+    #[must_use]
+    pub fn copied<'a>(owners: impl IntoIterator<Item = Vec<(Range<usize>, &'a [f32])>>) -> Self {
+        Self(ValuesStorage::Parts(Arc::new(WeightParts::copied(owners))))
+    }
+
+    /// Number of weights.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "a model without weights does not exist")]
+    pub fn len(&self) -> usize {
+        match self.together() {
+            Ok(values) => values.len(),
+            Err(parts) => parts.len(),
+        }
+    }
+
+    /// The weights of a range, where they lie if they are neighbours there.
+    #[must_use]
+    pub fn range(&self, range: Range<usize>) -> Cow<'_, [f32]> {
+        match self.together() {
+            Ok(values) => Cow::Borrowed(&values[range]),
+            Err(parts) => parts.range(range),
+        }
+    }
+
+    /// All weights, if they lie together.
+    pub(crate) fn together(&self) -> Result<&[f32], &WeightParts> {
+        match &self.0 {
+            ValuesStorage::Heap(values) => Ok(values),
+            ValuesStorage::Owned(owner) => Ok(owner.values()),
+            ValuesStorage::Parts(parts) => Err(parts),
+        }
+    }
 }
 
 impl Deref for Values {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
-        match &self.0 {
-            ValuesStorage::Heap(values) => values,
-            ValuesStorage::Owned(owner) => owner.values(),
-        }
+        self.together().unwrap_or_else(WeightParts::whole)
     }
 }
 
@@ -98,6 +137,7 @@ impl fmt::Debug for Values {
         let place = match &self.0 {
             ValuesStorage::Heap(_) => "heap",
             ValuesStorage::Owned(_) => "owned memory",
+            ValuesStorage::Parts(_) => "the memory of their owners",
         };
         write!(f, "Values({} in {place})", self.len())
     }

@@ -164,7 +164,7 @@ impl<'a> SimulatedWorker<'a> {
             after = Some(version);
             self.served.store(version.0, Ordering::Relaxed);
             let stalled = Duration::ZERO;
-            self.subscriber.applied(Receipt { version, digest, took, stalled, bytes })?;
+            self.subscriber.applied(Receipt { version, digest, took, stalled, bytes, taken: 0 })?;
         }
         Ok(arrivals)
     }

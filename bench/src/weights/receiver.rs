@@ -116,6 +116,7 @@ pub fn receive(url: &str, over_http: bool, shm: &Path, out: &mut dyn Write) -> R
             took: new.received.took,
             stalled: Duration::ZERO,
             bytes,
+            taken: 0,
         })?;
         subscriber.flush()?;
         // The report comes last, so that the next push begins when this process is idle.

@@ -161,7 +161,11 @@ impl Decoder {
     }
 
     /// The same of the values of units, which `unit` gives one at a time.
-    pub(crate) fn of_units<'a>(
+    ///
+    /// # Panics
+    /// If a unit has another length than in the layout.
+    #[must_use]
+    pub fn of_units<'a>(
         config: &Config,
         layout: &Arc<Layout>,
         unit: impl Fn(Unit) -> Cow<'a, [f32]> + Sync,

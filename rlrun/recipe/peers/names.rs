@@ -168,7 +168,7 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
     (
         "tensor_model_parallel_size",
         "trainer.parallel.tensor",
-        "with `model.reduction = \"tree\"`; the sampler has all weights",
+        "with `model.reduction = \"tree\"`; a sampler's is `rollout.tensor`",
     ),
     (
         "ulysses_sequence_parallel_size context_parallel_size sequence_parallel_size cp_size cp",
@@ -283,10 +283,14 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
         "rlrun samples by itself: `placement.policy` says whether sampler and trainer take turns",
     ),
     (
-        "tensor_parallel_size vllm_tensor_parallel_size pipeline_model_parallel_size",
+        "tensor_parallel_size vllm_tensor_parallel_size rollout.tensor_model_parallel_size",
+        "rollout.tensor",
+        "with `model.reduction = \"tree\"`",
+    ),
+    (
+        "pipeline_model_parallel_size",
         "",
-        "a sampler is not split by tensors, and no model by layers; `trainer.zero` and `trainer.parallel.tensor` split what \
-         training keeps in memory",
+        "no model is split by layers; `trainer.zero` and `trainer.parallel.tensor` split what training keeps in memory",
     ),
     (
         "fsdp fsdp_config deepspeed megatron",

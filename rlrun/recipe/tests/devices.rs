@@ -43,6 +43,17 @@ fn devices_are_read_as_they_are_written() {
 }
 
 #[test]
+fn ranks_of_a_sampler_are_on_the_processor() {
+    let sets = ["model.reduction=tree", "rollout.tensor=2"];
+    refused(
+        &[&sets[..], &["placement.rollout_device=emulated"]].concat(),
+        "the ranks of a sampler (`rollout.tensor`) compute on the processor",
+        "set `rollout.tensor` to 1, or `placement.rollout_device = \"cpu\"`",
+    );
+    assert_eq!(recipe(&sets).rollout.tensor, 2);
+}
+
+#[test]
 fn words_of_dtypes_and_transports_are_listed() {
     refused(&["model.dtype=f16"], "`model.dtype` cannot be \"f16\"", "\"auto\", \"f32\", \"bf16\"");
     refused(

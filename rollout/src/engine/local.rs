@@ -117,7 +117,7 @@ impl Sampler for LocalSampler {
             }
         }
         let stalled = start.elapsed();
-        applier.confirm(&ready, stalled)?;
+        applier.confirm(&ready, stalled, self.engine.taken())?;
         Ok(Some(AppliedWeights { version, stalled }))
     }
 

@@ -7,7 +7,7 @@
 //!
 //! # Layout
 //! - `config`: its bounds; `local`: [`LocalSampler`], the engine behind [`Sampler`](crate::Sampler)
-//! - `network`: the decoder that it runs, on the processor or on a device
+//! - `network`: the decoder that it runs, on the processor, on several ranks, or on a device
 //! - `prompt`: a prompt during prefill; `sequence`: a completion during decode; `stop`: when it ends
 //! - `reservation`: the pages that requests may hold; `retained`: pages of completions whose episode goes on; `prefixes`:
 //!   pages of completions that other requests may continue
@@ -118,7 +118,7 @@ impl Engine {
         let [retained, prefixes] =
             if cache.has_states() { [config.max_running; 2] } else { [usize::MAX, MOST] };
         let device = match &network {
-            Network::Host { .. } => None,
+            Network::Host { .. } | Network::Ranks { .. } => None,
             Network::Device(sampler) => Some(sampler.device().clone()),
         };
         Ok(Self {
@@ -307,12 +307,14 @@ impl Engine {
     ) -> Result<Option<StagedWeights>, RolloutError> {
         assert!(version >= self.version, "a sampler never goes back from {} to {version}", self.version);
         let before = match (&mut self.network, served.into()) {
-            (None | Some(Network::Host { .. }), ServedWeights::Unpacked(weights)) => {
-                self.network = None;
-                self.network = Some(weights.pack(&self.model, &self.pool).into());
+            (network, ServedWeights::Unpacked(weights)) if self.device.is_none() => {
+                *network = Some(weights.pack(network.take(), &self.model, &self.pool)?);
                 None
             }
             (Some(network), served) => network.serve(served)?,
+            (None, ServedWeights::Unpacked(_)) => {
+                return Err(RolloutError::Misplaced { weights: "on the host", engine: "on a device" });
+            }
             (asleep, ServedWeights::Host(decoder)) => {
                 *asleep = Some(decoder.into());
                 None

@@ -1,16 +1,19 @@
-//! The network of an engine: a decoder on the processor or on a device.
+//! The network of an engine: a decoder on the processor, on several ranks there, or on a device.
 //!
-//! Invariant: both draw from the same distributions with the same uniform numbers.
+//! Invariant: all draw from the same distributions with the same uniform numbers.
+
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::Arc;
 
 use device::ops::digest::digest;
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer};
 use model::on_device::{DeviceDtype, DeviceSampler, DrawRequest, StagedWeights};
-use std::sync::Arc;
 
 use model::{
     AdaptedBase, Config, Decoder, Draw, KvCache, Layout, LowRank, ModelError, Parameters, Quantization,
-    StepSequence, ThreadPool, TokenLogprob, most_likely,
+    SamplerRanks, SharedSampler, StepSequence, ThreadPool, TokenLogprob, most_likely,
 };
 use weights::{Digest, Values};
 
@@ -39,6 +42,8 @@ const WORTH_A_THREAD: usize = 1 << 15;
 pub enum ServeOn {
     /// On the processor, packed, or quantised.
     Host(Quantization),
+    /// On the processor, in f32, a shard on each of several ranks.
+    Ranks(SamplerRanks),
     /// On a device.
     Device(Device, DeviceDtype),
     /// As factors over a base that stays quantised, on the processor or on a device: only the factors are published.
@@ -63,14 +68,61 @@ pub struct UnpackedWeights {
     layout: Arc<Layout>,
     /// `[layout.len()]`
     values: Values,
-    quantization: Quantization,
+    packing: HostPacking,
+}
+
+/// How weights are packed for the processor.
+#[derive(Clone, Copy, Debug)]
+enum HostPacking {
+    Whole(Quantization),
+    Shards(SamplerRanks),
 }
 
 impl UnpackedWeights {
-    /// The decoder of these weights, packed by the threads of `pool`.
-    pub(super) fn pack(&self, config: &Config, pool: &ThreadPool) -> Decoder {
-        Decoder::packed(config, &self.layout, &self.values, self.quantization, pool)
+    /// The network of these weights, packed by the threads of `pool`, in place of the network `before`. The weights before are freed
+    /// first; the keys and values of ranks stay.
+    ///
+    /// # Errors
+    /// If the network before was on ranks and is not now, or the other way round.
+    pub(super) fn pack(
+        &self,
+        before: Option<Network>,
+        config: &Config,
+        pool: &ThreadPool,
+    ) -> Result<Network, RolloutError> {
+        match (self.packing, before) {
+            (HostPacking::Whole(quantization), before @ (None | Some(Network::Host { .. }))) => {
+                drop(before);
+                let unit = |unit| self.values.range(self.layout.unit(unit));
+                Ok(Decoder::of_units(config, &self.layout, unit, quantization, pool).into())
+            }
+            (HostPacking::Shards(_), Some(Network::Ranks { sampler, .. })) => {
+                Ok(on_ranks(sampler, |range| self.values.range(range), pool))
+            }
+            (HostPacking::Shards(ranks), None) => {
+                let sampler = Box::new(SharedSampler::new(config, ranks)?);
+                Ok(on_ranks(sampler, |range| self.values.range(range), pool))
+            }
+            (_, Some(network)) => {
+                let weights = if matches!(network, Network::Ranks { .. }) { WHOLE } else { SHARDS };
+                Err(RolloutError::Misplaced { weights, engine: network.place() })
+            }
+        }
     }
+}
+
+/// Where weights are, for errors.
+const WHOLE: &str = "of one rank";
+const SHARDS: &str = "of several ranks";
+
+/// The network of weights on the ranks of `sampler`; `of_whole` has those of a range of the whole model.
+fn on_ranks<'a>(
+    mut sampler: Box<SharedSampler>,
+    of_whole: impl Fn(Range<usize>) -> Cow<'a, [f32]> + Sync,
+    pool: &ThreadPool,
+) -> Network {
+    sampler.serve(of_whole, pool);
+    Network::Ranks { sampler, logits: Vec::new() }
 }
 
 impl ServeOn {
@@ -78,7 +130,7 @@ impl ServeOn {
     #[must_use]
     pub fn adapted(self, policy: AdaptedBase) -> Self {
         match self {
-            Self::Host(_) => Self::Adapted(policy, None),
+            Self::Host(_) | Self::Ranks(_) => Self::Adapted(policy, None),
             Self::Device(device, dtype) => Self::Adapted(policy, Some((device, dtype))),
             Self::Adapted(_, device) => Self::Adapted(policy, device),
         }
@@ -109,10 +161,14 @@ impl ServeOn {
                 device.synchronize()?;
                 Ok((ServedWeights::Device(StagedWeights::Factors(factors)), digest))
             }
-            Self::Host(quantization) => {
-                let digest = Digest::of(&values);
-                let (layout, quantization) = (whole()?, *quantization);
-                Ok((ServedWeights::Unpacked(UnpackedWeights { layout, values, quantization }), digest))
+            Self::Host(_) | Self::Ranks(_) => {
+                let packing = match self {
+                    Self::Ranks(ranks) => HostPacking::Shards(*ranks),
+                    Self::Host(quantization) => HostPacking::Whole(*quantization),
+                    Self::Device(..) | Self::Adapted(..) => HostPacking::Whole(Quantization::None),
+                };
+                let (digest, layout) = (Digest::of_values(&values, 1), whole()?);
+                Ok((ServedWeights::Unpacked(UnpackedWeights { layout, values, packing }), digest))
             }
             Self::Device(device, dtype) => {
                 whole()?;
@@ -173,6 +229,13 @@ pub enum Network {
         /// `[wanted, V]` of the last step, until tokens are drawn from them.
         logits: Vec<f32>,
     },
+    /// On the processor, on several ranks.
+    Ranks {
+        /// The ranks, with their shards of the weights and their keys and values.
+        sampler: Box<SharedSampler>,
+        /// `[wanted, V]` of the last step, until tokens are drawn from them.
+        logits: Vec<f32>,
+    },
     /// On a device.
     Device(Box<DeviceSampler>),
 }
@@ -197,6 +260,11 @@ impl Network {
     pub fn new(on: &ServeOn, config: &Config, parameters: &Parameters) -> Result<Self, RolloutError> {
         Ok(match on {
             ServeOn::Host(quantization) => Decoder::sampler(config, parameters, *quantization).into(),
+            ServeOn::Ranks(ranks) => {
+                let sampler = Box::new(SharedSampler::new(config, *ranks)?);
+                let of_whole = |range: Range<usize>| Cow::Borrowed(&parameters.values()[range]);
+                on_ranks(sampler, of_whole, &ThreadPool::single())
+            }
             ServeOn::Adapted(..) => return Err(NOT_FACTORS),
             ServeOn::Device(device, dtype) => {
                 let (staged, _) = stage(device, *dtype, parameters.values())?;
@@ -211,7 +279,7 @@ impl Network {
     /// If the device fails or has no memory.
     pub fn adapted(on: &ServeOn, policy: &AdaptedBase) -> Result<Self, RolloutError> {
         Ok(match on {
-            ServeOn::Host(_) | ServeOn::Adapted(_, None) => policy.decoder().into(),
+            ServeOn::Host(_) | ServeOn::Ranks(_) | ServeOn::Adapted(_, None) => policy.decoder().into(),
             ServeOn::Device(device, dtype) | ServeOn::Adapted(_, Some((device, dtype))) => {
                 Self::Device(Box::new(DeviceSampler::over(device, *dtype, policy)?))
             }
@@ -223,28 +291,51 @@ impl Network {
     pub fn config(&self) -> &Config {
         match self {
             Self::Host { decoder, .. } => decoder.config(),
+            Self::Ranks { sampler, .. } => sampler.config(),
             Self::Device(sampler) => sampler.config(),
+        }
+    }
+
+    /// Where it computes, for errors.
+    fn place(&self) -> &'static str {
+        match self {
+            Self::Host { .. } => "on the host",
+            Self::Ranks { .. } => "on several ranks",
+            Self::Device(_) => "on a device",
         }
     }
 
     /// Serves `adapters` beside its weights, in place of those before.
     ///
     /// # Errors
-    /// If it is on a device that fails or has no memory for them, or has no operation for some of their factors.
+    /// If it is on a device that fails or has no memory for them, or has no operation for some of their factors, or on several ranks.
     pub(super) fn set_adapters(&mut self, adapters: &[Arc<LowRank>]) -> Result<(), RolloutError> {
         match self {
             Self::Host { decoder, .. } => decoder.set_adapters(adapters),
+            Self::Ranks { .. } if adapters.is_empty() => {}
+            Self::Ranks { .. } => {
+                return Err(RolloutError::Misplaced { weights: "of adapters", engine: self.place() });
+            }
             Self::Device(sampler) => sampler.set_adapters(adapters)?,
         }
         Ok(())
     }
 
-    /// Memory of its own, bytes; with its cache if it is on a device.
+    /// Memory of its own, bytes; with its cache if it is on a device, and with the keys and values of all ranks but the first.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         match self {
             Self::Host { decoder, .. } => decoder.bytes(),
+            Self::Ranks { sampler, .. } => sampler.bytes(),
             Self::Device(sampler) => sampler.bytes(),
+        }
+    }
+
+    /// Bytes that its ranks took from the version that it serves; 0 for one rank.
+    pub(super) fn taken(&self) -> u64 {
+        match self {
+            Self::Ranks { sampler, .. } => sampler.taken(),
+            Self::Host { .. } | Self::Device(_) => 0,
         }
     }
 
@@ -252,6 +343,7 @@ impl Network {
     pub(super) fn cache(&self, positions: usize) -> KvCache {
         match self {
             Self::Host { decoder, .. } => KvCache::new(decoder.config(), positions),
+            Self::Ranks { sampler, .. } => sampler.cache(positions),
             Self::Device(sampler) => KvCache::elsewhere(sampler.config(), positions),
         }
     }
@@ -264,11 +356,11 @@ impl Network {
                 Ok(None)
             }
             (Self::Device(sampler), ServedWeights::Device(staged)) => Ok(Some(sampler.swap(staged)?)),
-            (Self::Host { .. }, ServedWeights::Device(_)) => {
-                Err(RolloutError::Misplaced { weights: "on a device", engine: "on the host" })
+            (network, ServedWeights::Device(_)) => {
+                Err(RolloutError::Misplaced { weights: "on a device", engine: network.place() })
             }
-            (_, ServedWeights::Host(_) | ServedWeights::Unpacked(_)) => {
-                Err(RolloutError::Misplaced { weights: "on the host", engine: "on a device" })
+            (network, ServedWeights::Host(_) | ServedWeights::Unpacked(_)) => {
+                Err(RolloutError::Misplaced { weights: "on the host", engine: network.place() })
             }
         }
     }
@@ -281,6 +373,7 @@ impl Network {
     ) -> Result<(), RolloutError> {
         match self {
             Self::Host { decoder, logits } => *logits = decoder.step(cache, sequences, pool)?,
+            Self::Ranks { sampler, logits } => *logits = sampler.step(cache, sequences, pool)?,
             Self::Device(sampler) => sampler.step(cache, sequences)?,
         }
         Ok(())
@@ -292,34 +385,34 @@ impl Network {
         requests: &[TokenRequest],
         pool: &ThreadPool,
     ) -> Result<Vec<DrawnToken>, RolloutError> {
-        match self {
+        let (config, logits) = match self {
             Self::Device(sampler) => {
                 let draws: Vec<DrawRequest> = requests.iter().map(|request| request.draw).collect();
                 let drawn = sampler.draw(&draws)?.into_iter();
-                Ok(drawn.map(|draw| DrawnToken { draw, alternatives: Vec::new() }).collect())
+                return Ok(drawn.map(|draw| DrawnToken { draw, alternatives: Vec::new() }).collect());
             }
-            Self::Host { decoder, logits } => {
-                let (vocabulary, logits) = (decoder.config().vocab_size, std::mem::take(logits));
-                let draw = |requests: &[TokenRequest]| -> Vec<DrawnToken> {
-                    let mut scratch = vec![0.0; vocabulary];
-                    let draw = |TokenRequest { draw: request, alternatives }: &TokenRequest| {
-                        let row = &logits[request.row * vocabulary..][..vocabulary];
-                        let likely = if *alternatives > 0 {
-                            scratch.copy_from_slice(row);
-                            most_likely(&mut scratch, request.sampling, *alternatives)
-                        } else {
-                            Vec::new()
-                        };
-                        scratch.copy_from_slice(row);
-                        let draw = Draw::new(&mut scratch, request.sampling, request.uniform);
-                        DrawnToken { draw, alternatives: likely }
-                    };
-                    requests.iter().map(draw).collect()
+            Self::Host { decoder, logits } => (decoder.config(), std::mem::take(logits)),
+            Self::Ranks { sampler, logits } => (sampler.config(), std::mem::take(logits)),
+        };
+        let vocabulary = config.vocab_size;
+        let draw = |requests: &[TokenRequest]| -> Vec<DrawnToken> {
+            let mut scratch = vec![0.0; vocabulary];
+            let draw = |TokenRequest { draw: request, alternatives }: &TokenRequest| {
+                let row = &logits[request.row * vocabulary..][..vocabulary];
+                let likely = if *alternatives > 0 {
+                    scratch.copy_from_slice(row);
+                    most_likely(&mut scratch, request.sampling, *alternatives)
+                } else {
+                    Vec::new()
                 };
-                let parts = if requests.len() * vocabulary < WORTH_A_THREAD { 1 } else { pool.threads() };
-                let each = requests.len().div_ceil(parts).max(1);
-                Ok(pool.map(requests.chunks(each).collect(), draw).concat())
-            }
-        }
+                scratch.copy_from_slice(row);
+                let draw = Draw::new(&mut scratch, request.sampling, request.uniform);
+                DrawnToken { draw, alternatives: likely }
+            };
+            requests.iter().map(draw).collect()
+        };
+        let parts = if requests.len() * vocabulary < WORTH_A_THREAD { 1 } else { pool.threads() };
+        let each = requests.len().div_ceil(parts).max(1);
+        Ok(pool.map(requests.chunks(each).collect(), draw).concat())
     }
 }

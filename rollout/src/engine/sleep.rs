@@ -14,6 +14,12 @@ impl Engine {
         self.network.as_ref().map_or(0, Network::bytes) + self.cache.bytes()
     }
 
+    /// Bytes that its ranks took from the version that it serves, each its shard, all together; 0 for one rank.
+    #[must_use]
+    pub fn taken(&self) -> u64 {
+        self.network.as_ref().map_or(0, Network::taken)
+    }
+
     /// Frees the memory of its weights and of its KV cache until [`Engine::wake_up`]. Sequences in flight keep their tokens
     /// and their page tables. Returns the bytes freed.
     pub fn sleep(&mut self) -> u64 {

@@ -563,10 +563,10 @@ impl Sampler for RemoteSampler {
         let Some(WeightUpdate { snapshot, begun, stalled, .. }) = done else { return Ok(None) };
         self.without_engine = None;
         self.served = snapshot.version;
-        let digest = Digest::of(&snapshot.values);
+        let digest = Digest::of_values(&snapshot.values, 1);
         let took = snapshot.received.took + begun.elapsed();
         let (version, bytes) = (snapshot.version, snapshot.received.bytes);
-        self.subscriber.applied(Receipt { version, digest, took, stalled, bytes })?;
+        self.subscriber.applied(Receipt { version, digest, took, stalled, bytes, taken: 0 })?;
         Ok(Some(AppliedWeights { version, stalled }))
     }
 

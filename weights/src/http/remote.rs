@@ -125,7 +125,7 @@ struct UnsentReceipt<'a> {
 
 impl UnsentReceipt<'_> {
     fn body(&self, name: &str, connection: u64) -> ReceiptBody {
-        let Receipt { version, digest, took, stalled, bytes } = self.receipt;
+        let Receipt { version, digest, took, stalled, bytes, taken } = self.receipt;
         ReceiptBody {
             name: name.to_owned(),
             connection,
@@ -135,6 +135,7 @@ impl UnsentReceipt<'_> {
             took_us: took.as_micros() as u64,
             stalled_us: stalled.as_micros() as u64,
             bytes,
+            taken,
         }
     }
 }

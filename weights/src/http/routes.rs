@@ -191,10 +191,10 @@ async fn applied(State(hub): State<Hub>, body: Bytes) -> RouteResult {
 }
 
 fn accept(hub: &Hub, receipt: ReceiptBody) -> Result<(), WeightsProblem> {
-    let ReceiptBody { name, connection, life, version, digest, took_us, stalled_us, bytes } = receipt;
+    let ReceiptBody { name, connection, life, version, digest, took_us, stalled_us, bytes, taken } = receipt;
     let digest: Digest = digest.parse().map_err(|error| WeightsProblem::new(400, "bad_request", error))?;
     let (took, stalled) = (Duration::from_micros(took_us), Duration::from_micros(stalled_us));
-    let receipt = Receipt { version: PolicyVersion(version), digest, took, stalled, bytes };
+    let receipt = Receipt { version: PolicyVersion(version), digest, took, stalled, bytes, taken };
     Ok(hub.accept(&hub.remote_caller(name, connection)?, life, receipt)?)
 }
 

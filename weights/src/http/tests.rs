@@ -98,7 +98,14 @@ pub(super) fn put(publisher: &HubPublisher, version: u64) {
 
 pub(super) fn receipt(snapshot: &Snapshot) -> Receipt {
     let (version, digest, bytes) = (snapshot.version, Digest::of(&snapshot.values), snapshot.received.bytes);
-    Receipt { version, digest, took: Duration::from_millis(3), stalled: Duration::from_micros(7), bytes }
+    Receipt {
+        version,
+        digest,
+        took: Duration::from_millis(3),
+        stalled: Duration::from_micros(7),
+        bytes,
+        taken: bytes / 2,
+    }
 }
 
 /// Applies it, and lets the hub know at once.

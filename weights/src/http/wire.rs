@@ -140,6 +140,8 @@ pub(super) struct ReceiptBody {
     pub(super) took_us: u64,
     pub(super) stalled_us: u64,
     pub(super) bytes: u64,
+    #[serde(default)]
+    pub(super) taken: u64,
 }
 
 /// An answer without fields: success.

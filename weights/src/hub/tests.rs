@@ -12,7 +12,8 @@ fn snapshot(version: u64) -> Snapshot {
 
 fn receipt(snapshot: &Snapshot) -> Receipt {
     let digest = Digest::of(&snapshot.values);
-    Receipt { version: snapshot.version, digest, took: Duration::ZERO, stalled: Duration::ZERO, bytes: 0 }
+    let none = Duration::ZERO;
+    Receipt { version: snapshot.version, digest, took: none, stalled: none, bytes: 0, taken: 0 }
 }
 
 #[test]

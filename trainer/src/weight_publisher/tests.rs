@@ -1,0 +1,156 @@
+//! Versions of trainers of every split, taken by samplers of every degree: each value goes from the rank that owns it to the ranks
+//! that need it, once.
+
+use std::borrow::Cow;
+use std::ops::Range;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use model::{
+    Architecture, Config, Decoder, Draw, KvCache, Layout, Recompute, Reduction, SamplerRanks, Sampling,
+    SharedSampler, Sizes, StepSequence, ThreadPool,
+};
+use weights::{HubPublisher, PublishConfig, Receipt};
+
+use super::*;
+use crate::optimizer::{OptimizerConfig, OptimizerKind};
+use crate::{LearnerConfig, ParallelConfig};
+
+const VERSION: PolicyVersion = PolicyVersion(1);
+
+fn config(family: Architecture) -> Config {
+    let sizes = Sizes {
+        // Four ranks have shares of different sizes.
+        vocab_size: 53,
+        hidden_size: 24,
+        intermediate_size: 72,
+        num_layers: 2,
+        num_heads: 8,
+        num_kv_heads: 4,
+        max_position_embeddings: 32,
+    };
+    let config = Config::fresh(&sizes).of_family(family).with_experts(4, 2);
+    Config { reduction: Reduction::Tree, tie_word_embeddings: family == Architecture::Qwen3, ..config }
+}
+
+fn learner(model: &Config, world: usize, tensor: usize, zero: usize) -> Learner {
+    let config = LearnerConfig {
+        optimizer: OptimizerConfig::standard(OptimizerKind::Adamw, 0.95),
+        max_grad_norm: 1.0,
+        router_correction_rate: 0.0,
+        microbatch_tokens: 64,
+        recompute: Recompute::None,
+        world,
+        parallel: ParallelConfig { tensor, ..ParallelConfig::DATA },
+        leaves: 4,
+        zero,
+        wait: Duration::from_secs(60),
+        device: None,
+    };
+    Learner::new(config, model.clone(), Parameters::random(model, 7), None).unwrap()
+}
+
+/// How many of `degree` ranks need each value of the model, from the names of its tensors alone (Megatron-LM).
+fn needed(model: &Config, degree: usize) -> Vec<u64> {
+    let layout = Layout::new(model);
+    let mut needed = vec![0; layout.len()];
+    for spec in layout.specs() {
+        let split = |name: &str| spec.name.contains(name);
+        let divided = [
+            "embed_tokens",
+            "lm_head",
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ];
+        let count = if divided.into_iter().any(split) { 1 } else { degree as u64 };
+        needed[spec.range()].fill(count);
+    }
+    needed
+}
+
+/// The logits of the token after a prompt of three.
+fn draw(logits: &[f32]) -> (u32, u32) {
+    let drawn = Draw::new(&mut logits.to_vec(), Sampling::PLAIN, 0.4);
+    (drawn.token, drawn.logprob.to_bits())
+}
+
+const PROMPT: [u32; 3] = [22, 16, 51];
+
+fn prompt(pages: &[u32]) -> [StepSequence<'_>; 1] {
+    [StepSequence { tokens: &PROMPT, position: 0, pages, wanted: 1, adapter: None }]
+}
+
+/// Publishes the weights of `learner` to a sampler of `degree` ranks. Returns how often each value was taken, and the bytes of the
+/// receipt that the trainer has.
+fn push(learner: &Learner, model: &Config, degree: usize) -> (Vec<u64>, u64) {
+    let hub = Hub::new(weights::hub::HubConfig::default());
+    let sampler_side = hub.subscribe("sampler").unwrap();
+    let in_process = PublishConfig { in_process: true, ..PublishConfig::default() };
+    let publisher = Arc::new(HubPublisher::new(hub, in_process).unwrap());
+    WeightPublisher::Host(Arc::clone(&publisher) as Arc<dyn Publisher>).publish(VERSION, learner).unwrap();
+    let snapshot = weights::Subscriber::newest(&sampler_side, None).unwrap().unwrap();
+    let values = &snapshot.values;
+    let pool = ThreadPool::single();
+    let mut sampler =
+        SharedSampler::new(model, SamplerRanks { degree, wait: Duration::from_secs(60) }).unwrap();
+    let times = Mutex::new(vec![0; values.len()]);
+    let of_whole = |range: Range<usize>| -> Cow<'_, [f32]> {
+        times.lock().unwrap()[range.clone()].iter_mut().for_each(|times| *times += 1);
+        values.range(range)
+    };
+    sampler.serve(of_whole, &pool);
+    let mut cache = sampler.cache(32);
+    let pages = [cache.take().unwrap()];
+    let logits = sampler.step(&mut cache, &prompt(&pages), &pool).unwrap();
+    let whole = learner.parameters().unwrap();
+    let mut cache = KvCache::new(model, 32);
+    let pages = [cache.take().unwrap()];
+    let expected = Decoder::new(model, &whole).step(&mut cache, &prompt(&pages), &pool).unwrap();
+    assert_eq!(draw(&logits), draw(&expected));
+    let (digest, taken) = (Digest::of_values(values, 1), sampler.taken());
+    assert_eq!(digest, Digest::of(whole.values()), "the digest is that of the whole model");
+    let none = Duration::ZERO;
+    let receipt = Receipt { version: VERSION, digest, took: none, stalled: none, bytes: 0, taken };
+    weights::Subscriber::applied(&sampler_side, receipt).unwrap();
+    let lags = publisher.lags().unwrap();
+    (times.into_inner().unwrap(), lags[0].receipt.unwrap().taken)
+}
+
+#[test]
+fn every_value_goes_once_to_each_rank_that_needs_it() {
+    for family in [Architecture::Qwen3, Architecture::Qwen3Moe] {
+        let model = config(family);
+        for (world, tensor) in [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)] {
+            for zero in [1, 3] {
+                let learner = learner(&model, world, tensor, zero);
+                let owned: usize = learner.owned().unwrap().iter().map(|(range, _)| range.len()).sum();
+                assert_eq!(owned, Layout::new(&model).len(), "ranks publish each value once");
+                for degree in [1, 2, 4] {
+                    let (taken, bytes) = push(&learner, &model, degree);
+                    let needed = needed(&model, degree);
+                    let what =
+                        format!("{family:?}, {world} ranks, tensor {tensor}, zero {zero}, to {degree}");
+                    assert_eq!(taken, needed, "{what}");
+                    assert_eq!(bytes, 4 * needed.iter().sum::<u64>(), "{what}: the bytes of the lower bound");
+                }
+            }
+        }
+    }
+}
+
+/// A rank keeps its values where it published them; none has those of others.
+#[test]
+fn a_sharded_trainer_publishes_in_parts() {
+    let model = config(Architecture::Qwen3);
+    for (world, tensor, zero) in [(2, 1, 3), (4, 2, 1), (4, 2, 3)] {
+        let values = learner(&model, world, tensor, zero).snapshot_in_parts().unwrap().unwrap();
+        assert!(format!("{values:?}").contains("the memory of their owners"));
+        let head = Layout::new(&model).head();
+        assert!(matches!(values.range(head), Cow::Owned(_)), "the embedding lies with several ranks");
+    }
+}
