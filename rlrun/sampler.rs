@@ -5,9 +5,10 @@
 
 use std::sync::Arc;
 
-use model::ModelDirectory;
+use model::{Config, ModelDirectory};
 use rollout::applier::{Applier, WeightSource};
-use rollout::{Engine, EngineConfig, LocalSampler, Network, Sampler};
+use rollout::{Engine, EngineConfig, LocalSampler, Network, Sampler, ServeOn};
+use trainer::Learner;
 use trajectory::PolicyVersion;
 
 use crate::failure::Failure;
@@ -30,6 +31,17 @@ pub(crate) struct SamplerWeights {
     pub(crate) network: Network,
     /// The subscription to the next versions.
     pub(crate) incoming: WeightSource,
+}
+
+/// A network that serves the weights that `learner` trains, of the shape `config`.
+///
+/// # Errors
+/// If a rank has failed, or a device fails or has no memory.
+pub(crate) fn network_of(on: &ServeOn, config: &Config, learner: &Learner) -> Result<Network, Failure> {
+    Ok(match learner.snapshot_in_parts()? {
+        Some(values) => Network::of_version(on, config, values)?,
+        None => Network::new(on, config, &*learner.parameters()?)?,
+    })
 }
 
 impl SamplerSetup<'_> {

@@ -63,7 +63,12 @@ fn twenty_steps_have_the_same_bits_for_all_degrees() {
             ("sampler_2_of_4", &["rollout.tensor=2", "trainer.world=4", "trainer.zero=3"]),
             (
                 "sampler_4_of_2",
-                &["rollout.tensor=4", "trainer.world=2", "trainer.parallel.tensor=2", "rollout.speculation=ngram"],
+                &[
+                    "rollout.tensor=4",
+                    "trainer.world=2",
+                    "trainer.parallel.tensor=2",
+                    "rollout.speculation=ngram",
+                ],
             ),
             (
                 "all",
@@ -86,7 +91,10 @@ fn twenty_steps_have_the_same_bits_for_all_degrees() {
             } else {
                 // Norms, and routers, are on every rank.
                 let all = weights(&run, STEPS).len() as f64;
-                assert!(taken[0] > 0.9 * all && taken[0] < all * (1.0 + 0.02 * degree), "{what}: {taken:?} of {all}");
+                assert!(
+                    taken[0] > 0.9 * all && taken[0] < all * (1.0 + 0.02 * degree),
+                    "{what}: {taken:?} of {all}"
+                );
             }
         }
         if name == "experts" {

@@ -10,6 +10,7 @@ use crate::evaluation::{Evaluated, EvaluationRequest, Which};
 use crate::failure::Failure;
 use crate::prepare::{Prepared, prompt_text};
 use crate::report::SamplePair;
+use crate::sampler::network_of;
 use crate::trainer_progress::TrainerPhase;
 
 /// Pairs of answers shown at the end of a run.
@@ -43,7 +44,7 @@ impl Run<'_> {
         let bar = self.report.bar("evaluation", answers as u64);
         let network = match learner.adapted() {
             Some(policy) => Network::adapted(&self.recipe.evaluate_on()?, &policy)?,
-            None => Network::new(&self.recipe.evaluate_on()?, learner.model(), &*learner.parameters()?)?,
+            None => network_of(&self.recipe.evaluate_on()?, learner.model(), learner)?,
         };
         let (stop, show) = (self.signals.stop_flag(), |judged| bar.set(judged, ""));
         let watch = EvaluationObserver { stop: &stop, progress: self.progress.evaluation(), show: &show };

@@ -28,7 +28,7 @@ use crate::failure::{Failure, REQUEUE};
 use crate::island::RunIsland;
 use crate::observe::Observer;
 use crate::run_buffer::RunBuffer;
-use crate::sampler::{SamplerSetup, SamplerWeights};
+use crate::sampler::{SamplerSetup, SamplerWeights, network_of};
 use crate::status::RunStatus;
 use crate::timeline::Timeline;
 use crate::trainer_progress::{self, TrainerPhase};
@@ -196,7 +196,7 @@ impl Run<'_> {
             }
             None => {
                 let on = self.recipe.serve_on()?;
-                let network = Network::new(&on, directory.config(), &*learner.parameters()?)?;
+                let network = network_of(&on, directory.config(), learner)?;
                 // The next version is uploaded on another stream than the engine's.
                 (self.recipe.serve_on()?, network)
             }

@@ -18,7 +18,7 @@ use buffer::http::ClientConfig;
 use device::device::DeviceLocation;
 use device::{Device, DeviceBuffer, Storage};
 use model::on_device::{DeviceDtype, DeviceSampler, StagedWeights};
-use model::{AdaptedBase, Config, FrozenParameters, Head, Layout, Parameters, Quantization, SharedCores};
+use model::{AdaptedBase, Config, FrozenParameters, Head, Quantization, SharedCores};
 use trainer::lora::Adapter;
 use weights::http::{RelayConfig, RelaySubscriber, RemoteConfig, RemoteSubscriber};
 use weights::{DeviceSubscriber, Subscriber};
@@ -296,11 +296,8 @@ fn first(
             (network, recipe.serve_on()?.adapted(policy))
         }
         None => {
-            let layout = Arc::new(Layout::new(config));
-            let parameters = Parameters::from_values(layout, snapshot.values.to_vec())?;
-            drop(snapshot);
             // The next version is uploaded on another stream than the engine's.
-            (Network::new(&on, config, &parameters)?, recipe.serve_on()?)
+            (Network::of_version(&on, config, snapshot.values.clone())?, recipe.serve_on()?)
         }
     };
     let config = Arc::new(config.clone());

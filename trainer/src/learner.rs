@@ -285,13 +285,13 @@ impl Learner {
         Ok(values)
     }
 
-    /// A copy of all weights by owner: every rank copies its shards to memory of its own, and none has all. `None` if some ranks are in
-    /// other processes.
+    /// A copy of all weights by owner: every rank copies its shards to memory of its own, and none has all. `None` if one has all
+    /// already ([`Self::whole`]), or some are in other processes.
     ///
     /// # Errors
     /// If a device fails.
-    pub(crate) fn snapshot_in_parts(&self) -> Result<Option<Values>, TrainerError> {
-        if self.is_spread() {
+    pub fn snapshot_in_parts(&self) -> Result<Option<Values>, TrainerError> {
+        if self.is_spread() || self.whole()?.is_some() {
             return Ok(None);
         }
         let owned = self.ranks().map(Rank::owned).collect::<Result<Vec<_>, _>>()?;

@@ -273,6 +273,20 @@ impl Network {
         })
     }
 
+    /// A network that serves the `values` of a version as they were published. No more of them is copied than it needs.
+    ///
+    /// # Errors
+    /// As [`Self::new`], or if the number of values is not that of the model.
+    pub fn of_version(on: &ServeOn, config: &Config, values: Values) -> Result<Self, RolloutError> {
+        match (on.prepare(config, values)?.0, on) {
+            (ServedWeights::Unpacked(weights), _) => weights.pack(None, config, &ThreadPool::single()),
+            (ServedWeights::Device(staged), ServeOn::Device(device, _)) => {
+                Ok(Self::Device(Box::new(DeviceSampler::new(device, config, staged)?)))
+            }
+            (ServedWeights::Host(_) | ServedWeights::Device(_), _) => Err(NOT_FACTORS),
+        }
+    }
+
     /// A network that serves `policy` at this place, on a stream of its own if it is on a device.
     ///
     /// # Errors
