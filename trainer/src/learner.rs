@@ -291,11 +291,15 @@ impl Learner {
     /// # Errors
     /// If a device fails.
     pub fn snapshot_in_parts(&self) -> Result<Option<Values>, TrainerError> {
+        Ok(self.owned_by_rank()?.map(Values::copied))
+    }
+
+    /// What every rank owns. `None` if one has all, or some are in other processes.
+    pub(crate) fn owned_by_rank(&self) -> Result<Option<Vec<OwnedValues<'_>>>, TrainerError> {
         if self.is_spread() || self.whole()?.is_some() {
             return Ok(None);
         }
-        let owned = self.ranks().map(Rank::owned).collect::<Result<Vec<_>, _>>()?;
-        Ok(Some(Values::copied(owned)))
+        self.ranks().map(Rank::owned).collect::<Result<Vec<_>, _>>().map(Some)
     }
 
     /// Writes the weights to `values`, `[weights]`: every rank writes its shards.

@@ -59,10 +59,13 @@ impl WeightPublisher {
                     publisher.publish_shared(version, Arc::new(SharedParameters { parameters, adapter }))?;
                 }
                 None => {
-                    let parts = if publisher.shares_memory()? { learner.snapshot_in_parts()? } else { None };
-                    let values = parts.map_or_else(|| learner.snapshot().map(Into::into), Ok)?;
-                    let snapshot = Snapshot::new(version, values);
-                    publisher.publish(snapshot.with_adapter(published_adapter(learner)))?;
+                    let adapter = published_adapter(learner);
+                    if let Some(owners) = learner.owned_by_rank()? {
+                        publisher.publish_owned(version, owners, adapter)?;
+                        return Ok(());
+                    }
+                    let snapshot = Snapshot::new(version, learner.snapshot()?.into());
+                    publisher.publish(snapshot.with_adapter(adapter))?;
                 }
             },
             (Self::F32(publisher), Some((device, LearnerWeights::F32(values)))) => {

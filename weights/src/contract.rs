@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use trajectory::PolicyVersion;
 
-use crate::{Digest, Snapshot, WeightMemory, WeightsError};
+use crate::{Digest, OwnedWeights, Snapshot, Values, WeightAdapter, WeightMemory, WeightsError};
 
 /// Publisher side: the trainer.
 pub trait Publisher: Send + Sync {
@@ -39,13 +39,21 @@ pub trait Publisher: Send + Sync {
         self.publish_values(version, owner.values())
     }
 
-    /// Whether subscribers read published weights where they are, so that owners of some may publish them in parts
-    /// ([`Values::copied`](crate::Values::copied)).
+    /// The same with a copy of what each of `owners` has of the weights, into which `adapter` is merged: no one else has all of them
+    /// ([`Values::copied`]).
     ///
     /// # Errors
-    /// A thread that panicked in the middle of a push.
-    fn shares_memory(&self) -> Result<bool, WeightsError> {
-        Ok(false)
+    /// As [`Publisher::publish`].
+    ///
+    /// # Panics
+    /// If a weight has two owners or none.
+    fn publish_owned(
+        &self,
+        version: PolicyVersion,
+        owners: Vec<OwnedWeights<'_>>,
+        adapter: Option<Arc<dyn WeightAdapter>>,
+    ) -> Result<(), WeightsError> {
+        self.publish(Snapshot::new(version, Values::copied(owners)).with_adapter(adapter))
     }
 
     /// Drops the reference to the newest weights if all subscribers, present and future, need it no more.

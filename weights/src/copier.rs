@@ -3,9 +3,11 @@
 //! Invariant: memory is reused only without other references. Fresh memory is many times slower than the copy,
 //! because the system clears every page.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
+use crate::parts::whole_len;
 use crate::{Dtype, Values};
 
 /// Copies kept for reuse: those of the newest version and the previous one.
@@ -31,10 +33,20 @@ impl Copier {
     /// A copy of `[parameters]` weights, rounded to `dtype`.
     #[must_use]
     pub fn copy(&mut self, values: &[f32], dtype: Dtype) -> Values {
+        self.gather(&[(0..values.len(), values)], dtype)
+    }
+
+    /// The same of `pieces` that make up all weights.
+    ///
+    /// # Panics
+    /// If a weight is in two pieces or in none.
+    pub(crate) fn gather(&mut self, pieces: &[(Range<usize>, &[f32])], dtype: Dtype) -> Values {
         let threads = self.threads;
-        let mut memory = self.memory(values.len());
+        let mut memory = self.memory(whole_len(pieces));
         let target = Arc::get_mut(&mut memory).expect("it has no other reference");
-        copy_rounded(values, target, dtype, threads);
+        for (range, values) in pieces {
+            copy_rounded(values, &mut target[range.clone()], dtype, threads);
+        }
         self.keep(&memory);
         memory.into()
     }

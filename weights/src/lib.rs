@@ -62,6 +62,7 @@ pub use error::WeightsError;
 pub use hub::{
     Distribution, FallbackReason, Hub, HubConfig, RejectedSubscriber, RelayAddress, RelayFallback,
 };
+pub use parts::OwnedWeights;
 pub use publisher::{DeltaConfig, HubPublisher, PublishConfig, PushCost};
 pub use shm::ShardOwner;
 pub use snapshot::{Digest, Received, Snapshot};

@@ -6,6 +6,9 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+/// What one owner has of the weights: ranges among all of them, with their values.
+pub type OwnedWeights<'a> = Vec<(Range<usize>, &'a [f32])>;
+
 /// Weights in the memory of their owners.
 #[derive(Debug)]
 pub(crate) struct WeightParts {
@@ -34,7 +37,7 @@ impl WeightParts {
     ///
     /// # Panics
     /// If a value has two owners or none.
-    pub(crate) fn copied<'a>(owners: impl IntoIterator<Item = Vec<(Range<usize>, &'a [f32])>>) -> Self {
+    pub(crate) fn copied<'a>(owners: impl IntoIterator<Item = OwnedWeights<'a>>) -> Self {
         let (mut parts, mut buffers) = (Vec::new(), Vec::new());
         for (owner, own) in owners.into_iter().enumerate() {
             let mut buffer = Vec::with_capacity(own.iter().map(|(_, values)| values.len()).sum());
@@ -46,11 +49,7 @@ impl WeightParts {
             buffers.push(Arc::from(buffer));
         }
         parts.sort_unstable_by_key(|part| part.start);
-        let mut len = 0;
-        for part in &parts {
-            assert_eq!(part.start, len, "every value has one owner");
-            len += part.len;
-        }
+        let len = end_of(parts.iter().map(|part| part.start..part.start + part.len));
         Self { owners: buffers, parts, len, whole: OnceLock::new() }
     }
 
@@ -97,6 +96,25 @@ impl WeightParts {
     }
 }
 
+/// Number of the weights that `pieces` make up, in any order.
+///
+/// # Panics
+/// If one is in two pieces or in none.
+pub(crate) fn whole_len(pieces: &[(Range<usize>, &[f32])]) -> usize {
+    let ranges = pieces.iter().filter(|(range, _)| !range.is_empty()).map(|(range, _)| range.clone());
+    let mut ranges: Vec<Range<usize>> = ranges.collect();
+    ranges.sort_unstable_by_key(|range| range.start);
+    end_of(ranges.into_iter())
+}
+
+/// The end of ranges that follow each other from 0 on.
+fn end_of(ranges: impl Iterator<Item = Range<usize>>) -> usize {
+    ranges.fold(0, |end, range| {
+        assert_eq!(range.start, end, "every value has one owner");
+        range.end
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -104,19 +122,22 @@ mod tests {
     use trajectory::PolicyVersion;
 
     use super::*;
-    use crate::{Digest, Dtype, Publisher, Receipt, Snapshot, Subscriber, Values};
+    use crate::hub::HubConfig;
+    use crate::{
+        Digest, Dtype, Hub, HubPublisher, PublishConfig, Publisher, Receipt, Snapshot, Subscriber, Values,
+    };
 
-    /// Two owners, in turn.
+    /// What one of two owners has.
+    fn own(all: &[f32], owner: usize) -> OwnedWeights<'_> {
+        let starts = (0..all.len()).step_by(300).enumerate().filter(move |(index, _)| index % 2 == owner);
+        let ranges = starts.map(|(_, start)| start..(start + 300).min(all.len()));
+        ranges.map(|range| (range.clone(), &all[range])).collect()
+    }
+
+    /// All values, and those of both owners.
     fn values(len: usize) -> (Vec<f32>, Values) {
         let all: Vec<f32> = (0..len).map(|index| index as f32 * 0.37).collect();
-        let own = |owner: usize| {
-            let starts = (0..len).step_by(300).enumerate().filter(move |(index, _)| index % 2 == owner);
-            starts
-                .map(|(_, start)| start..(start + 300).min(len))
-                .map(|range| (range.clone(), &all[range]))
-                .collect()
-        };
-        let parts = Values::copied([own(1), own(0)]);
+        let parts = Values::copied([own(&all, 1), own(&all, 0)]);
         (all, parts)
     }
 
@@ -164,10 +185,34 @@ mod tests {
         assert!(sampler.applied(receipt(Digest::of(&other))).is_err(), "another value is another version");
     }
 
+    /// To other processes each owner's values go where they are read from, rounded as any other.
     #[test]
-    fn rounded_versions_and_deltas_read_all_values() {
-        let (all, parts) = values(700);
-        let rounded = Snapshot::rounded(PolicyVersion(1), &parts, Dtype::Bf16);
-        assert_eq!(rounded.digest(), Snapshot::rounded(PolicyVersion(1), &all, Dtype::Bf16).digest());
+    fn owners_publish_to_every_memory() {
+        let (all, _) = values(2_000);
+        let pieces = [1, 0].map(|owner| own(&all, owner));
+        let directory = tempfile::tempdir().unwrap();
+        for dtype in Dtype::ALL {
+            for (in_process, shm) in [(true, None), (false, None), (false, Some(directory.path().to_owned()))]
+            {
+                let hub = Hub::new(HubConfig { dtype, ..HubConfig::default() });
+                let sampler = hub.subscribe("sampler").unwrap();
+                let config = PublishConfig { in_process, shm, ..PublishConfig::default() };
+                let publisher = HubPublisher::new(hub, config).unwrap();
+                for _ in 0..2 {
+                    // The second time it is compared.
+                    publisher.publish_owned(PolicyVersion(1), pieces.to_vec(), None).unwrap();
+                }
+                let got = sampler.newest(None).unwrap().unwrap();
+                assert_eq!(got.digest(), Snapshot::rounded(PolicyVersion(1), &all, dtype).digest());
+                let parted = in_process && dtype == Dtype::F32;
+                assert_eq!(got.values.together().is_err(), parted, "{dtype}");
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "every value has one owner")]
+    fn pieces_that_overlap_are_a_mistake() {
+        whole_len(&[(2..4, &[0.0; 2]), (0..3, &[0.0; 3])]);
     }
 }

@@ -4,6 +4,7 @@
 //! afterwards, and what needs them (the network, the comparison of receipts) waits for them.
 
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -13,9 +14,11 @@ use trajectory::PolicyVersion;
 use crate::copier::Copier;
 use crate::delta::{self, full_bytes};
 use crate::hub::{PublicationStatus, PublishedVersion};
+use crate::parts::whole_len;
 use crate::shm::SlotWriter;
 use crate::{
-    Digest, Dtype, Hub, Lag, Publisher, Snapshot, Values, WeightAdapter, WeightMemory, WeightsError,
+    Digest, Dtype, Hub, Lag, OwnedWeights, Publisher, Snapshot, Values, WeightAdapter, WeightMemory,
+    WeightsError,
 };
 
 /// Maximum number of threads that copy and digest: more do not increase memory bandwidth.
@@ -136,6 +139,11 @@ impl HubPublisher {
         self.push(pushing, Snapshot::new(version, values), Some(place), started)
     }
 
+    /// Whether subscribers read weights where their owners have published them.
+    fn shares_memory(&self) -> Result<bool, WeightsError> {
+        Ok(self.in_process && self.hub.dtype() == Dtype::F32 && self.pushing()?.store.is_none())
+    }
+
     /// What the last push cost; `None` before the first.
     ///
     /// # Errors
@@ -201,16 +209,26 @@ impl HubPublisher {
         values: &[f32],
         adapter: Option<Arc<dyn WeightAdapter>>,
     ) -> Result<(), WeightsError> {
+        self.publish_pieces(version, &[(0..values.len(), values)], adapter)
+    }
+
+    /// The same of `pieces` that make up all weights, each copied once to where subscribers read it.
+    fn publish_pieces(
+        &self,
+        version: PolicyVersion,
+        pieces: &[(Range<usize>, &[f32])],
+        adapter: Option<Arc<dyn WeightAdapter>>,
+    ) -> Result<(), WeightsError> {
         let started = Instant::now();
         let mut pushing = self.pushing()?;
         let (dtype, threads) = (self.hub.dtype(), self.threads);
         if let PublicationStatus::Published(before) = self.hub.known(version)? {
-            let again = pushing.copier.copy(values, dtype);
+            let again = pushing.copier.gather(pieces, dtype);
             return same(version, before, Digest::on(&again, threads));
         }
         if let Some(store) = &mut pushing.store {
-            store.begin(version, values.len(), dtype)?;
-            store.place(values, threads)?;
+            store.begin(version, whole_len(pieces), dtype)?;
+            pieces.iter().try_for_each(|(range, values)| store.place(range.start, values, threads))?;
             let (values, place) = store.commit(version)?;
             return self.push(
                 pushing,
@@ -219,7 +237,7 @@ impl HubPublisher {
                 started,
             );
         }
-        let values = pushing.copier.copy(values, dtype);
+        let values = pushing.copier.gather(pieces, dtype);
         self.push(pushing, Snapshot::new(version, values).with_adapter(adapter), None, started)
     }
 }
@@ -259,6 +277,7 @@ impl Publisher for HubPublisher {
         owner: Arc<dyn WeightMemory>,
     ) -> Result<(), WeightsError> {
         if self.shares_memory()? {
+            // Subscribers read what the owner has.
             return self.publish(
                 Snapshot::new(version, Values::owned_by(Arc::clone(&owner))).with_adapter(owner.adapter()),
             );
@@ -266,8 +285,16 @@ impl Publisher for HubPublisher {
         self.publish_copy(version, owner.values(), owner.adapter())
     }
 
-    fn shares_memory(&self) -> Result<bool, WeightsError> {
-        Ok(self.in_process && self.hub.dtype() == Dtype::F32 && self.pushing()?.store.is_none())
+    fn publish_owned(
+        &self,
+        version: PolicyVersion,
+        owners: Vec<OwnedWeights<'_>>,
+        adapter: Option<Arc<dyn WeightAdapter>>,
+    ) -> Result<(), WeightsError> {
+        if self.shares_memory()? {
+            return self.publish(Snapshot::new(version, Values::copied(owners)).with_adapter(adapter));
+        }
+        self.publish_pieces(version, &owners.concat(), adapter)
     }
 
     fn drop_taken(&self) -> Result<(), WeightsError> {

@@ -9,7 +9,7 @@ use std::ops::{Deref, Range};
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::parts::WeightParts;
+use crate::parts::{OwnedWeights, WeightParts};
 
 /// Memory with weights that outlives every view of it, such as a mapped file that is locked against writers.
 pub trait WeightMemory: Send + Sync {
@@ -66,7 +66,7 @@ impl Values {
     /// # Panics
     /// If a weight has two owners or none.
     #[must_use]
-    pub fn copied<'a>(owners: impl IntoIterator<Item = Vec<(Range<usize>, &'a [f32])>>) -> Self {
+    pub fn copied<'a>(owners: impl IntoIterator<Item = OwnedWeights<'a>>) -> Self {
         Self(ValuesStorage::Parts(Arc::new(WeightParts::copied(owners))))
     }
 

@@ -84,14 +84,18 @@ impl SlotWriter {
         Ok(path)
     }
 
-    /// Writes all `[parameters]` weights of the version in progress.
+    /// Writes `[n]` weights of the version in progress, from the number `first` on.
+    ///
+    /// # Panics
+    /// If the slot is shorter.
     #[expect(unsafe_code, reason = "the slot is locked against readers")]
-    pub(crate) fn place(&mut self, values: &[f32], threads: usize) -> Result<(), WeightsError> {
+    pub(crate) fn place(&mut self, first: usize, values: &[f32], threads: usize) -> Result<(), WeightsError> {
         let Some(VersionInProgress { index, dtype, .. }) = self.begun else { return Err(self.not_begun()) };
         let slot = &self.owned(index)?.slot;
+        assert!(first + values.len() <= slot.len(), "the slot was made for all weights");
         // SAFETY: the slot is locked and not referenced within this process, and the caller has begun a version that
-        // it writes alone.
-        copy_rounded(values, unsafe { slot.range_mut(0..values.len()) }, dtype, threads);
+        // it writes alone; the range is in the slot.
+        copy_rounded(values, unsafe { slot.range_mut(first..first + values.len()) }, dtype, threads);
         Ok(())
     }
 

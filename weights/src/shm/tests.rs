@@ -23,7 +23,7 @@ fn values(version: u64) -> Vec<f32> {
 
 fn publish(store: &mut SlotWriter, version: u64) -> PathBuf {
     store.begin(PolicyVersion(version), LEN, Dtype::F32).unwrap();
-    store.place(&values(version), 1).unwrap();
+    store.place(0, &values(version), 1).unwrap();
     store.commit(PolicyVersion(version)).unwrap().1
 }
 
@@ -157,7 +157,7 @@ fn shards_outside_the_slot_are_refused() {
     }
     store.commit(PolicyVersion(1)).unwrap();
     assert!(owner.place(PolicyVersion(1), 0, &[1.0]).is_err(), "it is visible now");
-    assert!(store.commit(PolicyVersion(1)).is_err() && store.place(&[1.0], 1).is_err());
+    assert!(store.commit(PolicyVersion(1)).is_err() && store.place(0, &[1.0], 1).is_err());
     assert!(ShardOwner::open(&directory.path().join("none"), 1).is_err());
     let odd = directory.path().join("odd");
     for bytes in [0, 100, 4096, 8192] {
@@ -202,7 +202,7 @@ fn publishes_and_waits() {
     let mut store = SlotWriter::create(Path::new(".")).unwrap();
     let path = publish(&mut store, 1);
     store.begin(PolicyVersion(2), LEN, Dtype::F32).unwrap();
-    store.place(&values(2)[..LEN / 2], 1).unwrap();
+    store.place(0, &values(2)[..LEN / 2], 1).unwrap();
     wait_to_be_killed(&path);
 }
 
