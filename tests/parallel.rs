@@ -144,6 +144,6 @@ fn degrees_that_do_not_fit_are_refused() {
     refused(&[tree, "trainer.world=2", "trainer.parallel.tensor=2", "lora.rank=2"], &["lora"]);
     refused(&["trainer.world=2", "trainer.parallel.expert=2", "trainer.zero=3"], &["experts"]);
     refused(&["rollout.tensor=2"], &["ranks of a sampler", "model.reduction", "tree"]);
-    refused(&[tree, "rollout.tensor=4"], &["`rollout.tensor`", "2 key-value heads", "2 divides everything"]);
+    refused(&[tree, "rollout.tensor=8"], &["`rollout.tensor`", "4 query heads", "4 divides everything"]);
     refused(&["trainer.parallel.tensr=2"], &["trainer.parallel.tensor"]);
 }

@@ -51,8 +51,24 @@ impl ModelShard {
     /// # Errors
     /// [`ModelError::Shard`] if the model cannot be divided among so many ranks.
     pub fn new(config: &Config, position: Position) -> Result<Self, ModelError> {
-        check(config, position.world)?;
-        let part = shard_config(config, position);
+        Self::with_copies(config, position, 1)
+    }
+
+    /// The same of a rank that only samples: where ranks are more than key-value heads, several have copies of one, if they are a
+    /// multiple.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn of_sampler(config: &Config, position: Position) -> Result<Self, ModelError> {
+        let (degree, heads) = (position.world, config.num_kv_heads.max(1));
+        let copies = if degree > heads && degree.is_multiple_of(heads) { degree / heads } else { 1 };
+        Self::with_copies(config, position, copies)
+    }
+
+    /// The same, with every key-value head on `copies` ranks.
+    fn with_copies(config: &Config, position: Position, copies: usize) -> Result<Self, ModelError> {
+        check(config, position.world, copies)?;
+        let part = shard_config(config, position, copies);
         let (layout, whole) = (Arc::new(Layout::new(&part)), Arc::new(Layout::new(config)));
         let tokens = even_shards(config.vocab_size, position.world)[position.rank].start;
         let shardings = shardings(&part);
@@ -62,10 +78,11 @@ impl ModelShard {
                 [rows, row] if sharding == Sharding::Inputs => [rows, row],
                 _ => [1, own.len()],
             };
+            let copies = if is_of_keys(&whole.name) { copies } else { 1 };
             let first = match sharding {
                 Sharding::Replicated => 0,
                 Sharding::Outputs if is_of_tokens(&whole.name) => tokens * config.hidden_size,
-                Sharding::Outputs | Sharding::Inputs => position.rank * row,
+                Sharding::Outputs | Sharding::Inputs => position.rank / copies * row,
             };
             ShardPiece {
                 tensor,
@@ -74,7 +91,10 @@ impl ModelShard {
                 row,
                 rows,
                 stride: whole.len() / rows,
-                owned: sharding != Sharding::Replicated || position.rank == 0,
+                owned: match sharding {
+                    Sharding::Replicated => position.rank == 0,
+                    Sharding::Outputs | Sharding::Inputs => position.rank % copies == 0,
+                },
             }
         });
         let pieces = pieces.collect();
@@ -169,6 +189,11 @@ fn is_of_tokens(name: &str) -> bool {
     name == "model.embed_tokens.weight" || name == "lm_head.weight"
 }
 
+/// Whether a tensor makes keys or values.
+fn is_of_keys(name: &str) -> bool {
+    [".k_proj.", ".v_proj."].into_iter().any(|projection| name.contains(projection))
+}
+
 /// How ranks share each tensor, in the order of the layout.
 fn shardings(config: &Config) -> Vec<Sharding> {
     let mut all = vec![Sharding::Outputs];
@@ -186,8 +211,8 @@ fn shardings(config: &Config) -> Vec<Sharding> {
     all
 }
 
-/// The configuration of the shard at `position`.
-fn shard_config(config: &Config, position: Position) -> Config {
+/// The configuration of the shard at `position`, of ranks of which `copies` have one key-value head.
+fn shard_config(config: &Config, position: Position, copies: usize) -> Config {
     let degree = position.world;
     let narrower = |layer: LayerSpec| {
         let feed_forward = match layer.feed_forward {
@@ -203,14 +228,14 @@ fn shard_config(config: &Config, position: Position) -> Config {
         vocab_size: even_shards(config.vocab_size, degree)[position.rank].len(),
         intermediate_size: config.intermediate_size / degree,
         num_heads: config.num_heads / degree,
-        num_kv_heads: config.num_kv_heads / degree,
+        num_kv_heads: config.num_kv_heads * copies / degree,
         ..config.clone()
     };
     part.map_layers(narrower)
 }
 
-/// Checks that `degree` ranks can share a model.
-fn check(config: &Config, degree: usize) -> Result<(), ModelError> {
+/// Checks that `degree` ranks can share a model, of which `copies` have one key-value head.
+fn check(config: &Config, degree: usize, copies: usize) -> Result<(), ModelError> {
     if degree == 1 {
         return Ok(());
     }
@@ -235,7 +260,7 @@ fn check(config: &Config, degree: usize) -> Result<(), ModelError> {
         };
         return refused(format!("layer {index} {missing}, which only one rank computes"));
     }
-    let divisible = divisors(config);
+    let divisible = divisors(config, copies);
     let nearest = |degree: usize| divisible.iter().all(|(_, size)| size.is_multiple_of(degree));
     match divisible.iter().find(|(_, size)| !size.is_multiple_of(degree)) {
         None => Ok(()),
@@ -248,8 +273,8 @@ fn check(config: &Config, degree: usize) -> Result<(), ModelError> {
 }
 
 /// What a degree divides, with its name.
-fn divisors(config: &Config) -> Vec<(&'static str, usize)> {
-    let mut all = vec![("query heads", config.num_heads), ("key-value heads", config.num_kv_heads)];
+fn divisors(config: &Config, copies: usize) -> Vec<(&'static str, usize)> {
+    let mut all = vec![("query heads", config.num_heads), ("key-value heads", config.num_kv_heads * copies)];
     for layer in &config.layers {
         let of_layer = match layer.feed_forward.experts() {
             None => [("values of the feed-forward width", config.intermediate_size), ("", 0)],
@@ -295,6 +320,45 @@ mod tests {
             }
         }
         assert!(shared >= 10, "{shared} families and degrees are shared");
+    }
+
+    /// Eight ranks of a model with two key-value heads: four have a copy of one, with the queries that read it.
+    #[test]
+    fn ranks_of_a_sampler_may_be_more_than_key_value_heads() {
+        let sizes = crate::Sizes {
+            vocab_size: 27,
+            hidden_size: 32,
+            intermediate_size: 48,
+            num_layers: 1,
+            num_heads: 8,
+            num_kv_heads: 2,
+            max_position_embeddings: 16,
+        };
+        let config = Config { reduction: Reduction::Tree, ..Config::fresh(&sizes) };
+        let values: Vec<f32> = (0..Layout::new(&config).len()).map(|at| at as f32).collect();
+        let mut owners = vec![0; values.len()];
+        for rank in 0..8 {
+            let shard = ModelShard::of_sampler(&config, Position { rank, world: 8 }).unwrap();
+            assert_eq!((shard.config().num_heads, shard.config().num_kv_heads), (1, 1));
+            let own = shard.cut(&values);
+            let of = |layout: &Layout, name: &str| layout.spec(name).unwrap().range();
+            for name in
+                ["k_proj.weight", "v_proj.bias"].map(|name| format!("model.layers.0.self_attn.{name}"))
+            {
+                let whole = of(shard.whole(), &name);
+                let head = whole.len() / 2 * (rank / 4);
+                assert_eq!(own[of(shard.layout(), &name)], values[whole.start + head..][..whole.len() / 2]);
+            }
+            for (_, of_whole) in shard.owned(0..own.len()) {
+                owners[of_whole].iter_mut().for_each(|owners| *owners += 1);
+            }
+        }
+        assert!(owners.iter().all(|owners| *owners == 1));
+        let error = |world| ModelShard::new(&config, Position { rank: 0, world }).unwrap_err().to_string();
+        assert!(error(8).contains("2 key-value heads are not divisible by 8; 2 divides everything"));
+        let sampler =
+            ModelShard::of_sampler(&config, Position { rank: 0, world: 16 }).unwrap_err().to_string();
+        assert!(sampler.contains("8 query heads are not divisible by 16; 8 divides everything"), "{sampler}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! A sampler whose weights tensor-parallel ranks share (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053): threads of one process.
 //!
-//! A rank has its shard of the weights ([`ModelShard`]), and the keys and values of its heads. The first is the calling thread: it
+//! A rank has its shard of the weights ([`ModelShard`]), and the keys and values of its heads; where ranks are more than key-value
+//! heads, several have one each. The first is the calling thread: it
 //! schedules, and its cache has the page tables. The others repeat its copies of pages and make the same steps. Every layer sums
 //! partial results twice, and the logits of all tokens come together on the first rank.
 //!
@@ -97,7 +98,7 @@ impl SamplerRanks {
     }
 
     fn shard(self, config: &Config, rank: usize) -> Result<ModelShard, ModelError> {
-        ModelShard::new(config, Position { rank, world: self.degree })
+        ModelShard::of_sampler(config, Position { rank, world: self.degree })
     }
 }
 

@@ -3,12 +3,18 @@
 //! Invariant: models have weights far from any symmetry, and steps mix prefill with decode, and sequences that share pages.
 
 use std::borrow::Cow;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
 use std::time::Duration;
 
+use collective::{Collective, threads};
 use model::{
-    Architecture, Config, Decoder, KvCache, ModelError, Parameters, Reduction, SamplerRanks, SharedCores,
-    SharedSampler, Sizes, StepSequence, ThreadPool,
+    Architecture, Config, Decoder, KvCache, ModelError, ModelShard, Parameters, PassRanks, Reduction,
+    SamplerRanks, SharedCores, SharedSampler, Sizes, StepSequence, TensorRanks, ThreadPool,
 };
+
+use crate::common::counting::CountingRank;
 
 const SIZES: Sizes = Sizes {
     // Four ranks have shares of different sizes.
@@ -96,7 +102,8 @@ fn every_degree_gives_the_bits_of_one_rank() {
             steps += 1;
             one[steps / 4].step(cache, sequences, &pool).expect("steps")
         });
-        for degree in [1, 2, 4] {
+        // Of eight ranks two have each key-value head.
+        for degree in [1, 2, 4, 8] {
             let ranks = SamplerRanks { degree, wait: WAIT };
             let mut sampler = SharedSampler::new(&config, ranks).expect("can be shared");
             serve(&mut sampler, &versions[0], &pool);
@@ -126,8 +133,8 @@ fn what_ranks_cannot_share_is_refused_with_the_nearest_degree() {
         error.to_string()
     };
     let tree = config(Architecture::Qwen3);
-    let text = error(&tree, 8);
-    assert!(text.contains("4 key-value heads are not divisible by 8; 4 divides everything"), "{text}");
+    let text = error(&tree, 16);
+    assert!(text.contains("8 query heads are not divisible by 16; 8 divides everything"), "{text}");
     let chain = Config { reduction: Reduction::Chain, ..tree };
     assert!(error(&chain, 2).contains("model.reduction"));
 }
@@ -156,5 +163,52 @@ fn ranks_divide_the_memory() {
         // Norms: two per layer and the last, and those of heads.
         let norms = 4 * (3 * (2 * 24 + 2 * 3) + 24) as u64;
         assert_eq!(ranks.weight_bytes(&config).expect("shared"), one + norms * (degree as u64 - 1));
+    }
+}
+
+/// The volume that `rlrun plan` states: of every hidden state two sums per layer, one more per expert of a token in place of the second,
+/// and one of the embedding.
+#[test]
+fn a_step_sends_two_sums_of_hidden_states_per_layer() {
+    let pool = ThreadPool::single();
+    for (family, sums) in [(Architecture::Qwen3, 2), (Architecture::Qwen3Moe, 1 + 2)] {
+        let config = config(family);
+        let parameters = Parameters::random(&config, 5);
+        for degree in [2, 4] {
+            let of_rank = |ranks: threads::Threads| {
+                let shard = ModelShard::new(&config, ranks.position()).expect("can be shared");
+                let own = shard.cut(parameters.values());
+                let own = Parameters::from_values(Arc::clone(shard.layout()), own).expect("of the layout");
+                let ranks = Arc::new(CountingRank::new(ranks));
+                let (sent, exchanged) = (Arc::clone(&ranks.sent), Arc::clone(&ranks.exchanged));
+                let tensor = Some(TensorRanks { ranks, vocabulary: SIZES.vocab_size });
+                let decoder =
+                    Decoder::new(shard.config(), &own).among(PassRanks { tensor, ..PassRanks::default() });
+                let mut cache = KvCache::new(shard.config(), 32);
+                let pages = [cache.take().expect("a page")];
+                let prompt = StepSequence {
+                    tokens: &[1, 2, 3, 4, 5],
+                    position: 0,
+                    pages: &pages,
+                    wanted: 1,
+                    adapter: None,
+                };
+                let logits = decoder.step(&mut cache, &[prompt], &pool).expect("steps");
+                assert_eq!(logits.len(), shard.config().vocab_size, "of its tokens");
+                assert_eq!(exchanged.load(Ordering::Relaxed), 0);
+                sent.load(Ordering::Relaxed)
+            };
+            let ranks = threads::group(degree, WAIT).into_iter();
+            let sent: usize = thread::scope(|scope| {
+                let threads: Vec<_> = ranks.map(|rank| scope.spawn(|| of_rank(rank))).collect();
+                threads.into_iter().map(|thread| thread.join().expect("no panic")).sum()
+            });
+            let states = 5 * SIZES.hidden_size;
+            assert_eq!(
+                sent,
+                2 * (degree - 1) * states * (sums * SIZES.num_layers + 1),
+                "{family:?} on {degree}"
+            );
+        }
     }
 }

@@ -12,10 +12,10 @@ mod turns;
 
 use std::fmt;
 
-use collective::Position;
-use model::{Config, KvCache, LayerSpec, Layout, ModelShard, ParameterSpec, Quantization, Recompute};
+use model::{Config, KvCache, LayerSpec, Layout, ParameterSpec, Quantization, Recompute};
 use trainer::lora::LoraConfig;
 
+use super::sampler_ranks::shard_of;
 use crate::allocator::SPARE;
 use crate::recipe::words::CriticKind;
 use crate::recipe::{Model, Recipe};
@@ -75,23 +75,19 @@ impl Memory {
     /// Sums saturate.
     #[must_use]
     pub fn of(recipe: &Recipe, config: &Config, tokenizer: u64) -> Self {
-        let size = Size::of(config, recipe.trainer.recompute, recipe.rollout.quantization, F32);
+        let (recompute, quantization) = (recipe.trainer.recompute, recipe.rollout.quantization);
+        let size = Size::of(config, recompute, quantization, F32);
         let (trained, ranks) = (Trained::of(recipe, config), recipe.rollout.tensor as u64);
-        let sampled = Size::of(
-            &shard_of(config, recipe.rollout.tensor),
-            recipe.trainer.recompute,
-            Quantization::None,
-            F32,
-        );
+        let sampled = Size::of(&shard_of(config, recipe.rollout.tensor), recompute, quantization, F32);
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
         // Over a base that stays quantised the factors are published, and the sampler computes with the base of the trainer.
         let (pushed, packed) = match recipe.has_quantized_base() {
             true => (trained.adapter, 0),
-            false if ranks > 1 => (weights, product(&[ranks, sampled.packed])),
-            false => (weights, size.packed),
+            false => (weights, product(&[ranks, sampled.packed])),
         };
         let (positions, rows, micro_batch) =
             (cache_positions(recipe, config), decoding_rows(recipe), micro_batch_tokens(recipe));
+        let decoding = product(&[rows, ranks, sampled.decoding_per_token]);
         let part = |name, what, bytes| Part { name, what, bytes, phase: Phase::Always };
         let [activations, logits] = of_passes(recipe, config, micro_batch);
         let mut parts = vec![
@@ -115,13 +111,9 @@ impl Memory {
             part(
                 "kv cache",
                 "keys and values of all running sequences, and recurrent states",
-                product(&[positions, size.cache_per_token]).saturating_add(states(recipe, config)),
+                product(&[positions, ranks, sampled.cache_per_token]).saturating_add(states(recipe, config)),
             ),
-            part(
-                "decoding",
-                "one step of all running sequences",
-                product(&[rows, ranks, sampled.decoding_per_token]),
-            ),
+            part("decoding", "one step of all running sequences", decoding),
         ];
         if trained.scratch > 0 {
             parts.push(part("update", "an update of the largest matrix on every core", trained.scratch));
@@ -226,12 +218,6 @@ fn of_passes(recipe: &Recipe, config: &Config, tokens: u64) -> [u64; 2] {
     let logits = model::logits_bytes(tokens as usize, shard.vocab_size) as u64;
     let twice = 1 + u64::from(parallel.tensor > 1);
     [product(&[passes, tokens, size.activations_per_token]), product(&[world, twice, logits])]
-}
-
-/// What a rank has of a model that `degree` tensor ranks share.
-fn shard_of(config: &Config, degree: usize) -> Config {
-    let shard = ModelShard::new(config, Position { rank: 0, world: degree });
-    shard.map_or_else(|_| config.clone(), |shard| shard.config().clone())
 }
 
 /// The newest version of `weights` bytes, for samplers to read. A trainer that has all weights shares them with the sampler of

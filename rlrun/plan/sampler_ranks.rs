@@ -40,7 +40,7 @@ impl SamplerRankPlan {
         }
         let vocabulary = even_shards(config.vocab_size, degree);
         let (rank, tokens) = vocabulary.iter().enumerate().max_by_key(|(_, tokens)| tokens.len())?;
-        let shard = ModelShard::new(config, Position { rank, world: degree }).ok()?;
+        let shard = ModelShard::of_sampler(config, Position { rank, world: degree }).ok()?;
         let of_rank = shard.config();
         let keys = (of_rank.num_kv_heads * of_rank.head_dim * of_rank.attention_layers()) as u64;
         let sent = (degree as f64 - 1.0) / degree as f64;
@@ -53,6 +53,12 @@ impl SamplerRankPlan {
             logits: F32 * tokens.len() as u64,
         })
     }
+}
+
+/// What a rank has of a model that `degree` ranks of a sampler share; all of one that they cannot.
+pub(super) fn shard_of(config: &Config, degree: usize) -> Config {
+    let shard = ModelShard::of_sampler(config, Position { rank: 0, world: degree });
+    shard.map_or_else(|_| config.clone(), |shard| shard.config().clone())
 }
 
 impl fmt::Display for SamplerRankPlan {
@@ -103,5 +109,8 @@ mod tests {
         assert!(plan.to_string().contains("each of the 4 ranks"));
         recipe.rollout.tensor = 8;
         assert_eq!(SamplerRankPlan::of(&recipe, &config), None, "4 heads are not shared by 8");
+        recipe.rollout.tensor = 4;
+        let copied = SamplerRankPlan::of(&recipe, &Config { num_kv_heads: 2, ..config }).unwrap();
+        assert_eq!(copied, plan, "two ranks have one key-value head");
     }
 }

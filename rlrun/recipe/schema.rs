@@ -301,8 +301,8 @@ pub struct Rollout {
     // resume = changes, worker = run
     pub routing_replay: bool,
     /// Ranks that share the weights of a sampler (tensor parallel): threads of its process, each with its part of every matrix, and
-    /// the KV cache of its heads. A power of two that divides the heads, the key-value heads and the width of the feed-forward
-    /// network. It needs `model.reduction = "tree"`, which gives every number the same bits, and the processor; it need not be that of
+    /// the KV cache of its heads. A power of two that divides the heads and the width of the feed-forward network; where it is
+    /// larger than the number of key-value heads, several ranks have copies of one. It needs `model.reduction = "tree"`, which gives every number the same bits, and the processor; it need not be that of
     /// `trainer.parallel.tensor`. Every sampler of the run has so many. vLLM `tensor_parallel_size`, verl
     /// `rollout.tensor_model_parallel_size`.
     // resume = changes, worker = run

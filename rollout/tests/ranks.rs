@@ -91,11 +91,13 @@ fn completions_are_those_of_one_rank() {
         let model = Model::of_family(family, 128);
         for speculation in [Speculation::None, Speculation::Ngram] {
             for middle in [Middle::Nothing, Middle::Keep, Middle::Recompute, Middle::Sleep] {
-                let [one, two] = [1, 2].map(|ranks| {
+                // Of four ranks two have each key-value head.
+                let [one, two, four] = [1, 2, 4].map(|ranks| {
                     let engine = engine(&model, ranks).speculating(speculation);
                     completions(engine, &model, &on(ranks), middle)
                 });
                 assert_eq!(two, one, "{family:?}, {speculation:?}, {middle:?}");
+                assert_eq!(four, one, "{family:?}, {speculation:?}, {middle:?}");
                 assert_eq!(one.0.len(), 12);
                 assert_eq!(one.0[0].experts.is_some(), family == Architecture::Qwen3Moe);
             }
@@ -115,6 +117,6 @@ fn what_is_served_otherwise_is_refused() {
     let adapters = vec![std::sync::Arc::new(LowRank::zeros(2, 1.0, Vec::new()))];
     let error = engine(&model, 2).with_adapters(adapters).unwrap_err().to_string();
     assert!(error.contains("of adapters") && error.contains("on several ranks"), "{error}");
-    let too_many = Network::new(&on(4), &config(&model), &model.parameters()).unwrap_err();
-    assert!(too_many.is_input() && too_many.to_string().contains("2 divides everything"), "{too_many}");
+    let too_many = Network::new(&on(8), &config(&model), &model.parameters()).unwrap_err();
+    assert!(too_many.is_input() && too_many.to_string().contains("4 divides everything"), "{too_many}");
 }

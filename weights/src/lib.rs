@@ -10,7 +10,7 @@
 //! - [`snapshot`], [`values`]: [`Snapshot`] and [`Digest`], the weights of a version and their checksum
 //! - [`contract`]: [`Publisher`], [`Subscriber`] and [`Receipt`], the same for every transport
 //! - [`hub`]: [`Hub`], the registry of subscribers, versions and receipts; [`publisher`]: the host publisher
-//! - [`memory`]: subscribers within the process
+//! - [`memory`]: subscribers within the process; `parts`: weights that several owners publish together
 //! - `shm`: shared memory of a host, double buffered; [`ShardOwner`] for trainers with several ranks
 //! - [`http`]: control plane for other processes, and full or delta-encoded weights without shared memory
 //! - [`direct`]: weights that stay on devices: copies, CUDA IPC slots, broadcast groups

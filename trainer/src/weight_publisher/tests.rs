@@ -52,7 +52,7 @@ fn learner(model: &Config, world: usize, tensor: usize, zero: usize) -> Learner 
 
 /// How many of `degree` ranks need each value of the model, from the names of its tensors alone (Megatron-LM).
 fn needed(model: &Config, degree: usize) -> Vec<u64> {
-    let layout = Layout::new(model);
+    let (layout, copies) = (Layout::new(model), degree.div_ceil(model.num_kv_heads) as u64);
     let mut needed = vec![0; layout.len()];
     for spec in layout.specs() {
         let split = |name: &str| spec.name.contains(name);
@@ -67,7 +67,12 @@ fn needed(model: &Config, degree: usize) -> Vec<u64> {
             "up_proj",
             "down_proj",
         ];
-        let count = if divided.into_iter().any(split) { 1 } else { degree as u64 };
+        let count = match divided.into_iter().any(split) {
+            // Ranks that are more than key-value heads have copies of them.
+            true if split("k_proj") || split("v_proj") => copies,
+            true => 1,
+            false => degree as u64,
+        };
         needed[spec.range()].fill(count);
     }
     needed
@@ -130,7 +135,7 @@ fn every_value_goes_once_to_each_rank_that_needs_it() {
                 let learner = learner(&model, world, tensor, zero);
                 let owned: usize = learner.owned().unwrap().iter().map(|(range, _)| range.len()).sum();
                 assert_eq!(owned, Layout::new(&model).len(), "ranks publish each value once");
-                for degree in [1, 2, 4] {
+                for degree in [1, 2, 4, 8] {
                     let (taken, bytes) = push(&learner, &model, degree);
                     let needed = needed(&model, degree);
                     let what =
