@@ -239,8 +239,7 @@ pub enum ModelError {
     },
     /// A rank of a sampler failed in a step.
     #[error(
-        "rank {rank} of the {degree} that share the sampler's weights failed: {reason}; what it was sampling is lost, and a resume \
-         goes on from the last checkpoint"
+        "rank {rank} of the {degree} that share the sampler's weights failed: {reason}; resume the run from its last checkpoint"
     )]
     SamplerRank {
         /// The rank.

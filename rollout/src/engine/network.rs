@@ -10,7 +10,6 @@ use device::ops::digest::digest;
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer};
 use model::on_device::{DeviceDtype, DeviceSampler, DrawRequest, StagedWeights};
-
 use model::{
     AdaptedBase, Config, Decoder, Draw, KvCache, Layout, LowRank, ModelError, Parameters, Quantization,
     SamplerRanks, SharedSampler, StepSequence, ThreadPool, TokenLogprob, most_likely,
@@ -147,6 +146,10 @@ impl ServeOn {
             let (expected, found) = (layout.len(), values.len());
             if found == expected { Ok(layout) } else { Err(ModelError::Length { expected, found }) }
         };
+        let unpacked = |packing| {
+            let (digest, layout, values) = (Digest::of_values(&values, 1), whole()?, values.clone());
+            Ok((ServedWeights::Unpacked(UnpackedWeights { layout, values, packing }), digest))
+        };
         match self {
             Self::Adapted(before, None) => {
                 let next = before.with_values(&values)?;
@@ -161,15 +164,8 @@ impl ServeOn {
                 device.synchronize()?;
                 Ok((ServedWeights::Device(StagedWeights::Factors(factors)), digest))
             }
-            Self::Host(_) | Self::Ranks(_) => {
-                let packing = match self {
-                    Self::Ranks(ranks) => HostPacking::Shards(*ranks),
-                    Self::Host(quantization) => HostPacking::Whole(*quantization),
-                    Self::Device(..) | Self::Adapted(..) => HostPacking::Whole(Quantization::None),
-                };
-                let (digest, layout) = (Digest::of_values(&values, 1), whole()?);
-                Ok((ServedWeights::Unpacked(UnpackedWeights { layout, values, packing }), digest))
-            }
+            Self::Host(quantization) => unpacked(HostPacking::Whole(*quantization)),
+            Self::Ranks(ranks) => unpacked(HostPacking::Shards(*ranks)),
             Self::Device(device, dtype) => {
                 whole()?;
                 let (staged, digest) = stage(device, *dtype, &values)?;
