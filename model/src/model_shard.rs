@@ -93,7 +93,7 @@ impl ModelShard {
                 stride: whole.len() / rows,
                 owned: match sharding {
                     Sharding::Replicated => position.rank == 0,
-                    Sharding::Outputs | Sharding::Inputs => position.rank % copies == 0,
+                    Sharding::Outputs | Sharding::Inputs => position.rank.is_multiple_of(copies),
                 },
             }
         });
