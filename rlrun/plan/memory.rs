@@ -88,6 +88,8 @@ impl Memory {
         let (positions, rows, micro_batch) =
             (cache_positions(recipe, config), decoding_rows(recipe), micro_batch_tokens(recipe));
         let decoding = product(&[rows, ranks, sampled.decoding_per_token]);
+        let keys = product(&[positions, ranks, sampled.cache_per_token]);
+        let cache = keys.saturating_add(states(recipe, config));
         let part = |name, what, bytes| Part { name, what, bytes, phase: Phase::Always };
         let [activations, logits] = of_passes(recipe, config, micro_batch);
         let mut parts = vec![
@@ -108,11 +110,7 @@ impl Memory {
             part("logits", "of rows of the micro-batch of every rank", logits),
             published(recipe, pushed),
             part("served", "the version that is sampled from, packed", packed),
-            part(
-                "kv cache",
-                "keys and values of all running sequences, and recurrent states",
-                product(&[positions, ranks, sampled.cache_per_token]).saturating_add(states(recipe, config)),
-            ),
+            part("kv cache", "keys and values of all running sequences, and recurrent states", cache),
             part("decoding", "one step of all running sequences", decoding),
         ];
         if trained.scratch > 0 {

@@ -114,6 +114,12 @@ impl UnpackedWeights {
 const WHOLE: &str = "of one rank";
 const SHARDS: &str = "of several ranks";
 
+/// Weights `values [layout.len()]` to be packed, and their digest.
+fn unpacked(layout: Arc<Layout>, values: Values, packing: HostPacking) -> (ServedWeights, Digest) {
+    let digest = Digest::of_values(&values, 1);
+    (ServedWeights::Unpacked(UnpackedWeights { layout, values, packing }), digest)
+}
+
 /// The network of weights on the ranks of `sampler`; `of_whole` has those of a range of the whole model.
 fn on_ranks<'a>(
     mut sampler: Box<SharedSampler>,
@@ -146,10 +152,6 @@ impl ServeOn {
             let (expected, found) = (layout.len(), values.len());
             if found == expected { Ok(layout) } else { Err(ModelError::Length { expected, found }) }
         };
-        let unpacked = |packing| {
-            let (digest, layout, values) = (Digest::of_values(&values, 1), whole()?, values.clone());
-            Ok((ServedWeights::Unpacked(UnpackedWeights { layout, values, packing }), digest))
-        };
         match self {
             Self::Adapted(before, None) => {
                 let next = before.with_values(&values)?;
@@ -164,8 +166,14 @@ impl ServeOn {
                 device.synchronize()?;
                 Ok((ServedWeights::Device(StagedWeights::Factors(factors)), digest))
             }
-            Self::Host(quantization) => unpacked(HostPacking::Whole(*quantization)),
-            Self::Ranks(ranks) => unpacked(HostPacking::Shards(*ranks)),
+            Self::Host(quantization) => {
+                let layout = whole()?;
+                Ok(unpacked(layout, values, HostPacking::Whole(*quantization)))
+            }
+            Self::Ranks(ranks) => {
+                let layout = whole()?;
+                Ok(unpacked(layout, values, HostPacking::Shards(*ranks)))
+            }
             Self::Device(device, dtype) => {
                 whole()?;
                 let (staged, digest) = stage(device, *dtype, &values)?;
