@@ -99,7 +99,9 @@ impl LineTail {
     /// A file that cannot be read. A file that does not exist is no error.
     pub(crate) fn poll(&mut self, sink: &mut impl LineSink) -> io::Result<bool> {
         let behind = std::mem::take(&mut self.behind);
-        let Some(mut file) = open_inside(&self.root, &self.path)? else { return Ok(self.seen.take().is_some()) };
+        let Some(mut file) = open_inside(&self.root, &self.path)? else {
+            return Ok(self.seen.take().is_some());
+        };
         let metadata = file.metadata()?;
         let (identity, now) = ((metadata.dev(), metadata.ino()), (metadata.len(), metadata.modified()?));
         if self.identity == Some(identity) && self.seen == Some(now) && !behind {
