@@ -33,7 +33,7 @@ fn config(family: Architecture) -> Config {
     Config { reduction: Reduction::Tree, tie_word_embeddings: family == Architecture::Qwen3, ..config }
 }
 
-fn learner(model: &Config, world: usize, tensor: usize, zero: usize) -> Learner {
+fn learner(model: &Config, world: usize, [tensor, pipeline]: [usize; 2], zero: usize) -> Learner {
     let config = LearnerConfig {
         optimizer: OptimizerConfig::standard(OptimizerKind::Adamw, 0.95),
         max_grad_norm: 1.0,
@@ -41,7 +41,7 @@ fn learner(model: &Config, world: usize, tensor: usize, zero: usize) -> Learner 
         microbatch_tokens: 64,
         recompute: Recompute::None,
         world,
-        parallel: ParallelConfig { tensor, ..ParallelConfig::DATA },
+        parallel: ParallelConfig { tensor, pipeline, ..ParallelConfig::DATA },
         leaves: 4,
         zero,
         wait: Duration::from_secs(60),
@@ -130,16 +130,25 @@ fn push(learner: &Learner, model: &Config, degree: usize) -> (Vec<u64>, u64) {
 fn every_value_goes_once_to_each_rank_that_needs_it() {
     for family in [Architecture::Qwen3, Architecture::Qwen3Moe] {
         let model = config(family);
-        for (world, tensor) in [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)] {
+        let splits = [
+            (1, [1, 1]),
+            (2, [1, 1]),
+            (2, [2, 1]),
+            (2, [1, 2]),
+            (4, [1, 1]),
+            (4, [2, 1]),
+            (4, [2, 2]),
+            (4, [4, 1]),
+        ];
+        for (world, shards) in splits {
             for zero in [1, 3] {
-                let learner = learner(&model, world, tensor, zero);
+                let learner = learner(&model, world, shards, zero);
                 let owned: usize = learner.owned().unwrap().iter().map(|(range, _)| range.len()).sum();
                 assert_eq!(owned, Layout::new(&model).len(), "ranks publish each value once");
                 for degree in [1, 2, 4, 8] {
                     let (taken, bytes) = push(&learner, &model, degree);
                     let needed = needed(&model, degree);
-                    let what =
-                        format!("{family:?}, {world} ranks, tensor {tensor}, zero {zero}, to {degree}");
+                    let what = format!("{family:?}, {world} ranks, {shards:?}, zero {zero}, to {degree}");
                     assert_eq!(taken, needed, "{what}");
                     assert_eq!(bytes, 4 * needed.iter().sum::<u64>(), "{what}: the bytes of the lower bound");
                 }
@@ -152,8 +161,8 @@ fn every_value_goes_once_to_each_rank_that_needs_it() {
 #[test]
 fn a_sharded_trainer_publishes_in_parts() {
     let model = config(Architecture::Qwen3);
-    for (world, tensor, zero) in [(2, 1, 3), (4, 2, 1), (4, 2, 3)] {
-        let values = learner(&model, world, tensor, zero).snapshot_in_parts().unwrap().unwrap();
+    for (world, shards, zero) in [(2, [1, 1], 3), (4, [2, 1], 1), (4, [2, 1], 3), (4, [1, 2], 1)] {
+        let values = learner(&model, world, shards, zero).snapshot_in_parts().unwrap().unwrap();
         assert!(format!("{values:?}").contains("the memory of their owners"));
         let head = Layout::new(&model).head();
         assert!(matches!(values.range(head), Cow::Owned(_)), "the embedding lies with several ranks");
