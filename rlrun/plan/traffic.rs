@@ -27,6 +27,8 @@ pub struct Traffic {
     pub context: f64,
     /// Residual streams and their gradients, to the stages beside it.
     pub pipeline: f64,
+    /// Share of the time of an update in which the stages of a pipeline wait for the first or the last micro-batch, 0 to 1.
+    pub idle: f64,
 }
 
 impl Traffic {
@@ -67,6 +69,7 @@ impl Traffic {
             context: tokens
                 * layers
                 * of_context(config, parallel.context.exchange(config), context, forwards),
+            idle: idle(parallel.pipeline, passes / updates),
             pipeline: if parallel.pipeline > 1 {
                 tokens * 2.0 * F32 * config.hidden_size as f64
             } else {
@@ -74,6 +77,13 @@ impl Traffic {
             },
         })
     }
+}
+
+/// Share of the time in which `stages` stages are idle if `batches` micro-batches pass through them: `(p - 1) / (m + p - 1)` (PipeDream-Flush,
+/// Narayanan et al. 2021, arXiv 2006.09503).
+fn idle(stages: usize, batches: f64) -> f64 {
+    let others = stages as f64 - 1.0;
+    others / (batches + others)
 }
 
 /// Bytes of a token that tensor ranks sum, times 2, and of its logits: Megatron-LM's volume (arXiv 1909.08053), with a part `share` of the
@@ -123,7 +133,13 @@ impl fmt::Display for Traffic {
             write!(f, "\n  tensor      {}  partial sums and logits", mib(self.tensor))?;
         }
         if pipeline > 1 {
-            write!(f, "\n  pipeline    {}  residual streams and their gradients", mib(self.pipeline))?;
+            let idle = 100.0 * self.idle;
+            write!(
+                f,
+                "\n  pipeline    {}  residual streams and their gradients; stages are idle {idle:.0} % of the time, and less with smaller \
+                 `trainer.microbatch_tokens`",
+                mib(self.pipeline)
+            )?;
         }
         if context > 1 {
             write!(
@@ -133,5 +149,39 @@ impl fmt::Display for Traffic {
             )?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::tests::recipe;
+
+    #[test]
+    fn stages_send_two_hidden_states_for_a_token_and_fewer_gradients() {
+        let sizes = model::Sizes {
+            vocab_size: 10,
+            hidden_size: 8,
+            intermediate_size: 16,
+            num_layers: 4,
+            num_heads: 2,
+            num_kv_heads: 2,
+            max_position_embeddings: 64,
+        };
+        let config = Config::fresh(&sizes);
+        let of = |world, pipeline| {
+            let mut recipe = recipe();
+            recipe.trainer.world = world;
+            recipe.trainer.parallel.pipeline = pipeline;
+            (BatchPlan::of(&recipe), Traffic::of(&recipe, &config).unwrap())
+        };
+        let (plan, data) = of(2, 1);
+        assert_eq!((data.pipeline, data.idle), (0.0, 0.0));
+        let (_, both) = of(4, 2);
+        // Two epochs over half of the tokens; a hidden state has 8 values of 4 bytes.
+        assert_eq!(both.pipeline, 2.0 * (plan.max_tokens as f64 / 2.0) * 2.0 * 8.0 * 4.0);
+        assert!(both.zero < 0.7 * data.zero && both.zero > 0.4 * data.zero, "{both:?} {data:?}");
+        assert!(both.to_string().contains("pipeline 2 x context 1"), "{both}");
+        assert_eq!(idle(4, 9.0), 0.25);
     }
 }

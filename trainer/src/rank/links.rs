@@ -34,7 +34,14 @@ pub(super) struct StageCalls {
 #[derive(Clone, Debug)]
 struct StagePair {
     ranks: Arc<dyn HostCollective>,
+    /// The one that sends.
     sender: usize,
+}
+
+/// What sends to another stage.
+struct StageSender {
+    queue: SyncSender<Vec<f32>>,
+    thread: JoinHandle<Result<(), CollectiveError>>,
 }
 
 /// The links of a stage while it makes passes.
@@ -91,8 +98,9 @@ impl StageCalls {
         body: impl FnOnce(&StageLinks<'_>) -> Result<R, TrainerError>,
     ) -> Result<R, TrainerError> {
         let Self { stage, forward_in, forward_out, backward_in, backward_out, all } = self;
-        let (forward_out, forward) = forward_out.sending("stage forward", in_flight(stage))?;
-        let (backward_out, backward) = backward_out.sending("stage backward", in_flight(stage))?;
+        let forward = forward_out.sender("stage forward", in_flight(stage))?;
+        let backward = backward_out.sender("stage backward", in_flight(stage))?;
+        let (forward_out, backward_out) = (forward.queue, backward.queue);
         let links = StageLinks { forward_in, backward_in, forward_out, backward_out, clock };
         let done = body(&links);
         drop((links, all));
@@ -100,7 +108,7 @@ impl StageCalls {
             // The threads may be sending to a stage that waits for this one.
             passes.leave();
         }
-        for thread in [forward, backward] {
+        for thread in [forward.thread, backward.thread] {
             let sent = clock.during(RankPhase::Wait, || thread.join());
             let sent = sent.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             if done.is_ok() {
@@ -113,17 +121,13 @@ impl StageCalls {
 
 impl StagePair {
     /// A queue of at most `most` messages to the other stage, and the thread that sends them.
-    fn sending(
-        self,
-        name: &str,
-        most: usize,
-    ) -> Result<(SyncSender<Vec<f32>>, JoinHandle<Result<(), CollectiveError>>), TrainerError> {
+    fn sender(self, name: &str, most: usize) -> Result<StageSender, TrainerError> {
         let (queue, queued) = sync_channel::<Vec<f32>>(most);
         let send = move || {
             queued.into_iter().try_for_each(|mut values| self.ranks.broadcast(self.sender, &mut values))
         };
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(send);
-        Ok((queue, thread.map_err(|source| TrainerError::Thread { source })?))
+        Ok(StageSender { queue, thread: thread.map_err(|source| TrainerError::Thread { source })? })
     }
 
     /// `len` values from the other stage.
