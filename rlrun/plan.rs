@@ -1,11 +1,12 @@
 //! The plan of a recipe before it runs: batch arithmetic, and in [`memory`] the memory that it needs, in [`traffic`]
-//! what ranks send.
+//! what ranks send, in [`search`] the fastest settings.
 //!
 //! Invariant: counts follow from the recipe alone and are exact; bytes are estimates that name what they count. No weights
 //! and no dataset are read.
 
 pub mod islands;
 pub mod memory;
+pub mod search;
 pub mod traffic;
 
 use crate::recipe::words::OnUpdate;
