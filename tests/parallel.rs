@@ -59,10 +59,13 @@ fn twenty_steps_have_the_same_bits_for_all_degrees() {
                 ],
             ),
             ("data_4", &["trainer.world=4"]),
+            ("pipeline_2", &["trainer.world=2", "trainer.parallel.pipeline=2"]),
+            ("pipeline_and_data", &["trainer.world=4", "trainer.parallel.pipeline=2", "trainer.zero=3"]),
             (
                 "all",
                 &[
-                    "trainer.world=8",
+                    "trainer.world=16",
+                    "trainer.parallel.pipeline=2",
                     "trainer.parallel.tensor=2",
                     "trainer.parallel.context=2",
                     "trainer.zero=3",
@@ -94,6 +97,9 @@ fn a_resumed_run_may_have_another_split() {
     let context = ["trainer.world=2", "trainer.parallel.tensor=1", "trainer.parallel.context=2"];
     go_on("trainer.steps=8", &context);
     let both = ["trainer.world=4", "trainer.parallel.tensor=2", "trainer.zero=3"];
+    let stages = ["trainer.world=2", "trainer.parallel.context=1", "trainer.parallel.pipeline=2"];
+    go_on("trainer.steps=10", &stages);
+    let both = [&both[..], &["trainer.parallel.pipeline=1"]].concat();
     go_on(
         "trainer.steps=12",
         &[&both[..], &["trainer.ranks=processes", "placement.processes=true"]].concat(),
@@ -115,6 +121,8 @@ fn degrees_that_do_not_fit_are_refused() {
     refused(&[tree, "trainer.world=3", "trainer.parallel.tensor=2"], &["`trainer.world` to 4"]);
     refused(&["trainer.world=3", "trainer.parallel.context=3"], &["power of two", "the next is 4"]);
     refused(&[tree, "trainer.world=2", "trainer.parallel.tensor=2", "lora.rank=2"], &["lora"]);
+    refused(&["trainer.world=2", "trainer.parallel.pipeline=2", "lora.rank=2"], &["pipeline", "lora"]);
+    refused(&["trainer.world=64", "trainer.parallel.pipeline=64"], &["pipeline degree of 64", "layers"]);
     refused(&["trainer.world=2", "trainer.parallel.expert=2", "trainer.zero=3"], &["experts"]);
     refused(&["trainer.parallel.tensr=2"], &["trainer.parallel.tensor"]);
 }

@@ -1,8 +1,8 @@
 //! Complete lines of a file that grows, from where the last read ended.
 //!
 //! Invariant: a line is delivered once, whole, or not at all: a torn last line waits for its end, and a line above
-//! [`MAX_LINE_BYTES`] is counted and skipped. Memory is bounded by one line. A file that was replaced, cut or removed is
-//! reported before its new lines.
+//! [`MAX_LINE_BYTES`] is counted and skipped. Memory is bounded by one line. A file that was replaced or cut is reported
+//! before its new lines; lines of a file that was removed stay: the files of a run are removed before their directory.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom};
@@ -19,7 +19,7 @@ const READ_BYTES: usize = 64 << 10;
 
 /// Receives the lines of a file.
 pub(crate) trait LineSink {
-    /// The lines so far are void: the file was replaced, cut or removed.
+    /// The lines so far are void: the file was replaced or cut.
     fn restart(&mut self);
     /// A complete line, without its line break.
     fn line(&mut self, line: &[u8]);
@@ -100,12 +100,7 @@ impl LineTail {
     pub(crate) fn poll(&mut self, sink: &mut impl LineSink) -> io::Result<bool> {
         let behind = std::mem::take(&mut self.behind);
         let Some(mut file) = open_inside(&self.root, &self.path)? else {
-            let known = self.identity.is_some();
-            if known {
-                self.restart(sink);
-                self.seen = None;
-            }
-            return Ok(known);
+            return Ok(self.seen.take().is_some());
         };
         let metadata = file.metadata()?;
         let (identity, now) = ((metadata.dev(), metadata.ino()), (metadata.len(), metadata.modified()?));
@@ -282,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_are_replaced_cut_or_removed_begin_again() {
+    fn files_that_are_replaced_or_cut_begin_again() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
         let (mut tail, mut got) = (LineTail::new(directory.path(), "file"), Collected::default());
@@ -303,8 +298,12 @@ mod tests {
         tail.poll(&mut got).unwrap();
         assert_eq!((got.0.join(" "), got.1), ("a".to_owned(), 3));
         std::fs::remove_file(&path).unwrap();
-        assert!(tail.poll(&mut got).unwrap());
-        assert_eq!((got.0.len(), got.1), (0, 4));
+        assert!(tail.poll(&mut got).unwrap(), "a file that was removed is a change");
+        assert!(!tail.poll(&mut got).unwrap());
+        assert_eq!((got.0.join(" "), got.1), ("a".to_owned(), 3), "its lines stay");
+        append(&path, b"b\n");
+        tail.poll(&mut got).unwrap();
+        assert_eq!((got.0.join(" "), got.1), ("b".to_owned(), 4));
     }
 
     #[test]

@@ -193,8 +193,12 @@ mod tests {
         assert_eq!(shown["last"]["a"], 0.1);
         let later = SystemTime::now() + QUIET + Duration::from_secs(5);
         assert_eq!(run.contents().describe("run", later)["state"], "quiet");
+        std::fs::remove_file(root.join("metrics.jsonl")).unwrap();
+        let third = run.refresh();
+        assert!(third > second);
+        assert_eq!(state(&run)["last"]["a"], 0.1, "its files are removed before the directory");
         std::fs::remove_dir_all(&root).unwrap();
-        assert!(run.refresh() > second);
+        assert!(run.refresh() > third);
         let shown = state(&run);
         assert_eq!((&shown["state"], &shown["last"]["a"]), (&json!("missing"), &json!(0.1)));
     }

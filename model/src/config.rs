@@ -93,6 +93,8 @@ pub enum Head {
     LanguageAndValue,
     /// A value alone: a critic or a reward model, to others a sequence classifier with one label.
     Value,
+    /// None, and no final norm: the layers of a stage of a pipeline ([`ModelShard`](crate::ModelShard)), which are not a whole model.
+    None,
 }
 
 /// Sizes of a fresh model; see [`Config::fresh`].

@@ -237,6 +237,17 @@ pub enum ModelError {
         /// What is in the way, and what is possible.
         reason: String,
     },
+    /// The layers of the model cannot be divided among so many stages of a pipeline.
+    #[error(
+        "a pipeline degree of {stages} is not possible for this model: its {layers} layers are divided among at most \
+         {layers} stages, of one layer each"
+    )]
+    Stages {
+        /// Stages that would divide them.
+        stages: usize,
+        /// Layers of the model.
+        layers: usize,
+    },
     /// The target of a write is already there.
     #[error("{} exists already and is never overwritten; remove it or choose another directory", path.display())]
     Exists {

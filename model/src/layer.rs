@@ -387,22 +387,24 @@ impl Config {
 
     /// The same of the model that `ranks` shards of this configuration make up; matrices that every rank has count once.
     pub(crate) fn multiply_adds_of_shards(&self, ranks: usize) -> usize {
-        let of_layer = |index: usize| {
-            let experts = self.layers[index].feed_forward.experts();
-            let weights = |tensor: &LayerTensor| {
-                let shards = if tensor.sharding == Sharding::Replicated { 1 } else { ranks };
-                let weights = shards * tensor.shape.iter().product::<usize>();
-                match (tensor.operand, experts) {
-                    (Operand::GateUp | Operand::Down, Some(ExpertSpec { count, per_token, .. })) => {
-                        weights * per_token / count
-                    }
-                    _ => weights,
+        (0..self.num_layers()).map(|index| self.multiply_adds_of_layer(index, ranks)).sum()
+    }
+
+    /// The same of layer `index`.
+    pub(crate) fn multiply_adds_of_layer(&self, index: usize, ranks: usize) -> usize {
+        let experts = self.layers[index].feed_forward.experts();
+        let weights = |tensor: &LayerTensor| {
+            let shards = if tensor.sharding == Sharding::Replicated { 1 } else { ranks };
+            let weights = shards * tensor.shape.iter().product::<usize>();
+            match (tensor.operand, experts) {
+                (Operand::GateUp | Operand::Down, Some(ExpertSpec { count, per_token, .. })) => {
+                    weights * per_token / count
                 }
-            };
-            let tensors = self.layer_tensors(index);
-            tensors.iter().filter(|tensor| tensor.shape.len() == 2).map(weights).sum::<usize>()
+                _ => weights,
+            }
         };
-        (0..self.num_layers()).map(of_layer).sum()
+        let tensors = self.layer_tensors(index);
+        tensors.iter().filter(|tensor| tensor.shape.len() == 2).map(weights).sum()
     }
 }
 

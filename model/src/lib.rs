@@ -94,8 +94,8 @@ pub use characters::{CHARACTERS, characters};
 pub use chat::{ChatMessage, ChatOptions, ChatTemplate};
 pub use config::{Architecture, Config, Head, Reduction, Sizes};
 pub use decoder::{
-    Decoder, GradientSink, Gradients, KvCache, LayerSource, Pack, PackError, Quantization, Recompute,
-    RoutedTokens, StepSequence,
+    Decoder, GradientSink, Gradients, KvCache, LayerSource, Pack, PackError, PackPass, PassLayers,
+    Quantization, Recompute, RoutedTokens, StepSequence,
 };
 pub use directory::{DESCRIPTION_FILES, ModelDirectory};
 pub use error::ModelError;
@@ -105,7 +105,7 @@ pub use layer::{
     LayerSpec, Norm, QueryKeyNorm, RouterKind, SwigluClamp, TargetModule,
 };
 pub use low_rank::{FactorPair, LowRank};
-pub use model_shard::{ModelShard, ShardPiece};
+pub use model_shard::{ModelShard, ShardPiece, ShardPlace, stages};
 pub use ops::experts::ANY_EXPERT;
 pub use ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets, logits_bytes};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};

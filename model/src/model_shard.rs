@@ -1,8 +1,12 @@
-//! The part of a model that one tensor-parallel rank has (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053).
+//! The part of a model that one rank has of those that share a pass: a part of every layer (tensor parallel, Megatron-LM, Shoeybi et al.
+//! 2019, arXiv 1909.08053), some layers (a stage of a pipeline, GPipe, Huang et al. 2019, arXiv 1811.06965), or both.
 //!
-//! A shard is a model: it has a [`Config`] with fewer heads, narrower feed-forward networks and fewer tokens, and the layout of that
-//! configuration. So the code that sums, updates and shards flat parameters is the same for a shard. [`ModelShard::pieces`] say
-//! where its values are in the whole model.
+//! A shard is a model: it has a [`Config`] with fewer heads, narrower feed-forward networks, fewer tokens and fewer layers, and the
+//! layout of that configuration. So the code that sums, updates and shards flat parameters is the same for a shard.
+//! [`ModelShard::pieces`] say where its values are in the whole model.
+//!
+//! The first stage has the embedding, the final norm and the head: the two may be one table, and its predictions are where the leader of a
+//! pass needs them. Residual streams return to it after the last stage.
 //!
 //! Invariant: every value of the whole model is an owned value of exactly one rank. Ranks that have copies of a value compute the
 //! same gradient for it, bit for bit.
@@ -14,7 +18,7 @@ use collective::{Position, even_shards};
 
 use crate::layer::{FeedForward, LayerSpec, QueryKeyNorm, Sharding};
 use crate::ops::gemm::CHUNKS;
-use crate::{Config, Layout, ModelError, Reduction};
+use crate::{Config, Head, Layout, ModelError, Reduction, Unit};
 
 /// The part of a model that one rank has.
 #[derive(Clone, Debug)]
@@ -22,13 +26,25 @@ pub struct ModelShard {
     config: Config,
     layout: Arc<Layout>,
     whole: Arc<Layout>,
+    /// The layers of the whole model that it has a part of.
+    layers: Range<usize>,
+    slots: Range<usize>,
     pieces: Vec<ShardPiece>,
+}
+
+/// Which part of a model a rank has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShardPlace {
+    /// Among the ranks that share every layer.
+    pub tensor: Position,
+    /// Among the stages that divide the layers.
+    pub stage: Position,
 }
 
 /// Rows of equal length that are neighbours in a shard, and at equal distances in the whole model: those of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShardPiece {
-    /// Index of the tensor, which is the same in both layouts.
+    /// Index of the tensor in the whole model.
     pub tensor: usize,
     /// The first value in the shard.
     pub own: usize,
@@ -45,39 +61,49 @@ pub struct ShardPiece {
 }
 
 impl ModelShard {
-    /// The part of the rank at `position` of a model of this `config`; all of it for one rank.
+    /// The part of the rank at `position` of a model of this `config`, which has all layers; all of it for one rank.
     ///
     /// # Errors
     /// [`ModelError::Shard`] if the model cannot be divided among so many ranks.
     pub fn new(config: &Config, position: Position) -> Result<Self, ModelError> {
-        check(config, position.world)?;
-        let part = shard_config(config, position);
+        Self::at(config, ShardPlace { tensor: position, stage: Position { rank: 0, world: 1 } })
+    }
+
+    /// The part of the rank at `place` of a model of this `config`.
+    ///
+    /// # Errors
+    /// [`ModelError::Shard`] or [`ModelError::Stages`] if the model cannot be divided so.
+    pub fn at(config: &Config, ShardPlace { tensor, stage }: ShardPlace) -> Result<Self, ModelError> {
+        check(config, tensor.world)?;
+        let layers = stages(config, stage.world)?.swap_remove(stage.rank);
+        let part = shard_config(&stage_config(config, &layers, stage.rank == 0), tensor);
         let (layout, whole) = (Arc::new(Layout::new(&part)), Arc::new(Layout::new(config)));
-        let tokens = even_shards(config.vocab_size, position.world)[position.rank].start;
-        let shardings = shardings(&part);
-        let pieces = layout.specs().iter().zip(whole.specs()).zip(shardings).enumerate();
-        let pieces = pieces.map(|(tensor, ((own, whole), sharding))| {
+        let tokens = even_shards(config.vocab_size, tensor.world)[tensor.rank].start;
+        let pieces = layout.specs().iter().zip(tensors(config, &layers)).zip(shardings(&part));
+        let pieces = pieces.map(|((own, index), sharding)| {
+            let of_whole = &whole.specs()[index];
             let [rows, row] = match own.shape[..] {
                 [rows, row] if sharding == Sharding::Inputs => [rows, row],
                 _ => [1, own.len()],
             };
             let first = match sharding {
                 Sharding::Replicated => 0,
-                Sharding::Outputs if is_of_tokens(&whole.name) => tokens * config.hidden_size,
-                Sharding::Outputs | Sharding::Inputs => position.rank * row,
+                Sharding::Outputs if is_of_tokens(&of_whole.name) => tokens * config.hidden_size,
+                Sharding::Outputs | Sharding::Inputs => tensor.rank * row,
             };
             ShardPiece {
-                tensor,
+                tensor: index,
                 own: own.offset,
-                whole: whole.offset + first,
+                whole: of_whole.offset + first,
                 row,
                 rows,
-                stride: whole.len() / rows,
-                owned: sharding != Sharding::Replicated || position.rank == 0,
+                stride: of_whole.len() / rows,
+                owned: sharding != Sharding::Replicated || tensor.rank == 0,
             }
         });
         let pieces = pieces.collect();
-        Ok(Self { config: part, layout, whole, pieces })
+        let slots = config.slots_before(layers.start)..config.slots_before(layers.end);
+        Ok(Self { config: part, layout, whole, layers, slots, pieces })
     }
 
     /// The configuration of the shard as a model.
@@ -96,6 +122,29 @@ impl ModelShard {
     #[must_use]
     pub fn whole(&self) -> &Arc<Layout> {
         &self.whole
+    }
+
+    /// The layers of the whole model that it has a part of.
+    #[must_use]
+    pub fn layers(&self) -> Range<usize> {
+        self.layers.clone()
+    }
+
+    /// Its experts of a token, among those of all layers ([`Config::expert_slots`]).
+    #[must_use]
+    pub fn slots(&self) -> Range<usize> {
+        self.slots.clone()
+    }
+
+    /// The unit of the shard that is a part of this `unit` of the whole model; `None` if it has none of it.
+    #[must_use]
+    pub fn own_unit(&self, unit: Unit) -> Option<Unit> {
+        let own = match unit {
+            Unit::Layer(index) if self.layers.contains(&index) => Unit::Layer(index - self.layers.start),
+            Unit::Layer(_) => return None,
+            ends => ends,
+        };
+        (!self.layout.unit(own).is_empty()).then_some(own)
     }
 
     /// Where the values of the shard are, by tensor, in the order of the layout.
@@ -148,6 +197,63 @@ impl ShardPiece {
 /// Whether a tensor has a row for each token of the vocabulary.
 fn is_of_tokens(name: &str) -> bool {
     name == "model.embed_tokens.weight" || name == "lm_head.weight"
+}
+
+/// The layers of each of `stages` stages of a pipeline over a model of this `config`: neighbours, at least one for each, so that the most
+/// expensive stage costs as little as it can. The first also computes the head.
+///
+/// # Errors
+/// [`ModelError::Stages`] if there are more stages than layers.
+pub fn stages(config: &Config, stages: usize) -> Result<Vec<Range<usize>>, ModelError> {
+    let layers = config.num_layers();
+    if !(1..=layers).contains(&stages) {
+        return Err(ModelError::Stages { stages, layers });
+    }
+    let costs: Vec<usize> = (0..layers).map(|index| config.multiply_adds_of_layer(index, 1)).collect();
+    let head = config.vocab_size * config.hidden_size;
+    let divide = |most: usize| divide(&costs, head, stages, most);
+    // The least limit under which the layers fit into the stages.
+    let (mut least, mut enough) = (0, head + costs.iter().sum::<usize>());
+    while least < enough {
+        let middle = least.midpoint(enough);
+        if divide(middle).is_some() { enough = middle } else { least = middle + 1 }
+    }
+    divide(enough).ok_or(ModelError::Stages { stages, layers })
+}
+
+/// Divides layers of these `costs` among `stages`, the first of which has `before` to do already: from the last stage to the first, as
+/// many as cost at most `most` in all, at least one, and no more than leave one for each of the others. `None` if some are left.
+fn divide(costs: &[usize], before: usize, stages: usize, most: usize) -> Option<Vec<Range<usize>>> {
+    let (mut end, mut divided) = (costs.len(), Vec::with_capacity(stages));
+    for stage in (0..stages).rev() {
+        let mut cost = if stage == 0 { before } else { 0 };
+        let mut start = end;
+        while start > stage && (start == end || cost + costs[start - 1] <= most) {
+            start -= 1;
+            cost += costs[start];
+        }
+        if cost > most {
+            return None;
+        }
+        divided.push(start..end);
+        end = start;
+    }
+    divided.reverse();
+    (end == 0).then_some(divided)
+}
+
+/// The configuration of some `layers` of a model, with its embedding and head if they are those of the `first` stage.
+fn stage_config(config: &Config, layers: &Range<usize>, first: bool) -> Config {
+    let part = Config { layers: config.layers[layers.clone()].to_vec(), ..config.clone() };
+    if first { part } else { Config { vocab_size: 0, head: Head::None, ..part } }
+}
+
+/// Indices in the whole model of the tensors of some `layers`, which have the tensors of the ends if the layout of these has them.
+fn tensors(config: &Config, layers: &Range<usize>) -> impl Iterator<Item = usize> + use<> {
+    let count = |layers: Range<usize>| layers.map(|index| config.layer_tensors(index).len()).sum::<usize>();
+    let [before, own, all] = [0..layers.start, layers.clone(), 0..config.num_layers()].map(count);
+    // The embedding, which may be without rows; the layers; the tail, of which a stage may have nothing.
+    std::iter::once(0).chain(1 + before..1 + before + own).chain(1 + all..)
 }
 
 /// How ranks share each tensor, in the order of the layout.
@@ -276,6 +382,90 @@ mod tests {
             }
         }
         assert!(shared >= 10, "{shared} families and degrees are shared");
+    }
+
+    #[test]
+    fn every_value_of_a_pipeline_has_one_owner() {
+        for config in of_every_family() {
+            let config = Config { reduction: Reduction::Tree, ..config };
+            for (degree, world) in [(1, 1), (1, 2), (2, 2), (4, 2)] {
+                let place = |rank: usize| ShardPlace {
+                    tensor: Position { rank: rank % degree, world: degree },
+                    stage: Position { rank: rank / degree, world },
+                };
+                let shards: Result<Vec<_>, _> =
+                    (0..degree * world).map(|rank| ModelShard::at(&config, place(rank))).collect();
+                let shards = match shards {
+                    Err(_) if degree > 1 => continue,
+                    shards => shards.unwrap(),
+                };
+                let whole = Arc::clone(shards[0].whole());
+                let values: Vec<f32> = (0..whole.len()).map(|at| at as f32).collect();
+                let mut owners = vec![0; whole.len()];
+                for shard in &shards {
+                    let own = shard.cut(&values);
+                    assert_eq!(own.len(), shard.layout().len(), "{:?}", config.architecture);
+                    for (spec, piece) in shard.layout().specs().iter().zip(shard.pieces()) {
+                        let of_whole = &whole.specs()[piece.tensor];
+                        assert_eq!(spec.shape.len(), of_whole.shape.len(), "{} {}", spec.name, of_whole.name);
+                        assert_eq!(
+                            spec.name.rsplit_once('.'),
+                            {
+                                let index = shard.layers().start;
+                                let name = rename(&of_whole.name, index);
+                                name.rsplit_once('.').map(|(a, b)| (a.to_owned(), b.to_owned()))
+                            }
+                            .as_ref()
+                            .map(|(a, b)| (&a[..], &b[..]))
+                        );
+                    }
+                    for (of_shard, of_whole) in shard.owned(0..own.len()) {
+                        assert_eq!(own[of_shard], values[of_whole.clone()]);
+                        owners[of_whole].iter_mut().for_each(|owners| *owners += 1);
+                    }
+                    for unit in whole.units() {
+                        let Some(of_shard) = shard.own_unit(unit) else { continue };
+                        let inside = whole.unit(unit);
+                        assert!(
+                            own[shard.layout().unit(of_shard)]
+                                .iter()
+                                .all(|at| inside.contains(&(*at as usize)))
+                        );
+                    }
+                }
+                assert!(owners.iter().all(|owners| *owners == 1), "{:?} x {world}", config.architecture);
+            }
+        }
+    }
+
+    /// The name of a tensor whose layer has a number that is smaller by `first`.
+    fn rename(name: &str, first: usize) -> String {
+        let Some(rest) = name.strip_prefix("model.layers.") else { return name.to_owned() };
+        let (index, rest) = rest.split_once('.').unwrap();
+        format!("model.layers.{}.{rest}", index.parse::<usize>().unwrap() - first)
+    }
+
+    #[test]
+    fn stages_have_layers_of_about_the_same_cost() {
+        let sizes = crate::Sizes {
+            vocab_size: 4096,
+            hidden_size: 32,
+            intermediate_size: 96,
+            num_layers: 12,
+            num_heads: 4,
+            num_kv_heads: 4,
+            max_position_embeddings: 16,
+        };
+        let config = Config::fresh(&sizes);
+        // The head costs as much as nine layers and a part of one.
+        assert_eq!(config.vocab_size * config.hidden_size / config.multiply_adds_of_layer(0, 1), 9);
+        assert_eq!(stages(&config, 2).unwrap(), [0..1, 1..12]);
+        let small = Config { vocab_size: 27, ..config };
+        assert_eq!(stages(&small, 4).unwrap(), [0..3, 3..6, 6..9, 9..12]);
+        assert_eq!(stages(&small, 5).unwrap(), [0..1, 1..3, 3..6, 6..9, 9..12]);
+        assert_eq!(stages(&small, 1).unwrap(), [0..12; 1]);
+        assert_eq!(stages(&small, 12).unwrap().len(), 12);
+        assert!(stages(&small, 13).unwrap_err().to_string().contains("at most 12 stages"));
     }
 
     #[test]

@@ -177,6 +177,9 @@ impl Layout {
         for layer in 0..config.num_layers() {
             layout.push_layer(config, layer);
         }
+        if config.head == Head::None {
+            return layout;
+        }
         layout.push("model.norm.weight".to_owned(), &[hidden]);
         if !config.tie_word_embeddings && config.head != Head::Value {
             layout.push("lm_head.weight".to_owned(), &[config.vocab_size, hidden]);

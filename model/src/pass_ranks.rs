@@ -27,6 +27,8 @@ pub struct PassRanks {
     /// tokens of their own, and make the calls of their passes in the same order, on the thread that computes: a rank without
     /// tokens makes passes over an empty pack.
     pub expert: Option<Arc<dyn Collective>>,
+    /// The configuration with all layers, if the decoder is one of a stage of a pipeline: sections are cut by the cost of all layers.
+    pub all_layers: Option<Arc<Config>>,
     /// Sections of the token stream: a power of two, a multiple of the number of context ranks.
     pub sections: usize,
     /// What context ranks exchange for attention.
@@ -57,7 +59,14 @@ pub enum ContextExchange {
 
 impl Default for PassRanks {
     fn default() -> Self {
-        Self { context: None, tensor: None, expert: None, sections: 1, exchange: ContextExchange::Keys }
+        Self {
+            context: None,
+            tensor: None,
+            expert: None,
+            all_layers: None,
+            sections: 1,
+            exchange: ContextExchange::Keys,
+        }
     }
 }
 

@@ -205,17 +205,22 @@ fn in_phase(parts: &[Part], phase: Phase) -> u64 {
 }
 
 /// Activations and logits of the passes of all ranks over micro-batches of `tokens` tokens, bytes. Every tensor rank has the activations
-/// of its shard of all tokens; context ranks have those of some tokens each.
+/// of its shard of all tokens; context ranks have those of some tokens each; a stage of a pipeline those of its layers for every
+/// micro-batch in flight, and the first stage the logits.
 fn of_passes(recipe: &Recipe, config: &Config, tokens: u64) -> [u64; 2] {
     let (world, parallel) = (recipe.trainer.world as u64, recipe.trainer.parallel.config());
     let shard = ModelShard::new(config, Position { rank: 0, world: parallel.tensor });
     let shard = shard.as_ref().map_or(config, ModelShard::config);
     let size = Size::of(shard, recipe.trainer.recompute, recipe.rollout.quantization, F32);
-    let passes = world / parallel.context.degree.max(1) as u64;
+    let stages = parallel.pipeline.max(1);
+    let passes = world / (parallel.context.degree.max(1) * stages) as u64;
+    let in_flight = |rank| trainer::pipeline::in_flight(Position { rank, world: stages });
+    let flights = if stages == 1 { 1 } else { (0..stages).map(in_flight).sum::<usize>().div_ceil(stages) };
     // Tensor ranks have the logits of their tokens, and of all tokens in some rows.
     let logits = model::logits_bytes(tokens as usize, shard.vocab_size) as u64;
     let twice = 1 + u64::from(parallel.tensor > 1);
-    [product(&[passes, tokens, size.activations_per_token]), product(&[world, twice, logits])]
+    let activations = product(&[passes, flights as u64, tokens, size.activations_per_token]);
+    [activations, product(&[world / stages as u64, twice, logits])]
 }
 
 /// The newest version of `weights` bytes, for samplers to read. A trainer that has all weights shares them with the sampler of
@@ -329,17 +334,17 @@ fn cores(recipe: &Recipe) -> u64 {
 /// and its own gradients. A stage shares what it names, and has units of every rank on their way. A weight has `width` bytes, a
 /// gradient 4.
 fn of_ranks(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>, width: u64) -> (u64, u64) {
-    // Tensor ranks have one model together.
-    let tensor = recipe.trainer.parallel.tensor.max(1) as u64;
-    let (world, zero) = (recipe.trainer.world as u64 / tensor, recipe.trainer.zero);
+    // Ranks with different shards have one model together.
+    let parallel = recipe.trainer.parallel.config();
+    let models = (recipe.trainer.world / parallel.shards().max(1)) as u64;
     let all = product(&[width, layout.len() as u64]);
     let weights = match lora {
-        None if zero >= 3 && world > 1 => {
-            // The next layer and the current one.
+        None if recipe.trainer.zero >= 3 && recipe.trainer.world > 1 => {
+            // The next layer and the current one; every stage has some of its own.
             let gathered = gradients::units(layout, 2) / F32 * width;
-            all.saturating_add(product(&[world, gathered]))
+            all.saturating_add(product(&[models * parallel.pipeline.max(1) as u64, gathered]))
         }
-        _ => product(&[world, all]),
+        _ => product(&[models, all]),
     };
     (weights, gradients::bytes(recipe, layout, lora))
 }

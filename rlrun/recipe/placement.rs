@@ -33,6 +33,7 @@ pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
 fn check_parallel(recipe: &Recipe, checker: &mut Checker<'_>) {
     let (parallel, world) = (recipe.trainer.parallel, recipe.trainer.world);
     let (tensor, context) = ("trainer.parallel.tensor", "trainer.parallel.context");
+    let pipeline = "trainer.parallel.pipeline";
     for (path, degree) in [
         (tensor, parallel.tensor),
         (context, parallel.context),
@@ -49,7 +50,19 @@ fn check_parallel(recipe: &Recipe, checker: &mut Checker<'_>) {
             "`trainer.world` is {world}, which passes of {each} ranks (`trainer.parallel`) do not divide"
         );
         let help = format!("set `trainer.world` to {}", world.next_multiple_of(each));
-        checker.report_latest(&[tensor, context, "trainer.world"], message, &help);
+        checker.report_latest(&[tensor, context, pipeline, "trainer.world"], message, &help);
+    }
+    let on_device = recipe.trains_on().is_some();
+    for (other, given) in [("lora", recipe.lora.is_some()), ("placement.device", on_device)] {
+        if parallel.pipeline > 1 && given {
+            let message =
+                format!("stages divide the layers of a model on the processor: not with this `{other}`");
+            checker.report_latest(
+                &[pipeline, other],
+                message,
+                "set `trainer.parallel.pipeline` to 1, or remove it",
+            );
+        }
     }
     let sections = parallel.config().context.sections();
     if sections > 1 && recipe.trains_on().is_some() {

@@ -113,6 +113,7 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
         ("trainer.parallel.tensor", raw.trainer.parallel.tensor),
         ("trainer.parallel.context", raw.trainer.parallel.context),
         ("trainer.parallel.sections", raw.trainer.parallel.sections),
+        ("trainer.parallel.pipeline", raw.trainer.parallel.pipeline),
         ("trainer.parallel.expert", raw.trainer.parallel.expert),
         ("trainer.leaves", raw.trainer.leaves),
         ("placement.rollout_threads", raw.placement.rollout_threads.unwrap_or(1)),

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use model::{FrozenParameters, Layout, Parameters, ResidentParameters, ThreadPool};
+use model::{FrozenParameters, Layout, Parameters, ResidentParameters, ThreadPool, Unit};
 use trajectory::{Group, Sample};
 use weights::direct::round::PushPlan;
 
@@ -106,10 +106,10 @@ impl Follower {
         let weights = if let Some(base) = frozen {
             RankWeights::Whole(StateWeights::Quantized(Arc::new(base)))
         } else {
-            let starts: Vec<usize> = layout.units().map(|unit| layout.unit(unit).start).collect();
+            let units: Vec<Unit> = layout.units().collect();
             let mut own = Vec::new();
             receive_units(collective, &layout, |unit, values| {
-                own.extend(member.own_of(unit, starts[unit], values));
+                own.extend(member.own_of(units[unit], layout.unit(units[unit]).start, values));
             })?;
             if member.owns_weights() {
                 RankWeights::Own(own)
@@ -127,7 +127,7 @@ impl Follower {
             None => None,
             Some(updates) => {
                 let mut own: Vec<TensorState> = Vec::new();
-                for tensor in 0..member.trained().len() {
+                for tensor in 0..member.tensors() {
                     let state: TensorState = decode(&collective.broadcast_bytes(0, Vec::new())?)?;
                     own.extend(member.states_of(tensor, &state)?);
                 }

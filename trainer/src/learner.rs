@@ -34,7 +34,7 @@ use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, LearnerWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
 use crate::packing::recorded_slots;
-use crate::parallel::{ParallelConfig, RankGroups, RankPlace};
+use crate::parallel::{ParallelConfig, RankGroups};
 use crate::plan::{MicroBatch, in_order_of_leaf, leaves, plan};
 use crate::rank::{LearnerSeed, PlannedRows, Rank, StepInputs};
 use crate::rank_spans::RankPhase;
@@ -142,11 +142,12 @@ impl LearnerConfig {
         self.parallel.place(Position { rank, world: self.world }).data
     }
 
-    /// The part of the rows that rank `rank` scores under a frozen network. Tensor ranks all have all of it, so they have parts of
-    /// their own.
+    /// The part of the rows that rank `rank` scores under a frozen network. Ranks with different shards all have all of it, so they
+    /// have parts of their own.
     pub(crate) fn frozen_part(&self, rank: usize) -> Position {
-        let RankPlace { data, tensor } = self.parallel.place(Position { rank, world: self.world });
-        Position { rank: data.rank * tensor.world + tensor.rank, world: data.world * tensor.world }
+        let (data, shards) = (self.data(rank), self.parallel.shards());
+        let [shard, _] = self.parallel.shard_and_zero(rank);
+        Position { rank: data.rank * shards + shard, world: data.world * shards }
     }
 
     /// Whether a rank sums its own gradients before reduce-scatter: in ZeRO stage 1. Sections are summed for every micro-batch.
@@ -521,7 +522,7 @@ impl Learner {
             let all = self.first.during(RankPhase::Wait, || collective.all_gather_bytes(own))?;
             reports = all.iter().map(|reports| decode(reports)).collect::<Result<_, _>>()?;
         }
-        // The ranks of a pass have the same report.
+        // The first rank of a pass has its report.
         let reports: Vec<_> = reports.into_iter().step_by(self.config.parallel.of_pass()).collect();
         self.balance::<L>(grad_norm, &reports)?;
         let reports = in_order_of_leaf(reports, self.config.accumulates());

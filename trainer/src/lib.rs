@@ -48,6 +48,7 @@ pub mod outer_exchange;
 pub mod packing;
 pub mod parallel;
 mod pass;
+pub mod pipeline;
 pub mod plan;
 mod quarantine;
 mod rank;

@@ -1,8 +1,8 @@
 //! How the ranks of a learner divide the work on a model, and the collectives among some of them.
 //!
-//! World = data x context x tensor, tensor innermost: rank `(d * context + c) * tensor + t`. Tensor ranks share the weights of a
-//! pass ([`ModelShard`]), context ranks its tokens. Ranks with the same shard of the weights are the ZeRO ranks: they reduce
-//! gradients and gather weights among each other.
+//! World = data x pipeline x context x tensor, tensor innermost: rank `((d * pipeline + s) * context + c) * tensor + t`. Tensor ranks
+//! share the weights of a pass and stages its layers ([`ModelShard`]), context ranks its tokens. Ranks with the same shard of the
+//! weights are the ZeRO ranks: they reduce gradients and gather weights among each other.
 //!
 //! Expert ranks are the ZeRO ranks: each has some experts of every layer, for the tokens of all.
 //!
@@ -11,7 +11,7 @@
 use std::sync::Arc;
 
 use collective::{HostCollective, Position};
-use model::{Config, ContextExchange, ModelShard, PassRanks, Recompute};
+use model::{Config, ContextExchange, ModelShard, PassRanks, Recompute, ShardPlace};
 use serde::{Deserialize, Serialize};
 
 use crate::TrainerError;
@@ -25,6 +25,8 @@ pub struct ParallelConfig {
     pub tensor: usize,
     /// Ranks that share its tokens.
     pub context: ContextParallel,
+    /// Stages that divide its layers; each computes one micro-batch after the other.
+    pub pipeline: usize,
     /// Ranks that divide the experts of every layer: 1, or all that divide the rows and tokens of a step (data x context). A rank has
     /// neighbouring experts, which compute the tokens of all ranks; no other rank has their weights.
     pub expert: usize,
@@ -53,7 +55,7 @@ pub(crate) struct RankPlace {
     /// Which part of the rows it computes.
     pub(crate) data: Position,
     /// Which part of the weights it has.
-    pub(crate) tensor: Position,
+    pub(crate) shard: ShardPlace,
 }
 
 /// The collectives of a rank.
@@ -67,7 +69,7 @@ pub(crate) struct RankGroups {
 
 impl ParallelConfig {
     /// All ranks divide the data.
-    pub const DATA: Self = Self { tensor: 1, context: ContextParallel::NONE, expert: 1 };
+    pub const DATA: Self = Self { tensor: 1, context: ContextParallel::NONE, pipeline: 1, expert: 1 };
 
     /// Whether ranks make calls in passes.
     pub(crate) fn calls_in_passes(self) -> bool {
@@ -77,7 +79,18 @@ impl ParallelConfig {
     /// Ranks of one pass.
     #[must_use]
     pub fn of_pass(self) -> usize {
-        (self.context.degree * self.tensor).max(1)
+        (self.pipeline * self.of_stage()).max(1)
+    }
+
+    /// Ranks of one stage of a pass.
+    pub(crate) fn of_stage(self) -> usize {
+        self.context.degree * self.tensor
+    }
+
+    /// Parts of the model that ranks have.
+    #[must_use]
+    pub fn shards(self) -> usize {
+        self.pipeline * self.tensor
     }
 
     /// Ranks that divide the rows of a step, of `world` ranks.
@@ -90,8 +103,19 @@ impl ParallelConfig {
     pub(crate) fn place(self, Position { rank, world }: Position) -> RankPlace {
         RankPlace {
             data: Position { rank: rank / self.of_pass(), world: self.data(world) },
-            tensor: Position { rank: rank % self.tensor, world: self.tensor },
+            shard: ShardPlace {
+                tensor: Position { rank: rank % self.tensor, world: self.tensor },
+                stage: Position { rank: rank / self.of_stage() % self.pipeline, world: self.pipeline },
+            },
         }
+    }
+
+    /// The part of the model that `rank` has, from 0, and its number among the ranks that have the same one.
+    pub(crate) fn shard_and_zero(self, rank: usize) -> [usize; 2] {
+        let stage = rank / self.of_stage() % self.pipeline;
+        let context = rank / self.tensor % self.context.degree;
+        let zero = rank / self.of_pass() * self.context.degree + context;
+        [stage * self.tensor + rank % self.tensor, zero]
     }
 
     /// Checks that `world` ranks can be divided, and the model among them.
@@ -103,20 +127,24 @@ impl ParallelConfig {
         if each == 0 || world == 0 || !world.is_multiple_of(each) {
             let nearest = world.checked_div(each).unwrap_or(0).max(1) * each.max(1);
             let reason = format!(
-                "a world of {world} ranks is not divisible by context x tensor = {} x {}; {nearest} ranks are possible",
-                self.context.degree, self.tensor
+                "a world of {world} ranks is not divisible by pipeline x context x tensor = {} x {} x {}; {nearest} ranks are possible",
+                self.pipeline, self.context.degree, self.tensor
             );
             return Err(TrainerError::Parallel { reason });
         }
         self.shard(model, 0).map(drop)
     }
 
-    /// The part of `model` that tensor rank `rank` has.
+    /// Part number `shard` of the parts of `model` that ranks have.
     ///
     /// # Errors
     /// If the model cannot be divided.
-    pub(crate) fn shard(self, model: &Config, rank: usize) -> Result<ModelShard, TrainerError> {
-        Ok(ModelShard::new(model, Position { rank, world: self.tensor })?)
+    pub fn shard(self, model: &Config, shard: usize) -> Result<ModelShard, TrainerError> {
+        let place = ShardPlace {
+            tensor: Position { rank: shard % self.tensor, world: self.tensor },
+            stage: Position { rank: shard / self.tensor, world: self.pipeline },
+        };
+        Ok(ModelShard::at(model, place)?)
     }
 }
 
@@ -126,8 +154,8 @@ impl RankGroups {
     /// # Errors
     /// If another rank does not take part.
     pub(crate) fn new(all: Arc<dyn HostCollective>, config: ParallelConfig) -> Result<Self, TrainerError> {
-        let tensor = config.tensor;
-        let zero = if tensor == 1 { Arc::clone(&all) } else { all.split(all.rank() % tensor)?.into() };
+        let [shard, _] = config.shard_and_zero(all.rank());
+        let zero = if config.shards() == 1 { Arc::clone(&all) } else { all.split(shard)?.into() };
         Ok(Self { all, zero })
     }
 }
@@ -181,9 +209,14 @@ impl LearnerConfig {
     /// If it is not.
     pub fn check_parallel(&self, model: &Config, adapts: bool) -> Result<(), TrainerError> {
         self.parallel.check(self.world, model)?;
-        let shard = self.parallel.shard(model, 0)?;
-        self.parallel.context.check(shard.config(), self.device.is_some())?;
+        let of_tensor = ModelShard::new(model, Position { rank: 0, world: self.parallel.tensor })?;
+        self.parallel.context.check(of_tensor.config(), self.device.is_some())?;
         if let Some(reason) = self.expert_obstacle(model, adapts) {
+            return Err(TrainerError::Parallel { reason });
+        }
+        if self.parallel.pipeline > 1 && (adapts || self.device.is_some()) {
+            let what = if adapts { "under an adapter" } else { "on devices" };
+            let reason = format!("ranks do not divide the layers {what}; set trainer.parallel.pipeline = 1");
             return Err(TrainerError::Parallel { reason });
         }
         let reason = if self.parallel.tensor == 1 {
@@ -202,14 +235,14 @@ impl LearnerConfig {
 
     /// Why ranks cannot divide the experts of `model`; `None` if they can, or do not.
     fn expert_obstacle(&self, model: &Config, adapts: bool) -> Option<String> {
-        let ParallelConfig { expert, tensor, .. } = self.parallel;
+        let ParallelConfig { expert, tensor, pipeline, .. } = self.parallel;
         if expert == 1 {
             return None;
         }
+        let world = self.world / pipeline.max(1);
         let reason = if tensor > 1 {
             "ranks that share weights do not divide experts; set trainer.parallel.tensor = 1"
-        } else if expert != self.world {
-            let world = self.world;
+        } else if expert != world {
             return Some(format!(
                 "{world} ranks divide the rows and tokens of a step, and the experts are divided among {expert}; trainer.parallel.expert = {world} and 1 are possible"
             ));
@@ -236,7 +269,8 @@ mod tests {
     fn tensor_ranks_are_neighbours() {
         let config = ParallelConfig { tensor: 2, ..ParallelConfig::DATA };
         let place = |rank| config.place(Position { rank, world: 6 });
-        let places: Vec<_> = (0..6).map(|rank| (place(rank).data.rank, place(rank).tensor.rank)).collect();
+        let places: Vec<_> =
+            (0..6).map(|rank| (place(rank).data.rank, place(rank).shard.tensor.rank)).collect();
         assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]);
         assert_eq!(place(5).data.world, 3);
     }
@@ -246,8 +280,23 @@ mod tests {
         let context = ContextParallel { degree: 2, ..ContextParallel::NONE };
         let config = ParallelConfig { tensor: 2, context, ..ParallelConfig::DATA };
         let place = |rank| config.place(Position { rank, world: 8 });
-        let places: Vec<_> = (0..8).map(|rank| (place(rank).data.rank, place(rank).tensor.rank)).collect();
+        let places: Vec<_> =
+            (0..8).map(|rank| (place(rank).data.rank, place(rank).shard.tensor.rank)).collect();
         assert_eq!(places, [(0, 0), (0, 1), (0, 0), (0, 1), (1, 0), (1, 1), (1, 0), (1, 1)]);
         assert_eq!((place(7).data.world, context.sections()), (2, 2));
+    }
+
+    #[test]
+    fn stages_are_around_the_ranks_of_a_stage() {
+        let context = ContextParallel { degree: 2, ..ContextParallel::NONE };
+        let config = ParallelConfig { tensor: 2, context, pipeline: 3, ..ParallelConfig::DATA };
+        for rank in 0..24 {
+            let place = config.place(Position { rank, world: 24 });
+            let expected = ((rank / 12) * 3 + place.shard.stage.rank) * 4 + rank % 4;
+            assert_eq!((rank, place.data.rank, place.data.world), (expected, rank / 12, 2));
+            let [shard, zero] = config.shard_and_zero(rank);
+            assert_eq!(shard, place.shard.stage.rank * 2 + rank % 2);
+            assert_eq!(zero, place.data.rank * 2 + rank / 2 % 2);
+        }
     }
 }

@@ -5,8 +5,8 @@
 //! experts of this rank compute the tokens of others.
 
 use model::{
-    Config, Decoder, FrozenParameters, GradientSink, LayerSource, Layout, LowRank, Parameters, PassRanks,
-    Prediction, Recompute, SampleSlopes, ThreadPool, TrainedTargets, Unit,
+    Config, Decoder, FrozenParameters, GradientSink, LayerSource, Layout, LowRank, Parameters, PassLayers,
+    PassRanks, Prediction, Recompute, SampleSlopes, ThreadPool, TrainedTargets, Unit,
 };
 use std::sync::Arc;
 
@@ -83,7 +83,6 @@ impl<'a> Pass<'a> {
         match self {
             Self::Whole(decoder) => decoder.train(pack, trained, slopes, sink, pool)?,
             Self::Gathered(decoder, source) => {
-                source.backward = false;
                 decoder.train_through(source, pack, trained, slopes, sink, pool)?;
             }
             Self::Device(pass) => {
@@ -106,7 +105,6 @@ impl<'a> Pass<'a> {
         Ok(match self {
             Self::Whole(decoder) => decoder.score(pack, positions, targets, pool)?,
             Self::Gathered(decoder, source) => {
-                source.backward = false;
                 decoder.score_through(source, pack, positions, targets, pool)?
             }
             Self::Device(pass) => pass.score(packed)?,
@@ -121,8 +119,23 @@ impl<'a> Pass<'a> {
         self.skip_layers()
     }
 
+    /// The decoder of a stage of a pipeline, and where its layers come from.
+    ///
+    /// # Errors
+    /// If the network is on a device.
+    pub(crate) fn stage(&mut self) -> Result<(&Decoder, PassLayers<'_>), TrainerError> {
+        match self {
+            Self::Whole(decoder) => Ok((decoder, PassLayers::Own)),
+            Self::Gathered(decoder, source) => Ok((decoder, PassLayers::Source(source))),
+            Self::Device(_) => {
+                let reason = "ranks do not divide the layers on devices; set trainer.parallel.pipeline = 1";
+                Err(TrainerError::Parallel { reason: reason.to_owned() })
+            }
+        }
+    }
+
     /// Whether ranks divide the experts of the network.
-    fn divides_experts(&self) -> bool {
+    pub(crate) fn divides_experts(&self) -> bool {
         match self {
             Self::Whole(decoder) | Self::Gathered(decoder, _) => decoder.divides_experts(),
             Self::Device(_) => false,

@@ -20,10 +20,11 @@
 //! - `on_device`: a single rank that updates its weights on a device, and passes on a device for the others; `group`: ranks of
 //!   a device group
 //! - `balance`: the update of routers; `membership`: a rank among several; `passes`: the ranks that share its passes; `step`: the passes
-//!   of a step; `trained_values`: new ones from outside of the optimizer; `memory`: bytes, and leaving a device
+//!   of a step; `stages`: those of a rank with some of the layers, and `links` to its neighbours; `trained_values`: new ones from outside of the optimizer; `memory`: bytes, and leaving a device
 
 mod balance;
 mod group;
+mod links;
 mod membership;
 mod memory;
 mod on_device;
@@ -32,6 +33,7 @@ mod replicated;
 mod seed;
 mod sharded;
 mod single;
+mod stages;
 mod step;
 mod trained_values;
 mod whole;
@@ -69,7 +71,7 @@ use crate::learner::{LearnerConfig, LearnerStep, OwnedValues, RowLoss};
 use crate::lora::Adapter;
 use crate::on_device::{ByDtype, LearnerWeights, NetworkWeights, by_dtype};
 use crate::optimizer::{Optimizer, TensorState};
-use crate::packing::{pack, recorded_slots};
+use crate::packing::pack;
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
 use crate::rank_spans::{RankClock, RankPhase, RankSpan};
@@ -240,11 +242,6 @@ impl Rank {
         self.membership().map_or(0, |membership| membership.number)
     }
 
-    /// Which part of the rows it computes.
-    fn data(&self) -> Position {
-        self.membership().map_or(Position { rank: 0, world: 1 }, |membership| membership.place.data)
-    }
-
     /// The parts of tensors whose optimizer state this rank has; `None` for whole tensors.
     pub(crate) fn fragments(&self) -> Option<&[Fragment]> {
         self.membership().map(RankMembership::fragments)
@@ -287,14 +284,14 @@ impl Rank {
         let states: Vec<Vec<TensorState>> =
             all.iter().map(|bytes| decode(bytes)).collect::<Result<_, _>>()?;
         let parallel = self.base.config.parallel;
-        let shard = |rank| parallel.shard(&membership.model, rank);
-        let shards = (0..parallel.tensor).map(shard).collect::<Result<Vec<_>, _>>()?;
+        let shard = |shard| parallel.shard(&membership.model, shard);
+        let shards = (0..parallel.shards()).map(shard).collect::<Result<Vec<_>, _>>()?;
         let zero = |shard: &ModelShard| membership.shards_of(shard.layout(), &self.base.config.optimizer);
         let of_shards: Vec<Shards> = shards.iter().filter(|_| self.shard().is_some()).map(zero).collect();
         let ranks = states.iter().enumerate().map(|(rank, states)| {
-            let (zero, tensor) = (rank / parallel.tensor, rank % parallel.tensor);
-            let trained = of_shards.get(tensor).unwrap_or(&membership.trained);
-            (trained.fragments(zero), &states[..], self.shard().map(|_| &shards[tensor]))
+            let [shard, zero] = parallel.shard_and_zero(rank);
+            let trained = of_shards.get(shard).unwrap_or(&membership.trained);
+            (trained.fragments(zero), &states[..], self.shard().map(|_| &shards[shard]))
         });
         Optimizer::join(self.base.config.optimizer, self.base.optimizer.updates(), self.trained(), ranks)
     }
@@ -376,7 +373,7 @@ impl Rank {
             RankKind::Group(rank) => Pass::Device(by_dtype!(&**rank, rank => rank.scoring()?)),
             RankKind::Sharded(rank) => return rank.score(&self.base, task, pool),
         };
-        score_with(&mut pass, self.data().rank, task, recorded_slots(&self.base.model), pool)
+        self.base.score(&mut pass, self.membership(), task, pool)
     }
 
     /// Predictions of this rank's rows under another network.
@@ -490,12 +487,17 @@ fn score_with(
             continue;
         };
         let packed = pack(batch.rows.iter().map(|row| task.rows[*row]), slots);
-        let all = pass.score(&packed, pool)?;
-        let mut from = 0;
-        for (row, trained) in batch.rows.iter().zip(&packed.trained) {
-            scored.push((*row, all[from..from + trained].to_vec()));
-            from += trained;
-        }
+        add_scored(batch, &packed.trained, &pass.score(&packed, pool)?, &mut scored);
     }
     Ok(scored)
+}
+
+/// Adds the `predictions` of a micro-batch, whose rows have `trained [rows]` each.
+fn add_scored(batch: &MicroBatch, trained: &[usize], predictions: &[Prediction], scored: &mut ScoredRows) {
+    let mut rest = predictions;
+    for (row, trained) in batch.rows.iter().zip(trained) {
+        let (own, others) = rest.split_at(*trained);
+        scored.push((*row, own.to_vec()));
+        rest = others;
+    }
 }

@@ -10,6 +10,8 @@ mod learner;
 mod lora;
 #[cfg(feature = "emulator")]
 mod on_device;
+mod pipeline;
+mod recording;
 mod router_correction;
 mod sharded;
 mod shared_buffer;

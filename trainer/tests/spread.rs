@@ -1,14 +1,13 @@
 //! Ranks that are processes give the same bits as ranks of one process. Threads that share only a collective stand for
 //! processes.
 
-use std::ops::Range;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, OnStale, Producer};
-use collective::{Collective, CollectiveError, HostCollective, Position, threads};
+use collective::{HostCollective, threads};
 use model::{Config, Head, ModelDirectory, Parameters, Placement, ResidentParameters, ThreadPool, Unit};
 use trainer::algorithm::Algorithm;
 use trainer::checkpoint::{CheckpointWriterConfig, Retention};
@@ -25,6 +24,7 @@ use trainer::{
 };
 use trajectory::{Group, PolicyVersion};
 
+use crate::recording::Recording;
 use crate::router_correction::{BALANCED, with_experts};
 use crate::{LEARNER, SPLIT, config, group, groups, samples, with_optimizer};
 
@@ -314,95 +314,6 @@ fn a_lost_follower_ends_the_step_with_its_number() {
     assert!(error.to_string().contains("rank 2 is gone"), "{error}");
 }
 
-/// A call of a rank: its name, the number of values, and the thread.
-type CollectiveArguments = (&'static str, usize, String);
-
-/// Records the calls of a rank.
-#[derive(Debug)]
-struct Recording {
-    inner: threads::Threads,
-    log: Arc<Mutex<Vec<CollectiveArguments>>>,
-}
-
-impl Recording {
-    fn note(&self, call: &'static str, len: usize) {
-        let thread = std::thread::current().name().unwrap_or_default().to_owned();
-        self.log.lock().unwrap().push((call, len, thread));
-    }
-}
-
-impl Collective for Recording {
-    fn position(&self) -> Position {
-        self.inner.position()
-    }
-
-    fn all_reduce(&self, values: &mut [f32]) -> Result<(), CollectiveError> {
-        self.inner.all_reduce(values)
-    }
-
-    fn reduce_scatter(
-        &self,
-        values: &[f32],
-        shards: &[Range<usize>],
-        own: &mut [f32],
-    ) -> Result<(), CollectiveError> {
-        self.note("reduce", values.len());
-        self.inner.reduce_scatter(values, shards, own)
-    }
-
-    fn all_gather(
-        &self,
-        own: &[f32],
-        shards: &[Range<usize>],
-        all: &mut [f32],
-    ) -> Result<(), CollectiveError> {
-        self.note("gather", all.len());
-        self.inner.all_gather(own, shards, all)
-    }
-
-    fn broadcast(&self, root: usize, values: &mut [f32]) -> Result<(), CollectiveError> {
-        self.inner.broadcast(root, values)
-    }
-
-    fn all_to_all(
-        &self,
-        values: &[f32],
-        sends: &[Range<usize>],
-        received: &mut [f32],
-        receives: &[Range<usize>],
-    ) -> Result<(), CollectiveError> {
-        self.inner.all_to_all(values, sends, received, receives)
-    }
-
-    fn barrier(&self) -> Result<(), CollectiveError> {
-        self.inner.barrier()
-    }
-}
-
-impl HostCollective for Recording {
-    fn gather(
-        &self,
-        root: usize,
-        own: &[f32],
-        shards: &[Range<usize>],
-        all: Option<&mut [f32]>,
-    ) -> Result<(), CollectiveError> {
-        self.inner.gather(root, own, shards, all)
-    }
-
-    fn broadcast_bytes(&self, root: usize, bytes: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
-        self.inner.broadcast_bytes(root, bytes)
-    }
-
-    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        self.inner.all_gather_bytes(bytes)
-    }
-
-    fn split(&self, color: usize) -> Result<Box<dyn HostCollective>, CollectiveError> {
-        self.inner.split(color)
-    }
-}
-
 /// Reduce-scatter runs on the communication thread: that of the last unit starts before the backward pass has the weights of
 /// the first layer. One layer is gathered ahead, and none twice in a row.
 #[test]
@@ -419,7 +330,7 @@ fn reduce_scatter_starts_before_the_backward_pass_ends() {
     let log = Arc::new(Mutex::new(Vec::new()));
     let follower = ranks.pop().unwrap();
     let follower = std::thread::spawn(move || follow(Arc::new(follower), Arc::new(ThreadPool::single())));
-    let leader = Leader::new(Arc::new(Recording { inner: ranks.pop().unwrap(), log: Arc::clone(&log) }));
+    let leader = Leader::new(Arc::new(Recording::new(ranks.pop().unwrap(), &log)));
     let settings = LearnerConfig { zero: 3, leaves: 2, microbatch_tokens: 100_000, ..LEARNER };
     let mut learner = leader.learner(settings, config, parameters, None, None).unwrap();
     imitate(&mut learner, &rows, 1e-3).unwrap();

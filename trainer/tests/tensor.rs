@@ -167,7 +167,10 @@ fn what_is_not_possible_is_named() {
         assert!(error.contains(expected), "{error}");
     };
     let three = LearnerConfig { world: 3, ..settings(2, 1, 1) };
-    refused(three, "a world of 3 ranks is not divisible by context x tensor = 1 x 2; 2 ranks are possible");
+    refused(
+        three,
+        "a world of 3 ranks is not divisible by pipeline x context x tensor = 1 x 1 x 2; 2 ranks are possible",
+    );
     refused(settings(8, 1, 1), "4 key-value heads are not divisible by 8; 4 divides everything");
     refused(LearnerConfig { world: 1, ..settings(2, 1, 1) }, "2 ranks are possible");
     for kind in [OptimizerKind::Muon, OptimizerKind::Dion, OptimizerKind::Adamw8bit] {

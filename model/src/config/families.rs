@@ -287,7 +287,7 @@ impl Architecture {
     pub fn class_name(self, head: Head) -> String {
         let family = self.family();
         match head {
-            Head::Language | Head::LanguageAndValue => format!("{}ForCausalLM", family.class),
+            Head::Language | Head::LanguageAndValue | Head::None => format!("{}ForCausalLM", family.class),
             Head::Value => format!("{}ForSequenceClassification", family.classifier),
         }
     }

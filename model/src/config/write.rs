@@ -162,7 +162,7 @@ impl Config {
     pub(crate) fn write_head(&self, map: &mut Map<String, Value>) {
         map.insert("architectures".to_owned(), json!([self.architecture.class_name(self.head)]));
         match self.head {
-            Head::Language => {}
+            Head::Language | Head::None => {}
             // Our own key: transformers has no class for it and reads the language model.
             Head::LanguageAndValue => drop(map.insert("value_head".to_owned(), json!(true))),
             Head::Value => {

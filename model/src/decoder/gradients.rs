@@ -72,7 +72,10 @@ pub trait LayerSource {
     /// If the values are not available.
     fn layer(&mut self, index: usize) -> Result<Arc<Vec<f32>>>;
 
-    /// The layers are asked for in descending order from now on: a forward has become a backward.
+    /// The layers are asked for in ascending order from now on: a forward begins.
+    fn begin(&mut self) {}
+
+    /// The layers are asked for in descending order from now on: a backward begins.
     fn reverse(&mut self) {}
 }
 

@@ -8,17 +8,20 @@
 //! - `block`: one layer, forward and backward; `mixer`: its attention or recurrence; `feed_forward`: its feed-forward network, which may be
 //!   experts; `shared_experts`: those that ranks divide
 //! - `pack`: sequences one after the other
-//! - `train`: forward and backward; `sections`: the same of sections of the tokens, on one rank or among several
+//! - `train`: the walk over the layers, forward and backward; `ends`: embedding and head; `parts`: passes in parts for the threads;
+//!   `sections`: the same of sections of the tokens, on one rank or among several
 //! - `gradients`: gradient sinks and layer sources; with low-rank factors gradients are those of the factors
 //! - `cache`: the paged cache; `states`: its recurrent states; `decode`: the decode step
 
 mod block;
 mod cache;
 mod decode;
+mod ends;
 mod feed_forward;
 mod gradients;
 mod mixer;
 mod pack;
+mod parts;
 mod sections;
 mod shared_experts;
 mod states;
@@ -47,7 +50,7 @@ pub use decode::StepSequence;
 pub use gradients::{GradientSink, Gradients, LayerSource, RoutedTokens};
 pub use pack::{Pack, PackError};
 pub(crate) use states::StatePlace;
-pub use train::Recompute;
+pub use train::{PackPass, PassLayers, Recompute};
 
 /// Quantization of a sampler's weights.
 ///
@@ -421,7 +424,7 @@ impl Decoder {
 pub(crate) fn logit_factor(config: &Config) -> f32 {
     match config.head {
         Head::Language | Head::LanguageAndValue => 1.0 / config.logits_scaling,
-        Head::Value => 1.0,
+        Head::Value | Head::None => 1.0,
     }
 }
 

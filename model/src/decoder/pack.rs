@@ -89,6 +89,18 @@ impl Pack {
         Self { experts, ..self }
     }
 
+    /// The same pack for a decoder of some layers: of the experts that are given to a token, those at `slots`, which are of these
+    /// layers.
+    #[must_use]
+    pub fn of_layers(mut self, slots: Range<usize>) -> Self {
+        let all = self.experts.len() / self.token_ids.len().max(1);
+        if all > 0 {
+            let of_token = |experts: &[u16]| experts[slots.clone()].to_vec();
+            self.experts = self.experts.chunks_exact(all).flat_map(of_token).collect();
+        }
+        self
+    }
+
     /// `[tokens, slots]` the experts that are given to the tokens; empty if none are.
     pub(crate) fn experts(&self) -> &[u16] {
         &self.experts
@@ -127,21 +139,6 @@ impl Pack {
             }
         }
         parts
-    }
-
-    /// The parts of the given lengths.
-    pub(super) fn parts_of(&self, lengths: &[usize]) -> Vec<PackPart<'_>> {
-        let (mut row, mut segment) = (0, 0);
-        lengths
-            .iter()
-            .map(|length| {
-                let rows = row..row + length;
-                let count = self.segments[segment..].partition_point(|s| s.rows.start < rows.end);
-                let segments = &self.segments[segment..segment + count];
-                (row, segment) = (rows.end, segment + count);
-                PackPart { pack: self, rows, segments }
-            })
-            .collect()
     }
 
     /// Rows of the pack that are computed apart from the mixing of tokens.

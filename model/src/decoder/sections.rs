@@ -16,7 +16,6 @@ mod exchange;
 mod mixing;
 mod rows;
 
-use std::borrow::Cow;
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
@@ -27,8 +26,9 @@ use self::mixing::SectionMixing;
 use super::block::{AttentionTrace, ReversedAttention, TransformerBlock};
 use super::mixer::MixingReverse;
 use super::pack::{Pack, PackPart};
-use super::train::{KeptLayer, LayerRoutes, LayerTrace, PartTrace, Reversing, scatter};
-use super::{Decoder, GradientSink, LayerSource, Recompute, gather};
+use super::parts::{KeptLayer, LayerRoutes, LayerTrace, PartTrace, Reversing, scatter};
+use super::train::{Keep, PassForm, Recompute};
+use super::{Decoder, GradientSink, gather};
 use crate::low_rank::carve;
 use crate::ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets};
 use crate::ops::norm::rms_norm;
@@ -37,22 +37,6 @@ use crate::{ThreadPool, Unit};
 
 /// Fewest rows of a part, so that it is worth a thread.
 const LEAST_ROWS: usize = 32;
-
-/// Where the layers of a pass come from.
-pub(super) enum PassLayers<'a> {
-    /// Those of the decoder.
-    Own,
-    Source(&'a mut dyn LayerSource),
-}
-
-impl PassLayers<'_> {
-    fn block<'d>(&mut self, decoder: &'d Decoder, index: usize) -> Result<Cow<'d, TransformerBlock>> {
-        match self {
-            Self::Own => Ok(Cow::Borrowed(&decoder.blocks[index])),
-            Self::Source(source) => decoder.block_of(*source, index).map(Cow::Owned),
-        }
-    }
-}
 
 /// The rows of all sections, and of every rank.
 struct SectionRows {
@@ -80,11 +64,9 @@ pub(super) struct SectionedPass<'a> {
 impl SectionRows {
     fn new(decoder: &Decoder, pack: &Pack) -> Self {
         let ranks = &decoder.ranks;
-        let sections = section_rows(
-            pack.segments(),
-            TokenCost::of(&decoder.config, ranks.tensor_position().world),
-            ranks.sections,
-        );
+        let config = ranks.all_layers.as_deref().unwrap_or(&decoder.config);
+        let cost = TokenCost::of(config, ranks.tensor_position().world);
+        let sections = section_rows(pack.segments(), cost, ranks.sections);
         let (rank, world) = ranks.context.as_ref().map_or((0, 1), |ranks| (ranks.rank(), ranks.world()));
         let each = sections.len() / world;
         let of = |rank: usize| sections[rank * each].start..sections[(rank + 1) * each - 1].end;
@@ -113,56 +95,8 @@ impl<'a> SectionedPass<'a> {
         self.alone.as_ref().unwrap_or(self.pool)
     }
 
-    /// Predictions of `targets [n]`, each from the hidden state at its row of `rows [n]` of the pack.
-    pub(super) fn score(
-        &self,
-        layers: &mut PassLayers<'_>,
-        rows: &[usize],
-        targets: &[Target<'_>],
-    ) -> Result<Vec<Prediction>> {
-        let mut traces = self.begin()?;
-        for index in 0..self.decoder.config.num_layers() {
-            self.advance(&*layers.block(self.decoder, index)?, &mut traces, false)?;
-        }
-        let mut own = Vec::new();
-        for (section, of_section) in self.targets(rows).into_iter().enumerate() {
-            let picked = self.picked(&traces, section, rows, &of_section)?;
-            own.extend(self.predict(&picked, &pick(targets, &of_section))?);
-        }
-        self.gather_predictions(&own, rows)
-    }
-
-    /// See [`Decoder::train`].
-    pub(super) fn train(
-        &self,
-        layers: &mut PassLayers<'_>,
-        trained: TrainedTargets<'_>,
-        slopes: &mut SampleSlopes<'_>,
-        gradients: &mut dyn GradientSink,
-    ) -> Result<()> {
-        assert_eq!(trained.rows.len(), trained.targets.len(), "one row per target");
-        let mut traces = self.begin()?;
-        let keep = self.decoder.recompute == Recompute::None;
-        for index in 0..self.decoder.config.num_layers() {
-            self.advance(&*layers.block(self.decoder, index)?, &mut traces, keep)?;
-        }
-        let mut d = self.reverse_head(&traces, trained, slopes, gradients)?;
-        if let PassLayers::Source(source) = layers {
-            source.reverse();
-        }
-        for index in (0..self.decoder.config.num_layers()).rev() {
-            let block = layers.block(self.decoder, index)?;
-            d = self.reverse_layer(index, &block, &mut traces, d, gradients)?;
-        }
-        self.reverse_embedding(&d, gradients)
-    }
-
-    fn begin(&self) -> Result<Vec<PartTrace>> {
-        self.threads().map(self.parts.iter().collect(), |part| self.decoder.begin(part)).into_iter().collect()
-    }
-
     /// Runs the next layer of all parts.
-    fn advance(&self, block: &TransformerBlock, traces: &mut [PartTrace], keep: bool) -> Result<()> {
+    fn advance_layer(&self, block: &TransformerBlock, traces: &mut [PartTrace], keep: Keep) -> Result<()> {
         let inputs: Vec<Tensor> = traces.iter().map(|trace| trace.output.clone()).collect();
         let attention = self.attention(block, &inputs, traces)?;
         let finish = |(((part, trace), input), attention): (_, AttentionTrace)| {
@@ -170,8 +104,8 @@ impl<'a> SectionedPass<'a> {
             let alone = ThreadPool::single();
             let feed_forward = block.begin_feed_forward(&attention.middle, part.given(), &alone)?;
             trace.output = block.finish_feed_forward(&attention.middle, &feed_forward, &alone)?;
-            let kept = keep.then_some(KeptLayer { attention, feed_forward });
-            trace.layers.push(LayerTrace { input, kept });
+            let kept = (keep == Keep::Activations).then_some(KeptLayer { attention, feed_forward });
+            trace.layers.extend((keep != Keep::Nothing).then_some(LayerTrace { input, kept }));
             Ok(())
         };
         let parts = self.parts.iter().zip(traces).zip(inputs).zip(attention).collect();
@@ -227,22 +161,21 @@ impl<'a> SectionedPass<'a> {
         (0..self.of_sections.len()).map(|section| inside(self.section(section))).collect()
     }
 
-    /// `[targets, d]` residual stream after the last layer that `targets` of a section are predicted from.
+    /// `[targets, d]` residual stream that `targets` of a section are predicted from, of that of all parts, `outputs`.
     fn picked(
         &self,
-        traces: &[PartTrace],
+        outputs: &[&Tensor],
         section: usize,
         rows: &[usize],
         targets: &[usize],
     ) -> Result<Tensor> {
         let first = self.section(section).start;
-        let outputs: Vec<&Tensor> =
-            traces[self.of_sections[section].clone()].iter().map(|trace| &trace.output).collect();
-        gather(&outputs, &targets.iter().map(|at| rows[*at] - first).collect::<Vec<_>>())
+        let rows: Vec<usize> = targets.iter().map(|at| rows[*at] - first).collect();
+        gather(&outputs[self.of_sections[section].clone()], &rows)
     }
 
     /// Predictions from the residual stream `picked [targets, d]`.
-    fn predict(&self, picked: &Tensor, targets: &[Target<'_>]) -> Result<Vec<Prediction>> {
+    fn predict_picked(&self, picked: &Tensor, targets: &[Target<'_>]) -> Result<Vec<Prediction>> {
         if targets.is_empty() {
             return Ok(Vec::new());
         }
@@ -275,11 +208,72 @@ impl<'a> SectionedPass<'a> {
         Ok(predictions)
     }
 
-    /// Forward and backward of the final norm and the head. Returns the gradient of the residual stream for each part. With several
-    /// sections of this rank their logits are computed twice: before and after the derivatives are known.
+    /// Takes the activations of all parts in a layer; those of the attention half are computed again if they were not kept. `d` are the
+    /// gradients of its output.
+    fn begin_reversing<'t>(
+        &'t self,
+        block: &TransformerBlock,
+        traces: &'t mut [PartTrace],
+        d: Vec<Tensor>,
+    ) -> Result<Vec<Reversing<'t>>> {
+        let (mut inputs, mut kept) = (Vec::new(), Vec::new());
+        for trace in &mut *traces {
+            let Some(LayerTrace { input, kept: of_part }) = trace.layers.pop() else {
+                candle_core::bail!("a layer has no activations: the trace is of another decoder or pack")
+            };
+            inputs.push(input);
+            kept.extend(of_part);
+        }
+        let halves: Vec<_> = if self.decoder.recompute == Recompute::None {
+            kept.into_iter().map(|kept| (kept.attention, Some(kept.feed_forward))).collect()
+        } else {
+            self.attention(block, &inputs, traces)?.into_iter().map(|attention| (attention, None)).collect()
+        };
+        let of_parts = self.parts.iter().zip(&*traces).zip(inputs).zip(halves.into_iter().zip(d));
+        let reversing = of_parts.map(|(((part, trace), input), ((attention, feed_forward), g))| Reversing {
+            part,
+            angles: &trace.angles,
+            input,
+            attention,
+            feed_forward,
+            g,
+        });
+        Ok(reversing.collect())
+    }
+}
+
+impl PassForm for SectionedPass<'_> {
+    fn parts(&self) -> &[PackPart<'_>] {
+        &self.parts
+    }
+
+    fn begin(&self, inputs: Vec<Option<Tensor>>) -> Result<Vec<PartTrace>> {
+        let parts = self.parts.iter().zip(inputs).collect();
+        self.threads().map(parts, |(part, input)| self.decoder.begin(part, input)).into_iter().collect()
+    }
+
+    fn advance(&self, blocks: &[TransformerBlock], traces: &mut [PartTrace], keep: Keep) -> Result<()> {
+        blocks.iter().try_for_each(|block| self.advance_layer(block, traces, keep))
+    }
+
+    fn predict(
+        &self,
+        outputs: &[&Tensor],
+        rows: &[usize],
+        targets: &[Target<'_>],
+    ) -> Result<Vec<Prediction>> {
+        let mut own = Vec::new();
+        for (section, of_section) in self.targets(rows).into_iter().enumerate() {
+            let picked = self.picked(outputs, section, rows, &of_section)?;
+            own.extend(self.predict_picked(&picked, &pick(targets, &of_section))?);
+        }
+        self.gather_predictions(&own, rows)
+    }
+
+    /// With several sections of this rank their logits are computed twice: before and after the derivatives are known.
     fn reverse_head(
         &self,
-        traces: &[PartTrace],
+        outputs: &[&Tensor],
         trained: TrainedTargets<'_>,
         slopes: &mut SampleSlopes<'_>,
         gradients: &mut dyn GradientSink,
@@ -293,14 +287,14 @@ impl<'a> SectionedPass<'a> {
         let picked: Vec<Tensor> = of_sections
             .iter()
             .enumerate()
-            .map(|(section, of_section)| self.picked(traces, section, rows, of_section))
+            .map(|(section, of_section)| self.picked(outputs, section, rows, of_section))
             .collect::<Result<_>>()?;
         let mut known = match &of_sections[..] {
             [only] if !only.is_empty() => None,
             _ => {
                 let mut own = Vec::new();
                 for (picked, of_section) in picked.iter().zip(&of_sections) {
-                    own.extend(self.predict(picked, &pick(targets, of_section))?);
+                    own.extend(self.predict_picked(picked, &pick(targets, of_section))?);
                 }
                 Some(slopes(&own)?.into_iter())
             }
@@ -335,7 +329,6 @@ impl<'a> SectionedPass<'a> {
         Ok(d)
     }
 
-    /// Backward of one layer. Frees its activations, and turns the gradient of its output into that of its input, for each part.
     fn reverse_layer(
         &self,
         index: usize,
@@ -391,40 +384,6 @@ impl<'a> SectionedPass<'a> {
         Ok(d)
     }
 
-    /// Takes the activations of all parts in a layer; those of the attention half are computed again if they were not kept. `d` are the
-    /// gradients of its output.
-    fn begin_reversing<'t>(
-        &'t self,
-        block: &TransformerBlock,
-        traces: &'t mut [PartTrace],
-        d: Vec<Tensor>,
-    ) -> Result<Vec<Reversing<'t>>> {
-        let (mut inputs, mut kept) = (Vec::new(), Vec::new());
-        for trace in &mut *traces {
-            let Some(LayerTrace { input, kept: of_part }) = trace.layers.pop() else {
-                candle_core::bail!("a layer has no activations: the trace is of another decoder or pack")
-            };
-            inputs.push(input);
-            kept.extend(of_part);
-        }
-        let halves: Vec<_> = if self.decoder.recompute == Recompute::None {
-            kept.into_iter().map(|kept| (kept.attention, Some(kept.feed_forward))).collect()
-        } else {
-            self.attention(block, &inputs, traces)?.into_iter().map(|attention| (attention, None)).collect()
-        };
-        let of_parts = self.parts.iter().zip(&*traces).zip(inputs).zip(halves.into_iter().zip(d));
-        let reversing = of_parts.map(|(((part, trace), input), ((attention, feed_forward), g))| Reversing {
-            part,
-            angles: &trace.angles,
-            input,
-            attention,
-            feed_forward,
-            g,
-        });
-        Ok(reversing.collect())
-    }
-
-    /// Backward of the embedding lookup for the gradients `d`, `[T, d]` of each part.
     fn reverse_embedding(&self, d: &[Tensor], gradients: &mut dyn GradientSink) -> Result<()> {
         let table = 0..self.decoder.layout.unit(Unit::Embedding).len();
         for (section, of_section) in self.of_sections.iter().enumerate() {

@@ -71,10 +71,10 @@ fn projected(lora: &LoraConfig, layout: &Layout) -> u64 {
 /// Bytes of the gradients of all ranks of a trainer of this `layout`; with an adapter, of its factors. A device forms those of
 /// experts whole, one operand at a time.
 pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>) -> u64 {
-    // Tensor ranks have the gradients of one model together.
+    // Ranks with different shards have the gradients of one model together; each has layers on their way.
     let parallel = recipe.trainer.parallel.config();
-    let tensor = parallel.tensor.max(1);
-    let (world, zero) = ((recipe.trainer.world / tensor) as u64, recipe.trainer.zero);
+    let (models, zero) = ((recipe.trainer.world / parallel.shards().max(1)) as u64, recipe.trainer.zero);
+    let world = models * parallel.pipeline.max(1) as u64;
     let on_device = recipe.devices().trains();
     let weights = TrainedValues::weights(layout);
     let trained = lora.map_or(weights, |lora| TrainedValues::factors(lora, layout));
@@ -110,7 +110,7 @@ pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>)
         return sums.saturating_add(units).saturating_add(scratch);
     }
     let waiting = product(&[all, u64::from(slots.max(1).ilog2())]);
-    all.saturating_add(product(&[world, all.saturating_add(waiting)])).saturating_add(scratch)
+    all.saturating_add(product(&[models, all.saturating_add(waiting)])).saturating_add(scratch)
 }
 
 /// Bytes of the weights of both ends of the model and of some layers.

@@ -175,7 +175,12 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
         "trainer.parallel.context",
         "",
     ),
-    ("ep expert_model_parallel_size expert_parallel_size", "trainer.parallel.expert", "1, or all ranks"),
+    ("pipeline_model_parallel_size pp pp_size pipeline_parallel_size", "trainer.parallel.pipeline", ""),
+    (
+        "ep expert_model_parallel_size expert_parallel_size",
+        "trainer.parallel.expert",
+        "1, or all ranks of a stage",
+    ),
     ("cp_style", "trainer.parallel.exchange", "`heads` is Ulysses, `keys` gathers keys and values"),
     ("num_infer_gpus rollout_num_gpus vllm_num_engines", "placement.rollout_workers", ""),
     ("zero_stage", "trainer.zero", ""),
@@ -283,9 +288,9 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
         "rlrun samples by itself: `placement.policy` says whether sampler and trainer take turns",
     ),
     (
-        "tensor_parallel_size vllm_tensor_parallel_size pipeline_model_parallel_size",
+        "tensor_parallel_size vllm_tensor_parallel_size",
         "",
-        "a sampler is not split by tensors, and no model by layers; `trainer.zero` and `trainer.parallel.tensor` split what \
+        "a sampler is not split by tensors; `trainer.zero` and `trainer.parallel.tensor` split what \
          training keeps in memory",
     ),
     (

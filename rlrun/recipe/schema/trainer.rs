@@ -162,7 +162,14 @@ pub struct ParallelSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub exchange: Option<ContextExchange>,
-    /// Ranks that divide the experts of every layer (expert parallel): 1, or all ranks of the trainer. Each has neighbouring experts,
+    /// Stages that divide the layers (pipeline parallel, 1F1B, arXiv 2006.09503), neighbouring layers of about the same cost each; the
+    /// first also has the embedding and the head. Micro-batches pass through them one after the other: with fewer micro-batches than
+    /// stages in a rank's part of an update most stages are idle. At most the number of layers; needs the processor and no LoRA. It
+    /// changes no bit; of a model whose head is its embedding only with `trainer.zero` 2 or 3. Megatron-LM
+    /// `pipeline_model_parallel_size`.
+    // resume = changes, worker = run
+    pub pipeline: usize,
+    /// Ranks that divide the experts of every layer (expert parallel): 1, or all ranks of a stage. Each has neighbouring experts,
     /// which compute the tokens of all ranks; rows go to the ranks of their experts and results come back. Needs `trainer.zero = 3`,
     /// `tensor = 1`, the processor, no LoRA, and `recompute` none or block. It changes no bit. prime-rl `ep`, Megatron-LM
     /// `expert_model_parallel_size`.
@@ -172,7 +179,7 @@ pub struct ParallelSection {
 
 impl Default for ParallelSection {
     fn default() -> Self {
-        Self { tensor: 1, context: 1, sections: 1, exchange: None, expert: 1 }
+        Self { tensor: 1, context: 1, sections: 1, exchange: None, pipeline: 1, expert: 1 }
     }
 }
 
@@ -182,6 +189,6 @@ impl ParallelSection {
     pub fn config(self) -> ParallelConfig {
         let context =
             ContextParallel { degree: self.context, sections: self.sections, exchange: self.exchange };
-        ParallelConfig { tensor: self.tensor, context, expert: self.expert }
+        ParallelConfig { tensor: self.tensor, context, pipeline: self.pipeline, expert: self.expert }
     }
 }

@@ -60,14 +60,17 @@ impl Learner {
         }
         let mut loads = ExpertLoads::default();
         reports.iter().flatten().filter_map(L::loads).for_each(|of_leaf| loads.merge(of_leaf));
-        let steps = RouterStep::all(self.first.own_layout(), &loads, rate);
-        self.ranks_mut().try_for_each(|rank| rank.correct(&steps))
+        self.ranks_mut().try_for_each(|rank| {
+            let first = rank.shard().map_or(0, |shard| shard.layers().start);
+            let steps = RouterStep::all(rank.own_layout(), loads.of_layers().skip(first), rate);
+            rank.correct(&steps)
+        })
     }
 }
 
 impl RouterStep {
-    /// The steps of the layers whose experts had tokens.
-    fn all(layout: &Layout, loads: &ExpertLoads, rate: f32) -> Vec<Self> {
+    /// The steps of the layers of `layout` whose experts had tokens: `[experts]` of each layer in `loads`.
+    fn all<'a>(layout: &Layout, loads: impl Iterator<Item = &'a [u64]>, rate: f32) -> Vec<Self> {
         let of_layer = |(index, of_expert): (usize, &[u64])| {
             let place = layout.router_correction(index);
             let (total, count) = (of_expert.iter().sum::<u64>(), of_expert.len() as u64);
@@ -79,7 +82,7 @@ impl RouterStep {
             let is_of_router = count > 0 && place.len() == of_expert.len();
             is_of_router.then(|| Self { place, of_expert: of_expert.iter().map(step).collect() })
         };
-        loads.of_layers().enumerate().filter_map(of_layer).collect()
+        loads.take(layout.layers().len()).enumerate().filter_map(of_layer).collect()
     }
 
     /// The correction among the flat parameters.
@@ -120,7 +123,7 @@ mod tests {
             ..RoutedTokens::default()
         };
         loads.add(&[RoutedTokens::default(), tokens([1, 4, 2, 1])]);
-        let steps = RouterStep::all(&layout, &loads, 0.5);
+        let steps = RouterStep::all(&layout, loads.of_layers(), 0.5);
         let place = layout.router_correction(1);
         assert_eq!(steps, [RouterStep { place: place.clone(), of_expert: vec![0.5, -0.5, 0.0, 0.5] }]);
         // A part of the values: the last of the layer before, and the first two experts.

@@ -85,6 +85,8 @@ pub struct ScaledGradients<'a> {
 pub(crate) struct OwnedFragment<'a> {
     /// Index of the tensor.
     pub(crate) tensor: usize,
+    /// Index of the tensor in the whole model, which its rounding is drawn from.
+    pub(crate) number: usize,
     /// Index of the first value in its tensor.
     pub(crate) offset: usize,
     pub(crate) values: &'a mut [f32],
@@ -173,12 +175,11 @@ impl OptimizerConfig {
         }
     }
 
-    /// Initial state of a fragment.
-    pub(crate) fn state_of(&self, fragment: &Fragment, spec: &ParameterSpec) -> TensorState {
-        let Fragment { tensor, within } = fragment;
+    /// Initial state of the values `within` of a tensor, which is tensor `index` of the whole model.
+    pub(crate) fn state_of(&self, within: &Range<usize>, index: usize, spec: &ParameterSpec) -> TensorState {
         let len = within.len();
         match (self.kind, hidden_matrix(spec)) {
-            (OptimizerKind::Muon | OptimizerKind::Dion, Some(_)) => self.state(*tensor, spec),
+            (OptimizerKind::Muon | OptimizerKind::Dion, Some(_)) => self.state(index, spec),
             // The size of the whole tensor decides whether its moments are 8-bit.
             (OptimizerKind::Adamw8bit, _) if spec.len() >= MIN_CODED => {
                 TensorState::Moments(Moments::coded(len))
@@ -282,7 +283,7 @@ impl Optimizer {
         let owned = specs.iter().enumerate().map(|(tensor, spec)| {
             let (values, after) = std::mem::take(&mut rest).split_at_mut(spec.len());
             rest = after;
-            OwnedFragment { tensor, offset: 0, values, gradients: &gradients[spec.range()] }
+            OwnedFragment { tensor, number: tensor, offset: 0, values, gradients: &gradients[spec.range()] }
         });
         self.update_owned(specs, owned.collect(), scale, learning_rate, pool);
     }
@@ -307,7 +308,7 @@ impl Optimizer {
         let OptimizerConfig { momentum, weight_decay, .. } = self.config;
         let matrix_factors = MatrixFactors { gradient: scale, momentum, learning_rate, weight_decay };
         let (mut matrices, mut chunks) = (Vec::new(), Vec::new());
-        for (OwnedFragment { tensor, offset, values, gradients }, state) in
+        for (OwnedFragment { tensor, number, offset, values, gradients }, state) in
             owned.into_iter().zip(Arc::make_mut(&mut self.states))
         {
             let spec = &specs[tensor];
@@ -317,7 +318,7 @@ impl Optimizer {
             let columns = spec.shape.last().copied().unwrap_or(1);
             match state {
                 TensorState::Moments(moments) => {
-                    let factors = adam.of(tensor as u32, spec.shape.len() > 1);
+                    let factors = adam.of(number as u32, spec.shape.len() > 1);
                     chunks.extend(moments.chunks(offset, values, gradients, factors).map(UpdateTask::Chunk));
                 }
                 TensorState::Muon(momentum) => {
@@ -357,13 +358,17 @@ impl Optimizer {
         self.states = Arc::new(states);
     }
 
-    /// Initial optimizer of a rank that owns `fragments` (ZeRO).
+    /// Initial optimizer of a rank that owns `fragments` (ZeRO) of tensors with these `specs`, which are those of a `shard` of the
+    /// model or of all of it.
     pub(crate) fn of_fragments(
         config: OptimizerConfig,
         specs: &[ParameterSpec],
         fragments: &[Fragment],
+        shard: Option<&ModelShard>,
     ) -> Self {
-        let state = |fragment: &Fragment| config.state_of(fragment, &specs[fragment.tensor]);
+        let state = |Fragment { tensor, within }: &Fragment| {
+            config.state_of(within, number_of(*tensor, shard), &specs[*tensor])
+        };
         Self { config, updates: 0, states: Arc::new(fragments.iter().map(state).collect()) }
     }
 
@@ -376,7 +381,9 @@ impl Optimizer {
         fragments: &[Fragment],
         shard: Option<&ModelShard>,
     ) -> Result<Self, TrainerError> {
-        let state = |fragment: &Fragment| self.states[fragment.tensor].part(fragment, shard, &self.config);
+        let state = |fragment: &Fragment| {
+            self.states[number_of(fragment.tensor, shard)].part(fragment, shard, &self.config)
+        };
         let states = fragments.iter().map(state).collect::<Result<_, _>>()?;
         Ok(Self { config: self.config, updates: self.updates, states: Arc::new(states) })
     }
@@ -402,10 +409,11 @@ impl Optimizer {
                 if !piece.owned {
                     continue;
                 }
-                let (start, whole) = (piece.own + within.start, specs[*tensor].offset);
+                let (start, whole) = (piece.own + within.start, specs[piece.tensor].offset);
                 for (own, of_whole) in piece.within(start..piece.own + within.end) {
                     let part = state.cut(&(own.start - start..own.end - start));
-                    states_of_all[*tensor].paste(&(of_whole.start - whole..of_whole.end - whole), &part)?;
+                    states_of_all[piece.tensor]
+                        .paste(&(of_whole.start - whole..of_whole.end - whole), &part)?;
                 }
             }
         }
@@ -502,9 +510,10 @@ impl TensorState {
     ) -> Result<Self, TrainerError> {
         let Some(shard) = shard else { return Ok(self.cut(&fragment.within)) };
         let piece = &shard.pieces()[fragment.tensor];
-        let whole = shard.whole().specs()[fragment.tensor].offset;
+        let whole = shard.whole().specs()[piece.tensor].offset;
         let start = piece.own + fragment.within.start;
-        let mut part = config.state_of(fragment, &shard.layout().specs()[fragment.tensor]);
+        let mut part =
+            config.state_of(&fragment.within, piece.tensor, &shard.layout().specs()[fragment.tensor]);
         for (own, of_whole) in piece.within(start..piece.own + fragment.within.end) {
             let from = self.cut(&(of_whole.start - whole..of_whole.end - whole));
             part.paste(&(own.start - start..own.end - start), &from)?;
@@ -530,6 +539,11 @@ impl UpdateTask<'_> {
             Self::Dion(update) => update.run(),
         }
     }
+}
+
+/// Index in the whole model of tensor `tensor` of a `shard` of it, or of all of it.
+pub(crate) fn number_of(tensor: usize, shard: Option<&ModelShard>) -> usize {
+    shard.map_or(tensor, |shard| shard.pieces()[tensor].tensor)
 }
 
 /// Rows and columns of a matrix inside the network. Embedding and head do not count: AdamW updates them.

@@ -1,14 +1,15 @@
 //! The ranks that compute the passes of a rank with it, over calls apart from those of gradients and weights: context ranks share
-//! the tokens, tensor ranks the weights. They all have the same rows, make the same passes, and get the same predictions, so their
-//! reports are the same. Ranks that divide experts have rows of their own, and make as many passes.
+//! the tokens, tensor ranks the weights, stages divide the layers. They all have the same rows and make the same passes. Ranks that
+//! divide experts have rows of their own, and make as many passes.
 //!
 //! Invariant: a rank that fails closes its calls with the other ranks of its passes at once, because its peers wait in the pass.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use collective::{Collective, HostCollective};
-use model::{Config, PassRanks, RoutedTokens, TensorRanks};
+use collective::{Collective, HostCollective, Position};
+use model::{Config, ModelShard, PassRanks, RoutedTokens, TensorRanks};
 
+use super::links::StageCalls;
 use crate::TrainerError;
 use crate::lead::{decode, encode};
 use crate::parallel::ParallelConfig;
@@ -19,6 +20,8 @@ pub(super) struct PassCollectives {
     config: ParallelConfig,
     /// Tokens of the vocabulary of the whole model.
     vocabulary: usize,
+    /// The configuration with all layers, if this rank has those of a stage.
+    all_layers: Option<Arc<Config>>,
     /// `None` for a rank alone, and after it has left.
     ranks: Mutex<Option<PassCalls>>,
 }
@@ -34,6 +37,8 @@ struct PassCalls {
     tensor: Option<Arc<dyn HostCollective>>,
     /// Of ranks that divide the experts of the network. Every one of them has all of a frozen network.
     expert: Option<Arc<dyn HostCollective>>,
+    /// Of the stages of the network. Every one of them has all of a frozen network.
+    stages: Option<StageCalls>,
 }
 
 /// Closes the calls of a rank, unless its passes end well.
@@ -42,7 +47,7 @@ struct Leaving<'a>(Option<&'a PassCollectives>);
 impl PassCollectives {
     /// A rank alone.
     pub(super) fn alone(config: ParallelConfig, model: &Config) -> Self {
-        Self { config, vocabulary: model.vocab_size, ranks: Mutex::new(None) }
+        Self { config, vocabulary: model.vocab_size, all_layers: None, ranks: Mutex::new(None) }
     }
 
     /// The collectives of the passes of this rank of `all` over `model`. All ranks make the call.
@@ -54,7 +59,7 @@ impl PassCollectives {
         model: &Config,
         all: &dyn HostCollective,
     ) -> Result<Self, TrainerError> {
-        let passes = Self::alone(config, model);
+        let mut passes = Self::alone(config, model);
         let (rank, tensor) = (all.rank(), config.tensor);
         let split = |color| all.split(color).map(Arc::from);
         let mut calls = PassCalls::default();
@@ -62,11 +67,16 @@ impl PassCollectives {
             calls.tensor = Some(split(rank / tensor)?);
         }
         if config.context.degree > 1 {
-            let color = rank / config.of_pass() * tensor + rank % tensor;
+            let color = rank / config.of_stage() * tensor + rank % tensor;
             (calls.context, calls.frozen) = (Some(split(color)?), Some(split(color)?));
         }
         if config.expert > 1 {
-            calls.expert = Some(split(0)?);
+            calls.expert = Some(split(config.place(all.position()).shard.stage.rank)?);
+        }
+        if config.pipeline > 1 {
+            let position = Position { rank: rank % tensor, world: tensor };
+            passes.all_layers = Some(Arc::new(ModelShard::new(model, position)?.config().clone()));
+            calls.stages = Some(StageCalls::of(config, all)?);
         }
         if config.calls_in_passes() {
             *passes.lock() = Some(calls);
@@ -95,9 +105,18 @@ impl PassCollectives {
                 .filter(|_| !frozen)
                 .map(|ranks| TensorRanks { ranks, vocabulary: self.vocabulary }),
             expert: calls.expert.filter(|_| !frozen).map(|calls| calls as Arc<dyn Collective>),
+            all_layers: self.all_layers.clone().filter(|_| !frozen),
             sections: context.sections(),
             exchange: context.exchange(model),
         })
+    }
+
+    /// The calls of the stages of the network; `None` if a rank has all layers.
+    ///
+    /// # Errors
+    /// If this rank has left.
+    pub(super) fn stages(&self) -> Result<Option<StageCalls>, TrainerError> {
+        Ok(self.calls()?.stages)
     }
 
     /// The tokens of the experts of each layer in all sections of a pass, from those of this rank.

@@ -80,7 +80,7 @@ impl ReplicatedRank {
         let scale = clip(norm, base.config.max_grad_norm);
         let collective = membership.collective()?;
         weights.change(pool, |specs, values| {
-            let own = owned(specs, membership.fragments(), values, false, gradients);
+            let own = owned(specs, (membership, base.shard.as_ref()), values, false, gradients);
             base.optimizer.update_owned(specs, own, scale, learning_rate, pool);
             let gathers = || gather(&*collective, &membership.trained, values);
             membership.clock.during(RankPhase::Wait, gathers)

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use device::group::{DeviceGroup, DeviceGroupId, GroupCandidate};
 use device::{Device, bf16};
-use model::{Config, Layout, ModelShard, ParameterSpec, Parameters};
+use model::{Config, Layout, ModelShard, ParameterSpec, Parameters, Unit};
 
 use super::group::GroupRank;
 use super::membership::RankMembership;
@@ -21,10 +21,10 @@ use crate::lora::Adapter;
 use crate::on_device::{
     ByDtype, CollectivePlace, DeviceConfig, DeviceNetwork, OptimizerPlace, by_dtype, open,
 };
-use crate::optimizer::{Optimizer, OptimizerKind, TensorState};
+use crate::optimizer::{Optimizer, OptimizerKind, TensorState, number_of};
 use crate::parallel::RankGroups;
 use crate::state_weights::StateWeights;
-use crate::zero::{BufferPool, Fragment, Shards, TreeSums};
+use crate::zero::{BufferPool, Fragment, Shards, TreeSums, number};
 
 /// Initial state of a single rank, or of all ranks of a learner.
 #[derive(Debug)]
@@ -140,8 +140,8 @@ impl MemberSeed {
     ) -> Result<Self, TrainerError> {
         config.check_parallel(&model, adapter.is_some())?;
         let place = config.parallel.place(groups.all.position());
-        let of_rank = || config.parallel.shard(&model, place.tensor.rank);
-        let shard = (place.tensor.world > 1).then(of_rank).transpose()?;
+        let of_rank = || ModelShard::at(&model, place.shard);
+        let shard = (config.parallel.shards() > 1).then(of_rank).transpose()?;
         let layout = Arc::clone(shard.as_ref().map_or(layout, ModelShard::layout));
         let world = groups.zero.world();
         let weights = Shards::of_model(&layout, world, &config.optimizer, config.parallel.expert > 1);
@@ -158,24 +158,33 @@ impl MemberSeed {
         self.config.shares_weights() && self.adapter.is_none()
     }
 
-    /// This rank's part of the `values` of a unit of the whole model, whose first is number `start` of the model: all of them, of
+    /// This rank's part of the `values` of a `unit` of the whole model, whose first is number `start` of the model: all of them, of
     /// a shard its own, and of these the ZeRO shard if the rank has no others.
-    pub(crate) fn own_of(&self, unit: usize, start: usize, values: Vec<f32>) -> Vec<f32> {
-        let values = match &self.shard {
-            None => values,
+    pub(crate) fn own_of(&self, unit: Unit, start: usize, values: Vec<f32>) -> Vec<f32> {
+        let (unit, values) = match &self.shard {
+            None => (unit, values),
             Some(shard) => {
-                let place = self.weights.unit(unit);
+                let Some(own) = shard.own_unit(unit) else { return Vec::new() };
+                let place = shard.layout().unit(own);
                 let pieces = shard.pieces().iter().filter(|piece| place.contains(&piece.own));
                 let runs = pieces.flat_map(|piece| piece.runs());
-                runs.flat_map(|(_, whole)| &values[whole.start - start..whole.end - start]).copied().collect()
+                let of_whole = runs.flat_map(|(_, whole)| &values[whole.start - start..whole.end - start]);
+                (own, of_whole.copied().collect())
             }
         };
         if !self.owns_weights() {
             return values;
         }
-        let (rank, first) = (self.groups.zero.rank(), self.weights.unit(unit).start);
+        let (rank, unit) = (self.groups.zero.rank(), number(&self.layout, unit));
+        let first = self.weights.unit(unit).start;
         let owned = self.weights.of_unit(unit).map(|range| self.weights.owned(rank, range));
         owned.flat_map(|own| &values[own.start - first..own.end - first]).copied().collect()
+    }
+
+    /// Tensors of the whole model, or of its adapter, that are trained.
+    pub(crate) fn tensors(&self) -> usize {
+        let of_model = self.shard.as_ref().map_or(&self.layout, ModelShard::whole).specs();
+        self.adapter.as_ref().map_or(of_model, Adapter::specs).len()
     }
 
     /// The layout of the model, or of the shard, that this rank trains.
@@ -192,7 +201,8 @@ impl MemberSeed {
         tensor: usize,
         state: &TensorState,
     ) -> Result<Vec<TensorState>, TrainerError> {
-        let mine = self.fragments().iter().filter(|fragment| fragment.tensor == tensor);
+        let of_whole = |fragment: &Fragment| number_of(fragment.tensor, self.shard.as_ref());
+        let mine = self.fragments().iter().filter(|fragment| of_whole(fragment) == tensor);
         mine.map(|fragment| state.part(fragment, self.shard.as_ref(), &self.config.optimizer)).collect()
     }
 
@@ -221,7 +231,10 @@ impl MemberSeed {
         optimizer: Option<Optimizer>,
     ) -> Result<Rank, TrainerError> {
         self.config.check_routers(&self.model, self.adapter.is_some())?;
-        let fresh = || Optimizer::of_fragments(self.config.optimizer, self.trained(), self.fragments());
+        let fresh = || {
+            let shard = self.shard.as_ref();
+            Optimizer::of_fragments(self.config.optimizer, self.trained(), self.fragments(), shard)
+        };
         let optimizer = optimizer.unwrap_or_else(fresh);
         let Self { config, model: whole, layout, shard, adapter, groups, trained, weights: shards } = self;
         let (rank, place) = (groups.zero.rank(), config.parallel.place(groups.all.position()));

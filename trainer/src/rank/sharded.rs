@@ -7,12 +7,11 @@ use model::ThreadPool;
 use super::membership::{OwnShards, RankMembership};
 use super::on_device::AnyPassDevice;
 use super::step::{HostExchange, StepInputs, finite, owned};
-use super::{PlannedRows, RankBase, ScoredRows, score_with};
+use super::{PlannedRows, RankBase, ScoredRows};
 use crate::TrainerError;
 use crate::learner::{LearnerStep, RowLoss};
 use crate::norm::clip;
 use crate::on_device::by_dtype;
-use crate::packing::recorded_slots;
 use crate::pass::Pass;
 use crate::rank_spans::RankPhase;
 use crate::zero::{Requests, TreeSums, WeightShards};
@@ -48,7 +47,7 @@ impl ShardedRank {
         let exchange = HostExchange { base, membership, adapter: None, weights };
         exchange.communicate(&mut TreeSums::default(), |requests| {
             let mut pass = gathered(base, device.as_ref(), requests)?;
-            score_with(&mut pass, membership.place.data.rank, task, recorded_slots(&base.model), pool)
+            base.score(&mut pass, Some(membership), task, pool)
         })
     }
 
@@ -94,7 +93,7 @@ impl ShardedRank {
             return Ok(norm);
         }
         let (specs, scale) = (base.layout.specs(), clip(norm, base.config.max_grad_norm));
-        let own = owned(specs, membership.fragments(), own, true, gradients);
+        let own = owned(specs, (membership, base.shard.as_ref()), own, true, gradients);
         base.optimizer.update_owned(specs, own, scale, learning_rate, pool);
         Ok(norm)
     }

@@ -7,7 +7,9 @@
 use std::ops::Range;
 
 use collective::Position;
-use model::{GradientSink, ParameterSpec, Prediction, PredictionGradient, RoutedTokens, ThreadPool, Unit};
+use model::{
+    GradientSink, ModelShard, ParameterSpec, Prediction, PredictionGradient, RoutedTokens, ThreadPool, Unit,
+};
 
 use super::membership::RankMembership;
 use super::{PlannedRows, RankBase};
@@ -15,7 +17,7 @@ use crate::TrainerError;
 use crate::learner::RowLoss;
 use crate::lora::Adapter;
 use crate::on_device::DevicePass;
-use crate::optimizer::{Optimizer, OwnedFragment};
+use crate::optimizer::{Optimizer, OwnedFragment, number_of};
 use crate::packing::{Packed, pack};
 use crate::pass::Pass;
 use crate::plan::{MicroBatch, step_passes};
@@ -36,10 +38,10 @@ pub(crate) struct StepInputs<'a, L> {
 }
 
 /// Counts the tokens of experts on the way to a sink.
-struct RouteCounter<'a> {
-    sink: &'a mut dyn GradientSink,
+pub(super) struct RouteCounter<'a> {
+    pub(super) sink: &'a mut dyn GradientSink,
     /// By layer.
-    layers: Vec<RoutedTokens>,
+    pub(super) layers: Vec<RoutedTokens>,
 }
 
 impl GradientSink for RouteCounter<'_> {
@@ -115,7 +117,10 @@ impl HostExchange<'_> {
             };
             let mut sink = requests.reducing(network, accumulates);
             let mut pass = open(requests)?;
-            step.passes(&mut pass, &mut sink, (base, position))
+            match base.passes.stages()? {
+                Some(calls) => step.staged_passes(&mut pass, &mut sink, (base, membership), calls),
+                None => step.passes(&mut pass, &mut sink, (base, position)),
+            }
         })
     }
 }
@@ -195,12 +200,12 @@ impl<L: RowLoss> StepInputs<'_, L> {
         Ok(report)
     }
 
-    fn pack(&self, batch: &MicroBatch) -> Packed<'_> {
+    pub(super) fn pack(&self, batch: &MicroBatch) -> Packed<'_> {
         pack(batch.rows.iter().map(|row| self.task.rows[*row]), self.recorded_slots)
     }
 
     /// Derivatives of the loss with respect to the `predictions` of `rows`, which have `trained` tokens each.
-    fn slopes(
+    pub(super) fn slopes(
         &self,
         rows: &[usize],
         trained: &[usize],
@@ -216,11 +221,11 @@ impl<L: RowLoss> StepInputs<'_, L> {
     }
 }
 
-/// The parts of `values` that an update changes: the `fragments`, concatenated if `packed`. `gradients` are always
+/// The parts of `values` that an update changes, those of the rank of `membership`: concatenated if `packed`. `gradients` are always
 /// concatenated.
 pub(super) fn owned<'a>(
     specs: &[ParameterSpec],
-    fragments: &[Fragment],
+    (membership, shard): (&RankMembership, Option<&ModelShard>),
     mut values: &'a mut [f32],
     packed: bool,
     mut gradients: &'a [f32],
@@ -232,9 +237,10 @@ pub(super) fn owned<'a>(
         let (own, rest) = rest.split_at_mut(within.len());
         let (own_gradients, others) = gradients.split_at(within.len());
         (values, gradients, passed) = (rest, others, start + within.len());
-        OwnedFragment { tensor: *tensor, offset: within.start, values: own, gradients: own_gradients }
+        let number = number_of(*tensor, shard);
+        OwnedFragment { tensor: *tensor, number, offset: within.start, values: own, gradients: own_gradients }
     };
-    fragments.iter().map(of).collect()
+    membership.fragments().iter().map(of).collect()
 }
 
 /// Checks the norm of the gradient of a step.

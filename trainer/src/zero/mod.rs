@@ -34,7 +34,7 @@ pub(crate) use devices::{DeviceGathering, DeviceReduction, DeviceSharding};
 pub(crate) use gradients::{GradientReduction, TrainedNetwork};
 pub(crate) use parameters::ParameterGathering;
 pub(crate) use shards::{Fragment, Shards};
-pub(crate) use tree::TreeSums;
+pub(crate) use tree::{TreeSums, add};
 
 /// Requests that wait while the communication thread serves one.
 const WAITING: usize = 1;

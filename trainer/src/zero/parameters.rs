@@ -77,6 +77,10 @@ impl ParameterGathering<'_> {
 }
 
 impl LayerSource for ParameterGathering<'_> {
+    fn begin(&mut self) {
+        self.backward = false;
+    }
+
     fn reverse(&mut self) {
         self.backward = true;
     }
