@@ -51,7 +51,12 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
     match &cli.command {
         Command::Check(args) => check::check(args, program),
         Command::Plan(args) if args.search => plan::search::run(args, program),
-        Command::Plan(args) => check::plan(&args.recipe, program),
+        Command::Plan(args) => match args.needs_search() {
+            Some(option) => {
+                Err(Failure::Argument(format!("`{option}` has no effect without `--search`; add it")))
+            }
+            None => check::plan(&args.recipe, program),
+        },
         Command::Simulate(args) => simulate::run(args, program),
         Command::Init(args) => write_template(args),
         Command::Doctor(args) => doctor::run(args, program),

@@ -116,6 +116,10 @@ fn the_fastest_settings_are_found_written_and_can_be_checked() {
     let again = home.rlrun(&args);
     assert_eq!(again.status.code(), Some(2));
     assert!(again.stderr.contains("fast.toml exists"), "{}", again.stderr);
+    let refused = home.rlrun(&["plan", "small.toml", "--search", "--gpus", "4"]);
+    assert!(refused.stderr.contains("`--gpus` is given for hardware without GPUs"), "{}", refused.stderr);
+    let refused = home.rlrun(&["plan", "small.toml", "--hardware", "h200"]);
+    assert!(refused.stderr.contains("no effect without `--search`"), "{}", refused.stderr);
     // GPUs are planned for by a program that has none.
     let gpus = home
         .rlrun(&["plan", "small.toml", "--search", "--gpus", "4", "--hardware", "H200", "--seeds", "1"])

@@ -53,7 +53,7 @@ pub struct PlanArgs {
     /// number format
     #[arg(long)]
     pub search: bool,
-    /// With --search: GPUs that are there [default: 1; on the processor it has no effect]
+    /// With --search: GPUs that are there [default: 1]
     #[arg(long, value_name = "N", requires = "search", value_parser = clap::value_parser!(u64).range(1..=4_096))]
     pub gpus: Option<u64>,
     /// With --search: also other numbers of groups in a step, which change what a step learns
@@ -65,4 +65,17 @@ pub struct PlanArgs {
     /// What it is simulated with.
     #[command(flatten)]
     pub inputs: CalibrationArgs,
+}
+
+impl PlanArgs {
+    /// An option that has no effect without `--search`, if one is given.
+    #[must_use]
+    pub fn needs_search(&self) -> Option<&'static str> {
+        match (&self.inputs.hardware, &self.inputs.calibration[..]) {
+            _ if self.search => None,
+            (Some(_), _) => Some("--hardware"),
+            (None, [_, ..]) => Some("--calibration"),
+            (None, []) => None,
+        }
+    }
 }

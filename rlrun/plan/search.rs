@@ -37,7 +37,7 @@ const FINAL_STEPS: u64 = 40;
 /// How many are shown.
 const BEST: usize = 3;
 /// Finalists that are checked by the rules before the search gives up.
-const CHECKED: usize = 60;
+const CHECKED: usize = 400;
 /// Candidates that are not faster by this share than one with less staleness lose to it.
 const WORTH: f64 = 0.02;
 
@@ -76,7 +76,13 @@ pub fn run(args: &PlanArgs, program: &Program) -> Result<String, Failure> {
     let inputs = inputs_of(&recipe, &config, &args.inputs)?;
     let gpus = match inputs.hardware.kind {
         HardwareKind::Gpu => args.gpus.unwrap_or(1),
-        HardwareKind::Cpu => 0,
+        HardwareKind::Cpu => {
+            if args.gpus.is_some() {
+                let what = "`--gpus` is given for hardware without GPUs; name some with `--hardware`, such as `--hardware h200`";
+                return Err(Failure::Argument(what.to_owned()));
+            }
+            0
+        }
     };
     let search = PlanSearch { recipe: &recipe, config: &config, inputs: &inputs, seeds: args.inputs.seeds };
     let space = SearchSpace::new(&recipe, gpus as usize, args.any_batch);

@@ -98,6 +98,11 @@ impl ScenarioInputs {
         if recipe.environment.is_some() {
             notes.push("turns of the environment are assumed to be all of `max_turns`, and its answers to take no time".to_owned());
         }
+        if self.hardware.kind == HardwareKind::Gpu && !recipe.devices().any() {
+            notes.push(
+                "the recipe names no GPU: both sides are simulated on one, at the same time".to_owned(),
+            );
+        }
         if self.calibration.reward.is_none() {
             notes.push("rewards are assumed to take no time; `--calibration RUN` takes their times from an earlier run".to_owned());
         }
