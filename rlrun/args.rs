@@ -27,6 +27,7 @@ mod resume;
 mod reward;
 mod runs;
 mod serve;
+mod simulate;
 mod top;
 mod view;
 mod worker;
@@ -44,6 +45,7 @@ pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
 pub use runs::RunsArgs;
 pub use serve::{AdapterArg, KeepArgs, ServeBufferArgs, ServeCommand, ServePolicyArgs, ServeRewardArgs};
+pub use simulate::{CalibrationArgs, PlanArgs, SimulateArgs};
 pub use top::TopArgs;
 pub use view::ViewArgs;
 pub use worker::{
@@ -85,8 +87,10 @@ pub enum Command {
     Run(RunArgs),
     /// Check a recipe, its model and its data without training
     Check(RecipeArgs),
-    /// Show every value with its origin, the batch arithmetic and the memory needed
-    Plan(RecipeArgs),
+    /// Show every value with its origin, the batch arithmetic and the memory needed; or search for the fastest settings
+    Plan(PlanArgs),
+    /// Simulate a recipe in virtual time: time of a step, waits and staleness before it runs
+    Simulate(SimulateArgs),
     /// Write a recipe to start from, or a directory with recipe, data and reward
     Init(InitArgs),
     /// Show the hardware and software that rlrun can use, with the reason for each that it cannot

@@ -33,12 +33,14 @@ use crate::explain;
 use crate::failure::Failure;
 use crate::fit;
 use crate::init;
+use crate::plan;
 use crate::program::Program;
 use crate::recipe::{Origins, Recipe};
 use crate::reward;
 use crate::runs;
 use crate::serve;
 use crate::serve_islands;
+use crate::simulate;
 use crate::workers;
 
 /// Executes the command of `cli` with `program`. Returns the text to print.
@@ -48,7 +50,14 @@ use crate::workers;
 pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
     match &cli.command {
         Command::Check(args) => check::check(args, program),
-        Command::Plan(args) => check::plan(args, program),
+        Command::Plan(args) if args.search => plan::search::run(args, program),
+        Command::Plan(args) => match args.needs_search() {
+            Some(option) => {
+                Err(Failure::Argument(format!("`{option}` has no effect without `--search`; add it")))
+            }
+            None => check::plan(&args.recipe, program),
+        },
+        Command::Simulate(args) => simulate::run(args, program),
         Command::Init(args) => write_template(args),
         Command::Doctor(args) => doctor::run(args, program),
         Command::Explain(args) => explain::run(args, program),

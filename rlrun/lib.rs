@@ -6,7 +6,8 @@
 //! - [`failpoints`]: failure injection for tests
 //! - [`reward`]: rewards evaluated without a run; [`huggingface`]: models and datasets of the Hugging Face Hub
 //! - `doctor`: the hardware and software that rlrun can use; `explain`: the meaning of a key of a recipe
-//! - [`plan`]: batch arithmetic and memory of a recipe before it runs; [`fit`]: extrapolation of a run to more compute
+//! - [`plan`]: batch arithmetic and memory of a recipe before it runs, and the search for its fastest settings; [`simulate`]: its steps in
+//!   virtual time; [`fit`]: extrapolation of a run to more compute
 //! - [`pipeline`]: a run; `run_buffer`: its buffer; `sampler`: its samplers; `engines`: vLLM and SGLang; `curation`: its selection of tasks;
 //!   `companion`: a program beside a run; `auxiliary_models`: reference, critic and demonstrations; [`serve`]: a part of a run as a separate process
 //! - `controller`: starts and restarts the processes of a run; `workers`: these processes and their protocol with the run;
@@ -83,6 +84,7 @@ pub mod serve;
 mod serve_islands;
 pub mod settings;
 pub mod signals;
+pub mod simulate;
 mod status;
 mod supervised;
 mod timeline;

@@ -1,5 +1,5 @@
 //! The plan of a recipe before it runs: batch arithmetic, and in [`memory`] the memory that it needs, in [`traffic`]
-//! what ranks of the trainer send, and in [`sampler_ranks`] what those of a sampler have and send.
+//! what ranks of the trainer send, in [`sampler_ranks`] what those of a sampler have and send, in [`search`] the fastest settings.
 //!
 //! Invariant: counts follow from the recipe alone and are exact; bytes are estimates that name what they count. No weights
 //! and no dataset are read.
@@ -7,6 +7,7 @@
 pub mod islands;
 pub mod memory;
 pub mod sampler_ranks;
+pub mod search;
 pub mod traffic;
 
 use crate::recipe::words::OnUpdate;

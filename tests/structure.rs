@@ -12,7 +12,7 @@ use toml::{Table, Value};
 ///
 /// The design in one table: groups go forward through `buffer`, versions back through `weights`; no other crate connects
 /// rollout and trainer. A new edge needs a separate commit with its reason.
-const EDGES: [(&str, &[&str]); 17] = [
+const EDGES: [(&str, &[&str]); 18] = [
     ("trajectory", &[]),
     // `device` depends on no crate. Crates that compute with or transfer weights may depend on it: `model`, `weights`,
     // `trainer`, `rollout`, and `rlrun`.
@@ -42,6 +42,8 @@ const EDGES: [(&str, &[&str]); 17] = [
     ("endpoint", &["trajectory", "connect", "model", "weights", "environments", "rollout", "buffer"]),
     // The live page reads the files of runs, whose form `docs/run_directory.md` has; it knows no type of a run.
     ("dashboard", &["connect"]),
+    // A run in virtual time around the ledger of the buffer.
+    ("simulator", &["trajectory", "buffer"]),
     ("trainer", &["trajectory", "device", "collective", "model", "buffer", "weights"]),
     (
         "rlrun",
@@ -63,6 +65,8 @@ const EDGES: [(&str, &[&str]); 17] = [
             "connect",
             // `rlrun view`.
             "dashboard",
+            // `rlrun simulate`, and the search of `rlrun plan`.
+            "simulator",
         ],
     ),
     // Measures parts of a run and whole runs, as a separate program.

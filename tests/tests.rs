@@ -43,6 +43,7 @@ mod served_buffer;
 mod served_policy;
 mod served_run;
 mod sharded;
+mod simulate;
 mod staleness;
 mod stops;
 mod structure;

@@ -364,6 +364,27 @@ impl Ledger {
         if self.change.is_some() { Vec::new() } else { std::mem::take(&mut self.occurrences) }
     }
 
+    /// Forgets the change and the events since the last call, where nothing is stored.
+    pub(crate) fn discard_change(&mut self) {
+        self.change = None;
+        self.occurrences.clear();
+    }
+
+    /// Number of groups that can be leased.
+    pub(crate) fn finalized(&self) -> usize {
+        self.pool.len()
+    }
+
+    /// Groups dropped as stale since the start.
+    pub(crate) fn dropped(&self) -> u64 {
+        self.dropped_stale
+    }
+
+    /// The oldest version in a stored group.
+    pub(crate) fn oldest_of(&self, group: GroupId) -> Option<PolicyVersion> {
+        self.stored.get(&group).map(|stored| stored.row.oldest)
+    }
+
     pub(crate) fn is_in_flight(&self, group: GroupId) -> bool {
         self.flights.contains_key(&group)
     }

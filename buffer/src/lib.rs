@@ -36,6 +36,7 @@
 //! - `config`: [`BufferConfig`]; `error`: [`BufferError`]; `listing`, `events`: inspection
 //! - `ledger`: admission control, slots, order, staleness and leases as a state machine without I/O, with a proof of
 //!   the bound
+//! - `ledger_simulation`: [`SimulatedLedger`], the ledger in virtual time, for programs that simulate a run
 //! - `buffer`: the ledger behind a lock, a store behind the ledger; blocking for threads, async for a server
 //! - [`store`]: the trait [`store::Store`]; `memory`, `journal`: the built-in stores, the second a write-ahead
 //!   journal that survives kill -9; `conformance`, behind a feature of that name: the suite that every store passes
@@ -101,6 +102,7 @@ mod group_limits;
 pub mod http;
 mod journal;
 mod ledger;
+mod ledger_simulation;
 mod listing;
 mod memory;
 mod payload;
@@ -119,4 +121,5 @@ pub use events::{Event, EventKind, Events, Replay};
 pub use group_limits::{ExpertLimits, GroupLimits, Unfit};
 pub use journal::JOURNAL_CACHE_BYTES;
 pub use ledger::Rewound;
+pub use ledger_simulation::{SimulatedArrival, SimulatedLease, SimulatedLedger};
 pub use listing::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};

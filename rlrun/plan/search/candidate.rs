@@ -1,0 +1,299 @@
+//! Settings that a search compares, as changes of a recipe and as keys.
+//!
+//! Invariant: [`SearchCandidate::applied`] and [`SearchCandidate::keys`] say the same.
+
+use std::path::Path;
+
+use model::Recompute;
+use toml::{Table, Value};
+
+use crate::failure::Failure;
+use crate::recipe::Recipe;
+use crate::recipe::words::{DeviceLocation, DeviceWord, ModelDtype, PolicyPlacement};
+
+/// Bounds on staleness that are compared, versions.
+const STALENESS: [u64; 5] = [0, 1, 2, 4, 8];
+/// Numbers of running sequences of a sampler that are compared.
+const RUNNING: [usize; 7] = [16, 32, 64, 128, 256, 512, 1024];
+/// Up to so many GPUs every division is compared.
+const ALL_DIVISIONS: usize = 8;
+
+/// How roles are placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RoleDivision {
+    /// Sampler and trainer work at the same time on the cores of one machine, or on one GPU.
+    Shared,
+    /// They take turns.
+    Turns {
+        /// GPUs, each with a rank of the trainer; 0 on the processor.
+        gpus: usize,
+    },
+    /// Each role has GPUs of its own.
+    Split {
+        /// Samplers, with one GPU each.
+        samplers: usize,
+        /// Ranks of the trainer, with one GPU each.
+        ranks: usize,
+    },
+}
+
+/// How a rank computes the passes of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Passes {
+    /// Tokens of a pass.
+    pub microbatch_tokens: usize,
+    /// What is computed again.
+    pub recompute: Recompute,
+    /// What ranks share.
+    pub zero: usize,
+}
+
+/// One setting of everything that is searched.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SearchCandidate {
+    /// Placement of roles.
+    pub division: RoleDivision,
+    /// Whether roles are on GPUs.
+    pub on_gpus: bool,
+    /// Bound on staleness, versions.
+    pub max_staleness: u64,
+    /// Groups of a step.
+    pub batch_groups: usize,
+    /// Sequences that a sampler decodes together.
+    pub max_running: usize,
+    /// Passes of training.
+    pub passes: Passes,
+    /// Number format on GPUs.
+    pub dtype: ModelDtype,
+}
+
+/// All settings.
+#[derive(Clone, Debug)]
+pub struct SearchSpace {
+    divisions: Vec<RoleDivision>,
+    on_gpus: bool,
+    staleness: Vec<u64>,
+    batches: Vec<usize>,
+    running: Vec<usize>,
+    passes: Vec<Passes>,
+    dtypes: Vec<ModelDtype>,
+}
+
+impl SearchSpace {
+    /// The settings around `recipe`, on `gpus` GPUs or, with 0, on the processor.
+    #[must_use]
+    pub fn new(recipe: &Recipe, gpus: usize, any_batch: bool) -> Self {
+        let mut divisions = vec![RoleDivision::Turns { gpus }];
+        if gpus <= 1 {
+            divisions.push(RoleDivision::Shared);
+        } else if gpus <= ALL_DIVISIONS {
+            divisions
+                .extend((1..gpus).map(|samplers| RoleDivision::Split { samplers, ranks: gpus - samplers }));
+        } else {
+            let parts = [gpus / 8, gpus / 4, gpus / 2, gpus - gpus / 4, gpus - gpus / 8];
+            divisions.extend(parts.map(|samplers| RoleDivision::Split { samplers, ranks: gpus - samplers }));
+        }
+        let (trainer, given) = (&recipe.trainer, recipe.trainer.microbatch_tokens);
+        let stages: Vec<usize> = if gpus > 1 { vec![1, 2, 3] } else { vec![trainer.zero] };
+        let passes = [given, given / 2, given.saturating_mul(2), given.saturating_mul(4)]
+            .into_iter()
+            .filter(|tokens| *tokens > 0)
+            .flat_map(|microbatch_tokens| {
+                let stages = stages.clone();
+                [Recompute::None, Recompute::Block].into_iter().flat_map(move |recompute| {
+                    stages.clone().into_iter().map(move |zero| Passes { microbatch_tokens, recompute, zero })
+                })
+            });
+        let groups = recipe.buffer.batch_groups;
+        Self {
+            divisions,
+            on_gpus: gpus > 0,
+            staleness: with(&STALENESS, recipe.buffer.max_staleness),
+            batches: if any_batch { vec![groups, (groups / 2).max(1), groups * 2] } else { vec![groups] },
+            running: with(&RUNNING, recipe.rollout.max_running),
+            passes: passes.collect(),
+            dtypes: if gpus > 0 { vec![ModelDtype::Auto, ModelDtype::F32] } else { vec![recipe.dtype] },
+        }
+    }
+
+    /// Bounds on staleness, ascending.
+    #[must_use]
+    pub fn staleness(&self) -> Vec<u64> {
+        self.staleness.clone()
+    }
+
+    /// All passes.
+    #[must_use]
+    pub fn passes(&self) -> &[Passes] {
+        &self.passes
+    }
+
+    /// All placements, with the first passes and bound.
+    pub fn placements(&self) -> impl Iterator<Item = SearchCandidate> + '_ {
+        let passes = self.passes[0];
+        self.divisions.iter().flat_map(move |division| {
+            self.batches.iter().flat_map(move |batch_groups| {
+                self.running.iter().flat_map(move |max_running| {
+                    self.dtypes.iter().map(move |dtype| SearchCandidate {
+                        division: *division,
+                        on_gpus: self.on_gpus,
+                        max_staleness: self.staleness[0],
+                        batch_groups: *batch_groups,
+                        max_running: *max_running,
+                        passes,
+                        dtype: *dtype,
+                    })
+                })
+            })
+        })
+    }
+}
+
+impl SearchCandidate {
+    /// `recipe` with these settings. The rules of recipes are not checked.
+    #[must_use]
+    pub fn applied(&self, recipe: &Recipe) -> Recipe {
+        let mut changed = recipe.clone();
+        changed.buffer.max_staleness = self.max_staleness;
+        changed.buffer.batch_groups = self.batch_groups;
+        changed.rollout.max_running = self.max_running;
+        changed.trainer.microbatch_tokens = self.passes.microbatch_tokens;
+        changed.trainer.recompute = self.passes.recompute;
+        changed.trainer.zero = self.passes.zero;
+        changed.dtype = self.dtype;
+        let placement = &mut changed.placement;
+        placement.policy =
+            matches!(self.division, RoleDivision::Turns { .. }).then_some(PolicyPlacement::Colocated);
+        if !self.on_gpus {
+            return changed;
+        }
+        placement.device = gpu(0);
+        (placement.trainer_device, placement.rollout_device) = (None, None);
+        (placement.trainer_devices, placement.rollout_devices) = (None, None);
+        (placement.processes, placement.rollout_workers) = (false, None);
+        changed.trainer.world = match self.division {
+            RoleDivision::Shared => 1,
+            RoleDivision::Turns { gpus } => gpus.max(1),
+            RoleDivision::Split { samplers, ranks } => {
+                placement.processes = true;
+                placement.rollout_workers = Some(samplers);
+                placement.rollout_devices = Some((0..samplers).map(gpu).collect());
+                placement.trainer_devices = Some((samplers..samplers + ranks).map(gpu).collect());
+                ranks
+            }
+        };
+        changed
+    }
+
+    /// The keys and their values in TOML.
+    #[must_use]
+    pub fn keys(&self) -> Vec<(&'static str, String)> {
+        let recompute = if self.passes.recompute == Recompute::None { "none" } else { "block" };
+        let policy =
+            if matches!(self.division, RoleDivision::Turns { .. }) { "colocated" } else { "separated" };
+        let mut keys = vec![
+            ("buffer.max_staleness", self.max_staleness.to_string()),
+            ("buffer.batch_groups", self.batch_groups.to_string()),
+            ("rollout.max_running", self.max_running.to_string()),
+            ("trainer.microbatch_tokens", self.passes.microbatch_tokens.to_string()),
+            ("trainer.recompute", format!("\"{recompute}\"")),
+            ("placement.policy", format!("\"{policy}\"")),
+        ];
+        if !self.on_gpus {
+            return keys;
+        }
+        let dtype = if self.dtype == ModelDtype::F32 { "f32" } else { "auto" };
+        keys.push(("model.dtype", format!("\"{dtype}\"")));
+        keys.push(("placement.device", "\"cuda\"".to_owned()));
+        let list = |from: usize, count: usize| {
+            let names: Vec<String> =
+                (from..from + count).map(|number| format!("\"cuda:{number}\"")).collect();
+            format!("[{}]", names.join(", "))
+        };
+        match self.division {
+            RoleDivision::Shared => keys.push(("trainer.world", "1".to_owned())),
+            RoleDivision::Turns { gpus } => keys.push(("trainer.world", gpus.max(1).to_string())),
+            RoleDivision::Split { samplers, ranks } => {
+                keys.push(("trainer.world", ranks.to_string()));
+                keys.push(("placement.processes", "true".to_owned()));
+                keys.push(("placement.rollout_workers", samplers.to_string()));
+                keys.push(("placement.rollout_devices", list(0, samplers)));
+                keys.push(("placement.trainer_devices", list(samplers, ranks)));
+            }
+        }
+        if self.passes.zero > 1 {
+            keys.push(("trainer.zero", self.passes.zero.to_string()));
+        }
+        keys
+    }
+
+    /// Placement, in a few words.
+    #[must_use]
+    pub fn placement(&self) -> String {
+        match (self.division, self.on_gpus) {
+            (RoleDivision::Shared, false) => "at the same time".to_owned(),
+            (RoleDivision::Shared, true) => "one GPU, at the same time".to_owned(),
+            (RoleDivision::Turns { gpus }, true) => format!("by turns on {gpus}"),
+            (RoleDivision::Turns { .. }, false) => "by turns".to_owned(),
+            (RoleDivision::Split { samplers, ranks }, _) => format!("{samplers} sample, {ranks} train"),
+        }
+    }
+
+    /// A recipe that extends the one at `path` by `sets` and by these settings.
+    ///
+    /// # Errors
+    /// A path that cannot be made absolute.
+    pub fn recipe_toml(&self, path: &Path, sets: &[String]) -> Result<String, Failure> {
+        let system = |source| Failure::System { what: format!("find {}", path.display()), source };
+        let base = std::path::absolute(path).map_err(system)?;
+        let mut table = Table::new();
+        table.insert("extends".to_owned(), Value::from(base.to_string_lossy().into_owned()));
+        for set in sets {
+            let (key, value) = set.split_once('=').unwrap_or((set, ""));
+            insert(&mut table, key.trim(), value.trim());
+        }
+        for (key, value) in self.keys() {
+            insert(&mut table, key, &value);
+        }
+        Ok(format!("# The fastest settings that `rlrun plan --search` found.\n{table}"))
+    }
+}
+
+/// Whether a key names a device.
+#[must_use]
+pub fn names_devices(key: &str) -> bool {
+    matches!(
+        key,
+        "placement.device" | "placement.rollout_devices" | "placement.trainer_devices" | "model.dtype"
+    )
+}
+
+/// Sets `key`, with dots, to a value in TOML, or to a text that is none.
+fn insert(table: &mut Table, key: &str, value: &str) {
+    let parsed =
+        format!("value = {value}").parse::<Table>().ok().and_then(|mut parsed| parsed.remove("value"));
+    let value = parsed.unwrap_or_else(|| Value::from(value));
+    let mut table = table;
+    let mut parts = key.split('.').peekable();
+    while let Some(part) = parts.next() {
+        if parts.peek().is_none() {
+            table.insert(part.to_owned(), value);
+            return;
+        }
+        let next = table.entry(part).or_insert_with(|| Value::Table(Table::new()));
+        let Value::Table(next) = next else { return };
+        table = next;
+    }
+}
+
+fn gpu(number: usize) -> DeviceWord {
+    DeviceWord::At(DeviceLocation::Cuda(number))
+}
+
+/// `values` and the recipe's own, ascending, once each.
+fn with<T: Ord + Copy>(values: &[T], own: T) -> Vec<T> {
+    let mut all: Vec<T> = values.iter().copied().chain([own]).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
+}

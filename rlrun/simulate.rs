@@ -1,0 +1,97 @@
+//! `rlrun simulate`: what a recipe will do, before it runs.
+//!
+//! # Layout
+//! - [`hardware`]: files that describe hardware, with the source of every number
+//! - [`calibration`]: measurements of `rlrun-bench --json` and of earlier runs
+//! - [`inputs`]: the scenario of a recipe, from both
+//! - `show`: text and JSON
+//!
+//! Invariant: files are only read. A number that was not measured for this model on this device is an estimate of the hardware file,
+//! and the output says so; measurements of another model or device are refused.
+
+pub mod calibration;
+pub mod hardware;
+pub mod inputs;
+mod show;
+
+pub(crate) use show::{digits, limits_in_words};
+
+use model::Config;
+use simulator::{RangeOverSeeds, Scenario, SimulationError};
+
+use crate::args::{CalibrationArgs, SimulateArgs};
+use crate::failure::Failure;
+use crate::program::Program;
+use crate::recipe::{Model, Recipe};
+
+use calibration::Calibration;
+use hardware::Hardware;
+use inputs::ScenarioInputs;
+
+/// Simulates the recipe that `args` name and returns the report.
+///
+/// # Errors
+/// A recipe, a hardware file or a calibration that is wrong, measurements of another model or device, or a run that stops.
+pub fn run(args: &SimulateArgs, program: &Program) -> Result<String, Failure> {
+    if args.published {
+        return show::published(args.json);
+    }
+    // The command line requires a recipe without `--published`.
+    let path = args.recipe.as_deref().unwrap_or(std::path::Path::new(""));
+    let (recipe, _) = Recipe::load(path, &args.sets, program).map_err(Failure::Recipe)?;
+    let config = shape(&recipe)?;
+    let inputs = inputs_of(&recipe, &config, &args.inputs)?;
+    let (scenario, notes) = inputs.scenario(&recipe, &config, args.steps)?;
+    let range = simulated(&scenario, args.inputs.seeds)?;
+    let shown = show::Shown {
+        recipe: &recipe,
+        hardware: &inputs.hardware,
+        scenario: &scenario,
+        range: &range,
+        notes: &notes,
+    };
+    Ok(if args.json { shown.json() } else { shown.text() })
+}
+
+/// The hardware and the calibration that `args` name, for `recipe`.
+///
+/// # Errors
+/// Files that are wrong, and measurements of another model or device.
+pub fn inputs_of(
+    recipe: &Recipe,
+    config: &Config,
+    args: &CalibrationArgs,
+) -> Result<ScenarioInputs, Failure> {
+    let on_gpu = recipe.devices().any();
+    let name = args.hardware.as_deref().unwrap_or(if on_gpu { "h200" } else { "cpu" });
+    let hardware = Hardware::open(name)?;
+    let mut calibration = Calibration::default();
+    for path in &args.calibration {
+        calibration.read(path, recipe, config, &hardware)?;
+    }
+    Ok(ScenarioInputs { hardware, calibration })
+}
+
+/// A scenario over seeds.
+///
+/// # Errors
+/// A run that stops, or inputs that nothing can be simulated with.
+pub fn simulated(scenario: &Scenario, seeds: u64) -> Result<RangeOverSeeds, Failure> {
+    simulator::over_seeds(scenario, seeds)
+        .map_err(|error: SimulationError| Failure::Argument(error.to_string()))
+}
+
+/// The shape of the model of `recipe`.
+///
+/// # Errors
+/// A model directory that cannot be read, or that is on the Hugging Face Hub and not here, and a run without sampling.
+pub fn shape(recipe: &Recipe) -> Result<Config, Failure> {
+    if recipe.supervised.is_some() {
+        let what = "a run with `[supervised]` samples nothing, so that there is nothing to simulate; `rlrun-bench train` measures its steps";
+        return Err(Failure::Argument(what.to_owned()));
+    }
+    Ok(match &recipe.model {
+        Model::Path(path) => Config::load(path)?,
+        Model::Random(sizes) => recipe.fresh_model(sizes),
+    })
+}

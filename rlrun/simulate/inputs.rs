@@ -1,0 +1,312 @@
+//! The scenario of a recipe, from its keys, measurements and hardware.
+//!
+//! Invariant: a measurement wins over an estimate, and every estimate has a note with the command that measures it.
+
+use model::{Config, Layout, Recompute};
+use simulator::{
+    ApplyRule, DecodeCurve, LatencyModel, LengthModel, PrefillCost, ResourceSharing, RewardService,
+    SamplerFleet, Scenario, ToolCalls, TrainingCost, WeightDelivery,
+};
+
+use super::calibration::{Calibration, SHARED};
+use super::hardware::{Hardware, HardwareKind};
+use crate::failure::Failure;
+use crate::plan::BatchPlan;
+use crate::recipe::Recipe;
+use crate::recipe::words::{ModelDtype, OnUpdate};
+
+/// Bytes that an update with AdamW reads and writes for a weight: weight, gradient and two moments in f32 are read, three written.
+const UPDATE_BYTES: f64 = 28.0;
+const F32: f64 = 4.0;
+
+/// What a recipe is simulated with.
+#[derive(Clone, Debug)]
+pub struct ScenarioInputs {
+    /// The hardware.
+    pub hardware: Hardware,
+    /// The measurements.
+    pub calibration: Calibration,
+}
+
+/// Work of a token, by the shape of a model.
+#[derive(Clone, Copy, Debug)]
+struct TokenWork {
+    parameters: f64,
+    /// Multiply-adds of a token, without attention.
+    products: f64,
+    /// Operations of attention for a token and each token that it sees.
+    seen: f64,
+    /// Bytes of keys and values of a token.
+    cached: f64,
+    /// Bytes of a weight.
+    width: f64,
+}
+
+impl ScenarioInputs {
+    /// The scenario of `recipe` over `steps` steps, and what about it is an estimate.
+    ///
+    /// # Errors
+    /// A recipe whose groups or buffer cannot be simulated.
+    pub fn scenario(
+        &self,
+        recipe: &Recipe,
+        config: &Config,
+        steps: u64,
+    ) -> Result<(Scenario, Vec<String>), Failure> {
+        let mut notes = Vec::new();
+        let work = self.work(recipe, config);
+        let lengths = self.lengths(recipe, &mut notes);
+        let prompt_tokens = recipe.data.max_prompt_length as f64 / 2.0;
+        let samplers = if recipe.placement.processes { recipe.rollout_workers().max(1) } else { 1 };
+        let cores = self.cores_factor(recipe, samplers);
+        let decode = self.decode(&work, &mut notes).times(cores[0]);
+        let prefill = self.calibration.prefill_token_s.unwrap_or_else(|| {
+            2.0 * work.products / (self.hardware.flops_per_s.value * self.hardware.prefill_share.value)
+        });
+        let warm_steps = (recipe.buffer.max_staleness + 3).min(steps / 2);
+        let scenario = Scenario {
+            steps,
+            warm_steps,
+            batch_groups: recipe.buffer.batch_groups,
+            group_size: recipe.rollout.group_size,
+            max_staleness: recipe.buffer.max_staleness,
+            on_stale: recipe.buffer.on_stale,
+            slots: None,
+            prompt_tokens,
+            tools: recipe.environment.as_ref().map(|environment| ToolCalls {
+                turns: environment.max_turns.max(1),
+                time: LatencyModel::NONE,
+                answer_tokens: prompt_tokens,
+            }),
+            rewards: RewardService {
+                time: self.calibration.reward.unwrap_or(LatencyModel::NONE),
+                concurrency: usize::MAX,
+            },
+            samplers: SamplerFleet {
+                count: samplers,
+                decode,
+                prefill: PrefillCost { fixed_s: 0.0, per_token_s: prefill * cores[0] },
+                max_running: recipe.rollout.max_running,
+                kv_tokens: recipe.rollout.kv_cache_tokens.map_or(f64::INFINITY, |tokens| tokens as f64),
+                absences: Vec::new(),
+            },
+            trainer: self.training(recipe, &work, lengths.mean() + prompt_tokens, cores[1], &mut notes),
+            weights: self.weights(recipe, &work),
+            sharing: self.sharing(recipe, &work),
+            lengths,
+        };
+        if recipe.environment.is_some() {
+            notes.push("turns of the environment are assumed to be all of `max_turns`, and its answers to take no time".to_owned());
+        }
+        if self.hardware.kind == HardwareKind::Gpu && !recipe.devices().any() {
+            notes.push(
+                "the recipe names no GPU: both sides are simulated on one, at the same time".to_owned(),
+            );
+        }
+        if self.calibration.reward.is_none() {
+            notes.push("rewards are assumed to take no time; `--calibration RUN` takes their times from an earlier run".to_owned());
+        }
+        scenario.check().map_err(|error| Failure::Argument(error.to_string()))?;
+        Ok((scenario, notes))
+    }
+
+    fn work(&self, recipe: &Recipe, config: &Config) -> TokenWork {
+        let gpu = self.hardware.kind == HardwareKind::Gpu;
+        let width = if gpu && recipe.dtype != ModelDtype::F32 { 2.0 } else { F32 };
+        let layers = config.attention_layers() as f64;
+        TokenWork {
+            parameters: Layout::new(config).len() as f64,
+            products: (config.layer_multiply_adds() + config.vocab_size * config.hidden_size) as f64,
+            seen: 4.0 * layers * (config.num_heads * config.head_dim) as f64,
+            cached: 2.0 * layers * (config.num_kv_heads * config.head_dim) as f64 * width,
+            width,
+        }
+    }
+
+    fn lengths(&self, recipe: &Recipe, notes: &mut Vec<String>) -> LengthModel {
+        /// Standard deviation of the logarithm of lengths, where nothing was measured.
+        const SPREAD: f64 = 0.6;
+        let cap = recipe.rollout.max_completion_length as f64;
+        if recipe.rollout.ignore_stop {
+            return LengthModel::constant(cap);
+        }
+        self.calibration.lengths.clone().unwrap_or_else(|| {
+            notes.push(format!(
+                "lengths of completions are assumed: log-normal with a mean of {:.0} tokens, a third of the longest; `--calibration RUN` \
+                 takes them from an earlier run",
+                cap / 3.0
+            ));
+            LengthModel::with_mean((cap / 3.0).max(1.0), cap, SPREAD, SHARED)
+        })
+    }
+
+    fn not_calibrated(&self, what: &str, measure: &str) -> String {
+        format!(
+            "not calibrated for {what}: its times are estimates of `{}`; measure with `rlrun-bench {measure} --model DIR --json > FILE`, \
+             then `--calibration FILE`",
+            self.hardware.name
+        )
+    }
+
+    fn decode(&self, work: &TokenWork, notes: &mut Vec<String>) -> DecodeCurve {
+        let hardware = &self.hardware;
+        let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
+        let flops = hardware.flops_per_s.value * hardware.prefill_share.value;
+        let token = work.cached / bandwidth;
+        let measured =
+            DecodeCurve::measured(&self.calibration.decode, self.calibration.decode_context, token);
+        measured.unwrap_or_else(|| {
+            notes.push(self.not_calibrated("decoding", "generate --sweep"));
+            let first = (work.parameters * work.width / bandwidth).max(hardware.launch_s.value);
+            DecodeCurve::linear([first, 2.0 * work.products / flops, token])
+        })
+    }
+
+    fn training(
+        &self,
+        recipe: &Recipe,
+        work: &TokenWork,
+        mean_tokens: f64,
+        cores: f64,
+        notes: &mut Vec<String>,
+    ) -> TrainingCost {
+        let (hardware, trainer) = (&self.hardware, &recipe.trainer);
+        let flops = hardware.flops_per_s.value * hardware.training_share.value;
+        let sharing = trainer.parallel.config().of_pass().max(1) as f64;
+        let ranks = (trainer.world as f64 / sharing).max(1.0);
+        let updates = BatchPlan::of(recipe).updates as f64;
+        // Forward and backward, forward again if activations are recomputed, and that of a reference.
+        let recomputed = if trainer.recompute == Recompute::None { 0.0 } else { 1.0 };
+        let reference = if recipe.needs_reference() { 1.0 } else { 0.0 };
+        let passes = trainer.epochs as f64 * (3.0 + recomputed) + reference;
+        // Ranks on a processor divide its cores.
+        let speed = if hardware.kind == HardwareKind::Cpu { sharing * ranks } else { 1.0 };
+        let [mut token, mut square] = [2.0 * work.products, work.seen / 2.0]
+            .map(|operations| passes * operations * speed / flops / sharing);
+        let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
+        let exchanged = 2.0 * F32 * work.parameters * (ranks - 1.0) / ranks / hardware.link_bytes_per_s.value;
+        let mut optimizer_s = updates * (UPDATE_BYTES * work.parameters / bandwidth + exchanged);
+        let tokens = mean_tokens * (recipe.buffer.batch_groups * recipe.rollout.group_size) as f64 / ranks;
+        let mut fixed_s =
+            (tokens / trainer.microbatch_tokens as f64).ceil() * passes * hardware.launch_s.value;
+        if let Some([measured_token, measured_square]) =
+            fitted(&self.calibration, square / token.max(f64::MIN_POSITIVE))
+        {
+            // What was measured is one forward and backward pass with its optimizer.
+            let factor = if self.calibration.contended { 1.0 } else { passes / 3.0 };
+            (token, square) = (measured_token * factor * speed, measured_square * factor * speed);
+            (optimizer_s, fixed_s) = (updates * exchanged, 0.0);
+        } else {
+            notes.push(self.not_calibrated("training", "train"));
+        }
+        TrainingCost {
+            fixed_s: fixed_s * cores,
+            per_token_s: token * cores,
+            per_square_s: square * cores,
+            optimizer_s: optimizer_s * cores,
+            ranks: ranks as usize,
+            checkpoint_every: if self.calibration.checkpoint_s.is_some() {
+                recipe.checkpoint.interval
+            } else {
+                0
+            },
+            checkpoint_s: self.calibration.checkpoint_s.unwrap_or(0.0),
+            leases: 1,
+        }
+    }
+
+    fn weights(&self, recipe: &Recipe, work: &TokenWork) -> WeightDelivery {
+        let bytes = work.parameters * work.width;
+        let memory = bytes / (self.hardware.bandwidth_bytes_per_s.value * self.hardware.decoding_share.value);
+        let moves = recipe.placement.processes || self.hardware.kind == HardwareKind::Gpu;
+        WeightDelivery {
+            publish_s: self.calibration.publish_s.unwrap_or(memory),
+            push_s: if moves { bytes / self.hardware.link_bytes_per_s.value } else { 0.0 },
+            stall_s: self.calibration.stall_s.unwrap_or(memory),
+            apply: match recipe.rollout.on_update {
+                OnUpdate::Keep => ApplyRule::Keep,
+                OnUpdate::Recompute => ApplyRule::Recompute,
+                OnUpdate::Drain => ApplyRule::Drain,
+            },
+        }
+    }
+
+    fn sharing(&self, recipe: &Recipe, work: &TokenWork) -> ResourceSharing {
+        if recipe.is_colocated() {
+            let bytes = work.parameters * (work.width + 2.0 * F32);
+            return ResourceSharing::Turns { switch_s: bytes / self.hardware.bandwidth_bytes_per_s.value };
+        }
+        let devices = recipe.devices();
+        let same = devices.rollout.is_some() && devices.trainer.contains(&devices.rollout);
+        let cores = devices.rollout.is_none() && !devices.trains() && !recipe.placement.processes;
+        if !(same || cores) || self.calibration.contended {
+            return ResourceSharing::Separate;
+        }
+        let all = model::thread_pool::available_cores() as f64;
+        let of = |threads: Option<usize>| threads.map_or(1.0, |threads| (threads as f64 / all).min(1.0));
+        let asked = if same {
+            2.0
+        } else {
+            of(recipe.placement.rollout_threads) + of(recipe.placement.trainer_threads)
+        };
+        ResourceSharing::Cores { sampler: asked.max(1.0), trainer: asked.max(1.0) }
+    }
+
+    /// Factors of the times of a sampler and of the trainer that have some of the cores.
+    fn cores_factor(&self, recipe: &Recipe, samplers: usize) -> [f64; 2] {
+        if self.hardware.kind == HardwareKind::Gpu {
+            return [1.0, 1.0];
+        }
+        let all = model::thread_pool::available_cores() as f64;
+        let share = if recipe.placement.processes { all / (samplers as f64 + 1.0) } else { all };
+        let threads = |given: Option<usize>| given.map_or(share, |threads| threads as f64).clamp(0.1, all);
+        [recipe.placement.rollout_threads, recipe.placement.trainer_threads].map(|given| all / threads(given))
+    }
+}
+
+/// Seconds of a token and of the square of a sequence's tokens, by least squares over what was measured; with steps of one length
+/// alone, in the ratio `square` that is estimated. `None` without a measurement.
+fn fitted(calibration: &Calibration, square: f64) -> Option<[f64; 2]> {
+    let steps = &calibration.training;
+    let [mut tt, mut ts, mut ss, mut ty, mut sy] = [0.0; 5];
+    for step in steps {
+        let (t, s) = (step.sequences * step.length, step.sequences * step.length * step.length);
+        (tt, ts, ss) = (tt + t * t, ts + t * s, ss + s * s);
+        (ty, sy) = (ty + t * step.seconds, sy + s * step.seconds);
+    }
+    let first = steps.first()?;
+    let determinant = tt * ss - ts * ts;
+    if steps.iter().any(|step| step.length != first.length) && determinant > 0.0 {
+        let (token, of_square) = ((ty * ss - sy * ts) / determinant, (sy * tt - ty * ts) / determinant);
+        if token > 0.0 && of_square >= 0.0 {
+            return Some([token, of_square]);
+        }
+    }
+    let ratio = square.max(0.0);
+    let weighted: f64 =
+        steps.iter().map(|step| step.sequences * step.length * (1.0 + ratio * step.length)).sum();
+    let seconds: f64 = steps.iter().map(|step| step.seconds).sum();
+    (weighted > 0.0).then(|| [seconds / weighted, ratio * seconds / weighted])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::calibration::MeasuredTraining;
+    use super::*;
+
+    #[test]
+    fn two_lengths_give_both_costs_and_one_length_the_estimated_ratio() {
+        let step = |sequences: f64, length: f64| MeasuredTraining {
+            sequences,
+            length,
+            seconds: sequences * (2e-5 * length + 1e-9 * length * length),
+        };
+        let training = vec![step(16.0, 1024.0), step(4.0, 8192.0), step(64.0, 128.0)];
+        let [token, square] = fitted(&Calibration { training, ..Calibration::default() }, 0.0).unwrap();
+        assert!((token / 2e-5 - 1.0).abs() < 1e-6 && (square / 1e-9 - 1.0).abs() < 1e-6, "{token} {square}");
+        let one = Calibration { training: vec![step(16.0, 1024.0)], ..Calibration::default() };
+        let [token, square] = fitted(&one, 5e-5).unwrap();
+        assert!((token / 2e-5 - 1.0).abs() < 1e-6 && (square / 1e-9 - 1.0).abs() < 1e-6, "{token} {square}");
+        assert_eq!(fitted(&Calibration::default(), 0.0), None);
+    }
+}
