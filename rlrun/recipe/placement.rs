@@ -112,8 +112,7 @@ fn check_sampler_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
     if !degree.is_power_of_two() {
         let message = format!("`{path}` is {degree}, but must be a power of two");
         checker.report(path, message, &format!("the next is {}", degree.next_power_of_two()));
-    }
-    if recipe.reduction != Reduction::Tree {
+    } else if recipe.reduction != Reduction::Tree {
         let message = "the ranks of a sampler add partial sums, and the sums of this model have no order that is the same for all \
                        degrees";
         checker.report_latest(&[path, "model.reduction"], message, "set `model.reduction` to \"tree\"");
