@@ -27,7 +27,7 @@ pub struct Traffic {
     pub context: f64,
     /// Residual streams and their gradients, to the stages beside it.
     pub pipeline: f64,
-    /// Time of an update in which the stages of a pipeline wait for the first or the last micro-batch, a fraction from 0 to 1.
+    /// Seconds of each second of an update in which the stages of a pipeline wait for the first or the last micro-batch.
     pub idle: f64,
 }
 
