@@ -1,7 +1,7 @@
 //! One sampler: sequences that decode together, each a token per step (processor sharing).
 //!
 //! Invariant: `clock` counts the tokens that a sequence which runs since the start would have; a sequence ends when the clock reaches
-//! its mark. Time and clock are only moved by [`Engine::advance`]; between two calls the number of sequences is constant.
+//! its mark. Time and clock are only moved by [`SimulatedEngine::advance`]; between two calls the number of sequences is constant.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
