@@ -84,6 +84,9 @@ fn measurements_of_something_else_are_refused() {
     assert!(refused(&["--calibration", "text.jsonl"]).contains("line 1 of"));
     assert!(refused(&["--calibration", "."]).contains("resolved.toml"));
     assert!(refused(&["--hardware", "h2000"]).contains("known are a100"));
+    // A file without an end is not read.
+    assert!(refused(&["--hardware", "/dev/zero"]).contains("cannot be a hardware file"));
+    assert!(refused(&["--calibration", "/dev/zero"]).contains("cannot be a calibration"));
     // A run of another model.
     home.write("run/resolved.toml", "[model.random]\nhidden_size = 8\n");
     home.write("run/metrics.jsonl", "{\"step\":1}\n");

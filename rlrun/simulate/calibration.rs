@@ -3,6 +3,7 @@
 //! Invariant: measurements of another model, or of another kind of device, are refused and never mixed in. Files are read up to a
 //! size; lines that are no results are refused by their number.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use serde_json::{Map, Value};
@@ -286,15 +287,13 @@ fn slowest_reward(steps: &[Map<String, Value>]) -> Option<LatencyModel> {
     names.map(of).max_by(|a, b| a.longest_s.total_cmp(&b.longest_s))
 }
 
+/// The text of a regular file of at most [`MAX_BYTES`].
 fn read_limited(path: &Path) -> Result<String, Failure> {
-    let system = |source| Failure::System { what: format!("read {}", path.display()), source };
-    let size = std::fs::metadata(path).map_err(system)?.len();
-    if size > MAX_BYTES {
-        let what = format!(
-            "{} has {size} bytes, more than the {MAX_BYTES} of a calibration; name another file",
-            path.display()
-        );
-        return Err(Failure::Argument(what));
-    }
-    std::fs::read_to_string(path).map_err(system)
+    model::files::read_text(path, MAX_BYTES).map_err(|source| match source.kind() {
+        ErrorKind::FileTooLarge | ErrorKind::InvalidData | ErrorKind::InvalidInput => {
+            let what = format!("{} cannot be a calibration: {source}; name another file", path.display());
+            Failure::Argument(what)
+        }
+        _ => Failure::System { what: format!("read {}", path.display()), source },
+    })
 }

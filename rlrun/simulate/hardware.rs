@@ -2,6 +2,7 @@
 //!
 //! Invariant: every number has a source in the file; numbers are positive. Files of users are read up to a size.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -81,17 +82,12 @@ impl Hardware {
         }
         let path = Path::new(name);
         let names = KNOWN.map(|(known, _)| known).join(", ");
-        let size = std::fs::metadata(path).map(|metadata| metadata.len()).map_err(|_| {
-            Failure::NotThere(format!("`{name}` is no known hardware and no file; known are {names}, others are TOML files like these"))
+        let text = model::files::read_text(path, MAX_BYTES).map_err(|source| match source.kind() {
+            ErrorKind::NotFound => Failure::NotThere(format!(
+                "`{name}` is no known hardware and no file; known are {names}, others are TOML files like these"
+            )),
+            _ => Failure::Argument(format!("`{name}` cannot be a hardware file: {source}; name another one")),
         })?;
-        if size > MAX_BYTES {
-            let what = format!(
-                "`{name}` has {size} bytes, more than the {MAX_BYTES} of a hardware file; name another one"
-            );
-            return Err(Failure::Argument(what));
-        }
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| Failure::System { what: format!("read {name}"), source })?;
         Self::parse(&text, name)
     }
 
@@ -160,7 +156,7 @@ mod tests {
         assert!(refused(&good.replace("1.41e11", "-1")).contains("`memory_bytes`"));
         assert!(refused(&good.replace("1.41e11", "nan")).contains("positive"));
         assert!(refused(&format!("colour = \"red\"\n{good}")).contains("colour"));
-        assert!(refused(&"#".repeat(70_000)).contains("more than"));
+        assert!(refused(&"#".repeat(70_000)).contains("70000 bytes, and at most 65536"));
         assert!(Hardware::open("h2000").unwrap_err().to_string().contains("known are a100, b200"));
     }
 }

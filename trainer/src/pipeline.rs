@@ -7,9 +7,8 @@
 //!                                             B  layers backward
 //! ```
 //!
-//! Stage `s` of `p` begins with `p + 1 - s` forwards, so that as many micro-batches are in flight in it: one more than without a way back
-//! to the head. Of `m` micro-batches the `p - 1` first and last forwards and backwards leave stages idle: `(p - 1) / (m + p - 1)` of the
-//! time.
+//! Stage `s` of `p` begins with `p + 1 - s` forwards, so that as many micro-batches are in flight in it: one more than with the head on the
+//! last stage. While the first and the last of `m` micro-batches pass, other stages are idle: `(p - 1) / (m + p - 1)` of the time.
 //!
 //! Invariant: every stage computes forwards, heads and backwards each in the order of the micro-batches, so that gradients are added in
 //! the order of one rank.

@@ -187,7 +187,8 @@ fn processes_are_stages() {
     }
 }
 
-/// Every stage sends a residual stream and a gradient of one for each token: the page of Megatron-LM says `s h b` for each boundary.
+/// Every stage sends a residual stream and a gradient of one for each token, `s h b` bytes each (Megatron-LM, Narayanan et al. 2021, arXiv
+/// 2104.04473).
 #[test]
 fn stages_send_two_hidden_states_for_a_token() {
     let (model, groups) = (deep(Architecture::Qwen3, false), groups());
