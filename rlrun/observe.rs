@@ -5,6 +5,7 @@
 mod exchange;
 mod measures;
 mod peers;
+mod ranks;
 mod rewards;
 mod samples;
 mod spans;
@@ -278,6 +279,7 @@ impl<'a> Observer<'a> {
         weights::measure(&mut metrics, inputs.push, inputs.lags, inputs.distribution);
         exchange::measure(&mut metrics, inputs.step.exchange);
         self.peers(&mut metrics, inputs)?;
+        self.ranks(&mut metrics, inputs.step)?;
         crate::curation::measure(self.recipe, &mut metrics, inputs.sampler_before, inputs.sampler_after);
         if let Some(peak) = crate::memory::peak_mib() {
             metrics.set("memory/peak_mib", peak);

@@ -7,6 +7,7 @@
 //! - `start`: the checkpoint or the fresh model that training starts from
 //! - `services`: the buffer, the weight hub and the listener for workers
 //! - `sampled`: training on sampled groups, around the loop in `steps`; `without_sampling`: supervised training
+//! - `ranks`: the trainer's ranks that are processes
 //! - `samplers`: the sampler thread and the rollout workers; `weights`: how versions reach them
 //! - `evaluate`: held-out tasks; `view`: what the watchdog sees; `rewind`: the buffer after a resume from an older checkpoint
 //!
@@ -14,6 +15,7 @@
 //! starts sampler and trainer, measures them, and stops one when the other ends.
 
 mod evaluate;
+mod ranks;
 mod rewind;
 mod sampled;
 mod samplers;

@@ -95,6 +95,88 @@ fn ranks_as_processes_have_the_bits_of_threads_after_a_kill() {
     every_group_once(&run, 9, 8).unwrap();
 }
 
+/// Ranks are killed in a run that may continue without them: nothing else is started again, nothing is read from disk, and the weights are
+/// those of ranks that lived.
+#[test]
+fn killed_ranks_are_replaced_from_memory_with_the_same_bits() {
+    let home = Home::new();
+    let sets = ["buffer.max_staleness=0", "trainer.steps=14", "trainer.world=4", "trainer.zero=3"];
+    let threads = home.small("threads", &sets);
+    let elastic = [
+        "placement.processes=true",
+        "placement.restarts=100",
+        "trainer.ranks=processes",
+        "trainer.elastic.snapshot_every=2",
+        // No checkpoint but the last.
+        "checkpoint.interval=0",
+    ];
+    let run = home.run("elastic");
+    let mut child = home.start_small("elastic", &[&sets[..], &elastic].concat());
+    let changes = || {
+        let text = fs::read_to_string(run.path.join("events.jsonl")).unwrap_or_default();
+        let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        events.filter(|event| event["event"] == "regroup").collect::<Vec<_>>()
+    };
+    for (step, name, fault) in [(3, "trainer 1", "KILL"), (7, "trainer 3", "KILL")] {
+        assert!(run.wait_for(Moment::Step(step), &mut child), "the run ended before step {step}");
+        let before = changes().len();
+        signal_process(*pids(&run, name).last().unwrap(), fault);
+        until("the change of the ranks", &|| changes().len() > before, &|| format!("{:?}", changes()));
+    }
+    finish(child).ok();
+    assert_eq!(pids(&run, "the trainer").len(), 1, "the run was not started again");
+    assert_eq!((pids(&run, "trainer 1").len(), pids(&run, "trainer 2").len()), (2, 1));
+    assert!(
+        changes().iter().all(|change| change["fields"]["repeated_steps"].as_u64() <= Some(2)),
+        "{:?}",
+        changes()
+    );
+    let weights = |run: &Run| fs::read(run.checkpoint(14).join("model/model.safetensors")).unwrap();
+    assert!(weights(&threads) == weights(&run), "the weights differ");
+    assert_eq!(threads.values("reward/mean"), run.values("reward/mean"));
+    every_group_once(&run, 14, 8).unwrap();
+}
+
+/// A run that is served and started by hand: a rank is killed, the others continue, and another joins later.
+#[test]
+fn a_run_shrinks_and_grows_with_its_ranks() {
+    let home = Home::new();
+    let sets = [
+        "buffer.listen=127.0.0.1:0",
+        "buffer.insecure=true",
+        "trainer.world=2",
+        "trainer.ranks=processes",
+        "trainer.elastic.snapshot_every=1",
+        "trainer.elastic.patience_s=0.5",
+        "buffer.max_staleness=0",
+    ];
+    let run = home.run("run");
+    let mut child = home.start_endless("run", &sets);
+    let joins = || {
+        until("the address of the run", &|| run.path.join("logs/attempt_1.log").is_file(), &String::new);
+        until("the address of the run", &|| log_of(&run).contains("served on "), &|| log_of(&run));
+        home.start(&["worker", "trainer", "--join", &served_on(&run)])
+    };
+    let mut rank = joins();
+    assert!(run.wait_for(Moment::Step(3), &mut child));
+    rank.kill().unwrap();
+    rank.wait().unwrap();
+    let world = || run.values("trainer/world").last().copied();
+    until("a step with one rank", &|| world() == Some(1.0), &|| log_of(&run));
+    let mut other = joins();
+    until("a step with two ranks", &|| world() == Some(2.0), &|| log_of(&run));
+    interrupt(&child);
+    finish(child).ok();
+    assert!(other.wait().unwrap().success(), "a rank ends with its run");
+    let steps = run.steps().len() as u64;
+    every_group_once(&run, steps, 8).unwrap();
+}
+
+/// The log of the run.
+fn log_of(run: &Run) -> String {
+    fs::read_to_string(run.path.join("logs/attempt_1.log")).unwrap_or_default()
+}
+
 /// Workers join a run in one process: one leaves on request, one is killed, one joins late.
 #[test]
 fn workers_join_and_leave_during_a_run() {

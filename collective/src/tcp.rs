@@ -8,6 +8,7 @@
 //! is never sent.
 
 mod handshake;
+mod meeting;
 mod sockets;
 
 use std::io::{self, Read, Write};
@@ -19,6 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
 use self::handshake::{Hello, PATIENCE, Secret};
+pub use self::meeting::Meeting;
 pub use self::sockets::Sockets;
 use crate::CollectiveError;
 use crate::mesh::Mesh;
@@ -102,25 +104,35 @@ impl Listener {
             }
             joined.push((hello, stream));
         }
-        let mut streams: Vec<Option<TcpStream>> = (0..world).map(|_| None).collect();
-        let mut addresses = vec![SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)); world];
-        // Connections that ask for a certain rank come first.
-        joined.sort_by_key(|(hello, _)| hello.rank.is_none());
-        for (hello, stream) in joined {
-            let free = || (1..world).find(|rank| streams[*rank].is_none()).unwrap_or_default();
-            let rank = hello.rank.unwrap_or_else(free);
-            let from = stream.peer_addr().map_err(|source| broken(0, rank, source))?;
-            addresses[rank] = SocketAddr::new(from.ip(), hello.port);
-            streams[rank] = Some(stream);
-        }
-        for (rank, stream) in streams.iter_mut().enumerate() {
-            if let Some(stream) = stream {
-                let welcome = Welcome::Joined { rank, addresses: addresses.clone() };
-                welcome.send(stream).map_err(|source| broken(0, rank, source))?;
-            }
-        }
-        ready(0, streams, deadline, self.secret)
+        form(joined, deadline, self.secret)
     }
+}
+
+/// Rank 0 of `joined` and itself: sends each its rank and the addresses of the others.
+fn form(
+    mut joined: Vec<(Hello, TcpStream)>,
+    deadline: Duration,
+    secret: Secret,
+) -> Result<Sockets, CollectiveError> {
+    let world = joined.len() + 1;
+    let mut streams: Vec<Option<TcpStream>> = (0..world).map(|_| None).collect();
+    let mut addresses = vec![SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)); world];
+    // Connections that ask for a certain rank come first.
+    joined.sort_by_key(|(hello, _)| hello.rank.is_none());
+    for (hello, stream) in joined {
+        let free = || (1..world).find(|rank| streams[*rank].is_none()).unwrap_or_default();
+        let rank = hello.rank.unwrap_or_else(free);
+        let from = stream.peer_addr().map_err(|source| broken(0, rank, source))?;
+        addresses[rank] = SocketAddr::new(from.ip(), hello.port);
+        streams[rank] = Some(stream);
+    }
+    for (rank, stream) in streams.iter_mut().enumerate() {
+        if let Some(stream) = stream {
+            let welcome = Welcome::Joined { rank, addresses: addresses.clone() };
+            welcome.send(stream).map_err(|source| broken(0, rank, source))?;
+        }
+    }
+    ready(0, streams, deadline, secret)
 }
 
 /// Joins the ranks whose rank 0 listens at `addr`, as `rank` or as any that is free. From then on ranks wait for each

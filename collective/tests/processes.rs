@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use collective::tcp::{Listener, Tcp, join};
+use collective::tcp::{Listener, Meeting, Tcp, join};
 use collective::{Collective, CollectiveError, HostCollective};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -241,4 +241,35 @@ fn a_rank_that_never_joins_is_named() {
     let listener = Listener::bind(anywhere(), SECRET).expect("a port is free");
     let error = listener.accept(2, Duration::from_millis(50)).expect_err("no rank joins");
     assert!(error.to_string().contains("waited 0.05 s for rank 1 in `join`"), "{error}");
+}
+
+/// The largest number of ranks that is there at the end of the patience; who has gone does not count, and who is too many waits for the
+/// next group.
+#[test]
+fn a_meeting_makes_groups_of_those_that_wait() {
+    let meeting = Meeting::open(anywhere(), SECRET).expect("a port is free");
+    let addr = meeting.local_addr();
+    let error = meeting.group(&[4, 2], SHORT / 10, LONG).expect_err("no process waits").to_string();
+    assert!(error.contains("waited 0.2 s for rank 1 in `join`"), "{error}");
+    thread::scope(|scope| {
+        let joins = || scope.spawn(move || join(addr, SECRET, Some(7), LONG).expect("joins"));
+        let until = |count: usize| {
+            while meeting.waiting() != count {
+                thread::sleep(Duration::from_millis(5));
+            }
+        };
+        let first = [joins(), joins()];
+        until(2);
+        drop(TcpStream::connect(addr).expect("it listens"));
+        let leader = meeting.group(&[4, 2], SHORT / 10, LONG).expect("two are enough");
+        assert_eq!((leader.rank(), leader.world(), meeting.waiting()), (0, 2, 1));
+        let second = [joins(), joins()];
+        until(3);
+        let larger = meeting.group(&[4, 2], LONG, LONG).expect("all are there at once");
+        assert_eq!((larger.world(), meeting.waiting()), (4, 0));
+        let mut worlds: Vec<_> =
+            first.into_iter().chain(second).map(|rank| rank.join().expect("no panic").world()).collect();
+        worlds.sort_unstable();
+        assert_eq!(worlds, [2, 4, 4, 4]);
+    });
 }

@@ -343,6 +343,7 @@ pub(crate) const METRICS: &[MetricSection] = &[
                 "share",
                 "Time of the step in which a side waited for the other.",
             ),
+            metric("trainer/world", "ranks", "Ranks of the trainer that made the step."),
             metric(
                 "trainer/rank_wait_ratio",
                 "share",
@@ -379,6 +380,16 @@ pub(crate) const METRICS: &[MetricSection] = &[
                 "Writing checkpoints that became durable, beside the training.",
             ),
             metric("time/weight_sync", "seconds", "Publishing the new weights."),
+            metric(
+                "time/snapshot",
+                "seconds",
+                "Gathering the state of all ranks in the memory of the first; with `trainer.elastic.snapshot_every`.",
+            ),
+            metric(
+                "time/regroup",
+                "seconds",
+                "Continuing with other ranks after some were lost or have joined; with `trainer.elastic.snapshot_every`.",
+            ),
             metric("time/decode_stall", "seconds", "Decoding stops for new weights."),
             metric(
                 "time/phase_switch",

@@ -110,7 +110,8 @@ pub(super) fn speed(metrics: &mut Metrics, inputs: &ObserverInputs<'_>) {
         + time.forward_backward
         + time.save_checkpoint
         + time.weight_sync
-        + time.phase_switch;
+        + time.phase_switch
+        + time.snapshot;
     let rollout_idle = share(idle, busy + idle);
     let trainer_idle = share(time.wait_for_batch, worked);
     let proposed = after.engine.proposed_tokens.saturating_sub(before.engine.proposed_tokens);

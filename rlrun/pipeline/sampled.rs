@@ -61,8 +61,7 @@ impl Run<'_> {
             .adapted()
             .filter(|_| self.recipe.buffer.listen.is_some() || self.listener.is_some());
         services.api.publish_model(&start.directory, policy.as_ref().map(|policy| &**policy.base()));
-        let stop = self.signals.stop_flag();
-        let local = self.listener.is_none();
+        let (stop, local) = (self.signals.stop_flag(), self.listener.is_none());
         let weights =
             WeightPublishing::new(self.recipe, &services.hub, services.buffer.server.is_some(), local)?;
         let _engine = EngineProcess::start(self.recipe, self.run_dir, &self.report)?;
@@ -70,7 +69,7 @@ impl Run<'_> {
             true => Some(self.worker(&start, &services, &weights)?),
             false => None,
         };
-        let RunServices { buffer, hub, registry, .. } = services;
+        let RunServices { buffer, hub, registry, elasticity, .. } = services;
         // The server ends with the training.
         let RunBuffer { producer, consumer, server: _server, own } = buffer;
         let StartingState { learner, directory, prepared, state, island, .. } = start;
@@ -88,6 +87,7 @@ impl Run<'_> {
             stop: Arc::clone(&stop),
             archive: self.archive.clone().map(|archive| archive as Arc<dyn CheckpointArchive>),
             exchange: island.map(|island| Box::new(island) as Box<dyn OuterExchange>),
+            elasticity,
         };
         let mut trainer = Trainer::start(config, parts, &state)?;
         if let Some(lost) = trainer.lost_lease() {

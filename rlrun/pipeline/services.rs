@@ -6,7 +6,6 @@
 //! reads their content.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -16,19 +15,16 @@ use ::rewards::reward_model::ModelServer;
 use ::weights::Hub;
 use ::weights::http::router;
 use buffer::http::Role;
-use collective::tcp;
 use rollout::RolloutError;
-use trainer::{Leader, TrainerError};
+use trainer::trainer::elastic::Elasticity;
 
 use super::Run;
 use crate::failure::Failure;
 use crate::recipe::words::Ranks;
-use crate::run_buffer::{BufferServer, BufferSetup, RunBuffer};
+use crate::run_buffer::{BufferSetup, RunBuffer};
 use crate::workers::api::WorkerApi;
-use crate::workers::membership::{derived, token};
 use crate::workers::registry::WorkerRegistry;
 use crate::workers::reward::is_served;
-use crate::workers::trainer::MEETING;
 
 /// Pause between two looks for workers that the run waits for.
 const POLL: Duration = Duration::from_millis(50);
@@ -43,6 +39,8 @@ pub(super) struct RunServices {
     pub(super) registry: Arc<WorkerRegistry>,
     /// The routes for workers.
     pub(super) api: Arc<WorkerApi>,
+    /// How the trainer continues without some of its ranks, if it does.
+    pub(super) elasticity: Option<Elasticity>,
 }
 
 impl Run<'_> {
@@ -58,7 +56,7 @@ impl Run<'_> {
             limits: &self.limits,
             peers: &self.peers,
         };
-        let services = RunServices::open(&setup, &self.run_dir.resolved_recipe())?;
+        let mut services = RunServices::open(&setup, &self.run_dir.resolved_recipe())?;
         if self.listener.is_some() {
             let wanted = self.recipe.rewards.iter().filter(|spec| is_served(spec));
             let wanted: Vec<&str> = wanted.map(|spec| spec.name()).collect();
@@ -66,27 +64,11 @@ impl Run<'_> {
             self.runtime.ask(services.reward_servers(&wanted, self.recipe.wait(), &stop)?);
         }
         if let (Ranks::Processes, Some(server)) = (self.recipe.trainer.ranks, &services.buffer.server) {
-            self.leader = Some(self.wait_for_ranks(&services.api, server)?);
+            let (leader, elasticity) = self.wait_for_ranks(&services.api, server)?;
+            self.leader = Some(leader);
+            services.elasticity = elasticity;
         }
         Ok(services)
-    }
-
-    /// Waits until all other ranks of the trainer have joined.
-    fn wait_for_ranks(&self, api: &WorkerApi, server: &BufferServer) -> Result<Arc<Leader>, Failure> {
-        let own = server.token_file.as_deref().map(|file| token(file, "writer")).transpose()?;
-        let known = self.listener.as_ref().map(|listener| listener.token.as_str()).or(own.as_deref());
-        let secret = derived(known, MEETING).unwrap_or_default();
-        let address = SocketAddr::new(server.address.ip(), 0);
-        let listener = tcp::Listener::bind(address, secret.as_bytes()).map_err(TrainerError::from)?;
-        let system = |source| Failure::System { what: "read the address for ranks".to_owned(), source };
-        let port = listener.local_addr().map_err(system)?.port();
-        api.set_rank_port(Some(port));
-        let (world, wait) = (self.recipe.trainer.world, self.recipe.wait());
-        self.report.note(&format!("waiting for {} more ranks of the trainer", world - 1));
-        let collective = listener.accept(world, wait).map_err(TrainerError::from)?;
-        // A rank that is started again waits until this process is started again too.
-        api.set_rank_port(None);
-        Ok(Leader::new(Arc::new(collective)))
     }
 }
 
@@ -110,7 +92,7 @@ impl RunServices {
             own.iter().for_each(|buffer| drop(buffer.abandon(instance)));
             name.into_iter().for_each(|name| subscribers.forget(name));
         });
-        Ok(Self { buffer, hub, registry, api })
+        Ok(Self { buffer, hub, registry, api, elasticity: None })
     }
 
     /// The servers of the rewards `wanted`, once all are served; those known so far if `stop` is set before.

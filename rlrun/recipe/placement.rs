@@ -25,6 +25,7 @@ pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
     check_processes(recipe, checker);
     check_ranks(recipe, checker);
     check_parallel(recipe, checker);
+    check_elastic(recipe, checker);
     check_sampler_ranks(recipe, checker);
     check_devices(recipe, checker);
     super::quantized_base::check(recipe, checker);
@@ -100,6 +101,45 @@ fn check_parallel(recipe: &Recipe, checker: &mut Checker<'_>) {
                 "set `trainer.parallel.tensor` to 1, or remove it",
             );
         }
+    }
+}
+
+/// Ranks that come and go need what any number of them can do.
+fn check_elastic(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let (trainer, elastic) = (&recipe.trainer, recipe.trainer.elastic);
+    if elastic.snapshot_every == 0 {
+        return;
+    }
+    let path = "trainer.elastic.snapshot_every";
+    let off = "set `trainer.elastic.snapshot_every` to 0, or remove it";
+    if trainer.ranks != Ranks::Processes {
+        let message =
+            "ranks that can be lost alone are processes, and those of this recipe are not (`trainer.ranks`)";
+        checker.report_latest(
+            &[path, "trainer.ranks"],
+            message,
+            "set `trainer.ranks = \"processes\"`, or remove it",
+        );
+    }
+    for (other, given) in [
+        ("trainer.parallel", trainer.parallel.config().of_pass() > 1 || trainer.parallel.expert > 1),
+        ("placement.device", recipe.trains_on().is_some()),
+        ("placement.policy", recipe.is_colocated()),
+        ("island", recipe.island.is_some()),
+    ] {
+        if given {
+            let message = format!(
+                "ranks that come and go divide the data of a step on the processor: not with this `{other}`"
+            );
+            checker.report_latest(&[path, other], message, off);
+        }
+    }
+    if elastic.min_world > trainer.world {
+        let message = format!(
+            "`trainer.elastic.min_world` is {}, and the trainer has at most {} ranks (`trainer.world`)",
+            elastic.min_world, trainer.world
+        );
+        checker.report("trainer.elastic.min_world", message, "lower it");
     }
 }
 

@@ -38,7 +38,7 @@ pub use log::{DashboardSection, Log};
 pub use lora::Lora;
 pub use placement::PlacementSection;
 pub use supervised::Supervised;
-pub use trainer::{ParallelSection, TrainerSection};
+pub use trainer::{ElasticSection, ParallelSection, TrainerSection};
 
 /// A recipe as written, with all layers merged and before any check.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -1,17 +1,19 @@
 //! `rlrun worker trainer`: a further rank of a trainer whose ranks are processes.
 //!
-//! Invariant: model, optimizer state and batches come from rank 0, and this process ends with rank 0. It reads numbers of the
+//! Invariant: model, optimizer state and batches come from rank 0, and this process ends with rank 0. If ranks may come and go, a rank
+//! that loses the others joins the next group of them. It reads numbers of the
 //! run's recipe, and opens no file that the recipe names.
 
 use std::collections::BTreeMap;
 use std::net::ToSocketAddrs;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use ::rewards::LoadCounts;
 use ::rewards::reward_model::ModelServer;
 use ::rollout::Progress;
-use ::trainer::{TrainerError, follow};
+use ::trainer::{Followed, TrainerError, follow};
 use collective::{Collective, tcp};
 use model::{SharedCores, ThreadPool};
 
@@ -47,13 +49,30 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
     })?;
     let secret = derived(membership.token(), MEETING).unwrap_or_default();
     let collective = meet(&membership, &secret, rank, wait)?;
-    let report = RankReport { rank: collective.rank() };
-    eprintln!("joined {} as rank {}", membership.url(), report.rank);
-    membership.start_heartbeat(report, stop)?;
+    let number = Arc::new(AtomicUsize::new(0));
+    membership.start_heartbeat(RankReport { rank: Arc::clone(&number) }, Arc::clone(&stop))?;
     let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
     let threads = recipe.placement.trainer_threads.unwrap_or(cores.total()).max(1);
-    let followed = follow(Arc::new(collective), Arc::new(ThreadPool::new(&cores, threads)));
-    membership.leave(followed.map_err(lost))
+    let pool = Arc::new(ThreadPool::new(&cores, threads));
+    let mut next = Some(collective);
+    let is_elastic = recipe.trainer.elastic.snapshot_every > 0;
+    let followed = loop {
+        let collective = match next.take().map_or_else(|| meet(&membership, &secret, None, wait), Ok) {
+            Ok(collective) => collective,
+            Err(error) => break Err(error),
+        };
+        number.store(collective.rank(), Ordering::Relaxed);
+        eprintln!("joined {} as rank {} of {}", membership.url(), collective.rank(), collective.world());
+        match follow(Arc::new(collective), Arc::clone(&pool)) {
+            Ok(Followed::Stopped) => break Ok(()),
+            Ok(Followed::Regroups) => eprintln!("the ranks of the trainer regroup"),
+            Err(TrainerError::Collective(error)) if is_elastic && !stop.load(Ordering::Relaxed) => {
+                eprintln!("{error}; joins again");
+            }
+            Err(error) => break Err(lost(error)),
+        }
+    };
+    membership.leave(followed)
 }
 
 /// A rank that lost the others can be started again.
@@ -121,12 +140,12 @@ fn meet(
 
 /// The heartbeat report of a rank.
 struct RankReport {
-    rank: usize,
+    rank: Arc<AtomicUsize>,
 }
 
 impl WorkerReport for RankReport {
     fn doing(&self) -> String {
-        format!("follows as rank {}", self.rank)
+        format!("follows as rank {}", self.rank.load(Ordering::Relaxed))
     }
 
     fn progress(&self) -> Option<Progress> {

@@ -44,6 +44,7 @@ use crate::state_weights::StateWeights;
 use crate::{lora_files, optimizer_files};
 
 pub use integrity::{CheckpointIntegrity, check, set_aside_after};
+pub(crate) use writer::NetworkCopy;
 pub use writer::{CheckpointArchive, CheckpointTime, CheckpointWriter, CheckpointWriterConfig};
 
 /// Version of the layout on disk: format 2 has a manifest, format 1 had none.

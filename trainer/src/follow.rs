@@ -29,15 +29,27 @@ use crate::supervised::{DemonstrationLoss, PairLoss};
 use crate::update::{CriticUpdate, PolicyUpdate};
 use collective::HostCollective;
 
-/// Executes the commands of the leader, rank 0 of `collective`, until it sends stop. Computes on the threads of `pool`.
+/// Why a follower has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Followed {
+    /// The leader needs it no more.
+    Stopped,
+    /// The leader makes a new group of ranks, which it may join.
+    Regroups,
+}
+
+/// Executes the commands of the leader, rank 0 of `collective`, until it sends that this ends. Computes on the threads of `pool`.
 ///
 /// # Errors
 /// If the connection to another rank is closed, or a command fails on this rank. Dropping the collective then ends the other
 /// ranks.
-pub fn follow(collective: Arc<dyn HostCollective>, pool: Arc<ThreadPool>) -> Result<(), TrainerError> {
+pub fn follow(collective: Arc<dyn HostCollective>, pool: Arc<ThreadPool>) -> Result<Followed, TrainerError> {
     let mut follower = Follower { collective, pool, networks: HashMap::new(), references: HashMap::new() };
-    while follower.turn()? {}
-    Ok(())
+    loop {
+        if let Some(followed) = follower.turn()? {
+            return Ok(followed);
+        }
+    }
 }
 
 struct Follower {
@@ -49,13 +61,14 @@ struct Follower {
 }
 
 impl Follower {
-    /// Executes one command. Returns whether another one follows.
-    fn turn(&mut self) -> Result<bool, TrainerError> {
+    /// Executes one command; `Some` after the last one.
+    fn turn(&mut self) -> Result<Option<Followed>, TrainerError> {
         let bytes = self.collective.broadcast_bytes(0, Vec::new())?;
         let command: RankCommand<'static> = decode(&bytes)?;
         drop(bytes);
         let done = match command {
-            RankCommand::Stop => return Ok(false),
+            RankCommand::Stop => return Ok(Some(Followed::Stopped)),
+            RankCommand::Regroup => return Ok(Some(Followed::Regroups)),
             RankCommand::Network(header) => self.receive(*header),
             RankCommand::Forget { network } => {
                 self.networks.remove(&network);
@@ -82,7 +95,7 @@ impl Follower {
         };
         match done {
             // All ranks return this error. The leader decides what follows.
-            Err(TrainerError::GradientNotFinite { .. }) | Ok(()) => Ok(true),
+            Err(TrainerError::GradientNotFinite { .. }) | Ok(()) => Ok(None),
             Err(error) => Err(error),
         }
     }

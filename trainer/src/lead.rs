@@ -63,6 +63,8 @@ pub(crate) enum RankCommand<'a> {
     Send { network: u32, plan: Vec<u8> },
     /// Send its optimizer state to the leader.
     GatherOptimizer { network: u32 },
+    /// Leave this group of ranks and join the next one.
+    Regroup,
     /// Exit.
     Stop,
 }
@@ -178,6 +180,14 @@ impl Leader {
         Ok(())
     }
 
+    /// Sends the followers away to join the next group of ranks.
+    ///
+    /// # Errors
+    /// If one of them is gone.
+    pub(crate) fn regroup(&self) -> Result<(), TrainerError> {
+        self.send_command(&RankCommand::Regroup)
+    }
+
     fn send_command(&self, command: &RankCommand<'_>) -> Result<(), TrainerError> {
         self.collective.broadcast_bytes(0, encode(command)?)?;
         Ok(())
@@ -192,6 +202,11 @@ impl Drop for Leader {
 }
 
 impl Followers {
+    /// Their leader.
+    pub(crate) fn leader(&self) -> &Leader {
+        &self.leader
+    }
+
     /// Sends `command` to the other ranks before its collective calls.
     ///
     /// # Errors

@@ -229,6 +229,17 @@ impl Learner {
         Self { pool, ..self }
     }
 
+    /// The configuration; its world is the number of ranks.
+    pub(crate) fn config(&self) -> &LearnerConfig {
+        &self.config
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn world(&self) -> usize {
+        self.config.world
+    }
+
     /// The thread pool of the computation.
     #[must_use]
     pub fn pool(&self) -> &Arc<ThreadPool> {

@@ -68,7 +68,7 @@ mod zero;
 pub use checkpoint::{Checkpoint, TrainerState};
 pub use colocation::Colocation;
 pub use error::TrainerError;
-pub use follow::follow;
+pub use follow::{Followed, follow};
 pub use frozen::{Frozen, FrozenWeights};
 pub use lead::Leader;
 pub use learner::{Learner, LearnerConfig, LearnerStep};

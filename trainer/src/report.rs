@@ -13,6 +13,7 @@ use crate::loss::{Clipped, MAX_LOG_RATIO};
 use crate::outer_exchange::ExchangeReport;
 use crate::rank_spans::RankSpan;
 use crate::token_log::RowTokens;
+use crate::trainer::elastic::Regrouping;
 
 /// Statistics of one training step.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -52,6 +53,10 @@ pub struct StepReport {
     pub quarantined_groups: u64,
     /// The exchange of outer gradients that the step has applied.
     pub exchange: Option<ExchangeReport>,
+    /// Changes of the ranks since the previous step.
+    pub regroupings: Vec<Regrouping>,
+    /// Ranks of the trainer.
+    pub world: usize,
     /// Time of the phases, seconds.
     pub time: StepTime,
 }
@@ -382,6 +387,8 @@ pub struct StepTime {
     pub weight_sync: f64,
     /// Colocation: moving state out of memory, waiting for the sampler to stop, moving state back.
     pub phase_switch: f64,
+    /// Gathering the state of all ranks in the memory of the first.
+    pub snapshot: f64,
 }
 
 /// Summary statistics of a list of numbers.

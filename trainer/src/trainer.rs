@@ -3,6 +3,8 @@
 //! A step trains on one batch, which [`update`](crate::update) splits into minibatches (one optimizer update each) and
 //! [`learner`](crate::learner) into micro-batches on data-parallel ranks (gradient accumulation).
 
+pub mod elastic;
+
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,6 +15,7 @@ use buffer::{BufferError, Consumer, Lease, LeaseRequest};
 use model::{DeviceTurn, MemoryBudget, ModelDirectory};
 use trajectory::{Group, PolicyVersion, Sample, Task};
 
+use self::elastic::{ElasticState, Elasticity};
 use crate::TrainerError;
 use crate::algorithm::Algorithm;
 use crate::batch::{Batch, BatchCounts, BatchRow, BatchSplit};
@@ -103,6 +106,8 @@ pub struct TrainerParts {
     pub archive: Option<Arc<dyn CheckpointArchive>>,
     /// Exchanges outer gradients with other islands.
     pub exchange: Option<Box<dyn OuterExchange>>,
+    /// How training continues when ranks that are processes are lost; without it, it ends.
+    pub elasticity: Option<Elasticity>,
 }
 
 impl std::fmt::Debug for TrainerParts {
@@ -121,6 +126,7 @@ pub struct Trainer {
     buffer: Arc<dyn Consumer>,
     publisher: WeightPublisher,
     exchange: Option<Box<dyn OuterExchange>>,
+    elastic: Option<ElasticState>,
     quarantine: Quarantine,
     version: PolicyVersion,
     trained_tokens: u64,
@@ -152,8 +158,17 @@ impl Trainer {
         parts: TrainerParts,
         state: &TrainerState,
     ) -> Result<Self, TrainerError> {
-        let TrainerParts { learner, auxiliary, directory, buffer, publisher, stop, archive, exchange } =
-            parts;
+        let TrainerParts {
+            learner,
+            auxiliary,
+            directory,
+            buffer,
+            publisher,
+            stop,
+            archive,
+            exchange,
+            elasticity,
+        } = parts;
         let mut trainer = Self {
             writer: CheckpointWriter::new(config.checkpoint.clone()).archived(archive),
             config,
@@ -165,6 +180,7 @@ impl Trainer {
             buffer,
             publisher,
             exchange,
+            elastic: elasticity.map(ElasticState::new),
             version: state.version,
             trained_tokens: state.trained_tokens,
             stop,
@@ -174,6 +190,7 @@ impl Trainer {
         };
         trainer.acknowledge_start()?;
         trainer.publish()?;
+        trainer.take_snapshot()?;
         Ok(trainer)
     }
 
@@ -253,6 +270,7 @@ impl Trainer {
             ..StepTime::default()
         };
         let Some(lease) = self.batch(&mut time)? else { return Ok(None) };
+        self.let_ranks_join()?;
 
         // The sampler may use all cores while the trainer waits for a batch.
         let _reservation = self.learner.pool().reserve_core();
@@ -262,7 +280,7 @@ impl Trainer {
         let learning_rate = self.config.schedule.at(self.version.0);
         let updates_before = self.learner.updates();
         self.publisher.drop_taken()?;
-        let (counts, updated) = self.update(&lease.groups, learning_rate)?;
+        let (counts, updated) = self.with_ranks(|trainer| trainer.update(&lease.groups, learning_rate))?;
         let UpdateResult { sums, grad_norm, critic, tokens, began, ranks } = updated;
         time.updated_from = time.trained_from + began.map_or(0.0, |began| (began - clock).as_secs_f64());
         fail::fail_point!("after-optimizer");
@@ -276,9 +294,13 @@ impl Trainer {
 
         self.colocation.iter().for_each(Colocation::release);
         let clock = Instant::now();
-        self.publish()?;
+        self.remember(&lease.groups, learning_rate);
+        self.with_ranks(|trainer| trainer.publish())?;
         time.weight_sync = clock.elapsed().as_secs_f64();
+        self.snapshot_if_due()?;
         let (quarantined, quarantined_groups) = self.quarantine.take();
+        let (regroupings, snapshot_s) = self.take_regroupings();
+        time.snapshot = snapshot_s;
         Ok(Some(StepReport {
             version: self.version,
             groups: lease.groups,
@@ -297,6 +319,8 @@ impl Trainer {
             quarantined,
             quarantined_groups,
             exchange,
+            regroupings,
+            world: self.learner.world(),
             time,
         }))
     }
@@ -342,6 +366,7 @@ impl Trainer {
         if let Some(colocation) = &mut self.colocation {
             colocation.wake(networks(&mut self.learner, &mut self.auxiliary))?;
         }
+        self.with_ranks(Self::take_snapshot)?;
         let updates = self.learner.updates();
         let critic = self.auxiliary.critic.as_ref().and_then(|critic| critic.network.as_ref());
         let state = TrainerState {
@@ -351,9 +376,14 @@ impl Trainer {
             time_s: self.time_s(),
             ..TrainerState::at(self.version)
         };
-        let critic =
-            critic.map(|network| NetworkState::of(&network.directory, &network.learner)).transpose()?;
-        let policy = NetworkState::of(&self.directory, &self.learner)?;
+        let snapshot = self.elastic.as_ref().and_then(|elastic| elastic.states_at(self.version));
+        let (policy, critic) = match snapshot {
+            Some(states) => states,
+            None => (
+                NetworkState::of(&self.directory, &self.learner)?,
+                critic.map(|network| NetworkState::of(&network.directory, &network.learner)).transpose()?,
+            ),
+        };
         let island = self.exchange.as_ref().map(|exchange| Cow::Owned(exchange.state()));
         let contents = CheckpointContents { policy, critic, state: &state, island };
         let written = write(&mut self.writer, contents)?;

@@ -123,7 +123,9 @@ fn processes_divide_experts() {
             leader.learner(settings(2, 2, 4), model.clone(), parameters, None, optimizer).unwrap();
         let found = imitated(&mut learner, steps);
         drop((learner, leader));
-        followers.into_iter().for_each(|follower| follower.join().unwrap().unwrap());
+        for follower in followers {
+            follower.join().unwrap().unwrap();
+        }
         found
     };
     let (first, states) = run(None, Parameters::random(&model, 5), 1);

@@ -2,6 +2,7 @@
 
 mod checkpoint;
 mod context;
+mod elastic;
 mod expert;
 mod frozen_base;
 mod goldens;

@@ -1,6 +1,7 @@
 //! A rank whose calls are recorded.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use collective::{Collective, CollectiveError, HostCollective, Position};
@@ -13,6 +14,9 @@ pub(crate) type CollectiveArguments = (&'static str, usize, String);
 pub(crate) struct Recording {
     inner: Box<dyn HostCollective>,
     log: Arc<Mutex<Vec<CollectiveArguments>>>,
+    /// Calls of all kinds so far, and after how many every one fails.
+    calls: Arc<AtomicUsize>,
+    most: usize,
 }
 
 impl Recording {
@@ -20,12 +24,29 @@ impl Recording {
         inner: impl HostCollective + 'static,
         log: &Arc<Mutex<Vec<CollectiveArguments>>>,
     ) -> Self {
-        Self { inner: Box::new(inner), log: Arc::clone(log) }
+        Self { inner: Box::new(inner), log: Arc::clone(log), calls: Arc::default(), most: usize::MAX }
     }
 
-    fn note(&self, call: &'static str, len: usize) {
+    /// One that is lost after `most` calls.
+    pub(crate) fn lost_after(self, most: usize) -> Self {
+        Self { most, ..self }
+    }
+
+    /// The number of calls so far, of all kinds.
+    pub(crate) fn calls(&self) -> Arc<AtomicUsize> {
+        Arc::clone(&self.calls)
+    }
+
+    fn note(&self, operation: &'static str, len: usize) -> Result<(), CollectiveError> {
         let thread = std::thread::current().name().unwrap_or_default().to_owned();
-        self.log.lock().unwrap().push((call, len, thread));
+        self.log.lock().unwrap().push((operation, len, thread));
+        self.count(operation)
+    }
+
+    fn count(&self, operation: &'static str) -> Result<(), CollectiveError> {
+        let rank = self.inner.rank();
+        let is_lost = self.calls.fetch_add(1, Ordering::Relaxed) >= self.most;
+        if is_lost { Err(CollectiveError::Gone { rank, peer: rank, operation }) } else { Ok(()) }
     }
 }
 
@@ -35,6 +56,7 @@ impl Collective for Recording {
     }
 
     fn all_reduce(&self, values: &mut [f32]) -> Result<(), CollectiveError> {
+        self.count("all-reduce")?;
         self.inner.all_reduce(values)
     }
 
@@ -44,7 +66,7 @@ impl Collective for Recording {
         shards: &[Range<usize>],
         own: &mut [f32],
     ) -> Result<(), CollectiveError> {
-        self.note("reduce", values.len());
+        self.note("reduce", values.len())?;
         self.inner.reduce_scatter(values, shards, own)
     }
 
@@ -54,12 +76,12 @@ impl Collective for Recording {
         shards: &[Range<usize>],
         all: &mut [f32],
     ) -> Result<(), CollectiveError> {
-        self.note("gather", all.len());
+        self.note("gather", all.len())?;
         self.inner.all_gather(own, shards, all)
     }
 
     fn broadcast(&self, root: usize, values: &mut [f32]) -> Result<(), CollectiveError> {
-        self.note("broadcast", values.len());
+        self.note("broadcast", values.len())?;
         self.inner.broadcast(root, values)
     }
 
@@ -70,10 +92,12 @@ impl Collective for Recording {
         received: &mut [f32],
         receives: &[Range<usize>],
     ) -> Result<(), CollectiveError> {
+        self.count("all-to-all")?;
         self.inner.all_to_all(values, sends, received, receives)
     }
 
     fn barrier(&self) -> Result<(), CollectiveError> {
+        self.count("barrier")?;
         self.inner.barrier()
     }
 }
@@ -86,18 +110,22 @@ impl HostCollective for Recording {
         shards: &[Range<usize>],
         all: Option<&mut [f32]>,
     ) -> Result<(), CollectiveError> {
+        self.count("gather-to-one")?;
         self.inner.gather(root, own, shards, all)
     }
 
     fn broadcast_bytes(&self, root: usize, bytes: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
+        self.count("broadcast-bytes")?;
         self.inner.broadcast_bytes(root, bytes)
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.count("all-gather-bytes")?;
         self.inner.all_gather_bytes(bytes)
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn HostCollective>, CollectiveError> {
-        Ok(Box::new(Self { inner: self.inner.split(color)?, log: Arc::clone(&self.log) }))
+        let (log, calls) = (Arc::clone(&self.log), Arc::clone(&self.calls));
+        Ok(Box::new(Self { inner: self.inner.split(color)?, log, calls, most: self.most }))
     }
 }

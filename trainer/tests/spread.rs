@@ -18,8 +18,9 @@ use trainer::objective::ValueLossConfig;
 use trainer::optimizer::{Optimizer, OptimizerKind};
 use trainer::schedule::{LearningRateSchedule, ScheduleShape};
 use trainer::supervised::{PairLoss, imitate};
+use trainer::trainer::elastic::{Elasticity, Regrouping};
 use trainer::{
-    AuxiliaryModels, Frozen, Leader, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError,
+    AuxiliaryModels, Followed, Frozen, Leader, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError,
     TrainerParts, TrainerState, follow,
 };
 use trajectory::{Group, PolicyVersion};
@@ -28,18 +29,23 @@ use crate::recording::Recording;
 use crate::router_correction::{BALANCED, with_experts};
 use crate::{LEARNER, SPLIT, config, group, groups, samples, with_optimizer};
 
-const SOON: Duration = Duration::from_secs(60);
+pub(crate) const SOON: Duration = Duration::from_secs(60);
+/// Steps of [`trained`].
+const STEPS: u64 = 3;
 
 /// The leader of `world` ranks and its followers.
 pub(crate) struct Processes {
     pub(crate) leader: Arc<Leader>,
-    followers: Vec<JoinHandle<Result<(), TrainerError>>>,
+    followers: Vec<JoinHandle<Result<Followed, TrainerError>>>,
 }
 
 impl Processes {
     pub(crate) fn new(world: usize) -> Self {
-        let mut ranks: Vec<Arc<dyn HostCollective>> =
-            threads::group(world, SOON).into_iter().map(|rank| Arc::new(rank) as Arc<_>).collect();
+        Self::of(threads::group(world, SOON).into_iter().map(|rank| Arc::new(rank) as Arc<_>).collect())
+    }
+
+    /// `ranks`, the leader's first.
+    pub(crate) fn of(mut ranks: Vec<Arc<dyn HostCollective>>) -> Self {
         let leader = Leader::new(ranks.remove(0));
         let start = |rank| std::thread::spawn(move || follow(rank, Arc::new(ThreadPool::single())));
         Self { leader, followers: ranks.into_iter().map(start).collect() }
@@ -48,12 +54,15 @@ impl Processes {
     /// Ends the leader and the followers.
     pub(crate) fn end(self) {
         drop(self.leader);
-        self.followers.into_iter().for_each(|follower| follower.join().unwrap().unwrap());
+        for follower in self.followers {
+            assert_eq!(follower.join().unwrap().unwrap(), Followed::Stopped);
+        }
     }
 }
 
 /// Makes a learner with threads as ranks, or with the followers of a leader.
-type Make<'a> = &'a dyn Fn(LearnerConfig, Config, Parameters, Option<Adapter>, Option<Optimizer>) -> Learner;
+pub(crate) type Make<'a> =
+    &'a dyn Fn(LearnerConfig, Config, Parameters, Option<Adapter>, Option<Optimizer>) -> Learner;
 
 /// Runs `work` with both kinds of learner, and asserts equal results.
 fn same<R: PartialEq>(world: usize, what: &str, work: impl Fn(Make<'_>) -> R) {
@@ -187,14 +196,18 @@ fn settings_of(algorithm: &Algorithm, files: &std::path::Path) -> TrainerConfig 
     }
 }
 
-/// Steps of a trainer with all auxiliary models.
-fn trained(
-    make: Make<'_>,
-    model: &Config,
-    settings: LearnerConfig,
-    algorithm: &Algorithm,
-    critic: Option<CriticKind>,
-) -> impl PartialEq + use<> {
+/// What a trainer is made of.
+pub(crate) struct TrainedWith<'a> {
+    pub(crate) model: &'a Config,
+    pub(crate) settings: LearnerConfig,
+    pub(crate) algorithm: &'a Algorithm,
+    pub(crate) critic: Option<CriticKind>,
+    pub(crate) elasticity: Option<Elasticity>,
+}
+
+/// Steps of a trainer with all auxiliary models, and how its ranks have changed.
+pub(crate) fn trained(make: Make<'_>, with: TrainedWith<'_>) -> (impl PartialEq + use<>, Vec<Regrouping>) {
+    let TrainedWith { model, settings, algorithm, critic, elasticity } = with;
     let files = tempfile::tempdir().unwrap();
     let mut directory = ModelDirectory::fresh(&files.path().join("model"), model, 5).unwrap();
     let mut parameters = directory.load_parameters().unwrap();
@@ -241,10 +254,11 @@ fn trained(
         stop: Arc::new(AtomicBool::new(false)),
         archive: None,
         exchange: None,
+        elasticity,
     };
     let mut trainer = Trainer::start(trainer_config, parts, &state).unwrap();
-    let mut reports = Vec::new();
-    for version in 0..2 {
+    let (mut reports, mut regroupings) = (Vec::new(), Vec::new());
+    for version in 0..STEPS {
         for rewards in [&[1.0, 0.0, 0.3][..], &[0.0, 0.0, 0.2], &[0.5, 1.0]] {
             let served = PolicyVersion(version);
             let id =
@@ -254,10 +268,12 @@ fn trained(
         }
         let report = trainer.step().unwrap().unwrap();
         reports.push((report.sums, report.critic, report.grad_norm));
+        regroupings.extend(report.regroupings);
     }
     trainer.checkpoint().unwrap();
     let critic = trainer.critic().and_then(|critic| critic.network.as_ref());
-    (reports, bits(trainer.learner()), critic.map(|network| bits(&network.learner)))
+    let networks = (bits(trainer.learner()), critic.map(|network| bits(&network.learner)));
+    ((reports, networks), regroupings)
 }
 
 #[test]
@@ -273,7 +289,10 @@ fn a_spread_trainer_makes_the_steps_of_one_process() {
     ] {
         let settings = LearnerConfig { zero, microbatch_tokens: 40, ..LEARNER };
         let what = format!("{name} {critic:?}, stage {zero}");
-        same(world, &what, |make| trained(make, &config(), settings.clone(), &algorithm, critic));
+        same(world, &what, |make| {
+            let (model, algorithm, settings) = (&config(), &algorithm, settings.clone());
+            trained(make, TrainedWith { model, settings, algorithm, critic, elasticity: None })
+        });
     }
 }
 
@@ -283,7 +302,8 @@ fn routers_of_all_processes_are_corrected_alike() {
         let settings = LearnerConfig { zero, ..BALANCED };
         let model = with_experts();
         same(2, &format!("routers, stage {zero}"), |make| {
-            trained(make, &model, settings.clone(), &Algorithm::grpo(), None)
+            let (model, algorithm, settings) = (&model, &Algorithm::grpo(), settings.clone());
+            trained(make, TrainedWith { model, settings, algorithm, critic: None, elasticity: None })
         });
     }
 }

@@ -102,6 +102,7 @@ fn bench_of<S>(
         stop: Arc::clone(&stop),
         archive,
         exchange: None,
+        elasticity: None,
     };
     let trainer = Trainer::start(settings, parts, &state).unwrap();
     StepBench { files, buffer, deposed, subscriber, trainer, stop }

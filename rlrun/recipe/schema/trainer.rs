@@ -101,6 +101,8 @@ pub struct TrainerSection {
     /// is `device` if its requirements are met, otherwise `host`.
     // resume = changes, worker = run
     pub collective: CollectiveWord,
+    /// How training continues when ranks that are processes are lost.
+    pub elastic: ElasticSection,
 }
 
 impl Default for TrainerSection {
@@ -130,7 +132,33 @@ impl Default for TrainerSection {
             ranks: Ranks::Threads,
             zero: 1,
             collective: CollectiveWord::Auto,
+            elastic: ElasticSection::default(),
         }
+    }
+}
+
+/// `[trainer.elastic]`: how a trainer whose ranks are processes continues when some of them are lost, without reading a checkpoint
+/// and without a restart of the run. Ranks that join later take part from the next step on.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ElasticSection {
+    /// Steps between snapshots of the whole state (weights and optimizer, at least 12 bytes per weight) in the memory of the first
+    /// rank, to which the others return when one is lost; the steps after the snapshot are repeated from their batches. 0: a loss of a
+    /// rank ends the trainer, which its controller starts again from the last checkpoint.
+    // resume = changes, worker = ignored
+    pub snapshot_every: u64,
+    /// Longest wait for ranks in place of those that are lost, seconds. After it training continues with fewer: with the largest power
+    /// of two, which keeps the bits of the weights; ranks that are too many wait.
+    // resume = changes, worker = ignored
+    pub patience_s: f64,
+    /// Fewest ranks to continue with. With fewer the run ends.
+    // resume = changes, worker = ignored
+    pub min_world: usize,
+}
+
+impl Default for ElasticSection {
+    fn default() -> Self {
+        Self { snapshot_every: 0, patience_s: 10.0, min_world: 1 }
     }
 }
 

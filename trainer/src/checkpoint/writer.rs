@@ -230,26 +230,21 @@ struct CheckpointSnapshot {
     island: Option<Vec<u8>>,
 }
 
+/// A copy of the state of a network in training.
 #[derive(Debug)]
-struct NetworkCopy {
+pub(crate) struct NetworkCopy {
     directory: Arc<ModelDirectory>,
-    weights: StateWeights,
-    optimizer: Optimizer,
-    adapter: Option<Adapter>,
+    pub(crate) weights: StateWeights,
+    pub(crate) optimizer: Optimizer,
+    pub(crate) adapter: Option<Adapter>,
 }
 
 impl CheckpointSnapshot {
     /// State that was gathered from ranks is already a copy.
     fn of(contents: CheckpointContents<'_>) -> Self {
-        let copy = |network: NetworkState<'_>| NetworkCopy {
-            directory: Arc::clone(network.directory),
-            weights: network.weights,
-            optimizer: network.optimizer.into_owned(),
-            adapter: network.adapter.cloned(),
-        };
         let CheckpointContents { policy, critic, state, island } = contents;
         let island = island.map(Cow::into_owned);
-        Self { policy: copy(policy), critic: critic.map(copy), state: *state, island }
+        Self { policy: policy.into(), critic: critic.map(NetworkCopy::from), state: *state, island }
     }
 
     fn contents(&self) -> CheckpointContents<'_> {
@@ -262,8 +257,19 @@ impl CheckpointSnapshot {
     }
 }
 
+impl From<NetworkState<'_>> for NetworkCopy {
+    fn from(network: NetworkState<'_>) -> Self {
+        Self {
+            directory: Arc::clone(network.directory),
+            weights: network.weights,
+            optimizer: network.optimizer.into_owned(),
+            adapter: network.adapter.cloned(),
+        }
+    }
+}
+
 impl NetworkCopy {
-    fn state(&self) -> NetworkState<'_> {
+    pub(crate) fn state(&self) -> NetworkState<'_> {
         let Self { directory, weights, optimizer, adapter } = self;
         let (weights, optimizer) = (weights.clone(), Cow::Borrowed(optimizer));
         NetworkState { directory, weights, optimizer, adapter: adapter.as_ref() }

@@ -1,0 +1,100 @@
+//! The parts of recipes against what is known of them.
+
+use model::Sizes;
+
+use super::super::tests::recipe;
+use super::*;
+use crate::recipe::schema::Lora;
+use crate::recipe::words::{OptimizerKind, TargetModule};
+
+fn config() -> Config {
+    Config::fresh(&Sizes {
+        vocab_size: 10,
+        hidden_size: 8,
+        intermediate_size: 16,
+        num_layers: 2,
+        num_heads: 2,
+        num_kv_heads: 2,
+        max_position_embeddings: 64,
+    })
+}
+
+#[test]
+fn parts_count_what_they_say() {
+    let config = config();
+    let memory = Memory::of(&recipe(), &config, 1000);
+    let bytes = |name: &str| memory.parts.iter().find(|part| part.name == name).unwrap().bytes;
+    let weights = 4 * Layout::new(&config).len() as u64;
+    assert_eq!(bytes("policy"), weights);
+    assert_eq!(bytes("served"), weights, "the head is also the embedding");
+    let mut quantized = recipe();
+    quantized.rollout.quantization = Quantization::Int8;
+    let served = |recipe: &Recipe| {
+        let parts = Memory::of(recipe, &config, 0).parts;
+        parts.into_iter().find(|part| part.name == "served").unwrap().bytes
+    };
+    assert_eq!(served(&quantized), weights - 3 * 2 * (4 * 8 * 8 + 3 * 8 * 16));
+    quantized.rollout.quantization = Quantization::Bf16;
+    assert_eq!(served(&quantized), weights + 4 * 80 - 2 * (2 * (4 * 8 * 8 + 3 * 8 * 16) + 80));
+    assert_eq!(bytes("optimizer"), 2 * weights);
+    assert!(memory.parts.iter().all(|part| !["update", "adapter"].contains(&part.name)));
+    let (attention, gate_up) = (2 * 8 + 24 + 8, 2 * 16);
+    assert_eq!(bytes("activations"), 100 * 4 * (2 * (attention + gate_up) + attention + 8 + 2 * gate_up));
+    assert_eq!(bytes("kv cache"), 2 * 2 * 2 * 4 * 640 * 4);
+    assert_eq!(bytes("tokenizer"), 2 * 13 * 1000);
+    assert_eq!(bytes("logits"), 4 * 10 * 100);
+    assert_eq!(memory.bound(), memory.parts.iter().map(|part| part.bytes).sum::<u64>());
+    assert_eq!(memory.bound() - memory.total(), bytes("published") + bytes("checkpoint"));
+    assert_eq!(memory.to_string().lines().count(), memory.parts.len() + 2);
+}
+
+#[test]
+fn an_optimizer_of_matrices_and_an_adapter_have_parts_of_their_own() {
+    let config = config();
+    let mut recipe = recipe();
+    let bytes = |recipe: &Recipe, name: &str| {
+        Memory::of(recipe, &config, 0).parts.iter().find(|part| part.name == name).unwrap().bytes
+    };
+    recipe.placement.trainer_threads = Some(3);
+    recipe.trainer.optimizer = OptimizerKind::Muon;
+    let (all, matrices) = (Layout::new(&config).len() as u64, 2 * (4 * 8 * 8 + 3 * 8 * 16));
+    assert_eq!(bytes(&recipe, "optimizer"), 8 * (all - matrices) + 4 * matrices);
+    assert_eq!(bytes(&recipe, "update"), 3 * 4 * (2 * 8 * 16 + 2 * 8 * 8));
+    recipe.trainer.optimizer = OptimizerKind::Adamw;
+    let target_modules = vec![TargetModule::QProj, TargetModule::DownProj];
+    recipe.lora = Some(Lora { rank: 2, target_modules, ..Lora::default() });
+    let changed = 2 * (2 * (8 + 8) + 2 * (16 + 8));
+    assert_eq!(bytes(&recipe, "optimizer"), 8 * changed);
+    // Two sums of the tree over four leaves, and the leaf that is computed.
+    assert_eq!(bytes(&recipe, "gradients"), 3 * 4 * changed);
+    assert_eq!(bytes(&recipe, "adapter"), 4 * (changed + 2 * (8 * 8 + 8 * 16)));
+}
+
+#[test]
+fn every_zero_stage_shards_one_more_tensor() {
+    let mut config = config();
+    config.layers = vec![config.layers[0]; 8];
+    let mut recipe = recipe();
+    recipe.trainer.world = 4;
+    let bytes = |recipe: &Recipe, name: &str| {
+        Memory::of(recipe, &config, 0).parts.iter().find(|part| part.name == name).unwrap().bytes
+    };
+    let layout = Layout::new(&config);
+    let weights = 4 * layout.len() as u64;
+    let (layer, ends) = (4 * layout.layers()[0].len() as u64, 4 * (10 * 8 + 8));
+    assert_eq!((bytes(&recipe, "policy"), bytes(&recipe, "gradients")), (4 * weights, 5 * weights));
+    recipe.trainer.zero = 2;
+    let in_flight = 4 * (ends + 3 * layer);
+    assert_eq!((bytes(&recipe, "policy"), bytes(&recipe, "gradients")), (4 * weights, weights + in_flight));
+    recipe.trainer.zero = 3;
+    assert_eq!(bytes(&recipe, "policy"), weights + 4 * (ends + 2 * layer));
+    assert_eq!(bytes(&recipe, "optimizer"), 2 * weights, "it is shared in every stage");
+}
+
+#[test]
+fn sizes_beyond_all_bounds_saturate() {
+    let mut recipe = recipe();
+    recipe.rollout.max_running = usize::MAX;
+    let config = config();
+    assert_eq!(Memory::of(&recipe, &config, 0).total(), u64::MAX);
+}
