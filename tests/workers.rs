@@ -137,6 +137,51 @@ fn killed_ranks_are_replaced_from_memory_with_the_same_bits() {
     every_group_once(&run, 14, 8).unwrap();
 }
 
+/// Seconds from the death of a rank to the next step, in a run with `sets`: once for every kill.
+fn recoveries(home: &Home, name: &str, sets: &[&str], kills: u64) -> Vec<f64> {
+    let run = home.run(name);
+    let common = [
+        "placement.processes=true",
+        "placement.restarts=1000",
+        "trainer.ranks=processes",
+        "trainer.world=2",
+        "trainer.zero=3",
+        "checkpoint.interval=5",
+    ];
+    let mut child = home.start_endless(name, &[&common[..], sets].concat());
+    let mut times = Vec::new();
+    assert!(run.wait_for(Moment::Step(1), &mut child));
+    for kill in 1..=kills {
+        // In the middle between two checkpoints.
+        let at = run.steps().len() as u64 / 5 * 5 + 8;
+        assert!(run.wait_for(Moment::Step(at), &mut child), "the run ended before kill {kill}");
+        signal_process(*pids(&run, "trainer 1").last().unwrap(), "KILL");
+        let (clock, before) = (Instant::now(), run.steps().len());
+        // Steps after the last checkpoint are repeated after a restart.
+        until("the next step", &|| run.steps().len() > before, &String::new);
+        times.push(clock.elapsed().as_secs_f64());
+    }
+    interrupt(&child);
+    finish(child).ok();
+    times.sort_by(f64::total_cmp);
+    times
+}
+
+/// `cargo test --workspace --test tests -- --ignored --nocapture recovery_from_memory`
+#[test]
+#[ignore = "measures; takes two minutes"]
+fn recovery_from_memory_takes_less_time_than_from_disk() {
+    let home = Home::new();
+    let disk = recoveries(&home, "disk", &[], 9);
+    let memory = recoveries(&home, "memory", &["trainer.elastic.snapshot_every=1"], 9);
+    let alone = ["trainer.elastic.snapshot_every=1", "trainer.elastic.patience_s=0"];
+    let alone = recoveries(&home, "alone", &alone, 9);
+    for (name, times) in [("disk", &disk), ("memory", &memory), ("memory, without a wait", &alone)] {
+        eprintln!("{name}: median {:.2} s, {:.2} to {:.2} s", times[4], times[0], times[8]);
+    }
+    assert!(memory[4] < disk[4] && alone[4] < disk[4]);
+}
+
 /// A run that is served and started by hand: a rank is killed, the others continue, and another joins later.
 #[test]
 fn a_run_shrinks_and_grows_with_its_ranks() {
