@@ -96,6 +96,8 @@ pub struct ObserverInputs<'a> {
     pub sampler_after: Progress,
     /// Wall time of the step with its evaluation, seconds.
     pub step_s: f64,
+    /// By how many versions samplers run ahead, where that adapts.
+    pub ahead: Option<u64>,
     /// Wall time of the run, seconds.
     pub time_s: f64,
 }
@@ -278,6 +280,7 @@ impl<'a> Observer<'a> {
         rewards::name_culprits(&mut metrics, inputs);
         weights::measure(&mut metrics, inputs.push, inputs.lags, inputs.distribution);
         exchange::measure(&mut metrics, inputs.step.exchange);
+        inputs.ahead.iter().for_each(|versions| metrics.set("buffer/ahead", *versions as f64));
         self.peers(&mut metrics, inputs)?;
         self.ranks(&mut metrics, inputs.step)?;
         crate::curation::measure(self.recipe, &mut metrics, inputs.sampler_before, inputs.sampler_after);

@@ -1,6 +1,6 @@
 //! The bound on staleness holds at every training step, for every `rollout.on_update`.
 
-use crate::support::{Home, Run};
+use crate::support::{Home, Run, lines, small_args};
 
 const STEPS: u64 = 8;
 
@@ -62,4 +62,30 @@ fn the_bound_holds_when_the_cache_is_recomputed() {
 #[test]
 fn the_bound_holds_when_sequences_finish_first() {
     the_bound_holds("drain");
+}
+
+/// A trainer that takes much longer than its samplers: they come to run ahead by fewer versions than the bound allows.
+#[test]
+fn samplers_run_ahead_by_fewer_versions_if_the_trainer_never_waits() {
+    let home = Home::new();
+    let sets = [
+        "buffer.max_staleness=6",
+        "buffer.adapt_staleness=true",
+        "trainer.steps=40",
+        "checkpoint.interval=0",
+    ];
+    let run = home.run("run");
+    home.rlrun_with(&[("RLRUN_FAILPOINTS", "rank-step=delay(250)")], &small_args("run", &sets)).ok();
+    let ahead = run.values("buffer/ahead");
+    assert_eq!((ahead.len(), ahead[0]), (40, 6.0));
+    let changes = ahead.windows(2).filter(|pair| pair[0] != pair[1]).count();
+    let events = lines(&run.path.join("events.jsonl"));
+    let recorded = events.iter().filter(|event| event["event"] == "admission").count();
+    assert!(recorded == changes && changes >= 3, "{recorded} events, {ahead:?}");
+    assert!(ahead.windows(2).all(|pair| pair[0] - pair[1] <= 1.0), "{ahead:?}");
+    let (stale, last) = (run.values("staleness/mean"), ahead[39]);
+    assert!(last <= 3.0, "{ahead:?}");
+    // What was admitted before a change is trained on first.
+    assert!(stale[39] <= last + 1.5 && stale[39] < stale[10], "{stale:?} with {ahead:?}");
+    assert!(run.values("staleness/max").iter().all(|max| *max <= 6.0));
 }

@@ -220,6 +220,17 @@ impl Buffer {
         Ok(Some(rewound))
     }
 
+    /// Admits groups as a bound on staleness of `versions` would, from now on; at most the bound of the configuration, which leases
+    /// keep. Not stored: a buffer that is opened again admits as its bound says.
+    ///
+    /// # Errors
+    /// A buffer that has failed.
+    pub fn run_ahead(&self, versions: u64) -> Result<(), BufferError> {
+        self.shared.ledger()?.run_ahead(versions);
+        self.shared.notify();
+        Ok(())
+    }
+
     /// Revokes all groups in flight of `holder`, whose process has ended, and queues them for re-admission; their
     /// number.
     ///

@@ -122,6 +122,8 @@ pub(crate) struct LedgerEvent {
 #[derive(Debug)]
 pub(crate) struct Ledger {
     config: BufferConfig,
+    /// Versions that admission may run ahead of the step, at most the bound on staleness.
+    ahead: u64,
     next_id: u64,
     next_keyed: u64,
     /// Queue for re-admission: ids to be admitted before new ones.
@@ -177,6 +179,7 @@ impl Ledger {
         let next_keyed = keyed.map(|id| id.0 + 1).max().unwrap_or(0).max(mark.next_keyed).max(KEYED);
         let mut ledger = Self {
             config,
+            ahead: config.max_staleness,
             next_id,
             next_keyed,
             again: mark.pending().chain((mark.next_id..next_id).map(GroupId)).collect(),

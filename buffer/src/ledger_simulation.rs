@@ -52,6 +52,11 @@ impl SimulatedLedger {
         self.ledger.free(served)
     }
 
+    /// Admits groups as a bound on staleness of `versions` would; at most that of the configuration.
+    pub fn run_ahead(&mut self, versions: u64) {
+        self.ledger.run_ahead(versions);
+    }
+
     /// Number of groups that can be leased.
     #[must_use]
     pub fn finalized(&self) -> usize {

@@ -88,6 +88,7 @@
 //! # Ok::<(), buffer::BufferError>(())
 //! ```
 
+mod admission;
 mod buffer;
 mod config;
 #[cfg(any(test, feature = "conformance"))]
@@ -111,6 +112,7 @@ mod payload_cache;
 pub mod postgres;
 pub mod store;
 
+pub use admission::{AdmissionControl, StepObservation};
 pub use buffer::{Buffer, WithPayload};
 pub use config::{BufferConfig, OnStale, Order};
 pub use contract::{

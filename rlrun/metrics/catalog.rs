@@ -278,6 +278,11 @@ pub(crate) const METRICS: &[MetricSection] = &[
             ),
             metric("buffer/size", "groups", "Groups that could be leased at the end of the step."),
             metric(
+                "buffer/ahead",
+                "versions",
+                "By how many versions samplers may run ahead of the trainer; with `buffer.adapt_staleness`.",
+            ),
+            metric(
                 "buffer/dropped_stale",
                 "groups",
                 "Dropped because they exceed the bound, since the start of the run.",

@@ -110,7 +110,7 @@ impl Run<'_> {
         let watched = WatchedRun { consumer: Arc::clone(&consumer), hub, own: own.clone(), status, timeline };
         let last = Arc::clone(&watched.status);
         let watchdog = self.watch(&samplers, watched)?;
-        let trained = self.steps(&mut trainer, &samplers, &weights, observer, |trainer| {
+        let trained = self.steps(&mut trainer, &samplers, &weights, own.as_deref(), observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)
         });
         drop(watchdog);

@@ -2,8 +2,10 @@
 
 use std::time::Instant;
 
+use buffer::{AdmissionControl, Buffer, Consumer, StepObservation};
 use rollout::Progress;
-use trainer::Trainer;
+use serde_json::json;
+use trainer::{StepReport, Trainer};
 
 use super::Run;
 use super::samplers::Samplers;
@@ -11,7 +13,39 @@ use super::weights::WeightPublishing;
 use crate::evaluation::Evaluated;
 use crate::failure::Failure;
 use crate::observe::{Observer, ObserverInputs};
+use crate::recipe::Recipe;
 use crate::trainer_progress::TrainerPhase;
+
+/// Admission that follows what the trainer waits for.
+struct AdaptedAdmission<'a> {
+    buffer: &'a Buffer,
+    control: AdmissionControl,
+}
+
+impl<'a> AdaptedAdmission<'a> {
+    /// `None` unless the recipe asks for it.
+    fn of(recipe: &Recipe, buffer: &'a Buffer) -> Option<Self> {
+        let control = AdmissionControl::new(recipe.buffer.batch_groups, recipe.buffer.max_staleness);
+        recipe.buffer.adapt_staleness.then_some(Self { buffer, control })
+    }
+
+    /// Takes a step of `step_s` seconds into account. Returns by how many versions samplers run ahead from now on.
+    fn after(&mut self, step: &StepReport, step_s: f64, observer: &mut Observer<'_>) -> Result<u64, Failure> {
+        let stats = self.buffer.stats()?;
+        let wait_s = step.time.wait_for_batch;
+        let (ready_groups, free_slots) = (stats.finalized, stats.slots_free);
+        let before = self.control.ahead();
+        let observed = StepObservation { wait_s, step_s, ready_groups, free_slots };
+        if let Some(ahead) = self.control.observe(observed) {
+            self.buffer.run_ahead(ahead)?;
+            let (version, groups) = (step.version, ready_groups);
+            let fields =
+                json!({ "version": version, "ahead_before": before, "ahead": ahead, "ready_groups": groups });
+            observer.event("admission", &fields)?;
+        }
+        Ok(self.control.ahead())
+    }
+}
 
 impl Run<'_> {
     /// Runs the training steps and measures each; evaluates where it is due. Returns the evaluation of the last version.
@@ -20,6 +54,7 @@ impl Run<'_> {
         trainer: &mut Trainer,
         samplers: &Samplers,
         weights: &WeightPublishing,
+        buffer: Option<&Buffer>,
         observer: &mut Observer<'_>,
         evaluate: impl Fn(&Trainer) -> Result<Option<Evaluated>, Failure>,
     ) -> Result<Option<Evaluated>, Failure> {
@@ -28,6 +63,7 @@ impl Run<'_> {
         phase.set(trainer.version().0, "");
         let mut window = (Progress::default(), Progress::default());
         let mut last = None;
+        let mut admission = buffer.and_then(|buffer| AdaptedAdmission::of(self.recipe, buffer));
         let mut clock = Instant::now();
         while trainer.version().0 < steps {
             self.progress.reach(trainer.version());
@@ -46,6 +82,9 @@ impl Run<'_> {
                 window = (window.1, now);
             }
             let (lags, refused) = (weights.lags()?, self.peers.take());
+            let step_s = clock.elapsed().as_secs_f64();
+            let ahead =
+                admission.as_mut().map(|admission| admission.after(&step, step_s, observer)).transpose()?;
             observer.step(&ObserverInputs {
                 step: &step,
                 push: weights.last()?,
@@ -58,7 +97,8 @@ impl Run<'_> {
                 refused: &refused,
                 sampler_before: window.0,
                 sampler_after: window.1,
-                step_s: clock.elapsed().as_secs_f64(),
+                step_s,
+                ahead,
                 time_s: trainer.time_s(),
             })?;
             clock = Instant::now();

@@ -117,12 +117,18 @@ fn check_replay(buffer: &BufferSection, checker: &mut Checker<'_>) {
         let paths = ["buffer.order", "buffer.max_uses", "buffer.on_stale"];
         checker.report_latest(&paths, message, "set `buffer.on_stale` to \"drop\"");
     }
+    if buffer.adapt_staleness && buffer.max_staleness == 0 {
+        let message = "`buffer.adapt_staleness` has no effect with a bound of 0 (`buffer.max_staleness`)";
+        let paths = ["buffer.adapt_staleness", "buffer.max_staleness"];
+        checker.report_latest(&paths, message, "raise `buffer.max_staleness`, or remove it");
+    }
 }
 
 impl BufferSection {
     /// The keys that say nothing about the store that was chosen.
     pub(super) fn keys_without_effect(&self) -> &'static [&'static str] {
         const OF_OWN: &[&str] = &[
+            "adapt_staleness",
             "on_stale",
             "order",
             "reward_temperature",

@@ -383,6 +383,11 @@ pub struct BufferSection {
     /// `max_off_policy_steps`.
     // resume = changes, worker = run
     pub max_staleness: u64,
+    /// Whether sampling runs ahead of the trainer by the fewest versions with which the trainer does not wait, instead of by
+    /// `max_staleness`, which stays the bound. The number falls when two batches are ready after each of eight steps, and rises when
+    /// the trainer waits for more than 5 % of the time and no slot is free. Every change is an event.
+    // resume = changes, worker = ignored
+    pub adapt_staleness: bool,
     /// Treatment of a group that exceeds `max_staleness`.
     // resume = changes, worker = run
     pub on_stale: OnStale,
@@ -450,6 +455,7 @@ impl Default for BufferSection {
         Self {
             batch_groups: 32,
             max_staleness: 4,
+            adapt_staleness: false,
             on_stale: OnStale::Wait,
             store: StoreWord::Redb,
             order: SampleOrder::Fifo,

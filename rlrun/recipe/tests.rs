@@ -156,6 +156,7 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("rollout.tensor=2", "the ranks of a sampler add partial sums"),
         ("trainer.parallel.context=2", "`trainer.world` is 1, which passes of 2 ranks"),
         ("trainer.parallel.sections=6", "`trainer.parallel.sections` is 6, but must be a power of two"),
+        ("buffer.adapt_staleness=3", "`buffer.adapt_staleness`: expected true or false"),
         ("trainer.elastic.snapshot_every=1", "ranks that can be lost alone are processes"),
         ("trainer.elastic.min_world=0", "`trainer.elastic.min_world`"),
         ("trainer.elastic.patience_s=-1", "`trainer.elastic.patience_s`"),

@@ -72,6 +72,7 @@ impl ScenarioInputs {
             max_staleness: recipe.buffer.max_staleness,
             on_stale: recipe.buffer.on_stale,
             slots: None,
+            adapts: recipe.buffer.adapt_staleness,
             prompt_tokens,
             tools: recipe.environment.as_ref().map(|environment| ToolCalls {
                 turns: environment.max_turns.max(1),

@@ -26,6 +26,8 @@ pub struct Scenario {
     /// A bound on groups that are live or leased for the current step, below (`max_staleness` + 1) batches: a fraction of a version
     /// of staleness, as in verl's `staleness_threshold`.
     pub slots: Option<usize>,
+    /// Whether admission follows what the trainer waits for ([`buffer::AdmissionControl`]).
+    pub adapts: bool,
     /// Lengths of completions.
     pub lengths: LengthModel,
     /// Tokens of a prompt.
@@ -218,6 +220,7 @@ impl Scenario {
             max_staleness: 1,
             on_stale: OnStale::Wait,
             slots: None,
+            adapts: false,
             lengths,
             prompt_tokens: 0.0,
             tools: None,

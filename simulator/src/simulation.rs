@@ -6,7 +6,10 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
-use buffer::{AdmitRequest, Finalized, LeaseId, LeaseRequest, SimulatedArrival, SimulatedLedger};
+use buffer::{
+    AdmissionControl, AdmitRequest, Finalized, LeaseId, LeaseRequest, SimulatedArrival, SimulatedLedger,
+    StepObservation,
+};
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::engine::SimulatedEngine;
@@ -92,6 +95,11 @@ struct Simulation<'a> {
     part: usize,
     lease: Option<LeaseId>,
     done: u64,
+    /// Decides how far samplers run ahead, if that adapts.
+    control: Option<AdmissionControl>,
+    /// When the step began, and how long the trainer has waited in it, seconds.
+    step_began: f64,
+    step_wait_s: f64,
     tally: Tally,
     /// Whether a lease that was not granted may be granted now.
     may_lease: bool,
@@ -126,6 +134,11 @@ impl<'a> Simulation<'a> {
             part: 0,
             lease: None,
             done: 0,
+            control: scenario
+                .adapts
+                .then(|| AdmissionControl::new(scenario.batch_groups, scenario.max_staleness)),
+            step_began: 0.0,
+            step_wait_s: 0.0,
             may_lease: true,
             tally: Tally::default(),
             touched: Vec::new(),
@@ -299,6 +312,7 @@ impl<'a> Simulation<'a> {
         }
         if let SimulatedTrainer::Waiting { since } = self.trainer {
             self.tally.wait_s += self.now - since.max(self.tally.since);
+            self.step_wait_s += self.now - since;
         }
         self.tally.tokens += lengths.iter().sum::<f64>();
         self.tally.completions += lengths.len() as f64;
@@ -368,6 +382,7 @@ impl<'a> Simulation<'a> {
         self.part = 0;
         self.done += 1;
         self.tally.steps += 1;
+        self.adapt();
         self.trainer = SimulatedTrainer::Waiting { since: self.now };
         if matches!(self.scenario.sharing, ResourceSharing::Turns { .. }) {
             for sampler in 0..self.fleet.engines.len() {
@@ -383,6 +398,20 @@ impl<'a> Simulation<'a> {
         if self.done == self.scenario.warm_steps {
             self.tally = Tally { since: self.now, ..Tally::default() };
             self.fleet.engines.iter_mut().for_each(|engine| engine.count_from(self.now));
+        }
+    }
+
+    /// Lets samplers run ahead as far as the steps so far say.
+    fn adapt(&mut self) {
+        let step = StepObservation {
+            wait_s: std::mem::take(&mut self.step_wait_s),
+            step_s: self.now - std::mem::replace(&mut self.step_began, self.now),
+            ready_groups: self.ledger.finalized(),
+            free_slots: self.ledger.free(self.version),
+        };
+        if let Some(ahead) = self.control.as_mut().and_then(|control| control.observe(step)) {
+            self.ledger.run_ahead(ahead);
+            self.all_ask = true;
         }
     }
 

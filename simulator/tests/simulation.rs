@@ -287,3 +287,48 @@ proptest! {
         valid(&outcome, &scenario);
     }
 }
+
+/// Heavy-tailed completions and rewards, with a trainer that takes `training` times as long for a step as the samplers.
+fn heavy_tailed(max_staleness: u64, training: f64, adapts: bool) -> Scenario {
+    let mut scenario = Scenario {
+        steps: 300,
+        warm_steps: 60,
+        max_staleness,
+        adapts,
+        rewards: RewardService {
+            time: LatencyModel { median_s: 0.2, sigma: 1.0, longest_s: 5.0 },
+            concurrency: usize::MAX,
+        },
+        ..Scenario::new(8, 8, LengthModel::with_mean(80.0, 450.0, 0.8, 0.5))
+    };
+    scenario.samplers.decode = DecodeCurve::linear([1e-3, 5e-5, 0.0]);
+    scenario.samplers.max_running = 128;
+    // 64 completions of 80 tokens at 128 running sequences: about 0.3 s.
+    scenario.trainer = TrainingCost::per_token(training * 0.3 / (64.0 * 80.0));
+    scenario
+}
+
+/// The tokens per second of a lead that adapts are within 5 % of the best fixed bound's, and it trains on fresher groups than that
+/// bound does where the trainer is the slower side.
+#[test]
+fn a_lead_that_adapts_is_as_fast_as_the_best_fixed_bound() {
+    for training in [0.25, 1.0, 4.0, 16.0] {
+        let run = |scenario: &Scenario| {
+            let outcomes: Vec<_> = (0..3).map(|seed| simulate(scenario, seed).unwrap()).collect();
+            let mean = |of: fn(&SimulationOutcome) -> f64| outcomes.iter().map(of).sum::<f64>() / 3.0;
+            [mean(|outcome| outcome.tokens_per_s), mean(SimulationOutcome::mean_staleness)]
+        };
+        let fixed = [0, 1, 2, 4, 8].map(|bound| run(&heavy_tailed(bound, training, false)));
+        let best = fixed.iter().map(|[speed, _]| *speed).fold(0.0, f64::max);
+        let [speed, staleness] = run(&heavy_tailed(8, training, true));
+        println!(
+            "training {training}: {speed:.0} of {best:.0} tokens/s, staleness {staleness:.2}; fixed {fixed:.2?}"
+        );
+        assert!(speed > 0.95 * best, "training {training}: {speed} of {best}");
+        let [_, largest] = fixed[4];
+        assert!(staleness <= largest + 0.05, "training {training}: {staleness} and {largest}");
+        if training == 16.0 {
+            assert!(staleness < largest / 2.0, "training {training}: {staleness} and {largest}");
+        }
+    }
+}

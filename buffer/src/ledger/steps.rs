@@ -60,7 +60,19 @@ impl Ledger {
         if !self.config.replays() {
             slots = slots.min(self.capacity_through(self.last_step_of(served)));
         }
-        slots.saturating_sub(self.flights.len() + self.pool.len())
+        slots.saturating_sub(self.spared()).saturating_sub(self.flights.len() + self.pool.len())
+    }
+
+    /// Admits groups as a bound on staleness of `versions` would. Leases keep the bound of the configuration, which is at least as
+    /// large, so what the bound promises holds, and a batch can always be assembled.
+    pub(crate) fn run_ahead(&mut self, versions: u64) {
+        self.ahead = versions.min(self.config.max_staleness);
+    }
+
+    /// Slots that admission leaves free.
+    fn spared(&self) -> usize {
+        let versions = usize::try_from(self.config.max_staleness - self.ahead).unwrap_or(usize::MAX);
+        versions.saturating_mul(self.config.batch_groups)
     }
 
     /// The last step that may train a group of `version` (its deadline).
