@@ -321,7 +321,7 @@ fn a_lead_that_adapts_is_as_fast_as_the_best_fixed_bound() {
         let fixed = [0, 1, 2, 4, 8].map(|bound| run(&heavy_tailed(bound, training, false)));
         let best = fixed.iter().map(|[speed, _]| *speed).fold(0.0, f64::max);
         let [speed, staleness] = run(&heavy_tailed(8, training, true));
-        println!(
+        eprintln!(
             "training {training}: {speed:.0} of {best:.0} tokens/s, staleness {staleness:.2}; fixed {fixed:.2?}"
         );
         assert!(speed > 0.95 * best, "training {training}: {speed} of {best}");
