@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use rollout::Progress;
-use trainer::Trainer;
+use rollout::{Activity, Progress};
+use trainer::{StepReport, Trainer};
 
 use super::Run;
 use super::samplers::Samplers;
@@ -11,18 +11,61 @@ use super::weights::WeightPublishing;
 use crate::evaluation::Evaluated;
 use crate::failure::Failure;
 use crate::observe::{Observer, ObserverInputs};
+use crate::schedule::ScheduleRecorder;
 use crate::trainer_progress::TrainerPhase;
+
+/// What a run is connected to during its steps.
+pub(super) struct StepConnections<'a> {
+    pub(super) samplers: &'a Samplers,
+    pub(super) weights: &'a WeightPublishing,
+    /// Records the steps, or compares them with those of a record.
+    pub(super) follower: Option<&'a mut dyn StepFollower>,
+}
+
+/// Follows the steps of a run.
+pub(super) trait StepFollower {
+    /// Prepares the next step of `trainer`. False if there is none.
+    ///
+    /// # Errors
+    /// What ends the run.
+    fn before(&mut self, _trainer: &Trainer) -> Result<bool, Failure> {
+        Ok(true)
+    }
+
+    /// Takes a step. False if it was the last.
+    ///
+    /// # Errors
+    /// What ends the run.
+    fn after(&mut self, made: &MadeStep<'_>) -> Result<bool, Failure>;
+}
+
+/// A step that was made.
+pub(super) struct MadeStep<'a> {
+    pub(super) step: &'a StepReport,
+    pub(super) trainer: &'a Trainer,
+    /// What each sampler did since the step before, by name.
+    pub(super) activity: &'a [(String, Activity)],
+    /// Wall time of the run, seconds.
+    pub(super) time_s: f64,
+}
+
+impl StepFollower for ScheduleRecorder {
+    fn after(&mut self, made: &MadeStep<'_>) -> Result<bool, Failure> {
+        self.step(made.step, made.trainer, made.activity, made.time_s)?;
+        Ok(true)
+    }
+}
 
 impl Run<'_> {
     /// Runs the training steps and measures each; evaluates where it is due. Returns the evaluation of the last version.
     pub(super) fn steps(
         &self,
         trainer: &mut Trainer,
-        samplers: &Samplers,
-        weights: &WeightPublishing,
+        connections: StepConnections<'_>,
         observer: &mut Observer<'_>,
         evaluate: impl Fn(&Trainer) -> Result<Option<Evaluated>, Failure>,
     ) -> Result<Option<Evaluated>, Failure> {
+        let StepConnections { samplers, weights, mut follower } = connections;
         let (steps, interval) = (self.recipe.trainer.steps, self.recipe.eval.interval);
         let phase = self.report.phase("training", steps);
         phase.set(trainer.version().0, "");
@@ -32,6 +75,11 @@ impl Run<'_> {
         while trainer.version().0 < steps {
             self.progress.reach(trainer.version());
             self.progress.enter(TrainerPhase::Step);
+            if let Some(follower) = &mut follower
+                && !follower.before(trainer)?
+            {
+                break;
+            }
             let Some(step) = trainer.step()? else { return Ok(None) };
             let version = trainer.version().0;
             self.progress.reach(trainer.version());
@@ -46,6 +94,9 @@ impl Run<'_> {
                 window = (window.1, now);
             }
             let (lags, refused) = (weights.lags()?, self.peers.take());
+            let (activity, time_s) = (samplers.take_activity(), trainer.time_s());
+            let made = MadeStep { step: &step, trainer, activity: &activity, time_s };
+            let goes_on = follower.as_mut().map_or(Ok(true), |follower| follower.after(&made))?;
             observer.step(&ObserverInputs {
                 step: &step,
                 push: weights.last()?,
@@ -53,13 +104,13 @@ impl Run<'_> {
                 distribution: weights.distribution()?,
                 evaluation: evaluation.as_ref(),
                 evaluated,
-                activity: &samplers.take_activity(),
+                activity: &activity,
                 rewards: &samplers.take_loads(),
                 refused: &refused,
                 sampler_before: window.0,
                 sampler_after: window.1,
                 step_s: clock.elapsed().as_secs_f64(),
-                time_s: trainer.time_s(),
+                time_s,
             })?;
             clock = Instant::now();
             if trainer.checkpoint_due() {
@@ -70,6 +121,9 @@ impl Run<'_> {
             }
             phase.set(version, &format!("reward {:.3}", step.batch.reward.mean));
             last = evaluation;
+            if !goes_on {
+                break;
+            }
         }
         if last.is_none() && !self.signals.stop_requested() {
             // A run that was resumed after its last step has not been evaluated yet.
