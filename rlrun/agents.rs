@@ -25,6 +25,12 @@ use crate::recipe::Recipe;
 use crate::recipe::endpoint::AGENT_KINDS;
 use crate::workers::membership::token;
 
+/// Whether agents play episodes of the recipe.
+pub(crate) fn has_agents(recipe: &Recipe) -> bool {
+    let mut kinds = recipe.environment.iter().flat_map(|environment| environment.kinds());
+    kinds.any(|kind| AGENT_KINDS.contains(&kind))
+}
+
 /// The endpoint of a run; it is served until this is dropped.
 pub(crate) struct AgentEndpoint {
     address: SocketAddr,
@@ -52,8 +58,7 @@ impl AgentEndpoint {
         directory: &Arc<ModelDirectory>,
         runtime: &Handle,
     ) -> Result<Option<Self>, Failure> {
-        let kinds = recipe.environment.iter().flat_map(|environment| environment.kinds());
-        let agents = { kinds }.any(|kind| AGENT_KINDS.contains(&kind));
+        let agents = has_agents(recipe);
         if !agents && recipe.endpoint.listen.is_none() {
             return Ok(None);
         }

@@ -22,6 +22,7 @@ mod export_logs;
 mod fit;
 mod islands;
 mod launch;
+mod replay;
 mod report;
 mod resume;
 mod reward;
@@ -40,6 +41,7 @@ pub use export_logs::ExportLogsArgs;
 pub use fit::FitArgs;
 pub use islands::ServeIslandsArgs;
 pub use launch::{KubernetesArgs, LaunchArgs, LaunchCommand, RayArgs, SkypilotArgs, SlurmArgs};
+pub use replay::{DiffArgs, ReplayArgs};
 pub use report::ReportArgs;
 pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
@@ -107,6 +109,10 @@ pub enum Command {
     ExportLogs(ExportLogsArgs),
     /// Resume a run from its last checkpoint
     Resume(ResumeArgs),
+    /// Find the first step, token and tensor in which two runs differ
+    Diff(DiffArgs),
+    /// Repeat a recorded run bit for bit, or train another arm on its trajectories
+    Replay(ReplayArgs),
     /// Serve a part of rlrun to other processes
     #[command(subcommand)]
     Serve(ServeCommand),

@@ -36,7 +36,9 @@ use crate::init;
 use crate::plan;
 use crate::program::Program;
 use crate::recipe::{Origins, Recipe};
+use crate::replay;
 use crate::reward;
+use crate::run_diff;
 use crate::runs;
 use crate::serve;
 use crate::serve_islands;
@@ -67,6 +69,8 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::ExportLogs(args) => export_logs::export_logs(args, program),
         Command::Export(args) => export::export(args, program),
         Command::Resume(args) => resume::resume(args, program),
+        Command::Diff(args) => run_diff::run(args, program),
+        Command::Replay(args) => replay::run(args, program),
         Command::Launch(command) => launch::launch(command, program),
         Command::Worker(command) => worker(command, program),
         Command::Serve(ServeCommand::Buffer(args)) => serve::buffer(args, program),

@@ -44,6 +44,12 @@ pub enum Failure {
     /// Training failed.
     #[error(transparent)]
     Trainer(#[from] trainer::TrainerError),
+    /// A schedule cannot be used.
+    #[error(transparent)]
+    Schedule(#[from] crate::schedule::ScheduleError),
+    /// A replay differs from the run that was recorded.
+    #[error("{0}")]
+    Differs(String),
     /// The buffer failed.
     #[error(transparent)]
     Buffer(#[from] buffer::BufferError),
@@ -128,6 +134,7 @@ impl Failure {
             Self::Requeue(_) => REQUEUE,
             Self::ChildFailed(status) => *status,
             Self::Trainer(trainer::TrainerError::Adapter { .. }) => 2,
+            Self::Schedule(error) if error.is_input() => 2,
             Self::Server(error) if error.is_input() => 2,
             Self::Archive(error) if error.is_input() => 2,
             Self::Repository(error) if error.is_input() => 2,

@@ -10,6 +10,7 @@
 //!   virtual time; [`fit`]: extrapolation of a run to more compute
 //! - [`pipeline`]: a run; `run_buffer`: its buffer; `sampler`: its samplers; `engines`: vLLM and SGLang; `curation`: its selection of tasks;
 //!   `companion`: a program beside a run; `auxiliary_models`: reference, critic and demonstrations; [`serve`]: a part of a run as a separate process
+//! - [`schedule`]: what a run did in which order; `replay`: a recorded run again; `run_diff`: the first difference of two runs
 //! - `controller`: starts and restarts the processes of a run; `workers`: these processes and their protocol with the run;
 //!   `trainer_progress`: the phase of the trainer; `watchdog`: which role waits for which when a run makes no progress
 //! - `launchers`: Slurm, Kubernetes, SkyPilot, Ray and MPI; `lead_address`: where workers find a run; `credentials`: the tokens and the
@@ -71,15 +72,18 @@ pub mod plan;
 pub mod prepare;
 pub mod program;
 pub mod recipe;
+mod replay;
 pub mod report;
 pub mod reward;
 mod run_buffer;
 #[cfg(feature = "postgres")]
 mod run_database;
+mod run_diff;
 pub mod run_dir;
 mod run_page;
 mod runs;
 mod sampler;
+pub mod schedule;
 pub mod serve;
 mod serve_islands;
 pub mod settings;

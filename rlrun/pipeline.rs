@@ -6,16 +6,20 @@
 //!
 //! - `start`: the checkpoint or the fresh model that training starts from
 //! - `services`: the buffer, the weight hub and the listener for workers
+//! - `replayed`: training on recorded groups, which are sampled again
 //! - `sampled`: training on sampled groups, around the loop in `steps`; `without_sampling`: supervised training
 //! - `ranks`: the trainer's ranks that are processes
+//! - `admission`: how far samplers run ahead
 //! - `samplers`: the sampler thread and the rollout workers; `weights`: how versions reach them
 //! - `evaluate`: held-out tasks; `view`: what the watchdog sees; `rewind`: the buffer after a resume from an older checkpoint
 //!
 //! Invariant: the pipeline owns no data in flight. Groups go through the buffer and versions through the hub; the pipeline
 //! starts sampler and trainer, measures them, and stops one when the other ends.
 
+mod admission;
 mod evaluate;
 mod ranks;
+mod replayed;
 mod rewind;
 mod sampled;
 mod samplers;
@@ -34,6 +38,7 @@ use rewards::RewardSet;
 use trainer::Leader;
 use trajectory::PolicyVersion;
 
+pub(crate) use self::replayed::replay_in;
 pub(crate) use self::weights::remote_subscriber;
 use crate::archive::{self, ArchiveSetup, RunArchive};
 use crate::evaluation::Evaluated;
@@ -124,30 +129,10 @@ pub fn run_in(
     report: &Arc<Report>,
     options: RunOptions,
 ) -> Result<Ending, Failure> {
-    let signals = Signals::listen()?;
-    let logs = run_dir.logs();
-    let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
-    report.log_to(&logs).map_err(system)?;
-    let RunOptions { cores, rewards, program, listener, leader, from } = options;
-    let archive = open_archive(recipe, run_dir, report, &program)?;
-    let runtime = RewardRuntime::new(&program, &cores)?;
-    let _page = RunPage::start(recipe, run_dir, runtime.handle(), report)?;
-    let mut run = Run {
-        recipe,
-        run_dir,
-        report: Arc::clone(report),
-        rewards,
-        runtime,
-        signals,
-        cores,
-        listener,
-        leader,
-        from,
-        archive,
-        limits: Arc::default(),
-        peers: Arc::default(),
-        progress: Arc::default(),
-    };
+    let program = options.program.clone();
+    let mut run = Run::open(recipe, run_dir, report, options)?;
+    run.archive = open_archive(recipe, run_dir, report, &program)?;
+    let _page = RunPage::start(recipe, run_dir, run.runtime.handle(), report)?;
     let source = match &recipe.supervised {
         Some(config) => TrainingSource::Supervised(config),
         None => TrainingSource::Sampled(run.open_services()?),
@@ -179,6 +164,8 @@ struct Run<'a> {
     peers: Arc<Peers>,
     /// The phase of this thread.
     progress: Arc<TrainerProgress>,
+    /// Whether the policy is evaluated where the recipe says so.
+    evaluates: bool,
 }
 
 /// The archive that the recipe names. Its lead is replaced once training can start.
@@ -218,6 +205,40 @@ struct TrainingResult {
     evaluation: Option<Evaluated>,
     /// Whether all steps are done and their evaluation was stopped.
     cut_short: bool,
+}
+
+impl<'a> Run<'a> {
+    /// The context of a run that has opened nothing yet.
+    fn open(
+        recipe: &'a Recipe,
+        run_dir: &'a RunDir,
+        report: &Arc<Report>,
+        options: RunOptions,
+    ) -> Result<Self, Failure> {
+        let signals = Signals::listen()?;
+        let logs = run_dir.logs();
+        let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
+        report.log_to(&logs).map_err(system)?;
+        let RunOptions { cores, rewards, program, listener, leader, from } = options;
+        let runtime = RewardRuntime::new(&program, &cores)?;
+        Ok(Self {
+            recipe,
+            run_dir,
+            report: Arc::clone(report),
+            rewards,
+            runtime,
+            signals,
+            cores,
+            listener,
+            leader,
+            from,
+            archive: None,
+            limits: Arc::default(),
+            peers: Arc::default(),
+            progress: Arc::default(),
+            evaluates: true,
+        })
+    }
 }
 
 impl Run<'_> {

@@ -4,7 +4,7 @@
 //! are authoritative; this module does not interpret checkpoints or samples.
 //!
 //! ```text
-//! run.json recipe.toml resolved.toml metrics.jsonl events.jsonl curation.jsonl timeline.jsonl status.json
+//! run.json recipe.toml resolved.toml metrics.jsonl events.jsonl curation.jsonl timeline.jsonl schedule.bin status.json
 //! archive.json address.json credentials/ samples/ logs/ checkpoints/ lock
 //! ```
 

@@ -79,7 +79,10 @@ fn home(recipe: &str) -> Home {
 #[test]
 fn agents_over_http_train_the_policy_on_the_tokens_that_they_were_sent() {
     let home = home(RECIPE);
-    home.rlrun(&["agent.toml", "--run-dir", "run"]).ok();
+    home.rlrun(&["agent.toml", "--run-dir", "run", "--set", "log.schedule=true"]).ok();
+    let replayed = home.rlrun(&["replay", "run", "-q"]).ok().stdout;
+    assert!(replayed.contains(" bit for bit: 3 steps"), "{replayed}");
+    assert!(replayed.contains("24 trajectories of external sessions were taken as recorded"), "{replayed}");
     let run = home.run("run");
     assert!(run.values("kl/mismatch").iter().all(|mismatch| *mismatch == 0.0));
     assert_eq!(run.values("environment/failed"), [2.0; 3], "one agent of each group");

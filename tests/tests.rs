@@ -36,6 +36,7 @@ mod parity;
 mod postgres;
 mod recipes;
 mod reference_loop;
+mod replay;
 mod resume;
 mod rewards;
 mod served;

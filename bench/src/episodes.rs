@@ -389,6 +389,7 @@ impl Sampler for SimulatedSampler {
             index: request.first_index + n,
             prompt_length: request.prompt.len(),
             prompt_version: PolicyVersion::default(),
+            prefill: Vec::new(),
             token_ids: [&request.prompt[..], &[2]].concat(),
             logprobs: vec![-0.5],
             versions: vec![VersionRun { version: PolicyVersion::default(), len: 1 }],

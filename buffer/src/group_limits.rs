@@ -218,8 +218,10 @@ fn check_rewards(found: &Trajectory) -> Result<(), Unfit> {
 fn check_turns(found: &Trajectory) -> Result<(), Unfit> {
     for (sample, turns) in found.rows() {
         let (mut free, tokens) = (0, sample.token_ids().len());
-        for (turn, std::ops::Range { start, end }) in turns.iter().map(|t| t.completion.clone()).enumerate() {
-            if start < free || end < start || end > tokens {
+        for (turn, trajectory::Turn { completion, prefill, .. }) in turns.iter().enumerate() {
+            let std::ops::Range { start, end } = completion.clone();
+            let prefilled: u64 = prefill.iter().map(|run| u64::from(run.len)).sum();
+            if start < free || end < start || end > tokens || prefilled > start as u64 {
                 return Err(Unfit::Turn { trajectory: found.index, turn, end, tokens });
             }
             free = end;
@@ -260,7 +262,12 @@ mod tests {
         Trajectory {
             index: 0,
             sample: Sample::new(streams).unwrap(),
-            turns: vec![Turn { completion: 1..2, stop: StopReason::Length, reward: None }],
+            turns: vec![Turn {
+                completion: 1..2,
+                stop: StopReason::Length,
+                reward: None,
+                prefill: Vec::new(),
+            }],
             text: String::new(),
             score: Score { total: Some(1e9), components: Vec::new(), correct: None },
             branches: Vec::new(),
@@ -355,7 +362,12 @@ mod tests {
         let branch = |change: fn(&mut SampleStreams), end: usize| {
             let mut streams = streams();
             change(&mut streams);
-            let turns = vec![Turn { completion: 1..end, stop: StopReason::Length, reward: None }];
+            let turns = vec![Turn {
+                completion: 1..end,
+                stop: StopReason::Length,
+                reward: None,
+                prefill: Vec::new(),
+            }];
             refused(|t| {
                 let fit = Branch { sample: t.sample.clone(), turns: t.turns.clone() };
                 t.branches = vec![fit, Branch { sample: Sample::new(streams).unwrap(), turns }];

@@ -65,7 +65,7 @@ mod select;
 mod steps;
 
 /// First id of groups with idempotency keys; below 2^53, so every JSON reader keeps ids exact.
-pub(crate) const KEYED: u64 = 1 << 52;
+pub const KEYED: u64 = 1 << 52;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum InFlightStage {

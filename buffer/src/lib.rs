@@ -122,6 +122,6 @@ pub use error::BufferError;
 pub use events::{Event, EventKind, Events, Replay};
 pub use group_limits::{ExpertLimits, GroupLimits, Unfit};
 pub use journal::JOURNAL_CACHE_BYTES;
-pub use ledger::Rewound;
+pub use ledger::{KEYED as FIRST_KEYED, Rewound};
 pub use ledger_simulation::{SimulatedArrival, SimulatedLease, SimulatedLedger};
 pub use listing::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};

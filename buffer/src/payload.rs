@@ -243,6 +243,14 @@ pub(crate) struct FinishedGroup {
     pub(crate) sender: Option<String>,
 }
 
+/// The payload of a group as [`decode`] reads it, without its id and its sender.
+///
+/// # Errors
+/// What cannot be encoded.
+pub fn encode_group(group: &Group) -> Result<Vec<u8>, BufferError> {
+    encode(group, None)
+}
+
 /// MessagePack with named fields, so a later program can add some.
 fn encode(group: &Group, sender: Option<&str>) -> Result<Vec<u8>, BufferError> {
     let Group { task, trajectories, id } = group;

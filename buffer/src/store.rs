@@ -38,7 +38,7 @@ use crate::BufferError;
 use crate::journal::JournalStore;
 pub use crate::ledger::{GroupRow, LeaseRow, LeaseState, LedgerChange, Recovered, Watermarks};
 use crate::memory::MemoryStore;
-pub use crate::payload::{decode as decode_payload, sender as payload_sender};
+pub use crate::payload::{decode as decode_payload, encode_group, sender as payload_sender};
 
 /// Deadline of one write: afterwards the store counts as failed.
 pub(crate) const WRITE_WAIT: Duration = Duration::from_secs(60);

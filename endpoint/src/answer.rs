@@ -189,7 +189,7 @@ impl RunningAnswer {
                     return Some(Ok(delta));
                 }
                 Some(RequestEvent::Completed(completion)) => {
-                    let ended = self.ended(prompt, completion);
+                    let ended = self.ended(prompt, *completion);
                     if let Ok(delta) = &ended {
                         self.count(delta, queued);
                     }

@@ -46,6 +46,7 @@ impl Scripted {
             index,
             prompt_length: request.prompt.len(),
             prompt_version: PolicyVersion(4),
+            prefill: Vec::new(),
             token_ids: [&request.prompt[..], &tokens].concat(),
             logprobs: vec![self.logprob; length],
             versions: vec![

@@ -24,6 +24,9 @@ impl Run<'_> {
         learner: &Learner,
         directory: &ModelDirectory,
     ) -> Result<Option<Evaluated>, Failure> {
+        if !self.evaluates {
+            return Ok(None);
+        }
         self.evaluate_sets(Which::All, prepared, learner, directory)
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use buffer::{Buffer, Consumer, Producer};
 use islands::CoordinatorClient;
-use model::turns;
+use model::{DeviceTurn, turns};
 use rollout::remote::EngineKind;
 use rollout::scoring::Scorer;
 use rollout::{Network, Sampler, Worker};
@@ -17,6 +17,7 @@ use weights::Hub;
 use super::samplers::{SAMPLER_NAME, SamplerThread, Samplers};
 use super::services::RunServices;
 use super::start::StartingState;
+use super::steps::{StepConnections, StepFollower};
 use super::view::WatchdogView;
 use super::weights::WeightPublishing;
 use super::{Run, TrainingResult};
@@ -27,8 +28,10 @@ use crate::engines::{self, EngineProcess, EngineSetup};
 use crate::failure::{Failure, REQUEUE};
 use crate::island::RunIsland;
 use crate::observe::Observer;
+use crate::prepare::Prepared;
 use crate::run_buffer::RunBuffer;
 use crate::sampler::{SamplerSetup, SamplerWeights, network_of};
+use crate::schedule::ScheduleRecorder;
 use crate::status::RunStatus;
 use crate::timeline::Timeline;
 use crate::trainer_progress::{self, TrainerPhase};
@@ -93,11 +96,8 @@ impl Run<'_> {
         if let Some(lost) = trainer.lost_lease() {
             self.report.note(&format!("warning: {lost}; the checkpoint contains these groups all the same"));
         }
-        let turn = self.recipe.is_colocated().then(|| {
-            let [first, second] = turns::share_device("the trainer", "a sampler", allocator::release);
-            trainer.colocate(first, self.run_dir.path(), &prepared.budget);
-            second
-        });
+        let mut schedule = self.schedule(&trainer)?;
+        let turn = self.shared_device(&mut trainer, &prepared);
         let worker = worker.map(|worker| worker.taking_turns(turn)).transpose()?;
         let local =
             worker.map(|worker| SamplerThread::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
@@ -110,7 +110,10 @@ impl Run<'_> {
         let watched = WatchedRun { consumer: Arc::clone(&consumer), hub, own: own.clone(), status, timeline };
         let last = Arc::clone(&watched.status);
         let watchdog = self.watch(&samplers, watched)?;
-        let trained = self.steps(&mut trainer, &samplers, &weights, own.as_deref(), observer, |trainer| {
+        let follower = schedule.as_mut().map(|schedule| schedule as &mut dyn StepFollower);
+        let buffer = own.as_deref();
+        let connections = StepConnections { samplers: &samplers, weights: &weights, buffer, follower };
+        let trained = self.steps(&mut trainer, connections, observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)
         });
         drop(watchdog);
@@ -128,6 +131,26 @@ impl Run<'_> {
         coordinator.iter().for_each(|coordinator| self.leave(coordinator));
         let cut_short = cut_short && evaluation.is_none();
         Ok(TrainingResult { version: trainer.version(), time_s: trainer.time_s(), evaluation, cut_short })
+    }
+
+    /// The sampler's turns on the device that it shares with `trainer`, if the recipe places both there.
+    fn shared_device(&self, trainer: &mut Trainer, prepared: &Prepared) -> Option<DeviceTurn> {
+        self.recipe.is_colocated().then(|| {
+            let [first, second] = turns::share_device("the trainer", "a sampler", allocator::release);
+            trainer.colocate(first, self.run_dir.path(), &prepared.budget);
+            second
+        })
+    }
+
+    /// The schedule of the run, if the recipe wants one.
+    fn schedule(&self, trainer: &Trainer) -> Result<Option<ScheduleRecorder>, Failure> {
+        if !self.recipe.log.schedule {
+            return Ok(None);
+        }
+        let path = self.run_dir.resolved_recipe();
+        let system = |source| Failure::System { what: format!("read {}", path.display()), source };
+        let recipe = std::fs::read_to_string(&path).map_err(system)?;
+        Ok(Some(ScheduleRecorder::start(self.run_dir.path(), recipe, trainer)?))
     }
 
     /// Leaves the other islands.

@@ -211,7 +211,10 @@ impl Run<'_> {
         // Set once.
         let _ = self.limits.set(self.recipe.group_limits(directory.config()));
         let prepared = Prepared::new(self.recipe, directory, &self.runtime, &self.run_dir.logs())?;
-        let prepared = prepared.serving_agents(self.recipe, directory, &self.runtime)?;
+        let prepared = match self.evaluates {
+            true => prepared.serving_agents(self.recipe, directory, &self.runtime)?,
+            false => prepared,
+        };
         prepared.agents.iter().for_each(|agents| self.report.note(&agents.note()));
         let prepared = match &self.rewards {
             Some(rewards) => Prepared { rewards: Some(Arc::clone(rewards)), ..prepared },

@@ -2,48 +2,61 @@
 
 use std::time::Instant;
 
-use buffer::{AdmissionControl, Buffer, Consumer, StepObservation};
-use rollout::Progress;
-use serde_json::json;
+use buffer::Buffer;
+use rollout::{Activity, Progress};
 use trainer::{StepReport, Trainer};
 
 use super::Run;
+use super::admission::AdaptedAdmission;
 use super::samplers::Samplers;
 use super::weights::WeightPublishing;
 use crate::evaluation::Evaluated;
 use crate::failure::Failure;
 use crate::observe::{Observer, ObserverInputs};
-use crate::recipe::Recipe;
+use crate::schedule::ScheduleRecorder;
 use crate::trainer_progress::TrainerPhase;
 
-/// Admission that follows what the trainer waits for.
-struct AdaptedAdmission<'a> {
-    buffer: &'a Buffer,
-    control: AdmissionControl,
+/// What a run is connected to during its steps.
+pub(super) struct StepConnections<'a> {
+    pub(super) samplers: &'a Samplers,
+    pub(super) weights: &'a WeightPublishing,
+    /// The buffer, if it is in this process.
+    pub(super) buffer: Option<&'a Buffer>,
+    /// Records the steps, or compares them with those of a record.
+    pub(super) follower: Option<&'a mut dyn StepFollower>,
 }
 
-impl<'a> AdaptedAdmission<'a> {
-    /// `None` unless the recipe asks for it.
-    fn of(recipe: &Recipe, buffer: &'a Buffer) -> Option<Self> {
-        let control = AdmissionControl::new(recipe.buffer.batch_groups, recipe.buffer.max_staleness);
-        recipe.buffer.adapt_staleness.then_some(Self { buffer, control })
+/// Follows the steps of a run.
+pub(super) trait StepFollower {
+    /// Prepares the next step of `trainer`. False if there is none.
+    ///
+    /// # Errors
+    /// What ends the run.
+    fn before(&mut self, _trainer: &Trainer) -> Result<bool, Failure> {
+        Ok(true)
     }
 
-    /// Takes a step of `step_s` seconds into account. Returns by how many versions samplers run ahead from now on.
-    fn after(&mut self, step: &StepReport, step_s: f64, observer: &mut Observer<'_>) -> Result<u64, Failure> {
-        let stats = self.buffer.stats()?;
-        let wait_s = step.time.wait_for_batch;
-        let (ready_groups, free_slots) = (stats.finalized, stats.slots_free);
-        let before = self.control.ahead();
-        let observed = StepObservation { wait_s, step_s, ready_groups, free_slots };
-        if let Some(ahead) = self.control.observe(observed) {
-            self.buffer.run_ahead(ahead)?;
-            let (version, groups) = (step.version, ready_groups);
-            let fields =
-                json!({ "version": version, "ahead_before": before, "ahead": ahead, "ready_groups": groups });
-            observer.event("admission", &fields)?;
-        }
-        Ok(self.control.ahead())
+    /// Takes a step. False if it was the last.
+    ///
+    /// # Errors
+    /// What ends the run.
+    fn after(&mut self, made: &MadeStep<'_>) -> Result<bool, Failure>;
+}
+
+/// A step that was made.
+pub(super) struct MadeStep<'a> {
+    pub(super) step: &'a StepReport,
+    pub(super) trainer: &'a Trainer,
+    /// What each sampler did since the step before, by name.
+    pub(super) activity: &'a [(String, Activity)],
+    /// Wall time of the run, seconds.
+    pub(super) time_s: f64,
+}
+
+impl StepFollower for ScheduleRecorder {
+    fn after(&mut self, made: &MadeStep<'_>) -> Result<bool, Failure> {
+        self.step(made.step, made.trainer, made.activity, made.time_s)?;
+        Ok(true)
     }
 }
 
@@ -52,12 +65,11 @@ impl Run<'_> {
     pub(super) fn steps(
         &self,
         trainer: &mut Trainer,
-        samplers: &Samplers,
-        weights: &WeightPublishing,
-        buffer: Option<&Buffer>,
+        connections: StepConnections<'_>,
         observer: &mut Observer<'_>,
         evaluate: impl Fn(&Trainer) -> Result<Option<Evaluated>, Failure>,
     ) -> Result<Option<Evaluated>, Failure> {
+        let StepConnections { samplers, weights, buffer, mut follower } = connections;
         let (steps, interval) = (self.recipe.trainer.steps, self.recipe.eval.interval);
         let phase = self.report.phase("training", steps);
         phase.set(trainer.version().0, "");
@@ -68,6 +80,11 @@ impl Run<'_> {
         while trainer.version().0 < steps {
             self.progress.reach(trainer.version());
             self.progress.enter(TrainerPhase::Step);
+            if let Some(follower) = &mut follower
+                && !follower.before(trainer)?
+            {
+                break;
+            }
             let Some(step) = trainer.step()? else { return Ok(None) };
             let version = trainer.version().0;
             self.progress.reach(trainer.version());
@@ -85,6 +102,9 @@ impl Run<'_> {
             let step_s = clock.elapsed().as_secs_f64();
             let ahead =
                 admission.as_mut().map(|admission| admission.after(&step, step_s, observer)).transpose()?;
+            let (activity, time_s) = (samplers.take_activity(), trainer.time_s());
+            let made = MadeStep { step: &step, trainer, activity: &activity, time_s };
+            let goes_on = follower.as_mut().map_or(Ok(true), |follower| follower.after(&made))?;
             observer.step(&ObserverInputs {
                 step: &step,
                 push: weights.last()?,
@@ -92,14 +112,14 @@ impl Run<'_> {
                 distribution: weights.distribution()?,
                 evaluation: evaluation.as_ref(),
                 evaluated,
-                activity: &samplers.take_activity(),
+                activity: &activity,
                 rewards: &samplers.take_loads(),
                 refused: &refused,
                 sampler_before: window.0,
                 sampler_after: window.1,
                 step_s,
                 ahead,
-                time_s: trainer.time_s(),
+                time_s,
             })?;
             clock = Instant::now();
             if trainer.checkpoint_due() {
@@ -110,6 +130,9 @@ impl Run<'_> {
             }
             phase.set(version, &format!("reward {:.3}", step.batch.reward.mean));
             last = evaluation;
+            if !goes_on {
+                break;
+            }
         }
         if last.is_none() && !self.signals.stop_requested() {
             // A run that was resumed after its last step has not been evaluated yet.

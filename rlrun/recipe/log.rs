@@ -26,6 +26,11 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
         let message = format!("`log.otlp` is {url:?}, which is no address");
         checker.report("log.otlp", message, "write an address such as \"http://127.0.0.1:4318\"");
     }
+    if raw.log.schedule && raw.supervised.is_some() {
+        let message =
+            "`log.schedule` records what samplers and trainer did, and `[supervised]` samples nothing";
+        checker.report("log.schedule", message, "leave it out: training without sampling repeats by itself");
+    }
     if raw.log.otlp.is_some() && raw.log.timeline == 0 {
         let message = "`log.otlp` sends the timeline, and `log.timeline` is 0";
         checker.report("log.otlp", message, "set `log.timeline`, or leave `log.otlp` out");

@@ -36,8 +36,8 @@ pub mod worker;
 
 pub use activity::{Activity, ActivityLog};
 pub use engine::{
-    Engine, EngineConfig, Interruption, LocalSampler, Network, ServeOn, ServedWeights, StopRules,
-    UnpackedWeights,
+    DifferentValues, Engine, EngineConfig, Interruption, LocalSampler, Network, ReplayConfig,
+    SampledDifference, ServeOn, ServedWeights, StopRules, TrajectoryReplay, UnpackedWeights,
 };
 pub use episode::{
     ChatEncoder, ENVIRONMENT_COLUMN, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, EpisodeEnvironment,

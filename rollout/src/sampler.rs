@@ -277,6 +277,8 @@ pub struct Completion {
     pub prompt_length: usize,
     /// The version that began to prefill the prompt.
     pub prompt_version: PolicyVersion,
+    /// Runs of the versions that prefilled the end of the prompt; the tokens before were in the KV cache. Empty if that is not known.
+    pub prefill: Vec<VersionRun>,
     /// `[T]` prompt and completion, the stop token included.
     pub token_ids: Vec<u32>,
     /// `[C]` behavior log-probabilities of the sampled tokens, nats; 0.0 where a token was inserted.

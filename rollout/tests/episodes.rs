@@ -202,7 +202,13 @@ fn a_later_turn_continues_the_cache_of_the_turn_before() {
     assert_eq!(counts.prefilled_tokens as usize, first + new);
     assert_eq!((counts.reused_tokens as usize, counts.evicted_tokens), (known, 0));
 
-    let (crowded, counts) = played(Some(640));
+    let (mut crowded, counts) = played(Some(640));
+    let prefilled = |episode: &Episode| episode.turns.iter().any(|turn| !turn.prefill.is_empty());
+    assert!(
+        !episodes.iter().any(prefilled) && crowded.iter().any(prefilled),
+        "what was given up is recorded"
+    );
+    crowded.iter_mut().flat_map(|episode| &mut episode.turns).for_each(|turn| turn.prefill.clear());
     assert_eq!(crowded, episodes);
     assert!(counts.evicted_tokens > 0 && counts.reused_tokens > 0, "{counts:?}");
     assert_eq!((counts.prefilled_tokens + counts.reused_tokens) as usize, first + new + known);

@@ -13,6 +13,7 @@ mod overdue;
 mod ranks;
 mod recurrent;
 mod remote;
+mod replayed;
 mod requests;
 mod roles;
 mod sampler;
@@ -110,6 +111,11 @@ fn request(group: u64, samples: usize, sampling: Sampling) -> SampleRequest {
         keep_cache: false,
         options: RequestOptions::default(),
     }
+}
+
+/// What was sampled, whatever of the prompts was in the KV cache.
+fn sampled(completions: Vec<Completion>) -> Vec<Completion> {
+    completions.into_iter().map(|completion| Completion { prefill: Vec::new(), ..completion }).collect()
 }
 
 /// Submits each of `requests` as soon as the engine has capacity for it and returns all completions by group and index.

@@ -134,6 +134,7 @@ impl Sampler for Stalled {
             index: request.first_index + n,
             prompt_length: request.prompt.len(),
             prompt_version: PolicyVersion(0),
+            prefill: Vec::new(),
             token_ids: [&request.prompt[..], &[7]].concat(),
             logprobs: vec![-1.0],
             versions: vec![VersionRun { version: PolicyVersion(0), len: 1 }],

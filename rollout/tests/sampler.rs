@@ -72,6 +72,7 @@ impl ScriptedSampler {
             index,
             prompt_length: request.prompt.len(),
             prompt_version: self.version,
+            prefill: Vec::new(),
             token_ids: [&request.prompt[..], &[50 + index, 1]].concat(),
             logprobs: vec![-0.5, -0.25],
             versions: vec![VersionRun { version: self.version, len: 2 }],

@@ -267,7 +267,12 @@ pub(crate) mod tests {
                 temperature: 1.0,
             })
             .unwrap(),
-            turns: vec![Turn { completion: 2..2 + *tokens, stop: StopReason::StopToken, reward: None }],
+            turns: vec![Turn {
+                completion: 2..2 + *tokens,
+                stop: StopReason::StopToken,
+                reward: None,
+                prefill: Vec::new(),
+            }],
             text: String::new(),
             score: Score { total: *reward, correct: reward.map(|reward| reward > 0.5), ..Score::default() },
             branches: Vec::new(),

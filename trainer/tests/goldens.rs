@@ -307,7 +307,12 @@ fn group(id: usize, members: &[Value]) -> Group {
         Trajectory {
             index: index as u32,
             sample: Sample::new(streams).unwrap(),
-            turns: vec![Turn { completion: 2..tokens, stop: StopReason::StopToken, reward: None }],
+            turns: vec![Turn {
+                completion: 2..tokens,
+                stop: StopReason::StopToken,
+                reward: None,
+                prefill: Vec::new(),
+            }],
             text: String::new(),
             score: Score {
                 total: Some(number(&member["reward"])),

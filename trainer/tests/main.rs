@@ -140,7 +140,12 @@ fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
         Trajectory {
             index: index as u32,
             sample: sample.unwrap(),
-            turns: vec![Turn { completion: 2..tokens, stop: StopReason::StopToken, reward: None }],
+            turns: vec![Turn {
+                completion: 2..tokens,
+                stop: StopReason::StopToken,
+                reward: None,
+                prefill: Vec::new(),
+            }],
             text: String::new(),
             score: Score { total: Some(*reward), correct: Some(*reward > 0.5), ..Score::default() },
             branches: Vec::new(),

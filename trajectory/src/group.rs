@@ -5,7 +5,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::{PolicyVersion, Sample, Task};
+use crate::{PolicyVersion, Sample, Task, VersionRun};
 
 /// Place of a group in the run's stream of tasks: given out in ascending order at admission, unique in a run.
 ///
@@ -45,6 +45,11 @@ pub struct Turn {
     /// trajectory is judged. It is not part of [`Score::total`]; [`Trajectory::reward`] is the sum of both.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reward: Option<f64>,
+    /// Runs of the versions that computed the keys and values of the tokens before the completion, up to it. Those of earlier
+    /// tokens were in the KV cache. Empty in the usual case: one version, for all tokens of a first turn, and for the
+    /// last token of the turn before and all that follow it of a later one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub prefill: Vec<VersionRun>,
 }
 
 /// The result of one reward function for one trajectory.
@@ -270,7 +275,12 @@ mod tests {
                 temperature: 1.0,
             })
             .unwrap(),
-            turns: vec![Turn { completion: 1..2, stop: StopReason::Length, reward: None }],
+            turns: vec![Turn {
+                completion: 1..2,
+                stop: StopReason::Length,
+                reward: None,
+                prefill: Vec::new(),
+            }],
             branches: Vec::new(),
             text: String::new(),
             score: Score { total: *total, ..Score::default() },
@@ -296,7 +306,8 @@ mod tests {
     #[test]
     fn the_reward_of_an_episode_is_its_total_and_that_of_its_turns() {
         let mut some = group(&[(Some(0.5), false), (Some(0.25), false), (None, false), (Some(1.0), true)]);
-        let turn = |reward| Turn { completion: 1..1, stop: StopReason::StopToken, reward };
+        let turn =
+            |reward| Turn { completion: 1..1, stop: StopReason::StopToken, reward, prefill: Vec::new() };
         some.trajectories[1].turns = vec![turn(Some(0.5)), turn(None), turn(Some(-0.25))];
         some.trajectories[2].turns = vec![turn(Some(1.0))];
         some.trajectories[3].turns = vec![turn(Some(1.0))];
@@ -309,7 +320,8 @@ mod tests {
     fn an_episode_with_branches_is_one_member_of_its_group() {
         let mut some = group(&[(Some(0.5), false), (Some(1.0), false)]);
         let mut streams: SampleStreams = some.trajectories[1].sample.clone().into();
-        let turn = Turn { completion: 1..2, stop: StopReason::StopToken, reward: Some(-0.5) };
+        let turn =
+            Turn { completion: 1..2, stop: StopReason::StopToken, reward: Some(-0.5), prefill: Vec::new() };
         streams.versions = vec![VersionRun { version: PolicyVersion(3), len: 2 }];
         some.trajectories[1].sample = Sample::new(streams.clone()).unwrap();
         streams.versions = vec![VersionRun { version: PolicyVersion(2), len: 2 }];

@@ -231,7 +231,12 @@ impl<'a> SimulatedWorker<'a> {
             let value = f64::from(u8::from(right));
             let component = Component { name: "math".to_owned(), value: Some(value), ..Component::default() };
             let score = Score { total: Some(value), components: vec![component], correct: Some(right) };
-            let turns = vec![Turn { completion: PROMPT..length, stop: StopReason::Length, reward: None }];
+            let turns = vec![Turn {
+                completion: PROMPT..length,
+                stop: StopReason::Length,
+                reward: None,
+                prefill: Vec::new(),
+            }];
             Trajectory {
                 index,
                 sample,

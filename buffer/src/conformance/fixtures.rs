@@ -55,7 +55,12 @@ pub fn group(id: GroupId, served: PolicyVersion) -> Group {
     let trajectory = |index| Trajectory {
         index,
         sample: sample.clone(),
-        turns: vec![Turn { completion: 1..3, stop: StopReason::Length, reward: Some(-0.5) }],
+        turns: vec![Turn {
+            completion: 1..3,
+            stop: StopReason::Length,
+            reward: Some(-0.5),
+            prefill: Vec::new(),
+        }],
         text: format!("text {}", id.0),
         score: Score {
             total: Some(1.0 / f64::from(index + 3)),

@@ -11,7 +11,7 @@ use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visit
 use serde_json::Value;
 
 /// Fields that are lists of structs.
-const LISTS: [&str; 6] = ["groups", "trajectories", "branches", "turns", "rewards", "versions"];
+const LISTS: [&str; 7] = ["groups", "trajectories", "branches", "turns", "rewards", "versions", "prefill"];
 /// Fields that are structs.
 const RECORDS: [&str; 3] = ["task", "kept", "experts"];
 /// Fields that clients may shape freely; a prompt can be a list of messages.

@@ -232,7 +232,8 @@ fn group_of(id: GroupId, version: PolicyVersion, n: u64, tokens: usize) -> Group
         components: vec![component],
         correct: Some(n.is_multiple_of(2)),
     };
-    let turns = vec![Turn { completion: 1..tokens + 1, stop: StopReason::Length, reward: None }];
+    let turns =
+        vec![Turn { completion: 1..tokens + 1, stop: StopReason::Length, reward: None, prefill: Vec::new() }];
     let prompt = Prompt::Text(format!("question {n}"));
     Group {
         id,

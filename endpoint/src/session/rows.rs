@@ -105,7 +105,8 @@ impl RowPlan {
                 temperature =
                     if interactions[*n].temperature > 0.0 { interactions[*n].temperature } else { 1.0 };
                 let completion = start..row.token_ids.len();
-                turns.push(Turn { completion, stop: interactions[*n].stop, reward: rewards[*n] });
+                let (stop, reward) = (interactions[*n].stop, rewards[*n]);
+                turns.push(Turn { completion, stop, reward, prefill: Vec::new() });
             }
         }
         let prompt_length = self.branch.first().map_or(0, |n| interactions[*n].prompt_ids.len());

@@ -32,6 +32,10 @@ pub struct Log {
     /// program beside the training.
     // resume = changes, worker = ignored
     pub wandb: WandbLog,
+    /// Whether `schedule.bin` records what the run did in which order, with all groups that it was trained on, so that `rlrun replay`
+    /// repeats it bit for bit.
+    // resume = changes, worker = ignored
+    pub schedule: bool,
     /// Address of an OpenTelemetry collector that gets the timeline as traces, over HTTP: `http://127.0.0.1:4318`. Default: none.
     // resume = changes, worker = ignored
     pub otlp: Option<String>,
@@ -39,7 +43,15 @@ pub struct Log {
 
 impl Default for Log {
     fn default() -> Self {
-        Self { samples: 2, tokens: true, timeline: 16, tensorboard: true, wandb: WandbLog::Off, otlp: None }
+        Self {
+            samples: 2,
+            tokens: true,
+            timeline: 16,
+            tensorboard: true,
+            wandb: WandbLog::Off,
+            schedule: false,
+            otlp: None,
+        }
     }
 }
 

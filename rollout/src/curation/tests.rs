@@ -43,7 +43,12 @@ fn group(id: u64, task: u64, version: u64, rewards: &[f64]) -> Group {
             temperature: 1.0,
         })
         .unwrap(),
-        turns: vec![Turn { completion: 1..3, stop: StopReason::StopToken, reward: None }],
+        turns: vec![Turn {
+            completion: 1..3,
+            stop: StopReason::StopToken,
+            reward: None,
+            prefill: Vec::new(),
+        }],
         text: format!("{id}.{index}"),
         score: Score {
             total: Some(reward - 0.1),

@@ -12,6 +12,7 @@
 //! - `reservation`: the pages that requests may hold; `retained`: pages of completions whose episode goes on; `prefixes`:
 //!   pages of completions that other requests may continue
 //! - `sleep`: memory that is given back and taken again, and what is then computed again
+//! - `replayed`: recorded trajectories sampled again, to be compared
 //! - `interrupt`: text inserted into completions that are too long; `speculate`: proposals that one pass verifies
 //!
 //! # Invariants
@@ -27,6 +28,7 @@ mod local;
 mod network;
 mod prefixes;
 mod prompt;
+mod replayed;
 mod reservation;
 mod retained;
 mod sequence;
@@ -52,6 +54,7 @@ use network::DrawnToken;
 pub use network::{Network, ServeOn, ServedWeights, UnpackedWeights};
 use prefixes::{MOST, PrefixCache, PrefixKey};
 use prompt::PromptJob;
+pub use replayed::{DifferentValues, ReplayConfig, SampledDifference, TrajectoryReplay};
 use reservation::{OpenRequest, Reservation};
 use retained::RetainedPages;
 use sequence::Sequence;

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use model::{KvCache, StepSequence};
-use trajectory::PolicyVersion;
+use trajectory::{PolicyVersion, VersionRun};
 
 use super::interrupt::Interruption;
 use super::retained::CachedPrefix;
@@ -19,26 +19,29 @@ pub(super) struct PromptJob {
     pub(super) request: SampleRequest,
     /// Prompt tokens that are in the KV cache.
     pub(super) prefilled: usize,
-    /// The version that prefilled the first token of this request; `None` before that.
-    version: Option<PolicyVersion>,
+    /// The versions that prefilled the tokens of this request.
+    prefill: Vec<VersionRun>,
     pub(super) pages: Vec<u32>,
 }
 
 impl PromptJob {
     /// Request `number`, of whose prompt the tokens of `cached` are in the cache.
     pub(super) fn new(number: u64, request: SampleRequest, cached: CachedPrefix) -> Self {
-        Self { number, request, prefilled: cached.tokens, version: None, pages: cached.pages }
+        Self { number, request, prefilled: cached.tokens, prefill: Vec::new(), pages: cached.pages }
     }
 
     /// Prefills from the first token again, into the same pages.
     pub(super) fn restart(&mut self) {
         self.prefilled = 0;
-        self.version = None;
+        self.prefill.clear();
     }
 
     /// The next `tokens` tokens were prefilled by `version`.
     pub(super) fn advance(&mut self, tokens: usize, version: PolicyVersion) {
-        self.version.get_or_insert(version);
+        match self.prefill.last_mut() {
+            Some(run) if run.version == version => run.len += tokens as u32,
+            _ => self.prefill.push(VersionRun { version, len: tokens as u32 }),
+        }
         self.prefilled += tokens;
     }
 
@@ -74,12 +77,11 @@ impl PromptJob {
         stop: &StopRules,
         interruption: Option<&Interruption>,
     ) -> VecDeque<Sequence> {
-        let Self { number, request, pages, version, .. } = self;
+        let Self { number, request, pages, prefill, .. } = self;
         for _ in 1..request.sequences() {
             cache.share(&pages);
         }
-        let version = version.unwrap_or_default();
-        let prompt = Prefilled { number, request: &request, version, pages: &pages };
+        let prompt = Prefilled { number, request: &request, prefill: &prefill, pages: &pages };
         let sequence = |n: usize| {
             let index = request.first_index + n as u32;
             let planned = interruption.map(|interruption| interruption.of(seed, request.group, index));

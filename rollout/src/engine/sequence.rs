@@ -22,8 +22,8 @@ pub(super) struct Prefilled<'a> {
     /// Number of the request.
     pub(super) number: u64,
     pub(super) request: &'a SampleRequest,
-    /// The version that prefilled its first token.
-    pub(super) version: PolicyVersion,
+    /// The versions that prefilled it, but for what was in the cache.
+    pub(super) prefill: &'a [VersionRun],
     pub(super) pages: &'a [u32],
 }
 
@@ -37,7 +37,7 @@ pub(super) struct Sequence {
     /// Whether its pages stay in the cache for the next turn of its episode.
     pub(super) keep_cache: bool,
     pub(super) prompt_length: usize,
-    prompt_version: PolicyVersion,
+    prefill: Vec<VersionRun>,
     pub(super) token_ids: Vec<u32>,
     logprobs: Vec<f32>,
     versions: Vec<VersionRun>,
@@ -77,7 +77,7 @@ impl Sequence {
         stop: &StopRules,
         interruption: Option<Planned>,
     ) -> Self {
-        let Prefilled { number, request, version: prompt_version, pages } = prompt;
+        let Prefilled { number, request, prefill, pages } = prompt;
         let kept = KeptTokens { offsets: vec![0], ids: Vec::new() };
         let baseline = n >= request.samples;
         let index = request.first_index + n as u32;
@@ -88,7 +88,7 @@ impl Sequence {
             index,
             keep_cache: request.keep_cache,
             prompt_length: request.prompt.len(),
-            prompt_version,
+            prefill: prefill.to_vec(),
             token_ids: request.prompt.clone(),
             logprobs: Vec::new(),
             versions: Vec::new(),
@@ -211,7 +211,12 @@ impl Sequence {
 
     /// What other requests need to continue its pages; none may if older weights than `version` filled some of them.
     pub(super) fn prefix_key(&self, version: PolicyVersion) -> Option<PrefixKey> {
-        PrefixKey::of(&self.options).filter(|_| self.prompt_version == version)
+        PrefixKey::of(&self.options).filter(|_| self.prompt_version() == version)
+    }
+
+    /// The version that began to prefill the prompt.
+    fn prompt_version(&self) -> PolicyVersion {
+        self.prefill.first().map_or_else(PolicyVersion::default, |run| run.version)
     }
 
     /// What was sampled since the last partial completion, if its request streams.
@@ -282,7 +287,8 @@ impl Sequence {
             group: self.group,
             index: self.index,
             prompt_length: self.prompt_length,
-            prompt_version: self.prompt_version,
+            prompt_version: self.prompt_version(),
+            prefill: self.prefill,
             token_ids: self.token_ids,
             inserted: self.interruption.and_then(|planned| planned.inserted(self.logprobs.len())),
             logprobs: self.logprobs,
@@ -320,7 +326,7 @@ fn seeded_stream(seed: u64, index: u32) -> ChaCha8Rng {
 }
 
 /// The random numbers of turn `turn` of the episode `index` of `group`.
-fn turn_stream(seed: u64, group: GroupId, index: u32, turn: u32) -> ChaCha8Rng {
+pub(super) fn turn_stream(seed: u64, group: GroupId, index: u32, turn: u32) -> ChaCha8Rng {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
     key[8..16].copy_from_slice(&group.0.to_le_bytes());

@@ -262,7 +262,9 @@ impl Episode {
             _ => None,
         };
         streams.token_ids = completion.token_ids;
-        self.turns.push(Turn { completion: start..end, stop: completion.stop, reward: None });
+        let prefill =
+            if is_usual(&completion.prefill, before, start) { Vec::new() } else { completion.prefill };
+        self.turns.push(Turn { completion: start..end, stop: completion.stop, reward: None, prefill });
         self.transcript += &completion.text;
         self.text = completion.text;
     }
@@ -304,6 +306,14 @@ impl Episode {
     pub fn sample(&self) -> Result<Sample, SampleError> {
         Sample::new(self.streams.clone())
     }
+}
+
+/// Whether one version prefilled the prompt `[start]` of a turn, but for what a turn before it left in the KV cache: all of
+/// its tokens, of which there are `before` with those before it, but the last.
+fn is_usual(prefill: &[VersionRun], before: usize, start: usize) -> bool {
+    // A later turn shows the version with the tokens that follow the turn before it.
+    let usual = start - before.saturating_sub(1);
+    prefill.len() <= 1 && start > before && prefill.iter().all(|run| run.len as usize == usual)
 }
 
 /// Appends the kept sets of a turn to those of the turns before it.

@@ -118,6 +118,7 @@ fn completion(prompt: &[u32], spoken: &[u32], text: String) -> Completion {
         index: 0,
         prompt_length: prompt.len(),
         prompt_version: PolicyVersion::default(),
+        prefill: Vec::new(),
         token_ids: [prompt, spoken].concat(),
         logprobs: vec![0.0; spoken.len()],
         versions: vec![VersionRun { version: PolicyVersion::default(), len: spoken.len() as u32 }],

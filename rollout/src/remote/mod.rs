@@ -382,6 +382,7 @@ impl RemoteSampler {
             index,
             prompt_length: request.prompt.len(),
             prompt_version: versions.first().map_or(self.served, |run| run.version),
+            prefill: Vec::new(),
             token_ids: [&request.prompt[..], &token_ids].concat(),
             logprobs,
             versions,

@@ -165,7 +165,7 @@ impl RequestMailbox {
             return Some(RequestEvent::Partial(content.partials.remove(0)));
         }
         if !content.completions.is_empty() {
-            return Some(RequestEvent::Completed(content.completions.remove(0)));
+            return Some(RequestEvent::Completed(Box::new(content.completions.remove(0))));
         }
         content.failed.clone().map(RequestEvent::Failed)
     }

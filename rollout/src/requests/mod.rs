@@ -72,7 +72,7 @@ pub enum RequestEvent {
     /// New tokens of a completion that has not ended; only of requests that stream.
     Partial(PartialCompletion),
     /// One of its completions ended.
-    Completed(Completion),
+    Completed(Box<Completion>),
     /// It ended without the completions that are missing.
     Failed(ClientRequestError),
 }

@@ -27,7 +27,8 @@ fn cut(whole: &Trajectory, at: usize) -> Trajectory {
     let mut second = streams;
     second.loss_mask[..end].fill(false);
     second.behavior_logprobs[..end].fill(0.0);
-    let turn = |completion| Turn { completion, stop: StopReason::StopToken, reward: None };
+    let turn =
+        |completion| Turn { completion, stop: StopReason::StopToken, reward: None, prefill: Vec::new() };
     let tokens = second.token_ids.len();
     Trajectory {
         sample: Sample::new(first).unwrap(),

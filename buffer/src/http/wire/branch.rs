@@ -84,9 +84,7 @@ impl BranchBody {
             temperature: self.temperature,
         })
         .or_else(|error| reject(code_of(&error), error.to_string()))?;
-        let turn =
-            |TurnBody { start, end, stop, reward }: TurnBody| Turn { completion: start..end, stop, reward };
-        Ok(Branch { sample, turns: self.turns.into_iter().map(turn).collect() })
+        Ok(Branch { sample, turns: self.turns.into_iter().map(Turn::from).collect() })
     }
 }
 
@@ -119,6 +117,15 @@ fn check_turns(turns: &[TurnBody], tokens: usize) -> ValidationResult<()> {
             let TurnBody { start, end, .. } = turn;
             let detail = format!(
                 "turns[{n}] is {start}..{end}; turns are ascending, do not overlap and end by {tokens}"
+            );
+            return reject(ProblemCode::BadTurn, detail);
+        }
+        let prefilled: u64 = turn.prefill.iter().map(|run| u64::from(run.len)).sum();
+        if prefilled > turn.start as u64 || turn.prefill.iter().any(|run| run.len == 0) {
+            let detail = format!(
+                "turns[{n}].prefill has runs of {prefilled} tokens; each has one at least, and {} tokens are before the \
+                 completion",
+                turn.start
             );
             return reject(ProblemCode::BadTurn, detail);
         }
@@ -168,8 +175,17 @@ fn code_of(error: &SampleError) -> ProblemCode {
 
 impl From<&Turn> for TurnBody {
     fn from(turn: &Turn) -> Self {
-        let Turn { completion, stop, reward } = turn;
-        Self { start: completion.start, end: completion.end, stop: *stop, reward: *reward }
+        let Turn { completion, stop, reward, prefill } = turn;
+        let run = |run: &VersionRun| RunBody { version: run.version.0, len: run.len };
+        let prefill = prefill.iter().map(run).collect();
+        Self { start: completion.start, end: completion.end, stop: *stop, reward: *reward, prefill }
+    }
+}
+
+impl From<TurnBody> for Turn {
+    fn from(TurnBody { start, end, stop, reward, prefill }: TurnBody) -> Self {
+        let run = |run: RunBody| VersionRun { version: PolicyVersion(run.version), len: run.len };
+        Self { completion: start..end, stop, reward, prefill: prefill.into_iter().map(run).collect() }
     }
 }
 

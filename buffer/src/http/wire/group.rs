@@ -167,6 +167,10 @@ pub(super) struct TurnBody {
     /// Reward of this turn alone. It is not part of the trajectory's `reward`; where trajectories are compared, the rewards of
     /// the turns are added to it.
     pub(super) reward: Option<f64>,
+    /// Runs of the versions that computed the keys and values of the tokens before the completion, up to it; empty if one did for
+    /// all that were not in the KV cache.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) prefill: Vec<RunBody>,
 }
 
 /// Result of one reward function.

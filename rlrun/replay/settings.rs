@@ -1,0 +1,158 @@
+//! Which recipes can be replayed, and what may be changed in one.
+//!
+//! Invariant: a setting that a replay cannot repeat to the bit is refused by its key, before anything is computed.
+
+use std::io::Write;
+
+use model::Reduction;
+use tempfile::Builder;
+
+use super::recorded::RecordedPart;
+use crate::args::ReplayArgs;
+use crate::failure::Failure;
+use crate::program::Program;
+use crate::recipe::words::{Ranks, StoreWord, WandbLog, WeightDtypeWord};
+use crate::recipe::{Origins, Recipe};
+
+/// Keys and sections that leave the bits of a replay as they are.
+const SAME_BITS: [&str; 9] = [
+    "placement",
+    "trainer.world",
+    "trainer.zero",
+    "trainer.ranks",
+    "trainer.recompute",
+    "checkpoint",
+    "log",
+    "deadlines",
+    "name",
+];
+/// Further sections that an arm may change: what is computed from trajectories, not how these are sampled.
+const OF_ARMS: [&str; 5] = ["trainer", "algorithm", "critic", "lora", "eval"];
+
+/// The recipe of a recorded part with the changes of the command, as a replay runs it.
+///
+/// # Errors
+/// A recipe that is wrong, a key that may not change, a setting that cannot be replayed.
+pub(super) fn recipe(
+    part: &RecordedPart,
+    args: &ReplayArgs,
+    program: &Program,
+) -> Result<(Recipe, Origins), Failure> {
+    let system = |source| Failure::System { what: "write a temporary file".to_owned(), source };
+    let mut file = Builder::new().suffix(".toml").tempfile().map_err(system)?;
+    file.write_all(part.start.recipe.as_bytes()).map_err(system)?;
+    let load = |sets: &[String]| Recipe::load(file.path(), sets, program).map_err(Failure::Recipe);
+    let (recorded, _) = load(&[])?;
+    let sets = [&args.sets[..], &args.what_if].concat();
+    let (mut recipe, origins) = load(&sets)?;
+    check_changes(&recorded, &recipe, args)?;
+    if let Some((key, reason)) = unrepeatable(&recorded).or_else(|| unrepeatable(&recipe)) {
+        return Err(Failure::Argument(format!("`{key}` cannot be replayed: {reason}")));
+    }
+    check_ranks(&recorded, &recipe, args)?;
+    alone(&mut recipe);
+    if !args.what_if.is_empty() {
+        // The arm has other log-probabilities than the policies that sampled.
+        recipe.rollout.bitwise = false;
+    }
+    Ok((recipe, origins))
+}
+
+/// Refuses changes of keys that say how trajectories were sampled, or, without an arm, what is computed from them.
+fn check_changes(recorded: &Recipe, changed: &Recipe, args: &ReplayArgs) -> Result<(), Failure> {
+    let is_arm = !args.what_if.is_empty();
+    let may = |key: &str| {
+        let under = |section: &&str| {
+            key.strip_prefix(*section).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        };
+        // Both placements of the policy leave other keys and values in the cache.
+        key != "placement.policy" && (SAME_BITS.iter().any(&under) || (is_arm && OF_ARMS.iter().any(&under)))
+    };
+    let changes = recorded.changes_to(changed);
+    let Some(change) = changes.iter().find(|change| !may(&change.key)) else { return Ok(()) };
+    let key = &change.key;
+    let arm = OF_ARMS.iter().any(|section| key.starts_with(section)) && !is_arm;
+    Err(Failure::Argument(if arm {
+        format!("`{key}` changes what the run learns: try it with --what-if {key}=... instead of --set")
+    } else {
+        format!(
+            "`{key}` cannot be changed in a replay: the recorded trajectories were sampled with the recorded value; start \
+             another run with it"
+        )
+    }))
+}
+
+/// A key whose setting cannot be repeated to the bit, and why.
+fn unrepeatable(recipe: &Recipe) -> Option<(&'static str, &'static str)> {
+    let devices = recipe.devices();
+    if recipe.supervised.is_some() {
+        return Some(("supervised", "the run sampled nothing, and repeats by itself"));
+    }
+    if recipe.island.is_some() {
+        return Some(("island", "outer gradients of other islands are not recorded"));
+    }
+    if recipe.engine_kind().is_some() {
+        return Some(("rollout.engine", "the engine of another program sampled the tokens"));
+    }
+    if devices.any() {
+        return Some((
+            "placement.device",
+            "sums on a GPU depend on the batch, and differ from those of the processor",
+        ));
+    }
+    if recipe.weights.dtype == WeightDtypeWord::Bf16 {
+        return Some((
+            "weights.dtype",
+            "samplers get rounded weights, and may begin with the first version before it is rounded",
+        ));
+    }
+    if recipe.rollout.tensor > 1 && recipe.reduction != Reduction::Tree {
+        return Some((
+            "rollout.tensor",
+            "its ranks sum in another order than a replay; `model.reduction = \"tree\"` has the same order on any number of them",
+        ));
+    }
+    None
+}
+
+/// Refuses ranks whose sums are rounded otherwise than those of the recorded run.
+fn check_ranks(recorded: &Recipe, changed: &Recipe, args: &ReplayArgs) -> Result<(), Failure> {
+    let (before, now) = (&recorded.trainer, &changed.trainer);
+    if !args.what_if.is_empty() || (before.world, before.zero) == (now.world, now.zero) {
+        return Ok(());
+    }
+    let most = before.leaves;
+    if let Some(world) = [before.world, now.world].into_iter().find(|n| !n.is_power_of_two() || *n > most) {
+        return Err(Failure::Argument(format!(
+            "`trainer.world` cannot change from {} to {}: {world} ranks sum in another order; powers of two up to \
+             `trainer.leaves` = {most} have the same bits",
+            before.world, now.world
+        )));
+    }
+    let accumulates = |zero: usize| zero == 1;
+    if accumulates(before.zero) != accumulates(now.zero) {
+        return Err(Failure::Argument(format!(
+            "`trainer.zero` cannot change from {} to {}: stage 1 sums the micro-batches of a leaf in another order; stages 2 and 3 \
+             have the same bits",
+            before.zero, now.zero
+        )));
+    }
+    Ok(())
+}
+
+/// Makes the recipe one of a single process that serves nothing and writes nowhere but to its run directory.
+fn alone(recipe: &mut Recipe) {
+    let placement = &mut recipe.placement;
+    placement.processes = false;
+    (placement.rollout_workers, placement.restarts) = (None, None);
+    recipe.trainer.ranks = Ranks::Threads;
+    recipe.rollout.tensor = 1;
+    let buffer = &mut recipe.buffer;
+    buffer.store = StoreWord::Redb;
+    (buffer.listen, buffer.url, buffer.schema, buffer.token_file) = (None, None, None, None);
+    (buffer.tls_cert, buffer.tls_key) = (None, None);
+    recipe.checkpoint.url = None;
+    (recipe.dashboard.listen, recipe.dashboard.token_file) = (None, None);
+    recipe.log.schedule = false;
+    (recipe.log.wandb, recipe.log.otlp) = (WandbLog::Off, None);
+}

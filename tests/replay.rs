@@ -1,0 +1,290 @@
+//! Runs that are recorded, repeated bit for bit, compared, and trained otherwise on the same trajectories.
+
+use std::fs;
+use std::path::Path;
+
+use crate::support::{CORRECT, Done, Home, Moment, Run, finish, repository};
+
+const RECORDED: &str = "log.schedule=true";
+/// Long completions of few sequences and steps of several epochs, so that versions come while sequences are in flight.
+const IN_FLIGHT: [&str; 8] = [
+    "rollout.ignore_stop=true",
+    "rollout.max_completion_length=40",
+    "rollout.max_running=32",
+    "rollout.group_size=4",
+    "buffer.batch_groups=2",
+    "trainer.epochs=2",
+    "trainer.steps=6",
+    "buffer.max_staleness=4",
+];
+/// Few small steps of a recipe of the repository.
+const SHORT: [&str; 7] = [
+    "trainer.steps=3",
+    "eval.interval=0",
+    "warmup.steps=20",
+    "buffer.max_staleness=2",
+    "buffer.batch_groups=2",
+    "rollout.group_size=4",
+    "checkpoint.interval=1",
+];
+
+/// Records a run of `recipe` in the run directory `name`.
+fn recorded(home: &Home, recipe: &str, name: &str, sets: &[&str]) -> Run {
+    let sets = [RECORDED].iter().chain(sets).flat_map(|set| ["--set", set]);
+    let args: Vec<&str> = [recipe, "--run-dir", name].into_iter().chain(sets).collect();
+    home.rlrun(&args).ok();
+    home.run(name)
+}
+
+/// Replays the run `name` with `sets`, and asserts that the last checkpoints have the same bytes.
+fn replays(home: &Home, name: &str, sets: &[&str]) -> Done {
+    let sets = sets.iter().flat_map(|set| ["--set", set]);
+    let args: Vec<&str> = ["replay", name, "-q"].into_iter().chain(sets).collect();
+    let done = home.rlrun(&args).ok();
+    assert!(done.stdout.contains(" equals ") && done.stdout.contains(" bit for bit: "), "{}", done.stdout);
+    let (run, again) = (home.run(name), home.run(&format!("{name}-replay")));
+    let step = run.steps().last().unwrap()["step"].as_u64().unwrap();
+    for file in ["model/model.safetensors", "optimizer.safetensors", "critic/model.safetensors"] {
+        let bytes = |run: &Run| fs::read(run.checkpoint(step).join(file)).ok();
+        assert!(bytes(&run) == bytes(&again), "{name}: {file} differs");
+    }
+    for metric in ["reward/mean", "loss/mean", "optim/grad_norm", "kl/mismatch"] {
+        assert_eq!(run.values(metric), again.values(metric), "{name}: {metric}");
+    }
+    done
+}
+
+#[test]
+fn asynchronous_runs_are_repeated_bit_for_bit() {
+    let home = Home::new();
+    for (name, own, otherwise) in [
+        // Another number of ranks and threads than in the recorded run.
+        ("keep", &["rollout.prefill_chunk=3", "trainer.zero=2"][..], &["trainer.world=2"][..]),
+        (
+            "recompute",
+            &["rollout.on_update=recompute", "trainer.world=2", "trainer.zero=3"],
+            &["trainer.world=1", "placement.trainer_threads=1", "placement.rollout_threads=1"],
+        ),
+        ("drain", &["rollout.on_update=drain", "rollout.top_p=0.9"], &[]),
+        ("colocated", &["placement.policy=colocated"], &[]),
+        ("lora", &["lora.rank=4"], &["trainer.recompute=block"]),
+        ("curated", &["buffer.on_stale=drop", "curation.success_pool=true"], &[]),
+        ("samplers", &["placement.processes=true", "placement.rollout_workers=2"], &[]),
+    ] {
+        let sets: Vec<&str> = IN_FLIGHT.iter().chain(own).copied().chain([CORRECT]).collect();
+        recorded(&home, "small.toml", name, &sets);
+        let done = replays(&home, name, otherwise);
+        assert!(
+            done.stdout.contains("6 steps, 1920 tokens of 48 trajectories") || name == "curated",
+            "{}",
+            done.stdout
+        );
+    }
+}
+
+#[test]
+fn runs_with_a_critic_experts_and_episodes_are_repeated_bit_for_bit() {
+    let home = Home::new();
+    let experts = [
+        "model.random.architecture=olmoe",
+        "model.random.experts=4",
+        "model.random.experts_per_token=2",
+        "rollout.routing_replay=true",
+    ];
+    let recurrent = ["model.random.architecture=qwen3_next", experts[1], experts[2]];
+    for (name, recipe, own, otherwise) in [
+        ("ppo", "ppo_math", &[][..], &["trainer.world=2"][..]),
+        ("tools", "tools_calculator", &[], &[]),
+        // Episodes whose pages are given up: their next turns prefill them under other versions.
+        (
+            "guess",
+            "guess_number",
+            &["rollout.max_running=16", "rollout.kv_cache_tokens=700", "trainer.epochs=3"],
+            &[],
+        ),
+        ("roles", "selfplay_tictactoe", &[], &[]),
+        ("experts", "guess_number", &experts, &[]),
+        ("recurrent", "guess_number", &recurrent, &[]),
+    ] {
+        let recipe = repository().join(format!("recipes/{recipe}.toml"));
+        let sets: Vec<&str> = SHORT.iter().chain(own).copied().collect();
+        recorded(&home, recipe.to_str().unwrap(), name, &sets);
+        replays(&home, name, otherwise);
+    }
+}
+
+#[test]
+fn a_run_that_was_killed_and_resumed_is_repeated_from_any_checkpoint() {
+    let home = Home::new();
+    let sets = [RECORDED, "buffer.max_staleness=2", "trainer.steps=9"];
+    let run = home.run("run");
+    let mut child = home.start_small("run", &sets);
+    for moment in [Moment::Step(2), Moment::Step(5), Moment::Step(7)] {
+        if run.wait_for(moment, &mut child) {
+            child.kill().unwrap();
+        }
+        finish(child);
+        child = home.start(&["resume", "run"]);
+    }
+    finish(child).ok();
+    // From here on with another recipe.
+    home.rlrun(&["resume", "run", "--set", "trainer.steps=12", "--set", "trainer.learning_rate=2e-3"]).ok();
+    let done = replays(&home, "run", &[]);
+    assert!(done.stdout.contains("12 steps"), "{}", done.stdout);
+    let refused =
+        home.rlrun(&["replay", "run", "--from", "1", "--run-dir", "no"]).refused(&["step 1 to begin at"]);
+    assert!(refused.contains("those of steps 9, 12"), "{refused}");
+    let later = home.rlrun(&["replay", "run", "-q", "--from", "9", "--run-dir", "later"]).ok().stdout;
+    assert!(later.contains(" bit for bit: 3 steps, "), "{later}");
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for file in ["resolved.toml", "recipe.toml", "metrics.jsonl", "schedule.bin"] {
+        fs::copy(from.join(file), to.join(file)).unwrap();
+    }
+}
+
+#[test]
+fn a_schedule_that_is_not_whole_or_not_of_the_run_is_refused() {
+    let home = Home::new();
+    let sets = [CORRECT, "trainer.steps=3"];
+    let run = recorded(&home, "small.toml", "run", &sets);
+    let whole = fs::read(run.path.join("schedule.bin")).unwrap();
+    let other = recorded(&home, "small.toml", "other", &[CORRECT, "trainer.steps=3", "seed=5"]);
+    let foreign = fs::read(other.path.join("schedule.bin")).unwrap();
+    let edited: Vec<u8> =
+        whole.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at == whole.len() / 2)).collect();
+    for (name, bytes, evidence) in [
+        ("cut", &whole[..whole.len() - 40], &["was cut: it ends at byte", "after step 2"][..]),
+        (
+            "edited",
+            &edited[..],
+            &["was edited or damaged: the record at byte", "has other bytes than were written"],
+        ),
+        ("empty", &[], &["is empty"]),
+        ("foreign", &foreign[..], &["is the schedule of another run"]),
+        ("text", b"not a schedule, but long enough", &["is no schedule that this rlrun reads"]),
+    ] {
+        let place = home.path(name);
+        copy(&run.path, &place);
+        fs::write(place.join("schedule.bin"), bytes).unwrap();
+        home.rlrun(&["replay", name]).refused(evidence);
+        assert!(!home.path(&format!("{name}-replay")).exists(), "{name}: nothing was begun");
+    }
+    fs::remove_file(home.path("cut/schedule.bin")).unwrap();
+    home.rlrun(&["replay", "cut"]).refused(&["is not there", "[log] schedule = true"]);
+    let supervised = repository().join("recipes/sft_math.toml");
+    let checked = ["check", supervised.to_str().unwrap(), "--set", RECORDED];
+    home.rlrun(&checked).refused(&["`log.schedule` records what samplers and trainer did"]);
+
+    recorded(&home, "small.toml", "narrow", &[CORRECT, "trainer.steps=1", "weights.dtype=bf16"]);
+    home.rlrun(&["replay", "narrow"])
+        .refused(&["`weights.dtype` cannot be replayed: samplers get rounded weights"]);
+
+    for (args, evidence) in [
+        (&["--set", "rollout.temperature=0.5"][..], "`rollout.temperature` cannot be changed in a replay"),
+        (&["--set", "trainer.learning_rate=1"], "try it with --what-if trainer.learning_rate="),
+        (&["--set", "trainer.world=3"], "3 ranks sum in another order"),
+        (&["--set", "placement.policy=colocated"], "`placement.policy` cannot be changed"),
+        (&["--from", "3"], "has steps 1 to 3"),
+        (&["--what-if", "data.shuffle=false"], "`data.shuffle` cannot be changed"),
+    ] {
+        home.rlrun(&[&["replay", "run"], args].concat()).refused(&[evidence]);
+    }
+}
+
+#[test]
+fn a_model_that_changed_since_the_run_ends_the_replay_before_its_first_step() {
+    let home = Home::new();
+    home.small("before", &["trainer.steps=1"]);
+    home.rlrun(&["export", "before", "--out", "model"]).ok();
+    let sets = [CORRECT, "model.path=model", "warmup.steps=0", "trainer.steps=2"];
+    recorded(&home, "small.toml", "run", &sets);
+    home.rlrun(&["replay", "run", "-q", "--run-dir", "same"]).ok();
+    fs::remove_dir_all(home.path("model")).unwrap();
+    home.rlrun(&["export", "run", "--out", "model"]).ok();
+    let done = home.rlrun(&["replay", "run", "-q"]);
+    assert_eq!(done.status.code(), Some(1), "{}", done.stderr);
+    let expected = "before its first step: the weights of step 0 differ in `model.embed_tokens.weight`";
+    assert!(done.stderr.contains(expected), "{}", done.stderr);
+}
+
+#[test]
+fn another_build_is_named_before_a_replay() {
+    let home = Home::new();
+    recorded(&home, "small.toml", "run", &[CORRECT, "trainer.steps=1"]);
+    let own = home.rlrun(&["replay", "run", "--run-dir", "own"]).ok().stdout;
+    assert!(!own.contains("another build"), "{own}");
+    // The program with a byte more at its end is another file that computes the same.
+    let program = home.path("rlrun-other");
+    fs::copy(env!("CARGO_BIN_EXE_rlrun"), &program).unwrap();
+    let mut bytes = fs::OpenOptions::new().append(true).open(&program).unwrap();
+    std::io::Write::write_all(&mut bytes, b"\n").unwrap();
+    drop(bytes);
+    let mut command = std::process::Command::new(&program);
+    let output =
+        command.args(["replay", "run", "--run-dir", "other"]).current_dir(home.path("")).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("steps 1 to 1 were recorded by another build of rlrun"), "{text}");
+    assert!(text.contains("may differ in their last bits"), "{text}");
+}
+
+#[test]
+fn runs_that_differ_in_a_key_differ_first_where_it_acts() {
+    let home = Home::new();
+    let sets = [CORRECT, "trainer.steps=3", "buffer.max_staleness=0"];
+    recorded(&home, "small.toml", "one", &sets);
+    recorded(&home, "small.toml", "same", &sets);
+    recorded(&home, "small.toml", "other", &[&sets[..], &["trainer.learning_rate=2e-3"]].concat());
+    let same = home.rlrun(&["diff", "one", "same"]).ok().stdout;
+    assert!(same.starts_with("one and same are equal in what could be compared"), "{same}");
+
+    let other = home.rlrun(&["diff", "one", "other"]).ok().stdout;
+    for line in [
+        "recipe: trainer.learning_rate 0.001 -> 0.002",
+        "step 1: the weights differ after it, first `model.embed_tokens.weight`; learning rate 0.001 and 0.002",
+        "metrics: first in step 1, `optim/lr`",
+        "checkpoint 3: `model.embed_tokens.weight` differs in ",
+    ] {
+        assert!(other.contains(line), "`{line}` is missing in:\n{other}");
+    }
+    home.small("unrecorded", &["trainer.steps=1"]);
+    let without = home.rlrun(&["diff", "one", "unrecorded"]).ok().stdout;
+    assert!(
+        without.contains("not compared: trajectories and the weights of every step: unrecorded has no"),
+        "{without}"
+    );
+    home.rlrun(&["diff", "one", "small.toml"]).refused(&["is no run directory"]);
+}
+
+#[test]
+fn an_arm_trains_on_recorded_trajectories_until_they_are_of_another_policy() {
+    let home = Home::new();
+    recorded(&home, "small.toml", "run", &[CORRECT, "trainer.steps=5"]);
+    let arm = |dir: &str, args: &[&str]| {
+        home.rlrun(&[&["replay", "run", "-q", "--run-dir", dir], args].concat()).ok().stdout
+    };
+    let near = arm("near", &["--what-if", "trainer.learning_rate=9e-4"]);
+    assert!(near.contains("5 recorded batches of run; no bound was crossed"), "{near}");
+    let near = home.run("near");
+    assert_eq!(near.values("optim/lr"), [f64::from(9e-4_f32); 5]);
+    let (own, of_run) = (near.values("reward/mean"), home.run("run").values("reward/mean"));
+    assert_eq!(own, of_run, "the trajectories are those of the run");
+    assert!(near.checkpoint(5).is_dir());
+
+    let far = arm("far", &["--what-if", "trainer.learning_rate=5e-2"]);
+    assert!(
+        far.contains("it stopped after step") && far.contains("more than --max-kl 0.05 above the"),
+        "{far}"
+    );
+    let steps = home.run("far").steps().len();
+    assert!(steps < 5, "{steps} steps");
+    let all = arm("all", &["--what-if", "trainer.learning_rate=5e-2", "--keep-going"]);
+    assert!(
+        all.contains("5 recorded batches of run") && all.contains("a bound was crossed in step"),
+        "{all}"
+    );
+    assert_eq!(home.run("all").steps().len(), 5);
+}
