@@ -41,6 +41,7 @@ use crate::runs;
 use crate::serve;
 use crate::serve_islands;
 use crate::simulate;
+use crate::why;
 use crate::workers;
 
 /// Executes the command of `cli` with `program`. Returns the text to print.
@@ -83,6 +84,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Runs(args) => runs::run(args),
         Command::View(args) => view::view(args),
         Command::Top(args) => top::top(args),
+        Command::Why(args) => why::run(args, program),
         Command::Report(args) => report::report(args),
     }
 }

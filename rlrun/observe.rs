@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use ::rewards::LoadCounts;
 use ::weights::{Distribution, Lag, PushCost};
+use buffer::Buffer;
 use model::ModelDirectory;
 use rollout::{Activity, Progress};
 use serde_json::json;
@@ -144,15 +145,21 @@ impl<'a> Observer<'a> {
         Ok(())
     }
 
-    /// Opens the timeline at second `time_s` of the run, if the recipe wants one.
-    pub(crate) fn open_timeline(&mut self, time_s: f64) -> Option<Arc<Timeline>> {
+    /// Opens the timeline at second `time_s` of the run, if the recipe wants one. It shows the commits of `buffer`, if the buffer is
+    /// in this process.
+    pub(crate) fn open_timeline(
+        &mut self,
+        time_s: f64,
+        buffer: Option<Arc<Buffer>>,
+    ) -> Option<Arc<Timeline>> {
         let trajectories = self.recipe.log.timeline;
         if trajectories == 0 {
             return None;
         }
         let timeline = Timeline::open(self.run_dir.path(), time_s, self.report);
         let timeline = Arc::new(timeline.sent_to(self.recipe.log.otlp.as_deref(), &self.recipe.name));
-        self.spans = Some(SpanWriter::new(Arc::clone(&timeline), trajectories));
+        timeline.started();
+        self.spans = Some(SpanWriter::new(Arc::clone(&timeline), trajectories, buffer));
         Some(timeline)
     }
 
@@ -189,8 +196,9 @@ impl<'a> Observer<'a> {
         self.diagnosis.summary()
     }
 
-    /// Writes the ends of the logs of trackers.
-    pub fn finish_trackers(&mut self) {
+    /// Writes the ends of the timeline and of the logs of trackers.
+    pub fn finish_logs(&mut self) {
+        self.spans.iter_mut().for_each(SpanWriter::finish);
         self.trackers.finish(self.report);
     }
 

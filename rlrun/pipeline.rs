@@ -256,7 +256,7 @@ impl Run<'_> {
             TrainingSource::Supervised(config) => self.supervise(config, start, &mut observer)?,
         };
         observer.diagnosis().iter().for_each(|line| self.report.note(line));
-        observer.finish_trackers();
+        observer.finish_logs();
         let done = result.version.0 >= self.recipe.trainer.steps && !result.cut_short;
         observer.event("end", &serde_json::json!({ "version": result.version, "done": done }))?;
         if !done {

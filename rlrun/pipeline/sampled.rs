@@ -102,7 +102,7 @@ impl Run<'_> {
         let local =
             worker.map(|worker| SamplerThread::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
         let mut samplers = Samplers { local, registry, rewards };
-        let timeline = observer.open_timeline(trainer.time_s());
+        let timeline = observer.open_timeline(trainer.time_s(), own.clone());
         let status = Arc::new(RunStatus::new(self.run_dir.path()));
         observer.report_to(&status);
         // The next watchdog sees the samplers too.

@@ -10,8 +10,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ::rewards::LoadCounts;
+use ::rewards::load::unix_seconds;
 use ::rewards::reward_model::ModelServer;
-use ::rollout::{Activity, Progress};
+use ::rollout::activity::PhaseSpan;
+use ::rollout::{Activity, Progress, WorkerPhase};
 use buffer::BufferError;
 use buffer::http::{Client, ClientConfig};
 use model::DESCRIPTION_FILES;
@@ -30,6 +32,8 @@ use crate::recipe::schema::RawRecipe;
 const EVERY: Duration = Duration::from_secs(1);
 /// Pause between two looks at the stop flag.
 const LOOK_UP: Duration = Duration::from_millis(50);
+/// A sleep that ends so much too late shows that the process had no processor.
+const LATE: Duration = Duration::from_millis(50);
 /// Timeout of a heartbeat; the next one carries the same counters.
 const ANSWER: Duration = Duration::from_secs(5);
 /// Longest name of a worker, bytes.
@@ -274,6 +278,23 @@ fn pause(wait: Duration, end: &AtomicBool) {
     }
 }
 
+/// The same; returns the times in which this process had no processor, for at least [`LATE`].
+fn pause_and_watch(wait: Duration, end: &AtomicBool) -> Activity {
+    let next = Instant::now() + wait;
+    let mut activity = Activity::default();
+    while Instant::now() < next && !end.load(Ordering::Relaxed) {
+        let clock = Instant::now();
+        std::thread::sleep(LOOK_UP);
+        let late = clock.elapsed().saturating_sub(LOOK_UP);
+        if late >= LATE {
+            let end = unix_seconds();
+            let (phase, start) = (WorkerPhase::Paused, end - late.as_secs_f64());
+            activity.phases.push(PhaseSpan { phase, start, end, version: None });
+        }
+    }
+    activity
+}
+
 /// The heartbeat thread of a worker.
 struct HeartbeatThread {
     client: Arc<Client>,
@@ -294,6 +315,7 @@ impl HeartbeatThread {
             unacknowledged.extend(report.take_loads());
             activity.append(report.take_activity());
             let (doing, progress) = (report.doing(), report.progress());
+            let samples = progress.is_some();
             let serves = report.serves();
             let rewards = unacknowledged.clone();
             let done = activity.clone();
@@ -317,7 +339,10 @@ impl HeartbeatThread {
             if leaves {
                 return;
             }
-            pause(EVERY, &self.over);
+            let paused = pause_and_watch(EVERY, &self.over);
+            if samples {
+                activity.append(paused);
+            }
         }
     }
 }
