@@ -82,7 +82,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Fit(args) => fit::run(args),
         Command::Completions(args) => completions::completions(args),
         Command::Runs(args) => runs::run(args),
-        Command::View(args) => view::view(args),
+        Command::View(args) => view::view(args, program),
         Command::Top(args) => top::top(args),
         Command::Why(args) => why::run(args, program),
         Command::Report(args) => report::report(args),

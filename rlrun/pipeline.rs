@@ -129,7 +129,7 @@ pub fn run_in(
     let RunOptions { cores, rewards, program, listener, leader, from } = options;
     let archive = open_archive(recipe, run_dir, report, &program)?;
     let runtime = RewardRuntime::new(&program, &cores)?;
-    let _page = RunPage::start(recipe, run_dir, runtime.handle(), report)?;
+    let _page = RunPage::start(recipe, run_dir, runtime.handle(), report, &program)?;
     let mut run = Run {
         recipe,
         run_dir,

@@ -48,5 +48,6 @@ mod staleness;
 mod stops;
 mod structure;
 mod support;
+mod why;
 mod words;
 mod workers;

@@ -17,7 +17,7 @@
 //!
 //! # async fn example() -> Result<(), dashboard::DashboardError> {
 //! let listen = ([127, 0, 0, 1], 0).into();
-//! let config = DashboardConfig { listen, token: None, runs: vec!["outputs/grpo_math".into()] };
+//! let config = DashboardConfig { listen, token: None, runs: vec!["outputs/grpo_math".into()], advisor: None };
 //! let server = DashboardServer::bind(config).await?;
 //! println!("http://{}", server.local_addr());
 //! server.serve(std::future::pending()).await;

@@ -9,7 +9,7 @@
 
 use std::path::Path;
 
-use dashboard::why::{Cause, CauseKind, RunExplanation};
+use dashboard::why::{CauseKind, RunExplanation};
 use serde_json::{Value, json};
 use simulator::OutcomeRange;
 

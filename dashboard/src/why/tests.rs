@@ -227,7 +227,10 @@ fn a_checkpoint_is_compared_with_other_checkpoints() {
     assert_eq!(explained(&saves(0.5)).stalls, []);
     let stalls = explained(&saves(5.0)).stalls;
     assert_eq!(stalls.len(), 1, "{stalls:?}");
-    assert_eq!((stalls[0].cause.to_string(), &stalls[0].steps[..]), ("disk `checkpoint`".to_owned(), &[31][..]));
+    assert_eq!(
+        (stalls[0].cause.to_string(), &stalls[0].steps[..]),
+        ("disk `checkpoint`".to_owned(), &[31][..])
+    );
     assert!((stalls[0].excess_s - 4.5).abs() < 1e-9 && (stalls[0].median_s - 0.5).abs() < 1e-9, "{stalls:?}");
 }
 
