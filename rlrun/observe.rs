@@ -196,6 +196,11 @@ impl<'a> Observer<'a> {
         self.diagnosis.summary()
     }
 
+    /// Writes what samplers report after the last step.
+    pub(crate) fn late_reports(&mut self, activity: &[(String, Activity)], rewards: &[(String, LoadCounts)]) {
+        self.spans.iter_mut().for_each(|spans| spans.late_reports(activity, rewards));
+    }
+
     /// Writes the ends of the timeline and of the logs of trackers.
     pub fn finish_logs(&mut self) {
         self.spans.iter_mut().for_each(SpanWriter::finish);

@@ -59,16 +59,20 @@ impl SpanWriter {
         let mut lines = Vec::new();
         trainer(&mut lines, inputs);
         ranks(&mut lines, inputs.step);
-        for (sampler, activity) in inputs.activity {
-            self.sampler(&mut lines, sampler, activity);
-        }
-        for (name, load) in inputs.rewards {
-            self.reward(&mut lines, name, load);
-        }
+        inputs.activity.iter().for_each(|(sampler, activity)| self.sampler(&mut lines, sampler, activity));
+        inputs.rewards.iter().for_each(|(name, load)| self.reward(&mut lines, name, load));
         lines.extend(inputs.push.map(|push| pushed(inputs.step, push)));
         self.commits(&mut lines);
         self.reported(&mut lines);
         self.trajectories(&mut lines, inputs.step);
+        self.timeline.write(&lines);
+    }
+
+    /// Writes what samplers and rewards did, as far as no step has written it.
+    pub(super) fn late_reports(&mut self, activity: &[(String, Activity)], rewards: &[(String, LoadCounts)]) {
+        let mut lines = Vec::new();
+        activity.iter().for_each(|(sampler, activity)| self.sampler(&mut lines, sampler, activity));
+        rewards.iter().for_each(|(name, load)| self.reward(&mut lines, name, load));
         self.timeline.write(&lines);
     }
 

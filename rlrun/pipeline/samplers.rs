@@ -62,7 +62,7 @@ impl Samplers {
     }
 
     /// Notifies the workers of the end of the run and waits until they have left.
-    pub(super) fn stop_workers(self) {
+    pub(super) fn stop_workers(&self) {
         self.registry.stop(LEAVING);
     }
 }

@@ -46,7 +46,9 @@ pub(super) fn text(root: &Path, state: RunState, of: &RunExplanation, advice: &A
         out.push_str("  none\n");
     }
     out.push_str("\nrecommendations\n");
-    advice.lines().iter().for_each(|line| drop(writeln!(out, "  {line}")));
+    for line in advice.lines() {
+        let _ = writeln!(out, "  {line}");
+    }
     if of.unreadable > 0 {
         let _ =
             writeln!(out, "note: {} lines of the timeline are not whole and were left out", of.unreadable);

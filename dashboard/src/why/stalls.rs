@@ -4,7 +4,8 @@
 //! spread around it, and the ranks of the trainer are compared with each other. Work, whose time varies with the lengths of
 //! completions, is never a stall.
 //!
-//! Invariant: a stall that is named took at least as long as a median step of the run, all its steps together.
+//! Invariant: a stall that is named took at least two median steps of the run: in one step, or over steps that together are 2 % of
+//! the wall time.
 
 use super::cause::{Cause, CauseKind};
 use super::reader::{PathRows, StepRow};
@@ -17,8 +18,10 @@ const OUTLIER_SIGMAS: f64 = 8.0;
 const SIGMAS_OF_MAD: f64 = 1.4826;
 /// Share of a median step from which an excess counts.
 const MIN_EXCESS: f64 = 0.25;
-/// Median steps that a stall takes, all its steps together.
-const MIN_STALL: f64 = 1.0;
+/// Median steps that a stall takes.
+const MIN_STALL: f64 = 2.0;
+/// Share of the wall time that a stall takes which is shorter than that in each of its steps.
+const MIN_STALL_SHARE: f64 = 0.02;
 /// Share of the wall time that the others wait for a rank that is always slow.
 const MIN_RANK_SHARE: f64 = 0.1;
 /// Share of the steps in which such a rank is the one that the others wait for longest.
@@ -84,7 +87,10 @@ fn sudden(rows: &[&StepRow], number: u16, cause: &Cause, step_s: f64) -> Option<
     let outliers: Vec<&StepRow> = rows.iter().copied().filter(|row| excess(row) > least).collect();
     let longest = outliers.iter().max_by(|a, b| a.of(number).total_cmp(&b.of(number)))?;
     let excess_s: f64 = outliers.iter().map(|row| excess(row)).sum();
-    (excess_s >= MIN_STALL * step_s).then(|| Stall {
+    let wall_s: f64 = rows.iter().map(|row| row.seconds()).sum();
+    let is_long = excess(longest) >= MIN_STALL * step_s;
+    let is_frequent = excess_s >= (MIN_STALL * step_s).max(MIN_STALL_SHARE * wall_s);
+    (is_long || is_frequent).then(|| Stall {
         cause: cause.clone(),
         excess_s,
         median_s: usual,

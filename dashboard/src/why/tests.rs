@@ -167,17 +167,20 @@ fn a_stall_is_named_with_its_step_and_a_steady_run_has_none() {
             )
     };
     assert_eq!(explained(&steady(20, |step, start| judged(step, start, 0.9))).stalls, []);
-    let slow = |step: u64, start: f64| judged(step, start, if (9..12).contains(&step) { 1.0 } else { 0.05 });
+    let slow = |step: u64, start: f64| judged(step, start, if (9..14).contains(&step) { 1.0 } else { 0.05 });
     let stalls = explained(&steady(20, slow)).stalls;
     assert_eq!(stalls.len(), 1, "{stalls:?}");
     assert_eq!(
         (stalls[0].cause.to_string(), &stalls[0].steps[..]),
-        ("reward `r`".to_owned(), &[9, 10, 11][..])
+        ("reward `r`".to_owned(), &[9, 10, 11, 12, 13][..])
     );
     assert!(
-        (stalls[0].excess_s - 2.85).abs() < 1e-6 && (stalls[0].median_s - 0.05).abs() < 1e-6,
+        (stalls[0].excess_s - 4.75).abs() < 1e-6 && (stalls[0].median_s - 0.05).abs() < 1e-6,
         "{stalls:?}"
     );
+    // Three such steps take less than two median steps.
+    let short = |step: u64, start: f64| judged(step, start, if (9..12).contains(&step) { 1.0 } else { 0.05 });
+    assert_eq!(explained(&steady(20, short)).stalls, []);
     // The first step of an attempt is no stall: samplers begin.
     let first = |step: u64, start: f64| judged(step, start, if step == 1 { 1.0 } else { 0.05 });
     assert_eq!(explained(&steady(20, first)).stalls, []);
