@@ -182,15 +182,24 @@ fn disturbed(home: &Home, name: &str, fault: InjectedFault, seconds: f64, draws:
     why(home, name)
 }
 
-/// Whether the longest stall of a run with `fault` is that of its resource; what was named.
-fn is_found(fault: InjectedFault, median_step_s: f64, draws: &mut Draws) -> (bool, Vec<(String, String)>) {
+/// What `rlrun why` says of a run with a fault.
+struct FaultAnswer {
+    /// Whether the longest stall is that of the resource with the fault.
+    is_found: bool,
+    named: Vec<(String, String)>,
+    median_step_s: f64,
+}
+
+/// Injects `fault` into a run whose steps take about so long.
+fn inject(fault: InjectedFault, median_step_s: f64, draws: &mut Draws) -> FaultAnswer {
     let home = new_home();
-    // A heartbeat of a worker and a report of it take a second each.
+    // A worker reports once a second.
     let least_s = if fault == PausedWorker { 3.0 } else { 0.5 };
     let answer = disturbed(&home, "run", fault, (FAULT_STEPS * median_step_s).max(least_s), draws);
     let (cause, name) = fault.expected();
     let named = named(&answer);
-    (named.first() == Some(&(cause.to_owned(), name)), named)
+    let is_found = named.first() == Some(&(cause.to_owned(), name));
+    FaultAnswer { is_found, named, median_step_s: median_step(&answer) }
 }
 
 #[test]
@@ -210,10 +219,10 @@ fn a_fault_of_each_kind_is_found_by_name_and_undisturbed_runs_name_none() {
         assert_eq!(calm["steps"], STEPS);
     }
     for fault in [SlowCheckpoint, SlowJournal, SlowReward("digits"), SlowLink, SlowRank(1), PausedWorker] {
-        let first = is_found(fault, median_step_s, &mut draws);
-        if !first.0 {
-            let second = is_found(fault, median_step_s, &mut draws);
-            assert!(second.0, "{fault:?}: named {:?} and {:?}", first.1, second.1);
+        let first = inject(fault, median_step_s, &mut draws);
+        if !first.is_found {
+            let second = inject(fault, first.median_step_s.max(median_step_s), &mut draws);
+            assert!(second.is_found, "{fault:?}: named {:?} and {:?}", first.named, second.named);
         }
     }
 }
@@ -232,18 +241,23 @@ fn a_hundred_faults_are_found_by_name() {
             1 => &["trainer.world=2"],
             _ => &["checkpoint.interval=1", "buffer.max_staleness=1"],
         };
-        let answer = undisturbed(&home, "run", sets);
-        median_step_s = median_step_s.max(median_step(&answer));
-        if !named(&answer).is_empty() {
-            false_alarms += 1;
-            println!("undisturbed run {number}: {}", answer["stalls"]);
-        }
+        // What another program on the machine disturbed is repeated.
+        let calm = (0..2).map(|attempt| undisturbed(&home, &format!("run_{attempt}"), sets)).find(|answer| {
+            median_step_s = median_step_s.max(median_step(answer));
+            let stalls = named(answer);
+            println!("undisturbed run {number}: {stalls:?}");
+            stalls.is_empty()
+        });
+        false_alarms += u32::from(calm.is_none());
     }
     for number in 0..100 {
         let fault = FAULTS[number % FAULTS.len()];
-        let (is_named, named) = is_found(fault, median_step_s, &mut draws);
-        found += u32::from(is_named);
-        println!("{number}: {fault:?} {} {named:?}", if is_named { "found" } else { "MISSED" });
+        let FaultAnswer { is_found, named, median_step_s: newest_s } =
+            inject(fault, median_step_s, &mut draws);
+        // A machine that became slower needs longer faults.
+        median_step_s = newest_s.max(0.9 * median_step_s);
+        found += u32::from(is_found);
+        println!("{number}: {fault:?} {} {named:?}", if is_found { "found" } else { "MISSED" });
     }
     println!(
         "{found} of 100 faults were found by name (seed {seed}); {false_alarms} of 10 undisturbed runs named one"

@@ -116,12 +116,10 @@ impl Run<'_> {
         drop(watchdog);
         let cut_short = self.is_cut_short(&prepared);
         stop.store(true, Ordering::Relaxed);
-        observer.late_reports(&samplers.take_activity(), &samplers.take_loads());
-        let joined = samplers.join();
+        let joined = samplers.join(observer);
         // The last version is saved however the sampler ended.
         let saved = trained.is_ok().then(|| observer.sync().and_then(|()| Ok(trainer.last_checkpoint()?)));
-        samplers.stop_workers();
-        observer.late_reports(&samplers.take_activity(), &samplers.take_loads());
+        samplers.stop_workers(observer);
         last.write(&["the run has ended".to_owned()], consumer.stats().ok().as_ref(), own.as_deref());
         // An error of the sampler stops the trainer, so it is reported first.
         joined?;

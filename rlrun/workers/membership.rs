@@ -10,15 +10,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ::rewards::LoadCounts;
-use ::rewards::load::unix_seconds;
 use ::rewards::reward_model::ModelServer;
-use ::rollout::activity::PhaseSpan;
-use ::rollout::{Activity, Progress, WorkerPhase};
+use ::rollout::{Activity, Progress};
 use buffer::BufferError;
 use buffer::http::{Client, ClientConfig};
 use model::DESCRIPTION_FILES;
 
 use super::api::{JoinReply, JoinRequest, PROTOCOL, WorkerAssignment};
+use super::pauses::PauseMonitor;
 use super::permissions::Permissions;
 use super::registry::{Heartbeat, HeartbeatReply, WorkerRole};
 use crate::args::JoinArgs;
@@ -32,8 +31,6 @@ use crate::recipe::schema::RawRecipe;
 const EVERY: Duration = Duration::from_secs(1);
 /// Pause between two looks at the stop flag.
 const LOOK_UP: Duration = Duration::from_millis(50);
-/// A sleep that ends so much too late shows that the process had no processor.
-const LATE: Duration = Duration::from_millis(50);
 /// Timeout of a heartbeat; the next one carries the same counters.
 const ANSWER: Duration = Duration::from_secs(5);
 /// Longest name of a worker, bytes.
@@ -278,23 +275,6 @@ fn pause(wait: Duration, end: &AtomicBool) {
     }
 }
 
-/// The same; returns the times in which this process had no processor, for at least [`LATE`].
-fn pause_and_watch(wait: Duration, end: &AtomicBool) -> Activity {
-    let next = Instant::now() + wait;
-    let mut activity = Activity::default();
-    while Instant::now() < next && !end.load(Ordering::Relaxed) {
-        let clock = Instant::now();
-        std::thread::sleep(LOOK_UP);
-        let late = clock.elapsed().saturating_sub(LOOK_UP);
-        if late >= LATE {
-            let end = unix_seconds();
-            let (phase, start) = (WorkerPhase::Paused, end - late.as_secs_f64());
-            activity.phases.push(PhaseSpan { phase, start, end, version: None });
-        }
-    }
-    activity
-}
-
 /// The heartbeat thread of a worker.
 struct HeartbeatThread {
     client: Arc<Client>,
@@ -310,12 +290,15 @@ impl HeartbeatThread {
         // Counters are sent until a heartbeat is acknowledged.
         let mut unacknowledged: Vec<(String, LoadCounts)> = Vec::new();
         let mut activity = Activity::default();
+        let pauses = PauseMonitor::start();
         loop {
             let leaves = self.over.load(Ordering::Relaxed);
             unacknowledged.extend(report.take_loads());
             activity.append(report.take_activity());
             let (doing, progress) = (report.doing(), report.progress());
-            let samples = progress.is_some();
+            if progress.is_some() {
+                activity.append(Activity { phases: pauses.take(), ..Activity::default() });
+            }
             let serves = report.serves();
             let rewards = unacknowledged.clone();
             let done = activity.clone();
@@ -339,10 +322,7 @@ impl HeartbeatThread {
             if leaves {
                 return;
             }
-            let paused = pause_and_watch(EVERY, &self.over);
-            if samples {
-                activity.append(paused);
-            }
+            pause(EVERY, &self.over);
         }
     }
 }

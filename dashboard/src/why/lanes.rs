@@ -13,7 +13,7 @@ const MAX_LANES: usize = 4096;
 
 /// What a sampler does, as far as the critical path distinguishes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SamplerState {
+pub(super) enum SamplerActivity {
     Paused,
     Applies,
     Samples,
@@ -23,7 +23,7 @@ pub(super) enum SamplerState {
     WaitsForRewards,
 }
 
-impl SamplerState {
+impl SamplerActivity {
     /// The state that a span of a sampler's lane says; the notes of waits are those of `docs/run_directory.md`.
     fn of(kind: &str, note: &str) -> Option<Self> {
         Some(match kind {
@@ -50,7 +50,7 @@ pub(super) struct TimeSpan<S> {
 /// The lanes of the roles beside the trainer.
 #[derive(Clone, Debug, Default)]
 pub(super) struct SideLanes {
-    samplers: BTreeMap<String, VecDeque<TimeSpan<SamplerState>>>,
+    samplers: BTreeMap<String, VecDeque<TimeSpan<SamplerActivity>>>,
     rewards: BTreeMap<String, VecDeque<TimeSpan<()>>>,
     journal: VecDeque<TimeSpan<()>>,
     spans: usize,
@@ -73,7 +73,7 @@ impl SideLanes {
                 return;
             }
             self.rewards.entry(name.to_owned()).or_default().push_back(TimeSpan { start, end, state: () });
-        } else if let Some(state) = SamplerState::of(line.kind(), line.note()) {
+        } else if let Some(state) = SamplerActivity::of(line.kind(), line.note()) {
             if full && !self.samplers.contains_key(lane) {
                 self.dropped += 1;
                 return;
@@ -125,11 +125,11 @@ impl SideLanes {
     pub(super) fn sampler(
         &self,
         sampler: &str,
-        state: SamplerState,
+        state: SamplerActivity,
         (from, to): (f64, f64),
     ) -> impl Iterator<Item = (f64, f64)> {
         let spans = self.samplers.get(sampler).into_iter().flatten();
-        let inside = move |span: &&TimeSpan<SamplerState>| span.end > from && span.start < to;
+        let inside = move |span: &&TimeSpan<SamplerActivity>| span.end > from && span.start < to;
         spans.filter(inside).filter(move |span| span.state == state).map(|span| (span.start, span.end))
     }
 

@@ -6,7 +6,7 @@
 //! Invariant: the causes of a step sum to its time.
 
 use super::cause::{Cause, CauseKind};
-use super::lanes::{SamplerState, SideLanes};
+use super::lanes::{SamplerActivity, SideLanes};
 use super::line::LastTrajectory;
 
 /// What the timeline says of one step. Times are seconds of the run.
@@ -15,10 +15,13 @@ pub(super) struct StepLines {
     pub(super) step: u64,
     /// What the trainer did: kind, start, end.
     pub(super) trainer: Vec<(TrainerWork, f64, f64)>,
-    /// What each rank did: whether it waited, start, end.
-    pub(super) ranks: Vec<(String, Vec<(bool, f64, f64)>)>,
+    /// What each rank did, by name.
+    pub(super) ranks: Vec<(String, Vec<RankTime>)>,
     pub(super) last: Option<LastTrajectory>,
 }
+
+/// Whether a rank waited, and from when to when, seconds of the run.
+pub(super) type RankTime = (bool, f64, f64);
 
 /// What the trainer's thread does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,13 +134,13 @@ impl PathParts<'_> {
     }
 
     fn paused(&mut self, left: &mut UncoveredTime, sampler: &str) {
-        let seconds = left.take(self.lanes.sampler(sampler, SamplerState::Paused, left.window));
+        let seconds = left.take(self.lanes.sampler(sampler, SamplerActivity::Paused, left.window));
         self.add(Cause::new(CauseKind::Paused, sampler), seconds);
     }
 
     /// What `sampler` does up to the last token that the batch needs.
     fn sampling(&mut self, left: &mut UncoveredTime, sampler: &str) {
-        use SamplerState::{
+        use SamplerActivity::{
             Applies, Samples, WaitsForBuffer, WaitsForEnvironment, WaitsForRewards, WaitsForWeights,
         };
         let lanes = self.lanes;
@@ -168,7 +171,7 @@ impl PathParts<'_> {
 
     /// The trainer waits for a batch of which no sampler has reported the last trajectory: what any role does counts.
     fn batch_of_any(&mut self, start: f64, end: f64) {
-        use SamplerState::{Applies, Paused, Samples, WaitsForEnvironment, WaitsForWeights};
+        use SamplerActivity::{Applies, Paused, Samples, WaitsForEnvironment, WaitsForWeights};
         let (lanes, mut left) = (self.lanes, UncoveredTime::new(start, end));
         for (state, kind) in [(Paused, CauseKind::Paused), (Samples, CauseKind::Sampling)] {
             for sampler in lanes.samplers() {
@@ -196,7 +199,7 @@ impl PathParts<'_> {
     }
 
     /// The updates of a step by its ranks.
-    fn training(&mut self, start: f64, end: f64, ranks: &[(String, Vec<(bool, f64, f64)>)]) {
+    fn training(&mut self, start: f64, end: f64, ranks: &[(String, Vec<RankTime>)]) {
         let mut left = end - start;
         let mut times: Vec<f64> =
             ranks.iter().flat_map(|(_, spans)| spans).flat_map(|(_, start, end)| [*start, *end]).collect();

@@ -12,8 +12,9 @@ use super::reader::{PathRows, StepRow};
 
 /// Fewest steps that have a median to compare with.
 const MIN_STEPS: usize = 5;
-/// Standard deviations from which a step is an outlier. A normal distribution has one in 10^15; times have longer tails.
-const OUTLIER_SIGMAS: f64 = 8.0;
+/// Standard deviations from which a step is an outlier: a normal distribution has one in 3 million. Times have longer tails, for
+/// which a stall has to be long, too.
+const OUTLIER_SIGMAS: f64 = 5.0;
 /// Standard deviation of a normal distribution, in medians of absolute deviations.
 const SIGMAS_OF_MAD: f64 = 1.4826;
 /// Share of a median step from which an excess counts.
