@@ -31,6 +31,7 @@ mod serve;
 mod simulate;
 mod top;
 mod view;
+mod why;
 mod worker;
 
 pub use completions::{CompletionKind, CompletionsArgs};
@@ -50,6 +51,7 @@ pub use serve::{AdapterArg, KeepArgs, ServeBufferArgs, ServeCommand, ServePolicy
 pub use simulate::{CalibrationArgs, PlanArgs, SimulateArgs};
 pub use top::TopArgs;
 pub use view::ViewArgs;
+pub use why::WhyArgs;
 pub use worker::{
     AllowArgs, JoinArgs, LeadArgs, RewardWorkerArgs, RolloutArgs, TrainerWorkerArgs, WorkerCommand,
 };
@@ -124,6 +126,8 @@ pub enum Command {
     Report(ReportArgs),
     /// Show a run in the terminal: its roles, its last steps, and what limits it
     Top(TopArgs),
+    /// Say where the time of a run went: the critical path of its steps, stalls, and what would make it faster
+    Why(WhyArgs),
     /// Start a run on several machines with Slurm, Kubernetes, SkyPilot or Ray
     #[command(subcommand)]
     Launch(LaunchCommand),

@@ -43,6 +43,7 @@ use crate::runs;
 use crate::serve;
 use crate::serve_islands;
 use crate::simulate;
+use crate::why;
 use crate::workers;
 
 /// Executes the command of `cli` with `program`. Returns the text to print.
@@ -85,8 +86,9 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Fit(args) => fit::run(args),
         Command::Completions(args) => completions::completions(args),
         Command::Runs(args) => runs::run(args),
-        Command::View(args) => view::view(args),
+        Command::View(args) => view::view(args, program),
         Command::Top(args) => top::top(args),
+        Command::Why(args) => why::run(args, program),
         Command::Report(args) => report::report(args),
     }
 }

@@ -13,7 +13,7 @@ use crate::failure::Failure;
 pub const VARIABLE: &str = "RLRUN_FAILPOINTS";
 
 /// Every place, and whether the system can refuse something there: an error or a full disk.
-pub const PLACES: [(&str, bool); 12] = [
+pub const PLACES: [(&str, bool); 13] = [
     // The journal is about to commit what has come.
     ("journal-commit", true),
     // The weights of a checkpoint are written, its optimizer is not.
@@ -32,9 +32,11 @@ pub const PLACES: [(&str, bool); 12] = [
     ("group-hand-over", false),
     // Rewards are about to judge a trajectory.
     ("reward-call", false),
+    // A built-in reward, or one with limits, judges; `reward-score:NAME` is one of them.
+    ("reward-score", false),
     // The trainer is about to ask for a batch.
     ("before-lease", false),
-    // A rank is about to compute its share of a step.
+    // A rank is about to compute its share of an update; `rank-step:N` is one of them.
     ("rank-step", false),
     // The optimizer has updated the weights; no other role has seen the new version.
     ("after-optimizer", false),
@@ -43,9 +45,10 @@ pub const PLACES: [(&str, bool); 12] = [
 /// The system's errors of a device and of a full disk: `EIO`, `ENOSPC`.
 const ERRORS: [(&str, u32); 2] = [("error", 5), ("disk-full", 28)];
 
-/// Makes happen what `text` says: `place=action` or `place=action@n`, separated by `;`. An action is `kill` (this
-/// process, as kill -9 does), `delay(milliseconds)`, `error` or `disk-full`; with `@n` it happens at the n-th time that a
-/// thread comes there, from 1, and no other.
+/// Makes happen what `text` says: `place=action`, `place=action@n` or `place=action@n-m`, separated by `;`. An action is `kill`
+/// (this process, as kill -9 does), `delay(milliseconds)`, `error` or `disk-full`; with `@n` it happens at the n-th time that a
+/// thread comes there, from 1, and no other, with `@n-m` from the n-th to the m-th time. `place:name` is the place of that name
+/// alone, where a place has names.
 ///
 /// # Errors
 /// If this build has no such places, or a word is unknown.
@@ -58,16 +61,22 @@ pub fn arm(text: &str) -> Result<(), Failure> {
     for word in text.split(';').map(str::trim).filter(|word| !word.is_empty()) {
         let (place, action) =
             word.split_once('=').ok_or_else(|| refused(format!("`{word}` is not place=action")))?;
-        let Some((place, refuses)) = PLACES.into_iter().find(|(name, _)| *name == place) else {
+        let kind = place.split(':').next().unwrap_or(place);
+        let Some((_, refuses)) = PLACES.into_iter().find(|(name, _)| *name == kind) else {
             let all: Vec<_> = PLACES.into_iter().map(|(name, _)| name).collect();
             return Err(refused(format!("there is no place `{place}`; there are {}", all.join(", "))));
         };
         let (action, at) = match action.split_once('@') {
             None => (action, None),
-            Some((action, at)) => match at.parse::<u64>() {
-                Ok(at) if at > 0 => (action, Some(at)),
-                _ => return Err(refused(format!("`{at}` is not a count from 1"))),
-            },
+            Some((action, at)) => {
+                let (first, last) = at.split_once('-').unwrap_or((at, at));
+                match (first.parse::<u64>(), last.parse::<u64>()) {
+                    (Ok(first), Ok(last)) if first > 0 && last >= first => (action, Some((first, last))),
+                    _ => {
+                        return Err(refused(format!("`{at}` is not a count from 1, and no range of counts")));
+                    }
+                }
+            }
         };
         set(place, action, at, refuses).map_err(refused)?;
     }
@@ -75,9 +84,9 @@ pub fn arm(text: &str) -> Result<(), Failure> {
 }
 
 /// Arms one place; `refuses` says whether errors can happen there.
-fn set(place: &str, action: &str, at: Option<u64>, refuses: bool) -> Result<(), String> {
+fn set(place: &str, action: &str, at: Option<(u64, u64)>, refuses: bool) -> Result<(), String> {
     if action == "kill" {
-        let (at, passed) = (at.unwrap_or(1), AtomicU64::new(0));
+        let (at, passed) = (at.map_or(1, |(first, _)| first), AtomicU64::new(0));
         return fail::cfg_callback(place, move || {
             if passed.fetch_add(1, Ordering::Relaxed) + 1 == at {
                 // It cannot be refused: everybody may kill itself.
@@ -98,8 +107,8 @@ fn set(place: &str, action: &str, at: Option<u64>, refuses: bool) -> Result<(), 
     };
     let actions = match at {
         None => task,
-        Some(1) => format!("1*{task}"),
-        Some(at) => format!("{}*off->1*{task}", at - 1),
+        Some((1, last)) => format!("{last}*{task}"),
+        Some((first, last)) => format!("{}*off->{}*{task}", first - 1, last - first + 1),
     };
     fail::cfg(place, &actions)
 }
@@ -115,6 +124,8 @@ mod tests {
             ("before-lease", "not place=action"),
             ("elsewhere=kill", "there are journal-commit, checkpoint-write"),
             ("before-lease=kill@0", "not a count from 1"),
+            ("before-lease=delay(1)@3-2", "no range of counts"),
+            ("elsewhere:name=kill", "no place `elsewhere:name`"),
             ("before-lease=explode", "what can: kill, delay(milliseconds)"),
             ("before-lease=disk-full", "cannot happen at before-lease"),
             ("journal-commit=full", "error, disk-full"),

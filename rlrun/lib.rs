@@ -7,7 +7,7 @@
 //! - [`reward`]: rewards evaluated without a run; [`huggingface`]: models and datasets of the Hugging Face Hub
 //! - `doctor`: the hardware and software that rlrun can use; `explain`: the meaning of a key of a recipe
 //! - [`plan`]: batch arithmetic and memory of a recipe before it runs, and the search for its fastest settings; [`simulate`]: its steps in
-//!   virtual time; [`fit`]: extrapolation of a run to more compute
+//!   virtual time; [`fit`]: extrapolation of a run to more compute; `why`: where the time of a run went
 //! - [`pipeline`]: a run; `run_buffer`: its buffer; `sampler`: its samplers; `engines`: vLLM and SGLang; `curation`: its selection of tasks;
 //!   `companion`: a program beside a run; `auxiliary_models`: reference, critic and demonstrations; [`serve`]: a part of a run as a separate process
 //! - [`schedule`]: what a run did in which order; `replay`: a recorded run again; `run_diff`: the first difference of two runs
@@ -96,6 +96,7 @@ mod trackers;
 mod trainer_progress;
 pub mod warmup;
 mod watchdog;
+mod why;
 mod workers;
 
 pub use program::{main, main_with};

@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use ::rewards::LoadCounts;
 use ::weights::{Distribution, Lag, PushCost};
+use buffer::Buffer;
 use model::ModelDirectory;
 use rollout::{Activity, Progress};
 use serde_json::json;
@@ -147,15 +148,21 @@ impl<'a> Observer<'a> {
         Ok(())
     }
 
-    /// Opens the timeline at second `time_s` of the run, if the recipe wants one.
-    pub(crate) fn open_timeline(&mut self, time_s: f64) -> Option<Arc<Timeline>> {
+    /// Opens the timeline at second `time_s` of the run, if the recipe wants one. It shows the commits of `buffer`, if the buffer is
+    /// in this process.
+    pub(crate) fn open_timeline(
+        &mut self,
+        time_s: f64,
+        buffer: Option<Arc<Buffer>>,
+    ) -> Option<Arc<Timeline>> {
         let trajectories = self.recipe.log.timeline;
         if trajectories == 0 {
             return None;
         }
         let timeline = Timeline::open(self.run_dir.path(), time_s, self.report);
         let timeline = Arc::new(timeline.sent_to(self.recipe.log.otlp.as_deref(), &self.recipe.name));
-        self.spans = Some(SpanWriter::new(Arc::clone(&timeline), trajectories));
+        timeline.started();
+        self.spans = Some(SpanWriter::new(Arc::clone(&timeline), trajectories, buffer));
         Some(timeline)
     }
 
@@ -192,8 +199,14 @@ impl<'a> Observer<'a> {
         self.diagnosis.summary()
     }
 
-    /// Writes the ends of the logs of trackers.
-    pub fn finish_trackers(&mut self) {
+    /// Writes what samplers report after the last step.
+    pub(crate) fn late_reports(&mut self, activity: &[(String, Activity)], rewards: &[(String, LoadCounts)]) {
+        self.spans.iter_mut().for_each(|spans| spans.late_reports(activity, rewards));
+    }
+
+    /// Writes the ends of the timeline and of the logs of trackers.
+    pub fn finish_logs(&mut self) {
+        self.spans.iter_mut().for_each(SpanWriter::finish);
         self.trackers.finish(self.report);
     }
 

@@ -132,7 +132,7 @@ pub fn run_in(
     let program = options.program.clone();
     let mut run = Run::open(recipe, run_dir, report, options)?;
     run.archive = open_archive(recipe, run_dir, report, &program)?;
-    let _page = RunPage::start(recipe, run_dir, run.runtime.handle(), report)?;
+    let _page = RunPage::start(recipe, run_dir, run.runtime.handle(), report, &program)?;
     let source = match &recipe.supervised {
         Some(config) => TrainingSource::Supervised(config),
         None => TrainingSource::Sampled(run.open_services()?),
@@ -279,7 +279,7 @@ impl Run<'_> {
             TrainingSource::Supervised(config) => self.supervise(config, start, &mut observer)?,
         };
         observer.diagnosis().iter().for_each(|line| self.report.note(line));
-        observer.finish_trackers();
+        observer.finish_logs();
         let done = result.version.0 >= self.recipe.trainer.steps && !result.cut_short;
         observer.event("end", &serde_json::json!({ "version": result.version, "done": done }))?;
         if !done {

@@ -121,7 +121,8 @@ async fn buffer_page(
         status.write(&[], stats.as_ref(), Some(buffer));
     };
     buffer.iter().for_each(|buffer| write(buffer));
-    let page = open_page(DashboardConfig { listen, token, runs: vec![args.dir.clone()] }).await?;
+    let page =
+        open_page(DashboardConfig { listen, token, runs: vec![args.dir.clone()], advisor: None }).await?;
     if !args.quiet {
         eprintln!("the page is at http://{}", page.local_addr());
     }

@@ -62,12 +62,15 @@ pub(crate) struct TimelineTrajectory {
     /// Its group got a slot; without a report of its sampler, its batch was leased.
     #[serde(serialize_with = "microseconds")]
     pub(crate) start: f64,
-    /// Its last token was sampled, it was judged, and its group stored; `None` if no sampler has reported it.
+    /// Its last token was sampled, it was judged, its group was judged, and stored; `None` if no sampler has reported it.
     #[serde(flatten)]
     pub(crate) sampled: Option<SampledTimes>,
     /// Its batch was leased.
     #[serde(serialize_with = "microseconds")]
     pub(crate) leased: f64,
+    /// Whether its group was the last of the batch to be stored.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) last: bool,
     /// The step was over.
     #[serde(serialize_with = "microseconds")]
     pub(crate) end: f64,
@@ -80,6 +83,8 @@ pub(crate) struct SampledTimes {
     pub(crate) sampled: f64,
     #[serde(serialize_with = "microseconds")]
     pub(crate) scored: f64,
+    #[serde(serialize_with = "microseconds")]
+    pub(crate) settled: f64,
     #[serde(serialize_with = "microseconds")]
     pub(crate) stored: f64,
     /// Its name.
@@ -163,6 +168,19 @@ impl Timeline {
             }
         };
         Self { exporter, ..self }
+    }
+
+    /// Writes that the run was started or resumed just now.
+    pub(crate) fn started(&self) {
+        let start = self.now();
+        let span = TimelineSpan {
+            lane: TRAINER.into(),
+            kind: "start",
+            start,
+            end: start,
+            ..TimelineSpan::default()
+        };
+        self.write(&[TimelineLine::Span(span)]);
     }
 
     /// The second of the run at `unix` seconds since 1970.
@@ -255,8 +273,13 @@ mod tests {
             bytes: Some(7),
             ..TimelineSpan::default()
         };
-        let sampled =
-            SampledTimes { sampled: 1.0, scored: 1.25, stored: 1.5, sampler: "sampler 0".to_owned() };
+        let sampled = SampledTimes {
+            sampled: 1.0,
+            scored: 1.25,
+            settled: 1.375,
+            stored: 1.5,
+            sampler: "sampler 0".to_owned(),
+        };
         let trajectory = TimelineTrajectory {
             group: GroupId(9),
             index: 1,
@@ -266,9 +289,10 @@ mod tests {
             start: 0.5,
             sampled: Some(sampled),
             leased: 2.0,
+            last: true,
             end: 3.0,
         };
-        let unknown = TimelineTrajectory { sampled: None, ..trajectory.clone() };
+        let unknown = TimelineTrajectory { sampled: None, last: false, ..trajectory.clone() };
         timeline.write(&[
             TimelineLine::Span(span),
             TimelineLine::Trajectory(trajectory),
@@ -279,7 +303,7 @@ mod tests {
         assert_eq!(lines[0], "{\"lane\":\"tra");
         let expected = [
             r#"{"lane":"weights","kind":"push","start":1.0,"end":0.0,"version":3,"bytes":7}"#,
-            r#"{"lane":"trajectory","kind":"trajectory","group":9,"index":1,"step":4,"lag":2,"versions":[1,2],"start":0.5,"sampled":1.0,"scored":1.25,"stored":1.5,"sampler":"sampler 0","leased":2.0,"end":3.0}"#,
+            r#"{"lane":"trajectory","kind":"trajectory","group":9,"index":1,"step":4,"lag":2,"versions":[1,2],"start":0.5,"sampled":1.0,"scored":1.25,"settled":1.375,"stored":1.5,"sampler":"sampler 0","leased":2.0,"last":true,"end":3.0}"#,
             r#"{"lane":"trajectory","kind":"trajectory","group":9,"index":1,"step":4,"lag":2,"versions":[1,2],"start":0.5,"leased":2.0,"end":3.0}"#,
         ];
         assert_eq!(lines[1..], expected);

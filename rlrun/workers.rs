@@ -9,7 +9,8 @@
 //! ```
 //!
 //! - [`registry`]: the run's registry of workers; [`api`]: its routes for them
-//! - [`membership`]: the worker's side; [`permissions`]: what a run may choose on a worker's machine
+//! - [`membership`]: the worker's side; [`permissions`]: what a run may choose on a worker's machine; `pauses`: times without a
+//!   processor
 //! - [`rollout`]: a worker that samples; [`reward`]: one that serves a reward model; [`trainer`]: a further rank
 //!
 //! Invariant: recipe and model come from the run, as data; a worker reads and executes only what its operator has allowed. A
@@ -17,6 +18,7 @@
 
 pub(crate) mod api;
 pub(crate) mod membership;
+mod pauses;
 pub(crate) mod permissions;
 pub(crate) mod registry;
 pub(crate) mod reward;

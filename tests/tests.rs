@@ -49,5 +49,6 @@ mod staleness;
 mod stops;
 mod structure;
 mod support;
+mod why;
 mod words;
 mod workers;

@@ -15,7 +15,7 @@ use crate::journal::{JournalStore, OpenFile};
 use crate::ledger::{ArrivalDecision, GrantedLease, Ledger, Rewound};
 use crate::memory::MemoryStore;
 use crate::payload::{IncomingGroup, PreparedGroup};
-use crate::store::{AppendGroup, OpenedStore, Store, WRITE_WAIT, WriteCompletion};
+use crate::store::{AppendGroup, CommitTime, OpenedStore, Store, WRITE_WAIT, WriteCompletion};
 use crate::{
     AdmitRequest, BufferConfig, BufferError, Consumer, Events, Finalized, GroupEntry, GroupFilter, GroupPage,
     Lease, LeaseEntry, LeaseId, LeaseRequest, Producer, Stats, Submitted,
@@ -129,6 +129,12 @@ impl Buffer {
     #[must_use]
     pub fn failure(&self) -> Option<BufferError> {
         self.store.failure()
+    }
+
+    /// The longest commits of the store since the last call, at most 64, in order.
+    #[must_use]
+    pub fn take_commits(&self) -> Vec<CommitTime> {
+        self.store.take_commits()
     }
 
     /// Up to `limit` groups in flight or stored that match `filter`, ascending by id, after `after`. A page that is

@@ -32,14 +32,18 @@ use trajectory::{Group, GroupId};
 use crate::BufferError;
 use crate::payload;
 use crate::payload_cache::PayloadCache;
-use crate::store::{AppendGroup, GroupRow, LedgerChange, OpenedStore, Store, WRITE_WAIT, WriteCompletion};
+use crate::store::{
+    AppendGroup, CommitTime, GroupRow, LedgerChange, OpenedStore, Store, WRITE_WAIT, WriteCompletion,
+};
 
+mod commits;
 mod database;
 mod file;
 mod open;
 mod tables;
 mod writer;
 
+use commits::CommitLog;
 use database::PanicSafeDatabase;
 pub(crate) use file::OpenFile;
 pub use open::JOURNAL_CACHE_BYTES;
@@ -85,6 +89,7 @@ pub(crate) struct JournalStore {
     broken: Arc<Mutex<Option<WriterFailure>>>,
     /// `None` in a storage that is not a file.
     file: Option<Arc<OpenFile>>,
+    commits: Arc<CommitLog>,
 }
 
 /// Why the writer has stopped.
@@ -143,6 +148,7 @@ impl JournalStore {
             file.clone(),
             writer::CompactionState { peak: file_bytes, compact_above },
         );
+        let commits = writer.commits();
         let writer = std::thread::Builder::new()
             .name("journal-writer".to_owned())
             .spawn(move || writer.run(&requests))
@@ -156,6 +162,7 @@ impl JournalStore {
             writer: Some(writer),
             broken,
             file,
+            commits,
         };
         Ok(OpenedStore { store: Box::new(journal), recovered, opening })
     }
@@ -226,6 +233,10 @@ impl Store for JournalStore {
             Some(waited) => BufferError::WriteTimeout { path: self.path.clone(), waited },
             None => self.stopped(),
         }
+    }
+
+    fn take_commits(&self) -> Vec<CommitTime> {
+        self.commits.take()
     }
 
     fn failure(&self) -> Option<BufferError> {

@@ -47,6 +47,15 @@ pub(crate) const WRITE_WAIT: Duration = Duration::from_secs(60);
 /// that drops it uncalled has failed.
 pub type WriteCompletion = Box<dyn FnOnce(Result<(), BufferError>) + Send>;
 
+/// A commit of a store, seconds since 1970.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct CommitTime {
+    /// When it began.
+    pub start: f64,
+    /// When it was durable.
+    pub end: f64,
+}
+
 /// A group to be stored.
 pub struct AppendGroup {
     /// Its row.
@@ -135,6 +144,11 @@ pub trait Store: Send + Sync {
 
     /// Why nothing can be written any more; `None` while the store works. A failed store has to be opened again.
     fn failure(&self) -> Option<BufferError>;
+
+    /// The longest commits since the last call, at most 64, in order; none of a store that has no disk of its own.
+    fn take_commits(&self) -> Vec<CommitTime> {
+        Vec::new()
+    }
 
     /// Whether another process can take the data over while this one has it open. Then only a durable write proves that it has
     /// not happened.

@@ -87,6 +87,7 @@ export async function answer(path, { run: name, ...asked }) {
     compare: () => compare(run, asked.step, asked.other),
     recipe: () => recipe(name, asked.against),
     timeline: () => timeline(run, asked.from, asked.to),
+    why: () => run.why,
     history: () => run.history,
     status: () => run.status,
     about: () => run.about,

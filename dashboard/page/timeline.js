@@ -2,6 +2,7 @@
 
 import { api, currentRun, get, runNames, set } from "./state.js";
 import { el, number, runSelect } from "./dom.js";
+import { showWhy, whyPanel } from "./why.js";
 import { Lanes, hatch, isWait, kindColor, lagColor } from "./lanes.js";
 
 const root = document.getElementById("timeline");
@@ -18,10 +19,11 @@ const zoom = (from, to) => set({ window: `${Number(from.toPrecision(9))}..${Numb
 const reset = () => set({ window: "" });
 const lanes = new Lanes({ label: "Lanes", rowHeight: 26, paint: paintSpan, describe: describeSpan, onzoom: zoom, onreset: reset });
 const trajectories = new Lanes({ label: "Trajectories", rowHeight: 14, paint: paintTrajectory, describe: describeTrajectory, onzoom: zoom, onreset: reset });
-root.append(controls, sentence, notes, stalls, kinds, lanes.element, el("div", { class: "scroll" }, waits), heading, lags, trajectories.element);
+root.append(whyPanel, controls, sentence, notes, stalls, kinds, lanes.element, el("div", { class: "scroll" }, waits), heading, lags, trajectories.element);
 
 let run;
 let answer = null;
+let why = null;
 
 // The part of the URL that says which range is shown; without it the newest steps are.
 const range = () => {
@@ -31,6 +33,7 @@ const range = () => {
 
 export async function load() {
   run = currentRun();
+  why = run ? await api("why", { run }) : null;
   answer = run ? await api("timeline", { run, ...range(), pixels: Math.max(200, Math.min(2000, root.clientWidth || 900)) }) : null;
 }
 
@@ -38,9 +41,10 @@ let drawn = "";
 export function show() {
   if (!answer) return;
   showControls();
-  const now = JSON.stringify([run, answer, root.clientWidth]);
+  const now = JSON.stringify([run, answer, why, root.clientWidth]);
   if (now === drawn) return;
   drawn = now;
+  showWhy(why);
   const empty = answer.first === null;
   for (const part of [kinds, lanes.element, heading, lags, trajectories.element, waits]) part.hidden = empty;
   if (empty) {

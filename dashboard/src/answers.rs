@@ -4,7 +4,7 @@
 //! - `/api/runs`; `/api/metrics?keys=&run=&x=&pixels=&from=&to=`
 //! - `/api/steps?run=`, `/api/samples?run=&step=&offset=&text=`, `/api/search?run=&text=&before=`
 //! - `/api/tokens?run=&step=&group=&index=`, `/api/shared?run=&step=&before=`, `/api/compare?run=&step=&other=&offset=`
-//! - `/api/timeline?run=&from=&to=&pixels=`, `/api/status?run=`, `/api/about?run=`
+//! - `/api/timeline?run=&from=&to=&pixels=`, `/api/why?run=`, `/api/status?run=`, `/api/about?run=`
 //! - `/api/recipe?run=&against=`, `/api/history?run=`
 //!
 //! Invariant: a response has at most [`MAX_POINTS`] points, however many runs, metrics and pixels are asked for. A run is
@@ -45,7 +45,7 @@ const MAX_TEXT_BYTES: usize = 1000;
 pub(crate) type ApiAnswer = fn(&RunCatalog, &ApiQuery) -> Result<Value, PageRefusal>;
 
 /// The answers by their paths.
-pub(crate) const ANSWERS: [(&str, ApiAnswer); 14] = [
+pub(crate) const ANSWERS: [(&str, ApiAnswer); 15] = [
     ("/api/overview", overview),
     ("/api/runs", |catalog, _| Ok(catalog.describe().into())),
     ("/api/metrics", metrics),
@@ -58,6 +58,7 @@ pub(crate) const ANSWERS: [(&str, ApiAnswer); 14] = [
     }),
     ("/api/compare", compared),
     ("/api/timeline", timeline_window),
+    ("/api/why", |catalog, query| Ok(query.run(catalog)?.why(catalog.advisor())?)),
     ("/api/status", run_status),
     ("/api/about", about_run),
     ("/api/recipe", recipe),

@@ -8,9 +8,9 @@ use std::fmt::Write;
 use crate::page;
 
 /// The modules of the page, each behind those that it imports.
-const MODULES: [&str; 15] = [
-    "report", "state", "dom", "chart", "lanes", "compare", "tokens", "overview", "samples", "timeline",
-    "buffer", "recipe", "events", "about", "app",
+const MODULES: [&str; 16] = [
+    "report", "state", "dom", "chart", "lanes", "compare", "tokens", "overview", "samples", "why",
+    "timeline", "buffer", "recipe", "events", "about", "app",
 ];
 
 /// The page with `data`, a JSON text that no HTML can begin in, as the content of the element `report`.

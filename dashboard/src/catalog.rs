@@ -3,6 +3,7 @@
 //! Invariant: files are read by this task and by requests for samples and recipes alone; streams are notified of the
 //! newest state and never queue older ones.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -11,14 +12,22 @@ use serde_json::{Map, Value};
 use tokio::sync::watch;
 
 use crate::run::ShownRun;
+use crate::why::Advisor;
 
 /// Interval between two looks at the files, milliseconds; a change is announced within a second.
 const POLL_INTERVAL: Duration = Duration::from_millis(400);
 
 /// The runs of a page.
-#[derive(Debug)]
 pub(crate) struct RunCatalog {
     runs: Vec<ShownRun>,
+    /// Recommends changes; `None` for a page of another program than rlrun.
+    advisor: Option<Advisor>,
+}
+
+impl fmt::Debug for RunCatalog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RunCatalog").field("runs", &self.runs).finish_non_exhaustive()
+    }
 }
 
 impl RunCatalog {
@@ -32,9 +41,19 @@ impl RunCatalog {
             let name = std::iter::once(name.clone()).chain(numbered).find(|name| !taken(name));
             runs.push(ShownRun::new(name.unwrap_or_default(), root));
         }
-        let catalog = Self { runs };
+        let catalog = Self { runs, advisor: None };
         catalog.refresh();
         catalog
+    }
+
+    /// The same, with recommendations of `advisor`.
+    pub(crate) fn advised_by(self, advisor: Option<Advisor>) -> Self {
+        Self { advisor, ..self }
+    }
+
+    /// What recommends changes.
+    pub(crate) fn advisor(&self) -> Option<&Advisor> {
+        self.advisor.as_ref()
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &ShownRun> {

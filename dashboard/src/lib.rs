@@ -4,7 +4,7 @@
 //!   per pixel; `events`: the events and remarks of a run
 //! - `samples`: sampled groups, their pages and their search; `tokens`: the tokens of one trajectory; `compare`: the same
 //!   tasks at two steps; `recipe`: resolved values with their origins
-//! - `timeline`: what each role did when; `status`: what the roles do now; `about`: environment and timings
+//! - [`why`]: the critical path of every step; `timeline`: what each role did when; `status`: what the roles do now; `about`: environment and timings
 //! - `run`: one run directory; `glance`: the same from the ends of its files; `catalog`: all runs of a page; `panels`: the first screen; `prometheus`: their last values
 //! - `access`: token, host and headers; `answers`, `routes`, `stream`: the API; `page`: the embedded files; `server`: connections
 //! - `report`: the same page as one file, with the answers of the API in it; `bundle`: its scripts as one
@@ -17,7 +17,7 @@
 //!
 //! # async fn example() -> Result<(), dashboard::DashboardError> {
 //! let listen = ([127, 0, 0, 1], 0).into();
-//! let config = DashboardConfig { listen, token: None, runs: vec!["outputs/grpo_math".into()] };
+//! let config = DashboardConfig { listen, token: None, runs: vec!["outputs/grpo_math".into()], advisor: None };
 //! let server = DashboardServer::bind(config).await?;
 //! println!("http://{}", server.local_addr());
 //! server.serve(std::future::pending()).await;
@@ -49,6 +49,7 @@ mod stream;
 mod table;
 mod timeline;
 mod tokens;
+pub mod why;
 
 pub use events::LastEvent;
 pub use glance::{RunGlance, last_event, planned_steps};

@@ -23,7 +23,7 @@ macro_rules! page_file {
 }
 
 /// All files of the page, with the licence of the library that draws the curves.
-const FILES: [PageFile; 21] = [
+const FILES: [PageFile; 22] = [
     page_file!("/", HTML, "index.html"),
     page_file!("/style.css", STYLE, "style.css"),
     page_file!("/app.js", SCRIPT, "app.js"),
@@ -36,6 +36,7 @@ const FILES: [PageFile; 21] = [
     page_file!("/compare.js", SCRIPT, "compare.js"),
     page_file!("/lanes.js", SCRIPT, "lanes.js"),
     page_file!("/timeline.js", SCRIPT, "timeline.js"),
+    page_file!("/why.js", SCRIPT, "why.js"),
     page_file!("/buffer.js", SCRIPT, "buffer.js"),
     page_file!("/recipe.js", SCRIPT, "recipe.js"),
     page_file!("/events.js", SCRIPT, "events.js"),

@@ -246,6 +246,8 @@ fn parts(run: &ShownRun, budget: &mut ReportBudget) -> io::Result<Value> {
     let newest = budget.take_or(newest, without_spans);
     let whole = budget.take(whole).unwrap_or_else(|| newest.clone());
     parts["timeline"] = json!({ "newest": newest, "whole": whole });
+    // Recommendations are computed for those who ask, not for a file.
+    parts["why"] = budget.take_or(run.why(None)?, Value::Null);
     let pages = sampled(run, budget)?;
     parts["tokens"] = tokens_of(run, &pages, budget)?;
     parts["steps"] = pages.iter().map(|(step, _)| *step).collect();

@@ -2,6 +2,7 @@
 //!
 //! Invariant: a run that is deleted, or whose files cannot be read, has a state that says so and does not affect others.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -13,6 +14,7 @@ use crate::lines::LineTail;
 use crate::recipe::ResolvedRecipe;
 use crate::table::{MetricsSink, MetricsTable};
 use crate::timeline::FollowedTimeline;
+use crate::why::{Advisor, FollowedPaths};
 
 /// A run without an end whose files have not changed for so long is not called running.
 const QUIET: Duration = Duration::from_secs(600);
@@ -26,6 +28,8 @@ pub(crate) struct ShownRun {
     contents: Mutex<RunContents>,
     /// Its own lock: reading a long timeline delays nothing else.
     timeline: Mutex<FollowedTimeline>,
+    /// Read when it is asked for.
+    paths: Mutex<FollowedPaths>,
 }
 
 /// What was read of a run.
@@ -62,7 +66,8 @@ impl ShownRun {
             problem: None,
         };
         let timeline = Mutex::new(FollowedTimeline::new(root));
-        Self { name, root: root.to_path_buf(), contents: Mutex::new(contents), timeline }
+        let paths = Mutex::new(FollowedPaths::new(root));
+        Self { name, root: root.to_path_buf(), contents: Mutex::new(contents), timeline, paths }
     }
 
     pub(crate) fn name(&self) -> &str {
@@ -81,6 +86,14 @@ impl ShownRun {
     /// What was read of the timeline.
     pub(crate) fn timeline(&self) -> MutexGuard<'_, FollowedTimeline> {
         self.timeline.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where the time of the run went, with the recommendations of `advisor`.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub(crate) fn why(&self, advisor: Option<&Advisor>) -> io::Result<Value> {
+        self.paths.lock().unwrap_or_else(PoisonError::into_inner).answer(&self.root, advisor)
     }
 
     /// Reads what is new. Returns the revision.

@@ -2,6 +2,7 @@
 //!
 //! Invariant: a connection costs its own task and a place in the limit of connections. After a stop no task is left.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use crate::access::PageAccess;
 use crate::catalog::{RunCatalog, follow};
 use crate::routes::{PageState, router};
 use crate::stream::MAX_STREAMS;
+use crate::why::Advisor;
 
 /// Most open connections: every stream, and as much again for requests.
 const MAX_CONNECTIONS: usize = 2 * MAX_STREAMS;
@@ -34,7 +36,7 @@ const RUN_FILES: [&str; 6] =
     ["metrics.jsonl", "resolved.toml", "status.json", "recipe.toml", "run.json", "lock"];
 
 /// Where a page is served, and of what.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct DashboardConfig {
     /// Address and port; port 0 takes a free one.
     pub listen: SocketAddr,
@@ -42,6 +44,21 @@ pub struct DashboardConfig {
     pub token: Option<String>,
     /// Run directories.
     pub runs: Vec<PathBuf>,
+    /// Recommends changes of recipes; without it the page shows none.
+    pub advisor: Option<Advisor>,
+}
+
+impl fmt::Debug for DashboardConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { listen, token, runs, advisor } = self;
+        let (token, advisor) = (token.is_some(), advisor.is_some());
+        f.debug_struct("DashboardConfig")
+            .field("listen", listen)
+            .field("token", &token)
+            .field("runs", runs)
+            .field("advisor", &advisor)
+            .finish()
+    }
 }
 
 /// Why a page cannot be served.
@@ -98,7 +115,7 @@ impl DashboardServer {
     /// # Errors
     /// An address that others can reach, without a token; a directory that is no run; an address that cannot be used.
     pub async fn bind(config: DashboardConfig) -> Result<Self, DashboardError> {
-        let DashboardConfig { listen: address, token, runs } = config;
+        let DashboardConfig { listen: address, token, runs, advisor } = config;
         if !address.ip().is_loopback() && token.is_none() {
             return Err(DashboardError::NoToken { address });
         }
@@ -116,7 +133,12 @@ impl DashboardServer {
         let address = listener.local_addr().map_err(failed)?;
         let opened = tokio::task::spawn_blocking(move || RunCatalog::open(&runs)).await;
         let catalog = opened.map_err(|error| failed(std::io::Error::other(error)))?;
-        Ok(Self { listener, address, catalog: Arc::new(catalog), access: PageAccess::new(token) })
+        Ok(Self {
+            listener,
+            address,
+            catalog: Arc::new(catalog.advised_by(advisor)),
+            access: PageAccess::new(token),
+        })
     }
 
     /// The address, with the actual port.

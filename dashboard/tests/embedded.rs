@@ -42,6 +42,7 @@ fn a_server_that_is_dropped_leaves_no_task() {
             listen: ([127, 0, 0, 1], 0).into(),
             token: None,
             runs: vec![run.path().to_owned()],
+            advisor: None,
         };
         let server = DashboardServer::bind(config).await.unwrap();
         let address = server.local_addr();

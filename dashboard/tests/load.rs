@@ -79,6 +79,7 @@ fn ten_viewers_of_a_long_timeline_need_little_memory() {
         listen: ([127, 0, 0, 1], 0).into(),
         token: None,
         runs: vec![directory.path().to_owned()],
+        advisor: None,
     };
     let server = runtime.block_on(DashboardServer::bind(config)).unwrap();
     let opened = begin.elapsed();

@@ -36,6 +36,7 @@ impl ServedPage {
             listen: ([127, 0, 0, 1], 0).into(),
             token: token.map(str::to_owned),
             runs: runs.iter().map(|run| PathBuf::from(*run)).collect(),
+            advisor: None,
         };
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();

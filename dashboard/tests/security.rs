@@ -11,6 +11,7 @@ fn an_address_of_other_machines_needs_a_token() {
         listen: ([0, 0, 0, 0], 0).into(),
         token: None,
         runs: vec![run.path().to_owned()],
+        advisor: None,
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let error = runtime.block_on(dashboard::DashboardServer::bind(config)).unwrap_err();

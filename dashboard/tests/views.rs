@@ -95,3 +95,30 @@ fn a_status_that_is_replaced_is_announced() {
     let about = page.get(&format!("/api/about?run={name}")).json();
     assert_eq!((&about["facts"]["host"], &about["timings"][0]["total_s"]), (&json!("machine"), &json!(2.0)));
 }
+
+/// `/api/why` is what `rlrun why` prints, with recommendations where the program has some.
+#[test]
+fn where_the_time_went_is_what_the_program_computes() {
+    let run = run_with("");
+    let line = |kind: &str, step: u64, start: f64, end: f64| {
+        format!(
+            "{{\"lane\":\"trainer\",\"kind\":\"{kind}\",\"start\":{start},\"end\":{end},\"step\":{step}}}\n"
+        )
+    };
+    let lines = |step: u64| {
+        let start = 3.0 * step as f64;
+        line("save_checkpoint", step, start, start + 1.0)
+            + &line("forward_backward", step, start + 1.0, start + 3.0)
+    };
+    append(run.path(), "timeline.jsonl", &(1..4).map(lines).collect::<String>());
+    let page = ServedPage::of(&[run.path()]);
+    let name = run.path().file_name().unwrap().to_str().unwrap();
+    let path = format!("/api/why?run={name}");
+    let mut answer = page.get(&path).json();
+    assert_eq!(answer["read"], 1.0);
+    answer.as_object_mut().unwrap().remove("read");
+    assert_eq!(answer, dashboard::why::explain(run.path()).unwrap().to_json());
+    assert_eq!((&answer["wall_s"], &answer["causes"][0]["cause"]), (&json!(9.0), &json!("training")));
+    append(run.path(), "timeline.jsonl", &lines(4));
+    assert_eq!(page.get(&path).json()["steps"], 4, "the file is followed");
+}

@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use trajectory::{PolicyVersion, Task, Turn};
 
-use crate::reward::{Judged, each};
+use crate::reward::{Judged, each, scoring_failpoint};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardError, RewardInput, RewardSpec};
 
 /// A [`Reward`] made of a name and a pure function that takes microseconds.
@@ -50,6 +50,7 @@ where
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
         let judge = |input| {
             let _running = self.load.wait().begin();
+            scoring_failpoint(&self.name);
             (self.function)(input).map(Into::into)
         };
         // Lazy, so that a panic or a long computation belongs to the poll and not to the call.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 
 use crate::load::WaitingTrajectory;
-use crate::reward::{Judged, each};
+use crate::reward::{Judged, each, scoring_failpoint};
 use crate::{BoxFuture, Load, Reward, RewardInput, RewardSpec, Scope};
 
 /// A reward with a timeout and a limit on concurrent calls.
@@ -64,6 +64,7 @@ impl Limited {
         // The semaphore is never closed, so a permit always comes.
         let _permit = self.running.acquire().await;
         let _running: Vec<_> = waiting.into_iter().map(WaitingTrajectory::begin).collect();
+        scoring_failpoint(self.name());
         let late = |input: &RewardInput<'_>| Err(input.trajectory().timed_out(self.name(), self.timeout));
         match tokio::time::timeout(self.timeout, self.inner.score(inputs)).await {
             Ok(judged) => judged,

@@ -200,3 +200,10 @@ impl fmt::Display for TrajectoryRef {
         write!(f, "task {}, trajectory {}", self.task.0, self.index)
     }
 }
+
+/// Where tests delay the reward `name`, or end its process.
+pub(crate) fn scoring_failpoint(name: &str) {
+    fail::fail_point!("reward-score");
+    fail::fail_point!(&format!("reward-score:{name}"));
+    let _ = name;
+}

@@ -6,13 +6,16 @@ use dashboard::DashboardConfig;
 
 use crate::args::ViewArgs;
 use crate::failure::Failure;
+use crate::program::Program;
 use crate::run_page::open_page;
 use crate::serve::{ServerSignals, runtime, say, token};
+use crate::why;
 
 /// Serves the page until a signal stops it.
-pub(super) fn view(args: &ViewArgs) -> Result<String, Failure> {
+pub(super) fn view(args: &ViewArgs, program: &Program) -> Result<String, Failure> {
     let token = args.token_file.as_deref().map(token).transpose()?;
-    let config = DashboardConfig { listen: args.listen, token, runs: args.runs.clone() };
+    let advisor = Some(why::advisor(program));
+    let config = DashboardConfig { listen: args.listen, token, runs: args.runs.clone(), advisor };
     let needs_token = config.token.is_some();
     runtime()?.block_on(async {
         let signals = ServerSignals::listen()?;
@@ -43,7 +46,7 @@ mod tests {
             ("127.0.0.1:0", "is no run directory: it has neither `metrics.jsonl` nor `resolved.toml` nor"),
             ("0.0.0.0:0", "give a token with a token file"),
         ] {
-            let error = view(&args(listen)).unwrap_err();
+            let error = view(&args(listen), &Program::default()).unwrap_err();
             assert!(error.to_string().contains(reason), "{error}");
             assert_eq!(error.exit_code(), 2);
         }

@@ -3,10 +3,12 @@
 //!
 //! Invariant: what samplers report is bounded, also of trajectories that no step ever trains on.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use ::weights::PushCost;
+use buffer::Buffer;
+use buffer::store::CommitTime;
 use rewards::LoadCounts;
 use rollout::activity::{EpisodeTimes, PhaseSpan};
 use rollout::{Activity, WorkerPhase};
@@ -17,7 +19,7 @@ use trajectory::{GroupId, PolicyVersion};
 use super::ObserverInputs;
 use crate::timeline::{SampledTimes, TRAINER, Timeline, TimelineLine, TimelineSpan, TimelineTrajectory};
 
-/// Most episodes whose times are kept until a step trains on them.
+/// Most episodes whose times are kept until a step trains on them, and most trajectories that wait for a report of their sampler.
 const MAX_WAITING: usize = 65_536;
 /// The span that every step has, also one without anything to learn from.
 const TRAINING: &str = "forward_backward";
@@ -32,11 +34,24 @@ pub(super) struct SpanWriter {
     trajectories: usize,
     /// Times of episodes that no step has trained on, and their samplers.
     waiting: BTreeMap<(GroupId, u32), (EpisodeTimes, Arc<str>)>,
+    /// Batches of which a sampler has not reported every trajectory, oldest first.
+    unreported: VecDeque<UnreportedBatch>,
+    /// The buffer, if it is in this process.
+    buffer: Option<Arc<Buffer>>,
+}
+
+/// A batch whose last trajectory is not known yet.
+#[derive(Debug)]
+struct UnreportedBatch {
+    /// The last one of those that were reported.
+    last: Option<TimelineTrajectory>,
+    missing: Vec<TimelineTrajectory>,
 }
 
 impl SpanWriter {
-    pub(super) fn new(timeline: Arc<Timeline>, trajectories: usize) -> Self {
-        Self { timeline, trajectories, waiting: BTreeMap::new() }
+    pub(super) fn new(timeline: Arc<Timeline>, trajectories: usize, buffer: Option<Arc<Buffer>>) -> Self {
+        let (waiting, unreported) = (BTreeMap::new(), VecDeque::new());
+        Self { timeline, trajectories, waiting, unreported, buffer }
     }
 
     /// Writes down a step.
@@ -44,15 +59,81 @@ impl SpanWriter {
         let mut lines = Vec::new();
         trainer(&mut lines, inputs);
         ranks(&mut lines, inputs.step);
-        for (sampler, activity) in inputs.activity {
-            self.sampler(&mut lines, sampler, activity);
-        }
-        for (name, load) in inputs.rewards {
-            self.reward(&mut lines, name, load);
-        }
+        inputs.activity.iter().for_each(|(sampler, activity)| self.sampler(&mut lines, sampler, activity));
+        inputs.rewards.iter().for_each(|(name, load)| self.reward(&mut lines, name, load));
         lines.extend(inputs.push.map(|push| pushed(inputs.step, push)));
+        self.commits(&mut lines);
+        self.reported(&mut lines);
         self.trajectories(&mut lines, inputs.step);
         self.timeline.write(&lines);
+    }
+
+    /// Writes what samplers and rewards did, as far as no step has written it.
+    pub(super) fn late_reports(&mut self, activity: &[(String, Activity)], rewards: &[(String, LoadCounts)]) {
+        let mut lines = Vec::new();
+        activity.iter().for_each(|(sampler, activity)| self.sampler(&mut lines, sampler, activity));
+        rewards.iter().for_each(|(name, load)| self.reward(&mut lines, name, load));
+        self.timeline.write(&lines);
+    }
+
+    /// Writes what waits for reports of samplers: the run ends.
+    pub(super) fn finish(&mut self) {
+        let mut lines = Vec::new();
+        self.commits(&mut lines);
+        self.reported(&mut lines);
+        lines.extend(self.unreported.drain(..).filter_map(UnreportedBatch::line));
+        self.timeline.write(&lines);
+    }
+
+    fn commits(&self, lines: &mut Vec<TimelineLine>) {
+        for CommitTime { start, end } in self.buffer.iter().flat_map(|buffer| buffer.take_commits()) {
+            let (start, end) = (self.timeline.second(start), self.timeline.second(end));
+            let (lane, kind) = ("journal".into(), "commit");
+            lines.push(TimelineLine::Span(TimelineSpan {
+                lane,
+                kind,
+                start,
+                end,
+                ..TimelineSpan::default()
+            }));
+        }
+    }
+
+    /// The last trajectories of earlier batches whose samplers have reported by now.
+    fn reported(&mut self, lines: &mut Vec<TimelineLine>) {
+        for mut batch in std::mem::take(&mut self.unreported) {
+            for mut trajectory in std::mem::take(&mut batch.missing) {
+                let key = (trajectory.group, trajectory.index);
+                match self.waiting.remove(&key) {
+                    Some((times, sampler)) => {
+                        trajectory.start = self.timeline.second(times.admitted);
+                        trajectory.sampled = Some(self.sampled(&times, &sampler));
+                        batch.see(trajectory);
+                    }
+                    None => batch.missing.push(trajectory),
+                }
+            }
+            match batch.missing.is_empty() {
+                true => lines.extend(batch.line()),
+                false => self.unreported.push_back(batch),
+            }
+        }
+        let missing = |batches: &VecDeque<UnreportedBatch>| {
+            batches.iter().map(|batch| batch.missing.len()).sum::<usize>()
+        };
+        while missing(&self.unreported) > MAX_WAITING {
+            lines.extend(self.unreported.pop_front().and_then(UnreportedBatch::line));
+        }
+    }
+
+    fn sampled(&self, times: &EpisodeTimes, sampler: &str) -> SampledTimes {
+        SampledTimes {
+            sampled: self.timeline.second(times.sampled),
+            scored: self.timeline.second(times.scored),
+            settled: self.timeline.second(times.settled),
+            stored: self.timeline.second(times.stored),
+            sampler: sampler.to_owned(),
+        }
     }
 
     fn sampler(&mut self, lines: &mut Vec<TimelineLine>, name: &str, activity: &Activity) {
@@ -98,31 +179,23 @@ impl SpanWriter {
         }
     }
 
-    /// The first trajectories of the batch; forgets the times of all.
+    /// The first trajectories of the batch and the last that was stored; forgets the times of all.
     fn trajectories(&mut self, lines: &mut Vec<TimelineLine>, step: &StepReport) {
         let (leased, trained_from) = (step.time.leased_at, step.time.trained_from);
         let end = trained_from + step.time.forward_backward;
         // The version before the step is the one that is trained.
         let trained = PolicyVersion(step.version.0.saturating_sub(1));
-        let mut left = self.trajectories;
+        let mut written = Vec::new();
+        let mut batch = UnreportedBatch { last: None, missing: Vec::new() };
         for group in &step.groups {
             for trajectory in &group.trajectories {
                 let known = self.waiting.remove(&(group.id, trajectory.index));
-                if left == 0 {
-                    continue;
-                }
-                left -= 1;
                 let start = known.as_ref().map_or(leased, |(times, _)| self.timeline.second(times.admitted));
-                let sampled = known.map(|(times, sampler)| SampledTimes {
-                    sampled: self.timeline.second(times.sampled),
-                    scored: self.timeline.second(times.scored),
-                    stored: self.timeline.second(times.stored),
-                    sampler: sampler.to_string(),
-                });
+                let sampled = known.map(|(times, sampler)| self.sampled(&times, &sampler));
                 let mut versions: Vec<PolicyVersion> =
                     trajectory.sample.versions().iter().map(|run| run.version).collect();
                 versions.dedup();
-                lines.push(TimelineLine::Trajectory(TimelineTrajectory {
+                let line = TimelineTrajectory {
                     group: group.id,
                     index: trajectory.index,
                     step: step.version.0,
@@ -131,10 +204,46 @@ impl SpanWriter {
                     start,
                     sampled,
                     leased,
+                    last: false,
                     end,
-                }));
+                };
+                if written.len() < self.trajectories {
+                    written.push(line.clone());
+                }
+                if line.sampled.is_some() { batch.see(line) } else { batch.missing.push(line) }
             }
         }
+        if !batch.missing.is_empty() {
+            self.unreported.push_back(batch);
+        } else if let Some(last) = batch.last {
+            let same = |line: &&mut TimelineTrajectory| (line.group, line.index) == (last.group, last.index);
+            match written.iter_mut().find(same) {
+                Some(line) => line.last = true,
+                None => written.push(TimelineTrajectory { last: true, ..last }),
+            }
+        }
+        lines.extend(written.into_iter().map(TimelineLine::Trajectory));
+    }
+}
+
+impl UnreportedBatch {
+    /// Sees a trajectory that was reported. Of two that were stored together, the one that was judged last is the last.
+    fn see(&mut self, new: TimelineTrajectory) {
+        let at = |of: &TimelineTrajectory| {
+            of.sampled.as_ref().map_or((f64::NEG_INFINITY, f64::NEG_INFINITY), |at| (at.stored, at.scored))
+        };
+        let later = |known: &TimelineTrajectory| {
+            let (new, known) = (at(&new), at(known));
+            new.0.total_cmp(&known.0).then(new.1.total_cmp(&known.1)).is_gt()
+        };
+        if self.last.as_ref().is_none_or(later) {
+            self.last = Some(new);
+        }
+    }
+
+    /// The line of the last trajectory of those that were reported.
+    fn line(self) -> Option<TimelineLine> {
+        Some(TimelineLine::Trajectory(TimelineTrajectory { last: true, ..self.last? }))
     }
 }
 
@@ -235,6 +344,7 @@ fn described(phase: WorkerPhase) -> (&'static str, &'static str) {
         WorkerPhase::HandingOver => ("wait", "rewards: too many completions are being scored"),
         WorkerPhase::Applying => ("apply_weights", ""),
         WorkerPhase::Stopping => ("stop", ""),
+        WorkerPhase::Paused => ("paused", ""),
     }
 }
 

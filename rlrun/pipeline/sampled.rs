@@ -102,7 +102,7 @@ impl Run<'_> {
         let local =
             worker.map(|worker| SamplerThread::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
         let mut samplers = Samplers { local, registry, rewards };
-        let timeline = observer.open_timeline(trainer.time_s());
+        let timeline = observer.open_timeline(trainer.time_s(), own.clone());
         let status = Arc::new(RunStatus::new(self.run_dir.path()));
         observer.report_to(&status);
         // The next watchdog sees the samplers too.
@@ -119,10 +119,10 @@ impl Run<'_> {
         drop(watchdog);
         let cut_short = self.is_cut_short(&prepared);
         stop.store(true, Ordering::Relaxed);
-        let joined = samplers.join();
+        let joined = samplers.join(observer);
         // The last version is saved however the sampler ended.
         let saved = trained.is_ok().then(|| observer.sync().and_then(|()| Ok(trainer.last_checkpoint()?)));
-        samplers.stop_workers();
+        samplers.stop_workers(observer);
         last.write(&["the run has ended".to_owned()], consumer.stats().ok().as_ref(), own.as_deref());
         // An error of the sampler stops the trainer, so it is reported first.
         joined?;

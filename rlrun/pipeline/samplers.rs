@@ -12,6 +12,7 @@ use buffer::Producer;
 use rollout::{Activity, ActivityLog, Progress, RolloutError, Worker};
 
 use crate::failure::Failure;
+use crate::observe::Observer;
 use crate::workers::registry::WorkerRegistry;
 
 /// Name of the sampler of this process.
@@ -53,17 +54,19 @@ impl Samplers {
         loads
     }
 
-    /// Waits for the end of the local sampler, after its stop flag was set.
+    /// Waits for the end of the local sampler, after its stop flag was set; `observer` gets what it did until then.
     ///
     /// # Errors
     /// The error that ended it.
-    pub(super) fn join(&mut self) -> Result<(), Failure> {
+    pub(super) fn join(&mut self, observer: &mut Observer<'_>) -> Result<(), Failure> {
+        observer.late_reports(&self.take_activity(), &self.take_loads());
         self.local.take().map_or(Ok(()), SamplerThread::join)
     }
 
-    /// Notifies the workers of the end of the run and waits until they have left.
-    pub(super) fn stop_workers(self) {
+    /// Notifies the workers of the end of the run and waits until they have left; `observer` gets their last reports.
+    pub(super) fn stop_workers(&self, observer: &mut Observer<'_>) {
         self.registry.stop(LEAVING);
+        observer.late_reports(&self.take_activity(), &self.take_loads());
     }
 }
 

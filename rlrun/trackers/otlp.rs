@@ -243,8 +243,13 @@ mod tests {
             note: Some("a \"slot\"".into()),
             ..TimelineSpan::default()
         };
-        let sampled =
-            SampledTimes { sampled: 2.0, scored: 2.5, stored: 2.5, sampler: "sampler 0".to_owned() };
+        let sampled = SampledTimes {
+            sampled: 2.0,
+            scored: 2.5,
+            settled: 2.5,
+            stored: 2.5,
+            sampler: "sampler 0".to_owned(),
+        };
         let (group, versions) = (GroupId(7), Vec::new());
         vec![
             TimelineLine::Span(span("trainer", 1.0, 2.0)),
@@ -258,6 +263,7 @@ mod tests {
                 start: 1.0,
                 sampled: Some(sampled),
                 leased: 3.0,
+                last: false,
                 end: 4.0,
             }),
         ]

@@ -17,6 +17,7 @@ use buffer::http::{Client, ClientConfig};
 use model::DESCRIPTION_FILES;
 
 use super::api::{JoinReply, JoinRequest, PROTOCOL, WorkerAssignment};
+use super::pauses::PauseMonitor;
 use super::permissions::Permissions;
 use super::registry::{Heartbeat, HeartbeatReply, WorkerRole};
 use crate::args::JoinArgs;
@@ -289,11 +290,15 @@ impl HeartbeatThread {
         // Counters are sent until a heartbeat is acknowledged.
         let mut unacknowledged: Vec<(String, LoadCounts)> = Vec::new();
         let mut activity = Activity::default();
+        let pauses = PauseMonitor::start();
         loop {
             let leaves = self.over.load(Ordering::Relaxed);
             unacknowledged.extend(report.take_loads());
             activity.append(report.take_activity());
             let (doing, progress) = (report.doing(), report.progress());
+            if progress.is_some() {
+                activity.append(Activity { phases: pauses.take(), ..Activity::default() });
+            }
             let serves = report.serves();
             let rewards = unacknowledged.clone();
             let done = activity.clone();

@@ -45,6 +45,9 @@ pub struct EpisodeTimes {
     pub sampled: f64,
     /// The rewards of single trajectories had judged it.
     pub scored: f64,
+    /// The rewards of groups had judged its group, which is about to be stored.
+    #[serde(default)]
+    pub settled: f64,
     /// Its group was stored.
     pub stored: f64,
 }
@@ -73,8 +76,8 @@ impl Activity {
     pub fn bounded(mut self) -> Self {
         self.phases.retain(|span| span.start.is_finite() && span.end.is_finite() && span.start <= span.end);
         let finite = |times: &EpisodeTimes| {
-            let EpisodeTimes { admitted, sampled, scored, stored, .. } = times;
-            [admitted, sampled, scored, stored].into_iter().all(|time| time.is_finite())
+            let EpisodeTimes { admitted, sampled, scored, settled, stored, .. } = times;
+            [admitted, sampled, scored, settled, stored].into_iter().all(|time| time.is_finite())
         };
         self.episodes.retain(finite);
         let mut bounded = Self::default();

@@ -162,7 +162,8 @@ impl JudgedEpisode {
     fn times(&self) -> EpisodeTimes {
         let ScoreRequest { episode, admitted, sampled, .. } = &self.request;
         let (group, index, scored) = (episode.group, episode.index, self.scored);
-        EpisodeTimes { group, index, admitted: *admitted, sampled: *sampled, scored, stored: scored }
+        let (settled, stored) = (scored, scored);
+        EpisodeTimes { group, index, admitted: *admitted, sampled: *sampled, scored, settled, stored }
     }
 }
 
@@ -308,13 +309,15 @@ async fn judge(request: ScoreRequest, rewards: Arc<RewardSet>) -> JudgedEpisode 
 
 /// Asks the rewards that judge a group, and makes it one.
 async fn settle(judged: Vec<JudgedEpisode>, rewards: Arc<RewardSet>) -> Result<TimedGroup, RolloutError> {
-    let times = judged.iter().map(JudgedEpisode::times).collect();
+    let mut times: Vec<EpisodeTimes> = judged.iter().map(JudgedEpisode::times).collect();
     let (requests, parts): (Vec<ScoreRequest>, Vec<Option<PartScore>>) =
         judged.into_iter().map(|judged| (judged.request, judged.part)).unzip();
     let asked: Vec<bool> = parts.iter().map(Option::is_some).collect();
     let inputs: Vec<_> =
         requests.iter().zip(&asked).filter(|(_, asked)| **asked).map(|(r, _)| r.reward_input()).collect();
     let mut scores = rewards.complete(&inputs, parts.into_iter().flatten().collect()).await?.into_iter();
+    let settled = unix_seconds();
+    times.iter_mut().for_each(|times| times.settled = settled);
     let Some(first) = requests.first() else {
         return Err(RolloutError::Ended { who: "a group without trajectories" });
     };

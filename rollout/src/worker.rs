@@ -78,6 +78,8 @@ pub enum WorkerPhase {
     Applying,
     /// It stops, and waits for rewards that are still running.
     Stopping,
+    /// Its process had no processor: it was stopped, or the machine is overloaded.
+    Paused,
 }
 
 impl std::fmt::Display for WorkerPhase {
@@ -91,6 +93,7 @@ impl std::fmt::Display for WorkerPhase {
             Self::HandingOver => "waits for rewards: too many completions are being scored",
             Self::Applying => "swaps weights",
             Self::Stopping => "waits for rewards that are still running, to stop",
+            Self::Paused => "had no processor",
         })
     }
 }

@@ -541,7 +541,10 @@ impl Learner {
         let task = PlannedRows { rows, plan: &plan };
         let recorded_slots = recorded_slots(&self.model);
         let step = StepInputs { task, loss, learning_rate, recorded_slots, pool };
-        let work = |rank: &mut &mut Rank| rank.step(&step);
+        let work = |rank: &mut &mut Rank| {
+            rank.during(RankPhase::ForwardBackward, || rank_failpoint(rank));
+            rank.step(&step)
+        };
         let done = on_each(self.ranks_mut().collect(), work)?;
         let grad_norm = done.first().map_or(0.0, |step| step.grad_norm);
         let mut reports: Vec<Vec<L::Report>> = done.into_iter().map(|step| step.reports).collect();
@@ -575,4 +578,11 @@ impl Learner {
     fn ranks_mut(&mut self) -> impl Iterator<Item = &mut Rank> {
         std::iter::once(&mut self.first).chain(&mut self.others)
     }
+}
+
+/// Where tests delay or end a rank.
+fn rank_failpoint(rank: &Rank) {
+    fail::fail_point!("rank-step");
+    fail::fail_point!(&format!("rank-step:{}", rank.number()));
+    let _ = rank;
 }

@@ -238,7 +238,7 @@ impl Rank {
     }
 
     /// The rank number among all ranks.
-    fn number(&self) -> usize {
+    pub(crate) fn number(&self) -> usize {
         self.membership().map_or(0, |membership| membership.number)
     }
 

@@ -472,7 +472,6 @@ impl Trainer {
         groups: &[Arc<Group>],
         learning_rate: f32,
     ) -> Result<(BatchCounts, UpdateResult), TrainerError> {
-        fail::fail_point!("rank-step");
         let demonstrations: Vec<Option<Sample>> = match &self.auxiliary.demonstrate {
             Some(demonstrate) => {
                 let of = |group: &Arc<Group>| demonstrate(&group.task).filter(|s| self.quarantine.sees(s));

@@ -14,6 +14,7 @@ use redb::Table;
 use serde::Serialize;
 use trajectory::{GroupId, PolicyVersion};
 
+use super::commits::CommitLog;
 use super::database::PanicSafeDatabase;
 use super::open::panic_text;
 use super::tables::{KEYS, LEASES, META, ROWS, SEGMENTS};
@@ -57,6 +58,7 @@ pub(super) struct JournalWriter {
     segments: HashMap<u64, (usize, u64)>,
     next_segment: u64,
     bytes: u64,
+    commits: Arc<CommitLog>,
 }
 
 /// Completions and cache entries of a transaction, for after its commit.
@@ -110,7 +112,13 @@ impl JournalWriter {
             segments,
             next_segment,
             bytes,
+            commits: Arc::default(),
         }
+    }
+
+    /// Where the times of its commits can be taken.
+    pub(super) fn commits(&self) -> Arc<CommitLog> {
+        Arc::clone(&self.commits)
     }
 
     pub(super) fn run(mut self, requests: &Receiver<WriteRequest>) {
@@ -131,7 +139,9 @@ impl JournalWriter {
     ) -> Result<(), (WriterFailure, PendingCompletions)> {
         while let Ok(first) = requests.recv() {
             let mut pending = PendingCompletions::default();
-            if let Err(cause) = unpanicked(|| self.write_together(first, requests, &mut pending)) {
+            let commits = Arc::clone(&self.commits);
+            let timed = || commits.time(|| self.write_together(first, requests, &mut pending));
+            if let Err(cause) = unpanicked(timed) {
                 return Err((WriterFailure::Failed(cause), pending));
             }
             if let Some(found) = self.file.as_ref().and_then(|file| file.moved()) {

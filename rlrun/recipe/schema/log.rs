@@ -21,7 +21,7 @@ pub struct Log {
     // resume = changes, worker = ignored
     pub tokens: bool,
     /// Trajectories of a step whose way from slot to training is written to `timeline.jsonl`, beside what every role did; 0 writes no
-    /// timeline.
+    /// timeline. `rlrun why` reads it.
     // resume = changes, worker = ignored
     pub timeline: usize,
     /// Whether `tensorboard/` has event files: all metrics, distributions of a batch, and its first group as text. TRL
