@@ -48,7 +48,7 @@ pub(crate) fn replay_in(
         observer.initial(version, evaluation)?;
     }
     let reached = run.repeat(start, replay, until, &mut observer)?;
-    observer.finish_trackers();
+    observer.finish_logs();
     let done = reached == until;
     observer.event("end", &serde_json::json!({ "version": reached, "done": done }))?;
     Ok(done && !replay.has_ended())
