@@ -137,6 +137,24 @@ fn killed_ranks_are_replaced_from_memory_with_the_same_bits() {
     every_group_once(&run, 14, 8).unwrap();
 }
 
+/// The first rank cannot be replaced: it starts again from its checkpoint, and so do the ranks that it leaves.
+#[test]
+fn ranks_that_may_come_and_go_follow_a_run_that_is_started_again() {
+    let home = Home::new();
+    let sets = ["buffer.max_staleness=0", "trainer.steps=9", "trainer.world=2"];
+    let threads = home.small("threads", &sets);
+    let elastic = ["placement.processes=true", "trainer.ranks=processes", "trainer.elastic.snapshot_every=1"];
+    let run = home.run("elastic");
+    let mut child = home.start_small("elastic", &[&sets[..], &elastic].concat());
+    assert!(run.wait_for(Moment::Step(4), &mut child));
+    signal_process(pids(&run, "the trainer")[0], "KILL");
+    finish(child).ok();
+    assert_eq!((pids(&run, "trainer 1").len(), pids(&run, "the trainer").len()), (2, 2));
+    let weights = |run: &Run| fs::read(run.checkpoint(9).join("model/model.safetensors")).unwrap();
+    assert!(weights(&threads) == weights(&run), "the weights differ");
+    every_group_once(&run, 9, 8).unwrap();
+}
+
 /// Seconds from the death of a rank to the next step, in a run with `sets`: once for every kill.
 fn recoveries(home: &Home, name: &str, sets: &[&str], kills: u64) -> Vec<f64> {
     let run = home.run(name);

@@ -6,6 +6,7 @@
 use std::io::ErrorKind;
 use std::path::Path;
 
+use model::thread_pool::available_cores;
 use serde_json::{Map, Value};
 use simulator::{LatencyModel, LengthModel};
 
@@ -29,8 +30,8 @@ const P95: f64 = 1.645;
 /// What was measured.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Calibration {
-    /// Sequences that decode together, and seconds of their step.
-    pub decode: Vec<(f64, f64)>,
+    /// Decode steps.
+    pub decode: Vec<MeasuredDecode>,
     /// Mean context of a sequence meanwhile, tokens.
     pub decode_context: f64,
     /// Time of a prefilled token, seconds.
@@ -53,9 +54,22 @@ pub struct Calibration {
     pub sources: Vec<String>,
 }
 
+/// A decode step that was measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MeasuredDecode {
+    /// Threads that it could use.
+    pub threads: usize,
+    /// Sequences that decode together.
+    pub sequences: f64,
+    /// Seconds of the step.
+    pub seconds: f64,
+}
+
 /// A training step that was measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MeasuredTraining {
+    /// Threads that it could use.
+    pub threads: usize,
     /// Sequences.
     pub sequences: f64,
     /// Tokens of each.
@@ -104,6 +118,7 @@ impl Calibration {
         let number = |name: &str| {
             row.get(name).and_then(Value::as_f64).filter(|value| value.is_finite() && *value > 0.0)
         };
+        let threads = number("threads").map_or_else(available_cores, |threads| threads as usize);
         match measure {
             "generate" => {
                 let prefilled = number("prefill_tokens_per_s").map(|speed| 1.0 / speed);
@@ -113,13 +128,13 @@ impl Calibration {
                     // The mean over the points.
                     let points = self.decode.len() as f64;
                     self.decode_context = (self.decode_context * points + context) / (points + 1.0);
-                    self.decode.push((batch, ms / 1e3));
+                    self.decode.push(MeasuredDecode { threads, sequences: batch, seconds: ms / 1e3 });
                 }
             }
             "train" => {
                 let step = (number("sequences"), number("length"), number("seconds"));
                 if let (Some(sequences), Some(length), Some(seconds)) = step {
-                    self.training.push(MeasuredTraining { sequences, length, seconds });
+                    self.training.push(MeasuredTraining { threads, sequences, length, seconds });
                 }
             }
             _ => {
@@ -132,6 +147,19 @@ impl Calibration {
             }
         }
         Ok(())
+    }
+
+    /// Decode steps on `threads` threads, or on the most of all if it is `None`: sequences that decode together, and seconds.
+    pub(super) fn decode_on(&self, threads: Option<usize>) -> Vec<(f64, f64)> {
+        let most = self.decode.iter().map(|step| step.threads).max().unwrap_or_default();
+        let steps = self.decode.iter().filter(|step| step.threads == threads.unwrap_or(most));
+        steps.map(|step| (step.sequences, step.seconds)).collect()
+    }
+
+    /// Training steps on `threads` threads, or on the most of all if it is `None`.
+    pub(super) fn training_on(&self, threads: Option<usize>) -> Vec<MeasuredTraining> {
+        let most = self.training.iter().map(|step| step.threads).max().unwrap_or_default();
+        self.training.iter().filter(|step| step.threads == threads.unwrap_or(most)).copied().collect()
     }
 
     /// The steps of a run: lengths, rewards, weights; decoding and training where no benchmark has measured them.
@@ -173,7 +201,8 @@ impl Calibration {
             && let Some(seconds) = mean("time/forward_backward").filter(|seconds| *seconds > 0.0)
         {
             let length = length + recipe.data.max_prompt_length as f64 / 2.0;
-            self.training.push(MeasuredTraining { sequences: completions, length, seconds });
+            let threads = available_cores();
+            self.training.push(MeasuredTraining { threads, sequences: completions, length, seconds });
             self.contended = true;
         }
         if self.decode.is_empty()
@@ -182,7 +211,8 @@ impl Calibration {
             let slots = completions * (recipe.buffer.max_staleness + 1) as f64;
             let running = slots.min(recipe.rollout.max_running as f64);
             self.decode_context = length / 2.0;
-            self.decode.push((running, running / speed));
+            let (threads, seconds) = (available_cores(), running / speed);
+            self.decode.push(MeasuredDecode { threads, sequences: running, seconds });
             self.contended = true;
         }
         Ok(())

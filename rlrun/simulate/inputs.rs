@@ -2,13 +2,14 @@
 //!
 //! Invariant: a measurement wins over an estimate, and every estimate has a note with the command that measures it.
 
+use model::thread_pool::available_cores;
 use model::{Config, Layout, Recompute};
 use simulator::{
     ApplyRule, DecodeCurve, LatencyModel, LengthModel, PrefillCost, ResourceSharing, RewardService,
     SamplerFleet, Scenario, ToolCalls, TrainingCost, WeightDelivery,
 };
 
-use super::calibration::{Calibration, SHARED};
+use super::calibration::{Calibration, MeasuredTraining, SHARED};
 use super::hardware::{Hardware, HardwareKind};
 use crate::failure::Failure;
 use crate::plan::BatchPlan;
@@ -155,7 +156,7 @@ impl ScenarioInputs {
         let flops = hardware.flops_per_s.value * hardware.prefill_share.value;
         let token = work.cached / bandwidth;
         let measured =
-            DecodeCurve::measured(&self.calibration.decode, self.calibration.decode_context, token);
+            DecodeCurve::measured(&self.calibration.decode_on(None), self.calibration.decode_context, token);
         measured.unwrap_or_else(|| {
             notes.push(self.not_calibrated("decoding", "generate --sweep"));
             let first = (work.parameters * work.width / bandwidth).max(hardware.launch_s.value);
@@ -191,7 +192,7 @@ impl ScenarioInputs {
         let mut fixed_s =
             (tokens / trainer.microbatch_tokens as f64).ceil() * passes * hardware.launch_s.value;
         if let Some([measured_token, measured_square]) =
-            fitted(&self.calibration, square / token.max(f64::MIN_POSITIVE))
+            fitted(&self.calibration.training_on(None), square / token.max(f64::MIN_POSITIVE))
         {
             // What was measured is one forward and backward pass with its optimizer.
             let factor = if self.calibration.contended { 1.0 } else { passes / 3.0 };
@@ -243,14 +244,40 @@ impl ScenarioInputs {
         if !(same || cores) || self.calibration.contended {
             return ResourceSharing::Separate;
         }
-        let all = model::thread_pool::available_cores() as f64;
+        let all = available_cores() as f64;
         let of = |threads: Option<usize>| threads.map_or(1.0, |threads| (threads as f64 / all).min(1.0));
         let asked = if same {
             2.0
         } else {
             of(recipe.placement.rollout_threads) + of(recipe.placement.trainer_threads)
         };
-        ResourceSharing::Cores { sampler: asked.max(1.0), trainer: asked.max(1.0) }
+        let asked = asked.max(1.0);
+        // Beside each other both sides have half of the cores: what they lose was measured, or is what they share.
+        let half = (available_cores() / 2).max(1);
+        let [sampler, trainer] = [self.decoding_beside(recipe, half), self.training_beside(half)];
+        let measured = |factor: Option<f64>| {
+            factor.filter(|_| !same && asked >= 2.0).map_or(asked, |factor| factor.max(1.0))
+        };
+        ResourceSharing::Cores { sampler: measured(sampler), trainer: measured(trainer) }
+    }
+
+    /// Time of a decode step on `threads` threads over that on all, for half of the sequences that can run together. `None` unless both
+    /// were measured.
+    fn decoding_beside(&self, recipe: &Recipe, threads: usize) -> Option<f64> {
+        let slots = recipe.buffer.batch_groups as u64 * recipe.buffer.max_staleness.saturating_add(1);
+        let limit = (recipe.rollout.max_running as u64).min(slots * recipe.rollout.group_size as u64);
+        let context = self.calibration.decode_context;
+        let on = |threads: Option<usize>| {
+            let curve = DecodeCurve::measured(&self.calibration.decode_on(threads), context, 0.0)?;
+            Some(curve.step_s(limit as f64 / 2.0, 0.0))
+        };
+        Some(on(Some(threads))? / on(None)?)
+    }
+
+    /// Time of a training step on `threads` threads over that on all. `None` unless both were measured.
+    fn training_beside(&self, threads: usize) -> Option<f64> {
+        let on = |threads: Option<usize>| Some(fitted(&self.calibration.training_on(threads), 0.0)?[0]);
+        Some(on(Some(threads))? / on(None)?)
     }
 
     /// Factors of the times of a sampler and of the trainer that have some of the cores.
@@ -258,7 +285,7 @@ impl ScenarioInputs {
         if self.hardware.kind == HardwareKind::Gpu {
             return [1.0, 1.0];
         }
-        let all = model::thread_pool::available_cores() as f64;
+        let all = available_cores() as f64;
         let share = if recipe.placement.processes { all / (samplers as f64 + 1.0) } else { all };
         let threads = |given: Option<usize>| given.map_or(share, |threads| threads as f64).clamp(0.1, all);
         [recipe.placement.rollout_threads, recipe.placement.trainer_threads].map(|given| all / threads(given))
@@ -267,8 +294,7 @@ impl ScenarioInputs {
 
 /// Seconds of a token and of the square of a sequence's tokens, by least squares over what was measured; with steps of one length
 /// alone, in the ratio `square` that is estimated. `None` without a measurement.
-fn fitted(calibration: &Calibration, square: f64) -> Option<[f64; 2]> {
-    let steps = &calibration.training;
+fn fitted(steps: &[MeasuredTraining], square: f64) -> Option<[f64; 2]> {
     let [mut tt, mut ts, mut ss, mut ty, mut sy] = [0.0; 5];
     for step in steps {
         let (t, s) = (step.sequences * step.length, step.sequences * step.length * step.length);
@@ -292,22 +318,21 @@ fn fitted(calibration: &Calibration, square: f64) -> Option<[f64; 2]> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::calibration::MeasuredTraining;
     use super::*;
 
     #[test]
     fn two_lengths_give_both_costs_and_one_length_the_estimated_ratio() {
         let step = |sequences: f64, length: f64| MeasuredTraining {
+            threads: 2,
             sequences,
             length,
             seconds: sequences * (2e-5 * length + 1e-9 * length * length),
         };
         let training = vec![step(16.0, 1024.0), step(4.0, 8192.0), step(64.0, 128.0)];
-        let [token, square] = fitted(&Calibration { training, ..Calibration::default() }, 0.0).unwrap();
+        let [token, square] = fitted(&training, 0.0).unwrap();
         assert!((token / 2e-5 - 1.0).abs() < 1e-6 && (square / 1e-9 - 1.0).abs() < 1e-6, "{token} {square}");
-        let one = Calibration { training: vec![step(16.0, 1024.0)], ..Calibration::default() };
-        let [token, square] = fitted(&one, 5e-5).unwrap();
+        let [token, square] = fitted(&[step(16.0, 1024.0)], 5e-5).unwrap();
         assert!((token / 2e-5 - 1.0).abs() < 1e-6 && (square / 1e-9 - 1.0).abs() < 1e-6, "{token} {square}");
-        assert_eq!(fitted(&Calibration::default(), 0.0), None);
+        assert_eq!(fitted(&[], 0.0), None);
     }
 }

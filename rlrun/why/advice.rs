@@ -33,7 +33,7 @@ const STEPS: [u64; 2] = [6, 30];
 const MIN_GAIN: f64 = 0.02;
 /// Share of the time from which a resource is worth a change that is not predicted.
 const MIN_SHARE: f64 = 0.1;
-/// A simulated step that differs more from the measured one is said to.
+/// A simulation whose step differs more from the measured one predicts nothing for the run.
 const FAR_OFF: f64 = 0.25;
 
 /// A change of a recipe.
@@ -118,9 +118,9 @@ impl Advice {
         };
         let (simulated_s, measured_s) = (base.step_s.p50, explanation.median_step_s);
         if (simulated_s / measured_s.max(f64::MIN_POSITIVE) - 1.0).abs() > FAR_OFF {
-            self.notes.push(format!(
-                "the simulated step takes {simulated_s:.3} s and the median measured one {measured_s:.3} s: gains are those of the \
-                 simulation"
+            return self.notes.push(format!(
+                "nothing is predicted: simulated as it was, a step of this run takes {simulated_s:.3} s, and the median measured one \
+                 {measured_s:.3} s"
             ));
         }
         for change in candidates(recipe) {

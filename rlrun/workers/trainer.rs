@@ -5,7 +5,7 @@
 //! run's recipe, and opens no file that the recipe names.
 
 use std::collections::BTreeMap;
-use std::net::ToSocketAddrs;
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -29,6 +29,9 @@ use crate::signals::{Signals, end_with_parent};
 /// Purpose of the key derivation: the shared secret of the ranks.
 pub(crate) const MEETING: &str = "rlrun 2026 meeting of the ranks of a trainer";
 
+/// Longest time to reach the first rank again.
+const REACHED: Duration = Duration::from_secs(5);
+
 /// Follows the first rank until the run ends.
 ///
 /// # Errors
@@ -48,7 +51,8 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
         Failure::Argument(format!("the run sent `deadlines.wait_s` = {}: {error}", recipe.deadlines.wait_s))
     })?;
     let secret = derived(membership.token(), MEETING).unwrap_or_default();
-    let collective = meet(&membership, &secret, rank, wait)?;
+    let place = meeting_place(&membership)?;
+    let collective = tcp::join(place, secret.as_bytes(), rank, wait).map_err(|error| lost(error.into()))?;
     let number = Arc::new(AtomicUsize::new(0));
     membership.start_heartbeat(RankReport { rank: Arc::clone(&number) }, Arc::clone(&stop))?;
     let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
@@ -57,7 +61,7 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
     let mut next = Some(collective);
     let is_elastic = recipe.trainer.elastic.snapshot_every > 0;
     let followed = loop {
-        let collective = match next.take().map_or_else(|| meet(&membership, &secret, None, wait), Ok) {
+        let collective = match next.take().map_or_else(|| join_again(place, &secret, wait), Ok) {
             Ok(collective) => collective,
             Err(error) => break Err(error),
         };
@@ -117,13 +121,8 @@ fn rank(
     if (1..world).contains(&rank) { Ok(Some(rank)) } else { Err(refused(&said, rank)) }
 }
 
-/// Connects to the other ranks, on the host that serves the run.
-fn meet(
-    membership: &Membership,
-    secret: &str,
-    rank: Option<usize>,
-    wait: Duration,
-) -> Result<tcp::Tcp, Failure> {
+/// Where the ranks meet, on the host that serves the run.
+fn meeting_place(membership: &Membership) -> Result<SocketAddr, Failure> {
     let url = membership.url();
     let port = membership.joined.ranks.unwrap_or_default();
     let authority = url.split_once("://").map_or(url, |(_, rest)| rest).trim_end_matches('/');
@@ -132,10 +131,15 @@ fn meet(
         what: format!("find the host {host}, where ranks meet"),
         source,
     })?;
-    let Some(place) = places.next() else {
-        return Err(Failure::Argument(format!("the host {host} of {url} has no address")));
-    };
-    tcp::join(place, secret.as_bytes(), rank, wait).map_err(|error| lost(error.into()))
+    places.next().ok_or_else(|| Failure::Argument(format!("the host {host} of {url} has no address")))
+}
+
+/// Joins the next group of ranks as any of them.
+fn join_again(place: SocketAddr, secret: &str, wait: Duration) -> Result<tcp::Tcp, Failure> {
+    // A run that was started again meets elsewhere: this process is started again too.
+    TcpStream::connect_timeout(&place, REACHED)
+        .map_err(|error| Failure::Requeue(format!("the first rank no longer listens at {place}: {error}")))?;
+    tcp::join(place, secret.as_bytes(), None, wait).map_err(|error| lost(error.into()))
 }
 
 /// The heartbeat report of a rank.
