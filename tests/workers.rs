@@ -109,6 +109,9 @@ fn killed_ranks_are_replaced_from_memory_with_the_same_bits() {
         "trainer.elastic.snapshot_every=2",
         // No checkpoint but the last.
         "checkpoint.interval=0",
+        // Both gather the weights in every step.
+        "eval.interval=1",
+        "log.schedule=true",
     ];
     let run = home.run("elastic");
     let mut child = home.start_small("elastic", &[&sets[..], &elastic].concat());

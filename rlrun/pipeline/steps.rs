@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use buffer::Buffer;
 use rollout::{Activity, Progress};
-use trainer::{StepReport, Trainer};
+use trainer::{StepReport, Trainer, TrainerError};
 
 use super::Run;
 use super::admission::AdaptedAdmission;
@@ -60,6 +60,14 @@ impl StepFollower for ScheduleRecorder {
     }
 }
 
+/// The error of the trainer in a failure.
+fn of_trainer(failure: &Failure) -> Option<&TrainerError> {
+    match failure {
+        Failure::Trainer(error) => Some(error),
+        _ => None,
+    }
+}
+
 impl Run<'_> {
     /// Runs the training steps and measures each; evaluates where it is due. Returns the evaluation of the last version.
     pub(super) fn steps(
@@ -90,7 +98,9 @@ impl Run<'_> {
             self.progress.reach(trainer.version());
             let due = version == steps || (interval > 0 && version.is_multiple_of(interval));
             let before = trainer.time_s();
-            let evaluation = if due && !self.signals.stop_requested() { evaluate(trainer)? } else { None };
+            let wanted = due && !self.signals.stop_requested();
+            let evaluation =
+                if wanted { trainer.with_ranks(of_trainer, |trainer| evaluate(trainer))? } else { None };
             let evaluated = evaluation.is_some().then(|| before..trainer.time_s());
             self.progress.enter(TrainerPhase::Writing);
             let now = samplers.progress();
@@ -103,8 +113,10 @@ impl Run<'_> {
             let ahead =
                 admission.as_mut().map(|admission| admission.after(&step, step_s, observer)).transpose()?;
             let (activity, time_s) = (samplers.take_activity(), trainer.time_s());
-            let made = MadeStep { step: &step, trainer, activity: &activity, time_s };
-            let goes_on = follower.as_mut().map_or(Ok(true), |follower| follower.after(&made))?;
+            let goes_on = trainer.with_ranks(of_trainer, |trainer| {
+                let made = MadeStep { step: &step, trainer, activity: &activity, time_s };
+                follower.as_mut().map_or(Ok(true), |follower| follower.after(&made))
+            })?;
             observer.step(&ObserverInputs {
                 step: &step,
                 push: weights.last()?,
@@ -136,7 +148,7 @@ impl Run<'_> {
         }
         if last.is_none() && !self.signals.stop_requested() {
             // A run that was resumed after its last step has not been evaluated yet.
-            last = evaluate(trainer)?;
+            last = trainer.with_ranks(of_trainer, |trainer| evaluate(trainer))?;
             last.iter().try_for_each(|of| observer.late(trainer.version(), trainer.time_s(), of))?;
         }
         Ok(last)

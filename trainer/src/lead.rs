@@ -180,7 +180,7 @@ impl Leader {
         Ok(())
     }
 
-    /// Sends the followers away to join the next group of ranks.
+    /// Ends this group of ranks; the followers join the next one.
     ///
     /// # Errors
     /// If one of them is gone.

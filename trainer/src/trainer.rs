@@ -280,7 +280,8 @@ impl Trainer {
         let learning_rate = self.config.schedule.at(self.version.0);
         let updates_before = self.learner.updates();
         self.publisher.drop_taken()?;
-        let (counts, updated) = self.with_ranks(|trainer| trainer.update(&lease.groups, learning_rate))?;
+        let (counts, updated) =
+            self.with_ranks(Some, |trainer| trainer.update(&lease.groups, learning_rate))?;
         let UpdateResult { sums, grad_norm, critic, tokens, began, ranks } = updated;
         time.updated_from = time.trained_from + began.map_or(0.0, |began| (began - clock).as_secs_f64());
         fail::fail_point!("after-optimizer");
@@ -295,7 +296,7 @@ impl Trainer {
         self.colocation.iter().for_each(Colocation::release);
         let clock = Instant::now();
         self.remember(&lease.groups, learning_rate);
-        self.with_ranks(|trainer| trainer.publish())?;
+        self.with_ranks(Some, |trainer| trainer.publish())?;
         time.weight_sync = clock.elapsed().as_secs_f64();
         self.snapshot_if_due()?;
         let (quarantined, quarantined_groups) = self.quarantine.take();
@@ -366,7 +367,7 @@ impl Trainer {
         if let Some(colocation) = &mut self.colocation {
             colocation.wake(networks(&mut self.learner, &mut self.auxiliary))?;
         }
-        self.with_ranks(Self::take_snapshot)?;
+        self.with_ranks(Some, Self::take_snapshot)?;
         let updates = self.learner.updates();
         let critic = self.auxiliary.critic.as_ref().and_then(|critic| critic.network.as_ref());
         let state = TrainerState {

@@ -60,7 +60,7 @@ impl Ledger {
         if !self.config.replays() {
             slots = slots.min(self.capacity_through(self.last_step_of(served)));
         }
-        slots.saturating_sub(self.spared()).saturating_sub(self.flights.len() + self.pool.len())
+        slots.saturating_sub(self.reserved_slots()).saturating_sub(self.flights.len() + self.pool.len())
     }
 
     /// Admits groups as a bound on staleness of `versions` would. Leases keep the bound of the configuration, which is at least as
@@ -70,7 +70,7 @@ impl Ledger {
     }
 
     /// Slots that admission leaves free.
-    fn spared(&self) -> usize {
+    fn reserved_slots(&self) -> usize {
         let versions = usize::try_from(self.config.max_staleness - self.ahead).unwrap_or(usize::MAX);
         versions.saturating_mul(self.config.batch_groups)
     }

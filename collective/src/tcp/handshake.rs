@@ -5,9 +5,9 @@
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Deadline of one message of the handshake.
+/// Deadline of the handshake, on the side that waits for processes.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 /// First bytes of a connection: the version of the protocol.
 const MAGIC: [u8; 8] = *b"rlruncl1";
@@ -79,8 +79,9 @@ impl Hello {
     /// Receives the message of a process; an error of kind `PermissionDenied` if it does not know the secret.
     pub(super) fn receive(stream: &mut TcpStream, secret: &Secret) -> io::Result<Self> {
         set_timeouts(stream)?;
+        let until = Instant::now() + PATIENCE;
         let mut hello = [0; HELLO];
-        stream.read_exact(&mut hello)?;
+        read_by(until, stream, &mut hello)?;
         if hello[..8] != MAGIC {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no rank of this rlrun"));
         }
@@ -88,7 +89,7 @@ impl Hello {
         stream.write_all(&nonce)?;
         stream.write_all(secret.proof(&[b"accepts", &hello, &nonce]).as_bytes())?;
         let mut proof = [0; PROOF];
-        stream.read_exact(&mut proof)?;
+        read_by(until, stream, &mut proof)?;
         if secret.proof(&[b"joins", &hello, &nonce]) != proof {
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it does not know the secret"));
         }
@@ -97,6 +98,25 @@ impl Hello {
         let rank = Some(u32::from_le_bytes(rank)).filter(|rank| *rank != ANY).map(|rank| rank as usize);
         Ok(Self { rank, port: u16::from_le_bytes(port) })
     }
+}
+
+/// Fills `buffer` before `until`, however few bytes arrive at a time.
+fn read_by(until: Instant, stream: &mut TcpStream, buffer: &mut [u8]) -> io::Result<()> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_read_timeout(Some(left))?;
+        match stream.read(&mut buffer[filled..]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => filled += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    stream.set_read_timeout(Some(PATIENCE))
 }
 
 fn set_timeouts(stream: &TcpStream) -> io::Result<()> {

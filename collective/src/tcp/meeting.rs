@@ -1,10 +1,10 @@
 //! Ranks that wait at the address of rank 0 until it makes a group of them, again and again while a run goes on.
 //!
 //! Invariant: a connection waits here only after its process has shown that it knows the secret, and is forgotten when the
-//! process closes it. A thread takes connections, so a process that joins waits for no step of rank 0.
+//! process closes it. Threads take connections, so a process that joins waits for no step of rank 0.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -16,6 +16,8 @@ use crate::mesh::Mesh;
 
 /// Between two looks at whether the meeting is over.
 const POLL: Duration = Duration::from_millis(100);
+/// Handshakes at a time; more connections are closed, and their processes try again.
+const MAX_HANDSHAKES: usize = 32;
 
 /// Where processes join rank 0 at any time.
 #[derive(Debug)]
@@ -32,6 +34,8 @@ struct WaitingRanks {
     /// Notified when there is another connection.
     came: Condvar,
     is_over: AtomicBool,
+    /// Handshakes in progress.
+    handshakes: AtomicUsize,
 }
 
 impl Meeting {
@@ -111,21 +115,38 @@ impl Drop for Meeting {
 }
 
 impl WaitingRanks {
-    fn take_all(&self, listener: &TcpListener, secret: &Secret) {
+    /// Takes connections, each on a thread of its own, so that one that says nothing delays no other.
+    fn take_all(self: &Arc<Self>, listener: &TcpListener, secret: &Secret) {
         while !self.is_over.load(Ordering::Relaxed) {
             // A connection that cannot be accepted is tried again by its process.
-            let Ok(Some(mut stream)) = accept(listener, Instant::now() + POLL) else {
+            let Ok(Some(stream)) = accept(listener, Instant::now() + POLL) else {
                 std::thread::sleep(POLL / 10);
                 continue;
             };
-            let Ok(hello) = Hello::receive(&mut stream, secret) else { continue };
-            let mut connections = self.open_connections();
-            if connections.len() < MAX_WORLD {
-                connections.push((hello, stream));
+            if self.handshakes.fetch_add(1, Ordering::Relaxed) >= MAX_HANDSHAKES {
+                self.handshakes.fetch_sub(1, Ordering::Relaxed);
+                continue;
             }
-            drop(connections);
-            self.came.notify_all();
+            let (shared, known) = (Arc::clone(self), secret.clone());
+            let take = move || {
+                shared.take(stream, &known);
+                shared.handshakes.fetch_sub(1, Ordering::Relaxed);
+            };
+            if std::thread::Builder::new().name("rank-handshake".to_owned()).spawn(take).is_err() {
+                self.handshakes.fetch_sub(1, Ordering::Relaxed);
+            }
         }
+    }
+
+    /// Lets a process wait, once it has shown that it knows the secret.
+    fn take(&self, mut stream: TcpStream, secret: &Secret) {
+        let Ok(hello) = Hello::receive(&mut stream, secret) else { return };
+        let mut connections = self.open_connections();
+        if connections.len() < MAX_WORLD {
+            connections.push((hello, stream));
+        }
+        drop(connections);
+        self.came.notify_all();
     }
 
     /// The connections whose processes have not closed them.

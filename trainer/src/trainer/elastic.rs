@@ -120,18 +120,23 @@ impl Trainer {
         })
     }
 
-    /// Does `work` again, with the ranks that are there, after every loss of a rank.
+    /// Does `work` again, with the ranks that are there, after every loss of a rank. `of` is the error of the trainer in one of `work`.
     ///
     /// # Errors
     /// That of `work`, if no rank was lost or the trainer is not elastic; too few ranks; losses in every attempt.
-    pub(super) fn with_ranks<T>(
+    pub fn with_ranks<T, E: From<TrainerError>>(
         &mut self,
-        mut work: impl FnMut(&mut Self) -> Result<T, TrainerError>,
-    ) -> Result<T, TrainerError> {
+        of: impl Fn(&E) -> Option<&TrainerError>,
+        mut work: impl FnMut(&mut Self) -> Result<T, E>,
+    ) -> Result<T, E> {
         loop {
-            match work(self) {
-                Err(error) if self.may_continue_after(&error) => self.regroup(Some(&error), usize::MAX)?,
+            let error = match work(self) {
+                Err(error) => error,
                 done => return done,
+            };
+            match of(&error).filter(|error| self.may_continue_after(error)) {
+                Some(lost) => self.regroup(Some(lost), usize::MAX)?,
+                None => return Err(error),
             }
         }
     }
@@ -147,7 +152,7 @@ impl Trainer {
         if most <= world {
             return Ok(());
         }
-        self.with_ranks(Self::take_snapshot)?;
+        self.with_ranks(Some, Self::take_snapshot)?;
         if let Some(remote) = self.learner.remote() {
             // A rank that is lost meanwhile does not join.
             let _ = remote.leader().regroup();
@@ -169,7 +174,7 @@ impl Trainer {
     pub(super) fn snapshot_if_due(&mut self) -> Result<(), TrainerError> {
         let every = self.elastic.as_ref().map_or(0, |elastic| elastic.config.snapshot_every);
         if every > 0 && self.version.0.is_multiple_of(every) {
-            self.with_ranks(Self::take_snapshot)?;
+            self.with_ranks(Some, Self::take_snapshot)?;
         }
         Ok(())
     }
