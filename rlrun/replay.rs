@@ -26,7 +26,7 @@ use crate::pipeline::{self, RunOptions};
 use crate::program::Program;
 use crate::recipe::{Model, Origins, Recipe};
 use crate::report::{Report, Style};
-use crate::run_dir::{RecipeTexts, RunDir};
+use crate::run_dir::{RecipeTexts, RunDir, RunDirError};
 use crate::schedule::build_id;
 
 pub(crate) use arm::ArmBounds;
@@ -64,7 +64,7 @@ pub(crate) fn run(args: &ReplayArgs, program: &Program) -> Result<String, Failur
             None => {
                 let given = std::fs::read_to_string(args.run.join("recipe.toml")).unwrap_or_default();
                 let texts = RecipeTexts { given: &given, resolved: &resolved };
-                let made = RunDir::create(&place, texts)?;
+                let made = RunDir::create(&place, texts).map_err(taken)?;
                 if from != PolicyVersion(0) {
                     copy_state(&args.run, &place, from, recipe)?;
                 }
@@ -136,6 +136,17 @@ fn place(args: &ReplayArgs) -> Result<PathBuf, Failure> {
         )));
     }
     Ok(place)
+}
+
+/// `error`; a replay is not resumed.
+fn taken(error: RunDirError) -> Failure {
+    match error {
+        RunDirError::NotEmpty { path } => Failure::Argument(format!(
+            "run directory `{}` is not empty; remove it, or choose another for the replay with --run-dir",
+            path.display()
+        )),
+        other => other.into(),
+    }
 }
 
 /// Copies what a resume from step `from` reads.

@@ -60,7 +60,7 @@ struct Differences {
 
 impl Differences {
     /// Says that only `run` has `what` of `steps`, if there are any.
-    fn only_in(&mut self, run: &Path, what: &str, steps: Vec<u64>) {
+    fn only_in(&mut self, run: &Path, what: &str, steps: &[u64]) {
         if let (Some(first), Some(last)) = (steps.first(), steps.last()) {
             let (count, run) = (steps.len(), run.display());
             self.not_compared.push(format!("{what} {first} to {last} ({count}): only {run} has them"));
@@ -300,8 +300,8 @@ fn metrics_by_step(run: &Path) -> BTreeMap<u64, Map<String, Value>> {
 fn metrics(runs: [&Path; 2], found: &mut Differences) {
     let [first, second] = runs.map(metrics_by_step);
     for (run, own, other) in [(runs[0], &first, &second), (runs[1], &second, &first)] {
-        let alone = own.keys().filter(|step| !other.contains_key(step)).copied().collect();
-        found.only_in(run, "metrics of steps", alone);
+        let alone: Vec<u64> = own.keys().filter(|step| !other.contains_key(step)).copied().collect();
+        found.only_in(run, "metrics of steps", &alone);
     }
     let (mut compared, mut last, mut alone) = (0, 0, BTreeSet::new());
     let mut difference = None;
@@ -309,7 +309,7 @@ fn metrics(runs: [&Path; 2], found: &mut Differences) {
         let Some(other) = second.get(step) else { continue };
         let is_compared = |name: &&String| COMPARED.iter().any(|of| name.starts_with(of));
         let missing = other.keys().filter(|name| !line.contains_key(*name));
-        alone.extend({ missing }.filter(is_compared));
+        alone.extend(missing.filter(is_compared));
         for (name, value) in line.iter().filter(|(name, _)| is_compared(name)) {
             let Some(of_other) = other.get(name) else {
                 alone.insert(name);
@@ -343,7 +343,8 @@ fn checkpoints(runs: [&Path; 2], found: &mut Differences) -> Result<(), Failure>
     let [first, second] = runs.map(|run| trainer::checkpoint::list(&run.join("checkpoints")));
     for (run, own, other) in [(runs[0], &first, &second), (runs[1], &second, &first)] {
         let alone = own.iter().filter(|version| !other.contains(version));
-        found.only_in(run, "checkpoints of steps", alone.map(|version| version.0).collect());
+        let alone: Vec<u64> = alone.map(|version| version.0).collect();
+        found.only_in(run, "checkpoints of steps", &alone);
     }
     let common: Vec<PolicyVersion> = first.into_iter().filter(|version| second.contains(version)).collect();
     let Some(last) = common.last() else {

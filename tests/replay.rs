@@ -164,6 +164,9 @@ fn a_replay_that_is_interrupted_says_what_it_has_compared() {
     ] {
         assert!(done.stderr.contains(part), "`{part}` is missing in:\n{}", done.stderr);
     }
+    let again =
+        home.rlrun(&["replay", "run", "-q"]).refused(&["choose another for the replay with --run-dir"]);
+    assert!(!again.contains("rlrun resume"), "{again}");
     assert!(
         !done.stderr.contains("rlrun resume") && !done.stdout.contains(" bit for bit: "),
         "{}",
