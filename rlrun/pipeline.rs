@@ -166,6 +166,8 @@ struct Run<'a> {
     progress: Arc<TrainerProgress>,
     /// Whether the policy is evaluated where the recipe says so.
     evaluates: bool,
+    /// Whether it repeats a recorded run. A replay that was stopped is not resumed.
+    is_replay: bool,
 }
 
 /// The archive that the recipe names. Its lead is replaced once training can start.
@@ -237,6 +239,7 @@ impl<'a> Run<'a> {
             peers: Arc::default(),
             progress: Arc::default(),
             evaluates: true,
+            is_replay: false,
         })
     }
 }

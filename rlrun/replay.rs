@@ -26,12 +26,13 @@ use crate::pipeline::{self, RunOptions};
 use crate::program::Program;
 use crate::recipe::{Model, Origins, Recipe};
 use crate::report::{Report, Style};
-use crate::run_dir::{RecipeTexts, RunDir};
+use crate::run_dir::{RecipeTexts, RunDir, RunDirError};
 use crate::schedule::build_id;
 
 pub(crate) use arm::ArmBounds;
 pub(crate) use batches::RecordedBatches;
 pub(crate) use comparison::{RunReplay, SampledAgain};
+pub(crate) use recorded::measured_times;
 use recorded::{RecordedPart, RecordedRun};
 
 /// Directories of a run that its checkpoints refer to, beside the model that the run made.
@@ -40,7 +41,7 @@ const NEEDED: [&str; 2] = ["checkpoints/base", "reference"];
 /// Replays the run that `args` name. Returns what was compared.
 ///
 /// # Errors
-/// A schedule that cannot be used, a setting that cannot be replayed, the first difference.
+/// A schedule that cannot be used, a setting that cannot be replayed, the first difference, a replay that was stopped.
 pub(crate) fn run(args: &ReplayArgs, program: &Program) -> Result<String, Failure> {
     let recorded = RecordedRun::open(&args.run)?;
     let from = first_step(args, &recorded)?;
@@ -50,7 +51,7 @@ pub(crate) fn run(args: &ReplayArgs, program: &Program) -> Result<String, Failur
         parts.iter().map(|part| settings::recipe(part, args, &program)).collect::<Result<_, _>>()?;
     let report = Report::new(Style::detect(args.loudness.quiet, program.environment()));
     let report = std::sync::Arc::new(report.wide(args.loudness.width));
-    let place = args.run_dir.clone().unwrap_or_else(|| default_place(&args.run, !args.what_if.is_empty()));
+    let place = place(args)?;
     let hub = HuggingFace::of(&program);
     let mut run_dir = None;
     let bounds = ArmBounds { max_kl: args.max_kl, min_ess: args.min_ess, keep_going: args.keep_going };
@@ -63,7 +64,7 @@ pub(crate) fn run(args: &ReplayArgs, program: &Program) -> Result<String, Failur
             None => {
                 let given = std::fs::read_to_string(args.run.join("recipe.toml")).unwrap_or_default();
                 let texts = RecipeTexts { given: &given, resolved: &resolved };
-                let made = RunDir::create(&place, texts)?;
+                let made = RunDir::create(&place, texts).map_err(taken)?;
                 if from != PolicyVersion(0) {
                     copy_state(&args.run, &place, from, recipe)?;
                 }
@@ -80,7 +81,7 @@ pub(crate) fn run(args: &ReplayArgs, program: &Program) -> Result<String, Failur
             break;
         }
     }
-    Ok(replay.summary(&args.run, &place))
+    replay.summary(&args.run, &place, recorded.last)
 }
 
 /// The version that the replay begins at.
@@ -114,11 +115,38 @@ fn first_step(args: &ReplayArgs, recorded: &RecordedRun) -> Result<PolicyVersion
     Ok(from)
 }
 
-/// The directory of a replay beside the run.
-fn default_place(run: &Path, is_arm: bool) -> PathBuf {
-    let mut name = run.file_name().unwrap_or_default().to_owned();
-    name.push(if is_arm { "-what-if" } else { "-replay" });
-    run.with_file_name(name)
+/// The directory of a replay: beside the run by default, and never in it.
+fn place(args: &ReplayArgs) -> Result<PathBuf, Failure> {
+    let system = |source| Failure::System { what: format!("find {}", args.run.display()), source };
+    let run = args.run.canonicalize().map_err(system)?;
+    let place = args.run_dir.clone().unwrap_or_else(|| {
+        // `.` and `..` have no name.
+        let named = if args.run.file_name().is_some() { &args.run } else { &run };
+        let mut name = named.file_name().unwrap_or_default().to_owned();
+        name.push(if args.what_if.is_empty() { "-replay" } else { "-what-if" });
+        named.with_file_name(name)
+    });
+    // The last directories of it may not exist yet.
+    let absolute = std::path::absolute(&place).map_err(system)?;
+    let existing = absolute.ancestors().find_map(|above| above.canonicalize().ok());
+    if existing.is_some_and(|existing| existing.starts_with(&run)) {
+        return Err(Failure::Argument(format!(
+            "{} is in the recorded run, in which a replay writes nothing; choose another directory with --run-dir",
+            place.display()
+        )));
+    }
+    Ok(place)
+}
+
+/// `error`; a replay is not resumed.
+fn taken(error: RunDirError) -> Failure {
+    match error {
+        RunDirError::NotEmpty { path } => Failure::Argument(format!(
+            "run directory `{}` is not empty; remove it, or choose another for the replay with --run-dir",
+            path.display()
+        )),
+        other => other.into(),
+    }
 }
 
 /// Copies what a resume from step `from` reads.
@@ -136,14 +164,16 @@ fn copy_state(run: &Path, place: &Path, from: PolicyVersion, recipe: &Recipe) ->
     Ok(())
 }
 
+/// Copies the regular files under a directory.
 fn copy_directory(from: &Path, to: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(to)?;
     for entry in std::fs::read_dir(from)? {
         let entry = entry?;
         let (source, target) = (entry.path(), to.join(entry.file_name()));
-        if entry.file_type()?.is_dir() {
+        let kind = entry.file_type()?;
+        if kind.is_dir() {
             copy_directory(&source, &target)?;
-        } else {
+        } else if kind.is_file() {
             std::fs::copy(&source, &target)?;
         }
     }

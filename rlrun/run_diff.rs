@@ -2,10 +2,13 @@
 //!
 //! Invariant: files are only read. What only one run has is named, and never counts as equal.
 
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::ModelDirectory;
+use model::{ModelDirectory, Parameters};
 use serde_json::{Map, Value};
 use trajectory::{Group, PolicyVersion, Trajectory};
 
@@ -13,12 +16,16 @@ use crate::args::DiffArgs;
 use crate::failure::Failure;
 use crate::program::Program;
 use crate::recipe::Recipe;
+use crate::replay::measured_times;
 use crate::run_dir::RunDirError;
-use crate::schedule::{self, ScheduleReader, ScheduleRecord, StepRecord, TrainedTensors};
+use crate::schedule::{self, ScheduleError, ScheduleReader, ScheduleRecord, StepRecord, TrainedTensors};
 
 /// Metrics that follow from tokens, rewards and weights, by what their names begin with.
 const COMPARED: [&str; 7] =
     ["reward/mean", "loss/", "optim/", "entropy", "kl/", "completions/", "eval/accuracy"];
+
+/// Bytes of a file that are compared at a time.
+const CHUNK: usize = 1 << 20;
 
 /// Keys that change nothing that is compared, by what they begin with.
 const APART: [&str; 3] = ["name", "log.", "dashboard."];
@@ -31,7 +38,12 @@ pub(crate) fn run(args: &DiffArgs, program: &Program) -> Result<String, Failure>
     let runs = [args.first.as_path(), args.second.as_path()];
     let mut found = Differences::default();
     recipes(runs, program, &mut found)?;
-    schedules(runs, &mut found)?;
+    match schedules(runs, &mut found) {
+        Err(Failure::Schedule(error @ ScheduleError::Foreign { .. })) => {
+            found.not_compared.push(format!("trajectories and the weights of every step: {error}"));
+        }
+        compared => compared?,
+    }
     metrics(runs, &mut found);
     checkpoints(runs, &mut found)?;
     Ok(found.text(runs))
@@ -47,6 +59,14 @@ struct Differences {
 }
 
 impl Differences {
+    /// Says that only `run` has `what` of `steps`, if there are any.
+    fn only_in(&mut self, run: &Path, what: &str, steps: &[u64]) {
+        if let (Some(first), Some(last)) = (steps.first(), steps.last()) {
+            let (count, run) = (steps.len(), run.display());
+            self.not_compared.push(format!("{what} {first} to {last} ({count}): only {run} has them"));
+        }
+    }
+
     fn text(&self, runs: [&Path; 2]) -> String {
         let [first, second] = runs.map(Path::display);
         let mut lines = Vec::new();
@@ -78,16 +98,21 @@ fn recipes(runs: [&Path; 2], program: &Program, found: &mut Differences) -> Resu
         }
     }
     let [first, second] = &recipes[..] else { return Ok(()) };
-    let changes: Vec<String> = first
-        .changes_to(second)
-        .into_iter()
-        .filter(|change| !APART.iter().any(|section| change.key.starts_with(section)))
-        .map(|change| change.to_string())
-        .collect();
-    if changes.is_empty() {
+    let changes = first.changes_to(second);
+    let is_apart = |key: &str| APART.iter().any(|section| key.starts_with(section));
+    let (apart, changes): (Vec<_>, Vec<_>) = changes.iter().partition(|change| is_apart(&change.key));
+    if !apart.is_empty() {
+        let keys: Vec<&str> = apart.iter().map(|change| change.key.as_str()).collect();
+        let what = format!("recipe keys that change nothing else: {}", keys.join(", "));
+        found.not_compared.push(what);
+    }
+    if !changes.is_empty() {
+        let changes: Vec<String> = changes.iter().map(|change| change.to_string()).collect();
+        found.different.push(format!("recipe: {}", changes.join(", ")));
+    } else if apart.is_empty() {
         found.equal.push("all keys of the recipes".to_owned());
     } else {
-        found.different.push(format!("recipe: {}", changes.join(", ")));
+        found.equal.push("all other keys of the recipes".to_owned());
     }
     Ok(())
 }
@@ -95,6 +120,9 @@ fn recipes(runs: [&Path; 2], program: &Program, found: &mut Differences) -> Resu
 /// The steps of a schedule, one by one.
 struct ScheduleSteps {
     reader: ScheduleReader,
+    path: PathBuf,
+    /// When the steps of the run ended, by its metrics.
+    times: BTreeMap<u64, f64>,
     /// The tensors of the last start, and the version before the first step.
     tensors: TrainedTensors,
     first: Option<PolicyVersion>,
@@ -102,14 +130,21 @@ struct ScheduleSteps {
 
 impl ScheduleSteps {
     fn open(run: &Path) -> Result<Self, Failure> {
-        let reader = ScheduleReader::open(&schedule::path(run))?;
-        Ok(Self { reader, tensors: TrainedTensors::default(), first: None })
+        let path = schedule::path(run);
+        let (reader, times) = (ScheduleReader::open(&path)?, measured_times(run));
+        Ok(Self { reader, path, times, tensors: TrainedTensors::default(), first: None })
     }
 
     fn next(&mut self) -> Result<Option<StepRecord>, Failure> {
         while let Some(record) = self.reader.next()? {
             match record {
-                ScheduleRecord::Step(step) => return Ok(Some(*step)),
+                ScheduleRecord::Step(step) => {
+                    let (version, time) = (step.version.0, step.numbers.time_s);
+                    if self.times.get(&version).is_some_and(|measured| *measured != time) {
+                        return Err(ScheduleError::other_time(&self.path, version).into());
+                    }
+                    return Ok(Some(*step));
+                }
                 ScheduleRecord::Start(start) => {
                     self.first.get_or_insert(start.version);
                     self.tensors = start.tensors;
@@ -205,13 +240,8 @@ fn step_difference(one: &StepRecord, other: &StepRecord, tensors: &TrainedTensor
     }
     let names = TrainedTensors { names: tensors.names.clone(), digests: one.tensors.digests.clone() };
     let name = names.first_difference(&other.tensors)?;
-    let (a, b) = (&one.numbers, &other.numbers);
-    let numbers =
-        [("learning rate", a.learning_rate, b.learning_rate), ("gradient norm", a.grad_norm, b.grad_norm)];
-    let differ = numbers.iter().filter(|(_, a, b)| a.to_bits() != b.to_bits());
-    let shown: String =
-        differ.map(|(what, a, b)| format!("; {what} {a:?} and {b:?}, {:.3e} apart", (a - b).abs())).collect();
-    Some(format!("the weights differ after it, first `{name}`{shown}"))
+    let numbers = one.numbers.differences(&other.numbers);
+    Some(format!("the weights differ after it, first `{name}`; {numbers}"))
 }
 
 fn group_difference(one: &Arc<Group>, other: &Arc<Group>) -> Option<String> {
@@ -254,74 +284,186 @@ fn trajectory_difference(one: &Trajectory, other: &Trajectory) -> Option<String>
     (one != other).then(|| "the record differs beside its tokens: turns, experts or components".to_owned())
 }
 
-/// The lines of `metrics.jsonl` that are of a training step or an evaluation.
-fn lines(run: &Path) -> Vec<Map<String, Value>> {
+/// The metrics of every step in `metrics.jsonl`. An evaluation may have a line of its own.
+fn metrics_by_step(run: &Path) -> BTreeMap<u64, Map<String, Value>> {
     let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap_or_default();
-    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+    let mut steps = BTreeMap::<u64, Map<String, Value>>::new();
+    for line in text.lines() {
+        let Ok(line) = serde_json::from_str::<Map<String, Value>>(line) else { continue };
+        if let Some(step) = line.get("step").and_then(Value::as_u64) {
+            steps.entry(step).or_default().extend(line);
+        }
+    }
+    steps
 }
 
 fn metrics(runs: [&Path; 2], found: &mut Differences) {
-    let [first, second] = runs.map(lines);
-    let step = |line: &Map<String, Value>| line.get("step").and_then(Value::as_u64);
-    let (mut compared, mut last) = (0, 0);
-    for line in &first {
-        let Some(other) = second.iter().find(|other| step(other) == step(line)) else { continue };
-        let of_step = step(line).unwrap_or_default();
-        for (name, value) in line.iter().filter(|(name, _)| COMPARED.iter().any(|of| name.starts_with(of))) {
-            let Some(of_other) = other.get(name) else { continue };
+    let [first, second] = runs.map(metrics_by_step);
+    for (run, own, other) in [(runs[0], &first, &second), (runs[1], &second, &first)] {
+        let alone: Vec<u64> = own.keys().filter(|step| !other.contains_key(step)).copied().collect();
+        found.only_in(run, "metrics of steps", &alone);
+    }
+    let (mut compared, mut last, mut alone) = (0, 0, BTreeSet::new());
+    let mut difference = None;
+    'steps: for (step, line) in &first {
+        let Some(other) = second.get(step) else { continue };
+        let is_compared = |name: &&String| COMPARED.iter().any(|of| name.starts_with(of));
+        let missing = other.keys().filter(|name| !line.contains_key(*name));
+        alone.extend(missing.filter(is_compared));
+        for (name, value) in line.iter().filter(|(name, _)| is_compared(name)) {
+            let Some(of_other) = other.get(name) else {
+                alone.insert(name);
+                continue;
+            };
             compared += 1;
             if value != of_other {
                 let apart = value.as_f64().zip(of_other.as_f64()).map(|(a, b)| (a - b).abs());
                 let apart = apart.map_or_else(String::new, |apart| format!(", {apart:.3e} apart"));
-                let what =
-                    format!("metrics: first in step {of_step}, `{name}` {value} and {of_other}{apart}");
-                found.different.push(what);
-                return;
+                difference =
+                    Some(format!("metrics: first in step {step}, `{name}` {value} and {of_other}{apart}"));
+                break 'steps;
             }
         }
-        last = of_step;
+        last = *step;
     }
-    if compared == 0 {
-        found.not_compared.push("metrics: the runs have no step in common".to_owned());
-    } else {
-        found.equal.push(format!("{compared} values of metrics.jsonl up to step {last}"));
+    if !alone.is_empty() {
+        let names: Vec<&str> = alone.into_iter().map(String::as_str).collect();
+        found.not_compared.push(format!("metrics that a step of only one run has: {}", names.join(", ")));
+    }
+    match difference {
+        Some(difference) => found.different.push(difference),
+        None if compared == 0 => {
+            found.not_compared.push("metrics: the runs have no step in common".to_owned());
+        }
+        None => found.equal.push(format!("{compared} values of metrics.jsonl up to step {last}")),
     }
 }
 
 fn checkpoints(runs: [&Path; 2], found: &mut Differences) -> Result<(), Failure> {
     let [first, second] = runs.map(|run| trainer::checkpoint::list(&run.join("checkpoints")));
-    let common: Vec<PolicyVersion> = first.into_iter().filter(|version| second.contains(version)).collect();
-    if common.is_empty() {
-        found.not_compared.push("tensors: the runs have no checkpoint of a step in common".to_owned());
+    for (run, own, other) in [(runs[0], &first, &second), (runs[1], &second, &first)] {
+        let alone = own.iter().filter(|version| !other.contains(version));
+        let alone: Vec<u64> = alone.map(|version| version.0).collect();
+        found.only_in(run, "checkpoints of steps", &alone);
     }
+    let common: Vec<PolicyVersion> = first.into_iter().filter(|version| second.contains(version)).collect();
+    let Some(last) = common.last() else {
+        found.not_compared.push("tensors: the runs have no checkpoint of a step in common".to_owned());
+        return Ok(());
+    };
+    let (mut policies, mut files) = (0, BTreeSet::new());
     for version in &common {
-        let place = |run: &Path| trainer::checkpoint::path(&run.join("checkpoints"), *version).join("model");
-        let [one, other] = [ModelDirectory::open(&place(runs[0]))?, ModelDirectory::open(&place(runs[1]))?];
-        let (one, other) = match (one.load_parameters(), other.load_parameters()) {
-            (Ok(one), Ok(other)) => (one, other),
+        let places = runs.map(|run| trainer::checkpoint::path(&run.join("checkpoints"), *version));
+        for place in &places {
+            trainer::checkpoint::check(place)?;
+        }
+        let [one, other] = places.each_ref().map(|place| ModelDirectory::open(&place.join("model")));
+        let difference = match (one?.load_parameters(), other?.load_parameters()) {
+            (Ok(one), Ok(other)) => {
+                policies += 1;
+                policy_difference(&one, &other)
+            }
             (Err(error), _) | (_, Err(error)) => {
-                found.not_compared.push(format!("tensors of checkpoint {}: {error}", version.0));
-                return Ok(());
+                let what = format!("tensors of the policy in checkpoint {}: {error}", version.0);
+                found.not_compared.push(what);
+                None
             }
         };
-        for spec in one.layout().specs() {
-            let Some(of_other) = other.layout().spec(&spec.name).filter(|other| other.shape == spec.shape)
-            else {
-                let what = format!("checkpoint {}: only one has `{}` of its shape", version.0, spec.name);
-                found.different.push(what);
-                return Ok(());
-            };
-            let (a, b) = (&one.values()[spec.range()], &other.values()[of_other.range()]);
-            if let Some(difference) = values_difference(a, b) {
-                found.different.push(format!("checkpoint {}: `{}` {difference}", version.0, spec.name));
-                return Ok(());
-            }
+        let difference = match difference {
+            Some(difference) => Some(difference),
+            None => files_difference(&places, &mut files)?,
+        };
+        if let Some(difference) = difference {
+            found.different.push(format!("checkpoint {}: {difference}", version.0));
+            return Ok(());
         }
     }
-    if let Some(last) = common.last() {
-        found.equal.push(format!("all tensors of {} checkpoints, the last of step {}", common.len(), last.0));
+    let of = format!("{} checkpoints, the last of step {}", common.len(), last.0);
+    if policies == common.len() {
+        found.equal.push(format!("all tensors of the policy in {of}"));
+    }
+    if !files.is_empty() {
+        let names: Vec<String> = files.into_iter().collect();
+        found.equal.push(format!("{} of {of}", names.join(", ")));
     }
     Ok(())
+}
+
+/// The first difference of two policies.
+fn policy_difference(one: &Parameters, other: &Parameters) -> Option<String> {
+    let only_one = |name: &str| format!("only one has `{name}` of its shape");
+    for spec in one.layout().specs() {
+        let Some(of_other) = other.layout().spec(&spec.name).filter(|other| other.shape == spec.shape) else {
+            return Some(only_one(&spec.name));
+        };
+        let (a, b) = (&one.values()[spec.range()], &other.values()[of_other.range()]);
+        if let Some(difference) = values_difference(a, b) {
+            return Some(format!("`{}` {difference}", spec.name));
+        }
+    }
+    let mut others = other.layout().specs().iter();
+    others.find(|spec| one.layout().spec(&spec.name).is_none()).map(|spec| only_one(&spec.name))
+}
+
+/// The first difference of the files of two checkpoints that have tensors of others than the policy: optimizer, adapter, critic,
+/// island. The names of the files are added to `compared`.
+///
+/// # Errors
+/// A file that cannot be read.
+fn files_difference(
+    places: &[PathBuf; 2],
+    compared: &mut BTreeSet<String>,
+) -> Result<Option<String>, Failure> {
+    let system = |source| Failure::System {
+        what: format!("compare {} with {}", places[0].display(), places[1].display()),
+        source,
+    };
+    let [mut first, mut second] = [BTreeSet::new(), BTreeSet::new()];
+    tensor_files(&places[0], "", &mut first).map_err(system)?;
+    tensor_files(&places[1], "", &mut second).map_err(system)?;
+    if let Some(name) = first.symmetric_difference(&second).next() {
+        return Ok(Some(format!("only one has {name}")));
+    }
+    for name in &first {
+        if !same_bytes(&places[0].join(name), &places[1].join(name)).map_err(system)? {
+            return Ok(Some(format!("{name} has other bytes")));
+        }
+    }
+    compared.append(&mut first);
+    Ok(None)
+}
+
+/// Adds the files under `directory`, whose path from the checkpoint is `prefix`, that have tensors of others than the policy.
+fn tensor_files(directory: &Path, prefix: &str, found: &mut BTreeSet<String>) -> io::Result<()> {
+    for entry in std::fs::read_dir(directory)? {
+        let entry = entry?;
+        let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+        if entry.file_type()?.is_dir() {
+            if name != "model" {
+                tensor_files(&entry.path(), &format!("{name}/"), found)?;
+            }
+        } else if name.ends_with(".safetensors") || name == "island.bin" {
+            found.insert(name);
+        }
+    }
+    Ok(())
+}
+
+fn same_bytes(one: &Path, other: &Path) -> io::Result<bool> {
+    let open = |path: &Path| Ok::<_, io::Error>(BufReader::with_capacity(CHUNK, File::open(path)?));
+    let (mut one, mut other) = (open(one)?, open(other)?);
+    loop {
+        let (a, b) = (one.fill_buf()?, other.fill_buf()?);
+        let both = a.len().min(b.len());
+        if both == 0 {
+            return Ok(a.len() == b.len());
+        }
+        if a[..both] != b[..both] {
+            return Ok(false);
+        }
+        one.consume(both);
+        other.consume(both);
+    }
 }
 
 /// How two tensors `[n]` differ.

@@ -1,8 +1,8 @@
 //! `schedule.bin`: what an asynchronous run did in which order, so that `rlrun replay` can repeat it.
 //!
 //! A record per start of the run (recipe, build, digests of the weights that it starts from) and one per training step: the leased
-//! groups in their order, with tokens, versions, log-probabilities, rewards and answers of environments as they came; the groups that
-//! arrived and the versions that samplers applied since the step before; and a digest of every trained tensor after the step.
+//! groups in their order, with tokens, versions, log-probabilities, rewards and answers of environments as they came, and a digest of
+//! every trained tensor after the step.
 //!
 //! # Layout
 //! - `file`: the records on disk, appended and checked
@@ -17,7 +17,7 @@ mod recorder;
 
 use std::path::{Path, PathBuf};
 
-pub(crate) use file::ScheduleReader;
+pub(crate) use file::{ScheduleReader, cut_after};
 pub(crate) use record::{ScheduleRecord, StartRecord, StepNumbers, StepRecord, TrainedTensors, build_id};
 pub(crate) use recorder::ScheduleRecorder;
 
@@ -55,7 +55,8 @@ pub enum ScheduleError {
     },
     /// It ends in the middle of a record.
     #[error(
-        "`{path}` was cut: it ends at byte {bytes}, within the record after {after}; copy the whole file"
+        "`{path}` was cut, or its run is in progress and writes it: it ends at byte {bytes}, within the record after {after}; copy the \
+         whole file, or wait for the end of the run"
     )]
     Cut {
         /// The file.
@@ -88,7 +89,9 @@ pub enum ScheduleError {
         reason: String,
     },
     /// A record cannot be written.
-    #[error("cannot encode a record of `{path}`: {reason}")]
+    #[error(
+        "cannot append a record to `{path}`: it {reason}; continue without a schedule: `rlrun resume RUN --set log.schedule=false`"
+    )]
     Encode {
         /// The file.
         path: PathBuf,
@@ -108,6 +111,12 @@ pub enum ScheduleError {
 }
 
 impl ScheduleError {
+    /// The schedule at `path` has `step`, which ended at another time in the metrics of the run.
+    pub(crate) fn other_time(path: &Path, step: u64) -> Self {
+        let reason = format!("step {step} ended at another time in metrics.jsonl");
+        Self::Foreign { path: path.to_path_buf(), reason }
+    }
+
     /// Whether the file is wrong, and not the system.
     #[must_use]
     pub fn is_input(&self) -> bool {

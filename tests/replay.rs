@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use crate::support::{CORRECT, Done, Home, Moment, Run, finish, repository};
+use crate::support::{CORRECT, Done, Home, Moment, Run, finish, interrupt, repository};
 
 const RECORDED: &str = "log.schedule=true";
 /// Long completions of few sequences and steps of several epochs, so that versions come while sequences are in flight.
@@ -44,13 +44,14 @@ fn replays(home: &Home, name: &str, sets: &[&str]) -> Done {
     assert!(done.stdout.contains(" equals ") && done.stdout.contains(" bit for bit: "), "{}", done.stdout);
     let (run, again) = (home.run(name), home.run(&format!("{name}-replay")));
     let step = run.steps().last().unwrap()["step"].as_u64().unwrap();
-    for file in ["model/model.safetensors", "optimizer.safetensors", "critic/model.safetensors"] {
+    for file in ["model/model.safetensors", "optimizer.safetensors", "critic/model/model.safetensors"] {
         let bytes = |run: &Run| fs::read(run.checkpoint(step).join(file)).ok();
         assert!(bytes(&run) == bytes(&again), "{name}: {file} differs");
     }
     for metric in ["reward/mean", "loss/mean", "optim/grad_norm", "kl/mismatch"] {
         assert_eq!(run.values(metric), again.values(metric), "{name}: {metric}");
     }
+    home.rlrun(&["check", again.path.join("resolved.toml").to_str().unwrap()]).ok();
     done
 }
 
@@ -69,7 +70,17 @@ fn asynchronous_runs_are_repeated_bit_for_bit() {
         ("colocated", &["placement.policy=colocated"], &[]),
         ("lora", &["lora.rank=4"], &["trainer.recompute=block"]),
         ("curated", &["buffer.on_stale=drop", "curation.success_pool=true"], &[]),
-        ("samplers", &["placement.processes=true", "placement.rollout_workers=2"], &[]),
+        (
+            "samplers",
+            &[
+                "placement.processes=true",
+                "placement.rollout_workers=2",
+                "trainer.world=2",
+                "trainer.ranks=processes",
+                "trainer.elastic.snapshot_every=1",
+            ],
+            &[],
+        ),
     ] {
         let sets: Vec<&str> = IN_FLIGHT.iter().chain(own).copied().chain([CORRECT]).collect();
         recorded(&home, "small.toml", name, &sets);
@@ -138,6 +149,51 @@ fn a_run_that_was_killed_and_resumed_is_repeated_from_any_checkpoint() {
     assert!(later.contains(" bit for bit: 3 steps, "), "{later}");
 }
 
+#[test]
+fn a_replay_that_is_interrupted_says_what_it_has_compared() {
+    let home = Home::new();
+    recorded(&home, "small.toml", "run", &[CORRECT, "trainer.steps=40"]);
+    let mut child = home.start(&["replay", "run", "-q"]);
+    assert!(home.run("run-replay").wait_for(Moment::Step(1), &mut child));
+    interrupt(&child);
+    let done = finish(child);
+    assert_eq!(done.status.code(), Some(75), "{}\n{}", done.stdout, done.stderr);
+    for part in [
+        "stopped after ",
+        " of 40 recorded steps: these equal those of run bit for bit, and the others were not compared",
+    ] {
+        assert!(done.stderr.contains(part), "`{part}` is missing in:\n{}", done.stderr);
+    }
+    let again =
+        home.rlrun(&["replay", "run", "-q"]).refused(&["choose another for the replay with --run-dir"]);
+    assert!(!again.contains("rlrun resume"), "{again}");
+    assert!(
+        !done.stderr.contains("rlrun resume") && !done.stdout.contains(" bit for bit: "),
+        "{}",
+        done.stdout
+    );
+}
+
+#[test]
+fn a_resume_without_a_schedule_keeps_no_steps_that_it_makes_again() {
+    let home = Home::new();
+    let sets = [CORRECT, "trainer.steps=5", "checkpoint.interval=3", "checkpoint.keep_last=9"];
+    recorded(&home, "small.toml", "run", &sets);
+    fs::remove_dir_all(home.run("run").checkpoint(5)).unwrap();
+    home.rlrun(&["resume", "run", "--set", "log.schedule=false"]).ok();
+    let done = home.rlrun(&["replay", "run", "-q"]).ok().stdout;
+    assert!(done.contains(" bit for bit: 3 steps, "), "{done}");
+    // Steps 4 and 5 have no record.
+    let resume = ["resume", "run", "--set", "log.schedule=true", "--set", "trainer.steps=7"];
+    let resumed = home.rlrun(&resume).ok().stdout;
+    assert!(
+        resumed.contains("begins anew after step 5") && resumed.contains("it ends at step 3"),
+        "{resumed}"
+    );
+    let later = home.rlrun(&["replay", "run", "-q", "--run-dir", "later"]).ok().stdout;
+    assert!(later.contains(" bit for bit: 2 steps, "), "{later}");
+}
+
 fn copy(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for file in ["resolved.toml", "recipe.toml", "metrics.jsonl", "schedule.bin"] {
@@ -156,7 +212,7 @@ fn a_schedule_that_is_not_whole_or_not_of_the_run_is_refused() {
     let edited: Vec<u8> =
         whole.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at == whole.len() / 2)).collect();
     for (name, bytes, evidence) in [
-        ("cut", &whole[..whole.len() - 40], &["was cut: it ends at byte", "after step 2"][..]),
+        ("cut", &whole[..whole.len() - 40], &["was cut, or its run is in progress", "after step 2"][..]),
         (
             "edited",
             &edited[..],
@@ -188,6 +244,7 @@ fn a_schedule_that_is_not_whole_or_not_of_the_run_is_refused() {
         (&["--set", "trainer.world=3"], "3 ranks sum in another order"),
         (&["--set", "placement.policy=colocated"], "`placement.policy` cannot be changed"),
         (&["--from", "3"], "has steps 1 to 3"),
+        (&["--run-dir", "run/checkpoints/../again"], "is in the recorded run"),
         (&["--what-if", "data.shuffle=false"], "`data.shuffle` cannot be changed"),
     ] {
         home.rlrun(&[&["replay", "run"], args].concat()).refused(&[evidence]);
@@ -251,9 +308,21 @@ fn runs_that_differ_in_a_key_differ_first_where_it_acts() {
         assert!(other.contains(line), "`{line}` is missing in:\n{other}");
     }
     home.small("unrecorded", &["trainer.steps=1"]);
+    for line in ["equal: all tensors of the policy in ", "equal: optimizer.safetensors of "] {
+        assert!(same.contains(line), "`{line}` is missing in:\n{same}");
+    }
+    fs::copy(home.path("other/schedule.bin"), home.path("same/schedule.bin")).unwrap();
+    let foreign = home.rlrun(&["diff", "one", "same"]).ok().stdout;
+    assert!(foreign.contains("same/schedule.bin` is the schedule of another run"), "{foreign}");
+    assert!(!foreign.contains("of the schedules"), "{foreign}");
     let without = home.rlrun(&["diff", "one", "unrecorded"]).ok().stdout;
     assert!(
         without.contains("not compared: trajectories and the weights of every step: unrecorded has no"),
+        "{without}"
+    );
+    assert!(without.contains("not compared: metrics of steps 2 to 3 (2): only one has them"), "{without}");
+    assert!(
+        without.contains("not compared: recipe keys that change nothing else: log.schedule"),
         "{without}"
     );
     home.rlrun(&["diff", "one", "small.toml"]).refused(&["is no run directory"]);

@@ -25,7 +25,7 @@ use crate::run_dir::RunDir;
 use crate::sampler::network_of;
 use crate::workers::registry::WorkerRegistry;
 
-/// Makes the recorded steps up to version `until` in `run_dir`, as `recipe` says. False if the replay ends before.
+/// Makes the recorded steps up to version `until` in `run_dir`, as `recipe` says. False if the replay ends there or before.
 ///
 /// # Errors
 /// The first difference, or whatever ended the run.
@@ -37,7 +37,8 @@ pub(crate) fn replay_in(
     replay: &mut RunReplay,
     until: PolicyVersion,
 ) -> Result<bool, Failure> {
-    let run = Run { evaluates: replay.is_arm(), ..Run::open(recipe, run_dir, report, options)? };
+    let opened = Run::open(recipe, run_dir, report, options)?;
+    let run = Run { evaluates: replay.is_arm(), is_replay: true, ..opened };
     let mut observer = Observer::new(recipe, run_dir, report)?;
     let Some(start) = run.starting_state(&mut observer)? else { return Ok(false) };
     let version = start.state.version;
@@ -51,7 +52,7 @@ pub(crate) fn replay_in(
     observer.finish_logs();
     let done = reached == until;
     observer.event("end", &serde_json::json!({ "version": reached, "done": done }))?;
-    Ok(done && !replay.has_ended())
+    Ok(done && !replay.has_ended() && !run.signals.stop_requested())
 }
 
 /// Samples the batches of a replay again, and compares the steps that are made of them.

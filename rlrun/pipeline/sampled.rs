@@ -31,7 +31,7 @@ use crate::observe::Observer;
 use crate::prepare::Prepared;
 use crate::run_buffer::RunBuffer;
 use crate::sampler::{SamplerSetup, SamplerWeights, network_of};
-use crate::schedule::ScheduleRecorder;
+use crate::schedule::{self, ScheduleRecorder};
 use crate::status::RunStatus;
 use crate::timeline::Timeline;
 use crate::trainer_progress::{self, TrainerPhase};
@@ -142,15 +142,20 @@ impl Run<'_> {
         })
     }
 
-    /// The schedule of the run, if the recipe wants one.
+    /// The schedule of the run, if the recipe wants one. Otherwise one from before a resume keeps the steps up to its checkpoint.
     fn schedule(&self, trainer: &Trainer) -> Result<Option<ScheduleRecorder>, Failure> {
         if !self.recipe.log.schedule {
+            match schedule::cut_after(&schedule::path(self.run_dir.path()), trainer.version()) {
+                // The run does without it.
+                Err(error) if error.is_input() => self.report.note(&format!("warning: {error}")),
+                cut => cut?,
+            }
             return Ok(None);
         }
         let path = self.run_dir.resolved_recipe();
         let system = |source| Failure::System { what: format!("read {}", path.display()), source };
         let recipe = std::fs::read_to_string(&path).map_err(system)?;
-        Ok(Some(ScheduleRecorder::start(self.run_dir.path(), recipe, trainer)?))
+        Ok(Some(ScheduleRecorder::start(self.run_dir.path(), recipe, trainer, &self.report)?))
     }
 
     /// Leaves the other islands.

@@ -202,9 +202,14 @@ impl Run<'_> {
         if !self.signals.stop_requested() {
             return Some(start);
         }
-        let run_dir = self.run_dir.path().display();
-        self.report.note(&format!("stopped before the next step; go on with: rlrun resume {run_dir}"));
+        self.report.note(&format!("stopped before the next step{}", self.continuation()));
         None
+    }
+
+    /// How a run that was stopped continues.
+    fn continuation(&self) -> String {
+        let run_dir = self.run_dir.path().display();
+        if self.is_replay { String::new() } else { format!("; go on with: rlrun resume {run_dir}") }
     }
 
     fn prepared(&self, directory: &ModelDirectory) -> Result<Prepared, Failure> {
@@ -280,10 +285,7 @@ impl Run<'_> {
             Ok(!self.signals.stop_requested())
         })?;
         if self.signals.stop_requested() {
-            phase.finish(&format!(
-                "stopped; start it again with: rlrun resume {}",
-                self.run_dir.path().display()
-            ));
+            phase.finish(&format!("stopped{}", self.continuation()));
             return Ok(None);
         }
         let wrong = 100.0 * warmup.wrong_share;

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use buffer::Buffer;
-use rollout::{Activity, Progress};
+use rollout::Progress;
 use trainer::{StepReport, Trainer, TrainerError};
 
 use super::Run;
@@ -47,15 +47,13 @@ pub(super) trait StepFollower {
 pub(super) struct MadeStep<'a> {
     pub(super) step: &'a StepReport,
     pub(super) trainer: &'a Trainer,
-    /// What each sampler did since the step before, by name.
-    pub(super) activity: &'a [(String, Activity)],
     /// Wall time of the run, seconds.
     pub(super) time_s: f64,
 }
 
 impl StepFollower for ScheduleRecorder {
     fn after(&mut self, made: &MadeStep<'_>) -> Result<bool, Failure> {
-        self.step(made.step, made.trainer, made.activity, made.time_s)?;
+        self.step(made.step, made.trainer, made.time_s)?;
         Ok(true)
     }
 }
@@ -114,7 +112,7 @@ impl Run<'_> {
                 admission.as_mut().map(|admission| admission.after(&step, step_s, observer)).transpose()?;
             let (activity, time_s) = (samplers.take_activity(), trainer.time_s());
             let goes_on = trainer.with_ranks(of_trainer, |trainer| {
-                let made = MadeStep { step: &step, trainer, activity: &activity, time_s };
+                let made = MadeStep { step: &step, trainer, time_s };
                 follower.as_mut().map_or(Ok(true), |follower| follower.after(&made))
             })?;
             observer.step(&ObserverInputs {

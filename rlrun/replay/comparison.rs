@@ -14,7 +14,7 @@ use trajectory::{Group, PolicyVersion, Trajectory};
 use super::ArmBounds;
 use crate::failure::Failure;
 use crate::report::Report;
-use crate::schedule::{ScheduleReader, ScheduleRecord, StepRecord, TrainedTensors};
+use crate::schedule::{ScheduleReader, ScheduleRecord, StepNumbers, StepRecord, TrainedTensors};
 
 /// A replay in progress.
 pub(crate) struct RunReplay {
@@ -193,12 +193,13 @@ impl RunReplay {
         until: PolicyVersion,
     ) -> Result<bool, Failure> {
         let Some(record) = self.next.take() else { return Ok(false) };
+        let numbers = StepNumbers::of(made, trainer.time_s());
         if self.arm.is_none() {
-            compare_weights(&record, made, trainer)?;
+            compare_weights(&record, &numbers, trainer)?;
         }
         self.counts.steps += 1;
         if let Some(bounds) = &self.arm
-            && let Some(reason) = bounds.crossed(made, &record.numbers)
+            && let Some(reason) = bounds.crossed(&numbers, &record.numbers)
         {
             let step = made.version.0;
             self.report.note(&format!("step {step}: {reason}"));
@@ -218,13 +219,30 @@ impl RunReplay {
         Ok(made.version < until && self.next.is_some())
     }
 
-    /// What was compared, and what was taken from the record.
-    pub(crate) fn summary(&self, run: &Path, place: &Path) -> String {
+    /// What was compared, and what was taken from the record, up to the step of version `last`.
+    ///
+    /// # Errors
+    /// A replay that was stopped before that step.
+    pub(crate) fn summary(&self, run: &Path, place: &Path, last: PolicyVersion) -> Result<String, Failure> {
         let (run, place) = (run.display(), place.display());
         let ReplayCounts { steps, trajectories, tokens, external, earlier, pooled } = self.counts;
+        let all = last.0.saturating_sub(self.from.0);
+        let reason = self.crossed.as_deref().unwrap_or("no bound was crossed");
+        if steps < all && !self.has_ended {
+            let so_far = match (self.is_arm(), steps) {
+                (true, _) => format!("the others were not trained on; {reason}"),
+                (false, 0) => "no step was compared".to_owned(),
+                (false, _) => {
+                    format!("these equal those of {run} bit for bit, and the others were not compared")
+                }
+            };
+            return Err(Failure::Requeue(format!(
+                "stopped after {steps} of {all} recorded steps: {so_far}; start it again in another directory (--run-dir), or remove \
+                 {place} before"
+            )));
+        }
         if self.is_arm() {
-            let reason = self.crossed.as_deref().unwrap_or("no bound was crossed");
-            return format!("{place} was trained on {steps} recorded batches of {run}; {reason}");
+            return Ok(format!("{place} was trained on {steps} recorded batches of {run}; {reason}"));
         }
         let mut lines = vec![format!(
             "{place} equals {run} bit for bit: {steps} steps, {tokens} tokens of {trajectories} trajectories sampled again, all \
@@ -239,7 +257,7 @@ impl RunReplay {
                 lines.push(format!("{count} trajectories {what} were taken as recorded"));
             }
         }
-        lines.join("\n")
+        Ok(lines.join("\n"))
     }
 }
 
@@ -253,21 +271,12 @@ impl SampledAgain<'_> {
 
 /// # Errors
 /// The first tensor that differs.
-fn compare_weights(record: &StepRecord, made: &StepReport, trainer: &Trainer) -> Result<(), Failure> {
+fn compare_weights(record: &StepRecord, numbers: &StepNumbers, trainer: &Trainer) -> Result<(), Failure> {
     let tensors = TrainedTensors::of(trainer)?;
     let Some(name) = tensors.first_difference(&record.tensors) else { return Ok(()) };
-    let (numbers, step) = (record.numbers, record.version.0);
-    let mut error = format!(
+    let (step, differences) = (record.version.0, record.numbers.differences(numbers));
+    Err(Failure::Differs(format!(
         "the replay differs from the record in step {step}: the weights differ after it, first in `{name}`, although all sampled \
-         tokens are equal"
-    );
-    for (what, recorded, again) in [
-        ("learning rate", numbers.learning_rate, made.learning_rate),
-        ("gradient norm", numbers.grad_norm, made.grad_norm),
-    ] {
-        let (same, bits) = (recorded.to_bits() == again.to_bits(), f64::from(recorded) - f64::from(again));
-        let text = if same { "equal".to_owned() } else { format!("{again:?}, {:.3e} apart", bits.abs()) };
-        error += &format!("; {what}: recorded {recorded:?}, again {text}");
-    }
-    Err(Failure::Differs(error))
+         tokens are equal; recorded and again: {differences}"
+    )))
 }

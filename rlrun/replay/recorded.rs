@@ -59,15 +59,17 @@ impl RecordedRun {
         let (Some(newest), Some(last)) = (starts.last(), last) else {
             return Err(ScheduleError::Empty { path }.into());
         };
-        let foreign = |reason: String| Err(ScheduleError::Foreign { path: path.clone(), reason }.into());
-        if newest.recipe != recipe && records_now(&recipe) {
+        let measured = measured_times(run_dir);
+        let mut in_both = measured.iter().filter_map(|(step, time)| Some((*step, time == times.get(step)?)));
+        if let Some((step, _)) = in_both.clone().find(|(_, same)| !same) {
+            return Err(ScheduleError::other_time(&path, step).into());
+        }
+        if in_both.next().is_none() && newest.recipe != recipe && records_now(&recipe) {
             let reason = format!("its last start has another recipe than {}", resolved.display());
-            return foreign(reason);
+            return Err(ScheduleError::Foreign { path, reason }.into());
         }
-        if let Some(step) = other_time(run_dir, &times) {
-            return foreign(format!("step {step} ended at another time in metrics.jsonl"));
-        }
-        if let Some(step) = missing_step(run_dir, last).filter(|_| records_now(&recipe)) {
+        let missing = measured.keys().next_back().filter(|step| **step > last.0);
+        if let Some(step) = missing.filter(|_| records_now(&recipe)) {
             let (bytes, after) = (reader.bytes(), format!("step {}", last.0));
             let after = format!("{after}, although metrics.jsonl has step {step}");
             return Err(ScheduleError::Cut { path, bytes, after }.into());
@@ -103,8 +105,8 @@ fn records_now(recipe: &str) -> bool {
     recipe.and_then(|recipe| recipe.get("log")?.get("schedule")?.as_bool()).unwrap_or(false)
 }
 
-/// The lines of training steps in the metrics of a run, with their times.
-fn measured(run_dir: &Path) -> Vec<(u64, f64)> {
+/// When the training steps of a run ended, seconds, by its metrics.
+pub(crate) fn measured_times(run_dir: &Path) -> BTreeMap<u64, f64> {
     let text = std::fs::read_to_string(run_dir.join("metrics.jsonl")).unwrap_or_default();
     let line = |line: &str| {
         let line: Value = serde_json::from_str(line).ok()?;
@@ -112,15 +114,4 @@ fn measured(run_dir: &Path) -> Vec<(u64, f64)> {
         Some((line.get("step")?.as_u64()?, line.get("time_s")?.as_f64()?))
     };
     text.lines().filter_map(line).collect()
-}
-
-/// The first step that ended at another time in the metrics of the run.
-fn other_time(run_dir: &Path, times: &BTreeMap<u64, f64>) -> Option<u64> {
-    let differs = |(step, time): &(u64, f64)| times.get(step).is_some_and(|recorded| recorded != time);
-    measured(run_dir).into_iter().find(differs).map(|(step, _)| step)
-}
-
-/// A step of the metrics after `last`.
-fn missing_step(run_dir: &Path, last: PolicyVersion) -> Option<u64> {
-    measured(run_dir).last().map(|(step, _)| *step).filter(|step| *step > last.0)
 }

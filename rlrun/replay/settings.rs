@@ -11,15 +11,17 @@ use super::recorded::RecordedPart;
 use crate::args::ReplayArgs;
 use crate::failure::Failure;
 use crate::program::Program;
+use crate::recipe::schema::ElasticSection;
 use crate::recipe::words::{Ranks, StoreWord, WandbLog, WeightDtypeWord};
 use crate::recipe::{Origins, Recipe};
 
 /// Keys and sections that leave the bits of a replay as they are.
-const SAME_BITS: [&str; 9] = [
+const SAME_BITS: [&str; 10] = [
     "placement",
     "trainer.world",
     "trainer.zero",
     "trainer.ranks",
+    "trainer.elastic",
     "trainer.recompute",
     "checkpoint",
     "log",
@@ -146,6 +148,7 @@ fn alone(recipe: &mut Recipe) {
     placement.processes = false;
     (placement.rollout_workers, placement.restarts) = (None, None);
     recipe.trainer.ranks = Ranks::Threads;
+    recipe.trainer.elastic = ElasticSection::default();
     recipe.rollout.tensor = 1;
     let buffer = &mut recipe.buffer;
     buffer.store = StoreWord::Redb;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use buffer::store::{decode_payload, encode_group};
 use serde::{Deserialize, Serialize, Serializer};
-use trainer::{Learner, Trainer, TrainerError};
+use trainer::{Learner, StepReport, Trainer, TrainerError};
 use trajectory::{Group, GroupId, PolicyVersion};
 
 /// A record.
@@ -53,10 +53,9 @@ pub(crate) struct StepRecord {
     pub(crate) groups: Vec<Arc<Group>>,
     /// After the step.
     pub(crate) tensors: TrainedTensors,
-    pub(crate) events: SamplerEvents,
 }
 
-/// Numbers of a step.
+/// Numbers of a step, all finite.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StepNumbers {
     /// Wall time of the run after the step, seconds, as in `metrics.jsonl`.
@@ -69,19 +68,6 @@ pub(crate) struct StepNumbers {
     pub(crate) kl: f64,
     /// Effective share of the tokens of the batch.
     pub(crate) ess: f64,
-}
-
-/// What samplers did since the step before. Times are seconds since 1970 by their clocks.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct SamplerEvents {
-    /// Names of samplers.
-    pub(crate) samplers: Vec<String>,
-    /// Groups in the order in which they were stored: sampler, group, when it got its slot, when it was stored.
-    pub(crate) arrivals: Vec<(u16, GroupId, f64, f64)>,
-    /// Versions in the order in which they were applied: sampler, version, when.
-    pub(crate) applied: Vec<(u16, PolicyVersion, f64)>,
-    /// Events that were too many to be kept.
-    pub(crate) left_out: u64,
 }
 
 #[derive(Serialize)]
@@ -97,7 +83,6 @@ struct EncodedStep<'a> {
     numbers: StepNumbers,
     groups: Vec<EncodedLeasedGroup>,
     tensors: &'a TrainedTensors,
-    events: &'a SamplerEvents,
 }
 
 #[derive(Serialize)]
@@ -127,7 +112,6 @@ struct DecodedStep<'a> {
     #[serde(borrow)]
     groups: Vec<DecodedLeasedGroup<'a>>,
     tensors: TrainedTensors,
-    events: SamplerEvents,
 }
 
 #[derive(Deserialize)]
@@ -137,6 +121,14 @@ struct DecodedLeasedGroup<'a> {
 }
 
 impl ScheduleRecord {
+    /// The tensors that training has after it.
+    pub(super) fn tensors(&self) -> &TrainedTensors {
+        match self {
+            Self::Start(start) => &start.tensors,
+            Self::Step(step) => &step.tensors,
+        }
+    }
+
     /// The version that training has after it.
     pub(crate) fn version(&self) -> PolicyVersion {
         match self {
@@ -153,13 +145,14 @@ impl ScheduleRecord {
             DecodedRecord::Start(start) => return Ok(Self::Start(start)),
             DecodedRecord::Step(step) => step,
         };
-        let DecodedStep { version, numbers, groups, tensors, events } = step;
+        let DecodedStep { version, numbers, groups, tensors } = step;
+        numbers.check()?;
         let group = |group: DecodedLeasedGroup<'_>| {
             let decoded = decode_payload(group.id, group.payload);
             decoded.map(Arc::new).map_err(|reason| format!("has an unusable {}: {reason}", group.id))
         };
         let groups = groups.into_iter().map(group).collect::<Result<_, _>>()?;
-        Ok(Self::Step(Box::new(StepRecord { version, numbers, groups, tensors, events })))
+        Ok(Self::Step(Box::new(StepRecord { version, numbers, groups, tensors })))
     }
 
     /// # Errors
@@ -168,22 +161,18 @@ impl ScheduleRecord {
         let record = match self {
             Self::Start(start) => EncodedRecord::Start(start),
             Self::Step(step) => {
-                let StepRecord { version, numbers, groups, tensors, events } = &**step;
+                let StepRecord { version, numbers, groups, tensors } = &**step;
+                numbers.check()?;
                 let group = |group: &Arc<Group>| {
-                    let payload = encode_group(group).map_err(|error| error.to_string())?;
+                    let refused = |error| format!("has a {} that cannot be encoded: {error}", group.id);
+                    let payload = encode_group(group).map_err(refused)?;
                     Ok::<_, String>(EncodedLeasedGroup { id: group.id, payload })
                 };
                 let groups = groups.iter().map(group).collect::<Result<_, _>>()?;
-                EncodedRecord::Step(EncodedStep {
-                    version: *version,
-                    numbers: *numbers,
-                    groups,
-                    tensors,
-                    events,
-                })
+                EncodedRecord::Step(EncodedStep { version: *version, numbers: *numbers, groups, tensors })
             }
         };
-        rmp_serde::to_vec_named(&record).map_err(|error| error.to_string())
+        rmp_serde::to_vec_named(&record).map_err(|error| format!("cannot be encoded: {error}"))
     }
 }
 
@@ -192,6 +181,50 @@ impl fmt::Display for ScheduleRecord {
         match self {
             Self::Start(start) => write!(f, "the start from step {}", start.version.0),
             Self::Step(step) => write!(f, "step {}", step.version.0),
+        }
+    }
+}
+
+impl StepNumbers {
+    /// Those of `made`, after which the run is at second `time_s`.
+    pub(crate) fn of(made: &StepReport, time_s: f64) -> Self {
+        Self {
+            time_s,
+            learning_rate: made.learning_rate,
+            grad_norm: made.grad_norm,
+            dropped_stale: made.dropped_stale,
+            kl: made.sums.mean_compared(made.sums.mismatch),
+            ess: made.sums.effective_share(),
+        }
+    }
+
+    /// # Errors
+    /// The number that is not finite.
+    fn check(&self) -> Result<(), String> {
+        let (rate, norm) = (f64::from(self.learning_rate), f64::from(self.grad_norm));
+        let all = [self.time_s, rate, norm, self.kl, self.ess];
+        let named = ["time_s", "learning_rate", "grad_norm", "kl", "ess"].into_iter().zip(all);
+        match { named }.find(|(_, value)| !value.is_finite()) {
+            None => Ok(()),
+            Some((name, value)) => Err(format!("has the number {value} as `{name}`")),
+        }
+    }
+
+    /// How learning rate and norm of the gradient differ from those of `other`.
+    pub(crate) fn differences(&self, other: &Self) -> String {
+        let pairs = [
+            ("learning rate", self.learning_rate, other.learning_rate),
+            ("gradient norm", self.grad_norm, other.grad_norm),
+        ];
+        let shown = |(what, a, b): (&str, f32, f32)| {
+            let apart = (f64::from(a) - f64::from(b)).abs();
+            (a.to_bits() != b.to_bits()).then(|| format!("{what} {a:?} and {b:?}, {apart:.3e} apart"))
+        };
+        let shown: Vec<String> = pairs.into_iter().filter_map(shown).collect();
+        if shown.is_empty() {
+            "learning rate and gradient norm are equal".to_owned()
+        } else {
+            shown.join("; ")
         }
     }
 }

@@ -15,7 +15,7 @@ use buffer::{BufferError, Consumer, Lease, LeaseRequest};
 use model::{DeviceTurn, MemoryBudget, ModelDirectory};
 use trajectory::{Group, PolicyVersion, Sample, Task};
 
-use self::elastic::{ElasticState, Elasticity};
+use self::elastic::{ElasticState, Elasticity, own_error};
 use crate::TrainerError;
 use crate::algorithm::Algorithm;
 use crate::batch::{Batch, BatchCounts, BatchRow, BatchSplit};
@@ -281,7 +281,7 @@ impl Trainer {
         let updates_before = self.learner.updates();
         self.publisher.drop_taken()?;
         let (counts, updated) =
-            self.with_ranks(Some, |trainer| trainer.update(&lease.groups, learning_rate))?;
+            self.with_ranks(own_error, |trainer| trainer.update(&lease.groups, learning_rate))?;
         let UpdateResult { sums, grad_norm, critic, tokens, began, ranks } = updated;
         time.updated_from = time.trained_from + began.map_or(0.0, |began| (began - clock).as_secs_f64());
         fail::fail_point!("after-optimizer");
@@ -296,7 +296,7 @@ impl Trainer {
         self.colocation.iter().for_each(Colocation::release);
         let clock = Instant::now();
         self.remember(&lease.groups, learning_rate);
-        self.with_ranks(Some, |trainer| trainer.publish())?;
+        self.with_ranks(own_error, |trainer| trainer.publish())?;
         time.weight_sync = clock.elapsed().as_secs_f64();
         self.snapshot_if_due()?;
         let (quarantined, quarantined_groups) = self.quarantine.take();
@@ -367,7 +367,7 @@ impl Trainer {
         if let Some(colocation) = &mut self.colocation {
             colocation.wake(networks(&mut self.learner, &mut self.auxiliary))?;
         }
-        self.with_ranks(Some, Self::take_snapshot)?;
+        self.with_ranks(own_error, Self::take_snapshot)?;
         let updates = self.learner.updates();
         let critic = self.auxiliary.critic.as_ref().and_then(|critic| critic.network.as_ref());
         let state = TrainerState {

@@ -152,7 +152,7 @@ impl Trainer {
         if most <= world {
             return Ok(());
         }
-        self.with_ranks(Some, Self::take_snapshot)?;
+        self.with_ranks(own_error, Self::take_snapshot)?;
         if let Some(remote) = self.learner.remote() {
             // A rank that is lost meanwhile does not join.
             let _ = remote.leader().regroup();
@@ -174,7 +174,7 @@ impl Trainer {
     pub(super) fn snapshot_if_due(&mut self) -> Result<(), TrainerError> {
         let every = self.elastic.as_ref().map_or(0, |elastic| elastic.config.snapshot_every);
         if every > 0 && self.version.0.is_multiple_of(every) {
-            self.with_ranks(Some, Self::take_snapshot)?;
+            self.with_ranks(own_error, Self::take_snapshot)?;
         }
         Ok(())
     }
@@ -254,6 +254,11 @@ fn restored(leader: &Arc<Leader>, copy: &NetworkCopy, before: &Learner) -> Resul
     let (weights, adapter) = (copy.weights.clone(), copy.adapter.clone());
     let learner = leader.learner(config, model, weights, adapter, Some(copy.optimizer.clone()))?;
     Ok(learner.on(Arc::clone(before.pool())))
+}
+
+/// The error of the trainer in one of its own.
+pub(super) fn own_error(error: &TrainerError) -> Option<&TrainerError> {
+    Some(error)
 }
 
 /// Whether ranks are lost.
