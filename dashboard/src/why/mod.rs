@@ -25,7 +25,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 pub use cause::{Cause, CauseKind};
-pub(crate) use follow::FollowedPaths;
+pub(crate) use follow::{FollowedPaths, SerialAdvisor};
 use serde_json::Value;
 pub use stalls::Stall;
 
