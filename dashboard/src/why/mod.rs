@@ -158,7 +158,7 @@ impl RunExplanation {
             stalls: stalls::stalls(&rows),
             slowest: slowest.into_iter().map(|row| rows.explained(row)).collect(),
             unreadable: reader.unreadable,
-            dropped: reader.dropped(),
+            dropped: reader.dropped() + rows.dropped,
             causes,
             rows,
         }
