@@ -209,7 +209,7 @@ impl PathParts<'_> {
         // The trainer has advanced, for it waits: the newer version is on its way.
         let seconds = left.take(lanes.sampler(sampler, WaitsForWeights, left.window));
         self.add(Cause::new(CauseKind::Weights, sampler), seconds);
-        self.rest(Cause::only(CauseKind::Unknown), &left);
+        self.rest(Cause::only(CauseKind::Unknown), left);
     }
 
     /// The trainer waits for a batch of which no sampler has reported the last trajectory: what any role does counts.
