@@ -132,7 +132,7 @@ pub fn run_in(
     let program = options.program.clone();
     let mut run = Run::open(recipe, run_dir, report, options)?;
     run.archive = open_archive(recipe, run_dir, report, &program)?;
-    let _page = RunPage::start(recipe, run_dir, run.runtime.handle(), report, &program)?;
+    let _page = RunPage::start(recipe, run_dir, run.runtime.handle(), report)?;
     let source = match &recipe.supervised {
         Some(config) => TrainingSource::Supervised(config),
         None => TrainingSource::Sampled(run.open_services()?),

@@ -8,12 +8,10 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 use crate::failure::Failure;
-use crate::program::Program;
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_dir::RunDir;
 use crate::serve::token;
-use crate::why;
 
 /// Opens the page of `config`.
 ///
@@ -46,12 +44,12 @@ impl RunPage {
         run_dir: &RunDir,
         runtime: &Handle,
         report: &Report,
-        program: &Program,
     ) -> Result<Option<Self>, Failure> {
         let Some(listen) = recipe.dashboard.listen else { return Ok(None) };
         let token = recipe.dashboard.token_file.as_deref().map(token).transpose()?;
-        let advisor = Some(why::advisor(program));
-        let config = DashboardConfig { listen, token, runs: vec![run_dir.path().to_path_buf()], advisor };
+        let runs = vec![run_dir.path().to_path_buf()];
+        // Simulations would take cores from the training.
+        let config = DashboardConfig { listen, token, runs, advisor: None };
         let server = match runtime.block_on(DashboardServer::bind(config)) {
             Ok(server) => server,
             Err(error) => {

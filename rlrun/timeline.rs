@@ -1,4 +1,4 @@
-//! `timeline.jsonl`: when each role of a run did what, and when trajectories passed its stations.
+//! `timeline.jsonl`: when each role of a run did what, and the times of the stages of trajectories.
 //!
 //! Invariant: the file is only appended to, in whole lines; a resume removes nothing, because repeated steps took time too. A file
 //! that cannot be written is named once and left; it never ends a run.

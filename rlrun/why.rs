@@ -23,9 +23,6 @@ use crate::run_dir;
 use crate::runs::RunState;
 use advice::Advice;
 
-/// A run directory has one of these.
-const RUN_FILES: [&str; 4] = ["resolved.toml", "metrics.jsonl", "timeline.jsonl", "status.json"];
-
 /// Explains the run that `args` name and returns the report.
 ///
 /// # Errors
@@ -36,7 +33,7 @@ pub(crate) fn run(args: &WhyArgs, program: &Program) -> Result<String, Failure> 
         let what = format!("there is no directory `{}`; `rlrun runs` lists runs", root.display());
         return Err(Failure::NotThere(what));
     }
-    if !RUN_FILES.iter().any(|name| root.join(name).is_file()) {
+    if !dashboard::is_run(root) {
         let what = format!(
             "`{}` is no run directory: it has neither `resolved.toml` nor `timeline.jsonl`; `rlrun runs` lists runs",
             root.display()
@@ -64,7 +61,9 @@ pub(crate) fn run(args: &WhyArgs, program: &Program) -> Result<String, Failure> 
         };
         return Ok(if args.json { step.to_json().to_string() } else { show::step(&step) });
     }
-    let advice = Advice::new(root, &explanation, args.hardware.as_deref(), program)?;
+    // A resolved recipe has every override already.
+    let program = program.without_overrides();
+    let advice = Advice::new(root, &explanation, args.hardware.as_deref(), &program)?;
     if args.json {
         let mut object = json!({"run": root, "state": state.as_str(), "recommendations": advice.to_json()});
         if let (Value::Object(object), Value::Object(fields)) = (&mut object, explanation.to_json()) {
@@ -75,9 +74,9 @@ pub(crate) fn run(args: &WhyArgs, program: &Program) -> Result<String, Failure> 
     Ok(show::text(root, state, &explanation, &advice))
 }
 
-/// Recommends what `rlrun why` recommends, for the live page.
+/// Recommends what `rlrun why` recommends, for the page of `rlrun view`.
 pub(crate) fn advisor(program: &Program) -> Advisor {
-    let program = program.clone();
+    let program = program.without_overrides();
     Arc::new(move |root: &Path, explanation: &RunExplanation| {
         match Advice::new(root, explanation, None, &program) {
             Ok(advice) => advice.to_json(),

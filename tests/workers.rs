@@ -134,6 +134,10 @@ fn killed_ranks_are_replaced_from_memory_with_the_same_bits() {
         "{:?}",
         changes()
     );
+    let why: Value = serde_json::from_str(&home.rlrun(&["why", "elastic", "--json"]).ok().stdout).unwrap();
+    for cause in ["regroup", "snapshot"] {
+        assert!(why["causes"].as_array().unwrap().iter().any(|of| of["cause"] == cause), "{cause}: {why}");
+    }
     let weights = |run: &Run| fs::read(run.checkpoint(14).join("model/model.safetensors")).unwrap();
     assert!(weights(&threads) == weights(&run), "the weights differ");
     assert_eq!(threads.values("reward/mean"), run.values("reward/mean"));

@@ -8,7 +8,7 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 
 // A colour of each kind; waits are hatched, so that the colour is not all that tells them apart.
 const KINDS = {
-  forward_backward: 1, score: 2, forward: 2, optimizer: 5, sample: 3, weight_sync: 4, push: 4, apply_weights: 4, evaluate: 5, save_checkpoint: 6, phase_switch: 7,
+  forward_backward: 1, score: 2, forward: 2, optimizer: 5, sample: 3, weight_sync: 4, push: 4, apply_weights: 4, evaluate: 5, save_checkpoint: 6, snapshot: 6, phase_switch: 7, regroup: 7,
 };
 export const isWait = (kind) => kind.startsWith("wait");
 export const kindColor = (kind) => css(kind === "stall" ? "--down" : isWait(kind) ? "--dim" : `--series-${KINDS[kind] ?? 8}`);

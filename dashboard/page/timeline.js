@@ -33,8 +33,11 @@ const range = () => {
 
 export async function load() {
   run = currentRun();
-  why = run ? await api("why", { run }) : null;
-  answer = run ? await api("timeline", { run, ...range(), pixels: Math.max(200, Math.min(2000, root.clientWidth || 900)) }) : null;
+  // The timeline is shown without the critical path, too.
+  [why, answer] = run ? await Promise.all([
+    api("why", { run }).catch(() => null),
+    api("timeline", { run, ...range(), pixels: Math.max(200, Math.min(2000, root.clientWidth || 900)) }),
+  ]) : [null, null];
 }
 
 let drawn = "";

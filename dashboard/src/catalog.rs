@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use tokio::sync::watch;
 
 use crate::run::ShownRun;
-use crate::why::Advisor;
+use crate::why::{Advisor, SerialAdvisor};
 
 /// Interval between two looks at the files, milliseconds; a change is announced within a second.
 const POLL_INTERVAL: Duration = Duration::from_millis(400);
@@ -21,7 +21,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(400);
 pub(crate) struct RunCatalog {
     runs: Vec<ShownRun>,
     /// Recommends changes; `None` for a page of another program than rlrun.
-    advisor: Option<Advisor>,
+    advisor: Option<SerialAdvisor>,
 }
 
 impl fmt::Debug for RunCatalog {
@@ -48,11 +48,11 @@ impl RunCatalog {
 
     /// The same, with recommendations of `advisor`.
     pub(crate) fn advised_by(self, advisor: Option<Advisor>) -> Self {
-        Self { advisor, ..self }
+        Self { advisor: advisor.map(SerialAdvisor::new), ..self }
     }
 
     /// What recommends changes.
-    pub(crate) fn advisor(&self) -> Option<&Advisor> {
+    pub(crate) fn advisor(&self) -> Option<&SerialAdvisor> {
         self.advisor.as_ref()
     }
 

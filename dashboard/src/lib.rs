@@ -55,4 +55,4 @@ pub use events::LastEvent;
 pub use glance::{RunGlance, last_event, planned_steps};
 pub use panels::{PanelCurve, PanelCurves};
 pub use report::{MAX_REPORT_BYTES, ReportError, panel_curves, report};
-pub use server::{DashboardConfig, DashboardError, DashboardServer};
+pub use server::{DashboardConfig, DashboardError, DashboardServer, is_run};

@@ -14,7 +14,7 @@ use crate::lines::LineTail;
 use crate::recipe::ResolvedRecipe;
 use crate::table::{MetricsSink, MetricsTable};
 use crate::timeline::FollowedTimeline;
-use crate::why::{Advisor, FollowedPaths};
+use crate::why::{FollowedPaths, SerialAdvisor};
 
 /// A run without an end whose files have not changed for so long is not called running.
 const QUIET: Duration = Duration::from_secs(600);
@@ -92,8 +92,13 @@ impl ShownRun {
     ///
     /// # Errors
     /// A file that cannot be read.
-    pub(crate) fn why(&self, advisor: Option<&Advisor>) -> io::Result<Value> {
-        self.paths.lock().unwrap_or_else(PoisonError::into_inner).answer(&self.root, advisor)
+    pub(crate) fn why(&self, advisor: Option<&SerialAdvisor>) -> io::Result<Value> {
+        let (explanation, mut answer) = self.paths.lock().unwrap_or_else(PoisonError::into_inner).answer()?;
+        // Simulations take long: the lock is free again.
+        if let Some(advice) = advisor.and_then(|advisor| advisor.advice(&self.root, &explanation)) {
+            answer["recommendations"] = advice;
+        }
+        Ok(answer)
     }
 
     /// Reads what is new. Returns the revision.

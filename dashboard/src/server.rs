@@ -32,8 +32,8 @@ const WRITE_STALL: Duration = Duration::from_secs(60);
 /// Longest time that requests in progress have after a stop.
 const STOP_TIME: Duration = Duration::from_secs(2);
 /// A run directory has one of these from its first moment on; metrics come after the first step.
-const RUN_FILES: [&str; 6] =
-    ["metrics.jsonl", "resolved.toml", "status.json", "recipe.toml", "run.json", "lock"];
+const RUN_FILES: [&str; 7] =
+    ["metrics.jsonl", "resolved.toml", "status.json", "timeline.jsonl", "recipe.toml", "run.json", "lock"];
 
 /// Where a page is served, and of what.
 #[derive(Clone)]
@@ -178,7 +178,8 @@ impl DashboardServer {
 }
 
 /// Whether a directory is that of a run, which may have begun just now.
-pub(crate) fn is_run(path: &Path) -> bool {
+#[must_use]
+pub fn is_run(path: &Path) -> bool {
     RUN_FILES.iter().any(|name| path.join(name).is_file())
 }
 

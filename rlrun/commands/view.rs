@@ -17,7 +17,8 @@ pub(super) fn view(args: &ViewArgs, program: &Program) -> Result<String, Failure
     let advisor = Some(why::advisor(program));
     let config = DashboardConfig { listen: args.listen, token, runs: args.runs.clone(), advisor };
     let needs_token = config.token.is_some();
-    runtime()?.block_on(async {
+    let runtime = runtime()?;
+    let served = runtime.block_on(async {
         let signals = ServerSignals::listen()?;
         let server = open_page(config).await?;
         say(&format!("listening on http://{}", server.local_addr()));
@@ -27,7 +28,10 @@ pub(super) fn view(args: &ViewArgs, program: &Program) -> Result<String, Failure
         }
         server.serve(signals.stop()).await;
         Ok(String::new())
-    })
+    });
+    // Recommendations that are being computed do not delay the end.
+    runtime.shutdown_background();
+    served
 }
 
 #[cfg(test)]

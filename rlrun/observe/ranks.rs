@@ -17,7 +17,7 @@ impl Observer<'_> {
             metrics.set("time/regroup", step.regroupings.iter().map(|change| change.seconds).sum());
         }
         for change in &step.regroupings {
-            let Regrouping { lost, before, after, snapshot, repeated_steps, seconds } = change;
+            let Regrouping { lost, before, after, snapshot, repeated_steps, seconds, .. } = change;
             self.report.note(&sentence(change));
             let fields = json!({
                 "lost": lost,
@@ -35,7 +35,7 @@ impl Observer<'_> {
 
 /// What has happened to the ranks.
 fn sentence(change: &Regrouping) -> String {
-    let Regrouping { lost, before, after, snapshot, repeated_steps, seconds } = change;
+    let Regrouping { lost, before, after, snapshot, repeated_steps, seconds, .. } = change;
     match lost {
         Some(reason) => format!(
             "a rank of the trainer was lost ({reason}); training continues with {after} of {before} ranks after {seconds:.1} s, from \

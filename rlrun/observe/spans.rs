@@ -14,6 +14,7 @@ use rollout::activity::{EpisodeTimes, PhaseSpan};
 use rollout::{Activity, WorkerPhase};
 use trainer::StepReport;
 use trainer::rank_spans::{RankPhase, RankSpan};
+use trainer::trainer::elastic::Regrouping;
 use trajectory::{GroupId, PolicyVersion};
 
 use super::ObserverInputs;
@@ -58,6 +59,7 @@ impl SpanWriter {
     pub(super) fn step(&mut self, inputs: &ObserverInputs<'_>) {
         let mut lines = Vec::new();
         trainer(&mut lines, inputs);
+        interruptions(&mut lines, inputs.step);
         ranks(&mut lines, inputs.step);
         inputs.activity.iter().for_each(|(sampler, activity)| self.sampler(&mut lines, sampler, activity));
         inputs.rewards.iter().for_each(|(name, load)| self.reward(&mut lines, name, load));
@@ -256,7 +258,7 @@ fn trainer(lines: &mut Vec<TimelineLine>, inputs: &ObserverInputs<'_>) {
     for (kind, start, end) in [
         ("save_checkpoint", asked - time.save_checkpoint, asked),
         ("wait_for_batch", asked, time.leased_at),
-        ("phase_switch", time.leased_at, time.leased_at.max(time.trained_from)),
+        ("phase_switch", time.leased_at, time.switched_at),
         (TRAINING, time.trained_from, trained),
         ("weight_sync", trained, trained + time.weight_sync),
         ("evaluate", evaluated.start, evaluated.end),
@@ -272,6 +274,28 @@ fn trainer(lines: &mut Vec<TimelineLine>, inputs: &ObserverInputs<'_>) {
                 ..TimelineSpan::default()
             }));
         }
+    }
+}
+
+/// Regroupings and snapshots of a step, also in the midst of other spans of the trainer.
+fn interruptions(lines: &mut Vec<TimelineLine>, step: &StepReport) {
+    let mut add = |kind, start: f64, end, note: Option<String>| {
+        lines.push(TimelineLine::Span(TimelineSpan {
+            lane: TRAINER.into(),
+            kind,
+            start,
+            end,
+            step: Some(step.version.0),
+            note: note.map(Into::into),
+            ..TimelineSpan::default()
+        }));
+    };
+    for Regrouping { lost, before, after, start, seconds, .. } in &step.regroupings {
+        let reason = lost.as_deref().unwrap_or("ranks have joined");
+        add("regroup", *start, start + seconds, Some(format!("{after} instead of {before} ranks: {reason}")));
+    }
+    for taken in step.snapshots.iter().filter(|taken| taken.end - taken.start >= BRIEF) {
+        add("snapshot", taken.start, taken.end, None);
     }
 }
 

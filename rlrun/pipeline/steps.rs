@@ -58,6 +58,14 @@ impl StepFollower for ScheduleRecorder {
     }
 }
 
+/// What `evaluate` says of the version that `trainer` has.
+fn evaluated_by(
+    trainer: &mut Trainer,
+    evaluate: impl Fn(&Trainer) -> Result<Option<Evaluated>, Failure>,
+) -> Result<Option<Evaluated>, Failure> {
+    trainer.with_ranks(of_trainer, |trainer| evaluate(trainer))
+}
+
 /// The error of the trainer in a failure.
 fn of_trainer(failure: &Failure) -> Option<&TrainerError> {
     match failure {
@@ -97,8 +105,7 @@ impl Run<'_> {
             let due = version == steps || (interval > 0 && version.is_multiple_of(interval));
             let before = trainer.time_s();
             let wanted = due && !self.signals.stop_requested();
-            let evaluation =
-                if wanted { trainer.with_ranks(of_trainer, |trainer| evaluate(trainer))? } else { None };
+            let evaluation = if wanted { evaluated_by(trainer, &evaluate)? } else { None };
             let evaluated = evaluation.is_some().then(|| before..trainer.time_s());
             self.progress.enter(TrainerPhase::Writing);
             let now = samplers.progress();
@@ -108,8 +115,7 @@ impl Run<'_> {
             }
             let (lags, refused) = (weights.lags()?, self.peers.take());
             let step_s = clock.elapsed().as_secs_f64();
-            let ahead =
-                admission.as_mut().map(|admission| admission.after(&step, step_s, observer)).transpose()?;
+            let ahead = admission.as_mut().map(|of| of.after(&step, step_s, observer)).transpose()?;
             let (activity, time_s) = (samplers.take_activity(), trainer.time_s());
             let goes_on = trainer.with_ranks(of_trainer, |trainer| {
                 let made = MadeStep { step: &step, trainer, time_s };
@@ -146,7 +152,7 @@ impl Run<'_> {
         }
         if last.is_none() && !self.signals.stop_requested() {
             // A run that was resumed after its last step has not been evaluated yet.
-            last = trainer.with_ranks(of_trainer, |trainer| evaluate(trainer))?;
+            last = evaluated_by(trainer, &evaluate)?;
             last.iter().try_for_each(|of| observer.late(trainer.version(), trainer.time_s(), of))?;
         }
         Ok(last)

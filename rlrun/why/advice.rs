@@ -130,8 +130,7 @@ impl Advice {
             let gain = base.gain_of(&range);
             // The worst of the new over the best of the old has to be a gain.
             if gain[1] > MIN_GAIN && range.tokens_per_s.p10 > base.tokens_per_s.p90 {
-                let why =
-                    format!("{} s per step instead of {:.3} s", three_digits(range.step_s.p50), simulated_s);
+                let why = format!("{:.3} s per step instead of {simulated_s:.3} s", range.step_s.p50);
                 self.changes.push(Recommendation { change, gain: Some(gain), why });
             }
         }
@@ -287,8 +286,4 @@ fn candidates(recipe: &Recipe) -> Vec<KeyChange> {
 fn word_of(recipe: &Recipe, section: &str, key: &str) -> String {
     let value = recipe.values().get(section).and_then(|keys| keys.get(key)?.as_str().map(str::to_owned));
     value.unwrap_or_default()
-}
-
-fn three_digits(seconds: f64) -> String {
-    format!("{seconds:.3}")
 }

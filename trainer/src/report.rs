@@ -1,6 +1,7 @@
 //! Statistics of one training step.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use buffer::Unfit;
@@ -55,6 +56,8 @@ pub struct StepReport {
     pub exchange: Option<ExchangeReport>,
     /// Changes of the ranks since the previous step.
     pub regroupings: Vec<Regrouping>,
+    /// When the state of all ranks was gathered in the memory of the first since the previous step, seconds of the run.
+    pub snapshots: Vec<Range<f64>>,
     /// Ranks of the trainer.
     pub world: usize,
     /// Time of the phases, seconds.
@@ -371,6 +374,8 @@ pub struct StepTime {
     pub wait_for_batch: f64,
     /// When the batch was leased.
     pub leased_at: f64,
+    /// When the trainer had the device. Until packing begins, ranks may join.
+    pub switched_at: f64,
     /// When packing began.
     pub trained_from: f64,
     /// When the optimizer updates began.

@@ -270,6 +270,7 @@ impl Trainer {
             ..StepTime::default()
         };
         let Some(lease) = self.batch(&mut time)? else { return Ok(None) };
+        time.switched_at = self.time_s();
         self.let_ranks_join()?;
 
         // The sampler may use all cores while the trainer waits for a batch.
@@ -300,8 +301,8 @@ impl Trainer {
         time.weight_sync = clock.elapsed().as_secs_f64();
         self.snapshot_if_due()?;
         let (quarantined, quarantined_groups) = self.quarantine.take();
-        let (regroupings, snapshot_s) = self.take_regroupings();
-        time.snapshot = snapshot_s;
+        let (regroupings, snapshots) = self.take_regroupings();
+        time.snapshot = snapshots.iter().map(|taken| taken.end - taken.start).sum();
         Ok(Some(StepReport {
             version: self.version,
             groups: lease.groups,
@@ -321,6 +322,7 @@ impl Trainer {
             quarantined_groups,
             exchange,
             regroupings,
+            snapshots,
             world: self.learner.world(),
             time,
         }))

@@ -32,6 +32,10 @@ pub enum CauseKind {
     Evaluation,
     /// Sampler and trainer hand the device over.
     PhaseSwitch,
+    /// The trainer continues with other ranks.
+    Regroup,
+    /// The state of all ranks is copied to the memory of the first.
+    Snapshot,
     /// The trainer writes the records of a step.
     Records,
     /// Nothing in the timeline says what.
@@ -55,6 +59,8 @@ impl CauseKind {
             Self::RankExchange => "rank_exchange",
             Self::Evaluation => "evaluation",
             Self::PhaseSwitch => "phase_switch",
+            Self::Regroup => "regroup",
+            Self::Snapshot => "snapshot",
             Self::Records => "records",
             Self::Unknown => "unknown",
         }

@@ -34,7 +34,7 @@ pub(super) struct PathLine<'a> {
     sampler: Option<Cow<'a, str>>,
 }
 
-/// The trajectory that a step waited for last, and when it passed its stations. Times are seconds of the run.
+/// The trajectory that a step waited for last, and the times of its stages, seconds of the run.
 #[derive(Clone, Debug)]
 pub(super) struct LastTrajectory {
     pub(super) sampler: String,
@@ -69,7 +69,7 @@ impl<'a> PathLine<'a> {
         self.kind == "trajectory"
     }
 
-    /// The stations of the trajectory that its step waited for last.
+    /// The times of its stages, if its step waited for this trajectory last.
     pub(super) fn last_trajectory(&self) -> Option<LastTrajectory> {
         let (sampled, stored) = (self.sampled?, self.stored?);
         // Timelines of earlier versions do not have the end of the rewards of groups.

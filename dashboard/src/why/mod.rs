@@ -25,7 +25,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 pub use cause::{Cause, CauseKind};
-pub(crate) use follow::FollowedPaths;
+pub(crate) use follow::{FollowedPaths, SerialAdvisor};
 use serde_json::Value;
 pub use stalls::Stall;
 
@@ -158,7 +158,7 @@ impl RunExplanation {
             stalls: stalls::stalls(&rows),
             slowest: slowest.into_iter().map(|row| rows.explained(row)).collect(),
             unreadable: reader.unreadable,
-            dropped: reader.dropped(),
+            dropped: reader.dropped() + rows.dropped,
             causes,
             rows,
         }

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use super::cause::{Cause, CauseKind};
 use super::lanes::SideLanes;
 use super::line::PathLine;
-use super::path::{StepLines, TrainerWork};
+use super::path::{StepCauses, StepLines, TrainerWork};
 use crate::lines::LineSink;
 
 /// How much later than a step its workers may report what they did, seconds of the run.
@@ -18,6 +18,10 @@ const LATE_S: f64 = 30.0;
 const MAX_OPEN: usize = 2048;
 /// Most spans of ranks of the open steps.
 const MAX_RANK_SPANS: usize = 400_000;
+/// Most ranks of a step.
+pub(super) const MAX_RANKS: usize = 4096;
+/// Most spans of a step that interrupt others.
+const MAX_INTERRUPTIONS: usize = 16;
 /// Most steps that are kept one by one.
 pub(super) const MAX_ROWS: usize = 65_536;
 /// Most causes; the time of others is of an unknown cause.
@@ -70,6 +74,8 @@ pub(super) struct PathRows {
     /// Starts and resumes.
     pub(super) attempts: u64,
     pub(super) wall_s: f64,
+    /// Spans that were too many for their step.
+    pub(super) dropped: u64,
 }
 
 impl PathRows {
@@ -91,7 +97,9 @@ impl PathRows {
         let (first, end) = step.range()?;
         let start = begin.unwrap_or(first);
         let mut parts: Vec<(u16, f64)> = Vec::new();
-        for (cause, seconds) in step.path(start, lanes) {
+        let StepCauses { seconds, dropped } = step.path(start, lanes);
+        self.dropped += dropped;
+        for (cause, seconds) in seconds {
             let number = self.number(cause);
             match parts.iter_mut().find(|(known, _)| *known == number) {
                 Some((_, sum)) => *sum += seconds,
@@ -149,7 +157,7 @@ impl PathReader {
 
     fn close_first(&mut self) {
         if let Some(step) = self.open.pop_front() {
-            self.rank_spans -= step.ranks.iter().map(|(_, spans)| spans.len()).sum::<usize>();
+            self.rank_spans -= step.ranks.values().map(Vec::len).sum::<usize>();
             self.cursor = self.closed.add(&step, self.cursor, &self.lanes).or(self.cursor);
         }
     }
@@ -195,16 +203,20 @@ impl PathReader {
             return;
         }
         let (Some(step), Some(work)) = (line.step, TrainerWork::of(line.kind())) else { return };
-        // A step has one span of every kind, and its last is written together with its first.
+        // A step has one span of every kind, but for interruptions, and its last is written together with its first.
+        let of_kind = |open: &StepLines| open.trainer.iter().filter(|(known, ..)| *known == work).count();
         let repeats = self.open.back().is_some_and(|open| {
-            step < open.step || (step == open.step && open.trainer.iter().any(|(known, ..)| *known == work))
+            step < open.step || (step == open.step && !work.interrupts() && of_kind(open) > 0)
         });
         if repeats {
             self.restart_attempt();
         }
         self.newest = self.newest.max(line.end);
         let (start, end) = (line.start, line.end.max(line.start));
-        if let Some(open) = self.step(step, true) {
+        let Some(open) = self.step(step, true) else { return };
+        if of_kind(open) >= MAX_INTERRUPTIONS {
+            self.dropped += 1;
+        } else {
             open.trainer.push((work, start, end));
         }
     }
@@ -216,10 +228,11 @@ impl PathReader {
         }
         let span = (line.kind() == "wait", line.start, line.end.max(line.start));
         let Some(open) = line.step.and_then(|step| self.step(step, false)) else { return };
-        match open.ranks.iter_mut().find(|(name, _)| name == line.lane()) {
-            Some((_, spans)) => spans.push(span),
-            None => open.ranks.push((line.lane().to_owned(), vec![span])),
+        if open.ranks.len() >= MAX_RANKS && !open.ranks.contains_key(line.lane()) {
+            self.dropped += 1;
+            return;
         }
+        open.ranks.entry(line.lane().to_owned()).or_default().push(span);
         self.rank_spans += 1;
     }
 }

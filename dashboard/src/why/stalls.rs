@@ -73,8 +73,8 @@ pub(super) fn stalls(paths: &PathRows) -> Vec<Stall> {
 /// Steps in which `cause` takes longer than it does otherwise.
 fn sudden(rows: &[&StepRow], number: u16, cause: &Cause, step_s: f64) -> Option<Stall> {
     let mut values: Vec<f64> = rows.iter().map(|row| row.of(number)).collect();
-    // Only some steps have a checkpoint: it is compared with other checkpoints.
-    if *cause == Cause::new(CauseKind::Disk, "checkpoint") {
+    // Only some steps have a checkpoint or a snapshot: it is compared with others.
+    if *cause == Cause::new(CauseKind::Disk, "checkpoint") || cause.kind == CauseKind::Snapshot {
         values.retain(|seconds| *seconds > 0.0);
         if values.len() < 3 {
             return None;

@@ -137,6 +137,76 @@ fn reports_of_workers_may_come_later_than_their_step() {
     assert_eq!(path(&delayed, 2), path(&explained(&(in_order + &more)), 2));
 }
 
+#[test]
+fn regroupings_and_snapshots_interrupt_other_work() {
+    let number = r#","step":1"#;
+    let timeline = [
+        ("trainer", "wait_for_batch", [0.0, 1.0]),
+        ("sampler 0", "sample", [0.0, 1.0]),
+        // Ranks join: a snapshot, and a new group.
+        ("trainer", "snapshot", [1.0, 1.25]),
+        ("trainer", "regroup", [1.25, 2.0]),
+        ("trainer", "forward_backward", [2.0, 6.0]),
+        // A rank is lost during the updates.
+        ("trainer", "regroup", [2.5, 4.0]),
+        ("trainer rank 0", "forward_backward", [4.0, 5.0]),
+        ("trainer rank 0", "wait", [5.0, 6.0]),
+        ("trainer rank 1", "forward_backward", [4.0, 6.0]),
+        ("trainer", "weight_sync", [6.0, 6.5]),
+        ("trainer", "snapshot", [6.5, 7.0]),
+    ];
+    let text = |more: &str| {
+        let lines = timeline.iter().map(|(lane, kind, times)| span(lane, kind, *times, number));
+        lines.collect::<String>() + more
+    };
+    let expected = [
+        ("sampling `sampler 0`", 1.0),
+        ("snapshot", 0.75),
+        ("regroup", 2.25),
+        // 2.0 to 2.5 and 4.0 to 5.0.
+        ("training", 1.5),
+        ("slow_rank `trainer rank 1`", 1.0),
+        ("weights `publish`", 0.5),
+    ];
+    let explanation = explained(&text(""));
+    assert_path(&explanation, 1, &expected);
+    assert_eq!((explanation.steps, explanation.attempts, explanation.dropped), (1, 1, 0));
+    // Of many, the first count.
+    let explanation = explained(&text(&span("trainer", "regroup", [1.25, 2.0], number).repeat(100)));
+    assert_path(&explanation, 1, &expected);
+    assert_eq!((explanation.steps, explanation.dropped), (1, 86));
+}
+
+#[test]
+fn ranks_and_parts_of_a_step_are_bounded() {
+    let number = r#","step":1"#;
+    let mut timeline = span("trainer", "forward_backward", [0.0, 2.0], number);
+    for rank in 0..reader::MAX_RANKS + 100 {
+        let (lane, kind) =
+            (format!("trainer rank {rank}"), if rank == 0 { "forward_backward" } else { "wait" });
+        timeline += &span(&lane, kind, [1.0, 2.0], number);
+    }
+    let explanation = explained(&timeline);
+    assert_eq!(explanation.dropped, 100);
+    assert_path(&explanation, 1, &[("training", 1.0), ("slow_rank `trainer rank 0`", 1.0)]);
+
+    let spans = path::MAX_PARTS + 100;
+    let mut timeline = span("trainer", "wait_for_batch", [0.0, spans as f64], number);
+    for second in 0..spans {
+        let start = second as f64;
+        timeline += &span("sampler 0", "sample", [start + 0.25, start + 0.5], "");
+    }
+    let explanation = explained(&timeline);
+    // Every span makes one part more than before.
+    let (kept, dropped) = (path::MAX_PARTS as f64 - 1.0, 101);
+    assert_eq!(explanation.dropped, dropped);
+    assert_path(
+        &explanation,
+        1,
+        &[("sampling `sampler 0`", kept / 4.0), ("unknown", spans as f64 - kept / 4.0)],
+    );
+}
+
 /// Lines of `steps` steps of 2 s each: 1 s of waiting for a sampler, 1 s of training.
 fn steady(steps: u64, more: impl Fn(u64, f64) -> String) -> String {
     (1..=steps).fold(String::new(), |mut text, step| {
@@ -214,27 +284,27 @@ fn a_rank_that_is_always_slow_is_named_and_ranks_that_take_turns_are_not() {
 }
 
 #[test]
-fn a_checkpoint_is_compared_with_other_checkpoints() {
-    // A checkpoint after every fifth step; that of step 31 takes longer than the others.
-    let saves = |slow_s: f64| {
+fn a_checkpoint_is_compared_with_other_checkpoints_and_a_snapshot_with_others() {
+    // One after every fifth step; that of step 31 takes longer than the others.
+    let saves = |kind: &str, slow_s: f64| {
         let mut time = 0.0;
         (1..=40_u64).fold(String::new(), |mut text, step| {
             let number = format!(r#","step":{step}"#);
             let save_s = if step % 5 != 1 { 0.0 } else { if step == 31 { slow_s } else { 0.5 } };
-            text += &span("trainer", "save_checkpoint", [time, time + save_s], &number);
+            text += &span("trainer", kind, [time, time + save_s], &number);
             text += &span("trainer", "forward_backward", [time + save_s, time + save_s + 2.0], &number);
             time += save_s + 2.0;
             text
         })
     };
-    assert_eq!(explained(&saves(0.5)).stalls, []);
-    let stalls = explained(&saves(5.0)).stalls;
-    assert_eq!(stalls.len(), 1, "{stalls:?}");
-    assert_eq!(
-        (stalls[0].cause.to_string(), &stalls[0].steps[..]),
-        ("disk `checkpoint`".to_owned(), &[31][..])
-    );
-    assert!((stalls[0].excess_s - 4.5).abs() < 1e-9 && (stalls[0].median_s - 0.5).abs() < 1e-9, "{stalls:?}");
+    for (kind, cause) in [("save_checkpoint", "disk `checkpoint`"), ("snapshot", "snapshot")] {
+        assert_eq!(explained(&saves(kind, 0.5)).stalls, []);
+        let stalls = explained(&saves(kind, 5.0)).stalls;
+        assert_eq!(stalls.len(), 1, "{stalls:?}");
+        assert_eq!((stalls[0].cause.to_string(), &stalls[0].steps[..]), (cause.to_owned(), &[31][..]));
+        let (excess_s, median_s) = (stalls[0].excess_s, stalls[0].median_s);
+        assert!((excess_s - 4.5).abs() < 1e-9 && (median_s - 0.5).abs() < 1e-9, "{stalls:?}");
+    }
 }
 
 #[test]
@@ -273,7 +343,7 @@ proptest! {
     /// Whatever the timeline says, the causes of a step sum to its time, and those of all steps to the wall time.
     #[test]
     fn causes_sum_to_the_time_of_a_step(
-        lines in prop::collection::vec((0..9_usize, 0..6_u64, 0.0..50.0_f64, 0.0..20.0_f64), 1..120),
+        lines in prop::collection::vec((0..11_usize, 0..6_u64, 0.0..50.0_f64, 0.0..20.0_f64), 1..120),
     ) {
         let kinds = [
             ("trainer", "wait_for_batch", ""),
@@ -285,6 +355,8 @@ proptest! {
             ("sampler 0", "wait", r#","note":"the buffer, asked for slots""#),
             ("journal", "commit", ""),
             ("trajectory", "trajectory", ""),
+            ("trainer", "regroup", ""),
+            ("trainer", "snapshot", ""),
         ];
         let mut timeline = String::new();
         for (kind, step, start, seconds) in lines {

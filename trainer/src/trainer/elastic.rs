@@ -9,8 +9,8 @@
 //! run without a loss, if the numbers of ranks are powers of two and at most [`LearnerConfig::leaves`](crate::LearnerConfig).
 
 use std::fmt::Debug;
+use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
 
 use trajectory::{Group, PolicyVersion};
 
@@ -57,6 +57,8 @@ pub struct Regrouping {
     pub snapshot: PolicyVersion,
     /// Steps whose updates were repeated.
     pub repeated_steps: u64,
+    /// When it began, seconds of the run.
+    pub start: f64,
     /// Time until training could continue, seconds.
     pub seconds: f64,
 }
@@ -72,8 +74,8 @@ pub(super) struct ElasticState {
     regroupings: Vec<Regrouping>,
     /// Losses in this step.
     losses: usize,
-    /// Time that snapshots took since the last report, seconds.
-    snapshot_s: f64,
+    /// When snapshots were taken since the last report, seconds of the run.
+    snapshots: Vec<Range<f64>>,
 }
 
 #[derive(Debug)]
@@ -97,7 +99,7 @@ impl ElasticState {
             since: Vec::new(),
             regroupings: Vec::new(),
             losses: 0,
-            snapshot_s: 0.0,
+            snapshots: Vec::new(),
         }
     }
 
@@ -112,11 +114,11 @@ impl ElasticState {
 }
 
 impl Trainer {
-    /// Changes of the ranks, and seconds spent on snapshots, since the last call.
-    pub(super) fn take_regroupings(&mut self) -> (Vec<Regrouping>, f64) {
+    /// Changes of the ranks, and when snapshots were taken (seconds of the run), since the last call.
+    pub(super) fn take_regroupings(&mut self) -> (Vec<Regrouping>, Vec<Range<f64>>) {
         self.elastic.as_mut().map_or_else(Default::default, |elastic| {
             elastic.losses = 0;
-            (std::mem::take(&mut elastic.regroupings), std::mem::take(&mut elastic.snapshot_s))
+            (std::mem::take(&mut elastic.regroupings), std::mem::take(&mut elastic.snapshots))
         })
     }
 
@@ -135,7 +137,7 @@ impl Trainer {
                 done => return done,
             };
             match of(&error).filter(|error| self.may_continue_after(error)) {
-                Some(lost) => self.regroup(Some(lost), usize::MAX)?,
+                Some(lost) => self.regroup(Some(lost), usize::MAX, self.time_s())?,
                 None => return Err(error),
             }
         }
@@ -153,11 +155,12 @@ impl Trainer {
             return Ok(());
         }
         self.with_ranks(own_error, Self::take_snapshot)?;
+        let start = self.time_s();
         if let Some(remote) = self.learner.remote() {
             // A rank that is lost meanwhile does not join.
             let _ = remote.leader().regroup();
         }
-        self.regroup(None, most)
+        self.regroup(None, most, start)
     }
 
     /// Remembers what the step was trained on.
@@ -181,11 +184,11 @@ impl Trainer {
 
     /// Gathers the state of the current version, unless the snapshot has it.
     pub(super) fn take_snapshot(&mut self) -> Result<(), TrainerError> {
+        let start = self.time_s();
         let Some(elastic) = &mut self.elastic else { return Ok(()) };
         if elastic.snapshot.as_ref().is_some_and(|snapshot| snapshot.version == self.version) {
             return Ok(());
         }
-        let clock = Instant::now();
         let critic = self.auxiliary.critic.as_ref().and_then(|critic| critic.network.as_ref());
         let critic =
             critic.map(|network| NetworkState::of(&network.directory, &network.learner)).transpose()?;
@@ -193,7 +196,8 @@ impl Trainer {
         elastic.snapshot =
             Some(StateSnapshot { version: self.version, policy, critic: critic.map(NetworkCopy::from) });
         elastic.since.clear();
-        elastic.snapshot_s += clock.elapsed().as_secs_f64();
+        let end = self.earlier_s + self.started.elapsed().as_secs_f64();
+        elastic.snapshots.push(start..end);
         Ok(())
     }
 
@@ -202,9 +206,9 @@ impl Trainer {
         is_loss(error) && self.elastic.as_ref().is_some_and(may)
     }
 
-    /// Continues with the ranks that are there, at most `most`.
-    fn regroup(&mut self, lost: Option<&TrainerError>, most: usize) -> Result<(), TrainerError> {
-        let (clock, before, version) = (Instant::now(), self.learner.world(), self.version);
+    /// Continues with the ranks that are there, at most `most`; it has begun at `start`, seconds of the run.
+    fn regroup(&mut self, lost: Option<&TrainerError>, most: usize, start: f64) -> Result<(), TrainerError> {
+        let (before, version) = (self.learner.world(), self.version);
         let Some(mut elastic) = self.elastic.take() else { return Ok(()) };
         elastic.losses += usize::from(lost.is_some());
         let restored = loop {
@@ -224,7 +228,8 @@ impl Trainer {
                 after: self.learner.world(),
                 snapshot: elastic.snapshot.as_ref().map_or(version, |snapshot| snapshot.version),
                 repeated_steps: elastic.since.len() as u64,
-                seconds: clock.elapsed().as_secs_f64(),
+                start,
+                seconds: self.time_s() - start,
             });
         }
         self.elastic = Some(elastic);
