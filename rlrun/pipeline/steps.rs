@@ -113,8 +113,7 @@ impl Run<'_> {
             if now != window.1 {
                 window = (window.1, now);
             }
-            let (lags, refused) = (weights.lags()?, self.peers.take());
-            let step_s = clock.elapsed().as_secs_f64();
+            let (lags, refused, step_s) = (weights.lags()?, self.peers.take(), clock.elapsed().as_secs_f64());
             let ahead = admission.as_mut().map(|of| of.after(&step, step_s, observer)).transpose()?;
             let (activity, time_s) = (samplers.take_activity(), trainer.time_s());
             let goes_on = trainer.with_ranks(of_trainer, |trainer| {
