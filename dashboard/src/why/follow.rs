@@ -1,6 +1,6 @@
 //! The critical paths of a run whose timeline grows, for the page.
 //!
-//! Invariant: one look reads a part of the file, and nothing that was read before. No lock is held while recommendations are
+//! Invariant: one look reads a part of the file, and nothing that was read before. No lock of what was read is kept while recommendations are
 //! computed.
 
 use std::collections::BTreeMap;
@@ -57,7 +57,7 @@ impl FollowedPaths {
 /// An advisor that computes for one request at a time, and what it has recommended.
 pub(crate) struct SerialAdvisor {
     advisor: Advisor,
-    /// Held while it computes.
+    /// Locked while it computes.
     turn: Mutex<()>,
     /// The newest recommendations by run directory, and the number of steps that they are for.
     known: Mutex<BTreeMap<PathBuf, (u64, Value)>>,
