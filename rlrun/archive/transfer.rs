@@ -187,7 +187,11 @@ async fn upload(
     file: &MeasuredFile,
     moved: &AtomicU64,
 ) -> Result<(), BucketError> {
-    let failed = |source| BucketError::Local("read", file.path.clone(), source);
+    let failed = |source: io::Error| match source.kind() {
+        // A log is cut and written again by a run that resumes.
+        io::ErrorKind::UnexpectedEof => BucketError::Changed(file.path.clone(), source.to_string()),
+        _ => BucketError::Local("read", file.path.clone(), source),
+    };
     let mut parts = FileParts {
         file: model::files::open(&file.path).map_err(failed)?,
         hasher: blake3::Hasher::new(),
@@ -393,10 +397,10 @@ mod tests {
         let named = |name: &str| [(name.to_owned(), file.clone())];
         transfer.upload(&named("a")).unwrap();
         assert_eq!(bucket.get("a", 100).unwrap().unwrap().0, b"one\n");
-        for content in ["eno\ntwo\n", "one"] {
+        for content in ["eno\ntwo\n", "one", ""] {
             std::fs::write(&path, content).unwrap();
             let error = transfer.upload(&named("b")).unwrap_err();
-            assert!(matches!(error, ArchiveError::Changed { .. } | ArchiveError::Local { .. }), "{error}");
+            assert!(matches!(error, ArchiveError::Changed { .. }), "{error}");
         }
         assert!(bucket.get("b", 100).unwrap().is_none());
     }
