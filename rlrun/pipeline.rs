@@ -269,12 +269,7 @@ impl Run<'_> {
         let watchdog = self.progress.watch(self.recipe, move |text| report.note(text))?;
         let Some(start) = self.starting_state(&mut observer)? else { return Ok(stopped()) };
         let version = start.state.version;
-        observer.event("start", &serde_json::json!({ "version": version, "time_s": start.state.time_s }))?;
-        observer.resume_after(version)?;
-        observer.write_tokens(&start.directory);
-        if let Some(evaluation) = &start.evaluation {
-            observer.initial(version, evaluation)?;
-        }
+        start.record(&mut observer)?;
         let before = start.evaluation.clone();
         self.archive_start(version, &mut observer)?;
         let result = match source {

@@ -41,13 +41,7 @@ pub(crate) fn replay_in(
     let run = Run { evaluates: replay.is_arm(), is_replay: true, ..opened };
     let mut observer = Observer::new(recipe, run_dir, report)?;
     let Some(start) = run.starting_state(&mut observer)? else { return Ok(false) };
-    let version = start.state.version;
-    observer.event("start", &serde_json::json!({ "version": version, "time_s": start.state.time_s }))?;
-    observer.resume_after(version)?;
-    observer.write_tokens(&start.directory);
-    if let Some(evaluation) = &start.evaluation {
-        observer.initial(version, evaluation)?;
-    }
+    start.record(&mut observer)?;
     let reached = run.repeat(start, replay, until, &mut observer)?;
     observer.finish_logs();
     let done = reached == until;

@@ -47,6 +47,20 @@ pub(super) struct StartingState {
     pub(super) went_back: bool,
 }
 
+impl StartingState {
+    /// Records that training starts from it.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub(super) fn record(&self, observer: &mut Observer<'_>) -> Result<(), Failure> {
+        let TrainerState { version, time_s, .. } = self.state;
+        observer.event("start", &json!({ "version": version, "time_s": time_s }))?;
+        observer.resume_after(version)?;
+        observer.write_tokens(&self.directory);
+        self.evaluation.iter().try_for_each(|evaluation| observer.initial(version, evaluation))
+    }
+}
+
 impl Run<'_> {
     /// The last checkpoint, or the model of the recipe, warmed up if the recipe says so. `None` if it was stopped.
     pub(super) fn starting_state(

@@ -28,7 +28,7 @@ pub enum CauseKind {
     SlowRank,
     /// All ranks wait for their exchange.
     RankExchange,
-    /// Held-out tasks are answered.
+    /// The policy is evaluated.
     Evaluation,
     /// Sampler and trainer hand the device over.
     PhaseSwitch,
