@@ -221,11 +221,17 @@ fn a_fault_of_each_kind_is_found_by_name_and_undisturbed_runs_name_none() {
         assert_eq!(calm["steps"], STEPS);
     }
     for fault in [SlowCheckpoint, SlowJournal, SlowReward("digits"), SlowLink, SlowRank(1), PausedWorker] {
-        let first = inject(fault, median_step_s, &mut draws);
-        if !first.is_found {
-            let second = inject(fault, first.median_step_s.max(median_step_s), &mut draws);
-            assert!(second.is_found, "{fault:?}: named {:?} and {:?}", first.named, second.named);
+        // Other programs on the machine may cause a longer stall than the fault.
+        let mut missed = Vec::new();
+        while missed.len() < 3 {
+            let answer = inject(fault, median_step_s, &mut draws);
+            median_step_s = answer.median_step_s.max(median_step_s);
+            if answer.is_found {
+                break;
+            }
+            missed.push(answer.named);
         }
+        assert!(missed.len() < 3, "{fault:?}: named {missed:?}");
     }
 }
 
