@@ -195,6 +195,9 @@ impl Timeline {
 
     /// Appends `lines` in a single write.
     pub(crate) fn write(&self, lines: &[TimelineLine]) {
+        if lines.is_empty() {
+            return;
+        }
         let mut bytes = Vec::new();
         for line in lines {
             if serde_json::to_writer(&mut bytes, line).is_ok() {

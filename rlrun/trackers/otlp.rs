@@ -20,6 +20,8 @@ use crate::timeline::{TimelineLine, TimelineSpan, TimelineTrajectory};
 const QUEUED: usize = 64;
 /// Deadline of a request, and of all that is left at the end of a run.
 const ANSWER: Duration = Duration::from_secs(5);
+/// Name of a trace of spans that belong to no step: the start, a stall, what is reported once the last step is written.
+const OUTSIDE: &str = "outside of steps";
 
 /// Sends a timeline; the rest of it when this is dropped.
 #[derive(Debug)]
@@ -117,7 +119,7 @@ impl Traces {
             let step = roles().find_map(|span| span.step);
             let key = format!("step {step:?} {} {start}", first.lane);
             let trace = Trace::new(&self.run, &key);
-            let name = step.map_or_else(|| first.kind.to_owned(), |step| format!("step {step}"));
+            let name = step.map_or_else(|| OUTSIDE.to_owned(), |step| format!("step {step}"));
             spans.push(self.span(&trace, 0, &name, (start, end), &[("rlrun.step", json!(step))]));
             spans.extend(roles().zip(1..).map(|(span, number)| self.role(&trace, number, span)));
         }
