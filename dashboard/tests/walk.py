@@ -271,8 +271,13 @@ class Walk:
             waited = sum(max(0, min(span["end"], end) - max(span["start"], begin)) for span in spans if span["lane"] == lane and span["kind"].startswith("wait"))
             assert math.isclose(share, 100 * min(1, waited / (end - begin)), abs_tol=0.1), f"{run.name} {lane}: {share} is not {100 * waited / (end - begin)}"
         stalls = [span for span in spans if span["kind"] == "stall" and span["end"] >= begin]
-        texts = self.page.locator(".stalls li").all_text_contents()
+        texts = self.page.locator("#timeline > .stalls li").all_text_contents()
         assert len(texts) == len(stalls) and all(stall.get("note", "") in text for stall, text in zip(stalls, texts)), texts
+        causes = self.page.locator(".why tr[data-cause]")
+        shares = [number(row.locator("td").first.text_content()) for row in causes.all()]
+        assert shares and shares == sorted(shares, reverse=True) and 90 < sum(shares) < 101, f"{run.name}: {shares}"
+        for label in ("Longest waits by name", "Stalls", "Recommendations"):
+            expect(self.page.locator(f".why ul[aria-label='{label}'] li").first).not_to_be_empty()
         canvas = self.page.locator("#timeline canvas").first
         details = self.page.locator("#timeline output").first
         canvas.focus()

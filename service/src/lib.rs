@@ -1,0 +1,13 @@
+//! The trainer as a service: tinker's API on one's own machine, and the same verbs as a Rust library.
+//!
+//! # Layout
+//! - [`data`]: what is trained on and what comes out of it; [`outcome`]: what a request of the service ends in
+//! - [`training`]: the service without its listener: sessions, models, samplers, futures
+//!
+//! # Invariants
+//! - Requests of a model run in the order of their `seq_id`. A repeated request gets the answer of the first one.
+//! - What waits is bounded, has a deadline, and waits in turn with the requests of other users.
+
+pub mod data;
+pub mod outcome;
+pub mod training;

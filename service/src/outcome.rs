@@ -1,0 +1,116 @@
+//! What a request of the service ends in.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crate::data::{PassOutput, SamplingOutput};
+
+/// What a request has come to.
+#[derive(Clone, Debug)]
+pub enum FutureState {
+    /// It has not ended.
+    Pending {
+        /// Why it waits.
+        queue: QueueState,
+        /// In words.
+        reason: String,
+    },
+    /// It failed.
+    Failed(RequestFailure),
+    /// It ended.
+    Done(Arc<Outcome>),
+}
+
+/// Why a request waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QueueState {
+    /// Its turn comes.
+    Active,
+    /// The machine has no place for it at the moment.
+    PausedCapacity,
+    /// Its user has more in progress than is allowed.
+    PausedRateLimit,
+}
+
+/// Why a request that was accepted has no outcome.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct RequestFailure {
+    /// Whose mistake it is.
+    pub category: FailureCategory,
+    /// What is wrong, and the remedy.
+    pub message: String,
+}
+
+/// Whose mistake a failure is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FailureCategory {
+    /// The request cannot be carried out.
+    User,
+    /// The service failed.
+    Server,
+}
+
+/// Why a request was not accepted: an HTTP status and a sentence.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct Refusal {
+    /// The HTTP status.
+    pub status: u16,
+    /// What is wrong, and the remedy.
+    pub message: String,
+}
+
+/// A request that was accepted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ticket {
+    /// What its outcome is retrieved by.
+    pub request_id: String,
+    /// The model that it is for; `None` if it is for none.
+    pub model_id: Option<String>,
+    /// Of sampling requests, the names of the sequences.
+    pub sequence_ids: Vec<String>,
+}
+
+/// What a request ended in.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Outcome {
+    /// A model was made.
+    ModelCreated {
+        /// Its id.
+        model_id: String,
+    },
+    /// A pass over data.
+    Passed(PassOutput),
+    /// An update of the weights.
+    Stepped {
+        /// Metrics by `name:reduction`.
+        metrics: BTreeMap<String, f64>,
+    },
+    /// Weights and optimizer were saved.
+    WeightsSaved {
+        /// As `tinker://`.
+        path: String,
+    },
+    /// Weights were loaded.
+    WeightsLoaded {
+        /// As `tinker://`.
+        path: String,
+        /// The model that has them.
+        model_id: String,
+    },
+    /// Weights for sampling were saved or published.
+    SamplerSaved {
+        /// As `tinker://`, if they were saved under a name.
+        path: Option<String>,
+        /// The sampling session, if one was made.
+        sampling_session_id: Option<String>,
+    },
+    /// A model was unloaded.
+    Unloaded {
+        /// Its id.
+        model_id: String,
+    },
+    /// Completions were sampled.
+    Sampled(SamplingOutput),
+}
