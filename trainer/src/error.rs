@@ -41,6 +41,28 @@ pub enum TrainerError {
         /// Which rank cannot, and why.
         reason: String,
     },
+    /// Gradients are summed over several calls by one rank that updates its weights on the host.
+    #[error(
+        "gradients of several calls are summed by a single rank that updates its weights on the host; set trainer.world = 1 \
+         and trainer.optimizer_on = \"host\""
+    )]
+    SumsOfSeveral,
+    /// An update by another optimizer than the one whose state there is.
+    #[error(
+        "the state is that of {found}, and the update is by {wanted}; keep the optimizer that training began with"
+    )]
+    OtherOptimizer {
+        /// Kind of the state.
+        found: &'static str,
+        /// Kind of the update.
+        wanted: &'static str,
+    },
+    /// The tokens to predict cannot be those of the rows.
+    #[error("the tokens to predict do not fit: {reason}")]
+    Targets {
+        /// What does not fit.
+        reason: String,
+    },
     /// A gradient is infinite or NaN.
     #[error(
         "the gradient of update {update} over {rows} rows is not finite; lower trainer.learning_rate, or check the rewards for extreme values"

@@ -8,11 +8,13 @@
 
 mod balance;
 mod frozen;
+mod gradient_sums;
 mod scoring;
 mod spans;
 mod trained_values;
 
 pub(crate) use self::balance::RouterStep;
+pub use self::gradient_sums::{GradientSums, TargetRows, UpdateParameters};
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
@@ -538,7 +540,7 @@ impl Learner {
             return Ok(LearnerStep { grad_norm: 0.0, reports: Vec::new() });
         }
         let pool = &self.rank_pool(&self.pool);
-        let task = PlannedRows { rows, plan: &plan };
+        let task = PlannedRows { rows, plan: &plan, targets: None };
         let recorded_slots = recorded_slots(&self.model);
         let step = StepInputs { task, loss, learning_rate, recorded_slots, pool };
         let work = |rank: &mut &mut Rank| {

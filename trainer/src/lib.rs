@@ -71,7 +71,7 @@ pub use error::TrainerError;
 pub use follow::{Followed, follow};
 pub use frozen::{Frozen, FrozenWeights};
 pub use lead::Leader;
-pub use learner::{Learner, LearnerConfig, LearnerStep};
+pub use learner::{GradientSums, Learner, LearnerConfig, LearnerStep, TargetRows, UpdateParameters};
 pub use on_device::{CollectivePlace, DeviceConfig, LearnerWeights, OptimizerPlace};
 pub use outer_exchange::{ExchangeReport, OuterExchange};
 pub use parallel::{ContextParallel, ParallelConfig};

@@ -39,7 +39,7 @@ mod trained_values;
 mod whole;
 
 pub(crate) use seed::{LearnerSeed, MemberSeed, RankWeights};
-pub(crate) use step::StepInputs;
+pub(crate) use step::{StepInputs, UpdateInputs};
 
 use std::borrow::Cow;
 use std::fmt;
@@ -70,8 +70,8 @@ use crate::lead::{decode, encode};
 use crate::learner::{LearnerConfig, LearnerStep, OwnedValues, RowLoss};
 use crate::lora::Adapter;
 use crate::on_device::{ByDtype, LearnerWeights, NetworkWeights, by_dtype};
-use crate::optimizer::{Optimizer, TensorState};
-use crate::packing::pack;
+use crate::optimizer::{Optimizer, OptimizerConfig, TensorState};
+use crate::packing::{Packed, pack};
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
 use crate::rank_spans::{RankClock, RankPhase, RankSpan};
@@ -118,6 +118,20 @@ pub(crate) struct PlannedRows<'a> {
     pub(crate) rows: &'a [&'a Sample],
     /// The micro-batches of every leaf of a step, or of every rank that scores.
     pub(crate) plan: &'a [Vec<MicroBatch>],
+    /// `[rows][trained tokens]` what is predicted in place of the trained tokens; `None` for these.
+    pub(crate) targets: Option<&'a [Vec<u32>]>,
+}
+
+impl<'a> PlannedRows<'a> {
+    /// The rows of a micro-batch, whose tokens may have `slots` recorded experts.
+    pub(crate) fn pack(&self, batch: &MicroBatch, slots: usize) -> Packed<'a> {
+        let mut packed = pack(batch.rows.iter().map(|row| self.rows[*row]), slots);
+        if let Some(targets) = self.targets {
+            let tokens = batch.rows.iter().flat_map(|row| &targets[*row]);
+            packed.targets.iter_mut().zip(tokens).for_each(|(target, token)| target.token = *token);
+        }
+        packed
+    }
 }
 
 /// Predictions of rows, each with the index of its row.
@@ -361,6 +375,36 @@ impl Rank {
         }
     }
 
+    /// The gradients of `step`, `[trained values]`, without an update, and the reports of the leaves.
+    ///
+    /// # Errors
+    /// As [`Self::step`], and if it is one of several ranks or updates its weights on a device.
+    pub(crate) fn gradients<L: RowLoss>(
+        &mut self,
+        step: &StepInputs<'_, L>,
+    ) -> Result<(Vec<f32>, Vec<L::Report>), TrainerError> {
+        match &mut self.kind {
+            RankKind::Single(rank) => rank.gradients(&self.base, step),
+            _ => Err(TrainerError::SumsOfSeveral),
+        }
+    }
+
+    /// Updates the weights with `gradients [trained values]` by an optimizer of the same kind with the hyperparameters `optimizer`.
+    /// Returns the norm of the gradient.
+    ///
+    /// # Errors
+    /// If the gradient is not finite, the kind is another, or as [`Self::gradients`]; the weights are then unchanged.
+    pub(crate) fn update(
+        &mut self,
+        gradients: &[f32],
+        optimizer: OptimizerConfig,
+        update: UpdateInputs<'_>,
+    ) -> Result<f32, TrainerError> {
+        let RankKind::Single(rank) = &mut self.kind else { return Err(TrainerError::SumsOfSeveral) };
+        self.base.optimizer.reconfigure(optimizer)?;
+        rank.update(&mut self.base, gradients, update)
+    }
+
     /// Predictions of this rank's rows under the current weights.
     ///
     /// # Errors
@@ -486,7 +530,7 @@ fn score_with(
             pass.skip_forward(pool)?;
             continue;
         };
-        let packed = pack(batch.rows.iter().map(|row| task.rows[*row]), slots);
+        let packed = task.pack(batch, slots);
         add_scored(batch, &packed.trained, &pass.score(&packed, pool)?, &mut scored);
     }
     Ok(scored)

@@ -53,7 +53,7 @@ impl Learner {
         score: impl Fn(&Rank, PlannedRows<'_>) -> Result<ScoredRows, TrainerError> + Sync,
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         let plan = self.plan(rows, part(0).world);
-        let task = PlannedRows { rows, plan: &plan };
+        let task = PlannedRows { rows, plan: &plan, targets: None };
         let mut scored = vec![Vec::new(); rows.len()];
         for rank in on_each(self.ranks().collect(), |rank| score(rank, task))? {
             rank.into_iter().for_each(|(row, predictions)| scored[row] = predictions);

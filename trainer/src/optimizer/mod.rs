@@ -248,6 +248,19 @@ impl Optimizer {
         &self.config
     }
 
+    /// Uses the hyperparameters `config` from the next update on.
+    ///
+    /// # Errors
+    /// If its kind or the rank of its updates is another, for which the states would not fit.
+    pub(crate) fn reconfigure(&mut self, config: OptimizerConfig) -> Result<(), TrainerError> {
+        let OptimizerConfig { kind, dion_rank_fraction, .. } = self.config;
+        if (kind, dion_rank_fraction) != (config.kind, config.dion_rank_fraction) {
+            return Err(TrainerError::OtherOptimizer { found: kind.as_str(), wanted: config.kind.as_str() });
+        }
+        self.config = config;
+        Ok(())
+    }
+
     /// Optimizer kind.
     #[must_use]
     pub fn kind(&self) -> OptimizerKind {

@@ -99,7 +99,7 @@ impl<T: LearnerStorage> GroupRank<T> {
         let mut squares = SquareSum::default();
         squares.add(sum_of_squares(device, own.all())?);
         let grad_norm = membership.norm(&squares)?;
-        finite(grad_norm, &base.optimizer, step.task)?;
+        finite(grad_norm, &base.optimizer, step.task.rows.len())?;
         if grad_norm != 0.0 {
             let scale = clip(grad_norm, base.config.max_grad_norm);
             let adam = base.optimizer.next_adam(scale, step.learning_rate);

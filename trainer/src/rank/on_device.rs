@@ -283,7 +283,7 @@ impl<T: LearnerStorage> SingleDeviceRank<T> {
             grad_norm: sum_of_squares(device, sums.all())?.sqrt() as f32,
             reports: vec![report],
         };
-        finite(done.grad_norm, &base.optimizer, step.task)?;
+        finite(done.grad_norm, &base.optimizer, step.task.rows.len())?;
         if done.grad_norm == 0.0 {
             return Ok(done);
         }

@@ -73,7 +73,7 @@ impl ReplicatedRank {
         let Self { weights, membership, sums } = self;
         let gradients: &[f32] = sums.values();
         let norm = membership.norm(&membership.squares(gradients, pool))?;
-        finite(norm, &base.optimizer, task)?;
+        finite(norm, &base.optimizer, task.rows.len())?;
         if norm == 0.0 {
             return Ok(norm);
         }

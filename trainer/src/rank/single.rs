@@ -3,7 +3,7 @@
 use collective::Position;
 
 use super::RankBase;
-use super::step::StepInputs;
+use super::step::{StepInputs, UpdateInputs};
 use super::whole::WholeWeights;
 use crate::TrainerError;
 use crate::learner::{LearnerStep, RowLoss};
@@ -28,7 +28,8 @@ impl SingleRank {
     ) -> Result<LearnerStep<L::Report>, TrainerError> {
         let Some(device) = &mut self.weights.device else {
             let reports = self.accumulate(base, step)?;
-            let grad_norm = self.weights.update(base, self.sums.values(), step)?;
+            let update = step.update(&base.config);
+            let grad_norm = self.weights.update(base, self.sums.values(), update)?;
             return Ok(LearnerStep { grad_norm, reports });
         };
         let adapter = self.weights.adapter.as_ref();
@@ -36,13 +37,48 @@ impl SingleRank {
         let mut gradients = base.buffers.take(trained);
         let report = by_dtype!(device, device => device.gradients(step, adapter, &mut gradients));
         let done = report.and_then(|report| {
-            let grad_norm = self.weights.update(base, &gradients, step)?;
+            let update = step.update(&base.config);
+            let grad_norm = self.weights.update(base, &gradients, update)?;
             Ok(LearnerStep { grad_norm, reports: vec![report] })
         });
         base.buffers.put(gradients);
         let done = done?;
         self.weights.refresh()?;
         Ok(done)
+    }
+
+    /// The gradients of all rows, `[trained values]`, and the reports of the leaves. The weights stay as they are.
+    ///
+    /// # Errors
+    /// If a token is outside the vocabulary, or a device fails.
+    pub(super) fn gradients<L: RowLoss>(
+        &mut self,
+        base: &RankBase,
+        step: &StepInputs<'_, L>,
+    ) -> Result<(Vec<f32>, Vec<L::Report>), TrainerError> {
+        let adapter = self.weights.adapter.as_ref();
+        let Some(device) = &mut self.weights.device else {
+            let reports = self.accumulate(base, step)?;
+            return Ok((self.sums.take_values(), reports));
+        };
+        let mut gradients = vec![0.0; adapter.map_or(base.layout.len(), |adapter| adapter.values().len())];
+        let report = by_dtype!(device, device => device.gradients(step, adapter, &mut gradients))?;
+        Ok((gradients, vec![report]))
+    }
+
+    /// Updates the weights with `gradients [trained values]`. Returns their norm.
+    ///
+    /// # Errors
+    /// If the gradient is not finite; the weights are then unchanged. If a device fails.
+    pub(super) fn update(
+        &mut self,
+        base: &mut RankBase,
+        gradients: &[f32],
+        update: UpdateInputs<'_>,
+    ) -> Result<f32, TrainerError> {
+        let norm = self.weights.update(base, gradients, update)?;
+        self.weights.refresh()?;
+        Ok(norm)
     }
 
     /// Writes the gradients of all rows to the sums.

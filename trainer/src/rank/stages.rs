@@ -19,7 +19,7 @@ use super::{PlannedRows, RankBase, ScoredRows, add_scored, score_with};
 use crate::TrainerError;
 use crate::lead::{decode, encode};
 use crate::learner::RowLoss;
-use crate::packing::{Packed, pack, recorded_slots};
+use crate::packing::{Packed, recorded_slots};
 use crate::pass::Pass;
 use crate::pipeline::{StageWork, scoring, training};
 use crate::plan::{MicroBatch, StepPass, step_passes};
@@ -320,8 +320,7 @@ impl RankBase {
         (task, slots): (PlannedRows<'p>, usize),
         divides_experts: bool,
     ) -> Vec<Option<Packed<'p>>> {
-        let of_batch =
-            |batch: &MicroBatch| self.of_layers(pack(batch.rows.iter().map(|row| task.rows[*row]), slots));
+        let of_batch = |batch: &MicroBatch| self.of_layers(task.pack(batch, slots));
         let none = || divides_experts.then(Packed::empty);
         (0..most).map(|at| own.get(at).map(of_batch).or_else(none)).collect()
     }

@@ -14,11 +14,11 @@ use model::{
 use super::membership::RankMembership;
 use super::{PlannedRows, RankBase};
 use crate::TrainerError;
-use crate::learner::RowLoss;
+use crate::learner::{LearnerConfig, RowLoss};
 use crate::lora::Adapter;
 use crate::on_device::DevicePass;
 use crate::optimizer::{Optimizer, OwnedFragment, number_of};
-use crate::packing::{Packed, pack};
+use crate::packing::Packed;
 use crate::pass::Pass;
 use crate::plan::{MicroBatch, step_passes};
 use crate::zero::{
@@ -34,6 +34,17 @@ pub(crate) struct StepInputs<'a, L> {
     pub(crate) learning_rate: f32,
     /// Experts of a token that the rows may have recorded.
     pub(crate) recorded_slots: usize,
+    pub(crate) pool: &'a ThreadPool,
+}
+
+/// How gradients become an update.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UpdateInputs<'a> {
+    /// Rows that the gradients are of.
+    pub(crate) rows: usize,
+    pub(crate) learning_rate: f32,
+    /// Gradients are scaled down to this norm.
+    pub(crate) max_grad_norm: f32,
     pub(crate) pool: &'a ThreadPool,
 }
 
@@ -126,6 +137,12 @@ impl HostExchange<'_> {
 }
 
 impl<L: RowLoss> StepInputs<'_, L> {
+    /// The update of this step under `config`.
+    pub(super) fn update(&self, config: &LearnerConfig) -> UpdateInputs<'_> {
+        let (rows, learning_rate, pool) = (self.task.rows.len(), self.learning_rate, self.pool);
+        UpdateInputs { rows, learning_rate, max_grad_norm: config.max_grad_norm, pool }
+    }
+
     /// Empty reports, one for each leaf of one of `world` ranks.
     pub(super) fn reports(&self, world: usize) -> Vec<L::Report> {
         (0..self.task.plan.len() / world).map(|_| L::Report::default()).collect()
@@ -201,7 +218,7 @@ impl<L: RowLoss> StepInputs<'_, L> {
     }
 
     pub(super) fn pack(&self, batch: &MicroBatch) -> Packed<'_> {
-        pack(batch.rows.iter().map(|row| self.task.rows[*row]), self.recorded_slots)
+        self.task.pack(batch, self.recorded_slots)
     }
 
     /// Derivatives of the loss with respect to the `predictions` of `rows`, which have `trained` tokens each.
@@ -247,9 +264,9 @@ pub(super) fn owned<'a>(
 ///
 /// # Errors
 /// If it is not finite.
-pub(super) fn finite(norm: f32, optimizer: &Optimizer, task: PlannedRows<'_>) -> Result<(), TrainerError> {
+pub(super) fn finite(norm: f32, optimizer: &Optimizer, rows: usize) -> Result<(), TrainerError> {
     if norm.is_finite() {
         return Ok(());
     }
-    Err(TrainerError::GradientNotFinite { update: optimizer.updates(), rows: task.rows.len() })
+    Err(TrainerError::GradientNotFinite { update: optimizer.updates(), rows })
 }

@@ -11,7 +11,7 @@ use model::{AdaptedBase, LowRank, ParameterSpec, ThreadPool};
 
 use super::RankBase;
 use super::on_device::AnyPassDevice;
-use super::step::{StepInputs, finite};
+use super::step::{UpdateInputs, finite};
 use crate::TrainerError;
 use crate::lora::Adapter;
 use crate::norm::{clip, squares};
@@ -74,19 +74,19 @@ impl WholeWeights {
     ///
     /// # Errors
     /// If the gradient is not finite; the weights are then unchanged.
-    pub(super) fn update<L>(
+    pub(super) fn update(
         &mut self,
         base: &mut RankBase,
         gradients: &[f32],
-        &StepInputs { task, learning_rate, pool, .. }: &StepInputs<'_, L>,
+        UpdateInputs { rows, learning_rate, max_grad_norm, pool }: UpdateInputs<'_>,
     ) -> Result<f32, TrainerError> {
         let tensors = self.trained().iter().map(|spec| &gradients[spec.range()]);
         let norm = squares(tensors, base.model.reduction, pool).norm();
-        finite(norm, &base.optimizer, task)?;
+        finite(norm, &base.optimizer, rows)?;
         if norm == 0.0 {
             return Ok(norm);
         }
-        let update = ScaledGradients { gradients, scale: clip(norm, base.config.max_grad_norm) };
+        let update = ScaledGradients { gradients, scale: clip(norm, max_grad_norm) };
         let optimizer = &mut base.optimizer;
         if let Some(adapter) = &mut self.adapter {
             adapter.update(optimizer, update, learning_rate, pool);

@@ -59,6 +59,12 @@ impl TreeSums {
         self.buffer(0)
     }
 
+    /// The sums, `[len]`, which begin at zero again.
+    pub(crate) fn take_values(&mut self) -> Vec<f32> {
+        self.buffer(0);
+        self.buffers.remove(0)
+    }
+
     /// Frees the memory. Returns its bytes.
     pub(crate) fn clear(&mut self) -> u64 {
         let bytes = self.bytes();
