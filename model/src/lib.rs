@@ -114,7 +114,7 @@ pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
 pub use pass_ranks::{ContextExchange, PassRanks, TensorRanks, failed_call};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use rotary::{RopeScaling, Rotary, Yarn};
-pub use sampling::{Draw, Sampling, TokenLogprob, most_likely};
+pub use sampling::{Draw, Sampling, TokenLogprob, logprobs_of, most_likely};
 pub use scorer::{LoadedScorer, PromptCompletion, ScoreError, SequenceScorer};
 pub use shared_sampler::{SamplerRanks, SharedSampler};
 pub use thread_pool::{CoreReservation, SharedCores, ThreadPool};

@@ -72,6 +72,20 @@ pub fn most_likely(logits: &mut [f32], sampling: Sampling, count: usize) -> Vec<
     slots.into_iter().map(|slot| TokenLogprob { token: ids[slot], logprob: logprob(slot) }).collect()
 }
 
+/// Log-probabilities `[n]`, nats, of `tokens [n]` under `logits [vocab_size]` at temperature 1: those that a draw of them has. The
+/// logits stay as they are.
+///
+/// # Panics
+/// If a token lies beyond the vocabulary.
+#[must_use]
+pub fn logprobs_of(logits: &mut [f32], tokens: &[u32]) -> Vec<f32> {
+    // A product with 1 is exact.
+    let log_normalizer = scale_and_normalizer(logits, 1.0);
+    let logprob = |token: &u32| logits[*token as usize] - log_normalizer;
+    // NaN is kept, as in a draw.
+    tokens.iter().map(logprob).map(|logprob| if logprob > 0.0 { 0.0 } else { logprob }).collect()
+}
+
 /// A sampled token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Draw {
@@ -304,6 +318,18 @@ mod tests {
         let greedy = most_likely(&mut base.clone(), Sampling::GREEDY, 1);
         assert_eq!(greedy, most_likely(&mut base.clone(), Sampling::PLAIN, 1));
         assert_eq!(greedy[0].token, Draw::new(&mut base.clone(), Sampling::GREEDY, 0.5).token);
+    }
+
+    #[test]
+    fn a_token_is_scored_as_a_draw_of_it() {
+        let base: Vec<f32> = noise(40, 9).iter().map(|z| 4.0 * z).collect();
+        for i in 0..200 {
+            let draw = Draw::new(&mut base.clone(), Sampling::PLAIN, i as f32 / 200.0);
+            let mut logits = base.clone();
+            let scored = logprobs_of(&mut logits, &[draw.token, draw.token]);
+            assert_eq!(scored, [draw.logprob; 2]);
+            assert_eq!(logits, base);
+        }
     }
 
     #[test]

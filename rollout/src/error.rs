@@ -1,7 +1,7 @@
 //! Errors of the rollout worker.
 
 use model::ModelError;
-use trajectory::{GroupId, TaskId};
+use trajectory::{GroupId, PolicyVersion, TaskId};
 
 use crate::curation::Exhausted;
 
@@ -113,12 +113,45 @@ pub enum RolloutError {
     )]
     NoAlternatives,
     /// A request names an adapter that the engine does not serve.
-    #[error("the request names adapter {adapter}, the engine serves {served}")]
+    #[error("the request names adapter {adapter}, which is none of the {served} that the engine serves")]
     UnknownAdapter {
         /// Its index.
         adapter: usize,
         /// Number of adapters.
         served: usize,
+    },
+    /// Factors for an adapter slot are of another model.
+    #[error(
+        "the factors for adapter slot {slot} are of another model: the values {weight:?} are no matrix of the one that is \
+         served; serve adapters of that model"
+    )]
+    OtherModel {
+        /// The slot.
+        slot: usize,
+        /// Values of the flat parameters that a pair of factors is of.
+        weight: std::ops::Range<usize>,
+    },
+    /// An older version was to be served in place of a newer one, or other weights under the same version.
+    #[error("{what} serves version {served} and does not take {asked} for it; publish a newer version")]
+    OlderVersion {
+        /// What serves it.
+        what: String,
+        /// The version that is served.
+        served: PolicyVersion,
+        /// The version that was asked for.
+        asked: PolicyVersion,
+    },
+    /// More adapters than an engine serves.
+    #[error("the engine has {most} adapters, which is the limit; free some that are not needed")]
+    TooManyAdapters {
+        /// Most adapters.
+        most: usize,
+    },
+    /// Adapters and weights are changed faster than the engine takes them.
+    #[error("{waiting} changes of adapters wait for the sampler, which is the limit; try again later")]
+    TooManyChanges {
+        /// Changes that wait.
+        waiting: usize,
     },
     /// A device failed.
     #[error(transparent)]

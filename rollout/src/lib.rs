@@ -36,8 +36,9 @@ pub mod worker;
 
 pub use activity::{Activity, ActivityLog};
 pub use engine::{
-    DifferentValues, Engine, EngineConfig, Interruption, LocalSampler, Network, ReplayConfig,
-    SampledDifference, ServeOn, ServedWeights, StopRules, TrajectoryReplay, UnpackedWeights,
+    AdapterSlots, DifferentValues, Engine, EngineConfig, Interruption, LocalSampler, Network, PendingReceipt,
+    ReplayConfig, SampledDifference, ServeOn, ServedWeights, StopRules, TrajectoryReplay, UnpackedWeights,
+    check_adapter,
 };
 pub use episode::{
     ChatEncoder, ENVIRONMENT_COLUMN, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, EpisodeEnvironment,

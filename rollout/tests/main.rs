@@ -1,6 +1,7 @@
 //! The engine on a tiny random model, scoring beside it, and a scripted sampler in place of an engine.
 
 mod across;
+mod adapter_slots;
 mod adapters;
 mod beside;
 mod curated;

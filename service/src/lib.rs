@@ -2,6 +2,7 @@
 //!
 //! # Layout
 //! - [`data`]: what is trained on and what comes out of it; [`outcome`]: what a request of the service ends in
+//! - [`sampling`]: samplers, with adapters of many models over one base; [`fair_queue`]: users take turns
 //! - [`training`]: the service without its listener: sessions, models, samplers, futures
 //!
 //! # Invariants
@@ -9,5 +10,7 @@
 //! - What waits is bounded, has a deadline, and waits in turn with the requests of other users.
 
 pub mod data;
+pub mod fair_queue;
 pub mod outcome;
+pub mod sampling;
 pub mod training;

@@ -5,10 +5,12 @@
 
 use std::time::{Duration, Instant};
 
+use crossbeam::channel::Receiver;
 use model::CoreReservation;
 use trajectory::{GroupId, PolicyVersion};
 
 use super::Engine;
+use super::adapter_slots::{AdapterSlots, ServedChange, adapter_slots};
 use crate::RolloutError;
 use crate::applier::{Applier, ReadyWeights};
 use crate::sampler::{
@@ -23,6 +25,8 @@ pub struct LocalSampler {
     applier: Option<Applier>,
     /// The newest version that is staged.
     staged: Option<ReadyWeights>,
+    /// What [`AdapterSlots`] asked for.
+    changes: Option<Receiver<ServedChange>>,
     /// Marks the core of the calling thread as in use between two steps.
     reservation: Option<CoreReservation>,
 }
@@ -31,13 +35,26 @@ impl LocalSampler {
     /// A sampler that serves what `engine` serves until `applier` has something newer.
     #[must_use]
     pub fn new(engine: Engine, applier: Applier) -> Self {
-        Self { engine, applier: Some(applier), staged: None, reservation: None }
+        Self { engine, applier: Some(applier), staged: None, changes: None, reservation: None }
     }
 
     /// A sampler that serves the weights of `engine` and no others.
     #[must_use]
     pub fn fixed(engine: Engine) -> Self {
-        Self { engine, applier: None, staged: None, reservation: None }
+        Self { engine, applier: None, staged: None, changes: None, reservation: None }
+    }
+
+    /// The same, and a handle that changes from any thread what it serves.
+    #[must_use]
+    pub fn with_slots(self) -> (Self, AdapterSlots) {
+        let (slots, changes) = adapter_slots();
+        (Self { changes: Some(changes), ..self }, slots)
+    }
+
+    /// Makes the changes that were asked for so far.
+    fn make_changes(&mut self) -> Result<(), RolloutError> {
+        let Some(changes) = &self.changes else { return Ok(()) };
+        changes.try_iter().take(changes.len()).try_for_each(|change| change.make(&mut self.engine))
     }
 }
 
@@ -59,6 +76,7 @@ impl Sampler for LocalSampler {
     }
 
     fn submit(&mut self, request: SampleRequest) -> Result<(), RolloutError> {
+        self.make_changes()?;
         self.engine.submit(request)
     }
 
@@ -67,6 +85,7 @@ impl Sampler for LocalSampler {
             // Between two steps no other role should begin to use this core.
             self.reservation = Some(self.engine.pool().reserve_core());
         }
+        self.make_changes()?;
         self.engine.step()
     }
 
@@ -90,6 +109,7 @@ impl Sampler for LocalSampler {
         if !wait.is_zero() {
             self.reservation = None;
         }
+        self.make_changes()?;
         match &mut self.applier {
             None if wait.is_zero() => {}
             None => std::thread::sleep(wait),

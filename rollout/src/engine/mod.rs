@@ -7,6 +7,7 @@
 //!
 //! # Layout
 //! - `config`: its bounds; `local`: [`LocalSampler`], the engine behind [`Sampler`](crate::Sampler)
+//! - `adapters`: adapters beside the weights, each with its version; `adapter_slots`: [`AdapterSlots`], changes of what is served
 //! - `network`: the decoder that it runs, on the processor, on several ranks, or on a device
 //! - `prompt`: a prompt during prefill; `sequence`: a completion during decode; `stop`: when it ends
 //! - `reservation`: the pages that requests may hold; `retained`: pages of completions whose episode goes on; `prefixes`:
@@ -22,6 +23,8 @@
 //! - Admission control reserves the pages that a request may ever need when it is accepted: no sequence is preempted, and
 //!   none waits for pages during decode.
 
+mod adapter_slots;
+mod adapters;
 mod config;
 mod interrupt;
 mod local;
@@ -42,11 +45,14 @@ use std::sync::Arc;
 
 use device::Device;
 use model::on_device::{DeviceSampler, StagedWeights};
-use model::{Config, KvCache, LowRank, StepSequence, ThreadPool};
+use model::{Config, KvCache, StepSequence, ThreadPool};
 use trajectory::{GroupId, PolicyVersion, StopReason, TokenExperts};
 
 use crate::RolloutError;
 use crate::sampler::{Completion, EngineCounts, PartialCompletion, SampleRequest};
+pub use adapter_slots::{AdapterSlots, PendingReceipt};
+use adapters::AdapterTable;
+pub use adapters::check_adapter;
 pub use config::{EngineConfig, check_trainable};
 pub use interrupt::Interruption;
 pub use local::LocalSampler;
@@ -91,7 +97,7 @@ pub struct Engine {
     interruption: Option<Interruption>,
     speculation: Speculation,
     /// Those that requests can name.
-    adapters: Vec<Arc<LowRank>>,
+    adapters: AdapterTable,
     pool: Arc<ThreadPool>,
 }
 
@@ -142,7 +148,7 @@ impl Engine {
             counts: EngineCounts::default(),
             interruption: None,
             speculation: Speculation::None,
-            adapters: Vec::new(),
+            adapters: AdapterTable::default(),
             pool: Arc::new(ThreadPool::single()),
         })
     }
@@ -165,20 +171,6 @@ impl Engine {
     pub fn speculating(self, speculation: Speculation) -> Self {
         let off = self.device.is_some() || self.cache.has_states();
         Self { speculation: if off { Speculation::None } else { speculation }, ..self }
-    }
-
-    /// The same, serving `adapters` of the model beside its weights, in one batch: a request names its adapter
-    /// ([`RequestOptions::adapter`](crate::RequestOptions::adapter)).
-    ///
-    /// # Errors
-    /// If the network is on a device that fails or has no memory for them, or has no operation for some of their factors.
-    ///
-    /// # Panics
-    /// If an adapter is of another model.
-    pub fn with_adapters(mut self, adapters: Vec<Arc<LowRank>>) -> Result<Self, RolloutError> {
-        self.adapters = adapters;
-        self.adapt()?;
-        Ok(self)
     }
 
     /// The same, with completions that name the experts of their tokens ([`TokenExperts`]). A model without experts has none.
@@ -253,16 +245,13 @@ impl Engine {
     ///
     /// # Errors
     /// An empty prompt, one that is too long, or a request that the whole cache could not hold.
-    pub fn submit(&mut self, request: SampleRequest) -> Result<(), RolloutError> {
+    pub fn submit(&mut self, mut request: SampleRequest) -> Result<(), RolloutError> {
         let length = request.prompt.len();
         let context = self.model().max_context();
         if request.options.alternatives > 0 && self.device.is_some() {
             return Err(RolloutError::NoAlternatives);
         }
-        let served = self.adapters.len();
-        if let Some(adapter) = request.options.adapter.filter(|adapter| *adapter >= served) {
-            return Err(RolloutError::UnknownAdapter { adapter, served });
-        }
+        request.options.adapter = self.adapters.entry(request.options.adapter)?;
         if length == 0 {
             return Err(RolloutError::EmptyPrompt { group: request.group });
         }
@@ -331,16 +320,11 @@ impl Engine {
             }
         };
         if version != self.version {
-            self.prefixes.clear(&mut self.cache);
+            self.forget_prefixes(|_| true);
         }
         self.version = version;
         self.adapt()?;
         Ok(before)
-    }
-
-    /// Gives the network its adapters.
-    fn adapt(&mut self) -> Result<(), RolloutError> {
-        self.network.as_mut().map_or(Ok(()), |network| network.set_adapters(&self.adapters))
     }
 
     /// One pass of the network: a decode step and a chunk of prefill. Returns the completions that ended.
@@ -385,7 +369,7 @@ impl Engine {
         for (row, tokens) in (end..).zip(prompt_jobs) {
             self.counts.prefilled_tokens += tokens as u64;
             let Some(mut job) = self.prompts.pop_front() else { break };
-            job.advance(tokens, self.version);
+            job.advance(tokens, self.adapters.version(job.request.options.adapter, self.version));
             if job.state_at() == Some(job.prefilled) {
                 self.cache.keep_state(&job.pages, job.prefilled);
             }
@@ -407,10 +391,10 @@ impl Engine {
 
     /// Draws the next tokens of every running sequence from its rows of logits, or inserts one of an interruption.
     fn draw(&mut self, rows: &[Range<usize>]) -> Result<(), RolloutError> {
-        let version = self.version;
+        let (adapters, of_engine) = (&self.adapters, self.version);
         let (mut requests, mut counts) = (Vec::with_capacity(rows.len()), Vec::with_capacity(rows.len()));
         for (sequence, rows) in self.running.iter_mut().zip(rows) {
-            let asked = sequence.asks(rows.clone(), version);
+            let asked = sequence.asks(rows.clone(), adapters.version(sequence.adapter(), of_engine));
             counts.push(asked.len());
             requests.extend(asked);
         }
@@ -422,6 +406,7 @@ impl Engine {
                 continue;
             }
             let own: Vec<DrawnToken> = draws.by_ref().take(count).collect();
+            let version = adapters.version(sequence.adapter(), of_engine);
             let verified = sequence.take(own, version, &self.stop)?;
             self.counts.sampled_tokens += verified.sampled;
             self.counts.proposed_tokens += verified.proposed;
@@ -474,6 +459,7 @@ impl Engine {
                 }
             }
         }
+        self.free_ended_adapters()?;
         Ok(ended)
     }
 
@@ -492,7 +478,8 @@ impl Engine {
             let (known, pages) = (known.to_vec(), std::mem::take(&mut sequence.pages));
             let evicted = self.retained.keep(sequence, known, pages, &mut self.cache);
             self.counts.evicted_tokens += evicted as u64;
-        } else if let Some(key) = sequence.prefix_key(self.version) {
+        } else if let Some(key) = sequence.prefix_key(self.adapters.version(sequence.adapter(), self.version))
+        {
             let (known, pages) = (known.to_vec(), std::mem::take(&mut sequence.pages));
             self.prefixes.keep(key, known, pages, &mut self.cache);
         }

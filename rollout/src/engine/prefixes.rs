@@ -100,6 +100,17 @@ impl PrefixCache {
         while cache.free_pages() < pages && self.pop(cache) {}
     }
 
+    /// Frees the pages that were kept of the adapters that `changed` names.
+    pub(super) fn forget(&mut self, cache: &mut KvCache, changed: impl Fn(Option<usize>) -> bool) {
+        self.kept.retain(|kept| {
+            let stays = !changed(kept.key.adapter);
+            if !stays {
+                cache.release(&kept.pages);
+            }
+            stays
+        });
+    }
+
     /// Frees all kept pages.
     pub(super) fn clear(&mut self, cache: &mut KvCache) {
         while self.pop(cache) {}

@@ -36,6 +36,13 @@ impl PromptJob {
         self.prefill.clear();
     }
 
+    /// No other request may continue its pages, if some are filled.
+    pub(super) fn leave_prefix_cache(&mut self) {
+        if self.prefilled > 0 {
+            self.request.options.prefix_cache = None;
+        }
+    }
+
     /// The next `tokens` tokens were prefilled by `version`.
     pub(super) fn advance(&mut self, tokens: usize, version: PolicyVersion) {
         match self.prefill.last_mut() {

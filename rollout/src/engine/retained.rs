@@ -107,8 +107,17 @@ impl RetainedPages {
 
     /// Gives up the pages of the episodes, by group and index, that `ended` names.
     pub(super) fn forget(&mut self, cache: &mut KvCache, ended: impl Fn((GroupId, u32)) -> bool) {
+        self.drop_those(cache, |kept| ended((kept.group, kept.index)));
+    }
+
+    /// Gives up the pages that `adapter` filled.
+    pub(super) fn forget_adapter(&mut self, cache: &mut KvCache, adapter: usize) {
+        self.drop_those(cache, |kept| kept.adapter == Some(adapter));
+    }
+
+    fn drop_those(&mut self, cache: &mut KvCache, dropped: impl Fn(&RetainedCompletion) -> bool) {
         self.completions.retain(|kept| {
-            let stays = !ended((kept.group, kept.index));
+            let stays = !dropped(kept);
             if !stays {
                 cache.release(&kept.pages);
             }

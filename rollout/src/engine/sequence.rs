@@ -149,6 +149,11 @@ impl Sequence {
         self.options.adapter
     }
 
+    /// No other request may continue its pages.
+    pub(super) fn leave_prefix_cache(&mut self) {
+        self.options.prefix_cache = None;
+    }
+
     /// Whether the next token is the first of a text that is put in.
     pub(super) fn is_interrupted_now(&self) -> bool {
         self.interruption.as_ref().is_some_and(|planned| planned.begins(self.logprobs.len()))

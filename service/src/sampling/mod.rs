@@ -1,0 +1,530 @@
+//! Samplers: an engine for each network, with adapters of many models over one base, and requests of many users in turn.
+//!
+//! # Layout
+//! - `checked`: requests before the engine sees them; `waiting`: those that wait for their turn
+//! - `serving`: the thread of the engine; `prompt_scores`: log-probabilities of prompts, by another thread
+//!
+//! # Invariants
+//! - A completion, a scored prompt and a training pass over the same weights have the same log-probabilities, bit for bit.
+//! - A user whose requests fill the engine delays a request of another by about one turn.
+//! - Adding a request never waits; what waits is bounded, and what a client has given up is dropped.
+
+mod checked;
+mod prompt_scores;
+mod serving;
+#[cfg(test)]
+mod tests;
+mod waiting;
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam::channel::{Receiver, bounded};
+use model::{
+    Config, Decoder, FrozenParameters, KvCache, LowRank, ModelDirectory, ModelError, Parameters,
+    Quantization, Recompute, SharedCores, ThreadPool,
+};
+use rollout::{
+    AdapterSlots, Completion, Engine, EngineConfig, EngineCounts, LocalSampler, Network, PendingReceipt,
+    RolloutError, ServeOn, StopRules, check_adapter,
+};
+use tokio::sync::oneshot;
+use trajectory::{PolicyVersion, StopReason, VersionRun};
+use weights::{Values, WeightMemory};
+
+use crate::data::{SampledTokens, SamplingOutput, SamplingRequest};
+use crate::fair_queue::FairBounds;
+use crate::outcome::{Refusal, RequestFailure};
+use crate::training::UserId;
+use checked::{CheckedRequest, RequestLimits, checked, server_failure, user_failure};
+use prompt_scores::{ScoreJob, ScoredPrompt, ScoredWeights};
+use serving::{EngineActivity, EngineThread, SamplingPart};
+use waiting::WaitingRequests;
+
+/// Longest wait for the threads of a host that is dropped.
+const STOP_LIMIT: Duration = Duration::from_secs(10);
+
+/// What a [`SamplerHost`] samples from.
+#[derive(Clone, Debug)]
+pub enum HostedNetwork {
+    /// A base, whose adapters come and go.
+    Base(Arc<FrozenParameters>),
+    /// All weights of a model, of this version.
+    Whole(Arc<Parameters>, PolicyVersion),
+}
+
+/// Bounds of a [`SamplerHost`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostConfig {
+    /// Sequences decoded together.
+    pub max_running: usize,
+    /// Longest prompt and completion together, tokens.
+    pub max_context: usize,
+    /// Tokens of the KV cache; raised to those of one longest sequence.
+    pub kv_cache_tokens: usize,
+    /// Prompt tokens that a step prefills along with decoding.
+    pub prefill_chunk: usize,
+    /// Most completions of one request.
+    pub max_samples: usize,
+    /// Threads that compute a step, and as many that score a prompt.
+    pub threads: usize,
+    /// Requests that wait, in all and of each user: those for completions, and as many whose prompt is scored. Each has memory for a
+    /// prompt.
+    pub waiting: FairBounds,
+}
+
+/// What a [`SamplerHost`] does at the moment.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct HostStatus {
+    /// Requests that wait for the engine; one that wants many completions counts several times.
+    pub waiting: usize,
+    /// Users of these.
+    pub waiting_users: usize,
+    /// Prompts that wait to be scored.
+    pub waiting_scores: usize,
+    /// Sequences in flight.
+    pub running: usize,
+    /// Adapter slots in use.
+    pub adapters: usize,
+    /// The version of the weights under the adapters.
+    pub version: PolicyVersion,
+    /// What the engine has done.
+    pub counts: EngineCounts,
+    /// Part of the KV cache that is in use, from 0 to 1.
+    pub cache_usage: f64,
+    /// Why it serves nothing any more; `None` while it does.
+    pub ended: Option<String>,
+}
+
+/// An engine for one network, with its threads. Dropping it ends them; what is in progress fails.
+#[derive(Debug)]
+pub struct SamplerHost {
+    name: String,
+    config: HostConfig,
+    model: Arc<Config>,
+    served: Mutex<ServedModel>,
+    slots: AdapterSlots,
+    parts: Arc<WaitingRequests<SamplingPart>>,
+    scores: Arc<WaitingRequests<ScoreJob>>,
+    activity: Arc<Mutex<EngineActivity>>,
+    threads: [HostThread; 2],
+}
+
+/// What was given to the engine, for scores.
+#[derive(Debug)]
+struct ServedModel {
+    network: HostedNetwork,
+    adapters: HashMap<usize, (Arc<LowRank>, PolicyVersion)>,
+}
+
+/// A thread, and the sign that it has ended: the channel is closed.
+#[derive(Debug)]
+struct HostThread {
+    thread: Option<JoinHandle<()>>,
+    ended: Receiver<()>,
+}
+
+/// All weights as the engine packs them.
+struct HostedValues(Arc<Parameters>);
+
+impl WeightMemory for HostedValues {
+    fn values(&self) -> &[f32] {
+        self.0.values()
+    }
+}
+
+/// Where the answers of a request come.
+type Answers = (
+    Vec<oneshot::Receiver<Result<Vec<Completion>, RequestFailure>>>,
+    Option<oneshot::Receiver<Result<ScoredPrompt, RequestFailure>>>,
+);
+
+impl SamplerHost {
+    /// Starts the engine of `network`, whose files are in `directory`, with its threads `sampler NAME` and `scorer NAME` on `cores`.
+    ///
+    /// # Errors
+    /// If the network is of another model, or a thread cannot be started.
+    pub fn start(
+        name: &str,
+        directory: &ModelDirectory,
+        network: HostedNetwork,
+        config: HostConfig,
+        cores: &Arc<SharedCores>,
+    ) -> Result<Self, RolloutError> {
+        let model = Arc::new(directory.config().clone());
+        let pool = || Arc::new(ThreadPool::new(cores, config.threads));
+        let engine = engine(directory, &network, config)?.on(pool());
+        let (sampler, slots) = LocalSampler::fixed(engine).with_slots();
+        let parts = Arc::new(WaitingRequests::new(config.waiting));
+        let scores = Arc::new(WaitingRequests::new(config.waiting));
+        let activity = Arc::new(Mutex::new(EngineActivity::default()));
+        let serving = EngineThread::new(sampler, Arc::clone(&parts), Arc::clone(&activity));
+        let engine = HostThread::spawn(&format!("sampler {name}"), move || serving.serve())?;
+        let (jobs, pool) = (Arc::clone(&scores), pool());
+        let scorer = HostThread::spawn(&format!("scorer {name}"), move || {
+            let ended = CloseScores(jobs);
+            prompt_scores::serve(&ended.0, &pool);
+        })?;
+        let served = Mutex::new(ServedModel { network, adapters: HashMap::new() });
+        let (name, threads) = (name.to_owned(), [engine, scorer]);
+        Ok(Self { name, config, model, served, slots, parts, scores, activity, threads })
+    }
+
+    /// Serves `factors` as `version` in `slot`, for every request after this call; an older version of the same adapter is replaced
+    /// between two steps. The receipt comes once the engine serves them.
+    ///
+    /// # Errors
+    /// If the network is no base, the factors are of another model, the version goes back, or the engine has ended.
+    pub fn set_adapter(
+        &self,
+        slot: usize,
+        factors: Arc<LowRank>,
+        version: PolicyVersion,
+    ) -> Result<PendingReceipt, RolloutError> {
+        check_adapter(&self.model, slot, &factors)?;
+        let mut served = self.served();
+        if let HostedNetwork::Whole(..) = served.network {
+            return Err(RolloutError::Misplaced { weights: "of an adapter", engine: "with whole weights" });
+        }
+        let before = served.adapters.get(&slot);
+        if let Some((_, before)) =
+            before.filter(|(of, before)| *before >= version && (*before, of) != (version, &factors))
+        {
+            let what = format!("adapter slot {slot}");
+            return Err(RolloutError::OlderVersion { what, served: *before, asked: version });
+        }
+        let receipt = self.slots.set(slot, Arc::clone(&factors), version)?;
+        served.adapters.insert(slot, (factors, version));
+        drop(served);
+        self.parts.wake();
+        Ok(receipt)
+    }
+
+    /// Frees `slot` if it has an adapter: it may have another at once. Sequences in flight are sampled to their end.
+    ///
+    /// # Errors
+    /// If the engine has ended.
+    pub fn free_adapter(&self, slot: usize) -> Result<(), RolloutError> {
+        let mut served = self.served();
+        self.slots.free(slot)?;
+        served.adapters.remove(&slot);
+        drop(served);
+        self.parts.wake();
+        Ok(())
+    }
+
+    /// Serves other weights of the whole model as `version` from the next step on. Sequences in flight keep their KV cache. The
+    /// receipt comes once the engine serves them.
+    ///
+    /// # Errors
+    /// If the network is a base, the weights are of another model, the version goes back, or the engine has ended.
+    pub fn set_weights(
+        &self,
+        parameters: Arc<Parameters>,
+        version: PolicyVersion,
+    ) -> Result<PendingReceipt, RolloutError> {
+        let bytes = size_of_val(parameters.values()) as u64;
+        let (weights, digest) = whole_weights(&self.model, &parameters)?;
+        let mut served = self.served();
+        match &mut served.network {
+            HostedNetwork::Base(_) => {
+                return Err(RolloutError::Misplaced { weights: "of a whole model", engine: "with a base" });
+            }
+            HostedNetwork::Whole(_, before) if *before > version => {
+                let what = format!("sampler {}", self.name);
+                return Err(RolloutError::OlderVersion { what, served: *before, asked: version });
+            }
+            whole @ HostedNetwork::Whole(..) => {
+                let receipt = self.slots.set_weights(weights, digest, bytes, version)?;
+                *whole = HostedNetwork::Whole(parameters, version);
+                drop(served);
+                self.parts.wake();
+                Ok(receipt)
+            }
+        }
+    }
+
+    /// Samples completions for `user`, with the adapter in a slot or with the weights alone. The request waits for its turn from this
+    /// call on; dropping the future gives it up.
+    ///
+    /// # Errors
+    /// At once, with status 429, if too many requests wait. The future has the mistakes of the request.
+    pub fn sample(
+        &self,
+        adapter: Option<usize>,
+        user: UserId,
+        request: SamplingRequest,
+    ) -> Result<impl Future<Output = Result<SamplingOutput, RequestFailure>> + Send + use<>, Refusal> {
+        let limits = RequestLimits {
+            vocabulary: self.model.vocab_size,
+            max_context: self.config.max_context,
+            max_samples: self.config.max_samples,
+        };
+        let checked = checked(request, limits, Some(salt(user)));
+        let begun = match checked.and_then(|request| Ok((self.scored_weights(adapter)?, request))) {
+            Ok((weights, request)) => {
+                let request = Arc::new(request);
+                let answers = self.enqueue(adapter, user, weights, &request)?;
+                Ok((request, answers))
+            }
+            Err(failure) => Err(failure),
+        };
+        let (parts, name) = (Arc::clone(&self.parts), self.name.clone());
+        let ended = move || {
+            let reason = parts.closed().unwrap_or_else(|| "it has stopped".to_owned());
+            server_failure(format!("sampler {name} serves no requests any more: {reason}"))
+        };
+        Ok(async move {
+            let (request, (completions, scores)) = begun?;
+            let mut all = Vec::new();
+            for part in completions {
+                all.extend(part.await.map_err(|_| ended())??);
+            }
+            let scored = match scores {
+                Some(scores) => scores.await.map_err(|_| ended())??,
+                None => ScoredPrompt::default(),
+            };
+            Ok(output(&request, all, scored))
+        })
+    }
+
+    /// What it does at the moment.
+    #[must_use]
+    pub fn status(&self) -> HostStatus {
+        let (waiting, waiting_users) = self.parts.waiting();
+        let EngineActivity { running, version, counts, cache_usage } =
+            *self.activity.lock().unwrap_or_else(PoisonError::into_inner);
+        HostStatus {
+            waiting,
+            waiting_users,
+            waiting_scores: self.scores.waiting().0,
+            running,
+            adapters: self.served().adapters.len(),
+            version,
+            counts,
+            cache_usage,
+            ended: self.parts.closed(),
+        }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Puts a request into the queues, in parts that the engine can sample at a time.
+    fn enqueue(
+        &self,
+        adapter: Option<usize>,
+        user: UserId,
+        weights: ScoredWeights,
+        request: &Arc<CheckedRequest>,
+    ) -> Result<Answers, Refusal> {
+        let each = self.part_size(request);
+        let firsts = (0..request.samples).step_by(each);
+        let (mut parts, mut completions) = (Vec::new(), Vec::new());
+        for first_index in firsts {
+            let (reply, answer) = oneshot::channel();
+            let (request, samples) = (Arc::clone(request), each.min(request.samples - first_index));
+            parts.push(SamplingPart { request, adapter, first_index, samples, reply });
+            completions.push(answer);
+        }
+        let mut scores = None;
+        if let Some(query) = &request.query {
+            let (reply, answer) = oneshot::channel();
+            let query = Arc::new(query.clone());
+            let job = ScoreJob { weights, prompt: Arc::clone(&request.prompt), query, reply };
+            self.scores.push_all(user, vec![job])?;
+            scores = Some(answer);
+        }
+        self.parts.push_all(user, parts)?;
+        Ok((completions, scores))
+    }
+
+    /// Completions of a prompt that the engine can sample at a time, at least 1.
+    fn part_size(&self, request: &CheckedRequest) -> usize {
+        let length = request.prompt.len();
+        let each = KvCache::pages_for(length + request.max_completion_length) - length / KvCache::PAGE;
+        let pages = KvCache::pages_for(cache_tokens(self.config)) - KvCache::pages_for(length);
+        (pages / each.max(1)).min(self.config.max_running).max(1)
+    }
+
+    /// The weights that requests with this adapter are sampled with.
+    fn scored_weights(&self, adapter: Option<usize>) -> Result<ScoredWeights, RequestFailure> {
+        let served = self.served();
+        match (&served.network, adapter) {
+            (HostedNetwork::Base(base), None) => {
+                let none = Arc::new(LowRank::zeros(1, 0.0, Vec::new()));
+                Ok(ScoredWeights::Adapted(Arc::clone(base), none))
+            }
+            (HostedNetwork::Base(base), Some(slot)) => match served.adapters.get(&slot) {
+                Some((factors, _)) => Ok(ScoredWeights::Adapted(Arc::clone(base), Arc::clone(factors))),
+                None => Err(user_failure(format!(
+                    "adapter slot {slot} of sampler {} is free; publish weights for it again",
+                    self.name
+                ))),
+            },
+            (HostedNetwork::Whole(parameters, _), None) => {
+                Ok(ScoredWeights::Whole(Arc::clone(&self.model), Arc::clone(parameters)))
+            }
+            (HostedNetwork::Whole(..), Some(_)) => Err(user_failure(format!(
+                "sampler {} has whole weights and no adapters; name none",
+                self.name
+            ))),
+        }
+    }
+
+    fn served(&self) -> MutexGuard<'_, ServedModel> {
+        self.served.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for SamplerHost {
+    /// Ends the threads, which finish the step that they compute; waits for them within a limit.
+    fn drop(&mut self) {
+        let reason = "it was stopped";
+        self.parts.close(reason);
+        self.scores.close(reason);
+        self.threads.iter_mut().for_each(HostThread::join);
+    }
+}
+
+impl HostThread {
+    /// Starts the thread `name`.
+    fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<Self, RolloutError> {
+        let (alive, ended) = bounded(0);
+        let builder = std::thread::Builder::new().name(name.replace('\0', " "));
+        let thread = builder.spawn(move || {
+            let _alive: crossbeam::channel::Sender<()> = alive;
+            work();
+        });
+        let thread = thread.map_err(|source| RolloutError::Sampler {
+            engine: name.to_owned(),
+            evidence: format!("has no thread: {source}"),
+            remedy: "raise the limit of threads".to_owned(),
+        })?;
+        Ok(Self { thread: Some(thread), ended })
+    }
+
+    /// Waits for its end within a limit.
+    fn join(&mut self) {
+        // Nothing is ever sent: the channel is closed, or the time is over.
+        let is_over = self.ended.recv_timeout(STOP_LIMIT).is_err_and(|error| error.is_disconnected());
+        if let Some(thread) = self.thread.take().filter(|_| is_over) {
+            // A panic was reported when it happened, and its clients have a failure.
+            drop(thread.join());
+        }
+    }
+}
+
+/// Closes the queue when the thread that scores ends, also after a panic.
+struct CloseScores(Arc<WaitingRequests<ScoreJob>>);
+
+impl Drop for CloseScores {
+    fn drop(&mut self) {
+        self.0.close("the thread that scores prompts ended unexpectedly");
+    }
+}
+
+/// The engine of a network.
+fn engine(
+    directory: &ModelDirectory,
+    network: &HostedNetwork,
+    config: HostConfig,
+) -> Result<Engine, RolloutError> {
+    let stop = StopRules {
+        token_ids: directory.stop_token_ids().to_vec(),
+        strings: Vec::new(),
+        tokenizer: directory.tokenizer().clone(),
+    };
+    let engine_config = EngineConfig {
+        max_running: config.max_running.max(1),
+        prefill_chunk: config.prefill_chunk.max(1),
+        kv_cache_tokens: Some(cache_tokens(config)),
+        // Requests are admitted by their own lengths.
+        max_prompt_length: config.max_context,
+        max_completion_length: 1,
+        max_episode_length: config.max_context,
+        max_samples: 1,
+        // Every request has a seed of its own.
+        seed: 0,
+    };
+    let (network, version) = match network {
+        HostedNetwork::Base(base) => {
+            let none = Arc::new(LowRank::zeros(1, 0.0, Vec::new()));
+            (Network::from(Decoder::frozen(base, &none, Recompute::None)), PolicyVersion::default())
+        }
+        HostedNetwork::Whole(parameters, version) => {
+            let on = ServeOn::Host(Quantization::None);
+            let values = Values::owned_by(Arc::new(HostedValues(Arc::clone(parameters))));
+            (Network::of_version(&on, directory.config(), values)?, *version)
+        }
+    };
+    Engine::new(engine_config, stop, network, version)
+}
+
+/// Tokens of the KV cache, at least those of one longest sequence.
+fn cache_tokens(config: HostConfig) -> usize {
+    config.kv_cache_tokens.max(config.max_context + 3 * KvCache::PAGE)
+}
+
+/// Weights of the model for the engine, with their digest.
+fn whole_weights(
+    model: &Config,
+    parameters: &Arc<Parameters>,
+) -> Result<(rollout::ServedWeights, weights::Digest), RolloutError> {
+    let layout = model::Layout::new(model);
+    if **parameters.layout() != layout {
+        let (expected, found) = (layout.len(), parameters.values().len());
+        return Err(ModelError::Length { expected, found }.into());
+    }
+    let values = Values::owned_by(Arc::new(HostedValues(Arc::clone(parameters))));
+    ServeOn::Host(Quantization::None).prepare(model, values)
+}
+
+/// What separates the prefix cache of users.
+fn salt(user: UserId) -> u64 {
+    let UserId(bytes) = user;
+    let (halves, _) = bytes.as_chunks::<8>();
+    halves.iter().fold(0, |salt, half| salt ^ u64::from_le_bytes(*half))
+}
+
+/// What was sampled and scored of a request.
+fn output(
+    request: &CheckedRequest,
+    mut completions: Vec<Completion>,
+    scored: ScoredPrompt,
+) -> SamplingOutput {
+    completions.sort_by_key(|completion| completion.index);
+    let prefilled = completions
+        .first()
+        .map_or(0, |first| first.prefill.iter().map(|run| run.len as usize).sum::<usize>());
+    let last =
+        |completion: &Completion| completion.versions.last().map(|VersionRun { version, .. }| version.0);
+    let version = completions.iter().filter_map(last).max().unwrap_or(0);
+    SamplingOutput {
+        sequences: completions.into_iter().map(sampled_tokens).collect(),
+        prompt_logprobs: scored.logprobs,
+        prompt_alternatives: scored.alternatives,
+        prompt_targets: scored.targets,
+        cached_tokens: request.prompt.len().saturating_sub(prefilled),
+        version,
+    }
+}
+
+fn sampled_tokens(completion: Completion) -> SampledTokens {
+    let Completion { prompt_length, mut token_ids, logprobs, alternatives, stop, .. } = completion;
+    let scored = |likely: Vec<model::TokenLogprob>| {
+        likely.into_iter().map(|likely| (likely.token, likely.logprob)).collect()
+    };
+    SampledTokens {
+        stopped: matches!(stop, StopReason::StopToken | StopReason::StopString),
+        tokens: token_ids.split_off(prompt_length),
+        logprobs,
+        alternatives: alternatives.into_iter().map(scored).collect(),
+    }
+}
