@@ -2,6 +2,7 @@
 //!
 //! # Layout
 //! - [`data`]: what is trained on and what comes out of it; [`outcome`]: what a request of the service ends in
+//! - [`base`]: base models, whose frozen weights adapters share; [`trained`]: a model in training; `losses`: what it is trained by
 //! - [`sampling`]: samplers, with adapters of many models over one base; [`fair_queue`]: users take turns
 //! - [`training`]: the service without its listener: sessions, models, samplers, futures
 //!
@@ -9,8 +10,11 @@
 //! - Requests of a model run in the order of their `seq_id`. A repeated request gets the answer of the first one.
 //! - What waits is bounded, has a deadline, and waits in turn with the requests of other users.
 
+pub mod base;
 pub mod data;
 pub mod fair_queue;
+mod losses;
 pub mod outcome;
 pub mod sampling;
+pub mod trained;
 pub mod training;

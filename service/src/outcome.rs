@@ -114,3 +114,25 @@ pub enum Outcome {
     /// Completions were sampled.
     Sampled(SamplingOutput),
 }
+
+impl RequestFailure {
+    /// A request that cannot be carried out.
+    #[must_use]
+    pub fn user(message: impl Into<String>) -> Self {
+        Self { category: FailureCategory::User, message: message.into() }
+    }
+
+    /// A failure of the service.
+    #[must_use]
+    pub fn server(message: impl Into<String>) -> Self {
+        Self { category: FailureCategory::Server, message: message.into() }
+    }
+}
+
+impl Refusal {
+    /// A refusal with an HTTP status.
+    #[must_use]
+    pub fn new(status: u16, message: impl Into<String>) -> Self {
+        Self { status, message: message.into() }
+    }
+}

@@ -1,0 +1,236 @@
+//! A model in training: its weights or its adapter, the gradients since the last update, its optimizer.
+//!
+//! Invariant: one pass and an update have the bits of a step of a run over the same rows.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use model::{LowRank, Parameters};
+use trainer::checkpoint::{self, CheckpointContents, NetworkState, Retention, TrainerState};
+use trainer::lora::{Adapter, LoraConfig};
+use trainer::optimizer::Optimizer;
+use trainer::{GradientSums, Learner, StateWeights, TargetRows, TrainerError, UpdateParameters};
+use trajectory::PolicyVersion;
+
+use crate::base::{BaseModel, optimizer};
+use crate::data::{AdamParameters, PassOutput, PassRequest};
+use crate::losses::{PassReport, PreparedPass};
+use crate::outcome::RequestFailure;
+use crate::training::LoraRequest;
+
+/// A model in training.
+#[derive(Debug)]
+pub struct TrainedModel {
+    base: Arc<BaseModel>,
+    learner: Learner,
+    lora: Option<LoraConfig>,
+    sums: GradientSums,
+    version: PolicyVersion,
+    trained_tokens: u64,
+}
+
+/// Weights to sample from.
+#[derive(Clone, Debug)]
+pub enum SamplingWeights {
+    /// The factors of an adapter.
+    Factors(Arc<LowRank>),
+    /// All weights.
+    Whole(Arc<Parameters>),
+}
+
+impl TrainedModel {
+    /// A model that trains the adapter `lora` over `base`, or all weights if there is none. An adapter without a seed has that of
+    /// 0.
+    ///
+    /// # Errors
+    /// Layers that the model lacks, weights that cannot be read.
+    pub fn new(base: &Arc<BaseModel>, lora: Option<&LoraRequest>) -> Result<Self, RequestFailure> {
+        let lora = lora.map(|request| Ok((base.lora(request)?, request.seed.unwrap_or(0)))).transpose()?;
+        let of_server = |error: &dyn std::fmt::Display| RequestFailure::server(error.to_string());
+        let config = base.learner();
+        let (learner, lora) = match lora {
+            Some((lora, seed)) => {
+                let frozen = base.frozen().map_err(|error| of_server(&error))?;
+                let adapter = Adapter::over(lora.clone(), &frozen, seed);
+                (Learner::over(config, frozen, adapter, None), Some(lora))
+            }
+            None => {
+                let parameters = base.parameters().map_err(|error| of_server(&error))?;
+                (Learner::new(config, base.directory().config().clone(), parameters, None), None)
+            }
+        };
+        let learner = learner.map_err(|error| of_server(&error))?.on(Arc::clone(base.pool()));
+        let (sums, version) = (GradientSums::default(), PolicyVersion(0));
+        Ok(Self { base: Arc::clone(base), learner, lora, sums, version, trained_tokens: 0 })
+    }
+
+    /// Its base model.
+    #[must_use]
+    pub fn base(&self) -> &Arc<BaseModel> {
+        &self.base
+    }
+
+    /// Number of updates and loads since it was made.
+    #[must_use]
+    pub fn version(&self) -> PolicyVersion {
+        self.version
+    }
+
+    /// Memory of weights, gradients and optimizer, bytes; a frozen base that is shared counts.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.learner.bytes() + self.sums.bytes()
+    }
+
+    /// A forward pass, and a backward pass whose gradients are added to those since the last update unless the request is a forward
+    /// pass alone.
+    ///
+    /// # Errors
+    /// Data that do not fit; the gradients are then as before.
+    pub fn pass(&mut self, request: &PassRequest) -> Result<PassOutput, RequestFailure> {
+        let (vocabulary, context) = (self.base.directory().config().vocab_size, self.base.info().max_context);
+        let prepared = PreparedPass::new(request, vocabulary, context)?;
+        let samples = prepared.samples();
+        let rows = TargetRows { rows: &samples, targets: Some(prepared.targets()) };
+        let failed = |error: TrainerError| RequestFailure::server(error.to_string());
+        let report = if request.forward_only {
+            prepared.reported(&self.learner.score_targets(rows).map_err(failed)?)
+        } else {
+            let reports = self.learner.add_gradients(rows, &prepared, &mut self.sums).map_err(failed)?;
+            self.trained_tokens += prepared.tokens() as u64;
+            let mut all = PassReport::default();
+            reports.into_iter().for_each(|report| all.merge(report));
+            all
+        };
+        Ok(PassOutput { outputs: prepared.outputs(&report), metrics: report.metrics(&prepared) })
+    }
+
+    /// Updates the weights with the gradients since the last update. Returns metrics by `name:reduction`. Without a gradient, or with
+    /// one of zero, the weights stay, and so does the version.
+    ///
+    /// # Errors
+    /// Hyperparameters that are not possible, a gradient that is not finite; the gradients are gone then, and the weights unchanged.
+    pub fn optim_step(&mut self, adam: &AdamParameters) -> Result<BTreeMap<String, f64>, RequestFailure> {
+        if let Err(reason) = check(adam) {
+            self.sums.clear();
+            return Err(RequestFailure::user(reason));
+        }
+        let rows = self.sums.rows();
+        let clip = adam.grad_clip_norm;
+        let parameters = UpdateParameters {
+            learning_rate: adam.learning_rate,
+            optimizer: optimizer(adam),
+            max_grad_norm: if clip > 0.0 { clip } else { f32::INFINITY },
+        };
+        let norm = self.learner.update(&mut self.sums, parameters).map_err(|error| match error {
+            TrainerError::GradientNotFinite { .. } => RequestFailure::user(error.to_string()),
+            other => RequestFailure::server(other.to_string()),
+        })?;
+        if norm > 0.0 {
+            self.version = self.version.next();
+        }
+        let clipped = if clip > 0.0 && norm > clip { 1.0 } else { 0.0 };
+        Ok(BTreeMap::from([
+            ("grad_norm:mean".to_owned(), f64::from(norm)),
+            ("clipped:mean".to_owned(), clipped),
+            ("rows:sum".to_owned(), rows as f64),
+            ("version:max".to_owned(), self.version.0 as f64),
+        ]))
+    }
+
+    /// Its weights, to sample from.
+    ///
+    /// # Errors
+    /// If they are not in memory.
+    pub fn weights(&self) -> Result<SamplingWeights, RequestFailure> {
+        if let Some(adapter) = self.learner.adapter() {
+            return Ok(SamplingWeights::Factors(Arc::clone(adapter.factors())));
+        }
+        let parameters = self.learner.parameters();
+        parameters.map(SamplingWeights::Whole).map_err(|error| RequestFailure::server(error.to_string()))
+    }
+
+    /// Writes weights and optimizer as a checkpoint of a run into `checkpoints`, for its version. Returns that.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn save(&self, checkpoints: &Path) -> Result<PolicyVersion, TrainerError> {
+        let policy = NetworkState::of(self.base.directory(), &self.learner)?;
+        let state = TrainerState {
+            updates: self.learner.updates(),
+            trained_tokens: self.trained_tokens,
+            ..TrainerState::at(self.version)
+        };
+        let contents = CheckpointContents { policy, critic: None, state: &state, island: None };
+        // Every one has a name.
+        checkpoint::save(checkpoints, &contents, Retention { keep_last: usize::MAX, keep_every: 0 })?;
+        Ok(self.version)
+    }
+
+    /// Writes its weights for sampling to the new directory `dir`: an adapter in PEFT's layout, or a Hugging Face directory.
+    ///
+    /// # Errors
+    /// If `dir` exists, or a file cannot be written.
+    pub fn export(&self, dir: &Path) -> Result<(), TrainerError> {
+        match self.learner.adapter() {
+            Some(adapter) => adapter.save(dir, &self.base.info().path.to_string_lossy()),
+            None => Ok(self.base.directory().save(dir, &*self.learner.parameters()?)?),
+        }
+    }
+
+    /// Takes the weights of the checkpoint `dir`, and its optimizer if `with_optimizer`; without it moments begin at zero. Gradients
+    /// since the last update are forgotten.
+    ///
+    /// # Errors
+    /// If a file is missing, broken or changed, or of another model; the model is then as before.
+    pub fn load(&mut self, dir: &Path, with_optimizer: bool) -> Result<(), TrainerError> {
+        let config = self.base.learner();
+        let loaded = checkpoint::load(dir, config.optimizer, self.lora.as_ref())?;
+        let fresh = |optimizer: Optimizer| with_optimizer.then_some(optimizer);
+        let learner = match (loaded.weights, loaded.adapter) {
+            // The base of the service is shared, and is that of the checkpoint: the manifests of both were compared.
+            (StateWeights::Quantized(_), Some(adapter)) => {
+                Learner::over(config, self.base.frozen()?, adapter, fresh(loaded.optimizer))?
+            }
+            (StateWeights::Whole(parameters), None) => {
+                let (model, parameters) =
+                    (self.base.directory().config().clone(), Arc::unwrap_or_clone(parameters));
+                Learner::new(config, model, parameters, fresh(loaded.optimizer))?
+            }
+            _ => return Err(TrainerError::QuantizedBase),
+        };
+        self.learner = learner.on(Arc::clone(self.base.pool()));
+        self.sums.clear();
+        self.version = self.version.next();
+        self.trained_tokens = loaded.state.trained_tokens;
+        Ok(())
+    }
+
+    /// The adapter that it trains.
+    #[must_use]
+    pub fn lora(&self) -> Option<Cow<'_, LoraConfig>> {
+        self.lora.as_ref().map(Cow::Borrowed)
+    }
+}
+
+/// Checks hyperparameters.
+fn check(adam: &AdamParameters) -> Result<(), String> {
+    let AdamParameters { learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm } = *adam;
+    let at_least_zero = [("learning_rate", learning_rate), ("eps", eps), ("weight_decay", weight_decay)];
+    for (name, value) in at_least_zero {
+        if !value.is_finite() || value < 0.0 {
+            return Err(format!("`{name}` is {value}, and must be a finite number of at least 0"));
+        }
+    }
+    for (name, value) in [("beta1", beta1), ("beta2", beta2)] {
+        if !(0.0..1.0).contains(&value) {
+            return Err(format!("`{name}` is {value}, and must be at least 0 and below 1"));
+        }
+    }
+    match grad_clip_norm.is_nan() {
+        true => Err("`grad_clip_norm` is not a number; 0 is no limit".to_owned()),
+        false => Ok(()),
+    }
+}

@@ -1,0 +1,474 @@
+//! Requests as they come: checked, numbered, queued.
+//!
+//! Invariant: a request that is accepted has a future, which ends. What is wrong with the content of a request of a model ends its
+//! future and not the connection: its number counts as done, and the requests behind it run.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::calls::{CallQueue, ModelCall, QueuedCall};
+use super::registry::{ModelEntry, ModelState, Session};
+use super::samplers::KnownSample;
+use super::saved::{ModelRecord, check_name, run_dir};
+use super::worker::end_session;
+use super::{
+    LoadInto, ModelInfo, NewModel, SampleFrom, SamplerInfo, SamplerSave, SaveRequest, SavedInfo,
+    TrainingService, UserId, now,
+};
+use crate::data::{AdamParameters, PassRequest, SamplingRequest};
+use crate::outcome::{Outcome, Refusal, RequestFailure, Ticket};
+
+/// Name of the optimizer of the service.
+const OPTIMIZER: &str = "adamw";
+
+impl TrainingService {
+    /// Begins a session. Returns its id.
+    ///
+    /// # Errors
+    /// 429 if the user has too many.
+    pub fn create_session(&self, user: UserId) -> Result<String, Refusal> {
+        let id = self.shared.id("s");
+        let mut registry = self.shared.registry();
+        let most = self.shared.config.limits.sessions;
+        if registry.sessions.values().filter(|session| session.user == user).count() >= most {
+            return Err(Refusal::new(
+                429,
+                format!(
+                    "you have {most} sessions, which is the limit; end some, or wait until they are over"
+                ),
+            ));
+        }
+        let session = Session { user, seen: Instant::now(), samplers: Default::default() };
+        registry.sessions.insert(id.clone(), session);
+        Ok(id)
+    }
+
+    /// A sign of life of a session's client.
+    ///
+    /// # Errors
+    /// 410 if the session is over.
+    pub fn heartbeat(&self, user: UserId, session_id: &str) -> Result<(), Refusal> {
+        self.shared.registry().session(user, session_id)?.seen = Instant::now();
+        Ok(())
+    }
+
+    /// Ends a session: its models are unloaded.
+    ///
+    /// # Errors
+    /// 410 if it is over.
+    pub fn end_session(&self, user: UserId, session_id: &str) -> Result<(), Refusal> {
+        let mut registry = self.shared.registry();
+        registry.session(user, session_id)?;
+        end_session(&mut registry, session_id);
+        drop(registry);
+        let ended = self.shared.samplers().end_sessions(&[session_id.to_owned()]);
+        drop(ended);
+        Ok(())
+    }
+
+    /// Makes a model.
+    ///
+    /// # Errors
+    /// 404 for an unknown base model, 400 for another optimizer than AdamW, 410 without a session, 429 if too many are loaded.
+    pub fn create_model(&self, user: UserId, new: NewModel) -> Result<Ticket, Refusal> {
+        self.shared.known_base(&new.base_model)?;
+        if new.optimizer != OPTIMIZER {
+            return Err(Refusal::new(
+                400,
+                "the optimizer of this service is `adamw`; leave out optimizer_config",
+            ));
+        }
+        let NewModel { session_id, model_seq_id, base_model, lora, .. } = new;
+        let record = |model_id: &str| ModelRecord {
+            model_id: model_id.to_owned(),
+            base: base_model,
+            lora,
+            owner: user.0,
+            created: now(),
+            saved: Vec::new(),
+        };
+        self.begin_model(user, &session_id, model_seq_id, record, ModelCall::Create)
+    }
+
+    /// Makes a model by `call`, its request number 0.
+    fn begin_model(
+        &self,
+        user: UserId,
+        session_id: &str,
+        number: u64,
+        record: impl FnOnce(&str) -> ModelRecord,
+        call: ModelCall,
+    ) -> Result<Ticket, Refusal> {
+        let model_id = format!("{session_id}:train:{number}");
+        {
+            let mut registry = self.shared.registry();
+            registry.session(user, session_id)?.seen = Instant::now();
+            if !registry.models.contains_key(&model_id) {
+                let most = self.shared.config.limits.models;
+                if registry.loaded() >= most {
+                    return Err(Refusal::new(
+                        429,
+                        format!(
+                            "{most} models are loaded, which is the limit (--max-models); unload one, or wait"
+                        ),
+                    ));
+                }
+                let entry = ModelEntry {
+                    record: record(&model_id),
+                    session: Some(session_id.to_owned()),
+                    calls: CallQueue::starting_at(0),
+                    state: ModelState::New,
+                    last_request: now(),
+                };
+                registry.models.insert(model_id.clone(), entry);
+            }
+        }
+        self.call(user, &model_id, 0, call)
+    }
+
+    /// Queues request `number` of a model.
+    fn call(&self, user: UserId, model_id: &str, number: u64, call: ModelCall) -> Result<Ticket, Refusal> {
+        let (digest, tokens) = (call.digest(), call.tokens());
+        let limits = self.shared.config.limits;
+        let mut registry = self.shared.registry();
+        let (open, queued) = (registry.futures.open_of(user), registry.queued_tokens);
+        let entry = registry.model(user, model_id)?;
+        let ticket = |request_id: String| Ticket {
+            request_id,
+            model_id: Some(model_id.to_owned()),
+            sequence_ids: Vec::new(),
+        };
+        if let Some(known) = entry.calls.known(number) {
+            return match known.digest == digest {
+                true => Ok(ticket(known.request_id.clone())),
+                false => Err(Refusal::new(
+                    400,
+                    format!(
+                        "request {number} of model {model_id} came before and asked for something else; two clients use one model"
+                    ),
+                )),
+            };
+        }
+        if entry.calls.is_past(number) {
+            return Err(Refusal::new(
+                400,
+                format!("request {number} of model {model_id} was answered long ago"),
+            ));
+        }
+        if matches!(entry.state, ModelState::Unloaded) {
+            return Err(Refusal::new(
+                410,
+                format!("model {model_id} is unloaded; load saved weights into a new one"),
+            ));
+        }
+        if open >= limits.open {
+            return Err(Refusal::new(
+                429,
+                format!("{open} of your requests are in progress, which is the limit; wait for some"),
+            ));
+        }
+        if tokens > 0 && queued + tokens > limits.queued_tokens {
+            return Err(Refusal::new(
+                429,
+                format!("data of {queued} tokens wait for their pass; try again later"),
+            ));
+        }
+        let request_id = self.shared.id("req-");
+        entry.last_request = now();
+        entry.calls.add(number, QueuedCall { request_id: request_id.clone(), call }, digest);
+        if let Some(session) = entry.session.clone().and_then(|session| registry.sessions.get_mut(&session)) {
+            session.seen = Instant::now();
+        }
+        registry.queued_tokens += tokens;
+        registry.futures.begin(&request_id, user, Some(model_id));
+        drop(registry);
+        self.shared.work.notify_all();
+        Ok(ticket(request_id))
+    }
+
+    /// A pass over data.
+    ///
+    /// # Errors
+    /// 404 for an unknown model, 410 for one that is unloaded, 429 if too much waits, 400 for a number that asked for something else.
+    pub fn pass(
+        &self,
+        user: UserId,
+        model_id: &str,
+        seq_id: u64,
+        pass: PassRequest,
+    ) -> Result<Ticket, Refusal> {
+        self.call(user, model_id, seq_id, ModelCall::Pass(pass))
+    }
+
+    /// An update of the weights with the gradients since the last one.
+    ///
+    /// # Errors
+    /// As [`Self::pass`].
+    pub fn optim_step(
+        &self,
+        user: UserId,
+        model_id: &str,
+        seq_id: u64,
+        adam: AdamParameters,
+    ) -> Result<Ticket, Refusal> {
+        self.call(user, model_id, seq_id, ModelCall::Step(adam))
+    }
+
+    /// Saves weights and optimizer.
+    ///
+    /// # Errors
+    /// As [`Self::pass`], and 400 for a name that cannot be one.
+    pub fn save_weights(
+        &self,
+        user: UserId,
+        model_id: &str,
+        seq_id: u64,
+        save: SaveRequest,
+    ) -> Result<Ticket, Refusal> {
+        check_name(&save.name).map_err(|reason| Refusal::new(400, reason))?;
+        self.call(user, model_id, seq_id, ModelCall::Save(save))
+    }
+
+    /// Loads weights, and the state of the optimizer if `optimizer`.
+    ///
+    /// # Errors
+    /// As [`Self::pass`]; for a new model as [`Self::create_model`], and 404 without the saved weights.
+    pub fn load_weights(
+        &self,
+        user: UserId,
+        into: &LoadInto,
+        path: &str,
+        optimizer: bool,
+    ) -> Result<Ticket, Refusal> {
+        let call = ModelCall::Load { path: path.to_owned(), optimizer };
+        match into {
+            LoadInto::Model { model_id, .. } => self.call(user, model_id, into.number(), call),
+            LoadInto::New { session_id, model_seq_id, base_model } => {
+                let (source, _) = self.shared.find_saved(user, path)?;
+                if let Some(other) = base_model.as_ref().filter(|name| **name != source.base) {
+                    return Err(Refusal::new(
+                        400,
+                        format!("{path} is of base model {}, not {other}", source.base),
+                    ));
+                }
+                self.shared.known_base(&source.base)?;
+                let record = |model_id: &str| ModelRecord {
+                    model_id: model_id.to_owned(),
+                    created: now(),
+                    saved: Vec::new(),
+                    ..source
+                };
+                self.begin_model(user, session_id, *model_seq_id, record, call)
+            }
+        }
+    }
+
+    /// Saves or publishes weights for sampling.
+    ///
+    /// # Errors
+    /// As [`Self::save_weights`], and 400 if neither is asked for.
+    pub fn save_for_sampler(
+        &self,
+        user: UserId,
+        model_id: &str,
+        seq_id: u64,
+        save: SamplerSave,
+    ) -> Result<Ticket, Refusal> {
+        if let Some(named) = &save.save {
+            check_name(&named.name).map_err(|reason| Refusal::new(400, reason))?;
+        } else if save.sampling_session_seq_id.is_none() {
+            return Err(Refusal::new(
+                400,
+                "give a path to save the weights, or sampling_session_seq_id to sample from them",
+            ));
+        }
+        self.call(user, model_id, seq_id, ModelCall::SaveForSampler(save))
+    }
+
+    /// Unloads a model; its requests that wait fail.
+    ///
+    /// # Errors
+    /// 404 for an unknown model.
+    pub fn unload(&self, user: UserId, model_id: &str) -> Result<Ticket, Refusal> {
+        let mut registry = self.shared.registry();
+        registry.model(user, model_id)?;
+        registry.unload(model_id, &RequestFailure::user("the model was unloaded"));
+        let request_id = self.shared.id("req-");
+        registry.futures.begin(&request_id, user, None);
+        let model_id = model_id.to_owned();
+        registry.futures.end(&request_id, Ok(Arc::new(Outcome::Unloaded { model_id: model_id.clone() })));
+        Ok(Ticket { request_id, model_id: Some(model_id), sequence_ids: Vec::new() })
+    }
+
+    /// Begins a sampling session. Returns its id.
+    ///
+    /// # Errors
+    /// 410 without a session, 404 for a base model or saved weights that there are not.
+    pub fn create_sampling_session(
+        &self,
+        user: UserId,
+        session_id: &str,
+        sampling_session_seq_id: u64,
+        from: &SampleFrom,
+    ) -> Result<String, Refusal> {
+        let known = {
+            let mut registry = self.shared.registry();
+            let session = registry.session(user, session_id)?;
+            session.seen = Instant::now();
+            session.samplers.get(&sampling_session_seq_id).cloned()
+        };
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        let id = self.shared.begin_sampler(user, session_id, sampling_session_seq_id, from)?;
+        let mut registry = self.shared.registry();
+        registry.session(user, session_id)?.samplers.insert(sampling_session_seq_id, id.clone());
+        Ok(id)
+    }
+
+    /// A sampling session of the user.
+    ///
+    /// # Errors
+    /// 404 if there is none.
+    pub fn sampler(&self, user: UserId, sampling_session_id: &str) -> Result<SamplerInfo, Refusal> {
+        let mut table = self.shared.samplers();
+        let entry = table.session(user, sampling_session_id)?;
+        let (base, path, published) = (entry.base.clone(), entry.path.clone(), entry.published);
+        let version = table.version_of(published);
+        let base = self.shared.known_base(&base)?.info().clone();
+        Ok(SamplerInfo { sampling_session_id: sampling_session_id.to_owned(), base, path, version })
+    }
+
+    /// Samples completions. The request is carried out on the runtime that this is called on.
+    ///
+    /// # Errors
+    /// 404 for an unknown session, 429 if too many requests of the user are in progress, 400 for a number that asked for something
+    /// else.
+    pub fn sample(
+        &self,
+        user: UserId,
+        sampling_session_id: &str,
+        seq_id: u64,
+        request: SamplingRequest,
+    ) -> Result<Ticket, Refusal> {
+        let (request_id, sequence_ids, model) = {
+            let mut registry = self.shared.registry();
+            let mut table = self.shared.samplers();
+            let entry = table.session(user, sampling_session_id)?;
+            if let Some(known) = entry.known(seq_id).filter(|known| registry.futures.has(&known.request_id)) {
+                return match known.request == request {
+                    true => Ok(Ticket {
+                        request_id: known.request_id.clone(),
+                        model_id: None,
+                        sequence_ids: known.sequence_ids.clone(),
+                    }),
+                    false => Err(Refusal::new(
+                        400,
+                        format!("request {seq_id} of this sampling session asked for something else"),
+                    )),
+                };
+            }
+            let open = registry.futures.open_of(user);
+            if open >= self.shared.config.limits.open {
+                return Err(Refusal::new(
+                    429,
+                    format!("{open} of your requests are in progress, which is the limit; wait for some"),
+                ));
+            }
+            let request_id = self.shared.id("req-");
+            let count = request.samples.min(self.shared.config.host.max_samples);
+            let sequence_ids: Vec<_> = (0..count).map(|index| format!("{request_id}-{index}")).collect();
+            let known = KnownSample {
+                request_id: request_id.clone(),
+                sequence_ids: sequence_ids.clone(),
+                request: request.clone(),
+            };
+            entry.remember(seq_id, known);
+            let (model, session) = (entry.model.clone(), entry.session.clone());
+            registry.futures.begin(&request_id, user, None);
+            if let Some(session) = registry.sessions.get_mut(&session) {
+                session.seen = Instant::now();
+            }
+            (request_id, sequence_ids, model)
+        };
+        let shared = Arc::clone(&self.shared);
+        let (sampler, id, ids) = (sampling_session_id.to_owned(), request_id.clone(), sequence_ids.clone());
+        tokio::spawn(async move {
+            let begin = {
+                let shared = Arc::clone(&shared);
+                tokio::task::spawn_blocking(move || shared.begin_sampling(user, &sampler, request))
+            };
+            let sampled = match begin.await {
+                Ok(Ok(answer)) => answer.await,
+                Ok(Err(failure)) => Err(failure),
+                Err(_) => Err(RequestFailure::server("the sampler could not be asked")),
+            };
+            let mut registry = shared.registry();
+            if let (Ok(output), Some(model)) = (&sampled, &model) {
+                ids.iter().for_each(|id| registry.sampled(id, model, output.version));
+            }
+            registry.futures.end(&id, sampled.map(|output| Arc::new(Outcome::Sampled(output))));
+        });
+        Ok(Ticket { request_id, model_id: None, sequence_ids })
+    }
+
+    /// A model of the user.
+    ///
+    /// # Errors
+    /// 404 if there is none.
+    pub fn model(&self, user: UserId, model_id: &str) -> Result<ModelInfo, Refusal> {
+        let mut registry = self.shared.registry();
+        let entry = registry.model(user, model_id)?;
+        Ok(entry.info(self.shared.known_base(&entry.record.base)?))
+    }
+
+    /// All models of the user, newest first. Those whose base model the service does not have are missing.
+    #[must_use]
+    pub fn models(&self, user: UserId) -> Vec<ModelInfo> {
+        let registry = self.shared.registry();
+        let own = registry.models.values().filter(|entry| entry.record.owner() == user);
+        let info = |entry: &ModelEntry| {
+            Some((entry.record.created, entry.info(self.shared.base(&entry.record.base)?)))
+        };
+        let mut models: Vec<_> = own.filter_map(info).collect();
+        models.sort_by(|(a, of_a), (b, of_b)| (b, &of_a.model_id).cmp(&(a, &of_b.model_id)));
+        models.into_iter().map(|(_, info)| info).collect()
+    }
+
+    /// What was saved of a model, oldest first.
+    ///
+    /// # Errors
+    /// 404 if there is no such model.
+    pub fn saved(&self, user: UserId, model_id: &str) -> Result<Vec<SavedInfo>, Refusal> {
+        let mut registry = self.shared.registry();
+        let record = &registry.model(user, model_id)?.record;
+        Ok(record.saved.iter().map(|saved| record.info(saved)).collect())
+    }
+
+    /// The model, the entry and the files of saved weights.
+    ///
+    /// # Errors
+    /// 404 if there are none.
+    pub fn saved_at(&self, user: UserId, path: &str) -> Result<(ModelInfo, SavedInfo, PathBuf), Refusal> {
+        let (record, saved) = self.shared.find_saved(user, path)?;
+        let files = record.files(&run_dir(&self.shared.config.dir, &record.model_id), &saved);
+        Ok((self.model(user, &record.model_id)?, record.info(&saved), files))
+    }
+
+    /// Deletes saved weights.
+    ///
+    /// # Errors
+    /// 404 if there are none, 500 if files cannot be removed.
+    pub fn delete_saved(&self, user: UserId, path: &str) -> Result<(), Refusal> {
+        let (record, saved) = self.shared.find_saved(user, path)?;
+        let deleted = self.shared.delete(&record.model_id, saved.is_state, &saved.name);
+        deleted.map(drop).map_err(|reason| Refusal::new(500, reason))
+    }
+
+    /// Metrics in the text format of Prometheus.
+    #[must_use]
+    pub fn metrics_text(&self) -> String {
+        super::metrics::text(&self.shared)
+    }
+}

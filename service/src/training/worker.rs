@@ -1,0 +1,337 @@
+//! The thread of passes and updates, which also ends what is over.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use trainer::TrainerError;
+
+use super::calls::{ModelCall, QueuedCall};
+use super::registry::{ModelState, Registry};
+use super::saved::{ModelRecord, SavedPath, SavedRecord, bytes_of, checkpoints, run_dir};
+use super::{SamplerSave, SaveRequest, ServiceShared, now};
+use crate::data::PassRequest;
+use crate::outcome::{Outcome, RequestFailure};
+use crate::trained::TrainedModel;
+
+/// Longest time between two looks at what is over.
+const LOOK: Duration = Duration::from_millis(500);
+/// Time between two looks at saved weights that are deleted some day.
+const LOOK_AT_FILES: Duration = Duration::from_secs(30);
+
+/// Carries out requests, one at a time.
+#[derive(Debug)]
+pub(super) struct Worker {
+    shared: Arc<ServiceShared>,
+}
+
+/// What a request has done, and its model.
+type Done = (Option<Box<TrainedModel>>, Result<Outcome, RequestFailure>);
+
+impl Worker {
+    pub(super) fn new(shared: Arc<ServiceShared>) -> Self {
+        Self { shared }
+    }
+
+    /// Carries out requests until the service stops.
+    pub(super) fn run(&self) {
+        let (mut looked, mut looked_at_files) = (Instant::now(), Instant::now());
+        while !self.shared.stop.load(Ordering::Acquire) {
+            if looked.elapsed() >= LOOK {
+                looked = Instant::now();
+                self.end_what_is_over();
+            }
+            if looked_at_files.elapsed() >= LOOK_AT_FILES {
+                looked_at_files = Instant::now();
+                self.delete_expired();
+            }
+            let work = {
+                let mut registry = self.shared.registry();
+                registry.take_work().or_else(|| {
+                    let (mut registry, _) =
+                        self.shared.work.wait_timeout(registry, LOOK).unwrap_or_else(PoisonError::into_inner);
+                    registry.take_work()
+                })
+            };
+            let Some((id, model, queued)) = work else { continue };
+            let QueuedCall { request_id, call } = queued;
+            // A panic would leave the request without an end. The model is lost with it, and its other requests fail.
+            let carried_out = catch_unwind(AssertUnwindSafe(|| self.carry_out(&id, model, call)));
+            let (model, done) = carried_out.unwrap_or_else(|_| {
+                let failure = RequestFailure::server(
+                    "the request met a mistake in rlrun, please report it; the model is lost",
+                );
+                (None, Err(failure))
+            });
+            let mut registry = self.shared.registry();
+            registry.give_back(&id, model);
+            registry.futures.end(&request_id, done.map(Arc::new));
+        }
+        let mut registry = self.shared.registry();
+        let stopped = RequestFailure::server("the service stops; continue from saved weights");
+        let ids: Vec<String> = registry.models.keys().cloned().collect();
+        ids.iter().for_each(|id| registry.unload(id, &stopped));
+    }
+
+    /// Carries out `call` on the model `id`.
+    fn carry_out(&self, id: &str, model: Option<Box<TrainedModel>>, call: ModelCall) -> Done {
+        match (model, call) {
+            (None, ModelCall::Create) => {
+                let model = self.make(id);
+                let outcome = Outcome::ModelCreated { model_id: id.to_owned() };
+                match model {
+                    Ok(model) => (Some(model), Ok(outcome)),
+                    Err(failure) => (None, Err(failure)),
+                }
+            }
+            (None, ModelCall::Load { path, optimizer }) => {
+                let loaded = self.make(id).and_then(|mut model| {
+                    let outcome = self.load(id, &mut model, path, optimizer)?;
+                    Ok((model, outcome))
+                });
+                match loaded {
+                    Ok((model, outcome)) => (Some(model), Ok(outcome)),
+                    Err(failure) => (None, Err(failure)),
+                }
+            }
+            (None, _) => {
+                (None, Err(RequestFailure::user("the model is not made; its first request makes it")))
+            }
+            (Some(model), ModelCall::Create) => {
+                let model_id = id.to_owned();
+                (Some(model), Ok(Outcome::ModelCreated { model_id }))
+            }
+            (Some(mut model), call) => {
+                let outcome = match call {
+                    ModelCall::Pass(pass) => self.pass(id, &mut model, &pass),
+                    ModelCall::Step(adam) => {
+                        model.optim_step(&adam).map(|metrics| Outcome::Stepped { metrics })
+                    }
+                    ModelCall::Save(save) => self.save(id, &model, &save),
+                    ModelCall::SaveForSampler(save) => self.save_for_sampler(id, &model, &save),
+                    ModelCall::Load { path, optimizer } => self.load(id, &mut model, path, optimizer),
+                    ModelCall::Create => Ok(Outcome::ModelCreated { model_id: id.to_owned() }),
+                };
+                (Some(model), outcome)
+            }
+        }
+    }
+
+    fn record(&self, id: &str) -> Result<ModelRecord, RequestFailure> {
+        let registry = self.shared.registry();
+        let record = registry.models.get(id).map(|entry| entry.record.clone());
+        record.ok_or_else(|| RequestFailure::user(format!("there is no model {id}")))
+    }
+
+    fn make(&self, id: &str) -> Result<Box<TrainedModel>, RequestFailure> {
+        let ModelRecord { base, lora, .. } = self.record(id)?;
+        let base = self
+            .shared
+            .base(&base)
+            .ok_or_else(|| RequestFailure::user(format!("there is no base model {base}")))?;
+        TrainedModel::new(base, lora.as_ref()).map(Box::new)
+    }
+
+    /// A pass, with the staleness of data that say which sequences they are.
+    fn pass(
+        &self,
+        id: &str,
+        model: &mut TrainedModel,
+        pass: &PassRequest,
+    ) -> Result<Outcome, RequestFailure> {
+        let version = model.version().0;
+        let staleness: Vec<Vec<f32>> = {
+            let registry = self.shared.registry();
+            let of = |sequence: &str| {
+                registry.version_of(sequence, id).map(|sampled| version.saturating_sub(sampled) as f32)
+            };
+            let of_datum = |datum: &crate::data::Datum| {
+                let known = datum.sampled.iter().filter_map(|span| of(&span.sequence_id));
+                known.reduce(f32::max).into_iter().collect()
+            };
+            pass.data.iter().map(of_datum).collect()
+        };
+        let mut output = model.pass(pass)?;
+        let known: Vec<f32> = staleness.iter().flatten().copied().collect();
+        if !known.is_empty() {
+            let mean = known.iter().map(|staleness| f64::from(*staleness)).sum::<f64>() / known.len() as f64;
+            let most = known.iter().copied().fold(0.0, f32::max);
+            output.metrics.insert("staleness:mean".to_owned(), mean);
+            output.metrics.insert("staleness:max".to_owned(), f64::from(most));
+            for (of_datum, staleness) in output.outputs.iter_mut().zip(staleness) {
+                of_datum.insert("staleness".to_owned(), staleness);
+            }
+        }
+        Ok(Outcome::Passed(output))
+    }
+
+    fn save(&self, id: &str, model: &TrainedModel, save: &SaveRequest) -> Result<Outcome, RequestFailure> {
+        let run = run_dir(&self.shared.config.dir, id);
+        self.named(id, true, save, model.version().0, |_| model.save(&checkpoints(&run)).map(drop))
+            .map(|path| Outcome::WeightsSaved { path })
+    }
+
+    /// Writes weights with `write` under the name of `save`, of which it gets the directory. Returns the path.
+    fn named(
+        &self,
+        id: &str,
+        is_state: bool,
+        save: &SaveRequest,
+        version: u64,
+        write: impl FnOnce(&PathBuf) -> Result<(), TrainerError>,
+    ) -> Result<String, RequestFailure> {
+        let run = run_dir(&self.shared.config.dir, id);
+        let mut record = self.record(id)?;
+        let failed = |error: String| RequestFailure::server(format!("weights cannot be saved: {error}"));
+        if record.find(is_state, &save.name).is_some() {
+            if !save.overwrite {
+                return Err(RequestFailure::user(format!(
+                    "`{}` is saved already; choose another name, or overwrite it",
+                    save.name
+                )));
+            }
+            record.remove(&run, is_state, &save.name).map_err(failed)?;
+        }
+        let saved = now();
+        let mut new = SavedRecord {
+            name: save.name.clone(),
+            is_state,
+            version,
+            saved,
+            expires: save.ttl_s.map(|ttl| saved.saturating_add(ttl)),
+            bytes: 0,
+        };
+        let dir = record.files(&run, &new);
+        if let Some(parent) = dir.parent() {
+            std::fs::create_dir_all(parent).map_err(|error| failed(error.to_string()))?;
+        }
+        write(&dir).map_err(|error| failed(error.to_string()))?;
+        new.bytes = bytes_of(&dir);
+        record.saved.push(new);
+        record.write(&run).map_err(failed)?;
+        let mut registry = self.shared.registry();
+        if let Some(entry) = registry.models.get_mut(id) {
+            entry.record = record;
+        }
+        Ok(SavedPath { model_id: id.to_owned(), is_state, name: save.name.clone() }.to_string())
+    }
+
+    fn save_for_sampler(
+        &self,
+        id: &str,
+        model: &TrainedModel,
+        save: &SamplerSave,
+    ) -> Result<Outcome, RequestFailure> {
+        let path = match &save.save {
+            Some(named) => Some(self.named(id, false, named, model.version().0, |dir| model.export(dir))?),
+            None => None,
+        };
+        let sampling_session_id = match save.sampling_session_seq_id {
+            None => None,
+            Some(number) => {
+                let weights = model.weights()?;
+                Some(self.shared.publish(id, model, weights, number, save.inflight)?)
+            }
+        };
+        Ok(Outcome::SamplerSaved { path, sampling_session_id })
+    }
+
+    fn load(
+        &self,
+        id: &str,
+        model: &mut TrainedModel,
+        path: String,
+        optimizer: bool,
+    ) -> Result<Outcome, RequestFailure> {
+        let unknown = || RequestFailure::user(format!("there are no saved weights {path}"));
+        let parsed = SavedPath::parse(&path).filter(|path| path.is_state).ok_or_else(unknown)?;
+        let owner = self.record(id)?.owner();
+        let source = self
+            .record(&parsed.model_id)
+            .ok()
+            .filter(|source| source.owner() == owner)
+            .ok_or_else(unknown)?;
+        let saved = source.find(true, &parsed.name).ok_or_else(unknown)?;
+        let own = self.record(id)?;
+        let shape = |record: &ModelRecord| {
+            (record.base.clone(), record.lora.map(|lora| super::LoraRequest { seed: None, ..lora }))
+        };
+        if shape(&source) != shape(&own) {
+            return Err(RequestFailure::user(format!(
+                "{path} is of {:?} and the model is of {:?}; load it into a new model",
+                shape(&source),
+                shape(&own)
+            )));
+        }
+        let dir = source.files(&run_dir(&self.shared.config.dir, &parsed.model_id), saved);
+        model.load(&dir, optimizer).map_err(|error| RequestFailure::server(format!("{path}: {error}")))?;
+        Ok(Outcome::WeightsLoaded { path, model_id: id.to_owned() })
+    }
+
+    /// Ends sessions without a sign of life, requests behind one that never came, and outcomes that were kept long enough.
+    fn end_what_is_over(&self) {
+        let limits = self.shared.config.limits;
+        let mut registry = self.shared.registry();
+        registry.futures.expire(limits.outcome);
+        let over: Vec<String> = registry
+            .sessions
+            .iter()
+            .filter(|(_, session)| session.seen.elapsed() > limits.session)
+            .map(|(id, _)| id.clone())
+            .collect();
+        for session in &over {
+            end_session(&mut registry, session);
+        }
+        let ids: Vec<String> = registry.models.keys().cloned().collect();
+        for id in ids {
+            let Some(entry) = registry.models.get_mut(&id) else { continue };
+            let next = entry.calls.next();
+            let given_up = entry.calls.give_up(limits.gap);
+            let failure = RequestFailure::user(format!(
+                "request {next} of model {id} never came, and this one waited {} s for it; make a new training client",
+                limits.gap.as_secs()
+            ));
+            registry.fail(given_up, &failure);
+        }
+        drop(registry);
+        if !over.is_empty() {
+            let ended = self.shared.samplers().end_sessions(&over);
+            // Their threads end outside of the lock.
+            drop(ended);
+        }
+    }
+
+    /// Deletes saved weights whose time is over.
+    fn delete_expired(&self) {
+        let now = now();
+        let mut expired = Vec::new();
+        for entry in self.shared.registry().models.values() {
+            let record = &entry.record;
+            let over = record.saved.iter().filter(|saved| saved.expires.is_some_and(|at| at <= now));
+            expired.extend(over.map(|saved| (record.model_id.clone(), saved.is_state, saved.name.clone())));
+        }
+        for (model_id, is_state, name) in expired {
+            // What cannot be removed is tried again.
+            let _ = self.shared.delete(&model_id, is_state, &name);
+        }
+    }
+}
+
+/// Ends a session: its models are unloaded.
+pub(super) fn end_session(registry: &mut Registry, session: &str) {
+    registry.sessions.remove(session);
+    let of_session = registry.models.iter().filter(|(_, entry)| entry.session.as_deref() == Some(session));
+    let ids: Vec<String> = of_session.map(|(id, _)| id.clone()).collect();
+    let over = RequestFailure::user(
+        "the session is over: its client gave no sign of life; load saved weights into a new one",
+    );
+    for id in ids {
+        registry.unload(&id, &over);
+        debug_assert!(
+            matches!(registry.models[&id].state, ModelState::Unloaded),
+            "an unloaded model stays so"
+        );
+    }
+}
