@@ -1,11 +1,12 @@
 //! HTTP connections of the crates. The blocking client, over ureq: one connection pool per server, TLS roots from a PEM file, a
-//! filter of addresses, and a classification of failures by what may be repeated. And the [`listener`] of servers.
+//! filter of addresses, and a classification of failures by what may be repeated. And the [`listener`] of servers, with [`tls`].
 //!
 //! Invariant: every request has a deadline, no redirect is followed, and no environment variable configures a proxy. The
 //! crate knows no protocol: paths, bodies, error documents and retry policies belong to its users, `buffer`, `weights` and
 //! `rewards`.
 
 pub mod listener;
+pub mod tls;
 mod write_deadline;
 
 use std::fmt;

@@ -5,6 +5,7 @@
 //! - [`base`]: base models, whose frozen weights adapters share; [`trained`]: a model in training; `losses`: what it is trained by
 //! - [`sampling`]: samplers, with adapters of many models over one base; [`fair_queue`]: users take turns
 //! - [`training`]: the service without its listener: sessions, models, samplers, futures
+//! - [`wire`]: tinker's requests and results in protobuf and JSON; [`http`]: its routes; [`server`]: the listener
 //!
 //! # Invariants
 //! - Requests of a model run in the order of their `seq_id`. A repeated request gets the answer of the first one.
@@ -13,8 +14,11 @@
 pub mod base;
 pub mod data;
 pub mod fair_queue;
+pub mod http;
 mod losses;
 pub mod outcome;
 pub mod sampling;
+pub mod server;
 pub mod trained;
 pub mod training;
+pub mod wire;

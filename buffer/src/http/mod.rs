@@ -28,12 +28,11 @@ mod problem;
 mod routes;
 mod server;
 mod state;
-mod tls;
 mod wire;
 
 pub use auth::{Role, TokenError, Tokens};
 pub use client::{Client, ClientConfig};
+pub use connect::tls::{Tls, TlsError};
 pub use limits::ServerLimits;
 pub use server::{Reopen, Server, ServerConfig, ServerError, StorageNotice};
 pub use state::{OnRefused, RefusedGroup};
-pub use tls::{Tls, TlsError};

@@ -11,6 +11,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::extract::Request;
 use connect::listener::{AcceptedConnection, ConnectionLimits, accept_connections, answer_requests, listen};
+use connect::tls::Tls;
 use hyper::body::Incoming;
 use hyper::service::{Service, service_fn};
 use hyper_util::service::TowerToHyperService;
@@ -25,7 +26,7 @@ use super::limits::ServerLimits;
 use super::problem::Problem;
 use super::routes;
 use super::state::{BufferStatus, GroupValidation, OnRefused, ServerState};
-use super::tls::Tls;
+
 use crate::{Buffer, BufferError, GroupLimits};
 
 /// Interval at which holds are expired, so that event subscribers see it.

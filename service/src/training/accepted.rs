@@ -394,7 +394,7 @@ impl TrainingService {
         };
         let shared = Arc::clone(&self.shared);
         let (sampler, id, ids) = (sampling_session_id.to_owned(), request_id.clone(), sequence_ids.clone());
-        tokio::spawn(async move {
+        let task = tokio::spawn(async move {
             let begin = {
                 let shared = Arc::clone(&shared);
                 tokio::task::spawn_blocking(move || shared.begin_sampling(user, &sampler, request))
@@ -410,7 +410,25 @@ impl TrainingService {
             }
             registry.futures.end(&id, sampled.map(|output| Arc::new(Outcome::Sampled(output))));
         });
+        self.shared.registry().futures.carried_out_by(&request_id, task.abort_handle());
         Ok(Ticket { request_id, model_id: None, sequence_ids })
+    }
+
+    /// Cancels a sampling request: what of it is in an engine is dropped at the next step.
+    ///
+    /// # Errors
+    /// 410 for an unknown request, 400 for one of a model: the requests behind it count on it.
+    pub fn cancel(&self, user: UserId, request_id: &str) -> Result<(), Refusal> {
+        let mut registry = self.shared.registry();
+        let request = registry.futures.get(request_id, user);
+        let ended = request.ok_or_else(|| Refusal::new(410, "the request is not known"))?.ended.is_some();
+        if ended || registry.futures.cancel(request_id, RequestFailure::user("the request was cancelled")) {
+            return Ok(());
+        }
+        Err(Refusal::new(
+            400,
+            "requests of a model run in order and cannot be cancelled; unload the model to end them",
+        ))
     }
 
     /// A model of the user.

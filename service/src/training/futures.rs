@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
+use tokio::task::AbortHandle;
 
 use super::UserId;
 use crate::outcome::{Outcome, RequestFailure};
@@ -24,6 +25,8 @@ pub(super) struct OpenRequest {
     pub(super) ended: Option<(Ended, Instant)>,
     /// Notified when it ends.
     pub(super) changed: Arc<Notify>,
+    /// Ends its task; `None` for a request of a model.
+    task: Option<AbortHandle>,
 }
 
 /// All requests whose outcome can be retrieved.
@@ -37,10 +40,27 @@ pub(super) struct FutureTable {
 impl FutureTable {
     /// Adds a request.
     pub(super) fn begin(&mut self, id: &str, user: UserId, model: Option<&str>) {
-        let request =
-            OpenRequest { user, model: model.map(str::to_owned), ended: None, changed: Arc::default() };
+        let (model, changed) = (model.map(str::to_owned), Arc::default());
+        let request = OpenRequest { user, model, ended: None, changed, task: None };
         self.requests.insert(id.to_owned(), request);
         *self.open.entry(user).or_default() += 1;
+    }
+
+    /// Sets the task that carries a request out.
+    pub(super) fn carried_out_by(&mut self, id: &str, task: AbortHandle) {
+        if let Some(request) = self.requests.get_mut(id) {
+            request.task = Some(task);
+        }
+    }
+
+    /// Ends a request with `failure` and its task. False if a task of its own does not carry it out.
+    pub(super) fn cancel(&mut self, id: &str, failure: RequestFailure) -> bool {
+        let Some(task) = self.requests.get_mut(id).and_then(|request| request.task.take()) else {
+            return false;
+        };
+        task.abort();
+        self.end(id, Err(failure));
+        true
     }
 
     /// Requests of `user` that have not ended.

@@ -1,0 +1,180 @@
+//! Routes of sessions, models and their requests.
+//!
+//! Invariant: a request of a model is answered with the ticket of the service, whose outcome is retrieved later.
+
+use axum::extract::{Path, Request, State};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+use super::body::ApiState;
+use super::refusal::{HttpRefusal, JsonReply};
+use crate::outcome::Ticket;
+use crate::training::ModelInfo;
+use crate::wire::{
+    CreateModelBody, HeartbeatBody, LoadWeightsBody, ModelBody, OptimStepBody, PassCall, SamplerSaveBody,
+    SaveWeightsBody, forward_from_json, pass_from_json, pass_from_protobuf,
+};
+
+/// What a route answers, or why it does not.
+type RouteAnswer = Result<Response, HttpRefusal>;
+
+/// The answer to a request that was accepted.
+fn ticket(ticket: Ticket) -> Response {
+    let mut body = json!({"request_id": ticket.request_id});
+    if let Some(model_id) = ticket.model_id {
+        body["model_id"] = model_id.into();
+    }
+    JsonReply(body).into_response()
+}
+
+pub(super) async fn capabilities(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    api.access.user(request.headers())?;
+    let model = |base: crate::training::BaseInfo| {
+        json!({
+            "model_name": base.name, "max_context_length": base.max_context, "trainable": true, "sampleable": true,
+        })
+    };
+    let models: Vec<Value> = api.service.bases().into_iter().map(model).collect();
+    Ok(JsonReply(json!({"supported_models": models})).into_response())
+}
+
+/// No flag: the defaults of the SDK are what this server serves.
+pub(super) async fn client_config(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    api.body(request).await?;
+    Ok(JsonReply(json!({})).into_response())
+}
+
+/// The SDK keeps its defaults after a 404.
+pub(super) async fn dynamic_config(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    api.body(request).await?;
+    Err(HttpRefusal::new(404, "the configuration of clients does not change here"))
+}
+
+/// Reports of the SDK about itself are not kept.
+pub(super) async fn telemetry(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    api.body(request).await?;
+    Ok(JsonReply(json!({"status": "accepted"})).into_response())
+}
+
+/// What a client says of itself changes nothing.
+pub(super) async fn create_session(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    let (user, _) = api.body(request).await?;
+    let session_id = api.service.create_session(user)?;
+    Ok(JsonReply(json!({"session_id": session_id, "type": "create_session"})).into_response())
+}
+
+pub(super) async fn heartbeat(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    let (user, body) = api.json::<HeartbeatBody>(request).await?;
+    api.service.heartbeat(user, &body.session_id)?;
+    Ok(JsonReply(json!({"type": "session_heartbeat"})).into_response())
+}
+
+/// A session ends when its heartbeats do: what it left running is finished until then.
+pub(super) async fn finish_session(
+    State(api): State<ApiState>,
+    Path(session_id): Path<String>,
+    request: Request,
+) -> RouteAnswer {
+    let (user, _) = api.body(request).await?;
+    api.service.heartbeat(user, &session_id)?;
+    Ok(JsonReply(json!({})).into_response())
+}
+
+pub(super) async fn create_model(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    let (user, body) = api.json::<CreateModelBody>(request).await?;
+    Ok(ticket(api.service.create_model(user, body.into_new()?)?))
+}
+
+pub(super) async fn info(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    let (user, body) = api.json::<ModelBody>(request).await?;
+    let model = api.service.model(user, &body.model_id)?;
+    Ok(JsonReply(model_info(&model, api.access.remote)).into_response())
+}
+
+/// The tokenizer is the directory of the base model; for clients that may be on other machines it is its name.
+fn model_info(model: &ModelInfo, remote: bool) -> Value {
+    let base = &model.base;
+    let tokenizer = if remote { base.name.clone() } else { base.path.to_string_lossy().into_owned() };
+    json!({
+        "type": "get_info",
+        "model_id": model.model_id,
+        "model_name": base.name,
+        "model_data": {"model_name": base.name, "tokenizer_id": tokenizer, "arch": base.architecture},
+        "is_lora": model.lora.is_some(),
+        "lora_rank": model.lora.map(|lora| lora.rank),
+    })
+}
+
+pub(super) async fn forward_backward(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    let (user, body) = api.body(request).await?;
+    let call = body.decode(|body| match body.is_protobuf {
+        true => pass_from_protobuf(&body.bytes),
+        false => pass_from_json(&body.bytes),
+    });
+    let PassCall { model_id, seq_id, pass } = call.await?;
+    Ok(ticket(api.service.pass(user, &model_id, seq_id, pass)?))
+}
+
+pub(super) async fn forward(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    let (user, body) = api.body(request).await?;
+    let PassCall { model_id, seq_id, pass } = body.decode(|body| forward_from_json(&body.bytes)).await?;
+    Ok(ticket(api.service.pass(user, &model_id, seq_id, pass)?))
+}
+
+pub(super) async fn optim_step(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    let (user, body) = api.json::<OptimStepBody>(request).await?;
+    let (model_id, seq_id, adam) = body.into_step()?;
+    Ok(ticket(api.service.optim_step(user, &model_id, seq_id, adam)?))
+}
+
+pub(super) async fn save_weights(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    let (user, body) = api.json::<SaveWeightsBody>(request).await?;
+    let (model_id, seq_id, save) = body.into_save()?;
+    Ok(ticket(api.service.save_weights(user, &model_id, seq_id, save)?))
+}
+
+pub(super) async fn load_weights(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    let (user, body) = api.json::<LoadWeightsBody>(request).await?;
+    let (into, path, optimizer) = body.into_load()?;
+    Ok(ticket(api.service.load_weights(user, &into, &path, optimizer)?))
+}
+
+pub(super) async fn save_for_sampler(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    let (user, body) = api.json::<SamplerSaveBody>(request).await?;
+    let (model_id, seq_id, save) = body.into_save()?;
+    Ok(ticket(api.service.save_for_sampler(user, &model_id, seq_id, save)?))
+}
+
+pub(super) async fn unload(State(api): State<ApiState>, request: Request) -> RouteAnswer {
+    let (user, body) = api.json::<ModelBody>(request).await?;
+    Ok(ticket(api.service.unload(user, &body.model_id)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::training::{BaseInfo, LoraRequest};
+
+    use super::*;
+
+    #[test]
+    fn a_tokenizer_is_a_directory_only_for_clients_of_this_machine() {
+        let lora =
+            LoraRequest { rank: 8, seed: None, train_unembed: true, train_mlp: true, train_attn: true };
+        let model = ModelInfo {
+            model_id: "s1:train:0".to_owned(),
+            base: BaseInfo {
+                name: "owner/tiny".to_owned(),
+                path: "/models/tiny".into(),
+                architecture: "qwen2".to_owned(),
+                max_context: 512,
+            },
+            lora: Some(lora),
+            last_request: 0,
+            loaded: true,
+        };
+        let local = model_info(&model, false);
+        assert_eq!(local["model_data"]["tokenizer_id"], "/models/tiny");
+        assert_eq!((&local["is_lora"], &local["lora_rank"]), (&json!(true), &json!(8)));
+        assert_eq!(model_info(&model, true)["model_data"]["tokenizer_id"], "owner/tiny");
+    }
+}

@@ -1,0 +1,41 @@
+//! Tinker's wire formats: protobuf and JSON, as the SDKs 0.24.1 and 0.38.0 write and read them.
+//!
+//! # Layout
+//! - [`protobuf`]: the messages; `scan`: what they would take in memory; `passes`: requests for passes, in both encodings
+//! - `tensors`: dense and sparse tensors; `json`: bodies; `sampling`: requests for completions
+//! - `results`: what requests ended in, in both encodings; `numbers`: JSON with NaN
+//!
+//! Invariant: no body panics. A body of `n` bytes takes memory in proportion to `n`, or to [`MAX_ELEMENTS`] for sparse tensors. A
+//! field that is not known is refused by its name, or by its number in protobuf, as it may change a result.
+
+mod json;
+mod numbers;
+mod passes;
+pub mod protobuf;
+mod results;
+mod sampling;
+mod scan;
+mod tensors;
+
+pub(crate) use json::{
+    CreateModelBody, HeartbeatBody, LoadWeightsBody, ModelBody, OptimStepBody, RequestBody, RetrieveBody,
+    SamplerSaveBody, SamplingSessionBody, SaveWeightsBody, WeightsInfoBody, read_json,
+};
+pub(crate) use passes::{PassCall, forward_from_json, pass_from_json, pass_from_protobuf};
+pub(crate) use results::{ResultBody, ResultEncoding, encode_failure, encode_outcome, encode_pending};
+pub(crate) use sampling::{SampleCall, sample_from_json};
+
+/// Most numbers in all tensors of a request, after sparse ones have been made dense.
+pub const MAX_ELEMENTS: usize = 1 << 24;
+/// Most memory that the messages of a protobuf body may take beside its bytes, bytes.
+pub const MAX_MESSAGE_BYTES: usize = 256 << 20;
+
+/// Why a body is refused: it is not what the route reads, or asks for something that is not served.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct WireError(pub String);
+
+/// Refuses a body.
+fn refuse<T>(message: impl Into<String>) -> Result<T, WireError> {
+    Err(WireError(message.into()))
+}
