@@ -30,6 +30,7 @@ mod runs;
 mod serve;
 mod simulate;
 mod top;
+mod training;
 mod view;
 mod why;
 mod worker;
@@ -50,6 +51,7 @@ pub use runs::RunsArgs;
 pub use serve::{AdapterArg, KeepArgs, ServeBufferArgs, ServeCommand, ServePolicyArgs, ServeRewardArgs};
 pub use simulate::{CalibrationArgs, PlanArgs, SimulateArgs};
 pub use top::TopArgs;
+pub use training::{NamedModel, ServeTrainingArgs};
 pub use view::ViewArgs;
 pub use why::WhyArgs;
 pub use worker::{

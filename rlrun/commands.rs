@@ -42,6 +42,7 @@ use crate::run_diff;
 use crate::runs;
 use crate::serve;
 use crate::serve_islands;
+use crate::serve_training;
 use crate::simulate;
 use crate::why;
 use crate::workers;
@@ -78,6 +79,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Serve(ServeCommand::Islands(args)) => serve_islands::serve(args),
         Command::Serve(ServeCommand::Policy(args)) => policy::serve(args, program),
         Command::Serve(ServeCommand::Reward(args)) => serve::reward(args, program),
+        Command::Serve(ServeCommand::Training(args)) => serve_training::serve(args, program),
         Command::Reward(RewardCommand::Grade(args)) => {
             reward::grade(args, program, std::io::stdin().lock(), &mut std::io::stdout())?;
             Ok(String::new())

@@ -86,6 +86,7 @@ mod sampler;
 pub mod schedule;
 pub mod serve;
 mod serve_islands;
+mod serve_training;
 pub mod settings;
 pub mod signals;
 pub mod simulate;

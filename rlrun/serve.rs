@@ -182,6 +182,16 @@ pub(crate) fn token(file: &Path) -> Result<String, Failure> {
     Ok(token.to_owned())
 }
 
+/// The last part of a path, or OWNER/NAME of a repository.
+pub(crate) fn name_of(target: &Path) -> String {
+    let text = target.display().to_string();
+    if let Some(repository) = text.strip_prefix("hf:") {
+        return repository.to_owned();
+    }
+    let absolute = std::path::absolute(target).unwrap_or_else(|_| target.to_owned());
+    absolute.file_name().map_or(text, |name| name.to_string_lossy().into_owned())
+}
+
 /// Threads that serve.
 pub(crate) fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
     let built = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("serve").build();
@@ -277,4 +287,16 @@ pub(crate) fn is_input(error: &BufferError) -> bool {
             | BufferError::StoreSetup { .. }
             | BufferError::StoreInUse { .. }
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_named_by_its_directory_or_repository() {
+        assert_eq!(name_of(Path::new("runs/mine/")), "mine");
+        assert_eq!(name_of(Path::new("hf:owner/name")), "owner/name");
+        assert_eq!(name_of(Path::new("some/model.gguf")), "model.gguf");
+    }
 }

@@ -12,6 +12,7 @@ use model::Quantization;
 use super::at_least_one;
 use super::compute_on::DeviceArgs;
 use super::islands::ServeIslandsArgs;
+use super::training::ServeTrainingArgs;
 use crate::recipe::words::SampleOrder;
 
 /// The services of `rlrun serve`.
@@ -25,6 +26,8 @@ pub enum ServeCommand {
     Policy(ServePolicyArgs),
     /// A reward model over HTTP, for `kind = "model"` with a `url`, and for OpenRLHF's clients
     Reward(ServeRewardArgs),
+    /// The trainer as a service, for clients of tinker: passes, updates, samplers, saved weights
+    Training(ServeTrainingArgs),
 }
 
 /// `rlrun serve policy`.

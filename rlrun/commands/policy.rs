@@ -26,7 +26,7 @@ use crate::failure::Failure;
 use crate::huggingface::HuggingFace;
 use crate::memory;
 use crate::program::Program;
-use crate::serve::{ServerSignals, runtime, say, token};
+use crate::serve::{ServerSignals, name_of, runtime, say, token};
 
 /// Longest context that is served unless the arguments name one, tokens.
 const MAX_CONTEXT: usize = 32_768;
@@ -218,16 +218,6 @@ fn version_of(target: &Path) -> PolicyVersion {
     trainer::checkpoint::list(&target.join("checkpoints")).last().copied().unwrap_or_default()
 }
 
-/// The last part of a path, or OWNER/NAME of a repository.
-fn name_of(target: &Path) -> String {
-    let text = target.display().to_string();
-    if let Some(repository) = text.strip_prefix("hf:") {
-        return repository.to_owned();
-    }
-    let absolute = std::path::absolute(target).unwrap_or_else(|_| target.to_owned());
-    absolute.file_name().map_or(text, |name| name.to_string_lossy().into_owned())
-}
-
 /// Raises the number of files that the process may have open.
 fn allow_files() {
     let limit = getrlimit(Resource::Nofile);
@@ -235,17 +225,5 @@ fn allow_files() {
     if limit.current.is_some_and(|current| current < most) {
         // Without it fewer clients can connect, and the listener waits for one to leave.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(most), maximum: limit.maximum });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_model_is_named_by_its_directory_or_repository() {
-        assert_eq!(name_of(Path::new("runs/mine/")), "mine");
-        assert_eq!(name_of(Path::new("hf:owner/name")), "owner/name");
-        assert_eq!(name_of(Path::new("some/model.gguf")), "model.gguf");
     }
 }

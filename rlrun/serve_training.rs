@@ -1,0 +1,174 @@
+//! `rlrun serve training`: the trainer as a service, for clients of tinker.
+//!
+//! Invariant: the first line on standard output is the address. On a stop signal requests that have begun are finished within a
+//! limit; weights that were not saved are lost, and the process says so.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use connect::tls::Tls;
+use model::{KvCache, SharedCores};
+use rollout::EngineConfig;
+use service::base::BaseModel;
+use service::fair_queue::FairBounds;
+use service::http::ServiceAccess;
+use service::sampling::HostConfig;
+use service::server::{TrainingServer, TrainingServerConfig, TrainingServerError};
+use service::training::{ServiceConfig, ServiceLimits, TrainingService};
+
+use crate::args::{NamedModel, ServeTrainingArgs};
+use crate::failure::Failure;
+use crate::huggingface::HuggingFace;
+use crate::memory;
+use crate::program::Program;
+use crate::serve::{ServerSignals, name_of, runtime, say};
+
+/// Longest context that is served unless the arguments name one, tokens.
+const MAX_CONTEXT: usize = 32_768;
+/// Most completions of one request.
+const MAX_SAMPLES: usize = 1024;
+/// Shortest key of a user, bytes.
+const SHORTEST_KEY: usize = 16;
+
+/// Serves training until a signal stops it.
+///
+/// # Errors
+/// Models, a key file, certificates or an address that cannot be used.
+pub(crate) fn serve(args: &ServeTrainingArgs, program: &Program) -> Result<String, Failure> {
+    let keys = args.token_file.as_deref().map(keys).transpose()?.unwrap_or_default();
+    let files = args.tls_cert.as_deref().zip(args.tls_key.as_deref());
+    let tls = files.map(|(certificate, key)| Tls::read(certificate, key)).transpose();
+    let tls = tls.map_err(|error| Failure::Argument(error.to_string()))?;
+    let cores = SharedCores::all();
+    let threads = args.threads.unwrap_or(cores.total());
+    let bases = bases(args, program, (&cores, threads))?;
+    let longest = bases.iter().map(|base| base.info().max_context).max().unwrap_or(MAX_CONTEXT);
+    let config = ServiceConfig {
+        host: HostConfig {
+            max_running: args.max_running,
+            max_context: longest,
+            kv_cache_tokens: cache_tokens(&bases, args.max_running, longest),
+            prefill_chunk: EngineConfig::default_prefill_chunk(false),
+            max_samples: MAX_SAMPLES,
+            threads,
+            waiting: FairBounds { total: 64 * args.max_open, per_user: 16 * args.max_open },
+        },
+        dir: args.dir.clone(),
+        cores,
+        limits: ServiceLimits {
+            models: args.max_models,
+            open: args.max_open,
+            session: Duration::from_secs(args.session_timeout as u64),
+            sampler_bytes: memory::available()
+                .map_or(ServiceLimits::default().sampler_bytes, |bytes| bytes as u64 / 4),
+            ..ServiceLimits::default()
+        },
+        bases,
+    };
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    let config_of_server = TrainingServerConfig {
+        access: ServiceAccess::new(&keys),
+        tls,
+        ..TrainingServerConfig::new(args.listen)
+    };
+    runtime()?.block_on(async {
+        let signals = ServerSignals::listen()?;
+        let service = TrainingService::start(config).map_err(|refusal| Failure::System {
+            what: "start the service".to_owned(),
+            source: std::io::Error::other(refusal.message),
+        })?;
+        let server = TrainingServer::bind(service.clone(), config_of_server).await;
+        let server = server.map_err(|error| match error {
+            TrainingServerError::Listen { address, source } => {
+                Failure::System { what: format!("listen on {address}"), source }
+            }
+            other => Failure::Argument(other.to_string()),
+        })?;
+        say(&format!("listening on {scheme}://{}", server.local_addr()));
+        server.serve(signals.stop()).await;
+        // Its thread ends after the request that it carries out.
+        let ended = tokio::task::spawn_blocking(move || drop(service)).await;
+        ended.map_err(|error| Failure::System {
+            what: "stop".to_owned(),
+            source: std::io::Error::other(error),
+        })?;
+        Ok(String::new())
+    })
+}
+
+/// The base models of the arguments.
+fn bases(
+    args: &ServeTrainingArgs,
+    program: &Program,
+    threads: (&Arc<SharedCores>, usize),
+) -> Result<Vec<Arc<BaseModel>>, Failure> {
+    let mut bases: Vec<Arc<BaseModel>> = Vec::new();
+    for NamedModel { name, path } in &args.models {
+        let name = name.clone().unwrap_or_else(|| name_of(path));
+        if bases.iter().any(|base| base.info().name == name) {
+            return Err(Failure::Argument(format!(
+                "--model {name}: the name is taken; give each model a name of its own"
+            )));
+        }
+        let found = HuggingFace::of(program).model(path)?;
+        let max_context = args.max_context.unwrap_or(MAX_CONTEXT);
+        bases.push(Arc::new(BaseModel::open(&name, &found, Some(max_context), threads)?));
+    }
+    Ok(bases)
+}
+
+/// Tokens of the KV cache of an engine: those of all sequences at their longest, within an eighth of the free memory.
+fn cache_tokens(bases: &[Arc<BaseModel>], running: usize, longest: usize) -> usize {
+    let all = running.saturating_mul(longest + 3 * KvCache::PAGE);
+    let bytes = |base: &Arc<BaseModel>| {
+        let config = base.directory().config();
+        2 * size_of::<f32>() * config.num_layers() * config.num_kv_heads * config.head_dim
+    };
+    let token_bytes = bases.iter().map(bytes).max().unwrap_or(1).max(1);
+    memory::available().map_or(all, |bytes| all.min(bytes / 8 / token_bytes))
+}
+
+/// The keys of a file of lines `NAME KEY`; `#` begins a comment.
+fn keys(file: &Path) -> Result<Vec<String>, Failure> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|source| Failure::System { what: format!("read {}", file.display()), source })?;
+    let mut keys = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match words[..] {
+            [_, key] if key.len() >= SHORTEST_KEY => keys.push(key.to_owned()),
+            _ => {
+                return Err(Failure::Argument(format!(
+                    "{}, line {number}: write `NAME KEY`, a key of at least {SHORTEST_KEY} characters without spaces",
+                    file.display()
+                )));
+            }
+        }
+    }
+    match keys.is_empty() {
+        true => Err(Failure::Argument(format!("{} has no key; write lines `NAME KEY`", file.display()))),
+        false => Ok(keys),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_lines_of_a_name_and_a_key() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("keys");
+        std::fs::write(&file, "# users\nada tml-0123456789abcdef\n\nbob tml-fedcba9876543210\n").unwrap();
+        assert_eq!(keys(&file).unwrap(), ["tml-0123456789abcdef", "tml-fedcba9876543210"]);
+        for wrong in ["", "ada short", "tml-0123456789abcdef", "a b c-0123456789abcdef"] {
+            std::fs::write(&file, wrong).unwrap();
+            assert!(keys(&file).is_err(), "{wrong}");
+        }
+    }
+}
