@@ -4,10 +4,11 @@
 //! submitted after them. A receipt is sent after the engine serves the version, with the digest of the values that it serves; a
 //! change that is never made has an error in place of it.
 
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TrySendError, bounded};
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use model::LowRank;
 use trajectory::PolicyVersion;
 use weights::{Digest, Receipt};
@@ -23,7 +24,20 @@ const SAMPLER: RolloutError = RolloutError::Ended { who: "the sampler" };
 /// Changes what a [`LocalSampler`](crate::LocalSampler) serves, from any thread. Clones are the same.
 #[derive(Clone, Debug)]
 pub struct AdapterSlots {
-    sender: Sender<ServedChange>,
+    waiting: Arc<Mutex<ChangeQueue>>,
+}
+
+/// The changes that wait, on the side of the sampler.
+#[derive(Debug)]
+pub(super) struct WaitingChanges {
+    waiting: Arc<Mutex<ChangeQueue>>,
+}
+
+#[derive(Debug, Default)]
+struct ChangeQueue {
+    changes: VecDeque<ServedChange>,
+    /// Whether the sampler has ended.
+    is_closed: bool,
 }
 
 /// The receipt of a change that is on its way.
@@ -35,7 +49,7 @@ pub struct PendingReceipt {
 
 /// One change.
 #[derive(Debug)]
-pub(super) enum ServedChange {
+enum ServedChange {
     Adapter { slot: usize, factors: Arc<LowRank>, version: ChangedVersion },
     Free { slot: usize },
     Weights { served: ServedWeights, version: ChangedVersion },
@@ -43,7 +57,7 @@ pub(super) enum ServedChange {
 
 /// What a receipt says, and who gets it.
 #[derive(Debug)]
-pub(super) struct ChangedVersion {
+struct ChangedVersion {
     version: PolicyVersion,
     /// Of the values that will be served.
     digest: Digest,
@@ -53,9 +67,34 @@ pub(super) struct ChangedVersion {
 }
 
 /// A handle, and what it asks for.
-pub(super) fn adapter_slots() -> (AdapterSlots, Receiver<ServedChange>) {
-    let (sender, receiver) = bounded(MAX_WAITING);
-    (AdapterSlots { sender }, receiver)
+pub(super) fn adapter_slots() -> (AdapterSlots, WaitingChanges) {
+    let waiting = Arc::new(Mutex::default());
+    (AdapterSlots { waiting: Arc::clone(&waiting) }, WaitingChanges { waiting })
+}
+
+fn lock(waiting: &Mutex<ChangeQueue>) -> MutexGuard<'_, ChangeQueue> {
+    waiting.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl WaitingChanges {
+    /// Makes the changes that wait, in their order.
+    ///
+    /// # Errors
+    /// If the engine failed and cannot sample any more.
+    pub(super) fn make(&self, engine: &mut Engine) -> Result<(), RolloutError> {
+        let changes = std::mem::take(&mut lock(&self.waiting).changes);
+        changes.into_iter().try_for_each(|change| change.make(engine))
+    }
+}
+
+impl Drop for WaitingChanges {
+    fn drop(&mut self) {
+        let mut waiting = lock(&self.waiting);
+        waiting.is_closed = true;
+        let dropped = std::mem::take(&mut waiting.changes);
+        drop(waiting);
+        drop(dropped);
+    }
 }
 
 impl AdapterSlots {
@@ -103,10 +142,15 @@ impl AdapterSlots {
     }
 
     fn send(&self, change: ServedChange) -> Result<(), RolloutError> {
-        self.sender.try_send(change).map_err(|error| match error {
-            TrySendError::Full(_) => RolloutError::TooManyChanges { waiting: MAX_WAITING },
-            TrySendError::Disconnected(_) => SAMPLER,
-        })
+        let mut waiting = lock(&self.waiting);
+        if waiting.is_closed {
+            return Err(SAMPLER);
+        }
+        if waiting.changes.len() >= MAX_WAITING {
+            return Err(RolloutError::TooManyChanges { waiting: MAX_WAITING });
+        }
+        waiting.changes.push_back(change);
+        Ok(())
     }
 }
 
@@ -157,7 +201,7 @@ impl ServedChange {
     ///
     /// # Errors
     /// If the engine failed and cannot sample any more.
-    pub(super) fn make(self, engine: &mut Engine) -> Result<(), RolloutError> {
+    fn make(self, engine: &mut Engine) -> Result<(), RolloutError> {
         let start = Instant::now();
         match self {
             Self::Adapter { slot, factors, version } => {

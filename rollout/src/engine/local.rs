@@ -5,12 +5,11 @@
 
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::Receiver;
 use model::CoreReservation;
 use trajectory::{GroupId, PolicyVersion};
 
 use super::Engine;
-use super::adapter_slots::{AdapterSlots, ServedChange, adapter_slots};
+use super::adapter_slots::{AdapterSlots, WaitingChanges, adapter_slots};
 use crate::RolloutError;
 use crate::applier::{Applier, ReadyWeights};
 use crate::sampler::{
@@ -26,7 +25,7 @@ pub struct LocalSampler {
     /// The newest version that is staged.
     staged: Option<ReadyWeights>,
     /// What [`AdapterSlots`] asked for.
-    changes: Option<Receiver<ServedChange>>,
+    changes: Option<WaitingChanges>,
     /// Marks the core of the calling thread as in use between two steps.
     reservation: Option<CoreReservation>,
 }
@@ -53,8 +52,7 @@ impl LocalSampler {
 
     /// Makes the changes that were asked for so far.
     fn make_changes(&mut self) -> Result<(), RolloutError> {
-        let Some(changes) = &self.changes else { return Ok(()) };
-        changes.try_iter().take(changes.len()).try_for_each(|change| change.make(&mut self.engine))
+        self.changes.as_ref().map_or(Ok(()), |changes| changes.make(&mut self.engine))
     }
 }
 

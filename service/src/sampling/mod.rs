@@ -105,7 +105,7 @@ pub struct SamplerHost {
     name: String,
     config: HostConfig,
     model: Arc<Config>,
-    served: Mutex<ServedModel>,
+    served: Mutex<HostedModel>,
     slots: AdapterSlots,
     parts: Arc<WaitingRequests<SamplingPart>>,
     scores: Arc<WaitingRequests<ScoreJob>>,
@@ -115,9 +115,21 @@ pub struct SamplerHost {
 
 /// What was given to the engine, for scores.
 #[derive(Debug)]
-struct ServedModel {
+struct HostedModel {
     network: HostedNetwork,
-    adapters: HashMap<usize, (Arc<LowRank>, PolicyVersion)>,
+    /// By slot.
+    adapters: HashMap<usize, HostedAdapter>,
+    /// Adapters so far; numbers the next one.
+    numbered: usize,
+}
+
+/// An adapter in a slot. The engine knows it by a number that no other adapter ever has, so that a request which waits while its
+/// slot gets another adapter is not sampled with that.
+#[derive(Debug)]
+struct HostedAdapter {
+    number: usize,
+    factors: Arc<LowRank>,
+    version: PolicyVersion,
 }
 
 /// A thread, and the sign that it has ended: the channel is closed.
@@ -168,7 +180,7 @@ impl SamplerHost {
             let ended = CloseScores(jobs);
             prompt_scores::serve(&ended.0, &pool);
         })?;
-        let served = Mutex::new(ServedModel { network, adapters: HashMap::new() });
+        let served = Mutex::new(HostedModel { network, adapters: HashMap::new(), numbered: 0 });
         let (name, threads) = (name.to_owned(), [engine, scorer]);
         Ok(Self { name, config, model, served, slots, parts, scores, activity, threads })
     }
@@ -190,27 +202,33 @@ impl SamplerHost {
             return Err(RolloutError::Misplaced { weights: "of an adapter", engine: "with whole weights" });
         }
         let before = served.adapters.get(&slot);
-        if let Some((_, before)) =
-            before.filter(|(of, before)| *before >= version && (*before, of) != (version, &factors))
-        {
-            let what = format!("adapter slot {slot}");
-            return Err(RolloutError::OlderVersion { what, served: *before, asked: version });
+        let is_newer = |before: &HostedAdapter| {
+            before.version < version || (before.version == version && before.factors == factors)
+        };
+        if let Some(before) = before.filter(|before| !is_newer(before)) {
+            let (what, served) = (format!("adapter slot {slot}"), before.version);
+            return Err(RolloutError::OlderVersion { what, served, asked: version });
         }
-        let receipt = self.slots.set(slot, Arc::clone(&factors), version)?;
-        served.adapters.insert(slot, (factors, version));
+        let number = before.map_or(served.numbered, |before| before.number);
+        let receipt = self.slots.set(number, Arc::clone(&factors), version)?;
+        served.numbered = served.numbered.max(number + 1);
+        served.adapters.insert(slot, HostedAdapter { number, factors, version });
         drop(served);
         self.parts.wake();
         Ok(receipt)
     }
 
-    /// Frees `slot` if it has an adapter: it may have another at once. Sequences in flight are sampled to their end.
+    /// Frees `slot` if it has an adapter: it may have another at once. Sequences in flight are sampled to their end; requests that wait
+    /// for their turn fail.
     ///
     /// # Errors
     /// If the engine has ended.
     pub fn free_adapter(&self, slot: usize) -> Result<(), RolloutError> {
         let mut served = self.served();
-        self.slots.free(slot)?;
-        served.adapters.remove(&slot);
+        if let Some(adapter) = served.adapters.get(&slot) {
+            self.slots.free(adapter.number)?;
+            served.adapters.remove(&slot);
+        }
         drop(served);
         self.parts.wake();
         Ok(())
@@ -264,10 +282,10 @@ impl SamplerHost {
             max_samples: self.config.max_samples,
         };
         let checked = checked(request, limits, Some(salt(user)));
-        let begun = match checked.and_then(|request| Ok((self.scored_weights(adapter)?, request))) {
-            Ok((weights, request)) => {
+        let begun = match checked.and_then(|request| Ok((self.weights(adapter)?, request))) {
+            Ok(((weights, number), request)) => {
                 let request = Arc::new(request);
-                let answers = self.enqueue(adapter, user, weights, &request)?;
+                let answers = self.enqueue(number, user, weights, &request)?;
                 Ok((request, answers))
             }
             Err(failure) => Err(failure),
@@ -353,23 +371,24 @@ impl SamplerHost {
         (pages / each.max(1)).min(self.config.max_running).max(1)
     }
 
-    /// The weights that requests with this adapter are sampled with.
-    fn scored_weights(&self, adapter: Option<usize>) -> Result<ScoredWeights, RequestFailure> {
+    /// The weights that requests for this slot are sampled with, and the number of the adapter.
+    fn weights(&self, slot: Option<usize>) -> Result<(ScoredWeights, Option<usize>), RequestFailure> {
         let served = self.served();
-        match (&served.network, adapter) {
+        match (&served.network, slot) {
             (HostedNetwork::Base(base), None) => {
-                let none = Arc::new(LowRank::zeros(1, 0.0, Vec::new()));
-                Ok(ScoredWeights::Adapted(Arc::clone(base), none))
+                Ok((ScoredWeights::Adapted(Arc::clone(base), no_factors()), None))
             }
             (HostedNetwork::Base(base), Some(slot)) => match served.adapters.get(&slot) {
-                Some((factors, _)) => Ok(ScoredWeights::Adapted(Arc::clone(base), Arc::clone(factors))),
+                Some(HostedAdapter { number, factors, .. }) => {
+                    Ok((ScoredWeights::Adapted(Arc::clone(base), Arc::clone(factors)), Some(*number)))
+                }
                 None => Err(user_failure(format!(
                     "adapter slot {slot} of sampler {} is free; publish weights for it again",
                     self.name
                 ))),
             },
             (HostedNetwork::Whole(parameters, _), None) => {
-                Ok(ScoredWeights::Whole(Arc::clone(&self.model), Arc::clone(parameters)))
+                Ok((ScoredWeights::Whole(Arc::clone(&self.model), Arc::clone(parameters)), None))
             }
             (HostedNetwork::Whole(..), Some(_)) => Err(user_failure(format!(
                 "sampler {} has whole weights and no adapters; name none",
@@ -378,7 +397,7 @@ impl SamplerHost {
         }
     }
 
-    fn served(&self) -> MutexGuard<'_, ServedModel> {
+    fn served(&self) -> MutexGuard<'_, HostedModel> {
         self.served.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -455,8 +474,8 @@ fn engine(
     };
     let (network, version) = match network {
         HostedNetwork::Base(base) => {
-            let none = Arc::new(LowRank::zeros(1, 0.0, Vec::new()));
-            (Network::from(Decoder::frozen(base, &none, Recompute::None)), PolicyVersion::default())
+            let decoder = Decoder::frozen(base, &no_factors(), Recompute::None);
+            (Network::from(decoder), PolicyVersion::default())
         }
         HostedNetwork::Whole(parameters, version) => {
             let on = ServeOn::Host(Quantization::None);
@@ -465,6 +484,11 @@ fn engine(
         }
     };
     Engine::new(engine_config, stop, network, version)
+}
+
+/// An adapter of no weight.
+fn no_factors() -> Arc<LowRank> {
+    Arc::new(LowRank::zeros(1, 0.0, Vec::new()))
 }
 
 /// Tokens of the KV cache, at least those of one longest sequence.
@@ -488,9 +512,9 @@ fn whole_weights(
 
 /// What separates the prefix cache of users.
 fn salt(user: UserId) -> u64 {
-    let UserId(bytes) = user;
-    let (halves, _) = bytes.as_chunks::<8>();
-    halves.iter().fold(0, |salt, half| salt ^ u64::from_le_bytes(*half))
+    let digest = blake3::hash(&user.0);
+    let (numbers, _) = digest.as_bytes().as_chunks::<8>();
+    numbers.first().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
 /// What was sampled and scored of a request.

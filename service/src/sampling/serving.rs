@@ -11,17 +11,21 @@ use rollout::{Completion, EngineCounts, LocalSampler, OnUpdate, RolloutError, Sa
 use tokio::sync::oneshot;
 use trajectory::{GroupId, PolicyVersion};
 
-use super::checked::{CheckedRequest, server_failure};
+use super::checked::{CheckedRequest, server_failure, user_failure};
 use super::waiting::{Abandonable, WaitingRequests};
 use crate::outcome::RequestFailure;
 
 /// Longest wait for a request before the thread looks for changes of adapters.
 const LOOK_UP: Duration = Duration::from_millis(20);
 
+/// What a request reads whose adapter is gone.
+const FREED: &str = "the weights of this sampler were freed while the request waited; publish them again";
+
 /// Completions of one prompt that are sampled together: all of a request, or some if it wants many.
 #[derive(Debug)]
 pub(super) struct SamplingPart {
     pub(super) request: Arc<CheckedRequest>,
+    /// As the engine knows it.
     pub(super) adapter: Option<usize>,
     /// Index in the request of the first.
     pub(super) first_index: usize,
@@ -147,8 +151,12 @@ impl EngineThread {
                     self.running.insert(group, running);
                 }
                 Err(error) if is_of_the_request(&error) => {
+                    let failure = match error {
+                        RolloutError::UnknownAdapter { .. } => user_failure(FREED.to_owned()),
+                        error => server_failure(error.to_string()),
+                    };
                     // The client may be gone.
-                    let _ = part.reply.send(Err(server_failure(format!("{error}; sample again"))));
+                    let _ = part.reply.send(Err(failure));
                 }
                 Err(error) => return Err(error),
             }
