@@ -12,8 +12,8 @@
         print(passed.result().metrics["loss:sum"])
 
 Methods that return a `Future` only queue their request; requests of a model run in the order of the calls. Numbers are
-lists, or whatever has `tolist()`, such as arrays of numpy and tensors of torch. Log-probabilities are in nats. The wire is
-the JSON form of tinker's API (docs/training_service.md), whose own client works as well.
+lists, or whatever has `tolist()`, such as arrays of numpy and tensors of torch. Log-probabilities are in nats. Requests
+have the JSON form of tinker's API (docs/training_service.md), whose own client works as well.
 """
 
 import json
@@ -94,7 +94,7 @@ class SampleResult:
 
 
 def supervised_datum(prompt: Any, completion: Any) -> dict:
-    """The sequence of `[P]` prompt tokens and `[C]` completion tokens for `cross_entropy`: weight 1 on the completion."""
+    """The sequence of `[P]` prompt and `[C]` completion tokens for `cross_entropy`: weight 1 on the completion."""
     prompt, completion = _plain(prompt), _plain(completion)
     pad = len(prompt) - 1
     return {
@@ -123,8 +123,8 @@ def policy_datum(prompt: Any, completion: Any, logprobs: Any, advantage: Any) ->
 class Client:
     """A session at a service. It ends with `close`, or when the service has had no heartbeat of it for its timeout.
 
-    `key` is one of the service's `--token-file`; `cafile` certificates (PEM) that a service with TLS is checked against;
-    `patience_s` how long a service that is not reached or overloaded is tried again, seconds.
+    `key` is one of the service's `--token-file`; `cafile` has the certificates (PEM) that a service with TLS is checked
+    against; a service that is not reached, or is overloaded, is tried again for `patience_s` seconds.
     """
 
     def __init__(self, url: str, key: str = "tml-local", *, cafile: Optional[str] = None, patience_s: float = 300.0):
@@ -305,10 +305,10 @@ class Model:
     def forward_backward(self, data: Any, loss: str, **config: float) -> Future:
         """A pass over `data` whose gradients are added to those since the last `optim_step`.
 
-        A sequence of `N` tokens is a dict: `tokens [N]`, and the inputs of the loss by name, each `[N]`. `cross_entropy`
-        has `target_tokens` and `weights`; `importance_sampling`, `ppo` and `cispo` have `target_tokens`, `logprobs` and
-        `advantages`. `config` are settings of the loss, such as `clip_low_threshold=0.8`. The future's result is a
-        `PassResult`.
+        A sequence of `N` tokens is a dict: `tokens [N]`, and the inputs of the loss by name, each `[N]`.
+        `cross_entropy` has `target_tokens` and `weights`; `importance_sampling`, `ppo` and `cispo` have
+        `target_tokens`, `logprobs` and `advantages`. `config` are settings of the loss, such as
+        `clip_low_threshold=0.8`. The future's result is a `PassResult`.
         """
         return self._pass("forward_backward", data, loss, config)
 
@@ -331,7 +331,7 @@ class Model:
     def sampler(self, *, inflight: bool = False) -> "Sampler":
         """A sampler of the weights after the requests so far.
 
-        With `inflight` all such samplers of the model adopt what is published later, in the middle of a completion as well.
+        With `inflight` all such samplers of the model adopt what is published later, within a completion as well.
         """
         kind = "inflight" if inflight else "snapshot"
         body = {"sampling_session_seq_id": self._client._next_sampler(), "kind": kind}
