@@ -326,7 +326,7 @@ class Model:
         """
         adam = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "eps": eps,
                 "weight_decay": weight_decay, "grad_clip_norm": grad_clip_norm}  # fmt: skip
-        return self._request("optim_step", {"adam_params": adam}, lambda value: value.get("metrics") or {})
+        return self._request("optim_step", {"adam_params": adam}, _metrics)
 
     def sampler(self, *, inflight: bool = False) -> "Sampler":
         """A sampler of the weights after the requests so far.
@@ -447,7 +447,13 @@ class _Joined:
 
 
 def _pass_result(answer: dict) -> PassResult:
-    return PassResult([output["logprobs"]["data"] for output in answer["loss_fn_outputs"]], answer["metrics"])
+    logprobs = [list(map(float, output["logprobs"]["data"])) for output in answer["loss_fn_outputs"]]
+    return PassResult(logprobs, _metrics(answer))
+
+
+def _metrics(answer: dict) -> dict:
+    # Numbers that JSON does not have come as strings.
+    return {name: float(value) for name, value in (answer.get("metrics") or {}).items()}
 
 
 def _sample_result(answer: dict) -> SampleResult:
