@@ -25,8 +25,8 @@ SPELLED = (
 )
 ANSWERS = ("2", "5", "7")
 WANTED = "7"
-SL_STEPS, SL_BATCH = 30, 8
-RL_STEPS, RL_BATCH = 12, 4
+SL_STEPS, SL_BATCH, SL_RATE = 50, 8, 0.005
+RL_STEPS, RL_BATCH, RL_RATE = 12, 4, 0.01
 
 
 def check_files():
@@ -108,8 +108,8 @@ def main():
     prepare(work, model_name, model_dir)
 
     log = os.path.join(work, "sl")
-    options = {"model_name": model_name, "learning_rate": 0.02, "lora_rank": 32, "save_every": 0}
-    part = {"batch_size": SL_BATCH, "train_on_what": "last_assistant_message"}
+    options = {"model_name": model_name, "lora_rank": 32, "save_every": 0}
+    part = {"batch_size": SL_BATCH, "learning_rate": SL_RATE, "train_on_what": "last_assistant_message"}
     rows = run(work, url, "sl_loop", log_path=log, **part, **options)
     losses = [row["train_mean_nll"] for row in rows if "train_mean_nll" in row]
     assert len(losses) == SL_STEPS, losses
@@ -123,8 +123,8 @@ def main():
     os.makedirs(log)
     with open(os.path.join(log, "checkpoints.jsonl"), "w") as file:
         file.write(json.dumps({"name": "start", "batch": 0, "state_path": saved["state_path"]}) + "\n")
-    sizes = {"batch_size": RL_BATCH, "group_size": 16, "max_tokens": 12}
-    rows = run(work, url, "rl_loop", log_path=log, loss_fn="importance_sampling", **sizes, **options)
+    part = {"batch_size": RL_BATCH, "learning_rate": RL_RATE, "group_size": 16, "max_tokens": 12}
+    rows = run(work, url, "rl_loop", log_path=log, loss_fn="importance_sampling", **part, **options)
     rewards = [row["reward/total"] for row in rows if "reward/total" in row]
     assert len(rewards) == RL_STEPS, rewards
     assert mean(rewards[-3:]) > mean(rewards[:2]) + 0.2, rewards
