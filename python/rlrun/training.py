@@ -375,8 +375,10 @@ class Model:
             try:
                 return self._client._future(route, encoded, convert)
             except ServiceError as error:
-                # Whether the service has this request is not known, so that no later one can have its place.
-                self._lost = error if error.status == 0 or error.status >= 500 else None
+                if 400 <= error.status < 500:
+                    self._seq_id -= 1  # It was not accepted: the next request has its number.
+                else:
+                    self._lost = error  # Whether the service has it is not known, so that no later one can follow.
                 raise
 
     def _pass(self, route: str, data: Any, loss: str, config: dict) -> Future:
