@@ -26,7 +26,7 @@ SPELLED = (
 ANSWERS = ("2", "5", "7")
 WANTED = "7"
 SL_STEPS, SL_BATCH, SL_RATE = 50, 8, 0.005
-RL_STEPS, RL_BATCH, RL_RATE = 12, 4, 0.01
+RL_STEPS, RL_BATCH, RL_RATE = 12, 4, 0.003
 
 
 def check_files():
