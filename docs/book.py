@@ -222,6 +222,7 @@ def http_chapter(rlrun):
     text = "# HTTP API\n\n| server | routes |\n|---|---|\n"
     text += "| `rlrun serve buffer`, and a run with `buffer.listen` | below; [the buffer](../buffer.md) explains them |\n"
     text += "| `rlrun serve policy`, and a run with `[endpoint]` | [the policy](../endpoint.md#routes), [agents](../agents.md) |\n"
+    text += "| `rlrun serve training` | [training as a service](../training_service.md#routes) |\n"
     text += "| `rlrun serve islands` | [slow links](../slow_links.md#routes) |\n"
     text += "| `rlrun view` | [the live page](../live_page.md#api) |\n\n## The buffer\n\n"
     text += "The server itself has this description at `/openapi.json`, with all fields, and at `/docs` for people.\n"

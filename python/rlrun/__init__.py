@@ -1,10 +1,21 @@
-"""The program rlrun, installed as `rlrun` beside this interpreter; `python -m rlrun` starts it."""
+"""The program rlrun, installed as `rlrun` beside this interpreter; `python -m rlrun` starts it.
 
+`rlrun.training` is a client of `rlrun serve training`, and `rlrun.Client` its session; they are imported when they are used.
+"""
+
+import importlib
 import os
 import shutil
 import sysconfig
 
-__all__ = ["program"]
+__all__ = ["Client", "program", "training"]
+
+
+def __getattr__(name):
+    if name not in ("Client", "training"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    training = importlib.import_module("rlrun.training")
+    return training if name == "training" else training.Client
 
 
 def program():
