@@ -187,6 +187,21 @@ impl TrainingService {
         Ok(ticket(request_id))
     }
 
+    /// A request of a model that cannot be carried out: its future fails in its turn. Clients count the number as used, also where
+    /// the content is wrong.
+    ///
+    /// # Errors
+    /// As [`Self::pass`].
+    pub fn reject(
+        &self,
+        user: UserId,
+        model_id: &str,
+        seq_id: u64,
+        failure: RequestFailure,
+    ) -> Result<Ticket, Refusal> {
+        self.call(user, model_id, seq_id, ModelCall::Reject(failure))
+    }
+
     /// A pass over data.
     ///
     /// # Errors
@@ -218,7 +233,7 @@ impl TrainingService {
     /// Saves weights and optimizer.
     ///
     /// # Errors
-    /// As [`Self::pass`], and 400 for a name that cannot be one.
+    /// As [`Self::pass`]. A name that cannot be one fails the future.
     pub fn save_weights(
         &self,
         user: UserId,
@@ -226,8 +241,10 @@ impl TrainingService {
         seq_id: u64,
         save: SaveRequest,
     ) -> Result<Ticket, Refusal> {
-        check_name(&save.name).map_err(|reason| Refusal::new(400, reason))?;
-        self.call(user, model_id, seq_id, ModelCall::Save(save))
+        match check_name(&save.name) {
+            Ok(()) => self.call(user, model_id, seq_id, ModelCall::Save(save)),
+            Err(reason) => self.reject(user, model_id, seq_id, RequestFailure::user(reason)),
+        }
     }
 
     /// Loads weights, and the state of the optimizer if `optimizer`.
@@ -267,7 +284,7 @@ impl TrainingService {
     /// Saves or publishes weights for sampling.
     ///
     /// # Errors
-    /// As [`Self::save_weights`], and 400 if neither is asked for.
+    /// As [`Self::save_weights`]. If neither is asked for, the future fails.
     pub fn save_for_sampler(
         &self,
         user: UserId,
@@ -275,13 +292,15 @@ impl TrainingService {
         seq_id: u64,
         save: SamplerSave,
     ) -> Result<Ticket, Refusal> {
-        if let Some(named) = &save.save {
-            check_name(&named.name).map_err(|reason| Refusal::new(400, reason))?;
-        } else if save.sampling_session_seq_id.is_none() {
-            return Err(Refusal::new(
-                400,
-                "give a path to save the weights, or sampling_session_seq_id to sample from them",
-            ));
+        let wrong = match &save.save {
+            Some(named) => check_name(&named.name).err(),
+            None if save.sampling_session_seq_id.is_none() => Some(
+                "give a path to save the weights, or sampling_session_seq_id to sample from them".to_owned(),
+            ),
+            None => None,
+        };
+        if let Some(reason) = wrong {
+            return self.reject(user, model_id, seq_id, RequestFailure::user(reason));
         }
         self.call(user, model_id, seq_id, ModelCall::SaveForSampler(save))
     }

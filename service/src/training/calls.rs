@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::{LoadInto, SamplerSave, SaveRequest};
 use crate::data::{AdamParameters, Datum, LossTensor, LossValues, PassRequest};
+use crate::outcome::RequestFailure;
 
 /// Answered requests of a model that are remembered.
 const REMEMBERED: usize = 8192;
@@ -24,6 +25,8 @@ pub(super) enum ModelCall {
     Save(SaveRequest),
     /// To publish weights for sampling.
     SaveForSampler(SamplerSave),
+    /// Something that cannot be carried out: its future fails in its turn.
+    Reject(RequestFailure),
     /// To load a state.
     Load {
         /// As `tinker://`.

@@ -96,12 +96,9 @@ impl Worker {
                     Err(failure) => (None, Err(failure)),
                 }
             }
+            (model, ModelCall::Reject(failure)) => (model, Err(failure)),
             (None, _) => {
                 (None, Err(RequestFailure::user("the model is not made; its first request makes it")))
-            }
-            (Some(model), ModelCall::Create) => {
-                let model_id = id.to_owned();
-                (Some(model), Ok(Outcome::ModelCreated { model_id }))
             }
             (Some(mut model), call) => {
                 let outcome = match call {
@@ -113,6 +110,7 @@ impl Worker {
                     ModelCall::SaveForSampler(save) => self.save_for_sampler(id, &model, &save),
                     ModelCall::Load { path, optimizer } => self.load(id, &mut model, path, optimizer),
                     ModelCall::Create => Ok(Outcome::ModelCreated { model_id: id.to_owned() }),
+                    ModelCall::Reject(failure) => Err(failure),
                 };
                 (Some(model), outcome)
             }
