@@ -541,6 +541,11 @@ fn mistakes_are_of_their_users_and_have_a_remedy() {
             assert_eq!(failure.category, FailureCategory::User, "{failure}");
             assert!(failure.message.contains(remedy), "{failure}");
         }
+        let smaller = Config { vocab_size: 90, ..files.directory.config().clone() };
+        let network = HostedNetwork::Whole(Arc::new(Parameters::random(&smaller, 1)), PolicyVersion(0));
+        let cores = SharedCores::new(1);
+        let other = SamplerHost::start("other", &files.directory, network, CONFIG, &cores).unwrap_err();
+        assert!(matches!(other, RolloutError::Model(_)), "{other}");
         let other = Arc::new(Parameters::random(files.directory.config(), 1));
         let misplaced = host.set_weights(other, PolicyVersion(1)).unwrap_err();
         assert!(matches!(misplaced, RolloutError::Misplaced { .. }), "{misplaced}");
