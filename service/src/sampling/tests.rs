@@ -384,7 +384,7 @@ fn what_waits_is_bounded_and_what_is_given_up_makes_space() {
         };
         assert!((11..=12).contains(&begun.len()), "{}", begun.len());
         assert_eq!(refused.status, 429);
-        let many = SamplingRequest { samples: 3, ..long() };
+        let many = SamplingRequest { samples: 4, ..long() };
         assert_eq!(host.sample(None, B, many).err().map(|refused| refused.status), Some(429));
         drop(begun);
         let answer = host.sample(None, A, request(prompt(8, 1), 4)).unwrap().await.unwrap();
