@@ -2,7 +2,7 @@
 //!
 //! # Layout
 //! - `checked`: requests before the engine sees them; `waiting`: those that wait for their turn
-//! - `serving`: the thread of the engine; `prompt_scores`: log-probabilities of prompts, by another thread
+//! - `serving`: the thread of the engine; `prompt_scores`: log-probabilities of prompts, by another thread; `host_thread`: both
 //!
 //! # Invariants
 //! - A completion, a scored prompt and a training pass over the same weights have the same log-probabilities, bit for bit.
@@ -10,6 +10,7 @@
 //! - Adding a request never waits; what waits is bounded, and what a client has given up is dropped.
 
 mod checked;
+mod host_thread;
 mod prompt_scores;
 mod serving;
 #[cfg(test)]
@@ -19,12 +20,9 @@ mod waiting;
 use std::collections::HashMap;
 use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
-use std::time::Duration;
 
-use crossbeam::channel::{Receiver, bounded};
 use model::{
-    Config, Decoder, FrozenParameters, KvCache, LowRank, ModelDirectory, ModelError, Parameters,
+    Config, Decoder, FrozenParameters, KvCache, Layout, LowRank, ModelDirectory, ModelError, Parameters,
     Quantization, Recompute, SharedCores, ThreadPool,
 };
 use rollout::{
@@ -40,12 +38,10 @@ use crate::fair_queue::FairBounds;
 use crate::outcome::{Refusal, RequestFailure};
 use crate::training::UserId;
 use checked::{CheckedRequest, RequestLimits, checked, server_failure, user_failure};
+use host_thread::HostThread;
 use prompt_scores::{ScoreJob, ScoredPrompt, ScoredWeights};
 use serving::{EngineActivity, EngineThread, SamplingPart};
 use waiting::WaitingRequests;
-
-/// Longest wait for the threads of a host that is dropped.
-const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 /// What a [`SamplerHost`] samples from.
 #[derive(Clone, Debug)]
@@ -56,12 +52,21 @@ pub enum HostedNetwork {
     Whole(Arc<Parameters>, PolicyVersion),
 }
 
+impl HostedNetwork {
+    fn layout(&self) -> &Layout {
+        match self {
+            Self::Base(base) => base.layout(),
+            Self::Whole(parameters, _) => parameters.layout(),
+        }
+    }
+}
+
 /// Bounds of a [`SamplerHost`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostConfig {
     /// Sequences decoded together.
     pub max_running: usize,
-    /// Longest prompt and completion together, tokens.
+    /// Longest prompt and completion together, tokens; lowered to what the model allows.
     pub max_context: usize,
     /// Tokens of the KV cache; raised to those of one longest sequence.
     pub kv_cache_tokens: usize,
@@ -132,13 +137,6 @@ struct HostedAdapter {
     version: PolicyVersion,
 }
 
-/// A thread, and the sign that it has ended: the channel is closed.
-#[derive(Debug)]
-struct HostThread {
-    thread: Option<JoinHandle<()>>,
-    ended: Receiver<()>,
-}
-
 /// All weights as the engine packs them.
 struct HostedValues(Arc<Parameters>);
 
@@ -167,6 +165,8 @@ impl SamplerHost {
         cores: &Arc<SharedCores>,
     ) -> Result<Self, RolloutError> {
         let model = Arc::new(directory.config().clone());
+        check_layout(&model, network.layout())?;
+        let config = HostConfig { max_context: config.max_context.min(model.max_context()), ..config };
         let pool = || Arc::new(ThreadPool::new(cores, config.threads));
         let engine = engine(directory, &network, config)?.on(pool());
         let (sampler, slots) = LocalSampler::fixed(engine).with_slots();
@@ -245,15 +245,17 @@ impl SamplerHost {
         version: PolicyVersion,
     ) -> Result<PendingReceipt, RolloutError> {
         let bytes = size_of_val(parameters.values()) as u64;
-        let (weights, digest) = whole_weights(&self.model, &parameters)?;
+        check_layout(&self.model, parameters.layout())?;
+        let on = ServeOn::Host(Quantization::None);
+        let (weights, digest) = on.prepare(&self.model, shared_values(&parameters))?;
         let mut served = self.served();
         match &mut served.network {
             HostedNetwork::Base(_) => {
-                return Err(RolloutError::Misplaced { weights: "of a whole model", engine: "with a base" });
+                Err(RolloutError::Misplaced { weights: "of a whole model", engine: "with a base" })
             }
             HostedNetwork::Whole(_, before) if *before > version => {
                 let what = format!("sampler {}", self.name);
-                return Err(RolloutError::OlderVersion { what, served: *before, asked: version });
+                Err(RolloutError::OlderVersion { what, served: *before, asked: version })
             }
             whole @ HostedNetwork::Whole(..) => {
                 let receipt = self.slots.set_weights(weights, digest, bytes, version)?;
@@ -412,34 +414,6 @@ impl Drop for SamplerHost {
     }
 }
 
-impl HostThread {
-    /// Starts the thread `name`.
-    fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<Self, RolloutError> {
-        let (alive, ended) = bounded(0);
-        let builder = std::thread::Builder::new().name(name.replace('\0', " "));
-        let thread = builder.spawn(move || {
-            let _alive: crossbeam::channel::Sender<()> = alive;
-            work();
-        });
-        let thread = thread.map_err(|source| RolloutError::Sampler {
-            engine: name.to_owned(),
-            evidence: format!("has no thread: {source}"),
-            remedy: "raise the limit of threads".to_owned(),
-        })?;
-        Ok(Self { thread: Some(thread), ended })
-    }
-
-    /// Waits for its end within a limit.
-    fn join(&mut self) {
-        // Nothing is ever sent: the channel is closed, or the time is over.
-        let is_over = self.ended.recv_timeout(STOP_LIMIT).is_err_and(|error| error.is_disconnected());
-        if let Some(thread) = self.thread.take().filter(|_| is_over) {
-            // A panic was reported when it happened, and its clients have a failure.
-            drop(thread.join());
-        }
-    }
-}
-
 /// Closes the queue when the thread that scores ends, also after a panic.
 struct CloseScores(Arc<WaitingRequests<ScoreJob>>);
 
@@ -479,8 +453,7 @@ fn engine(
         }
         HostedNetwork::Whole(parameters, version) => {
             let on = ServeOn::Host(Quantization::None);
-            let values = Values::owned_by(Arc::new(HostedValues(Arc::clone(parameters))));
-            (Network::of_version(&on, directory.config(), values)?, *version)
+            (Network::of_version(&on, directory.config(), shared_values(parameters))?, *version)
         }
     };
     Engine::new(engine_config, stop, network, version)
@@ -496,18 +469,18 @@ fn cache_tokens(config: HostConfig) -> usize {
     config.kv_cache_tokens.max(config.max_context + 3 * KvCache::PAGE)
 }
 
-/// Weights of the model for the engine, with their digest.
-fn whole_weights(
-    model: &Config,
-    parameters: &Arc<Parameters>,
-) -> Result<(rollout::ServedWeights, weights::Digest), RolloutError> {
-    let layout = model::Layout::new(model);
-    if **parameters.layout() != layout {
-        let (expected, found) = (layout.len(), parameters.values().len());
-        return Err(ModelError::Length { expected, found }.into());
+/// Checks that weights of `found` are of the model.
+fn check_layout(model: &Config, found: &Layout) -> Result<(), RolloutError> {
+    let expected = Layout::new(model);
+    if *found == expected {
+        return Ok(());
     }
-    let values = Values::owned_by(Arc::new(HostedValues(Arc::clone(parameters))));
-    ServeOn::Host(Quantization::None).prepare(model, values)
+    Err(ModelError::Length { expected: expected.len(), found: found.len() }.into())
+}
+
+/// Whole weights as the engine takes them.
+fn shared_values(parameters: &Arc<Parameters>) -> Values {
+    Values::owned_by(Arc::new(HostedValues(Arc::clone(parameters))))
 }
 
 /// What separates the prefix cache of users.

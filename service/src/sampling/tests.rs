@@ -384,7 +384,7 @@ fn what_waits_is_bounded_and_what_is_given_up_makes_space() {
         };
         assert!((11..=12).contains(&begun.len()), "{}", begun.len());
         assert_eq!(refused.status, 429);
-        let many = SamplingRequest { samples: 3, ..long() };
+        let many = SamplingRequest { samples: 4, ..long() };
         assert_eq!(host.sample(None, B, many).err().map(|refused| refused.status), Some(429));
         drop(begun);
         let answer = host.sample(None, A, request(prompt(8, 1), 4)).unwrap().await.unwrap();
@@ -541,6 +541,11 @@ fn mistakes_are_of_their_users_and_have_a_remedy() {
             assert_eq!(failure.category, FailureCategory::User, "{failure}");
             assert!(failure.message.contains(remedy), "{failure}");
         }
+        let smaller = Config { vocab_size: 90, ..files.directory.config().clone() };
+        let network = HostedNetwork::Whole(Arc::new(Parameters::random(&smaller, 1)), PolicyVersion(0));
+        let cores = SharedCores::new(1);
+        let other = SamplerHost::start("other", &files.directory, network, CONFIG, &cores).unwrap_err();
+        assert!(matches!(other, RolloutError::Model(_)), "{other}");
         let other = Arc::new(Parameters::random(files.directory.config(), 1));
         let misplaced = host.set_weights(other, PolicyVersion(1)).unwrap_err();
         assert!(matches!(misplaced, RolloutError::Misplaced { .. }), "{misplaced}");
