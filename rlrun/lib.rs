@@ -95,6 +95,7 @@ mod supervised;
 mod timeline;
 mod trackers;
 mod trainer_progress;
+pub mod training;
 pub mod warmup;
 mod watchdog;
 mod why;

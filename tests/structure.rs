@@ -12,7 +12,7 @@ use toml::{Table, Value};
 ///
 /// The design in one table: groups go forward through `buffer`, versions back through `weights`; no other crate connects
 /// rollout and trainer. A new edge needs a separate commit with its reason.
-const EDGES: [(&str, &[&str]); 18] = [
+const EDGES: [(&str, &[&str]); 19] = [
     ("trajectory", &[]),
     // `device` depends on no crate. Crates that compute with or transfer weights may depend on it: `model`, `weights`,
     // `trainer`, `rollout`, and `rlrun`.
@@ -45,6 +45,8 @@ const EDGES: [(&str, &[&str]); 18] = [
     // A run in virtual time around the ledger of the buffer.
     ("simulator", &["trajectory", "buffer"]),
     ("trainer", &["trajectory", "device", "collective", "model", "buffer", "weights"]),
+    // Training and sampling for clients of tinker: a learner and engines, without a buffer between them.
+    ("service", &["trajectory", "connect", "model", "weights", "rollout", "trainer"]),
     (
         "rlrun",
         &[
@@ -67,6 +69,8 @@ const EDGES: [(&str, &[&str]); 18] = [
             "dashboard",
             // `rlrun simulate`, and the search of `rlrun plan`.
             "simulator",
+            // `rlrun serve training`, and the library.
+            "service",
         ],
     ),
     // Measures parts of a run and whole runs, as a separate program.

@@ -13,7 +13,7 @@ use trainer::lora::LoraConfig;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 
 use crate::data::AdamParameters;
-use crate::outcome::RequestFailure;
+use crate::outcome::FailedRequest;
 use crate::training::{BaseInfo, LoraRequest};
 
 /// The scale of adapters is this over their rank, as in tinker.
@@ -106,10 +106,10 @@ impl BaseModel {
     ///
     /// # Errors
     /// If none is left, or the rank is not possible.
-    pub(crate) fn lora(&self, request: &LoraRequest) -> Result<LoraConfig, RequestFailure> {
+    pub(crate) fn lora(&self, request: &LoraRequest) -> Result<LoraConfig, FailedRequest> {
         let LoraRequest { rank, train_unembed, train_mlp, train_attn, .. } = *request;
         if !(1..=MAX_RANK).contains(&rank) {
-            return Err(RequestFailure::user(format!("the rank {rank} is not from 1 to {MAX_RANK}")));
+            return Err(FailedRequest::user(format!("the rank {rank} is not from 1 to {MAX_RANK}")));
         }
         let layout = model::Layout::new(self.directory.config());
         let specs = layout.specs();
@@ -127,7 +127,7 @@ impl BaseModel {
         let config = LoraConfig { rank, alpha: ALPHA, target_modules };
         match config.target_modules.is_empty() {
             false => Ok(config),
-            true => Err(RequestFailure::user(
+            true => Err(FailedRequest::user(
                 "no layer of the model would be trained; set train_attn, train_mlp, or train_unembed where head and embedding \
                  are two tensors",
             )),

@@ -22,6 +22,28 @@ pub struct LossTensor {
     pub shape: Vec<usize>,
 }
 
+impl Datum {
+    /// A sequence of `tokens [N]` with inputs of the loss by name.
+    pub fn new<'a>(tokens: Vec<u32>, inputs: impl IntoIterator<Item = (&'a str, LossTensor)>) -> Self {
+        let inputs = inputs.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect();
+        Self { tokens, inputs, sampled: Vec::new() }
+    }
+}
+
+impl LossTensor {
+    /// Token ids `[N]`.
+    #[must_use]
+    pub fn tokens(ids: &[u32]) -> Self {
+        Self { values: LossValues::Int(ids.iter().map(|id| i64::from(*id)).collect()), shape: vec![ids.len()] }
+    }
+
+    /// Numbers `[N]`.
+    #[must_use]
+    pub fn floats(values: Vec<f32>) -> Self {
+        Self { shape: vec![values.len()], values: LossValues::Float(values) }
+    }
+}
+
 /// Numbers of a [`LossTensor`].
 #[derive(Clone, Debug, PartialEq)]
 pub enum LossValues {
@@ -145,6 +167,28 @@ pub struct SamplingRequest {
     pub prompt_last: Option<usize>,
     /// `[P - 1][K]` tokens whose log-probabilities are wanted at the positions after the first; negative for none.
     pub prompt_targets: Option<(Vec<i64>, usize)>,
+}
+
+impl SamplingRequest {
+    /// `samples` completions of `prompt [P]` of at most `max_tokens` tokens, at temperature 1.
+    #[must_use]
+    pub fn new(prompt: Vec<u32>, samples: usize, max_tokens: usize) -> Self {
+        Self {
+            prompt,
+            samples,
+            max_tokens: Some(max_tokens),
+            seed: None,
+            stop: StopForm::Model,
+            temperature: 1.0,
+            top_k: None,
+            top_p: 1.0,
+            alternatives: 0,
+            prompt_logprobs: false,
+            prompt_alternatives: 0,
+            prompt_last: None,
+            prompt_targets: None,
+        }
+    }
 }
 
 /// A token and its log-probability, nats.

@@ -1,9 +1,9 @@
-//! The trainer as a service: tinker's API on one's own machine, and the same verbs as a Rust library.
+//! The trainer as a service: tinker's API on one's own machine, and the same operations as a Rust library.
 //!
 //! # Layout
 //! - [`data`]: what is trained on and what comes out of it; [`outcome`]: what a request of the service ends in
 //! - [`base`]: base models, whose frozen weights adapters share; [`trained`]: a model in training; `losses`: what it is trained by
-//! - [`sampling`]: samplers, with adapters of many models over one base; [`fair_queue`]: users take turns
+//! - [`sampling`]: samplers, with adapters of many models over one base; [`model_sampler`]: one of a single model; [`fair_queue`]: users take turns
 //! - [`training`]: the service without its listener: sessions, models, samplers, futures
 //! - [`wire`]: tinker's requests and results in protobuf and JSON; [`http`]: its routes; [`server`]: the listener
 //!
@@ -16,6 +16,7 @@ pub mod data;
 pub mod fair_queue;
 pub mod http;
 mod losses;
+pub mod model_sampler;
 pub mod outcome;
 pub mod sampling;
 pub mod server;

@@ -21,7 +21,7 @@ use trainer::learner::RowLoss;
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
 
 use crate::data::{Datum, LossSetting, LossTensor, LossValues, PassRequest};
-use crate::outcome::RequestFailure;
+use crate::outcome::FailedRequest;
 
 /// Longest name of an input that an error shows, bytes.
 const SHOWN: usize = 80;
@@ -49,7 +49,7 @@ struct TokenTerm {
 
 /// The inputs of the loss at the scored positions of a datum, `S` of them.
 #[derive(Clone, Debug, Default)]
-struct LossRow {
+struct TokenInputs {
     /// `[S]` weights or advantages.
     factors: Vec<f32>,
     /// `[S]` log-probabilities of the sampler, nats; empty for the cross-entropy.
@@ -63,7 +63,7 @@ struct LossRow {
 pub(crate) struct PreparedPass {
     loss: TokenLoss,
     /// A row for every datum with a scored position.
-    rows: Vec<LossRow>,
+    rows: Vec<TokenInputs>,
     samples: Vec<Sample>,
     targets: Vec<Vec<u32>>,
     /// Of every row its datum and its scored positions.
@@ -93,7 +93,7 @@ impl PreparedPass {
         request: &PassRequest,
         vocabulary: usize,
         context: usize,
-    ) -> Result<Self, RequestFailure> {
+    ) -> Result<Self, FailedRequest> {
         let loss = TokenLoss::of(&request.loss, &request.settings)?;
         let mut prepared = Self {
             loss,
@@ -104,7 +104,7 @@ impl PreparedPass {
             lengths: Vec::new(),
         };
         for (index, datum) in request.data.iter().enumerate() {
-            let failed = |reason: String| RequestFailure::user(format!("datum {index}: {reason}"));
+            let failed = |reason: String| FailedRequest::user(format!("datum {index}: {reason}"));
             let length = datum.tokens.len();
             if length == 0 {
                 return Err(failed("it has no tokens; give at least one".to_owned()));
@@ -161,7 +161,7 @@ impl PreparedPass {
         self.samples.push(Sample::new(streams).map_err(|error| error.to_string())?);
         let [low, high] = bounds;
         let bounds = [of(&low), of(&high)];
-        self.rows.push(LossRow { factors: of(&factors), behavior: of(&behavior), bounds });
+        self.rows.push(TokenInputs { factors: of(&factors), behavior: of(&behavior), bounds });
         self.targets.push(scored.iter().map(|i| targets[*i]).collect());
         self.places.push((index, scored));
         Ok(())
@@ -201,7 +201,7 @@ impl PreparedPass {
         outputs.into_iter().map(|logprobs| BTreeMap::from([("logprobs".to_owned(), logprobs)])).collect()
     }
 
-    fn term(&self, row: &LossRow, token: usize, logprob: f32) -> TokenTerm {
+    fn term(&self, row: &TokenInputs, token: usize, logprob: f32) -> TokenTerm {
         let (factor, logprob) = (f64::from(row.factors[token]), f64::from(logprob));
         let behavior = row.behavior.get(token).map_or(logprob, |behavior| f64::from(*behavior));
         let ratio = (logprob - behavior).exp();
@@ -284,7 +284,7 @@ impl PassReport {
 }
 
 impl TokenLoss {
-    fn of(name: &str, settings: &BTreeMap<String, LossSetting>) -> Result<Self, RequestFailure> {
+    fn of(name: &str, settings: &BTreeMap<String, LossSetting>) -> Result<Self, FailedRequest> {
         let known: &[&str] = match name {
             "ppo" | "cispo" => &["clip_low_threshold", "clip_high_threshold"],
             "dro" => &["beta"],
@@ -294,15 +294,15 @@ impl TokenLoss {
             None => Ok(None),
             Some(LossSetting::Number(number)) if number.is_finite() => Ok(Some(*number)),
             Some(other) => {
-                Err(RequestFailure::user(format!("`{name}` is {other:?}, and must be a finite number")))
+                Err(FailedRequest::user(format!("`{name}` is {other:?}, and must be a finite number")))
             }
         };
-        let clip = |low, high| -> Result<(f64, f64), RequestFailure> {
+        let clip = |low, high| -> Result<(f64, f64), FailedRequest> {
             let low = number("clip_low_threshold")?.unwrap_or(low);
             let high = number("clip_high_threshold")?.unwrap_or(high);
             match low <= high {
                 true => Ok((low, high)),
-                false => Err(RequestFailure::user(format!(
+                false => Err(FailedRequest::user(format!(
                     "`clip_low_threshold` is {low} and `clip_high_threshold` is {high}: they bound the ratio itself, such as 0.8 and 1.2"
                 ))),
             }
@@ -315,19 +315,19 @@ impl TokenLoss {
             "dro" => match number("beta")? {
                 Some(beta) => Self::Dro { beta },
                 None => {
-                    return Err(RequestFailure::user(
+                    return Err(FailedRequest::user(
                         "`dro` needs `beta` in loss_fn_config, such as 0.05".to_owned(),
                     ));
                 }
             },
             "stable_reinforce" | "gspo" => {
-                return Err(RequestFailure::user(format!(
+                return Err(FailedRequest::user(format!(
                     "the loss `{name}` has no public definition that this service could follow; use importance_sampling, ppo, \
                      cispo or dro, or forward_backward_custom"
                 )));
             }
             other => {
-                return Err(RequestFailure::user(format!(
+                return Err(FailedRequest::user(format!(
                     "the loss `{}` is unknown; it is cross_entropy, importance_sampling, ppo, cispo or dro",
                     shown(other)
                 )));
@@ -336,7 +336,7 @@ impl TokenLoss {
         match settings.keys().find(|name| !known.contains(&&name[..])) {
             Some(name) => {
                 let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-                Err(RequestFailure::user(format!(
+                Err(FailedRequest::user(format!(
                     "the loss has no setting `{}`; it has {known}",
                     shown(name)
                 )))

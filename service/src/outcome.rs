@@ -11,19 +11,19 @@ pub enum FutureState {
     /// It has not ended.
     Pending {
         /// Why it waits.
-        queue: QueueState,
+        queue: WaitState,
         /// In words.
         reason: String,
     },
     /// It failed.
-    Failed(RequestFailure),
+    Failed(FailedRequest),
     /// It ended.
-    Done(Arc<Outcome>),
+    Done(Arc<RequestOutcome>),
 }
 
 /// Why a request waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum QueueState {
+pub enum WaitState {
     /// Its turn comes.
     Active,
     /// The machine has no place for it at the moment.
@@ -35,7 +35,7 @@ pub enum QueueState {
 /// Why a request that was accepted has no outcome.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
-pub struct RequestFailure {
+pub struct FailedRequest {
     /// Whose mistake it is.
     pub category: FailureCategory,
     /// What is wrong, and the remedy.
@@ -74,7 +74,7 @@ pub struct Ticket {
 
 /// What a request ended in.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Outcome {
+pub enum RequestOutcome {
     /// A model was made.
     ModelCreated {
         /// Its id.
@@ -115,7 +115,7 @@ pub enum Outcome {
     Sampled(SamplingOutput),
 }
 
-impl RequestFailure {
+impl FailedRequest {
     /// A request that cannot be carried out.
     #[must_use]
     pub fn user(message: impl Into<String>) -> Self {

@@ -17,7 +17,7 @@ use trajectory::PolicyVersion;
 use crate::base::{BaseModel, optimizer};
 use crate::data::{AdamParameters, PassOutput, PassRequest};
 use crate::losses::{PassReport, PreparedPass};
-use crate::outcome::RequestFailure;
+use crate::outcome::FailedRequest;
 use crate::training::LoraRequest;
 
 /// A model in training.
@@ -46,9 +46,9 @@ impl TrainedModel {
     ///
     /// # Errors
     /// Layers that the model lacks, weights that cannot be read.
-    pub fn new(base: &Arc<BaseModel>, lora: Option<&LoraRequest>) -> Result<Self, RequestFailure> {
+    pub fn new(base: &Arc<BaseModel>, lora: Option<&LoraRequest>) -> Result<Self, FailedRequest> {
         let lora = lora.map(|request| Ok((base.lora(request)?, request.seed.unwrap_or(0)))).transpose()?;
-        let of_server = |error: &dyn std::fmt::Display| RequestFailure::server(error.to_string());
+        let of_server = |error: &dyn std::fmt::Display| FailedRequest::server(error.to_string());
         let config = base.learner();
         let (learner, lora) = match lora {
             Some((lora, seed)) => {
@@ -89,12 +89,12 @@ impl TrainedModel {
     ///
     /// # Errors
     /// Data that do not fit; the gradients are then as before.
-    pub fn pass(&mut self, request: &PassRequest) -> Result<PassOutput, RequestFailure> {
+    pub fn pass(&mut self, request: &PassRequest) -> Result<PassOutput, FailedRequest> {
         let (vocabulary, context) = (self.base.directory().config().vocab_size, self.base.info().max_context);
         let prepared = PreparedPass::new(request, vocabulary, context)?;
         let samples = prepared.samples();
         let rows = TargetRows { rows: &samples, targets: Some(prepared.targets()) };
-        let failed = |error: TrainerError| RequestFailure::server(error.to_string());
+        let failed = |error: TrainerError| FailedRequest::server(error.to_string());
         let report = if request.forward_only {
             prepared.reported(&self.learner.score_targets(rows).map_err(failed)?)
         } else {
@@ -112,10 +112,10 @@ impl TrainedModel {
     ///
     /// # Errors
     /// Hyperparameters that are not possible, a gradient that is not finite; the gradients are gone then, and the weights unchanged.
-    pub fn optim_step(&mut self, adam: &AdamParameters) -> Result<BTreeMap<String, f64>, RequestFailure> {
+    pub fn optim_step(&mut self, adam: &AdamParameters) -> Result<BTreeMap<String, f64>, FailedRequest> {
         if let Err(reason) = check(adam) {
             self.sums.clear();
-            return Err(RequestFailure::user(reason));
+            return Err(FailedRequest::user(reason));
         }
         let rows = self.sums.rows();
         let clip = adam.grad_clip_norm;
@@ -125,8 +125,8 @@ impl TrainedModel {
             max_grad_norm: if clip > 0.0 { clip } else { f32::INFINITY },
         };
         let norm = self.learner.update(&mut self.sums, parameters).map_err(|error| match error {
-            TrainerError::GradientNotFinite { .. } => RequestFailure::user(error.to_string()),
-            other => RequestFailure::server(other.to_string()),
+            TrainerError::GradientNotFinite { .. } => FailedRequest::user(error.to_string()),
+            other => FailedRequest::server(other.to_string()),
         })?;
         if norm > 0.0 {
             self.version = self.version.next();
@@ -144,12 +144,12 @@ impl TrainedModel {
     ///
     /// # Errors
     /// If they are not in memory.
-    pub fn weights(&self) -> Result<SamplingWeights, RequestFailure> {
+    pub fn weights(&self) -> Result<SamplingWeights, FailedRequest> {
         if let Some(adapter) = self.learner.adapter() {
             return Ok(SamplingWeights::Factors(Arc::clone(adapter.factors())));
         }
         let parameters = self.learner.parameters();
-        parameters.map(SamplingWeights::Whole).map_err(|error| RequestFailure::server(error.to_string()))
+        parameters.map(SamplingWeights::Whole).map_err(|error| FailedRequest::server(error.to_string()))
     }
 
     /// Writes weights and optimizer as a checkpoint of a run into `checkpoints`, for its version. Returns that.

@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::body::{ApiState, blocking};
 use super::refusal::{HttpRefusal, JsonReply};
-use crate::outcome::{FutureState, QueueState};
+use crate::outcome::{FutureState, WaitState};
 use crate::wire::{
     RequestBody, ResultBody, ResultEncoding, RetrieveBody, encode_failure, encode_outcome, encode_pending,
     protobuf,
@@ -28,7 +28,7 @@ pub(super) async fn retrieve(State(api): State<ApiState>, request: Request) -> R
         }
         // Without a server nothing stops: its sender is gone.
         Ok(_) = stopping.wait_for(|stopping| *stopping) => {
-            FutureState::Pending { queue: QueueState::Active, reason: "the server stops".to_owned() }
+            FutureState::Pending { queue: WaitState::Active, reason: "the server stops".to_owned() }
         }
     };
     let whole = if body.allow_metadata_only { limits.inline_result_bytes } else { usize::MAX };
@@ -92,7 +92,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_large_result_is_announced_once() {
-        let result = || encode_pending("req-1", QueueState::PausedCapacity, "2 models are in front");
+        let result = || encode_pending("req-1", WaitState::PausedCapacity, "2 models are in front");
         let text = async |response: Response| {
             let bytes = axum::body::to_bytes(response.into_body(), 1 << 20).await.unwrap();
             serde_json::from_slice::<serde_json::Value>(&bytes).unwrap()

@@ -8,7 +8,7 @@ use model::Sampling;
 use rollout::{RequestOptions, RequestStop};
 
 use crate::data::{SamplingRequest, StopForm};
-use crate::outcome::{FailureCategory, RequestFailure};
+use crate::outcome::{FailureCategory, FailedRequest};
 
 /// Most strings or tokens that end a completion.
 const MAX_STOPS: usize = 256;
@@ -53,13 +53,13 @@ pub(super) struct PromptQuery {
 }
 
 /// A failure that the user of the request can avoid.
-pub(super) fn user_failure(message: String) -> RequestFailure {
-    RequestFailure { category: FailureCategory::User, message }
+pub(super) fn user_failure(message: String) -> FailedRequest {
+    FailedRequest { category: FailureCategory::User, message }
 }
 
 /// A failure of the service.
-pub(super) fn server_failure(message: String) -> RequestFailure {
-    RequestFailure { category: FailureCategory::Server, message }
+pub(super) fn server_failure(message: String) -> FailedRequest {
+    FailedRequest { category: FailureCategory::Server, message }
 }
 
 /// The request, if the engine can carry it out.
@@ -70,7 +70,7 @@ pub(super) fn checked(
     request: SamplingRequest,
     limits: RequestLimits,
     prefix_cache: Option<u64>,
-) -> Result<CheckedRequest, RequestFailure> {
+) -> Result<CheckedRequest, FailedRequest> {
     let length = request.prompt.len();
     check_tokens("the prompt", &request.prompt, limits)?;
     if length == 0 {
@@ -128,7 +128,7 @@ pub(super) fn checked(
     })
 }
 
-fn check_tokens(what: &str, tokens: &[u32], limits: RequestLimits) -> Result<(), RequestFailure> {
+fn check_tokens(what: &str, tokens: &[u32], limits: RequestLimits) -> Result<(), FailedRequest> {
     let vocabulary = limits.vocabulary;
     match tokens.iter().position(|token| *token as usize >= vocabulary) {
         None => Ok(()),
@@ -144,7 +144,7 @@ fn completion_length(
     length: usize,
     asked: Option<usize>,
     limits: RequestLimits,
-) -> Result<usize, RequestFailure> {
+) -> Result<usize, FailedRequest> {
     let context = limits.max_context;
     let left = context.saturating_sub(length);
     if left == 0 {
@@ -164,7 +164,7 @@ fn completion_length(
     }
 }
 
-fn sampling(request: &SamplingRequest) -> Result<Sampling, RequestFailure> {
+fn sampling(request: &SamplingRequest) -> Result<Sampling, FailedRequest> {
     let SamplingRequest { temperature, top_p, top_k, .. } = *request;
     if !temperature.is_finite() || (temperature != 0.0 && temperature < MIN_TEMPERATURE) {
         return Err(user_failure(format!(
@@ -183,7 +183,7 @@ fn sampling(request: &SamplingRequest) -> Result<Sampling, RequestFailure> {
     Ok(Sampling { temperature, top_p: if truncates { top_p } else { 1.0 }, top_k, min_p: 0.0 })
 }
 
-fn stop(form: &StopForm, limits: RequestLimits) -> Result<RequestStop, RequestFailure> {
+fn stop(form: &StopForm, limits: RequestLimits) -> Result<RequestStop, FailedRequest> {
     let count = match form {
         StopForm::Model => 0,
         StopForm::Strings(strings) => strings.len(),
@@ -215,7 +215,7 @@ fn check_targets(
     width: usize,
     length: usize,
     limits: RequestLimits,
-) -> Result<(), RequestFailure> {
+) -> Result<(), FailedRequest> {
     let positions = length.saturating_sub(1);
     if positions.checked_mul(width) != Some(targets.len()) {
         return Err(user_failure(format!(

@@ -35,7 +35,7 @@ use weights::{Values, WeightMemory};
 
 use crate::data::{SampledTokens, SamplingOutput, SamplingRequest};
 use crate::fair_queue::FairBounds;
-use crate::outcome::{Refusal, RequestFailure};
+use crate::outcome::{Refusal, FailedRequest};
 use crate::training::UserId;
 use checked::{CheckedRequest, RequestLimits, checked, server_failure, user_failure};
 use host_thread::HostThread;
@@ -148,8 +148,8 @@ impl WeightMemory for HostedValues {
 
 /// Where the answers of a request come.
 type Answers = (
-    Vec<oneshot::Receiver<Result<Vec<Completion>, RequestFailure>>>,
-    Option<oneshot::Receiver<Result<ScoredPrompt, RequestFailure>>>,
+    Vec<oneshot::Receiver<Result<Vec<Completion>, FailedRequest>>>,
+    Option<oneshot::Receiver<Result<ScoredPrompt, FailedRequest>>>,
 );
 
 impl SamplerHost {
@@ -277,7 +277,7 @@ impl SamplerHost {
         adapter: Option<usize>,
         user: UserId,
         request: SamplingRequest,
-    ) -> Result<impl Future<Output = Result<SamplingOutput, RequestFailure>> + Send + use<>, Refusal> {
+    ) -> Result<impl Future<Output = Result<SamplingOutput, FailedRequest>> + Send + use<>, Refusal> {
         let limits = RequestLimits {
             vocabulary: self.model.vocab_size,
             max_context: self.config.max_context,
@@ -374,7 +374,7 @@ impl SamplerHost {
     }
 
     /// The weights that requests for this slot are sampled with, and the number of the adapter.
-    fn weights(&self, slot: Option<usize>) -> Result<(ScoredWeights, Option<usize>), RequestFailure> {
+    fn weights(&self, slot: Option<usize>) -> Result<(ScoredWeights, Option<usize>), FailedRequest> {
         let served = self.served();
         match (&served.network, slot) {
             (HostedNetwork::Base(base), None) => {

@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 use super::checked::{PromptQuery, server_failure};
 use super::waiting::{Abandonable, WaitingRequests};
 use crate::data::ScoredToken;
-use crate::outcome::RequestFailure;
+use crate::outcome::FailedRequest;
 
 /// Positions whose logits are computed together.
 const ROWS: usize = 32;
@@ -51,7 +51,7 @@ pub(super) struct ScoreJob {
     /// `[P]`
     pub(super) prompt: Arc<[u32]>,
     pub(super) query: Arc<PromptQuery>,
-    pub(super) reply: oneshot::Sender<Result<ScoredPrompt, RequestFailure>>,
+    pub(super) reply: oneshot::Sender<Result<ScoredPrompt, FailedRequest>>,
 }
 
 impl Abandonable for ScoreJob {

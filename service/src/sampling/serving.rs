@@ -13,7 +13,7 @@ use trajectory::{GroupId, PolicyVersion};
 
 use super::checked::{CheckedRequest, server_failure, user_failure};
 use super::waiting::{Abandonable, WaitingRequests};
-use crate::outcome::RequestFailure;
+use crate::outcome::FailedRequest;
 
 /// Longest wait for a request before the thread looks for changes of adapters.
 const LOOK_UP: Duration = Duration::from_millis(20);
@@ -30,7 +30,7 @@ pub(super) struct SamplingPart {
     /// Index in the request of the first.
     pub(super) first_index: usize,
     pub(super) samples: usize,
-    pub(super) reply: oneshot::Sender<Result<Vec<Completion>, RequestFailure>>,
+    pub(super) reply: oneshot::Sender<Result<Vec<Completion>, FailedRequest>>,
 }
 
 impl Abandonable for SamplingPart {
@@ -87,7 +87,7 @@ pub(super) struct EngineThread {
 struct RunningPart {
     left: usize,
     completions: Vec<Completion>,
-    reply: oneshot::Sender<Result<Vec<Completion>, RequestFailure>>,
+    reply: oneshot::Sender<Result<Vec<Completion>, FailedRequest>>,
 }
 
 impl EngineThread {

@@ -17,7 +17,7 @@ use weights::Digest;
 use super::{HostConfig, HostedNetwork, SamplerHost};
 use crate::data::{SampledTokens, SamplingOutput, SamplingRequest, StopForm};
 use crate::fair_queue::FairBounds;
-use crate::outcome::{FailureCategory, RequestFailure};
+use crate::outcome::{FailureCategory, FailedRequest};
 use crate::training::UserId;
 
 const A: UserId = UserId([1; 16]);
@@ -139,7 +139,7 @@ async fn sampled(
     host: &SamplerHost,
     slot: Option<usize>,
     request: SamplingRequest,
-) -> Result<SamplingOutput, RequestFailure> {
+) -> Result<SamplingOutput, FailedRequest> {
     host.sample(slot, A, request).unwrap().await
 }
 

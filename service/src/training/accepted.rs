@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::calls::{CallQueue, ModelCall, QueuedCall};
-use super::registry::{ModelEntry, ModelState, Session};
+use super::calls::{CallQueue, ModelCall, NumberedCall};
+use super::registry::{ModelEntry, ModelState, ClientSession};
 use super::samplers::KnownSample;
 use super::saved::{ModelRecord, check_name, run_dir};
 use super::worker::end_session;
@@ -17,7 +17,7 @@ use super::{
     TrainingService, UserId, now,
 };
 use crate::data::{AdamParameters, PassRequest, SamplingRequest};
-use crate::outcome::{Outcome, Refusal, RequestFailure, Ticket};
+use crate::outcome::{RequestOutcome, Refusal, FailedRequest, Ticket};
 
 /// Name of the optimizer of the service.
 const OPTIMIZER: &str = "adamw";
@@ -39,7 +39,7 @@ impl TrainingService {
                 ),
             ));
         }
-        let session = Session { user, seen: Instant::now(), samplers: Default::default() };
+        let session = ClientSession { user, seen: Instant::now(), samplers: Default::default() };
         registry.sessions.insert(id.clone(), session);
         Ok(id)
     }
@@ -176,7 +176,7 @@ impl TrainingService {
         }
         let request_id = self.shared.id("req-");
         entry.last_request = now();
-        entry.calls.add(number, QueuedCall { request_id: request_id.clone(), call }, digest);
+        entry.calls.add(number, NumberedCall { request_id: request_id.clone(), call }, digest);
         if let Some(session) = entry.session.clone().and_then(|session| registry.sessions.get_mut(&session)) {
             session.seen = Instant::now();
         }
@@ -197,7 +197,7 @@ impl TrainingService {
         user: UserId,
         model_id: &str,
         seq_id: u64,
-        failure: RequestFailure,
+        failure: FailedRequest,
     ) -> Result<Ticket, Refusal> {
         self.call(user, model_id, seq_id, ModelCall::Reject(failure))
     }
@@ -243,7 +243,7 @@ impl TrainingService {
     ) -> Result<Ticket, Refusal> {
         match check_name(&save.name) {
             Ok(()) => self.call(user, model_id, seq_id, ModelCall::Save(save)),
-            Err(reason) => self.reject(user, model_id, seq_id, RequestFailure::user(reason)),
+            Err(reason) => self.reject(user, model_id, seq_id, FailedRequest::user(reason)),
         }
     }
 
@@ -300,7 +300,7 @@ impl TrainingService {
             None => None,
         };
         if let Some(reason) = wrong {
-            return self.reject(user, model_id, seq_id, RequestFailure::user(reason));
+            return self.reject(user, model_id, seq_id, FailedRequest::user(reason));
         }
         self.call(user, model_id, seq_id, ModelCall::SaveForSampler(save))
     }
@@ -312,11 +312,11 @@ impl TrainingService {
     pub fn unload(&self, user: UserId, model_id: &str) -> Result<Ticket, Refusal> {
         let mut registry = self.shared.registry();
         registry.model(user, model_id)?;
-        registry.unload(model_id, &RequestFailure::user("the model was unloaded"));
+        registry.unload(model_id, &FailedRequest::user("the model was unloaded"));
         let request_id = self.shared.id("req-");
         registry.futures.begin(&request_id, user, None);
         let model_id = model_id.to_owned();
-        registry.futures.end(&request_id, Ok(Arc::new(Outcome::Unloaded { model_id: model_id.clone() })));
+        registry.futures.end(&request_id, Ok(Arc::new(RequestOutcome::Unloaded { model_id: model_id.clone() })));
         Ok(Ticket { request_id, model_id: Some(model_id), sequence_ids: Vec::new() })
     }
 
@@ -421,13 +421,13 @@ impl TrainingService {
             let sampled = match begin.await {
                 Ok(Ok(answer)) => answer.await,
                 Ok(Err(failure)) => Err(failure),
-                Err(_) => Err(RequestFailure::server("the sampler could not be asked")),
+                Err(_) => Err(FailedRequest::server("the sampler could not be asked")),
             };
             let mut registry = shared.registry();
             if let (Ok(output), Some(model)) = (&sampled, &model) {
                 ids.iter().for_each(|id| registry.sampled(id, model, output.version));
             }
-            registry.futures.end(&id, sampled.map(|output| Arc::new(Outcome::Sampled(output))));
+            registry.futures.end(&id, sampled.map(|output| Arc::new(RequestOutcome::Sampled(output))));
         });
         self.shared.registry().futures.carried_out_by(&request_id, task.abort_handle());
         Ok(Ticket { request_id, model_id: None, sequence_ids })
@@ -441,7 +441,7 @@ impl TrainingService {
         let mut registry = self.shared.registry();
         let request = registry.futures.get(request_id, user);
         let ended = request.ok_or_else(|| Refusal::new(410, "the request is not known"))?.ended.is_some();
-        if ended || registry.futures.cancel(request_id, RequestFailure::user("the request was cancelled")) {
+        if ended || registry.futures.cancel(request_id, FailedRequest::user("the request was cancelled")) {
             return Ok(());
         }
         Err(Refusal::new(

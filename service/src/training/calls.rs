@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::{LoadInto, SamplerSave, SaveRequest};
 use crate::data::{AdamParameters, Datum, LossTensor, LossValues, PassRequest};
-use crate::outcome::RequestFailure;
+use crate::outcome::FailedRequest;
 
 /// Answered requests of a model that are remembered.
 const REMEMBERED: usize = 8192;
@@ -26,7 +26,7 @@ pub(super) enum ModelCall {
     /// To publish weights for sampling.
     SaveForSampler(SamplerSave),
     /// Something that cannot be carried out: its future fails in its turn.
-    Reject(RequestFailure),
+    Reject(FailedRequest),
     /// To load a state.
     Load {
         /// As `tinker://`.
@@ -83,7 +83,7 @@ fn hash_data(hasher: &mut blake3::Hasher, pass: &PassRequest) {
 
 /// A request that waits for its turn.
 #[derive(Debug)]
-pub(super) struct QueuedCall {
+pub(super) struct NumberedCall {
     pub(super) request_id: String,
     pub(super) call: ModelCall,
 }
@@ -100,7 +100,7 @@ pub(super) struct KnownCall {
 pub(super) struct CallQueue {
     /// The number that runs next.
     next: u64,
-    waiting: BTreeMap<u64, QueuedCall>,
+    waiting: BTreeMap<u64, NumberedCall>,
     known: HashMap<u64, KnownCall>,
     /// Numbers of `known` in the order in which they came.
     order: VecDeque<u64>,
@@ -136,7 +136,7 @@ impl CallQueue {
     }
 
     /// Adds a request with a number that is not known.
-    pub(super) fn add(&mut self, number: u64, queued: QueuedCall, digest: u64) {
+    pub(super) fn add(&mut self, number: u64, queued: NumberedCall, digest: u64) {
         let known = KnownCall { request_id: queued.request_id.clone(), digest };
         self.known.insert(number, known);
         self.order.push_back(number);
@@ -154,7 +154,7 @@ impl CallQueue {
     }
 
     /// Takes the next request.
-    pub(super) fn take(&mut self) -> Option<QueuedCall> {
+    pub(super) fn take(&mut self) -> Option<NumberedCall> {
         let queued = self.waiting.remove(&self.next)?;
         self.next += 1;
         self.look_for_gap();
@@ -163,7 +163,7 @@ impl CallQueue {
 
     /// Takes all requests that wait behind one that has not come for longer than `limit`, and forgets them, so that they may come
     /// again.
-    pub(super) fn give_up(&mut self, limit: Duration) -> Vec<QueuedCall> {
+    pub(super) fn give_up(&mut self, limit: Duration) -> Vec<NumberedCall> {
         if self.gap_since.is_none_or(|since| since.elapsed() < limit) {
             return Vec::new();
         }
@@ -171,7 +171,7 @@ impl CallQueue {
     }
 
     /// Takes all requests that wait.
-    pub(super) fn take_all(&mut self) -> Vec<QueuedCall> {
+    pub(super) fn take_all(&mut self) -> Vec<NumberedCall> {
         self.gap_since = None;
         let waiting = std::mem::take(&mut self.waiting);
         waiting.keys().for_each(|number| drop(self.known.remove(number)));
@@ -211,8 +211,8 @@ mod tests {
 
     use super::*;
 
-    fn step(number: u64) -> QueuedCall {
-        QueuedCall { request_id: format!("r{number}"), call: ModelCall::Step(AdamParameters::default()) }
+    fn step(number: u64) -> NumberedCall {
+        NumberedCall { request_id: format!("r{number}"), call: ModelCall::Step(AdamParameters::default()) }
     }
 
     proptest! {

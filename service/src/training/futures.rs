@@ -11,14 +11,14 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
 use super::UserId;
-use crate::outcome::{Outcome, RequestFailure};
+use crate::outcome::{RequestOutcome, FailedRequest};
 
 /// What a request ended in.
-pub(super) type Ended = Result<Arc<Outcome>, RequestFailure>;
+pub(super) type Ended = Result<Arc<RequestOutcome>, FailedRequest>;
 
 /// A request.
 #[derive(Debug)]
-pub(super) struct OpenRequest {
+pub(super) struct RetrievableRequest {
     pub(super) user: UserId,
     /// The model that it is for.
     pub(super) model: Option<String>,
@@ -32,7 +32,7 @@ pub(super) struct OpenRequest {
 /// All requests whose outcome can be retrieved.
 #[derive(Debug, Default)]
 pub(super) struct FutureTable {
-    requests: HashMap<String, OpenRequest>,
+    requests: HashMap<String, RetrievableRequest>,
     /// Requests that have not ended, by user.
     open: HashMap<UserId, usize>,
 }
@@ -41,7 +41,7 @@ impl FutureTable {
     /// Adds a request.
     pub(super) fn begin(&mut self, id: &str, user: UserId, model: Option<&str>) {
         let (model, changed) = (model.map(str::to_owned), Arc::default());
-        let request = OpenRequest { user, model, ended: None, changed, task: None };
+        let request = RetrievableRequest { user, model, ended: None, changed, task: None };
         self.requests.insert(id.to_owned(), request);
         *self.open.entry(user).or_default() += 1;
     }
@@ -54,7 +54,7 @@ impl FutureTable {
     }
 
     /// Ends a request with `failure` and its task. False if a task of its own does not carry it out.
-    pub(super) fn cancel(&mut self, id: &str, failure: RequestFailure) -> bool {
+    pub(super) fn cancel(&mut self, id: &str, failure: FailedRequest) -> bool {
         let Some(task) = self.requests.get_mut(id).and_then(|request| request.task.take()) else {
             return false;
         };
@@ -74,7 +74,7 @@ impl FutureTable {
     }
 
     /// The request, if it is one of `user`.
-    pub(super) fn get(&self, id: &str, user: UserId) -> Option<&OpenRequest> {
+    pub(super) fn get(&self, id: &str, user: UserId) -> Option<&RetrievableRequest> {
         self.requests.get(id).filter(|request| request.user == user)
     }
 

@@ -39,9 +39,9 @@ pub use requests::{
 
 use crate::base::BaseModel;
 use crate::outcome::{FutureState, Refusal};
-use registry::Registry;
+use registry::ServiceRegistry;
 use samplers::SamplerTable;
-use worker::Worker;
+use worker::ModelWorker;
 
 /// The service. Clones are the same; it ends with the last.
 #[derive(Clone, Debug)]
@@ -55,7 +55,7 @@ pub struct TrainingService {
 #[derive(Debug)]
 struct ServiceShared {
     config: ServiceConfig,
-    registry: Mutex<Registry>,
+    registry: Mutex<ServiceRegistry>,
     /// Notified when the trainer may have work.
     work: Condvar,
     samplers: Mutex<SamplerTable>,
@@ -85,7 +85,7 @@ impl TrainingService {
         let mut random = [0; 8];
         // Without randomness ids are unique within the process.
         let _ = getrandom::fill(&mut random);
-        let registry = Mutex::new(Registry::of_saved(&config.dir));
+        let registry = Mutex::new(ServiceRegistry::of_saved(&config.dir));
         let samplers = Mutex::new(SamplerTable::default());
         let shared = Arc::new(ServiceShared {
             config,
@@ -96,7 +96,7 @@ impl TrainingService {
             ids: AtomicU64::new(0),
             stop: AtomicBool::new(false),
         });
-        let worker = Worker::new(Arc::clone(&shared));
+        let worker = ModelWorker::new(Arc::clone(&shared));
         let thread = std::thread::Builder::new().name("trainer".to_owned()).spawn(move || worker.run());
         let thread = Mutex::new(Some(thread.map_err(|error| failed("cannot start the trainer", &error))?));
         let _thread = Arc::new(TrainerThread { shared: Arc::clone(&shared), thread });
@@ -147,7 +147,7 @@ impl TrainingService {
 }
 
 impl ServiceShared {
-    fn registry(&self) -> MutexGuard<'_, Registry> {
+    fn registry(&self) -> MutexGuard<'_, ServiceRegistry> {
         self.registry.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

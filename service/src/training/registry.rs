@@ -6,12 +6,12 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
 use std::time::Instant;
 
-use super::calls::{CallQueue, QueuedCall};
+use super::calls::{CallQueue, NumberedCall};
 use super::futures::FutureTable;
 use super::saved::ModelRecord;
 use super::{ModelInfo, UserId};
 use crate::base::BaseModel;
-use crate::outcome::{FutureState, QueueState, Refusal, RequestFailure};
+use crate::outcome::{FutureState, WaitState, Refusal, FailedRequest};
 use crate::trained::TrainedModel;
 
 /// Sampled sequences whose version is remembered.
@@ -19,7 +19,7 @@ const SEQUENCES: usize = 1 << 18;
 
 /// A session of a client.
 #[derive(Debug)]
-pub(super) struct Session {
+pub(super) struct ClientSession {
     pub(super) user: UserId,
     /// When its client gave a sign of life.
     pub(super) seen: Instant,
@@ -54,8 +54,8 @@ pub(super) enum ModelState {
 
 /// All that is known.
 #[derive(Debug, Default)]
-pub(super) struct Registry {
-    pub(super) sessions: HashMap<String, Session>,
+pub(super) struct ServiceRegistry {
+    pub(super) sessions: HashMap<String, ClientSession>,
     pub(super) models: BTreeMap<String, ModelEntry>,
     pub(super) futures: FutureTable,
     /// The model and the version that sampled a sequence.
@@ -69,7 +69,7 @@ pub(super) struct Registry {
     turn: u64,
 }
 
-impl Registry {
+impl ServiceRegistry {
     /// What earlier processes saved in `dir`.
     pub(super) fn of_saved(dir: &Path) -> Self {
         let entry = |record: ModelRecord| {
@@ -89,7 +89,7 @@ impl Registry {
     ///
     /// # Errors
     /// 410 if it is over, or another user's.
-    pub(super) fn session(&mut self, user: UserId, id: &str) -> Result<&mut Session, Refusal> {
+    pub(super) fn session(&mut self, user: UserId, id: &str) -> Result<&mut ClientSession, Refusal> {
         let session = self.sessions.get_mut(id).filter(|session| session.user == user);
         session.ok_or_else(|| Refusal::new(410, "the session is over; make a new client"))
     }
@@ -113,7 +113,7 @@ impl Registry {
 
     /// Takes the next request and its model: of the user whose last turn was the longest ago, and of its models of that with the
     /// oldest request.
-    pub(super) fn take_work(&mut self) -> Option<(String, Option<Box<TrainedModel>>, QueuedCall)> {
+    pub(super) fn take_work(&mut self) -> Option<(String, Option<Box<TrainedModel>>, NumberedCall)> {
         let ready = self.models.iter().filter(|(_, entry)| {
             matches!(entry.state, ModelState::New | ModelState::Idle(_)) && entry.calls.is_ready()
         });
@@ -140,12 +140,12 @@ impl Registry {
         };
         match model {
             Some(model) => entry.state = ModelState::Idle(model),
-            None => self.unload(id, &RequestFailure::user("the model could not be made; make another one")),
+            None => self.unload(id, &FailedRequest::user("the model could not be made; make another one")),
         }
     }
 
     /// Unloads a model; its requests that wait fail with `failure`.
-    pub(super) fn unload(&mut self, id: &str, failure: &RequestFailure) {
+    pub(super) fn unload(&mut self, id: &str, failure: &FailedRequest) {
         let Some(entry) = self.models.get_mut(id) else { return };
         entry.state = ModelState::Unloaded;
         entry.session = None;
@@ -154,7 +154,7 @@ impl Registry {
     }
 
     /// Ends requests that were taken from their queue with a failure.
-    pub(super) fn fail(&mut self, calls: Vec<QueuedCall>, failure: &RequestFailure) {
+    pub(super) fn fail(&mut self, calls: Vec<NumberedCall>, failure: &FailedRequest) {
         for queued in calls {
             self.queued_tokens -= queued.call.tokens();
             self.futures.end(&queued.request_id, Err(failure.clone()));
@@ -178,7 +178,7 @@ impl Registry {
 
     /// Why a request has not ended.
     pub(super) fn pending(&self, request_id: &str, model: Option<&str>) -> FutureState {
-        let active = |reason: String| FutureState::Pending { queue: QueueState::Active, reason };
+        let active = |reason: String| FutureState::Pending { queue: WaitState::Active, reason };
         let Some(entry) = model.and_then(|model| self.models.get(model)) else {
             return active("it waits for the engine that samples".to_owned());
         };

@@ -19,7 +19,7 @@ use super::saved::{SavedPath, run_dir};
 use super::{SampleFrom, ServiceShared, UserId};
 use crate::base::BaseModel;
 use crate::data::{SamplingOutput, SamplingRequest};
-use crate::outcome::{Refusal, RequestFailure};
+use crate::outcome::{Refusal, FailedRequest};
 use crate::sampling::{HostedNetwork, SamplerHost};
 use crate::trained::{SamplingWeights, TrainedModel};
 
@@ -221,12 +221,12 @@ impl ServiceShared {
         weights: SamplingWeights,
         number: u64,
         inflight: bool,
-    ) -> Result<String, RequestFailure> {
+    ) -> Result<String, FailedRequest> {
         let (user, session) = {
             let registry = self.registry();
             let entry = registry.models.get(id);
             let entry = entry.and_then(|entry| Some((entry.record.owner(), entry.session.clone()?)));
-            entry.ok_or_else(|| RequestFailure::user("the session of the model is over"))?
+            entry.ok_or_else(|| FailedRequest::user("the session of the model is over"))?
         };
         let sampling_session_id = format!("{session}:sample:{number}");
         let (version, base) = (model.version(), model.base().info().name.clone());
@@ -277,13 +277,13 @@ impl ServiceShared {
         drop(table);
         drop(ended);
         if let Some(receipt) = receipt {
-            let receipt = receipt.wait(RECEIPT).map_err(|error| RequestFailure::server(error.to_string()))?;
+            let receipt = receipt.wait(RECEIPT).map_err(|error| FailedRequest::server(error.to_string()))?;
             let sent = match &weights {
                 SamplingWeights::Factors(factors) => Digest::of(factors.values()),
                 SamplingWeights::Whole(parameters) => Digest::of(parameters.values()),
             };
             if receipt.digest != sent {
-                return Err(RequestFailure::server(format!(
+                return Err(FailedRequest::server(format!(
                     "the sampler serves weights with the digest {:?}, and those of version {version} have {sent:?}",
                     receipt.digest
                 )));
@@ -299,8 +299,8 @@ impl ServiceShared {
         id: u64,
         weights: &SamplingWeights,
         version: PolicyVersion,
-    ) -> Result<Option<rollout::PendingReceipt>, RequestFailure> {
-        let failed = |error: rollout::RolloutError| RequestFailure::server(error.to_string());
+    ) -> Result<Option<rollout::PendingReceipt>, FailedRequest> {
+        let failed = |error: rollout::RolloutError| FailedRequest::server(error.to_string());
         let Some(published) = table.published.get(&id) else { return Ok(None) };
         match (weights, published.slot, &published.host) {
             (SamplingWeights::Factors(factors), Some(slot), _) => {
@@ -389,9 +389,9 @@ impl ServiceShared {
         user: UserId,
         sampler: &str,
         request: SamplingRequest,
-    ) -> Result<impl Future<Output = Result<SamplingOutput, RequestFailure>> + Send + use<>, RequestFailure>
+    ) -> Result<impl Future<Output = Result<SamplingOutput, FailedRequest>> + Send + use<>, FailedRequest>
     {
-        let refused = |refusal: Refusal| RequestFailure::user(refusal.message);
+        let refused = |refusal: Refusal| FailedRequest::user(refusal.message);
         let (base, published) = {
             let mut table = self.samplers();
             let entry = table.session(user, sampler).map_err(refused)?;
@@ -413,18 +413,18 @@ impl ServiceShared {
     }
 
     /// Reads saved weights that are not in memory.
-    fn read_again(&self, id: u64, base: &BaseModel) -> Result<(), RequestFailure> {
+    fn read_again(&self, id: u64, base: &BaseModel) -> Result<(), FailedRequest> {
         let files = match self.samplers().published.get(&id) {
             Some(PublishedWeights { weights: None, files, .. }) => files.clone(),
             _ => return Ok(()),
         };
         let Some(files) = files else {
-            return Err(RequestFailure::user(
+            return Err(FailedRequest::user(
                 "the weights of this sampler are gone: newer ones took the memory; save weights under a name to keep them",
             ));
         };
         let failed = |error: &dyn std::fmt::Display| {
-            RequestFailure::user(format!("the saved weights are gone: {error}"))
+            FailedRequest::user(format!("the saved weights are gone: {error}"))
         };
         let config = base.directory().config();
         let weights = if trainer::lora::is_adapter(&files) {
@@ -452,13 +452,13 @@ impl ServiceShared {
         base: &Arc<BaseModel>,
         published: Option<u64>,
         ended: &mut Vec<Arc<SamplerHost>>,
-    ) -> Result<ReadySampler, RequestFailure> {
+    ) -> Result<ReadySampler, FailedRequest> {
         table.uses += 1;
         let uses = table.uses;
         let Some(id) = published else {
             return Ok(ReadySampler { host: self.base_host(table, base)?, slot: None });
         };
-        let gone = || RequestFailure::user("the weights of this sampler are gone");
+        let gone = || FailedRequest::user("the weights of this sampler are gone");
         let of = table.published.get_mut(&id).ok_or_else(gone)?;
         of.used = uses;
         match of.weights.clone().ok_or_else(gone)? {
@@ -470,7 +470,7 @@ impl ServiceShared {
                     None => {
                         let slot = table.free_slot(&base.info().name, self.config.limits.adapters);
                         let set = host.set_adapter(slot, factors, version);
-                        set.map_err(|error| RequestFailure::server(error.to_string()))?;
+                        set.map_err(|error| FailedRequest::server(error.to_string()))?;
                         if let Some(of_base) = table.hosts.get_mut(&base.info().name) {
                             of_base.slots[slot] = Some(id);
                         }
@@ -502,22 +502,22 @@ impl ServiceShared {
         &self,
         table: &mut SamplerTable,
         base: &Arc<BaseModel>,
-    ) -> Result<Arc<SamplerHost>, RequestFailure> {
+    ) -> Result<Arc<SamplerHost>, FailedRequest> {
         let name = &base.info().name;
         if let Some(of_base) = table.hosts.get(name) {
             return Ok(Arc::clone(&of_base.host));
         }
-        let frozen = base.frozen().map_err(|error| RequestFailure::server(error.to_string()))?;
+        let frozen = base.frozen().map_err(|error| FailedRequest::server(error.to_string()))?;
         let host = self.start(base, HostedNetwork::Base(frozen))?;
         table.hosts.insert(name.clone(), BaseHost { host: Arc::clone(&host), slots: Vec::new() });
         Ok(host)
     }
 
-    fn start(&self, base: &BaseModel, network: HostedNetwork) -> Result<Arc<SamplerHost>, RequestFailure> {
+    fn start(&self, base: &BaseModel, network: HostedNetwork) -> Result<Arc<SamplerHost>, FailedRequest> {
         let config = crate::sampling::HostConfig { max_context: base.info().max_context, ..self.config.host };
         let host =
             SamplerHost::start(&base.info().name, base.directory(), network, config, &self.config.cores);
-        host.map(Arc::new).map_err(|error| RequestFailure::server(error.to_string()))
+        host.map(Arc::new).map_err(|error| FailedRequest::server(error.to_string()))
     }
 
     /// The record and the entry of saved weights of a user.

@@ -16,7 +16,7 @@ use crate::data::{
     SamplingRequest, StopForm,
 };
 use crate::fair_queue::FairBounds;
-use crate::outcome::{FailureCategory, Outcome, RequestFailure, Ticket};
+use crate::outcome::{FailureCategory, RequestOutcome, FailedRequest, Ticket};
 use crate::sampling::HostConfig;
 use crate::trained::{SamplingWeights, TrainedModel};
 
@@ -97,7 +97,7 @@ impl TinyService {
         Self { service, base, files }
     }
 
-    async fn outcome(&self, user: UserId, ticket: &Ticket) -> Result<Arc<Outcome>, RequestFailure> {
+    async fn outcome(&self, user: UserId, ticket: &Ticket) -> Result<Arc<RequestOutcome>, FailedRequest> {
         match self.service.retrieve(user, &ticket.request_id, SOON).await.unwrap() {
             FutureState::Done(outcome) => Ok(outcome),
             FutureState::Failed(failure) => Err(failure),
@@ -123,7 +123,7 @@ impl TinyService {
     async fn pass(&self, user: UserId, model: &str, number: u64, pass: PassRequest) -> PassOutput {
         let ticket = self.service.pass(user, model, number, pass).unwrap();
         match &*self.outcome(user, &ticket).await.unwrap() {
-            Outcome::Passed(output) => output.clone(),
+            RequestOutcome::Passed(output) => output.clone(),
             other => panic!("{other:?}"),
         }
     }
@@ -131,7 +131,7 @@ impl TinyService {
     async fn step(&self, user: UserId, model: &str, number: u64) -> BTreeMap<String, f64> {
         let ticket = self.service.optim_step(user, model, number, ADAM).unwrap();
         match &*self.outcome(user, &ticket).await.unwrap() {
-            Outcome::Stepped { metrics } => metrics.clone(),
+            RequestOutcome::Stepped { metrics } => metrics.clone(),
             other => panic!("{other:?}"),
         }
     }
@@ -147,7 +147,7 @@ impl TinyService {
         let save = SamplerSave { save: None, sampling_session_seq_id: Some(session_number), inflight };
         let ticket = self.service.save_for_sampler(user, model, number, save).unwrap();
         match &*self.outcome(user, &ticket).await.unwrap() {
-            Outcome::SamplerSaved { sampling_session_id: Some(id), .. } => id.clone(),
+            RequestOutcome::SamplerSaved { sampling_session_id: Some(id), .. } => id.clone(),
             other => panic!("{other:?}"),
         }
     }
@@ -161,7 +161,7 @@ impl TinyService {
     ) -> SamplingOutput {
         let ticket = self.service.sample(user, sampler, number, request).unwrap();
         match &*self.outcome(user, &ticket).await.unwrap() {
-            Outcome::Sampled(output) => output.clone(),
+            RequestOutcome::Sampled(output) => output.clone(),
             other => panic!("{other:?}"),
         }
     }
@@ -379,7 +379,7 @@ async fn saved_weights_continue_with_the_same_bits_also_in_a_new_process() {
         train(&tiny, &model, 1).await;
         let save = SaveRequest { name: "st1".to_owned(), overwrite: false, ttl_s: None };
         let ticket = tiny.service.save_weights(ADA, &model, 3, save.clone()).unwrap();
-        let Outcome::WeightsSaved { path } = &*tiny.outcome(ADA, &ticket).await.unwrap() else { panic!() };
+        let RequestOutcome::WeightsSaved { path } = &*tiny.outcome(ADA, &ticket).await.unwrap() else { panic!() };
         assert_eq!(*path, format!("tinker://{model}/weights/st1"));
         let taken = tiny.service.save_weights(ADA, &model, 4, save).unwrap();
         assert!(tiny.outcome(ADA, &taken).await.unwrap_err().message.contains("saved already"));
@@ -417,7 +417,7 @@ async fn an_inflight_sampler_serves_newer_versions_and_staleness_is_reported() {
     let model = tiny.model(ADA, Some(LORA)).await;
     let inflight = tiny.sampler(ADA, &model, 1, 0, true).await;
     let first = tiny.service.sample(ADA, &inflight, 0, request(&[1, 5], 1, 6)).unwrap();
-    let Outcome::Sampled(before) = &*tiny.outcome(ADA, &first).await.unwrap() else { panic!() };
+    let RequestOutcome::Sampled(before) = &*tiny.outcome(ADA, &first).await.unwrap() else { panic!() };
     tiny.pass(ADA, &model, 2, cross_entropy(batch(1.0))).await;
     tiny.step(ADA, &model, 3).await;
     let other = tiny.sampler(ADA, &model, 4, 1, true).await;
@@ -477,7 +477,7 @@ async fn thousands_of_requests_end_or_are_refused_and_a_client_that_leaves_is_fo
     tiny.sample(BOB, &of_bob, 0, request(&[1, 5], 1, 2)).await;
     for ticket in &all {
         let outcome = tiny.outcome(ADA, ticket).await.unwrap();
-        let Outcome::Sampled(output) = &*outcome else { panic!() };
+        let RequestOutcome::Sampled(output) = &*outcome else { panic!() };
         assert_eq!(output.sequences[0].tokens.len(), 2);
     }
     // A client makes a model, begins to accumulate, and vanishes.

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use trainer::TrainerError;
 
-use super::calls::{ModelCall, QueuedCall};
-use super::registry::{ModelState, Registry};
+use super::calls::{ModelCall, NumberedCall};
+use super::registry::{ModelState, ServiceRegistry};
 use super::saved::{ModelRecord, SavedPath, SavedRecord, bytes_of, checkpoints, run_dir};
 use super::{SamplerSave, SaveRequest, ServiceShared, now};
 use crate::data::PassRequest;
-use crate::outcome::{Outcome, RequestFailure};
+use crate::outcome::{RequestOutcome, FailedRequest};
 use crate::trained::TrainedModel;
 
 /// Longest time between two looks at what is over.
@@ -23,14 +23,14 @@ const LOOK_AT_FILES: Duration = Duration::from_secs(30);
 
 /// Carries out requests, one at a time.
 #[derive(Debug)]
-pub(super) struct Worker {
+pub(super) struct ModelWorker {
     shared: Arc<ServiceShared>,
 }
 
 /// What a request has done, and its model.
-type Done = (Option<Box<TrainedModel>>, Result<Outcome, RequestFailure>);
+type Done = (Option<Box<TrainedModel>>, Result<RequestOutcome, FailedRequest>);
 
-impl Worker {
+impl ModelWorker {
     pub(super) fn new(shared: Arc<ServiceShared>) -> Self {
         Self { shared }
     }
@@ -56,11 +56,11 @@ impl Worker {
                 })
             };
             let Some((id, model, queued)) = work else { continue };
-            let QueuedCall { request_id, call } = queued;
+            let NumberedCall { request_id, call } = queued;
             // A panic would leave the request without an end. The model is lost with it, and its other requests fail.
             let carried_out = catch_unwind(AssertUnwindSafe(|| self.carry_out(&id, model, call)));
             let (model, done) = carried_out.unwrap_or_else(|_| {
-                let failure = RequestFailure::server(
+                let failure = FailedRequest::server(
                     "the request met a mistake in rlrun, please report it; the model is lost",
                 );
                 (None, Err(failure))
@@ -70,7 +70,7 @@ impl Worker {
             registry.futures.end(&request_id, done.map(Arc::new));
         }
         let mut registry = self.shared.registry();
-        let stopped = RequestFailure::server("the service stops; continue from saved weights");
+        let stopped = FailedRequest::server("the service stops; continue from saved weights");
         let ids: Vec<String> = registry.models.keys().cloned().collect();
         ids.iter().for_each(|id| registry.unload(id, &stopped));
     }
@@ -80,7 +80,7 @@ impl Worker {
         match (model, call) {
             (None, ModelCall::Create) => {
                 let model = self.make(id);
-                let outcome = Outcome::ModelCreated { model_id: id.to_owned() };
+                let outcome = RequestOutcome::ModelCreated { model_id: id.to_owned() };
                 match model {
                     Ok(model) => (Some(model), Ok(outcome)),
                     Err(failure) => (None, Err(failure)),
@@ -98,18 +98,18 @@ impl Worker {
             }
             (model, ModelCall::Reject(failure)) => (model, Err(failure)),
             (None, _) => {
-                (None, Err(RequestFailure::user("the model is not made; its first request makes it")))
+                (None, Err(FailedRequest::user("the model is not made; its first request makes it")))
             }
             (Some(mut model), call) => {
                 let outcome = match call {
                     ModelCall::Pass(pass) => self.pass(id, &mut model, &pass),
                     ModelCall::Step(adam) => {
-                        model.optim_step(&adam).map(|metrics| Outcome::Stepped { metrics })
+                        model.optim_step(&adam).map(|metrics| RequestOutcome::Stepped { metrics })
                     }
                     ModelCall::Save(save) => self.save(id, &model, &save),
                     ModelCall::SaveForSampler(save) => self.save_for_sampler(id, &model, &save),
                     ModelCall::Load { path, optimizer } => self.load(id, &mut model, path, optimizer),
-                    ModelCall::Create => Ok(Outcome::ModelCreated { model_id: id.to_owned() }),
+                    ModelCall::Create => Ok(RequestOutcome::ModelCreated { model_id: id.to_owned() }),
                     ModelCall::Reject(failure) => Err(failure),
                 };
                 (Some(model), outcome)
@@ -117,18 +117,18 @@ impl Worker {
         }
     }
 
-    fn record(&self, id: &str) -> Result<ModelRecord, RequestFailure> {
+    fn record(&self, id: &str) -> Result<ModelRecord, FailedRequest> {
         let registry = self.shared.registry();
         let record = registry.models.get(id).map(|entry| entry.record.clone());
-        record.ok_or_else(|| RequestFailure::user(format!("there is no model {id}")))
+        record.ok_or_else(|| FailedRequest::user(format!("there is no model {id}")))
     }
 
-    fn make(&self, id: &str) -> Result<Box<TrainedModel>, RequestFailure> {
+    fn make(&self, id: &str) -> Result<Box<TrainedModel>, FailedRequest> {
         let ModelRecord { base, lora, .. } = self.record(id)?;
         let base = self
             .shared
             .base(&base)
-            .ok_or_else(|| RequestFailure::user(format!("there is no base model {base}")))?;
+            .ok_or_else(|| FailedRequest::user(format!("there is no base model {base}")))?;
         TrainedModel::new(base, lora.as_ref()).map(Box::new)
     }
 
@@ -138,7 +138,7 @@ impl Worker {
         id: &str,
         model: &mut TrainedModel,
         pass: &PassRequest,
-    ) -> Result<Outcome, RequestFailure> {
+    ) -> Result<RequestOutcome, FailedRequest> {
         let version = model.version().0;
         let staleness: Vec<Vec<f32>> = {
             let registry = self.shared.registry();
@@ -162,13 +162,13 @@ impl Worker {
                 of_datum.insert("staleness".to_owned(), staleness);
             }
         }
-        Ok(Outcome::Passed(output))
+        Ok(RequestOutcome::Passed(output))
     }
 
-    fn save(&self, id: &str, model: &TrainedModel, save: &SaveRequest) -> Result<Outcome, RequestFailure> {
+    fn save(&self, id: &str, model: &TrainedModel, save: &SaveRequest) -> Result<RequestOutcome, FailedRequest> {
         let run = run_dir(&self.shared.config.dir, id);
         self.named(id, true, save, model.version().0, |_| model.save(&checkpoints(&run)).map(drop))
-            .map(|path| Outcome::WeightsSaved { path })
+            .map(|path| RequestOutcome::WeightsSaved { path })
     }
 
     /// Writes weights with `write` under the name of `save`, of which it gets the directory. Returns the path.
@@ -179,13 +179,13 @@ impl Worker {
         save: &SaveRequest,
         version: u64,
         write: impl FnOnce(&PathBuf) -> Result<(), TrainerError>,
-    ) -> Result<String, RequestFailure> {
+    ) -> Result<String, FailedRequest> {
         let run = run_dir(&self.shared.config.dir, id);
         let mut record = self.record(id)?;
-        let failed = |error: String| RequestFailure::server(format!("weights cannot be saved: {error}"));
+        let failed = |error: String| FailedRequest::server(format!("weights cannot be saved: {error}"));
         if record.find(is_state, &save.name).is_some() {
             if !save.overwrite {
-                return Err(RequestFailure::user(format!(
+                return Err(FailedRequest::user(format!(
                     "`{}` is saved already; choose another name, or overwrite it",
                     save.name
                 )));
@@ -221,7 +221,7 @@ impl Worker {
         id: &str,
         model: &TrainedModel,
         save: &SamplerSave,
-    ) -> Result<Outcome, RequestFailure> {
+    ) -> Result<RequestOutcome, FailedRequest> {
         let path = match &save.save {
             Some(named) => Some(self.named(id, false, named, model.version().0, |dir| model.export(dir))?),
             None => None,
@@ -233,7 +233,7 @@ impl Worker {
                 Some(self.shared.publish(id, model, weights, number, save.inflight)?)
             }
         };
-        Ok(Outcome::SamplerSaved { path, sampling_session_id })
+        Ok(RequestOutcome::SamplerSaved { path, sampling_session_id })
     }
 
     fn load(
@@ -242,8 +242,8 @@ impl Worker {
         model: &mut TrainedModel,
         path: String,
         optimizer: bool,
-    ) -> Result<Outcome, RequestFailure> {
-        let unknown = || RequestFailure::user(format!("there are no saved weights {path}"));
+    ) -> Result<RequestOutcome, FailedRequest> {
+        let unknown = || FailedRequest::user(format!("there are no saved weights {path}"));
         let parsed = SavedPath::parse(&path).filter(|path| path.is_state).ok_or_else(unknown)?;
         let owner = self.record(id)?.owner();
         let source = self
@@ -257,15 +257,15 @@ impl Worker {
             (record.base.clone(), record.lora.map(|lora| super::LoraRequest { seed: None, ..lora }))
         };
         if shape(&source) != shape(&own) {
-            return Err(RequestFailure::user(format!(
+            return Err(FailedRequest::user(format!(
                 "{path} is of {:?} and the model is of {:?}; load it into a new model",
                 shape(&source),
                 shape(&own)
             )));
         }
         let dir = source.files(&run_dir(&self.shared.config.dir, &parsed.model_id), saved);
-        model.load(&dir, optimizer).map_err(|error| RequestFailure::server(format!("{path}: {error}")))?;
-        Ok(Outcome::WeightsLoaded { path, model_id: id.to_owned() })
+        model.load(&dir, optimizer).map_err(|error| FailedRequest::server(format!("{path}: {error}")))?;
+        Ok(RequestOutcome::WeightsLoaded { path, model_id: id.to_owned() })
     }
 
     /// Ends sessions without a sign of life, requests behind one that never came, and outcomes that were kept long enough.
@@ -287,7 +287,7 @@ impl Worker {
             let Some(entry) = registry.models.get_mut(&id) else { continue };
             let next = entry.calls.next();
             let given_up = entry.calls.give_up(limits.gap);
-            let failure = RequestFailure::user(format!(
+            let failure = FailedRequest::user(format!(
                 "request {next} of model {id} never came, and this one waited {} s for it; make a new training client",
                 limits.gap.as_secs()
             ));
@@ -318,11 +318,11 @@ impl Worker {
 }
 
 /// Ends a session: its models are unloaded.
-pub(super) fn end_session(registry: &mut Registry, session: &str) {
+pub(super) fn end_session(registry: &mut ServiceRegistry, session: &str) {
     registry.sessions.remove(session);
     let of_session = registry.models.iter().filter(|(_, entry)| entry.session.as_deref() == Some(session));
     let ids: Vec<String> = of_session.map(|(id, _)| id.clone()).collect();
-    let over = RequestFailure::user(
+    let over = FailedRequest::user(
         "the session is over: its client gave no sign of life; load saved weights into a new one",
     );
     for id in ids {

@@ -12,7 +12,7 @@ use super::protobuf::{
     TensorLayout, TensorMessage, TopkMessage,
 };
 use crate::data::{PassOutput, SampledTokens, SamplingOutput, ScoredToken};
-use crate::outcome::{FailureCategory, Outcome, QueueState, RequestFailure};
+use crate::outcome::{FailureCategory, RequestOutcome, WaitState, FailedRequest};
 
 /// Name of the records that outputs of sequences are in.
 const RECORD: &str = "ArrayRecord";
@@ -48,39 +48,39 @@ impl ResultBody {
 }
 
 /// The result of a request. Only passes and completions have a form in protobuf.
-pub(crate) fn encode_outcome(outcome: &Outcome, encoding: ResultEncoding) -> ResultBody {
+pub(crate) fn encode_outcome(outcome: &RequestOutcome, encoding: ResultEncoding) -> ResultBody {
     match outcome {
-        Outcome::Passed(output) if encoding == ResultEncoding::Protobuf => {
+        RequestOutcome::Passed(output) if encoding == ResultEncoding::Protobuf => {
             ResultBody::protobuf(&pass_message(output))
         }
-        Outcome::Sampled(output) if encoding == ResultEncoding::Protobuf => {
+        RequestOutcome::Sampled(output) if encoding == ResultEncoding::Protobuf => {
             ResultBody::protobuf(&sample_message(output))
         }
-        Outcome::Passed(output) => ResultBody::json(pass_text(output).into_bytes()),
-        Outcome::Sampled(output) => ResultBody::json(sample_text(output).into_bytes()),
-        Outcome::Stepped { metrics } => {
+        RequestOutcome::Passed(output) => ResultBody::json(pass_text(output).into_bytes()),
+        RequestOutcome::Sampled(output) => ResultBody::json(sample_text(output).into_bytes()),
+        RequestOutcome::Stepped { metrics } => {
             let mut text = JsonText::default();
             text.raw("{\"metrics\":").metrics(metrics).raw("}");
             ResultBody::json(text.into_bytes())
         }
-        Outcome::ModelCreated { model_id } => {
+        RequestOutcome::ModelCreated { model_id } => {
             ResultBody::value(&json!({"model_id": model_id, "type": "create_model"}))
         }
-        Outcome::WeightsSaved { path } => ResultBody::value(&json!({"path": path, "type": "save_weights"})),
-        Outcome::WeightsLoaded { path, model_id } => {
+        RequestOutcome::WeightsSaved { path } => ResultBody::value(&json!({"path": path, "type": "save_weights"})),
+        RequestOutcome::WeightsLoaded { path, model_id } => {
             ResultBody::value(&json!({"path": path, "model_id": model_id, "type": "load_weights"}))
         }
-        Outcome::SamplerSaved { path, sampling_session_id } => ResultBody::value(&json!({
+        RequestOutcome::SamplerSaved { path, sampling_session_id } => ResultBody::value(&json!({
             "path": path, "sampling_session_id": sampling_session_id, "type": "save_weights_for_sampler",
         })),
-        Outcome::Unloaded { model_id } => {
+        RequestOutcome::Unloaded { model_id } => {
             ResultBody::value(&json!({"model_id": model_id, "type": "unload_model"}))
         }
     }
 }
 
 /// The result of a request that failed.
-pub(crate) fn encode_failure(failure: &RequestFailure) -> ResultBody {
+pub(crate) fn encode_failure(failure: &FailedRequest) -> ResultBody {
     let category = match failure.category {
         FailureCategory::User => "user",
         FailureCategory::Server => "server",
@@ -89,11 +89,11 @@ pub(crate) fn encode_failure(failure: &RequestFailure) -> ResultBody {
 }
 
 /// The answer of a request that has no result yet.
-pub(crate) fn encode_pending(request_id: &str, queue: QueueState, reason: &str) -> ResultBody {
+pub(crate) fn encode_pending(request_id: &str, queue: WaitState, reason: &str) -> ResultBody {
     let queue = match queue {
-        QueueState::Active => "active",
-        QueueState::PausedCapacity => "paused_capacity",
-        QueueState::PausedRateLimit => "paused_rate_limit",
+        WaitState::Active => "active",
+        WaitState::PausedCapacity => "paused_capacity",
+        WaitState::PausedRateLimit => "paused_rate_limit",
     };
     let mut body = json!({"type": "try_again", "request_id": request_id, "queue_state": queue});
     if !reason.is_empty() {

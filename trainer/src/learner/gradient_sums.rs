@@ -136,7 +136,7 @@ impl TargetRows<'_> {
         match (fits, foreign) {
             (true, None) => Ok(()),
             (false, _) => {
-                Err(TrainerError::Targets { reason: "a row has not as many as trained tokens".to_owned() })
+                Err(TrainerError::Targets { reason: "a row has another number of them than of trained tokens".to_owned() })
             }
             (true, Some(token)) => {
                 let reason = format!("token {token} is outside the vocabulary of {vocabulary}");
