@@ -16,6 +16,8 @@ mod results;
 mod sampling;
 mod scan;
 mod tensors;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use json::{
     CreateModelBody, HeartbeatBody, LoadWeightsBody, ModelBody, OptimStepBody, RequestBody, RetrieveBody,
