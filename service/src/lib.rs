@@ -1,4 +1,4 @@
-//! The trainer as a service: tinker's API on one's own machine, and the same verbs as a Rust library.
+//! The trainer as a service: tinker's API on one's own machine, and the same operations as a Rust library.
 //!
 //! # Layout
 //! - [`data`]: what is trained on and what comes out of it; [`outcome`]: what a request of the service ends in

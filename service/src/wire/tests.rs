@@ -88,10 +88,9 @@ fn a_request_of_the_sdk_is_read() {
     assert_eq!(sparse.inputs["words"], ints(&[-1, 7], &[2]));
 }
 
-/// The older SDK writes JSON: what it says is the same.
-#[test]
-fn both_encodings_are_read_as_the_same_request() {
-    let body = json!({
+/// What [`REQUEST`] says, as SDK 0.24.1 writes it.
+fn json_request() -> Value {
+    json!({
         "forward_backward_input": {
             "data": [
                 {
@@ -124,7 +123,13 @@ fn both_encodings_are_read_as_the_same_request() {
             "loss_fn_config": {"clip_low_threshold": 0.8, "mode": "token"},
         },
         "model_id": "s1:train:0", "seq_id": 3,
-    });
+    })
+}
+
+/// The older SDK writes JSON: what it says is the same.
+#[test]
+fn both_encodings_are_read_as_the_same_request() {
+    let body = json_request();
     let mut expected = pass_from_protobuf(&bytes(REQUEST)).unwrap();
     // JSON has no spans.
     expected.pass.data[0].sampled.clear();
@@ -341,7 +346,7 @@ fn results_in_json_have_the_forms_of_the_older_sdk() {
 fn metrics_that_are_not_finite_reach_the_client() {
     let metrics = BTreeMap::from([("grad_norm:mean".to_owned(), f64::NAN)]);
     let body = encode_outcome(&Outcome::Stepped { metrics }, ResultEncoding::Protobuf);
-    assert_eq!(body.bytes, br#"{"metrics":{"grad_norm:mean":NaN}}"#);
+    assert_eq!(body.bytes, br#"{"metrics":{"grad_norm:mean":"NaN"}}"#);
 }
 
 proptest! {
@@ -365,6 +370,11 @@ proptest! {
             prop_assert!(numbers <= MAX_ELEMENTS);
         }
         let _ = pass_from_protobuf(&body[..length]);
+        let mut text = json_request().to_string().into_bytes();
+        let (at, length) = (at % text.len(), length % (text.len() + 1));
+        text[at] = byte;
+        let _ = pass_from_json(&text);
+        let _ = pass_from_json(&text[..length]);
     }
 
     #[test]
