@@ -2,8 +2,7 @@
 //! [`Producer`](crate::Producer) and a [`Consumer`](crate::Consumer) like the buffer itself.
 //!
 //! # Layout
-//! - `server`: connections, from the listener to the last answer; `write_deadline`: clients that do not read; `tls`:
-//!   certificates
+//! - `server`: connections, from the listener to the last answer
 //! - `routes`: the operations; `auth`: roles and tokens; `events`: the event stream
 //! - `wire`: requests and answers; `body`: their bytes; `cost`: their decoded size; `problem`: errors
 //! - `state`: the served buffer, also after its storage failed; `limits`: what requests may take

@@ -8,6 +8,7 @@
 use std::path::PathBuf;
 
 use axum::body::{Body, Bytes};
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::http::header::{CONTENT_DISPOSITION, CONTENT_LENGTH, CONTENT_TYPE, EXPIRES, HOST, LOCATION};
 use axum::http::{HeaderMap, HeaderValue, StatusCode};
@@ -26,6 +27,9 @@ use crate::training::UserId;
 const VALID_S: u64 = 15 * 60;
 /// Pieces of an archive that wait for the client.
 const WAITING_PIECES: usize = 4;
+
+/// Parts of an address: when it expires, the user, the signature, and those of the path.
+type LinkParts = (u64, String, String, String, String, String);
 
 /// What an address of an archive stands for.
 struct ArchiveLink {
@@ -68,8 +72,9 @@ pub(super) async fn link(
 /// Sends an archive to a client that has its address.
 pub(super) async fn download(
     State(api): State<ApiState>,
-    Path((expires, user, signature, run, kind, name)): Path<(u64, String, String, String, String, String)>,
+    parts: Result<Path<LinkParts>, PathRejection>,
 ) -> Result<Response, HttpRefusal> {
+    let Path((expires, user, signature, run, kind, name)) = parts?;
     let secret = api.secret.ok_or_else(unsigned)?;
     let path = saved_path(&run, &kind, &name)?;
     let refused =

@@ -2,6 +2,7 @@
 //!
 //! Invariant: 429 and 503 say when to repeat the request, and 429 of a sampling request has the header that says so to the SDK.
 
+use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::http::header::{CONTENT_TYPE, RETRY_AFTER};
 use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
@@ -60,6 +61,18 @@ impl From<Refusal> for HttpRefusal {
 impl From<WireError> for HttpRefusal {
     fn from(error: WireError) -> Self {
         Self::new(400, error.0)
+    }
+}
+
+impl From<PathRejection> for HttpRefusal {
+    fn from(rejection: PathRejection) -> Self {
+        Self::new(rejection.status().as_u16(), rejection.body_text())
+    }
+}
+
+impl From<QueryRejection> for HttpRefusal {
+    fn from(rejection: QueryRejection) -> Self {
+        Self::new(rejection.status().as_u16(), rejection.body_text())
     }
 }
 

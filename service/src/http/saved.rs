@@ -3,6 +3,7 @@
 //! Invariant: a training run is a model of the user, by the id of the model; what is saved of it has the id `weights/NAME` or
 //! `sampler_weights/NAME`.
 
+use axum::extract::rejection::QueryRejection;
 use axum::extract::{Path, Query, Request, State};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
@@ -84,11 +85,11 @@ fn training_run(user: UserId, model: &ModelInfo, saved: &[SavedInfo]) -> Value {
 
 pub(super) async fn runs(
     State(api): State<ApiState>,
-    Query(page): Query<PageQuery>,
+    page: Result<Query<PageQuery>, QueryRejection>,
     request: Request,
 ) -> Result<Response, HttpRefusal> {
     let user = api.access.user(request.headers())?;
-    let (models, cursor) = page.of(api.service.models(user))?;
+    let (models, cursor) = page?.of(api.service.models(user))?;
     let listed = blocking(move || {
         let run = |model: &ModelInfo| {
             let saved = api.service.saved(user, &model.model_id)?;
@@ -123,7 +124,7 @@ pub(super) async fn of_run(
 
 pub(super) async fn of_user(
     State(api): State<ApiState>,
-    Query(page): Query<PageQuery>,
+    page: Result<Query<PageQuery>, QueryRejection>,
     request: Request,
 ) -> Result<Response, HttpRefusal> {
     let user = api.access.user(request.headers())?;
@@ -136,7 +137,7 @@ pub(super) async fn of_user(
     });
     let mut all = all.await??;
     all.sort_by_key(|saved| std::cmp::Reverse(saved.saved));
-    let (saved, cursor) = page.of(all)?;
+    let (saved, cursor) = page?.of(all)?;
     let checkpoints: Vec<Value> = saved.iter().map(checkpoint).collect();
     Ok(JsonReply(json!({"checkpoints": checkpoints, "cursor": cursor})).into_response())
 }

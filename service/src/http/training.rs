@@ -15,6 +15,9 @@ use crate::wire::{
     SaveWeightsBody, forward_from_json, pass_from_json, pass_from_protobuf,
 };
 
+/// Status of what is over.
+const GONE: u16 = 410;
+
 /// What a route answers, or why it does not.
 type RouteAnswer = Result<Response, HttpRefusal>;
 
@@ -69,15 +72,17 @@ pub(super) async fn heartbeat(State(api): State<ApiState>, request: Request) -> 
     Ok(JsonReply(json!({"type": "session_heartbeat"})).into_response())
 }
 
-/// A session ends when its heartbeats do: what it left running is finished until then.
+/// A session ends when its heartbeats do: what it left running is finished until then. One that is over may be finished too.
 pub(super) async fn finish_session(
     State(api): State<ApiState>,
     Path(session_id): Path<String>,
     request: Request,
 ) -> RouteAnswer {
     let (user, _) = api.body(request).await?;
-    api.service.heartbeat(user, &session_id)?;
-    Ok(JsonReply(json!({})).into_response())
+    match api.service.heartbeat(user, &session_id) {
+        Err(refusal) if refusal.status != GONE => Err(refusal.into()),
+        _ => Ok(JsonReply(json!({})).into_response()),
+    }
 }
 
 pub(super) async fn create_model(State(api): State<ApiState>, request: Request) -> RouteAnswer {

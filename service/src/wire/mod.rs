@@ -3,7 +3,7 @@
 //! # Layout
 //! - [`protobuf`]: the messages; `scan`: what they would take in memory; `passes`: requests for passes, in both encodings
 //! - `tensors`: dense and sparse tensors; `json`: bodies; `sampling`: requests for completions
-//! - `results`: what requests ended in, in both encodings; `numbers`: JSON with NaN
+//! - `results`: what requests ended in, in both encodings; `numbers`: JSON with numbers that are not finite
 //!
 //! Invariant: no body panics. A body of `n` bytes takes memory in proportion to `n`, or to [`MAX_ELEMENTS`] for sparse tensors. A
 //! field that is not known is refused by its name, or by its number in protobuf, as it may change a result.
@@ -16,6 +16,8 @@ mod results;
 mod sampling;
 mod scan;
 mod tensors;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use json::{
     CreateModelBody, HeartbeatBody, LoadWeightsBody, ModelBody, OptimStepBody, RequestBody, RetrieveBody,

@@ -1,7 +1,7 @@
-//! JSON with numbers that are not finite, as Python writes and reads them: `NaN`, `Infinity`, `-Infinity`.
+//! JSON with numbers that are not finite, as texts: `"NaN"`, `"Infinity"`, `"-Infinity"`.
 //!
-//! Invariant: a finite number is written with the digits that are read back as the same number. `serde_json` writes `null` for the
-//! others, which a client reads as an error of its own, and not as a loss that has diverged.
+//! Invariant: a finite number is written with the digits that are read back as the same number. The SDKs read the texts as the
+//! numbers that they name; a `null`, or a bare `NaN`, is an error of their decoder, and hides that a loss has diverged.
 
 use std::collections::BTreeMap;
 use std::fmt::{Debug, Write as _};
@@ -34,10 +34,10 @@ impl JsonText {
     pub(super) fn number<T: Copy + Debug + Into<f64>>(&mut self, value: T) -> &mut Self {
         let wide: f64 = value.into();
         if wide.is_nan() {
-            return self.raw("NaN");
+            return self.string("NaN");
         }
         if wide.is_infinite() {
-            return self.raw(if wide > 0.0 { "Infinity" } else { "-Infinity" });
+            return self.string(if wide > 0.0 { "Infinity" } else { "-Infinity" });
         }
         // The shortest digits, with an exponent where it is shorter: both are numbers of JSON.
         let _ = write!(self.0, "{value:?}");
@@ -91,12 +91,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_that_are_not_finite_are_those_of_python() {
+    fn numbers_that_are_not_finite_are_texts() {
         let mut text = JsonText::default();
         text.list([f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e-12, 3.0], |text, value| {
             text.number(value);
         });
-        assert_eq!(text.into_bytes(), b"[NaN,Infinity,-Infinity,1e-12,3.0]");
+        assert_eq!(text.into_bytes(), br#"["NaN","Infinity","-Infinity",1e-12,3.0]"#);
     }
 
     proptest! {

@@ -61,7 +61,7 @@ impl SentTensor {
                 return refuse(format!("`{name}`: type {} of a tensor is not known", message.dtype));
             }
         };
-        // One dimension has no shape in the SDK, and a shape of no dimensions is not told from it.
+        // The SDK sends one dimension without a shape; a shape of no dimensions looks the same.
         let shape = Some(message.shape).filter(|shape| !shape.is_empty());
         Ok(Self { values, shape, csr })
     }
@@ -84,7 +84,9 @@ impl SentTensor {
             budget.take(name, listed)?;
             return Ok(LossTensor { values: self.values, shape: vec![listed] });
         };
-        let shape: Option<Vec<usize>> = sent.iter().map(|size| usize::try_from(*size).ok()).collect();
+        // Also beside a size of 0, which makes any product 0.
+        let size = |size: &i64| usize::try_from(*size).ok().filter(|size| *size <= MAX_ELEMENTS);
+        let shape: Option<Vec<usize>> = sent.iter().map(size).collect();
         let elements = shape.iter().flatten().try_fold(1_usize, |all, size| all.checked_mul(*size));
         let (Some(shape), Some(elements)) = (shape, elements) else {
             return refuse(format!("`{name}`: no tensor has the shape {sent:?}"));
@@ -209,7 +211,9 @@ mod tests {
         tensor().dense("weights", 0, &mut budget).unwrap();
         let error = tensor().dense("weights", 0, &mut budget).unwrap_err();
         assert!(error.0.contains("send fewer sequences"), "{error}");
-        let huge = sparse(vec![i64::MAX, i64::MAX], vec![0], Vec::new(), Vec::new());
-        assert!(huge.dense("weights", 0, &mut budget).unwrap_err().0.contains("no tensor has the shape"));
+        for shape in [vec![i64::MAX, i64::MAX], vec![i64::MAX, 0]] {
+            let huge = sparse(shape, vec![0], Vec::new(), Vec::new());
+            assert!(huge.dense("weights", 0, &mut budget).unwrap_err().0.contains("no tensor has the shape"));
+        }
     }
 }
