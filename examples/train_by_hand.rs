@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use rlrun::training::{
-    AdamParameters, BaseModel, Datum, LoraRequest, LossTensor, PassRequest, SampledTokens, SamplingRequest, SharedCores, SpecialTokens,
-    TrainedModel,
+    AdamParameters, BaseModel, Datum, LoraRequest, LossTensor, PassRequest, SampledTokens, SamplingRequest,
+    SharedCores, SpecialTokens, TrainedModel,
 };
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -18,7 +18,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let cores = SharedCores::all();
     let base = Arc::new(BaseModel::open("base", Path::new(&model), None, (&cores, cores.total()))?);
-    let lora = LoraRequest { rank: 16, seed: Some(1), train_unembed: true, train_mlp: true, train_attn: true };
+    let lora =
+        LoraRequest { rank: 16, seed: Some(1), train_unembed: true, train_mlp: true, train_attn: true };
     let mut policy = TrainedModel::new(&base, Some(&lora))?;
     let adam = AdamParameters { learning_rate: 2e-3, grad_clip_norm: 1.0, ..AdamParameters::default() };
     let encode = |text: &str| base.directory().tokenizer().encode(text, SpecialTokens::Omit);
@@ -54,7 +55,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             Datum::new([&question[..], &answer.tokens[..answer.tokens.len() - 1]].concat(), inputs)
         };
         let data = group.iter().map(datum).collect();
-        policy.pass(&PassRequest { loss: "ppo".to_owned(), data, settings: BTreeMap::new(), forward_only: false })?;
+        policy.pass(&PassRequest {
+            loss: "ppo".to_owned(),
+            data,
+            settings: BTreeMap::new(),
+            forward_only: false,
+        })?;
         policy.optim_step(&adam)?;
         eprintln!("step {step}: {mean} tokens");
     }

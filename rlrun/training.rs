@@ -4,8 +4,8 @@
 pub use model::{SharedCores, SpecialTokens};
 pub use service::base::BaseModel;
 pub use service::data::{
-    AdamParameters, Datum, LossSetting, LossTensor, LossValues, PassOutput, PassRequest, SampledTokens, SamplingOutput,
-    SamplingRequest, StopForm,
+    AdamParameters, Datum, LossSetting, LossTensor, LossValues, PassOutput, PassRequest, SampledTokens,
+    SamplingOutput, SamplingRequest, StopForm,
 };
 pub use service::model_sampler::ModelSampler;
 pub use service::outcome::FailedRequest;

@@ -34,7 +34,10 @@ impl LossTensor {
     /// Token ids `[N]`.
     #[must_use]
     pub fn tokens(ids: &[u32]) -> Self {
-        Self { values: LossValues::Int(ids.iter().map(|id| i64::from(*id)).collect()), shape: vec![ids.len()] }
+        Self {
+            values: LossValues::Int(ids.iter().map(|id| i64::from(*id)).collect()),
+            shape: vec![ids.len()],
+        }
     }
 
     /// Numbers `[N]`.

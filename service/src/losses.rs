@@ -336,10 +336,7 @@ impl TokenLoss {
         match settings.keys().find(|name| !known.contains(&&name[..])) {
             Some(name) => {
                 let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-                Err(FailedRequest::user(format!(
-                    "the loss has no setting `{}`; it has {known}",
-                    shown(name)
-                )))
+                Err(FailedRequest::user(format!("the loss has no setting `{}`; it has {known}", shown(name))))
             }
             None => Ok(loss),
         }

@@ -64,12 +64,15 @@ impl TrainedModel {
         };
         let (host, adapter) = match self.weights()? {
             SamplingWeights::Factors(factors) => {
-                let frozen = self.base().frozen().map_err(|error| FailedRequest::server(error.to_string()))?;
+                let frozen =
+                    self.base().frozen().map_err(|error| FailedRequest::server(error.to_string()))?;
                 let host = start(HostedNetwork::Base(frozen))?;
                 host.set_adapter(0, factors, self.version()).map_err(failed)?;
                 (host, Some(0))
             }
-            SamplingWeights::Whole(parameters) => (start(HostedNetwork::Whole(parameters, self.version()))?, None),
+            SamplingWeights::Whole(parameters) => {
+                (start(HostedNetwork::Whole(parameters, self.version()))?, None)
+            }
         };
         let runtime = tokio::runtime::Builder::new_current_thread().build();
         let runtime = runtime.map_err(|error| FailedRequest::server(error.to_string()))?;

@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 
 use super::body::ApiState;
 use super::refusal::{HttpRefusal, JsonReply};
-use crate::outcome::Ticket;
-use crate::training::ModelInfo;
+use crate::outcome::{FailedRequest, Refusal, Ticket};
+use crate::training::{ModelInfo, TrainingService, UserId};
 use crate::wire::{
-    CreateModelBody, HeartbeatBody, LoadWeightsBody, ModelBody, OptimStepBody, PassCall, SamplerSaveBody,
+    CreateModelBody, HeartbeatBody, LoadWeightsBody, ModelBody, ModelRequest, OptimStepBody, SamplerSaveBody,
     SaveWeightsBody, forward_from_json, pass_from_json, pass_from_protobuf,
 };
 
@@ -28,6 +28,22 @@ fn ticket(ticket: Ticket) -> Response {
         body["model_id"] = model_id.into();
     }
     JsonReply(body).into_response()
+}
+
+/// The answer to a request of a model: its ticket, also where its content is refused, which ends its future.
+fn accepted<T>(
+    api: &ApiState,
+    user: UserId,
+    request: ModelRequest<T>,
+    accept: impl FnOnce(&TrainingService, UserId, &str, u64, T) -> Result<Ticket, Refusal>,
+) -> RouteAnswer {
+    let ModelRequest { model_id, seq_id, content } = request;
+    let service = &api.service;
+    let accepted = match content {
+        Ok(content) => accept(service, user, &model_id, seq_id, content)?,
+        Err(error) => service.reject(user, &model_id, seq_id, FailedRequest::user(error.to_string()))?,
+    };
+    Ok(ticket(accepted))
 }
 
 pub(super) async fn capabilities(State(api): State<ApiState>, request: Request) -> RouteAnswer {
@@ -116,26 +132,23 @@ pub(super) async fn forward_backward(State(api): State<ApiState>, request: Reque
         true => pass_from_protobuf(&body.bytes),
         false => pass_from_json(&body.bytes),
     });
-    let PassCall { model_id, seq_id, pass } = call.await?;
-    Ok(ticket(api.service.pass(user, &model_id, seq_id, pass)?))
+    accepted(&api, user, call.await?, TrainingService::pass)
 }
 
 pub(super) async fn forward(State(api): State<ApiState>, request: Request) -> RouteAnswer {
     let (user, body) = api.body(request).await?;
-    let PassCall { model_id, seq_id, pass } = body.decode(|body| forward_from_json(&body.bytes)).await?;
-    Ok(ticket(api.service.pass(user, &model_id, seq_id, pass)?))
+    let call = body.decode(|body| forward_from_json(&body.bytes)).await?;
+    accepted(&api, user, call, TrainingService::pass)
 }
 
 pub(super) async fn optim_step(State(api): State<ApiState>, request: Request) -> RouteAnswer {
     let (user, body) = api.json::<OptimStepBody>(request).await?;
-    let (model_id, seq_id, adam) = body.into_step()?;
-    Ok(ticket(api.service.optim_step(user, &model_id, seq_id, adam)?))
+    accepted(&api, user, body.into_step()?, TrainingService::optim_step)
 }
 
 pub(super) async fn save_weights(State(api): State<ApiState>, request: Request) -> RouteAnswer {
     let (user, body) = api.json::<SaveWeightsBody>(request).await?;
-    let (model_id, seq_id, save) = body.into_save()?;
-    Ok(ticket(api.service.save_weights(user, &model_id, seq_id, save)?))
+    accepted(&api, user, body.into_save()?, TrainingService::save_weights)
 }
 
 pub(super) async fn load_weights(State(api): State<ApiState>, request: Request) -> RouteAnswer {
@@ -146,8 +159,7 @@ pub(super) async fn load_weights(State(api): State<ApiState>, request: Request) 
 
 pub(super) async fn save_for_sampler(State(api): State<ApiState>, request: Request) -> RouteAnswer {
     let (user, body) = api.json::<SamplerSaveBody>(request).await?;
-    let (model_id, seq_id, save) = body.into_save()?;
-    Ok(ticket(api.service.save_for_sampler(user, &model_id, seq_id, save)?))
+    accepted(&api, user, body.into_save()?, TrainingService::save_for_sampler)
 }
 
 pub(super) async fn unload(State(api): State<ApiState>, request: Request) -> RouteAnswer {

@@ -8,7 +8,7 @@ use model::Sampling;
 use rollout::{RequestOptions, RequestStop};
 
 use crate::data::{SamplingRequest, StopForm};
-use crate::outcome::{FailureCategory, FailedRequest};
+use crate::outcome::{FailedRequest, FailureCategory};
 
 /// Most strings or tokens that end a completion.
 const MAX_STOPS: usize = 256;

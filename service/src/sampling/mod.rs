@@ -35,7 +35,7 @@ use weights::{Values, WeightMemory};
 
 use crate::data::{SampledTokens, SamplingOutput, SamplingRequest};
 use crate::fair_queue::FairBounds;
-use crate::outcome::{Refusal, FailedRequest};
+use crate::outcome::{FailedRequest, Refusal};
 use crate::training::UserId;
 use checked::{CheckedRequest, RequestLimits, checked, server_failure, user_failure};
 use host_thread::HostThread;

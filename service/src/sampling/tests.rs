@@ -17,7 +17,7 @@ use weights::Digest;
 use super::{HostConfig, HostedNetwork, SamplerHost};
 use crate::data::{SampledTokens, SamplingOutput, SamplingRequest, StopForm};
 use crate::fair_queue::FairBounds;
-use crate::outcome::{FailureCategory, FailedRequest};
+use crate::outcome::{FailedRequest, FailureCategory};
 use crate::training::UserId;
 
 const A: UserId = UserId([1; 16]);

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::calls::{CallQueue, ModelCall, NumberedCall};
-use super::registry::{ModelEntry, ModelState, ClientSession};
+use super::registry::{ClientSession, ModelEntry, ModelState};
 use super::samplers::KnownSample;
 use super::saved::{ModelRecord, check_name, run_dir};
 use super::worker::end_session;
@@ -17,7 +17,7 @@ use super::{
     TrainingService, UserId, now,
 };
 use crate::data::{AdamParameters, PassRequest, SamplingRequest};
-use crate::outcome::{RequestOutcome, Refusal, FailedRequest, Ticket};
+use crate::outcome::{FailedRequest, Refusal, RequestOutcome, Ticket};
 
 /// Name of the optimizer of the service.
 const OPTIMIZER: &str = "adamw";
@@ -316,7 +316,9 @@ impl TrainingService {
         let request_id = self.shared.id("req-");
         registry.futures.begin(&request_id, user, None);
         let model_id = model_id.to_owned();
-        registry.futures.end(&request_id, Ok(Arc::new(RequestOutcome::Unloaded { model_id: model_id.clone() })));
+        registry
+            .futures
+            .end(&request_id, Ok(Arc::new(RequestOutcome::Unloaded { model_id: model_id.clone() })));
         Ok(Ticket { request_id, model_id: Some(model_id), sequence_ids: Vec::new() })
     }
 

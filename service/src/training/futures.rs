@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
 use super::UserId;
-use crate::outcome::{RequestOutcome, FailedRequest};
+use crate::outcome::{FailedRequest, RequestOutcome};
 
 /// What a request ended in.
 pub(super) type Ended = Result<Arc<RequestOutcome>, FailedRequest>;

@@ -11,7 +11,7 @@ use super::futures::FutureTable;
 use super::saved::ModelRecord;
 use super::{ModelInfo, UserId};
 use crate::base::BaseModel;
-use crate::outcome::{FutureState, WaitState, Refusal, FailedRequest};
+use crate::outcome::{FailedRequest, FutureState, Refusal, WaitState};
 use crate::trained::TrainedModel;
 
 /// Sampled sequences whose version is remembered.

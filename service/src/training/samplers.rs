@@ -19,7 +19,7 @@ use super::saved::{SavedPath, run_dir};
 use super::{SampleFrom, ServiceShared, UserId};
 use crate::base::BaseModel;
 use crate::data::{SamplingOutput, SamplingRequest};
-use crate::outcome::{Refusal, FailedRequest};
+use crate::outcome::{FailedRequest, Refusal};
 use crate::sampling::{HostedNetwork, SamplerHost};
 use crate::trained::{SamplingWeights, TrainedModel};
 

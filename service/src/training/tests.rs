@@ -16,7 +16,7 @@ use crate::data::{
     SamplingRequest, StopForm,
 };
 use crate::fair_queue::FairBounds;
-use crate::outcome::{FailureCategory, RequestOutcome, FailedRequest, Ticket};
+use crate::outcome::{FailedRequest, FailureCategory, RequestOutcome, Ticket};
 use crate::sampling::HostConfig;
 use crate::trained::{SamplingWeights, TrainedModel};
 
@@ -379,7 +379,9 @@ async fn saved_weights_continue_with_the_same_bits_also_in_a_new_process() {
         train(&tiny, &model, 1).await;
         let save = SaveRequest { name: "st1".to_owned(), overwrite: false, ttl_s: None };
         let ticket = tiny.service.save_weights(ADA, &model, 3, save.clone()).unwrap();
-        let RequestOutcome::WeightsSaved { path } = &*tiny.outcome(ADA, &ticket).await.unwrap() else { panic!() };
+        let RequestOutcome::WeightsSaved { path } = &*tiny.outcome(ADA, &ticket).await.unwrap() else {
+            panic!()
+        };
         assert_eq!(*path, format!("tinker://{model}/weights/st1"));
         let taken = tiny.service.save_weights(ADA, &model, 4, save).unwrap();
         assert!(tiny.outcome(ADA, &taken).await.unwrap_err().message.contains("saved already"));

@@ -13,7 +13,7 @@ use super::registry::{ModelState, ServiceRegistry};
 use super::saved::{ModelRecord, SavedPath, SavedRecord, bytes_of, checkpoints, run_dir};
 use super::{SamplerSave, SaveRequest, ServiceShared, now};
 use crate::data::PassRequest;
-use crate::outcome::{RequestOutcome, FailedRequest};
+use crate::outcome::{FailedRequest, RequestOutcome};
 use crate::trained::TrainedModel;
 
 /// Longest time between two looks at what is over.
@@ -165,7 +165,12 @@ impl ModelWorker {
         Ok(RequestOutcome::Passed(output))
     }
 
-    fn save(&self, id: &str, model: &TrainedModel, save: &SaveRequest) -> Result<RequestOutcome, FailedRequest> {
+    fn save(
+        &self,
+        id: &str,
+        model: &TrainedModel,
+        save: &SaveRequest,
+    ) -> Result<RequestOutcome, FailedRequest> {
         let run = run_dir(&self.shared.config.dir, id);
         self.named(id, true, save, model.version().0, |_| model.save(&checkpoints(&run)).map(drop))
             .map(|path| RequestOutcome::WeightsSaved { path })

@@ -8,12 +8,10 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::{WireError, refuse};
+use super::{ModelRequest, WireError, refuse};
 use crate::data::AdamParameters;
 use crate::training::{LoadInto, LoraRequest, NewModel, SampleFrom, SamplerSave, SaveRequest};
 
-/// Longest name of something saved, bytes.
-const MAX_NAME_BYTES: usize = 128;
 /// The only optimizer that the bodies of `optim_step` have parameters for.
 const ADAM: &str = "adamw";
 
@@ -105,23 +103,12 @@ struct ChunkBody {
     _expected_tokens: IgnoredAny,
 }
 
-/// A number of a request of a model.
-fn numbered(seq_id: Option<i64>) -> Result<u64, WireError> {
+/// The number of a request of a model.
+pub(super) fn numbered(seq_id: Option<i64>) -> Result<u64, WireError> {
     match seq_id.and_then(|seq_id| u64::try_from(seq_id).ok()).filter(|seq_id| *seq_id > 0) {
         Some(seq_id) => Ok(seq_id),
         None => refuse("`seq_id`: requests of a model are numbered from 1; use the SDK's training client"),
     }
-}
-
-/// A name under which something is saved.
-fn named(name: &str) -> Result<(), WireError> {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    if !name.is_empty() && name.len() <= MAX_NAME_BYTES && !name.starts_with('.') && name.bytes().all(plain) {
-        return Ok(());
-    }
-    refuse(format!(
-        "`path`: a name has 1 to {MAX_NAME_BYTES} letters, digits, `.`, `_` and `-`, and no `.` at its beginning"
-    ))
 }
 
 /// Body of `create_model`.
@@ -228,7 +215,15 @@ struct AdamBody {
 
 impl OptimStepBody {
     /// The model, the number of the request, and the hyperparameters.
-    pub(crate) fn into_step(self) -> Result<(String, u64, AdamParameters), WireError> {
+    ///
+    /// # Errors
+    /// If the request has no number.
+    pub(crate) fn into_step(self) -> Result<ModelRequest<AdamParameters>, WireError> {
+        let (model_id, seq_id) = (self.model_id.clone(), numbered(self.seq_id)?);
+        Ok(ModelRequest { model_id, seq_id, content: self.parameters() })
+    }
+
+    fn parameters(self) -> Result<AdamParameters, WireError> {
         if let Some(OtherOptimizer { kind }) = self.optimizer_params {
             return refuse(format!(
                 "`optimizer_params`: the optimizer `{kind}` is not served here; create the model with adamw and send \
@@ -252,15 +247,14 @@ impl OptimStepBody {
                 _ => refuse(format!("`adam_params.{name}`: {value} is not below 1")),
             })
         };
-        let adam = AdamParameters {
+        Ok(AdamParameters {
             learning_rate: number("learning_rate", sent.learning_rate, usual.learning_rate)?,
             beta1: rate("beta1", sent.beta1, usual.beta1)?,
             beta2: rate("beta2", sent.beta2, usual.beta2)?,
             eps: number("eps", sent.eps, usual.eps)?,
             weight_decay: number("weight_decay", sent.weight_decay, usual.weight_decay)?,
             grad_clip_norm: number("grad_clip_norm", sent.grad_clip_norm, usual.grad_clip_norm)?,
-        };
-        Ok((self.model_id, numbered(self.seq_id)?, adam))
+        })
     }
 }
 
@@ -282,11 +276,14 @@ pub(crate) struct SaveWeightsBody {
 
 impl SaveWeightsBody {
     /// The model, the number of the request, and what is saved. A state without a name has that of its number.
-    pub(crate) fn into_save(self) -> Result<(String, u64, SaveRequest), WireError> {
+    ///
+    /// # Errors
+    /// If the request has no number.
+    pub(crate) fn into_save(self) -> Result<ModelRequest<SaveRequest>, WireError> {
         let seq_id = numbered(self.seq_id)?;
         let name = self.path.unwrap_or_else(|| format!("{seq_id:06}"));
-        named(&name)?;
-        Ok((self.model_id, seq_id, SaveRequest { name, overwrite: self.overwrite, ttl_s: self.ttl_seconds }))
+        let save = SaveRequest { name, overwrite: self.overwrite, ttl_s: self.ttl_seconds };
+        Ok(ModelRequest { model_id: self.model_id, seq_id, content: Ok(save) })
     }
 }
 
@@ -308,7 +305,15 @@ pub(crate) struct SamplerSaveBody {
 
 impl SamplerSaveBody {
     /// The model, the number of the request, and what is published.
-    pub(crate) fn into_save(self) -> Result<(String, u64, SamplerSave), WireError> {
+    ///
+    /// # Errors
+    /// If the request has no number.
+    pub(crate) fn into_save(self) -> Result<ModelRequest<SamplerSave>, WireError> {
+        let (model_id, seq_id) = (self.model_id.clone(), numbered(self.seq_id)?);
+        Ok(ModelRequest { model_id, seq_id, content: self.save() })
+    }
+
+    fn save(self) -> Result<SamplerSave, WireError> {
         let inflight = match self.kind.as_deref() {
             None | Some("snapshot") => false,
             Some("inflight") => true,
@@ -316,20 +321,9 @@ impl SamplerSaveBody {
                 return refuse(format!("`kind`: `{kind}` is not known; send snapshot or inflight"));
             }
         };
-        if self.path.is_none() && self.sampling_session_seq_id.is_none() {
-            return refuse("weights for sampling need a `path` or a `sampling_session_seq_id`");
-        }
-        let seq_id = numbered(self.seq_id)?;
         let ttl_s = self.ttl_seconds;
-        let save = match self.path {
-            None => None,
-            Some(name) => {
-                named(&name)?;
-                Some(SaveRequest { name, overwrite: false, ttl_s })
-            }
-        };
-        let save = SamplerSave { save, sampling_session_seq_id: self.sampling_session_seq_id, inflight };
-        Ok((self.model_id, seq_id, save))
+        let save = self.path.map(|name| SaveRequest { name, overwrite: false, ttl_s });
+        Ok(SamplerSave { save, sampling_session_seq_id: self.sampling_session_seq_id, inflight })
     }
 }
 

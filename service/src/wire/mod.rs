@@ -23,7 +23,7 @@ pub(crate) use json::{
     CreateModelBody, HeartbeatBody, LoadWeightsBody, ModelBody, OptimStepBody, RequestBody, RetrieveBody,
     SamplerSaveBody, SamplingSessionBody, SaveWeightsBody, WeightsInfoBody, read_json,
 };
-pub(crate) use passes::{PassCall, forward_from_json, pass_from_json, pass_from_protobuf};
+pub(crate) use passes::{forward_from_json, pass_from_json, pass_from_protobuf};
 pub(crate) use results::{ResultBody, ResultEncoding, encode_failure, encode_outcome, encode_pending};
 pub(crate) use sampling::{SampleCall, sample_from_json};
 
@@ -36,6 +36,16 @@ pub const MAX_MESSAGE_BYTES: usize = 256 << 20;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct WireError(pub String);
+
+/// A request of a model. Clients count its number as used, also where its content is refused.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct ModelRequest<T> {
+    pub(crate) model_id: String,
+    /// From 1.
+    pub(crate) seq_id: u64,
+    /// What is asked for, or why it cannot be.
+    pub(crate) content: Result<T, WireError>,
+}
 
 /// Refuses a body.
 fn refuse<T>(message: impl Into<String>) -> Result<T, WireError> {

@@ -1,6 +1,6 @@
 //! Requests for passes: a `ForwardBackwardRequest` in protobuf, and the JSON of older SDKs.
 //!
-//! Invariant: both encodings of the same request are read as the same [`PassCall`].
+//! Invariant: both encodings of the same request are read as the same [`PassRequest`].
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,43 +9,24 @@ use prost::Message as _;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 
-use super::json::{InputTokens, read_json, unserved_chunk};
+use super::json::{InputTokens, numbered, read_json, unserved_chunk};
 use super::protobuf::{ChunkKind, DatumMessage, PassMessage, SettingKind, SpanKind};
 use super::scan::check_pass;
 use super::tensors::{ElementBudget, SentTensor, numbers};
-use super::{WireError, refuse};
+use super::{ModelRequest, WireError, refuse};
 use crate::data::{Datum, LossSetting, LossValues, PassRequest, SampledSpan};
 
-/// A request for a pass, and where it belongs.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct PassCall {
-    pub(crate) model_id: String,
-    /// From 1.
-    pub(crate) seq_id: u64,
-    pub(crate) pass: PassRequest,
-}
-
-impl PassCall {
-    fn checked(model_id: String, seq_id: i64, pass: PassRequest) -> Result<Self, WireError> {
-        let Some(seq_id) = u64::try_from(seq_id).ok().filter(|seq_id| *seq_id > 0) else {
-            return refuse(
-                "`seq_id`: requests of a model are numbered from 1; use the SDK's training client",
-            );
-        };
-        if pass.data.is_empty() {
-            return refuse("`data`: a pass needs at least one sequence");
-        }
-        match &pass.loss[..] {
-            "stable_reinforce" => refuse(
-                "`loss_fn`: stable_reinforce is not served here, its definition is not public; use \
-                 loss_fn=importance_sampling",
-            ),
-            "custom" => refuse(
-                "`loss_fn`: a custom loss is not run on the server; use forward_backward_custom, which computes it in \
-                 the client",
-            ),
-            _ => Ok(Self { model_id, seq_id, pass }),
-        }
+/// Checks a pass as far as that needs no model.
+fn checked(pass: PassRequest) -> Result<PassRequest, WireError> {
+    if pass.data.is_empty() {
+        return refuse("`data`: a pass needs at least one sequence");
+    }
+    match &pass.loss[..] {
+        "custom" => refuse(
+            "`loss_fn`: a custom loss is not run on the server; use forward_backward_custom, which computes it in the \
+             client",
+        ),
+        _ => Ok(pass),
     }
 }
 
@@ -53,11 +34,17 @@ impl PassCall {
 ///
 /// # Errors
 /// Bytes that are no such message, unknown fields, tensors that contradict themselves, and what is not served.
-pub(crate) fn pass_from_protobuf(body: &[u8]) -> Result<PassCall, WireError> {
+pub(crate) fn pass_from_protobuf(body: &[u8]) -> Result<ModelRequest<PassRequest>, WireError> {
     check_pass(body)?;
     let message = PassMessage::decode(body).map_err(|error| {
         WireError(format!("the body is no protobuf message `ForwardBackwardRequest`: {error}"))
     })?;
+    let seq_id = numbered(Some(i64::from(message.seq_id)))?;
+    let model_id = message.model_id.clone();
+    Ok(ModelRequest { model_id, seq_id, content: pass_from_message(message) })
+}
+
+fn pass_from_message(message: PassMessage) -> Result<PassRequest, WireError> {
     let mut settings: BTreeMap<String, LossSetting> = BTreeMap::new();
     for (name, number) in message.loss_fn_config {
         settings.insert(name, LossSetting::Number(number));
@@ -77,7 +64,7 @@ pub(crate) fn pass_from_protobuf(body: &[u8]) -> Result<PassCall, WireError> {
         data.push(datum.map_err(|error| WireError(format!("`data[{index}]`: {error}")))?);
     }
     let pass = PassRequest { loss: message.loss_fn, settings, data, forward_only: message.forward_only };
-    PassCall::checked(message.model_id, i64::from(message.seq_id), pass)
+    checked(pass)
 }
 
 fn datum_from_message(message: DatumMessage, budget: &mut ElementBudget) -> Result<Datum, WireError> {
@@ -301,26 +288,23 @@ impl<'de> Deserialize<'de> for SettingBody {
 ///
 /// # Errors
 /// As [`pass_from_protobuf`].
-pub(crate) fn pass_from_json(body: &[u8]) -> Result<PassCall, WireError> {
-    let body: PassBody = read_json(body)?;
-    pass_from_input(body.forward_backward_input, body.model_id, body.seq_id, false)
+pub(crate) fn pass_from_json(body: &[u8]) -> Result<ModelRequest<PassRequest>, WireError> {
+    let PassBody { forward_backward_input, model_id, seq_id, .. } = read_json(body)?;
+    let seq_id = numbered(seq_id)?;
+    Ok(ModelRequest { model_id, seq_id, content: pass_from_input(forward_backward_input, false) })
 }
 
 /// Reads the JSON of `forward`.
 ///
 /// # Errors
 /// As [`pass_from_protobuf`].
-pub(crate) fn forward_from_json(body: &[u8]) -> Result<PassCall, WireError> {
-    let body: ForwardBody = read_json(body)?;
-    pass_from_input(body.forward_input, body.model_id, body.seq_id, true)
+pub(crate) fn forward_from_json(body: &[u8]) -> Result<ModelRequest<PassRequest>, WireError> {
+    let ForwardBody { forward_input, model_id, seq_id, .. } = read_json(body)?;
+    let seq_id = numbered(seq_id)?;
+    Ok(ModelRequest { model_id, seq_id, content: pass_from_input(forward_input, true) })
 }
 
-fn pass_from_input(
-    input: InputBody,
-    model_id: String,
-    seq_id: Option<i64>,
-    forward_only: bool,
-) -> Result<PassCall, WireError> {
+fn pass_from_input(input: InputBody, forward_only: bool) -> Result<PassRequest, WireError> {
     let settings = input.loss_fn_config.unwrap_or_default();
     let settings = settings.into_iter().map(|(name, SettingBody(setting))| (name, setting)).collect();
     let mut budget = ElementBudget::new();
@@ -330,7 +314,7 @@ fn pass_from_input(
         data.push(datum.map_err(|error| WireError(format!("`data[{index}]`: {error}")))?);
     }
     let pass = PassRequest { loss: input.loss_fn, settings, data, forward_only };
-    PassCall::checked(model_id, seq_id.unwrap_or_default(), pass)
+    checked(pass)
 }
 
 fn datum_from_body(body: DatumBody, budget: &mut ElementBudget) -> Result<Datum, WireError> {

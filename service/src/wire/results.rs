@@ -12,7 +12,7 @@ use super::protobuf::{
     TensorLayout, TensorMessage, TopkMessage,
 };
 use crate::data::{PassOutput, SampledTokens, SamplingOutput, ScoredToken};
-use crate::outcome::{FailureCategory, RequestOutcome, WaitState, FailedRequest};
+use crate::outcome::{FailedRequest, FailureCategory, RequestOutcome, WaitState};
 
 /// Name of the records that outputs of sequences are in.
 const RECORD: &str = "ArrayRecord";
@@ -66,7 +66,9 @@ pub(crate) fn encode_outcome(outcome: &RequestOutcome, encoding: ResultEncoding)
         RequestOutcome::ModelCreated { model_id } => {
             ResultBody::value(&json!({"model_id": model_id, "type": "create_model"}))
         }
-        RequestOutcome::WeightsSaved { path } => ResultBody::value(&json!({"path": path, "type": "save_weights"})),
+        RequestOutcome::WeightsSaved { path } => {
+            ResultBody::value(&json!({"path": path, "type": "save_weights"}))
+        }
         RequestOutcome::WeightsLoaded { path, model_id } => {
             ResultBody::value(&json!({"path": path, "model_id": model_id, "type": "load_weights"}))
         }

@@ -135,9 +135,9 @@ impl TargetRows<'_> {
         let foreign = targets.iter().flatten().find(|token| **token as usize >= vocabulary);
         match (fits, foreign) {
             (true, None) => Ok(()),
-            (false, _) => {
-                Err(TrainerError::Targets { reason: "a row has another number of them than of trained tokens".to_owned() })
-            }
+            (false, _) => Err(TrainerError::Targets {
+                reason: "a row has another number of them than of trained tokens".to_owned(),
+            }),
             (true, Some(token)) => {
                 let reason = format!("token {token} is outside the vocabulary of {vocabulary}");
                 Err(TrainerError::Targets { reason })
