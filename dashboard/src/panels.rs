@@ -58,7 +58,7 @@ const PANELS: [PanelSpec; 20] = [
         &["clip/low_mean", "clip/high_mean", "clip/dual_mean", "is/masked_frac"],
     ),
     panel("Stability", "gradient norm", &["optim/grad_norm", "critic/grad_norm"]),
-    panel("Loss and staleness", "loss", &["loss/mean", "critic/loss"]),
+    panel("Loss and staleness", "loss", &["loss/mean", "loss/sum", "critic/loss"]),
     panel("Loss and staleness", "staleness, versions", &["staleness/mean", "staleness/p95", "staleness/max"]),
     panel(
         "Loss and staleness",

@@ -150,6 +150,16 @@ pub(crate) const METRICS: &[MetricSection] = &[
         metrics: &[
             metric("loss/mean", "loss", "The loss of the step, as `algorithm.loss_agg` aggregates it."),
             metric(
+                "loss/sum",
+                "loss",
+                "Of a model of the training service: the sum of the loss over the tokens of an update.",
+            ),
+            metric(
+                "loss/tokens",
+                "tokens",
+                "Of a model of the training service: tokens of the passes of an update.",
+            ),
+            metric(
                 "entropy/mean",
                 "nats per token",
                 "Mean entropy of the policy at the tokens that were trained on.",

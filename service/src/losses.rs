@@ -268,6 +268,11 @@ impl PassReport {
         self.clipped += other.clipped;
     }
 
+    /// The sum over all tokens.
+    pub(crate) fn loss(&self) -> f64 {
+        self.loss
+    }
+
     /// Metrics by `name:reduction`.
     pub(crate) fn metrics(&self, prepared: &PreparedPass) -> BTreeMap<String, f64> {
         let mut metrics = BTreeMap::from([

@@ -29,6 +29,8 @@ pub struct TrainedModel {
     sums: GradientSums,
     version: PolicyVersion,
     trained_tokens: u64,
+    /// The losses and the tokens of the passes since the last update.
+    since_update: (f64, usize),
 }
 
 /// Weights to sample from.
@@ -63,7 +65,15 @@ impl TrainedModel {
         };
         let learner = learner.map_err(|error| of_server(&error))?.on(Arc::clone(base.pool()));
         let (sums, version) = (GradientSums::default(), PolicyVersion(0));
-        Ok(Self { base: Arc::clone(base), learner, lora, sums, version, trained_tokens: 0 })
+        Ok(Self {
+            base: Arc::clone(base),
+            learner,
+            lora,
+            sums,
+            version,
+            trained_tokens: 0,
+            since_update: (0.0, 0),
+        })
     }
 
     /// Its base model.
@@ -99,9 +109,11 @@ impl TrainedModel {
             prepared.reported(&self.learner.score_targets(rows).map_err(failed)?)
         } else {
             let reports = self.learner.add_gradients(rows, &prepared, &mut self.sums).map_err(failed)?;
-            self.trained_tokens += prepared.tokens() as u64;
             let mut all = PassReport::default();
             reports.into_iter().for_each(|report| all.merge(report));
+            self.trained_tokens += prepared.tokens() as u64;
+            self.since_update.0 += all.loss();
+            self.since_update.1 += prepared.tokens();
             all
         };
         Ok(PassOutput { outputs: prepared.outputs(&report), metrics: report.metrics(&prepared) })
@@ -113,6 +125,7 @@ impl TrainedModel {
     /// # Errors
     /// Hyperparameters that are not possible, a gradient that is not finite; the gradients are gone then, and the weights unchanged.
     pub fn optim_step(&mut self, adam: &AdamParameters) -> Result<BTreeMap<String, f64>, FailedRequest> {
+        let (loss, tokens) = std::mem::take(&mut self.since_update);
         if let Err(reason) = check(adam) {
             self.sums.clear();
             return Err(FailedRequest::user(reason));
@@ -135,7 +148,9 @@ impl TrainedModel {
         Ok(BTreeMap::from([
             ("grad_norm:mean".to_owned(), f64::from(norm)),
             ("clipped:mean".to_owned(), clipped),
+            ("loss:sum".to_owned(), loss),
             ("rows:sum".to_owned(), rows as f64),
+            ("tokens:sum".to_owned(), tokens as f64),
             ("version:max".to_owned(), self.version.0 as f64),
         ]))
     }
@@ -203,6 +218,7 @@ impl TrainedModel {
         };
         self.learner = learner.on(Arc::clone(self.base.pool()));
         self.sums.clear();
+        self.since_update = (0.0, 0);
         self.version = self.version.next();
         self.trained_tokens = loaded.state.trained_tokens;
         Ok(())

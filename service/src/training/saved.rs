@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! DIR/s1_train_0/                     a run directory: `rlrun export` and `rlrun serve policy` read it
+//!   metrics.jsonl                     a line for each update, as of a run
 //!   model.json                        base, adapter, owner, and what was saved under which name
 //!   checkpoints/step_000012/          weights and optimizer: `tinker://s1:train:0/weights/NAME`
 //!   sampler_weights/NAME/             an adapter in PEFT's layout, or a model: `tinker://s1:train:0/sampler_weights/NAME`
@@ -88,7 +89,7 @@ impl std::fmt::Display for SavedPath {
 /// # Errors
 /// A name that is empty, too long, or no single part of a path.
 pub(super) fn check_name(name: &str) -> Result<(), String> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || "._-+=@".contains(c);
+    let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     match !name.is_empty()
         && name.len() <= MAX_NAME_BYTES
         && !name.starts_with('.')
@@ -96,7 +97,7 @@ pub(super) fn check_name(name: &str) -> Result<(), String> {
     {
         true => Ok(()),
         false => Err(format!(
-            "a name of saved weights has 1 to {MAX_NAME_BYTES} letters, digits and . _ - + = @, and does not begin with a dot"
+            "a name of saved weights has 1 to {MAX_NAME_BYTES} letters, digits and . _ -, and does not begin with a dot"
         )),
     }
 }

@@ -1,18 +1,21 @@
 //! The thread of passes and updates, which also ends what is over.
 
+use std::fs::File;
+use std::io::Write as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use serde_json::json;
 use trainer::TrainerError;
 
 use super::calls::{ModelCall, NumberedCall};
 use super::registry::{ModelState, ServiceRegistry};
 use super::saved::{ModelRecord, SavedPath, SavedRecord, bytes_of, checkpoints, run_dir};
 use super::{SamplerSave, SaveRequest, ServiceShared, now};
-use crate::data::PassRequest;
+use crate::data::{AdamParameters, PassRequest};
 use crate::outcome::{FailedRequest, RequestOutcome};
 use crate::trained::TrainedModel;
 
@@ -103,9 +106,7 @@ impl ModelWorker {
             (Some(mut model), call) => {
                 let outcome = match call {
                     ModelCall::Pass(pass) => self.pass(id, &mut model, &pass),
-                    ModelCall::Step(adam) => {
-                        model.optim_step(&adam).map(|metrics| RequestOutcome::Stepped { metrics })
-                    }
+                    ModelCall::Step(adam) => self.step(id, &mut model, &adam),
                     ModelCall::Save(save) => self.save(id, &model, &save),
                     ModelCall::SaveForSampler(save) => self.save_for_sampler(id, &model, &save),
                     ModelCall::Load { path, optimizer } => self.load(id, &mut model, path, optimizer),
@@ -163,6 +164,31 @@ impl ModelWorker {
             }
         }
         Ok(RequestOutcome::Passed(output))
+    }
+
+    /// An update, whose metrics are a line of the model's `metrics.jsonl` too.
+    fn step(
+        &self,
+        id: &str,
+        model: &mut TrainedModel,
+        adam: &AdamParameters,
+    ) -> Result<RequestOutcome, FailedRequest> {
+        let before = model.version();
+        let metrics = model.optim_step(adam)?;
+        if model.version() != before {
+            let of = |name: &str| metrics.get(name).copied().unwrap_or_default();
+            let line = json!({
+                "step": model.version().0,
+                "time_s": now().saturating_sub(self.record(id)?.created),
+                "loss/sum": of("loss:sum"),
+                "loss/tokens": of("tokens:sum"),
+                "optim/grad_norm": of("grad_norm:mean"),
+                "optim/lr": adam.learning_rate,
+            });
+            // A disk that is full costs the line alone.
+            let _ = append(&run_dir(&self.shared.config.dir, id), &line);
+        }
+        Ok(RequestOutcome::Stepped { metrics })
     }
 
     fn save(
@@ -337,4 +363,11 @@ pub(super) fn end_session(registry: &mut ServiceRegistry, session: &str) {
             "an unloaded model stays so"
         );
     }
+}
+
+/// Appends a line to the metrics of the run directory `run`.
+fn append(run: &Path, line: &serde_json::Value) -> std::io::Result<()> {
+    std::fs::create_dir_all(run)?;
+    let mut file = File::options().create(true).append(true).open(run.join("metrics.jsonl"))?;
+    file.write_all(format!("{line}\n").as_bytes())
 }
