@@ -82,12 +82,19 @@ impl Place {
 /// A client with one connection.
 pub(crate) struct Client<'a> {
     place: &'a Place,
+    /// What it sends as `x-api-key`, if that is not empty.
+    key: String,
     connection: Option<(SocketAddr, BufReader<TcpStream>)>,
 }
 
 impl<'a> Client<'a> {
     pub(crate) fn new(place: &'a Place) -> Self {
-        Self { place, connection: None }
+        Self { place, key: String::new(), connection: None }
+    }
+
+    /// The same with a key.
+    pub(crate) fn with_key(self, key: &str) -> Self {
+        Self { key: key.to_owned(), ..self }
     }
 
     /// Repeats a request until any server answers it. Returns status and body, and whether it was repeated.
@@ -123,10 +130,11 @@ impl<'a> Client<'a> {
         }
         let (_, connection) = self.connection.as_mut().expect("it has just been made");
         let body = if body.is_null() { String::new() } else { body.to_string() };
-        let length = body.len();
+        let (length, key) = (body.len(), &self.key);
+        let key = if key.is_empty() { String::new() } else { format!("x-api-key: {key}\r\n") };
         write!(
             connection.get_mut(),
-            "{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n\
+            "{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n{key}\
              content-length: {length}\r\n\r\n{body}"
         )?;
         read_answer(connection)

@@ -43,6 +43,7 @@ mod served;
 mod served_buffer;
 mod served_policy;
 mod served_run;
+mod served_training;
 mod sharded;
 mod simulate;
 mod staleness;
