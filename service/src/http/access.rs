@@ -101,7 +101,7 @@ impl ServiceAccess {
 fn key_of(headers: &HeaderMap) -> &str {
     let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
     let bearer = || text(header::AUTHORIZATION.as_str()).and_then(|value| value.strip_prefix("Bearer "));
-    text(KEY_HEADER).or_else(bearer).unwrap_or_default().trim()
+    text(KEY_HEADER).filter(|key| !key.is_empty()).or_else(bearer).unwrap_or_default().trim()
 }
 
 impl std::fmt::Debug for ServiceAccess {

@@ -105,8 +105,8 @@ struct ChunkBody {
     _expected_tokens: IgnoredAny,
 }
 
-/// A number of a request of a model.
-fn numbered(seq_id: Option<i64>) -> Result<u64, WireError> {
+/// The number of a request of a model.
+pub(super) fn numbered(seq_id: Option<i64>) -> Result<u64, WireError> {
     match seq_id.and_then(|seq_id| u64::try_from(seq_id).ok()).filter(|seq_id| *seq_id > 0) {
         Some(seq_id) => Ok(seq_id),
         None => refuse("`seq_id`: requests of a model are numbered from 1; use the SDK's training client"),

@@ -9,7 +9,7 @@ use prost::Message as _;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 
-use super::json::{InputTokens, read_json, unserved_chunk};
+use super::json::{InputTokens, numbered, read_json, unserved_chunk};
 use super::protobuf::{ChunkKind, DatumMessage, PassMessage, SettingKind, SpanKind};
 use super::scan::check_pass;
 use super::tensors::{ElementBudget, SentTensor, numbers};
@@ -26,12 +26,8 @@ pub(crate) struct PassCall {
 }
 
 impl PassCall {
-    fn checked(model_id: String, seq_id: i64, pass: PassRequest) -> Result<Self, WireError> {
-        let Some(seq_id) = u64::try_from(seq_id).ok().filter(|seq_id| *seq_id > 0) else {
-            return refuse(
-                "`seq_id`: requests of a model are numbered from 1; use the SDK's training client",
-            );
-        };
+    fn checked(model_id: String, seq_id: Option<i64>, pass: PassRequest) -> Result<Self, WireError> {
+        let seq_id = numbered(seq_id)?;
         if pass.data.is_empty() {
             return refuse("`data`: a pass needs at least one sequence");
         }
@@ -77,7 +73,7 @@ pub(crate) fn pass_from_protobuf(body: &[u8]) -> Result<PassCall, WireError> {
         data.push(datum.map_err(|error| WireError(format!("`data[{index}]`: {error}")))?);
     }
     let pass = PassRequest { loss: message.loss_fn, settings, data, forward_only: message.forward_only };
-    PassCall::checked(message.model_id, i64::from(message.seq_id), pass)
+    PassCall::checked(message.model_id, Some(i64::from(message.seq_id)), pass)
 }
 
 fn datum_from_message(message: DatumMessage, budget: &mut ElementBudget) -> Result<Datum, WireError> {
@@ -330,7 +326,7 @@ fn pass_from_input(
         data.push(datum.map_err(|error| WireError(format!("`data[{index}]`: {error}")))?);
     }
     let pass = PassRequest { loss: input.loss_fn, settings, data, forward_only };
-    PassCall::checked(model_id, seq_id.unwrap_or_default(), pass)
+    PassCall::checked(model_id, seq_id, pass)
 }
 
 fn datum_from_body(body: DatumBody, budget: &mut ElementBudget) -> Result<Datum, WireError> {
