@@ -88,14 +88,17 @@ pub(super) async fn heartbeat(State(api): State<ApiState>, request: Request) -> 
     Ok(JsonReply(json!({"type": "session_heartbeat"})).into_response())
 }
 
-/// A session ends when its heartbeats do: what it left running is finished until then. One that is over may be finished too.
+/// Its models are unloaded at once. A session that is over may be finished too.
 pub(super) async fn finish_session(
     State(api): State<ApiState>,
     Path(session_id): Path<String>,
     request: Request,
 ) -> RouteAnswer {
     let (user, _) = api.body(request).await?;
-    match api.service.heartbeat(user, &session_id) {
+    let service = api.service.clone();
+    // Engines that end with it are waited for.
+    let ended = tokio::task::spawn_blocking(move || service.end_session(user, &session_id)).await;
+    match ended.map_err(|_| HttpRefusal::new(500, "the session could not be ended"))? {
         Err(refusal) if refusal.status != GONE => Err(refusal.into()),
         _ => Ok(JsonReply(json!({})).into_response()),
     }
