@@ -44,7 +44,7 @@ fn base_in(files: &tempfile::TempDir) -> Arc<BaseModel> {
     let path = files.path().join("model");
     if !path.exists() {
         let mut config = Config::fresh(&Sizes {
-            vocab_size: 64,
+            vocab_size: 100,
             hidden_size: 32,
             intermediate_size: 48,
             num_layers: 2,
