@@ -44,6 +44,7 @@ pub(crate) fn serve(args: &ServeTrainingArgs, program: &Program) -> Result<Strin
     let threads = args.threads.unwrap_or(cores.total());
     let bases = bases(args, program, (&cores, threads))?;
     let longest = bases.iter().map(|base| base.info().max_context).max().unwrap_or(MAX_CONTEXT);
+    let memory = memory::available().map(|bytes| bytes as u64);
     let config = ServiceConfig {
         host: HostConfig {
             max_running: args.max_running,
@@ -52,7 +53,10 @@ pub(crate) fn serve(args: &ServeTrainingArgs, program: &Program) -> Result<Strin
             prefill_chunk: EngineConfig::default_prefill_chunk(false),
             max_samples: MAX_SAMPLES,
             threads,
-            waiting: FairBounds { total: 64 * args.max_open, per_user: 16 * args.max_open },
+            waiting: FairBounds {
+                total: 64 * args.max_open.max(MAX_SAMPLES),
+                per_user: 16 * args.max_open.max(MAX_SAMPLES),
+            },
         },
         dir: args.dir.clone(),
         cores,
@@ -60,8 +64,8 @@ pub(crate) fn serve(args: &ServeTrainingArgs, program: &Program) -> Result<Strin
             models: args.max_models,
             open: args.max_open,
             session: Duration::from_secs(args.session_timeout as u64),
-            sampler_bytes: memory::available()
-                .map_or(ServiceLimits::default().sampler_bytes, |bytes| bytes as u64 / 4),
+            sampler_bytes: memory.map_or(ServiceLimits::default().sampler_bytes, |bytes| bytes / 4),
+            model_bytes: memory.map_or(ServiceLimits::default().model_bytes, |bytes| bytes / 2),
             ..ServiceLimits::default()
         },
         bases,

@@ -40,12 +40,12 @@ pub struct ServeTrainingArgs {
     #[arg(long, value_name = "TOKENS", value_parser = at_least_one)]
     pub max_context: Option<usize>,
     /// Models that are loaded at the same time; one more is refused
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_one)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = at_least_one)]
     pub max_models: usize,
     /// Requests of a user that are in progress; one more is refused
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = at_least_one)]
     pub max_open: usize,
-    /// A session without a sign of life for so many seconds is over, and its models are unloaded
+    /// A session without a heartbeat for so many seconds has ended, and its models are unloaded
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = at_least_one)]
     pub session_timeout: usize,
 }

@@ -3,7 +3,7 @@
 //! Invariant: the frozen weights are read once, when the first adapter or sampler needs them.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use model::{
     FrozenParameters, ModelDirectory, ModelError, Parameters, SharedCores, TargetModule, ThreadPool,
@@ -34,6 +34,8 @@ pub struct BaseModel {
     directory: Arc<ModelDirectory>,
     /// `None` until they are needed.
     frozen: Mutex<Option<Arc<FrozenParameters>>>,
+    /// Of the frozen weights.
+    digest: OnceLock<String>,
     pool: Arc<ThreadPool>,
 }
 
@@ -59,7 +61,7 @@ impl BaseModel {
             max_context: max_context.map_or(of_model, |most| most.min(of_model)),
         };
         let pool = Arc::new(ThreadPool::new(cores, threads));
-        Ok(Self { info, directory, frozen: Mutex::default(), pool })
+        Ok(Self { info, directory, frozen: Mutex::default(), digest: OnceLock::new(), pool })
     }
 
     /// Name, directory and context.
@@ -92,6 +94,36 @@ impl BaseModel {
         let read = Arc::new(FrozenParameters::load(self.directory.path(), self.directory.config())?);
         *frozen = Some(Arc::clone(&read));
         Ok(read)
+    }
+
+    /// The digest of its frozen weights, in hexadecimal: what an adapter was trained over.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub(crate) fn digest(&self) -> Result<&str, FailedRequest> {
+        if let Some(digest) = self.digest.get() {
+            return Ok(digest);
+        }
+        let frozen = self.frozen().map_err(|error| FailedRequest::server(error.to_string()))?;
+        let mut hasher = blake3::Hasher::new();
+        for message in frozen.messages() {
+            hasher.update(&message);
+        }
+        Ok(self.digest.get_or_init(|| hasher.finalize().to_hex().to_string()))
+    }
+
+    /// Checks that saved weights are of this base; an empty digest is not known.
+    ///
+    /// # Errors
+    /// If they are of another.
+    pub(crate) fn check_digest(&self, of_weights: &str) -> Result<(), FailedRequest> {
+        if of_weights.is_empty() || self.digest()? == of_weights {
+            return Ok(());
+        }
+        Err(FailedRequest::user(format!(
+            "the weights were trained over another model than the one that is named {} now; start the service with that model",
+            self.info.name
+        )))
     }
 
     /// All its weights, for a model that trains them.
@@ -132,6 +164,23 @@ impl BaseModel {
                  are two tensors",
             )),
         }
+    }
+
+    /// Memory of a model that trains the adapter `lora` over it, or all weights: values, gradients and two moments, bytes.
+    ///
+    /// # Errors
+    /// Those of the adapter.
+    pub(crate) fn training_bytes(&self, lora: Option<&LoraRequest>) -> Result<u64, FailedRequest> {
+        const COPIES: u64 = 4;
+        let layout = model::Layout::new(self.directory.config());
+        let values = match lora {
+            None => layout.len(),
+            Some(request) => {
+                let (specs, _) = self.lora(request)?.shapes(layout.specs());
+                specs.last().map_or(0, |last| last.range().end)
+            }
+        };
+        Ok(COPIES * size_of::<f32>() as u64 * values as u64)
     }
 
     /// How a learner of the service computes.

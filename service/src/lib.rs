@@ -12,6 +12,7 @@
 //! - What waits is bounded, has a deadline, and waits in turn with the requests of other users.
 
 pub mod base;
+mod clock;
 pub mod data;
 pub mod fair_queue;
 pub mod http;

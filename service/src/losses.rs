@@ -127,6 +127,10 @@ impl PreparedPass {
         let length = datum.tokens.len();
         let targets = targets(datum, vocabulary)?;
         let inputs = LossInputsOf { datum, length };
+        let known = self.loss.inputs();
+        if let Some(name) = datum.inputs.keys().find(|name| !known.contains(&&name[..])) {
+            return Err(format!("the loss has no input `{}`; it has {}", shown(name), known.join(", ")));
+        }
         let (factors, behavior) = match self.loss {
             TokenLoss::CrossEntropy => (inputs.floats("weights")?, Vec::new()),
             _ => (inputs.floats("advantages")?, inputs.floats("logprobs")?),
@@ -209,6 +213,7 @@ impl PreparedPass {
             let [low, high] = [(0, low), (1, high)].map(|(side, setting)| {
                 row.bounds[side].get(token).map_or(setting, |own: &f32| f64::from(*own))
             });
+            // Bounds of a token that exclude each other leave the upper one.
             ratio.max(low).min(high)
         };
         let term = |loss, slope, clipped| TokenTerm { loss, slope, ratio, clipped };
@@ -289,6 +294,17 @@ impl PassReport {
 }
 
 impl TokenLoss {
+    /// Names of its inputs.
+    fn inputs(self) -> &'static [&'static str] {
+        match self {
+            Self::CrossEntropy => &["target_tokens", "weights"],
+            Self::ImportanceSampling | Self::Dro { .. } => &["target_tokens", "logprobs", "advantages"],
+            Self::Ppo { .. } | Self::Cispo { .. } => {
+                &["target_tokens", "logprobs", "advantages", "clip_low_threshold", "clip_high_threshold"]
+            }
+        }
+    }
+
     fn of(name: &str, settings: &BTreeMap<String, LossSetting>) -> Result<Self, FailedRequest> {
         let known: &[&str] = match name {
             "ppo" | "cispo" => &["clip_low_threshold", "clip_high_threshold"],

@@ -205,7 +205,7 @@ impl TrainedModel {
         let loaded = checkpoint::load(dir, config.optimizer, self.lora.as_ref())?;
         let fresh = |optimizer: Optimizer| with_optimizer.then_some(optimizer);
         let learner = match (loaded.weights, loaded.adapter) {
-            // The base of the service is shared, and is that of the checkpoint: the manifests of both were compared.
+            // The base of the service is shared; the service compares its digest with that of the model that was saved.
             (StateWeights::Quantized(_), Some(adapter)) => {
                 Learner::over(config, self.base.frozen()?, adapter, fresh(loaded.optimizer))?
             }
@@ -234,6 +234,9 @@ impl TrainedModel {
 /// Checks hyperparameters.
 fn check(adam: &AdamParameters) -> Result<(), String> {
     let AdamParameters { learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm } = *adam;
+    if eps.is_nan() || eps <= 0.0 {
+        return Err(format!("`eps` is {eps}, and must be above 0: it is divided by where a gradient is 0"));
+    }
     let at_least_zero = [("learning_rate", learning_rate), ("eps", eps), ("weight_decay", weight_decay)];
     for (name, value) in at_least_zero {
         if !value.is_finite() || value < 0.0 {

@@ -17,10 +17,11 @@ use futures_util::stream;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use super::body::{ApiState, blocking};
-use super::dates::{http_date, now_s};
+use super::dates::http_date;
 use super::refusal::HttpRefusal;
 use super::saved::saved_path;
 use super::tar::TarListing;
+use crate::clock::now_s;
 use crate::training::UserId;
 
 /// How long an address is valid, seconds.

@@ -22,6 +22,8 @@ use crate::wire::{WireError, protobuf, read_json};
 
 /// Unit of the memory of bodies, bytes.
 const KIB: usize = 1 << 10;
+/// A body that is announced with at most so many bytes does not wait for memory.
+const SHORT_BODY: usize = 64 << 10;
 /// A longer body is decoded on a thread for blocking work, bytes.
 const DECODE_INLINE: usize = 256 << 10;
 /// Largest window of zstd, as a power of two of bytes: RFC 8878 requires it of every decoder.
@@ -46,7 +48,7 @@ pub(crate) struct ApiState {
 pub(super) struct SentBody {
     pub(super) bytes: Bytes,
     pub(super) is_protobuf: bool,
-    _memory: OwnedSemaphorePermit,
+    _memory: Option<OwnedSemaphorePermit>,
 }
 
 impl ApiState {
@@ -116,9 +118,19 @@ impl ApiState {
         }
         let bytes = if is_compressed { bytes + most } else { bytes };
         let kib = u32::try_from(bytes.div_ceil(KIB)).unwrap_or(u32::MAX);
-        let permit = tokio::time::timeout(body_time, Arc::clone(&self.bodies).acquire_many_owned(kib)).await;
-        let Ok(Ok(memory)) = permit else {
-            return Err(HttpRefusal::new(503, "too many long bodies are being read; try again later"));
+        let memory = match bytes <= SHORT_BODY {
+            // Connections bound them. A heartbeat waits behind no upload.
+            true => None,
+            false => {
+                let permit = Arc::clone(&self.bodies).acquire_many_owned(kib);
+                let Ok(Ok(memory)) = tokio::time::timeout(body_time, permit).await else {
+                    return Err(HttpRefusal::new(
+                        503,
+                        "too many long bodies are being read; try again later",
+                    ));
+                };
+                Some(memory)
+            }
         };
         let bytes = received(body, most, body_time).await?;
         let media_type = text(CONTENT_TYPE).and_then(|value| value.split(';').next()).unwrap_or_default();

@@ -2,18 +2,11 @@
 //!
 //! Invariant: times are in UTC. A time after the year 9999 is written as the last second before.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 /// The last second of the year 9999, seconds since 1970.
 const LAST_S: u64 = 253_402_300_799;
 const DAYS: [&str; 7] = ["Thu", "Fri", "Sat", "Sun", "Mon", "Tue", "Wed"];
 const MONTHS: [&str; 12] =
     ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
-
-/// Seconds since 1970.
-pub(super) fn now_s() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
 
 /// Such as `2026-11-27T02:36:05Z`, of seconds since 1970.
 pub(super) fn rfc3339(seconds: u64) -> String {

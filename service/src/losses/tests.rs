@@ -57,9 +57,9 @@ proptest! {
         which in 0..LOSSES.len(), factor in -2.0_f32..2.0, logprob in -3.0_f32..-0.01, behavior in -3.0_f32..-0.01,
     ) {
         let (loss, settings) = LOSSES[which];
-        let inputs: [(&str, &[f32]); 3] =
-            [("weights", &[factor]), ("advantages", &[factor]), ("logprobs", &[behavior])];
-        let pass = PreparedPass::new(&request(loss, settings, datum(&[1], &[2], &inputs)), 4, 8).unwrap();
+        let of_tokens: [(&str, &[f32]); 2] = [("advantages", &[factor]), ("logprobs", &[behavior])];
+        let inputs: &[(&str, &[f32])] = if loss == "cross_entropy" { &[("weights", &[factor])] } else { &of_tokens };
+        let pass = PreparedPass::new(&request(loss, settings, datum(&[1], &[2], inputs)), 4, 8).unwrap();
         let mut report = PassReport::default();
         let slopes = pass.row(0, &predicted(&[logprob]), &mut report);
         let (factor, logprob, behavior) = (f64::from(factor), f64::from(logprob), f64::from(behavior));
@@ -117,7 +117,8 @@ fn data_that_do_not_fit_are_named() {
         (request("ppo", &[], datum(&[1], &[2], &[("advantages", &[1.0])])), "it lacks `logprobs`"),
         (request("ppo", &[("clip_low_threshold", 1.5)], rl(&[1.0, 1.0])), "bound the ratio itself"),
         (request("ppo", &[("epsilon", 0.2)], rl(&[1.0, 1.0])), "no setting `epsilon`"),
-        (request("cross_entropy", &[], rl(&[1.0, 1.0])), "it lacks `weights`"),
+        (request("cross_entropy", &[], rl(&[1.0, 1.0])), "no input `advantages`"),
+        (request("cross_entropy", &[], datum(&[1], &[2], &[])), "it lacks `weights`"),
         (request("cross_entropy", &[], datum(&[], &[], &[])), "it has no tokens"),
         (request("cross_entropy", &[], datum(&[99], &[1], &[("weights", &[1.0])])), "token 99 is outside"),
         (request("cross_entropy", &[], datum(&[1], &[-1], &[("weights", &[1.0])])), "`target_tokens` is -1"),

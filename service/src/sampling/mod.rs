@@ -225,13 +225,11 @@ impl SamplerHost {
     /// If the engine has ended.
     pub fn free_adapter(&self, slot: usize) -> Result<(), RolloutError> {
         let mut served = self.served();
-        if let Some(adapter) = served.adapters.get(&slot) {
-            self.slots.free(adapter.number)?;
-            served.adapters.remove(&slot);
-        }
+        // Whatever the engine says: the next adapter of the slot gets another number.
+        let freed = served.adapters.remove(&slot).map_or(Ok(()), |adapter| self.slots.free(adapter.number));
         drop(served);
         self.parts.wake();
-        Ok(())
+        freed
     }
 
     /// Serves other weights of the whole model as `version` from the next step on. Sequences in flight keep their KV cache. The

@@ -8,14 +8,16 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::calls::{CallQueue, ModelCall, NumberedCall};
+use super::publishing::sampled;
 use super::registry::{ClientSession, ModelEntry, ModelState};
 use super::samplers::KnownSample;
 use super::saved::{ModelRecord, check_name, run_dir};
 use super::worker::end_session;
 use super::{
     LoadInto, ModelInfo, NewModel, SampleFrom, SamplerInfo, SamplerSave, SaveRequest, SavedInfo,
-    TrainingService, UserId, now,
+    TrainingService, UserId,
 };
+use crate::clock::now_s;
 use crate::data::{AdamParameters, PassRequest, SamplingRequest};
 use crate::outcome::{FailedRequest, Refusal, RequestOutcome, Ticket};
 
@@ -35,7 +37,7 @@ impl TrainingService {
             return Err(Refusal::new(
                 429,
                 format!(
-                    "you have {most} sessions, which is the limit; end some, or wait until they are over"
+                    "you have {most} sessions, which is the limit; end some, or wait until they have ended"
                 ),
             ));
         }
@@ -44,10 +46,10 @@ impl TrainingService {
         Ok(id)
     }
 
-    /// A sign of life of a session's client.
+    /// A heartbeat of a session's client.
     ///
     /// # Errors
-    /// 410 if the session is over.
+    /// 410 if the session has ended.
     pub fn heartbeat(&self, user: UserId, session_id: &str) -> Result<(), Refusal> {
         self.shared.registry().session(user, session_id)?.seen = Instant::now();
         Ok(())
@@ -56,7 +58,7 @@ impl TrainingService {
     /// Ends a session: its models are unloaded.
     ///
     /// # Errors
-    /// 410 if it is over.
+    /// 410 if it has ended.
     pub fn end_session(&self, user: UserId, session_id: &str) -> Result<(), Refusal> {
         let mut registry = self.shared.registry();
         registry.session(user, session_id)?;
@@ -82,13 +84,15 @@ impl TrainingService {
         let NewModel { session_id, model_seq_id, base_model, lora, .. } = new;
         let record = |model_id: &str| ModelRecord {
             model_id: model_id.to_owned(),
-            base: base_model,
+            base: base_model.clone(),
             lora,
             owner: user.0,
-            created: now(),
+            created: now_s(),
+            base_digest: String::new(),
             saved: Vec::new(),
         };
-        self.begin_model(user, &session_id, model_seq_id, record, ModelCall::Create)
+        let call = ModelCall::Create { base: base_model.clone(), lora };
+        self.begin_model(user, &session_id, model_seq_id, record, call)
     }
 
     /// Makes a model by `call`, its request number 0.
@@ -101,65 +105,97 @@ impl TrainingService {
         call: ModelCall,
     ) -> Result<Ticket, Refusal> {
         let model_id = format!("{session_id}:train:{number}");
+        let limits = self.shared.config.limits;
         {
             let mut registry = self.shared.registry();
             registry.session(user, session_id)?.seen = Instant::now();
             if !registry.models.contains_key(&model_id) {
-                let most = self.shared.config.limits.models;
-                if registry.loaded() >= most {
+                if registry.loaded() >= limits.models {
                     return Err(Refusal::new(
                         429,
                         format!(
-                            "{most} models are loaded, which is the limit (--max-models); unload one, or wait"
+                            "{} models are loaded, which is the limit (--max-models); unload one, or wait",
+                            limits.models
+                        ),
+                    ));
+                }
+                let record = record(&model_id);
+                let base = self.shared.known_base(&record.base)?;
+                // What cannot be made fails when it is made.
+                let bytes = base.training_bytes(record.lora.as_ref()).unwrap_or(0);
+                let loaded = registry.loaded_bytes();
+                if loaded.saturating_add(bytes) > limits.model_bytes {
+                    return Err(Refusal::new(
+                        429,
+                        format!(
+                            "the model takes {bytes} bytes, and loaded models take {loaded} of {}; unload one, or wait",
+                            limits.model_bytes
                         ),
                     ));
                 }
                 let entry = ModelEntry {
-                    record: record(&model_id),
+                    record,
                     session: Some(session_id.to_owned()),
                     calls: CallQueue::starting_at(0),
                     state: ModelState::New,
-                    last_request: now(),
+                    last_request: now_s(),
+                    bytes,
+                    unloaded: None,
                 };
                 registry.models.insert(model_id.clone(), entry);
             }
         }
-        self.call(user, &model_id, 0, call)
+        let accepted = self.call(user, &model_id, 0, call);
+        if accepted.is_err() {
+            let mut registry = self.shared.registry();
+            let is_new =
+                |entry: &ModelEntry| matches!(entry.state, ModelState::New) && entry.calls.waiting() == 0;
+            if registry.models.get(&model_id).is_some_and(is_new) {
+                registry.models.remove(&model_id);
+            }
+        }
+        accepted
     }
 
     /// Queues request `number` of a model.
     fn call(&self, user: UserId, model_id: &str, number: u64, call: ModelCall) -> Result<Ticket, Refusal> {
-        let (digest, tokens) = (call.digest(), call.tokens());
+        let (digest, numbers) = (call.digest(), call.numbers());
         let limits = self.shared.config.limits;
         let mut registry = self.shared.registry();
-        let (open, queued) = (registry.futures.open_of(user), registry.queued_tokens);
+        let (open, queued) = (registry.futures.open_of(user), registry.queued_numbers);
         let entry = registry.model(user, model_id)?;
         let ticket = |request_id: String| Ticket {
             request_id,
             model_id: Some(model_id.to_owned()),
             sequence_ids: Vec::new(),
         };
-        if let Some(known) = entry.calls.known(number) {
-            return match known.digest == digest {
-                true => Ok(ticket(known.request_id.clone())),
-                false => Err(Refusal::new(
+        if matches!(entry.state, ModelState::Unloaded) {
+            return Err(Refusal::new(
+                410,
+                format!("model {model_id} is unloaded; load saved weights into a new one"),
+            ));
+        }
+        if let Some(known) = entry.calls.known(number).cloned() {
+            if known.digest != digest {
+                return Err(Refusal::new(
                     400,
                     format!(
                         "request {number} of model {model_id} came before and asked for something else; two clients use one model"
                     ),
-                )),
-            };
+                ));
+            }
+            if !registry.futures.has(&known.request_id) {
+                let gone =
+                    FailedRequest::user("the request was carried out, and its outcome was kept long enough");
+                registry.futures.begin(&known.request_id, user, Some(model_id), None);
+                registry.futures.end(&known.request_id, Err(gone));
+            }
+            return Ok(ticket(known.request_id));
         }
         if entry.calls.is_past(number) {
             return Err(Refusal::new(
                 400,
                 format!("request {number} of model {model_id} was answered long ago"),
-            ));
-        }
-        if matches!(entry.state, ModelState::Unloaded) {
-            return Err(Refusal::new(
-                410,
-                format!("model {model_id} is unloaded; load saved weights into a new one"),
             ));
         }
         if open >= limits.open {
@@ -168,20 +204,20 @@ impl TrainingService {
                 format!("{open} of your requests are in progress, which is the limit; wait for some"),
             ));
         }
-        if tokens > 0 && queued + tokens > limits.queued_tokens {
+        if numbers > 0 && queued + numbers > limits.queued_numbers {
             return Err(Refusal::new(
                 429,
-                format!("data of {queued} tokens wait for their pass; try again later"),
+                format!("data of {queued} numbers wait for their pass; try again later"),
             ));
         }
         let request_id = self.shared.id("req-");
-        entry.last_request = now();
+        entry.last_request = now_s();
         entry.calls.add(number, NumberedCall { request_id: request_id.clone(), call }, digest);
         if let Some(session) = entry.session.clone().and_then(|session| registry.sessions.get_mut(&session)) {
             session.seen = Instant::now();
         }
-        registry.queued_tokens += tokens;
-        registry.futures.begin(&request_id, user, Some(model_id));
+        registry.queued_numbers += numbers;
+        registry.futures.begin(&request_id, user, Some(model_id), None);
         drop(registry);
         self.shared.work.notify_all();
         Ok(ticket(request_id))
@@ -272,7 +308,7 @@ impl TrainingService {
                 self.shared.known_base(&source.base)?;
                 let record = |model_id: &str| ModelRecord {
                     model_id: model_id.to_owned(),
-                    created: now(),
+                    created: now_s(),
                     saved: Vec::new(),
                     ..source
                 };
@@ -314,7 +350,7 @@ impl TrainingService {
         registry.model(user, model_id)?;
         registry.unload(model_id, &FailedRequest::user("the model was unloaded"));
         let request_id = self.shared.id("req-");
-        registry.futures.begin(&request_id, user, None);
+        registry.futures.begin(&request_id, user, None, None);
         let model_id = model_id.to_owned();
         registry
             .futures
@@ -340,12 +376,37 @@ impl TrainingService {
             session.samplers.get(&sampling_session_seq_id).cloned()
         };
         if let Some(known) = known {
-            return Ok(known);
+            let mut table = self.shared.samplers();
+            let entry = table.session(user, &known)?;
+            let same = match from {
+                SampleFrom::Base(name) => entry.path.is_none() && entry.base == *name,
+                SampleFrom::Saved(path) => entry.path.as_ref() == Some(path),
+            };
+            let other = || Refusal::new(400, format!("sampling session {known} samples from something else"));
+            return if same { Ok(known) } else { Err(other()) };
+        }
+        let most = self.shared.config.limits.sampling_sessions;
+        if self.shared.samplers().len() >= most {
+            return Err(Refusal::new(
+                429,
+                format!("there are {most} sampling sessions, which is the limit; end some sessions"),
+            ));
         }
         let id = self.shared.begin_sampler(user, session_id, sampling_session_seq_id, from)?;
         let mut registry = self.shared.registry();
-        registry.session(user, session_id)?.samplers.insert(sampling_session_seq_id, id.clone());
-        Ok(id)
+        match registry.session(user, session_id) {
+            Ok(session) => {
+                session.samplers.insert(sampling_session_seq_id, id.clone());
+                Ok(id)
+            }
+            // It has ended meanwhile.
+            Err(refusal) => {
+                drop(registry);
+                let ended = self.shared.samplers().end_sessions(&[session_id.to_owned()]);
+                drop(ended);
+                Err(refusal)
+            }
+        }
     }
 
     /// A sampling session of the user.
@@ -373,12 +434,13 @@ impl TrainingService {
         seq_id: u64,
         request: SamplingRequest,
     ) -> Result<Ticket, Refusal> {
+        let digest = digest_of(&request);
         let (request_id, sequence_ids, model) = {
             let mut registry = self.shared.registry();
             let mut table = self.shared.samplers();
             let entry = table.session(user, sampling_session_id)?;
             if let Some(known) = entry.known(seq_id).filter(|known| registry.futures.has(&known.request_id)) {
-                return match known.request == request {
+                return match known.digest == digest {
                     true => Ok(Ticket {
                         request_id: known.request_id.clone(),
                         model_id: None,
@@ -400,14 +462,11 @@ impl TrainingService {
             let request_id = self.shared.id("req-");
             let count = request.samples.min(self.shared.config.host.max_samples);
             let sequence_ids: Vec<_> = (0..count).map(|index| format!("{request_id}-{index}")).collect();
-            let known = KnownSample {
-                request_id: request_id.clone(),
-                sequence_ids: sequence_ids.clone(),
-                request: request.clone(),
-            };
+            let known =
+                KnownSample { request_id: request_id.clone(), sequence_ids: sequence_ids.clone(), digest };
             entry.remember(seq_id, known);
             let (model, session) = (entry.model.clone(), entry.session.clone());
-            registry.futures.begin(&request_id, user, None);
+            registry.futures.begin(&request_id, user, None, Some(&session));
             if let Some(session) = registry.sessions.get_mut(&session) {
                 session.seen = Instant::now();
             }
@@ -416,15 +475,7 @@ impl TrainingService {
         let shared = Arc::clone(&self.shared);
         let (sampler, id, ids) = (sampling_session_id.to_owned(), request_id.clone(), sequence_ids.clone());
         let task = tokio::spawn(async move {
-            let begin = {
-                let shared = Arc::clone(&shared);
-                tokio::task::spawn_blocking(move || shared.begin_sampling(user, &sampler, request))
-            };
-            let sampled = match begin.await {
-                Ok(Ok(answer)) => answer.await,
-                Ok(Err(failure)) => Err(failure),
-                Err(_) => Err(FailedRequest::server("the sampler could not be asked")),
-            };
+            let sampled = sampled(&shared, user, &sampler, request).await;
             let mut registry = shared.registry();
             if let (Ok(output), Some(model)) = (&sampled, &model) {
                 ids.iter().for_each(|id| registry.sampled(id, model, output.version));
@@ -510,4 +561,11 @@ impl TrainingService {
     pub fn metrics_text(&self) -> String {
         super::metrics::text(&self.shared)
     }
+}
+
+/// What tells a sampling request from another.
+fn digest_of(request: &SamplingRequest) -> u64 {
+    let hash = blake3::hash(format!("{request:?}").as_bytes());
+    let (words, _) = hash.as_bytes().as_chunks::<8>();
+    u64::from_le_bytes(words[0])
 }

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::{LoadInto, SamplerSave, SaveRequest};
+use super::{LoadInto, LoraRequest, SamplerSave, SaveRequest};
 use crate::data::{AdamParameters, Datum, LossTensor, LossValues, PassRequest};
 use crate::outcome::FailedRequest;
 
@@ -16,7 +16,12 @@ const REMEMBERED: usize = 8192;
 #[derive(Clone, Debug)]
 pub(super) enum ModelCall {
     /// To be made.
-    Create,
+    Create {
+        /// Name of the base model.
+        base: String,
+        /// The adapter that is trained.
+        lora: Option<LoraRequest>,
+    },
     /// A pass over data.
     Pass(PassRequest),
     /// An update.
@@ -37,10 +42,16 @@ pub(super) enum ModelCall {
 }
 
 impl ModelCall {
-    /// Tokens of its data.
-    pub(super) fn tokens(&self) -> usize {
+    /// Numbers in its data: tokens, and those of the inputs of the loss.
+    pub(super) fn numbers(&self) -> usize {
+        let of_tensor = |tensor: &LossTensor| match &tensor.values {
+            LossValues::Float(values) => values.len(),
+            LossValues::Int(values) => values.len(),
+        };
+        let of_datum =
+            |datum: &Datum| datum.tokens.len() + datum.inputs.values().map(of_tensor).sum::<usize>();
         match self {
-            Self::Pass(pass) => pass.data.iter().map(|datum| datum.tokens.len()).sum(),
+            Self::Pass(pass) => pass.data.iter().map(of_datum).sum(),
             _ => 0,
         }
     }
@@ -106,6 +117,8 @@ pub(super) struct CallQueue {
     order: VecDeque<u64>,
     /// Since when requests wait for one that has not come.
     gap_since: Option<Instant>,
+    /// Since when the next one waits.
+    ready_since: Option<Instant>,
 }
 
 impl CallQueue {
@@ -117,6 +130,7 @@ impl CallQueue {
             known: HashMap::new(),
             order: VecDeque::new(),
             gap_since: None,
+            ready_since: None,
         }
     }
 
@@ -153,10 +167,21 @@ impl CallQueue {
         self.waiting.contains_key(&self.next)
     }
 
+    /// Since when the next request waits for its turn; `None` if it is not there.
+    pub(super) fn ready_since(&self) -> Option<Instant> {
+        self.ready_since
+    }
+
+    /// Forgets what was asked for: the model is gone.
+    pub(super) fn forget(&mut self) {
+        *self = Self::starting_at(self.next);
+    }
+
     /// Takes the next request.
     pub(super) fn take(&mut self) -> Option<NumberedCall> {
         let queued = self.waiting.remove(&self.next)?;
         self.next += 1;
+        self.ready_since = None;
         self.look_for_gap();
         Some(queued)
     }
@@ -172,7 +197,7 @@ impl CallQueue {
 
     /// Takes all requests that wait.
     pub(super) fn take_all(&mut self) -> Vec<NumberedCall> {
-        self.gap_since = None;
+        (self.gap_since, self.ready_since) = (None, None);
         let waiting = std::mem::take(&mut self.waiting);
         waiting.keys().for_each(|number| drop(self.known.remove(number)));
         self.order.retain(|number| self.known.contains_key(number));
@@ -192,6 +217,7 @@ impl CallQueue {
     fn look_for_gap(&mut self) {
         let gap = !self.waiting.is_empty() && !self.is_ready();
         self.gap_since = gap.then(|| self.gap_since.unwrap_or_else(Instant::now));
+        self.ready_since = self.is_ready().then(|| self.ready_since.unwrap_or_else(Instant::now));
     }
 }
 
@@ -266,6 +292,6 @@ mod tests {
         };
         assert_eq!(pass(0.1).digest(), pass(0.1).digest());
         assert_ne!(pass(0.1).digest(), pass(0.100_000_01_f32).digest());
-        assert_eq!(pass(1.0).tokens(), 1);
+        assert_eq!(pass(1.0).numbers(), 2);
     }
 }

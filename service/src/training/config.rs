@@ -33,9 +33,13 @@ pub struct ServiceLimits {
     pub models: usize,
     /// Most requests of a user that have not ended.
     pub open: usize,
-    /// Most tokens of data that wait for their pass, of all users.
-    pub queued_tokens: usize,
-    /// A session without a sign of life for so long is over.
+    /// Most memory of loaded models beside their bases, bytes.
+    pub model_bytes: u64,
+    /// Most sampling sessions, of all users.
+    pub sampling_sessions: usize,
+    /// Most numbers of data that wait for their pass, of all users: tokens and inputs of losses.
+    pub queued_numbers: usize,
+    /// A session without a heartbeat for so long has ended.
     pub session: Duration,
     /// Requests that wait for one that never came fail after so long.
     pub gap: Duration,
@@ -53,9 +57,11 @@ impl Default for ServiceLimits {
     fn default() -> Self {
         Self {
             sessions: 64,
-            models: 16,
+            models: 256,
             open: 4096,
-            queued_tokens: 16 << 20,
+            model_bytes: 8 << 30,
+            sampling_sessions: 1 << 16,
+            queued_numbers: 128 << 20,
             session: Duration::from_secs(300),
             gap: Duration::from_secs(60),
             outcome: Duration::from_secs(600),

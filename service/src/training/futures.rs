@@ -22,6 +22,8 @@ pub(super) struct RetrievableRequest {
     pub(super) user: UserId,
     /// The model that it is for.
     pub(super) model: Option<String>,
+    /// The session that a sampling request belongs to.
+    session: Option<String>,
     pub(super) ended: Option<(Ended, Instant)>,
     /// Notified when it ends.
     pub(super) changed: Arc<Notify>,
@@ -39,9 +41,10 @@ pub(super) struct FutureTable {
 
 impl FutureTable {
     /// Adds a request.
-    pub(super) fn begin(&mut self, id: &str, user: UserId, model: Option<&str>) {
-        let (model, changed) = (model.map(str::to_owned), Arc::default());
-        let request = RetrievableRequest { user, model, ended: None, changed, task: None };
+    pub(super) fn begin(&mut self, id: &str, user: UserId, model: Option<&str>, session: Option<&str>) {
+        let (model, session) = (model.map(str::to_owned), session.map(str::to_owned));
+        let request =
+            RetrievableRequest { user, model, session, ended: None, changed: Arc::default(), task: None };
         self.requests.insert(id.to_owned(), request);
         *self.open.entry(user).or_default() += 1;
     }
@@ -61,6 +64,16 @@ impl FutureTable {
         task.abort();
         self.end(id, Err(failure));
         true
+    }
+
+    /// Ends the sampling requests of a session with `failure`, and their tasks.
+    pub(super) fn cancel_session(&mut self, session: &str, failure: &FailedRequest) {
+        let of_session =
+            self.requests.iter().filter(|(_, request)| request.session.as_deref() == Some(session));
+        let ids: Vec<String> = of_session.map(|(id, _)| id.clone()).collect();
+        for id in ids {
+            self.cancel(&id, failure.clone());
+        }
     }
 
     /// Requests of `user` that have not ended.

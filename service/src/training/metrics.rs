@@ -30,7 +30,7 @@ pub(super) fn text(shared: &ServiceShared) -> String {
         number("models_known", "Models, loaded or saved", registry.models.len() as u64);
         number("requests_open", "Requests that have not ended", registry.futures.open() as u64);
         number("requests_waiting", "Requests of models that wait for their turn", waiting as u64);
-        number("tokens_waiting", "Tokens of data that wait for their pass", registry.queued_tokens as u64);
+        number("numbers_waiting", "Numbers of data that wait for their pass", registry.queued_numbers as u64);
     }
     let hosts = {
         let table = shared.samplers();

@@ -5,11 +5,12 @@
 //! # Layout
 //! - `requests`: what is asked for; `config`: how the service is set up
 //! - `registry`: who has what; `calls`: the requests of a model in order; `futures`: outcomes
-//! - `worker`: the thread of passes and updates; `samplers`: what is sampled from; `saved`: weights in files; `metrics`: numbers
+//! - `worker`: the thread of passes and updates; `samplers`: what is sampled from; `publishing`: weights on their way to engines; `saved`: weights in files; `metrics`: numbers
 //! - `accepted`: requests as they come
 //!
 //! # Invariants
-//! - No lock is kept during a pass, an update, or the reading and writing of weights.
+//! - The locks of the registry and of samplers are never kept during a pass, an update, or the reading and writing of weights. Who
+//!   needs both takes that of the registry first.
 //! - Users take turns: while one waits, every other has at most one request done before it.
 //! - A user sees only what is its own.
 
@@ -18,6 +19,7 @@ mod calls;
 mod config;
 mod futures;
 mod metrics;
+mod publishing;
 mod registry;
 mod requests;
 mod samplers;
@@ -29,7 +31,7 @@ mod worker;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 pub use config::{ServiceConfig, ServiceLimits};
 pub use requests::{
@@ -59,6 +61,10 @@ struct ServiceShared {
     /// Notified when the trainer may have work.
     work: Condvar,
     samplers: Mutex<SamplerTable>,
+    /// Kept while weights are read and engines started.
+    preparing: Mutex<()>,
+    /// Kept while weights are saved and deleted.
+    saving: Mutex<()>,
     /// A random number of the process, for ids.
     random: u64,
     ids: AtomicU64,
@@ -92,6 +98,8 @@ impl TrainingService {
             registry,
             work: Condvar::new(),
             samplers,
+            preparing: Mutex::default(),
+            saving: Mutex::default(),
             random: u64::from_le_bytes(random),
             ids: AtomicU64::new(0),
             stop: AtomicBool::new(false),
@@ -155,6 +163,14 @@ impl ServiceShared {
         self.samplers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn preparing(&self) -> MutexGuard<'_, ()> {
+        self.preparing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn saving(&self) -> MutexGuard<'_, ()> {
+        self.saving.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// An id that nothing else of this process has.
     fn id(&self, prefix: &str) -> String {
         format!("{prefix}{:016x}{:x}", self.random, self.ids.fetch_add(1, Ordering::Relaxed))
@@ -189,9 +205,4 @@ impl Drop for TrainerThread {
         // A panic of it was printed.
         thread.into_iter().for_each(|thread| drop(thread.join()));
     }
-}
-
-/// Seconds since 1970.
-fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::calls::{CallQueue, NumberedCall};
 use super::futures::FutureTable;
@@ -21,7 +21,7 @@ const SEQUENCES: usize = 1 << 18;
 #[derive(Debug)]
 pub(super) struct ClientSession {
     pub(super) user: UserId,
-    /// When its client gave a sign of life.
+    /// When its last heartbeat or request came.
     pub(super) seen: Instant,
     /// Sampling sessions by their numbers, so that a repeated request makes no other.
     pub(super) samplers: HashMap<u64, String>,
@@ -31,12 +31,16 @@ pub(super) struct ClientSession {
 #[derive(Debug)]
 pub(super) struct ModelEntry {
     pub(super) record: ModelRecord,
-    /// The session that it belongs to; `None` if that is over, and for models of earlier processes.
+    /// The session that it belongs to; `None` if that has ended, and for models of earlier processes.
     pub(super) session: Option<String>,
     pub(super) calls: CallQueue,
     pub(super) state: ModelState,
     /// Seconds since 1970.
     pub(super) last_request: u64,
+    /// Memory that it takes, bytes.
+    pub(super) bytes: u64,
+    /// Since when it is unloaded.
+    pub(super) unloaded: Option<Instant>,
 }
 
 /// Where a model is.
@@ -62,8 +66,8 @@ pub(super) struct ServiceRegistry {
     sequences: HashMap<String, (String, u64)>,
     /// Those of `sequences`, oldest first.
     sequence_order: VecDeque<String>,
-    /// Tokens of data that wait.
-    pub(super) queued_tokens: usize,
+    /// Numbers of data that wait.
+    pub(super) queued_numbers: usize,
     /// When users had their last turn, as numbers of turns.
     turns: HashMap<UserId, u64>,
     turn: u64,
@@ -78,6 +82,8 @@ impl ServiceRegistry {
                 calls: CallQueue::starting_at(0),
                 state: ModelState::Unloaded,
                 last_request: record.created,
+                bytes: 0,
+                unloaded: None,
                 record,
             };
             (entry.record.model_id.clone(), entry)
@@ -88,10 +94,10 @@ impl ServiceRegistry {
     /// The session of a user.
     ///
     /// # Errors
-    /// 410 if it is over, or another user's.
+    /// 410 if it has ended, or is another user's.
     pub(super) fn session(&mut self, user: UserId, id: &str) -> Result<&mut ClientSession, Refusal> {
         let session = self.sessions.get_mut(id).filter(|session| session.user == user);
-        session.ok_or_else(|| Refusal::new(410, "the session is over; make a new client"))
+        session.ok_or_else(|| Refusal::new(410, "the session has ended; make a new client"))
     }
 
     /// The model of a user.
@@ -111,20 +117,32 @@ impl ServiceRegistry {
         self.models.values().filter(|entry| !matches!(entry.state, ModelState::Unloaded)).count()
     }
 
-    /// Takes the next request and its model: of the user whose last turn was the longest ago, and of its models of that with the
-    /// oldest request.
+    /// Memory of the models that are loaded or will be, bytes.
+    pub(super) fn loaded_bytes(&self) -> u64 {
+        let loaded = self.models.values().filter(|entry| !matches!(entry.state, ModelState::Unloaded));
+        loaded.map(|entry| entry.bytes).sum()
+    }
+
+    /// Forgets models without saved weights that were unloaded longer ago than `keep`.
+    pub(super) fn forget_models(&mut self, keep: Duration) {
+        let is_old = |entry: &ModelEntry| entry.unloaded.is_some_and(|since| since.elapsed() > keep);
+        self.models.retain(|_, entry| !entry.record.saved.is_empty() || !is_old(entry));
+    }
+
+    /// Takes the next request and its model: of the user whose last turn was the longest ago, and of its models of that whose next
+    /// request waits the longest.
     pub(super) fn take_work(&mut self) -> Option<(String, Option<Box<TrainedModel>>, NumberedCall)> {
         let ready = self.models.iter().filter(|(_, entry)| {
             matches!(entry.state, ModelState::New | ModelState::Idle(_)) && entry.calls.is_ready()
         });
         let turn = |entry: &ModelEntry| self.turns.get(&entry.record.owner()).copied().unwrap_or(0);
-        let (id, _) = ready.min_by_key(|(_, entry)| (turn(entry), entry.last_request))?;
+        let (id, _) = ready.min_by_key(|(_, entry)| (turn(entry), entry.calls.ready_since()))?;
         let id = id.clone();
         let entry = self.models.get_mut(&id)?;
         let queued = entry.calls.take()?;
         self.turn += 1;
         self.turns.insert(entry.record.owner(), self.turn);
-        self.queued_tokens -= queued.call.tokens();
+        self.queued_numbers -= queued.call.numbers();
         let model = match std::mem::replace(&mut entry.state, ModelState::Busy) {
             ModelState::Idle(model) => Some(model),
             _ => None,
@@ -149,14 +167,16 @@ impl ServiceRegistry {
         let Some(entry) = self.models.get_mut(id) else { return };
         entry.state = ModelState::Unloaded;
         entry.session = None;
+        entry.unloaded.get_or_insert_with(Instant::now);
         let waiting = entry.calls.take_all();
+        entry.calls.forget();
         self.fail(waiting, failure);
     }
 
     /// Ends requests that were taken from their queue with a failure.
     pub(super) fn fail(&mut self, calls: Vec<NumberedCall>, failure: &FailedRequest) {
         for queued in calls {
-            self.queued_tokens -= queued.call.tokens();
+            self.queued_numbers -= queued.call.numbers();
             self.futures.end(&queued.request_id, Err(failure.clone()));
         }
     }

@@ -36,6 +36,9 @@ pub(super) struct ModelRecord {
     pub(super) owner: [u8; 16],
     /// Seconds since 1970.
     pub(super) created: u64,
+    /// Digest of the base model under its adapter; empty without one.
+    #[serde(default)]
+    pub(super) base_digest: String,
     pub(super) saved: Vec<SavedRecord>,
 }
 
@@ -52,6 +55,9 @@ pub(super) struct SavedRecord {
     /// When it is deleted, seconds since 1970.
     pub(super) expires: Option<u64>,
     pub(super) bytes: u64,
+    /// How often the name was overwritten.
+    #[serde(default)]
+    pub(super) copy: u64,
 }
 
 /// A path of saved weights: `tinker://MODEL/weights/NAME` or `tinker://MODEL/sampler_weights/NAME`.
@@ -154,6 +160,10 @@ impl ModelRecord {
     pub(super) fn files(&self, run: &Path, saved: &SavedRecord) -> PathBuf {
         match saved.is_state {
             true => trainer::checkpoint::path(&checkpoints(run), PolicyVersion(saved.version)),
+            // Not a name that could be chosen.
+            false if saved.copy > 0 => {
+                run.join("sampler_weights").join(format!("{}~{}", saved.name, saved.copy))
+            }
             false => run.join("sampler_weights").join(&saved.name),
         }
     }
@@ -177,12 +187,27 @@ impl ModelRecord {
         let removed = self.saved.remove(at);
         // The name goes first: what it stood for is never half of its files.
         self.write(run)?;
-        let path = self.files(run, &removed);
-        let shared = self.saved.iter().any(|other| self.files(run, other) == path);
-        if !shared && path.exists() {
-            std::fs::remove_dir_all(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-        }
+        self.remove_files(run, &removed)?;
         Ok(true)
+    }
+
+    /// Removes the files of a name that is gone, unless another name has them.
+    ///
+    /// # Errors
+    /// If they cannot be removed.
+    pub(super) fn remove_files(&self, run: &Path, removed: &SavedRecord) -> Result<(), String> {
+        let path = self.files(run, removed);
+        if !path.exists() || self.saved.iter().any(|other| self.files(run, other) == path) {
+            return Ok(());
+        }
+        let failed = |error: std::io::Error| format!("{}: {error}", path.display());
+        // Half of them are never taken for the whole.
+        let mut aside = path.clone().into_os_string();
+        aside.push(".deleted");
+        // What an earlier attempt left.
+        let _ = std::fs::remove_dir_all(&aside);
+        std::fs::rename(&path, &aside).map_err(failed)?;
+        std::fs::remove_dir_all(&aside).map_err(failed)
     }
 }
 
@@ -231,6 +256,7 @@ mod tests {
             saved: 1,
             expires: None,
             bytes: 0,
+            copy: 0,
         };
         let mut record = ModelRecord {
             model_id: "s1:train:0".to_owned(),
@@ -238,6 +264,7 @@ mod tests {
             lora: None,
             owner: [7; 16],
             created: 5,
+            base_digest: String::new(),
             saved: vec![saved("a", true), saved("b", true), saved("a", false)],
         };
         let run = run_dir(dir.path(), &record.model_id);

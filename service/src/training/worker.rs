@@ -1,4 +1,4 @@
-//! The thread of passes and updates, which also ends what is over.
+//! The thread of passes and updates, which also ends sessions and requests whose time is over.
 
 use std::fs::File;
 use std::io::Write as _;
@@ -14,12 +14,13 @@ use trainer::TrainerError;
 use super::calls::{ModelCall, NumberedCall};
 use super::registry::{ModelState, ServiceRegistry};
 use super::saved::{ModelRecord, SavedPath, SavedRecord, bytes_of, checkpoints, run_dir};
-use super::{SamplerSave, SaveRequest, ServiceShared, now};
+use super::{LoraRequest, SamplerSave, SaveRequest, ServiceShared};
+use crate::clock::now_s;
 use crate::data::{AdamParameters, PassRequest};
 use crate::outcome::{FailedRequest, RequestOutcome};
 use crate::trained::TrainedModel;
 
-/// Longest time between two looks at what is over.
+/// Longest time between two looks at sessions and requests that have expired.
 const LOOK: Duration = Duration::from_millis(500);
 /// Time between two looks at saved weights that are deleted some day.
 const LOOK_AT_FILES: Duration = Duration::from_secs(30);
@@ -44,7 +45,7 @@ impl ModelWorker {
         while !self.shared.stop.load(Ordering::Acquire) {
             if looked.elapsed() >= LOOK {
                 looked = Instant::now();
-                self.end_what_is_over();
+                self.end_expired();
             }
             if looked_at_files.elapsed() >= LOOK_AT_FILES {
                 looked_at_files = Instant::now();
@@ -64,7 +65,7 @@ impl ModelWorker {
             let carried_out = catch_unwind(AssertUnwindSafe(|| self.carry_out(&id, model, call)));
             let (model, done) = carried_out.unwrap_or_else(|_| {
                 let failure = FailedRequest::server(
-                    "the request met a mistake in rlrun, please report it; the model is lost",
+                    "the request met a bug in rlrun, please report it; the model is lost",
                 );
                 (None, Err(failure))
             });
@@ -81,8 +82,8 @@ impl ModelWorker {
     /// Carries out `call` on the model `id`.
     fn carry_out(&self, id: &str, model: Option<Box<TrainedModel>>, call: ModelCall) -> Done {
         match (model, call) {
-            (None, ModelCall::Create) => {
-                let model = self.make(id);
+            (None, ModelCall::Create { base, lora }) => {
+                let model = self.make(id, &base, lora);
                 let outcome = RequestOutcome::ModelCreated { model_id: id.to_owned() };
                 match model {
                     Ok(model) => (Some(model), Ok(outcome)),
@@ -90,7 +91,8 @@ impl ModelWorker {
                 }
             }
             (None, ModelCall::Load { path, optimizer }) => {
-                let loaded = self.make(id).and_then(|mut model| {
+                let made = self.record(id).and_then(|record| self.make(id, &record.base, record.lora));
+                let loaded = made.and_then(|mut model| {
                     let outcome = self.load(id, &mut model, path, optimizer)?;
                     Ok((model, outcome))
                 });
@@ -110,7 +112,7 @@ impl ModelWorker {
                     ModelCall::Save(save) => self.save(id, &model, &save),
                     ModelCall::SaveForSampler(save) => self.save_for_sampler(id, &model, &save),
                     ModelCall::Load { path, optimizer } => self.load(id, &mut model, path, optimizer),
-                    ModelCall::Create => Ok(RequestOutcome::ModelCreated { model_id: id.to_owned() }),
+                    ModelCall::Create { .. } => Ok(RequestOutcome::ModelCreated { model_id: id.to_owned() }),
                     ModelCall::Reject(failure) => Err(failure),
                 };
                 (Some(model), outcome)
@@ -124,13 +126,24 @@ impl ModelWorker {
         record.ok_or_else(|| FailedRequest::user(format!("there is no model {id}")))
     }
 
-    fn make(&self, id: &str) -> Result<Box<TrainedModel>, FailedRequest> {
-        let ModelRecord { base, lora, .. } = self.record(id)?;
+    fn make(
+        &self,
+        id: &str,
+        base: &str,
+        lora: Option<LoraRequest>,
+    ) -> Result<Box<TrainedModel>, FailedRequest> {
         let base = self
             .shared
-            .base(&base)
+            .base(base)
             .ok_or_else(|| FailedRequest::user(format!("there is no base model {base}")))?;
-        TrainedModel::new(base, lora.as_ref()).map(Box::new)
+        let model = TrainedModel::new(base, lora.as_ref()).map(Box::new)?;
+        if lora.is_some() {
+            let digest = base.digest()?.to_owned();
+            if let Some(entry) = self.shared.registry().models.get_mut(id) {
+                entry.record.base_digest = digest;
+            }
+        }
+        Ok(model)
     }
 
     /// A pass, with the staleness of data that say which sequences they are.
@@ -179,7 +192,7 @@ impl ModelWorker {
             let of = |name: &str| metrics.get(name).copied().unwrap_or_default();
             let line = json!({
                 "step": model.version().0,
-                "time_s": now().saturating_sub(self.record(id)?.created),
+                "time_s": now_s().saturating_sub(self.record(id)?.created),
                 "loss/sum": of("loss:sum"),
                 "loss/tokens": of("tokens:sum"),
                 "optim/grad_norm": of("grad_norm:mean"),
@@ -212,18 +225,17 @@ impl ModelWorker {
         write: impl FnOnce(&PathBuf) -> Result<(), TrainerError>,
     ) -> Result<String, FailedRequest> {
         let run = run_dir(&self.shared.config.dir, id);
+        let _one_at_a_time = self.shared.saving();
         let mut record = self.record(id)?;
         let failed = |error: String| FailedRequest::server(format!("weights cannot be saved: {error}"));
-        if record.find(is_state, &save.name).is_some() {
-            if !save.overwrite {
-                return Err(FailedRequest::user(format!(
-                    "`{}` is saved already; choose another name, or overwrite it",
-                    save.name
-                )));
-            }
-            record.remove(&run, is_state, &save.name).map_err(failed)?;
+        let before = record.find(is_state, &save.name).cloned();
+        if before.is_some() && !save.overwrite {
+            return Err(FailedRequest::user(format!(
+                "`{}` is saved already; choose another name, or overwrite it",
+                save.name
+            )));
         }
-        let saved = now();
+        let saved = now_s();
         let mut new = SavedRecord {
             name: save.name.clone(),
             is_state,
@@ -231,15 +243,21 @@ impl ModelWorker {
             saved,
             expires: save.ttl_s.map(|ttl| saved.saturating_add(ttl)),
             bytes: 0,
+            copy: before.as_ref().map_or(0, |before| before.copy + 1),
         };
         let dir = record.files(&run, &new);
         if let Some(parent) = dir.parent() {
             std::fs::create_dir_all(parent).map_err(|error| failed(error.to_string()))?;
         }
+        // What was overwritten goes when the new files are whole.
         write(&dir).map_err(|error| failed(error.to_string()))?;
         new.bytes = bytes_of(&dir);
+        record.saved.retain(|other| other.is_state != is_state || other.name != save.name);
         record.saved.push(new);
         record.write(&run).map_err(failed)?;
+        if let Some(before) = before {
+            record.remove_files(&run, &before).map_err(failed)?;
+        }
         let mut registry = self.shared.registry();
         if let Some(entry) = registry.models.get_mut(id) {
             entry.record = record;
@@ -285,7 +303,7 @@ impl ModelWorker {
         let saved = source.find(true, &parsed.name).ok_or_else(unknown)?;
         let own = self.record(id)?;
         let shape = |record: &ModelRecord| {
-            (record.base.clone(), record.lora.map(|lora| super::LoraRequest { seed: None, ..lora }))
+            (record.base.clone(), record.lora.map(|lora| LoraRequest { seed: None, ..lora }))
         };
         if shape(&source) != shape(&own) {
             return Err(FailedRequest::user(format!(
@@ -294,16 +312,19 @@ impl ModelWorker {
                 shape(&own)
             )));
         }
+        model.base().check_digest(&source.base_digest)?;
         let dir = source.files(&run_dir(&self.shared.config.dir, &parsed.model_id), saved);
         model.load(&dir, optimizer).map_err(|error| FailedRequest::server(format!("{path}: {error}")))?;
         Ok(RequestOutcome::WeightsLoaded { path, model_id: id.to_owned() })
     }
 
-    /// Ends sessions without a sign of life, requests behind one that never came, and outcomes that were kept long enough.
-    fn end_what_is_over(&self) {
+    /// Ends sessions without a heartbeat and requests behind one that never came, and forgets outcomes and models that were kept long
+    /// enough.
+    fn end_expired(&self) {
         let limits = self.shared.config.limits;
         let mut registry = self.shared.registry();
         registry.futures.expire(limits.outcome);
+        registry.forget_models(limits.outcome);
         let over: Vec<String> = registry
             .sessions
             .iter()
@@ -334,7 +355,7 @@ impl ModelWorker {
 
     /// Deletes saved weights whose time is over.
     fn delete_expired(&self) {
-        let now = now();
+        let now = now_s();
         let mut expired = Vec::new();
         for entry in self.shared.registry().models.values() {
             let record = &entry.record;
@@ -351,10 +372,11 @@ impl ModelWorker {
 /// Ends a session: its models are unloaded.
 pub(super) fn end_session(registry: &mut ServiceRegistry, session: &str) {
     registry.sessions.remove(session);
+    registry.futures.cancel_session(session, &FailedRequest::user("the session has ended"));
     let of_session = registry.models.iter().filter(|(_, entry)| entry.session.as_deref() == Some(session));
     let ids: Vec<String> = of_session.map(|(id, _)| id.clone()).collect();
     let over = FailedRequest::user(
-        "the session is over: its client gave no sign of life; load saved weights into a new one",
+        "the session has ended: its client sent no heartbeat; load saved weights into a new one",
     );
     for id in ids {
         registry.unload(&id, &over);

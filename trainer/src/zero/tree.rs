@@ -59,7 +59,7 @@ impl TreeSums {
         self.buffer(0)
     }
 
-    /// The sums, `[len]`, which begin at zero again.
+    /// The sums, `[len]`. Others are written in their place by the next pass.
     pub(crate) fn take_values(&mut self) -> Vec<f32> {
         self.buffer(0);
         self.buffers.remove(0)
