@@ -173,8 +173,15 @@ class Client:
         return Sampler(self, answer["sampling_session_id"])
 
     def close(self) -> None:
-        """Stops the heartbeats. The service unloads the models of the session after its timeout."""
+        """Ends the session: the service unloads its models. What was saved of them stays."""
+        if self._closed.is_set():
+            return
         self._closed.set()
+        try:
+            self._send(f"sessions/{self.session_id}/finish", {}, HEARTBEAT_S)
+        except ServiceError:
+            # Without heartbeats it ends too.
+            pass
 
     def __enter__(self) -> "Client":
         return self
