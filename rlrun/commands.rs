@@ -1,6 +1,6 @@
 //! The commands of the program.
 //!
-//! - `train`: `run` and `resume`; `by_rank`: the roles of processes that run the same command; `check`: `check` and `plan`; `eval`, `generate`, `export`; `policy`: `serve policy`;
+//! - `train`: `run` and `resume`; `by_rank`: the roles of processes that run the same command; `check`: `check` and `plan`; `eval`, `generate`, `export`; `policy`: `serve policy`; `training`: `serve training`;
 //!   `view`: the live page; `launch`: runs on several machines; `completions`: scripts of shells and manual pages
 //! - `checkpoint_paths`: the model or the checkpoint that an argument names
 //!
@@ -22,6 +22,7 @@ mod resume;
 mod run;
 mod top;
 mod train;
+mod training;
 mod view;
 
 use std::path::Path;
@@ -42,7 +43,6 @@ use crate::run_diff;
 use crate::runs;
 use crate::serve;
 use crate::serve_islands;
-use crate::serve_training;
 use crate::simulate;
 use crate::why;
 use crate::workers;
@@ -79,7 +79,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Serve(ServeCommand::Islands(args)) => serve_islands::serve(args),
         Command::Serve(ServeCommand::Policy(args)) => policy::serve(args, program),
         Command::Serve(ServeCommand::Reward(args)) => serve::reward(args, program),
-        Command::Serve(ServeCommand::Training(args)) => serve_training::serve(args, program),
+        Command::Serve(ServeCommand::Training(args)) => training::serve(args, program),
         Command::Reward(RewardCommand::Grade(args)) => {
             reward::grade(args, program, std::io::stdin().lock(), &mut std::io::stdout())?;
             Ok(String::new())

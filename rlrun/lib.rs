@@ -86,7 +86,6 @@ mod sampler;
 pub mod schedule;
 pub mod serve;
 mod serve_islands;
-mod serve_training;
 pub mod settings;
 pub mod signals;
 pub mod simulate;

@@ -11,7 +11,7 @@ use super::at_least_one;
 /// `rlrun serve training`.
 #[derive(Debug, Args)]
 pub struct ServeTrainingArgs {
-    /// A base model: a directory, a GGUF file or hf:OWNER/NAME, and its name for clients [default name: the last part]; can be
+    /// A base model: a directory, a GGUF file, a run or hf:OWNER/NAME, and its name for clients [default name: the last part]; can be
     /// repeated
     #[arg(long = "model", value_name = "[NAME=]DIR", required = true)]
     pub models: Vec<NamedModel>,

@@ -25,15 +25,7 @@ pub(super) fn export(args: &ExportArgs, program: &Program) -> Result<String, Fai
             return Err(Failure::NotThere(what));
         }
         trainer::checkpoint::check(checkpoint)?;
-        let (recipe, _) = load(&args.run.join("resolved.toml"), &[], program)?;
-        if let Some(why) = recipe.why_not_in_peft(&Config::load(&model)?) {
-            let what = format!(
-                "the adapter of {} does not fit: {why}; without --adapter the merged model is written",
-                args.run.display()
-            );
-            return Err(Failure::Argument(what));
-        }
-        let base = base_of(&args.run, &recipe);
+        let base = base_of(args, &model, program)?;
         trainer::lora::export(&adapter, &args.out, &base)?;
         let (out, adapter) = (args.out.display(), adapter.display());
         return Ok(format!("wrote {out} from {adapter}, for the model {base}"));
@@ -44,10 +36,32 @@ pub(super) fn export(args: &ExportArgs, program: &Program) -> Result<String, Fai
     Ok(format!("wrote {out} from {} as {dtype}", model.display()))
 }
 
+/// The model that the adapter of a run belongs to, as PEFT is to load it; `model` is that of its checkpoint. A model that
+/// `rlrun serve training` trained has no recipe, and a copy of its base beside it.
+///
+/// # Errors
+/// A recipe that cannot be read, an adapter that PEFT could not load.
+fn base_of(args: &ExportArgs, model: &Path, program: &Program) -> Result<String, Failure> {
+    let resolved = args.run.join("resolved.toml");
+    if !resolved.exists() {
+        let base = trainer::checkpoint::base_path(&args.run.join("checkpoints"));
+        return Ok(std::path::absolute(&base).unwrap_or(base).to_string_lossy().into_owned());
+    }
+    let (recipe, _) = load(&resolved, &[], program)?;
+    if let Some(why) = recipe.why_not_in_peft(&Config::load(model)?) {
+        let what = format!(
+            "the adapter of {} does not fit: {why}; without --adapter the merged model is written",
+            args.run.display()
+        );
+        return Err(Failure::Argument(what));
+    }
+    Ok(base_of_recipe(&args.run, &recipe))
+}
+
 /// The model that the adapter of a run belongs to, as PEFT is to load it: that of its recipe, by its name on the hub if it lies in
 /// the cache of the hub. A model that the run made or warmed up is only in the run, and PEFT reads no GGUF file; but a base that
 /// stays quantised is the model of the recipe.
-fn base_of(run: &Path, recipe: &Recipe) -> String {
+fn base_of_recipe(run: &Path, recipe: &Recipe) -> String {
     let path = match &recipe.model {
         Model::Path(path) if recipe.has_quantized_base() => path.clone(),
         Model::Path(path) if recipe.warmup.is_none() && !ModelDirectory::is_file(path) => path.clone(),

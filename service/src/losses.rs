@@ -28,7 +28,7 @@ const SHOWN: usize = 80;
 
 /// A loss with its settings.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum TokenLoss {
+enum ServedLoss {
     CrossEntropy,
     ImportanceSampling,
     Ppo { low: f64, high: f64 },
@@ -61,7 +61,7 @@ struct TokenInputs {
 /// The data of a pass, checked.
 #[derive(Debug)]
 pub(crate) struct PreparedPass {
-    loss: TokenLoss,
+    loss: ServedLoss,
     /// A row for every datum with a scored position.
     rows: Vec<TokenInputs>,
     samples: Vec<Sample>,
@@ -94,7 +94,7 @@ impl PreparedPass {
         vocabulary: usize,
         context: usize,
     ) -> Result<Self, FailedRequest> {
-        let loss = TokenLoss::of(&request.loss, &request.settings)?;
+        let loss = ServedLoss::of(&request.loss, &request.settings)?;
         let mut prepared = Self {
             loss,
             rows: Vec::new(),
@@ -132,12 +132,12 @@ impl PreparedPass {
             return Err(format!("the loss has no input `{}`; it has {}", shown(name), known.join(", ")));
         }
         let (factors, behavior) = match self.loss {
-            TokenLoss::CrossEntropy => (inputs.floats("weights")?, Vec::new()),
+            ServedLoss::CrossEntropy => (inputs.floats("weights")?, Vec::new()),
             _ => (inputs.floats("advantages")?, inputs.floats("logprobs")?),
         };
         let bound = |name| inputs.optional(name);
         let bounds = match self.loss {
-            TokenLoss::Ppo { .. } | TokenLoss::Cispo { .. } => {
+            ServedLoss::Ppo { .. } | ServedLoss::Cispo { .. } => {
                 [bound("clip_low_threshold")?, bound("clip_high_threshold")?]
             }
             _ => [Vec::new(), Vec::new()],
@@ -218,17 +218,17 @@ impl PreparedPass {
         };
         let term = |loss, slope, clipped| TokenTerm { loss, slope, ratio, clipped };
         match self.loss {
-            TokenLoss::CrossEntropy => term(-factor * logprob, -factor, false),
-            TokenLoss::ImportanceSampling => term(-ratio * factor, -ratio * factor, false),
-            TokenLoss::Ppo { low, high } => {
+            ServedLoss::CrossEntropy => term(-factor * logprob, -factor, false),
+            ServedLoss::ImportanceSampling => term(-ratio * factor, -ratio * factor, false),
+            ServedLoss::Ppo { low, high } => {
                 let (plain, clipped) = (ratio * factor, within(low, high) * factor);
                 if plain <= clipped { term(-plain, -plain, false) } else { term(-clipped, 0.0, true) }
             }
-            TokenLoss::Cispo { low, high } => {
+            ServedLoss::Cispo { low, high } => {
                 let weight = within(low, high);
                 term(-weight * factor * logprob, -weight * factor, weight.to_bits() != ratio.to_bits())
             }
-            TokenLoss::Dro { beta } => {
+            ServedLoss::Dro { beta } => {
                 let distance = logprob - behavior;
                 let objective = factor * logprob - 0.5 * beta * distance * distance;
                 term(-objective, beta * distance - factor, false)
@@ -284,7 +284,7 @@ impl PassReport {
             ("loss:sum".to_owned(), self.loss),
             ("tokens:sum".to_owned(), self.tokens as f64),
         ]);
-        if self.tokens > 0 && prepared.loss != TokenLoss::CrossEntropy {
+        if self.tokens > 0 && prepared.loss != ServedLoss::CrossEntropy {
             metrics.insert("ratio:mean".to_owned(), self.ratios / self.tokens as f64);
             metrics.insert("ratio:max".to_owned(), self.largest_ratio);
             metrics.insert("clipped:mean".to_owned(), self.clipped as f64 / self.tokens as f64);
@@ -293,7 +293,7 @@ impl PassReport {
     }
 }
 
-impl TokenLoss {
+impl ServedLoss {
     /// Names of its inputs.
     fn inputs(self) -> &'static [&'static str] {
         match self {

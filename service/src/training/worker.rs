@@ -32,7 +32,7 @@ pub(super) struct ModelWorker {
 }
 
 /// What a request has done, and its model.
-type Done = (Option<Box<TrainedModel>>, Result<RequestOutcome, FailedRequest>);
+type CarriedOut = (Option<Box<TrainedModel>>, Result<RequestOutcome, FailedRequest>);
 
 impl ModelWorker {
     pub(super) fn new(shared: Arc<ServiceShared>) -> Self {
@@ -80,7 +80,7 @@ impl ModelWorker {
     }
 
     /// Carries out `call` on the model `id`.
-    fn carry_out(&self, id: &str, model: Option<Box<TrainedModel>>, call: ModelCall) -> Done {
+    fn carry_out(&self, id: &str, model: Option<Box<TrainedModel>>, call: ModelCall) -> CarriedOut {
         match (model, call) {
             (None, ModelCall::Create { base, lora }) => {
                 let model = self.make(id, &base, lora);

@@ -17,6 +17,7 @@ use service::sampling::HostConfig;
 use service::server::{TrainingServer, TrainingServerConfig, TrainingServerError};
 use service::training::{ServiceConfig, ServiceLimits, TrainingService};
 
+use super::checkpoint_paths::model_of;
 use crate::args::{NamedModel, ServeTrainingArgs};
 use crate::failure::Failure;
 use crate::huggingface::HuggingFace;
@@ -35,7 +36,7 @@ const SHORTEST_KEY: usize = 16;
 ///
 /// # Errors
 /// Models, a key file, certificates or an address that cannot be used.
-pub(crate) fn serve(args: &ServeTrainingArgs, program: &Program) -> Result<String, Failure> {
+pub(super) fn serve(args: &ServeTrainingArgs, program: &Program) -> Result<String, Failure> {
     let keys = args.token_file.as_deref().map(keys).transpose()?.unwrap_or_default();
     let files = args.tls_cert.as_deref().zip(args.tls_key.as_deref());
     let tls = files.map(|(certificate, key)| Tls::read(certificate, key)).transpose();
@@ -115,7 +116,7 @@ fn bases(
                 "--model {name}: the name is taken; give each model a name of its own"
             )));
         }
-        let found = HuggingFace::of(program).model(path)?;
+        let found = model_of(&HuggingFace::of(program).model(path)?, None)?;
         let max_context = args.max_context.unwrap_or(MAX_CONTEXT);
         bases.push(Arc::new(BaseModel::open(&name, &found, Some(max_context), threads)?));
     }
