@@ -52,7 +52,7 @@ impl ServiceShared {
         &self,
         id: &str,
         model: &TrainedModel,
-        weights: SamplingWeights,
+        weights: &SamplingWeights,
         number: u64,
         inflight: bool,
     ) -> Result<String, FailedRequest> {
@@ -73,7 +73,7 @@ impl ServiceShared {
                     published.weights = Some(weights.clone());
                     published.version = version;
                 }
-                (receipt, whole) = serve_newer(&table, served, &weights, version)?;
+                (receipt, whole) = serve_newer(&table, served, weights, version)?;
                 served
             }
             None => {
@@ -96,12 +96,12 @@ impl ServiceShared {
         let ended = table.evict(self.config.limits.sampler_bytes, published);
         drop(table);
         drop(ended);
-        if let (Some(host), SamplingWeights::Whole(parameters)) = (whole, &weights) {
+        if let (Some(host), SamplingWeights::Whole(parameters)) = (whole, weights) {
             let set = host.set_weights(Arc::clone(parameters), version);
             receipt = Some(set.map_err(|error| FailedRequest::server(error.to_string()))?);
         }
         if let Some(receipt) = receipt {
-            check_receipt(receipt, &weights, version)?;
+            check_receipt(receipt, weights, version)?;
         }
         // It may have ended meanwhile.
         if !self.registry().sessions.contains_key(&session) {

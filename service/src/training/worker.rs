@@ -279,7 +279,7 @@ impl ModelWorker {
             None => None,
             Some(number) => {
                 let weights = model.weights()?;
-                Some(self.shared.publish(id, model, weights, number, save.inflight)?)
+                Some(self.shared.publish(id, model, &weights, number, save.inflight)?)
             }
         };
         Ok(RequestOutcome::SamplerSaved { path, sampling_session_id })
