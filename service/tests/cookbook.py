@@ -1,5 +1,8 @@
 """tinker's cookbook, its files unmodified, at a training service: `cookbook.py URL MODEL_NAME MODEL_DIR WORK_DIR`.
 
+`cookbook.py make MODEL_DIR OUT_DIR` makes a model for it: random weights with a head of its own, which adapters can train, and the
+tokenizer of MODEL_DIR.
+
 Runs the recipes `sl_loop` and `rl_loop` of tinker-cookbook 0.6.1 as programs, and checks that the loss falls and that
 the reward rises. MODEL_NAME is the name that the service gives the model; the cookbook chooses the form of its prompts
 by it. With `Qwen/Qwen3-8B-Base` prompts are plain text, which any tokenizer has. MODEL_DIR is the directory of that
@@ -25,7 +28,7 @@ SPELLED = (
 )
 ANSWERS = ("2", "5", "7")
 WANTED = "7"
-SL_STEPS, SL_BATCH, SL_RATE = 150, 8, 0.01
+SL_STEPS, SL_BATCH, SL_RATE = 50, 8, 0.005
 RL_STEPS, RL_BATCH, RL_RATE = 12, 4, 0.003
 
 
@@ -101,7 +104,21 @@ def mean(values):
     return sum(values) / len(values)
 
 
+def make(model_dir, out_dir):
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(model_dir)
+    config.tie_word_embeddings, config.initializer_range = False, 0.1
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(out_dir)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(os.path.join(model_dir, name), out_dir)
+
+
 def main():
+    if sys.argv[1] == "make":
+        return make(*sys.argv[2:])
     url, model_name, model_dir, work = sys.argv[1:5]
     work = os.path.abspath(work)
     check_files()

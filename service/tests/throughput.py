@@ -18,12 +18,15 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from rlrun.training import Client  # noqa: E402
 
 SEQUENCES, LENGTH, STEPS, ROUNDS = 8, 128, 4, 3
+# A pass of the service is summed from so many leaves, as a step of a run is.
+LEAVES = 4
 
 
 def in_process(bench, model, rank):
     """Tokens per second of the steps of the learner."""
     lora = ["--lora-rank", rank] if rank else []
-    command = [bench, "train", "--model", model, "--sequences", SEQUENCES, "--length", LENGTH, "--repeats", STEPS, *lora]
+    command = [bench, "train", "--model", model, "--sequences", SEQUENCES, "--length", LENGTH, "--repeats", STEPS,
+               "--microbatch-tokens", SEQUENCES * LENGTH // LEAVES, *lora]  # fmt: skip
     done = subprocess.run([*map(str, command), "--json"], check=True, capture_output=True, text=True)
     row = json.loads(done.stdout.splitlines()[-1])
     return row["tokens_per_s"]
