@@ -43,8 +43,8 @@ pub enum TrainerError {
     },
     /// Gradients are summed over several calls by one rank that updates its weights on the host.
     #[error(
-        "gradients of several calls are summed by a single rank that updates its weights on the host; set trainer.world = 1 \
-         and trainer.optimizer_on = \"host\""
+        "gradients of several calls are summed by a single rank that updates its weights on the host; use one rank, on the processor \
+         or with its optimizer on the host"
     )]
     SumsOfSeveral,
     /// An update by another optimizer than the one whose state there is.
