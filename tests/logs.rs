@@ -141,7 +141,10 @@ fn logs_can_be_turned_off_and_a_resume_goes_on_with_them() {
     let (torn, rest) = text.split_once('\n').unwrap();
     assert_eq!(torn, "{\"lane\":\"torn");
     let parsed: Vec<Line> = rest.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let steps: Vec<Value> = of_kind(&parsed, "trajectory").iter().map(|line| line["step"].clone()).collect();
+    let mut steps: Vec<Value> =
+        of_kind(&parsed, "trajectory").iter().map(|line| line["step"].clone()).collect();
+    // The one that a step waited for last has a line of its own if it is another, or is known later.
+    steps.dedup();
     assert_eq!(steps, [3, 4]);
     assert!(run.path.join("samples/step_000004_tokens.jsonl").exists());
 }

@@ -150,7 +150,8 @@ impl Traces {
     }
 
     fn trajectory(&self, of: &TimelineTrajectory, spans: &mut Vec<Value>) {
-        let trace = Trace::new(&self.run, &format!("trajectory {} {}", of.group.0, of.index));
+        // The one that a step waited for last can have a second line, with times that were known later.
+        let trace = Trace::new(&self.run, &format!("trajectory {} {} {}", of.group.0, of.index, of.start));
         let attributes = [
             ("rlrun.group", json!(of.group)),
             ("rlrun.index", json!(of.index)),
