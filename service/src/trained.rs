@@ -2,7 +2,6 @@
 //!
 //! Invariant: one pass and an update have the bits of a step of a run over the same rows.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -86,12 +85,6 @@ impl TrainedModel {
     #[must_use]
     pub fn version(&self) -> PolicyVersion {
         self.version
-    }
-
-    /// Memory of weights, gradients and optimizer, bytes; a frozen base that is shared counts.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        self.learner.bytes() + self.sums.bytes()
     }
 
     /// A forward pass, and a backward pass whose gradients are added to those since the last update unless the request is a forward
@@ -222,12 +215,6 @@ impl TrainedModel {
         self.version = self.version.next();
         self.trained_tokens = loaded.state.trained_tokens;
         Ok(())
-    }
-
-    /// The adapter that it trains.
-    #[must_use]
-    pub fn lora(&self) -> Option<Cow<'_, LoraConfig>> {
-        self.lora.as_ref().map(Cow::Borrowed)
     }
 }
 

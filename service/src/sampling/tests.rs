@@ -114,21 +114,8 @@ fn prompt(length: usize, seed: usize) -> Vec<u32> {
 }
 
 fn request(prompt: Vec<u32>, max_tokens: usize) -> SamplingRequest {
-    SamplingRequest {
-        prompt,
-        samples: 1,
-        max_tokens: Some(max_tokens),
-        seed: Some(3),
-        stop: StopForm::Tokens(Vec::new()),
-        temperature: 1.0,
-        top_k: None,
-        top_p: 1.0,
-        alternatives: 0,
-        prompt_logprobs: false,
-        prompt_alternatives: 0,
-        prompt_last: None,
-        prompt_targets: None,
-    }
+    let stop = StopForm::Tokens(Vec::new());
+    SamplingRequest { seed: Some(3), stop, ..SamplingRequest::new(prompt, 1, max_tokens) }
 }
 
 fn run<T>(work: impl Future<Output = T>) -> T {

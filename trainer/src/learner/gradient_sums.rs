@@ -49,12 +49,6 @@ impl GradientSums {
         self.rows
     }
 
-    /// Memory, bytes.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        size_of_val(&self.values[..]) as u64
-    }
-
     /// Forgets them.
     pub fn clear(&mut self) {
         *self = Self::default();
