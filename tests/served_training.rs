@@ -156,8 +156,12 @@ fn what_cannot_be_trained_is_refused_and_delays_no_other_request() {
     assert!(ada.train(&model, 2) > 0.0);
     let (status, error) = ada.post("forward_backward", &pass("s1:train:7", 1, &[1.0; 3]));
     assert_eq!(status, 404, "{error}");
-    let (status, error) = ada.post("forward_backward", &json!({"model_id": model, "seq_id": 4, "data": 7}));
+    // A body that no pass can be read from: its number counts, and the requests behind it run.
+    let (status, error) = ada.post("forward_backward", &json!({"seq_id": 4, "data": 7}));
     assert_eq!(status, 400, "{error}");
+    let failed = ada.outcome("forward_backward", &json!({"model_id": model, "seq_id": 4, "data": 7}));
+    assert!(failed["error"].as_str().unwrap().contains("`data`"), "{failed}");
+    assert!(ada.train(&model, 5) > 0.0);
     let (status, error) = ada.post("retrieve_future", &json!({"request_id": "req-7"}));
     assert_eq!(status, 410, "{error}");
     let mut bob = TrainingClient::new(&place, "bob");

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::data::{PassOutput, SamplingOutput};
+use crate::data::{PassOutput, SampledTokens, SamplingOutput, ScoredToken};
 
 /// What a request has come to.
 #[derive(Clone, Debug)]
@@ -113,6 +113,39 @@ pub enum RequestOutcome {
     },
     /// Completions were sampled.
     Sampled(SamplingOutput),
+}
+
+/// Memory of an entry of a list or a map beside its numbers, bytes.
+const ENTRY_BYTES: usize = 96;
+
+impl RequestOutcome {
+    /// What it takes in memory, bytes, within a small factor.
+    pub(crate) fn bytes(&self) -> usize {
+        let scored = |lists: &[Vec<ScoredToken>]| {
+            let of = |list: &Vec<ScoredToken>| size_of_val(list) + size_of_val(&list[..]);
+            lists.iter().map(of).sum::<usize>()
+        };
+        let numbers = match self {
+            Self::Passed(passed) => {
+                let fields = passed.outputs.iter().flat_map(BTreeMap::values);
+                fields.map(|values| ENTRY_BYTES + size_of_val(&values[..])).sum()
+            }
+            Self::Sampled(sampled) => {
+                let of = |sequence: &SampledTokens| {
+                    let SampledTokens { tokens, logprobs, alternatives, .. } = sequence;
+                    ENTRY_BYTES + size_of_val(&tokens[..]) + size_of_val(&logprobs[..]) + scored(alternatives)
+                };
+                let sequences: usize = sampled.sequences.iter().map(of).sum();
+                let prompt = sampled.prompt_logprobs.as_ref().map_or(0, |values| size_of_val(&values[..]));
+                let alternatives = sampled.prompt_alternatives.as_ref().map_or(0, |lists| scored(lists));
+                let targets =
+                    sampled.prompt_targets.as_ref().map_or(0, |(values, _)| size_of_val(&values[..]));
+                sequences + prompt + alternatives + targets
+            }
+            _ => 0,
+        };
+        ENTRY_BYTES + numbers
+    }
 }
 
 impl FailedRequest {

@@ -6,13 +6,14 @@ use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-use super::body::ApiState;
+use super::body::{ApiState, SentBody};
 use super::refusal::{HttpRefusal, JsonReply};
 use crate::outcome::{FailedRequest, Refusal, Ticket};
 use crate::training::{ModelInfo, TrainingService, UserId};
 use crate::wire::{
-    CreateModelBody, HeartbeatBody, LoadWeightsBody, ModelBody, ModelRequest, OptimStepBody, SamplerSaveBody,
-    SaveWeightsBody, forward_from_json, pass_from_json, pass_from_protobuf,
+    CreateModelBody, HeartbeatBody, LoadCall, ModelBody, ModelRequest, OptimStepBody, SamplerSaveBody,
+    SaveWeightsBody, WireError, forward_from_json, load_from_json, pass_from_json, pass_from_protobuf,
+    read_request,
 };
 
 /// Status of what is over.
@@ -44,6 +45,17 @@ fn accepted<T>(
         Err(error) => service.reject(user, &model_id, seq_id, FailedRequest::user(error.to_string()))?,
     };
     Ok(ticket(accepted))
+}
+
+/// Reads a request of a model, and accepts it.
+async fn requested<T: Send + 'static>(
+    api: &ApiState,
+    request: Request,
+    read: impl FnOnce(&SentBody) -> Result<ModelRequest<T>, WireError> + Send + 'static,
+    accept: impl FnOnce(&TrainingService, UserId, &str, u64, T) -> Result<Ticket, Refusal>,
+) -> RouteAnswer {
+    let (user, body) = api.body(request).await?;
+    accepted(api, user, body.decode(read).await?, accept)
 }
 
 pub(super) async fn capabilities(State(api): State<ApiState>, request: Request) -> RouteAnswer {
@@ -130,39 +142,41 @@ fn model_info(model: &ModelInfo, remote: bool) -> Value {
 }
 
 pub(super) async fn forward_backward(State(api): State<ApiState>, request: Request) -> RouteAnswer {
-    let (user, body) = api.body(request).await?;
-    let call = body.decode(|body| match body.is_protobuf {
+    let read = |body: &SentBody| match body.is_protobuf {
         true => pass_from_protobuf(&body.bytes),
         false => pass_from_json(&body.bytes),
-    });
-    accepted(&api, user, call.await?, TrainingService::pass)
+    };
+    requested(&api, request, read, TrainingService::pass).await
 }
 
 pub(super) async fn forward(State(api): State<ApiState>, request: Request) -> RouteAnswer {
-    let (user, body) = api.body(request).await?;
-    let call = body.decode(|body| forward_from_json(&body.bytes)).await?;
-    accepted(&api, user, call, TrainingService::pass)
+    let read = |body: &SentBody| forward_from_json(&body.bytes);
+    requested(&api, request, read, TrainingService::pass).await
 }
 
 pub(super) async fn optim_step(State(api): State<ApiState>, request: Request) -> RouteAnswer {
-    let (user, body) = api.json::<OptimStepBody>(request).await?;
-    accepted(&api, user, body.into_step()?, TrainingService::optim_step)
+    let read = |body: &SentBody| read_request(&body.bytes, OptimStepBody::into_step);
+    requested(&api, request, read, TrainingService::optim_step).await
 }
 
 pub(super) async fn save_weights(State(api): State<ApiState>, request: Request) -> RouteAnswer {
-    let (user, body) = api.json::<SaveWeightsBody>(request).await?;
-    accepted(&api, user, body.into_save()?, TrainingService::save_weights)
+    let read = |body: &SentBody| read_request(&body.bytes, SaveWeightsBody::into_save);
+    requested(&api, request, read, TrainingService::save_weights).await
 }
 
 pub(super) async fn load_weights(State(api): State<ApiState>, request: Request) -> RouteAnswer {
-    let (user, body) = api.json::<LoadWeightsBody>(request).await?;
-    let (into, path, optimizer) = body.into_load()?;
-    Ok(ticket(api.service.load_weights(user, &into, &path, optimizer)?))
+    let (user, body) = api.body(request).await?;
+    match body.decode(|body| load_from_json(&body.bytes)).await? {
+        LoadCall::Load { into, path, optimizer } => {
+            Ok(ticket(api.service.load_weights(user, &into, &path, optimizer)?))
+        }
+        LoadCall::Refused(refused) => accepted(&api, user, refused, |_, _, _, _, never| match never {}),
+    }
 }
 
 pub(super) async fn save_for_sampler(State(api): State<ApiState>, request: Request) -> RouteAnswer {
-    let (user, body) = api.json::<SamplerSaveBody>(request).await?;
-    accepted(&api, user, body.into_save()?, TrainingService::save_for_sampler)
+    let read = |body: &SentBody| read_request(&body.bytes, SamplerSaveBody::into_save);
+    requested(&api, request, read, TrainingService::save_for_sampler).await
 }
 
 pub(super) async fn unload(State(api): State<ApiState>, request: Request) -> RouteAnswer {

@@ -162,7 +162,7 @@ impl TrainingService {
         let (digest, numbers) = (call.digest(), call.numbers());
         let limits = self.shared.config.limits;
         let mut registry = self.shared.registry();
-        let (open, queued) = (registry.futures.open_of(user), registry.queued_numbers);
+        let queued = registry.queued_numbers;
         let entry = registry.model(user, model_id)?;
         let ticket = |request_id: String| Ticket {
             request_id,
@@ -198,12 +198,7 @@ impl TrainingService {
                 format!("request {number} of model {model_id} was answered long ago"),
             ));
         }
-        if open >= limits.open {
-            return Err(Refusal::new(
-                429,
-                format!("{open} of your requests are in progress, which is the limit; wait for some"),
-            ));
-        }
+        registry.futures.admit(user, &limits)?;
         if numbers > 0 && queued + numbers > limits.queued_numbers {
             return Err(Refusal::new(
                 429,
@@ -211,6 +206,7 @@ impl TrainingService {
             ));
         }
         let request_id = self.shared.id("req-");
+        let entry = registry.model(user, model_id)?;
         entry.last_request = now_s();
         entry.calls.add(number, NumberedCall { request_id: request_id.clone(), call }, digest);
         if let Some(session) = entry.session.clone().and_then(|session| registry.sessions.get_mut(&session)) {
@@ -452,13 +448,7 @@ impl TrainingService {
                     )),
                 };
             }
-            let open = registry.futures.open_of(user);
-            if open >= self.shared.config.limits.open {
-                return Err(Refusal::new(
-                    429,
-                    format!("{open} of your requests are in progress, which is the limit; wait for some"),
-                ));
-            }
+            registry.futures.admit(user, &self.shared.config.limits)?;
             let request_id = self.shared.id("req-");
             let count = request.samples.min(self.shared.config.host.max_samples);
             let sequence_ids: Vec<_> = (0..count).map(|index| format!("{request_id}-{index}")).collect();

@@ -45,6 +45,8 @@ pub struct ServiceLimits {
     pub gap: Duration,
     /// How long the outcome of a request can be retrieved after it ended.
     pub outcome: Duration,
+    /// Most memory of outcomes of a user, bytes: those that were retrieved make place, and with others new requests are refused.
+    pub outcome_bytes: usize,
     /// Most bytes of weights that samplers have in memory beside those of the base models.
     pub sampler_bytes: u64,
     /// Adapters that an engine serves at the same time.
@@ -65,6 +67,7 @@ impl Default for ServiceLimits {
             session: Duration::from_secs(300),
             gap: Duration::from_secs(60),
             outcome: Duration::from_secs(600),
+            outcome_bytes: 512 << 20,
             sampler_bytes: 4 << 30,
             adapters: 64,
             whole_samplers: 2,

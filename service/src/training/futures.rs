@@ -1,7 +1,8 @@
 //! Outcomes of requests, which clients retrieve later.
 //!
-//! Invariant: a request ends once. Its outcome stays for [`ServiceLimits::outcome`](super::ServiceLimits::outcome) after it ended,
-//! also if it was retrieved: an answer may be lost on its way.
+//! Invariant: a request ends once. Its outcome stays for [`ServiceLimits::outcome`] after it ended, also if it was retrieved: an
+//! answer may be lost on its way. Outcomes of a user above [`ServiceLimits::outcome_bytes`] make place for new requests, those that
+//! were retrieved alone.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,8 +11,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
-use super::UserId;
-use crate::outcome::{FailedRequest, RequestOutcome};
+use super::{ServiceLimits, UserId};
+use crate::outcome::{FailedRequest, Refusal, RequestOutcome};
 
 /// What a request ended in.
 pub(super) type Ended = Result<Arc<RequestOutcome>, FailedRequest>;
@@ -25,6 +26,8 @@ pub(super) struct RetrievableRequest {
     /// The session that a sampling request belongs to.
     session: Option<String>,
     pub(super) ended: Option<(Ended, Instant)>,
+    /// When its client was last answered with what it ended in.
+    retrieved: Option<Instant>,
     /// Notified when it ends.
     pub(super) changed: Arc<Notify>,
     /// Ends its task; `None` for a request of a model.
@@ -35,18 +38,86 @@ pub(super) struct RetrievableRequest {
 #[derive(Debug, Default)]
 pub(super) struct FutureTable {
     requests: HashMap<String, RetrievableRequest>,
-    /// Requests that have not ended, by user.
-    open: HashMap<UserId, usize>,
+    /// Of users with requests.
+    used: HashMap<UserId, UsedFutures>,
+}
+
+/// What the requests of a user take.
+#[derive(Clone, Copy, Debug, Default)]
+struct UsedFutures {
+    requests: usize,
+    /// Requests that have not ended.
+    open: usize,
+    /// Of all outcomes.
+    bytes: usize,
 }
 
 impl FutureTable {
     /// Adds a request.
     pub(super) fn begin(&mut self, id: &str, user: UserId, model: Option<&str>, session: Option<&str>) {
         let (model, session) = (model.map(str::to_owned), session.map(str::to_owned));
-        let request =
-            RetrievableRequest { user, model, session, ended: None, changed: Arc::default(), task: None };
+        let request = RetrievableRequest {
+            user,
+            model,
+            session,
+            ended: None,
+            retrieved: None,
+            changed: Arc::default(),
+            task: None,
+        };
         self.requests.insert(id.to_owned(), request);
-        *self.open.entry(user).or_default() += 1;
+        let used = self.used.entry(user).or_default();
+        used.requests += 1;
+        used.open += 1;
+    }
+
+    /// Whether a request of `user` may begin. Outcomes that were retrieved make place for it, the longest ago first.
+    ///
+    /// # Errors
+    /// 429 if too many requests have not ended, or outcomes that were not retrieved take too much memory.
+    pub(super) fn admit(&mut self, user: UserId, limits: &ServiceLimits) -> Result<(), Refusal> {
+        let UsedFutures { open, bytes, .. } = self.used.get(&user).copied().unwrap_or_default();
+        if open >= limits.open {
+            return Err(Refusal::new(
+                429,
+                format!("{open} of your requests are in progress, which is the limit; wait for some"),
+            ));
+        }
+        if bytes <= limits.outcome_bytes {
+            return Ok(());
+        }
+        let mut retrieved: Vec<(Instant, String)> = self
+            .requests
+            .iter()
+            .filter(|(_, request)| request.user == user)
+            .filter_map(|(id, request)| request.retrieved.map(|at| (at, id.clone())))
+            .collect();
+        retrieved.sort_unstable();
+        // Half is freed, so that not every request looks through all of them.
+        let mut oldest = retrieved.into_iter();
+        let bytes_of = |table: &Self| table.used.get(&user).map_or(0, |used| used.bytes);
+        while bytes_of(self) > limits.outcome_bytes / 2
+            && let Some((_, id)) = oldest.next()
+        {
+            self.forget(&id);
+        }
+        match bytes_of(self) {
+            bytes if bytes > limits.outcome_bytes => Err(Refusal::new(
+                429,
+                format!(
+                    "outcomes of {bytes} bytes wait for you, and the limit is {}; retrieve some",
+                    limits.outcome_bytes
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes that the outcome of a request was sent to its client.
+    pub(super) fn retrieved(&mut self, id: &str) {
+        if let Some(request) = self.requests.get_mut(id) {
+            request.retrieved = Some(Instant::now());
+        }
     }
 
     /// Sets the task that carries a request out.
@@ -76,14 +147,14 @@ impl FutureTable {
         }
     }
 
-    /// Requests of `user` that have not ended.
-    pub(super) fn open_of(&self, user: UserId) -> usize {
-        self.open.get(&user).copied().unwrap_or(0)
-    }
-
     /// Requests that have not ended.
     pub(super) fn open(&self) -> usize {
-        self.open.values().sum()
+        self.used.values().map(|used| used.open).sum()
+    }
+
+    /// Memory of the outcomes that are kept, bytes.
+    pub(super) fn bytes(&self) -> usize {
+        self.used.values().map(|used| used.bytes).sum()
     }
 
     /// The request, if it is one of `user`.
@@ -96,13 +167,12 @@ impl FutureTable {
         let Some(request) = self.requests.get_mut(id).filter(|request| request.ended.is_none()) else {
             return;
         };
+        let bytes = bytes_of(&ended);
         request.ended = Some((ended, Instant::now()));
         request.changed.notify_waiters();
-        if let Some(open) = self.open.get_mut(&request.user) {
-            *open -= 1;
-            if *open == 0 {
-                self.open.remove(&request.user);
-            }
+        if let Some(used) = self.used.get_mut(&request.user) {
+            used.open -= 1;
+            used.bytes += bytes;
         }
     }
 
@@ -113,6 +183,82 @@ impl FutureTable {
 
     /// Forgets what ended longer ago than `keep`.
     pub(super) fn expire(&mut self, keep: Duration) {
-        self.requests.retain(|_, request| request.ended.as_ref().is_none_or(|(_, at)| at.elapsed() < keep));
+        let is_over =
+            |request: &RetrievableRequest| request.ended.as_ref().is_some_and(|(_, at)| at.elapsed() >= keep);
+        let over: Vec<String> =
+            self.requests.iter().filter(|(_, request)| is_over(request)).map(|(id, _)| id.clone()).collect();
+        over.iter().for_each(|id| self.forget(id));
+    }
+
+    /// Forgets a request that has ended.
+    fn forget(&mut self, id: &str) {
+        let Some(RetrievableRequest { user, ended: Some((ended, _)), .. }) = self.requests.remove(id) else {
+            return;
+        };
+        if let Some(used) = self.used.get_mut(&user) {
+            used.requests -= 1;
+            used.bytes -= bytes_of(&ended);
+            if used.requests == 0 {
+                self.used.remove(&user);
+            }
+        }
+    }
+}
+
+/// Memory of what a request ended in, bytes.
+fn bytes_of(ended: &Ended) -> usize {
+    match ended {
+        Ok(outcome) => outcome.bytes(),
+        Err(failure) => failure.message.len(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::data::PassOutput;
+
+    const ADA: UserId = UserId([1; 16]);
+    const BOB: UserId = UserId([2; 16]);
+
+    /// The outcome of a pass over `tokens` tokens.
+    fn passed(tokens: usize) -> Ended {
+        let outputs = vec![BTreeMap::from([("logprobs".to_owned(), vec![0.0; tokens])])];
+        Ok(Arc::new(RequestOutcome::Passed(PassOutput { outputs, metrics: BTreeMap::new() })))
+    }
+
+    #[test]
+    fn outcomes_that_were_retrieved_make_place() {
+        let limits = ServiceLimits { outcome_bytes: 10_000, ..ServiceLimits::default() };
+        let mut table = FutureTable::default();
+        for id in ["a", "b", "c"] {
+            table.admit(ADA, &limits).unwrap();
+            table.begin(id, ADA, None, None);
+            table.end(id, passed(1000));
+        }
+        let refusal = table.admit(ADA, &limits).unwrap_err();
+        assert!(refusal.status == 429 && refusal.message.contains("retrieve some"), "{refusal}");
+        table.admit(BOB, &limits).unwrap();
+        assert!(["a", "b", "c"].iter().all(|id| table.has(id)));
+        table.retrieved("b");
+        table.admit(ADA, &limits).unwrap();
+        assert_eq!(["a", "b", "c"].map(|id| table.has(id)), [true, false, true]);
+        table.expire(Duration::ZERO);
+        assert_eq!((table.bytes(), table.open(), table.used.len()), (0, 0, 0));
+    }
+
+    #[test]
+    fn requests_in_progress_are_bounded_by_user() {
+        let limits = ServiceLimits { open: 1, ..ServiceLimits::default() };
+        let mut table = FutureTable::default();
+        table.begin("a", ADA, None, None);
+        assert_eq!(table.admit(ADA, &limits).unwrap_err().status, 429);
+        table.admit(BOB, &limits).unwrap();
+        table.expire(Duration::ZERO);
+        assert!(table.has("a"));
+        table.end("a", Err(FailedRequest::user("x")));
+        table.admit(ADA, &limits).unwrap();
     }
 }

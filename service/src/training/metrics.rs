@@ -29,6 +29,7 @@ pub(super) fn text(shared: &ServiceShared) -> String {
         number("models_loaded", "Models that are loaded", loaded.count() as u64);
         number("models_known", "Models, loaded or saved", registry.models.len() as u64);
         number("requests_open", "Requests that have not ended", registry.futures.open() as u64);
+        number("outcome_bytes", "Memory of outcomes that are kept", registry.futures.bytes() as u64);
         number("requests_waiting", "Requests of models that wait for their turn", waiting as u64);
         number("numbers_waiting", "Numbers of data that wait for their pass", registry.queued_numbers as u64);
     }

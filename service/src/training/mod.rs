@@ -130,7 +130,7 @@ impl TrainingService {
         let deadline = tokio::time::Instant::now() + wait;
         loop {
             let (changed, pending) = {
-                let registry = self.shared.registry();
+                let mut registry = self.shared.registry();
                 let gone = || {
                     Refusal::new(
                         410,
@@ -138,10 +138,13 @@ impl TrainingService {
                     )
                 };
                 let request = registry.futures.get(request_id, user).ok_or_else(gone)?;
-                match &request.ended {
-                    Some((Ok(outcome), _)) => return Ok(FutureState::Done(Arc::clone(outcome))),
-                    Some((Err(failure), _)) => return Ok(FutureState::Failed(failure.clone())),
-                    None => {}
+                if let Some((ended, _)) = &request.ended {
+                    let state = match ended {
+                        Ok(outcome) => FutureState::Done(Arc::clone(outcome)),
+                        Err(failure) => FutureState::Failed(failure.clone()),
+                    };
+                    registry.futures.retrieved(request_id);
+                    return Ok(state);
                 }
                 // It is counted as waiting before the lock is released, so that no end is missed.
                 let changed = Arc::clone(&request.changed).notified_owned();

@@ -1,8 +1,10 @@
 //! Bodies of requests in JSON, beside those of passes and of sampling.
 //!
 //! Invariant: a field that is not listed here is refused by its name. Fields that change no result are listed and not read: what
-//! a client notes about itself. Numbers and names are checked before the service sees them.
+//! a client notes about itself. Numbers and names are checked before the service sees them. A request of a model has its number
+//! also where its content is refused.
 
+use std::convert::Infallible;
 use std::fmt;
 
 use serde::Deserialize;
@@ -21,6 +23,33 @@ const ADAM: &str = "adamw";
 /// What is no JSON of this form; the message names the field and its position.
 pub(crate) fn read_json<T: DeserializeOwned>(body: &[u8]) -> Result<T, WireError> {
     serde_json::from_slice(body).map_err(|error| WireError(format!("the body cannot be read: {error}")))
+}
+
+/// Model and number of a request, whatever else its body has.
+#[derive(Deserialize)]
+struct NumberedBody {
+    model_id: String,
+    seq_id: Option<i64>,
+}
+
+/// Reads the body of a request of a model.
+///
+/// # Errors
+/// What is no JSON object with a model and a number.
+pub(crate) fn read_request<B: DeserializeOwned, T>(
+    body: &[u8],
+    into: impl FnOnce(B) -> Result<ModelRequest<T>, WireError>,
+) -> Result<ModelRequest<T>, WireError> {
+    read_json(body).and_then(into).or_else(|error| refused_request(body, error))
+}
+
+/// The request whose content is refused with `error`, or the error if the body has no model or no number.
+fn refused_request<T>(body: &[u8], error: WireError) -> Result<ModelRequest<T>, WireError> {
+    let Ok(NumberedBody { model_id, seq_id }) = serde_json::from_slice(body) else { return Err(error) };
+    match numbered(seq_id) {
+        Ok(seq_id) => Ok(ModelRequest { model_id, seq_id, content: Err(error) }),
+        Err(_) => Err(error),
+    }
 }
 
 /// Why a piece of an input that is not text is refused.
@@ -330,7 +359,7 @@ impl SamplerSaveBody {
 /// Body of `load_weights`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct LoadWeightsBody {
+struct LoadWeightsBody {
     model_id: Option<String>,
     seq_id: Option<i64>,
     session_id: Option<String>,
@@ -346,9 +375,33 @@ pub(crate) struct LoadWeightsBody {
     _type: IgnoredAny,
 }
 
+/// What a body of `load_weights` asks for.
+#[derive(Debug, PartialEq)]
+pub(crate) enum LoadCall {
+    /// A load into a model or a new one.
+    Load {
+        into: LoadInto,
+        /// As `tinker://`.
+        path: String,
+        /// Whether the state of the optimizer is loaded.
+        optimizer: bool,
+    },
+    /// A request of a model that is refused.
+    Refused(ModelRequest<Infallible>),
+}
+
+/// Reads the JSON of `load_weights`.
+///
+/// # Errors
+/// As [`read_request`]; a load into a new model has no number, and its errors are all here.
+pub(crate) fn load_from_json(body: &[u8]) -> Result<LoadCall, WireError> {
+    read_json(body)
+        .and_then(LoadWeightsBody::into_load)
+        .or_else(|error| refused_request(body, error).map(LoadCall::Refused))
+}
+
 impl LoadWeightsBody {
-    /// Where it is loaded to, from where, and whether the state of the optimizer is loaded.
-    pub(crate) fn into_load(self) -> Result<(LoadInto, String, bool), WireError> {
+    fn into_load(self) -> Result<LoadCall, WireError> {
         if self.weights_access_token.is_some() {
             return refuse("`weights_access_token`: weights of other accounts are not served here");
         }
@@ -364,7 +417,7 @@ impl LoadWeightsBody {
             }
             _ => return refuse("send either `model_id` and `seq_id`, or `session_id` and `model_seq_id`"),
         };
-        Ok((into, self.path, self.optimizer))
+        Ok(LoadCall::Load { into, path: self.path, optimizer: self.optimizer })
     }
 }
 

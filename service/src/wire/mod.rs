@@ -20,8 +20,9 @@ mod tensors;
 mod tests;
 
 pub(crate) use json::{
-    CreateModelBody, HeartbeatBody, LoadWeightsBody, ModelBody, OptimStepBody, RequestBody, RetrieveBody,
-    SamplerSaveBody, SamplingSessionBody, SaveWeightsBody, WeightsInfoBody, read_json,
+    CreateModelBody, HeartbeatBody, LoadCall, ModelBody, OptimStepBody, RequestBody, RetrieveBody,
+    SamplerSaveBody, SamplingSessionBody, SaveWeightsBody, WeightsInfoBody, load_from_json, read_json,
+    read_request,
 };
 pub(crate) use passes::{forward_from_json, pass_from_json, pass_from_protobuf};
 pub(crate) use results::{ResultBody, ResultEncoding, encode_failure, encode_outcome, encode_pending};

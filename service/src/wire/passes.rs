@@ -9,9 +9,9 @@ use prost::Message as _;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 
-use super::json::{InputTokens, numbered, read_json, unserved_chunk};
+use super::json::{InputTokens, numbered, read_request, unserved_chunk};
 use super::protobuf::{ChunkKind, DatumMessage, PassMessage, SettingKind, SpanKind};
-use super::scan::check_pass;
+use super::scan::{check_pass, request_of_pass};
 use super::tensors::{ElementBudget, SentTensor, numbers};
 use super::{ModelRequest, WireError, refuse};
 use crate::data::{Datum, LossSetting, LossValues, PassRequest, SampledSpan};
@@ -33,15 +33,26 @@ fn checked(pass: PassRequest) -> Result<PassRequest, WireError> {
 /// Reads a `ForwardBackwardRequest`.
 ///
 /// # Errors
-/// Bytes that are no such message, unknown fields, tensors that contradict themselves, and what is not served.
+/// Bytes that are no message with a model and a number. Unknown fields, tensors that contradict themselves, and what is not served
+/// are errors of the content.
 pub(crate) fn pass_from_protobuf(body: &[u8]) -> Result<ModelRequest<PassRequest>, WireError> {
-    check_pass(body)?;
-    let message = PassMessage::decode(body).map_err(|error| {
-        WireError(format!("the body is no protobuf message `ForwardBackwardRequest`: {error}"))
-    })?;
-    let seq_id = numbered(Some(i64::from(message.seq_id)))?;
-    let model_id = message.model_id.clone();
-    Ok(ModelRequest { model_id, seq_id, content: pass_from_message(message) })
+    let read = || {
+        check_pass(body)?;
+        PassMessage::decode(body).map_err(|error| {
+            WireError(format!("the body is no protobuf message `ForwardBackwardRequest`: {error}"))
+        })
+    };
+    match read() {
+        Ok(message) => {
+            let seq_id = numbered(Some(i64::from(message.seq_id)))?;
+            let model_id = message.model_id.clone();
+            Ok(ModelRequest { model_id, seq_id, content: pass_from_message(message) })
+        }
+        Err(error) => match request_of_pass(body) {
+            Some((model_id, seq_id)) => Ok(ModelRequest { model_id, seq_id, content: Err(error) }),
+            None => Err(error),
+        },
+    }
 }
 
 fn pass_from_message(message: PassMessage) -> Result<PassRequest, WireError> {
@@ -289,9 +300,10 @@ impl<'de> Deserialize<'de> for SettingBody {
 /// # Errors
 /// As [`pass_from_protobuf`].
 pub(crate) fn pass_from_json(body: &[u8]) -> Result<ModelRequest<PassRequest>, WireError> {
-    let PassBody { forward_backward_input, model_id, seq_id, .. } = read_json(body)?;
-    let seq_id = numbered(seq_id)?;
-    Ok(ModelRequest { model_id, seq_id, content: pass_from_input(forward_backward_input, false) })
+    read_request(body, |PassBody { forward_backward_input, model_id, seq_id, .. }| {
+        let seq_id = numbered(seq_id)?;
+        Ok(ModelRequest { model_id, seq_id, content: pass_from_input(forward_backward_input, false) })
+    })
 }
 
 /// Reads the JSON of `forward`.
@@ -299,9 +311,10 @@ pub(crate) fn pass_from_json(body: &[u8]) -> Result<ModelRequest<PassRequest>, W
 /// # Errors
 /// As [`pass_from_protobuf`].
 pub(crate) fn forward_from_json(body: &[u8]) -> Result<ModelRequest<PassRequest>, WireError> {
-    let ForwardBody { forward_input, model_id, seq_id, .. } = read_json(body)?;
-    let seq_id = numbered(seq_id)?;
-    Ok(ModelRequest { model_id, seq_id, content: pass_from_input(forward_input, true) })
+    read_request(body, |ForwardBody { forward_input, model_id, seq_id, .. }| {
+        let seq_id = numbered(seq_id)?;
+        Ok(ModelRequest { model_id, seq_id, content: pass_from_input(forward_input, true) })
+    })
 }
 
 fn pass_from_input(input: InputBody, forward_only: bool) -> Result<PassRequest, WireError> {

@@ -1,7 +1,7 @@
-//! What a protobuf body would take in memory, before it is decoded.
+//! What a protobuf body would take in memory, before it is decoded, and whose request it is if it cannot be.
 //!
-//! Invariant: it reads each byte a bounded number of times and allocates nothing in proportion to the body. It accepts no field
-//! number that the messages of [`super::protobuf`] do not have.
+//! Invariant: it reads each byte a bounded number of times and allocates nothing in proportion to the body but the name of a model.
+//! [`check_pass`] accepts no field number that the messages of [`super::protobuf`] do not have.
 
 use super::{MAX_MESSAGE_BYTES, WireError, refuse};
 
@@ -9,6 +9,9 @@ use super::{MAX_MESSAGE_BYTES, WireError, refuse};
 const MESSAGE_BYTES: usize = 256;
 /// What one number of a repeated field takes, bytes.
 const NUMBER_BYTES: usize = 8;
+
+/// Longest name of a model that is read from a body that is refused, bytes.
+const MAX_NAME: usize = 256;
 
 /// What a field of a message contains.
 #[derive(Clone, Copy)]
@@ -87,30 +90,59 @@ fn check(mut body: &[u8], shape: &MessageShape, cost_bytes: &mut usize) -> Resul
         };
         *cost_bytes += match (content, value) {
             (Plain, _) => 0,
-            (Numbers, value) => NUMBER_BYTES * value.map_or(1, <[u8]>::len),
+            (Numbers, FieldBits::Bytes(bytes)) => NUMBER_BYTES * bytes.len(),
+            (Numbers, _) => NUMBER_BYTES,
             (Message(_), _) => MESSAGE_BYTES,
         };
         if *cost_bytes > MAX_MESSAGE_BYTES {
             return refuse("the body has too many messages; send fewer sequences at once");
         }
-        if let (Message(inner), Some(value)) = (content, value) {
-            check(value, inner, cost_bytes)?;
+        if let (Message(inner), FieldBits::Bytes(bytes)) = (content, value) {
+            check(bytes, inner, cost_bytes)?;
         }
     }
     Ok(())
 }
 
-/// The number of the next field, and its bytes if it is delimited by a length. `None` for what is no field.
-fn next_field<'a>(body: &mut &'a [u8]) -> Option<(u64, Option<&'a [u8]>)> {
+/// Model and number of a `ForwardBackwardRequest` whose other fields may be wrong. `None` if its fields cannot be told apart, or if it
+/// has neither.
+pub(super) fn request_of_pass(mut body: &[u8]) -> Option<(String, u64)> {
+    let (mut model_id, mut seq_id) = (None, None);
+    while !body.is_empty() {
+        match next_field(&mut body)? {
+            (1, FieldBits::Bytes(name)) if name.len() <= MAX_NAME => {
+                model_id = Some(std::str::from_utf8(name).ok()?.to_owned());
+            }
+            (2, FieldBits::Number(number)) => seq_id = Some(number),
+            _ => {}
+        }
+    }
+    // A negative number has the upper bits set.
+    let seq_id = seq_id.filter(|number| (1..=u64::from(i32::MAX.cast_unsigned())).contains(number))?;
+    Some((model_id?, seq_id))
+}
+
+/// The value of a field.
+#[derive(Clone, Copy)]
+enum FieldBits<'a> {
+    Number(u64),
+    /// Four or eight bytes.
+    Fixed,
+    /// Delimited by a length.
+    Bytes(&'a [u8]),
+}
+
+/// The number of the next field, and its value. `None` for what is no field.
+fn next_field<'a>(body: &mut &'a [u8]) -> Option<(u64, FieldBits<'a>)> {
     let key = varint(body)?;
     let value = match key & 7 {
-        0 => varint(body).map(|_| None)?,
-        1 => body.split_off(..8).map(|_| None)?,
+        0 => FieldBits::Number(varint(body)?),
+        1 => body.split_off(..8).map(|_| FieldBits::Fixed)?,
         2 => {
             let length = usize::try_from(varint(body)?).ok()?;
-            Some(body.split_off(..length)?)
+            FieldBits::Bytes(body.split_off(..length)?)
         }
-        5 => body.split_off(..4).map(|_| None)?,
+        5 => body.split_off(..4).map(|_| FieldBits::Fixed)?,
         // Groups are not used.
         _ => return None,
     };

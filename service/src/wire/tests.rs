@@ -186,7 +186,7 @@ fn an_unknown_field_of_a_message_is_refused_by_its_number() {
     let mut request = bytes(REQUEST);
     // Field 9, a number.
     request.extend([9 << 3, 1]);
-    let error = pass_from_protobuf(&request).unwrap_err();
+    let error = content(pass_from_protobuf(&request)).unwrap_err();
     assert!(error.0.contains("field 9 of the protobuf message `ForwardBackwardRequest`"), "{error}");
 }
 
@@ -220,9 +220,9 @@ fn bodies_in_json_are_read_as_the_sdk_writes_them() {
 
     let load =
         br#"{"session_id": "s1", "model_seq_id": 1, "path": "tinker://a/weights/b", "optimizer": true}"#;
-    let (into, path, optimizer) = read_json::<LoadWeightsBody>(load).unwrap().into_load().unwrap();
-    let new = LoadInto::New { session_id: "s1".to_owned(), model_seq_id: 1, base_model: None };
-    assert_eq!((into, &path[..], optimizer), (new, "tinker://a/weights/b", true));
+    let into = LoadInto::New { session_id: "s1".to_owned(), model_seq_id: 1, base_model: None };
+    let expected = LoadCall::Load { into, path: "tinker://a/weights/b".to_owned(), optimizer: true };
+    assert_eq!(load_from_json(load).unwrap(), expected);
 
     let save = br#"{"model_id": "m", "sampling_session_seq_id": 0, "kind": "inflight", "seq_id": 5}"#;
     let save = content(read_json::<SamplerSaveBody>(save).unwrap().into_save()).unwrap();
@@ -235,6 +235,32 @@ fn bodies_in_json_are_read_as_the_sdk_writes_them() {
     let session = br#"{"session_id": "s1", "sampling_session_seq_id": 1, "base_model": "b", "model_path": "tinker://p"}"#;
     let (.., from) = read_json::<SamplingSessionBody>(session).unwrap().into_session().unwrap();
     assert_eq!(from, SampleFrom::Saved("tinker://p".to_owned()));
+}
+
+/// Requests behind it would wait for its number.
+#[test]
+fn a_request_whose_content_cannot_be_read_has_its_number() {
+    let mut request = bytes(REQUEST);
+    let whole = pass_from_protobuf(&request).unwrap();
+    request.extend([9 << 3, 1]);
+    let known = pass_from_protobuf(&request).unwrap();
+    assert_eq!((known.model_id, known.seq_id), (whole.model_id, whole.seq_id));
+    assert!(known.content.is_err());
+    // A body that was cut is sent again.
+    request.pop();
+    pass_from_protobuf(&request).unwrap_err();
+    let mut unnumbered = PassMessage::decode(&bytes(REQUEST)[..]).unwrap();
+    unnumbered.seq_id = -1;
+    pass_from_protobuf(&unnumbered.encode_to_vec()).unwrap_err();
+
+    let json = |body: Value| pass_from_json(body.to_string().as_bytes());
+    let body = json!({"model_id": "m", "seq_id": 4, "forward_backward_input": {"data": 7}, "more": [1]});
+    let known = json(body).unwrap();
+    assert_eq!((&known.model_id[..], known.seq_id), ("m", 4));
+    assert!(known.content.unwrap_err().0.contains("invalid type"));
+    json(json!({"model_id": "m", "seq_id": 0, "forward_backward_input": 7})).unwrap_err();
+    json(json!({"model_id": 5, "seq_id": 1})).unwrap_err();
+    pass_from_json(br#"{"model_id": "m", "seq_id": 4, "forward_backward_input": "#).unwrap_err();
 }
 
 #[test]
@@ -259,10 +285,15 @@ fn bodies_that_ask_for_more_are_refused_by_name() {
     assert!(error(&muon, |step: OptimStepBody| content(step.into_step())).contains("`dimuon` is not served"));
     let load =
         json!({"path": "p", "optimizer": false, "model_id": "m", "session_id": "s", "model_seq_id": 1});
-    assert!(error(&load, LoadWeightsBody::into_load).contains("send either"));
+    let load = load_from_json(load.to_string().as_bytes()).unwrap_err();
+    assert!(load.0.contains("send either"), "{load}");
     let access =
         json!({"path": "p", "optimizer": false, "model_id": "m", "seq_id": 1, "weights_access_token": "t"});
-    assert!(error(&access, LoadWeightsBody::into_load).contains("`weights_access_token`"));
+    let LoadCall::Refused(access) = load_from_json(access.to_string().as_bytes()).unwrap() else {
+        panic!("it is accepted");
+    };
+    let error_of_access = access.content.unwrap_err();
+    assert!(access.seq_id == 1 && error_of_access.0.contains("`weights_access_token`"), "{error_of_access}");
     let kind = json!({"model_id": "m", "seq_id": 1, "path": "p", "kind": "live"});
     assert!(error(&kind, |save: SamplerSaveBody| content(save.into_save())).contains("`live`"));
 }
