@@ -33,6 +33,7 @@ pub(super) struct CheckedRequest {
     pub(super) prompt: Arc<[u32]>,
     pub(super) samples: usize,
     pub(super) sampling: Sampling,
+    /// 0 if the prompt is scored alone: it fills the longest sequence.
     pub(super) max_completion_length: usize,
     /// Without the adapter.
     pub(super) options: RequestOptions,
@@ -83,7 +84,13 @@ pub(super) fn checked(
             "{asked} samples were asked for; ask for 1 to {max_samples} in one request"
         )));
     }
-    let max_completion_length = completion_length(length, request.max_tokens, limits)?;
+    let is_scored =
+        request.prompt_logprobs || request.prompt_alternatives > 0 || request.prompt_targets.is_some();
+    let max_completion_length = match request.max_tokens {
+        // Clients that want log-probabilities ask for a completion of one token, and do not read it.
+        None | Some(1) if is_scored && length == limits.max_context => 0,
+        asked => completion_length(length, asked, limits)?,
+    };
     let sampling = sampling(&request)?;
     let most = RequestOptions::MAX_ALTERNATIVES;
     for asked in [request.alternatives, request.prompt_alternatives] {
@@ -103,7 +110,6 @@ pub(super) fn checked(
         last: request.prompt_last,
         targets: request.prompt_targets,
     };
-    let is_asked = query.logprobs || query.alternatives > 0 || query.targets.is_some();
     let seed = match request.seed {
         Some(seed) => seed,
         None => getrandom::u64().map_err(|error| {
@@ -124,7 +130,7 @@ pub(super) fn checked(
         sampling,
         max_completion_length,
         options,
-        query: is_asked.then_some(query),
+        query: is_scored.then_some(query),
     })
 }
 

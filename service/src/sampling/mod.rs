@@ -343,11 +343,12 @@ impl SamplerHost {
         request: &Arc<CheckedRequest>,
     ) -> Result<Answers, Refusal> {
         let each = self.part_size(request);
-        let firsts = (0..request.samples).step_by(each);
+        let samples = if request.max_completion_length == 0 { 0 } else { request.samples };
+        let firsts = (0..samples).step_by(each);
         let (mut parts, mut completions) = (Vec::new(), Vec::new());
         for first_index in firsts {
             let (reply, answer) = oneshot::channel();
-            let (request, samples) = (Arc::clone(request), each.min(request.samples - first_index));
+            let (request, samples) = (Arc::clone(request), each.min(samples - first_index));
             parts.push(SamplingPart { request, adapter, first_index, samples, reply });
             completions.push(answer);
         }
@@ -495,18 +496,22 @@ fn output(
     scored: ScoredPrompt,
 ) -> SamplingOutput {
     completions.sort_by_key(|completion| completion.index);
+    let length = request.prompt.len();
     let prefilled = completions
         .first()
-        .map_or(0, |first| first.prefill.iter().map(|run| run.len as usize).sum::<usize>());
+        .map_or(length, |first| first.prefill.iter().map(|run| run.len as usize).sum::<usize>());
     let last =
         |completion: &Completion| completion.versions.last().map(|VersionRun { version, .. }| version.0);
     let version = completions.iter().filter_map(last).max().unwrap_or(0);
+    let mut sequences: Vec<SampledTokens> = completions.into_iter().map(sampled_tokens).collect();
+    // Without a place for a completion each is empty.
+    sequences.resize_with(request.samples, SampledTokens::default);
     SamplingOutput {
-        sequences: completions.into_iter().map(sampled_tokens).collect(),
+        sequences,
         prompt_logprobs: scored.logprobs,
         prompt_alternatives: scored.alternatives,
         prompt_targets: scored.targets,
-        cached_tokens: request.prompt.len().saturating_sub(prefilled),
+        cached_tokens: length.saturating_sub(prefilled),
         version,
     }
 }

@@ -490,6 +490,20 @@ fn prompts_are_scored_where_it_was_asked_for() {
         );
         let one = SamplingRequest { prompt_logprobs: true, ..request(vec![5], 1) };
         assert_eq!(sampled(&host, None, one).await.unwrap().prompt_logprobs.unwrap().len(), 1);
+
+        // A prompt that leaves no place for a completion is scored all the same.
+        let scores = |prompt: Vec<u32>| SamplingRequest { prompt_logprobs: true, ..request(prompt, 1) };
+        let longest = self::prompt(512, 1);
+        let full = sampled(&host, None, SamplingRequest { samples: 2, ..scores(longest.clone()) });
+        let full = full.await.unwrap();
+        assert_eq!((full.sequences, full.cached_tokens), (vec![SampledTokens::default(); 2], 0));
+        let shorter = sampled(&host, None, scores(longest[..511].to_vec())).await.unwrap();
+        assert_eq!(shorter.sequences[0].tokens.len(), 1);
+        let (full, shorter) = (full.prompt_logprobs.unwrap(), shorter.prompt_logprobs.unwrap());
+        assert_eq!((full.len(), bits(&full[..511])), (512, bits(&shorter)));
+        let two = SamplingRequest { max_tokens: Some(2), ..scores(longest) };
+        let failure = sampled(&host, None, two).await.unwrap_err();
+        assert!(failure.message.contains("shorten the prompt"), "{failure}");
     });
 }
 
