@@ -105,7 +105,7 @@ def supervised_datum(prompt: Any, completion: Any) -> dict:
 
 
 def policy_datum(prompt: Any, completion: Any, logprobs: Any, advantage: Any) -> dict:
-    """The sequence of a sampled completion for `importance_sampling`, `ppo` and `cispo`.
+    """The sequence of a sampled completion for the losses with a ratio.
 
     prompt `[P]`, completion `[C]`, logprobs `[C]` as sampled, advantage a number or `[C]`.
     """
@@ -313,8 +313,8 @@ class Model:
         """A pass over `data` whose gradients are added to those since the last `optim_step`.
 
         A sequence of `N` tokens is a dict: `tokens [N]`, and the inputs of the loss by name, each `[N]`.
-        `cross_entropy` has `target_tokens` and `weights`; `importance_sampling`, `ppo` and `cispo` have
-        `target_tokens`, `logprobs` and `advantages`. `config` are settings of the loss, such as
+        `cross_entropy` has `target_tokens` and `weights`; `importance_sampling`, `ppo`, `cispo`, `dro` and `gspo`
+        have `target_tokens`, `logprobs` and `advantages`. `config` are settings of the loss, such as
         `clip_low_threshold=0.8`. The future's result is a `PassResult`.
         """
         return self._pass("forward_backward", data, loss, config)

@@ -6,9 +6,11 @@
 //! ppo                  -min(r advantages, clip(r, low, high) advantages)
 //! cispo                -stop_gradient(clip(r, low, high)) advantages l
 //! dro                  -(advantages l - beta / 2 (l - logprobs)^2)
+//! gspo                 -min(s advantages, clip(s, low, high) advantages), s = exp(mean(l - logprobs)) of the sequence
 //! ```
 //!
-//! Sources: tinker-docs.thinkingmachines.ai, Loss Functions; PPO arXiv 1707.06347, CISPO arXiv 2506.13585, DRO arXiv 2405.19107.
+//! Sources: tinker-docs.thinkingmachines.ai, Loss Functions; PPO arXiv 1707.06347, CISPO arXiv 2506.13585, DRO arXiv 2405.19107, GSPO
+//! arXiv 2507.18071 equations 7 and 13, of which the latter has an advantage for each token.
 //!
 //! Invariant: a position without effect (weight or advantage and log-probability of 0) whose target is not the next token is not
 //! computed: it is padding before what was sampled.
@@ -34,6 +36,7 @@ enum ServedLoss {
     Ppo { low: f64, high: f64 },
     Cispo { low: f64, high: f64 },
     Dro { beta: f64 },
+    Gspo { low: f64, high: f64 },
 }
 
 /// What a loss says about one token.
@@ -42,7 +45,7 @@ struct TokenTerm {
     loss: f64,
     /// Derivative of the loss by the log-probability.
     slope: f64,
-    /// The importance ratio; 1 for a loss without one.
+    /// The importance ratio, of the sequence for `gspo`; 1 for a loss without one.
     ratio: f64,
     clipped: bool,
 }
@@ -56,6 +59,8 @@ struct TokenInputs {
     behavior: Vec<f32>,
     /// `[S]` bounds of single tokens; empty for those of the settings.
     bounds: [Vec<f32>; 2],
+    /// `[S]` for `gspo`, whether a token counts in the ratio of the sequence; empty for the other losses.
+    in_ratio: Vec<bool>,
 }
 
 /// The data of a pass, checked.
@@ -137,10 +142,14 @@ impl PreparedPass {
         };
         let bound = |name| inputs.optional(name);
         let bounds = match self.loss {
-            ServedLoss::Ppo { .. } | ServedLoss::Cispo { .. } => {
+            ServedLoss::Ppo { .. } | ServedLoss::Cispo { .. } | ServedLoss::Gspo { .. } => {
                 [bound("clip_low_threshold")?, bound("clip_high_threshold")?]
             }
             _ => [Vec::new(), Vec::new()],
+        };
+        let in_ratio = match self.loss {
+            ServedLoss::Gspo { .. } => inputs.in_ratio(&factors, &behavior)?,
+            _ => Vec::new(),
         };
         let is_scored = |i: &usize| {
             let follows = datum.tokens.get(i + 1).is_none_or(|next| *next == targets[*i]);
@@ -165,7 +174,8 @@ impl PreparedPass {
         self.samples.push(Sample::new(streams).map_err(|error| error.to_string())?);
         let [low, high] = bounds;
         let bounds = [of(&low), of(&high)];
-        self.rows.push(TokenInputs { factors: of(&factors), behavior: of(&behavior), bounds });
+        let in_ratio = scored.iter().filter_map(|i| in_ratio.get(*i)).copied().collect();
+        self.rows.push(TokenInputs { factors: of(&factors), behavior: of(&behavior), bounds, in_ratio });
         self.targets.push(scored.iter().map(|i| targets[*i]).collect());
         self.places.push((index, scored));
         Ok(())
@@ -205,10 +215,24 @@ impl PreparedPass {
         outputs.into_iter().map(|logprobs| BTreeMap::from([("logprobs".to_owned(), logprobs)])).collect()
     }
 
-    fn term(&self, row: &TokenInputs, token: usize, logprob: f32) -> TokenTerm {
+    /// The ratio that all tokens of the row have in common; `None` if each has its own.
+    fn sequence_ratio(&self, row: &TokenInputs, predictions: &[Prediction]) -> Option<f64> {
+        let ServedLoss::Gspo { .. } = self.loss else { return None };
+        let (mut sum, mut count) = (0.0, 0);
+        for ((prediction, behavior), _) in
+            predictions.iter().zip(&row.behavior).zip(&row.in_ratio).filter(|(_, counts)| **counts)
+        {
+            sum += f64::from(prediction.logprob) - f64::from(*behavior);
+            count += 1;
+        }
+        // The mean of no token is 0.
+        Some((sum / f64::from(count.max(1))).exp())
+    }
+
+    fn term(&self, row: &TokenInputs, token: usize, logprob: f32, sequence_ratio: Option<f64>) -> TokenTerm {
         let (factor, logprob) = (f64::from(row.factors[token]), f64::from(logprob));
         let behavior = row.behavior.get(token).map_or(logprob, |behavior| f64::from(*behavior));
-        let ratio = (logprob - behavior).exp();
+        let ratio = sequence_ratio.unwrap_or_else(|| (logprob - behavior).exp());
         let within = |low: f64, high: f64| {
             let [low, high] = [(0, low), (1, high)].map(|(side, setting)| {
                 row.bounds[side].get(token).map_or(setting, |own: &f32| f64::from(*own))
@@ -220,7 +244,7 @@ impl PreparedPass {
         match self.loss {
             ServedLoss::CrossEntropy => term(-factor * logprob, -factor, false),
             ServedLoss::ImportanceSampling => term(-ratio * factor, -ratio * factor, false),
-            ServedLoss::Ppo { low, high } => {
+            ServedLoss::Ppo { low, high } | ServedLoss::Gspo { low, high } => {
                 let (plain, clipped) = (ratio * factor, within(low, high) * factor);
                 if plain <= clipped { term(-plain, -plain, false) } else { term(-clipped, 0.0, true) }
             }
@@ -247,8 +271,9 @@ impl RowLoss for PreparedPass {
         report: &mut PassReport,
     ) -> Vec<PredictionGradient> {
         let row = &self.rows[index];
+        let sequence_ratio = self.sequence_ratio(row, predictions);
         let slope = |(token, prediction): (usize, &Prediction)| {
-            let term = self.term(row, token, prediction.logprob);
+            let term = self.term(row, token, prediction.logprob, sequence_ratio);
             report.loss += term.loss;
             report.tokens += 1;
             report.ratios += term.ratio;
@@ -302,12 +327,20 @@ impl ServedLoss {
             Self::Ppo { .. } | Self::Cispo { .. } => {
                 &["target_tokens", "logprobs", "advantages", "clip_low_threshold", "clip_high_threshold"]
             }
+            Self::Gspo { .. } => &[
+                "target_tokens",
+                "logprobs",
+                "advantages",
+                "clip_low_threshold",
+                "clip_high_threshold",
+                "sequence_ratio_mask",
+            ],
         }
     }
 
     fn of(name: &str, settings: &BTreeMap<String, LossSetting>) -> Result<Self, FailedRequest> {
         let known: &[&str] = match name {
-            "ppo" | "cispo" => &["clip_low_threshold", "clip_high_threshold"],
+            "ppo" | "cispo" | "gspo" => &["clip_low_threshold", "clip_high_threshold"],
             "dro" => &["beta"],
             _ => &[],
         };
@@ -341,15 +374,25 @@ impl ServedLoss {
                     ));
                 }
             },
-            "stable_reinforce" | "gspo" => {
-                return Err(FailedRequest::user(format!(
-                    "the loss `{name}` has no public definition that this service could follow; use importance_sampling, ppo, \
-                     cispo or dro, or forward_backward_custom"
-                )));
+            // No default: the bounds of the paper are for its lengths of answers.
+            "gspo" if !known.iter().all(|name| settings.contains_key(*name)) => {
+                return Err(FailedRequest::user(
+                    "`gspo` needs `clip_low_threshold` and `clip_high_threshold` in loss_fn_config: bounds of the ratio of a \
+                     sequence, such as 0.9997 and 1.0004"
+                        .to_owned(),
+                ));
+            }
+            "gspo" => clip(1.0, 1.0).map(|(low, high)| Self::Gspo { low, high })?,
+            "stable_reinforce" => {
+                return Err(FailedRequest::user(
+                    "the loss `stable_reinforce` has no public definition that this service could follow; use \
+                     importance_sampling, ppo, cispo, gspo or dro, or forward_backward_custom"
+                        .to_owned(),
+                ));
             }
             other => {
                 return Err(FailedRequest::user(format!(
-                    "the loss `{}` is unknown; it is cross_entropy, importance_sampling, ppo, cispo or dro",
+                    "the loss `{}` is unknown; it is cross_entropy, importance_sampling, ppo, cispo, gspo or dro",
                     shown(other)
                 )));
             }
@@ -383,6 +426,16 @@ impl LossInputsOf<'_> {
     /// The same, or nothing.
     fn optional(self, name: &str) -> Result<Vec<f32>, String> {
         self.datum.inputs.get(name).map_or(Ok(Vec::new()), |tensor| self.read(name, tensor))
+    }
+
+    /// `[N]` which tokens the ratio of the sequence is of: those of `sequence_ratio_mask`, or without it those that have an advantage in
+    /// `factors [N]` or a log-probability in `behavior [N]`, as a prompt has neither.
+    fn in_ratio(self, factors: &[f32], behavior: &[f32]) -> Result<Vec<bool>, String> {
+        let mask = self.optional("sequence_ratio_mask")?;
+        Ok(match mask.is_empty() {
+            false => mask.iter().map(|counts| *counts != 0.0).collect(),
+            true => factors.iter().zip(behavior).map(|(factor, own)| *factor != 0.0 || *own != 0.0).collect(),
+        })
     }
 
     fn read(self, name: &str, tensor: &LossTensor) -> Result<Vec<f32>, String> {

@@ -100,6 +100,7 @@ def policy(service):
         "importance_sampling": None,
         "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
         "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
     }
     for loss, config in settings.items():
         client = lora(service, seed=2)

@@ -30,12 +30,14 @@ fn predicted(logprobs: &[f32]) -> Vec<Prediction> {
     logprobs.iter().map(|logprob| Prediction { logprob: *logprob, entropy: 0.0, value: 0.0 }).collect()
 }
 
-const LOSSES: [(&str, &[(&str, f64)]); 5] = [
+const LOSSES: [(&str, &[(&str, f64)]); 6] = [
     ("cross_entropy", &[]),
     ("importance_sampling", &[]),
     ("ppo", &[("clip_low_threshold", 0.7), ("clip_high_threshold", 1.1)]),
     ("cispo", &[("clip_low_threshold", 0.0), ("clip_high_threshold", 1.3)]),
     ("dro", &[("beta", 0.3)]),
+    // With one token the ratio of the sequence is its own.
+    ("gspo", &[("clip_low_threshold", 0.7), ("clip_high_threshold", 1.1)]),
 ];
 
 /// The documented formula of a loss at one token, in f64.
@@ -44,7 +46,7 @@ fn formula(loss: &str, factor: f64, logprob: f64, behavior: f64, weight: f64) ->
     match loss {
         "cross_entropy" => -factor * logprob,
         "importance_sampling" => -ratio * factor,
-        "ppo" => -(ratio * factor).min(ratio.clamp(0.7, 1.1) * factor),
+        "ppo" | "gspo" => -(ratio * factor).min(ratio.clamp(0.7, 1.1) * factor),
         "cispo" => -weight * factor * logprob,
         _ => -(factor * logprob - 0.15 * (logprob - behavior).powi(2)),
     }
@@ -98,6 +100,34 @@ fn padding_before_what_was_sampled_is_not_computed() {
     assert_eq!((other.targets(), other.samples()[0].token_ids()), (&[vec![9, 3]][..], &[1, 2, 3][..]));
 }
 
+/// The loss of a sequence is `-A |y| s`, and its slope by the log-probability of a token `-A s`, unless `s` is clipped.
+#[test]
+fn gspo_has_one_ratio_for_a_sequence() {
+    const CLIP: [(&str, f64); 2] = [("clip_low_threshold", 0.5), ("clip_high_threshold", 1.2)];
+    // The first token is of the prompt.
+    let inputs: [(&str, &[f32]); 2] = [("advantages", &[0.0, 2.0, 2.0]), ("logprobs", &[0.0, -1.0, -2.0])];
+    let whole = datum(&[5, 6, 7], &[6, 7, 8], &inputs);
+    let run = |datum: &Datum, logprobs: [f32; 3]| {
+        let pass = PreparedPass::new(&request("gspo", &CLIP, datum.clone()), 10, 8).unwrap();
+        let mut report = PassReport::default();
+        let slopes = pass.row(0, &predicted(&logprobs), &mut report);
+        (report.loss, slopes.iter().map(|slope| f64::from(slope.logprob)).collect::<Vec<_>>())
+    };
+    let close = |a: f64, b: f64| (a - b).abs() < 1e-6;
+    let ratio = (-0.05_f64).exp();
+    let (loss, slopes) = run(&whole, [-3.0, -1.2, -1.9]);
+    assert!(close(loss, -4.0 * ratio), "{loss}");
+    assert!(slopes[0] == 0.0 && close(slopes[1], -2.0 * ratio) && slopes[1] == slopes[2], "{slopes:?}");
+    // A ratio of e is above the bound.
+    let (loss, slopes) = run(&whole, [-3.0, -0.0, -1.0]);
+    assert!(close(loss, -4.0 * 1.2), "{loss}");
+    assert_eq!(slopes, [0.0; 3]);
+    let mut masked = whole;
+    masked.inputs.insert("sequence_ratio_mask".to_owned(), tensor(LossValues::Int(vec![0, 0, 1])));
+    let (loss, _) = run(&masked, [-3.0, -1.2, -1.9]);
+    assert!(close(loss, -4.0 * 0.1_f64.exp()), "{loss}");
+}
+
 #[test]
 fn data_that_do_not_fit_are_named() {
     let rl = |advantages: &[f32]| {
@@ -106,6 +136,8 @@ fn data_that_do_not_fit_are_named() {
     let wide = LossTensor { values: LossValues::Int(vec![1, 2, 3, 4]), shape: vec![2, 2] };
     let mut of_two = rl(&[1.0, 1.0]);
     of_two.inputs.insert("target_tokens".to_owned(), wide);
+    let mut masked = rl(&[1.0, 1.0]);
+    masked.inputs.insert("sequence_ratio_mask".to_owned(), tensor(LossValues::Int(vec![1, 0])));
     let text = LossSetting::Text("much".to_owned());
     let with_text = PassRequest {
         settings: BTreeMap::from([("beta".to_owned(), text)]),
@@ -130,6 +162,8 @@ fn data_that_do_not_fit_are_named() {
         (request("dro", &[], rl(&[1.0, 1.0])), "needs `beta`"),
         (with_text, "must be a finite number"),
         (request("stable_reinforce", &[], rl(&[1.0, 1.0])), "use importance_sampling"),
+        (request("gspo", &[("clip_low_threshold", 0.9)], rl(&[1.0, 1.0])), "`gspo` needs"),
+        (request("ppo", &[], masked), "no input `sequence_ratio_mask`"),
         (request("mine", &[], rl(&[1.0, 1.0])), "the loss `mine` is unknown"),
     ];
     for (request, expected) in cases {
