@@ -11,7 +11,7 @@ use std::time::Duration;
 use buffer::http::{Reopen, Server, ServerConfig, ServerLimits, Tls, Tokens};
 use buffer::{Buffer, BufferConfig, BufferError, Consumer};
 use dashboard::DashboardConfig;
-use model::Quantization;
+use model::{Config, KvCache, Quantization};
 use rewards::reward_model::{self, server::ServedModel};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
@@ -19,6 +19,7 @@ use tokio::task::JoinSet;
 use crate::args::{KeepArgs, ServeBufferArgs, ServeRewardArgs};
 use crate::failure::Failure;
 use crate::huggingface::HuggingFace;
+use crate::memory;
 use crate::program::Program;
 #[cfg(feature = "postgres")]
 use crate::run_database::{NamedDatabase, is_in_use};
@@ -29,10 +30,23 @@ use crate::status::RunStatus;
 /// Longest time for the score of one sequence whose turn has come.
 const SCORE_TIME: Duration = Duration::from_secs(300);
 
+/// Longest context of a model that is served unless the arguments name one, tokens.
+pub(crate) const MAX_CONTEXT: usize = 32_768;
+
 /// Time between two states of a buffer on its page.
 const STATUS_EVERY: Duration = Duration::from_secs(1);
 /// The journal in its directory.
 const JOURNAL: &str = "buffer.redb";
+
+/// Tokens of the KV cache of an engine: of `running` sequences of `longest` tokens within one `part`-th of the free memory, but at least
+/// one such sequence.
+pub(crate) fn cache_tokens(config: &Config, running: usize, longest: usize, part: usize) -> usize {
+    let longest = longest + 3 * KvCache::PAGE;
+    let all = running.saturating_mul(longest);
+    let token_bytes = 2 * size_of::<f32>() * config.num_layers() * config.num_kv_heads * config.head_dim;
+    let affordable = memory::available().map_or(all, |bytes| bytes / part.max(1) / token_bytes.max(1));
+    all.min(affordable).max(longest)
+}
 
 /// Serves a buffer until a signal stops it.
 ///

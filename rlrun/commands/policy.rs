@@ -24,12 +24,11 @@ use super::checkpoint_paths::{checkpoint_of, model_of, network_of};
 use crate::args::{AdapterArg, ServePolicyArgs};
 use crate::failure::Failure;
 use crate::huggingface::HuggingFace;
-use crate::memory;
 use crate::program::Program;
-use crate::serve::{ServerSignals, name_of, runtime, say, token};
+use crate::serve::{MAX_CONTEXT, ServerSignals, cache_tokens, name_of, runtime, say, token};
 
-/// Longest context that is served unless the arguments name one, tokens.
-const MAX_CONTEXT: usize = 32_768;
+/// The KV cache takes at most this part of the free memory.
+const CACHE_PART: usize = 4;
 /// Files that the process may have open, if the system allows it: a connection is one.
 const MAX_FILES: u64 = 16_384;
 
@@ -172,10 +171,15 @@ fn engine(
         }
         Some((place, dtype)) => ServeOn::Device(Device::open(place)?, dtype),
     };
+    let longest = max_context + 3 * KvCache::PAGE;
+    let kv_cache_tokens = match args.kv_cache_tokens {
+        Some(asked) => asked.max(longest),
+        None => cache_tokens(directory.config(), args.max_running, max_context, CACHE_PART),
+    };
     let config = EngineConfig {
         max_running: args.max_running,
         prefill_chunk: EngineConfig::default_prefill_chunk(matches!(on, ServeOn::Device(..))),
-        kv_cache_tokens: Some(cache_tokens(args, directory, max_context)),
+        kv_cache_tokens: Some(kv_cache_tokens),
         // Requests are admitted by their own lengths.
         max_prompt_length: max_context,
         max_completion_length: 1,
@@ -192,16 +196,6 @@ fn engine(
     let cores = SharedCores::all();
     let threads = args.threads.unwrap_or(cores.total());
     Ok(Engine::new(config, stop, network, version)?.on(Arc::new(ThreadPool::new(&cores, threads))))
-}
-
-/// Tokens of the KV cache: at least one sequence of the longest kind.
-fn cache_tokens(args: &ServePolicyArgs, directory: &ModelDirectory, max_context: usize) -> usize {
-    let longest = max_context + 3 * KvCache::PAGE;
-    let all = args.max_running.saturating_mul(longest);
-    let config = directory.config();
-    let token_bytes = 2 * size_of::<f32>() * config.num_layers() * config.num_kv_heads * config.head_dim;
-    let affordable = memory::available().map_or(all, |bytes| bytes / 4 / token_bytes.max(1));
-    args.kv_cache_tokens.unwrap_or(all.min(affordable)).max(longest)
 }
 
 /// A request without a seed gets random numbers that no other process has drawn.

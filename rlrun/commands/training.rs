@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use connect::tls::Tls;
-use model::{KvCache, SharedCores};
+use model::SharedCores;
 use rollout::EngineConfig;
 use service::base::BaseModel;
 use service::fair_queue::FairBounds;
@@ -23,10 +23,10 @@ use crate::failure::Failure;
 use crate::huggingface::HuggingFace;
 use crate::memory;
 use crate::program::Program;
-use crate::serve::{ServerSignals, name_of, runtime, say};
+use crate::serve::{MAX_CONTEXT, ServerSignals, cache_tokens, name_of, runtime, say};
 
-/// Longest context that is served unless the arguments name one, tokens.
-const MAX_CONTEXT: usize = 32_768;
+/// The KV cache of an engine takes at most this part of the free memory: there may be several engines.
+const CACHE_PART: usize = 8;
 /// Most completions of one request.
 const MAX_SAMPLES: usize = 1024;
 /// Shortest key of a user, bytes.
@@ -45,12 +45,15 @@ pub(super) fn serve(args: &ServeTrainingArgs, program: &Program) -> Result<Strin
     let threads = args.threads.unwrap_or(cores.total());
     let bases = bases(args, program, (&cores, threads))?;
     let longest = bases.iter().map(|base| base.info().max_context).max().unwrap_or(MAX_CONTEXT);
+    let caches = bases
+        .iter()
+        .map(|base| cache_tokens(base.directory().config(), args.max_running, longest, CACHE_PART));
     let memory = memory::available().map(|bytes| bytes as u64);
     let config = ServiceConfig {
         host: HostConfig {
             max_running: args.max_running,
             max_context: longest,
-            kv_cache_tokens: cache_tokens(&bases, args.max_running, longest),
+            kv_cache_tokens: caches.min().unwrap_or(longest),
             prefill_chunk: EngineConfig::default_prefill_chunk(false),
             max_samples: MAX_SAMPLES,
             threads,
@@ -121,17 +124,6 @@ fn bases(
         bases.push(Arc::new(BaseModel::open(&name, &found, Some(max_context), threads)?));
     }
     Ok(bases)
-}
-
-/// Tokens of the KV cache of an engine: those of all sequences at their longest, within an eighth of the free memory.
-fn cache_tokens(bases: &[Arc<BaseModel>], running: usize, longest: usize) -> usize {
-    let all = running.saturating_mul(longest + 3 * KvCache::PAGE);
-    let bytes = |base: &Arc<BaseModel>| {
-        let config = base.directory().config();
-        2 * size_of::<f32>() * config.num_layers() * config.num_kv_heads * config.head_dim
-    };
-    let token_bytes = bases.iter().map(bytes).max().unwrap_or(1).max(1);
-    memory::available().map_or(all, |bytes| all.min(bytes / 8 / token_bytes))
 }
 
 /// The keys of a file of lines `NAME KEY`; `#` begins a comment.
