@@ -4,7 +4,7 @@
 //!   per pixel; `events`: the events and remarks of a run
 //! - `samples`: sampled groups, their pages and their search; `tokens`: the tokens of one trajectory; `compare`: the same
 //!   tasks at two steps; `recipe`: resolved values with their origins
-//! - [`why`]: the critical path of every step; `timeline`: what each role did when; `status`: what the roles do now; `about`: environment and timings
+//! - [`why`]: the critical path of every step; `timeline`: what each role did when; `span_line`: a line of its file; `status`: what the roles do now; `about`: environment and timings
 //! - `run`: one run directory; `glance`: the same from the ends of its files; `catalog`: all runs of a page; `panels`: the first screen; `prometheus`: their last values
 //! - `access`: token, host and headers; `answers`, `routes`, `stream`: the API; `page`: the embedded files; `server`: connections
 //! - `report`: the same page as one file, with the answers of the API in it; `bundle`: its scripts as one
@@ -44,6 +44,7 @@ mod routes;
 mod run;
 mod samples;
 mod server;
+mod span_line;
 mod status;
 mod stream;
 mod table;

@@ -5,8 +5,8 @@
 
 use std::collections::VecDeque;
 
-use super::line::SpanLine;
 use crate::lines::LineSink;
+use crate::span_line::SpanLine;
 
 /// Most chunks of a file.
 const MAX_CHUNKS: usize = 4096;

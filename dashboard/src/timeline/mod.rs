@@ -1,13 +1,12 @@
 //! `timeline.jsonl` of a run: what each role did when, and the way of trajectories from admission to training.
 //!
-//! - `line`: a line of the file; `index`: where which time is in the file; `picture`: spans of one lane on pixels
+//! - `index`: where which time is in the file; `picture`: spans of one lane on pixels
 //! - `window`: the answer for a range of time
 //!
 //! Invariant: the file may have any length. Memory has a limit that does not depend on it, a request reads at most
 //! `window::READ_BYTES` of it, and a response has at most `window::MAX_SPANS` spans.
 
 mod index;
-mod line;
 mod picture;
 mod window;
 

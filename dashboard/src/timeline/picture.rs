@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 
 use super::index::TimelineNames;
-use super::line::is_wait;
+use crate::span_line::is_wait;
 
 /// The range of time that is drawn, and its resolution.
 #[derive(Clone, Copy, Debug)]

@@ -10,9 +10,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::index::{TimelineChunk, TimelineIndex, TimelineNames};
-use super::line::SpanLine;
 use super::picture::{LanePicture, NewSpans, TimeRange, micros};
 use crate::lines::{for_each_line, open_inside};
+use crate::span_line::SpanLine;
 
 /// Most bytes of the file that a request reads.
 pub(super) const READ_BYTES: u64 = 16 << 20;

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::line::PathLine;
+use crate::span_line::SpanLine;
 
 /// Most spans of all lanes.
 const MAX_SPANS: usize = 400_000;
@@ -59,8 +59,8 @@ pub(super) struct SideLanes {
 
 impl SideLanes {
     /// Keeps the span of `line`, if it is of such a lane.
-    pub(super) fn add(&mut self, line: &PathLine<'_>) {
-        let (start, end, lane) = (line.start, line.end, line.lane());
+    pub(super) fn add(&mut self, line: &SpanLine<'_>) {
+        let (start, end, lane) = (line.start, line.end(), line.lane());
         if end <= start {
             return;
         }
@@ -73,7 +73,7 @@ impl SideLanes {
                 return;
             }
             self.rewards.entry(name.to_owned()).or_default().push_back(TimeSpan { start, end, state: () });
-        } else if let Some(state) = SamplerActivity::of(line.kind(), line.note()) {
+        } else if let Some(state) = SamplerActivity::of(line.kind(), line.note().unwrap_or_default()) {
             if full && !self.samplers.contains_key(lane) {
                 self.dropped += 1;
                 return;

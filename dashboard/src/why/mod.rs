@@ -1,6 +1,6 @@
 //! Why a run takes the time that it takes: the critical path of every step, what stalled it, and who the others waited for.
 //!
-//! - `line`: a line of `timeline.jsonl`; `lanes`: what samplers, rewards and the journal did; `reader`: lines to steps
+//! - `lanes`: what samplers, rewards and the journal did; `reader`: lines to steps
 //! - [`cause`]: resources; `path`: the critical path of a step; [`stalls`]: outliers within the run
 //! - `answer`: the result as JSON, for `rlrun why --json` and the page
 //!
@@ -13,7 +13,6 @@ mod answer;
 pub mod cause;
 mod follow;
 mod lanes;
-mod line;
 mod path;
 mod reader;
 pub mod stalls;

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use super::cause::{Cause, CauseKind};
 use super::lanes::{SamplerActivity, SideLanes};
-use super::line::LastTrajectory;
+use crate::span_line::LastTrajectory;
 
 /// Most parts of a window of time; spans that would make more are dropped.
 pub(super) const MAX_PARTS: usize = 4096;

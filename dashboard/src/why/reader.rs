@@ -8,9 +8,9 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::cause::{Cause, CauseKind};
 use super::lanes::SideLanes;
-use super::line::PathLine;
 use super::path::{StepCauses, StepLines, TrainerWork};
 use crate::lines::LineSink;
+use crate::span_line::SpanLine;
 
 /// How much later than a step its workers may report what they did, seconds of the run.
 const LATE_S: f64 = 30.0;
@@ -197,7 +197,7 @@ impl PathReader {
         self.dropped += lanes.dropped;
     }
 
-    fn trainer_line(&mut self, line: &PathLine<'_>) {
+    fn trainer_line(&mut self, line: &SpanLine<'_>) {
         if line.kind() == "start" {
             self.restart_attempt();
             return;
@@ -211,8 +211,8 @@ impl PathReader {
         if repeats {
             self.restart_attempt();
         }
-        self.newest = self.newest.max(line.end);
-        let (start, end) = (line.start, line.end.max(line.start));
+        let (start, end) = (line.start, line.end());
+        self.newest = self.newest.max(end);
         let Some(open) = self.step(step, true) else { return };
         if of_kind(open) >= MAX_INTERRUPTIONS {
             self.dropped += 1;
@@ -221,12 +221,12 @@ impl PathReader {
         }
     }
 
-    fn rank_line(&mut self, line: &PathLine<'_>) {
+    fn rank_line(&mut self, line: &SpanLine<'_>) {
         if self.rank_spans >= MAX_RANK_SPANS {
             self.dropped += 1;
             return;
         }
-        let span = (line.kind() == "wait", line.start, line.end.max(line.start));
+        let span = (line.kind() == "wait", line.start, line.end());
         let Some(open) = line.step.and_then(|step| self.step(step, false)) else { return };
         if open.ranks.len() >= MAX_RANKS && !open.ranks.contains_key(line.lane()) {
             self.dropped += 1;
@@ -243,7 +243,7 @@ impl LineSink for PathReader {
     }
 
     fn line(&mut self, line: &[u8]) {
-        let Some(line) = PathLine::parse(line) else {
+        let Some(line) = SpanLine::parse(line) else {
             self.unreadable += u64::from(!line.is_empty());
             return;
         };
