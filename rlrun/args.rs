@@ -14,6 +14,7 @@ use model::WeightDtype;
 
 use crate::init::Template;
 
+mod certificate;
 mod completions;
 mod compute_on;
 mod doctor;
@@ -35,6 +36,7 @@ mod view;
 mod why;
 mod worker;
 
+pub use certificate::CertificateArgs;
 pub use completions::{CompletionKind, CompletionsArgs};
 pub use compute_on::DeviceArgs;
 pub use doctor::DoctorArgs;

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use buffer::http::{Reopen, Server, ServerConfig, ServerLimits, Tls, Tokens};
+use buffer::http::{Reopen, Server, ServerConfig, ServerLimits, Tokens};
 use buffer::{Buffer, BufferConfig, BufferError, Consumer};
 use dashboard::DashboardConfig;
 use model::{Config, KvCache, Quantization};
@@ -217,7 +217,6 @@ fn server_config(args: &ServeBufferArgs) -> Result<ServerConfig, Failure> {
     if let Some(file) = args.token_file.as_deref().filter(|file| !args.quiet && others_may_read(file)) {
         eprintln!("warning: others can read {}; chmod 600 it", file.display());
     }
-    let files = args.tls_cert.as_deref().zip(args.tls_key.as_deref());
     let quiet = args.quiet;
     let notice = move |what: &str| {
         if !quiet {
@@ -227,7 +226,7 @@ fn server_config(args: &ServeBufferArgs) -> Result<ServerConfig, Failure> {
     Ok(ServerConfig {
         limits: ServerLimits { vocabulary: args.vocab_size, ..ServerLimits::default() },
         tokens,
-        tls: files.map(|(certificate, key)| Tls::read(certificate, key)).transpose()?,
+        tls: args.certificate.read()?,
         insecure: args.insecure,
         allow_hosts: args.allow_hosts.clone(),
         notice: Some(Arc::new(notice)),

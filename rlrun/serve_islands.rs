@@ -26,14 +26,13 @@ pub(crate) fn serve(args: &ServeIslandsArgs) -> Result<String, Failure> {
         if args.token_file.is_none() {
             return Err(ServerError::NoTokens { address }.into());
         }
-        if args.tls_cert.is_none() && !args.insecure {
+        if args.certificate.tls_cert.is_none() && !args.insecure {
             return Err(ServerError::Unencrypted { address }.into());
         }
     }
     let config = config(args)?;
     let token = args.token_file.as_deref().map(token).transpose()?;
-    let files = args.tls_cert.as_deref().zip(args.tls_key.as_deref());
-    let tls = files.map(|(certificate, key)| Tls::read(certificate, key)).transpose()?;
+    let tls = args.certificate.read()?;
     let scheme = if tls.is_some() { "https" } else { "http" };
     let coordinator = Arc::new(Coordinator::open(config)?);
     runtime()?.block_on(async {

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args};
 
 use super::at_least_one;
+use super::certificate::CertificateArgs;
 use super::serve::size;
 
 /// `rlrun serve islands`.
@@ -38,12 +39,9 @@ pub struct ServeIslandsArgs {
     /// File with the token that islands need
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
-    /// Certificate chain, PEM
-    #[arg(long, value_name = "FILE", requires = "tls_key")]
-    pub tls_cert: Option<PathBuf>,
-    /// Its private key, PEM
-    #[arg(long, value_name = "FILE", requires = "tls_cert")]
-    pub tls_key: Option<PathBuf>,
+    /// Certificate.
+    #[command(flatten)]
+    pub certificate: CertificateArgs,
     /// Allow tokens to cross the network without TLS
     #[arg(long, conflicts_with = "tls_cert", action = ArgAction::SetTrue)]
     pub insecure: bool,

@@ -10,6 +10,7 @@ use clap::{ArgAction, Args, Subcommand};
 use model::Quantization;
 
 use super::at_least_one;
+use super::certificate::CertificateArgs;
 use super::compute_on::DeviceArgs;
 use super::islands::ServeIslandsArgs;
 use super::training::ServeTrainingArgs;
@@ -143,12 +144,9 @@ pub struct ServeBufferArgs {
     /// Tokens that clients need, in lines such as `writer TOKEN`, `trainer TOKEN`, `admin TOKEN`
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
-    /// Certificate chain, PEM
-    #[arg(long, value_name = "FILE", requires = "tls_key")]
-    pub tls_cert: Option<PathBuf>,
-    /// Its private key, PEM
-    #[arg(long, value_name = "FILE", requires = "tls_cert")]
-    pub tls_key: Option<PathBuf>,
+    /// Certificate.
+    #[command(flatten)]
+    pub certificate: CertificateArgs,
     /// Allow tokens to cross the network without TLS
     #[arg(long, conflicts_with = "tls_cert")]
     pub insecure: bool,

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use clap::Args;
 
 use super::at_least_one;
+use super::certificate::CertificateArgs;
 
 /// `rlrun serve training`.
 #[derive(Debug, Args)]
@@ -24,12 +25,9 @@ pub struct ServeTrainingArgs {
     /// File with the keys of users, lines `NAME KEY`; clients of tinker need keys that begin with tml-
     #[arg(long, value_name = "FILE")]
     pub token_file: Option<PathBuf>,
-    /// Certificate of the server, a PEM file
-    #[arg(long, value_name = "FILE", requires = "tls_key")]
-    pub tls_cert: Option<PathBuf>,
-    /// Private key of the certificate, a PEM file
-    #[arg(long, value_name = "FILE", requires = "tls_cert")]
-    pub tls_key: Option<PathBuf>,
+    /// Certificate.
+    #[command(flatten)]
+    pub certificate: CertificateArgs,
     /// Largest number of cores at a time [default: all]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub threads: Option<usize>,

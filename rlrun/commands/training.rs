@@ -7,7 +7,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use connect::tls::Tls;
 use model::SharedCores;
 use rollout::EngineConfig;
 use service::base::BaseModel;
@@ -38,9 +37,7 @@ const SHORTEST_KEY: usize = 16;
 /// Models, a key file, certificates or an address that cannot be used.
 pub(super) fn serve(args: &ServeTrainingArgs, program: &Program) -> Result<String, Failure> {
     let keys = args.token_file.as_deref().map(keys).transpose()?.unwrap_or_default();
-    let files = args.tls_cert.as_deref().zip(args.tls_key.as_deref());
-    let tls = files.map(|(certificate, key)| Tls::read(certificate, key)).transpose();
-    let tls = tls.map_err(|error| Failure::Argument(error.to_string()))?;
+    let tls = args.certificate.read()?;
     let cores = SharedCores::all();
     let threads = args.threads.unwrap_or(cores.total());
     let bases = bases(args, program, (&cores, threads))?;
