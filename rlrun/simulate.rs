@@ -4,12 +4,14 @@
 //! - [`hardware`]: files that describe hardware, with the source of every number
 //! - [`calibration`]: measurements of `rlrun-bench --json` and of earlier runs
 //! - [`inputs`]: the scenario of a recipe, from both
+//! - `exchange`: seconds of what ranks send each other, and of weights on their way to samplers
 //! - `show`: text and JSON
 //!
 //! Invariant: files are only read. A number that was not measured for this model on this device is an estimate of the hardware file,
 //! and the output says so; measurements of another model or device are refused.
 
 pub mod calibration;
+mod exchange;
 pub mod hardware;
 pub mod inputs;
 mod show;

@@ -52,6 +52,13 @@ impl DecodeCurve {
         }
     }
 
+    /// The same curve with `[of a step, of a sequence]` seconds more.
+    #[must_use]
+    pub fn plus(&self, [step_s, sequence_s]: [f64; 2]) -> Self {
+        let points = self.points.iter().map(|&(n, seconds)| (n, seconds + step_s + sequence_s * n));
+        Self { points: points.collect(), per_context_token_s: self.per_context_token_s }
+    }
+
     /// Seconds of a step of `sequences`, which attend to `context` tokens together.
     #[must_use]
     pub fn step_s(&self, sequences: f64, context: f64) -> f64 {
