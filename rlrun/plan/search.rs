@@ -12,7 +12,7 @@ pub mod candidate;
 mod closed_form;
 mod show;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use model::Config;
@@ -29,7 +29,7 @@ use crate::simulate::inputs::ScenarioInputs;
 use crate::simulate::{inputs_of, shape, simulated};
 
 use candidate::{SearchCandidate, SearchSpace};
-use closed_form::{KnownTimes, TimedSettings};
+use closed_form::{KnownTimes, TimedSettings, training_key};
 
 /// Completions that all candidates simulate together.
 const MAX_COMPLETIONS: u64 = 4_000_000;
@@ -136,10 +136,18 @@ impl PlanSearch<'_> {
     ) -> Result<FoundSettings, Failure> {
         let mut too_large = (0, f64::INFINITY);
         let (mut fitting, mut known_times) = (Vec::new(), KnownTimes::default());
+        let mut too_large_at_least = BTreeSet::new();
         for candidate in space.placements() {
+            // More running sequences need more memory than fewer, which came before.
+            if too_large_at_least.contains(&training_key(&candidate)) {
+                continue;
+            }
             let timed = self.timed(&candidate, space, &rules, &mut known_times);
             let (fits, (count, least)) = self.fastest_that_fits(&candidate, timed);
             too_large = (too_large.0 + count, least.min(too_large.1));
+            if fits.is_none() {
+                too_large_at_least.insert(training_key(&candidate));
+            }
             fitting.extend(fits);
         }
         let completions = (self.recipe.buffer.batch_groups * self.recipe.rollout.group_size) as u64;
@@ -278,15 +286,19 @@ impl PlayedScenarios<'_> {
     }
 }
 
-/// The fastest first; of those within [`WORTH`] of each other the one with less staleness, and then the earlier one.
+/// The fastest first; of those within [`WORTH`] of each other the one with less staleness, then the one whose passes have fewer ranks,
+/// then the faster one.
 fn sort(ranked: &mut Vec<Ranked>) {
     ranked.sort_by(|a, b| b.tokens_per_s.total_cmp(&a.tokens_per_s));
     let mut rest = std::mem::take(ranked);
     while !rest.is_empty() {
         let floor = rest[0].tokens_per_s * (1.0 - WORTH);
         let close = rest.partition_point(|other| other.tokens_per_s >= floor);
-        let least =
-            (0..close).min_by_key(|index| (rest[*index].candidate.max_staleness, *index)).unwrap_or(0);
+        let order = |index: &usize| {
+            let SearchCandidate { max_staleness, parallel, .. } = &rest[*index].candidate;
+            (*max_staleness, parallel.config().of_pass() * parallel.expert, *index)
+        };
+        let least = (0..close).min_by_key(order).unwrap_or(0);
         ranked.push(rest.remove(least));
     }
 }

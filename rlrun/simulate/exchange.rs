@@ -135,3 +135,6 @@ impl Transfer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

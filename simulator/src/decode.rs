@@ -104,6 +104,12 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_is_added_counts_for_every_step_and_sequence() {
+        let curve = DecodeCurve::linear([0.01, 1e-4, 1e-6]).plus([0.002, 3e-4]);
+        assert!((curve.step_s(10.0, 1000.0) - (0.012 + 4e-3 + 1e-3)).abs() < 1e-12);
+    }
+
+    #[test]
     fn steps_are_the_inverse_of_seconds() {
         let curve = DecodeCurve::linear([0.01, 1e-4, 1e-8]);
         for (sequences, context, steps) in [(1.0, 0.0, 1.0), (64.0, 1e5, 3000.0), (512.0, 3e6, 0.25)] {

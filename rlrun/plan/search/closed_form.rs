@@ -70,7 +70,7 @@ impl PlanSearch<'_> {
         rules: &impl Fn(&SearchCandidate) -> Result<(), String>,
         known: &'a mut KnownTimes,
     ) -> &'a [TimedSettings] {
-        let key = format!("{:?} {} {:?}", placement.division, placement.batch_groups, placement.dtype);
+        let key = training_key(placement);
         if !known.timed.contains_key(&key) {
             let timed = self.times(placement, space, rules, known);
             known.timed.insert(key.clone(), timed);
@@ -120,6 +120,11 @@ impl PlanSearch<'_> {
         let scenario = self.inputs.scenario(&candidate.applied(self.recipe), self.config, 2);
         scenario.map_or(0.0, |(scenario, _)| scenario.weights.publish_s + scenario.weights.push_s)
     }
+}
+
+/// What the time of training depends on, beside the settings that are tried.
+pub(super) fn training_key(placement: &SearchCandidate) -> String {
+    format!("{:?} {} {:?}", placement.division, placement.batch_groups, placement.dtype)
 }
 
 /// Whether every rank computes its passes alone.
