@@ -92,8 +92,9 @@ pub fn shape(recipe: &Recipe) -> Result<Config, Failure> {
         let what = "a run with `[supervised]` samples nothing, so that there is nothing to simulate; `rlrun-bench train` measures its steps";
         return Err(Failure::Argument(what.to_owned()));
     }
-    Ok(match &recipe.model {
+    let config = match &recipe.model {
         Model::Path(path) => Config::load(path)?,
         Model::Random(sizes) => recipe.fresh_model(sizes),
-    })
+    };
+    Ok(Config { reduction: recipe.reduction, ..config })
 }

@@ -22,6 +22,7 @@ use crate::args::PlanArgs;
 use crate::failure::Failure;
 use crate::plan::memory::Memory;
 use crate::plan::memory::devices::DeviceMemory;
+use crate::plan::refuse_degrees;
 use crate::program::Program;
 use crate::recipe::{Model, Recipe, WITHOUT_CUDA};
 use crate::simulate::hardware::HardwareKind;
@@ -240,9 +241,7 @@ impl PlanSearch<'_> {
 
     /// Whether the ranks of a candidate can divide the model, or why not.
     fn divides_model(&self, candidate: &SearchCandidate) -> Result<(), String> {
-        let recipe = candidate.applied(self.recipe);
-        let config = Config { reduction: recipe.reduction, ..self.config.clone() };
-        let checked = recipe.learner().check_parallel(&config, recipe.lora.is_some());
+        let checked = refuse_degrees(&candidate.applied(self.recipe), self.config);
         checked.map_err(|error| error.to_string())
     }
 

@@ -13,7 +13,7 @@ use super::calibration::{Calibration, MeasuredTraining, SHARED};
 use super::exchange::{RankExchange, SamplerExchange, Transfer};
 use super::hardware::{Hardware, HardwareKind};
 use crate::failure::Failure;
-use crate::plan::BatchPlan;
+use crate::plan::{BatchPlan, refuse_degrees};
 use crate::recipe::Recipe;
 use crate::recipe::words::{ModelDtype, OnUpdate, WeightDtypeWord};
 
@@ -48,13 +48,14 @@ impl ScenarioInputs {
     /// The scenario of `recipe` over `steps` steps, and what about it is an estimate.
     ///
     /// # Errors
-    /// A recipe whose groups or buffer cannot be simulated.
+    /// A recipe whose groups or buffer cannot be simulated, or whose ranks cannot share the model.
     pub fn scenario(
         &self,
         recipe: &Recipe,
         config: &Config,
         steps: u64,
     ) -> Result<(Scenario, Vec<String>), Failure> {
+        refuse_degrees(recipe, config)?;
         let mut notes = Vec::new();
         let work = self.work(recipe, config);
         let lengths = self.lengths(recipe, &mut notes);

@@ -27,8 +27,8 @@ fn search_with(text: &str, hardware: &str, gpus: usize) -> (Recipe, FoundSetting
     for (ranked, _) in &found.best {
         let keys = ranked.candidate.keys().into_iter().map(|(key, value)| format!("{key}={value}"));
         // Without CUDA no recipe with a GPU is loaded.
-        let keys: Vec<String> =
-            keys.filter(|key| cfg!(feature = "cuda") || !key.contains("\"cuda")).collect();
+        let names_gpu = |key: &String| key.contains("\"cuda:") || key.ends_with("=\"cuda\"");
+        let keys: Vec<String> = keys.filter(|key| cfg!(feature = "cuda") || !names_gpu(key)).collect();
         let Ok((mut loaded, _)) = Recipe::load(&path, &keys, &Program::default()) else {
             assert!(gpus > 0 && !cfg!(feature = "cuda"));
             continue;
@@ -218,10 +218,13 @@ fn weights_go_from_gpu_to_gpu_where_each_role_has_its_own() {
         assert!(!between || (split(&ranked) && ranked.candidate.passes.zero < 3), "{ranked:?}");
     }
     assert!(of_split.iter().any(|ranked| ranked.candidate.transport.is_between_devices()), "{of_split:?}");
-    // The fastest transport of two roles apart is simulated first; the others only beside the best settings.
-    assert!(of_split.iter().all(|ranked| {
-        ranked.candidate.transport.is_between_devices()
-            || found.best[0].0.candidate.division == ranked.candidate.division
-    }));
+    // Beside the best all others are simulated.
+    assert!(split(&&found.best[0].0), "{:?}", found.best[0]);
+    let seen = |transport| found.ranked.iter().any(|ranked| ranked.candidate.transport == transport);
+    let all = [WeightTransport::Auto, WeightTransport::Http, WeightTransport::CudaIpc, WeightTransport::Nccl];
+    assert!(all.into_iter().all(seen));
+    let hardware = crate::simulate::hardware::Hardware::open("h100").unwrap();
+    let text = show::text(&found, &recipe, &hardware, 2);
+    assert!(text.contains("  transport of weights ") && text.contains("http: "), "{text}");
     assert_eq!(recipe.weights.transport, WeightTransport::Auto);
 }
