@@ -164,7 +164,8 @@ impl PlanSearch<'_> {
             }
         }
         sort(&mut ranked);
-        if let Some(first) = ranked.first().map(|ranked| ranked.candidate.clone()) {
+        let accepted = ranked.iter().take(CHECKED).find(|ranked| rules(&ranked.candidate).is_ok());
+        if let Some(first) = accepted.map(|ranked| ranked.candidate.clone()) {
             let timed = self.timed(&first, space, &rules, &mut known_times);
             for (candidate, memory) in self.with_other_degrees_and_transports(&first, timed) {
                 ranked.push(played.ranked(candidate, memory, steps)?);

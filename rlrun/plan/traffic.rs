@@ -33,14 +33,14 @@ pub struct Traffic {
     /// Rows of tokens for the experts of other ranks, results, and their gradients.
     pub expert: f64,
     /// Collective calls in passes, each of which has a latency.
-    pub calls: PassCalls,
+    pub calls: PassCallCounts,
     /// Seconds of each second of an update in which the stages of a pipeline wait for the first or the last micro-batch.
     pub idle: f64,
 }
 
 /// Collective calls that one rank makes in the passes of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct PassCalls {
+pub struct PassCallCounts {
     /// Among tensor ranks.
     pub tensor: f64,
     /// Among context ranks.
@@ -97,13 +97,13 @@ impl Traffic {
                 0.0
             },
             expert: tokens * layers * of_experts(whole, forwards) * of_shares(parallel.expert),
-            calls: PassCalls::of(parallel, whole, exchange, [passes, forwards, layers]),
+            calls: PassCallCounts::of(parallel, whole, exchange, [passes, forwards, layers]),
             idle: idle(parallel.pipeline, passes / updates),
         })
     }
 }
 
-impl PassCalls {
+impl PassCallCounts {
     /// Calls in `passes` micro-batches with `forwards` forward passes each, over a part `layers` of the layers.
     fn of(
         parallel: ParallelConfig,

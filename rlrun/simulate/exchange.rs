@@ -98,7 +98,7 @@ impl SamplerExchange {
 
 /// A version of the weights that goes to samplers.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Transfer {
+pub(super) struct VersionTransfer {
     /// Bytes of the weights that are computed with.
     pub(super) computed: f64,
     /// Bytes of what is sent through the memory of the host (`weights.dtype`).
@@ -107,7 +107,7 @@ pub(super) struct Transfer {
     pub(super) copy_s: f64,
 }
 
-impl Transfer {
+impl VersionTransfer {
     /// Seconds in which the trainer publishes and does nothing else, and seconds until the last sampler has the version.
     pub(super) fn seconds(&self, recipe: &Recipe, hardware: &Hardware) -> [f64; 2] {
         let gpu = hardware.kind == HardwareKind::Gpu;

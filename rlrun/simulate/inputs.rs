@@ -10,7 +10,7 @@ use simulator::{
 };
 
 use super::calibration::{Calibration, MeasuredTraining, SHARED};
-use super::exchange::{RankExchange, SamplerExchange, Transfer};
+use super::exchange::{RankExchange, SamplerExchange, VersionTransfer};
 use super::hardware::{Hardware, HardwareKind};
 use crate::failure::Failure;
 use crate::plan::{BatchPlan, refuse_degrees};
@@ -238,7 +238,7 @@ impl ScenarioInputs {
         let rate = self.hardware.bandwidth_bytes_per_s.value * self.hardware.decoding_share.value;
         let computed = work.parameters * work.width;
         let width = if recipe.weights.dtype == WeightDtypeWord::Bf16 { F32 / 2.0 } else { F32 };
-        let transfer = Transfer { computed, sent: work.parameters * width, copy_s: computed / rate };
+        let transfer = VersionTransfer { computed, sent: work.parameters * width, copy_s: computed / rate };
         let [publish_s, push_s] = transfer.seconds(recipe, &self.hardware);
         WeightDelivery {
             publish_s: self.calibration.publish_s.unwrap_or(publish_s),

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use simulator::{Scenario, TrainingCost};
 
 use super::PlanSearch;
-use super::candidate::{SearchCandidate, SearchSpace};
+use super::candidate::{RoleDivision, SearchCandidate, SearchSpace};
 use crate::recipe::schema::ParallelSection;
 use crate::recipe::words::WeightTransport;
 
@@ -85,7 +85,13 @@ impl PlanSearch<'_> {
         rules: &impl Fn(&SearchCandidate) -> Result<(), String>,
         known: &mut KnownTimes,
     ) -> Vec<TimedSettings> {
-        let transports = space.transports(placement.division);
+        let mut transports = space.transports(placement.division);
+        if let RoleDivision::Split { samplers, ranks } = placement.division
+            && !self.inputs.hardware.is_one_machine(samplers + ranks)
+        {
+            // The memory of a device is mapped on its host alone.
+            transports.retain(|transport| *transport != WeightTransport::CudaIpc);
+        }
         let delivered: Vec<f64> =
             transports.iter().map(|transport| self.delivery_s(placement, *transport)).collect();
         let mut all = Vec::new();

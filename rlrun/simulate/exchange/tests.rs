@@ -105,7 +105,7 @@ fn rows_of_tokens_go_to_experts_and_only_other_weights_are_gathered() {
     ];
     let (recipe, config) = loaded(&experts);
     let without = Traffic::over(&recipe, &config, STEP_TOKENS).unwrap();
-    assert_eq!((without.expert, without.calls), (0.0, crate::plan::traffic::PassCalls::default()));
+    assert_eq!((without.expert, without.calls), (0.0, crate::plan::traffic::PassCallCounts::default()));
     let mut sets = experts.to_vec();
     sets.push("trainer.parallel.expert=4");
     let (recipe, config) = loaded(&sets);
@@ -133,7 +133,7 @@ fn ranks_of_a_sampler_have_a_latency_for_every_layer() {
 #[test]
 fn transports_take_the_links_that_they_use() {
     let h100 = Hardware::open("h100").unwrap();
-    let transfer = Transfer { computed: 2e9, sent: 4e9, copy_s: 1e-3 };
+    let transfer = VersionTransfer { computed: 2e9, sent: 4e9, copy_s: 1e-3 };
     let of = |transport: WeightTransport, samplers: usize| {
         let (mut recipe, _) = loaded(&[]);
         (recipe.placement.processes, recipe.placement.rollout_workers) = (true, Some(samplers));
