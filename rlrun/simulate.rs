@@ -18,7 +18,7 @@ mod show;
 
 pub(crate) use show::{digits, limits_in_words};
 
-use model::Config;
+use model::{Config, Layout};
 use simulator::{RangeOverSeeds, Scenario, SimulationError};
 
 use crate::args::{CalibrationArgs, SimulateArgs};
@@ -71,7 +71,7 @@ pub fn inputs_of(
     for path in &args.calibration {
         calibration.read(path, recipe, config, &hardware)?;
     }
-    Ok(ScenarioInputs { hardware, calibration })
+    Ok(ScenarioInputs { hardware, calibration, layout: Layout::new(config) })
 }
 
 /// A scenario over seeds.

@@ -12,7 +12,7 @@ pub mod candidate;
 mod closed_form;
 mod show;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use model::Config;
@@ -137,18 +137,14 @@ impl PlanSearch<'_> {
     ) -> Result<FoundSettings, Failure> {
         let mut too_large = (0, f64::INFINITY);
         let (mut fitting, mut known_times) = (Vec::new(), KnownTimes::default());
-        let mut too_large_at_least = BTreeSet::new();
+        let mut skipped: BTreeMap<String, usize> = BTreeMap::new();
         for candidate in space.placements() {
-            // More running sequences need more memory than fewer, which came before.
-            if too_large_at_least.contains(&training_key(&candidate)) {
-                continue;
-            }
             let timed = self.timed(&candidate, space, &rules, &mut known_times);
-            let (fits, (count, least)) = self.fastest_that_fits(&candidate, timed);
+            // What does not fit does not fit with more running sequences either.
+            let skipped = skipped.entry(training_key(&candidate)).or_default();
+            let (fits, (count, least)) = self.fastest_that_fits(&candidate, &timed[*skipped..]);
+            *skipped += count;
             too_large = (too_large.0 + count, least.min(too_large.1));
-            if fits.is_none() {
-                too_large_at_least.insert(training_key(&candidate));
-            }
             fitting.extend(fits);
         }
         let completions = (self.recipe.buffer.batch_groups * self.recipe.rollout.group_size) as u64;
@@ -253,8 +249,7 @@ impl PlanSearch<'_> {
     /// Memory of the fullest device, or of the process, bytes.
     fn memory(&self, recipe: &Recipe) -> f64 {
         if self.inputs.hardware.kind == HardwareKind::Gpu {
-            let devices = DeviceMemory::of(recipe, self.config);
-            return devices.iter().map(DeviceMemory::total).max().unwrap_or(0) as f64;
+            return DeviceMemory::fullest(recipe, self.config) as f64;
         }
         let tokenizer = match &recipe.model {
             Model::Path(path) => model::directory::tokenizer_bytes(path).unwrap_or(0),

@@ -58,26 +58,20 @@ impl Traffic {
         if recipe.lora.is_some() {
             return None;
         }
-        Self::over(recipe, config, BatchPlan::of(recipe).max_tokens as f64)
+        Self::over(recipe, config, &Layout::new(config), BatchPlan::of(recipe).max_tokens as f64)
     }
 
-    /// The same for `step_tokens` tokens of a step; with an adapter gradients of all weights are counted. `None` for one rank, and for
-    /// ranks that cannot divide the model.
+    /// The same of a model of this `layout` for `step_tokens` tokens of a step; with an adapter gradients of all weights are counted.
+    /// `None` for one rank, and for ranks that cannot divide the model.
     #[must_use]
-    pub fn over(recipe: &Recipe, config: &Config, step_tokens: f64) -> Option<Self> {
+    pub fn over(recipe: &Recipe, config: &Config, layout: &Layout, step_tokens: f64) -> Option<Self> {
         let (world, parallel) = (recipe.trainer.world, recipe.trainer.parallel.config());
         if world <= 1 {
             return None;
         }
         let (tensor, context, data) = (parallel.tensor, parallel.context.degree, parallel.data(world));
-        let (shard, whole) = (ModelShard::new(config, Position { rank: 0, world: tensor }).ok()?, config);
-        let stages = (0..parallel.pipeline).map(|stage| parallel.shard(config, stage * tensor).ok());
-        let stages = stages.collect::<Option<Vec<_>>>()?;
-        let values = stages.iter().map(|stage| gathered_values(stage.layout(), parallel.expert)).max()?;
-        // The stage with the most layers.
-        let layers =
-            stages.iter().map(|stage| stage.layers().len()).max()? as f64 / config.num_layers() as f64;
-        let config = shard.config();
+        let (shards, whole) = (ModelShares::of(parallel, config, layout)?, config);
+        let (config, layers) = (&shards.of_tensor, shards.layers);
         // Of a rank, in a step.
         let passed = recipe.trainer.epochs as f64 * step_tokens / data as f64;
         let tokens = passed / context as f64;
@@ -88,7 +82,7 @@ impl Traffic {
         Some(Self {
             degrees: [data, context, tensor, parallel.pipeline],
             experts: parallel.expert,
-            zero: of_zero(recipe, [passes, updates]) * F32 * values as f64 * of_shares(data * context),
+            zero: of_zero(recipe, [passes, updates]) * F32 * shards.values as f64 * of_shares(data * context),
             tensor: tokens * of_tensor(whole, forwards, layers) * of_shares(tensor),
             context: tokens * layers * of_context(config, exchange, context, forwards),
             pipeline: if parallel.pipeline > 1 {
@@ -132,6 +126,39 @@ impl PassCallCounts {
             // To the experts and back.
             expert: if_shared(parallel.expert, 2.0 * of_layers * with_experts as f64),
         }
+    }
+}
+
+/// What the rank with the most has of a model.
+#[derive(Clone, Debug)]
+struct ModelShares {
+    /// The configuration of a tensor rank with all layers.
+    of_tensor: Config,
+    /// Values that it shares with its ZeRO ranks.
+    values: usize,
+    /// Its part of the layers.
+    layers: f64,
+}
+
+impl ModelShares {
+    fn of(parallel: ParallelConfig, config: &Config, layout: &Layout) -> Option<Self> {
+        let ParallelConfig { tensor, pipeline, expert, .. } = parallel;
+        if parallel.shards() <= 1 {
+            return Some(Self {
+                of_tensor: config.clone(),
+                values: gathered_values(layout, expert),
+                layers: 1.0,
+            });
+        }
+        let stages = (0..pipeline).map(|stage| parallel.shard(config, stage * tensor).ok());
+        let stages = stages.collect::<Option<Vec<_>>>()?;
+        // The stage with the most layers.
+        let layers = stages.iter().map(|stage| stage.layers().len()).max()?;
+        Some(Self {
+            of_tensor: ModelShard::new(config, Position { rank: 0, world: tensor }).ok()?.config().clone(),
+            values: stages.iter().map(|stage| gathered_values(stage.layout(), expert)).max()?,
+            layers: layers as f64 / config.num_layers() as f64,
+        })
     }
 }
 

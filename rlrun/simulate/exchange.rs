@@ -3,7 +3,7 @@
 //! Invariant: bytes and calls are those that `rlrun plan` shows ([`Traffic`], [`SamplerRankPlan`]); here they are divided by the speed of
 //! the link that they take. Nothing is sent while a rank computes: times are added, and none is negative.
 
-use model::Config;
+use model::{Config, Layout};
 
 use super::hardware::{Hardware, HardwareKind};
 use crate::plan::sampler_ranks::SamplerRankPlan;
@@ -29,9 +29,14 @@ impl RankExchange {
     const NONE: Self = Self { token_s: 0.0, calls_s: 0.0, weights_s: 0.0, stretch: 1.0 };
 
     /// In a step of `step_tokens` tokens of all ranks.
-    pub(super) fn of(hardware: &Hardware, recipe: &Recipe, config: &Config, step_tokens: f64) -> Self {
+    pub(super) fn of(
+        hardware: &Hardware,
+        recipe: &Recipe,
+        (config, layout): (&Config, &Layout),
+        step_tokens: f64,
+    ) -> Self {
         let (world, parallel) = (recipe.trainer.world, recipe.trainer.parallel.config());
-        let Some(traffic) = Traffic::over(recipe, config, step_tokens) else { return Self::NONE };
+        let Some(traffic) = Traffic::over(recipe, config, layout, step_tokens) else { return Self::NONE };
         // Tensor ranks are neighbours; context ranks are around them, then stages, then the ranks that divide the data.
         let of_stage = parallel.tensor * parallel.context.degree;
         let sent = [

@@ -22,12 +22,14 @@ const UPDATE_BYTES: f64 = 28.0;
 const F32: f64 = 4.0;
 
 /// What a recipe is simulated with.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct ScenarioInputs {
     /// The hardware.
     pub hardware: Hardware,
     /// The measurements.
     pub calibration: Calibration,
+    /// The weights of the model.
+    pub layout: Layout,
 }
 
 /// Work of a token, by the shape of a model.
@@ -127,7 +129,7 @@ impl ScenarioInputs {
         let width = if gpu && recipe.dtype != ModelDtype::F32 { 2.0 } else { F32 };
         let layers = config.attention_layers() as f64;
         TokenWork {
-            parameters: Layout::new(config).len() as f64,
+            parameters: self.layout.len() as f64,
             products: (config.layer_multiply_adds() + config.vocab_size * config.hidden_size) as f64,
             seen: 4.0 * layers * (config.num_heads * config.head_dim) as f64,
             cached: 2.0 * layers * (config.num_kv_heads * config.head_dim) as f64 * width,
@@ -200,7 +202,7 @@ impl ScenarioInputs {
         let [mut token, mut square] = [2.0 * work.products, work.seen / 2.0]
             .map(|operations| passes * operations * speed / flops / sharing);
         let step_tokens = mean_tokens * (recipe.buffer.batch_groups * recipe.rollout.group_size) as f64;
-        let exchange = RankExchange::of(hardware, recipe, config, step_tokens);
+        let exchange = RankExchange::of(hardware, recipe, (config, &self.layout), step_tokens);
         let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
         // Ranks on a processor have one memory.
         let updated = if gpu { work.parameters / parallel.shards().max(1) as f64 } else { work.parameters };

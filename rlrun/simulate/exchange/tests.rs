@@ -1,7 +1,5 @@
 //! Times of what ranks send, against closed forms.
 
-use model::Layout;
-
 use super::*;
 use crate::program::Program;
 use crate::simulate::calibration::Calibration;
@@ -26,8 +24,13 @@ fn loaded(sets: &[&str]) -> (Recipe, Config) {
 
 fn scenario(hardware: &Hardware, sets: &[&str]) -> simulator::Scenario {
     let (recipe, config) = loaded(sets);
-    let inputs = ScenarioInputs { hardware: hardware.clone(), calibration: Calibration::default() };
+    let (hardware, layout) = (hardware.clone(), Layout::new(&config));
+    let inputs = ScenarioInputs { hardware, calibration: Calibration::default(), layout };
     inputs.scenario(&recipe, &config, 10).unwrap().0
+}
+
+fn exchanged(hardware: &Hardware, recipe: &Recipe, config: &Config) -> RankExchange {
+    RankExchange::of(hardware, recipe, (config, &Layout::new(config)), STEP_TOKENS)
 }
 
 fn training_s(hardware: &Hardware, sets: &[&str]) -> f64 {
@@ -42,7 +45,7 @@ fn near(a: f64, b: f64) -> bool {
 fn ranks_that_divide_the_data_alone_have_the_times_of_their_work_and_of_one_exchange_of_gradients() {
     let h100 = Hardware::open("h100").unwrap();
     let (recipe, config) = loaded(&[]);
-    assert_eq!(RankExchange::of(&h100, &recipe, &config, STEP_TOKENS), RankExchange::NONE);
+    assert_eq!(exchanged(&h100, &recipe, &config), RankExchange::NONE);
     let parameters = Layout::new(&config).len() as f64;
     let products = (config.layer_multiply_adds() + config.vocab_size * config.hidden_size) as f64;
     let flops = h100.flops_per_s.value * h100.training_share.value;
@@ -59,7 +62,7 @@ fn ranks_that_divide_the_data_alone_have_the_times_of_their_work_and_of_one_exch
     }
     // Beyond one machine gradients go over the network.
     let (recipe, config) = loaded(&["trainer.world=16"]);
-    let far = RankExchange::of(&h100, &recipe, &config, STEP_TOKENS).weights_s;
+    let far = exchanged(&h100, &recipe, &config).weights_s;
     assert!(near(far, 2.0 * 4.0 * parameters * 15.0 / 16.0 / h100.network_bytes_per_s.value), "{far}");
 }
 
@@ -70,8 +73,8 @@ fn sharing_weights_pays_over_a_fast_link_and_loses_over_a_slow_one() {
     let alone = training_s(&h100, &[]);
     assert!(training_s(&h100, tensor) < alone);
     let (recipe, config) = loaded(tensor);
-    let fast = RankExchange::of(&h100, &recipe, &config, STEP_TOKENS);
-    let traffic = Traffic::over(&recipe, &config, STEP_TOKENS).unwrap();
+    let fast = exchanged(&h100, &recipe, &config);
+    let traffic = Traffic::over(&recipe, &config, &Layout::new(&config), STEP_TOKENS).unwrap();
     assert!(near(fast.token_s, traffic.tensor / STEP_TOKENS / h100.link_bytes_per_s.value));
     // In each of 32 micro-batches two sums of a layer, forward and backward, and four of the ends.
     assert!(near(fast.calls_s, 32.0 * (2.0 * 2.0 * 16.0 + 4.0) * h100.link_latency_s.value), "{fast:?}");
@@ -86,7 +89,7 @@ fn stages_are_idle_for_less_time_with_more_micro_batches() {
     for (tokens, passes) in [(32768, 4.0), (8192, 16.0), (2048, 64.0)] {
         let set = format!("trainer.microbatch_tokens={tokens}");
         let (recipe, config) = loaded(&["trainer.world=4", "trainer.parallel.pipeline=4", &set]);
-        let exchange = RankExchange::of(&h100, &recipe, &config, STEP_TOKENS);
+        let exchange = exchanged(&h100, &recipe, &config);
         let slowest = slowest_stage(&config, 4);
         assert!(near(slowest / exchange.stretch, 1.0 - 3.0 / (passes + 3.0)), "{exchange:?}");
         assert!((1.0..1.3).contains(&slowest), "{slowest}");
@@ -104,12 +107,12 @@ fn rows_of_tokens_go_to_experts_and_only_other_weights_are_gathered() {
         "trainer.zero=3",
     ];
     let (recipe, config) = loaded(&experts);
-    let without = Traffic::over(&recipe, &config, STEP_TOKENS).unwrap();
+    let without = Traffic::over(&recipe, &config, &Layout::new(&config), STEP_TOKENS).unwrap();
     assert_eq!((without.expert, without.calls), (0.0, crate::plan::traffic::PassCallCounts::default()));
     let mut sets = experts.to_vec();
     sets.push("trainer.parallel.expert=4");
     let (recipe, config) = loaded(&sets);
-    let with = Traffic::over(&recipe, &config, STEP_TOKENS).unwrap();
+    let with = Traffic::over(&recipe, &config, &Layout::new(&config), STEP_TOKENS).unwrap();
     // A row to each of two experts and back, forward and backward, in 16 layers; three of four are those of others.
     assert!(near(with.expert, STEP_TOKENS / 4.0 * 16.0 * 4.0 * 2.0 * 2048.0 * 4.0 * 0.75), "{with:?}");
     assert!(with.zero < 0.5 * without.zero, "{with:?} {without:?}");
