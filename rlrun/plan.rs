@@ -10,6 +10,10 @@ pub mod sampler_ranks;
 pub mod search;
 pub mod traffic;
 
+use model::Config;
+use trainer::ParallelConfig;
+
+use crate::failure::Failure;
 use crate::recipe::words::OnUpdate;
 use crate::recipe::{DataSource, Recipe};
 
@@ -106,6 +110,23 @@ pub fn describe(recipe: &Recipe) -> String {
         }
     }
     lines.join("\n")
+}
+
+/// Refuses ranks of the trainer or of samplers that cannot share a model of the shape `config`.
+///
+/// # Errors
+/// [`Failure::Argument`] with the numbers that do not divide each other.
+pub fn refuse_degrees(recipe: &Recipe, config: &Config) -> Result<(), Failure> {
+    if recipe.rollout.tensor > 1 {
+        let checked = recipe.sampler_ranks().check(config);
+        checked.map_err(|error| Failure::Argument(format!("`rollout.tensor`: {error}")))?;
+    }
+    let learner = recipe.learner();
+    if learner.parallel == ParallelConfig::DATA {
+        return Ok(());
+    }
+    let checked = learner.check_parallel(config, recipe.lora.is_some());
+    checked.map_err(|error| Failure::Argument(error.to_string()))
 }
 
 /// Where sampler and trainer compute, in words; `None` where nothing is sampled.

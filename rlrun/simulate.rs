@@ -4,19 +4,21 @@
 //! - [`hardware`]: files that describe hardware, with the source of every number
 //! - [`calibration`]: measurements of `rlrun-bench --json` and of earlier runs
 //! - [`inputs`]: the scenario of a recipe, from both
+//! - `exchange`: seconds of what ranks send each other, and of weights on their way to samplers
 //! - `show`: text and JSON
 //!
 //! Invariant: files are only read. A number that was not measured for this model on this device is an estimate of the hardware file,
 //! and the output says so; measurements of another model or device are refused.
 
 pub mod calibration;
+mod exchange;
 pub mod hardware;
 pub mod inputs;
 mod show;
 
 pub(crate) use show::{digits, limits_in_words};
 
-use model::Config;
+use model::{Config, Layout};
 use simulator::{RangeOverSeeds, Scenario, SimulationError};
 
 use crate::args::{CalibrationArgs, SimulateArgs};
@@ -69,7 +71,7 @@ pub fn inputs_of(
     for path in &args.calibration {
         calibration.read(path, recipe, config, &hardware)?;
     }
-    Ok(ScenarioInputs { hardware, calibration })
+    Ok(ScenarioInputs { hardware, calibration, layout: Layout::new(config) })
 }
 
 /// A scenario over seeds.
@@ -90,8 +92,9 @@ pub fn shape(recipe: &Recipe) -> Result<Config, Failure> {
         let what = "a run with `[supervised]` samples nothing, so that there is nothing to simulate; `rlrun-bench train` measures its steps";
         return Err(Failure::Argument(what.to_owned()));
     }
-    Ok(match &recipe.model {
+    let config = match &recipe.model {
         Model::Path(path) => Config::load(path)?,
         Model::Random(sizes) => recipe.fresh_model(sizes),
-    })
+    };
+    Ok(Config { reduction: recipe.reduction, ..config })
 }

@@ -50,7 +50,7 @@ pub struct PlanArgs {
     #[command(flatten)]
     pub recipe: RecipeArgs,
     /// Search for the fastest settings: samplers against trainers, staleness, running sequences, micro-batch, recomputation,
-    /// number format
+    /// number format, parallel degrees, transport of weights
     #[arg(long)]
     pub search: bool,
     /// With --search: GPUs that are there [default: 1]

@@ -157,18 +157,12 @@ fn shape(recipe: &Recipe) -> Result<Config, Failure> {
     Ok(Config { reduction: recipe.reduction, ..config })
 }
 
-/// Refuses ranks that cannot share the model.
+/// Refuses ranks that cannot share the model, which is not read without them.
 fn refuse_degrees(recipe: &Recipe) -> Result<(), Failure> {
-    if recipe.rollout.tensor > 1 {
-        let checked = recipe.sampler_ranks().check(&shape(recipe)?);
-        checked.map_err(|error| Failure::Argument(format!("`rollout.tensor`: {error}")))?;
-    }
-    let learner = recipe.learner();
-    if learner.parallel == ParallelConfig::DATA {
+    if recipe.rollout.tensor <= 1 && recipe.learner().parallel == ParallelConfig::DATA {
         return Ok(());
     }
-    let checked = learner.check_parallel(&shape(recipe)?, recipe.lora.is_some());
-    checked.map_err(|error| Failure::Argument(error.to_string()))
+    plan::refuse_degrees(recipe, &shape(recipe)?)
 }
 
 /// Refuses a recipe that its model cannot follow, and a run that needs more memory than its devices have free.

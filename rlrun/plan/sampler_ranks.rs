@@ -28,6 +28,8 @@ pub struct SamplerRankPlan {
     pub sums: f64,
     /// Bytes of logits that it sends to the first rank for a token that is sampled; the first sends none.
     pub logits: u64,
+    /// Collective calls of a decode step.
+    pub calls: f64,
 }
 
 impl SamplerRankPlan {
@@ -51,6 +53,8 @@ impl SamplerRankPlan {
             // Of the layers, and of the embedding: a reduce-scatter and an all-gather.
             sums: 2.0 * sent * (F32 * config.hidden_size as u64) as f64 * (layer_sums(config) + 1.0),
             logits: F32 * tokens.len() as u64,
+            // After attention and after the feed-forward network; of the embedding and of the logits.
+            calls: 2.0 * config.num_layers() as f64 + 2.0,
         })
     }
 }
@@ -63,7 +67,7 @@ pub(super) fn shard_of(config: &Config, degree: usize) -> Config {
 
 impl fmt::Display for SamplerRankPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { degree, weights, cache, sums, logits } = *self;
+        let Self { degree, weights, cache, sums, logits, .. } = *self;
         let mib = |bytes: u64| format!("{:9.1} MiB", bytes as f64 / 1_048_576.0);
         writeln!(f, "each of the {degree} ranks of a sampler (`rollout.tensor`)")?;
         writeln!(f, "  weights     {}  its part of the version that is sampled from, packed", mib(weights))?;
@@ -105,7 +109,7 @@ mod tests {
         let layer = 4 * 2 * 8 + 3 * 2 + 3 * 4 * 8 + 2 * 8;
         assert_eq!(plan.weights, 4 * (3 * 8 + 3 * layer + 8));
         assert_eq!(plan.cache, 2 * 4 * 2 * 3 * 640);
-        assert_eq!((plan.sums, plan.logits), (2.0 * 0.75 * 32.0 * 7.0, 12));
+        assert_eq!((plan.sums, plan.logits, plan.calls), (2.0 * 0.75 * 32.0 * 7.0, 12, 8.0));
         assert!(plan.to_string().contains("each of the 4 ranks"));
         recipe.rollout.tensor = 8;
         assert_eq!(SamplerRankPlan::of(&recipe, &config), None, "4 heads are not shared by 8");

@@ -2,12 +2,14 @@
 //!
 //! # Layout
 //! - [`candidate`]: settings, as changes of a recipe and as keys
+//! - `closed_form`: the order in which settings of training and of weights are tried
 //! - `show`: the three best, and why the others lose
 //!
 //! Invariant: candidates are enumerated in a fixed order. Memory is that of the plan, time that of the simulator; the settings shown
 //! and written pass the rules of recipes. A learning rate or an algorithm is never changed, the batch only if asked.
 
 pub mod candidate;
+mod closed_form;
 mod show;
 
 use std::collections::BTreeMap;
@@ -20,13 +22,15 @@ use crate::args::PlanArgs;
 use crate::failure::Failure;
 use crate::plan::memory::Memory;
 use crate::plan::memory::devices::DeviceMemory;
+use crate::plan::refuse_degrees;
 use crate::program::Program;
-use crate::recipe::{Model, Recipe};
+use crate::recipe::{Model, Recipe, WITHOUT_CUDA};
 use crate::simulate::hardware::HardwareKind;
 use crate::simulate::inputs::ScenarioInputs;
 use crate::simulate::{inputs_of, shape, simulated};
 
-use candidate::{Passes, SearchCandidate, SearchSpace};
+use candidate::{SearchCandidate, SearchSpace};
+use closed_form::{KnownTimes, TimedSettings, training_key};
 
 /// Completions that all candidates simulate together.
 const MAX_COMPLETIONS: u64 = 4_000_000;
@@ -38,6 +42,10 @@ const FINAL_STEPS: u64 = 40;
 const BEST: usize = 3;
 /// Finalists that are checked by the rules before the search gives up.
 const CHECKED: usize = 400;
+/// Degrees of which the best settings are simulated beside the fastest by the closed form.
+const OTHER_DEGREES: usize = 8;
+/// Reasons of refused settings that an error names.
+const REASONS: usize = 6;
 /// Candidates that are not faster by this share than one with less staleness lose to it.
 const WORTH: f64 = 0.02;
 
@@ -86,9 +94,12 @@ pub fn run(args: &PlanArgs, program: &Program) -> Result<String, Failure> {
     };
     let search = PlanSearch { recipe: &recipe, config: &config, inputs: &inputs, seeds: args.inputs.seeds };
     let space = SearchSpace::new(&recipe, gpus as usize, args.any_batch);
-    let found = search.found(&space, |candidate| rules(candidate, path, sets, program))?;
+    let found = search.found(&space, |candidate| {
+        rules(candidate, path, sets, program)?;
+        search.divides_model(candidate)
+    })?;
     if found.best.is_empty() {
-        let reasons: Vec<&str> = found.refused.keys().map(String::as_str).take(BEST).collect();
+        let reasons: Vec<&str> = found.refused.keys().map(String::as_str).take(REASONS).collect();
         let what = format!(
             "no settings of {} fit {} and the rules of recipes: {} need too much memory, at least {:.1} GiB of {:.1}; {}; give more \
              devices with `--gpus`, or change the recipe",
@@ -125,9 +136,14 @@ impl PlanSearch<'_> {
         rules: impl Fn(&SearchCandidate) -> Result<(), String>,
     ) -> Result<FoundSettings, Failure> {
         let mut too_large = (0, f64::INFINITY);
-        let mut fitting = Vec::new();
+        let (mut fitting, mut known_times) = (Vec::new(), KnownTimes::default());
+        let mut skipped: BTreeMap<String, usize> = BTreeMap::new();
         for candidate in space.placements() {
-            let (fits, (count, least)) = self.fastest_passes(&candidate, space.passes());
+            let timed = self.timed(&candidate, space, &rules, &mut known_times);
+            // What does not fit does not fit with more running sequences either.
+            let skipped = skipped.entry(training_key(&candidate)).or_default();
+            let (fits, (count, least)) = self.fastest_that_fits(&candidate, &timed[*skipped..]);
+            *skipped += count;
             too_large = (too_large.0 + count, least.min(too_large.1));
             fitting.extend(fits);
         }
@@ -135,25 +151,24 @@ impl PlanSearch<'_> {
         let bounds = space.staleness();
         let all = (fitting.len() * bounds.len()) as u64 * completions.max(1);
         let steps = (MAX_COMPLETIONS / all.max(1)).clamp(STEPS[0], STEPS[1]);
-        let mut known: BTreeMap<String, RangeOverSeeds> = BTreeMap::new();
+        let mut played = PlayedScenarios { search: self, known: BTreeMap::new() };
         let mut ranked = Vec::new();
         for (candidate, memory) in fitting {
             for max_staleness in &bounds {
                 let candidate = SearchCandidate { max_staleness: *max_staleness, ..candidate.clone() };
-                let (scenario, _) = self.scenario(&candidate, steps + max_staleness)?;
-                // Settings that differ in memory alone are simulated once.
-                let key = format!("{scenario:?}");
-                let range = match known.get(&key) {
-                    Some(range) => range.clone(),
-                    None => simulated(&scenario, 1)?,
-                };
-                let (tokens_per_s, limits) = (range.tokens_per_s.p50, range.limits());
-                known.insert(key, range);
-                ranked.push(Ranked { candidate, tokens_per_s, limits, memory });
+                ranked.push(played.ranked(candidate, memory, steps)?);
             }
         }
         sort(&mut ranked);
-        let (mut best, mut refused, mut notes) = (Vec::new(), BTreeMap::new(), Vec::new());
+        let accepted = ranked.iter().take(CHECKED).find(|ranked| rules(&ranked.candidate).is_ok());
+        if let Some(first) = accepted.map(|ranked| ranked.candidate.clone()) {
+            let timed = self.timed(&first, space, &rules, &mut known_times);
+            for (candidate, memory) in self.with_other_degrees_and_transports(&first, timed) {
+                ranked.push(played.ranked(candidate, memory, steps)?);
+            }
+            sort(&mut ranked);
+        }
+        let (mut best, mut refused, mut notes) = (Vec::new(), known_times.refused, Vec::new());
         for ranked in ranked.iter().take(CHECKED) {
             if best.len() == BEST {
                 break;
@@ -170,30 +185,61 @@ impl PlanSearch<'_> {
         Ok(FoundSettings { ranked, best, too_large, refused, notes })
     }
 
-    /// The placement with those passes of training that take the least time of all that fit; how many do not fit, and what the
-    /// smallest of these needs, bytes.
-    fn fastest_passes(
+    /// The placement with those of the `timed` settings that take the least time of all that fit; how many faster ones do not fit, and
+    /// what the smallest of these needs, bytes.
+    fn fastest_that_fits(
         &self,
         placement: &SearchCandidate,
-        passes: &[Passes],
+        timed: &[TimedSettings],
     ) -> (Option<(SearchCandidate, f64)>, (usize, f64)) {
-        let mut fastest: Option<(f64, SearchCandidate, f64)> = None;
         let (mut count, mut least) = (0, f64::INFINITY);
-        for passes in passes {
-            let candidate = SearchCandidate { passes: *passes, ..placement.clone() };
-            let recipe = candidate.applied(self.recipe);
-            let memory = self.memory(&recipe);
-            if memory > self.inputs.hardware.memory_bytes.value {
-                (count, least) = (count + 1, memory.min(least));
+        for settings in timed {
+            let candidate = settings.at(placement);
+            let memory = self.memory(&candidate.applied(self.recipe));
+            if memory <= self.inputs.hardware.memory_bytes.value {
+                return (Some((candidate, memory)), (count, least));
+            }
+            (count, least) = (count + 1, memory.min(least));
+        }
+        (None, (count, least))
+    }
+
+    /// `best` with the best settings of other degrees, and of other transports, as far as they fit.
+    fn with_other_degrees_and_transports(
+        &self,
+        best: &SearchCandidate,
+        timed: &[TimedSettings],
+    ) -> Vec<(SearchCandidate, f64)> {
+        let mut all: Vec<(SearchCandidate, f64)> = Vec::new();
+        let (mut degrees, mut transports) = (vec![best.parallel], vec![best.transport]);
+        for settings in timed {
+            let candidate = settings.at(best);
+            let of_degrees = candidate.transport == best.transport
+                && degrees.len() <= OTHER_DEGREES
+                && !degrees.contains(&candidate.parallel);
+            let of_transport =
+                candidate.parallel == best.parallel && !transports.contains(&candidate.transport);
+            if !of_degrees && !of_transport {
                 continue;
             }
-            let Ok((scenario, _)) = self.inputs.scenario(&recipe, self.config, 2) else { continue };
-            let seconds = seconds_of_step(&scenario);
-            if fastest.as_ref().is_none_or(|(other, ..)| seconds < *other) {
-                fastest = Some((seconds, candidate, memory));
+            let memory = self.memory(&candidate.applied(self.recipe));
+            if memory <= self.inputs.hardware.memory_bytes.value {
+                if of_degrees {
+                    degrees.push(candidate.parallel);
+                }
+                if of_transport {
+                    transports.push(candidate.transport);
+                }
+                all.push((candidate, memory));
             }
         }
-        (fastest.map(|(_, candidate, memory)| (candidate, memory)), (count, least))
+        all
+    }
+
+    /// Whether the ranks of a candidate can divide the model, or why not.
+    fn divides_model(&self, candidate: &SearchCandidate) -> Result<(), String> {
+        let checked = refuse_degrees(&candidate.applied(self.recipe), self.config);
+        checked.map_err(|error| error.to_string())
     }
 
     fn scenario(&self, candidate: &SearchCandidate, steps: u64) -> Result<(Scenario, Vec<String>), Failure> {
@@ -203,8 +249,7 @@ impl PlanSearch<'_> {
     /// Memory of the fullest device, or of the process, bytes.
     fn memory(&self, recipe: &Recipe) -> f64 {
         if self.inputs.hardware.kind == HardwareKind::Gpu {
-            let devices = DeviceMemory::of(recipe, self.config);
-            return devices.iter().map(DeviceMemory::total).max().unwrap_or(0) as f64;
+            return DeviceMemory::fullest(recipe, self.config) as f64;
         }
         let tokenizer = match &recipe.model {
             Model::Path(path) => model::directory::tokenizer_bytes(path).unwrap_or(0),
@@ -214,40 +259,53 @@ impl PlanSearch<'_> {
     }
 }
 
-/// Training of a batch of mean lengths, seconds.
-fn seconds_of_step(scenario: &Scenario) -> f64 {
-    let sequences = scenario.batch_groups * scenario.group_size;
-    let length = scenario.lengths.mean() + scenario.prompt_tokens;
-    let ranks = scenario.trainer.ranks as f64;
-    let of_rank = (sequences as f64 / ranks).ceil();
-    let one = simulator::TrainingCost { ranks: 1, ..scenario.trainer };
-    one.seconds(&[]) + of_rank * (one.per_token_s * length + one.per_square_s * length * length)
+/// Scenarios that were simulated.
+struct PlayedScenarios<'a> {
+    search: &'a PlanSearch<'a>,
+    known: BTreeMap<String, RangeOverSeeds>,
 }
 
-/// The fastest first; of those within [`WORTH`] of each other the one with less staleness, and then the earlier one.
+impl PlayedScenarios<'_> {
+    /// A candidate that needs `memory` bytes, simulated for `steps` steps and those of its staleness.
+    fn ranked(&mut self, candidate: SearchCandidate, memory: f64, steps: u64) -> Result<Ranked, Failure> {
+        let (scenario, _) = self.search.scenario(&candidate, steps + candidate.max_staleness)?;
+        // Settings that differ in memory alone are simulated once.
+        let key = format!("{scenario:?}");
+        let range = match self.known.get(&key) {
+            Some(range) => range.clone(),
+            None => simulated(&scenario, 1)?,
+        };
+        let (tokens_per_s, limits) = (range.tokens_per_s.p50, range.limits());
+        self.known.insert(key, range);
+        Ok(Ranked { candidate, tokens_per_s, limits, memory })
+    }
+}
+
+/// The fastest first; of those within [`WORTH`] of each other the one with less staleness, then the one whose passes have fewer ranks,
+/// then the faster one.
 fn sort(ranked: &mut Vec<Ranked>) {
     ranked.sort_by(|a, b| b.tokens_per_s.total_cmp(&a.tokens_per_s));
     let mut rest = std::mem::take(ranked);
     while !rest.is_empty() {
         let floor = rest[0].tokens_per_s * (1.0 - WORTH);
         let close = rest.partition_point(|other| other.tokens_per_s >= floor);
-        let least =
-            (0..close).min_by_key(|index| (rest[*index].candidate.max_staleness, *index)).unwrap_or(0);
+        let order = |index: &usize| {
+            let SearchCandidate { max_staleness, parallel, .. } = &rest[*index].candidate;
+            (*max_staleness, parallel.config().of_pass() * parallel.expert, *index)
+        };
+        let least = (0..close).min_by_key(order).unwrap_or(0);
         ranked.push(rest.remove(least));
     }
 }
 
 /// Whether the rules of recipes accept a candidate, or why not.
 fn rules(candidate: &SearchCandidate, path: &Path, sets: &[String], program: &Program) -> Result<(), String> {
-    let keys = candidate.keys();
+    let keys = candidate.keys().into_iter().map(|(key, value)| format!("{key}={value}"));
+    let all: Vec<String> = sets.iter().cloned().chain(keys).collect();
+    let Err(errors) = Recipe::load(path, &all, program) else { return Ok(()) };
     // A program without CUDA plans for GPUs that it cannot use itself.
-    let own = keys.iter().filter(|(key, _)| cfg!(feature = "cuda") || !candidate::names_devices(key));
-    let all: Vec<String> =
-        sets.iter().cloned().chain(own.map(|(key, value)| format!("{key}={value}"))).collect();
-    let loaded = Recipe::load(path, &all, program);
-    loaded
-        .map(|_| ())
-        .map_err(|errors| errors.first().map_or_else(String::new, |error| error.message.clone()))
+    let other = errors.iter().find(|error| !error.message.ends_with(WITHOUT_CUDA));
+    other.map_or(Ok(()), |error| Err(error.message.clone()))
 }
 
 fn write(file: &Path, text: &str) -> Result<(), Failure> {

@@ -6,7 +6,8 @@
 use std::fmt;
 
 use collective::Position;
-use model::{Config, ContextExchange, FeedForward, ModelShard, Recompute};
+use model::{Config, ContextExchange, FeedForward, Layout, ModelShard, ParameterSpec, Recompute};
+use trainer::ParallelConfig;
 
 use super::BatchPlan;
 use crate::recipe::Recipe;
@@ -19,6 +20,8 @@ const F32: f64 = 4.0;
 pub struct Traffic {
     /// Ranks that divide the data, share tokens, share weights, and stages.
     degrees: [usize; 4],
+    /// Ranks that divide experts.
+    experts: usize,
     /// Reduce-scatter of gradients and all-gather of weights among the ZeRO ranks.
     pub zero: f64,
     /// Sums of partial results among tensor ranks, and logits.
@@ -27,56 +30,159 @@ pub struct Traffic {
     pub context: f64,
     /// Residual streams and their gradients, to the stages beside it.
     pub pipeline: f64,
+    /// Rows of tokens for the experts of other ranks, results, and their gradients.
+    pub expert: f64,
+    /// Collective calls in passes, each of which has a latency.
+    pub calls: PassCallCounts,
     /// Seconds of each second of an update in which the stages of a pipeline wait for the first or the last micro-batch.
     pub idle: f64,
 }
 
+/// Collective calls that one rank makes in the passes of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PassCallCounts {
+    /// Among tensor ranks.
+    pub tensor: f64,
+    /// Among context ranks.
+    pub context: f64,
+    /// With the stages beside it.
+    pub pipeline: f64,
+    /// Among expert ranks.
+    pub expert: f64,
+}
+
 impl Traffic {
-    /// The traffic of a trainer with several ranks; `None` for one rank.
+    /// The traffic of a trainer with several ranks, for the most tokens of a step; `None` for one rank, and with an adapter.
     #[must_use]
     pub fn of(recipe: &Recipe, config: &Config) -> Option<Self> {
+        if recipe.lora.is_some() {
+            return None;
+        }
+        Self::over(recipe, config, &Layout::new(config), BatchPlan::of(recipe).max_tokens as f64)
+    }
+
+    /// The same of a model of this `layout` for `step_tokens` tokens of a step; with an adapter gradients of all weights are counted.
+    /// `None` for one rank, and for ranks that cannot divide the model.
+    #[must_use]
+    pub fn over(recipe: &Recipe, config: &Config, layout: &Layout, step_tokens: f64) -> Option<Self> {
         let (world, parallel) = (recipe.trainer.world, recipe.trainer.parallel.config());
-        if world <= 1 || recipe.lora.is_some() {
+        if world <= 1 {
             return None;
         }
         let (tensor, context, data) = (parallel.tensor, parallel.context.degree, parallel.data(world));
-        let shard = ModelShard::new(config, Position { rank: 0, world: tensor }).ok()?;
-        let stage = |stage: usize| parallel.shard(config, stage * tensor).ok();
-        let stages = (0..parallel.pipeline).map(stage).collect::<Option<Vec<_>>>()?;
-        let values = stages.iter().map(|stage| stage.layout().len()).max()?;
-        // The stage with the most layers.
-        let layers =
-            stages.iter().map(|stage| stage.layers().len()).max()? as f64 / config.num_layers() as f64;
-        let (config, whole) = (shard.config(), config);
-        let plan = BatchPlan::of(recipe);
+        let (shards, whole) = (ModelShares::of(parallel, config, layout)?, config);
+        let (config, layers) = (&shards.of_tensor, shards.layers);
         // Of a rank, in a step.
-        let passed = recipe.trainer.epochs as f64 * plan.max_tokens as f64 / data as f64;
+        let passed = recipe.trainer.epochs as f64 * step_tokens / data as f64;
         let tokens = passed / context as f64;
-        let of_shares = |n: usize| (n as f64 - 1.0) / n as f64;
-        let weights = F32 * values as f64 * of_shares(data * context);
-        let updates = plan.updates as f64;
+        let updates = BatchPlan::of(recipe).updates as f64;
         let passes = (passed / recipe.trainer.microbatch_tokens as f64).ceil().max(updates);
-        let zero = match recipe.trainer.zero {
-            3.. => 3.0 * passes * weights,
-            2 => (passes + updates) * weights,
-            _ => 2.0 * updates * weights,
-        };
         let forwards = if recipe.trainer.recompute == Recompute::None { 1.0 } else { 2.0 };
+        let exchange = parallel.context.exchange(config);
         Some(Self {
             degrees: [data, context, tensor, parallel.pipeline],
-            zero,
+            experts: parallel.expert,
+            zero: of_zero(recipe, [passes, updates]) * F32 * shards.values as f64 * of_shares(data * context),
             tensor: tokens * of_tensor(whole, forwards, layers) * of_shares(tensor),
-            context: tokens
-                * layers
-                * of_context(config, parallel.context.exchange(config), context, forwards),
-            idle: idle(parallel.pipeline, passes / updates),
+            context: tokens * layers * of_context(config, exchange, context, forwards),
             pipeline: if parallel.pipeline > 1 {
                 tokens * 2.0 * F32 * config.hidden_size as f64
             } else {
                 0.0
             },
+            expert: tokens * layers * of_experts(whole, forwards) * of_shares(parallel.expert),
+            calls: PassCallCounts::of(parallel, whole, exchange, [passes, forwards, layers]),
+            idle: idle(parallel.pipeline, passes / updates),
         })
     }
+}
+
+impl PassCallCounts {
+    /// Calls in `passes` micro-batches with `forwards` forward passes each, over a part `layers` of the layers.
+    fn of(
+        parallel: ParallelConfig,
+        config: &Config,
+        exchange: ContextExchange,
+        [passes, forwards, layers]: [f64; 3],
+    ) -> Self {
+        let if_shared = |degree: usize, calls: f64| if degree > 1 { passes * calls } else { 0.0 };
+        let of_layers = (forwards + 1.0) * layers;
+        let attention = match exchange {
+            // Before and after attention.
+            ContextExchange::Heads => 2.0,
+            ContextExchange::Keys => 1.0,
+        };
+        let with_experts =
+            config.layers.iter().filter(|layer| layer.feed_forward.experts().is_some()).count();
+        Self {
+            // After attention and after the feed-forward network; embedding and head, forward and backward.
+            tensor: if_shared(parallel.tensor, 2.0 * of_layers * config.num_layers() as f64 + 4.0),
+            context: if_shared(
+                parallel.context.degree,
+                attention * of_layers * config.attention_layers() as f64,
+            ),
+            // The residual stream and its gradient.
+            pipeline: if_shared(parallel.pipeline, 2.0),
+            // To the experts and back.
+            expert: if_shared(parallel.expert, 2.0 * of_layers * with_experts as f64),
+        }
+    }
+}
+
+/// What the rank with the most has of a model.
+#[derive(Clone, Debug)]
+struct ModelShares {
+    /// The configuration of a tensor rank with all layers.
+    of_tensor: Config,
+    /// Values that it shares with its ZeRO ranks.
+    values: usize,
+    /// Its part of the layers.
+    layers: f64,
+}
+
+impl ModelShares {
+    fn of(parallel: ParallelConfig, config: &Config, layout: &Layout) -> Option<Self> {
+        let ParallelConfig { tensor, pipeline, expert, .. } = parallel;
+        if parallel.shards() <= 1 {
+            return Some(Self {
+                of_tensor: config.clone(),
+                values: gathered_values(layout, expert),
+                layers: 1.0,
+            });
+        }
+        let stages = (0..pipeline).map(|stage| parallel.shard(config, stage * tensor).ok());
+        let stages = stages.collect::<Option<Vec<_>>>()?;
+        // The stage with the most layers.
+        let layers = stages.iter().map(|stage| stage.layers().len()).max()?;
+        Some(Self {
+            of_tensor: ModelShard::new(config, Position { rank: 0, world: tensor }).ok()?.config().clone(),
+            values: stages.iter().map(|stage| gathered_values(stage.layout(), expert)).max()?,
+            layers: layers as f64 / config.num_layers() as f64,
+        })
+    }
+}
+
+/// The part of a message that goes to others, of `n` ranks.
+fn of_shares(n: usize) -> f64 {
+    (n as f64 - 1.0) / n as f64
+}
+
+/// How often a rank sends all values of its shard in a step.
+fn of_zero(recipe: &Recipe, [passes, updates]: [f64; 2]) -> f64 {
+    match recipe.trainer.zero {
+        3.. if recipe.lora.is_none() => 3.0 * passes,
+        2 if recipe.lora.is_none() => passes + updates,
+        _ => 2.0 * updates,
+    }
+}
+
+/// Values that ZeRO ranks gather: no other rank has the experts of one of several `experts` ranks.
+fn gathered_values(layout: &Layout, experts: usize) -> usize {
+    if experts <= 1 {
+        return layout.len();
+    }
+    let others = layout.specs().iter().filter(|spec| !spec.name.contains(".experts."));
+    others.map(ParameterSpec::len).sum()
 }
 
 /// Share of the time in which `stages` stages are idle if `batches` micro-batches pass through them: `(p - 1) / (m + p - 1)` (PipeDream-Flush,
@@ -120,6 +226,14 @@ fn of_context(config: &Config, exchange: ContextExchange, degree: usize, forward
     }
 }
 
+/// Bytes of a token that expert ranks send in all layers, if all its experts are those of others: its row to each, the result of each
+/// back, and the gradients of both.
+fn of_experts(config: &Config, forwards: f64) -> f64 {
+    let experts = config.layers.iter().filter_map(|layer| layer.feed_forward.experts());
+    let rows: f64 = experts.map(|spec| spec.per_token as f64).sum();
+    (forwards + 1.0) * 2.0 * F32 * config.hidden_size as f64 * rows
+}
+
 impl fmt::Display for Traffic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [data, context, tensor, pipeline] = self.degrees;
@@ -147,6 +261,9 @@ impl fmt::Display for Traffic {
                 "\n  context     {}  what attention needs, if every sequence lies over all ranks",
                 mib(self.context)
             )?;
+        }
+        if self.experts > 1 {
+            write!(f, "\n  expert      {}  rows for experts of other ranks, and results", mib(self.expert))?;
         }
         Ok(())
     }

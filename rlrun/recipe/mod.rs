@@ -40,6 +40,7 @@ use ::rewards::RewardSpec;
 pub use diagnostic::{Diagnostic, Place};
 pub use eval::DEFAULT_SET;
 pub use layers::{Origin, Origins};
+pub(crate) use placement::WITHOUT_CUDA;
 pub use resume::{Change, Resumption};
 use schema::{
     AlgorithmSection, ArithmeticSection, BufferSection, CheckpointSection, CriticSection, CurationSection,

@@ -11,6 +11,9 @@ use super::words::{
 };
 use crate::settings::Devices;
 
+/// What a program without CUDA says about GPUs.
+pub(crate) const WITHOUT_CUDA: &str = "this program was built without CUDA";
+
 /// Only what a run has can be placed.
 pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
     let own_critic = recipe.critic.as_ref().is_some_and(|critic| critic.kind == CriticKind::Separate);
@@ -339,7 +342,7 @@ fn check_features(recipe: &Recipe, checker: &mut Checker<'_>) {
     let cuda = roles.iter().find(|(_, place)| is_cuda(place));
     let emulated = roles.iter().find(|(_, place)| !is_cuda(place));
     if let Some((path, place)) = cuda.filter(|_| !cfg!(feature = "cuda")) {
-        let message = format!("`{path}` is \"{place}\", and this program was built without CUDA");
+        let message = format!("`{path}` is \"{place}\", and {WITHOUT_CUDA}");
         checker.report(
             path,
             message,

@@ -60,6 +60,14 @@ pub struct Hardware {
     pub link_bytes_per_s: SourcedNumber,
     /// Bytes per second to other machines.
     pub network_bytes_per_s: SourcedNumber,
+    /// Bytes per second between a device and the memory of its host, in one direction.
+    pub host_bytes_per_s: SourcedNumber,
+    /// Devices of a machine; messages beyond them go over the network.
+    pub devices_per_machine: SourcedNumber,
+    /// Least time of a collective call within a machine, seconds.
+    pub link_latency_s: SourcedNumber,
+    /// Least time of a collective call between machines, seconds.
+    pub network_latency_s: SourcedNumber,
     /// Share of the operations that training reaches.
     pub training_share: SourcedNumber,
     /// Share of the operations that prefill reaches.
@@ -109,6 +117,24 @@ impl Hardware {
         Ok(hardware)
     }
 
+    /// Seconds in which a device sends `bytes` bytes in `calls` collective calls among ranks of which the first and the last are
+    /// `span` devices apart, both included: within a machine, or over the network.
+    #[must_use]
+    pub fn exchange_s(&self, span: usize, bytes: f64, calls: f64) -> f64 {
+        let (speed, latency_s) = if self.is_one_machine(span) {
+            (&self.link_bytes_per_s, &self.link_latency_s)
+        } else {
+            (&self.network_bytes_per_s, &self.network_latency_s)
+        };
+        bytes / speed.value + calls * latency_s.value
+    }
+
+    /// Whether so many devices are in one machine.
+    #[must_use]
+    pub fn is_one_machine(&self, devices: usize) -> bool {
+        devices as f64 <= self.devices_per_machine.value
+    }
+
     /// All numbers by their keys.
     pub fn numbers(&self) -> impl Iterator<Item = (&'static str, &SourcedNumber)> {
         [
@@ -117,6 +143,10 @@ impl Hardware {
             ("bandwidth_bytes_per_s", &self.bandwidth_bytes_per_s),
             ("link_bytes_per_s", &self.link_bytes_per_s),
             ("network_bytes_per_s", &self.network_bytes_per_s),
+            ("host_bytes_per_s", &self.host_bytes_per_s),
+            ("devices_per_machine", &self.devices_per_machine),
+            ("link_latency_s", &self.link_latency_s),
+            ("network_latency_s", &self.network_latency_s),
             ("training_share", &self.training_share),
             ("prefill_share", &self.prefill_share),
             ("decoding_share", &self.decoding_share),

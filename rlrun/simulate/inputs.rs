@@ -10,23 +10,26 @@ use simulator::{
 };
 
 use super::calibration::{Calibration, MeasuredTraining, SHARED};
+use super::exchange::{RankExchange, SamplerExchange, VersionTransfer};
 use super::hardware::{Hardware, HardwareKind};
 use crate::failure::Failure;
-use crate::plan::BatchPlan;
+use crate::plan::{BatchPlan, refuse_degrees};
 use crate::recipe::Recipe;
-use crate::recipe::words::{ModelDtype, OnUpdate};
+use crate::recipe::words::{ModelDtype, OnUpdate, WeightDtypeWord};
 
 /// Bytes that an update with AdamW reads and writes for a weight: weight, gradient and two moments in f32 are read, three written.
 const UPDATE_BYTES: f64 = 28.0;
 const F32: f64 = 4.0;
 
 /// What a recipe is simulated with.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct ScenarioInputs {
     /// The hardware.
     pub hardware: Hardware,
     /// The measurements.
     pub calibration: Calibration,
+    /// The weights of the model.
+    pub layout: Layout,
 }
 
 /// Work of a token, by the shape of a model.
@@ -47,23 +50,29 @@ impl ScenarioInputs {
     /// The scenario of `recipe` over `steps` steps, and what about it is an estimate.
     ///
     /// # Errors
-    /// A recipe whose groups or buffer cannot be simulated.
+    /// A recipe whose groups or buffer cannot be simulated, or whose ranks cannot share the model.
     pub fn scenario(
         &self,
         recipe: &Recipe,
         config: &Config,
         steps: u64,
     ) -> Result<(Scenario, Vec<String>), Failure> {
+        refuse_degrees(recipe, config)?;
         let mut notes = Vec::new();
         let work = self.work(recipe, config);
         let lengths = self.lengths(recipe, &mut notes);
         let prompt_tokens = recipe.data.max_prompt_length as f64 / 2.0;
         let samplers = if recipe.placement.processes { recipe.rollout_workers().max(1) } else { 1 };
         let cores = self.cores_factor(recipe, samplers);
-        let decode = self.decode(&work, &mut notes).times(cores[0]);
+        let sums = SamplerExchange::of(&self.hardware, recipe, config);
+        let decode = self.decode(&work, &sums, &mut notes).times(cores[0]).plus(sums.decode_s);
         let prefill = self.calibration.prefill_token_s.unwrap_or_else(|| {
             2.0 * work.products / (self.hardware.flops_per_s.value * self.hardware.prefill_share.value)
         });
+        let prefill = PrefillCost {
+            fixed_s: sums.decode_s[0],
+            per_token_s: prefill * sums.share * cores[0] + sums.prefill_token_s,
+        };
         let warm_steps = (recipe.buffer.max_staleness + 3).min(steps / 2);
         let scenario = Scenario {
             steps,
@@ -87,12 +96,15 @@ impl ScenarioInputs {
             samplers: SamplerFleet {
                 count: samplers,
                 decode,
-                prefill: PrefillCost { fixed_s: 0.0, per_token_s: prefill * cores[0] },
+                prefill,
                 max_running: recipe.rollout.max_running,
                 kv_tokens: recipe.rollout.kv_cache_tokens.map_or(f64::INFINITY, |tokens| tokens as f64),
                 absences: Vec::new(),
             },
-            trainer: self.training(recipe, &work, lengths.mean() + prompt_tokens, cores[1], &mut notes),
+            trainer: {
+                let mean_tokens = lengths.mean() + prompt_tokens;
+                self.training(recipe, config, &work, [mean_tokens, cores[1]], &mut notes)
+            },
             weights: self.weights(recipe, &work),
             sharing: self.sharing(recipe, &work),
             lengths,
@@ -117,7 +129,7 @@ impl ScenarioInputs {
         let width = if gpu && recipe.dtype != ModelDtype::F32 { 2.0 } else { F32 };
         let layers = config.attention_layers() as f64;
         TokenWork {
-            parameters: Layout::new(config).len() as f64,
+            parameters: self.layout.len() as f64,
             products: (config.layer_multiply_adds() + config.vocab_size * config.hidden_size) as f64,
             seen: 4.0 * layers * (config.num_heads * config.head_dim) as f64,
             cached: 2.0 * layers * (config.num_kv_heads * config.head_dim) as f64 * width,
@@ -150,61 +162,68 @@ impl ScenarioInputs {
         )
     }
 
-    fn decode(&self, work: &TokenWork, notes: &mut Vec<String>) -> DecodeCurve {
+    /// Decode steps of one of the ranks of a sampler, without what they send.
+    fn decode(&self, work: &TokenWork, sums: &SamplerExchange, notes: &mut Vec<String>) -> DecodeCurve {
         let hardware = &self.hardware;
         let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
         let flops = hardware.flops_per_s.value * hardware.prefill_share.value;
         let token = work.cached / bandwidth;
         let measured =
             DecodeCurve::measured(&self.calibration.decode_on(None), self.calibration.decode_context, token);
-        measured.unwrap_or_else(|| {
+        measured.map(|curve| curve.times(sums.share)).unwrap_or_else(|| {
             notes.push(self.not_calibrated("decoding", "generate --sweep"));
-            let first = (work.parameters * work.width / bandwidth).max(hardware.launch_s.value);
-            DecodeCurve::linear([first, 2.0 * work.products / flops, token])
+            let read_s = work.parameters * work.width / bandwidth * sums.share;
+            let [sequence, token] = [2.0 * work.products / flops, token].map(|seconds| seconds * sums.share);
+            DecodeCurve::linear([read_s.max(hardware.launch_s.value), sequence, token])
         })
     }
 
     fn training(
         &self,
         recipe: &Recipe,
+        config: &Config,
         work: &TokenWork,
-        mean_tokens: f64,
-        cores: f64,
+        [mean_tokens, cores]: [f64; 2],
         notes: &mut Vec<String>,
     ) -> TrainingCost {
         let (hardware, trainer) = (&self.hardware, &recipe.trainer);
         let flops = hardware.flops_per_s.value * hardware.training_share.value;
-        let sharing = trainer.parallel.config().of_pass().max(1) as f64;
+        let parallel = trainer.parallel.config();
+        let sharing = parallel.of_pass().max(1) as f64;
         let ranks = (trainer.world as f64 / sharing).max(1.0);
         let updates = BatchPlan::of(recipe).updates as f64;
         // Forward and backward, forward again if activations are recomputed, and that of a reference.
         let recomputed = if trainer.recompute == Recompute::None { 0.0 } else { 1.0 };
         let reference = if recipe.needs_reference() { 1.0 } else { 0.0 };
         let passes = trainer.epochs as f64 * (3.0 + recomputed) + reference;
+        let gpu = hardware.kind == HardwareKind::Gpu;
         // Ranks on a processor divide its cores.
-        let speed = if hardware.kind == HardwareKind::Cpu { sharing * ranks } else { 1.0 };
+        let speed = if gpu { 1.0 } else { sharing * ranks };
         let [mut token, mut square] = [2.0 * work.products, work.seen / 2.0]
             .map(|operations| passes * operations * speed / flops / sharing);
+        let step_tokens = mean_tokens * (recipe.buffer.batch_groups * recipe.rollout.group_size) as f64;
+        let exchange = RankExchange::of(hardware, recipe, (config, &self.layout), step_tokens);
         let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
-        let exchanged = 2.0 * F32 * work.parameters * (ranks - 1.0) / ranks / hardware.link_bytes_per_s.value;
-        let mut optimizer_s = updates * (UPDATE_BYTES * work.parameters / bandwidth + exchanged);
-        let tokens = mean_tokens * (recipe.buffer.batch_groups * recipe.rollout.group_size) as f64 / ranks;
-        let mut fixed_s =
-            (tokens / trainer.microbatch_tokens as f64).ceil() * passes * hardware.launch_s.value;
+        // Ranks on a processor have one memory.
+        let updated = if gpu { work.parameters / parallel.shards().max(1) as f64 } else { work.parameters };
+        let mut optimizer_s = updates * UPDATE_BYTES * updated / bandwidth + exchange.weights_s;
+        let micro_batches = (step_tokens / ranks / trainer.microbatch_tokens as f64).ceil();
+        let mut fixed_s = micro_batches * passes * hardware.launch_s.value;
         if let Some([measured_token, measured_square]) =
             fitted(&self.calibration.training_on(None), square / token.max(f64::MIN_POSITIVE))
         {
-            // What was measured is one forward and backward pass with its optimizer.
-            let factor = if self.calibration.contended { 1.0 } else { passes / 3.0 };
-            (token, square) = (measured_token * factor * speed, measured_square * factor * speed);
-            (optimizer_s, fixed_s) = (updates * exchanged, 0.0);
+            // What was measured is one forward and backward pass with its optimizer, on one rank.
+            let factor = if self.calibration.contended { 1.0 } else { passes / 3.0 } * speed / sharing;
+            (token, square) = (measured_token * factor, measured_square * factor);
+            (optimizer_s, fixed_s) = (exchange.weights_s, 0.0);
         } else {
             notes.push(self.not_calibrated("training", "train"));
         }
+        let factor = cores * exchange.stretch;
         TrainingCost {
-            fixed_s: fixed_s * cores,
-            per_token_s: token * cores,
-            per_square_s: square * cores,
+            fixed_s: fixed_s * factor + exchange.calls_s,
+            per_token_s: token * factor + exchange.token_s,
+            per_square_s: square * factor,
             optimizer_s: optimizer_s * cores,
             ranks: ranks as usize,
             checkpoint_every: if self.calibration.checkpoint_s.is_some() {
@@ -218,13 +237,15 @@ impl ScenarioInputs {
     }
 
     fn weights(&self, recipe: &Recipe, work: &TokenWork) -> WeightDelivery {
-        let bytes = work.parameters * work.width;
-        let memory = bytes / (self.hardware.bandwidth_bytes_per_s.value * self.hardware.decoding_share.value);
-        let moves = recipe.placement.processes || self.hardware.kind == HardwareKind::Gpu;
+        let rate = self.hardware.bandwidth_bytes_per_s.value * self.hardware.decoding_share.value;
+        let computed = work.parameters * work.width;
+        let width = if recipe.weights.dtype == WeightDtypeWord::Bf16 { F32 / 2.0 } else { F32 };
+        let transfer = VersionTransfer { computed, sent: work.parameters * width, copy_s: computed / rate };
+        let [publish_s, push_s] = transfer.seconds(recipe, &self.hardware);
         WeightDelivery {
-            publish_s: self.calibration.publish_s.unwrap_or(memory),
-            push_s: if moves { bytes / self.hardware.link_bytes_per_s.value } else { 0.0 },
-            stall_s: self.calibration.stall_s.unwrap_or(memory),
+            publish_s: self.calibration.publish_s.unwrap_or(publish_s),
+            push_s,
+            stall_s: self.calibration.stall_s.unwrap_or(transfer.copy_s),
             apply: match recipe.rollout.on_update {
                 OnUpdate::Keep => ApplyRule::Keep,
                 OnUpdate::Recompute => ApplyRule::Recompute,

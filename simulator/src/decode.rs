@@ -52,6 +52,13 @@ impl DecodeCurve {
         }
     }
 
+    /// The same curve with `[of a step, of a sequence]` seconds more.
+    #[must_use]
+    pub fn plus(&self, [step_s, sequence_s]: [f64; 2]) -> Self {
+        let points = self.points.iter().map(|&(n, seconds)| (n, seconds + step_s + sequence_s * n));
+        Self { points: points.collect(), per_context_token_s: self.per_context_token_s }
+    }
+
     /// Seconds of a step of `sequences`, which attend to `context` tokens together.
     #[must_use]
     pub fn step_s(&self, sequences: f64, context: f64) -> f64 {
@@ -95,6 +102,12 @@ impl DecodeCurve {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_added_counts_for_every_step_and_sequence() {
+        let curve = DecodeCurve::linear([0.01, 1e-4, 1e-6]).plus([0.002, 3e-4]);
+        assert!((curve.step_s(10.0, 1000.0) - (0.012 + 4e-3 + 1e-3)).abs() < 1e-12);
+    }
 
     #[test]
     fn steps_are_the_inverse_of_seconds() {

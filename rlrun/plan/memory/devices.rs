@@ -46,7 +46,7 @@ pub struct DeviceMemory {
 }
 
 /// How many of each role compute on a device.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct DeviceCounts {
     ranks: u64,
     samplers: u64,
@@ -94,12 +94,24 @@ impl DeviceMemory {
     #[must_use]
     pub fn of(recipe: &Recipe, config: &Config) -> Vec<Self> {
         let devices = recipe.devices();
-        let mut places: BTreeSet<DeviceLocation> = devices.trainer.iter().flatten().copied().collect();
-        let samplers = devices.rollouts.iter().chain([&devices.rollout]).flatten();
-        places.extend(samplers.filter(|_| recipe.supervised.is_none()));
-        places.extend(devices.reference);
         let on = |place| Self::on(place, recipe, config, &devices);
-        places.into_iter().map(on).collect()
+        places(recipe, &devices).into_iter().map(on).collect()
+    }
+
+    /// Bytes of the device that needs the most; 0 for a run on the processor. Devices with the same roles need the same.
+    #[must_use]
+    pub fn fullest(recipe: &Recipe, config: &Config) -> u64 {
+        let devices = recipe.devices();
+        let mut seen: Vec<(DeviceCounts, DeviceDtype)> = Vec::new();
+        let mut most = 0;
+        for place in places(recipe, &devices) {
+            let roles = (DeviceCounts::of(recipe, &devices, place), recipe.dtype_on(Some(place)));
+            if !seen.contains(&roles) {
+                seen.push(roles);
+                most = most.max(Self::on(place, recipe, config, &devices).total());
+            }
+        }
+        most
     }
 
     fn on(place: DeviceLocation, recipe: &Recipe, config: &Config, devices: &Devices) -> Self {
@@ -198,6 +210,15 @@ impl fmt::Display for DeviceMemory {
         self.parts.iter().try_for_each(|part| writeln!(f, "{part}"))?;
         write!(f, "  {:12} {:>10}  most at the same time", "total", mebibytes(self.total()))
     }
+}
+
+/// All devices on which a role of `recipe` computes.
+fn places(recipe: &Recipe, devices: &Devices) -> BTreeSet<DeviceLocation> {
+    let mut places: BTreeSet<DeviceLocation> = devices.trainer.iter().flatten().copied().collect();
+    let samplers = devices.rollouts.iter().chain([&devices.rollout]).flatten();
+    places.extend(samplers.filter(|_| recipe.supervised.is_none()));
+    places.extend(devices.reference);
+    places
 }
 
 /// The devices of `recipe` on this machine.

@@ -9,7 +9,8 @@ use toml::{Table, Value};
 
 use crate::failure::Failure;
 use crate::recipe::Recipe;
-use crate::recipe::words::{DeviceLocation, DeviceWord, ModelDtype, PolicyPlacement};
+use crate::recipe::schema::ParallelSection;
+use crate::recipe::words::{DeviceLocation, DeviceWord, ModelDtype, PolicyPlacement, WeightTransport};
 
 /// Bounds on staleness that are compared, versions.
 const STALENESS: [u64; 5] = [0, 1, 2, 4, 8];
@@ -65,6 +66,10 @@ pub struct SearchCandidate {
     pub passes: Passes,
     /// Number format on GPUs.
     pub dtype: ModelDtype,
+    /// How ranks of the trainer share a pass.
+    pub parallel: ParallelSection,
+    /// How weights go to samplers in other processes.
+    pub transport: WeightTransport,
 }
 
 /// All settings.
@@ -77,6 +82,12 @@ pub struct SearchSpace {
     running: Vec<usize>,
     passes: Vec<Passes>,
     dtypes: Vec<ModelDtype>,
+    /// Of the recipe.
+    parallel: ParallelSection,
+    transport: WeightTransport,
+    world: usize,
+    /// Whether the recipe has processes on the processor.
+    processes: bool,
 }
 
 impl SearchSpace {
@@ -94,7 +105,8 @@ impl SearchSpace {
             divisions.extend(parts.map(|samplers| RoleDivision::Split { samplers, ranks: gpus - samplers }));
         }
         let (trainer, given) = (&recipe.trainer, recipe.trainer.microbatch_tokens);
-        let stages: Vec<usize> = if gpus > 1 { vec![1, 2, 3] } else { vec![trainer.zero] };
+        let shared = gpus > 1 || (gpus == 0 && trainer.world > 1);
+        let stages: Vec<usize> = if shared { vec![1, 2, 3] } else { vec![trainer.zero] };
         let passes = [given, given / 2, given.saturating_mul(2), given.saturating_mul(4)]
             .into_iter()
             .filter(|tokens| *tokens > 0)
@@ -113,6 +125,52 @@ impl SearchSpace {
             running: with(&RUNNING, recipe.rollout.max_running),
             passes: passes.collect(),
             dtypes: if gpus > 0 { vec![ModelDtype::Auto, ModelDtype::F32] } else { vec![recipe.dtype] },
+            parallel: trainer.parallel,
+            transport: recipe.weights.transport,
+            world: trainer.world,
+            processes: recipe.placement.processes,
+        }
+    }
+
+    /// Degrees of the ranks of a placement: powers of two whose product divides their number, those without any first. Experts are
+    /// divided among all ranks of a stage, or not.
+    #[must_use]
+    pub fn degrees(&self, division: RoleDivision) -> Vec<ParallelSection> {
+        let world = match division {
+            RoleDivision::Split { ranks, .. } => ranks,
+            RoleDivision::Turns { gpus } if gpus > 0 => gpus,
+            _ if self.on_gpus => 1,
+            _ => self.world,
+        };
+        let powers = || std::iter::successors(Some(1), |power| Some(power * 2)).take_while(|n| *n <= world);
+        let products = powers().flat_map(|tensor| {
+            powers().flat_map(move |context| powers().map(move |pipeline| [tensor, context, pipeline]))
+        });
+        let mut all = Vec::new();
+        for [tensor, context, pipeline] in products {
+            if !world.is_multiple_of(tensor * context * pipeline) {
+                continue;
+            }
+            let parallel = ParallelSection { tensor, context, pipeline, expert: 1, ..self.parallel };
+            all.push(parallel);
+            let stage = world / pipeline;
+            if tensor == 1 && stage > 1 {
+                all.push(ParallelSection { expert: stage, ..parallel });
+            }
+        }
+        all
+    }
+
+    /// Transports of weights of a placement, `auto` first.
+    #[must_use]
+    pub fn transports(&self, division: RoleDivision) -> Vec<WeightTransport> {
+        use WeightTransport::{Auto, CudaIpc, Http, Nccl};
+        match division {
+            RoleDivision::Split { .. } => vec![Auto, Http, CudaIpc, Nccl],
+            // Roles of one process share its memory.
+            _ if self.on_gpus => vec![Auto],
+            RoleDivision::Shared if self.processes => vec![Auto, Http],
+            _ => vec![self.transport],
         }
     }
 
@@ -142,6 +200,14 @@ impl SearchSpace {
                         max_running: *max_running,
                         passes,
                         dtype: *dtype,
+                        parallel: ParallelSection {
+                            tensor: 1,
+                            context: 1,
+                            pipeline: 1,
+                            expert: 1,
+                            ..self.parallel
+                        },
+                        transport: self.transports(*division)[0],
                     })
                 })
             })
@@ -160,6 +226,8 @@ impl SearchCandidate {
         changed.trainer.microbatch_tokens = self.passes.microbatch_tokens;
         changed.trainer.recompute = self.passes.recompute;
         changed.trainer.zero = self.passes.zero;
+        changed.trainer.parallel = self.parallel;
+        changed.weights.transport = self.transport;
         changed.dtype = self.dtype;
         let placement = &mut changed.placement;
         placement.policy =
@@ -198,6 +266,12 @@ impl SearchCandidate {
             ("trainer.microbatch_tokens", self.passes.microbatch_tokens.to_string()),
             ("trainer.recompute", format!("\"{recompute}\"")),
             ("placement.policy", format!("\"{policy}\"")),
+            ("trainer.zero", self.passes.zero.to_string()),
+            ("trainer.parallel.tensor", self.parallel.tensor.to_string()),
+            ("trainer.parallel.context", self.parallel.context.to_string()),
+            ("trainer.parallel.pipeline", self.parallel.pipeline.to_string()),
+            ("trainer.parallel.expert", self.parallel.expert.to_string()),
+            ("weights.transport", format!("\"{}\"", self.transport.as_str())),
         ];
         if !self.on_gpus {
             return keys;
@@ -221,9 +295,6 @@ impl SearchCandidate {
                 keys.push(("placement.trainer_devices", list(samplers, ranks)));
             }
         }
-        if self.passes.zero > 1 {
-            keys.push(("trainer.zero", self.passes.zero.to_string()));
-        }
         keys
     }
 
@@ -237,6 +308,16 @@ impl SearchCandidate {
             (RoleDivision::Turns { .. }, false) => "by turns".to_owned(),
             (RoleDivision::Split { samplers, ranks }, _) => format!("{samplers} sample, {ranks} train"),
         }
+    }
+
+    /// Degrees above 1, in a few words.
+    #[must_use]
+    pub fn degrees(&self) -> String {
+        let ParallelSection { tensor, context, pipeline, expert, .. } = self.parallel;
+        let all = [("tensor", tensor), ("context", context), ("pipeline", pipeline), ("expert", expert)];
+        let above = all.iter().filter(|(_, degree)| *degree > 1);
+        let words: Vec<String> = above.map(|(name, degree)| format!("{name} {degree}")).collect();
+        if words.is_empty() { "none".to_owned() } else { words.join(" x ") }
     }
 
     /// A recipe that extends the one at `path` by `sets` and by these settings.
@@ -257,15 +338,6 @@ impl SearchCandidate {
         }
         Ok(format!("# The fastest settings that `rlrun plan --search` found.\n{table}"))
     }
-}
-
-/// Whether a key names a device.
-#[must_use]
-pub fn names_devices(key: &str) -> bool {
-    matches!(
-        key,
-        "placement.device" | "placement.rollout_devices" | "placement.trainer_devices" | "model.dtype"
-    )
 }
 
 /// Sets `key`, with dots, to a value in TOML, or to a text that is none.

@@ -13,12 +13,14 @@ use crate::simulate::{digits, limits_in_words};
 /// A kind of setting, in words, with its value.
 type Setting = (&'static str, fn(&SearchCandidate) -> String);
 
-const SETTINGS: [Setting; 5] = [
+const SETTINGS: [Setting; 7] = [
     ("placement", SearchCandidate::placement),
     ("staleness", |candidate| candidate.max_staleness.to_string()),
     ("running sequences", |candidate| candidate.max_running.to_string()),
     ("groups of a step", |candidate| candidate.batch_groups.to_string()),
     ("number format", |candidate| format!("{:?}", candidate.dtype).to_lowercase()),
+    ("parallel degrees", SearchCandidate::degrees),
+    ("transport of weights", |candidate| candidate.transport.as_str().to_owned()),
 ];
 
 pub(super) fn text(found: &FoundSettings, recipe: &Recipe, hardware: &Hardware, gpus: u64) -> String {
@@ -55,7 +57,9 @@ pub(super) fn text(found: &FoundSettings, recipe: &Recipe, hardware: &Hardware, 
             digits(range.step_s.p50),
             gib(*memory)
         );
-        let _ = writeln!(out, "  limited by {}", limits_in_words(range.limits()));
+        let (degrees, transport) = (candidate.degrees(), candidate.transport.as_str());
+        let limits = limits_in_words(range.limits());
+        let _ = writeln!(out, "  parallel degrees {degrees}; weights by {transport}; limited by {limits}");
     }
     out.push_str("\nwhy the others lose (best of each, against the first)\n");
     let best = &found.best[0].0;
@@ -66,7 +70,8 @@ pub(super) fn text(found: &FoundSettings, recipe: &Recipe, hardware: &Hardware, 
     if too_large > 0 {
         let _ = writeln!(
             out,
-            "  memory: {too_large} settings of micro-batch, recomputation and ZeRO stage do not fit {}; the smallest needs {}",
+            "  memory: {too_large} faster settings of micro-batch, recomputation, ZeRO stage, degrees and transport do not fit {}; the \
+             smallest of them needs {}",
             gib(hardware.memory_bytes.value),
             gib(least)
         );

@@ -2,9 +2,11 @@
 
 use model::Recompute;
 
-use super::candidate::RoleDivision;
+use super::candidate::{Passes, RoleDivision};
 use super::*;
-use crate::args::CalibrationArgs;
+use crate::args::{CalibrationArgs, RecipeArgs};
+use crate::recipe::schema::ParallelSection;
+use crate::recipe::words::WeightTransport;
 
 fn search_with(text: &str, hardware: &str, gpus: usize) -> (Recipe, FoundSettings) {
     let directory = tempfile::tempdir().unwrap();
@@ -16,7 +18,25 @@ fn search_with(text: &str, hardware: &str, gpus: usize) -> (Recipe, FoundSetting
     let inputs = inputs_of(&recipe, &config, &args).unwrap();
     let search = PlanSearch { recipe: &recipe, config: &config, inputs: &inputs, seeds: 2 };
     let space = SearchSpace::new(&recipe, gpus, false);
-    let found = search.found(&space, |candidate| rules(candidate, &path, &[], &Program::default())).unwrap();
+    let accepts = |candidate: &SearchCandidate| {
+        rules(candidate, &path, &[], &Program::default())?;
+        search.divides_model(candidate)
+    };
+    let found = search.found(&space, accepts).unwrap();
+    // What is applied is what the keys say.
+    for (ranked, _) in &found.best {
+        let keys = ranked.candidate.keys().into_iter().map(|(key, value)| format!("{key}={value}"));
+        // Without CUDA no recipe with a GPU is loaded.
+        let names_gpu = |key: &String| key.contains("\"cuda:") || key.ends_with("=\"cuda\"");
+        let keys: Vec<String> = keys.filter(|key| cfg!(feature = "cuda") || !names_gpu(key)).collect();
+        let Ok((mut loaded, _)) = Recipe::load(&path, &keys, &Program::default()) else {
+            assert!(gpus > 0 && !cfg!(feature = "cuda"));
+            continue;
+        };
+        let applied = ranked.candidate.applied(&recipe);
+        loaded.placement = applied.placement.clone();
+        assert_eq!(loaded, applied);
+    }
     (recipe, found)
 }
 
@@ -80,6 +100,8 @@ fn settings_that_are_hardly_faster_lose_to_less_staleness() {
             max_running: 64,
             passes,
             dtype: crate::recipe::words::ModelDtype::Auto,
+            parallel: ParallelSection::default(),
+            transport: WeightTransport::Auto,
         },
         tokens_per_s,
         limits: LimitingSide::Training,
@@ -89,4 +111,120 @@ fn settings_that_are_hardly_faster_lose_to_less_staleness() {
     sort(&mut all);
     let order: Vec<u64> = all.iter().map(|ranked| ranked.candidate.max_staleness).collect();
     assert_eq!(order, [1, 8, 2, 0]);
+}
+
+/// Four ranks on the processor, whose sums can be divided.
+fn with_ranks(model: &str) -> String {
+    TEXT.replace("[model.random]\n", &format!("[model]\nreduction = \"tree\"\n[model.random]\n{model}"))
+        .replace("[trainer]\n", "[trainer]\nworld = 4\n")
+}
+
+/// The hardware file of a processor with so much memory, bytes.
+fn processor(directory: &tempfile::TempDir, memory: f64) -> String {
+    let file = directory.path().join("processor.toml");
+    std::fs::write(&file, include_str!("../../hardware/cpu.toml").replace("2.5e10", &format!("{memory:.1}")))
+        .unwrap();
+    file.to_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_small_model_is_not_divided_and_every_degree_says_what_it_loses() {
+    let (recipe, found) = search_with(&with_ranks(""), "cpu", 0);
+    assert_eq!(recipe.trainer.world, 4);
+    let degrees: std::collections::BTreeSet<String> =
+        found.ranked.iter().map(|ranked| ranked.candidate.degrees()).collect();
+    assert_eq!(found.best[0].0.candidate.degrees(), "none");
+    assert!(["tensor 2", "context 2", "pipeline 2"].iter().all(|one| degrees.contains(*one)), "{degrees:?}");
+    let text = show::text(&found, &recipe, &crate::simulate::hardware::Hardware::open("cpu").unwrap(), 0);
+    let line =
+        text.lines().find(|line| line.starts_with("  parallel degrees none; ") && line.contains(" % ("));
+    assert!(line.is_some_and(|line| line.contains("tensor 2: ") && line.contains("context 2: ")), "{text}");
+    // Four ranks do not share two key-value heads, and experts are none.
+    assert!(found.refused.keys().any(|reason| reason.contains("expert")), "{:?}", found.refused);
+}
+
+#[test]
+fn a_model_that_fits_no_rank_alone_is_divided() {
+    let text = with_ranks("");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("r.toml");
+    std::fs::write(&path, &text).unwrap();
+    let recipe = Recipe::load(&path, &[], &Program::default()).unwrap().0;
+    let config = shape(&recipe).unwrap();
+    let args = CalibrationArgs { hardware: None, calibration: Vec::new(), seeds: 1 };
+    let inputs = inputs_of(&recipe, &config, &args).unwrap();
+    let search = PlanSearch { recipe: &recipe, config: &config, inputs: &inputs, seeds: 1 };
+    let space = SearchSpace::new(&recipe, 0, false);
+    let least = |is_divided: bool| {
+        let placements = space.placements().flat_map(|placement| {
+            let degrees = space.degrees(placement.division);
+            degrees.into_iter().map(move |parallel| SearchCandidate { parallel, ..placement.clone() })
+        });
+        let all = placements.filter(|candidate| {
+            (candidate.degrees() != "none") == is_divided && search.divides_model(candidate).is_ok()
+        });
+        let passes = |candidate: SearchCandidate| {
+            let of = |passes: &Passes| SearchCandidate { passes: *passes, ..candidate.clone() };
+            space.passes().iter().map(of).collect::<Vec<_>>()
+        };
+        let memory = all.flat_map(passes).map(|candidate| search.memory(&candidate.applied(&recipe)));
+        memory.fold(f64::INFINITY, f64::min)
+    };
+    let [alone, divided] = [least(false), least(true)];
+    assert!(divided < 0.999 * alone, "{divided} {alone}");
+    let (_, found) = search_with(&text, &processor(&directory, (divided + alone) / 2.0), 0);
+    assert!(found.too_large.0 > 0);
+    assert!(found.ranked.iter().all(|ranked| ranked.candidate.degrees() != "none"));
+    let best = &found.best[0].0;
+    assert!(best.memory <= (divided + alone) / 2.0, "{best:?}");
+    // Nothing fits less than the smallest needs.
+    let (_, found) = search_with(&text, &processor(&directory, divided / 2.0), 0);
+    assert!(found.best.is_empty() && found.too_large.1 == divided, "{:?} {divided}", found.too_large);
+}
+
+#[test]
+fn a_model_that_fits_no_gpu_is_refused_with_the_rule_about_degrees() {
+    let sizes = "[model.random]\narchitecture = \"llama\"\nhidden_size = 8192\nintermediate_size = 28672\nnum_layers = 80\n\
+                 num_heads = 64\nnum_kv_heads = 8\n";
+    let text = TEXT.replace("[model.random]\nhidden_size = 256\nintermediate_size = 1024\n", sizes);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("large.toml");
+    std::fs::write(&path, text).unwrap();
+    let args = PlanArgs {
+        recipe: RecipeArgs { recipe: path, sets: Vec::new() },
+        search: true,
+        gpus: Some(8),
+        any_batch: false,
+        write: None,
+        inputs: CalibrationArgs { hardware: Some("h100".to_owned()), calibration: Vec::new(), seeds: 1 },
+    };
+    let failure = run(&args, &Program::default()).unwrap_err();
+    let text = failure.to_string();
+    assert!(matches!(failure, Failure::DoesNotFit(_)), "{text}");
+    assert!(text.contains("need too much memory, at least ") && text.contains(" on the processor"), "{text}");
+}
+
+#[test]
+fn weights_go_from_gpu_to_gpu_where_each_role_has_its_own() {
+    let text = TEXT
+        .replace("[buffer]\n", "[buffer]\nstore = \"redb\"\n")
+        .replace("hidden_size = 256", "hidden_size = 2048");
+    let (recipe, found) = search_with(&text, "h100", 2);
+    let split = |ranked: &&Ranked| matches!(ranked.candidate.division, RoleDivision::Split { .. });
+    let of_split: Vec<&Ranked> = found.ranked.iter().filter(split).collect();
+    assert!(!of_split.is_empty());
+    for ranked in &found.ranked {
+        let between = ranked.candidate.transport.is_between_devices();
+        assert!(!between || (split(&ranked) && ranked.candidate.passes.zero < 3), "{ranked:?}");
+    }
+    assert!(of_split.iter().any(|ranked| ranked.candidate.transport.is_between_devices()), "{of_split:?}");
+    // Beside the best all others are simulated.
+    assert!(split(&&found.best[0].0), "{:?}", found.best[0]);
+    let seen = |transport| found.ranked.iter().any(|ranked| ranked.candidate.transport == transport);
+    let all = [WeightTransport::Auto, WeightTransport::Http, WeightTransport::CudaIpc, WeightTransport::Nccl];
+    assert!(all.into_iter().all(seen));
+    let hardware = crate::simulate::hardware::Hardware::open("h100").unwrap();
+    let text = show::text(&found, &recipe, &hardware, 2);
+    assert!(text.contains("  transport of weights ") && text.contains("http: "), "{text}");
+    assert_eq!(recipe.weights.transport, WeightTransport::Auto);
 }
