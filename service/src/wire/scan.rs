@@ -104,7 +104,7 @@ fn check(mut body: &[u8], shape: &MessageShape, cost_bytes: &mut usize) -> Resul
     Ok(())
 }
 
-/// Model and number of a `ForwardBackwardRequest` whose other fields may be wrong. `None` if its fields cannot be told apart, or if it
+/// Model and number of a `ForwardBackwardRequest` whose other fields may be wrong. `None` if the bytes are no fields, or if it
 /// has neither.
 pub(super) fn request_of_pass(mut body: &[u8]) -> Option<(String, u64)> {
     let (mut model_id, mut seq_id) = (None, None);
