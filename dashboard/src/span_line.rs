@@ -1,6 +1,7 @@
 //! A line of `timeline.jsonl`, for the timeline and for the critical path.
 //!
-//! Invariant: unknown fields are passed over, and a line without lane, kind and times is none.
+//! Invariant: unknown fields are passed over. A line without lane, kind and times is none, nor is one whose known fields have other
+//! types.
 
 use std::borrow::Cow;
 

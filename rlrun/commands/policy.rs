@@ -27,7 +27,7 @@ use crate::huggingface::HuggingFace;
 use crate::program::Program;
 use crate::serve::{MAX_CONTEXT, ServerSignals, cache_tokens, name_of, runtime, say, token};
 
-/// The KV cache takes at most this part of the free memory.
+/// The KV cache takes at most this part of the free memory, or one sequence.
 const CACHE_PART: usize = 4;
 /// Files that the process may have open, if the system allows it: a connection is one.
 const MAX_FILES: u64 = 16_384;

@@ -24,7 +24,7 @@ use crate::memory;
 use crate::program::Program;
 use crate::serve::{MAX_CONTEXT, ServerSignals, cache_tokens, name_of, runtime, say};
 
-/// The KV cache of an engine takes at most this part of the free memory: there may be several engines.
+/// The KV cache of an engine takes at most this part of the free memory, or one sequence: there may be several engines.
 const CACHE_PART: usize = 8;
 /// Most completions of one request.
 const MAX_SAMPLES: usize = 1024;

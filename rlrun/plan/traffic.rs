@@ -61,7 +61,7 @@ impl Traffic {
         Self::over(recipe, config, &Layout::new(config), BatchPlan::of(recipe).max_tokens as f64)
     }
 
-    /// The same of a model of this `layout` for `step_tokens` tokens of a step; with an adapter gradients of all weights are counted.
+    /// The same of a model of this `layout` for `step_tokens` tokens of a step, and with an adapter too.
     /// `None` for one rank, and for ranks that cannot divide the model.
     #[must_use]
     pub fn over(recipe: &Recipe, config: &Config, layout: &Layout, step_tokens: f64) -> Option<Self> {
@@ -79,10 +79,12 @@ impl Traffic {
         let passes = (passed / recipe.trainer.microbatch_tokens as f64).ceil().max(updates);
         let forwards = if recipe.trainer.recompute == Recompute::None { 1.0 } else { 2.0 };
         let exchange = parallel.context.exchange(config);
+        // Of an adapter the gradients alone are exchanged.
+        let values = trained_values(recipe, layout).unwrap_or(shards.values);
         Some(Self {
             degrees: [data, context, tensor, parallel.pipeline],
             experts: parallel.expert,
-            zero: of_zero(recipe, [passes, updates]) * F32 * shards.values as f64 * of_shares(data * context),
+            zero: of_zero(recipe, [passes, updates]) * F32 * values as f64 * of_shares(data * context),
             tensor: tokens * of_tensor(whole, forwards, layers) * of_shares(tensor),
             context: tokens * layers * of_context(config, exchange, context, forwards),
             pipeline: if parallel.pipeline > 1 {
@@ -174,6 +176,13 @@ fn of_zero(recipe: &Recipe, [passes, updates]: [f64; 2]) -> f64 {
         2 if recipe.lora.is_none() => passes + updates,
         _ => 2.0 * updates,
     }
+}
+
+/// Values of the adapter that is trained; `None` if all weights are.
+#[must_use]
+pub fn trained_values(recipe: &Recipe, layout: &Layout) -> Option<usize> {
+    let (specs, _) = recipe.lora()?.shapes(layout.specs());
+    Some(specs.iter().map(ParameterSpec::len).sum())
 }
 
 /// Values that ZeRO ranks gather: no other rank has the experts of one of several `experts` ranks.

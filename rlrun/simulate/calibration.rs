@@ -13,6 +13,7 @@ use simulator::{LatencyModel, LengthModel};
 use super::hardware::{Hardware, HardwareKind};
 use crate::failure::Failure;
 use crate::recipe::Recipe;
+use crate::recipe::words::WeightTransport;
 
 /// Largest file, bytes.
 const MAX_BYTES: u64 = 256 << 20;
@@ -44,8 +45,8 @@ pub struct Calibration {
     pub lengths: Option<LengthModel>,
     /// Time of a reward.
     pub reward: Option<LatencyModel>,
-    /// Time to publish weights, seconds.
-    pub publish_s: Option<f64>,
+    /// Time to publish weights by a transport, seconds.
+    pub publish_s: Option<(WeightTransport, f64)>,
     /// Time that decoding stops for new weights, seconds.
     pub stall_s: Option<f64>,
     /// Time that a step waits for a checkpoint, seconds.
@@ -192,7 +193,7 @@ impl Calibration {
         let cap = recipe.rollout.max_completion_length as f64;
         self.lengths =
             Some(LengthModel::from_longest([length.max(1.0), longest.max(1.0), cap], completions, SHARED));
-        self.publish_s = mean("time/weight_sync");
+        self.publish_s = mean("time/weight_sync").map(|seconds| (recipe.weights.transport, seconds));
         self.stall_s = mean("time/decode_stall");
         let saves = steps.iter().filter_map(|step| step.get("time/save_ckpt")?.as_f64());
         self.checkpoint_s = saves.fold(None, |most: Option<f64>, value| Some(most.unwrap_or(0.0).max(value)));

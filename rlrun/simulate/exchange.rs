@@ -47,13 +47,15 @@ impl RankExchange {
         ];
         let tokens = step_tokens / parallel.data(world).max(1) as f64;
         let bytes_s: f64 = sent.iter().map(|&(span, bytes, _)| hardware.exchange_s(span, bytes, 0.0)).sum();
-        let calls_s = sent.iter().map(|&(span, _, calls)| hardware.exchange_s(span, 0.0, calls)).sum();
+        let calls_s: f64 = sent.iter().map(|&(span, _, calls)| hardware.exchange_s(span, 0.0, calls)).sum();
+        // What a stage sends for a micro-batch delays those after it, as its work does.
+        let busy = 1.0 - traffic.idle;
         Self {
-            token_s: bytes_s / tokens.max(1.0),
-            calls_s,
+            token_s: bytes_s / tokens.max(1.0) / busy,
+            calls_s: calls_s / busy,
             // Few calls: an update waits for the last of them alone.
             weights_s: hardware.exchange_s(world, traffic.zero, 0.0),
-            stretch: slowest_stage(config, parallel.pipeline) / (1.0 - traffic.idle),
+            stretch: slowest_stage(config, parallel.pipeline) / busy,
         }
     }
 }

@@ -13,6 +13,7 @@ use super::calibration::{Calibration, MeasuredTraining, SHARED};
 use super::exchange::{RankExchange, SamplerExchange, VersionTransfer};
 use super::hardware::{Hardware, HardwareKind};
 use crate::failure::Failure;
+use crate::plan::traffic::trained_values;
 use crate::plan::{BatchPlan, refuse_degrees};
 use crate::recipe::Recipe;
 use crate::recipe::words::{ModelDtype, OnUpdate, WeightDtypeWord};
@@ -204,9 +205,10 @@ impl ScenarioInputs {
         let step_tokens = mean_tokens * (recipe.buffer.batch_groups * recipe.rollout.group_size) as f64;
         let exchange = RankExchange::of(hardware, recipe, (config, &self.layout), step_tokens);
         let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
-        // Ranks on a processor have one memory.
-        let updated = if gpu { work.parameters / parallel.shards().max(1) as f64 } else { work.parameters };
-        let mut optimizer_s = updates * UPDATE_BYTES * updated / bandwidth + exchange.weights_s;
+        // Each rank updates its part of all values. Ranks on a processor have one memory.
+        let trained = trained_values(recipe, &self.layout).map_or(work.parameters, |values| values as f64);
+        let updated = if gpu { trained / trainer.world.max(1) as f64 } else { trained };
+        let mut update_s = updates * UPDATE_BYTES * updated / bandwidth;
         let micro_batches = (step_tokens / ranks / trainer.microbatch_tokens as f64).ceil();
         let mut fixed_s = micro_batches * passes * hardware.launch_s.value;
         if let Some([measured_token, measured_square]) =
@@ -215,7 +217,7 @@ impl ScenarioInputs {
             // What was measured is one forward and backward pass with its optimizer, on one rank.
             let factor = if self.calibration.contended { 1.0 } else { passes / 3.0 } * speed / sharing;
             (token, square) = (measured_token * factor, measured_square * factor);
-            (optimizer_s, fixed_s) = (exchange.weights_s, 0.0);
+            (update_s, fixed_s) = (0.0, 0.0);
         } else {
             notes.push(self.not_calibrated("training", "train"));
         }
@@ -224,7 +226,7 @@ impl ScenarioInputs {
             fixed_s: fixed_s * factor + exchange.calls_s,
             per_token_s: token * factor + exchange.token_s,
             per_square_s: square * factor,
-            optimizer_s: optimizer_s * cores,
+            optimizer_s: update_s * cores + exchange.weights_s,
             ranks: ranks as usize,
             checkpoint_every: if self.calibration.checkpoint_s.is_some() {
                 recipe.checkpoint.interval
@@ -242,8 +244,12 @@ impl ScenarioInputs {
         let width = if recipe.weights.dtype == WeightDtypeWord::Bf16 { F32 / 2.0 } else { F32 };
         let transfer = VersionTransfer { computed, sent: work.parameters * width, copy_s: computed / rate };
         let [publish_s, push_s] = transfer.seconds(recipe, &self.hardware);
+        // What was measured is of one transport.
+        let of_transport =
+            self.calibration.publish_s.filter(|(transport, _)| *transport == recipe.weights.transport);
+        let measured = of_transport.map(|(_, seconds)| seconds);
         WeightDelivery {
-            publish_s: self.calibration.publish_s.unwrap_or(publish_s),
+            publish_s: measured.unwrap_or(publish_s),
             push_s,
             stall_s: self.calibration.stall_s.unwrap_or(transfer.copy_s),
             apply: match recipe.rollout.on_update {

@@ -223,6 +223,6 @@ pub struct SamplingOutput {
     pub prompt_targets: Option<(Vec<f32>, usize)>,
     /// Prompt tokens whose keys and values were in the cache.
     pub cached_tokens: usize,
-    /// The version of the weights that sampled the last token.
+    /// The version of the weights that sampled the last token; 0 if none was sampled.
     pub version: u64,
 }

@@ -12,8 +12,8 @@
 //! Sources: tinker-docs.thinkingmachines.ai, Loss Functions; PPO arXiv 1707.06347, CISPO arXiv 2506.13585, DRO arXiv 2405.19107, GSPO
 //! arXiv 2507.18071 equations 7 and 13, of which the latter has an advantage for each token.
 //!
-//! Invariant: a position without effect (weight or advantage and log-probability of 0) whose target is not the next token is not
-//! computed: it is padding before what was sampled.
+//! Invariant: a position without effect (weight or advantage and log-probability of 0, and not of the ratio of `gspo`) whose target is
+//! not the next token is not computed: it is padding before what was sampled.
 
 use std::collections::BTreeMap;
 
@@ -153,7 +153,10 @@ impl PreparedPass {
         };
         let is_scored = |i: &usize| {
             let follows = datum.tokens.get(i + 1).is_none_or(|next| *next == targets[*i]);
-            all || follows || factors[*i] != 0.0 || behavior.get(*i).is_some_and(|logprob| *logprob != 0.0)
+            all || follows
+                || factors[*i] != 0.0
+                || behavior.get(*i).is_some_and(|logprob| *logprob != 0.0)
+                || in_ratio.get(*i).is_some_and(|counts| *counts)
         };
         let scored: Vec<usize> = (0..length).filter(is_scored).collect();
         let Some(last) = scored.last() else { return Ok(()) };

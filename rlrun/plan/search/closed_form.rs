@@ -1,7 +1,7 @@
 //! The order in which settings of a placement are tried: by the time of a step without waiting, in closed form.
 //!
-//! Invariant: settings that the rules of recipes or the shape of the model refuse are never timed, and each refusal is counted once for a
-//! placement. Of settings with the same time the one that is enumerated first comes first, which has no degree above 1.
+//! Invariant: degrees, stages and transports that the rules of recipes or the shape of the model refuse are never timed, and each
+//! refusal is counted once for a placement. Refusals that depend on other settings are found when the best are checked. Of settings with the same time the one that is enumerated first comes first, which has no degree above 1.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,6 @@ use simulator::{Scenario, TrainingCost};
 
 use super::PlanSearch;
 use super::candidate::{RoleDivision, SearchCandidate, SearchSpace};
-use crate::recipe::schema::ParallelSection;
 use crate::recipe::words::WeightTransport;
 
 /// Settings of training and of weights, with their time.
@@ -98,7 +97,7 @@ impl PlanSearch<'_> {
         for parallel in space.degrees(placement.division) {
             for passes in space.passes() {
                 let candidate = SearchCandidate { passes: *passes, parallel, ..placement.clone() };
-                let allowed = is_alone(parallel) || known.accepts(&candidate, rules);
+                let allowed = known.accepts(&candidate, rules);
                 let Some(seconds) = allowed.then(|| self.training_s(&candidate)).flatten() else { continue };
                 for (transport, delivery_s) in transports.iter().zip(&delivered) {
                     let other = SearchCandidate { transport: *transport, ..candidate.clone() };
@@ -131,11 +130,6 @@ impl PlanSearch<'_> {
 /// What the time of training depends on, beside the settings that are tried.
 pub(super) fn training_key(placement: &SearchCandidate) -> String {
     format!("{:?} {} {:?}", placement.division, placement.batch_groups, placement.dtype)
-}
-
-/// Whether every rank computes its passes alone.
-fn is_alone(parallel: ParallelSection) -> bool {
-    parallel.config().of_pass() <= 1 && parallel.expert <= 1
 }
 
 /// Training of a batch of mean lengths, seconds.

@@ -56,7 +56,7 @@ fn ranks_that_divide_the_data_alone_have_the_times_of_their_work_and_of_one_exch
         let gradients = 2.0 * 4.0 * parameters * (world - 1.0) / world / h100.link_bytes_per_s.value;
         assert_eq!(trainer.ranks as f64, world);
         assert!(near(trainer.per_token_s, 3.0 * 2.0 * products / flops), "{trainer:?}");
-        assert!(near(trainer.optimizer_s, updated + gradients), "{trainer:?} {updated} {gradients}");
+        assert!(near(trainer.optimizer_s, updated / world + gradients), "{trainer:?} {updated} {gradients}");
         let micro_batches = STEP_TOKENS / world / 4096.0;
         assert!(near(trainer.fixed_s, micro_batches * 3.0 * h100.launch_s.value), "{trainer:?}");
     }

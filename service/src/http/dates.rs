@@ -1,8 +1,11 @@
 //! Times as JSON and HTTP write them.
 //!
-//! Invariant: times are in UTC. One that a calendar of four digits does not have is written as the first second of 1970.
+//! Invariant: times are in UTC. A time after the year 9999 is written as the last second before.
 
-use chrono::{DateTime, Datelike as _};
+use chrono::DateTime;
+
+/// The last second of the year 9999, seconds since 1970.
+const LAST_S: u64 = 253_402_300_799;
 
 /// Such as `2026-11-27T02:36:05Z`, of seconds since 1970.
 pub(super) fn rfc3339(seconds: u64) -> String {
@@ -15,8 +18,8 @@ pub(super) fn http_date(seconds: u64) -> String {
 }
 
 fn formatted(seconds: u64, form: &str) -> String {
-    let time = i64::try_from(seconds).ok().and_then(|seconds| DateTime::from_timestamp(seconds, 0));
-    time.filter(|time| time.year() <= 9999).unwrap_or_default().format(form).to_string()
+    let time = DateTime::from_timestamp(seconds.min(LAST_S).cast_signed(), 0);
+    time.unwrap_or_default().format(form).to_string()
 }
 
 #[cfg(test)]
@@ -28,8 +31,8 @@ mod tests {
         assert_eq!(rfc3339(0), "1970-01-01T00:00:00Z");
         assert_eq!(rfc3339(951_827_696), "2000-02-29T12:34:56Z");
         assert_eq!(http_date(784_111_777), "Sun, 06 Nov 1994 08:49:37 GMT");
-        for late in [253_402_300_800, 1 << 60, u64::MAX] {
-            assert_eq!(rfc3339(late), rfc3339(0));
+        for late in [LAST_S + 1, 1 << 60, u64::MAX] {
+            assert_eq!(rfc3339(late), "9999-12-31T23:59:59Z");
         }
     }
 }

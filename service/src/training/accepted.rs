@@ -186,7 +186,7 @@ impl TrainingService {
             }
             if !registry.futures.has(&known.request_id) {
                 let gone =
-                    FailedRequest::user("the request was carried out, and its outcome was kept long enough");
+                    FailedRequest::user("the request was carried out, and its outcome is no longer kept");
                 registry.futures.begin(&known.request_id, user, Some(model_id), None);
                 registry.futures.end(&known.request_id, Err(gone));
             }
@@ -198,13 +198,13 @@ impl TrainingService {
                 format!("request {number} of model {model_id} was answered long ago"),
             ));
         }
-        registry.futures.admit(user, &limits)?;
         if numbers > 0 && queued + numbers > limits.queued_numbers {
             return Err(Refusal::new(
                 429,
                 format!("data of {queued} numbers wait for their pass; try again later"),
             ));
         }
+        registry.futures.admit(user, &limits)?;
         let request_id = self.shared.id("req-");
         let entry = registry.model(user, model_id)?;
         entry.last_request = now_s();
@@ -340,10 +340,11 @@ impl TrainingService {
     /// Unloads a model; its requests that wait fail.
     ///
     /// # Errors
-    /// 404 for an unknown model.
+    /// 404 for an unknown model, 429 if too many requests of the user are in progress.
     pub fn unload(&self, user: UserId, model_id: &str) -> Result<Ticket, Refusal> {
         let mut registry = self.shared.registry();
         registry.model(user, model_id)?;
+        registry.futures.admit(user, &self.shared.config.limits)?;
         registry.unload(model_id, &FailedRequest::user("the model was unloaded"));
         let request_id = self.shared.id("req-");
         registry.futures.begin(&request_id, user, None, None);
@@ -468,7 +469,9 @@ impl TrainingService {
             let sampled = sampled(&shared, user, &sampler, request).await;
             let mut registry = shared.registry();
             if let (Ok(output), Some(model)) = (&sampled, &model) {
-                ids.iter().for_each(|id| registry.sampled(id, model, output.version));
+                let sampled =
+                    ids.iter().zip(&output.sequences).filter(|(_, sequence)| !sequence.tokens.is_empty());
+                sampled.for_each(|(id, _)| registry.sampled(id, model, output.version));
             }
             registry.futures.end(&id, sampled.map(|output| Arc::new(RequestOutcome::Sampled(output))));
         });

@@ -45,8 +45,11 @@ pub struct ServiceLimits {
     pub gap: Duration,
     /// How long the outcome of a request can be retrieved after it ended.
     pub outcome: Duration,
-    /// Most memory of outcomes of a user, bytes: those that were retrieved make place, and with others new requests are refused.
+    /// Memory of outcomes of a user, bytes, above which those that were retrieved make place, or new requests are refused. Requests in
+    /// progress add theirs.
     pub outcome_bytes: usize,
+    /// How long an outcome is kept at least after it was retrieved.
+    pub retrieved: Duration,
     /// Most bytes of weights that samplers have in memory beside those of the base models.
     pub sampler_bytes: u64,
     /// Adapters that an engine serves at the same time.
@@ -68,6 +71,7 @@ impl Default for ServiceLimits {
             gap: Duration::from_secs(60),
             outcome: Duration::from_secs(600),
             outcome_bytes: 512 << 20,
+            retrieved: Duration::from_secs(60),
             sampler_bytes: 4 << 30,
             adapters: 64,
             whole_samplers: 2,

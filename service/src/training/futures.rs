@@ -1,8 +1,8 @@
 //! Outcomes of requests, which clients retrieve later.
 //!
 //! Invariant: a request ends once. Its outcome stays for [`ServiceLimits::outcome`] after it ended, also if it was retrieved: an
-//! answer may be lost on its way. Outcomes of a user above [`ServiceLimits::outcome_bytes`] make place for new requests, those that
-//! were retrieved alone.
+//! answer may be lost on its way. Above [`ServiceLimits::outcome_bytes`] of a user outcomes that were retrieved
+//! [`ServiceLimits::retrieved`] ago or longer make place for new requests, and without enough of them no request of the user begins.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -50,7 +50,12 @@ struct UsedFutures {
     open: usize,
     /// Of all outcomes.
     bytes: usize,
+    /// Of those that were retrieved.
+    retrieved_bytes: usize,
 }
+
+/// What a request takes beside the numbers of its outcome, bytes.
+const REQUEST_BYTES: usize = 512;
 
 impl FutureTable {
     /// Adds a request.
@@ -76,47 +81,55 @@ impl FutureTable {
     /// # Errors
     /// 429 if too many requests have not ended, or outcomes that were not retrieved take too much memory.
     pub(super) fn admit(&mut self, user: UserId, limits: &ServiceLimits) -> Result<(), Refusal> {
-        let UsedFutures { open, bytes, .. } = self.used.get(&user).copied().unwrap_or_default();
-        if open >= limits.open {
+        let used = self.used.get(&user).copied().unwrap_or_default();
+        if used.open >= limits.open {
+            let open = used.open;
             return Err(Refusal::new(
                 429,
                 format!("{open} of your requests are in progress, which is the limit; wait for some"),
             ));
         }
-        if bytes <= limits.outcome_bytes {
-            return Ok(());
+        let most = limits.outcome_bytes;
+        if used.bytes > most && used.bytes - used.retrieved_bytes <= most {
+            self.forget_retrieved(user, most / 2, limits.retrieved);
         }
-        let mut retrieved: Vec<(Instant, String)> = self
-            .requests
-            .iter()
-            .filter(|(_, request)| request.user == user)
-            .filter_map(|(id, request)| request.retrieved.map(|at| (at, id.clone())))
-            .collect();
-        retrieved.sort_unstable();
-        // Half is freed, so that not every request looks through all of them.
-        let mut oldest = retrieved.into_iter();
-        let bytes_of = |table: &Self| table.used.get(&user).map_or(0, |used| used.bytes);
-        while bytes_of(self) > limits.outcome_bytes / 2
-            && let Some((_, id)) = oldest.next()
-        {
-            self.forget(&id);
-        }
-        match bytes_of(self) {
-            bytes if bytes > limits.outcome_bytes => Err(Refusal::new(
+        match self.used.get(&user).map_or(0, |used| used.bytes) {
+            bytes if bytes > most => Err(Refusal::new(
                 429,
-                format!(
-                    "outcomes of {bytes} bytes wait for you, and the limit is {}; retrieve some",
-                    limits.outcome_bytes
-                ),
+                format!("outcomes of {bytes} bytes wait for you, and the limit is {most}; retrieve some"),
             )),
             _ => Ok(()),
         }
     }
 
+    /// Forgets outcomes of `user` that were retrieved `age` ago or longer, the longest ago first, until all others take at most `bytes`.
+    fn forget_retrieved(&mut self, user: UserId, bytes: usize, age: Duration) {
+        let mut retrieved: Vec<(Instant, String)> = self
+            .requests
+            .iter()
+            .filter(|(_, request)| request.user == user)
+            .filter_map(|(id, request)| {
+                Some((request.retrieved.filter(|at| at.elapsed() >= age)?, id.clone()))
+            })
+            .collect();
+        retrieved.sort_unstable();
+        for (_, id) in retrieved {
+            if self.used.get(&user).is_none_or(|used| used.bytes <= bytes) {
+                break;
+            }
+            self.forget(&id);
+        }
+    }
+
     /// Notes that the outcome of a request was sent to its client.
     pub(super) fn retrieved(&mut self, id: &str) {
-        if let Some(request) = self.requests.get_mut(id) {
-            request.retrieved = Some(Instant::now());
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let Some((ended, _)) = &request.ended else { return };
+        let bytes = bytes_of(ended);
+        if request.retrieved.replace(Instant::now()).is_none()
+            && let Some(used) = self.used.get_mut(&request.user)
+        {
+            used.retrieved_bytes += bytes;
         }
     }
 
@@ -192,12 +205,18 @@ impl FutureTable {
 
     /// Forgets a request that has ended.
     fn forget(&mut self, id: &str) {
-        let Some(RetrievableRequest { user, ended: Some((ended, _)), .. }) = self.requests.remove(id) else {
+        let Some(RetrievableRequest { user, ended: Some((ended, _)), retrieved, .. }) =
+            self.requests.remove(id)
+        else {
             return;
         };
         if let Some(used) = self.used.get_mut(&user) {
+            let bytes = bytes_of(&ended);
             used.requests -= 1;
-            used.bytes -= bytes_of(&ended);
+            used.bytes -= bytes;
+            if retrieved.is_some() {
+                used.retrieved_bytes -= bytes;
+            }
             if used.requests == 0 {
                 self.used.remove(&user);
             }
@@ -205,12 +224,13 @@ impl FutureTable {
     }
 }
 
-/// Memory of what a request ended in, bytes.
+/// Memory of a request with what it ended in, bytes.
 fn bytes_of(ended: &Ended) -> usize {
-    match ended {
-        Ok(outcome) => outcome.bytes(),
-        Err(failure) => failure.message.len(),
-    }
+    REQUEST_BYTES
+        + match ended {
+            Ok(outcome) => outcome.bytes(),
+            Err(failure) => failure.message.len(),
+        }
 }
 
 #[cfg(test)]
@@ -231,7 +251,8 @@ mod tests {
 
     #[test]
     fn outcomes_that_were_retrieved_make_place() {
-        let limits = ServiceLimits { outcome_bytes: 10_000, ..ServiceLimits::default() };
+        let limits =
+            ServiceLimits { outcome_bytes: 11_000, retrieved: Duration::ZERO, ..ServiceLimits::default() };
         let mut table = FutureTable::default();
         for id in ["a", "b", "c"] {
             table.admit(ADA, &limits).unwrap();
@@ -243,6 +264,9 @@ mod tests {
         table.admit(BOB, &limits).unwrap();
         assert!(["a", "b", "c"].iter().all(|id| table.has(id)));
         table.retrieved("b");
+        // The answer may be on its way.
+        let later = ServiceLimits { retrieved: Duration::from_secs(60), ..limits };
+        assert_eq!(table.admit(ADA, &later).unwrap_err().status, 429);
         table.admit(ADA, &limits).unwrap();
         assert_eq!(["a", "b", "c"].map(|id| table.has(id)), [true, false, true]);
         table.expire(Duration::ZERO);

@@ -134,7 +134,7 @@ impl TrainingService {
                 let gone = || {
                     Refusal::new(
                         410,
-                        format!("request {request_id} is not known, or its outcome was kept long enough"),
+                        format!("request {request_id} is not known, or its outcome is no longer kept"),
                     )
                 };
                 let request = registry.futures.get(request_id, user).ok_or_else(gone)?;
