@@ -50,7 +50,7 @@ const CLEAR_LOSS: f64 = 0.12;
 const FIRST_WINDOWS: u64 = 4;
 /// Windows without a trial after one that was not kept; doubled each time, up to [`LONGEST_HOLD_WINDOWS`].
 const HOLD_WINDOWS: u64 = 16;
-/// See [`HOLD_WINDOWS`].
+/// See [`HOLD_WINDOWS`]: windows of decode steps.
 const LONGEST_HOLD_WINDOWS: u64 = 1024;
 /// Share by which the capacity differs from that of the last decision once the hold ends early.
 const DRIFT: f64 = 0.2;

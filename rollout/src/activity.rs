@@ -16,7 +16,7 @@ use crate::worker::WorkerPhase;
 pub const MAX_PHASES: usize = 512;
 /// Most episodes between two calls of [`ActivityLog::take`].
 pub const MAX_EPISODES: usize = 1024;
-/// Most changes of the limit between two calls of [`ActivityLog::take`].
+/// Most entries of changes of the limit between two calls of [`ActivityLog::take`].
 pub const MAX_LIMIT_CHANGES: usize = 256;
 /// A phase between two decode steps that is shorter belongs to what surrounds it, seconds.
 const BRIEF: f64 = 1e-3;
@@ -79,7 +79,7 @@ pub struct Activity {
     pub phases: Vec<PhaseSpan>,
     /// The episodes of the groups that it stored.
     pub episodes: Vec<EpisodeTimes>,
-    /// Sequences that it runs at once, if that adapts, at the end.
+    /// Sequences up to which requests were admitted at the end, if that adapts.
     #[serde(default)]
     pub running_limit: Option<usize>,
     /// The changes of that.
