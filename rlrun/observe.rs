@@ -7,6 +7,7 @@ mod measures;
 mod peers;
 mod ranks;
 mod rewards;
+mod running;
 mod samples;
 mod spans;
 mod tokens;
@@ -68,6 +69,8 @@ pub struct Observer<'a> {
     unjudged_named: bool,
     /// Steps in a row of which no trajectory could be scored.
     unscored: u32,
+    /// Mean number of sequences that samplers run at once, as they last reported it, if that adapts.
+    running_limit: Option<f64>,
 }
 
 /// Everything that is known of a step.
@@ -126,6 +129,7 @@ impl<'a> Observer<'a> {
             counts: peers::PeerCounts::default(),
             unjudged_named: false,
             unscored: 0,
+            running_limit: None,
         })
     }
 
@@ -202,6 +206,11 @@ impl<'a> Observer<'a> {
     /// Writes what samplers report after the last step.
     pub(crate) fn late_reports(&mut self, activity: &[(String, Activity)], rewards: &[(String, LoadCounts)]) {
         self.spans.iter_mut().for_each(|spans| spans.late_reports(activity, rewards));
+        if let Err(failure) = self.limit_changes(activity) {
+            self.report.note(&format!(
+                "the last changes of `rollout/running_limit` are not in the events: {failure}"
+            ));
+        }
     }
 
     /// Writes the ends of the timeline and of the logs of trackers.
@@ -294,6 +303,7 @@ impl<'a> Observer<'a> {
         weights::measure(&mut metrics, inputs.push, inputs.lags, inputs.distribution);
         exchange::measure(&mut metrics, inputs.step.exchange);
         inputs.ahead.iter().for_each(|versions| metrics.set("buffer/ahead", *versions as f64));
+        self.running(&mut metrics, inputs.activity)?;
         self.peers(&mut metrics, inputs)?;
         self.ranks(&mut metrics, inputs.step)?;
         crate::curation::measure(self.recipe, &mut metrics, inputs.sampler_before, inputs.sampler_after);

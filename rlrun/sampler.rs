@@ -63,6 +63,7 @@ impl SamplerSetup<'_> {
         let engine = Engine::new(config, stop_rules, network, version)?
             .interrupting(interruption)
             .speculating(self.recipe.rollout.speculation)
+            .adapting_running(self.recipe.rollout.adapt_running)
             .on(Arc::clone(&self.prepared.pool));
         let engine = if self.recipe.rollout.routing_replay { engine.recording_experts() } else { engine };
         let applier = if alternates { Applier::inline(incoming) } else { Applier::start(incoming) };

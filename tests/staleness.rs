@@ -89,3 +89,26 @@ fn samplers_run_ahead_by_fewer_versions_if_the_trainer_never_waits() {
     assert!(stale[39] <= last + 1.5 && stale[39] < stale[10], "{stale:?} with {ahead:?}");
     assert!(run.values("staleness/max").iter().all(|max| *max <= 6.0));
 }
+
+/// A sampler that has more groups to sample than it may run at once: it tries fewer, within its bounds.
+#[test]
+fn the_limit_of_running_sequences_follows_what_the_sampler_measures() {
+    let home = Home::new();
+    let sets =
+        ["rollout.max_running=16", "rollout.adapt_running=true", "trainer.steps=90", "checkpoint.interval=0"];
+    let run = home.small("run", &sets);
+    let limits = run.values("rollout/running_limit");
+    assert_eq!((limits.len(), limits[0]), (90, 16.0));
+    assert!(limits.iter().all(|limit| [8.0, 16.0].contains(limit)), "{limits:?}");
+    let events = lines(&run.path.join("events.jsonl"));
+    let changes: Vec<_> = events.iter().filter(|event| event["event"] == "running_limit").collect();
+    assert!(!changes.is_empty(), "{limits:?}");
+    let mut limit = 16;
+    for change in changes {
+        let fields = &change["fields"];
+        assert_eq!((&fields["sampler"], &fields["running_before"]), (&"sampler 0".into(), &limit.into()));
+        limit = fields["running"].as_u64().unwrap();
+        assert!(fields["capacity_before"].as_f64().unwrap() > 0.0, "{fields}");
+    }
+    assert!(limits.contains(&8.0), "the metric shows the trial: {limits:?}");
+}

@@ -110,6 +110,7 @@ mod payload;
 mod payload_cache;
 #[cfg(feature = "postgres")]
 pub mod postgres;
+mod running;
 pub mod store;
 
 pub use admission::{AdmissionControl, StepObservation};
@@ -125,3 +126,4 @@ pub use journal::JOURNAL_CACHE_BYTES;
 pub use ledger::{KEYED as FIRST_KEYED, Rewound};
 pub use ledger_simulation::{SimulatedArrival, SimulatedLease, SimulatedLedger};
 pub use listing::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};
+pub use running::{RunningChange, RunningControl, RunningObservation};

@@ -349,6 +349,11 @@ pub(crate) const METRICS: &[MetricSection] = &[
                 "Sampled tokens over the time that the sampler worked.",
             ),
             metric(
+                "rollout/running_limit",
+                "sequences",
+                "Sequences that a sampler runs at once, a mean over samplers; with `rollout.adapt_running`.",
+            ),
+            metric(
                 "trainer/tokens_per_s",
                 "tokens per second",
                 "Trained tokens over the time of their passes.",

@@ -92,7 +92,7 @@ fn named(paths: &[&str]) -> String {
 /// The keys of rlrun's own engine that are not at their defaults, with the reason why they have no effect with another one.
 fn given_of_own(rollout: &Rollout) -> Vec<(&'static [&'static str], &'static str)> {
     let truncated = rollout.top_p < 1.0 || rollout.top_k > 0 || rollout.min_p > 0.0;
-    let all: [(&[&str], bool, &str); 7] = [
+    let all: [(&[&str], bool, &str); 8] = [
         (
             &["rollout.top_p", "rollout.top_k", "rollout.min_p"],
             truncated,
@@ -111,6 +111,7 @@ fn given_of_own(rollout: &Rollout) -> Vec<(&'static [&'static str], &'static str
             "an engine is started with its own speculation",
         ),
         (&["rollout.tensor"], rollout.tensor > 1, "an engine is started with its own tensor degree"),
+        (&["rollout.adapt_running"], rollout.adapt_running, "an engine decides itself what it runs at once"),
         (&["rollout.bitwise"], rollout.bitwise, "engines of others compute other bits than the trainer"),
     ];
     all.into_iter().filter(|(_, given, _)| *given).map(|(paths, _, reason)| (paths, reason)).collect()

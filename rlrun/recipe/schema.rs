@@ -258,6 +258,11 @@ pub struct Rollout {
     /// Sequences decoded together. vLLM `max_num_seqs`, AReaL `max_concurrent_rollouts`.
     // resume = changes, worker = run
     pub max_running: usize,
+    /// Whether every sampler runs the fewest sequences at once, from `group_size` to `max_running`, that are enough: it measures their
+    /// tokens per second to be within 3 % of the best, or 15 % more than what it samples with its waits for slots. More make each
+    /// sequence slower, and its group staler. Every change is an event.
+    // resume = changes, worker = run
+    pub adapt_running: bool,
     /// Prompt tokens that are prefilled per decoding step. Default: 256, or 2048 on a device. vLLM `max_num_batched_tokens`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
@@ -350,6 +355,7 @@ impl Default for Rollout {
             stop_token_ids: Vec::new(),
             ignore_stop: false,
             max_running: 64,
+            adapt_running: false,
             prefill_chunk: None,
             kv_cache_tokens: None,
             interrupt_text: None,

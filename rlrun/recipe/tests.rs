@@ -156,6 +156,7 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("rollout.tensor=2", "the ranks of a sampler add partial sums"),
         ("trainer.parallel.context=2", "`trainer.world` is 1, which passes of 2 ranks"),
         ("trainer.parallel.sections=6", "`trainer.parallel.sections` is 6, but must be a power of two"),
+        ("rollout.adapt_running=3", "`rollout.adapt_running`: expected true or false"),
         ("buffer.adapt_staleness=3", "`buffer.adapt_staleness`: expected true or false"),
         ("trainer.elastic.snapshot_every=1", "ranks that can be lost alone are processes"),
         ("trainer.elastic.min_world=0", "`trainer.elastic.min_world`"),
@@ -188,6 +189,15 @@ fn wrong_types_and_ranges_point_at_the_value() {
         assert_eq!(shown.matches("error: ").count(), 1, "{set}: {shown}");
         assert!(shown.contains(" --> --set:1:"), "{set}: {shown}");
     }
+}
+
+#[test]
+fn a_limit_that_adapts_has_limits_to_choose_from() {
+    let case = Case::new(MINIMAL);
+    let shown = case.errors(&["rollout.adapt_running=true", "rollout.max_running=8"], &[]);
+    let message = "error: `rollout.adapt_running` chooses between `rollout.group_size` and `rollout.max_running`, which are 8 and 8";
+    assert!(shown.starts_with(message), "{shown}");
+    assert!(case.load(&["rollout.adapt_running=true"], &[]).unwrap().0.rollout.adapt_running);
 }
 
 #[test]

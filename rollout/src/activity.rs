@@ -1,6 +1,7 @@
-//! When a worker did what: its phases, and the times of its episodes, until a reader takes them.
+//! When a worker did what: its phases, the times of its episodes, and changes of its limit, until a reader takes them.
 //!
-//! Invariant: at most [`MAX_PHASES`] phases and [`MAX_EPISODES`] episodes are kept; what comes later is left out and counted.
+//! Invariant: at most [`MAX_PHASES`] phases, [`MAX_EPISODES`] episodes and [`MAX_LIMIT_CHANGES`] changes are kept; what comes later is
+//! left out and counted.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -15,6 +16,8 @@ use crate::worker::WorkerPhase;
 pub const MAX_PHASES: usize = 512;
 /// Most episodes between two calls of [`ActivityLog::take`].
 pub const MAX_EPISODES: usize = 1024;
+/// Most entries of changes of the limit between two calls of [`ActivityLog::take`].
+pub const MAX_LIMIT_CHANGES: usize = 256;
 /// A phase between two decode steps that is shorter belongs to what surrounds it, seconds.
 const BRIEF: f64 = 1e-3;
 
@@ -52,6 +55,23 @@ pub struct EpisodeTimes {
     pub stored: f64,
 }
 
+/// A sampler changed how many sequences it runs at once.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LimitChange {
+    /// When, seconds since 1970.
+    pub at: f64,
+    /// The version that it served.
+    pub version: PolicyVersion,
+    /// Sequences at once until then.
+    pub before: usize,
+    /// Sequences at once from then on.
+    pub after: usize,
+    /// Tokens per second while the limit before was reached; 0 if it was not.
+    pub capacity: f64,
+    /// Tokens per second of all the time.
+    pub demand: f64,
+}
+
 /// What a worker did since the last look.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Activity {
@@ -59,7 +79,13 @@ pub struct Activity {
     pub phases: Vec<PhaseSpan>,
     /// The episodes of the groups that it stored.
     pub episodes: Vec<EpisodeTimes>,
-    /// Number of phases and episodes that were too many to be kept.
+    /// Sequences up to which requests were admitted at the end, if that adapts.
+    #[serde(default)]
+    pub running_limit: Option<usize>,
+    /// The changes of that.
+    #[serde(default)]
+    pub limit_changes: Vec<LimitChange>,
+    /// Number of phases, episodes and changes that were too many to be kept.
     pub left_out: u64,
 }
 
@@ -69,6 +95,8 @@ impl Activity {
         self.left_out = self.left_out.saturating_add(later.left_out);
         later.phases.into_iter().for_each(|span| self.push_phase(span));
         later.episodes.into_iter().for_each(|times| self.push_episode(times));
+        self.running_limit = later.running_limit.or(self.running_limit);
+        later.limit_changes.into_iter().for_each(|change| self.push_change(change));
     }
 
     /// What another program reports, within the limits: spans of finite numbers that end after they begin.
@@ -80,6 +108,9 @@ impl Activity {
             [admitted, sampled, scored, settled, stored].into_iter().all(|time| time.is_finite())
         };
         self.episodes.retain(finite);
+        self.limit_changes.retain(|change| {
+            [change.at, change.capacity, change.demand].iter().all(|number| number.is_finite())
+        });
         let mut bounded = Self::default();
         bounded.append(self);
         bounded
@@ -88,6 +119,14 @@ impl Activity {
     fn push_phase(&mut self, span: PhaseSpan) {
         if self.phases.len() < MAX_PHASES {
             self.phases.push(span);
+        } else {
+            self.left_out = self.left_out.saturating_add(1);
+        }
+    }
+
+    fn push_change(&mut self, change: LimitChange) {
+        if self.limit_changes.len() < MAX_LIMIT_CHANGES {
+            self.limit_changes.push(change);
         } else {
             self.left_out = self.left_out.saturating_add(1);
         }
@@ -126,6 +165,13 @@ impl ActivityLog {
     /// The worker has applied `version`, which took `seconds` until now.
     pub(crate) fn applied(&self, version: PolicyVersion, seconds: Duration) {
         self.state().applied(version, seconds.as_secs_f64(), unix_seconds());
+    }
+
+    /// The sampler runs `limit` sequences at once, after `changes`.
+    pub(crate) fn limited(&self, limit: usize, changes: Vec<LimitChange>) {
+        let mut state = self.state();
+        state.kept.running_limit = Some(limit);
+        changes.into_iter().for_each(|change| state.kept.push_change(change));
     }
 
     /// A group was stored.
@@ -191,7 +237,8 @@ impl ActivityState {
         let end = self.between.map_or(now, |(_, start)| start);
         self.close(end);
         self.phase = self.phase.map(|(phase, start)| (phase, end.max(start)));
-        std::mem::take(&mut self.kept)
+        let next = Activity { running_limit: self.kept.running_limit, ..Activity::default() };
+        std::mem::replace(&mut self.kept, next)
     }
 }
 
@@ -245,8 +292,21 @@ mod tests {
         let mut phases = vec![span(f64::NAN, 1.0), span(2.0, 1.0), span(0.0, f64::INFINITY)];
         phases.extend(vec![span(0.0, 1.0); MAX_PHASES + 1]);
         let episodes = vec![EpisodeTimes { scored: f64::NAN, ..EpisodeTimes::default() }];
-        let bounded = Activity { phases, episodes, left_out: u64::MAX }.bounded();
+        let change = |demand| LimitChange {
+            at: 1.0,
+            version: PolicyVersion(2),
+            before: 16,
+            after: 8,
+            capacity: 9.0,
+            demand,
+        };
+        let mut limit_changes = vec![change(f64::NAN)];
+        limit_changes.extend(vec![change(9.0); MAX_LIMIT_CHANGES + 1]);
+        let running_limit = Some(8);
+        let reported = Activity { phases, episodes, running_limit, limit_changes, left_out: u64::MAX };
+        let bounded = reported.bounded();
         assert_eq!((bounded.phases.len(), bounded.episodes.len()), (MAX_PHASES, 0));
+        assert_eq!((bounded.limit_changes.len(), bounded.running_limit), (MAX_LIMIT_CHANGES, Some(8)));
         assert_eq!(bounded.left_out, u64::MAX);
     }
 }

@@ -34,7 +34,7 @@ pub mod scoring;
 pub mod tasks;
 pub mod worker;
 
-pub use activity::{Activity, ActivityLog};
+pub use activity::{Activity, ActivityLog, LimitChange};
 pub use engine::{
     AdapterSlots, DifferentValues, Engine, EngineConfig, Interruption, LocalSampler, Network, PendingReceipt,
     ReplayConfig, SampledDifference, ServeOn, ServedWeights, StopRules, TrajectoryReplay, UnpackedWeights,

@@ -20,6 +20,7 @@ use trajectory::{
 };
 
 use crate::RolloutError;
+use crate::activity::LimitChange;
 use crate::episode::Episode;
 use crate::requests::RequestHandle;
 
@@ -110,6 +111,16 @@ pub trait Sampler: Send + fmt::Debug {
 
     /// What it has done since it was made.
     fn counts(&self) -> EngineCounts;
+
+    /// Sequences up to which requests are admitted, if that adapts to its throughput.
+    fn running_limit(&self) -> Option<usize> {
+        None
+    }
+
+    /// The changes of [`Sampler::running_limit`] since the last call.
+    fn take_limit_changes(&mut self) -> Vec<LimitChange> {
+        Vec::new()
+    }
 
     /// Whether no sequence is in flight.
     fn is_idle(&self) -> bool {

@@ -297,6 +297,9 @@ impl Worker {
                 self.waiting_since = Instant::now();
             }
             self.progress.engine = self.sampler.counts();
+            if let Some(limit) = self.sampler.running_limit() {
+                self.activity.limited(limit, self.sampler.take_limit_changes());
+            }
             if let Some(curation) = &self.curation {
                 self.progress.curation = curation.counts();
             }

@@ -6,6 +6,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
+use buffer::{RunningControl, RunningObservation};
 use trajectory::PolicyVersion;
 
 use crate::decode::DecodeCurve;
@@ -22,7 +23,9 @@ pub(crate) struct SimulatedEngine {
     curve: DecodeCurve,
     /// Capacity, tokens.
     kv_tokens: f64,
-    pub(crate) max_running: usize,
+    max_running: usize,
+    /// Decides how many sequences start, if that adapts.
+    control: Option<RunningControl>,
     clock: f64,
     /// The time of the clock, seconds.
     at: f64,
@@ -71,6 +74,7 @@ impl SimulatedEngine {
             curve,
             kv_tokens,
             max_running,
+            control: None,
             clock: 0.0,
             at: 0.0,
             blocked_until: 0.0,
@@ -91,6 +95,16 @@ impl SimulatedEngine {
             idle_s: 0.0,
             counted_from: 0.0,
         }
+    }
+
+    /// The same, with a limit that follows the throughput.
+    pub(crate) fn adapting(self, control: Option<RunningControl>) -> Self {
+        Self { control, ..self }
+    }
+
+    /// Sequences up to which groups start.
+    fn limit(&self) -> usize {
+        self.control.as_ref().map_or(self.max_running, RunningControl::limit)
     }
 
     pub(crate) fn running(&self) -> usize {
@@ -118,7 +132,7 @@ impl SimulatedEngine {
         let (load, needs) = (self.load(), prompt + sequences as f64);
         load == 0
             || (self.waiting.is_empty()
-                && load.saturating_add(sequences) <= self.max_running
+                && load.saturating_add(sequences) <= self.limit()
                 && self.cached + needs <= WATERMARK * self.kv_tokens)
     }
 
@@ -131,12 +145,19 @@ impl SimulatedEngine {
     /// Moves the clock to `now`.
     pub(crate) fn advance(&mut self, now: f64) {
         let from = self.at.max(self.blocked_until);
+        let sequences = self.running as f64;
+        let mut steps = 0.0;
         if self.running > 0 && !self.paused && now > from {
-            let sequences = self.running as f64;
-            let steps = self.curve.steps(sequences, self.context, (now - from) / self.slowdown);
+            steps = self.curve.steps(sequences, self.context, (now - from) / self.slowdown);
             self.clock += steps;
             self.context += steps * sequences;
             self.cached += steps * sequences;
+        }
+        let in_flight = self.load();
+        if let Some(control) = self.control.as_mut().filter(|_| now > self.at) {
+            let (version, tokens) = (self.served, steps * sequences);
+            let (decode_s, elapsed_s) = ((now - from).max(0.0), now - self.at);
+            control.observe(RunningObservation { version, in_flight, steps, tokens, decode_s, elapsed_s });
         }
         self.at = self.at.max(now);
     }

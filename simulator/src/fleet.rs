@@ -5,6 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 
+use buffer::RunningControl;
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::draws::DrawPurpose;
@@ -74,8 +75,11 @@ pub(crate) struct Fleet<'a> {
 impl<'a> Fleet<'a> {
     pub(crate) fn new(scenario: &'a Scenario, seed: u64) -> Self {
         let samplers = &scenario.samplers;
-        let engine =
-            || SimulatedEngine::new(samplers.decode.clone(), samplers.kv_tokens, samplers.max_running);
+        let control = RunningControl::new(scenario.group_size, samplers.max_running);
+        let engine = || {
+            SimulatedEngine::new(samplers.decode.clone(), samplers.kv_tokens, samplers.max_running)
+                .adapting(samplers.adapts.then(|| control.clone()))
+        };
         Self {
             scenario,
             seed,

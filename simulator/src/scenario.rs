@@ -110,6 +110,8 @@ pub struct SamplerFleet {
     pub prefill: PrefillCost,
     /// Sequences that one decodes together.
     pub max_running: usize,
+    /// Whether each finds how many are enough, up to `max_running` ([`buffer::RunningControl`]).
+    pub adapts: bool,
     /// Capacity of the KV cache of one, tokens; infinite for no limit.
     pub kv_tokens: f64,
     /// Absences.
@@ -230,6 +232,7 @@ impl Scenario {
                 decode: DecodeCurve::linear([0.01, 0.0, 0.0]),
                 prefill: PrefillCost { fixed_s: 0.0, per_token_s: 0.0 },
                 max_running: usize::MAX,
+                adapts: false,
                 kv_tokens: f64::INFINITY,
                 absences: Vec::new(),
             },

@@ -332,3 +332,40 @@ fn a_lead_that_adapts_is_as_fast_as_the_best_fixed_bound() {
         }
     }
 }
+
+/// The heavy-tailed completions, with samplers of `decode` that run at most `max_running` sequences.
+fn with_limit(decode: &DecodeCurve, max_running: usize, adapts: bool) -> Scenario {
+    let mut scenario = Scenario { steps: 600, warm_steps: 200, ..heavy_tailed(8, 0.25, false) };
+    scenario.samplers.decode = decode.clone();
+    (scenario.samplers.max_running, scenario.samplers.adapts) = (max_running, adapts);
+    scenario
+}
+
+/// The tokens per second of a limit that adapts are within 5 % of the best fixed limit's. Where fewer sequences than the bound
+/// saturate a sampler, groups are fresher by more than a version than under the bound.
+#[test]
+fn a_limit_of_running_sequences_that_adapts_is_as_fast_as_the_best_fixed_one() {
+    let measured = [(1.0, 1e-3), (32.0, 1.1e-3), (64.0, 2e-3), (256.0, 8.5e-3)];
+    let curves = [
+        ("saturates at once", DecodeCurve::linear([2e-4, 5e-5, 0.0]), true),
+        ("saturates", DecodeCurve::linear([1e-3, 5e-5, 0.0]), true),
+        ("has a knee and falls", DecodeCurve::measured(&measured, 0.0, 0.0).unwrap(), true),
+        ("grows with the context", DecodeCurve::linear([1e-3, 2e-5, 2e-7]), true),
+        ("is the same for all", DecodeCurve::linear([8e-3, 1e-6, 0.0]), false),
+    ];
+    for (name, decode, saturates) in curves {
+        let run = |scenario: &Scenario| {
+            let outcomes: Vec<_> = (0..3).map(|seed| simulate(scenario, seed).unwrap()).collect();
+            let mean = |of: fn(&SimulationOutcome) -> f64| outcomes.iter().map(of).sum::<f64>() / 3.0;
+            [mean(|outcome| outcome.tokens_per_s), mean(SimulationOutcome::mean_staleness)]
+        };
+        let fixed = [8, 16, 32, 64, 128, 256].map(|limit| run(&with_limit(&decode, limit, false)));
+        let best = fixed.iter().map(|[speed, _]| *speed).fold(0.0, f64::max);
+        let [speed, staleness] = run(&with_limit(&decode, 256, true));
+        eprintln!("{name}: {speed:.0} of {best:.0} tokens/s, staleness {staleness:.2}; fixed {fixed:.2?}");
+        assert!(speed > 0.95 * best, "{name}: {speed} of {best}");
+        let [_, largest] = fixed[5];
+        assert!(staleness <= largest + 0.05, "{name}: {staleness} and {largest}");
+        assert!(!saturates || staleness < largest - 1.0, "{name}: {staleness} and {largest}");
+    }
+}

@@ -23,6 +23,7 @@ fn keys_of_the_own_engine_are_refused_with_engines_of_others() {
     refused("rollout.stop=[\"x\"]", "see no text");
     refused("rollout.quantization=int8", "an engine is started with its own quantization");
     refused("rollout.tensor=2", "an engine is started with its own tensor degree");
+    refused("rollout.adapt_running=true", "an engine decides itself what it runs at once");
     refused("rollout.bitwise=true", "compute other bits than the trainer");
     refused("placement.processes=true", "there are no rollout workers");
     refused("rollout.urls=[]", "there is no address");

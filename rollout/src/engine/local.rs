@@ -11,6 +11,7 @@ use trajectory::{GroupId, PolicyVersion};
 use super::Engine;
 use super::adapter_slots::{AdapterSlots, WaitingChanges, adapter_slots};
 use crate::RolloutError;
+use crate::activity::LimitChange;
 use crate::applier::{Applier, ReadyWeights};
 use crate::sampler::{
     AppliedWeights, Completion, EngineCounts, OnUpdate, PartialCompletion, SampleRequest, Sampler,
@@ -84,7 +85,7 @@ impl Sampler for LocalSampler {
             self.reservation = Some(self.engine.pool().reserve_core());
         }
         self.make_changes()?;
-        self.engine.step()
+        self.engine.timed_step()
     }
 
     fn abort(&mut self, group: GroupId) -> Result<usize, RolloutError> {
@@ -150,5 +151,13 @@ impl Sampler for LocalSampler {
 
     fn counts(&self) -> EngineCounts {
         self.engine.counts()
+    }
+
+    fn running_limit(&self) -> Option<usize> {
+        self.engine.running_limit()
+    }
+
+    fn take_limit_changes(&mut self) -> Vec<LimitChange> {
+        self.engine.take_limit_changes()
     }
 }

@@ -12,6 +12,7 @@
 //! - `prompt`: a prompt during prefill; `sequence`: a completion during decode; `stop`: when it ends
 //! - `reservation`: the pages that requests may hold; `retained`: pages of completions whose episode goes on; `prefixes`:
 //!   pages of completions that other requests may continue
+//! - `running_limit`: how many sequences run at once, if that adapts
 //! - `sleep`: memory that is given back and taken again, and what is then computed again
 //! - `replayed`: recorded trajectories sampled again, to be compared
 //! - `interrupt`: text inserted into completions that are too long; `speculate`: proposals that one pass verifies
@@ -34,6 +35,7 @@ mod prompt;
 mod replayed;
 mod reservation;
 mod retained;
+mod running_limit;
 mod sequence;
 mod sleep;
 mod speculate;
@@ -63,6 +65,7 @@ use prompt::PromptJob;
 pub use replayed::{DifferentValues, ReplayConfig, SampledDifference, TrajectoryReplay};
 use reservation::{OpenRequest, Reservation};
 use retained::RetainedPages;
+use running_limit::AdaptedLimit;
 use sequence::Sequence;
 pub use sequence::{random_stream, uniform};
 pub use speculate::Speculation;
@@ -94,6 +97,8 @@ pub struct Engine {
     retained: RetainedPages,
     prefixes: PrefixCache,
     counts: EngineCounts,
+    /// `None` if the bound of the configuration is the limit.
+    adapted: Option<AdaptedLimit>,
     interruption: Option<Interruption>,
     speculation: Speculation,
     /// Those that requests can name.
@@ -146,6 +151,7 @@ impl Engine {
             retained: RetainedPages::new(retained),
             prefixes: PrefixCache::new(prefixes),
             counts: EngineCounts::default(),
+            adapted: None,
             interruption: None,
             speculation: Speculation::None,
             adapters: AdapterTable::default(),
@@ -236,8 +242,9 @@ impl Engine {
     }
 
     fn fits(&self, sequences: usize, each: Reservation) -> bool {
+        let limit = self.running_limit().unwrap_or(self.config.max_running);
         self.is_idle()
-            || (self.in_flight() + sequences <= self.config.max_running
+            || (self.in_flight() + sequences <= limit
                 && self.reserved + each.of(sequences) <= self.cache.total_pages())
     }
 

@@ -10,6 +10,7 @@ use trajectory::{GroupId, PolicyVersion};
 
 use super::{ClientQueue, RequestHandle};
 use crate::RolloutError;
+use crate::activity::LimitChange;
 use crate::sampler::{
     AppliedWeights, Completion, EngineCounts, OnUpdate, PartialCompletion, SampleRequest, Sampler,
 };
@@ -150,5 +151,13 @@ impl Sampler for ServedSampler {
 
     fn counts(&self) -> EngineCounts {
         self.inner.counts()
+    }
+
+    fn running_limit(&self) -> Option<usize> {
+        self.inner.running_limit()
+    }
+
+    fn take_limit_changes(&mut self) -> Vec<LimitChange> {
+        self.inner.take_limit_changes()
     }
 }
