@@ -41,6 +41,8 @@ pub struct Calibration {
     pub training: Vec<MeasuredTraining>,
     /// Whether decoding or training was measured while the other side used the same cores.
     pub contended: bool,
+    /// Share of the tokens of a batch that is trained: groups without variance are left out.
+    pub trained_share: Option<f64>,
     /// Lengths of completions.
     pub lengths: Option<LengthModel>,
     /// Time of a reward.
@@ -193,6 +195,16 @@ impl Calibration {
         let cap = recipe.rollout.max_completion_length as f64;
         self.lengths =
             Some(LengthModel::from_longest([length.max(1.0), longest.max(1.0), cap], completions, SHARED));
+        let trained = |step: &Map<String, Value>| {
+            let [speed, seconds, mean] =
+                ["trainer/tokens_per_s", "time/forward_backward", "completions/mean_length"]
+                    .map(|name| step.get(name).and_then(Value::as_f64));
+            Some([speed? * seconds?, recipe.trainer.epochs as f64 * completions * mean?])
+        };
+        let [trained, sampled] =
+            steps.iter().filter_map(trained).fold([0.0; 2], |[a, b], [c, d]| [a + c, b + d]);
+        let trained_share = if trained > 0.0 && sampled > 0.0 { (trained / sampled).min(1.0) } else { 1.0 };
+        self.trained_share = Some(trained_share);
         self.publish_s = mean("time/weight_sync").map(|seconds| (recipe.weights.transport, seconds));
         self.stall_s = mean("time/decode_stall");
         let saves = steps.iter().filter_map(|step| step.get("time/save_ckpt")?.as_f64());
@@ -203,7 +215,8 @@ impl Calibration {
         {
             let length = length + recipe.data.max_prompt_length as f64 / 2.0;
             let threads = available_cores();
-            self.training.push(MeasuredTraining { threads, sequences: completions, length, seconds });
+            let sequences = completions * trained_share;
+            self.training.push(MeasuredTraining { threads, sequences, length, seconds });
             self.contended = true;
         }
         if self.decode.is_empty()
@@ -327,4 +340,38 @@ fn read_limited(path: &Path) -> Result<String, Failure> {
         }
         _ => Failure::System { what: format!("read {}", path.display()), source },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::program::Program;
+
+    const TEXT: &str = "[model.random]\n[data.arithmetic]\n[buffer]\nbatch_groups = 2\nmax_staleness = 0\n[rollout]\n\
+                        group_size = 4\n[[rewards]]\nkind = \"exact\"\n[trainer]\nsteps = 8\n";
+
+    /// A run in which a third of the tokens is trained has the time of a token, and its steps a third of the tokens.
+    #[test]
+    fn a_run_says_which_share_of_a_batch_is_trained() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("r.toml");
+        std::fs::write(&path, TEXT).unwrap();
+        let (recipe, origins) = Recipe::load(&path, &[], &Program::default()).unwrap();
+        let run = directory.path().join("run");
+        std::fs::create_dir(&run).unwrap();
+        std::fs::write(run.join("resolved.toml"), recipe.resolved_toml(&origins)).unwrap();
+        // 8 completions of 30 tokens, of which 80 are trained in 2 s.
+        let step = json!({
+            "reward/mean": 0.5, "completions/mean_length": 30.0, "completions/max_length": 40.0,
+            "trainer/tokens_per_s": 40.0, "time/forward_backward": 2.0,
+        });
+        std::fs::write(run.join("metrics.jsonl"), format!("{step}\n").repeat(8)).unwrap();
+        let mut calibration = Calibration::default();
+        calibration.read_run(&run, &recipe).unwrap();
+        assert!((calibration.trained_share.unwrap() - 1.0 / 3.0).abs() < 1e-12, "{calibration:?}");
+        let [measured] = calibration.training[..] else { panic!("{calibration:?}") };
+        assert_eq!((measured.sequences, measured.seconds), (8.0 / 3.0, 2.0));
+    }
 }

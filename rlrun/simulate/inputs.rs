@@ -222,7 +222,8 @@ impl ScenarioInputs {
         } else {
             notes.push(self.not_calibrated("training", "train"));
         }
-        let factor = cores * exchange.stretch;
+        let trained_share = self.calibration.trained_share.unwrap_or(1.0);
+        let factor = cores * exchange.stretch * trained_share;
         TrainingCost {
             fixed_s: fixed_s * factor + exchange.calls_s,
             per_token_s: token * factor + exchange.token_s,
