@@ -246,6 +246,11 @@ pub(crate) const METRICS: &[MetricSection] = &[
         title: "Completions and episodes of the batch",
         metrics: &[
             metric(
+                "prompts/mean_length",
+                "tokens",
+                "Mean length of the prompts, of their first turn in episodes.",
+            ),
+            metric(
                 "completions/mean_length completions/min_length completions/max_length",
                 "tokens",
                 "Lengths of the completions: mean, shortest, longest.",

@@ -50,6 +50,7 @@ impl Observer<'_> {
         metrics.set("optim/grad_norm", f64::from(*grad_norm));
         metrics.set("optim/lr", f64::from(*learning_rate));
         metrics.set("optim/updates", *updates as f64);
+        metrics.set("prompts/mean_length", batch.prompt_length);
         metrics.set("completions/mean_length", batch.length.mean);
         metrics.set("completions/min_length", batch.length.min);
         metrics.set("completions/max_length", batch.length.max);

@@ -43,6 +43,8 @@ pub struct Calibration {
     pub contended: bool,
     /// Share of the tokens of a batch that is trained: groups without variance are left out.
     pub trained_share: Option<f64>,
+    /// Mean length of prompts, tokens.
+    pub prompt_tokens: Option<f64>,
     /// Lengths of completions.
     pub lengths: Option<LengthModel>,
     /// Time of a reward.
@@ -152,6 +154,11 @@ impl Calibration {
         Ok(())
     }
 
+    /// Mean length of prompts, tokens; half of the longest if none was measured.
+    pub(super) fn prompt_tokens(&self, recipe: &Recipe) -> f64 {
+        self.prompt_tokens.unwrap_or(recipe.data.max_prompt_length as f64 / 2.0)
+    }
+
     /// Decode steps on `threads` threads, or on the most of all if it is `None`: sequences that decode together, and seconds.
     pub(super) fn decode_on(&self, threads: Option<usize>) -> Vec<(f64, f64)> {
         let most = self.decode.iter().map(|step| step.threads).max().unwrap_or_default();
@@ -205,6 +212,7 @@ impl Calibration {
             steps.iter().filter_map(trained).fold([0.0; 2], |[a, b], [c, d]| [a + c, b + d]);
         let trained_share = if trained > 0.0 && sampled > 0.0 { (trained / sampled).min(1.0) } else { 1.0 };
         self.trained_share = Some(trained_share);
+        self.prompt_tokens = mean("prompts/mean_length");
         self.publish_s = mean("time/weight_sync").map(|seconds| (recipe.weights.transport, seconds));
         self.stall_s = mean("time/decode_stall");
         let saves = steps.iter().filter_map(|step| step.get("time/save_ckpt")?.as_f64());
@@ -213,7 +221,7 @@ impl Calibration {
         if self.training.is_empty()
             && let Some(seconds) = mean("time/forward_backward").filter(|seconds| *seconds > 0.0)
         {
-            let length = length + recipe.data.max_prompt_length as f64 / 2.0;
+            let length = length + self.prompt_tokens(recipe);
             let threads = available_cores();
             let sequences = completions * trained_share;
             self.training.push(MeasuredTraining { threads, sequences, length, seconds });
@@ -364,7 +372,8 @@ mod tests {
         std::fs::write(run.join("resolved.toml"), recipe.resolved_toml(&origins)).unwrap();
         // 8 completions of 30 tokens, of which 80 are trained in 2 s.
         let step = json!({
-            "reward/mean": 0.5, "completions/mean_length": 30.0, "completions/max_length": 40.0,
+            "reward/mean": 0.5, "prompts/mean_length": 5.0, "completions/mean_length": 30.0,
+            "completions/max_length": 40.0,
             "trainer/tokens_per_s": 40.0, "time/forward_backward": 2.0,
         });
         std::fs::write(run.join("metrics.jsonl"), format!("{step}\n").repeat(8)).unwrap();
@@ -372,6 +381,6 @@ mod tests {
         calibration.read_run(&run, &recipe).unwrap();
         assert!((calibration.trained_share.unwrap() - 1.0 / 3.0).abs() < 1e-12, "{calibration:?}");
         let [measured] = calibration.training[..] else { panic!("{calibration:?}") };
-        assert_eq!((measured.sequences, measured.seconds), (8.0 / 3.0, 2.0));
+        assert_eq!((measured.sequences, measured.length, measured.seconds), (8.0 / 3.0, 35.0, 2.0));
     }
 }

@@ -62,7 +62,7 @@ impl ScenarioInputs {
         let mut notes = Vec::new();
         let work = self.work(recipe, config);
         let lengths = self.lengths(recipe, &mut notes);
-        let prompt_tokens = recipe.data.max_prompt_length as f64 / 2.0;
+        let prompt_tokens = self.calibration.prompt_tokens(recipe);
         let samplers = if recipe.placement.processes { recipe.rollout_workers().max(1) } else { 1 };
         let cores = self.cores_factor(recipe, samplers);
         let sums = SamplerExchange::of(&self.hardware, recipe, config);

@@ -20,19 +20,23 @@ impl DecodeCurve {
     }
 
     /// A measured table: `[points]` pairs of running sequences and seconds of a step, for contexts of `context` tokens each, of which
-    /// every token takes `per_context_token_s`. `None` without a point, or with a number that is no time.
+    /// every token takes `per_context_token_s`, or less if contexts would take more than half of a step. `None` without a point, or with
+    /// a number that is no time.
     #[must_use]
     pub fn measured(points: &[(f64, f64)], context: f64, per_context_token_s: f64) -> Option<Self> {
-        let free = |&(sequences, seconds): &(f64, f64)| {
-            // Of a step that is faster than its context would take, half is left.
-            (sequences, (seconds - per_context_token_s * sequences * context).max(seconds / 2.0))
-        };
         let good = |&(sequences, seconds): &(f64, f64)| {
             sequences.is_finite() && sequences >= 0.0 && seconds.is_finite() && seconds > 0.0
         };
         if points.is_empty() || !points.iter().all(good) || !per_context_token_s.is_finite() {
             return None;
         }
+        // A step that is faster than its context would take has read that from a cache.
+        let read = points.iter().map(|(sequences, seconds)| seconds / 2.0 / (sequences * context));
+        let per_context_token_s =
+            read.filter(|seconds| seconds.is_finite()).fold(per_context_token_s.max(0.0), f64::min);
+        let free = |&(sequences, seconds): &(f64, f64)| {
+            (sequences, seconds - per_context_token_s * sequences * context)
+        };
         let mut points: Vec<(f64, f64)> = points.iter().map(free).collect();
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
         points.dedup_by(|later, earlier| later.0 == earlier.0);
@@ -40,7 +44,7 @@ impl DecodeCurve {
         for index in 1..points.len() {
             points[index].1 = points[index].1.max(points[index - 1].1);
         }
-        Some(Self { points, per_context_token_s: per_context_token_s.max(0.0) })
+        Some(Self { points, per_context_token_s })
     }
 
     /// The same curve with every time multiplied.
@@ -127,8 +131,10 @@ mod tests {
     fn a_table_is_interpolated_and_has_its_points() {
         let table = [(1.0, 0.001), (32.0, 0.002), (256.0, 0.006)];
         let curve = DecodeCurve::measured(&table, 100.0, 1e-8).unwrap();
+        let cached = DecodeCurve::measured(&table, 100.0, 1e-3).unwrap();
         for (n, seconds) in table {
             assert!((curve.step_s(n, 100.0 * n) - seconds).abs() < 1e-12);
+            assert!((cached.step_s(n, 100.0 * n) - seconds).abs() < 1e-12, "of contexts that take too long");
         }
         let middle = curve.step_s(144.0, 14400.0);
         assert!((middle - 0.004).abs() < 1e-6, "{middle}");

@@ -422,6 +422,8 @@ pub struct BatchStatistics {
     pub scored: usize,
     /// Statistics of each reward component, by name.
     pub components: BTreeMap<String, ComponentStatistics>,
+    /// Mean number of tokens before the first completion of a trajectory.
+    pub prompt_length: f64,
     /// Completion lengths, tokens.
     pub length: SummaryStatistics,
     /// Share of completions truncated at the length limit.
@@ -507,6 +509,9 @@ impl BatchStatistics {
                 .into_iter()
                 .map(|(name, all)| (name.to_owned(), ComponentStatistics::of(all.into_iter())))
                 .collect(),
+            prompt_length: crate::advantage::mean(
+                all().filter_map(|t| Some(t.all_turns().next()?.completion.start as f64)),
+            ),
             length: SummaryStatistics::of(all().map(|t| t.completion_tokens() as f64).collect()),
             clipped_ratio: all().filter(|t| t.truncated()).count() as f64 / count,
             staleness: SummaryStatistics::of(
