@@ -105,7 +105,7 @@ impl ScenarioInputs {
             },
             trainer: {
                 let mean_tokens = lengths.mean() + prompt_tokens;
-                self.training(recipe, config, &work, [mean_tokens, cores[1]], &mut notes)
+                self.training(recipe, config, &work, mean_tokens, cores[1], &mut notes)
             },
             weights: self.weights(recipe, &work),
             sharing: self.sharing(recipe, &work),
@@ -185,7 +185,8 @@ impl ScenarioInputs {
         recipe: &Recipe,
         config: &Config,
         work: &TokenWork,
-        [mean_tokens, cores]: [f64; 2],
+        mean_tokens: f64,
+        cores: f64,
         notes: &mut Vec<String>,
     ) -> TrainingCost {
         let (hardware, trainer) = (&self.hardware, &recipe.trainer);
