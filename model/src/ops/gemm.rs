@@ -29,8 +29,8 @@ const ROW_BLOCK: usize = 1024;
 /// Longest inner length of one pass; results are read and written once per pass. A tile reads this much of each of its rows,
 /// which a first-level cache keeps for all panels of a block.
 const INNER_BLOCK: usize = 320;
-/// Values of the panels of a block: 512 KiB, half of a small second-level cache.
-const BLOCK: usize = 512 * 1024 / size_of::<f32>();
+/// Values of the panels of a block: 192 KiB, which a second-level cache of 512 KiB keeps beside the rows and results that pass.
+const BLOCK: usize = 192 * 1024 / size_of::<f32>();
 /// A cache line, in bytes: a register that is loaded across two of them takes twice the time.
 const LINE: usize = 64;
 
@@ -397,9 +397,14 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
                         let wide = NR.min(columns - first);
                         let PackedPanel { values: panel, padded, next } =
                             right.panel(first, &steps, block_start, buffer);
+                        // The results that come next: below, or in the next panel of a block.
                         if next.is_some() {
                             for below in row + height..(row + 2 * height).min(rows.end) {
                                 prefetch(out.first.wrapping_add(below * out.row_stride + first), wide);
+                            }
+                        } else if !fresh && first + NR < block.end {
+                            for row in row..row + height {
+                                prefetch(out.first.wrapping_add(row * out.row_stride + first + NR), NR);
                             }
                         }
                         for sub in (0..wide).step_by(V::WIDTH * N) {
