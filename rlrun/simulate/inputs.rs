@@ -21,6 +21,8 @@ use crate::recipe::words::{ModelDtype, OnUpdate, WeightDtypeWord};
 /// Bytes that an update with AdamW reads and writes for a weight: weight, gradient and two moments in f32 are read, three written.
 const UPDATE_BYTES: f64 = 28.0;
 const F32: f64 = 4.0;
+/// Passes of a forward and its backward, which has twice its products.
+const PASSES: f64 = 3.0;
 
 /// What a recipe is simulated with.
 #[derive(Debug)]
@@ -45,6 +47,46 @@ struct TokenWork {
     cached: f64,
     /// Bytes of a weight.
     width: f64,
+}
+
+/// How the work of a step is divided.
+#[derive(Clone, Copy, Debug)]
+struct StepSplit {
+    /// Passes over a token: forwards, and backwards as two each.
+    passes: f64,
+    /// Ranks that share a pass over the same tokens.
+    sharing: f64,
+    /// Groups of such ranks, which have tokens of their own.
+    ranks: f64,
+    /// Time of the work of a rank over that alone on the hardware: ranks on a processor divide its cores.
+    speed: f64,
+}
+
+/// Seconds of a step of one rank, without what ranks exchange.
+#[derive(Clone, Copy, Debug)]
+struct StepCost {
+    token_s: f64,
+    /// Of a sequence, by the square of its tokens.
+    square_s: f64,
+    fixed_s: f64,
+    /// Of the optimizer.
+    update_s: f64,
+}
+
+impl StepSplit {
+    fn of(recipe: &Recipe, hardware: HardwareKind) -> Self {
+        let trainer = &recipe.trainer;
+        let recomputed = if trainer.recompute == Recompute::None { 0.0 } else { 1.0 };
+        let reference = if recipe.needs_reference() { 1.0 } else { 0.0 };
+        let sharing = trainer.parallel.config().of_pass().max(1) as f64;
+        let ranks = (trainer.world as f64 / sharing).max(1.0);
+        Self {
+            passes: trainer.epochs as f64 * (PASSES + recomputed) + reference,
+            sharing,
+            ranks,
+            speed: if hardware == HardwareKind::Gpu { 1.0 } else { sharing * ranks },
+        }
+    }
 }
 
 impl ScenarioInputs {
@@ -180,6 +222,7 @@ impl ScenarioInputs {
         })
     }
 
+    /// A step of the trainer for sequences of `mean_tokens`, prompts included.
     fn training(
         &self,
         recipe: &Recipe,
@@ -189,48 +232,21 @@ impl ScenarioInputs {
         cores: f64,
         notes: &mut Vec<String>,
     ) -> TrainingCost {
-        let (hardware, trainer) = (&self.hardware, &recipe.trainer);
-        let flops = hardware.flops_per_s.value * hardware.training_share.value;
-        let parallel = trainer.parallel.config();
-        let sharing = parallel.of_pass().max(1) as f64;
-        let ranks = (trainer.world as f64 / sharing).max(1.0);
-        let updates = BatchPlan::of(recipe).updates as f64;
-        // Forward and backward, forward again if activations are recomputed, and that of a reference.
-        let recomputed = if trainer.recompute == Recompute::None { 0.0 } else { 1.0 };
-        let reference = if recipe.needs_reference() { 1.0 } else { 0.0 };
-        let passes = trainer.epochs as f64 * (3.0 + recomputed) + reference;
-        let gpu = hardware.kind == HardwareKind::Gpu;
-        // Ranks on a processor divide its cores.
-        let speed = if gpu { 1.0 } else { sharing * ranks };
-        let [mut token, mut square] = [2.0 * work.products, work.seen / 2.0]
-            .map(|operations| passes * operations * speed / flops / sharing);
         let step_tokens = mean_tokens * (recipe.buffer.batch_groups * recipe.rollout.group_size) as f64;
-        let exchange = RankExchange::of(hardware, recipe, (config, &self.layout), step_tokens);
-        let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
-        // Each rank updates its part of all values. Ranks on a processor have one memory.
-        let trained = trained_values(recipe, &self.layout).map_or(work.parameters, |values| values as f64);
-        let updated = if gpu { trained / trainer.world.max(1) as f64 } else { trained };
-        let mut update_s = updates * UPDATE_BYTES * updated / bandwidth;
-        let micro_batches = (step_tokens / ranks / trainer.microbatch_tokens as f64).ceil();
-        let mut fixed_s = micro_batches * passes * hardware.launch_s.value;
-        if let Some([measured_token, measured_square]) =
-            fitted(&self.calibration.training_on(None), square / token.max(f64::MIN_POSITIVE))
-        {
-            // What was measured is one forward and backward pass with its optimizer, on one rank.
-            let factor = if self.calibration.contended { 1.0 } else { passes / 3.0 } * speed / sharing;
-            (token, square) = (measured_token * factor, measured_square * factor);
-            (update_s, fixed_s) = (0.0, 0.0);
-        } else {
+        let split = StepSplit::of(recipe, self.hardware.kind);
+        let estimated = self.estimated_step(recipe, work, &split, step_tokens);
+        let cost = self.measured_step(&split, &estimated).unwrap_or_else(|| {
             notes.push(self.not_calibrated("training", "train"));
-        }
-        let trained_share = self.calibration.trained_share.unwrap_or(1.0);
-        let factor = cores * exchange.stretch * trained_share;
+            estimated
+        });
+        let exchange = RankExchange::of(&self.hardware, recipe, (config, &self.layout), step_tokens);
+        let factor = cores * exchange.stretch * self.calibration.trained_share.unwrap_or(1.0);
         TrainingCost {
-            fixed_s: fixed_s * factor + exchange.calls_s,
-            per_token_s: token * factor + exchange.token_s,
-            per_square_s: square * factor,
-            optimizer_s: update_s * cores + exchange.weights_s,
-            ranks: ranks as usize,
+            fixed_s: cost.fixed_s * factor + exchange.calls_s,
+            per_token_s: cost.token_s * factor + exchange.token_s,
+            per_square_s: cost.square_s * factor,
+            optimizer_s: cost.update_s * cores + exchange.weights_s,
+            ranks: split.ranks as usize,
             checkpoint_every: if self.calibration.checkpoint_s.is_some() {
                 recipe.checkpoint.interval
             } else {
@@ -239,6 +255,42 @@ impl ScenarioInputs {
             checkpoint_s: self.calibration.checkpoint_s.unwrap_or(0.0),
             leases: 1,
         }
+    }
+
+    /// The step by the arithmetic and the bandwidth of the hardware.
+    fn estimated_step(
+        &self,
+        recipe: &Recipe,
+        work: &TokenWork,
+        split: &StepSplit,
+        step_tokens: f64,
+    ) -> StepCost {
+        let (hardware, trainer) = (&self.hardware, &recipe.trainer);
+        let flops = hardware.flops_per_s.value * hardware.training_share.value;
+        let [token_s, square_s] = [2.0 * work.products, work.seen / 2.0]
+            .map(|operations| split.passes * operations * split.speed / flops / split.sharing);
+        let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
+        // Each rank updates its part of all values. Ranks on a processor have one memory.
+        let trained = trained_values(recipe, &self.layout).map_or(work.parameters, |values| values as f64);
+        let gpu = hardware.kind == HardwareKind::Gpu;
+        let updated = if gpu { trained / trainer.world.max(1) as f64 } else { trained };
+        let micro_batches = (step_tokens / split.ranks / trainer.microbatch_tokens as f64).ceil();
+        StepCost {
+            token_s,
+            square_s,
+            fixed_s: micro_batches * split.passes * hardware.launch_s.value,
+            update_s: BatchPlan::of(recipe).updates as f64 * UPDATE_BYTES * updated / bandwidth,
+        }
+    }
+
+    /// The step by measurements, each of one forward and backward pass with its update on one rank; attention is divided from the rest as
+    /// in `estimated` if all were of one length. `None` without a measurement.
+    fn measured_step(&self, split: &StepSplit, estimated: &StepCost) -> Option<StepCost> {
+        let ratio = estimated.square_s / estimated.token_s.max(f64::MIN_POSITIVE);
+        let measured = fitted(&self.calibration.training_on(None), ratio)?;
+        let passes = if self.calibration.contended { 1.0 } else { split.passes / PASSES };
+        let [token_s, square_s] = measured.map(|seconds| seconds * passes * split.speed / split.sharing);
+        Some(StepCost { token_s, square_s, fixed_s: 0.0, update_s: 0.0 })
     }
 
     fn weights(&self, recipe: &Recipe, work: &TokenWork) -> WeightDelivery {
