@@ -49,7 +49,7 @@ struct TokenWork {
     width: f64,
 }
 
-/// How the work of a step is divided.
+/// The passes of a step, and how ranks divide them.
 #[derive(Clone, Copy, Debug)]
 struct StepSplit {
     /// Passes over a token: forwards, and backwards as two each.
@@ -58,8 +58,8 @@ struct StepSplit {
     sharing: f64,
     /// Groups of such ranks, which have tokens of their own.
     ranks: f64,
-    /// Time of the work of a rank over that alone on the hardware: ranks on a processor divide its cores.
-    speed: f64,
+    /// Time of the work of a rank, as a multiple of that with the hardware to itself: ranks on a processor divide its cores.
+    slowdown: f64,
 }
 
 /// Seconds of a step of one rank, without what ranks exchange.
@@ -84,7 +84,7 @@ impl StepSplit {
             passes: trainer.epochs as f64 * (PASSES + recomputed) + reference,
             sharing,
             ranks,
-            speed: if hardware == HardwareKind::Gpu { 1.0 } else { sharing * ranks },
+            slowdown: if hardware == HardwareKind::Gpu { 1.0 } else { sharing * ranks },
         }
     }
 }
@@ -268,7 +268,7 @@ impl ScenarioInputs {
         let (hardware, trainer) = (&self.hardware, &recipe.trainer);
         let flops = hardware.flops_per_s.value * hardware.training_share.value;
         let [token_s, square_s] = [2.0 * work.products, work.seen / 2.0]
-            .map(|operations| split.passes * operations * split.speed / flops / split.sharing);
+            .map(|operations| split.passes * operations * split.slowdown / flops / split.sharing);
         let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
         // Each rank updates its part of all values. Ranks on a processor have one memory.
         let trained = trained_values(recipe, &self.layout).map_or(work.parameters, |values| values as f64);
@@ -289,7 +289,7 @@ impl ScenarioInputs {
         let ratio = estimated.square_s / estimated.token_s.max(f64::MIN_POSITIVE);
         let measured = fitted(&self.calibration.training_on(None), ratio)?;
         let passes = if self.calibration.contended { 1.0 } else { split.passes / PASSES };
-        let [token_s, square_s] = measured.map(|seconds| seconds * passes * split.speed / split.sharing);
+        let [token_s, square_s] = measured.map(|seconds| seconds * passes * split.slowdown / split.sharing);
         Some(StepCost { token_s, square_s, fixed_s: 0.0, update_s: 0.0 })
     }
 
