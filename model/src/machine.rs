@@ -1,4 +1,9 @@
-//! CPU features of this machine.
+//! CPU features and caches of this machine.
+
+use std::sync::OnceLock;
+
+/// Bytes of a second-level cache that says nothing of its size.
+const SMALL_CACHE: usize = 512 << 10;
 
 /// Instruction sets that loops are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -9,6 +14,25 @@ pub enum Level {
     Avx2,
     /// The baseline of the target.
     Portable,
+}
+
+/// Bytes of the second-level cache of a core.
+pub(crate) fn second_level_cache() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
+    *BYTES.get_or_init(|| cache_bytes().filter(|bytes| *bytes > 0).unwrap_or(SMALL_CACHE))
+}
+
+/// What the processor says of it: leaf 0x80000006 of `cpuid` has its KiB, on processors of AMD and of Intel.
+fn cache_bytes() -> Option<usize> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::__cpuid;
+        const LEAF: u32 = 0x8000_0006;
+        let known = __cpuid(0x8000_0000).eax >= LEAF;
+        return known.then(|| (__cpuid(LEAF).ecx >> 16) as usize * 1024);
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    None
 }
 
 /// The widest instruction set of this machine.

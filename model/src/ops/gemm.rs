@@ -15,6 +15,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::simd::{LANES, Vector, prefetch, widest};
+use crate::machine::second_level_cache;
 use pack::{pack_block, pack_rows};
 use tile::{TileRows, TileShape, rows_of};
 pub(crate) use tree::{CHUNKS, TreeChunks, WHOLE, tree_product};
@@ -28,9 +29,9 @@ const STEP: usize = 16;
 const ROW_BLOCK: usize = 1024;
 /// Longest inner length of one pass; results are read and written once per pass. A tile reads this much of each of its rows,
 /// which a first-level cache keeps for all panels of a block.
-const INNER_BLOCK: usize = 320;
-/// Values of the panels of a block: 192 KiB, which a second-level cache of 512 KiB keeps beside the rows and results that pass.
-const BLOCK: usize = 192 * 1024 / size_of::<f32>();
+const INNER_BLOCK: usize = 512;
+/// Least and most bytes of the panels of a block.
+const BLOCK_BYTES: [usize; 2] = [192 << 10, 512 << 10];
 /// A cache line, in bytes: a register that is loaded across two of them takes twice the time.
 const LINE: usize = 64;
 
@@ -333,7 +334,7 @@ pub(crate) fn product(left: StridedMatrix<'_>, right: Right<'_>, mut out: Produc
         static BUFFERS: RefCell<(Vec<f32>, Vec<f32>)> = const { RefCell::new((Vec::new(), Vec::new())) };
     }
     BUFFERS.with_borrow_mut(|(panel, tiles)| {
-        panel.resize(BLOCK.max(NR * INNER_BLOCK) + LINE / size_of::<f32>(), 0.0);
+        panel.resize(block_values().max(NR * INNER_BLOCK) + LINE / size_of::<f32>(), 0.0);
         let start = line_start(panel);
         multiply_blocks(left, right, &mut out, fresh, &mut panel[start..], tiles);
     });
@@ -461,9 +462,15 @@ fn block_columns(right: Right<'_>, steps: usize) -> usize {
     match right {
         Right::Panels { .. } => NR,
         Right::Unpacked(matrix) => {
-            NR * even_part(matrix.columns.div_ceil(NR), (BLOCK / (steps * NR).max(1)).max(1))
+            NR * even_part(matrix.columns.div_ceil(NR), (block_values() / (steps * NR).max(1)).max(1))
         }
     }
+}
+
+/// Values of the panels of a block: three eighths of the second-level cache, which keeps them beside the rows and results that pass.
+fn block_values() -> usize {
+    let [least, most] = BLOCK_BYTES;
+    (second_level_cache() * 3 / 8).clamp(least, most) / size_of::<f32>()
 }
 
 /// The length of the parts, none longer than `most`, into which `whole` is cut evenly.

@@ -52,7 +52,7 @@ proptest! {
             for right in [Right::Unpacked(StridedMatrix::new(&b, n)), Right::Unpacked(StridedMatrix::new(&bt, k).transposed()), panels.whole()] {
                 for level in [Level::Portable, level()] {
                     let mut out = c.clone();
-                    let (mut buffer, mut tiles) = (vec![0.0; BLOCK], Vec::new());
+                    let (mut buffer, mut tiles) = (vec![0.0; block_values()], Vec::new());
                     let to = &mut ProductOut::new(&mut out, n);
                     blocks_of(level)(left, right, to, false, &mut buffer, &mut tiles);
                     prop_assert_eq!(&out, &expected);
@@ -96,7 +96,7 @@ proptest! {
 /// More rows, steps and columns than one block has.
 #[test]
 fn blocks_follow_each_other() {
-    let (m, k, n) = (ROW_BLOCK + 3, INNER_BLOCK + 9, BLOCK / INNER_BLOCK + 100);
+    let (m, k, n) = (ROW_BLOCK + 3, INNER_BLOCK + 9, block_values() / INNER_BLOCK + 100);
     let (a, b) = (noise(m * k, 3), noise(k * n, 4));
     let (at, bt) = (transposed(&a, m, k), transposed(&b, k, n));
     let unpacked = [StridedMatrix::new(&b, n), StridedMatrix::new(&bt, k).transposed()].map(Right::Unpacked);

@@ -17,7 +17,8 @@ use collective::Position;
 use super::pack::pack_block;
 use super::tile::{PREFETCH_STEPS, load_row, store_row};
 use super::{
-    BLOCK, NR, PackedPanel, ProductOut, ROW_BLOCK, Right, STEP, StridedMatrix, block_columns, line_start,
+    NR, PackedPanel, ProductOut, ROW_BLOCK, Right, STEP, StridedMatrix, block_columns, block_values,
+    line_start,
 };
 use crate::ops::simd::{LANES, Vector, prefetch, vectorized, widest};
 
@@ -242,7 +243,7 @@ fn columns_of_pass<V: Vector, const N: usize, const R: usize>(
 ) {
     let TreeScratch { panel: buffer, nodes, .. } = scratch;
     let len: usize = runs.iter().map(|run| run.steps.len()).sum();
-    buffer.resize(BLOCK.max(NR * PASS) + LANES, 0.0);
+    buffer.resize(block_values().max(NR * PASS) + LANES, 0.0);
     nodes.resize(LEVELS * R * NR + LANES, 0.0);
     let (start, first_node) = (line_start(buffer), line_start(nodes));
     let RowBlock { left, right, columns, .. } = *block;
