@@ -69,8 +69,8 @@ fn the_plan_counts_whole_episodes() {
     assert!(lengths.iter().any(|longest| *longest > 40.0), "{lengths:?}");
 }
 
-/// Plans and runs the recipe with further arguments; returns the peak, MiB: the median of three runs, because the allocator
-/// returns freed memory with a delay that depends on the load of the machine.
+/// Plans and runs the recipe with further arguments; returns the peak, MiB. A run that is off counts as the median of three, because the
+/// allocator returns freed memory with a delay that depends on the load of the machine.
 fn predicted(home: &Home, name: &str, sets: &[&str]) -> f64 {
     let plan = home.rlrun(&[&["plan", "memory.toml"], sets].concat()).ok().stdout;
     let total = plan.lines().find_map(|line| line.strip_prefix("  total ")).unwrap();
@@ -78,16 +78,18 @@ fn predicted(home: &Home, name: &str, sets: &[&str]) -> f64 {
     let planned: f64 = words.next().unwrap().parse().unwrap();
     assert_eq!(words.next(), Some("MiB"), "{plan}");
 
-    let mut peaks = [0, 1, 2].map(|number| {
+    let needed = |number: usize| {
         let name = format!("{name}{number}");
         home.rlrun(&[&["memory.toml", "--run-dir", &name, "--quiet"], sets].concat()).ok();
         home.run(&name).values("memory/peak_mib").into_iter().fold(0.0, f64::max)
-    });
+    };
+    let is_near = |peak: f64| (planned / peak - 1.0).abs() <= TOLERANCE;
+    let first = needed(0);
+    if is_near(first) {
+        return first;
+    }
+    let mut peaks = [first, needed(1), needed(2)];
     peaks.sort_by(f64::total_cmp);
-    let peak = peaks[1];
-    assert!(
-        (planned / peak - 1.0).abs() <= TOLERANCE,
-        "{name}: planned {planned} MiB, needed {peaks:?} MiB\n{plan}"
-    );
-    peak
+    assert!(is_near(peaks[1]), "{name}: planned {planned} MiB, needed {peaks:?} MiB\n{plan}");
+    peaks[1]
 }
