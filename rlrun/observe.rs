@@ -2,6 +2,7 @@
 //!
 //! Invariant: files are authoritative and written first; the terminal shows the same numbers.
 
+mod adapted;
 mod exchange;
 mod measures;
 mod peers;
@@ -37,6 +38,7 @@ use crate::run_dir::{JsonLines, RunDir};
 use crate::status::{RunStatus, StepStatus};
 use crate::timeline::Timeline;
 use crate::trackers::Trackers;
+pub use adapted::SupplyLimits;
 use spans::SpanWriter;
 use tokens::TokenWriter;
 
@@ -100,8 +102,8 @@ pub struct ObserverInputs<'a> {
     pub sampler_after: Progress,
     /// Wall time of the step with its evaluation, seconds.
     pub step_s: f64,
-    /// By how many versions samplers run ahead, where that adapts.
-    pub ahead: Option<u64>,
+    /// What adapts of what samplers may deliver.
+    pub supply: SupplyLimits,
     /// Wall time of the run, seconds.
     pub time_s: f64,
 }
@@ -302,7 +304,8 @@ impl<'a> Observer<'a> {
         rewards::name_culprits(&mut metrics, inputs);
         weights::measure(&mut metrics, inputs.push, inputs.lags, inputs.distribution);
         exchange::measure(&mut metrics, inputs.step.exchange);
-        inputs.ahead.iter().for_each(|versions| metrics.set("buffer/ahead", *versions as f64));
+        adapted::measure(&mut metrics, inputs.supply, inputs.step);
+        self.microbatch_change(inputs.step)?;
         self.running(&mut metrics, inputs.activity)?;
         self.peers(&mut metrics, inputs)?;
         self.ranks(&mut metrics, inputs.step)?;

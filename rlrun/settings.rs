@@ -492,6 +492,7 @@ impl Recipe {
             bitwise: self.rollout.bitwise,
             checkpoint_interval: self.checkpoint.interval,
             checkpoint: self.checkpoints(checkpoints),
+            adapt_microbatch: self.trainer.adapt_microbatch,
             logged_groups: self.log.samples,
             wait: self.batch_wait(),
         }

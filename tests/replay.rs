@@ -17,6 +17,8 @@ const IN_FLIGHT: [&str; 8] = [
     "trainer.steps=6",
     "buffer.max_staleness=4",
 ];
+/// Steps try smaller micro-batches.
+const MICROBATCH: [&str; 2] = ["trainer.adapt_microbatch=true", "trainer.microbatch_tokens=512"];
 /// Few small steps of a recipe of the repository.
 const SHORT: [&str; 7] = [
     "trainer.steps=3",
@@ -81,6 +83,7 @@ fn asynchronous_runs_are_repeated_bit_for_bit() {
             ],
             &[],
         ),
+        ("microbatch", &MICROBATCH, &["trainer.world=2"]),
     ] {
         let sets: Vec<&str> = IN_FLIGHT.iter().chain(own).copied().chain([CORRECT]).collect();
         recorded(&home, "small.toml", name, &sets);
@@ -91,6 +94,10 @@ fn asynchronous_runs_are_repeated_bit_for_bit() {
             done.stdout
         );
     }
+    let sizes = home.run("microbatch").values("trainer/microbatch_tokens");
+    assert_eq!(sizes[..3], [512.0; 3], "the first steps are not compared");
+    assert!(sizes.contains(&256.0) && sizes.contains(&128.0), "{sizes:?}");
+    assert_eq!(home.run("microbatch-replay").values("trainer/microbatch_tokens"), sizes);
 }
 
 #[test]

@@ -8,7 +8,9 @@ use serde_json::Value;
 
 use crate::rewards::python_is_there;
 use crate::served::{Client, Place};
-use crate::support::{Home, Moment, Run, Running, finish, interrupt, signal, signal_process};
+use crate::support::{
+    Home, Moment, Run, Running, finish, interrupt, lines, signal, signal_process, small_args,
+};
 
 /// Two samplers beside the trainer, each a process.
 pub(crate) const PROCESSES: [&str; 2] = ["placement.processes=true", "placement.rollout_workers=2"];
@@ -74,6 +76,41 @@ fn a_synchronous_run_of_processes_has_the_bits_of_one_process() {
         }
         assert!(many.values("weights/subscribers").contains(&2.0), "{name}");
     }
+}
+
+/// A trainer that takes much longer than its samplers: one of two gets slots, and the other takes its place when it is killed.
+#[test]
+fn one_of_two_samplers_is_enough_for_a_slow_trainer_and_the_other_is_a_reserve() {
+    let home = Home::new();
+    let sets = [
+        "placement.adapt_samplers=true",
+        "buffer.max_staleness=4",
+        "trainer.steps=40",
+        "deadlines.heartbeat_s=60",
+    ];
+    let args = small_args("run", &[&sets[..], &PROCESSES].concat());
+    let mut lead = home.start_with(&[("RLRUN_FAILPOINTS", "rank-step=delay(100)")], &args);
+    let run = home.run("run");
+    let active = || {
+        if run.path.join("metrics.jsonl").exists() {
+            run.values("rollout/active_samplers")
+        } else {
+            Vec::new()
+        }
+    };
+    until("one sampler", &|| active().last() == Some(&1.0), &|| format!("{:?}", active()));
+    // After the first kill the other one has joined first, and gets the slots.
+    for name in ["rollout 0", "rollout 1"] {
+        signal_process(pids(&run, name)[0], "KILL");
+        assert!(run.wait_for(Moment::Step(run.steps().len() as u64 + 4), &mut lead));
+    }
+    finish(lead).ok();
+    let samplers = active();
+    assert_eq!((samplers[0], samplers.len()), (2.0, 40), "{samplers:?}");
+    every_group_once(&run, 40, 8).unwrap();
+    let events = lines(&run.path.join("events.jsonl"));
+    let change = events.iter().find(|event| event["event"] == "active_samplers").unwrap();
+    assert_eq!((&change["fields"]["samplers_before"], &change["fields"]["samplers"]), (&2.into(), &1.into()));
 }
 
 /// One of the ranks is killed: all are restarted and end with the bits of ranks as threads.

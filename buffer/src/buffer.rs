@@ -23,6 +23,7 @@ use crate::{
 
 mod completion;
 mod serving;
+mod slots;
 
 use completion::{CompletionReceiver, completion};
 
@@ -224,28 +225,6 @@ impl Buffer {
             Ok(())
         })?;
         Ok(Some(rewound))
-    }
-
-    /// Admits groups as a bound on staleness of `versions` would, from now on; at most the bound of the configuration, which leases
-    /// keep. Not stored: a buffer that is opened again admits as its bound says.
-    ///
-    /// # Errors
-    /// A buffer that has failed.
-    pub fn run_ahead(&self, versions: u64) -> Result<(), BufferError> {
-        self.shared.ledger()?.run_ahead(versions);
-        self.shared.notify();
-        Ok(())
-    }
-
-    /// Revokes all groups in flight of `holder`, whose process has ended, and queues them for re-admission; their
-    /// number.
-    ///
-    /// # Errors
-    /// A failed buffer.
-    pub fn abandon(&self, holder: u64) -> Result<usize, BufferError> {
-        let abandoned = self.shared.ledger()?.abandon(holder);
-        self.shared.notify();
-        Ok(abandoned)
     }
 
     /// Expires every hold that has ended. Waiting calls do this too; without any, a maintenance task calls it.

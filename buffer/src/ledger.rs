@@ -57,6 +57,7 @@ use select::LeaseCandidate;
 mod arrival;
 mod change;
 mod dedup;
+mod holders;
 mod lease;
 mod listing;
 mod quarantine;
@@ -124,6 +125,8 @@ pub(crate) struct Ledger {
     config: BufferConfig,
     /// Versions that admission may run ahead of the step, at most the bound on staleness.
     ahead: u64,
+    /// `None` if all samplers get slots.
+    holders: Option<holders::SlotHolders>,
     next_id: u64,
     next_keyed: u64,
     /// Queue for re-admission: ids to be admitted before new ones.
@@ -180,6 +183,7 @@ impl Ledger {
         let mut ledger = Self {
             config,
             ahead: config.max_staleness,
+            holders: None,
             next_id,
             next_keyed,
             again: mark.pending().chain((mark.next_id..next_id).map(GroupId)).collect(),
@@ -229,9 +233,12 @@ impl Ledger {
         self.holds.first().map(|(until, _)| *until)
     }
 
-    /// Admission: takes up to `limit` free slots, ids queued for re-admission first, lowest first.
+    /// Admission: takes up to `limit` free slots, ids queued for re-admission first, lowest first. None for a sampler that gets none.
     pub(crate) fn admit(&mut self, request: AdmitRequest, now: u64) -> Result<Vec<GroupId>, BufferError> {
         self.not_from_the_future(request.served)?;
+        if !self.may_hold(request.holder) {
+            return Ok(Vec::new());
+        }
         let count = request.limit.min(self.free(request.served));
         let mut ids = Vec::with_capacity(count);
         for _ in 0..count {
@@ -283,9 +290,10 @@ impl Ledger {
         Ok(())
     }
 
-    /// Revokes all groups in flight of `holder` and queues them for re-admission; their number. Groups being written
+    /// Revokes all groups in flight of `holder`, which is lost, and queues them for re-admission; their number. Groups being written
     /// stay.
     pub(crate) fn abandon(&mut self, holder: u64) -> usize {
+        self.forget_holder(holder);
         let theirs = |flight: &InFlightGroup| {
             flight.hold.holder == Some(holder) && flight.stage != InFlightStage::Writing
         };

@@ -57,6 +57,17 @@ impl SimulatedLedger {
         self.ledger.run_ahead(versions);
     }
 
+    /// Gives slots to `most` holders alone, those with the lowest numbers, and counts them from the first call on.
+    pub fn limit_holders(&mut self, most: usize) {
+        self.ledger.limit_holders(most);
+    }
+
+    /// Holders that have asked for slots and were not abandoned since.
+    #[must_use]
+    pub fn holders(&self) -> usize {
+        self.ledger.holders()
+    }
+
     /// Number of groups that can be leased.
     #[must_use]
     pub fn finalized(&self) -> usize {

@@ -26,6 +26,8 @@ use std::collections::VecDeque;
 
 use trajectory::PolicyVersion;
 
+use crate::hold::TrialHold;
+
 /// Share of the capacity that a smaller limit may lose against the best.
 const MARGIN: f64 = 0.03;
 /// Capacity over demand from which a smaller limit is enough.
@@ -107,9 +109,8 @@ pub struct RunningControl {
     /// Capacity at the last decision, tokens per second.
     decided: Option<f64>,
     upwards: bool,
-    /// Windows until the next trial, and how many there will be after the next trial that is not kept.
-    fixed_windows: u64,
-    hold_windows: u64,
+    /// Windows until the next trial.
+    hold: TrialHold,
 }
 
 /// A limit that is tried.
@@ -165,8 +166,7 @@ impl RunningControl {
             spent: VecDeque::new(),
             decided: None,
             upwards: false,
-            fixed_windows: FIRST_WINDOWS,
-            hold_windows: HOLD_WINDOWS,
+            hold: TrialHold::new(HOLD_WINDOWS, LONGEST_HOLD_WINDOWS, FIRST_WINDOWS),
         }
     }
 
@@ -195,7 +195,7 @@ impl RunningControl {
             return None;
         }
         let (rate, [tokens, seconds]) = self.window.add(seen)?;
-        self.fixed_windows = self.fixed_windows.saturating_sub(1);
+        self.hold.step();
         if self.rates.len() == MOST_WINDOWS {
             self.rates.remove(0);
         }
@@ -216,7 +216,7 @@ impl RunningControl {
             return Some(self.revert(trial, 0.0));
         }
         (self.trial, self.decided) = (None, self.mean());
-        (self.fixed_windows, self.hold_windows) = (0, HOLD_WINDOWS);
+        self.hold.start_again();
         None
     }
 
@@ -225,13 +225,14 @@ impl RunningControl {
         let demand = self.demand(mean);
         let needs_more = mean < NEED * demand;
         if self.decided.is_some_and(|decided| (mean / decided - 1.0).abs() > DRIFT) {
-            (self.fixed_windows, self.hold_windows, self.share) = (0, HOLD_WINDOWS, 1.0);
-            self.decided = None;
+            (self.decided, self.share) = (None, 1.0);
+            self.hold.start_again();
         }
         if needs_more && self.share < 1.0 - MARGIN {
-            (self.fixed_windows, self.upwards) = (0, true);
+            self.upwards = true;
+            self.hold.end();
         }
-        if self.fixed_windows > 0 || !self.is_precise(mean) {
+        if !self.hold.is_over() || !self.is_precise(mean) {
             return None;
         }
         let last = self.limits.len() - 1;
@@ -263,7 +264,7 @@ impl RunningControl {
         }
         self.share = (self.share * mean / trial.rate).min(1.0);
         (self.trial, self.decided) = (None, Some(mean));
-        (self.fixed_windows, self.hold_windows) = (0, HOLD_WINDOWS);
+        self.hold.start_again();
         // Its windows are those that the next trial is compared with.
         self.begin_trial()
     }
@@ -277,8 +278,7 @@ impl RunningControl {
         }
         (self.trial, self.decided) = (None, Some(trial.rate));
         self.upwards = !self.upwards;
-        self.fixed_windows = self.hold_windows;
-        self.hold_windows = (2 * self.hold_windows).min(LONGEST_HOLD_WINDOWS);
+        self.hold.begin();
         self.change(trial.from, [capacity, trial.demand])
     }
 

@@ -359,6 +359,16 @@ pub(crate) const METRICS: &[MetricSection] = &[
                 "Sequences that a sampler runs at once, a mean over samplers; with `rollout.adapt_running`.",
             ),
             metric(
+                "rollout/active_samplers",
+                "samplers",
+                "Samplers in processes of their own that get slots; with `placement.adapt_samplers`.",
+            ),
+            metric(
+                "trainer/microbatch_tokens",
+                "tokens",
+                "Most tokens of a micro-batch of the step; with `trainer.adapt_microbatch`.",
+            ),
+            metric(
                 "trainer/tokens_per_s",
                 "tokens per second",
                 "Trained tokens over the time of their passes.",

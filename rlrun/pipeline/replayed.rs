@@ -57,6 +57,7 @@ struct ReplayFollower<'a> {
     again: Option<SampledAgain<'a>>,
     on: ServeOn,
     config: model::Config,
+    adapts_microbatch: bool,
     until: PolicyVersion,
 }
 
@@ -102,6 +103,7 @@ impl Run<'_> {
             }),
             on: served(self.recipe)?,
             config: directory.config().clone(),
+            adapts_microbatch: self.recipe.trainer.adapt_microbatch,
             until,
         };
         follower.hold(&trainer)?;
@@ -161,7 +163,7 @@ fn network(on: &ServeOn, config: &model::Config, learner: &Learner) -> Result<Ne
 }
 
 impl StepFollower for ReplayFollower<'_> {
-    fn before(&mut self, trainer: &Trainer) -> Result<bool, Failure> {
+    fn before(&mut self, trainer: &mut Trainer) -> Result<bool, Failure> {
         if trainer.version() >= self.until {
             return Ok(false);
         }
@@ -170,6 +172,10 @@ impl StepFollower for ReplayFollower<'_> {
             self.replay.compare_samples(again)?;
         }
         self.batches.set(groups, dropped_stale);
+        // An arm with a fixed size trains with that.
+        if let Some(tokens) = self.replay.microbatch_tokens().filter(|_| self.adapts_microbatch) {
+            trainer.set_microbatch_tokens(tokens);
+        }
         Ok(true)
     }
 

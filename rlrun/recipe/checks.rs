@@ -58,7 +58,7 @@ pub(super) fn check(
     check_batch(&raw, &mut checker);
     check_replay(&raw.buffer, &mut checker);
     check_store(&mut raw.buffer, &mut checker);
-    check_sampler(&raw.rollout, &mut checker);
+    check_bitwise(&raw.rollout, &mut checker);
     check_reduction(reduction, &raw.rollout, &mut checker);
     check_rounding(&raw, &mut checker);
     check_trainer(&raw.trainer, &mut checker);
@@ -116,28 +116,6 @@ fn check_replay(buffer: &BufferSection, checker: &mut Checker<'_>) {
                        (`buffer.order`, `buffer.max_uses`)";
         let paths = ["buffer.order", "buffer.max_uses", "buffer.on_stale"];
         checker.report_latest(&paths, message, "set `buffer.on_stale` to \"drop\"");
-    }
-    if buffer.adapt_staleness && buffer.max_staleness == 0 {
-        let message = "`buffer.adapt_staleness` has no effect with a bound of 0 (`buffer.max_staleness`)";
-        let paths = ["buffer.adapt_staleness", "buffer.max_staleness"];
-        checker.report_latest(&paths, message, "raise `buffer.max_staleness`, or remove it");
-    }
-}
-
-fn check_sampler(rollout: &Rollout, checker: &mut Checker<'_>) {
-    check_bitwise(rollout, checker);
-    check_running(rollout, checker);
-}
-
-/// A limit that adapts has limits to choose from.
-fn check_running(rollout: &Rollout, checker: &mut Checker<'_>) {
-    if rollout.adapt_running && rollout.max_running <= rollout.group_size {
-        let message = format!(
-            "`rollout.adapt_running` chooses between `rollout.group_size` and `rollout.max_running`, which are {} and {}",
-            rollout.group_size, rollout.max_running
-        );
-        let paths = ["rollout.adapt_running", "rollout.max_running", "rollout.group_size"];
-        checker.report_latest(&paths, message, "raise `rollout.max_running`, or remove it");
     }
 }
 

@@ -6,6 +6,7 @@
 //!
 //! Layers, last wins: defaults, files named by `extends`, the recipe, variables `RLRUN__SECTION__KEY`, `--set`.
 
+mod adapted;
 mod algorithm;
 mod checks;
 mod curation;

@@ -32,6 +32,7 @@ pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
     check_sampler_ranks(recipe, checker);
     check_devices(recipe, checker);
     super::quantized_base::check(recipe, checker);
+    super::adapted::check(recipe, checker);
 }
 
 /// Ranks that share a pass need a world that they divide, and what can be shared.

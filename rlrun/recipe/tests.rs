@@ -158,6 +158,8 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("trainer.parallel.sections=6", "`trainer.parallel.sections` is 6, but must be a power of two"),
         ("rollout.adapt_running=3", "`rollout.adapt_running`: expected true or false"),
         ("buffer.adapt_staleness=3", "`buffer.adapt_staleness`: expected true or false"),
+        ("placement.adapt_samplers=3", "`placement.adapt_samplers`: expected true or false"),
+        ("trainer.adapt_microbatch=3", "`trainer.adapt_microbatch`: expected true or false"),
         ("trainer.elastic.snapshot_every=1", "ranks that can be lost alone are processes"),
         ("trainer.elastic.min_world=0", "`trainer.elastic.min_world`"),
         ("trainer.elastic.patience_s=-1", "`trainer.elastic.patience_s`"),
@@ -198,6 +200,33 @@ fn a_limit_that_adapts_has_limits_to_choose_from() {
     let message = "error: `rollout.adapt_running` chooses between `rollout.group_size` and `rollout.max_running`, which are 8 and 8";
     assert!(shown.starts_with(message), "{shown}");
     assert!(case.load(&["rollout.adapt_running=true"], &[]).unwrap().0.rollout.adapt_running);
+}
+
+#[test]
+fn what_adapts_has_a_choice() {
+    let case = Case::new(MINIMAL);
+    let short =
+        ["data.max_prompt_length=64", "rollout.max_completion_length=32", "trainer.adapt_microbatch=true"];
+    let refused = |more: &[&str], message: &str| {
+        let shown = case.errors(&[&short[..], more].concat(), &[]);
+        assert!(shown.contains(message), "{shown}");
+    };
+    refused(&["trainer.microbatch_tokens=255"], "`trainer.adapt_microbatch` chooses between 128 and");
+    refused(
+        &["trainer.world=2", "trainer.ranks=processes", "buffer.listen=127.0.0.1:0"],
+        "is for ranks that are threads",
+    );
+    refused(
+        &["supervised.kind=sft"],
+        "`trainer.adapt_microbatch` has no effect on training without sampling",
+    );
+    refused(&["placement.adapt_samplers=true"], "in processes of their own get slots, and this run has none");
+    let two = ["placement.adapt_samplers=true", "placement.processes=true", "buffer.store=redb"];
+    refused(&two, "get slots, and this run has one");
+    let more = [&short[..], &two, &["placement.rollout_workers=2"]].concat();
+    let recipe = case.load(&more, &[]).unwrap().0;
+    assert!(recipe.trainer.adapt_microbatch && recipe.placement.adapt_samplers);
+    case.load(&["placement.adapt_samplers=true", "buffer.listen=127.0.0.1:0"], &[]).unwrap();
 }
 
 #[test]

@@ -125,6 +125,11 @@ impl RunReplay {
         Some((next.groups.clone(), next.numbers.dropped_stale))
     }
 
+    /// Most tokens of a micro-batch in the next step, if the run adapted it.
+    pub(crate) fn microbatch_tokens(&self) -> Option<usize> {
+        self.next.as_ref()?.numbers.microbatch_tokens
+    }
+
     /// Samples the trajectories of the next step again.
     ///
     /// # Errors

@@ -145,7 +145,7 @@ fn check_ranks(recorded: &Recipe, changed: &Recipe, args: &ReplayArgs) -> Result
 /// Makes the recipe one of a single process that serves nothing and writes nowhere but to its run directory.
 fn alone(recipe: &mut Recipe) {
     let placement = &mut recipe.placement;
-    placement.processes = false;
+    (placement.processes, placement.adapt_samplers) = (false, false);
     (placement.rollout_workers, placement.restarts) = (None, None);
     recipe.trainer.ranks = Ranks::Threads;
     recipe.trainer.elastic = ElasticSection::default();

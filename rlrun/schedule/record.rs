@@ -68,6 +68,9 @@ pub(crate) struct StepNumbers {
     pub(crate) kl: f64,
     /// Effective share of the tokens of the batch.
     pub(crate) ess: f64,
+    /// Most tokens of a micro-batch, if the size adapts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) microbatch_tokens: Option<usize>,
 }
 
 #[derive(Serialize)]
@@ -195,6 +198,7 @@ impl StepNumbers {
             dropped_stale: made.dropped_stale,
             kl: made.sums.mean_compared(made.sums.mismatch),
             ess: made.sums.effective_share(),
+            microbatch_tokens: made.microbatch.as_ref().map(|microbatch| microbatch.tokens),
         }
     }
 

@@ -141,6 +141,7 @@ impl ScenarioInputs {
                 decode,
                 prefill,
                 max_running: recipe.rollout.max_running,
+                count_adapts: recipe.placement.adapt_samplers,
                 adapts: recipe.rollout.adapt_running,
                 kv_tokens: recipe.rollout.kv_cache_tokens.map_or(f64::INFINITY, |tokens| tokens as f64),
                 absences: Vec::new(),

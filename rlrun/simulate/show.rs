@@ -22,12 +22,13 @@ pub(super) struct Shown<'a> {
 }
 
 impl Shown<'_> {
-    fn measures(&self) -> [(&'static str, &'static str, OutcomeRange); 6] {
+    fn measures(&self) -> [(&'static str, &'static str, OutcomeRange); 7] {
         let range = self.range;
         [
             ("step_s", "seconds of a step", range.step_s),
             ("tokens_per_s", "trained tokens per second", range.tokens_per_s),
             ("sampler_idle", "share of the time in which a sampler waits", range.sampler_idle),
+            ("samplers", "samplers that get groups", range.active_samplers),
             ("trainer_idle", "share of the time in which the trainer waits for a batch", range.trainer_idle),
             ("wait_s", "seconds of a step in which the trainer waits for a batch", range.wait_s),
             ("staleness", "mean staleness, versions", range.mean_staleness),

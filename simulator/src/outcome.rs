@@ -18,6 +18,8 @@ pub struct SimulationOutcome {
     pub tokens_per_s: f64,
     /// Share of the time in which a sampler has no running sequence, a mean over samplers; seconds over seconds.
     pub sampler_idle: f64,
+    /// Samplers that get groups, a mean over steps.
+    pub active_samplers: f64,
     /// Share of the time in which the trainer waits for a batch; seconds over seconds.
     pub trainer_idle: f64,
     /// Time of a step in which the trainer waits for a batch, seconds.
@@ -104,6 +106,8 @@ pub struct RangeOverSeeds {
     pub tokens_per_s: OutcomeRange,
     /// Share of the time in which a sampler has nothing to do.
     pub sampler_idle: OutcomeRange,
+    /// Samplers that get groups, a mean over steps.
+    pub active_samplers: OutcomeRange,
     /// Share of the time in which the trainer waits for a batch.
     pub trainer_idle: OutcomeRange,
     /// Time of a step in which the trainer waits for a batch, seconds.
@@ -152,6 +156,7 @@ pub fn over_seeds(scenario: &Scenario, seeds: u64) -> Result<RangeOverSeeds, Sim
         step_s: range(|outcome| outcome.step_s),
         tokens_per_s: range(|outcome| outcome.tokens_per_s),
         sampler_idle: range(|outcome| outcome.sampler_idle),
+        active_samplers: range(|outcome| outcome.active_samplers),
         trainer_idle: range(|outcome| outcome.trainer_idle),
         wait_s: range(|outcome| outcome.wait_s),
         mean_staleness: range(SimulationOutcome::mean_staleness),

@@ -26,7 +26,7 @@ pub struct Scenario {
     /// A bound on groups that are live or leased for the current step, below (`max_staleness` + 1) batches: a fraction of a version
     /// of staleness, as in verl's `staleness_threshold`.
     pub slots: Option<usize>,
-    /// Whether admission follows what the trainer waits for ([`buffer::AdmissionControl`]).
+    /// Whether admission follows what the trainer waits for ([`buffer::SupplyControl`]).
     pub adapts: bool,
     /// Lengths of completions.
     pub lengths: LengthModel,
@@ -110,6 +110,8 @@ pub struct SamplerFleet {
     pub prefill: PrefillCost,
     /// Sequences that one decodes together.
     pub max_running: usize,
+    /// Whether only as many get groups as the trainer needs ([`buffer::SupplyControl`]).
+    pub count_adapts: bool,
     /// Whether each finds how many are enough, up to `max_running` ([`buffer::RunningControl`]).
     pub adapts: bool,
     /// Capacity of the KV cache of one, tokens; infinite for no limit.
@@ -232,6 +234,7 @@ impl Scenario {
                 decode: DecodeCurve::linear([0.01, 0.0, 0.0]),
                 prefill: PrefillCost { fixed_s: 0.0, per_token_s: 0.0 },
                 max_running: usize::MAX,
+                count_adapts: false,
                 adapts: false,
                 kv_tokens: f64::INFINITY,
                 absences: Vec::new(),

@@ -7,8 +7,8 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
 use buffer::{
-    AdmissionControl, AdmitRequest, Finalized, LeaseId, LeaseRequest, SimulatedArrival, SimulatedLedger,
-    StepObservation,
+    AdmitRequest, Finalized, LeaseId, LeaseRequest, SimulatedArrival, SimulatedLedger, StepObservation,
+    Supply, SupplyControl,
 };
 use trajectory::{GroupId, PolicyVersion};
 
@@ -44,6 +44,8 @@ struct Tally {
     tokens: f64,
     completions: f64,
     staleness: Vec<u64>,
+    /// Samplers that got groups, a sum over steps.
+    active_samplers: u64,
 }
 
 /// Plays `scenario` with the random numbers of `seed`.
@@ -96,7 +98,9 @@ struct Simulation<'a> {
     lease: Option<LeaseId>,
     done: u64,
     /// Decides how far samplers run ahead, if that adapts.
-    control: Option<AdmissionControl>,
+    lead: Option<SupplyControl>,
+    /// Decides how many samplers get groups, if that adapts.
+    samplers: Option<SupplyControl>,
     /// When the step began, and how long the trainer has waited in it, seconds.
     step_began: f64,
     step_wait_s: f64,
@@ -119,11 +123,16 @@ impl<'a> Simulation<'a> {
             events.add(absence.at_s + noticed, Occasion::Noticed { absence: index });
             events.add(absence.at_s + absence.for_s, Occasion::Up { absence: index });
         }
+        let control = |of, most| SupplyControl::new(of, scenario.batch_groups, most);
+        let mut ledger = SimulatedLedger::new(scenario.buffer())?;
+        if scenario.samplers.count_adapts {
+            ledger.limit_holders(usize::MAX);
+        }
         Ok(Self {
             scenario,
             now: 0.0,
             events,
-            ledger: SimulatedLedger::new(scenario.buffer())?,
+            ledger,
             fleet: Fleet::new(scenario, seed),
             rewards: RewardQueue::new(scenario.rewards),
             stored: HashMap::new(),
@@ -134,9 +143,11 @@ impl<'a> Simulation<'a> {
             part: 0,
             lease: None,
             done: 0,
-            control: scenario
-                .adapts
-                .then(|| AdmissionControl::new(scenario.batch_groups, scenario.max_staleness)),
+            lead: scenario.adapts.then(|| control(Supply::Lead, scenario.max_staleness)),
+            samplers: scenario
+                .samplers
+                .count_adapts
+                .then(|| control(Supply::Samplers, scenario.samplers.count as u64)),
             step_began: 0.0,
             step_wait_s: 0.0,
             may_lease: true,
@@ -382,6 +393,8 @@ impl<'a> Simulation<'a> {
         self.part = 0;
         self.done += 1;
         self.tally.steps += 1;
+        let all = self.fleet.engines.len() as u64;
+        self.tally.active_samplers += self.samplers.as_ref().map_or(all, SupplyControl::amount);
         self.adapt();
         self.trainer = SimulatedTrainer::Waiting { since: self.now };
         if matches!(self.scenario.sharing, ResourceSharing::Turns { .. }) {
@@ -401,7 +414,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Lets samplers run ahead as far as the steps so far say.
+    /// Gives groups to as many samplers, and lets them run ahead as far, as the steps so far say.
     fn adapt(&mut self) {
         let step = StepObservation {
             wait_s: std::mem::take(&mut self.step_wait_s),
@@ -409,9 +422,20 @@ impl<'a> Simulation<'a> {
             ready_groups: self.ledger.finalized(),
             free_slots: self.ledger.free(self.version),
         };
-        if let Some(ahead) = self.control.as_mut().and_then(|control| control.observe(step)) {
+        if let Some(control) = &mut self.samplers {
+            control.set_most(self.ledger.holders() as u64);
+            self.ledger.limit_holders(control.amount() as usize);
+            if let Some(samplers) = control.observe(step) {
+                self.ledger.limit_holders(samplers as usize);
+                self.all_ask = true;
+                self.lead.iter_mut().for_each(SupplyControl::start_again);
+                return;
+            }
+        }
+        if let Some(ahead) = self.lead.as_mut().and_then(|control| control.observe(step)) {
             self.ledger.run_ahead(ahead);
             self.all_ask = true;
+            self.samplers.iter_mut().for_each(SupplyControl::start_again);
         }
     }
 
@@ -472,7 +496,7 @@ impl<'a> Simulation<'a> {
     }
 
     fn outcome(&self) -> SimulationOutcome {
-        let Tally { since, steps, wait_s, tokens, completions, staleness } = &self.tally;
+        let Tally { since, steps, wait_s, tokens, completions, staleness, active_samplers } = &self.tally;
         let lasted = (self.now - since).max(f64::MIN_POSITIVE);
         let idle: f64 = self.fleet.engines.iter().map(|engine| engine.idle_s(self.now)).sum();
         let steps = (*steps).max(1);
@@ -481,6 +505,7 @@ impl<'a> Simulation<'a> {
             step_s: lasted / steps as f64,
             tokens_per_s: tokens / lasted,
             sampler_idle: (idle / lasted / self.fleet.engines.len() as f64).min(1.0),
+            active_samplers: *active_samplers as f64 / steps as f64,
             trainer_idle: (wait_s / lasted).min(1.0),
             wait_s: wait_s / steps as f64,
             staleness: staleness.clone(),

@@ -9,6 +9,8 @@
 mod balance;
 mod frozen;
 mod gradient_sums;
+mod memory;
+mod microbatch;
 mod scoring;
 mod spans;
 mod trained_values;
@@ -18,7 +20,7 @@ pub use self::gradient_sums::{GradientSums, TargetRows, UpdateParameters};
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use device::Device;
 use model::{
@@ -33,8 +35,9 @@ use weights::{Digest, Hub, Values, WeightsError};
 use crate::TrainerError;
 use crate::lead::{Followers, RankCommand, decode, encode};
 use crate::lora::Adapter;
+use crate::microbatch::PassTime;
 use crate::on_device::{DeviceConfig, LearnerWeights};
-use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
+use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::packing::recorded_slots;
 use crate::parallel::{ParallelConfig, RankGroups};
 use crate::plan::{MicroBatch, in_order_of_leaf, leaves, plan};
@@ -87,6 +90,7 @@ pub struct Learner {
     pool: Arc<ThreadPool>,
     /// The other processes, if every rank is a process.
     spread: Option<LearnerProcesses>,
+    passed: PassTime,
 }
 
 /// The other processes of a learner.
@@ -200,16 +204,25 @@ impl Learner {
     }
 
     fn with(seed: LearnerSeed) -> Result<Self, TrainerError> {
-        let (config, model, pool) = (seed.config.clone(), seed.model.clone(), Arc::new(ThreadPool::single()));
+        let (config, model, passed) = (seed.config.clone(), seed.model.clone(), PassTime::default());
+        let pool = Arc::new(ThreadPool::single());
         config.check_parallel(&model, seed.adapter.is_some())?;
         if config.world <= 1 {
-            return Ok(Self { config, model, first: seed.alone()?, others: Vec::new(), pool, spread: None });
+            return Ok(Self {
+                config,
+                model,
+                first: seed.alone()?,
+                others: Vec::new(),
+                pool,
+                spread: None,
+                passed,
+            });
         }
         let group = collective::threads::group(config.world, config.wait);
         let member = |rank| seed.member(RankGroups::new(Arc::new(rank), config.parallel)?);
         let mut ranks = make(group, member)?.into_iter();
         let first = ranks.next().ok_or(TrainerError::RanksEnded)?;
-        Ok(Self { config, model, first, others: ranks.collect(), pool, spread: None })
+        Ok(Self { config, model, first, others: ranks.collect(), pool, spread: None, passed })
     }
 
     /// The learner of one of several processes. `remote` is `None` on followers.
@@ -222,7 +235,7 @@ impl Learner {
         let config = rank.config().clone();
         let spread = Some(LearnerProcesses { collective, remote });
         let pool = Arc::new(ThreadPool::single());
-        Self { config, model, first: rank, others: Vec::new(), pool, spread }
+        Self { config, model, first: rank, others: Vec::new(), pool, spread, passed: PassTime::default() }
     }
 
     /// The learner with the thread pool `pool`. Ranks that are threads compute on one thread each.
@@ -474,55 +487,6 @@ impl Learner {
         Ok(Arc::unwrap_or_clone(self.parameters()?))
     }
 
-    /// Memory of weights, gradients and optimizer in this process, bytes.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        self.ranks().map(Rank::bytes).sum()
-    }
-
-    /// Frees the gradients, which begin at zero in every step. Returns their bytes.
-    pub(crate) fn drop_gradients(&mut self) -> u64 {
-        self.ranks_mut().map(Rank::drop_gradients).sum()
-    }
-
-    /// Memory of the optimizer and of the weights on devices, bytes.
-    #[must_use]
-    pub fn device_bytes(&self) -> [u64; 2] {
-        let add = |[a, b]: [u64; 2], [c, d]: [u64; 2]| [a + c, b + d];
-        self.ranks().map(Rank::device_bytes).fold([0; 2], add)
-    }
-
-    /// Memory of the optimizer and of the weights, bytes.
-    pub(crate) fn bytes_to_keep(&mut self) -> [u64; 2] {
-        let add = |[a, b]: [u64; 2], [c, d]: [u64; 2]| [a + c, b + d];
-        self.ranks_mut().map(Rank::bytes_to_keep).fold([0; 2], add)
-    }
-
-    /// Frees the device memory of the optimizer, of the weights, or of both, and of frozen networks. Returns the bytes.
-    pub(crate) fn leave_device(&mut self, optimizer: bool, weights: bool) -> Result<u64, TrainerError> {
-        self.ranks_mut().map(|rank| rank.leave_device(optimizer, weights)).sum()
-    }
-
-    /// Copies the state that belongs on the devices back to them.
-    pub(crate) fn enter_device(&mut self) -> Result<(), TrainerError> {
-        self.ranks_mut().try_for_each(Rank::enter_device)
-    }
-
-    /// The optimizer state.
-    pub(crate) fn optimizer_streams(&mut self) -> Vec<StateStream<'_>> {
-        self.ranks_mut().flat_map(|rank| rank.streams(true, false)).collect()
-    }
-
-    /// The weights, and the base weights of an adapter.
-    pub(crate) fn weight_streams(&mut self) -> Vec<StateStream<'_>> {
-        self.ranks_mut().flat_map(|rank| rank.streams(false, true)).collect()
-    }
-
-    /// The optimizer state and the weights.
-    pub(crate) fn all_streams(&mut self) -> Vec<StateStream<'_>> {
-        self.ranks_mut().flat_map(|rank| rank.streams(true, true)).collect()
-    }
-
     /// One optimizer step on the sum of `loss` over `rows`. Without a row, or with a gradient of zero, there is no update: no
     /// moments, no weight decay.
     ///
@@ -547,7 +511,10 @@ impl Learner {
             rank.during(RankPhase::ForwardBackward, || rank_failpoint(rank));
             rank.step(&step)
         };
+        let clock = Instant::now();
         let done = on_each(self.ranks_mut().collect(), work)?;
+        self.passed.seconds += clock.elapsed().as_secs_f64();
+        self.passed.tokens += plan.iter().flatten().map(|batch| batch.tokens as u64).sum::<u64>();
         let grad_norm = done.first().map_or(0.0, |step| step.grad_norm);
         let mut reports: Vec<Vec<L::Report>> = done.into_iter().map(|step| step.reports).collect();
         if let (Some(LearnerProcesses { collective, .. }), Some(own)) = (&self.spread, reports.first()) {

@@ -7,7 +7,7 @@
 //!   and weights of each row; [`objective`]: the loss over the network's predictions; [`critic`]
 //! - [`supervised`]: supervised fine-tuning on demonstrations, preference pairs, reward models
 //! - [`learner`]: forward, backward with gradient accumulation over micro-batches, gradient clipping, optimizer step;
-//!   [`mod@plan`]: rows to leaves and micro-batches, leaves to ranks; [`packing`]: a micro-batch as one token stream
+//!   [`microbatch`]: its size; [`mod@plan`]: rows to leaves and micro-batches, leaves to ranks; [`packing`]: a micro-batch as one token stream
 //! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]: the learning rate
 //! - [`Frozen`]: a reference policy or a teacher; [`StateWeights`]: weights in f32, or a base that stays quantised
 //! - [`on_device`]: ranks that compute on a GPU
@@ -38,6 +38,7 @@ pub mod lora;
 mod lora_files;
 pub mod loss;
 pub mod loss_inputs;
+pub mod microbatch;
 pub mod moments;
 mod norm;
 pub mod objective;

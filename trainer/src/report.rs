@@ -11,6 +11,7 @@ use trajectory::{Component, Group, PolicyVersion, Trajectory};
 
 use crate::batch::BatchCounts;
 use crate::loss::{Clipped, MAX_LOG_RATIO};
+use crate::microbatch::MicrobatchReport;
 use crate::outer_exchange::ExchangeReport;
 use crate::rank_spans::RankSpan;
 use crate::token_log::RowTokens;
@@ -58,6 +59,8 @@ pub struct StepReport {
     pub regroupings: Vec<Regrouping>,
     /// When the state of all ranks was gathered in the memory of the first since the previous step, seconds of the run.
     pub snapshots: Vec<Range<f64>>,
+    /// The micro-batch of the step, if its size adapts.
+    pub microbatch: Option<MicrobatchReport>,
     /// Ranks of the trainer.
     pub world: usize,
     /// Time of the phases, seconds.

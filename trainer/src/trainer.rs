@@ -28,6 +28,7 @@ use crate::critic::{Critic, CriticNetwork};
 use crate::frozen::Frozen;
 use crate::lead::{RankCommand, UpdateCommand};
 use crate::learner::Learner;
+use crate::microbatch::{MicrobatchControl, MicrobatchReport};
 use crate::outer_exchange::OuterExchange;
 use crate::quarantine::Quarantine;
 use crate::report::{BatchStatistics, LogprobMismatch, StepReport, StepTime};
@@ -77,6 +78,8 @@ pub struct TrainerConfig {
     pub checkpoint_interval: u64,
     /// How checkpoints are written.
     pub checkpoint: CheckpointWriterConfig,
+    /// Whether the size of a micro-batch adapts, up to that of the learner.
+    pub adapt_microbatch: bool,
     /// Number of groups of a batch whose tokens are reported, the first ones.
     pub logged_groups: usize,
     /// Deadline for a batch.
@@ -122,6 +125,7 @@ pub struct Trainer {
     learner: Learner,
     auxiliary: AuxiliaryModels,
     colocation: Option<Colocation>,
+    microbatch: Option<MicrobatchControl>,
     directory: Arc<ModelDirectory>,
     buffer: Arc<dyn Consumer>,
     publisher: WeightPublisher,
@@ -169,12 +173,14 @@ impl Trainer {
             exchange,
             elasticity,
         } = parts;
+        let microbatch = config.adapt_microbatch.then(|| MicrobatchControl::new(learner.microbatch_tokens()));
         let mut trainer = Self {
             writer: CheckpointWriter::new(config.checkpoint.clone()).archived(archive),
             config,
             learner,
             auxiliary,
             colocation: None,
+            microbatch,
             quarantine: Quarantine::new(directory.config()),
             directory,
             buffer,
@@ -323,6 +329,7 @@ impl Trainer {
             exchange,
             regroupings,
             snapshots,
+            microbatch: self.next_microbatch(),
             world: self.learner.world(),
             time,
         }))
@@ -467,6 +474,26 @@ impl Trainer {
                 Err(error) => return Err(error.into()),
             }
         }
+    }
+
+    /// Trains with micro-batches of at most `tokens` from now on, as a recorded run did; the size does not adapt any more.
+    ///
+    /// # Panics
+    /// If every rank is a process.
+    pub fn set_microbatch_tokens(&mut self, tokens: usize) {
+        self.microbatch = None;
+        self.learner.set_microbatch_tokens(tokens);
+    }
+
+    /// The micro-batch of the step that has been made, if its size adapts; sets that of the next one.
+    fn next_microbatch(&mut self) -> Option<MicrobatchReport> {
+        let (passed, tokens) = (self.learner.take_passed(), self.learner.microbatch_tokens());
+        let mut change = None;
+        if let Some(control) = &mut self.microbatch {
+            change = control.observe(passed);
+            self.learner.set_microbatch_tokens(control.tokens());
+        }
+        self.config.adapt_microbatch.then_some(MicrobatchReport { tokens, change })
     }
 
     /// All optimizer updates of one batch.

@@ -179,6 +179,7 @@ fn settings_of(algorithm: &Algorithm, files: &std::path::Path) -> TrainerConfig 
     };
     let split = trainer::batch::BatchSplit { minibatches: 2, ..SPLIT };
     TrainerConfig {
+        adapt_microbatch: false,
         algorithm: algorithm.clone(),
         schedule,
         split,

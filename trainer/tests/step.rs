@@ -63,6 +63,7 @@ fn bench_of<S>(
     let buffer_config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(2, 2) };
     let buffer = Arc::new(Buffer::in_memory(buffer_config).unwrap());
     let mut settings = TrainerConfig {
+        adapt_microbatch: false,
         algorithm: Algorithm::grpo(),
         schedule: LearningRateSchedule {
             peak: 1e-2,

@@ -44,6 +44,11 @@ pub struct PlacementSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub rollout_workers: Option<usize>,
+    /// Whether only as many samplers in processes of their own get slots as the trainer needs; the others wait, keep receiving
+    /// weights, and take the place of one that is lost. One fewer after steps that left two batches ready, one more when the
+    /// trainer waits.
+    // resume = changes, worker = ignored
+    pub adapt_samplers: bool,
     /// For `processes`: number of restarts of a process within ten minutes before the run ends. Default: 5.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run

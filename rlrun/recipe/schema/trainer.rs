@@ -70,6 +70,10 @@ pub struct TrainerSection {
     /// Tokens packed into one forward and backward pass. verl `ppo_max_token_len_per_gpu`.
     // resume = changes, worker = run
     pub microbatch_tokens: usize,
+    /// Whether steps try smaller micro-batches than `microbatch_tokens`, down to an eighth of it, and train with the fastest. The
+    /// size changes the last bits of gradients, so two runs with the same seed differ. For ranks that are threads.
+    // resume = changes, worker = run
+    pub adapt_microbatch: bool,
     /// Activations that the backward pass recomputes instead of storing them. TRL `gradient_checkpointing`, verl
     /// `enable_gradient_checkpointing`.
     // resume = changes, worker = run
@@ -125,6 +129,7 @@ impl Default for TrainerSection {
             minibatches: 1,
             epochs: 1,
             microbatch_tokens: 4096,
+            adapt_microbatch: false,
             recompute: Recompute::None,
             world: 1,
             parallel: ParallelSection::default(),
