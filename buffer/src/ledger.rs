@@ -236,7 +236,7 @@ impl Ledger {
     /// Admission: takes up to `limit` free slots, ids queued for re-admission first, lowest first. None for a sampler that gets none.
     pub(crate) fn admit(&mut self, request: AdmitRequest, now: u64) -> Result<Vec<GroupId>, BufferError> {
         self.not_from_the_future(request.served)?;
-        if !self.may_hold(request.holder) {
+        if !self.may_hold(request.holder, now) {
             return Ok(Vec::new());
         }
         let count = request.limit.min(self.free(request.served));
@@ -292,8 +292,8 @@ impl Ledger {
 
     /// Revokes all groups in flight of `holder`, which is lost, and queues them for re-admission; their number. Groups being written
     /// stay.
-    pub(crate) fn abandon(&mut self, holder: u64) -> usize {
-        self.forget_holder(holder);
+    pub(crate) fn abandon(&mut self, holder: u64, now: u64) -> usize {
+        self.lose_holder(holder, now);
         let theirs = |flight: &InFlightGroup| {
             flight.hold.holder == Some(holder) && flight.stage != InFlightStage::Writing
         };

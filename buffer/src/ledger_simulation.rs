@@ -153,8 +153,8 @@ impl SimulatedLedger {
     }
 
     /// Revokes all groups in flight of `holder`, which are then admitted again; their number.
-    pub fn abandon(&mut self, holder: u64) -> usize {
-        let groups = self.ledger.abandon(holder);
+    pub fn abandon(&mut self, holder: u64, now_ms: u64) -> usize {
+        let groups = self.ledger.abandon(holder, now_ms);
         self.ledger.discard_change();
         groups
     }
@@ -181,7 +181,7 @@ mod tests {
         assert_eq!((ledger.free(v0), ledger.free(v1)), (0, 1));
         ledger.ack(lease.id).unwrap();
         assert_eq!(ledger.admit(slots(v1), 3).unwrap(), [GroupId(2)]);
-        assert_eq!(ledger.abandon(7), 1);
+        assert_eq!(ledger.abandon(7, 3), 1);
         assert_eq!(ledger.admit(slots(v1), 4).unwrap(), [GroupId(2)], "it is admitted again");
         assert_eq!(ledger.dropped_stale(), 0);
         assert!(SimulatedLedger::new(BufferConfig::new(0, 1)).is_err());

@@ -189,7 +189,8 @@ impl<'a> Simulation<'a> {
             }
             Occasion::Noticed { absence } => {
                 let sampler = self.scenario.samplers.absences[absence].sampler;
-                self.ledger.abandon(sampler as u64);
+                let now_ms = self.now_ms();
+                self.ledger.abandon(sampler as u64, now_ms);
                 (self.all_ask, self.may_lease) = (true, true);
             }
             Occasion::Up { absence } => {

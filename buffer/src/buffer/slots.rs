@@ -44,7 +44,7 @@ impl Buffer {
     /// # Errors
     /// A failed buffer.
     pub fn abandon(&self, holder: u64) -> Result<usize, BufferError> {
-        let abandoned = self.shared.ledger()?.abandon(holder);
+        let abandoned = self.shared.ledger()?.abandon(holder, self.shared.now());
         self.shared.notify();
         Ok(abandoned)
     }

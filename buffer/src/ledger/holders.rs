@@ -1,30 +1,32 @@
 //! Which samplers get slots, where not all of them may.
 //!
-//! Invariant: slots go to the samplers with the lowest numbers, which have joined first. One that is lost makes place for the next. A
-//! sampler without a number is in the process of the trainer, and always gets slots.
+//! Invariant: slots go to the samplers with the lowest numbers, which have joined first. One that is lost makes place for the next, and
+//! requests that it has sent before do not count. A sampler without a number is in the process of the trainer, and always gets slots.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::Ledger;
 
 /// Most samplers that are counted; others get no slots while there are so many.
 const MOST_COUNTED: usize = 4096;
+/// Milliseconds in which a sampler that was lost gets no slots: its last request may still wait for some. One that was only silent asks
+/// for longer.
+const LOST_MS: u64 = 30_000;
 
 /// The samplers that have asked for slots.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct SlotHolders {
     known: BTreeSet<u64>,
-    /// How many of them get slots.
+    /// Those that were lost, and until when they count as such, milliseconds.
+    lost: BTreeMap<u64, u64>,
+    /// How many of `known` get slots.
     most: usize,
 }
 
 impl Ledger {
     /// Gives slots to `most` samplers alone, and counts them from the first call on. No lease and no group in flight changes.
     pub(crate) fn limit_holders(&mut self, most: usize) {
-        match &mut self.holders {
-            Some(holders) => holders.most = most,
-            None => self.holders = Some(SlotHolders { known: BTreeSet::new(), most }),
-        }
+        self.holders.get_or_insert_default().most = most;
     }
 
     /// Samplers that have asked for slots and were not lost since; 0 if they are not counted.
@@ -33,8 +35,11 @@ impl Ledger {
     }
 
     /// Whether `holder`, which asks for slots, gets any.
-    pub(super) fn may_hold(&mut self, holder: Option<u64>) -> bool {
+    pub(super) fn may_hold(&mut self, holder: Option<u64>, now: u64) -> bool {
         let (Some(holders), Some(holder)) = (&mut self.holders, holder) else { return true };
+        if holders.lost.get(&holder).is_some_and(|until| now < *until) {
+            return false;
+        }
         if holders.known.len() >= MOST_COUNTED && !holders.known.contains(&holder) {
             return false;
         }
@@ -42,9 +47,13 @@ impl Ledger {
         holders.known.range(..holder).count() < holders.most
     }
 
-    pub(super) fn forget_holder(&mut self, holder: u64) {
-        if let Some(holders) = &mut self.holders {
-            holders.known.remove(&holder);
+    /// Makes place for another sampler.
+    pub(super) fn lose_holder(&mut self, holder: u64, now: u64) {
+        let Some(holders) = &mut self.holders else { return };
+        holders.known.remove(&holder);
+        holders.lost.retain(|_, until| now < *until);
+        if holders.lost.len() < MOST_COUNTED {
+            holders.lost.insert(holder, now.saturating_add(LOST_MS));
         }
     }
 }
@@ -57,9 +66,13 @@ mod tests {
     use crate::store::Recovered;
     use crate::{AdmitRequest, BufferConfig};
 
-    fn slots(ledger: &mut Ledger, holder: Option<u64>) -> usize {
+    fn slots_at(ledger: &mut Ledger, holder: Option<u64>, now: u64) -> usize {
         let request = AdmitRequest { served: PolicyVersion(0), limit: 1, hold: None, holder };
-        ledger.admit(request, 0).unwrap().len()
+        ledger.admit(request, now).unwrap().len()
+    }
+
+    fn slots(ledger: &mut Ledger, holder: Option<u64>) -> usize {
+        slots_at(ledger, holder, 0)
     }
 
     #[test]
@@ -75,10 +88,24 @@ mod tests {
             (1, 4),
             "the sampler of this process is not one of them"
         );
-        assert_eq!(ledger.abandon(5), 2);
+        assert_eq!(ledger.abandon(5, 0), 2);
         assert_eq!([7, 9, 6].map(|holder| slots(&mut ledger, Some(holder))), [1, 0, 1]);
         ledger.limit_holders(3);
         assert_eq!((slots(&mut ledger, Some(9)), ledger.holders()), (1, 3));
+    }
+
+    /// The last request of a sampler may be answered after its loss was noticed.
+    #[test]
+    fn a_request_of_a_lost_sampler_takes_no_place() {
+        let mut ledger =
+            Ledger::restore(BufferConfig::new(64, 0).checked().unwrap(), Recovered::default(), 0);
+        ledger.limit_holders(1);
+        assert_eq!((slots(&mut ledger, Some(1)), slots(&mut ledger, Some(2))), (1, 0));
+        ledger.abandon(1, 500);
+        assert_eq!((slots_at(&mut ledger, Some(1), 501), slots_at(&mut ledger, Some(2), 501)), (0, 1));
+        let later = 500 + LOST_MS;
+        assert_eq!(slots_at(&mut ledger, Some(1), later), 1, "it was only silent");
+        assert_eq!((slots_at(&mut ledger, Some(2), later), ledger.holders()), (0, 2));
     }
 
     #[test]

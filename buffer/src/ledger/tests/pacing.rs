@@ -390,11 +390,11 @@ fn groups_of_a_lost_sampler_are_admitted_again_first() {
     };
     let (gone, there) = (of(7, &mut ledger), of(8, &mut ledger));
     ledger.claim(gone[0], PolicyVersion(0), 0).unwrap();
-    assert_eq!(ledger.abandon(9), 0);
+    assert_eq!(ledger.abandon(9, 0), 0);
     // A group that is being written has arrived.
     assert!(matches!(finalize(&mut ledger, gone[0].0, 0), ArrivalDecision::Write { .. }));
-    assert_eq!(ledger.abandon(7), 1);
+    assert_eq!(ledger.abandon(7, 0), 1);
     assert_eq!(of(8, &mut ledger), [gone[1]]);
     ledger.claim(there[0], PolicyVersion(0), 0).unwrap();
-    assert_eq!(ledger.abandon(7), 0, "others have it now");
+    assert_eq!(ledger.abandon(7, 0), 0, "others have it now");
 }
