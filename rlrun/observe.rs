@@ -38,7 +38,7 @@ use crate::run_dir::{JsonLines, RunDir};
 use crate::status::{RunStatus, StepStatus};
 use crate::timeline::Timeline;
 use crate::trackers::Trackers;
-pub use adapted::SupplyLimits;
+pub use adapted::AdmissionLimits;
 use spans::SpanWriter;
 use tokens::TokenWriter;
 
@@ -102,8 +102,8 @@ pub struct ObserverInputs<'a> {
     pub sampler_after: Progress,
     /// Wall time of the step with its evaluation, seconds.
     pub step_s: f64,
-    /// What adapts of what samplers may deliver.
-    pub supply: SupplyLimits,
+    /// The limits of admission that adapt.
+    pub limits: AdmissionLimits,
     /// Wall time of the run, seconds.
     pub time_s: f64,
 }
@@ -304,7 +304,7 @@ impl<'a> Observer<'a> {
         rewards::name_culprits(&mut metrics, inputs);
         weights::measure(&mut metrics, inputs.push, inputs.lags, inputs.distribution);
         exchange::measure(&mut metrics, inputs.step.exchange);
-        adapted::measure(&mut metrics, inputs.supply, inputs.step);
+        adapted::measure(&mut metrics, inputs.limits, inputs.step);
         self.microbatch_change(inputs.step)?;
         self.running(&mut metrics, inputs.activity)?;
         self.peers(&mut metrics, inputs)?;

@@ -9,13 +9,14 @@
 //! - `replayed`: training on recorded groups, which are sampled again
 //! - `sampled`: training on sampled groups, around the loop in `steps`; `without_sampling`: supervised training
 //! - `ranks`: the trainer's ranks that are processes
-//! - `supply`: how far samplers run ahead, and how many get slots
+//! - `admission`: how far samplers run ahead, and how many get slots
 //! - `samplers`: the sampler thread and the rollout workers; `weights`: how versions reach them
 //! - `evaluate`: held-out tasks; `view`: what the watchdog sees; `rewind`: the buffer after a resume from an older checkpoint
 //!
 //! Invariant: the pipeline owns no data in flight. Groups go through the buffer and versions through the hub; the pipeline
 //! starts sampler and trainer, measures them, and stops one when the other ends.
 
+mod admission;
 mod evaluate;
 mod ranks;
 mod replayed;
@@ -25,7 +26,6 @@ mod samplers;
 mod services;
 mod start;
 mod steps;
-mod supply;
 mod view;
 mod weights;
 mod without_sampling;

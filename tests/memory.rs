@@ -69,7 +69,7 @@ fn the_plan_counts_whole_episodes() {
     assert!(lengths.iter().any(|longest| *longest > 40.0), "{lengths:?}");
 }
 
-/// Plans and runs the recipe with further arguments; returns the peak, MiB. A run that is off counts as the median of three, because the
+/// Plans and runs the recipe with further arguments; returns the peak, MiB. A run outside the tolerance counts as the median of three, because the
 /// allocator returns freed memory with a delay that depends on the load of the machine.
 fn predicted(home: &Home, name: &str, sets: &[&str]) -> f64 {
     let plan = home.rlrun(&[&["plan", "memory.toml"], sets].concat()).ok().stdout;

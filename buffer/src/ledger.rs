@@ -57,11 +57,11 @@ use select::LeaseCandidate;
 mod arrival;
 mod change;
 mod dedup;
-mod holders;
 mod lease;
 mod listing;
 mod quarantine;
 mod rewind;
+mod samplers;
 mod select;
 mod steps;
 
@@ -126,7 +126,7 @@ pub(crate) struct Ledger {
     /// Versions that admission may run ahead of the step, at most the bound on staleness.
     ahead: u64,
     /// `None` if all samplers get slots.
-    holders: Option<holders::SlotHolders>,
+    samplers: Option<samplers::CountedSamplers>,
     next_id: u64,
     next_keyed: u64,
     /// Queue for re-admission: ids to be admitted before new ones.
@@ -183,7 +183,7 @@ impl Ledger {
         let mut ledger = Self {
             config,
             ahead: config.max_staleness,
-            holders: None,
+            samplers: None,
             next_id,
             next_keyed,
             again: mark.pending().chain((mark.next_id..next_id).map(GroupId)).collect(),
@@ -293,7 +293,7 @@ impl Ledger {
     /// Revokes all groups in flight of `holder`, which is lost, and queues them for re-admission; their number. Groups being written
     /// stay.
     pub(crate) fn abandon(&mut self, holder: u64, now: u64) -> usize {
-        self.lose_holder(holder, now);
+        self.lose_sampler(holder, now);
         let theirs = |flight: &InFlightGroup| {
             flight.hold.holder == Some(holder) && flight.stage != InFlightStage::Writing
         };
@@ -316,7 +316,9 @@ impl Ledger {
             self.expiries += 1;
             match target {
                 HoldTarget::Group(group) => {
-                    self.land(group);
+                    // A sampler that does not say that it still generates a group may be one that never ends it.
+                    let holder = self.land(group).and_then(|flight| flight.hold.holder);
+                    holder.into_iter().for_each(|holder| self.lose_sampler(holder, now));
                     self.again.insert(group);
                     self.emit(EventKind::Expired, vec![group], None, None);
                 }

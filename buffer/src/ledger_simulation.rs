@@ -57,15 +57,15 @@ impl SimulatedLedger {
         self.ledger.run_ahead(versions);
     }
 
-    /// Gives slots to `most` holders alone, those with the lowest numbers, and counts them from the first call on.
-    pub fn limit_holders(&mut self, most: usize) {
-        self.ledger.limit_holders(most);
+    /// Gives slots to `most` samplers alone, those with the lowest numbers, and counts them from the first call on.
+    pub fn limit_samplers(&mut self, most: usize) {
+        self.ledger.limit_samplers(most);
     }
 
-    /// Holders that have asked for slots and were not abandoned since.
+    /// Samplers that have asked for slots and were not abandoned since.
     #[must_use]
-    pub fn holders(&self) -> usize {
-        self.ledger.holders()
+    pub fn counted_samplers(&self) -> usize {
+        self.ledger.counted_samplers()
     }
 
     /// Number of groups that can be leased.

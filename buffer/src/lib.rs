@@ -88,6 +88,7 @@
 //! # Ok::<(), buffer::BufferError>(())
 //! ```
 
+mod admission;
 mod buffer;
 mod config;
 #[cfg(any(test, feature = "conformance"))]
@@ -99,7 +100,6 @@ mod events;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod group_limits;
-mod hold;
 pub mod http;
 mod journal;
 mod ledger;
@@ -112,8 +112,9 @@ mod payload_cache;
 pub mod postgres;
 mod running;
 pub mod store;
-mod supply;
+mod trial_pause;
 
+pub use admission::{AdmissionControl, AdmissionLimit, StepObservation};
 pub use buffer::{Buffer, WithPayload};
 pub use config::{BufferConfig, OnStale, Order};
 pub use contract::{
@@ -122,10 +123,9 @@ pub use contract::{
 pub use error::BufferError;
 pub use events::{Event, EventKind, Events, Replay};
 pub use group_limits::{ExpertLimits, GroupLimits, Unfit};
-pub use hold::TrialHold;
 pub use journal::JOURNAL_CACHE_BYTES;
 pub use ledger::{KEYED as FIRST_KEYED, Rewound};
 pub use ledger_simulation::{SimulatedArrival, SimulatedLease, SimulatedLedger};
 pub use listing::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};
 pub use running::{RunningChange, RunningControl, RunningObservation};
-pub use supply::{StepObservation, Supply, SupplyControl};
+pub use trial_pause::TrialPause;

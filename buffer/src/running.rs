@@ -26,7 +26,7 @@ use std::collections::VecDeque;
 
 use trajectory::PolicyVersion;
 
-use crate::hold::TrialHold;
+use crate::trial_pause::TrialPause;
 
 /// Share of the capacity that a smaller limit may lose against the best.
 const MARGIN: f64 = 0.03;
@@ -110,7 +110,7 @@ pub struct RunningControl {
     decided: Option<f64>,
     upwards: bool,
     /// Windows until the next trial.
-    hold: TrialHold,
+    pause: TrialPause,
 }
 
 /// A limit that is tried.
@@ -166,7 +166,7 @@ impl RunningControl {
             spent: VecDeque::new(),
             decided: None,
             upwards: false,
-            hold: TrialHold::new(HOLD_WINDOWS, LONGEST_HOLD_WINDOWS, FIRST_WINDOWS),
+            pause: TrialPause::new(HOLD_WINDOWS, LONGEST_HOLD_WINDOWS, FIRST_WINDOWS),
         }
     }
 
@@ -195,7 +195,7 @@ impl RunningControl {
             return None;
         }
         let (rate, [tokens, seconds]) = self.window.add(seen)?;
-        self.hold.step();
+        self.pause.step();
         if self.rates.len() == MOST_WINDOWS {
             self.rates.remove(0);
         }
@@ -216,7 +216,7 @@ impl RunningControl {
             return Some(self.revert(trial, 0.0));
         }
         (self.trial, self.decided) = (None, self.mean());
-        self.hold.start_again();
+        self.pause.start_again();
         None
     }
 
@@ -226,13 +226,13 @@ impl RunningControl {
         let needs_more = mean < NEED * demand;
         if self.decided.is_some_and(|decided| (mean / decided - 1.0).abs() > DRIFT) {
             (self.decided, self.share) = (None, 1.0);
-            self.hold.start_again();
+            self.pause.start_again();
         }
         if needs_more && self.share < 1.0 - MARGIN {
             self.upwards = true;
-            self.hold.end();
+            self.pause.end();
         }
-        if !self.hold.is_over() || !self.is_precise(mean) {
+        if !self.pause.is_over() || !self.is_precise(mean) {
             return None;
         }
         let last = self.limits.len() - 1;
@@ -264,7 +264,7 @@ impl RunningControl {
         }
         self.share = (self.share * mean / trial.rate).min(1.0);
         (self.trial, self.decided) = (None, Some(mean));
-        self.hold.start_again();
+        self.pause.start_again();
         // Its windows are those that the next trial is compared with.
         self.begin_trial()
     }
@@ -278,7 +278,7 @@ impl RunningControl {
         }
         (self.trial, self.decided) = (None, Some(trial.rate));
         self.upwards = !self.upwards;
-        self.hold.begin();
+        self.pause.begin();
         self.change(trial.from, [capacity, trial.demand])
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-/// Bytes of a second-level cache that says nothing of its size.
+/// Bytes of a second-level cache of unknown size.
 const SMALL_CACHE: usize = 512 << 10;
 
 /// Instruction sets that loops are compiled for.
@@ -22,14 +22,14 @@ pub(crate) fn second_level_cache() -> usize {
     *BYTES.get_or_init(|| cache_bytes().filter(|bytes| *bytes > 0).unwrap_or(SMALL_CACHE))
 }
 
-/// What the processor says of it: leaf 0x80000006 of `cpuid` has its KiB, on processors of AMD and of Intel.
+/// The same as `cpuid` reports it: leaf 0x80000006 has its KiB, on processors of AMD and of Intel.
 fn cache_bytes() -> Option<usize> {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::__cpuid;
         const LEAF: u32 = 0x8000_0006;
         let known = __cpuid(0x8000_0000).eax >= LEAF;
-        return known.then(|| (__cpuid(LEAF).ecx >> 16) as usize * 1024);
+        known.then(|| (__cpuid(LEAF).ecx >> 16) as usize * 1024)
     }
     #[cfg(not(target_arch = "x86_64"))]
     None

@@ -7,9 +7,9 @@ use super::Observer;
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 
-/// What samplers may deliver from now on, where it adapts.
+/// The limits of admission from now on, where they adapt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SupplyLimits {
+pub struct AdmissionLimits {
     /// By how many versions they run ahead (`buffer.adapt_staleness`).
     pub ahead: Option<u64>,
     /// How many of them get slots (`placement.adapt_samplers`).
@@ -17,9 +17,9 @@ pub struct SupplyLimits {
 }
 
 /// Records what adapts.
-pub(super) fn measure(metrics: &mut Metrics, supply: SupplyLimits, step: &StepReport) {
-    supply.ahead.iter().for_each(|versions| metrics.set("buffer/ahead", *versions as f64));
-    supply.samplers.iter().for_each(|samplers| metrics.set("rollout/active_samplers", *samplers as f64));
+pub(super) fn measure(metrics: &mut Metrics, limits: AdmissionLimits, step: &StepReport) {
+    limits.ahead.iter().for_each(|versions| metrics.set("buffer/ahead", *versions as f64));
+    limits.samplers.iter().for_each(|samplers| metrics.set("rollout/active_samplers", *samplers as f64));
     if let Some(microbatch) = &step.microbatch {
         metrics.set("trainer/microbatch_tokens", microbatch.tokens as f64);
     }

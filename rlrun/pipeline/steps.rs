@@ -7,8 +7,8 @@ use rollout::Progress;
 use trainer::{StepReport, Trainer, TrainerError};
 
 use super::Run;
+use super::admission::AdaptedAdmission;
 use super::samplers::Samplers;
-use super::supply::AdaptedSupply;
 use super::weights::WeightPublishing;
 use crate::evaluation::Evaluated;
 use crate::failure::Failure;
@@ -89,7 +89,7 @@ impl Run<'_> {
         phase.set(trainer.version().0, "");
         let mut window = (Progress::default(), Progress::default());
         let mut last = None;
-        let mut supply = buffer.map(|buffer| AdaptedSupply::of(self.recipe, buffer)).transpose()?;
+        let mut admission = buffer.map(|buffer| AdaptedAdmission::of(self.recipe, buffer)).transpose()?;
         let mut clock = Instant::now();
         while trainer.version().0 < steps {
             self.progress.reach(trainer.version());
@@ -114,7 +114,7 @@ impl Run<'_> {
                 window = (window.1, now);
             }
             let (lags, refused, step_s) = (weights.lags()?, self.peers.take(), clock.elapsed().as_secs_f64());
-            let supplied = supply.as_mut().map(|of| of.after(&step, step_s, observer)).transpose()?;
+            let limits = admission.as_mut().map(|of| of.after(&step, step_s, observer)).transpose()?;
             let (activity, time_s) = (samplers.take_activity(), trainer.time_s());
             let goes_on = trainer.with_ranks(of_trainer, |trainer| {
                 let made = MadeStep { step: &step, trainer, time_s };
@@ -133,7 +133,7 @@ impl Run<'_> {
                 sampler_before: window.0,
                 sampler_after: window.1,
                 step_s,
-                supply: supplied.unwrap_or_default(),
+                limits: limits.unwrap_or_default(),
                 time_s,
             })?;
             clock = Instant::now();

@@ -52,6 +52,7 @@ pub(super) fn recipe(
         return Err(Failure::Argument(format!("`{key}` cannot be replayed: {reason}")));
     }
     check_ranks(&recorded, &recipe, args)?;
+    take_microbatch(&recorded, &mut recipe)?;
     alone(&mut recipe);
     if !args.what_if.is_empty() {
         // The arm has other log-probabilities than the policies that sampled.
@@ -139,6 +140,18 @@ fn check_ranks(recorded: &Recipe, changed: &Recipe, args: &ReplayArgs) -> Result
             before.zero, now.zero
         )));
     }
+    Ok(())
+}
+
+/// An arm has the recorded sizes of micro-batches, or the one that it names: what time chooses would not be the same twice.
+fn take_microbatch(recorded: &Recipe, changed: &mut Recipe) -> Result<(), Failure> {
+    let (before, now) = (&recorded.trainer, &mut changed.trainer);
+    if now.adapt_microbatch && !before.adapt_microbatch {
+        let what = "`trainer.adapt_microbatch` chooses by time, which a replay does not repeat; name one size with \
+                    `--what-if trainer.microbatch_tokens=...`";
+        return Err(Failure::Argument(what.to_owned()));
+    }
+    now.adapt_microbatch &= now.microbatch_tokens == before.microbatch_tokens;
     Ok(())
 }
 

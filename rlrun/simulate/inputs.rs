@@ -125,7 +125,7 @@ impl ScenarioInputs {
             max_staleness: recipe.buffer.max_staleness,
             on_stale: recipe.buffer.on_stale,
             slots: None,
-            adapts: recipe.buffer.adapt_staleness,
+            lead_adapts: recipe.buffer.adapt_staleness,
             prompt_tokens,
             tools: recipe.environment.as_ref().map(|environment| ToolCalls {
                 turns: environment.max_turns.max(1),
@@ -142,7 +142,7 @@ impl ScenarioInputs {
                 prefill,
                 max_running: recipe.rollout.max_running,
                 count_adapts: recipe.placement.adapt_samplers,
-                adapts: recipe.rollout.adapt_running,
+                running_adapts: recipe.rollout.adapt_running,
                 kv_tokens: recipe.rollout.kv_cache_tokens.map_or(f64::INFINITY, |tokens| tokens as f64),
                 absences: Vec::new(),
             },

@@ -78,7 +78,7 @@ impl<'a> Fleet<'a> {
         let control = RunningControl::new(scenario.group_size, samplers.max_running);
         let engine = || {
             SimulatedEngine::new(samplers.decode.clone(), samplers.kv_tokens, samplers.max_running)
-                .adapting(samplers.adapts.then(|| control.clone()))
+                .adapting(samplers.running_adapts.then(|| control.clone()))
         };
         Self {
             scenario,

@@ -26,8 +26,8 @@ pub struct Scenario {
     /// A bound on groups that are live or leased for the current step, below (`max_staleness` + 1) batches: a fraction of a version
     /// of staleness, as in verl's `staleness_threshold`.
     pub slots: Option<usize>,
-    /// Whether admission follows what the trainer waits for ([`buffer::SupplyControl`]).
-    pub adapts: bool,
+    /// Whether admission follows what the trainer waits for ([`buffer::AdmissionControl`]).
+    pub lead_adapts: bool,
     /// Lengths of completions.
     pub lengths: LengthModel,
     /// Tokens of a prompt.
@@ -110,10 +110,10 @@ pub struct SamplerFleet {
     pub prefill: PrefillCost,
     /// Sequences that one decodes together.
     pub max_running: usize,
-    /// Whether only as many get groups as the trainer needs ([`buffer::SupplyControl`]).
+    /// Whether only as many get groups as the trainer needs ([`buffer::AdmissionControl`]).
     pub count_adapts: bool,
     /// Whether each finds how many are enough, up to `max_running` ([`buffer::RunningControl`]).
-    pub adapts: bool,
+    pub running_adapts: bool,
     /// Capacity of the KV cache of one, tokens; infinite for no limit.
     pub kv_tokens: f64,
     /// Absences.
@@ -224,7 +224,7 @@ impl Scenario {
             max_staleness: 1,
             on_stale: OnStale::Wait,
             slots: None,
-            adapts: false,
+            lead_adapts: false,
             lengths,
             prompt_tokens: 0.0,
             tools: None,
@@ -235,7 +235,7 @@ impl Scenario {
                 prefill: PrefillCost { fixed_s: 0.0, per_token_s: 0.0 },
                 max_running: usize::MAX,
                 count_adapts: false,
-                adapts: false,
+                running_adapts: false,
                 kv_tokens: f64::INFINITY,
                 absences: Vec::new(),
             },

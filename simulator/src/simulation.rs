@@ -7,8 +7,8 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
 use buffer::{
-    AdmitRequest, Finalized, LeaseId, LeaseRequest, SimulatedArrival, SimulatedLedger, StepObservation,
-    Supply, SupplyControl,
+    AdmissionControl, AdmissionLimit, AdmitRequest, Finalized, LeaseId, LeaseRequest, SimulatedArrival,
+    SimulatedLedger, StepObservation,
 };
 use trajectory::{GroupId, PolicyVersion};
 
@@ -97,10 +97,12 @@ struct Simulation<'a> {
     part: usize,
     lease: Option<LeaseId>,
     done: u64,
+    /// By sampler the number that it has joined with; one that comes back has a new one.
+    joined: Vec<u64>,
     /// Decides how far samplers run ahead, if that adapts.
-    lead: Option<SupplyControl>,
+    lead: Option<AdmissionControl>,
     /// Decides how many samplers get groups, if that adapts.
-    samplers: Option<SupplyControl>,
+    samplers: Option<AdmissionControl>,
     /// When the step began, and how long the trainer has waited in it, seconds.
     step_began: f64,
     step_wait_s: f64,
@@ -123,10 +125,10 @@ impl<'a> Simulation<'a> {
             events.add(absence.at_s + noticed, Occasion::Noticed { absence: index });
             events.add(absence.at_s + absence.for_s, Occasion::Up { absence: index });
         }
-        let control = |of, most| SupplyControl::new(of, scenario.batch_groups, most);
+        let control = |of, most| AdmissionControl::new(of, scenario.batch_groups, most);
         let mut ledger = SimulatedLedger::new(scenario.buffer())?;
         if scenario.samplers.count_adapts {
-            ledger.limit_holders(usize::MAX);
+            ledger.limit_samplers(usize::MAX);
         }
         Ok(Self {
             scenario,
@@ -143,11 +145,12 @@ impl<'a> Simulation<'a> {
             part: 0,
             lease: None,
             done: 0,
-            lead: scenario.adapts.then(|| control(Supply::Lead, scenario.max_staleness)),
+            joined: (0..scenario.samplers.count as u64).collect(),
+            lead: scenario.lead_adapts.then(|| control(AdmissionLimit::Lead, scenario.max_staleness)),
             samplers: scenario
                 .samplers
                 .count_adapts
-                .then(|| control(Supply::Samplers, scenario.samplers.count as u64)),
+                .then(|| control(AdmissionLimit::Samplers, scenario.samplers.count as u64)),
             step_began: 0.0,
             step_wait_s: 0.0,
             may_lease: true,
@@ -190,11 +193,12 @@ impl<'a> Simulation<'a> {
             Occasion::Noticed { absence } => {
                 let sampler = self.scenario.samplers.absences[absence].sampler;
                 let now_ms = self.now_ms();
-                self.ledger.abandon(sampler as u64, now_ms);
+                self.ledger.abandon(self.joined[sampler], now_ms);
                 (self.all_ask, self.may_lease) = (true, true);
             }
             Occasion::Up { absence } => {
                 let sampler = self.scenario.samplers.absences[absence].sampler;
+                self.joined[sampler] = 1 + self.joined.iter().max().copied().unwrap_or(0);
                 let engine = &mut self.fleet.engines[sampler];
                 engine.advance(self.now);
                 (engine.away, engine.served) = (false, self.version);
@@ -286,7 +290,7 @@ impl<'a> Simulation<'a> {
             if !self.fleet.accepts(sampler) || self.ledger.free(served) <= spared {
                 continue;
             }
-            let request = AdmitRequest { served, limit: 1, hold: None, holder: Some(sampler as u64) };
+            let request = AdmitRequest { served, limit: 1, hold: None, holder: Some(self.joined[sampler]) };
             for group in self.ledger.admit(request, self.now_ms())? {
                 self.fleet.start_group(sampler, group, self.now);
                 heap.push(Reverse((self.fleet.engines[sampler].load(), sampler)));
@@ -395,7 +399,7 @@ impl<'a> Simulation<'a> {
         self.done += 1;
         self.tally.steps += 1;
         let all = self.fleet.engines.len() as u64;
-        self.tally.active_samplers += self.samplers.as_ref().map_or(all, SupplyControl::amount);
+        self.tally.active_samplers += self.samplers.as_ref().map_or(all, AdmissionControl::amount);
         self.adapt();
         self.trainer = SimulatedTrainer::Waiting { since: self.now };
         if matches!(self.scenario.sharing, ResourceSharing::Turns { .. }) {
@@ -424,19 +428,19 @@ impl<'a> Simulation<'a> {
             free_slots: self.ledger.free(self.version),
         };
         if let Some(control) = &mut self.samplers {
-            control.set_most(self.ledger.holders() as u64);
-            self.ledger.limit_holders(control.amount() as usize);
-            if let Some(samplers) = control.observe(step) {
-                self.ledger.limit_holders(samplers as usize);
-                self.all_ask = true;
-                self.lead.iter_mut().for_each(SupplyControl::start_again);
+            control.set_most(self.ledger.counted_samplers() as u64);
+            let changed = control.observe(step).is_some();
+            self.ledger.limit_samplers(control.limit().map_or(usize::MAX, |samplers| samplers as usize));
+            self.all_ask = true;
+            if changed {
+                self.lead.iter_mut().for_each(|lead| lead.skip(step));
                 return;
             }
         }
         if let Some(ahead) = self.lead.as_mut().and_then(|control| control.observe(step)) {
             self.ledger.run_ahead(ahead);
             self.all_ask = true;
-            self.samplers.iter_mut().for_each(SupplyControl::start_again);
+            self.samplers.iter_mut().for_each(AdmissionControl::start_again);
         }
     }
 

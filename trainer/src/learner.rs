@@ -35,12 +35,12 @@ use weights::{Digest, Hub, Values, WeightsError};
 use crate::TrainerError;
 use crate::lead::{Followers, RankCommand, decode, encode};
 use crate::lora::Adapter;
-use crate::microbatch::PassTime;
+use crate::microbatch::UpdateTime;
 use crate::on_device::{DeviceConfig, LearnerWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::packing::recorded_slots;
 use crate::parallel::{ParallelConfig, RankGroups};
-use crate::plan::{MicroBatch, in_order_of_leaf, leaves, plan};
+use crate::plan::{MicroBatch, in_order_of_leaf, leaves, plan, row_tokens};
 use crate::rank::{LearnerSeed, PlannedRows, Rank, StepInputs};
 use crate::rank_spans::RankPhase;
 use crate::ranks::{make, on_each};
@@ -90,7 +90,7 @@ pub struct Learner {
     pool: Arc<ThreadPool>,
     /// The other processes, if every rank is a process.
     spread: Option<LearnerProcesses>,
-    passed: PassTime,
+    update_time: UpdateTime,
 }
 
 /// The other processes of a learner.
@@ -204,7 +204,7 @@ impl Learner {
     }
 
     fn with(seed: LearnerSeed) -> Result<Self, TrainerError> {
-        let (config, model, passed) = (seed.config.clone(), seed.model.clone(), PassTime::default());
+        let (config, model, update_time) = (seed.config.clone(), seed.model.clone(), UpdateTime::default());
         let pool = Arc::new(ThreadPool::single());
         config.check_parallel(&model, seed.adapter.is_some())?;
         if config.world <= 1 {
@@ -215,14 +215,14 @@ impl Learner {
                 others: Vec::new(),
                 pool,
                 spread: None,
-                passed,
+                update_time,
             });
         }
         let group = collective::threads::group(config.world, config.wait);
         let member = |rank| seed.member(RankGroups::new(Arc::new(rank), config.parallel)?);
         let mut ranks = make(group, member)?.into_iter();
         let first = ranks.next().ok_or(TrainerError::RanksEnded)?;
-        Ok(Self { config, model, first, others: ranks.collect(), pool, spread: None, passed })
+        Ok(Self { config, model, first, others: ranks.collect(), pool, spread: None, update_time })
     }
 
     /// The learner of one of several processes. `remote` is `None` on followers.
@@ -235,7 +235,15 @@ impl Learner {
         let config = rank.config().clone();
         let spread = Some(LearnerProcesses { collective, remote });
         let pool = Arc::new(ThreadPool::single());
-        Self { config, model, first: rank, others: Vec::new(), pool, spread, passed: PassTime::default() }
+        Self {
+            config,
+            model,
+            first: rank,
+            others: Vec::new(),
+            pool,
+            spread,
+            update_time: UpdateTime::default(),
+        }
     }
 
     /// The learner with the thread pool `pool`. Ranks that are threads compute on one thread each.
@@ -513,8 +521,9 @@ impl Learner {
         };
         let clock = Instant::now();
         let done = on_each(self.ranks_mut().collect(), work)?;
-        self.passed.seconds += clock.elapsed().as_secs_f64();
-        self.passed.tokens += plan.iter().flatten().map(|batch| batch.tokens as u64).sum::<u64>();
+        self.update_time.seconds += clock.elapsed().as_secs_f64();
+        // Of the rows and not of the plan, which computes a prompt again in every micro-batch with rows of its group.
+        self.update_time.tokens += rows.iter().map(|row| row_tokens(row) as u64).sum::<u64>();
         let grad_norm = done.first().map_or(0.0, |step| step.grad_norm);
         let mut reports: Vec<Vec<L::Report>> = done.into_iter().map(|step| step.reports).collect();
         if let (Some(LearnerProcesses { collective, .. }), Some(own)) = (&self.spread, reports.first()) {

@@ -8,26 +8,26 @@
 //!
 //! Invariant: no size is larger than the configured one, which the memory of a run is planned for. All updates of a step have one size.
 
-use buffer::TrialHold;
+use buffer::TrialPause;
 
 /// Least tokens of a micro-batch to choose from.
 pub const LEAST_TOKENS: usize = 128;
 /// Sizes to choose from, each half of the one before.
 const SIZES: usize = 4;
 /// Share of the throughput of the fastest size below which a size is left out, by rounds so far. The last one is the margin within
-/// which the larger of two sizes is taken: it needs fewer passes, whatever the noise says.
+/// which the larger of two sizes is taken, which needs fewer passes.
 const SLOWER: [f64; 4] = [0.75, 0.88, 0.94, 0.97];
 /// Steps before the first comparison: memory is touched for the first time.
 const FIRST_STEPS: u64 = 2;
-/// Steps after a comparison that confirms the size, doubled each time, up to [`LONGEST_HOLD_STEPS`].
-const HOLD_STEPS: u64 = 48;
-/// See [`HOLD_STEPS`].
-const LONGEST_HOLD_STEPS: u64 = 1536;
+/// Steps after a comparison that confirms the size, doubled each time, up to [`LONGEST_PAUSE_STEPS`].
+const PAUSE_STEPS: u64 = 48;
+/// See [`PAUSE_STEPS`].
+const LONGEST_PAUSE_STEPS: u64 = 1536;
 
-/// What the passes of a step took.
+/// What the updates of a step took: their passes, the exchange between ranks and the optimizer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct PassTime {
-    /// Tokens that went through the network.
+pub struct UpdateTime {
+    /// Tokens of the rows, with their prompts.
     pub tokens: u64,
     /// Time, seconds.
     pub seconds: f64,
@@ -63,7 +63,7 @@ pub struct MicrobatchControl {
     comparison: Option<Comparison>,
     /// Whether sizes have been compared.
     has_compared: bool,
-    hold: TrialHold,
+    pause: TrialPause,
 }
 
 /// Sizes that take turns.
@@ -88,8 +88,14 @@ impl MicrobatchControl {
             kept: 0,
             comparison: None,
             has_compared: false,
-            hold: TrialHold::new(HOLD_STEPS, LONGEST_HOLD_STEPS, FIRST_STEPS),
+            pause: TrialPause::new(PAUSE_STEPS, LONGEST_PAUSE_STEPS, FIRST_STEPS),
         }
+    }
+
+    /// The smallest size that it may choose with `most` tokens as the largest one.
+    #[must_use]
+    pub fn least(most: usize) -> usize {
+        Self::new(most).sizes.last().copied().unwrap_or(most)
     }
 
     /// Tokens of a micro-batch of the next step.
@@ -99,25 +105,25 @@ impl MicrobatchControl {
     }
 
     /// Takes a step into account; the change of the size that is kept, if there is one.
-    pub fn observe(&mut self, passed: PassTime) -> Option<MicrobatchChange> {
-        if passed.tokens == 0 || passed.seconds <= 0.0 || self.sizes.len() == 1 {
+    pub fn observe(&mut self, time: UpdateTime) -> Option<MicrobatchChange> {
+        if time.tokens == 0 || time.seconds <= 0.0 || self.sizes.len() == 1 {
             return None;
         }
         let Some(comparison) = &mut self.comparison else {
-            self.hold.step();
-            if self.hold.is_over() {
+            self.pause.step();
+            if self.pause.is_over() {
                 self.comparison = Some(self.next_comparison());
             }
             return None;
         };
-        let best = comparison.add(passed.tokens as f64 / passed.seconds)?;
+        let best = comparison.add(time.tokens as f64 / time.seconds)?;
         let measured = comparison.measured().into_iter().map(|(at, rate)| (self.sizes[at], rate)).collect();
         let before = std::mem::replace(&mut self.kept, best);
         (self.comparison, self.has_compared) = (None, true);
         if best == before {
-            self.hold.begin();
+            self.pause.begin();
         } else {
-            self.hold.start_again();
+            self.pause.start_again();
         }
         (best != before).then(|| MicrobatchChange {
             before: self.sizes[before],
@@ -181,7 +187,7 @@ mod tests {
         (0..steps)
             .map(|step| {
                 let size = control.tokens();
-                control.observe(PassTime { tokens: 1000, seconds: 1000.0 / rate(size, step) });
+                control.observe(UpdateTime { tokens: 1000, seconds: 1000.0 / rate(size, step) });
                 size
             })
             .collect()
@@ -239,9 +245,9 @@ mod tests {
         let seconds = |size: usize| if size == 512 { 1.0 } else { 1.25 };
         let mut changes = Vec::new();
         for _ in 0..40 {
-            let passed = PassTime { tokens: 1000, seconds: seconds(control.tokens()) };
-            changes.extend(control.observe(passed));
-            control.observe(PassTime::default());
+            let time = UpdateTime { tokens: 1000, seconds: seconds(control.tokens()) };
+            changes.extend(control.observe(time));
+            control.observe(UpdateTime::default());
         }
         let measured = [(1024, 800.0), (512, 1000.0), (256, 800.0)];
         assert_eq!(changes, [MicrobatchChange { before: 1024, after: 512, measured: measured.to_vec() }]);

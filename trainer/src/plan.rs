@@ -11,8 +11,8 @@
 //! balanced binary tree (TBIK, arXiv 2511.17826), so the bits of the sum depend on the leaves and not on which rank
 //! computes them.
 //!
-//! Invariant: the leaves and their micro-batches are a function of the rows, the model and the number of leaves alone,
-//! never of timing and never of the number of ranks.
+//! Invariant: the leaves and their micro-batches are a function of the rows, the model, the token budget and the number of leaves
+//! alone, never of the number of ranks.
 
 use std::cmp::Reverse;
 

@@ -487,10 +487,10 @@ impl Trainer {
 
     /// The micro-batch of the step that has been made, if its size adapts; sets that of the next one.
     fn next_microbatch(&mut self) -> Option<MicrobatchReport> {
-        let (passed, tokens) = (self.learner.take_passed(), self.learner.microbatch_tokens());
+        let (time, tokens) = (self.learner.take_update_time(), self.learner.microbatch_tokens());
         let mut change = None;
         if let Some(control) = &mut self.microbatch {
-            change = control.observe(passed);
+            change = control.observe(time);
             self.learner.set_microbatch_tokens(control.tokens());
         }
         self.config.adapt_microbatch.then_some(MicrobatchReport { tokens, change })

@@ -1,6 +1,6 @@
-//! Who gets slots, beside what the bound on staleness allows.
+//! Limits of admission below the bound on staleness, and the slots of samplers that are lost.
 //!
-//! Invariant: nothing here gives more slots than the bound does, and nothing is stored.
+//! Invariant: nothing here admits more than the bound does, and no limit is stored.
 
 use super::Buffer;
 use crate::BufferError;
@@ -18,24 +18,24 @@ impl Buffer {
     }
 
     /// Gives slots to `most` samplers of other processes alone, those that have joined first; the others are a reserve, which takes the
-    /// place of one that is lost. What they have begun they finish. Samplers are counted from the first call on. Not stored: a buffer that
+    /// place of one that is lost or lets the hold of a group expire. What they have begun they finish. Samplers are counted from the first call on. Not stored: a buffer that
     /// is opened again gives slots to all.
     ///
     /// # Errors
     /// A buffer that has failed.
-    pub fn limit_holders(&self, most: usize) -> Result<(), BufferError> {
-        self.shared.ledger()?.limit_holders(most);
+    pub fn limit_samplers(&self, most: usize) -> Result<(), BufferError> {
+        self.shared.ledger()?.limit_samplers(most);
         self.shared.notify();
         Ok(())
     }
 
-    /// The samplers of other processes that have asked for slots since the first call of [`Self::limit_holders`], without those that
+    /// The samplers of other processes that have asked for slots since the first call of [`Self::limit_samplers`], without those that
     /// were lost.
     ///
     /// # Errors
     /// A buffer that has failed.
-    pub fn holders(&self) -> Result<usize, BufferError> {
-        Ok(self.shared.ledger()?.holders())
+    pub fn counted_samplers(&self) -> Result<usize, BufferError> {
+        Ok(self.shared.ledger()?.counted_samplers())
     }
 
     /// Revokes all groups in flight of `holder`, whose process has ended, and queues them for re-admission; their

@@ -2,6 +2,7 @@
 
 use model::{Layout, ParameterSpec};
 use trainer::lora::{LoraConfig, TargetModule};
+use trainer::microbatch::MicrobatchControl;
 use trainer::plan::sum_buffers;
 
 use super::super::BatchPlan;
@@ -86,8 +87,11 @@ pub(super) fn bytes(recipe: &Recipe, layout: &Layout, lora: Option<&LoraConfig>)
     let leaves = recipe.learner().step_leaves();
     let sections = parallel.context.sections() / parallel.context.degree.max(1);
     let slots = leaves / parallel.data(recipe.trainer.world).max(1) * sections;
-    let several = BatchPlan::of(recipe).max_tokens.div_ceil(leaves.max(1) as u64)
-        > recipe.trainer.microbatch_tokens as u64;
+    let least = match recipe.trainer.adapt_microbatch {
+        true => MicrobatchControl::least(recipe.trainer.microbatch_tokens),
+        false => recipe.trainer.microbatch_tokens,
+    };
+    let several = BatchPlan::of(recipe).max_tokens.div_ceil(leaves.max(1) as u64) > least as u64;
     let chained = several && zero >= 2;
     let sums = product(&[all, sum_buffers(slots, if chained { 2 } else { 1 }) as u64]);
     if world == 1 {

@@ -71,7 +71,7 @@ pub struct TrainerSection {
     // resume = changes, worker = run
     pub microbatch_tokens: usize,
     /// Whether steps try smaller micro-batches than `microbatch_tokens`, down to an eighth of it, and train with the fastest. The
-    /// size changes the last bits of gradients, so two runs with the same seed differ. For ranks that are threads.
+    /// size changes the last bits of gradients, so two runs with the same seed differ. For the policy, and for ranks that are threads.
     // resume = changes, worker = run
     pub adapt_microbatch: bool,
     /// Activations that the backward pass recomputes instead of storing them. TRL `gradient_checkpointing`, verl

@@ -69,7 +69,7 @@ fn scenario(fitted: &FittedInputs, gpus: usize, mean: f64, cap: f64, max_stalene
             prefill: PrefillCost { fixed_s: 0.0, per_token_s: 1.0 / 60_000.0 },
             max_running: fitted.running,
             count_adapts: false,
-            adapts: false,
+            running_adapts: false,
             kv_tokens: f64::INFINITY,
             absences: Vec::new(),
         },

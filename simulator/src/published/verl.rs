@@ -53,7 +53,7 @@ fn scenario(gpus: usize, threshold: f64, update_s: f64, leases: usize) -> Scenar
             prefill: PrefillCost { fixed_s: 0.0, per_token_s: 1.0 / 6_000.0 },
             max_running: 1024,
             count_adapts: false,
-            adapts: false,
+            running_adapts: false,
             kv_tokens: f64::INFINITY,
             absences: Vec::new(),
         },

@@ -1,7 +1,7 @@
-//! The size of a micro-batch of a learner, and what its passes take.
+//! The size of a micro-batch of a learner, and what its updates take.
 
 use super::Learner;
-use crate::microbatch::PassTime;
+use crate::microbatch::UpdateTime;
 
 impl Learner {
     /// Most tokens of a micro-batch.
@@ -20,8 +20,8 @@ impl Learner {
         self.config.microbatch_tokens = tokens;
     }
 
-    /// What the steps since the last call took.
-    pub(crate) fn take_passed(&mut self) -> PassTime {
-        std::mem::take(&mut self.passed)
+    /// What the updates since the last call took.
+    pub(crate) fn take_update_time(&mut self) -> UpdateTime {
+        std::mem::take(&mut self.update_time)
     }
 }

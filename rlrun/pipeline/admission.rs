@@ -1,39 +1,39 @@
-//! What samplers may deliver follows what the trainer waits for: how far they run ahead (`buffer.adapt_staleness`), and how many get
+//! Admission follows what the trainer waits for: how far they run ahead (`buffer.adapt_staleness`), and how many get
 //! slots (`placement.adapt_samplers`).
 //!
-//! Invariant: at most one of the two changes after a step, and every change is one event.
+//! Invariant: at most one of the two is decided on after a step, and every decision is one event.
 
-use buffer::{Buffer, Consumer, StepObservation, Supply, SupplyControl};
+use buffer::{AdmissionControl, AdmissionLimit, Buffer, Consumer, StepObservation};
 use serde_json::json;
 use trainer::StepReport;
 
 use crate::failure::Failure;
-use crate::observe::{Observer, SupplyLimits};
+use crate::observe::{AdmissionLimits, Observer};
 use crate::recipe::Recipe;
 
 /// See the module.
-pub(super) struct AdaptedSupply<'a> {
+pub(super) struct AdaptedAdmission<'a> {
     buffer: &'a Buffer,
-    samplers: Option<SupplyControl>,
+    samplers: Option<AdmissionControl>,
     /// Samplers that get slots.
     limit: usize,
-    lead: Option<SupplyControl>,
+    lead: Option<AdmissionControl>,
 }
 
-/// How many samplers get slots while nothing has been taken away.
+/// How many samplers get slots while nothing limits their number, so that one that joins is used at once.
 const ALL: usize = usize::MAX;
 
-impl<'a> AdaptedSupply<'a> {
+impl<'a> AdaptedAdmission<'a> {
     /// What the recipe asks for. Counts the samplers of `buffer` from now on if their number adapts.
     ///
     /// # Errors
     /// A buffer that has failed.
     pub(super) fn of(recipe: &Recipe, buffer: &'a Buffer) -> Result<Self, Failure> {
         let groups = recipe.buffer.batch_groups;
-        let lead = SupplyControl::new(Supply::Lead, groups, recipe.buffer.max_staleness);
-        let samplers = SupplyControl::new(Supply::Samplers, groups, 1);
+        let lead = AdmissionControl::new(AdmissionLimit::Lead, groups, recipe.buffer.max_staleness);
+        let samplers = AdmissionControl::new(AdmissionLimit::Samplers, groups, 1);
         if recipe.placement.adapt_samplers {
-            buffer.limit_holders(ALL)?;
+            buffer.limit_samplers(ALL)?;
         }
         Ok(Self {
             buffer,
@@ -52,9 +52,9 @@ impl<'a> AdaptedSupply<'a> {
         step: &StepReport,
         step_s: f64,
         observer: &mut Observer<'_>,
-    ) -> Result<SupplyLimits, Failure> {
+    ) -> Result<AdmissionLimits, Failure> {
         if self.samplers.is_none() && self.lead.is_none() {
-            return Ok(SupplyLimits::default());
+            return Ok(AdmissionLimits::default());
         }
         let stats = self.buffer.stats()?;
         let wait_s = step.time.wait_for_batch;
@@ -63,8 +63,8 @@ impl<'a> AdaptedSupply<'a> {
         // Fewer samplers save machines, which a smaller lead does not.
         let changed = self.adapt_samplers(step, observed, observer)?;
         self.adapt_lead(step, observed, changed, observer)?;
-        let amount = |control: &Option<SupplyControl>| control.as_ref().map(SupplyControl::amount);
-        Ok(SupplyLimits { ahead: amount(&self.lead), samplers: amount(&self.samplers) })
+        let amount = |control: &Option<AdmissionControl>| control.as_ref().map(AdmissionControl::amount);
+        Ok(AdmissionLimits { ahead: amount(&self.lead), samplers: amount(&self.samplers) })
     }
 
     /// Whether the number of samplers has changed.
@@ -74,15 +74,14 @@ impl<'a> AdaptedSupply<'a> {
         observed: StepObservation,
         observer: &mut Observer<'_>,
     ) -> Result<bool, Failure> {
-        let there = self.buffer.holders()?;
+        let there = self.buffer.counted_samplers()?;
         let Some(control) = self.samplers.as_mut().filter(|_| there > 0) else { return Ok(false) };
         control.set_most(there as u64);
         let before = control.amount();
         let changed = control.observe(observed);
-        // All of them are no limit, so that one that joins is used at once.
-        let limit = if control.amount() == there as u64 { ALL } else { control.amount() as usize };
+        let limit = control.limit().map_or(ALL, |samplers| samplers as usize);
         if limit != self.limit {
-            self.buffer.limit_holders(limit)?;
+            self.buffer.limit_samplers(limit)?;
             self.limit = limit;
         }
         let Some(samplers) = changed else { return Ok(false) };
@@ -108,13 +107,13 @@ impl<'a> AdaptedSupply<'a> {
     ) -> Result<(), Failure> {
         let Some(control) = &mut self.lead else { return Ok(()) };
         if other_changed {
-            control.start_again();
+            control.skip(observed);
             return Ok(());
         }
         let before = control.amount();
         if let Some(ahead) = control.observe(observed) {
             self.buffer.run_ahead(ahead)?;
-            self.samplers.iter_mut().for_each(SupplyControl::start_again);
+            self.samplers.iter_mut().for_each(AdmissionControl::start_again);
             let (version, groups) = (step.version, observed.ready_groups);
             let fields =
                 json!({ "version": version, "ahead_before": before, "ahead": ahead, "ready_groups": groups });
