@@ -5,6 +5,7 @@
 //! and no dataset are read.
 
 pub mod islands;
+mod layouts;
 pub mod memory;
 pub mod sampler_ranks;
 pub mod search;

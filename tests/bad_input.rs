@@ -47,6 +47,23 @@ impl TinyHome {
     }
 }
 
+/// Two terabytes of weights are refused before they are allocated.
+#[test]
+fn a_model_that_is_larger_than_the_memory_is_refused() {
+    let home = Home::new();
+    let sets = [
+        "model.random.hidden_size=65536",
+        "model.random.intermediate_size=262144",
+        "model.random.num_layers=8",
+        "warmup.steps=0",
+    ];
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+    let evidence = ["the weights of the model take 2", "GiB in f32", "quantized_base"];
+    home.rlrun(&[&["check", "small.toml"], &sets[..]].concat()).refused(&evidence);
+    home.rlrun(&[&["small.toml", "--run-dir", "run"], &sets[..]].concat()).refused(&evidence);
+    assert!(!home.path("run").exists(), "a run directory is left behind");
+}
+
 /// Model files are untrusted data: a template that never ends, a pipe in place of a file.
 #[test]
 fn models_that_hang_or_exhaust_memory_are_refused() {

@@ -11,6 +11,7 @@ use crate::args::RecipeArgs;
 use crate::demonstrations::Demonstrations;
 use crate::failure::Failure;
 use crate::huggingface::{FetchScope, HuggingFace};
+use crate::memory;
 use crate::plan;
 use crate::plan::memory::{Memory, devices};
 use crate::plan::sampler_ranks::SamplerRankPlan;
@@ -190,11 +191,28 @@ pub(super) fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
         return Err(Failure::Argument(what));
     }
     refuse_degrees(recipe)?;
+    refuse_weights(recipe)?;
     if !recipe.devices().any() {
         return Ok(());
     }
     let config = shape(recipe)?;
     devices::refuse(recipe, &config, &devices::there(recipe, &config))
+}
+
+/// Refuses weights that the memory of this machine does not hold: allocating them would end the process.
+fn refuse_weights(recipe: &Recipe) -> Result<(), Failure> {
+    let Some(left) = memory::available().filter(|_| !recipe.has_quantized_base()) else { return Ok(()) };
+    let bytes = model::Layout::new(&shape(recipe)?).len().saturating_mul(size_of::<f32>());
+    if bytes <= left {
+        return Ok(());
+    }
+    let gibibytes = |bytes: usize| bytes as f64 / f64::from(1 << 30);
+    Err(Failure::DoesNotFit(format!(
+        "the weights of the model take {:.1} GiB in f32, and {:.1} GiB of memory are free: name a smaller model, train an adapter with \
+         `lora.quantized_base = true`, or use a machine with more memory; `rlrun plan` shows what all parts of a run take",
+        gibibytes(bytes),
+        gibibytes(left)
+    )))
 }
 
 /// Checks that the files a recipe names can be what it says, each mistake at the line that names it.

@@ -16,6 +16,7 @@ use collective::Position;
 use model::{Config, KvCache, LayerSpec, Layout, ParameterSpec, Quantization, Recompute};
 use trainer::lora::LoraConfig;
 
+use super::layouts::layout_of;
 use super::sampler_ranks::shard_of;
 use crate::allocator::SPARE;
 use crate::recipe::words::CriticKind;
@@ -143,7 +144,7 @@ impl Memory {
         }
         devices::leave_out(&mut parts, recipe);
         if recipe.is_colocated() {
-            turns::take_turns(&mut parts, recipe, &Layout::new(config));
+            turns::take_turns(&mut parts, recipe, &layout_of(config));
         }
         // Roles that take turns give everything back.
         let spare = if recipe.is_colocated() { 0 } else { SPARE as u64 };
@@ -239,7 +240,7 @@ fn published(recipe: &Recipe, weights: u64) -> Part {
 
 /// A separate critic, bytes.
 fn critic(recipe: &Recipe, config: &Config) -> u64 {
-    let layout = Layout::new(config);
+    let layout = layout_of(config);
     let (own, gradients) = of_ranks(recipe, &layout, None, F32);
     let state = recipe.optimizer().state_bytes(layout.specs());
     own.saturating_add(gradients).saturating_add(state)
@@ -297,7 +298,7 @@ struct Trained {
 
 impl Trained {
     fn of(recipe: &Recipe, config: &Config) -> Self {
-        let layout = Layout::new(config);
+        let layout = layout_of(config);
         let optimizer = recipe.optimizer();
         // Ranks that share a step have a core each.
         let cores = cores(recipe);
@@ -388,7 +389,7 @@ impl Size {
         let keys = n(config.num_kv_heads) * n(config.head_dim);
         let [projected, mixed] = config.mixer_widths().map(n);
         let [recurrence, recurrence_in_all] = config.recurrence_scratch().map(n);
-        let weights = Layout::new(config).len() as u64;
+        let weights = layout_of(config).len() as u64;
         // An embedding that is tied to the head is one tensor, and two copies if the head is rounded.
         let apart = config.tie_word_embeddings && quantization == Quantization::Bf16;
         let twice = if apart { n(config.vocab_size) * hidden } else { 0 };

@@ -6,8 +6,9 @@
 use std::fmt;
 
 use collective::{Position, even_shards};
-use model::{Config, Layout, ModelShard};
+use model::{Config, ModelShard};
 
+use super::layouts::layout_of;
 use super::memory::cache_positions;
 use super::traffic::layer_sums;
 use crate::recipe::Recipe;
@@ -48,7 +49,7 @@ impl SamplerRankPlan {
         let sent = (degree as f64 - 1.0) / degree as f64;
         Some(Self {
             degree,
-            weights: F32 * Layout::new(of_rank).len() as u64,
+            weights: F32 * layout_of(of_rank).len() as u64,
             cache: (2 * F32 * keys).saturating_mul(cache_positions(recipe, config)),
             // Of the layers, and of the embedding: a reduce-scatter and an all-gather.
             sums: 2.0 * sent * (F32 * config.hidden_size as u64) as f64 * (layer_sums(config) + 1.0),

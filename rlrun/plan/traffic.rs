@@ -10,6 +10,7 @@ use model::{Config, ContextExchange, FeedForward, Layout, ModelShard, ParameterS
 use trainer::ParallelConfig;
 
 use super::BatchPlan;
+use super::layouts::layout_of;
 use crate::recipe::Recipe;
 
 /// Bytes of a value.
@@ -58,7 +59,7 @@ impl Traffic {
         if recipe.lora.is_some() {
             return None;
         }
-        Self::over(recipe, config, &Layout::new(config), BatchPlan::of(recipe).max_tokens as f64)
+        Self::over(recipe, config, &layout_of(config), BatchPlan::of(recipe).max_tokens as f64)
     }
 
     /// The same of a model of this `layout` for `step_tokens` tokens of a step, and with an adapter too.

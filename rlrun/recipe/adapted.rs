@@ -11,6 +11,18 @@ use super::words::{Ranks, StoreWord};
 /// Refuses keys without a choice.
 pub(super) fn check(recipe: &Recipe, checker: &mut Checker<'_>) {
     let Recipe { buffer, rollout, trainer, placement, .. } = recipe;
+    if recipe.supervised.is_some() {
+        for (path, given) in [
+            ("trainer.adapt_microbatch", trainer.adapt_microbatch),
+            ("placement.adapt_samplers", placement.adapt_samplers),
+        ] {
+            if given {
+                let message = format!("`{path}` has no effect on training without sampling (`[supervised]`)");
+                checker.report(path, message, "remove it");
+            }
+        }
+        return;
+    }
     if buffer.adapt_staleness && buffer.max_staleness == 0 {
         let message = "`buffer.adapt_staleness` has no effect with a bound of 0 (`buffer.max_staleness`)";
         let paths = ["buffer.adapt_staleness", "buffer.max_staleness"];

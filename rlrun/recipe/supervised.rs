@@ -54,13 +54,7 @@ pub(super) fn check(raw: &RawRecipe, generated: bool, checker: &mut Checker<'_>)
             }
         }
     }
-    let further = [
-        "trainer.minibatches",
-        "trainer.epochs",
-        "trainer.adapt_microbatch",
-        "trainer.router_correction_rate",
-        "placement.adapt_samplers",
-    ];
+    let further = ["trainer.minibatches", "trainer.epochs", "trainer.router_correction_rate"];
     for path in WITHOUT_EFFECT.iter().chain(&further) {
         if let Some(path) = checker.first_given(path) {
             let message = format!("`{path}` has no effect on training without sampling (`[supervised]`)");

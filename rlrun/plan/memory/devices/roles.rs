@@ -7,6 +7,7 @@ use model::on_device::HEAD_ROWS;
 use model::{Config, Layout};
 use trainer::lora::TargetModule;
 
+use super::super::super::layouts::layout_of;
 use super::super::{
     F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, micro_batch_tokens, of_ranks, product,
     states,
@@ -25,7 +26,7 @@ pub(super) fn training(
     size: &Size,
     devices: &Devices,
 ) {
-    let (layout, ranks, world) = (Layout::new(config), counts.ranks, (recipe.trainer.world as u64).max(1));
+    let (layout, ranks, world) = (layout_of(config), counts.ranks, (recipe.trainer.world as u64).max(1));
     let width = value_bytes(&layout, size);
     // The share of the ranks on this device in the total of all ranks.
     let of_those_here = |all: u64| product(&[all.div_ceil(world), ranks]);
@@ -103,7 +104,7 @@ fn masters(layout: &Layout, width: u64, recipe: &Recipe, devices: &Devices) -> u
 
 /// The memory of samplers on a device.
 pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, samplers: u64, size: &Size) {
-    let layout = Layout::new(config);
+    let layout = layout_of(config);
     let stored = stored(recipe, &layout, value_bytes(&layout, size));
     let factors = Trained::of(recipe, config).adapter;
     let served = stored.map_or(size.weights, |stored| stored.saturating_add(factors));
@@ -123,7 +124,7 @@ pub(super) fn sampling(parts: &mut Vec<Part>, recipe: &Recipe, config: &Config, 
 
 /// Bytes per token of a step outside of a layer: the activation, and the angles of its position.
 fn activated(config: &Config, size: &Size) -> u64 {
-    let width = value_bytes(&Layout::new(config), size);
+    let width = value_bytes(&layout_of(config), size);
     width * config.intermediate_size as u64 + F32 * config.head_dim as u64
 }
 
