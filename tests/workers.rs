@@ -90,7 +90,7 @@ fn one_of_two_samplers_is_enough_for_a_slow_trainer_and_the_other_is_a_reserve()
         "deadlines.heartbeat_s=60",
     ];
     let args = small_args("run", &[&sets[..], &PROCESSES].concat());
-    let mut lead = home.start_with(&[("RLRUN_FAILPOINTS", "rank-step=delay(100)")], &args);
+    let mut lead = home.start_with(&[("RLRUN_FAILPOINTS", "rank-step=delay(300)")], &args);
     let run = home.run("run");
     let decided = || {
         let events = run.path.join("events.jsonl");
