@@ -58,7 +58,7 @@ fn a_model_that_is_larger_than_the_memory_is_refused() {
         "warmup.steps=0",
     ];
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
-    let evidence = ["the weights of the model take 2", "GiB in f32", "quantized_base"];
+    let evidence = ["the weights of the model take 1920.0 GiB in f32", "quantized_base"];
     home.rlrun(&[&["check", "small.toml"], &sets[..]].concat()).refused(&evidence);
     home.rlrun(&[&["small.toml", "--run-dir", "run"], &sets[..]].concat()).refused(&evidence);
     assert!(!home.path("run").exists(), "a run directory is left behind");

@@ -86,7 +86,6 @@ fn one_of_two_samplers_is_enough_for_a_slow_trainer_and_the_other_is_a_reserve()
         "placement.adapt_samplers=true",
         "buffer.max_staleness=4",
         "trainer.steps=60",
-        "log.timeline=true",
         "deadlines.heartbeat_s=60",
     ];
     let args = small_args("run", &[&sets[..], &PROCESSES].concat());

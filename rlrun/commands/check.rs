@@ -209,7 +209,7 @@ fn refuse_weights(recipe: &Recipe) -> Result<(), Failure> {
     let gibibytes = |bytes: usize| bytes as f64 / f64::from(1 << 30);
     Err(Failure::DoesNotFit(format!(
         "the weights of the model take {:.1} GiB in f32, and {:.1} GiB of memory are free: name a smaller model, train an adapter with \
-         `lora.quantized_base = true`, or use a machine with more memory; `rlrun plan` shows what all parts of a run take",
+         `lora.quantized_base = true`, or use a machine with more memory",
         gibibytes(bytes),
         gibibytes(left)
     )))
