@@ -10,9 +10,9 @@ use crate::metrics::Metrics;
 /// The limits of admission from now on, where they adapt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AdmissionLimits {
-    /// By how many versions they run ahead (`buffer.adapt_staleness`).
+    /// By how many versions samplers run ahead (`buffer.adapt_staleness`).
     pub ahead: Option<u64>,
-    /// How many of them get slots (`placement.adapt_samplers`).
+    /// How many samplers get slots (`placement.adapt_samplers`).
     pub samplers: Option<u64>,
 }
 
@@ -26,7 +26,7 @@ pub(super) fn measure(metrics: &mut Metrics, limits: AdmissionLimits, step: &Ste
 }
 
 impl Observer<'_> {
-    /// Writes an event if the next step has another size of micro-batch.
+    /// Writes an event if another size of micro-batch is kept after the step.
     pub(super) fn microbatch_change(&mut self, step: &StepReport) -> Result<(), Failure> {
         let Some(change) = step.microbatch.as_ref().and_then(|microbatch| microbatch.change.as_ref()) else {
             return Ok(());

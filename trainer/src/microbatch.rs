@@ -1,12 +1,12 @@
 //! The size of a micro-batch, chosen by the throughput that it has.
 //!
 //! A large micro-batch fills the cores of a device, and a small one stays in the caches of a processor. Which one is faster depends on
-//! the model, the lengths and what else runs on the cores, so sizes are compared in the run: steps use them in turns, so that what
-//! drifts drifts for all, and those that are clearly slower are left out after each round. Between comparisons the size is fixed; a
+//! the model, the lengths and what else runs on the cores, so sizes are compared in the run: steps use them in turns, so that a
+//! change of the load concerns all, and those that are clearly slower are left out after each round. Between comparisons the size is fixed; a
 //! comparison that confirms it doubles the time until the next one. The first one goes down to a quarter of the largest size, later
 //! ones try twice and half of the size.
 //!
-//! Invariant: no size is larger than the configured one, which the memory of a run is planned for. All updates of a step have one size.
+//! Invariant: no size is larger than the configured one, for which activations are planned. All updates of a step have one size.
 
 use buffer::TrialPause;
 

@@ -18,8 +18,8 @@ impl Buffer {
     }
 
     /// Gives slots to `most` samplers of other processes alone, those that have joined first; the others are a reserve, which takes the
-    /// place of one that is lost or lets the hold of a group expire. What they have begun they finish. Samplers are counted from the first call on. Not stored: a buffer that
-    /// is opened again gives slots to all.
+    /// place of one that is lost or lets the hold of a group expire. Each finishes what it has begun. Samplers are counted from the first
+    /// call on. Not stored: a buffer that is opened again gives slots to all.
     ///
     /// # Errors
     /// A buffer that has failed.

@@ -1,7 +1,8 @@
 //! Which samplers get slots, where not all of them may.
 //!
-//! Invariant: slots go to the samplers with the lowest numbers, which have joined first. One that is lost, or lets the hold
-//! of a group expire, frees its place for the next, and requests that it has sent before do not count. A sampler without a number is in the process of the trainer, and always gets slots.
+//! Invariant: slots go to the samplers with the lowest numbers, which have joined first. One that is lost, or lets the hold of a group
+//! expire, frees its place for the next, and requests that it has sent before do not count. A sampler without a number is in the process of
+//! the trainer, and always gets slots.
 
 use std::collections::{BTreeMap, BTreeSet};
 
