@@ -1,10 +1,12 @@
 //! `rlrun resume`: a run directory, or an archive that a run directory is fetched from, goes on.
 
+use std::path::Path;
 #[cfg(feature = "postgres")]
 use std::sync::Arc;
 use std::time::Duration;
 
 use buffer::Buffer;
+use model::Config;
 use trajectory::PolicyVersion;
 
 use super::check::refuse_what_does_not_fit;
@@ -13,11 +15,11 @@ use super::train::{TrainingStart, launched, report, train};
 use crate::archive::{self, ArchiveError, ArchiveRequest, ArchiveUrl};
 use crate::args::ResumeArgs;
 use crate::failure::Failure;
-use crate::huggingface::HuggingFace;
+use crate::huggingface::{HuggingFace, RepositoryName};
 use crate::program::Program;
 use crate::recipe::schema::Deadlines;
 use crate::recipe::words::StoreWord;
-use crate::recipe::{Change, Recipe, Resumption};
+use crate::recipe::{Change, Model, Recipe, Resumption};
 use crate::run_buffer;
 use crate::run_dir::RunDir;
 
@@ -57,7 +59,7 @@ pub(super) fn resume_in_place(args: &ResumeArgs, program: &Program) -> Result<St
     let hub = HuggingFace::of(program);
     let named = hub.pinned(&recipe)?;
     let recipe = hub.fetched_for(&named, &run_dir.checkpoints())?;
-    refuse_what_does_not_fit(&recipe)?;
+    refuse_what_does_not_fit(&with_model_of_checkpoint(&recipe, &run_dir.checkpoints()))?;
     if args.without_journal {
         make_empty_buffer(&recipe, &run_dir, program)?;
     }
@@ -81,6 +83,21 @@ pub(super) fn resume_in_place(args: &ResumeArgs, program: &Program) -> Result<St
         record(&run_dir, "changes_undone", &serde_json::json!({ "resume": resume }))?;
     }
     result
+}
+
+/// `recipe` with the model as the newest checkpoint describes it, if that of the recipe is on a hub and was not fetched.
+fn with_model_of_checkpoint(recipe: &Recipe, checkpoints: &Path) -> Recipe {
+    let mut described = recipe.clone();
+    if let Model::Path(path) = &mut described.model
+        && RepositoryName::is_name(path)
+    {
+        let versions = trainer::checkpoint::list(checkpoints);
+        let models =
+            versions.iter().map(|version| trainer::checkpoint::path(checkpoints, *version).join("model"));
+        // Damaged checkpoints are named where the run is started.
+        *path = models.rev().find(|model| Config::load(model).is_ok()).unwrap_or_else(|| path.clone());
+    }
+    described
 }
 
 /// Makes the buffer of a run whose own one is lost.
