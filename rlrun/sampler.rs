@@ -5,11 +5,13 @@
 
 use std::sync::Arc;
 
+use model::thread_pool::available_cores;
 use model::{Config, ModelDirectory};
 use rollout::applier::{Applier, WeightSource};
 use rollout::{Engine, EngineConfig, LocalSampler, Network, Sampler, ServeOn};
 use trainer::Learner;
 use trajectory::PolicyVersion;
+use weights::{Copier, Dtype};
 
 use crate::failure::Failure;
 use crate::prepare::Prepared;
@@ -42,6 +44,28 @@ pub(crate) fn network_of(on: &ServeOn, config: &Config, learner: &Learner) -> Re
         Some(values) => Network::of_version(on, config, values)?,
         None => Network::new(on, config, &*learner.parameters()?)?,
     })
+}
+
+/// The network that samplers serve: with the weights that `learner` trains rounded to `dtype`, or with the factors over a base that
+/// stays quantised. The first version has the same bits before it is pushed and after.
+///
+/// # Errors
+/// As [`network_of`].
+pub(crate) fn published_network(
+    on: &ServeOn,
+    config: &Config,
+    learner: &Learner,
+    dtype: Dtype,
+) -> Result<Network, Failure> {
+    if let Some(policy) = learner.adapted() {
+        let factors: Vec<f32> = policy.factors().values().iter().map(|value| dtype.round(*value)).collect();
+        return Ok(Network::adapted(on, &policy.with_values(&factors)?)?);
+    }
+    if dtype == Dtype::F32 {
+        return network_of(on, config, learner);
+    }
+    let rounded = Copier::new(available_cores()).copy(learner.parameters()?.values(), dtype);
+    Ok(Network::of_version(on, config, rounded)?)
 }
 
 impl SamplerSetup<'_> {

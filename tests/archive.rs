@@ -101,7 +101,7 @@ fn wait_for_archived(home: &Home, step: u64) {
 fn a_run_is_archived_with_its_logs_and_continues_in_another_directory() {
     let home = Home::new();
     let set = set(&home);
-    let run = home.small("run", &["trainer.steps=9", "buffer.max_staleness=0", &set]);
+    let run = home.small("run", &["trainer.steps=9", "buffer.max_staleness=0", "log.schedule=true", &set]);
     let whole = home.small("whole", &["trainer.steps=12", "buffer.max_staleness=0"]);
     let first = lead(&home);
     assert_eq!((&first["epoch"], &first["name"]), (&1.into(), &"small".into()));
@@ -116,6 +116,7 @@ fn a_run_is_archived_with_its_logs_and_continues_in_another_directory() {
         "events.jsonl",
         "logs/attempt_1.log",
         "samples/step_000009.jsonl",
+        "schedule.bin",
         "model/model.safetensors",
         "checkpoints/step_000009/model/model.safetensors",
         "checkpoints/step_000009/manifest.json",
@@ -144,6 +145,8 @@ fn a_run_is_archived_with_its_logs_and_continues_in_another_directory() {
     let again = home.run("again");
     assert_eq!(steps(&again), (0..=12).collect::<Vec<_>>());
     assert!(weights(&again, 9) == weights(&home.run("lost"), 9));
+    let replay = home.rlrun(&["replay", "again", "-q"]).ok();
+    assert!(replay.stdout.contains("12 steps"), "{}", replay.stdout);
     assert_eq!(again.samples(4), whole.samples(4), "samples of earlier steps come along");
     let second = lead(&home);
     assert_eq!((&second["epoch"], steps_of(&second, "checkpoints")), (&3.into(), vec![9, 12]));

@@ -150,6 +150,12 @@ fn an_adapter_is_trained_over_a_file_that_stays_quantised() {
     assert!(divergences[1..].iter().all(|divergence| *divergence > 0.0), "{divergences:?}");
     train("half", "2");
     home.rlrun(&["resume", "half", "--set", "trainer.steps=4"]).ok();
+    // Samplers get rounded factors, and so does a replay.
+    let narrow = ["weights.dtype=bf16", "log.schedule=true", "trainer.steps=3"];
+    let narrow: Vec<&str> = narrow.into_iter().flat_map(|set| ["--set", set]).collect();
+    home.rlrun(&[&["adapter.toml", "--run-dir", "narrow"], &narrow[..]].concat()).ok();
+    let replay = home.rlrun(&["replay", "narrow", "-q"]).ok();
+    assert!(replay.stdout.contains("bit for bit: 3 steps"), "{}", replay.stdout);
     let shown = home.rlrun(&["export", "whole", "--adapter", "--out", "adapter"]).ok().stdout;
     assert!(shown.contains("chat.gguf"), "{shown}");
     fs::remove_file(home.path("chat.gguf")).unwrap();

@@ -44,7 +44,7 @@ fn the_plan_predicts_the_peak_of_the_memory() {
     let together = predicted(&home, "together", &[]);
     let turns = ["--set", "placement.policy=\"colocated\""];
     let kept = predicted(&home, "kept", &turns);
-    assert!(kept < 0.97 * together, "{kept} MiB in turns, {together} MiB together");
+    assert!(kept < 0.95 * together, "{kept} MiB in turns, {together} MiB together");
 }
 
 /// Completions of the random model end soon, and every wrong answer is followed by another turn: episodes are several times as
@@ -69,7 +69,7 @@ fn the_plan_counts_whole_episodes() {
     assert!(lengths.iter().any(|longest| *longest > 40.0), "{lengths:?}");
 }
 
-/// Plans and runs the recipe with further arguments; returns the peak, MiB. A run outside the tolerance counts as the median of three, because the
+/// Plans and runs the recipe with further arguments, and asserts that the peak is near the plan; returns the plan, MiB. A run outside the tolerance counts as the median of three, because the
 /// allocator returns freed memory with a delay that depends on the load of the machine.
 fn predicted(home: &Home, name: &str, sets: &[&str]) -> f64 {
     let plan = home.rlrun(&[&["plan", "memory.toml"], sets].concat()).ok().stdout;
@@ -86,10 +86,10 @@ fn predicted(home: &Home, name: &str, sets: &[&str]) -> f64 {
     let is_near = |peak: f64| (planned / peak - 1.0).abs() <= TOLERANCE;
     let first = needed(0);
     if is_near(first) {
-        return first;
+        return planned;
     }
     let mut peaks = [first, needed(1), needed(2)];
     peaks.sort_by(f64::total_cmp);
     assert!(is_near(peaks[1]), "{name}: planned {planned} MiB, needed {peaks:?} MiB\n{plan}");
-    peaks[1]
+    planned
 }

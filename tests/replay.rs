@@ -69,7 +69,13 @@ fn asynchronous_runs_are_repeated_bit_for_bit() {
             &["trainer.world=1", "placement.trainer_threads=1", "placement.rollout_threads=1"],
         ),
         ("drain", &["rollout.on_update=drain", "rollout.top_p=0.9"], &[]),
-        ("colocated", &["placement.policy=colocated"], &[]),
+        ("colocated", &["placement.policy=colocated", "weights.dtype=bf16"], &[]),
+        ("narrow", &["weights.dtype=bf16"], &["trainer.world=2"]),
+        (
+            "narrow-lora",
+            &["weights.dtype=bf16", "lora.rank=4", "placement.processes=true", "placement.rollout_workers=2"],
+            &[],
+        ),
         ("lora", &["lora.rank=4"], &["trainer.recompute=block"]),
         ("curated", &["buffer.on_stale=drop", "curation.success_pool=true"], &[]),
         (
@@ -240,10 +246,6 @@ fn a_schedule_that_is_not_whole_or_not_of_the_run_is_refused() {
     let supervised = repository().join("recipes/sft_math.toml");
     let checked = ["check", supervised.to_str().unwrap(), "--set", RECORDED];
     home.rlrun(&checked).refused(&["`log.schedule` records what samplers and trainer did"]);
-
-    recorded(&home, "small.toml", "narrow", &[CORRECT, "trainer.steps=1", "weights.dtype=bf16"]);
-    home.rlrun(&["replay", "narrow"])
-        .refused(&["`weights.dtype` cannot be replayed: samplers get rounded weights"]);
 
     for (args, evidence) in [
         (&["--set", "rollout.temperature=0.5"][..], "`rollout.temperature` cannot be changed in a replay"),

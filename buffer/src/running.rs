@@ -6,12 +6,12 @@
 //!
 //! - The capacity of a limit is the throughput while it is reached: no other group would be admitted. A window of such decode steps ends
 //!   with a new version of the weights, so that it has what a trainer takes from a sampler on shared cores.
-//! - The demand is the tokens per second of all the time, with waits for slots, in the last [`DEMAND_WINDOWS`], under whatever limit. It is at
+//! - The demand is the tokens per second of all the time, with waits for slots, in the last `DEMAND_WINDOWS`, under whatever limit. It is at
 //!   least the capacity times the share of that time in which the sampler was busy: a sampler that was busy all the time under a slower
 //!   limit has the demand of its capacity.
 //! - A limit is enough if its capacity is within [`MARGIN`] of that of the best limit, or [`HEADROOM`] times the demand.
 //! - A trial decodes under the next smaller limit, or under twice the limit if the capacity is less than [`NEED`] times the demand, until the
-//!   mean capacity is known to [`PRECISION`]. A smaller limit is kept if it is enough, or is not reached; a larger one if its capacity is
+//!   mean capacity is known to `PRECISION`. A smaller limit is kept if it is enough, or is not reached; a larger one if its capacity is
 //!   larger by more than [`MARGIN`].
 //! - After a trial that is kept the next one begins at once. After one that is not, the limit is fixed for [`HOLD_WINDOWS`], twice that the
 //!   next time, and the next trial is in the other direction. A capacity that differs by [`DRIFT`] from what it was at the last decision
@@ -22,10 +22,11 @@
 //! Invariant: the limit is between the size of a group and the bound. Without steps at the limit nothing is decided. Seconds come from
 //! the caller.
 
-use std::collections::VecDeque;
+mod throughput;
 
 use trajectory::PolicyVersion;
 
+use self::throughput::LimitThroughput;
 use crate::trial_pause::TrialPause;
 
 /// Share of the capacity that a smaller limit may lose against the best.
@@ -34,18 +35,6 @@ const MARGIN: f64 = 0.03;
 const HEADROOM: f64 = 1.15;
 /// Capacity over demand below which a larger limit is tried.
 const NEED: f64 = 1.05;
-/// Standard error of a mean capacity, as a share of it, from which it decides: half of [`MARGIN`].
-const PRECISION: f64 = 0.015;
-/// Fewest decode steps of a window.
-const WINDOW_STEPS: f64 = 64.0;
-/// Decode steps after which a window ends without a new version.
-const LONGEST_WINDOW_STEPS: f64 = 1024.0;
-/// Fewest windows that a mean is taken over.
-const FEWEST_WINDOWS: usize = 2;
-/// Windows from which a mean decides, however much they differ; earlier ones are forgotten.
-const MOST_WINDOWS: usize = 8;
-/// Windows that the demand is measured over.
-const DEMAND_WINDOWS: usize = 32;
 /// A first window of a trial that is this share below what is enough ends the trial: four times [`MARGIN`].
 const CLEAR_LOSS: f64 = 0.12;
 /// Windows before the first trial: completions and their contexts are short after a start.
@@ -101,11 +90,7 @@ pub struct RunningControl {
     /// Capacity of the limit that is kept as a share of that of the best limit.
     share: f64,
     trial: Option<LimitTrial>,
-    window: LimitWindow,
-    /// Capacities in the last windows under this limit, tokens per second.
-    rates: Vec<f64>,
-    /// Of the last windows, under any limit: tokens and seconds of all the time, and the tokens that the capacity was for in that time.
-    spent: VecDeque<[f64; 3]>,
+    measured: LimitThroughput,
     /// Capacity at the last decision, tokens per second.
     decided: Option<f64>,
     upwards: bool,
@@ -124,19 +109,6 @@ struct LimitTrial {
     demand: f64,
     /// Decode steps since the limit was last reached.
     unreached_steps: f64,
-}
-
-/// A window so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct LimitWindow {
-    /// The version at its first step at the limit.
-    version: Option<PolicyVersion>,
-    /// Steps, tokens and seconds at the limit.
-    steps: f64,
-    tokens: f64,
-    seconds: f64,
-    /// Tokens and seconds of all the time since the window before.
-    spent: [f64; 2],
 }
 
 impl RunningControl {
@@ -161,9 +133,7 @@ impl RunningControl {
             limits,
             share: 1.0,
             trial: None,
-            window: LimitWindow::default(),
-            rates: Vec::new(),
-            spent: VecDeque::new(),
+            measured: LimitThroughput::default(),
             decided: None,
             upwards: false,
             pause: TrialPause::new(HOLD_WINDOWS, LONGEST_HOLD_WINDOWS, FIRST_WINDOWS),
@@ -178,7 +148,7 @@ impl RunningControl {
 
     /// Takes decode steps into account; the change of the limit, if there is one.
     pub fn observe(&mut self, seen: RunningObservation) -> Option<RunningChange> {
-        self.window.spend(seen);
+        self.measured.spend(seen);
         if self.limits.len() == 1 || seen.in_flight > self.limit() {
             // More than a smaller limit allows are not a window of that limit; they end.
             return None;
@@ -191,19 +161,10 @@ impl RunningControl {
                 return self.not_reached(trial);
             }
         }
-        if !reached {
+        if !reached || !self.measured.add(seen) {
             return None;
         }
-        let (rate, [tokens, seconds]) = self.window.add(seen)?;
         self.pause.step();
-        if self.rates.len() == MOST_WINDOWS {
-            self.rates.remove(0);
-        }
-        self.rates.push(rate);
-        if self.spent.len() == DEMAND_WINDOWS {
-            self.spent.pop_front();
-        }
-        self.spent.push_back([tokens, seconds, rate * seconds]);
         match self.trial {
             Some(trial) => self.judge(trial),
             None => self.begin_trial(),
@@ -215,14 +176,14 @@ impl RunningControl {
         if self.upwards {
             return Some(self.revert(trial, 0.0));
         }
-        (self.trial, self.decided) = (None, self.mean());
+        (self.trial, self.decided) = (None, self.measured.mean());
         self.pause.start_again();
         None
     }
 
     fn begin_trial(&mut self) -> Option<RunningChange> {
-        let mean = self.mean()?;
-        let demand = self.demand(mean);
+        let mean = self.measured.mean()?;
+        let demand = self.measured.demand(mean);
         let needs_more = mean < NEED * demand;
         if self.decided.is_some_and(|decided| (mean / decided - 1.0).abs() > DRIFT) {
             (self.decided, self.share) = (None, 1.0);
@@ -232,7 +193,7 @@ impl RunningControl {
             self.upwards = true;
             self.pause.end();
         }
-        if !self.pause.is_over() || !self.is_precise(mean) {
+        if !self.pause.is_over() || !self.measured.is_precise(mean) {
             return None;
         }
         let last = self.limits.len() - 1;
@@ -252,11 +213,13 @@ impl RunningControl {
             true => trial.rate / (1.0 - MARGIN),
             false => as_good.min(HEADROOM * trial.demand),
         };
-        if self.rates.len() == 1 && self.rates[0] < (1.0 - CLEAR_LOSS) * enough {
-            return Some(self.revert(trial, self.rates[0]));
+        if let Some(first) =
+            self.measured.single_window().filter(|first| *first < (1.0 - CLEAR_LOSS) * enough)
+        {
+            return Some(self.revert(trial, first));
         }
-        let mean = self.mean()?;
-        if !self.is_precise(mean) {
+        let mean = self.measured.mean()?;
+        if !self.measured.is_precise(mean) {
             return None;
         }
         if mean < enough {
@@ -285,54 +248,8 @@ impl RunningControl {
     fn change(&mut self, to: usize, [capacity, demand]: [f64; 2]) -> RunningChange {
         let before = self.limit();
         self.at = to;
-        self.rates.clear();
-        // What was spent counts for the demand.
-        self.window = LimitWindow { spent: self.window.spent, ..LimitWindow::default() };
+        self.measured.forget_capacity();
         RunningChange { before, after: self.limit(), capacity, demand }
-    }
-
-    /// Demand of a limit of `capacity`, tokens per second.
-    fn demand(&self, capacity: f64) -> f64 {
-        let add = |[a, b, c]: [f64; 3], [d, e, f]: &[f64; 3]| [a + d, b + e, c + f];
-        let [tokens, seconds, possible] = self.spent.iter().fold([0.0; 3], add);
-        if seconds > 0.0 { (tokens / seconds).max(tokens / possible * capacity) } else { 0.0 }
-    }
-
-    /// Mean capacity in the windows, tokens per second; `None` of too few.
-    fn mean(&self) -> Option<f64> {
-        let count = self.rates.len();
-        (count >= FEWEST_WINDOWS).then(|| self.rates.iter().sum::<f64>() / count as f64)
-    }
-
-    /// Whether the windows agree on `mean`, or are enough.
-    fn is_precise(&self, mean: f64) -> bool {
-        let count = self.rates.len() as f64;
-        let squares: f64 = self.rates.iter().map(|rate| (rate - mean) * (rate - mean)).sum();
-        // The standard error, squared: the variance of a window over the number of windows.
-        let squared_error = squares / (count - 1.0) / count;
-        self.rates.len() == MOST_WINDOWS || squared_error <= (PRECISION * mean) * (PRECISION * mean)
-    }
-}
-
-impl LimitWindow {
-    /// Adds time, under whatever limit.
-    fn spend(&mut self, seen: RunningObservation) {
-        let [tokens, seconds] = self.spent;
-        self.spent = [tokens + seen.tokens, seconds + seen.elapsed_s];
-    }
-
-    /// Adds decode steps at the limit. If the window has ended, its capacity in tokens per second, and tokens and seconds of all the time.
-    fn add(&mut self, seen: RunningObservation) -> Option<(f64, [f64; 2])> {
-        let version = *self.version.get_or_insert(seen.version);
-        self.steps += seen.steps;
-        self.tokens += seen.tokens;
-        self.seconds += seen.decode_s;
-        let updated = version != seen.version && self.steps >= WINDOW_STEPS;
-        if (!updated && self.steps < LONGEST_WINDOW_STEPS) || self.seconds <= 0.0 {
-            return None;
-        }
-        let ended = std::mem::take(self);
-        Some((ended.tokens / ended.seconds, ended.spent))
     }
 }
 

@@ -1,11 +1,12 @@
 //! Large blocks of memory, which are reused instead of being given back to the system.
 //!
-//! Activations, gradients and weights have the same sizes at every step. A block that the system has just given is zeroed page
-//! by page when it is first touched, which took a fifth of the processor time of a training step.
+//! Activations, gradients and weights have the same sizes at every step; a forward pass allocates other sizes than its backward. Memory that the system has just given is zeroed page by page when it is first touched, which took a fifth of the processor time of a
+//! training step. Free memory is therefore divided for smaller blocks and joined for larger ones.
 //!
-//! Invariant: blocks in use and blocks kept for reuse together never take more memory than blocks in use once took alone, and
-//! [`SPARE`].
+//! Invariant: free ranges do not touch each other. Blocks in use and free memory together never take more than blocks in use once took
+//! alone, [`SPARE`], and the ends of ranges that are no whole pages.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::null_mut;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -14,29 +15,29 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 /// Bytes of a huge page, and of a page: the alignment of a block.
 const HUGE: usize = 2 << 20;
 const PAGE: usize = 4096;
+/// The largest page of the systems that rlrun runs on, beside huge ones: memory is given back in multiples of it.
+const LARGEST_PAGE: usize = 64 << 10;
+/// Fewest bytes that are mapped at once.
+const REGION: usize = 32 << 20;
 
-/// Bytes that are kept beyond what was once in use, so that the backward pass, whose sizes are others, does not give back what the
-/// next forward pass takes.
-pub(crate) const SPARE: usize = 64 << 20;
+/// Bytes that are kept beyond what was once in use: free memory may be in ranges that are too short for the next block. At least
+/// [`REGION`].
+pub(crate) const SPARE: usize = REGION;
 
-/// Blocks of memory by size.
+/// Blocks of memory.
 #[derive(Debug)]
 pub(super) struct LargeBlocks(Mutex<BlockState>);
 
 #[derive(Debug)]
 struct BlockState {
-    /// Kept for reuse, the one freed last at the end.
-    kept: Vec<FreeBlock>,
-    /// Bytes in use, bytes of `kept`, and most bytes ever in use.
+    /// Bytes of free ranges by address.
+    free: BTreeMap<usize, usize>,
+    /// The same as bytes and address.
+    by_size: BTreeSet<(usize, usize)>,
+    /// Bytes in use, bytes of `free`, and most bytes ever in use.
     used: usize,
-    kept_bytes: usize,
+    free_bytes: usize,
     most_used: usize,
-}
-
-#[derive(Debug)]
-struct FreeBlock {
-    address: usize,
-    bytes: usize,
 }
 
 /// A block, and whether all its bytes are zero.
@@ -51,7 +52,13 @@ impl LargeBlocks {
     pub(super) const MAX_ALIGN: usize = PAGE;
 
     pub(super) const fn new() -> Self {
-        Self(Mutex::new(BlockState { kept: Vec::new(), used: 0, kept_bytes: 0, most_used: 0 }))
+        Self(Mutex::new(BlockState {
+            free: BTreeMap::new(),
+            by_size: BTreeSet::new(),
+            used: 0,
+            free_bytes: 0,
+            most_used: 0,
+        }))
     }
 
     /// A block of at least so many bytes with any content; null if there is no memory.
@@ -80,8 +87,7 @@ impl LargeBlocks {
         let bytes = block_bytes(size);
         let mut state = self.state();
         state.used -= bytes;
-        state.kept_bytes += bytes;
-        state.kept.push(FreeBlock { address: address as usize, bytes });
+        state.add(address as usize, bytes);
     }
 
     /// Whether the block of one size is also that of another.
@@ -89,7 +95,7 @@ impl LargeBlocks {
         other >= Self::MIN_BYTES && block_bytes(size) == block_bytes(other)
     }
 
-    /// Gives all blocks kept for reuse back to the system.
+    /// Gives all free memory back to the system.
     pub(super) fn release(&self) {
         self.state().shrink(0);
     }
@@ -101,13 +107,13 @@ impl LargeBlocks {
 
 impl BlockState {
     fn take(&mut self, bytes: usize) -> TakenBlock {
-        let found = self.kept.iter().rposition(|block| block.bytes == bytes);
-        let taken = if let Some(at) = found {
-            self.kept_bytes -= bytes;
-            TakenBlock { address: self.kept.remove(at).address as *mut u8, zeroed: false }
-        } else {
-            self.shrink((self.most_used + SPARE).saturating_sub(self.used + bytes));
-            TakenBlock { address: map(bytes), zeroed: true }
+        let taken = match self.by_size.range((bytes, 0)..).next().copied() {
+            Some((found, address)) => {
+                self.remove(address, found);
+                self.add(address + bytes, found - bytes);
+                TakenBlock { address: address as *mut u8, zeroed: false }
+            }
+            None => self.map(bytes),
         };
         if !taken.address.is_null() {
             self.used += bytes;
@@ -116,26 +122,74 @@ impl BlockState {
         taken
     }
 
-    /// Gives blocks back to the system, those that were freed first, until at most `bytes` are kept.
-    fn shrink(&mut self, bytes: usize) {
-        let mut kept_bytes = self.kept_bytes;
-        let excess = |block: &&FreeBlock| {
-            let over = kept_bytes > bytes;
-            kept_bytes -= if over { block.bytes } else { 0 };
-            over
+    /// A block of memory that the system gives; what it gives beyond is free.
+    fn map(&mut self, bytes: usize) -> TakenBlock {
+        let Some(least) = bytes.checked_next_multiple_of(HUGE) else {
+            return TakenBlock { address: null_mut(), zeroed: true };
         };
-        let count = self.kept.iter().take_while(excess).count();
-        self.kept_bytes -= self.kept[..count].iter().map(|block| block.bytes).sum::<usize>();
-        for FreeBlock { address, bytes } in self.kept.drain(..count) {
-            #[expect(unsafe_code, reason = "a free block is not in use; the range is one that was mapped")]
-            // After a failure the block stays mapped, unused.
-            let _ = unsafe { munmap(address as *mut _, bytes) };
+        let mut mapped = least.max(REGION);
+        self.shrink((self.most_used + SPARE).saturating_sub(self.used.saturating_add(mapped)));
+        let mut address = map(mapped);
+        if address.is_null() {
+            self.shrink(0);
+            (mapped, address) = (least, map(least));
+        }
+        if !address.is_null() {
+            self.add(address as usize + bytes, mapped - bytes);
+        }
+        TakenBlock { address, zeroed: true }
+    }
+
+    /// Adds a free range, joined with those that touch it.
+    fn add(&mut self, mut address: usize, mut bytes: usize) {
+        if bytes == 0 {
+            return;
+        }
+        if let Some((before, len)) = self.free.range(..address).next_back().map(|(at, len)| (*at, *len))
+            && before + len == address
+        {
+            self.remove(before, len);
+            (address, bytes) = (before, len + bytes);
+        }
+        if let Some(len) = self.free.get(&(address + bytes)).copied() {
+            self.remove(address + bytes, len);
+            bytes += len;
+        }
+        self.free.insert(address, bytes);
+        self.by_size.insert((bytes, address));
+        self.free_bytes += bytes;
+    }
+
+    fn remove(&mut self, address: usize, bytes: usize) {
+        self.free.remove(&address);
+        self.by_size.remove(&(bytes, address));
+        self.free_bytes -= bytes;
+    }
+
+    /// Gives free memory back to the system, from the ends of the largest ranges, until at most `bytes` are free. Only whole pages are
+    /// given back, and a huge page is not divided if the range has a whole one.
+    fn shrink(&mut self, bytes: usize) {
+        while let Some(over) = self.free_bytes.checked_sub(bytes).filter(|over| *over > 0)
+            && let Some((len, address)) = self.by_size.last().copied()
+        {
+            let end = address + len;
+            let from = (end - over.min(len)) / HUGE * HUGE;
+            let from = from.max(address.next_multiple_of(LARGEST_PAGE));
+            let to = end / LARGEST_PAGE * LARGEST_PAGE;
+            if from >= to {
+                break;
+            }
+            self.remove(address, len);
+            self.add(address, from - address);
+            self.add(to, end - to);
+            #[expect(unsafe_code, reason = "free memory is not in use; the pages are whole and were mapped")]
+            // After a failure they stay mapped, unused.
+            let _ = unsafe { munmap(from as *mut _, to - from) };
         }
     }
 }
 
-/// Bytes of the block of a size: sizes within an eighth of each other share blocks. What is beyond the size is not touched and
-/// takes no memory.
+/// Bytes of the block of a size: those of sizes within an eighth of each other are equal, so that free memory is divided into fewer lengths.
 fn block_bytes(size: usize) -> usize {
     let step = (size.next_power_of_two() / 16).max(PAGE);
     size.checked_next_multiple_of(step).unwrap_or(usize::MAX)
@@ -144,24 +198,37 @@ fn block_bytes(size: usize) -> usize {
 /// Maps zeroed memory, in huge pages where the system has them: they are zeroed faster, and the processor finds their addresses
 /// faster.
 fn map(bytes: usize) -> *mut u8 {
+    let Some(with_ends) = bytes.checked_add(HUGE) else { return null_mut() };
     #[expect(unsafe_code, reason = "a new private mapping is of no other use")]
-    let mapped =
-        unsafe { mmap_anonymous(null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
-    let Ok(address) = mapped.map(|address| address.cast::<u8>()) else { return null_mut() };
-    if bytes >= HUGE {
-        #[expect(unsafe_code, reason = "the advice changes the size of pages only; it may be refused")]
-        let _ = unsafe { madvise(address.cast(), bytes, Advice::LinuxHugepage) };
+    let mapped = unsafe {
+        mmap_anonymous(null_mut(), with_ends, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+    };
+    let Ok(start) = mapped.map(|address| address.cast::<u8>()) else { return null_mut() };
+    let before = start.align_offset(HUGE);
+    #[expect(
+        unsafe_code,
+        reason = "the ends of the new mapping are of no use; the advice changes the size of pages only"
+    )]
+    unsafe {
+        let address = start.add(before);
+        if before > 0 {
+            let _ = munmap(start.cast(), before);
+        }
+        if before < HUGE {
+            let _ = munmap(address.add(bytes).cast(), HUGE - before);
+        }
+        let _ = madvise(address.cast(), bytes, Advice::LinuxHugepage);
+        address
     }
-    address
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn kept_and_used(blocks: &LargeBlocks) -> (usize, usize) {
+    fn free_and_used(blocks: &LargeBlocks) -> (usize, usize) {
         let state = blocks.state();
-        (state.kept_bytes, state.used)
+        (state.free_bytes, state.used)
     }
 
     #[expect(unsafe_code, reason = "the tests use their own blocks within their sizes")]
@@ -190,31 +257,74 @@ mod tests {
         let again = blocks.take_zeroed(size - 100);
         assert_eq!(again, first);
         assert!(bytes(again, size - 100).iter().all(|byte| *byte == 0));
-        assert_eq!(kept_and_used(&blocks), (0, size));
+        assert_eq!(free_and_used(&blocks), (REGION - size, size));
         give(&blocks, again, size - 100);
         blocks.release();
-        assert_eq!(kept_and_used(&blocks), (0, 0));
+        assert_eq!(free_and_used(&blocks), (0, 0));
+    }
+
+    /// Asserts that both forms of the free ranges agree, do not touch, and are of the sum that is counted.
+    fn check_free(blocks: &LargeBlocks) {
+        let state = blocks.state();
+        let by_address: BTreeSet<(usize, usize)> = state.free.iter().map(|(at, len)| (*len, *at)).collect();
+        assert_eq!(by_address, state.by_size);
+        assert_eq!(state.free.values().sum::<usize>(), state.free_bytes);
+        let ranges: Vec<(usize, usize)> = state.free.iter().map(|(at, len)| (*at, *len)).collect();
+        assert!(ranges.windows(2).all(|pair| pair[0].0 + pair[0].1 < pair[1].0), "{ranges:?}");
     }
 
     #[test]
-    fn memory_exceeds_what_was_used_at_once_by_the_spare_at_most() {
+    fn blocks_keep_their_bytes_while_others_are_divided_joined_and_given_back() {
         let blocks = LargeBlocks::new();
-        let mib = 1 << 20;
-        let mut owned = Vec::new();
-        let mut most = 0;
-        for round in 0..200_usize {
-            let size = mib + round * 7919 % 40 * mib / 3;
-            owned.push((blocks.take(size), size));
-            most = most.max(kept_and_used(&blocks).1);
-            if owned.len() > 3 {
-                let (address, size) = owned.remove(round % 3);
+        let mut owned: Vec<(*mut u8, usize, u8)> = Vec::new();
+        let (mut most, mut state) = (0, 1_u64);
+        for round in 0..2_000_u64 {
+            state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+            let random = (state >> 33) as usize;
+            if owned.len() < 40 && (owned.is_empty() || random.is_multiple_of(2)) {
+                let size = LargeBlocks::MIN_BYTES + (random >> 8) % (1 << (10 + random % 13));
+                let value = (round % 251) as u8;
+                let zeroed = random.is_multiple_of(3);
+                let address = if zeroed { blocks.take_zeroed(size) } else { blocks.take(size) };
+                assert!(!zeroed || bytes(address, size).iter().all(|byte| *byte == 0));
+                write(address, size, value);
+                owned.push((address, size, value));
+            } else {
+                let (address, size, value) = owned.swap_remove(random % owned.len());
+                assert!(bytes(address, size).iter().all(|byte| *byte == value), "round {round}");
                 give(&blocks, address, size);
             }
-            let (kept, used) = kept_and_used(&blocks);
-            assert!(kept + used <= most + SPARE, "{kept} kept, {used} used");
+            if random.is_multiple_of(97) {
+                blocks.release();
+            }
+            check_free(&blocks);
+            let (free, used) = free_and_used(&blocks);
+            most = most.max(used);
+            assert!(free + used <= most + SPARE + 80 * LARGEST_PAGE, "{free} free, {used} used");
         }
-        owned.into_iter().for_each(|(address, size)| give(&blocks, address, size));
+        for (address, size, value) in owned {
+            assert!(bytes(address, size).iter().all(|byte| *byte == value));
+            give(&blocks, address, size);
+        }
         blocks.release();
+        assert_eq!(free_and_used(&blocks), (0, 0));
+    }
+
+    #[test]
+    fn free_memory_is_divided_and_joined() {
+        let blocks = LargeBlocks::new();
+        let quarter = REGION / 4;
+        let four = [0; 4].map(|_| blocks.take(quarter));
+        assert_eq!(free_and_used(&blocks), (0, REGION));
+        for at in [0, 2, 1, 3] {
+            give(&blocks, four[at], quarter);
+        }
+        let whole = blocks.take(REGION);
+        assert_eq!(whole, four.into_iter().min().unwrap(), "all free memory is one range again");
+        assert_eq!(free_and_used(&blocks), (0, REGION));
+        give(&blocks, whole, REGION);
+        blocks.release();
+        assert_eq!(free_and_used(&blocks), (0, 0));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use super::bucket::BucketError;
 
 /// Files beside the checkpoints.
-const FILES: [&str; 8] = [
+const FILES: [&str; 9] = [
     "run.json",
     // The mark by which a database knows the run.
     "database.id",
@@ -19,6 +19,7 @@ const FILES: [&str; 8] = [
     "events.jsonl",
     "curation.jsonl",
     "timeline.jsonl",
+    crate::schedule::FILE,
 ];
 /// Directories beside the checkpoints: `model` and `reference` are what a run compares with and was made from.
 const DIRECTORIES: [&str; 5] = ["samples", "logs", "model", "reference", "tensorboard"];

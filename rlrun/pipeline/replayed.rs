@@ -5,10 +5,10 @@
 use std::sync::Arc;
 
 use model::Quantization;
-use rollout::{Network, OnUpdate, ReplayConfig, ServeOn, TrajectoryReplay};
-use trainer::{Learner, Trainer, TrainerParts};
+use rollout::{OnUpdate, ReplayConfig, ServeOn, TrajectoryReplay};
+use trainer::{Trainer, TrainerParts};
 use trajectory::PolicyVersion;
-use weights::Hub;
+use weights::{Dtype, Hub};
 
 use super::samplers::Samplers;
 use super::start::StartingState;
@@ -22,7 +22,7 @@ use crate::recipe::Recipe;
 use crate::replay::{RecordedBatches, RunReplay, SampledAgain};
 use crate::report::Report;
 use crate::run_dir::RunDir;
-use crate::sampler::network_of;
+use crate::sampler::published_network;
 use crate::workers::registry::WorkerRegistry;
 
 /// Makes the recorded steps up to version `until` in `run_dir`, as `recipe` says. False if the replay ends there or before.
@@ -57,6 +57,8 @@ struct ReplayFollower<'a> {
     again: Option<SampledAgain<'a>>,
     on: ServeOn,
     config: model::Config,
+    /// What weights are rounded to for samplers.
+    dtype: Dtype,
     adapts_microbatch: bool,
     until: PolicyVersion,
 }
@@ -103,6 +105,7 @@ impl Run<'_> {
             }),
             on: served(self.recipe)?,
             config: directory.config().clone(),
+            dtype: weights.dtype(self.recipe),
             adapts_microbatch: self.recipe.trainer.adapt_microbatch,
             until,
         };
@@ -149,16 +152,9 @@ impl ReplayFollower<'_> {
     /// Holds the weights of `trainer` for the batches that they sampled tokens of.
     fn hold(&mut self, trainer: &Trainer) -> Result<(), Failure> {
         let Some(again) = &mut self.again else { return Ok(()) };
-        let network = network(&self.on, &self.config, trainer.learner())?;
+        let network = published_network(&self.on, &self.config, trainer.learner(), self.dtype)?;
         again.hold(trainer.version(), network, self.replay.oldest_needed());
         Ok(())
-    }
-}
-
-fn network(on: &ServeOn, config: &model::Config, learner: &Learner) -> Result<Network, Failure> {
-    match learner.adapted() {
-        Some(policy) => Ok(Network::adapted(on, &policy)?),
-        None => network_of(on, config, learner),
     }
 }
 

@@ -9,7 +9,7 @@ use islands::CoordinatorClient;
 use model::{DeviceTurn, turns};
 use rollout::remote::EngineKind;
 use rollout::scoring::Scorer;
-use rollout::{Network, Sampler, Worker};
+use rollout::{Sampler, Worker};
 use trainer::checkpoint::CheckpointArchive;
 use trainer::{OuterExchange, Trainer, TrainerParts};
 use weights::Hub;
@@ -30,7 +30,7 @@ use crate::island::RunIsland;
 use crate::observe::Observer;
 use crate::prepare::Prepared;
 use crate::run_buffer::RunBuffer;
-use crate::sampler::{SamplerSetup, SamplerWeights, network_of};
+use crate::sampler::{SamplerSetup, SamplerWeights, published_network};
 use crate::schedule::{self, ScheduleRecorder};
 use crate::status::RunStatus;
 use crate::timeline::Timeline;
@@ -217,17 +217,13 @@ impl Run<'_> {
         weights: &WeightPublishing,
     ) -> Result<Box<dyn Sampler>, Failure> {
         let StartingState { learner, directory, prepared, state, .. } = start;
-        let (on, network) = match learner.adapted() {
-            Some(policy) => {
-                let network = Network::adapted(&self.recipe.serve_on()?, &policy)?;
-                (self.recipe.serve_on()?.adapted(policy), network)
-            }
-            None => {
-                let on = self.recipe.serve_on()?;
-                let network = network_of(&on, directory.config(), learner)?;
-                // The next version is uploaded on another stream than the engine's.
-                (self.recipe.serve_on()?, network)
-            }
+        let (dtype, serve_on) = (weights.dtype(self.recipe), self.recipe.serve_on()?);
+        let network = published_network(&serve_on, directory.config(), learner, dtype)?;
+        // The next version is uploaded on another stream than the engine's.
+        let on = self.recipe.serve_on()?;
+        let on = match learner.adapted() {
+            Some(policy) => on.adapted(policy),
+            None => on,
         };
         let incoming = weights.incoming(self.recipe, &services.hub, network.config(), on)?;
         let setup = SamplerSetup { recipe: self.recipe, directory, prepared };

@@ -67,8 +67,8 @@ impl Run<'_> {
         &self,
         observer: &mut Observer<'_>,
     ) -> Result<Option<StartingState>, Failure> {
-        if let Some(resumed) = self.resumed(observer)? {
-            return Ok(Some(resumed));
+        if let Some((checkpoint, damage)) = self.checkpoint()? {
+            return self.resumed(checkpoint, &damage, observer);
         }
         let recipe = self.recipe;
         self.progress.enter(TrainerPhase::Opening);
@@ -138,9 +138,13 @@ impl Run<'_> {
         }))
     }
 
-    /// The state in the checkpoint of [`Run::from`], or in the newest undamaged one; `None` if there is no checkpoint.
-    fn resumed(&self, observer: &mut Observer<'_>) -> Result<Option<StartingState>, Failure> {
-        let Some((checkpoint, damage)) = self.checkpoint()? else { return Ok(None) };
+    /// The state in `checkpoint`; the checkpoints of `damage` are newer and cannot be used. `None` if the run was stopped.
+    fn resumed(
+        &self,
+        checkpoint: Checkpoint,
+        damage: &[Damage],
+        observer: &mut Observer<'_>,
+    ) -> Result<Option<StartingState>, Failure> {
         let Checkpoint { directory, weights, adapter, optimizer, state, island, integrity } = checkpoint;
         let (checkpoints, version) = (self.run_dir.checkpoints(), state.version);
         let path = trainer::checkpoint::path(&checkpoints, version);
@@ -150,7 +154,7 @@ impl Run<'_> {
         let learner = self.learner(&directory, states)?;
         let island = self.island().map(|setup| setup.resume(&learner, island.as_deref())).transpose()?;
         // From here on only errors remain that no change of the recipe can mend.
-        for (damaged, reason) in &damage {
+        for (damaged, reason) in damage {
             self.report.note(&format!("the checkpoint of step {} cannot be used: {reason}", damaged.0));
             observer.event("checkpoint_damaged", &json!({ "version": damaged, "reason": reason }))?;
         }

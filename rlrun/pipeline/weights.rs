@@ -16,8 +16,8 @@ use weights::direct::ipc::{IpcConfig, IpcPublisher, IpcSubscriber};
 use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
 use weights::http::RemoteConfig;
 use weights::{
-    DevicePublisher, DevicePush, DeviceSubscriber, Distribution, Hub, HubPublisher, Lag, Publisher, PushCost,
-    WeightsError,
+    DevicePublisher, DevicePush, DeviceSubscriber, Distribution, Dtype, Hub, HubPublisher, Lag, Publisher,
+    PushCost, WeightsError,
 };
 
 use super::samplers::SAMPLER_NAME;
@@ -138,6 +138,14 @@ impl WeightPublishing {
             DeviceDtype::F32 => Self::F32(DevicePublishing::new(recipe, hub, place, transport)?),
             DeviceDtype::Bf16 => Self::Bf16(DevicePublishing::new(recipe, hub, place, transport)?),
         })
+    }
+
+    /// What published weights are rounded to; a device keeps them as it has them.
+    pub(super) fn dtype(&self, recipe: &Recipe) -> Dtype {
+        match self {
+            Self::Host(_) => recipe.hub().dtype,
+            Self::F32(_) | Self::Bf16(_) => Dtype::F32,
+        }
     }
 
     /// The publisher, for the trainer.

@@ -32,7 +32,7 @@ const TOKENIZER: u64 = 13;
 const JOURNAL: u64 = 4 << 20;
 /// Memory that the journal's cache uses for each written token until the cache is full, bytes.
 const JOURNAL_PER_TOKEN: u64 = 16;
-/// What the allocator keeps beyond what is in use and [`SPARE`], in hundredths: freed blocks that wait to be used again.
+/// Free memory that the allocator keeps beyond [`SPARE`], in hundredths of what is in use.
 const SLACK: u64 = 2;
 const F32: u64 = 4;
 /// Parts that a run without sampling does not have.
@@ -152,7 +152,7 @@ impl Memory {
     }
 
     fn with_slack(mut self, spare: u64) -> Self {
-        let (name, what) = ("slack", "freed blocks that the allocator keeps");
+        let (name, what) = ("slack", "free memory that the allocator keeps");
         let bytes = (self.total() / 100 * SLACK).saturating_add(spare);
         self.parts.push(Part { name, what, bytes, phase: Phase::Always });
         self

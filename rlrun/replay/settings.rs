@@ -12,7 +12,7 @@ use crate::args::ReplayArgs;
 use crate::failure::Failure;
 use crate::program::Program;
 use crate::recipe::schema::ElasticSection;
-use crate::recipe::words::{Ranks, StoreWord, WandbLog, WeightDtypeWord};
+use crate::recipe::words::{Ranks, StoreWord, WandbLog};
 use crate::recipe::{Origins, Recipe};
 
 /// Keys and sections that leave the bits of a replay as they are.
@@ -101,12 +101,6 @@ fn unrepeatable(recipe: &Recipe) -> Option<(&'static str, &'static str)> {
         return Some((
             "placement.device",
             "sums on a GPU depend on the batch, and differ from those of the processor",
-        ));
-    }
-    if recipe.weights.dtype == WeightDtypeWord::Bf16 {
-        return Some((
-            "weights.dtype",
-            "samplers get rounded weights, and may begin with the first version before it is rounded",
         ));
     }
     if recipe.rollout.tensor > 1 && recipe.reduction != Reduction::Tree {

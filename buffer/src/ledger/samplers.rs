@@ -10,8 +10,8 @@ use super::Ledger;
 
 /// Most samplers that are counted; others get no slots while there are so many.
 const MOST_COUNTED: usize = 4096;
-/// Milliseconds in which a sampler that was lost gets no slots: its last request may still wait for some, and one that is excluded asks until
-/// its next heartbeat. One that was only silent asks for longer.
+/// Milliseconds in which a sampler that was lost is not counted, and gets only slots that no other can have: its last request may still wait
+/// for some, and one that is excluded asks until its next heartbeat. One that was only silent asks for longer.
 const LOST_MS: u64 = 30_000;
 
 /// The samplers that have asked for slots.
@@ -39,7 +39,8 @@ impl Ledger {
     pub(super) fn may_hold(&mut self, holder: Option<u64>, now: u64) -> bool {
         let (Some(samplers), Some(holder)) = (&mut self.samplers, holder) else { return true };
         if samplers.lost.get(&holder).is_some_and(|until| now < *until) {
-            return false;
+            // Slots that no other can have, and no place.
+            return samplers.known.len() < samplers.most;
         }
         if samplers.known.len() >= MOST_COUNTED && !samplers.known.contains(&holder) {
             return false;
@@ -120,6 +121,19 @@ mod tests {
         assert_eq!(slots_at(&mut ledger, Some(2), 99), 0);
         assert!(ledger.expire(100));
         assert_eq!((slots_at(&mut ledger, Some(1), 101), slots_at(&mut ledger, Some(2), 101)), (0, 1));
+    }
+
+    #[test]
+    fn a_lost_sampler_gets_what_no_other_needs_and_takes_no_place() {
+        let mut ledger =
+            Ledger::restore(BufferConfig::new(64, 0).checked().unwrap(), Recovered::default(), 0);
+        ledger.limit_samplers(usize::MAX);
+        assert_eq!([1, 2].map(|holder| slots(&mut ledger, Some(holder))), [1, 1]);
+        [1, 2].iter().for_each(|holder| _ = ledger.abandon(*holder, 500));
+        assert_eq!([2, 1].map(|holder| slots_at(&mut ledger, Some(holder), 501)), [1, 1]);
+        assert_eq!(ledger.counted_samplers(), 0);
+        ledger.limit_samplers(1);
+        assert_eq!([1, 3, 1].map(|holder| slots_at(&mut ledger, Some(holder), 502)), [1, 1, 0]);
     }
 
     #[test]
