@@ -69,8 +69,8 @@ fn the_plan_counts_whole_episodes() {
     assert!(lengths.iter().any(|longest| *longest > 40.0), "{lengths:?}");
 }
 
-/// Plans and runs the recipe with further arguments, and asserts that the peak is near the plan; returns the plan, MiB. A run outside the tolerance counts as the median of three, because the
-/// allocator returns freed memory with a delay that depends on the load of the machine.
+/// Plans and runs the recipe with further arguments, and asserts that the peak is near the plan; returns the plan, MiB. A run outside the
+/// tolerance counts as the median of three, because the allocator returns freed memory with a delay that depends on the load of the machine.
 fn predicted(home: &Home, name: &str, sets: &[&str]) -> f64 {
     let plan = home.rlrun(&[&["plan", "memory.toml"], sets].concat()).ok().stdout;
     let total = plan.lines().find_map(|line| line.strip_prefix("  total ")).unwrap();
