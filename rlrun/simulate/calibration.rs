@@ -55,6 +55,12 @@ pub struct Calibration {
     pub stall_s: Option<f64>,
     /// Time that a step waits for a checkpoint, seconds.
     pub checkpoint_s: Option<f64>,
+    /// Time between steps, in which logs are written, seconds.
+    pub logs_s: f64,
+    /// Time of a commit of the journal, seconds: groups can be leased after one, and a lease is handed out after one.
+    pub commit_s: f64,
+    /// A training step that no sampler slowed: the mean of a synchronous run.
+    pub synchronous: Option<MeasuredTraining>,
     /// What was read.
     pub sources: Vec<String>,
 }
@@ -174,7 +180,7 @@ impl Calibration {
 
     /// The steps of a run: lengths, rewards, weights; decoding and training where no benchmark has measured them.
     fn read_run(&mut self, run: &Path, recipe: &Recipe) -> Result<(), Failure> {
-        check_run(run, recipe)?;
+        let resolved = checked_run(run, recipe)?;
         let path = run.join("metrics.jsonl");
         if !path.is_file() {
             let what = format!("`{}` is no run with metrics: it has no `metrics.jsonl`", run.display());
@@ -218,14 +224,17 @@ impl Calibration {
         let saves = steps.iter().filter_map(|step| step.get("time/save_ckpt")?.as_f64());
         self.checkpoint_s = saves.fold(None, |most: Option<f64>, value| Some(most.unwrap_or(0.0).max(value)));
         self.reward = slowest_reward(steps).or(self.reward);
-        if self.training.is_empty()
-            && let Some(seconds) = mean("time/forward_backward").filter(|seconds| *seconds > 0.0)
-        {
+        self.logs_s = time_between(steps);
+        self.commit_s = mean_commit(run).unwrap_or(0.0);
+        if let Some(seconds) = mean("time/forward_backward").filter(|seconds| *seconds > 0.0) {
             let length = length + self.prompt_tokens(recipe);
-            let threads = available_cores();
-            let sequences = completions * trained_share;
-            self.training.push(MeasuredTraining { threads, sequences, length, seconds });
-            self.contended = true;
+            let (threads, sequences) = (available_cores(), completions * trained_share);
+            let step = MeasuredTraining { threads, sequences, length, seconds };
+            self.synchronous = Some(step).filter(|_| trains_alone(&resolved) && !recipe.needs_reference());
+            if self.training.is_empty() {
+                self.training.push(step);
+                self.contended = true;
+            }
         }
         if self.decode.is_empty()
             && let Some(speed) = mean("rollout/tokens_per_s").filter(|speed| *speed > 0.0)
@@ -288,8 +297,8 @@ impl Expected<'_> {
     }
 }
 
-/// Refuses a run of another model or device.
-fn check_run(run: &Path, recipe: &Recipe) -> Result<(), Failure> {
+/// The recipe of a run, which is refused if it is of another model or device.
+fn checked_run(run: &Path, recipe: &Recipe) -> Result<toml::Table, Failure> {
     let path = run.join("resolved.toml");
     let Ok(text) = read_limited(&path) else {
         let what = format!("`{}` is no run directory: it has no `resolved.toml`", run.display());
@@ -317,7 +326,44 @@ fn check_run(run: &Path, recipe: &Recipe) -> Result<(), Failure> {
             )));
         }
     }
-    Ok(())
+    Ok(resolved)
+}
+
+/// Whether a training step of a run is one forward and backward pass on all cores: the sampler waits for it, and nothing is computed again.
+fn trains_alone(resolved: &toml::Table) -> bool {
+    let is = |section: &str, key: &str, value: toml::Value| {
+        resolved.get(section).and_then(|table| table.get(key)) == Some(&value)
+    };
+    is("buffer", "max_staleness", 0.into())
+        && is("trainer", "world", 1.into())
+        && is("trainer", "epochs", 1.into())
+        && is("trainer", "recompute", "none".into())
+        && is("placement", "processes", false.into())
+}
+
+/// Mean time from the end of a step to the begin of the next one, seconds; 0 without two steps in a row.
+fn time_between(steps: &[Map<String, Value>]) -> f64 {
+    let number = |step: &Map<String, Value>, name: &str| step.get(name)?.as_f64();
+    let times = steps.windows(2).filter_map(|pair| {
+        let in_a_row = number(&pair[1], "step")? - number(&pair[0], "step")? == 1.0;
+        let between =
+            number(&pair[1], "time_s")? - number(&pair[0], "time_s")? - number(&pair[1], "time/step")?;
+        in_a_row.then_some(between.max(0.0))
+    });
+    let times: Vec<f64> = times.collect();
+    times.iter().sum::<f64>() / times.len().max(1) as f64
+}
+
+/// Mean time of a commit in the timeline of a run, seconds.
+fn mean_commit(run: &Path) -> Option<f64> {
+    let text = read_limited(&run.join("timeline.jsonl")).ok()?;
+    let spans = text.lines().filter(|line| line.contains("\"kind\":\"commit\"")).filter_map(|line| {
+        let span: Map<String, Value> = serde_json::from_str(line).ok()?;
+        Some(span.get("end")?.as_f64()? - span.get("start")?.as_f64()?)
+    });
+    let (sum, count) =
+        spans.fold((0.0, 0.0), |(sum, count), seconds: f64| (sum + seconds.max(0.0), count + 1.0));
+    (count > 0.0).then(|| sum / count)
 }
 
 /// The reward that takes longest, by its 95th percentile.
@@ -371,16 +417,27 @@ mod tests {
         std::fs::create_dir(&run).unwrap();
         std::fs::write(run.join("resolved.toml"), recipe.resolved_toml(&origins)).unwrap();
         // 8 completions of 30 tokens, of which 80 are trained in 2 s.
-        let step = json!({
-            "reward/mean": 0.5, "prompts/mean_length": 5.0, "completions/mean_length": 30.0,
+        let step = |number: u32| {
+            json!({
+            "step": number, "time_s": 2.75 * f64::from(number), "time/step": 2.5, "reward/mean": 0.5, "prompts/mean_length": 5.0, "completions/mean_length": 30.0,
             "completions/max_length": 40.0,
             "trainer/tokens_per_s": 40.0, "time/forward_backward": 2.0,
-        });
-        std::fs::write(run.join("metrics.jsonl"), format!("{step}\n").repeat(8)).unwrap();
+            })
+        };
+        let lines: String = (1..=8).map(|number| format!("{}\n", step(number))).collect();
+        std::fs::write(run.join("metrics.jsonl"), lines).unwrap();
+        let commits = "{\"lane\":\"journal\",\"kind\":\"commit\",\"start\":1.0,\"end\":1.5}\n{\"lane\":\"trainer\",\"start\":1.0}\n";
+        std::fs::write(run.join("timeline.jsonl"), commits).unwrap();
         let mut calibration = Calibration::default();
         calibration.read_run(&run, &recipe).unwrap();
         assert!((calibration.trained_share.unwrap() - 1.0 / 3.0).abs() < 1e-12, "{calibration:?}");
         let [measured] = calibration.training[..] else { panic!("{calibration:?}") };
         assert_eq!((measured.sequences, measured.length, measured.seconds), (8.0 / 3.0, 35.0, 2.0));
+        assert_eq!((calibration.logs_s, calibration.commit_s), (0.25, 0.5));
+        assert_eq!(calibration.synchronous, Some(measured));
+        let asynchronous = recipe.resolved_toml(&origins).replace("max_staleness = 0", "max_staleness = 1");
+        std::fs::write(run.join("resolved.toml"), asynchronous).unwrap();
+        calibration.read_run(&run, &recipe).unwrap();
+        assert_eq!(calibration.synchronous, None, "the sampler has the same cores");
     }
 }

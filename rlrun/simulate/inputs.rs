@@ -132,10 +132,7 @@ impl ScenarioInputs {
                 time: LatencyModel::NONE,
                 answer_tokens: prompt_tokens,
             }),
-            rewards: RewardService {
-                time: self.calibration.reward.unwrap_or(LatencyModel::NONE),
-                concurrency: usize::MAX,
-            },
+            rewards: RewardService { time: self.reward_time(), concurrency: usize::MAX },
             samplers: SamplerFleet {
                 count: samplers,
                 decode,
@@ -199,6 +196,13 @@ impl ScenarioInputs {
         })
     }
 
+    /// Time from the end of a completion until its group can be leased: its reward, and a commit of the journal.
+    fn reward_time(&self) -> LatencyModel {
+        let (time, commit_s) =
+            (self.calibration.reward.unwrap_or(LatencyModel::NONE), self.calibration.commit_s);
+        LatencyModel { median_s: time.median_s + commit_s, longest_s: time.longest_s + commit_s, ..time }
+    }
+
     fn not_calibrated(&self, what: &str, measure: &str) -> String {
         format!(
             "not calibrated for {what}: its times are estimates of `{}`; measure with `rlrun-bench {measure} --model DIR --json > FILE`, \
@@ -243,7 +247,10 @@ impl ScenarioInputs {
         let exchange = RankExchange::of(&self.hardware, recipe, (config, &self.layout), step_tokens);
         let factor = cores * exchange.stretch * self.calibration.trained_share.unwrap_or(1.0);
         TrainingCost {
-            fixed_s: cost.fixed_s * factor + exchange.calls_s,
+            fixed_s: cost.fixed_s * factor
+                + exchange.calls_s
+                + self.calibration.commit_s
+                + self.calibration.logs_s,
             per_token_s: cost.token_s * factor + exchange.token_s,
             per_square_s: cost.square_s * factor,
             optimizer_s: cost.update_s * cores + exchange.weights_s,
@@ -288,9 +295,15 @@ impl ScenarioInputs {
     /// in `estimated` if all were of one length. `None` without a measurement.
     fn measured_step(&self, split: &StepSplit, estimated: &StepCost) -> Option<StepCost> {
         let ratio = estimated.square_s / estimated.token_s.max(f64::MIN_POSITIVE);
-        let measured = fitted(&self.calibration.training_on(None), ratio)?;
+        let [token_s, square_s] = fitted(&self.calibration.training_on(None), ratio)?;
+        // Steps of a run are shorter than those of a benchmark, and compute their loss.
+        let slower = self.calibration.synchronous.map_or(1.0, |step| {
+            let each = token_s * step.length + square_s * step.length * step.length;
+            step.seconds / (step.sequences * each).max(f64::MIN_POSITIVE)
+        });
         let passes = if self.calibration.contended { 1.0 } else { split.passes / PASSES };
-        let [token_s, square_s] = measured.map(|seconds| seconds * passes * split.slowdown / split.sharing);
+        let [token_s, square_s] =
+            [token_s, square_s].map(|seconds| seconds * slower * passes * split.slowdown / split.sharing);
         Some(StepCost { token_s, square_s, fixed_s: 0.0, update_s: 0.0 })
     }
 
