@@ -225,12 +225,13 @@ impl Calibration {
         self.checkpoint_s = saves.fold(None, |most: Option<f64>, value| Some(most.unwrap_or(0.0).max(value)));
         self.reward = slowest_reward(steps).or(self.reward);
         self.logs_s = time_between(steps);
-        self.commit_s = mean_commit(run).unwrap_or(0.0);
+        self.commit_s = mean_commit(run).unwrap_or(self.commit_s);
         if let Some(seconds) = mean("time/forward_backward").filter(|seconds| *seconds > 0.0) {
             let length = length + self.prompt_tokens(recipe);
             let (threads, sequences) = (available_cores(), completions * trained_share);
             let step = MeasuredTraining { threads, sequences, length, seconds };
-            self.synchronous = Some(step).filter(|_| trains_alone(&resolved) && !recipe.needs_reference());
+            let alone = trains_alone(&resolved) && !recipe.needs_reference();
+            self.synchronous = Some(step).filter(|_| alone).or(self.synchronous);
             if self.training.is_empty() {
                 self.training.push(step);
                 self.contended = true;
@@ -438,6 +439,9 @@ mod tests {
         let asynchronous = recipe.resolved_toml(&origins).replace("max_staleness = 0", "max_staleness = 1");
         std::fs::write(run.join("resolved.toml"), asynchronous).unwrap();
         calibration.read_run(&run, &recipe).unwrap();
-        assert_eq!(calibration.synchronous, None, "the sampler has the same cores");
+        assert_eq!(calibration.synchronous, Some(measured), "that of the earlier run");
+        let mut other = Calibration::default();
+        other.read_run(&run, &recipe).unwrap();
+        assert_eq!(other.synchronous, None, "the sampler has the same cores");
     }
 }
