@@ -292,6 +292,41 @@ impl<'a> ProductOut<'a> {
     }
 }
 
+/// What the chains of a product begin with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ProductStart<'a> {
+    /// Zero.
+    Zero,
+    /// The old values of the result.
+    Result,
+    /// Other values, whose rows lie as far apart as those of the result.
+    Values(&'a [f32]),
+}
+
+impl ProductStart<'_> {
+    /// Zero, or the old values of the result.
+    pub(crate) fn of(fresh: bool) -> Self {
+        if fresh { Self::Zero } else { Self::Result }
+    }
+
+    /// Where the rows that a pass over the inner dimension begins with are; `None` for zero.
+    fn of_pass(self, is_first: bool, out: &ProductOut<'_>) -> Option<*const f32> {
+        match self {
+            Self::Zero if is_first => None,
+            Self::Values(values) if is_first => Some(values.as_ptr()),
+            _ => Some(out.first),
+        }
+    }
+
+    /// The same for the columns of a result from `column` on.
+    pub(crate) fn at_column(self, column: usize) -> Self {
+        match self {
+            Self::Values(values) => Self::Values(&values[column.min(values.len())..]),
+            other => other,
+        }
+    }
+}
+
 /// `out = left [rows, inner] x right [inner, columns]`, the result `[rows, columns]` row-major.
 ///
 /// # Panics
@@ -311,7 +346,20 @@ pub(crate) fn multiply_add(left: StridedMatrix<'_>, right: Right<'_>, out: &mut 
 ///
 /// # Panics
 /// If the shapes do not fit each other.
-pub(crate) fn product(left: StridedMatrix<'_>, right: Right<'_>, mut out: ProductOut<'_>, fresh: bool) {
+pub(crate) fn product(left: StridedMatrix<'_>, right: Right<'_>, out: ProductOut<'_>, fresh: bool) {
+    product_from(left, right, out, ProductStart::of(fresh));
+}
+
+/// `out = start + left x right`.
+///
+/// # Panics
+/// If the shapes do not fit each other.
+pub(crate) fn product_from(
+    left: StridedMatrix<'_>,
+    right: Right<'_>,
+    mut out: ProductOut<'_>,
+    start: ProductStart<'_>,
+) {
     let (inner, columns) = right.shape();
     assert_eq!(left.columns, inner, "the inner dimensions agree");
     if left.rows == 0 || columns == 0 {
@@ -319,12 +367,22 @@ pub(crate) fn product(left: StridedMatrix<'_>, right: Right<'_>, mut out: Produc
     }
     let end = (left.rows - 1) * out.row_stride + columns;
     assert!(columns <= out.width && end <= out.len, "the result is [{}, {columns}]", left.rows);
+    if let ProductStart::Values(values) = start {
+        assert!(
+            end <= values.len(),
+            "{} values begin the chains of [{}, {columns}]",
+            values.len(),
+            left.rows
+        );
+    }
     if inner == 0 {
-        let emptied = if fresh { left.rows } else { 0 };
-        for row in 0..emptied {
-            #[expect(unsafe_code, reason = "the rows lie inside the result, as was checked above")]
-            unsafe {
-                out.first.add(row * out.row_stride).write_bytes(0, columns);
+        for row in 0..left.rows {
+            let at = row * out.row_stride;
+            let to = out.row(row, 0..columns);
+            match start {
+                ProductStart::Zero => to.fill(0.0),
+                ProductStart::Result => {}
+                ProductStart::Values(values) => to.copy_from_slice(&values[at..at + columns]),
             }
         }
         return;
@@ -335,8 +393,8 @@ pub(crate) fn product(left: StridedMatrix<'_>, right: Right<'_>, mut out: Produc
     }
     BUFFERS.with_borrow_mut(|(panel, tiles)| {
         panel.resize(block_values().max(NR * INNER_BLOCK) + LINE / size_of::<f32>(), 0.0);
-        let start = line_start(panel);
-        multiply_blocks(left, right, &mut out, fresh, &mut panel[start..], tiles);
+        let first = line_start(panel);
+        multiply_blocks(left, right, &mut out, start, &mut panel[first..], tiles);
     });
 }
 
@@ -345,7 +403,7 @@ widest! {
         left: StridedMatrix<'_>,
         right: Right<'_>,
         out: &mut ProductOut<'_>,
-        fresh: bool,
+        start: ProductStart<'_>,
         buffer: &mut [f32],
         tiles: &mut Vec<f32>,
     ) = blocks::<__m512, 3, 8> | <__m256, 2, 6> | <4, 6>
@@ -365,7 +423,7 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
     left: StridedMatrix<'_>,
     right: Right<'_>,
     out: &mut ProductOut<'_>,
-    fresh: bool,
+    start: ProductStart<'_>,
     buffer: &mut [f32],
     tiles: &mut Vec<f32>,
 ) {
@@ -376,7 +434,7 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
         let rows = row_start..(row_start + ROW_BLOCK).min(left.rows);
         for inner_start in (0..inner).step_by(pass) {
             let steps = inner_start..(inner_start + pass).min(inner);
-            let fresh = fresh && inner_start == 0;
+            let start = start.of_pass(inner_start == 0, out);
             let gathered = left.column_stride != 1;
             if gathered {
                 pack_rows::<R>(left, rows.clone(), steps.clone(), tiles);
@@ -398,29 +456,30 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
                         let wide = NR.min(columns - first);
                         let PackedPanel { values: panel, padded, next } =
                             right.panel(first, &steps, block_start, buffer);
-                        // The results that come next: below, or in the next panel of a block.
-                        if next.is_some() {
-                            for below in row + height..(row + 2 * height).min(rows.end) {
-                                prefetch(out.first.wrapping_add(below * out.row_stride + first), wide);
-                            }
-                        } else if !fresh && first + NR < block.end {
-                            for row in row..row + height {
-                                prefetch(out.first.wrapping_add(row * out.row_stride + first + NR), NR);
-                            }
+                        // Stores wait for their lines too.
+                        let (below, column) = match next {
+                            // One panel at a time passes all rows.
+                            Some(_) => (row + height, first),
+                            None if first + NR < block.end => (row, first + NR),
+                            None => (row + height, block.start),
+                        };
+                        for row in below..(below + R).min(rows.end) {
+                            prefetch(out.first.wrapping_add(row * out.row_stride + column), NR);
                         }
                         for sub in (0..wide).step_by(V::WIDTH * N) {
                             let width = (wide - sub).min(V::WIDTH * N);
+                            let at = row * out.row_stride + first + sub;
                             let shape = TileShape {
                                 steps: steps.len(),
                                 stride: padded,
                                 width,
-                                fresh,
+                                start: start.map(|start| start.wrapping_add(at)),
                                 out_stride: out.row_stride,
                                 ahead: next.map(|next| {
                                     next.wrapping_add((row - rows.start) / R % (NR / LANES) * LANES)
                                 }),
                             };
-                            let c = out.first.wrapping_add(row * out.row_stride + first + sub);
+                            let c = out.first.wrapping_add(at);
                             let b = &panel[sub..];
                             let registers = width.div_ceil(V::WIDTH);
                             // Registers of one panel come in multiples of STEP columns, so few combinations exist.

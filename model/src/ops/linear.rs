@@ -16,8 +16,8 @@ use super::bf16::Bf16Linear;
 use super::blocks::BlockRows;
 use super::dot::StoreMode;
 use super::gemm::{
-    CHUNKS, NR, Panels, ProductOut, Right, StridedMatrix, TreeChunks, WHOLE, multiply_add, product,
-    tree_product,
+    CHUNKS, NR, Panels, ProductOut, ProductStart, Right, StridedMatrix, TreeChunks, WHOLE, multiply_add,
+    product, product_from, tree_product,
 };
 use super::int8::Int8Linear;
 use super::simd::vectorized;
@@ -212,9 +212,25 @@ impl Linear {
         x: &Tensor,
         on: impl Into<LinearPass<'a>>,
     ) -> Result<Tensor> {
-        let mut out = values(base)?.to_vec();
-        self.sum_over_ranks(&values(x)?, &mut out, false, on.into())?;
+        let (base, on, rows) = (values(base)?, on.into(), x.dim(0)?);
+        if base.len() != rows * self.output {
+            candle_core::bail!("{} values are no base of {rows} rows of {}", base.len(), self.output);
+        }
+        let mut out = unwritten(base.len());
+        if self.is_one_chain() {
+            self.multiply(&values(x)?, &mut out, ProductStart::Values(&base), on);
+            self.add_bias(&mut out);
+        } else {
+            out.copy_from_slice(&base);
+            self.sum_over_ranks(&values(x)?, &mut out, false, on)?;
+        }
         matrix(out, self.output)
+    }
+
+    /// Whether a result is one chain, which can begin with any value: of f32 products, without a tree.
+    fn is_one_chain(&self) -> bool {
+        let is_f32 = matches!(self.weight, Weight::Packed(_) | Weight::Flat(..) | Weight::Blocks(_));
+        is_f32 && !matches!(self.tree, TreeSum::Inputs)
     }
 
     /// [`Self::run`], with the sum over the ranks of a row-parallel layer.
@@ -225,7 +241,7 @@ impl Linear {
         };
         let mut partial = if fresh { Vec::new() } else { unwritten(out.len()) };
         let sum = if fresh { &mut *out } else { &mut partial };
-        self.multiply(x, sum, true, on);
+        self.multiply(x, sum, ProductStart::Zero, on);
         ranks.all_reduce(sum).map_err(failed)?;
         if !fresh {
             out.iter_mut().zip(&partial).for_each(|(out, sum)| *out += sum);
@@ -242,7 +258,7 @@ impl Linear {
     /// Writes the layer's result for `x [T, in]` to `out [T, out]`, or adds it if not `fresh`. Threads share the columns of
     /// f32 weights, so that each reads and packs its part only.
     fn run(&self, x: &[f32], out: &mut [f32], fresh: bool, on: LinearPass<'_>) {
-        self.multiply(x, out, fresh, on);
+        self.multiply(x, out, ProductStart::of(fresh), on);
         self.add_bias(out);
     }
 
@@ -252,10 +268,12 @@ impl Linear {
         }
     }
 
-    /// The same without the bias.
-    fn multiply(&self, x: &[f32], out: &mut [f32], fresh: bool, on: LinearPass<'_>) {
+    /// The same without the bias. Only one chain begins with other values than those of the result.
+    fn multiply(&self, x: &[f32], out: &mut [f32], start: ProductStart<'_>, on: LinearPass<'_>) {
         let pool = on.pool;
-        let store = if fresh { StoreMode::Replace } else { StoreMode::Add };
+        let is_possible = self.is_one_chain() || !matches!(start, ProductStart::Values(_));
+        assert!(is_possible, "only one chain begins with other values");
+        let store = if matches!(start, ProductStart::Zero) { StoreMode::Replace } else { StoreMode::Add };
         match &self.weight {
             Weight::Int8(layer) => layer.run(x, out, store, pool),
             Weight::Bf16(layer) => layer.run(x, out, store, pool),
@@ -263,15 +281,17 @@ impl Linear {
                 let ranges = panels.split(pool.threads());
                 let outs = ProductOut::columns(out, self.output, &ranges);
                 pool.map(ranges.into_iter().zip(outs).collect(), |(columns, out)| {
-                    self.sum_inputs(x, panels.columns_of(columns), out, fresh);
+                    let start = start.at_column(columns.start);
+                    self.sum_inputs(x, panels.columns_of(columns), out, start);
                 });
             }
             Weight::Flat(..) => {
                 let ranges = row_ranges(self.output, pool.threads(), NR);
                 let outs = ProductOut::columns(out, self.output, &ranges);
                 pool.map(ranges.into_iter().zip(outs).collect(), |(columns, out)| {
+                    let start = start.at_column(columns.start);
                     let weight = StridedMatrix::new(self.weight(), self.input).rows(columns).transposed();
-                    self.sum_inputs(x, Right::Unpacked(weight), out, fresh);
+                    self.sum_inputs(x, Right::Unpacked(weight), out, start);
                 });
             }
             Weight::Blocks(blocks) => {
@@ -280,7 +300,7 @@ impl Linear {
                 pool.map(ranges.into_iter().zip(outs).collect(), |(rows, out)| {
                     let weight = blocks.dequantized(&rows);
                     let weight = StridedMatrix::new(&weight, self.input).transposed();
-                    self.sum_inputs(x, Right::Unpacked(weight), out, fresh);
+                    self.sum_inputs(x, Right::Unpacked(weight), out, start.at_column(rows.start));
                 });
             }
         }
@@ -288,15 +308,15 @@ impl Linear {
     }
 
     /// The product of `x [T, in]` and some columns of the transposed weight.
-    fn sum_inputs(&self, x: &[f32], weight: Right<'_>, out: ProductOut<'_>, fresh: bool) {
+    fn sum_inputs(&self, x: &[f32], weight: Right<'_>, out: ProductOut<'_>, start: ProductStart<'_>) {
         let x = StridedMatrix::new(x, self.input);
         match self.tree {
             TreeSum::Inputs => {
                 let whole = [self.input * self.shard.world];
                 let chunks = TreeChunks { parts: &whole, count: CHUNKS, shard: self.shard };
-                tree_product(x, weight, chunks, &out, fresh);
+                tree_product(x, weight, chunks, &out, matches!(start, ProductStart::Zero));
             }
-            TreeSum::None | TreeSum::Outputs(_) => product(x, weight, out, fresh),
+            TreeSum::None | TreeSum::Outputs(_) => product_from(x, weight, out, start),
         }
     }
 
@@ -495,6 +515,19 @@ mod tests {
             values(&layer.add_to(&base, &tensor(&x, 20), &ThreadPool::single()).unwrap()).unwrap().to_vec()
         };
         assert_eq!(added(&flat), added(&packed));
+        // Wide enough that each thread has some columns.
+        let wide = Linear::trainable(&noise(200 * 20, 5), 20);
+        let base = Tensor::from_vec(noise(3 * 200, 6), (3, 200), &Device::Cpu).unwrap();
+        let with = |threads: usize| {
+            let pool = ThreadPool::new(&crate::SharedCores::new(threads), threads);
+            values(&wide.add_to(&base, &tensor(&x, 20), &pool).unwrap()).unwrap().to_vec()
+        };
+        let product = wide.apply_values(&tensor(&x, 20), &ThreadPool::single()).unwrap();
+        let one = with(1);
+        assert_eq!(one, with(3));
+        let near = |(sum, (a, b)): (&f32, (&f32, &f32))| (sum - a - b).abs() < 1e-4;
+        assert!(one.iter().zip(values(&base).unwrap().iter().zip(&product)).all(near));
+        assert!(wide.add_to(&tensor(&x, 20), &tensor(&x, 20), &ThreadPool::single()).is_err());
         let dx = flat.input_gradient(&tensor(&c, 30)).unwrap();
         gradient(|x| weighted(&of(&flat, x), &c), &x, &values(&dx).unwrap(), 1e-3);
     }

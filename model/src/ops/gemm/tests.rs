@@ -11,9 +11,11 @@ fn transposed(x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     (0..rows * columns).map(|i| x[i % rows * columns + i / rows]).collect()
 }
 
-fn blocks_of(
-    level: Level,
-) -> fn(StridedMatrix<'_>, Right<'_>, &mut ProductOut<'_>, bool, &mut [f32], &mut Vec<f32>) {
+/// The form of `multiply_blocks`.
+type Blocks =
+    fn(StridedMatrix<'_>, Right<'_>, &mut ProductOut<'_>, ProductStart<'_>, &mut [f32], &mut Vec<f32>);
+
+fn blocks_of(level: Level) -> Blocks {
     match level {
         Level::Portable => blocks::<[f32; 4], 4, 6>,
         _ => multiply_blocks,
@@ -51,14 +53,29 @@ proptest! {
         for left in [StridedMatrix::new(&a, k), StridedMatrix::new(&at, m).transposed()] {
             for right in [Right::Unpacked(StridedMatrix::new(&b, n)), Right::Unpacked(StridedMatrix::new(&bt, k).transposed()), panels.whole()] {
                 for level in [Level::Portable, level()] {
-                    let mut out = c.clone();
-                    let (mut buffer, mut tiles) = (vec![0.0; block_values()], Vec::new());
-                    let to = &mut ProductOut::new(&mut out, n);
-                    blocks_of(level)(left, right, to, false, &mut buffer, &mut tiles);
-                    prop_assert_eq!(&out, &expected);
+                    let starts = [(c.clone(), ProductStart::Result), (vec![f32::NAN; m * n], ProductStart::Values(&c))];
+                    for (mut out, start) in starts {
+                        let (mut buffer, mut tiles) = (vec![0.0; block_values()], Vec::new());
+                        let to = &mut ProductOut::new(&mut out, n);
+                        blocks_of(level)(left, right, to, start, &mut buffer, &mut tiles);
+                        prop_assert_eq!(&out, &expected);
+                    }
                 }
             }
         }
+    }
+
+    /// The first pass over the inner dimension begins with other values, and the next with the result.
+    #[test]
+    fn other_values_begin_the_chains_of_long_and_empty_products(m in 1..10usize, k in 0..1400usize, n in 1..60usize) {
+        let (a, b, c) = (noise(m * k, 3), noise(k * n, 4), noise(m * n, 5));
+        let left = StridedMatrix { rows: m, ..StridedMatrix::new(&a, k) };
+        let right = Right::Unpacked(StridedMatrix { columns: n, row_stride: n, ..StridedMatrix::new(&b, n) });
+        let mut expected = c.clone();
+        product(left, right, ProductOut::new(&mut expected, n), false);
+        let mut out = vec![f32::NAN; m * n];
+        product_from(left, right, ProductOut::new(&mut out, n), ProductStart::Values(&c));
+        prop_assert_eq!(out, expected);
     }
 
     /// Threads that each compute some columns.

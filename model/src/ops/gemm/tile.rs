@@ -26,8 +26,8 @@ pub(super) struct TileShape {
     pub(super) stride: usize,
     /// Columns of the tile that exist.
     pub(super) width: usize,
-    /// Whether the chains begin at zero.
-    pub(super) fresh: bool,
+    /// What the chains begin with, rows like those of the result; `None` for zero.
+    pub(super) start: Option<*const f32>,
     /// Distance of two rows of the result.
     pub(super) out_stride: usize,
     /// Memory of the next panel: one cache line is prefetched per step, a panel's stride apart. `None` for a panel that is in a
@@ -63,12 +63,12 @@ fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
     shape: TileShape,
     out: *mut f32,
 ) {
-    let TileShape { steps, stride, width, fresh, out_stride, .. } = shape;
+    let TileShape { steps, stride, width, start, out_stride, .. } = shape;
     assert!((steps - 1) * stride + V::WIDTH * N <= b.len(), "the tile lies inside the panel");
     let mut sums = [[V::zero(); N]; H];
-    if !fresh {
+    if let Some(start) = start {
         for (r, sum) in sums.iter_mut().enumerate() {
-            *sum = load_row(out.wrapping_add(r * out_stride), width);
+            *sum = load_row(start.wrapping_add(r * out_stride), width);
         }
     }
     // Whole panels, which nearly all are, have a stride that the compiler knows; so have panels in a cache no prefetch.
