@@ -43,6 +43,15 @@ fn twenty_steps_have_the_same_bits_for_all_degrees() {
     have_the_same_bits_for_all_degrees(20);
 }
 
+/// Divisions of experts, each with its name.
+const OF_EXPERTS: [(&str, &[&str]); 2] = [
+    ("expert_4", &["trainer.world=4", "trainer.parallel.expert=4", "trainer.zero=3"]),
+    (
+        "expert_2_and_tensor_2",
+        &["trainer.world=8", "trainer.parallel.expert=2", "trainer.parallel.tensor=2", "trainer.zero=3"],
+    ),
+];
+
 fn have_the_same_bits_for_all_degrees(steps: u64) {
     let home = Home::new();
     let set_steps = format!("trainer.steps={steps}");
@@ -109,9 +118,8 @@ fn have_the_same_bits_for_all_degrees(steps: u64) {
                 );
             }
         }
-        if name == "experts" {
-            let four = ["trainer.world=4", "trainer.parallel.expert=4", "trainer.zero=3"];
-            same(&run("expert_4", &four), &expected, steps, "expert_4");
+        for (what, sets) in OF_EXPERTS.iter().filter(|_| name == "experts") {
+            same(&run(what, sets), &expected, steps, what);
         }
     }
 }

@@ -237,9 +237,10 @@ fn a_rank_that_is_gone_ends_the_pass_of_the_others() {
 }
 
 /// What a rank sends for a layer: twice forward and twice backward a sum of the hidden states of all tokens, in two halves of
-/// `(t - 1) / t` of them (Shoeybi et al. 2019, arXiv 1909.08053).
+/// `(t - 1) / t` of them (Shoeybi et al. 2019, arXiv 1909.08053); and in the backward half as much for each of the two residual streams of
+/// which it keeps a part.
 #[test]
-fn a_layer_sends_four_sums_of_hidden_states() {
+fn a_layer_sends_four_sums_and_two_gathers_of_hidden_states() {
     let rows = Rows::new();
     for world in [2, 4] {
         let sent = [2, 3].map(|layers| {
@@ -272,6 +273,6 @@ fn a_layer_sends_four_sums_of_hidden_states() {
             sent.iter().sum::<usize>()
         });
         let hidden = 33 * SIZES.hidden_size;
-        assert_eq!(sent[1] - sent[0], 4 * 2 * (world - 1) * hidden, "{world} ranks together");
+        assert_eq!(sent[1] - sent[0], (4 * 2 + 2) * (world - 1) * hidden, "{world} ranks together");
     }
 }

@@ -208,8 +208,9 @@ fn in_phase(parts: &[Part], phase: Phase) -> u64 {
 }
 
 /// Activations and logits of the passes of all ranks over micro-batches of `tokens` tokens, bytes. Every tensor rank has the activations
-/// of its shard of all tokens; context ranks have those of some tokens each; a stage of a pipeline those of its layers for every
-/// micro-batch in flight, and the first stage the logits.
+/// of its shard of all tokens, and keeps the residual streams of some; context ranks have those of some tokens each; ranks that divide
+/// experts keep the rows that theirs received; a stage of a pipeline has those of its layers for every micro-batch in flight, and the
+/// first stage the logits.
 fn of_passes(recipe: &Recipe, config: &Config, tokens: u64) -> [u64; 2] {
     let (world, parallel) = (recipe.trainer.world as u64, recipe.trainer.parallel.config());
     let shard = shard_of(config, parallel.tensor);
@@ -221,8 +222,18 @@ fn of_passes(recipe: &Recipe, config: &Config, tokens: u64) -> [u64; 2] {
     // Tensor ranks have the logits of their tokens, and of all tokens in some rows.
     let logits = model::logits_bytes(tokens as usize, shard.vocab_size) as u64;
     let twice = 1 + u64::from(parallel.tensor > 1);
-    let activations = product(&[passes, flights as u64, tokens, size.activations_per_token]);
+    let others = size.streams_per_token / parallel.tensor as u64 * (parallel.tensor as u64 - 1);
+    let is_kept = parallel.expert > 1 && recipe.trainer.recompute == Recompute::None;
+    let received = if is_kept { F32 * received_values(&shard) } else { 0 };
+    let of_token = size.activations_per_token - others + received;
+    let activations = product(&[passes, flights as u64, tokens, of_token]);
     [activations, product(&[world / stages as u64, twice, logits])]
+}
+
+/// Values of a token that its experts receive in all layers.
+fn received_values(config: &Config) -> u64 {
+    let experts = config.layers.iter().filter_map(|layer| layer.feed_forward.experts());
+    experts.map(|spec| (spec.per_token * config.hidden_size) as u64).sum()
 }
 
 /// The newest version of `weights` bytes, for samplers to read. A trainer that has all weights shares them with the sampler of
@@ -364,6 +375,8 @@ struct Size {
     packed: u64,
     /// Activations of a token in all layers, and the temporary memory of one layer's backward pass.
     activations_per_token: u64,
+    /// The residual streams that are kept for the backward among them.
+    streams_per_token: u64,
     /// Key and value of a token in all layers.
     cache_per_token: u64,
     /// Temporary activations of a token in one layer.
@@ -406,10 +419,10 @@ impl Size {
         // normalised), the attention or the recurrence, gate and up.
         let attention = 2 * hidden + latents + projected + mixed;
         let layer = attention + 2 * middle;
-        let kept = match recompute {
-            Recompute::None => layers * layer,
-            Recompute::Block => layers * hidden + layer,
-            Recompute::Sequence => layers * hidden + attention,
+        let (streams, kept) = match recompute {
+            Recompute::None => (2 * layers * hidden, layers * layer),
+            Recompute::Block => (layers * hidden, layers * hidden + layer),
+            Recompute::Sequence => (layers * hidden, layers * hidden + attention),
         };
         // In the backward pass the gradients of all that, and the norm and the activation once more; and where results of
         // blocks are normalised or multiplied, the result, and two gradients of it.
@@ -428,6 +441,7 @@ impl Size {
             weights: width * weights,
             packed: width * (weights + twice) - saved,
             activations_per_token: product(&[width, kept + back]),
+            streams_per_token: product(&[width, streams]),
             cache_per_token: product(&[width, 2, n(config.attention_layers()), keys]),
             layer_per_token: width * layer,
             recurrence: product(&[width, recurrence_in_all]),

@@ -25,7 +25,7 @@ pub struct Traffic {
     experts: usize,
     /// Reduce-scatter of gradients and all-gather of weights among the ZeRO ranks.
     pub zero: f64,
-    /// Sums of partial results among tensor ranks, and logits.
+    /// Sums of partial results among tensor ranks, residual streams for the backward, and logits.
     pub tensor: f64,
     /// What attention needs, among context ranks.
     pub context: f64,
@@ -71,7 +71,7 @@ impl Traffic {
             return None;
         }
         let (tensor, context, data) = (parallel.tensor, parallel.context.degree, parallel.data(world));
-        let (shards, whole) = (ModelShares::of(parallel, config, layout)?, config);
+        let (shards, whole) = (ModelShares::of(parallel, world, config, layout)?, config);
         let (config, layers) = (&shards.of_tensor, shards.layers);
         // Of a rank, in a step.
         let passed = recipe.trainer.epochs as f64 * step_tokens / data as f64;
@@ -81,11 +81,12 @@ impl Traffic {
         let forwards = if recipe.trainer.recompute == Recompute::None { 1.0 } else { 2.0 };
         let exchange = parallel.context.exchange(config);
         // Of an adapter the gradients alone are exchanged.
-        let values = trained_values(recipe, layout).unwrap_or(shards.values);
+        let adapter = trained_values(recipe, layout).map(|values| values as f64 * of_shares(data * context));
+        let gathered = adapter.unwrap_or(shards.gathered);
         Some(Self {
             degrees: [data, context, tensor, parallel.pipeline],
             experts: parallel.expert,
-            zero: of_zero(recipe, [passes, updates]) * F32 * values as f64 * of_shares(data * context),
+            zero: of_zero(recipe, [passes, updates]) * F32 * gathered,
             tensor: tokens * of_tensor(whole, forwards, layers) * of_shares(tensor),
             context: tokens * layers * of_context(config, exchange, context, forwards),
             pipeline: if parallel.pipeline > 1 {
@@ -118,8 +119,11 @@ impl PassCallCounts {
         let with_experts =
             config.layers.iter().filter(|layer| layer.feed_forward.experts().is_some()).count();
         Self {
-            // After attention and after the feed-forward network; embedding and head, forward and backward.
-            tensor: if_shared(parallel.tensor, 2.0 * of_layers * config.num_layers() as f64 + 4.0),
+            // After attention and after the feed-forward network, and what the backward gathers; embedding and head, forward and backward.
+            tensor: if_shared(
+                parallel.tensor,
+                (2.0 * of_layers + kept_streams(forwards) * layers) * config.num_layers() as f64 + 4.0,
+            ),
             context: if_shared(
                 parallel.context.degree,
                 attention * of_layers * config.attention_layers() as f64,
@@ -137,19 +141,20 @@ impl PassCallCounts {
 struct ModelShares {
     /// The configuration of a tensor rank with all layers.
     of_tensor: Config,
-    /// Values that it shares with its ZeRO ranks.
-    values: usize,
+    /// Values that it gets from its ZeRO ranks when they gather all once.
+    gathered: f64,
     /// Its part of the layers.
     layers: f64,
 }
 
 impl ModelShares {
-    fn of(parallel: ParallelConfig, config: &Config, layout: &Layout) -> Option<Self> {
+    fn of(parallel: ParallelConfig, world: usize, config: &Config, layout: &Layout) -> Option<Self> {
         let ParallelConfig { tensor, pipeline, expert, .. } = parallel;
+        let zero_ranks = world / parallel.shards().max(1);
         if parallel.shards() <= 1 {
             return Some(Self {
                 of_tensor: config.clone(),
-                values: gathered_values(layout, expert),
+                gathered: gathered_values(layout, zero_ranks, expert),
                 layers: 1.0,
             });
         }
@@ -159,7 +164,10 @@ impl ModelShares {
         let layers = stages.iter().map(|stage| stage.layers().len()).max()?;
         Some(Self {
             of_tensor: ModelShard::new(config, Position { rank: 0, world: tensor }).ok()?.config().clone(),
-            values: stages.iter().map(|stage| gathered_values(stage.layout(), expert)).max()?,
+            gathered: stages
+                .iter()
+                .map(|stage| gathered_values(stage.layout(), zero_ranks, expert))
+                .max_by(f64::total_cmp)?,
             layers: layers as f64 / config.num_layers() as f64,
         })
     }
@@ -186,13 +194,13 @@ pub fn trained_values(recipe: &Recipe, layout: &Layout) -> Option<usize> {
     Some(specs.iter().map(ParameterSpec::len).sum())
 }
 
-/// Values that ZeRO ranks gather: no other rank has the experts of one of several `experts` ranks.
-fn gathered_values(layout: &Layout, experts: usize) -> usize {
-    if experts <= 1 {
-        return layout.len();
-    }
-    let others = layout.specs().iter().filter(|spec| !spec.name.contains(".experts."));
-    others.map(ParameterSpec::len).sum()
+/// Values that one of `ranks` gets from the others when they gather all once. Of experts that `expert` of them divide it gets its own,
+/// from the ranks that have the same.
+fn gathered_values(layout: &Layout, ranks: usize, expert: usize) -> f64 {
+    let of_experts = |spec: &&ParameterSpec| expert > 1 && spec.name.contains(".experts.");
+    let divided: usize = layout.specs().iter().filter(of_experts).map(ParameterSpec::len).sum();
+    let own = divided as f64 / expert as f64;
+    (layout.len() - divided) as f64 * of_shares(ranks) + own * of_shares((ranks / expert).max(1))
 }
 
 /// Share of the time in which `stages` stages are idle if `batches` micro-batches pass through them: `(p - 1) / (m + p - 1)` (PipeDream-Flush,
@@ -202,13 +210,19 @@ fn idle(stages: usize, batches: f64) -> f64 {
     others / (batches + others)
 }
 
-/// Bytes of a token that tensor ranks sum, times 2, and of its logits: Megatron-LM's volume (arXiv 1909.08053), with a part `share` of the
-/// layers.
+/// Bytes of a token that tensor ranks sum, times 2, and of its logits: Megatron-LM's volume (arXiv 1909.08053); and of the residual streams
+/// that the backward gathers. With a part `share` of the layers.
 fn of_tensor(config: &Config, forwards: f64, share: f64) -> f64 {
     let hidden = F32 * config.hidden_size as f64;
     // Forward, maybe again, and backward; the embedding, and the head.
-    let of_hidden = 2.0 * hidden * ((forwards + 1.0) * share * layer_sums(config) + 2.0);
-    of_hidden + 2.0 * F32 * config.vocab_size as f64
+    let of_sums = 2.0 * hidden * ((forwards + 1.0) * share * layer_sums(config) + 2.0);
+    let gathered = hidden * share * config.num_layers() as f64 * kept_streams(forwards);
+    of_sums + gathered + 2.0 * F32 * config.vocab_size as f64
+}
+
+/// Residual streams of a layer that are kept for the backward: its input, and what is between its halves unless it is computed again.
+fn kept_streams(forwards: f64) -> f64 {
+    if forwards > 1.0 { 1.0 } else { 2.0 }
 }
 
 /// Hidden states of a token that tensor ranks sum in all layers, in a forward pass.
@@ -254,7 +268,7 @@ impl fmt::Display for Traffic {
         )?;
         write!(f, "  zero        {}  gradients and weights among ranks with the same shard", mib(self.zero))?;
         if tensor > 1 {
-            write!(f, "\n  tensor      {}  partial sums and logits", mib(self.tensor))?;
+            write!(f, "\n  tensor      {}  partial sums, residual streams and logits", mib(self.tensor))?;
         }
         if pipeline > 1 {
             let idle = 100.0 * self.idle;
@@ -283,6 +297,26 @@ impl fmt::Display for Traffic {
 mod tests {
     use super::*;
     use crate::plan::tests::recipe;
+
+    #[test]
+    fn experts_are_gathered_by_ranks_that_have_the_same() {
+        let config = Config::fresh(&model::Sizes {
+            vocab_size: 10,
+            hidden_size: 8,
+            intermediate_size: 16,
+            num_layers: 2,
+            num_heads: 2,
+            num_kv_heads: 2,
+            max_position_embeddings: 64,
+        });
+        let layout = Layout::new(&config.of_family(model::Architecture::Qwen3Moe).with_experts(4, 2));
+        let experts = layout.specs().iter().filter(|spec| spec.name.contains(".experts."));
+        let experts = experts.map(ParameterSpec::len).sum::<usize>() as f64;
+        let others = layout.len() as f64 - experts;
+        assert_eq!(gathered_values(&layout, 8, 1), (others + experts) * 0.875);
+        assert_eq!(gathered_values(&layout, 8, 4), others * 0.875 + experts / 4.0 * 0.5);
+        assert_eq!(gathered_values(&layout, 4, 4), others * 0.75);
+    }
 
     #[test]
     fn stages_send_two_hidden_states_for_a_token_and_fewer_gradients() {

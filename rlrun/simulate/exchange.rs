@@ -38,12 +38,18 @@ impl RankExchange {
         let (world, parallel) = (recipe.trainer.world, recipe.trainer.parallel.config());
         let Some(traffic) = Traffic::over(recipe, config, layout, step_tokens) else { return Self::NONE };
         // Tensor ranks are neighbours; context ranks are around them, then stages, then the ranks that divide the data.
-        let of_stage = parallel.tensor * parallel.context.degree;
+        let (context, expert) = (parallel.context.degree, parallel.expert);
+        let of_stage = parallel.tensor * context;
+        // Neighbours among the ranks that divide tokens and data; those of several passes unless they divide the ranks of one.
+        let of_experts = match context.is_multiple_of(expert) {
+            true => parallel.tensor * expert,
+            false => parallel.of_pass() * expert.div_ceil(context).max(2),
+        };
         let sent = [
             (parallel.tensor, traffic.tensor, traffic.calls.tensor),
             (of_stage, traffic.context, traffic.calls.context),
             (parallel.of_pass(), traffic.pipeline, traffic.calls.pipeline),
-            (world, traffic.expert, traffic.calls.expert),
+            (of_experts, traffic.expert, traffic.calls.expert),
         ];
         let tokens = step_tokens / parallel.data(world).max(1) as f64;
         let bytes_s: f64 = sent.iter().map(|&(span, bytes, _)| hardware.exchange_s(span, bytes, 0.0)).sum();

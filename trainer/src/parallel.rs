@@ -4,7 +4,8 @@
 //! share the weights of a pass and stages its layers ([`ModelShard`]), context ranks its tokens. Ranks with the same shard of the
 //! weights are the ZeRO ranks: they reduce gradients and gather weights among each other.
 //!
-//! Expert ranks are the ZeRO ranks: each has some experts of every layer, for the tokens of all.
+//! Expert ranks are neighbouring ZeRO ranks: each has some experts of every layer, for the tokens of all of them. Where there are more
+//! ZeRO ranks than experts are divided among, those with the same experts share them as ZeRO ranks.
 //!
 //! Invariant: all ranks make the same splits in the same order.
 
@@ -27,8 +28,8 @@ pub struct ParallelConfig {
     pub context: ContextParallel,
     /// Stages that divide its layers; each computes one micro-batch after the other.
     pub pipeline: usize,
-    /// Ranks that divide the experts of every layer: 1, or all that divide the rows and tokens of a step (data x context). A rank has
-    /// neighbouring experts, which compute the tokens of all ranks; no other rank has their weights.
+    /// Ranks that divide the experts of every layer, neighbours among those that divide the rows and tokens of a step (data x context),
+    /// whose number is a multiple. A rank has neighbouring experts, which compute the tokens of these ranks.
     pub expert: usize,
 }
 
@@ -65,6 +66,8 @@ pub(crate) struct RankGroups {
     pub(crate) all: Arc<dyn HostCollective>,
     /// Those with the same shard of the weights.
     pub(crate) zero: Arc<dyn HostCollective>,
+    /// Those of them with the same experts, where ranks divide them; `None` if no other has.
+    pub(crate) same_experts: Option<Arc<dyn HostCollective>>,
 }
 
 impl ParallelConfig {
@@ -154,9 +157,13 @@ impl RankGroups {
     /// # Errors
     /// If another rank does not take part.
     pub(crate) fn new(all: Arc<dyn HostCollective>, config: ParallelConfig) -> Result<Self, TrainerError> {
-        let [shard, _] = config.shard_and_zero(all.rank());
-        let zero = if config.shards() == 1 { Arc::clone(&all) } else { all.split(shard)?.into() };
-        Ok(Self { all, zero })
+        let [shard, rank] = config.shard_and_zero(all.rank());
+        let zero: Arc<dyn HostCollective> =
+            if config.shards() == 1 { Arc::clone(&all) } else { all.split(shard)?.into() };
+        let has_same = config.expert > 1 && config.expert < zero.world();
+        let color = shard * config.expert + rank % config.expert;
+        let same_experts = if has_same { Some(all.split(color)?.into()) } else { None };
+        Ok(Self { all, zero, same_experts })
     }
 }
 
@@ -235,16 +242,18 @@ impl LearnerConfig {
 
     /// Why ranks cannot divide the experts of `model`; `None` if they can, or do not.
     fn expert_obstacle(&self, model: &Config, adapts: bool) -> Option<String> {
-        let ParallelConfig { expert, tensor, pipeline, .. } = self.parallel;
+        let expert = self.parallel.expert;
         if expert == 1 {
             return None;
         }
-        let world = self.world / pipeline.max(1);
-        let reason = if tensor > 1 {
-            "ranks that share weights do not divide experts; set trainer.parallel.tensor = 1"
-        } else if expert != world {
+        let zero_ranks = self.world / self.parallel.shards().max(1);
+        let reason = if !zero_ranks.is_multiple_of(expert) {
+            let divides = |fewer: &usize| {
+                zero_ranks.is_multiple_of(*fewer) && PassRanks::expert_obstacle(model, *fewer).is_none()
+            };
+            let nearest = (1..expert).rev().find(divides).unwrap_or(1);
             return Some(format!(
-                "{world} ranks divide the rows and tokens of a step, and the experts are divided among {expert}; trainer.parallel.expert = {world} and 1 are possible"
+                "{zero_ranks} ranks divide the rows and tokens of a step, which is not divisible by trainer.parallel.expert = {expert}; {nearest} is possible"
             ));
         } else if adapts {
             "ranks do not divide experts under an adapter; set trainer.parallel.expert = 1"

@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use collective::{HostCollective, threads};
-use model::{Architecture, Config, Parameters, Prediction, PredictionGradient, Recompute, ThreadPool};
+use model::{
+    Architecture, Config, Parameters, Prediction, PredictionGradient, Recompute, Reduction, ThreadPool,
+};
 use trainer::learner::RowLoss;
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
 use trainer::optimizer::{Optimizer, OptimizerKind};
@@ -31,9 +33,14 @@ fn settings(data: usize, context: usize, sections: usize) -> LearnerConfig {
     LearnerConfig { world, parallel, microbatch_tokens: 40, zero: 3, ..LEARNER }
 }
 
+/// The same with a division of experts among `expert` of them.
+fn divided(expert: usize, settings: LearnerConfig) -> LearnerConfig {
+    LearnerConfig { parallel: ParallelConfig { expert, ..settings.parallel }, ..settings }
+}
+
 /// The same without a division of experts.
 fn whole(settings: LearnerConfig) -> LearnerConfig {
-    LearnerConfig { parallel: ParallelConfig { expert: 1, ..settings.parallel }, ..settings }
+    divided(1, settings)
 }
 
 fn stepped(learner: &mut Learner, steps: usize) -> Stepped {
@@ -81,6 +88,43 @@ fn every_degree_has_the_bits_of_one_rank() {
     }
 }
 
+/// Ranks with the same experts have shards of them, also where tensor ranks have parts of every expert, and stages its layers.
+#[test]
+fn ranks_share_the_experts_that_they_have_in_common() {
+    for architecture in [Architecture::Qwen3Moe, Architecture::Glm4Moe] {
+        let model = Config { reduction: Reduction::Tree, ..with_experts(architecture) };
+        for kind in [OptimizerKind::Adamw, OptimizerKind::Muon] {
+            let of = |settings: LearnerConfig| LearnerConfig {
+                optimizer: with_optimizer(kind).optimizer,
+                ..settings
+            };
+            let one = |sections| stepped(&mut learner(of(whole(settings(1, 1, sections))), &model), 2);
+            let (expected, of_sections) = (one(1), one(4));
+            for (data, [tensor, context, pipeline], expert) in [
+                (4, [1, 1, 1], 2),
+                (2, [1, 2, 1], 2),
+                (2, [2, 1, 1], 2),
+                (4, [2, 1, 1], 2),
+                (2, [1, 1, 2], 2),
+                (4, [2, 1, 2], 2),
+                (2, [2, 2, 1], 4),
+            ] {
+                if tensor > 1 && kind == OptimizerKind::Muon {
+                    continue;
+                }
+                let sections = if context > 1 { 4 } else { 1 };
+                let settings = settings(data, context, sections);
+                let parallel = ParallelConfig { tensor, pipeline, expert, ..settings.parallel };
+                let world = data * tensor * context * pipeline;
+                let settings = of(LearnerConfig { world, parallel, ..settings });
+                let found = stepped(&mut learner(settings, &model), 2);
+                let expected = if sections == 1 { &expected } else { &of_sections };
+                assert!(found == *expected, "{architecture:?} {kind:?}: {world} ranks, {parallel:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_run_goes_on_with_another_split() {
     let model = with_experts(Architecture::Qwen3Moe);
@@ -89,6 +133,8 @@ fn a_run_goes_on_with_another_split() {
         (settings(2, 1, 1), settings(4, 1, 1)),
         (settings(4, 1, 1), whole(settings(2, 1, 1))),
         (whole(settings(4, 1, 1)), settings(2, 1, 1)),
+        (divided(2, settings(4, 1, 1)), settings(2, 1, 1)),
+        (settings(4, 1, 1), divided(2, settings(4, 1, 1))),
     ] {
         let mut first = learner(before, &model);
         stepped(&mut first, 2);
@@ -114,13 +160,14 @@ fn processes_divide_experts() {
         (Arc::unwrap_or_clone(weights), optimizer)
     };
     let (weights, optimizer) = imitated(&mut learner(whole(settings(1, 1, 4)), &model), 3);
-    let run = |optimizer: Option<Optimizer>, parameters: Parameters, steps| {
+    let run = |expert: usize, optimizer: Option<Optimizer>, parameters: Parameters, steps| {
         let mut ranks = threads::group(4, LEARNER.wait).into_iter();
         let leader = Leader::new(Arc::new(ranks.next().unwrap()));
         let start = |rank| std::thread::spawn(move || follow(Arc::new(rank), Arc::new(ThreadPool::single())));
         let followers: Vec<_> = ranks.map(start).collect();
-        let mut learner =
-            leader.learner(settings(2, 2, 4), model.clone(), parameters, None, optimizer).unwrap();
+        let mut learner = leader
+            .learner(divided(expert, settings(2, 2, 4)), model.clone(), parameters, None, optimizer)
+            .unwrap();
         let found = imitated(&mut learner, steps);
         drop((learner, leader));
         for follower in followers {
@@ -128,8 +175,8 @@ fn processes_divide_experts() {
         }
         found
     };
-    let (first, states) = run(None, Parameters::random(&model, 5), 1);
-    let (found, states) = run(Some(states), first, 2);
+    let (first, states) = run(4, None, Parameters::random(&model, 5), 1);
+    let (found, states) = run(2, Some(states), first, 2);
     assert!(found.values() == weights.values() && states == optimizer);
 }
 
@@ -199,11 +246,8 @@ fn what_is_not_possible_is_named() {
         let error = Learner::new(settings, model.clone(), parameters.clone(), None).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     };
-    let part = ParallelConfig { expert: 2, ..ParallelConfig::DATA };
-    refused(
-        LearnerConfig { parallel: part, ..settings(4, 1, 1) },
-        "trainer.parallel.expert = 4 and 1 are possible",
-    );
+    refused(divided(4, settings(6, 1, 1)), "not divisible by trainer.parallel.expert = 4; 2 is possible");
+    refused(divided(4, settings(2, 1, 1)), "2 ranks divide the rows and tokens of a step");
     refused(settings(3, 1, 1), "4 experts are not divisible by 3; 2 divides them");
     refused(LearnerConfig { zero: 2, ..settings(2, 1, 1) }, "set trainer.zero = 3");
     refused(LearnerConfig { recompute: Recompute::Sequence, ..settings(2, 1, 1) }, "trainer.recompute");

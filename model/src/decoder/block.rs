@@ -5,6 +5,7 @@
 
 mod attention;
 mod gradients;
+mod kept;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use candle_core::{Result, Tensor};
 use collective::Collective;
 
 pub(super) use self::gradients::{GradientJob, OperandGradients, weight_jobs};
+pub(super) use self::kept::{KeptAttention, KeptStream};
 use super::LayerAngles;
 use super::feed_forward::{
     ExpertWeights, FeedForwardOperands, FeedForwardPiece, FeedForwardTrace, FeedForwardWeights,

@@ -6,7 +6,9 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use super::block::{AttentionTrace, FeedForwardReverse, ReversedAttention, TransformerBlock};
+use super::block::{
+    AttentionTrace, FeedForwardReverse, KeptAttention, KeptStream, ReversedAttention, TransformerBlock,
+};
 use super::feed_forward::{FeedForwardOperands, FeedForwardTrace};
 use super::pack::{Pack, PackPart};
 use super::train::{Keep, PassForm, Recompute};
@@ -31,14 +33,14 @@ pub(super) struct PartTrace {
 
 #[derive(Debug)]
 pub(super) struct LayerTrace {
-    pub(super) input: Tensor,
+    pub(super) input: KeptStream,
     /// `None` if the backward computes them again.
     pub(super) kept: Option<KeptLayer>,
 }
 
 #[derive(Debug)]
 pub(super) struct KeptLayer {
-    pub(super) attention: AttentionTrace,
+    pub(super) attention: KeptAttention,
     pub(super) feed_forward: FeedForwardTrace,
 }
 
@@ -211,14 +213,17 @@ fn advance(block: &TransformerBlock, part: &PackPart<'_>, trace: &mut PartTrace,
     if keep != Keep::Activations {
         let output = block.forward(x, angles, part.given(), mix, &alone)?;
         let input = std::mem::replace(x, output);
-        layers.extend((keep == Keep::Inputs).then_some(LayerTrace { input, kept: None }));
+        if keep == Keep::Inputs {
+            layers.push(LayerTrace { input: block.kept(&input)?, kept: None });
+        }
         return Ok(());
     }
     let attention = block.attention(x, angles, mix, &alone)?;
     let feed_forward = block.begin_feed_forward(&attention.middle, part.given(), &alone)?;
     let output = block.finish_feed_forward(&attention.middle, &feed_forward, &alone)?;
-    let kept = Some(KeptLayer { attention, feed_forward });
-    layers.push(LayerTrace { input: std::mem::replace(x, output), kept });
+    let input = block.kept(&std::mem::replace(x, output))?;
+    let kept = Some(KeptLayer { attention: block.kept_attention(attention)?, feed_forward });
+    layers.push(LayerTrace { input, kept });
     Ok(())
 }
 
@@ -241,8 +246,9 @@ fn begin_reversing<'a>(
     let Some(LayerTrace { input, kept }) = trace.layers.pop() else {
         candle_core::bail!("a layer has no activations: the trace is of another decoder or pack")
     };
+    let input = input.whole()?;
     let (attention, feed_forward) = match kept {
-        Some(KeptLayer { attention, feed_forward }) => (attention, Some(feed_forward)),
+        Some(KeptLayer { attention, feed_forward }) => (attention.whole()?, Some(feed_forward)),
         None => {
             let mix = |prepared: &Tensor| part.mix(block.rule(), prepared);
             (block.attention(&input, &trace.angles, mix, &ThreadPool::single())?, None)

@@ -104,8 +104,12 @@ impl<'a> SectionedPass<'a> {
             let alone = ThreadPool::single();
             let feed_forward = block.begin_feed_forward(&attention.middle, part.given(), &alone)?;
             trace.output = block.finish_feed_forward(&attention.middle, &feed_forward, &alone)?;
-            let kept = (keep == Keep::Activations).then_some(KeptLayer { attention, feed_forward });
-            trace.layers.extend((keep != Keep::Nothing).then_some(LayerTrace { input, kept }));
+            if keep != Keep::Nothing {
+                let keep_all =
+                    || block.kept_attention(attention).map(|attention| KeptLayer { attention, feed_forward });
+                let kept = (keep == Keep::Activations).then(keep_all).transpose()?;
+                trace.layers.push(LayerTrace { input: block.kept(&input)?, kept });
+            }
             Ok(())
         };
         let parts = self.parts.iter().zip(traces).zip(inputs).zip(attention).collect();
@@ -221,11 +225,13 @@ impl<'a> SectionedPass<'a> {
             let Some(LayerTrace { input, kept: of_part }) = trace.layers.pop() else {
                 candle_core::bail!("a layer has no activations: the trace is of another decoder or pack")
             };
-            inputs.push(input);
-            kept.extend(of_part);
+            inputs.push(input.whole()?);
+            let of_part =
+                of_part.map(|kept| kept.attention.whole().map(|attention| (attention, kept.feed_forward)));
+            kept.extend(of_part.transpose()?);
         }
         let halves: Vec<_> = if self.decoder.recompute == Recompute::None {
-            kept.into_iter().map(|kept| (kept.attention, Some(kept.feed_forward))).collect()
+            kept.into_iter().map(|(attention, feed_forward)| (attention, Some(feed_forward))).collect()
         } else {
             self.attention(block, &inputs, traces)?.into_iter().map(|attention| (attention, None)).collect()
         };

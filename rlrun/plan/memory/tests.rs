@@ -92,6 +92,23 @@ fn every_zero_stage_shards_one_more_tensor() {
 }
 
 #[test]
+fn tensor_ranks_keep_some_rows_of_the_residual_streams() {
+    let config = config();
+    let mut recipe = recipe();
+    recipe.trainer.world = 2;
+    let activations = |recipe: &Recipe| {
+        let parts = Memory::of(recipe, &config, 0).parts;
+        parts.into_iter().find(|part| part.name == "activations").unwrap().bytes
+    };
+    recipe.trainer.parallel.tensor = 2;
+    let shard = shard_of(&config, 2);
+    let alone = Size::of(&shard, recipe.trainer.recompute, Quantization::None, F32);
+    // Of two streams of 8 values in each of two layers another rank has half.
+    let of_token = alone.activations_per_token - 4 * 2 * 2 * 8 / 2;
+    assert_eq!(activations(&recipe), 2 * micro_batch_tokens(&recipe) * of_token);
+}
+
+#[test]
 fn sizes_beyond_all_bounds_saturate() {
     let mut recipe = recipe();
     recipe.rollout.max_running = usize::MAX;

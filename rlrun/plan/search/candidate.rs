@@ -132,8 +132,7 @@ impl SearchSpace {
         }
     }
 
-    /// Degrees of the ranks of a placement: powers of two whose product divides their number, those without any first. Experts are
-    /// divided among all ranks of a stage, or not.
+    /// Degrees of the ranks of a placement: powers of two whose product divides their number, those without any first.
     #[must_use]
     pub fn degrees(&self, division: RoleDivision) -> Vec<ParallelSection> {
         let world = match division {
@@ -153,10 +152,9 @@ impl SearchSpace {
             }
             let parallel = ParallelSection { tensor, context, pipeline, expert: 1, ..self.parallel };
             all.push(parallel);
-            let stage = world / pipeline;
-            if tensor == 1 && stage > 1 {
-                all.push(ParallelSection { expert: stage, ..parallel });
-            }
+            let zero_ranks = world / (pipeline * tensor);
+            let experts = powers().skip(1).filter(|expert| zero_ranks.is_multiple_of(*expert));
+            all.extend(experts.map(|expert| ParallelSection { expert, ..parallel }));
         }
         all
     }

@@ -179,7 +179,7 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
     (
         "ep expert_model_parallel_size expert_parallel_size",
         "trainer.parallel.expert",
-        "1, or all ranks of a stage",
+        "a divisor of the ranks that divide data and tokens",
     ),
     ("cp_style", "trainer.parallel.exchange", "`heads` is Ulysses, `keys` gathers keys and values"),
     ("num_infer_gpus rollout_num_gpus vllm_num_engines", "placement.rollout_workers", ""),

@@ -202,10 +202,10 @@ pub struct ParallelSection {
     /// `pipeline_model_parallel_size`.
     // resume = changes, worker = run
     pub pipeline: usize,
-    /// Ranks that divide the experts of every layer (expert parallel): 1, or all ranks of a stage. Each has neighbouring experts,
-    /// which compute the tokens of all ranks; rows go to the ranks of their experts and results come back. Needs `trainer.zero = 3`,
-    /// `tensor = 1`, the processor, no LoRA, and `recompute` none or block. It changes no bit. prime-rl `ep`, Megatron-LM
-    /// `expert_model_parallel_size`.
+    /// Ranks that divide the experts of every layer (expert parallel), neighbours among those that divide the data and the tokens of a
+    /// step, whose number is a multiple of it. Each has neighbouring experts, which compute the tokens of these ranks; rows go to the
+    /// ranks of their experts and results come back. Needs `trainer.zero = 3`, the processor, no LoRA, and `recompute` none or block.
+    /// A power of two changes no bit. prime-rl `ep`, Megatron-LM `expert_model_parallel_size`.
     // resume = changes, worker = run
     pub expert: usize,
 }

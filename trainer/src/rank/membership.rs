@@ -59,7 +59,11 @@ impl RankMembership {
         Self { number, place, rank, model, owns, groups, clock, trained, weights }
     }
 
-    fn groups(&self) -> Result<RankGroups, TrainerError> {
+    /// The collectives of this rank.
+    ///
+    /// # Errors
+    /// If an earlier error has closed them.
+    pub(super) fn groups(&self) -> Result<RankGroups, TrainerError> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         groups.clone().ok_or(TrainerError::RanksEnded)
     }
@@ -87,7 +91,7 @@ impl RankMembership {
 
     /// The ZeRO shards of a model with this `layout`, among as many ranks.
     pub(super) fn shards_of(&self, layout: &Layout, optimizer: &OptimizerConfig) -> Shards {
-        Shards::of_model(layout, self.weights.world(), optimizer, self.weights.divide_experts())
+        Shards::of_model(layout, self.weights.world(), optimizer, self.weights.expert())
     }
 
     /// The parts of the trained tensors that this rank owns.

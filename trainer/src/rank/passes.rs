@@ -71,7 +71,9 @@ impl PassCollectives {
             (calls.context, calls.frozen) = (Some(split(color)?), Some(split(color)?));
         }
         if config.expert > 1 {
-            calls.expert = Some(split(config.place(all.position()).shard.stage.rank)?);
+            let [shard, zero] = config.shard_and_zero(rank);
+            let zero_ranks = all.world() / config.shards();
+            calls.expert = Some(split((shard * zero_ranks + zero) / config.expert)?);
         }
         if config.pipeline > 1 {
             let position = Position { rank: rank % tensor, world: tensor };

@@ -144,7 +144,7 @@ impl MemberSeed {
         let shard = (config.parallel.shards() > 1).then(of_rank).transpose()?;
         let layout = Arc::clone(shard.as_ref().map_or(layout, ModelShard::layout));
         let world = groups.zero.world();
-        let weights = Shards::of_model(&layout, world, &config.optimizer, config.parallel.expert > 1);
+        let weights = Shards::of_model(&layout, world, &config.optimizer, config.parallel.expert);
         let trained = match &adapter {
             Some(adapter) => Shards::of_adapter(&layout, adapter, world, &config.optimizer),
             None => weights.clone(),

@@ -19,6 +19,7 @@ use crate::lora::Adapter;
 use crate::on_device::DevicePass;
 use crate::optimizer::{Optimizer, OwnedFragment, number_of};
 use crate::packing::Packed;
+use crate::parallel::RankGroups;
 use crate::pass::Pass;
 use crate::plan::{MicroBatch, step_passes};
 use crate::zero::{
@@ -94,9 +95,10 @@ impl HostExchange<'_> {
         sums: &mut TreeSums,
         body: impl FnOnce(Requests) -> Result<R, TrainerError>,
     ) -> Result<R, TrainerError> {
-        let collective = self.membership.collective()?;
+        let RankGroups { zero, same_experts, .. } = self.membership.groups()?;
         let communication = Communication {
-            collective: &*collective,
+            collective: &*zero,
+            same_experts: same_experts.as_deref(),
             trained: &self.membership.trained,
             weights: self.weights,
             buffers: &self.base.buffers,

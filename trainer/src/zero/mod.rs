@@ -48,6 +48,8 @@ pub(crate) struct BufferPool(Mutex<Vec<Vec<f32>>>);
 /// State of the communication thread.
 pub(crate) struct Communication<'a> {
     pub(crate) collective: &'a dyn HostCollective,
+    /// The ranks that have the same experts, where ranks divide them; `None` if no other has.
+    pub(crate) same_experts: Option<&'a dyn HostCollective>,
     /// Shards of the trained tensors.
     pub(crate) trained: &'a Shards,
     /// The weights that this rank owns; `None` if every rank has all weights.
@@ -154,10 +156,10 @@ fn serve(
             Request::Reduce { unit, values, slot } => {
                 let range = trained.packed_unit(rank, unit);
                 if let Some(place) = own.place(range.clone(), slot) {
-                    reduce(*collective, trained, unit, &values, place)?;
+                    communication.reduce(unit, &values, place)?;
                 } else {
                     sums.resize(range.len(), 0.0);
-                    reduce(*collective, trained, unit, &values, &mut sums)?;
+                    communication.reduce(unit, &values, &mut sums)?;
                     own.add(range, &sums, slot, &threads);
                 }
                 buffers.put(values);
@@ -169,8 +171,8 @@ fn serve(
                 };
                 let len = shards.unit(unit).len();
                 // The memory of experts of other ranks is never touched.
-                let mut all = if shards.divide_experts() { vec![0.0; len] } else { buffers.take(len) };
-                gather(*collective, shards, unit, own, &mut all)?;
+                let mut all = if shards.expert() > 1 { vec![0.0; len] } else { buffers.take(len) };
+                communication.gather(shards, unit, own, &mut all)?;
                 if gathered.send(all).is_err() {
                     break;
                 }
@@ -180,49 +182,50 @@ fn serve(
     Ok(())
 }
 
-/// Sums the gradients `values` of a unit over all ranks to the shards of this rank, `own`, one after the other. Those of experts that
-/// ranks divide are sums already.
-fn reduce(
-    collective: &dyn HostCollective,
-    shards: &Shards,
-    unit: usize,
-    values: &[f32],
-    mut own: &mut [f32],
-) -> Result<(), CollectiveError> {
-    let (rank, first) = (collective.rank(), shards.unit(unit).start);
-    for range in shards.of_unit(unit) {
-        let (place, cuts) = (shards.place(range), shards.cuts(range));
-        let values = &values[place.start - first..place.end - first];
-        let (shard, rest) = std::mem::take(&mut own).split_at_mut(cuts[rank].len());
-        own = rest;
-        if shards.is_divided(range) {
-            shard.copy_from_slice(&values[cuts[rank].clone()]);
-        } else {
-            collective.reduce_scatter(values, cuts, shard)?;
-        }
+impl Communication<'_> {
+    /// The ranks that need the same part of a range as this one; `None` if no other does.
+    fn sharing(&self, shards: &Shards, range: usize) -> Option<&dyn HostCollective> {
+        if shards.is_divided(range) { self.same_experts } else { Some(self.collective) }
     }
-    Ok(())
-}
 
-/// Gathers a unit to `all`, of which this rank has its shards, `own`. Of experts that ranks divide it needs its own.
-fn gather(
-    collective: &dyn HostCollective,
-    shards: &Shards,
-    unit: usize,
-    own: &[f32],
-    all: &mut [f32],
-) -> Result<(), CollectiveError> {
-    let (rank, first) = (collective.rank(), shards.unit(unit).start);
-    for range in shards.of_unit(unit) {
-        let (place, cuts, own) = (shards.place(range), shards.cuts(range), &own[shards.packed(rank, range)]);
-        let all = &mut all[place.start - first..place.end - first];
-        if shards.is_divided(range) {
-            all[cuts[rank].clone()].copy_from_slice(own);
-        } else {
-            collective.all_gather(own, cuts, all)?;
+    /// Sums the gradients `values` of a unit over all ranks to the shards of this rank, `own`, one after the other. Those of experts
+    /// that ranks divide are sums over the ranks that sent them rows already.
+    fn reduce(&self, unit: usize, values: &[f32], mut own: &mut [f32]) -> Result<(), CollectiveError> {
+        let (rank, shards) = (self.collective.rank(), self.trained);
+        let first = shards.unit(unit).start;
+        for range in shards.of_unit(unit) {
+            let (place, (part, cuts)) = (shards.place(range), shards.needed(rank, range));
+            let values = &values[place.start - first..place.end - first][part];
+            let (shard, rest) = std::mem::take(&mut own).split_at_mut(shards.owned(rank, range).len());
+            own = rest;
+            match self.sharing(shards, range) {
+                Some(ranks) => ranks.reduce_scatter(values, &cuts, shard)?,
+                None => shard.copy_from_slice(values),
+            }
         }
+        Ok(())
     }
-    Ok(())
+
+    /// Gathers a unit to `all`, of which this rank has its shards, `own`. Of experts that ranks divide it needs its own.
+    fn gather(
+        &self,
+        shards: &Shards,
+        unit: usize,
+        own: &[f32],
+        all: &mut [f32],
+    ) -> Result<(), CollectiveError> {
+        let (rank, first) = (self.collective.rank(), shards.unit(unit).start);
+        for range in shards.of_unit(unit) {
+            let (place, (part, cuts)) = (shards.place(range), shards.needed(rank, range));
+            let own = &own[shards.packed(rank, range)];
+            let all = &mut all[place.start - first..place.end - first][part];
+            match self.sharing(shards, range) {
+                Some(ranks) => ranks.all_gather(own, &cuts, all)?,
+                None => all.copy_from_slice(own),
+            }
+        }
+        Ok(())
+    }
 }
 
 impl BufferPool {

@@ -1,7 +1,8 @@
 //! The shards of the ranks: every unit is cut into one contiguous shard per rank, or into ranges that are cut so.
 //!
-//! A unit is one range, unless ranks divide the experts of a layer: then every operand of all experts is a range of its own, of which
-//! a rank has its experts, and so is what lies before, between and behind them.
+//! A unit is one range, unless ranks divide the experts of a layer: then every operand of all experts is a range of its own, and so is
+//! what lies before, between and behind them. Ranks `m`, `m + n`, `m + 2 n`... have part `m` of the experts if `n` ranks divide them, and
+//! each of them has a shard of it.
 //!
 //! A cut is possible where the optimizer allows it: between tensors, or between two blocks of 256 values of a tensor,
 //! counted from its start, but never within a matrix that Muon or Dion updates as a whole. The buffer of a rank has its
@@ -35,6 +36,8 @@ pub(crate) struct Shards {
     of_units: Vec<Range<usize>>,
     /// Fragments of every rank, in the order of its buffer.
     fragments: Vec<Vec<Fragment>>,
+    /// Ranks that divide experts; 1 if none do.
+    expert: usize,
 }
 
 /// One range with its shards.
@@ -42,7 +45,7 @@ pub(crate) struct Shards {
 struct SharedRange {
     /// Range among all values.
     place: Range<usize>,
-    /// Whether it has experts that ranks divide: no rank needs the shards of others.
+    /// Whether it has experts that ranks divide: a rank needs the shards of those that have the same ones.
     divided: bool,
     /// Range of each rank's shard, from the start of the range.
     cuts: Vec<Range<usize>>,
@@ -51,17 +54,13 @@ struct SharedRange {
 }
 
 impl Shards {
-    /// The units of a model: the embedding, the layers, the tail, in this order. Ranks may divide the experts.
-    pub(crate) fn of_model(
-        layout: &Layout,
-        world: usize,
-        config: &OptimizerConfig,
-        divides_experts: bool,
-    ) -> Self {
+    /// The units of a model: the embedding, the layers, the tail, in this order. `expert` of the ranks divide the experts, and as many
+    /// after them divide them again.
+    pub(crate) fn of_model(layout: &Layout, world: usize, config: &OptimizerConfig, expert: usize) -> Self {
         let ranges = |unit: Unit| {
             let Range { start, end } = layout.unit(unit);
             let experts = match unit {
-                Unit::Layer(index) if divides_experts => layout.expert_operands(index),
+                Unit::Layer(index) if expert > 1 => layout.expert_operands(index),
                 _ => Vec::new(),
             };
             if experts.is_empty() {
@@ -78,7 +77,7 @@ impl Shards {
             ranges
         };
         let units: Vec<_> = layout.units().map(ranges).collect();
-        Self::new(layout.specs(), &units, world, config)
+        Self::new(layout.specs(), &units, [world, expert], config)
     }
 
     /// The units of an adapter: its tensors of each unit of the model.
@@ -90,14 +89,15 @@ impl Shards {
     ) -> Self {
         let within = |unit| vec![(adapter.factors().within(&layout.unit(unit)), false)];
         let units: Vec<_> = layout.units().map(within).collect();
-        Self::new(adapter.specs(), &units, world, config)
+        Self::new(adapter.specs(), &units, [world, 1], config)
     }
 
-    /// Shards the consecutive ranges of `units`, which consist of the tensors `specs`; those of experts are divided evenly.
+    /// Shards the consecutive ranges of `units`, which consist of the tensors `specs`, among `world` ranks, of which `expert` divide the
+    /// experts evenly.
     fn new(
         specs: &[ParameterSpec],
         units: &[Vec<(Range<usize>, bool)>],
-        world: usize,
+        [world, expert]: [usize; 2],
         config: &OptimizerConfig,
     ) -> Self {
         let mut end = 0;
@@ -106,27 +106,26 @@ impl Shards {
             end - ranges.len()..end
         };
         let of_units = units.iter().map(of_unit).collect();
-        let mut shards = Self { ranges: Vec::new(), of_units, fragments: vec![Vec::new(); world] };
+        let mut shards = Self { ranges: Vec::new(), of_units, fragments: vec![Vec::new(); world], expert };
         let mut owned = vec![0; world];
         for (place, divided) in units.iter().flatten() {
             let inside: Vec<(usize, &ParameterSpec)> =
                 specs.iter().enumerate().filter(|(_, spec)| place.contains(&spec.offset)).collect();
+            let parts = if *divided { expert } else { 1 };
+            let part = |index: usize| {
+                let at = |index: usize| place.start + place.len() * index / parts;
+                cuts(&inside, at(index)..at(index + 1), world / parts, config)
+            };
+            let of_parts: Vec<Vec<Range<usize>>> = (0..parts).map(part).collect();
             let mut cuts = Vec::with_capacity(world);
-            let mut from = place.start;
             for rank in 0..world {
-                let wanted = place.start + place.len() * (rank + 1) / world;
-                let to = match rank + 1 == world {
-                    true => place.end,
-                    false if *divided => wanted,
-                    false => cut(&inside, wanted, config).max(from),
-                };
+                let Range { start: from, end: to } = of_parts[rank % parts][rank / parts];
                 cuts.push(from - place.start..to - place.start);
                 shards.fragments[rank].extend(inside.iter().filter_map(|(tensor, spec)| {
                     let (start, end) = (from.max(spec.offset), to.min(spec.range().end));
                     let within = start.checked_sub(spec.offset)?..end.checked_sub(spec.offset)?;
                     (start < end).then_some(Fragment { tensor: *tensor, within })
                 }));
-                from = to;
             }
             let starts = owned.clone();
             owned.iter_mut().zip(&cuts).for_each(|(owned, cut)| *owned += cut.len());
@@ -161,19 +160,30 @@ impl Shards {
         self.ranges[range].place.clone()
     }
 
-    /// Whether a range has experts that ranks divide: no rank needs the shards of others.
+    /// Whether a range has experts that ranks divide.
     pub(crate) fn is_divided(&self, range: usize) -> bool {
         self.ranges[range].divided
     }
 
-    /// Whether ranks divide experts.
-    pub(crate) fn divide_experts(&self) -> bool {
-        self.ranges.iter().any(|range| range.divided)
+    /// Ranks that divide experts; 1 if none do.
+    pub(crate) fn expert(&self) -> usize {
+        self.expert
     }
 
     /// Each rank's shard of a range, from its start.
     pub(crate) fn cuts(&self, range: usize) -> &[Range<usize>] {
         &self.ranges[range].cuts
+    }
+
+    /// The part of a range that `rank` needs, from the start of the range, and in the order of ranks the shards of those that need the
+    /// same part, from the start of the part.
+    pub(crate) fn needed(&self, rank: usize, range: usize) -> (Range<usize>, Vec<Range<usize>>) {
+        let SharedRange { divided, cuts, .. } = &self.ranges[range];
+        let parts = if *divided { self.expert } else { 1 };
+        let same = || cuts.iter().skip(rank % parts).step_by(parts);
+        let start = cuts[rank % parts].start;
+        let end = same().next_back().map_or(start, |last| last.end);
+        (start..end, same().map(|cut| cut.start - start..cut.end - start).collect())
     }
 
     /// A rank's shard of a range, among all values.
@@ -210,6 +220,24 @@ impl Shards {
         (0..self.ranges()).for_each(|range| own.extend_from_slice(&values[self.owned(rank, range)]));
         own
     }
+}
+
+/// Cuts a range, which consists of the tensors `inside`, into `count` ranges as even as possible.
+fn cuts(
+    inside: &[(usize, &ParameterSpec)],
+    Range { start, end }: Range<usize>,
+    count: usize,
+    config: &OptimizerConfig,
+) -> Vec<Range<usize>> {
+    let mut from = start;
+    let next = |index: usize| {
+        let to = match index == count {
+            true => end,
+            false => cut(inside, start + (end - start) * index / count, config).max(from),
+        };
+        std::mem::replace(&mut from, to)..to
+    };
+    (1..=count).map(next).collect()
 }
 
 /// The possible cut of these tensors of a unit that is nearest to `wanted`.
@@ -249,12 +277,50 @@ mod tests {
     }
 
     #[test]
+    fn ranks_with_the_same_experts_share_them() {
+        let layout = Layout::new(&config(24, 2).of_family(Architecture::Qwen3Moe).with_experts(4, 2));
+        for kind in OptimizerKind::ALL {
+            let config = OptimizerConfig::standard(kind, 0.95);
+            let shards = Shards::of_model(&layout, 6, &config, 2);
+            let mut owners = vec![0; layout.len()];
+            for rank in 0..6 {
+                for range in 0..shards.ranges() {
+                    owners[shards.owned(rank, range)].iter_mut().for_each(|owners| *owners += 1);
+                    let (part, cuts) = shards.needed(rank, range);
+                    let place = shards.place(range);
+                    let (count, index) = if shards.is_divided(range) { (3, rank / 2) } else { (6, rank) };
+                    assert_eq!((cuts.len(), cuts[0].start, cuts[count - 1].end), (count, 0, part.len()));
+                    let first = place.start + part.start;
+                    let own = first + cuts[index].start..first + cuts[index].end;
+                    assert_eq!(own, shards.owned(rank, range));
+                    let half = place.len() / 2;
+                    let expected = if shards.is_divided(range) {
+                        rank % 2 * half..(rank % 2 + 1) * half
+                    } else {
+                        0..place.len()
+                    };
+                    assert_eq!(part, expected);
+                }
+                for Fragment { tensor, within } in shards.fragments(rank) {
+                    let spec = &layout.specs()[*tensor];
+                    assert!(
+                        *within == (0..spec.len()) || !config.moves_whole(spec),
+                        "{} {within:?}",
+                        spec.name
+                    );
+                }
+            }
+            assert!(owners.iter().all(|owners| *owners == 1), "{kind:?}");
+        }
+    }
+
+    #[test]
     fn ranks_that_divide_experts_have_theirs_whole() {
         let layout = Layout::new(&config(24, 2).of_family(Architecture::GptOss).with_experts(4, 2));
         for (world, kind) in
             [1, 2, 4].into_iter().flat_map(|world| OptimizerKind::ALL.map(|kind| (world, kind)))
         {
-            let shards = Shards::of_model(&layout, world, &OptimizerConfig::standard(kind, 0.95), true);
+            let shards = Shards::of_model(&layout, world, &OptimizerConfig::standard(kind, 0.95), world);
             let (mut owners, mut experts) = (vec![0; layout.len()], 0);
             for rank in 0..world {
                 for range in 0..shards.ranges() {
@@ -267,14 +333,11 @@ mod tests {
                     assert_eq!((expert * world / 4, within.clone()), (rank, 0..spec.len()), "{}", spec.name);
                     experts += 1;
                 }
-                let unit = shards.packed_unit(rank, 1);
-                assert_eq!(
-                    unit.len(),
-                    shards.of_unit(1).map(|range| shards.cuts(range)[rank].len()).sum::<usize>()
-                );
+                let of_range = |range| shards.owned(rank, range).len();
+                assert_eq!(shards.packed_unit(rank, 1).len(), shards.of_unit(1).map(of_range).sum::<usize>());
             }
             assert!(owners.iter().all(|owners| *owners == 1));
-            assert_eq!((experts, shards.divide_experts()), (2 * 4 * 6, true), "tensors of 2 layers");
+            assert_eq!(experts, 2 * 4 * 6, "tensors of 2 layers");
         }
     }
 
@@ -288,7 +351,7 @@ mod tests {
         ) {
             let layout = layout(2 * half, layers);
             let config = OptimizerConfig::standard(OptimizerKind::ALL[kind], 0.95);
-            let shards = Shards::of_model(&layout, world, &config, false);
+            let shards = Shards::of_model(&layout, world, &config, 1);
             let mut owners = vec![0; layout.len()];
             for rank in 0..world {
                 let mut at = 0;
@@ -315,7 +378,7 @@ mod tests {
         fn shares_are_even_to_a_block_per_unit(half in 1..60usize, world in 1..5usize) {
             let layout = layout(2 * half, 2);
             let config = OptimizerConfig::standard(OptimizerKind::Adamw, 0.95);
-            let shards = Shards::of_model(&layout, world, &config, false);
+            let shards = Shards::of_model(&layout, world, &config, 1);
             for unit in 0..shards.ranges() {
                 let even = shards.place(unit).len() / world;
                 for cut in shards.cuts(unit) {
