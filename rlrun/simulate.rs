@@ -2,7 +2,8 @@
 //!
 //! # Layout
 //! - [`hardware`]: files that describe hardware, with the source of every number
-//! - [`calibration`]: measurements of `rlrun-bench --json` and of earlier runs
+//! - [`calibration`]: measurements of `rlrun-bench --json` and of earlier runs; [`measured_run`]: those of a run; [`contention`]: speeds of
+//!   both sides of a run
 //! - [`inputs`]: the scenario of a recipe, from both
 //! - `exchange`: seconds of what ranks send each other, and of weights on their way to samplers
 //! - `show`: text and JSON
@@ -11,9 +12,11 @@
 //! and the output says so; measurements of another model or device are refused.
 
 pub mod calibration;
+pub mod contention;
 mod exchange;
 pub mod hardware;
 pub mod inputs;
+pub mod measured_run;
 mod show;
 
 pub(crate) use show::{digits, limits_in_words};
@@ -71,7 +74,7 @@ pub fn inputs_of(
     for path in &args.calibration {
         calibration.read(path, recipe, config, &hardware)?;
     }
-    Ok(ScenarioInputs { hardware, calibration, layout: Layout::new(config) })
+    ScenarioInputs::new(hardware, calibration, Layout::new(config)).with_runs(recipe, config)
 }
 
 /// A scenario over seeds.

@@ -97,6 +97,7 @@ pub fn work(
         tokens: (batch * args.new) as f64,
         cost: shape.sampling(&sampling),
         further: phases.further(device.as_ref())?,
+        run: None,
     })
 }
 

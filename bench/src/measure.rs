@@ -18,12 +18,13 @@
 //!
 //! Further fields of a measure stand behind these: of `generate` the speed of the passes that prefill (`prefill_tokens_per_s`), and of
 //! those in which all completions decode (`decode_ms` of one, `decode_tokens_per_s`, and their least traffic,
-//! `decode_gbytes_per_s`).
+//! `decode_gbytes_per_s`), and of `loop` the times of its parts, from which `rlrun simulate` calibrates (`run`).
 //!
 //! Invariant: a field keeps its name and its meaning; what is not
 //! measured is left out, never zero.
 
 use rlrun::memory::MemoryUse;
+use rlrun::simulate::measured_run::MeasuredRun;
 use serde_json::{Map, Value, json};
 
 use crate::cost::Cost;
@@ -48,6 +49,8 @@ pub struct Work {
     pub cost: Cost,
     /// Further results with names of their own.
     pub further: Vec<(&'static str, f64)>,
+    /// What a loop measured of itself, in JSON alone.
+    pub run: Option<MeasuredRun>,
 }
 
 /// A piece of work against the limits of the machine.
@@ -154,6 +157,9 @@ impl Measure {
         for (name, value) in &self.work.further {
             set(name, json!(value));
         }
+        if let Some(run) = &self.work.run {
+            set("run", json!(run));
+        }
         Value::Object(fields)
     }
 
@@ -215,6 +221,7 @@ mod tests {
                 tokens: 50.0,
                 cost: Cost { flops: 4e9, bytes: 1e9 },
                 further: vec![("padding", 0.25)],
+                run: None,
             },
             memory: MemoryUse { before: 10.0, peak: 12.5 },
             peaks: [peaks(80.0, 8.0), peaks(100.0, 10.0)],

@@ -37,6 +37,7 @@ pub fn work(args: &OpsBenchArgs) -> Result<Vec<Work>, Failure> {
                 tokens: *rows as f64,
                 cost: Cost { flops: operation.flops, bytes: operation.bytes },
                 further: Vec::new(),
+                run: None,
             });
         }
     }

@@ -16,6 +16,7 @@ use rlrun::program::Program;
 use rlrun::recipe::{Model, Recipe};
 use rlrun::report::{Report, Style};
 use rlrun::run_dir::{RecipeTexts, RunDir};
+use rlrun::simulate::measured_run::MeasuredRun;
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
@@ -89,14 +90,22 @@ pub fn work(
         let source = std::io::ErrorKind::Interrupted.into();
         return Err(Failure::System { what: "finish the measurement".to_owned(), source });
     }
-    let metrics = run_dir.path().join("metrics.jsonl");
-    let text = std::fs::read_to_string(&metrics)
-        .map_err(|source| Failure::System { what: format!("read {}", metrics.display()), source })?;
-    let steps = Steps::of(&text, recipe.buffer.max_staleness)?;
+    let read = |name: &str| {
+        let path = run_dir.path().join(name);
+        let failed = |source| Failure::System { what: format!("read {}", path.display()), source };
+        std::fs::read_to_string(&path).map_err(failed)
+    };
+    let metrics = read("metrics.jsonl")?;
+    let steps = Steps::of(&metrics, recipe.buffer.max_staleness)?;
+    // A recipe with `log.timeline = 0` has no timeline.
+    let measured =
+        || MeasuredRun::of(&recipe.values(), &metrics, &read("timeline.jsonl").unwrap_or_default()).ok();
     let directory = recipe.open_model(run_dir.path())?;
     let runtime = RewardRuntime::new(program, cores)?;
     let prepared = Prepared::new(recipe, &directory, &runtime, run_dir.path())?;
-    Ok(result(recipe, on, &steps, &directory, &prepared))
+    // Forced completions have neither the lengths nor the rewards of the recipe.
+    let run = if *forced { None } else { measured() };
+    Ok(Work { run, ..result(recipe, on, &steps, &directory, &prepared) })
 }
 
 /// Rewards that are never all equal in a group, so that every completion is trained on.
@@ -245,6 +254,7 @@ fn result(
             ("sampler_idle", steps.mean("rollout/idle_ratio")),
             ("trainer_idle", steps.mean("trainer/idle_ratio")),
         ],
+        run: None,
     }
 }
 

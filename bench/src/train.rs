@@ -101,6 +101,7 @@ pub fn work(
             .iter()
             .map(|(device, _)| device_mib(device))
             .collect::<Result<_, _>>()?,
+        run: None,
     })
 }
 

@@ -7,26 +7,25 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use model::thread_pool::available_cores;
+use serde::Deserialize;
 use serde_json::{Map, Value};
 use simulator::{LatencyModel, LengthModel};
 
+use super::contention::{MeasuredContention, MeasuredSampling};
 use super::hardware::{Hardware, HardwareKind};
+use super::measured_run::{MeasuredRun, RecipeValues};
 use crate::failure::Failure;
 use crate::recipe::Recipe;
 use crate::recipe::words::WeightTransport;
 
 /// Largest file, bytes.
 const MAX_BYTES: u64 = 256 << 20;
-/// Steps of a run that are left out at its start, beside one for each version of staleness.
-const STARTING: usize = 3;
 /// Share of the variance of the logarithm of lengths that prompts have, where no measurement says it.
 pub(super) const SHARED: f64 = 0.5;
 /// A device on which products are this much faster than the hardware file says is another one.
 const FASTER: f64 = 1.15;
 /// A device on which products reach less than this share of what the hardware file says is another one.
 const SLOWER: f64 = 0.25;
-/// 95th percentile of the standard normal distribution.
-const P95: f64 = 1.645;
 
 /// What was measured.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -40,7 +39,9 @@ pub struct Calibration {
     /// Training steps.
     pub training: Vec<MeasuredTraining>,
     /// Whether decoding or training was measured while the other side used the same cores.
-    pub contended: bool,
+    contended: bool,
+    /// Whether the directory of a run was read.
+    has_run: bool,
     /// Share of the tokens of a batch that is trained: groups without variance are left out.
     pub trained_share: Option<f64>,
     /// Mean length of prompts, tokens.
@@ -61,6 +62,10 @@ pub struct Calibration {
     pub commit_s: f64,
     /// A training step that no sampler slowed: the mean of a synchronous run.
     pub synchronous: Option<MeasuredTraining>,
+    /// Sampling that no trainer slowed: of a synchronous run.
+    pub synchronous_sampling: Option<MeasuredSampling>,
+    /// Both sides on the same cores: of an asynchronous run.
+    pub contention: Option<MeasuredContention>,
     /// What was read.
     pub sources: Vec<String>,
 }
@@ -87,6 +92,8 @@ pub struct MeasuredTraining {
     pub length: f64,
     /// Seconds of the step, optimizer included.
     pub seconds: f64,
+    /// Whether it is a step of a run, with all its passes; otherwise it is one forward and backward pass.
+    pub is_of_run: bool,
 }
 
 impl Calibration {
@@ -115,12 +122,13 @@ impl Calibration {
                     path.display()
                 ))
             })?;
-            self.add(&row, &expected)?;
+            self.add(&row, number, &expected)?;
         }
         Ok(())
     }
 
-    fn add(&mut self, row: &Map<String, Value>, expected: &Expected<'_>) -> Result<(), Failure> {
+    /// Adds the result in line `line`.
+    fn add(&mut self, row: &Map<String, Value>, line: usize, expected: &Expected<'_>) -> Result<(), Failure> {
         let measure = row.get("measure").and_then(Value::as_str).unwrap_or_default();
         if !["generate", "train", "loop"].contains(&measure) {
             return Ok(());
@@ -145,15 +153,24 @@ impl Calibration {
             "train" => {
                 let step = (number("sequences"), number("length"), number("seconds"));
                 if let (Some(sequences), Some(length), Some(seconds)) = step {
-                    self.training.push(MeasuredTraining { threads, sequences, length, seconds });
+                    let is_of_run = false;
+                    self.training.push(MeasuredTraining { threads, sequences, length, seconds, is_of_run });
                 }
             }
             _ => {
-                if let (None, Some(mean)) = (&self.lengths, number("mean_length")) {
-                    let cap = expected.recipe.rollout.max_completion_length as f64;
-                    let forced = row.get("forced") == Some(&Value::Bool(true));
-                    let sigma = if forced { 0.0 } else { 0.6 };
-                    self.lengths = Some(LengthModel::with_mean(mean, cap, sigma, SHARED));
+                let Some(run) = row.get("run") else { return Ok(()) };
+                let run = MeasuredRun::deserialize(run).map_err(|error| error.to_string());
+                let run = run.and_then(MeasuredRun::checked).map_err(|reason| {
+                    let path = expected.path.display();
+                    Failure::Argument(format!(
+                        "line {line} of {path} has no measurements of a loop ({reason}); measure it again with `rlrun-bench loop --json`"
+                    ))
+                })?;
+                // A loop writes fewer logs and no checkpoints.
+                if self.has_run {
+                    self.take_speeds(&run, expected.recipe)
+                } else {
+                    self.take(&run, expected.recipe)
                 }
             }
         }
@@ -178,76 +195,82 @@ impl Calibration {
         self.training.iter().filter(|step| step.threads == threads.unwrap_or(most)).copied().collect()
     }
 
-    /// The steps of a run: lengths, rewards, weights; decoding and training where no benchmark has measured them.
+    /// The steps of the run in this directory.
     fn read_run(&mut self, run: &Path, recipe: &Recipe) -> Result<(), Failure> {
-        let resolved = checked_run(run, recipe)?;
+        let values = checked_run(run, recipe)?;
         let path = run.join("metrics.jsonl");
         if !path.is_file() {
             let what = format!("`{}` is no run with metrics: it has no `metrics.jsonl`", run.display());
             return Err(Failure::NotThere(what));
         }
-        let text = read_limited(&path)?;
-        // A last line of a run in progress may not be whole.
-        let rows = text.lines().filter_map(|line| serde_json::from_str::<Map<String, Value>>(line).ok());
-        let steps: Vec<Map<String, Value>> = rows.filter(|row| row.contains_key("reward/mean")).collect();
-        let starting = (STARTING + recipe.buffer.max_staleness as usize).min(steps.len() / 2);
-        let steps = &steps[starting..];
-        let mean = |name: &str| {
-            let values: Vec<f64> = steps.iter().filter_map(|step| step.get(name)?.as_f64()).collect();
-            (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
-        };
-        let (Some(length), Some(longest)) = (mean("completions/mean_length"), mean("completions/max_length"))
-        else {
-            let what = format!(
-                "`{}` has no finished step to calibrate with; let it train a few steps first",
-                run.display()
-            );
-            return Err(Failure::Argument(what));
-        };
-        let completions = (recipe.buffer.batch_groups * recipe.rollout.group_size) as f64;
+        // A run with `log.timeline = 0` has none.
+        let timeline = read_limited(&run.join("timeline.jsonl")).unwrap_or_default();
+        let measured = MeasuredRun::of(&values, &read_limited(&path)?, &timeline);
+        let measured = measured.map_err(|reason| {
+            let run = run.display();
+            Failure::Argument(format!(
+                "`{run}` {reason}; let it train a few steps first, or name another run"
+            ))
+        })?;
+        self.take(&measured, recipe);
+        self.has_run = true;
+        Ok(())
+    }
+
+    /// Takes what a run measured: lengths, rewards, weights; decoding and training where nothing else has measured them.
+    fn take(&mut self, run: &MeasuredRun, recipe: &Recipe) {
+        let ([length, longest], completions) = (run.lengths, run.completions());
         let cap = recipe.rollout.max_completion_length as f64;
         self.lengths =
             Some(LengthModel::from_longest([length.max(1.0), longest.max(1.0), cap], completions, SHARED));
-        let trained = |step: &Map<String, Value>| {
-            let [speed, seconds, mean] =
-                ["trainer/tokens_per_s", "time/forward_backward", "completions/mean_length"]
-                    .map(|name| step.get(name).and_then(Value::as_f64));
-            Some([speed? * seconds?, recipe.trainer.epochs as f64 * completions * mean?])
-        };
-        let [trained, sampled] =
-            steps.iter().filter_map(trained).fold([0.0; 2], |[a, b], [c, d]| [a + c, b + d]);
-        let trained_share = if trained > 0.0 && sampled > 0.0 { (trained / sampled).min(1.0) } else { 1.0 };
-        self.trained_share = Some(trained_share);
-        self.prompt_tokens = mean("prompts/mean_length");
-        self.publish_s = mean("time/weight_sync").map(|seconds| (recipe.weights.transport, seconds));
-        self.stall_s = mean("time/decode_stall");
-        let saves = steps.iter().filter_map(|step| step.get("time/save_ckpt")?.as_f64());
-        self.checkpoint_s = saves.fold(None, |most: Option<f64>, value| Some(most.unwrap_or(0.0).max(value)));
-        self.reward = slowest_reward(steps).or(self.reward);
-        self.logs_s = time_between(steps);
-        self.commit_s = mean_commit(run).unwrap_or(self.commit_s);
-        if let Some(seconds) = mean("time/forward_backward").filter(|seconds| *seconds > 0.0) {
+        self.trained_share = Some(run.trained_share);
+        self.prompt_tokens = run.prompt_tokens.or(self.prompt_tokens);
+        self.publish_s = run.publish_s.map(|seconds| (run.transport, seconds)).or(self.publish_s);
+        self.stall_s = run.stall_s.or(self.stall_s);
+        self.checkpoint_s = run.checkpoint_s.or(self.checkpoint_s);
+        self.reward = run.reward_time().or(self.reward);
+        self.logs_s = run.logs_s;
+        self.commit_s = run.commit_s.unwrap_or(self.commit_s);
+        self.take_speeds(run, recipe);
+    }
+
+    /// Takes the times of training and sampling of a run.
+    fn take_speeds(&mut self, run: &MeasuredRun, recipe: &Recipe) {
+        let MeasuredRun { batch, max_running, max_staleness, idle, lengths: [length, _], .. } = *run;
+        let (threads, completions) = (available_cores(), run.completions());
+        // Each side had all cores while it worked.
+        let alone = run.shares_cores && max_staleness == 0;
+        let training = run.training_s.map(|seconds| {
             let length = length + self.prompt_tokens(recipe);
-            let (threads, sequences) = (available_cores(), completions * trained_share);
-            let step = MeasuredTraining { threads, sequences, length, seconds };
-            let alone = trains_alone(&resolved) && !recipe.needs_reference();
-            self.synchronous = Some(step).filter(|_| alone).or(self.synchronous);
+            let sequences = completions * run.trained_share;
+            MeasuredTraining { threads, sequences, length, seconds, is_of_run: true }
+        });
+        if let Some(step) = training {
+            let compares = alone && run.has_one_pass && !recipe.needs_reference();
+            self.synchronous = training.filter(|_| compares).or(self.synchronous);
             if self.training.is_empty() {
                 self.training.push(step);
-                self.contended = true;
+                self.contended |= !alone;
             }
         }
-        if self.decode.is_empty()
-            && let Some(speed) = mean("rollout/tokens_per_s").filter(|speed| *speed > 0.0)
-        {
-            let slots = completions * (recipe.buffer.max_staleness + 1) as f64;
-            let running = slots.min(recipe.rollout.max_running as f64);
-            self.decode_context = length / 2.0;
-            let (threads, seconds) = (available_cores(), running / speed);
-            self.decode.push(MeasuredDecode { threads, sequences: running, seconds });
-            self.contended = true;
+        let Some(token_s) = run.sampled_token_s else { return };
+        let sampling = MeasuredSampling { batch, max_staleness, max_running, token_s };
+        if alone {
+            self.synchronous_sampling = Some(sampling);
+        } else if let (true, Some(training)) = (run.shares_cores && run.has_one_pass, training) {
+            self.contention = Some(MeasuredContention { sampling, training, idle });
         }
-        Ok(())
+        if self.decode.is_empty() {
+            let sequences = (completions * (max_staleness as f64 + 1.0)).min(max_running as f64);
+            self.decode_context = length / 2.0;
+            self.decode.push(MeasuredDecode { threads, sequences, seconds: sequences * token_s });
+            self.contended |= !alone;
+        }
+    }
+
+    /// Whether times of a side contain what the other one took from it: a synchronous run gives the level of both.
+    pub(super) fn is_contended(&self) -> bool {
+        self.contended && !(self.synchronous.is_some() && self.synchronous_sampling.is_some())
     }
 }
 
@@ -299,7 +322,7 @@ impl Expected<'_> {
 }
 
 /// The recipe of a run, which is refused if it is of another model or device.
-fn checked_run(run: &Path, recipe: &Recipe) -> Result<toml::Table, Failure> {
+fn checked_run(run: &Path, recipe: &Recipe) -> Result<RecipeValues, Failure> {
     let path = run.join("resolved.toml");
     let Ok(text) = read_limited(&path) else {
         let what = format!("`{}` is no run directory: it has no `resolved.toml`", run.display());
@@ -311,10 +334,14 @@ fn checked_run(run: &Path, recipe: &Recipe) -> Result<toml::Table, Failure> {
             path.display()
         ))
     })?;
+    let resolved = match serde_json::to_value(resolved) {
+        Ok(Value::Object(values)) => values,
+        // A table of TOML is an object of JSON.
+        _ => RecipeValues::new(),
+    };
     let own = recipe.values();
     for (section, key) in [("model", "path"), ("model", "random"), ("placement", "device")] {
-        let theirs = resolved.get(section).and_then(|table| table.get(key));
-        let theirs = theirs.map(|value| serde_json::to_value(value).unwrap_or(Value::Null));
+        let theirs = resolved.get(section).and_then(|table| table.get(key)).cloned();
         let ours = own.get(section).and_then(|table| table.get(key)).cloned();
         if theirs != ours {
             let shown = |value: Option<Value>| value.map_or("no value".to_owned(), |value| value.to_string());
@@ -328,62 +355,6 @@ fn checked_run(run: &Path, recipe: &Recipe) -> Result<toml::Table, Failure> {
         }
     }
     Ok(resolved)
-}
-
-/// Whether a training step of a run is one forward and backward pass on all cores: the sampler waits for it, and nothing is computed again.
-fn trains_alone(resolved: &toml::Table) -> bool {
-    let is = |section: &str, key: &str, value: toml::Value| {
-        resolved.get(section).and_then(|table| table.get(key)) == Some(&value)
-    };
-    is("buffer", "max_staleness", 0.into())
-        && is("trainer", "world", 1.into())
-        && is("trainer", "epochs", 1.into())
-        && is("trainer", "recompute", "none".into())
-        && is("placement", "processes", false.into())
-}
-
-/// Mean time from the end of a step to the begin of the next one, seconds; 0 without two steps in a row.
-fn time_between(steps: &[Map<String, Value>]) -> f64 {
-    let number = |step: &Map<String, Value>, name: &str| step.get(name)?.as_f64();
-    let times = steps.windows(2).filter_map(|pair| {
-        let in_a_row = number(&pair[1], "step")? - number(&pair[0], "step")? == 1.0;
-        let between =
-            number(&pair[1], "time_s")? - number(&pair[0], "time_s")? - number(&pair[1], "time/step")?;
-        in_a_row.then_some(between.max(0.0))
-    });
-    let times: Vec<f64> = times.collect();
-    times.iter().sum::<f64>() / times.len().max(1) as f64
-}
-
-/// Mean time of a commit in the timeline of a run, seconds.
-fn mean_commit(run: &Path) -> Option<f64> {
-    let text = read_limited(&run.join("timeline.jsonl")).ok()?;
-    let spans = text.lines().filter(|line| line.contains("\"kind\":\"commit\"")).filter_map(|line| {
-        let span: Map<String, Value> = serde_json::from_str(line).ok()?;
-        Some(span.get("end")?.as_f64()? - span.get("start")?.as_f64()?)
-    });
-    let (sum, count) =
-        spans.fold((0.0, 0.0), |(sum, count), seconds: f64| (sum + seconds.max(0.0), count + 1.0));
-    (count > 0.0).then(|| sum / count)
-}
-
-/// The reward that takes longest, by its 95th percentile.
-fn slowest_reward(steps: &[Map<String, Value>]) -> Option<LatencyModel> {
-    let names = steps.first()?.keys().filter_map(|key| key.strip_suffix("/latency_p95_s"));
-    let mean = |key: String| {
-        let values: Vec<f64> = steps.iter().filter_map(|step| step.get(&key)?.as_f64()).collect();
-        values.iter().sum::<f64>() / values.len().max(1) as f64
-    };
-    let of = |name: &str| {
-        let [median, high] = ["p50", "p95"].map(|share| mean(format!("{name}/latency_{share}_s")).max(0.0));
-        let longest = steps
-            .iter()
-            .filter_map(|step| step.get(&format!("{name}/latency_max_s"))?.as_f64())
-            .fold(high, f64::max);
-        let sigma = if median > 0.0 { ((high / median).ln() / P95).max(0.0) } else { 0.0 };
-        LatencyModel { median_s: median, sigma, longest_s: longest }
-    };
-    names.map(of).max_by(|a, b| a.longest_s.total_cmp(&b.longest_s))
 }
 
 /// The text of a regular file of at most [`MAX_BYTES`].
@@ -422,7 +393,7 @@ mod tests {
             json!({
             "step": number, "time_s": 2.75 * f64::from(number), "time/step": 2.5, "reward/mean": 0.5, "prompts/mean_length": 5.0, "completions/mean_length": 30.0,
             "completions/max_length": 40.0,
-            "trainer/tokens_per_s": 40.0, "time/forward_backward": 2.0,
+            "trainer/tokens_per_s": 40.0, "time/forward_backward": 2.0, "rollout/tokens_per_s": 50.0,
             })
         };
         let lines: String = (1..=8).map(|number| format!("{}\n", step(number))).collect();
@@ -436,12 +407,67 @@ mod tests {
         assert_eq!((measured.sequences, measured.length, measured.seconds), (8.0 / 3.0, 35.0, 2.0));
         assert_eq!((calibration.logs_s, calibration.commit_s), (0.25, 0.5));
         assert_eq!(calibration.synchronous, Some(measured));
+        let max_running = recipe.rollout.max_running;
+        let sampled = MeasuredSampling { batch: [2, 4], max_staleness: 0, max_running, token_s: 0.02 };
+        assert_eq!(calibration.synchronous_sampling, Some(sampled));
         let asynchronous = recipe.resolved_toml(&origins).replace("max_staleness = 0", "max_staleness = 1");
         std::fs::write(run.join("resolved.toml"), asynchronous).unwrap();
         calibration.read_run(&run, &recipe).unwrap();
         assert_eq!(calibration.synchronous, Some(measured), "that of the earlier run");
+        assert_eq!(calibration.synchronous_sampling, Some(sampled), "that of the earlier run");
         let mut other = Calibration::default();
         other.read_run(&run, &recipe).unwrap();
-        assert_eq!(other.synchronous, None, "the sampler has the same cores");
+        assert_eq!((other.synchronous, other.synchronous_sampling), (None, None), "both have the same cores");
+        assert_eq!(other.contention.map(|both| both.sampling.max_staleness), Some(1));
+        assert!(other.is_contended() && !calibration.is_contended());
+        // In the other order the two runs say the same.
+        std::fs::write(run.join("resolved.toml"), recipe.resolved_toml(&origins)).unwrap();
+        other.read_run(&run, &recipe).unwrap();
+        assert_eq!((other.synchronous, other.synchronous_sampling), (Some(measured), Some(sampled)));
+        assert!(other.contention.is_some() && !other.is_contended());
+    }
+
+    /// What a loop printed is read as it was measured, and what no run can have measured is refused.
+    #[test]
+    fn a_loop_calibrates_as_a_run_does_and_wrong_numbers_are_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("r.toml");
+        std::fs::write(&path, TEXT).unwrap();
+        let (recipe, _) = Recipe::load(&path, &[], &Program::default()).unwrap();
+        let step = "{\"reward/mean\":0.5,\"completions/mean_length\":30.0,\"completions/max_length\":40.0,\
+                    \"rollout/tokens_per_s\":50.0,\"time/forward_backward\":2.0}\n";
+        let run = MeasuredRun::of(&recipe.values(), step, "").unwrap();
+        let config = recipe.fresh_model(match &recipe.model {
+            crate::recipe::Model::Random(sizes) => sizes,
+            crate::recipe::Model::Path(_) => panic!("it is random"),
+        });
+        let parameters = model::Layout::new(&config).len();
+        let hardware = Hardware::open("cpu").unwrap();
+        let read = |run: Value| {
+            let row = json!({"measure": "loop", "parameters": parameters, "threads": 2, "run": run});
+            let file = directory.path().join("loop.jsonl");
+            std::fs::write(&file, row.to_string()).unwrap();
+            let mut calibration = Calibration::default();
+            calibration.read(&file, &recipe, &config, &hardware).map(|()| calibration)
+        };
+        let calibration = read(json!(run)).unwrap();
+        assert_eq!(calibration.synchronous_sampling.map(|of| of.token_s), Some(0.02));
+        assert_eq!(calibration.synchronous.map(|of| of.seconds), Some(2.0));
+        for (key, wrong) in [
+            ("batch", json!([1, 10_000_000_000_000_u64])),
+            ("batch", json!([0, 4])),
+            ("max_running", json!(0)),
+            ("max_staleness", json!(u64::MAX)),
+            ("sampled_token_s", json!(-1.0)),
+            ("logs_s", json!(1e300)),
+            ("idle", json!([2.0, 0.0])),
+            ("lengths", json!([30.0])),
+            ("unknown", json!(1)),
+        ] {
+            let mut changed = json!(run);
+            changed[key] = wrong;
+            let error = read(changed).unwrap_err().to_string();
+            assert!(error.contains("line 1 of") && error.contains("rlrun-bench loop"), "{key}: {error}");
+        }
     }
 }

@@ -6,7 +6,7 @@ use model::thread_pool::available_cores;
 use model::{Config, Layout, Recompute};
 use simulator::{
     ApplyRule, DecodeCurve, LatencyModel, LengthModel, PrefillCost, ResourceSharing, RewardService,
-    SamplerFleet, Scenario, ToolCalls, TrainingCost, WeightDelivery,
+    SamplerFleet, Scenario, SimulationError, ToolCalls, TrainingCost, WeightDelivery,
 };
 
 use super::calibration::{Calibration, MeasuredTraining, SHARED};
@@ -33,6 +33,16 @@ pub struct ScenarioInputs {
     pub calibration: Calibration,
     /// The weights of the model.
     pub layout: Layout,
+    factors: TimeFactors,
+}
+
+/// Factors of times, as runs have measured them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct TimeFactors {
+    /// Of decode steps and prefills, which benchmarks have measured.
+    sampling: f64,
+    /// Of a sampler and of the trainer while both have all cores; `None` if no run has measured them.
+    contention: Option<[f64; 2]>,
 }
 
 /// Work of a token, by the shape of a model.
@@ -90,6 +100,40 @@ impl StepSplit {
 }
 
 impl ScenarioInputs {
+    /// Without factors of runs.
+    #[must_use]
+    pub fn new(hardware: Hardware, calibration: Calibration, layout: Layout) -> Self {
+        Self { hardware, calibration, layout, factors: TimeFactors { sampling: 1.0, contention: None } }
+    }
+
+    /// With the factors that the runs of the calibration have measured, which ran this `recipe` on all cores: a synchronous one what
+    /// sampling takes, an asynchronous one what both sides lose while the other one computes.
+    ///
+    /// # Errors
+    /// As [`Self::scenario`].
+    pub fn with_runs(mut self, recipe: &Recipe, config: &Config) -> Result<Self, Failure> {
+        /// Steps of the scenario, which are not simulated.
+        const STEPS: u64 = 10;
+        let Some(sampling) = self.calibration.synchronous_sampling else { return Ok(self) };
+        let mut on_all_cores = recipe.clone();
+        on_all_cores.placement.rollout_threads = None;
+        on_all_cores.placement.trainer_threads = None;
+        on_all_cores.placement.processes = false;
+        on_all_cores.rollout.tensor = 1;
+        let (scenario, _) = self.scenario(&on_all_cores, config, STEPS)?;
+        self.factors.sampling = sampling.time_ratio(&scenario).map_err(|error| refused(&error))?;
+        let (Some(alone), Some(contention)) = (self.calibration.synchronous, self.calibration.contention)
+        else {
+            return Ok(self);
+        };
+        if let Some(trainer) = contention.trainer_factor(&alone) {
+            let (scenario, _) = self.scenario(&on_all_cores, config, STEPS)?;
+            let sampler = contention.sampler_factor(&scenario, trainer).map_err(|error| refused(&error))?;
+            self.factors.contention = Some([sampler, trainer]);
+        }
+        Ok(self)
+    }
+
     /// The scenario of `recipe` over `steps` steps, and what about it is an estimate.
     ///
     /// # Errors
@@ -108,13 +152,14 @@ impl ScenarioInputs {
         let samplers = if recipe.placement.processes { recipe.rollout_workers().max(1) } else { 1 };
         let cores = self.cores_factor(recipe, samplers);
         let sums = SamplerExchange::of(&self.hardware, recipe, config);
-        let decode = self.decode(&work, &sums, &mut notes).times(cores[0]).plus(sums.decode_s);
+        let factor = cores[0] * self.factors.sampling;
+        let decode = self.decode(&work, &sums, &mut notes).times(factor).plus(sums.decode_s);
         let prefill = self.calibration.prefill_token_s.unwrap_or_else(|| {
             2.0 * work.products / (self.hardware.flops_per_s.value * self.hardware.prefill_share.value)
         });
         let prefill = PrefillCost {
             fixed_s: sums.decode_s[0],
-            per_token_s: prefill * sums.share * cores[0] + sums.prefill_token_s,
+            per_token_s: prefill * sums.share * factor + sums.prefill_token_s,
         };
         let warm_steps = (recipe.buffer.max_staleness + 3).min(steps / 2);
         let scenario = Scenario {
@@ -162,7 +207,7 @@ impl ScenarioInputs {
         if self.calibration.reward.is_none() {
             notes.push("rewards are assumed to take no time; `--calibration RUN` takes their times from an earlier run".to_owned());
         }
-        scenario.check().map_err(|error| Failure::Argument(error.to_string()))?;
+        scenario.check().map_err(|error| refused(&error))?;
         Ok((scenario, notes))
     }
 
@@ -301,7 +346,8 @@ impl ScenarioInputs {
             let each = token_s * step.length + square_s * step.length * step.length;
             step.seconds / (step.sequences * each).max(f64::MIN_POSITIVE)
         });
-        let passes = if self.calibration.contended { 1.0 } else { split.passes / PASSES };
+        let is_of_run = self.calibration.training.iter().any(|step| step.is_of_run);
+        let passes = if is_of_run { 1.0 } else { split.passes / PASSES };
         let [token_s, square_s] =
             [token_s, square_s].map(|seconds| seconds * slower * passes * split.slowdown / split.sharing);
         Some(StepCost { token_s, square_s, fixed_s: 0.0, update_s: 0.0 })
@@ -337,7 +383,7 @@ impl ScenarioInputs {
         let devices = recipe.devices();
         let same = devices.rollout.is_some() && devices.trainer.contains(&devices.rollout);
         let cores = devices.rollout.is_none() && !devices.trains() && !recipe.placement.processes;
-        if !(same || cores) || self.calibration.contended {
+        if !(same || cores) || self.calibration.is_contended() {
             return ResourceSharing::Separate;
         }
         let all = available_cores() as f64;
@@ -348,6 +394,9 @@ impl ScenarioInputs {
             of(recipe.placement.rollout_threads) + of(recipe.placement.trainer_threads)
         };
         let asked = asked.max(1.0);
+        if let (Some([sampler, trainer]), false, true) = (self.factors.contention, same, asked >= 2.0) {
+            return ResourceSharing::Cores { sampler, trainer };
+        }
         // Beside each other both sides have half of the cores: what they lose was measured, or is what they share.
         let half = (available_cores() / 2).max(1);
         let [sampler, trainer] = [self.decoding_beside(recipe, half), self.training_beside(half)];
@@ -388,6 +437,10 @@ impl ScenarioInputs {
     }
 }
 
+fn refused(error: &SimulationError) -> Failure {
+    Failure::Argument(error.to_string())
+}
+
 /// Seconds of a token and of the square of a sequence's tokens, by least squares over what was measured; with steps of one length
 /// alone, in the ratio `square` that is estimated. `None` without a measurement.
 fn fitted(steps: &[MeasuredTraining], square: f64) -> Option<[f64; 2]> {
@@ -423,6 +476,7 @@ mod tests {
             sequences,
             length,
             seconds: sequences * (2e-5 * length + 1e-9 * length * length),
+            is_of_run: false,
         };
         let training = vec![step(16.0, 1024.0), step(4.0, 8192.0), step(64.0, 128.0)];
         let [token, square] = fitted(&training, 0.0).unwrap();

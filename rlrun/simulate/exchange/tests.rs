@@ -25,7 +25,7 @@ fn loaded(sets: &[&str]) -> (Recipe, Config) {
 fn scenario(hardware: &Hardware, sets: &[&str]) -> simulator::Scenario {
     let (recipe, config) = loaded(sets);
     let (hardware, layout) = (hardware.clone(), Layout::new(&config));
-    let inputs = ScenarioInputs { hardware, calibration: Calibration::default(), layout };
+    let inputs = ScenarioInputs::new(hardware, Calibration::default(), layout);
     inputs.scenario(&recipe, &config, 10).unwrap().0
 }
 
