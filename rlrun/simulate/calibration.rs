@@ -40,7 +40,7 @@ pub struct Calibration {
     pub training: Vec<MeasuredTraining>,
     /// Whether decoding or training was measured while the other side used the same cores.
     contended: bool,
-    /// Whether the directory of a run was read.
+    /// Whether a run, or the loop of a benchmark, was read.
     has_run: bool,
     /// Share of the tokens of a batch that is trained: groups without variance are left out.
     pub trained_share: Option<f64>,
@@ -213,7 +213,6 @@ impl Calibration {
             ))
         })?;
         self.take(&measured, recipe);
-        self.has_run = true;
         Ok(())
     }
 
@@ -231,6 +230,7 @@ impl Calibration {
         self.reward = run.reward_time().or(self.reward);
         self.logs_s = run.logs_s;
         self.commit_s = run.commit_s.unwrap_or(self.commit_s);
+        self.has_run = true;
         self.take_speeds(run, recipe);
     }
 

@@ -131,7 +131,6 @@ impl MeasuredRun {
         let completions = batch[0] as f64 * batch[1] as f64;
         let saves = steps.0.iter().filter_map(|step| step.get("time/save_ckpt")?.as_f64());
         let saves = saves.filter(|seconds| *seconds > 0.0);
-        let speed = steps.mean("rollout/tokens_per_s").filter(|speed| *speed > 0.0);
         Some(Self {
             batch,
             max_running: count("rollout", "max_running")?,
@@ -144,7 +143,7 @@ impl MeasuredRun {
             prompt_tokens: steps.mean("prompts/mean_length"),
             trained_share: steps.trained_share(epochs * completions),
             training_s: steps.mean("time/forward_backward").filter(|seconds| *seconds > 0.0),
-            sampled_token_s: speed.map(|speed| 1.0 / speed),
+            sampled_token_s: steps.mean_inverse("rollout/tokens_per_s"),
             publish_s: steps.mean("time/weight_sync"),
             stall_s: steps.mean("time/decode_stall"),
             checkpoint_s: saves.reduce(f64::max),
@@ -171,6 +170,13 @@ struct StepMetrics<'a>(&'a [Map<String, Value>]);
 impl StepMetrics<'_> {
     fn mean(&self, name: &str) -> Option<f64> {
         let values: Vec<f64> = self.0.iter().filter_map(|step| step.get(name)?.as_f64()).collect();
+        (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+    }
+
+    /// Mean of the inverse of a speed: steps have about as many tokens each.
+    fn mean_inverse(&self, name: &str) -> Option<f64> {
+        let speeds = self.0.iter().filter_map(|step| step.get(name)?.as_f64());
+        let values: Vec<f64> = speeds.filter(|speed| *speed > 0.0).map(|speed| 1.0 / speed).collect();
         (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
     }
 
