@@ -298,18 +298,21 @@ mod tests {
     use super::*;
     use crate::plan::tests::recipe;
 
-    #[test]
-    fn experts_are_gathered_by_ranks_that_have_the_same() {
-        let config = Config::fresh(&model::Sizes {
+    fn config(num_layers: usize) -> Config {
+        Config::fresh(&model::Sizes {
             vocab_size: 10,
             hidden_size: 8,
             intermediate_size: 16,
-            num_layers: 2,
+            num_layers,
             num_heads: 2,
             num_kv_heads: 2,
             max_position_embeddings: 64,
-        });
-        let layout = Layout::new(&config.of_family(model::Architecture::Qwen3Moe).with_experts(4, 2));
+        })
+    }
+
+    #[test]
+    fn experts_are_gathered_by_ranks_that_have_the_same() {
+        let layout = Layout::new(&config(2).of_family(model::Architecture::Qwen3Moe).with_experts(4, 2));
         let experts = layout.specs().iter().filter(|spec| spec.name.contains(".experts."));
         let experts = experts.map(ParameterSpec::len).sum::<usize>() as f64;
         let others = layout.len() as f64 - experts;
@@ -320,16 +323,7 @@ mod tests {
 
     #[test]
     fn stages_send_two_hidden_states_for_a_token_and_fewer_gradients() {
-        let sizes = model::Sizes {
-            vocab_size: 10,
-            hidden_size: 8,
-            intermediate_size: 16,
-            num_layers: 4,
-            num_heads: 2,
-            num_kv_heads: 2,
-            max_position_embeddings: 64,
-        };
-        let config = Config::fresh(&sizes);
+        let config = config(4);
         let of = |world, pipeline| {
             let mut recipe = recipe();
             recipe.trainer.world = world;

@@ -43,6 +43,11 @@ fn whole(settings: LearnerConfig) -> LearnerConfig {
     divided(1, settings)
 }
 
+/// The same with an optimizer of this kind.
+fn optimized(kind: OptimizerKind, settings: LearnerConfig) -> LearnerConfig {
+    LearnerConfig { optimizer: with_optimizer(kind).optimizer, ..settings }
+}
+
 fn stepped(learner: &mut Learner, steps: usize) -> Stepped {
     let groups = groups();
     let steps = (0..steps).map(|_| policy_step(learner, &groups, 1e-2)).collect();
@@ -68,10 +73,7 @@ fn every_degree_has_the_bits_of_one_rank() {
     for architecture in [Architecture::Qwen3Moe, Architecture::Glm4Moe, Architecture::GptOss] {
         let model = with_experts(architecture);
         for kind in [OptimizerKind::Adamw, OptimizerKind::Muon] {
-            let of = |settings: LearnerConfig| LearnerConfig {
-                optimizer: with_optimizer(kind).optimizer,
-                ..settings
-            };
+            let of = |settings| optimized(kind, settings);
             let one = |sections| stepped(&mut learner(of(whole(settings(1, 1, sections))), &model), 2);
             let (expected, of_sections) = (one(1), one(4));
             assert!(expected.steps[1].0 > 0.0, "it learns");
@@ -94,10 +96,7 @@ fn ranks_share_the_experts_that_they_have_in_common() {
     for architecture in [Architecture::Qwen3Moe, Architecture::Glm4Moe] {
         let model = Config { reduction: Reduction::Tree, ..with_experts(architecture) };
         for kind in [OptimizerKind::Adamw, OptimizerKind::Muon] {
-            let of = |settings: LearnerConfig| LearnerConfig {
-                optimizer: with_optimizer(kind).optimizer,
-                ..settings
-            };
+            let of = |settings| optimized(kind, settings);
             let one = |sections| stepped(&mut learner(of(whole(settings(1, 1, sections))), &model), 2);
             let (expected, of_sections) = (one(1), one(4));
             for (data, [tensor, context, pipeline], expert) in [
