@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 
+from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import expect, sync_playwright
 
 import synthetic
@@ -485,6 +486,17 @@ def walk_views(walk, synthetic_runs):
         walk.compare(run)
 
 
+def started(playwright):
+    """A browser. Chromium itself crashes now and then while it starts, on a busy machine: it gets three attempts."""
+    for attempt in range(3):
+        try:
+            return playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        except PlaywrightError as error:
+            if attempt == 2 or "signal=" not in str(error):
+                raise
+            print("Chromium crashed while it started, and is started again:", str(error).splitlines()[0])
+
+
 def walk_page(program, out, runs):
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
         scratch = pathlib.Path(scratch)
@@ -492,7 +504,7 @@ def walk_page(program, out, runs):
         everything = [*runs, hostile, copy]
         server, url = serve(program, *everything)
         try:
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            browser = started(playwright)
             walk = Walk(browser, url, everything, out)
             walk.live(hostile)
             walk_views(walk, [copy])
@@ -519,7 +531,7 @@ def walk_page(program, out, runs):
 def walk_report(file, out, runs):
     """A report from disk, without a network."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = started(playwright)
         walk = Walk(browser, file.as_uri(), runs, out)
         walk.context.set_offline(True)
         loaded = []

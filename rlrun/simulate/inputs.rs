@@ -292,13 +292,12 @@ impl ScenarioInputs {
         let exchange = RankExchange::of(&self.hardware, recipe, (config, &self.layout), step_tokens);
         let factor = cores * exchange.stretch * self.calibration.trained_share.unwrap_or(1.0);
         TrainingCost {
-            fixed_s: cost.fixed_s * factor
-                + exchange.calls_s
-                + self.calibration.commit_s
-                + self.calibration.logs_s,
+            fixed_s: cost.fixed_s * factor + exchange.calls_s,
             per_token_s: cost.token_s * factor + exchange.token_s,
             per_square_s: cost.square_s * factor,
             optimizer_s: cost.update_s * cores + exchange.weights_s,
+            lease_s: self.calibration.commit_s,
+            logs_s: self.calibration.logs_s,
             ranks: split.ranks as usize,
             checkpoint_every: if self.calibration.checkpoint_s.is_some() {
                 recipe.checkpoint.interval

@@ -106,7 +106,7 @@ pub struct Progress {
     pub doing: WorkerPhase,
     /// Work of the engine.
     pub engine: EngineCounts,
-    /// Time in polls of the sampler with sequences in flight, seconds.
+    /// Time with sequences in flight: decoding, starting groups, handing over trajectories, seconds.
     pub busy_s: f64,
     /// Time without a sequence in flight: no slot, or waiting for weights, seconds.
     pub idle_s: f64,
@@ -272,13 +272,13 @@ impl Worker {
             if !self.has_turn(stop)? {
                 continue;
             }
+            let start = Instant::now();
             self.begins(WorkerPhase::Applying);
             let staged = self.update_weights(Duration::ZERO)?;
             if !staged && !self.makes_way() {
                 self.begins(WorkerPhase::Admitting);
                 self.admit(buffer)?;
             }
-            let start = Instant::now();
             if self.episodes.is_idle() {
                 self.begins(WorkerPhase::Waiting);
                 self.update_weights(LOOK_UP)?;
@@ -290,10 +290,10 @@ impl Worker {
                 let decodes = !self.sampler.is_idle();
                 self.begins(if decodes { WorkerPhase::Decoding } else { WorkerPhase::Stepping });
                 let ended = self.episodes.poll(&mut *self.sampler, LOOK_UP)?;
-                let spent = if decodes { &mut self.progress.busy_s } else { &mut self.progress.idle_s };
-                *spent += start.elapsed().as_secs_f64();
                 self.begins(WorkerPhase::HandingOver);
                 self.hand_over(ended)?;
+                let spent = if decodes { &mut self.progress.busy_s } else { &mut self.progress.idle_s };
+                *spent += start.elapsed().as_secs_f64();
                 self.waiting_since = Instant::now();
             }
             self.progress.engine = self.sampler.counts();

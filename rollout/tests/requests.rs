@@ -7,7 +7,7 @@ use std::time::Duration;
 use model::{Decoder, Draw, Pack, Sampling};
 use rollout::requests::FIRST_GROUP;
 use rollout::{
-    ClientRequestError, Completion, Engine, EngineConfig, LocalSampler, OnUpdate, RequestBounds,
+    ClientQueue, ClientRequestError, Completion, Engine, EngineConfig, LocalSampler, OnUpdate, RequestBounds,
     RequestEvent, RequestHandle, RequestOptions, RequestStop, RolloutError, SampleRequest, Sampler,
     ServedSampler, request_queue,
 };
@@ -168,10 +168,14 @@ struct Served {
 
 impl Served {
     fn new(bounds: RequestBounds) -> Self {
+        let (handle, queue) = request_queue(bounds);
+        Self::start(handle, queue)
+    }
+
+    fn start(handle: RequestHandle, queue: ClientQueue) -> Self {
         let model = Model::new();
         let config = EngineConfig { kv_cache_tokens: Some(4096), ..CONFIG };
         let sampler = LocalSampler::fixed(model.engine(config, &[]));
-        let (handle, queue) = request_queue(bounds);
         let stop = Arc::new(AtomicBool::new(false));
         let stops = Arc::clone(&stop);
         let served = ServedSampler::new(Box::new(sampler), queue);
@@ -262,10 +266,12 @@ fn a_request_whose_client_left_frees_its_pages() {
 
 #[test]
 fn a_full_queue_refuses_and_a_request_that_never_fits_fails_alone() {
-    let served = Served::new(RequestBounds { max_open: 3, max_running: 8 });
+    let (handle, queue) = request_queue(RequestBounds { max_open: 3, max_running: 8 });
     runtime().block_on(async {
-        let open: Vec<_> = (0..3).map(|n| served.handle.submit(streaming(n, 1)).unwrap()).collect();
-        assert_eq!(served.handle.submit(streaming(9, 1)).unwrap_err(), ClientRequestError::Busy { open: 3 });
+        // Nothing ends before the sampler starts.
+        let open: Vec<_> = (0..3).map(|n| handle.submit(streaming(n, 1)).unwrap()).collect();
+        assert_eq!(handle.submit(streaming(9, 1)).unwrap_err(), ClientRequestError::Busy { open: 3 });
+        let served = Served::start(handle, queue);
         drop(open);
         served.idle().await;
         let long = SampleRequest { max_completion_length: 1000, ..streaming(1, 1) };

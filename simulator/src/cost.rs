@@ -18,6 +18,10 @@ pub struct TrainingCost {
     pub per_square_s: f64,
     /// Of the optimizer, for every lease, seconds.
     pub optimizer_s: f64,
+    /// Until a lease that is granted is handed out, seconds: the journal commits it. The trainer waits.
+    pub lease_s: f64,
+    /// Between two steps, seconds: logs are written. The trainer neither computes nor waits for a batch.
+    pub logs_s: f64,
     /// Ranks that divide the sequences of a batch; the step takes the time of the slowest. At least 1.
     pub ranks: usize,
     /// Steps between checkpoints; 0 for none.
@@ -37,6 +41,8 @@ impl TrainingCost {
             per_token_s,
             per_square_s: 0.0,
             optimizer_s: 0.0,
+            lease_s: 0.0,
+            logs_s: 0.0,
             ranks: 1,
             checkpoint_every: 0,
             checkpoint_s: 0.0,
@@ -67,7 +73,15 @@ impl TrainingCost {
     }
 
     pub(crate) fn is_usable(&self) -> bool {
-        let times = [self.fixed_s, self.per_token_s, self.per_square_s, self.optimizer_s, self.checkpoint_s];
+        let times = [
+            self.fixed_s,
+            self.per_token_s,
+            self.per_square_s,
+            self.optimizer_s,
+            self.lease_s,
+            self.logs_s,
+            self.checkpoint_s,
+        ];
         self.ranks >= 1 && self.leases >= 1 && times.iter().all(|time| time.is_finite() && *time >= 0.0)
     }
 }

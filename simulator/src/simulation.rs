@@ -27,12 +27,16 @@ const MAX_EVENTS: u64 = 200_000_000;
 enum SimulatedTrainer {
     /// It waits for a lease.
     Waiting { since: f64 },
+    /// Its lease is granted and not yet handed out; then it computes for so many seconds.
+    Leasing { seconds: f64 },
     /// It waits until samplers have yielded the devices, and then computes for so many seconds.
     Switching { seconds: f64 },
     /// It computes for so many seconds more, counted from `from`.
     Computing { left_s: f64, from: f64 },
     /// It publishes.
     Publishing,
+    /// It writes logs.
+    Logging,
 }
 
 /// What is counted.
@@ -326,9 +330,10 @@ impl<'a> Simulation<'a> {
             self.tally.staleness[versions] += 1;
             lengths.extend(self.stored.remove(group).unwrap_or_default());
         }
+        let lease_s = self.scenario.trainer.lease_s;
         if let SimulatedTrainer::Waiting { since } = self.trainer {
-            self.tally.wait_s += self.now - since.max(self.tally.since);
-            self.step_wait_s += self.now - since;
+            self.tally.wait_s += self.now - since.max(self.tally.since) + lease_s;
+            self.step_wait_s += self.now - since + lease_s;
         }
         self.tally.tokens += lengths.iter().sum::<f64>();
         self.tally.completions += lengths.len() as f64;
@@ -341,6 +346,17 @@ impl<'a> Simulation<'a> {
         let saves =
             last && cost.checkpoint_every > 0 && (self.done + 1).is_multiple_of(cost.checkpoint_every);
         let seconds = cost.seconds(&lengths) + if saves { cost.checkpoint_s } else { 0.0 };
+        if lease_s > 0.0 {
+            self.trainer = SimulatedTrainer::Leasing { seconds };
+            self.trainer_event(lease_s);
+        } else {
+            self.begin(seconds);
+        }
+        Ok(())
+    }
+
+    /// The trainer has its batch, takes the devices if they are shared, and computes for `seconds` of its own.
+    fn begin(&mut self, seconds: f64) {
         match self.scenario.sharing {
             ResourceSharing::Turns { switch_s } => {
                 for sampler in 0..self.fleet.engines.len() {
@@ -352,7 +368,6 @@ impl<'a> Simulation<'a> {
             }
             ResourceSharing::Separate | ResourceSharing::Cores { .. } => self.compute(seconds),
         }
-        Ok(())
     }
 
     /// The trainer begins to compute for `seconds` of its own.
@@ -371,6 +386,7 @@ impl<'a> Simulation<'a> {
         self.may_lease = true;
         match self.trainer {
             SimulatedTrainer::Waiting { .. } => {}
+            SimulatedTrainer::Leasing { seconds } => self.begin(seconds),
             SimulatedTrainer::Switching { seconds } => self.compute(seconds),
             SimulatedTrainer::Computing { .. } => {
                 if let Some(lease) = self.lease.take() {
@@ -388,6 +404,7 @@ impl<'a> Simulation<'a> {
                 }
             }
             SimulatedTrainer::Publishing => self.end_step(),
+            SimulatedTrainer::Logging => self.trainer = SimulatedTrainer::Waiting { since: self.now },
         }
         Ok(())
     }
@@ -401,7 +418,13 @@ impl<'a> Simulation<'a> {
         let all = self.fleet.engines.len() as u64;
         self.tally.active_samplers += self.samplers.as_ref().map_or(all, AdmissionControl::amount);
         self.adapt();
-        self.trainer = SimulatedTrainer::Waiting { since: self.now };
+        let logs_s = self.scenario.trainer.logs_s;
+        if logs_s > 0.0 {
+            self.trainer = SimulatedTrainer::Logging;
+            self.trainer_event(logs_s);
+        } else {
+            self.trainer = SimulatedTrainer::Waiting { since: self.now };
+        }
         if matches!(self.scenario.sharing, ResourceSharing::Turns { .. }) {
             for sampler in 0..self.fleet.engines.len() {
                 self.fleet.stage(sampler, self.version, self.now);

@@ -62,6 +62,24 @@ fn equal_completions_take_what_the_closed_forms_say() {
     is_close(step_s(&scenario), 1.0 + 4.0 * 0.06 + 0.1 + 0.2 + 0.3 + 0.4 + training + 0.7);
 }
 
+/// The trainer waits for the commit of its lease, and writes logs: neither slows a sampler on the same cores.
+#[test]
+fn leases_and_logs_take_time_and_no_cores() {
+    let mut scenario = constant(0);
+    (scenario.trainer.lease_s, scenario.trainer.logs_s) = (0.1, 0.2);
+    let synchronous = simulate(&scenario, 0).unwrap();
+    is_close(synchronous.step_s, 1.6);
+    // Logs are written while the sampler works on the next batch.
+    is_close(synchronous.trainer_idle, (1.0 - 0.2 + 0.1) / 1.6);
+    let mut scenario = one_batch(1);
+    scenario.trainer = TrainingCost { lease_s: 0.1, logs_s: 0.2, ..TrainingCost::per_token(1.0 / 800.0) };
+    scenario.sharing = ResourceSharing::Cores { sampler: 1.0, trainer: 3.0 };
+    let slow = simulate(&scenario, 0).unwrap();
+    // Of a second of sampling, 0.3 s are beside the lease and the logs.
+    is_close(slow.step_s, 0.1 + 0.2 + 0.7 + (1.0 - 0.7 / 3.0));
+    is_close(slow.wait_s, 0.1);
+}
+
 #[test]
 fn cores_turns_and_tools_have_their_times() {
     let mut scenario = constant(0);
