@@ -17,6 +17,7 @@ mod exchange;
 pub mod hardware;
 pub mod inputs;
 pub mod measured_run;
+pub mod measurements;
 mod show;
 
 pub(crate) use show::{digits, limits_in_words};
@@ -32,6 +33,7 @@ use crate::recipe::{Model, Recipe};
 use calibration::Calibration;
 use hardware::Hardware;
 use inputs::ScenarioInputs;
+use measurements::Measurements;
 
 /// Simulates the recipe that `args` name and returns the report.
 ///
@@ -70,10 +72,11 @@ pub fn inputs_of(
     let on_gpu = recipe.devices().any();
     let name = args.hardware.as_deref().unwrap_or(if on_gpu { "h200" } else { "cpu" });
     let hardware = Hardware::open(name)?;
-    let mut calibration = Calibration::default();
+    let mut measurements = Measurements::default();
     for path in &args.calibration {
-        calibration.read(path, recipe, config, &hardware)?;
+        measurements.read(path, recipe, config, &hardware)?;
     }
+    let calibration = Calibration::of(&measurements, recipe);
     ScenarioInputs::new(hardware, calibration, Layout::new(config)).with_runs(recipe, config)
 }
 

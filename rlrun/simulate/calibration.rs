@@ -1,47 +1,28 @@
-//! Measurements for a simulation: results of `rlrun-bench --json`, and metrics of an earlier run.
+//! What a simulation takes from measurements.
 //!
-//! Invariant: measurements of another model, or of another kind of device, are refused and never mixed in. Files are read up to a
-//! size; lines that are no results are refused by their number.
-
-use std::io::ErrorKind;
-use std::path::Path;
+//! Invariant: of several measurements of one value the first in this order is taken: benchmarks of parts, runs, loops of benchmarks; of
+//! several runs, or loops, the one that was read last.
 
 use model::thread_pool::available_cores;
-use serde::Deserialize;
-use serde_json::{Map, Value};
 use simulator::{LatencyModel, LengthModel};
 
 use super::contention::{MeasuredContention, MeasuredSampling};
-use super::hardware::{Hardware, HardwareKind};
-use super::measured_run::{MeasuredRun, RecipeValues};
-use crate::failure::Failure;
+use super::measured_run::MeasuredRun;
+use super::measurements::{BenchmarkResults, Measurements};
 use crate::recipe::Recipe;
 use crate::recipe::words::WeightTransport;
 
-/// Largest file, bytes.
-const MAX_BYTES: u64 = 256 << 20;
 /// Share of the variance of the logarithm of lengths that prompts have, where no measurement says it.
 pub(super) const SHARED: f64 = 0.5;
-/// A device on which products are this much faster than the hardware file says is another one.
-const FASTER: f64 = 1.15;
-/// A device on which products reach less than this share of what the hardware file says is another one.
-const SLOWER: f64 = 0.25;
 
 /// What was measured.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Calibration {
-    /// Decode steps.
-    pub decode: Vec<MeasuredDecode>,
-    /// Mean context of a sequence meanwhile, tokens.
-    pub decode_context: f64,
-    /// Time of a prefilled token, seconds.
-    pub prefill_token_s: Option<f64>,
-    /// Training steps.
-    pub training: Vec<MeasuredTraining>,
-    /// Whether decoding or training was measured while the other side used the same cores.
-    contended: bool,
-    /// Whether a run, or the loop of a benchmark, was read.
-    has_run: bool,
+    /// Decode steps and training steps, of benchmarks or of a run.
+    pub parts: BenchmarkResults,
+    /// Whether decoding or training was measured while the other side used the same cores, and no synchronous run gives the level of
+    /// both.
+    pub is_contended: bool,
     /// Share of the tokens of a batch that is trained: groups without variance are left out.
     pub trained_share: Option<f64>,
     /// Mean length of prompts, tokens.
@@ -66,8 +47,6 @@ pub struct Calibration {
     pub synchronous_sampling: Option<MeasuredSampling>,
     /// Both sides on the same cores: of an asynchronous run.
     pub contention: Option<MeasuredContention>,
-    /// What was read.
-    pub sources: Vec<String>,
 }
 
 /// A decode step that was measured.
@@ -97,377 +76,115 @@ pub struct MeasuredTraining {
 }
 
 impl Calibration {
-    /// Adds the results in the file, or the metrics of the run directory, at `path`.
-    ///
-    /// # Errors
-    /// A path that is neither, and measurements that are not of the model of `recipe` (its shape is `config`) on `hardware`.
-    pub fn read(
-        &mut self,
-        path: &Path,
-        recipe: &Recipe,
-        config: &model::Config,
-        hardware: &Hardware,
-    ) -> Result<(), Failure> {
-        self.sources.push(path.display().to_string());
-        if path.is_dir() {
-            return self.read_run(path, recipe);
+    /// What `measurements` say about `recipe`.
+    #[must_use]
+    pub fn of(measurements: &Measurements, recipe: &Recipe) -> Self {
+        let Measurements { benchmarks, .. } = measurements;
+        let prompt_tokens = measurements.last(|run| run.prompt_tokens);
+        let prompt = prompt_tokens_of(prompt_tokens, recipe);
+        let training = |run: &MeasuredRun| run.training(prompt);
+        let synchronous = measurements
+            .last(|run| training(run).filter(|_| run.is_alone() && run.has_one_pass))
+            .filter(|_| !recipe.needs_reference());
+        let synchronous_sampling = measurements.last(|run| run.sampling().filter(|_| run.is_alone()));
+        let contention = measurements.last(|run| {
+            let asynchronous = run.shares_cores && run.has_one_pass && !run.is_alone();
+            let (sampling, training) = (run.sampling()?, training(run)?);
+            asynchronous.then_some(MeasuredContention { sampling, training, idle: run.idle })
+        });
+        let mut parts = benchmarks.clone();
+        let mut all_alone = true;
+        if let (true, Some((step, alone))) =
+            (parts.training.is_empty(), measurements.last(|run| Some((training(run)?, run.is_alone()))))
+        {
+            parts.training.push(step);
+            all_alone &= alone;
         }
-        let text = read_limited(path)?;
-        let expected =
-            Expected { path, recipe, parameters: model::Layout::new(config).len() as f64, hardware };
-        for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
-            let row: Map<String, Value> = serde_json::from_str(line).map_err(|error| {
-                Failure::Argument(format!(
-                    "line {number} of {} is no result of `rlrun-bench --json` ({error}); name a file with one object per line",
-                    path.display()
-                ))
-            })?;
-            self.add(&row, number, &expected)?;
+        if let (true, Some((step, context, alone))) = (
+            parts.decode.is_empty(),
+            measurements.last(|run| Some((run.decode()?, run.lengths[0] / 2.0, run.is_alone()))),
+        ) {
+            parts.decode.push(step);
+            parts.decode_context = context;
+            all_alone &= alone;
         }
-        Ok(())
-    }
-
-    /// Adds the result in line `line`.
-    fn add(&mut self, row: &Map<String, Value>, line: usize, expected: &Expected<'_>) -> Result<(), Failure> {
-        let measure = row.get("measure").and_then(Value::as_str).unwrap_or_default();
-        if !["generate", "train", "loop"].contains(&measure) {
-            return Ok(());
+        Self {
+            parts,
+            is_contended: !all_alone && (synchronous.is_none() || synchronous_sampling.is_none()),
+            trained_share: measurements.last(|run| Some(run.trained_share)),
+            prompt_tokens,
+            lengths: measurements.last(|run| Some(run.length_model(recipe.rollout.max_completion_length))),
+            reward: measurements.last(MeasuredRun::reward_time),
+            publish_s: measurements.last(|run| Some((run.transport, run.publish_s?))),
+            stall_s: measurements.last(|run| run.stall_s),
+            checkpoint_s: measurements.last(|run| run.checkpoint_s),
+            logs_s: measurements.last(|run| Some(run.logs_s)).unwrap_or(0.0),
+            commit_s: measurements.last(|run| run.commit_s).unwrap_or(0.0),
+            synchronous,
+            synchronous_sampling,
+            contention,
         }
-        expected.check(row)?;
-        let number = |name: &str| {
-            row.get(name).and_then(Value::as_f64).filter(|value| value.is_finite() && *value > 0.0)
-        };
-        let threads = number("threads").map_or_else(available_cores, |threads| threads as usize);
-        match measure {
-            "generate" => {
-                let prefilled = number("prefill_tokens_per_s").map(|speed| 1.0 / speed);
-                self.prefill_token_s = prefilled.or(self.prefill_token_s);
-                if let (Some(batch), Some(ms)) = (number("batch"), number("decode_ms")) {
-                    let context = number("prompt").unwrap_or(0.0) + number("new").unwrap_or(0.0) / 2.0;
-                    // The mean over the points.
-                    let points = self.decode.len() as f64;
-                    self.decode_context = (self.decode_context * points + context) / (points + 1.0);
-                    self.decode.push(MeasuredDecode { threads, sequences: batch, seconds: ms / 1e3 });
-                }
-            }
-            "train" => {
-                let step = (number("sequences"), number("length"), number("seconds"));
-                if let (Some(sequences), Some(length), Some(seconds)) = step {
-                    let is_of_run = false;
-                    self.training.push(MeasuredTraining { threads, sequences, length, seconds, is_of_run });
-                }
-            }
-            _ => {
-                let Some(run) = row.get("run") else { return Ok(()) };
-                let run = MeasuredRun::deserialize(run).map_err(|error| error.to_string());
-                let run = run.and_then(MeasuredRun::checked).map_err(|reason| {
-                    let path = expected.path.display();
-                    Failure::Argument(format!(
-                        "line {line} of {path} has no measurements of a loop ({reason}); measure it again with `rlrun-bench loop --json`"
-                    ))
-                })?;
-                // A loop writes fewer logs and no checkpoints.
-                if self.has_run {
-                    self.take_speeds(&run, expected.recipe)
-                } else {
-                    self.take(&run, expected.recipe)
-                }
-            }
-        }
-        Ok(())
     }
 
     /// Mean length of prompts, tokens; half of the longest if none was measured.
     pub(super) fn prompt_tokens(&self, recipe: &Recipe) -> f64 {
-        self.prompt_tokens.unwrap_or(recipe.data.max_prompt_length as f64 / 2.0)
+        prompt_tokens_of(self.prompt_tokens, recipe)
     }
 
     /// Decode steps on `threads` threads, or on the most of all if it is `None`: sequences that decode together, and seconds.
     pub(super) fn decode_on(&self, threads: Option<usize>) -> Vec<(f64, f64)> {
-        let most = self.decode.iter().map(|step| step.threads).max().unwrap_or_default();
-        let steps = self.decode.iter().filter(|step| step.threads == threads.unwrap_or(most));
+        let steps = &self.parts.decode;
+        let most = steps.iter().map(|step| step.threads).max().unwrap_or_default();
+        let steps = steps.iter().filter(|step| step.threads == threads.unwrap_or(most));
         steps.map(|step| (step.sequences, step.seconds)).collect()
     }
 
     /// Training steps on `threads` threads, or on the most of all if it is `None`.
     pub(super) fn training_on(&self, threads: Option<usize>) -> Vec<MeasuredTraining> {
-        let most = self.training.iter().map(|step| step.threads).max().unwrap_or_default();
-        self.training.iter().filter(|step| step.threads == threads.unwrap_or(most)).copied().collect()
-    }
-
-    /// The steps of the run in this directory.
-    fn read_run(&mut self, run: &Path, recipe: &Recipe) -> Result<(), Failure> {
-        let values = checked_run(run, recipe)?;
-        let path = run.join("metrics.jsonl");
-        if !path.is_file() {
-            let what = format!("`{}` is no run with metrics: it has no `metrics.jsonl`", run.display());
-            return Err(Failure::NotThere(what));
-        }
-        // A run with `log.timeline = 0` has none.
-        let timeline = read_limited(&run.join("timeline.jsonl")).unwrap_or_default();
-        let measured = MeasuredRun::of(&values, &read_limited(&path)?, &timeline);
-        let measured = measured.map_err(|reason| {
-            let run = run.display();
-            Failure::Argument(format!(
-                "`{run}` {reason}; let it train a few steps first, or name another run"
-            ))
-        })?;
-        self.take(&measured, recipe);
-        Ok(())
-    }
-
-    /// Takes what a run measured: lengths, rewards, weights; decoding and training where nothing else has measured them.
-    fn take(&mut self, run: &MeasuredRun, recipe: &Recipe) {
-        let ([length, longest], completions) = (run.lengths, run.completions());
-        let cap = recipe.rollout.max_completion_length as f64;
-        self.lengths =
-            Some(LengthModel::from_longest([length.max(1.0), longest.max(1.0), cap], completions, SHARED));
-        self.trained_share = Some(run.trained_share);
-        self.prompt_tokens = run.prompt_tokens.or(self.prompt_tokens);
-        self.publish_s = run.publish_s.map(|seconds| (run.transport, seconds)).or(self.publish_s);
-        self.stall_s = run.stall_s.or(self.stall_s);
-        self.checkpoint_s = run.checkpoint_s.or(self.checkpoint_s);
-        self.reward = run.reward_time().or(self.reward);
-        self.logs_s = run.logs_s;
-        self.commit_s = run.commit_s.unwrap_or(self.commit_s);
-        self.has_run = true;
-        self.take_speeds(run, recipe);
-    }
-
-    /// Takes the times of training and sampling of a run.
-    fn take_speeds(&mut self, run: &MeasuredRun, recipe: &Recipe) {
-        let MeasuredRun { batch, max_running, max_staleness, idle, lengths: [length, _], .. } = *run;
-        let (threads, completions) = (available_cores(), run.completions());
-        // Each side had all cores while it worked.
-        let alone = run.shares_cores && max_staleness == 0;
-        let training = run.training_s.map(|seconds| {
-            let length = length + self.prompt_tokens(recipe);
-            let sequences = completions * run.trained_share;
-            MeasuredTraining { threads, sequences, length, seconds, is_of_run: true }
-        });
-        if let Some(step) = training {
-            let compares = alone && run.has_one_pass && !recipe.needs_reference();
-            self.synchronous = training.filter(|_| compares).or(self.synchronous);
-            if self.training.is_empty() {
-                self.training.push(step);
-                self.contended |= !alone;
-            }
-        }
-        let Some(token_s) = run.sampled_token_s else { return };
-        let sampling = MeasuredSampling { batch, max_staleness, max_running, token_s };
-        if alone {
-            self.synchronous_sampling = Some(sampling);
-        } else if let (true, Some(training)) = (run.shares_cores && run.has_one_pass, training) {
-            self.contention = Some(MeasuredContention { sampling, training, idle });
-        }
-        if self.decode.is_empty() {
-            let sequences = (completions * (max_staleness as f64 + 1.0)).min(max_running as f64);
-            self.decode_context = length / 2.0;
-            self.decode.push(MeasuredDecode { threads, sequences, seconds: sequences * token_s });
-            self.contended |= !alone;
-        }
-    }
-
-    /// Whether times of a side contain what the other one took from it: a synchronous run gives the level of both.
-    pub(super) fn is_contended(&self) -> bool {
-        self.contended && !(self.synchronous.is_some() && self.synchronous_sampling.is_some())
+        let steps = &self.parts.training;
+        let most = steps.iter().map(|step| step.threads).max().unwrap_or_default();
+        steps.iter().filter(|step| step.threads == threads.unwrap_or(most)).copied().collect()
     }
 }
 
-/// What results have to be of.
-struct Expected<'a> {
-    path: &'a Path,
-    recipe: &'a Recipe,
-    parameters: f64,
-    hardware: &'a Hardware,
+fn prompt_tokens_of(measured: Option<f64>, recipe: &Recipe) -> f64 {
+    measured.unwrap_or(recipe.data.max_prompt_length as f64 / 2.0)
 }
 
-impl Expected<'_> {
-    fn check(&self, row: &Map<String, Value>) -> Result<(), Failure> {
-        let text = |name: &str| row.get(name).and_then(Value::as_str).unwrap_or_default();
-        let measured = row.get("parameters").and_then(Value::as_f64).unwrap_or(0.0);
-        let refuse = |found: String| {
-            let model = match &self.recipe.model {
-                crate::recipe::Model::Path(path) => path.display().to_string(),
-                crate::recipe::Model::Random(_) => self.recipe.name.clone(),
-            };
-            Err(Failure::Argument(format!(
-                "not calibrated for `{model}` ({} parameters) on {}: {} measured {found}; measure it there with \
-                 `rlrun-bench generate --model DIR --sweep --json` and `rlrun-bench train --model DIR --json`",
-                self.parameters,
-                self.hardware.name,
-                self.path.display()
-            )))
-        };
-        if measured != self.parameters {
-            return refuse(format!("`{}` ({measured} parameters)", text("model")));
-        }
-        let device = text("device");
-        if (device.is_empty() || device == "cpu") != (self.hardware.kind == HardwareKind::Cpu) {
-            let device = if device.is_empty() { "the processor" } else { device };
-            return refuse(format!("on {device}"));
-        }
-        let reached = row.get("peak_gflops").and_then(Value::as_f64).unwrap_or(0.0) * 1e9;
-        let limit = self.hardware.flops_per_s.value;
-        let is_gpu = self.hardware.kind == HardwareKind::Gpu && reached > 0.0 && text("dtype") != "f32";
-        if is_gpu && !(SLOWER * limit..=FASTER * limit).contains(&reached) {
-            return refuse(format!(
-                "where products reach {:.0} TFLOP/s of {:.0}",
-                reached / 1e12,
-                limit / 1e12
-            ));
-        }
-        Ok(())
-    }
-}
-
-/// The recipe of a run, which is refused if it is of another model or device.
-fn checked_run(run: &Path, recipe: &Recipe) -> Result<RecipeValues, Failure> {
-    let path = run.join("resolved.toml");
-    let Ok(text) = read_limited(&path) else {
-        let what = format!("`{}` is no run directory: it has no `resolved.toml`", run.display());
-        return Err(Failure::NotThere(what));
-    };
-    let resolved: toml::Table = text.parse().map_err(|error| {
-        Failure::Argument(format!(
-            "{} is no recipe ({error}); name a run directory as it was written",
-            path.display()
-        ))
-    })?;
-    let resolved = match serde_json::to_value(resolved) {
-        Ok(Value::Object(values)) => values,
-        // A table of TOML is an object of JSON.
-        _ => RecipeValues::new(),
-    };
-    let own = recipe.values();
-    for (section, key) in [("model", "path"), ("model", "random"), ("placement", "device")] {
-        let theirs = resolved.get(section).and_then(|table| table.get(key)).cloned();
-        let ours = own.get(section).and_then(|table| table.get(key)).cloned();
-        if theirs != ours {
-            let shown = |value: Option<Value>| value.map_or("no value".to_owned(), |value| value.to_string());
-            return Err(Failure::Argument(format!(
-                "not calibrated for this recipe: `{}` ran with `{section}.{key}` {}, and the recipe has {}; name a run of the same \
-                 model on the same kind of device",
-                run.display(),
-                shown(theirs),
-                shown(ours)
-            )));
-        }
-    }
-    Ok(resolved)
-}
-
-/// The text of a regular file of at most [`MAX_BYTES`].
-fn read_limited(path: &Path) -> Result<String, Failure> {
-    model::files::read_text(path, MAX_BYTES).map_err(|source| match source.kind() {
-        ErrorKind::FileTooLarge | ErrorKind::InvalidData | ErrorKind::InvalidInput => {
-            let what = format!("{} cannot be a calibration: {source}; name another file", path.display());
-            Failure::Argument(what)
-        }
-        _ => Failure::System { what: format!("read {}", path.display()), source },
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-    use crate::program::Program;
-
-    const TEXT: &str = "[model.random]\n[data.arithmetic]\n[buffer]\nbatch_groups = 2\nmax_staleness = 0\n[rollout]\n\
-                        group_size = 4\n[[rewards]]\nkind = \"exact\"\n[trainer]\nsteps = 8\n";
-
-    /// A run in which a third of the tokens is trained has the time of a token, and its steps a third of the tokens.
-    #[test]
-    fn a_run_says_which_share_of_a_batch_is_trained() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("r.toml");
-        std::fs::write(&path, TEXT).unwrap();
-        let (recipe, origins) = Recipe::load(&path, &[], &Program::default()).unwrap();
-        let run = directory.path().join("run");
-        std::fs::create_dir(&run).unwrap();
-        std::fs::write(run.join("resolved.toml"), recipe.resolved_toml(&origins)).unwrap();
-        // 8 completions of 30 tokens, of which 80 are trained in 2 s.
-        let step = |number: u32| {
-            json!({
-            "step": number, "time_s": 2.75 * f64::from(number), "time/step": 2.5, "reward/mean": 0.5, "prompts/mean_length": 5.0, "completions/mean_length": 30.0,
-            "completions/max_length": 40.0,
-            "trainer/tokens_per_s": 40.0, "time/forward_backward": 2.0, "rollout/tokens_per_s": 50.0,
-            })
-        };
-        let lines: String = (1..=8).map(|number| format!("{}\n", step(number))).collect();
-        std::fs::write(run.join("metrics.jsonl"), lines).unwrap();
-        let commits = "{\"lane\":\"journal\",\"kind\":\"commit\",\"start\":1.0,\"end\":1.5}\n{\"lane\":\"trainer\",\"start\":1.0}\n";
-        std::fs::write(run.join("timeline.jsonl"), commits).unwrap();
-        let mut calibration = Calibration::default();
-        calibration.read_run(&run, &recipe).unwrap();
-        assert!((calibration.trained_share.unwrap() - 1.0 / 3.0).abs() < 1e-12, "{calibration:?}");
-        let [measured] = calibration.training[..] else { panic!("{calibration:?}") };
-        assert_eq!((measured.sequences, measured.length, measured.seconds), (8.0 / 3.0, 35.0, 2.0));
-        assert_eq!((calibration.logs_s, calibration.commit_s), (0.25, 0.5));
-        assert_eq!(calibration.synchronous, Some(measured));
-        let max_running = recipe.rollout.max_running;
-        let sampled = MeasuredSampling { batch: [2, 4], max_staleness: 0, max_running, token_s: 0.02 };
-        assert_eq!(calibration.synchronous_sampling, Some(sampled));
-        let asynchronous = recipe.resolved_toml(&origins).replace("max_staleness = 0", "max_staleness = 1");
-        std::fs::write(run.join("resolved.toml"), asynchronous).unwrap();
-        calibration.read_run(&run, &recipe).unwrap();
-        assert_eq!(calibration.synchronous, Some(measured), "that of the earlier run");
-        assert_eq!(calibration.synchronous_sampling, Some(sampled), "that of the earlier run");
-        let mut other = Calibration::default();
-        other.read_run(&run, &recipe).unwrap();
-        assert_eq!((other.synchronous, other.synchronous_sampling), (None, None), "both have the same cores");
-        assert_eq!(other.contention.map(|both| both.sampling.max_staleness), Some(1));
-        assert!(other.is_contended() && !calibration.is_contended());
-        // In the other order the two runs say the same.
-        std::fs::write(run.join("resolved.toml"), recipe.resolved_toml(&origins)).unwrap();
-        other.read_run(&run, &recipe).unwrap();
-        assert_eq!((other.synchronous, other.synchronous_sampling), (Some(measured), Some(sampled)));
-        assert!(other.contention.is_some() && !other.is_contended());
+impl MeasuredRun {
+    /// Whether each side had all cores while it worked.
+    fn is_alone(&self) -> bool {
+        self.shares_cores && self.max_staleness == 0
     }
 
-    /// What a loop printed is read as it was measured, and what no run can have measured is refused.
-    #[test]
-    fn a_loop_calibrates_as_a_run_does_and_wrong_numbers_are_refused() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("r.toml");
-        std::fs::write(&path, TEXT).unwrap();
-        let (recipe, _) = Recipe::load(&path, &[], &Program::default()).unwrap();
-        let step = "{\"reward/mean\":0.5,\"completions/mean_length\":30.0,\"completions/max_length\":40.0,\
-                    \"rollout/tokens_per_s\":50.0,\"time/forward_backward\":2.0}\n";
-        let run = MeasuredRun::of(&recipe.values(), step, "").unwrap();
-        let config = recipe.fresh_model(match &recipe.model {
-            crate::recipe::Model::Random(sizes) => sizes,
-            crate::recipe::Model::Path(_) => panic!("it is random"),
-        });
-        let parameters = model::Layout::new(&config).len();
-        let hardware = Hardware::open("cpu").unwrap();
-        let read = |run: Value| {
-            let row = json!({"measure": "loop", "parameters": parameters, "threads": 2, "run": run});
-            let file = directory.path().join("loop.jsonl");
-            std::fs::write(&file, row.to_string()).unwrap();
-            let mut calibration = Calibration::default();
-            calibration.read(&file, &recipe, &config, &hardware).map(|()| calibration)
-        };
-        let calibration = read(json!(run)).unwrap();
-        assert_eq!(calibration.synchronous_sampling.map(|of| of.token_s), Some(0.02));
-        assert_eq!(calibration.synchronous.map(|of| of.seconds), Some(2.0));
-        for (key, wrong) in [
-            ("batch", json!([1, 10_000_000_000_000_u64])),
-            ("batch", json!([0, 4])),
-            ("max_running", json!(0)),
-            ("max_staleness", json!(u64::MAX)),
-            ("sampled_token_s", json!(-1.0)),
-            ("logs_s", json!(1e300)),
-            ("idle", json!([2.0, 0.0])),
-            ("lengths", json!([30.0])),
-            ("unknown", json!(1)),
-        ] {
-            let mut changed = json!(run);
-            changed[key] = wrong;
-            let error = read(changed).unwrap_err().to_string();
-            assert!(error.contains("line 1 of") && error.contains("rlrun-bench loop"), "{key}: {error}");
-        }
+    /// A step of its trainer, with prompts of `prompt` tokens.
+    fn training(&self, prompt: f64) -> Option<MeasuredTraining> {
+        Some(MeasuredTraining {
+            threads: available_cores(),
+            sequences: self.completions() * self.trained_share,
+            length: self.lengths[0] + prompt,
+            seconds: self.training_s?,
+            is_of_run: true,
+        })
+    }
+
+    /// What its sampler did.
+    fn sampling(&self) -> Option<MeasuredSampling> {
+        let MeasuredRun { batch, max_staleness, max_running, .. } = *self;
+        Some(MeasuredSampling { batch, max_staleness, max_running, token_s: self.sampled_token_s? })
+    }
+
+    /// A decode step of as many sequences as it could run.
+    fn decode(&self) -> Option<MeasuredDecode> {
+        let slots = self.completions() * (self.max_staleness as f64 + 1.0);
+        let sequences = slots.min(self.max_running as f64);
+        let seconds = sequences * self.sampled_token_s?;
+        Some(MeasuredDecode { threads: available_cores(), sequences, seconds })
+    }
+
+    /// Lengths of its completions, for a limit of `cap` tokens.
+    fn length_model(&self, cap: usize) -> LengthModel {
+        let [length, longest] = self.lengths;
+        LengthModel::from_longest([length.max(1.0), longest.max(1.0), cap as f64], self.completions(), SHARED)
     }
 }

@@ -154,7 +154,7 @@ impl ScenarioInputs {
         let sums = SamplerExchange::of(&self.hardware, recipe, config);
         let factor = cores[0] * self.factors.sampling;
         let decode = self.decode(&work, &sums, &mut notes).times(factor).plus(sums.decode_s);
-        let prefill = self.calibration.prefill_token_s.unwrap_or_else(|| {
+        let prefill = self.calibration.parts.prefill_token_s.unwrap_or_else(|| {
             2.0 * work.products / (self.hardware.flops_per_s.value * self.hardware.prefill_share.value)
         });
         let prefill = PrefillCost {
@@ -262,8 +262,11 @@ impl ScenarioInputs {
         let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
         let flops = hardware.flops_per_s.value * hardware.prefill_share.value;
         let token = work.cached / bandwidth;
-        let measured =
-            DecodeCurve::measured(&self.calibration.decode_on(None), self.calibration.decode_context, token);
+        let measured = DecodeCurve::measured(
+            &self.calibration.decode_on(None),
+            self.calibration.parts.decode_context,
+            token,
+        );
         measured.map(|curve| curve.times(sums.share)).unwrap_or_else(|| {
             notes.push(self.not_calibrated("decoding", "generate --sweep"));
             let read_s = work.parameters * work.width / bandwidth * sums.share;
@@ -345,7 +348,7 @@ impl ScenarioInputs {
             let each = token_s * step.length + square_s * step.length * step.length;
             step.seconds / (step.sequences * each).max(f64::MIN_POSITIVE)
         });
-        let is_of_run = self.calibration.training.iter().any(|step| step.is_of_run);
+        let is_of_run = self.calibration.parts.training.iter().any(|step| step.is_of_run);
         let passes = if is_of_run { 1.0 } else { split.passes / PASSES };
         let [token_s, square_s] =
             [token_s, square_s].map(|seconds| seconds * slower * passes * split.slowdown / split.sharing);
@@ -382,7 +385,7 @@ impl ScenarioInputs {
         let devices = recipe.devices();
         let same = devices.rollout.is_some() && devices.trainer.contains(&devices.rollout);
         let cores = devices.rollout.is_none() && !devices.trains() && !recipe.placement.processes;
-        if !(same || cores) || self.calibration.is_contended() {
+        if !(same || cores) || self.calibration.is_contended {
             return ResourceSharing::Separate;
         }
         let all = available_cores() as f64;
@@ -410,7 +413,7 @@ impl ScenarioInputs {
     fn decoding_beside(&self, recipe: &Recipe, threads: usize) -> Option<f64> {
         let slots = recipe.buffer.batch_groups as u64 * recipe.buffer.max_staleness.saturating_add(1);
         let limit = (recipe.rollout.max_running as u64).min(slots * recipe.rollout.group_size as u64);
-        let context = self.calibration.decode_context;
+        let context = self.calibration.parts.decode_context;
         let on = |threads: Option<usize>| {
             let curve = DecodeCurve::measured(&self.calibration.decode_on(threads), context, 0.0)?;
             Some(curve.step_s(limit as f64 / 2.0, 0.0))

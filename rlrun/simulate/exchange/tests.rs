@@ -122,6 +122,38 @@ fn rows_of_tokens_go_to_experts_and_only_other_weights_are_gathered() {
     assert!(with.to_string().contains("  expert "), "{with}");
 }
 
+/// Ranks that divide experts are neighbours, with the tensor ranks of each: rows leave a machine only if it has fewer devices.
+#[test]
+fn rows_for_experts_leave_a_machine_if_their_ranks_do() {
+    let mut fast = Hardware::open("h100").unwrap();
+    fast.devices_per_machine.value = 4.0;
+    let mut slow = fast.clone();
+    slow.network_bytes_per_s.value /= 10.0;
+    for (tensor, context, expert, leaves) in [
+        (1, 1, 2, false),
+        (1, 1, 4, false),
+        (2, 1, 2, false),
+        (2, 1, 4, true),
+        (1, 2, 4, false),
+        (2, 2, 2, false),
+        (2, 2, 4, true),
+    ] {
+        let sets = [
+            "model.random.architecture=qwen3_moe".to_owned(),
+            "trainer.zero=3".to_owned(),
+            "trainer.world=8".to_owned(),
+            format!("trainer.parallel.tensor={tensor}"),
+            format!("trainer.parallel.context={context}"),
+            format!("trainer.parallel.expert={expert}"),
+        ];
+        let sets: Vec<&str> = sets.iter().map(String::as_str).collect();
+        let (recipe, config) = loaded(&sets);
+        let [fast, slow] = [&fast, &slow].map(|hardware| exchanged(hardware, &recipe, &config).token_s);
+        assert!(fast > 0.0, "{sets:?}");
+        assert_eq!(slow > fast, leaves, "{sets:?}: {slow} {fast}");
+    }
+}
+
 #[test]
 fn ranks_of_a_sampler_have_a_latency_for_every_layer() {
     let cpu = Hardware::open("cpu").unwrap();
