@@ -39,7 +39,7 @@ impl RankMeeting for Groups {
 }
 
 /// A group of `world` ranks of which the last is lost after `calls` calls, and the number of calls that it has made.
-fn losing(world: usize, calls: usize) -> (Processes, impl Fn() -> usize) {
+pub(crate) fn losing(world: usize, calls: usize) -> (Processes, impl Fn() -> usize) {
     let log = Arc::default();
     let mut ranks = threads::group(world, SOON);
     let last = Recording::new(ranks.pop().unwrap(), &log).lost_after(calls);

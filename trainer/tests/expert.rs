@@ -14,6 +14,8 @@ use trainer::report::TokenSums;
 use trainer::supervised::imitate;
 use trainer::{ContextParallel, Leader, Learner, LearnerConfig, ParallelConfig, follow};
 
+use crate::elastic::losing;
+use crate::spread::{Processes, SOON};
 use crate::{LEARNER, config, groups, policy_step, samples, with_optimizer};
 
 /// What a learner did.
@@ -115,7 +117,8 @@ fn ranks_share_the_experts_that_they_have_in_common() {
                 let settings = settings(data, context, sections);
                 let parallel = ParallelConfig { tensor, pipeline, expert, ..settings.parallel };
                 let world = data * tensor * context * pipeline;
-                let settings = of(LearnerConfig { world, parallel, ..settings });
+                let recompute = [Recompute::None, Recompute::Block][usize::from(world > 4)];
+                let settings = of(LearnerConfig { world, parallel, recompute, ..settings });
                 let found = stepped(&mut learner(settings, &model), 2);
                 let expected = if sections == 1 { &expected } else { &of_sections };
                 assert!(found == *expected, "{architecture:?} {kind:?}: {world} ranks, {parallel:?}");
@@ -235,6 +238,41 @@ fn a_process_that_is_gone_is_named_by_all() {
         assert!(error.to_string().contains("rank 2") || error.to_string().contains("rank 0"), "{error}");
     }
     assert!(begin.elapsed() < LEARNER.wait);
+}
+
+/// Ranks with the same experts call each other, too: wherever one of them is lost, its peers name it, and no rank waits for the
+/// deadline.
+#[test]
+fn a_rank_of_those_with_the_same_experts_can_be_lost_at_any_call() {
+    let (groups, model) = (groups(), with_experts(Architecture::Qwen3Moe));
+    let rows = samples(&groups);
+    let stepped = |processes: &Processes, calls: &dyn Fn() -> usize| {
+        let (settings, parameters) = (divided(2, settings(4, 1, 1)), Parameters::random(&model, 5));
+        let learner = processes.leader.learner(settings, model.clone(), parameters, None, None);
+        let mut learner = learner.unwrap();
+        // The ranks have their shards.
+        learner.optimizer().unwrap();
+        let before = calls();
+        (before, imitate(&mut learner, &rows, 1e-2).map(drop))
+    };
+    let (undisturbed, calls) = losing(4, usize::MAX);
+    let (before, made) = stepped(&undisturbed, &calls);
+    made.unwrap();
+    undisturbed.end();
+    let after = calls() - 1;
+    assert!(after - before > 20, "from {before} to {after}");
+    for lost_after in (before..after).step_by(3) {
+        let (processes, calls) = losing(4, lost_after);
+        let begin = Instant::now();
+        let error = stepped(&processes, &calls).1.unwrap_err().to_string();
+        assert!(error.contains("is gone"), "after {lost_after} calls of {before} to {after}: {error}");
+        // The leader may hear of a rank that ended because of it, whose own error says so.
+        let errors = processes.errors();
+        let by_number =
+            |error: &String| error.contains("rank 3 is gone") || error.contains("3], which count");
+        assert!(errors.iter().any(by_number), "after {lost_after} calls: {error}; {errors:?}");
+        assert!(begin.elapsed() < SOON, "after {lost_after} calls a rank waited for the deadline");
+    }
 }
 
 #[test]

@@ -51,6 +51,13 @@ impl Processes {
         Self { leader, followers: ranks.into_iter().map(start).collect() }
     }
 
+    /// Ends the leader, and returns the errors of the followers.
+    pub(crate) fn errors(self) -> Vec<String> {
+        drop(self.leader);
+        let ended = self.followers.into_iter().map(|follower| follower.join().unwrap());
+        ended.filter_map(|ended| ended.err().map(|error| error.to_string())).collect()
+    }
+
     /// Ends the leader and the followers.
     pub(crate) fn end(self) {
         drop(self.leader);
