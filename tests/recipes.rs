@@ -143,11 +143,13 @@ fn gsm8k_as_published_trains_from_lines_and_from_parquet() {
     make_chat_model(&home);
     home.write("rows.jsonl", rows.join("\n"));
     write_parquet(&home.path("rows.parquet"), &rows);
-    let recipe = repository().join("recipes/grpo_gsm8k.toml");
+    let recipe = std::fs::read_to_string(repository().join("recipes/grpo_gsm8k.toml")).unwrap();
+    // A random model solves no task, and learns nothing from the recipe's reward alone.
+    home.write("recipe.toml", recipe + "[[rewards]]\nkind = \"length\"\ncache = 64\n");
     let run = |format: &str| {
         let (train, eval) = (format!("data.train=\"rows.{format}\""), format!("data.eval=\"rows.{format}\""));
         let sets = [&SHORT[..], &[&train, &eval, "buffer.max_staleness=0"]].concat();
-        let command = [recipe.to_str().unwrap(), "--run-dir", format];
+        let command = ["recipe.toml", "--run-dir", format];
         home.rlrun(&with_sets(&command, &sets)).ok();
         home.run(format)
     };

@@ -492,7 +492,7 @@ def started(playwright):
         try:
             return playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         except PlaywrightError as error:
-            if attempt == 2 or "signal=" not in str(error):
+            if attempt == 2 or "signal=SIG" not in str(error):
                 raise
             print("Chromium crashed while it started, and is started again:", str(error).splitlines()[0])
 

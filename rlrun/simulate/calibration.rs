@@ -1,7 +1,7 @@
 //! What a simulation takes from measurements.
 //!
 //! Invariant: of several measurements of one value the first in this order is taken: benchmarks of parts, runs, loops of benchmarks; of
-//! several runs, or loops, the one that was read last.
+//! several runs, or loops, the one that was read last. Steps of training and decoding are rather those of a synchronous run.
 
 use model::thread_pool::available_cores;
 use simulator::{LatencyModel, LengthModel};
@@ -15,7 +15,7 @@ use crate::recipe::words::WeightTransport;
 /// Share of the variance of the logarithm of lengths that prompts have, where no measurement says it.
 pub(super) const SHARED: f64 = 0.5;
 
-/// What was measured.
+/// What a simulation takes from measurements.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Calibration {
     /// Decode steps and training steps, of benchmarks or of a run.
@@ -82,7 +82,7 @@ impl Calibration {
         let Measurements { benchmarks, .. } = measurements;
         let prompt_tokens = measurements.last(|run| run.prompt_tokens);
         let prompt = prompt_tokens_of(prompt_tokens, recipe);
-        let training = |run: &MeasuredRun| run.training(prompt);
+        let training = |run: &MeasuredRun| run.training(run.prompt_tokens.unwrap_or(prompt));
         let synchronous = measurements
             .last(|run| training(run).filter(|_| run.is_alone() && run.has_one_pass))
             .filter(|_| !recipe.needs_reference());
@@ -92,25 +92,26 @@ impl Calibration {
             let (sampling, training) = (run.sampling()?, training(run)?);
             asynchronous.then_some(MeasuredContention { sampling, training, idle: run.idle })
         });
+        // Of runs rather one in which the sides did not slow each other.
         let mut parts = benchmarks.clone();
-        let mut all_alone = true;
-        if let (true, Some((step, alone))) =
-            (parts.training.is_empty(), measurements.last(|run| Some((training(run)?, run.is_alone()))))
-        {
-            parts.training.push(step);
-            all_alone &= alone;
+        let mut is_contended = false;
+        if parts.training.is_empty() {
+            let alone = measurements.last(|run| training(run).filter(|_| run.is_alone()));
+            is_contended |= alone.is_none() && measurements.last(training).is_some();
+            parts.training.extend(alone.or_else(|| measurements.last(training)));
         }
-        if let (true, Some((step, context, alone))) = (
-            parts.decode.is_empty(),
-            measurements.last(|run| Some((run.decode()?, run.lengths[0] / 2.0, run.is_alone()))),
-        ) {
-            parts.decode.push(step);
-            parts.decode_context = context;
-            all_alone &= alone;
+        if parts.decode.is_empty() {
+            let decode = |run: &MeasuredRun| Some((run.decode()?, run.lengths[0] / 2.0));
+            let alone = measurements.last(|run| decode(run).filter(|_| run.is_alone()));
+            is_contended |= alone.is_none() && measurements.last(decode).is_some();
+            if let Some((step, context)) = alone.or_else(|| measurements.last(decode)) {
+                parts.decode.push(step);
+                parts.decode_context = context;
+            }
         }
         Self {
             parts,
-            is_contended: !all_alone && (synchronous.is_none() || synchronous_sampling.is_none()),
+            is_contended: is_contended && (synchronous.is_none() || synchronous_sampling.is_none()),
             trained_share: measurements.last(|run| Some(run.trained_share)),
             prompt_tokens,
             lengths: measurements.last(|run| Some(run.length_model(recipe.rollout.max_completion_length))),

@@ -315,39 +315,66 @@ mod tests {
         assert!(other.contention.is_some() && !other.is_contended);
     }
 
-    /// Benchmarks of parts win over runs, runs over loops, and the later of two runs over the earlier, in whatever order files are read.
+    /// Benchmarks of parts are taken before runs, runs before loops, and the step of a synchronous run before that of another.
     #[test]
-    fn the_order_of_files_changes_nothing() {
+    fn parts_are_taken_before_runs_and_runs_before_loops() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("r.toml");
         std::fs::write(&path, TEXT).unwrap();
-        let (recipe, _) = Recipe::load(&path, &[], &Program::default()).unwrap();
-        let run = |tokens_per_s: f64| {
+        let (recipe, origins) = Recipe::load(&path, &[], &Program::default()).unwrap();
+        let step = |tokens_per_s: f64, seconds: f64| {
             let step = json!({
                 "reward/mean": 0.5, "completions/mean_length": 30.0, "completions/max_length": 40.0,
-                "rollout/tokens_per_s": tokens_per_s, "time/forward_backward": 2.0,
+                "rollout/tokens_per_s": tokens_per_s, "time/forward_backward": seconds,
             });
-            MeasuredRun::of(&recipe.values(), &format!("{step}\n"), "").unwrap()
+            format!("{step}\n")
         };
-        let parts = BenchmarkResults {
-            decode: vec![MeasuredDecode { threads: 2, sequences: 4.0, seconds: 0.5 }],
-            ..BenchmarkResults::default()
+        let write_run = |name: &str, max_staleness: u64, step: String| {
+            let run = directory.path().join(name);
+            std::fs::create_dir(&run).unwrap();
+            let bound = format!("max_staleness = {max_staleness}");
+            let resolved = recipe.resolved_toml(&origins).replace("max_staleness = 0", &bound);
+            std::fs::write(run.join("resolved.toml"), resolved).unwrap();
+            std::fs::write(run.join("metrics.jsonl"), step).unwrap();
+            run
         };
-        let [earlier, later, of_loop] = [run(50.0), run(40.0), run(20.0)];
-        let all = Measurements {
-            benchmarks: parts.clone(),
-            runs: vec![earlier, later.clone()],
-            loops: vec![of_loop.clone()],
+        let synchronous = write_run("synchronous", 0, step(50.0, 2.0));
+        let asynchronous = write_run("asynchronous", 1, step(40.0, 3.0));
+        let config = crate::simulate::shape(&recipe).unwrap();
+        let parameters = model::Layout::new(&config).len();
+        let row = |measure: &str, key: &str, value: Value| {
+            let mut row = json!({"measure": measure, "parameters": parameters, "threads": 2});
+            row[key] = value;
+            row
         };
-        let calibration = Calibration::of(&all, &recipe);
-        assert_eq!(calibration.parts.decode, parts.decode);
-        assert_eq!(calibration.synchronous_sampling.map(|of| of.token_s), Some(1.0 / 40.0));
-        // The training step, which no benchmark measured, is that of a run.
-        assert!(calibration.parts.training[0].is_of_run && !calibration.is_contended);
-        let loops = Measurements { loops: vec![of_loop, later], ..Measurements::default() };
-        let calibration = Calibration::of(&loops, &recipe);
-        assert_eq!(calibration.parts.decode[0].seconds, 8.0 / 40.0);
-        assert_eq!(calibration.synchronous_sampling.map(|of| of.token_s), Some(1.0 / 40.0));
+        let of_loop = MeasuredRun::of(&recipe.values(), &step(20.0, 7.0), "").unwrap();
+        let write_rows = |name: &str, row: &Value| {
+            let file = directory.path().join(name);
+            std::fs::write(&file, row.to_string()).unwrap();
+            file
+        };
+        let loops = write_rows("loop.jsonl", &row("loop", "run", json!(of_loop)));
+        let mut decode = row("generate", "batch", json!(4));
+        decode["decode_ms"] = json!(500.0);
+        let parts = write_rows("parts.jsonl", &decode);
+        let hardware = Hardware::open("cpu").unwrap();
+        let read = |files: &[&std::path::PathBuf]| {
+            let mut measurements = Measurements::default();
+            files.iter().for_each(|file| measurements.read(file, &recipe, &config, &hardware).unwrap());
+            Calibration::of(&measurements, &recipe)
+        };
+        let all = read(&[&parts, &synchronous, &asynchronous, &loops]);
+        assert_eq!(all, read(&[&loops, &asynchronous, &synchronous, &parts]));
+        assert_eq!(all.parts.decode, [MeasuredDecode { threads: 2, sequences: 4.0, seconds: 0.5 }]);
+        assert_eq!(all.parts.training[0].seconds, 2.0, "no benchmark has measured it");
+        assert_eq!(all.synchronous_sampling.map(|of| of.token_s), Some(1.0 / 50.0));
+        assert!(all.contention.is_some() && !all.is_contended);
+        let of_loop = read(&[&asynchronous, &loops]);
+        assert_eq!(of_loop.parts.training[0].seconds, 7.0, "the loop is synchronous, the run is not");
+        assert_eq!(of_loop.trained_share, all.trained_share);
+        let contended = read(&[&asynchronous]);
+        assert_eq!(contended.parts.training[0].seconds, 3.0);
+        assert!(contended.is_contended);
     }
 
     /// What a loop printed is read as it was measured, and what no run can have measured is refused.

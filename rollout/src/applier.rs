@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, RecvTimeoutError, TryRecvError, bounded};
+use crossbeam::channel::{Receiver, bounded};
 use device::bf16;
 use model::Config;
 use model::on_device::StagedWeights;
@@ -133,21 +133,15 @@ impl Applier {
     /// If receiving failed.
     pub fn take(&mut self, wait: Duration) -> Result<Option<ReadyWeights>, RolloutError> {
         match &mut self.source {
-            ApplierMode::Thread(Background { ready, .. }) => {
-                // `recv_timeout` gives its core to other threads several times before it looks at the time.
-                let received = match ready.try_recv() {
-                    Err(TryRecvError::Empty) if wait.is_zero() => Err(RecvTimeoutError::Timeout),
-                    Err(_) => ready.recv_timeout(wait),
-                    Ok(ready) => Ok(ready),
-                };
-                match received {
-                    Ok(ready) => ready.map(Some),
-                    Err(RecvTimeoutError::Timeout) => Ok(None),
-                    Err(RecvTimeoutError::Disconnected) => {
-                        Err(RolloutError::Ended { who: "the thread that receives weights" })
-                    }
+            // Without a wait too, `recv_timeout` gives the core to other threads several times before it looks at the time. Steps of a small
+            // model on two cores are 6 % shorter with it than with `try_recv`: the trainer on the same cores is the slower side.
+            ApplierMode::Thread(Background { ready, .. }) => match ready.recv_timeout(wait) {
+                Ok(ready) => ready.map(Some),
+                Err(crossbeam::channel::RecvTimeoutError::Timeout) => Ok(None),
+                Err(crossbeam::channel::RecvTimeoutError::Disconnected) => {
+                    Err(RolloutError::Ended { who: "the thread that receives weights" })
                 }
-            }
+            },
             ApplierMode::Inline { after } => {
                 let ready = self.incoming.receive(*after, wait)?;
                 *after = ready.as_ref().map(ReadyWeights::version).or(*after);

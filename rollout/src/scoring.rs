@@ -6,13 +6,14 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use buffer::{BufferError, Finalized, Producer};
 use rewards::load::unix_seconds;
 use rewards::{PartScore, RewardInput, RewardSet};
 use serde_json::{Map, Value};
 use tokio::runtime::Handle;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
 use trajectory::{Component, Group, GroupId, Score, Task, Trajectory};
@@ -81,14 +82,20 @@ impl Scorer {
         Self { sender, task, give_up, runtime: runtime.clone(), open, activity }
     }
 
-    /// Hands over an episode. While too many are being scored it waits, up to `wait`: back-pressure from the rewards.
+    /// Hands over an episode. While too many are being scored it waits, up to `wait`: back-pressure from the rewards. Returns how long
+    /// it waited.
     ///
     /// # Errors
     /// If the scoring has ended or is stuck.
-    pub fn submit(&self, ended: ScoreRequest, wait: Duration) -> Result<(), RolloutError> {
+    pub fn submit(&self, ended: ScoreRequest, wait: Duration) -> Result<Duration, RolloutError> {
+        let ended = match self.sender.try_send(ended) {
+            Ok(()) => return Ok(Duration::ZERO),
+            Err(TrySendError::Full(ended) | TrySendError::Closed(ended)) => ended,
+        };
+        let start = Instant::now();
         let sent = self.runtime.block_on(async { tokio::time::timeout(wait, self.sender.send(ended)).await });
         match sent {
-            Ok(Ok(())) => Ok(()),
+            Ok(Ok(())) => Ok(start.elapsed()),
             Ok(Err(_)) => Err(RolloutError::Ended { who: "the scoring of trajectories" }),
             Err(_) => Err(RolloutError::Deadline {
                 who: "a sampler",

@@ -106,9 +106,10 @@ pub struct Progress {
     pub doing: WorkerPhase,
     /// Work of the engine.
     pub engine: EngineCounts,
-    /// Time with sequences in flight: decoding, starting groups, handing over trajectories, seconds.
+    /// Time with sequences in flight in which it did not wait: decoding, applying weights, starting groups, handing over
+    /// trajectories, seconds.
     pub busy_s: f64,
-    /// Time without a sequence in flight: no slot, or waiting for weights, seconds.
+    /// Time without a sequence in flight (no slot, or no weights), and waits for a slot or for rewards, seconds.
     pub idle_s: f64,
     /// Time that decoding stood still for newer weights, seconds.
     pub stall_s: f64,
@@ -157,6 +158,8 @@ pub struct Worker {
     turn: Option<DeviceTurn>,
     /// Since when no completion has been possible: no slot, no weights, or no device.
     waiting_since: Instant,
+    /// How long this turn of the loop has waited for a slot and for rewards.
+    waited: Duration,
     progress: Progress,
     shared: Arc<Mutex<Progress>>,
     activity: Arc<ActivityLog>,
@@ -198,6 +201,7 @@ impl Worker {
             curation: None,
             turn: None,
             waiting_since: Instant::now(),
+            waited: Duration::ZERO,
             progress,
             shared,
             activity,
@@ -273,6 +277,7 @@ impl Worker {
                 continue;
             }
             let start = Instant::now();
+            self.waited = Duration::ZERO;
             self.begins(WorkerPhase::Applying);
             let staged = self.update_weights(Duration::ZERO)?;
             if !staged && !self.makes_way() {
@@ -292,8 +297,10 @@ impl Worker {
                 let ended = self.episodes.poll(&mut *self.sampler, LOOK_UP)?;
                 self.begins(WorkerPhase::HandingOver);
                 self.hand_over(ended)?;
-                let spent = if decodes { &mut self.progress.busy_s } else { &mut self.progress.idle_s };
-                *spent += start.elapsed().as_secs_f64();
+                let lasted = start.elapsed();
+                let worked = if decodes { lasted.saturating_sub(self.waited) } else { Duration::ZERO };
+                self.progress.busy_s += worked.as_secs_f64();
+                self.progress.idle_s += (lasted - worked).as_secs_f64();
                 self.waiting_since = Instant::now();
             }
             self.progress.engine = self.sampler.counts();
@@ -402,7 +409,12 @@ impl Worker {
         let mut skipped = 0;
         while self.sampler.has_capacity(self.config.group_size + baseline) && skipped < MAX_SKIPS {
             let one = AdmitRequest { served: version, limit: 1, hold: None, holder: self.config.holder };
-            let group = match buffer.admit(one, wait) {
+            let asked = Instant::now();
+            let answer = buffer.admit(one, wait);
+            if !wait.is_zero() {
+                self.waited += asked.elapsed();
+            }
+            let group = match answer {
                 // If the buffer granted a slot after all, it takes it back when the hold expires.
                 Err(BufferError::Unclear { .. }) => break,
                 admitted => admitted?.pop(),
@@ -503,7 +515,7 @@ impl Worker {
                 admitted,
                 sampled: unix_seconds(),
             };
-            self.scorer.submit(request, self.config.wait)?;
+            self.waited += self.scorer.submit(request, self.config.wait)?;
             if left == 0 {
                 self.open.remove(&group);
             }

@@ -44,13 +44,14 @@ impl Reward for Flaky {
     }
 }
 
-fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buffer) {
+/// Scores a group of which the second reward hangs. Also returns how long the sampler waited for rewards.
+fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buffer, Duration) {
     let model = Model::new();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
     let buffer = Arc::new(Buffer::in_memory(BufferConfig::new(1, 0)).unwrap());
     let flaky = Box::new(Flaky { seen: Mutex::new(HashMap::new()), load: Load::default() });
-    let limits = RewardSpec { timeout_s: 0.03, concurrency: 2, ..RewardSpec::new("flaky") };
+    let limits = RewardSpec { timeout_s: 0.3, concurrency: 2, ..RewardSpec::new("flaky") };
     let reward = WeightedReward { reward: Box::new(Limited::new(flaky, &limits)), weight: 2.0, on_error };
     let rewards = Arc::new(RewardSet::new(vec![reward]).unwrap());
     let group = buffer
@@ -58,7 +59,8 @@ fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buf
         .unwrap()[0];
     buffer.claim(group, PolicyVersion(0)).unwrap();
     let producer: Arc<dyn Producer> = Arc::clone(&buffer) as Arc<dyn Producer>;
-    let scorer = Scorer::start(runtime.handle(), rewards, producer, None, 2);
+    let scorer = Scorer::start(runtime.handle(), rewards, producer, None, 1);
+    let mut waited = Duration::ZERO;
     let task = Arc::new(Task {
         id: TaskId(0),
         prompt: Prompt::Text("?".into()),
@@ -68,7 +70,7 @@ fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buf
     for completion in complete(&mut model.engine(CONFIG, &[]), vec![request(group.0, 4, Sampling::PLAIN)]) {
         let task = Arc::clone(&task);
         // Once the scoring has failed it takes nothing more; the reason comes from `finish`.
-        let _ = scorer.submit(
+        let submitted = scorer.submit(
             ScoreRequest {
                 task,
                 group_size: 4,
@@ -79,15 +81,18 @@ fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buf
             },
             SOON,
         );
+        waited += submitted.unwrap_or_default();
     }
     let finished = scorer.finish(SOON, SOON);
-    (finished, Arc::into_inner(buffer).expect("the scoring has let go of the buffer"))
+    (finished, Arc::into_inner(buffer).expect("the scoring has let go of the buffer"), waited)
 }
 
 #[test]
 fn a_hanging_reward_fails_only_its_trajectory() {
-    let (finished, buffer) = score_one_group(OnError::Skip);
+    let (finished, buffer, waited) = score_one_group(OnError::Skip);
     finished.unwrap();
+    // One trajectory is scored and one waits for it; the sampler waits with the next.
+    assert!(waited > Duration::ZERO && waited < SOON, "{waited:?}");
     let lease = buffer.lease(&LeaseRequest::step("trainer", PolicyVersion(0)), SOON).unwrap();
     let totals: Vec<_> = lease.groups[0].trajectories.iter().map(|t| t.score.total).collect();
     assert_eq!(totals, [Some(0.0), None, Some(4.0), Some(6.0)]);
@@ -100,7 +105,7 @@ fn a_hanging_reward_fails_only_its_trajectory() {
 
 #[test]
 fn a_reward_may_end_the_run() {
-    let (finished, buffer) = score_one_group(OnError::Fail);
+    let (finished, buffer, _) = score_one_group(OnError::Fail);
     let error = finished.unwrap_err().to_string();
     assert!(error.contains("flaky") && error.contains("trajectory 1"), "{error}");
     assert_eq!(buffer.stats().unwrap().finalized, 0);

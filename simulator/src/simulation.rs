@@ -404,7 +404,7 @@ impl<'a> Simulation<'a> {
                 }
             }
             SimulatedTrainer::Publishing => self.end_step(),
-            SimulatedTrainer::Logging => self.trainer = SimulatedTrainer::Waiting { since: self.now },
+            SimulatedTrainer::Logging => self.wait_for_batch(),
         }
         Ok(())
     }
@@ -423,14 +423,9 @@ impl<'a> Simulation<'a> {
             self.trainer = SimulatedTrainer::Logging;
             self.trainer_event(logs_s);
         } else {
-            self.trainer = SimulatedTrainer::Waiting { since: self.now };
+            self.wait_for_batch();
         }
-        if matches!(self.scenario.sharing, ResourceSharing::Turns { .. }) {
-            for sampler in 0..self.fleet.engines.len() {
-                self.fleet.stage(sampler, self.version, self.now);
-            }
-            self.resume_samplers();
-        } else {
+        if !matches!(self.scenario.sharing, ResourceSharing::Turns { .. }) {
             let at = self.now + self.scenario.weights.push_s;
             for sampler in 0..self.fleet.engines.len() {
                 self.events.add(at, Occasion::Weights { sampler, version: self.version });
@@ -442,11 +437,23 @@ impl<'a> Simulation<'a> {
         }
     }
 
+    /// The trainer waits for its next batch. With turns it has the devices until then.
+    fn wait_for_batch(&mut self) {
+        self.trainer = SimulatedTrainer::Waiting { since: self.now };
+        self.step_began = self.now;
+        if matches!(self.scenario.sharing, ResourceSharing::Turns { .. }) {
+            for sampler in 0..self.fleet.engines.len() {
+                self.fleet.stage(sampler, self.version, self.now);
+            }
+            self.resume_samplers();
+        }
+    }
+
     /// Gives groups to as many samplers, and lets them run ahead as far, as the steps so far say.
     fn adapt(&mut self) {
         let step = StepObservation {
             wait_s: std::mem::take(&mut self.step_wait_s),
-            step_s: self.now - std::mem::replace(&mut self.step_began, self.now),
+            step_s: self.now - self.step_began,
             ready_groups: self.ledger.finalized(),
             free_slots: self.ledger.free(self.version),
         };

@@ -78,6 +78,11 @@ fn leases_and_logs_take_time_and_no_cores() {
     // Of a second of sampling, 0.3 s are beside the lease and the logs.
     is_close(slow.step_s, 0.1 + 0.2 + 0.7 + (1.0 - 0.7 / 3.0));
     is_close(slow.wait_s, 0.1);
+    // A trainer that takes turns has the devices while it writes logs.
+    let mut scenario = constant(0);
+    scenario.sharing = ResourceSharing::Turns { switch_s: 0.25 };
+    (scenario.trainer.lease_s, scenario.trainer.logs_s) = (0.1, 0.2);
+    is_close(step_s(&scenario), 1.5 + 2.0 * 0.25 + 0.1 + 0.2);
 }
 
 #[test]
@@ -272,6 +277,7 @@ proptest! {
     fn any_run_ends_within_its_bounds(
         (groups, size, bound, samplers) in (1_usize..9, 1_usize..5, 0_u64..4, 1_usize..5),
         (running, turns, leases) in (1_usize..20, 1_usize..4, 1_usize..3),
+        (lease_s, logs_s) in (prop_oneof![Just(0.0), 0.0..0.5_f64], prop_oneof![Just(0.0), 0.0..0.5_f64]),
         (sigma, kv, decode) in (0.0..1.2_f64, 1.0..8.0_f64, 1e-4..0.05_f64),
         (apply, sharing, drops) in (0_u8..3, 0_u8..3, any::<bool>()),
         (away, concurrency, reward) in (proptest::option::of(0.0..50.0_f64), 1_usize..9, 0.0..3.0_f64),
@@ -286,7 +292,7 @@ proptest! {
         scenario.samplers.kv_tokens = 230.0 * kv;
         scenario.samplers.decode = DecodeCurve::linear([decode, decode / 50.0, decode / 1e4]);
         scenario.samplers.prefill = PrefillCost { fixed_s: 1e-3, per_token_s: 1e-4 };
-        scenario.trainer.leases = leases;
+        (scenario.trainer.leases, scenario.trainer.lease_s, scenario.trainer.logs_s) = (leases, lease_s, logs_s);
         let time = LatencyModel { median_s: reward, sigma: 0.5, longest_s: 10.0 };
         scenario.rewards = RewardService { time, concurrency };
         scenario.tools = (turns > 1).then_some(ToolCalls { turns, time, answer_tokens: 5.0 });

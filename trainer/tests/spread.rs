@@ -51,11 +51,11 @@ impl Processes {
         Self { leader, followers: ranks.into_iter().map(start).collect() }
     }
 
-    /// Ends the leader, and returns the errors of the followers.
+    /// Ends the leader, and returns the errors of the followers, which all have one.
     pub(crate) fn errors(self) -> Vec<String> {
         drop(self.leader);
         let ended = self.followers.into_iter().map(|follower| follower.join().unwrap());
-        ended.filter_map(|ended| ended.err().map(|error| error.to_string())).collect()
+        ended.map(|ended| ended.unwrap_err().to_string()).collect()
     }
 
     /// Ends the leader and the followers.
