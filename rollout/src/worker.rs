@@ -409,11 +409,8 @@ impl Worker {
         let mut skipped = 0;
         while self.sampler.has_capacity(self.config.group_size + baseline) && skipped < MAX_SKIPS {
             let one = AdmitRequest { served: version, limit: 1, hold: None, holder: self.config.holder };
-            let asked = Instant::now();
-            let answer = buffer.admit(one, wait);
-            if !wait.is_zero() {
-                self.waited += asked.elapsed();
-            }
+            let (asked, answer) = (Instant::now(), buffer.admit(one, wait));
+            self.waited += if wait.is_zero() { Duration::ZERO } else { asked.elapsed() };
             let group = match answer {
                 // If the buffer granted a slot after all, it takes it back when the hold expires.
                 Err(BufferError::Unclear { .. }) => break,
