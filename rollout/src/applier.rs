@@ -133,8 +133,7 @@ impl Applier {
     /// If receiving failed.
     pub fn take(&mut self, wait: Duration) -> Result<Option<ReadyWeights>, RolloutError> {
         match &mut self.source {
-            // Without a wait too, `recv_timeout` gives the core to other threads several times before it looks at the time. Steps of a small
-            // model on two cores are 6 % shorter with it than with `try_recv`: the trainer on the same cores is the slower side.
+            // Without a wait too, `recv_timeout` gives the core to other threads, a trainer's among them, before it looks at the time.
             ApplierMode::Thread(Background { ready, .. }) => match ready.recv_timeout(wait) {
                 Ok(ready) => ready.map(Some),
                 Err(crossbeam::channel::RecvTimeoutError::Timeout) => Ok(None),
