@@ -154,7 +154,7 @@ impl MeasuredRun {
     }
 
     /// Completions of a batch.
-    pub fn completions(&self) -> f64 {
+    pub(super) fn completions(&self) -> f64 {
         self.batch[0] as f64 * self.batch[1] as f64
     }
 

@@ -256,19 +256,26 @@ mod tests {
 
     use super::*;
     use crate::program::Program;
+    use crate::recipe::Origins;
     use crate::simulate::calibration::Calibration;
     use crate::simulate::contention::MeasuredSampling;
 
     const TEXT: &str = "[model.random]\n[data.arithmetic]\n[buffer]\nbatch_groups = 2\nmax_staleness = 0\n[rollout]\n\
                         group_size = 4\n[[rewards]]\nkind = \"exact\"\n[trainer]\nsteps = 8\n";
 
-    /// A run in which a third of the tokens is trained has the time of a token, and its steps a third of the tokens.
-    #[test]
-    fn a_run_says_which_share_of_a_batch_is_trained() {
+    /// A directory that holds the recipe `TEXT`, and that recipe.
+    fn loaded() -> (tempfile::TempDir, Recipe, Origins) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("r.toml");
         std::fs::write(&path, TEXT).unwrap();
         let (recipe, origins) = Recipe::load(&path, &[], &Program::default()).unwrap();
+        (directory, recipe, origins)
+    }
+
+    /// A run in which a third of the tokens is trained has the time of a token, and its steps a third of the tokens.
+    #[test]
+    fn a_run_says_which_share_of_a_batch_is_trained() {
+        let (directory, recipe, origins) = loaded();
         let run = directory.path().join("run");
         std::fs::create_dir(&run).unwrap();
         std::fs::write(run.join("resolved.toml"), recipe.resolved_toml(&origins)).unwrap();
@@ -318,10 +325,7 @@ mod tests {
     /// Benchmarks of parts are taken before runs, runs before loops, and the step of a synchronous run before that of another.
     #[test]
     fn parts_are_taken_before_runs_and_runs_before_loops() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("r.toml");
-        std::fs::write(&path, TEXT).unwrap();
-        let (recipe, origins) = Recipe::load(&path, &[], &Program::default()).unwrap();
+        let (directory, recipe, origins) = loaded();
         let step = |tokens_per_s: f64, seconds: f64| {
             let step = json!({
                 "reward/mean": 0.5, "completions/mean_length": 30.0, "completions/max_length": 40.0,
@@ -380,10 +384,7 @@ mod tests {
     /// What a loop printed is read as it was measured, and what no run can have measured is refused.
     #[test]
     fn a_loop_calibrates_as_a_run_does_and_wrong_numbers_are_refused() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("r.toml");
-        std::fs::write(&path, TEXT).unwrap();
-        let (recipe, _) = Recipe::load(&path, &[], &Program::default()).unwrap();
+        let (directory, recipe, _) = loaded();
         let step = "{\"reward/mean\":0.5,\"completions/mean_length\":30.0,\"completions/max_length\":40.0,\
                     \"rollout/tokens_per_s\":50.0,\"time/forward_backward\":2.0}\n";
         let run = MeasuredRun::of(&recipe.values(), step, "").unwrap();

@@ -158,7 +158,7 @@ pub struct Worker {
     turn: Option<DeviceTurn>,
     /// Since when no completion has been possible: no slot, no weights, or no device.
     waiting_since: Instant,
-    /// How long this turn of the loop has waited for a slot and for rewards.
+    /// How long the current iteration has waited for a slot and for rewards.
     waited: Duration,
     progress: Progress,
     shared: Arc<Mutex<Progress>>,
