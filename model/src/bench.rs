@@ -10,52 +10,46 @@ use std::sync::Arc;
 use candle_core::Result;
 
 use crate::ThreadPool;
-use crate::machine::{Level, level};
 use crate::ops::attention::{self, AttentionRule, PAGE, PageLayout, Segment};
 use crate::ops::gated_unit::{GateActivation, gated_unit};
 use crate::ops::heads::HeadShape;
 use crate::ops::linear::{FlatValues, Linear, weight_gradient};
 use crate::ops::matrix;
 use crate::ops::norm::rms_norm;
-use crate::ops::simd::{LANES, Vector, vectorized};
+use crate::ops::simd::{LANES, Vector, widest};
 use crate::{Config, ParameterSpec, Parameters};
 
-/// Sums that do not wait for each other: more than two units of latency four can keep busy, few enough for the 16
+/// Sums in registers that do not wait for each other: more than two units of latency four can keep busy, few enough for the 16
 /// registers of AVX2.
 const CHAINS: usize = 12;
-
-/// Vectors of 16 numbers that [`read`] adds up independently, for the same reason.
-const READERS: usize = 8;
 
 /// Does fused multiply-adds on registers alone, on the widest vectors of this machine that the decoder uses, and
 /// returns the floating-point operations: two per multiply-add and lane.
 #[must_use]
 pub fn multiply_adds(rounds: u32) -> f64 {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{__m256, __m512};
+    let mut operations = 0.0;
+    chains(rounds, &mut operations);
+    operations
+}
 
-        #[target_feature(enable = "avx512f,avx512vl,avx2,fma")]
-        fn avx512(rounds: u32) -> f64 {
-            chains::<__m512>(rounds)
-        }
-        #[target_feature(enable = "avx2,fma")]
-        fn avx2(rounds: u32) -> f64 {
-            chains::<__m256>(rounds)
-        }
-        match level() {
-            #[expect(unsafe_code, reason = "the machine has the features of this level")]
-            Level::Avx512 => return unsafe { avx512(rounds) },
-            #[expect(unsafe_code, reason = "the machine has the features of this level")]
-            Level::Avx2 => return unsafe { avx2(rounds) },
-            Level::Portable => {}
-        }
-    }
-    chains::<[f32; 4]>(rounds)
+/// Reads `values` (`[n]`) without the rest of the last block. Returns their sum, so that no read is removed.
+#[must_use]
+pub fn read(values: &[f32]) -> f32 {
+    let mut sum = 0.0;
+    sums(values, &mut sum);
+    sum
+}
+
+widest! {
+    fn chains(rounds: u32, operations: &mut f64) = chains_in::<__m512> | <__m256> | <>
+}
+
+widest! {
+    fn sums(values: &[f32], sum: &mut f32) = sums_in::<__m512> | <__m256> | <>
 }
 
 #[inline(always)]
-fn chains<V: Vector>(rounds: u32) -> f64 {
+fn chains_in<V: Vector>(rounds: u32, operations: &mut f64) {
     // Unknown to the compiler; the sums stay normal numbers, since slow ones would be no peak.
     let (values, factor) = black_box(([0.5_f32; LANES], 1e-3_f32));
     #[expect(unsafe_code, reason = "a register is not wider than the array")]
@@ -67,30 +61,33 @@ fn chains<V: Vector>(rounds: u32) -> f64 {
         }
     }
     for sum in sums {
-        let mut out = [0.0; LANES];
-        #[expect(unsafe_code, reason = "a register is not wider than the array")]
-        unsafe {
-            sum.store_at(out.as_mut_ptr());
-        }
-        black_box(out);
+        black_box(stored(sum));
     }
-    f64::from(rounds) * (2 * CHAINS * V::WIDTH) as f64
+    *operations = f64::from(rounds) * (2 * CHAINS * V::WIDTH) as f64;
 }
 
-vectorized! {
-    /// Reads `values` (`[n]`) without the rest of the last block. Returns their sum, so that no read is removed.
-    #[must_use]
-    pub fn read(values: &[f32]) -> f32 {
-        let mut sums = [[0.0_f32; LANES]; READERS];
-        for chunk in values.chunks_exact(LANES * READERS) {
-            for (sum, part) in sums.iter_mut().zip(chunk.chunks_exact(LANES)) {
-                for (sum, value) in sum.iter_mut().zip(part) {
-                    *sum += value;
-                }
-            }
+#[inline(always)]
+fn sums_in<V: Vector>(values: &[f32], sum: &mut f32) {
+    let mut sums = [V::zero(); CHAINS];
+    for block in values.chunks_exact(CHAINS * V::WIDTH) {
+        for (sum, values) in sums.iter_mut().zip(block.chunks_exact(V::WIDTH)) {
+            #[expect(unsafe_code, reason = "the chunk has the width of a register")]
+            let values = unsafe { V::load_at(values.as_ptr()) };
+            *sum = values.mul_add(1.0, *sum);
         }
-        sums.iter().flatten().sum()
     }
+    *sum = sums.into_iter().flat_map(stored).sum();
+}
+
+/// The values of a register, and zeros.
+#[inline(always)]
+fn stored<V: Vector>(register: V) -> [f32; LANES] {
+    let mut out = [0.0; LANES];
+    #[expect(unsafe_code, reason = "a register is not wider than the array")]
+    unsafe {
+        register.store_at(out.as_mut_ptr());
+    }
+    out
 }
 
 /// One operation of the decoder on random numbers of the shapes that a model gives it.
@@ -311,9 +308,9 @@ mod tests {
 
     #[test]
     fn the_reading_benchmark_reads_all_values() {
-        let mut values = vec![1.0; 3 * LANES * READERS];
-        assert_eq!(read(&values), 384.0);
+        let mut values = vec![1.0; 3 * LANES * CHAINS];
+        assert_eq!(read(&values), 576.0);
         values[200] = 3.0;
-        assert_eq!(read(&values), 386.0);
+        assert_eq!(read(&values), 578.0);
     }
 }
