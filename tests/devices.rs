@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use crate::support::{Home, Run};
 
 /// A run of seconds for an emulator that takes a thousand times as long as a GPU.
-const FEW: [&str; 8] = [
+pub(crate) const FEW: [&str; 8] = [
     "buffer.max_staleness=0",
     "rollout.group_size=4",
     "rollout.max_running=8",
@@ -126,6 +126,37 @@ fn ranks_exchange_from_device_to_device() {
     }
     // A checkpoint of sharded state can be resumed with another number of ranks.
     let sets = ["--set", "trainer.steps=4", "--set", "trainer.world=1", "--set", "trainer.collective=auto"];
+    home.rlrun(&[&["resume", "direct"], &sets[..]].concat()).ok();
+    assert_eq!(home.run("direct").values("step").last(), Some(&4.0));
+}
+
+/// Sums over the ranks are rounded otherwise than those of one rank: steps begin equal, and stay near.
+#[test]
+fn ranks_on_devices_share_the_weights() {
+    let home = Home::new();
+    let placed =
+        ["placement.trainer_device=emulated", "model.random.num_kv_heads=2", "checkpoint.interval=1"];
+    let alone = run(&home, "alone", &placed);
+    for (name, own) in [
+        ("direct", &["trainer.world=2", "trainer.collective=device"][..]),
+        ("host", &["trainer.world=2", "trainer.collective=host", "trainer.zero=3"]),
+        (
+            "processes",
+            &["trainer.world=2", "trainer.ranks=processes", "placement.processes=true", "trainer.zero=2"],
+        ),
+    ] {
+        let shared = run(&home, name, &[&placed[..], own, &["trainer.parallel.tensor=2"]].concat());
+        assert_eq!(texts(&shared, 1), texts(&alone, 1), "{name}");
+        let norms = [shared.values("optim/grad_norm"), alone.values("optim/grad_norm")];
+        for (step, tolerance) in [(0, 1e-3), (1, 5e-2)] {
+            let [found, expected] = norms.each_ref().map(|norms| norms[step]);
+            assert!((found - expected).abs() <= tolerance * expected, "{name}: {norms:?}");
+        }
+    }
+    // Checkpoints have whole tensors.
+    let sets =
+        ["steps=4", "world=1", "parallel.tensor=1", "collective=auto"].map(|set| format!("trainer.{set}"));
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
     home.rlrun(&[&["resume", "direct"], &sets[..]].concat()).ok();
     assert_eq!(home.run("direct").values("step").last(), Some(&4.0));
 }

@@ -22,10 +22,10 @@ pub use self::experts::{ExpertActivation, ExpertSpec, RouterKind, SwigluClamp};
 pub(crate) use self::latent::LATENT_EPS;
 pub use self::latent::LatentSpec;
 pub(crate) use self::operands::{LayerRanges, LayerTensor, LinearSpec, Operand, Sharding};
-use crate::Config;
 use crate::file_tensors::{FilePlace, FusedTensor, matrix_shape};
 use crate::ops::attention::AttentionRule;
 use crate::rotary::Rotary;
+use crate::{Config, Reduction};
 
 /// What a decoder layer computes: a residual block of causal attention with grouped key-value heads (GQA, Ainslie et al. 2023,
 /// arXiv 2305.13245) or of a recurrence, then one of a feed-forward network.
@@ -221,7 +221,10 @@ impl Config {
     pub(crate) fn attention_rule(&self, index: usize) -> AttentionRule<'static> {
         let AttentionSpec { window, scale, .. } = self.layers[index].attention;
         let full = AttentionRule::full(self.head_shape());
-        AttentionRule { scale: scale.unwrap_or(full.scale), window: window.unwrap_or(full.window), ..full }
+        let per_key = self.num_heads / self.num_kv_heads.max(1);
+        let leaves = if self.reduction == Reduction::Tree { 1 << per_key.trailing_zeros() } else { 1 };
+        let (scale, window) = (scale.unwrap_or(full.scale), window.unwrap_or(full.window));
+        AttentionRule { scale, window, leaves, ..full }
     }
 
     /// The tensors of layer `index`, in the order of the flat layout.

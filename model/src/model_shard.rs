@@ -8,8 +8,11 @@
 //! The first stage has the embedding, the final norm and the head: the two may be one table, and its predictions are where the leader of a
 //! pass needs them. Residual streams return to it after the last stage.
 //!
+//! Embedding and head are divided by tokens where sums are trees ([`Reduction::Tree`]): on the processor. Ranks on devices have them
+//! whole.
+//!
 //! Invariant: every value of the whole model is an owned value of exactly one rank. Ranks that have copies of a value compute the
-//! same gradient for it, bit for bit.
+//! same gradient for it; with tree sums bit for bit.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -20,6 +23,9 @@ use collective::{Position, even_shards};
 use crate::layer::{FeedForward, LayerSpec, QueryKeyNorm, Sharding};
 use crate::ops::gemm::CHUNKS;
 use crate::{Config, Head, Layout, ModelError, Reduction, Unit};
+
+/// Name of what may have copies, in errors.
+const KEY_HEADS: &str = "key-value heads";
 
 /// The part of a model that one rank has.
 #[derive(Clone, Debug)]
@@ -62,7 +68,8 @@ pub struct ShardPiece {
 }
 
 impl ModelShard {
-    /// The part of the rank at `position` of a model of this `config`, which has all layers; all of it for one rank.
+    /// The part of the rank at `position` of a model of this `config`, which has all layers; all of it for one rank. Where ranks are a
+    /// multiple of the key-value heads, neighbours have copies of one.
     ///
     /// # Errors
     /// [`ModelError::Shard`] if the model cannot be divided among so many ranks.
@@ -74,33 +81,13 @@ impl ModelShard {
     ///
     /// # Errors
     /// [`ModelError::Shard`] or [`ModelError::Stages`] if the model cannot be divided so.
-    pub fn at(config: &Config, place: ShardPlace) -> Result<Self, ModelError> {
-        Self::with_copies(config, place, 1)
-    }
-
-    /// The same of a rank that only samples, with all layers: where ranks are more than key-value heads, several have copies of one, if
-    /// they are a multiple.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
-    pub fn of_sampler(config: &Config, position: Position) -> Result<Self, ModelError> {
-        let (degree, heads) = (position.world, config.num_kv_heads.max(1));
-        let copies = if degree > heads && degree.is_multiple_of(heads) { degree / heads } else { 1 };
-        let stage = Position { rank: 0, world: 1 };
-        Self::with_copies(config, ShardPlace { tensor: position, stage }, copies)
-    }
-
-    /// The same, with every key-value head on `copies` ranks.
-    fn with_copies(
-        config: &Config,
-        ShardPlace { tensor, stage }: ShardPlace,
-        copies: usize,
-    ) -> Result<Self, ModelError> {
-        check(config, tensor.world, copies)?;
+    pub fn at(config: &Config, ShardPlace { tensor, stage }: ShardPlace) -> Result<Self, ModelError> {
+        let key_copies = Self::key_copies(config, tensor.world);
+        check(config, tensor.world, key_copies)?;
         let layers = stages(config, stage.world)?.swap_remove(stage.rank);
-        let part = shard_config(&stage_config(config, &layers, stage.rank == 0), tensor, copies);
+        let part = shard_config(&stage_config(config, &layers, stage.rank == 0), tensor, key_copies);
         let (layout, whole) = (Arc::new(Layout::new(&part)), Arc::new(Layout::new(config)));
-        let tokens = even_shards(config.vocab_size, tensor.world)[tensor.rank].start;
+        let tokens = tokens_of(config, tensor).start;
         let pieces = layout.specs().iter().zip(tensors(config, &layers)).zip(shardings(&part));
         let pieces = pieces.map(|((own, index), sharding)| {
             let of_whole = &whole.specs()[index];
@@ -108,7 +95,7 @@ impl ModelShard {
                 [rows, row] if sharding == Sharding::Inputs => [rows, row],
                 _ => [1, own.len()],
             };
-            let copies = if is_of_keys(&of_whole.name) { copies } else { 1 };
+            let copies = if is_of_keys(&of_whole.name) { key_copies } else { 1 };
             let first = match sharding {
                 Sharding::Replicated => 0,
                 Sharding::Outputs if is_of_tokens(&of_whole.name) => tokens * config.hidden_size,
@@ -132,6 +119,20 @@ impl ModelShard {
         Ok(Self { config: part, layout, whole, layers, slots, pieces })
     }
 
+    /// Checks that a model of this `config` sums in an order that does not depend on the number of ranks: on the processor `degree` ranks
+    /// can share its sums.
+    ///
+    /// # Errors
+    /// [`ModelError::Shard`] if it does not.
+    pub fn check_sums(config: &Config, degree: usize) -> Result<(), ModelError> {
+        if degree <= 1 || config.reduction == Reduction::Tree {
+            return Ok(());
+        }
+        let reason =
+            "its sums have no order that is the same for all degrees; set model.reduction = \"tree\"";
+        Err(ModelError::Shard { degree, reason: reason.to_owned() })
+    }
+
     /// The configuration of the shard as a model.
     #[must_use]
     pub fn config(&self) -> &Config {
@@ -148,6 +149,13 @@ impl ModelShard {
     #[must_use]
     pub fn whole(&self) -> &Arc<Layout> {
         &self.whole
+    }
+
+    /// Ranks, of `degree` that share a model of this `config`, that have the same key-value heads: neighbours.
+    #[must_use]
+    pub fn key_copies(config: &Config, degree: usize) -> usize {
+        let heads = config.num_kv_heads.max(1);
+        if degree > heads && degree.is_multiple_of(heads) { degree / heads } else { 1 }
     }
 
     /// The layers of the whole model that it has a part of.
@@ -238,6 +246,14 @@ impl ShardPiece {
     }
 }
 
+/// The tokens whose rows of the embedding and the head a rank has.
+fn tokens_of(config: &Config, Position { rank, world }: Position) -> Range<usize> {
+    match config.reduction {
+        Reduction::Tree => even_shards(config.vocab_size, world)[rank].clone(),
+        Reduction::Chain => 0..config.vocab_size,
+    }
+}
+
 /// Whether a tensor has a row for each token of the vocabulary.
 fn is_of_tokens(name: &str) -> bool {
     name == "model.embed_tokens.weight" || name == "lm_head.weight"
@@ -307,18 +323,16 @@ fn tensors(config: &Config, layers: &Range<usize>) -> impl Iterator<Item = usize
 
 /// How ranks share each tensor, in the order of the layout.
 fn shardings(config: &Config) -> Vec<Sharding> {
-    let mut all = vec![Sharding::Outputs];
+    let of_tokens =
+        if config.reduction == Reduction::Tree { Sharding::Outputs } else { Sharding::Replicated };
+    let mut all = vec![of_tokens];
     for index in 0..config.num_layers() {
         all.extend(config.layer_tensors(index).iter().map(|tensor| tensor.sharding));
     }
     let layout = Layout::new(config);
     let tail = layout.specs()[all.len()..].iter();
     // The head has the rows of the embedding.
-    all.extend(tail.map(
-        |spec| {
-            if is_of_tokens(&spec.name) { Sharding::Outputs } else { Sharding::Replicated }
-        },
-    ));
+    all.extend(tail.map(|spec| if is_of_tokens(&spec.name) { of_tokens } else { Sharding::Replicated }));
     all
 }
 
@@ -336,7 +350,7 @@ fn shard_config(config: &Config, position: Position, copies: usize) -> Config {
         LayerSpec { feed_forward, ..layer }
     };
     let part = Config {
-        vocab_size: even_shards(config.vocab_size, degree)[position.rank].len(),
+        vocab_size: tokens_of(config, position).len(),
         intermediate_size: config.intermediate_size / degree,
         num_heads: config.num_heads / degree,
         num_kv_heads: config.num_kv_heads * copies / degree,
@@ -353,11 +367,6 @@ fn check(config: &Config, degree: usize, copies: usize) -> Result<(), ModelError
     let refused = |reason: String| Err(ModelError::Shard { degree, reason });
     if !degree.is_power_of_two() || degree > CHUNKS {
         return refused(format!("a degree is a power of two of at most {CHUNKS}"));
-    }
-    if config.reduction != Reduction::Tree {
-        return refused(
-            "its sums have no order that is the same for all degrees; set model.reduction = \"tree\"".into(),
-        );
     }
     for (index, layer) in config.layers.iter().enumerate() {
         let missing = match layer {
@@ -376,16 +385,20 @@ fn check(config: &Config, degree: usize, copies: usize) -> Result<(), ModelError
     match divisible.iter().find(|(_, size)| !size.is_multiple_of(degree)) {
         None => Ok(()),
         Some((what, size)) => {
+            let divided = match *what {
+                KEY_HEADS => format!("are neither a multiple nor a divisor of {degree}"),
+                _ => format!("are not divisible by {degree}"),
+            };
             let fits = (1..degree).rev().find(|fewer| fewer.is_power_of_two() && nearest(*fewer));
             let fits = fits.unwrap_or(1);
-            refused(format!("its {size} {what} are not divisible by {degree}; {fits} divides everything"))
+            refused(format!("its {size} {what} {divided}; {fits} divides everything"))
         }
     }
 }
 
 /// What a degree divides, with its name.
 fn divisors(config: &Config, copies: usize) -> Vec<(&'static str, usize)> {
-    let mut all = vec![("query heads", config.num_heads), ("key-value heads", config.num_kv_heads * copies)];
+    let mut all = vec![("query heads", config.num_heads), (KEY_HEADS, config.num_kv_heads * copies)];
     for layer in &config.layers {
         let of_layer = match layer.feed_forward.experts() {
             None => [("values of the feed-forward width", config.intermediate_size), ("", 0)],
@@ -407,8 +420,9 @@ mod tests {
     #[test]
     fn every_value_has_one_owner_and_shards_make_up_the_model() {
         let mut shared = 0;
-        for config in of_every_family() {
-            let config = Config { reduction: Reduction::Tree, ..config };
+        let reductions = [Reduction::Tree, Reduction::Chain];
+        let with = |config: Config| reductions.map(|reduction| Config { reduction, ..config.clone() });
+        for config in of_every_family().into_iter().flat_map(with) {
             for world in [1, 2, 4] {
                 let shards: Result<Vec<_>, _> =
                     (0..world).map(|rank| ModelShard::new(&config, Position { rank, world })).collect();
@@ -430,12 +444,12 @@ mod tests {
                 assert!(owners.iter().all(|owners| *owners == 1), "{:?} x {world}", config.architecture);
             }
         }
-        assert!(shared >= 10, "{shared} families and degrees are shared");
+        assert!(shared >= 20, "{shared} families and degrees are shared");
     }
 
     /// Eight ranks of a model with two key-value heads: four have a copy of one, with the queries that read it.
     #[test]
-    fn ranks_of_a_sampler_may_be_more_than_key_value_heads() {
+    fn ranks_may_be_more_than_key_value_heads() {
         let sizes = crate::Sizes {
             vocab_size: 27,
             hidden_size: 32,
@@ -448,8 +462,9 @@ mod tests {
         let config = Config { reduction: Reduction::Tree, ..Config::fresh(&sizes) };
         let values: Vec<f32> = (0..Layout::new(&config).len()).map(|at| at as f32).collect();
         let mut owners = vec![0; values.len()];
+        assert_eq!([2, 4, 8].map(|degree| ModelShard::key_copies(&config, degree)), [1, 2, 4]);
         for rank in 0..8 {
-            let shard = ModelShard::of_sampler(&config, Position { rank, world: 8 }).unwrap();
+            let shard = ModelShard::new(&config, Position { rank, world: 8 }).unwrap();
             assert_eq!((shard.config().num_heads, shard.config().num_kv_heads), (1, 1));
             let own = shard.cut(&values);
             let of = |layout: &Layout, name: &str| layout.spec(name).unwrap().range();
@@ -465,11 +480,8 @@ mod tests {
             }
         }
         assert!(owners.iter().all(|owners| *owners == 1));
-        let error = |world| ModelShard::new(&config, Position { rank: 0, world }).unwrap_err().to_string();
-        assert!(error(8).contains("2 key-value heads are not divisible by 8; 2 divides everything"));
-        let sampler =
-            ModelShard::of_sampler(&config, Position { rank: 0, world: 16 }).unwrap_err().to_string();
-        assert!(sampler.contains("8 query heads are not divisible by 16; 8 divides everything"), "{sampler}");
+        let error = ModelShard::new(&config, Position { rank: 0, world: 16 }).unwrap_err().to_string();
+        assert!(error.contains("8 query heads are not divisible by 16; 8 divides everything"), "{error}");
     }
 
     #[test]
@@ -572,9 +584,14 @@ mod tests {
         let error = |config: &Config, world| {
             ModelShard::new(config, Position { rank: 0, world }).expect_err("cannot be divided").to_string()
         };
-        assert!(error(&chain, 2).contains("set model.reduction = \"tree\""));
+        let of_chain = ModelShard::check_sums(&chain, 2).expect_err("chains cannot be shared").to_string();
+        assert!(of_chain.contains("set model.reduction = \"tree\""), "{of_chain}");
+        assert!(ModelShard::check_sums(&chain, 1).and(ModelShard::check_sums(&tree, 2)).is_ok());
         assert!(error(&tree, 3).contains("power of two"));
-        let text = error(&tree, 4);
-        assert!(text.contains("2 key-value heads are not divisible by 4; 2 divides everything"), "{text}");
+        let text = error(&tree, 8);
+        assert!(text.contains("4 query heads are not divisible by 8; 4 divides everything"), "{text}");
+        let text = error(&Config { num_heads: 6, num_kv_heads: 3, ..tree }, 2);
+        let expected = "3 key-value heads are neither a multiple nor a divisor of 2; 1 divides everything";
+        assert!(text.contains(expected), "{text}");
     }
 }

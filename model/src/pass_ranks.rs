@@ -40,6 +40,8 @@ pub struct PassRanks {
 pub struct TensorRanks {
     /// Their calls.
     pub ranks: Arc<dyn Collective>,
+    /// Those of them that have copies of the same key-value heads, neighbours, in a training pass; `None` if each has its own.
+    pub same_keys: Option<Arc<dyn Collective>>,
     /// Tokens of the whole vocabulary, of which each has an even share.
     pub vocabulary: usize,
 }
@@ -178,6 +180,12 @@ pub fn failed_call(error: candle_core::Error) -> Result<CollectiveError, candle_
 }
 
 impl TensorRanks {
+    /// Ranks that have key-value heads of their own, or only sample.
+    #[must_use]
+    pub fn new(ranks: Arc<dyn Collective>, vocabulary: usize) -> Self {
+        Self { ranks, same_keys: None, vocabulary }
+    }
+
     /// The tokens whose rows of the embedding and the head rank `rank` has.
     pub(crate) fn tokens_of(&self, rank: usize) -> Range<usize> {
         even_shards(self.vocabulary, self.ranks.world())[rank].clone()

@@ -98,7 +98,8 @@ impl SamplerRanks {
     }
 
     fn shard(self, config: &Config, rank: usize) -> Result<ModelShard, ModelError> {
-        ModelShard::of_sampler(config, Position { rank, world: self.degree })
+        ModelShard::check_sums(config, self.degree)?;
+        ModelShard::new(config, Position { rank, world: self.degree })
     }
 }
 
@@ -156,7 +157,7 @@ impl SharedSampler {
             };
             let unit = |unit| Cow::Owned(shard.cut_unit(unit, counted));
             let own = Decoder::of_units(shard.config(), shard.layout(), unit, Quantization::None, pool);
-            let tensor = TensorRanks { ranks: Arc::new(calls), vocabulary: self.config.vocab_size };
+            let tensor = TensorRanks::new(Arc::new(calls), self.config.vocab_size);
             *decoder = Some(own.among(PassRanks { tensor: Some(tensor), ..PassRanks::default() }));
         }
         self.taken = taken.into_inner();
@@ -315,7 +316,7 @@ mod tests {
         let (mut sampler, mut cache) = sampler(Duration::from_millis(50));
         // Rank 1 waits in a group of its own.
         let mut others = threads::group(4, Duration::from_millis(50));
-        let tensor = TensorRanks { ranks: Arc::new(others.remove(1)), vocabulary: 30 };
+        let tensor = TensorRanks::new(Arc::new(others.remove(1)), 30);
         let elsewhere = PassRanks { tensor: Some(tensor), ..PassRanks::default() };
         let before = sampler.members[1].decoder.clone();
         sampler.members[1].decoder = before.clone().map(|decoder| decoder.among(elsewhere));

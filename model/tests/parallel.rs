@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
-use collective::{Collective, Position, threads};
+use collective::{Collective, HostCollective, Position, threads};
 use model::{
     Architecture, Config, Decoder, Gradients, LayerSource, ModelShard, Pack, Parameters, PassRanks,
     Prediction, PredictionGradient, Recompute, Reduction, Sizes, Target, TensorRanks, ThreadPool,
@@ -40,7 +40,11 @@ fn noise(n: usize, seed: u64) -> Vec<f32> {
 }
 
 fn config(architecture: Architecture) -> Config {
-    let config = Config::fresh(&SIZES).of_family(architecture).with_experts(4, 2);
+    of_sizes(architecture, &SIZES)
+}
+
+fn of_sizes(architecture: Architecture, sizes: &Sizes) -> Config {
+    let config = Config::fresh(sizes).of_family(architecture).with_experts(4, 2);
     Config {
         reduction: Reduction::Tree,
         tie_word_embeddings: architecture != Architecture::Qwen3Moe,
@@ -140,9 +144,11 @@ fn bits(values: &[f32]) -> Vec<u32> {
 
 #[test]
 fn tensor_ranks_have_the_bits_of_one() {
+    use Architecture::{Qwen2, Qwen3, Qwen3Moe};
     let rows = Rows::new();
-    for architecture in [Architecture::Qwen2, Architecture::Qwen3, Architecture::Qwen3Moe] {
-        let config = config(architecture);
+    // Four and eight ranks have copies of one or two key-value heads.
+    for (architecture, num_kv_heads) in [(Qwen2, 4), (Qwen3, 4), (Qwen3Moe, 4), (Qwen2, 1), (Qwen3, 2)] {
+        let config = of_sizes(architecture, &Sizes { num_kv_heads, ..SIZES });
         let whole = Arc::new(parameters(&config));
         let alone = decoder(&config, &whole, Recompute::None, false);
         let (predictions, gradients) = rows.pass(&alone, &whole, false);
@@ -155,17 +161,26 @@ fn tensor_ranks_have_the_bits_of_one() {
             (2, Recompute::Sequence, true),
             (4, Recompute::Block, false),
             (4, Recompute::None, true),
+            (8, Recompute::None, false),
         ] {
-            let case = format!("{architecture:?} x {world}, {recompute:?}, by layer: {through}");
+            if ModelShard::new(&config, Position { rank: 0, world }).is_err() {
+                assert_eq!((architecture, world), (Qwen3Moe, 8), "experts are narrow");
+                continue;
+            }
+            let case = format!(
+                "{architecture:?}, {num_kv_heads} keys x {world}, {recompute:?}, by layer: {through}"
+            );
             let ranks = threads::group(world, DEADLINE).into_iter();
             let of_rank = |ranks: threads::Threads| {
                 let shard = ModelShard::new(&config, ranks.position()).expect("can be shared");
                 let own = Parameters::from_values(Arc::clone(shard.layout()), shard.cut(whole.values()));
                 let own = Arc::new(own.expect("of the layout"));
-                let ranks = PassRanks {
-                    tensor: Some(TensorRanks { ranks: Arc::new(ranks), vocabulary: SIZES.vocab_size }),
-                    ..PassRanks::default()
-                };
+                let (copies, rank) = (ModelShard::key_copies(&config, world), ranks.rank());
+                let same_keys = (copies > 1).then(|| -> Arc<dyn Collective> {
+                    Arc::<dyn HostCollective>::from(ranks.split(rank / copies).expect("neighbours"))
+                });
+                let tensor = TensorRanks { ranks: Arc::new(ranks), same_keys, vocabulary: SIZES.vocab_size };
+                let ranks = PassRanks { tensor: Some(tensor), ..PassRanks::default() };
                 let decoder = decoder(shard.config(), &own, recompute, through).among(ranks);
                 let (found, own) = rows.pass(&decoder, &own, through);
                 (found, own, shard)
@@ -207,7 +222,7 @@ fn ranks_predict_fewer_tokens_than_there_are_ranks() {
         let shard = ModelShard::new(&config, ranks.position()).expect("can be shared");
         let own = Parameters::from_values(Arc::clone(shard.layout()), shard.cut(whole.values()));
         let own = Arc::new(own.expect("of the layout"));
-        let tensor = TensorRanks { ranks: Arc::new(ranks), vocabulary: SIZES.vocab_size };
+        let tensor = TensorRanks::new(Arc::new(ranks), SIZES.vocab_size);
         let ranks = PassRanks { tensor: Some(tensor), ..PassRanks::default() };
         let decoder = Decoder::trainable(shard.config(), &own, Recompute::None).among(ranks);
         assert_eq!(bits(&pass(&decoder, &own)), bits(&shard.cut(&expected)));
@@ -226,7 +241,7 @@ fn a_rank_that_is_gone_ends_the_pass_of_the_others() {
     let whole = parameters(&config);
     let mut ranks = threads::group(2, DEADLINE);
     drop(ranks.pop());
-    let ranks = ranks.pop().map(|rank| TensorRanks { ranks: Arc::new(rank), vocabulary: SIZES.vocab_size });
+    let ranks = ranks.pop().map(|rank| TensorRanks::new(Arc::new(rank), SIZES.vocab_size));
     let shard = ModelShard::new(&config, Position { rank: 0, world: 2 }).expect("can be shared");
     let own = Parameters::from_values(Arc::clone(shard.layout()), shard.cut(whole.values()));
     let decoder = Decoder::trainable(shard.config(), &Arc::new(own.expect("of the layout")), Recompute::None)
@@ -253,8 +268,7 @@ fn a_layer_sends_four_sums_and_two_gathers_of_hidden_states() {
                 let own = Arc::new(own.expect("of the layout"));
                 let ranks = Arc::new(CountingRank::new(ranks));
                 let sent = Arc::clone(&ranks.sent);
-                let ranks =
-                    PassRanks { tensor: Some(TensorRanks { ranks, vocabulary: 53 }), ..PassRanks::default() };
+                let ranks = PassRanks { tensor: Some(TensorRanks::new(ranks, 53)), ..PassRanks::default() };
                 let decoder = Decoder::trainable(shard.config(), &own, Recompute::None).among(ranks);
                 let slopes =
                     &mut |_: std::ops::Range<usize>, of: &[Prediction]| rows.slopes[..of.len()].to_vec();

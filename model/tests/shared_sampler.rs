@@ -181,7 +181,7 @@ fn a_step_sends_two_sums_of_hidden_states_per_layer() {
                 let own = Parameters::from_values(Arc::clone(shard.layout()), own).expect("of the layout");
                 let ranks = Arc::new(CountingRank::new(ranks));
                 let (sent, exchanged) = (Arc::clone(&ranks.sent), Arc::clone(&ranks.exchanged));
-                let tensor = Some(TensorRanks { ranks, vocabulary: SIZES.vocab_size });
+                let tensor = Some(TensorRanks::new(ranks, SIZES.vocab_size));
                 let decoder =
                     Decoder::new(shard.config(), &own).among(PassRanks { tensor, ..PassRanks::default() });
                 let mut cache = KvCache::new(shard.config(), 32);

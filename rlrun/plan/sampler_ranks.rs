@@ -43,7 +43,7 @@ impl SamplerRankPlan {
         }
         let vocabulary = even_shards(config.vocab_size, degree);
         let (rank, tokens) = vocabulary.iter().enumerate().max_by_key(|(_, tokens)| tokens.len())?;
-        let shard = ModelShard::of_sampler(config, Position { rank, world: degree }).ok()?;
+        let shard = ModelShard::new(config, Position { rank, world: degree }).ok()?;
         let of_rank = shard.config();
         let keys = (of_rank.num_kv_heads * of_rank.head_dim * of_rank.attention_layers()) as u64;
         let sent = (degree as f64 - 1.0) / degree as f64;
@@ -62,7 +62,7 @@ impl SamplerRankPlan {
 
 /// What a rank has of a model that `degree` ranks of a sampler share; all of one that they cannot.
 pub(super) fn shard_of(config: &Config, degree: usize) -> Config {
-    let shard = ModelShard::of_sampler(config, Position { rank: 0, world: degree });
+    let shard = ModelShard::new(config, Position { rank: 0, world: degree });
     shard.map_or_else(|_| config.clone(), |shard| shard.config().clone())
 }
 

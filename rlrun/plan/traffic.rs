@@ -6,7 +6,7 @@
 use std::fmt;
 
 use collective::Position;
-use model::{Config, ContextExchange, FeedForward, Layout, ModelShard, ParameterSpec, Recompute};
+use model::{Config, ContextExchange, FeedForward, Layout, ModelShard, ParameterSpec, Recompute, Reduction};
 use trainer::ParallelConfig;
 
 use super::BatchPlan;
@@ -87,7 +87,9 @@ impl Traffic {
             degrees: [data, context, tensor, parallel.pipeline],
             experts: parallel.expert,
             zero: of_zero(recipe, [passes, updates]) * F32 * gathered,
-            tensor: tokens * of_tensor(whole, forwards, layers) * of_shares(tensor),
+            tensor: tokens
+                * (of_tensor(whole, forwards, layers) * of_shares(tensor)
+                    + of_key_copies(config, layers) * of_shares(shards.key_copies)),
             context: tokens * layers * of_context(config, exchange, context, forwards),
             pipeline: if parallel.pipeline > 1 {
                 tokens * 2.0 * F32 * config.hidden_size as f64
@@ -95,7 +97,13 @@ impl Traffic {
                 0.0
             },
             expert: tokens * layers * of_experts(whole, forwards) * of_shares(parallel.expert),
-            calls: PassCallCounts::of(parallel, whole, exchange, [passes, forwards, layers]),
+            calls: PassCallCounts::of(
+                parallel,
+                whole,
+                exchange,
+                [passes, forwards, layers],
+                shards.key_copies,
+            ),
             idle: idle(parallel.pipeline, passes / updates),
         })
     }
@@ -108,6 +116,7 @@ impl PassCallCounts {
         config: &Config,
         exchange: ContextExchange,
         [passes, forwards, layers]: [f64; 3],
+        key_copies: usize,
     ) -> Self {
         let if_shared = |degree: usize, calls: f64| if degree > 1 { passes * calls } else { 0.0 };
         let of_layers = (forwards + 1.0) * layers;
@@ -118,12 +127,15 @@ impl PassCallCounts {
         };
         let with_experts =
             config.layers.iter().filter(|layer| layer.feed_forward.experts().is_some()).count();
+        let [kept, ends] = match config.reduction {
+            // What the backward gathers; embedding and head, forward and backward.
+            Reduction::Tree => [kept_streams(forwards) * layers, 4.0],
+            Reduction::Chain => [0.0; 2],
+        };
         Self {
-            // After attention and after the feed-forward network, and what the backward gathers; embedding and head, forward and backward.
-            tensor: if_shared(
-                parallel.tensor,
-                (2.0 * of_layers + kept_streams(forwards) * layers) * config.num_layers() as f64 + 4.0,
-            ),
+            // After attention and after the feed-forward network.
+            tensor: if_shared(parallel.tensor, (2.0 * of_layers + kept) * config.num_layers() as f64 + ends)
+                + if_shared(key_copies, layers * config.attention_layers() as f64),
             context: if_shared(
                 parallel.context.degree,
                 attention * of_layers * config.attention_layers() as f64,
@@ -141,6 +153,8 @@ impl PassCallCounts {
 struct ModelShares {
     /// The configuration of a tensor rank with all layers.
     of_tensor: Config,
+    /// Tensor ranks that have the same key-value heads.
+    key_copies: usize,
     /// Values that it gets from its ZeRO ranks when they gather all once.
     gathered: f64,
     /// Its part of the layers.
@@ -154,6 +168,7 @@ impl ModelShares {
         if parallel.shards() <= 1 {
             return Some(Self {
                 of_tensor: config.clone(),
+                key_copies: 1,
                 gathered: gathered_values(layout, zero_ranks, expert),
                 layers: 1.0,
             });
@@ -162,8 +177,10 @@ impl ModelShares {
         let stages = stages.collect::<Option<Vec<_>>>()?;
         // The stage with the most layers.
         let layers = stages.iter().map(|stage| stage.layers().len()).max()?;
+        let of_tensor = ModelShard::new(config, Position { rank: 0, world: tensor }).ok()?;
         Some(Self {
-            of_tensor: ModelShard::new(config, Position { rank: 0, world: tensor }).ok()?.config().clone(),
+            of_tensor: of_tensor.config().clone(),
+            key_copies: ModelShard::key_copies(config, tensor),
             gathered: stages
                 .iter()
                 .map(|stage| gathered_values(stage.layout(), zero_ranks, expert))
@@ -214,10 +231,21 @@ fn idle(stages: usize, batches: f64) -> f64 {
 /// that the backward gathers. With a part `share` of the layers.
 fn of_tensor(config: &Config, forwards: f64, share: f64) -> f64 {
     let hidden = F32 * config.hidden_size as f64;
+    if config.reduction == Reduction::Chain {
+        // Ranks on devices have embedding, head and residual streams whole.
+        return 2.0 * hidden * (forwards + 1.0) * share * layer_sums(config);
+    }
     // Forward, maybe again, and backward; the embedding, and the head.
     let of_sums = 2.0 * hidden * ((forwards + 1.0) * share * layer_sums(config) + 2.0);
     let gathered = hidden * share * config.num_layers() as f64 * kept_streams(forwards);
     of_sums + gathered + 2.0 * F32 * config.vocab_size as f64
+}
+
+/// Bytes of the gradients of a token's keys and values that ranks with the same ones sum, times 2, of the `config` of a rank. With a part
+/// `share` of the layers.
+fn of_key_copies(config: &Config, share: f64) -> f64 {
+    let keys = (config.num_kv_heads * config.head_dim * config.attention_layers()) as f64;
+    2.0 * 2.0 * F32 * keys * share
 }
 
 /// Residual streams of a layer that are kept for the backward: its input, and what is between its halves unless it is computed again.
@@ -298,16 +326,18 @@ mod tests {
     use super::*;
     use crate::plan::tests::recipe;
 
+    const SIZES: model::Sizes = model::Sizes {
+        vocab_size: 10,
+        hidden_size: 8,
+        intermediate_size: 16,
+        num_layers: 2,
+        num_heads: 2,
+        num_kv_heads: 2,
+        max_position_embeddings: 64,
+    };
+
     fn config(num_layers: usize) -> Config {
-        Config::fresh(&model::Sizes {
-            vocab_size: 10,
-            hidden_size: 8,
-            intermediate_size: 16,
-            num_layers,
-            num_heads: 2,
-            num_kv_heads: 2,
-            max_position_embeddings: 64,
-        })
+        Config::fresh(&model::Sizes { num_layers, ..SIZES })
     }
 
     #[test]
@@ -319,6 +349,27 @@ mod tests {
         assert_eq!(gathered_values(&layout, 8, 1), (others + experts) * 0.875);
         assert_eq!(gathered_values(&layout, 8, 4), others * 0.875 + experts / 4.0 * 0.5);
         assert_eq!(gathered_values(&layout, 4, 4), others * 0.75);
+    }
+
+    #[test]
+    fn ranks_with_the_same_keys_sum_their_gradients() {
+        let of = |num_kv_heads| {
+            let sizes = model::Sizes { num_heads: 4, num_kv_heads, ..SIZES };
+            let mut recipe = recipe();
+            (recipe.trainer.world, recipe.trainer.parallel.tensor) = (4, 4);
+            let config = Config { reduction: Reduction::Tree, ..Config::fresh(&sizes) };
+            (
+                BatchPlan::of(&recipe).max_tokens as f64,
+                config.head_dim,
+                Traffic::of(&recipe, &config).unwrap(),
+            )
+        };
+        let ((tokens, width, copied), (_, _, apart)) = (of(2), of(4));
+        // Two epochs, two layers; of a key and a value half is sent to sum them, and half to give the sums.
+        let sent = 2.0 * tokens * 2.0 * 2.0 * (width * 4) as f64;
+        assert_eq!(copied.tensor - apart.tensor, sent);
+        assert_eq!(copied.context, apart.context);
+        assert!(copied.calls.tensor > apart.calls.tensor);
     }
 
     #[test]

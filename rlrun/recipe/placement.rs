@@ -86,19 +86,17 @@ fn check_parallel(recipe: &Recipe, checker: &mut Checker<'_>) {
     if parallel.tensor <= 1 {
         return;
     }
-    if recipe.reduction != Reduction::Tree {
+    if recipe.reduction != Reduction::Tree && !on_device {
         let message = "tensor ranks add partial sums, and the sums of this model have no order that is the same for all degrees";
         checker.report_latest(&[tensor, "model.reduction"], message, "set `model.reduction` to \"tree\"");
     }
     for (other, given) in [
         ("lora", recipe.lora.is_some()),
-        ("placement.device", recipe.trains_on().is_some()),
         ("trainer.optimizer", recipe.trainer.optimizer != OptimizerKind::Adamw),
     ] {
         if given {
-            let message = format!(
-                "tensor ranks share weights on the processor, updated by AdamW in f32: not with this `{other}`"
-            );
+            let message =
+                format!("tensor ranks share weights that AdamW updates in f32: not with this `{other}`");
             checker.report_latest(
                 &[tensor, other],
                 message,
@@ -431,7 +429,9 @@ fn check_collective(recipe: &Recipe, checker: &mut Checker<'_>) {
         checker.report(path, message, "remove it, or set `placement.device` and `trainer.world`");
         return;
     }
-    if collective == CollectiveWord::Host || devices.meets {
+    // Tensor ranks sum their results there, and update weights on the host.
+    let sums_there = recipe.trainer.parallel.tensor > 1 && devices.reach_each_other(recipe.trainer.ranks);
+    if collective == CollectiveWord::Host || devices.meets || sums_there {
         return;
     }
     let (keys, why): (&[&str], _) = if recipe.is_colocated() {
@@ -487,6 +487,11 @@ fn check_transport(recipe: &Recipe, checker: &mut Checker<'_>) {
             format!("`{path}` is \"{word}\", from device to device, but {who} computes on the processor");
         checker.report(path, message, "set `placement.device`, or `weights.transport = \"auto\"`");
         return;
+    }
+    if recipe.trainer.parallel.tensor > 1 {
+        let message =
+            format!("`{path}` \"{word}\" is of ranks that have whole tensors, and tensor ranks have parts");
+        checker.report_latest(&[path, "trainer.parallel.tensor"], message, "use \"auto\"");
     }
     if transport == WeightTransport::Nccl {
         check_broadcast(recipe, &devices, checker);

@@ -48,6 +48,12 @@ impl Devices {
         self.trainer.iter().any(Option::is_some)
     }
 
+    /// Whether the ranks of the trainer can exchange from device to device.
+    #[must_use]
+    pub fn reach_each_other(&self, ranks: Ranks) -> bool {
+        reach_each_other(&self.trainer, ranks)
+    }
+
     /// Whether anybody computes on a device.
     #[must_use]
     pub fn any(&self) -> bool {
@@ -79,6 +85,7 @@ impl Recipe {
             && self.trainer.optimizer == OptimizerKind::Adamw
             && self.lora.is_none()
             && self.trainer.router_correction_rate == 0.0
+            && self.trainer.parallel.config().shards() == 1
             && reach_each_other(&trainer, self.trainer.ranks);
         let optimizer_on_device = on_device && (trainer.len() == 1 || meets);
         Devices {

@@ -2,8 +2,8 @@
 //!
 //! Invariant: the sum of squares has the same bits on every machine and for every division of the gradients among threads
 //! and ranks. Blocks of a tensor are summed in f64 in fixed lanes; no ZeRO shard cuts a block. The sums of blocks are added
-//! exactly, so their order does not matter. Where tensor ranks may share the rows of a matrix ([`Reduction::Tree`]), every square is added
-//! exactly.
+//! exactly, so their order does not matter. Where tensor ranks on the processor may share the rows of a matrix ([`Reduction::Tree`]), every
+//! square is added exactly. On devices the gradients themselves differ by rounding with the number of tensor ranks.
 
 use model::{Reduction, ThreadPool};
 
@@ -110,8 +110,8 @@ impl SquareSum {
     }
 }
 
-/// The sum of the squares of `tensors`, each the values of a tensor or of a part of one: with [`Reduction::Chain`] of a part that begins at
-/// a multiple of [`BLOCK`], with [`Reduction::Tree`] of any values.
+/// The sum of the squares of `tensors`, each the values of a tensor or of a part of one. With [`Reduction::Tree`] it does not depend on where
+/// the parts begin; with [`Reduction::Chain`] only if each begins at a multiple of [`BLOCK`].
 pub(crate) fn squares<'a>(
     tensors: impl IntoIterator<Item = &'a [f32]>,
     reduction: Reduction,

@@ -218,6 +218,19 @@ impl LearnerConfig {
         self.parallel.check(self.world, model)?;
         let of_tensor = ModelShard::new(model, Position { rank: 0, world: self.parallel.tensor })?;
         self.parallel.context.check(of_tensor.config(), self.device.is_some())?;
+        let (sections, copies) =
+            (self.parallel.context.sections(), ModelShard::key_copies(model, self.parallel.tensor));
+        let has_experts = model.layers.iter().any(|layer| layer.feed_forward.experts().is_some());
+        if self.device.is_none() {
+            ModelShard::check_sums(model, self.parallel.tensor)?;
+        }
+        if sections > 1 && copies > 1 {
+            let reason = format!(
+                "{copies} tensor ranks have copies of each key-value head, whose gradients they sum in passes of one section only; `trainer.parallel.tensor` = {} has no copies",
+                self.parallel.tensor / copies
+            );
+            return Err(TrainerError::Context { degree: self.parallel.context.degree, sections, reason });
+        }
         if let Some(reason) = self.expert_obstacle(model, adapts) {
             return Err(TrainerError::Parallel { reason });
         }
@@ -230,8 +243,10 @@ impl LearnerConfig {
             return Ok(());
         } else if adapts {
             "ranks do not share the weights under an adapter; set trainer.parallel.tensor = 1"
-        } else if self.device.is_some() {
-            "ranks on devices do not share weights; set trainer.parallel.tensor = 1"
+        } else if self.device.is_some() && has_experts {
+            "ranks on devices do not share experts; set trainer.parallel.tensor = 1"
+        } else if self.device.is_some() && copies > 1 {
+            "ranks on devices have no copies of key-value heads; set trainer.parallel.tensor to a divisor of their number"
         } else if self.optimizer.kind != OptimizerKind::Adamw {
             "only AdamW with moments in f32 updates parts of matrices; set trainer.parallel.tensor = 1"
         } else {

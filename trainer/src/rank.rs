@@ -478,6 +478,8 @@ impl Rank {
 
     /// The device and its weights, if all of them are on it.
     pub(crate) fn device_weights(&self) -> Option<(&Device, LearnerWeights<'_>)> {
+        // Of a shard they are a part.
+        self.shard().is_none().then_some(())?;
         by_dtype!(self.on_device()?, on_device => on_device.erased())
     }
 

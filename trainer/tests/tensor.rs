@@ -11,11 +11,19 @@ use trainer::{ContextParallel, Learner, LearnerConfig, ParallelConfig};
 use crate::spread::Processes;
 use crate::{LEARNER, config, groups, policy_step, samples, with_optimizer};
 
+/// Models, with their key-value heads: two or four ranks have copies of one.
+const MODELS: [(Architecture, usize); 4] = [
+    (Architecture::Qwen3, 4),
+    (Architecture::Qwen3Moe, 4),
+    (Architecture::Qwen3, 1),
+    (Architecture::Qwen2, 2),
+];
+
 /// A model that four ranks can share.
-fn shared(architecture: Architecture) -> Config {
+fn shared(architecture: Architecture, num_kv_heads: usize) -> Config {
     // A vocabulary that no degree divides.
     let config =
-        Config { vocab_size: 129, num_heads: 8, num_kv_heads: 4, reduction: Reduction::Tree, ..config() };
+        Config { vocab_size: 129, num_heads: 8, num_kv_heads, reduction: Reduction::Tree, ..config() };
     Config { head_dim: 4, ..config }.of_family(architecture)
 }
 
@@ -53,21 +61,21 @@ fn outcome(learner: &mut Learner, steps: usize) -> Outcome {
     }
 }
 
-fn fresh(architecture: Architecture, settings: LearnerConfig) -> Learner {
-    let config = shared(architecture);
+fn fresh(architecture: Architecture, num_kv_heads: usize, settings: LearnerConfig) -> Learner {
+    let config = shared(architecture, num_kv_heads);
     let parameters = Parameters::random(&config, 5);
     Learner::new(settings, config, parameters, None).unwrap()
 }
 
 #[test]
 fn every_degree_and_stage_makes_the_steps_of_one_rank() {
-    for architecture in [Architecture::Qwen3, Architecture::Qwen3Moe] {
+    for (architecture, keys) in MODELS {
         for zero in [1, 2, 3] {
-            let expected = outcome(&mut fresh(architecture, settings(1, 1, zero)), 3);
+            let expected = outcome(&mut fresh(architecture, keys, settings(1, 1, zero)), 3);
             assert!(expected.norms[2] != 0, "it learns");
             for (tensor, data) in [(2, 1), (4, 1), (2, 2), (4, 2)] {
-                let found = outcome(&mut fresh(architecture, settings(tensor, data, zero)), 3);
-                assert!(found == expected, "{architecture:?}: {tensor} x {data}, stage {zero}");
+                let found = outcome(&mut fresh(architecture, keys, settings(tensor, data, zero)), 3);
+                assert!(found == expected, "{architecture:?}, {keys} keys: {tensor} x {data}, stage {zero}");
             }
         }
     }
@@ -83,7 +91,7 @@ fn context_and_tensor_ranks_make_the_steps_of_one_rank() {
                 let parallel = ParallelConfig { tensor, context, ..ParallelConfig::DATA };
                 let world = tensor * degree * data;
                 let settings = LearnerConfig { world, parallel, zero, recompute, ..LEARNER };
-                outcome(&mut fresh(architecture, settings), 2)
+                outcome(&mut fresh(architecture, 4, settings), 2)
             };
             let expected = of(1, 1, 1);
             for (tensor, degree, data) in [(2, 1, 1), (2, 2, 1), (2, 2, 2), (4, 2, 1)] {
@@ -97,11 +105,11 @@ fn context_and_tensor_ranks_make_the_steps_of_one_rank() {
 
 #[test]
 fn a_run_goes_on_with_another_split() {
-    for architecture in [Architecture::Qwen3, Architecture::Qwen3Moe] {
-        let config = shared(architecture);
-        let whole = outcome(&mut fresh(architecture, settings(1, 1, 2)), 4);
+    for (architecture, keys) in MODELS {
+        let config = shared(architecture, keys);
+        let whole = outcome(&mut fresh(architecture, keys, settings(1, 1, 2)), 4);
         for (before, after) in [((2, 1), (4, 1)), ((4, 1), (1, 2)), ((1, 1), (2, 2))] {
-            let mut first = fresh(architecture, settings(before.0, before.1, 2));
+            let mut first = fresh(architecture, keys, settings(before.0, before.1, 2));
             outcome(&mut first, 2);
             let (parameters, optimizer) =
                 (first.parameters().unwrap(), first.optimizer().unwrap().into_owned());
@@ -118,7 +126,7 @@ fn a_run_goes_on_with_another_split() {
 /// Ranks that are processes exchange everything in messages; here threads follow the leader.
 #[test]
 fn processes_share_weights() {
-    let (config, groups) = (shared(Architecture::Qwen3Moe), groups());
+    let (config, groups) = (shared(Architecture::Qwen3Moe, 1), groups());
     let rows = samples(&groups);
     let imitated = |learner: &mut Learner, steps: usize| {
         let reports: Vec<_> = (0..steps).map(|_| imitate(learner, &rows, 1e-2).unwrap()).collect();
@@ -126,7 +134,7 @@ fn processes_share_weights() {
         (reports, Arc::unwrap_or_clone(weights), learner.optimizer().unwrap().into_owned())
     };
     for zero in [1, 3] {
-        let mut alone = fresh(Architecture::Qwen3Moe, settings(1, 1, zero));
+        let mut alone = fresh(Architecture::Qwen3Moe, 1, settings(1, 1, zero));
         let (of_alone, expected, optimizer) = imitated(&mut alone, 4);
         let run = |before: Option<Optimizer>, parameters: Parameters, steps| {
             let processes = Processes::new(4);
@@ -148,19 +156,86 @@ fn processes_share_weights() {
 /// Weights that come from elsewhere, as those of islands do, reach every rank.
 #[test]
 fn trained_values_are_replaced_on_all_ranks() {
-    let before = outcome(&mut fresh(Architecture::Qwen3, settings(1, 1, 1)), 2);
+    let before = outcome(&mut fresh(Architecture::Qwen3, 4, settings(1, 1, 1)), 2);
     let values: Vec<f32> = before.weights.iter().map(|bits| f32::from_bits(*bits)).collect();
     for zero in [1, 3] {
-        let mut learner = fresh(Architecture::Qwen3, settings(2, 2, zero));
+        let mut learner = fresh(Architecture::Qwen3, 4, settings(2, 2, zero));
         learner.set_trained_values(&values).unwrap();
         assert_eq!(bits(&learner.trained_values().unwrap()), before.weights, "stage {zero}");
         assert!(learner.score(&samples(&groups())).unwrap() == before.scores, "stage {zero}");
     }
 }
 
+/// Ranks on devices, which sum through the host or from device to device, make nearly the step of one rank on a device.
+#[cfg(feature = "emulator")]
+#[test]
+fn ranks_on_devices_share_weights() {
+    use device::device::DeviceLocation;
+    use model::on_device::DeviceDtype;
+    use trainer::on_device::{CollectivePlace, DeviceConfig, OptimizerPlace};
+
+    let groups = groups();
+    let near =
+        |found: f32, expected: f32, tolerance: f32| (found - expected).abs() <= tolerance * expected.abs();
+    for (architecture, dtype) in [
+        (Architecture::Qwen2, DeviceDtype::F32),
+        (Architecture::Qwen3, DeviceDtype::F32),
+        (Architecture::Qwen3, DeviceDtype::Bf16),
+        (Architecture::Gemma3, DeviceDtype::F32),
+    ] {
+        let config = Config { reduction: Reduction::Chain, ..shared(architecture, 4) };
+        let learner = |settings: LearnerConfig, collective| {
+            // One GPU is no group.
+            let place = match collective {
+                CollectivePlace::Device => DeviceLocation::Emulated,
+                _ => DeviceLocation::of_tests(),
+            };
+            let places = vec![place; settings.world].into();
+            let optimizer = OptimizerPlace::Host;
+            let device = DeviceConfig { optimizer, places, collective, ..DeviceConfig::new(place, dtype) };
+            let settings = LearnerConfig { device: Some(device), ..settings };
+            Learner::new(settings, config.clone(), Parameters::random(&config, 5), None).unwrap()
+        };
+        let steps = |learner: &mut Learner| -> Vec<f32> {
+            (0..2).map(|_| policy_step(learner, &groups, 1e-3).0).collect()
+        };
+        let mut alone = learner(settings(1, 1, 1), CollectivePlace::Auto);
+        let (expected, scores) = (steps(&mut alone), alone.score(&samples(&groups)).unwrap());
+        let tolerance = if dtype == DeviceDtype::F32 { 1e-4 } else { 5e-2 };
+        for (tensor, data, zero, collective) in [
+            (2, 1, 1, CollectivePlace::Device),
+            (4, 1, 2, CollectivePlace::Host),
+            (2, 2, 3, CollectivePlace::Device),
+        ] {
+            let what = format!("{architecture:?} {dtype:?}: {tensor} x {data}, stage {zero}, {collective:?}");
+            let mut ranks = learner(settings(tensor, data, zero), collective);
+            let found = steps(&mut ranks);
+            assert!(near(found[0], expected[0], tolerance), "{what}: {found:?} {expected:?}");
+            assert!(near(found[1], expected[1], 10.0 * tolerance), "{what}: {found:?} {expected:?}");
+            let found = ranks.score(&samples(&groups)).unwrap();
+            for (found, expected) in found.iter().flatten().zip(scores.iter().flatten()) {
+                assert!(
+                    near(found.logprob, expected.logprob, 20.0 * tolerance),
+                    "{what}: {found:?} {expected:?}"
+                );
+            }
+        }
+    }
+    let place = Some(DeviceConfig::new(DeviceLocation::Emulated, DeviceDtype::F32));
+    for (architecture, keys, expected) in [
+        (Architecture::Qwen3Moe, 4, "ranks on devices do not share experts"),
+        (Architecture::Qwen3, 1, "ranks on devices have no copies of key-value heads"),
+    ] {
+        let config = Config { reduction: Reduction::Chain, ..shared(architecture, keys) };
+        let settings = LearnerConfig { device: place.clone(), ..settings(2, 1, 1) };
+        let error = settings.check_parallel(&config, false).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
 #[test]
 fn what_is_not_possible_is_named() {
-    let config = shared(Architecture::Qwen3);
+    let config = shared(Architecture::Qwen3, 4);
     let parameters = Parameters::random(&config, 5);
     let refused = |settings: LearnerConfig, expected: &str| {
         let error = Learner::new(settings, config.clone(), parameters.clone(), None).unwrap_err().to_string();
@@ -171,7 +246,13 @@ fn what_is_not_possible_is_named() {
         three,
         "a world of 3 ranks is not divisible by pipeline x context x tensor = 1 x 1 x 2; 2 ranks are possible",
     );
-    refused(settings(8, 1, 1), "4 key-value heads are not divisible by 8; 4 divides everything");
+    refused(settings(16, 1, 1), "8 query heads are not divisible by 16; 8 divides everything");
+    let sections = ContextParallel { sections: 2, ..ContextParallel::NONE };
+    let copies = ParallelConfig { tensor: 8, context: sections, ..ParallelConfig::DATA };
+    refused(
+        LearnerConfig { parallel: copies, ..settings(8, 1, 1) },
+        "2 tensor ranks have copies of each key-value head, whose gradients they sum in passes of one section only; `trainer.parallel.tensor` = 4 has no copies",
+    );
     refused(LearnerConfig { world: 1, ..settings(2, 1, 1) }, "2 ranks are possible");
     for kind in [OptimizerKind::Muon, OptimizerKind::Dion, OptimizerKind::Adamw8bit] {
         refused(

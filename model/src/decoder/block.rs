@@ -32,13 +32,15 @@ use crate::ops::adapters::LinearPass;
 use crate::ops::causal_convolution::transposed;
 use crate::ops::experts::{ExpertRoutes, GivenExperts};
 use crate::ops::gated_unit::GateActivation;
-use crate::ops::gemm::CHUNKS;
+use crate::ops::gemm::{CHUNKS, TreePart};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::norm::{rms_norm, rms_norm_backward};
 use crate::ops::residual::{add_multiple, multiple};
 use crate::ops::simd::exp;
-use crate::{Config, FrozenParameters, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
+use crate::{
+    Config, FrozenParameters, Layout, Parameters, Quantization, Reduction, TensorRanks, ThreadPool, Unit,
+};
 
 /// Weights of one layer.
 #[derive(Clone, Debug)]
@@ -60,7 +62,7 @@ pub(super) struct TransformerBlock {
     /// Heads of queries and of keys whose gradients of norms are summed apart, as leaves of a tree; 1 for all in one chain.
     head_groups: [usize; 2],
     /// The ranks that share its weights.
-    ranks: Option<Arc<dyn Collective>>,
+    ranks: Option<TensorRanks>,
 }
 
 /// Activations of the attention half, for its backward. `T` tokens.
@@ -171,12 +173,19 @@ impl TransformerBlock {
         self.feed_forward.change_linears(change);
     }
 
-    /// Makes it the part of one of `ranks` that share its weights.
-    pub(super) fn share(&mut self, ranks: &Arc<dyn Collective>) {
-        self.mixer.change_linears(&mut |linear| linear.share(ranks, true));
+    /// Makes it the part of one of the `tensor` ranks that share its weights.
+    pub(super) fn share(&mut self, tensor: &TensorRanks) {
+        let TensorRanks { ranks, same_keys, .. } = tensor;
+        let copies = same_keys.as_ref().map_or(1, |ranks| ranks.world());
+        self.mixer.change_linears(&mut |linear| {
+            linear.share(ranks, true);
+            if copies > 1 {
+                linear.copy_keys(copies);
+            }
+        });
         self.output.share(ranks, true);
         self.feed_forward.share(ranks);
-        self.ranks = Some(Arc::clone(ranks));
+        self.ranks = Some(tensor.clone());
     }
 
     /// Makes its experts those of one of `ranks` that divide them.
@@ -284,7 +293,9 @@ impl TransformerBlock {
             let tree = match (config.reduction, spec.sharding) {
                 (Reduction::Chain, _) | (_, Sharding::Replicated) => TreeSum::None,
                 (Reduction::Tree, Sharding::Inputs) => TreeSum::Inputs,
-                (Reduction::Tree, Sharding::Outputs) => TreeSum::Outputs(spec.outputs.clone()),
+                (Reduction::Tree, Sharding::Outputs) => {
+                    TreeSum::Outputs(spec.outputs.iter().copied().map(TreePart::of).collect())
+                }
             };
             let cut = |operand: Operand| {
                 let Range { start, end } = ranges[operand].clone();

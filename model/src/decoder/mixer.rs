@@ -12,8 +12,10 @@ mod delta_net;
 mod latent;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
+use collective::Collective;
 
 pub(super) use self::attention::AttentionWeights;
 pub(super) use self::delta_net::DeltaNetWeights;
@@ -245,6 +247,16 @@ impl MixerWeights {
             Self::Attention(_) | Self::DeltaNet(_) => d_mixed,
         };
         Ok(ReversedGate { d_result: g, d_mixed, d_gate })
+    }
+
+    /// Sums the gradients of keys and values over `ranks`, whose queries read the same ones.
+    pub(super) fn sum_keys(&self, mixing: &mut MixingReverse, ranks: &Arc<dyn Collective>) -> Result<()> {
+        match (self, mixing) {
+            (Self::Attention(attention), MixingReverse::Attention(mixed)) => {
+                attention.sum_keys(&mut mixed.d_qkv, ranks)
+            }
+            _ => candle_core::bail!("only attention has key-value heads that ranks have copies of"),
+        }
     }
 
     /// Backward of the projections of the normalised input `x [T, d]`, after the backward of the mixing.

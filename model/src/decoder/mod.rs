@@ -36,6 +36,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::low_rank::{FactorPair, LowRank, UnitFactors};
 use crate::ops::blocks::BlockRows;
+use crate::ops::gemm::TreePart;
 use crate::ops::heads::{Angles, Frequencies, HeadShape};
 use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::residual::multiple;
@@ -323,7 +324,7 @@ impl Decoder {
     #[must_use]
     pub fn among(mut self, ranks: PassRanks) -> Self {
         if let Some(tensor) = &ranks.tensor {
-            self.blocks.iter_mut().for_each(|block| block.share(&tensor.ranks));
+            self.blocks.iter_mut().for_each(|block| block.share(tensor));
             self.head.share_vocabulary(tensor.ranks.position(), tensor.vocabulary);
         }
         if let Some(expert) = &ranks.expert {
@@ -480,7 +481,7 @@ fn frequencies(config: &Config) -> Vec<Frequencies> {
 fn head_tree(config: &Config) -> TreeSum {
     match config.reduction {
         Reduction::Chain => TreeSum::None,
-        Reduction::Tree => TreeSum::Outputs(vec![config.vocab_size]),
+        Reduction::Tree => TreeSum::Outputs(vec![TreePart::of(config.vocab_size)]),
     }
 }
 

@@ -239,7 +239,7 @@ impl Decoder {
 
     pub(super) fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<TransformerBlock> {
         let mut block = TransformerBlock::of_unit(&self.config, &self.layout, index, &source.layer(index)?)?;
-        self.ranks.tensor.iter().for_each(|tensor| block.share(&tensor.ranks));
+        self.ranks.tensor.iter().for_each(|tensor| block.share(tensor));
         self.ranks.expert.iter().for_each(|expert| block.divide_experts(expert));
         Ok(block)
     }

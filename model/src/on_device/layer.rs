@@ -151,7 +151,8 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         to: ViewMut<'_, T>,
         compute: impl FnOnce(ViewMut<'_, T>, bool) -> Result<()>,
     ) -> Result<()> {
-        if self.decoder.adds_plainly(self.index) {
+        // Partial results are summed over the ranks before they are added.
+        if self.decoder.adds_plainly(self.index) && self.decoder.tensor.is_none() {
             return compute(to, true);
         }
         let mut result = self.on().uninit(to.len())?;

@@ -10,6 +10,7 @@
 //! - `operands`: norms, heads and angles as kernels take them
 //! - `layer`: one layer, forward and backward, its halves in `layer::mixer` and `layer::feed_forward`; `head`: the heads
 //! - `experts`: the router and the experts of a layer
+//! - `tensor`: ranks that share the weights of a pass
 //! - `train`: passes over packs
 //! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs); the halves of its
 //!   layers in `steps::mixer` and `steps::feed_forward`; `adapters`: those of the tokens of a step, beside its weights
@@ -23,6 +24,7 @@ mod operands;
 mod sampler;
 mod steps;
 mod stored;
+mod tensor;
 mod train;
 mod units;
 
@@ -31,7 +33,7 @@ use std::sync::Arc;
 use device::ops::attention::MAX_HEAD_DIM;
 use device::ops::convolution::{MAX_HEAD, MAX_TAPS};
 use device::ops::heads::HeadShape;
-use device::{Device, DeviceBuffer, Result, Storage, bf16};
+use device::{Device, DeviceBuffer, Result, Storage, ViewMut, bf16};
 use serde::{Deserialize, Serialize};
 
 pub use self::factors::DeviceFactors;
@@ -41,6 +43,7 @@ use self::operands::DeviceRotaries;
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
 pub use self::steps::recorded_tokens;
 pub use self::stored::StoredWeights;
+pub use self::tensor::DeviceTensorRanks;
 pub use self::train::DeviceTrace;
 pub use self::units::{FlatGradients, FlatWeights, UnitGradients, UnitWeights};
 use crate::layer::{AttentionSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
@@ -69,7 +72,7 @@ impl DeviceDtype {
 }
 
 /// The decoder of a configuration, to train and score with on a device.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct DeviceDecoder<T: Storage> {
     device: Device,
     /// The same device; memory that is allocated through it is accounted as activations.
@@ -77,8 +80,10 @@ pub struct DeviceDecoder<T: Storage> {
     config: Config,
     layout: Arc<Layout>,
     shape: HeadShape,
-    rotaries: DeviceRotaries,
+    rotaries: Arc<DeviceRotaries>,
     recompute: Recompute,
+    /// The ranks that share the weights of a pass; `None` for one rank.
+    tensor: Option<DeviceTensorRanks>,
     storage: std::marker::PhantomData<T>,
 }
 
@@ -109,10 +114,30 @@ impl<T: Storage> DeviceDecoder<T> {
             config: config.clone(),
             layout: Arc::clone(layout),
             shape: config.head_shape(),
-            rotaries: DeviceRotaries::new(device, config)?,
+            rotaries: Arc::new(DeviceRotaries::new(device, config)?),
             recompute,
+            tensor: None,
             storage: std::marker::PhantomData,
         })
+    }
+
+    /// The same decoder, of a [`ModelShard`](crate::ModelShard) without tree sums, whose passes `tensor` ranks compute together.
+    #[must_use]
+    pub fn among(&self, tensor: Option<DeviceTensorRanks>) -> Self {
+        Self { tensor, ..self.clone() }
+    }
+
+    /// Adds up the partial results `values [n]` of the ranks that share the weights, in place.
+    fn sum_over_ranks<S: Storage>(&self, values: ViewMut<'_, S>) -> Result<()> {
+        match &self.tensor {
+            Some(tensor) => tensor.sum(&self.activations, values),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits for the sums that are on their way, if ranks share the weights.
+    fn wait_for_ranks(&self) -> Result<()> {
+        self.tensor.as_ref().map_or(Ok(()), DeviceTensorRanks::wait)
     }
 
     /// The device.

@@ -147,6 +147,7 @@ impl<T: Storage> DeviceDecoder<T> {
         let mut normed = device.uninit(picked.len())?;
         let norm = self.final_norm_of(weights.unit(Unit::Tail)?.slice(self.final_norm()));
         rms_norm(device, picked.all(), norm, normed.all_mut())?;
+        self.wait_for_ranks()?;
         let predictions = self.predictions(weights, &normed, &mut asked)?;
         let trace = DeviceTrace { ids, angles, segments, runs, given, layers, asked, groups, picked, normed };
         Ok((predictions, trace))
@@ -211,6 +212,8 @@ impl<T: Storage> DeviceDecoder<T> {
             let layer = DeviceLayer { decoder: self, index, weights, angles, segments, runs, given };
             let mut unit = gradients.unit(Unit::Layer(index))?;
             d = layer.backward(&input, kept, &d, &mut unit, &mut counts, chunk)?;
+            // Gradients that are complete may be copied to the host, which waits for the device.
+            self.wait_for_ranks()?;
             gradients.sink.done(Unit::Layer(index))?;
         }
         multiply_embedded(device, &self.config, d.all_mut())?;

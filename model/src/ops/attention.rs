@@ -21,7 +21,7 @@ use self::segment_heads::softmax;
 pub(crate) use self::segment_heads::{
     HeadColumns, HeadOperands, KeyColumns, SegmentGradients, SegmentHeads, SegmentRows,
 };
-use super::heads::HeadShape;
+use super::heads::{HeadShape, sum_leaves};
 use super::simd::{LANES, vectorized};
 use super::{matrix, unwritten, values};
 
@@ -38,12 +38,15 @@ pub(crate) struct AttentionRule<'a> {
     pub(crate) window: usize,
     /// `[heads]` logits of the softmax that have no key; empty for none.
     pub(crate) sinks: &'a [f32],
+    /// Parts of the queries of a key-value head, a power of two, whose gradients of its keys and values are summed apart and added as a
+    /// balanced binary tree: tensor-parallel ranks may divide them. With 1 they are one chain.
+    pub(crate) leaves: usize,
 }
 
 impl AttentionRule<'_> {
-    /// Without a window and sinks, with the usual scale.
+    /// Without a window and sinks, with the usual scale and one chain.
     pub(crate) fn full(shape: HeadShape) -> Self {
-        Self { shape, scale: (shape.head_dim as f32).powf(-0.5), window: usize::MAX, sinks: &[] }
+        Self { shape, scale: (shape.head_dim as f32).powf(-0.5), window: usize::MAX, sinks: &[], leaves: 1 }
     }
 }
 
@@ -88,17 +91,48 @@ pub(crate) fn packed_backward(
     let (qkv, g) = (values(qkv)?, values(g)?);
     let of_g = HeadColumns { stride: rule.shape.query_width(), column: 0 };
     let HeadOperands { of_queries, of_keys, .. } = HeadOperands::fused(&qkv, rule.shape);
-    let mut out = SegmentGradients {
-        queries: &mut reverse.d_qkv,
-        of_queries,
-        keys: None,
-        of_keys,
-        d_sinks: &mut reverse.d_sinks,
-        of_sinks: HeadColumns { stride: rule.sinks.len(), column: 0 },
-    };
-    for segment in segments {
-        let heads = whole_segment(&qkv, segment, first, rule);
-        (0..rule.shape.kv_heads).for_each(|kv| heads.backward(kv, &g, of_g, &mut out));
+    let of_sinks = HeadColumns { stride: rule.sinks.len(), column: 0 };
+    if rule.leaves == 1 {
+        let mut out = SegmentGradients {
+            queries: &mut reverse.d_qkv,
+            of_queries,
+            keys: None,
+            of_keys,
+            leaf: 0,
+            d_sinks: &mut reverse.d_sinks,
+            of_sinks,
+        };
+        for segment in segments {
+            let heads = whole_segment(&qkv, segment, first, rule);
+            (0..rule.shape.kv_heads).for_each(|kv| heads.backward(kv, &g, of_g, &mut out));
+        }
+        return Ok(reverse);
+    }
+    // The leaves of one key-value head at a time: `[T, leaves, 2 head_dim]`.
+    let (stride, dim, each) = (rule.shape.width(), rule.shape.head_dim, 2 * rule.shape.head_dim);
+    let mut leaves = vec![0.0; qkv.len() / stride * rule.leaves * each];
+    for kv in 0..rule.shape.kv_heads {
+        leaves.fill(0.0);
+        let mut out = SegmentGradients {
+            queries: &mut reverse.d_qkv,
+            of_queries: of_queries.of_kv(kv, rule.shape, dim),
+            keys: Some(&mut leaves),
+            of_keys: KeyColumns { stride: rule.leaves * each, key: 0, value: dim },
+            leaf: each,
+            d_sinks: &mut reverse.d_sinks,
+            of_sinks: of_sinks.of_kv(kv, rule.shape, 1),
+        };
+        for segment in segments {
+            let heads = whole_segment(&qkv, segment, first, rule).of_kv(kv);
+            heads.backward(0, &g, of_g.of_kv(kv, rule.shape, dim), &mut out);
+        }
+        let rows = leaves.chunks_exact_mut(rule.leaves * each).zip(reverse.d_qkv.chunks_exact_mut(stride));
+        for (leaves, row) in rows {
+            sum_leaves(leaves, rule.leaves, each);
+            let (key, value) = leaves[..each].split_at(dim);
+            row[of_keys.key + kv * dim..][..dim].copy_from_slice(key);
+            row[of_keys.value + kv * dim..][..dim].copy_from_slice(value);
+        }
     }
     Ok(reverse)
 }

@@ -18,7 +18,7 @@ use super::simd::{LANES, Vector, prefetch, widest};
 use crate::machine::second_level_cache;
 use pack::{pack_block, pack_rows};
 use tile::{TileRows, TileShape, rows_of};
-pub(crate) use tree::{CHUNKS, TreeChunks, WHOLE, tree_product};
+pub(crate) use tree::{CHUNKS, TreeChunks, TreePart, WHOLE, tree_product};
 
 /// Columns of a panel: three AVX-512 registers of f32, or three times two of AVX2. The last panel of a matrix may be
 /// narrower, in steps of [`STEP`].

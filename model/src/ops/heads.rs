@@ -124,17 +124,22 @@ pub(crate) fn sum_head_groups(norms: [usize; 2], groups: [usize; 2], gradient: &
     let (queries, keys) = gradient.split_at_mut(norms[0] * groups[0]);
     let mut sums = Vec::with_capacity(norms[0] + norms[1]);
     for ((part, norm), groups) in [queries, keys].into_iter().zip(norms).zip(groups) {
-        let mut step = 1;
-        while step < groups {
-            for left in (0..groups - step).step_by(2 * step) {
-                let (to, from) = part.split_at_mut((left + step) * norm);
-                to[left * norm..][..norm].iter_mut().zip(&*from).for_each(|(a, b)| *a += b);
-            }
-            step *= 2;
-        }
+        sum_leaves(part, groups, norm);
         sums.extend_from_slice(&part[..norm]);
     }
     sums
+}
+
+/// Adds `values [leaves, width]` as a balanced binary tree, in place: the first leaf becomes the sum.
+pub(crate) fn sum_leaves(values: &mut [f32], leaves: usize, width: usize) {
+    let mut step = 1;
+    while step < leaves {
+        for left in (0..leaves - step).step_by(2 * step) {
+            let (to, from) = values.split_at_mut((left + step) * width);
+            to[left * width..][..width].iter_mut().zip(&*from).for_each(|(a, b)| *a += b);
+        }
+        step *= 2;
+    }
 }
 
 vectorized! {

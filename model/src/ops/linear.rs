@@ -16,8 +16,8 @@ use super::bf16::Bf16Linear;
 use super::blocks::BlockRows;
 use super::dot::StoreMode;
 use super::gemm::{
-    CHUNKS, NR, Panels, ProductOut, ProductStart, Right, StridedMatrix, TreeChunks, WHOLE, multiply_add,
-    product, product_from, tree_product,
+    CHUNKS, NR, Panels, ProductOut, ProductStart, Right, StridedMatrix, TreeChunks, TreePart, WHOLE,
+    multiply_add, product, product_from, tree_product,
 };
 use super::int8::Int8Linear;
 use super::simd::vectorized;
@@ -52,8 +52,8 @@ pub(crate) enum TreeSum {
     None,
     /// The forward of a row-parallel layer: over its inputs.
     Inputs,
-    /// The input gradient of a column-parallel layer: over its outputs, which are parts of these lengths, of all ranks together.
-    Outputs(Vec<usize>),
+    /// The input gradient of a column-parallel layer: over its outputs.
+    Outputs(Vec<TreePart>),
 }
 
 impl Default for Linear {
@@ -154,7 +154,15 @@ impl Linear {
         self.shard = ranks.position();
         self.ranks = sums.then(|| Arc::clone(ranks));
         if let TreeSum::Outputs(parts) = &mut self.tree {
-            parts.iter_mut().for_each(|part| *part *= self.shard.world);
+            parts.iter_mut().for_each(|part| part.len *= self.shard.world);
+        }
+    }
+
+    /// Says that all parts of the outputs but the first, keys and values, are those of `copies` neighbouring ranks, each of which has
+    /// them all.
+    pub(crate) fn copy_keys(&mut self, copies: usize) {
+        if let TreeSum::Outputs(parts) = &mut self.tree {
+            parts[1..].iter_mut().for_each(|part| *part = TreePart { len: part.len / copies, copies });
         }
     }
 
@@ -162,7 +170,7 @@ impl Linear {
     pub(crate) fn share_vocabulary(&mut self, shard: Position, vocabulary: usize) {
         self.shard = shard;
         if let TreeSum::Outputs(parts) = &mut self.tree {
-            *parts = vec![vocabulary];
+            *parts = vec![TreePart::of(vocabulary)];
         }
     }
 
@@ -312,7 +320,7 @@ impl Linear {
         let x = StridedMatrix::new(x, self.input);
         match self.tree {
             TreeSum::Inputs => {
-                let whole = [self.input * self.shard.world];
+                let whole = [TreePart::of(self.input * self.shard.world)];
                 let chunks = TreeChunks { parts: &whole, count: CHUNKS, shard: self.shard };
                 tree_product(x, weight, chunks, &out, matches!(start, ProductStart::Zero));
             }

@@ -17,8 +17,8 @@ use device::inventory::{Inventory, NCCL_REMEDY, OLDEST_NCCL, inventory_of};
 use model::on_device::DeviceDtype;
 use model::{Config, Quantization, Recompute};
 
-use self::roles::{phase, sampling, training};
-use super::{Part, Phase, Size, mebibytes, peak, product};
+use self::roles::{copies, phase, sampling, training};
+use super::{Part, Phase, Size, mebibytes, peak, product, shard_of};
 use crate::failure::Failure;
 use crate::recipe::Recipe;
 use crate::recipe::words::{Ranks, WeightTransport};
@@ -117,17 +117,21 @@ impl DeviceMemory {
     fn on(place: DeviceLocation, recipe: &Recipe, config: &Config, devices: &Devices) -> Self {
         let (counts, dtype) = (DeviceCounts::of(recipe, devices, place), recipe.dtype_on(Some(place)));
         // Devices recompute whole blocks only.
-        let recompute = match recipe.trainer.recompute {
-            Recompute::None => Recompute::None,
-            Recompute::Block | Recompute::Sequence => Recompute::Block,
+        let keeps_all = recipe.trainer.recompute == Recompute::None;
+        let recompute = if keeps_all { Recompute::None } else { Recompute::Block };
+        let size_of = |config: &Config| {
+            let size = Size::of(config, recompute, Quantization::None, width(dtype));
+            let size = experts::with_experts(size, config, recompute, width(dtype));
+            let size = latents::with_latents(size, config, width(dtype));
+            recurrence::with_recurrence(size, config, width(dtype))
         };
-        let size = Size::of(config, recompute, Quantization::None, width(dtype));
-        let size = experts::with_experts(size, config, recompute, width(dtype));
-        let size = latents::with_latents(size, config, width(dtype));
-        let size = recurrence::with_recurrence(size, config, width(dtype));
+        let size = size_of(config);
         let mut parts = Vec::new();
         if counts.ranks > 0 {
-            training(&mut parts, recipe, config, counts, &size, devices);
+            let shard = shard_of(config, recipe.trainer.parallel.tensor);
+            let of_pass = Size { activations_per_token: size_of(&shard).activations_per_token, ..size };
+            training(&mut parts, recipe, config, counts, &of_pass, devices);
+            parts.extend(copies(recipe, config, &shard, counts.ranks, width(dtype)));
         }
         if counts.reference {
             parts.push(part("reference", "the frozen policy", size.weights));

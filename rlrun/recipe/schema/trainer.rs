@@ -173,9 +173,10 @@ impl Default for ElasticSection {
 #[serde(default, deny_unknown_fields)]
 pub struct ParallelSection {
     /// Ranks that share the weights of every matrix (tensor parallel, arXiv 1909.08053): by heads and by the width of the
-    /// feed-forward network, the embedding and the head by tokens. A power of two that divides these. Needs
-    /// `model.reduction = "tree"`, which gives every degree the same bits, the processor, and `optimizer = "adamw"`. Megatron-LM
-    /// `tensor_model_parallel_size`.
+    /// feed-forward network, the embedding and the head by tokens. A power of two that divides these; key-value heads have copies
+    /// where ranks are a multiple of them. Needs `optimizer = "adamw"`, and on the processor `model.reduction = "tree"`, which gives
+    /// every degree the same bits. On devices every rank has embedding and head whole, and updates its weights on the host; without
+    /// experts and copies. Megatron-LM `tensor_model_parallel_size`.
     // resume = changes, worker = run
     pub tensor: usize,
     /// Ranks that share the tokens of a micro-batch (context parallel): each computes neighbouring sections of the token stream, cut

@@ -8,7 +8,9 @@ use std::sync::{Arc, MutexGuard};
 
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
-use model::on_device::{DeviceDecoder, DeviceFactors, StoredWeights, UnitGradients, UnitWeights};
+use model::on_device::{
+    DeviceDecoder, DeviceFactors, DeviceTensorRanks, StoredWeights, UnitGradients, UnitWeights,
+};
 use model::{GradientSink, LayerSource, Layout, LowRank, Prediction, RoutedTokens, SampleSlopes, Unit};
 
 use crate::TrainerError;
@@ -51,6 +53,8 @@ pub(crate) struct NetworkPass<'a, T: Storage> {
     reducing: Option<DeviceReduction<'a, T>>,
     /// The factors of the adapter that is trained in place of the weights.
     factors: Option<TrainedFactors<T>>,
+    /// The ranks that share the weights.
+    tensor: Option<DeviceTensorRanks>,
 }
 
 /// The factors of an adapter, whose gradients a pass forms.
@@ -80,6 +84,8 @@ pub(crate) struct ParameterUpload<'a, T: Storage> {
     /// The last gathered layer.
     layer: DeviceBuffer<T>,
     index: Option<usize>,
+    /// The ranks that share the weights: an upload waits for the device, and with that for their sums.
+    tensor: Option<DeviceTensorRanks>,
 }
 
 /// Copies gradients to the host, or reduces them to the devices of their owners.
@@ -124,7 +130,15 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
         source: ParameterSource<'a, T>,
         sums: Option<&'a mut DeviceBuffer<f32>>,
     ) -> Self {
-        Self { decoder, source, sums, reducing: None, factors: None }
+        Self { decoder, source, sums, reducing: None, factors: None, tensor: None }
+    }
+
+    /// The pass of one of the ranks that share the weights.
+    pub(crate) fn among(mut self, tensor: Option<DeviceTensorRanks>) -> Self {
+        if let ParameterSource::Gathered(upload) = &mut self.source {
+            upload.tensor.clone_from(&tensor);
+        }
+        Self { tensor, ..self }
     }
 
     /// The pass with the gradients of the factors of `adapter`, if there is one, in place of those of the weights that it is merged
@@ -191,7 +205,8 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
             reducing.sharding.wait("add up gradients")?;
         }
         self.source.turn(false);
-        let (predictions, trace) = self.decoder.forward(&mut self.source, pack, positions, targets)?;
+        let decoder = self.decoder.among(self.tensor.clone());
+        let (predictions, trace) = decoder.forward(&mut self.source, pack, positions, targets)?;
         let slopes = slopes(0..packed.trained.len(), &predictions);
         self.source.turn(true);
         let mut transfer = GradientTransfer {
@@ -205,7 +220,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
             values: Vec::new(),
         };
         let factors = self.factors.as_ref().map(|factors| &factors.on_device);
-        let counts = self.decoder.backward(&mut self.source, pack, trace, &slopes, &mut transfer, factors)?;
+        let counts = decoder.backward(&mut self.source, pack, trace, &slopes, &mut transfer, factors)?;
         if let Some(reducing) = self.reducing.as_ref().filter(|_| !counts.is_empty()) {
             // A download has no deadline, and another rank may be lost.
             reducing.sharding.wait("add up gradients")?;
@@ -216,7 +231,8 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     fn score(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError> {
         let Packed { pack, positions, targets, .. } = packed;
         self.source.turn(false);
-        Ok(self.decoder.score(&mut self.source, pack, positions, targets)?)
+        let decoder = self.decoder.among(self.tensor.clone());
+        Ok(decoder.score(&mut self.source, pack, positions, targets)?)
     }
 
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError> {
@@ -280,7 +296,7 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
         let ends = [to_device(&embedding)?, to_device(&tail)?];
         let largest = layout.layers().iter().map(ExactSizeIterator::len).max().unwrap_or(0);
         let layer = weights.uninit(largest)?;
-        Ok(Self { device, gathering, ends, layer, index: None })
+        Ok(Self { device, gathering, ends, layer, index: None, tensor: None })
     }
 
     fn unit(&mut self, unit: Unit) -> device::Result<View<'_, T>> {
@@ -295,6 +311,7 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
             reason: format!("its rank has no weights of layer {index}: {error}"),
         })?;
         if self.index != Some(index) {
+            self.tensor.as_ref().map_or(Ok(()), DeviceTensorRanks::wait)?;
             upload(self.device, &values, self.layer.view_mut(0..values.len()))?;
             self.index = Some(index);
         }

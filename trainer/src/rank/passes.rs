@@ -7,6 +7,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use collective::{Collective, HostCollective, Position};
+use device::DeviceGroup;
+use model::on_device::DeviceTensorRanks;
 use model::{Config, ModelShard, PassRanks, RoutedTokens, TensorRanks};
 
 use super::links::StageCalls;
@@ -35,6 +37,10 @@ struct PassCalls {
     frozen: Option<Arc<dyn HostCollective>>,
     /// Of tensor ranks. Every one of them has all of a frozen network.
     tensor: Option<Arc<dyn HostCollective>>,
+    /// The same from device to device, if they have such a way.
+    tensor_devices: Option<Arc<DeviceGroup>>,
+    /// Of those of them with the same key-value heads.
+    same_keys: Option<Arc<dyn HostCollective>>,
     /// Of ranks that divide the experts of the network. Every one of them has all of a frozen network.
     expert: Option<Arc<dyn HostCollective>>,
     /// Of the stages of the network. Every one of them has all of a frozen network.
@@ -65,6 +71,8 @@ impl PassCollectives {
         let mut calls = PassCalls::default();
         if tensor > 1 {
             calls.tensor = Some(split(rank / tensor)?);
+            let copies = ModelShard::key_copies(model, tensor);
+            calls.same_keys = (copies > 1).then(|| split(rank / copies)).transpose()?;
         }
         if config.context.degree > 1 {
             let color = rank / config.of_stage() * tensor + rank % tensor;
@@ -102,14 +110,43 @@ impl PassCollectives {
         let own = if frozen { calls.frozen } else { calls.context };
         Ok(PassRanks {
             context: own.map(|calls| calls as Arc<dyn Collective>),
-            tensor: calls
-                .tensor
-                .filter(|_| !frozen)
-                .map(|ranks| TensorRanks { ranks, vocabulary: self.vocabulary }),
+            tensor: calls.tensor.filter(|_| !frozen).map(|ranks| TensorRanks {
+                ranks,
+                same_keys: calls.same_keys.map(|ranks| ranks as Arc<dyn Collective>),
+                vocabulary: self.vocabulary,
+            }),
             expert: calls.expert.filter(|_| !frozen).map(|calls| calls as Arc<dyn Collective>),
             all_layers: self.all_layers.clone().filter(|_| !frozen),
             sections: context.sections(),
             exchange: context.exchange(model),
+        })
+    }
+
+    /// The host calls of the tensor ranks; `None` if a rank has all weights of its passes.
+    ///
+    /// # Errors
+    /// If this rank has left.
+    pub(super) fn tensor(&self) -> Result<Option<Arc<dyn HostCollective>>, TrainerError> {
+        Ok(self.calls()?.tensor)
+    }
+
+    /// Lets the passes of tensor ranks on devices sum over `group`.
+    pub(super) fn connect_devices(&self, group: DeviceGroup) {
+        if let Some(calls) = &mut *self.lock() {
+            calls.tensor_devices = Some(Arc::new(group));
+        }
+    }
+
+    /// The tensor ranks of a pass on a device; `None` if a rank has all weights of its passes.
+    ///
+    /// # Errors
+    /// If this rank has left.
+    pub(super) fn tensor_on_devices(&self) -> Result<Option<DeviceTensorRanks>, TrainerError> {
+        let calls = self.calls()?;
+        Ok(match (calls.tensor_devices, calls.tensor) {
+            (Some(group), _) => Some(DeviceTensorRanks::Direct(group)),
+            (None, Some(ranks)) => Some(DeviceTensorRanks::ThroughHost(ranks)),
+            (None, None) => None,
         })
     }
 

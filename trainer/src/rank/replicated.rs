@@ -56,10 +56,12 @@ impl ReplicatedRank {
         };
         let adapter = weights.adapter.as_ref();
         let exchange = HostExchange { base, membership, adapter, weights: None };
-        let accumulates = base.accumulates();
+        let (accumulates, tensor) = (base.accumulates(), base.passes.tensor_on_devices()?);
         exchange.reduce(
             sums,
-            move |_| Ok(Pass::Device(by_dtype!(device, device => device.pass(accumulates, adapter)?))),
+            move |_| {
+                Ok(Pass::Device(by_dtype!(device, device => device.pass(accumulates, adapter, tensor)?)))
+            },
             step,
         )
     }

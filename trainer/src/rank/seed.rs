@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use collective::HostCollective;
 use device::group::{DeviceGroup, DeviceGroupId, GroupCandidate};
 use device::{Device, bf16};
 use model::{Config, Layout, ModelShard, ParameterSpec, Parameters, Unit};
@@ -246,9 +247,16 @@ impl MemberSeed {
         let mut base = RankBase { config, model, layout, shard, optimizer, buffers, passes };
         let mut device = None;
         if let Some(config) = base.config.device.clone() {
-            let network = base.open(&config, rank)?;
-            let movable = base.updates_on_device(&config, adapter.as_ref());
-            if !movable && config.collective == CollectivePlace::Device {
+            let network = base.open(&config, membership.number)?;
+            let opened = by_dtype!(&network, network => network.device());
+            if let Some(ranks) = base.passes.tensor()?
+                && let Some(group) = base.meet(&*ranks, opened, config.collective)?
+            {
+                base.passes.connect_devices(group);
+            }
+            // Ranks with parts of tensors update them on the host.
+            let movable = base.shard.is_none() && base.updates_on_device(&config, adapter.as_ref());
+            if !movable && base.shard.is_none() && config.collective == CollectivePlace::Device {
                 let reason = "they update weights on the host, as LoRA and other optimizers than AdamW do";
                 return Err(TrainerError::NoCollective { reason: reason.to_owned() });
             }
@@ -259,8 +267,9 @@ impl MemberSeed {
                 return Err(TrainerError::NoCollective { reason: reason.to_owned() });
             }
             let movable = movable && !corrects;
-            let opened = by_dtype!(&network, network => network.device());
-            if movable && let Some(group) = base.meet(&membership, opened, config.collective)? {
+            if movable
+                && let Some(group) = base.meet(&*membership.collective()?, opened, config.collective)?
+            {
                 let own = match weights {
                     RankWeights::Whole(all) => membership.weights.pack(rank, all.whole()?.values()),
                     RankWeights::Own(own) => own,
@@ -302,15 +311,14 @@ impl RankBase {
     /// Joins the device group of the ranks. `None` if their devices cannot form one.
     fn meet(
         &self,
-        membership: &RankMembership,
+        ranks: &dyn HostCollective,
         device: &Device,
         wish: CollectivePlace,
     ) -> Result<Option<DeviceGroup>, TrainerError> {
         if wish == CollectivePlace::Host {
             return Ok(None);
         }
-        let collective = membership.collective()?;
-        let all = collective.all_gather_bytes(GroupCandidate::new(device)?.to_bytes())?;
+        let all = ranks.all_gather_bytes(GroupCandidate::new(device)?.to_bytes())?;
         let all: Vec<_> = all.iter().map(|bytes| GroupCandidate::from_bytes(bytes)).collect();
         if let Some(reason) = GroupCandidate::obstacle(&all) {
             return match wish {
@@ -318,9 +326,9 @@ impl RankBase {
                 CollectivePlace::Auto | CollectivePlace::Host => Ok(None),
             };
         }
-        let rank = membership.rank;
+        let rank = ranks.rank();
         let id = if rank == 0 { DeviceGroupId::new(device)?.to_bytes() } else { Vec::new() };
-        let id = DeviceGroupId::from_bytes(&collective.broadcast_bytes(0, id)?);
-        Ok(Some(DeviceGroup::join(device, &id, rank, collective.world(), self.config.wait)?))
+        let id = DeviceGroupId::from_bytes(&ranks.broadcast_bytes(0, id)?);
+        Ok(Some(DeviceGroup::join(device, &id, rank, ranks.world(), self.config.wait)?))
     }
 }

@@ -108,7 +108,10 @@ fn gathered<'a>(
     let buffers = (base.config.parallel.expert == 1).then_some(&base.buffers);
     let gathering = requests.gathering(&base.layout, buffers);
     match device {
-        Some(device) => Ok(Pass::Device(by_dtype!(device, device => device.gathered(gathering)?))),
+        Some(device) => {
+            let tensor = base.passes.tensor_on_devices()?;
+            Ok(Pass::Device(by_dtype!(device, device => device.gathered(gathering, tensor)?)))
+        }
         None => {
             let ranks = base.passes.passes(&base.model, false)?;
             Pass::gathered(&base.model, &base.layout, gathering, base.config.recompute, ranks)

@@ -65,7 +65,10 @@ impl WholeWeights {
     /// If the weights are not on the device.
     pub(super) fn scoring(&self, base: &RankBase) -> Result<Pass<'_>, TrainerError> {
         match &self.device {
-            Some(device) => Ok(Pass::Device(by_dtype!(device, device => device.scoring()?))),
+            Some(device) => {
+                let tensor = base.passes.tensor_on_devices()?;
+                Ok(Pass::Device(by_dtype!(device, device => device.scoring(tensor)?)))
+            }
             None => self.on_host(base, None),
         }
     }

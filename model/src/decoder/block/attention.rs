@@ -100,8 +100,11 @@ impl TransformerBlock {
         angles: &LayerAngles,
         d_middle: &Tensor,
         BegunReverse { normed, branch, gate }: BegunReverse,
-        mixing: MixingReverse,
+        mut mixing: MixingReverse,
     ) -> Result<AttentionReverse> {
+        if let Some(ranks) = self.ranks.as_ref().and_then(|tensor| tensor.same_keys.as_ref()) {
+            self.mixer.sum_keys(&mut mixing, ranks)?;
+        }
         let mixer = self.mixer.finish_backward(&normed, &trace.mixer, angles, gate, mixing)?;
         let d_input = self.normed_backward(input, &self.attention_norm, &mixer.d_normed, d_middle)?;
         Ok(AttentionReverse { d_input, input: input.clone(), normed, mixer, branch })

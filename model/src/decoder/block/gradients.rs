@@ -195,8 +195,12 @@ impl TransformerBlock {
         }
         if apart {
             let mut sums = sum_head_groups(norms, groups, &mut of_groups);
-            if let Some(ranks) = self.ranks.as_ref().filter(|_| !sums.is_empty()) {
-                ranks.all_reduce(&mut sums).map_err(failed)?;
+            if let Some(tensor) = self.ranks.as_ref().filter(|_| !sums.is_empty()) {
+                // Keys that several ranks have count once. This is the only number that changes no bit of another when it is added.
+                if tensor.same_keys.as_ref().is_some_and(|ranks| ranks.rank() > 0) {
+                    sums[norms[0]..].fill(-0.0);
+                }
+                tensor.ranks.all_reduce(&mut sums).map_err(failed)?;
             }
             vectors.head_norm.iter_mut().zip(sums).for_each(|(gradient, sum)| *gradient += sum);
         }

@@ -70,7 +70,7 @@ impl KeptAttention {
 impl TransformerBlock {
     /// Keeps the residual stream `x [T, d]`.
     pub(in crate::decoder) fn kept(&self, x: &Tensor) -> Result<KeptStream> {
-        KeptStream::new(x, self.ranks.as_ref())
+        KeptStream::new(x, self.ranks.as_ref().map(|tensor| &tensor.ranks))
     }
 
     /// Keeps the activations of the attention half.

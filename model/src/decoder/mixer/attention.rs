@@ -1,6 +1,9 @@
 //! Causal attention as a mixer: projection, norm and rotation of queries and keys.
 
+use std::sync::Arc;
+
 use candle_core::{Result, Tensor};
+use collective::Collective;
 
 use super::{MixerOperands, MixerReverse, MixerTrace, MixerVectors, Projected};
 use crate::decoder::LayerAngles;
@@ -10,6 +13,7 @@ use crate::ops::heads::{self, HeadNormWeights, HeadShape};
 use crate::ops::linear::{Linear, bias_gradient};
 use crate::ops::result_gate::{join_gates, split_gates};
 use crate::ops::{matrix, values};
+use crate::pass_ranks::failed;
 
 /// The weights of attention without those of its output projection.
 #[derive(Clone, Debug)]
@@ -49,6 +53,18 @@ impl AttentionWeights {
         let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
         heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles.of(self.rotary), on.pool);
         Ok(Projected { raw, latent: None, prepared: matrix(qkv, width)?, gate })
+    }
+
+    /// Sums the gradients of keys and values, of those of what was prepared, `d_qkv [T, width]`, over `ranks`.
+    pub(super) fn sum_keys(&self, d_qkv: &mut [f32], ranks: &Arc<dyn Collective>) -> Result<()> {
+        let keys = self.shape.query_width()..self.shape.width();
+        let mut sums: Vec<f32> =
+            d_qkv.chunks_exact(self.shape.width()).flat_map(|row| &row[keys.clone()]).copied().collect();
+        ranks.all_reduce(&mut sums).map_err(failed)?;
+        for (row, sums) in d_qkv.chunks_exact_mut(self.shape.width()).zip(sums.chunks_exact(keys.len())) {
+            row[keys.clone()].copy_from_slice(sums);
+        }
+        Ok(())
     }
 
     /// Backward for the gradients of what was prepared and of the gate of the result.

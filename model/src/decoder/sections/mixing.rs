@@ -17,7 +17,7 @@ use crate::ops::attention::{
     AttentionRule, HeadColumns, HeadOperands, KeyColumns, PackedReverse, Segment, SegmentGradients,
     SegmentHeads, SegmentRows,
 };
-use crate::ops::heads::HeadShape;
+use crate::ops::heads::{HeadShape, sum_leaves};
 use crate::ops::{matrix, values};
 use crate::pass_ranks::ContextExchange;
 
@@ -259,21 +259,14 @@ impl GatheredOperands {
 
     /// Head `kv` of some queries as the only one.
     fn head<'a>(&'a self, rule: AttentionRule<'a>, kv: usize, rows: &SegmentRows) -> SegmentHeads<'a> {
-        let HeadShape { heads, kv_heads, head_dim } = self.shape;
-        let group = heads / kv_heads;
-        let sinks = &rule.sinks[self.sinks.clone()];
-        let sinks = if sinks.is_empty() { sinks } else { &sinks[kv * group..(kv + 1) * group] };
         let mut from = HeadOperands::fused(&self.queries, self.shape);
         if let Some(keys) = &self.keys {
             let of_keys =
                 KeyColumns { stride: 2 * self.shape.kv_width(), key: 0, value: self.shape.kv_width() };
             from = HeadOperands { keys, of_keys, ..from };
         }
-        from.of_queries.column += kv * group * head_dim;
-        from.of_keys.key += kv * head_dim;
-        from.of_keys.value += kv * head_dim;
-        let shape = HeadShape { heads: group, kv_heads: 1, head_dim };
-        SegmentHeads { from, rows: rows.clone(), rule: AttentionRule { shape, sinks, ..rule } }
+        let rule = AttentionRule { shape: self.shape, sinks: &rule.sinks[self.sinks.clone()], ..rule };
+        SegmentHeads { from, rows: rows.clone(), rule }.of_kv(kv)
     }
 
     /// Backward of head `kv` for the gradient `g [queries, heads * head_dim]`.
@@ -284,19 +277,28 @@ impl GatheredOperands {
         let mut queries = vec![0.0; self.count() * group * head_dim];
         let mut sinks = vec![0.0; if self.sinks.is_empty() { 0 } else { self.count() * group }];
         let keys = tree(0..self.segments.len(), &mut |section| {
-            let mut keys = vec![0.0; self.key_rows.len() * 2 * head_dim];
+            let (leaves, width) = (rule.leaves, 2 * head_dim);
+            let mut keys = vec![0.0; self.key_rows.len() * leaves * width];
             for rows in &self.segments[section] {
                 let mut out = SegmentGradients {
                     queries: &mut queries,
                     of_queries: HeadColumns { stride: group * head_dim, column: 0 },
                     keys: Some(&mut keys),
-                    of_keys: KeyColumns { stride: 2 * head_dim, key: 0, value: head_dim },
+                    of_keys: KeyColumns { stride: leaves * width, key: 0, value: head_dim },
+                    leaf: width,
                     d_sinks: &mut sinks,
                     of_sinks: HeadColumns { stride: group, column: 0 },
                 };
                 self.head(rule, kv, rows).backward(0, g, of_g, &mut out);
             }
-            keys
+            if leaves == 1 {
+                return keys;
+            }
+            let sum = |row: &mut [f32]| {
+                sum_leaves(row, leaves, width);
+                row[..width].to_vec()
+            };
+            keys.chunks_exact_mut(leaves * width).flat_map(sum).collect()
         });
         KeyHeadReverse { queries, keys, sinks }
     }

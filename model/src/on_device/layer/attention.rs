@@ -4,7 +4,8 @@ use device::ops::attention::{AttentionForward, attention, attention_backward};
 use device::ops::gates::{gate, gate_backward, join_gates, split_gates};
 use device::ops::heads::{HeadAngles, HeadNormBackward, Preparation, prepare, prepare_backward};
 use device::ops::rows::{add_bias, column_sums};
-use device::{DeviceBuffer, Matrix, Result, Storage, View};
+use device::ops::vectors::add;
+use device::{DeviceBuffer, Matrix, Result, Storage, View, ViewMut};
 
 use super::{DeviceLayer, input_gradient, linear};
 use crate::layer::Operand;
@@ -136,14 +137,29 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let mut d_qkv = self.attend_backward(forward, g.all(), gradients)?;
         drop((g, attended, prepared, log_sums));
         let norm = self.decoder.head_norm(self.index, self.weights);
-        let of_norm = norm.zip(raw.as_ref()).map(|(norm, raw)| HeadNormBackward {
+        let mut of_norm = gradients.vector(&ranges[Operand::QueryKeyNorm]);
+        // That of the heads of this rank, which all ranks sum.
+        let mut own = match (&of_norm, &self.decoder.tensor) {
+            (Some(of_norm), Some(_)) => Some(device.zeros::<f32>(of_norm.len())?),
+            _ => None,
+        };
+        let of_heads = norm.zip(raw.as_ref()).map(|(norm, raw)| HeadNormBackward {
             norm,
             raw: raw.all(),
-            gradient: gradients.vector(&ranges[Operand::QueryKeyNorm]),
+            gradient: match &mut own {
+                Some(own) => Some(own.all_mut()),
+                None => of_norm.as_mut().map(ViewMut::reborrow),
+            },
         });
         let rows = x.len() / self.hidden();
-        prepare_backward(device, shape, of_norm, self.head_angles(rows), d_qkv.all_mut())?;
+        prepare_backward(device, shape, of_heads, self.head_angles(rows), d_qkv.all_mut())?;
         drop(raw);
+        if let (Some(mut own), Some(of_norm)) = (own, of_norm)
+            && !own.is_empty()
+        {
+            self.decoder.sum_over_ranks(own.all_mut())?;
+            add(device, own.all(), of_norm)?;
+        }
         let d_projected = match d_gates {
             None => d_qkv,
             Some(d_gates) => {
@@ -159,6 +175,9 @@ impl<T: Storage> DeviceLayer<'_, T> {
         if let Some(of_bias) = gradients.vector(&ranges[Operand::QkvBias]) {
             column_sums(device, d_projected.all(), of_bias)?;
         }
-        input_gradient(device, d_projected.all(), self.matrix(Operand::Qkv, self.hidden()))
+        let mut d_normed =
+            input_gradient(device, d_projected.all(), self.matrix(Operand::Qkv, self.hidden()))?;
+        self.decoder.sum_over_ranks(d_normed.all_mut())?;
+        Ok(d_normed)
     }
 }

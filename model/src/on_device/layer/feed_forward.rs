@@ -69,7 +69,8 @@ impl<T: Storage> DeviceLayer<'_, T> {
                 let network = self.gated();
                 let activated = self.activated(&network, gate_up.all())?;
                 let down = self.matrix(network.down, network.width);
-                linear(self.on(), activated.all(), down, out, kept)
+                linear(self.on(), activated.all(), down, out.reborrow(), kept)?;
+                self.decoder.sum_over_ranks(out)
             }
         }
     }
@@ -120,6 +121,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
                     let mut d_x = device.uninit(middle.len())?;
                     let (network, x, of_x) = (self.gated(), normed.all(), d_x.all_mut());
                     self.gated_backward(&network, x, gate_up, of_result, gradients, of_x, false)?;
+                    self.decoder.sum_over_ranks(d_x.all_mut())?;
                     d_x
                 }
             };

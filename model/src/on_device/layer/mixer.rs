@@ -70,6 +70,7 @@ impl<T: Storage> DeviceLayer<'_, T> {
     /// The output projection of `x [T, mixed]` into `to [T, d]`, or added to it if `kept`.
     fn output(&self, x: View<'_, T>, mut to: ViewMut<'_, T>, kept: bool) -> Result<()> {
         linear(self.on(), x, self.output_weight(), to.reborrow(), kept)?;
+        self.decoder.sum_over_ranks(to.reborrow())?;
         let bias = &self.ranges()[Operand::OutputBias];
         if bias.is_empty() { Ok(()) } else { add_bias(self.on(), to, self.at(bias)) }
     }

@@ -60,6 +60,8 @@ pub(crate) struct SegmentGradients<'a> {
     pub(crate) of_queries: HeadColumns,
     pub(crate) keys: Option<&'a mut [f32]>,
     pub(crate) of_keys: KeyColumns,
+    /// Columns of `keys` from one leaf of the sums of keys and values to the next.
+    pub(crate) leaf: usize,
     /// `[rows, stride]` what each row of queries adds to the gradient of the sinks; unused without sinks.
     pub(crate) d_sinks: &'a mut [f32],
     pub(crate) of_sinks: HeadColumns,
@@ -105,7 +107,26 @@ struct PackedColumns {
     own: Panels,
 }
 
+impl HeadColumns {
+    /// Those of the queries of head `kv`, which have `width` columns each.
+    pub(crate) fn of_kv(self, kv: usize, shape: HeadShape, width: usize) -> Self {
+        Self { column: self.column + kv * (shape.heads / shape.kv_heads) * width, ..self }
+    }
+}
+
 impl<'a> SegmentHeads<'a> {
+    /// Head `kv` and its queries as the only ones.
+    pub(crate) fn of_kv(self, kv: usize) -> Self {
+        let HeadShape { heads, kv_heads, head_dim } = self.rule.shape;
+        let (group, mut from) = (heads / kv_heads, self.from);
+        from.of_queries = from.of_queries.of_kv(kv, self.rule.shape, head_dim);
+        from.of_keys.key += kv * head_dim;
+        from.of_keys.value += kv * head_dim;
+        let sinks = self.rule.sinks.get(kv * group..(kv + 1) * group).unwrap_or_default();
+        let shape = HeadShape { heads: group, kv_heads: 1, head_dim };
+        Self { from, rule: AttentionRule { shape, sinks, ..self.rule }, rows: self.rows }
+    }
+
     /// Columns of rows `rows` of `values [_, stride]` from `column` on: `[rows, head_dim]`.
     fn columns<'v>(
         &self,
@@ -246,28 +267,32 @@ impl<'a> SegmentHeads<'a> {
                 let at = rows.start * stride + column + h * dim;
                 self.combine(&slopes, &key_rows, &block, &mut out.queries[at..], stride);
                 let query = self.queries(h, &block);
-                self.add_keys(&block, [(&slopes, query), (&weights.keys, g)], kv, out);
+                self.add_keys(&block, [(&slopes, query), (&weights.keys, g)], h, out);
             }
         }
     }
 
-    /// Adds the gradients of keys and values of head `kv`, `left^T x right`, of a block of queries, to theirs: of keys the slopes
+    /// Adds the gradients of the keys and values of head `h`, `left^T x right`, of a block of queries, to theirs: of keys the slopes
     /// `[block, seen]` and the queries `[block, head_dim]`, of values the weights and the gradients of the results.
     fn add_keys(
         &self,
         block: &Range<usize>,
         products: [(&Vec<f32>, StridedMatrix<'_>); 2],
-        kv: usize,
+        h: usize,
         out: &mut SegmentGradients<'_>,
     ) {
         let (before, KeyColumns { stride, key, value }) = (self.rows.prefix.len(), out.of_keys);
+        let HeadShape { heads, kv_heads, head_dim } = self.rule.shape;
+        let per_kv = heads / kv_heads;
+        let (kv, leaf) = (h / per_kv, h % per_kv * self.rule.leaves / per_kv);
+        let of_head = kv * head_dim + leaf * out.leaf;
         let seen = before + block.end;
         for ((matrix, right), column) in products.into_iter().zip([key, value]) {
             for (from, count, row) in
                 [(0, before, self.rows.prefix.start), (before, block.end, self.rows.own.start)]
             {
                 let left = StridedMatrix::strided(&matrix[from..], block.len(), count, seen).transposed();
-                let at = row * stride + column + kv * self.rule.shape.head_dim;
+                let at = row * stride + column + of_head;
                 let to = ProductOut::new(&mut out.keys()[at..], stride);
                 product(left, Right::Unpacked(right), to, false);
             }

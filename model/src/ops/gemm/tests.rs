@@ -117,7 +117,7 @@ fn blocks_follow_each_other() {
     let (a, b) = (noise(m * k, 3), noise(k * n, 4));
     let (at, bt) = (transposed(&a, m, k), transposed(&b, k, n));
     let unpacked = [StridedMatrix::new(&b, n), StridedMatrix::new(&bt, k).transposed()].map(Right::Unpacked);
-    let chunks = TreeChunks { parts: &[k], count: CHUNKS, shard: WHOLE };
+    let chunks = TreeChunks { parts: &[TreePart::of(k)], count: CHUNKS, shard: WHOLE };
     let rows = [0, ROW_BLOCK - 1, ROW_BLOCK, m - 1];
     let element = |row: usize, column: usize| {
         (0..k).fold(0.0_f32, |sum, l| a[row * k + l].mul_add(b[l * n + column], sum))
@@ -152,11 +152,11 @@ fn tree_sum(values: &[f32]) -> f32 {
 
 /// `[m, n]` product of `a [m, k]` and `b [k, n]` as a tree over chunks, one element after the other.
 fn tree_reference(a: &[f32], b: &[f32], n: usize, chunks: TreeChunks<'_>) -> Vec<f32> {
-    let k: usize = chunks.parts.iter().sum();
+    let k: usize = chunks.parts.iter().map(|part| part.len).sum();
     let element = |i: usize| {
         let leaf = |chunk: usize| {
             let (mut sum, mut start) = (0.0_f32, 0);
-            for part in chunks.parts {
+            for TreePart { len: part, .. } in chunks.parts {
                 let steps = start + chunk * part / chunks.count..start + (chunk + 1) * part / chunks.count;
                 sum = steps.fold(sum, |sum, l| a[i / n * k + l].mul_add(b[l * n + i % n], sum));
                 start += part;
@@ -168,12 +168,13 @@ fn tree_reference(a: &[f32], b: &[f32], n: usize, chunks: TreeChunks<'_>) -> Vec
     (0..a.len() / k * n).map(element).collect()
 }
 
-/// Steps of the inner dimension that a rank holds: shard `rank` of `world` of every part.
-fn shard(parts: &[usize], rank: usize, world: usize) -> Vec<usize> {
+/// Steps of the inner dimension that a rank holds: shard `rank` of `world` of every part, and those of the ranks with copies of it.
+fn shard(parts: &[TreePart], rank: usize, world: usize) -> Vec<usize> {
     let mut start = 0;
-    let steps = parts.iter().map(|part| {
-        start += part;
-        start - part + rank * part / world..start - part + (rank + 1) * part / world
+    let steps = parts.iter().map(|TreePart { len, copies }| {
+        start += len;
+        let (first, before) = (rank / copies * copies, start - len);
+        before + first * len / world..before + (first + copies) * len / world
     });
     steps.flatten().collect()
 }
@@ -185,7 +186,8 @@ proptest! {
     ) {
         let k = parts.iter().sum();
         let (a, b, c) = (noise(m * k, 1), noise(k * n, 2), noise(m * n, 3));
-        let chunks = TreeChunks { parts: &parts, count: 1 << bits, shard: WHOLE };
+        let of_lens: Vec<_> = parts.iter().copied().map(TreePart::of).collect();
+        let chunks = TreeChunks { parts: &of_lens, count: 1 << bits, shard: WHOLE };
         let sums = tree_reference(&a, &b, n, chunks);
         let expected: Vec<f32> = if add { sums.iter().zip(&c).map(|(s, c)| c + s).collect() } else { sums };
         let transposed = transposed(&b, k, n);
@@ -199,14 +201,19 @@ proptest! {
         }
     }
 
-    /// Tensor-parallel ranks that each hold a shard of the inner dimension compute the bits of one rank.
+    /// Tensor-parallel ranks that each hold a shard of the inner dimension, and copies of their neighbours' of some parts, compute the
+    /// bits of one rank.
     #[test]
     fn shards_reduced_as_a_tree_have_the_bits_of_the_whole(
-        m in 1..20usize, parts in prop::collection::vec(8..700usize, 1..4), n in 1..60usize,
+        m in 1..20usize, lens in prop::collection::vec((8..700usize, 0..4u32), 1..4), n in 1..60usize,
     ) {
-        let k: usize = parts.iter().sum();
+        let k: usize = lens.iter().map(|(len, _)| len).sum();
         let (a, b) = (noise(m * k, 1), noise(k * n, 2));
-        let product = |a: &[f32], b: &[f32], shard| {
+        let of_world = |world| -> Vec<_> {
+            lens.iter().map(|(len, bits)| TreePart { len: *len, copies: (1 << bits).min(world) }).collect()
+        };
+        let product = |a: &[f32], b: &[f32], shard: Position| {
+            let parts = of_world(shard.world);
             let mut out = vec![f32::NAN; m * n];
             let (a, b) = (StridedMatrix::new(a, b.len() / n), StridedMatrix::new(b, n));
             let chunks = TreeChunks { parts: &parts, count: CHUNKS, shard };
@@ -216,7 +223,7 @@ proptest! {
         let whole = product(&a, &b, WHOLE);
         for world in [2, 4, 8] {
             let partial = |rank| {
-                let steps = shard(&parts, rank, world);
+                let steps = shard(&of_world(world), rank, world);
                 let a: Vec<f32> = a.chunks_exact(k).flat_map(|row| steps.iter().map(|l| row[*l])).collect();
                 let b: Vec<f32> = steps.iter().flat_map(|l| b[l * n..][..n].to_vec()).collect();
                 product(&a, &b, Position { rank, world })

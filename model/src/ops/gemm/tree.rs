@@ -5,7 +5,8 @@
 //! sums are added as a balanced binary tree: `((s0 + s1) + (s2 + s3)) + ...`.
 //!
 //! Invariant: let `t` be a power of two that divides [`CHUNKS`]. The products of the `t` contiguous shards of the parts
-//! ([`collective::even_shards`]), with `CHUNKS / t` chunks each, added as a balanced binary tree, have the bits of the whole product. These are
+//! ([`collective::even_shards`]), with `CHUNKS / t` chunks each, added as a balanced binary tree, have the bits of the whole product, also
+//! where a rank has the shards of its neighbours too, and sums its own. These are
 //! the partial sums of tensor-parallel ranks (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053), reduced in an order that
 //! does not depend on the number of ranks (TBIK, arXiv 2511.17826).
 
@@ -35,12 +36,21 @@ pub(crate) const WHOLE: Position = Position { rank: 0, world: 1 };
 /// How the inner dimension of a product is cut.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TreeChunks<'a> {
-    /// Lengths of the parts of all shards, in their order.
-    pub(crate) parts: &'a [usize],
+    /// In their order.
+    pub(crate) parts: &'a [TreePart],
     /// Chunks of each part in all shards: a power of two, at most [`CHUNKS`].
     pub(crate) count: usize,
     /// The shard that is summed, and the number of shards, which divides `count`.
     pub(crate) shard: Position,
+}
+
+/// A part of the inner dimension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TreePart {
+    /// Its length in all shards.
+    pub(crate) len: usize,
+    /// Neighbouring shards, each of which has the steps of all of them, and sums its own.
+    pub(crate) copies: usize,
 }
 
 /// A contiguous range of the inner dimension: a chunk of one part.
@@ -62,21 +72,31 @@ enum TreeStore {
     Continue,
 }
 
+impl TreePart {
+    /// Of which every shard has its own steps only.
+    pub(crate) fn of(len: usize) -> Self {
+        Self { len, copies: 1 }
+    }
+}
+
 impl TreeChunks<'_> {
     /// Chunks of the shard.
     fn own(self) -> usize {
         self.count / self.shard.world
     }
 
-    /// Steps of the shard in a part of `len` steps.
-    fn steps(self, len: usize) -> usize {
-        self.of_part(self.own() - 1, len).end
+    /// The steps of a part that the shard has.
+    fn own_steps(self, TreePart { len, copies }: TreePart) -> Range<usize> {
+        let first = self.shard.rank / copies * copies;
+        let at = |shard: usize| shard * self.own() * len / self.count;
+        at(first)..at(first + copies)
     }
 
-    /// Chunk `chunk` of the shard of a part of `len` steps.
-    fn of_part(self, chunk: usize, len: usize) -> Range<usize> {
-        let at = |chunk: usize| (self.shard.rank * self.own() + chunk) * len / self.count;
-        at(chunk) - at(0)..at(chunk + 1) - at(0)
+    /// Chunk `chunk` of the shard, of the steps of a part that it has.
+    fn of_part(self, chunk: usize, part: TreePart) -> Range<usize> {
+        let start = self.own_steps(part).start;
+        let at = |chunk: usize| (self.shard.rank * self.own() + chunk) * part.len / self.count - start;
+        at(chunk)..at(chunk + 1)
     }
 
     /// Inner length of `chunks` in all parts.
@@ -94,7 +114,7 @@ impl TreeChunks<'_> {
                 let steps = self.of_part(chunk, *part);
                 let ends_sum = index + 1 == self.parts.len();
                 runs.push(ChunkRun { steps: start + steps.start..start + steps.end, ends_sum });
-                start += self.steps(*part);
+                start += self.own_steps(*part).len();
             }
         }
     }
@@ -125,7 +145,7 @@ pub(crate) fn tree_product(
     let (inner, columns) = right.shape();
     assert_eq!(left.columns, inner, "the inner dimensions agree");
     assert_eq!(left.column_stride, 1, "rows of the left matrix are contiguous");
-    let steps: usize = chunks.parts.iter().map(|part| chunks.steps(*part)).sum();
+    let steps: usize = chunks.parts.iter().map(|part| chunks.own_steps(*part).len()).sum();
     assert_eq!(steps, inner, "the parts make up the inner dimension");
     assert!(chunks.count.is_power_of_two() && chunks.count <= CHUNKS, "{} chunks", chunks.count);
     assert!(chunks.count.is_multiple_of(chunks.shard.world), "{} shards", chunks.shard.world);

@@ -33,7 +33,7 @@ pub(super) fn exchange_logits(
     parts: &mut [f32],
     whole: &mut [f32],
 ) -> Result<()> {
-    let TensorRanks { ranks, vocabulary } = tensor;
+    let TensorRanks { ranks, vocabulary, .. } = tensor;
     let shares = even_shards(rows, ranks.world());
     let own = shares[ranks.rank()].len();
     let tokens: Vec<Range<usize>> = (0..ranks.world()).map(|rank| tensor.tokens_of(rank)).collect();

@@ -77,6 +77,22 @@ pub(super) fn training(
     }
 }
 
+/// What the trainer's `ranks` on a device have of the model beside their parts of it, if they share its weights; `None` for ranks that do not.
+pub(super) fn copies(
+    recipe: &Recipe,
+    config: &Config,
+    shard: &Config,
+    ranks: u64,
+    width: u64,
+) -> Option<Part> {
+    let degree = recipe.trainer.parallel.tensor;
+    let copied = (degree * layout_of(shard).len()).saturating_sub(layout_of(config).len()) as u64;
+    let models = 1 + u64::from(recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate));
+    let each = product(&[models, copied, width + F32]) / degree as u64;
+    let what = "embedding, head and norms of tensor ranks, and their gradients";
+    (degree > 1).then(|| part("copies", what, product(&[each, ranks])))
+}
+
 /// A base that stays quantised, with the weights of embedding, tail and one layer, bytes; `None` for weights that do not.
 fn stored(recipe: &Recipe, layout: &Layout, width: u64) -> Option<u64> {
     let Model::Path(path) = &recipe.model else { return None };
