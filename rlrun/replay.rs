@@ -2,7 +2,7 @@
 //!
 //! # Layout
 //! - `recorded`: the schedule of a run, checked as a whole before anything is computed
-//! - `settings`: which recipes can be replayed, and what may be changed in one
+//! - `settings`: which recipes can be replayed, what may be changed in one, and whose tokens are taken as recorded
 //! - `comparison`: what is compared at every step; `arm`: how far an arm may leave the policies that sampled its batches
 //! - `batches`: the recorded batches in place of a buffer
 //!
@@ -49,6 +49,7 @@ pub(crate) fn run(args: &ReplayArgs, program: &Program) -> Result<String, Failur
     let parts = recorded.parts(from);
     let recipes: Vec<(Recipe, Origins)> =
         parts.iter().map(|part| settings::recipe(part, args, &program)).collect::<Result<_, _>>()?;
+    let elsewhere = sampled_elsewhere(&recorded, &program)?;
     let report = Report::new(Style::detect(args.loudness.quiet, program.environment()));
     let report = std::sync::Arc::new(report.wide(args.loudness.width));
     let place = place(args)?;
@@ -76,12 +77,27 @@ pub(crate) fn run(args: &ReplayArgs, program: &Program) -> Result<String, Failur
             }
         };
         name_build(part, &report)?;
+        // A batch may have groups that were sampled before a resume.
+        let sampled_by = elsewhere.iter().rfind(|(from, _)| *from <= part.from).map(|(_, by)| *by);
+        replay.begin_part(sampled_by);
         let options = RunOptions::new(&program);
         if !pipeline::replay_in(&fetched, run_dir, &report, options, &mut replay, part.until)? {
             break;
         }
     }
     replay.summary(&args.run, &place, recorded.last)
+}
+
+/// The versions from which on something sampled that a replay cannot repeat, with what it was.
+fn sampled_elsewhere(
+    recorded: &RecordedRun,
+    program: &Program,
+) -> Result<Vec<(PolicyVersion, &'static str)>, Failure> {
+    let mut found = Vec::new();
+    for part in recorded.parts(recorded.first) {
+        found.extend(settings::sampled_elsewhere(&part, program)?.map(|by| (part.from, by)));
+    }
+    Ok(found)
 }
 
 /// The version that the replay begins at.

@@ -3,6 +3,11 @@
 use std::fs;
 use std::path::Path;
 
+use rollout::remote::EngineKind;
+
+#[cfg(feature = "emulator")]
+use crate::devices::FEW;
+use crate::fake_engine::FakeEngine;
 use crate::support::{CORRECT, Done, Home, Moment, Run, finish, interrupt, repository};
 
 const RECORDED: &str = "log.schedule=true";
@@ -134,6 +139,54 @@ fn runs_with_a_critic_experts_and_episodes_are_repeated_bit_for_bit() {
         let sets: Vec<&str> = SHORT.iter().chain(own).copied().collect();
         recorded(&home, recipe.to_str().unwrap(), name, &sets);
         replays(&home, name, otherwise);
+    }
+}
+
+/// Another program sampled the tokens, which are taken as recorded: the engine is gone when the run is repeated.
+#[test]
+fn training_on_the_tokens_of_another_engine_is_repeated_bit_for_bit() {
+    let home = Home::new();
+    let engine = FakeEngine::new(EngineKind::Vllm);
+    let urls = format!("rollout.urls=[\"http://{}\"]", engine.address);
+    // No request of an older version comes after a push, which the engine of the test does not take.
+    let synchronous = ["buffer.max_staleness=0", "trainer.steps=4", "trainer.epochs=2", "eval.interval=0"];
+    let sets = [&["rollout.engine=vllm", &urls, CORRECT], &synchronous[..]].concat();
+    recorded(&home, "small.toml", "engine", &sets);
+    drop(engine);
+    let done = replays(&home, "engine", &["trainer.world=2"]);
+    let taken = "trajectories of an engine of another program were taken as recorded";
+    assert!(
+        done.stdout.contains(taken) && done.stdout.contains("0 tokens of 0 trajectories"),
+        "{}",
+        done.stdout
+    );
+    assert!(
+        home.run("engine").values("optim/grad_norm").iter().any(|norm| *norm > 0.0),
+        "nothing was trained"
+    );
+}
+
+/// What sampled on a device, and ranks that share weights there, repeat their training.
+#[cfg(feature = "emulator")]
+#[test]
+fn training_on_devices_is_repeated_bit_for_bit() {
+    let home = Home::new();
+    let ranks = ["placement.trainer_device=emulated", "trainer.world=2", "trainer.parallel.tensor=2"];
+    for (name, sets) in [("sampler", &["placement.rollout_device=emulated"][..]), ("ranks", &ranks)] {
+        recorded(&home, "small.toml", name, &[&FEW[..], &[CORRECT], sets].concat());
+        let done = replays(&home, name, &[]);
+        let taken = "trajectories of a run on devices were taken as recorded";
+        assert!(done.stdout.contains(taken), "{name}: {}", done.stdout);
+    }
+    for (name, set, message) in [
+        (
+            "sampler",
+            "placement.rollout_device=cpu",
+            "`placement.rollout_device` cannot be changed in a replay",
+        ),
+        ("ranks", "trainer.zero=2", "whose ranks sum in an order of their own"),
+    ] {
+        home.rlrun(&["replay", name, "--run-dir", "other", "--set", set]).refused(&[message]);
     }
 }
 

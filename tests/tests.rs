@@ -19,6 +19,9 @@ mod episodes;
 mod evaluation;
 mod experts;
 mod failpoints;
+#[expect(dead_code, reason = "the tests of samplers change what it does while it runs")]
+#[path = "../rollout/tests/remote/fake_engine.rs"]
+mod fake_engine;
 #[cfg(feature = "object-store")]
 mod faulty_proxy;
 mod fit;

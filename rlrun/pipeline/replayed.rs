@@ -53,7 +53,7 @@ pub(crate) fn replay_in(
 struct ReplayFollower<'a> {
     replay: &'a mut RunReplay,
     batches: Arc<RecordedBatches>,
-    /// `None` for an arm.
+    /// `None` for an arm, and for tokens that are taken as recorded.
     again: Option<SampledAgain<'a>>,
     on: ServeOn,
     config: model::Config,
@@ -75,7 +75,7 @@ impl Run<'_> {
         let auxiliary = self.auxiliary(&start).auxiliary_models()?;
         let hub = Hub::new(self.recipe.hub());
         let weights = WeightPublishing::new(self.recipe, &hub, false, false)?;
-        let again = if replay.is_arm() { None } else { Some(self.sampled_again(&start)?) };
+        let again = if replay.samples_again() { Some(self.sampled_again(&start)?) } else { None };
         let (prompts, evaluated) =
             (Arc::clone(&start.prepared.train), self.recipe.opened(start.directory.path())?);
         let StartingState { learner, directory, prepared, state, .. } = start;
@@ -94,6 +94,8 @@ impl Run<'_> {
         let mut trainer = Trainer::start(self.recipe.trainer(self.run_dir.checkpoints()), parts, &state)?;
         replay.compare_start(&trainer)?;
         let samplers = Samplers { local: None, registry: Arc::new(WorkerRegistry::after(0)), rewards: None };
+        let on =
+            if replay.samples_again() { served(self.recipe)? } else { ServeOn::Host(Quantization::None) };
         let mut follower = ReplayFollower {
             replay,
             batches,
@@ -103,7 +105,7 @@ impl Run<'_> {
                 has_agents: agents::has_agents(self.recipe),
                 has_pool: self.recipe.curation.success_pool,
             }),
-            on: served(self.recipe)?,
+            on,
             config: directory.config().clone(),
             dtype: weights.dtype(self.recipe),
             adapts_microbatch: self.recipe.trainer.adapt_microbatch,
@@ -164,8 +166,9 @@ impl StepFollower for ReplayFollower<'_> {
             return Ok(false);
         }
         let Some((groups, dropped_stale)) = self.replay.batch() else { return Ok(false) };
-        if let Some(again) = &mut self.again {
-            self.replay.compare_samples(again)?;
+        match &mut self.again {
+            Some(again) => self.replay.compare_samples(again)?,
+            None => self.replay.take_samples(),
         }
         self.batches.set(groups, dropped_stale);
         // An arm with a fixed size trains with that.

@@ -3,6 +3,7 @@
 //! Invariant: the first difference ends the replay, and names step, group, trajectory and token, or the tensor. What is taken from
 //! the record without sampling it again is counted.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -27,6 +28,10 @@ pub(crate) struct RunReplay {
     from: PolicyVersion,
     /// The bounds of an arm, which is compared with nothing.
     arm: Option<ArmBounds>,
+    /// What sampled the tokens of this part of the run, if they are taken as recorded.
+    sampled_by: Option<&'static str>,
+    /// Trajectories of what cannot sample to the bit again, by what that is.
+    elsewhere: BTreeMap<&'static str, u64>,
     report: Arc<Report>,
     counts: ReplayCounts,
     /// The first bound that was crossed, with the step, and whether that ended it.
@@ -82,7 +87,29 @@ impl RunReplay {
             }
         }
         let counts = ReplayCounts::default();
-        Ok(Self { reader, next, first, from, arm, report, counts, crossed: None, has_ended: false })
+        Ok(Self {
+            reader,
+            next,
+            first,
+            from,
+            arm,
+            sampled_by: None,
+            elsewhere: BTreeMap::new(),
+            report,
+            counts,
+            crossed: None,
+            has_ended: false,
+        })
+    }
+
+    /// Begins a part of the run, whose tokens are taken as recorded if something that cannot repeat them sampled them.
+    pub(crate) fn begin_part(&mut self, sampled_by: Option<&'static str>) {
+        self.sampled_by = sampled_by;
+    }
+
+    /// Whether the trajectories of this part are sampled again.
+    pub(crate) fn samples_again(&self) -> bool {
+        !self.is_arm() && self.sampled_by.is_none()
     }
 
     /// Whether it is an arm, whose trajectories are taken as recorded.
@@ -128,6 +155,14 @@ impl RunReplay {
     /// Most tokens of a micro-batch in the next step, if the run adapted it.
     pub(crate) fn microbatch_tokens(&self) -> Option<usize> {
         self.next.as_ref()?.numbers.microbatch_tokens
+    }
+
+    /// Takes the trajectories of the next step as recorded.
+    pub(crate) fn take_samples(&mut self) {
+        let Some(by) = self.sampled_by else { return };
+        let groups = self.next.iter().flat_map(|next| &next.groups);
+        let taken: usize = groups.map(|group| group.trajectories.len()).sum();
+        *self.elsewhere.entry(by).or_default() += taken as u64;
     }
 
     /// Samples the trajectories of the next step again.
@@ -200,7 +235,7 @@ impl RunReplay {
         let Some(record) = self.next.take() else { return Ok(false) };
         let numbers = StepNumbers::of(made, trainer.time_s());
         if self.arm.is_none() {
-            compare_weights(&record, &numbers, trainer)?;
+            compare_weights(&record, &numbers, trainer, self.samples_again())?;
         }
         self.counts.steps += 1;
         if let Some(bounds) = &self.arm
@@ -253,11 +288,13 @@ impl RunReplay {
             "{place} equals {run} bit for bit: {steps} steps, {tokens} tokens of {trajectories} trajectories sampled again, all \
              weights after every step"
         )];
-        for (count, what) in [
+        let others = [
             (external, "of external sessions"),
             (earlier, "of versions before the first step"),
             (pooled, "of the pool of successes"),
-        ] {
+        ];
+        let elsewhere = self.elsewhere.iter().map(|(by, count)| (*count, *by));
+        for (count, what) in others.into_iter().chain(elsewhere) {
             if count > 0 {
                 lines.push(format!("{count} trajectories {what} were taken as recorded"));
             }
@@ -276,12 +313,19 @@ impl SampledAgain<'_> {
 
 /// # Errors
 /// The first tensor that differs.
-fn compare_weights(record: &StepRecord, numbers: &StepNumbers, trainer: &Trainer) -> Result<(), Failure> {
+fn compare_weights(
+    record: &StepRecord,
+    numbers: &StepNumbers,
+    trainer: &Trainer,
+    sampled_again: bool,
+) -> Result<(), Failure> {
     let tensors = TrainedTensors::of(trainer)?;
     let Some(name) = tensors.first_difference(&record.tensors) else { return Ok(()) };
     let (step, differences) = (record.version.0, record.numbers.differences(numbers));
+    let tokens =
+        if sampled_again { "all sampled tokens are equal" } else { "it trained on the recorded tokens" };
     Err(Failure::Differs(format!(
-        "the replay differs from the record in step {step}: the weights differ after it, first in `{name}`, although all sampled \
-         tokens are equal; recorded and again: {differences}"
+        "the replay differs from the record in step {step}: the weights differ after it, first in `{name}`, although {tokens}; \
+         recorded and again: {differences}"
     )))
 }

@@ -1,10 +1,10 @@
-//! Which recipes can be replayed, and what may be changed in one.
+//! Which recipes can be replayed, what may be changed in one, and what is taken as recorded.
 //!
-//! Invariant: a setting that a replay cannot repeat to the bit is refused by its key, before anything is computed.
+//! Invariant: a setting with which training cannot be repeated to the bit is refused by its key, before anything is computed.
 
 use std::io::Write;
 
-use model::Reduction;
+use device::device::DeviceLocation;
 use tempfile::Builder;
 
 use super::recorded::RecordedPart;
@@ -12,7 +12,7 @@ use crate::args::ReplayArgs;
 use crate::failure::Failure;
 use crate::program::Program;
 use crate::recipe::schema::ElasticSection;
-use crate::recipe::words::{Ranks, StoreWord, WandbLog};
+use crate::recipe::words::{CollectiveWord, DeviceWord, Ranks, StoreWord, WandbLog, WeightTransport};
 use crate::recipe::{Origins, Recipe};
 
 /// Keys and sections that leave the bits of a replay as they are.
@@ -40,20 +40,16 @@ pub(super) fn recipe(
     args: &ReplayArgs,
     program: &Program,
 ) -> Result<(Recipe, Origins), Failure> {
-    let system = |source| Failure::System { what: "write a temporary file".to_owned(), source };
-    let mut file = Builder::new().suffix(".toml").tempfile().map_err(system)?;
-    file.write_all(part.start.recipe.as_bytes()).map_err(system)?;
-    let load = |sets: &[String]| Recipe::load(file.path(), sets, program).map_err(Failure::Recipe);
-    let (recorded, _) = load(&[])?;
+    let (recorded, _) = load(part, &[], program)?;
     let sets = [&args.sets[..], &args.what_if].concat();
-    let (mut recipe, origins) = load(&sets)?;
+    let (mut recipe, origins) = load(part, &sets, program)?;
     check_changes(&recorded, &recipe, args)?;
     if let Some((key, reason)) = unrepeatable(&recorded).or_else(|| unrepeatable(&recipe)) {
         return Err(Failure::Argument(format!("`{key}` cannot be replayed: {reason}")));
     }
     check_ranks(&recorded, &recipe, args)?;
     take_microbatch(&recorded, &mut recipe)?;
-    alone(&mut recipe);
+    alone(&recorded, &mut recipe);
     if !args.what_if.is_empty() {
         // The arm has other log-probabilities than the policies that sampled.
         recipe.rollout.bitwise = false;
@@ -69,7 +65,10 @@ fn check_changes(recorded: &Recipe, changed: &Recipe, args: &ReplayArgs) -> Resu
             key.strip_prefix(*section).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         };
         // Both placements of the policy leave other keys and values in the cache.
-        key != "placement.policy" && (SAME_BITS.iter().any(&under) || (is_arm && OF_ARMS.iter().any(&under)))
+        let of_bits = key == "placement.policy"
+            || key == "placement.optimizer"
+            || (key.starts_with("placement.") && key.contains("device"));
+        !of_bits && (SAME_BITS.iter().any(&under) || (is_arm && OF_ARMS.iter().any(&under)))
     };
     let changes = recorded.changes_to(changed);
     let Some(change) = changes.iter().find(|change| !may(&change.key)) else { return Ok(()) };
@@ -79,35 +78,46 @@ fn check_changes(recorded: &Recipe, changed: &Recipe, args: &ReplayArgs) -> Resu
         format!("`{key}` changes what the run learns: try it with --what-if {key}=... instead of --set")
     } else {
         format!(
-            "`{key}` cannot be changed in a replay: the recorded trajectories were sampled with the recorded value; start \
-             another run with it"
+            "`{key}` cannot be changed in a replay: the run sampled, or computes, with the recorded value; start another run with it"
         )
     }))
 }
 
+/// The recorded recipe of a part, with changes.
+fn load(part: &RecordedPart, sets: &[String], program: &Program) -> Result<(Recipe, Origins), Failure> {
+    let system = |source| Failure::System { what: "write a temporary file".to_owned(), source };
+    let mut file = Builder::new().suffix(".toml").tempfile().map_err(system)?;
+    file.write_all(part.start.recipe.as_bytes()).map_err(system)?;
+    Recipe::load(file.path(), sets, program).map_err(Failure::Recipe)
+}
+
+/// What sampled the tokens of a part, if it was something that a replay on the processor cannot repeat to the bit.
+///
+/// # Errors
+/// A recipe that is wrong.
+pub(super) fn sampled_elsewhere(
+    part: &RecordedPart,
+    program: &Program,
+) -> Result<Option<&'static str>, Failure> {
+    let (recipe, _) = load(part, &[], program)?;
+    let devices = recipe.devices();
+    Ok(if recipe.engine_kind().is_some() {
+        Some("of an engine of another program")
+    } else if devices.rollouts.iter().chain(&devices.trainer).any(Option::is_some) {
+        // Sums on a device depend on the batch; those of a sampler on the processor would need the weights as the device has them.
+        Some("of a run on devices")
+    } else {
+        None
+    })
+}
+
 /// A key whose setting cannot be repeated to the bit, and why.
 fn unrepeatable(recipe: &Recipe) -> Option<(&'static str, &'static str)> {
-    let devices = recipe.devices();
     if recipe.supervised.is_some() {
         return Some(("supervised", "the run sampled nothing, and repeats by itself"));
     }
     if recipe.island.is_some() {
         return Some(("island", "outer gradients of other islands are not recorded"));
-    }
-    if recipe.engine_kind().is_some() {
-        return Some(("rollout.engine", "the engine of another program sampled the tokens"));
-    }
-    if devices.any() {
-        return Some((
-            "placement.device",
-            "sums on a GPU depend on the batch, and differ from those of the processor",
-        ));
-    }
-    if recipe.rollout.tensor > 1 && recipe.reduction != Reduction::Tree {
-        return Some((
-            "rollout.tensor",
-            "its ranks sum in another order than a replay; `model.reduction = \"tree\"` has the same order on any number of them",
-        ));
     }
     None
 }
@@ -117,6 +127,11 @@ fn check_ranks(recorded: &Recipe, changed: &Recipe, args: &ReplayArgs) -> Result
     let (before, now) = (&recorded.trainer, &changed.trainer);
     if !args.what_if.is_empty() || (before.world, before.zero) == (now.world, now.zero) {
         return Ok(());
+    }
+    if recorded.devices().trains() {
+        return Err(Failure::Argument(
+            "`trainer.world` and `trainer.zero` cannot change in a replay on devices, whose ranks sum in an order of their own".to_owned(),
+        ));
     }
     let most = before.leaves;
     if let Some(world) = [before.world, now.world].into_iter().find(|n| !n.is_power_of_two() || *n > most) {
@@ -150,8 +165,21 @@ fn take_microbatch(recorded: &Recipe, changed: &mut Recipe) -> Result<(), Failur
 }
 
 /// Makes the recipe one of a single process that serves nothing and writes nowhere but to its run directory.
-fn alone(recipe: &mut Recipe) {
+fn alone(recorded: &Recipe, recipe: &mut Recipe) {
+    let devices = recipe.devices();
+    // Emulated ranks that were processes have exchanged through the host.
+    let through_host = recorded.trainer.ranks == Ranks::Processes
+        && devices.trainer.contains(&Some(DeviceLocation::Emulated));
+    if through_host && devices.trainer.len() > 1 {
+        recipe.trainer.collective = CollectiveWord::Host;
+    }
     let placement = &mut recipe.placement;
+    if !devices.trains() {
+        placement.device = DeviceWord::Cpu;
+        placement.rollout_device = None;
+    }
+    placement.rollout_devices = None;
+    recipe.weights.transport = WeightTransport::Auto;
     (placement.processes, placement.adapt_samplers) = (false, false);
     (placement.rollout_workers, placement.restarts) = (None, None);
     recipe.trainer.ranks = Ranks::Threads;

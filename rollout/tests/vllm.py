@@ -92,7 +92,7 @@ def processes(of):
 
 arguments = {
     "model.path": base, "warmup.steps": 0, "trainer.steps": steps, "data.arithmetic.eval_tasks": 200, "eval.interval": 20,
-    "rollout.engine": "vllm", "rollout.urls": [url], "rollout.command": [program],
+    "rollout.engine": "vllm", "rollout.urls": [url], "rollout.command": [program], "log.schedule": "true",
 }
 sets = [part for key, value in arguments.items() for part in ("--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}")]
 training = subprocess.Popen([rlrun, recipe, "--run-dir", run, *sets])
@@ -133,6 +133,11 @@ with socket.socket() as probe:
 worst = max(line["kl/mismatch"] for line in on_policy)
 print(f"ok vLLM: {steps} steps with a pause and a kill, accuracy {accuracy[0]:.3f} to {accuracy[-1]:.3f}, "
       f"kl/mismatch of the current version at most {worst:.1e}")
+
+# Its training repeats without the engine.
+replayed = subprocess.run([rlrun, "replay", run, "--quiet"], check=True, capture_output=True, text=True, timeout=900).stdout
+assert "bit for bit" in replayed and "of an engine of another program were taken as recorded" in replayed, replayed
+print(f"ok replay: {replayed.splitlines()[-1]}")
 
 # A worker brings the engine: the run knows nothing of it, and shares no directory with it.
 joined = run + "-joined"
