@@ -3,9 +3,10 @@
 //! Invariant: bytes and calls are those that `rlrun plan` shows ([`Traffic`], [`SamplerRankPlan`]); here they are divided by the speed of
 //! the link that they take. Nothing is sent while a rank computes: times are added, and none is negative.
 
-use model::{Config, Layout};
+use model::{Config, Layout, Reduction};
 
 use super::hardware::{Hardware, HardwareKind};
+use crate::plan::BatchPlan;
 use crate::plan::sampler_ranks::SamplerRankPlan;
 use crate::plan::traffic::Traffic;
 use crate::recipe::Recipe;
@@ -60,10 +61,22 @@ impl RankExchange {
             token_s: bytes_s / tokens.max(1.0) / busy,
             calls_s: calls_s / busy,
             // Few calls: an update waits for the last of them alone.
-            weights_s: hardware.exchange_s(world, traffic.zero, 0.0),
+            weights_s: hardware.exchange_s(world, traffic.zero, 0.0)
+                + by_host_s(hardware, recipe, config, layout),
             stretch: slowest_stage(config, parallel.pipeline) / busy,
         }
     }
+}
+
+/// Gradients to the host and weights back, seconds, where tensor ranks on devices update them there; 0 for all others.
+fn by_host_s(hardware: &Hardware, recipe: &Recipe, config: &Config, layout: &Layout) -> f64 {
+    let tensor = recipe.trainer.parallel.tensor;
+    let on_devices = hardware.kind == HardwareKind::Gpu && config.reduction == Reduction::Chain;
+    if tensor <= 1 || !on_devices {
+        return 0.0;
+    }
+    let moved = 2 * size_of::<f32>() * layout.len() / tensor;
+    BatchPlan::of(recipe).updates as f64 * moved as f64 / hardware.host_bytes_per_s.value
 }
 
 /// Work of the stage with the most, over the mean of `count` stages; a layer counts as the mean of all.

@@ -188,3 +188,14 @@ fn transports_take_the_links_that_they_use() {
     assert_eq!(of(WeightTransport::Auto, 8), of(WeightTransport::Http, 8));
     assert_eq!(of(WeightTransport::Nccl, 8), [1e-3, 2e9 / network + h100.network_latency_s.value]);
 }
+
+#[test]
+fn tensor_ranks_on_devices_update_weights_through_the_host() {
+    let h100 = Hardware::open("h100").unwrap();
+    let (recipe, tree) = loaded(&["trainer.world=2", "trainer.parallel.tensor=2"]);
+    let chain = Config { reduction: Reduction::Chain, ..tree.clone() };
+    let moved = 2.0 * 4.0 * Layout::new(&chain).len() as f64 / 2.0 / h100.host_bytes_per_s.value;
+    assert!(near(exchanged(&h100, &recipe, &chain).weights_s, moved));
+    assert_eq!(exchanged(&h100, &recipe, &tree).weights_s, 0.0);
+    assert_eq!(by_host_s(&Hardware::open("cpu").unwrap(), &recipe, &chain, &Layout::new(&chain)), 0.0);
+}
