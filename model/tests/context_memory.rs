@@ -131,6 +131,6 @@ fn a_rank_needs_its_share_of_the_activations() {
     write!(std::io::stdout(), "{table}").unwrap();
     let growth: Vec<f64> = most.iter().zip(least).map(|(most, least)| most - least).collect();
     // Sections cost the same. Where pairs of tokens cost most, as in this small model, the first of them has sqrt(1 / ranks) of the
-    // tokens.
-    assert!(growth[1] < 0.75 * growth[0] && growth[2] < 0.75 * growth[1], "{growth:?}");
+    // tokens. The keys and values of all tokens before them, which the last rank has, do not shrink.
+    assert!(growth[1] < 0.75 * growth[0] && growth[2] < 0.85 * growth[1], "{growth:?}");
 }
