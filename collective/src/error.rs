@@ -96,3 +96,16 @@ pub enum CollectiveError {
     #[error(transparent)]
     Device(#[from] device::DeviceError),
 }
+
+impl CollectiveError {
+    /// The error of the device itself, where there is one; otherwise that its group cannot be used.
+    #[must_use]
+    pub fn into_device_error(self) -> device::DeviceError {
+        match self {
+            Self::Device(error) => error,
+            other => {
+                device::DeviceError::Unavailable { device: "group".to_owned(), reason: other.to_string() }
+            }
+        }
+    }
+}

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use collective::{Collective, CollectiveError, InDeviceMemory};
 use device::ops::vectors::cast;
-use device::{Device, DeviceBuffer, DeviceError, Result, Storage, ViewMut};
+use device::{Device, DeviceBuffer, Result, Storage, ViewMut};
 
 /// The calls of one of these ranks. All of them make the same calls in the same order.
 #[derive(Clone, Debug)]
@@ -27,14 +27,14 @@ impl DeviceTensorRanks {
             Self::ThroughHost(ranks) => {
                 let own = device.download(values.as_view())?;
                 let mut sums: Vec<f32> = own.iter().map(|value| value.widen()).collect();
-                ranks.all_reduce(&mut sums).map_err(device_error)?;
+                ranks.all_reduce(&mut sums).map_err(CollectiveError::into_device_error)?;
                 let sums: Vec<T> = sums.into_iter().map(T::narrow).collect();
                 device.upload_to(&sums, values)
             }
             Self::Direct(ranks) => {
                 let mut sums: DeviceBuffer<f32> = device.uninit(values.len())?;
                 cast(device, values.as_view(), sums.all_mut())?;
-                ranks.all_reduce(sums.all_mut()).map_err(device_error)?;
+                ranks.all_reduce(sums.all_mut()).map_err(CollectiveError::into_device_error)?;
                 cast(device, sums.all(), values)
             }
         }
@@ -47,15 +47,9 @@ impl DeviceTensorRanks {
     pub fn wait(&self) -> Result<()> {
         match self {
             Self::ThroughHost(_) => Ok(()),
-            Self::Direct(ranks) => ranks.wait("add up partial sums").map_err(device_error),
+            Self::Direct(ranks) => {
+                ranks.wait("add up partial sums").map_err(CollectiveError::into_device_error)
+            }
         }
-    }
-}
-
-/// The error of a device in that of a call.
-fn device_error(error: CollectiveError) -> DeviceError {
-    match error {
-        CollectiveError::Device(error) => error,
-        other => DeviceError::Unavailable { device: "group".to_owned(), reason: other.to_string() },
     }
 }

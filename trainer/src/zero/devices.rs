@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use collective::{Collective, CollectiveError, InDeviceMemory};
 use device::ops::vectors::add;
-use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, Storage, View, ViewMut};
 use model::{Layout, Unit};
 
 use super::{Shards, number};
@@ -65,20 +65,14 @@ impl<T: Storage> DeviceSharding<T> {
 
     fn gather_unit(&self, unit: usize, own: View<'_, T>, all: ViewMut<'_, T>) -> device::Result<()> {
         let own = own.slice(self.shards.packed(self.collective.rank(), unit));
-        self.collective.all_gather(own, self.shards.cuts(unit), all).map_err(device_error)
+        self.collective
+            .all_gather(own, self.shards.cuts(unit), all)
+            .map_err(CollectiveError::into_device_error)
     }
 
     /// Waits until all enqueued calls are complete.
     pub(crate) fn wait(&self, operation: &'static str) -> device::Result<()> {
-        self.collective.wait(operation).map_err(device_error)
-    }
-}
-
-/// The error of the device in an error of a collective of devices.
-fn device_error(error: CollectiveError) -> DeviceError {
-    match error {
-        CollectiveError::Device(error) => error,
-        other => DeviceError::Unavailable { device: "group".to_owned(), reason: other.to_string() },
+        self.collective.wait(operation).map_err(CollectiveError::into_device_error)
     }
 }
 
@@ -102,10 +96,12 @@ impl<T: Storage> DeviceReduction<'_, T> {
         };
         let mut own = self.own.view_mut(shards.packed(collective.rank(), unit));
         if self.first {
-            return collective.reduce_scatter(values, cuts, own).map_err(device_error);
+            return collective.reduce_scatter(values, cuts, own).map_err(CollectiveError::into_device_error);
         }
         let mut sums = gradients.uninit::<f32>(own.len())?;
-        collective.reduce_scatter(values, cuts, sums.all_mut()).map_err(device_error)?;
+        collective
+            .reduce_scatter(values, cuts, sums.all_mut())
+            .map_err(CollectiveError::into_device_error)?;
         add(device, sums.all(), own.reborrow())
     }
 }
