@@ -172,6 +172,17 @@ fn longest_sequence(recipe: &Recipe) -> u64 {
 pub(crate) mod tests {
     use super::*;
 
+    /// A small model.
+    pub(super) const SIZES: model::Sizes = model::Sizes {
+        vocab_size: 10,
+        hidden_size: 8,
+        intermediate_size: 16,
+        num_layers: 2,
+        num_heads: 2,
+        num_kv_heads: 2,
+        max_position_embeddings: 64,
+    };
+
     pub(super) fn recipe() -> Recipe {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("r.toml");

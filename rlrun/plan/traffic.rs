@@ -324,17 +324,7 @@ impl fmt::Display for Traffic {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::tests::recipe;
-
-    const SIZES: model::Sizes = model::Sizes {
-        vocab_size: 10,
-        hidden_size: 8,
-        intermediate_size: 16,
-        num_layers: 2,
-        num_heads: 2,
-        num_kv_heads: 2,
-        max_position_embeddings: 64,
-    };
+    use crate::plan::tests::{SIZES, recipe};
 
     fn config(num_layers: usize) -> Config {
         Config::fresh(&model::Sizes { num_layers, ..SIZES })

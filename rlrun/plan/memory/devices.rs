@@ -353,12 +353,12 @@ fn width(dtype: DeviceDtype) -> u64 {
 #[cfg(test)]
 mod tests {
     use device::inventory::Gpu;
-    use model::{Layout, Sizes};
+    use model::Layout;
 
     use super::super::Memory;
 
     use super::*;
-    use crate::plan::tests::recipe;
+    use crate::plan::tests::{SIZES, recipe};
     use crate::recipe::schema::Lora;
     use crate::recipe::words::{
         CollectiveWord, DeviceWord, ModelDtype, OptimizerHome, PolicyPlacement, WeightTransport,
@@ -368,15 +368,7 @@ mod tests {
     const NEXT: DeviceWord = DeviceWord::At(DeviceLocation::Cuda(1));
 
     fn config() -> Config {
-        Config::fresh(&Sizes {
-            vocab_size: 10,
-            hidden_size: 8,
-            intermediate_size: 16,
-            num_layers: 2,
-            num_heads: 2,
-            num_kv_heads: 2,
-            max_position_embeddings: 64,
-        })
+        Config::fresh(&SIZES)
     }
 
     fn on(device: DeviceWord) -> Recipe {

@@ -125,22 +125,14 @@ pub(super) fn units(layout: &Layout, layers: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use device::device::DeviceLocation;
-    use model::{Config, ExpertActivation, ExpertSpec, FeedForward, LayerSpec, RouterKind, Sizes};
+    use model::{Config, ExpertActivation, ExpertSpec, FeedForward, LayerSpec, RouterKind};
 
     use super::*;
-    use crate::plan::tests::recipe;
+    use crate::plan::tests::{SIZES, recipe};
     use crate::recipe::words::DeviceWord;
 
     fn config() -> Config {
-        Config::fresh(&Sizes {
-            vocab_size: 10,
-            hidden_size: 8,
-            intermediate_size: 16,
-            num_layers: 2,
-            num_heads: 2,
-            num_kv_heads: 2,
-            max_position_embeddings: 64,
-        })
+        Config::fresh(&SIZES)
     }
 
     fn layout() -> Layout {

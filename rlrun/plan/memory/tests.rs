@@ -1,22 +1,12 @@
 //! The parts of recipes against what is known of them.
 
-use model::Sizes;
-
-use super::super::tests::recipe;
+use super::super::tests::{SIZES, recipe};
 use super::*;
 use crate::recipe::schema::Lora;
 use crate::recipe::words::{OptimizerKind, TargetModule};
 
 fn config() -> Config {
-    Config::fresh(&Sizes {
-        vocab_size: 10,
-        hidden_size: 8,
-        intermediate_size: 16,
-        num_layers: 2,
-        num_heads: 2,
-        num_kv_heads: 2,
-        max_position_embeddings: 64,
-    })
+    Config::fresh(&SIZES)
 }
 
 #[test]

@@ -39,22 +39,14 @@ pub(super) fn with_experts(size: Size, config: &Config, recompute: Recompute, wi
 
 #[cfg(test)]
 mod tests {
-    use model::{Architecture, Quantization, Sizes};
+    use model::{Architecture, Quantization};
 
     use super::*;
+    use crate::plan::tests::SIZES;
 
     #[test]
     fn rows_of_experts_and_routes_are_counted() {
-        let sizes = Sizes {
-            vocab_size: 10,
-            hidden_size: 8,
-            intermediate_size: 16,
-            num_layers: 2,
-            num_heads: 2,
-            num_kv_heads: 2,
-            max_position_embeddings: 64,
-        };
-        let dense = Config::fresh(&sizes);
+        let dense = Config::fresh(&SIZES);
         let of = |config: &Config, recompute| {
             let size = Size::of(config, recompute, Quantization::None, 2);
             (size, with_experts(size, config, recompute, 2))
