@@ -127,7 +127,8 @@ impl Device {
             c.rows,
             c.columns
         );
-        if c.rows == 0 || c.columns == 0 {
+        // Without an inner dimension nothing is added.
+        if c.rows == 0 || c.columns == 0 || (a.columns == 0 && keep == 1.0) {
             return Ok(());
         }
         let operand = |m: Matrix<'_, A>| ProductOperand {

@@ -13,6 +13,8 @@ use collective::{Collective, CollectiveError, Position, even_shards};
 use serde::{Deserialize, Serialize};
 
 use crate::Config;
+use crate::decoder::context_rows;
+use crate::ops::attention::Segment;
 
 /// The ranks of a pass.
 #[derive(Clone, Debug)]
@@ -137,6 +139,25 @@ impl PassRanks {
             let heads = heads(index);
             format!("layer {index} has {heads} key-value heads, which {degree} ranks cannot share evenly")
         })
+    }
+
+    /// Tokens of the one of `degree` context ranks that has the most of a micro-batch of sequences with these `lengths`, of a model of
+    /// which each of `tensor` ranks has a shard of this `config`.
+    #[must_use]
+    pub fn most_tokens(
+        config: &Config,
+        lengths: impl IntoIterator<Item = usize>,
+        degree: usize,
+        tensor: usize,
+    ) -> usize {
+        let mut end = 0;
+        let segment = |len| {
+            end += len;
+            Segment { rows: end - len..end, prefix: 0..0 }
+        };
+        let segments: Vec<Segment> = lengths.into_iter().map(segment).collect();
+        let rows = context_rows(config, &segments, degree, tensor);
+        rows.iter().map(Range::len).max().unwrap_or(0)
     }
 
     /// Number of context ranks.

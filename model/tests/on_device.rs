@@ -127,7 +127,7 @@ impl Case {
         let (rows, targets) = (&self.rows, &self.targets);
         let (predictions, trace) = decoder.forward(&mut weights, &self.pack, rows, targets).unwrap();
         assert_eq!(decoder.score(&mut weights, &self.pack, rows, targets).unwrap(), predictions);
-        decoder.backward(&mut weights, &self.pack, trace, &self.slopes, &mut gradients, None).unwrap();
+        decoder.backward(&mut weights, trace, &self.slopes, &mut gradients, None).unwrap();
         (flat(&predictions), device.download(gradients.buffer().all()).unwrap())
     }
 }

@@ -237,6 +237,13 @@ pub enum TrainerError {
     },
 }
 
+impl TrainerError {
+    /// A stage is to go on with micro-batch number `at`, which it has not begun.
+    pub(crate) fn no_forward(at: usize) -> Self {
+        Self::Message { reason: format!("a stage has no forward of micro-batch {at}, which comes back") }
+    }
+}
+
 impl From<candle_core::Error> for TrainerError {
     fn from(error: candle_core::Error) -> Self {
         model::failed_call(error).map_or_else(Self::Compute, Self::Collective)

@@ -149,16 +149,20 @@ impl LearnerConfig {
     }
 
     /// The part of the rows that rank `rank` scores under a frozen network. Ranks with different shards all have all of it, so they
-    /// have parts of their own.
+    /// have parts of their own; on devices so have context ranks.
     pub(crate) fn frozen_part(&self, rank: usize) -> Position {
+        if self.device.is_some() {
+            return Position { rank, world: self.world };
+        }
         let (data, shards) = (self.data(rank), self.parallel.shards());
         let [shard, _] = self.parallel.shard_and_zero(rank);
         Position { rank: data.rank * shards + shard, world: data.world * shards }
     }
 
-    /// Whether a rank sums its own gradients before reduce-scatter: in ZeRO stage 1. Sections are summed for every micro-batch.
+    /// Whether a rank sums its own gradients before reduce-scatter: in ZeRO stage 1. On the processor sections are summed for every
+    /// micro-batch, which gives every number of ranks the same bits; on a device a rank has one.
     pub(crate) fn accumulates(&self) -> bool {
-        !self.shares_gradients() && self.parallel.context.sections() == 1
+        !self.shares_gradients() && (self.parallel.context.sections() == 1 || self.device.is_some())
     }
 
     /// Whether a rank keeps only its shards of the gradients.
@@ -303,6 +307,12 @@ impl Learner {
     #[must_use]
     pub fn meets_on_devices(&self) -> Option<bool> {
         self.first.meets_on_devices()
+    }
+
+    /// Whether the ranks of a pass exchange from device to device in it.
+    #[must_use]
+    pub fn passes_meet_on_devices(&self) -> bool {
+        self.first.passes_meet_on_devices()
     }
 
     /// A shared copy of all weights. Each rank writes its shards into the copy directly.

@@ -199,10 +199,14 @@ impl ContextParallel {
             return Ok(());
         }
         let refused = |reason: String| Err(TrainerError::Context { degree, sections, reason });
-        if on_devices {
-            return refused("ranks on devices compute whole micro-batches".to_owned());
+        if on_devices && sections > degree {
+            return refused("a rank on a device has one section".to_owned());
         }
-        match PassRanks::obstacle(model, degree, sections, self.exchange(model)) {
+        if on_devices && self.exchange == Some(ContextExchange::Keys) {
+            return refused("ranks on devices exchange heads".to_owned());
+        }
+        let exchange = if on_devices { ContextExchange::Heads } else { self.exchange(model) };
+        match PassRanks::obstacle(model, degree, sections, exchange) {
             Some(reason) => refused(reason),
             None => Ok(()),
         }
@@ -220,7 +224,6 @@ impl LearnerConfig {
         self.parallel.context.check(of_tensor.config(), self.device.is_some())?;
         let (sections, copies) =
             (self.parallel.context.sections(), ModelShard::key_copies(model, self.parallel.tensor));
-        let has_experts = model.layers.iter().any(|layer| layer.feed_forward.experts().is_some());
         if self.device.is_none() {
             ModelShard::check_sums(model, self.parallel.tensor)?;
         }
@@ -234,17 +237,14 @@ impl LearnerConfig {
         if let Some(reason) = self.expert_obstacle(model, adapts) {
             return Err(TrainerError::Parallel { reason });
         }
-        if self.parallel.pipeline > 1 && (adapts || self.device.is_some()) {
-            let what = if adapts { "under an adapter" } else { "on devices" };
-            let reason = format!("ranks do not divide the layers {what}; set trainer.parallel.pipeline = 1");
-            return Err(TrainerError::Parallel { reason });
+        if self.parallel.pipeline > 1 && adapts {
+            let reason = "ranks do not divide the layers under an adapter; set trainer.parallel.pipeline = 1";
+            return Err(TrainerError::Parallel { reason: reason.to_owned() });
         }
         let reason = if self.parallel.tensor == 1 {
             return Ok(());
         } else if adapts {
             "ranks do not share the weights under an adapter; set trainer.parallel.tensor = 1"
-        } else if self.device.is_some() && has_experts {
-            "ranks on devices do not share experts; set trainer.parallel.tensor = 1"
         } else if self.device.is_some() && copies > 1 {
             "ranks on devices have no copies of key-value heads; set trainer.parallel.tensor to a divisor of their number"
         } else if self.optimizer.kind != OptimizerKind::Adamw {

@@ -5,8 +5,8 @@
 //! experts of this rank compute the tokens of others.
 
 use model::{
-    Config, Decoder, FrozenParameters, GradientSink, LayerSource, Layout, LowRank, Parameters, PassLayers,
-    PassRanks, Prediction, Recompute, SampleSlopes, ThreadPool, TrainedTargets, Unit,
+    Config, Decoder, FrozenParameters, GradientSink, LayerSource, Layout, LowRank, Parameters, PassRanks,
+    Prediction, Recompute, SampleSlopes, ThreadPool, TrainedTargets, Unit,
 };
 use std::sync::Arc;
 
@@ -117,21 +117,6 @@ impl<'a> Pass<'a> {
             return self.score(&Packed::empty(), pool).map(drop);
         }
         self.skip_layers()
-    }
-
-    /// The decoder of a stage of a pipeline, and where its layers come from.
-    ///
-    /// # Errors
-    /// If the network is on a device.
-    pub(crate) fn stage(&mut self) -> Result<(&Decoder, PassLayers<'_>), TrainerError> {
-        match self {
-            Self::Whole(decoder) => Ok((decoder, PassLayers::Own)),
-            Self::Gathered(decoder, source) => Ok((decoder, PassLayers::Source(source))),
-            Self::Device(_) => {
-                let reason = "ranks do not divide the layers on devices; set trainer.parallel.pipeline = 1";
-                Err(TrainerError::Parallel { reason: reason.to_owned() })
-            }
-        }
     }
 
     /// Whether ranks divide the experts of the network.

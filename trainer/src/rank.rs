@@ -20,7 +20,9 @@
 //! - `on_device`: a single rank that updates its weights on a device, and passes on a device for the others; `group`: ranks of
 //!   a device group
 //! - `balance`: the update of routers; `membership`: a rank among several; `passes`: the ranks that share its passes; `step`: the passes
-//!   of a step; `stages`: those of a rank with some of the layers, and `links` to its neighbours; `trained_values`: new ones from outside of the optimizer; `memory`: bytes, and leaving a device
+//!   of a step
+//! - `stages`: the passes of a rank with some of the layers, `stage_network` these layers, `links` those to its neighbours
+//! - `trained_values`: new ones from outside of the optimizer; `memory`: bytes, and leaving a device
 
 mod balance;
 mod group;
@@ -33,6 +35,7 @@ mod replicated;
 mod seed;
 mod sharded;
 mod single;
+mod stage_network;
 mod stages;
 mod step;
 mod trained_values;
@@ -474,6 +477,11 @@ impl Rank {
     /// Whether collective calls run from device to device. `None` on the processor and for a single rank.
     pub(crate) fn meets_on_devices(&self) -> Option<bool> {
         self.membership().and(self.on_device()).map(|_| matches!(self.kind, RankKind::Group(_)))
+    }
+
+    /// Whether the ranks of a pass exchange from device to device in it.
+    pub(crate) fn passes_meet_on_devices(&self) -> bool {
+        self.base.passes.meet_on_devices()
     }
 
     /// The device and its weights, if all of them are on it.

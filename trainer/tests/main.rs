@@ -2,6 +2,8 @@
 
 mod checkpoint;
 mod context;
+#[cfg(feature = "emulator")]
+mod device_ranks;
 mod elastic;
 mod expert;
 mod frozen_base;

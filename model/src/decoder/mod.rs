@@ -51,6 +51,7 @@ pub use cache::KvCache;
 pub use decode::StepSequence;
 pub use gradients::{GradientSink, Gradients, LayerSource, RoutedTokens};
 pub use pack::{Pack, PackError};
+pub(crate) use sections::context_rows;
 pub(crate) use states::StatePlace;
 pub use train::{PackPass, PassLayers, Recompute};
 

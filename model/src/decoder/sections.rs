@@ -30,10 +30,11 @@ use super::parts::{KeptLayer, LayerRoutes, LayerTrace, PartTrace, Reversing, sca
 use super::train::{Keep, PassForm, Recompute};
 use super::{Decoder, GradientSink, gather};
 use crate::low_rank::carve;
+use crate::ops::attention::Segment;
 use crate::ops::head::{Prediction, PredictionGradient, SampleSlopes, Target, TrainedTargets};
 use crate::ops::norm::rms_norm;
 use crate::ops::row_ranges;
-use crate::{ThreadPool, Unit};
+use crate::{Config, ThreadPool, Unit};
 
 /// Fewest rows of a part, so that it is worth a thread.
 const LEAST_ROWS: usize = 32;
@@ -59,6 +60,16 @@ pub(super) struct SectionedPass<'a> {
     pool: &'a ThreadPool,
     /// A single thread that computes all parts, if they make calls.
     alone: Option<ThreadPool>,
+}
+
+/// The tokens of a pack of these `segments` that each of `world` ranks computes of a model of this `config`, one of `tensor` equal shards.
+pub(crate) fn context_rows(
+    config: &Config,
+    segments: &[Segment],
+    world: usize,
+    tensor: usize,
+) -> Vec<Range<usize>> {
+    section_rows(segments, TokenCost::of(config, tensor), world)
 }
 
 impl SectionRows {
@@ -190,24 +201,23 @@ impl<'a> SectionedPass<'a> {
 
     /// The predictions of all targets, of which this rank has those of its sections, one section after the other.
     fn gather_predictions(&self, own: &[Prediction], rows: &[usize]) -> Result<Vec<Prediction>> {
-        const NUMBERS: usize = 3;
         let mut of_sections = vec![Vec::new(); self.rows.sections.len()];
         for (at, row) in rows.iter().enumerate() {
             of_sections[self.rows.sections.partition_point(|section| section.end <= *row)].push(at);
         }
-        let numbers: Vec<f32> = own.iter().flat_map(|p| [p.logprob, p.entropy, p.value]).collect();
+        let numbers = Prediction::to_numbers(own);
         let all = match self.ranks() {
             None => numbers,
             Some(ranks) => {
                 let each = of_sections.len() / ranks.rows.len();
                 let count = |sections: &[Vec<usize>]| sections.iter().map(Vec::len).sum();
-                ranks.gather(&numbers, NUMBERS, &of_sections.chunks(each).map(count).collect::<Vec<_>>())?
+                let counts: Vec<usize> = of_sections.chunks(each).map(count).collect();
+                ranks.gather(&numbers, Prediction::NUMBERS, &counts)?
             }
         };
         let mut predictions = vec![Prediction::default(); rows.len()];
-        for (at, numbers) in of_sections.iter().flatten().zip(all.as_chunks::<NUMBERS>().0) {
-            let [logprob, entropy, value] = *numbers;
-            predictions[*at] = Prediction { logprob, entropy, value };
+        for (at, prediction) in of_sections.iter().flatten().zip(Prediction::of_numbers(&all)) {
+            predictions[*at] = prediction;
         }
         Ok(predictions)
     }

@@ -25,6 +25,7 @@ pub use self::experts::RouteCounts;
 use self::feed_forward::FeedForwardActivations;
 use self::mixer::MixedActivations;
 use super::DeviceDecoder;
+use super::context::HeadExchange;
 use super::factors::GradientPlace;
 use super::operands::{DeviceAngles, DeviceRows, copied};
 use crate::layer::{LayerRanges, Operand};
@@ -46,7 +47,9 @@ pub(super) struct DeviceLayer<'a, T: Storage> {
     /// Of each rotary embedding.
     pub(super) angles: &'a [DeviceAngles],
     pub(super) segments: &'a Segments,
-    /// The same for layers with a recurrence; absent in a model without one.
+    /// How heads are exchanged, if ranks share the tokens.
+    pub(super) exchange: Option<&'a HeadExchange>,
+    /// The segments for layers with a recurrence; absent in a model without one.
     pub(super) runs: Option<&'a DeltaRuns>,
     /// The experts that are given to the tokens of the pack in this layer.
     pub(super) given: Option<GivenSlots<'a>>,
@@ -152,7 +155,7 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
         compute: impl FnOnce(ViewMut<'_, T>, bool) -> Result<()>,
     ) -> Result<()> {
         // Partial results are summed over the ranks before they are added.
-        if self.decoder.adds_plainly(self.index) && self.decoder.tensor.is_none() {
+        if self.decoder.adds_plainly(self.index) && self.decoder.ranks.tensor.is_none() {
             return compute(to, true);
         }
         let mut result = self.on().uninit(to.len())?;
@@ -217,7 +220,12 @@ impl<'a, T: Storage> DeviceLayer<'a, T> {
     ) -> Result<DeviceBuffer<T>> {
         let (mixed, feed_forward) = match kept {
             Some(LayerActivations { mixed, feed_forward }) => (mixed, Some(feed_forward)),
-            None => (self.mixed(x)?, None),
+            None => {
+                let mixed = self.mixed(x)?;
+                // Gradients may need values of the host, for which they wait.
+                self.decoder.wait_for_ranks()?;
+                (mixed, None)
+            }
         };
         let d_middle =
             self.feed_forward_backward(&mixed.middle, feed_forward, g, gradients, counts, chunk)?;

@@ -10,21 +10,23 @@
 //! - `operands`: norms, heads and angles as kernels take them
 //! - `layer`: one layer, forward and backward, its halves in `layer::mixer` and `layer::feed_forward`; `head`: the heads
 //! - `experts`: the router and the experts of a layer
-//! - `tensor`: ranks that share the weights of a pass
-//! - `train`: passes over packs
+//! - `ranks`: those that compute a pass together; `context`: those of them that share its tokens
+//! - `train`: passes over packs; `stage`: those of some of the layers
 //! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs); the halves of its
 //!   layers in `steps::mixer` and `steps::feed_forward`; `adapters`: those of the tokens of a step, beside its weights
 
 mod adapters;
+mod context;
 mod experts;
 mod factors;
 mod head;
 mod layer;
 mod operands;
+mod ranks;
 mod sampler;
+mod stage;
 mod steps;
 mod stored;
-mod tensor;
 mod train;
 mod units;
 
@@ -36,18 +38,20 @@ use device::ops::heads::HeadShape;
 use device::{Device, DeviceBuffer, Result, Storage, ViewMut, bf16};
 use serde::{Deserialize, Serialize};
 
+use self::context::ContextPass;
+pub use self::context::DeviceContextRanks;
 pub use self::factors::DeviceFactors;
 pub use self::head::HEAD_ROWS;
 pub use self::layer::RouteCounts;
 use self::operands::DeviceRotaries;
+pub use self::ranks::{DevicePassRanks, DeviceRanks};
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
 pub use self::steps::recorded_tokens;
 pub use self::stored::StoredWeights;
-pub use self::tensor::DeviceTensorRanks;
-pub use self::train::DeviceTrace;
+pub use self::train::{DeviceLayersTrace, DeviceTrace};
 pub use self::units::{FlatGradients, FlatWeights, UnitGradients, UnitWeights};
 use crate::layer::{AttentionSpec, FeedForward, LayerSpec, Norm, QueryKeyNorm};
-use crate::{Config, Layout, Recompute, Reduction};
+use crate::{Config, Layout, Pack, Recompute, Reduction};
 
 /// Storage type of weights and activations on a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -82,8 +86,8 @@ pub struct DeviceDecoder<T: Storage> {
     shape: HeadShape,
     rotaries: Arc<DeviceRotaries>,
     recompute: Recompute,
-    /// The ranks that share the weights of a pass; `None` for one rank.
-    tensor: Option<DeviceTensorRanks>,
+    /// The ranks that compute a pass together.
+    ranks: DevicePassRanks,
     storage: std::marker::PhantomData<T>,
 }
 
@@ -116,28 +120,37 @@ impl<T: Storage> DeviceDecoder<T> {
             shape: config.head_shape(),
             rotaries: Arc::new(DeviceRotaries::new(device, config)?),
             recompute,
-            tensor: None,
+            ranks: DevicePassRanks::default(),
             storage: std::marker::PhantomData,
         })
     }
 
-    /// The same decoder, of a [`ModelShard`](crate::ModelShard) without tree sums, whose passes `tensor` ranks compute together.
+    /// The same decoder, whose passes `ranks` compute together: those that share the weights of a [`ModelShard`](crate::ModelShard) without
+    /// tree sums, or the tokens.
     #[must_use]
-    pub fn among(&self, tensor: Option<DeviceTensorRanks>) -> Self {
-        Self { tensor, ..self.clone() }
+    pub fn among(&self, ranks: DevicePassRanks) -> Self {
+        Self { ranks, ..self.clone() }
+    }
+
+    /// Tokens of `pack` that this rank computes.
+    #[must_use]
+    pub fn rows(&self, pack: &Pack) -> usize {
+        self.context(pack).map_or(pack.token_ids().len(), |context| context.own().len())
+    }
+
+    /// How ranks divide the tokens of `pack`; `None` if this rank computes all.
+    fn context(&self, pack: &Pack) -> Option<ContextPass> {
+        Some(ContextPass::new(self.ranks.context.as_ref()?, &self.config, pack))
     }
 
     /// Adds up the partial results `values [n]` of the ranks that share the weights, in place.
     fn sum_over_ranks<S: Storage>(&self, values: ViewMut<'_, S>) -> Result<()> {
-        match &self.tensor {
-            Some(tensor) => tensor.sum(&self.activations, values),
-            None => Ok(()),
-        }
+        self.ranks.sum(&self.activations, values)
     }
 
-    /// Waits for the sums that are on their way, if ranks share the weights.
+    /// Waits for the calls that are on their way, if several ranks compute the pass.
     fn wait_for_ranks(&self) -> Result<()> {
-        self.tensor.as_ref().map_or(Ok(()), DeviceTensorRanks::wait)
+        self.ranks.wait()
     }
 
     /// The device.

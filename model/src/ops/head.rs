@@ -74,6 +74,23 @@ pub struct Prediction {
     pub value: f32,
 }
 
+impl Prediction {
+    /// Numbers of a prediction in a message.
+    pub const NUMBERS: usize = 3;
+
+    /// `[3 n]` the numbers of `predictions [n]` in a message.
+    #[must_use]
+    pub fn to_numbers(predictions: &[Self]) -> Vec<f32> {
+        predictions.iter().flat_map(|p| [p.logprob, p.entropy, p.value]).collect()
+    }
+
+    /// The predictions of the `numbers [3 n]` of a message.
+    pub fn of_numbers(numbers: &[f32]) -> impl Iterator<Item = Self> {
+        let triples = numbers.as_chunks::<{ Self::NUMBERS }>().0.iter();
+        triples.map(|&[logprob, entropy, value]| Self { logprob, entropy, value })
+    }
+}
+
 /// Derivative of a loss by a [`Prediction`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PredictionGradient {

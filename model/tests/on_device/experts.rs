@@ -102,7 +102,7 @@ fn there<T: Storage>(case: &Case, config: &Config, parameters: &Parameters, reco
     let scored = decoder.score(&mut weights, &case.pack, &case.rows, &case.targets).unwrap();
     assert_eq!(scored, predictions);
     let slopes = &case.slopes;
-    let counts = decoder.backward(&mut weights, &case.pack, trace, slopes, &mut gradients, None).unwrap();
+    let counts = decoder.backward(&mut weights, trace, slopes, &mut gradients, None).unwrap();
     assert_eq!(counts.is_empty(), config.experts().is_none());
     let layers = counts.download(&device).unwrap();
     (flat(&predictions), device.download(gradients.buffer().all()).unwrap(), layers)

@@ -74,7 +74,7 @@ pub(super) fn on_device<T: Storage>(
     let mut own = FactorBuffer { values, layout: Arc::clone(layout), factors: Arc::clone(factors) };
     let (pack, slopes) = (&case.pack, &case.slopes);
     let (_, trace) = decoder.forward(weights, pack, &case.rows, &case.targets).unwrap();
-    decoder.backward(weights, pack, trace, slopes, &mut own, Some(&of_device)).unwrap();
+    decoder.backward(weights, trace, slopes, &mut own, Some(&of_device)).unwrap();
     device.download(own.values.all()).unwrap()
 }
 

@@ -95,7 +95,7 @@ fn loss_and_gradients_are_those_of_pytorch() {
         let terms = predictions.iter().zip(&slopes);
         let value: f64 = terms.map(|(p, g)| f64::from(p.logprob) * f64::from(g.logprob)).sum();
         assert!((value - f64::from(loss)).abs() <= 1e-3, "{name}: loss {value}, not {loss}");
-        decoder.backward(&mut weights, &pack, trace, &slopes, &mut found, None).unwrap();
+        decoder.backward(&mut weights, trace, &slopes, &mut found, None).unwrap();
         let found = device.download(found.buffer().all()).unwrap();
         for spec in layout.specs().iter().filter(|spec| !spec.frozen) {
             let off = distance(&found[spec.range()], &gradients.values()[spec.range()]);

@@ -32,7 +32,8 @@ pub enum CollectivePlace {
     /// From device to device if the devices can form a group, otherwise through the host.
     #[default]
     Auto,
-    /// From device to device, by NCCL. Every rank needs its own GPU, and updates the weights there with AdamW.
+    /// From device to device, by NCCL. Every rank needs its own GPU, and updates the weights there with AdamW; ranks that compute passes
+    /// together exchange there in passes alone.
     Device,
     /// Through the host.
     Host,

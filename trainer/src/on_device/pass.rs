@@ -3,15 +3,19 @@
 //! Invariant: a pass makes its collective calls in the order of a pass on the processor, so that ranks without a
 //! micro-batch make the same calls as the others.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
 use model::on_device::{
-    DeviceDecoder, DeviceFactors, DeviceTensorRanks, StoredWeights, UnitGradients, UnitWeights,
+    DeviceDecoder, DeviceFactors, DeviceLayersTrace, DevicePassRanks, StoredWeights, UnitGradients,
+    UnitWeights,
 };
-use model::{GradientSink, LayerSource, Layout, LowRank, Prediction, RoutedTokens, SampleSlopes, Unit};
+use model::{
+    GradientSink, LayerSource, Layout, LowRank, Prediction, RoutedTokens, SampleSlopes, TrainedTargets, Unit,
+};
 
 use crate::TrainerError;
 use crate::lora::Adapter;
@@ -35,6 +39,42 @@ pub(crate) trait DevicePass {
     /// Predictions without activations.
     fn score(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError>;
 
+    /// Runs the layers of a stage on micro-batch number `at`, of the residual stream `input [T, d]` before them, or of the embedded tokens.
+    /// If it `trains`, what the backward needs is kept. Returns the residual stream after them.
+    fn advance(
+        &mut self,
+        at: usize,
+        packed: &Packed<'_>,
+        input: Option<&[f32]>,
+        trains: bool,
+    ) -> Result<Vec<f32>, TrainerError>;
+
+    /// Predictions from the residual stream `x [T, d]` after the last layer of the model.
+    fn predict(&mut self, packed: &Packed<'_>, x: &[f32]) -> Result<Vec<Prediction>, TrainerError>;
+
+    /// Forward and backward of the head, with the loss derivatives of its predictions, for the residual stream `x [T, d]`. Returns its
+    /// gradient. Gradients of weights go where those of [`Self::train`] go; those of a table that is embedding too, with the next backward
+    /// of the layers.
+    fn train_head(
+        &mut self,
+        packed: &Packed<'_>,
+        x: &[f32],
+        slopes: &mut SampleSlopes<'_>,
+        sink: Option<&mut dyn GradientSink>,
+    ) -> Result<Vec<f32>, TrainerError>;
+
+    /// Backward of the layers of a stage for the gradient `d [T, d]` of what [`Self::advance`] returned for micro-batch number `at`.
+    /// Returns the gradient of its input, and the tokens of experts as [`Self::train`] does.
+    fn reverse(
+        &mut self,
+        at: usize,
+        d: &[f32],
+        sink: Option<&mut dyn GradientSink>,
+    ) -> Result<(Vec<f32>, Vec<RoutedTokens>), TrainerError>;
+
+    /// Values of the residual stream of a micro-batch, `T d`.
+    fn stream_len(&self, packed: &Packed<'_>) -> usize;
+
     /// Takes part in the all-gather of a layer that only other ranks need.
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError>;
 
@@ -46,15 +86,26 @@ pub(crate) trait DevicePass {
 pub(crate) struct NetworkPass<'a, T: Storage> {
     decoder: &'a DeviceDecoder<T>,
     source: ParameterSource<'a, T>,
-    /// Sums of all gradients, in the layout of the weights or in the order of the factors. `None` if each unit has a buffer until
-    /// its gradients are reduced.
-    sums: Option<&'a mut DeviceBuffer<f32>>,
+    gradients: PassSums<'a>,
+    /// What the layers of a stage keep of the micro-batches in flight, by their number.
+    in_flight: BTreeMap<usize, DeviceLayersTrace<T>>,
     /// The reduce-scatter of gradients in a device group.
     reducing: Option<DeviceReduction<'a, T>>,
     /// The factors of the adapter that is trained in place of the weights.
     factors: Option<TrainedFactors<T>>,
-    /// The ranks that share the weights.
-    tensor: Option<DeviceTensorRanks>,
+    /// The ranks that compute it together.
+    ranks: DevicePassRanks,
+}
+
+/// Gradients that are not reduced yet.
+struct PassSums<'a> {
+    /// Sums of all gradients, in the layout of the weights or in the order of the factors. `None` if each unit has a buffer until
+    /// its gradients are reduced.
+    all: Option<&'a mut DeviceBuffer<f32>>,
+    /// Gradients of units that are not complete.
+    units: Vec<Option<DeviceBuffer<f32>>>,
+    /// A reused buffer on the host.
+    values: Vec<f32>,
 }
 
 /// The factors of an adapter, whose gradients a pass forms.
@@ -84,22 +135,18 @@ pub(crate) struct ParameterUpload<'a, T: Storage> {
     /// The last gathered layer.
     layer: DeviceBuffer<T>,
     index: Option<usize>,
-    /// The ranks that share the weights: an upload waits for the device, and with that for their sums.
-    tensor: Option<DeviceTensorRanks>,
+    /// The ranks of the pass: an upload waits for the device, and with that for their calls.
+    ranks: DevicePassRanks,
 }
 
 /// Copies gradients to the host, or reduces them to the devices of their owners.
 struct GradientTransfer<'a, 'b, 'c, T: Storage> {
     device: &'a Device,
     layout: &'a Layout,
-    sums: Option<&'a mut DeviceBuffer<f32>>,
-    /// Gradients of units that are not complete.
-    units: Vec<Option<DeviceBuffer<f32>>>,
+    gradients: &'a mut PassSums<'c>,
     sink: Option<&'a mut (dyn GradientSink + 'b)>,
     reducing: Option<&'a mut DeviceReduction<'c, T>>,
     factors: Option<&'a LowRank>,
-    /// A reused buffer on the host.
-    values: Vec<f32>,
 }
 
 /// Writes values from the host, rounded to the type of `to`.
@@ -130,15 +177,26 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
         source: ParameterSource<'a, T>,
         sums: Option<&'a mut DeviceBuffer<f32>>,
     ) -> Self {
-        Self { decoder, source, sums, reducing: None, factors: None, tensor: None }
+        let units = decoder.layout().units().map(|_| None).collect();
+        let gradients = PassSums { all: sums, units, values: Vec::new() };
+        let in_flight = BTreeMap::new();
+        Self {
+            decoder,
+            source,
+            gradients,
+            in_flight,
+            reducing: None,
+            factors: None,
+            ranks: DevicePassRanks::default(),
+        }
     }
 
-    /// The pass of one of the ranks that share the weights.
-    pub(crate) fn among(mut self, tensor: Option<DeviceTensorRanks>) -> Self {
+    /// The pass of one of the `ranks` that compute it together.
+    pub(crate) fn among(mut self, ranks: DevicePassRanks) -> Self {
         if let ParameterSource::Gathered(upload) = &mut self.source {
-            upload.tensor.clone_from(&tensor);
+            upload.ranks.clone_from(&ranks);
         }
-        Self { tensor, ..self }
+        Self { ranks, ..self }
     }
 
     /// The pass with the gradients of the factors of `adapter`, if there is one, in place of those of the weights that it is merged
@@ -182,13 +240,25 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
         Ok(self.skip_unit(Unit::Embedding)?)
     }
 
+    /// The decoder of a stage, its weights, and the way of its gradients.
+    fn stage<'b, 'c>(
+        &'b mut self,
+        sink: Option<&'b mut (dyn GradientSink + 'c)>,
+    ) -> (DeviceDecoder<T>, &'b mut ParameterSource<'a, T>, GradientTransfer<'b, 'c, 'a, T>) {
+        let Self { decoder, source, gradients, reducing, ranks, .. } = self;
+        let (device, layout) = (decoder.device(), decoder.layout());
+        let reducing = reducing.as_mut();
+        let transfer = GradientTransfer { device, layout, gradients, sink, reducing, factors: None };
+        (decoder.among(ranks.clone()), source, transfer)
+    }
+
     /// Takes part in the reduce-scatter of a unit whose gradients only other ranks have.
     fn skip_unit(&mut self, unit: Unit) -> device::Result<()> {
         let layout = self.decoder.layout();
         let Some(reducing) = self.reducing.as_mut().filter(|reducing| reducing.complete) else {
             return Ok(());
         };
-        let sums = self.sums.as_ref().map(|sums| sums.view(layout.unit(unit)));
+        let sums = self.gradients.all.as_ref().map(|sums| sums.view(layout.unit(unit)));
         reducing.unit(self.decoder.device(), number(layout, unit), sums)
     }
 }
@@ -205,22 +275,21 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
             reducing.sharding.wait("add up gradients")?;
         }
         self.source.turn(false);
-        let decoder = self.decoder.among(self.tensor.clone());
+        let decoder = self.decoder.among(self.ranks.clone());
         let (predictions, trace) = decoder.forward(&mut self.source, pack, positions, targets)?;
         let slopes = slopes(0..packed.trained.len(), &predictions);
         self.source.turn(true);
+        let Self { source, gradients, reducing, factors, .. } = self;
         let mut transfer = GradientTransfer {
             device: self.decoder.device(),
             layout: self.decoder.layout(),
-            sums: self.sums.as_deref_mut(),
-            units: self.decoder.layout().units().map(|_| None).collect(),
+            gradients,
             sink,
-            reducing: self.reducing.as_mut(),
-            factors: self.factors.as_ref().map(|factors| &*factors.low_rank),
-            values: Vec::new(),
+            reducing: reducing.as_mut(),
+            factors: factors.as_ref().map(|factors| &*factors.low_rank),
         };
-        let factors = self.factors.as_ref().map(|factors| &factors.on_device);
-        let counts = decoder.backward(&mut self.source, pack, trace, &slopes, &mut transfer, factors)?;
+        let factors = factors.as_ref().map(|factors| &factors.on_device);
+        let counts = decoder.backward(source, trace, &slopes, &mut transfer, factors)?;
         if let Some(reducing) = self.reducing.as_ref().filter(|_| !counts.is_empty()) {
             // A download has no deadline, and another rank may be lost.
             reducing.sharding.wait("add up gradients")?;
@@ -231,8 +300,60 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     fn score(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError> {
         let Packed { pack, positions, targets, .. } = packed;
         self.source.turn(false);
-        let decoder = self.decoder.among(self.tensor.clone());
+        let decoder = self.decoder.among(self.ranks.clone());
         Ok(decoder.score(&mut self.source, pack, positions, targets)?)
+    }
+
+    fn advance(
+        &mut self,
+        at: usize,
+        packed: &Packed<'_>,
+        input: Option<&[f32]>,
+        trains: bool,
+    ) -> Result<Vec<f32>, TrainerError> {
+        self.source.turn(false);
+        let decoder = self.decoder.among(self.ranks.clone());
+        let (x, trace) = decoder.advance(&mut self.source, &packed.pack, input, trains)?;
+        if trains {
+            self.in_flight.insert(at, trace);
+        }
+        Ok(x)
+    }
+
+    fn predict(&mut self, packed: &Packed<'_>, x: &[f32]) -> Result<Vec<Prediction>, TrainerError> {
+        let Packed { positions, targets, .. } = packed;
+        let decoder = self.decoder.among(self.ranks.clone());
+        Ok(decoder.predict(&mut self.source, &packed.pack, x, positions, targets)?)
+    }
+
+    fn train_head(
+        &mut self,
+        packed: &Packed<'_>,
+        x: &[f32],
+        slopes: &mut SampleSlopes<'_>,
+        sink: Option<&mut dyn GradientSink>,
+    ) -> Result<Vec<f32>, TrainerError> {
+        let Packed { positions, targets, trained, .. } = packed;
+        let trained = TrainedTargets { rows: positions, targets, samples: trained };
+        let (decoder, source, mut transfer) = self.stage(sink);
+        Ok(decoder.train_head(source, &packed.pack, x, trained, slopes, &mut transfer)?)
+    }
+
+    fn reverse(
+        &mut self,
+        at: usize,
+        d: &[f32],
+        sink: Option<&mut dyn GradientSink>,
+    ) -> Result<(Vec<f32>, Vec<RoutedTokens>), TrainerError> {
+        let trace = self.in_flight.remove(&at).ok_or_else(|| TrainerError::no_forward(at))?;
+        self.source.turn(true);
+        let (decoder, source, mut transfer) = self.stage(sink);
+        let (d, counts) = decoder.reverse(source, trace, d, &mut transfer)?;
+        Ok((d, counts.download(decoder.device())?))
+    }
+
+    fn stream_len(&self, packed: &Packed<'_>) -> usize {
+        self.decoder.among(self.ranks.clone()).rows(&packed.pack) * self.decoder.config().hidden_size
     }
 
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError> {
@@ -296,7 +417,7 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
         let ends = [to_device(&embedding)?, to_device(&tail)?];
         let largest = layout.layers().iter().map(ExactSizeIterator::len).max().unwrap_or(0);
         let layer = weights.uninit(largest)?;
-        Ok(Self { device, gathering, ends, layer, index: None, tensor: None })
+        Ok(Self { device, gathering, ends, layer, index: None, ranks: DevicePassRanks::default() })
     }
 
     fn unit(&mut self, unit: Unit) -> device::Result<View<'_, T>> {
@@ -311,7 +432,7 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
             reason: format!("its rank has no weights of layer {index}: {error}"),
         })?;
         if self.index != Some(index) {
-            self.tensor.as_ref().map_or(Ok(()), DeviceTensorRanks::wait)?;
+            self.ranks.wait()?;
             upload(self.device, &values, self.layer.view_mut(0..values.len()))?;
             self.index = Some(index);
         }
@@ -330,10 +451,11 @@ impl<T: Storage> GradientTransfer<'_, '_, '_, T> {
 impl<T: Storage> UnitGradients for GradientTransfer<'_, '_, '_, T> {
     fn unit(&mut self, unit: Unit) -> device::Result<ViewMut<'_, f32>> {
         let place = self.place(unit);
-        if let Some(sums) = &mut self.sums {
+        let PassSums { all, units, .. } = &mut *self.gradients;
+        if let Some(sums) = all {
             return Ok(sums.view_mut(place));
         }
-        let own = &mut self.units[number(self.layout, unit)];
+        let own = &mut units[number(self.layout, unit)];
         let buffer = match own.take() {
             Some(buffer) => buffer,
             None => self.device.labelled("gradients").zeros(place.len())?,
@@ -346,9 +468,11 @@ impl<T: Storage> UnitGradients for GradientTransfer<'_, '_, '_, T> {
         if self.sink.is_none() && !reduces {
             return Ok(());
         }
-        let own = self.units[number(self.layout, unit)].take();
-        let from = match (&self.sums, &own) {
-            (Some(sums), _) => Some(sums.view(self.place(unit))),
+        let place = self.place(unit);
+        let PassSums { all, units, values } = &mut *self.gradients;
+        let own = units[number(self.layout, unit)].take();
+        let from = match (all, &own) {
+            (Some(sums), _) => Some(sums.view(place)),
             (None, own) => own.as_ref().map(DeviceBuffer::all),
         };
         if let Some(reducing) = &mut self.reducing {
@@ -358,9 +482,9 @@ impl<T: Storage> UnitGradients for GradientTransfer<'_, '_, '_, T> {
         let to = sink.unit(unit);
         // A unit may have no trained factors.
         if let Some(from) = from.filter(|_| !to.is_empty()) {
-            self.values.resize(from.len(), 0.0);
-            self.device.download_to(from, &mut self.values)?;
-            to.iter_mut().zip(&self.values).for_each(|(to, value)| *to += value);
+            values.resize(from.len(), 0.0);
+            self.device.download_to(from, values)?;
+            to.iter_mut().zip(values).for_each(|(to, value)| *to += *value);
         }
         sink.done(unit);
         Ok(())

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use device::ops::vectors::{cast, sum_of_squares};
 use device::{Device, DeviceBuffer, Storage, bf16};
-use model::on_device::{DeviceTensorRanks, StoredWeights};
+use model::on_device::{DevicePassRanks, StoredWeights};
 use model::{LowRank, Parameters};
 
 use super::RankBase;
@@ -114,25 +114,22 @@ impl<T: LearnerStorage> PassDevice<T> {
             Ok(stored.lock().unwrap_or_else(PoisonError::into_inner).set_factors(factors)?)
         };
         change(factors)?;
-        let scored = self.scoring(None).and_then(score);
+        let scored = self.scoring(DevicePassRanks::default()).and_then(score);
         change(own)?;
         scored
     }
 
-    /// A pass that scores with the copy of the weights, which `tensor` ranks may share.
+    /// A pass of `ranks` that scores with the copy of the weights.
     ///
     /// # Errors
     /// If the weights are not on the device.
-    pub(super) fn scoring(
-        &self,
-        tensor: Option<DeviceTensorRanks>,
-    ) -> Result<Box<dyn DevicePass + '_>, TrainerError> {
+    pub(super) fn scoring(&self, ranks: DevicePassRanks) -> Result<Box<dyn DevicePass + '_>, TrainerError> {
         let source = source(&self.network, self.copy.as_ref())?;
-        Ok(Box::new(self.network.pass(source, None).among(tensor)))
+        Ok(Box::new(self.network.pass(source, None).among(ranks)))
     }
 
-    /// A pass with the copy of the weights, which `tensor` ranks may share, and the gradients of these or of an `adapter`. If it
-    /// `accumulates`, gradients stay on the device until they are complete.
+    /// A pass of `ranks` with the copy of the weights, and the gradients of these or of an `adapter`. If it `accumulates`, gradients stay
+    /// on the device until they are complete.
     ///
     /// # Errors
     /// If the weights are not on the device, or its memory is too small.
@@ -140,26 +137,26 @@ impl<T: LearnerStorage> PassDevice<T> {
         &'a mut self,
         accumulates: bool,
         adapter: Option<&Adapter>,
-        tensor: Option<DeviceTensorRanks>,
+        ranks: DevicePassRanks,
     ) -> Result<Box<dyn DevicePass + 'a>, TrainerError> {
         let Self { network, copy, sums } = self;
         let sums = if accumulates { Some(zeros(sums, network, adapter)?) } else { None };
         let pass = network.pass(source(network, copy.as_ref())?, sums);
-        Ok(Box::new(pass.among(tensor).adapting(adapter)?))
+        Ok(Box::new(pass.among(ranks).adapting(adapter)?))
     }
 
-    /// A pass with weights that are gathered from all ranks through the host; `tensor` ranks may share those of a pass.
+    /// A pass of `ranks` with weights that are gathered from all ZeRO ranks through the host.
     ///
     /// # Errors
     /// If the all-gather fails, or the memory of the device is too small.
     pub(super) fn gathered<'a>(
         &'a self,
         gathering: ParameterGathering<'a>,
-        tensor: Option<DeviceTensorRanks>,
+        ranks: DevicePassRanks,
     ) -> Result<Box<dyn DevicePass + 'a>, TrainerError> {
         let upload = ParameterUpload::new(self.network.device(), self.network.layout(), gathering)?;
         let source = ParameterSource::Gathered(Box::new(upload));
-        Ok(Box::new(self.network.pass(source, None).among(tensor)))
+        Ok(Box::new(self.network.pass(source, None).among(ranks)))
     }
 
     /// Copies the gradients of all rows of a step of a single rank to `gradients`, `[weights]`, or of the factors of an `adapter`,

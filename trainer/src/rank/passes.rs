@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use collective::{Collective, HostCollective, Position};
 use device::DeviceGroup;
-use model::on_device::DeviceTensorRanks;
+use model::on_device::{DeviceContextRanks, DevicePassRanks, DeviceRanks};
 use model::{Config, ModelShard, PassRanks, RoutedTokens, TensorRanks};
 
 use super::links::StageCalls;
@@ -37,8 +37,9 @@ struct PassCalls {
     frozen: Option<Arc<dyn HostCollective>>,
     /// Of tensor ranks. Every one of them has all of a frozen network.
     tensor: Option<Arc<dyn HostCollective>>,
-    /// The same from device to device, if they have such a way.
+    /// The same, and those of context ranks, from device to device, if they have such a way.
     tensor_devices: Option<Arc<DeviceGroup>>,
+    context_devices: Option<Arc<DeviceGroup>>,
     /// Of those of them with the same key-value heads.
     same_keys: Option<Arc<dyn HostCollective>>,
     /// Of ranks that divide the experts of the network. Every one of them has all of a frozen network.
@@ -122,31 +123,63 @@ impl PassCollectives {
         })
     }
 
-    /// The host calls of the tensor ranks; `None` if a rank has all weights of its passes.
+    /// Lets passes on devices exchange from device to device among the tensor ranks and the context ranks that `meet` makes a group of.
+    ///
+    /// # Errors
+    /// That of `meet`, or if this rank has left.
+    pub(super) fn connect_devices(
+        &self,
+        meet: impl Fn(&dyn HostCollective) -> Result<Option<DeviceGroup>, TrainerError>,
+    ) -> Result<(), TrainerError> {
+        let mut calls = self.calls()?;
+        let group = |ranks: &Option<Arc<dyn HostCollective>>| -> Result<_, TrainerError> {
+            Ok(match ranks {
+                Some(ranks) => meet(&**ranks)?.map(Arc::new),
+                None => None,
+            })
+        };
+        calls.tensor_devices = group(&calls.tensor)?;
+        calls.context_devices = group(&calls.context)?;
+        self.lock().iter_mut().for_each(|own| own.clone_from(&calls));
+        Ok(())
+    }
+
+    /// Whether ranks exchange in passes what devices can send each other.
     ///
     /// # Errors
     /// If this rank has left.
-    pub(super) fn tensor(&self) -> Result<Option<Arc<dyn HostCollective>>, TrainerError> {
-        Ok(self.calls()?.tensor)
-    }
-
-    /// Lets the passes of tensor ranks on devices sum over `group`.
-    pub(super) fn connect_devices(&self, group: DeviceGroup) {
-        if let Some(calls) = &mut *self.lock() {
-            calls.tensor_devices = Some(Arc::new(group));
-        }
-    }
-
-    /// The tensor ranks of a pass on a device; `None` if a rank has all weights of its passes.
-    ///
-    /// # Errors
-    /// If this rank has left.
-    pub(super) fn tensor_on_devices(&self) -> Result<Option<DeviceTensorRanks>, TrainerError> {
+    pub(super) fn exchange_on_devices(&self) -> Result<bool, TrainerError> {
         let calls = self.calls()?;
-        Ok(match (calls.tensor_devices, calls.tensor) {
-            (Some(group), _) => Some(DeviceTensorRanks::Direct(group)),
-            (None, Some(ranks)) => Some(DeviceTensorRanks::ThroughHost(ranks)),
-            (None, None) => None,
+        Ok(calls.tensor.is_some() || calls.context.is_some())
+    }
+
+    /// Whether they do so from device to device.
+    pub(super) fn meet_on_devices(&self) -> bool {
+        let direct = |calls: &PassCalls| calls.tensor_devices.is_some() || calls.context_devices.is_some();
+        self.lock().as_ref().is_some_and(direct)
+    }
+
+    /// The ranks of a pass on a device.
+    ///
+    /// # Errors
+    /// If this rank has left.
+    pub(super) fn on_devices(&self) -> Result<DevicePassRanks, TrainerError> {
+        let calls = self.calls()?;
+        let ranks =
+            |group: Option<Arc<DeviceGroup>>, host: Option<Arc<dyn HostCollective>>| match (group, host) {
+                (Some(group), _) => Some(DeviceRanks::Direct(group)),
+                (None, Some(ranks)) => Some(DeviceRanks::ThroughHost(ranks)),
+                (None, None) => None,
+            };
+        let context = ranks(calls.context_devices, calls.context.clone()).zip(calls.context);
+        Ok(DevicePassRanks {
+            tensor: ranks(calls.tensor_devices, calls.tensor),
+            context: context.map(|(exchange, predictions)| DeviceContextRanks {
+                exchange,
+                predictions,
+                all_layers: self.all_layers.clone(),
+                tensor: self.config.tensor,
+            }),
         })
     }
 

@@ -56,12 +56,10 @@ impl ReplicatedRank {
         };
         let adapter = weights.adapter.as_ref();
         let exchange = HostExchange { base, membership, adapter, weights: None };
-        let (accumulates, tensor) = (base.accumulates(), base.passes.tensor_on_devices()?);
+        let (accumulates, ranks) = (base.accumulates(), base.passes.on_devices()?);
         exchange.reduce(
             sums,
-            move |_| {
-                Ok(Pass::Device(by_dtype!(device, device => device.pass(accumulates, adapter, tensor)?)))
-            },
+            move |_| Ok(Pass::Device(by_dtype!(device, device => device.pass(accumulates, adapter, ranks)?))),
             step,
         )
     }

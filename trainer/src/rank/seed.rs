@@ -249,15 +249,14 @@ impl MemberSeed {
         if let Some(config) = base.config.device.clone() {
             let network = base.open(&config, membership.number)?;
             let opened = by_dtype!(&network, network => network.device());
-            if let Some(ranks) = base.passes.tensor()?
-                && let Some(group) = base.meet(&*ranks, opened, config.collective)?
-            {
-                base.passes.connect_devices(group);
-            }
-            // Ranks with parts of tensors update them on the host.
-            let movable = base.shard.is_none() && base.updates_on_device(&config, adapter.as_ref());
-            if !movable && base.shard.is_none() && config.collective == CollectivePlace::Device {
-                let reason = "they update weights on the host, as LoRA and other optimizers than AdamW do";
+            base.passes.connect_devices(|ranks| base.meet(ranks, opened, config.collective))?;
+            // Ranks that compute passes together update weights on the host.
+            let alone = !base.config.parallel.calls_in_passes();
+            let movable = alone && base.updates_on_device(&config, adapter.as_ref());
+            let direct = movable || base.passes.exchange_on_devices()?;
+            if !direct && config.collective == CollectivePlace::Device {
+                let reason =
+                    "they update weights on the host, as LoRA, other optimizers than AdamW and stages do";
                 return Err(TrainerError::NoCollective { reason: reason.to_owned() });
             }
             // The owner alone has the value of a correction before it is rounded, and ranks of a group gather all weights or none.

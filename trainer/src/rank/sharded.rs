@@ -109,8 +109,8 @@ fn gathered<'a>(
     let gathering = requests.gathering(&base.layout, buffers);
     match device {
         Some(device) => {
-            let tensor = base.passes.tensor_on_devices()?;
-            Ok(Pass::Device(by_dtype!(device, device => device.gathered(gathering, tensor)?)))
+            let ranks = base.passes.on_devices()?;
+            Ok(Pass::Device(by_dtype!(device, device => device.gathered(gathering, ranks)?)))
         }
         None => {
             let ranks = base.passes.passes(&base.model, false)?;

@@ -7,14 +7,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use model::{
-    Decoder, GradientSink, LayerSource, PackPass, PassLayers, Prediction, RoutedTokens, ThreadPool,
-    TrainedTargets, Unit,
-};
+use model::{Prediction, RoutedTokens, ThreadPool};
 
 use super::links::{StageCalls, StageLinks};
 use super::membership::RankMembership;
-use super::step::{RouteCounter, StepInputs};
+use super::stage_network::StageNetwork;
+use super::step::StepInputs;
 use super::{PlannedRows, RankBase, ScoredRows, add_scored, score_with};
 use crate::TrainerError;
 use crate::lead::{decode, encode};
@@ -23,45 +21,7 @@ use crate::packing::{Packed, recorded_slots};
 use crate::pass::Pass;
 use crate::pipeline::{StageWork, scoring, training};
 use crate::plan::{MicroBatch, StepPass, step_passes};
-use crate::zero::{GradientReduction, add};
-
-/// The tables `[embedding]` of head gradients of a micro-batch, of each section of its tokens; `None` if the head has weights of its own.
-type HeadTables = Vec<Option<Vec<f32>>>;
-
-/// Receives the gradients of a head, of which those of the embedding's table are kept apart.
-struct HeadSink<'a> {
-    sink: &'a mut dyn GradientSink,
-    /// Values of the embedding.
-    len: usize,
-    section: usize,
-    tables: HeadTables,
-}
-
-impl GradientSink for HeadSink<'_> {
-    fn unit(&mut self, unit: Unit) -> &mut [f32] {
-        if unit != Unit::Embedding {
-            return self.sink.unit(unit);
-        }
-        let table = &mut self.tables[self.section];
-        table.get_or_insert_with(|| vec![0.0; self.len])
-    }
-
-    fn done(&mut self, unit: Unit) {
-        self.sink.done(unit);
-    }
-
-    fn section(&mut self, index: usize) {
-        self.section = index;
-        self.sink.section(index);
-    }
-}
-
-/// A micro-batch on its way through a stage.
-#[derive(Default)]
-struct StageBatch<'a> {
-    pass: Option<PackPass<'a>>,
-    tables: HeadTables,
-}
+use crate::zero::GradientReduction;
 
 /// The passes of a step of one stage.
 struct StagePasses<'a, L: RowLoss> {
@@ -129,39 +89,30 @@ impl<'a, L: RowLoss> StagePasses<'a, L> {
         work: &[StageWork],
     ) -> Result<(), TrainerError> {
         let sections = self.base.passes.own_sections();
-        let (decoder, layers) = pass.stage()?;
-        let mut layers = StageLayers { decoder, layers };
-        let mut batches: Vec<StageBatch<'_>> = self.packs.iter().map(|_| StageBatch::default()).collect();
+        let mut network = StageNetwork::new(pass, self.base, self.step.pool);
         for work in work {
             let (StageWork::Forward(at) | StageWork::Head(at) | StageWork::Backward(at)) = *work;
             let StepPass { slot, complete, .. } = self.passes[at];
             (sink.slot, sink.complete) = (slot, complete);
             let packs = self.packs;
             let Some(packed) = &packs[at] else {
-                layers.skip(*work, sink, sections)?;
+                network.skip(*work, sink, sections)?;
                 continue;
             };
-            let batch = &mut batches[at];
+            let len = network.stream_len(packed);
             match work {
                 StageWork::Forward(_) => {
-                    let mut pass = decoder.pass(&packed.pack, self.step.pool);
-                    let len = pass.rows() * decoder.config().hidden_size;
                     let input = if self.first { None } else { Some(self.links.receive_forward(len)?) };
-                    let output = pass.advance(&mut layers.layers, input.as_deref(), true)?;
-                    self.links.send_forward(output);
-                    batch.pass = Some(pass);
+                    self.links.send_forward(network.advance(at, packed, input.as_deref(), true)?);
                 }
-                StageWork::Head(_) => self.head(at, packed, batch, sink)?,
+                StageWork::Head(_) => {
+                    let x = self.links.receive_forward(len)?;
+                    self.head(&mut network, (at, packed), &x, sink)?;
+                }
                 StageWork::Backward(_) => {
-                    let StageBatch { pass: Some(pass), tables } = std::mem::take(batch) else {
-                        let reason = "a stage has no forward of a micro-batch that comes back".to_owned();
-                        return Err(TrainerError::Message { reason });
-                    };
-                    add_tables(&tables, sink, self.step.pool);
-                    let d = self.links.receive_backward(pass.rows() * decoder.config().hidden_size)?;
-                    let mut counter = RouteCounter { sink, layers: Vec::new() };
-                    let d_input = pass.backward(&mut layers.layers, &d, &mut counter)?;
-                    let of_pass = self.base.passes.merged(counter.layers, &self.base.model)?;
+                    let d = self.links.receive_backward(len)?;
+                    let (d_input, layers) = network.reverse(at, &d, sink)?;
+                    let of_pass = self.base.passes.merged(layers, &self.base.model)?;
                     let all = &mut self.routed[slot.index];
                     all.iter_mut().zip(&of_pass).for_each(|(all, tokens)| all.merge(tokens));
                     if !self.first {
@@ -173,97 +124,22 @@ impl<'a, L: RowLoss> StagePasses<'a, L> {
         Ok(())
     }
 
-    /// The head of a micro-batch that has been through all stages.
+    /// The head of a micro-batch whose residual stream `x` has been through all stages.
     fn head(
         &mut self,
-        at: usize,
-        packed: &Packed<'_>,
-        batch: &mut StageBatch<'_>,
+        network: &mut StageNetwork<'_>,
+        (at, packed): (usize, &Packed<'_>),
+        x: &[f32],
         sink: &mut GradientReduction<'_>,
     ) -> Result<(), TrainerError> {
-        let Self { step, base, links, passes, reports, .. } = self;
-        let (Some(pass), slot) = (&batch.pass, passes[at].slot) else {
-            let reason = "a stage has no forward of a micro-batch whose head is due".to_owned();
-            return Err(TrainerError::Message { reason });
-        };
-        let x = links.receive_forward(pass.rows() * base.model.hidden_size)?;
+        let Self { step, links, passes, reports, .. } = self;
         let rows = passes[at].batch.map_or(&[][..], |batch| &batch.rows);
-        let report = &mut reports[slot.index];
+        let report = &mut reports[passes[at].slot.index];
         let mut slopes = |samples: Range<usize>, predictions: &[Prediction]| {
             step.slopes(&rows[samples.clone()], &packed.trained[samples], predictions, report)
         };
-        let Packed { positions, targets, trained, .. } = packed;
-        let trained = TrainedTargets { rows: positions, targets, samples: trained };
-        let len = base.layout.unit(Unit::Embedding).len();
-        let tables = vec![None; base.passes.own_sections()];
-        let mut of_head = HeadSink { sink, len, section: 0, tables };
-        let d = pass.reverse_head(&x, trained, &mut slopes, &mut of_head)?;
-        batch.tables = of_head.tables;
-        links.send_backward(d);
+        links.send_backward(network.train_head(at, packed, x, &mut slopes, sink)?);
         Ok(())
-    }
-}
-
-/// The layers of a stage.
-struct StageLayers<'a, 'p> {
-    decoder: &'a Decoder,
-    layers: PassLayers<'p>,
-}
-
-impl StageLayers<'_, '_> {
-    /// Takes part in the work of other ranks with the same layers on a micro-batch, with gradients of zero of `sections` sections.
-    fn skip(
-        &mut self,
-        work: StageWork,
-        sink: &mut dyn GradientSink,
-        sections: usize,
-    ) -> Result<(), TrainerError> {
-        let mut zeros = |unit| {
-            for section in 0..sections {
-                sink.section(section);
-                sink.unit(unit);
-                sink.done(unit);
-            }
-        };
-        match work {
-            StageWork::Forward(_) => return self.skip_forward(),
-            StageWork::Head(_) => zeros(Unit::Tail),
-            StageWork::Backward(_) => {
-                self.source().into_iter().for_each(|source| source.reverse());
-                for index in (0..self.decoder.config().num_layers()).rev() {
-                    self.skip_layer(index)?;
-                    zeros(Unit::Layer(index));
-                }
-                zeros(Unit::Embedding);
-            }
-        }
-        Ok(())
-    }
-
-    /// Takes part in a forward of other ranks.
-    fn skip_forward(&mut self) -> Result<(), TrainerError> {
-        self.source().into_iter().for_each(|source| source.begin());
-        (0..self.decoder.config().num_layers()).try_for_each(|index| self.skip_layer(index))
-    }
-
-    fn skip_layer(&mut self, index: usize) -> Result<(), TrainerError> {
-        Ok(self.source().map_or(Ok(()), |source| source.layer(index).map(drop))?)
-    }
-
-    fn source(&mut self) -> Option<&mut dyn LayerSource> {
-        match &mut self.layers {
-            PassLayers::Own => None,
-            PassLayers::Source(source) => Some(&mut **source),
-        }
-    }
-}
-
-/// Adds what the head has left for the table of the embedding.
-fn add_tables(tables: &HeadTables, sink: &mut dyn GradientSink, pool: &ThreadPool) {
-    for (section, table) in tables.iter().enumerate() {
-        let Some(table) = table else { continue };
-        sink.section(section);
-        add(sink.unit(Unit::Embedding), table, pool);
     }
 }
 
@@ -300,10 +176,9 @@ impl RankBase {
         let mut predicted = self.staged_scores(pass, &packs, (calls, membership), pool)?;
         predicted
             .resize(packs.iter().flatten().map(|packed| packed.targets.len()).sum(), Prediction::default());
-        let mut numbers: Vec<f32> = predicted.iter().flat_map(|p| [p.logprob, p.entropy, p.value]).collect();
+        let mut numbers = Prediction::to_numbers(&predicted);
         all.broadcast(0, &mut numbers)?;
-        let predicted = numbers.as_chunks::<3>().0.iter().copied();
-        let mut predicted = predicted.map(|[logprob, entropy, value]| Prediction { logprob, entropy, value });
+        let mut predicted = Prediction::of_numbers(&numbers);
         let mut scored = ScoredRows::new();
         for (batch, packed) in own.iter().zip(packs.iter().flatten()) {
             let own: Vec<Prediction> = predicted.by_ref().take(packed.targets.len()).collect();
@@ -333,30 +208,26 @@ impl RankBase {
         (calls, membership): (StageCalls, &RankMembership),
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>, TrainerError> {
-        let (decoder, layers) = pass.stage()?;
-        let (mut layers, stage) = (StageLayers { decoder, layers }, calls.stage);
+        let (mut network, stage) = (StageNetwork::new(pass, self, pool), calls.stage);
         calls.linked(&self.passes, &membership.clock, |links| {
-            let mut passes: Vec<Option<PackPass<'_>>> = packs.iter().map(|_| None).collect();
             let mut predicted = Vec::new();
             for work in scoring(stage, packs.len()) {
                 let (StageWork::Forward(at) | StageWork::Head(at) | StageWork::Backward(at)) = work;
                 let forward = matches!(work, StageWork::Forward(_));
                 let Some(packed) = &packs[at] else {
                     if forward {
-                        layers.skip_forward()?;
+                        network.skip_forward()?;
                     }
                     continue;
                 };
-                let mut pass = passes[at].take().unwrap_or_else(|| decoder.pass(&packed.pack, pool));
-                let len = pass.rows() * decoder.config().hidden_size;
+                let len = network.stream_len(packed);
                 if !forward {
                     let x = links.receive_forward(len)?;
-                    predicted.extend(pass.predict(Some(&x), &packed.positions, &packed.targets)?);
+                    predicted.extend(network.predict(packed, &x)?);
                     continue;
                 }
                 let input = if stage.rank == 0 { None } else { Some(links.receive_forward(len)?) };
-                links.send_forward(pass.advance(&mut layers.layers, input.as_deref(), false)?);
-                passes[at] = (stage.rank == 0).then_some(pass);
+                links.send_forward(network.advance(at, packed, input.as_deref(), false)?);
             }
             Ok(predicted)
         })

@@ -66,8 +66,8 @@ impl WholeWeights {
     pub(super) fn scoring(&self, base: &RankBase) -> Result<Pass<'_>, TrainerError> {
         match &self.device {
             Some(device) => {
-                let tensor = base.passes.tensor_on_devices()?;
-                Ok(Pass::Device(by_dtype!(device, device => device.scoring(tensor)?)))
+                let ranks = base.passes.on_devices()?;
+                Ok(Pass::Device(by_dtype!(device, device => device.scoring(ranks)?)))
             }
             None => self.on_host(base, None),
         }

@@ -1,6 +1,6 @@
 //! Attention as the mixer of a layer.
 
-use device::ops::attention::{AttentionForward, attention, attention_backward};
+use device::ops::attention::{AttentionForward, AttentionHeads, attention, attention_backward};
 use device::ops::gates::{gate, gate_backward, join_gates, split_gates};
 use device::ops::heads::{HeadAngles, HeadNormBackward, Preparation, prepare, prepare_backward};
 use device::ops::rows::{add_bias, column_sums};
@@ -9,6 +9,7 @@ use device::{DeviceBuffer, Matrix, Result, Storage, View, ViewMut};
 
 use super::{DeviceLayer, input_gradient, linear};
 use crate::layer::Operand;
+use crate::on_device::context::{Exchanged, HeadExchange};
 use crate::on_device::factors::GradientPlace;
 use crate::on_device::operands::{DeviceRows, copied};
 
@@ -17,12 +18,20 @@ use crate::on_device::operands::{DeviceRows, copied};
 pub(super) struct AttentionActivations<T: Storage> {
     /// `[T, width]` the projection before norm and rotation, if heads are normalised.
     raw: Option<DeviceBuffer<T>>,
-    /// `[T, width]`
-    prepared: DeviceBuffer<T>,
     /// `[T, heads * head_dim]` gates of what was attended, if the layer has any.
     gates: Option<DeviceBuffer<T>>,
     /// `[T, heads * head_dim]`
     attended: DeviceBuffer<T>,
+    heads: AttendedHeads<T>,
+}
+
+/// What attention of the heads of this rank leaves to its backward. Of ranks that share the tokens each has some heads of all tokens.
+#[derive(Debug)]
+pub(super) struct AttendedHeads<T: Storage> {
+    /// `[T, width]`
+    qkv: DeviceBuffer<T>,
+    /// `[T, heads * head_dim]` the result, if it is not that of the tokens of this rank.
+    out: Option<DeviceBuffer<T>>,
     /// `[heads, T]`
     log_sums: DeviceBuffer<f32>,
 }
@@ -54,37 +63,71 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let raw = norm.map(|_| copied(device, prepared.all())).transpose()?;
         let how = Preparation { bias, norm, angles: self.head_angles(rows) };
         prepare(device, prepared.all_mut(), shape, how)?;
-        let (attended, log_sums) = self.attend(prepared.all())?;
-        Ok(AttentionActivations { raw, prepared, gates, attended, log_sums })
+        let (attended, heads) = self.attend(prepared)?;
+        Ok(AttentionActivations { raw, gates, attended, heads })
     }
 
-    /// Attention of `prepared [T, width]`: its result `[T, heads * head_dim]`, and the logarithms `[heads, T]` of the sums of weights.
-    pub(super) fn attend(&self, prepared: View<'_, T>) -> Result<(DeviceBuffer<T>, DeviceBuffer<f32>)> {
-        let (device, shape) = (self.on(), self.decoder.shape);
-        let rows = prepared.len() / shape.width();
-        let mut attended = device.uninit(rows * shape.query_width())?;
-        let mut log_sums = device.uninit(rows * shape.heads)?;
-        let heads = self.decoder.attention_heads(self.index, self.weights);
-        attention(device, prepared, self.segments, heads, attended.all_mut(), log_sums.all_mut())?;
-        Ok((attended, log_sums))
+    /// Attention of `prepared [T, width]`: its result `[T, heads * head_dim]`, and what the backward needs.
+    pub(super) fn attend(&self, prepared: DeviceBuffer<T>) -> Result<(DeviceBuffer<T>, AttendedHeads<T>)> {
+        let device = self.on();
+        let qkv = match self.exchange {
+            Some(exchange) => exchange.to_heads(device, prepared.all(), Exchanged::Projected)?,
+            None => prepared,
+        };
+        let heads = self.attention_heads();
+        let rows = qkv.len() / heads.shape.width();
+        let mut out = device.uninit(rows * heads.shape.query_width())?;
+        let mut log_sums = device.uninit(rows * heads.shape.heads)?;
+        attention(device, qkv.all(), self.segments, heads, out.all_mut(), log_sums.all_mut())?;
+        let Some(exchange) = self.exchange else {
+            return Ok((out, AttendedHeads { qkv, out: None, log_sums }));
+        };
+        let attended = exchange.to_tokens(device, out.all(), Exchanged::Results)?;
+        Ok((attended, AttendedHeads { qkv, out: Some(out), log_sums }))
     }
 
-    /// `[T, width]` gradient of what was prepared, for the gradient `g [T, heads * head_dim]` of the result of [`Self::attend`]. Adds
-    /// that of the sinks.
+    /// `[T, width]` gradient of what was prepared, for the gradient `g [T, heads * head_dim]` of the result `attended` of
+    /// [`Self::attend`]. Adds that of the sinks.
     pub(super) fn attend_backward(
         &self,
-        forward: AttentionForward<'_, T>,
+        kept: AttendedHeads<T>,
+        attended: &DeviceBuffer<T>,
         g: View<'_, T>,
         gradients: &mut GradientPlace<'_, T>,
     ) -> Result<DeviceBuffer<T>> {
-        let device = self.on();
-        let mut d_prepared = device.uninit(forward.qkv.len())?;
-        let heads = self.decoder.attention_heads(self.index, self.weights);
+        let (device, heads) = (self.on(), self.attention_heads());
+        let AttendedHeads { qkv, out, log_sums } = kept;
+        let of_heads = |exchange: &HeadExchange| exchange.to_heads(device, g, Exchanged::Results);
+        let exchanged = self.exchange.map(of_heads).transpose()?;
+        let g = exchanged.as_ref().map_or(g, DeviceBuffer::all);
+        let out = out.as_ref().unwrap_or(attended).all();
+        let forward = AttentionForward { qkv: qkv.all(), out, log_sums: log_sums.all() };
+        let mut d_qkv = device.uninit(qkv.len())?;
         let mut frozen = device.uninit(0)?;
-        let of_sinks = &self.ranges()[Operand::Sinks];
-        let of_sinks = gradients.vector(of_sinks).unwrap_or_else(|| frozen.all_mut());
-        attention_backward(device, forward, self.segments, heads, g, d_prepared.all_mut(), of_sinks)?;
-        Ok(d_prepared)
+        let mut of_sinks = gradients.vector(&self.ranges()[Operand::Sinks]);
+        let of_sinks = match (&mut of_sinks, self.exchange) {
+            (Some(all), Some(exchange)) => all.slice_mut(exchange.own_heads()),
+            (Some(all), _) => all.reborrow(),
+            (None, _) => frozen.all_mut(),
+        };
+        attention_backward(device, forward, self.segments, heads, g, d_qkv.all_mut(), of_sinks)?;
+        match self.exchange {
+            Some(exchange) => exchange.to_tokens(device, d_qkv.all(), Exchanged::Projected),
+            None => Ok(d_qkv),
+        }
+    }
+
+    /// The heads of this rank.
+    fn attention_heads(&self) -> AttentionHeads<'_, T> {
+        let all = self.decoder.attention_heads(self.index, self.weights);
+        match self.exchange {
+            None => all,
+            Some(exchange) => AttentionHeads {
+                shape: exchange.own_shape(),
+                sinks: all.sinks.map(|sinks| sinks.slice(exchange.own_heads())),
+                ..all
+            },
+        }
     }
 
     /// Queries, keys and values `[T, width]` of `x [T, d]`, the gates of the result `[T, heads * head_dim]`, and the bias `[width]`
@@ -126,20 +169,19 @@ impl<T: Storage> DeviceLayer<'_, T> {
         gradients: &mut GradientPlace<'_, T>,
     ) -> Result<DeviceBuffer<T>> {
         let (device, ranges, shape) = (self.on(), self.ranges(), self.decoder.shape);
-        let AttentionActivations { raw, prepared, gates, attended, log_sums } = kept;
+        let AttentionActivations { raw, gates, attended, heads } = kept;
         let mut d_gates = None;
         if let Some(gates) = &gates {
             let to = d_gates.insert(device.uninit(gates.len())?).all_mut();
             gate_backward(device, attended.all(), gates.all(), g.all_mut(), to)?;
         }
         drop(gates);
-        let forward = AttentionForward { qkv: prepared.all(), out: attended.all(), log_sums: log_sums.all() };
-        let mut d_qkv = self.attend_backward(forward, g.all(), gradients)?;
-        drop((g, attended, prepared, log_sums));
+        let mut d_qkv = self.attend_backward(heads, &attended, g.all(), gradients)?;
+        drop((g, attended));
         let norm = self.decoder.head_norm(self.index, self.weights);
         let mut of_norm = gradients.vector(&ranges[Operand::QueryKeyNorm]);
         // That of the heads of this rank, which all ranks sum.
-        let mut own = match (&of_norm, &self.decoder.tensor) {
+        let mut own = match (&of_norm, &self.decoder.ranks.tensor) {
             (Some(of_norm), Some(_)) => Some(device.zeros::<f32>(of_norm.len())?),
             _ => None,
         };

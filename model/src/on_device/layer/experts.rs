@@ -14,7 +14,7 @@ use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
 use super::feed_forward::GatedNetwork;
-use super::{DeviceLayer, input_gradient, linear};
+use super::{DeviceLayer, linear};
 use crate::RoutedTokens;
 use crate::layer::{ExpertSpec, Operand};
 use crate::on_device::experts::DeviceExperts;
@@ -182,38 +182,58 @@ impl<T: Storage> DeviceLayer<'_, T> {
         g: View<'_, T>,
         gradients: &mut GradientPlace<'_, T>,
     ) -> Result<DeviceBuffer<T>> {
-        let (device, hidden) = (self.on(), self.hidden());
+        let device = self.on();
         let experts = &self.experts(kept.spec);
-        let (d_weights, d_rows) = self.rows_backward(experts, x, &kept, g, gradients)?;
+        let (mut d_weights, d_rows) = self.rows_backward(experts, x, &kept, g, gradients)?;
         let ExpertActivations { spec, tokens, mut routes, gate_up, shared, shared_gate } = kept;
         drop(gate_up);
         let router = spec.router();
-        let d_logits = routes.backward(device, router, tokens, d_weights.all())?;
-        let mut d_x = self.router_backward(experts, x, d_logits, gradients)?;
+        let mut d_x = device.zeros(x.len())?;
         add_slots(device, &routes.routes(router, tokens), d_rows.all(), false, d_x.all_mut())?;
-        drop((d_rows, routes));
-        let Some(gate_up) = shared else { return Ok(d_x) };
-        let network = shared_network(&spec);
-        let mut d_result = None;
-        if let Some(gate) = shared_gate {
-            let activated = self.activated(&network, gate_up.all())?;
-            let mut result = device.uninit(x.len())?;
-            let down = self.matrix(network.down, network.width);
-            linear(device, activated.all(), down, result.all_mut(), false)?;
-            drop(activated);
-            let (mut d, mut d_gate) = (device.uninit(x.len())?, device.uninit(tokens)?);
-            gated_backward(device, result.all(), gate.all(), g, d.all_mut(), d_gate.all_mut())?;
-            let d_gate = self.narrowed(d_gate.all())?;
-            let of_gate = &self.ranges()[Operand::SharedGate];
-            gradients.add(device, of_gate, Matrix::new(x, hidden), d_gate.all())?;
-            let weight = experts.matrix(Operand::SharedGate, hidden);
-            let to = MatrixMut::new(d_x.all_mut(), hidden);
-            device.product(Matrix::new(d_gate.all(), 1), weight, to, 1.0, 1.0)?;
-            d_result = Some(d);
+        drop(d_rows);
+        let mut d_gate = None;
+        if let Some(gate_up) = shared {
+            let network = shared_network(&spec);
+            let mut d_result = None;
+            if let Some(gate) = shared_gate {
+                let (d, of_gate) = self.shared_gate_backward(&network, gate_up.all(), gate.all(), g)?;
+                (d_result, d_gate) = (Some(d), Some(of_gate));
+            }
+            let g = d_result.as_ref().map_or(g, DeviceBuffer::all);
+            self.gated_backward(&network, x, gate_up, g, gradients, d_x.all_mut(), true)?;
         }
-        let g = d_result.as_ref().map_or(g, DeviceBuffer::all);
-        self.gated_backward(&network, x, gate_up, g, gradients, d_x.all_mut(), true)?;
+        // Of these ranks have parts; router and gate are whole on all of them.
+        self.decoder.sum_over_ranks(d_x.all_mut())?;
+        self.decoder.sum_over_ranks(d_weights.all_mut())?;
+        let d_logits = routes.backward(device, router, tokens, d_weights.all())?;
+        self.logits_backward(experts, Operand::Router, x, d_logits, d_x.all_mut(), gradients)?;
+        if let Some(of_bias) = gradients.vector(&self.ranges()[Operand::RouterBias]) {
+            column_sums(device, d_logits, of_bias)?;
+        }
+        if let Some(mut d_gate) = d_gate {
+            self.decoder.sum_over_ranks(d_gate.all_mut())?;
+            self.logits_backward(experts, Operand::SharedGate, x, d_gate.all(), d_x.all_mut(), gradients)?;
+        }
         Ok(d_x)
+    }
+
+    /// Backward of the gate of the shared network for the gradient `g [T, d]` of the gated result: the gradients `[T, d]` of the network's
+    /// result, and `[T]` of the gate before the sigmoid.
+    fn shared_gate_backward(
+        &self,
+        network: &GatedNetwork,
+        gate_up: View<'_, T>,
+        gate: View<'_, f32>,
+        g: View<'_, T>,
+    ) -> Result<(DeviceBuffer<T>, DeviceBuffer<f32>)> {
+        let device = self.on();
+        let activated = self.activated(network, gate_up)?;
+        let mut result = device.uninit(g.len())?;
+        linear(device, activated.all(), self.matrix(network.down, network.width), result.all_mut(), false)?;
+        drop(activated);
+        let (mut d, mut d_gate) = (device.uninit(g.len())?, device.uninit(gate.len())?);
+        gated_backward(device, result.all(), gate, g, d.all_mut(), d_gate.all_mut())?;
+        Ok((d, d_gate))
     }
 
     /// Backward of the experts: the gradients `[T, k]` of the weights of slots, and `[T k, d]` of the inputs of rows.
@@ -261,21 +281,22 @@ impl<T: Storage> DeviceLayer<'_, T> {
         Ok((d_weights, d_inputs))
     }
 
-    /// Backward of the router for the gradient `d_logits [T, E]`: that of `x`.
-    fn router_backward(
+    /// Backward of the product of `x [T, d]` with the matrix of `operand` for the gradient `d_logits [T, out]`. Adds the gradient of `x` to
+    /// `d_x [T, d]`.
+    fn logits_backward(
         &self,
         experts: &DeviceExperts<'_, T>,
+        operand: Operand,
         x: View<'_, T>,
         d_logits: View<'_, f32>,
+        d_x: ViewMut<'_, T>,
         gradients: &mut GradientPlace<'_, T>,
-    ) -> Result<DeviceBuffer<T>> {
-        let (device, ranges, hidden) = (self.on(), self.ranges(), self.hidden());
-        if let Some(of_bias) = gradients.vector(&ranges[Operand::RouterBias]) {
-            column_sums(device, d_logits, of_bias)?;
-        }
-        let d_logits = self.narrowed(d_logits)?;
-        gradients.add(device, &ranges[Operand::Router], Matrix::new(x, hidden), d_logits.all())?;
-        input_gradient(device, d_logits.all(), experts.matrix(Operand::Router, hidden))
+    ) -> Result<()> {
+        let (device, hidden) = (self.on(), self.hidden());
+        let (d_logits, weight) = (self.narrowed(d_logits)?, experts.matrix(operand, hidden));
+        gradients.add(device, &self.ranges()[operand], Matrix::new(x, hidden), d_logits.all())?;
+        let d_logits = Matrix::new(d_logits.all(), weight.rows());
+        device.product(d_logits, weight, MatrixMut::new(d_x, hidden), 1.0, 1.0)
     }
 
     /// The nearest values of the type of activations.

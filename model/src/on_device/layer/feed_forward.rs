@@ -63,7 +63,8 @@ impl<T: Storage> DeviceLayer<'_, T> {
                 if !kept {
                     self.on().clear(out.reborrow())?;
                 }
-                self.finish_experts(activations, out)
+                self.finish_experts(activations, out.reborrow())?;
+                self.decoder.sum_over_ranks(out)
             }
             FeedForwardActivations::Gated(gate_up) => {
                 let network = self.gated();

@@ -2,7 +2,6 @@
 //!
 //! Latents are kept before their norms, and normalised again in the backward.
 
-use device::ops::attention::AttentionForward;
 use device::ops::latent::{
     HeadParts, HeadPartsMut, assemble, assemble_backward, join_columns, narrow_values, split_columns,
     widen_values,
@@ -11,6 +10,7 @@ use device::ops::norm::{RmsNorm, rms_norm, rms_norm_backward};
 use device::ops::rows::{add_bias, column_sums};
 use device::{DeviceBuffer, Matrix, MatrixMut, Result, Storage, View};
 
+use super::attention::AttendedHeads;
 use super::{DeviceLayer, input_gradient, linear};
 use crate::layer::{LATENT_EPS, LatentSpec, Operand};
 use crate::on_device::factors::GradientPlace;
@@ -24,12 +24,9 @@ pub(super) struct LatentActivations<T: Storage> {
     query_latent: Option<DeviceBuffer<T>>,
     /// `[T, key_rank]` before its norm.
     key_latent: DeviceBuffer<T>,
-    /// `[T, width]`
-    prepared: DeviceBuffer<T>,
     /// `[T, heads * head_dim]` with the padding of values.
     attended: DeviceBuffer<T>,
-    /// `[heads, T]`
-    log_sums: DeviceBuffer<f32>,
+    heads: AttendedHeads<T>,
 }
 
 impl<T: Storage> LatentActivations<T> {
@@ -73,8 +70,8 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let parts = HeadParts { queries: queries.all(), expanded: expanded.all(), rotary: rotary.all() };
         assemble(device, heads, parts, self.head_angles(rows), prepared.all_mut())?;
         drop((queries, expanded, rotary));
-        let (attended, log_sums) = self.attend(prepared.all())?;
-        Ok(LatentActivations { spec, query_latent, key_latent, prepared, attended, log_sums })
+        let (attended, heads) = self.attend(prepared)?;
+        Ok(LatentActivations { spec, query_latent, key_latent, attended, heads })
     }
 
     /// `[T, out]` of the linear operation `operand` for its input `x [T, in]`.
@@ -109,14 +106,13 @@ impl<T: Storage> DeviceLayer<'_, T> {
         g: DeviceBuffer<T>,
         gradients: &mut GradientPlace<'_, T>,
     ) -> Result<DeviceBuffer<T>> {
-        let LatentActivations { spec, query_latent, key_latent, prepared, attended, log_sums } = kept;
+        let LatentActivations { spec, query_latent, key_latent, attended, heads: kept } = kept;
         let (device, heads, rows) = (self.on(), self.decoder.latent_heads(&spec), x.len() / self.hidden());
         let mut d_attended = device.uninit(attended.len())?;
         widen_values(device, heads, g.all(), d_attended.all_mut())?;
         drop(g);
-        let forward = AttentionForward { qkv: prepared.all(), out: attended.all(), log_sums: log_sums.all() };
-        let d_prepared = self.attend_backward(forward, d_attended.all(), gradients)?;
-        drop((d_attended, attended, prepared, log_sums));
+        let d_prepared = self.attend_backward(kept, &attended, d_attended.all(), gradients)?;
+        drop((d_attended, attended));
         let [queries, expanded, rotary] = heads.widths().map(|width| rows * width);
         let (mut d_queries, mut d_expanded) = (device.uninit(queries)?, device.uninit(expanded)?);
         let mut d_rotary = device.uninit(rotary)?;
