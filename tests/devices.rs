@@ -132,20 +132,32 @@ fn ranks_exchange_from_device_to_device() {
 
 /// Sums over the ranks are rounded otherwise than those of one rank: steps begin equal, and stay near.
 #[test]
-fn ranks_on_devices_share_the_weights() {
+fn ranks_on_devices_share_passes() {
     let home = Home::new();
     let placed =
         ["placement.trainer_device=emulated", "model.random.num_kv_heads=2", "checkpoint.interval=1"];
     let alone = run(&home, "alone", &placed);
     for (name, own) in [
-        ("direct", &["trainer.world=2", "trainer.collective=device"][..]),
-        ("host", &["trainer.world=2", "trainer.collective=host", "trainer.zero=3"]),
+        ("direct", &["trainer.world=2", "trainer.collective=device", "trainer.parallel.tensor=2"][..]),
+        (
+            "host",
+            &["trainer.world=2", "trainer.collective=host", "trainer.zero=3", "trainer.parallel.tensor=2"],
+        ),
+        ("context", &["trainer.world=2", "trainer.collective=device", "trainer.parallel.context=2"]),
+        ("stages", &["trainer.world=2", "trainer.parallel.pipeline=2"]),
         (
             "processes",
-            &["trainer.world=2", "trainer.ranks=processes", "placement.processes=true", "trainer.zero=2"],
+            &[
+                "trainer.world=4",
+                "trainer.ranks=processes",
+                "placement.processes=true",
+                "trainer.zero=2",
+                "trainer.parallel.pipeline=2",
+                "trainer.parallel.context=2",
+            ],
         ),
     ] {
-        let shared = run(&home, name, &[&placed[..], own, &["trainer.parallel.tensor=2"]].concat());
+        let shared = run(&home, name, &[&placed[..], own].concat());
         assert_eq!(texts(&shared, 1), texts(&alone, 1), "{name}");
         let norms = [shared.values("optim/grad_norm"), alone.values("optim/grad_norm")];
         for (step, tolerance) in [(0, 1e-3), (1, 5e-2)] {

@@ -253,6 +253,11 @@ impl Run<'_> {
         let learner = learner(self.leader.as_ref(), config, model, states)?;
         match learner.meets_on_devices() {
             Some(true) => self.report.note("ranks exchange from device to device"),
+            Some(false) if learner.passes_meet_on_devices() => {
+                self.report.note(
+                    "ranks exchange from device to device in passes, gradients and weights through the host",
+                );
+            }
             Some(false) => self.report.note("ranks exchange through the host"),
             None => {}
         }

@@ -35,6 +35,8 @@ pub struct Traffic {
     pub expert: f64,
     /// Collective calls in passes, each of which has a latency.
     pub calls: PassCallCounts,
+    /// Micro-batches of a rank in a step, and updates.
+    pub(crate) passes: [f64; 2],
     /// Seconds of each second of an update in which the stages of a pipeline wait for the first or the last micro-batch.
     pub idle: f64,
 }
@@ -79,7 +81,11 @@ impl Traffic {
         let updates = BatchPlan::of(recipe).updates as f64;
         let passes = (passed / recipe.trainer.microbatch_tokens as f64).ceil().max(updates);
         let forwards = if recipe.trainer.recompute == Recompute::None { 1.0 } else { 2.0 };
-        let exchange = parallel.context.exchange(config);
+        let exchange = if recipe.devices().trains() {
+            ContextExchange::Heads
+        } else {
+            parallel.context.exchange(config)
+        };
         // Of an adapter the gradients alone are exchanged.
         let adapter = trained_values(recipe, layout).map(|values| values as f64 * of_shares(data * context));
         let gathered = adapter.unwrap_or(shards.gathered);
@@ -104,6 +110,7 @@ impl Traffic {
                 [passes, forwards, layers],
                 shards.key_copies,
             ),
+            passes: [passes, updates],
             idle: idle(parallel.pipeline, passes / updates),
         })
     }
@@ -197,8 +204,11 @@ fn of_shares(n: usize) -> f64 {
 
 /// How often a rank sends all values of its shard in a step.
 fn of_zero(recipe: &Recipe, [passes, updates]: [f64; 2]) -> f64 {
+    // Sections on the processor are summed over all ranks in every pass.
+    let sections = recipe.trainer.parallel.config().context.sections() > 1 && !recipe.devices().trains();
     match recipe.trainer.zero {
         3.. if recipe.lora.is_none() => 3.0 * passes,
+        1 | 2 if sections => passes + updates,
         2 if recipe.lora.is_none() => passes + updates,
         _ => 2.0 * updates,
     }
@@ -232,8 +242,8 @@ fn idle(stages: usize, batches: f64) -> f64 {
 fn of_tensor(config: &Config, forwards: f64, share: f64) -> f64 {
     let hidden = F32 * config.hidden_size as f64;
     if config.reduction == Reduction::Chain {
-        // Ranks on devices have embedding, head and residual streams whole.
-        return 2.0 * hidden * (forwards + 1.0) * share * layer_sums(config);
+        // Ranks on devices have embedding, head and residual streams whole, and sum the results of experts together.
+        return 2.0 * hidden * (forwards + 1.0) * share * 2.0 * config.num_layers() as f64;
     }
     // Forward, maybe again, and backward; the embedding, and the head.
     let of_sums = 2.0 * hidden * ((forwards + 1.0) * share * layer_sums(config) + 2.0);

@@ -3,8 +3,11 @@
 //! Invariant: what this program was not built for, and what a device cannot do, is refused here, before anything is opened;
 //! whether a device is there shows when it is looked for (`rlrun/plan/memory/devices.rs`).
 
+use model::ContextExchange;
+
 use super::Recipe;
 use super::ranges::Checker;
+use super::schema::ParallelSection;
 use super::words::{
     CollectiveWord, CriticKind, DeviceLocation, DeviceWord, ModelDtype, OptimizerHome, OptimizerKind,
     Quantization, Ranks, Reduction, Speculation, WeightDtypeWord, WeightTransport,
@@ -59,30 +62,15 @@ fn check_parallel(recipe: &Recipe, checker: &mut Checker<'_>) {
         checker.report_latest(&[tensor, context, pipeline, "trainer.world"], message, &help);
     }
     let on_device = recipe.trains_on().is_some();
-    for (other, given) in [("lora", recipe.lora.is_some()), ("placement.device", on_device)] {
-        if parallel.pipeline > 1 && given {
-            let message =
-                format!("stages divide the layers of a model on the processor: not with this `{other}`");
-            checker.report_latest(
-                &[pipeline, other],
-                message,
-                "set `trainer.parallel.pipeline` to 1, or remove it",
-            );
-        }
-    }
-    let sections = parallel.config().context.sections();
-    if sections > 1 && recipe.trains_on().is_some() {
-        let message = "ranks on devices compute whole micro-batches";
+    if parallel.pipeline > 1 && recipe.lora.is_some() {
+        let message = "stages divide the layers of a model that is trained whole: not with this `lora`";
         checker.report_latest(
-            &[context, "trainer.parallel.sections", "placement.device"],
+            &[pipeline, "lora"],
             message,
-            "set `context` and `sections` of `[trainer.parallel]` to 1, or train on the processor",
+            "set `trainer.parallel.pipeline` to 1, or remove it",
         );
     }
-    if parallel.exchange.is_some() && parallel.context == 1 {
-        let path = "trainer.parallel.exchange";
-        checker.report(path, "`trainer.parallel.exchange` has no effect with one context rank", "remove it");
-    }
+    check_context(parallel, on_device, checker);
     if parallel.tensor <= 1 {
         return;
     }
@@ -103,6 +91,30 @@ fn check_parallel(recipe: &Recipe, checker: &mut Checker<'_>) {
                 "set `trainer.parallel.tensor` to 1, or remove it",
             );
         }
+    }
+}
+
+/// Context ranks have something to exchange, and on devices one section each.
+fn check_context(parallel: ParallelSection, on_device: bool, checker: &mut Checker<'_>) {
+    if on_device && parallel.config().context.sections() > parallel.context {
+        let message = "ranks on devices have one section of a micro-batch each";
+        checker.report_latest(
+            &["trainer.parallel.sections", "trainer.parallel.context", "placement.device"],
+            message,
+            "remove `trainer.parallel.sections`, or train on the processor",
+        );
+    }
+    if on_device && parallel.exchange == Some(ContextExchange::Keys) {
+        let message = "context ranks on devices exchange heads";
+        checker.report_latest(
+            &["trainer.parallel.exchange", "placement.device"],
+            message,
+            "set `trainer.parallel.exchange` to \"heads\", or remove it",
+        );
+    }
+    if parallel.exchange.is_some() && parallel.context == 1 {
+        let path = "trainer.parallel.exchange";
+        checker.report(path, "`trainer.parallel.exchange` has no effect with one context rank", "remove it");
     }
 }
 
@@ -429,13 +441,18 @@ fn check_collective(recipe: &Recipe, checker: &mut Checker<'_>) {
         checker.report(path, message, "remove it, or set `placement.device` and `trainer.world`");
         return;
     }
-    // Tensor ranks sum their results there, and update weights on the host.
-    let sums_there = recipe.trainer.parallel.tensor > 1 && devices.reach_each_other(recipe.trainer.ranks);
-    if collective == CollectiveWord::Host || devices.meets || sums_there {
+    // Tensor and context ranks exchange there in passes, and update weights on the host.
+    let parallel = recipe.trainer.parallel;
+    let exchanges = parallel.tensor * parallel.context > 1;
+    let exchange_there =
+        exchanges && !recipe.is_colocated() && devices.reach_each_other(recipe.trainer.ranks);
+    if collective == CollectiveWord::Host || devices.meets || exchange_there {
         return;
     }
     let (keys, why): (&[&str], _) = if recipe.is_colocated() {
         (&["placement.policy", path], "they take turns with a sampler, to which they leave their devices")
+    } else if parallel.pipeline > 1 && !exchanges {
+        (&["trainer.parallel.pipeline", path], "stages send residual streams through the host")
     } else if recipe.placement.optimizer == OptimizerHome::Host {
         (&["placement.optimizer", path], "`placement.optimizer` is \"host\"")
     } else {
@@ -488,10 +505,12 @@ fn check_transport(recipe: &Recipe, checker: &mut Checker<'_>) {
         checker.report(path, message, "set `placement.device`, or `weights.transport = \"auto\"`");
         return;
     }
-    if recipe.trainer.parallel.tensor > 1 {
-        let message =
-            format!("`{path}` \"{word}\" is of ranks that have whole tensors, and tensor ranks have parts");
-        checker.report_latest(&[path, "trainer.parallel.tensor"], message, "use \"auto\"");
+    if recipe.trainer.parallel.config().shards() > 1 {
+        let message = format!(
+            "`{path}` \"{word}\" is of ranks that have the whole model, and tensor ranks and stages have parts"
+        );
+        let keys = [path, "trainer.parallel.tensor", "trainer.parallel.pipeline"];
+        checker.report_latest(&keys, message, "use \"auto\"");
     }
     if transport == WeightTransport::Nccl {
         check_broadcast(recipe, &devices, checker);

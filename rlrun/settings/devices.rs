@@ -85,7 +85,7 @@ impl Recipe {
             && self.trainer.optimizer == OptimizerKind::Adamw
             && self.lora.is_none()
             && self.trainer.router_correction_rate == 0.0
-            && self.trainer.parallel.config().shards() == 1
+            && self.trainer.parallel.config().of_pass() == 1
             && reach_each_other(&trainer, self.trainer.ranks);
         let optimizer_on_device = on_device && (trainer.len() == 1 || meets);
         Devices {
@@ -129,7 +129,7 @@ impl Recipe {
 
     /// Where ranks exchange. What they share on their devices cannot leave for a sampler, so those that take turns with one
     /// exchange through the host.
-    fn collective(&self) -> CollectivePlace {
+    pub(crate) fn collective(&self) -> CollectivePlace {
         match self.trainer.collective {
             _ if self.is_colocated() => CollectivePlace::Host,
             CollectiveWord::Auto => CollectivePlace::Auto,

@@ -4,13 +4,16 @@
 //! the link that they take. Nothing is sent while a rank computes: times are added, and none is negative.
 
 use model::{Config, Layout, Reduction};
+use trainer::CollectivePlace;
 
 use super::hardware::{Hardware, HardwareKind};
-use crate::plan::BatchPlan;
 use crate::plan::sampler_ranks::SamplerRankPlan;
 use crate::plan::traffic::Traffic;
 use crate::recipe::Recipe;
 use crate::recipe::words::WeightTransport;
+
+/// Bytes of a value.
+const F32: f64 = size_of::<f32>() as f64;
 
 /// Times of what the ranks of a trainer send in a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -55,28 +58,42 @@ impl RankExchange {
         let tokens = step_tokens / parallel.data(world).max(1) as f64;
         let bytes_s: f64 = sent.iter().map(|&(span, bytes, _)| hardware.exchange_s(span, bytes, 0.0)).sum();
         let calls_s: f64 = sent.iter().map(|&(span, _, calls)| hardware.exchange_s(span, 0.0, calls)).sum();
+        let [weights_by_host_s, exchanges_by_host_s] =
+            by_host_s(hardware, recipe, (config, layout), &traffic);
         // What a stage sends for a micro-batch delays those after it, as its work does.
         let busy = 1.0 - traffic.idle;
         Self {
-            token_s: bytes_s / tokens.max(1.0) / busy,
+            token_s: (bytes_s + exchanges_by_host_s) / tokens.max(1.0) / busy,
             calls_s: calls_s / busy,
             // Few calls: an update waits for the last of them alone.
-            weights_s: hardware.exchange_s(world, traffic.zero, 0.0)
-                + by_host_s(hardware, recipe, config, layout),
+            weights_s: hardware.exchange_s(world, traffic.zero, 0.0) + weights_by_host_s,
             stretch: slowest_stage(config, parallel.pipeline) / busy,
         }
     }
 }
 
-/// Gradients to the host and weights back, seconds, where tensor ranks on devices update them there; 0 for all others.
-fn by_host_s(hardware: &Hardware, recipe: &Recipe, config: &Config, layout: &Layout) -> f64 {
-    let tensor = recipe.trainer.parallel.tensor;
+/// What goes to the host and back where ranks on devices compute passes together, seconds of a step: gradients and weights, which are updated
+/// on the host; and in passes what stages send, and others if they do not exchange from device to device. 0 for all others.
+fn by_host_s(
+    hardware: &Hardware,
+    recipe: &Recipe,
+    (config, layout): (&Config, &Layout),
+    traffic: &Traffic,
+) -> [f64; 2] {
+    let parallel = recipe.trainer.parallel.config();
     let on_devices = hardware.kind == HardwareKind::Gpu && config.reduction == Reduction::Chain;
-    if tensor <= 1 || !on_devices {
-        return 0.0;
+    if parallel.of_pass() <= 1 || !on_devices {
+        return [0.0; 2];
     }
-    let moved = 2 * size_of::<f32>() * layout.len() / tensor;
-    BatchPlan::of(recipe).updates as f64 * moved as f64 / hardware.host_bytes_per_s.value
+    let ([passes, updates], zero) = (traffic.passes, recipe.trainer.zero);
+    let gradients = if zero >= 2 { passes } else { updates };
+    // Layers are gathered for the forward and for the backward.
+    let weights = if zero >= 3 { 2.0 * passes } else { updates };
+    let moved = (gradients + weights) * F32 * (layout.len() / parallel.shards()) as f64;
+    let all = recipe.collective() == CollectivePlace::Host;
+    let exchanged = traffic.pipeline + if all { traffic.tensor + traffic.context } else { 0.0 };
+    // What is sent was downloaded, and is uploaded.
+    [moved, 2.0 * exchanged].map(|bytes| bytes / hardware.host_bytes_per_s.value)
 }
 
 /// Work of the stage with the most, over the mean of `count` stages; a layer counts as the mean of all.

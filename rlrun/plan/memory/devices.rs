@@ -131,7 +131,7 @@ impl DeviceMemory {
             let shard = shard_of(config, recipe.trainer.parallel.tensor);
             let of_pass = Size { activations_per_token: size_of(&shard).activations_per_token, ..size };
             training(&mut parts, recipe, config, counts, &of_pass, devices);
-            parts.extend(copies(recipe, config, &shard, counts.ranks, width(dtype)));
+            parts.extend(copies(recipe, config, counts.ranks, width(dtype)));
         }
         if counts.reference {
             parts.push(part("reference", "the frozen policy", size.weights));

@@ -1,9 +1,11 @@
 //! The parts of recipes against what is known of them.
 
+use device::device::DeviceLocation;
+
 use super::super::tests::{SIZES, recipe};
 use super::*;
 use crate::recipe::schema::Lora;
-use crate::recipe::words::{OptimizerKind, TargetModule};
+use crate::recipe::words::{DeviceWord, OptimizerKind, TargetModule};
 
 fn config() -> Config {
     Config::fresh(&SIZES)
@@ -96,6 +98,49 @@ fn tensor_ranks_keep_some_rows_of_the_residual_streams() {
     // Of two streams of 8 values in each of two layers another rank has half.
     let of_token = alone.activations_per_token - 4 * 2 * 2 * 8 / 2;
     assert_eq!(activations(&recipe), 2 * micro_batch_tokens(&recipe) * of_token);
+}
+
+/// Two layers in two stages: the first has embedding and head too, and one micro-batch more in flight.
+#[test]
+fn a_device_of_a_stage_has_its_layers_of_the_micro_batches_in_flight() {
+    let (config, layout) = (config(), layout_of(&config()));
+    let bytes = |stages: usize, name: &str| {
+        let mut recipe = recipe();
+        recipe.placement.device = DeviceWord::At(DeviceLocation::Cuda(0));
+        (recipe.trainer.world, recipe.trainer.parallel.pipeline) = (stages, stages);
+        let devices = devices::DeviceMemory::of(&recipe, &config);
+        devices[0].parts.iter().find(|part| part.name == name).map(|part| part.bytes)
+    };
+    let alone = bytes(1, "activations").unwrap();
+    // One of two layers, of three micro-batches.
+    assert_eq!(bytes(2, "activations"), Some(alone / 2 * 3));
+    let (ends, len) = (10 * 8 + 8, layout.len() as u64);
+    let (policy, copies) = (bytes(2, "policy").unwrap(), bytes(2, "copies").unwrap());
+    assert_eq!((policy, bytes(1, "copies")), (2 * len / 2, None));
+    // In bf16 with gradients in f32.
+    assert_eq!(copies, (2 + 4) * ends / 2);
+}
+
+/// The first of two context ranks has more than half of the tokens of a long sequence, because each attends to fewer.
+#[test]
+fn a_device_of_a_context_rank_has_the_tokens_of_the_one_with_the_most() {
+    let config = config();
+    let activations = |context: usize, longest: usize| {
+        let mut recipe = recipe();
+        recipe.placement.device = DeviceWord::At(DeviceLocation::Cuda(0));
+        (recipe.trainer.world, recipe.trainer.parallel.context) = (context, context);
+        (recipe.data.max_prompt_length, recipe.rollout.max_completion_length) = (longest / 2, longest / 2);
+        recipe.trainer.microbatch_tokens = 40_000;
+        let devices = devices::DeviceMemory::of(&recipe, &config);
+        let bytes = devices[0].parts.iter().find(|part| part.name == "activations").unwrap().bytes;
+        bytes as f64 / micro_batch_tokens(&recipe) as f64
+    };
+    let (long, short) = (activations(2, 40_000), activations(2, 100));
+    assert!(long > 1.3 * short, "{long} {short}");
+    // Of two layers in bf16: results of eight values of each, and sent and received queries, keys and values, 24 values.
+    let exchanged = (2 * 8 * 2 + 24 * 2 * (2 + 4)) as f64;
+    let expected = (activations(1, 100) + exchanged) / 2.0;
+    assert!((short - expected).abs() < 0.01 * short, "{short} {expected}");
 }
 
 #[test]

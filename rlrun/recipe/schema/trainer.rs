@@ -101,8 +101,8 @@ pub struct TrainerSection {
     // resume = changes, worker = run
     pub zero: usize,
     /// For ranks on devices: transport of gradients and weights between ranks. With `device` (NCCL) every rank updates its
-    /// shard on its device, which needs one GPU per rank and AdamW. With `host` ranks exchange through host memory. `auto`
-    /// is `device` if its requirements are met, otherwise `host`.
+    /// shard on its device, which needs one GPU per rank and AdamW; tensor and context ranks exchange there in passes, and update weights
+    /// on the host. With `host` ranks exchange through host memory. `auto` is `device` if its requirements are met, otherwise `host`.
     // resume = changes, worker = run
     pub collective: CollectiveWord,
     /// How training continues when ranks that are processes are lost.
@@ -175,31 +175,31 @@ pub struct ParallelSection {
     /// Ranks that share the weights of every matrix (tensor parallel, arXiv 1909.08053): by heads and by the width of the
     /// feed-forward network, the embedding and the head by tokens. A power of two that divides these; key-value heads have copies
     /// where ranks are a multiple of them. Needs `optimizer = "adamw"`, and on the processor `model.reduction = "tree"`, which gives
-    /// every degree the same bits. On devices every rank has embedding and head whole, and updates its weights on the host; without
-    /// experts and copies. Megatron-LM `tensor_model_parallel_size`.
+    /// every degree the same bits. On devices every rank has embedding and head whole, and no copies of key-value heads. Megatron-LM
+    /// `tensor_model_parallel_size`.
     // resume = changes, worker = run
     pub tensor: usize,
     /// Ranks that share the tokens of a micro-batch (context parallel): each computes neighbouring sections of the token stream, cut
-    /// by cost. Sequences that lie over several ranks exchange what attention needs. A power of two; needs the processor, and
-    /// attention in every layer. prime-rl `cp`, Megatron-LM `context_parallel_size`.
+    /// by cost. Sequences that lie over several ranks exchange what attention needs. A power of two; needs attention in every layer.
+    /// prime-rl `cp`, Megatron-LM `context_parallel_size`.
     // resume = changes, worker = run
     pub context: usize,
     /// Sections of a micro-batch, whose gradients are summed as a balanced binary tree: a power of two. The weights have the same
     /// bits for every `context` up to it, with every `trainer.zero`; at least one for each context rank is used. With more than one,
     /// gradients are reduced after every micro-batch. More sections mean smaller products for the gradients of weights, and memory
-    /// for the gradients of the largest layer for each section of a rank.
+    /// for the gradients of the largest layer for each section of a rank. On devices a rank has one.
     // resume = changes, worker = run
     pub sections: usize,
     /// What context ranks exchange: the `keys` and values that their queries attend to (Llama 3), or `heads`, so that a rank has some
     /// heads of all tokens (Ulysses), which needs a number of key-value heads that they divide. It changes no bit. Default: what sends
-    /// fewer values. prime-rl `cp_style`.
+    /// fewer values; on devices `heads`, the only one there. prime-rl `cp_style`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub exchange: Option<ContextExchange>,
     /// Stages that divide the layers (pipeline parallel, 1F1B, arXiv 2006.09503), neighbouring layers of about the same cost each; the
     /// first also has the embedding and the head. Micro-batches pass through them one after the other: with fewer micro-batches than
-    /// stages in a rank's part of an update most stages are idle. At most the number of layers; needs the processor and no LoRA. It
-    /// changes no bit; of a model whose head is its embedding only with `trainer.zero` 2 or 3. Megatron-LM
+    /// stages in a rank's part of an update most stages are idle. At most the number of layers; not with LoRA. It changes no bit on
+    /// the processor; of a model whose head is its embedding only with `trainer.zero` 2 or 3. Megatron-LM
     /// `pipeline_model_parallel_size`.
     // resume = changes, worker = run
     pub pipeline: usize,

@@ -301,6 +301,19 @@ fn ranks_exchange_from_device_to_device_where_they_can() {
         let message = "`trainer.collective` is \"device\", but the workers cannot exchange there: ";
         refused(&[EMULATED, two, wished, set], &format!("{message}{why}"), "trainer.collective = \"auto\"");
     }
+    let of = |degree| [EMULATED, two, degree];
+    let stages = of("trainer.parallel.pipeline=2");
+    recipe(&stages);
+    let message = "`trainer.collective` is \"device\", but the workers cannot exchange there: stages send residual streams";
+    refused(&[&stages[..], &[wished]].concat(), message, "trainer.collective = \"auto\"");
+    let context = of("trainer.parallel.context=2");
+    recipe(&[&context[..], &[wished]].concat());
+    for (set, why) in [
+        ("trainer.parallel.sections=4", "ranks on devices have one section of a micro-batch each"),
+        ("trainer.parallel.exchange=keys", "context ranks on devices exchange heads"),
+    ] {
+        refused(&[&context[..], &[set]].concat(), why, "remove");
+    }
     let mut recipe = recipe(&[two]);
     let meets = |recipe: &Recipe| (recipe.devices().meets, recipe.devices().optimizer_on_device);
     assert_eq!(meets(&recipe), (false, false));

@@ -190,12 +190,26 @@ fn transports_take_the_links_that_they_use() {
 }
 
 #[test]
-fn tensor_ranks_on_devices_update_weights_through_the_host() {
+fn ranks_of_a_pass_on_devices_update_weights_through_the_host() {
     let h100 = Hardware::open("h100").unwrap();
-    let (recipe, tree) = loaded(&["trainer.world=2", "trainer.parallel.tensor=2"]);
-    let chain = Config { reduction: Reduction::Chain, ..tree.clone() };
-    let moved = 2.0 * 4.0 * Layout::new(&chain).len() as f64 / 2.0 / h100.host_bytes_per_s.value;
-    assert!(near(exchanged(&h100, &recipe, &chain).weights_s, moved));
-    assert_eq!(exchanged(&h100, &recipe, &tree).weights_s, 0.0);
-    assert_eq!(by_host_s(&Hardware::open("cpu").unwrap(), &recipe, &chain, &Layout::new(&chain)), 0.0);
+    for degree in ["tensor", "context", "pipeline"] {
+        let (recipe, tree) = loaded(&["trainer.world=2", &format!("trainer.parallel.{degree}=2")]);
+        let chain = Config { reduction: Reduction::Chain, ..tree.clone() };
+        let host = h100.host_bytes_per_s.value;
+        // Context ranks have all weights.
+        let shards = if degree == "context" { 1.0 } else { 2.0 };
+        let moved = 2.0 * 4.0 * Layout::new(&chain).len() as f64 / shards / host;
+        let [there, on_host] = [&chain, &tree].map(|config| exchanged(&h100, &recipe, config));
+        assert!(near(there.weights_s - on_host.weights_s, moved), "{degree}");
+        // A hidden state of a token there and back, for which the stages before and behind wait too.
+        let stages = degree == "pipeline";
+        let streams = if stages { 2.0 * 2.0 * 4.0 * chain.hidden_size as f64 / host } else { 0.0 };
+        assert!(!stages || there.token_s >= on_host.token_s + streams, "{there:?} {on_host:?}");
+        let (layout, tokens) = (Layout::new(&chain), 1e4);
+        let traffic = Traffic::over(&recipe, &chain, &layout, tokens).unwrap();
+        let cpu = Hardware::open("cpu").unwrap();
+        assert_eq!(by_host_s(&cpu, &recipe, (&chain, &layout), &traffic), [0.0; 2]);
+        let [_, of_streams] = by_host_s(&h100, &recipe, (&chain, &layout), &traffic);
+        assert!(if stages { near(of_streams, tokens * streams) } else { of_streams == 0.0 }, "{degree}");
+    }
 }

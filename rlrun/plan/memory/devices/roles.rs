@@ -2,15 +2,19 @@
 //!
 //! Invariant: the parts of one rank are those of all ranks together, divided by the number of ranks.
 
+use std::ops::Range;
+
+use collective::Position;
 use device::ops::paged::{PAGE, PART};
 use model::on_device::HEAD_ROWS;
-use model::{Config, Layout};
+use model::{Config, Layout, PassRanks, Recompute};
 use trainer::lora::TargetModule;
+use trainer::pipeline::in_flight;
 
 use super::super::super::layouts::layout_of;
 use super::super::{
     F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, micro_batch_tokens, of_ranks, product,
-    states,
+    shard_of, states,
 };
 use super::{DeviceCounts, part};
 use crate::recipe::words::{CriticKind, WeightTransport};
@@ -56,11 +60,14 @@ pub(super) fn training(
         let what = "what it remembers of every weight";
         parts.push(part("optimizer", what, of_those_here(trained.optimizer)));
     }
-    let tokens = micro_batch_tokens(recipe);
+    let tokens = tokens_of_rank(recipe, config);
     // A recurrence has the states of its backward beside what it has of tokens.
     let of_states = if config.delta_net().is_some() { product(&[ranks, size.recurrence]) } else { 0 };
-    let kept = product(&[ranks, tokens, size.activations_per_token]).saturating_add(of_states);
-    parts.push(part("activations", "a full micro-batch, kept for its backward", kept));
+    let layers = (config.num_layers() as u64).max(1);
+    let of_token = size.activations_per_token + exchanged_per_token(recipe, config, width);
+    let of_token = product(&[of_token, layers_in_flight(recipe, config)]) / layers;
+    let kept = product(&[ranks, tokens, of_token]).saturating_add(of_states);
+    parts.push(part("activations", "full micro-batches, kept for their backward", kept));
     let logit = [ranks, tokens.min(HEAD_ROWS as u64), config.vocab_size as u64, F32 + width];
     parts.push(part("logits", "of some rows, and their gradients", product(&logit)));
     if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate) {
@@ -77,20 +84,56 @@ pub(super) fn training(
     }
 }
 
-/// What the trainer's `ranks` on a device have of the model beside their parts of it, if they share its weights; `None` for ranks that do not.
-pub(super) fn copies(
-    recipe: &Recipe,
-    config: &Config,
-    shard: &Config,
-    ranks: u64,
-    width: u64,
-) -> Option<Part> {
-    let degree = recipe.trainer.parallel.tensor;
-    let copied = (degree * layout_of(shard).len()).saturating_sub(layout_of(config).len()) as u64;
+/// What the trainer's `ranks` on a device have of the model beside equal parts of it, if they divide it: as much as the rank with the
+/// largest part; `None` for ranks that do not.
+pub(super) fn copies(recipe: &Recipe, config: &Config, ranks: u64, width: u64) -> Option<Part> {
+    let parallel = recipe.trainer.parallel.config();
+    let shards = parallel.shards();
+    let stages = (0..parallel.pipeline).map(|stage| parallel.shard(config, stage * parallel.tensor).ok());
+    let largest = stages.collect::<Option<Vec<_>>>()?.iter().map(|shard| shard.layout().len()).max()?;
+    let beside = (shards * largest).saturating_sub(layout_of(config).len()) as u64;
     let models = 1 + u64::from(recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate));
-    let each = product(&[models, copied, width + F32]) / degree as u64;
-    let what = "embedding, head and norms of tensor ranks, and their gradients";
-    (degree > 1).then(|| part("copies", what, product(&[each, ranks])))
+    let each = product(&[models, beside, width + F32]) / shards as u64;
+    let what = "embedding, head and norms that not all ranks divide, and their gradients";
+    (shards > 1).then(|| part("copies", what, product(&[each, ranks])))
+}
+
+/// Tokens of a full micro-batch of the longest sequences that a rank computes: of context ranks the one with the most.
+fn tokens_of_rank(recipe: &Recipe, config: &Config) -> u64 {
+    let (parallel, tokens) = (recipe.trainer.parallel, micro_batch_tokens(recipe) as usize);
+    if parallel.context <= 1 {
+        return tokens as u64;
+    }
+    let longest = recipe.data.max_prompt_length.saturating_add(recipe.rollout.max_completion_length);
+    let starts = (0..tokens).step_by(longest.max(1));
+    let lengths = starts.map(|start| longest.min(tokens - start));
+    let shard = shard_of(config, parallel.tensor);
+    PassRanks::most_tokens(&shard, lengths, parallel.context, parallel.tensor) as u64
+}
+
+/// What context ranks have of a token beside the activations of one rank, bytes: results of heads that are kept for the backward, and of one
+/// layer what is sent and received, in f32 between devices.
+fn exchanged_per_token(recipe: &Recipe, config: &Config, width: u64) -> u64 {
+    let parallel = recipe.trainer.parallel;
+    if parallel.context <= 1 {
+        return 0;
+    }
+    let (shard, keeps_all) = (shard_of(config, parallel.tensor), recipe.trainer.recompute == Recompute::None);
+    let kept = if keeps_all { shard.num_layers() } else { 1 };
+    let (queries, keys) = (shard.num_heads * shard.head_dim, shard.num_kv_heads * shard.head_dim);
+    let buffers = product(&[(queries + 2 * keys) as u64, 2 * (width + F32)]);
+    product(&[kept as u64, queries as u64, width]).saturating_add(buffers)
+}
+
+/// Micro-batches in flight times layers, of the stage where that is most; the number of layers if ranks have all of them.
+fn layers_in_flight(recipe: &Recipe, config: &Config) -> u64 {
+    let world = recipe.trainer.parallel.pipeline.max(1);
+    let stages = model::stages(config, world).unwrap_or_default();
+    let of_stage = |(rank, layers): (usize, &Range<usize>)| {
+        let flights = if world > 1 { in_flight(Position { rank, world }) } else { 1 };
+        flights * layers.len()
+    };
+    stages.iter().enumerate().map(of_stage).max().unwrap_or(config.num_layers()) as u64
 }
 
 /// A base that stays quantised, with the weights of embedding, tail and one layer, bytes; `None` for weights that do not.
