@@ -87,11 +87,13 @@ impl<'a> StageNetwork<'a> {
         Self::Host(HostStage { decoder, layers, pool, embedding, sections, in_flight: BTreeMap::new() })
     }
 
-    /// Values of the residual stream of the rows of `packed` that this rank computes.
-    pub(super) fn stream_len(&self, packed: &Packed<'_>) -> usize {
+    /// Values of the residual stream of micro-batch number `at`, of the rows that this rank computes.
+    pub(super) fn stream_len(&self, at: usize, packed: &Packed<'_>) -> usize {
         match self {
-            Self::Host(HostStage { decoder, pool, .. }) => {
-                decoder.pass(&packed.pack, pool).rows() * decoder.config().hidden_size
+            Self::Host(HostStage { decoder, pool, in_flight, .. }) => {
+                let fresh = || decoder.pass(&packed.pack, pool).rows();
+                in_flight.get(&at).map_or_else(fresh, |batch| batch.pass.rows())
+                    * decoder.config().hidden_size
             }
             Self::Device(pass) => pass.stream_len(packed),
         }

@@ -99,7 +99,7 @@ impl<'a, L: RowLoss> StagePasses<'a, L> {
                 network.skip(*work, sink, sections)?;
                 continue;
             };
-            let len = network.stream_len(packed);
+            let len = network.stream_len(at, packed);
             match work {
                 StageWork::Forward(_) => {
                     let input = if self.first { None } else { Some(self.links.receive_forward(len)?) };
@@ -220,7 +220,7 @@ impl RankBase {
                     }
                     continue;
                 };
-                let len = network.stream_len(packed);
+                let len = network.stream_len(at, packed);
                 if !forward {
                     let x = links.receive_forward(len)?;
                     predicted.extend(network.predict(packed, &x)?);

@@ -178,30 +178,8 @@ impl<T: Storage> DeviceLayer<'_, T> {
         drop(gates);
         let mut d_qkv = self.attend_backward(heads, &attended, g.all(), gradients)?;
         drop((g, attended));
-        let norm = self.decoder.head_norm(self.index, self.weights);
-        let mut of_norm = gradients.vector(&ranges[Operand::QueryKeyNorm]);
-        // That of the heads of this rank, which all ranks sum.
-        let mut own = match (&of_norm, &self.decoder.ranks.tensor) {
-            (Some(of_norm), Some(_)) => Some(device.zeros::<f32>(of_norm.len())?),
-            _ => None,
-        };
-        let of_heads = norm.zip(raw.as_ref()).map(|(norm, raw)| HeadNormBackward {
-            norm,
-            raw: raw.all(),
-            gradient: match &mut own {
-                Some(own) => Some(own.all_mut()),
-                None => of_norm.as_mut().map(ViewMut::reborrow),
-            },
-        });
-        let rows = x.len() / self.hidden();
-        prepare_backward(device, shape, of_heads, self.head_angles(rows), d_qkv.all_mut())?;
+        self.heads_backward(raw.as_ref(), d_qkv.all_mut(), gradients)?;
         drop(raw);
-        if let (Some(mut own), Some(of_norm)) = (own, of_norm)
-            && !own.is_empty()
-        {
-            self.decoder.sum_over_ranks(own.all_mut())?;
-            add(device, own.all(), of_norm)?;
-        }
         let d_projected = match d_gates {
             None => d_qkv,
             Some(d_gates) => {
@@ -221,5 +199,29 @@ impl<T: Storage> DeviceLayer<'_, T> {
             input_gradient(device, d_projected.all(), self.matrix(Operand::Qkv, self.hidden()))?;
         self.decoder.sum_over_ranks(d_normed.all_mut())?;
         Ok(d_normed)
+    }
+    /// Backward of norm and rotation of heads: turns the gradient of what was prepared, `d_qkv [T, width]`, into that of the projection
+    /// `raw`, which is kept if heads are normalised. Adds the gradient of the norm, over the heads of all ranks that share the weights.
+    fn heads_backward(
+        &self,
+        raw: Option<&DeviceBuffer<T>>,
+        d_qkv: ViewMut<'_, T>,
+        gradients: &mut GradientPlace<'_, T>,
+    ) -> Result<()> {
+        let (device, shape) = (self.on(), self.decoder.shape);
+        let angles = self.head_angles(d_qkv.len() / shape.width());
+        let Some((norm, raw)) = self.decoder.head_norm(self.index, self.weights).zip(raw) else {
+            return prepare_backward(device, shape, None, angles, d_qkv);
+        };
+        let of_heads = |gradient| Some(HeadNormBackward { norm, raw: raw.all(), gradient });
+        match gradients.vector(&self.ranges()[Operand::QueryKeyNorm]) {
+            Some(of_norm) if self.decoder.ranks.tensor.is_some() => {
+                let mut own = device.zeros::<f32>(of_norm.len())?;
+                prepare_backward(device, shape, of_heads(Some(own.all_mut())), angles, d_qkv)?;
+                self.decoder.sum_over_ranks(own.all_mut())?;
+                add(device, own.all(), of_norm)
+            }
+            of_norm => prepare_backward(device, shape, of_heads(of_norm), angles, d_qkv),
+        }
     }
 }
