@@ -134,10 +134,7 @@ fn ranks_exchange_from_device_to_device() {
 #[test]
 fn ranks_on_devices_share_passes() {
     let home = Home::new();
-    let placed =
-        ["placement.trainer_device=emulated", "model.random.num_kv_heads=2", "checkpoint.interval=1"];
-    let alone = run(&home, "alone", &placed);
-    for (name, own) in [
+    let cases = [
         ("direct", &["trainer.world=2", "trainer.collective=device", "trainer.parallel.tensor=2"][..]),
         (
             "host",
@@ -156,8 +153,48 @@ fn ranks_on_devices_share_passes() {
                 "trainer.parallel.context=2",
             ],
         ),
-    ] {
-        let shared = run(&home, name, &[&placed[..], own].concat());
+    ];
+    are_near_one_rank(&home, &["model.random.num_kv_heads=2"], &cases);
+    // Checkpoints have whole tensors.
+    let sets =
+        ["steps=4", "world=1", "parallel.tensor=1", "collective=auto"].map(|set| format!("trainer.{set}"));
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+    home.rlrun(&[&["resume", "direct"], &sets[..]].concat()).ok();
+    assert_eq!(home.run("direct").values("step").last(), Some(&4.0));
+}
+
+#[test]
+fn ranks_on_devices_divide_experts() {
+    let home = Home::new();
+    let model = [
+        "model.random.architecture=olmoe",
+        "model.random.experts=4",
+        "model.random.experts_per_token=2",
+        "trainer.zero=3",
+    ];
+    let direct = ["trainer.world=2", "trainer.parallel.expert=2", "trainer.collective=device"];
+    // Several ranks have the same experts.
+    let processes = [
+        "trainer.world=4",
+        "trainer.parallel.expert=2",
+        "trainer.ranks=processes",
+        "placement.processes=true",
+        "trainer.collective=host",
+    ];
+    are_near_one_rank(&home, &model, &[("direct", &direct), ("processes", &processes)]);
+    let sets =
+        ["steps=4", "world=1", "parallel.expert=1", "collective=auto"].map(|set| format!("trainer.{set}"));
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+    home.rlrun(&[&["resume", "direct"], &sets[..]].concat()).ok();
+    assert_eq!(home.run("direct").values("step").last(), Some(&4.0));
+}
+
+/// Runs `model` on one rank and in each of `cases`, a name and settings.
+fn are_near_one_rank(home: &Home, model: &[&str], cases: &[(&str, &[&str])]) {
+    let placed = [&["placement.trainer_device=emulated", "checkpoint.interval=1"][..], model].concat();
+    let alone = run(home, "alone", &placed);
+    for (name, own) in cases {
+        let shared = run(home, name, &[&placed[..], own].concat());
         assert_eq!(texts(&shared, 1), texts(&alone, 1), "{name}");
         let norms = [shared.values("optim/grad_norm"), alone.values("optim/grad_norm")];
         for (step, tolerance) in [(0, 1e-3), (1, 5e-2)] {
@@ -165,12 +202,6 @@ fn ranks_on_devices_share_passes() {
             assert!((found - expected).abs() <= tolerance * expected, "{name}: {norms:?}");
         }
     }
-    // Checkpoints have whole tensors.
-    let sets =
-        ["steps=4", "world=1", "parallel.tensor=1", "collective=auto"].map(|set| format!("trainer.{set}"));
-    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
-    home.rlrun(&[&["resume", "direct"], &sets[..]].concat()).ok();
-    assert_eq!(home.run("direct").values("step").last(), Some(&4.0));
 }
 
 #[test]

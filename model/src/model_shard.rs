@@ -260,7 +260,7 @@ fn is_of_tokens(name: &str) -> bool {
 }
 
 /// Whether a tensor makes keys or values.
-fn is_of_keys(name: &str) -> bool {
+pub(crate) fn is_of_keys(name: &str) -> bool {
     [".k_proj.", ".v_proj."].into_iter().any(|projection| name.contains(projection))
 }
 

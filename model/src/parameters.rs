@@ -15,6 +15,7 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use crate::adapted_matrix::FusedRows;
 use crate::file_tensors::{FilePart, FileTensor, FusedTensor, matrix_shape};
 use crate::layer::{LayerRanges, LayerTensor, Operand, ROUTER_CORRECTION};
+use crate::model_shard::is_of_keys;
 use crate::{Config, Head, ModelError, TargetModule};
 
 /// The name of the value head in files: that of transformers' sequence classifiers.
@@ -225,6 +226,13 @@ impl Layout {
         }
         let of = |operand| start + ranges[operand].start..start + ranges[operand].end;
         OPERANDS.map(of).into_iter().filter(|range| !range.is_empty()).collect()
+    }
+
+    /// The projections to keys and values of layer `index`, of which tensor ranks may have copies, ascending; none with latents.
+    pub fn key_values(&self, index: usize) -> impl Iterator<Item = Range<usize>> {
+        let layer = self.layers[index].clone();
+        let is_of_layer = move |spec: &&ParameterSpec| layer.contains(&spec.offset) && is_of_keys(&spec.name);
+        self.specs.iter().filter(is_of_layer).map(ParameterSpec::range)
     }
 
     /// The values `[experts]` that the router of layer `index` adds to the scores that choose experts; empty without them.

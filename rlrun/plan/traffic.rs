@@ -81,10 +81,13 @@ impl Traffic {
         let updates = BatchPlan::of(recipe).updates as f64;
         let passes = (passed / recipe.trainer.microbatch_tokens as f64).ceil().max(updates);
         let forwards = if recipe.trainer.recompute == Recompute::None { 1.0 } else { 2.0 };
-        let exchange = if recipe.devices().trains() {
-            ContextExchange::Heads
-        } else {
-            parallel.context.exchange(config)
+        let on_devices = recipe.devices().trains();
+        let exchange = if on_devices { ContextExchange::Heads } else { parallel.context.exchange(config) };
+        // Copies of keys sum the gradients of what tokens have of them, and on devices, when they are complete, those of their weights.
+        let complete = if on_devices && recipe.trainer.zero < 2 { updates } else { passes };
+        let [of_keys, of_projections] = match on_devices {
+            true => [0.0, complete * of_key_weights(config, layers)],
+            false => [of_key_copies(config, layers), 0.0],
         };
         // Of an adapter the gradients alone are exchanged.
         let adapter = trained_values(recipe, layout).map(|values| values as f64 * of_shares(data * context));
@@ -95,7 +98,8 @@ impl Traffic {
             zero: of_zero(recipe, [passes, updates]) * F32 * gathered,
             tensor: tokens
                 * (of_tensor(whole, forwards, layers) * of_shares(tensor)
-                    + of_key_copies(config, layers) * of_shares(shards.key_copies)),
+                    + of_keys * of_shares(shards.key_copies))
+                + of_projections * of_shares(shards.key_copies),
             context: tokens * layers * of_context(config, exchange, context, forwards),
             pipeline: if parallel.pipeline > 1 {
                 tokens * 2.0 * F32 * config.hidden_size as f64
@@ -108,7 +112,8 @@ impl Traffic {
                 whole,
                 exchange,
                 [passes, forwards, layers],
-                shards.key_copies,
+                (shards.key_copies, complete),
+                on_devices,
             ),
             passes: [passes, updates],
             idle: idle(parallel.pipeline, passes / updates),
@@ -117,13 +122,15 @@ impl Traffic {
 }
 
 impl PassCallCounts {
-    /// Calls in `passes` micro-batches with `forwards` forward passes each, over a part `layers` of the layers.
+    /// Calls in `passes` micro-batches with `forwards` forward passes each, over a part `layers` of the layers. Of `key_copies` of keys the
+    /// gradients are summed `key_sums` times.
     fn of(
         parallel: ParallelConfig,
         config: &Config,
         exchange: ContextExchange,
         [passes, forwards, layers]: [f64; 3],
-        key_copies: usize,
+        (key_copies, key_sums): (usize, f64),
+        on_devices: bool,
     ) -> Self {
         let if_shared = |degree: usize, calls: f64| if degree > 1 { passes * calls } else { 0.0 };
         let of_layers = (forwards + 1.0) * layers;
@@ -132,6 +139,8 @@ impl PassCallCounts {
             ContextExchange::Heads => 2.0,
             ContextExchange::Keys => 1.0,
         };
+        // To the experts and back. A device sends the numbers of rows, and in the backward the weights of rows, apart.
+        let of_rows = if on_devices { 2.0 * forwards + 5.0 } else { 2.0 * (forwards + 1.0) };
         let with_experts =
             config.layers.iter().filter(|layer| layer.feed_forward.experts().is_some()).count();
         let [kept, ends] = match config.reduction {
@@ -142,15 +151,14 @@ impl PassCallCounts {
         Self {
             // After attention and after the feed-forward network.
             tensor: if_shared(parallel.tensor, (2.0 * of_layers + kept) * config.num_layers() as f64 + ends)
-                + if_shared(key_copies, layers * config.attention_layers() as f64),
+                + if key_copies > 1 { key_sums * layers * config.attention_layers() as f64 } else { 0.0 },
             context: if_shared(
                 parallel.context.degree,
                 attention * of_layers * config.attention_layers() as f64,
             ),
             // The residual stream and its gradient.
             pipeline: if_shared(parallel.pipeline, 2.0),
-            // To the experts and back.
-            expert: if_shared(parallel.expert, 2.0 * of_layers * with_experts as f64),
+            expert: if_shared(parallel.expert, of_rows * layers * with_experts as f64),
         }
     }
 }
@@ -224,10 +232,15 @@ pub fn trained_values(recipe: &Recipe, layout: &Layout) -> Option<usize> {
 /// Values that one of `ranks` gets from the others when they gather all once. Of experts that `expert` of them divide it gets its own,
 /// from the ranks that have the same.
 fn gathered_values(layout: &Layout, ranks: usize, expert: usize) -> f64 {
-    let of_experts = |spec: &&ParameterSpec| expert > 1 && spec.name.contains(".experts.");
-    let divided: usize = layout.specs().iter().filter(of_experts).map(ParameterSpec::len).sum();
+    let divided = expert_values(layout, expert);
     let own = divided as f64 / expert as f64;
     (layout.len() - divided) as f64 * of_shares(ranks) + own * of_shares((ranks / expert).max(1))
+}
+
+/// Values of the experts that `expert` ranks divide; 0 if they are one.
+pub fn expert_values(layout: &Layout, expert: usize) -> usize {
+    let of_experts = |spec: &&ParameterSpec| expert > 1 && spec.name.contains(".experts.");
+    layout.specs().iter().filter(of_experts).map(ParameterSpec::len).sum()
 }
 
 /// Share of the time in which `stages` stages are idle if `batches` micro-batches pass through them: `(p - 1) / (m + p - 1)` (PipeDream-Flush,
@@ -256,6 +269,14 @@ fn of_tensor(config: &Config, forwards: f64, share: f64) -> f64 {
 fn of_key_copies(config: &Config, share: f64) -> f64 {
     let keys = (config.num_kv_heads * config.head_dim * config.attention_layers()) as f64;
     2.0 * 2.0 * F32 * keys * share
+}
+
+/// Bytes of the gradients of the projections to keys and values, times 2, of the `config` of a rank. With a part `share` of the layers.
+fn of_key_weights(config: &Config, share: f64) -> f64 {
+    let layout = Layout::new(config);
+    let of_layer = |index| layout.key_values(index).map(|place| place.len()).sum::<usize>();
+    let values: usize = (0..config.num_layers()).map(of_layer).sum();
+    2.0 * F32 * values as f64 * share
 }
 
 /// Residual streams of a layer that are kept for the backward: its input, and what is between its halves unless it is computed again.

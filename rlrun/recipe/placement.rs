@@ -441,9 +441,9 @@ fn check_collective(recipe: &Recipe, checker: &mut Checker<'_>) {
         checker.report(path, message, "remove it, or set `placement.device` and `trainer.world`");
         return;
     }
-    // Tensor and context ranks exchange there in passes, and update weights on the host.
+    // Tensor, context and expert ranks exchange there in passes, and update weights on the host.
     let parallel = recipe.trainer.parallel;
-    let exchanges = parallel.tensor * parallel.context > 1;
+    let exchanges = [parallel.tensor, parallel.context, parallel.expert].iter().any(|degree| *degree > 1);
     let exchange_there =
         exchanges && !recipe.is_colocated() && devices.reach_each_other(recipe.trainer.ranks);
     if collective == CollectiveWord::Host || devices.meets || exchange_there {

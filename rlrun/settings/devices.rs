@@ -86,6 +86,7 @@ impl Recipe {
             && self.lora.is_none()
             && self.trainer.router_correction_rate == 0.0
             && self.trainer.parallel.config().of_pass() == 1
+            && self.trainer.parallel.expert <= 1
             && reach_each_other(&trainer, self.trainer.ranks);
         let optimizer_on_device = on_device && (trainer.len() == 1 || meets);
         Devices {

@@ -8,7 +8,7 @@ use trainer::CollectivePlace;
 
 use super::hardware::{Hardware, HardwareKind};
 use crate::plan::sampler_ranks::SamplerRankPlan;
-use crate::plan::traffic::Traffic;
+use crate::plan::traffic::{Traffic, expert_values};
 use crate::recipe::Recipe;
 use crate::recipe::words::WeightTransport;
 
@@ -82,16 +82,19 @@ fn by_host_s(
 ) -> [f64; 2] {
     let parallel = recipe.trainer.parallel.config();
     let on_devices = hardware.kind == HardwareKind::Gpu && config.reduction == Reduction::Chain;
-    if parallel.of_pass() <= 1 || !on_devices {
+    if (parallel.of_pass() <= 1 && parallel.expert <= 1) || !on_devices {
         return [0.0; 2];
     }
     let ([passes, updates], zero) = (traffic.passes, recipe.trainer.zero);
     let gradients = if zero >= 2 { passes } else { updates };
     // Layers are gathered for the forward and for the backward.
     let weights = if zero >= 3 { 2.0 * passes } else { updates };
-    let moved = (gradients + weights) * F32 * (layout.len() / parallel.shards()) as f64;
+    // Of experts that ranks divide a rank has its own.
+    let of_others = expert_values(layout, parallel.expert) / parallel.expert * (parallel.expert - 1);
+    let moved = (gradients + weights) * F32 * ((layout.len() - of_others) / parallel.shards()) as f64;
     let all = recipe.collective() == CollectivePlace::Host;
-    let exchanged = traffic.pipeline + if all { traffic.tensor + traffic.context } else { 0.0 };
+    let in_passes = traffic.tensor + traffic.context + traffic.expert;
+    let exchanged = traffic.pipeline + if all { in_passes } else { 0.0 };
     // What is sent was downloaded, and is uploaded.
     [moved, 2.0 * exchanged].map(|bytes| bytes / hardware.host_bytes_per_s.value)
 }

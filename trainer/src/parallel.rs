@@ -245,8 +245,6 @@ impl LearnerConfig {
             return Ok(());
         } else if adapts {
             "ranks do not share the weights under an adapter; set trainer.parallel.tensor = 1"
-        } else if self.device.is_some() && copies > 1 {
-            "ranks on devices have no copies of key-value heads; set trainer.parallel.tensor to a divisor of their number"
         } else if self.optimizer.kind != OptimizerKind::Adamw {
             "only AdamW with moments in f32 updates parts of matrices; set trainer.parallel.tensor = 1"
         } else {
@@ -272,8 +270,6 @@ impl LearnerConfig {
             ));
         } else if adapts {
             "ranks do not divide experts under an adapter; set trainer.parallel.expert = 1"
-        } else if self.device.is_some() {
-            "ranks on devices do not divide experts; set trainer.parallel.expert = 1"
         } else if !self.shares_weights() {
             "only ranks with shards of the weights divide experts; set trainer.zero = 3"
         } else if self.recompute == Recompute::Sequence {

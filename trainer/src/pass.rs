@@ -123,7 +123,7 @@ impl<'a> Pass<'a> {
     pub(crate) fn divides_experts(&self) -> bool {
         match self {
             Self::Whole(decoder) | Self::Gathered(decoder, _) => decoder.divides_experts(),
-            Self::Device(_) => false,
+            Self::Device(pass) => pass.divides_experts(),
         }
     }
 

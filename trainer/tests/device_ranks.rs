@@ -25,9 +25,11 @@ struct Degrees {
     pipeline: usize,
     context: usize,
     tensor: usize,
+    /// Of the ranks that divide rows and tokens.
+    expert: usize,
 }
 
-const ONE: Degrees = Degrees { data: 1, pipeline: 1, context: 1, tensor: 1 };
+const ONE: Degrees = Degrees { data: 1, pipeline: 1, context: 1, tensor: 1, expert: 1 };
 
 /// Few rows, because the emulator is slow.
 fn groups() -> [Arc<Group>; 2] {
@@ -56,10 +58,10 @@ fn settings(
     zero: usize,
     (dtype, collective): (DeviceDtype, CollectivePlace),
 ) -> LearnerConfig {
-    let Degrees { data, pipeline, context, tensor } = degrees;
+    let Degrees { data, pipeline, context, tensor, expert } = degrees;
     let world = data * pipeline * context * tensor;
     let context = ContextParallel { degree: context, ..ContextParallel::NONE };
-    let parallel = ParallelConfig { tensor, context, pipeline, expert: 1 };
+    let parallel = ParallelConfig { tensor, context, pipeline, expert };
     // One GPU is no group.
     let place = match collective {
         CollectivePlace::Device => DeviceLocation::Emulated,
@@ -126,6 +128,25 @@ fn tensor_ranks_share_weights() {
     }
 }
 
+/// One or two key-value heads, of which four ranks have copies: with biases, norms of heads and experts.
+#[test]
+fn tensor_ranks_have_copies_of_key_value_heads() {
+    for (what, model, dtype) in [
+        ("qwen2", Config { num_kv_heads: 2, ..shared(Architecture::Qwen2) }, DeviceDtype::F32),
+        ("qwen3", Config { num_kv_heads: 1, ..shared(Architecture::Qwen3Moe) }, DeviceDtype::F32),
+    ] {
+        let of = |(tensor, data, pipeline), zero, recompute, collective| {
+            (Degrees { tensor, data, pipeline, ..ONE }, zero, recompute, collective)
+        };
+        let ranks = [
+            of((4, 1, 1), 1, Recompute::None, CollectivePlace::Device),
+            of((4, 2, 1), 3, Recompute::Block, CollectivePlace::Host),
+            of((4, 1, 2), 2, Recompute::Block, CollectivePlace::Auto),
+        ];
+        assert_near_one_rank(what, (&model, dtype), &ranks);
+    }
+}
+
 #[test]
 fn stages_divide_layers() {
     for (what, model, dtype) in [
@@ -155,7 +176,7 @@ fn context_ranks_share_tokens() {
         ("latents", shared(Architecture::DeepseekV3), DeviceDtype::F32),
     ] {
         let of = |(context, data, pipeline, tensor), zero, recompute, collective| {
-            (Degrees { context, data, pipeline, tensor }, zero, recompute, collective)
+            (Degrees { context, data, pipeline, tensor, ..ONE }, zero, recompute, collective)
         };
         let mut ranks = vec![
             of((2, 1, 1, 1), 1, Recompute::None, CollectivePlace::Host),
@@ -165,6 +186,33 @@ fn context_ranks_share_tokens() {
             ranks.push(of((2, 2, 1, 1), 3, Recompute::Sequence, CollectivePlace::Device));
             ranks.push(of((2, 1, 2, 1), 2, Recompute::Block, CollectivePlace::Host));
             ranks.push(of((2, 1, 1, 2), 1, Recompute::None, CollectivePlace::Device));
+        }
+        assert_near_one_rank(what, (&model, dtype), &ranks);
+    }
+}
+
+/// Ranks with the experts of others, more of them than micro-batches, and ranks with the same experts.
+#[test]
+fn ranks_divide_experts() {
+    for (what, model, dtype) in [
+        ("qwen3", shared(Architecture::Qwen3Moe), DeviceDtype::F32),
+        ("experts with biases", shared(Architecture::GptOss), DeviceDtype::F32),
+        ("a gated network beside experts", gated(), DeviceDtype::F32),
+        ("glm4", shared(Architecture::Glm4Moe), DeviceDtype::Bf16),
+    ] {
+        let of = |(expert, data, context, tensor), recompute, collective| {
+            (Degrees { expert, data, context, tensor, ..ONE }, 3, recompute, collective)
+        };
+        let mut ranks = vec![
+            of((2, 2, 1, 1), Recompute::None, CollectivePlace::Device),
+            of((4, 4, 1, 1), Recompute::Block, CollectivePlace::Host),
+        ];
+        if what == "qwen3" {
+            ranks.push(of((2, 4, 1, 1), Recompute::Block, CollectivePlace::Device));
+            ranks.push(of((2, 2, 1, 2), Recompute::None, CollectivePlace::Device));
+            ranks.push(of((2, 1, 2, 1), Recompute::None, CollectivePlace::Host));
+            let stages = Degrees { expert: 2, data: 2, pipeline: 2, ..ONE };
+            ranks.push((stages, 3, Recompute::Block, CollectivePlace::Device));
         }
         assert_near_one_rank(what, (&model, dtype), &ranks);
     }
@@ -209,7 +257,6 @@ fn what_ranks_on_devices_cannot_divide_is_named() {
         assert!(error.contains(expected), "{error}");
     };
     let of = |degrees| settings(degrees, 1, (DeviceDtype::F32, CollectivePlace::Auto));
-    refused(of(Degrees { tensor: 2, ..ONE }), &one_key, "ranks on devices have no copies of key-value heads");
     let context = Degrees { context: 2, ..ONE };
     refused(of(context), &one_key, "1 key-value heads, which 2 ranks cannot share evenly");
     let model = shared(Architecture::Qwen3);

@@ -105,7 +105,7 @@ pub struct RoutedRows<'a> {
     pub router: Router,
     /// Rows of a tile of the products of experts.
     pub(super) height: TileHeight,
-    /// `[T, E]` scores of all experts.
+    /// `[T, E]` scores of all experts; empty for rows that others have routed.
     pub scores: View<'a, f32>,
     /// `[T, k]` what the results of the experts are multiplied with.
     pub weights: View<'a, f32>,
@@ -202,6 +202,54 @@ impl RouteMemory {
         })
     }
 
+    /// Rows that others have routed: row `i` belongs to `experts[i]`, of those of `router`, whose tokens have one expert each.
+    /// [`Self::weights`] says what each is multiplied with.
+    ///
+    /// # Errors
+    /// [`crate::DeviceError::OutOfMemory`], or if the launch fails.
+    ///
+    /// # Panics
+    /// If a token has several experts, or there is no such expert.
+    pub fn of_rows<T: Storage>(device: &Device, router: Router, experts: &[u32]) -> Result<Self> {
+        assert_eq!(router.per_token, 1, "every row has one expert");
+        let rows = experts.len();
+        let mut counters = vec![0_u32; router.experts + 2];
+        experts.iter().for_each(|expert| counters[*expert as usize] += 1);
+        let mut memory = Self {
+            scores: device.uninit(0)?,
+            weights: device.uninit(rows)?,
+            experts: device.upload(experts)?,
+            lists: device.uninit(router.lists(rows).iter().sum())?,
+        };
+        device.upload_to(&counters, memory.lists.view_mut(0..counters.len()))?;
+        memory.group::<T>(device, router, rows)?;
+        Ok(memory)
+    }
+
+    /// `[tokens, per_token]` what the results of the experts are multiplied with.
+    ///
+    /// # Panics
+    /// If the memory is too small.
+    pub fn weights(&mut self, router: Router, tokens: usize) -> ViewMut<'_, f32> {
+        self.weights.view_mut(0..tokens * router.per_token)
+    }
+
+    /// Groups the slots of `tokens` tokens by their experts, whose tokens are counted.
+    fn group<T: Storage>(&mut self, device: &Device, router: Router, tokens: usize) -> Result<()> {
+        let Router { experts, per_token, .. } = router;
+        let (rows, mut end) = (tokens * per_token, 0);
+        let chosen: Argument = self.experts.view(0..rows).into();
+        let [counters, starts, slots, rows_of, tiles] = router.lists(tokens).map(|len| {
+            end += len;
+            Argument::from(self.lists.view_mut(end - len..end))
+        });
+        let height = TileHeight::of(rows, experts).rows::<T>();
+        let arguments =
+            [chosen, size(rows).into(), size(height).into(), counters, starts, slots, rows_of, tiles];
+        let threads = (rows / SLOTS_PER_THREAD).next_multiple_of(32).clamp(32, GROUPING);
+        device.launch("group_routes", [experts, 1, 1], threads, 0, &arguments)
+    }
+
     /// `[tokens, experts]` where the logits of a router belong.
     ///
     /// # Panics
@@ -210,13 +258,14 @@ impl RouteMemory {
         self.scores.view_mut(0..tokens * router.experts)
     }
 
-    /// The routes of `tokens` tokens of `router`, which [`Self::route`] has made.
+    /// The routes of `tokens` tokens of `router`, which [`Self::route`] or [`Self::of_rows`] has made.
     ///
     /// # Panics
     /// If the memory is too small.
     #[must_use]
     pub fn routes(&self, router: Router, tokens: usize) -> RoutedRows<'_> {
         let slots = tokens * router.per_token;
+        let scored = if self.scores.is_empty() { 0 } else { tokens * router.experts };
         let mut end = 0;
         let [counters, starts, slots_of, rows, tiles] = router.lists(tokens).map(|len| {
             end += len;
@@ -225,7 +274,7 @@ impl RouteMemory {
         RoutedRows {
             router,
             height: TileHeight::of(slots, router.experts),
-            scores: self.scores.view(0..tokens * router.experts),
+            scores: self.scores.view(0..scored),
             weights: self.weights.view(0..slots),
             experts: self.experts.view(0..slots),
             counters,
@@ -285,12 +334,9 @@ impl RouteMemory {
         let rows = tokens * per_token;
         let chosen: Argument = self.experts.view_mut(0..rows).into();
         let weights: Argument = self.weights.view_mut(0..rows).into();
-        let (lens, mut end) = (router.lists(tokens), 0);
-        let [counters, starts, slots, rows_of, tiles] = lens.map(|len| {
-            end += len;
-            Argument::from(self.lists.view_mut(end - len..end))
-        });
-        device.clear(self.lists.view_mut(0..lens[0]))?;
+        let counted = router.lists(tokens)[0];
+        device.clear(self.lists.view_mut(0..counted))?;
+        let counters: Argument = self.lists.view_mut(0..counted).into();
         let [slots_written, end_written] = padding;
         let arguments = [
             logits,
@@ -314,11 +360,7 @@ impl RouteMemory {
         ];
         let grid = [tokens.div_ceil(TOKENS), 1, 1];
         device.launch(&format!("route_{}", T::SUFFIX), grid, 32 * TOKENS, shared, &arguments)?;
-        let height = TileHeight::of(rows, experts).rows::<T>();
-        let arguments =
-            [chosen, size(rows).into(), size(height).into(), counters, starts, slots, rows_of, tiles];
-        let threads = (rows / SLOTS_PER_THREAD).next_multiple_of(32).clamp(32, GROUPING);
-        device.launch("group_routes", [experts, 1, 1], threads, 0, &arguments)
+        self.group::<T>(device, router, tokens)
     }
 
     /// Replaces the scores of `tokens` tokens by the gradient `[tokens, experts]` of their logits, for the gradient `d_weights

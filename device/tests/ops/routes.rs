@@ -225,6 +225,23 @@ fn given_experts_are_taken_and_counted() {
     }
 }
 
+/// Rows of several ranks, each of which has them by expert, and none.
+#[test]
+fn rows_that_others_have_routed_are_grouped_by_expert() {
+    let router = Router { experts: 4, per_token: 1, kind: RouterKind::Softmax { normalized: false } };
+    for device in devices() {
+        for experts in [&[0, 0, 3, 1, 3, 0, 1, 1, 1][..], &[]] {
+            let mut memory = RouteMemory::of_rows::<f32>(&device, router, experts).unwrap();
+            let weights = noise(experts.len(), 3);
+            device.upload_to(&weights, memory.weights(router, experts.len())).unwrap();
+            let routes = memory.routes(router, experts.len());
+            assert!(routes.scores.is_empty());
+            let found = downloaded(&device, &routes);
+            assert_eq!((&found.experts[..], found.weights), (experts, weights));
+        }
+    }
+}
+
 #[test]
 fn padding_has_no_rows() {
     let router = Router { experts: 6, per_token: 2, kind: RouterKind::Softmax { normalized: true } };

@@ -40,6 +40,8 @@ pub(super) struct ContextPass {
 #[derive(Debug)]
 pub(super) struct HeadExchange {
     ranks: DevicePassRanks,
+    /// The calls of the ranks that share the tokens.
+    calls: DeviceRanks,
     /// Of all ranks together.
     shape: HeadShape,
     rank: usize,
@@ -93,7 +95,9 @@ impl ContextPass {
             (0..config.num_layers()).map(|index| config.attention_rule(index).shape).collect();
         shapes.dedup();
         let rank = self.ranks.predictions.rank();
-        shapes.into_iter().map(|shape| HeadExchange::new(device, ranks, shape, (rank, &self.rows))).collect()
+        let calls = &self.ranks.exchange;
+        let exchange = |shape| HeadExchange::new(device, (ranks, calls), shape, (rank, &self.rows));
+        shapes.into_iter().map(exchange).collect()
     }
 
     /// The tokens of this rank.
@@ -143,7 +147,7 @@ impl DividedTargets {
 impl HeadExchange {
     fn new(
         device: &Device,
-        ranks: &DevicePassRanks,
+        (ranks, calls): (&DevicePassRanks, &DeviceRanks),
         shape: HeadShape,
         (rank, rows): (usize, &[Range<usize>]),
     ) -> Result<Self> {
@@ -158,6 +162,7 @@ impl HeadExchange {
             projected: order(&[shape.heads, shape.kv_heads, shape.kv_heads])?,
             results: order(&[shape.heads])?,
             ranks: ranks.clone(),
+            calls: calls.clone(),
             rows: rows.to_vec(),
             shape,
             rank,
@@ -190,7 +195,7 @@ impl HeadExchange {
         let mut ordered = device.uninit(x.len())?;
         gather_rows(device, x, self.order(what).to_ranks.all(), self.shape.head_dim, ordered.all_mut())?;
         let [of_own, of_all] = self.places(what);
-        self.ranks.all_to_all(device, ordered.all(), &of_own, &of_all)
+        self.ranks.all_to_all(&self.calls, device, ordered.all(), &of_own, &of_all)
     }
 
     /// All heads of the tokens of this rank, `[own, width]`, from some heads of all tokens, `x [T, width of own]`.
@@ -201,7 +206,7 @@ impl HeadExchange {
         what: Exchanged,
     ) -> Result<DeviceBuffer<T>> {
         let [of_own, of_all] = self.places(what);
-        let received = self.ranks.all_to_all(device, x, &of_all, &of_own)?;
+        let received = self.ranks.all_to_all(&self.calls, device, x, &of_all, &of_own)?;
         let mut out = device.uninit(received.len())?;
         let order = self.order(what).to_tokens.all();
         gather_rows(device, received.all(), order, self.shape.head_dim, out.all_mut())?;

@@ -2,6 +2,8 @@
 //!
 //! Logits of a router are f32, whatever weights are stored in, and so are the scores and weights that follow from them.
 
+use std::ops::Range;
+
 use device::ops::experts::ExpertProduct;
 use device::ops::gated_unit::UnitKind;
 use device::ops::routes::{GivenSlots, Padding, RouteInputs, RouteMemory, Router};
@@ -12,9 +14,11 @@ use crate::Config;
 use crate::layer::{ExpertActivation, ExpertSpec, FeedForward, LayerRanges, Operand};
 
 /// The weights of a router and its experts, and the network beside them.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct DeviceExperts<'a, T: Storage> {
     pub(super) spec: ExpertSpec,
+    /// The experts that this rank has.
+    own: Range<usize>,
     hidden: usize,
     ranges: &'a LayerRanges,
     /// The values of the layer.
@@ -62,7 +66,26 @@ impl<'a, T: Storage> DeviceExperts<'a, T> {
         spec: ExpertSpec,
     ) -> Self {
         let (hidden, ranges) = (decoder.config.hidden_size, decoder.layout.ranges(index));
-        Self { spec, hidden, ranges, weights }
+        let own = decoder.ranks.own_experts(spec.count);
+        Self { spec, own, hidden, ranges, weights }
+    }
+
+    /// The router of rows that are of own experts, one each.
+    pub(super) fn own_router(&self) -> Router {
+        Router { experts: self.own.len(), per_token: 1, kind: self.spec.router }
+    }
+
+    /// The part of `operand`, which has values for every expert, of own experts; empty if the layer does not have it.
+    pub(super) fn own_range(&self, operand: Operand) -> Range<usize> {
+        let range = &self.ranges[operand];
+        let each = range.len() / self.spec.count;
+        range.start + self.own.start * each..range.start + self.own.end * each
+    }
+
+    /// The values of [`Self::own_range`], if the layer has them.
+    pub(super) fn own_values(&self, operand: Operand) -> Option<View<'a, T>> {
+        let range = self.own_range(operand);
+        (!range.is_empty()).then(|| self.weights.slice(range))
     }
 
     /// The values of `operand`, if the layer has them.
@@ -76,19 +99,19 @@ impl<'a, T: Storage> DeviceExperts<'a, T> {
         Matrix::new(self.weights.slice(self.ranges[operand].clone()), input)
     }
 
-    /// The product of every expert with its input: gate and up.
+    /// The product of own experts with their inputs: gate and up.
     pub(super) fn gate_up(&self) -> ExpertProduct<'a, T> {
         self.product(Operand::GateUp, Operand::GateUpBias, [self.hidden, 2 * self.spec.width])
     }
 
-    /// The product of every expert with its activation.
+    /// The product of own experts with their activations.
     pub(super) fn down(&self) -> ExpertProduct<'a, T> {
         self.product(Operand::Down, Operand::DownBias, [self.spec.width, self.hidden])
     }
 
     fn product(&self, weights: Operand, bias: Operand, [input, output]: [usize; 2]) -> ExpertProduct<'a, T> {
-        let weights = self.weights.slice(self.ranges[weights].clone());
-        ExpertProduct { weights, bias: self.values(bias), input, output }
+        let weights = self.weights.slice(self.own_range(weights));
+        ExpertProduct { weights, bias: self.own_values(bias), input, output }
     }
 
     /// Routes the tokens `x [T, d]`.

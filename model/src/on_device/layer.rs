@@ -1,12 +1,13 @@
 //! One layer on a device: the halves of `decoder::block`, with the same formulas.
 //!
 //! `mixer` is the first half, whose kinds are `attention` and `latent`; `feed_forward` is the second, with the `experts` that it may
-//! have.
+//! have, which ranks may divide (`divided_experts`).
 //!
 //! Invariant: the backward needs no other layer. It adds to gradients of weights, and returns the gradient of its input.
 
 mod attention;
 mod delta_net;
+mod divided_experts;
 mod experts;
 mod feed_forward;
 mod latent;

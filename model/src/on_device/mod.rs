@@ -44,7 +44,7 @@ pub use self::factors::DeviceFactors;
 pub use self::head::HEAD_ROWS;
 pub use self::layer::RouteCounts;
 use self::operands::DeviceRotaries;
-pub use self::ranks::{DevicePassRanks, DeviceRanks};
+pub use self::ranks::{DeviceExpertRanks, DevicePassRanks, DeviceRanks};
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
 pub use self::steps::recorded_tokens;
 pub use self::stored::StoredWeights;

@@ -1,7 +1,8 @@
 //! Ranks on devices that compute a pass together.
 //!
 //! Tensor ranks share the weights: each has its heads of attention and its part of the width of the feed-forward networks and experts, and
-//! all of embedding, head, norms and routers. Context ranks share the tokens ([`super::context`]).
+//! all of embedding, head, norms and routers. Context ranks share the tokens ([`super::context`]). Ranks that divide experts have tokens of
+//! their own, and send the rows of each to the ranks of its experts.
 //!
 //! Invariant: residual streams and their gradients have the same bits on all tensor ranks, because a call gives all of them the same sums and
 //! kernels repeat their sums: so have the copies of embedding, head, norms and routers after every update. Partial sums are added in f32,
@@ -15,15 +16,29 @@ use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, Result, Storage, View, ViewMut};
 
 use super::context::DeviceContextRanks;
-use super::operands::copied;
 
 /// The ranks of a pass.
 #[derive(Clone, Debug, Default)]
 pub struct DevicePassRanks {
     /// Those that share the weights; `None` for one rank.
     pub tensor: Option<DeviceRanks>,
+    /// Those of them that have copies of the same key-value heads; `None` if each has its own. A pass leaves the gradients of copies
+    /// apart: who has them when they are complete sums them.
+    pub same_keys: Option<Arc<dyn Collective>>,
     /// Those that share the tokens; `None` for one rank.
     pub context: Option<DeviceContextRanks>,
+    /// Those that divide the experts of every layer, neighbouring experts each; `None` for one rank. All of them make as many passes: a rank
+    /// without tokens makes passes over an empty pack.
+    pub expert: Option<DeviceExpertRanks>,
+}
+
+/// The calls of ranks that divide experts.
+#[derive(Clone, Debug)]
+pub struct DeviceExpertRanks {
+    /// Of rows and their results.
+    pub exchange: DeviceRanks,
+    /// Of numbers of rows, which are on the host.
+    pub counts: Arc<dyn Collective>,
 }
 
 /// The calls of some of these ranks. All of them make the same calls in the same order.
@@ -104,18 +119,17 @@ impl DevicePassRanks {
         tensor.sum(device, values)
     }
 
-    /// Sends the values at `sends[peer]` to every rank `peer` of those that share the tokens. Returns those that come from the ranks, at
-    /// `receives[peer]`.
+    /// Sends the values at `sends[peer]` to every rank `peer` of `ranks`. Returns those that come from the ranks, at `receives[peer]`.
     pub(super) fn all_to_all<T: Storage>(
         &self,
+        ranks: &DeviceRanks,
         device: &Device,
         values: View<'_, T>,
         sends: &[Range<usize>],
         receives: &[Range<usize>],
     ) -> Result<DeviceBuffer<T>> {
-        let Some(context) = &self.context else { return copied(device, values) };
-        self.wait_before(&context.exchange)?;
-        context.exchange.all_to_all(device, values, sends, receives)
+        self.wait_before(ranks)?;
+        ranks.all_to_all(device, values, sends, receives)
     }
 
     /// A call through the host waits for the device without a deadline: calls of other ranks that are on their way come first.
@@ -126,13 +140,22 @@ impl DevicePassRanks {
         }
     }
 
+    /// Those of `count` experts of a layer, whose number the ranks divide, that this rank has.
+    #[must_use]
+    pub fn own_experts(&self, count: usize) -> Range<usize> {
+        let Some(expert) = &self.expert else { return 0..count };
+        let each = count / expert.counts.world();
+        expert.counts.rank() * each..(expert.counts.rank() + 1) * each
+    }
+
     /// Waits for the calls that are on their way, before anything else waits for the device.
     ///
     /// # Errors
     /// If a rank is gone or late.
     pub fn wait(&self) -> Result<()> {
         let context = self.context.as_ref().map(|context| &context.exchange);
-        self.tensor.iter().chain(context).try_for_each(DeviceRanks::wait)
+        let expert = self.expert.as_ref().map(|expert| &expert.exchange);
+        self.tensor.iter().chain(context).chain(expert).try_for_each(DeviceRanks::wait)
     }
 }
 

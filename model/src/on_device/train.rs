@@ -4,7 +4,8 @@
 //! - What is computed again instead of kept changes no bit of any result, but for [`Recompute::Sequence`] on a GPU, whose
 //!   library may add up the products of fewer rows in another order.
 //! - Everything that a forward needs of the host, and what its backward hands on after it, is on its way before the first
-//!   layer is asked for: layers may come from other devices, and an upload may wait for them without a deadline.
+//!   layer is asked for: layers may come from other devices, and an upload may wait for them without a deadline. Rows of experts that
+//!   ranks divide are the exception: before them the host waits for the ranks, with a deadline.
 
 use std::ops::Range;
 
@@ -350,7 +351,7 @@ impl<T: Storage> DeviceDecoder<T> {
     ) -> Result<(DeviceBuffer<T>, RouteCounts)> {
         let (device, tokens) = (&self.activations, trace.tokens);
         let chunk = if self.recompute == Recompute::Sequence { CHUNK } else { tokens };
-        let chunks = all_experts(&self.config).count() * tokens.div_ceil(chunk.max(1));
+        let chunks = all_experts(&self.config).count() * tokens.div_ceil(chunk.max(1)).max(1);
         let experts = all_experts(&self.config).map(|experts| experts.count).max().unwrap_or(0);
         let mut counts = RouteCounts::new(device, chunks, experts)?;
         while let Some(DeviceLayerTrace { input, kept }) = trace.layers.pop() {

@@ -202,7 +202,7 @@ fn a_model_that_fits_no_gpu_is_refused_with_the_rule_about_degrees() {
     let text = failure.to_string();
     assert!(matches!(failure, Failure::DoesNotFit(_)), "{text}");
     assert!(text.contains("need too much memory, at least "), "{text}");
-    assert!(text.contains("ranks on devices do not divide experts"), "{text}");
+    assert!(text.contains("only ranks with shards of the weights divide experts"), "{text}");
 }
 
 #[test]

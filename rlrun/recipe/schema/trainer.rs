@@ -101,8 +101,8 @@ pub struct TrainerSection {
     // resume = changes, worker = run
     pub zero: usize,
     /// For ranks on devices: transport of gradients and weights between ranks. With `device` (NCCL) every rank updates its
-    /// shard on its device, which needs one GPU per rank and AdamW; tensor and context ranks exchange there in passes, and update weights
-    /// on the host. With `host` ranks exchange through host memory. `auto` is `device` if its requirements are met, otherwise `host`.
+    /// shard on its device, which needs one GPU per rank and AdamW; tensor, context and expert ranks exchange there in passes, and update
+    /// weights on the host. With `host` ranks exchange through host memory. `auto` is `device` if its requirements are met, otherwise `host`.
     // resume = changes, worker = run
     pub collective: CollectiveWord,
     /// How training continues when ranks that are processes are lost.
@@ -175,8 +175,7 @@ pub struct ParallelSection {
     /// Ranks that share the weights of every matrix (tensor parallel, arXiv 1909.08053): by heads and by the width of the
     /// feed-forward network, the embedding and the head by tokens. A power of two that divides these; key-value heads have copies
     /// where ranks are a multiple of them. Needs `optimizer = "adamw"`, and on the processor `model.reduction = "tree"`, which gives
-    /// every degree the same bits. On devices every rank has embedding and head whole, and no copies of key-value heads. Megatron-LM
-    /// `tensor_model_parallel_size`.
+    /// every degree the same bits. On devices every rank has embedding and head whole. Megatron-LM `tensor_model_parallel_size`.
     // resume = changes, worker = run
     pub tensor: usize,
     /// Ranks that share the tokens of a micro-batch (context parallel): each computes neighbouring sections of the token stream, cut
@@ -205,8 +204,8 @@ pub struct ParallelSection {
     pub pipeline: usize,
     /// Ranks that divide the experts of every layer (expert parallel), neighbours among those that divide the data and the tokens of a
     /// step, whose number is a multiple of it. Each has neighbouring experts, which compute the tokens of these ranks; rows go to the
-    /// ranks of their experts and results come back. Needs `trainer.zero = 3`, the processor, no LoRA, and `recompute` none or block.
-    /// A power of two changes no bit. prime-rl `ep`, Megatron-LM `expert_model_parallel_size`.
+    /// ranks of their experts and results come back. Needs `trainer.zero = 3`, no LoRA, and `recompute` none or block. A power of two
+    /// changes no bit on the processor. prime-rl `ep`, Megatron-LM `expert_model_parallel_size`.
     // resume = changes, worker = run
     pub expert: usize,
 }

@@ -189,6 +189,25 @@ fn transports_take_the_links_that_they_use() {
     assert_eq!(of(WeightTransport::Nccl, 8), [1e-3, 2e9 / network + h100.network_latency_s.value]);
 }
 
+/// Of a layer a rank moves what is not of the experts of others, and rows too if ranks do not exchange from device to device.
+#[test]
+fn ranks_that_divide_experts_on_devices_move_their_own_through_the_host() {
+    let h100 = Hardware::open("h100").unwrap();
+    let sets = ["trainer.world=2", "trainer.zero=3", "trainer.parallel.expert=2"];
+    let (recipe, tree) = loaded(&[&sets[..], &["model.random.architecture=qwen3_moe"]].concat());
+    let config = Config { reduction: Reduction::Chain, ..tree };
+    let layout = Layout::new(&config);
+    let experts = expert_values(&layout, 2);
+    assert!(experts > layout.len() / 2 && expert_values(&layout, 1) == 0);
+    let traffic = Traffic::over(&recipe, &config, &layout, 1e4).unwrap();
+    let [moved, rows] = by_host_s(&h100, &recipe, (&config, &layout), &traffic);
+    let own = 4.0 * (layout.len() - experts / 2) as f64;
+    assert!(near(moved, 3.0 * traffic.passes[0] * own / h100.host_bytes_per_s.value), "{moved}");
+    let through_host = recipe.collective() == CollectivePlace::Host;
+    let expected = if through_host { 2.0 * traffic.expert / h100.host_bytes_per_s.value } else { 0.0 };
+    assert_eq!(rows, expected);
+}
+
 #[test]
 fn ranks_of_a_pass_on_devices_update_weights_through_the_host() {
     let h100 = Hardware::open("h100").unwrap();

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
+use collective::{Collective, CollectiveError};
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
 use model::on_device::{
@@ -80,6 +81,9 @@ pub(crate) trait DevicePass {
 
     /// Number of layers of the network.
     fn layers(&self) -> usize;
+
+    /// Whether ranks divide the experts of the network.
+    fn divides_experts(&self) -> bool;
 }
 
 /// A pass whose network is stored in `T`.
@@ -129,6 +133,7 @@ pub(crate) enum ParameterSource<'a, T: Storage> {
 /// Gathers layers from the other ranks through the host and copies them to the device.
 pub(crate) struct ParameterUpload<'a, T: Storage> {
     device: &'a Device,
+    layout: &'a Layout,
     gathering: ParameterGathering<'a>,
     /// Embedding and tail.
     ends: [DeviceBuffer<T>; 2],
@@ -147,6 +152,50 @@ struct GradientTransfer<'a, 'b, 'c, T: Storage> {
     sink: Option<&'a mut (dyn GradientSink + 'b)>,
     reducing: Option<&'a mut DeviceReduction<'c, T>>,
     factors: Option<&'a LowRank>,
+    /// The ranks of the pass.
+    ranks: &'a DevicePassRanks,
+}
+
+/// The parts that a rank has of a unit of `layout`, among its `len` values or those of its factors: all but the experts of others, which
+/// have no factors.
+fn own_parts(layout: &Layout, unit: Unit, len: usize, ranks: &DevicePassRanks) -> Vec<Range<usize>> {
+    let place = layout.unit(unit);
+    let operands = match unit {
+        Unit::Layer(index) if ranks.expert.is_some() => layout.expert_operands(index),
+        _ => Vec::new(),
+    };
+    let (mut parts, mut end) = (Vec::new(), 0);
+    for operand in operands {
+        let start = operand.start - place.start;
+        parts.push(end..start);
+        let own = ranks.own_experts(operand.len());
+        parts.push(start + own.start..start + own.end);
+        end = operand.end - place.start;
+    }
+    parts.push(end..len);
+    parts.retain(|part| !part.is_empty());
+    parts
+}
+
+/// Sums the gradients of the key-value heads of layer `index`, of which `ranks` have copies, in those of its unit, `gradients [unit]`.
+fn sum_copies(
+    ranks: &dyn Collective,
+    layout: &Layout,
+    index: usize,
+    gradients: &mut [f32],
+) -> device::Result<()> {
+    let start = layout.unit(Unit::Layer(index)).start;
+    let places: Vec<_> =
+        layout.key_values(index).map(|place| place.start - start..place.end - start).collect();
+    let mut sums: Vec<f32> = places.iter().flat_map(|place| &gradients[place.clone()]).copied().collect();
+    ranks.all_reduce(&mut sums).map_err(CollectiveError::into_device_error)?;
+    let mut rest = &sums[..];
+    for place in places {
+        let (own, others) = rest.split_at(place.len());
+        gradients[place].copy_from_slice(own);
+        rest = others;
+    }
+    Ok(())
 }
 
 /// Writes values from the host, rounded to the type of `to`.
@@ -248,7 +297,7 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
         let Self { decoder, source, gradients, reducing, ranks, .. } = self;
         let (device, layout) = (decoder.device(), decoder.layout());
         let reducing = reducing.as_mut();
-        let transfer = GradientTransfer { device, layout, gradients, sink, reducing, factors: None };
+        let transfer = GradientTransfer { device, layout, gradients, sink, reducing, factors: None, ranks };
         (decoder.among(ranks.clone()), source, transfer)
     }
 
@@ -279,7 +328,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
         let (predictions, trace) = decoder.forward(&mut self.source, pack, positions, targets)?;
         let slopes = slopes(0..packed.trained.len(), &predictions);
         self.source.turn(true);
-        let Self { source, gradients, reducing, factors, .. } = self;
+        let Self { source, gradients, reducing, factors, ranks, .. } = self;
         let mut transfer = GradientTransfer {
             device: self.decoder.device(),
             layout: self.decoder.layout(),
@@ -287,6 +336,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
             sink,
             reducing: reducing.as_mut(),
             factors: factors.as_ref().map(|factors| &*factors.low_rank),
+            ranks,
         };
         let factors = factors.as_ref().map(|factors| &factors.on_device);
         let counts = decoder.backward(source, trace, &slopes, &mut transfer, factors)?;
@@ -369,6 +419,10 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     fn layers(&self) -> usize {
         self.decoder.layout().layers().len()
     }
+
+    fn divides_experts(&self) -> bool {
+        self.ranks.expert.is_some()
+    }
 }
 
 impl<'a, T: Storage> ParameterSource<'a, T> {
@@ -404,7 +458,7 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
     /// If the all-gather fails, or the device has no memory for them.
     pub(crate) fn new(
         device: &'a Device,
-        layout: &Layout,
+        layout: &'a Layout,
         mut gathering: ParameterGathering<'a>,
     ) -> Result<Self, TrainerError> {
         let weights = device.labelled("weights");
@@ -417,7 +471,7 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
         let ends = [to_device(&embedding)?, to_device(&tail)?];
         let largest = layout.layers().iter().map(ExactSizeIterator::len).max().unwrap_or(0);
         let layer = weights.uninit(largest)?;
-        Ok(Self { device, gathering, ends, layer, index: None, ranks: DevicePassRanks::default() })
+        Ok(Self { device, layout, gathering, ends, layer, index: None, ranks: DevicePassRanks::default() })
     }
 
     fn unit(&mut self, unit: Unit) -> device::Result<View<'_, T>> {
@@ -433,7 +487,9 @@ impl<'a, T: Storage> ParameterUpload<'a, T> {
         })?;
         if self.index != Some(index) {
             self.ranks.wait()?;
-            upload(self.device, &values, self.layer.view_mut(0..values.len()))?;
+            for part in own_parts(self.layout, unit, values.len(), &self.ranks) {
+                upload(self.device, &values[part.clone()], self.layer.view_mut(part))?;
+            }
             self.index = Some(index);
         }
         Ok(self.layer.view(0..values.len()))
@@ -483,8 +539,17 @@ impl<T: Storage> UnitGradients for GradientTransfer<'_, '_, '_, T> {
         // A unit may have no trained factors.
         if let Some(from) = from.filter(|_| !to.is_empty()) {
             values.resize(from.len(), 0.0);
-            self.device.download_to(from, values)?;
-            to.iter_mut().zip(values).for_each(|(to, value)| *to += *value);
+            let parts = own_parts(self.layout, unit, from.len(), self.ranks);
+            for part in &parts {
+                self.device.download_to(from.slice(part.clone()), &mut values[part.clone()])?;
+            }
+            if let (Some(ranks), Unit::Layer(index)) = (&self.ranks.same_keys, unit) {
+                sum_copies(&**ranks, self.layout, index, values)?;
+            }
+            for part in parts {
+                let own = to[part.clone()].iter_mut().zip(&values[part]);
+                own.for_each(|(to, value)| *to += *value);
+            }
         }
         sink.done(unit);
         Ok(())

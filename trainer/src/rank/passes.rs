@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use collective::{Collective, HostCollective, Position};
 use device::DeviceGroup;
-use model::on_device::{DeviceContextRanks, DevicePassRanks, DeviceRanks};
+use model::on_device::{DeviceContextRanks, DeviceExpertRanks, DevicePassRanks, DeviceRanks};
 use model::{Config, ModelShard, PassRanks, RoutedTokens, TensorRanks};
 
 use super::links::StageCalls;
@@ -37,9 +37,10 @@ struct PassCalls {
     frozen: Option<Arc<dyn HostCollective>>,
     /// Of tensor ranks. Every one of them has all of a frozen network.
     tensor: Option<Arc<dyn HostCollective>>,
-    /// The same, and those of context ranks, from device to device, if they have such a way.
+    /// The same, and those of context ranks and of ranks that divide experts, from device to device, if they have such a way.
     tensor_devices: Option<Arc<DeviceGroup>>,
     context_devices: Option<Arc<DeviceGroup>>,
+    expert_devices: Option<Arc<DeviceGroup>>,
     /// Of those of them with the same key-value heads.
     same_keys: Option<Arc<dyn HostCollective>>,
     /// Of ranks that divide the experts of the network. Every one of them has all of a frozen network.
@@ -123,7 +124,7 @@ impl PassCollectives {
         })
     }
 
-    /// Lets passes on devices exchange from device to device among the tensor ranks and the context ranks that `meet` makes a group of.
+    /// Lets passes on devices exchange from device to device among those of their ranks that `meet` makes a group of.
     ///
     /// # Errors
     /// That of `meet`, or if this rank has left.
@@ -140,6 +141,7 @@ impl PassCollectives {
         };
         calls.tensor_devices = group(&calls.tensor)?;
         calls.context_devices = group(&calls.context)?;
+        calls.expert_devices = group(&calls.expert)?;
         self.lock().iter_mut().for_each(|own| own.clone_from(&calls));
         Ok(())
     }
@@ -150,12 +152,14 @@ impl PassCollectives {
     /// If this rank has left.
     pub(super) fn exchange_on_devices(&self) -> Result<bool, TrainerError> {
         let calls = self.calls()?;
-        Ok(calls.tensor.is_some() || calls.context.is_some())
+        Ok(calls.tensor.is_some() || calls.context.is_some() || calls.expert.is_some())
     }
 
     /// Whether they do so from device to device.
     pub(super) fn meet_on_devices(&self) -> bool {
-        let direct = |calls: &PassCalls| calls.tensor_devices.is_some() || calls.context_devices.is_some();
+        let direct = |PassCalls { tensor_devices, context_devices, expert_devices, .. }: &PassCalls| {
+            [tensor_devices, context_devices, expert_devices].into_iter().any(Option::is_some)
+        };
         self.lock().as_ref().is_some_and(direct)
     }
 
@@ -172,14 +176,17 @@ impl PassCollectives {
                 (None, None) => None,
             };
         let context = ranks(calls.context_devices, calls.context.clone()).zip(calls.context);
+        let expert = ranks(calls.expert_devices, calls.expert.clone()).zip(calls.expert);
         Ok(DevicePassRanks {
             tensor: ranks(calls.tensor_devices, calls.tensor),
+            same_keys: calls.same_keys.map(|ranks| ranks as Arc<dyn Collective>),
             context: context.map(|(exchange, predictions)| DeviceContextRanks {
                 exchange,
                 predictions,
                 all_layers: self.all_layers.clone(),
                 tensor: self.config.tensor,
             }),
+            expert: expert.map(|(exchange, counts)| DeviceExpertRanks { exchange, counts }),
         })
     }
 

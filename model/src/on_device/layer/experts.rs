@@ -1,7 +1,7 @@
 //! A layer's experts in a pass over a pack.
 //!
-//! Invariant: nothing waits for the router. Rows that experts share with tokens are read where the tokens have them, so there is no
-//! copy of the input for every expert of a token.
+//! Invariant: unless ranks divide the experts, nothing waits for the router, and rows that experts share with tokens are read where the
+//! tokens have them: there is no copy of the input for every expert of a token.
 
 use device::ops::experts::{
     BiasedResults, ExpertInputs, add_gated, add_slots, bias_gradients, gated_backward, weigh_rows,
@@ -13,6 +13,7 @@ use device::ops::rows::column_sums;
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
+use super::divided_experts::DividedRows;
 use super::feed_forward::GatedNetwork;
 use super::{DeviceLayer, linear};
 use crate::RoutedTokens;
@@ -26,7 +27,9 @@ pub(super) struct ExpertActivations<T: Storage> {
     spec: ExpertSpec,
     tokens: usize,
     routes: RouteMemory,
-    /// `[T k, 2 m]` gate and up of every row.
+    /// The rows of own experts, if ranks divide them.
+    divided: Option<DividedRows<T>>,
+    /// `[rows, 2 m]` gate and up of every row.
     gate_up: DeviceBuffer<T>,
     /// `[T, 2 s]` of the shared network, if there is one.
     shared: Option<DeviceBuffer<T>>,
@@ -35,8 +38,14 @@ pub(super) struct ExpertActivations<T: Storage> {
 }
 
 impl<T: Storage> ExpertActivations<T> {
+    /// The routes of the tokens.
     fn routes(&self) -> RoutedRows<'_> {
         self.routes.routes(self.spec.router(), self.tokens)
+    }
+
+    /// The routes of the rows that own experts compute: those of the tokens, unless ranks divide the experts.
+    fn own_routes(&self) -> RoutedRows<'_> {
+        self.divided.as_ref().map_or_else(|| self.routes(), DividedRows::routes)
     }
 }
 
@@ -124,9 +133,14 @@ impl<T: Storage> DeviceLayer<'_, T> {
             first: of_layer,
         });
         experts.route(device, x, &mut routes, given, None)?;
-        let mut gate_up = device.uninit(tokens * spec.per_token * 2 * spec.width)?;
-        let of = routes.routes(router, tokens);
-        experts.gate_up().apply(device, &of, ExpertInputs::OfTokens(x), gate_up.all_mut())?;
+        let of_tokens = routes.routes(router, tokens);
+        let divided = self.dispatch(&experts, &of_tokens, x)?;
+        let (of, inputs) = match &divided {
+            Some(rows) => (rows.routes(), rows.inputs()),
+            None => (of_tokens, x),
+        };
+        let mut gate_up = device.uninit(of.slots.len() * 2 * spec.width)?;
+        experts.gate_up().apply(device, &of, ExpertInputs::OfTokens(inputs), gate_up.all_mut())?;
         let shared = match spec.shared_width {
             0 => None,
             _ => Some(self.gate_up(&shared_network(&spec), x)?),
@@ -139,10 +153,10 @@ impl<T: Storage> DeviceLayer<'_, T> {
                 Some(logits)
             }
         };
-        Ok(ExpertActivations { spec, tokens, routes, gate_up, shared, shared_gate })
+        Ok(ExpertActivations { spec, tokens, routes, divided, gate_up, shared, shared_gate })
     }
 
-    /// `[T k, m]` activations of every row.
+    /// `[rows, m]` activations of every row.
     fn activated_rows(&self, kept: &ExpertActivations<T>) -> Result<DeviceBuffer<T>> {
         let mut activated = self.on().uninit(kept.gate_up.len() / 2)?;
         let unit = kept.spec.activation.into();
@@ -152,13 +166,16 @@ impl<T: Storage> DeviceLayer<'_, T> {
 
     /// Adds the results to `out [T, d]`.
     pub(super) fn finish_experts(&self, kept: &ExpertActivations<T>, mut out: ViewMut<'_, T>) -> Result<()> {
-        let (device, routes, experts) = (self.on(), kept.routes(), self.experts(kept.spec));
+        let (device, routes, experts) = (self.on(), kept.own_routes(), self.experts(kept.spec));
         let activated = self.activated_rows(kept)?;
-        let mut results = device.uninit(kept.tokens * kept.spec.per_token * self.hidden())?;
+        let mut results = device.uninit(routes.slots.len() * self.hidden())?;
         let rows = ExpertInputs::OfRows(activated.all());
         experts.down().apply(device, &routes, rows, results.all_mut())?;
         drop(activated);
-        add_slots(device, &routes, results.all(), true, out.reborrow())?;
+        if let Some(rows) = &kept.divided {
+            results = self.combine(rows, results.all())?;
+        }
+        add_slots(device, &kept.routes(), results.all(), true, out.reborrow())?;
         drop(results);
         let Some(gate_up) = &kept.shared else { return Ok(()) };
         let network = shared_network(&kept.spec);
@@ -178,14 +195,26 @@ impl<T: Storage> DeviceLayer<'_, T> {
     pub(super) fn experts_backward(
         &self,
         x: View<'_, T>,
-        kept: ExpertActivations<T>,
+        mut kept: ExpertActivations<T>,
         g: View<'_, T>,
         gradients: &mut GradientPlace<'_, T>,
     ) -> Result<DeviceBuffer<T>> {
         let device = self.on();
         let experts = &self.experts(kept.spec);
-        let (mut d_weights, d_rows) = self.rows_backward(experts, x, &kept, g, gradients)?;
-        let ExpertActivations { spec, tokens, mut routes, gate_up, shared, shared_gate } = kept;
+        let divided = kept.divided.take();
+        let (mut d_weights, d_rows) = match divided {
+            None => self.rows_backward(experts, (&kept.routes(), x), &kept, g, gradients)?,
+            Some(mut rows) => {
+                let of_tokens = kept.routes();
+                let g = self.dispatch_gradient(&mut rows, &of_tokens, g)?;
+                let of_rows = (&rows.routes(), rows.inputs());
+                let (d_weights, d_rows) = self.rows_backward(experts, of_rows, &kept, g.all(), gradients)?;
+                drop(g);
+                let d_weights = self.combine_weights(&rows, &of_tokens, d_weights.all())?;
+                (d_weights, self.combine(&rows, d_rows.all())?)
+            }
+        };
+        let ExpertActivations { spec, tokens, mut routes, gate_up, shared, shared_gate, .. } = kept;
         drop(gate_up);
         let router = spec.router();
         let mut d_x = device.zeros(x.len())?;
@@ -236,30 +265,30 @@ impl<T: Storage> DeviceLayer<'_, T> {
         Ok((d, d_gate))
     }
 
-    /// Backward of the experts: the gradients `[T, k]` of the weights of slots, and `[T k, d]` of the inputs of rows.
+    /// Backward of the experts for the `routes` of their rows with the inputs `x`: the gradients of the weights of slots, and `[rows, d]` of
+    /// the inputs of rows.
     fn rows_backward(
         &self,
         experts: &DeviceExperts<'_, T>,
-        x: View<'_, T>,
+        (routes, x): (&RoutedRows<'_>, View<'_, T>),
         kept: &ExpertActivations<T>,
         g: View<'_, T>,
         gradients: &mut GradientPlace<'_, T>,
     ) -> Result<(DeviceBuffer<f32>, DeviceBuffer<T>)> {
-        let (device, ranges, hidden) = (self.on(), self.ranges(), self.hidden());
-        let (spec, routes) = (kept.spec, kept.routes());
-        let rows = kept.tokens * spec.per_token;
+        let (device, hidden) = (self.on(), self.hidden());
+        let (spec, rows) = (kept.spec, routes.slots.len());
         let (x, g_of_tokens) = (ExpertInputs::OfTokens(x), ExpertInputs::OfTokens(g));
         let mut activated = self.activated_rows(kept)?;
         let mut d_activated = device.uninit(activated.len())?;
-        experts.down().input_gradient(device, &routes, g_of_tokens, d_activated.all_mut())?;
+        experts.down().input_gradient(device, routes, g_of_tokens, d_activated.all_mut())?;
         let mut d_weights = device.uninit(rows)?;
-        let biased = experts.values(Operand::DownBias).map(|bias| BiasedResults { g, bias });
+        let biased = experts.own_values(Operand::DownBias).map(|bias| BiasedResults { g, bias });
         let (d, a) = (d_activated.all_mut(), activated.all_mut());
-        weigh_rows(device, &routes, d, a, biased, d_weights.all_mut())?;
+        weigh_rows(device, routes, d, a, biased, d_weights.all_mut())?;
         // The weight of a slot is in the activation, so that the gradient of the result is that of the token.
         let weighed = ExpertInputs::OfRows(activated.all());
-        gradients.add_formed(device, &ranges[Operand::Down], |of_down| {
-            weight_gradients(device, &routes, g_of_tokens, weighed, spec.width, of_down)
+        gradients.add_formed(device, &experts.own_range(Operand::Down), |of_down| {
+            weight_gradients(device, routes, g_of_tokens, weighed, spec.width, of_down)
         })?;
         drop(activated);
         let mut d_gate_up = device.uninit(kept.gate_up.len())?;
@@ -267,17 +296,17 @@ impl<T: Storage> DeviceLayer<'_, T> {
         gated_unit_backward(device, spec.activation.into(), gate_up, spec.width, d, d_gate_up.all_mut())?;
         drop(d_activated);
         let d_rows = ExpertInputs::OfRows(d_gate_up.all());
-        gradients.add_formed(device, &ranges[Operand::GateUp], |of_gate_up| {
-            weight_gradients(device, &routes, d_rows, x, hidden, of_gate_up)
+        gradients.add_formed(device, &experts.own_range(Operand::GateUp), |of_gate_up| {
+            weight_gradients(device, routes, d_rows, x, hidden, of_gate_up)
         })?;
-        if let Some(of_down) = gradients.vector(&ranges[Operand::DownBias]) {
-            bias_gradients(device, &routes, g_of_tokens, true, of_down)?;
+        if let Some(of_down) = gradients.vector(&experts.own_range(Operand::DownBias)) {
+            bias_gradients(device, routes, g_of_tokens, true, of_down)?;
         }
-        if let Some(of_gate_up) = gradients.vector(&ranges[Operand::GateUpBias]) {
-            bias_gradients(device, &routes, d_rows, false, of_gate_up)?;
+        if let Some(of_gate_up) = gradients.vector(&experts.own_range(Operand::GateUpBias)) {
+            bias_gradients(device, routes, d_rows, false, of_gate_up)?;
         }
         let mut d_inputs = device.uninit(rows * hidden)?;
-        experts.gate_up().input_gradient(device, &routes, d_rows, d_inputs.all_mut())?;
+        experts.gate_up().input_gradient(device, routes, d_rows, d_inputs.all_mut())?;
         Ok((d_weights, d_inputs))
     }
 

@@ -104,7 +104,8 @@ impl<T: Storage> DeviceLayer<'_, T> {
         let (device, ranges, hidden) = (self.on(), self.ranges(), self.hidden());
         let mut d_middle = device.uninit(middle.len())?;
         let rows = middle.len() / hidden;
-        for start in (0..rows).step_by(chunk.max(1)) {
+        // Ranks that divide experts make the calls of one chunk, without tokens too.
+        for start in (0..rows.max(1)).step_by(chunk.max(1)) {
             let piece = start * hidden..(start + chunk).min(rows) * hidden;
             let (middle, g) = (middle.view(piece.clone()), g.view(piece.clone()));
             let normed = self.normed(middle, &ranges[Operand::FeedForwardNorm])?;

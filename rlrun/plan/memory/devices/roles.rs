@@ -14,7 +14,7 @@ use trainer::pipeline::in_flight;
 use super::super::super::layouts::layout_of;
 use super::super::{
     F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, micro_batch_tokens, of_ranks, product,
-    shard_of, states,
+    received_values, shard_of, states,
 };
 use super::{DeviceCounts, part};
 use crate::recipe::words::{CriticKind, WeightTransport};
@@ -64,7 +64,8 @@ pub(super) fn training(
     // A recurrence has the states of its backward beside what it has of tokens.
     let of_states = if config.delta_net().is_some() { product(&[ranks, size.recurrence]) } else { 0 };
     let layers = (config.num_layers() as u64).max(1);
-    let of_token = size.activations_per_token + exchanged_per_token(recipe, config, width);
+    let exchanged = exchanged_per_token(recipe, config, width);
+    let of_token = size.activations_per_token + exchanged + dispatched_per_token(recipe, config, width);
     let of_token = product(&[of_token, layers_in_flight(recipe, config)]) / layers;
     let kept = product(&[ranks, tokens, of_token]).saturating_add(of_states);
     parts.push(part("activations", "full micro-batches, kept for their backward", kept));
@@ -123,6 +124,18 @@ fn exchanged_per_token(recipe: &Recipe, config: &Config, width: u64) -> u64 {
     let (queries, keys) = (shard.num_heads * shard.head_dim, shard.num_kv_heads * shard.head_dim);
     let buffers = product(&[(queries + 2 * keys) as u64, 2 * (width + F32)]);
     product(&[kept as u64, queries as u64, width]).saturating_add(buffers)
+}
+
+/// What ranks that divide experts have of a token beside the activations of one rank, bytes, if all have as many rows: the inputs of its
+/// experts that are kept for the backward, and of one layer what is sent and received, in f32 between devices.
+fn dispatched_per_token(recipe: &Recipe, config: &Config, width: u64) -> u64 {
+    if recipe.trainer.parallel.expert <= 1 {
+        return 0;
+    }
+    let largest = config.layers.iter().filter_map(|layer| layer.feed_forward.experts());
+    let largest = largest.map(|spec| (spec.per_token * config.hidden_size) as u64).max().unwrap_or(0);
+    let kept = if recipe.trainer.recompute == Recompute::None { received_values(config) } else { largest };
+    product(&[kept, width]).saturating_add(product(&[largest, 2 * (width + F32)]))
 }
 
 /// Micro-batches in flight times layers, of the stage where that is most; the number of layers if ranks have all of them.
