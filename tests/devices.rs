@@ -155,12 +155,7 @@ fn ranks_on_devices_share_passes() {
         ),
     ];
     are_near_one_rank(&home, &["model.random.num_kv_heads=2"], &cases);
-    // Checkpoints have whole tensors.
-    let sets =
-        ["steps=4", "world=1", "parallel.tensor=1", "collective=auto"].map(|set| format!("trainer.{set}"));
-    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
-    home.rlrun(&[&["resume", "direct"], &sets[..]].concat()).ok();
-    assert_eq!(home.run("direct").values("step").last(), Some(&4.0));
+    goes_on_with_one_rank(&home, "direct", "tensor");
 }
 
 #[test]
@@ -173,20 +168,24 @@ fn ranks_on_devices_divide_experts() {
         "trainer.zero=3",
     ];
     let direct = ["trainer.world=2", "trainer.parallel.expert=2", "trainer.collective=device"];
-    // Several ranks have the same experts.
     let processes = [
-        "trainer.world=4",
+        "trainer.world=2",
         "trainer.parallel.expert=2",
         "trainer.ranks=processes",
         "placement.processes=true",
         "trainer.collective=host",
     ];
-    are_near_one_rank(&home, &model, &[("direct", &direct), ("processes", &processes)]);
-    let sets =
-        ["steps=4", "world=1", "parallel.expert=1", "collective=auto"].map(|set| format!("trainer.{set}"));
-    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
-    home.rlrun(&[&["resume", "direct"], &sets[..]].concat()).ok();
-    assert_eq!(home.run("direct").values("step").last(), Some(&4.0));
+    are_near_one_rank(&home, &model, &[("direct", &direct[..]), ("processes", &processes)]);
+    goes_on_with_one_rank(&home, "direct", "expert");
+}
+
+/// Checkpoints have whole tensors: the run `name`, whose ranks divide passes by `degree`, goes on with one rank.
+fn goes_on_with_one_rank(home: &Home, name: &str, degree: &str) {
+    let sets = ["steps=4", "world=1", "collective=auto"].map(|set| format!("trainer.{set}"));
+    let alone = format!("trainer.parallel.{degree}=1");
+    let sets: Vec<&str> = sets.iter().chain([&alone]).flat_map(|set| ["--set", set]).collect();
+    home.rlrun(&[&["resume", name], &sets[..]].concat()).ok();
+    assert_eq!(home.run(name).values("step").last(), Some(&4.0));
 }
 
 /// Runs `model` on one rank and in each of `cases`, a name and settings.

@@ -538,7 +538,8 @@ fn a_trainer_without_a_batch_fails_at_the_deadline_or_stops() {
     let id = bench.buffer.admit(one, SOON).unwrap()[0];
     bench.buffer.claim(id, PolicyVersion(0)).unwrap();
     let error = bench.trainer.step().unwrap_err();
-    assert!(matches!(error, TrainerError::Buffer(BufferError::LeaseTimeout { .. })));
+    let TrainerError::Buffer(BufferError::LeaseTimeout { waited, .. }) = &error else { panic!("{error}") };
+    assert!(*waited >= Duration::from_millis(150), "the whole wait: {waited:?}");
     assert!(error.to_string().contains("1 claimed"), "{error}");
     bench.stop.store(true, Ordering::Relaxed);
     assert!(bench.trainer.step().unwrap().is_none());

@@ -55,7 +55,8 @@ impl Trainer {
 
     fn lease(&mut self) -> Result<Option<Lease>, TrainerError> {
         fail::fail_point!("before-lease");
-        let deadline = Instant::now() + self.config.wait;
+        let begun = Instant::now();
+        let deadline = begun + self.config.wait;
         let request = LeaseRequest::step(CONSUMER, self.version);
         loop {
             if self.stop.load(Ordering::Relaxed) {
@@ -71,6 +72,11 @@ impl Trainer {
                     }
                 }
                 Err(BufferError::LeaseTimeout { .. }) if left > STOP_POLL => {}
+                // The last call alone waited less.
+                Err(BufferError::LeaseTimeout { step, held_for_slow, stats, .. }) => {
+                    let waited = begun.elapsed();
+                    return Err(BufferError::LeaseTimeout { step, waited, held_for_slow, stats }.into());
+                }
                 Err(error) => return Err(error.into()),
             }
         }
