@@ -23,7 +23,14 @@ fn emulator() {
     }
     let path = std::path::Path::new(&out_dir()).join("unit.cc");
     std::fs::write(&path, unit).expect("the build directory can be written");
-    cc::Build::new()
+    let mut build = cc::Build::new();
+    // Kernels call `fmaf` in their innermost loops; without the instruction each is a call of a library. Tests run where they are
+    // built.
+    #[cfg(target_arch = "x86_64")]
+    if std::is_x86_feature_detected!("fma") && std::is_x86_feature_detected!("avx2") {
+        build.flag("-mfma").flag("-mavx2");
+    }
+    build
         .cpp(true)
         .std("c++17")
         .file(path)

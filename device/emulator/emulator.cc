@@ -2,21 +2,57 @@
 
 #include "emulator.h"
 
-#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <map>
 #include <string>
 #include <vector>
 
 namespace emulator {
-thread_local Dimensions thread_index, block_index, block_size, grid_size;
+__thread Dimensions thread_index, block_index, block_size, grid_size;
 
 namespace {
 constexpr std::size_t STACK = 128 << 10;
+
+#if defined(__x86_64__) && defined(__linux__)
+// Where a suspended stack goes on: its stack pointer, below the registers that a call preserves. A kernel suspends its fibers
+// millions of times, and functions of the C library would take half of the emulator's time for it.
+using Context = void*;
+
+__attribute__((naked, noinline)) void switch_context(Context*, Context*) {
+    asm volatile(
+        "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
+        "movq %rsp, (%rdi)\n"
+        "movq (%rsi), %rsp\n"
+        "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n"
+        "ret\n");
+}
+
+// A context that calls `entry`, which never returns.
+void make_context(Context* context, void* stack, void (*entry)()) {
+    // Six registers, the address that the switch returns to, and that of a caller, which there is not. The stack is aligned as
+    // after a call.
+    void** top = reinterpret_cast<void**>(static_cast<char*>(stack) + STACK) - 8;
+    top[6] = reinterpret_cast<void*>(entry);
+    *context = top;
+}
+#else
+using Context = ucontext_t;
+
+void switch_context(Context* from, Context* to) { swapcontext(from, to); }
+
+void make_context(Context* context, void* stack, void (*entry)()) {
+    getcontext(context);
+    context->uc_stack.ss_sp = stack;
+    context->uc_stack.ss_size = STACK;
+    context->uc_link = nullptr;
+    makecontext(context, entry, 0);
+}
+#endif
 
 struct Barrier {
     unsigned expected = 0, arrived = 0;
@@ -40,22 +76,24 @@ struct Warp {
     unsigned char rooms[2][32 * 64];
 };
 
+// A thread of a block. Its stack serves all blocks of a host thread.
 struct Fiber {
-    jmp_buf state;
+    Context context;
+    void* stack = nullptr;
     Dimensions index;
     unsigned number;
     unsigned exchanges;
-    bool started, ended;
+    bool ended;
 };
 
 // Scheduler state of one host thread that launches kernels.
 struct Block {
-    std::vector<void*> stacks;
-    std::vector<Fiber> fibers;
+    // Their contexts must not move.
+    std::deque<Fiber> fibers;
     std::vector<Warp> warps;
     Barrier barrier;
-    jmp_buf scheduler;
-    unsigned current = 0;
+    Context scheduler;
+    Fiber* running = nullptr;
     Call call = nullptr;
     void** arguments = nullptr;
     std::vector<unsigned char> shared;
@@ -65,11 +103,12 @@ struct Block {
     unsigned count = 0;
 
     ~Block() {
-        for (void* stack : stacks) munmap(stack, STACK);
+        for (Fiber& fiber : fibers) munmap(fiber.stack, STACK);
     }
 };
 
-thread_local Block block;
+// That of this host thread while it launches. A variable with a constructor would be checked at every use.
+__thread Block* block;
 
 [[noreturn]] void fail(const char* message) {
     std::fprintf(stderr, "emulator: %s\n", message);
@@ -78,80 +117,70 @@ thread_local Block block;
 
 // Yields to the scheduler.
 void yield() {
-    Fiber& fiber = block.fibers[block.current];
-    if (_setjmp(fiber.state) == 0) _longjmp(block.scheduler, 1);
+    Fiber& fiber = *block->running;
+    switch_context(&fiber.context, &block->scheduler);
     thread_index = fiber.index;
 }
 
 void wait(Barrier& barrier) {
     std::uint64_t before = barrier.passed;
     barrier.arrive();
-    block.moved = true;
+    block->moved = true;
     while (barrier.passed == before) yield();
 }
 
+// Runs a thread of each block.
 void life() {
-    thread_index = block.fibers[block.current].index;
-    block.call(block.arguments);
-    Fiber& fiber = block.fibers[block.current];
-    fiber.ended = true;
-    block.moved = true;
-    block.warps[fiber.number / 32].barrier.leave();
-    block.barrier.leave();
-    _longjmp(block.scheduler, 1);
-}
-
-void resume(unsigned number) {
-    block.current = number;
-    Fiber& fiber = block.fibers[number];
-    if (_setjmp(block.scheduler) != 0) return;
-    if (fiber.started) _longjmp(fiber.state, 1);
-    fiber.started = true;
-    ucontext_t context;
-    getcontext(&context);
-    context.uc_stack.ss_sp = block.stacks[number];
-    context.uc_stack.ss_size = STACK;
-    context.uc_link = nullptr;
-    makecontext(&context, life, 0);
-    setcontext(&context);
-    fail("a fiber does not start");
+    Fiber& fiber = *block->running;
+    for (;;) {
+        thread_index = fiber.index;
+        block->call(block->arguments);
+        fiber.ended = true;
+        block->moved = true;
+        block->warps[fiber.number / 32].barrier.leave();
+        block->barrier.leave();
+        switch_context(&fiber.context, &block->scheduler);
+    }
 }
 
 void run_block() {
     unsigned threads = block_size.x * block_size.y * block_size.z;
-    while (block.stacks.size() < threads) {
+    while (block->fibers.size() < threads) {
         void* stack = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (stack == MAP_FAILED) fail("no memory for the stack of a thread");
-        block.stacks.push_back(stack);
+        Fiber& fiber = block->fibers.emplace_back();
+        fiber.stack = stack;
+        make_context(&fiber.context, stack, life);
     }
-    block.fibers.resize(threads);
-    block.warps.resize((threads + 31) / 32);
-    for (unsigned w = 0; w < block.warps.size(); ++w) {
+    block->warps.resize((threads + 31) / 32);
+    for (unsigned w = 0; w < block->warps.size(); ++w) {
         Barrier barrier;
         barrier.expected = w * 32 + 32 <= threads ? 32 : threads - w * 32;
-        block.warps[w].barrier = barrier;
+        block->warps[w].barrier = barrier;
     }
-    block.barrier = Barrier();
-    block.barrier.expected = threads;
+    block->barrier = Barrier();
+    block->barrier.expected = threads;
     for (unsigned i = 0; i < threads; ++i) {
-        Fiber& fiber = block.fibers[i];
+        Fiber& fiber = block->fibers[i];
         fiber.index = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
         fiber.number = i;
         fiber.exchanges = 0;
-        fiber.started = fiber.ended = false;
+        fiber.ended = false;
     }
-    bool backwards = block.count++ & 1u;
+    bool backwards = block->count++ & 1u;
     unsigned left = threads;
     while (left > 0) {
-        block.moved = false;
+        block->moved = false;
         left = 0;
         for (unsigned turn = 0; turn < threads; ++turn) {
             unsigned i = backwards ? threads - 1 - turn : turn;
-            if (block.fibers[i].ended) continue;
-            resume(i);
-            left += !block.fibers[i].ended;
+            Fiber& fiber = block->fibers[i];
+            if (fiber.ended) continue;
+            block->running = &fiber;
+            switch_context(&block->scheduler, &fiber.context);
+            left += !fiber.ended;
         }
-        if (left > 0 && !block.moved) fail("some threads of a block wait at a barrier that the others do not come to");
+        if (left > 0 && !block->moved) fail("some threads of a block wait at a barrier that the others do not come to");
     }
 }
 
@@ -180,14 +209,14 @@ std::uint16_t narrow(float value) {
 }
 }  // namespace
 
-int lane() { return int(block.fibers[block.current].number & 31u); }
-void sync_warp() { wait(block.warps[block.fibers[block.current].number / 32].barrier); }
-void sync_block() { wait(block.barrier); }
-void* dynamic_shared() { return block.shared.data(); }
+int lane() { return int(block->running->number & 31u); }
+void sync_warp() { wait(block->warps[block->running->number / 32].barrier); }
+void sync_block() { wait(block->barrier); }
+void* dynamic_shared() { return block->shared.data(); }
 
 unsigned char* exchange() {
-    Fiber& fiber = block.fibers[block.current];
-    return block.warps[fiber.number / 32].rooms[fiber.exchanges++ & 1u];
+    Fiber& fiber = *block->running;
+    return block->warps[fiber.number / 32].rooms[fiber.exchanges++ & 1u];
 }
 
 void mma(float (&c)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
@@ -225,9 +254,11 @@ int rlrun_emulator_launch(const char* name, const unsigned* grid, unsigned threa
     auto found = kernels().find(name);
     if (found == kernels().end()) return 1;
     if (found->second.threads < threads || threads == 0) return 2;
-    block.call = found->second.call;
-    block.arguments = arguments;
-    block.shared.resize(shared + 16);
+    static thread_local Block own;
+    block = &own;
+    block->call = found->second.call;
+    block->arguments = arguments;
+    block->shared.resize(shared + 16);
     grid_size = {grid[0], grid[1], grid[2]};
     block_size = {threads, 1, 1};
     for (unsigned z = 0; z < grid[2]; ++z)

@@ -18,7 +18,7 @@ struct Dimensions {
 
 namespace emulator {
 // Index of the running fiber.
-extern thread_local Dimensions thread_index, block_index, block_size, grid_size;
+extern __thread Dimensions thread_index, block_index, block_size, grid_size;
 
 int lane();
 void sync_warp();
