@@ -2,6 +2,7 @@
 
 #include "emulator.h"
 
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -41,16 +42,26 @@ void make_context(Context* context, void* stack, void (*entry)()) {
     *context = top;
 }
 #else
-using Context = ucontext_t;
+// The same by functions of the C library.
+struct Context {
+    jmp_buf state;
+    ucontext_t first;
+    bool started = false;
+};
 
-void switch_context(Context* from, Context* to) { swapcontext(from, to); }
+void switch_context(Context* from, Context* to) {
+    from->started = true;
+    if (_setjmp(from->state) != 0) return;
+    if (to->started) _longjmp(to->state, 1);
+    setcontext(&to->first);
+}
 
 void make_context(Context* context, void* stack, void (*entry)()) {
-    getcontext(context);
-    context->uc_stack.ss_sp = stack;
-    context->uc_stack.ss_size = STACK;
-    context->uc_link = nullptr;
-    makecontext(context, entry, 0);
+    getcontext(&context->first);
+    context->first.uc_stack.ss_sp = stack;
+    context->first.uc_stack.ss_size = STACK;
+    context->first.uc_link = nullptr;
+    makecontext(&context->first, entry, 0);
 }
 #endif
 
