@@ -59,7 +59,7 @@ fn the_plan_counts_whole_episodes() {
         "environment.max_tokens=128",
         "environment.hint= no, again: ",
         "rollout.ignore_stop=false",
-        // Such a run takes ten times as long, and has its peak soon.
+        // Steps of episodes are long, and the first ones have the peak.
         "trainer.steps=4",
         "rollout.stop=[\"a\",\"e\",\"i\",\"o\",\"u\",\"n\",\"r\",\"s\",\"t\",\"1\",\"3\",\"5\",\"7\",\"9\"]",
     ];

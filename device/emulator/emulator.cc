@@ -19,6 +19,11 @@ __thread Dimensions thread_index, block_index, block_size, grid_size;
 namespace {
 constexpr std::size_t STACK = 128 << 10;
 
+[[noreturn]] void fail(const char* message) {
+    std::fprintf(stderr, "emulator: %s\n", message);
+    std::abort();
+}
+
 #if defined(__x86_64__) && defined(__linux__)
 // Where a suspended stack goes on: its stack pointer, below the registers that a call preserves. A kernel suspends its fibers
 // millions of times, and functions of the C library would take half of the emulator's time for it.
@@ -54,6 +59,7 @@ void switch_context(Context* from, Context* to) {
     if (_setjmp(from->state) != 0) return;
     if (to->started) _longjmp(to->state, 1);
     setcontext(&to->first);
+    fail("a fiber does not start");
 }
 
 void make_context(Context* context, void* stack, void (*entry)()) {
@@ -120,11 +126,6 @@ struct Block {
 
 // That of this host thread while it launches. A variable with a constructor would be checked at every use.
 __thread Block* block;
-
-[[noreturn]] void fail(const char* message) {
-    std::fprintf(stderr, "emulator: %s\n", message);
-    std::abort();
-}
 
 // Yields to the scheduler.
 void yield() {
