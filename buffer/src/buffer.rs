@@ -401,6 +401,12 @@ impl Producer for Buffer {
         Ok(())
     }
 
+    fn abandon(&self, holder: u64) -> Result<usize, BufferError> {
+        let abandoned = self.shared.ledger()?.abandon(holder, self.shared.now());
+        self.shared.notify();
+        Ok(abandoned)
+    }
+
     fn submit(&self, key: &str, group: Group) -> Result<Submitted, BufferError> {
         self.store(IncomingGroup::keyed(key, group))
     }

@@ -45,6 +45,13 @@ pub trait Producer: Send + Sync {
     /// [`BufferError::WrongState`] if the group is not in flight.
     fn abort(&self, group: GroupId, retry: bool) -> Result<(), BufferError>;
 
+    /// Revokes all groups in flight of the sampler's process `holder`, which has ended or begins anew, and queues them for
+    /// re-admission; their number.
+    ///
+    /// # Errors
+    /// A failed buffer.
+    fn abandon(&self, holder: u64) -> Result<usize, BufferError>;
+
     /// Stores a group without admission, under an idempotency key of the caller. The buffer ignores the id in `group`
     /// and answers the id that it assigned. The group takes a slot when it arrives.
     ///
@@ -136,7 +143,7 @@ pub struct AdmitRequest {
     /// timeout, for samplers in the buffer's process.
     pub hold: Option<Duration>,
     /// Id of the sampler's process. When that process is known to have ended, all its groups in flight are revoked at
-    /// once ([`Buffer::abandon`](crate::Buffer::abandon)).
+    /// once ([`Producer::abandon`]).
     pub holder: Option<u64>,
 }
 

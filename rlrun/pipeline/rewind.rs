@@ -11,7 +11,7 @@ use super::Run;
 use super::start::StartingState;
 use crate::failure::Failure;
 use crate::observe::Observer;
-use crate::run_buffer::RunBuffer;
+use crate::run_buffer::{OWN_SAMPLER, RunBuffer};
 
 impl Run<'_> {
     /// Rewinds the buffer to the version of `start`. The run's own buffer knows whether that is needed; a buffer that is
@@ -24,6 +24,12 @@ impl Run<'_> {
     ) -> Result<(), Failure> {
         let version = start.state.version;
         let Some(own) = &buffer.own else {
+            // What an earlier process of this run had in flight would wait for the end of its holds.
+            let groups = buffer.producer.abandon(OWN_SAMPLER)?;
+            if groups > 0 {
+                self.report
+                    .note(&format!("{groups} groups that an earlier process was sampling are sampled again"));
+            }
             if start.went_back {
                 buffer.consumer.set_version(version, true)?;
                 self.report.note(&format!(

@@ -9,7 +9,7 @@ use islands::CoordinatorClient;
 use model::{DeviceTurn, turns};
 use rollout::remote::EngineKind;
 use rollout::scoring::Scorer;
-use rollout::{Sampler, Worker};
+use rollout::{Sampler, Worker, WorkerConfig};
 use trainer::checkpoint::CheckpointArchive;
 use trainer::{OuterExchange, Trainer, TrainerParts};
 use weights::Hub;
@@ -29,7 +29,7 @@ use crate::failure::{Failure, REQUEUE};
 use crate::island::RunIsland;
 use crate::observe::Observer;
 use crate::prepare::Prepared;
-use crate::run_buffer::RunBuffer;
+use crate::run_buffer::{OWN_SAMPLER, RunBuffer};
 use crate::sampler::{SamplerSetup, SamplerWeights, published_network};
 use crate::schedule::{self, ScheduleRecorder};
 use crate::status::RunStatus;
@@ -205,7 +205,9 @@ impl Run<'_> {
         let producer: Arc<dyn Producer> = Arc::clone(&services.buffer.producer);
         let capacity = self.recipe.rollout.max_running * 2;
         let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
-        let worker = Worker::new(self.recipe.worker(), sampler, Arc::clone(&prepared.train), scorer);
+        let holder = services.buffer.own.is_none().then_some(OWN_SAMPLER);
+        let config = WorkerConfig { holder, ..self.recipe.worker() };
+        let worker = Worker::new(config, sampler, Arc::clone(&prepared.train), scorer);
         Ok(worker.acting_in(prepared.episodes.clone()).curated(curation))
     }
 

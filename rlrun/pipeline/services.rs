@@ -14,6 +14,7 @@ use std::time::{Duration, Instant, SystemTime};
 use ::rewards::reward_model::ModelServer;
 use ::weights::Hub;
 use ::weights::http::router;
+use buffer::Producer;
 use buffer::http::Role;
 use rollout::RolloutError;
 use trainer::trainer::elastic::Elasticity;

@@ -37,15 +37,4 @@ impl Buffer {
     pub fn counted_samplers(&self) -> Result<usize, BufferError> {
         Ok(self.shared.ledger()?.counted_samplers())
     }
-
-    /// Revokes all groups in flight of `holder`, whose process has ended, and queues them for re-admission; their
-    /// number.
-    ///
-    /// # Errors
-    /// A failed buffer.
-    pub fn abandon(&self, holder: u64) -> Result<usize, BufferError> {
-        let abandoned = self.shared.ledger()?.abandon(holder, self.shared.now());
-        self.shared.notify();
-        Ok(abandoned)
-    }
 }

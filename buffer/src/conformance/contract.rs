@@ -9,12 +9,11 @@ use std::time::Duration;
 use quarantine::a_quarantined_group_leaves_its_lease_and_frees_its_slot;
 use trajectory::{Group, GroupId, Trajectory};
 
-use super::fixtures::{NOW, SOON, TRAINER, admit, config, generate, group, lease, leased, v};
+use super::fixtures::{
+    HOLD, NOW, SOON, TRAINER, admit, config, generate, group, lease, leased, v, wait_for_expiry,
+};
 use super::{BothSides, ContractCase};
 use crate::{AdmitRequest, BufferConfig, BufferError, Finalized, LeaseId, LeaseRequest, OnStale, Order};
-
-/// A hold that expires soon, and that a server also accepts.
-const HOLD: Duration = Duration::from_millis(100);
 
 /// A case is its function, its name, and the configuration of its buffer.
 macro_rules! case {
@@ -163,19 +162,15 @@ fn an_expired_admission_is_requeued_and_its_late_group_accepted(buffer: &dyn Bot
     assert_eq!(admit(buffer, v(0), 2), [ids[0], GroupId(2)]);
 }
 
-/// Waits until a hold expires: a waiting lease call ends holds. This one asks for more groups than there are.
-fn wait_for_expiry(buffer: &dyn BothSides) {
-    let before = buffer.stats().unwrap().expired;
-    let nothing = LeaseRequest {
-        groups: Some(usize::MAX),
-        at_least: Some(usize::MAX),
-        step: None,
-        ..LeaseRequest::step("observer", v(0))
-    };
-    while buffer.stats().unwrap().expired == before {
-        let error = buffer.lease(&nothing, HOLD).unwrap_err();
-        assert!(matches!(error, BufferError::LeaseTimeout { .. }), "{error}");
-    }
+/// A sampler's process begins anew: what it had in flight is admitted at once, and its groups of before come too late.
+fn what_a_sampler_abandons_is_admitted_again(buffer: &dyn BothSides) {
+    let of = |holder| AdmitRequest { served: v(0), limit: 1, hold: Some(SOON), holder: Some(holder) };
+    let ids = [5, 6].map(|holder| buffer.admit(of(holder), NOW).unwrap()[0]);
+    buffer.claim(ids[0], v(0)).unwrap();
+    assert_eq!([5, 5, 7].map(|holder| buffer.abandon(holder).unwrap()), [1, 0, 0]);
+    assert_eq!(buffer.admit(of(5), NOW).unwrap(), [ids[0]]);
+    assert_eq!(buffer.admit(of(5), NOW).unwrap(), [], "the other sampler goes on");
+    assert_eq!(buffer.finalize(group(ids[1], v(0))).unwrap(), Finalized::Accepted);
 }
 
 fn several_consumers_share_a_step(buffer: &dyn BothSides) {
@@ -567,6 +562,7 @@ pub(super) const CASES: &[ContractCase] = &[
     case!(an_expired_lease_is_fenced_once_its_groups_are_leased_again, config(2, 1)),
     case!(an_expired_lease_can_be_resumed_before_its_groups_are_leased_again, config(2, 1)),
     case!(an_expired_admission_is_requeued_and_its_late_group_accepted, config(2, 1)),
+    case!(what_a_sampler_abandons_is_admitted_again, config(2, 0)),
     case!(several_consumers_share_a_step, config(2, 1)),
     case!(a_lease_is_limited_by_tokens_and_by_available_groups, config(2, 1)),
     case!(a_request_can_have_a_stricter_staleness_bound, config(2, 1)),

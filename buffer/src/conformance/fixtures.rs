@@ -7,6 +7,7 @@ use trajectory::{
     Trajectory, Turn, VersionRun,
 };
 
+use super::BothSides;
 use crate::payload::{FinishedGroup, IncomingGroup, PreparedGroup};
 use crate::store::{AppendGroup, WriteCompletion};
 use crate::{AdmitRequest, BufferConfig, BufferError, Consumer, Finalized, Lease, LeaseRequest, Producer};
@@ -15,6 +16,8 @@ use crate::{AdmitRequest, BufferConfig, BufferError, Consumer, Finalized, Lease,
 pub const SOON: Duration = Duration::from_secs(30);
 /// No wait: for what must have happened already, or must not happen.
 pub const NOW: Duration = Duration::ZERO;
+/// A hold that expires soon, and that a server also accepts.
+pub(super) const HOLD: Duration = Duration::from_millis(100);
 
 /// Name of the consumer.
 pub const TRAINER: &str = "trainer";
@@ -116,4 +119,19 @@ pub fn lease(buffer: &(impl Consumer + ?Sized), step: u64, wait: Duration) -> Re
 /// Leases the batch of `step`; its ids.
 pub fn leased(buffer: &(impl Consumer + ?Sized), step: u64) -> Vec<u64> {
     lease(buffer, step, NOW).unwrap().groups.iter().map(|group| group.id.0).collect()
+}
+
+/// Waits until a hold expires: a waiting lease call ends holds. This one asks for more groups than there are.
+pub(super) fn wait_for_expiry(buffer: &dyn BothSides) {
+    let before = buffer.stats().unwrap().expired;
+    let nothing = LeaseRequest {
+        groups: Some(usize::MAX),
+        at_least: Some(usize::MAX),
+        step: None,
+        ..LeaseRequest::step("observer", v(0))
+    };
+    while buffer.stats().unwrap().expired == before {
+        let error = buffer.lease(&nothing, HOLD).unwrap_err();
+        assert!(matches!(error, BufferError::LeaseTimeout { .. }), "{error}");
+    }
 }

@@ -24,10 +24,10 @@ use self::call::{ClientCall, ClientCore, ClientResponse, RetryPolicy};
 use self::renewal::LeaseRenewal;
 use super::problem::Evidence;
 use super::wire::{
-    AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest, AppendAnswer, ClaimRequest,
-    EmptyAnswer, EmptyRequest, ExtendRequest, GroupView, ItemLimits, ItemResult, ItemStatus, LeaseAnswer,
-    LeaseBody, LeasesRequest, MAX_WAIT_MS, QuarantinedBody, StatsBody, SubmissionsView, VersionRequest,
-    milliseconds,
+    AbandonRequest, AbandonedBody, AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest,
+    AppendAnswer, ClaimRequest, EmptyAnswer, EmptyRequest, ExtendRequest, GroupView, ItemLimits, ItemResult,
+    ItemStatus, LeaseAnswer, LeaseBody, LeasesRequest, MAX_WAIT_MS, QuarantinedBody, StatsBody,
+    SubmissionsView, VersionRequest, milliseconds,
 };
 use crate::{
     AdmitRequest, BufferError, Consumer, Finalized, Lease, LeaseId, LeaseRequest, Producer, Stats, Submitted,
@@ -227,6 +227,11 @@ impl Producer for Client {
         self.renewals.remove_group(group);
         let call = ClientCall::post(format!("/v1/admissions/{}/abort", group.0), &AbortRequest { retry })?;
         self.core.ask(&call.repeat(RetryPolicy::IfNotSent)).map(done)
+    }
+
+    fn abandon(&self, holder: u64) -> Result<usize, BufferError> {
+        let call = ClientCall::post("/v1/admissions/abandon".to_owned(), &AbandonRequest { holder })?;
+        Ok(self.core.ask::<AbandonedBody>(&call)?.groups)
     }
 
     fn submit(&self, key: &str, group: Group) -> Result<Submitted, BufferError> {

@@ -4,8 +4,8 @@ use trajectory::Group;
 
 use super::body::WireFormat;
 use super::wire::{
-    AbortRequest, AckThroughRequest, AdmissionsRequest, AppendRequest, ClaimRequest, EmptyRequest,
-    ExtendRequest, ItemLimits, LeasesRequest, VersionRequest,
+    AbandonRequest, AbortRequest, AckThroughRequest, AdmissionsRequest, AppendRequest, ClaimRequest,
+    EmptyRequest, ExtendRequest, ItemLimits, LeasesRequest, VersionRequest,
 };
 
 fn format(choice: u8) -> WireFormat {
@@ -15,7 +15,7 @@ fn format(choice: u8) -> WireFormat {
 /// Decodes `body` as one of the requests.
 pub(crate) fn decode(choice: u8, body: &[u8]) {
     let format = format(choice);
-    match choice / 2 % 8 {
+    match choice / 2 % 9 {
         0 => drop(format.decode::<AdmissionsRequest>(body).and_then(|request| request.check())),
         1 => drop(format.decode::<LeasesRequest>(body).and_then(LeasesRequest::check)),
         2 => drop(format.decode::<ExtendRequest>(body).and_then(|request| request.check())),
@@ -23,6 +23,7 @@ pub(crate) fn decode(choice: u8, body: &[u8]) {
         4 => drop(format.decode::<VersionRequest>(body)),
         5 => drop(format.decode::<ClaimRequest>(body)),
         6 => drop(format.decode::<AbortRequest>(body)),
+        7 => drop(format.decode::<AbandonRequest>(body)),
         _ => drop(format.decode::<EmptyRequest>(body)),
     }
 }

@@ -1,4 +1,4 @@
-//! Admission control: admit, claim, abort.
+//! Admission control: admit, claim, abort, abandon.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,10 @@ use super::PathNumber;
 use crate::http::body::{Accept, DecodedBody};
 use crate::http::problem::{Problem, retry_after};
 use crate::http::state::ServerState;
-use crate::http::wire::{AbortRequest, AdmissionsAnswer, AdmissionsRequest, ClaimRequest, EmptyAnswer};
+use crate::http::wire::{
+    AbandonRequest, AbandonedBody, AbortRequest, AdmissionsAnswer, AdmissionsRequest, ClaimRequest,
+    EmptyAnswer,
+};
 use crate::{AdmitRequest, Producer};
 
 /// Admit groups. An empty list means no free slot: the trainer is behind, or the sampler has not applied the newest
@@ -77,4 +80,20 @@ pub(super) async fn abort(
     let buffer = shared.buffer()?;
     buffer.abort(GroupId(id), body.value.retry).map_err(|error| shared.problem(&buffer, &error))?;
     accept.answer(&EmptyAnswer {})
+}
+
+/// Revoke all groups in flight of a sampler's process, which has ended or begins anew: others sample them at once, without
+/// waiting for the end of their holds. An admission names the process as its holder.
+#[utoipa::path(
+    post, path = "/v1/admissions/abandon", tag = "admissions", request_body = AbandonRequest,
+    responses((status = 200, body = AbandonedBody, description = "Their slots are free"))
+)]
+pub(super) async fn abandon(
+    State(shared): State<Arc<ServerState>>,
+    accept: Accept,
+    body: DecodedBody<AbandonRequest>,
+) -> Result<Response, Problem> {
+    let buffer = shared.buffer()?;
+    let groups = buffer.abandon(body.value.holder).map_err(|error| shared.problem(&buffer, &error))?;
+    accept.answer(&AbandonedBody { groups })
 }

@@ -46,7 +46,8 @@ pub(crate) fn router(shared: &Arc<ServerState>, extra_routes: Vec<(Role, Router)
         .routes(routes!(groups::append))
         .routes(routes!(admissions::admit))
         .routes(routes!(admissions::claim))
-        .routes(routes!(admissions::abort));
+        .routes(routes!(admissions::abort))
+        .routes(routes!(admissions::abandon));
     let train = OpenApiRouter::new()
         .routes(routes!(leases::lease))
         .routes(routes!(leases::ack_through))

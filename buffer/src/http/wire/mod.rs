@@ -16,8 +16,8 @@ pub(crate) use reports::{
     QuarantinedBody, StatsBody, kind,
 };
 pub(crate) use requests::{
-    AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest, AppendAnswer, AppendRequest,
-    ClaimRequest, EmptyAnswer, EmptyRequest, ExtendRequest, ItemResult, ItemStatus, LeaseAnswer,
-    LeaseAnswerView, LeaseBody, LeaseView, LeasesRequest, MAX_WAIT_MS, SubmissionsView, VersionBody,
-    VersionRequest, milliseconds,
+    AbandonRequest, AbandonedBody, AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest,
+    AppendAnswer, AppendRequest, ClaimRequest, EmptyAnswer, EmptyRequest, ExtendRequest, ItemResult,
+    ItemStatus, LeaseAnswer, LeaseAnswerView, LeaseBody, LeaseView, LeasesRequest, MAX_WAIT_MS,
+    SubmissionsView, VersionBody, VersionRequest, milliseconds,
 };

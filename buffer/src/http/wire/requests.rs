@@ -190,6 +190,21 @@ pub(crate) struct AbortRequest {
     pub(crate) retry: bool,
 }
 
+/// A sampler's process has ended, or begins anew.
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct AbandonRequest {
+    /// Its id, as in its admissions.
+    pub(crate) holder: u64,
+}
+
+/// What a process had in flight.
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
+pub(crate) struct AbandonedBody {
+    /// Number of groups, which are admitted again.
+    pub(crate) groups: usize,
+}
+
 /// Request for a lease.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

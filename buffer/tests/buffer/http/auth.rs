@@ -25,7 +25,7 @@ fn guarded() -> TestServer {
 }
 
 /// Every route with who may use it.
-const ROUTES: [(&str, &str, &[&str]); 23] = [
+const ROUTES: [(&str, &str, &[&str]); 24] = [
     ("GET", "/healthz", &["", WRITER, TRAINER, ADMIN]),
     ("GET", "/readyz", &["", WRITER, TRAINER, ADMIN]),
     ("GET", "/metrics", &[WRITER, TRAINER, ADMIN]),
@@ -40,6 +40,7 @@ const ROUTES: [(&str, &str, &[&str]); 23] = [
     ("POST", "/v1/admissions", &[WRITER, ADMIN]),
     ("POST", "/v1/admissions/1/claim", &[WRITER, ADMIN]),
     ("POST", "/v1/admissions/1/abort", &[WRITER, ADMIN]),
+    ("POST", "/v1/admissions/abandon", &[WRITER, ADMIN]),
     ("POST", "/v1/groups/1/quarantine", &[TRAINER, ADMIN]),
     ("POST", "/v1/leases", &[TRAINER, ADMIN]),
     ("POST", "/v1/leases/ack", &[TRAINER, ADMIN]),
