@@ -21,6 +21,8 @@ pub mod model_sampler;
 pub mod outcome;
 pub mod sampling;
 pub mod server;
+#[cfg(test)]
+mod tiny_model;
 pub mod trained;
 pub mod training;
 pub mod wire;

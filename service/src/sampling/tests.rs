@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use model::{
-    Config, FrozenParameters, LowRank, ModelDirectory, Parameters, Recompute, SharedCores, Sizes, WeightDtype,
+    Config, FrozenParameters, LowRank, ModelDirectory, Parameters, Recompute, SharedCores, WeightDtype,
 };
 use rollout::RolloutError;
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
@@ -18,6 +18,7 @@ use super::{HostConfig, HostedNetwork, SamplerHost};
 use crate::data::{SampledTokens, SamplingOutput, SamplingRequest, StopForm};
 use crate::fair_queue::FairBounds;
 use crate::outcome::{FailedRequest, FailureCategory};
+use crate::tiny_model::tiny_model;
 use crate::training::UserId;
 
 const A: UserId = UserId([1; 16]);
@@ -66,20 +67,8 @@ struct TinyModelFiles {
 impl TinyModelFiles {
     fn new(dtype: WeightDtype) -> Self {
         let root = tempfile::tempdir().unwrap();
-        let mut config = Config::fresh(&Sizes {
-            vocab_size: 100,
-            hidden_size: 32,
-            intermediate_size: 48,
-            num_layers: 2,
-            num_heads: 4,
-            num_kv_heads: 2,
-            max_position_embeddings: 512,
-        });
-        config.initializer_range = 0.3;
-        let fresh = ModelDirectory::fresh(&root.path().join("fresh"), &config, 11).unwrap();
-        let path = root.path().join("model");
-        fresh.export(&path, &fresh.load_parameters().unwrap(), dtype).unwrap();
-        Self { directory: ModelDirectory::open(&path).unwrap(), root }
+        let directory = ModelDirectory::open(&tiny_model(root.path(), dtype)).unwrap();
+        Self { directory, root }
     }
 
     fn base(&self) -> Arc<FrozenParameters> {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use model::{Config, ModelDirectory, Prediction, PredictionGradient, SharedCores, Sizes, WeightDtype};
+use model::{Prediction, PredictionGradient, SharedCores, WeightDtype};
 use trainer::learner::RowLoss;
 use trainer::{Learner, LearnerConfig};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
@@ -18,6 +18,7 @@ use crate::data::{
 use crate::fair_queue::FairBounds;
 use crate::outcome::{FailedRequest, FailureCategory, RequestOutcome, Ticket};
 use crate::sampling::HostConfig;
+use crate::tiny_model::tiny_model;
 use crate::trained::{SamplingWeights, TrainedModel};
 
 const ADA: UserId = UserId([1; 16]);
@@ -41,21 +42,7 @@ struct TinyService {
 }
 
 fn base_in(files: &tempfile::TempDir) -> Arc<BaseModel> {
-    let path = files.path().join("model");
-    if !path.exists() {
-        let mut config = Config::fresh(&Sizes {
-            vocab_size: 100,
-            hidden_size: 32,
-            intermediate_size: 48,
-            num_layers: 2,
-            num_heads: 4,
-            num_kv_heads: 2,
-            max_position_embeddings: 128,
-        });
-        config.initializer_range = 0.2;
-        let fresh = ModelDirectory::fresh(&files.path().join("fresh"), &config, 3).unwrap();
-        fresh.export(&path, &fresh.load_parameters().unwrap(), WeightDtype::F32).unwrap();
-    }
+    let path = tiny_model(files.path(), WeightDtype::F32);
     Arc::new(BaseModel::open("tiny", &path, None, (&SharedCores::new(1), 1)).unwrap())
 }
 

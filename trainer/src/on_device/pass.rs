@@ -156,6 +156,15 @@ struct GradientTransfer<'a, 'b, 'c, T: Storage> {
     ranks: &'a DevicePassRanks,
 }
 
+/// What a backward pass works with.
+struct BackwardParts<'a, 'b, 'c, T: Storage> {
+    decoder: DeviceDecoder<T>,
+    source: &'b mut ParameterSource<'a, T>,
+    transfer: GradientTransfer<'b, 'c, 'a, T>,
+    /// The factors of the adapter that is trained in place of the weights.
+    factors: Option<&'b DeviceFactors<T>>,
+}
+
 /// The parts that a rank has of a unit of `layout`, among its `len` values or those of its factors: all but the experts of others, which
 /// have no factors.
 fn own_parts(layout: &Layout, unit: Unit, len: usize, ranks: &DevicePassRanks) -> Vec<Range<usize>> {
@@ -289,16 +298,23 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
         Ok(self.skip_unit(Unit::Embedding)?)
     }
 
-    /// The decoder of a stage, its weights, and the way of its gradients.
-    fn stage<'b, 'c>(
+    /// What a backward pass works with, whose gradients go to `sink`, if there is one.
+    fn backward_parts<'b, 'c>(
         &'b mut self,
         sink: Option<&'b mut (dyn GradientSink + 'c)>,
-    ) -> (DeviceDecoder<T>, &'b mut ParameterSource<'a, T>, GradientTransfer<'b, 'c, 'a, T>) {
-        let Self { decoder, source, gradients, reducing, ranks, .. } = self;
-        let (device, layout) = (decoder.device(), decoder.layout());
-        let reducing = reducing.as_mut();
-        let transfer = GradientTransfer { device, layout, gradients, sink, reducing, factors: None, ranks };
-        (decoder.among(ranks.clone()), source, transfer)
+    ) -> BackwardParts<'a, 'b, 'c, T> {
+        let Self { decoder, source, gradients, reducing, factors, ranks, .. } = self;
+        let transfer = GradientTransfer {
+            device: decoder.device(),
+            layout: decoder.layout(),
+            gradients,
+            sink,
+            reducing: reducing.as_mut(),
+            factors: factors.as_ref().map(|factors| &*factors.low_rank),
+            ranks,
+        };
+        let factors = factors.as_ref().map(|factors| &factors.on_device);
+        BackwardParts { decoder: decoder.among(ranks.clone()), source, transfer, factors }
     }
 
     /// Takes part in the reduce-scatter of a unit whose gradients only other ranks have.
@@ -328,17 +344,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
         let (predictions, trace) = decoder.forward(&mut self.source, pack, positions, targets)?;
         let slopes = slopes(0..packed.trained.len(), &predictions);
         self.source.turn(true);
-        let Self { source, gradients, reducing, factors, ranks, .. } = self;
-        let mut transfer = GradientTransfer {
-            device: self.decoder.device(),
-            layout: self.decoder.layout(),
-            gradients,
-            sink,
-            reducing: reducing.as_mut(),
-            factors: factors.as_ref().map(|factors| &*factors.low_rank),
-            ranks,
-        };
-        let factors = factors.as_ref().map(|factors| &factors.on_device);
+        let BackwardParts { decoder, source, mut transfer, factors } = self.backward_parts(sink);
         let counts = decoder.backward(source, trace, &slopes, &mut transfer, factors)?;
         if let Some(reducing) = self.reducing.as_ref().filter(|_| !counts.is_empty()) {
             // A download has no deadline, and another rank may be lost.
@@ -385,7 +391,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     ) -> Result<Vec<f32>, TrainerError> {
         let Packed { positions, targets, trained, .. } = packed;
         let trained = TrainedTargets { rows: positions, targets, samples: trained };
-        let (decoder, source, mut transfer) = self.stage(sink);
+        let BackwardParts { decoder, source, mut transfer, .. } = self.backward_parts(sink);
         Ok(decoder.train_head(source, &packed.pack, x, trained, slopes, &mut transfer)?)
     }
 
@@ -397,7 +403,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     ) -> Result<(Vec<f32>, Vec<RoutedTokens>), TrainerError> {
         let trace = self.in_flight.remove(&at).ok_or_else(|| TrainerError::no_forward(at))?;
         self.source.turn(true);
-        let (decoder, source, mut transfer) = self.stage(sink);
+        let BackwardParts { decoder, source, mut transfer, .. } = self.backward_parts(sink);
         let (d, counts) = decoder.reverse(source, trace, d, &mut transfer)?;
         Ok((d, counts.download(decoder.device())?))
     }
