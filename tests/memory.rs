@@ -59,8 +59,9 @@ fn the_plan_counts_whole_episodes() {
         "environment.max_tokens=128",
         "environment.hint= no, again: ",
         "rollout.ignore_stop=false",
-        // Steps of episodes are long, and the first ones have the peak.
+        // Episodes are long, and the first steps have the peak.
         "trainer.steps=4",
+        "buffer.batch_groups=4",
         "rollout.stop=[\"a\",\"e\",\"i\",\"o\",\"u\",\"n\",\"r\",\"s\",\"t\",\"1\",\"3\",\"5\",\"7\",\"9\"]",
     ];
     let sets: Vec<&str> = episodes.iter().flat_map(|set| ["--set", set]).collect();

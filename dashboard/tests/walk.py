@@ -403,7 +403,7 @@ class Walk:
         expect(step).to_have_text("1 / 3")
         with open(run / "metrics.jsonl", "a") as file:
             file.write('{"step":2,"time_s":2,"reward/mean":0.75}\n')
-        expect(step).to_have_text("2 / 3", timeout=3000)
+        expect(step).to_have_text("2 / 3", timeout=15000)
         for tab in tabs:
             expect(tab.locator("#runs tr", has_text=run.name).locator("td.value").first).to_have_text("2 / 3")
             tab.close()
@@ -416,7 +416,7 @@ class Walk:
         expect(shown).to_contain_text("20 – 40 s")
         with open(run / "timeline.jsonl", "a") as file:
             file.write('\n{"lane":"trainer","kind":"wait_for_batch","start":40,"end":41,"step":41}\n')
-        expect(shown).to_contain_text("21 – 41 s", timeout=3000)
+        expect(shown).to_contain_text("21 – 41 s", timeout=15000)
         print("ok timeline is followed")
 
     def deleted(self, run):
@@ -424,7 +424,7 @@ class Walk:
         self.open("overview")
         shutil.rmtree(run)
         row = self.page.locator("#runs tr", has_text=run.name)
-        expect(row.locator(".badge")).to_have_text("deleted", timeout=3000)
+        expect(row.locator(".badge")).to_have_text("deleted", timeout=15000)
         expect(row.locator("td.value").first).to_have_text("2 / 3")
         print("ok deleted")
 
