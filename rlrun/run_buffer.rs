@@ -48,8 +48,9 @@ pub(crate) fn run_database<'a>(
     NamedDatabase { url, schema: recipe.buffer.schema.as_deref(), directory, variables }
 }
 
-/// The sampler in the process of the run, for a buffer that is served elsewhere. The ids of samplers in other processes are times.
-pub(crate) const OWN_SAMPLER: u64 = 0;
+/// The id of the sampler in the process of the run, for a buffer that is served elsewhere: one that no other sampler is likely to have. Those
+/// of workers are times.
+pub(crate) const OWN_SAMPLER: u64 = u64::from_be_bytes(*b"\0\0\0rlrun");
 
 /// The buffer of a run, for both sides.
 pub(crate) struct RunBuffer {

@@ -26,9 +26,9 @@ const IN_FLIGHT: [&str; 8] = [
 const MICROBATCH: [&str; 2] = ["trainer.adapt_microbatch=true", "trainer.microbatch_tokens=512"];
 /// Few small steps of a recipe of the repository.
 const SHORT: [&str; 7] = [
-    "trainer.steps=2",
+    "trainer.steps=3",
     "eval.interval=0",
-    "warmup.steps=5",
+    "warmup.steps=20",
     "buffer.max_staleness=2",
     "buffer.batch_groups=2",
     "rollout.group_size=4",

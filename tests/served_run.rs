@@ -5,7 +5,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 
 use crate::served::{Client, Place, Server};
-use crate::support::{Home, Moment, Run, finish, interrupt};
+use crate::support::{Home, Moment, Run, finish, interrupt, small_args};
 use crate::workers::{served_on, until};
 
 /// Synchronous, so that two runs compute the same bits.
@@ -55,6 +55,24 @@ fn a_run_on_a_served_buffer_has_the_bits_of_a_local_one_also_after_a_resume() {
     assert!(!run.path.join("buffer.redb").exists(), "nothing is kept twice");
     let (_, stats, _) = Client::new(&Place::at(server.address)).ask("GET", "/v1/stats", &Value::Null);
     assert_eq!(stats["policy_version"], 4, "{stats}");
+}
+
+/// A run is killed while its rewards take long, after those of its 20 held-out tasks: the next process has the slots of its groups at once.
+#[test]
+fn what_a_killed_run_had_in_flight_is_sampled_again_at_once() {
+    let home = Home::new();
+    let server = serve(&home);
+    let url = format!("buffer.url=http://{}", server.address);
+    let sets = [&SYNCHRONOUS[..], &["buffer.store=http", &url, "trainer.steps=1"]].concat();
+    let mut child = home
+        .start_with(&[("RLRUN_FAILPOINTS", "reward-score=delay(600000)@21-1000")], &small_args("run", &sets));
+    let stats = || Client::new(&Place::at(server.address)).ask("GET", "/v1/stats", &Value::Null).1;
+    until("a group in flight", &|| stats()["claimed"] == 4, &|| stats().to_string());
+    child.kill().unwrap();
+    finish(child);
+    let done = home.rlrun(&["resume", "run"]).ok();
+    let said = "4 groups that an earlier process had in flight are sampled again";
+    assert!(done.stdout.contains(said) || done.stderr.contains(said), "{}\n{}", done.stdout, done.stderr);
 }
 
 #[test]

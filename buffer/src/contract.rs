@@ -46,7 +46,7 @@ pub trait Producer: Send + Sync {
     fn abort(&self, group: GroupId, retry: bool) -> Result<(), BufferError>;
 
     /// Revokes all groups in flight of the sampler's process `holder`, which has ended or begins anew, and queues them for
-    /// re-admission; their number.
+    /// re-admission; their number. Where the number of samplers is limited, the id counts as lost for half a minute.
     ///
     /// # Errors
     /// A failed buffer.

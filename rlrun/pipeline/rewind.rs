@@ -1,4 +1,4 @@
-//! Rewinds the buffer when a run resumes from an older checkpoint than its last.
+//! The buffer when a run resumes: it is rewound to an older checkpoint than its last, and what was in flight is sampled again.
 //!
 //! Invariant: a step that is repeated never trains on a group of a version that is repeated too, and lost groups are counted
 //! in the report.
@@ -14,6 +14,17 @@ use crate::observe::Observer;
 use crate::run_buffer::{OWN_SAMPLER, RunBuffer};
 
 impl Run<'_> {
+    /// Takes over what an earlier process of this run was sampling for a buffer that is served elsewhere; it would wait for the end of
+    /// its holds.
+    pub(super) fn take_over(&self, buffer: &RunBuffer) -> Result<(), Failure> {
+        let groups = if buffer.own.is_some() { 0 } else { buffer.producer.abandon(OWN_SAMPLER)? };
+        if groups > 0 {
+            self.report
+                .note(&format!("{groups} groups that an earlier process had in flight are sampled again"));
+        }
+        Ok(())
+    }
+
     /// Rewinds the buffer to the version of `start`. The run's own buffer knows whether that is needed; a buffer that is
     /// served elsewhere is rewound if newer checkpoints were set aside.
     pub(super) fn rewind(
@@ -24,12 +35,6 @@ impl Run<'_> {
     ) -> Result<(), Failure> {
         let version = start.state.version;
         let Some(own) = &buffer.own else {
-            // What an earlier process of this run had in flight would wait for the end of its holds.
-            let groups = buffer.producer.abandon(OWN_SAMPLER)?;
-            if groups > 0 {
-                self.report
-                    .note(&format!("{groups} groups that an earlier process was sampling are sampled again"));
-            }
             if start.went_back {
                 buffer.consumer.set_version(version, true)?;
                 self.report.note(&format!(

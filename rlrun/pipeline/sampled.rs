@@ -59,6 +59,7 @@ impl Run<'_> {
         self.progress.enter(TrainerPhase::Opening);
         let auxiliary = self.auxiliary(&start).auxiliary_models()?;
         self.rewind(&services.buffer, &start, observer)?;
+        self.take_over(&services.buffer)?;
         let policy = start
             .learner
             .adapted()
@@ -205,6 +206,7 @@ impl Run<'_> {
         let producer: Arc<dyn Producer> = Arc::clone(&services.buffer.producer);
         let capacity = self.recipe.rollout.max_running * 2;
         let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
+        // A sampler with an id asks less often, as one far from the buffer should.
         let holder = services.buffer.own.is_none().then_some(OWN_SAMPLER);
         let config = WorkerConfig { holder, ..self.recipe.worker() };
         let worker = Worker::new(config, sampler, Arc::clone(&prepared.train), scorer);

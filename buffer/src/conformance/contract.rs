@@ -162,7 +162,7 @@ fn an_expired_admission_is_requeued_and_its_late_group_accepted(buffer: &dyn Bot
     assert_eq!(admit(buffer, v(0), 2), [ids[0], GroupId(2)]);
 }
 
-/// A sampler's process begins anew: what it had in flight is admitted at once, and its groups of before come too late.
+/// A sampler's process begins anew: what it had in flight is admitted at once, and is accepted once, from whichever sends it first.
 fn what_a_sampler_abandons_is_admitted_again(buffer: &dyn BothSides) {
     let of = |holder| AdmitRequest { served: v(0), limit: 1, hold: Some(SOON), holder: Some(holder) };
     let ids = [5, 6].map(|holder| buffer.admit(of(holder), NOW).unwrap()[0]);
@@ -170,6 +170,8 @@ fn what_a_sampler_abandons_is_admitted_again(buffer: &dyn BothSides) {
     assert_eq!([5, 5, 7].map(|holder| buffer.abandon(holder).unwrap()), [1, 0, 0]);
     assert_eq!(buffer.admit(of(5), NOW).unwrap(), [ids[0]]);
     assert_eq!(buffer.admit(of(5), NOW).unwrap(), [], "the other sampler goes on");
+    let late = [(), ()].map(|()| buffer.finalize(group(ids[0], v(0))).unwrap());
+    assert_eq!(late, [Finalized::Accepted, Finalized::Duplicate]);
     assert_eq!(buffer.finalize(group(ids[1], v(0))).unwrap(), Finalized::Accepted);
 }
 
