@@ -16,7 +16,7 @@ use crate::run_buffer::{OWN_SAMPLER, RunBuffer};
 impl Run<'_> {
     /// Takes over what an earlier process of this run was sampling for a buffer that is served elsewhere; it would wait for the end of
     /// its holds.
-    pub(super) fn take_over(&self, buffer: &RunBuffer) -> Result<(), Failure> {
+    fn take_over(&self, buffer: &RunBuffer) -> Result<(), Failure> {
         let groups = if buffer.own.is_some() { 0 } else { buffer.producer.abandon(OWN_SAMPLER)? };
         if groups > 0 {
             self.report
@@ -25,14 +25,15 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Rewinds the buffer to the version of `start`. The run's own buffer knows whether that is needed; a buffer that is
-    /// served elsewhere is rewound if newer checkpoints were set aside.
+    /// Takes over what was in flight, and rewinds the buffer to the version of `start`. The run's own buffer knows whether that
+    /// is needed; a buffer that is served elsewhere is rewound if newer checkpoints were set aside.
     pub(super) fn rewind(
         &self,
         buffer: &RunBuffer,
         start: &StartingState,
         observer: &mut Observer<'_>,
     ) -> Result<(), Failure> {
+        self.take_over(buffer)?;
         let version = start.state.version;
         let Some(own) = &buffer.own else {
             if start.went_back {

@@ -59,7 +59,6 @@ impl Run<'_> {
         self.progress.enter(TrainerPhase::Opening);
         let auxiliary = self.auxiliary(&start).auxiliary_models()?;
         self.rewind(&services.buffer, &start, observer)?;
-        self.take_over(&services.buffer)?;
         let policy = start
             .learner
             .adapted()
