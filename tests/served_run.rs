@@ -57,7 +57,8 @@ fn a_run_on_a_served_buffer_has_the_bits_of_a_local_one_also_after_a_resume() {
     assert_eq!(stats["policy_version"], 4, "{stats}");
 }
 
-/// A run is killed while its rewards take long, after those of its 20 held-out tasks: the next process has the slots of its groups at once.
+/// Rewards are delayed from the first training group on (20 evaluation tasks come before it), and the run is killed: the next
+/// process has the slots of its groups at once.
 #[test]
 fn what_a_killed_run_had_in_flight_is_sampled_again_at_once() {
     let home = Home::new();
