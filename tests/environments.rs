@@ -383,9 +383,10 @@ fn a_warm_up_shows_tools_and_a_call_is_worth_what_the_recipe_says() {
     let recipe = crate::support::repository().join("recipes/tools_calculator.toml");
     let sets = [
         "warmup.steps=150",
+        "warmup.batch_tasks=16",
         "warmup.wrong_share=0.5",
         "trainer.steps=2",
-        "data.arithmetic.eval_tasks=40",
+        "data.arithmetic.eval_tasks=8",
         "log.samples=2",
     ];
     let sets = sets.iter().flat_map(|set| ["--set", set]);

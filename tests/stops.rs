@@ -41,7 +41,7 @@ fn an_interrupt_saves_even_without_a_checkpoint_interval() {
 fn an_interrupted_warm_up_names_the_resume_command() {
     let home = Home::new();
     let run = home.run("run");
-    let mut child = home.start_small("run", &["warmup.steps=1000"]);
+    let mut child = home.start_small("run", &["warmup.steps=1000", "warmup.batch_tasks=2"]);
     assert!(run.wait_for(Moment::WarmUp, &mut child));
     interrupt(&child);
     let done = finish(child).ok();
