@@ -90,6 +90,10 @@ impl Follower {
                 // The leader judges the errors of the samplers.
                 self.learner(network)?.send_own(&plan, None).map(drop)
             }
+            RankCommand::Write { network, version, place } => {
+                // The leader decides what follows if a rank cannot.
+                self.learner(network)?.write_own(version, &place).map(drop)
+            }
             RankCommand::GatherWeights { network } => self.learner(network)?.give_weights(),
             RankCommand::GatherOptimizer { network } => self.learner(network)?.give_optimizer(),
         };

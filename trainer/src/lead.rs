@@ -15,6 +15,7 @@ use model::{Config, Layout, Parameters, ThreadPool};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use trajectory::{Group, PolicyVersion, Sample};
+use weights::ShardPlace;
 
 use crate::TrainerError;
 use crate::algorithm::Algorithm;
@@ -61,6 +62,8 @@ pub(crate) enum RankCommand<'a> {
     GatherWeights { network: u32 },
     /// Send its shard of the weights to samplers.
     Send { network: u32, plan: Vec<u8> },
+    /// Write its weights of a version to the memory that samplers read.
+    Write { network: u32, version: PolicyVersion, place: Cow<'a, ShardPlace> },
     /// Send its optimizer state to the leader.
     GatherOptimizer { network: u32 },
     /// Leave this group of ranks and join the next one.
@@ -112,6 +115,8 @@ pub(crate) struct Followers {
     leader: Arc<Leader>,
     pub(crate) network: u32,
     has_reference: AtomicBool,
+    /// Whether one of them cannot write to the memory that samplers read.
+    is_elsewhere: AtomicBool,
 }
 
 impl Leader {
@@ -166,7 +171,12 @@ impl Leader {
         for state in optimizer.iter().flat_map(Optimizer::states) {
             self.collective.broadcast_bytes(0, encode(state)?)?;
         }
-        let remote = Followers { leader: Arc::clone(self), network, has_reference: AtomicBool::new(false) };
+        let remote = Followers {
+            leader: Arc::clone(self),
+            network,
+            has_reference: AtomicBool::new(false),
+            is_elsewhere: AtomicBool::new(false),
+        };
         let seed = LearnerSeed { config, model: model.clone(), weights, adapter, optimizer };
         let rank = seed.member(groups)?;
         Ok(Learner::spread(rank, model, Arc::clone(&self.collective), Some(remote)))
@@ -213,6 +223,16 @@ impl Followers {
     /// If one of them is gone.
     pub(crate) fn send_command(&self, command: &RankCommand<'_>) -> Result<(), TrainerError> {
         self.leader.send_command(command)
+    }
+
+    /// Whether all of them can write to the memory that samplers read, as far as is known.
+    pub(crate) fn can_write(&self) -> bool {
+        !self.is_elsewhere.load(Ordering::Relaxed)
+    }
+
+    /// Notes that one of them cannot.
+    pub(crate) fn cannot_write(&self) {
+        self.is_elsewhere.store(true, Ordering::Relaxed);
     }
 
     /// Sends the reference model once. It stays the same for the life of the learner.

@@ -11,6 +11,7 @@ mod frozen;
 mod gradient_sums;
 mod memory;
 mod microbatch;
+mod push;
 mod scoring;
 mod spans;
 mod trained_values;
@@ -29,8 +30,7 @@ use model::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use trajectory::Sample;
-use weights::direct::round::PushPlan;
-use weights::{Digest, Hub, Values, WeightsError};
+use weights::Values;
 
 use crate::TrainerError;
 use crate::lead::{Followers, RankCommand, decode, encode};
@@ -366,53 +366,6 @@ impl Learner {
             values[range].copy_from_slice(own);
         }
         Ok(())
-    }
-
-    /// Sends the weights to all samplers of `plan`: every rank sends its shard from its device. Returns the digests of the
-    /// shards, or the error of a rank. `hub` is the hub of the samplers.
-    ///
-    /// # Errors
-    /// If another rank does not take part.
-    pub(crate) fn send(
-        &self,
-        plan: &PushPlan,
-        hub: &Hub,
-    ) -> Result<Result<Vec<Digest>, WeightsError>, TrainerError> {
-        if self.send_command(|network| RankCommand::Send { network, plan: plan.to_bytes() })? {
-            return self.send_own(plan, Some(hub));
-        }
-        let sent = on_each(self.ranks().collect(), |rank| Ok(rank.send(plan, Some(hub))))?;
-        Ok(sent.into_iter().collect())
-    }
-
-    /// This process's part of [`Self::send`].
-    pub(crate) fn send_own(
-        &self,
-        plan: &PushPlan,
-        hub: Option<&Hub>,
-    ) -> Result<Result<Vec<Digest>, WeightsError>, TrainerError> {
-        let own =
-            self.first.send(plan, hub).map(|digest| *digest.as_bytes()).map_err(|error| error.to_string());
-        let all = self.first.collective()?.all_gather_bytes(encode(&own)?)?;
-        let mut digests = Vec::with_capacity(all.len());
-        for (rank, bytes) in all.iter().enumerate() {
-            match decode::<Result<[u8; 32], String>>(bytes)? {
-                Ok(digest) => digests.push(Digest::from_bytes(digest)),
-                Err(reason) => {
-                    let reason = format!("rank {rank}: {reason}");
-                    return Ok(Err(WeightsError::Device { what: "send weights", reason }));
-                }
-            }
-        }
-        Ok(Ok(digests))
-    }
-
-    /// Shards of the weights for [`Self::send`]: of equal length, in whole chunks of a digest.
-    pub(crate) fn push_cuts(&self) -> Vec<Range<usize>> {
-        const CHUNK: usize = 1024;
-        let (len, world) = (self.first.layout().len(), self.config.world);
-        let end = |rank: usize| if rank == world { len } else { len * rank / world / CHUNK * CHUNK };
-        (0..world).map(|rank| end(rank)..end(rank + 1)).collect()
     }
 
     /// A follower's part of the leader's [`Self::write`].

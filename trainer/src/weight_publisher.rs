@@ -62,10 +62,12 @@ impl WeightPublisher {
                     let adapter = published_adapter(learner);
                     if let Some(owners) = learner.owned_by_rank()? {
                         publisher.publish_owned(version, owners, adapter)?;
-                        return Ok(());
+                    } else if learner.write_shards(&**publisher, version)? {
+                        publisher.commit(version, adapter)?;
+                    } else {
+                        let snapshot = Snapshot::new(version, learner.snapshot()?.into());
+                        publisher.publish(snapshot.with_adapter(adapter))?;
                     }
-                    let snapshot = Snapshot::new(version, learner.snapshot()?.into());
-                    publisher.publish(snapshot.with_adapter(adapter))?;
                 }
             },
             (Self::F32(publisher), Some((device, LearnerWeights::F32(values)))) => {

@@ -1,6 +1,7 @@
 //! Ranks that are processes give the same bits as ranks of one process. Threads that share only a collective stand for
 //! processes.
 
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -21,9 +22,11 @@ use trainer::supervised::{PairLoss, imitate};
 use trainer::trainer::elastic::{Elasticity, Regrouping};
 use trainer::{
     AuxiliaryModels, Followed, Frozen, Leader, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError,
-    TrainerParts, TrainerState, follow,
+    TrainerParts, TrainerState, WeightPublisher, follow,
 };
 use trajectory::{Group, PolicyVersion};
+use weights::hub::HubConfig;
+use weights::{Hub, HubPublisher, PublishConfig, Subscriber};
 
 use crate::recording::Recording;
 use crate::router_correction::{BALANCED, with_experts};
@@ -213,6 +216,15 @@ pub(crate) struct TrainedWith<'a> {
     pub(crate) elasticity: Option<Elasticity>,
 }
 
+/// A publisher and a sampler with shared memory in `directory`, where ranks that stand for processes write their shards.
+fn in_shared_memory(directory: &Path) -> (WeightPublisher, impl Subscriber + use<>) {
+    let hub = Hub::new(HubConfig::default());
+    let sampler = hub.subscribe("sampler").unwrap();
+    let shm = Some(directory.to_owned());
+    let publisher = HubPublisher::new(hub, PublishConfig { shm, ..PublishConfig::default() }).unwrap();
+    (WeightPublisher::Host(Arc::new(publisher)), sampler)
+}
+
 /// Steps of a trainer with all auxiliary models, and how its ranks have changed.
 pub(crate) fn trained(make: Make<'_>, with: TrainedWith<'_>) -> (impl PartialEq + use<>, Vec<Regrouping>) {
     let TrainedWith { model, settings, algorithm, critic, elasticity } = with;
@@ -242,10 +254,9 @@ pub(crate) fn trained(make: Make<'_>, with: TrainedWith<'_>) -> (impl PartialEq 
     let reference = algorithm.needs_reference().then(|| Frozen { weights: frozen.into(), pool: None });
     let buffer_config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(3, 2) };
     let buffer = Arc::new(Buffer::in_memory(buffer_config).unwrap());
-    let (publisher, _hub) = weights::memory::hub();
+    let (publisher, sampler) = in_shared_memory(files.path());
     let trainer_config = settings_of(algorithm, files.path());
     std::fs::create_dir(&trainer_config.checkpoint.checkpoints).unwrap();
-    let publisher = trainer::WeightPublisher::Host(Arc::new(publisher));
     let demonstration = Group::clone(&group(9, &[1.0], 0.0)).trajectories.remove(0).sample;
     let demonstrate = algorithm
         .demonstration_gate
@@ -281,6 +292,9 @@ pub(crate) fn trained(make: Make<'_>, with: TrainedWith<'_>) -> (impl PartialEq 
     trainer.checkpoint().unwrap();
     let critic = trainer.critic().and_then(|critic| critic.network.as_ref());
     let networks = (bits(trainer.learner()), critic.map(|network| bits(&network.learner)));
+    let newest = sampler.newest(None).unwrap().unwrap();
+    assert_eq!(newest.version, PolicyVersion(STEPS));
+    assert!(newest.values.iter().zip(&networks.0.0).all(|(value, bits)| value.to_bits() == *bits));
     ((reports, networks), regroupings)
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use trajectory::PolicyVersion;
 
-use crate::{Digest, OwnedWeights, Snapshot, Values, WeightAdapter, WeightMemory, WeightsError};
+use crate::{Digest, OwnedWeights, ShardPlace, Snapshot, Values, WeightAdapter, WeightMemory, WeightsError};
 
 /// Publisher side: the trainer.
 pub trait Publisher: Send + Sync {
@@ -55,6 +55,24 @@ pub trait Publisher: Send + Sync {
     ) -> Result<(), WeightsError> {
         self.publish(Snapshot::new(version, Values::copied(owners)).with_adapter(adapter))
     }
+
+    /// Begins a version of `parameters` weights that their owners write, each its own, also those in other processes of this host
+    /// ([`ShardOwner::open`](crate::ShardOwner::open)). No subscriber sees it before [`Publisher::commit`]. `None` if subscribers
+    /// read from no memory that other processes can write.
+    ///
+    /// # Errors
+    /// Not enough memory; an earlier mismatch.
+    fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<Option<ShardPlace>, WeightsError>;
+
+    /// Publishes the version in progress, into which `adapter` is merged, once all owners have written their weights.
+    ///
+    /// # Errors
+    /// A version that is not in progress; as [`Publisher::publish`].
+    fn commit(
+        &self,
+        version: PolicyVersion,
+        adapter: Option<Arc<dyn WeightAdapter>>,
+    ) -> Result<(), WeightsError>;
 
     /// Drops the reference to the newest weights if all subscribers, present and future, need it no more.
     ///

@@ -17,8 +17,8 @@ use crate::hub::{PublicationStatus, PublishedVersion};
 use crate::parts::whole_len;
 use crate::shm::SlotWriter;
 use crate::{
-    Digest, Dtype, Hub, Lag, OwnedWeights, Publisher, Snapshot, Values, WeightAdapter, WeightMemory,
-    WeightsError,
+    Digest, Dtype, Hub, Lag, OwnedWeights, Publisher, ShardPlace, Snapshot, Values, WeightAdapter,
+    WeightMemory, WeightsError,
 };
 
 /// Maximum number of threads that copy and digest: more do not increase memory bandwidth.
@@ -82,6 +82,8 @@ pub struct HubPublisher {
 struct PublisherState {
     copier: Copier,
     store: Option<SlotWriter>,
+    /// When owners could write the version in progress.
+    begun: Option<Instant>,
     /// Number of deltas since the last full push.
     since_full: usize,
     last: Option<PushCost>,
@@ -102,41 +104,22 @@ impl HubPublisher {
     pub fn new(hub: Hub, config: PublishConfig) -> Result<Self, WeightsError> {
         let PublishConfig { threads, deltas, shm, in_process } = config;
         let store = shm.map(|directory| SlotWriter::create(&directory)).transpose()?;
-        let pushing = PublisherState { copier: Copier::new(threads), store, since_full: 0, last: None };
+        let pushing =
+            PublisherState { copier: Copier::new(threads), store, begun: None, since_full: 0, last: None };
         Ok(Self { hub, threads, deltas, in_process, pushing: Mutex::new(pushing) })
     }
 
     /// Publishes to the subscribers within this process.
     #[must_use]
     pub(crate) fn in_memory(hub: Hub, threads: usize) -> Self {
-        let pushing = PublisherState { copier: Copier::new(threads), store: None, since_full: 0, last: None };
+        let pushing = PublisherState {
+            copier: Copier::new(threads),
+            store: None,
+            begun: None,
+            since_full: 0,
+            last: None,
+        };
         Self { hub, threads, deltas: None, in_process: false, pushing: Mutex::new(pushing) }
-    }
-
-    /// The file of shared memory that shard owners write a version of `parameters` weights into, see
-    /// [`ShardOwner`](crate::ShardOwner). It is visible to no subscriber until [`HubPublisher::commit`].
-    ///
-    /// # Errors
-    /// A publisher without shared memory; not enough memory; an earlier mismatch.
-    pub fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<PathBuf, WeightsError> {
-        let mut pushing = self.pushing()?;
-        self.hub.known(version)?;
-        pushing.store()?.begin(version, parameters, self.hub.dtype())
-    }
-
-    /// Publishes the version in progress, once all owners have written their shards.
-    ///
-    /// # Errors
-    /// A version that is not in progress; as [`Publisher::publish`].
-    pub fn commit(&self, version: PolicyVersion) -> Result<(), WeightsError> {
-        let started = Instant::now();
-        let mut pushing = self.pushing()?;
-        if let PublicationStatus::Published(before) = self.hub.known(version)? {
-            let values = pushing.store()?.begun(version)?;
-            return same(version, before, Digest::on(&values, self.threads));
-        }
-        let (values, place) = pushing.store()?.commit(version)?;
-        self.push(pushing, Snapshot::new(version, values), Some(place), started)
     }
 
     /// Whether subscribers read weights where their owners have published them.
@@ -295,6 +278,29 @@ impl Publisher for HubPublisher {
             return self.publish(Snapshot::new(version, Values::copied(owners)).with_adapter(adapter));
         }
         self.publish_pieces(version, &owners.concat(), adapter)
+    }
+
+    fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<Option<ShardPlace>, WeightsError> {
+        let mut pushing = self.pushing()?;
+        self.hub.known(version)?;
+        pushing.begun = Some(Instant::now());
+        let Some(store) = &mut pushing.store else { return Ok(None) };
+        Ok(Some(ShardPlace::new(store.begin(version, parameters, self.hub.dtype())?)))
+    }
+
+    fn commit(
+        &self,
+        version: PolicyVersion,
+        adapter: Option<Arc<dyn WeightAdapter>>,
+    ) -> Result<(), WeightsError> {
+        let mut pushing = self.pushing()?;
+        let started = pushing.begun.take().unwrap_or_else(Instant::now);
+        if let PublicationStatus::Published(before) = self.hub.known(version)? {
+            let values = pushing.store()?.begun(version)?;
+            return same(version, before, Digest::on(&values, self.threads));
+        }
+        let (values, place) = pushing.store()?.commit(version)?;
+        self.push(pushing, Snapshot::new(version, values).with_adapter(adapter), Some(place), started)
     }
 
     fn drop_taken(&self) -> Result<(), WeightsError> {

@@ -4,25 +4,28 @@
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use collective::{HostCollective, threads};
 use model::{
     Architecture, Config, Decoder, Draw, KvCache, Layout, Recompute, Reduction, SamplerRanks, Sampling,
     SharedSampler, Sizes, StepSequence, ThreadPool,
 };
-use weights::{HubPublisher, PublishConfig, Receipt};
+use weights::{Dtype, HubPublisher, Lag, PublishConfig, Receipt, ShardPlace, Subscriber};
 
 use super::*;
 use crate::optimizer::{OptimizerConfig, OptimizerKind};
-use crate::{LearnerConfig, ParallelConfig};
+use crate::{Followed, Leader, LearnerConfig, ParallelConfig, follow};
 
 const VERSION: PolicyVersion = PolicyVersion(1);
+const SOON: Duration = Duration::from_secs(60);
 
 fn config(family: Architecture) -> Config {
     let sizes = Sizes {
         // Four ranks have shares of different sizes.
         vocab_size: 53,
-        hidden_size: 24,
+        hidden_size: 32,
         intermediate_size: 72,
         num_layers: 2,
         num_heads: 8,
@@ -33,8 +36,8 @@ fn config(family: Architecture) -> Config {
     Config { reduction: Reduction::Tree, tie_word_embeddings: family == Architecture::Qwen3, ..config }
 }
 
-fn learner(model: &Config, world: usize, [tensor, pipeline]: [usize; 2], zero: usize) -> Learner {
-    let config = LearnerConfig {
+fn split(world: usize, [tensor, pipeline]: [usize; 2], zero: usize) -> LearnerConfig {
+    LearnerConfig {
         optimizer: OptimizerConfig::standard(OptimizerKind::Adamw, 0.95),
         max_grad_norm: 1.0,
         router_correction_rate: 0.0,
@@ -44,10 +47,14 @@ fn learner(model: &Config, world: usize, [tensor, pipeline]: [usize; 2], zero: u
         parallel: ParallelConfig { tensor, pipeline, ..ParallelConfig::DATA },
         leaves: 4,
         zero,
-        wait: Duration::from_secs(60),
+        wait: SOON,
         device: None,
-    };
-    Learner::new(config, model.clone(), Parameters::random(model, 7), None).unwrap()
+    }
+}
+
+fn learner(model: &Config, world: usize, shards: [usize; 2], zero: usize) -> Learner {
+    let parameters = Parameters::random(model, 7);
+    Learner::new(split(world, shards, zero), model.clone(), parameters, None).unwrap()
 }
 
 /// How many of `degree` ranks need each value of the model, from the names of its tensors alone (Megatron-LM).
@@ -98,11 +105,10 @@ fn push(learner: &Learner, model: &Config, degree: usize) -> (Vec<u64>, u64) {
     let in_process = PublishConfig { in_process: true, ..PublishConfig::default() };
     let publisher = Arc::new(HubPublisher::new(hub, in_process).unwrap());
     WeightPublisher::Host(Arc::clone(&publisher) as Arc<dyn Publisher>).publish(VERSION, learner).unwrap();
-    let snapshot = weights::Subscriber::newest(&sampler_side, None).unwrap().unwrap();
+    let snapshot = sampler_side.newest(None).unwrap().unwrap();
     let values = &snapshot.values;
     let pool = ThreadPool::single();
-    let mut sampler =
-        SharedSampler::new(model, SamplerRanks { degree, wait: Duration::from_secs(60) }).unwrap();
+    let mut sampler = SharedSampler::new(model, SamplerRanks { degree, wait: SOON }).unwrap();
     let times = Mutex::new(vec![0; values.len()]);
     let of_whole = |range: Range<usize>| -> Cow<'_, [f32]> {
         times.lock().unwrap()[range.clone()].iter_mut().for_each(|times| *times += 1);
@@ -121,7 +127,7 @@ fn push(learner: &Learner, model: &Config, degree: usize) -> (Vec<u64>, u64) {
     assert_eq!(digest, Digest::of(whole.values()), "the digest is that of the whole model");
     let none = Duration::ZERO;
     let receipt = Receipt { version: VERSION, digest, took: none, stalled: none, bytes: 0, taken };
-    weights::Subscriber::applied(&sampler_side, receipt).unwrap();
+    sampler_side.applied(receipt).unwrap();
     let lags = publisher.lags().unwrap();
     (times.into_inner().unwrap(), lags[0].receipt.unwrap().taken)
 }
@@ -166,5 +172,98 @@ fn a_sharded_trainer_publishes_in_parts() {
         assert!(format!("{values:?}").contains("the memory of their owners"));
         let head = Layout::new(&model).head();
         assert!(matches!(values.range(head), Cow::Owned(_)), "the embedding lies with several ranks");
+    }
+}
+
+/// A publisher that counts how versions come to it.
+struct CountingPublisher {
+    publisher: HubPublisher,
+    /// Whether it says that its memory is that of another host.
+    elsewhere: bool,
+    begun: AtomicU64,
+    gathered: AtomicU64,
+}
+
+impl Publisher for CountingPublisher {
+    fn publish(&self, snapshot: Snapshot) -> Result<(), WeightsError> {
+        self.gathered.fetch_add(1, Ordering::Relaxed);
+        self.publisher.publish(snapshot)
+    }
+
+    fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<Option<ShardPlace>, WeightsError> {
+        self.begun.fetch_add(1, Ordering::Relaxed);
+        let mut place = serde_json::to_value(self.publisher.begin(version, parameters)?.unwrap()).unwrap();
+        if self.elsewhere {
+            place["boot"] = "another".into();
+        }
+        Ok(Some(serde_json::from_value(place).unwrap()))
+    }
+
+    fn commit(
+        &self,
+        version: PolicyVersion,
+        adapter: Option<Arc<dyn WeightAdapter>>,
+    ) -> Result<(), WeightsError> {
+        self.publisher.commit(version, adapter)
+    }
+
+    fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
+        self.publisher.wait_applied(version, wait)
+    }
+
+    fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
+        self.publisher.lags()
+    }
+}
+
+/// Calls `work` with a learner whose ranks stand for processes: they share a collective alone.
+fn with_processes(model: &Config, config: LearnerConfig, work: impl FnOnce(&Learner)) {
+    let ranks = threads::group(config.world, SOON).into_iter();
+    let mut ranks = ranks.map(|rank| Arc::new(rank) as Arc<dyn HostCollective>);
+    let leader = Leader::new(ranks.next().unwrap());
+    let start = |rank| std::thread::spawn(move || follow(rank, Arc::new(ThreadPool::single())));
+    let followers: Vec<_> = ranks.map(start).collect();
+    let learner = leader.learner(config, model.clone(), Parameters::random(model, 7), None, None).unwrap();
+    work(&learner);
+    drop((learner, leader));
+    for follower in followers {
+        assert_eq!(follower.join().unwrap().unwrap(), Followed::Stopped);
+    }
+}
+
+/// Ranks that are processes of the publisher's host write their shards where samplers read them. If one is elsewhere, the first rank
+/// gathers all weights, from the first version on.
+#[test]
+fn processes_write_their_shards_and_nothing_is_gathered() {
+    let model = config(Architecture::Qwen3);
+    for (world, shards, zero) in [(2, [1, 1], 3), (4, [2, 1], 1), (4, [2, 1], 3), (4, [1, 2], 3)] {
+        for (dtype, elsewhere) in [(Dtype::F32, false), (Dtype::Bf16, false), (Dtype::F32, true)] {
+            let directory = tempfile::tempdir().unwrap();
+            let hub = Hub::new(weights::hub::HubConfig { dtype, ..Default::default() });
+            let sampler = hub.subscribe("sampler").unwrap();
+            let shm = Some(directory.path().to_owned());
+            let publisher = Arc::new(CountingPublisher {
+                publisher: HubPublisher::new(hub, PublishConfig { shm, ..PublishConfig::default() }).unwrap(),
+                elsewhere,
+                begun: AtomicU64::new(0),
+                gathered: AtomicU64::new(0),
+            });
+            let host = WeightPublisher::Host(Arc::clone(&publisher) as Arc<dyn Publisher>);
+            with_processes(&model, split(world, shards, zero), |learner| {
+                for version in 1..=3 {
+                    host.publish(PolicyVersion(version), learner).unwrap();
+                    let newest = sampler.newest(None).unwrap().unwrap();
+                    let expected = learner.parameters().unwrap();
+                    assert_eq!(newest.version, PolicyVersion(version));
+                    assert_eq!(
+                        newest.digest(),
+                        Snapshot::rounded(newest.version, expected.values(), dtype).digest()
+                    );
+                }
+            });
+            let counts = [&publisher.begun, &publisher.gathered].map(|count| count.load(Ordering::Relaxed));
+            let what = format!("{world} ranks, {shards:?}, zero {zero}, {dtype}");
+            assert_eq!(counts, if elsewhere { [1, 3] } else { [3, 0] }, "{what}");
+        }
     }
 }

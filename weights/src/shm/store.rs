@@ -66,14 +66,11 @@ impl SlotWriter {
         len: usize,
         dtype: Dtype,
     ) -> Result<PathBuf, WeightsError> {
-        if let Some(given_up) = self.begun.take()
-            && let Some(owned) = &self.slots[given_up.index]
-        {
-            let unlocked = owned.file.unlock();
-            unlocked.map_err(|error| failed(&owned.path, "unlock a file", &error))?;
-        }
+        let given_up = self.begun.take().is_some();
         let index = 1 - self.current.unwrap_or(1);
-        let free = self.slots[index].as_mut().is_some_and(|owned| owned.slot.len() == len && owned.lock());
+        // An owner that was late may still write to the file of a version that was given up.
+        let free = !given_up
+            && self.slots[index].as_mut().is_some_and(|owned| owned.slot.len() == len && owned.lock());
         if !free {
             self.replace(index, len)?;
         }

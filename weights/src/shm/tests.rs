@@ -117,32 +117,64 @@ fn owners_of_shards_place_them_and_one_commits() {
         let subscriber = hub.subscribe("sampler").unwrap();
         for version in 1..=4 {
             let (version, all) = (PolicyVersion(version), values(version));
-            let path = publisher.begin(version, LEN).unwrap();
+            let place = publisher.begin(version, LEN).unwrap().unwrap();
             let ranks = [0..7, 7..7, 7..LEN - 100, LEN - 100..LEN];
             std::thread::scope(|scope| {
                 for range in ranks {
-                    let (path, part) = (&path, &all[range.clone()]);
+                    let (place, part) = (&place, &all[range.clone()]);
                     scope.spawn(move || {
-                        let owner = ShardOwner::open(path, 1).unwrap();
-                        owner.place(version, range.start, part).unwrap();
+                        let owner = ShardOwner::open(place, 1).unwrap();
+                        owner.write(version, range.start, part).unwrap();
                     });
                 }
             });
             assert!(subscriber.newest(Some(PolicyVersion(version.0 - 1))).unwrap().is_none(), "not yet");
-            publisher.commit(version).unwrap();
+            publisher.commit(version, None).unwrap();
             let new = subscriber.newest(None).unwrap().unwrap();
             assert_eq!(new.version, version);
             assert!(new.values.iter().zip(&all).all(|(new, all)| *new == dtype.round(*all)));
         }
         // A trainer that starts again repeats a version.
-        let path = publisher.begin(PolicyVersion(3), LEN).unwrap();
-        ShardOwner::open(&path, 1).unwrap().place(PolicyVersion(3), 0, &values(3)).unwrap();
-        publisher.commit(PolicyVersion(3)).unwrap();
+        let written = |version, all: &[f32]| {
+            let place = publisher.begin(version, LEN).unwrap().unwrap();
+            ShardOwner::open(&place, 1).unwrap().write(version, 0, all).unwrap();
+            publisher.commit(version, None)
+        };
+        written(PolicyVersion(3), &values(3)).unwrap();
         assert_eq!(subscriber.newest(None).unwrap().unwrap().version, PolicyVersion(4));
-        publisher.begin(PolicyVersion(3), LEN).unwrap();
-        ShardOwner::open(&path, 1).unwrap().place(PolicyVersion(3), 0, &values(9)).unwrap();
-        assert!(matches!(publisher.commit(PolicyVersion(3)), Err(WeightsError::Republished { .. })));
+        let other = written(PolicyVersion(3), &values(9));
+        assert!(matches!(other, Err(WeightsError::Republished { .. })), "{other:?}");
     }
+}
+
+/// An owner of a version that was given up, and writes late, changes no later version.
+#[test]
+fn a_late_owner_writes_to_no_later_version() {
+    let directory = tempfile::tempdir().unwrap();
+    let hub = Hub::new(HubConfig::default());
+    let shm = Some(directory.path().to_owned());
+    let publisher =
+        HubPublisher::new(hub.clone(), PublishConfig { shm, ..PublishConfig::default() }).unwrap();
+    let subscriber = hub.subscribe("sampler").unwrap();
+    let version = PolicyVersion(1);
+    let late = ShardOwner::open(&publisher.begin(version, LEN).unwrap().unwrap(), 1).unwrap();
+    let place = publisher.begin(version, LEN).unwrap().unwrap();
+    ShardOwner::open(&place, 1).unwrap().write(version, 0, &values(1)).unwrap();
+    late.write(version, 0, &values(9)).unwrap();
+    publisher.commit(version, None).unwrap();
+    assert_eq!(subscriber.newest(None).unwrap().unwrap().values[..], values(1));
+}
+
+#[test]
+fn memory_of_another_host_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = SlotWriter::create(directory.path()).unwrap();
+    let place = ShardPlace::new(store.begin(PolicyVersion(1), LEN, Dtype::F32).unwrap());
+    let mut other = serde_json::to_value(&place).unwrap();
+    other["boot"] = "another".into();
+    let refused = ShardOwner::open(&serde_json::from_value(other).unwrap(), 1).unwrap_err().to_string();
+    assert!(refused.contains("another host"), "{refused}");
+    ShardOwner::open(&place, 1).unwrap();
 }
 
 #[test]
@@ -150,19 +182,20 @@ fn shards_outside_the_slot_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let mut store = SlotWriter::create(directory.path()).unwrap();
     let path = store.begin(PolicyVersion(1), LEN, Dtype::F32).unwrap();
-    let owner = ShardOwner::open(&path, 1).unwrap();
+    let open = |path: &Path| ShardOwner::open(&ShardPlace::new(path.to_owned()), 1);
+    let owner = open(&path).unwrap();
     for (version, offset, len) in [(2, 0, 1), (1, LEN, 1), (1, LEN - 1, 2), (1, usize::MAX, 1)] {
-        let error = owner.place(PolicyVersion(version), offset, &vec![1.0; len]).unwrap_err();
+        let error = owner.write(PolicyVersion(version), offset, &vec![1.0; len]).unwrap_err();
         assert!(matches!(error, WeightsError::Shard { .. }), "{error}");
     }
     store.commit(PolicyVersion(1)).unwrap();
-    assert!(owner.place(PolicyVersion(1), 0, &[1.0]).is_err(), "it is visible now");
+    assert!(owner.write(PolicyVersion(1), 0, &[1.0]).is_err(), "it is visible now");
     assert!(store.commit(PolicyVersion(1)).is_err() && store.place(0, &[1.0], 1).is_err());
-    assert!(ShardOwner::open(&directory.path().join("none"), 1).is_err());
+    assert!(open(&directory.path().join("none")).is_err());
     let odd = directory.path().join("odd");
     for bytes in [0, 100, 4096, 8192] {
         std::fs::write(&odd, vec![7; bytes]).unwrap();
-        assert!(matches!(ShardOwner::open(&odd, 1), Err(WeightsError::Shm { .. })), "{bytes}");
+        assert!(matches!(open(&odd), Err(WeightsError::Shm { .. })), "{bytes}");
     }
     assert!(SlotWriter::create(&odd).is_err(), "that is no directory");
 }
