@@ -15,7 +15,7 @@ use model::{Config, Layout, Parameters, ThreadPool};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use trajectory::{Group, PolicyVersion, Sample};
-use weights::ShardPlace;
+use weights::WritableSlot;
 
 use crate::TrainerError;
 use crate::algorithm::Algorithm;
@@ -63,7 +63,7 @@ pub(crate) enum RankCommand<'a> {
     /// Send its shard of the weights to samplers.
     Send { network: u32, plan: Vec<u8> },
     /// Write its weights of a version to the memory that samplers read.
-    Write { network: u32, version: PolicyVersion, place: Cow<'a, ShardPlace> },
+    Write { network: u32, version: PolicyVersion, place: Cow<'a, WritableSlot> },
     /// Send its optimizer state to the leader.
     GatherOptimizer { network: u32 },
     /// Leave this group of ranks and join the next one.

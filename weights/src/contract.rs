@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use trajectory::PolicyVersion;
 
-use crate::{Digest, OwnedWeights, ShardPlace, Snapshot, Values, WeightAdapter, WeightMemory, WeightsError};
+use crate::{
+    Digest, OwnedWeights, Snapshot, Values, WeightAdapter, WeightMemory, WeightsError, WritableSlot,
+};
 
 /// Publisher side: the trainer.
 pub trait Publisher: Send + Sync {
@@ -62,7 +64,7 @@ pub trait Publisher: Send + Sync {
     ///
     /// # Errors
     /// Not enough memory; an earlier mismatch.
-    fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<Option<ShardPlace>, WeightsError>;
+    fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<Option<WritableSlot>, WeightsError>;
 
     /// Publishes the version in progress, into which `adapter` is merged, once all owners have written their weights.
     ///

@@ -64,6 +64,6 @@ pub use hub::{
 };
 pub use parts::OwnedWeights;
 pub use publisher::{DeltaConfig, HubPublisher, PublishConfig, PushCost};
-pub use shm::{ShardOwner, ShardPlace};
+pub use shm::{ShardOwner, WritableSlot};
 pub use snapshot::{Digest, Received, Snapshot};
 pub use values::{Dtype, Values, WeightAdapter, WeightMemory};

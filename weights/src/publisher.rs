@@ -17,8 +17,8 @@ use crate::hub::{PublicationStatus, PublishedVersion};
 use crate::parts::whole_len;
 use crate::shm::SlotWriter;
 use crate::{
-    Digest, Dtype, Hub, Lag, OwnedWeights, Publisher, ShardPlace, Snapshot, Values, WeightAdapter,
-    WeightMemory, WeightsError,
+    Digest, Dtype, Hub, Lag, OwnedWeights, Publisher, Snapshot, Values, WeightAdapter, WeightMemory,
+    WeightsError, WritableSlot,
 };
 
 /// Maximum number of threads that copy and digest: more do not increase memory bandwidth.
@@ -280,12 +280,12 @@ impl Publisher for HubPublisher {
         self.publish_pieces(version, &owners.concat(), adapter)
     }
 
-    fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<Option<ShardPlace>, WeightsError> {
+    fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<Option<WritableSlot>, WeightsError> {
         let mut pushing = self.pushing()?;
         self.hub.known(version)?;
         pushing.begun = Some(Instant::now());
         let Some(store) = &mut pushing.store else { return Ok(None) };
-        Ok(Some(ShardPlace::new(store.begin(version, parameters, self.hub.dtype())?)))
+        Ok(Some(WritableSlot::new(store.begin(version, parameters, self.hub.dtype())?)))
     }
 
     fn commit(

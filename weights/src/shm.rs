@@ -28,7 +28,7 @@ mod store;
 
 pub(crate) use self::directory::{PublisherDirectory, is_left, is_of_publisher};
 pub(crate) use self::reader::SlotReader;
-pub use self::shard::{ShardOwner, ShardPlace};
+pub use self::shard::{ShardOwner, WritableSlot};
 pub(crate) use self::slot::failed;
 pub(crate) use self::store::SlotWriter;
 

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use trajectory::PolicyVersion;
 use weights::direct::round::PushPlan;
-use weights::{Digest, Hub, Publisher, ShardOwner, ShardPlace, WeightsError};
+use weights::{Digest, Hub, Publisher, ShardOwner, WeightsError, WritableSlot};
 
 use super::Learner;
 use crate::TrainerError;
@@ -71,7 +71,11 @@ impl Learner {
     }
 
     /// This process's part of [`Self::write_shards`].
-    pub(crate) fn write_own(&self, version: PolicyVersion, place: &ShardPlace) -> Result<bool, TrainerError> {
+    pub(crate) fn write_own(
+        &self,
+        version: PolicyVersion,
+        place: &WritableSlot,
+    ) -> Result<bool, TrainerError> {
         let collective = &self.spread.as_ref().ok_or(TrainerError::RanksEnded)?.collective;
         let owned = self.owned()?;
         let written = ShardOwner::open(place, self.pool.threads()).and_then(|owner| {

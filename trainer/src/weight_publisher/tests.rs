@@ -12,7 +12,7 @@ use model::{
     Architecture, Config, Decoder, Draw, KvCache, Layout, Recompute, Reduction, SamplerRanks, Sampling,
     SharedSampler, Sizes, StepSequence, ThreadPool,
 };
-use weights::{Dtype, HubPublisher, Lag, PublishConfig, Receipt, ShardPlace, Subscriber};
+use weights::{Dtype, HubPublisher, Lag, PublishConfig, Receipt, Subscriber, WritableSlot};
 
 use super::*;
 use crate::optimizer::{OptimizerConfig, OptimizerKind};
@@ -190,7 +190,7 @@ impl Publisher for CountingPublisher {
         self.publisher.publish(snapshot)
     }
 
-    fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<Option<ShardPlace>, WeightsError> {
+    fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<Option<WritableSlot>, WeightsError> {
         self.begun.fetch_add(1, Ordering::Relaxed);
         let mut place = serde_json::to_value(self.publisher.begin(version, parameters)?.unwrap()).unwrap();
         if self.elsewhere {

@@ -20,7 +20,7 @@ use crate::copier::copy_rounded;
 
 /// Where the owners of a version write their weights.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ShardPlace {
+pub struct WritableSlot {
     /// The file of the slot.
     path: PathBuf,
     /// The boot of its host, where the system numbers them. A file system of several hosts may show the file elsewhere.
@@ -35,7 +35,7 @@ pub struct ShardOwner {
     threads: usize,
 }
 
-impl ShardPlace {
+impl WritableSlot {
     pub(crate) fn new(path: PathBuf) -> Self {
         Self { path, boot: boot() }
     }
@@ -46,8 +46,8 @@ impl ShardOwner {
     ///
     /// # Errors
     /// A file that cannot be opened, is of another host, or is not of a publisher.
-    pub fn open(place: &ShardPlace, threads: usize) -> Result<Self, WeightsError> {
-        let ShardPlace { path, boot: of_publisher } = place;
+    pub fn open(place: &WritableSlot, threads: usize) -> Result<Self, WeightsError> {
+        let WritableSlot { path, boot: of_publisher } = place;
         if *of_publisher != boot() {
             let reason = "it is the memory of another host".to_owned();
             return Err(WeightsError::Shard { path: path.display().to_string(), reason });

@@ -169,7 +169,7 @@ fn a_late_owner_writes_to_no_later_version() {
 fn memory_of_another_host_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let mut store = SlotWriter::create(directory.path()).unwrap();
-    let place = ShardPlace::new(store.begin(PolicyVersion(1), LEN, Dtype::F32).unwrap());
+    let place = WritableSlot::new(store.begin(PolicyVersion(1), LEN, Dtype::F32).unwrap());
     let mut other = serde_json::to_value(&place).unwrap();
     other["boot"] = "another".into();
     let refused = ShardOwner::open(&serde_json::from_value(other).unwrap(), 1).unwrap_err().to_string();
@@ -182,7 +182,7 @@ fn shards_outside_the_slot_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     let mut store = SlotWriter::create(directory.path()).unwrap();
     let path = store.begin(PolicyVersion(1), LEN, Dtype::F32).unwrap();
-    let open = |path: &Path| ShardOwner::open(&ShardPlace::new(path.to_owned()), 1);
+    let open = |path: &Path| ShardOwner::open(&WritableSlot::new(path.to_owned()), 1);
     let owner = open(&path).unwrap();
     for (version, offset, len) in [(2, 0, 1), (1, LEN, 1), (1, LEN - 1, 2), (1, usize::MAX, 1)] {
         let error = owner.write(PolicyVersion(version), offset, &vec![1.0; len]).unwrap_err();
