@@ -114,6 +114,8 @@ pub(crate) struct WorkerStatus {
     pub(crate) silent_s: f64,
     /// Tokens sampled since it was started.
     pub(crate) sampled_tokens: u64,
+    /// The policy version that it serves, if it is a rollout worker.
+    pub(crate) served_version: Option<u64>,
 }
 
 /// Called with the name of a lost worker, unless another worker has that name by now, and its instance id.
@@ -299,6 +301,7 @@ impl WorkerRegistry {
             doing_s: worker.doing_since.elapsed().as_secs_f64(),
             silent_s: worker.heard.elapsed().as_secs_f64(),
             sampled_tokens: worker.beat.progress.map_or(0, |progress| progress.engine.sampled_tokens),
+            served_version: worker.beat.progress.map(|progress| progress.served.0),
         };
         self.state().workers.values().map(member).collect()
     }
