@@ -452,6 +452,13 @@ impl Recipe {
         }
     }
 
+    /// Whether that one has weights of its own: over a base that stays quantised it shares them.
+    #[must_use]
+    pub fn has_own_reference(&self) -> bool {
+        let is_shared = self.has_quantized_base() && self.algorithm.reference.is_none();
+        self.needs_reference() && !is_shared
+    }
+
     /// How the critic learns, if the algorithm has one.
     #[must_use]
     pub fn critic(&self) -> Option<CriticConfig> {

@@ -121,14 +121,22 @@ fn master_weights_and_moments_of_a_bf16_run_survive_a_resume() {
 #[test]
 fn ranks_exchange_from_device_to_device() {
     let home = Home::new();
-    let sets =
-        ["placement.trainer_device=emulated", "trainer.world=2", "trainer.zero=2", "checkpoint.interval=1"];
-    let by_host = run(&home, "host", &[&sets[..], &["trainer.collective=host"]].concat());
+    let sets = [
+        "placement.trainer_device=emulated",
+        "trainer.world=2",
+        "trainer.zero=2",
+        "checkpoint.interval=1",
+        "algorithm.kl_coef=0.1",
+    ];
+    let offloaded = ["trainer.collective=host", "placement.reference_weights=host"];
+    let by_host = run(&home, "host", &[&sets[..], &offloaded].concat());
     let direct = run(&home, "direct", &[&sets[..], &["trainer.collective=device"]].concat());
     assert_eq!(texts(&direct, 1), texts(&by_host, 1));
     for (found, expected) in direct.values("optim/grad_norm").iter().zip(by_host.values("optim/grad_norm")) {
         assert!((found - expected).abs() <= 1e-3 * expected, "{found} {expected}");
     }
+    let [direct_kl, host_kl] = [&direct, &by_host].map(|run| *run.values("kl/ref").last().unwrap());
+    assert!(host_kl > 0.0 && (direct_kl - host_kl).abs() <= 1e-2 * host_kl, "{direct_kl} {host_kl}");
     // A checkpoint of sharded state can be resumed with another number of ranks.
     let sets = ["--set", "trainer.steps=3", "--set", "trainer.world=1", "--set", "trainer.collective=auto"];
     home.rlrun(&[&["resume", "direct"], &sets[..]].concat()).ok();

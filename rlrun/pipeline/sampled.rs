@@ -93,9 +93,7 @@ impl Run<'_> {
             elasticity,
         };
         let mut trainer = Trainer::start(config, parts, &state)?;
-        if let Some(lost) = trainer.lost_lease() {
-            self.report.note(&format!("warning: {lost}; the checkpoint contains these groups all the same"));
-        }
+        self.note_start(&trainer);
         let mut schedule = self.schedule(&trainer)?;
         let turn = self.shared_device(&mut trainer, &prepared);
         let worker = worker.map(|worker| worker.taking_turns(turn)).transpose()?;
@@ -131,6 +129,16 @@ impl Run<'_> {
         coordinator.iter().for_each(|coordinator| self.leave(coordinator));
         let cut_short = cut_short && evaluation.is_none();
         Ok(TrainingResult { version: trainer.version(), time_s: trainer.time_s(), evaluation, cut_short })
+    }
+
+    /// Reports what a trainer that has started does in another way than expected.
+    fn note_start(&self, trainer: &Trainer) {
+        if let Some(lost) = trainer.lost_lease() {
+            self.report.note(&format!("warning: {lost}; the checkpoint contains these groups all the same"));
+        }
+        if let Some(reason) = trainer.learner().gathers_because() {
+            self.report.note(&format!("the first rank gathers the weights of every version: {reason}"));
+        }
     }
 
     /// The sampler's turns on the device that it shares with `trainer`, if the recipe places both there.

@@ -78,7 +78,8 @@ impl WatchdogView {
             roles.push("no sampler: no rollout worker has joined".to_owned());
         }
         roles.extend(members.iter().map(|member| {
-            let served = member.served_version.map_or_else(String::new, |version| format!(", serves v{version}"));
+            let served =
+                member.served_version.map_or_else(String::new, |version| format!(", serves v{version}"));
             format!(
                 "{} (process {} on {}{served}) {} for {:.0} s, last heartbeat {:.0} s ago",
                 member.name, member.pid, member.host, member.doing, member.doing_s, member.silent_s

@@ -19,7 +19,7 @@ use trainer::lora::LoraConfig;
 use super::layouts::layout_of;
 use super::sampler_ranks::shard_of;
 use crate::allocator::SPARE;
-use crate::recipe::words::CriticKind;
+use crate::recipe::words::{CriticKind, Ranks};
 use crate::recipe::{Model, Recipe};
 
 /// What a run takes whose model takes nothing: program, libraries, threads and the heap that the allocator keeps for each
@@ -125,9 +125,7 @@ impl Memory {
             };
             parts.push(part("adapter", what, trained.adapter));
         }
-        if has_own_reference(recipe) {
-            parts.push(part("reference", "the frozen policy, or a teacher of its size", weights));
-        }
+        parts.extend(reference(recipe, weights));
         if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate) {
             let what = "its weights, gradients of every rank and optimizer";
             parts.push(part("critic", what, critic(recipe, config)));
@@ -249,6 +247,13 @@ fn published(recipe: &Recipe, weights: u64) -> Part {
     }
 }
 
+/// A reference with weights of its own: every process of the trainer has all of them.
+fn reference(recipe: &Recipe, weights: u64) -> Option<Part> {
+    let processes = if recipe.trainer.ranks == Ranks::Processes { recipe.trainer.world as u64 } else { 1 };
+    let (what, bytes) = ("the frozen policy, or a teacher of its size", product(&[processes, weights]));
+    recipe.has_own_reference().then_some(Part { name: "reference", what, bytes, phase: Phase::Always })
+}
+
 /// A separate critic, bytes.
 fn critic(recipe: &Recipe, config: &Config) -> u64 {
     let layout = layout_of(config);
@@ -263,12 +268,6 @@ fn reward_models(recipe: &Recipe) -> u64 {
     let configs = models.filter_map(|spec| Config::load(spec.path.as_deref()?).ok());
     let bytes = |config| product(&[F32, Layout::new(&config).len() as u64]);
     configs.map(bytes).fold(0_u64, u64::saturating_add)
-}
-
-/// Whether the reference has weights of its own: over a base that stays quantised it shares them.
-fn has_own_reference(recipe: &Recipe) -> bool {
-    let is_shared = recipe.has_quantized_base() && recipe.algorithm.reference.is_none();
-    recipe.needs_reference() && !is_shared
 }
 
 /// Copies of the whole state: the one that is written to disk concurrently with the steps, and the one that ranks return to when one

@@ -9,7 +9,7 @@ use super::Recipe;
 use super::ranges::Checker;
 use super::schema::ParallelSection;
 use super::words::{
-    CollectiveWord, CriticKind, DeviceLocation, DeviceWord, ModelDtype, OptimizerHome, OptimizerKind,
+    CollectiveWord, CriticKind, DeviceLocation, DeviceWord, ModelDtype, OptimizerKind, PlaceWord,
     Quantization, Ranks, Reduction, Speculation, WeightDtypeWord, WeightTransport,
 };
 use crate::settings::Devices;
@@ -27,6 +27,11 @@ pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
         if checker.given(path) && !there {
             checker.report(path, format!("`{path}` has no effect: the run {what}"), "remove it");
         }
+    }
+    if recipe.placement.reference_weights == PlaceWord::Host && !recipe.devices().reference {
+        let path = "placement.reference_weights";
+        let message = format!("`{path}` has no effect: no reference with weights of its own is on a device");
+        checker.report(path, message, "remove it, or set `placement.device` and `algorithm.kl_coef`");
     }
     check_processes(recipe, checker);
     check_ranks(recipe, checker);
@@ -405,13 +410,13 @@ fn check_reduction(recipe: &Recipe, checker: &mut Checker<'_>) {
 fn check_optimizer(recipe: &Recipe, checker: &mut Checker<'_>) {
     let path = "placement.optimizer";
     if !recipe.devices().trains() {
-        if recipe.placement.optimizer == OptimizerHome::Host {
+        if recipe.placement.optimizer == PlaceWord::Host {
             let message = format!("`{path}` has no effect: the trainer computes on the processor");
             checker.report(path, message, "remove it, or set `placement.device`");
         }
         return;
     }
-    if recipe.placement.optimizer == OptimizerHome::Host {
+    if recipe.placement.optimizer == PlaceWord::Host {
         return;
     }
     let kind = recipe.trainer.optimizer;
@@ -453,7 +458,7 @@ fn check_collective(recipe: &Recipe, checker: &mut Checker<'_>) {
         (&["placement.policy", path], "they take turns with a sampler, to which they leave their devices")
     } else if parallel.pipeline > 1 && !exchanges {
         (&["trainer.parallel.pipeline", path], "stages send residual streams through the host")
-    } else if recipe.placement.optimizer == OptimizerHome::Host {
+    } else if recipe.placement.optimizer == PlaceWord::Host {
         (&["placement.optimizer", path], "`placement.optimizer` is \"host\"")
     } else {
         (&["placement.trainer_devices", path], "some of them compute on the same device")

@@ -197,11 +197,11 @@ pub enum ModelDtype {
     Bf16,
 }
 
-/// Memory of the master weights and the optimizer state.
+/// Memory of what a role on a device works with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum OptimizerHome {
-    /// On the device, with the weights.
+pub enum PlaceWord {
+    /// On the device.
     #[default]
     Device,
     /// In host memory.

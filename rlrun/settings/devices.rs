@@ -9,10 +9,10 @@ use device::{Device, DeviceError};
 use model::on_device::DeviceDtype;
 use model::{Quantization, SamplerRanks};
 use rollout::ServeOn;
-use trainer::on_device::{CollectivePlace, DeviceConfig, OptimizerPlace};
+use trainer::on_device::{CollectivePlace, DeviceConfig, FrozenPlace, OptimizerPlace};
 
 use crate::recipe::Recipe;
-use crate::recipe::words::{CollectiveWord, DeviceWord, ModelDtype, OptimizerHome, OptimizerKind, Ranks};
+use crate::recipe::words::{CollectiveWord, DeviceWord, ModelDtype, OptimizerKind, PlaceWord, Ranks};
 
 /// Whether ranks on these devices can exchange from one to the other: GPUs that differ, emulators of one process.
 fn reach_each_other(devices: &[Option<DeviceLocation>], ranks: Ranks) -> bool {
@@ -33,8 +33,8 @@ pub struct Devices {
     pub rollout: Option<DeviceLocation>,
     /// Every sampler that the run starts, in order.
     pub rollouts: Vec<Option<DeviceLocation>>,
-    /// The reference, if the run has one: where the trainer computes, as a critic does.
-    pub reference: Option<DeviceLocation>,
+    /// Whether every rank of the trainer has a reference with weights of its own on its device.
+    pub reference: bool,
     /// Whether the f32 weights and the state of the optimizer are on the devices of the trainer.
     pub optimizer_on_device: bool,
     /// Whether the ranks exchange from device to device, as far as the recipe tells.
@@ -77,8 +77,7 @@ impl Recipe {
             Some(list) => list.iter().map(|device| device.place()).collect(),
             None => vec![rollout; samplers.min(MAX_RANKS)],
         };
-        let reference = trainer.first().copied().flatten();
-        let on_device = placement.optimizer == OptimizerHome::Device && trainer.iter().any(Option::is_some);
+        let on_device = placement.optimizer == PlaceWord::Device && trainer.iter().any(Option::is_some);
         let meets = on_device
             && trainer.len() > 1
             && self.collective() != CollectivePlace::Host
@@ -92,7 +91,7 @@ impl Recipe {
         Devices {
             rollout: rollouts.first().copied().unwrap_or(rollout),
             rollouts,
-            reference: reference.filter(|_| self.needs_reference()),
+            reference: trainer.iter().any(Option::is_some) && self.has_own_reference(),
             trainer,
             optimizer_on_device,
             meets,
@@ -120,12 +119,16 @@ impl Recipe {
         let devices = self.devices();
         let places: Vec<DeviceLocation> = devices.trainer.iter().copied().flatten().collect();
         let optimizer = match self.placement.optimizer {
-            OptimizerHome::Device => OptimizerPlace::Device,
-            OptimizerHome::Host => OptimizerPlace::Host,
+            PlaceWord::Device => OptimizerPlace::Device,
+            PlaceWord::Host => OptimizerPlace::Host,
+        };
+        let frozen = match self.placement.reference_weights {
+            PlaceWord::Device => FrozenPlace::Device,
+            PlaceWord::Host => FrozenPlace::Host,
         };
         let (place, collective) = (*places.first()?, self.collective());
         let dtype = self.dtype_on(Some(place));
-        Some(DeviceConfig { place, dtype, places: places.into(), optimizer, collective })
+        Some(DeviceConfig { place, dtype, places: places.into(), optimizer, collective, frozen })
     }
 
     /// Where ranks exchange. What they share on their devices cannot leave for a sampler, so those that take turns with one

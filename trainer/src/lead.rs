@@ -8,8 +8,8 @@
 //! same calls. A follower receives a command after it has completed the previous one.
 
 use std::borrow::Cow;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use model::{Config, Layout, Parameters, ThreadPool};
 use serde::de::DeserializeOwned;
@@ -115,8 +115,8 @@ pub(crate) struct Followers {
     leader: Arc<Leader>,
     pub(crate) network: u32,
     has_reference: AtomicBool,
-    /// Whether one of them cannot write to the memory that samplers read.
-    is_elsewhere: AtomicBool,
+    /// Why one of them cannot write to the memory that samplers read, once one could not.
+    unwritable: OnceLock<String>,
 }
 
 impl Leader {
@@ -175,7 +175,7 @@ impl Leader {
             leader: Arc::clone(self),
             network,
             has_reference: AtomicBool::new(false),
-            is_elsewhere: AtomicBool::new(false),
+            unwritable: OnceLock::new(),
         };
         let seed = LearnerSeed { config, model: model.clone(), weights, adapter, optimizer };
         let rank = seed.member(groups)?;
@@ -225,14 +225,15 @@ impl Followers {
         self.leader.send_command(command)
     }
 
-    /// Whether all of them can write to the memory that samplers read, as far as is known.
-    pub(crate) fn can_write(&self) -> bool {
-        !self.is_elsewhere.load(Ordering::Relaxed)
+    /// Why one of them cannot write to the memory that samplers read; `None` as long as all can.
+    pub(crate) fn unwritable(&self) -> Option<&str> {
+        self.unwritable.get().map(String::as_str)
     }
 
-    /// Notes that one of them cannot.
-    pub(crate) fn cannot_write(&self) {
-        self.is_elsewhere.store(true, Ordering::Relaxed);
+    /// Notes that one of them cannot, and why.
+    pub(crate) fn cannot_write(&self, reason: String) {
+        // The first reason stays.
+        let _ = self.unwritable.set(reason);
     }
 
     /// Sends the reference model once. It stays the same for the life of the learner.

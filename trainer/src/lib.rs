@@ -73,7 +73,7 @@ pub use follow::{Followed, follow};
 pub use frozen::{Frozen, FrozenWeights};
 pub use lead::Leader;
 pub use learner::{GradientSums, Learner, LearnerConfig, LearnerStep, TargetRows, UpdateParameters};
-pub use on_device::{CollectivePlace, DeviceConfig, LearnerWeights, OptimizerPlace};
+pub use on_device::{CollectivePlace, DeviceConfig, FrozenPlace, LearnerWeights, OptimizerPlace};
 pub use outer_exchange::{ExchangeReport, OuterExchange};
 pub use parallel::{ContextParallel, ParallelConfig};
 pub use quarantine::expert_limits;

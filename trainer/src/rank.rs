@@ -458,7 +458,7 @@ impl Rank {
         let keep = !resident.is_swapped();
         by_dtype!(on_device, on_device => {
             let network = on_device.network.frozen(model, parameters, keep)?;
-            score_with(&mut Pass::Device(Box::new(network.pass())), rank, task, 0, pool)
+            score_with(&mut Pass::Device(Box::new(network.pass()?)), rank, task, 0, pool)
         })
     }
 

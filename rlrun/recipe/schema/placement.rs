@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::super::words::{DeviceWord, ModelPlacement, OptimizerHome, PolicyPlacement};
+use super::super::words::{DeviceWord, ModelPlacement, PlaceWord, PolicyPlacement};
 
 /// `[placement]`: devices, processes and cores of each role. In one process sampler and trainer share the cores of the
 /// machine; either may use a core that the other leaves idle.
@@ -34,7 +34,12 @@ pub struct PlacementSection {
     /// For a trainer on a device: memory of the master weights and the optimizer state, and place of the update. The host
     /// has more memory and supports every optimizer and LoRA; the device supports AdamW. verl `optimizer_offload`.
     // resume = changes, worker = run
-    pub optimizer: OptimizerHome,
+    pub optimizer: PlaceWord,
+    /// For a reference on devices: memory of its weights, all of which every rank of the trainer has. On the host they take the
+    /// devices one layer's memory, and every layer is copied to them for every micro-batch that is scored. verl
+    /// `ref.fsdp_config.param_offload`, OpenRLHF `ref_reward_offload`.
+    // resume = changes, worker = run
+    pub reference_weights: PlaceWord,
     /// Whether trainer and samplers are separate processes, which the controller restarts when they die. Each then has a
     /// fixed number of cores: see `rollout_threads` and `trainer_threads`.
     // resume = changes, worker = run

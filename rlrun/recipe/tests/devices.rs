@@ -2,6 +2,7 @@
 
 use device::device::DeviceLocation;
 use model::on_device::DeviceDtype;
+use trainer::FrozenPlace;
 
 use super::super::words::{CollectiveWord, DeviceWord, ModelDtype, WeightTransport};
 use super::{Case, MINIMAL, Recipe};
@@ -146,6 +147,15 @@ fn sixteen_bits_need_a_device_for_every_role() {
         "`placement.optimizer` has no effect: the trainer computes on the processor",
         "set `placement.device`",
     );
+    for sets in [["algorithm.kl_coef=0.1", "seed=1"], [EMULATED, "seed=1"]] {
+        refused(
+            &[sets[0], sets[1], "placement.reference_weights=host"],
+            "`placement.reference_weights` has no effect: no reference with weights of its own is on a device",
+            "set `placement.device` and `algorithm.kl_coef`",
+        );
+    }
+    let offloaded = recipe(&[EMULATED, "algorithm.kl_coef=0.1", "placement.reference_weights=host"]);
+    assert_eq!(offloaded.trains_on().unwrap().frozen, FrozenPlace::Host);
 }
 
 #[test]
@@ -333,13 +343,13 @@ fn roles_are_where_the_most_specific_key_says() {
     recipe.placement.device = DeviceWord::At(DeviceLocation::Cuda(1));
     let devices = recipe.devices();
     assert_eq!(devices.trainer, [cuda(1), cuda(2), cuda(3)]);
-    assert_eq!((devices.rollout, devices.reference), (cuda(1), cuda(1)));
+    assert_eq!((devices.rollout, devices.reference), (cuda(1), true));
     assert!(devices.optimizer_on_device);
     recipe.placement.trainer_device = Some(DeviceWord::At(DeviceLocation::Cuda(4)));
     recipe.placement.rollout_device = Some(DeviceWord::Cpu);
     let devices = recipe.devices();
     assert_eq!(devices.trainer, [cuda(4), cuda(5), cuda(6)]);
-    assert_eq!((devices.rollout, devices.reference), (None, cuda(4)));
+    assert_eq!((devices.rollout, devices.reference), (None, true));
     recipe.placement.device = DeviceWord::At(DeviceLocation::Emulated);
     recipe.placement.trainer_device = None;
     assert_eq!(recipe.devices().trainer, [Some(DeviceLocation::Emulated); 3]);

@@ -57,31 +57,39 @@ impl Learner {
         publisher: &dyn Publisher,
         version: PolicyVersion,
     ) -> Result<bool, TrainerError> {
-        let Some(followers) = self.remote().filter(|followers| followers.can_write()) else {
+        let Some(followers) = self.remote().filter(|followers| followers.unwritable().is_none()) else {
             return Ok(false);
         };
         let Some(place) = publisher.begin(version, self.first.layout().len())? else { return Ok(false) };
         let (network, borrowed) = (followers.network, Cow::Borrowed(&place));
         followers.send_command(&RankCommand::Write { network, version, place: borrowed })?;
-        let written = self.write_own(version, &place)?;
-        if !written {
-            followers.cannot_write();
+        match self.write_own(version, &place)? {
+            Ok(()) => Ok(true),
+            Err(reason) => {
+                followers.cannot_write(reason);
+                Ok(false)
+            }
         }
-        Ok(written)
     }
 
-    /// This process's part of [`Self::write_shards`].
+    /// Why the first rank gathers all weights for a version although ranks are processes; `None` if each writes its own.
+    #[must_use]
+    pub fn gathers_because(&self) -> Option<&str> {
+        self.remote()?.unwritable()
+    }
+
+    /// This process's part of [`Self::write_shards`]. Returns the error of the first rank that could not write.
     pub(crate) fn write_own(
         &self,
         version: PolicyVersion,
         place: &WritableSlot,
-    ) -> Result<bool, TrainerError> {
+    ) -> Result<Result<(), String>, TrainerError> {
         let collective = &self.spread.as_ref().ok_or(TrainerError::RanksEnded)?.collective;
         let owned = self.owned()?;
         let written = ShardOwner::open(place, self.pool.threads()).and_then(|owner| {
             owned.into_iter().try_for_each(|(range, values)| owner.write(version, range.start, values))
         });
-        Ok(of_all(&**collective, &written.map_err(|error| error.to_string()))?.is_ok())
+        Ok(of_all(&**collective, &written.map_err(|error| error.to_string()))?.map(drop))
     }
 
     /// Shards of the weights for [`Self::send`]: of equal length, in whole chunks of a digest.

@@ -23,6 +23,9 @@ pub struct DeviceConfig {
     pub optimizer: OptimizerPlace,
     /// Where ranks exchange gradients and weights.
     pub collective: CollectivePlace,
+    /// Where the weights of a frozen network are.
+    #[serde(default)]
+    pub frozen: FrozenPlace,
 }
 
 /// Where ranks that compute on devices exchange gradients and weights.
@@ -51,12 +54,24 @@ pub enum OptimizerPlace {
     Host,
 }
 
+/// Where a network that is not trained has its weights. Every rank has all of them, whatever it has of the network that is trained.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FrozenPlace {
+    /// On the device; those that are swapped in, during a scoring pass.
+    #[default]
+    Device,
+    /// On the host (offloading): a layer is copied to the device when a micro-batch needs it, and replaces the layer before. Ranks that
+    /// are threads of a process share one copy.
+    Host,
+}
+
 impl DeviceConfig {
     /// All state on one device, or on the devices that follow it.
     #[must_use]
     pub fn new(place: DeviceLocation, dtype: DeviceDtype) -> Self {
         let (optimizer, collective) = (OptimizerPlace::Device, CollectivePlace::Auto);
-        Self { place, places: nowhere(), dtype, optimizer, collective }
+        Self { place, places: nowhere(), dtype, optimizer, collective, frozen: FrozenPlace::Device }
     }
 
     /// The device of a rank.

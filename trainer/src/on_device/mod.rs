@@ -9,7 +9,7 @@
 //!
 //! # Layout
 //! - `config`: the device of each rank, and the state on it
-//! - `network`: the decoder on a device; `pass`: its forward and backward passes
+//! - `network`: the decoder on a device; `pass`: its forward and backward passes; `uploads`: weights on their way to it
 //! - `loaded`: weights that are trained on a device; `mirror`: the host's copy of them; `moments`: AdamW on a device
 
 mod config;
@@ -20,11 +20,13 @@ mod network;
 mod pass;
 #[cfg(all(test, feature = "emulator"))]
 mod tests;
+mod uploads;
 
-pub use config::{CollectivePlace, DeviceConfig, OptimizerPlace};
+pub use config::{CollectivePlace, DeviceConfig, FrozenPlace, OptimizerPlace};
 pub use loaded::LearnerWeights;
 pub(crate) use loaded::{GroupWeights, LearnerStorage, SingleWeights, TrainedWeights, UpdatedWeights};
 pub(crate) use mirror::Mirror;
 pub(crate) use moments::{DeviceMoments, Piece};
 pub(crate) use network::{ByDtype, DeviceNetwork, NetworkWeights, by_dtype, open};
-pub(crate) use pass::{DevicePass, ParameterSource, ParameterUpload, upload};
+pub(crate) use pass::{DevicePass, ParameterSource};
+pub(crate) use uploads::{ParameterUpload, upload};

@@ -12,8 +12,9 @@ use weights::direct::nccl::PushOwner;
 use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
 
-use super::pass::{NetworkPass, ParameterSource, upload};
-use super::{DeviceConfig, LearnerStorage, LearnerWeights};
+use super::pass::{NetworkPass, ParameterSource};
+use super::uploads::{OffloadedParameters, upload};
+use super::{DeviceConfig, FrozenPlace, LearnerStorage, LearnerWeights};
 
 /// One of two types, by the dtype of the weights that a device computes with.
 pub(crate) enum ByDtype<F, B> {
@@ -45,6 +46,7 @@ pub(crate) struct DeviceNetwork<T: Storage> {
     decoder: DeviceDecoder<T>,
     /// The sender of broadcasts to samplers.
     owner: Mutex<Option<PushOwner<T>>>,
+    frozen_place: FrozenPlace,
     frozen: Mutex<Option<Arc<FrozenOnDevice<T>>>>,
 }
 
@@ -53,7 +55,8 @@ pub(crate) struct FrozenOnDevice<T: Storage> {
     /// The parameters that it was made from, which identify it.
     parameters: Arc<Parameters>,
     decoder: DeviceDecoder<T>,
-    weights: DeviceBuffer<T>,
+    /// `None` if layers are copied from `parameters` in every pass.
+    weights: Option<DeviceBuffer<T>>,
 }
 
 /// The network of a rank, and its weights if all of them are on the device.
@@ -75,8 +78,12 @@ pub(crate) fn open(
 ) -> device::Result<ByDtype<DeviceNetwork<f32>, DeviceNetwork<bf16>>> {
     let device = Device::open(config.place_of(rank))?;
     Ok(match config.dtype {
-        DeviceDtype::F32 => ByDtype::F32(DeviceNetwork::new(device, model, layout, recompute)?),
-        DeviceDtype::Bf16 => ByDtype::Bf16(DeviceNetwork::new(device, model, layout, recompute)?),
+        DeviceDtype::F32 => {
+            ByDtype::F32(DeviceNetwork::new(device, model, layout, recompute, config.frozen)?)
+        }
+        DeviceDtype::Bf16 => {
+            ByDtype::Bf16(DeviceNetwork::new(device, model, layout, recompute, config.frozen)?)
+        }
     })
 }
 
@@ -86,9 +93,11 @@ impl<T: Storage> DeviceNetwork<T> {
         model: &Config,
         layout: &Arc<Layout>,
         recompute: Recompute,
+        frozen_place: FrozenPlace,
     ) -> device::Result<Self> {
         let decoder = DeviceDecoder::new(&device, model, layout, recompute)?;
-        Ok(Self { device, recompute, decoder, owner: Mutex::default(), frozen: Mutex::default() })
+        let (owner, frozen) = (Mutex::default(), Mutex::default());
+        Ok(Self { device, recompute, decoder, owner, frozen_place, frozen })
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -108,7 +117,7 @@ impl<T: Storage> DeviceNetwork<T> {
         NetworkPass::new(&self.decoder, source, sums)
     }
 
-    /// A frozen network. With `keep` it stays on the device until the next frozen network or [`Self::forget`].
+    /// A frozen network. With `keep` what the device has of it stays until the next frozen network or [`Self::forget`].
     ///
     /// # Errors
     /// If the memory of the device is too small.
@@ -126,8 +135,14 @@ impl<T: Storage> DeviceNetwork<T> {
         }
         // Freed before the new weights are allocated.
         *kept = None;
-        let mut weights = self.device.labelled("frozen weights").uninit(parameters.layout().len())?;
-        upload(&self.device, parameters.values(), weights.all_mut())?;
+        let weights = match self.frozen_place {
+            FrozenPlace::Device => {
+                let mut weights = self.device.labelled("frozen weights").uninit(parameters.layout().len())?;
+                upload(&self.device, parameters.values(), weights.all_mut())?;
+                Some(weights)
+            }
+            FrozenPlace::Host => None,
+        };
         let frozen = Arc::new(FrozenOnDevice {
             parameters: Arc::clone(parameters),
             decoder: DeviceDecoder::new(&self.device, config, parameters.layout(), self.recompute)?,
@@ -142,15 +157,24 @@ impl<T: Storage> DeviceNetwork<T> {
     /// Frees the frozen network. Returns its bytes.
     pub(crate) fn forget(&self) -> u64 {
         let frozen = self.frozen.lock().unwrap_or_else(PoisonError::into_inner).take();
-        frozen.map_or(0, |frozen| frozen.weights.bytes())
+        frozen.and_then(|frozen| Some(frozen.weights.as_ref()?.bytes())).unwrap_or(0)
     }
 }
 
 impl<T: Storage> FrozenOnDevice<T> {
     /// A pass of the frozen network.
-    pub(crate) fn pass(&self) -> NetworkPass<'_, T> {
-        let source = ParameterSource::whole(&self.weights, self.decoder.layout());
-        NetworkPass::new(&self.decoder, source, None)
+    ///
+    /// # Errors
+    /// If the memory of the device is too small.
+    pub(crate) fn pass(&self) -> device::Result<NetworkPass<'_, T>> {
+        let source = match &self.weights {
+            Some(weights) => ParameterSource::whole(weights, self.decoder.layout()),
+            None => {
+                let offloaded = OffloadedParameters::new(self.decoder.device(), &self.parameters)?;
+                ParameterSource::Offloaded(Box::new(offloaded))
+            }
+        };
+        Ok(NetworkPass::new(&self.decoder, source, None))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Forward and backward pass on a device, the upload of weights and the download of gradients.
+//! Forward and backward pass on a device, and the download of gradients.
 //!
 //! Invariant: a pass makes its collective calls in the order of a pass on the processor, so that ranks without a
 //! micro-batch make the same calls as the others.
@@ -8,23 +8,18 @@ use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
 use collective::{Collective, CollectiveError};
-use device::ops::vectors::cast;
-use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
+use device::{Device, DeviceBuffer, Storage, View, ViewMut};
 use model::on_device::{
     DeviceDecoder, DeviceFactors, DeviceLayersTrace, DevicePassRanks, StoredWeights, UnitGradients,
     UnitWeights,
 };
-use model::{
-    GradientSink, LayerSource, Layout, LowRank, Prediction, RoutedTokens, SampleSlopes, TrainedTargets, Unit,
-};
+use model::{GradientSink, Layout, LowRank, Prediction, RoutedTokens, SampleSlopes, TrainedTargets, Unit};
 
+use super::uploads::{OffloadedParameters, ParameterUpload, own_parts};
 use crate::TrainerError;
 use crate::lora::Adapter;
 use crate::packing::Packed;
-use crate::zero::{DeviceGathering, DeviceReduction, ParameterGathering, number};
-
-/// Values of one copy to a device that rounds them.
-const STAGED: usize = 1 << 22;
+use crate::zero::{DeviceGathering, DeviceReduction, number};
 
 /// A network on a device. The trait erases the storage type of the weights.
 pub(crate) trait DevicePass {
@@ -126,22 +121,10 @@ pub(crate) enum ParameterSource<'a, T: Storage> {
     Stored(MutexGuard<'a, StoredWeights<T>>),
     /// Layers are gathered from all ranks through the host when they are needed.
     Gathered(Box<ParameterUpload<'a, T>>),
+    /// Layers are copied from memory of the host when they are needed.
+    Offloaded(Box<OffloadedParameters<'a, T>>),
     /// Layers are gathered from device to device when they are needed.
     Collected(Box<DeviceGathering<'a, T>>),
-}
-
-/// Gathers layers from the other ranks through the host and copies them to the device.
-pub(crate) struct ParameterUpload<'a, T: Storage> {
-    device: &'a Device,
-    layout: &'a Layout,
-    gathering: ParameterGathering<'a>,
-    /// Embedding and tail.
-    ends: [DeviceBuffer<T>; 2],
-    /// The last gathered layer.
-    layer: DeviceBuffer<T>,
-    index: Option<usize>,
-    /// The ranks of the pass: an upload waits for the device, and with that for their calls.
-    ranks: DevicePassRanks,
 }
 
 /// Copies gradients to the host, or reduces them to the devices of their owners.
@@ -165,27 +148,6 @@ struct BackwardParts<'a, 'b, 'c, T: Storage> {
     factors: Option<&'b DeviceFactors<T>>,
 }
 
-/// The parts that a rank has of a unit of `layout`, among its `len` values or those of its factors: all but the experts of others, which
-/// have no factors.
-fn own_parts(layout: &Layout, unit: Unit, len: usize, ranks: &DevicePassRanks) -> Vec<Range<usize>> {
-    let place = layout.unit(unit);
-    let operands = match unit {
-        Unit::Layer(index) if ranks.expert.is_some() => layout.expert_operands(index),
-        _ => Vec::new(),
-    };
-    let (mut parts, mut end) = (Vec::new(), 0);
-    for operand in operands {
-        let start = operand.start - place.start;
-        parts.push(end..start);
-        let own = ranks.own_experts(operand.len());
-        parts.push(start + own.start..start + own.end);
-        end = operand.end - place.start;
-    }
-    parts.push(end..len);
-    parts.retain(|part| !part.is_empty());
-    parts
-}
-
 /// Sums the gradients of the key-value heads of layer `index`, of which `ranks` have copies, in those of its unit, `gradients [unit]`.
 fn sum_copies(
     ranks: &dyn Collective,
@@ -203,27 +165,6 @@ fn sum_copies(
         let (own, others) = rest.split_at(place.len());
         gradients[place].copy_from_slice(own);
         rest = others;
-    }
-    Ok(())
-}
-
-/// Writes values from the host, rounded to the type of `to`.
-///
-/// # Errors
-/// If there is no memory for the copy, or the driver fails.
-pub(crate) fn upload<T: Storage>(
-    device: &Device,
-    values: &[f32],
-    mut to: ViewMut<'_, T>,
-) -> device::Result<()> {
-    if !T::NARROW {
-        return device.upload_to(bytemuck::cast_slice(values), to);
-    }
-    let mut staged = device.labelled("weights on the way").uninit::<f32>(values.len().min(STAGED))?;
-    for (i, values) in values.chunks(STAGED).enumerate() {
-        device.upload_to(values, staged.view_mut(0..values.len()))?;
-        let start = i * STAGED;
-        cast(device, staged.view(0..values.len()), to.slice_mut(start..start + values.len()))?;
     }
     Ok(())
 }
@@ -252,7 +193,7 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
     /// The pass of one of the `ranks` that compute it together.
     pub(crate) fn among(mut self, ranks: DevicePassRanks) -> Self {
         if let ParameterSource::Gathered(upload) = &mut self.source {
-            upload.ranks.clone_from(&ranks);
+            upload.among(&ranks);
         }
         Self { ranks, ..self }
     }
@@ -415,8 +356,8 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError> {
         self.source.turn(backward);
         match &mut self.source {
-            ParameterSource::Whole { .. } | ParameterSource::Stored(_) => {}
-            ParameterSource::Gathered(upload) => drop(upload.gathering.layer(index)?),
+            ParameterSource::Whole { .. } | ParameterSource::Stored(_) | ParameterSource::Offloaded(_) => {}
+            ParameterSource::Gathered(upload) => upload.skip(index)?,
             ParameterSource::Collected(gathering) => gathering.skip(index)?,
         }
         Ok(())
@@ -439,8 +380,8 @@ impl<'a, T: Storage> ParameterSource<'a, T> {
 
     fn turn(&mut self, backward: bool) {
         match self {
-            Self::Whole { .. } | Self::Stored(_) => {}
-            Self::Gathered(upload) => upload.gathering.backward = backward,
+            Self::Whole { .. } | Self::Stored(_) | Self::Offloaded(_) => {}
+            Self::Gathered(upload) => upload.turn(backward),
             Self::Collected(gathering) => gathering.backward = backward,
         }
     }
@@ -452,53 +393,9 @@ impl<T: Storage> UnitWeights<T> for ParameterSource<'_, T> {
             Self::Whole { weights, layout } => Ok(weights.slice(layout.unit(unit))),
             Self::Stored(stored) => stored.unit(unit),
             Self::Gathered(upload) => upload.unit(unit),
+            Self::Offloaded(upload) => upload.unit(unit),
             Self::Collected(gathering) => gathering.unit(unit),
         }
-    }
-}
-
-impl<'a, T: Storage> ParameterUpload<'a, T> {
-    /// Uploads layers of `layout` from `gathering`. Embedding and tail stay on the device.
-    ///
-    /// # Errors
-    /// If the all-gather fails, or the device has no memory for them.
-    pub(crate) fn new(
-        device: &'a Device,
-        layout: &'a Layout,
-        mut gathering: ParameterGathering<'a>,
-    ) -> Result<Self, TrainerError> {
-        let weights = device.labelled("weights");
-        let to_device = |values: &[f32]| -> device::Result<DeviceBuffer<T>> {
-            let mut buffer = weights.uninit(values.len())?;
-            upload(device, values, buffer.all_mut())?;
-            Ok(buffer)
-        };
-        let [embedding, tail] = gathering.ends()?;
-        let ends = [to_device(&embedding)?, to_device(&tail)?];
-        let largest = layout.layers().iter().map(ExactSizeIterator::len).max().unwrap_or(0);
-        let layer = weights.uninit(largest)?;
-        Ok(Self { device, layout, gathering, ends, layer, index: None, ranks: DevicePassRanks::default() })
-    }
-
-    fn unit(&mut self, unit: Unit) -> device::Result<View<'_, T>> {
-        let index = match unit {
-            Unit::Embedding => return Ok(self.ends[0].all()),
-            Unit::Tail => return Ok(self.ends[1].all()),
-            Unit::Layer(index) => index,
-        };
-        // Also for the current layer, because this call requests the next one.
-        let values = self.gathering.layer(index).map_err(|error| DeviceError::Unavailable {
-            device: self.device.name(),
-            reason: format!("its rank has no weights of layer {index}: {error}"),
-        })?;
-        if self.index != Some(index) {
-            self.ranks.wait()?;
-            for part in own_parts(self.layout, unit, values.len(), &self.ranks) {
-                upload(self.device, &values[part.clone()], self.layer.view_mut(part))?;
-            }
-            self.index = Some(index);
-        }
-        Ok(self.layer.view(0..values.len()))
     }
 }
 

@@ -1,4 +1,5 @@
-//! A learner that shares its device with a sampler keeps its bits, and every rank broadcasts its shard from its device.
+//! A learner that shares its device with a sampler keeps its bits, every rank broadcasts its shard from its device, and of an offloaded
+//! network the device has one layer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,13 +7,16 @@ use std::time::Duration;
 use device::Device;
 use device::device::DeviceLocation;
 use model::on_device::DeviceDtype;
-use model::{Config, Layout, MemoryBudget, Parameters, Recompute, Sizes, ThreadPool};
+use model::{
+    Config, Layout, MemoryBudget, Parameters, Recompute, ResidentParameters, Sizes, ThreadPool, Unit,
+};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
 use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
 use weights::{DevicePublisher, DeviceSubscriber, Hub, HubConfig};
 
-use super::{DeviceConfig, OptimizerPlace};
+use super::{DeviceConfig, FrozenPlace, OptimizerPlace, by_dtype, open};
 use crate::colocation::Colocation;
+use crate::frozen::Frozen;
 use crate::learner::{Learner, LearnerConfig};
 use crate::optimizer::{OptimizerConfig, OptimizerKind};
 use crate::supervised::{DemonstrationLoss, imitate};
@@ -139,4 +143,48 @@ fn every_process_broadcasts_its_shard() {
     drop(trained);
     drop(leader);
     follower.join().unwrap().unwrap();
+}
+
+#[test]
+fn of_an_offloaded_network_the_device_has_one_layer_and_its_scores_have_the_same_bits() {
+    let sizes = Sizes {
+        vocab_size: 20,
+        hidden_size: 16,
+        intermediate_size: 64,
+        num_layers: 3,
+        num_heads: 2,
+        num_kv_heads: 1,
+        max_position_embeddings: 16,
+    };
+    let model = Config::fresh(&sizes);
+    let parameters = Arc::new(Parameters::random(&model, 7));
+    let layout = parameters.layout();
+    let one_layer: usize =
+        [Unit::Embedding, Unit::Layer(1), Unit::Tail].map(|unit| layout.unit(unit).len()).iter().sum();
+    for (dtype, bytes) in [(DeviceDtype::F32, 4), (DeviceDtype::Bf16, 2)] {
+        let mut scores = Vec::new();
+        for (frozen_place, values) in [(FrozenPlace::Device, layout.len()), (FrozenPlace::Host, one_layer)] {
+            let settings = settings(dtype, OptimizerPlace::Host);
+            let device =
+                settings.device.clone().map(|device| DeviceConfig { frozen: frozen_place, ..device });
+            let network = open(device.as_ref().unwrap(), 0, &model, layout, Recompute::None).unwrap();
+            by_dtype!(network, network => {
+                let frozen = network.frozen(&model, &parameters, true).unwrap();
+                let pass = frozen.pass().unwrap();
+                let usage = network.device().memory_usage();
+                let label = usage.0.iter().find(|(label, _)| *label == "frozen weights");
+                assert_eq!(label.map(|(_, bytes)| *bytes), Some(bytes * values as u64), "{dtype:?} {usage}");
+                drop(pass);
+            });
+            // Two ranks, of which each scores rows of its own.
+            let settings = LearnerConfig { world: 2, zero: 3, device, ..settings };
+            let learner = Learner::new(settings, model.clone(), Parameters::random(&model, 3), None).unwrap();
+            let weights = ResidentParameters::of(model.clone(), Arc::clone(&parameters));
+            let frozen = Frozen { weights: weights.into(), pool: None };
+            let rows = [sample(), sample(), sample()];
+            let scored = learner.score_under(&frozen, &rows.each_ref()).unwrap();
+            scores.push(scored.concat().iter().map(|p| [p.logprob, p.entropy]).collect::<Vec<_>>());
+        }
+        assert!(!scores[0].is_empty() && scores[0] == scores[1], "{dtype:?}: {scores:?}");
+    }
 }

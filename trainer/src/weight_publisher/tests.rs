@@ -260,6 +260,9 @@ fn processes_write_their_shards_and_nothing_is_gathered() {
                         Snapshot::rounded(newest.version, expected.values(), dtype).digest()
                     );
                 }
+                let reason = learner.gathers_because();
+                let named = reason.is_some_and(|reason| reason.contains("it is the memory of another host"));
+                assert_eq!((reason.is_some(), named), (elsewhere, elsewhere), "{reason:?}");
             });
             let counts = [&publisher.begun, &publisher.gathered].map(|count| count.load(Ordering::Relaxed));
             let what = format!("{world} ranks, {shards:?}, zero {zero}, {dtype}");

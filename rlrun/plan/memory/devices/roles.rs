@@ -7,7 +7,7 @@ use std::ops::Range;
 use collective::Position;
 use device::ops::paged::{PAGE, PART};
 use model::on_device::HEAD_ROWS;
-use model::{Config, Layout, PassRanks, Recompute};
+use model::{Config, Layout, PassRanks, Recompute, Unit};
 use trainer::lora::TargetModule;
 use trainer::pipeline::in_flight;
 
@@ -17,7 +17,7 @@ use super::super::{
     received_values, shard_of, states,
 };
 use super::{DeviceCounts, part};
-use crate::recipe::words::{CriticKind, WeightTransport};
+use crate::recipe::words::{CriticKind, PlaceWord, WeightTransport};
 use crate::recipe::{Model, Recipe};
 use crate::settings::Devices;
 
@@ -218,4 +218,18 @@ pub(super) fn phase(part: &str) -> Phase {
         "served" | "next" | "kv cache" | "decoding" => Phase::Sampling,
         _ => Phase::Always,
     }
+}
+
+/// What the device of `ranks` has of the reference, whose weights may stay on the host.
+pub(super) fn reference(recipe: &Recipe, config: &Config, ranks: u64, size: &Size, width: u64) -> Part {
+    if recipe.placement.reference_weights == PlaceWord::Device {
+        let what = "the frozen policy, which every rank has whole";
+        return part("reference", what, product(&[ranks, size.weights]));
+    }
+    let layout = Layout::new(config);
+    let ends = [Unit::Embedding, Unit::Tail].map(|unit| layout.unit(unit).len() as u64);
+    let layer = layout.layers().iter().map(ExactSizeIterator::len).max().unwrap_or(0) as u64;
+    let values = ends.iter().fold(layer, |sum, end| sum.saturating_add(*end));
+    let what = "embedding, head and a layer of the frozen policy";
+    part("offloaded", what, product(&[ranks, values, width]))
 }
