@@ -31,7 +31,7 @@ pattern = "[02468]"
 batch_groups = 8
 max_staleness = 1
 [trainer]
-steps = 8
+steps = 4
 microbatch_tokens = 1024
 [checkpoint]
 interval = 0
@@ -60,7 +60,7 @@ fn the_plan_counts_whole_episodes() {
         "environment.hint= no, again: ",
         "rollout.ignore_stop=false",
         // Episodes are long, and the first steps have the peak.
-        "trainer.steps=4",
+        "trainer.steps=2",
         "buffer.batch_groups=4",
         "rollout.stop=[\"a\",\"e\",\"i\",\"o\",\"u\",\"n\",\"r\",\"s\",\"t\",\"1\",\"3\",\"5\",\"7\",\"9\"]",
     ];

@@ -193,7 +193,7 @@ fn a_model_that_fits_no_gpu_is_refused_with_the_rule_about_degrees() {
     let args = PlanArgs {
         recipe: RecipeArgs { recipe: path, sets: Vec::new() },
         search: true,
-        gpus: Some(8),
+        gpus: Some(2),
         any_batch: false,
         write: None,
         inputs: CalibrationArgs { hardware: Some("h100".to_owned()), calibration: Vec::new(), seeds: 1 },
