@@ -214,7 +214,7 @@ fn parts_of_contexts(recipe: &Recipe, config: &Config) -> u64 {
 /// The phase in which a part is allocated, if sampler and trainer take turns.
 pub(super) fn phase(part: &str) -> Phase {
     match part {
-        "gradients" | "adapter" | "activations" | "logits" => Phase::Training,
+        "gradients" | "adapter" | "activations" | "logits" | "offloaded" => Phase::Training,
         "served" | "next" | "kv cache" | "decoding" => Phase::Sampling,
         _ => Phase::Always,
     }
