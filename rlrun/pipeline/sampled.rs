@@ -136,7 +136,7 @@ impl Run<'_> {
         if let Some(lost) = trainer.lost_lease() {
             self.report.note(&format!("warning: {lost}; the checkpoint contains these groups all the same"));
         }
-        if let Some(reason) = trainer.learner().gathers_because() {
+        if let Some(reason) = trainer.learner().gather_reason() {
             self.report.note(&format!("the first rank gathers the weights of every version: {reason}"));
         }
     }

@@ -72,7 +72,9 @@ impl WatchdogView {
             [stats.next_step.0, stats.next_id.0, stats.finalized as u64, stats.leased as u64, stats.expired]
         }));
         let mut roles = vec![self.progress.describe_with_buffer(stats.as_ref())];
-        roles.extend(local.map(|progress| format!("sampler 0 {}", progress.doing)));
+        let sampler =
+            |progress: Progress| format!("sampler 0 (serves {}) {}", progress.served, progress.doing);
+        roles.extend(local.map(sampler));
         let members = self.registry.members();
         if local.is_none() && members.is_empty() {
             roles.push("no sampler: no rollout worker has joined".to_owned());

@@ -10,6 +10,7 @@ pub mod devices;
 mod gradients;
 mod turns;
 
+use std::borrow::Cow;
 use std::fmt;
 
 use collective::Position;
@@ -125,7 +126,7 @@ impl Memory {
             };
             parts.push(part("adapter", what, trained.adapter));
         }
-        parts.extend(reference(recipe, weights));
+        parts.extend(reference(recipe, config));
         if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate) {
             let what = "its weights, gradients of every rank and optimizer";
             parts.push(part("critic", what, critic(recipe, config)));
@@ -247,11 +248,26 @@ fn published(recipe: &Recipe, weights: u64) -> Part {
     }
 }
 
-/// A reference with weights of its own: every process of the trainer has all of them.
-fn reference(recipe: &Recipe, weights: u64) -> Option<Part> {
-    let processes = if recipe.trainer.ranks == Ranks::Processes { recipe.trainer.world as u64 } else { 1 };
-    let (what, bytes) = ("the frozen policy, or a teacher of its size", product(&[processes, weights]));
-    recipe.has_own_reference().then_some(Part { name: "reference", what, bytes, phase: Phase::Always })
+/// A reference with weights of its own beside a policy of the shape `config`: every process of the trainer has all of them.
+fn reference(recipe: &Recipe, config: &Config) -> Option<Part> {
+    let values = || layout_of(&reference_shape(recipe, config)).len() as u64;
+    recipe.has_own_reference().then(|| Part {
+        name: "reference",
+        what: "frozen weights, in every process of the trainer",
+        bytes: product(&[reference_copies(recipe), F32, values()]),
+        phase: Phase::Always,
+    })
+}
+
+/// Processes of the trainer.
+fn reference_copies(recipe: &Recipe) -> u64 {
+    if recipe.trainer.ranks == Ranks::Threads { 1 } else { (recipe.trainer.world as u64).max(1) }
+}
+
+/// The shape of the reference: a teacher may have another one than the policy, whose shape is `config`.
+fn reference_shape<'a>(recipe: &Recipe, config: &'a Config) -> Cow<'a, Config> {
+    let of_teacher = recipe.algorithm.reference.as_deref().and_then(|path| Config::load(path).ok());
+    of_teacher.map_or(Cow::Borrowed(config), Cow::Owned)
 }
 
 /// A separate critic, bytes.

@@ -28,10 +28,17 @@ pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
             checker.report(path, format!("`{path}` has no effect: the run {what}"), "remove it");
         }
     }
-    if recipe.placement.reference_weights == PlaceWord::Host && !recipe.devices().reference {
+    let devices = recipe.devices();
+    if recipe.placement.reference_weights == PlaceWord::Host && !devices.reference {
         let path = "placement.reference_weights";
-        let message = format!("`{path}` has no effect: no reference with weights of its own is on a device");
-        checker.report(path, message, "remove it, or set `placement.device` and `algorithm.kl_coef`");
+        let (why, help) = if !devices.trains() {
+            ("the trainer computes on the processor", "remove it, or set `placement.device`")
+        } else if recipe.needs_reference() {
+            ("the reference shares the quantized base of the policy", "remove it")
+        } else {
+            ("the run compares with no reference", "remove it")
+        };
+        checker.report(path, format!("`{path}` has no effect: {why}"), help);
     }
     check_processes(recipe, checker);
     check_ranks(recipe, checker);

@@ -153,10 +153,12 @@ fn drop_without_effect(table: &mut Table, recipe: &Recipe) {
             buffer.remove(*key);
         }
     }
-    if let Some(Value::Table(placement)) = table.get_mut("placement")
-        && !recipe.devices().trains()
-    {
-        placement.remove("optimizer");
+    if let Some(Value::Table(placement)) = table.get_mut("placement") {
+        let devices = recipe.devices();
+        let there = [("optimizer", devices.trains()), ("reference_weights", devices.reference)];
+        for (key, _) in there.iter().filter(|(_, there)| !there) {
+            placement.remove(*key);
+        }
     }
     if let Some(Value::Table(trainer)) = table.get_mut("trainer") {
         for (key, _) in recipe.trainer.keys_without_effect() {

@@ -116,7 +116,7 @@ pub(crate) struct Followers {
     pub(crate) network: u32,
     has_reference: AtomicBool,
     /// Why one of them cannot write to the memory that samplers read, once one could not.
-    unwritable: OnceLock<String>,
+    write_error: OnceLock<String>,
 }
 
 impl Leader {
@@ -175,7 +175,7 @@ impl Leader {
             leader: Arc::clone(self),
             network,
             has_reference: AtomicBool::new(false),
-            unwritable: OnceLock::new(),
+            write_error: OnceLock::new(),
         };
         let seed = LearnerSeed { config, model: model.clone(), weights, adapter, optimizer };
         let rank = seed.member(groups)?;
@@ -226,14 +226,14 @@ impl Followers {
     }
 
     /// Why one of them cannot write to the memory that samplers read; `None` as long as all can.
-    pub(crate) fn unwritable(&self) -> Option<&str> {
-        self.unwritable.get().map(String::as_str)
+    pub(crate) fn write_error(&self) -> Option<&str> {
+        self.write_error.get().map(String::as_str)
     }
 
     /// Notes that one of them cannot, and why.
     pub(crate) fn cannot_write(&self, reason: String) {
         // The first reason stays.
-        let _ = self.unwritable.set(reason);
+        let _ = self.write_error.set(reason);
     }
 
     /// Sends the reference model once. It stays the same for the life of the learner.

@@ -133,7 +133,7 @@ impl DeviceMemory {
             parts.extend(copies(recipe, config, counts.ranks, width(dtype)));
         }
         if counts.reference {
-            parts.push(reference(recipe, config, counts.ranks, &size, width(dtype)));
+            parts.push(reference(recipe, config, counts.ranks, width(dtype)));
         }
         if counts.samplers > 0 {
             sampling(&mut parts, recipe, config, counts.samplers, &size);

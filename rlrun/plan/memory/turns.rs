@@ -5,7 +5,7 @@
 
 use model::{Layout, Placement};
 
-use super::{F32, Part, Phase, gradients, product};
+use super::{F32, Part, Phase, gradients, product, reference_copies};
 use crate::recipe::Recipe;
 use crate::recipe::words::CriticKind;
 
@@ -22,7 +22,9 @@ pub(super) fn take_turns(parts: &mut Vec<Part>, recipe: &Recipe, layout: &Layout
         }
     };
     // In the order in which a run allocates.
-    let (rewards, reference) = (bytes(parts, "rewards"), bytes(parts, "reference"));
+    // The process that takes turns has one copy of the reference.
+    let reference = bytes(parts, "reference") / reference_copies(recipe);
+    let rewards = bytes(parts, "rewards");
     stays(rewards);
     if recipe.placement.reference != Some(Placement::Separated) {
         stays(reference);

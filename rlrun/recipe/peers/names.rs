@@ -117,7 +117,11 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
     ("lora_alpha", "lora.alpha", ""),
     ("lora_target_modules", "lora.target_modules", ""),
     ("optimizer_offload adam_offload offload_optimizer cpu_offload", "placement.optimizer", ""),
-    ("ref_offload ref_reward_offload offload_ref", "placement.reference_weights", ""),
+    (
+        "ref_reward_offload ref.fsdp_config.param_offload ref.fsdp_config.cpu_offload",
+        "placement.reference_weights",
+        "",
+    ),
     (
         "test_freq eval_steps eval_interval eval_strategy evaluator.freq_steps val_period eval_every",
         "eval.interval",

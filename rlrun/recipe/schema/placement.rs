@@ -35,9 +35,10 @@ pub struct PlacementSection {
     /// has more memory and supports every optimizer and LoRA; the device supports AdamW. verl `optimizer_offload`.
     // resume = changes, worker = run
     pub optimizer: PlaceWord,
-    /// For a reference on devices: memory of its weights, all of which every rank of the trainer has. On the host they take the
-    /// devices one layer's memory, and every layer is copied to them for every micro-batch that is scored. verl
-    /// `ref.fsdp_config.param_offload`, OpenRLHF `ref_reward_offload`.
+    /// For a reference on devices: memory of its weights, all of which every rank of the trainer has. With `host` (offloading)
+    /// a device has embedding, head and one layer, and only while it scores; every micro-batch that is scored copies all
+    /// layers to the device in f32, so `trainer.microbatch_tokens` should be large. verl `ref.fsdp_config.param_offload`,
+    /// OpenRLHF `ref_reward_offload`.
     // resume = changes, worker = run
     pub reference_weights: PlaceWord,
     /// Whether trainer and samplers are separate processes, which the controller restarts when they die. Each then has a

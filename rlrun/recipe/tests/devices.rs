@@ -147,12 +147,12 @@ fn sixteen_bits_need_a_device_for_every_role() {
         "`placement.optimizer` has no effect: the trainer computes on the processor",
         "set `placement.device`",
     );
-    for sets in [["algorithm.kl_coef=0.1", "seed=1"], [EMULATED, "seed=1"]] {
-        refused(
-            &[sets[0], sets[1], "placement.reference_weights=host"],
-            "`placement.reference_weights` has no effect: no reference with weights of its own is on a device",
-            "set `placement.device` and `algorithm.kl_coef`",
-        );
+    let on_host = "placement.reference_weights=host";
+    for (sets, why) in [
+        (&["algorithm.kl_coef=0.1", on_host][..], "the trainer computes on the processor"),
+        (&[EMULATED, on_host], "the run compares with no reference"),
+    ] {
+        refused(sets, &format!("`placement.reference_weights` has no effect: {why}"), "remove it");
     }
     let offloaded = recipe(&[EMULATED, "algorithm.kl_coef=0.1", "placement.reference_weights=host"]);
     assert_eq!(offloaded.trains_on().unwrap().frozen, FrozenPlace::Host);

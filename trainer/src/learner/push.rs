@@ -57,7 +57,7 @@ impl Learner {
         publisher: &dyn Publisher,
         version: PolicyVersion,
     ) -> Result<bool, TrainerError> {
-        let Some(followers) = self.remote().filter(|followers| followers.unwritable().is_none()) else {
+        let Some(followers) = self.remote().filter(|followers| followers.write_error().is_none()) else {
             return Ok(false);
         };
         let Some(place) = publisher.begin(version, self.first.layout().len())? else { return Ok(false) };
@@ -72,10 +72,11 @@ impl Learner {
         }
     }
 
-    /// Why the first rank gathers all weights for a version although ranks are processes; `None` if each writes its own.
+    /// Why a rank could not write its shard of a version to the memory that samplers read, so that the first rank gathers all; `None`
+    /// if each has written its own, or if samplers read no such memory.
     #[must_use]
-    pub fn gathers_because(&self) -> Option<&str> {
-        self.remote()?.unwritable()
+    pub fn gather_reason(&self) -> Option<&str> {
+        self.remote()?.write_error()
     }
 
     /// This process's part of [`Self::write_shards`]. Returns the error of the first rank that could not write.

@@ -145,6 +145,7 @@ mod tests {
     fn a_configuration_round_trips_through_a_message() {
         let mut config = DeviceConfig::new(DeviceLocation::Cuda(2), DeviceDtype::Bf16);
         config.places = [DeviceLocation::Cuda(5), DeviceLocation::Emulated].into();
+        config.frozen = FrozenPlace::Host;
         for config in [config, DeviceConfig::new(DeviceLocation::Emulated, DeviceDtype::F32)] {
             let message = crate::lead::encode(&config).unwrap();
             assert_eq!(crate::lead::decode::<DeviceConfig>(&message).unwrap(), config);

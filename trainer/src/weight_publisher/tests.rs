@@ -260,7 +260,7 @@ fn processes_write_their_shards_and_nothing_is_gathered() {
                         Snapshot::rounded(newest.version, expected.values(), dtype).digest()
                     );
                 }
-                let reason = learner.gathers_because();
+                let reason = learner.gather_reason();
                 let named = reason.is_some_and(|reason| reason.contains("it is the memory of another host"));
                 assert_eq!((reason.is_some(), named), (elsewhere, elsewhere), "{reason:?}");
             });

@@ -14,7 +14,7 @@ use trainer::pipeline::in_flight;
 use super::super::super::layouts::layout_of;
 use super::super::{
     F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, micro_batch_tokens, of_ranks, product,
-    received_values, shard_of, states,
+    received_values, reference_shape, shard_of, states,
 };
 use super::{DeviceCounts, part};
 use crate::recipe::words::{CriticKind, PlaceWord, WeightTransport};
@@ -214,22 +214,22 @@ fn parts_of_contexts(recipe: &Recipe, config: &Config) -> u64 {
 /// The phase in which a part is allocated, if sampler and trainer take turns.
 pub(super) fn phase(part: &str) -> Phase {
     match part {
-        "gradients" | "adapter" | "activations" | "logits" | "offloaded" => Phase::Training,
+        "gradients" | "adapter" | "activations" | "logits" | "reference" | "offloaded" => Phase::Training,
         "served" | "next" | "kv cache" | "decoding" => Phase::Sampling,
         _ => Phase::Always,
     }
 }
 
-/// What the device of `ranks` has of the reference, whose weights may stay on the host.
-pub(super) fn reference(recipe: &Recipe, config: &Config, ranks: u64, size: &Size, width: u64) -> Part {
+/// What the device of `ranks` has of the reference, whose weights may stay on the host, if the policy has the shape `config`.
+pub(super) fn reference(recipe: &Recipe, config: &Config, ranks: u64, width: u64) -> Part {
+    let layout = layout_of(&reference_shape(recipe, config));
     if recipe.placement.reference_weights == PlaceWord::Device {
-        let what = "the frozen policy, which every rank has whole";
-        return part("reference", what, product(&[ranks, size.weights]));
+        let what = "frozen weights, all of them for every rank";
+        return part("reference", what, product(&[ranks, layout.len() as u64, width]));
     }
-    let layout = Layout::new(config);
     let ends = [Unit::Embedding, Unit::Tail].map(|unit| layout.unit(unit).len() as u64);
     let layer = layout.layers().iter().map(ExactSizeIterator::len).max().unwrap_or(0) as u64;
     let values = ends.iter().fold(layer, |sum, end| sum.saturating_add(*end));
-    let what = "embedding, head and a layer of the frozen policy";
+    let what = "embedding, head and a layer of the reference";
     part("offloaded", what, product(&[ranks, values, width]))
 }

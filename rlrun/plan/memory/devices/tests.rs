@@ -1,7 +1,7 @@
 //! What the memory of devices is made of, and what is refused.
 
 use device::inventory::Gpu;
-use model::Layout;
+use model::{Layout, Sizes};
 
 use super::super::Memory;
 
@@ -136,8 +136,20 @@ fn every_rank_has_the_reference_or_a_layer_of_it() {
     assert_eq!(of(&recipe, "reference"), [None; 2]);
     let without_a_layer = layout.layers()[0].len() as u64 * (layout.layers().len() as u64 - 1);
     assert_eq!(of(&recipe, "offloaded"), [Some(2 * (weights - without_a_layer)); 2]);
-    recipe.trainer.ranks = Ranks::Processes;
-    assert_eq!(host(&recipe), Some(2 * 4 * weights));
+    for ranks in [Ranks::Processes, Ranks::Mpi] {
+        recipe.trainer.ranks = ranks;
+        assert_eq!(host(&recipe), Some(2 * 4 * weights));
+    }
+    // A teacher has a shape of its own.
+    let teacher = tempfile::tempdir().unwrap();
+    let shape = Config::fresh(&Sizes { num_layers: 1, ..SIZES });
+    std::fs::write(teacher.path().join("config.json"), shape.to_json().to_string()).unwrap();
+    recipe.algorithm.reference = Some(teacher.path().to_owned());
+    recipe.placement.reference_weights = PlaceWord::Device;
+    let of_teacher = Layout::new(&shape).len() as u64;
+    assert!(of_teacher < weights);
+    assert_eq!(of(&recipe, "reference"), [Some(2 * of_teacher); 2]);
+    assert_eq!(host(&recipe), Some(2 * 4 * of_teacher));
 }
 
 #[test]
@@ -182,11 +194,12 @@ fn a_broadcast_needs_nccl() {
 #[test]
 fn roles_that_take_turns_need_the_larger_turn() {
     let (config, mut recipe) = (config(), on(GPU));
+    recipe.algorithm.kl_coef = 0.1;
     let together = DeviceMemory::of(&recipe, &config)[0].total();
     recipe.placement.policy = Some(PolicyPlacement::Colocated);
     let device = &DeviceMemory::of(&recipe, &config)[0];
     let of = |names: &[&str]| names.iter().filter_map(|name| bytes(device, name)).sum::<u64>();
-    let training = of(&["gradients", "activations", "logits"]);
+    let training = of(&["gradients", "activations", "logits", "reference"]);
     let sampling = of(&["served", "next", "kv cache", "decoding"]);
     assert_eq!(device.total(), together - training.min(sampling));
 }
