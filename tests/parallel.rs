@@ -32,9 +32,9 @@ fn same(one: &Run, other: &Run, steps: u64, what: &str) {
     assert!(weights(one, steps) == weights(other, steps), "{what}: the weights differ");
 }
 
-/// Divisions in which every degree occurs; [`twenty_steps_have_the_same_bits_for_all_degrees`] has each of them alone, too.
+/// Divisions in which ranks of every kind occur; [`twenty_steps_have_the_same_bits_for_all_degrees`] has each kind alone, too.
 #[test]
-fn steps_have_the_same_bits_for_all_degrees() {
+fn steps_have_the_same_bits_with_ranks_of_every_kind() {
     let few = ["context_4", "sampler_2_of_4", "sampler_4_of_2", "all"];
     have_the_same_bits(2, |name| few.contains(&name));
 }
