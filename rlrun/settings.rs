@@ -473,15 +473,16 @@ impl Recipe {
         })
     }
 
-    /// The learning rate of every step.
+    /// The learning rate of every step of the policy.
     #[must_use]
     pub fn schedule(&self) -> LearningRateSchedule {
+        let pretraining = self.critic().map_or(0, |critic| critic.pretrain_steps);
         LearningRateSchedule {
             peak: self.trainer.learning_rate as f32,
             shape: self.trainer.schedule,
             warmup_steps: self.trainer.warmup_steps,
             decay_steps: self.trainer.decay_steps.unwrap_or(0),
-            steps: self.trainer.steps,
+            steps: self.trainer.steps.saturating_sub(pretraining),
         }
     }
 

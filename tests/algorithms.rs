@@ -112,6 +112,7 @@ fn a_killed_run_with_critic_and_reference_ends_with_the_same_bits() {
         "algorithm.kl_coef=0.05",
         "critic.pretrain_steps=4",
         "critic.learning_rate=1e-3",
+        "trainer.warmup_steps=2",
         "buffer.max_staleness=0",
     ];
     let whole = home.small("whole", &sets);
@@ -131,11 +132,13 @@ fn a_killed_run_with_critic_and_reference_ends_with_the_same_bits() {
         assert!(bytes(&whole) == bytes(&run), "{file} differs");
     }
     assert_eq!(whole.values("critic/loss"), run.values("critic/loss"));
-    let rates = whole.values("optim/grad_norm");
+    let norms = whole.values("optim/grad_norm");
     assert!(
-        rates[..4].iter().all(|norm| *norm == 0.0) && rates[4] > 0.0,
-        "only the critic learns: {rates:?}"
+        norms[..4].iter().all(|norm| *norm == 0.0) && norms[4] > 0.0,
+        "only the critic learns: {norms:?}"
     );
+    let rates = whole.values("optim/lr");
+    assert!((rates[4] / rates[5] - 0.5).abs() < 1e-6, "then the policy begins its warm-up: {rates:?}");
 }
 
 #[test]

@@ -229,10 +229,12 @@ impl LearnerConfig {
         }
         if sections > 1 && copies > 1 {
             let reason = format!(
-                "{copies} tensor ranks have copies of each key-value head, whose gradients they sum in passes of one section only; `trainer.parallel.tensor` = {} has no copies",
+                "{copies} tensor ranks have copies of each key-value head, whose gradients they sum in passes of one section \
+                 only, and a micro-batch has {sections}; set trainer.parallel.tensor = {}, where there are no copies, or both \
+                 trainer.parallel.context and its sections to 1",
                 self.parallel.tensor / copies
             );
-            return Err(TrainerError::Context { degree: self.parallel.context.degree, sections, reason });
+            return Err(TrainerError::Parallel { reason });
         }
         if let Some(reason) = self.expert_obstacle(model, adapts) {
             return Err(TrainerError::Parallel { reason });

@@ -69,7 +69,7 @@ impl std::fmt::Debug for AuxiliaryModels {
 pub struct TrainerConfig {
     /// The algorithm.
     pub algorithm: Algorithm,
-    /// Learning rate per step.
+    /// Learning rate per step of the policy. It begins after the steps in which only the critic is trained.
     pub schedule: LearningRateSchedule,
     /// How a batch is divided into minibatches.
     pub split: BatchSplit,
@@ -269,7 +269,8 @@ impl Trainer {
         time.trained_from = self.time_s();
         let clock = Instant::now();
         let batch = BatchStatistics::of(&lease.groups, self.version);
-        let learning_rate = self.config.schedule.at(self.version.0);
+        let pretraining = self.critic().map_or(0, |critic| critic.config.pretrain_steps);
+        let learning_rate = self.config.schedule.at(self.version.0.saturating_sub(pretraining));
         let updates_before = self.learner.updates();
         self.publisher.drop_taken()?;
         let (counts, updated) =

@@ -195,3 +195,61 @@ fn sequences_of_mixed_versions_give_an_unbiased_gradient() {
     assert!(largest_difference(&estimate(whole, &wrong), &exact) > 1e-3);
     assert!(largest_difference(&estimate(Correction::None, &behavior), &exact) > 1e-3);
 }
+
+/// For every estimator a reward of the whole is that of its only turn, which is what an environment without `[[rewards]]`
+/// gives.
+#[test]
+fn the_reward_of_the_only_turn_is_the_reward() {
+    let group = |turns: bool| GroupOutcome {
+        trajectories: [(3, 1.0), (2, 0.25), (4, 0.0)]
+            .map(|(tokens, reward)| TrajectoryOutcome {
+                tokens,
+                reward: if turns { 0.0 } else { reward },
+                components: if turns { vec![] } else { vec![reward] },
+                turns: if turns { vec![(tokens, reward)] } else { vec![] },
+                ..TrajectoryOutcome::default()
+            })
+            .into(),
+        greedy: None,
+    };
+    for (whole, of_turns) in [
+        AdvantageEstimator::Group { scale: ScaleRewards::Group },
+        AdvantageEstimator::LeaveOneOut,
+        AdvantageEstimator::LengthWeighted,
+        AdvantageEstimator::Greedy,
+        AdvantageEstimator::Whiten { baseline: false, gamma: 1.0 },
+        AdvantageEstimator::Whiten { baseline: true, gamma: 0.9 },
+        AdvantageEstimator::BatchMean,
+        AdvantageEstimator::None,
+        AdvantageEstimator::Process,
+    ]
+    .map(|estimator| (estimator.clone(), estimator))
+    .into_iter()
+    .chain([(
+        AdvantageEstimator::PerReward { weights: vec![1.0] },
+        AdvantageEstimator::PerReward { weights: vec![] },
+    )]) {
+        let (found, expected) = (of_turns.of(&[group(true)]), whole.of(&[group(false)]));
+        assert_eq!(found, expected, "{whole:?}");
+        assert!(expected.iter().flatten().flatten().any(|advantage| *advantage != 0.0), "{whole:?}");
+    }
+}
+
+/// A reward of the whole counts beside those of turns: it is one of the last turn.
+#[test]
+fn process_counts_the_reward_of_the_whole() {
+    let group = |reward: f64, last: f64| GroupOutcome {
+        trajectories: [1.0, 0.0]
+            .map(|right| TrajectoryOutcome {
+                tokens: 4,
+                reward: reward * right,
+                turns: vec![(2, 0.5), (2, last * right)],
+                ..TrajectoryOutcome::default()
+            })
+            .into(),
+        greedy: None,
+    };
+    let found = AdvantageEstimator::Process.of(&[group(1.0, 0.0)]);
+    assert_eq!(found, AdvantageEstimator::Process.of(&[group(0.0, 1.0)]));
+    assert!(found[0][0][3] > found[0][1][3]);
+}

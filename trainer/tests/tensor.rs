@@ -184,7 +184,7 @@ fn what_is_not_possible_is_named() {
     let copies = ParallelConfig { tensor: 8, context: sections, ..ParallelConfig::DATA };
     refused(
         LearnerConfig { parallel: copies, ..settings(8, 1, 1) },
-        "2 tensor ranks have copies of each key-value head, whose gradients they sum in passes of one section only; `trainer.parallel.tensor` = 4 has no copies",
+        "one section only, and a micro-batch has 2; set trainer.parallel.tensor = 4, where there are no copies, or",
     );
     refused(LearnerConfig { world: 1, ..settings(2, 1, 1) }, "2 ranks are possible");
     for kind in [OptimizerKind::Muon, OptimizerKind::Dion, OptimizerKind::Adamw8bit] {

@@ -103,7 +103,7 @@ pub struct AlgorithmSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub entropy_unit: Option<EntropyUnit>,
-    /// Coefficient of the negative log-likelihood of trajectories with a positive reward. It is the mean over their tokens
+    /// Coefficient of the negative log-likelihood of correct trajectories (`eval.correct`). It is the mean over their tokens
     /// for every `loss_agg`. VAPO has 0.1.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
@@ -124,11 +124,11 @@ pub struct AlgorithmSection {
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub beta: Option<f64>,
-    /// For `pass_at_k`: number of attempts, k. One of them must be correct, which is a reward above 0.5.
+    /// For `pass_at_k`: number of attempts, k. One of them must be correct (`eval.correct`).
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
     pub attempts: Option<usize>,
-    /// For `hpt`: a demonstration replaces a group if the fraction of correct answers (rewards above 0.5) is at most this
+    /// For `hpt`: a demonstration replaces a group if the fraction of correct answers (`eval.correct`) is at most this
     /// number.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = run
@@ -161,8 +161,8 @@ pub struct CriticSection {
     /// Lambda of the return estimates that the critic is trained on (VC-PPO).
     // resume = changes, worker = ignored
     pub lambda: f64,
-    /// Steps at the beginning in which only the critic is trained. For a separate network; default: 0. verl
-    /// `critic_warmup`.
+    /// Steps at the beginning in which only the critic is trained; the warm-up and the schedule of the policy's learning
+    /// rate begin after them. For a separate network; default: 0. verl `critic_warmup`.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub pretrain_steps: Option<u64>,

@@ -16,17 +16,21 @@ pub fn centred(rewards: &[Vec<f64>]) -> Vec<Vec<f64>> {
 
 /// GDPO (arXiv 2601.05242): every reward component is normalised in its group, `A_n = (r_n - mean) / (std + 1e-6)`, so
 /// that a component with a large spread does not dominate; their weighted sum is normalised over the batch. `weights`
-/// has one factor per component, `[components]`; the result is `[groups][G]`.
+/// has one factor per component, `[components]`; the sum of the rewards of turns is one component more, of weight 1. The
+/// result is `[groups][G]`.
 #[must_use]
 pub fn per_reward(groups: &[GroupOutcome], weights: &[f64]) -> Vec<Vec<f64>> {
     let of_group = |group: &GroupOutcome| {
         let mut sums = vec![0.0; group.trajectories.len()];
-        for (n, weight) in weights.iter().enumerate() {
-            let values = group.trajectories.iter().map(|t| t.components.get(n).copied().unwrap_or(0.0));
-            let values: Vec<f64> = values.collect();
+        let mut add = |weight: f64, value: &dyn Fn(&TrajectoryOutcome) -> f64| {
+            let values: Vec<f64> = group.trajectories.iter().map(value).collect();
             let (mean, std) = (mean(values.iter().copied()), sample_std(&values));
             sums.iter_mut().zip(&values).for_each(|(sum, r)| *sum += weight * (r - mean) / (std + EPSILON));
+        };
+        for (n, weight) in weights.iter().enumerate() {
+            add(*weight, &|t| t.components.get(n).copied().unwrap_or(0.0));
         }
+        add(1.0, &|t| t.turns.iter().map(|(_, reward)| reward).sum());
         sums
     };
     let sums: Vec<Vec<f64>> = groups.iter().map(of_group).collect();
@@ -39,14 +43,14 @@ pub fn per_reward(groups: &[GroupOutcome], weights: &[f64]) -> Vec<Vec<f64>> {
 }
 
 /// REINFORCE++ (arXiv 2501.03262): the discounted return of every token, whitened over all tokens of the batch; the
-/// result is `[groups][G][T]`. With `baseline` the group mean is subtracted from every reward first; in a group of one
-/// nothing is.
+/// result is `[groups][G][T]`. With `baseline` the group mean of the rewards, those of turns included, is subtracted at the
+/// last token first; in a group of one nothing is.
 #[must_use]
 pub fn whiten_returns(groups: &[GroupOutcome], baseline: bool, gamma: f64) -> Advantages {
     let returns: Advantages = groups
         .iter()
         .map(|outcome| {
-            let rewards: Vec<f64> = outcome.trajectories.iter().map(|t| t.reward).collect();
+            let rewards: Vec<f64> = outcome.trajectories.iter().map(TrajectoryOutcome::earned).collect();
             let centred = group::centred(&rewards);
             let shift = |i: usize| if baseline { rewards[i] - centred[i] } else { 0.0 };
             let of = |(i, t): (usize, &TrajectoryOutcome)| {

@@ -3,8 +3,8 @@
 use super::{EPSILON, GroupOutcome, TrajectoryOutcome, mean, sample_std};
 
 /// Advantages `[trajectories][tokens]`: all turn rewards of the group are normalised together; the advantage of a token is
-/// the sum over its own turn and all later turns. A trajectory without turn rewards is one turn; only there the total
-/// counts.
+/// the sum over its own turn and all later turns. The reward of the whole is one of the last turn; a trajectory without turn
+/// rewards is one turn.
 #[must_use]
 pub fn advantages(group: &GroupOutcome) -> Vec<Vec<f64>> {
     let turns: Vec<Vec<(usize, f64)>> = group.trajectories.iter().map(turns).collect();
@@ -26,6 +26,8 @@ pub fn advantages(group: &GroupOutcome) -> Vec<Vec<f64>> {
 fn turns(outcome: &TrajectoryOutcome) -> Vec<(usize, f64)> {
     match &outcome.turns[..] {
         [] => vec![(outcome.tokens, outcome.reward)],
-        turns => turns.to_vec(),
+        [before @ .., (tokens, reward)] => {
+            before.iter().copied().chain([(*tokens, reward + outcome.reward)]).collect()
+        }
     }
 }
