@@ -35,7 +35,7 @@ pub struct RewardSpec {
     #[serde(default)]
     // resume = changes, worker = run
     pub on_error: OnError,
-    /// Seconds that one call may take.
+    /// Seconds that one call may take. Built-in kinds that only compute, such as `math`, bound their work instead.
     #[serde(default = "thirty")]
     // resume = changes, worker = run
     pub timeout_s: f64,
@@ -55,8 +55,8 @@ pub struct RewardSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = run
     pub method: Option<Gsm8kMethod>,
-    /// `length`: tokens at which the penalty is full; `rollout.max_completion_length` if not given. verl
-    /// `overlong_buffer`.
+    /// `length`: tokens at which the penalty is full; `rollout.max_completion_length` if not given, and required for
+    /// episodes of several turns, whose tokens after the prompt it counts. verl `overlong_buffer`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     // resume = reward, worker = run
     pub max_length: Option<usize>,

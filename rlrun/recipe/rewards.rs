@@ -16,8 +16,17 @@ use crate::huggingface::RepositoryKind;
 pub(super) fn check(raw: &mut RawRecipe, registry: &Registry, checker: &mut Checker<'_>) {
     let mut names = BTreeMap::new();
     let (max_length, wait_s) = (raw.rollout.max_completion_length, raw.deadlines.wait_s);
+    let has_turns = raw.environment.as_ref().is_some_and(|environment| environment.max_turns > 1);
     for (index, reward) in raw.rewards.iter_mut().enumerate() {
         check_keys(index, reward, registry, checker);
+        if reward.kind == "length" && reward.max_length.is_none() && has_turns {
+            let path = format!("rewards[{index}].max_length");
+            let message = format!(
+                "`{path}` is not given, and `rollout.max_completion_length` limits one turn of an episode: the \
+                 penalty counts the tokens of all turns and of the environment"
+            );
+            checker.report(&path, message, "set it to the tokens after the prompt that an episode may have");
+        }
         if reward.kind == "length" {
             let max = *reward.max_length.get_or_insert(max_length);
             if reward.cache.is_some_and(|cache| cache > max) {

@@ -1,9 +1,11 @@
 //! `search`: passages of local text files, ranked by BM25 (Robertson and Zaragoza 2009).
 //!
-//! Invariant: files are read once, when the tool is made, within [`MAX_BYTES`]; a call reads nothing.
+//! Invariant: files are read once, when the tool is made, within [`MAX_BYTES`]; a call reads nothing. The work of a call is
+//! bounded by [`MAX_WORDS`] and done on a thread of its own, so that it delays no sampler.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::{fs, io};
 
 use serde_json::{Map, Value, json};
@@ -23,6 +25,8 @@ const K1: f64 = 1.2;
 const B: f64 = 0.75;
 /// Passages of an answer if the call does not say how many.
 const RESULTS: usize = 3;
+/// Most different words of a query; those after them are not looked for.
+const MAX_WORDS: usize = 64;
 /// Most passages of an answer.
 const MAX_RESULTS: usize = 20;
 
@@ -30,6 +34,12 @@ const MAX_RESULTS: usize = 20;
 #[derive(Debug)]
 pub struct Search {
     schema: ToolSchema,
+    corpus: Arc<Corpus>,
+}
+
+/// The passages of all files.
+#[derive(Debug)]
+struct Corpus {
     passages: Vec<Passage>,
     /// Passages that contain a word, and how often.
     index: HashMap<String, Vec<(u32, u32)>>,
@@ -116,14 +126,16 @@ impl Search {
                 "required": ["query"],
             }),
         };
-        Ok(Self { schema, passages, index, mean_words })
+        Ok(Self { schema, corpus: Arc::new(Corpus { passages, index, mean_words }) })
     }
+}
 
+impl Corpus {
     /// The best passages for `query`, best first; passages of the same score in the order of the files.
     fn best(&self, query: &str, results: usize) -> Vec<&Passage> {
         let mut scores: HashMap<u32, f64> = HashMap::new();
         let count = self.passages.len() as f64;
-        for word in words(query) {
+        for (word, repeats) in counted(query) {
             let Some(found) = self.index.get(&word) else { continue };
             let containing = found.len() as f64;
             let rarity = (1.0 + (count - containing + 0.5) / (containing + 0.5)).ln();
@@ -131,7 +143,7 @@ impl Search {
                 let length = f64::from(self.passages[*passage as usize].words) / self.mean_words;
                 let times = f64::from(*times);
                 *scores.entry(*passage).or_default() +=
-                    rarity * times * (K1 + 1.0) / (times + K1 * (1.0 - B + B * length));
+                    repeats * rarity * times * (K1 + 1.0) / (times + K1 * (1.0 - B + B * length));
             }
         }
         let mut ranked: Vec<(u32, f64)> = scores.into_iter().collect();
@@ -146,13 +158,18 @@ impl Tool for Search {
     }
 
     fn call<'a>(&'a self, arguments: &'a Map<String, Value>) -> BoxFuture<'a, Result<String, ToolError>> {
-        let query = arguments.get("query").and_then(Value::as_str).unwrap_or_default();
+        let query = arguments.get("query").and_then(Value::as_str).unwrap_or_default().to_owned();
         let results = arguments.get("results").and_then(Value::as_u64).map_or(RESULTS, |n| n as usize);
-        let found = self.best(query, results.clamp(1, MAX_RESULTS));
-        let listed = found.iter().map(|passage| format!("{}: {}", passage.file, passage.text));
-        let listed = listed.collect::<Vec<_>>().join("\n\n");
-        let answer = if listed.is_empty() { "nothing was found".to_owned() } else { listed };
-        Box::pin(std::future::ready(Ok(answer)))
+        let corpus = Arc::clone(&self.corpus);
+        let answer = tokio::task::spawn_blocking(move || {
+            let found = corpus.best(&query, results.clamp(1, MAX_RESULTS));
+            let listed = found.iter().map(|passage| format!("{}: {}", passage.file, passage.text));
+            let listed = listed.collect::<Vec<_>>().join("\n\n");
+            if listed.is_empty() { "nothing was found".to_owned() } else { listed }
+        });
+        Box::pin(async {
+            answer.await.map_err(|error| ToolError::Unusable(format!("the search ended early: {error}")))
+        })
     }
 }
 
@@ -197,6 +214,19 @@ fn passages_of(text: &str) -> Vec<String> {
     passages
 }
 
+/// The different words of a query, and how often each occurs in it.
+fn counted(query: &str) -> Vec<(String, f64)> {
+    let mut counted: Vec<(String, f64)> = Vec::new();
+    for word in words(query) {
+        match counted.iter().position(|(known, _)| *known == word) {
+            Some(at) => counted[at].1 += 1.0,
+            None if counted.len() < MAX_WORDS => counted.push((word, 1.0)),
+            None => {}
+        }
+    }
+    counted
+}
+
 /// Words of a text, lower case.
 fn words(text: &str) -> impl Iterator<Item = String> + '_ {
     text.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty()).map(str::to_lowercase)
@@ -214,12 +244,19 @@ mod tests {
         fs::write(directory.path().join("sea.txt"), format!("{long}\n\nA whale is in the sea.")).unwrap();
         fs::write(directory.path().join("more/bird.md"), "A bird is in the air.").unwrap();
         fs::write(directory.path().join("ignored.bin"), "whale whale whale").unwrap();
-        let search = Search::new(directory.path()).unwrap();
-        let best = search.best("where is the WHALE?", 2);
+        let corpus = Search::new(directory.path()).unwrap().corpus;
+        let best = corpus.best("where is the WHALE?", 2);
         assert!(best[0].text.contains("whale"), "{best:?}");
-        assert_eq!(search.best("bird", 5)[0].file, "more/bird.md");
-        assert!(search.best("mountain", 5).is_empty());
-        assert!(search.passages.iter().all(|passage| passage.text.len() < PASSAGE_CHARS));
+        assert_eq!(corpus.best("bird", 5)[0].file, "more/bird.md");
+        assert!(corpus.best("mountain", 5).is_empty());
+        assert!(corpus.passages.iter().all(|passage| passage.text.len() < PASSAGE_CHARS));
+    }
+
+    #[test]
+    fn a_repetitive_query_costs_as_much_as_its_words() {
+        assert_eq!(counted("The sea, the SEA the"), [("the".to_owned(), 3.0), ("sea".to_owned(), 2.0)]);
+        let many: String = (0..10_000).map(|n| format!("word{n} ")).collect();
+        assert_eq!(counted(&many).len(), MAX_WORDS);
     }
 
     #[test]

@@ -174,6 +174,10 @@ const SIGNALS: &[c_long] = &[
     libc::SYS_rt_tgsigqueueinfo,
 ];
 
+/// Calls, and the second arguments with which they make the kernel send a signal to a process of the caller's choice, as it does
+/// for the owner of a socket: `F_SETOWN`, `F_SETSIG` and `F_SETOWN_EX`, `FIOSETOWN` and `SIOCSPGRP`.
+const OWNERS: [(c_long, &[i32]); 2] = [(libc::SYS_fcntl, &[8, 10, 15]), (libc::SYS_ioctl, &[0x8901, 0x8902])];
+
 /// The filter, to be loaded as it is; never empty.
 pub(super) fn program(allowed: AllowedCalls) -> BpfProgram {
     let none: &[c_long] = &[];
@@ -185,14 +189,18 @@ pub(super) fn program(allowed: AllowedCalls) -> BpfProgram {
         .map(|call| (call, vec![]))
         .collect();
     let mut clone: Vec<_> =
-        NEW_NAMESPACES.iter().map(|flag| refuse_if(SeccompCmpOp::MaskedEq(bits(*flag)), *flag)).collect();
+        NEW_NAMESPACES.iter().map(|flag| refuse_if(0, SeccompCmpOp::MaskedEq(bits(*flag)), *flag)).collect();
     if !allowed.processes {
-        clone.push(refuse_if(SeccompCmpOp::MaskedEq(bits(libc::CLONE_THREAD)), 0));
+        clone.push(refuse_if(0, SeccompCmpOp::MaskedEq(bits(libc::CLONE_THREAD)), 0));
     }
     rules.insert(libc::SYS_clone, clone);
-    rules.insert(libc::SYS_socketpair, vec![refuse_if(SeccompCmpOp::Ne, libc::AF_UNIX)]);
+    rules.insert(libc::SYS_socketpair, vec![refuse_if(0, SeccompCmpOp::Ne, libc::AF_UNIX)]);
     // Only limits of the calling process.
-    rules.insert(libc::SYS_prlimit64, vec![refuse_if(SeccompCmpOp::Ne, 0)]);
+    rules.insert(libc::SYS_prlimit64, vec![refuse_if(0, SeccompCmpOp::Ne, 0)]);
+    if !allowed.signals {
+        let refused = |of: &[i32]| of.iter().map(|value| refuse_if(1, SeccompCmpOp::Eq, *value)).collect();
+        rules.extend(OWNERS.map(|(call, of)| (call, refused(of))));
+    }
     let architecture = std::env::consts::ARCH.try_into().expect("seccompiler knows the architecture");
     let denied = SeccompAction::Errno(libc::EPERM.unsigned_abs());
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, denied, architecture);
@@ -218,11 +226,11 @@ fn instruction(code: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
     sock_filter { code: u16::try_from(code).expect("a BPF code is short"), jt, jf, k }
 }
 
-/// Refuses a call by the low half of its first argument.
-fn refuse_if(comparison: SeccompCmpOp, value: i32) -> SeccompRule {
-    SeccompCondition::new(0, SeccompCmpArgLen::Dword, comparison, bits(value))
+/// Refuses a call by the low half of an argument, counted from 0.
+fn refuse_if(argument: u8, comparison: SeccompCmpOp, value: i32) -> SeccompRule {
+    SeccompCondition::new(argument, SeccompCmpArgLen::Dword, comparison, bits(value))
         .and_then(|condition| SeccompRule::new(vec![condition]))
-        .expect("a call has a first argument")
+        .expect("a call has six arguments")
 }
 
 fn bits(value: i32) -> u64 {
@@ -252,6 +260,7 @@ mod tests {
     const ARCHITECTURE: u32 = 0xc000_00b7;
     const ARCH: u32 = 4;
     const FIRST_ARGUMENT: u32 = 16;
+    const SECOND_ARGUMENT: u32 = 24;
     const DENY: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
 
     /// The answer of the kernel: an interpreter of the instructions that the filter uses.
@@ -266,7 +275,7 @@ mod tests {
                 register = match k {
                     NUMBER => call,
                     ARCH => arch,
-                    FIRST_ARGUMENT => argument,
+                    FIRST_ARGUMENT | SECOND_ARGUMENT => argument,
                     word => panic!("the filter reads word {word}"),
                 };
             } else if code == BPF_RET | BPF_K {
@@ -309,6 +318,9 @@ mod tests {
             }
             assert_eq!(verdict(libc::SYS_clone3, 0), UNKNOWN);
             assert_eq!(verdict(libc::SYS_kill, 1), allow_if(signals));
+            assert_eq!(verdict(libc::SYS_fcntl, libc::F_SETOWN as u32), allow_if(signals));
+            assert_eq!(verdict(libc::SYS_ioctl, 0x8901), allow_if(signals));
+            assert_eq!(verdict(libc::SYS_fcntl, libc::F_GETFL as u32), allow);
             assert_eq!(verdict(libc::SYS_prlimit64, 0), allow);
             assert_eq!(verdict(libc::SYS_prlimit64, 1), DENY);
             assert_eq!(decide(&program, ARCHITECTURE, LAST + 1, 0), UNKNOWN);

@@ -84,8 +84,10 @@ fn whole(word: &str) -> Option<(bool, String)> {
         digits.push('0');
     }
     for _ in 0..places {
-        if digits.pop().is_some_and(|digit| digit != '0') {
-            return None;
+        match digits.pop() {
+            Some('0') => {}
+            Some(_) => return None,
+            None => break,
         }
     }
     let digits = digits.trim_start_matches('0');
@@ -139,6 +141,7 @@ mod tests {
             ("2.0", "2", true),
             ("-20.", "-20", true),
             ("1e+16", "10000000000000000", true),
+            ("0e-2147483647", "0", true),
             ("1.50e1", "15", true),
             ("-0.0", "0", true),
             ("1.5e0", "1", false),

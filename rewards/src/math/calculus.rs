@@ -3,7 +3,9 @@
 //! Definite integrals use the double-exponential rule (Takahasi, Mori 1974). Limits and slowly converging series use
 //! Richardson extrapolation. The error of a value is the difference of its last two refinements.
 //!
-//! Invariant: refinements that do not converge give no value.
+//! Invariant: refinements that do not converge give no value. A derivative is no larger than the remaining work allows.
+
+use std::cell::Cell;
 
 use num_traits::ToPrimitive;
 
@@ -27,7 +29,8 @@ pub(super) fn value<'a>(
 ) -> Option<Approx> {
     match calculus {
         Calculus::Derivative(body, variable, order) => {
-            let derivative = (0..*order).try_fold(body.clone(), |body, _| differentiate(&body, variable))?;
+            let derivative =
+                (0..*order).try_fold(body.clone(), |body, _| differentiate(&body, variable, with.left()))?;
             // The derivative is a temporary, so it is evaluated at a copy of the point.
             let mut copy: RealPoint<'_> = point.clone();
             with.value(&derivative, &mut copy)
@@ -43,10 +46,14 @@ pub(super) fn value<'a>(
     }
 }
 
-/// The symbolic derivative; `None` for functions without a rule here.
-pub(super) fn differentiate(node: &Node, x: &str) -> Option<Node> {
+/// The symbolic derivative; `None` for functions without a rule here. `left`: the remaining node visits, of which a
+/// derivative takes one for every node that it may copy.
+pub(super) fn differentiate(node: &Node, x: &str, left: &Cell<u32>) -> Option<Node> {
+    let copies = if let Node::Product(factors) = node { factors.len() } else { 2 };
+    let cost = u32::try_from(copies.checked_mul(node.size())?).ok()?;
+    left.set(left.get().checked_sub(cost)?);
     let zero = Node::integer(0);
-    let d = |node: &Node| differentiate(node, x);
+    let d = |node: &Node| differentiate(node, x, left);
     let times = |a: Node, b: Node| Node::Product(vec![a, b]);
     let over = |a: Node, b: Node| Node::Quotient(Box::new(a), Box::new(b));
     let power = |a: &Node, b: Node| Node::Power(Box::new(a.clone()), Box::new(b));

@@ -112,7 +112,9 @@ impl AnswerComparison<'_> {
         if is_region(gold) || is_region(pred) || region_list(gold) || region_list(pred) {
             return self.regions(gold, pred);
         }
-        if let (Some(a), Some(b)) = (matrix::cells(gold), matrix::cells(pred)) {
+        if let Some(a) = matrix::cells(gold)
+            && let Some(b) = matrix::cells(pred)
+        {
             let shape = |rows: &[Vec<Node>]| (rows.len(), rows[0].len());
             if shape(&a) != shape(&b) {
                 return Some(false);
@@ -370,7 +372,7 @@ fn antiderivative(calculus: &Calculus, other: &Node, seed: u64, left: &Cell<u32>
         return Some(if name == variable { identity::equal(body, second, seed, left) } else { Some(false) });
     }
     Some(
-        super::calculus::differentiate(other, variable)
+        super::calculus::differentiate(other, variable, left)
             .and_then(|slope| identity::equal(body, &slope, seed, left)),
     )
 }

@@ -1,6 +1,6 @@
 //! Matrices: sums, products, multiples and powers of them, cell by cell.
 //!
-//! Invariant: cells are built and not evaluated. Their number is bounded, so the work is small.
+//! Invariant: cells are built and not evaluated. Their number and their size are bounded, so the work is small.
 
 use num_traits::ToPrimitive;
 
@@ -11,6 +11,8 @@ use super::rational;
 const MAX_SIZE: usize = 10;
 /// Most rows or columns in a product with cells that are not numbers. Such cells grow with every product.
 const MAX_SYMBOLIC: usize = 4;
+/// Most nodes in all cells of a product.
+const MAX_NODES: usize = 10_000;
 /// Greatest power that is multiplied out.
 const MAX_POWER: u32 = 4;
 
@@ -90,7 +92,9 @@ fn multiplied(a: &[Vec<Node>], b: &[Vec<Node>]) -> Option<Vec<Vec<Node>>> {
         let terms = row.iter().zip(b).map(|(x, row)| Node::Product(vec![x.clone(), row[column].clone()]));
         simplified(Node::Sum(terms.collect()))
     };
-    Some(a.iter().map(|row| (0..b[0].len()).map(|column| cell(row, column)).collect()).collect())
+    let rows: Vec<Vec<Node>> =
+        a.iter().map(|row| (0..b[0].len()).map(|column| cell(row, column)).collect()).collect();
+    (rows.iter().flatten().map(Node::size).sum::<usize>() <= MAX_NODES).then_some(rows)
 }
 
 /// Folds a constant cell into a number, so that products of products stay small.

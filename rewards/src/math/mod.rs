@@ -193,18 +193,19 @@ fn first_readable(found: &[Found<'_>], side: Side) -> Vec<Node> {
     found.iter().map(|found| readings(found, side)).find(|readings| !readings.is_empty()).unwrap_or_default()
 }
 
-/// The trees that an answer may mean: `1/2x`, commas and runs of letters can be read in two ways.
+/// The trees that an answer may mean: those of its value, and the letter of a choice before it.
 fn readings(found: &Found<'_>, side: Side) -> Vec<Node> {
     let text = words::one_meridiem(found.text.trim());
-    let text = &*text;
-    if let Some((letter, rest)) = choice(text) {
-        let rest = Found { text: rest.into(), formula: found.formula };
-        let mut nodes = readings(&rest, side);
-        nodes.push(Node::Symbol(letter.to_owned()));
-        return nodes;
-    }
+    let Some((letter, value)) = choice(&text) else { return readings_of_value(&text, found.formula, side) };
+    let mut nodes = readings_of_value(value.trim(), found.formula, side);
+    nodes.push(Node::Symbol(letter.to_owned()));
+    nodes
+}
+
+/// The trees that a value may mean: `1/2x`, commas and runs of letters can be read in two ways.
+fn readings_of_value(text: &str, formula: bool, side: Side) -> Vec<Node> {
     let mut modes = vec![];
-    if found.formula {
+    if formula {
         modes.push(Mode::Formula);
         if has_word(text) {
             modes.push(Mode::Plain);
@@ -212,11 +213,10 @@ fn readings(found: &Found<'_>, side: Side) -> Vec<Node> {
     } else {
         modes.push(Mode::Plain);
     }
-    let short = !found.formula && text.len() <= lex::MAX_BYTES;
+    let short = !formula && text.len() <= lex::MAX_BYTES;
     let with_units = if short { units::with_units(text, side) } else { None };
     // In a formula a comma after another digit than zero lists.
-    if units::decimal_comma(text, side) && (!found.formula || text.trim_start_matches('-').starts_with("0,"))
-    {
+    if units::decimal_comma(text, side) && (!formula || text.trim_start_matches('-').starts_with("0,")) {
         modes.push(Mode::PlainDecimalComma);
     }
     let quotient = text.contains('/') && text.contains(|c: char| c.is_ascii_digit());
@@ -439,6 +439,26 @@ mod tests {
             ("x + 10^{-15}", "\\boxed{x}"),
         ] {
             assert_ne!(equal(answer, text), Some(true), "{answer:?} against {text:?}");
+        }
+    }
+
+    /// Each of these took a stack, a core or the memory for itself when nothing bounded it.
+    #[test]
+    fn repetitive_answers_take_little_work() {
+        let matrix = "\\begin{pmatrix}x&x\\\\x&x\\end{pmatrix}";
+        for answer in [
+            "A) ".repeat(60_000),
+            format!("{}x^", "\\frac{d}{dx}".repeat(40)),
+            format!("{}|x", "\\int \\frac{d}{dx}".repeat(40)),
+            format!("\\frac{{d^4}}{{dx^4}} {}", "x ".repeat(1000)),
+            format!("\\int_0^1 \\frac{{d^4}}{{dx^4}} {} dx", "\\sin(x) ".repeat(200)),
+            matrix.repeat(60),
+            format!("{}{matrix}{}", "(".repeat(8), ")^4".repeat(8)),
+        ] {
+            let answer = format!("\\boxed{{{answer}}}");
+            for gold in ["5", "x^2", matrix] {
+                assert_ne!(equal(gold, &answer), Some(true), "{gold}, {answer:.60}");
+            }
         }
     }
 

@@ -252,6 +252,11 @@ impl Node {
         condition(self) || self.children().iter().any(|child| child.any(condition))
     }
 
+    /// Number of nodes of the tree.
+    pub(super) fn size(&self) -> usize {
+        1 + self.children().iter().map(|child| child.size()).sum::<usize>()
+    }
+
     /// Adds the free variables in order of appearance, without `e` and `i`.
     pub(super) fn variables<'a>(&'a self, into: &mut Vec<&'a str>) {
         match self {

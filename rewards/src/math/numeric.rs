@@ -43,6 +43,11 @@ impl<'w> Evaluator<'w> {
         Self { complex, left }
     }
 
+    /// The remaining node visits.
+    pub(super) fn left(&self) -> &Cell<u32> {
+        self.left
+    }
+
     /// Whether the budget of node visits is used up.
     pub(super) fn exhausted(&self) -> bool {
         self.left.get() == 0

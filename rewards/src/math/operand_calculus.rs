@@ -77,10 +77,13 @@ impl MathParser<'_> {
             lexemes: &self.lexemes[..end],
             at: from,
             depth: self.depth,
+            steps: self.steps,
             bars: 0,
             options: self.options,
         };
-        let body = if from == end { Node::integer(1) } else { inner.sum()? };
+        let body = if from == end { Some(Node::integer(1)) } else { inner.sum() };
+        self.steps = inner.steps;
+        let body = body?;
         if from != end && inner.at != end {
             return None;
         }

@@ -1,7 +1,7 @@
 //! Parses the tokens of an answer to a tree. It is a Pratt parser from lists down to factors; `operand` parses the
 //! operands.
 //!
-//! Invariant: the whole answer is parsed or none of it. [`MAX_DEPTH`] bounds the depth.
+//! Invariant: the whole answer is parsed or none of it. [`MAX_DEPTH`] bounds the depth, [`MAX_STEPS`] the work.
 
 use num_traits::{One, Signed};
 
@@ -13,6 +13,9 @@ use super::words;
 
 /// Most levels of nesting.
 const MAX_DEPTH: usize = 40;
+/// Most levels that are entered, one after another, in an answer. A parser that goes back reads tokens again, and within
+/// them others; without a bound the work doubles with every level.
+const MAX_STEPS: usize = 16 * lex::MAX_BYTES;
 /// Most parts of a list, a set or a tuple.
 const MAX_PARTS: usize = 64;
 
@@ -28,7 +31,7 @@ pub(super) struct Options {
 /// The tree of an answer; `None` if it cannot be parsed to its end.
 pub(super) fn answer(text: &str, options: Options) -> Option<Node> {
     let lexemes = lex::tokens(text, options.mode)?;
-    let mut parser = MathParser { lexemes: &lexemes, at: 0, depth: 0, bars: 0, options };
+    let mut parser = MathParser { lexemes: &lexemes, at: 0, depth: 0, steps: 0, bars: 0, options };
     let node = parser.list()?;
     parser.closing_remarks();
     (parser.at == lexemes.len()).then_some(node)
@@ -38,6 +41,8 @@ pub(super) struct MathParser<'a> {
     pub(super) lexemes: &'a [Lexeme],
     pub(super) at: usize,
     pub(super) depth: usize,
+    /// Number of levels entered so far.
+    pub(super) steps: usize,
     /// Number of open absolute values. The next bar closes one.
     pub(super) bars: usize,
     pub(super) options: Options,
@@ -70,12 +75,13 @@ impl<'a> MathParser<'a> {
         self.eat(sign).then_some(())
     }
 
-    /// One level deeper, or `None` at the limit.
+    /// One level deeper, or `None` at a limit.
     pub(super) fn nested<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
-        if self.depth >= MAX_DEPTH {
+        if self.depth >= MAX_DEPTH || self.steps >= MAX_STEPS {
             return None;
         }
         self.depth += 1;
+        self.steps += 1;
         let read = read(self);
         self.depth -= 1;
         read
