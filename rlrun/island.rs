@@ -22,7 +22,7 @@ use crate::failure::Failure;
 use crate::recipe::Recipe;
 use crate::recipe::schema::IslandSection;
 use crate::report::Report;
-use crate::run_dir::RunDir;
+use crate::run_dir::{RunDir, replace};
 use crate::serve::token;
 
 /// The island of a run.
@@ -109,7 +109,7 @@ impl IslandSetup<'_> {
         }
         std::fs::create_dir_all(&directory).map_err(system("make", &directory))?;
         let id = new_id();
-        std::fs::write(&path, &id).map_err(system("write", &path))?;
+        replace(&path, id.as_bytes()).map_err(system("write", &path))?;
         Ok(id)
     }
 

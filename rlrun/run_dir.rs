@@ -14,6 +14,7 @@ mod lock;
 use std::io;
 use std::path::{Path, PathBuf};
 
+pub(crate) use lines::replace;
 pub use lines::{JsonLines, JsonLinesError};
 use lock::Lock;
 pub(crate) use lock::is_in_use;
@@ -254,14 +255,33 @@ impl RunDir {
     /// # Errors
     /// As [`events`](Self::events).
     pub fn resumes(&self) -> Result<usize, RunDirError> {
+        Ok(self.event_names()?.iter().filter(|name| *name == "resume").count())
+    }
+
+    /// Whether training has begun since the last resume.
+    ///
+    /// # Errors
+    /// As [`events`](Self::events).
+    pub fn has_begun_since_resume(&self) -> Result<bool, RunDirError> {
+        let names = self.event_names()?;
+        Ok(names
+            .rsplit(|name| name == "resume")
+            .next()
+            .unwrap_or_default()
+            .iter()
+            .any(|name| name == "start"))
+    }
+
+    /// The names of all events, in order.
+    fn event_names(&self) -> Result<Vec<String>, RunDirError> {
         drop(self.events()?);
         let path = self.path.join("events.jsonl");
         let text = std::fs::read_to_string(&path).map_err(|source| failed("read", &path, source))?;
-        let is_resume = |line: &str| {
+        let name = |line: &str| {
             let event: Option<serde_json::Value> = serde_json::from_str(line).ok();
-            event.is_some_and(|event| event["event"] == "resume")
+            event.and_then(|event| Some(event["event"].as_str()?.to_owned()))
         };
-        Ok(text.lines().filter(|line| is_resume(line)).count())
+        Ok(text.lines().filter_map(name).collect())
     }
 
     /// Replaces `resolved.toml` after a resume with other values.

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use buffer::http::{Reopen, Server, ServerConfig, ServerLimits, Tokens};
+use buffer::http::{Reopen, ServedBuffer, Server, ServerConfig, ServerLimits, Tokens};
 use buffer::{Buffer, BufferConfig, BufferError, Consumer};
 use dashboard::DashboardConfig;
 use model::{Config, KvCache, Quantization};
@@ -66,11 +66,11 @@ pub fn buffer(args: &ServeBufferArgs, program: &Program) -> Result<String, Failu
         let signals = ServerSignals::listen()?;
         let config = ServerConfig { reopen, ..config };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
-        let server = match &buffer {
-            Ok(buffer) => Server::bind(config, Arc::clone(buffer)).await?,
-            Err(reason) => Server::bind_standby(config, reason).await?,
+        let server = match buffer {
+            Ok(buffer) => Server::bind(config, buffer).await?,
+            Err(reason) => Server::bind_standby(config, &reason).await?,
         };
-        let page = buffer_page(args, buffer.ok()).await?;
+        let page = buffer_page(args, server.served()).await?;
         say(&format!("listening on {scheme}://{}", server.local_addr()));
         server.serve(signals.stop()).await;
         // Dropped, its tasks end.
@@ -121,20 +121,13 @@ fn database(_args: &ServeBufferArgs, _url: &str, _program: &Program) -> Result<S
     Err(Failure::Argument(crate::run_buffer::WITHOUT_POSTGRES.to_owned()))
 }
 
-/// Serves the page of a buffer, if it has one, and writes the file that it shows, until the tasks are dropped. A standby has no
-/// buffer to show.
-async fn buffer_page(
-    args: &ServeBufferArgs,
-    buffer: Option<Arc<Buffer>>,
-) -> Result<Option<JoinSet<()>>, Failure> {
+/// Serves the page of a buffer, if it has one, and writes the file that it shows, until the tasks are dropped. A standby shows its
+/// buffer once it has it.
+async fn buffer_page(args: &ServeBufferArgs, served: ServedBuffer) -> Result<Option<JoinSet<()>>, Failure> {
     let Some(listen) = args.dashboard else { return Ok(None) };
     let token = args.dashboard_token_file.as_deref().map(token).transpose()?;
     let status = Arc::new(RunStatus::new(&args.dir));
-    let write = move |buffer: &Buffer| {
-        let stats = buffer.stats().ok();
-        status.write(&[], stats.as_ref(), Some(buffer));
-    };
-    buffer.iter().for_each(|buffer| write(buffer));
+    write_status(&status, &served);
     let page =
         open_page(DashboardConfig { listen, token, runs: vec![args.dir.clone()], advisor: None }).await?;
     if !args.quiet {
@@ -142,17 +135,26 @@ async fn buffer_page(
     }
     let mut tasks = JoinSet::new();
     tasks.spawn(page.serve(std::future::pending()));
-    let Some(buffer) = buffer else { return Ok(Some(tasks)) };
-    tasks.spawn(async move {
-        let write = Arc::new(write);
-        loop {
-            tokio::time::sleep(STATUS_EVERY).await;
-            let (write, buffer) = (Arc::clone(&write), Arc::clone(&buffer));
-            // A panic of it was printed.
-            let _ = tokio::task::spawn_blocking(move || write(&buffer)).await;
-        }
-    });
+    tasks.spawn(keep_status(status, served));
     Ok(Some(tasks))
+}
+
+/// Writes the state of the buffer every second.
+async fn keep_status(status: Arc<RunStatus>, served: ServedBuffer) {
+    loop {
+        tokio::time::sleep(STATUS_EVERY).await;
+        let (status, served) = (Arc::clone(&status), Arc::clone(&served));
+        // A panic of it was printed.
+        let _ = tokio::task::spawn_blocking(move || write_status(&status, &served)).await;
+    }
+}
+
+/// Writes the state of the buffer; the last state stays while its storage has failed. The buffer is dropped at once, or its
+/// journal could not be opened again.
+fn write_status(status: &RunStatus, served: &ServedBuffer) {
+    let Some(buffer) = served() else { return };
+    let stats = buffer.stats().ok();
+    status.write(&[], stats.as_ref(), Some(&buffer));
 }
 
 /// Serves a reward model until a signal stops it.
@@ -304,7 +306,37 @@ pub(crate) fn is_input(error: &BufferError) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+    use std::time::Instant;
+
     use super::*;
+
+    #[test]
+    fn the_page_of_a_buffer_does_not_keep_it_open() {
+        let directory = tempfile::tempdir().unwrap();
+        let status = Arc::new(RunStatus::new(directory.path()));
+        let buffer = Arc::new(Buffer::in_memory(BufferConfig::new(1, 0)).unwrap());
+        let left = Arc::downgrade(&buffer);
+        let slot = Arc::new(Mutex::new(Some(buffer)));
+        let of_slot = Arc::clone(&slot);
+        let served: ServedBuffer = Arc::new(move || of_slot.lock().unwrap().clone());
+        let file = directory.path().join("status.json");
+        runtime().unwrap().block_on(async {
+            let mut tasks = JoinSet::new();
+            tasks.spawn(keep_status(status, served));
+            let deadline = Instant::now() + Duration::from_secs(30);
+            let soon = async |done: &dyn Fn() -> bool| {
+                while !done() {
+                    assert!(Instant::now() < deadline);
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+            };
+            soon(&|| file.exists()).await;
+            // Its storage failed: the server drops it.
+            drop(slot.lock().unwrap().take());
+            soon(&|| left.strong_count() == 0).await;
+        });
+    }
 
     #[test]
     fn a_model_is_named_by_its_directory_or_repository() {

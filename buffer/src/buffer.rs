@@ -283,10 +283,18 @@ impl Buffer {
     /// Asks the ledger about an arrival, which may free another group's slot.
     fn begin(&self, prepared: &PreparedGroup) -> Result<ArrivalDecision, BufferError> {
         let mut ledger = self.shared.ledger()?;
+        self.begin_in(&mut ledger, prepared)
+    }
+
+    /// [`Buffer::begin`] for a caller that keeps the lock until it waits.
+    fn begin_in(
+        &self,
+        ledger: &mut Ledger,
+        prepared: &PreparedGroup,
+    ) -> Result<ArrivalDecision, BufferError> {
         let begin = ledger.begin(&prepared.arrival(), self.shared.now());
         self.shared.events.publish(ledger.take_occurrences());
-        drop(ledger);
-        if matches!(begin, Ok(ArrivalDecision::Answer(_, Finalized::Stale))) {
+        if matches!(begin, Ok(ArrivalDecision::Answer(_, Finalized::Stale | Finalized::Duplicate))) {
             self.shared.slots_freed.all();
         }
         begin
@@ -322,10 +330,11 @@ impl Buffer {
         let prepared = PreparedGroup::new(incoming, self.config.dedup)?;
         let deadline = Instant::now() + 2 * WRITE_WAIT;
         loop {
-            let (group, keep) = match self.begin(&prepared)? {
+            // Locked from the decision to the wait, so that no signal between them is missed.
+            let mut ledger = self.shared.ledger()?;
+            let (group, keep) = match self.begin_in(&mut ledger, &prepared)? {
                 ArrivalDecision::Write { group, keep } => (group, keep),
                 ArrivalDecision::Answer(Some(group), Finalized::Full) if Instant::now() < deadline => {
-                    let ledger = self.shared.ledger()?;
                     if !ledger.is_in_flight(group) {
                         return Ok(Submitted { answer: Finalized::Full, group: Some(group) });
                     }
@@ -337,14 +346,12 @@ impl Buffer {
                 ArrivalDecision::Elsewhere(group) if Instant::now() >= deadline => {
                     return Err(BufferError::StillWriting { group, waited: 2 * WRITE_WAIT });
                 }
-                ArrivalDecision::Elsewhere(group) => {
-                    let ledger = self.shared.ledger()?;
-                    if ledger.is_being_written(group) {
-                        drop(self.shared.wait(&self.shared.batch_changed, ledger, deadline)?);
-                    }
+                ArrivalDecision::Elsewhere(_) => {
+                    drop(self.shared.wait(&self.shared.batch_changed, ledger, deadline)?);
                     continue;
                 }
             };
+            drop(ledger);
             let (done, completed) = completion();
             self.write(prepared, group, &keep, done);
             return match self.wait_for(&completed) {
@@ -417,6 +424,7 @@ impl Buffer {
         let now = self.shared.now();
         if self.store.check_capacity().is_ok() && ledger.expire(now) {
             self.commit(ledger, Box::new(|_| ()));
+            self.shared.notify();
         }
         ledger.admit(request, now)
     }
@@ -430,7 +438,11 @@ impl Buffer {
         done: WriteCompletion,
     ) -> Result<Option<GrantedLease>, BufferError> {
         self.store.check_capacity()?;
-        let attempt = ledger.lease(request, self.shared.now(), last_call);
+        let now = self.shared.now();
+        if ledger.expire(now) {
+            self.shared.notify();
+        }
+        let attempt = ledger.lease(request, now, last_call);
         self.commit(ledger, done);
         if attempt.is_ok() {
             self.shared.slots_freed.all();

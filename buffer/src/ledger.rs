@@ -402,10 +402,6 @@ impl Ledger {
         self.flights.contains_key(&group)
     }
 
-    pub(crate) fn is_being_written(&self, group: GroupId) -> bool {
-        self.flights.get(&group).is_some_and(|flight| flight.stage == InFlightStage::Writing)
-    }
-
     pub(crate) fn stats(&self) -> Stats {
         let admitted = self.flights.values().filter(|flight| flight.stage == InFlightStage::Admitted).count();
         let mut in_flight: Vec<_> = self.flights.iter().map(|(id, flight)| (*id, flight.version)).collect();

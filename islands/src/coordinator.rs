@@ -28,6 +28,9 @@ use crate::terms::{IslandTerms, is_name};
 /// Closed rounds whose outer updates are kept, for islands that were restarted.
 const RECENT: usize = 2;
 
+/// Largest magnitude of a value of an outer gradient, far above that of any weight. The outer optimizer stays finite with it.
+const MAX_MAGNITUDE: f32 = 1e18;
+
 /// Settings of a coordinator.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CoordinatorConfig {
@@ -175,6 +178,8 @@ impl Coordinator {
         let files = CoordinatorFiles::open(&config.dir)?;
         let mut outer = files.load()?;
         if let Some(outer) = &mut outer {
+            // Files of a version that did not refuse them.
+            outer.contributions.retain(|name, (_, values)| check_magnitudes(name, values).is_ok());
             // Time without a coordinator does not count.
             outer.first = (!outer.contributions.is_empty()).then(Instant::now);
         }
@@ -305,7 +310,8 @@ impl Coordinator {
     /// The outer gradient of an island. It is on disk when this returns.
     ///
     /// # Errors
-    /// A round that is not open yet, values that are not those of its fragment, a name that another live island has.
+    /// A round that is not open yet, values that are not those of its fragment or are too large, a name that another live island
+    /// has.
     pub fn contribute(
         &self,
         name: &str,
@@ -325,6 +331,7 @@ impl Coordinator {
         let fragment = outer.terms.fragment(*round);
         let values = outer.terms.compression.decode(payload, fragment.len());
         let values = values.map_err(|error| CoordinatorRefusal::invalid(error.to_string()))?;
+        check_magnitudes(name, &values)?;
         if *round < outer.round {
             let mut closed = outer.recent.iter();
             let is_in = closed
@@ -494,6 +501,16 @@ fn check_names(name: &str, run: &str) -> Result<(), CoordinatorRefusal> {
         return Err(CoordinatorRefusal::invalid("the id of the run is not 32 hexadecimal digits"));
     }
     Ok(())
+}
+
+/// Refuses an outer gradient that would make the outer weights infinite, which no later round could mend.
+fn check_magnitudes(name: &str, values: &[f32]) -> Result<(), CoordinatorRefusal> {
+    let Some(index) = values.iter().position(|value| value.abs() > MAX_MAGNITUDE) else { return Ok(()) };
+    Err(CoordinatorRefusal::invalid(format!(
+        "value {index} of the outer gradient of island `{name}` is {:e}, and at most {MAX_MAGNITUDE:e} is taken; lower its \
+         learning rate, or resume it from an earlier checkpoint",
+        values[index]
+    )))
 }
 
 fn check_terms(ours: &IslandTerms, theirs: &IslandTerms) -> Result<(), CoordinatorRefusal> {

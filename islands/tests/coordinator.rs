@@ -112,6 +112,18 @@ fn an_island_that_is_late_takes_the_newest_weights_and_the_others_did_not_wait()
 }
 
 #[test]
+fn an_island_that_diverges_is_refused_and_the_others_go_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let (coordinator, [a, b], _) = two(dir.path(), Duration::ZERO);
+    coordinator.contribute("a", &a, &gradient(0, [1.0; 4])).unwrap();
+    let refused = coordinator.contribute("b", &b, &gradient(0, [1.0, -f32::MAX, 0.0, 0.0])).unwrap_err();
+    assert_eq!(refused.status, 422);
+    assert!(refused.reason.starts_with("value 1 of the outer gradient of island `b`"), "{refused:?}");
+    coordinator.close_if_due().unwrap();
+    assert_eq!(weights(&coordinator), [-1.0; 4]);
+}
+
+#[test]
 fn an_island_that_leaves_is_not_waited_for() {
     let dir = tempfile::tempdir().unwrap();
     let (coordinator, [a, b], terms) = two(dir.path(), SOON);

@@ -43,8 +43,8 @@ pub(super) struct StartingState {
     pub(super) island: Option<RunIsland>,
     /// The evaluation before the first step; `None` after a resume.
     pub(super) evaluation: Option<Evaluated>,
-    /// Whether newer checkpoints than the resumed one were set aside.
-    pub(super) went_back: bool,
+    /// Whether it is that of a checkpoint.
+    pub(super) resumed: bool,
 }
 
 impl StartingState {
@@ -134,7 +134,7 @@ impl Run<'_> {
             state,
             island,
             evaluation,
-            went_back: false,
+            resumed: false,
         }))
     }
 
@@ -158,8 +158,7 @@ impl Run<'_> {
             self.report.note(&format!("the checkpoint of step {} cannot be used: {reason}", damaged.0));
             observer.event("checkpoint_damaged", &json!({ "version": damaged, "reason": reason }))?;
         }
-        let aside = set_aside_after(&checkpoints, Some(version))?;
-        for (later, place) in &aside {
+        for (later, place) in set_aside_after(&checkpoints, Some(version))? {
             let place = place.display();
             self.report.note(&format!("the checkpoint of step {} is kept in {place}", later.0));
             observer
@@ -174,9 +173,15 @@ impl Run<'_> {
         // A run that was killed before its first step may have been killed before its first line.
         let first = version == PolicyVersion::default();
         let evaluation = if first { self.evaluate(&prepared, &learner, &directory)? } else { None };
-        let went_back = !aside.is_empty();
-        let start = StartingState { learner, directory, prepared, state, island, evaluation, went_back };
-        Ok(self.unless_stopped(start))
+        Ok(self.unless_stopped(StartingState {
+            learner,
+            directory,
+            prepared,
+            state,
+            island,
+            evaluation,
+            resumed: true,
+        }))
     }
 
     /// The run as an island, if its recipe says so.

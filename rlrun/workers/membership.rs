@@ -251,10 +251,13 @@ fn is_plain(name: &str) -> bool {
     (1..=MAX_NAME).contains(&name.len()) && !name.chars().any(|c| c.is_control() || c == '/')
 }
 
-/// An unreachable run may be started again, and so should this worker.
+/// An unreachable run may be started again, and so should this worker; also one that serves a later version than a run that was
+/// started again from an older checkpoint.
 fn away(error: BufferError) -> Failure {
     match error {
-        BufferError::Unreachable { .. } | BufferError::Unclear { .. } => Failure::Requeue(error.to_string()),
+        BufferError::Unreachable { .. } | BufferError::Unclear { .. } | BufferError::FutureVersion { .. } => {
+            Failure::Requeue(error.to_string())
+        }
         error => error.into(),
     }
 }
@@ -324,5 +327,19 @@ impl HeartbeatThread {
             }
             pause(EVERY, &self.over);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use trajectory::PolicyVersion;
+
+    use super::*;
+
+    #[test]
+    fn a_worker_that_is_ahead_of_its_run_is_started_again() {
+        let ahead = BufferError::FutureVersion { version: PolicyVersion(7), known: PolicyVersion(5) };
+        let failure = requeue(Failure::Rollout(rollout::RolloutError::Buffer(ahead)));
+        assert!(matches!(failure, Failure::Requeue(_)), "{failure}");
     }
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, bounded};
+use crossbeam::channel::{Receiver, RecvTimeoutError, bounded};
 use device::bf16;
 use model::Config;
 use model::on_device::StagedWeights;
@@ -22,6 +22,12 @@ use crate::engine::{ServeOn, ServedWeights};
 
 /// How long the thread waits for a newer version before it checks the stop flag.
 const LOOK_UP: Duration = Duration::from_millis(50);
+
+/// How long a dropped applier waits for its thread, which may be staging a version or reading from a peer that is silent.
+const ENDS_WITHIN: Duration = Duration::from_secs(30);
+
+/// Pause while the thread ends after its last message.
+const LAST_STEPS: Duration = Duration::from_millis(1);
 
 /// Weights that are ready to be served.
 #[derive(Debug)]
@@ -97,6 +103,8 @@ struct Background {
     ready: Receiver<Result<ReadyWeights, RolloutError>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
+    /// How long it is waited for when this is dropped.
+    ends_within: Duration,
 }
 
 impl Applier {
@@ -117,7 +125,8 @@ impl Applier {
                 }
             }
         });
-        Self { incoming, source: ApplierMode::Thread(Background { ready, stop, thread: Some(thread) }) }
+        let background = Background { ready, stop, thread: Some(thread), ends_within: ENDS_WITHIN };
+        Self { incoming, source: ApplierMode::Thread(background) }
     }
 
     /// An applier without a thread, for a sampler that sleeps whenever a version is published: it takes no memory before
@@ -136,8 +145,8 @@ impl Applier {
             // Without a wait too, `recv_timeout` gives the core to other threads, a trainer's among them, before it looks at the time.
             ApplierMode::Thread(Background { ready, .. }) => match ready.recv_timeout(wait) {
                 Ok(ready) => ready.map(Some),
-                Err(crossbeam::channel::RecvTimeoutError::Timeout) => Ok(None),
-                Err(crossbeam::channel::RecvTimeoutError::Disconnected) => {
+                Err(RecvTimeoutError::Timeout) => Ok(None),
+                Err(RecvTimeoutError::Disconnected) => {
                     Err(RolloutError::Ended { who: "the thread that receives weights" })
                 }
             },
@@ -179,9 +188,16 @@ impl std::fmt::Debug for Applier {
 impl Drop for Background {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // The thread may be blocked in its send.
-        while self.ready.recv_timeout(LOOK_UP).is_ok() {}
-        if let Some(thread) = self.thread.take() {
+        let Some(thread) = self.thread.take() else { return };
+        let deadline = Instant::now() + self.ends_within;
+        while !thread.is_finished() && Instant::now() < deadline {
+            // The thread may be blocked in its send.
+            if let Err(RecvTimeoutError::Disconnected) = self.ready.recv_timeout(LOOK_UP) {
+                std::thread::sleep(LAST_STEPS);
+            }
+        }
+        // Otherwise it reads from a peer that is silent, and ends when that read does.
+        if thread.is_finished() {
             drop(thread.join());
         }
     }
@@ -232,5 +248,25 @@ impl ReadyWeights {
         let DeviceWeights { version, values, digest, received } = weights;
         let served = Some(ServedWeights::Device(stage(values)));
         Self { version, served, digest, took: received.took, bytes: received.bytes }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dropped_applier_does_not_wait_for_a_silent_peer() {
+        let (release, silent) = bounded::<()>(0);
+        let (sender, ready) = bounded(1);
+        let thread = std::thread::spawn(move || {
+            let _sender = sender;
+            let _ = silent.recv();
+        });
+        let (stop, ends_within) = (Arc::new(AtomicBool::new(false)), Duration::from_millis(10));
+        let asked_to_stop = Arc::clone(&stop);
+        drop(Background { ready, stop, thread: Some(thread), ends_within });
+        assert!(asked_to_stop.load(Ordering::Relaxed));
+        drop(release);
     }
 }

@@ -271,9 +271,11 @@ fn store(
         return give_back(buffer, id, false);
     }
     fail::fail_point!("group-hand-over");
-    if buffer.finalize(group)? == Finalized::Full {
-        return give_back(buffer, id, true);
-    }
+    match buffer.finalize(group) {
+        // A trainer that was started again from an older checkpoint has not made a version of the group yet.
+        Ok(Finalized::Full) | Err(BufferError::FutureVersion { .. }) => return give_back(buffer, id, true),
+        stored => stored?,
+    };
     activity.stored(&times);
     Ok(())
 }

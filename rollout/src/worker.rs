@@ -151,6 +151,8 @@ pub struct Worker {
     scorer: Scorer,
     /// Since when the sampler has been applying a version.
     applying_since: Option<Instant>,
+    /// Since when the trainer has been behind the served version: its process was started again from an older checkpoint.
+    ahead_since: Option<Instant>,
     open: HashMap<GroupId, OpenGroup>,
     pace: AdmissionPace,
     curation: Option<Curation>,
@@ -196,6 +198,7 @@ impl Worker {
             prompts,
             scorer,
             applying_since: None,
+            ahead_since: None,
             open: HashMap::new(),
             pace: AdmissionPace::default(),
             curation: None,
@@ -288,7 +291,10 @@ impl Worker {
                 self.begins(WorkerPhase::Waiting);
                 self.update_weights(LOOK_UP)?;
                 self.progress.idle_s += start.elapsed().as_secs_f64();
-                if self.waiting_since.elapsed() > self.config.wait {
+                // The wait for a trainer that is behind has a deadline of its own, which begins later.
+                let wait =
+                    self.config.wait + self.ahead_since.map_or(Duration::ZERO, |_| self.config.wait / 2);
+                if self.waiting_since.elapsed() > wait {
                     return Err(self.waited_too_long());
                 }
             } else {
@@ -414,7 +420,11 @@ impl Worker {
             let group = match answer {
                 // If the buffer granted a slot after all, it takes it back when the hold expires.
                 Err(BufferError::Unclear { .. }) => break,
-                admitted => admitted?.pop(),
+                Err(error @ BufferError::FutureVersion { .. }) if afar => self.wait_for_trainer(error)?,
+                admitted => {
+                    self.ahead_since = None;
+                    admitted?.pop()
+                }
             };
             let Some(group) = group else {
                 self.pace.refused(version, Instant::now());
@@ -432,19 +442,12 @@ impl Worker {
             };
             if self.open.contains_key(&group) || self.scorer.holds(group) {
                 // Its hold expired while this worker was stopped or cut off, and no other worker has started it since.
-                match buffer.claim(group, version) {
-                    Err(BufferError::WrongState { .. }) => {}
-                    claimed => claimed?,
-                }
+                claim(buffer, group, version)?;
                 continue;
             }
-            match buffer.claim(group, version) {
-                // A buffer that was restarted has forgotten the admission: it will admit the group again.
-                Err(BufferError::WrongState { .. }) => {
-                    self.curation.iter().for_each(|curation| curation.forget(group));
-                    continue;
-                }
-                claimed => claimed?,
+            if !claim(buffer, group, version)? {
+                self.curation.iter().for_each(|curation| curation.forget(group));
+                continue;
             }
             let request = SampleRequest {
                 group,
@@ -466,6 +469,16 @@ impl Worker {
         Ok(())
     }
 
+    /// No slot, while the trainer of another process is behind the served version. It can reach that version with groups that it
+    /// has or that other workers sample.
+    ///
+    /// # Errors
+    /// `error` after half of the wait: a worker that connects again serves the trainer's version, in time for its next batch.
+    fn wait_for_trainer(&mut self, error: BufferError) -> Result<Option<GroupId>, RolloutError> {
+        let since = *self.ahead_since.get_or_insert_with(Instant::now);
+        if since.elapsed() >= self.config.wait / 2 { Err(error.into()) } else { Ok(None) }
+    }
+
     /// No task can be drawn any more. That is an error once the buffer holds too few groups for another batch: the trainer
     /// would wait for ever.
     fn end_if_starved(&self, buffer: &dyn Producer) -> Result<(), RolloutError> {
@@ -484,7 +497,7 @@ impl Worker {
             let request =
                 AdmitRequest { served, limit: wanted - free.len(), hold: None, holder: self.config.holder };
             let admitted = match buffer.admit(request, Duration::ZERO) {
-                Err(BufferError::Unclear { .. }) => break,
+                Err(BufferError::Unclear { .. } | BufferError::FutureVersion { .. }) => break,
                 admitted => admitted?,
             };
             if admitted.is_empty() {
@@ -529,5 +542,13 @@ impl Worker {
             ),
             seconds: self.config.wait.as_secs_f64(),
         }
+    }
+}
+
+/// Claims `group`; false if a buffer that was restarted has forgotten the admission: it will admit the group again.
+fn claim(buffer: &dyn Producer, group: GroupId, version: PolicyVersion) -> Result<bool, RolloutError> {
+    match buffer.claim(group, version) {
+        Err(BufferError::WrongState { .. } | BufferError::FutureVersion { .. }) => Ok(false),
+        claimed => Ok(claimed.map(|()| true)?),
     }
 }

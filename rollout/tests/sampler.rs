@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use buffer::{Buffer, BufferConfig, Consumer, LeaseRequest, Producer};
+use buffer::{Buffer, BufferConfig, BufferError, Consumer, LeaseRequest, Producer};
 use model::Sampling;
 use rewards::{Builtin, Criterion, OnError, RewardInput, RewardSet, WeightedReward};
 use rollout::evaluate::{EvaluationConfig, EvaluationObserver, EvaluationProgress, EvaluationSet, evaluate};
@@ -192,6 +192,17 @@ const WORKER: WorkerConfig = WorkerConfig {
     holder: None,
 };
 
+fn worker(
+    sampler: ScriptedSampler,
+    config: WorkerConfig,
+    buffer: &Arc<Buffer>,
+    runtime: &tokio::runtime::Runtime,
+) -> Worker {
+    let producer: Arc<dyn Producer> = Arc::clone(buffer) as Arc<dyn Producer>;
+    let scorer = Scorer::start(runtime.handle(), rewards(), producer, None, 8);
+    Worker::new(config, Box::new(sampler), prompts(5), scorer)
+}
+
 /// Runs a rollout worker around `sampler` beside `consume`, which gets the buffer and ends the run.
 fn work(
     sampler: ScriptedSampler,
@@ -200,9 +211,7 @@ fn work(
 ) -> Result<(), RolloutError> {
     let runtime = runtime();
     let buffer = Arc::new(Buffer::in_memory(BufferConfig::new(2, 0)).unwrap());
-    let producer: Arc<dyn Producer> = Arc::clone(&buffer) as Arc<dyn Producer>;
-    let scorer = Scorer::start(runtime.handle(), rewards(), producer, None, 8);
-    let worker = Worker::new(config, Box::new(sampler), prompts(5), scorer);
+    let worker = worker(sampler, config, &buffer, &runtime);
     let (progress, stop) = (worker.progress(), AtomicBool::new(false));
     let result = std::thread::scope(|scope| {
         let working = scope.spawn(|| worker.run(&*buffer, &stop));
@@ -241,6 +250,35 @@ fn a_worker_drives_any_sampler_and_trains_on_its_versions() {
     let log = script.log.lock().unwrap();
     let first: Vec<_> = (0..6).map(|group| format!("group {group} under v{}", group / 2)).collect();
     assert!(log.starts_with(&first), "{log:?}");
+}
+
+/// A worker of another process that serves a later version than the buffer knows: the run was started again from an older
+/// checkpoint.
+#[test]
+fn a_worker_that_is_ahead_of_the_trainer_waits_for_it() {
+    let (sampler, _script) = scripted(6, Some(1));
+    let sampler = ScriptedSampler { version: PolicyVersion(1), ..sampler };
+    let config = WorkerConfig { holder: Some(1), ..WORKER };
+    work(sampler, config, |buffer| {
+        let behind = LeaseRequest::step("trainer", PolicyVersion(0));
+        assert!(buffer.lease(&behind, Duration::from_millis(200)).is_err());
+        buffer.set_version(PolicyVersion(1), false).unwrap();
+        let lease = buffer.lease(&LeaseRequest::step("trainer", PolicyVersion(1)), SOON).unwrap();
+        assert_eq!(lease.groups.len(), 2);
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_trainer_that_stays_behind_ends_the_worker() {
+    let (sampler, _script) = scripted(6, Some(1));
+    let sampler = ScriptedSampler { version: PolicyVersion(1), ..sampler };
+    let config = WorkerConfig { holder: Some(1), wait: Duration::ZERO, ..WORKER };
+    let runtime = runtime();
+    let buffer = Arc::new(Buffer::in_memory(BufferConfig::new(2, 0)).unwrap());
+    let worker = worker(sampler, config, &buffer, &runtime);
+    let error = worker.run(&*buffer, &AtomicBool::new(false)).unwrap_err();
+    assert!(matches!(error, RolloutError::Buffer(BufferError::FutureVersion { .. })), "{error}");
 }
 
 #[test]

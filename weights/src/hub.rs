@@ -197,10 +197,12 @@ impl Hub {
     /// hub can have issued yet.
     pub(crate) fn remote_caller(&self, name: String, connection: u64) -> Result<SubscriberId, WeightsError> {
         check_name(&name)?;
-        if connection > clock().saturating_add(CLOCK_SKEW) {
+        let state = self.state()?;
+        // After a step back of the clock, new ids continue from the last one.
+        if connection > clock().saturating_add(CLOCK_SKEW).max(state.last_connection) {
             return Err(WeightsError::BadConnection { name, connection });
         }
-        if self.state()?.registrations.get(&name).is_some_and(|registration| !registration.is_remote()) {
+        if state.registrations.get(&name).is_some_and(|registration| !registration.is_remote()) {
             return Err(WeightsError::NameTaken { name });
         }
         Ok(SubscriberId { name, connection })

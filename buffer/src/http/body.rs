@@ -7,14 +7,18 @@
 
 use std::io::Read;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use axum::body::Bytes;
-use axum::extract::{FromRequest, FromRequestParts, Request};
+use axum::body::{Body, Bytes};
+use axum::extract::{FromRequest, FromRequestParts, Request, State};
 use axum::http::header::{ACCEPT, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use erased_serde::{Deserializer as ErasedDeserializer, Serialize as ErasedSerialize};
+use futures_util::{StreamExt, stream};
 use http_body_util::BodyExt;
 use rmp_serde::decode::ReadReader;
 use serde::Serialize;
@@ -331,10 +335,7 @@ async fn read(
     let length = header(request.headers(), &CONTENT_LENGTH).and_then(|length| length.parse().ok());
     let limits = shared.limits;
     let arrival = tokio::time::timeout(limits.body_read, arrive(request, length, shared));
-    let (bytes, mut reserved) = arrival.await.map_err(|_| {
-        let detail = format!("the body took longer than {} s", limits.body_read.as_secs());
-        Problem::new(ProblemCode::BodyTimeout, detail)
-    })??;
+    let (bytes, mut reserved) = arrival.await.map_err(|_| took_too_long(limits.body_read))??;
     if encoding == Encoding::Plain {
         return Ok((bytes, reserved));
     }
@@ -389,6 +390,36 @@ async fn arrive(
         whole.extend_from_slice(&bytes);
     }
     Ok((if whole.is_empty() { first } else { whole.into() }, reserved))
+}
+
+fn took_too_long(limit: Duration) -> Problem {
+    Problem::new(ProblemCode::BodyTimeout, format!("the body took longer than {} s", limit.as_secs()))
+}
+
+/// Middleware of routes that read their bodies themselves, in pieces: the deadline of all bodies holds for theirs too.
+pub(super) async fn arrives_in_time(
+    State(shared): State<Arc<ServerState>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let limit = shared.limits.body_read;
+    let deadline = tokio::time::Instant::now() + limit;
+    let late = Arc::new(AtomicBool::new(false));
+    let is_late = Arc::clone(&late);
+    let request = request.map(|body| {
+        Body::from_stream(stream::unfold(body.into_data_stream(), move |mut pieces| {
+            let late = Arc::clone(&late);
+            async move {
+                let piece = tokio::time::timeout_at(deadline, pieces.next()).await.unwrap_or_else(|_| {
+                    late.store(true, Ordering::Relaxed);
+                    Some(Err(axum::Error::new(std::io::Error::from(std::io::ErrorKind::TimedOut))))
+                });
+                Some((piece?, pieces))
+            }
+        }))
+    });
+    let response = next.run(request).await;
+    if is_late.load(Ordering::Relaxed) { took_too_long(limit).into_response() } else { response }
 }
 
 fn too_large(limit: usize) -> Problem {

@@ -33,5 +33,5 @@ pub use auth::{Role, TokenError, Tokens};
 pub use client::{Client, ClientConfig};
 pub use connect::tls::{Tls, TlsError};
 pub use limits::ServerLimits;
-pub use server::{Reopen, Server, ServerConfig, ServerError, StorageNotice};
+pub use server::{Reopen, ServedBuffer, Server, ServerConfig, ServerError, StorageNotice};
 pub use state::{OnRefused, RefusedGroup};

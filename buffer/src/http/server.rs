@@ -39,6 +39,9 @@ const LOOPBACK_NAMES: [&str; 3] = ["localhost", "127.0.0.1", "[::1]"];
 /// Opens the buffer again after its storage failed.
 pub type Reopen = Arc<dyn Fn() -> Result<Buffer, BufferError> + Send + Sync>;
 
+/// The buffer that a server serves now; `None` until its storage works. A journal stays locked until the answer is dropped.
+pub type ServedBuffer = Arc<dyn Fn() -> Option<Arc<Buffer>> + Send + Sync>;
+
 /// Receives messages about the state of the storage.
 pub type StorageNotice = Arc<dyn Fn(&str) + Send + Sync>;
 
@@ -49,7 +52,7 @@ pub struct ServerConfig {
     pub listen: SocketAddr,
     /// A socket that already listens there: connections wait while the serving process restarts.
     pub listener: Option<Arc<std::net::TcpListener>>,
-    /// Routes beside the buffer's, and the role of their tokens. These routes limit their own bodies.
+    /// Routes beside the buffer's, and the role of their tokens. These routes limit the size of their bodies themselves.
     pub routes: Vec<(Role, Router)>,
     /// Limits of requests.
     pub limits: ServerLimits,
@@ -218,6 +221,13 @@ impl Server {
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.address
+    }
+
+    /// The buffer, also after it was opened again.
+    #[must_use]
+    pub fn served(&self) -> ServedBuffer {
+        let shared = Arc::clone(&self.shared);
+        Arc::new(move || shared.buffer().ok())
     }
 
     /// Answers requests until `stop`. Then it accepts no connection any more, ends waits, and gives running requests

@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
-use redb::{Database, DatabaseError, ReadableTable, StorageBackend, StorageError};
+use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, StorageBackend, StorageError};
 use serde::de::DeserializeOwned;
 use trajectory::GroupId;
 
@@ -44,13 +44,14 @@ pub(super) fn file(path: &Path) -> Result<OpenedJournal, BufferError> {
         create(path)?
     } else {
         // A process that is killed while it makes a journal leaves an incomplete file, so a new journal is made under
-        // another name.
+        // another name. A power cut may leave a journal in use under that name.
         let fresh = path.with_extension("new");
-        if fresh.exists() {
+        if fresh.exists() && !is_journal(&fresh)? {
             std::fs::remove_file(&fresh).map_err(|error| unwritable(path, error))?;
         }
         let made = create(&fresh)?;
-        std::fs::rename(&fresh, path).map_err(|error| unwritable(path, error))?;
+        let renamed = std::fs::rename(&fresh, path).and_then(|()| sync_parent(path));
+        renamed.map_err(|error| unwritable(path, error))?;
         made
     };
     let file_bytes = std::fs::metadata(path).map_err(failed(path, "measure"))?.len();
@@ -60,6 +61,29 @@ pub(super) fn file(path: &Path) -> Result<OpenedJournal, BufferError> {
         file: Some(Arc::new(file)),
         ..load(path, PanicSafeDatabase::new(database))?
     })
+}
+
+/// Whether a file can be opened and has the format of a journal.
+///
+/// # Errors
+/// [`BufferError::Locked`] while another process makes it.
+fn is_journal(file: &Path) -> Result<bool, BufferError> {
+    let open = || redb::Builder::new().set_cache_size(JOURNAL_CACHE_BYTES as usize).open(file);
+    let database = match unpanicked(file, open) {
+        Ok(database) => PanicSafeDatabase::new(database),
+        Err(locked @ BufferError::Locked { .. }) => return Err(locked),
+        Err(_) => return Ok(false),
+    };
+    let has_format = || -> Result<bool, redb::Error> {
+        Ok(database.begin_read()?.open_table(META)?.get("format")?.is_some())
+    };
+    Ok(catch_unwind(AssertUnwindSafe(has_format)).is_ok_and(|found| found.unwrap_or(false)))
+}
+
+/// Makes a rename to `path` survive a power cut.
+fn sync_parent(path: &Path) -> io::Result<()> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    std::fs::File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
 }
 
 /// Opens the journal in another storage.

@@ -58,9 +58,9 @@ impl Ledger {
     pub(crate) fn rewind(&mut self, version: PolicyVersion) {
         let leases: Vec<LeaseId> = self.leases.keys().copied().collect();
         for lease in leases {
-            if let Some(record) = self.remove_lease(lease)
-                && record.row.state == LeaseState::Open
-            {
+            let Some(record) = self.remove_lease(lease) else { continue };
+            self.change().leases.push((lease, None));
+            if record.row.state == LeaseState::Open {
                 self.put_back(&record.row);
             }
         }

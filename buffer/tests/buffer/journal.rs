@@ -116,6 +116,23 @@ fn a_journal_that_is_removed_or_replaced_accepts_nothing_any_more() {
     }
 }
 
+/// A power cut can undo the rename that ends the making of a journal, and not what was written since.
+#[test]
+fn a_journal_under_the_name_of_a_new_one_is_kept_and_other_files_are_not() {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, fresh) = (directory.path().join("buffer.redb"), directory.path().join("buffer.new"));
+    let submit =
+        || Buffer::open(&path, config(2, 2)).unwrap().submit("before", group(GroupId(0), v(0))).unwrap();
+    assert_eq!(submit().answer, Finalized::Accepted);
+    std::fs::rename(&path, &fresh).unwrap();
+    assert_eq!(submit().answer, Finalized::Duplicate);
+    assert!(!fresh.exists());
+    std::fs::remove_file(&path).unwrap();
+    std::fs::write(&fresh, "half of a journal").unwrap();
+    assert_eq!(submit().answer, Finalized::Accepted);
+    assert!(!fresh.exists());
+}
+
 #[test]
 fn a_removed_journal_is_detected_without_a_write() {
     let directory = tempfile::tempdir().unwrap();

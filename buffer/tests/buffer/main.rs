@@ -9,6 +9,7 @@ mod journal;
 mod postgres;
 mod rewind;
 mod served;
+mod waits;
 
 use buffer::conformance::fixtures::{NOW, SOON, TRAINER, admit, config, generate, group, lease, leased, v};
 

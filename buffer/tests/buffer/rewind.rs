@@ -62,6 +62,13 @@ fn a_rewind_samples_groups_of_later_versions_again_and_counts_lost_ones() {
     }
     assert_eq!(lease(&buffer, 1, NOW).unwrap().groups.len(), 2);
     assert_eq!(buffer.rewind(TRAINER, v(1)).unwrap(), None);
+
+    // Step 3 was leased before the rewind: it gets a batch of its own, since that lease is no longer stored either.
+    for step in 2..4 {
+        buffer.set_version(v(step), false).unwrap();
+        generate(&buffer, v(step), 2);
+        assert_eq!(leased(&buffer, step).len(), 2, "step {step}");
+    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
-use buffer::http::{Client, ClientConfig, Server, ServerConfig};
+use buffer::http::{Client, ClientConfig, ServedBuffer, Server, ServerConfig};
 use buffer::{Buffer, BufferConfig};
 use serde_json::Value;
 use tokio::sync::oneshot;
@@ -35,17 +35,22 @@ impl TestServer {
     }
 
     pub(crate) fn start(buffer: Buffer, config: ServerConfig) -> Self {
+        Self::start_observed(buffer, config).0
+    }
+
+    /// The same, and the buffer that it serves at a time.
+    pub(crate) fn start_observed(buffer: Buffer, config: ServerConfig) -> (Self, ServedBuffer) {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let (stop, stopped) = oneshot::channel();
         let server = runtime.block_on(Server::bind(config, Arc::new(buffer))).unwrap();
-        let address = server.local_addr();
+        let (address, buffer) = (server.local_addr(), server.served());
         let serve = move || {
             runtime.block_on(server.serve(async {
                 let _ = stopped.await;
             }));
         };
-        Self { address, stop: Some(stop), thread: Some(std::thread::spawn(serve)) }
+        (Self { address, stop: Some(stop), thread: Some(std::thread::spawn(serve)) }, buffer)
     }
 
     pub(crate) fn url(&self) -> String {

@@ -194,6 +194,11 @@ impl FutureTable {
         self.requests.contains_key(id)
     }
 
+    /// Whether the request has not ended.
+    pub(super) fn is_open(&self, id: &str) -> bool {
+        self.requests.get(id).is_some_and(|request| request.ended.is_none())
+    }
+
     /// Forgets what ended longer ago than `keep`.
     pub(super) fn expire(&mut self, keep: Duration) {
         let is_over =

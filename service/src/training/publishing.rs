@@ -63,6 +63,7 @@ impl ServiceShared {
             entry.and_then(|entry| Some((entry.record.owner(), entry.session.clone()?))).ok_or_else(gone)?
         };
         let sampling_session_id = format!("{session}:sample:{number}");
+        self.forget_beyond_limit(user)?;
         let (version, base) = (model.version(), model.base().info().name.clone());
         let (mut receipt, mut whole) = (None, None);
         let mut table = self.samplers();
@@ -110,6 +111,28 @@ impl ServiceShared {
             return Err(gone());
         }
         Ok(sampling_session_id)
+    }
+
+    /// Frees a place for another sampling session of `user`: at the limit the oldest one without a request in progress is forgotten.
+    ///
+    /// # Errors
+    /// If the user has no such session.
+    fn forget_beyond_limit(&self, user: UserId) -> Result<(), FailedRequest> {
+        let most = self.config.limits.sampling_sessions;
+        let forgotten = {
+            let registry = self.registry();
+            let mut table = self.samplers();
+            if table.len() < most {
+                return Ok(());
+            }
+            table.forget_oldest(user, |request| registry.futures.is_open(request))
+        };
+        // Engines end outside of the locks.
+        forgotten.map(drop).ok_or_else(|| {
+            FailedRequest::user(format!(
+                "there are {most} sampling sessions, which is the limit; end some sessions"
+            ))
+        })
     }
 
     /// Begins a sampling session. Returns its id.

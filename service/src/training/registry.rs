@@ -129,6 +129,12 @@ impl ServiceRegistry {
         self.models.retain(|_, entry| !entry.record.saved.is_empty() || !is_old(entry));
     }
 
+    /// Forgets the turns of users without a session.
+    pub(super) fn forget_turns(&mut self) {
+        let sessions = &self.sessions;
+        self.turns.retain(|user, _| sessions.values().any(|session| session.user == *user));
+    }
+
     /// Takes the next request and its model: of the user whose last turn was the longest ago, and of its models of that whose next
     /// request waits the longest.
     pub(super) fn take_work(&mut self) -> Option<(String, Option<Box<TrainedModel>>, NumberedCall)> {
@@ -222,5 +228,23 @@ impl ModelEntry {
             last_request: self.last_request,
             loaded: !matches!(self.state, ModelState::Unloaded),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn turns_of_users_without_a_session_are_forgotten() {
+        let (ada, bob) = (UserId([1; 16]), UserId([2; 16]));
+        let session = ClientSession { user: ada, seen: Instant::now(), samplers: HashMap::new() };
+        let mut registry = ServiceRegistry {
+            sessions: HashMap::from([("s1".to_owned(), session)]),
+            turns: HashMap::from([(ada, 1), (bob, 2)]),
+            ..ServiceRegistry::default()
+        };
+        registry.forget_turns();
+        assert_eq!(registry.turns, HashMap::from([(ada, 1)]));
     }
 }

@@ -6,9 +6,10 @@
 //! Invariant: a request is sampled with the weights of its session as they were when it came, or newer ones of an in-flight sampler.
 //! Weights that a request uses keep their engine.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use trajectory::PolicyVersion;
 
@@ -32,6 +33,7 @@ pub(super) struct SamplerEntry {
     pub(super) path: Option<String>,
     /// The model that they are of.
     pub(super) model: Option<String>,
+    begun: Instant,
     known: HashMap<u64, KnownSample>,
     order: VecDeque<u64>,
 }
@@ -106,6 +108,7 @@ impl SamplerEntry {
             published,
             path,
             model,
+            begun: Instant::now(),
             known,
             order,
         }
@@ -125,6 +128,12 @@ impl SamplerEntry {
             let Some(oldest) = self.order.pop_front() else { break };
             self.known.remove(&oldest);
         }
+    }
+
+    /// Forgets the requests whose ids are not kept any more.
+    pub(super) fn forget_requests(&mut self, is_kept: impl Fn(&str) -> bool) {
+        self.known.retain(|_, known| is_kept(&known.request_id));
+        self.order.retain(|number| self.known.contains_key(number));
     }
 }
 
@@ -190,8 +199,29 @@ impl SamplerTable {
     /// Forgets the sampling sessions of sessions that are over, and weights that no other has. Returns engines that are to be ended.
     pub(super) fn end_sessions(&mut self, over: &[String]) -> Vec<Arc<SamplerHost>> {
         self.sessions.retain(|_, entry| !over.contains(&entry.session));
-        let in_use: Vec<u64> = self.sessions.values().filter_map(|entry| entry.published).collect();
-        let idle: Vec<u64> = self.published.keys().filter(|id| !in_use.contains(id)).copied().collect();
+        self.drop_unused()
+    }
+
+    /// Forgets the oldest sampling session of `user` of whose requests none `is_open`. `None` if there is none. Returns engines that
+    /// are to be ended.
+    pub(super) fn forget_oldest(
+        &mut self,
+        user: UserId,
+        is_open: impl Fn(&str) -> bool,
+    ) -> Option<Vec<Arc<SamplerHost>>> {
+        let can_go = |(_, entry): &(&String, &SamplerEntry)| {
+            entry.user == user && !entry.known.values().any(|known| is_open(&known.request_id))
+        };
+        let oldest = self.sessions.iter().filter(can_go).min_by_key(|(_, entry)| entry.begun);
+        let id = oldest.map(|(id, _)| id.clone())?;
+        self.sessions.remove(&id);
+        Some(self.drop_unused())
+    }
+
+    /// Forgets weights that no sampling session has. Returns engines that are to be ended.
+    fn drop_unused(&mut self) -> Vec<Arc<SamplerHost>> {
+        let in_use: HashSet<u64> = self.sessions.values().filter_map(|entry| entry.published).collect();
+        let idle: Vec<u64> = self.published.keys().filter(|id| !in_use.contains(*id)).copied().collect();
         let mut ended = Vec::new();
         for id in idle {
             self.leave_engine(id, &mut ended);

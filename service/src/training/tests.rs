@@ -380,6 +380,61 @@ async fn saved_weights_continue_with_the_same_bits_also_in_a_new_process() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_long_session_forgets_its_oldest_samplers_and_requests() {
+    let limits = ServiceLimits { sampling_sessions: 2, outcome: SOON, ..ServiceLimits::default() };
+    let tiny = TinyService::with(limits);
+    let model = tiny.model(ADA, Some(LORA)).await;
+    let mut samplers = Vec::new();
+    for number in 0..3 {
+        samplers.push(tiny.sampler(ADA, &model, 1 + number, number, false).await);
+    }
+    assert_eq!(tiny.service.sampler(ADA, &samplers[0]).unwrap_err().status, 404);
+    assert!(samplers[1..].iter().all(|sampler| tiny.service.sampler(ADA, sampler).is_ok()));
+
+    let limits = ServiceLimits { outcome: Duration::ZERO, ..ServiceLimits::default() };
+    let tiny = TinyService::with(limits);
+    let session = tiny.service.create_session(ADA).unwrap();
+    let from = SampleFrom::Base("tiny".to_owned());
+    let sampler = tiny.service.create_sampling_session(ADA, &session, 0, &from).unwrap();
+    tiny.service.sample(ADA, &sampler, 0, request(&[1, 5], 1, 2)).unwrap();
+    let deadline = std::time::Instant::now() + SOON;
+    let is_known = || {
+        let mut table = tiny.service.shared.samplers();
+        table.session(ADA, &sampler).unwrap().known(0).is_some()
+    };
+    while is_known() {
+        assert!(std::time::Instant::now() < deadline, "it cannot be retrieved any more");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_name_can_be_saved_again_after_its_record_or_its_old_files_failed() {
+    let tiny = TinyService::new();
+    let model = tiny.model(ADA, Some(LORA)).await;
+    let save = async |number: u64, overwrite: bool| {
+        let save = Some(SaveRequest { name: "a".to_owned(), overwrite, ttl_s: None });
+        let save = SamplerSave { save, sampling_session_seq_id: None, inflight: false };
+        let ticket = tiny.service.save_for_sampler(ADA, &model, number, save).unwrap();
+        tiny.outcome(ADA, &ticket).await.map(drop).map_err(|failure| failure.message)
+    };
+    let run = saved::run_dir(&tiny.files.path().join("state"), &model);
+    // No record can be written.
+    let obstacle = run.join("model.json.partial");
+    std::fs::create_dir_all(&obstacle).unwrap();
+    let failure = save(1, false).await.unwrap_err();
+    assert!(failure.contains("model.json"), "{failure}");
+    assert!(!run.join("sampler_weights/a").exists());
+    std::fs::remove_dir(&obstacle).unwrap();
+    save(2, false).await.unwrap();
+    // The files that are overwritten cannot be removed.
+    std::fs::write(run.join("sampler_weights/a.deleted"), "").unwrap();
+    save(3, true).await.unwrap();
+    assert!(save(4, false).await.unwrap_err().contains("saved already"));
+    save(5, true).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_inflight_sampler_serves_newer_versions_and_staleness_is_reported() {
     let tiny = TinyService::new();
     let model = tiny.model(ADA, Some(LORA)).await;

@@ -249,18 +249,25 @@ impl ModelWorker {
         if let Some(parent) = dir.parent() {
             std::fs::create_dir_all(parent).map_err(|error| failed(error.to_string()))?;
         }
+        // Files without a record: a process ended between the two.
+        record.remove_files(&run, &new).map_err(failed)?;
         // What was overwritten goes when the new files are whole.
         write(&dir).map_err(|error| failed(error.to_string()))?;
         new.bytes = bytes_of(&dir);
+        let previous = record.clone();
         record.saved.retain(|other| other.is_state != is_state || other.name != save.name);
-        record.saved.push(new);
-        record.write(&run).map_err(failed)?;
-        if let Some(before) = before {
-            record.remove_files(&run, &before).map_err(failed)?;
+        record.saved.push(new.clone());
+        if let Err(error) = record.write(&run) {
+            // The first error is the one to report; what may be left is removed by the next attempt.
+            let _ = previous.remove_files(&run, &new);
+            return Err(failed(error));
         }
-        let mut registry = self.shared.registry();
-        if let Some(entry) = registry.models.get_mut(id) {
-            entry.record = record;
+        if let Some(entry) = self.shared.registry().models.get_mut(id) {
+            entry.record = record.clone();
+        }
+        if let Some(before) = before {
+            // The weights are saved; files that cannot be removed cost space alone.
+            let _ = record.remove_files(&run, &before);
         }
         Ok(SavedPath { model_id: id.to_owned(), is_state, name: save.name.clone() }.to_string())
     }
@@ -318,8 +325,8 @@ impl ModelWorker {
         Ok(RequestOutcome::WeightsLoaded { path, model_id: id.to_owned() })
     }
 
-    /// Ends sessions without a heartbeat and requests behind one that never came, and forgets outcomes and models that were kept long
-    /// enough.
+    /// Ends sessions without a heartbeat and requests behind one that never came, and forgets outcomes, sampling requests and models
+    /// that were kept long enough.
     fn end_expired(&self) {
         let limits = self.shared.config.limits;
         let mut registry = self.shared.registry();
@@ -333,6 +340,10 @@ impl ModelWorker {
             .collect();
         for session in &over {
             end_session(&mut registry, session);
+        }
+        registry.forget_turns();
+        for sampler in self.shared.samplers().sessions.values_mut() {
+            sampler.forget_requests(|request| registry.futures.has(request));
         }
         let ids: Vec<String> = registry.models.keys().cloned().collect();
         for id in ids {

@@ -31,6 +31,10 @@ use crate::{Dtype, Hub, HubConfig, Receipt, RelayAddress, Snapshot, Subscriber, 
 
 /// Longest wait for a newer version before the thread looks for a stop.
 const LOOK_UP: Duration = Duration::from_millis(500);
+/// How long a dropped relay waits for the thread that receives.
+const ENDS_WITHIN: Duration = Duration::from_secs(10);
+/// Time between two looks whether the thread has ended.
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
 /// How long the server has to end its answers after a stop.
 const STOP: Duration = Duration::from_secs(1);
 /// Bytes of a token.
@@ -143,8 +147,21 @@ impl Drop for RelaySubscriber {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         self.server.end();
-        self.thread.take().into_iter().for_each(|thread| drop(thread.join()));
+        self.thread.take().into_iter().for_each(|thread| end_within(thread, ENDS_WITHIN));
     }
+}
+
+/// Waits for the end of a thread that was asked to stop. Later it reads from a peer that is silent, and ends when that read does.
+fn end_within(thread: JoinHandle<()>, limit: Duration) {
+    let deadline = Instant::now() + limit;
+    while !thread.is_finished() {
+        if Instant::now() >= deadline {
+            return;
+        }
+        std::thread::sleep(LOOK_AGAIN);
+    }
+    // A panic of it was printed.
+    drop(thread.join());
 }
 
 impl fmt::Debug for RelaySubscriber {

@@ -217,6 +217,16 @@ fn no_subscriber_replaces_a_sampler_of_this_process() {
 }
 
 #[test]
+fn a_connection_that_the_hub_issued_is_valid_after_the_clock_stepped_back() {
+    let (_publisher, hub) = hub();
+    hub.state().unwrap().last_connection = clock() + 2 * CLOCK_SKEW;
+    let SubscriberId { name, connection } = hub.connect("worker".to_owned(), true).unwrap();
+    hub.remote_caller(name.clone(), connection).unwrap();
+    let error = hub.remote_caller(name, connection + 1).unwrap_err();
+    assert!(matches!(error, WeightsError::BadConnection { .. }), "{error}");
+}
+
+#[test]
 fn the_later_subscriber_of_a_name_keeps_it() {
     let (publisher, hub) = hub();
     let old = hub.connect("worker".to_owned(), true).unwrap();

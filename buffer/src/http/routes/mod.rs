@@ -20,6 +20,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::auth::{self, Permission, Role};
+use super::body;
 use super::events;
 use super::metrics;
 use super::openapi::{self, OpenApiDocument};
@@ -66,8 +67,11 @@ pub(crate) fn router(shared: &Arc<ServerState>, extra_routes: Vec<(Role, Router)
         .split_for_parts();
     // The routes are fixed, so the document is too.
     let _ = shared.openapi.set(Bytes::from(openapi::complete(document)));
+    // The last layer is the first to see a request.
     let allowed = |(role, routes): (Role, Router)| {
-        routes.route_layer(middleware::from_fn_with_state((Arc::clone(shared), role.need()), auth::allow))
+        routes
+            .route_layer(middleware::from_fn_with_state(Arc::clone(shared), body::arrives_in_time))
+            .route_layer(middleware::from_fn_with_state((Arc::clone(shared), role.need()), auth::allow))
     };
     let router = router.with_state(Arc::clone(shared));
     let router = extra_routes.into_iter().map(allowed).fold(router, Router::merge);

@@ -6,7 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use buffer::http::{ServerConfig, ServerError, ServerLimits};
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::DefaultBodyLimit;
+use axum::routing::post;
+use buffer::http::{Role, ServerConfig, ServerError, ServerLimits};
 use buffer::{Buffer, Consumer, LeaseRequest, Producer};
 use serde_json::json;
 use trajectory::GroupId;
@@ -36,6 +40,27 @@ fn a_slow_head_is_cut_off_and_a_slow_body_is_answered() {
     slow.write_all(b"{").unwrap();
     HttpAnswer::read(&mut BufReader::new(slow)).is_problem(408, "body_timeout");
     assert_eq!(served.get("/healthz").status, 200);
+}
+
+/// Routes beside the buffer's limit the size of their bodies themselves.
+#[test]
+fn a_slow_body_of_another_route_is_answered_too() {
+    async fn echo(body: Bytes) -> Bytes {
+        body
+    }
+    let routes = Router::new().route("/other", post(echo)).layer(DefaultBodyLimit::max(8));
+    let limits = ServerLimits { body_read: SHORT, ..ServerLimits::default() };
+    let config = ServerConfig { limits, routes: vec![(Role::Writer, routes)], ..loopback() };
+    let served = TestServer::start(Buffer::in_memory(super::super::config(8, 1)).unwrap(), config);
+    let ask = |length: usize, body: &[u8]| {
+        let mut stream = served.connect();
+        stream.write_all(&head("POST", "/other", served.address, &[], Some(length))).unwrap();
+        stream.write_all(body).unwrap();
+        HttpAnswer::read(&mut BufReader::new(stream))
+    };
+    assert_eq!(ask(4, b"here").text(), "here");
+    assert_eq!(ask(9, b"too large").status, 413);
+    ask(4, b"h").is_problem(408, "body_timeout");
 }
 
 #[test]
@@ -246,12 +271,14 @@ fn a_disk_failure_is_reported_and_the_server_recovers() {
     let on = disk.clone();
     let open = move || Buffer::open_on(on.clone(), config(8, 1));
     let buffer = open().unwrap();
-    let served = TestServer::start(buffer, ServerConfig { reopen: Some(Arc::new(open)), ..loopback() });
+    let config = ServerConfig { reopen: Some(Arc::new(open)), ..loopback() };
+    let (served, current) = TestServer::start_observed(buffer, config);
     assert_eq!(statuses(&store(&served, &[keyed("before")])), ["accepted"]);
     disk.fails.store(true, Ordering::Relaxed);
     let failed = store(&served, &[keyed("lost")]);
     failed.is_problem(503, "storage_failed");
     assert_eq!(failed.headers["retry-after"], "1");
+    assert!(current().is_none(), "the journal can only be opened again once it is dropped");
     served.get("/readyz").is_problem(503, "storage_failed");
     assert_eq!(served.get("/healthz").status, 200, "the process lives");
     assert!(served.get("/metrics").text().contains("\nrlrun_buffer_up 0\n"));
@@ -261,6 +288,7 @@ fn a_disk_failure_is_reported_and_the_server_recovers() {
     assert!(client.submit("lost", group(GroupId(0), v(0))).unwrap().group.is_some());
     assert_eq!(statuses(&store(&served, &[keyed("before")])), ["duplicate"]);
     assert_eq!(served.get("/readyz").status, 200);
+    assert!(current().is_some());
 }
 
 #[test]

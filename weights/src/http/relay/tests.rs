@@ -36,6 +36,16 @@ fn soon(relay: &RelaySubscriber, after: u64) -> Arc<Snapshot> {
     relay.wait_newer(Some(PolicyVersion(after)), SOON).unwrap().expect("a version in time")
 }
 
+#[test]
+fn a_dropped_relay_does_not_wait_for_a_silent_peer() {
+    let (release, silent) = std::sync::mpsc::channel::<()>();
+    let thread = std::thread::spawn(move || {
+        let _ = silent.recv();
+    });
+    end_within(thread, Duration::from_millis(10));
+    drop(release);
+}
+
 /// The digest of a version as it is published.
 fn digest(version: u64, dtype: Dtype) -> Digest {
     Snapshot::rounded(PolicyVersion(version), &values(version), dtype).digest()
